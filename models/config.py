@@ -1,0 +1,67 @@
+"""What a policy is: the shape of a dense decoder, without any weights.
+
+One dataclass covers Llama 3.x, Qwen2/2.5 and Qwen3 dense; the architectures
+differ in three facts (`qkv_bias`, `qk_norm`, `rope_scaling`), not in code.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+Architecture = Literal["llama", "qwen2", "qwen3"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Llama3RopeScaling:
+    """Frequency scaling of Llama 3.1 and later (`rope_type: llama3`)."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_positions: int
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """Shape of a decoder-only transformer with grouped-query attention.
+
+    `head_dim` is free: it need not be `d_model / num_heads`. `max_positions` is
+    the longest sequence the model was made for; the engine refuses longer ones.
+    `eos_token_ids` end a response; they are part of the HF folder's config.
+    """
+
+    architecture: Architecture
+    vocab_size: int
+    d_model: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    d_ff: int
+    rope_theta: float = 10_000.0
+    rope_scaling: Llama3RopeScaling | None = None
+    norm_eps: float = 1e-6
+    tied_embeddings: bool = False
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    max_positions: int = 4096
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    pad_token_id: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_heads={self.num_heads} must be a multiple of "
+                f"num_kv_heads={self.num_kv_heads}: each key/value head serves as many query heads"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim={self.head_dim} must be even: rotary embeddings turn pairs")
+        for token_id in self.eos_token_ids:
+            if not 0 <= token_id < self.vocab_size:
+                raise ValueError(f"eos token {token_id} is outside the vocabulary of {self.vocab_size}")
+
+    @property
+    def queries_per_kv(self) -> int:
+        return self.num_heads // self.num_kv_heads
