@@ -1,0 +1,208 @@
+"""Text to token ids and back, with the ids that Hugging Face would give.
+
+`load` reads a local folder and wraps `transformers`' own tokenizer: no hub, no
+remote code. `save_character_tokenizer` writes such a folder for a vocabulary of
+single characters. transformers and tokenizers are imported when first used.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from models.config import ModelConfig
+
+PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
+
+# Any one of these holds a vocabulary; tokenizer.json is what the shipped models have.
+_VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Tokenizer:
+    """A vocabulary, its end tokens and its chat template.
+
+    `vocab_size` counts added tokens too: it is the largest id + 1.
+    `eos_token_ids` are the tokenizer's own end token and those of the folder's
+    generation_config.json, since a chat turn may end in another than a text does.
+    """
+
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    pad_token_id: int | None
+    has_chat_template: bool
+    backend: Any = dataclasses.field(repr=False)
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text; no special token is added."""
+        return list(self.backend.encode(text, add_special_tokens=False))
+
+    def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
+        """Text of ids, without the special tokens unless asked for; spaces stay as they are."""
+        return str(
+            self.backend.decode(
+                [int(i) for i in ids],
+                skip_special_tokens=skip_special,
+                clean_up_tokenization_spaces=False,
+            )
+        )
+
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
+    ) -> list[int]:
+        """Ids of a conversation of `{"role", "content"}` in the tokenizer's template.
+
+        Raises ValueError where the tokenizer has no template.
+        """
+        if not self.has_chat_template:
+            raise ValueError(
+                "expected a tokenizer with a chat template, got one without: add a "
+                "chat_template.jinja (or the key in tokenizer_config.json), or use plain prompts"
+            )
+        ids = self.backend.apply_chat_template(
+            list(messages),
+            add_generation_prompt=add_generation_prompt,
+            tokenize=True,
+            return_dict=False,
+        )
+        return [int(i) for i in ids]
+
+
+def load(directory: str | os.PathLike[str]) -> Tokenizer:
+    """The tokenizer of a local Hugging Face folder.
+
+    Raises FileNotFoundError where the folder or its vocabulary is missing, and
+    ValueError where transformers cannot read it.
+    """
+    folder = Path(directory)
+    _require_files(folder)
+    backend = _backend(folder)
+    own = [] if backend.eos_token_id is None else [int(backend.eos_token_id)]
+    return Tokenizer(
+        vocab_size=max(backend.get_vocab().values()) + 1,
+        eos_token_ids=tuple(dict.fromkeys(own + _generation_eos(folder))),
+        pad_token_id=None if backend.pad_token_id is None else int(backend.pad_token_id),
+        has_chat_template=bool(backend.chat_template),
+        backend=backend,
+    )
+
+
+def check_vocabulary(tokenizer: Tokenizer, config: ModelConfig) -> None:
+    """Raise ValueError unless every id of the tokenizer has a row in the policy's embedding.
+
+    A policy with more rows than the tokenizer has ids is fine: many are padded.
+    """
+    if tokenizer.vocab_size > config.vocab_size:
+        raise ValueError(
+            f"the tokenizer does not fit the policy: expected ids below the policy's vocab_size="
+            f"{config.vocab_size}, got ids up to {tokenizer.vocab_size - 1}; use the tokenizer of "
+            "the policy's own folder, or a policy whose embedding covers it"
+        )
+
+
+def save_character_tokenizer(
+    directory: str | os.PathLike[str],
+    characters: Iterable[str],
+    chat_template: str | None = None,
+    extra_specials: Sequence[str] = (),
+) -> None:
+    """Write a tokenizer with one id per character, readable by `load` and by transformers.
+
+    Ids: `<pad>` 0, `<eos>` 1, `<unk>` 2, then `extra_specials`, then the characters
+    in their order (repeats are dropped). A character outside becomes `<unk>`. Any
+    text of the characters comes back unchanged. `chat_template` is Jinja source.
+    Raises ValueError for an entry that is not one character, or for none.
+    """
+    from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
+    from tokenizers import Tokenizer as Backend
+
+    letters = list(dict.fromkeys(characters))
+    wrong = [c for c in letters if len(c) != 1]
+    if wrong or not letters:
+        raise ValueError(f"expected one or more single characters, got {wrong or 'none'}")
+    specials = [PAD, EOS, UNK, *extra_specials]
+    vocabulary = {token: i for i, token in enumerate([*specials, *letters])}
+    if len(vocabulary) != len(specials) + len(letters):
+        raise ValueError(
+            f"special tokens {specials} must differ from one another and from characters"
+        )
+    backend = Backend(models.WordLevel(vocabulary, unk_token=UNK))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    backend.decoder = decoders.Fuse()
+    backend.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in specials])
+    folder = Path(directory)
+    folder.mkdir(parents=True, exist_ok=True)
+    backend.save(str(folder / "tokenizer.json"))
+    settings: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "pad_token": PAD,
+        "eos_token": EOS,
+        "unk_token": UNK,
+        "clean_up_tokenization_spaces": False,
+    }
+    if chat_template is not None:
+        settings["chat_template"] = chat_template
+    _write_json(folder / "tokenizer_config.json", settings)
+
+
+def _require_files(folder: Path) -> None:
+    if not folder.is_dir():
+        raise FileNotFoundError(
+            f"expected a local tokenizer folder, got {str(folder)!r}, which is not a directory: "
+            "models are not downloaded here; fetch it first and give its path"
+        )
+    if not any((folder / name).is_file() for name in _VOCABULARY_FILES):
+        found = sorted(p.name for p in folder.iterdir())
+        raise FileNotFoundError(
+            f"no tokenizer in {folder}: expected tokenizer.json (and tokenizer_config.json), got "
+            f"{found[:12]}; copy them from where the policy came from"
+        )
+
+
+def _backend(folder: Path) -> Any:
+    # transformers prints advice about a missing torch at import; we use none of its models.
+    silence = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
+    before = os.environ.get(silence)
+    os.environ[silence] = "1"
+    try:
+        from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    finally:
+        if before is None:
+            del os.environ[silence]
+        else:
+            os.environ[silence] = before
+    # A folder that names no family of tokenizers means its tokenizer.json as it stands. Where
+    # config.json says qwen2, AutoTokenizer takes that family's class and the file's rules are lost.
+    generic = (folder / "tokenizer.json").is_file() and _read_json(
+        folder / "tokenizer_config.json"
+    ).get("tokenizer_class") in ("PreTrainedTokenizerFast", "TokenizersBackend")
+    loader = PreTrainedTokenizerFast if generic else AutoTokenizer
+    try:
+        return loader.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # transformers raises many types; all mean an unreadable folder
+        raise ValueError(
+            f"transformers cannot read the tokenizer in {folder}: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _generation_eos(folder: Path) -> list[int]:
+    ids = _read_json(folder / "generation_config.json").get("eos_token_id")
+    return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file, empty where there is no file."""
+    if not path.is_file():
+        return {}
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path} is not a JSON object: {error}") from error
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

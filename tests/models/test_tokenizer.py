@@ -1,0 +1,192 @@
+"""Token ids equal those of transformers; character tokenizers round-trip; errors say what to do."""
+
+import json
+import random
+
+import pytest
+
+from models import tokenizer as tokenizers_of_ours
+from models.config import ModelConfig
+
+CHARACTERS = "abcdefghij 0123456789+-=*\n\té漢🙂"
+CHARACTER_TEMPLATE = "{% for m in messages %}{{ m['content'] }}\n{% endfor %}"
+
+CHATML = (
+    "{% for m in messages %}"
+    "{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>\\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+WORDS = [
+    "gcd",
+    "of",
+    "12",
+    "and",
+    "18",
+    "is",
+    "6",
+    "Ünïcode",
+    "漢字",
+    "🙂🙃",
+    "  two  ",
+    "\n",
+    "x=y",
+    "don't",
+]
+
+
+def save_chatml_tokenizer(folder):
+    """A byte-level BPE tokenizer with Qwen-like specials, trained on a few words."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=320,
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator([" ".join(WORDS)] * 4, trainer)
+    folder.mkdir(parents=True, exist_ok=True)
+    backend.save(str(folder / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|endoftext|>",
+        "chat_template": CHATML,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 0]}))
+
+
+def conversation(rng):
+    """One to five turns of random words, some after a system message."""
+    messages = [{"role": "system", "content": "Be brief."}] if rng.random() < 0.5 else []
+    for turn in range(rng.randint(1, 5)):
+        content = " ".join(rng.choices(WORDS, k=rng.randint(0, 12)))
+        messages.append({"role": "user" if turn % 2 == 0 else "assistant", "content": content})
+    return messages
+
+
+def tiny_config(vocab_size):
+    return ModelConfig(
+        architecture="llama",
+        vocab_size=vocab_size,
+        d_model=8,
+        num_layers=1,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=4,
+        d_ff=8,
+    )
+
+
+@pytest.fixture(scope="module")
+def characters(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("characters")
+    tokenizers_of_ours.save_character_tokenizer(folder, CHARACTERS, CHARACTER_TEMPLATE)
+    return tokenizers_of_ours.load(folder)
+
+
+@pytest.fixture(scope="module")
+def chatml_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("chatml")
+    save_chatml_tokenizer(folder)
+    return folder
+
+
+def test_character_ids_are_specials_then_characters(characters):
+    assert characters.vocab_size == 3 + len(CHARACTERS)
+    assert characters.pad_token_id == 0
+    assert characters.eos_token_ids == (1,)
+    assert characters.encode("ab a") == [3, 4, 13, 3]
+
+
+def test_character_text_round_trips(characters):
+    rng = random.Random(0)
+    texts = ["", " ", "  a  b ", "\n\n\t ", "1 + 2 = 3 , no"[:9], CHARACTERS]
+    texts += ["".join(rng.choices(CHARACTERS, k=rng.randint(1, 40))) for _ in range(50)]
+    for text in texts:
+        ids = characters.encode(text)
+        assert len(ids) == len(text)
+        assert characters.decode(ids) == text
+
+
+def test_character_outside_the_vocabulary_is_unk(characters):
+    assert characters.encode("aZ?") == [3, 2, 2]
+    assert characters.decode([3, 2, 1], skip_special=False) == "a<unk><eos>"
+    assert characters.decode([3, 2, 1]) == "a"
+
+
+def test_character_tokenizer_reads_beside_a_policy_config(characters, tmp_path):
+    # AutoTokenizer chooses its class by config.json's model_type, and for qwen2 drops spaces here.
+    for model_type in ("llama", "qwen2", "qwen3"):
+        folder = tmp_path / model_type
+        tokenizers_of_ours.save_character_tokenizer(folder, CHARACTERS)
+        (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
+        loaded = tokenizers_of_ours.load(folder)
+        assert loaded.encode(" a b") == characters.encode(" a b")
+        assert loaded.decode(loaded.encode(" a\nb ")) == " a\nb "
+        assert not loaded.has_chat_template
+
+
+def test_character_chat_template(characters):
+    assert characters.has_chat_template
+    ids = characters.apply_chat_template([{"role": "user", "content": "a b"}])
+    assert ids == characters.encode("a b\n")
+
+
+def test_extra_specials_follow_the_three(tmp_path):
+    tokenizers_of_ours.save_character_tokenizer(tmp_path, "ab", extra_specials=("<user>",))
+    loaded = tokenizers_of_ours.load(tmp_path)
+    assert loaded.encode("<user>ab") == [3, 4, 5]
+    assert loaded.decode([3, 4, 5]) == "ab"
+
+
+@pytest.mark.parametrize("characters", [["ab"], [], [""]])
+def test_wrong_characters_are_refused(tmp_path, characters):
+    with pytest.raises(ValueError, match="single characters"):
+        tokenizers_of_ours.save_character_tokenizer(tmp_path, characters)
+
+
+def test_ids_equal_transformers_over_conversations(chatml_folder):
+    from transformers import AutoTokenizer
+
+    ours = tokenizers_of_ours.load(chatml_folder)
+    theirs = AutoTokenizer.from_pretrained(chatml_folder)
+    rng = random.Random(1)
+    for _ in range(100):
+        messages, prompt = conversation(rng), rng.random() < 0.5
+        ids = ours.apply_chat_template(messages, add_generation_prompt=prompt)
+        text = theirs.apply_chat_template(messages, add_generation_prompt=prompt, tokenize=False)
+        assert ids == theirs(text, add_special_tokens=False)["input_ids"]
+        assert ids.count(1) == len(messages) + prompt  # <|im_start|> is one token a turn
+        assert ours.decode(ids, skip_special=False) == text
+        assert ours.encode(text) == ids
+
+
+def test_end_tokens_come_from_tokenizer_and_generation_config(chatml_folder):
+    assert tokenizers_of_ours.load(chatml_folder).eos_token_ids == (2, 0)
+
+
+def test_no_template_is_an_error_with_a_mend(tmp_path):
+    tokenizers_of_ours.save_character_tokenizer(tmp_path, "ab")
+    with pytest.raises(ValueError, match="chat_template.jinja"):
+        tokenizers_of_ours.load(tmp_path).apply_chat_template([{"role": "user", "content": "a"}])
+
+
+def test_missing_files_are_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match="not downloaded"):
+        tokenizers_of_ours.load(tmp_path / "none")
+    with pytest.raises(FileNotFoundError, match="expected tokenizer.json"):
+        tokenizers_of_ours.load(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(ValueError, match="cannot read the tokenizer"):
+        tokenizers_of_ours.load(tmp_path)
+
+
+def test_vocabulary_mismatch_says_both_sizes(characters):
+    tokenizers_of_ours.check_vocabulary(characters, tiny_config(characters.vocab_size))
+    with pytest.raises(ValueError, match="vocab_size=20.*got ids up to"):
+        tokenizers_of_ours.check_vocabulary(characters, tiny_config(20))
