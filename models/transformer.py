@@ -1,0 +1,259 @@
+"""The policy as pure functions: parameters, their shapes, and two forward passes.
+
+`hidden` reads whole sequences (training, scoring); `hidden_with_cache` reads N
+tree nodes per slot against a cache (prefill, decode, verify). Both run the same
+`_block`. Matrix products run in the parameters' dtype, norms, softmax and logits
+in float32. Layers are unrolled, so that each keeps a cache buffer of its own.
+Shape legend in docs/architecture.md; Q = H·h and P = K·h are flattened heads.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from models import kv_cache
+from models.attention import attend_cache, attend_causal
+from models.config import ModelConfig
+from models.kv_cache import KVCache
+from models.sharding import constrain
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """Weights of one decoder layer; the optional ones are None where the architecture has none."""
+
+    attention_norm_D: Any
+    query_DQ: Any
+    key_DP: Any
+    value_DP: Any
+    output_QD: Any
+    mlp_norm_D: Any
+    gate_DF: Any
+    up_DF: Any
+    down_FD: Any
+    query_bias_Q: Any = None
+    key_bias_P: Any = None
+    value_bias_P: Any = None
+    query_norm_h: Any = None
+    key_norm_h: Any = None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Params:
+    """Weights of a policy; `head_DV` is None where it is the embedding transposed."""
+
+    embedding_VD: Any
+    layers: tuple[Layer, ...]
+    final_norm_D: Any
+    head_DV: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class ParamSpec:
+    """What is known of a weight before it exists: everything else derives from it.
+
+    `axes` are logical names that `models.sharding` maps to mesh axes; `scale` is
+    the standard deviation at initialisation, None for ones and 0 for zeros.
+    """
+
+    shape: tuple[int, ...]
+    axes: tuple[str | None, ...]
+    scale: float | None
+
+
+def param_specs(config: ModelConfig) -> Params:
+    """The tree of `ParamSpec` from which initialisation, shardings and file names derive."""
+    D, F, V, h = config.d_model, config.d_ff, config.vocab_size, config.head_dim
+    Q, P = config.num_heads * h, config.num_kv_heads * h
+    into, out = D**-0.5, (2 * config.num_layers) ** -0.5
+
+    def matrix(rows: int, cols: int, axes: tuple[str, str], scale: float) -> ParamSpec:
+        return ParamSpec((rows, cols), axes, scale)
+
+    def vector(size: int, axis: str | None, scale: float | None) -> ParamSpec:
+        return ParamSpec((size,), (axis,), scale)
+
+    layer = Layer(
+        attention_norm_D=vector(D, None, None),
+        query_DQ=matrix(D, Q, ("embed", "heads"), into),
+        key_DP=matrix(D, P, ("embed", "kv_heads"), into),
+        value_DP=matrix(D, P, ("embed", "kv_heads"), into),
+        output_QD=matrix(Q, D, ("heads", "embed"), Q**-0.5 * out),
+        mlp_norm_D=vector(D, None, None),
+        gate_DF=matrix(D, F, ("embed", "mlp"), into),
+        up_DF=matrix(D, F, ("embed", "mlp"), into),
+        down_FD=matrix(F, D, ("mlp", "embed"), F**-0.5 * out),
+        query_bias_Q=vector(Q, "heads", 0.0) if config.qkv_bias else None,
+        key_bias_P=vector(P, "kv_heads", 0.0) if config.qkv_bias else None,
+        value_bias_P=vector(P, "kv_heads", 0.0) if config.qkv_bias else None,
+        query_norm_h=vector(h, None, None) if config.qk_norm else None,
+        key_norm_h=vector(h, None, None) if config.qk_norm else None,
+    )
+    return Params(
+        embedding_VD=matrix(V, D, ("vocab", "embed"), 0.02),
+        layers=(layer,) * config.num_layers,
+        final_norm_D=vector(D, None, None),
+        head_DV=None if config.tied_embeddings else matrix(D, V, ("embed", "vocab"), into),
+    )
+
+
+def init(config: ModelConfig, key: jax.Array, dtype: jnp.dtype = jnp.float32) -> Params:
+    """Random weights: normal with the spec's scale, ones for norms, zeros for biases."""
+    leaves, tree = jax.tree.flatten(param_specs(config))
+
+    def one(spec: ParamSpec, leaf_key: jax.Array) -> jax.Array:
+        if spec.scale is None:
+            return jnp.ones(spec.shape, dtype)
+        return (spec.scale * jax.random.normal(leaf_key, spec.shape)).astype(dtype)
+
+    keys = jax.random.split(key, len(leaves))
+    return tree.unflatten([one(spec, k) for spec, k in zip(leaves, keys, strict=True)])
+
+
+def num_params(config: ModelConfig) -> int:
+    return sum(math.prod(spec.shape) for spec in jax.tree.leaves(param_specs(config)))
+
+
+def rope_frequencies(config: ModelConfig) -> jax.Array:
+    """Angular frequency of each pair, θ^(−2i/h), with Llama 3's scaling where the config has it.
+
+    Wavelengths beyond original/low are slowed by `factor`, those below
+    original/high are kept, and between them the two are mixed linearly.
+    Source: Llama 3.1's `rope_type: llama3`. Returns float32 [h/2].
+    """
+    h = config.head_dim
+    freq = config.rope_theta ** (-jnp.arange(0, h, 2, dtype=jnp.float32) / h)
+    scaling = config.rope_scaling
+    if scaling is None:
+        return freq
+    turns = scaling.original_max_positions * freq / (2 * math.pi)
+    keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    keep = jnp.clip(keep, 0.0, 1.0)
+    return keep * freq + (1 - keep) * freq / scaling.factor
+
+
+def rms_norm(x_D: jax.Array, weight_D: jax.Array, eps: float) -> jax.Array:
+    """x / √(mean(x²) + eps) · weight, over the last axis, in float32."""
+    x = x_D.astype(jnp.float32)
+    x = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
+    return (x * weight_D.astype(jnp.float32)).astype(x_D.dtype)
+
+
+def _rotate(x_BTHh: jax.Array, cos_BTh: jax.Array, sin_BTh: jax.Array) -> jax.Array:
+    first, second = jnp.split(x_BTHh.astype(jnp.float32), 2, axis=-1)
+    cos, sin = cos_BTh[:, :, None], sin_BTh[:, :, None]
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return turned.astype(x_BTHh.dtype)
+
+
+Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+
+
+def _block(
+    config: ModelConfig,
+    layer: Layer,
+    x_BTD: jax.Array,
+    rope: tuple[jax.Array, jax.Array],
+    attend: Attend,
+) -> jax.Array:
+    """One decoder layer; `attend(q_BTHh, k_BTKh, v_BTKh) -> o_BTHh` is what differs by caller."""
+    B, T, _ = x_BTD.shape
+    y = rms_norm(x_BTD, layer.attention_norm_D, config.norm_eps)
+    q, k, v = y @ layer.query_DQ, y @ layer.key_DP, y @ layer.value_DP
+    if config.qkv_bias:
+        q, k, v = q + layer.query_bias_Q, k + layer.key_bias_P, v + layer.value_bias_P
+    q_BTHh = q.reshape(B, T, config.num_heads, config.head_dim)
+    k_BTKh = k.reshape(B, T, config.num_kv_heads, config.head_dim)
+    v_BTKh = v.reshape(B, T, config.num_kv_heads, config.head_dim)
+    if config.qk_norm:
+        q_BTHh = rms_norm(q_BTHh, layer.query_norm_h, config.norm_eps)
+        k_BTKh = rms_norm(k_BTKh, layer.key_norm_h, config.norm_eps)
+    out_BTHh = attend(_rotate(q_BTHh, *rope), _rotate(k_BTKh, *rope), v_BTKh)
+    x_BTD = constrain(x_BTD + out_BTHh.reshape(B, T, -1) @ layer.output_QD, "batch", None, None)
+    y = rms_norm(x_BTD, layer.mlp_norm_D, config.norm_eps)
+    y = (jax.nn.silu(y @ layer.gate_DF) * (y @ layer.up_DF)) @ layer.down_FD
+    return constrain(x_BTD + y, "batch", None, None)
+
+
+def _embed(params: Params, tokens_BT: jax.Array) -> jax.Array:
+    x_BTD = jnp.take(params.embedding_VD, jnp.maximum(tokens_BT, 0), axis=0, mode="clip")
+    return constrain(x_BTD, "batch", None, None)
+
+
+def _rope(config: ModelConfig, positions_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
+    angle = positions_BT[..., None].astype(jnp.float32) * rope_frequencies(config)
+    return jnp.cos(angle), jnp.sin(angle)
+
+
+def hidden(
+    config: ModelConfig, params: Params, tokens_BT: jax.Array, *, remat: bool = False
+) -> jax.Array:
+    """Final hidden states of right-padded sequences, after the last norm; [B, T, D].
+
+    `remat` recomputes each layer in the backward pass instead of keeping its
+    activations.
+    """
+    rope = _rope(config, jnp.arange(tokens_BT.shape[1])[None])
+
+    def step(layer: Layer, x_BTD: jax.Array) -> jax.Array:
+        return _block(config, layer, x_BTD, rope, attend_causal)
+
+    step = jax.checkpoint(step) if remat else step
+    x_BTD = _embed(params, tokens_BT)
+    for layer in params.layers:
+        x_BTD = step(layer, x_BTD)
+    return rms_norm(x_BTD, params.final_norm_D, config.norm_eps)
+
+
+def hidden_with_cache(
+    config: ModelConfig,
+    params: Params,
+    cache: KVCache,
+    tokens_BN: jax.Array,
+    positions_BN: jax.Array,
+    start_B: jax.Array,
+    mask_BNS: jax.Array,
+) -> tuple[jax.Array, KVCache]:
+    """Hidden states of N nodes per slot, and the cache with their keys and values written.
+
+    Entries go to `start … start+N−1` of each row; node n then attends where
+    `mask_BNS` allows (its own entry included). `positions_BN` are the rotary
+    positions. Requires `start + N <= S`. Returns ([B, N, D], cache).
+    """
+    rope = _rope(config, positions_BN)
+    keys, values = list(cache.keys), list(cache.values)
+    x_BND = _embed(params, tokens_BN)
+    for i, layer in enumerate(params.layers):
+
+        def attend(q_BNHh: jax.Array, k_BNKh: jax.Array, v_BNKh: jax.Array, i: int = i):
+            keys[i] = kv_cache.write_keys(keys[i], k_BNKh, start_B)
+            values[i] = kv_cache.write_values(values[i], v_BNKh, start_B)
+            return attend_cache(q_BNHh, keys[i], values[i], mask_BNS)
+
+        x_BND = _block(config, layer, x_BND, rope, attend)
+    x_BND = rms_norm(x_BND, params.final_norm_D, config.norm_eps)
+    return x_BND, KVCache(tuple(keys), tuple(values))
+
+
+def head(params: Params, hidden_D: jax.Array) -> jax.Array:
+    """Logits of hidden states, float32; [..., D] to [..., V]."""
+    if params.head_DV is None:
+        return jnp.einsum(
+            "...d,vd->...v", hidden_D, params.embedding_VD, preferred_element_type=jnp.float32
+        )
+    return jnp.einsum(
+        "...d,dv->...v", hidden_D, params.head_DV, preferred_element_type=jnp.float32
+    )
+
+
+def logits(config: ModelConfig, params: Params, tokens_BT: jax.Array) -> jax.Array:
+    """Next-token logits at every position of right-padded sequences; float32 [B, T, V]."""
+    return head(params, hidden(config, params, tokens_BT))
