@@ -1,0 +1,98 @@
+"""Values of a configuration: which types a field may have, and how values meet them."""
+
+from __future__ import annotations
+
+import difflib
+import types
+import typing
+from collections.abc import Iterable
+from typing import Any, Literal
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be used; the message says where, why and the mend."""
+
+
+class Mismatch(Exception):
+    """A value that is not of the wanted type."""
+
+
+def coerce(value: Any, hint: Any) -> Any:
+    """`value` as `hint`: an int serves as a float, a list as a tuple, nothing else is bent."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if hint in (bool, int, str, types.NoneType):
+        if type(value) is hint:
+            return value
+    elif hint is float:
+        if type(value) in (int, float) and not (type(value) is int and abs(value) > 2**1023):
+            return float(value)
+    elif origin is Literal:
+        if any(type(value) is type(a) and value == a for a in args):
+            return value
+    elif origin in (typing.Union, types.UnionType):
+        if type(value) in args:  # before any bending: 1 of `float | int` is an int
+            return value
+        for member in args:
+            try:
+                return coerce(value, member)
+            except Mismatch:
+                continue
+    elif origin is tuple:
+        if isinstance(value, (list, tuple)):
+            members = [args[0]] * len(value) if args[1:] == (...,) else args
+            if len(members) == len(value):
+                return tuple(coerce(v, m) for v, m in zip(value, members, strict=True))
+    else:
+        raise TypeError(
+            f"a configuration field cannot be of type {hint}: use bool, int, float, str, "
+            "Literal, `T | None` or `tuple[T, ...]`"
+        )
+    raise Mismatch
+
+
+def choices(hint: Any) -> tuple[Any, ...]:
+    """The values that the Literals of a type name."""
+    args = typing.get_args(hint)
+    return args if typing.get_origin(hint) is Literal else sum(map(choices, args), ())
+
+
+def spell(hint: Any) -> str:
+    """A type in words."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Literal:
+        return "one of " + ", ".join(map(repr, args))
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(map(spell, args))
+    if origin is tuple:
+        return f"tuple of {spell(args[0])}" if args[1:] == (...,) else str(hint)
+    return "None" if hint is types.NoneType else hint.__name__
+
+
+def example_of(hint: Any) -> Any:
+    """Some value of a type."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Literal:
+        return args[0]
+    if origin in (typing.Union, types.UnionType):
+        return next(example_of(a) for a in args if a is not types.NoneType)
+    if origin is tuple:
+        return tuple(example_of(a) for a in (args if args[1:] != (...,) else args[:1] * 2))
+    return {bool: True, int: 1, float: 0.5, str: "text"}[hint]
+
+
+def literal(value: object) -> str:
+    """`value` in gin's grammar, which has no word for infinity."""
+    if isinstance(value, tuple):
+        return "(" + ", ".join(map(literal, value)) + ("," if len(value) == 1 else "") + ")"
+    if isinstance(value, float):
+        if value != value:
+            raise ConfigError("expected a number, got nan: gin has no word for it")
+        return repr(value).replace("inf", "1e999")
+    return repr(value)
+
+
+def nearest(name: str, names: Iterable[str], prefix: str = "") -> str:
+    """The hint at the likeliest of `names`, with its leading space, or nothing."""
+    by_lower = {n.lower(): n for n in names}
+    close = difflib.get_close_matches(name.lower(), by_lower, n=1)
+    return f" Did you mean {prefix}{by_lower[close[0]]}?" if close else ""
