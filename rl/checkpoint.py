@@ -1,0 +1,248 @@
+"""Checkpoints: atomic, asynchronous, verified before use. Orbax writes the arrays.
+
+    step_00000020/arrays/          Orbax: every array of the pytree under its path
+    step_00000020/host/            data cursor, seeds, caches; one set a process
+    step_00000020/manifest.json    size and SHA-256 of every file, shapes, dtypes
+
+Invariants:
+- A checkpoint counts only with a manifest that every file matches; it is filled
+  under another name and comes in by one rename. So a kill at any moment leaves
+  the one before usable, and damage is found before a value is used.
+- `save` returns once the values are off the device (donating them then is safe);
+  writing and hashing go on in one background thread, whose errors surface at the
+  next `save`, `wait` or `close`.
+- What is restored is bitwise what was saved, on the shardings of the template.
+
+The directory must be a file system with atomic renames, shared by all hosts.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import fcntl
+import logging
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from rl import checkpoint_folders, checkpoint_host, checkpoint_manifest
+from rl.checkpoint_folders import working_folder
+from rl.checkpoint_manifest import Problem
+from rl.checkpoint_reader import (
+    NoWholeCheckpointError,
+    PyTree,
+    Restored,
+    StructureMismatchError,
+    describe,
+    flatten,
+    latest_whole_step,
+    restore,
+    verify,
+    verify_all,
+)
+
+_BARRIER_TIMEOUT_S = 1200
+_log = logging.getLogger(__name__)
+
+__all__ = [
+    "CheckpointConfig",
+    "Checkpointer",
+    "NoWholeCheckpointError",
+    "Problem",
+    "Restored",
+    "StructureMismatchError",
+    "latest_whole_step",
+    "restore",
+    "verify",
+    "verify_all",
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointConfig:
+    """When checkpoints are written and how many are kept.
+
+    `every_steps` of 0 means only at the end of a run. `asynchronous` false waits
+    for the disk at every save.
+    """
+
+    every_steps: int = 20
+    keep: int = 2
+    asynchronous: bool = True
+
+    def __post_init__(self) -> None:
+        if self.every_steps < 0:
+            raise ValueError(
+                f"Checkpoint.every_steps: expected 0 (only at the end) or more, "
+                f"got {self.every_steps}"
+            )
+        if self.keep < 1:
+            raise ValueError(
+                f"Checkpoint.keep: expected at least 1, got {self.keep}: "
+                "the newest checkpoint is never deleted"
+            )
+
+    def due(self, step: int) -> bool:
+        """Whether a run saves after `step`, its last step aside."""
+        return self.every_steps > 0 and step > 0 and step % self.every_steps == 0
+
+
+class Checkpointer:
+    """The one writer of a checkpoint directory. Use it as a context manager.
+
+    Opening tidies up after a killed run, and raises RuntimeError while another
+    process writes to the directory. To read only, `restore` and `verify_all` do
+    without a Checkpointer, also beside a run that is writing.
+    """
+
+    def __init__(self, directory: Path | str, config: CheckpointConfig | None = None) -> None:
+        import orbax.checkpoint as ocp
+
+        self.directory = Path(directory).absolute()
+        self.config = config or CheckpointConfig()
+        self._saves = 0
+        self._pending: concurrent.futures.Future[None] | None = None
+        self._lock = None
+        if _primary():
+            self.directory.mkdir(parents=True, exist_ok=True)
+            self._lock = _take_lock(self.directory)
+            checkpoint_folders.recover(self.directory)
+        self._orbax = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler())
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+
+    def save(self, step: int, arrays: PyTree, host: dict[str, Any] | None = None) -> None:
+        """Saves a pytree of jax arrays and host state (see `checkpoint_host.encode`).
+
+        Waits for the save before it, if that is still being written. `host` is
+        copied; both may be changed or donated afterwards. A step that exists is
+        replaced; later ones are set aside (`checkpoint_folders.publish`).
+        Raises TypeError or ValueError for what cannot be saved, and whatever the
+        save before it met in the background.
+        """
+        import orbax.checkpoint as ocp
+
+        self.wait()
+        if step < 0:
+            raise ValueError(f"expected a step of 0 or more, got {step}")
+        flat = flatten(arrays, concrete=True)
+        state = checkpoint_host.encode(host or {})
+        working = working_folder(self.directory, step)
+        self._saves += 1
+        if _primary():
+            if working.exists():
+                shutil.rmtree(working)
+            working.mkdir()
+        _barrier(f"begin-{self._saves}")
+        # Returns once the values are on the host; Orbax writes them in the background.
+        self._orbax.save(working / "arrays", args=ocp.args.PyTreeSave(flat))
+        extra = {
+            "step": step,
+            "processes": jax.process_count(),
+            "arrays": describe(flat),
+        }
+        self._pending = self._thread.submit(self._commit, step, state, extra, self._saves)
+        if not self.config.asynchronous:
+            self.wait()
+
+    def wait(self) -> None:
+        """Returns once the last save counts; raises what it met in the background."""
+        if self._pending is None:
+            return
+        try:
+            self._pending.result()
+        finally:
+            if self._pending.done():  # not so when a signal ends the waiting
+                self._pending = None
+
+    def restore(
+        self, template: PyTree, step: int | None = None, *, subset: bool = False
+    ) -> Restored:
+        """As `restore` of this module, after the save in progress."""
+        self.wait()
+        return restore(self.directory, template, step, subset=subset)
+
+    def latest_whole_step(self) -> int | None:
+        """As `latest_whole_step` of this module, after the save in progress."""
+        self.wait()
+        return latest_whole_step(self.directory)
+
+    def close(self) -> None:
+        """Finishes the save in progress and lets go of the directory. Raises as `wait`."""
+        try:
+            self.wait()
+        finally:
+            self._thread.shutdown()
+            self._orbax.close()
+            if self._lock is not None:
+                self._lock.close()
+                self._lock = None
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is None:
+            return self.close()
+        try:
+            self.close()
+        except Exception as also:  # the first error is the one to see
+            _log.exception("the last save of %s failed as well", self.directory)
+            error.add_note(f"The last save of {self.directory} failed as well: {also}")
+
+    def _commit(
+        self,
+        step: int,
+        state: checkpoint_host.HostState,
+        extra: dict[str, Any],
+        save: int,
+    ) -> None:
+        """Background: arrays, host state, manifest, rename, in this order."""
+        working = working_folder(self.directory, step)
+        try:
+            self._orbax.wait_until_finished()
+            checkpoint_host.write(working / "host", jax.process_index(), state)
+            _barrier(f"written-{save}")
+            if _primary():
+                checkpoint_manifest.write_manifest(working, extra)
+                checkpoint_folders.publish(self.directory, step)
+                checkpoint_folders.retire(self.directory, self.config.keep)
+            _barrier(f"committed-{save}")
+        except BaseException as error:
+            error.add_note(f"while writing checkpoint {working}")
+            if _primary():  # a full disk needs the room; `recover` would delete it anyway
+                shutil.rmtree(working, ignore_errors=True)
+            raise
+
+
+def _primary() -> bool:
+    return jax.process_index() == 0
+
+
+def _barrier(key: str) -> None:
+    """Waits for all processes through the coordinator: safe off the main thread."""
+    if jax.process_count() > 1:
+        from orbax.checkpoint import multihost
+
+        wait = multihost.get_barrier_sync_fn()
+        wait(key=f"reprise-checkpoint-{key}", timeout_ms=_BARRIER_TIMEOUT_S * 1000)
+
+
+def _take_lock(directory: Path) -> Any:
+    """Keeps a second writer out. The lock ends with this process, however it ends."""
+    file = (directory / ".lock").open("a")
+    try:
+        # lockf, not flock: a forked child that outlives a killed run must not hold it.
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError) as error:
+        file.close()
+        raise RuntimeError(
+            f"expected {directory} to have one writer, got a second: another process (not "
+            f"{os.getpid()}) is writing checkpoints there; stop it or use another directory"
+        ) from error
+    except OSError as error:
+        _log.warning("%s cannot be locked (%s): two runs there would collide", directory, error)
+    return file

@@ -1,0 +1,93 @@
+"""Host state of a checkpoint: plain data as JSON, numpy arrays as npz.
+
+Invariant: what is read equals what was given, in value and in type. Anything
+that JSON would bend on the way (tuples, numpy scalars, enums, keys that are not
+text) is refused when it is encoded, not discovered after a restart.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+_ARRAY = "$array"  # {"$array": "3"} in the JSON stands for entry "3" of the npz
+_KINDS = "biufcSUmM"  # dtype kinds that npz keeps without pickle
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class HostState:
+    """Host state that no longer shares memory with the trainer."""
+
+    text: str
+    arrays: dict[str, np.ndarray]
+
+
+def encode(host: dict[str, Any]) -> HostState:
+    """Copies nested dicts and lists of plain data and numpy arrays.
+
+    Raises TypeError that names the path of the first value that would not come
+    back as it was.
+    """
+    arrays: dict[str, np.ndarray] = {}
+    return HostState(json.dumps(_plain(host, "host", arrays)), arrays)
+
+
+def write(folder: Path, process: int, state: HostState) -> None:
+    """Writes process_{process}.json, and .npz if there are arrays."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"process_{process}.json").write_text(state.text, encoding="utf-8")
+    if state.arrays:
+        np.savez(folder / f"process_{process}.npz", **state.arrays)
+
+
+def read(folder: Path, process: int) -> dict[str, Any]:
+    """Reads what `write` wrote. Raises FileNotFoundError if this process wrote none."""
+    path = folder / f"process_{process}.json"
+    if not path.exists():
+        raise FileNotFoundError(
+            f"expected host state of process {process} in {folder}, found none: the checkpoint "
+            "was written by fewer processes; resume with as many as wrote it"
+        )
+    arrays: dict[str, np.ndarray] = {}
+    npz = folder / f"process_{process}.npz"
+    if npz.exists():
+        with np.load(npz, allow_pickle=False) as archive:
+            arrays = {name: archive[name] for name in archive.files}
+    return _filled(json.loads(path.read_text(encoding="utf-8")), arrays)
+
+
+def _plain(value: Any, path: str, arrays: dict[str, np.ndarray]) -> Any:
+    if type(value) is dict:
+        for key in value:
+            if type(key) is not str or key.startswith("$"):
+                raise TypeError(
+                    f"{path}: expected keys that are text without a leading $, got {key!r}"
+                )
+        return {key: _plain(entry, f"{path}[{key!r}]", arrays) for key, entry in value.items()}
+    if type(value) is list:
+        return [_plain(entry, f"{path}[{i}]", arrays) for i, entry in enumerate(value)]
+    if type(value) is np.ndarray and value.dtype.kind in _KINDS:
+        name = str(len(arrays))
+        arrays[name] = value.copy()
+        return {_ARRAY: name}
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    got = f"array of {value.dtype}" if isinstance(value, np.ndarray) else type(value).__name__
+    raise TypeError(
+        f"{path}: expected dict, list, str, int, float, bool, None or a numpy array of a plain "
+        f"dtype, got {got}: convert it (a tuple to a list, a numpy scalar with .item())"
+    )
+
+
+def _filled(value: Any, arrays: dict[str, np.ndarray]) -> Any:
+    if isinstance(value, list):
+        return [_filled(entry, arrays) for entry in value]
+    if isinstance(value, dict):
+        if _ARRAY in value:
+            return arrays[value[_ARRAY]]
+        return {key: _filled(entry, arrays) for key, entry in value.items()}
+    return value

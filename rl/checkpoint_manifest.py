@@ -1,0 +1,171 @@
+"""A SHA-256 manifest beside a folder's files: which bytes belong there.
+
+Invariant: a folder is *whole* when its manifest is byte for byte what was
+written and lists exactly the files that are there, each with its size and
+SHA-256. `write_manifest` is the last write of whoever fills a folder, so that a
+folder without one is unfinished. Nothing here knows of jax or Orbax.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+MANIFEST_NAME = "manifest.json"
+FORMAT = 1
+_HASH_THREADS = 4
+_SELF_HASH = "sha256_of_the_rest"
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """One thing wrong with a folder; `file` is relative to it."""
+
+    folder: Path
+    file: str
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.folder / self.file}: {self.what}"
+
+
+class ManifestError(ValueError):
+    """The manifest itself is missing or damaged."""
+
+
+def write_manifest(folder: Path, extra: dict[str, Any] | None = None) -> None:
+    """Records every file of `folder` durably; `extra` is JSON kept beside the list.
+
+    Each file and folder is flushed to the disk first, then the manifest comes in
+    with one atomic rename. Raises OSError, and ValueError for links.
+    """
+    names = list_files(folder)
+    linked = [name for name in names if (folder / name).is_symlink()]
+    if linked:
+        raise ValueError(f"expected plain files in {folder}, got the link {linked[0]!r}: remove it")
+    with concurrent.futures.ThreadPoolExecutor(_HASH_THREADS) as pool:
+        entries = list(pool.map(lambda name: _entry(folder / name, flush=True), names))
+    payload = {
+        "format": FORMAT,
+        "extra": extra or {},
+        "files": dict(zip(names, entries, strict=True)),
+    }
+    for parent, _, _ in os.walk(folder):
+        sync_folder(Path(parent))
+    temporary = folder / (MANIFEST_NAME + ".tmp")
+    with temporary.open("wb") as file:
+        file.write(_encode(payload))
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, folder / MANIFEST_NAME)
+    sync_folder(folder)
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """Returns the manifest as written: `format`, `extra`, `files`.
+
+    Raises ManifestError when it is missing, or differs in any byte from what its
+    own hash says.
+    """
+    try:
+        raw = (folder / MANIFEST_NAME).read_bytes()
+    except OSError as error:
+        raise ManifestError(
+            f"cannot be read ({error.strerror}); the folder is unfinished"
+        ) from error
+    try:
+        payload = json.loads(raw)
+        claimed = payload.pop(_SELF_HASH)
+        # Encoding again catches what parsing forgives: blanks, repeated keys.
+        intact = _encode(payload) == raw and payload["format"] == FORMAT
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ManifestError(f"is damaged: {type(error).__name__} while parsing it") from error
+    if not intact:
+        raise ManifestError(f"is damaged: its own SHA-256 does not match the recorded {claimed}")
+    return payload
+
+
+def verify(folder: Path, *, contents: bool = True, surplus_ok: bool = False) -> list[Problem]:
+    """Everything wrong with `folder` against its manifest; empty when it is whole.
+
+    `contents=False` compares names and sizes without reading the files.
+    `surplus_ok` allows files that the manifest does not list.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        return [Problem(folder, "", "expected a folder, found none")]
+    try:
+        listed = read_manifest(folder)["files"]
+    except ManifestError as error:
+        return [Problem(folder, MANIFEST_NAME, str(error))]
+    present = list_files(folder)
+    found = set(present)
+    problems = [
+        Problem(folder, name, "listed in the manifest, but missing")
+        for name in listed
+        if name not in found
+    ]
+    if not surplus_ok:
+        problems += [
+            Problem(folder, name, "not listed in the manifest")
+            for name in present
+            if name not in listed
+        ]
+    names = [name for name in present if name in listed]
+    with concurrent.futures.ThreadPoolExecutor(_HASH_THREADS) as pool:
+        faults = pool.map(lambda name: _fault(folder / name, listed[name], contents), names)
+        problems += [
+            Problem(folder, name, fault) for name, fault in zip(names, faults, strict=True) if fault
+        ]
+    return sorted(problems, key=lambda problem: problem.file)
+
+
+def list_files(folder: Path) -> list[str]:
+    """Names of all files under `folder` except its manifest, relative, sorted."""
+    names = []
+    for parent, folders, files in os.walk(folder):
+        links = [name for name in folders if os.path.islink(os.path.join(parent, name))]
+        names += [Path(parent, name).relative_to(folder).as_posix() for name in files + links]
+    return sorted(name for name in names if name != MANIFEST_NAME)
+
+
+def sync_folder(folder: Path) -> None:
+    """Flushes the entries of a folder to the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _entry(path: Path, *, flush: bool = False) -> dict[str, Any]:
+    with path.open("rb") as file:
+        if flush:
+            os.fsync(file.fileno())
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return {"bytes": file.tell(), "sha256": digest}
+
+
+def _fault(path: Path, expected: dict[str, Any], contents: bool) -> str | None:
+    try:
+        if path.is_symlink():
+            return "expected a plain file, found a link"
+        size_bytes = path.stat().st_size
+        if size_bytes != expected["bytes"]:
+            return f"expected {expected['bytes']} bytes, found {size_bytes}"
+        if contents and (found := _entry(path)["sha256"]) != expected["sha256"]:
+            return f"expected SHA-256 {expected['sha256']}, found {found}"
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+    return None
+
+
+def _encode(payload: dict[str, Any]) -> bytes:
+    plain = json.dumps(payload, sort_keys=True).encode()
+    sealed = payload | {_SELF_HASH: hashlib.sha256(plain).hexdigest()}
+    return (json.dumps(sealed, sort_keys=True, indent=1) + "\n").encode()

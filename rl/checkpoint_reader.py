@@ -1,0 +1,205 @@
+"""Reading checkpoints: the newest whole one, verified file by file before use.
+
+Reading changes nothing, so that it may run beside a run that is writing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from rl import checkpoint_host, checkpoint_manifest
+from rl.checkpoint_folders import list_steps, step_folder
+from rl.checkpoint_manifest import Problem
+
+_SHOWN = 5  # paths or problems named in one message
+_log = logging.getLogger(__name__)
+PyTree = Any
+
+
+class NoWholeCheckpointError(RuntimeError):
+    """Nothing to restore; `problems` lists what is wrong, by step (empty: none there)."""
+
+    def __init__(self, message: str, problems: dict[int, list[Problem]]) -> None:
+        super().__init__(message)
+        self.problems = problems
+
+
+class StructureMismatchError(ValueError):
+    """The checkpoint is whole, but holds other arrays than the template asks for."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Restored:
+    """What a checkpoint held; `warnings` name the damaged ones that were skipped."""
+
+    step: int
+    arrays: PyTree
+    host: dict[str, Any]
+    warnings: tuple[str, ...] = ()
+
+
+def restore(
+    directory: Path | str,
+    template: PyTree,
+    step: int | None = None,
+    *,
+    subset: bool = False,
+) -> Restored:
+    """Restores the newest whole checkpoint (or exactly `step`), verified before use.
+
+    `template` leaves are jax arrays or jax.ShapeDtypeStructs; arrays come back in
+    its structure and on its shardings (none given: the first local device).
+    `subset` allows it to ask for fewer arrays than were saved (a policy alone).
+    Raises NoWholeCheckpointError, or StructureMismatchError naming the first
+    paths that differ.
+    """
+    directory = Path(directory).absolute()
+    chosen, warnings = _choose(directory, step)
+    folder = step_folder(directory, chosen)
+    wanted = flatten(template, concrete=False)
+    saved = checkpoint_manifest.read_manifest(folder)["extra"]["arrays"]
+    _check_structure(folder, describe(wanted), saved, subset=subset)
+    flat = _read_arrays(folder / "arrays", wanted)
+    host = checkpoint_host.read(folder / "host", jax.process_index())
+    treedef = jax.tree.structure(template)
+    return Restored(chosen, treedef.unflatten([flat[path] for path in wanted]), host, warnings)
+
+
+def latest_whole_step(directory: Path | str) -> int | None:
+    """The step that `restore` would take, or None. Reads and hashes its files."""
+    for step in list_steps(Path(directory)):
+        if not verify(directory, step):
+            return step
+    return None
+
+
+def verify(directory: Path | str, step: int) -> list[Problem]:
+    """Everything wrong with the checkpoint of `step`; empty when it is whole."""
+    folder = step_folder(Path(directory), step)
+    problems = checkpoint_manifest.verify(folder)
+    if not problems:
+        recorded = checkpoint_manifest.read_manifest(folder)["extra"].get("step")
+        if recorded != step:
+            what = f"expected a manifest of step {step}, found one of step {recorded}"
+            problems = [Problem(folder, checkpoint_manifest.MANIFEST_NAME, what)]
+    return problems
+
+
+def verify_all(directory: Path | str) -> dict[int, list[Problem]]:
+    """`verify` of every step, newest first."""
+    return {step: verify(directory, step) for step in list_steps(Path(directory))}
+
+
+def _choose(directory: Path, step: int | None) -> tuple[int, tuple[str, ...]]:
+    """The step to restore and what to tell of the ones skipped; the same on all hosts."""
+    if jax.process_count() == 1:
+        return _choose_here(directory, step)
+    from jax.experimental import multihost_utils
+
+    chosen, warnings, failure = -1, (), None
+    if jax.process_index() == 0:
+        try:
+            chosen, warnings = _choose_here(directory, step)
+        except NoWholeCheckpointError as error:
+            failure = error
+    chosen = int(multihost_utils.broadcast_one_to_all(np.int32(chosen)))
+    if failure is None and chosen < 0:
+        failure = NoWholeCheckpointError(f"{directory}: process 0 found no whole checkpoint", {})
+    if failure is not None:
+        raise failure
+    return chosen, warnings
+
+
+def _choose_here(directory: Path, step: int | None) -> tuple[int, tuple[str, ...]]:
+    candidates = list_steps(directory) if step is None else [step]
+    problems: dict[int, list[Problem]] = {}
+    for candidate in candidates:
+        problems[candidate] = verify(directory, candidate)
+        if not problems[candidate]:
+            skipped = [step for step in problems if step != candidate]
+            warnings = tuple(f"skipped a damaged checkpoint: {_tell(problems[s])}" for s in skipped)
+            for warning in warnings:
+                _log.warning("%s", warning)
+            return candidate, warnings
+    if not candidates:
+        raise NoWholeCheckpointError(f"expected a checkpoint in {directory}, found none", {})
+    listing = "\n".join(f"  step {s}: {_tell(found)}" for s, found in problems.items())
+    mend = "start afresh, or bring back the files from a copy"
+    if step is not None:
+        others = [s for s in list_steps(directory) if s != step]
+        mend = f"steps that are there besides: {others or 'none'}"
+    raise NoWholeCheckpointError(
+        f"expected a whole checkpoint in {directory}, got:\n{listing}\n{mend}", problems
+    )
+
+
+def _tell(problems: list[Problem]) -> str:
+    more = len(problems) - _SHOWN
+    return "; ".join(map(str, problems[:_SHOWN])) + (f"; and {more} more" if more > 0 else "")
+
+
+def flatten(tree: PyTree, *, concrete: bool) -> dict[str, Any]:
+    """Leaves by path (`jax.tree_util.keystr`), so that Orbax sees one flat dict."""
+    flat: dict[str, Any] = {}
+    kinds = jax.Array if concrete else (jax.Array, jax.ShapeDtypeStruct)
+    for keys, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        path = jax.tree_util.keystr(keys)
+        if path in flat:
+            raise ValueError(f"{path}: expected one array, got two with this path")
+        if not isinstance(leaf, kinds):
+            raise TypeError(
+                f"{path}: expected a jax array, got {type(leaf).__name__}: "
+                "numpy arrays and plain data belong in `host`"
+            )
+        if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            raise TypeError(f"{path}: expected plain numbers, got a key: use jax.random.key_data")
+        if leaf.size == 0:
+            raise ValueError(f"{path}: expected at least one element, got shape {leaf.shape}")
+        flat[path] = leaf
+    if not flat:
+        raise ValueError("expected a pytree with at least one array, got none")
+    return flat
+
+
+def describe(flat: dict[str, Any]) -> dict[str, str]:
+    return {path: f"{leaf.dtype.name}{list(leaf.shape)}" for path, leaf in flat.items()}
+
+
+def _check_structure(
+    folder: Path, wanted: dict[str, str], saved: dict[str, str], *, subset: bool
+) -> None:
+    paths = list(wanted) + ([] if subset else [path for path in saved if path not in wanted])
+    wrong = [path for path in paths if wanted.get(path) != saved.get(path)]
+    if not wrong:
+        return
+    lines = [
+        f"  {path}: expected {wanted.get(path, 'no array')}, got {saved.get(path, 'no array')}"
+        for path in wrong[:_SHOWN]
+    ]
+    raise StructureMismatchError(
+        f"{folder} holds another model or optimizer: {len(wrong)} of {len(paths)} arrays differ, "
+        "first\n" + "\n".join(lines) + "\nuse the configuration that wrote it, or another directory"
+    )
+
+
+def _read_arrays(folder: Path, wanted: dict[str, Any]) -> dict[str, jax.Array]:
+    import orbax.checkpoint as ocp
+
+    here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    structs = {
+        path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding or here)
+        for path, leaf in wanted.items()
+    }
+    arguments = ocp.args.PyTreeRestore(
+        item=structs,
+        restore_args=ocp.checkpoint_utils.construct_restore_args(structs),
+        partial_restore=True,
+    )
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+        return reader.restore(folder, args=arguments)
