@@ -1,0 +1,119 @@
+"""The progress display: its line, and that only a real terminal sees control codes."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import sys
+import threading
+
+import pytest
+
+from rl.progress import PlainProgress, RichProgress, format_step, progress
+
+ROW = {
+    "step": 7,
+    "reward": 0.4125,
+    "completions/mean_length": 187.26,
+    "entropy": 0.8314,
+    "perf/throughput": 15320.4,
+    "step_time": 4.207,
+    "kl": 0.1,
+}
+LINE = "step   7/200  reward  0.412  length   187.3  entropy  0.831     15,320 tok/s      4.21 s"
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_the_line_of_a_step():
+    assert format_step(ROW, 200) == LINE
+    assert format_step({"step": 7, "reward": None}) == "step     7  reward    nan"
+    assert format_step({"step": 7}, 9) == "step 7/9"
+
+
+def test_lines_of_one_run_are_equally_long():
+    small = ROW | {"step": 199, "reward": -1.0, "perf/throughput": 3.0, "step_time": 1234.5}
+    assert len(format_step(small, 200)) == len(format_step(ROW, 200))
+
+
+def drive(shown) -> None:
+    with shown:
+        shown.message("resumed from [bold]step 6[/bold]\x1b[31m")
+        shown.rollout(0, 4, 0)
+        shown.rollout(4, 4, 900)
+        shown.step(ROW)
+
+
+def test_a_pipe_gets_plain_flushed_lines():
+    read_fd, write_fd = os.pipe()
+    with os.fdopen(write_fd, "w") as stream:
+        drive(progress(stream, total_steps=200))
+        text = os.read(read_fd, 65536).decode()  # before the stream is closed
+    os.close(read_fd)
+    assert text == f"resumed from [bold]step 6[/bold]\\x1b[31m\n{LINE}\n"
+
+
+@pytest.mark.parametrize("term", ["dumb", "unknown", "DUMB"])
+def test_a_dumb_terminal_gets_plain_lines(term):
+    stream = Terminal()
+    drive(progress(stream, total_steps=200, environ={"TERM": term}))
+    assert "\x1b" not in stream.getvalue() and LINE in stream.getvalue()
+
+
+def test_a_terminal_without_rich_gets_plain_lines(monkeypatch):
+    monkeypatch.setitem(sys.modules, "rich", None)
+    stream = Terminal()
+    assert isinstance(progress(stream, environ={"TERM": "xterm"}), PlainProgress)
+
+
+def test_letters_that_the_stream_lacks_do_not_stop_a_run():
+    raw = io.BytesIO()
+    stream = io.TextIOWrapper(raw, encoding="ascii")
+    with progress(stream) as shown:
+        shown.message("é\ud800")
+    assert raw.getvalue() == b"\\xe9\\ud800\n"
+
+
+def test_a_terminal_gets_the_lines_and_a_bar(monkeypatch):
+    pytest.importorskip("rich")
+    pty = pytest.importorskip("pty")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    main_fd, terminal_fd = pty.openpty()
+    chunks: list[bytes] = []
+    reader = threading.Thread(target=_drain, args=(main_fd, chunks))
+    reader.start()
+    stdout = sys.stdout
+    with os.fdopen(terminal_fd, "w") as stream:
+        shown = progress(stream, total_steps=200)
+        assert isinstance(shown, RichProgress)
+        with shown:
+            assert sys.stdout is stdout  # it is no terminal here: left alone
+            shown.message("resumed from [bold]step 6[/bold]")
+            shown.rollout(2, 4, 450)
+            shown._bars.refresh()
+            shown.step(ROW)
+    reader.join(timeout=10)
+    os.close(main_fd)
+    text = b"".join(chunks).decode()
+    assert "resumed from [bold]step 6[/bold]" in text
+    assert "2/4 responses  450 tokens" in text and LINE in text
+    assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 1  # the cursor is given back
+    # The bar is gone after the step's line.
+    assert "responses" not in re.split(re.escape(LINE), text)[1]
+
+
+def _drain(fd: int, chunks: list[bytes]) -> None:
+    while True:
+        try:
+            chunk = os.read(fd, 4096)
+        except OSError:  # the other end is closed
+            return
+        if not chunk:
+            return
+        chunks.append(chunk)
