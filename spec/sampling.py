@@ -1,0 +1,210 @@
+"""Where logits become tokens: token(r, t) = draw(processed_logits(r, t), noise(r, t)).
+
+The noise depends on the request's identity and the position of the token in its
+response, and on nothing else. So a rollout is a function of its seed, however it
+was batched, split or drafted (docs/architecture.md). All arithmetic is float32.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+Draw = Literal["cdf", "gumbel"]
+KEY_IMPL = "threefry2x32"  # named, so that a changed default of jax changes no rollout
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingConfig:
+    """How tokens are drawn from the policy.
+
+    temperature 0 takes the most likely token. top_k 0 and top_p 1 are off; ties at
+    the threshold are all kept. `draw` names the scheme: `cdf` inverts the
+    cumulative distribution at one uniform per position, `gumbel` takes the argmax
+    of logits plus Gumbel noise per token.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    max_new_tokens: int = 256
+    draw: Draw = "cdf"
+
+    def __post_init__(self) -> None:
+        if not (self.temperature >= 0 and math.isfinite(self.temperature)):
+            raise ValueError(f"temperature must be 0 (greedy) or positive, got {self.temperature}")
+        if self.top_k < 0:
+            raise ValueError(f"top_k must be 0 (off) or positive, got {self.top_k}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
+        if self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
+        if self.draw not in ("cdf", "gumbel"):
+            raise ValueError(f"draw must be 'cdf' or 'gumbel', got {self.draw!r}")
+
+
+def step_key(seed: int, step: int) -> jax.Array:
+    """The key of one rollout phase: fold_in(key(seed), step)."""
+    return jax.random.fold_in(jax.random.key(seed, impl=KEY_IMPL), step)
+
+
+def request_keys(key: jax.Array, request_ids_B: jax.Array) -> jax.Array:
+    """fold_in(step_key, request_id) for every request; a key array [B]."""
+    return jax.vmap(lambda r: jax.random.fold_in(key, r))(request_ids_B)
+
+
+def position_keys(keys_B: jax.Array, positions_BN: jax.Array) -> jax.Array:
+    """fold_in(request_key, t) for every node; a key array [B, N]."""
+    return jax.vmap(lambda k, ts: jax.vmap(lambda t: jax.random.fold_in(k, t))(ts))(
+        keys_B, positions_BN
+    )
+
+
+def _threshold(values_V: jax.Array, enough: jax.Array, weights_V: jax.Array) -> jax.Array:
+    """The largest x such that Σ weights[values ≥ x] ≥ enough, per row, without sorting.
+
+    Bisection over the 2³² float32 values in their integer order: 32 reductions,
+    where a sort of a vocabulary costs a hundred times that on a CPU.
+    """
+
+    def ordered(x: jax.Array) -> jax.Array:
+        bits = jax.lax.bitcast_convert_type(x, jnp.int32)
+        return jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+    order_V = ordered(values_V)
+    low = ordered(jnp.min(values_V, axis=-1))  # always enough
+    high = ordered(jnp.max(values_V, axis=-1))
+
+    def halve(_: int, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        low, high = bounds
+        # the upper middle of two int32 without overflow
+        middle = (low | high) - ((low ^ high) >> 1)
+        mass = jnp.sum(jnp.where(order_V >= middle[..., None], weights_V, 0.0), axis=-1)
+        ok = mass >= enough
+        return jnp.where(ok, middle, low), jnp.where(ok, high, middle - 1)
+
+    low, _ = jax.lax.fori_loop(0, 32, halve, (low, high))
+    return order_V >= low[..., None]
+
+
+def processed_logits(
+    logits_V: jax.Array, temperature: jax.Array, top_k: jax.Array, top_p: jax.Array
+) -> jax.Array:
+    """Logits after temperature, then top-k, then top-p; float32, −inf where cut.
+
+    `logits_V` is [..., V]; the parameters have the leading shape and are traced,
+    so that changing them compiles nothing. top-p keeps the smallest set of most
+    likely tokens whose mass (after top-k) reaches p. Rows of temperature 0 keep
+    their unscaled logits: the draw takes their argmax.
+    """
+    greedy = temperature <= 0
+    scale = jnp.where(greedy, 1.0, temperature)
+    logits_V = logits_V.astype(jnp.float32) / scale[..., None]
+    cuts_k, cuts_p = (top_k > 0) & ~greedy, (top_p < 1) & ~greedy
+
+    def cut_k(x_V: jax.Array) -> jax.Array:
+        keep = _threshold(x_V, top_k.astype(jnp.float32), jnp.ones_like(x_V))
+        return jnp.where(keep | ~cuts_k[..., None], x_V, -jnp.inf)
+
+    def cut_p(x_V: jax.Array) -> jax.Array:
+        keep = _threshold(x_V, top_p, jax.nn.softmax(x_V, axis=-1))
+        return jnp.where(keep | ~cuts_p[..., None], x_V, -jnp.inf)
+
+    logits_V = jax.lax.cond(jnp.any(cuts_k), cut_k, lambda x: x, logits_V)
+    return jax.lax.cond(jnp.any(cuts_p), cut_p, lambda x: x, logits_V)
+
+
+def _uniform(keys: jax.Array) -> jax.Array:
+    """One uniform in [0, 1) per key, from 32 random bits: fine near 0 where tails are drawn."""
+    flat = jax.vmap(lambda k: jax.random.bits(k, (), jnp.uint32))(keys.reshape(-1))
+    u = flat.reshape(keys.shape).astype(jnp.float32) * np.float32(2**-32)
+    return jnp.minimum(u, np.float32(1 - 2**-24))  # the largest values round up to 1
+
+
+def _draw_cdf(mass_V: jax.Array, keys: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The first token whose cumulative mass exceeds uniform · total; also the total.
+
+    Block sums first, then a search inside one block: V/W + W additions in
+    sequence instead of V.
+    """
+    V = mass_V.shape[-1]
+    W = 2 ** math.ceil(math.log2(V) / 2)
+    padding = [(0, 0)] * (mass_V.ndim - 1) + [(0, -V % W)]
+    mass_CW = jnp.pad(mass_V, padding).reshape(*mass_V.shape[:-1], -1, W)
+    upto_C = jnp.cumsum(jnp.sum(mass_CW, axis=-1), axis=-1)
+    total = upto_C[..., -1]
+    target = jnp.minimum(_uniform(keys) * total, jnp.nextafter(total, jnp.float32(0)))
+    block = jnp.sum(upto_C <= target[..., None], axis=-1)[..., None]
+    before = jnp.where(
+        block > 0, jnp.take_along_axis(upto_C, jnp.maximum(block - 1, 0), axis=-1), 0.0
+    )
+    mass_W = jnp.take_along_axis(mass_CW, block[..., None], axis=-2)[..., 0, :]
+    inside = jnp.sum(jnp.cumsum(mass_W, axis=-1) <= target[..., None] - before, axis=-1)
+    # rounding of the block's sum may leave a remainder: never draw a token of mass 0
+    last = W - 1 - jnp.argmax(mass_W[..., ::-1] > 0, axis=-1)
+    return (block[..., 0] * W + jnp.minimum(inside, last)).astype(jnp.int32), total
+
+
+def _draw_gumbel(logits_V: jax.Array, keys: jax.Array) -> jax.Array:
+    """argmax over tokens of logit + Gumbel(r, t, token)."""
+    V = logits_V.shape[-1]
+    noise = jax.vmap(lambda k: jax.random.gumbel(k, (V,), jnp.float32, mode="high"))(
+        keys.reshape(-1)
+    )
+    return jnp.argmax(logits_V + noise.reshape(logits_V.shape), axis=-1).astype(jnp.int32)
+
+
+def draw(
+    logits_V: jax.Array, keys: jax.Array, temperature: jax.Array, scheme: Draw
+) -> tuple[jax.Array, jax.Array]:
+    """Tokens and their log-probabilities from processed logits [..., V] and one key per row.
+
+    Rows of temperature 0 take the argmax (the first of equals). Log-probabilities
+    are those of the processed distribution; at temperature 0, those of the
+    unscaled one.
+    """
+    top = jnp.max(logits_V, axis=-1)
+    mass_V = jnp.exp(logits_V - top[..., None])
+    if scheme == "cdf":
+        tokens, total = _draw_cdf(mass_V, keys)
+    else:
+        tokens, total = _draw_gumbel(logits_V, keys), jnp.sum(mass_V, axis=-1)
+    greedy = temperature <= 0
+    tokens = jax.lax.cond(
+        jnp.any(greedy),
+        lambda: jnp.where(greedy, jnp.argmax(logits_V, axis=-1).astype(jnp.int32), tokens),
+        lambda: tokens,
+    )
+    picked = jnp.take_along_axis(logits_V, tokens[..., None], axis=-1)[..., 0]
+    return tokens, picked - top - jnp.log(total)
+
+
+def log_probs(
+    logits_V: jax.Array,
+    tokens: jax.Array,
+    temperature: jax.Array,
+    top_k: jax.Array,
+    top_p: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Log-probability of given tokens, and entropy, under the processed distribution.
+
+    What training scores with; equals `draw`'s log-probability of an emitted token.
+    A given token that top-k or top-p would cut now (the policy has moved, or it
+    sat at the threshold) is put back into its row, so that its log-probability and
+    gradient stay finite. `logits_V` [..., V], the rest [...]; returns two [...].
+    """
+    raw_V = logits_V.astype(jnp.float32) / jnp.where(temperature <= 0, 1.0, temperature)[..., None]
+    cut_V = jax.lax.stop_gradient(processed_logits(logits_V, temperature, top_k, top_p))
+    given_V = jnp.arange(raw_V.shape[-1]) == tokens[..., None]
+    kept_V = (cut_V > -jnp.inf) | given_V
+    masked_V = jnp.where(kept_V, raw_V, -jnp.inf)
+    total = jax.nn.logsumexp(masked_V, axis=-1)
+    token_logprob = jnp.sum(jnp.where(given_V, raw_V, 0.0), axis=-1) - total
+    logprob_V = jnp.where(kept_V, raw_V - total[..., None], 0.0)
+    entropy = -jnp.sum(jnp.where(kept_V, jnp.exp(logprob_V) * logprob_V, 0.0), axis=-1)
+    return token_logprob, entropy
