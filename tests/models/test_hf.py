@@ -1,0 +1,350 @@
+"""Hugging Face folders: logits equal transformers', round trips are exact, errors name the thing.
+
+The goldens in tests/golden were computed by transformers; see make_goldens.py.
+"""
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from models import hf, hf_config, transformer
+from models.config import Llama3RopeScaling, ModelConfig
+
+LOGITS = jax.jit(transformer.logits, static_argnums=0)
+GOLDEN = Path(__file__).parents[1] / "golden"
+CASES = sorted(path.stem for path in GOLDEN.glob("*.npz"))
+LLAMA3 = Llama3RopeScaling(8.0, 1.0, 4.0, 16)
+
+
+def golden(name):
+    with np.load(GOLDEN / f"{name}.npz") as stored:
+        return stored["tokens"], stored["logits"]
+
+
+def copy_of(name, folder):
+    return Path(shutil.copytree(GOLDEN / name, folder / name))
+
+
+def edit_config(folder, **changes):
+    path = folder / "config.json"
+    content = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({k: v for k, v in content.items() if v != "absent"}))
+
+
+def edit_weights(folder, change):
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path)
+
+
+def assert_same(got, expected):
+    jax.tree.map(
+        lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b), strict=True),
+        got,
+        expected,
+    )
+
+
+def test_the_goldens_cover_what_is_supported():
+    configs = [hf.check(GOLDEN / name) for name in CASES]
+    assert {(c.architecture, c.tied_embeddings) for c in configs} == {
+        (a, tied) for a in ("llama", "qwen2", "qwen3") for tied in (False, True)
+    }
+    assert sum(c.head_dim != c.d_model // c.num_heads for c in configs) >= 3
+    assert (GOLDEN / "qwen2_untied" / hf.INDEX).is_file()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits_equal_those_of_transformers(name):
+    tokens, expected = golden(name)
+    config, params = hf.load_pretrained(GOLDEN / name, dtype=jnp.float32)
+    got = LOGITS(config, params, tokens)
+    assert np.abs(np.asarray(got) - expected).max() <= 1e-4
+
+
+def test_rope_scaling_matters_to_the_golden():
+    tokens, expected = golden("llama3_untied")
+    config, params = hf.load_pretrained(GOLDEN / "llama3_untied")
+    assert config.rope_scaling == LLAMA3
+    plain = dataclasses.replace(config, rope_scaling=None)
+    got = LOGITS(plain, params, tokens)
+    assert np.abs(np.asarray(got) - expected).max() > 0.01
+
+
+def test_config_of_a_folder():
+    assert hf.check(GOLDEN / "llama3_untied") == ModelConfig(
+        architecture="llama",
+        vocab_size=64,
+        d_model=32,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        d_ff=40,
+        rope_theta=10_000.0,
+        rope_scaling=LLAMA3,
+        norm_eps=1e-5,
+        max_positions=128,
+        bos_token_id=1,
+        eos_token_ids=(2, 3),
+    )
+    assert hf.check(GOLDEN / "qwen2_tied").qkv_bias
+    assert hf.check(GOLDEN / "qwen3_tied").qk_norm
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("max_shard_bytes", [2_000_000_000, 20_000])
+def test_saving_and_loading_again_is_bitwise_equal(name, max_shard_bytes, tmp_path):
+    config, params = hf.load_pretrained(GOLDEN / name)
+    hf.save_pretrained(tmp_path / "out", config, params, max_shard_bytes=max_shard_bytes)
+    again_config, again = hf.load_pretrained(tmp_path / "out")
+    assert again_config == config
+    assert_same(again, params)
+    files = list((tmp_path / "out").glob("*.safetensors"))
+    assert (len(files) > 1) == (max_shard_bytes == 20_000)
+    assert (len(files) > 1) == (tmp_path / "out" / hf.INDEX).is_file()
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]  # no temporary folder left
+    assert {p.stat().st_mode for p in files} == {(tmp_path / "out/config.json").stat().st_mode}
+    # The same names and numbers as transformers wrote, in whatever files they lie.
+    theirs = {k: v for p in (GOLDEN / name).glob("*.safetensors") for k, v in load_file(p).items()}
+    ours = {k: v for p in files for k, v in load_file(p).items()}
+    assert_same(ours, theirs)
+
+
+def test_saved_settings_read_by_old_and_new_transformers(tmp_path):
+    config, params = hf.load_pretrained(GOLDEN / "llama3_untied")
+    hf.save_pretrained(tmp_path / "out", config, params)
+    saved = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert saved["dtype"] == saved["torch_dtype"] == "float32"
+    assert saved["rope_theta"] == saved["rope_parameters"]["rope_theta"] == 10_000.0
+    assert saved["rope_scaling"]["rope_type"] == saved["rope_parameters"]["rope_type"] == "llama3"
+    generation = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert generation == {"bos_token_id": 1, "eos_token_id": [2, 3]}
+
+
+def test_old_form_of_config_reads_the_same(tmp_path):
+    folder = copy_of("llama3_untied", tmp_path)
+    rope = {
+        "type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16,
+    }
+    edit_config(
+        folder,
+        rope_parameters="absent",
+        dtype="absent",
+        torch_dtype="float32",
+        rope_theta=10_000,
+        rope_scaling=rope,
+        head_dim="absent",
+        architectures="absent",
+    )
+    assert hf.check(folder) == hf.check(GOLDEN / "llama3_untied")
+
+
+def test_end_tokens_of_generation_config_go_first(tmp_path):
+    folder = copy_of("qwen3_tied", tmp_path)
+    (folder / "generation_config.json").write_text('{"eos_token_id": [5, 6], "pad_token_id": 7}')
+    config = hf.check(folder)
+    assert config.eos_token_ids == (5, 6)
+    assert config.pad_token_id == 7
+    (folder / "generation_config.json").unlink()
+    assert hf.check(folder).eos_token_ids == (2,)
+
+
+def test_dtype_casts_every_tensor():
+    _, params = hf.load_pretrained(GOLDEN / "qwen2_tied")
+    assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype("bfloat16")}
+    _, wide = hf.load_pretrained(GOLDEN / "qwen2_tied", dtype=jnp.float32)
+    assert_same(wide, jax.tree.map(lambda x: x.astype(jnp.float32), params))
+
+
+def test_saving_over_a_folder_keeps_its_tokenizer_and_drops_stale_weights(tmp_path):
+    config, params = hf.load_pretrained(GOLDEN / "qwen3_tied")
+    out = tmp_path / "deep" / "out"
+    hf.save_pretrained(out, config, params, max_shard_bytes=20_000)
+    (out / "tokenizer.json").write_text("{}")
+    hf.save_pretrained(out, config, params)
+    assert sorted(p.name for p in out.iterdir()) == [
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    ]
+    assert [p.name for p in out.parent.iterdir()] == ["out"]
+
+
+def test_a_save_that_fails_leaves_the_old_policy(tmp_path, monkeypatch):
+    config, params = hf.load_pretrained(GOLDEN / "qwen3_tied")
+    hf.save_pretrained(tmp_path / "out", config, params)
+
+    def full(*_):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(hf, "_write_json", full)
+    with pytest.raises(OSError, match="disk full"):
+        hf.save_pretrained(tmp_path / "out", config, jax.tree.map(jnp.zeros_like, params))
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+    assert_same(hf.load_pretrained(tmp_path / "out")[1], params)
+
+
+def test_parameters_that_do_not_fit_are_not_saved(tmp_path):
+    config, params = hf.load_pretrained(GOLDEN / "qwen3_tied")
+    other, _ = hf.load_pretrained(GOLDEN / "qwen3_untied")
+    with pytest.raises(ValueError, match="expected 25 tensors"):
+        hf.save_pretrained(tmp_path / "out", other, params)
+    wide = dataclasses.replace(params, final_norm_D=jnp.ones(33))
+    with pytest.raises(ValueError, match=r"model.norm.weight has shape \[33\], expected \[32\]"):
+        hf.save_pretrained(tmp_path / "out", config, wide)
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(ValueError, match="Qwen3ForCausalLM has qkv_bias=False"):
+        hf_config.render(dataclasses.replace(config, qkv_bias=True), "float32")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": ["MixtralForCausalLM"]}, "unknown architecture.*MixtralForCausalLM"),
+        ({"architectures": "absent", "model_type": "gpt2"}, "unknown architecture.*gpt2"),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}},
+            "unknown rope type.*'yarn'",
+        ),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "unknown rope type.*'linear'"),
+        ({"rope_scaling": {"type": "llama3", "factor": 2.0}}, "low_freq_factor.*None"),
+        ({"attention_bias": True}, "attention_bias=True"),
+        ({"mlp_bias": True}, "mlp_bias=True"),
+        ({"use_sliding_window": True}, "use_sliding_window=True"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"hidden_size": "absent"}, "hidden_size.*None"),
+        ({"num_hidden_layers": "two"}, "num_hidden_layers.*'two'"),
+        ({"num_key_value_heads": 3}, "multiple of num_kv_heads=3"),
+    ],
+)
+def test_unsupported_configs_are_named(changes, message, tmp_path):
+    folder = copy_of("llama3_untied", tmp_path)
+    edit_config(folder, **changes)
+    with pytest.raises(ValueError, match=message):
+        hf.check(folder)
+
+
+def test_qwen_must_say_its_kv_heads(tmp_path):
+    folder = copy_of("qwen3_untied", tmp_path)
+    edit_config(folder, num_key_value_heads="absent")
+    with pytest.raises(ValueError, match="num_key_value_heads"):
+        hf.check(folder)
+
+
+def test_missing_surplus_and_misshapen_tensors_are_named(tmp_path):
+    folder = copy_of("llama3_untied", tmp_path)
+
+    def spoil(tensors):
+        del tensors["model.layers.1.mlp.up_proj.weight"]
+        tensors["model.layers.0.self_attn.q_proj.bias"] = np.zeros(32, np.float32)
+        tensors["model.norm.weight"] = np.ones(31, np.float32)
+
+    edit_weights(folder, spoil)
+    with pytest.raises(ValueError) as caught:
+        hf.load_pretrained(folder)
+    message = str(caught.value)
+    assert "missing tensor: model.layers.1.mlp.up_proj.weight" in message
+    assert "surplus: model.layers.0.self_attn.q_proj.bias" in message
+    assert "model.norm.weight has shape [31], expected [32]" in message
+
+
+def test_rotary_buffers_of_old_exports_are_ignored(tmp_path):
+    folder = copy_of("llama3_untied", tmp_path)
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    edit_weights(folder, lambda tensors: tensors.update({name: np.zeros(4, np.float32)}))
+    hf.load_pretrained(folder)
+
+
+def test_a_transposed_linear_layer_is_a_wrong_shape(tmp_path):
+    folder = copy_of("llama3_untied", tmp_path)
+    name = "model.layers.0.mlp.gate_proj.weight"
+    edit_weights(
+        folder, lambda tensors: tensors.update({name: np.ascontiguousarray(tensors[name].T)})
+    )
+    with pytest.raises(
+        ValueError, match=r"gate_proj.weight has shape \[32, 40\], expected \[40, 32\]"
+    ):
+        hf.check(folder)
+
+
+def test_other_number_types_are_named(tmp_path):
+    folder = copy_of("llama3_untied", tmp_path)
+    edit_weights(folder, lambda t: t.update({"model.norm.weight": np.ones(32, np.int8)}))
+    with pytest.raises(ValueError, match="model.norm.weight is of type I8, expected one of F32"):
+        hf.check(folder)
+
+
+def test_head_of_a_tied_folder(tmp_path):
+    folder = copy_of("llama3_tied", tmp_path)
+    edit_weights(folder, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"]}))
+    config, params = hf.load_pretrained(folder)  # a duplicate is tolerated
+    assert config.tied_embeddings and params.head_DV is None
+    edit_weights(folder, lambda t: t.update({"lm_head.weight": t["lm_head.weight"] + 1}))
+    with pytest.raises(ValueError, match="tie_word_embeddings=false to use it"):
+        hf.load_pretrained(folder)
+    edit_config(folder, tie_word_embeddings=False)
+    assert hf.load_pretrained(folder)[1].head_DV is not None
+    edit_weights(folder, lambda t: t.pop("lm_head.weight"))
+    with pytest.raises(ValueError, match="missing tensor: lm_head.weight; set tie_word_embeddings"):
+        hf.check(folder)
+
+
+def test_missing_files_are_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match="not downloaded"):
+        hf.check(tmp_path / "Qwen" / "Qwen3-0.6B")
+    with pytest.raises(FileNotFoundError, match="no config.json"):
+        hf.check(tmp_path)
+    folder = copy_of("qwen2_untied", tmp_path)
+    (folder / "model-00002-of-00003.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match="model-00002-of-00003.safetensors, which is not"):
+        hf.check(folder)
+    (folder / hf.INDEX).unlink()
+    with pytest.raises(FileNotFoundError, match="expected model.safetensors or"):
+        hf.check(folder)
+
+
+def test_a_torch_folder_is_refused(tmp_path):
+    folder = copy_of("qwen3_tied", tmp_path)
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(FileNotFoundError, match="only torch files .pytorch_model.bin"):
+        hf.check(folder)
+
+
+def test_damaged_files_are_named(tmp_path):
+    folder = copy_of("qwen3_tied", tmp_path)
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(ValueError, match="model.safetensors .* is not a whole safetensors file"):
+        hf.check(folder)
+    weights.write_text("version https://git-lfs.github.com/spec/v1\n")
+    with pytest.raises(ValueError, match="git-lfs"):
+        hf.check(folder)
+    (folder / "config.json").write_text("{")
+    with pytest.raises(ValueError, match="config.json is not JSON"):
+        hf.check(folder)
+
+
+def test_an_index_may_not_leave_its_folder(tmp_path):
+    folder = copy_of("qwen2_untied", tmp_path)
+    index = json.loads((folder / hf.INDEX).read_text())
+    index["weight_map"]["model.norm.weight"] = "../secret.safetensors"
+    (folder / hf.INDEX).write_text(json.dumps(index))
+    with pytest.raises(ValueError, match="expected a file of the same folder"):
+        hf.check(folder)
