@@ -23,6 +23,7 @@ import dataclasses
 import fcntl
 import logging
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,11 @@ class Checkpointer:
     def __init__(self, directory: Path | str, config: CheckpointConfig | None = None) -> None:
         import orbax.checkpoint as ocp
 
+        if re.match(r"\w+:/", str(directory)):
+            raise ValueError(
+                f"expected a path of a mounted file system, got {str(directory)!r}: mount the "
+                "bucket, or save locally and copy"
+            )
         self.directory = Path(directory).absolute()
         self.config = config or CheckpointConfig()
         self._saves = 0

@@ -281,6 +281,12 @@ def test_config_says_when_a_step_is_due():
             CheckpointConfig(**bad)
 
 
+@pytest.mark.parametrize("where", ["gs://bucket/run", Path("s3://bucket/run")])
+def test_a_bucket_address_is_refused(where):
+    with pytest.raises(ValueError, match="mounted file system"):
+        Checkpointer(where)
+
+
 SHARDED = """
     import sys
     import jax, jax.numpy as jnp, numpy as np

@@ -1,0 +1,316 @@
+"""Damage is found and the checkpoint before is used; a kill at any moment loses nothing.
+
+The content of a checkpoint is a function of its step, so that the right one can
+be told from a wrong one.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rl import checkpoint, checkpoint_manifest
+from rl.checkpoint import CheckpointConfig, Checkpointer
+
+ROOT = Path(__file__).parents[2]
+TEMPLATE = {"w": jnp.zeros((3, 4)), "h": jnp.zeros((5,), jnp.bfloat16)}
+
+
+def content(step: int) -> dict:
+    return {"w": jnp.full((3, 4), 1.5 * step), "h": jnp.full((5,), step, jnp.bfloat16)}
+
+
+def host(step: int) -> dict:
+    return {"step": step, "cache": np.arange(step, step + 4)}
+
+
+def save_steps(directory: Path, *steps: int, **options: int) -> None:
+    with Checkpointer(directory, CheckpointConfig(**options)) as saver:
+        for step in steps:
+            saver.save(step, content(step), host(step))
+
+
+def assert_is_step(restored: checkpoint.Restored, step: int) -> None:
+    assert restored.step == step
+    for name, expected in content(step).items():
+        assert np.asarray(restored.arrays[name]).tobytes() == np.asarray(expected).tobytes()
+    assert restored.host["step"] == step
+    np.testing.assert_array_equal(restored.host["cache"], host(step)["cache"])
+
+
+def all_files(folder: Path) -> list[str]:
+    return sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
+
+
+def flip(path: Path) -> None:
+    raw = bytearray(path.read_bytes())
+    where = random.randrange(len(raw))
+    raw[where] ^= 1 << random.randrange(8)
+    path.write_bytes(raw)
+
+
+def truncate(path: Path) -> None:
+    with path.open("rb+") as file:
+        file.truncate(random.randrange(path.stat().st_size))
+
+
+@pytest.mark.parametrize("damage", [flip, truncate, Path.unlink], ids=lambda f: f.__name__)
+def test_every_damaged_file_is_found_and_the_previous_checkpoint_used(tmp_path, damage):
+    save_steps(tmp_path, 4, 8)
+    folder = tmp_path / "step_00000008"
+    files = all_files(folder)
+    assert len(files) >= 8 and checkpoint_manifest.MANIFEST_NAME in files
+    for name in files:
+        good = (folder / name).read_bytes()
+        for _ in range(1 if damage is Path.unlink else 3):
+            damage(folder / name)
+            restored = checkpoint.restore(tmp_path, TEMPLATE)
+            assert_is_step(restored, 4)
+            (warning,) = restored.warnings
+            assert str(folder / name) in warning
+            (folder / name).write_bytes(good)
+    assert_is_step(checkpoint.restore(tmp_path, TEMPLATE), 8)
+
+
+def test_every_byte_of_a_manifest_matters(tmp_path):
+    (tmp_path / "file").write_text("x")
+    checkpoint_manifest.write_manifest(tmp_path, {"step": 1})
+    path = tmp_path / checkpoint_manifest.MANIFEST_NAME
+    good = path.read_bytes()
+    for where in range(len(good)):
+        for bit in (0, 2, 5):
+            path.write_bytes(good[:where] + bytes([good[where] ^ 1 << bit]) + good[where + 1 :])
+            assert checkpoint_manifest.verify(tmp_path), (where, bit)
+    for bad in (
+        good[:-1],
+        good + b"\n",
+        good.replace(b" ", b"  ", 1),
+        b"",
+        b"[]",
+        b"null",
+        b"{}",
+        b"\xff\xfe",
+        b"[" * 100_000,
+    ):
+        path.write_bytes(bad)
+        (problem,) = checkpoint_manifest.verify(tmp_path)
+        assert "damaged" in str(problem)
+    path.write_bytes(good)
+    assert checkpoint_manifest.verify(tmp_path) == []
+
+
+def test_surplus_linked_and_exchanged_files_are_found(tmp_path):
+    save_steps(tmp_path, 4, 8)
+    folder = tmp_path / "step_00000008"
+    surplus = folder / "arrays" / "more"
+    surplus.write_text("")
+    assert "not listed" in checkpoint.restore(tmp_path, TEMPLATE).warnings[0]
+    assert checkpoint_manifest.verify(folder, surplus_ok=True) == []
+    surplus.unlink()
+    outside = tmp_path / "outside"
+    shutil.move(folder / "host" / "process_0.json", outside)
+    (folder / "host" / "process_0.json").symlink_to(outside)
+    assert "found a link" in checkpoint.restore(tmp_path, TEMPLATE).warnings[0]
+
+
+def test_a_checkpoint_under_another_name_is_not_used(tmp_path):
+    save_steps(tmp_path, 4)
+    shutil.copytree(tmp_path / "step_00000004", tmp_path / "step_00000012")
+    restored = checkpoint.restore(tmp_path, TEMPLATE)
+    assert_is_step(restored, 4)
+    assert "manifest of step 12, found one of step 4" in restored.warnings[0]
+
+
+def test_nothing_whole_is_one_error_that_lists_each(tmp_path):
+    with pytest.raises(checkpoint.NoWholeCheckpointError, match="found none") as caught:
+        checkpoint.restore(tmp_path / "absent", TEMPLATE)
+    assert caught.value.problems == {}
+    save_steps(tmp_path, 4, 8)
+    flip(next((tmp_path / "step_00000004" / "arrays" / "d").iterdir()))
+    (tmp_path / "step_00000008" / "host" / "process_0.npz").unlink()
+    assert checkpoint.latest_whole_step(tmp_path) is None
+    with pytest.raises(checkpoint.NoWholeCheckpointError) as caught:
+        checkpoint.restore(tmp_path, TEMPLATE)
+    text = str(caught.value)
+    assert "step 4:" in text and "expected SHA-256" in text
+    assert "step 8:" in text and "process_0.npz: listed in the manifest, but missing" in text
+    assert sorted(caught.value.problems) == [4, 8]
+
+
+def test_a_step_asked_for_by_number_is_never_exchanged_for_another(tmp_path):
+    save_steps(tmp_path, 4, 8)
+    assert_is_step(checkpoint.restore(tmp_path, TEMPLATE, step=4), 4)
+    (tmp_path / "step_00000008" / checkpoint_manifest.MANIFEST_NAME).unlink()
+    with pytest.raises(checkpoint.NoWholeCheckpointError, match=r"besides: \[4\]"):
+        checkpoint.restore(tmp_path, TEMPLATE, step=8)
+    with pytest.raises(checkpoint.NoWholeCheckpointError, match="found none"):
+        checkpoint.restore(tmp_path, TEMPLATE, step=5)
+
+
+def test_background_errors_surface_at_the_next_call_and_the_next_save_works(tmp_path, monkeypatch):
+    real = checkpoint_manifest.write_manifest
+
+    def full_disk(*_):
+        raise OSError(28, "No space left on device")
+
+    with Checkpointer(tmp_path) as saver:
+        saver.save(1, content(1), host(1))
+        saver.wait()
+        for call in (lambda: saver.save(3, content(3), host(3)), saver.wait):
+            monkeypatch.setattr(checkpoint_manifest, "write_manifest", full_disk)
+            saver.save(2, content(2), host(2))
+            with pytest.raises(OSError, match="No space left") as caught:
+                call()
+            assert "step_00000002" in caught.value.__notes__[0]
+            assert not list(tmp_path.glob(".working-*"))
+            saver.wait()  # told once
+        monkeypatch.setattr(checkpoint_manifest, "write_manifest", real)
+        saver.save(4, content(4), host(4))
+    assert_is_step(checkpoint.restore(tmp_path, TEMPLATE), 4)
+
+
+def test_closing_after_an_error_keeps_that_error_and_tells_of_the_save(tmp_path, monkeypatch):
+    def full_disk(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint_manifest, "write_manifest", full_disk)
+    with pytest.raises(OSError, match="No space left"), Checkpointer(tmp_path) as saver:
+        saver.save(1, content(1))
+    with pytest.raises(KeyError) as caught, Checkpointer(tmp_path) as saver:
+        saver.save(2, content(2))
+        raise KeyError("the trainer's own")
+    assert "No space left" in caught.value.__notes__[0]
+
+
+class Crash(BaseException):
+    """Stands for the end of the process."""
+
+
+def test_a_crash_at_each_file_system_change_leaves_a_whole_checkpoint(tmp_path, monkeypatch):
+    """Every rename, replacement and deletion of a save that replaces, sets aside and retires."""
+    real = {"rename": os.rename, "replace": os.replace, "rmtree": shutil.rmtree}
+    left = [0]
+
+    def dying(name):
+        def call(*args, **kwargs):
+            left[0] -= 1
+            if left[0] < 0:
+                raise Crash(name)
+            return real[name](*args, **kwargs)
+
+        return call
+
+    crashes = 0
+    for allowed in range(40):
+        directory = tmp_path / str(allowed)
+        save_steps(directory, 1, 2, 3, 4, keep=9)
+        saver = Checkpointer(directory, CheckpointConfig(keep=2))
+        left[0] = allowed
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "rename", dying("rename"))
+            patch.setattr(os, "replace", dying("replace"))
+            patch.setattr(shutil, "rmtree", dying("rmtree"))
+            try:
+                saver.save(3, content(30), host(30))
+                saver.wait()
+                crashed = False
+            except Crash:
+                crashed = True
+        crashes += crashed
+        saver.close()
+        with Checkpointer(directory) as reopened:  # tidies up
+            restored = reopened.restore(TEMPLATE)
+        value = restored.host["step"]
+        assert (restored.step, value) in {(4, 4), (3, 3), (3, 30)} and restored.warnings == ()
+        assert_is_step(checkpoint.Restored(value, restored.arrays, restored.host), value)
+        assert not [e.name for e in directory.iterdir() if e.name[0] == "." and e.name != ".lock"]
+        if not crashed:
+            assert (restored.step, value) == (3, 30)
+            break
+    assert not crashed and crashes >= 6
+
+
+def test_a_second_writer_is_kept_out(tmp_path):
+    script = "import sys; from rl.checkpoint import Checkpointer; Checkpointer(sys.argv[1])"
+    with Checkpointer(tmp_path):
+        done = run_python(script, tmp_path)
+    assert done.returncode != 0 and "to have one writer, got a second" in done.stderr
+
+
+# One process imports jax and forks a victim a round, so that a round costs no start-up.
+# A victim checks what the last kill left, tells how far it is, and saves until it dies.
+KILL_LOOP = """
+    import os, random, signal, sys, time
+    import orbax.checkpoint
+    sys.path.insert(0, sys.argv[1])
+
+    def victim(directory, pipe):
+        from test_checkpoint_faults import TEMPLATE, assert_is_step, content, host
+        from rl.checkpoint import Checkpointer, CheckpointConfig
+        saver = Checkpointer(directory, CheckpointConfig(keep=1))
+        step = saver.latest_whole_step()
+        if step is not None:
+            restored = saver.restore(TEMPLATE)
+            assert restored.warnings == (), restored.warnings
+            assert_is_step(restored, step)
+        step = 0 if step is None else step
+        os.write(pipe, f"{step}\\n".encode())
+        while True:
+            step += 1
+            saver.save(step, content(step), host(step))
+            saver.wait()
+            os.write(pipe, f"{step}\\n".encode())
+
+    def one_round(directory, saves, delay_s):
+        read, write = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                victim(directory, write)
+            finally:
+                os._exit(1)
+        os.close(write)
+        with os.fdopen(read) as lines:
+            told = [lines.readline() for _ in range(1 + saves)]
+            time.sleep(delay_s)
+            os.kill(child, signal.SIGKILL)
+            told += lines
+        _, status = os.waitpid(child, 0)
+        assert os.WIFSIGNALED(status) and "" not in told, (status, told)
+        told = [int(line) for line in told]
+        return told
+
+    random.seed(int(sys.argv[3]))
+    last = 0
+    for _ in range(int(sys.argv[4])):
+        told = one_round(sys.argv[2], random.randrange(3), random.uniform(0.0, 0.2))
+        # What was told as saved is there; one more may have been.
+        assert told[0] in (last, last + 1), (last, told)
+        last = told[-1]
+    print("last", last)
+"""
+
+
+def run_python(script: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", textwrap.dedent(script), *map(str, arguments)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+
+
+def test_kill_minus_nine_at_random_moments_loses_nothing_that_was_saved(tmp_path):
+    seed = random.randrange(10**6)
+    done = run_python(KILL_LOOP, Path(__file__).parent, tmp_path, seed, 10)
+    assert done.returncode == 0, f"seed {seed}\n{done.stderr}"
+    last = int(done.stdout.split()[-1])
+    restored = checkpoint.restore(tmp_path, TEMPLATE)
+    assert restored.step in (last, last + 1) and last > 0
+    assert_is_step(restored, restored.step)
