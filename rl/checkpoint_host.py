@@ -23,7 +23,7 @@ class HostState:
     """Host state that no longer shares memory with the trainer."""
 
     text: str
-    arrays: dict[str, np.ndarray]
+    arrays: dict[str, Any]  # numpy arrays by their name in the npz
 
 
 def encode(host: dict[str, Any]) -> HostState:

@@ -102,7 +102,9 @@ def _choose(directory: Path, step: int | None) -> tuple[int, tuple[str, ...]]:
         return _choose_here(directory, step)
     from jax.experimental import multihost_utils
 
-    chosen, warnings, failure = -1, (), None
+    chosen = -1
+    warnings: tuple[str, ...] = ()
+    failure: NoWholeCheckpointError | None = None
     if jax.process_index() == 0:
         try:
             chosen, warnings = _choose_here(directory, step)
