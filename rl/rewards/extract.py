@@ -1,0 +1,66 @@
+"""Finding the answer in a completion, by the name of a convention.
+
+Each extractor gives the stripped answer, or None where its marker is absent: no
+answer, which scores 0. The last marker counts; a model may think aloud before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+
+def whole(text: str) -> str | None:
+    """All of the text."""
+    return text.strip()
+
+
+def last_line(text: str) -> str | None:
+    """The last line that is not blank."""
+    lines = text.split("\n")
+    return next((line.strip() for line in reversed(lines) if line.strip()), None)
+
+
+def boxed(text: str) -> str | None:
+    r"""What the last `\boxed{...}` holds, inner braces balanced."""
+    start = text.rfind(r"\boxed{")
+    if start < 0:
+        return None
+    start += len(r"\boxed{")
+    depth, position = 1, start
+    while position < len(text):
+        character = text[position]
+        if character == "\\":  # an escaped brace does not count
+            position += 2
+            continue
+        depth += (character == "{") - (character == "}")
+        if depth == 0:
+            return text[start:position].strip()
+        position += 1
+    return None  # cut off before it closed
+
+
+def answer_tag(text: str) -> str | None:
+    """What the last `<answer>...</answer>` holds."""
+    end = text.rfind("</answer>")
+    start = text.rfind("<answer>", 0, end) if end >= 0 else -1
+    return text[start + len("<answer>") : end].strip() if start >= 0 else None
+
+
+def hash_mark(text: str) -> str | None:
+    """The rest of the line after the last `####`."""
+    start = text.rfind("####")
+    return text[start + 4 :].split("\n", 1)[0].strip() if start >= 0 else None
+
+
+EXTRACTORS: Mapping[str, Callable[[str], str | None]] = {
+    "whole": whole,
+    "last_line": last_line,
+    "boxed": boxed,
+    "answer_tag": answer_tag,
+    "hash": hash_mark,
+}
+
+
+def extract_answer(name: str, text: str) -> str | None:
+    """Apply the extractor `name`; an empty answer is no answer."""
+    return EXTRACTORS[name](text) or None

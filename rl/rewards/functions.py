@@ -1,0 +1,195 @@
+"""Reward functions by name, all with TRL's signature.
+
+    f(prompts, completions, completion_ids, **columns) -> list[float | None]
+
+All arguments are lists with one entry per sample. `columns` holds `answer`, `task`
+and the example's other columns. None means "not applicable to this sample": the sum
+over functions leaves it out. A response without an answer scores 0.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rl import reasoning_gym_tasks
+from rl.rewards.config import split_user_function
+from rl.rewards.extract import extract_answer
+from rl.tasks import parse_spec
+
+Values = Sequence[float | None]
+
+
+@dataclasses.dataclass(frozen=True)
+class RewardFunction:
+    """A function and what has to happen before its deadline may run.
+
+    `prepare(task_spec)` does the slow first steps (imports, opening a task); it is
+    called once for each spec. `is_user` functions see chat prompts as TRL shows them.
+    """
+
+    function: Callable[..., Values]
+    prepare: Callable[[str], None]
+    is_user: bool = False
+
+    def __call__(
+        self, prompt: Any, completion: str, completion_ids: list[int], columns: Mapping[str, Any]
+    ) -> Values:
+        """Score one sample: the function gets lists of length one."""
+        completions: list[Any] = [completion]
+        if self.is_user and not isinstance(prompt, str):
+            completions = [[{"role": "assistant", "content": completion}]]
+        arguments = {key: [value] for key, value in columns.items()}
+        arguments |= {
+            "prompts": [prompt],
+            "completions": completions,
+            "completion_ids": [completion_ids],
+        }
+        accepted = _accepted_names(self.function)
+        if accepted is not None:
+            arguments = {key: value for key, value in arguments.items() if key in accepted}
+        return self.function(**arguments)
+
+
+def load(function: str, extract: str) -> RewardFunction:
+    """A reward function by name; a user's file is imported here.
+
+    Raises what the user's file raises, and ValueError where it lacks the function.
+    """
+    if function == "task":
+        return RewardFunction(functools.partial(task_reward, extract=extract), _prepare_task)
+    if function == "exact_match":
+        return RewardFunction(functools.partial(exact_match, extract=extract), _nothing)
+    if function == "math_verify":
+        return RewardFunction(functools.partial(math_verify, extract=extract), _prepare_math)
+    return RewardFunction(_load_user_function(*split_user_function(function)), _nothing, True)
+
+
+def exact_match(
+    completions: Sequence[str], answer: Sequence[str | None], *, extract: str, **columns: Any
+) -> Values:
+    """1 where the extracted answer equals the column `answer`, case and spacing aside, else 0."""
+    del columns
+    values: list[float | None] = []
+    for completion, gold in zip(completions, answer, strict=True):
+        found = extract_answer(extract, completion)
+        same = found is not None and gold is not None and _normal(found) == _normal(gold)
+        values.append(None if gold is None else float(same))
+    return values
+
+
+def _normal(text: str) -> str:
+    return " ".join(text.split()).casefold()
+
+
+def task_reward(
+    completions: Sequence[str],
+    answer: Sequence[str | None],
+    task: Sequence[str],
+    *,
+    extract: str,
+    **columns: Any,
+) -> Values:
+    """The task's own verifier: reasoning-gym's score, 0 to 1; exact match for data files."""
+    values: list[float | None] = []
+    for row, (completion, gold, spec) in enumerate(zip(completions, answer, task, strict=True)):
+        source = _open_source(spec)
+        if source is None:
+            values += exact_match([completion], [gold], extract=extract)
+            continue
+        found = extract_answer(extract, completion)
+        entry = {"answer": gold, "metadata": columns["metadata"][row]}
+        values.append(0.0 if found is None else source.score(found, entry))
+    return values
+
+
+@functools.lru_cache(maxsize=64)
+def _open_source(spec: str) -> reasoning_gym_tasks.Procedural | None:
+    parsed = parse_spec(spec)
+    if parsed.kind != "reasoning_gym":
+        return None
+    query = {key: value for key, value in parsed.query.items() if key != "size"}
+    return reasoning_gym_tasks.open_procedural(parsed.target, query)
+
+
+def math_verify(
+    completions: Sequence[str], answer: Sequence[str | None], *, extract: str, **columns: Any
+) -> Values:
+    """1 where math-verify finds the extracted answer equal to the column `answer`, else 0.
+
+    Raises ValueError for an `answer` that is not mathematics: no response could be right.
+    Source: math-verify 0.9, its LaTeX grammar alone (its other parser is `parse_expr`,
+    which evaluates text). Its SIGALRM time-outs are off: the pool's deadline stands.
+    """
+    from math_verify import verify
+
+    del columns
+    values: list[float | None] = []
+    for completion, gold_text in zip(completions, answer, strict=True):
+        found = extract_answer(extract, completion)
+        if gold_text is None or found is None:
+            values.append(None if gold_text is None else 0.0)
+            continue
+        gold = _parse_math(gold_text)
+        if not gold:
+            raise ValueError(f"math-verify cannot read the expected answer {gold_text[:80]!r}")
+        values.append(float(verify(gold, _parse_math(found), timeout_seconds=None)))
+    return values
+
+
+def _parse_math(text: str) -> list[Any]:
+    from math_verify import LatexExtractionConfig, parse
+
+    if not any(mark in text for mark in ("$", r"\boxed", r"\(", r"\[")):
+        text = f"${text}$"
+    return parse(
+        text,
+        extraction_config=[LatexExtractionConfig()],
+        fallback_mode="no_fallback",
+        parsing_timeout=None,
+    )
+
+
+def _nothing(spec: str) -> None:
+    del spec
+
+
+def _prepare_task(spec: str) -> None:
+    _open_source(spec)
+
+
+def _prepare_math(spec: str) -> None:
+    del spec
+    import logging
+
+    # It warns at every start that its time-outs are off. They are, on purpose.
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+    _parse_math("1/2")  # the first parse builds its grammar
+
+
+def _load_user_function(path: Path, name: str) -> Callable[..., Values]:
+    spec = importlib.util.spec_from_file_location(f"reprise_reward_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise ValueError(f"{path} cannot be imported as Python; expected a .py file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses and the like look themselves up there
+    spec.loader.exec_module(module)
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise ValueError(f"{path} defines no function {name!r}; got {type(function).__name__}")
+    return function
+
+
+@functools.lru_cache(maxsize=64)
+def _accepted_names(function: Callable[..., Values]) -> frozenset[str] | None:
+    """Keyword names that a function takes; None means any."""
+    parameters = inspect.signature(function).parameters.values()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return None
+    return frozenset(parameter.name for parameter in parameters)

@@ -1,0 +1,281 @@
+"""Scoring in worker processes: submit returns at once, and nothing is ever lost.
+
+Every future gets a score, an error that names the mend, or is cancelled by `close`.
+A scorer that raises, hangs, dies or answers nonsense costs its one sample a reward
+by `RewardConfig.on_failure`, is counted, and its worker is replaced where needed.
+One job is one sample: functions are called with lists of length one.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import json
+import math
+import queue
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from rl.rewards.config import RewardConfig, validate
+from rl.rewards.process import RewardWorkerError, WorkerProcess, WorkerStopped
+from rl.tasks import Example
+
+# A worker that dies before a sample's scoring starts is not that sample's fault.
+_MAX_ATTEMPTS = 3
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Job:
+    """One response to be scored; `completion_ids` are its token ids."""
+
+    example: Example
+    completion: str
+    completion_ids: Sequence[int] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Score:
+    """One sample's rewards.
+
+    values: per function name; None where it is not applicable or failed.
+    total: Σ weight · value over the values that are not None; None leaves the sample
+      out of the advantages (no function applies, or a failure under `skip`).
+    failure: `function/kind: message` of the first failure, or None.
+    """
+
+    values: Mapping[str, float | None]
+    total: float | None
+    failure: str | None = None
+
+
+class RewardPool:
+    """Worker processes behind a queue. Use as a context manager.
+
+    counters: failures by (function name, kind); kinds are `raised`, `deadline`, `died`,
+      `not_a_list`, `length`, `not_a_number`, `not_finite` and `protocol`.
+    messages: the first message of each kind, for the log.
+    """
+
+    def __init__(
+        self, config: RewardConfig, tasks: Sequence[str] = (), startup_s: float = 120.0
+    ) -> None:
+        """Raises what `validate(config)` raises, before any process is started.
+
+        `tasks` (specs) are opened by each worker when it starts instead of at the first
+        sample; `startup_s` limits that, imports included.
+        """
+        validate(config)
+        self.config = config
+        self.counters: collections.Counter[tuple[str, str]] = collections.Counter()
+        self.messages: dict[tuple[str, str], str] = {}
+        self._tasks, self._startup_s = tuple(tasks), startup_s
+        self._queue: queue.SimpleQueue[tuple[bytes, Future[Score]] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._workers: dict[int, WorkerProcess] = {}
+        self._threads: list[threading.Thread] = []
+        self._error: RewardWorkerError | None = None
+        self._closed = False
+
+    def __enter__(self) -> RewardPool:
+        """Start the workers; raises RewardWorkerError where one cannot load its functions."""
+        started: list[Future[None]] = [Future() for _ in range(self.config.workers)]
+        for slot, ready in enumerate(started):
+            thread = threading.Thread(
+                target=self._supervise, args=(slot, ready), name=f"reward-{slot}", daemon=True
+            )
+            self._threads.append(thread)
+            thread.start()
+        try:
+            for ready in started:
+                ready.result()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def submit(self, job: Job) -> Future[Score]:
+        """Queue a sample; returns at once.
+
+        Raises RuntimeError on a closed pool, TypeError for columns that are not JSON.
+        The future raises RewardWorkerError where workers can no longer be started.
+        """
+        line = _job_line(job)
+        future: Future[Score] = Future()
+        with self._lock:
+            if self._closed or not self._threads:
+                raise RuntimeError(
+                    "the reward pool is not open: use `with RewardPool(...) as pool`"
+                )
+            self._queue.put((line, future))
+        return future
+
+    def metrics(self) -> dict[str, float]:
+        """`rewards/{function}/failures` since the start, and one entry per kind seen."""
+        with self._lock:
+            counts = dict(self.counters)
+        metrics = {f"rewards/{name}/failures": 0.0 for name in self.config.names}
+        for (name, kind), count in sorted(counts.items()):
+            metrics[f"rewards/{name}/failures"] += count
+            metrics[f"rewards/{name}/failures/{kind}"] = float(count)
+        return metrics
+
+    def close(self) -> None:
+        """Kill the workers, cancel what is queued; what is being scored raises RuntimeError."""
+        with self._lock:
+            self._closed = True
+            workers = list(self._workers.values())
+        self._drain()
+        for _ in self._threads:
+            self._queue.put(None)
+        for worker in workers:
+            worker.kill()
+        for thread in self._threads:
+            thread.join()
+
+    def _drain(self) -> None:
+        while True:
+            try:
+                item = self._queue.get_nowait()
+            except queue.Empty:
+                return
+            if item is not None:
+                item[1].cancel()
+
+    def _supervise(self, slot: int, ready: Future[None]) -> None:
+        """One thread per worker: starts it, feeds it, replaces it."""
+        try:
+            try:
+                self._start(slot)
+            except Exception as error:
+                ready.set_exception(error)
+                return
+            ready.set_result(None)
+            while (item := self._queue.get()) is not None:
+                self._score(slot, *item)
+        finally:
+            self._stop(slot)
+
+    def _start(self, slot: int) -> None:
+        worker = WorkerProcess(self.config, self._tasks, self._startup_s)
+        with self._lock:
+            self._workers[slot] = worker
+            if self._closed:
+                worker.kill()  # close() has come and gone
+        worker.wait_ready()
+
+    def _stop(self, slot: int) -> None:
+        with self._lock:
+            worker = self._workers.pop(slot, None)
+        if worker is not None:
+            worker.dispose()
+
+    def _replace(self, slot: int) -> None:
+        """Raises nothing: where no worker can be started any more, later samples are told."""
+        self._stop(slot)
+        if self._closed:
+            return
+        try:
+            self._start(slot)
+        except (RewardWorkerError, OSError) as error:
+            self._stop(slot)
+            self._fail(RewardWorkerError(f"a reward worker could not be replaced: {error}"))
+
+    def _fail(self, error: RewardWorkerError) -> None:
+        with self._lock:
+            self._error = self._error or error
+
+    def _score(self, slot: int, line: bytes, future: Future[Score]) -> None:
+        if not future.set_running_or_notify_cancel():
+            return
+        try:
+            score, replace = self._ask(slot, line)
+        except Exception as error:
+            future.set_exception(error)
+            return
+        future.set_result(score)
+        if replace:
+            self._replace(slot)
+
+    def _ask(self, slot: int, line: bytes) -> tuple[Score, bool]:
+        """Score, and whether the worker is to be replaced."""
+        for _ in range(_MAX_ATTEMPTS):
+            if self._closed:
+                raise RuntimeError("the reward pool was closed before this sample was scored")
+            if self._error is not None:
+                raise self._error
+            try:
+                return self._to_score(self._workers[slot].ask(line)), False
+            except RewardWorkerError as error:
+                self._fail(error)
+                raise
+            except WorkerStopped as stopped:
+                if stopped.function is not None and not self._closed:
+                    return self._stopped_score(stopped), True
+                self._replace(slot)
+        unstartable = RewardWorkerError(
+            f"{_MAX_ATTEMPTS} reward workers ended before they could start on one sample: does "
+            "opening its task need more memory or time than Reward.memory_limit_mib allows?"
+        )
+        self._fail(unstartable)
+        raise unstartable
+
+    def _stopped_score(self, stopped: WorkerStopped) -> Score:
+        message = stopped.message
+        if stopped.kind == "deadline":
+            message = f"no result within Reward.deadline_s={self.config.deadline_s}; killed"
+        outcomes: list[list[Any]] = [[None, None, None] for _ in self.config.names]
+        outcomes[stopped.function or 0] = [None, stopped.kind, message]
+        return self._to_score(outcomes)
+
+    def _to_score(self, outcomes: list[list[Any]]) -> Score:
+        with self._lock:
+            for name, (_, kind, message) in zip(self.config.names, outcomes, strict=True):
+                if kind is not None:
+                    self.counters[name, kind] += 1
+                    self.messages.setdefault((name, kind), message)
+        return combine(self.config, outcomes)
+
+
+def combine(config: RewardConfig, outcomes: Sequence[Sequence[Any]]) -> Score:
+    """Outcomes (value, failure kind, message) of all functions → one score.
+
+    total = Σ_k w_k · v_k over the v_k that are not None (TRL's rule). After any failure
+    it is 0 under `zero` and None under `skip`, whatever the other functions say.
+    """
+    names = config.names
+    values = {name: outcome[0] for name, outcome in zip(names, outcomes, strict=True)}
+    failures = [
+        f"{name}/{kind}: {message}"
+        for name, (_, kind, message) in zip(names, outcomes, strict=True)
+        if kind is not None
+    ]
+    if failures:
+        return Score(values, 0.0 if config.on_failure == "zero" else None, failures[0])
+    weighted = [
+        weight * values[name]
+        for name, weight in zip(names, config.full_weights, strict=True)
+        if values[name] is not None
+    ]
+    return Score(values, math.fsum(weighted) if weighted else None)
+
+
+def _job_line(job: Job) -> bytes:
+    example = job.example
+    message = {
+        "prompt": example.prompt,
+        "completion": job.completion,
+        "completion_ids": [int(token) for token in job.completion_ids],
+        "columns": {**example.columns, "answer": example.answer, "task": example.task},
+    }
+    try:
+        return json.dumps(message).encode() + b"\n"
+    except TypeError as error:
+        raise TypeError(
+            f"{example.example_id}: its columns must be JSON values (text, numbers, lists, "
+            f"dicts) to reach a reward worker: {error}"
+        ) from error

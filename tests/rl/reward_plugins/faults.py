@@ -1,0 +1,72 @@
+"""Reward functions that misbehave on command: the completion says how."""
+
+import os
+import signal
+import sys
+import time
+
+
+def faulty(prompts, completions, completion_ids, **columns):
+    """Length of the completion, unless it names a fault."""
+    completion = completions[0]
+    if completion == "raise":
+        raise RuntimeError("scorer bug")
+    if completion == "sys_exit":
+        sys.exit(3)
+    if completion == "hang":
+        time.sleep(60)
+    if completion == "os_exit":
+        os._exit(7)
+    if completion == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if completion == "memory":
+        return [float(len(bytearray(8 << 30)))]
+    if completion == "print":
+        print('{"outcomes": [[99.0, null, null]]}', flush=True)
+        os.write(1, b"\x00 not JSON \n")
+        return [5.0]
+    if completion == "read":
+        return [float(len(sys.stdin.read()) + 4)]
+    answers = {
+        "length": [1.0, 2.0],
+        "empty": [],
+        "none": [None],
+        "nan": [float("nan")],
+        "inf": [float("inf")],
+        "text": ["1.0"],
+        "not_a_list": 1.0,
+        "nothing": None,
+        "true": [True],
+    }
+    return answers.get(completion, [float(len(completion))])
+
+
+def half(completions, **columns):
+    """0.5 always."""
+    return [0.5 for _ in completions]
+
+
+def sees(prompts, completions, completion_ids, difficulty, answer):
+    """Without **columns: gets the columns that it names."""
+    return [float(difficulty[0] + len(completion_ids[0]) + int(answer[0]))]
+
+
+def chat(prompts, completions, **columns):
+    """As TRL shows chats: lists of messages on both sides."""
+    assert prompts[0][0]["role"] == "user"
+    return [float(completions[0][0] == {"role": "assistant", "content": "hello"})]
+
+
+def leaves_a_child(completions, **columns):
+    """A scorer that hangs in a child process of its own; the completion names a pid file."""
+    import pathlib
+    import subprocess
+
+    child = subprocess.Popen(["sleep", "60"])
+    pathlib.Path(completions[0]).write_text(str(child.pid))
+    child.wait()
+    return [0.0]
+
+
+async def later(completions, **columns):
+    return [0.0]

@@ -1,0 +1,157 @@
+"""Answer extraction, the built-in functions, and the checks before any worker starts."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rl.rewards.config import RewardConfig, validate
+from rl.rewards.extract import extract_answer
+from rl.rewards.functions import exact_match, load, math_verify, task_reward
+from rl.rewards.worker import read_result
+
+PLUGINS = Path(__file__).parent / "reward_plugins"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("whole", "  4 \n", "4"),
+        ("whole", " \n", None),
+        ("last_line", "one\ntwo \n\n", "two"),
+        ("last_line", "\n \n", None),
+        ("boxed", r"so \boxed{1} or \boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
+        ("boxed", r"\boxed{\{1, 2\}} done", r"\{1, 2\}"),
+        ("boxed", r"\boxed{cut \frac{1}{2}", None),
+        ("boxed", "no marker", None),
+        ("boxed", r"\boxed{}", None),
+        ("answer_tag", "<answer>1</answer> no, <answer> 2 </answer>", "2"),
+        ("answer_tag", "<answer>1", None),
+        ("answer_tag", "1</answer>", None),
+        ("hash", "6 = 3*2\n#### 3\n#### 42 \nbye", "42"),
+        ("hash", "42", None),
+        ("hash", "####", None),
+    ],
+)
+def test_extraction(name, text, expected):
+    assert extract_answer(name, text) == expected
+
+
+def test_exact_match_ignores_case_and_spacing_only():
+    completions = ["#### New  york", "#### New York City", "New York", "#### x"]
+    answer = ["new York", "New York", "New York", None]
+    assert exact_match(completions, answer, extract="hash", other=[1]) == [1.0, 0.0, 0.0, None]
+
+
+def test_task_reward_uses_the_verifier_or_exact_match():
+    values = task_reward(
+        ["#### 1,000.0", "#### 999", "1000", "#### 1,000.0"],
+        answer=["1000", "1000", "1000", "1000"],
+        task=["reasoning_gym:chain_sum"] * 3 + ["jsonl:x.jsonl"],
+        metadata=[{}] * 4,
+        extract="hash",
+    )
+    # chain_sum compares numbers; a data file compares text; no marker is no answer.
+    assert values == [1.0, 0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("completion", "gold", "expected"),
+    [
+        (r"\boxed{\frac{1}{2}}", "0.5", 1.0),
+        (r"\boxed{1/2}", r"$\frac12$", 1.0),
+        (r"\boxed{x(x+2)}", "x^2+2x", 1.0),
+        (r"\boxed{3}", "4", 0.0),
+        ("4", "4", 0.0),  # no box, no answer
+        ("x", None, None),
+        (r"\boxed{__import__('os').getpid()}", "4", 0.0),
+    ],
+)
+def test_math_verify(completion, gold, expected):
+    assert math_verify([completion], [gold], extract="boxed") == [expected]
+
+
+def test_math_verify_keeps_text_from_parse_expr(monkeypatch):
+    import math_verify.parser
+
+    def trap(*arguments, **keywords):
+        raise AssertionError("model text reached parse_expr")
+
+    monkeypatch.setattr(math_verify.parser, "parse_expr", trap)
+    globals_math_verify = load("math_verify", "whole")
+    for text in ("print(1)", "2**3", "exec('1')", "1+1", "The answer is 12."):
+        globals_math_verify("q", text, [], {"answer": "12"})
+
+
+def test_math_verify_says_when_the_expected_answer_is_unreadable():
+    with pytest.raises(ValueError, match="expected answer"):
+        math_verify([r"\boxed{1}"], [""], extract="boxed")
+
+
+def test_results_of_arrays_and_scalars_count_as_numbers():
+    assert read_result(np.array([0.25])) == (0.25, None, None)
+    assert read_result([np.float32(0.5)]) == (0.5, None, None)
+    assert read_result((1,)) == (1.0, None, None)
+    assert read_result([np.array([1.0, 2.0]).sum()]) == (3.0, None, None)
+    assert read_result("1")[1] == "not_a_list"
+    assert read_result([[1.0]])[1] == "not_a_number"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"functions": ()}, "empty"),
+        ({"functions": ("exactmatch",)}, "did you mean 'exact_match'"),
+        ({"functions": ("mine.py",)}, "PATH.py:function"),
+        ({"functions": ("task", "task")}, "twice"),
+        ({"weights": (1.0, 2.0)}, r"one per function \(1\), got 2"),
+        ({"weights": (float("nan"),)}, "finite"),
+        ({"extract": "boxd"}, "did you mean 'boxed'"),
+        ({"deadline_s": 0.0}, "positive"),
+        ({"workers": 0}, "at least 1"),
+        ({"on_failure": "ignore"}, "zero or skip"),
+        ({"memory_limit_mib": 1}, "at least 64"),
+    ],
+)
+def test_bad_values_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        RewardConfig(**changes)
+
+
+def test_names_for_metrics():
+    assert RewardConfig(functions=("task", "/a/b.py:format")).names == ("task", "format")
+    same = RewardConfig(functions=("/a.py:f", "/b.py:f"))
+    assert same.names == ("/a.py:f", "/b.py:f")
+
+
+def test_user_files_are_checked_without_running_them(tmp_path):
+    def check(path, name):
+        validate(RewardConfig(functions=(f"{path}:{name}",)))
+
+    check(PLUGINS / "faults.py", "faulty")
+    check(PLUGINS / "broken_import.py", "score")  # would raise if it were executed
+    with pytest.raises(FileNotFoundError, match="no file"):
+        check(tmp_path / "absent.py", "f")
+    with pytest.raises(ValueError, match="did you mean faulty"):
+        check(PLUGINS / "faults.py", "fauly")
+    with pytest.raises(ValueError, match="async"):
+        check(PLUGINS / "faults.py", "later")
+    bad = tmp_path / "bad.py"
+    bad.write_text("def f(:\n")
+    with pytest.raises(ValueError, match="not valid Python"):
+        check(bad, "f")
+
+
+def test_the_worker_imports_nothing_heavy():
+    code = (
+        "import sys, rl.rewards.worker, rl.rewards.functions; "
+        "print(sorted(m for m in ('jax', 'numpy', 'reasoning_gym', 'math_verify', 'sympy', "
+        "'transformers', 'multiprocessing', 'pickle') if m in sys.modules))"
+    )
+    root = Path(__file__).resolve().parents[2]
+    shown = subprocess.run(
+        [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True
+    )
+    assert shown.stdout.strip() == "[]"
