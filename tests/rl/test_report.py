@@ -1,0 +1,228 @@
+"""The report: what it reads, what it computes, and that the page is safe and whole."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rl import report, report_page, report_plots
+from rl.report import Run, load_runs, pick_samples, run_labels, summarize
+
+PNG = b"\x89PNG\r\n\x1a\n"
+NASTY = "<script>alert(1)</script> & \"q\" 'a' \x00\x1b[31m é \ud800 $x_1$"
+
+
+def make_run(folder: Path, rewards: list[float | None], **extra: list[float]) -> Path:
+    folder.mkdir(parents=True)
+    with open(folder / "metrics.jsonl", "w", encoding="utf-8") as file:
+        for index, reward in enumerate(rewards):
+            row = {"step": index + 1, "reward": reward}
+            row |= {name: values[index] for name, values in extra.items()}
+            file.write(json.dumps(row) + "\n")
+    return folder
+
+
+def run_of(rows: list[dict], label: str = "run") -> Run:
+    return Run(label, [{"step": i + 1} | row for i, row in enumerate(rows)], [])
+
+
+# --- reading and computing --------------------------------------------------------------
+
+
+def test_runs_are_read_in_order_with_gaps_as_nan(tmp_path):
+    folder = make_run(tmp_path / "a", [0.5, None])
+    with open(folder / "metrics.jsonl", "a", encoding="utf-8") as file:
+        file.write('{"step": 0, "kl": 0.25}\n{"step": 1, "reward": 0.75}\n{"step": 3, "rew')
+    (run,) = load_runs([folder / "metrics.jsonl"])
+    assert run.steps.tolist() == [0, 1, 2]
+    np.testing.assert_array_equal(run.series("reward"), [np.nan, 0.75, np.nan])
+    assert run.has("kl") and not run.has("entropy") and run.samples == []
+
+
+def test_labels_are_the_shortest_that_tell_runs_apart():
+    assert run_labels([Path("/x/a"), Path("/x/b")]) == ["a", "b"]
+    assert run_labels([Path("/x/a"), Path("/y/a"), Path("/y/b")]) == ["x/a", "y/a", "y/b"]
+    assert run_labels([Path("/x/a"), Path("/x/a")]) == ["a #1", "a #2"]
+
+
+def test_the_summary_knows_which_end_is_good():
+    run = run_of(
+        [
+            {"reward": 0.25, "step_time": 9.0, "entropy": 1.0, "rewards/exact/mean": 0.5},
+            {"reward": 0.75, "step_time": 2.0, "entropy": 3.0, "rewards/exact/mean": 0.25},
+            {"reward": None, "step_time": 4.0, "entropy": 2.0},
+        ]
+    )
+    lines = {line.metric: line for line in summarize([run])}
+    reward = lines["reward"]
+    assert (reward.first, reward.last, reward.best, reward.best_step) == (0.25, 0.75, 0.75, 2)
+    assert (lines["step_time"].best, lines["step_time"].best_step) == (2.0, 2)
+    assert (lines["entropy"].best, lines["entropy"].low, lines["entropy"].high) == (None, 1.0, 3.0)
+    assert lines["rewards/exact/mean"].best == 0.5
+    assert list(lines) == ["reward", "rewards/exact/mean", "entropy", "step_time"]
+
+
+def test_samples_are_spread_and_end_with_the_last():
+    samples = [{"step": step} for step in range(10)]
+    assert [row["step"] for row in pick_samples(samples, 3)] == [3, 6, 9]
+    assert pick_samples(samples, -1) == samples and pick_samples(samples, 0) == []
+
+
+def test_the_trailing_mean_skips_gaps():
+    values = np.array([np.nan, 1.0, 3.0, np.nan, np.nan, np.nan])
+    np.testing.assert_array_equal(
+        report_plots.trailing_mean(values, 3), [np.nan, 1.0, 2.0, 2.0, 3.0, np.nan]
+    )
+
+
+def test_time_no_part_covers_is_other_and_the_compiling_step_is_left_out():
+    rows = [{"time/update": 1.0, "time/rollout": 2.0, "step_time": 4.0} for _ in range(4)]
+    rows[0] = {"time/update": 30.0, "time/rollout": 60.0, "step_time": 91.0}
+    run = run_of(rows)
+    assert run.time_sections() == ["time/rollout", "time/update"]
+    parts = report_plots.split(run, run.time_sections())
+    assert {name: seconds.tolist() for name, seconds in parts.items()} == {
+        "rollout": [60, 2, 2, 2],
+        "update": [30, 1, 1, 1],
+        "other": [1, 1, 1, 1],
+    }
+    assert report_plots.mean_split(run, run.time_sections()) == {
+        "rollout": 2.0, "update": 1.0, "other": 1.0
+    }  # fmt: skip
+    covered = run_of([{"time/rollout": 2.0, "step_time": 2.001}])
+    assert "other" not in report_plots.split(covered, ["time/rollout"])
+
+
+def test_numbers_read_well():
+    assert [report_page.number(v) for v in (0.41249, 15320.4, 1.234e-6, -2.0, 1e20)] == [
+        "0.4125", "15,320", "1.234e-06", "-2", "1e+20"
+    ]  # fmt: skip
+
+
+# --- the command ------------------------------------------------------------------------
+
+
+class Page(HTMLParser):
+    """Start tags with their attributes, and the text outside style and script."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text: list[str] = []
+        self.scripts: list[str] = []
+        self._inside = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        self._inside = tag
+
+    def handle_endtag(self, tag):
+        self._inside = ""
+
+    def handle_data(self, data):
+        (self.scripts if self._inside == "script" else self.text).append(data)
+
+
+def test_one_run_gives_pictures_and_a_page_beside_it(tmp_path, capsys):
+    steps = 3
+    folder = make_run(
+        tmp_path / "run",
+        [0.25, 0.5, 0.75],
+        **{
+            "completions/mean_length": [9.0] * steps,
+            "completions/min_length": [1] * steps,
+            "completions/max_length": [20] * steps,
+            "clip_ratio/region_mean": [0.01] * steps,
+            "entropy": [1.0] * steps,
+            "perf/throughput": [1e4] * steps,
+            "time/rollout": [1.0] * steps,
+            "step_time": [2.0] * steps,
+        },
+    )
+    assert report.main([str(folder)]) == 0
+    written = capsys.readouterr().out.split()
+    names = "index report reward length entropy clip throughput time".split()
+    assert [Path(path).stem for path in written] == names
+    assert {Path(path).parent for path in written} == {folder / "report"}
+    assert all(Path(p).read_bytes().startswith(PNG) for p in written[1:])
+    page = Page((folder / "report" / "index.html").read_text(encoding="utf-8"))
+    sources = [attrs["src"] for tag, attrs in page.tags if tag == "img"]
+    assert len(sources) == 6
+    for source, path in zip(sources, written[2:], strict=True):
+        assert source == "data:image/png;base64," + _base64(Path(path).read_bytes())
+    assert "These runs recorded no samples." in page.text
+
+
+def _base64(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def test_several_runs_are_overlaid_and_nothing_they_wrote_is_markup(tmp_path, capsys):
+    rewards = [0.25, 0.5]
+    first = make_run(tmp_path / "_a$b$<i>", rewards, **{"time/rollout": [1.0, 2.0]})
+    second = make_run(tmp_path / "b", rewards)
+    samples = [
+        {"step": 1, "prompt": NASTY, "completion": NASTY, "reward": 0.5, "advantage": -1.25,
+         "finish_reason": "stop", "rewards": {NASTY: 1.0}, NASTY: [NASTY]},
+        {"step": 2, "prompt": "p", "completion": "x" * 30_000, "reward": None, "advantage": None},
+    ]  # fmt: skip
+    lines = "".join(json.dumps(sample) + "\n" for sample in samples)
+    (first / "samples.jsonl").write_text(lines, encoding="utf-8")
+    output = tmp_path / "out"
+    assert report.main([str(first), str(second), "--output", str(output), "--smooth", "2"]) == 0
+    text = (output / "index.html").read_text(encoding="utf-8")
+    page = Page(text)
+    tags = [tag for tag, _ in page.tags]
+    assert tags.count("script") == 1 and tags.count("i") == 0 and tags.count("img") == 2
+    assert tags.count("details") == 2
+    assert any("<script>alert(1)</script> & \"q\" 'a' \u2400\u241b[31m é ?" in t for t in page.text)
+    assert any("and 10,000 more characters" in t for t in page.text)
+    assert not any(attr.startswith("on") for _, attrs in page.tags for attr in attrs)
+    # The page's own policy admits its own script and no other.
+    allowed = re.search(r"script-src 'sha256-([^']+)'", text)[1]
+    digest = hashlib.sha256("".join(page.scripts).encode()).digest()
+    assert allowed == _base64(digest)
+    # All of it is inside the file.
+    assert not re.search(r"(src|href)=\"(?!data:)", text)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "no metrics.jsonl here"),
+        ("", "has no rows yet"),
+        ('{"step": 1, "rew', "has no rows yet"),
+        ('{"step": 1, "lr": 0.1}\n', "no metric that can be drawn"),
+        ("garbage\n{}\n", "metrics.jsonl:1: damaged row"),
+    ],
+)
+def test_nothing_to_report_is_said_and_exits_with_2(tmp_path, capsys, content, words):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    if content is not None:
+        (folder / "metrics.jsonl").write_text(content, encoding="utf-8")
+    assert report.main([str(folder)]) == 2
+    captured = capsys.readouterr()
+    assert words in captured.err and captured.out == ""
+    assert not (folder / "report").exists()
+
+
+def test_a_missing_folder_and_a_bad_option_exit_with_2(tmp_path, capsys):
+    assert report.main([str(tmp_path / "none")]) == 2
+    assert f"{tmp_path / 'none'}: no metrics.jsonl" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as caught:
+        report.main([str(tmp_path), "--smooth", "0"])
+    assert caught.value.code == 2
+
+
+def test_labels_in_pictures_are_taken_literally():
+    assert report_plots.plain_text("_a$b$", 20) == r"./_a\$b\$"
+    assert report_plots.plain_text("x" * 30 + "end", 10) == "…xxxxxxend"
