@@ -1,0 +1,43 @@
+# Both targets do their own set-up: Python >= 3.11 and make are enough.
+#   make train [ARGS="--gin.Run.steps=50"]     make test
+# Another Python: make PYTHON=python3.13 train. More test workers: make JOBS=8 test.
+
+PYTHON ?= python3
+JOBS ?= 2
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: train test lint types format bench clean
+
+train: $(INSTALLED)
+	$(BIN)/python -m rl.train $(ARGS)
+
+test: lint types
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
+
+lint: $(INSTALLED)
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
+
+types: $(INSTALLED)
+	$(BIN)/python -m mypy
+
+format: $(INSTALLED)
+	$(BIN)/python -m ruff check --fix .
+	$(BIN)/python -m ruff format .
+
+bench: $(INSTALLED)
+	$(BIN)/python -m benchmarks.rollout --json $(ARGS)
+
+clean:
+	rm -rf .venv .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist
+
+# The build back end goes in first, pinned as the rest is: a build in isolation would fetch its own.
+$(INSTALLED): pyproject.toml constraints.txt _reprise_sched.py reprise-sched.pth
+	@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; sys.exit(sys.version_info < (3, 11) and \
+	    f"expected Python 3.11 or newer, got {v}; mend: make PYTHON=/path/to/python3.11 …")'
+	$(PYTHON) -m venv .venv
+	$(PIP) hatchling
+	$(PIP) --no-build-isolation -e '.[dev]'
+	@touch $@

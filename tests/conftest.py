@@ -1,0 +1,42 @@
+"""What every test runs under: virtual CPU devices, a compilation cache, no network.
+
+All of it is environment variables set before jax is imported, so that programs
+which a test starts inherit it. Single-device code runs on device 0 of the 8.
+`REPRISE_TEST_PLATFORM=cuda` (or `tpu`) runs the suite on an accelerator.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import hypothesis
+import pytest
+
+NUM_VIRTUAL_DEVICES = 8
+DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
+
+if "jax" in sys.modules:
+    raise RuntimeError(
+        "expected tests/conftest.py to run before jax is imported, got jax imported already; "
+        "mend: disable the pytest plugin that imports it (-p no:NAME)"
+    )
+if DEVICE_COUNT_FLAG not in os.environ.get("XLA_FLAGS", ""):
+    flags = os.environ.get("XLA_FLAGS", "")
+    os.environ["XLA_FLAGS"] = f"{flags} {DEVICE_COUNT_FLAG}={NUM_VIRTUAL_DEVICES}".strip()
+os.environ["JAX_PLATFORMS"] = os.environ.get("REPRISE_TEST_PLATFORM", "cpu")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("MPLBACKEND", "Agg")
+
+hypothesis.settings.register_profile("dev", deadline=None)
+hypothesis.settings.register_profile("ci", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "dev")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Compiled programs outlive the run and are shared by the workers of pytest-xdist."""
+    cache = getattr(config, "cache", None)
+    if cache is not None:  # -p no:cacheprovider
+        os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache.mkdir("jax")))
+        os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
