@@ -127,7 +127,8 @@ def batches(config: WarmstartConfig, tok: tokenizer.Tokenizer) -> Iterator[Batch
         for example in worked.examples(worked.TASKS, config.seed, config.direct_fraction)
     )
     fitting = (pair for pair in pairs if len(pair[0]) + len(pair[1]) <= WIDTHS_TOKENS[-1])
-    while pool := list(itertools.islice(fitting, BATCHES_A_POOL * config.batch_size)):
+    size = BATCHES_A_POOL * config.batch_size
+    while len(pool := list(itertools.islice(fitting, size))) == size:
         pool.sort(key=lambda pair: len(pair[0]) + len(pair[1]))
         for start in rng.permutation(BATCHES_A_POOL) * config.batch_size:
             yield pack(pool[start : start + config.batch_size], int(tok.pad_token_id or 0))
@@ -250,7 +251,7 @@ def evaluate(
     tok: tokenizer.Tokenizer,
     num_prompts: int,
 ) -> list[TaskReport]:
-    """Sample each task's held-out prompts once and score them as RL would; the last is all tasks."""
+    """Sample each task's held-out prompts and score them as RL would; the last is all tasks."""
     sources = [worked.dataset(task, worked.FIRST_SEED, num_prompts) for task in worked.TASKS]
     asked = [(source, source[i]) for source in sources for i in range(num_prompts)]
     scored = []
@@ -347,9 +348,9 @@ def show(reports: Sequence[TaskReport]) -> None:
     for r in reports:
         lengths = "/".join(str(q) for q in r.length_quantiles_tokens)
         print(
-            f"  reward {r.reward:.3f}  worked {r.worked_fraction:.2f} (reward {r.worked_reward:.2f}, "
-            f"direct {r.direct_reward:.2f})  cut {r.truncated_fraction:.2f}  "
-            f"tokens 50/90/99/100% {lengths}  {r.task}",
+            f"  reward {r.reward:.3f}  worked {r.worked_fraction:.2f} "
+            f"(earns {r.worked_reward:.2f}, direct {r.direct_reward:.2f})  "
+            f"cut {r.truncated_fraction:.2f}  tokens 50/90/99/100% {lengths}  {r.task}",
             flush=True,
         )
 
