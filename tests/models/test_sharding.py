@@ -1,0 +1,112 @@
+"""One table for all: 8 virtual devices compute what one does, and weights lie where it says."""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from models import hf, sharding, transformer
+from models.sharding import MeshConfig
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+
+
+@pytest.fixture
+def devices():
+    if len(jax.devices()) < 8:
+        pytest.skip("needs 8 devices")
+    return jax.devices()[:8]
+
+
+def test_mesh_sizes(devices):
+    mesh = sharding.make_mesh(MeshConfig(fsdp=4, tensor=2), devices)
+    assert dict(mesh.shape) == {"data": 1, "fsdp": 4, "tensor": 2}
+    assert dict(sharding.make_mesh(MeshConfig(), devices).shape)["data"] == 8
+    assert dict(sharding.make_mesh(MeshConfig(tensor=2), devices[:4]).shape)["data"] == 2
+
+
+@pytest.mark.parametrize(
+    "config", [MeshConfig(fsdp=3), MeshConfig(tensor=16), MeshConfig(data=2, fsdp=2)]
+)
+def test_a_mesh_that_does_not_cover_the_devices_is_refused(config, devices):
+    with pytest.raises(ValueError, match="does not cover 8 devices"):
+        sharding.make_mesh(config, devices)
+
+
+def test_sizes_below_one_are_refused():
+    with pytest.raises(ValueError, match="must be positive"):
+        MeshConfig(fsdp=0)
+    with pytest.raises(ValueError, match="must be positive"):
+        MeshConfig(data=-2)
+
+
+def test_table_and_collisions():
+    assert sharding.partition_spec(("embed", "mlp")) == P("fsdp", "tensor")
+    assert sharding.partition_spec(("batch", None, "vocab")) == P(("data", "fsdp"), None, "tensor")
+    for axes in (("embed", "embed"), ("heads", "mlp"), ("batch", "embed")):
+        with pytest.raises(ValueError, match="a mesh axis is used twice"):
+            sharding.partition_spec(axes)
+    with pytest.raises(KeyError):
+        sharding.partition_spec(("no such axis",))
+
+
+def test_dimensions_that_do_not_divide_stay_whole(devices):
+    mesh = sharding.make_mesh(MeshConfig(fsdp=4, tensor=2), devices)
+    assert sharding.fitting_sharding(mesh, (32, 40), ("embed", "mlp")).spec == P("fsdp", "tensor")
+    assert sharding.fitting_sharding(mesh, (30, 40), ("embed", "mlp")).spec == P(None, "tensor")
+    assert sharding.fitting_sharding(mesh, (32, 41), ("embed", "mlp")).spec == P("fsdp", None)
+
+
+def test_constrain_pins_under_a_mesh_and_passes_without_one(devices):
+    x = jnp.ones((8, 3, 4))
+    assert sharding.constrain(x, "batch", None, None) is x
+    mesh = sharding.make_mesh(MeshConfig(fsdp=4, tensor=2), devices)
+    with jax.set_mesh(mesh):
+        pinned = jax.jit(lambda x: sharding.constrain(x * 2, "batch", None, None))(x)
+    assert {shard.data.shape for shard in pinned.addressable_shards} == {(2, 3, 4)}
+
+
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("llama3_tied", MeshConfig(fsdp=2, tensor=2)),
+        ("qwen2_untied", MeshConfig(fsdp=4, tensor=2)),  # its one kv head does not divide
+        ("qwen3_untied", MeshConfig(fsdp=4, tensor=2)),
+    ],
+)
+def test_eight_devices_compute_what_one_does(name, config, devices):
+    tokens = np.load(GOLDEN / f"{name}.npz")["tokens"]
+    tokens = np.concatenate([tokens] * 4)  # batch of 8
+    model, params = hf.load_pretrained(GOLDEN / name)
+    logits = jax.jit(transformer.logits, static_argnums=0)
+    expected = np.asarray(logits(model, params, tokens))
+    mesh = sharding.make_mesh(config, devices)
+    specs = sharding.param_shardings(mesh, transformer.param_specs(model))
+    with jax.set_mesh(mesh):
+        got = logits(model, jax.device_put(params, specs), tokens)
+    assert len(got.sharding.device_set) == 8
+    np.testing.assert_allclose(np.asarray(got), expected, atol=1e-5)
+
+
+def test_loading_puts_tensors_on_their_shards(devices, tmp_path):
+    mesh = sharding.make_mesh(MeshConfig(fsdp=4, tensor=2), devices)
+    config, params = hf.load_pretrained(GOLDEN / "qwen3_untied", mesh=mesh)
+    expected = sharding.param_shardings(mesh, transformer.param_specs(config))
+    _, whole = hf.load_pretrained(GOLDEN / "qwen3_untied")
+
+    def same(leaf, spec, reference):
+        assert leaf.sharding == spec
+        np.testing.assert_array_equal(np.asarray(leaf), np.asarray(reference))
+
+    jax.tree.map(same, params, expected, whole)
+    gate = params.layers[0].gate_DF  # [32, 40] over fsdp=4 and tensor=2
+    assert {shard.data.shape for shard in gate.addressable_shards} == {(8, 20)}
+    hf.save_pretrained(tmp_path / "out", config, params)  # sharded weights save as whole ones do
+    jax.tree.map(
+        lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)),
+        hf.load_pretrained(tmp_path / "out")[1],
+        whole,
+    )

@@ -1,0 +1,292 @@
+"""The forward passes: hand-computed pieces, and cached passes equal to whole-sequence passes."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models import kv_cache, transformer
+from models.attention import attend_cache, attend_causal
+from models.config import Llama3RopeScaling, ModelConfig
+
+LLAMA = ModelConfig(
+    architecture="llama",
+    vocab_size=29,
+    d_model=16,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=6,
+    d_ff=20,
+    rope_scaling=Llama3RopeScaling(8.0, 1.0, 4.0, 4),
+)
+QWEN2 = dataclasses.replace(
+    LLAMA, architecture="qwen2", rope_scaling=None, qkv_bias=True, tied_embeddings=True
+)
+QWEN3 = dataclasses.replace(LLAMA, architecture="qwen3", rope_scaling=None, qk_norm=True)
+CONFIGS = [LLAMA, QWEN2, QWEN3]
+NAMES = [config.architecture for config in CONFIGS]
+
+B, T, S = 2, 7, 16  # few shapes: each one is a compilation
+LOGITS = jax.jit(transformer.logits, static_argnums=0)
+INIT = jax.jit(transformer.init, static_argnums=(0, 2))
+CACHED = jax.jit(transformer.hidden_with_cache, static_argnums=0)
+
+
+@pytest.fixture(autouse=True)
+def full_precision():
+    # Accelerators multiply float32 in fewer bits unless told otherwise.
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
+def random_params(config, seed=0):
+    """Noise on every weight, norms and biases too, so that each of them matters."""
+    rng = np.random.default_rng(seed)
+
+    def one(spec):
+        noise = rng.standard_normal(spec.shape, np.float32)
+        return 1 + 0.3 * noise if spec.scale is None else (spec.scale or 0.3) * noise
+
+    return jax.tree.map(one, transformer.param_specs(config))
+
+
+def random_tokens(seed=0):
+    return np.random.default_rng(seed).integers(0, LLAMA.vocab_size, (B, T)).astype(np.int32)
+
+
+def empty_cache(config):
+    return kv_cache.init(config, num_slots=B, num_positions=S, dtype=jnp.float32)
+
+
+def chain_mask(start_B, num_nodes):
+    """Node n of a chain attends to every position up to start + n; bool [B, N, S]."""
+    last_BN = np.asarray(start_B)[:, None] + np.arange(num_nodes)
+    return np.arange(S) <= last_BN[..., None]
+
+
+def run_chain(config, params, cache, tokens_BN, start_B):
+    start_B = np.asarray(start_B, np.int32)
+    N = tokens_BN.shape[1]
+    positions_BN = start_B[:, None] + np.arange(N, dtype=np.int32)
+    mask_BNS = chain_mask(start_B, N)
+    hidden, cache = CACHED(config, params, cache, tokens_BN, positions_BN, start_B, mask_BNS)
+    return np.asarray(transformer.head(params, hidden)), cache
+
+
+def test_rms_norm_by_hand():
+    x, weight = jnp.array([[3.0, 4.0]]), jnp.array([1.0, 2.0])
+    rms = math.sqrt((9 + 16) / 2)
+    np.testing.assert_allclose(
+        transformer.rms_norm(x, weight, 0.0), [[3 / rms, 8 / rms]], rtol=1e-6
+    )
+    np.testing.assert_allclose(
+        transformer.rms_norm(x, weight, 12.5), [[3 / 5, 8 / 5]], rtol=1e-6
+    )  # 12.5 + 12.5 = 5²
+    assert transformer.rms_norm(x.astype(jnp.bfloat16), weight, 0.0).dtype == jnp.bfloat16
+
+
+def test_rope_frequencies_by_hand():
+    config = dataclasses.replace(LLAMA, head_dim=4, rope_theta=100.0, rope_scaling=None)
+    np.testing.assert_allclose(transformer.rope_frequencies(config), [1.0, 0.1], rtol=1e-6)
+
+
+def test_llama3_rope_equals_the_published_branches():
+    scaling = Llama3RopeScaling(8.0, 1.0, 4.0, 8192)
+    config = dataclasses.replace(LLAMA, head_dim=128, rope_theta=500_000.0, rope_scaling=scaling)
+    plain = 500_000.0 ** (-np.arange(0, 128, 2) / 128)
+    expected, kinds = [], []
+    for freq in plain:
+        wavelength = 2 * math.pi / freq
+        if wavelength < 8192 / 4:
+            expected.append(freq)
+            kinds.append("kept")
+        elif wavelength > 8192 / 1:
+            expected.append(freq / 8)
+            kinds.append("slowed")
+        else:
+            smooth = (8192 / wavelength - 1) / (4 - 1)
+            expected.append((1 - smooth) * freq / 8 + smooth * freq)
+            kinds.append("mixed")
+    assert set(kinds) == {"kept", "slowed", "mixed"}
+    np.testing.assert_allclose(transformer.rope_frequencies(config), expected, rtol=2e-5)
+
+
+def test_causal_attention_by_hand():
+    # Equal scores average the values so far; query heads 0, 1 read kv head 0 and 2, 3 head 1.
+    q = jnp.zeros((1, 3, 4, 2))
+    k = jnp.ones((1, 3, 2, 2))
+    v = jnp.arange(12.0).reshape(1, 3, 2, 2)
+    out = np.asarray(attend_causal(q, k, v))
+    for head in range(4):
+        for t in range(3):
+            np.testing.assert_allclose(
+                out[0, t, head], np.asarray(v)[0, : t + 1, head // 2].mean(0), rtol=1e-6
+            )
+
+
+def test_cache_attention_by_hand():
+    # One head of width 1: scores are q·k, weights their softmax over what the mask allows.
+    q = jnp.array([1.0, 2.0]).reshape(1, 2, 1, 1)
+    k = jnp.array([0.0, math.log(3.0), 5.0]).reshape(1, 1, 1, 3)
+    v = jnp.array([10.0, 20.0, 99.0]).reshape(1, 1, 3, 1)
+    mask = np.array([[[True, True, False], [True, False, False]]])
+    out = np.asarray(attend_cache(q, k, v, mask))[0, :, 0, 0]
+    np.testing.assert_allclose(out, [(10 + 3 * 20) / 4, 10.0], rtol=1e-6)
+
+
+def test_grouped_queries_equal_repeated_key_value_heads():
+    params = random_params(QWEN2)
+    wide = dataclasses.replace(QWEN2, num_kv_heads=QWEN2.num_heads)
+
+    def repeat(x):
+        heads = np.reshape(x, (*x.shape[:-1], QWEN2.num_kv_heads, QWEN2.head_dim))
+        return np.repeat(heads, QWEN2.queries_per_kv, axis=-2).reshape(*x.shape[:-1], -1)
+
+    fields = ("key_DP", "value_DP", "key_bias_P", "value_bias_P")
+    layers = tuple(
+        dataclasses.replace(layer, **{name: repeat(getattr(layer, name)) for name in fields})
+        for layer in params.layers
+    )
+    got = LOGITS(wide, dataclasses.replace(params, layers=layers), random_tokens())
+    np.testing.assert_allclose(got, LOGITS(QWEN2, params, random_tokens()), atol=1e-5)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=NAMES)
+def test_prefill_and_decode_equal_the_whole_sequence(config):
+    params, tokens = random_params(config), random_tokens()
+    expected = np.asarray(LOGITS(config, params, tokens))
+    prefilled, _ = run_chain(config, params, empty_cache(config), tokens, [0, 0])
+    np.testing.assert_allclose(prefilled, expected, atol=1e-5)
+    cache = empty_cache(config)
+    for t in range(T):
+        one, cache = run_chain(config, params, cache, tokens[:, t : t + 1], [t, t])
+        np.testing.assert_allclose(one[:, 0], expected[:, t], atol=1e-5)
+
+
+def test_rows_of_a_cache_have_their_own_lengths():
+    params, tokens = random_params(QWEN3), random_tokens()
+    expected = np.asarray(LOGITS(QWEN3, params, tokens))
+    _, cache = run_chain(QWEN3, params, empty_cache(QWEN3), tokens, [0, 0])
+    # Row 0 goes back to 5, row 1 to 2; what they held from there on is dead. Padding follows.
+    rest = random_tokens(seed=1)
+    rest[0, :2], rest[1, :5] = tokens[0, 5:], tokens[1, 2:]
+    got, _ = run_chain(QWEN3, params, cache, rest, [5, 2])
+    np.testing.assert_allclose(got[0, :2], expected[0, 5:], atol=1e-5)
+    np.testing.assert_allclose(got[1, :5], expected[1, 2:], atol=1e-5)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=NAMES)
+def test_each_node_of_a_tree_equals_its_own_chain(config):
+    #        0          a prompt of 3 tokens in row 0 and 1 in row 1; node n comes at
+    #      / | \        position prompt + depth. The paths below lead from the root.
+    #     1  2  3
+    #    / \    |
+    #   4   5   6
+    paths = [[0], [0, 1], [0, 2], [0, 3], [0, 1, 4], [0, 1, 5], [0, 3, 6]]
+    params, prompt, nodes = random_params(config), random_tokens(seed=1), random_tokens(seed=2)
+    length = np.array([3, 1], np.int32)
+    _, cache = run_chain(config, params, empty_cache(config), prompt, [0, 0])
+    mask = np.broadcast_to(np.arange(S) < length[:, None, None], (B, T, S)).copy()
+    for b in range(B):
+        for node, path in enumerate(paths):
+            mask[b, node, [length[b] + i for i in path]] = True
+    positions = length[:, None] + np.array([len(path) - 1 for path in paths], np.int32)
+    hidden, _ = CACHED(config, params, cache, nodes, positions, length, mask)
+    got = np.asarray(transformer.head(params, hidden))
+    for node, path in enumerate(paths):
+        sequences = np.zeros((B, T), np.int32)
+        for b in range(B):
+            sequence = [*prompt[b, : length[b]], *nodes[b, path]]
+            sequences[b, : len(sequence)] = sequence
+        chain = np.asarray(LOGITS(config, params, sequences))
+        for b in range(B):
+            expected = chain[b, length[b] + len(path) - 1]
+            np.testing.assert_allclose(got[b, node], expected, atol=1e-5)
+
+
+def test_only_differences_of_positions_matter():
+    params, tokens, cache = random_params(QWEN3), random_tokens(), empty_cache(QWEN3)
+    start, mask = np.zeros(B, np.int32), chain_mask([0, 0], T)
+    positions = np.tile(np.arange(T, dtype=np.int32), (B, 1))
+    near, _ = CACHED(QWEN3, params, cache, tokens, positions, start, mask)
+    far, _ = CACHED(QWEN3, params, cache, tokens, positions + 9, start, mask)
+    apart, _ = CACHED(QWEN3, params, cache, tokens, positions * 2, start, mask)
+    np.testing.assert_allclose(far, near, atol=1e-5)
+    assert np.abs(np.asarray(apart) - np.asarray(near)).max() > 1e-2
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=NAMES)
+def test_right_padding_does_not_reach_earlier_positions(config):
+    params, tokens = random_params(config), random_tokens()
+    other = tokens.copy()
+    other[:, 5:] = -1  # padding by any id, also one that is no token
+    got, padded = LOGITS(config, params, tokens), LOGITS(config, params, other)
+    np.testing.assert_array_equal(got[:, :5], padded[:, :5])
+    assert np.abs(np.asarray(got - padded))[:, 5:].max() > 1e-2
+
+
+def test_a_shorter_array_gives_the_same_logits():
+    params, tokens = random_params(LLAMA), random_tokens()
+    short, whole = LOGITS(LLAMA, params, tokens[:, :5]), LOGITS(LLAMA, params, tokens)
+    np.testing.assert_allclose(short, whole[:, :5], atol=1e-5)
+
+
+def test_remat_changes_neither_values_nor_gradients():
+    params, tokens = random_params(QWEN2), random_tokens()
+
+    @jax.jit
+    def both(params):
+        def loss(params, remat):
+            return jnp.sum(transformer.hidden(QWEN2, params, tokens, remat=remat) ** 2)
+
+        return jax.value_and_grad(loss)(params, False), jax.value_and_grad(loss)(params, True)
+
+    plain, rematerialised = both(params)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), plain, rematerialised
+    )
+
+
+def test_tied_head_is_the_embedding():
+    params = random_params(QWEN2)
+    hidden = jnp.eye(QWEN2.d_model)
+    assert transformer.head(params, hidden.astype(jnp.bfloat16)).dtype == jnp.float32
+    np.testing.assert_allclose(transformer.head(params, hidden), params.embedding_VD.T, rtol=1e-6)
+    untied = dataclasses.replace(params, head_DV=2 * params.embedding_VD.T)
+    np.testing.assert_allclose(
+        transformer.head(untied, hidden), 2 * params.embedding_VD.T, rtol=1e-6
+    )
+
+
+def test_init_follows_the_specs():
+    params = INIT(QWEN2, jax.random.key(0), jnp.bfloat16)
+    specs = transformer.param_specs(QWEN2)
+    jax.tree.map(lambda spec, leaf: spec.shape == leaf.shape or pytest.fail(), specs, params)
+    assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype("bfloat16")}
+    first, second = params.layers
+    assert np.all(np.asarray(params.final_norm_D) == 1)
+    assert np.all(np.asarray(first.query_bias_Q) == 0)
+    assert not np.array_equal(np.asarray(first.query_DQ), np.asarray(second.query_DQ))
+    # 29 · 16 draws of standard deviation 0.02: theirs lies within 20% but once in 10⁸.
+    assert 0.016 < np.asarray(params.embedding_VD, np.float32).std() < 0.024
+
+
+def test_num_params_by_hand():
+    # embedding + head, final norm, 2 × (2 norms, q and o, k and v, 3 of the mlp)
+    expected = 2 * 29 * 16 + 16 + 2 * (2 * 16 + 2 * 16 * 24 + 2 * 16 * 12 + 3 * 16 * 20)
+    assert transformer.num_params(LLAMA) == expected
+    assert transformer.num_params(QWEN3) == expected + 2 * 2 * 6
+    assert transformer.num_params(QWEN2) == expected - 29 * 16 + 2 * (24 + 2 * 12)
+
+
+def test_impossible_shapes_are_refused():
+    with pytest.raises(ValueError, match="num_heads=4 must be a multiple"):
+        dataclasses.replace(LLAMA, num_kv_heads=3)
+    with pytest.raises(ValueError, match="head_dim=7 must be even"):
+        dataclasses.replace(LLAMA, head_dim=7)
+    with pytest.raises(ValueError, match="eos token 29"):
+        dataclasses.replace(LLAMA, eos_token_ids=(29,))
