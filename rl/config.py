@@ -196,7 +196,7 @@ def _sections(schema: type) -> dict[str, _Section]:
     sections: dict[str, _Section] = {}
     for field in dataclasses.fields(schema):
         cls = hints[field.name]
-        if not dataclasses.is_dataclass(cls):
+        if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
             raise TypeError(f"{schema.__name__}.{field.name} must be a dataclass, is {cls}")
         name = cls.__name__.removesuffix("Config")
         if name in sections:

@@ -118,7 +118,7 @@ class MetricsWriter:
 
     def _append(self, name: str, row: Mapping[str, Any]) -> None:
         if name not in self._files:
-            self._files[name] = open(self._directory / name, "ab", buffering=0)  # noqa: SIM115
+            self._files[name] = open(self._directory / name, "ab", buffering=0)
         line = json.dumps(row, allow_nan=False).encode() + b"\n"
         written = self._files[name].write(line)
         if written != len(line):

@@ -205,13 +205,14 @@ def _figure(
 ) -> bytes:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
     from matplotlib.lines import Line2D
 
     columns = min(columns, len(panels))
     lines = -(-len(panels) // columns)
-    figure = Figure(figsize=(6.2 * columns, 3.3 * lines + 0.3), layout="constrained")
+    layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1, wspace=0.03, hspace=0.04)
+    figure = Figure(figsize=(6.2 * columns, 3.3 * lines + 0.3), layout=layout)
     FigureCanvasAgg(figure)
-    figure.get_layout_engine().set(w_pad=0.12, h_pad=0.1, wspace=0.03, hspace=0.04)
     for place, panel in enumerate(panels):
         panel.draw(figure.add_subplot(lines, columns, place + 1), runs, window)
     alone = [type(panel) for panel in panels] == [TimeSplit]
