@@ -76,13 +76,15 @@ def test_math_verify(completion, gold, expected):
 def test_math_verify_keeps_text_from_parse_expr(monkeypatch):
     import math_verify.parser
 
-    def trap(*arguments, **keywords):
-        raise AssertionError("model text reached parse_expr")
-
-    monkeypatch.setattr(math_verify.parser, "parse_expr", trap)
-    globals_math_verify = load("math_verify", "whole")
-    for text in ("print(1)", "2**3", "exec('1')", "1+1", "The answer is 12."):
-        globals_math_verify("q", text, [], {"answer": "12"})
+    seen = []
+    monkeypatch.setattr(math_verify.parser, "parse_expr", lambda text, **_: seen.append(text))
+    verify = load("math_verify", "whole")
+    # The lone $ keeps the text from being read as LaTeX.
+    for text in ("print(1)", "2**3", "1+1", "it costs $ or so: (3+4)*5", "The answer is 12."):
+        verify("q", text, [], {"answer": "12"})
+    assert seen == []
+    math_verify.parser.parse("it costs $ or so: (3+4)*5")  # its default would have
+    assert seen != []
 
 
 def test_math_verify_says_when_the_expected_answer_is_unreadable():
