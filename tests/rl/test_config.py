@@ -302,6 +302,11 @@ def test_a_dump_holds_every_field_in_sorted_sections():
     )
 
 
+def test_infinity_survives_a_dump(tmp_path):
+    config = Schema(RunConfig(), RolloutConfig(temperature=float("inf")))
+    assert load(Schema, [write(tmp_path / "a.gin", dump(config))]) == config
+
+
 def test_a_dump_refuses_what_it_could_not_read_back():
     with pytest.raises(ConfigError, match="Run.steps: expected int, got float"):
         dump(Schema(RunConfig(steps=1.5), RolloutConfig()))

@@ -127,6 +127,13 @@ def test_opening_after_a_kill_never_glues_two_rows(tmp_path):
     assert read_metrics(tmp_path) == [{"step": 1}, {"step": 2, "reward": 1}]
 
 
+def test_a_whole_last_row_that_lost_only_its_newline_is_kept_and_ended(tmp_path):
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}\n{"step": 2}')
+    with writer(tmp_path) as out:
+        out.write(3, {})
+    assert (tmp_path / "metrics.jsonl").read_bytes() == b'{"step": 1}\n{"step": 2}\n{"step": 3}\n'
+
+
 @pytest.mark.parametrize("line", [b"{torn\n", b'{"reward": 1}\n', b"[1]\n", b'{"step": 1.5}\n'])
 def test_damage_that_is_not_a_torn_end_is_named(tmp_path, line):
     (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}\n' + line + b'{"step": 3}\n')
