@@ -2,6 +2,8 @@
 
 import json
 import random
+import runpy
+from pathlib import Path
 
 import pytest
 
@@ -11,62 +13,7 @@ from models.config import ModelConfig
 CHARACTERS = "abcdefghij 0123456789+-=*\n\té漢🙂"
 CHARACTER_TEMPLATE = "{% for m in messages %}{{ m['content'] }}\n{% endfor %}"
 
-CHATML = (
-    "{% for m in messages %}"
-    "{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>\\n' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-)
-WORDS = [
-    "gcd",
-    "of",
-    "12",
-    "and",
-    "18",
-    "is",
-    "6",
-    "Ünïcode",
-    "漢字",
-    "🙂🙃",
-    "  two  ",
-    "\n",
-    "x=y",
-    "don't",
-]
-
-
-def save_chatml_tokenizer(folder):
-    """A byte-level BPE tokenizer with Qwen-like specials, trained on a few words."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=320,
-        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    backend.train_from_iterator([" ".join(WORDS)] * 4, trainer)
-    folder.mkdir(parents=True, exist_ok=True)
-    backend.save(str(folder / "tokenizer.json"))
-    settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": "<|im_end|>",
-        "pad_token": "<|endoftext|>",
-        "chat_template": CHATML,
-    }
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 0]}))
-
-
-def conversation(rng):
-    """One to five turns of random words, some after a system message."""
-    messages = [{"role": "system", "content": "Be brief."}] if rng.random() < 0.5 else []
-    for turn in range(rng.randint(1, 5)):
-        content = " ".join(rng.choices(WORDS, k=rng.randint(0, 12)))
-        messages.append({"role": "user" if turn % 2 == 0 else "assistant", "content": content})
-    return messages
+CHAT = runpy.run_path(str(Path(__file__).parents[1] / "golden" / "chat_cases.py"))
 
 
 def tiny_config(vocab_size):
@@ -92,7 +39,7 @@ def characters(tmp_path_factory):
 @pytest.fixture(scope="module")
 def chatml_folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("chatml")
-    save_chatml_tokenizer(folder)
+    CHAT["save_chatml_tokenizer"](folder)
     return folder
 
 
@@ -157,7 +104,7 @@ def test_ids_equal_transformers_over_conversations(chatml_folder):
     theirs = AutoTokenizer.from_pretrained(chatml_folder)
     rng = random.Random(1)
     for _ in range(100):
-        messages, prompt = conversation(rng), rng.random() < 0.5
+        messages, prompt = CHAT["conversation"](rng), rng.random() < 0.5
         ids = ours.apply_chat_template(messages, add_generation_prompt=prompt)
         text = theirs.apply_chat_template(messages, add_generation_prompt=prompt, tokenize=False)
         assert ids == theirs(text, add_special_tokens=False)["input_ids"]

@@ -1,0 +1,149 @@
+"""Parity with Hugging Face, both ways: logits, weights and token ids.
+
+    python -m benchmarks.hf_parity --json
+
+For tiny random models of every family, tied and untied, saved by `transformers`:
+`load_max_logit_difference` compares our logits of their folder with theirs;
+`export_max_logit_difference` compares theirs of our re-export with theirs of the
+original, whose weights must come back bit for bit. Then 1,000 seeded chats:
+our ids against `transformers`' own and against the `tokenizers` library on the
+rendered text. Needs torch, which the project does not; prints one JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import random
+import runpy
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from models import hf, transformer
+from models import tokenizer as our_tokenizer
+
+ROOT = Path(__file__).parents[1]
+GOLDENS = runpy.run_path(str(ROOT / "tests" / "golden" / "make_goldens.py"))
+CHATS = runpy.run_path(str(ROOT / "tests" / "golden" / "chat_cases.py"))
+SEED = 100  # not the goldens' seeds
+
+
+def compare_model(name: str, seed: int, folder: Path) -> dict[str, Any]:
+    """Differences of one case: their folder read by us, and our export read by them."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    stored = getattr(torch, GOLDENS["CASES"][name][2])
+    model, tokens = GOLDENS["build"](name, seed), GOLDENS["tokens_of"](seed)
+    theirs = GOLDENS["logits_of"](model, tokens)
+    model.to(stored).save_pretrained(folder / "theirs")
+    config, params = hf.load_pretrained(folder / "theirs")
+    hf.save_pretrained(folder / "ours", config, params, max_shard_bytes=40_000)
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32), params)
+    ours = np.asarray(jax.jit(transformer.logits, static_argnums=0)(config, wide, tokens))
+    again = AutoModelForCausalLM.from_pretrained(folder / "ours", attn_implementation="eager")
+    before, after = model.state_dict(), again.state_dict()
+    return {
+        "head_dim": config.head_dim,
+        "d_over_heads": config.d_model // config.num_heads,
+        "stored": str(stored).removeprefix("torch."),
+        "max_abs_logit": float(np.abs(theirs).max()),
+        "load_max_logit_difference": float(np.abs(ours - theirs).max()),
+        "export_max_logit_difference": float(
+            np.abs(GOLDENS["logits_of"](again.float().eval(), tokens) - theirs).max()
+        ),
+        "export_weights_bitwise_equal": set(before) == set(after)
+        and all(torch.equal(before[k], after[k].to(stored)) for k in before),
+    }
+
+
+def compare_chats(count: int, folder: Path) -> dict[str, int]:
+    """How many of the conversations have equal ids by each way of computing them."""
+    from tokenizers import Tokenizer
+    from transformers import AutoTokenizer
+
+    CHATS["save_chatml_tokenizer"](folder)
+    ours = our_tokenizer.load(folder)
+    theirs = AutoTokenizer.from_pretrained(str(folder))
+    raw = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    rng = random.Random(SEED)
+    equal = {"conversations": count, "equal_transformers": 0, "equal_tokenizers": 0, "decoded": 0}
+    for _ in range(count):
+        messages, prompt = CHATS["conversation"](rng), rng.random() < 0.5
+        ids = ours.apply_chat_template(messages, add_generation_prompt=prompt)
+        encoded = theirs.apply_chat_template(messages, add_generation_prompt=prompt)
+        text = theirs.apply_chat_template(messages, add_generation_prompt=prompt, tokenize=False)
+        equal["equal_transformers"] += ids == list(encoded["input_ids"])
+        equal["equal_tokenizers"] += ids == raw.encode(text, add_special_tokens=False).ids
+        equal["decoded"] += ours.decode(ids, skip_special=False) == text
+    return equal
+
+
+def provenance() -> dict[str, Any]:
+    """Where and with what the figures were made."""
+    commit = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
+    ).stdout.strip()
+    packages = ("jax", "numpy", "safetensors", "tokenizers", "torch", "transformers")
+    return {
+        "command": "python -m benchmarks.hf_parity --json",
+        "commit": commit or None,
+        "device": f"{jax.devices()[0].device_kind} ({platform.machine()}, {os.cpu_count()} cores)",
+        "versions": {
+            "python": platform.python_version(),
+            **{name: importlib.metadata.version(name) for name in packages},
+        },
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--json", action="store_true", help="print one JSON line and nothing else")
+    parser.add_argument("--conversations", type=int, default=1000)
+    arguments = parser.parse_args()
+    if importlib.util.find_spec("torch") is None:
+        print(
+            "hf_parity compares with transformers' models, which need torch: expected it "
+            "installed, got no module; pip install torch in an environment of its own",
+            file=sys.stderr,
+        )
+        return 1
+    models = {}
+    with tempfile.TemporaryDirectory() as scratch, jax.default_matmul_precision("highest"):
+        for i, name in enumerate(GOLDENS["CASES"]):
+            models[name] = compare_model(name, SEED + i, Path(scratch) / name)
+            if not arguments.json:
+                print(name, models[name])
+        chats = compare_chats(arguments.conversations, Path(scratch) / "chats")
+    figures = {
+        "max_load_logit_difference": max(m["load_max_logit_difference"] for m in models.values()),
+        "max_export_logit_difference": max(
+            m["export_max_logit_difference"] for m in models.values()
+        ),
+        "all_exports_bitwise_equal": all(
+            m["export_weights_bitwise_equal"] for m in models.values()
+        ),
+        "chats": chats,
+    }
+    if arguments.json:
+        print(json.dumps({"benchmark": "hf_parity", **provenance(), **figures, "models": models}))
+    else:
+        print(figures)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
