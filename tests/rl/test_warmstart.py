@@ -1,4 +1,4 @@
-"""The warm start learns, is a function of its seed, samples what the model says; the shipped folder."""
+"""The warm start: learns, repeats, samples what the model says; and the folder that ships."""
 
 import dataclasses
 import itertools
