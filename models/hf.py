@@ -185,7 +185,7 @@ def _headers(folder: Path) -> dict[str, _Stored]:
     stored: dict[str, _Stored] = {}
     for path in _weight_files(folder):
         with _open(path) as file:
-            for name in file.keys():  # noqa: SIM118 (not a mapping)
+            for name in file.keys():
                 if name in stored:
                     raise ValueError(
                         f"{folder}: {name} is in {stored[name].path.name} and {path.name}"
@@ -365,7 +365,9 @@ def _swap(partial: Path, target: Path) -> None:
         return
     old = target.parent / f".{target.name}.old-{os.getpid()}"
     shutil.rmtree(old, ignore_errors=True)
-    target.rename(old)
+    target.rename(
+        old
+    )  # killed before the next line, both policies are whole under their other names
     partial.rename(target)
     shutil.rmtree(old)
 
@@ -377,9 +379,8 @@ def _open(path: Path) -> Iterator[Any]:
     try:
         file = safe_open(str(path), framework="numpy")
     except (SafetensorError, OSError) as error:
-        size_bytes = path.stat().st_size
         raise ValueError(
-            f"{path} ({size_bytes} bytes) is not a whole safetensors file: {error}; copy it again "
+            f"{path} ({path.stat().st_size} bytes) is not a whole safetensors file: {error}; copy it again "
             "(a clone without git-lfs leaves small text files in their place)"
         ) from error
     with file:

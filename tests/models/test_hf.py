@@ -23,6 +23,13 @@ CASES = sorted(path.stem for path in GOLDEN.glob("*.npz"))
 LLAMA3 = Llama3RopeScaling(8.0, 1.0, 4.0, 16)
 
 
+@pytest.fixture(autouse=True)
+def full_precision():
+    # Accelerators multiply float32 in fewer bits unless told otherwise.
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
 def golden(name):
     with np.load(GOLDEN / f"{name}.npz") as stored:
         return stored["tokens"], stored["logits"]
@@ -209,6 +216,96 @@ def test_parameters_that_do_not_fit_are_not_saved(tmp_path):
     assert not list(tmp_path.iterdir())
     with pytest.raises(ValueError, match="Qwen3ForCausalLM has qkv_bias=False"):
         hf_config.render(dataclasses.replace(config, qkv_bias=True), "float32")
+
+
+# What the config.json of published models says, as far as it matters here.
+PUBLISHED = {
+    "Llama-3.2-1B-Instruct": {
+        "architectures": ["LlamaForCausalLM"],
+        "attention_bias": False,
+        "bos_token_id": 128000,
+        "eos_token_id": [128001, 128008, 128009],
+        "head_dim": 64,
+        "hidden_act": "silu",
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "max_position_embeddings": 131072,
+        "mlp_bias": False,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 16,
+        "num_key_value_heads": 8,
+        "pretraining_tp": 1,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": {
+            "factor": 32.0,
+            "high_freq_factor": 4.0,
+            "low_freq_factor": 1.0,
+            "original_max_position_embeddings": 8192,
+            "rope_type": "llama3",
+        },
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+        "vocab_size": 128256,
+    },
+    "Qwen2.5-0.5B-Instruct": {
+        "architectures": ["Qwen2ForCausalLM"],
+        "bos_token_id": 151643,
+        "eos_token_id": 151645,
+        "hidden_act": "silu",
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "max_position_embeddings": 32768,
+        "max_window_layers": 21,
+        "num_attention_heads": 14,
+        "num_hidden_layers": 24,
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-06,
+        "rope_theta": 1000000.0,
+        "sliding_window": 32768,
+        "tie_word_embeddings": True,
+        "use_sliding_window": False,
+        "vocab_size": 151936,
+    },
+    "Qwen3-0.6B": {
+        "architectures": ["Qwen3ForCausalLM"],
+        "attention_bias": False,
+        "bos_token_id": 151643,
+        "eos_token_id": 151645,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "max_position_embeddings": 40960,
+        "max_window_layers": 28,
+        "num_attention_heads": 16,
+        "num_hidden_layers": 28,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": None,
+        "rope_theta": 1000000,
+        "sliding_window": None,
+        "tie_word_embeddings": True,
+        "use_sliding_window": False,
+        "vocab_size": 151936,
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "head_dim", "num_params"),
+    [  # counts by the models' cards: 1.24B, 0.49B, 0.6B
+        ("Llama-3.2-1B-Instruct", 64, 1_235_814_400),
+        ("Qwen2.5-0.5B-Instruct", 64, 494_032_768),
+        ("Qwen3-0.6B", 128, 596_049_920),
+    ],
+)
+def test_published_configs_are_read(name, head_dim, num_params):
+    config = hf_config.parse(PUBLISHED[name], {}, name)
+    assert config.head_dim == head_dim
+    assert transformer.num_params(config) == num_params
+    rendered, generation = hf_config.render(config, "bfloat16")
+    assert hf_config.parse(rendered, generation, name) == config
 
 
 @pytest.mark.parametrize(
