@@ -365,9 +365,7 @@ def _swap(partial: Path, target: Path) -> None:
         return
     old = target.parent / f".{target.name}.old-{os.getpid()}"
     shutil.rmtree(old, ignore_errors=True)
-    target.rename(
-        old
-    )  # killed before the next line, both policies are whole under their other names
+    target.rename(old)  # killed here: both policies are whole, under their other names
     partial.rename(target)
     shutil.rmtree(old)
 
@@ -380,8 +378,8 @@ def _open(path: Path) -> Iterator[Any]:
         file = safe_open(str(path), framework="numpy")
     except (SafetensorError, OSError) as error:
         raise ValueError(
-            f"{path} ({path.stat().st_size} bytes) is not a whole safetensors file: {error}; copy it again "
-            "(a clone without git-lfs leaves small text files in their place)"
+            f"{path} ({path.stat().st_size} bytes) is not a whole safetensors file: {error}; copy "
+            "it again (a clone without git-lfs leaves small text files in their place)"
         ) from error
     with file:
         yield file
