@@ -60,7 +60,9 @@ class ModelConfig:
             raise ValueError(f"head_dim={self.head_dim} must be even: rotary embeddings turn pairs")
         for token_id in self.eos_token_ids:
             if not 0 <= token_id < self.vocab_size:
-                raise ValueError(f"eos token {token_id} is outside the vocabulary of {self.vocab_size}")
+                raise ValueError(
+                    f"eos token {token_id} is outside the vocabulary of {self.vocab_size}"
+                )
 
     @property
     def queries_per_kv(self) -> int:

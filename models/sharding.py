@@ -40,8 +40,8 @@ class MeshConfig:
     def __post_init__(self) -> None:
         if self.fsdp < 1 or self.tensor < 1 or (self.data < 1 and self.data != -1):
             raise ValueError(
-                f"mesh sizes must be positive (data may be -1 for 'the rest'), got data={self.data} "
-                f"fsdp={self.fsdp} tensor={self.tensor}"
+                f"mesh sizes must be positive (data may be -1 for 'the rest'), got "
+                f"data={self.data} fsdp={self.fsdp} tensor={self.tensor}"
             )
 
 
