@@ -8,11 +8,16 @@ which a test starts inherit it. Single-device code runs on device 0 of the 8.
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
 import sys
+from collections.abc import Callable
+from pathlib import Path
 
 import hypothesis
 import pytest
 
+ROOT = Path(__file__).parents[1]
 NUM_VIRTUAL_DEVICES = 8
 DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
 
@@ -40,3 +45,45 @@ def pytest_configure(config: pytest.Config) -> None:
     if cache is not None:  # -p no:cacheprovider
         os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache.mkdir("jax")))
         os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
+
+
+PACKAGED = ("models", "spec", "sched", "rl", "configs", "policies")
+
+
+@pytest.fixture(scope="session")
+def make_checkout_copy() -> Callable[[Path], Path]:
+    """Copies what an install is made of into a new folder."""
+
+    def copy(folder: Path) -> Path:
+        folder.mkdir()
+        for name in PACKAGED:
+            ignored = shutil.ignore_patterns("__pycache__")
+            if (ROOT / name).is_dir():
+                shutil.copytree(ROOT / name, folder / name, ignore=ignored)
+        for path in ROOT.iterdir():
+            if path.is_file() and path.suffix in (".toml", ".md", ".py", ".pth", ".txt", ""):
+                shutil.copy(path, folder)
+        return folder
+
+    return copy
+
+
+@pytest.fixture(scope="session")
+def checkout_copy(make_checkout_copy, tmp_path_factory) -> Path:
+    return make_checkout_copy(tmp_path_factory.mktemp("copy") / "checkout")
+
+
+@pytest.fixture(scope="session")
+def build_wheel(tmp_path_factory) -> Callable[[Path, str], Path]:
+    """Builds a wheel of a checkout, `wheel` or `editable`, by the back end's own hooks."""
+
+    def build(checkout: Path, kind: str) -> Path:
+        folder = tmp_path_factory.mktemp(f"built_{kind}")
+        code = f"from hatchling.build import build_{kind}; build_{kind}({str(folder)!r})"
+        command = [sys.executable, "-I", "-c", code]
+        done = subprocess.run(command, cwd=checkout, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stdout + done.stderr
+        (wheel,) = folder.glob("*.whl")
+        return wheel
+
+    return build

@@ -1,0 +1,312 @@
+"""The walls between the packages, read from every import by AST (docs/architecture.md).
+
+A rule is a function from a tree of files to a list of complaints. Each one is
+run on this checkout, where it must be silent, and on a small tree with a
+planted fault, where it must not be.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+MAY_IMPORT = {
+    "models": {"models"},
+    "spec": {"models", "spec"},
+    "sched": {"sched"},
+    "rl": {"models", "spec", "sched", "rl"},
+}
+OURS = {*MAY_IMPORT, "benchmarks", "configs", "tests", "_reprise_sched"}
+CODE = (*MAY_IMPORT, "benchmarks", "tests")
+
+# What a pure state machine has no use for: clocks, chance, the outside world, threads.
+IMPURE = {
+    *("time", "datetime", "calendar", "random", "secrets", "uuid", "os", "io", "sys", "pathlib"),
+    *("shutil", "tempfile", "glob", "logging", "socket", "select", "selectors", "ssl", "signal"),
+    *("subprocess", "multiprocessing", "threading", "_thread", "concurrent", "asyncio", "queue"),
+    *("sqlite3", "urllib", "http", "importlib", "runpy", "sysconfig", "ctypes", "mmap", "atexit"),
+}
+IMPURE_BUILTINS = {"open", "print", "input"}
+SEEDED_NUMPY = {"Generator", "default_rng", "SeedSequence", "PCG64", "Philox", "BitGenerator"}
+# The stand-in for the standard module of the same name has to find that module.
+STAND_IN = ("sched/__init__.py", {"importlib", "sysconfig"})
+
+# The engine runs where only these, and what they bring along, are installed.
+ENGINE_NEEDS = {"jax", "jaxlib", "numpy", "numba", "optax", "orbax", "safetensors"}
+ENGINE = ("models.config", "models.transformer", "models.kv_cache", "models.sharding")
+ENGINE += ("rl.engine", "rl.rollout", "rl.trajectory", "spec", "benchmarks")
+NOT_FOR_ENGINE = {
+    *("transformers", "tokenizers", "huggingface_hub", "jinja2", "gin", "reasoning_gym", "sympy"),
+    *("math_verify", "latex2sympy2_extended", "tensorboardX", "rich", "matplotlib", "pyarrow"),
+    *("pandas", "torch", "flax", "tunix", "pytest", "hypothesis"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Import:
+    """One imported module: its absolute name and where it stands."""
+
+    name: str
+    where: str
+
+    @property
+    def top(self) -> str:
+        return self.name.partition(".")[0]
+
+
+def python_files(root: Path, packages: tuple[str, ...] = CODE) -> Iterator[tuple[str, Path]]:
+    for package in packages:
+        for path in sorted((root / package).rglob("*.py")):
+            yield path.relative_to(root).as_posix(), path
+
+
+def parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+
+
+def imports(relative: str, tree: ast.Module) -> Iterator[Import]:
+    """Every import of a file, wherever it stands; `import_module("x")` counts."""
+    package = relative.split("/")[:-1]
+    for node in ast.walk(tree):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            names = [".".join([*base, *([node.module] if node.module else [])])]
+            if node.level and not node.module:  # from . import x
+                names = [".".join([*base, alias.name]) for alias in node.names]
+        elif isinstance(node, ast.Call) and called(node) in ("import_module", "__import__"):
+            names = [a.value for a in node.args[:1] if isinstance(a, ast.Constant)]
+        for name in names:
+            yield Import(name, f"{relative}:{node.lineno}")
+
+
+def called(node: ast.Call) -> str:
+    """The last name of what is called: `f` of `f()` and of `a.b.f()`."""
+    return getattr(node.func, "attr", getattr(node.func, "id", ""))
+
+
+# The rules
+
+
+def walls(root: Path) -> list[str]:
+    """models → nothing of ours, spec → models, sched → nothing of ours, rl → all of these."""
+    return [
+        f"{found.where}: {relative.split('/')[0]} must not import {found.name}"
+        for relative, path in python_files(root, tuple(MAY_IMPORT))
+        for found in imports(relative, parse(path))
+        if found.top in OURS - MAY_IMPORT[relative.split("/")[0]]
+    ]
+
+
+def sched_is_pure(root: Path) -> list[str]:
+    """sched uses numpy and the pure part of the standard library, and seeded chance only."""
+    complaints = []
+    for relative, path in python_files(root, ("sched",)):
+        exempt = STAND_IN[1] if relative == STAND_IN[0] else set()
+        allowed = (sys.stdlib_module_names - IMPURE) | {"numpy", "sched"} | exempt
+        tree = parse(path)
+        for found in imports(relative, tree):
+            if found.top not in allowed or found.name == "numpy.random":
+                complaints.append(f"{found.where}: sched must not import {found.name}")
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") in IMPURE_BUILTINS:
+                complaints.append(f"{relative}:{node.lineno}: sched must not call {called(node)}()")
+            complaints += [f"{relative}:{node.lineno}: {c}" for c in unseeded_chance(node)]
+    return complaints
+
+
+def unseeded_chance(node: ast.AST) -> list[str]:
+    """`np.random.x` other than the seeded generators; `default_rng()` without a seed."""
+    owner = getattr(node, "value", None)
+    if isinstance(node, ast.Attribute) and isinstance(owner, ast.Attribute):
+        if owner.attr == "random" and node.attr not in SEEDED_NUMPY:
+            return [f"sched must not use the global numpy.random.{node.attr}"]
+    if isinstance(node, ast.Call) and called(node) == "default_rng":
+        if not node.args and not node.keywords:
+            return ["default_rng() needs a seed"]
+    return []
+
+
+def no_code_from_data(root: Path) -> list[str]:
+    """Nothing that a model or a file says is ever executed or unpickled."""
+    modules = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "shelve", "marshal", "joblib"}
+    complaints = []
+    for relative, path in python_files(root):
+        tree = parse(path)
+        for found in imports(relative, tree):
+            if found.top in modules or found.name.endswith("parse_expr"):
+                complaints.append(f"{found.where}: {found.name} must not be imported")
+        for node in ast.walk(tree):
+            if isinstance(node, ast.alias) and node.name in ("parse_expr", "sympify"):
+                complaints.append(f"{relative}:{node.lineno}: {node.name} must not be imported")
+            if isinstance(node, ast.Call):
+                complaints += [f"{relative}:{node.lineno}: {c}" for c in dangerous_call(node)]
+    return complaints
+
+
+def dangerous_call(node: ast.Call) -> list[str]:
+    is_builtin = isinstance(node.func, ast.Name) or (
+        isinstance(node.func, ast.Attribute)
+        and getattr(node.func.value, "id", "") in ("builtins", "__builtins__")
+    )
+    found = []
+    if called(node) in ("parse_expr", "sympify") or (
+        is_builtin and called(node) in ("eval", "exec")
+    ):
+        found.append(f"{called(node)}() must not be called")
+    for keyword in node.keywords:
+        is_false = isinstance(keyword.value, ast.Constant) and keyword.value.value is False
+        if keyword.arg in ("trust_remote_code", "allow_pickle") and not is_false:
+            found.append(f"{keyword.arg} must be False")
+    return found
+
+
+def no_standard_names(root: Path) -> list[str]:
+    """No file is named after a standard module, nor a package except `sched`."""
+    standard = set(sys.stdlib_module_names) - {"__future__"}
+    files = [r for r, path in python_files(root) if path.stem in standard]
+    folders = [p.name for p in root.iterdir() if p.is_dir() and p.name in standard - {"sched"}]
+    return [f"{name} is named after a standard module" for name in files + folders]
+
+
+RULES = (walls, sched_is_pure, no_code_from_data, no_standard_names)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_this_checkout_keeps(rule):
+    assert not rule(ROOT), "\n".join(rule(ROOT))
+
+
+def test_the_rules_see_this_checkout():
+    """A rule that reads no file would be silent too."""
+    seen = {relative for relative, _ in python_files(ROOT)}
+    assert {"models/config.py", "rl/trajectory.py", "sched/__init__.py"} <= seen
+    assert "tests/test_walls.py" in seen
+
+
+PLANTED = [
+    (walls, "models/a.py", "import rl.engine"),
+    (walls, "models/a.py", "def f():\n    from spec import verify"),
+    (walls, "spec/a.py", "from sched.request import Request"),
+    (walls, "spec/a.py", "import typing\nif typing.TYPE_CHECKING:\n    from rl import engine"),
+    (walls, "sched/deep/a.py", "import models.config as c"),
+    (walls, "sched/a.py", "import importlib\nimportlib.import_module('spec.tree')"),
+    (walls, "rl/a.py", "from benchmarks import rollout"),
+    (sched_is_pure, "sched/a.py", "import jax.numpy as jnp"),
+    (sched_is_pure, "sched/a.py", "from time import monotonic"),
+    (sched_is_pure, "sched/a.py", "import random"),
+    (sched_is_pure, "sched/a.py", "def f():\n    import threading"),
+    (sched_is_pure, "sched/a.py", "import os.path"),
+    (sched_is_pure, "sched/a.py", "from numpy.random import randint"),
+    (sched_is_pure, "sched/a.py", "import numpy as np\nx = np.random.rand()"),
+    (sched_is_pure, "sched/a.py", "import numpy as np\nx = np.random.default_rng()"),
+    (sched_is_pure, "sched/a.py", "print('decided')"),
+    (sched_is_pure, "sched/a.py", "import sysconfig"),
+    (no_code_from_data, "rl/a.py", "import pickle"),
+    (no_code_from_data, "models/a.py", "x = eval('1')"),
+    (no_code_from_data, "rl/a.py", "import builtins\nbuiltins.exec('1')"),
+    (no_code_from_data, "rl/a.py", "from sympy.parsing.sympy_parser import parse_expr"),
+    (no_code_from_data, "rl/a.py", "import sympy\nsympy.parse_expr('1')"),
+    (no_code_from_data, "models/a.py", "load('x', trust_remote_code=True)"),
+    (no_code_from_data, "rl/a.py", "np.load('x', allow_pickle=flag)"),
+    (no_standard_names, "rl/queue.py", ""),
+    (no_standard_names, "logging/a.py", ""),
+]
+INNOCENT = [
+    (
+        walls,
+        "spec/a.py",
+        "from models.config import ModelConfig\nfrom . import b\nfrom .c import d",
+    ),
+    (walls, "rl/a.py", "import sched, spec, models\nfrom rl.rewards import pool"),
+    (sched_is_pure, "sched/a.py", "import heapq, math\nfrom sched.b import c\nfrom . import d"),
+    (sched_is_pure, "sched/a.py", "import numpy as np\nx = np.random.default_rng(3).random()"),
+    (no_code_from_data, "models/a.py", "model.eval()\nload('x', trust_remote_code=False)"),
+    (no_standard_names, "sched/tracing.py", ""),
+]
+
+
+def plant(root: Path, relative: str, text: str) -> None:
+    (root / relative).parent.mkdir(parents=True, exist_ok=True)
+    (root / relative).write_text(text)
+
+
+@pytest.mark.parametrize(("rule", "relative", "text"), PLANTED)
+def test_a_planted_fault_is_named(rule, relative, text, tmp_path):
+    plant(tmp_path, relative, text)
+    assert any(relative.split("/")[0] in complaint for complaint in rule(tmp_path))
+
+
+@pytest.mark.parametrize(("rule", "relative", "text"), INNOCENT)
+def test_the_innocent_pass(rule, relative, text, tmp_path):
+    plant(tmp_path, relative, text)
+    assert rule(tmp_path) == []
+
+
+# The engine's imports, tried in a process where nothing else can be imported
+
+
+def engine_modules(root: Path) -> list[str]:
+    names = (r.removesuffix(".py").removesuffix("/__init__") for r, _ in python_files(root))
+    dotted = (name.replace("/", ".") for name in names)
+    return [d for d in dotted if any(d == e or d.startswith(f"{e}.") for e in ENGINE)]
+
+
+def import_engine(root: Path) -> subprocess.CompletedProcess[str]:
+    """Imports every engine module with the packages that it must not need blocked."""
+    code = (
+        "import importlib, sys\n"
+        f"sys.path.insert(0, {str(root)!r})\n"
+        f"for name in {sorted(NOT_FOR_ENGINE)!r}: sys.modules[name] = None\n"
+        f"for name in {engine_modules(root)!r}: importlib.import_module(name)\n"
+    )
+    command = [sys.executable, "-c", code]
+    env = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    return subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, timeout=300)
+
+
+def test_the_engine_imports_with_nothing_but_its_needs():
+    assert {"models.transformer", "models.sharding", "rl.trajectory"} <= set(engine_modules(ROOT))
+    done = import_engine(ROOT)
+    assert done.returncode == 0, (
+        f"expected the engine to import with only {sorted(ENGINE_NEEDS)}, got:\n{done.stderr}\n"
+        "mend: move the import into the function that needs it"
+    )
+
+
+def test_an_engine_that_needs_more_is_found(tmp_path):
+    plant(tmp_path, "rl/__init__.py", "")
+    plant(tmp_path, "rl/pictures.py", "import matplotlib")
+    plant(tmp_path, "rl/engine.py", "import rl.pictures")
+    done = import_engine(tmp_path)
+    assert done.returncode != 0 and "matplotlib" in done.stderr
+
+
+def without_functions(tree: ast.Module) -> ast.Module:
+    """The part that runs when a module is imported; `tree` is changed in place."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            node.body = []
+    return tree
+
+
+def test_the_engine_itself_names_only_its_needs():
+    """The blocked list cannot hold every package; the imports at the top of a module can."""
+    allowed = sys.stdlib_module_names | OURS | ENGINE_NEEDS | {"ml_dtypes", "scipy"}
+    for name in engine_modules(ROOT):
+        path = ROOT / (name.replace(".", "/") + ".py")
+        path = path if path.exists() else ROOT / name.replace(".", "/") / "__init__.py"
+        top = without_functions(parse(path))
+        found = {i.top for i in imports(path.relative_to(ROOT).as_posix(), top)}
+        assert found <= allowed, f"{name} needs {found - allowed} when it is imported"
