@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -68,14 +69,13 @@ def gcd_steps(entry: Entry) -> list[str]:
 
 
 def chain_sum_steps(entry: Entry) -> list[str]:
-    """Partial sums from the left: `a+b=c`, then `c-d=e`."""
-    total, *rest = entry["metadata"]["expression"].split()
-    running = int(total)
+    """The sum rewritten with its first two terms added: `4-1-7`, then `3-7`."""
+    running, *rest = entry["metadata"]["expression"].split()
     lines = []
-    for sign, term in zip(rest[::2], rest[1::2], strict=True):
-        after = running + int(term) if sign == "+" else running - int(term)
-        lines.append(f"{running}{sign}{term}={after}")
-        running = after
+    while rest:
+        lines.append(running + "".join(rest))
+        sign, term, *rest = rest
+        running = str(int(running) + int(sign + term))
     return lines
 
 
@@ -121,12 +121,22 @@ def response(task_name: str, entry: Entry, style: Style) -> str:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Example:
-    """A prompt (question and suffix), its response, and the entry that scores it."""
+    """A prompt (question and suffix), its response, and the entry that scores it.
+
+    `stem` is the prompt cut down to the problem itself: `98, 58.` of a gcd question.
+    """
 
     task_name: str
+    stem: str
     prompt: str
     response: str
     entry: Entry
+
+
+def stem(prompt: str) -> str:
+    """The problem of a question of `TASKS`: what follows its lead, up to the end of a sentence."""
+    problem = re.split(r": (?=\d|\w+\n$)|the number ", prompt)[-1]
+    return problem.replace(" Give only the GCD as your final answer.", "")
 
 
 def dataset(task: WorkedTask, seed: int, size: int) -> Any:
@@ -150,4 +160,5 @@ def examples(tasks: Sequence[WorkedTask], seed: int, direct_fraction: float) -> 
         which = rng.randrange(len(tasks))
         style: Style = "direct" if rng.random() < direct_fraction else "worked"
         entry, name = sources[which][index], tasks[which].name
-        yield Example(name, entry["question"] + PROMPT_SUFFIX, response(name, entry, style), entry)
+        prompt = entry["question"] + PROMPT_SUFFIX
+        yield Example(name, stem(prompt), prompt, response(name, entry, style), entry)

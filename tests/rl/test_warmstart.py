@@ -7,15 +7,22 @@ import json
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from models import hf, tokenizer, transformer
-from rl import warmstart, worked
+from rl import warmstart, warmstart_check, worked
 from rl.config import PROJECT_ROOT
 
 SHIPPED = PROJECT_ROOT / "policies" / "tiny"
 TINY = warmstart.WarmstartConfig(
-    batch_size=4, warmup_steps=1, learning_rate=1e-2, num_layers=1, d_model=64, d_ff=64
+    step_examples=4,
+    drill_steps=0,
+    warmup_steps=1,
+    learning_rate=1e-2,
+    num_layers=1,
+    d_model=64,
+    d_ff=64,
 )
 
 
@@ -50,8 +57,24 @@ def test_loss_is_the_mean_over_the_response_end_token_included(tok):
     logprobs = jax.nn.log_softmax(transformer.logits(model, params, batch.tokens_BT))
     # The token at column t is predicted at column t − 1.
     wanted = -(logprobs[0, 2, 8] + logprobs[0, 3, 1] + logprobs[1, 0, 1]) / 3
-    got = warmstart.loss(model, params, batch.tokens_BT, batch.in_loss_BT)
+    got, _ = warmstart.loss_and_grads(model, params, batch.tokens_BT, batch.in_loss_BT, 3.0)
     np.testing.assert_allclose(got, wanted, rtol=1e-5)
+
+
+def test_a_step_in_parts_is_the_step_in_one(tok):
+    model = warmstart.model_config(TINY, tok)
+    pairs = [([5, 6, 7], [8, 1]), ([9], [1])]
+    optim = optax.sgd(1.0)
+    updated = []
+    for step in ([pairs], [pairs[:1], pairs[1:]]):
+        params = transformer.init(model, jax.random.key(0))
+        group = [warmstart.pack(part, pad_id=0) for part in step]
+        params, _, value = warmstart.train_step(
+            model, optim.update, params, optim.init(params), group
+        )
+        updated.append((value, np.asarray(params.embedding_VD)))
+    np.testing.assert_allclose(updated[0][0], updated[1][0], rtol=1e-5)
+    np.testing.assert_allclose(updated[0][1], updated[1][1], atol=1e-6)
 
 
 def train(config, tok, num_steps):
@@ -59,13 +82,11 @@ def train(config, tok, num_steps):
     params = transformer.init(model, jax.random.key(config.seed))
     optim = warmstart.optimizer(config)
     state = optim.init(params)
-    batch = next(warmstart.batches(config, tok))
+    group = next(warmstart.step_batches(config, tok))
     losses = []
     for _ in range(num_steps):
-        params, state, value = warmstart.train_step(
-            model, optim.update, params, state, batch.tokens_BT, batch.in_loss_BT
-        )
-        losses.append(float(value))
+        params, state, value = warmstart.train_step(model, optim.update, params, state, group)
+        losses.append(value)
     return losses, params
 
 
@@ -82,11 +103,21 @@ def test_a_few_steps_reduce_the_loss_and_repeat_bit_for_bit(tok):
 
 def test_batches_are_a_function_of_the_seed(tok):
     def first(seed):
-        stream = warmstart.batches(dataclasses.replace(TINY, seed=seed), tok)
-        return [batch.tokens_BT.tolist() for batch in itertools.islice(stream, 3)]
+        stream = warmstart.step_batches(dataclasses.replace(TINY, seed=seed), tok)
+        return [b.tokens_BT.tolist() for group in itertools.islice(stream, 2) for b in group]
 
     assert first(0) == first(0)
     assert first(0) != first(1)
+
+
+def test_drill_comes_first_and_is_all_worked(tok):
+    config = dataclasses.replace(TINY, drill_steps=2, step_examples=16)
+    drill, _, questions = itertools.islice(warmstart.step_batches(config, tok), 3)
+    said = [[tok.decode(row) for b in group for row in b.tokens_BT] for group in (drill, questions)]
+    assert len(said[0]) == len(said[1]) == 16
+    assert max(len(text.split("\n")[0]) for text in said[0]) < 25
+    assert min(len(text.split("\n")[0]) for text in said[1]) > 45
+    assert any(text.count("\n") == 1 for text in said[1])  # a direct answer
 
 
 def test_sampled_tokens_are_those_of_the_uncached_forward_pass(tok):
@@ -96,7 +127,7 @@ def test_sampled_tokens_are_those_of_the_uncached_forward_pass(tok):
     params = dataclasses.replace(params, embedding_VD=8 * params.embedding_VD)  # far from flat
     prompts, lengths = np.asarray([[10, 11, 12], [20, 0, 0]], np.int32), np.asarray([3, 1])
     key = jax.random.key(2)
-    drawn = np.asarray(warmstart.sample(model, params, prompts, lengths, key, 5))
+    drawn = np.asarray(warmstart_check.sample(model, params, prompts, lengths, key, 5))
     tokens = np.zeros((2, 8), np.int32)
     for row in range(2):
         tokens[row, : lengths[row]] = prompts[row, : lengths[row]]
@@ -106,7 +137,7 @@ def test_sampled_tokens_are_those_of_the_uncached_forward_pass(tok):
         at_t = jnp.stack([logits[row, lengths[row] - 1 + t] for row in range(2)])
         wanted = jax.random.categorical(jax.random.fold_in(key, t), at_t)
         for row in range(2):
-            ended = warmstart.tokenizer.EOS in tok.decode(drawn[row, :t], skip_special=False)
+            ended = tokenizer.EOS in tok.decode(drawn[row, :t], skip_special=False)
             assert drawn[row, t] == (0 if ended else wanted[row])
 
 
@@ -115,14 +146,19 @@ def test_score_needs_an_end_token_and_an_answer(tok):
     entry = source[0]
     said = tok.encode(f"9-6=3\n#### {entry['answer']}")
     ended = np.asarray([*said, 1, 0, 0])
-    assert warmstart._score(source, entry, ended, tok) == (1.0, True, len(said) + 1, False)
-    assert warmstart._score(source, entry, np.asarray(said), tok) == (0.0, True, len(said), True)
+    assert warmstart_check._score(source, entry, ended, tok) == (1.0, True, len(said) + 1, False)
+    assert warmstart_check._score(source, entry, np.asarray(said), tok) == (
+        0.0,
+        True,
+        len(said),
+        True,
+    )
     silent = np.asarray([*tok.encode("9-6=3"), 1])
-    assert warmstart._score(source, entry, silent, tok)[0] == 0.0
+    assert warmstart_check._score(source, entry, silent, tok)[0] == 0.0
 
 
 def test_command_writes_a_folder_that_loads(tmp_path, tok):
-    names = ["--steps", "1", "--batch_size", "2", "--num_layers", "1", "--d_model", "64"]
+    names = ["--steps", "1", "--step_examples", "4", "--num_layers", "1", "--d_model", "64"]
     names += ["--d_ff", "64", "--final_eval_prompts", "1", "--max_new_tokens", "4"]
     reports = warmstart.run(warmstart.parse([*names, "--output", str(tmp_path)]))
     assert [r.task for r in reports] == [task.spec for task in worked.TASKS] + ["all"]
@@ -151,4 +187,6 @@ def test_shipped_policy_loads_is_small_and_speaks_the_format():
         for e in itertools.islice(worked.examples(worked.TASKS, 99, 0.0), 4)
     ]
     batch = warmstart.pack(pairs, pad_id=0)
-    assert float(warmstart.loss(model, params, batch.tokens_BT, batch.in_loss_BT)) < 1.0
+    count = float(batch.in_loss_BT.sum())
+    value, _ = warmstart.loss_and_grads(model, params, batch.tokens_BT, batch.in_loss_BT, count)
+    assert float(value) < 1.0
