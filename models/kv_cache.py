@@ -18,6 +18,9 @@ import jax
 import jax.numpy as jnp
 
 from models.config import ModelConfig
+from models.sharding import constrain
+
+AXES = ("batch", "kv_heads", None, None)  # of keys and values alike
 
 
 @jax.tree_util.register_dataclass
@@ -49,6 +52,11 @@ def init(config: ModelConfig, num_slots: int, num_positions: int, dtype: jnp.dty
 def bytes_per_token(config: ModelConfig, itemsize: int) -> int:
     """Cache bytes of one token: 2 · layers · kv_heads · head_dim · itemsize."""
     return 2 * config.num_layers * config.num_kv_heads * config.head_dim * itemsize
+
+
+def pin(rows: jax.Array) -> jax.Array:
+    """Keep a layer's keys or values on the shards that the table gives them."""
+    return constrain(rows, *AXES)
 
 
 def write_keys(keys_BKhS: jax.Array, new_BNKh: jax.Array, start_B: jax.Array) -> jax.Array:
@@ -86,23 +94,6 @@ def compact(cache: KVCache, start_B: jax.Array, path_BN: jax.Array) -> KVCache:
         return jax.lax.dynamic_update_slice(row_KSh, window[:, path_N], (0, start, 0))
 
     return KVCache(
-        tuple(jax.vmap(keys)(k, start_B, path_BN) for k in cache.keys),
-        tuple(jax.vmap(values)(v, start_B, path_BN) for v in cache.values),
-    )
-
-
-def take_rows(cache: KVCache, row_B: jax.Array, num_positions: int) -> KVCache:
-    """The cache whose row b is row `row_B[b]` of this one, cut or padded to `num_positions`."""
-
-    def resize(x: jax.Array, axis: int) -> jax.Array:
-        x = jnp.take(x, row_B, axis=0, mode="clip")
-        size = x.shape[axis]
-        if size >= num_positions:
-            return jax.lax.slice_in_dim(x, 0, num_positions, axis=axis)
-        widths = [(0, 0)] * 4
-        widths[axis] = (0, num_positions - size)
-        return jnp.pad(x, widths)
-
-    return KVCache(
-        tuple(resize(k, 3) for k in cache.keys), tuple(resize(v, 2) for v in cache.values)
+        tuple(pin(jax.vmap(keys)(k, start_B, path_BN)) for k in cache.keys),
+        tuple(pin(jax.vmap(values)(v, start_B, path_BN)) for v in cache.values),
     )

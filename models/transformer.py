@@ -234,8 +234,8 @@ def hidden_with_cache(
     for i, layer in enumerate(params.layers):
 
         def attend(q_BNHh: jax.Array, k_BNKh: jax.Array, v_BNKh: jax.Array, i: int = i):
-            keys[i] = kv_cache.write_keys(keys[i], k_BNKh, start_B)
-            values[i] = kv_cache.write_values(values[i], v_BNKh, start_B)
+            keys[i] = kv_cache.pin(kv_cache.write_keys(keys[i], k_BNKh, start_B))
+            values[i] = kv_cache.pin(kv_cache.write_values(values[i], v_BNKh, start_B))
             return attend_cache(q_BNHh, keys[i], values[i], mask_BNS)
 
         x_BND = _block(config, layer, x_BND, rope, attend)

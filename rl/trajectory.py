@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from collections.abc import Sequence
 
 import numpy as np
+
+from models.config import ModelConfig
 
 
 class Origin(enum.IntEnum):
@@ -70,3 +73,37 @@ class Trajectory:
     @property
     def truncated(self) -> bool:
         return self.finish_reason is FinishReason.LENGTH
+
+
+def check_requests(
+    model: ModelConfig, requests: Sequence[Request], default_max_new_tokens: int
+) -> None:
+    """Raise ValueError for requests that cannot run, before any device work."""
+    seen: set[int] = set()
+    for request in requests:
+        name = f"request {request.request_id}"
+        if request.request_id in seen:
+            raise ValueError(f"{name} comes twice: ids name the noise and must be unique in a call")
+        seen.add(request.request_id)
+        if not 0 <= request.request_id < 2**31:
+            raise ValueError(f"{name}: ids must be in 0 … 2³¹−1")
+        if not request.prompt_ids:
+            raise ValueError(f"{name} has an empty prompt: expected at least one token")
+        low, high = min(request.prompt_ids), max(request.prompt_ids)
+        if low < 0 or high >= model.vocab_size:
+            raise ValueError(
+                f"{name} has the token {low if low < 0 else high}, outside the policy's vocabulary of "
+                f"{model.vocab_size}: is the tokenizer the policy's own?"
+            )
+        limit = default_max_new_tokens
+        if request.max_new_tokens is not None:
+            limit = request.max_new_tokens
+        if limit < 1:
+            raise ValueError(f"{name} has max_new_tokens={limit}: expected at least 1")
+        needed = len(request.prompt_ids) + limit
+        if needed > model.max_positions:
+            raise ValueError(
+                f"{name} needs {needed} positions ({len(request.prompt_ids)} of prompt and "
+                f"{limit} new), the policy has {model.max_positions}: shorten the prompt or lower "
+                "Sampling.max_new_tokens"
+            )

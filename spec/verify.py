@@ -117,14 +117,14 @@ def verify(
     """One round: forward over the trees, draw at every node, walk, compact the cache.
 
     The trees' root tokens are taken from `slots`. Requires `length + N <= S` in
-    every active slot; source: DESIGN of docs/architecture.md, "The round".
+    every active slot. Source: docs/architecture.md, "The round".
     """
     N = tree.tokens_BN.shape[1]
     tree = DraftTree(tree.tokens_BN.at[:, 0].set(slots.last_token), tree.parents_BN)
     reach_BNN = ancestors(tree.parents_BN)
     depth_BN = depths(reach_BNN)
-    # a slot at rest writes at 0, so that no row can be written past its end
-    start_B = jnp.where(slots.active, slots.length, 0)
+    # a slot at rest writes behind its live entries too, so that its prompt's stay usable
+    start_B = jnp.minimum(slots.length, cache.num_positions - N)
     mask_BNS = node_mask(start_B, reach_BNN, cache.num_positions)
     hidden_BND, cache = transformer.hidden_with_cache(
         config, params, cache, tree.tokens_BN, start_B[:, None] + depth_BN, start_B, mask_BNS

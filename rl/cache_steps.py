@@ -1,0 +1,140 @@
+"""The jitted steps that fill and reshape a cache; one compilation per bucket.
+
+Rows are copied layer by layer (keys and values apart), and each old buffer is
+freed before the next is copied, so that a change of bucket never holds two whole
+caches.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from models import kv_cache, transformer
+from models.config import ModelConfig
+from models.kv_cache import KVCache
+from spec.verify import Slots
+
+KEY_AXIS, VALUE_AXIS = 3, 2  # where positions lie in a layer's keys and values
+
+# Columns of the integer table from which the device's slots are made.
+COLUMNS = ("last_token", "length", "emitted", "limit", "active", "request_id", "top_k")
+
+
+@jax.jit
+def make_slots(ints_BC: jax.Array, floats_B2: jax.Array, key: jax.Array) -> Slots:
+    """Device slots from the host's tables: `COLUMNS`, and (temperature, top_p)."""
+    column = dict(zip(COLUMNS, ints_BC.T, strict=True))
+    keys = jax.vmap(lambda r: jax.random.fold_in(key, r))(column.pop("request_id"))
+    active = column.pop("active") > 0
+    return Slots(
+        **column, active=active, keys=keys, temperature=floats_B2[:, 0], top_p=floats_B2[:, 1]
+    )
+
+
+@partial(jax.jit, static_argnames=("config", "chunk_tokens", "dtype"))
+def prefill(
+    params: transformer.Params,
+    tokens_PT: jax.Array,
+    *,
+    config: ModelConfig,
+    chunk_tokens: int,
+    dtype: np.dtype,
+) -> KVCache:
+    """Keys and values of P prompts, right-padded to T positions, `chunk_tokens` at a time.
+
+    What the padding leaves behind a prompt's length is dead. Chunks are T halved
+    until they are small enough.
+    """
+    P, T = tokens_PT.shape
+    C = T
+    while C > chunk_tokens:
+        C //= 2
+    assert T % C == 0, f"prefill of {T} positions in chunks of {C}"
+
+    def chunk(cache: KVCache, start: jax.Array) -> tuple[KVCache, None]:
+        tokens_PC = jax.lax.dynamic_slice_in_dim(tokens_PT, start, C, axis=1)
+        positions_C = start + jnp.arange(C)
+        mask_CT = jnp.arange(T) <= positions_C[:, None]
+        _, cache = transformer.hidden_with_cache(
+            config,
+            params,
+            cache,
+            tokens_PC,
+            jnp.broadcast_to(positions_C, (P, C)),
+            jnp.full((P,), start),
+            jnp.broadcast_to(mask_CT, (P, C, T)),
+        )
+        return cache, None
+
+    empty = kv_cache.init(config, P, T, dtype)
+    cache, _ = jax.lax.scan(chunk, empty, jnp.arange(0, T, C))
+    return cache
+
+
+@partial(jax.jit, donate_argnames="rows")
+def _insert(
+    rows: jax.Array, new: jax.Array, source_B: jax.Array, target_B: jax.Array, count: jax.Array
+) -> jax.Array:
+    def one(i: jax.Array, rows: jax.Array) -> jax.Array:
+        row = jax.lax.dynamic_slice_in_dim(new, source_B[i], 1, axis=0)
+        return jax.lax.dynamic_update_slice(rows, row.astype(rows.dtype), (target_B[i], 0, 0, 0))
+
+    return kv_cache.pin(jax.lax.fori_loop(0, count, one, rows))
+
+
+@partial(jax.jit, donate_argnames="rows")
+def _copy(
+    rows: jax.Array, source_B: jax.Array, target_B: jax.Array, count: jax.Array
+) -> jax.Array:
+    def one(i: jax.Array, rows: jax.Array) -> jax.Array:
+        row = jax.lax.dynamic_slice_in_dim(rows, source_B[i], 1, axis=0)
+        return jax.lax.dynamic_update_slice_in_dim(rows, row, target_B[i], axis=0)
+
+    return kv_cache.pin(jax.lax.fori_loop(0, count, one, rows))
+
+
+@partial(jax.jit, static_argnames=("num_positions", "axis"))
+def _resize(rows: jax.Array, row_B: jax.Array, *, num_positions: int, axis: int) -> jax.Array:
+    rows = jnp.take(rows, row_B, axis=0, mode="clip")
+    size = rows.shape[axis]
+    if size >= num_positions:
+        return kv_cache.pin(jax.lax.slice_in_dim(rows, 0, num_positions, axis=axis))
+    widths = [(0, 0)] * 4
+    widths[axis] = (0, num_positions - size)
+    return kv_cache.pin(jnp.pad(rows, widths))
+
+
+def insert_rows(
+    cache: KVCache, new: KVCache, source: np.ndarray, target: np.ndarray, count: int
+) -> KVCache:
+    """Row `target[i]` starts with row `source[i]` of `new`, for i < count; donates `cache`."""
+    args = jax.device_put((source, target, np.int32(count)))
+    return jax.tree.map(lambda rows, more: _insert(rows, more, *args), cache, new)
+
+
+def copy_rows(cache: KVCache, source: np.ndarray, target: np.ndarray, count: int) -> KVCache:
+    """Row `target[i]` becomes row `source[i]`, for i < count in turn; donates `cache`."""
+    args = jax.device_put((source, target, np.int32(count)))
+    return jax.tree.map(lambda rows: _copy(rows, *args), cache)
+
+
+def resize(cache: KVCache, row_B: np.ndarray, num_positions: int) -> KVCache:
+    """The cache whose row b is row `row_B[b]`, cut or padded to `num_positions`.
+
+    Consumes `cache`: each of its buffers is deleted once it is copied.
+    """
+    index = jax.device_put(row_B)
+
+    def one(rows: jax.Array, axis: int) -> jax.Array:
+        new = _resize(rows, index, num_positions=num_positions, axis=axis)
+        rows.delete()
+        return new
+
+    return KVCache(
+        tuple(one(k, KEY_AXIS) for k in cache.keys),
+        tuple(one(v, VALUE_AXIS) for v in cache.values),
+    )

@@ -1,0 +1,58 @@
+"""Requests in, trajectories out.
+
+    config, params = models.hf.load_pretrained("policies/tiny")
+    tokenizer = models.tokenizer.load("policies/tiny")
+    requests = [Request(i, tuple(tokenizer.encode("What is 2 + 3?\\n"))) for i in range(4)]
+    for t in generate(config, params, requests, SamplingConfig(max_new_tokens=64)):
+        print(tokenizer.decode(t.response_ids), t.logprobs.sum())
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+
+from models import transformer
+from models.config import ModelConfig
+from rl.engine import Engine, OnFinish
+from rl.trajectory import Request, Trajectory
+from spec.sampling import SamplingConfig, step_key
+from spec.tree import Drafter
+
+
+def generate(
+    config: ModelConfig,
+    params: transformer.Params,
+    requests: Sequence[Request],
+    sampling: SamplingConfig | None = None,
+    *,
+    key: jax.Array | None = None,
+    drafter: Drafter | None = None,
+    engine: Engine | None = None,
+    stop_token_ids: Sequence[int] | None = None,
+    policy_version: int = 0,
+    on_finish: OnFinish | None = None,
+) -> list[Trajectory]:
+    """Generate a response to every request; trajectories in the order of the requests.
+
+    The same policy, requests, sampling and `key` (default: `step_key(0, 0)`) give
+    the same tokens, whatever the engine's settings, the drafter, or the company.
+    `stop_token_ids` default to the policy's end tokens. An `engine` that is handed
+    in keeps its compiled steps and its buffers between calls; without one, a fresh
+    one of default settings serves the call. `on_finish` is told of each trajectory
+    the moment it ends.
+    """
+    engine = engine or Engine(config, dtype=params.final_norm_D.dtype)
+    if engine.model != config:
+        raise ValueError("the engine was made for another model: make one with Engine(config)")
+    return engine.run(
+        params,
+        requests,
+        sampling or SamplingConfig(),
+        step_key(0, 0) if key is None else key,
+        stop_token_ids=config.eos_token_ids if stop_token_ids is None else stop_token_ids,
+        policy_version=policy_version,
+        drafter=drafter,
+        on_finish=on_finish,
+    )
