@@ -1,0 +1,73 @@
+"""Everything static that a compiled training step depends on, as one hashable value."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from models.config import ModelConfig
+from rl.losses import AlgorithmConfig
+from rl.optimizer import OptimizerConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainerConfig:
+    """How a batch of trajectories becomes optimizer steps, and what they may use of the device.
+
+    A batch is gone through `inner_updates` times, in `minibatches` optimizer steps
+    each (whole groups, shuffled). Micro-batches hold about `micro_batch_tokens`
+    positions, padding included; `logprob_chunk_tokens` of them have logits at a
+    time. `compute_dtype` auto is float32 on a CPU and bfloat16 elsewhere; master
+    weights are always float32.
+    """
+
+    inner_updates: int = 1
+    minibatches: int = 1
+    micro_batch_tokens: int = 8192
+    min_bucket_tokens: int = 64
+    logprob_chunk_tokens: int = 1024
+    remat: bool = False
+    compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+
+    def __post_init__(self) -> None:
+        for field in (
+            "inner_updates",
+            "minibatches",
+            "micro_batch_tokens",
+            "min_bucket_tokens",
+            "logprob_chunk_tokens",
+        ):
+            if getattr(self, field) < 1:
+                raise ValueError(f"{field} must be at least 1, got {getattr(self, field)}")
+        if self.compute_dtype not in ("auto", "float32", "bfloat16"):
+            raise ValueError(
+                f"compute_dtype must be 'auto', 'float32' or 'bfloat16', got {self.compute_dtype!r}"
+            )
+
+    @property
+    def dtype(self) -> Any:
+        """What matrix products run in. Asks jax for its backend where it says auto."""
+        if self.compute_dtype == "auto":
+            return jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
+        return jnp.dtype(self.compute_dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """The model and the sections that training is made of; the one static argument of its steps.
+
+    `total_steps` counts the optimizer steps of the whole run: schedules end there.
+    """
+
+    model: ModelConfig
+    algorithm: AlgorithmConfig = dataclasses.field(default_factory=AlgorithmConfig)
+    trainer: TrainerConfig = dataclasses.field(default_factory=TrainerConfig)
+    optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
+    total_steps: int = 1
+
+    def __post_init__(self) -> None:
+        if self.total_steps < 1:
+            raise ValueError(f"total_steps must be at least 1, got {self.total_steps}")

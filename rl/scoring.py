@@ -1,0 +1,140 @@
+"""Log-probabilities of given tokens under a policy, without batch × length × vocabulary.
+
+The distribution is the sampler's (after temperature, top-k and top-p), by the
+same `spec.sampling`. `token_logprobs` is what training differentiates; `score`
+and `score_samples` are for references, old policies and checks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from models import transformer
+from models.sharding import RULES, constrain
+from models.transformer import Params
+from rl import batching
+from rl.recipe import Recipe
+from spec.sampling import SamplingConfig, log_probs
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Processing:
+    """Temperature (float32), top-k (int32) and top-p (float32) as traced scalars."""
+
+    temperature: Any
+    top_k: Any
+    top_p: Any
+
+    @classmethod
+    def of(cls, sampling: SamplingConfig) -> Processing:
+        return cls(
+            np.float32(sampling.temperature), np.int32(sampling.top_k), np.float32(sampling.top_p)
+        )
+
+
+def cast(params: Params, dtype: Any) -> Params:
+    """The parameters in `dtype`; the same arrays where they have it already."""
+    return jax.tree.map(lambda p: p.astype(dtype), params)
+
+
+def token_logprobs(
+    params: Params, tokens_BT: jax.Array, processing: Processing, recipe: Recipe
+) -> tuple[jax.Array, jax.Array]:
+    """Log-probability of `tokens[t+1]` and entropy at each position t; float32 [B, T] twice.
+
+    The last column predicts token 0 and means nothing. Logits exist for
+    `Trainer.logprob_chunk_tokens` positions at a time, in the backward pass too.
+    Gradients flow through the log-probabilities alone.
+    """
+    dtype = recipe.trainer.dtype
+    hidden_BTD = transformer.hidden(
+        recipe.model, cast(params, dtype), tokens_BT, remat=recipe.trainer.remat
+    )
+    targets_BT = jnp.pad(tokens_BT[:, 1:], ((0, 0), (0, 1)))
+    # the head stays in its master's dtype until inside the loop, where autodiff
+    # sums its gradient over chunks: in bfloat16 that sum would lose digits
+    head = dataclasses.replace(params, layers=())
+
+    def chunk(x: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        hidden_BCD, targets_BC = x
+        logits_BCV = transformer.head(cast(head, dtype), hidden_BCD)
+        logits_BCV = constrain(logits_BCV, "batch", None, "vocab")
+        temperature, top_k, top_p = (
+            jnp.broadcast_to(p, targets_BC.shape)
+            for p in (processing.temperature, processing.top_k, processing.top_p)
+        )
+        logprobs_BC, entropy_BC = log_probs(logits_BCV, targets_BC, temperature, top_k, top_p)
+        return logprobs_BC, jax.lax.stop_gradient(entropy_BC)
+
+    return _map_chunks(chunk, hidden_BTD, targets_BT, recipe.trainer.logprob_chunk_tokens)
+
+
+def _map_chunks(
+    chunk: Any, hidden_BTD: jax.Array, targets_BT: jax.Array, chunk_tokens: int
+) -> tuple[jax.Array, jax.Array]:
+    """Apply `chunk` to equal slices of the T axis, one after the other, and join its results.
+
+    Rows stay whole, so that a batch split over devices stays where it is.
+    """
+    B, T, D = hidden_BTD.shape
+    count = -(-T // max(1, chunk_tokens // B))
+    size = -(-T // count)
+    over = count * size - T
+    hidden_BTD = jnp.pad(hidden_BTD, ((0, 0), (0, over), (0, 0)))
+    targets_BT = jnp.pad(targets_BT, ((0, 0), (0, over)))
+    slices = (
+        hidden_BTD.reshape(B, count, size, D).swapaxes(0, 1),
+        targets_BT.reshape(B, count, size).swapaxes(0, 1),
+    )
+    results = jax.lax.map(jax.checkpoint(chunk), slices)
+    logprobs_BT, entropy_BT = (x.swapaxes(0, 1).reshape(B, -1)[:, :T] for x in results)
+    return logprobs_BT, entropy_BT
+
+
+@partial(jax.jit, static_argnames=("recipe",))
+def score(
+    params: Params, tokens_BT: jax.Array, processing: Processing, *, recipe: Recipe
+) -> tuple[jax.Array, jax.Array]:
+    """`token_logprobs` without gradients, compiled once per shape."""
+    return token_logprobs(params, tokens_BT, processing, recipe)
+
+
+def batch_ways() -> int:
+    """Over how many parts the mesh in use splits a batch; 1 without a mesh."""
+    sizes = jax.sharding.get_abstract_mesh().shape
+    return int(np.prod([sizes.get(axis, 1) for axis in RULES["batch"] or ()]))
+
+
+def place(batch: Any) -> Any:
+    """Host arrays onto the devices, split by rows under the mesh in use."""
+    mesh = jax.sharding.get_mesh()
+    if mesh.empty:
+        return jax.device_put(batch)
+    return jax.device_put(batch, NamedSharding(mesh, PartitionSpec(RULES["batch"])))
+
+
+def score_samples(
+    params: Params,
+    samples: Sequence[batching.Sample],
+    shapes: Sequence[batching.Shape],
+    sampling: SamplingConfig,
+    recipe: Recipe,
+) -> list[np.ndarray]:
+    """Log-probabilities of each sample's response tokens, float32 [num_tokens]; one fetch."""
+    packed = batching.micro_batches(samples, shapes)
+    processing = Processing.of(sampling)
+    scored = [score(params, place(p.batch.tokens_BT), processing, recipe=recipe)[0] for p in packed]
+    result: list[np.ndarray] = [np.empty(0, np.float32)] * len(samples)
+    for p, logprobs_BT in zip(packed, jax.device_get(scored), strict=True):
+        for row, i in enumerate(p.sample_indices):
+            result[i] = batching.unpack(samples[i], logprobs_BT[row])
+    return result
