@@ -37,6 +37,7 @@ from rl.warmstart_check import TaskReport, evaluate, show
 CHARACTERS = "\n" + "".join(chr(code) for code in range(32, 127))
 BATCHES_A_STEP = 4  # a step's examples, sorted by length and cut, so that padding is small
 WIDTHS_TOKENS = (64, 96, 128, 192, 256, 384)  # what batches are padded to: few to compile
+DRILL_TOKENS = 128  # the longest example of the drill
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,8 +52,8 @@ class WarmstartConfig:
 
     output: str = "policies/tiny"
     seed: int = 0
-    steps: int = 1200
-    drill_steps: int = 500
+    steps: int = 800
+    drill_steps: int = 350
     step_examples: int = 32
     learning_rate: float = 2e-3
     warmup_steps: int = 50
@@ -60,7 +61,7 @@ class WarmstartConfig:
     clip_norm: float = 1.0
     direct_fraction: float = 0.3
     eval_every_steps: int = 50
-    eval_prompts: int = 32
+    eval_prompts: int = 16
     final_eval_prompts: int = 256
     stop_at_reward: float = 0.42
     max_new_tokens: int = 384
@@ -125,16 +126,17 @@ def pack(pairs: Sequence[tuple[list[int], list[int]]], pad_id: int) -> Batch:
 def step_batches(config: WarmstartConfig, tok: tokenizer.Tokenizer) -> Iterator[list[Batch]]:
     """What each step trains on: its examples, sorted by length and cut into batches.
 
-    The drill comes first. The few examples longer than the largest width are left out.
+    The drill comes first. Examples longer than `DRILL_TOKENS` or the largest width are left out.
     """
     eos = tok.eos_token_ids[0]
 
     def fitting(seed: int, drill: bool) -> Iterator[tuple[list[int], list[int]]]:
         direct_fraction = 0.0 if drill else config.direct_fraction
+        longest = DRILL_TOKENS if drill else WIDTHS_TOKENS[-1]
         for example in worked.examples(worked.TASKS, seed, direct_fraction):
             prompt = example.stem if drill else example.prompt
             pair = tok.encode(prompt), [*tok.encode(example.response), eos]
-            if len(pair[0]) + len(pair[1]) <= WIDTHS_TOKENS[-1]:
+            if len(pair[0]) + len(pair[1]) <= longest:
                 yield pair
 
     # Two streams a seed: twice the seed for the drill, and the next one for the questions.

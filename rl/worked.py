@@ -29,10 +29,14 @@ FIRST_SEED = 2**33
 
 @dataclasses.dataclass(frozen=True)
 class WorkedTask:
-    """A reasoning-gym task that has a writer of worked solutions; `options` are its settings."""
+    """A reasoning-gym task that has a writer of worked solutions; `options` are its settings.
+
+    `weight` is its share of the warm start's examples, relative to the others.
+    """
 
     name: str
     options: tuple[tuple[str, int], ...]
+    weight: int = 1
 
     @property
     def spec(self) -> str:
@@ -45,7 +49,7 @@ TASKS: tuple[WorkedTask, ...] = (
         "gcd", (("min_numbers", 2), ("max_numbers", 2), ("min_value", 2), ("max_value", 99))
     ),
     WorkedTask(
-        "chain_sum", (("min_terms", 2), ("max_terms", 4), ("min_digits", 1), ("max_digits", 2))
+        "chain_sum", (("min_terms", 2), ("max_terms", 4), ("min_digits", 1), ("max_digits", 1)), 2
     ),
     WorkedTask("count_bits", (("min_n", 1), ("max_n", 127))),
     WorkedTask("spell_backward", (("min_word_len", 3), ("max_word_len", 7))),
@@ -149,15 +153,16 @@ def dataset(task: WorkedTask, seed: int, size: int) -> Any:
 def examples(tasks: Sequence[WorkedTask], seed: int, direct_fraction: float) -> Iterator[Example]:
     """A stream of examples, a function of the arguments alone.
 
-    Tasks are drawn uniformly, and each response is direct with probability
+    Tasks are drawn by their weights, and each response is direct with probability
     `direct_fraction`. Two seeds share no reasoning-gym seed; a stream ends after a
     million examples.
     """
     rng = random.Random(seed)
+    weights = [task.weight for task in tasks]
     size = 1_000_000
     sources = [dataset(task, FIRST_SEED + (1 + seed) * size, size) for task in tasks]
     for index in range(size):
-        which = rng.randrange(len(tasks))
+        (which,) = rng.choices(range(len(tasks)), weights)
         style: Style = "direct" if rng.random() < direct_fraction else "worked"
         entry, name = sources[which][index], tasks[which].name
         prompt = entry["question"] + PROMPT_SUFFIX
