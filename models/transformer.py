@@ -249,9 +249,7 @@ def head(params: Params, hidden_D: jax.Array) -> jax.Array:
         return jnp.einsum(
             "...d,vd->...v", hidden_D, params.embedding_VD, preferred_element_type=jnp.float32
         )
-    return jnp.einsum(
-        "...d,dv->...v", hidden_D, params.head_DV, preferred_element_type=jnp.float32
-    )
+    return jnp.einsum("...d,dv->...v", hidden_D, params.head_DV, preferred_element_type=jnp.float32)
 
 
 def logits(config: ModelConfig, params: Params, tokens_BT: jax.Array) -> jax.Array:

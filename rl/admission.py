@@ -65,4 +65,5 @@ def plan(
             copies.append((kept[prompt], row))
         else:
             inserts.append((prefill.setdefault(prompt, len(prefill)), row))
-    return Plan(tuple(r for r in rows if r is not None), tuple(prefill), tuple(inserts), tuple(copies))
+    assigned = tuple(r for r in rows if r is not None)
+    return Plan(assigned, tuple(prefill), tuple(inserts), tuple(copies))

@@ -76,7 +76,7 @@ def prefill(
 
 
 @partial(jax.jit, donate_argnames="rows")
-def _insert(
+def insert_layer(
     rows: jax.Array, new: jax.Array, source_B: jax.Array, target_B: jax.Array, count: jax.Array
 ) -> jax.Array:
     def one(i: jax.Array, rows: jax.Array) -> jax.Array:
@@ -87,7 +87,7 @@ def _insert(
 
 
 @partial(jax.jit, donate_argnames="rows")
-def _copy(
+def copy_layer(
     rows: jax.Array, source_B: jax.Array, target_B: jax.Array, count: jax.Array
 ) -> jax.Array:
     def one(i: jax.Array, rows: jax.Array) -> jax.Array:
@@ -98,7 +98,7 @@ def _copy(
 
 
 @partial(jax.jit, static_argnames=("num_positions", "axis"))
-def _resize(rows: jax.Array, row_B: jax.Array, *, num_positions: int, axis: int) -> jax.Array:
+def resize_layer(rows: jax.Array, row_B: jax.Array, *, num_positions: int, axis: int) -> jax.Array:
     rows = jnp.take(rows, row_B, axis=0, mode="clip")
     size = rows.shape[axis]
     if size >= num_positions:
@@ -113,13 +113,13 @@ def insert_rows(
 ) -> KVCache:
     """Row `target[i]` starts with row `source[i]` of `new`, for i < count; donates `cache`."""
     args = jax.device_put((source, target, np.int32(count)))
-    return jax.tree.map(lambda rows, more: _insert(rows, more, *args), cache, new)
+    return jax.tree.map(lambda rows, more: insert_layer(rows, more, *args), cache, new)
 
 
 def copy_rows(cache: KVCache, source: np.ndarray, target: np.ndarray, count: int) -> KVCache:
     """Row `target[i]` becomes row `source[i]`, for i < count in turn; donates `cache`."""
     args = jax.device_put((source, target, np.int32(count)))
-    return jax.tree.map(lambda rows: _copy(rows, *args), cache)
+    return jax.tree.map(lambda rows: copy_layer(rows, *args), cache)
 
 
 def resize(cache: KVCache, row_B: np.ndarray, num_positions: int) -> KVCache:
@@ -130,7 +130,7 @@ def resize(cache: KVCache, row_B: np.ndarray, num_positions: int) -> KVCache:
     index = jax.device_put(row_B)
 
     def one(rows: jax.Array, axis: int) -> jax.Array:
-        new = _resize(rows, index, num_positions=num_positions, axis=axis)
+        new = resize_layer(rows, index, num_positions=num_positions, axis=axis)
         rows.delete()
         return new
 

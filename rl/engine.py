@@ -24,12 +24,14 @@ from models import kv_cache, transformer
 from models.config import ModelConfig
 from models.sharding import fitting_sharding
 from rl import admission, cache_steps
-from rl.trajectory import FinishReason, Origin, Request, Trajectory, check_requests
-from spec.sampling import SamplingConfig
-from spec.tree import NO_DRAFT, Draft, Drafter, DraftTree, SlotView, pack
+from rl.slot_table import EngineStats, Row
+from rl.trajectory import Request, Trajectory, check_requests
+from spec.sampling import Draw, SamplingConfig
+from spec.tree import NO_DRAFT, Draft, Drafter, DraftTree, pack
 from spec.verify import Emitted, Slots, decode_rounds, verify_round
 
 OnFinish = Callable[[Trajectory], None]
+OnRound = Callable[[int, int], None]  # (responses finished, tokens emitted) so far
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,38 +58,14 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             if getattr(self, field.name) < 1:
-                raise ValueError(f"{field.name} must be at least 1, got {getattr(self, field.name)}")
+                raise ValueError(
+                    f"{field.name} must be at least 1, got {getattr(self, field.name)}"
+                )
         if self.prefill_chunk_tokens < self.min_prompt_tokens:
             raise ValueError(
                 f"prefill_chunk_tokens={self.prefill_chunk_tokens} must be at least "
                 f"min_prompt_tokens={self.min_prompt_tokens}"
             )
-
-
-@dataclasses.dataclass
-class Row:
-    """The host's record of one slot. `length` counts its live cache positions."""
-
-    request: Request | None = None
-    prompt: tuple[int, ...] | None = None  # whose cache the row holds, also after its request
-    last_token: int = 0
-    length: int = 0
-    limit: int = 0
-    tokens: list[int] = dataclasses.field(default_factory=list)
-    logprobs: list[float] = dataclasses.field(default_factory=list)
-    origins: list[int] = dataclasses.field(default_factory=list)
-
-    def view(self) -> SlotView:
-        assert self.request is not None
-        r = self.request
-        return SlotView(
-            r.request_id,
-            r.group_id,
-            r.sample_index,
-            r.prompt_ids,
-            self.tokens,
-            self.limit - len(self.tokens),
-        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,20 +77,6 @@ class Phase:
     stop_ids: frozenset[int]
     stop_E: jax.Array
     policy_version: int
-
-
-@dataclasses.dataclass
-class EngineStats:
-    """Counts of one phase; `rounds[(slots, nodes, positions)]` prices it on other hardware."""
-
-    fetches: int = 0
-    tokens: int = 0
-    prefilled_tokens: int = 0
-    drafted_nodes: int = 0
-    accepted_tokens: int = 0
-    rounds: collections.Counter[tuple[int, int, int]] = dataclasses.field(
-        default_factory=collections.Counter
-    )
 
 
 def bucket(size: int, smallest: int, largest: int | None = None) -> int:
@@ -154,8 +118,12 @@ class Engine:
         policy_version: int = 0,
         drafter: Drafter | None = None,
         on_finish: OnFinish | None = None,
+        on_round: OnRound | None = None,
     ) -> list[Trajectory]:
         """Generate every request to its end; trajectories in the order of the requests.
+
+        `on_round` is called after every fetch; what it raises ends the phase, and the
+        engine stays usable.
 
         Raises ValueError, before any device work, for requests that cannot run:
         empty or too long prompts, tokens outside the vocabulary, repeated ids.
@@ -164,26 +132,40 @@ class Engine:
         self.stats = EngineStats()
         queue = collections.deque(requests)
         done: dict[int, Trajectory] = {}
-        stop_E = self._put(np.asarray(sorted(stop_token_ids) or [-1], np.int32))
+        stop_E = self.put(np.asarray(sorted(stop_token_ids) or [-1], np.int32))
         self._phase = Phase(sampling, key, frozenset(stop_token_ids), stop_E, policy_version)
         with self.mesh_context():
-            # rows of an earlier policy hold nothing that is of use
-            self.allocate(self._slot_bucket(len(queue)), self.config.min_positions)
-            while queue or self._busy():
-                self._fit(len(queue))
-                self._admit(params, queue)
-                drafts = self._draft(drafter)
-                if any(len(d.tokens) for d in drafts):
-                    self._verify(params, drafts)
-                else:
-                    self._decode(params, len(queue), one_round=drafter is not None)
-                for trajectory in self._retire_ended(drafter):
-                    done[trajectory.request_id] = trajectory
-                    if on_finish is not None:
-                        on_finish(trajectory)
+            try:
+                # rows of an earlier policy hold nothing that is of use
+                self.allocate(self.slot_bucket(len(queue)), self.config.min_positions)
+                while queue or self._busy():
+                    self._round(params, queue, drafter)
+                    for trajectory in self._retire_ended(drafter):
+                        done[trajectory.request_id] = trajectory
+                        if on_finish is not None:
+                            on_finish(trajectory)
+                    if on_round is not None:
+                        on_round(len(done), self.stats.tokens)
+            except BaseException:
+                self._cache = None  # a step that failed may have consumed it
+                raise
         return [done[r.request_id] for r in requests]
 
-    # -- the beats ----------------------------------------------------
+    # -- the beats ---------------------------------------------------------
+
+    def _round(
+        self,
+        params: transformer.Params,
+        queue: collections.deque[Request],
+        drafter: Drafter | None,
+    ) -> None:
+        self._fit(len(queue))
+        self._admit(params, queue)
+        drafts = self._draft(drafter)
+        if any(len(d.tokens) for d in drafts):
+            self._verify(params, drafts)
+        else:
+            self._decode(params, len(queue), one_round=drafter is not None)
 
     def _admit(self, params: transformer.Params, queue: collections.deque[Request]) -> None:
         free = [i for i, row in enumerate(self._rows) if row.request is None]
@@ -193,9 +175,8 @@ class Engine:
         prompts = [r.prompt_ids for r in entering]
         longest = max(len(p) for p in prompts)
         self._grow(longest + self.config.max_nodes)
-        plan = admission.plan(
-            prompts, free, [row.prompt for row in self._rows], frozenset(r.prompt_ids for r in queue)
-        )
+        held = [row.prompt for row in self._rows]
+        plan = admission.plan(prompts, free, held, frozenset(r.prompt_ids for r in queue))
         self._fill_rows(params, plan)
         for request, index in zip(entering, plan.rows, strict=True):
             self._rows[index] = Row(
@@ -227,10 +208,8 @@ class Engine:
                 tokens_PT[i, : len(prompt) - 1] = prompt[:-1]
             new = cache_steps.prefill(
                 params,
-                self._put(tokens_PT),
-                config=self.model,
-                chunk_tokens=self.config.prefill_chunk_tokens,
-                dtype=self.dtype,
+                self.put(tokens_PT),
+                **self.prefill_options(),
             )
             source, target = self._pairs(inserts)
             self._cache = cache_steps.insert_rows(self._cache, new, source, target, len(inserts))
@@ -254,11 +233,11 @@ class Engine:
 
     def _verify(self, params: transformer.Params, drafts: list[Draft]) -> None:
         widest = max(len(d.tokens) for d in drafts) + 1
-        N = bucket(widest, 2, bucket(self.config.max_nodes, 2))
+        N = bucket(widest, 2, self.config.max_nodes)
         self._grow(max(row.length for row in self._rows if row.request) + N)
         tokens_BN, parents_BN = pack(drafts, N)
         assert self._cache is not None
-        tree = DraftTree(self._put(tokens_BN), self._put(parents_BN))
+        tree = DraftTree(self.put(tokens_BN), self.put(parents_BN))
         self._cache, self._slots, emitted = verify_round(
             params,
             self._cache,
@@ -287,61 +266,34 @@ class Engine:
             self._phase.stop_E,
             np.int32(rounds),
             np.int32(stop_after),
-            config=self.model,
-            scheme=self._phase.sampling.draw,
-            max_rounds=self.config.rounds_per_fetch,
+            **self.decode_options(self._phase.sampling.draw),
         )
         ran = self._commit(emitted, [False] * len(self._rows))
         self.stats.rounds[(len(self._rows), 1, self._cache.num_positions)] += ran
 
     def _commit(self, emitted: Emitted, drafted: list[bool]) -> int:
-        """The call's one fetch: append each slot's tokens to its record; returns the most of any."""
+        """The call's one fetch: append each slot's tokens; returns the most that a slot got."""
         tokens_BN, logprobs_BN, count_B = jax.device_get(
             (emitted.tokens_BN, emitted.logprobs_BN, emitted.count_B)
         )
         self.stats.fetches += 1
         self.stats.tokens += int(count_B.sum())
         for b, count in enumerate(count_B.tolist()):
-            if not count:
-                continue
-            row = self._rows[b]
-            row.tokens += tokens_BN[b, :count].tolist()
-            row.logprobs += logprobs_BN[b, :count].tolist()
-            row.last_token = row.tokens[-1]
-            row.length += count
-            if drafted[b]:
-                row.origins += [Origin.ACCEPTED] * (count - 1) + [Origin.BONUS]
-                self.stats.accepted_tokens += count - 1
-            else:
-                row.origins += [Origin.PLAIN] * count
+            if count:
+                tokens, logprobs = tokens_BN[b, :count].tolist(), logprobs_BN[b, :count].tolist()
+                self._rows[b].commit(tokens, logprobs, drafted[b])
+                self.stats.accepted_tokens += (count - 1) * drafted[b]
         return int(count_B.max())
 
     def _retire_ended(self, drafter: Drafter | None) -> list[Trajectory]:
         """Trajectories of the requests that the last round ended; their rows are free."""
         ended = []
         for row in self._rows:
-            request = row.request
-            if request is None or not row.tokens:
-                continue
-            stopped = row.last_token in self._phase.stop_ids
-            if not stopped and len(row.tokens) < row.limit:
-                continue
-            if drafter is not None:
-                drafter.finished(row.view())
-            row.request = None
-            ended.append(
-                Trajectory(
-                    request_id=request.request_id,
-                    group_id=request.group_id,
-                    sample_index=request.sample_index,
-                    prompt_ids=np.asarray(request.prompt_ids, np.int32),
-                    response_ids=np.asarray(row.tokens, np.int32),
-                    logprobs=np.asarray(row.logprobs, np.float32),
-                    policy_versions=np.full(len(row.tokens), self._phase.policy_version, np.int32),
-                    origins=np.asarray(row.origins, np.uint8),
-                    finish_reason=FinishReason.STOP if stopped else FinishReason.LENGTH,
-                )
-            )
+            reason = row.finish_reason(self._phase.stop_ids) if row.request else None
+            if reason is not None:
+                if drafter is not None:
+                    drafter.finished(row.view())
+                ended.append(row.retire(reason, self._phase.policy_version))
         return ended
 
     # -- buckets -----------------------------------------------------------
@@ -351,11 +303,11 @@ class Engine:
         held = self._cache
         if held is None or (held.num_slots, held.num_positions) != (num_slots, num_positions):
             self._cache = held = None  # free it before there is another
-            self._cache = self._empty_cache(num_slots, num_positions)
+            self._cache = self.empty_cache(num_slots, num_positions)
         self._rows = [Row() for _ in range(num_slots)]
         self._slots = None
 
-    def _empty_cache(self, num_slots: int, num_positions: int) -> kv_cache.KVCache:
+    def empty_cache(self, num_slots: int, num_positions: int) -> kv_cache.KVCache:
         cache = kv_cache.init(self.model, num_slots, num_positions, self.dtype)
         if self.mesh is None:
             return cache
@@ -364,15 +316,17 @@ class Engine:
             lambda x: jax.device_put(x, fitting_sharding(mesh, x.shape, kv_cache.AXES)), cache
         )
 
-    def _slot_bucket(self, size: int) -> int:
+    def slot_bucket(self, size: int) -> int:
         return bucket(size, self.config.min_slots, max(self.config.slots, self.config.min_slots))
 
     def _fit(self, waiting: int) -> None:
         """Halve the batch while what is left fits into half of it."""
         assert self._cache is not None
-        while self._slot_bucket(self._busy() + waiting) < len(self._rows):
-            half = self._slot_bucket(-(-len(self._rows) // 2))
-            order = sorted(range(len(self._rows)), key=lambda i: self._rows[i].request is None)[:half]
+        while self.slot_bucket(self._busy() + waiting) < len(self._rows):
+            half = self.slot_bucket(-(-len(self._rows) // 2))
+            order = [i for i, row in enumerate(self._rows) if row.request]
+            order += [i for i, row in enumerate(self._rows) if not row.request]
+            order = order[:half]
             self._cache = cache_steps.resize(
                 self._cache, np.asarray(order, np.int32), self._cache.num_positions
             )
@@ -389,6 +343,16 @@ class Engine:
     def _busy(self) -> int:
         return sum(row.request is not None for row in self._rows)
 
+    def prefill_options(self) -> dict[str, Any]:
+        """The static arguments of `cache_steps.prefill`."""
+        chunk_tokens = self.config.prefill_chunk_tokens
+        return {"config": self.model, "chunk_tokens": chunk_tokens, "dtype": self.dtype}
+
+    def decode_options(self, scheme: Draw) -> dict[str, Any]:
+        """The static arguments of `decode_rounds`."""
+        max_rounds = self.config.rounds_per_fetch
+        return {"config": self.model, "scheme": scheme, "max_rounds": max_rounds}
+
     # -- to the device -----------------------------------------------------
 
     def _device_slots(self) -> Slots:
@@ -397,7 +361,7 @@ class Engine:
             floats = [self._phase.sampling.temperature, self._phase.sampling.top_p]
             floats_B2 = np.tile(np.asarray(floats, np.float32), (len(self._rows), 1))
             self._slots = cache_steps.make_slots(
-                self._put(ints_BC), self._put(floats_B2), self._put(self._phase.key)
+                self.put(ints_BC), self.put(floats_B2), self.put(self._phase.key)
             )
         return self._slots
 
@@ -421,7 +385,7 @@ class Engine:
         table[:, : len(pairs)] = np.asarray(pairs, np.int32).T
         return table[0], table[1]
 
-    def _put(self, x: Any) -> jax.Array:
+    def put(self, x: Any) -> jax.Array:
         if self.mesh is None:
             return jax.device_put(x)
         return jax.device_put(x, NamedSharding(self.mesh, PartitionSpec()))

@@ -1,10 +1,10 @@
 """Requests in, trajectories out.
 
-    config, params = models.hf.load_pretrained("policies/tiny")
-    tokenizer = models.tokenizer.load("policies/tiny")
-    requests = [Request(i, tuple(tokenizer.encode("What is 2 + 3?\\n"))) for i in range(4)]
-    for t in generate(config, params, requests, SamplingConfig(max_new_tokens=64)):
-        print(tokenizer.decode(t.response_ids), t.logprobs.sum())
+config, params = models.hf.load_pretrained("policies/tiny")
+tokenizer = models.tokenizer.load("policies/tiny")
+requests = [Request(i, tuple(tokenizer.encode("What is 2 + 3?\\n"))) for i in range(4)]
+for t in generate(config, params, requests, SamplingConfig(max_new_tokens=64)):
+    print(tokenizer.decode(t.response_ids), t.logprobs.sum())
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import jax
 
 from models import transformer
 from models.config import ModelConfig
-from rl.engine import Engine, OnFinish
+from rl.engine import Engine, OnFinish, OnRound
 from rl.trajectory import Request, Trajectory
 from spec.sampling import SamplingConfig, step_key
 from spec.tree import Drafter
@@ -33,6 +33,7 @@ def generate(
     stop_token_ids: Sequence[int] | None = None,
     policy_version: int = 0,
     on_finish: OnFinish | None = None,
+    on_round: OnRound | None = None,
 ) -> list[Trajectory]:
     """Generate a response to every request; trajectories in the order of the requests.
 
@@ -41,7 +42,8 @@ def generate(
     `stop_token_ids` default to the policy's end tokens. An `engine` that is handed
     in keeps its compiled steps and its buffers between calls; without one, a fresh
     one of default settings serves the call. `on_finish` is told of each trajectory
-    the moment it ends.
+    the moment it ends, `on_round` of (responses finished, tokens emitted) after
+    every fetch.
     """
     engine = engine or Engine(config, dtype=params.final_norm_D.dtype)
     if engine.model != config:
@@ -55,4 +57,5 @@ def generate(
         policy_version=policy_version,
         drafter=drafter,
         on_finish=on_finish,
+        on_round=on_round,
     )

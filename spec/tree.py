@@ -87,12 +87,13 @@ def pack(drafts: Sequence[Draft], num_nodes: int) -> tuple[np.ndarray, np.ndarra
         n = min(len(draft.tokens), num_nodes - 1)
         edges = list(zip(draft.parents[:n], draft.tokens[:n], strict=True))
         for i, (parent, token) in enumerate(edges):
-            if not -1 <= parent < i:
-                raise ValueError(f"draft node {i} of slot {b} has parent {parent}: expected −1…{i - 1}")
-            if token < 0:
-                raise ValueError(f"draft node {i} of slot {b} has token {token}: expected 0 or more")
+            if not -1 <= parent < i or token < 0:
+                raise ValueError(
+                    f"draft node {i} of slot {b} is (parent {parent}, token {token}): expected a "
+                    f"parent in −1 … {i - 1} and a token of at least 0"
+                )
         if len(set(edges)) != n:
-            raise ValueError(f"the draft of slot {b} holds siblings with the same token: merge them")
+            raise ValueError(f"the draft of slot {b} repeats a token among siblings: merge them")
         tokens_BN[b, 1 : n + 1] = draft.tokens[:n]
         parents_BN[b, 1 : n + 1] = np.asarray(draft.parents[:n], np.int32) + 1
     return tokens_BN, parents_BN

@@ -1,0 +1,155 @@
+"""Compile an engine's pool of buckets before the first request needs one.
+
+Every program is lowered on arrays like the engine's own, all are compiled in
+threads, then each runs once on slots at rest, which proves that calls find what
+was compiled. After it, a phase within the stated lengths compiles nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+
+from models import transformer
+from rl import cache_steps
+from rl.engine import Engine, bucket
+from spec.sampling import SamplingConfig, step_key
+from spec.verify import decode_rounds
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A jitted step with a maker of its arguments (fresh ones: many are donated)."""
+
+    step: Any
+    arguments: Callable[[], tuple[tuple, dict[str, Any]]]
+
+
+def warm_up(
+    engine: Engine,
+    params: transformer.Params,
+    sampling: SamplingConfig,
+    *,
+    max_requests: int,
+    max_prompt_tokens: int,
+) -> int:
+    """Compile what plain phases of these sizes can reach; returns the number of programs."""
+    with engine.mesh_context():
+        programs = list(_programs(engine, params, sampling, max_requests, max_prompt_tokens))
+        lowered = []
+        for program in programs:
+            args, kwargs = program.arguments()
+            lowered.append(program.step.lower(*args, **kwargs))
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            list(pool.map(lambda low: low.compile(), lowered))
+        for program in programs:
+            args, kwargs = program.arguments()
+            jax.block_until_ready(program.step(*args, **kwargs))
+        return len(programs)
+
+
+def slot_sizes(engine: Engine, max_requests: int) -> list[int]:
+    """The buckets of slots that a phase of up to `max_requests` passes through, largest first."""
+    sizes = [engine.slot_bucket(max_requests)]
+    while sizes[-1] > engine.slot_bucket(1):
+        sizes.append(engine.slot_bucket(-(-sizes[-1] // 2)))
+    return sizes
+
+
+def position_sizes(engine: Engine, max_tokens: int) -> list[int]:
+    """The buckets of cache positions of requests up to `max_tokens`, smallest first."""
+    sizes = [engine.config.min_positions]
+    while sizes[-1] < max_tokens:
+        sizes.append(2 * sizes[-1])
+    return sizes
+
+
+def _programs(
+    engine: Engine,
+    params: transformer.Params,
+    sampling: SamplingConfig,
+    max_requests: int,
+    max_prompt_tokens: int,
+) -> Iterator[Program]:
+    config = engine.config
+    prompt_room = max_prompt_tokens + config.max_nodes
+    last = max(prompt_room, max_prompt_tokens + sampling.max_new_tokens)
+    positions = position_sizes(engine, last)
+    prompts = sorted(
+        {
+            bucket(n, config.min_prompt_tokens, S)
+            for S in positions
+            for n in range(1, max_prompt_tokens)
+            if n + 1 + config.max_nodes <= S
+        }
+    )
+    for T in prompts:
+        yield Program(cache_steps.prefill, partial(_prefill, engine, params, T))
+    for B in slot_sizes(engine, max_requests):
+        yield Program(cache_steps.make_slots, partial(_make_slots, engine, B))
+        half = engine.slot_bucket(-(-B // 2))
+        for S in positions:
+            yield Program(decode_rounds, partial(_decode, engine, params, sampling, B, S))
+            for name, axis in (("keys", cache_steps.KEY_AXIS), ("values", cache_steps.VALUE_AXIS)):
+                rows = partial(_rows, engine, name, B, S)
+                for T in (T for T in prompts if T <= S):
+                    yield Program(cache_steps.insert_layer, partial(_insert, engine, rows, name, T))
+                yield Program(cache_steps.copy_layer, partial(_copy, rows))
+                if half < B:
+                    yield Program(cache_steps.resize_layer, partial(_resize, rows, half, S, axis))
+                if S < positions[-1]:
+                    yield Program(cache_steps.resize_layer, partial(_resize, rows, B, 2 * S, axis))
+
+
+def _rows(engine: Engine, name: str, B: int, S: int) -> jax.Array:
+    return getattr(engine.empty_cache(B, S), name)[0]
+
+
+def _prefill(engine: Engine, params: transformer.Params, T: int) -> tuple[tuple, dict[str, Any]]:
+    tokens_PT = engine.put(np.zeros((engine.config.prefill_rows, T), np.int32))
+    return (params, tokens_PT), engine.prefill_options()
+
+
+def _make_slots(engine: Engine, B: int) -> tuple[tuple, dict[str, Any]]:
+    ints_BC = np.zeros((B, len(cache_steps.COLUMNS)), np.int32)
+    floats_B2 = np.ones((B, 2), np.float32)
+    return (engine.put(ints_BC), engine.put(floats_B2), engine.put(step_key(0, 0))), {}
+
+
+def _decode(
+    engine: Engine, params: transformer.Params, sampling: SamplingConfig, B: int, S: int
+) -> tuple[tuple, dict[str, Any]]:
+    args, _ = _make_slots(engine, B)
+    stop_E = engine.put(np.zeros(max(1, len(engine.model.eos_token_ids)), np.int32))
+    slots = cache_steps.make_slots(*args)
+    cache = engine.empty_cache(B, S)
+    options = engine.decode_options(sampling.draw)
+    return (params, cache, slots, stop_E, np.int32(1), np.int32(1)), options
+
+
+def _insert(
+    engine: Engine, rows: Callable[[], jax.Array], name: str, T: int
+) -> tuple[tuple, dict[str, Any]]:
+    target, pairs = rows(), np.zeros(rows().shape[0], np.int32)
+    new = getattr(engine.empty_cache(engine.config.prefill_rows, T), name)[0]
+    return (target, new, *jax.device_put((pairs, pairs, np.int32(0)))), {}
+
+
+def _copy(rows: Callable[[], jax.Array]) -> tuple[tuple, dict[str, Any]]:
+    target = rows()
+    pairs = np.zeros(target.shape[0], np.int32)
+    return (target, *jax.device_put((pairs, pairs, np.int32(0)))), {}
+
+
+def _resize(
+    rows: Callable[[], jax.Array], B: int, S: int, axis: int
+) -> tuple[tuple, dict[str, Any]]:
+    index = jax.device_put(np.zeros(B, np.int32))
+    return (rows(), index), {"num_positions": S, "axis": axis}
