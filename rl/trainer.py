@@ -116,7 +116,8 @@ def accumulate(
 def inspect(accumulator: Accumulator, step: jax.Array, *, recipe: Recipe) -> Report:
     """The gradient's norm before clipping, the learning rate to come, and the statistics."""
     lr = learning_rate(recipe.optimizer, recipe.total_steps, step)
-    return Report(optax.global_norm(accumulator.gradients), lr, accumulator.statistics)
+    squares = [jnp.sum(g * g) for g in jax.tree.leaves(accumulator.gradients)]
+    return Report(jnp.sqrt(sum(squares)), lr, accumulator.statistics)
 
 
 @partial(jax.jit, static_argnames=("recipe",), donate_argnames=("state",))
@@ -209,7 +210,7 @@ def update(
     """
     algorithm, trainer = recipe.algorithm, recipe.trainer
     samples = batching.select(trajectories, advantages, mask_truncated=algorithm.mask_truncated)
-    samples = _scored(state.params, samples, shapes, sampling, recipe, reference)
+    samples = with_scores(state.params, samples, shapes, sampling, recipe, reference)
     processing = Processing.of(sampling)
     reports: list[Report] = []
     packed_all: list[Packed] = []
@@ -237,7 +238,7 @@ def update(
     return state, _combined(reports) | counts | {"batch/padding": float(np.mean(used))}
 
 
-def _scored(
+def with_scores(
     params: Params,
     samples: list[Sample],
     shapes: Sequence[Shape],

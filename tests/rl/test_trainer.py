@@ -1,0 +1,404 @@
+"""Optimizer steps: sums over micro-batches, refusals, devices, compilations, and learning."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models import transformer
+from models.config import ModelConfig
+from models.sharding import MeshConfig, make_mesh, param_shardings
+from rl import batching, scoring, trainer
+from rl.advantages import group_advantages
+from rl.losses import AlgorithmConfig
+from rl.optimizer import OptimizerConfig, init_state, learning_rate, make_optimizer
+from rl.recipe import Recipe, TrainerConfig
+from rl.trajectory import FinishReason, Trajectory
+from spec.sampling import SamplingConfig
+
+MODEL = ModelConfig("qwen3", 16, 16, 1, 2, 2, 8, 32, qk_norm=True, eos_token_ids=(15,))
+RECIPE = Recipe(
+    MODEL,
+    algorithm=AlgorithmConfig(mask_truncated=True),
+    trainer=TrainerConfig(micro_batch_tokens=128, min_bucket_tokens=16, logprob_chunk_tokens=64),
+    optimizer=OptimizerConfig(learning_rate=0.02),
+    total_steps=100,
+)
+SAMPLING = SamplingConfig()
+SHAPES = ((8, 16),)
+
+
+def fresh_state(recipe=RECIPE):
+    params = transformer.init(MODEL, jax.random.key(0))
+    return init_state(params, make_optimizer(recipe.optimizer, recipe.total_steps))
+
+
+def trajectory(i, prompt, response, *, reward=1.0, logprobs=None, finish=FinishReason.STOP):
+    n = len(response)
+    logprobs = np.full(n, -2.7, np.float32) if logprobs is None else logprobs
+    zeros = np.zeros(n, np.int32)
+    ids = (np.array(prompt, np.int32), np.array(response, np.int32))
+    return Trajectory(i, i // 4, i % 4, *ids, logprobs, zeros, zeros, finish, reward)
+
+
+def some_trajectories(count=8, seed=0, max_response=12):
+    rng = np.random.default_rng(seed)
+    return [
+        trajectory(i, rng.integers(0, 15, rng.integers(1, 5)), rng.integers(0, 16, n))
+        for i, n in enumerate(rng.integers(1, max_response, count))
+    ]
+
+
+def some_advantages(count=8, seed=0):
+    return np.random.default_rng(seed).normal(size=count).astype(np.float32)
+
+
+def run(state, trajectories, advantages, *, recipe=RECIPE, shapes=SHAPES, step=0, **more):
+    return trainer.update(
+        state,
+        trajectories,
+        advantages,
+        recipe=recipe,
+        shapes=shapes,
+        sampling=SAMPLING,
+        step=step,
+        **more,
+    )
+
+
+def leaves(tree):
+    return [np.array(x) for x in jax.tree.leaves(tree)]
+
+
+def gradient_of(samples, shapes):
+    """The accumulated gradient of one optimizer step, flat, and how many micro-batches it took."""
+    params = transformer.init(MODEL, jax.random.key(0))
+    packed = batching.micro_batches(samples, shapes)
+    num_tokens = sum(s.trajectory.num_tokens for s in samples)
+    accumulator = trainer.start(recipe=RECIPE)
+    for p in packed:
+        batch, processing = scoring.place(p.batch), scoring.Processing.of(SAMPLING)
+        accumulator, _ = trainer.accumulate(
+            params, accumulator, batch, processing, np.float32(num_tokens), recipe=RECIPE
+        )
+    return np.concatenate([x.ravel() for x in leaves(accumulator.gradients)]), len(packed)
+
+
+def test_any_split_into_micro_batches_gives_the_same_gradient():
+    samples = batching.select(some_trajectories(), some_advantages())
+    whole, one = gradient_of(samples, ((8, 16),))
+    split, many = gradient_of(samples[::-1], ((2, 24),))
+    assert (one, many) == (1, 4)
+    assert np.linalg.norm(split - whole) <= 1e-6 * np.linalg.norm(whole)
+
+
+def test_a_planted_nan_stops_before_apply_and_names_its_sample():
+    trajectories = some_trajectories()
+    bad = trajectories[5]
+    bad.logprobs[0] = np.nan
+    state = fresh_state()
+    before = leaves(state)
+    with pytest.raises(trainer.NonFiniteUpdate) as caught:
+        run(state, trajectories, some_advantages(), step=7)
+    assert caught.value.samples == ("request 5 (group 1, sample 1)",)
+    message = str(caught.value)
+    assert "step 7" in message and "request 5" in message and "1 of 8 samples" in message
+    assert caught.value.state is state
+    for old, new in zip(before, leaves(state), strict=True):
+        np.testing.assert_array_equal(new, old)
+
+
+def test_a_gradient_that_overflows_stops_too():
+    advantages = some_advantages()
+    advantages[2] = 1e30  # the loss is finite, the square of its gradient is not
+    state = fresh_state()
+    before = leaves(state.params)
+    with pytest.raises(trainer.NonFiniteUpdate, match="step 3.*the gradient"):
+        run(state, some_trajectories(), advantages, step=3)
+    for old, new in zip(before, leaves(state.params), strict=True):
+        np.testing.assert_array_equal(new, old)
+
+
+def logprob_of(params, prompt, response):
+    sample = batching.Sample(trajectory(0, prompt, response), 0.0)
+    return scoring.score_samples(params, [sample], SHAPES, SAMPLING, RECIPE)[0]
+
+
+def test_the_end_token_is_trained():
+    state = fresh_state()
+    before = logprob_of(state.params, [1, 2], [15])
+    ended = trajectory(0, [1, 2], [15], logprobs=before)
+    state, _ = run(state, [ended], np.ones(1, np.float32))
+    assert logprob_of(state.params, [1, 2], [15])[0] > before[0] + 0.05
+
+
+def test_groups_of_equal_rewards_and_of_one_leave_the_parameters_alone():
+    trajectories = [dataclasses.replace(t, reward=0.3) for t in some_trajectories(5)]
+    advantages, stats = group_advantages(
+        [t.reward for t in trajectories], [t.group_id for t in trajectories]
+    )
+    assert stats["frac_reward_zero_std"] == 1 and stats["reward/groups_of_one"] == 1
+    state = fresh_state()
+    before = leaves(state.params)
+    state, metrics = run(state, trajectories, advantages)
+    assert metrics["grad_norm"] == 0 and metrics["loss"] == 0
+    for old, new in zip(before, leaves(state.params), strict=True):
+        np.testing.assert_array_equal(new, old)
+
+
+def test_unscored_and_masked_samples_change_nothing():
+    trajectories, advantages = some_trajectories(), some_advantages()
+    alone, _ = run(fresh_state(), trajectories[:6], advantages[:6])
+    junk = [
+        dataclasses.replace(trajectories[6], reward=None),
+        dataclasses.replace(trajectories[7], finish_reason=FinishReason.LENGTH),
+    ]
+    both, metrics = run(fresh_state(), trajectories[:6] + junk, advantages)
+    assert metrics["batch/left_out"] == 2
+    for a, b in zip(leaves(alone.params), leaves(both.params), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_a_batch_without_a_usable_sample_is_no_step():
+    state = fresh_state()
+    nothing = [dataclasses.replace(t, reward=None) for t in some_trajectories(2)]
+    after, metrics = run(state, nothing, np.zeros(2, np.float32))
+    assert after is state
+    assert metrics["batch/optimizer_steps"] == 0 and "loss" not in metrics
+
+
+def test_recorded_logprobs_make_the_first_ratio_one():
+    batch, advantages = some_trajectories(), some_advantages()
+    params = transformer.init(MODEL, jax.random.key(0))
+    own = scoring.score_samples(
+        params, batching.select(batch, advantages), SHAPES, SAMPLING, RECIPE
+    )
+    batch = [dataclasses.replace(t, logprobs=x) for t, x in zip(batch, own, strict=True)]
+    _, metrics = run(fresh_state(), batch, advantages)
+    assert metrics["ratio/max"] == pytest.approx(1, abs=1e-5)
+    assert metrics["mismatch_kl"] == pytest.approx(0, abs=1e-6)
+    assert metrics["clip_ratio/region_mean"] == 0
+    assert metrics["lr"] == pytest.approx(0.02)
+
+
+COMPILED: list[str] = []
+jax.monitoring.register_event_duration_secs_listener(
+    lambda event, _, **__: COMPILED.append(event) if "backend_compile_duration" in event else None
+)
+
+
+@dataclasses.dataclass
+class Warm:
+    """A warmed-up recipe with everything on: two updates of two minibatches, KL, own old scores."""
+
+    recipe: Recipe
+    shapes: tuple
+    state: object
+    reference: object
+    num_compiled: int
+
+
+@pytest.fixture(scope="module")
+def warm():
+    recipe = dataclasses.replace(
+        RECIPE,
+        algorithm=AlgorithmConfig(old_logprobs="recomputed", kl_coefficient=0.1),
+        trainer=dataclasses.replace(
+            RECIPE.trainer, inner_updates=2, minibatches=2, min_bucket_tokens=32
+        ),
+    )
+    shapes = trainer.batch_shapes(recipe, 40, 8)
+    assert shapes == ((4, 32), (2, 48))
+    state, before = fresh_state(recipe), leaves(fresh_state(recipe))
+    reference = transformer.init(MODEL, jax.random.key(0))
+    COMPILED.clear()
+    state = trainer.warm_up(state, shapes, recipe=recipe)
+    num_compiled = len(COMPILED)
+    for old, new in zip(before, leaves(state), strict=True):
+        np.testing.assert_array_equal(new, old)
+    return Warm(recipe, shapes, state, reference, num_compiled)
+
+
+def test_nothing_compiles_after_warm_up(warm):
+    # start, inspect, apply; accumulate and score for both shapes; none of them twice
+    assert warm.num_compiled == 3 + 2 * 2
+    COMPILED.clear()
+    used = set()
+    for step in range(6):
+        batch = some_trajectories(8, seed=step, max_response=4 + 8 * step)
+        samples = batching.select(batch, some_advantages())
+        used |= {p.shape for p in batching.micro_batches(samples, warm.shapes)}
+        warm.state, _ = run(
+            warm.state,
+            batch,
+            some_advantages(),
+            recipe=warm.recipe,
+            shapes=warm.shapes,
+            step=step,
+            reference=warm.reference,
+        )
+    assert COMPILED == []
+    assert used == set(warm.shapes)
+    jax.jit(lambda x: x + 1)(1.0)
+    assert COMPILED  # the counter does count
+
+
+def test_inner_updates_minibatches_recomputed_logprobs_and_a_reference(warm):
+    batch, advantages = some_trajectories(), some_advantages()
+    state, metrics = run(
+        fresh_state(),
+        batch,
+        advantages,
+        recipe=warm.recipe,
+        shapes=warm.shapes,
+        reference=warm.reference,
+    )
+    assert int(state.step) == 4 == metrics["batch/optimizer_steps"]
+    assert metrics["kl"] > 0  # 0 in the first step, the policy then leaves the reference
+    assert metrics["ratio/min"] < 1 < metrics["ratio/max"]
+    # the mismatch is that of the policy that sampled, before it moved
+    first = scoring.score_samples(
+        warm.reference, batching.select(batch, advantages), warm.shapes, SAMPLING, warm.recipe
+    )
+    worst = max(np.max(np.abs(x + 2.7)) for x in first)
+    assert metrics["sampling/sampling_logp_difference/max"] <= worst + 1e-5
+
+
+def test_old_and_reference_logprobs_are_each_policys_own(warm):
+    samples = batching.select(some_trajectories(), some_advantages())
+    other = jax.tree.map(lambda p: 1.5 * p, warm.reference)
+    rest = (warm.shapes, SAMPLING, warm.recipe)
+    scored = trainer.with_scores(other, samples, *rest, warm.reference)
+    old = scoring.score_samples(other, samples, *rest)
+    reference = scoring.score_samples(warm.reference, samples, *rest)
+    for sample, x, y in zip(scored, old, reference, strict=True):
+        np.testing.assert_array_equal(sample.old_logprobs, x)
+        np.testing.assert_array_equal(sample.reference_logprobs, y)
+    assert np.max(np.abs(old[0] - reference[0])) > 1e-3
+
+
+def test_a_missing_reference_is_an_error(warm):
+    with pytest.raises(ValueError, match="needs a reference policy"):
+        run(
+            warm.state,
+            some_trajectories(),
+            some_advantages(),
+            recipe=warm.recipe,
+            shapes=warm.shapes,
+        )
+
+
+@pytest.mark.parametrize("mesh_config", [MeshConfig(data=1, fsdp=4, tensor=2), MeshConfig(data=8)])
+def test_eight_devices_give_what_one_gives(mesh_config):
+    if jax.device_count() < 8:
+        pytest.skip("needs 8 devices")
+    batch, advantages = some_trajectories(), some_advantages()
+    one = fresh_state()
+    one, wanted = run(one, batch, advantages)
+    one, wanted = run(one, batch, advantages, step=1)
+    mesh = make_mesh(mesh_config, jax.devices()[:8])
+    with jax.set_mesh(mesh):
+        params = transformer.init(MODEL, jax.random.key(0))
+        params = jax.device_put(params, param_shardings(mesh, transformer.param_specs(MODEL)))
+        state = init_state(params, make_optimizer(RECIPE.optimizer, RECIPE.total_steps))
+        shapes = trainer.batch_shapes(RECIPE, 16, 8)
+        layout = jax.tree.map(lambda x: x.sharding, state)
+        state, _ = run(state, batch, advantages, shapes=shapes)
+        assert jax.tree.map(lambda x: x.sharding, state) == layout
+        state, got = run(state, batch, advantages, shapes=shapes, step=1)
+    assert shapes == ((8, 16),)
+    assert got["loss"] == pytest.approx(wanted["loss"], abs=1e-5)
+    assert got["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-4)
+    for a, b in zip(leaves(one.params), leaves(state.params), strict=True):
+        np.testing.assert_allclose(b, a, atol=2e-5)
+
+
+def rollout(params, key, groups, size):
+    """Six tokens after one prompt token each, drawn one by one; log-probs as recorded."""
+    rows = groups * size
+    tokens = np.zeros((rows, 8), np.int32)
+    tokens[:, 0] = np.repeat(np.arange(groups), size)
+    logprobs = np.zeros((rows, 6), np.float32)
+    for t in range(6):
+        logits = LOGITS(MODEL, params, tokens)[:, t]
+        drawn = np.array(jax.random.categorical(jax.random.fold_in(key, t), logits))
+        logprobs[:, t] = jax.nn.log_softmax(logits)[np.arange(rows), drawn]
+        tokens[:, t + 1] = drawn
+    return [trajectory(i, tokens[i, :1], tokens[i, 1:7], logprobs=logprobs[i]) for i in range(rows)]
+
+
+LOGITS = jax.jit(transformer.logits, static_argnums=0)
+
+
+def test_a_rewarded_token_becomes_likely():
+    state, fractions = fresh_state(), []
+    for step in range(12):
+        batch = rollout(state.params, jax.random.key(step), groups=4, size=4)
+        rewards = [float(np.mean(t.response_ids == 3)) for t in batch]
+        batch = [dataclasses.replace(t, reward=r) for t, r in zip(batch, rewards, strict=True)]
+        advantages, _ = group_advantages(rewards, [t.group_id for t in batch])
+        state, metrics = run(state, batch, advantages, step=step)
+        assert metrics["sampling/sampling_logp_difference/max"] < 1e-4
+        fractions.append(np.mean(rewards))
+    # 1/16 by chance. Seeded, so never a false alarm on one platform
+    assert np.mean(fractions[-3:]) > 3 * max(np.mean(fractions[:2]), 1 / 16)
+
+
+def test_cast_params_copies_only_where_it_must():
+    params = transformer.init(MODEL, jax.random.key(0))
+    assert trainer.cast_params(params, jnp.float32) is params
+    half = trainer.cast_params(params, jnp.bfloat16)
+    assert {p.dtype for p in jax.tree.leaves(half)} == {jnp.dtype("bfloat16")}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "wanted"),
+    [
+        ("constant", [0.5, 1.0, 1.0, 1.0, 1.0, 1.0]),
+        ("linear", [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]),
+        ("cosine", [0.5, 1.0, 1.0, 0.853553, 0.5, 0.146447]),
+    ],
+)
+def test_schedules(schedule, wanted):
+    config = OptimizerConfig(learning_rate=1.0, schedule=schedule, warmup_steps=2)
+    got = [float(learning_rate(config, 6, jnp.int32(step))) for step in range(6)]
+    assert got == pytest.approx(wanted, abs=1e-6)
+
+
+def test_only_matrices_decay():
+    config = OptimizerConfig(learning_rate=0.1, weight_decay=0.5)
+    params = {"matrix": jnp.ones((2, 2)), "vector": jnp.ones(2)}
+    optimizer = make_optimizer(config, 1)
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    changes, _ = optimizer.update(zeros, optimizer.init(params), params)
+    np.testing.assert_allclose(changes["matrix"], -0.05)
+    np.testing.assert_array_equal(changes["vector"], 0)
+
+
+def test_the_gradient_is_clipped_by_its_norm():
+    # with b1 = b2 = 0 Adam would hide the scale: compare the moment that it keeps
+    params = {"w": jnp.zeros((1, 2))}
+    optimizer = make_optimizer(OptimizerConfig(max_grad_norm=1.0, b1=0.0), 1)
+    _, state = optimizer.update({"w": jnp.array([[3.0, 4.0]])}, optimizer.init(params), params)
+    mu = next(x for x in jax.tree.leaves(state) if x.shape == (1, 2))
+    np.testing.assert_allclose(mu, [[0.6, 0.8]], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("config", "bad"),
+    [
+        (TrainerConfig, {"minibatches": 0}),
+        (TrainerConfig, {"compute_dtype": "float16"}),
+        (OptimizerConfig, {"learning_rate": -1.0}),
+        (OptimizerConfig, {"schedule": "step"}),
+        (OptimizerConfig, {"max_grad_norm": 0.0}),
+        (OptimizerConfig, {"eps": 0.0}),
+    ],
+)
+def test_bad_settings_are_refused(config, bad):
+    with pytest.raises(ValueError, match=next(iter(bad))):
+        config(**bad)
