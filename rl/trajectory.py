@@ -92,8 +92,8 @@ def check_requests(
         low, high = min(request.prompt_ids), max(request.prompt_ids)
         if low < 0 or high >= model.vocab_size:
             raise ValueError(
-                f"{name} has the token {low if low < 0 else high}, outside the policy's vocabulary of "
-                f"{model.vocab_size}: is the tokenizer the policy's own?"
+                f"{name} has the token {low if low < 0 else high}, outside the policy's vocabulary "
+                f"of {model.vocab_size}: is the tokenizer the policy's own?"
             )
         limit = default_max_new_tokens
         if request.max_new_tokens is not None:

@@ -1,0 +1,198 @@
+"""What a training run consists of: its sections, and the inputs they name.
+
+Nothing here touches a device, so that `--dry_run` can open and check all of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from models import hf, kv_cache, tokenizer, transformer
+from models.config import ModelConfig
+from models.sharding import MeshConfig
+from models.tokenizer import Tokenizer
+from rl.checkpoint import CheckpointConfig
+from rl.config import resolve_path
+from rl.data import encode_prompt
+from rl.engine import EngineConfig, bucket
+from rl.losses import AlgorithmConfig
+from rl.metrics import MetricsConfig
+from rl.optimizer import OptimizerConfig
+from rl.recipe import Recipe, TrainerConfig
+from rl.rewards.config import RewardConfig, validate
+from rl.tasks import Example, Task, TaskConfig, open_tasks
+from spec.sampling import SamplingConfig
+
+Prompt = tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class RunConfig:
+    """Where a run lives, how long it is, and the seed of its data order and noise."""
+
+    directory: str | None = None  # None: runs/NAME_OF_CONFIG, numbered
+    steps: int = 100
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise ValueError(f"steps must be at least 1, got {self.steps}")
+        if not 0 <= self.seed < 2**31:
+            raise ValueError(f"seed must be in 0 … 2³¹−1, got {self.seed}")
+
+
+@dataclasses.dataclass(frozen=True)
+class PolicyConfig:
+    """The policy to start from: a Hugging Face folder with its tokenizer."""
+
+    directory: str = "policies/tiny"
+
+
+@dataclasses.dataclass(frozen=True)
+class RolloutConfig:
+    """What one step generates: `group_size` responses to each of `prompts_per_step` prompts.
+
+    Examples whose prompt has more than `max_prompt_tokens` are left out of the
+    run; how many is said at the start.
+    """
+
+    prompts_per_step: int = 16
+    group_size: int = 8
+    max_prompt_tokens: int = 256
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            if getattr(self, field.name) < 1:
+                raise ValueError(
+                    f"{field.name} must be at least 1, got {getattr(self, field.name)}"
+                )
+
+    @property
+    def num_requests(self) -> int:
+        return self.prompts_per_step * self.group_size
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """Everything that `python -m rl.train` can be told."""
+
+    run: RunConfig
+    policy: PolicyConfig
+    task: TaskConfig
+    reward: RewardConfig
+    rollout: RolloutConfig
+    sampling: SamplingConfig
+    engine: EngineConfig
+    algorithm: AlgorithmConfig
+    trainer: TrainerConfig
+    optimizer: OptimizerConfig
+    mesh: MeshConfig
+    checkpoint: CheckpointConfig
+    metrics: MetricsConfig
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Inputs:
+    """What the configuration names, opened and checked; `task` holds the usable examples."""
+
+    policy: Path
+    model: ModelConfig
+    tokenizer: Tokenizer
+    task: Task
+    left_out: int
+
+    def encode(self, example: Example, config: TaskConfig) -> Prompt:
+        return encode_prompt(self.tokenizer, example, config.system_prompt, config.prompt_suffix)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Subset:
+    """Some examples of a task."""
+
+    task: Task
+    indices: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, index: int) -> Example:
+        return self.task[self.indices[index]]
+
+
+def open_inputs(config: TrainConfig) -> Inputs:
+    """Open policy, tokenizer and tasks, and check that they fit together.
+
+    Raises ValueError or FileNotFoundError with expected, got and mend.
+    """
+    policy = resolve_path(config.policy.directory)
+    model = hf.check(policy)
+    words = tokenizer.load(policy)
+    tokenizer.check_vocabulary(words, model)
+    if not model.eos_token_ids:
+        model = dataclasses.replace(model, eos_token_ids=tuple(words.eos_token_ids))
+    if not model.eos_token_ids:
+        raise ValueError(
+            f"neither {policy}/config.json nor its tokenizer names an end token: no response could "
+            "end; set eos_token_id in config.json"
+        )
+    check_lengths(config, model)
+    validate(config.reward)
+    task = open_tasks(config.task, config.run.seed)
+    inputs = Inputs(policy, model, words, task, 0)
+    limit = config.rollout.max_prompt_tokens
+    lengths = [len(inputs.encode(task[i], config.task)) for i in range(len(task))]
+    usable = tuple(i for i, n in enumerate(lengths) if n <= limit)
+    if not usable:
+        raise ValueError(
+            f"every one of {len(task)} prompts is longer than Rollout.max_prompt_tokens={limit} "
+            f"(the shortest has {min(lengths)}): raise the limit"
+        )
+    if len(usable) == len(task):
+        return inputs
+    return dataclasses.replace(inputs, task=_Subset(task, usable), left_out=len(task) - len(usable))
+
+
+def check_lengths(config: TrainConfig, model: ModelConfig) -> None:
+    """Raise ValueError where the longest prompt and response do not fit the policy."""
+    longest = config.rollout.max_prompt_tokens + config.sampling.max_new_tokens
+    if longest > model.max_positions:
+        raise ValueError(
+            f"Rollout.max_prompt_tokens={config.rollout.max_prompt_tokens} and "
+            f"Sampling.max_new_tokens={config.sampling.max_new_tokens} make {longest} positions, "
+            f"the policy has {model.max_positions}: lower one of them"
+        )
+
+
+def recipe(config: TrainConfig, model: ModelConfig) -> Recipe:
+    """The static part of the training steps."""
+    steps = config.run.steps * config.trainer.inner_updates * config.trainer.minibatches
+    return Recipe(model, config.algorithm, config.trainer, config.optimizer, steps)
+
+
+def memory_estimate_bytes(config: TrainConfig, model: ModelConfig) -> dict[str, int]:
+    """Bytes of a run's largest residents, over all devices together.
+
+    Compute copies are counted at four bytes a value, as on a CPU; in bfloat16 they
+    take half. Activations are those of one micro-batch: 14 · D + 3 · F values a
+    token and layer, or D with remat.
+    """
+    weights = 4 * transformer.num_params(model)
+    positions = config.engine.min_positions
+    longest = config.rollout.max_prompt_tokens + config.sampling.max_new_tokens
+    positions = bucket(longest, positions)
+    slots = min(config.engine.slots, config.rollout.num_requests)
+    per_token = 14 * model.d_model + 3 * model.d_ff
+    if config.trainer.remat:
+        per_token = model.d_model
+    tokens = max(config.trainer.micro_batch_tokens, longest)
+    parts = {
+        "master weights": weights,
+        "Adam moments": 2 * weights,
+        "gradients": weights,
+        "reference policy": weights if config.algorithm.needs_reference else 0,
+        "KV cache": slots * positions * kv_cache.bytes_per_token(model, 4),
+        "activations": 4 * tokens * per_token * model.num_layers,
+        "logits": 3 * 4 * min(config.trainer.logprob_chunk_tokens, tokens) * model.vocab_size,
+    }
+    return parts | {"total": sum(parts.values())}

@@ -1,0 +1,279 @@
+"""The training loop: prompts → rollouts and rewards → advantages → update → checkpoint.
+
+A step is a function of (configuration, step number, state before it). So a run
+that was stopped anywhere and resumed writes the same bits as one that never was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from models import hf
+from models.sharding import make_mesh
+from models.transformer import Params
+from rl import engine_warm_up, experiment, trainer
+from rl.advantages import group_advantages
+from rl.batching import Shape
+from rl.checkpoint import Checkpointer, NoWholeCheckpointError
+from rl.data import DataOrder, prompts_for_step
+from rl.engine import Engine
+from rl.experiment import Inputs, TrainConfig
+from rl.metrics import Timings, open_metrics
+from rl.optimizer import TrainState
+from rl.progress import Progress
+from rl.recipe import Recipe
+from rl.rewards.pool import Job, RewardPool, Score
+from rl.step_metrics import sample_rows, step_metrics
+from rl.tasks import Example
+from rl.trajectory import Request, Trajectory
+from spec.sampling import step_key
+
+
+class Stopped(Exception):
+    """The run was asked to stop; everything up to the last whole step is saved."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class System:
+    """The parts of a run that live as long as it does."""
+
+    config: TrainConfig
+    inputs: Inputs
+    recipe: Recipe
+    shapes: tuple[Shape, ...]
+    engine: Engine
+    rewards: RewardPool
+    order: DataOrder
+    reference: Params | None
+    show: Progress
+    should_stop: Callable[[], bool]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Rollouts:
+    """What one step generated, and what was thought of it; all lists in the order of requests."""
+
+    examples: Sequence[Example]
+    trajectories: list[Trajectory]
+    scores: list[Score]
+    completions: list[str]
+
+
+def train(
+    config: TrainConfig,
+    inputs: Inputs,
+    folder: Path,
+    *,
+    show: Progress,
+    should_stop: Callable[[], bool],
+    clock: Callable[[], float],
+) -> TrainState:
+    """Run or resume in `folder`, up to `Run.steps`; raises Stopped where it was asked to stop."""
+    with contextlib.ExitStack() as stack:
+        mesh = _mesh(config)
+        if mesh is not None:
+            stack.enter_context(jax.set_mesh(mesh))
+        checkpoints = stack.enter_context(Checkpointer(folder / "checkpoints", config.checkpoint))
+        metrics = stack.enter_context(open_metrics(config.metrics, folder))
+        pool = stack.enter_context(RewardPool(config.reward, tasks=config.task.specs))
+        system, state = _build(config, inputs, mesh, pool, show, should_stop)
+        done, num_tokens, state = _resume(checkpoints, state, show)
+        metrics.truncate_to_step(done)
+        saved = done
+        with _saving_when_stopped(lambda: (saved, done, state, num_tokens), checkpoints):
+            while done < config.run.steps:
+                timings = Timings(clock)
+                state, row, samples = train_step(system, state, done + 1, timings)
+                done, num_tokens = done + 1, num_tokens + int(row.pop("rollout_tokens"))
+                with timings.section("checkpoint"):
+                    if config.checkpoint.due(done) or done == config.run.steps:
+                        checkpoints.save(done, state, _host_state(num_tokens))
+                        saved = done
+                row |= {"num_tokens": num_tokens} | _speed(row, timings.seconds())
+                metrics.write_samples(done, samples)
+                show.step(metrics.write(done, row))
+        return state
+
+
+def train_step(
+    system: System, state: TrainState, step: int, timings: Timings
+) -> tuple[TrainState, dict[str, Any], list[dict[str, Any]]]:
+    """One step of GRPO: generate, score, compare within groups, update.
+
+    Returns the new state (the given one is donated), the step's metrics, and its
+    samples as rows of samples.jsonl.
+    """
+    config = system.config
+    rollouts = generate_and_score(system, state.params, step, timings)
+    group_ids = [t.group_id for t in rollouts.trajectories]
+    advantages, reward_metrics = group_advantages(
+        [score.total for score in rollouts.scores],
+        group_ids,
+        normalise=config.algorithm.advantage_normalisation,
+    )
+    with timings.section("update"):
+        state, update_metrics = trainer.update(
+            state,
+            rollouts.trajectories,
+            advantages,
+            recipe=system.recipe,
+            shapes=system.shapes,
+            sampling=config.sampling,
+            step=step,
+            seed=config.run.seed,
+            reference=system.reference,
+        )
+    row = step_metrics(rollouts.trajectories, rollouts.scores, system.engine.stats)
+    samples = sample_rows(
+        system.inputs.tokenizer,
+        rollouts.examples,
+        rollouts.trajectories,
+        rollouts.completions,
+        rollouts.scores,
+        advantages,
+    )
+    return state, row | reward_metrics | update_metrics, samples
+
+
+def generate_and_score(system: System, params: Params, step: int, timings: Timings) -> Rollouts:
+    """The step's responses; each goes to the reward workers the moment it ends."""
+    config, inputs = system.config, system.inputs
+    P, G = config.rollout.prompts_per_step, config.rollout.group_size
+    examples = prompts_for_step(inputs.task, system.order, (step - 1) * P, P)
+    prompts = [inputs.encode(example, config.task) for example in examples]
+    requests = [Request(g * G + i, prompts[g], g, i) for g in range(P) for i in range(G)]
+    completions: dict[int, str] = {}
+    scores: dict[int, Future[Score]] = {}
+
+    def score(t: Trajectory) -> None:
+        text = inputs.tokenizer.decode(t.response_ids.tolist())
+        completions[t.request_id] = text
+        job = Job(examples[t.group_id], text, tuple(t.response_ids.tolist()))
+        scores[t.request_id] = system.rewards.submit(job)
+
+    def watch(finished: int, tokens: int) -> None:
+        system.show.rollout(finished, len(requests), tokens)
+        if system.should_stop():
+            raise Stopped
+
+    with timings.section("rollout"):
+        trajectories = system.engine.run(
+            trainer.cast_params(params, system.engine.dtype),
+            requests,
+            config.sampling,
+            step_key(config.run.seed, step),
+            stop_token_ids=inputs.model.eos_token_ids,
+            policy_version=step - 1,
+            on_finish=score,
+            on_round=watch,
+        )
+    with timings.section("reward"):  # what is left of it once the last response has ended
+        results = [scores[r.request_id].result() for r in requests]
+    trajectories = [
+        dataclasses.replace(t, reward=s.total) for t, s in zip(trajectories, results, strict=True)
+    ]
+    return Rollouts(examples, trajectories, results, [completions[r.request_id] for r in requests])
+
+
+def _build(
+    config: TrainConfig,
+    inputs: Inputs,
+    mesh: Mesh | None,
+    pool: RewardPool,
+    show: Progress,
+    should_stop: Callable[[], bool],
+) -> tuple[System, TrainState]:
+    """Load the policy, lay out the training state, and compile all that the run can need."""
+    recipe = experiment.recipe(config, inputs.model)
+    _, params = hf.load_pretrained(inputs.policy, mesh, dtype=jnp.float32)
+    reference = jax.tree.map(jnp.copy, params) if config.algorithm.needs_reference else None
+    state = trainer.init_state(params, trainer.make_optimizer(config.optimizer, recipe.total_steps))
+    engine = Engine(inputs.model, config.engine, dtype=recipe.trainer.dtype, mesh=mesh)
+    longest = config.rollout.max_prompt_tokens + config.sampling.max_new_tokens
+    shapes = trainer.batch_shapes(recipe, longest, config.rollout.num_requests)
+    show.message("compiling…")
+    engine_warm_up.warm_up(
+        engine,
+        trainer.cast_params(state.params, engine.dtype),
+        config.sampling,
+        max_requests=config.rollout.num_requests,
+        max_prompt_tokens=config.rollout.max_prompt_tokens,
+    )
+    state = trainer.warm_up(state, shapes, recipe=recipe)
+    order = DataOrder(len(inputs.task), config.run.seed)
+    system = System(
+        config, inputs, recipe, shapes, engine, pool, order, reference, show, should_stop
+    )
+    return system, state
+
+
+def _resume(
+    checkpoints: Checkpointer, state: TrainState, show: Progress
+) -> tuple[int, int, TrainState]:
+    """(steps done, tokens so far, state): from the newest whole checkpoint, else the start."""
+    try:
+        restored = checkpoints.restore(state)
+    except NoWholeCheckpointError as error:
+        if error.problems:
+            raise
+        return 0, 0, state
+    for warning in restored.warnings:
+        show.message(f"warning: {warning}")
+    show.message(f"resuming after step {restored.step}")
+    return restored.step, int(restored.host["num_tokens"]), restored.arrays
+
+
+@contextlib.contextmanager
+def _saving_when_stopped(
+    now: Callable[[], tuple[int, int, TrainState, int]], checkpoints: Checkpointer
+) -> Iterator[None]:
+    """Save the last whole step before Stopped goes on its way."""
+    try:
+        yield
+    except Stopped:
+        saved, done, state, num_tokens = now()
+        if done > saved:
+            checkpoints.save(done, state, _host_state(num_tokens))
+        checkpoints.wait()
+        raise
+
+
+def _host_state(num_tokens: int) -> dict[str, Any]:
+    """What a resumed run needs besides arrays: the data cursor follows from the step."""
+    return {"num_tokens": num_tokens}
+
+
+def _mesh(config: TrainConfig) -> Mesh | None:
+    devices = jax.devices()
+    single = len(devices) == 1 or (config.mesh.data, config.mesh.fsdp, config.mesh.tensor) == (
+        1,
+        1,
+        1,
+    )
+    return None if single else make_mesh(config.mesh, devices)
+
+
+def _speed(row: dict[str, Any], seconds: dict[str, float]) -> dict[str, float]:
+    """Clock-dependent metrics; their names set them apart (`rl.metrics.deterministic_view`)."""
+    total = sum(seconds.values())
+    tokens = row["completions/mean_length"] * row["completions/count"]
+    return seconds | {
+        "step_time": total,
+        "perf/throughput": tokens / total,
+        "perf/rollout_tokens_per_s": tokens / max(seconds["time/rollout"], 1e-9),
+    }
+
+
+def policy_params(state: TrainState) -> Params:
+    """The trained weights, ready for `models.hf.save_pretrained`."""
+    return jax.tree.map(np.asarray, state.params)

@@ -1,0 +1,80 @@
+"""Metrics and sample rows of one step, under TRL's names where TRL has one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from models.tokenizer import Tokenizer
+from rl.rewards.pool import Score
+from rl.slot_table import EngineStats
+from rl.tasks import Example
+from rl.trajectory import Trajectory
+
+
+def step_metrics(
+    trajectories: Sequence[Trajectory], scores: Sequence[Score], stats: EngineStats
+) -> dict[str, Any]:
+    """Lengths, rewards by function, failures, and the engine's counts."""
+    lengths = np.array([t.num_tokens for t in trajectories])
+    ended = np.array([not t.truncated for t in trajectories])
+    metrics: dict[str, Any] = {
+        "completions/mean_length": float(lengths.mean()),
+        "completions/min_length": int(lengths.min()),
+        "completions/max_length": int(lengths.max()),
+        "completions/clipped_ratio": float(1 - ended.mean()),
+        "completions/count": len(trajectories),
+        "rollout/rounds": sum(stats.rounds.values()),
+        "rollout/fetches": stats.fetches,
+        "rollout/prefilled_tokens": stats.prefilled_tokens,
+        "rollout/slot_use": _slot_use(stats),
+        "rollout_tokens": stats.tokens,
+    }
+    if ended.any():
+        metrics["completions/mean_terminated_length"] = float(lengths[ended].mean())
+    for name in scores[0].values:
+        values = [s.values[name] for s in scores]
+        known = np.array([v for v in values if v is not None], np.float64)
+        if known.size:
+            metrics[f"rewards/{name}/mean"] = float(known.mean())
+            metrics[f"rewards/{name}/std"] = float(known.std(ddof=1)) if known.size > 1 else 0.0
+    metrics["rewards/failures"] = sum(s.failure is not None for s in scores)
+    return metrics
+
+
+def _slot_use(stats: EngineStats) -> float:
+    """Emitted tokens per slot and round: 1 where every slot of every round was busy."""
+    places = sum(slots * count for (slots, _, _), count in stats.rounds.items())
+    return stats.tokens / places if places else 0.0
+
+
+def sample_rows(
+    tokenizer: Tokenizer,
+    examples: Sequence[Example],
+    trajectories: Sequence[Trajectory],
+    completions: Sequence[str],
+    scores: Sequence[Score],
+    advantages: np.ndarray,
+) -> list[dict[str, Any]]:
+    """One row of samples.jsonl per trajectory."""
+    return [
+        {
+            "example_id": examples[t.group_id].example_id,
+            "sample_index": t.sample_index,
+            "prompt": tokenizer.decode(t.prompt_ids.tolist(), skip_special=False),
+            "completion": completion,
+            "answer": examples[t.group_id].answer,
+            "reward": score.total,
+            "rewards": dict(score.values),
+            "reward_failure": score.failure,
+            "advantage": float(advantage),
+            "logprob": float(t.logprobs.sum()),
+            "num_tokens": t.num_tokens,
+            "finish_reason": str(t.finish_reason),
+        }
+        for t, completion, score, advantage in zip(
+            trajectories, completions, scores, advantages, strict=True
+        )
+    ]

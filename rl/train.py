@@ -1,0 +1,196 @@
+"""`python -m rl.train`: train a policy on verifiable tasks.
+
+With no arguments it runs configs/tiny_cpu.gin. A run lives in one folder:
+config.gin (resolved, reruns as it is), metrics.jsonl, samples.jsonl, TensorBoard
+events, checkpoints, and at the end the policy as a Hugging Face folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from rl.config import (
+    ConfigError,
+    add_config_arguments,
+    describe,
+    dump,
+    load,
+    parse_command_line,
+)
+from rl.experiment import Inputs, TrainConfig, memory_estimate_bytes, open_inputs
+
+DEFAULT_CONFIG = "configs/tiny_cpu.gin"
+EXIT_USAGE = 2
+EXIT_FAILED = 1
+EXIT_STOPPED = 75  # EX_TEMPFAIL: stopped by a signal, saved, go on with --resume
+
+
+def main(argv: Sequence[str]) -> int:
+    """Parse, resolve, check, run; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m rl.train",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_config_arguments(parser)
+    parser.add_argument("--dry_run", action="store_true", help="check everything, touch no device")
+    parser.add_argument("--resume", action="store_true", help="go on with the run in Run.directory")
+    parser.add_argument("--list", action="store_true", help="show every section and field")
+    args, overrides = parse_command_line(parser, argv)
+    if args.list:
+        print(describe(TrainConfig))
+        return 0
+    try:
+        config = _resolve(args.gin_file or [], overrides, resume=args.resume)
+        inputs = open_inputs(config)
+        folder = _run_folder(config, resume=args.resume)
+    except (ConfigError, ValueError, OSError, ImportError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    if args.dry_run:
+        _print_plan(config, inputs, folder)
+        return 0
+    return _run(config, inputs, folder, resume=args.resume)
+
+
+def _resolve(files: Sequence[str], overrides: Sequence[str], *, resume: bool) -> TrainConfig:
+    """The run's configuration; a resumed run starts from the one that it wrote."""
+    config = load(TrainConfig, files or [DEFAULT_CONFIG], overrides)
+    name = Path((files or [DEFAULT_CONFIG])[-1]).stem
+    if resume:
+        folder = Path(config.run.directory) if config.run.directory else _newest_run(name)
+        saved = folder / "config.gin"
+        if not saved.exists():
+            raise ConfigError(
+                f"--resume: expected a run in {folder}, found no config.gin there; name the run "
+                "with --gin.Run.directory=…"
+            )
+        config = load(TrainConfig, [saved, *files], overrides)
+        return _in_directory(config, folder)
+    return config if config.run.directory else _in_directory(config, _free_folder(name))
+
+
+def _in_directory(config: TrainConfig, folder: Path) -> TrainConfig:
+    return dataclasses.replace(config, run=dataclasses.replace(config.run, directory=str(folder)))
+
+
+def _free_folder(name: str) -> Path:
+    number = 1
+    while (folder := Path("runs") / f"{name}-{number}").exists():
+        number += 1
+    return folder
+
+
+def _newest_run(name: str) -> Path:
+    found = [p for p in Path("runs").glob(f"{name}-*") if (p / "config.gin").exists()]
+    if not found:
+        raise ConfigError(
+            f"--resume: no run called {name}-N in ./runs; name one with --gin.Run.directory=…"
+        )
+    return max(found, key=lambda p: (p / "config.gin").stat().st_mtime)
+
+
+def _run_folder(config: TrainConfig, *, resume: bool) -> Path:
+    assert config.run.directory is not None
+    folder = Path(config.run.directory).absolute()
+    if not resume and (folder / "metrics.jsonl").exists():
+        raise ConfigError(
+            f"{folder} holds a run already: go on with it through --resume, or choose another "
+            "--gin.Run.directory"
+        )
+    return folder
+
+
+def _print_plan(config: TrainConfig, inputs: Inputs, folder: Path) -> None:
+    from models.transformer import num_params
+
+    model = inputs.model
+    print(dump(config))
+    print(f"# run folder    {folder}")
+    print(
+        f"# policy        {inputs.policy}: {model.architecture}, {num_params(model):,} parameters"
+    )
+    print(f"# examples      {len(inputs.task)} ({inputs.left_out} left out: prompt too long)")
+    print(f"# per step      {config.rollout.num_requests} responses")
+    for part, size in memory_estimate_bytes(config, model).items():
+        print(f"# memory        {part:18s} {size / 2**20:10.1f} MiB")
+
+
+def _run(config: TrainConfig, inputs: Inputs, folder: Path, *, resume: bool) -> int:
+    """Train in `folder`; SIGTERM and Ctrl-C save the last whole step, then exit 75."""
+    import jax
+
+    from rl.loop import Stopped, policy_params, train
+    from rl.progress import progress
+    from rl.rewards.process import RewardWorkerError
+    from rl.trainer import NonFiniteUpdate
+
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.gin").write_text(dump(config))
+    jax.config.update("jax_compilation_cache_dir", str(folder / "compiled"))
+    should_stop = _stop_on_signals()
+    with progress(total_steps=config.run.steps) as show:
+        verb = "resuming" if resume else "running"
+        show.message(f"{verb} in {folder} on {jax.devices()[0].device_kind} × {jax.device_count()}")
+        if inputs.left_out:
+            show.message(f"{inputs.left_out} examples are left out: prompt too long")
+        try:
+            state = train(
+                config,
+                inputs,
+                folder,
+                show=show,
+                should_stop=should_stop,
+                clock=time.perf_counter,
+            )
+        except Stopped:
+            show.message(f"stopped and saved; go on: {_resume_command(folder)}")
+            return EXIT_STOPPED
+        except (NonFiniteUpdate, RewardWorkerError) as error:
+            show.message(f"error: {error}")
+            return EXIT_FAILED
+        _export(folder, inputs, policy_params(state))
+        show.message(f"done; the policy is in {folder / 'policy'}; python -m rl.report {folder}")
+    return 0
+
+
+def _export(folder: Path, inputs: Inputs, params: object) -> None:
+    """The trained policy as a Hugging Face folder, with the tokenizer that it came with."""
+    import shutil
+
+    from models.hf import save_pretrained
+
+    save_pretrained(folder / "policy", inputs.model, params)
+    for file in inputs.policy.iterdir():
+        if "token" in file.name and file.suffix in (".json", ".jinja", ".model", ".txt"):
+            shutil.copy(file, folder / "policy" / file.name)
+
+
+def _stop_on_signals() -> Callable[[], bool]:
+    """Ask for a stop at the first SIGTERM or Ctrl-C; a second Ctrl-C ends at once."""
+    asked: list[int] = []
+
+    def ask(number: int, _: object) -> None:
+        if asked and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        asked.append(number)
+        os.write(2, b"stopping: saving the last whole step...\n")
+
+    signal.signal(signal.SIGTERM, ask)
+    signal.signal(signal.SIGINT, ask)
+    return lambda: bool(asked)
+
+
+def _resume_command(folder: Path) -> str:
+    return f"python -m rl.train --resume --gin.Run.directory={folder}"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
