@@ -73,7 +73,7 @@ def _threshold(values_V: jax.Array, enough: jax.Array, weights_V: jax.Array) -> 
     """
 
     def ordered(x: jax.Array) -> jax.Array:
-        bits = jax.lax.bitcast_convert_type(x, jnp.int32)
+        bits = jax.lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.int32)  # −0 is 0
         return jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
     order_V = ordered(values_V)
@@ -126,28 +126,40 @@ def _uniform(keys: jax.Array) -> jax.Array:
     return jnp.minimum(u, np.float32(1 - 2**-24))  # the largest values round up to 1
 
 
+def _first_above(mass_N: jax.Array, upto_N: jax.Array, target: jax.Array) -> jax.Array:
+    """The first index of positive mass whose cumulative mass exceeds the target, else the last.
+
+    A scan in parallel rounds each entry on its own, so that the cumulative mass may
+    move by an ulp where the mass is 0: looking at `upto` alone would draw there.
+    """
+    index_N = jnp.arange(mass_N.shape[-1])
+    positive_N = mass_N > 0
+    above_N = positive_N & (upto_N > target[..., None])
+    first = jnp.min(jnp.where(above_N, index_N, mass_N.shape[-1]), axis=-1)
+    return jnp.minimum(first, jnp.max(jnp.where(positive_N, index_N, 0), axis=-1))
+
+
 def _draw_cdf(mass_V: jax.Array, keys: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The first token whose cumulative mass exceeds uniform · total; also the total.
 
     Block sums first, then a search inside one block: V/W + W additions in
-    sequence instead of V.
+    sequence instead of V. A token of mass 0 is never drawn.
     """
     V = mass_V.shape[-1]
     W = 2 ** math.ceil(math.log2(V) / 2)
     padding = [(0, 0)] * (mass_V.ndim - 1) + [(0, -V % W)]
     mass_CW = jnp.pad(mass_V, padding).reshape(*mass_V.shape[:-1], -1, W)
-    upto_C = jnp.cumsum(jnp.sum(mass_CW, axis=-1), axis=-1)
+    mass_C = jnp.sum(mass_CW, axis=-1)
+    upto_C = jnp.cumsum(mass_C, axis=-1)
     total = upto_C[..., -1]
-    target = jnp.minimum(_uniform(keys) * total, jnp.nextafter(total, jnp.float32(0)))
-    block = jnp.sum(upto_C <= target[..., None], axis=-1)[..., None]
+    target = _uniform(keys) * total
+    block = _first_above(mass_C, upto_C, target)[..., None]
     before = jnp.where(
         block > 0, jnp.take_along_axis(upto_C, jnp.maximum(block - 1, 0), axis=-1), 0.0
     )
     mass_W = jnp.take_along_axis(mass_CW, block[..., None], axis=-2)[..., 0, :]
-    inside = jnp.sum(jnp.cumsum(mass_W, axis=-1) <= target[..., None] - before, axis=-1)
-    # rounding of the block's sum may leave a remainder: never draw a token of mass 0
-    last = W - 1 - jnp.argmax(mass_W[..., ::-1] > 0, axis=-1)
-    return (block[..., 0] * W + jnp.minimum(inside, last)).astype(jnp.int32), total
+    inside = _first_above(mass_W, jnp.cumsum(mass_W, axis=-1), target - before[..., 0])
+    return (block[..., 0] * W + inside).astype(jnp.int32), total
 
 
 def _draw_gumbel(logits_V: jax.Array, keys: jax.Array) -> jax.Array:

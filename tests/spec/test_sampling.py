@@ -1,0 +1,328 @@
+"""Logits to tokens: cuts, draws and keys against plain numpy, and their laws by G-test."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy.stats import chi2
+
+from spec import sampling
+from spec.sampling import SamplingConfig
+
+FALSE_ALARM = 1e-6  # of each statistical test; seeds are fixed, so a pass stays a pass
+PROCESSED = jax.jit(sampling.processed_logits)
+LOG_PROBS = jax.jit(sampling.log_probs)
+DRAW = jax.jit(sampling.draw, static_argnums=3)
+
+
+def row_keys(num_rows, seed=0):
+    return jax.random.split(jax.random.key(seed, impl=sampling.KEY_IMPL), num_rows)
+
+
+def softmax64(x_V):
+    x_V = np.asarray(x_V, np.float64)
+    with np.errstate(under="ignore"):
+        e_V = np.exp(x_V - x_V.max(-1, keepdims=True))
+    return e_V / e_V.sum(-1, keepdims=True)
+
+
+def kept_by_sorting(logits_V, temperature, top_k, top_p):
+    """What the docstring of `processed_logits` promises, by sorting one row."""
+    x_V = logits_V.astype(np.float32) / np.float32(temperature)
+    keep_V = np.ones(len(x_V), bool)
+    if 0 < top_k < len(x_V):
+        keep_V &= x_V >= np.sort(x_V)[::-1][top_k - 1]  # ties at the threshold stay
+    if top_p < 1:
+        mass_V = softmax64(np.where(keep_V, x_V, -np.inf))
+        order = np.argsort(-x_V, kind="stable")
+        enough = np.searchsorted(np.cumsum(mass_V[order]), top_p)
+        keep_V &= x_V >= x_V[order[min(enough, len(x_V) - 1)]]
+    return keep_V
+
+
+def kinds_of_rows(rng, num_rows, V):
+    """Rows of normal, peaked, tied, flat and partly forbidden logits."""
+    x_RV = rng.standard_normal((num_rows, V)).astype(np.float32)
+    x_RV[0::6] *= 10
+    x_RV[1::6] = np.round(x_RV[1::6])  # many ties
+    x_RV[2::6] = 1.5
+    x_RV[3::6, : V // 2] = -1e30
+    x_RV[4::6, V // 3 :] = -np.inf
+    return x_RV
+
+
+@pytest.mark.parametrize("V", [5, 50, 67])
+def test_cuts_equal_those_by_sorting(V):
+    rng = np.random.default_rng(V)
+    R = 240
+    logits_RV = kinds_of_rows(rng, R, V)
+    temperature = rng.choice([0.25, 0.7, 1.0, 2.0], R).astype(np.float32)
+    top_k = rng.choice([0, 1, 2, 3, V - 1, V, V + 9], R).astype(np.int32)
+    top_p = rng.choice([0.05, 0.33, 0.7, 0.9, 1.0], R).astype(np.float32)
+    got_RV = np.asarray(PROCESSED(logits_RV, temperature, top_k, top_p))
+    for r in range(R):
+        want_V = kept_by_sorting(logits_RV[r], temperature[r], top_k[r], float(top_p[r]))
+        scaled_V = logits_RV[r] / temperature[r]
+        want_V = np.where(want_V, scaled_V, -np.inf)
+        np.testing.assert_allclose(got_RV[r], want_V, rtol=1e-6, err_msg=f"row {r}")
+
+
+def test_cuts_by_hand():
+    logits_4V = np.log(np.asarray([[0.4, 0.3, 0.2, 0.1]] * 4, np.float32))
+    one = np.ones(4, np.float32)
+    k, p = np.asarray([0, 2, 0, 3]), np.asarray([1, 1, 0.65, 0.5], np.float32)
+    kept = np.isfinite(PROCESSED(logits_4V, one, k.astype(np.int32), p))
+    # third row: 0.4 + 0.3 reaches 0.65; last row: 4/9 alone does not reach 0.5, 4/9 + 3/9 does
+    np.testing.assert_array_equal(kept, [[1, 1, 1, 1], [1, 1, 0, 0], [1, 1, 0, 0], [1, 1, 0, 0]])
+
+
+def test_greedy_rows_are_neither_cut_nor_scaled():
+    logits_RV = np.random.default_rng(0).standard_normal((3, 9)).astype(np.float32)
+    got = PROCESSED(logits_RV, np.zeros(3, np.float32), np.full(3, 2), np.full(3, 0.1, np.float32))
+    np.testing.assert_array_equal(got, logits_RV)
+    tokens, logprobs = DRAW(got, row_keys(3), np.zeros(3, np.float32), "cdf")
+    np.testing.assert_array_equal(tokens, logits_RV.argmax(-1))
+    np.testing.assert_allclose(logprobs, np.log(softmax64(logits_RV)).max(-1), atol=1e-6)
+
+
+def test_greedy_takes_the_first_of_equals():
+    logits = np.asarray([[0, 2, 2, 1]], np.float32)
+    for scheme in ("cdf", "gumbel"):
+        tokens, _ = DRAW(logits, row_keys(1), np.zeros(1, np.float32), scheme)
+        assert tokens.tolist() == [1]
+
+
+@pytest.fixture
+def draw_at(monkeypatch):
+    """`_draw_cdf` at chosen uniforms instead of a key's."""
+    monkeypatch.setattr(sampling, "_uniform", lambda uniforms: uniforms)
+    step = jax.jit(lambda mass_RV, u_R: sampling._draw_cdf(mass_RV, u_R))
+    return lambda mass_RV, u_R: np.asarray(step(mass_RV, np.asarray(u_R, np.float32))[0])
+
+
+@pytest.mark.parametrize("V", [1, 2, 5, 16, 50, 64, 67, 300])
+def test_cdf_draw_inverts_the_cumulative_distribution(draw_at, V):
+    rng = np.random.default_rng(V)
+    mass_RV = softmax64(3 * rng.standard_normal((400, V))).astype(np.float32)
+    u_R = rng.random(400).astype(np.float32)
+    upto_RV = np.cumsum(mass_RV.astype(np.float64), axis=-1)
+    target_R = u_R * upto_RV[:, -1]
+    margin_R = np.abs(upto_RV - target_R[:, None]).min(-1)
+    clear_R = margin_R > 1e-6  # nearer to a boundary float32 may round either way
+    assert clear_R.mean() > 0.99
+    want_R = (upto_RV <= target_R[:, None]).sum(-1)
+    np.testing.assert_array_equal(draw_at(mass_RV, u_R)[clear_R], want_R[clear_R])
+
+
+def test_uniforms_at_both_ends(draw_at):
+    mass_RV = np.asarray([[0, 0.5, 0, 0.5, 0]] * 2 + [[1, 0, 0, 0, 0]] * 2, np.float32)
+    assert draw_at(mass_RV, [0, 1 - 2**-24, 0, 1 - 2**-24]).tolist() == [1, 3, 0, 0]
+
+
+def test_uniforms_are_below_one_and_fine_near_zero():
+    bits = np.asarray([0, 1, 2**31, 2**32 - 1], np.uint32)
+    original = jax.random.bits
+    try:
+        jax.random.bits = lambda key, shape, dtype: key
+        u = np.asarray(sampling._uniform(jnp.asarray(bits)))
+    finally:
+        jax.random.bits = original
+    np.testing.assert_array_equal(u, np.asarray([0, 2**-32, 0.5, 1 - 2**-24], np.float32))
+
+
+def test_mass_zero_is_passed_over_where_the_running_sum_moves():
+    """A parallel scan rounds each entry on its own: by an ulp up or down where the mass is 0."""
+    ulp = 2**-23
+    mass_RN = np.asarray([[0.5, 0.5, 0, 0], [0.5, 0.5, 0, 0], [0, 0, 1, 0], [0.5, 0, 0.5, 0]])
+    upto_RN = np.asarray(
+        [
+            [0.5, 1, 1 + ulp, 1 + ulp],  # target between 1 and its neighbour: no mass there
+            [0.5, 1, 1 - ulp, 1],
+            [0, ulp, 1, 1],
+            [0.5, 0.5 + ulp, 1, 1],
+        ]
+    )
+    target_R = np.asarray([1, 1 - ulp / 2, 0, 0.5])
+    float32 = (x.astype(np.float32) for x in (mass_RN, upto_RN, target_R))
+    assert jax.jit(sampling._first_above)(*float32).tolist() == [1, 1, 2, 2]
+
+
+def test_boundaries_of_a_large_vocabulary(draw_at):
+    rng = np.random.default_rng(0)
+    R, V = 8, 151_936
+    mass_RV = np.exp(2 * rng.standard_normal((R, V))).astype(np.float32)
+    mass_RV[rng.random((R, V)) > 0.0005] = 0
+    upto_RV = np.cumsum(mass_RV.astype(np.float64), axis=-1)
+    positive = [np.flatnonzero(row) for row in mass_RV]
+    rows = np.arange(R)
+    for trial in range(12):
+        at_R = np.asarray([rng.choice(p) for p in positive])
+        u_R = (upto_RV[rows, at_R] / upto_RV[:, -1]).astype(np.float32)
+        for _ in range(trial % 6):
+            u_R = np.nextafter(u_R, np.float32(trial % 2))
+        tokens_R = draw_at(mass_RV, np.minimum(u_R, np.float32(1 - 2**-24)))
+        assert (tokens_R < V).all()
+        assert (mass_RV[rows, tokens_R] > 0).all()
+
+
+@pytest.mark.parametrize("scheme", ["cdf", "gumbel"])
+def test_cut_tokens_are_never_drawn(scheme):
+    rng = np.random.default_rng(3)
+    R, V = 2000, 67
+    logits_RV = kinds_of_rows(rng, R, V)
+    one = np.ones(R, np.float32)
+    cut_RV = PROCESSED(logits_RV, one, np.full(R, 7, np.int32), one * np.float32(0.8))
+    tokens, logprobs = DRAW(cut_RV, row_keys(R), one, scheme)
+    assert np.isfinite(logprobs).all()
+    assert np.isfinite(np.asarray(cut_RV)[np.arange(R), tokens]).all()
+
+
+@pytest.mark.parametrize("scheme", ["cdf", "gumbel"])
+def test_recorded_log_probability_is_that_of_scoring(scheme):
+    rng = np.random.default_rng(4)
+    R, V = 300, 50
+    logits_RV = kinds_of_rows(rng, R, V)
+    temperature = rng.choice([0.0, 0.7, 1.0], R).astype(np.float32)
+    top_k = rng.choice([0, 5], R).astype(np.int32)
+    top_p = rng.choice([0.9, 1.0], R).astype(np.float32)
+    cut_RV = PROCESSED(logits_RV, temperature, top_k, top_p)
+    tokens, logprobs = DRAW(cut_RV, row_keys(R), temperature, scheme)
+    scored, entropy = LOG_PROBS(logits_RV, tokens, temperature, top_k, top_p)
+    np.testing.assert_allclose(scored, logprobs, atol=1e-5)
+    mass_RV = softmax64(cut_RV)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        want = -np.where(mass_RV > 0, mass_RV * np.log(mass_RV), 0).sum(-1)
+    np.testing.assert_allclose(entropy, want, atol=1e-5)
+    np.testing.assert_allclose(logprobs, np.log(mass_RV[np.arange(R), tokens]), atol=1e-5)
+
+
+def test_log_probs_by_hand():
+    logits = np.log(np.asarray([[0.4, 0.3, 0.2, 0.1]] * 3, np.float32))
+    tokens, k = np.asarray([0, 1, 3]), np.asarray([0, 2, 2], np.int32)
+    got, entropy = LOG_PROBS(logits, tokens, np.ones(3, np.float32), k, np.ones(3, np.float32))
+    # 0.3 of the kept 0.7; the cut token 3 is put back: 0.1 of 0.8
+    np.testing.assert_allclose(got, np.log([0.4, 3 / 7, 1 / 8]), atol=1e-6)
+    np.testing.assert_allclose(
+        entropy[0], -sum(p * math.log(p) for p in (0.4, 0.3, 0.2, 0.1)), 1e-6
+    )
+
+
+def test_gradient_of_a_cut_token_is_finite():
+    logits = jnp.asarray([[3.0, 2.0, -30.0, 0.5]])
+    one, k = jnp.ones(1), jnp.ones(1, jnp.int32)
+
+    def loss(x):
+        logprob, entropy = sampling.log_probs(x, jnp.asarray([2]), one, k, one)
+        return logprob.sum() + entropy.sum()
+
+    gradient = jax.jit(jax.grad(loss))(logits)
+    assert np.isfinite(gradient).all()
+    assert gradient[0, 2] > 0
+    assert gradient[0, 1] == 0  # cut, and not given
+
+
+def test_bfloat16_logits_are_processed_in_float32():
+    logits = jnp.asarray([[1.0, 2.0, 3.0]], jnp.bfloat16)
+    one = np.ones(1, np.float32)
+    got = PROCESSED(logits, one * np.float32(0.7), np.zeros(1, np.int32), one)
+    assert got.dtype == jnp.float32
+    np.testing.assert_allclose(got, np.asarray([[1, 2, 3]]) / 0.7, rtol=1e-6)
+
+
+# -- keys ------------------------------------------------------------------
+
+
+def test_keys_are_the_folds_of_the_contract():
+    key = sampling.step_key(7, 11)
+    base = jax.random.fold_in(jax.random.key(7, impl="threefry2x32"), 11)
+    assert jax.random.key_data(key).tolist() == jax.random.key_data(base).tolist()
+    keys_BN = sampling.position_keys(
+        sampling.request_keys(key, jnp.asarray([3, 900])), jnp.asarray([[0, 1, 1], [5, 6, 7]])
+    )
+    for b, request in enumerate((3, 900)):
+        for n, t in enumerate(((0, 1, 1), (5, 6, 7))[b]):
+            want = jax.random.fold_in(jax.random.fold_in(key, request), t)
+            got = jax.random.key_data(keys_BN[b, n]).tolist()
+            assert got == jax.random.key_data(want).tolist()
+
+
+def test_uniforms_of_requests_and_positions_are_independent():
+    """Correlation of neighbours among 128 × 128 uniforms; false alarm 1e-6 each (4.9 σ)."""
+    keys_B = sampling.request_keys(sampling.step_key(0, 0), jnp.arange(128))
+    positions_BN = jnp.broadcast_to(jnp.arange(128), (128, 128))
+    u_BN = np.asarray(jax.jit(sampling._uniform)(sampling.position_keys(keys_B, positions_BN)))
+    assert len(np.unique(u_BN)) > 16_370  # 16,384 of 2³² values: about 0.03 collide
+    z_BN = (u_BN - 0.5) * math.sqrt(12)
+    for a, b in ((z_BN[:, 1:], z_BN[:, :-1]), (z_BN[1:], z_BN[:-1]), (z_BN, z_BN.T)):
+        off = a.size if a.shape != z_BN.shape else a.size - 128
+        moment = (
+            (a * b).sum() if a.shape != z_BN.shape else (a * b).sum() - (z_BN.diagonal() ** 2).sum()
+        )
+        assert abs(moment) / math.sqrt(off) < 4.9 * 1.5  # the last sum counts each pair twice
+    assert abs(z_BN.mean()) * 128 < 4.9
+
+
+def g_statistic(counts_V, probs_V):
+    """2 Σ O ln(O/E) over cells with E ≥ 5, the others pooled; and its degrees of freedom."""
+    expected_V = probs_V * counts_V.sum()
+    small_V = expected_V < 5
+    observed = np.append(counts_V[~small_V], counts_V[small_V].sum())
+    expected = np.append(expected_V[~small_V], expected_V[small_V].sum())
+    observed, expected = observed[expected > 0], expected[expected > 0]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        terms = np.where(observed > 0, observed * np.log(observed / expected), 0)
+    return 2 * terms.sum(), len(expected) - 1
+
+
+@pytest.mark.statistical
+@pytest.mark.parametrize("scheme", ["cdf", "gumbel"])
+@pytest.mark.parametrize("V", [5, 50])
+def test_frequencies_are_the_processed_distribution(scheme, V):
+    """20,000 draws with the keys of requests × positions; false-alarm rate 1e-6 by chi-square."""
+    logits_V = 2 * np.random.default_rng(V).standard_normal(V).astype(np.float32)
+    keys_BN = sampling.position_keys(
+        sampling.request_keys(sampling.step_key(1, 2), jnp.arange(200)),
+        jnp.broadcast_to(jnp.arange(100), (200, 100)),
+    )
+    fill = np.full(20_000, 1, np.float32)
+    cut_V = PROCESSED(
+        logits_V[None], fill[:1] * np.float32(0.8), np.asarray([V - 1]), fill[:1] * np.float32(0.95)
+    )
+    logits_RV = jnp.broadcast_to(cut_V, (20_000, V))
+    tokens, _ = DRAW(logits_RV, keys_BN.reshape(-1), fill, scheme)
+    counts_V = np.bincount(np.asarray(tokens), minlength=V)
+    probs_V = softmax64(cut_V)[0]
+    assert not counts_V[probs_V == 0].any()
+    statistic, freedom = g_statistic(counts_V, probs_V)
+    assert statistic < chi2.isf(FALSE_ALARM, freedom)
+    wrong_V = np.roll(probs_V, 1) * 0.1 + probs_V * 0.9  # the test can fail
+    assert g_statistic(counts_V, wrong_V)[0] > chi2.isf(FALSE_ALARM, freedom)
+
+
+def test_gumbel_draw_is_the_argmax_of_noisy_logits():
+    logits_RV = np.random.default_rng(0).standard_normal((20, 9)).astype(np.float32)
+    keys = row_keys(20)
+    noise_RV = np.stack([jax.random.gumbel(k, (9,), jnp.float32, mode="high") for k in keys])
+    tokens, _ = DRAW(logits_RV, keys, np.ones(20, np.float32), "gumbel")
+    np.testing.assert_array_equal(tokens, (logits_RV + noise_RV).argmax(-1))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"temperature": -0.1}, "temperature"),
+        ({"temperature": math.nan}, "temperature"),
+        ({"temperature": math.inf}, "temperature"),
+        ({"top_k": -1}, "top_k"),
+        ({"top_p": 0.0}, "top_p"),
+        ({"top_p": 1.1}, "top_p"),
+        ({"max_new_tokens": 0}, "max_new_tokens"),
+        ({"draw": "nucleus"}, "draw"),
+    ],
+)
+def test_values_that_make_no_sense_are_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(SamplingConfig(), **change)
