@@ -46,14 +46,11 @@ def prefill(
 ) -> KVCache:
     """Keys and values of P prompts, right-padded to T positions, `chunk_tokens` at a time.
 
-    What the padding leaves behind a prompt's length is dead. Chunks are T halved
-    until they are small enough.
+    What the padding leaves behind a prompt's length is dead. Chunks are as large as
+    they can be while they divide T.
     """
     P, T = tokens_PT.shape
-    C = T
-    while C > chunk_tokens:
-        C //= 2
-    assert T % C == 0, f"prefill of {T} positions in chunks of {C}"
+    C = next(c for c in range(min(T, chunk_tokens), 0, -1) if T % c == 0)
 
     def chunk(cache: KVCache, start: jax.Array) -> tuple[KVCache, None]:
         tokens_PC = jax.lax.dynamic_slice_in_dim(tokens_PT, start, C, axis=1)
