@@ -1,0 +1,143 @@
+"""The walk and the node mask by hand."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spec.tree import PADDING, Draft, DraftTree, ancestors, chain, pack
+from spec.verify import Emitted, Slots, _advance, node_mask, walk
+
+N = 6
+WALK = jax.jit(walk)
+MASK = jax.jit(node_mask, static_argnums=2)
+EOS = 99
+BRANCHING = Draft([10, 20, 11, 21, 22], [-1, -1, 0, 1, 1])  # nodes 1 … 5
+
+
+def walked(draft, drawn, room=100, stop=(EOS,)):
+    """Path and count of one slot: `drawn[i]` is the draw at node i."""
+    tokens_BN, parents_BN = pack([draft], N)
+    drawn_BN = np.asarray([list(drawn) + [0] * (N - len(drawn))], np.int32)
+    tree = DraftTree(jnp.asarray(tokens_BN), jnp.asarray(parents_BN))
+    stop_E = np.asarray((*stop, *[-1] * (2 - len(stop))), np.int32)
+    path_BN, count_B = WALK(tree, drawn_BN, np.asarray([room], np.int32), stop_E)
+    assert not np.asarray(path_BN)[0, int(count_B[0]) :].any()
+    return path_BN[0, : int(count_B[0])].tolist()
+
+
+@pytest.mark.parametrize(
+    ("name", "draft", "drawn", "path"),
+    [
+        ("no child", Draft([], []), [5], [0]),
+        ("no child equals the draw", chain([1, 2, 3]), [9, 2, 3, 4], [0]),
+        ("the whole chain", chain([1, 2, 3]), [1, 2, 3, 4], [0, 1, 2, 3]),
+        ("a chain that is wrong in the middle", chain([1, 2, 3]), [1, 7, 3, 4], [0, 1]),
+        ("first branch", BRANCHING, [10, 11, 0, 77], [0, 1, 3]),
+        ("second branch", BRANCHING, [20, 11, 22, 0, 0, 77], [0, 2, 5]),
+        ("a cousin's token is no child", BRANCHING, [10, 21], [0, 1]),
+        ("a node of another branch is not entered", BRANCHING, [20, 11, 11], [0, 2]),
+        ("an end token, though drafted", chain([EOS, 2]), [EOS, 2, 3], [0]),
+        ("an end token inside the run", chain([1, EOS, 3]), [1, EOS, 3, 4], [0, 1]),
+        ("an end token as the bonus", chain([1]), [1, EOS], [0, 1]),
+    ],
+)
+def test_walk_by_hand(name, draft, drawn, path):
+    assert walked(draft, drawn) == path, name
+
+
+def test_walk_ends_at_the_limit():
+    full = [1, 2, 3, 4]
+    assert walked(chain([1, 2, 3]), full, room=3) == [0, 1, 2]
+    assert walked(chain([1, 2, 3]), full, room=1) == [0]
+    assert walked(chain([1, 2, 3]), full, room=0) == []
+
+
+def test_any_of_several_end_tokens_ends():
+    assert walked(chain([1, 2, 3]), [1, 2, 3], stop=(EOS, 2)) == [0, 1]
+    assert walked(chain([1, 2, 3]), [1, 2, 3, 4], stop=()) == [0, 1, 2, 3]
+
+
+def test_padding_is_never_accepted():
+    # a draw cannot be PADDING; its nodes hang from the root, as every real token shows
+    for token in range(5):
+        assert walked(chain([7]), [token] * N) == [0]
+    tokens_BN, _ = pack([chain([7])], N)
+    assert (tokens_BN[0, 2:] == PADDING).all()
+
+
+def test_a_walk_through_every_node():
+    assert walked(chain(range(1, N)), [*range(1, N), 50]) == list(range(N))
+
+
+def test_rows_walk_on_their_own():
+    tokens_BN, parents_BN = pack([chain([1, 2]), chain([5]), BRANCHING], N)
+    drawn_BN = np.asarray([[1, 2, 3, 0, 0, 0], [6, 0, 0, 0, 0, 0], [20, 0, 21, 0, 8, 0]], np.int32)
+    tree = DraftTree(jnp.asarray(tokens_BN), jnp.asarray(parents_BN))
+    stop_E = np.asarray([EOS, -1], np.int32)
+    path_BN, count_B = WALK(tree, drawn_BN, np.asarray([9, 9, 9], np.int32), stop_E)
+    np.testing.assert_array_equal(count_B, [3, 1, 3])
+    np.testing.assert_array_equal(path_BN, [[0, 1, 2, 0, 0, 0], [0] * 6, [0, 2, 4, 0, 0, 0]])
+
+
+def test_trees_of_one_node():
+    tree = DraftTree(jnp.asarray([[3], [4]]), jnp.asarray([[-1], [-1]]))
+    path_BN, count_B = walk(tree, jnp.asarray([[5], [6]]), jnp.asarray([2, 0]), jnp.asarray([EOS]))
+    np.testing.assert_array_equal(path_BN, [[0], [0]])
+    np.testing.assert_array_equal(count_B, [1, 0])
+
+
+def test_node_mask_by_hand():
+    reach = ancestors(jnp.asarray([[-1, 0, 0, 1], [-1, 0, 1, 2]]))
+    mask = MASK(jnp.asarray([2, 0]), reach, 7)
+    want_branching = [  # two committed positions, then the nodes at 2 … 5; 6 is dead
+        [1, 1, 1, 0, 0, 0, 0],
+        [1, 1, 1, 1, 0, 0, 0],
+        [1, 1, 1, 0, 1, 0, 0],
+        [1, 1, 1, 1, 0, 1, 0],
+    ]
+    want_chain = [  # nothing committed
+        [1, 0, 0, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0, 0, 0],
+        [1, 1, 1, 0, 0, 0, 0],
+        [1, 1, 1, 1, 0, 0, 0],
+    ]
+    np.testing.assert_array_equal(mask, np.asarray([want_branching, want_chain], bool))
+
+
+def test_node_mask_of_one_node_and_at_the_end_of_the_cache():
+    one = ancestors(jnp.asarray([[-1], [-1]]))
+    mask = MASK(jnp.asarray([0, 3]), one, 4)
+    np.testing.assert_array_equal(mask, np.asarray([[[1, 0, 0, 0]], [[1, 1, 1, 1]]], bool))
+    two = ancestors(jnp.asarray([[-1, 0]]))
+    mask = MASK(jnp.asarray([2]), two, 4)
+    np.testing.assert_array_equal(mask, np.asarray([[[1, 1, 1, 0], [1, 1, 1, 1]]], bool))
+
+
+def make_slots(B, **columns):
+    base = {
+        "last_token": np.full(B, 7, np.int32),
+        "length": np.full(B, 4, np.int32),
+        "emitted": np.full(B, 2, np.int32),
+        "limit": np.full(B, 5, np.int32),
+        "active": np.ones(B, bool),
+        "keys": jax.random.split(jax.random.key(0), B),
+        "temperature": np.ones(B, np.float32),
+        "top_k": np.zeros(B, np.int32),
+        "top_p": np.ones(B, np.float32),
+    }
+    return Slots(**{name: jnp.asarray(value) for name, value in (base | columns).items()})
+
+
+def test_commit_of_a_round():
+    #            goes on      ends at limit  end token      rests
+    tokens_BN = [[1, 2, 0], [1, 2, 3], [1, EOS, 0], [8, 8, 8]]
+    emitted = Emitted(
+        jnp.asarray(tokens_BN, jnp.int32), jnp.zeros((4, 3)), jnp.asarray([2, 3, 2, 0], jnp.int32)
+    )
+    slots = make_slots(4, active=np.asarray([True, True, True, False]))
+    after = jax.jit(_advance)(slots, emitted, jnp.asarray([EOS]))
+    np.testing.assert_array_equal(after.last_token, [2, 3, EOS, 7])
+    np.testing.assert_array_equal(after.length, [6, 7, 6, 4])
+    np.testing.assert_array_equal(after.emitted, [4, 5, 4, 2])
+    np.testing.assert_array_equal(after.active, [True, False, False, False])
