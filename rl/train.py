@@ -134,7 +134,8 @@ def _run(config: TrainConfig, inputs: Inputs, folder: Path, *, resume: bool) -> 
 
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.gin").write_text(dump(config))
-    jax.config.update("jax_compilation_cache_dir", str(folder / "compiled"))
+    if jax.config.jax_compilation_cache_dir is None:  # JAX_COMPILATION_CACHE_DIR wins
+        jax.config.update("jax_compilation_cache_dir", str(folder / "compiled"))
     should_stop = _stop_on_signals()
     with progress(total_steps=config.run.steps) as show:
         verb = "resuming" if resume else "running"
