@@ -80,7 +80,7 @@ def train(
 ) -> TrainState:
     """Run or resume in `folder`, up to `Run.steps`; raises Stopped where it was asked to stop."""
     with contextlib.ExitStack() as stack:
-        mesh = _mesh(config)
+        mesh = run_mesh(config)
         if mesh is not None:
             stack.enter_context(jax.set_mesh(mesh))
         checkpoints = stack.enter_context(Checkpointer(folder / "checkpoints", config.checkpoint))
@@ -253,7 +253,8 @@ def _host_state(num_tokens: int) -> dict[str, Any]:
     return {"num_tokens": num_tokens}
 
 
-def _mesh(config: TrainConfig) -> Mesh | None:
+def run_mesh(config: TrainConfig) -> Mesh | None:
+    """The mesh that a configuration asks for; None where one device serves. Asks jax for devices."""
     devices = jax.devices()
     single = len(devices) == 1 or (config.mesh.data, config.mesh.fsdp, config.mesh.tensor) == (
         1,

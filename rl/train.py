@@ -133,7 +133,7 @@ def _run(config: TrainConfig, inputs: Inputs, folder: Path, *, resume: bool) -> 
     from rl.trainer import NonFiniteUpdate
 
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.gin").write_text(dump(config))
+    _write_config(folder, config)
     if jax.config.jax_compilation_cache_dir is None:  # JAX_COMPILATION_CACHE_DIR wins
         jax.config.update("jax_compilation_cache_dir", str(folder / "compiled"))
     should_stop = _stop_on_signals()
@@ -160,6 +160,13 @@ def _run(config: TrainConfig, inputs: Inputs, folder: Path, *, resume: bool) -> 
         _export(folder, inputs, policy_params(state))
         show.message(f"done; the policy is in {folder / 'policy'}; python -m rl.report {folder}")
     return 0
+
+
+def _write_config(folder: Path, config: TrainConfig) -> None:
+    """Whole or not at all: a resumed run starts from this file."""
+    temporary = folder / "config.gin.tmp"
+    temporary.write_text(dump(config))
+    temporary.replace(folder / "config.gin")
 
 
 def _export(folder: Path, inputs: Inputs, params: object) -> None:
