@@ -62,8 +62,8 @@ class WarmstartConfig:
     direct_fraction: float = 0.3
     eval_every_steps: int = 50
     eval_prompts: int = 16
-    final_eval_prompts: int = 256
-    stop_at_reward: float = 0.42
+    final_eval_prompts: int = 128
+    stop_at_reward: float = 0.33
     max_new_tokens: int = 384
     num_layers: int = 4
     d_model: int = 128
