@@ -254,7 +254,7 @@ def _host_state(num_tokens: int) -> dict[str, Any]:
 
 
 def run_mesh(config: TrainConfig) -> Mesh | None:
-    """The mesh that a configuration asks for; None where one device serves. Asks jax for devices."""
+    """The mesh that a configuration asks for; None where one device serves."""
     devices = jax.devices()
     single = len(devices) == 1 or (config.mesh.data, config.mesh.fsdp, config.mesh.tensor) == (
         1,
