@@ -1,11 +1,13 @@
-"""Attention over whole sequences (training) and over a cache (rollouts).
+"""Attention, in one function: whole sequences (training) and trees over a cache (rollouts).
 
-Shape legend in docs/architecture.md. Scores and softmax are float32 whatever
-the inputs are. Both functions are the one place where an accelerator kernel may
-be put in; the code here is the portable path.
+Shape legend in docs/architecture.md. Scores and softmax are float32 whatever the
+inputs are. `attend` is the one place where an accelerator kernel may be put in; the
+code here is the portable path.
 """
 
 from __future__ import annotations
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -13,27 +15,46 @@ import jax.numpy as jnp
 NEGATIVE = -1e30  # finite, so that a row that may attend to nothing stays finite
 
 
-def attend_causal(q_BTHh: jax.Array, k_BTKh: jax.Array, v_BTKh: jax.Array) -> jax.Array:
-    """softmax(q·kᵀ/√h + causal mask)·v over one sequence a row; [B, T, H, h].
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Packing:
+    """Several prompts in a row, each followed by responses that do not see one another.
 
-    Sequences start at column 0 and are padded on the right: a causal mask is
-    all that is needed, what the padding computes is never read.
+    `positions_BT` are rotary positions; `prompt_BT` numbers the prompts of a row
+    (0: padding), `branch_BT` is 0 for tokens that all responses to the prompt share
+    and else numbers the response. All int32.
     """
-    return jax.nn.dot_product_attention(q_BTHh, k_BTKh, v_BTKh, is_causal=True)
+
+    positions_BT: jax.Array
+    prompt_BT: jax.Array
+    branch_BT: jax.Array
 
 
-def attend_cache(
-    q_BNHh: jax.Array, k_BKhS: jax.Array, v_BKSh: jax.Array, mask_BNS: jax.Array
+def causal_mask(num_tokens: int) -> jax.Array:
+    """mask[0, t, s]: s ≤ t; for one sequence a row, starting at column 0. Bool [1, T, T]."""
+    return jnp.tril(jnp.ones((1, num_tokens, num_tokens), bool))
+
+
+def packed_mask(packing: Packing) -> jax.Array:
+    """mask[b, t, s]: s ≤ t, of the same prompt, and shared or of the same response; [B, T, T]."""
+    prompt_BT, branch_BT = packing.prompt_BT, packing.branch_BT
+    same_BTS = prompt_BT[:, :, None] == prompt_BT[:, None, :]
+    seen_BTS = (branch_BT[:, None, :] == 0) | (branch_BT[:, :, None] == branch_BT[:, None, :])
+    return causal_mask(prompt_BT.shape[1]) & same_BTS & seen_BTS
+
+
+def attend(
+    q_BTHh: jax.Array, k_BKhS: jax.Array, v_BKSh: jax.Array, mask_BTS: jax.Array
 ) -> jax.Array:
-    """softmax(q·kᵀ/√h + mask)·v of N tree nodes over their slot's cache row; [B, N, H, h]."""
-    B, N, H, h = q_BNHh.shape
+    """softmax(q·k/√h where the mask allows)·v with grouped heads; [B, T, H, h]."""
+    B, T, H, h = q_BTHh.shape
     K = k_BKhS.shape[1]
-    q_BKMh = q_BNHh.reshape(B, N, K, H // K, h).transpose(0, 2, 1, 3, 4).reshape(B, K, -1, h)
+    q_BKMh = q_BTHh.reshape(B, T, K, H // K, h).transpose(0, 2, 1, 3, 4).reshape(B, K, -1, h)
     scores_BKMS = jnp.einsum(
         "bkmh,bkhs->bkms", q_BKMh, k_BKhS, preferred_element_type=jnp.float32
     ) * (h**-0.5)
-    mask_BKMS = jnp.repeat(mask_BNS, H // K, axis=1)[:, None]
+    mask_BKMS = jnp.repeat(mask_BTS, H // K, axis=1)[:, None]
     scores_BKMS = jnp.where(mask_BKMS, scores_BKMS, NEGATIVE)
     weights_BKMS = jax.nn.softmax(scores_BKMS, axis=-1).astype(v_BKSh.dtype)
     out_BKMh = jnp.einsum("bkms,bksh->bkmh", weights_BKMS, v_BKSh)
-    return out_BKMh.reshape(B, K, N, H // K, h).transpose(0, 2, 1, 3, 4).reshape(B, N, H, h)
+    return out_BKMh.reshape(B, K, T, H // K, h).transpose(0, 2, 1, 3, 4).reshape(B, T, H, h)

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from models import kv_cache
-from models.attention import attend_cache, attend_causal
+from models.attention import Packing, attend, causal_mask, packed_mask
 from models.config import ModelConfig
 from models.kv_cache import KVCache
 from models.sharding import constrain
@@ -162,9 +162,9 @@ def _block(
     layer: Layer,
     x_BTD: jax.Array,
     rope: tuple[jax.Array, jax.Array],
-    attend: Attend,
+    look: Attend,
 ) -> jax.Array:
-    """One decoder layer; `attend(q_BTHh, k_BTKh, v_BTKh) -> o_BTHh` is what differs by caller."""
+    """One decoder layer; `look(q_BTHh, k_BTKh, v_BTKh) -> o_BTHh` is what differs by caller."""
     B, T, _ = x_BTD.shape
     y = rms_norm(x_BTD, layer.attention_norm_D, config.norm_eps)
     q, k, v = y @ layer.query_DQ, y @ layer.key_DP, y @ layer.value_DP
@@ -176,7 +176,7 @@ def _block(
     if config.qk_norm:
         q_BTHh = rms_norm(q_BTHh, layer.query_norm_h, config.norm_eps)
         k_BTKh = rms_norm(k_BTKh, layer.key_norm_h, config.norm_eps)
-    out_BTHh = attend(_rotate(q_BTHh, *rope), _rotate(k_BTKh, *rope), v_BTKh)
+    out_BTHh = look(_rotate(q_BTHh, *rope), _rotate(k_BTKh, *rope), v_BTKh)
     x_BTD = constrain(x_BTD + out_BTHh.reshape(B, T, -1) @ layer.output_QD, "batch", None, None)
     y = rms_norm(x_BTD, layer.mlp_norm_D, config.norm_eps)
     y = (jax.nn.silu(y @ layer.gate_DF) * (y @ layer.up_DF)) @ layer.down_FD
@@ -194,17 +194,32 @@ def _rope(config: ModelConfig, positions_BT: jax.Array) -> tuple[jax.Array, jax.
 
 
 def hidden(
-    config: ModelConfig, params: Params, tokens_BT: jax.Array, *, remat: bool = False
+    config: ModelConfig,
+    params: Params,
+    tokens_BT: jax.Array,
+    packing: Packing | None = None,
+    *,
+    remat: bool = False,
 ) -> jax.Array:
-    """Final hidden states of right-padded sequences, after the last norm; [B, T, D].
+    """Final hidden states after the last norm; [B, T, D].
 
-    `remat` recomputes each layer in the backward pass instead of keeping its
-    activations.
+    Rows are single right-padded sequences, or hold what `packing` says. `remat`
+    recomputes each layer in the backward pass instead of keeping its activations.
     """
-    rope = _rope(config, jnp.arange(tokens_BT.shape[1])[None])
+    if packing is None:
+        positions_BT, mask_BTS = (
+            jnp.arange(tokens_BT.shape[1])[None],
+            causal_mask(tokens_BT.shape[1]),
+        )
+    else:
+        positions_BT, mask_BTS = packing.positions_BT, packed_mask(packing)
+    rope = _rope(config, positions_BT)
+
+    def look(q_BTHh: jax.Array, k_BTKh: jax.Array, v_BTKh: jax.Array) -> jax.Array:
+        return attend(q_BTHh, k_BTKh.transpose(0, 2, 3, 1), v_BTKh.transpose(0, 2, 1, 3), mask_BTS)
 
     def step(layer: Layer, x_BTD: jax.Array) -> jax.Array:
-        return _block(config, layer, x_BTD, rope, attend_causal)
+        return _block(config, layer, x_BTD, rope, look)
 
     step = jax.checkpoint(step) if remat else step
     x_BTD = _embed(params, tokens_BT)
@@ -233,12 +248,12 @@ def hidden_with_cache(
     x_BND = _embed(params, tokens_BN)
     for i, layer in enumerate(params.layers):
 
-        def attend(q_BNHh: jax.Array, k_BNKh: jax.Array, v_BNKh: jax.Array, i: int = i):
+        def look(q_BNHh: jax.Array, k_BNKh: jax.Array, v_BNKh: jax.Array, i: int = i):
             keys[i] = kv_cache.pin(kv_cache.write_keys(keys[i], k_BNKh, start_B))
             values[i] = kv_cache.pin(kv_cache.write_values(values[i], v_BNKh, start_B))
-            return attend_cache(q_BNHh, keys[i], values[i], mask_BNS)
+            return attend(q_BNHh, keys[i], values[i], mask_BNS)
 
-        x_BND = _block(config, layer, x_BND, rope, attend)
+        x_BND = _block(config, layer, x_BND, rope, look)
     x_BND = rms_norm(x_BND, params.final_norm_D, config.norm_eps)
     return x_BND, KVCache(tuple(keys), tuple(values))
 

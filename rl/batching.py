@@ -1,9 +1,13 @@
-"""Trajectories become micro-batches of a few fixed shapes.
+"""Trajectories become micro-batches of one fixed shape, with little padding.
 
-Invariants: a token is trained at the position that predicts it (`mask_BT[b, t]`
-speaks of `tokens_BT[b, t+1]`), the end token included; padding never has weight;
-every shape comes from `bucket_shapes`, so that all can be compiled before the
-first step. Plain numpy on the host.
+A row holds several prompts, each computed once, followed by the responses to it,
+which do not see one another (`models.attention.Packing`). The last prompt token
+opens every response anew, since it predicts the first token of each: so a response
+of n tokens takes n positions, its prompt of P takes P − 1 more, once per row.
+
+Invariants: every response token is trained once, the end token included; padding
+never has weight; every micro-batch has the same shape, so that one compilation
+serves them all. Plain numpy on the host.
 """
 
 from __future__ import annotations
@@ -14,10 +18,12 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
+from models.attention import Packing
 from rl.losses import LossInputs
 from rl.trajectory import Trajectory
 
-Shape = tuple[int, int]  # (rows, tokens a row)
+SAMPLES_PER_ROW = 16  # a micro-batch holds at most this many samples for each of its rows
+ROW_MULTIPLE_TOKENS = 64  # rows are a multiple of this long
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -44,72 +50,69 @@ class Sample:
         return f"request {t.request_id} (group {t.group_id}, sample {t.sample_index})"
 
 
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Rows of a micro-batch, positions of a row, and how many samples they may hold."""
+
+    rows: int
+    length: int
+    samples: int
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class MicroBatch:
-    """What the device gets: int32 `tokens_BT` [prompt | response | padding], the loss's inputs."""
+    """What the device gets. Rows b of T positions; samples e with response tokens m < T.
+
+    `targets_BT` are the tokens that the positions predict; `index_EM` says where in
+    the flattened [B · T] each sample's response tokens are predicted (0 beyond its
+    end); the loss works on [E, M].
+    """
 
     tokens_BT: jax.Array
+    targets_BT: jax.Array
+    packing: Packing
+    index_EM: jax.Array
     inputs: LossInputs
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Packed:
-    """A micro-batch of numpy arrays, and which sample is in which of its first rows."""
+    """A micro-batch of numpy arrays, the samples in its first rows, the positions in use."""
 
     batch: MicroBatch
     sample_indices: np.ndarray
+    used_positions: int
+
+
+@dataclasses.dataclass(eq=False)
+class _Row:
+    """What goes into one row: (prompt's shared positions, its samples), in order."""
+
+    free: int
+    parts: list[tuple[int, list[int]]] = dataclasses.field(default_factory=list)
 
     @property
-    def shape(self) -> Shape:
-        return self.batch.tokens_BT.shape
+    def num_samples(self) -> int:
+        return sum(len(indices) for _, indices in self.parts)
 
 
-def bucket_lengths(min_tokens: int, max_tokens: int) -> tuple[int, ...]:
-    """Powers of two and the halves between, from `min_tokens` (rounded up) to `max_tokens` or more.
+def batch_shape(micro_batch_tokens: int, max_tokens: int, *, row_multiple: int = 1) -> Shape:
+    """Rows that hold the longest prompt and response, about `micro_batch_tokens` positions in all.
 
-    64, 96, 128, 192, 256, …: a row is at most a third padding, past the first bucket.
-    """
-    length = 1 << max(1, min_tokens - 1).bit_length()
-    lengths = [length]
-    while lengths[-1] < max_tokens:
-        last = lengths[-1]
-        lengths.append(last * 3 // 2 if last & (last - 1) == 0 else last * 4 // 3)
-    return tuple(lengths)
-
-
-def bucket_shapes(
-    micro_batch_tokens: int,
-    max_tokens: int,
-    *,
-    max_rows: int | None = None,
-    row_multiple: int = 1,
-    min_tokens: int = 64,
-) -> tuple[Shape, ...]:
-    """One shape a length bucket, of about `micro_batch_tokens` positions; shortest first.
-
-    `max_tokens` is the longest prompt and response together. Rows are at most
-    `max_rows` and a multiple of `row_multiple` (the ways of the mesh's batch
-    axes), which is also their least number: long buckets may then exceed
-    `micro_batch_tokens`. Raises ValueError for sizes below 1.
+    `row_multiple` is the ways of the mesh's batch axes: rows are a multiple of it,
+    and at least that many. Raises ValueError for sizes below 1.
     """
     for name, value in (
         ("micro_batch_tokens", micro_batch_tokens),
         ("max_tokens", max_tokens),
-        ("max_rows", 1 if max_rows is None else max_rows),
         ("row_multiple", row_multiple),
-        ("min_tokens", min_tokens),
     ):
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
-
-    def rows_of(length: int) -> int:
-        rows = micro_batch_tokens // length // row_multiple * row_multiple
-        if max_rows is not None:
-            rows = min(rows, -(-max_rows // row_multiple) * row_multiple)
-        return max(rows, row_multiple)
-
-    return tuple((rows_of(length), length) for length in bucket_lengths(min_tokens, max_tokens))
+    length = -(-max_tokens // ROW_MULTIPLE_TOKENS) * ROW_MULTIPLE_TOKENS
+    rows = max(micro_batch_tokens // length // row_multiple, 1) * row_multiple
+    return Shape(rows, length, SAMPLES_PER_ROW * rows)
 
 
 def select(
@@ -155,60 +158,137 @@ def minibatch_indices(
     return [np.flatnonzero(np.isin(ids, part)) for part in parts if len(part)]
 
 
-def micro_batches(samples: Sequence[Sample], shapes: Sequence[Shape]) -> list[Packed]:
-    """Pack samples, longest first: the longest left names the bucket, the next fill its rows.
+def micro_batches(samples: Sequence[Sample], shape: Shape) -> list[Packed]:
+    """Pack samples into as few rows as a greedy search finds, rows into micro-batches.
 
-    Only the last micro-batch has empty rows. Raises ValueError where a sample is
-    longer than the longest bucket.
+    Raises ValueError where a prompt and response do not fit a row.
     """
-    order = sorted(range(len(samples)), key=lambda i: (-samples[i].num_tokens, i))
-    by_length = sorted(shapes, key=lambda shape: shape[1])
-    packed, start = [], 0
-    while start < len(order):
-        longest = samples[order[start]]
-        shape = next((s for s in by_length if s[1] >= longest.num_tokens), None)
-        if shape is None:
-            raise ValueError(
-                f"{longest.name} has {longest.num_tokens} tokens, the longest bucket holds "
-                f"{by_length[-1][1]}: make the shapes with a larger max_tokens"
-            )
-        indices = np.array(order[start : start + shape[0]])
-        packed.append(Packed(pack([samples[i] for i in indices], shape), indices))
-        start += len(indices)
+    rows = _fill_rows(samples, shape)
+    packed, taken = [], []
+    for row in rows:
+        crowded = sum(r.num_samples for r in taken) + row.num_samples > shape.samples
+        if taken and (len(taken) == shape.rows or crowded):
+            packed.append(_pack(samples, taken, shape))
+            taken = []
+        taken.append(row)
+    if taken:
+        packed.append(_pack(samples, taken, shape))
     return packed
 
 
-def pack(samples: Sequence[Sample], shape: Shape) -> MicroBatch:
-    """One micro-batch of this shape; rows beyond the samples are empty and weigh nothing."""
-    rows, length = shape
-    tokens_BT = np.zeros((rows, length), np.int32)
-    mask_BT = np.zeros((rows, length), bool)
-    advantages_B = np.zeros(rows, np.float32)
-    emission_BT, old_BT, reference_BT = (np.zeros((rows, length), np.float32) for _ in range(3))
-    for row, sample in enumerate(samples):
-        trajectory = sample.trajectory
-        prompt_tokens = len(trajectory.prompt_ids)
-        predicting = slice(prompt_tokens - 1, sample.num_tokens - 1)
-        tokens_BT[row, :prompt_tokens] = trajectory.prompt_ids
-        tokens_BT[row, prompt_tokens : sample.num_tokens] = trajectory.response_ids
-        mask_BT[row, predicting] = True
-        advantages_B[row] = sample.advantage
-        emission_BT[row, predicting] = trajectory.logprobs
-        old = trajectory.logprobs if sample.old_logprobs is None else sample.old_logprobs
-        old_BT[row, predicting] = old
-        if sample.reference_logprobs is not None:
-            reference_BT[row, predicting] = sample.reference_logprobs
-    inputs = LossInputs(mask_BT, advantages_B, emission_BT, old_BT, reference_BT)
-    return MicroBatch(tokens_BT, inputs)
+def _fill_rows(samples: Sequence[Sample], shape: Shape) -> list[_Row]:
+    """Whole groups where they fit, largest first, into the fullest row that has the room.
+
+    A group that no single row holds is split, and its prompt computed once in each.
+    """
+    groups: dict[tuple[int, bytes], list[int]] = {}
+    for i, sample in enumerate(samples):
+        t = sample.trajectory
+        if len(t.prompt_ids) - 1 + t.num_tokens > shape.length:
+            raise ValueError(
+                f"{sample.name} has {sample.num_tokens} tokens, a row holds {shape.length + 1}: "
+                "make the shape with a larger max_tokens"
+            )
+        groups.setdefault((t.group_id, t.prompt_ids.tobytes()), []).append(i)
+
+    def shared(indices: Sequence[int]) -> int:
+        return len(samples[indices[0]].trajectory.prompt_ids) - 1
+
+    def size(indices: Sequence[int]) -> int:
+        return shared(indices) + sum(samples[i].trajectory.num_tokens for i in indices)
+
+    chunks: list[list[int]] = []
+    for indices in groups.values():
+        chunk: list[int] = []
+        for i in sorted(indices, key=lambda i: -samples[i].trajectory.num_tokens):
+            if size([*chunk, i]) > shape.length or len(chunk) == shape.samples:
+                chunks.append(chunk)
+                chunk = []
+            chunk.append(i)
+        chunks.append(chunk)
+
+    rows: list[_Row] = []
+    for chunk in sorted(chunks, key=lambda c: (-size(c), c[0])):
+        needed = size(chunk)
+        fitting = [
+            r for r in rows if r.free >= needed and r.num_samples + len(chunk) <= shape.samples
+        ]
+        row = min(fitting, key=lambda r: r.free, default=None)
+        if row is None:
+            row = _Row(shape.length)
+            rows.append(row)
+        row.parts.append((shared(chunk), chunk))
+        row.free -= needed
+    return rows
 
 
-def unpack(sample: Sample, row_T: np.ndarray) -> np.ndarray:
-    """A sample's response tokens' share of a row that is aligned as `mask_BT` is."""
-    return row_T[len(sample.trajectory.prompt_ids) - 1 : sample.num_tokens - 1]
+def empty(shape: Shape) -> MicroBatch:
+    """A micro-batch without samples."""
+    B, T, E = shape.rows, shape.length, shape.samples
+    ints_BT, floats_EM = np.zeros((B, T), np.int32), np.zeros((E, T), np.float32)
+    packing = Packing(*(ints_BT.copy() for _ in range(3)))
+    inputs = LossInputs(
+        np.zeros((E, T), bool),
+        np.zeros(E, np.float32),
+        *(floats_EM.copy() for _ in range(3)),
+    )
+    return MicroBatch(ints_BT.copy(), ints_BT.copy(), packing, np.zeros((E, T), np.int32), inputs)
 
 
-def padding_fraction(packed: Sequence[Packed], samples: Sequence[Sample]) -> float:
+def _pack(samples: Sequence[Sample], rows: Sequence[_Row], shape: Shape) -> Packed:
+    batch, order = empty(shape), []
+    for b, row in enumerate(rows):
+        start = 0
+        for number, (shared, indices) in enumerate(row.parts, start=1):
+            prompt_ids = samples[indices[0]].trajectory.prompt_ids
+            here = slice(start, start + shared)
+            _place(batch, b, here, prompt_ids[:-1], np.arange(shared), number, branch=0)
+            start += shared
+            for branch, i in enumerate(indices, start=1):
+                t = samples[i].trajectory
+                here = slice(start, start + t.num_tokens)
+                inputs = np.concatenate([prompt_ids[-1:], t.response_ids[:-1]])
+                positions = np.arange(shared, shared + t.num_tokens)
+                _place(batch, b, here, inputs, positions, number, branch)
+                batch.targets_BT[b, here] = t.response_ids
+                index = b * shape.length + np.arange(here.start, here.stop)
+                _state(batch, len(order), samples[i], index)
+                order.append(i)
+                start = here.stop
+    used = sum(shape.length - row.free for row in rows)
+    return Packed(batch, np.array(order), used)
+
+
+def _place(
+    batch: MicroBatch,
+    b: int,
+    here: slice,
+    tokens: np.ndarray,
+    positions: np.ndarray,
+    prompt: int,
+    branch: int,
+) -> None:
+    batch.tokens_BT[b, here] = tokens
+    batch.packing.positions_BT[b, here] = positions
+    batch.packing.prompt_BT[b, here] = prompt
+    batch.packing.branch_BT[b, here] = branch
+
+
+def _state(batch: MicroBatch, e: int, sample: Sample, index: np.ndarray) -> None:
+    """Row e of what the loss needs; `index` says where the sample's tokens are predicted."""
+    t, n = sample.trajectory, len(index)
+    batch.index_EM[e, :n] = index
+    inputs = batch.inputs
+    inputs.mask_BT[e, :n] = True
+    inputs.advantages_B[e] = sample.advantage
+    inputs.emission_logprobs_BT[e, :n] = t.logprobs
+    old = t.logprobs if sample.old_logprobs is None else sample.old_logprobs
+    inputs.old_logprobs_BT[e, :n] = old
+    if sample.reference_logprobs is not None:
+        inputs.reference_logprobs_BT[e, :n] = sample.reference_logprobs
+
+
+def padding_fraction(packed: Sequence[Packed]) -> float:
     """The share of the device's positions that holds no token."""
-    positions = sum(rows * length for rows, length in (p.shape for p in packed))
-    used = sum(samples[i].num_tokens for p in packed for i in p.sample_indices)
-    return 1.0 - used / positions if positions else 0.0
+    positions = sum(p.batch.tokens_BT.size for p in packed)
+    return 1.0 - sum(p.used_positions for p in packed) / positions if positions else 0.0

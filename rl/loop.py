@@ -50,7 +50,7 @@ class System:
     config: TrainConfig
     inputs: Inputs
     recipe: Recipe
-    shapes: tuple[Shape, ...]
+    shape: Shape
     engine: Engine
     rewards: RewardPool
     order: DataOrder
@@ -127,7 +127,7 @@ def train_step(
             rollouts.trajectories,
             advantages,
             recipe=system.recipe,
-            shapes=system.shapes,
+            shape=system.shape,
             sampling=config.sampling,
             step=step,
             seed=config.run.seed,
@@ -200,7 +200,7 @@ def _build(
     state = trainer.init_state(params, trainer.make_optimizer(config.optimizer, recipe.total_steps))
     engine = Engine(inputs.model, config.engine, dtype=recipe.trainer.dtype, mesh=mesh)
     longest = config.rollout.max_prompt_tokens + config.sampling.max_new_tokens
-    shapes = trainer.batch_shapes(recipe, longest, config.rollout.num_requests)
+    shape = trainer.batch_shape(recipe, longest)
     show.message("compiling…")
     engine_warm_up.warm_up(
         engine,
@@ -209,10 +209,10 @@ def _build(
         max_requests=config.rollout.num_requests,
         max_prompt_tokens=config.rollout.max_prompt_tokens,
     )
-    state = trainer.warm_up(state, shapes, recipe=recipe)
+    state = trainer.warm_up(state, shape, recipe=recipe)
     order = DataOrder(len(inputs.task), config.run.seed)
     system = System(
-        config, inputs, recipe, shapes, engine, pool, order, reference, show, should_stop
+        config, inputs, recipe, shape, engine, pool, order, reference, show, should_stop
     )
     return system, state
 

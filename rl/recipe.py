@@ -27,7 +27,6 @@ class TrainerConfig:
     inner_updates: int = 1
     minibatches: int = 1
     micro_batch_tokens: int = 8192
-    min_bucket_tokens: int = 64
     logprob_chunk_tokens: int = 1024
     remat: bool = False
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -37,7 +36,6 @@ class TrainerConfig:
             "inner_updates",
             "minibatches",
             "micro_batch_tokens",
-            "min_bucket_tokens",
             "logprob_chunk_tokens",
         ):
             if getattr(self, field) < 1:

@@ -21,6 +21,7 @@ from models import transformer
 from models.sharding import RULES, constrain
 from models.transformer import Params
 from rl import batching
+from rl.batching import MicroBatch
 from rl.recipe import Recipe
 from spec.sampling import SamplingConfig, log_probs
 
@@ -47,19 +48,22 @@ def cast(params: Params, dtype: Any) -> Params:
 
 
 def token_logprobs(
-    params: Params, tokens_BT: jax.Array, processing: Processing, recipe: Recipe
+    params: Params, batch: MicroBatch, processing: Processing, recipe: Recipe
 ) -> tuple[jax.Array, jax.Array]:
-    """Log-probability of `tokens[t+1]` and entropy at each position t; float32 [B, T] twice.
+    """Log-probability of each sample's response tokens, and entropy there; float32 [E, M] twice.
 
-    The last column predicts token 0 and means nothing. Logits exist for
+    Beyond a sample's end they mean nothing. Logits exist for
     `Trainer.logprob_chunk_tokens` positions at a time, in the backward pass too.
     Gradients flow through the log-probabilities alone.
     """
     dtype = recipe.trainer.dtype
     hidden_BTD = transformer.hidden(
-        recipe.model, cast(params, dtype), tokens_BT, remat=recipe.trainer.remat
+        recipe.model,
+        cast(params, dtype),
+        batch.tokens_BT,
+        batch.packing,
+        remat=recipe.trainer.remat,
     )
-    targets_BT = jnp.pad(tokens_BT[:, 1:], ((0, 0), (0, 1)))
     # the head stays in its master's dtype until inside the loop, where autodiff
     # sums its gradient over chunks: in bfloat16 that sum would lose digits
     head = dataclasses.replace(params, layers=())
@@ -75,7 +79,9 @@ def token_logprobs(
         logprobs_BC, entropy_BC = log_probs(logits_BCV, targets_BC, temperature, top_k, top_p)
         return logprobs_BC, jax.lax.stop_gradient(entropy_BC)
 
-    return _map_chunks(chunk, hidden_BTD, targets_BT, recipe.trainer.logprob_chunk_tokens)
+    chunk_tokens = recipe.trainer.logprob_chunk_tokens
+    logprobs_BT, entropy_BT = _map_chunks(chunk, hidden_BTD, batch.targets_BT, chunk_tokens)
+    return logprobs_BT.reshape(-1)[batch.index_EM], entropy_BT.reshape(-1)[batch.index_EM]
 
 
 def _map_chunks(
@@ -102,10 +108,10 @@ def _map_chunks(
 
 @partial(jax.jit, static_argnames=("recipe",))
 def score(
-    params: Params, tokens_BT: jax.Array, processing: Processing, *, recipe: Recipe
+    params: Params, batch: MicroBatch, processing: Processing, *, recipe: Recipe
 ) -> tuple[jax.Array, jax.Array]:
-    """`token_logprobs` without gradients, compiled once per shape."""
-    return token_logprobs(params, tokens_BT, processing, recipe)
+    """`token_logprobs` without gradients, compiled once."""
+    return token_logprobs(params, batch, processing, recipe)
 
 
 def batch_ways() -> int:
@@ -125,16 +131,16 @@ def place(batch: Any) -> Any:
 def score_samples(
     params: Params,
     samples: Sequence[batching.Sample],
-    shapes: Sequence[batching.Shape],
+    shape: batching.Shape,
     sampling: SamplingConfig,
     recipe: Recipe,
 ) -> list[np.ndarray]:
     """Log-probabilities of each sample's response tokens, float32 [num_tokens]; one fetch."""
-    packed = batching.micro_batches(samples, shapes)
+    packed = batching.micro_batches(samples, shape)
     processing = Processing.of(sampling)
-    scored = [score(params, place(p.batch.tokens_BT), processing, recipe=recipe)[0] for p in packed]
+    scored = [score(params, place(p.batch), processing, recipe=recipe)[0] for p in packed]
     result: list[np.ndarray] = [np.empty(0, np.float32)] * len(samples)
-    for p, logprobs_BT in zip(packed, jax.device_get(scored), strict=True):
-        for row, i in enumerate(p.sample_indices):
-            result[i] = batching.unpack(samples[i], logprobs_BT[row])
+    for p, logprobs_EM in zip(packed, jax.device_get(scored), strict=True):
+        for e, i in enumerate(p.sample_indices):
+            result[i] = logprobs_EM[e, : samples[i].trajectory.num_tokens]
     return result

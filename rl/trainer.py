@@ -97,13 +97,11 @@ def accumulate(
     *,
     recipe: Recipe,
 ) -> tuple[Accumulator, Health]:
-    """Add a micro-batch's gradient to the accumulator, in float32; compiled once per shape."""
+    """Add a micro-batch's gradient to the accumulator, in float32; compiled once."""
 
     def loss_of(params: Params) -> tuple[jax.Array, tuple[TokenStatistics, jax.Array]]:
-        logprobs_BT, entropy_BT = scoring.token_logprobs(
-            params, batch.tokens_BT, processing, recipe
-        )
-        return losses.loss(recipe.algorithm, logprobs_BT, entropy_BT, batch.inputs, normaliser)
+        logprobs_EM, entropy_EM = scoring.token_logprobs(params, batch, processing, recipe)
+        return losses.loss(recipe.algorithm, logprobs_EM, entropy_EM, batch.inputs, normaliser)
 
     gradients, (statistics, finite_B) = jax.grad(loss_of, has_aux=True)(params)
     finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(gradients)]))
@@ -142,23 +140,18 @@ def cast_params(params: Params, dtype: Any) -> Params:
     return _cast(params, dtype=jnp.dtype(dtype))
 
 
-def batch_shapes(recipe: Recipe, max_tokens: int, num_samples: int) -> tuple[Shape, ...]:
-    """The shapes that batches of `num_samples` trajectories are packed into, under the mesh in use.
+def batch_shape(recipe: Recipe, max_tokens: int) -> Shape:
+    """The shape of all micro-batches, under the mesh in use.
 
     `max_tokens` bounds prompt and response together.
     """
-    trainer = recipe.trainer
-    return batching.bucket_shapes(
-        trainer.micro_batch_tokens,
-        max_tokens,
-        max_rows=-(-num_samples // trainer.minibatches),
-        row_multiple=scoring.batch_ways(),
-        min_tokens=trainer.min_bucket_tokens,
+    return batching.batch_shape(
+        recipe.trainer.micro_batch_tokens, max_tokens, row_multiple=scoring.batch_ways()
     )
 
 
-def warm_up(state: TrainState, shapes: Sequence[Shape], *, recipe: Recipe) -> TrainState:
-    """Compile every step for every shape, in threads, and run each on nothing.
+def warm_up(state: TrainState, shape: Shape, *, recipe: Recipe) -> TrainState:
+    """Compile every step, in threads, and run each on nothing.
 
     Returns the state, unchanged; the one given is donated.
     """
@@ -166,23 +159,22 @@ def warm_up(state: TrainState, shapes: Sequence[Shape], *, recipe: Recipe) -> Tr
     algorithm = recipe.algorithm
     scores = algorithm.needs_reference or algorithm.old_logprobs == "recomputed"
     accumulator = start(recipe=recipe)
-    batches = [place(batching.pack([], shape)) for shape in shapes]
+    batch = place(batching.empty(shape))
     rest = (processing, np.float32(1))
-    lowered = [inspect.lower(accumulator, state.step, recipe=recipe)]
-    lowered += [apply.lower(state, accumulator.gradients, np.bool_(False), recipe=recipe)]
-    for batch in batches:
-        lowered += [accumulate.lower(state.params, accumulator, batch, *rest, recipe=recipe)]
-        if scores:
-            tokens_BT = batch.tokens_BT
-            lowered += [scoring.score.lower(state.params, tokens_BT, processing, recipe=recipe)]
+    lowered = [
+        inspect.lower(accumulator, state.step, recipe=recipe),
+        apply.lower(state, accumulator.gradients, np.bool_(False), recipe=recipe),
+        accumulate.lower(state.params, accumulator, batch, *rest, recipe=recipe),
+    ]
+    if scores:
+        lowered += [scoring.score.lower(state.params, batch, processing, recipe=recipe)]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(lambda program: program.compile(), lowered))
 
     # calls find what was compiled; running them once proves it, and settles their buffers
-    for batch in batches:
-        accumulator, _ = accumulate(state.params, accumulator, batch, *rest, recipe=recipe)
-        if scores:
-            scoring.score(state.params, batch.tokens_BT, processing, recipe=recipe)
+    accumulator, _ = accumulate(state.params, accumulator, batch, *rest, recipe=recipe)
+    if scores:
+        scoring.score(state.params, batch, processing, recipe=recipe)
     inspect(accumulator, state.step, recipe=recipe)
     return apply(state, accumulator.gradients, np.bool_(False), recipe=recipe)
 
@@ -193,7 +185,7 @@ def update(
     advantages: np.ndarray,
     *,
     recipe: Recipe,
-    shapes: Sequence[Shape],
+    shape: Shape,
     sampling: SamplingConfig,
     step: int,
     seed: int = 0,
@@ -206,11 +198,11 @@ def update(
     A batch without a usable sample changes nothing and gives `batch/*` alone.
 
     Raises NonFiniteUpdate before such an update is applied; ValueError where a
-    sample does not fit the shapes, or a reference is needed and missing.
+    sample does not fit the shape, or a reference is needed and missing.
     """
     algorithm, trainer = recipe.algorithm, recipe.trainer
     samples = batching.select(trajectories, advantages, mask_truncated=algorithm.mask_truncated)
-    samples = with_scores(state.params, samples, shapes, sampling, recipe, reference)
+    samples = with_scores(state.params, samples, shape, sampling, recipe, reference)
     processing = Processing.of(sampling)
     reports: list[Report] = []
     packed_all: list[Packed] = []
@@ -221,12 +213,12 @@ def update(
             group_ids, trainer.minibatches, (seed, step, epoch)
         ):
             part = [samples[i] for i in indices]
-            packed = batching.micro_batches(part, shapes)
+            packed = batching.micro_batches(part, shape)
             where = f"step {step}, optimizer step {len(reports) + 1} of its batch"
             state, report = _optimizer_step(state, part, packed, processing, recipe, where)
             reports.append(report)
             packed_all += packed
-            used.append(batching.padding_fraction(packed, part))
+            used.append(batching.padding_fraction(packed))
     counts = {
         "batch/samples": float(len(samples)),
         "batch/left_out": float(len(trajectories) - len(samples)),
@@ -241,7 +233,7 @@ def update(
 def with_scores(
     params: Params,
     samples: list[Sample],
-    shapes: Sequence[Shape],
+    shape: Shape,
     sampling: SamplingConfig,
     recipe: Recipe,
     reference: Params | None,
@@ -249,7 +241,7 @@ def with_scores(
     """Samples with the log-probs under reference and current policy that the algorithm asks for."""
     algorithm = recipe.algorithm
     if algorithm.old_logprobs == "recomputed":
-        old = scoring.score_samples(params, samples, shapes, sampling, recipe)
+        old = scoring.score_samples(params, samples, shape, sampling, recipe)
         samples = [
             dataclasses.replace(s, old_logprobs=x) for s, x in zip(samples, old, strict=True)
         ]
@@ -259,7 +251,7 @@ def with_scores(
                 f"kl_coefficient={algorithm.kl_coefficient} needs a reference policy, got none: "
                 "pass reference=params, or set Algorithm.kl_coefficient = 0"
             )
-        kept = scoring.score_samples(settle(reference), samples, shapes, sampling, recipe)
+        kept = scoring.score_samples(settle(reference), samples, shape, sampling, recipe)
         samples = [
             dataclasses.replace(s, reference_logprobs=x) for s, x in zip(samples, kept, strict=True)
         ]
