@@ -53,8 +53,9 @@ def plan(
             rows[i], kept[prompt] = row, row
     busy = set(range(len(held))) - set(free_rows)
     for row in busy:
-        if held[row] in wanted:
-            kept.setdefault(held[row], row)
+        prompt = held[row]
+        if prompt is not None and prompt in wanted:
+            kept.setdefault(prompt, row)
     prefill: dict[Prompt, int] = {}
     inserts, copies = [], []
     for i, prompt in enumerate(prompts):

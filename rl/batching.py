@@ -164,7 +164,8 @@ def micro_batches(samples: Sequence[Sample], shape: Shape) -> list[Packed]:
     Raises ValueError where a prompt and response do not fit a row.
     """
     rows = _fill_rows(samples, shape)
-    packed, taken = [], []
+    packed: list[Packed] = []
+    taken: list[_Row] = []
     for row in rows:
         crowded = sum(r.num_samples for r in taken) + row.num_samples > shape.samples
         if taken and (len(taken) == shape.rows or crowded):
@@ -236,7 +237,8 @@ def empty(shape: Shape) -> MicroBatch:
 
 
 def _pack(samples: Sequence[Sample], rows: Sequence[_Row], shape: Shape) -> Packed:
-    batch, order = empty(shape), []
+    batch = empty(shape)
+    order: list[int] = []
     for b, row in enumerate(rows):
         start = 0
         for number, (shared, indices) in enumerate(row.parts, start=1):

@@ -81,7 +81,8 @@ def prompts_for_step(task: Task, order: DataOrder, cursor: int, count: int) -> t
 class PromptTokenizer(Protocol):
     """What prompts need of models.tokenizer."""
 
-    has_chat_template: bool
+    @property
+    def has_chat_template(self) -> bool: ...
 
     def encode(self, text: str) -> list[int]: ...
 

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from models.transformer import Params, num_params
 from rl.config import (
     ConfigError,
     add_config_arguments,
@@ -109,8 +110,6 @@ def _run_folder(config: TrainConfig, *, resume: bool) -> Path:
 
 
 def _print_plan(config: TrainConfig, inputs: Inputs, folder: Path) -> None:
-    from models.transformer import num_params
-
     model = inputs.model
     print(dump(config))
     print(f"# run folder    {folder}")
@@ -169,7 +168,7 @@ def _write_config(folder: Path, config: TrainConfig) -> None:
     temporary.replace(folder / "config.gin")
 
 
-def _export(folder: Path, inputs: Inputs, params: object) -> None:
+def _export(folder: Path, inputs: Inputs, params: Params) -> None:
     """The trained policy as a Hugging Face folder, with the tokenizer that it came with."""
     import shutil
 
