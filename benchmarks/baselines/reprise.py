@@ -1,0 +1,81 @@
+"""Our engine, driven as the others are: `python -m benchmarks.baselines.reprise`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks.baselines import protocol
+from benchmarks.shape import Shape
+from models import hf
+from models.config import ModelConfig
+from rl.engine import Engine, EngineConfig
+from rl.rollout import generate
+from rl.trajectory import Request, Trajectory
+from spec.sampling import SamplingConfig, step_key
+
+
+def model_config(shape: Shape) -> ModelConfig:
+    return ModelConfig(
+        architecture="qwen3",
+        vocab_size=shape.vocab,
+        d_model=shape.d_model,
+        num_layers=shape.layers,
+        num_heads=shape.heads,
+        num_kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        d_ff=shape.d_ff,
+        rope_theta=1e6,
+        tied_embeddings=shape.tied,
+        qk_norm=True,
+        max_positions=max(4096, shape.cache),
+    )
+
+
+def make_engine(shape: Shape) -> Engine:
+    """An engine whose one bucket is the batch and the cache of the shape."""
+    config = EngineConfig(slots=shape.batch, min_slots=shape.batch, min_positions=shape.cache)
+    return Engine(model_config(shape), config, dtype=jnp.dtype(shape.dtype))
+
+
+def make_requests(shape: Shape) -> list[Request]:
+    return [
+        Request(i, tuple(prompt), max_new_tokens=shape.new_tokens)
+        for i, prompt in enumerate(shape.prompts())
+    ]
+
+
+def generate_batch(
+    engine: Engine, params: Any, requests: list[Request], seed: int, greedy: bool
+) -> list[Trajectory]:
+    """One batch; no end tokens, so that every response runs to its full length."""
+    return generate(
+        engine.model,
+        params,
+        requests,
+        SamplingConfig(temperature=0.0 if greedy else 1.0),
+        key=step_key(0, seed),
+        engine=engine,
+        stop_token_ids=(),
+    )
+
+
+class Reprise:
+    name = "reprise"
+    variants = ("plain",)
+    packages = ("jax", "jaxlib", "numpy")
+
+    def prepare(self, shape: Shape, policy: str, variant: str) -> None:
+        self.requests, self.engine = make_requests(shape), make_engine(shape)
+        _, self.params = hf.load_pretrained(policy, dtype=jnp.dtype(shape.dtype))
+        jax.block_until_ready(self.params)
+
+    def generate(self, seed: int, greedy: bool) -> tuple[list, list]:
+        done = generate_batch(self.engine, self.params, self.requests, seed, greedy)
+        return [t.response_ids for t in done], [t.logprobs for t in done]
+
+
+if __name__ == "__main__":
+    protocol.serve(Reprise())

@@ -1,0 +1,244 @@
+"""Our plain decoding against the tunix sampler and transformers' generate, interleaved.
+
+    python -m benchmarks.compare --json --tunix_python PATH --transformers_python PATH
+
+One process a system, kept alive; they take turns, A B C A B C …, so that only one
+computes at a time and all see the same machine. All load one policy folder with
+the same random weights and generate the same prompts with log-probabilities. First
+each system's variants take turns, and the fastest one is what is compared. Ratios
+are taken pair by pair within a turn; the median counts. `greedy_agreement` is the
+share of tokens that equal ours at temperature 0: the work is the same. A system
+that is not `steady` met a busy machine: its figures do not count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks import environment
+from benchmarks.baselines.reprise import model_config
+from benchmarks.shape import Shape, add_flags, from_flags
+from models import hf, transformer
+
+RESULT = environment.ROOT / "benchmarks" / "results" / "rollout_vs_others.json"
+MODULES = {
+    "reprise": "benchmarks.baselines.reprise",
+    "tunix": "benchmarks.baselines.tunix_sampler",
+    "transformers": "benchmarks.baselines.transformers_generate",
+}
+REQUIRED = {"tunix": 1.5, "transformers": 3.0}
+
+
+class Child:
+    """One system in its own process; asked for one thing at a time."""
+
+    def __init__(self, name: str, python: str) -> None:
+        self.name = name
+        self._errors = tempfile.TemporaryFile("w+")
+        self._process = subprocess.Popen(
+            [python, "-m", MODULES[name]],
+            cwd=environment.ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+            bufsize=1,
+        )
+        hello = self._answer()
+        self.variants: list[str] = hello["variants"]
+        self.versions: dict[str, str] = hello["versions"]
+
+    def ask(self, **command: Any) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(command) + "\n")
+        except BrokenPipeError:
+            pass  # it died: the answer says why
+        return self._answer()
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(timeout=60)
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            self._errors.seek(0)
+            tail = "".join(self._errors.readlines()[-15:])
+            raise RuntimeError(f"the process of {self.name} ended; its last words:\n{tail}")
+        return json.loads(line)
+
+
+def write_policy(shape: Shape, folder: Path) -> None:
+    """The shape's random weights as a Hugging Face folder, which every system reads."""
+    config = model_config(shape)
+    params = transformer.init(config, jax.random.key(0), jnp.dtype(shape.dtype))
+    hf.save_pretrained(folder, config, params)
+
+
+def choose_variant(
+    child: Child, shape: Shape, policy: str, repeats: int
+) -> tuple[str, dict[str, float]]:
+    """The variant with the best median, and the tokens per second of all of them.
+
+    A variant whose warm run took twice the best so far is not run again.
+    """
+    if len(child.variants) == 1:
+        return child.variants[0], {}
+    seconds: dict[str, list[float]] = {}
+    for variant in child.variants:
+        warm = child.ask(
+            do="prepare", shape=dataclasses.asdict(shape), policy=policy, variant=variant
+        )
+        best_s = min((statistics.median(values) for values in seconds.values()), default=1e9)
+        runs = repeats if warm["warm_call_s"] < 2 * best_s else 0
+        seconds[variant] = [child.ask(do="run", seed=seed)["seconds"] for seed in range(runs)]
+        seconds[variant] = seconds[variant] or [warm["warm_call_s"]]
+    speeds = {
+        variant: round(shape.total_new_tokens / statistics.median(values), 1)
+        for variant, values in seconds.items()
+    }
+    return max(speeds, key=lambda variant: speeds[variant]), speeds
+
+
+def compare(
+    pythons: dict[str, str], shape: Shape, repeats: int, choosing_repeats: int
+) -> dict[str, Any]:
+    """One row: every system on this shape, `repeats` turns after all are warm."""
+    children: list[Child] = []
+    with tempfile.TemporaryDirectory() as scratch:
+        write_policy(shape, Path(scratch) / "policy")
+        policy = str(Path(scratch) / "policy")
+        try:
+            systems: dict[str, dict[str, Any]] = {}
+            for name, python in pythons.items():
+                children.append(child := Child(name, python))
+                variant, speeds = choose_variant(child, shape, policy, choosing_repeats)
+                systems[name] = {"variant": variant, "variants_tokens_per_s": speeds}
+                systems[name] |= child.ask(
+                    do="prepare", shape=dataclasses.asdict(shape), policy=policy, variant=variant
+                )
+                systems[name]["versions"] = child.versions
+            greedy = {c.name: c.ask(do="greedy")["tokens"] for c in children}
+            turns = [
+                {child.name: child.ask(do="run", seed=seed)["seconds"] for child in children}
+                for seed in range(repeats)
+            ]
+        finally:
+            for child in children:
+                child.close()
+    for name, system in systems.items():
+        system |= speed(shape, [turn[name] for turn in turns])
+        system["greedy_agreement"] = agreement(greedy["reprise"], greedy[name])
+        system["steady"] = steady(system)
+    return {
+        "shape": dataclasses.asdict(shape),
+        "systems": systems,
+        "ratios": {name: ratio(turns, name) for name in pythons if name != "reprise"},
+    }
+
+
+def speed(shape: Shape, seconds: Sequence[float]) -> dict[str, Any]:
+    return {
+        "tokens_per_s": round(shape.total_new_tokens / statistics.median(seconds), 1),
+        "tokens_per_s_all": [round(shape.total_new_tokens / s, 1) for s in seconds],
+    }
+
+
+def ratio(turns: Sequence[dict[str, float]], name: str) -> dict[str, Any]:
+    """How many times faster we are than `name`, turn by turn."""
+    ratios = [turn[name] / turn["reprise"] for turn in turns]
+    median = statistics.median(ratios)
+    return {
+        "median": round(median, 3),
+        "least": round(min(ratios), 3),
+        "most": round(max(ratios), 3),
+        "required": REQUIRED[name],
+        "reached": median >= REQUIRED[name],
+    }
+
+
+def steady(system: dict[str, Any]) -> bool:
+    """Whether the turns went about as fast as the choosing: else the machine was not quiet."""
+    chosen = system["variants_tokens_per_s"].get(system["variant"], system["tokens_per_s"])
+    speeds = [chosen, *system["tokens_per_s_all"]]
+    return max(speeds) < 1.5 * min(speeds)
+
+
+def agreement(ours: list[list[int]], theirs: list[list[int]]) -> float:
+    pairs = [(a, b) for x, y in zip(ours, theirs, strict=True) for a, b in zip(x, y, strict=True)]
+    return round(sum(a == b for a, b in pairs) / len(pairs), 6)
+
+
+def show(row: dict[str, Any]) -> None:
+    shape = row["shape"]
+    print(
+        f"batch {shape['batch']}, {'tied' if shape['tied'] else 'untied'} head, tokens per second"
+    )
+    for name, system in row["systems"].items():
+        times = row["ratios"].get(name)
+        ours = f"ours is {times['median']:.2f}× (required {times['required']}×)" if times else ""
+        unsteady = "" if system["steady"] else "  UNSTEADY: run again on a quiet machine"
+        print(f"  {name:14}{system['variant']:26}{system['tokens_per_s']:>9.0f}  {ours}{unsteady}")
+
+
+def parse() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    add_flags(parser, without=("batch",))
+    parser.add_argument("--batches", type=int, nargs="+", default=[16, 64], help="a row for each")
+    parser.add_argument("--tunix_python", help="interpreter of an environment with google-tunix")
+    parser.add_argument("--transformers_python", help="interpreter of one with torch, transformers")
+    parser.add_argument("--repeats", type=int, default=9, help="turns; the medians count")
+    parser.add_argument("--choosing_repeats", type=int, default=3, help="runs of each variant")
+    parser.add_argument("--json", action="store_true", help="print one JSON line last")
+    parser.add_argument("--output", type=Path, default=RESULT, help="where the result is written")
+    return parser, parser.parse_args()
+
+
+def main() -> int:
+    parser, arguments = parse()
+    pythons = {"reprise": sys.executable}
+    for name in REQUIRED:
+        python = getattr(arguments, f"{name}_python")
+        if python:
+            pythons[name] = python
+        else:
+            print(f"{name} is left out: give --{name}_python to compare with it", file=sys.stderr)
+    try:
+        shapes = [from_flags(arguments, batch=batch) for batch in arguments.batches]
+    except ValueError as error:
+        parser.error(str(error))
+    hidden = ("--tunix_python", "--transformers_python", "--output")
+    result = {
+        "benchmark": "rollout_vs_others",
+        **environment.record("benchmarks.compare", ("jax", "jaxlib", "numpy"), hidden=hidden),
+        "repeats": arguments.repeats,
+        "rows": [],
+    }
+    for shape in shapes:
+        row = compare(pythons, shape, arguments.repeats, arguments.choosing_repeats)
+        result["rows"].append(row)
+        if not arguments.json:
+            show(row)
+    arguments.output.write_text(json.dumps(result, indent=1) + "\n")
+    if arguments.json:
+        print(json.dumps(result))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,89 @@
+"""Where and with what a figure was made: the fields that every result carries."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+_MEASURED = ("models", "spec", "sched", "rl", "benchmarks")
+
+
+def record(module: str, packages: Sequence[str], hidden: Sequence[str] = ()) -> dict[str, Any]:
+    """Command, commit, device, versions and date of this process.
+
+    `hidden` are flags whose value is a path of this machine: the record names the
+    flag only. `uncommitted_changes` says that measured files differ from `commit`.
+    """
+    changed = _git("status", "--porcelain", "--untracked-files=no", "--", *_MEASURED)
+    return {
+        "command": f"python -m {module} {' '.join(_without_paths(sys.argv[1:], hidden))}".rstrip(),
+        "commit": _git("rev-parse", "HEAD") or None,
+        "uncommitted_changes": bool(changed),
+        "device": device(),
+        "versions": versions(packages),
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
+    }
+
+
+def versions(packages: Sequence[str]) -> dict[str, str]:
+    """The interpreter's version and those of the packages that are installed."""
+    found = {"python": platform.python_version()}
+    for name in packages:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def device() -> str:
+    """The accelerator jax runs on, or the processor and the cores this process may use."""
+    import jax
+
+    first = jax.devices()[0]
+    if first.platform != "cpu":
+        return f"{jax.device_count()} × {first.device_kind}"
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"CPU: {_processor()}, {cores} cores"
+
+
+def _processor() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.is_file():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def _without_paths(arguments: Sequence[str], hidden: Sequence[str]) -> list[str]:
+    shown, skip = [], False
+    for argument in arguments:
+        flag, equals, _ = argument.partition("=")
+        if skip:
+            skip = False
+            continue
+        if flag in hidden:
+            shown += [flag, f"{flag.lstrip('-').upper()}"]
+            skip = not equals
+        else:
+            shown.append(argument)
+    return shown
+
+
+def _git(*arguments: str) -> str:
+    try:
+        done = subprocess.run(
+            ["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False
+        )
+    except FileNotFoundError:  # a checkout without git: the record says so by an empty commit
+        return ""
+    return done.stdout.strip()
