@@ -53,9 +53,9 @@ def plan(
             rows[i], kept[prompt] = row, row
     busy = set(range(len(held))) - set(free_rows)
     for row in busy:
-        prompt = held[row]
-        if prompt is not None and prompt in wanted:
-            kept.setdefault(prompt, row)
+        theirs = held[row]
+        if theirs is not None and theirs in wanted:
+            kept.setdefault(theirs, row)
     prefill: dict[Prompt, int] = {}
     inserts, copies = [], []
     for i, prompt in enumerate(prompts):
