@@ -1,0 +1,45 @@
+"""Every configuration that ships loads, opens its inputs, and says what it is for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rl.config import dump, load
+from rl.experiment import TrainConfig, memory_estimate_bytes, open_inputs
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = sorted((ROOT / "configs").rglob("*.gin"))
+HEADER = ("Command:", "Cost:", "Expect:")
+
+
+def header(path: Path) -> str:
+    """The comment lines at the top."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    end = next((i for i, line in enumerate(lines) if not line.startswith("#")), len(lines))
+    return "\n".join(lines[:end])
+
+
+def test_there_is_the_configuration_that_runs_without_arguments():
+    assert ROOT / "configs" / "tiny_cpu.gin" in CONFIGS
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.relative_to(ROOT).as_posix())
+class TestConfig:
+    def test_its_header_says_what_it_is_the_command_and_what_to_expect(self, path):
+        text = header(path)
+        assert [word for word in HEADER if word not in text] == []
+        assert len(text.splitlines()[0]) > 10, "the first line says what it is"
+
+    def test_its_inputs_open_and_it_reruns_from_what_a_run_writes_down(
+        self, path, tmp_path, monkeypatch
+    ):
+        config = load(TrainConfig, [path])
+        saved = tmp_path / "config.gin"
+        saved.write_text(dump(config))
+        assert load(TrainConfig, [saved]) == config
+        monkeypatch.chdir(tmp_path)  # paths of shipped files are found from anywhere
+        inputs = open_inputs(config)
+        assert len(inputs.task) >= config.rollout.prompts_per_step
+        assert memory_estimate_bytes(config, inputs.model)["total"] > 0

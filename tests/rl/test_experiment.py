@@ -1,0 +1,141 @@
+"""What stops a run before any device is touched, and what it costs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from benchmarks import tiny_run
+from models import hf, tokenizer, transformer
+from rl.config import ConfigError, load
+from rl.experiment import TrainConfig, memory_estimate_bytes, open_inputs
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return tiny_run.make_inputs(tmp_path_factory.mktemp("experiment"))
+
+
+def opened(tiny, *overrides):
+    return open_inputs(load(TrainConfig, [tiny], overrides))
+
+
+def save_policy(folder, **changes):
+    model = dataclasses.replace(tiny_run.MODEL, **changes)
+    hf.save_pretrained(folder, model, transformer.init(model, jax.random.key(0), jnp.float32))
+    tokenizer.save_character_tokenizer(folder, tiny_run.CHARACTERS)
+    return f"Policy.directory={str(folder)!r}"
+
+
+def test_inputs_open_and_encode(tiny):
+    inputs = opened(tiny)
+    assert (len(inputs.task), inputs.left_out) == (6, 0)
+    ids = inputs.encode(inputs.task[0], load(TrainConfig, [tiny]).task)
+    assert inputs.tokenizer.decode(ids) == "1+1="
+    assert inputs.model.eos_token_ids == (1,)
+
+
+def test_long_prompts_are_left_out_and_counted(tiny):
+    inputs = opened(tiny, "Rollout.max_prompt_tokens=4")  # "10+4=" and "5+5+5=" are longer
+    assert (len(inputs.task), inputs.left_out) == (4, 2)
+    assert [inputs.task[i].prompt for i in range(4)] == ["1+1=", "2+3=", "7=", "0+8="]
+
+
+@pytest.mark.parametrize(
+    ("override", "error", "message"),
+    [
+        (
+            "Rollout.max_prompt_tokens=1",
+            ValueError,
+            r"every one of 6 prompts is longer than Rollout.max_prompt_tokens=1 "
+            r"\(the shortest has 2\): raise the limit",
+        ),
+        (
+            "Sampling.max_new_tokens=57",
+            ValueError,
+            "max_prompt_tokens=8 and Sampling.max_new_tokens=57 make 65 positions, "
+            "the policy has 64: lower one of them",
+        ),
+        ("Policy.directory='no/such/folder'", FileNotFoundError, "no/such/folder"),
+        ("Task.specs=('jsonl:no/such.jsonl',)", FileNotFoundError, "no/such.jsonl"),
+        ("Reward.functions=('no/such.py:f',)", FileNotFoundError, "no/such.py"),
+    ],
+)
+def test_what_does_not_fit_is_said_with_its_mend(tiny, override, error, message):
+    with pytest.raises(error, match=message):
+        opened(tiny, override)
+
+
+def test_an_empty_data_set(tiny, tmp_path):
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text("\n\n")
+    with pytest.raises(ValueError, match="empty.jsonl: the data set is empty"):
+        opened(tiny, f"Task.specs=('jsonl:{empty}',)")
+
+
+def test_a_tokenizer_with_more_ids_than_the_policy_has_rows(tiny, tmp_path):
+    with pytest.raises(ValueError, match="does not fit the policy.*vocab_size=12.*ids up to 17"):
+        opened(tiny, save_policy(tmp_path / "small", vocab_size=12))
+
+
+def test_a_policy_folder_without_weights(tiny, tmp_path):
+    override = save_policy(tmp_path / "policy")
+    (tmp_path / "policy" / "model.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match="safetensors"):
+        opened(tiny, override)
+
+
+def test_the_tokenizer_names_the_end_token_where_the_config_does_not(tiny, tmp_path):
+    inputs = opened(tiny, save_policy(tmp_path / "policy", eos_token_ids=()))
+    assert inputs.model.eos_token_ids == (1,)
+
+
+def test_a_policy_that_could_never_end_a_response(tiny, tmp_path):
+    override = save_policy(tmp_path / "policy", eos_token_ids=())
+    settings = tmp_path / "policy" / "tokenizer_config.json"
+    kept = {k: v for k, v in json.loads(settings.read_text()).items() if k != "eos_token"}
+    settings.write_text(json.dumps(kept))
+    with pytest.raises(ValueError, match="names an end token.*set eos_token_id in config.json"):
+        opened(tiny, override)
+
+
+def test_a_reward_file_without_the_function(tiny, tmp_path):
+    shutil.copy(tiny.parent / "reward.py", tmp_path / "reward.py")
+    with pytest.raises(ValueError, match="no function 'digit'; did you mean digits"):
+        opened(tiny, f"Reward.functions=('{tmp_path}/reward.py:digit',)")
+
+
+@pytest.mark.parametrize("override", ["Run.steps=0", "Run.seed=-1", "Rollout.group_size=0"])
+def test_sections_refuse_values_that_make_no_run(tiny, override):
+    field = override.partition(".")[2].partition("=")[0]
+    with pytest.raises(ConfigError, match=f"{field} must be"):
+        load(TrainConfig, [tiny], [override])
+
+
+def test_the_memory_estimate_adds_up(tiny):
+    config = load(TrainConfig, [tiny])
+    parts = memory_estimate_bytes(config, tiny_run.MODEL)
+    total = parts.pop("total")
+    assert total == sum(parts.values())
+    # embedding 24 × 16; attention 4 × 16 × 16 + 2 × 8; MLP 3 × 16 × 32; norms 3 × 16
+    params = 24 * 16 + 4 * 16 * 16 + 2 * 8 + 3 * 16 * 32 + 3 * 16
+    assert parts["master weights"] == parts["gradients"] == 4 * params
+    assert parts["Adam moments"] == 8 * params
+    assert parts["reference policy"] == 0
+    # 8 slots × 16 positions × (keys and values of 2 heads of 8) × 4 bytes
+    assert parts["KV cache"] == 8 * 16 * (2 * 2 * 8) * 4
+
+
+def test_the_memory_estimate_follows_the_configuration(tiny):
+    def of(*overrides):
+        return memory_estimate_bytes(load(TrainConfig, [tiny], overrides), tiny_run.MODEL)
+
+    plain = of()
+    assert of("Algorithm.kl_coefficient=0.1")["reference policy"] == plain["master weights"]
+    assert of("Trainer.remat=True")["activations"] < plain["activations"]
+    assert of("Sampling.max_new_tokens=9")["KV cache"] == 2 * plain["KV cache"]
