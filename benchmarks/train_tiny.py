@@ -1,0 +1,95 @@
+"""Does the default run learn? `python -m benchmarks.train_tiny --json`
+
+Runs `python -m rl.train` as it ships, once a seed, one after the other, and reads
+its metrics.jsonl from outside. Start and end are means over WINDOW steps: the start
+includes what the first of them already learnt, so the gain is understated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks import environment
+
+WINDOW = 5
+PACKAGES = ("jax", "jaxlib", "numpy", "optax", "orbax-checkpoint", "reasoning-gym")
+
+
+def run(seed: int, limit_s: float, steps: int | None, folder: Path) -> dict[str, Any]:
+    """One run, ended after `limit_s`; rows are timed by when they appear in the file."""
+    command = [sys.executable, "-m", "rl.train", f"--gin.Run.directory={folder}"]
+    command += [f"--gin.Run.seed={seed}"] + ([f"--gin.Run.steps={steps}"] if steps else [])
+    start = time.perf_counter()
+    arrived_s: list[float] = []
+    with (folder.parent / f"{folder.name}.log").open("w") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log)
+        while process.poll() is None and time.perf_counter() - start < limit_s:
+            time.sleep(0.2)
+            arrived_s += [time.perf_counter() - start] * (_num_rows(folder) - len(arrived_s))
+        process.terminate()
+        code = process.wait()
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert len(rows) >= 2 * WINDOW, f"seed {seed}: {len(rows)} steps, exit code {code}"
+    rewards = [row["reward"] for row in rows]
+    means = [statistics.mean(rewards[i : i + WINDOW]) for i in range(len(rewards) - WINDOW + 1)]
+    reached = next((i for i, mean in enumerate(means) if mean >= means[0] + 0.2), None)
+    return {
+        "seed": seed,
+        "steps": len(rows),
+        "first_reward_line_s": round(arrived_s[0], 1),
+        "reward_start": round(means[0], 4),
+        "reward_end": round(means[-1], 4),
+        "gain": round(means[-1] - means[0], 4),
+        "seconds_to_gain_0.20": None if reached is None else round(arrived_s[reached + WINDOW - 1]),
+        "seconds": round(arrived_s[-1]),
+        "step_time_s": round(statistics.median(row["step_time"] for row in rows), 3),
+        "rollout_share": round(
+            statistics.median(row["time/rollout"] / row["step_time"] for row in rows), 3
+        ),
+        "logp_difference_max": max(row["sampling/sampling_logp_difference/max"] for row in rows),
+    }
+
+
+def _num_rows(folder: Path) -> int:
+    path = folder / "metrics.jsonl"
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--limit_s", type=float, default=600.0, help="each run ends after this")
+    parser.add_argument("--steps", type=int, help="default: what the configuration says")
+    parser.add_argument("--json", action="store_true", help="print one JSON line and nothing else")
+    parser.add_argument("--output", type=Path, help="also write the JSON to this file")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        runs = []
+        for seed in range(args.seeds):
+            runs.append(run(seed, args.limit_s, args.steps, Path(scratch) / f"seed{seed}"))
+            if not args.json:
+                print(runs[-1])
+    result = {
+        "gain_min": min(r["gain"] for r in runs),
+        "first_reward_line_s_max": max(r["first_reward_line_s"] for r in runs),
+        "runs": runs,
+        **environment.record("benchmarks.train_tiny", PACKAGES, hidden=("--output",)),
+    }
+    line = json.dumps(result)
+    if args.output:
+        args.output.write_text(json.dumps(result, indent=2) + "\n")
+    if args.json:
+        print(line)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
