@@ -1,0 +1,102 @@
+"""Any draft tree gives the tokens of no draft, and is accepted where it is right."""
+
+import dataclasses
+
+import pytest
+from parity_drafters import (
+    Bushy,
+    HalfRight,
+    Oracle,
+    Overrunning,
+    RandomTrees,
+    TooLong,
+    Wrong,
+)
+from parity_model import BASE, MODEL, SAMPLINGS, TOLERANCE, differences, misscored
+
+from rl.engine import Engine
+from rl.trajectory import FinishReason, Origin
+
+pytestmark = pytest.mark.parity
+
+
+def origins_if_all_accepted(num_tokens, max_nodes):
+    """Rounds of `max_nodes` tokens, the last of each a bonus, and a last round of the rest."""
+    origins = []
+    while num_tokens > 0:
+        emitted = min(max_nodes, num_tokens)
+        origins += [Origin.ACCEPTED] * (emitted - 1) + [Origin.BONUS]
+        num_tokens -= emitted
+    return origins
+
+
+@pytest.mark.parametrize("name", ["plain", "cool", "greedy"])
+@pytest.mark.parametrize("kind", [Oracle, Overrunning, TooLong])
+def test_right_chains_are_accepted_whole(golden, rollout, engine, kind, name):
+    """Also past the end: an end token or the limit inside an accepted run ends it there."""
+    drafter = kind(golden(name))
+    got = rollout(name, drafter=drafter)
+    assert not differences(golden(name), got)
+    for t in got:
+        assert t.origins.tolist() == origins_if_all_accepted(t.num_tokens, BASE.max_nodes)
+    accepted = sum((t.origins == Origin.ACCEPTED).sum() for t in got)
+    assert engine.stats.accepted_tokens == accepted
+    assert sorted(drafter.finished_ids) == sorted(t.request_id for t in got)
+
+
+def test_runs_end_inside_accepted_tokens_by_both_reasons(golden):
+    """What the test above needs of its data."""
+    inside = {
+        g.finish_reason for g in golden("plain").values() if len(g.response_ids) % BASE.max_nodes
+    }
+    assert inside == set(FinishReason)
+
+
+def test_wrong_chains_are_never_accepted(golden, rollout, engine):
+    got = rollout("plain", drafter=Wrong(golden("plain")))
+    assert not differences(golden("plain"), got)
+    assert {int(o) for t in got for o in t.origins} == {Origin.BONUS}
+    assert engine.stats.accepted_tokens == 0
+    assert engine.stats.drafted_nodes > engine.stats.tokens
+
+
+@pytest.mark.parametrize("name", ["plain", "cool", "gumbel_cool"])
+def test_the_right_branch_of_a_bush_is_found(golden, rollout, name):
+    got = rollout(name, drafter=Bushy(golden(name)))
+    assert not differences(golden(name), got)
+    for t in got:  # two right levels fit into 7 nodes: 3 tokens a round
+        assert t.origins.tolist() == origins_if_all_accepted(t.num_tokens, 3)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_trees(golden, rollout, engine, seed):
+    name = ("plain", "cool", "top_k")[seed % 3]
+    got = rollout(name, drafter=RandomTrees(golden(name), seed))
+    assert not differences(golden(name), got)
+    assert 0 < engine.stats.accepted_tokens < engine.stats.drafted_nodes
+
+
+def test_bushes_of_any_size_across_a_growing_cache(golden, rollout):
+    """24 nodes, no power of two; the cache doubles while drafts are in it."""
+    engine = Engine(MODEL, dataclasses.replace(BASE, max_nodes=24, min_positions=32))
+    got = rollout("cool", drafter=Bushy(golden("cool")), engine=engine)
+    assert not differences(golden("cool"), got)
+    assert {nodes for _, nodes, _ in engine.stats.rounds} == {24}
+    assert len({positions for _, _, positions in engine.stats.rounds}) > 1
+
+
+def test_drafts_now_and_then_in_few_slots(golden, rollout, params):
+    """Plain, accepted and bonus tokens, each with the log-probability of fresh scoring."""
+    for name in ("plain", "cool"):
+        got = rollout(name, drafter=HalfRight(golden(name), seed=1))
+        assert not differences(golden(name), got)
+        worst = misscored(params, got, SAMPLINGS[name])
+        assert set(worst) == {Origin.PLAIN, Origin.ACCEPTED, Origin.BONUS}
+        assert max(worst.values()) < TOLERANCE
+
+
+def test_one_slot_with_drafts(golden, rollout, requests):
+    engine = Engine(MODEL, dataclasses.replace(BASE, slots=1, min_slots=1))
+    some = requests[::3]
+    got = rollout("cool", some, drafter=Bushy(golden("cool")), engine=engine)
+    assert not differences(golden("cool"), got)
