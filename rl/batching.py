@@ -163,18 +163,16 @@ def micro_batches(samples: Sequence[Sample], shape: Shape) -> list[Packed]:
 
     Raises ValueError where a prompt and response do not fit a row.
     """
-    rows = _fill_rows(samples, shape)
-    packed: list[Packed] = []
-    taken: list[_Row] = []
-    for row in rows:
-        crowded = sum(r.num_samples for r in taken) + row.num_samples > shape.samples
-        if taken and (len(taken) == shape.rows or crowded):
-            packed.append(_pack(samples, taken, shape))
-            taken = []
-        taken.append(row)
-    if taken:
-        packed.append(_pack(samples, taken, shape))
-    return packed
+    batches: list[list[_Row]] = []
+    for row in _fill_rows(samples, shape):
+        for rows in batches:
+            num_samples = sum(r.num_samples for r in rows) + row.num_samples
+            if len(rows) < shape.rows and num_samples <= shape.samples:
+                rows.append(row)
+                break
+        else:
+            batches.append([row])
+    return [_pack(samples, rows, shape) for rows in batches]
 
 
 def _fill_rows(samples: Sequence[Sample], shape: Shape) -> list[_Row]:
@@ -182,7 +180,7 @@ def _fill_rows(samples: Sequence[Sample], shape: Shape) -> list[_Row]:
 
     A group that no single row holds is split, and its prompt computed once in each.
     """
-    groups: dict[tuple[int, bytes], list[int]] = {}
+    groups: dict[tuple[int, ...], list[int]] = {}
     for i, sample in enumerate(samples):
         t = sample.trajectory
         if len(t.prompt_ids) - 1 + t.num_tokens > shape.length:
@@ -190,7 +188,7 @@ def _fill_rows(samples: Sequence[Sample], shape: Shape) -> list[_Row]:
                 f"{sample.name} has {sample.num_tokens} tokens, a row holds {shape.length + 1}: "
                 "make the shape with a larger max_tokens"
             )
-        groups.setdefault((t.group_id, t.prompt_ids.tobytes()), []).append(i)
+        groups.setdefault((t.group_id, *t.prompt_ids.tolist()), []).append(i)
 
     def shared(indices: Sequence[int]) -> int:
         return len(samples[indices[0]].trajectory.prompt_ids) - 1
@@ -200,13 +198,15 @@ def _fill_rows(samples: Sequence[Sample], shape: Shape) -> list[_Row]:
 
     chunks: list[list[int]] = []
     for indices in groups.values():
-        chunk: list[int] = []
+        parts: list[list[int]] = []
         for i in sorted(indices, key=lambda i: -samples[i].trajectory.num_tokens):
-            if size([*chunk, i]) > shape.length or len(chunk) == shape.samples:
-                chunks.append(chunk)
-                chunk = []
-            chunk.append(i)
-        chunks.append(chunk)
+            for part in parts:
+                if len(part) < shape.samples and size([*part, i]) <= shape.length:
+                    part.append(i)
+                    break
+            else:
+                parts.append([i])
+        chunks += parts
 
     rows: list[_Row] = []
     for chunk in sorted(chunks, key=lambda c: (-size(c), c[0])):

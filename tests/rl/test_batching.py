@@ -1,12 +1,18 @@
-"""Shapes, alignment and padding of micro-batches."""
+"""Packing of micro-batches: what each response token sees, and where it is trained."""
 
 from __future__ import annotations
 
+import dataclasses
+
+import jax
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from models.attention import packed_mask
 from rl import batching
-from rl.batching import Sample
+from rl.batching import Sample, Shape
 from rl.trajectory import FinishReason, Trajectory
 
 
@@ -26,90 +32,206 @@ def trajectory(i, prompt, response, *, reward=1.0, finish=FinishReason.STOP, gro
     )
 
 
-def sample_of_length(i, tokens):
-    return Sample(trajectory(i, [1], [2] * (tokens - 1)), 0.0)
+def sample(i, prompt, response, **fields):
+    return Sample(trajectory(i, prompt, response, **fields), float(i + 1))
 
 
-def test_bucket_lengths_are_powers_of_two_and_the_halves_between():
-    assert batching.bucket_lengths(64, 300) == (64, 96, 128, 192, 256, 384)
-    assert batching.bucket_lengths(64, 64) == (64,)
-    assert batching.bucket_lengths(33, 65) == (64, 96)
-    assert batching.bucket_lengths(2, 7) == (2, 3, 4, 6, 8)
+def sizes(packed):
+    return [p.sample_indices.tolist() for p in packed]
 
 
-def test_shapes_hold_about_as_many_tokens_each():
-    assert batching.bucket_shapes(512, 200) == ((8, 64), (5, 96), (4, 128), (2, 192), (2, 256))
+def test_one_shape_holds_the_longest_sample_in_about_the_tokens_asked_for():
+    assert batching.batch_shape(512, 200) == Shape(rows=2, length=256, samples=32)
+    assert batching.batch_shape(512, 64) == Shape(8, 64, 128)
+    assert batching.batch_shape(512, 65) == Shape(4, 128, 64)
+    assert batching.batch_shape(64, 1000) == Shape(1, 1024, 16)  # never below one row
 
 
-def test_rows_are_a_multiple_of_the_meshs_ways_and_no_more_than_asked():
-    shapes = batching.bucket_shapes(1024, 200, max_rows=6, row_multiple=4)
-    assert shapes == ((8, 64), (8, 96), (8, 128), (4, 192), (4, 256))
-    assert batching.bucket_shapes(64, 128, row_multiple=8)[-1] == (8, 128)  # never below it
+def test_rows_are_a_multiple_of_the_meshs_ways():
+    assert batching.batch_shape(1024, 100, row_multiple=3) == Shape(6, 128, 96)
+    assert batching.batch_shape(64, 128, row_multiple=8) == Shape(8, 128, 128)  # never below it
 
 
-def test_sizes_below_one_are_refused():
-    with pytest.raises(ValueError, match="micro_batch_tokens"):
-        batching.bucket_shapes(0, 10)
-    with pytest.raises(ValueError, match="max_rows"):
-        batching.bucket_shapes(10, 10, max_rows=0)
+@pytest.mark.parametrize("name", ["micro_batch_tokens", "max_tokens", "row_multiple"])
+def test_sizes_below_one_are_refused(name):
+    sizes = {"micro_batch_tokens": 10, "max_tokens": 10, "row_multiple": 1} | {name: 0}
+    with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
+        batching.batch_shape(**sizes)
 
 
-def test_each_position_predicts_the_next_token_and_the_end_token_is_trained():
+def test_a_row_by_hand():
     end = 9
-    sample = Sample(trajectory(0, [5, 6, 7], [3, 4, end]), 2.0)
-    batch = batching.pack([sample], (2, 8))
-    assert batch.tokens_BT.tolist() == [[5, 6, 7, 3, 4, end, 0, 0], [0] * 8]
-    # logits at 2, 3, 4 predict 3, 4 and the end token
-    assert batch.inputs.mask_BT.astype(int).tolist() == [[0, 0, 1, 1, 1, 0, 0, 0], [0] * 8]
-    assert batch.inputs.emission_logprobs_BT[0].tolist() == [0, 0, -1, -2, -3, 0, 0, 0]
-    assert batch.inputs.old_logprobs_BT[0].tolist() == [0, 0, -1, -2, -3, 0, 0, 0]
-    assert batch.inputs.advantages_B.tolist() == [2.0, 0.0]
-    trained = batch.tokens_BT[0, 1:][batch.inputs.mask_BT[0, :-1]]
-    assert trained.tolist() == [3, 4, end]
-
-
-def test_a_sample_that_fills_its_row_keeps_its_end_token():
-    batch = batching.pack([Sample(trajectory(0, [1, 2], [3, 9]), 1.0)], (1, 4))
-    assert batch.inputs.mask_BT.tolist() == [[False, True, True, False]]
+    samples = [sample(0, [5, 6, 7], [3, end]), sample(1, [8], [end]), sample(2, [5, 6, 7], [4])]
+    [packed] = batching.micro_batches(samples, Shape(2, 8, 4))
+    batch, packing = packed.batch, packed.batch.packing
+    assert packed.sample_indices.tolist() == [0, 2, 1]  # the larger group first
+    # 7, the last prompt token, opens both responses to 5 6 7; 8 is the other prompt's last
+    assert batch.tokens_BT.tolist() == [[5, 6, 7, 3, 7, 8, 0, 0], [0] * 8]
+    assert batch.targets_BT.tolist() == [[0, 0, 3, end, 4, end, 0, 0], [0] * 8]
+    assert packing.positions_BT.tolist() == [[0, 1, 2, 3, 2, 0, 0, 0], [0] * 8]
+    assert packing.prompt_BT.tolist() == [[1, 1, 1, 1, 1, 2, 0, 0], [0] * 8]
+    assert packing.branch_BT.tolist() == [[0, 0, 1, 1, 2, 1, 0, 0], [0] * 8]
+    assert batch.index_EM[:, :2].tolist() == [[2, 3], [4, 0], [5, 0], [0, 0]]
+    assert batch.inputs.mask_BT.sum(1).tolist() == [2, 1, 1, 0]
+    assert batch.inputs.advantages_B.tolist() == [1.0, 3.0, 2.0, 0.0]
+    assert batch.inputs.emission_logprobs_BT[0, :3].tolist() == [-1, -2, 0]
+    np.testing.assert_array_equal(batch.inputs.old_logprobs_BT, batch.inputs.emission_logprobs_BT)
+    assert batching.padding_fraction([packed]) == pytest.approx(10 / 16)
 
 
 def test_old_and_reference_logprobs_where_given():
-    sample = Sample(
+    given = Sample(
         trajectory(0, [1], [2, 3]),
         1.0,
         old_logprobs=np.array([-7, -8], np.float32),
         reference_logprobs=np.array([-5, -6], np.float32),
     )
-    inputs = batching.pack([sample], (1, 4)).inputs
+    [packed] = batching.micro_batches([given], Shape(1, 4, 1))
+    inputs = packed.batch.inputs
     assert inputs.old_logprobs_BT.tolist() == [[-7, -8, 0, 0]]
     assert inputs.reference_logprobs_BT.tolist() == [[-5, -6, 0, 0]]
     assert inputs.emission_logprobs_BT.tolist() == [[-1, -2, 0, 0]]
-    assert batching.unpack(sample, inputs.old_logprobs_BT[0]).tolist() == [-7, -8]
 
 
-def test_packing_takes_every_sample_once_into_the_bucket_that_fits():
-    lengths = [3, 14, 8, 5, 16, 9, 2]
-    samples = [sample_of_length(i, n) for i, n in enumerate(lengths)]
-    packed = batching.micro_batches(samples, ((4, 4), (2, 8), (1, 16)))
-    assert [p.shape for p in packed] == [(1, 16), (1, 16), (1, 16), (2, 8), (4, 4)]
-    assert [p.sample_indices.tolist() for p in packed] == [[4], [1], [5], [2, 3], [0, 6]]
-    positions = 16 * 3 + 8 * 2 + 4 * 4
-    assert batching.padding_fraction(packed, samples) == pytest.approx(1 - 57 / positions)
+def shapes_of(batch):
+    return [(x.shape, x.dtype) for x in jax.tree.leaves(batch)]
 
 
-def test_short_samples_fill_the_rows_of_a_long_bucket():
-    samples = [sample_of_length(i, n) for i, n in enumerate([16, 2, 2])]
-    packed = batching.micro_batches(samples, ((8, 4), (4, 16)))
-    assert [p.shape for p in packed] == [(4, 16)]
+SHAPES = [Shape(1, 12, 16), Shape(2, 12, 3), Shape(3, 24, 8), Shape(2, 24, 1)]
+MASKS = jax.jit(packed_mask)
 
 
-def test_a_sample_longer_than_every_bucket_is_named():
-    with pytest.raises(ValueError, match=r"request 3 .* 9 tokens, the longest bucket holds 8"):
-        batching.micro_batches([sample_of_length(3, 9)], ((1, 4), (1, 8)))
+@st.composite
+def groups(draw):
+    """Samples of some groups in any order; a prompt may come in two groups, groups mix prompts."""
+    prompts = draw(st.lists(st.lists(st.integers(1, 4), min_size=1, max_size=6), max_size=4))
+    samples = [
+        (group, prompt, draw(st.lists(st.integers(1, 9), min_size=1, max_size=7)))
+        for group, prompt in enumerate(prompts)
+        for _ in range(draw(st.integers(1, 6)))
+    ]
+    samples = draw(st.permutations(samples))
+    return [sample(i, p, r, group=g // 2) for i, (g, p, r) in enumerate(samples)]
+
+
+@given(groups(), st.sampled_from(SHAPES))
+def test_every_sample_is_in_one_place_and_no_micro_batch_overflows(samples, shape):
+    packed = batching.micro_batches(samples, shape)
+    assert sorted(i for indices in sizes(packed) for i in indices) == list(range(len(samples)))
+    used = []
+    for p in packed:
+        assert 1 <= len(p.sample_indices) <= shape.samples
+        assert shapes_of(p.batch) == shapes_of(batching.empty(shape))
+        used.append(int(np.sum(p.batch.packing.prompt_BT > 0)))
+        assert p.used_positions == used[-1]
+    positions = max(len(packed), 1) * shape.rows * shape.length
+    wasted = 1 - sum(used) / positions if packed else 0
+    assert batching.padding_fraction(packed) == pytest.approx(wasted)
+
+
+@given(groups(), st.sampled_from(SHAPES))
+def test_a_response_token_is_predicted_once_from_its_prompt_and_what_came_before(samples, shape):
+    for p in batching.micro_batches(samples, shape):
+        batch, inputs = p.batch, p.batch.inputs
+        mask_BTS = np.asarray(MASKS(batch.packing)) & (batch.packing.prompt_BT > 0)[:, None]
+        predicted = []
+        for e, i in enumerate(p.sample_indices):
+            t = samples[i].trajectory
+            n, ids = t.num_tokens, np.concatenate([t.prompt_ids, t.response_ids])
+            assert inputs.mask_BT[e].tolist() == [True] * n + [False] * (shape.length - n)
+            assert inputs.advantages_B[e] == samples[i].advantage
+            np.testing.assert_array_equal(inputs.emission_logprobs_BT[e, :n], t.logprobs)
+            for j, index in enumerate(batch.index_EM[e, :n]):
+                b, position = divmod(index, shape.length)
+                seen = np.flatnonzero(mask_BTS[b, position])
+                end = len(t.prompt_ids) + j
+                assert batch.tokens_BT[b, seen].tolist() == ids[:end].tolist()
+                assert batch.packing.positions_BT[b, seen].tolist() == list(range(end))
+                assert seen[-1] == position
+                assert batch.targets_BT[b, position] == ids[end]
+                predicted.append(int(index))
+        assert len(set(predicted)) == len(predicted)
+        num_samples = len(p.sample_indices)
+        assert not inputs.mask_BT[num_samples:].any() and not batch.index_EM[num_samples:].any()
+        # what predicts nothing is a prompt's shared positions, or padding
+        rest = np.delete(batch.packing.branch_BT.ravel(), predicted)
+        assert not rest.any()
+
+
+@given(groups(), st.sampled_from(SHAPES))
+def test_packing_is_a_function_of_its_arguments(samples, shape):
+    one, other = batching.micro_batches(samples, shape), batching.micro_batches(samples, shape)
+    assert sizes(one) == sizes(other)
+    for a, b in zip(one, other, strict=True):
+        jax.tree.map(np.testing.assert_array_equal, a.batch, b.batch)
+
+
+@given(groups())
+def test_a_group_that_fits_a_row_computes_its_prompt_once(samples):
+    packed = batching.micro_batches(samples, Shape(1, 400, 32))
+    prompts = {(s.trajectory.group_id, *s.trajectory.prompt_ids.tolist()) for s in samples}
+    needed = sum(len(prompt) - 2 for prompt in prompts)
+    needed += sum(s.trajectory.num_tokens for s in samples)
+    assert sum(p.used_positions for p in packed) == needed
+
+
+def test_siblings_share_a_row_and_short_groups_fill_it():
+    # groups of 6, 5 and 2 positions into rows of 8: 6 + 2, 5
+    samples = [
+        *(sample(i, [1, 2, 3], [4, 5], group=0) for i in range(2)),
+        *(sample(i, [6], [7] * (i - 1), group=1) for i in (3, 4)),
+        sample(9, [8, 9], [7], group=2),
+    ]
+    [packed] = batching.micro_batches(samples, Shape(2, 8, 8))
+    prompt_BT = packed.batch.packing.prompt_BT
+    assert prompt_BT.tolist() == [[1] * 6 + [2] * 2, [1] * 5 + [0] * 3]
+    assert packed.sample_indices.tolist() == [0, 1, 4, 3, 2]
+
+
+def test_a_group_too_large_for_a_row_is_split_and_its_prompt_repeated():
+    # responses of 5, 4, 3 and 2 after 2 shared positions, rows of 9: 5 + 2, 4 + 3
+    samples = [sample(i, [1, 2, 3], [4] * n) for i, n in enumerate([2, 3, 4, 5])]
+    [packed] = batching.micro_batches(samples, Shape(2, 9, 8))
+    assert packed.sample_indices.tolist() == [2, 1, 3, 0]
+    assert packed.batch.packing.branch_BT.tolist() == [
+        [0] * 2 + [1] * 4 + [2] * 3,
+        [0] * 2 + [1] * 5 + [2] * 2,
+    ]
+    assert packed.batch.tokens_BT[:, :3].tolist() == [[1, 2, 3]] * 2
+    assert packed.used_positions == 18
+
+
+def test_equal_bytes_are_not_equal_prompts():
+    wide = dataclasses.replace(trajectory(1, [1], [2]), prompt_ids=np.array([1], np.int64))
+    samples = [sample(0, [1, 0], [2]), Sample(wide, 0.0)]
+    [packed] = batching.micro_batches(samples, Shape(1, 4, 2))
+    assert packed.batch.tokens_BT.tolist() == [[1, 0, 1, 0]]
+    assert packed.batch.packing.prompt_BT.tolist() == [[1, 1, 2, 0]]
+
+
+def test_rows_go_to_the_first_micro_batch_with_room_for_their_samples():
+    # full rows of 3, 3 and 1 samples; 2 rows and 4 samples a micro-batch
+    parts = [(0, 2), (0, 1), (0, 1), (1, 2), (1, 1), (1, 1), (2, 4)]
+    samples = [sample(i, [1], [2] * n, group=group) for i, (group, n) in enumerate(parts)]
+    packed = batching.micro_batches(samples, Shape(2, 4, 4))
+    assert sizes(packed) == [[0, 1, 2, 6], [3, 4, 5]]
+
+
+def test_a_row_holds_no_more_samples_than_its_micro_batch():
+    samples = [sample(i, [1], [2]) for i in range(5)]
+    assert sizes(batching.micro_batches(samples, Shape(1, 64, 2))) == [[0, 1], [2, 3], [4]]
+
+
+def test_a_sample_that_does_not_fit_a_row_is_named():
+    fitting, long = sample(2, [1, 2, 3], [4] * 6), sample(3, [1, 2, 3], [4] * 7)
+    assert len(batching.micro_batches([fitting], Shape(1, 8, 1))) == 1
+    with pytest.raises(ValueError, match=r"request 3 \(.* has 10 tokens, a row holds 9: .*max_tok"):
+        batching.micro_batches([fitting, long], Shape(1, 8, 1))
 
 
 def test_nothing_to_pack_is_no_micro_batch():
-    assert batching.micro_batches([], ((1, 4),)) == []
+    assert batching.micro_batches([], Shape(1, 4, 1)) == []
+    assert batching.padding_fraction([]) == 0
 
 
 def test_unscored_samples_are_left_out_and_truncated_ones_where_asked():
