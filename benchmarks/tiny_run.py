@@ -6,13 +6,14 @@ resume. It measures nothing by itself.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +137,17 @@ def train(
         should_stop=should_stop,
         clock=time.perf_counter,
     )
+
+
+@contextlib.contextmanager
+def keep_every_program() -> Iterator[None]:
+    """Let the compilation cache hold programs that compile in no time: most here do."""
+    before = jax.config.jax_persistent_cache_min_compile_time_secs
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", before)
 
 
 @dataclasses.dataclass

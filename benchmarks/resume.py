@@ -1,0 +1,201 @@
+"""Resume, counted: kill −9 at random points of a tiny run, resume, compare every bit.
+
+    python -m benchmarks.resume --kills 20 --json
+
+One run is never stopped. Another, of the same configuration, is killed at random
+moments (in start-up, in a rollout, in an update, while a checkpoint is written)
+and resumed until it is done. Equal means bitwise: parameters, optimizer state,
+metrics.jsonl without wall-clock columns, samples.jsonl and the exported policy.
+Prints one JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import environment, tiny_run
+from models import transformer
+from rl import checkpoint
+from rl.metrics import deterministic_view, read_metrics
+from rl.optimizer import OptimizerConfig, init_state, make_optimizer
+
+_POLL_S = 0.002
+_TIMEOUT_S = 600.0
+
+
+class RunFailed(RuntimeError):
+    """A run ended otherwise than by the kill or its last step."""
+
+
+@dataclasses.dataclass(frozen=True)
+class KillPoint:
+    """Kill `delay_s` after the attempt has written `steps` steps (None: after its launch)."""
+
+    steps: int | None
+    delay_s: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Attempt:
+    """One life of the run: the steps it wrote, and whether the kill met it alive."""
+
+    steps: int
+    killed: bool
+
+
+def draw_points(count: int, rng: random.Random, startup_s: float) -> list[KillPoint]:
+    """Every fourth in start-up; the others within half a second after 0 to 2 steps."""
+    return [
+        KillPoint(None, rng.uniform(0, startup_s))
+        if i % 4 == 3
+        else KillPoint(rng.randrange(3), rng.uniform(0, 0.5))
+        for i in range(count)
+    ]
+
+
+def run_until(
+    config: Path, run: Path, env: Mapping[str, str], point: KillPoint | None, number: int = 9
+) -> Attempt:
+    """Start or resume the run; send signal `number` at `point`, or let it end.
+
+    Raises RunFailed with its output where it ends otherwise.
+    """
+    resume = ["--resume"] if (run / "config.gin").exists() else []
+    log = run.with_name(f"{run.name}.log")
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            tiny_run.command(config, run, *resume),
+            cwd=tiny_run.ROOT,
+            env=dict(env),
+            stdout=output,
+            stderr=output,
+        )
+        try:
+            if point is not None:
+                _wait_for(point, process, log)
+                process.send_signal(number)
+            code = process.wait(_TIMEOUT_S)
+        finally:
+            process.kill()
+            process.wait()
+    if code not in (0, -signal.SIGKILL if number == 9 else 75) or (point is None and code):
+        raise RunFailed(f"exit status {code}:\n{log.read_text(errors='replace')}")
+    return Attempt(_steps_in(log), code != 0)
+
+
+def _wait_for(point: KillPoint, process: subprocess.Popen[bytes], log: Path) -> None:
+    """Until the moment has come, or the run has ended."""
+    limit_s = time.monotonic() + _TIMEOUT_S
+    while point.steps is not None and process.poll() is None:
+        if _is_stepping(log) and _steps_in(log) >= point.steps:
+            break
+        if time.monotonic() > limit_s:
+            raise RunFailed(f"no step in {_TIMEOUT_S} s:\n{log.read_text(errors='replace')}")
+        time.sleep(_POLL_S)
+    due_s = time.monotonic() + point.delay_s
+    while process.poll() is None and (left_s := due_s - time.monotonic()) > 0:
+        time.sleep(min(left_s, _POLL_S))
+
+
+def _is_stepping(log: Path) -> bool:
+    """Whether the attempt is past its imports: it compiles, or resumes."""
+    return b"compiling" in log.read_bytes()
+
+
+def _steps_in(log: Path) -> int:
+    return sum(line.startswith(b"step ") for line in log.read_bytes().splitlines())
+
+
+def final_state(run: Path) -> tuple[int, dict[str, bytes]]:
+    """(step, every array of the newest whole checkpoint as bytes, by path)."""
+    # the structure alone matters here, not the values of the optimizer's section
+    params = transformer.init(tiny_run.MODEL, jax.random.key(0), jnp.float32)
+    template = init_state(params, make_optimizer(OptimizerConfig(), 1))
+    restored = checkpoint.restore(run / "checkpoints", template)
+    arrays = {
+        jax.tree_util.keystr(path): np.asarray(leaf).tobytes()
+        for path, leaf in jax.tree_util.tree_leaves_with_path(restored.arrays)
+    }
+    return restored.step, arrays
+
+
+def compare(run: Path, reference: Path) -> dict[str, bool]:
+    """Whether two finished runs are equal, bit for bit."""
+    (step, ours), (wanted_step, wanted) = final_state(run), final_state(reference)
+    params = {path for path in wanted if path.startswith(".params")}
+    rows = [
+        [deterministic_view(row) for row in read_metrics(folder)] for folder in (run, reference)
+    ]
+
+    def same_file(name: str) -> bool:
+        return (run / name).read_bytes() == (reference / name).read_bytes()
+
+    return {
+        "parameters_equal": all(ours[path] == wanted[path] for path in params),
+        "optimizer_equal": step == wanted_step
+        and all(ours[path] == wanted[path] for path in wanted.keys() - params),
+        "metrics_equal": rows[0] == rows[1],
+        "samples_equal": same_file("samples.jsonl"),
+        "policy_equal": same_file("policy/model.safetensors"),
+    }
+
+
+def measure(kills: int, seed: int, folder: Path) -> dict[str, Any]:
+    """Kill and resume until `kills` have met a living run, then compare."""
+    steps = 2 * kills  # an attempt writes one step on average, and some are lost
+    config = tiny_run.make_inputs(folder)
+    text = config.read_text().replace("Run.steps = 3", f"Run.steps = {steps}")
+    config.write_text(text)
+    env = tiny_run.environment(folder / "compiled")
+    reference, run = folder / "never_killed", folder / "killed"
+    run_until(config, reference, env, None)
+    rng, attempts = random.Random(seed), []
+    started_s = time.monotonic()
+    run_until(config, folder / "warm", env, KillPoint(0, 0.0))
+    startup_s = time.monotonic() - started_s
+    for point in draw_points(kills, rng, startup_s):
+        attempts.append(run_until(config, run, env, point))
+    done_after_kills = len(read_metrics(run)) if (run / "metrics.jsonl").exists() else 0
+    run_until(config, run, env, None)
+    return {
+        "kills": sum(a.killed for a in attempts),
+        "kills_in_startup": sum(a.killed and not a.steps for a in attempts),
+        "steps": steps,
+        "steps_computed_by_killed_attempts": sum(a.steps for a in attempts),
+        "steps_kept_at_the_last_kill": done_after_kills,
+        **compare(run, reference),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.resume", description=__doc__)
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", action="store_true", help="one line (the default as well)")
+    args = parser.parse_args()
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    with tempfile.TemporaryDirectory() as folder:
+        figures = measure(args.kills, args.seed, Path(folder))
+    packages = ("jax", "jaxlib", "orbax-checkpoint", "optax", "numpy")
+    print(json.dumps(environment.record("benchmarks.resume", packages) | figures))
+    return 0 if all(v for k, v in figures.items() if k.endswith("_equal")) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

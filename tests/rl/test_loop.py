@@ -1,0 +1,218 @@
+"""The training loop in this process: the same bits however it is stopped, and no compilation."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+
+import jax
+import jax.monitoring
+import numpy as np
+import pytest
+
+from benchmarks import tiny_run
+from rl import loop
+from rl.checkpoint import NoWholeCheckpointError
+from rl.metrics import deterministic_view, read_metrics, read_samples
+
+STEPS = 3
+
+
+@pytest.fixture(scope="module", autouse=True)
+def keep_every_program():
+    with tiny_run.keep_every_program():
+        yield
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return tiny_run.make_inputs(tmp_path_factory.mktemp("loop"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Finished:
+    """What a run has left."""
+
+    leaves: list[np.ndarray]
+    rows: list[dict]
+    samples: bytes
+    show: tiny_run.Recorder
+
+
+def finish(tiny, folder, *overrides) -> Finished:
+    show = tiny_run.Recorder()
+    state = tiny_run.train(tiny, folder, *overrides, show=show)
+    rows = [deterministic_view(row) for row in read_metrics(folder)]
+    leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(state)]
+    return Finished(leaves, rows, (folder / "samples.jsonl").read_bytes(), show)
+
+
+@pytest.fixture(scope="module")
+def never_stopped(tiny, tmp_path_factory):
+    return finish(tiny, tmp_path_factory.mktemp("runs") / "never_stopped")
+
+
+def assert_same_bits(ours: Finished, theirs: Finished):
+    assert ours.rows == theirs.rows
+    assert ours.samples == theirs.samples
+    for one, other in zip(ours.leaves, theirs.leaves, strict=True):
+        assert one.tobytes() == other.tobytes()
+
+
+def test_the_same_configuration_gives_the_same_bits(tiny, never_stopped, tmp_path):
+    assert_same_bits(finish(tiny, tmp_path / "again"), never_stopped)
+
+
+def test_another_seed_gives_others(tiny, never_stopped, tmp_path):
+    assert finish(tiny, tmp_path / "other", "Run.seed=1").samples != never_stopped.samples
+
+
+def test_the_rows_of_a_run(never_stopped):
+    rows = never_stopped.rows
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    tokens = [row["completions/mean_length"] * row["completions/count"] for row in rows]
+    assert [row["num_tokens"] for row in rows] == np.cumsum(tokens).tolist()
+    samples = [json.loads(line) for line in never_stopped.samples.splitlines()]
+    for row in rows:
+        rewards = [s["reward"] for s in samples if s["step"] == row["step"]]
+        assert len(rewards) == 8
+        assert row["reward"] == pytest.approx(np.mean(rewards))
+    # emission against the trainer's scoring, before the parameters moved
+    assert max(row["sampling/sampling_logp_difference/max"] for row in rows) < 1e-4
+
+
+@pytest.mark.parametrize("fetches", [1, 3, 5])
+def test_stopped_anywhere_and_resumed_gives_the_same_bits(tiny, never_stopped, tmp_path, fetches):
+    show = tiny_run.Recorder()
+    with pytest.raises(loop.Stopped):
+        tiny_run.train(
+            tiny,
+            tmp_path,
+            "Checkpoint.every_steps=0",  # so that the stop has to save
+            show=show,
+            should_stop=lambda: show.fetches >= fetches,
+        )
+    assert len(show.rows) == (fetches - 1) // 2  # two fetches a step
+    resumed = finish(tiny, tmp_path, "Checkpoint.every_steps=0")
+    assert_same_bits(resumed, never_stopped)
+    if show.rows:
+        assert f"resuming after step {len(show.rows)}" in resumed.show.messages
+
+
+def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_used(
+    tiny, never_stopped, tmp_path
+):
+    tiny_run.train(tiny, tmp_path)
+    newest = tmp_path / "checkpoints" / f"step_{STEPS:08d}"
+    victim = max((p for p in newest.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+    raw = bytearray(victim.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    victim.write_bytes(raw)
+    resumed = finish(tiny, tmp_path)
+    (warning,) = [m for m in resumed.show.messages if m.startswith("warning")]
+    assert str(victim) in warning
+    assert f"resuming after step {STEPS - 1}" in resumed.show.messages
+    assert_same_bits(resumed, never_stopped)
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_afresh(tiny, tmp_path):
+    tiny_run.train(tiny, tmp_path, "Run.steps=1")
+    for manifest in (tmp_path / "checkpoints").rglob("manifest.json"):
+        manifest.unlink()
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    with pytest.raises(NoWholeCheckpointError, match="expected a whole checkpoint"):
+        tiny_run.train(tiny, tmp_path, "Run.steps=1")
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+
+
+# --- rewards that fail ------------------------------------------------------------------
+
+
+def with_reward(tiny, name, *more):
+    return (f"Reward.functions=('{tiny.parent / 'reward.py'}:{name}',)", "Run.steps=1", *more)
+
+
+@pytest.mark.parametrize("function", ["raises", "nan", "two"])
+@pytest.mark.parametrize("policy", ["zero", "skip"])
+def test_a_reward_that_fails_costs_what_the_policy_says(tiny, tmp_path, function, policy):
+    done = finish(tiny, tmp_path, *with_reward(tiny, function, f"Reward.on_failure='{policy}'"))
+    (row,) = done.rows
+    assert row["rewards/failures"] == 8
+    kept = 8 if policy == "zero" else 0
+    assert (row["batch/samples"], row["batch/left_out"]) == (kept, 8 - kept)
+    wanted = 0.0 if policy == "zero" else None
+    samples = read_samples(tmp_path)
+    assert [s["reward"] for s in samples] == [wanted] * 8
+    assert all(s["reward_failure"].startswith(f"{function}/") for s in samples)
+
+
+def test_a_reward_that_does_not_apply_is_no_failure(tiny, tmp_path):
+    (row,) = finish(tiny, tmp_path, *with_reward(tiny, "none")).rows
+    assert (row["rewards/failures"], row["batch/samples"]) == (0, 0)
+
+
+def test_a_reward_that_hangs_costs_its_own_sample_alone(tiny, tmp_path):
+    done = finish(tiny, tmp_path, *with_reward(tiny, "hangs", "Reward.deadline_s=0.3"))
+    samples = read_samples(tmp_path)
+    hung = [s["completion"][:1] in "01234" for s in samples]
+    assert 0 < sum(hung) < 8, "the seed must give both kinds"
+    assert [s["reward"] for s in samples] == [0.0 if h else 1.0 for h in hung]
+    assert done.rows[0]["rewards/failures"] == sum(hung)
+    assert all("deadline" in s["reward_failure"] for s, h in zip(samples, hung, strict=True) if h)
+
+
+# --- devices and compilations -----------------------------------------------------------
+
+
+@pytest.mark.skipif(jax.device_count() != 8, reason="needs 8 (virtual) devices")
+def test_eight_devices_give_the_rewards_of_one(tiny, never_stopped, tmp_path):
+    mesh = ("Mesh.data=1", "Mesh.fsdp=4", "Mesh.tensor=2")
+    sharded = finish(tiny, tmp_path, *mesh)
+    rewards = [
+        [json.loads(x)["reward"] for x in r.samples.splitlines()] for r in (sharded, never_stopped)
+    ]
+    assert rewards[0] == rewards[1]
+    for ours, theirs in zip(sharded.rows, never_stopped.rows, strict=True):
+        assert ours.keys() == theirs.keys()
+        for name, value in theirs.items():
+            if name == "batch/padding":  # rows come in multiples of the mesh's ways
+                continue
+            assert ours[name] == pytest.approx(value, rel=1e-4, abs=1e-4), name
+
+
+@contextlib.contextmanager
+def counted_compilations():
+    """A list that grows by one at every request to XLA for a program, cached on disk or not."""
+    found: list[str] = []
+    active = True
+
+    def listen(event: str, duration_s: float, **details: object) -> None:
+        if active and event.endswith("backend_compile_duration"):
+            found.append(str(details.get("fun_name", event)))
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield found
+    finally:
+        active = False  # jax offers no public way to take a listener away
+
+
+def test_nothing_compiles_after_warm_up_whatever_the_lengths(tiny, tmp_path, monkeypatch):
+    jax.clear_caches()  # or earlier tests would have warmed up for us
+    buckets = ("Engine.min_slots=4", "Sampling.max_new_tokens=24", "Run.steps=6")
+    at_warm_up: list[int] = []
+    build = loop._build
+
+    def counting_build(*args):
+        built = build(*args)
+        at_warm_up.append(len(found))
+        return built
+
+    monkeypatch.setattr(loop, "_build", counting_build)
+    with counted_compilations() as found:
+        done = finish(tiny, tmp_path, *buckets, "Checkpoint.every_steps=2")
+    lengths = {(r["completions/min_length"], r["completions/max_length"]) for r in done.rows}
+    assert len(lengths) > 1, "the lengths must vary"
+    assert at_warm_up[0] > 10, "the listener must hear of compilations"
+    assert found[at_warm_up[0] :] == []
