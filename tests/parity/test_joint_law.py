@@ -1,0 +1,213 @@
+"""The joint law of three tokens of a 5-token vocabulary equals exact enumeration.
+
+The verification kernel itself, 5 × 4,096 requests: G-test over the 125 sequences,
+false-alarm rate 1e-6 by chi-square (cells that expect fewer than 5 are pooled).
+Seeds are fixed, so that a pass stays a pass. Planted faults must fail the same test.
+"""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from parity_model import make_params
+from scipy.stats import chi2
+
+from models import kv_cache, transformer
+from models.config import ModelConfig
+from spec import sampling, verify
+from spec.tree import Draft, DraftTree, chain, pack, roots
+from spec.verify import Slots
+
+pytestmark = [pytest.mark.parity, pytest.mark.statistical]
+
+FALSE_ALARM = 1e-6
+V, LENGTH, FIRST = 5, 3, 2  # vocabulary, response tokens, the prompt's one token
+B, BATCHES = 4096, 5
+NODES, POSITIONS = 8, 12
+TEMPERATURE, TOP_K = 0.8, 4
+MODEL = ModelConfig(
+    architecture="llama",
+    vocab_size=V,
+    d_model=16,
+    num_layers=2,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=8,
+    d_ff=16,
+)
+
+
+@pytest.fixture(scope="module")
+def params():
+    return make_params(MODEL, scale=1.5, seed=3)
+
+
+@pytest.fixture(scope="module")
+def law(params):
+    """Probability of each of the 125 sequences, [5, 5, 5]: products of whole-sequence passes."""
+    sequences = np.asarray(list(itertools.product(range(V), repeat=LENGTH)))
+    tokens = np.concatenate([np.full((len(sequences), 1), FIRST), sequences[:, :-1]], axis=1)
+    logits = np.asarray(jax.jit(transformer.logits, static_argnums=0)(MODEL, params, tokens), float)
+    logits /= TEMPERATURE
+    logits[logits < np.sort(logits, axis=-1)[..., V - TOP_K, None]] = -np.inf
+    mass = np.exp(logits)
+    mass /= mass.sum(-1, keepdims=True)
+    return np.take_along_axis(mass, sequences[..., None], axis=-1)[..., 0].prod(-1)
+
+
+def g_test_fails(tokens_RT, law_C):
+    """Whether the G-test rejects, or a sequence of probability 0 was seen."""
+    cells = tokens_RT @ V ** np.arange(LENGTH)[::-1]
+    counts_C = np.bincount(cells, minlength=V**LENGTH)
+    if counts_C[law_C == 0].any():
+        return True
+    expected_C = law_C * counts_C.sum()
+    small_C = expected_C < 5
+    observed = np.append(counts_C[~small_C], counts_C[small_C].sum())
+    expected = np.append(expected_C[~small_C], expected_C[small_C].sum())
+    seen = observed > 0
+    statistic = 2 * (observed[seen] * np.log(observed[seen] / expected[seen])).sum()
+    return statistic > chi2.isf(FALSE_ALARM, np.count_nonzero(expected) - 1)
+
+
+def fresh_kernel():
+    """`verify.verify` of the moment, compiled afresh: a planted fault is inside."""
+
+    def kernel(params, cache, slots, tree, scheme):
+        stop_E = jnp.full(1, -1, jnp.int32)
+        return verify.verify(MODEL, params, cache, slots, tree, stop_E, scheme)
+
+    return jax.jit(kernel, static_argnames="scheme", donate_argnums=(1, 2))
+
+
+def start_slots(key, first_id):
+    fill = jnp.ones(B, jnp.int32)
+    return Slots(
+        last_token=fill * FIRST,
+        length=fill * 0,
+        emitted=fill * 0,
+        limit=fill * LENGTH,
+        active=fill > 0,
+        keys=sampling.request_keys(key, first_id + jnp.arange(B)),
+        temperature=fill * jnp.float32(TEMPERATURE),
+        top_k=fill * TOP_K,
+        top_p=fill * jnp.float32(1),
+    )
+
+
+def sample(params, kernel, seed, scheme, propose=None, batches=BATCHES):
+    """Three tokens of `batches` × 4,096 requests; `propose(batch, round)` gives packed trees."""
+    rows = []
+    for batch in range(batches):
+        slots = start_slots(sampling.step_key(seed, 0), batch * B)
+        cache = kv_cache.init(MODEL, B, POSITIONS, jnp.float32)
+        tokens_BT, emitted_B = np.zeros((B, LENGTH), np.int64), np.zeros(B, int)
+        for turn in range(LENGTH):
+            tree = roots(slots.last_token)
+            if propose is not None:
+                tree = DraftTree(*map(jnp.asarray, propose(batch, turn)))
+            cache, slots, out = kernel(params, cache, slots, tree, scheme)
+            got_BN, count_B = np.asarray(out.tokens_BN), np.asarray(out.count_B)
+            for j in range(min(got_BN.shape[1], LENGTH)):
+                at = np.flatnonzero((count_B > j) & (emitted_B + j < LENGTH))
+                tokens_BT[at, emitted_B[at] + j] = got_BN[at, j]
+            emitted_B += count_B
+        assert not np.asarray(slots.active).any()
+        rows.append(tokens_BT)
+    return np.concatenate(rows)
+
+
+def random_trees(seed):
+    """Trees of up to 7 guesses over all five tokens, bushes of all five children among them."""
+    rng = np.random.default_rng(seed)
+    drafts = [Draft([0, 1, 2, 3, 4, 0, 1], [-1, -1, -1, -1, -1, 2, 2]), chain([0] * 7), chain([])]
+    while len(drafts) < 64:
+        edges = []
+        for _ in range(rng.integers(1, NODES)):
+            edge = (int(rng.integers(-1, len(edges))), int(rng.integers(V)))
+            edges += [edge] if edge not in edges else []
+        drafts.append(Draft([t for _, t in edges], [p for p, _ in edges]))
+    tokens_RN, parents_RN = pack(drafts, NODES)
+
+    def propose(batch, turn):
+        pick_B = np.random.default_rng((seed, batch, turn)).integers(0, len(drafts), B)
+        return tokens_RN[pick_B], parents_RN[pick_B]
+
+    return propose
+
+
+def drafts_from_the_answer(answers_RT):
+    """The right chain where the first token will be even, a wrong one where it will be odd.
+
+    Drafts that depend on the draw are what breaks a rule with acceptance coins.
+    """
+
+    def propose(batch, turn):
+        answer_BT = answers_RT[batch * B : (batch + 1) * B]
+        wrong_BT = (answer_BT + 1) % V
+        tokens_BN = np.full((B, NODES), -1, np.int32)
+        # slots that accepted everything have ended: after round 0 only wrong drafts are left
+        right_B = (answer_BT[:, 0] % 2 == 0)[:, None] & (turn == 0)
+        tokens_BN[:, 1 : 1 + LENGTH] = np.where(right_B, answer_BT, wrong_BT)
+        parents_N = np.asarray([-1, 0, 1, 2] + [0] * (NODES - 4), np.int32)
+        return tokens_BN, np.broadcast_to(parents_N, (B, NODES)).copy()
+
+    return propose
+
+
+def test_the_law_is_worth_testing(law):
+    assert law.sum() == pytest.approx(1)
+    assert (law == 0).sum() >= 25  # top-k cuts whole branches
+    assert np.count_nonzero(law * B * BATCHES >= 5) > 40
+
+
+@pytest.mark.parametrize("scheme", ["cdf", "gumbel"])
+def test_plain_decoding_and_any_drafts_have_the_exact_law(params, law, scheme):
+    kernel = fresh_kernel()
+    plain_RT = sample(params, kernel, 1, scheme)
+    assert not g_test_fails(plain_RT, law)
+    assert not g_test_fails(sample(params, kernel, 2, scheme, random_trees(0)), law)
+    drafted_RT = sample(params, kernel, 1, scheme, drafts_from_the_answer(plain_RT))
+    np.testing.assert_array_equal(drafted_RT, plain_RT)
+
+
+def test_the_test_has_power(params, law):
+    """A law that is off by a tenth in one of its conditionals is rejected."""
+    wrong = law.reshape(V, V, V).copy()
+    wrong = 0.9 * wrong + 0.1 * wrong[:, :, ::-1]
+    tokens_RT = sample(params, fresh_kernel(), 1, "cdf")
+    assert g_test_fails(tokens_RT, wrong.reshape(-1))
+
+
+def test_planted_noise_reused_between_positions(params, law, monkeypatch):
+    original = sampling.position_keys
+    monkeypatch.setattr(sampling, "position_keys", lambda k, t_BN: original(k, t_BN * 0))
+    assert g_test_fails(sample(params, fresh_kernel(), 1, "cdf"), law)
+
+
+def test_planted_child_counted_twice(params, law, monkeypatch):
+    original = verify.walk
+
+    def walk(tree, drawn_BN, room_B, stop_E):
+        path_BN, count_B = original(tree, drawn_BN, room_B, stop_E)
+        twice_BN = jnp.concatenate([path_BN[:, :1], path_BN[:, :-1]], axis=1)
+        again_B = (count_B > 1) & (count_B < room_B)
+        return jnp.where(again_B[:, None], twice_BN, path_BN), count_B + again_B
+
+    monkeypatch.setattr(verify, "walk", walk)
+    assert g_test_fails(sample(params, fresh_kernel(), 1, "cdf", random_trees(0), batches=2), law)
+
+
+def test_planted_stale_cache(params, law, monkeypatch):
+    monkeypatch.setattr(kv_cache, "compact", lambda cache, start_B, path_BN: cache)
+    assert g_test_fails(sample(params, fresh_kernel(), 1, "cdf", random_trees(0), batches=2), law)
+
+
+def test_planted_mask_of_all_nodes(params, law, monkeypatch):
+    original = verify.node_mask
+    monkeypatch.setattr(
+        verify, "node_mask", lambda n, reach, S: original(n, jnp.ones_like(reach), S)
+    )
+    assert g_test_fails(sample(params, fresh_kernel(), 1, "cdf", random_trees(0), batches=2), law)
