@@ -7,9 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from models import kv_cache, transformer
-from models.attention import attend_cache, attend_causal
+from models.attention import Packing, attend, causal_mask, packed_mask
 from models.config import Llama3RopeScaling, ModelConfig
 
 LLAMA = ModelConfig(
@@ -34,6 +36,7 @@ B, T, S = 2, 7, 16  # few shapes: each one is a compilation
 LOGITS = jax.jit(transformer.logits, static_argnums=0)
 INIT = jax.jit(transformer.init, static_argnums=(0, 2))
 CACHED = jax.jit(transformer.hidden_with_cache, static_argnums=0)
+HIDDEN = jax.jit(transformer.hidden, static_argnums=0)
 
 
 @pytest.fixture(autouse=True)
@@ -120,7 +123,7 @@ def test_causal_attention_by_hand():
     q = jnp.zeros((1, 3, 4, 2))
     k = jnp.ones((1, 3, 2, 2))
     v = jnp.arange(12.0).reshape(1, 3, 2, 2)
-    out = np.asarray(attend_causal(q, k, v))
+    out = np.asarray(attend(q, k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3), causal_mask(3)))
     for head in range(4):
         for t in range(3):
             np.testing.assert_allclose(
@@ -128,14 +131,28 @@ def test_causal_attention_by_hand():
             )
 
 
-def test_cache_attention_by_hand():
+def test_masked_attention_by_hand():
     # One head of width 1: scores are q·k, weights their softmax over what the mask allows.
     q = jnp.array([1.0, 2.0]).reshape(1, 2, 1, 1)
     k = jnp.array([0.0, math.log(3.0), 5.0]).reshape(1, 1, 1, 3)
     v = jnp.array([10.0, 20.0, 99.0]).reshape(1, 1, 3, 1)
     mask = np.array([[[True, True, False], [True, False, False]]])
-    out = np.asarray(attend_cache(q, k, v, mask))[0, :, 0, 0]
+    out = np.asarray(attend(q, k, v, mask))[0, :, 0, 0]
     np.testing.assert_allclose(out, [(10 + 3 * 20) / 4, 10.0], rtol=1e-6)
+
+
+def test_packed_mask_by_hand():
+    # a prompt's shared token and responses of 2 and 1, another prompt's response, padding
+    prompt, branch = np.array([[1, 1, 1, 1, 2, 0]]), np.array([[0, 1, 1, 2, 1, 0]])
+    mask = packed_mask(Packing(np.zeros((1, 6)), prompt, branch))
+    assert np.asarray(mask[0]).astype(int).tolist() == [
+        [1, 0, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0, 0],
+        [1, 1, 1, 0, 0, 0],
+        [1, 0, 0, 1, 0, 0],
+        [0, 0, 0, 0, 1, 0],
+        [0, 0, 0, 0, 0, 1],
+    ]
 
 
 def test_grouped_queries_equal_repeated_key_value_heads():
@@ -290,3 +307,78 @@ def test_impossible_shapes_are_refused():
         dataclasses.replace(LLAMA, head_dim=7)
     with pytest.raises(ValueError, match="eos token 29"):
         dataclasses.replace(LLAMA, eos_token_ids=(29,))
+
+
+PROMPTS = st.lists(  # of a row: shared tokens, and the lengths of the responses after them
+    st.tuples(st.integers(0, 3), st.lists(st.integers(1, 4), min_size=1, max_size=3)),
+    min_size=1,
+    max_size=4,
+)
+ROW = 24
+
+
+def packed_row(prompts):
+    """The row's packing, and for each response the columns of its prompt and itself."""
+    positions, prompt, branch, paths = [], [], [], []
+    for number, (shared, responses) in enumerate(prompts, start=1):
+        lengths = [shared, *responses]
+        if len(positions) + sum(lengths) > ROW:
+            break
+        first = len(positions)
+        for b, length in enumerate(lengths):
+            start = 0 if b == 0 else shared
+            columns = range(len(positions), len(positions) + length)
+            if b:
+                paths.append([*range(first, first + shared), *columns])
+            positions += range(start, start + length)
+            prompt += [number] * length
+            branch += [b] * length
+    rows = (np.array(x + [0] * (ROW - len(x)), np.int32)[None] for x in (positions, prompt, branch))
+    return Packing(*rows), paths
+
+
+def row_tokens(seed):
+    return np.random.default_rng(seed).integers(0, LLAMA.vocab_size, (1, ROW)).astype(np.int32)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=NAMES)
+@settings(max_examples=25)
+@example([(3, [4, 4, 4]), (0, [4, 4, 1])])  # no padding
+@given(PROMPTS)
+def test_packed_responses_equal_separate_sequences(config, prompts):
+    packing, paths = packed_row(prompts)
+    params, tokens = random_params(config), row_tokens(seed=len(paths))
+    sequences = np.zeros((ROW, T), np.int32)
+    for sequence, path in zip(sequences, paths, strict=False):
+        sequence[: len(path)] = tokens[0, path]
+    packed = np.asarray(HIDDEN(config, params, tokens, packing))
+    separate = np.asarray(HIDDEN(config, params, sequences))
+    for e, path in enumerate(paths):
+        np.testing.assert_allclose(packed[0, path], separate[e, : len(path)], atol=1e-5)
+
+
+@settings(max_examples=40)
+@given(PROMPTS, st.integers(0, ROW - 1))
+def test_a_token_reaches_only_what_follows_it_in_its_own_sequences(prompts, column):
+    packing, paths = packed_row(prompts)
+    params, tokens = random_params(QWEN3), row_tokens(seed=column)
+    other = tokens.copy()
+    other[0, column] = (tokens[0, column] + 1) % LLAMA.vocab_size
+    before, after = (np.asarray(HIDDEN(QWEN3, params, x, packing))[0] for x in (tokens, other))
+    reached = {t for path in paths if column in path for t in path if t >= column}
+    if not reached:  # padding: it may reach padding
+        reached = set(range(column, ROW))
+    rest = sorted(set(range(ROW)) - reached)
+    np.testing.assert_array_equal(after[rest], before[rest])
+    assert np.abs(after[column] - before[column]).max() > 1e-3
+
+
+def test_a_response_sees_no_sibling():
+    # one prompt of 2 shared tokens, responses of 3 and 4: all of the first is changed
+    packing, (first, second) = packed_row([(2, [3, 4])])
+    params, tokens = random_params(LLAMA), row_tokens(seed=0)
+    other = tokens.copy()
+    other[0, 2:5] = (tokens[0, 2:5] + 7) % LLAMA.vocab_size
+    before, after = (np.asarray(HIDDEN(LLAMA, params, x, packing))[0] for x in (tokens, other))
+    np.testing.assert_array_equal(after[second], before[second])
+    assert (np.abs(after - before).max(1) > 1e-3)[first].tolist() == [False] * 2 + [True] * 3
