@@ -12,7 +12,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -159,7 +159,7 @@ class Engine:
         queue: collections.deque[Request],
         drafter: Drafter | None,
     ) -> None:
-        self._fit(len(queue))
+        self._fit(queue)
         self._admit(params, queue)
         drafts = self._draft(drafter)
         if any(len(d.tokens) for d in drafts):
@@ -319,14 +319,15 @@ class Engine:
     def slot_bucket(self, size: int) -> int:
         return bucket(size, self.config.min_slots, max(self.config.slots, self.config.min_slots))
 
-    def _fit(self, waiting: int) -> None:
+    def _fit(self, queue: Collection[Request]) -> None:
         """Halve the batch while what is left fits into half of it."""
         assert self._cache is not None
-        while self.slot_bucket(self._busy() + waiting) < len(self._rows):
+        while self.slot_bucket(self._busy() + len(queue)) < len(self._rows):
+            wanted = {r.prompt_ids for r in queue}
             half = self.slot_bucket(-(-len(self._rows) // 2))
-            order = [i for i, row in enumerate(self._rows) if row.request]
-            order += [i for i, row in enumerate(self._rows) if not row.request]
-            order = order[:half]
+            # the busy rows stay, then those whose prompt a waiting request can use
+            rank = [(r.request is None, r.prompt not in wanted) for r in self._rows]
+            order = sorted(range(len(self._rows)), key=rank.__getitem__)[:half]
             self._cache = cache_steps.resize(
                 self._cache, np.asarray(order, np.int32), self._cache.num_positions
             )
