@@ -48,6 +48,7 @@ PROMPTS = ("1+1=", "2+3=", "10+4=", "7=", "5+5+5=", "0+8=")
 REWARD = '''"""Rewards of the smallest run: dense, and every fault that a scorer can have."""
 
 import math
+import os
 import time
 
 
@@ -64,6 +65,13 @@ def hangs(completions, **columns):
     """On completions that begin with 0 to 4, and on empty ones."""
     if completions[0][:1] in "01234":
         time.sleep(60)
+    return [1.0]
+
+
+def dies(completions, **columns):
+    """On the same completions."""
+    if completions[0][:1] in "01234":
+        os._exit(3)
     return [1.0]
 
 

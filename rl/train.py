@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+import shlex
 import signal
 import sys
 import time
@@ -126,11 +127,17 @@ def _run(config: TrainConfig, inputs: Inputs, folder: Path, *, resume: bool) -> 
     """Train in `folder`; SIGTERM and Ctrl-C save the last whole step, then exit 75."""
     import jax
 
-    from rl.loop import Stopped, policy_params, train
+    from rl.checkpoint import NoWholeCheckpointError, StructureMismatchError
+    from rl.loop import Stopped, policy_params, run_mesh, train
     from rl.progress import progress
     from rl.rewards.process import RewardWorkerError
     from rl.trainer import NonFiniteUpdate
 
+    try:
+        run_mesh(config)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_USAGE
     folder.mkdir(parents=True, exist_ok=True)
     _write_config(folder, config)
     if jax.config.jax_compilation_cache_dir is None:  # JAX_COMPILATION_CACHE_DIR wins
@@ -153,7 +160,12 @@ def _run(config: TrainConfig, inputs: Inputs, folder: Path, *, resume: bool) -> 
         except Stopped:
             show.message(f"stopped and saved; go on: {_resume_command(folder)}")
             return EXIT_STOPPED
-        except (NonFiniteUpdate, RewardWorkerError) as error:
+        except (
+            NonFiniteUpdate,
+            RewardWorkerError,
+            NoWholeCheckpointError,
+            StructureMismatchError,
+        ) as error:
             show.message(f"error: {error}")
             return EXIT_FAILED
         _export(folder, inputs, policy_params(state))
@@ -176,7 +188,10 @@ def _export(folder: Path, inputs: Inputs, params: Params) -> None:
 
     save_pretrained(folder / "policy", inputs.model, params)
     for file in inputs.policy.iterdir():
-        if "token" in file.name and file.suffix in (".json", ".jinja", ".model", ".txt"):
+        of_tokenizer = "token" in file.name or file.name.startswith(
+            ("chat_template", "vocab", "merges")
+        )
+        if of_tokenizer and file.suffix in (".json", ".jinja", ".model", ".txt"):
             shutil.copy(file, folder / "policy" / file.name)
 
 
@@ -196,7 +211,7 @@ def _stop_on_signals() -> Callable[[], bool]:
 
 
 def _resume_command(folder: Path) -> str:
-    return f"python -m rl.train --resume --gin.Run.directory={folder}"
+    return f"python -m rl.train --resume --gin.Run.directory={shlex.quote(str(folder))}"
 
 
 if __name__ == "__main__":

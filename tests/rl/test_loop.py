@@ -152,14 +152,19 @@ def test_a_reward_that_does_not_apply_is_no_failure(tiny, tmp_path):
     assert (row["rewards/failures"], row["batch/samples"]) == (0, 0)
 
 
-def test_a_reward_that_hangs_costs_its_own_sample_alone(tiny, tmp_path):
-    done = finish(tiny, tmp_path, *with_reward(tiny, "hangs", "Reward.deadline_s=0.3"))
+@pytest.mark.parametrize(("function", "kind"), [("hangs", "deadline"), ("dies", "died")])
+def test_a_reward_that_ends_its_worker_costs_its_own_sample_alone(tiny, tmp_path, function, kind):
+    done = finish(tiny, tmp_path, *with_reward(tiny, function, "Reward.deadline_s=0.5"))
     samples = read_samples(tmp_path)
-    hung = [s["completion"][:1] in "01234" for s in samples]
-    assert 0 < sum(hung) < 8, "the seed must give both kinds"
-    assert [s["reward"] for s in samples] == [0.0 if h else 1.0 for h in hung]
-    assert done.rows[0]["rewards/failures"] == sum(hung)
-    assert all("deadline" in s["reward_failure"] for s, h in zip(samples, hung, strict=True) if h)
+    ended = [s["completion"][:1] in "01234" for s in samples]
+    assert 0 < sum(ended) < 8, "the seed must give both kinds"
+    assert [s["reward"] for s in samples] == [0.0 if e else 1.0 for e in ended]
+    assert done.rows[0]["rewards/failures"] == sum(ended)
+    assert all(
+        f"{function}/{kind}:" in s["reward_failure"]
+        for s, e in zip(samples, ended, strict=True)
+        if e
+    )
 
 
 # --- devices and compilations -----------------------------------------------------------

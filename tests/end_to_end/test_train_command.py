@@ -1,0 +1,220 @@
+"""`python -m rl.train` from its arguments to its run folder.
+
+Runs in this process where it can: starting Python takes longer than training here.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks import tiny_run
+from models import hf, tokenizer
+from rl import evaluate, report, train
+from rl.metrics import deterministic_view, read_metrics, read_samples
+
+# What every row of a plain GRPO run has; the names are TRL's where TRL has one.
+METRICS = {
+    *("step", "num_tokens", "reward", "reward_std", "frac_reward_zero_std", "entropy", "loss"),
+    *("grad_norm", "lr", "step_time", "rewards/digits/mean", "rewards/digits/std"),
+    *("rewards/failures", "clip_ratio/high_mean", "clip_ratio/low_mean", "clip_ratio/region_mean"),
+    *("completions/mean_length", "completions/min_length", "completions/max_length"),
+    *("completions/clipped_ratio", "completions/count", "mismatch_kl", "ratio/mean"),
+    *("sampling/sampling_logp_difference/mean", "sampling/sampling_logp_difference/max"),
+    *("rollout/rounds", "rollout/fetches", "rollout/prefilled_tokens", "rollout/slot_use"),
+    *("time/rollout", "time/reward", "time/update", "time/checkpoint", "perf/throughput"),
+}
+SAMPLE = {
+    *("step", "example_id", "sample_index", "prompt", "completion", "answer", "reward", "rewards"),
+    *("reward_failure", "advantage", "logprob", "num_tokens", "finish_reason"),
+}
+
+
+TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    with tiny_run.keep_every_program():
+        config = tiny_run.make_inputs(tmp_path_factory.mktemp("train_command"))
+        # newer tokenizers keep their template in a file of its own: it belongs to the policy
+        (config.parent / "policy" / "chat_template.jinja").write_text(TEMPLATE)
+        yield config
+
+
+def run_train(*arguments) -> int:
+    """`rl.train.main`, with this process's signal handlers put back."""
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    before = [signal.getsignal(number) for number in numbers]
+    try:
+        return train.main([str(a) for a in arguments])
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+
+
+@pytest.fixture(scope="module")
+def run(tiny, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    assert run_train(f"--gin_file={tiny}", f"--gin.Run.directory='{folder}'") == 0
+    return folder
+
+
+def test_metrics_and_samples_have_their_columns(run):
+    rows, samples = read_metrics(run), read_samples(run)
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    for row in rows:
+        assert METRICS - row.keys() == set()
+        assert all(value is None or np.isfinite(value) for value in row.values())
+    assert len(samples) == 3 * 8
+    assert all(sample.keys() == SAMPLE for sample in samples)
+    assert {s["prompt"] for s in samples} <= set(tiny_run.PROMPTS)
+    assert {s["finish_reason"] for s in samples} == {"stop", "length"}
+
+
+def test_tensorboard_has_what_metrics_jsonl_has(run):
+    files = list((run / "tensorboard").glob("events.*"))
+    assert files and sum(f.stat().st_size for f in files) > 1000
+
+
+def test_the_policy_it_leaves_loads_and_has_moved(run, tiny):
+    model, params = hf.load_pretrained(run / "policy", dtype=jnp.float32)
+    assert model == tiny_run.MODEL
+    words = tokenizer.load(run / "policy")
+    assert (run / "policy" / "chat_template.jinja").read_text() == TEMPLATE
+    tokenizer.check_vocabulary(words, model)
+    assert words.decode(words.encode("1+1=")) == "1+1="
+    _, before = hf.load_pretrained(tiny.parent / "policy", dtype=jnp.float32)
+    moved = np.abs(np.asarray(params.embedding_VD) - np.asarray(before.embedding_VD))
+    assert 0 < moved.max() < 0.1  # three steps of Adam at 0.01
+
+
+def test_the_policy_it_leaves_evaluates(run, capsys):
+    arguments = ["--run", str(run), "--gin.Evaluate.samples=2", "--json"]
+    assert evaluate.main(arguments) == 0
+    figures = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert figures["checkpoint_step"] == 3
+    assert 0 <= figures["overall"]["mean_reward"] <= 1
+
+
+def test_the_run_can_be_reported(run):
+    assert report.main([str(run)]) in (0, None)
+    assert list(run.rglob("*.html"))
+
+
+def test_its_config_reruns_as_it_is(run, tmp_path):
+    again = tmp_path / "again"
+    assert run_train(f"--gin_file={run / 'config.gin'}", f"--gin.Run.directory='{again}'") == 0
+    for ours, theirs in zip(read_metrics(again), read_metrics(run), strict=True):
+        assert deterministic_view(ours) == deterministic_view(theirs)
+    for file in ("samples.jsonl", "policy/model.safetensors"):
+        assert (again / file).read_bytes() == (run / file).read_bytes()
+
+
+def test_a_folder_that_holds_a_run_is_not_written_over(run, tiny, capsys):
+    before = (run / "metrics.jsonl").read_bytes()
+    assert run_train(f"--gin_file={tiny}", f"--gin.Run.directory='{run}'") == 2
+    assert "holds a run already: go on with it through --resume" in capsys.readouterr().err
+    assert (run / "metrics.jsonl").read_bytes() == before
+
+
+def test_resuming_a_finished_run_changes_nothing(run, capsys):
+    files = ["metrics.jsonl", "samples.jsonl", "policy/model.safetensors", "config.gin"]
+    before = [(run / file).read_bytes() for file in files]
+    assert run_train("--resume", f"--gin.Run.directory='{run}'") == 0
+    assert "resuming after step 3" in capsys.readouterr().err
+    assert [(run / file).read_bytes() for file in files] == before
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("--gin.Rolout.group_size=2", "Did you mean Rollout"),
+        ("--gin.Rollout.groupsize=2", "Did you mean Rollout.group_size"),
+        ("--gin.Run.steps=many", "expected int"),
+        ("--gin.Run.steps=0", "steps must be at least 1"),
+        ("--gin_file=no/such.gin", "does not exist"),
+        ("--gin.Policy.directory='no/such'", "no/such"),
+        ("--gin.Task.specs=('jsonl:no/such.jsonl',)", "no/such.jsonl"),
+        ("--gin.Task.specs=('reasoning_gym:gdc',)", "gcd"),
+        ("--gin.Reward.functions=('exact_mach',)", "did you mean 'exact_match'"),
+    ],
+)
+def test_a_mistake_is_said_with_its_mend_and_leaves_no_folder(
+    tiny, tmp_path, capsys, argument, message
+):
+    folder = tmp_path / "run"
+    code = run_train(f"--gin_file={tiny}", f"--gin.Run.directory='{folder}'", argument)
+    assert code == 2
+    assert message in capsys.readouterr().err
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"), [("--dryrun", "--dry_run"), ("--Run.steps=3", "--gin.Run.steps")]
+)
+def test_an_unknown_flag_has_its_nearest_match(capsys, argument, message):
+    with pytest.raises(SystemExit) as left:
+        run_train(argument)
+    assert left.value.code == 2
+    assert f"Did you mean {message}?" in capsys.readouterr().err
+
+
+def test_a_mesh_that_does_not_fit_the_devices(tiny, tmp_path, capsys):
+    folder = tmp_path / "run"
+    code = run_train(
+        f"--gin_file={tiny}", f"--gin.Run.directory='{folder}'", "--gin.Mesh.tensor=1000"
+    )
+    assert code == 2
+    assert "does not cover" in capsys.readouterr().err
+    assert not folder.exists()
+
+
+def test_resuming_with_another_optimizer_is_refused(run, tmp_path, capsys):
+    shutil.copytree(run, tmp_path / "run")
+    where = f"--gin.Run.directory='{tmp_path / 'run'}'"
+    assert run_train("--resume", where, "--gin.Optimizer.max_grad_norm=None") == 1
+    assert "another model or optimizer" in capsys.readouterr().err
+    rows = [file.joinpath("metrics.jsonl").read_bytes() for file in (run, tmp_path / "run")]
+    assert rows[0] == rows[1]
+
+
+def test_resume_without_a_run(tmp_path, capsys):
+    assert run_train("--resume", f"--gin.Run.directory='{tmp_path}/none'") == 2
+    assert "found no config.gin there" in capsys.readouterr().err
+
+
+def test_list_shows_every_section(capsys):
+    assert run_train("--list") == 0
+    out = capsys.readouterr().out
+    assert "Sampling.temperature: float = 1.0" in out and "Checkpoint.every_steps" in out
+
+
+def test_a_dry_run_touches_no_device_and_makes_no_folder(tiny, tmp_path):
+    folder = tmp_path / "run"
+    env = tiny_run.environment() | {"JAX_PLATFORMS": "no_such_platform"}  # any use would raise
+    done = tiny_run.call(tiny_run.command(tiny, folder, "--dry_run"), env)
+    assert done.returncode == 0, done.stderr
+    assert not folder.exists()
+    for line in ("Run.steps = 3", "# examples      6 (0 left out", "# per step      8 responses"):
+        assert line in done.stdout
+    assert "total" in done.stdout and "MiB" in done.stdout
+
+
+def test_a_reward_file_that_cannot_be_imported_ends_the_run(tiny, tmp_path, capsys):
+    broken = tmp_path / "broken.py"
+    broken.write_text(
+        "import no_such_module\n\n\ndef score(completions, **columns):\n    return 1\n"
+    )
+    code = run_train(
+        f"--gin_file={tiny}",
+        f"--gin.Run.directory='{tmp_path / 'run'}'",
+        f"--gin.Reward.functions=('{broken}:score',)",
+    )
+    assert code == 1
+    assert "no_such_module" in capsys.readouterr().err

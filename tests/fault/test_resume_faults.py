@@ -1,0 +1,67 @@
+"""Killed, stopped, resumed: the same bits as the run that never was.
+
+`python -m benchmarks.resume` does the same at twenty random points.
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+
+import pytest
+
+from benchmarks import resume, tiny_run
+from benchmarks.resume import KillPoint
+
+pytestmark = [pytest.mark.fault, pytest.mark.slow]
+
+STEPS = 12
+EQUAL = {
+    "parameters_equal": True,
+    "optimizer_equal": True,
+    "metrics_equal": True,
+    "samples_equal": True,
+    "policy_equal": True,
+}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    config = tiny_run.make_inputs(tmp_path_factory.mktemp("resume"))
+    config.write_text(config.read_text() + f"Run.steps = {STEPS}\n")
+    return config
+
+
+@pytest.fixture(scope="module")
+def env():
+    return tiny_run.environment()
+
+
+@pytest.fixture(scope="module")
+def never_killed(tiny, env):
+    folder = tiny.parent / "never_killed"
+    resume.run_until(tiny, folder, env, None)
+    return folder
+
+
+def test_killed_at_random_points_and_resumed(tiny, env, never_killed, tmp_path):
+    run, rng = tmp_path / "killed", random.Random()
+    points = [KillPoint(steps, rng.uniform(0, 0.4)) for steps in (0, 1, rng.randrange(3))]
+    lives = [resume.run_until(tiny, run, env, point) for point in points]
+    assert sum(life.killed for life in lives) >= 2, lives
+    resume.run_until(tiny, run, env, None)
+    assert resume.compare(run, never_killed) == EQUAL, points
+
+
+def test_stopped_by_sigterm_and_resumed(tiny, env, never_killed, tmp_path):
+    run = tmp_path / "stopped"
+    every = tiny.with_name("at_the_end.gin")  # so that the stop has to save
+    every.write_text(tiny.read_text() + "Checkpoint.every_steps = 0\n")
+    life = resume.run_until(every, run, env, KillPoint(1, 0.0), signal.SIGTERM)
+    assert life.killed and 1 <= life.steps < STEPS  # exit code 75
+    log = run.with_name("stopped.log").read_text()
+    assert "stopping: saving the last whole step" in log
+    assert f"stopped and saved; go on: python -m rl.train --resume --gin.Run.directory={run}" in log
+    assert resume.final_state(run)[0] == life.steps
+    resume.run_until(every, run, env, None)
+    assert resume.compare(run, never_killed) == EQUAL
