@@ -11,8 +11,8 @@ import pytest
 
 from models import transformer
 from models.config import ModelConfig
-from rl import scoring
-from rl.batching import Sample
+from rl import batching, scoring
+from rl.batching import Sample, Shape
 from rl.recipe import Recipe, TrainerConfig
 from rl.trajectory import FinishReason, Trajectory
 from spec import sampling
@@ -20,7 +20,25 @@ from spec.sampling import SamplingConfig
 
 MODEL = ModelConfig("qwen3", 16, 16, 1, 2, 1, 8, 32, qk_norm=True, tied_embeddings=True)
 PARAMS = jax.tree.map(lambda p: 2 * p, transformer.init(MODEL, jax.random.key(0)))
-TOKENS = jax.random.randint(jax.random.key(1), (4, 12), 0, 16)
+P, T = 3, 12  # two prompts of 3 tokens, two responses of 9 to each
+TOKENS = np.array(jax.random.randint(jax.random.key(1), (4, T), 0, 16))
+TOKENS[1, :P], TOKENS[3, :P] = TOKENS[0, :P], TOKENS[2, :P]
+
+
+def sample_of(i, tokens, prompt_tokens, group=0):
+    n = len(tokens) - prompt_tokens
+    ids = np.split(np.asarray(tokens, np.int32), [prompt_tokens])
+    zeros = np.zeros(n, np.int32)
+    logprobs = np.zeros(n, np.float32)
+    return Sample(Trajectory(i, group, i, *ids, logprobs, zeros, zeros, FinishReason.STOP), 0.0)
+
+
+def packed(tokens):
+    """All four in one micro-batch, in their order; 2 · 20 positions and padding."""
+    samples = [sample_of(i, row, P, group=i // 2) for i, row in enumerate(tokens)]
+    [one] = batching.micro_batches(samples, Shape(2, 22, 4))
+    assert (one.sample_indices.tolist(), one.used_positions) == ([0, 1, 2, 3], 40)
+    return one.batch
 
 
 def recipe_of(**fields):
@@ -37,9 +55,9 @@ def drawn(processing):
     logits = transformer.logits(MODEL, PARAMS, TOKENS)
     keys = sampling.position_keys(
         sampling.request_keys(sampling.step_key(0, 0), jnp.arange(4)),
-        jnp.broadcast_to(jnp.arange(12), (4, 12)),
+        jnp.broadcast_to(jnp.arange(T), (4, T)),
     )
-    t, k, p = (jnp.full((4, 12), x) for x in jax.tree.leaves(processing))
+    t, k, p = (jnp.full((4, T), x) for x in jax.tree.leaves(processing))
     return sampling.draw(sampling.processed_logits(logits, t, k, p), keys, t, "cdf")
 
 
@@ -60,40 +78,54 @@ def test_scores_equal_the_samplers_logprobs(config):
     processing = scoring.Processing.of(config)
     tokens, emitted = drawn(processing)
     # score the drawn token of one position at a time: put it behind its own prefix
-    for t in (0, 5, 10):
-        given = np.array(TOKENS)
+    for t in (P - 1, 5, T - 2):
+        given = TOKENS.copy()
         given[:, t + 1] = tokens[:, t]
-        scored, _ = scoring.score(PARAMS, given, processing, recipe=CHUNKED)
-        np.testing.assert_allclose(scored[:, t], emitted[:, t], atol=1e-5)
+        scored, _ = scoring.score(PARAMS, packed(given), processing, recipe=CHUNKED)
+        np.testing.assert_allclose(scored[:, t + 1 - P], emitted[:, t], atol=1e-5)
 
 
 def test_entropy_and_logprob_of_the_plain_distribution():
-    scored, entropy = scoring.score(PARAMS, np.array(TOKENS), processing_of(), recipe=CHUNKED)
-    logprobs, tokens = np.array(LOGPROBS(TOKENS)), np.array(TOKENS)
-    wanted = np.take_along_axis(logprobs[:, :-1], tokens[:, 1:, None], axis=2)[..., 0]
-    np.testing.assert_allclose(scored[:, :-1], wanted, atol=1e-5)
-    np.testing.assert_allclose(entropy, -np.sum(np.exp(logprobs) * logprobs, -1), atol=1e-5)
+    scored, entropy = scoring.score(PARAMS, packed(TOKENS), processing_of(), recipe=CHUNKED)
+    logprobs = np.array(LOGPROBS(TOKENS))[:, P - 1 : -1]
+    wanted = np.take_along_axis(logprobs, TOKENS[:, P:, None], axis=2)[..., 0]
+    np.testing.assert_allclose(scored[:, : T - P], wanted, atol=1e-5)
+    wanted = -np.sum(np.exp(logprobs) * logprobs, -1)
+    np.testing.assert_allclose(entropy[:, : T - P], wanted, atol=1e-5)
+
+
+WEIGHTS = np.sin(np.arange(4.0 * (T - P), dtype=np.float32)).reshape(4, T - P)
 
 
 @partial(jax.jit, static_argnames=("recipe",))
 @jax.value_and_grad
-def weighted(params, processing, *, recipe):
-    tokens = jnp.pad(TOKENS, ((0, 0), (0, 1)))
-    logprobs, _ = scoring.token_logprobs(params, tokens, processing, recipe)
-    return jnp.sum(logprobs * jnp.sin(jnp.arange(52.0)).reshape(4, 13))
+def weighted(params, batch, processing, *, recipe):
+    logprobs, _ = scoring.token_logprobs(params, batch, processing, recipe)
+    return jnp.sum(logprobs[:, : T - P] * WEIGHTS)
+
+
+@jax.jit
+@jax.value_and_grad
+def unpacked(params, processing):
+    """The same from four whole sequences and all their logits at once."""
+    logits = transformer.logits(MODEL, params, TOKENS)[:, P - 1 : -1]
+    shape = (4, T - P)
+    rest = (jnp.full(shape, x) for x in jax.tree.leaves(processing))
+    return jnp.sum(sampling.log_probs(logits, TOKENS[:, P:], *rest)[0] * WEIGHTS)
 
 
 WHOLE = recipe_of(logprob_chunk_tokens=1000)
 
 
-def test_chunking_and_remat_change_neither_value_nor_gradient():
-    # 20 positions for 4 rows of 13: three slices of 5, the last with padding
-    recipe = recipe_of(logprob_chunk_tokens=20, remat=True)
-    for processing in (processing_of(), processing_of(temperature=0.7, top_p=0.9)):
-        value, gradient = weighted(PARAMS, processing, recipe=WHOLE)
-        other, other_gradient = weighted(PARAMS, processing, recipe=recipe)
+@pytest.mark.parametrize("processing", [processing_of(), processing_of(temperature=0.7, top_p=0.9)])
+def test_packing_chunking_and_remat_change_neither_value_nor_gradient(processing):
+    value, gradient = unpacked(PARAMS, processing)
+    gradient = flat(gradient)
+    # 18 positions for 2 rows of 22: three slices of 8, the last with padding
+    for recipe in (WHOLE, recipe_of(logprob_chunk_tokens=18, remat=True)):
+        other, other_gradient = weighted(PARAMS, packed(TOKENS), processing, recipe=recipe)
         assert float(other) == pytest.approx(float(value), rel=1e-5)
-        gradient, other_gradient = flat(gradient), flat(other_gradient)
+        other_gradient = flat(other_gradient)
         np.testing.assert_allclose(other_gradient, gradient, atol=1e-5 * np.max(np.abs(gradient)))
 
 
@@ -117,11 +149,11 @@ def largest_array(jaxpr) -> int:
 def test_batch_by_length_by_vocabulary_is_never_alive():
     model = ModelConfig("llama", 500, 8, 1, 1, 1, 8, 8)
     params = jax.eval_shape(lambda key: transformer.init(model, key), jax.random.key(0))
-    tokens = jnp.zeros((2, 64), jnp.int32)
+    batch = batching.empty(Shape(2, 64, 32))
 
     def of(params, chunk_tokens):
         recipe = Recipe(model, trainer=TrainerConfig(logprob_chunk_tokens=chunk_tokens))
-        return jnp.sum(scoring.token_logprobs(params, tokens, processing_of(), recipe)[0])
+        return jnp.sum(scoring.token_logprobs(params, batch, processing_of(), recipe)[0])
 
     whole = jax.make_jaxpr(jax.grad(lambda p: of(p, 128)))(params)
     chunked = jax.make_jaxpr(jax.grad(lambda p: of(p, 16)))(params)
@@ -130,29 +162,30 @@ def test_batch_by_length_by_vocabulary_is_never_alive():
 
 
 def test_bfloat16_compute_leaves_gradients_in_float32():
-    recipe = recipe_of(compute_dtype="bfloat16", logprob_chunk_tokens=20)
-    _, gradient = weighted(PARAMS, processing_of(), recipe=recipe)
+    recipe = recipe_of(compute_dtype="bfloat16", logprob_chunk_tokens=18)
+    _, gradient = weighted(PARAMS, packed(TOKENS), processing_of(), recipe=recipe)
     assert {g.dtype for g in jax.tree.leaves(gradient)} == {jnp.dtype("float32")}
-    a, b = flat(gradient), flat(weighted(PARAMS, processing_of(), recipe=WHOLE)[1])
+    a, b = flat(gradient), flat(weighted(PARAMS, packed(TOKENS), processing_of(), recipe=WHOLE)[1])
     assert np.sum(a * b) / np.linalg.norm(a) / np.linalg.norm(b) > 0.999
     assert np.max(np.abs(a - b)) > 0  # it did run in bfloat16
 
 
 def test_samples_get_the_scores_of_their_own_tokens():
+    # prompt and response tokens of each; sample 3 is sample 0's sibling; three micro-batches
     rng = np.random.default_rng(0)
-    samples = []
-    for i, (prompt, response) in enumerate([(3, 4), (1, 11), (5, 1)]):
-        n = response
-        zeros = np.zeros(n, np.int32)
-        prompt_ids, response_ids = rng.integers(0, 16, prompt), rng.integers(0, 16, n)
-        t = Trajectory(i, 0, i, prompt_ids, response_ids, zeros, zeros, zeros, FinishReason.STOP)
-        samples.append(Sample(t, 0.0))
-    scores = scoring.score_samples(PARAMS, samples, ((2, 12),), SamplingConfig(), CHUNKED)
-    for sample, scored in zip(samples, scores, strict=True):
-        t = sample.trajectory
-        start, end = len(t.prompt_ids), sample.num_tokens
-        ids = np.zeros((4, 12), np.int32)
-        ids[0, :end] = np.concatenate([t.prompt_ids, t.response_ids])
-        logprobs = np.array(LOGPROBS(ids))[0]
-        wanted = [logprobs[j - 1, ids[0, j]] for j in range(start, end)]
+    rows = [rng.integers(0, 16, p + n) for p, n in [(3, 4), (1, 11), (5, 1), (3, 8), (2, 6)]]
+    rows[3][:3] = rows[0][:3]
+    samples = [
+        sample_of(i, x, p) for i, (x, p) in enumerate(zip(rows, [3, 1, 5, 3, 2], strict=True))
+    ]
+    shape = Shape(1, 14, 4)
+    assert len(batching.micro_batches(samples, shape)) == 3
+    scores = scoring.score_samples(PARAMS, samples, shape, SamplingConfig(), CHUNKED)
+    ids = np.zeros((8, T), np.int32)
+    for i, row in enumerate(rows):
+        ids[i, : len(row)] = row
+    logprobs = np.array(LOGPROBS(ids))
+    for i, (sample, scored) in enumerate(zip(samples, scores, strict=True)):
+        start, end = len(sample.trajectory.prompt_ids), sample.num_tokens
+        wanted = [logprobs[i, j - 1, ids[i, j]] for j in range(start, end)]
         np.testing.assert_allclose(scored, wanted, atol=1e-5)

@@ -14,6 +14,7 @@ from models.config import ModelConfig
 from models.sharding import MeshConfig, make_mesh, param_shardings
 from rl import batching, scoring, trainer
 from rl.advantages import group_advantages
+from rl.batching import Shape
 from rl.losses import AlgorithmConfig
 from rl.optimizer import OptimizerConfig, init_state, learning_rate, make_optimizer
 from rl.recipe import Recipe, TrainerConfig
@@ -24,12 +25,12 @@ MODEL = ModelConfig("qwen3", 16, 16, 1, 2, 2, 8, 32, qk_norm=True, eos_token_ids
 RECIPE = Recipe(
     MODEL,
     algorithm=AlgorithmConfig(mask_truncated=True),
-    trainer=TrainerConfig(micro_batch_tokens=128, min_bucket_tokens=16, logprob_chunk_tokens=64),
+    trainer=TrainerConfig(micro_batch_tokens=128, logprob_chunk_tokens=64),
     optimizer=OptimizerConfig(learning_rate=0.02),
     total_steps=100,
 )
 SAMPLING = SamplingConfig()
-SHAPES = ((8, 16),)
+SHAPE = Shape(8, 16, 32)
 
 
 def fresh_state(recipe=RECIPE):
@@ -46,9 +47,11 @@ def trajectory(i, prompt, response, *, reward=1.0, logprobs=None, finish=FinishR
 
 
 def some_trajectories(count=8, seed=0, max_response=12):
+    """Groups of four that share a prompt, and any responses."""
     rng = np.random.default_rng(seed)
+    prompts = [rng.integers(0, 15, n) for n in rng.integers(1, 5, -(-count // 4))]
     return [
-        trajectory(i, rng.integers(0, 15, rng.integers(1, 5)), rng.integers(0, 16, n))
+        trajectory(i, prompts[i // 4], rng.integers(0, 16, n))
         for i, n in enumerate(rng.integers(1, max_response, count))
     ]
 
@@ -57,27 +60,19 @@ def some_advantages(count=8, seed=0):
     return np.random.default_rng(seed).normal(size=count).astype(np.float32)
 
 
-def run(state, trajectories, advantages, *, recipe=RECIPE, shapes=SHAPES, step=0, **more):
-    return trainer.update(
-        state,
-        trajectories,
-        advantages,
-        recipe=recipe,
-        shapes=shapes,
-        sampling=SAMPLING,
-        step=step,
-        **more,
-    )
+def run(state, trajectories, advantages, *, step=0, **more):
+    settings = {"recipe": RECIPE, "shape": SHAPE, "sampling": SAMPLING} | more
+    return trainer.update(state, trajectories, advantages, step=step, **settings)
 
 
 def leaves(tree):
     return [np.array(x) for x in jax.tree.leaves(tree)]
 
 
-def gradient_of(samples, shapes):
+def gradient_of(samples, shape):
     """The accumulated gradient of one optimizer step, flat, and how many micro-batches it took."""
     params = transformer.init(MODEL, jax.random.key(0))
-    packed = batching.micro_batches(samples, shapes)
+    packed = batching.micro_batches(samples, shape)
     num_tokens = sum(s.trajectory.num_tokens for s in samples)
     accumulator = trainer.start(recipe=RECIPE)
     for p in packed:
@@ -88,22 +83,29 @@ def gradient_of(samples, shapes):
     return np.concatenate([x.ravel() for x in leaves(accumulator.gradients)]), len(packed)
 
 
+WHOLE, SPLIT, ALONE = Shape(2, 64, 32), Shape(2, 16, 3), Shape(1, 16, 1)
+
+
 def test_any_split_into_micro_batches_gives_the_same_gradient():
     samples = batching.select(some_trajectories(), some_advantages())
-    whole, one = gradient_of(samples, ((8, 16),))
-    split, many = gradient_of(samples[::-1], ((2, 24),))
-    assert (one, many) == (1, 4)
+    whole, one = gradient_of(samples, WHOLE)
+    split, some = gradient_of(samples[::-1], SPLIT)
+    alone, many = gradient_of(samples, ALONE)
+    assert one == 1 < some < 8 == many
+    assert np.linalg.norm(whole) > 0.01
     assert np.linalg.norm(split - whole) <= 1e-6 * np.linalg.norm(whole)
+    assert np.linalg.norm(alone - whole) <= 1e-6 * np.linalg.norm(whole)
 
 
-def test_a_planted_nan_stops_before_apply_and_names_its_sample():
+@pytest.mark.parametrize("shape", [WHOLE, SPLIT])
+def test_a_planted_nan_stops_before_apply_and_names_its_sample(shape):
     trajectories = some_trajectories()
     bad = trajectories[5]
     bad.logprobs[0] = np.nan
     state = fresh_state()
     before = leaves(state)
     with pytest.raises(trainer.NonFiniteUpdate) as caught:
-        run(state, trajectories, some_advantages(), step=7)
+        run(state, trajectories, some_advantages(), shape=shape, step=7)
     assert caught.value.samples == ("request 5 (group 1, sample 1)",)
     message = str(caught.value)
     assert "step 7" in message and "request 5" in message and "1 of 8 samples" in message
@@ -125,7 +127,7 @@ def test_a_gradient_that_overflows_stops_too():
 
 def logprob_of(params, prompt, response):
     sample = batching.Sample(trajectory(0, prompt, response), 0.0)
-    return scoring.score_samples(params, [sample], SHAPES, SAMPLING, RECIPE)[0]
+    return scoring.score_samples(params, [sample], SHAPE, SAMPLING, RECIPE)[0]
 
 
 def test_the_end_token_is_trained():
@@ -174,9 +176,7 @@ def test_a_batch_without_a_usable_sample_is_no_step():
 def test_recorded_logprobs_make_the_first_ratio_one():
     batch, advantages = some_trajectories(), some_advantages()
     params = transformer.init(MODEL, jax.random.key(0))
-    own = scoring.score_samples(
-        params, batching.select(batch, advantages), SHAPES, SAMPLING, RECIPE
-    )
+    own = scoring.score_samples(params, batching.select(batch, advantages), SHAPE, SAMPLING, RECIPE)
     batch = [dataclasses.replace(t, logprobs=x) for t, x in zip(batch, own, strict=True)]
     _, metrics = run(fresh_state(), batch, advantages)
     assert metrics["ratio/max"] == pytest.approx(1, abs=1e-5)
@@ -196,7 +196,7 @@ class Warm:
     """A warmed-up recipe with everything on: two updates of two minibatches, KL, own old scores."""
 
     recipe: Recipe
-    shapes: tuple
+    shape: Shape
     state: object
     reference: object
     num_compiled: int
@@ -207,42 +207,39 @@ def warm():
     recipe = dataclasses.replace(
         RECIPE,
         algorithm=AlgorithmConfig(old_logprobs="recomputed", kl_coefficient=0.1),
-        trainer=dataclasses.replace(
-            RECIPE.trainer, inner_updates=2, minibatches=2, min_bucket_tokens=32
-        ),
+        trainer=TrainerConfig(inner_updates=2, minibatches=2, micro_batch_tokens=64),
     )
-    shapes = trainer.batch_shapes(recipe, 40, 8)
-    assert shapes == ((4, 32), (2, 48))
+    shape = trainer.batch_shape(recipe, 48)
+    assert shape == Shape(1, 64, 16)
     state, before = fresh_state(recipe), leaves(fresh_state(recipe))
     reference = transformer.init(MODEL, jax.random.key(0))
     COMPILED.clear()
-    state = trainer.warm_up(state, shapes, recipe=recipe)
+    state = trainer.warm_up(state, shape, recipe=recipe)
     num_compiled = len(COMPILED)
     for old, new in zip(before, leaves(state), strict=True):
         np.testing.assert_array_equal(new, old)
-    return Warm(recipe, shapes, state, reference, num_compiled)
+    return Warm(recipe, shape, state, reference, num_compiled)
 
 
 def test_nothing_compiles_after_warm_up(warm):
-    # start, inspect, apply; accumulate and score for both shapes; none of them twice
-    assert warm.num_compiled == 3 + 2 * 2
+    # start, inspect, apply, accumulate and score; none of them twice
+    assert warm.num_compiled == 5
     COMPILED.clear()
     used = set()
     for step in range(6):
         batch = some_trajectories(8, seed=step, max_response=4 + 8 * step)
-        samples = batching.select(batch, some_advantages())
-        used |= {p.shape for p in batching.micro_batches(samples, warm.shapes)}
-        warm.state, _ = run(
+        warm.state, metrics = run(
             warm.state,
             batch,
             some_advantages(),
             recipe=warm.recipe,
-            shapes=warm.shapes,
+            shape=warm.shape,
             step=step,
             reference=warm.reference,
         )
+        used.add(metrics["batch/micro_batches"])
     assert COMPILED == []
-    assert used == set(warm.shapes)
+    assert min(used) == 4 < max(used)  # one an optimizer step, and several
     jax.jit(lambda x: x + 1)(1.0)
     assert COMPILED  # the counter does count
 
@@ -254,7 +251,7 @@ def test_inner_updates_minibatches_recomputed_logprobs_and_a_reference(warm):
         batch,
         advantages,
         recipe=warm.recipe,
-        shapes=warm.shapes,
+        shape=warm.shape,
         reference=warm.reference,
     )
     assert int(state.step) == 4 == metrics["batch/optimizer_steps"]
@@ -262,7 +259,7 @@ def test_inner_updates_minibatches_recomputed_logprobs_and_a_reference(warm):
     assert metrics["ratio/min"] < 1 < metrics["ratio/max"]
     # the mismatch is that of the policy that sampled, before it moved
     first = scoring.score_samples(
-        warm.reference, batching.select(batch, advantages), warm.shapes, SAMPLING, warm.recipe
+        warm.reference, batching.select(batch, advantages), warm.shape, SAMPLING, warm.recipe
     )
     worst = max(np.max(np.abs(x + 2.7)) for x in first)
     assert metrics["sampling/sampling_logp_difference/max"] <= worst + 1e-5
@@ -271,7 +268,7 @@ def test_inner_updates_minibatches_recomputed_logprobs_and_a_reference(warm):
 def test_old_and_reference_logprobs_are_each_policys_own(warm):
     samples = batching.select(some_trajectories(), some_advantages())
     other = jax.tree.map(lambda p: 1.5 * p, warm.reference)
-    rest = (warm.shapes, SAMPLING, warm.recipe)
+    rest = (warm.shape, SAMPLING, warm.recipe)
     scored = trainer.with_scores(other, samples, *rest, warm.reference)
     old = scoring.score_samples(other, samples, *rest)
     reference = scoring.score_samples(warm.reference, samples, *rest)
@@ -283,17 +280,14 @@ def test_old_and_reference_logprobs_are_each_policys_own(warm):
 
 def test_a_missing_reference_is_an_error(warm):
     with pytest.raises(ValueError, match="needs a reference policy"):
-        run(
-            warm.state,
-            some_trajectories(),
-            some_advantages(),
-            recipe=warm.recipe,
-            shapes=warm.shapes,
-        )
+        batch = some_trajectories()
+        run(warm.state, batch, some_advantages(), recipe=warm.recipe, shape=warm.shape)
 
 
-@pytest.mark.parametrize("mesh_config", [MeshConfig(data=1, fsdp=4, tensor=2), MeshConfig(data=8)])
-def test_eight_devices_give_what_one_gives(mesh_config):
+@pytest.mark.parametrize(
+    ("mesh_config", "ways"), [(MeshConfig(data=1, fsdp=4, tensor=2), 4), (MeshConfig(data=8), 8)]
+)
+def test_eight_devices_give_what_one_gives(mesh_config, ways):
     if jax.device_count() < 8:
         pytest.skip("needs 8 devices")
     batch, advantages = some_trajectories(), some_advantages()
@@ -305,12 +299,11 @@ def test_eight_devices_give_what_one_gives(mesh_config):
         params = transformer.init(MODEL, jax.random.key(0))
         params = jax.device_put(params, param_shardings(mesh, transformer.param_specs(MODEL)))
         state = init_state(params, make_optimizer(RECIPE.optimizer, RECIPE.total_steps))
-        shapes = trainer.batch_shapes(RECIPE, 16, 8)
+        assert trainer.batch_shape(RECIPE, 16).rows == scoring.batch_ways() == ways
         layout = jax.tree.map(lambda x: x.sharding, state)
-        state, _ = run(state, batch, advantages, shapes=shapes)
+        state, _ = run(state, batch, advantages)
         assert jax.tree.map(lambda x: x.sharding, state) == layout
-        state, got = run(state, batch, advantages, shapes=shapes, step=1)
-    assert shapes == ((8, 16),)
+        state, got = run(state, batch, advantages, step=1)
     assert got["loss"] == pytest.approx(wanted["loss"], abs=1e-5)
     assert got["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-4)
     for a, b in zip(leaves(one.params), leaves(state.params), strict=True):
