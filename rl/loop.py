@@ -33,6 +33,7 @@ from rl.optimizer import TrainState
 from rl.progress import Progress
 from rl.recipe import Recipe
 from rl.rewards.pool import Job, RewardPool, Score
+from rl.rewards.process import RewardWorkerError
 from rl.step_metrics import sample_rows, step_metrics
 from rl.tasks import Example
 from rl.trajectory import Request, Trajectory
@@ -237,12 +238,17 @@ def _resume(
 def _saving_when_stopped(
     now: Callable[[], tuple[int, int, TrainState, int]], checkpoints: Checkpointer
 ) -> Iterator[None]:
-    """Save the last whole step before Stopped goes on its way."""
+    """Save the last whole step before what ends the run goes on its way.
+
+    Not where an update was refused after others of its step had been applied: the
+    whole step's buffers are gone then, and the newest checkpoint stands.
+    """
     try:
         yield
-    except Stopped:
+    except (Stopped, trainer.NonFiniteUpdate, RewardWorkerError):
         saved, done, state, num_tokens = now()
-        if done > saved:
+        whole = not any(x.is_deleted() for x in jax.tree.leaves(state))
+        if done > saved and whole:
             checkpoints.save(done, state, _host_state(num_tokens))
         checkpoints.wait()
         raise

@@ -1,7 +1,7 @@
 """The policy-gradient objective as functions of per-token arrays [B, T].
 
-Position t of every array stands for the prediction of token t+1 (see
-`rl.batching`). What is summed is divided by a normaliser that the caller takes
+Here B counts samples and T their response tokens, end token included (the [E, M]
+of `rl.batching`). What is summed is divided by a normaliser that the caller takes
 over the whole optimizer step, so that micro-batches add up to the full batch.
 """
 

@@ -142,6 +142,7 @@ def _run(config: TrainConfig, inputs: Inputs, folder: Path, *, resume: bool) -> 
     _write_config(folder, config)
     if jax.config.jax_compilation_cache_dir is None:  # JAX_COMPILATION_CACHE_DIR wins
         jax.config.update("jax_compilation_cache_dir", str(folder / "compiled"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)  # resuming reads them
     should_stop = _stop_on_signals()
     with progress(total_steps=config.run.steps) as show:
         verb = "resuming" if resume else "running"

@@ -24,9 +24,9 @@ SETTINGS = {
         "rounds_per_fetch": 3,
         "prefill_rows": 3,
     },
-    # prompts longer than a chunk, a cache that grows twice, sizes that are no powers of two
+    # prompts longer than a chunk, a cache that grows, sizes that are no powers of two
     "small buckets": {
-        "min_positions": 21,
+        "min_positions": 30,
         "max_nodes": 1,
         "min_prompt_tokens": 12,
         "prefill_chunk_tokens": 12,
@@ -97,18 +97,25 @@ def test_other_prompts_in_the_rows_leave_no_trace(golden, rollout, requests):
         assert not differences(golden("top_k"), rollout("top_k", order))
 
 
-@pytest.mark.parametrize("shape", [{"data": 8}, {"fsdp": 4, "tensor": 2}], ids=str)
-def test_eight_devices_equal_one(golden, params, rollout, shape):
+def on_mesh(params, **shape):
+    """An engine over eight devices, and the policy split over them."""
     if len(jax.devices()) < 8:
         pytest.skip("needs eight devices")
     mesh = make_mesh(MeshConfig(**shape), jax.devices()[:8])
     sharded = jax.device_put(params, param_shardings(mesh, transformer.param_specs(MODEL)))
-    engine = Engine(MODEL, BASE, mesh=mesh)
-    assert not differences(golden("cool"), rollout("cool", engine=engine, params=sharded))
-    drafter = Bushy(golden("cool"))
-    got = rollout("cool", engine=engine, params=sharded, drafter=drafter)
+    return {"engine": Engine(MODEL, BASE, mesh=mesh), "params": sharded}
+
+
+def test_eight_replicas_equal_one_device(golden, params, rollout):
+    assert not differences(golden("cool"), rollout("cool", **on_mesh(params, data=8)))
+
+
+def test_split_weights_equal_one_device(golden, params, rollout):
+    split = on_mesh(params, fsdp=4, tensor=2)
+    assert not differences(golden("cool"), rollout("cool", **split))
+    got = rollout("cool", drafter=Bushy(golden("cool")), **split)
     assert not differences(golden("cool"), got)
-    assert engine.stats.accepted_tokens > 50
+    assert split["engine"].stats.accepted_tokens > 50
 
 
 @pytest.mark.parametrize("name", ["plain", "cool", "top_k", "greedy"])
