@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rl.report import Summary
+    from rl.report_runs import Summary
 
 MAX_TEXT_CHARS = 20_000
 PREVIEW_CHARS = 110

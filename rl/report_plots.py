@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
-    from rl.report import Run
+    from rl.report_runs import Run
 
 OVERVIEW_FILE = "report.png"
 

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from rl import report, report_page, report_plots
-from rl.report import Run, load_runs, pick_samples, run_labels, summarize
+from rl.report import pick_samples
+from rl.report_runs import Run, load_runs, run_labels, summarize
 
 PNG = b"\x89PNG\r\n\x1a\n"
 NASTY = "<script>alert(1)</script> & \"q\" 'a' \x00\x1b[31m é \ud800 $x_1$"
