@@ -52,18 +52,18 @@ class WarmstartConfig:
 
     output: str = "policies/tiny"
     seed: int = 0
-    steps: int = 800
-    drill_steps: int = 350
+    steps: int = 2000
+    drill_steps: int = 1300
     step_examples: int = 32
     learning_rate: float = 2e-3
     warmup_steps: int = 50
     weight_decay: float = 0.1
     clip_norm: float = 1.0
-    direct_fraction: float = 0.3
-    eval_every_steps: int = 50
+    direct_fraction: float = 0.5
+    eval_every_steps: int = 100
     eval_prompts: int = 16
     final_eval_prompts: int = 128
-    stop_at_reward: float = 0.33
+    stop_at_reward: float = 0.47
     max_new_tokens: int = 384
     num_layers: int = 4
     d_model: int = 128
