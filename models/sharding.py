@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -70,14 +70,21 @@ def partition_spec(axes: Sequence[str | None]) -> PartitionSpec:
     return PartitionSpec(*entries)
 
 
-def fitting_sharding(mesh: Mesh, shape: Sequence[int], axes: Sequence[str | None]) -> NamedSharding:
-    """The sharding of an array, with dimensions that do not divide left whole."""
+def _fitting_spec(
+    sizes: Mapping[str, int], shape: Sequence[int], axes: Sequence[str | None]
+) -> PartitionSpec:
+    """`partition_spec`, with dimensions that do not divide left whole; `sizes` of the mesh axes."""
     entries = []
     for size, entry in zip(shape, partition_spec(axes), strict=True):
         names = () if entry is None else (entry,) if isinstance(entry, str) else entry
-        ways = math.prod(mesh.shape[name] for name in names)
+        ways = math.prod(sizes[name] for name in names)
         entries.append(entry if ways > 1 and size % ways == 0 else None)
-    return NamedSharding(mesh, PartitionSpec(*entries))
+    return PartitionSpec(*entries)
+
+
+def fitting_sharding(mesh: Mesh, shape: Sequence[int], axes: Sequence[str | None]) -> NamedSharding:
+    """The sharding of an array, with dimensions that do not divide left whole."""
+    return NamedSharding(mesh, _fitting_spec(mesh.shape, shape, axes))
 
 
 def param_shardings(mesh: Mesh, specs: Any) -> Any:
@@ -90,9 +97,4 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
         return x
-    entries = []
-    for size, entry in zip(x.shape, partition_spec(axes), strict=True):
-        names = () if entry is None else (entry,) if isinstance(entry, str) else entry
-        ways = math.prod(mesh.shape[name] for name in names)
-        entries.append(entry if ways > 1 and size % ways == 0 else None)
-    return jax.lax.with_sharding_constraint(x, PartitionSpec(*entries))
+    return jax.lax.with_sharding_constraint(x, _fitting_spec(mesh.shape, x.shape, axes))

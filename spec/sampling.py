@@ -68,8 +68,8 @@ def position_keys(keys_B: jax.Array, positions_BN: jax.Array) -> jax.Array:
 def _threshold(values_V: jax.Array, enough: jax.Array, weights_V: jax.Array) -> jax.Array:
     """The largest x such that Σ weights[values ≥ x] ≥ enough, per row, without sorting.
 
-    Bisection over the 2³² float32 values in their integer order: 32 reductions,
-    where a sort of a vocabulary costs a hundred times that on a CPU.
+    Bisection over the 2³² float32 values in their integer order: 32 reductions
+    instead of a sort of the vocabulary.
     """
 
     def ordered(x: jax.Array) -> jax.Array:
