@@ -9,8 +9,8 @@ import numpy as np
 
 from models.tokenizer import Tokenizer
 from rl.rewards.pool import Score
-from rl.slot_table import EngineStats
 from rl.tasks import Example
+from rl.timeline import EngineStats
 from rl.trajectory import Trajectory
 
 

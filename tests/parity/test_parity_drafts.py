@@ -21,7 +21,10 @@ pytestmark = pytest.mark.parity
 
 
 def origins_if_all_accepted(num_tokens, max_nodes):
-    """Rounds of `max_nodes` tokens, the last of each a bonus, and a last round of the rest."""
+    """Rounds of `max_nodes` tokens, the last of each a bonus, and a last round of the rest.
+
+    Nothing is drafted for a request that may have one token more.
+    """
     origins = []
     while num_tokens > 0:
         emitted = min(max_nodes, num_tokens)
