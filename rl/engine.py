@@ -109,7 +109,7 @@ class Engine:
         self.model, self.config, self.mesh = model, config or EngineConfig(), mesh
         self.dtype = np.dtype(dtype)
         self.stats = EngineStats()
-        self._clock = clock
+        self.clock = clock
         self._table = SlotTable(0, 0)
         self._cache: kv_cache.KVCache | None = None
         self._slots: Slots | None = None  # None: the host has changed the table
@@ -174,13 +174,13 @@ class Engine:
     # -- the beats ---------------------------------------------------------
 
     def _round(self, params: transformer.Params, queue: collections.deque[Request]) -> None:
-        began_s = self._clock()
+        began_s = self.clock()
         self._fit(queue)
         self._admit(params, queue)
-        ready_s = self._clock()
+        ready_s = self.clock()
         live = self._table.live()
         drafts, decision = self._draft(live)
-        drafted_s = self._clock()
+        drafted_s = self.clock()
         if decision.num_nodes > 1:
             assert drafts is not None
             count_B = self._verify(params, live, drafts, decision.num_nodes)
@@ -194,7 +194,7 @@ class Engine:
                 began_s=began_s,
                 ready_s=ready_s,
                 drafted_s=drafted_s,
-                ended_s=self._clock(),
+                ended_s=self.clock(),
                 num_slots=len(self._table),
                 num_nodes=decision.num_nodes,
                 num_positions=self._positions,
@@ -296,9 +296,10 @@ class Engine:
         """Up to `most_rounds` rounds without guesses; returns the tokens that each slot got."""
         table = self._table
         B, busy = len(table), table.num_busy
-        left = int((table.limit_B - table.emitted_B)[table.busy_B].max())
-        rounds = min(most_rounds, left)
-        self._grow(table.longest_cached() + rounds)
+        left_B = np.where(table.busy_B, table.limit_B - table.emitted_B, 0)
+        rounds = min(most_rounds, int(left_B.max()))
+        # a slot that ends on the way writes no further
+        self._grow(int((table.cached_tokens_B + np.minimum(left_B, rounds)).max()))
         # come back to the host when slots can be refilled, or the batch can shrink
         stop_after = max(1, busy // 16) if waiting else max(1, busy - B // 2)
         assert self._cache is not None
