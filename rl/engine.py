@@ -25,52 +25,19 @@ from models import kv_cache, transformer
 from models.config import ModelConfig
 from models.sharding import fitting_sharding
 from rl import admission, cache_steps
+from rl.engine_config import EngineConfig, bucket
 from rl.slot_table import SlotTable
 from rl.timeline import EngineStats, RoundRecord
 from rl.trajectory import Request, Trajectory, check_requests
 from spec.budget import Budget, Decision, TakeAll
-from spec.drafter import Drafter, Drafts, LiveSlots, plant
+from spec.drafter import Drafter, Drafts, LiveSlots, Source, plant
+from spec.merge import emitted_guesses
 from spec.sampling import Draw, SamplingConfig
 from spec.tree import DraftTree
 from spec.verify import Emitted, Slots, decode_rounds, verify_round
 
 OnFinish = Callable[[Trajectory], None]
 OnRound = Callable[[int, int], None]  # (responses finished, tokens emitted) so far
-
-
-@dataclasses.dataclass(frozen=True)
-class EngineConfig:
-    """How a rollout worker uses its devices; none of it changes a token.
-
-    `slots` requests run at once; buckets of slots are `min_slots` · 2^i, of cache
-    positions `min_positions` · 2^i, of prompt tokens `min_prompt_tokens` · 2^i.
-    `rounds_per_fetch` rounds run on the device between two fetches where no draft
-    is wanted. Prompts are computed `prefill_rows` at a time, at most
-    `prefill_chunk_tokens` tokens a pass. A draft tree has `min_nodes` · 2^i nodes,
-    its root included, and at most `max_nodes`.
-    """
-
-    slots: int = 64
-    min_slots: int = 4
-    min_positions: int = 64
-    min_prompt_tokens: int = 32
-    rounds_per_fetch: int = 8
-    min_nodes: int = 2
-    max_nodes: int = 32
-    prefill_rows: int = 4
-    prefill_chunk_tokens: int = 512
-
-    def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            if getattr(self, field.name) < 1:
-                raise ValueError(
-                    f"{field.name} must be at least 1, got {getattr(self, field.name)}"
-                )
-        if self.prefill_chunk_tokens < self.min_prompt_tokens:
-            raise ValueError(
-                f"prefill_chunk_tokens={self.prefill_chunk_tokens} must be at least "
-                f"min_prompt_tokens={self.min_prompt_tokens}"
-            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,14 +51,6 @@ class Phase:
     policy_version: int
     drafter: Drafter | None
     budget: Budget
-
-
-def bucket(size: int, smallest: int, largest: int | None = None) -> int:
-    """The least of smallest · 2^i that holds `size`, at most `largest`."""
-    value = smallest
-    while value < size:
-        value *= 2
-    return value if largest is None else min(value, largest)
 
 
 class Engine:
@@ -113,6 +72,7 @@ class Engine:
         self._table = SlotTable(0, 0)
         self._cache: kv_cache.KVCache | None = None
         self._slots: Slots | None = None  # None: the host has changed the table
+        self._called_s = self._fetched_s = 0.0
 
     # -- the phase ---------------------------------------------------------
 
@@ -156,7 +116,7 @@ class Engine:
         with self.mesh_context():
             try:
                 # rows of an earlier policy hold nothing that is of use
-                self.allocate(self.slot_bucket(len(queue)), self.config.min_positions)
+                self.allocate(self.config.slot_bucket(len(queue)), self.config.min_positions)
                 self._table = SlotTable(len(self._table), self._most_tokens(requests))
                 while queue or self._table.num_busy:
                     self._round(params, queue)
@@ -194,6 +154,8 @@ class Engine:
                 began_s=began_s,
                 ready_s=ready_s,
                 drafted_s=drafted_s,
+                called_s=self._called_s,
+                fetched_s=self._fetched_s,
                 ended_s=self.clock(),
                 num_slots=len(self._table),
                 num_nodes=decision.num_nodes,
@@ -250,7 +212,7 @@ class Engine:
         plain = Decision(1, self.config.rounds_per_fetch)
         if drafter is None:
             return None, plain
-        sizes = self.node_sizes(self._positions - self._table.longest_cached())
+        sizes = self.config.node_sizes(self._positions - self._table.longest_cached())
         # the last token of a response is never a guess: it comes with the one before
         most_A = np.minimum(budget.limits(live, len(self._table)), live.remaining_tokens_A - 1)
         most_A = np.minimum(most_A, (sizes[-1] if sizes else 1) - 1).astype(np.int32)
@@ -286,10 +248,14 @@ class Engine:
         drafted_A = np.minimum(drafts.count_A, num_nodes - 1)
         drafted_B = np.zeros(B, bool)
         drafted_B[live.rows_A] = drafted_A > 0
-        count_B = self._commit(emitted, drafted_B)
-        self.stats.rounds[(B, num_nodes, self._positions)] += 1
-        self.stats.drafted_nodes += int(drafted_A.sum())
-        self.stats.accepted_tokens += int(((count_B - 1) * drafted_B).sum())
+        tokens_BN, count_B = self._commit(emitted, drafted_B)
+        rows_A = live.rows_A
+        right_AN = emitted_guesses(drafts, num_nodes - 1, tokens_BN[rows_A], count_B[rows_A])
+        tried_AN = np.arange(drafts.max_nodes) < drafted_A[:, None]
+        stats = self.stats
+        stats.drafted_by_source += np.bincount(drafts.sources_AN[tried_AN], minlength=len(Source))
+        stats.accepted_by_source += np.bincount(drafts.sources_AN[right_AN], minlength=len(Source))
+        stats.rounds[(B, num_nodes, self._positions)] += 1
         return count_B
 
     def _decode(self, params: transformer.Params, waiting: int, most_rounds: int) -> np.ndarray:
@@ -312,19 +278,21 @@ class Engine:
             np.int32(stop_after),
             **self.decode_options(self._phase.sampling.draw),
         )
-        count_B = self._commit(emitted, np.zeros(B, bool))
+        _, count_B = self._commit(emitted, np.zeros(B, bool))
         self.stats.rounds[(B, 1, self._positions)] += int(count_B.max())
         return count_B
 
-    def _commit(self, emitted: Emitted, drafted_B: np.ndarray) -> np.ndarray:
-        """The call's one fetch: append each slot's tokens; returns how many each got."""
+    def _commit(self, emitted: Emitted, drafted_B: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The call's one fetch: append each slot's tokens; returns (tokens_BN, count_B)."""
+        self._called_s = self.clock()
         tokens_BN, logprobs_BN, count_B = jax.device_get(
             (emitted.tokens_BN, emitted.logprobs_BN, emitted.count_B)
         )
+        self._fetched_s = self.clock()
         self._table.commit(tokens_BN, logprobs_BN, count_B, drafted_B)
         self.stats.fetches += 1
         self.stats.tokens += int(count_B.sum())
-        return count_B
+        return tokens_BN, count_B
 
     def _retire_ended(self) -> list[Trajectory]:
         """Trajectories of the requests that the last round ended; their rows are free."""
@@ -358,18 +326,6 @@ class Engine:
         )
         return longest + 1
 
-    def node_sizes(self, room: int) -> list[int]:
-        """Buckets of tree nodes, smallest first, that fit into `room` cache positions."""
-        sizes = []
-        size = min(self.config.min_nodes, self.config.max_nodes)
-        while size <= min(room, self.config.max_nodes):
-            if size > 1:
-                sizes.append(size)
-            if size == self.config.max_nodes:
-                break
-            size = min(2 * size, self.config.max_nodes)
-        return sizes
-
     def empty_cache(self, num_slots: int, num_positions: int) -> kv_cache.KVCache:
         cache = kv_cache.init(self.model, num_slots, num_positions, self.dtype)
         if self.mesh is None:
@@ -379,16 +335,13 @@ class Engine:
             lambda x: jax.device_put(x, fitting_sharding(mesh, x.shape, kv_cache.AXES)), cache
         )
 
-    def slot_bucket(self, size: int) -> int:
-        return bucket(size, self.config.min_slots, max(self.config.slots, self.config.min_slots))
-
     def _fit(self, queue: Collection[Request]) -> None:
         """Halve the batch while what is left fits into half of it."""
         assert self._cache is not None
         table = self._table
-        while self.slot_bucket(table.num_busy + len(queue)) < len(table):
+        while self.config.slot_bucket(table.num_busy + len(queue)) < len(table):
             wanted = {r.prompt_ids for r in queue}
-            half = self.slot_bucket(-(-len(table) // 2))
+            half = self.config.slot_bucket(-(-len(table) // 2))
             # the busy rows stay, then those whose prompt a waiting request can use
             pairs = zip(table.requests, table.prompts, strict=True)
             rank = [(request is None, prompt not in wanted) for request, prompt in pairs]

@@ -19,7 +19,8 @@ import numpy as np
 
 from models import transformer
 from rl import cache_steps
-from rl.engine import Engine, bucket
+from rl.engine import Engine
+from rl.engine_config import bucket
 from spec.sampling import SamplingConfig, step_key
 from spec.tree import DraftTree
 from spec.verify import decode_rounds, verify_round
@@ -67,9 +68,9 @@ def warm_up(
 
 def slot_sizes(engine: Engine, max_requests: int) -> list[int]:
     """The buckets of slots that a phase of up to `max_requests` passes through, largest first."""
-    sizes = [engine.slot_bucket(max_requests)]
-    while sizes[-1] > engine.slot_bucket(1):
-        sizes.append(engine.slot_bucket(-(-sizes[-1] // 2)))
+    sizes = [engine.config.slot_bucket(max_requests)]
+    while sizes[-1] > engine.config.slot_bucket(1):
+        sizes.append(engine.config.slot_bucket(-(-sizes[-1] // 2)))
     return sizes
 
 
@@ -87,7 +88,7 @@ def round_buckets(
     """(slots, nodes, positions) of every round that phases of these sizes can reach."""
     for B in slot_sizes(engine, max_requests):
         for S in position_sizes(engine, _most_positions(engine, sampling, max_prompt_tokens)):
-            for N in (1, *engine.node_sizes(S)):
+            for N in (1, *engine.config.node_sizes(S)):
                 yield B, N, S
 
 
@@ -116,7 +117,7 @@ def _programs(
         yield Program(cache_steps.prefill, partial(_prefill, engine, params, T))
     for B in slot_sizes(engine, max_requests):
         yield Program(cache_steps.make_slots, partial(_make_slots, engine, B))
-        half = engine.slot_bucket(-(-B // 2))
+        half = engine.config.slot_bucket(-(-B // 2))
         for S in positions:
             yield Program(decode_rounds, partial(_decode, engine, params, sampling, B, S))
             for name, axis in (("keys", cache_steps.KEY_AXIS), ("values", cache_steps.VALUE_AXIS)):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import hashlib
+import itertools
 import json
 import zlib
 from collections.abc import Sequence
@@ -64,8 +65,8 @@ def decode(blob: bytes, key: str) -> Responses:
     if header["key"] != key:
         raise HistoryFileError(f"expected the history of {key!r}, got that of {header['key']!r}")
     flat = np.frombuffer(zlib.decompress(body[4 + size :]), "<i4").astype(np.int32)
-    ends = np.cumsum(header["lengths"])[:-1] if header["lengths"] else []
-    tokens = tuple(np.split(flat, ends)) if header["lengths"] else ()
+    ends = np.cumsum([0, *header["lengths"]]).tolist()
+    tokens = tuple(flat[i:j] for i, j in itertools.pairwise(ends))
     return Responses(tokens, tuple(header["rewards"]))
 
 

@@ -9,7 +9,8 @@ import pytest
 
 from models import transformer
 from models.config import ModelConfig
-from rl.engine import Engine, EngineConfig, bucket
+from rl.engine import Engine
+from rl.engine_config import EngineConfig, bucket
 from rl.trajectory import FinishReason, Request
 from spec.drafter import stack
 from spec.sampling import SamplingConfig, step_key
