@@ -20,7 +20,7 @@ import dataclasses
 import math
 import threading
 from collections.abc import Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NoReturn, Protocol
 
 import numpy as np
 
@@ -215,8 +215,8 @@ class SuffixForest:
 
     def append_batch(self, sequences_S: Any, tokens_T: Any, offsets_S: Any) -> None:
         """Sequence s gets `tokens_T[offsets_S[s]:offsets_S[s + 1]]`, in the order of the list."""
-        tokens_T, offsets_S = _tokens(tokens_T), _integers(offsets_S, np.int64)
-        ids_S = _integers(sequences_S, np.int64)
+        tokens_T, offsets_S = _tokens(tokens_T), _integers(offsets_S)
+        ids_S = _integers(sequences_S)
         good = len(offsets_S) == len(ids_S) + 1 and offsets_S[0] >= 0
         if not good or offsets_S[-1] > len(tokens_T) or (np.diff(offsets_S) < 0).any():
             raise ValueError(
@@ -272,28 +272,30 @@ class SuffixForest:
         must not have changed; `restart` it otherwise. O(1) a token, amortised; a tree
         that has shrunk, or in which the match has occurred again, costs `max_context`.
         """
-        tokens_BL = np.asarray(tokens_BL)
+        which_F = _which(followers, which_F)
+        rows_F, lengths_F = _integers(rows_F), _integers(lengths_F)
         if tokens_BL.dtype != np.int32 or tokens_BL.ndim != 2:
             raise ValueError(
                 f"tokens_BL must be int32 [rows, tokens], got {tokens_BL.dtype} {tokens_BL.shape}"
             )
-        which_F = _which(followers, which_F)
-        rows_F, lengths_F = _integers(rows_F, np.int64), _integers(lengths_F, np.int64)
-        B, L = tokens_BL.shape
         if not len(rows_F) == len(lengths_F) == len(which_F):
             raise ValueError(
                 "expected one row and one length for each follower, got "
                 f"{len(rows_F)}, {len(lengths_F)} and {len(which_F)}"
             )
-        _check_range("rows_F", rows_F, B)
-        _check_range("lengths_F", lengths_F, L + 1)
-        tokens_BL = np.require(tokens_BL, np.int32, "CW")
+        tokens_BL = _writable(tokens_BL)
         with self._lock:
-            gone = queries.follow(
+            bad = queries.follow(
                 self._arena, self.max_context, which_F, followers.trees_F, followers.state_FX,
                 tokens_BL, rows_F, lengths_F,
             )  # fmt: skip
-        _check_gone(gone, followers, which_F)
+        if bad != kernels.NONE:
+            self._raise_bad(
+                followers,
+                which_F[bad],
+                f"row {rows_F[bad]} of {len(tokens_BL)}, length "
+                f"{lengths_F[bad]} of {tokens_BL.shape[1]}",
+            )
 
     def propose(
         self,
@@ -308,7 +310,7 @@ class SuffixForest:
         Guesses come in the order of their chance, parents first: a row's first n are the
         best n. A follower whose tree has shrunk since it last followed gets none.
         """
-        which_F, max_nodes_F = _which(followers, which_F), _integers(max_nodes_F, np.int64)
+        which_F, max_nodes_F = _which(followers, which_F), _integers(max_nodes_F)
         if len(max_nodes_F) != len(which_F) or len(out.count_A) < len(which_F):
             raise ValueError(
                 f"expected {len(which_F)} limits and as many rows to write, got "
@@ -322,14 +324,24 @@ class SuffixForest:
         by_weight = rule.rank_by == "weight"
         limits = rule.longest, rule.shortest, rule.max_children, by_weight
         with self._lock:
-            gone = queries.propose(
+            bad = queries.propose(
                 self._arena, self.max_context, (*limits, float(rule.prior), float(rule.min_chance)),
                 which_F, followers.trees_F, followers.state_FX, max_nodes_F,
                 out.tokens_AN, out.parents_AN, out.chance_AN, out.count_A,
             )  # fmt: skip
-        _check_gone(gone, followers, which_F)
+        if bad != kernels.NONE:
+            self._raise_bad(followers, which_F[bad], "")
 
     # --- inside; the lock is held ---------------------------------------------------------
+
+    def _raise_bad(self, followers: Followers, f: int, reading: str) -> NoReturn:
+        """A kernel stopped at follower f."""
+        if not 0 <= f < len(followers.trees_F):
+            raise ValueError(f"there is no follower {f}: there are {len(followers.trees_F)}")
+        tree = int(followers.trees_F[f])
+        if tree != kernels.NONE:
+            self._tree_row(tree)  # raises where it is gone
+        raise ValueError(f"follower {f} cannot read what there is not: {reading}")
 
     def _tree_row(self, tree: int) -> int:
         row = tree & kernels.SLOT_MASK
@@ -382,7 +394,10 @@ class SuffixForest:
         edges that are not the first of their state: an edge outside the tree of longest
         paths belongs to a suffix of its own, and at most 2q states have no edge.
         """
-        taken, num_free = self._arena.pools[:, kernels.TAKEN], self._arena.pools[:, kernels.NUM_FREE]
+        taken, num_free = (
+            self._arena.pools[:, kernels.TAKEN],
+            self._arena.pools[:, kernels.NUM_FREE],
+        )
         states, _, chunks = (taken - num_free).tolist()
         edges = self._held_tokens + tokens + 2 * self._held_sequences
         self._grow_rows("states", states + 2 * tokens)
@@ -415,35 +430,28 @@ def _indices(rows: Any) -> np.ndarray:
     return np.fromiter(rows, np.int64, len(rows))
 
 
-def _integers(values: Any, dtype: type) -> np.ndarray:
-    """A contiguous, writable vector (numba compiles anew for others)."""
-    return np.require(np.atleast_1d(values), dtype, "CW")
+def _writable(x: np.ndarray) -> np.ndarray:
+    """Contiguous and writable: numba compiles anew for arrays that are not."""
+    x = np.ascontiguousarray(x)
+    return x if x.flags.writeable else x.copy()
+
+
+def _integers(values: Any) -> np.ndarray:
+    return _writable(np.asarray(values, np.int64).reshape(-1))
 
 
 def _tokens(tokens: Any) -> np.ndarray:
     tokens_T = np.asarray(tokens)
-    if tokens_T.ndim != 1 or (len(tokens_T) and not 0 <= tokens_T.min() <= tokens_T.max() < 2**31):
-        raise ValueError("tokens must be a vector of numbers in 0 … 2³¹−1")
-    return np.require(tokens_T, np.int32, "CW")
+    if tokens_T.size == 0:
+        return np.empty(0, np.int32)
+    if tokens_T.ndim != 1 or tokens_T.dtype.kind not in "iu":
+        raise ValueError(
+            f"tokens must be a vector of integers, got {tokens_T.dtype} {tokens_T.shape}"
+        )
+    if tokens_T.min() < 0 or tokens_T.max() > 2**31 - 1:
+        raise ValueError(f"tokens must be in 0 … 2³¹−1, got {tokens_T.min()} … {tokens_T.max()}")
+    return _writable(tokens_T.astype(np.int32, copy=False))
 
 
 def _which(followers: Followers, which_F: Any) -> np.ndarray:
-    if which_F is None:
-        return np.arange(len(followers.trees_F))
-    which_F = _integers(which_F, np.int64)
-    _check_range("which_F", which_F, len(followers.trees_F))
-    return which_F
-
-
-def _check_range(name: str, values_F: np.ndarray, below: int) -> None:
-    if len(values_F) and not 0 <= values_F.min() <= values_F.max() < below:
-        raise ValueError(f"{name} must be in 0 … {below - 1}, got {values_F}")
-
-
-def _check_gone(f: int, followers: Followers, which_F: np.ndarray) -> None:
-    if f != kernels.NONE:
-        tree = followers.trees_F[which_F[f]]
-        raise ValueError(
-            f"follower {which_F[f]} is in tree {tree}, which was uprooted: restart it in another "
-            "tree, or with −1"
-        )
+    return np.arange(len(followers.trees_F)) if which_F is None else _integers(which_F)

@@ -44,9 +44,7 @@ def locate(a, row, tokens_T, stamp=k.STAMP):
     root = a.trees[row, k.ROOT]
     node, matched = root, np.int64(0)
     for token in tokens_T:
-        node, matched = _step(
-            a.states, a.edges, a.table, root, node, matched, token, len(tokens_T)
-        )
+        node, matched = _step(a.states, a.edges, a.table, root, node, matched, token, len(tokens_T))
     return node, matched
 
 
@@ -65,9 +63,12 @@ def _outgrown(a, root, node, matched, follower, last_token):
 @kernel
 def follow(a, most, which_F, ids_F, followers_FX, tokens_BL, rows_F, lengths_F, stamp=k.STAMP):
     """Bring followers up to `tokens_BL[rows_F[f], :lengths_F[f]]`; NONE, or the first f whose
-    tree is gone. An id of NONE follows nothing.
+    tree is gone or whose index is out of range. An id of NONE follows nothing.
     """
+    B, L = tokens_BL.shape
     for f in range(len(which_F)):
+        if not (0 <= which_F[f] < len(ids_F) and 0 <= rows_F[f] < B and 0 <= lengths_F[f] <= L):
+            return f
         follower, tree = followers_FX[which_F[f]], ids_F[which_F[f]]
         if tree == k.NONE:
             continue
@@ -85,9 +86,7 @@ def follow(a, most, which_F, ids_F, followers_FX, tokens_BL, rows_F, lengths_F, 
         if afresh:
             node, matched, start = root, np.int64(0), max(0, length - most)
         for i in range(start, length):
-            node, matched = _step(
-                a.states, a.edges, a.table, root, node, matched, text_L[i], most
-            )
+            node, matched = _step(a.states, a.edges, a.table, root, node, matched, text_L[i], most)
         follower[k.AT], follower[k.MATCH], follower[k.POSITION] = node, matched, length
         follower[k.SEEN_GROWN] = a.trees[row, k.GROWN]
         follower[k.SEEN_SHRUNK] = a.trees[row, k.SHRUNK]
@@ -209,7 +208,7 @@ def propose(
     a, most, rule, which_F, ids_F, followers_FX, max_nodes_F, tokens_FN, parents_FN, chance_FN,
     count_F, stamp=k.STAMP,
 ):  # fmt: skip
-    """Write each follower's guesses; NONE, or the first f whose tree is gone.
+    """Write each follower's guesses; NONE, or the first f whose tree is gone, or that is none.
 
     `rule` is (longest, shortest, max_children, by_weight, prior, min_chance). A
     follower whose tree has shrunk since it last followed gets no guess.
@@ -217,6 +216,8 @@ def propose(
     N = tokens_FN.shape[1]
     pool = np.arange(N), np.empty(N), np.empty((N, 4), np.int64)
     for f in range(len(which_F)):
+        if not 0 <= which_F[f] < len(ids_F):
+            return f
         count_F[f] = 0
         follower, tree = followers_FX[which_F[f]], ids_F[which_F[f]]
         if tree == k.NONE:
