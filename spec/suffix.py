@@ -16,98 +16,23 @@ runs without the interpreter lock, serves many contexts of many trees.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import threading
-from collections.abc import Sequence
-from typing import Any, Literal, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
 from spec import suffix_kernels as kernels
 from spec import suffix_queries as queries
+from spec.suffix_followers import Followers, ProposalRule
 from spec.suffix_kernels import Arena
 
+if TYPE_CHECKING:  # it brings jax along
+    from spec.drafter import Drafts
+
+__all__ = ["Followers", "ProposalRule", "SuffixForest"]
+
 _GROWTH = 1.5  # of an array that is full
-
-
-@dataclasses.dataclass(frozen=True)
-class ProposalRule:
-    """How guesses are chosen.
-
-    The context is the match, cut to its last `longest` tokens, or the longest shorter
-    one that has a live continuation, of at least `shortest` tokens. Each context's
-    `max_children` best children are candidates: by `rank_by`, then by count, then by
-    smaller token. Candidates are taken in the order of their chance, the product of
-    count(child) / (count(context) + prior) along the path, at least `min_chance`;
-    equals in the order in which they became candidates. `max_children` of 1 gives a
-    chain. Contexts never exceed the forest's `max_context`: longer ones lose their
-    first tokens.
-
-    HistoSpec (RhymeRL, section 5.3): `ProposalRule(7, 3, 1, "weight")`.
-    """
-
-    longest: int = 32
-    shortest: int = 1
-    max_children: int = 1
-    rank_by: Literal["count", "weight"] = "count"
-    prior: float = 0.0
-    min_chance: float = 0.0
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.shortest <= self.longest or self.longest < 1:
-            raise ValueError(
-                "expected 0 ≤ shortest ≤ longest and longest ≥ 1, got "
-                f"shortest={self.shortest}, longest={self.longest}"
-            )
-        if self.max_children < 1:
-            raise ValueError(f"max_children must be at least 1 (a chain), got {self.max_children}")
-        if self.rank_by not in ("count", "weight"):
-            raise ValueError(f"rank_by must be 'count' or 'weight', got {self.rank_by!r}")
-        if not (self.prior >= 0 and math.isfinite(self.prior)):
-            raise ValueError(f"prior must be finite and at least 0, got {self.prior}")
-        if not self.min_chance <= 1:
-            raise ValueError(f"min_chance must be at most 1, got {self.min_chance}")
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Followers:
-    """Where F live contexts stand, each in one tree; the caller owns the arrays.
-
-    `trees_F` are tree ids, −1 for none; `state_FX` is the forest's own.
-    """
-
-    trees_F: np.ndarray
-    state_FX: np.ndarray
-
-    @classmethod
-    def of(cls, trees_F: Sequence[int] | np.ndarray) -> Followers:
-        """Followers that have read nothing yet."""
-        trees_F = np.array(trees_F, np.int64)
-        return cls(trees_F, np.full((len(trees_F), 6), kernels.NONE, np.int64))
-
-    def restart(self, f: int, tree: int) -> None:
-        """Follow another context, or another tree, from now on."""
-        self.trees_F[f] = tree
-        self.state_FX[f] = kernels.NONE
-
-    @property
-    def matched_F(self) -> np.ndarray:
-        """Tokens of each context's longest match when it last followed; 0 before that."""
-        return np.maximum(self.state_FX[:, kernels.MATCH], 0)
-
-
-class Guesses(Protocol):
-    """Where guesses are written: `spec.drafter.Drafts` is one. F rows, N guesses.
-
-    int32 `tokens_AN`, int32 `parents_AN` (−1: no parent), float32 `chance_AN`, int32
-    `count_A`. Only the first `count_A` entries of a row are written.
-    """
-
-    tokens_AN: np.ndarray
-    parents_AN: np.ndarray
-    chance_AN: np.ndarray
-    count_A: np.ndarray
 
 
 class SuffixForest:
@@ -248,13 +173,11 @@ class SuffixForest:
 
     def count(self, tree: int, context: Any) -> int:
         """How often a context of at most `max_context` tokens occurs in the tree's sequences."""
-        state = self._locate(tree, context)
-        return 0 if state is None else int(self._arena.states[state, kernels.COUNT])
+        return self._occurrences(tree, context)[0]
 
     def weight(self, tree: int, context: Any) -> float:
         """The sum, over these occurrences, of their sequences' weights."""
-        state = self._locate(tree, context)
-        return 0.0 if state is None else float(self._arena.weights[state, kernels.WEIGHT])
+        return self._occurrences(tree, context)[1]
 
     def follow(
         self,
@@ -302,11 +225,12 @@ class SuffixForest:
         followers: Followers,
         rule: ProposalRule,
         max_nodes_F: Any,
-        out: Guesses,
+        out: Drafts,
         which_F: Any = None,
     ) -> None:
         """Write at most `max_nodes_F[f]` guesses for follower `which_F[f]` into row f of `out`.
 
+        Only the first `count_A[f]` entries of tokens, parents and chances are written.
         Guesses come in the order of their chance, parents first: a row's first n are the
         best n. A follower whose tree has shrunk since it last followed gets none.
         """
@@ -332,7 +256,20 @@ class SuffixForest:
         if bad != kernels.NONE:
             self._raise_bad(followers, which_F[bad], "")
 
-    # --- inside; the lock is held ---------------------------------------------------------
+    def _occurrences(self, tree: int, context: Any) -> tuple[int, float]:
+        tokens_T = _tokens(context)
+        if len(tokens_T) > self.max_context:
+            raise ValueError(
+                f"contexts are counted up to max_context={self.max_context} tokens, got "
+                f"{len(tokens_T)}"
+            )
+        with self._lock:
+            arena = self._arena
+            state, matched = queries.locate(arena, self._tree_row(tree), tokens_T)
+            if matched < len(tokens_T):
+                return 0, 0.0
+            count, weight = arena.states[state, kernels.COUNT], arena.weights[state, kernels.WEIGHT]
+            return int(count), float(weight)
 
     def _raise_bad(self, followers: Followers, f: int, reading: str) -> NoReturn:
         """A kernel stopped at follower f."""
@@ -342,6 +279,8 @@ class SuffixForest:
         if tree != kernels.NONE:
             self._tree_row(tree)  # raises where it is gone
         raise ValueError(f"follower {f} cannot read what there is not: {reading}")
+
+    # --- inside; the lock is held ---------------------------------------------------------
 
     def _tree_row(self, tree: int) -> int:
         row = tree & kernels.SLOT_MASK
@@ -369,17 +308,6 @@ class SuffixForest:
         self._held_tokens -= int(record[kernels.LIVE] + record[kernels.DEAD])
         self._held_sequences -= int(record[kernels.SEQUENCES])
 
-    def _locate(self, tree: int, context: Any) -> int | None:
-        tokens_T = _tokens(context)
-        if len(tokens_T) > self.max_context:
-            raise ValueError(
-                f"contexts are counted up to max_context={self.max_context} tokens, got "
-                f"{len(tokens_T)}"
-            )
-        with self._lock:
-            state, matched = queries.locate(self._arena, self._tree_row(tree), tokens_T)
-        return int(state) if matched == len(tokens_T) else None
-
     def _append(self, rows_S: np.ndarray, tokens_T: np.ndarray, offsets_S: np.ndarray) -> None:
         added = int(offsets_S[-1] - offsets_S[0])
         self._make_room(added, len(rows_S))
@@ -394,11 +322,8 @@ class SuffixForest:
         edges that are not the first of their state: an edge outside the tree of longest
         paths belongs to a suffix of its own, and at most 2q states have no edge.
         """
-        taken, num_free = (
-            self._arena.pools[:, kernels.TAKEN],
-            self._arena.pools[:, kernels.NUM_FREE],
-        )
-        states, _, chunks = (taken - num_free).tolist()
+        pools = self._arena.pools
+        states, _, chunks = (pools[:, kernels.TAKEN] - pools[:, kernels.NUM_FREE]).tolist()
         edges = self._held_tokens + tokens + 2 * self._held_sequences
         self._grow_rows("states", states + 2 * tokens)
         self._grow_rows("edges", edges)

@@ -6,8 +6,7 @@ in column `WEIGHT` (float32 bits) hold for contexts of up to `depth` tokens. A
 state's first edge is inline; the others hang in a list from `MORE`, and a hash
 table of their (state, token) finds them in O(1).
 
-Only what Python calls is kept in numba's cache (`kernel`); what those call is
-compiled into them (`part`).
+Python calls kernels, which numba caches; kernels call parts, which become a part of them.
 """
 
 from __future__ import annotations
@@ -20,9 +19,11 @@ import numba
 import numpy as np
 
 kernel = numba.njit(cache=True, nogil=True, error_model="numpy")
-# Parts own no array, so that they need no reference counts, whose atomic updates would take most
-# of the time (4.6 instead of 1.4 million tokens/s).
-part = numba.njit(nogil=True, error_model="numpy", forceinline=True, _nrt=False)
+# Parts own no array. Without `_nrt` numba would count references to all of them, atomically, which
+# takes twice as long as all else.
+_PART = {"nogil": True, "error_model": "numpy", "_nrt": False, "no_cfunc_wrapper": True}
+part = numba.njit(no_cpython_wrapper=True, **_PART)
+inlined = numba.njit(no_cpython_wrapper=True, forceinline=True, **_PART)
 # numba's cache does not see that code in another file has changed. A kernel elsewhere that uses
 # these parts takes this number as a default argument, which is a part of its signature.
 STAMP = zlib.crc32(Path(__file__).read_bytes())
@@ -48,8 +49,8 @@ SLOT_MASK = 0xFFFFFFFF  # an id is generation << 32 | row
 
 
 class Arena(NamedTuple):
-    """All arrays of a forest. `weights` is `states` seen as float32; `rates` is each sequence's
-    weight; `table` holds hash << 32 | edge + 1, 0 where it is empty.
+    """A forest's arrays. `weights` is `states` as float32; `rates` are the sequences' weights;
+    `table` holds hash << 32 | edge + 1, 0 where it is empty.
     """
 
     states: np.ndarray
@@ -66,27 +67,27 @@ class Arena(NamedTuple):
 # --- pools and edges ----------------------------------------------------------------------
 
 
-@part
+@inlined
 def _take(pools, pool, records, next_column):
     """A record from the free list, or one never used: the caller has made room."""
     record = pools[pool, FREE]
     if record >= 0:
         pools[pool, FREE] = records[record, next_column]
         pools[pool, NUM_FREE] -= 1
-        return record
-    record = pools[pool, TAKEN]
-    pools[pool, TAKEN] += 1
+    else:
+        record = pools[pool, TAKEN]
+        pools[pool, TAKEN] += 1
     return record
 
 
-@part
+@inlined
 def _put_back(pools, pool, records, next_column, record):
     records[record, next_column] = pools[pool, FREE]
     pools[pool, FREE] = record
     pools[pool, NUM_FREE] += 1
 
 
-@part
+@inlined
 def _hash(state, token):
     """31 bits of (state, token)."""
     x = (np.uint64(state) << np.uint64(32)) | np.uint64(token)
@@ -96,7 +97,7 @@ def _hash(state, token):
     return np.int64(x >> np.uint64(33))
 
 
-@part
+@inlined
 def _edge(edges, table, state, token):
     """The listed edge of `state` with `token`, or NONE. Linear probing."""
     mask = table.shape[0] - 1
@@ -111,7 +112,7 @@ def _edge(edges, table, state, token):
     return NONE
 
 
-@part
+@inlined
 def child_of(states, edges, table, state, token):
     """Where `token` leads from `state`, or NONE."""
     if states[state, TOKEN] == token:
@@ -122,7 +123,7 @@ def child_of(states, edges, table, state, token):
     return np.int64(NONE) if edge == NONE else np.int64(edges[edge, GOAL])
 
 
-@part
+@inlined
 def _insert(table, code, edge):
     mask = table.shape[0] - 1
     slot = code & mask
@@ -131,7 +132,7 @@ def _insert(table, code, edge):
     table[slot] = code << 32 | (edge + 1)
 
 
-@part
+@inlined
 def _add_edge(states, edges, table, pools, state, token, target):
     """A new edge; `state` has none with this token."""
     if states[state, TOKEN] == NONE:
@@ -144,7 +145,7 @@ def _add_edge(states, edges, table, pools, state, token, target):
     _insert(table, _hash(state, token), edge)
 
 
-@part
+@inlined
 def _redirect(states, edges, table, state, token, target):
     if states[state, TOKEN] == token:
         states[state, TARGET] = target
@@ -186,7 +187,7 @@ def rehash(old, new):
 # --- growth -------------------------------------------------------------------------------
 
 
-@part
+@inlined
 def _new_state(states, weights, pools, trees, tree, length):
     state = _take(pools, STATE_POOL, states, NEXT)
     states[state, LENGTH], states[state, COUNT], weights[state, WEIGHT] = length, 0, 0.0
@@ -217,7 +218,7 @@ def _clone(states, weights, edges, table, pools, trees, tree, p, token, q):
     return clone
 
 
-@part
+@inlined
 def _extend(states, weights, edges, table, pools, trees, tree, last, token):
     """The state of a sequence after one more token; `last` is that before.
 
@@ -238,16 +239,14 @@ def _extend(states, weights, edges, table, pools, trees, tree, last, token):
         _add_edge(states, edges, table, pools, p, token, state)
         p = np.int64(states[p, LINK])
     if p == NONE:
-        states[state, LINK] = trees[tree, ROOT]
-    elif states[q, LENGTH] == states[p, LENGTH] + 1:
-        states[state, LINK] = q
-    else:
-        clone = _clone(states, weights, edges, table, pools, trees, tree, p, token, q)
-        states[state, LINK] = clone
+        q = trees[tree, ROOT]
+    elif states[q, LENGTH] != states[p, LENGTH] + 1:
+        q = _clone(states, weights, edges, table, pools, trees, tree, p, token, q)
+    states[state, LINK] = q
     return state
 
 
-@part
+@inlined
 def trim(states, node, matched, most):
     """The context cut to its last `most` tokens: (state, tokens)."""
     if matched > most:
@@ -257,15 +256,7 @@ def trim(states, node, matched, most):
     return node, matched
 
 
-@part
-def settle(states, node, matched):
-    """The state of the same context after states were split: it may be a shorter one now."""
-    while matched > 0 and matched <= states[states[node, LINK], LENGTH]:
-        node = np.int64(states[node, LINK])
-    return node
-
-
-@part
+@inlined
 def _mark(states, weights, root, node, count, weight):
     """Add to all contexts that end here, the empty one excepted."""
     while node != root:
@@ -277,9 +268,8 @@ def _mark(states, weights, root, node, count, weight):
 @part
 def _grow(a, depth, sequence, tokens, start, stop):
     """Put `tokens[start:stop]` at the end of a sequence of the automaton (not of the chunks)."""
-    states, weights, edges, table, pools, trees = (
-        a.states, a.weights, a.edges, a.table, a.pools, a.trees,
-    )  # fmt: skip
+    states, weights, edges, table = a.states, a.weights, a.edges, a.table
+    pools, trees = a.pools, a.trees
     tree = a.sequences[sequence, TREE]
     root = trees[tree, ROOT]
     weight = a.rates[sequence]
@@ -384,13 +374,14 @@ def rebuild(a, depth, tree, sequences_S):
     """Make a tree anew from its live sequences."""
     clear(a, tree)
     a.trees[tree, SEQUENCES] = len(sequences_S)
+    one = np.int64(1)  # a literal would compile `_grow` anew
     for sequence in sequences_S:
         record = a.sequences[sequence]
         record[LAST] = record[NODE] = a.trees[tree, ROOT]
         record[MATCHED] = 0
         left, chunk = record[TOKENS], record[FIRST_CHUNK]
         while left > 0:
-            _grow(a, depth, sequence, a.chunks[chunk], 1, 1 + min(left, CHUNK_TOKENS))
+            _grow(a, depth, sequence, a.chunks[chunk], one, one + min(left, CHUNK_TOKENS))
             left -= CHUNK_TOKENS
             chunk = np.int64(a.chunks[chunk, 0])
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 import numpy as np
 
 from spec import suffix_kernels as k
-from spec.suffix_kernels import child_of, kernel, part, settle, trim
+from spec.suffix_kernels import child_of, inlined, kernel, part, trim
 
 # Columns of a guess in the pool.
 _STATE, _MATCHED, _TOKEN, _PARENT = range(4)
 
 
-@part
+@inlined
 def _row_of(trees, tree):
     """The row of a tree's id, or NONE where that tree is gone."""
     row = tree & k.SLOT_MASK
@@ -23,7 +23,15 @@ def _row_of(trees, tree):
     return row
 
 
-@part
+@inlined
+def _settle(states, node, matched):
+    """The state of the same context after states were split: it may be a shorter one now."""
+    while matched > 0 and matched <= states[states[node, k.LINK], k.LENGTH]:
+        node = np.int64(states[node, k.LINK])
+    return node
+
+
+@inlined
 def _step(states, edges, table, root, node, matched, token, most):
     """The longest live match after one more token, from that before; O(1) amortised."""
     if token < 0:
@@ -80,7 +88,7 @@ def follow(a, most, which_F, ids_F, followers_FX, tokens_BL, rows_F, lengths_F, 
         afresh = start < 0 or start > length or length - start >= most
         afresh = afresh or follower[k.SEEN_SHRUNK] != a.trees[row, k.SHRUNK]
         if not afresh and follower[k.SEEN_GROWN] != a.trees[row, k.GROWN]:
-            node = settle(a.states, node, matched)
+            node = _settle(a.states, node, matched)
             last_token = text_L[start - 1] if start > 0 else k.NONE
             afresh = matched < most and _outgrown(a, root, node, matched, follower, last_token)
         if afresh:
@@ -94,7 +102,7 @@ def follow(a, most, which_F, ids_F, followers_FX, tokens_BL, rows_F, lengths_F, 
     return k.NONE
 
 
-@part
+@inlined
 def _before(value, count, token, other_value, other_count, other_token):
     """The order of siblings: larger value, then larger count, then smaller token."""
     if value != other_value:
@@ -180,14 +188,14 @@ def _draft(a, most, rule, root, node, matched, pool, room, tokens_N, parents_N, 
     longest, shortest = rule[0], rule[1]
     order_N, chance_N, guess_NX = pool
     node, matched = trim(a.states, node, matched, longest)
-    size = 0
+    size, no_parent = np.int64(0), np.int64(k.NONE)
     while room > 0 and matched >= shortest:
-        found, size = _expand(a, most, rule, node, matched, 1.0, k.NONE, pool, 0, room)
+        found, size = _expand(a, most, rule, node, matched, 1.0, no_parent, pool, size, room)
         if found > 0 or node == root:
             break
         node = np.int64(a.states[node, k.LINK])
         matched = np.int64(a.states[node, k.LENGTH])
-    drafted = 0
+    drafted = np.int64(0)
     while size > 0:
         size -= 1
         place = order_N[size]
@@ -228,7 +236,7 @@ def propose(
         if follower[k.POSITION] < 0 or follower[k.SEEN_SHRUNK] != a.trees[row, k.SHRUNK]:
             continue
         matched, room = follower[k.MATCH], min(np.int64(max_nodes_F[f]), N)
-        node = settle(a.states, follower[k.AT], matched)
+        node = _settle(a.states, follower[k.AT], matched)
         count_F[f] = _draft(
             a, most, rule, a.trees[row, k.ROOT], node, matched, pool, room,
             tokens_FN[f], parents_FN[f], chance_FN[f],
