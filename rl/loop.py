@@ -38,6 +38,7 @@ from rl.round_times import load_or_measure
 from rl.speculation import Speculation
 from rl.step_metrics import sample_rows, step_metrics
 from rl.tasks import Example
+from rl.timeline import save_timeline
 from rl.trajectory import Request, Trajectory
 from spec.sampling import step_key
 
@@ -65,7 +66,7 @@ class System:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Rollouts:
-    """What one step generated, and what was thought of it; all lists in the order of requests."""
+    """What one step generated, and what was thought of it; all lists in the order of request ids."""
 
     examples: Sequence[Example]
     trajectories: list[Trajectory]
@@ -101,6 +102,7 @@ def train(
                 timings = Timings(clock)
                 state, row, samples = train_step(system, state, done + 1, timings)
                 done, num_tokens = done + 1, num_tokens + int(row.pop("rollout_tokens"))
+                save_timeline(folder, done, system.engine.stats.timeline)
                 with timings.section("checkpoint"):
                     if config.checkpoint.due(done) or done == config.run.steps:
                         checkpoints.save(done, state, _host_state(system, num_tokens))
@@ -158,7 +160,8 @@ def generate_and_score(system: System, params: Params, step: int, timings: Timin
     examples, prompts = step_prompts(system, step)
     keys = [example.example_id for example in examples]
     drafter, budget = system.speculation.phase(keys, prompts)
-    requests = [Request(g * G + i, prompts[g], g, i) for g in range(P) for i in range(G)]
+    # first samples first: siblings that start apart have something to draft from
+    requests = [Request(g * G + i, prompts[g], g, i) for i in range(G) for g in range(P)]
     completions: dict[int, str] = {}
     scores: dict[int, Future[Score]] = {}
 
@@ -174,7 +177,7 @@ def generate_and_score(system: System, params: Params, step: int, timings: Timin
             raise Stopped
 
     with timings.section("rollout"):
-        trajectories = system.engine.run(
+        done = system.engine.run(
             trainer.cast_params(params, system.engine.dtype),
             requests,
             config.sampling,
@@ -187,16 +190,17 @@ def generate_and_score(system: System, params: Params, step: int, timings: Timin
             on_round=watch,
         )
     with timings.section("reward"):  # what is left of it once the last response has ended
-        results = [scores[r.request_id].result() for r in requests]
+        done.sort(key=lambda t: t.request_id)
+        results = [scores[t.request_id].result() for t in done]
     trajectories = [
-        dataclasses.replace(t, reward=s.total) for t, s in zip(trajectories, results, strict=True)
+        dataclasses.replace(t, reward=s.total) for t, s in zip(done, results, strict=True)
     ]
     coming = zip(*step_prompts(system, step + 1), strict=True)
     next_prompts = {example.example_id: prompt for example, prompt in coming}
     learnt = system.speculation.learn(keys, trajectories, next_prompts)
     for problem in system.speculation.new_problems():
         system.show.message(f"warning: {problem}")
-    texts = [completions[r.request_id] for r in requests]
+    texts = [completions[t.request_id] for t in trajectories]
     return Rollouts(examples, trajectories, results, texts, learnt)
 
 

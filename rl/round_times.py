@@ -38,13 +38,17 @@ def load_or_measure(
     """The table in `path` where it was made for this device and these shapes, else a new one.
 
     Call it after the warm-up: what is not compiled would be timed with its compilation.
+    Raises ValueError for a file that is damaged.
     """
     buckets = list(engine_warm_up.round_buckets(engine, sampling, max_requests, max_prompt_tokens))
     made_for = _made_for(engine, buckets)
     if path.exists():
-        kept = json.loads(path.read_text(encoding="utf-8"))
-        if kept.get("made_for") == made_for:
-            return RoundTimes.from_rows(kept["rows"])
+        try:
+            kept = json.loads(path.read_text(encoding="utf-8"))
+            if kept["made_for"] == made_for:
+                return RoundTimes.from_rows(kept["rows"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path} is damaged ({error}): delete it to measure anew") from error
     times = measure(engine, params, sampling, buckets)
     path.parent.mkdir(parents=True, exist_ok=True)
     rows = {"made_for": made_for, "rows": times.rows()}

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import json
+import os
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 
 from spec.drafter import Source
+
+
+TIMELINE_FILE = "timeline.json"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -102,3 +108,35 @@ def host_share(rounds: Sequence[RoundRecord]) -> float:
     """Seconds in which the device waited for the host, over all seconds after admission."""
     host_s = sum(r.called_s - r.ready_s + r.ended_s - r.fetched_s for r in rounds)
     return host_s / max(sum(r.ended_s - r.ready_s for r in rounds), 1e-9)
+
+
+def save_timeline(folder: Path, step: int, rounds: Sequence[RoundRecord]) -> None:
+    """Write the rounds of a step's phase to the run folder, over those of the step before."""
+    rows = [
+        {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in vars(r).items()}
+        for r in rounds
+    ]
+    scratch = folder / f"{TIMELINE_FILE}.new"
+    scratch.write_text(json.dumps({"step": step, "rounds": rows}), encoding="utf-8")
+    os.replace(scratch, folder / TIMELINE_FILE)
+
+
+def load_timeline(folder: Path) -> tuple[int, list[RoundRecord]]:
+    """(step, rounds) of the last phase that was written down; (0, []) where there is none.
+
+    Raises ValueError for a file that is not of `save_timeline`.
+    """
+    path = folder / TIMELINE_FILE
+    if not path.is_file():
+        return 0, []
+    try:
+        kept = json.loads(path.read_text(encoding="utf-8"))
+        rounds = [
+            RoundRecord(**{k: np.asarray(v) if isinstance(v, list) else v for k, v in row.items()})
+            for row in kept["rounds"]
+        ]
+        return int(kept["step"]), rounds
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{path} is not a timeline that a run wrote ({error}): delete it"
+        ) from error
