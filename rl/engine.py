@@ -255,7 +255,13 @@ class Engine:
         busy = self._busy()
         left = max(row.limit - len(row.tokens) for row in self._rows if row.request)
         rounds = 1 if one_round else min(self.config.rounds_per_fetch, left)
-        self._grow(max(row.length for row in self._rows if row.request) + rounds)
+        # a slot that ends on the way writes no further
+        ends = [
+            row.length + min(rounds, row.limit - len(row.tokens))
+            for row in self._rows
+            if row.request
+        ]
+        self._grow(max(ends))
         # come back to the host when slots can be refilled, or the batch can shrink
         stop_after = max(1, busy // 16) if waiting else max(1, busy - len(self._rows) // 2)
         assert self._cache is not None

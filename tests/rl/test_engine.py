@@ -210,6 +210,15 @@ def test_the_cache_grows_with_the_longest_request():
     assert {positions for _, _, positions in engine.stats.rounds} == {16, 32}
 
 
+def test_a_request_that_ends_at_the_edge_of_the_cache_does_not_double_it():
+    """Its neighbour goes on for longer than it; only the warmed-up buckets are used."""
+    engine = Engine(MODEL, dataclasses.replace(CONFIG, max_nodes=1))
+    long, short = Request(0, (1,) * 31, max_new_tokens=2), Request(1, (1, 2), max_new_tokens=8)
+    got = run(engine, [long, short])
+    assert [t.num_tokens for t in got] == [2, 8]
+    assert {positions for _, _, positions in engine.stats.rounds} == {32}
+
+
 def test_prompts_in_chunks_that_do_not_divide_by_two():
     """A bucket of prompt tokens cut short by a cache of odd size."""
     odd = dataclasses.replace(
