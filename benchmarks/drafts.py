@@ -68,9 +68,7 @@ def _follow_each(arena, most, which_F, trees_F, state_FX, tokens_BL, rows_F, len
     for i in range(len(out_ns_T)):
         length_F[0] = i + 1
         _clock_gettime(_MONOTONIC, then.ctypes)
-        suffix_queries.follow(
-            arena, most, which_F, trees_F, state_FX, tokens_BL, rows_F, length_F
-        )
+        suffix_queries.follow(arena, most, which_F, trees_F, state_FX, tokens_BL, rows_F, length_F)
         _clock_gettime(_MONOTONIC, now.ctypes)
         out_ns_T[i] = (now[0] - then[0]) * 1_000_000_000 + now[1] - then[1]
 

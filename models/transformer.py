@@ -23,6 +23,8 @@ from models.config import ModelConfig
 from models.kv_cache import KVCache
 from models.sharding import constrain
 
+FEW_ROWS = 64  # measured: benchmarks/README.md
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -258,11 +260,30 @@ def hidden_with_cache(
     return x_BND, KVCache(tuple(keys), tuple(values))
 
 
+def _tied_logits(hidden_D: jax.Array, embedding_VD: jax.Array) -> jax.Array:
+    return jnp.einsum("...d,vd->...v", hidden_D, embedding_VD, preferred_element_type=jnp.float32)
+
+
+def _tied_logits_cpu(hidden_D: jax.Array, embedding_VD: jax.Array) -> jax.Array:
+    """The same with the embedding on the left while there are few rows.
+
+    XLA's CPU product is slow where the right operand is contracted along its rows;
+    the barrier keeps it from swapping the operands back.
+    """
+    rows = math.prod(hidden_D.shape[:-1])
+    if rows > FEW_ROWS:
+        return _tied_logits(hidden_D, embedding_VD)
+    hidden_RD = hidden_D.reshape(rows, -1)
+    logits_VR = jnp.einsum("vd,rd->vr", embedding_VD, hidden_RD, preferred_element_type=jnp.float32)
+    logits_RV = jax.lax.optimization_barrier(logits_VR).T
+    return logits_RV.reshape(*hidden_D.shape[:-1], -1)
+
+
 def head(params: Params, hidden_D: jax.Array) -> jax.Array:
     """Logits of hidden states, float32; [..., D] to [..., V]."""
     if params.head_DV is None:
-        return jnp.einsum(
-            "...d,vd->...v", hidden_D, params.embedding_VD, preferred_element_type=jnp.float32
+        return jax.lax.platform_dependent(
+            hidden_D, params.embedding_VD, cpu=_tied_logits_cpu, default=_tied_logits
         )
     return jnp.einsum("...d,dv->...v", hidden_D, params.head_DV, preferred_element_type=jnp.float32)
 

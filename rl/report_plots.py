@@ -206,9 +206,7 @@ def draw(runs: Sequence[Run], smooth_steps: int | None = None) -> dict[str, byte
     return images
 
 
-def _figure(
-    panels: Sequence[Panel], runs: Sequence[Run], window: int, columns: int
-) -> bytes:
+def _figure(panels: Sequence[Panel], runs: Sequence[Run], window: int, columns: int) -> bytes:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine

@@ -56,7 +56,9 @@ class RolloutTimeline:
         for r in run.timeline:
             began_s, ended_s = _span(run.timeline, r)
             per_round = r.emitted_A if r.num_nodes > 1 else np.minimum(r.emitted_A, 1)
-            for request_id, tokens in zip(r.request_ids_A.tolist(), per_round.tolist(), strict=True):
+            for request_id, tokens in zip(
+                r.request_ids_A.tolist(), per_round.tolist(), strict=True
+            ):
                 y = places[request_id]
                 lines.append([(began_s, y), (ended_s, y)])
                 colors.append(bar_color(int(tokens)))

@@ -24,7 +24,7 @@ from models.sharding import constrain
 from models.transformer import Params, param_specs
 from rl import batching, losses, scoring
 from rl.batching import MicroBatch, Packed, Sample, Shape
-from rl.losses import TokenStatistics
+from rl.losses import AlgorithmConfig, TokenStatistics
 from rl.optimizer import TrainState, init_state, learning_rate, make_optimizer, settle
 from rl.recipe import Recipe, TrainerConfig
 from rl.scoring import Processing, place
@@ -195,7 +195,9 @@ def update(
 
     `state` is donated. `step` (the training step) and `seed` order the minibatches.
     Metrics under TRL's names: means over tokens and optimizer steps, `lr` the last.
-    A batch without a usable sample changes nothing and gives `batch/*` alone.
+    A batch without a usable sample changes nothing and gives `batch/*` alone. Samples
+    without a gradient (advantage 0, no KL) still count in the loss's divisor, so that the
+    update is the same, but no pass is spent on them, and means over tokens lack them.
 
     Raises NonFiniteUpdate before such an update is applied; ValueError where a
     sample does not fit the shape, or a reference is needed and missing.
@@ -213,9 +215,14 @@ def update(
             group_ids, trainer.minibatches, (seed, step, epoch)
         ):
             part = [samples[i] for i in indices]
+            num_tokens = sum(s.trajectory.num_tokens for s in part)
+            normaliser = losses.normaliser_of(num_tokens, len(part), algorithm.aggregation)
+            part = _with_gradient(part, algorithm)
             packed = batching.micro_batches(part, shape)
             where = f"step {step}, optimizer step {len(reports) + 1} of its batch"
-            state, report = _optimizer_step(state, part, packed, processing, recipe, where)
+            state, report = _optimizer_step(
+                state, part, packed, normaliser, processing, recipe, where
+            )
             reports.append(report)
             packed_all += packed
             used.append(batching.padding_fraction(packed))
@@ -228,6 +235,13 @@ def update(
     if not reports:
         return state, counts
     return state, _combined(reports) | counts | {"batch/padding": float(np.mean(used))}
+
+
+def _with_gradient(samples: list[Sample], algorithm: AlgorithmConfig) -> list[Sample]:
+    """The samples that move the policy; all of them where none does, for the statistics."""
+    if algorithm.needs_reference:
+        return samples
+    return [s for s in samples if s.advantage] or samples
 
 
 def with_scores(
@@ -262,13 +276,12 @@ def _optimizer_step(
     state: TrainState,
     samples: Sequence[Sample],
     packed: Sequence[Packed],
+    normaliser: float,
     processing: Processing,
     recipe: Recipe,
     where: str,
 ) -> tuple[TrainState, Report]:
     """Accumulate, fetch once, check, apply. Returns the new state and the report on the host."""
-    num_tokens = sum(s.trajectory.num_tokens for s in samples)
-    normaliser = losses.normaliser_of(num_tokens, len(samples), recipe.algorithm.aggregation)
     accumulator, health = start(recipe=recipe), []
     for p in packed:
         accumulator, healthy = accumulate(

@@ -35,9 +35,14 @@ def model_config(shape: Shape) -> ModelConfig:
     )
 
 
-def make_engine(shape: Shape) -> Engine:
-    """An engine whose one bucket is the batch and the cache of the shape."""
-    config = EngineConfig(slots=shape.batch, min_slots=shape.batch, min_positions=shape.cache)
+def make_engine(shape: Shape, min_positions: int | None = None) -> Engine:
+    """An engine of one batch; its cache has the shape's size, or doubles from `min_positions`."""
+    config = EngineConfig(
+        slots=shape.batch,
+        min_slots=shape.batch,
+        min_positions=min_positions or shape.cache,
+        prefill_rows=16,
+    )
     return Engine(model_config(shape), config, dtype=jnp.dtype(shape.dtype))
 
 
@@ -65,11 +70,13 @@ def generate_batch(
 
 class Reprise:
     name = "reprise"
-    variants = ("plain",)
+    variants = ("cache of one size", "cache from a half", "cache from a quarter")
     packages = ("jax", "jaxlib", "numpy")
 
     def prepare(self, shape: Shape, policy: str, variant: str) -> None:
-        self.requests, self.engine = make_requests(shape), make_engine(shape)
+        parts = 2 ** self.variants.index(variant)
+        self.requests = make_requests(shape)
+        self.engine = make_engine(shape, shape.cache // parts)
         _, self.params = hf.load_pretrained(policy, dtype=jnp.dtype(shape.dtype))
         jax.block_until_ready(self.params)
 

@@ -152,6 +152,23 @@ def test_groups_of_equal_rewards_and_of_one_leave_the_parameters_alone():
         np.testing.assert_array_equal(new, old)
 
 
+@pytest.mark.parametrize("aggregation", ["token", "sequence"])
+def test_samples_without_a_gradient_cost_no_pass_and_still_count(aggregation, monkeypatch):
+    recipe = dataclasses.replace(
+        RECIPE, algorithm=dataclasses.replace(RECIPE.algorithm, aggregation=aggregation)
+    )
+    trajectories, advantages = some_trajectories(64), some_advantages(64)
+    advantages[8:] = 0
+    skipped, metrics = run(fresh_state(recipe), trajectories, advantages, recipe=recipe)
+    monkeypatch.setattr(trainer, "_with_gradient", lambda samples, algorithm: samples)
+    passed, all_metrics = run(fresh_state(recipe), trajectories, advantages, recipe=recipe)
+    assert metrics["batch/micro_batches"] < all_metrics["batch/micro_batches"]
+    assert metrics["batch/samples"] == all_metrics["batch/samples"] == 64
+    assert metrics["loss"] == pytest.approx(all_metrics["loss"], rel=1e-4)
+    for a, b in zip(leaves(skipped.params), leaves(passed.params), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+
+
 def test_unscored_and_masked_samples_change_nothing():
     trajectories, advantages = some_trajectories(), some_advantages()
     alone, _ = run(fresh_state(), trajectories[:6], advantages[:6])
