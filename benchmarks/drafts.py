@@ -102,7 +102,7 @@ def follow(group: Group) -> dict[str, float]:
 
 
 def replay(group: Group, make: Callable[[], Drafter]) -> dict[str, float]:
-    """Texts grow side by side; a round drafts for all, and each takes what was right, and one more."""
+    """Texts grow side by side; each round each takes what was right of its draft, and one more."""
     drafter = make()
     A, L = len(group.texts), max(map(len, group.texts))
     tokens_BL = np.zeros((A, L), np.int32)

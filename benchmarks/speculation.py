@@ -29,7 +29,7 @@ from benchmarks.workloads import Workload
 from rl import engine_warm_up, round_times
 from rl.engine import Engine
 from rl.engine_config import EngineConfig
-from rl.timeline import RoundRecord, speculation_metrics
+from rl.timeline import RoundRecord, host_seconds, speculation_metrics
 from rl.trajectory import Trajectory
 from spec.budget import Budget, Goodput, RoundTimes
 from spec.sampling import step_key
@@ -129,16 +129,27 @@ def compare(bench: Bench, name: str, repeats: int) -> dict[str, Any]:
 
 
 def project(bench: Bench, name: str, plain: dict[int, np.ndarray]) -> list[dict[str, Any]]:
-    """Ratios of roofline seconds, the budget's table being the roofline's."""
+    """Ratios of roofline seconds, the budget's table being the roofline's.
+
+    `ratio_with_host` adds the seconds that this machine's host took beside its rounds.
+    """
     bench.phase()
     plain_rounds = list(bench.records)
+    plain_host_s = host_seconds(plain_rounds)
     rows = []
     for device, shape in PROJECTIONS:
         times = roofline.round_times(device, shape, bench.buckets)
         bench.phase(bench.workload.drafters[name](plain), Goodput(times))
         plain_s = roofline.phase_seconds(device, shape, plain_rounds)
         tree_s = roofline.phase_seconds(device, shape, bench.records)
-        row = {"device": device.name, "policy": shape.name, "ratio": round(plain_s / tree_s, 3)}
+        host_s = host_seconds(bench.records)
+        row = {
+            "device": device.name,
+            "policy": shape.name,
+            "ratio": round(plain_s / tree_s, 3),
+            "ratio_with_host": round((plain_s + plain_host_s) / (tree_s + host_s), 3),
+            "host_share": round(host_s / (tree_s + host_s), 4),
+        }
         metrics = speculation_metrics(bench.engine.stats)
         rows.append(row | {"tokens_per_round": round(metrics.get("spec/tokens_per_round", 1.0), 3)})
     return rows

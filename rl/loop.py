@@ -66,7 +66,7 @@ class System:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Rollouts:
-    """What one step generated, and what was thought of it; all lists in the order of request ids."""
+    """What one step generated, and what was thought of it; all lists by request id."""
 
     examples: Sequence[Example]
     trajectories: list[Trajectory]

@@ -21,7 +21,7 @@ INK, FAINT = "#222222", "#666666"
 
 @dataclasses.dataclass(frozen=True)
 class RolloutTimeline:
-    """Of one run a bar per request, coloured by its tokens per round; of several the requests alive.
+    """Of one run a bar per request, coloured by tokens a round; of several the requests alive.
 
     The last phase that a run has written down, compilation and prompts included.
     """

@@ -13,7 +13,6 @@ import numpy as np
 
 from spec.drafter import Source
 
-
 TIMELINE_FILE = "timeline.json"
 
 
@@ -106,8 +105,12 @@ def speculation_metrics(stats: EngineStats) -> dict[str, float]:
 
 def host_share(rounds: Sequence[RoundRecord]) -> float:
     """Seconds in which the device waited for the host, over all seconds after admission."""
-    host_s = sum(r.called_s - r.ready_s + r.ended_s - r.fetched_s for r in rounds)
-    return host_s / max(sum(r.ended_s - r.ready_s for r in rounds), 1e-9)
+    return host_seconds(rounds) / max(sum(r.ended_s - r.ready_s for r in rounds), 1e-9)
+
+
+def host_seconds(rounds: Sequence[RoundRecord]) -> float:
+    """Seconds of drafting, packing, calling and committing."""
+    return sum(r.called_s - r.ready_s + r.ended_s - r.fetched_s for r in rounds)
 
 
 def save_timeline(folder: Path, step: int, rounds: Sequence[RoundRecord]) -> None:
