@@ -203,9 +203,12 @@ class Goodput:
     tokens(N) = A + Σ_a s_a Σ_{i<N} chance[a, i],  choice = argmax tokens(N) / seconds(B, N, S)
 
     `s_a` is what a request's guesses were worth so far over what they promised, drawn
-    towards that of all requests. A mode is left only for one that promises `BETTER`;
-    while plain decoding wins, it is asked less and less often.
+    towards that of all requests. A mode is left only for one that promises `BETTER`.
+    While plain decoding wins, drafts are asked for after 2, 4, 8, … `LONGEST_WAIT` rounds
+    (and where the batch shrinks): they cost the host's time.
     """
+
+    LONGEST_WAIT = 64
 
     def __init__(self, times: RoundTimes) -> None:
         self._times = times
@@ -213,9 +216,14 @@ class Goodput:
         self._all_hits = self._all_hopes = 0.0
         self._speculating = False
         self._plain_rounds = 1
+        # (slots, a request, the tokens that it has when drafts are to be asked for again)
+        self._wait = (0, -1, 0)
 
     def limits(self, live: LiveSlots, num_slots: int) -> np.ndarray:
-        return np.full(len(live), 2**30, np.int32)
+        slots, request_id, tokens = self._wait
+        at = np.flatnonzero(live.request_ids_A == request_id)
+        waiting = slots == num_slots and at.size > 0 and live.total_tokens_A[at[0]] < tokens
+        return np.full(len(live), 0 if waiting else 2**30, np.int32)
 
     def scale(self, live: LiveSlots) -> np.ndarray:
         """s_a = (hits + prior · s) / (hopes + prior), with s the same over all requests."""
@@ -250,10 +258,15 @@ class Goodput:
                 best, best_rate = size, rate
             if size > widest:
                 break
-        speculate = best > 1 and (self._speculating or best_rate > BETTER)
-        self._plain_rounds = 1 if speculate else min(2 * self._plain_rounds, 64)
-        self._speculating = speculate
-        return Decision(best) if speculate else Decision(1, self._plain_rounds)
+        self._speculating = best > 1 and (self._speculating or best_rate > BETTER)
+        if self._speculating:
+            self._plain_rounds, self._wait = 1, (0, -1, 0)
+            return Decision(best)
+        shrunk = num_slots < self._wait[0]
+        self._plain_rounds = 2 if shrunk else min(2 * self._plain_rounds, self.LONGEST_WAIT)
+        witness = int(live.total_tokens_A[-1]) + self._plain_rounds
+        self._wait = (num_slots, int(live.request_ids_A[-1]), witness)
+        return Decision(1, self._plain_rounds)
 
     def observe(
         self, live: LiveSlots, drafts: Drafts, num_nodes: int, emitted_A: np.ndarray

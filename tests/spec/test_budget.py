@@ -1,5 +1,7 @@
 """Budgets by hand: windows, gates, and the size that buys the most tokens per second."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -109,6 +111,23 @@ def test_goodput_asks_less_often_while_plain_decoding_wins():
     assert rounds == [2, 4, 8, 16, 32]
     assert budget.choose(live(1), chains([15], 0.9), SIZES, 1, 64).num_nodes == 4
     assert budget.choose(live(1), chains([15], 0.1), SIZES, 1, 64).num_rounds == 2
+
+
+def test_goodput_asks_for_no_drafts_while_it_waits():
+    budget, one = Goodput(DEAR), live(1)
+    start = int(one.total_tokens_A[0])
+    for _ in range(4):  # the last refusal is for 16 rounds
+        budget.choose(one, chains([15], 0.1), SIZES, 1, 64)
+
+    def asked(tokens, slots=1, request_id=int(one.request_ids_A[0])):
+        now = dataclasses.replace(
+            one, total_tokens_A=np.array([tokens]), request_ids_A=np.array([request_id])
+        )
+        return bool(budget.limits(now, slots).any())
+
+    assert not asked(start + 15) and asked(start + 16)
+    assert asked(start + 1, slots=2)  # another size of batch
+    assert asked(start + 1, request_id=99)  # the request that it waits with has ended
 
 
 def test_goodput_needs_a_measured_plain_round():
