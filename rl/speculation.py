@@ -118,6 +118,8 @@ class Speculation:
         for t in trajectories:
             groups[keys[t.group_id]].append(t)
         for key, group in groups.items():
+            if not group:
+                continue
             tokens, rewards = [t.response_ids for t in group], [t.reward for t in group]
             self._store.replace(key, of_group(tokens, rewards))
         self._building = self._thread.submit(self._build, dict(next_prompts))

@@ -6,8 +6,9 @@ import collections
 import dataclasses
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -134,12 +135,15 @@ def load_timeline(folder: Path) -> tuple[int, list[RoundRecord]]:
         return 0, []
     try:
         kept = json.loads(path.read_text(encoding="utf-8"))
-        rounds = [
-            RoundRecord(**{k: np.asarray(v) if isinstance(v, list) else v for k, v in row.items()})
-            for row in kept["rounds"]
-        ]
-        return int(kept["step"]), rounds
+        return int(kept["step"]), [_record(row) for row in kept["rounds"]]
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"{path} is not a timeline that a run wrote ({error}): delete it"
         ) from error
+
+
+def _record(row: Mapping[str, Any]) -> RoundRecord:
+    columns: dict[str, Any] = {
+        k: np.asarray(v) if isinstance(v, list) else v for k, v in row.items()
+    }
+    return RoundRecord(**columns)
