@@ -119,6 +119,7 @@ Engine.min_positions = 16
 Engine.min_prompt_tokens = 8
 Engine.max_nodes = 2
 Engine.rounds_per_fetch = 4
+Speculation.budget = "off"
 Trainer.micro_batch_tokens = 128
 Trainer.logprob_chunk_tokens = 64
 Optimizer.learning_rate = 0.01

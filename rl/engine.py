@@ -12,6 +12,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -24,48 +25,19 @@ from models import kv_cache, transformer
 from models.config import ModelConfig
 from models.sharding import fitting_sharding
 from rl import admission, cache_steps
-from rl.slot_table import EngineStats, Row
+from rl.engine_config import EngineConfig, bucket
+from rl.slot_table import SlotTable
+from rl.timeline import EngineStats, RoundRecord
 from rl.trajectory import Request, Trajectory, check_requests
+from spec.budget import Budget, Decision, TakeAll
+from spec.drafter import Drafter, Drafts, LiveSlots, Source, plant
+from spec.merge import emitted_guesses
 from spec.sampling import Draw, SamplingConfig
-from spec.tree import NO_DRAFT, Draft, Drafter, DraftTree, pack
+from spec.tree import DraftTree
 from spec.verify import Emitted, Slots, decode_rounds, verify_round
 
 OnFinish = Callable[[Trajectory], None]
 OnRound = Callable[[int, int], None]  # (responses finished, tokens emitted) so far
-
-
-@dataclasses.dataclass(frozen=True)
-class EngineConfig:
-    """How a rollout worker uses its devices; none of it changes a token.
-
-    `slots` requests run at once; buckets of slots are `min_slots` · 2^i, of cache
-    positions `min_positions` · 2^i, of prompt tokens `min_prompt_tokens` · 2^i.
-    `rounds_per_fetch` rounds run on the device between two fetches where no draft
-    is wanted. Prompts are computed `prefill_rows` at a time, at most
-    `prefill_chunk_tokens` tokens a pass. A draft tree has at most `max_nodes`
-    nodes, its root included.
-    """
-
-    slots: int = 64
-    min_slots: int = 4
-    min_positions: int = 64
-    min_prompt_tokens: int = 32
-    rounds_per_fetch: int = 8
-    max_nodes: int = 32
-    prefill_rows: int = 4
-    prefill_chunk_tokens: int = 512
-
-    def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            if getattr(self, field.name) < 1:
-                raise ValueError(
-                    f"{field.name} must be at least 1, got {getattr(self, field.name)}"
-                )
-        if self.prefill_chunk_tokens < self.min_prompt_tokens:
-            raise ValueError(
-                f"prefill_chunk_tokens={self.prefill_chunk_tokens} must be at least "
-                f"min_prompt_tokens={self.min_prompt_tokens}"
-            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,17 +46,11 @@ class Phase:
 
     sampling: SamplingConfig
     key: jax.Array
-    stop_ids: frozenset[int]
+    stop_ids: np.ndarray
     stop_E: jax.Array
     policy_version: int
-
-
-def bucket(size: int, smallest: int, largest: int | None = None) -> int:
-    """The least of smallest · 2^i that holds `size`, at most `largest`."""
-    value = smallest
-    while value < size:
-        value *= 2
-    return value if largest is None else min(value, largest)
+    drafter: Drafter | None
+    budget: Budget
 
 
 class Engine:
@@ -97,13 +63,16 @@ class Engine:
         *,
         dtype: Any = jnp.float32,
         mesh: Mesh | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.model, self.config, self.mesh = model, config or EngineConfig(), mesh
         self.dtype = np.dtype(dtype)
         self.stats = EngineStats()
-        self._rows: list[Row] = []
+        self.clock = clock
+        self._table = SlotTable(0, 0)
         self._cache: kv_cache.KVCache | None = None
         self._slots: Slots | None = None  # None: the host has changed the table
+        self._called_s = self._fetched_s = 0.0
 
     # -- the phase ---------------------------------------------------------
 
@@ -117,13 +86,15 @@ class Engine:
         stop_token_ids: Sequence[int],
         policy_version: int = 0,
         drafter: Drafter | None = None,
+        budget: Budget | None = None,
         on_finish: OnFinish | None = None,
         on_round: OnRound | None = None,
     ) -> list[Trajectory]:
         """Generate every request to its end; trajectories in the order of the requests.
 
-        `on_round` is called after every fetch; what it raises ends the phase, and the
-        engine stays usable.
+        `budget` decides each round how many of the drafter's guesses are tried; None
+        tries all. `on_round` is called after every fetch; what it raises ends the
+        phase, and the engine stays usable.
 
         Raises ValueError, before any device work, for requests that cannot run:
         empty or too long prompts, tokens outside the vocabulary, repeated ids.
@@ -132,15 +103,24 @@ class Engine:
         self.stats = EngineStats()
         queue = collections.deque(requests)
         done: dict[int, Trajectory] = {}
-        stop_E = self.put(np.asarray(sorted(stop_token_ids) or [-1], np.int32))
-        self._phase = Phase(sampling, key, frozenset(stop_token_ids), stop_E, policy_version)
+        stop_ids = np.asarray(sorted(stop_token_ids) or [-1], np.int32)
+        self._phase = Phase(
+            sampling,
+            key,
+            stop_ids,
+            self.put(stop_ids),
+            policy_version,
+            drafter,
+            budget or TakeAll(),
+        )
         with self.mesh_context():
             try:
                 # rows of an earlier policy hold nothing that is of use
-                self.allocate(self.slot_bucket(len(queue)), self.config.min_positions)
-                while queue or self._busy():
-                    self._round(params, queue, drafter)
-                    for trajectory in self._retire_ended(drafter):
+                self.allocate(self.config.slot_bucket(len(queue)), self.config.min_positions)
+                self._table = SlotTable(len(self._table), self._most_tokens(requests))
+                while queue or self._table.num_busy:
+                    self._round(params, queue)
+                    for trajectory in self._retire_ended():
                         done[trajectory.request_id] = trajectory
                         if on_finish is not None:
                             on_finish(trajectory)
@@ -153,39 +133,51 @@ class Engine:
 
     # -- the beats ---------------------------------------------------------
 
-    def _round(
-        self,
-        params: transformer.Params,
-        queue: collections.deque[Request],
-        drafter: Drafter | None,
-    ) -> None:
+    def _round(self, params: transformer.Params, queue: collections.deque[Request]) -> None:
+        began_s = self.clock()
         self._fit(queue)
         self._admit(params, queue)
-        drafts = self._draft(drafter)
-        if any(len(d.tokens) for d in drafts):
-            self._verify(params, drafts)
+        ready_s = self.clock()
+        live = self._table.live()
+        drafts, decision = self._draft(live)
+        drafted_s = self.clock()
+        if decision.num_nodes > 1:
+            assert drafts is not None
+            count_B = self._verify(params, live, drafts, decision.num_nodes)
         else:
-            self._decode(params, len(queue), one_round=drafter is not None)
+            count_B = self._decode(params, len(queue), decision.num_rounds)
+        emitted_A = count_B[live.rows_A]
+        if drafts is not None:
+            self._phase.budget.observe(live, drafts, decision.num_nodes, emitted_A)
+        self.stats.timeline.append(
+            RoundRecord(
+                began_s=began_s,
+                ready_s=ready_s,
+                drafted_s=drafted_s,
+                called_s=self._called_s,
+                fetched_s=self._fetched_s,
+                ended_s=self.clock(),
+                num_slots=len(self._table),
+                num_nodes=decision.num_nodes,
+                num_positions=self._positions,
+                request_ids_A=live.request_ids_A,
+                cached_tokens_A=live.total_tokens_A - 1,
+                emitted_A=emitted_A,
+            )
+        )
 
     def _admit(self, params: transformer.Params, queue: collections.deque[Request]) -> None:
-        free = [i for i, row in enumerate(self._rows) if row.request is None]
+        table = self._table
+        free = table.free_rows()
         entering = [queue.popleft() for _ in range(min(len(free), len(queue)))]
         if not entering:
             return
         prompts = [r.prompt_ids for r in entering]
-        longest = max(len(p) for p in prompts)
-        self._grow(longest + self.config.max_nodes)
-        held = [row.prompt for row in self._rows]
-        plan = admission.plan(prompts, free, held, frozenset(r.prompt_ids for r in queue))
+        self._grow(max(len(p) for p in prompts) + 1)
+        plan = admission.plan(prompts, free, table.prompts, frozenset(r.prompt_ids for r in queue))
         self._fill_rows(params, plan)
-        for request, index in zip(entering, plan.rows, strict=True):
-            self._rows[index] = Row(
-                request=request,
-                prompt=request.prompt_ids,
-                last_token=request.prompt_ids[-1],
-                length=len(request.prompt_ids) - 1,
-                limit=request.max_new_tokens or self._phase.sampling.max_new_tokens,
-            )
+        for request, row in zip(entering, plan.rows, strict=True):
+            table.enter(row, request, self._phase.sampling.max_new_tokens)
         self._slots = None
 
     def _fill_rows(self, params: transformer.Params, plan: admission.Plan) -> None:
@@ -202,7 +194,7 @@ class Engine:
             self.stats.prefilled_tokens += sum(len(p) - 1 for p in batch)
             if not longest:
                 continue
-            T = bucket(longest, self.config.min_prompt_tokens, self._cache.num_positions)
+            T = bucket(longest, self.config.min_prompt_tokens, self._positions)
             tokens_PT = np.zeros((P, T), np.int32)
             for i, prompt in enumerate(batch):
                 tokens_PT[i, : len(prompt) - 1] = prompt[:-1]
@@ -214,28 +206,35 @@ class Engine:
             source, target = self._pairs(inserts)
             self._cache = cache_steps.insert_rows(self._cache, new, source, target, len(inserts))
 
-    def _draft(self, drafter: Drafter | None) -> list[Draft]:
-        """One draft a slot; slots at rest get none."""
-        drafts = [NO_DRAFT] * len(self._rows)
-        live = [i for i, row in enumerate(self._rows) if row.request]
-        if drafter is None or not live:
-            return drafts
-        views = [self._rows[i].view() for i in live]
-        proposals = drafter.propose(views, self.config.max_nodes - 1)
-        if len(proposals) != len(live):
+    def _draft(self, live: LiveSlots) -> tuple[Drafts | None, Decision]:
+        """The drafter's guesses, and how many of them the budget wants tried."""
+        drafter, budget = self._phase.drafter, self._phase.budget
+        plain = Decision(1, self.config.rounds_per_fetch)
+        if drafter is None:
+            return None, plain
+        sizes = self.config.node_sizes(self._positions - self._table.longest_cached())
+        # the last token of a response is never a guess: it comes with the one before
+        most_A = np.minimum(budget.limits(live, len(self._table)), live.remaining_tokens_A - 1)
+        most_A = np.minimum(most_A, (sizes[-1] if sizes else 1) - 1).astype(np.int32)
+        if not most_A.any():
+            return None, plain
+        drafts = drafter.propose(live, most_A, self.config.max_nodes - 1)
+        if len(drafts.count_A) != len(live):
             raise ValueError(
-                f"{type(drafter).__name__}.propose gave {len(proposals)} drafts for "
-                f"{len(live)} requests: expected one each (spec.tree.NO_DRAFT for none)"
+                f"{type(drafter).__name__}.propose gave {len(drafts.count_A)} drafts for "
+                f"{len(live)} requests: expected one each"
             )
-        for i, draft in zip(live, proposals, strict=True):
-            drafts[i] = draft
-        return drafts
+        decision = budget.choose(live, drafts, sizes, len(self._table), self._positions)
+        return drafts, dataclasses.replace(
+            decision, num_rounds=min(decision.num_rounds, self.config.rounds_per_fetch)
+        )
 
-    def _verify(self, params: transformer.Params, drafts: list[Draft]) -> None:
-        widest = max(len(d.tokens) for d in drafts) + 1
-        N = bucket(widest, 2, self.config.max_nodes)
-        self._grow(max(row.length for row in self._rows if row.request) + N)
-        tokens_BN, parents_BN = pack(drafts, N)
+    def _verify(
+        self, params: transformer.Params, live: LiveSlots, drafts: Drafts, num_nodes: int
+    ) -> np.ndarray:
+        """One round over trees of `num_nodes`; returns the tokens that each slot got."""
+        B = len(self._table)
+        tokens_BN, parents_BN = plant(drafts, live.rows_A, B, num_nodes)
         assert self._cache is not None
         tree = DraftTree(self.put(tokens_BN), self.put(parents_BN))
         self._cache, self._slots, emitted = verify_round(
@@ -244,26 +243,31 @@ class Engine:
             self._device_slots(),
             tree,
             self._phase.stop_E,
-            config=self.model,
-            scheme=self._phase.sampling.draw,
+            **self.verify_options(self._phase.sampling.draw),
         )
-        self.stats.rounds[(len(self._rows), N, self._cache.num_positions)] += 1
-        self.stats.drafted_nodes += sum(min(len(d.tokens), N - 1) for d in drafts)
-        self._commit(emitted, [bool(len(d.tokens)) for d in drafts])
+        drafted_A = np.minimum(drafts.count_A, num_nodes - 1)
+        drafted_B = np.zeros(B, bool)
+        drafted_B[live.rows_A] = drafted_A > 0
+        tokens_BN, count_B = self._commit(emitted, drafted_B)
+        rows_A = live.rows_A
+        right_AN = emitted_guesses(drafts, num_nodes - 1, tokens_BN[rows_A], count_B[rows_A])
+        tried_AN = np.arange(drafts.max_nodes) < drafted_A[:, None]
+        stats = self.stats
+        stats.drafted_by_source += np.bincount(drafts.sources_AN[tried_AN], minlength=len(Source))
+        stats.accepted_by_source += np.bincount(drafts.sources_AN[right_AN], minlength=len(Source))
+        stats.rounds[(B, num_nodes, self._positions)] += 1
+        return count_B
 
-    def _decode(self, params: transformer.Params, waiting: int, one_round: bool) -> None:
-        busy = self._busy()
-        left = max(row.limit - len(row.tokens) for row in self._rows if row.request)
-        rounds = 1 if one_round else min(self.config.rounds_per_fetch, left)
+    def _decode(self, params: transformer.Params, waiting: int, most_rounds: int) -> np.ndarray:
+        """Up to `most_rounds` rounds without guesses; returns the tokens that each slot got."""
+        table = self._table
+        B, busy = len(table), table.num_busy
+        left_B = np.where(table.busy_B, table.limit_B - table.emitted_B, 0)
+        rounds = min(most_rounds, int(left_B.max()))
         # a slot that ends on the way writes no further
-        ends = [
-            row.length + min(rounds, row.limit - len(row.tokens))
-            for row in self._rows
-            if row.request
-        ]
-        self._grow(max(ends))
+        self._grow(int((table.cached_tokens_B + np.minimum(left_B, rounds)).max()))
         # come back to the host when slots can be refilled, or the batch can shrink
-        stop_after = max(1, busy // 16) if waiting else max(1, busy - len(self._rows) // 2)
+        stop_after = max(1, busy // 16) if waiting else max(1, busy - B // 2)
         assert self._cache is not None
         self._cache, self._slots, emitted = decode_rounds(
             params,
@@ -274,33 +278,29 @@ class Engine:
             np.int32(stop_after),
             **self.decode_options(self._phase.sampling.draw),
         )
-        ran = self._commit(emitted, [False] * len(self._rows))
-        self.stats.rounds[(len(self._rows), 1, self._cache.num_positions)] += ran
+        _, count_B = self._commit(emitted, np.zeros(B, bool))
+        self.stats.rounds[(B, 1, self._positions)] += int(count_B.max())
+        return count_B
 
-    def _commit(self, emitted: Emitted, drafted: list[bool]) -> int:
-        """The call's one fetch: append each slot's tokens; returns the most that a slot got."""
+    def _commit(self, emitted: Emitted, drafted_B: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The call's one fetch: append each slot's tokens; returns (tokens_BN, count_B)."""
+        self._called_s = self.clock()
         tokens_BN, logprobs_BN, count_B = jax.device_get(
             (emitted.tokens_BN, emitted.logprobs_BN, emitted.count_B)
         )
+        self._fetched_s = self.clock()
+        self._table.commit(tokens_BN, logprobs_BN, count_B, drafted_B)
         self.stats.fetches += 1
         self.stats.tokens += int(count_B.sum())
-        for b, count in enumerate(count_B.tolist()):
-            if count:
-                tokens, logprobs = tokens_BN[b, :count].tolist(), logprobs_BN[b, :count].tolist()
-                self._rows[b].commit(tokens, logprobs, drafted[b])
-                self.stats.accepted_tokens += (count - 1) * drafted[b]
-        return int(count_B.max())
+        return tokens_BN, count_B
 
-    def _retire_ended(self, drafter: Drafter | None) -> list[Trajectory]:
+    def _retire_ended(self) -> list[Trajectory]:
         """Trajectories of the requests that the last round ended; their rows are free."""
-        ended = []
-        for row in self._rows:
-            reason = row.finish_reason(self._phase.stop_ids) if row.request else None
-            if reason is not None:
-                if drafter is not None:
-                    drafter.finished(row.view())
-                ended.append(row.retire(reason, self._phase.policy_version))
-        return ended
+        phase = self._phase
+        rows = self._table.ended_rows(phase.stop_ids)
+        if phase.drafter is not None and len(rows):
+            phase.drafter.finished(self._table.view(rows))
+        return [self._table.retire(b, phase.stop_ids, phase.policy_version) for b in rows.tolist()]
 
     # -- buckets -----------------------------------------------------------
 
@@ -310,8 +310,21 @@ class Engine:
         if held is None or (held.num_slots, held.num_positions) != (num_slots, num_positions):
             self._cache = held = None  # free it before there is another
             self._cache = self.empty_cache(num_slots, num_positions)
-        self._rows = [Row() for _ in range(num_slots)]
+        self._table = SlotTable(num_slots, 0)
         self._slots = None
+
+    @property
+    def _positions(self) -> int:
+        assert self._cache is not None
+        return self._cache.num_positions
+
+    def _most_tokens(self, requests: Sequence[Request]) -> int:
+        """Tokens of the longest request, with the room that a fetch may write beyond its end."""
+        default = self._phase.sampling.max_new_tokens
+        longest = max(
+            (len(r.prompt_ids) + (r.max_new_tokens or default) for r in requests), default=0
+        )
+        return longest + 1
 
     def empty_cache(self, num_slots: int, num_positions: int) -> kv_cache.KVCache:
         cache = kv_cache.init(self.model, num_slots, num_positions, self.dtype)
@@ -322,33 +335,29 @@ class Engine:
             lambda x: jax.device_put(x, fitting_sharding(mesh, x.shape, kv_cache.AXES)), cache
         )
 
-    def slot_bucket(self, size: int) -> int:
-        return bucket(size, self.config.min_slots, max(self.config.slots, self.config.min_slots))
-
     def _fit(self, queue: Collection[Request]) -> None:
         """Halve the batch while what is left fits into half of it."""
         assert self._cache is not None
-        while self.slot_bucket(self._busy() + len(queue)) < len(self._rows):
+        table = self._table
+        while self.config.slot_bucket(table.num_busy + len(queue)) < len(table):
             wanted = {r.prompt_ids for r in queue}
-            half = self.slot_bucket(-(-len(self._rows) // 2))
+            half = self.config.slot_bucket(-(-len(table) // 2))
             # the busy rows stay, then those whose prompt a waiting request can use
-            rank = [(r.request is None, r.prompt not in wanted) for r in self._rows]
-            order = sorted(range(len(self._rows)), key=rank.__getitem__)[:half]
+            pairs = zip(table.requests, table.prompts, strict=True)
+            rank = [(request is None, prompt not in wanted) for request, prompt in pairs]
+            order = sorted(range(len(table)), key=rank.__getitem__)[:half]
             self._cache = cache_steps.resize(
                 self._cache, np.asarray(order, np.int32), self._cache.num_positions
             )
-            self._rows = [self._rows[i] for i in order]
+            table.keep(order)
             self._slots = None
 
     def _grow(self, num_positions: int) -> None:
         """Double the cache's positions until `num_positions` fit."""
         assert self._cache is not None
         while self._cache.num_positions < num_positions:
-            rows = np.arange(len(self._rows), dtype=np.int32)
+            rows = np.arange(len(self._table), dtype=np.int32)
             self._cache = cache_steps.resize(self._cache, rows, 2 * self._cache.num_positions)
-
-    def _busy(self) -> int:
-        return sum(row.request is not None for row in self._rows)
 
     def prefill_options(self) -> dict[str, Any]:
         """The static arguments of `cache_steps.prefill`."""
@@ -360,35 +369,27 @@ class Engine:
         max_rounds = self.config.rounds_per_fetch
         return {"config": self.model, "scheme": scheme, "max_rounds": max_rounds}
 
+    def verify_options(self, scheme: Draw) -> dict[str, Any]:
+        """The static arguments of `verify_round`."""
+        return {"config": self.model, "scheme": scheme}
+
     # -- to the device -----------------------------------------------------
 
     def _device_slots(self) -> Slots:
         if self._slots is None:
-            ints_BC = np.asarray([self._columns(row) for row in self._rows], np.int32)
-            floats = [self._phase.sampling.temperature, self._phase.sampling.top_p]
-            floats_B2 = np.tile(np.asarray(floats, np.float32), (len(self._rows), 1))
+            sampling = self._phase.sampling
+            floats_B2 = np.empty((len(self._table), 2), np.float32)
+            floats_B2[:] = sampling.temperature, sampling.top_p
             self._slots = cache_steps.make_slots(
-                self.put(ints_BC), self.put(floats_B2), self.put(self._phase.key)
+                self.put(self._table.device_columns(sampling.top_k)),
+                self.put(floats_B2),
+                self.put(self._phase.key),
             )
         return self._slots
 
-    def _columns(self, row: Row) -> tuple[int, ...]:
-        """One row of the table, in the order of `cache_steps.COLUMNS`."""
-        request_id = row.request.request_id if row.request else 0
-        active = int(row.request is not None)
-        return (
-            row.last_token,
-            row.length,
-            len(row.tokens),
-            row.limit,
-            active,
-            request_id,
-            self._phase.sampling.top_k,
-        )
-
     def _pairs(self, pairs: Sequence[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
         """Sources and targets, padded to one entry a slot."""
-        table = np.zeros((2, len(self._rows)), np.int32)
+        table = np.zeros((2, len(self._table)), np.int32)
         table[:, : len(pairs)] = np.asarray(pairs, np.int32).T
         return table[0], table[1]
 

@@ -19,9 +19,11 @@ import numpy as np
 
 from models import transformer
 from rl import cache_steps
-from rl.engine import Engine, bucket
+from rl.engine import Engine
+from rl.engine_config import bucket
 from spec.sampling import SamplingConfig, step_key
-from spec.verify import decode_rounds
+from spec.tree import DraftTree
+from spec.verify import decode_rounds, verify_round
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,10 +41,19 @@ def warm_up(
     *,
     max_requests: int,
     max_prompt_tokens: int,
+    speculative: bool = False,
 ) -> int:
-    """Compile what plain phases of these sizes can reach; returns the number of programs."""
+    """Compile what phases of these sizes can reach; returns the number of programs.
+
+    Rounds of draft trees are compiled only where phases are to be `speculative`.
+    """
     with engine.mesh_context():
         programs = list(_programs(engine, params, sampling, max_requests, max_prompt_tokens))
+        if speculative:
+            for bucket in round_buckets(engine, sampling, max_requests, max_prompt_tokens):
+                if bucket[1] > 1:
+                    arguments = partial(_verify, engine, params, sampling, *bucket)
+                    programs.append(Program(verify_round, arguments))
         lowered = []
         for program in programs:
             args, kwargs = program.arguments()
@@ -57,9 +68,9 @@ def warm_up(
 
 def slot_sizes(engine: Engine, max_requests: int) -> list[int]:
     """The buckets of slots that a phase of up to `max_requests` passes through, largest first."""
-    sizes = [engine.slot_bucket(max_requests)]
-    while sizes[-1] > engine.slot_bucket(1):
-        sizes.append(engine.slot_bucket(-(-sizes[-1] // 2)))
+    sizes = [engine.config.slot_bucket(max_requests)]
+    while sizes[-1] > engine.config.slot_bucket(1):
+        sizes.append(engine.config.slot_bucket(-(-sizes[-1] // 2)))
     return sizes
 
 
@@ -71,6 +82,20 @@ def position_sizes(engine: Engine, max_tokens: int) -> list[int]:
     return sizes
 
 
+def round_buckets(
+    engine: Engine, sampling: SamplingConfig, max_requests: int, max_prompt_tokens: int
+) -> Iterator[tuple[int, int, int]]:
+    """(slots, nodes, positions) of every round that phases of these sizes can reach."""
+    for B in slot_sizes(engine, max_requests):
+        for S in position_sizes(engine, _most_positions(engine, sampling, max_prompt_tokens)):
+            for N in (1, *engine.config.node_sizes(S)):
+                yield B, N, S
+
+
+def _most_positions(engine: Engine, sampling: SamplingConfig, max_prompt_tokens: int) -> int:
+    return max_prompt_tokens + sampling.max_new_tokens
+
+
 def _programs(
     engine: Engine,
     params: transformer.Params,
@@ -79,22 +104,20 @@ def _programs(
     max_prompt_tokens: int,
 ) -> Iterator[Program]:
     config = engine.config
-    prompt_room = max_prompt_tokens + config.max_nodes
-    last = max(prompt_room, max_prompt_tokens + sampling.max_new_tokens)
-    positions = position_sizes(engine, last)
+    positions = position_sizes(engine, _most_positions(engine, sampling, max_prompt_tokens))
     prompts = sorted(
         {
             bucket(n, config.min_prompt_tokens, S)
             for S in positions
             for n in range(1, max_prompt_tokens)
-            if n + 1 + config.max_nodes <= S
+            if n + 2 <= S
         }
     )
     for T in prompts:
         yield Program(cache_steps.prefill, partial(_prefill, engine, params, T))
     for B in slot_sizes(engine, max_requests):
         yield Program(cache_steps.make_slots, partial(_make_slots, engine, B))
-        half = engine.slot_bucket(-(-B // 2))
+        half = engine.config.slot_bucket(-(-B // 2))
         for S in positions:
             yield Program(decode_rounds, partial(_decode, engine, params, sampling, B, S))
             for name, axis in (("keys", cache_steps.KEY_AXIS), ("values", cache_steps.VALUE_AXIS)):
@@ -132,6 +155,15 @@ def _decode(
     cache = engine.empty_cache(B, S)
     options = engine.decode_options(sampling.draw)
     return (params, cache, slots, stop_E, np.int32(1), np.int32(1)), options
+
+
+def _verify(
+    engine: Engine, params: transformer.Params, sampling: SamplingConfig, B: int, N: int, S: int
+) -> tuple[tuple, dict[str, Any]]:
+    (_, cache, slots, stop_E, _, _), _ = _decode(engine, params, sampling, B, S)
+    parents_BN = np.broadcast_to(np.arange(-1, N - 1, dtype=np.int32), (B, N))
+    tree = DraftTree(engine.put(np.zeros((B, N), np.int32)), engine.put(parents_BN))
+    return (params, cache, slots, tree, stop_E), engine.verify_options(sampling.draw)
 
 
 def _insert(

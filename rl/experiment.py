@@ -15,12 +15,13 @@ from models.tokenizer import Tokenizer
 from rl.checkpoint import CheckpointConfig
 from rl.config import resolve_path
 from rl.data import encode_prompt
-from rl.engine import EngineConfig, bucket
+from rl.engine_config import EngineConfig, bucket
 from rl.losses import AlgorithmConfig
 from rl.metrics import MetricsConfig
 from rl.optimizer import OptimizerConfig
 from rl.recipe import Recipe, TrainerConfig
 from rl.rewards.config import RewardConfig, validate
+from rl.speculation import SpeculationConfig
 from rl.tasks import Example, Task, TaskConfig, open_tasks
 from spec.sampling import SamplingConfig
 
@@ -84,6 +85,7 @@ class TrainConfig:
     rollout: RolloutConfig
     sampling: SamplingConfig
     engine: EngineConfig
+    speculation: SpeculationConfig
     algorithm: AlgorithmConfig
     trainer: TrainerConfig
     optimizer: OptimizerConfig

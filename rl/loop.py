@@ -27,15 +27,18 @@ from rl.batching import Shape
 from rl.checkpoint import Checkpointer, NoWholeCheckpointError
 from rl.data import DataOrder, prompts_for_step
 from rl.engine import Engine
-from rl.experiment import Inputs, TrainConfig
+from rl.experiment import Inputs, Prompt, TrainConfig
 from rl.metrics import Timings, open_metrics
 from rl.optimizer import TrainState
 from rl.progress import Progress
 from rl.recipe import Recipe
 from rl.rewards.pool import Job, RewardPool, Score
 from rl.rewards.process import RewardWorkerError
+from rl.round_times import load_or_measure
+from rl.speculation import Speculation
 from rl.step_metrics import sample_rows, step_metrics
 from rl.tasks import Example
+from rl.timeline import save_timeline
 from rl.trajectory import Request, Trajectory
 from spec.sampling import step_key
 
@@ -53,6 +56,7 @@ class System:
     recipe: Recipe
     shape: Shape
     engine: Engine
+    speculation: Speculation
     rewards: RewardPool
     order: DataOrder
     reference: Params | None
@@ -62,12 +66,13 @@ class System:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Rollouts:
-    """What one step generated, and what was thought of it; all lists in the order of requests."""
+    """What one step generated, and what was thought of it; all lists by request id."""
 
     examples: Sequence[Example]
     trajectories: list[Trajectory]
     scores: list[Score]
     completions: list[str]
+    metrics: dict[str, float]
 
 
 def train(
@@ -86,19 +91,21 @@ def train(
             stack.enter_context(jax.set_mesh(mesh))
         checkpoints = stack.enter_context(Checkpointer(folder / "checkpoints", config.checkpoint))
         metrics = stack.enter_context(open_metrics(config.metrics, folder))
+        speculation = stack.enter_context(Speculation(config.speculation, folder))
         pool = stack.enter_context(RewardPool(config.reward, tasks=config.task.specs))
-        system, state = _build(config, inputs, mesh, pool, show, should_stop)
-        done, num_tokens, state = _resume(checkpoints, state, show)
+        system, state = _build(config, inputs, folder, mesh, pool, speculation, show, should_stop)
+        done, num_tokens, state = _resume(checkpoints, state, system)
         metrics.truncate_to_step(done)
         saved = done
-        with _saving_when_stopped(lambda: (saved, done, state, num_tokens), checkpoints):
+        with _saving_when_stopped(lambda: (saved, done, state, num_tokens), system, checkpoints):
             while done < config.run.steps:
                 timings = Timings(clock)
                 state, row, samples = train_step(system, state, done + 1, timings)
                 done, num_tokens = done + 1, num_tokens + int(row.pop("rollout_tokens"))
+                save_timeline(folder, done, system.engine.stats.timeline)
                 with timings.section("checkpoint"):
                     if config.checkpoint.due(done) or done == config.run.steps:
-                        checkpoints.save(done, state, _host_state(num_tokens))
+                        checkpoints.save(done, state, _host_state(system, num_tokens))
                         saved = done
                 row |= {"num_tokens": num_tokens} | _speed(row, timings.seconds())
                 metrics.write_samples(done, samples)
@@ -143,16 +150,18 @@ def train_step(
         rollouts.scores,
         advantages,
     )
-    return state, row | reward_metrics | update_metrics, samples
+    return state, row | rollouts.metrics | reward_metrics | update_metrics, samples
 
 
 def generate_and_score(system: System, params: Params, step: int, timings: Timings) -> Rollouts:
     """The step's responses; each goes to the reward workers the moment it ends."""
     config, inputs = system.config, system.inputs
     P, G = config.rollout.prompts_per_step, config.rollout.group_size
-    examples = prompts_for_step(inputs.task, system.order, (step - 1) * P, P)
-    prompts = [inputs.encode(example, config.task) for example in examples]
-    requests = [Request(g * G + i, prompts[g], g, i) for g in range(P) for i in range(G)]
+    examples, prompts = step_prompts(system, step)
+    keys = [example.example_id for example in examples]
+    drafter, budget = system.speculation.phase(keys, prompts)
+    # first samples first: siblings that start apart have something to draft from
+    requests = [Request(g * G + i, prompts[g], g, i) for i in range(G) for g in range(P)]
     completions: dict[int, str] = {}
     scores: dict[int, Future[Score]] = {}
 
@@ -168,29 +177,47 @@ def generate_and_score(system: System, params: Params, step: int, timings: Timin
             raise Stopped
 
     with timings.section("rollout"):
-        trajectories = system.engine.run(
+        done = system.engine.run(
             trainer.cast_params(params, system.engine.dtype),
             requests,
             config.sampling,
             step_key(config.run.seed, step),
             stop_token_ids=inputs.model.eos_token_ids,
             policy_version=step - 1,
+            drafter=drafter,
+            budget=budget,
             on_finish=score,
             on_round=watch,
         )
     with timings.section("reward"):  # what is left of it once the last response has ended
-        results = [scores[r.request_id].result() for r in requests]
+        done.sort(key=lambda t: t.request_id)
+        results = [scores[t.request_id].result() for t in done]
     trajectories = [
-        dataclasses.replace(t, reward=s.total) for t, s in zip(trajectories, results, strict=True)
+        dataclasses.replace(t, reward=s.total) for t, s in zip(done, results, strict=True)
     ]
-    return Rollouts(examples, trajectories, results, [completions[r.request_id] for r in requests])
+    coming = zip(*step_prompts(system, step + 1), strict=True)
+    next_prompts = {example.example_id: prompt for example, prompt in coming}
+    learnt = system.speculation.learn(keys, trajectories, next_prompts)
+    for problem in system.speculation.new_problems():
+        system.show.message(f"warning: {problem}")
+    texts = [completions[t.request_id] for t in trajectories]
+    return Rollouts(examples, trajectories, results, texts, learnt)
+
+
+def step_prompts(system: System, step: int) -> tuple[tuple[Example, ...], list[Prompt]]:
+    """The examples that a step answers, and their prompts as tokens."""
+    P = system.config.rollout.prompts_per_step
+    examples = prompts_for_step(system.inputs.task, system.order, (step - 1) * P, P)
+    return examples, [system.inputs.encode(e, system.config.task) for e in examples]
 
 
 def _build(
     config: TrainConfig,
     inputs: Inputs,
+    folder: Path,
     mesh: Mesh | None,
     pool: RewardPool,
+    speculation: Speculation,
     show: Progress,
     should_stop: Callable[[], bool],
 ) -> tuple[System, TrainState]:
@@ -203,23 +230,36 @@ def _build(
     longest = config.rollout.max_prompt_tokens + config.sampling.max_new_tokens
     shape = trainer.batch_shape(recipe, longest)
     show.message("compiling…")
-    engine_warm_up.warm_up(
-        engine,
-        trainer.cast_params(state.params, engine.dtype),
-        config.sampling,
-        max_requests=config.rollout.num_requests,
-        max_prompt_tokens=config.rollout.max_prompt_tokens,
-    )
+    weights = trainer.cast_params(state.params, engine.dtype)
+    sizes = {
+        "max_requests": config.rollout.num_requests,
+        "max_prompt_tokens": config.rollout.max_prompt_tokens,
+    }
+    speculative = config.speculation.enabled
+    engine_warm_up.warm_up(engine, weights, config.sampling, speculative=speculative, **sizes)
+    if speculative:
+        path = folder / "round_times.json"
+        speculation.times = load_or_measure(path, engine, weights, config.sampling, **sizes)
     state = trainer.warm_up(state, shape, recipe=recipe)
     order = DataOrder(len(inputs.task), config.run.seed)
     system = System(
-        config, inputs, recipe, shape, engine, pool, order, reference, show, should_stop
+        config,
+        inputs,
+        recipe,
+        shape,
+        engine,
+        speculation,
+        pool,
+        order,
+        reference,
+        show,
+        should_stop,
     )
     return system, state
 
 
 def _resume(
-    checkpoints: Checkpointer, state: TrainState, show: Progress
+    checkpoints: Checkpointer, state: TrainState, system: System
 ) -> tuple[int, int, TrainState]:
     """(steps done, tokens so far, state): from the newest whole checkpoint, else the start."""
     try:
@@ -229,14 +269,17 @@ def _resume(
             raise
         return 0, 0, state
     for warning in restored.warnings:
-        show.message(f"warning: {warning}")
-    show.message(f"resuming after step {restored.step}")
+        system.show.message(f"warning: {warning}")
+    system.show.message(f"resuming after step {restored.step}")
+    system.speculation.load_state(restored.host.get("history", {}))
     return restored.step, int(restored.host["num_tokens"]), restored.arrays
 
 
 @contextlib.contextmanager
 def _saving_when_stopped(
-    now: Callable[[], tuple[int, int, TrainState, int]], checkpoints: Checkpointer
+    now: Callable[[], tuple[int, int, TrainState, int]],
+    system: System,
+    checkpoints: Checkpointer,
 ) -> Iterator[None]:
     """Save the last whole step before what ends the run goes on its way.
 
@@ -249,14 +292,14 @@ def _saving_when_stopped(
         saved, done, state, num_tokens = now()
         whole = not any(x.is_deleted() for x in jax.tree.leaves(state))
         if done > saved and whole:
-            checkpoints.save(done, state, _host_state(num_tokens))
+            checkpoints.save(done, state, _host_state(system, num_tokens))
         checkpoints.wait()
         raise
 
 
-def _host_state(num_tokens: int) -> dict[str, Any]:
+def _host_state(system: System, num_tokens: int) -> dict[str, Any]:
     """What a resumed run needs besides arrays: the data cursor follows from the step."""
-    return {"num_tokens": num_tokens}
+    return {"num_tokens": num_tokens, "history": system.speculation.state()}
 
 
 def run_mesh(config: TrainConfig) -> Mesh | None:

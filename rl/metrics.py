@@ -23,7 +23,9 @@ TENSORBOARD_FOLDER = "tensorboard"
 WANDB_ID_FILE = "wandb_id"
 
 WALL_CLOCK_PREFIXES = ("time/", "perf/")
-WALL_CLOCK_NAMES = frozenset({"step_time"})
+WALL_CLOCK_NAMES = frozenset(
+    {"step_time", "spec/draft_seconds", "spec/verify_seconds", "spec/host_share"}
+)
 
 Row = dict[str, Any]
 
@@ -173,7 +175,7 @@ def read_samples(path: str | Path) -> list[Row]:
 
 
 def deterministic_view(row: Mapping[str, Any]) -> Row:
-    """`row` without what the clock decides: `time/*`, `perf/*` and `step_time`."""
+    """`row` without what the clock decides: `time/*`, `perf/*` and `WALL_CLOCK_NAMES`."""
     return {
         name: value
         for name, value in row.items()

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rl.report_timeline import RolloutTimeline
+
 if TYPE_CHECKING:
     from rl.report_runs import Run
 
@@ -164,7 +166,8 @@ class TimeSplit:
         ax.grid(axis="y", visible=False)
 
 
-PANELS: tuple[Line | TimeSplit, ...] = (
+Panel = Line | TimeSplit | RolloutTimeline
+PANELS: tuple[Panel, ...] = (
     Line("reward.png", "Reward", "mean reward", "reward"),
     Line(
         "length.png",
@@ -176,7 +179,10 @@ PANELS: tuple[Line | TimeSplit, ...] = (
     Line("entropy.png", "Entropy", "nats per token", "entropy"),
     Line("clip.png", "Clip fraction", "% of tokens", "clip_ratio/region_mean", scale=100.0),
     Line("throughput.png", "Throughput", "tokens per second", "perf/throughput"),
+    Line("spec_tokens.png", "Tokens per round", "tokens per request", "spec/tokens_per_round"),
+    Line("spec_accept.png", "Guesses that were right", "%", "spec/accept_rate", scale=100.0),
     TimeSplit(),
+    RolloutTimeline(),
 )
 
 
@@ -200,9 +206,7 @@ def draw(runs: Sequence[Run], smooth_steps: int | None = None) -> dict[str, byte
     return images
 
 
-def _figure(
-    panels: Sequence[Line | TimeSplit], runs: Sequence[Run], window: int, columns: int
-) -> bytes:
+def _figure(panels: Sequence[Panel], runs: Sequence[Run], window: int, columns: int) -> bytes:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine

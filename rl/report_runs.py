@@ -10,6 +10,7 @@ from typing import Any, Literal
 import numpy as np
 
 from rl.metrics import METRICS_FILE, Row, read_metrics, read_samples
+from rl.timeline import RoundRecord, load_timeline
 
 
 class ReportError(ValueError):
@@ -23,6 +24,8 @@ class Run:
     label: str
     rows: list[Row]
     samples: list[Row]
+    timeline: Sequence[RoundRecord] = ()  # of the phase of `timeline_step`
+    timeline_step: int = 0
 
     @property
     def steps(self) -> np.ndarray:
@@ -74,6 +77,10 @@ _DIRECTIONS: dict[str, Literal["max", "min", ""]] = {
     "clip_ratio/region_mean": "",
     "grad_norm": "",
     "sampling/sampling_logp_difference/max": "min",
+    "spec/tokens_per_round": "max",
+    "spec/accept_rate": "max",
+    "spec/speculated_fraction": "max",
+    "spec/host_share": "min",
     "perf/throughput": "max",
     "step_time": "min",
     "num_tokens": "",
@@ -95,7 +102,12 @@ def load_runs(paths: Sequence[str | Path]) -> list[Run]:
         rows = {row["step"]: row for row in read_metrics(folder)}  # of one step the last counts
         if not rows:
             raise ReportError(f"{folder / METRICS_FILE} has no rows yet: no step has finished")
-        runs.append(Run(label, [rows[step] for step in sorted(rows)], read_samples(folder)))
+        try:
+            step, timeline = load_timeline(folder)
+        except ValueError as error:
+            raise ReportError(str(error)) from error
+        ordered = [rows[s] for s in sorted(rows)]
+        runs.append(Run(label, ordered, read_samples(folder), timeline, step))
     return runs
 
 

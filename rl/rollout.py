@@ -17,8 +17,9 @@ from models import transformer
 from models.config import ModelConfig
 from rl.engine import Engine, OnFinish, OnRound
 from rl.trajectory import Request, Trajectory
+from spec.budget import Budget
+from spec.drafter import Drafter
 from spec.sampling import SamplingConfig, step_key
-from spec.tree import Drafter
 
 
 def generate(
@@ -29,6 +30,7 @@ def generate(
     *,
     key: jax.Array | None = None,
     drafter: Drafter | None = None,
+    budget: Budget | None = None,
     engine: Engine | None = None,
     stop_token_ids: Sequence[int] | None = None,
     policy_version: int = 0,
@@ -56,6 +58,7 @@ def generate(
         stop_token_ids=config.eos_token_ids if stop_token_ids is None else stop_token_ids,
         policy_version=policy_version,
         drafter=drafter,
+        budget=budget,
         on_finish=on_finish,
         on_round=on_round,
     )

@@ -1,88 +1,155 @@
-"""The host's truth about a worker's slots: plain records, no devices.
+"""The host's truth about a worker's slots: plain arrays, no devices.
 
-A row outlives its request: until another prompt is written over it, it holds the
-keys and values of its prompt, from which siblings may copy.
+A row outlives its request: until another prompt is written over it, its cache holds
+the keys and values of its prompt, from which siblings may copy. B = slots, L = tokens
+of a request, N = tokens of a fetch.
 """
 
 from __future__ import annotations
 
-import collections
-import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 
 from rl.trajectory import FinishReason, Origin, Request, Trajectory
-from spec.tree import SlotView
+from spec.drafter import LiveSlots
+
+Prompt = tuple[int, ...]
+ARRAYS = ("tokens_BL", "logprobs_BL", "origins_BL", "prompt_tokens_B", "total_tokens_B", "limit_B")
 
 
-@dataclasses.dataclass
-class Row:
-    """The host's record of one slot. `length` counts its live cache positions."""
+class SlotTable:
+    """B rows; a row without a request is free. `tokens_BL` holds prompt, then response.
 
-    request: Request | None = None
-    prompt: tuple[int, ...] | None = None  # whose cache the row holds, also after its request
-    last_token: int = 0
-    length: int = 0
-    limit: int = 0
-    tokens: list[int] = dataclasses.field(default_factory=list)
-    logprobs: list[float] = dataclasses.field(default_factory=list)
-    origins: list[int] = dataclasses.field(default_factory=list)
+    The cache holds all of a row's tokens but the last, which is the next tree's root.
+    """
 
-    def view(self) -> SlotView:
-        assert self.request is not None
-        r = self.request
-        return SlotView(
-            r.request_id,
-            r.group_id,
-            r.sample_index,
-            r.prompt_ids,
-            self.tokens,
-            self.limit - len(self.tokens),
-        )
+    def __init__(self, num_slots: int, max_tokens: int) -> None:
+        B, L = num_slots, max_tokens
+        self.requests: list[Request | None] = [None] * B
+        self.prompts: list[Prompt | None] = [None] * B  # whose cache a row holds
+        self.tokens_BL = np.zeros((B, L), np.int32)
+        self.logprobs_BL = np.zeros((B, L), np.float32)
+        self.origins_BL = np.zeros((B, L), np.uint8)
+        self.prompt_tokens_B = np.zeros(B, np.int32)
+        self.total_tokens_B = np.ones(B, np.int32)
+        self.limit_B = np.zeros(B, np.int32)  # of response tokens
 
-    def commit(self, tokens: list[int], logprobs: list[float], drafted: bool) -> None:
-        """Append what a round emitted; with drafts in its tree, all but the last were accepted."""
-        self.tokens += tokens
-        self.logprobs += logprobs
-        self.last_token = tokens[-1]
-        self.length += len(tokens)
-        if drafted:
-            self.origins += [Origin.ACCEPTED] * (len(tokens) - 1) + [Origin.BONUS]
-        else:
-            self.origins += [Origin.PLAIN] * len(tokens)
+    def __len__(self) -> int:
+        return len(self.requests)
 
-    def finish_reason(self, stop_ids: frozenset[int]) -> FinishReason | None:
-        """Why the request has ended, None while it has not."""
-        if self.tokens and self.last_token in stop_ids:
-            return FinishReason.STOP
-        return FinishReason.LENGTH if len(self.tokens) >= self.limit else None
+    @property
+    def busy_B(self) -> np.ndarray:
+        return np.fromiter((r is not None for r in self.requests), bool, len(self))
 
-    def retire(self, reason: FinishReason, policy_version: int) -> Trajectory:
+    @property
+    def num_busy(self) -> int:
+        return len(self) - self.requests.count(None)
+
+    @property
+    def cached_tokens_B(self) -> np.ndarray:
+        """Live cache positions: all tokens but the last."""
+        return self.total_tokens_B - 1
+
+    @property
+    def emitted_B(self) -> np.ndarray:
+        return self.total_tokens_B - self.prompt_tokens_B
+
+    def longest_cached(self) -> int:
+        """Live cache positions of the longest busy row."""
+        return int(self.cached_tokens_B[self.busy_B].max(initial=0))
+
+    def free_rows(self) -> list[int]:
+        return [b for b, request in enumerate(self.requests) if request is None]
+
+    def enter(self, row: int, request: Request, default_limit: int) -> None:
+        """The request takes the row; its prompt's keys and values are put there by the engine."""
+        n = len(request.prompt_ids)
+        self.requests[row], self.prompts[row] = request, request.prompt_ids
+        self.tokens_BL[row, :n] = request.prompt_ids
+        self.prompt_tokens_B[row] = self.total_tokens_B[row] = n
+        self.limit_B[row] = request.max_new_tokens or default_limit
+
+    def commit(
+        self,
+        tokens_BN: np.ndarray,
+        logprobs_BN: np.ndarray,
+        count_B: np.ndarray,
+        drafted_B: np.ndarray,
+    ) -> None:
+        """Append what a fetch brought; with guesses in the tree, all but the last were accepted."""
+        b, n = np.nonzero(np.arange(tokens_BN.shape[1]) < count_B[:, None])
+        at = self.total_tokens_B[b] + n
+        self.tokens_BL[b, at] = tokens_BN[b, n]
+        self.logprobs_BL[b, at] = logprobs_BN[b, n]
+        bonus = n == count_B[b] - 1
+        origin = np.where(bonus, Origin.BONUS, Origin.ACCEPTED)
+        self.origins_BL[b, at] = np.where(drafted_B[b], origin, Origin.PLAIN)
+        self.total_tokens_B += count_B
+
+    def ended_rows(self, stop_ids: np.ndarray) -> np.ndarray:
+        """Rows whose request has ended: an end token was drawn, or the limit is reached."""
+        last_B = self.tokens_BL[np.arange(len(self)), self.cached_tokens_B]
+        stopped_B = (self.emitted_B > 0) & np.isin(last_B, stop_ids)
+        return np.nonzero(self.busy_B & (stopped_B | (self.emitted_B >= self.limit_B)))[0]
+
+    def retire(self, row: int, stop_ids: np.ndarray, policy_version: int) -> Trajectory:
         """The request's trajectory; the row is free, and still holds its prompt."""
-        request, self.request = self.request, None
+        request, self.requests[row] = self.requests[row], None
         assert request is not None
+        first, end = int(self.prompt_tokens_B[row]), int(self.total_tokens_B[row])
+        response = self.tokens_BL[row, first:end].copy()
+        stopped = response[-1] in stop_ids
         return Trajectory(
             request_id=request.request_id,
             group_id=request.group_id,
             sample_index=request.sample_index,
             prompt_ids=np.asarray(request.prompt_ids, np.int32),
-            response_ids=np.asarray(self.tokens, np.int32),
-            logprobs=np.asarray(self.logprobs, np.float32),
-            policy_versions=np.full(len(self.tokens), policy_version, np.int32),
-            origins=np.asarray(self.origins, np.uint8),
-            finish_reason=reason,
+            response_ids=response,
+            logprobs=self.logprobs_BL[row, first:end].copy(),
+            policy_versions=np.full(len(response), policy_version, np.int32),
+            origins=self.origins_BL[row, first:end].copy(),
+            finish_reason=FinishReason.STOP if stopped else FinishReason.LENGTH,
         )
 
+    def live(self) -> LiveSlots:
+        """What drafters see of the busy rows."""
+        return self.view(np.nonzero(self.busy_B)[0])
 
-@dataclasses.dataclass
-class EngineStats:
-    """Counts of one phase; `rounds[(slots, nodes, positions)]` prices it on other hardware."""
+    def view(self, rows: np.ndarray) -> LiveSlots:
+        """What drafters see of these rows, which must be busy."""
+        requests = [r for b in rows if (r := self.requests[b]) is not None]
+        names = [(r.request_id, r.group_id, r.sample_index) for r in requests]
+        ids_A3 = np.asarray(names, np.int64).reshape(-1, 3)
+        return LiveSlots(
+            rows_A=rows.astype(np.int32),
+            request_ids_A=ids_A3[:, 0],
+            group_ids_A=ids_A3[:, 1],
+            sample_indices_A=ids_A3[:, 2],
+            prompt_tokens_A=self.prompt_tokens_B[rows],
+            total_tokens_A=self.total_tokens_B[rows],
+            remaining_tokens_A=(self.limit_B - self.emitted_B)[rows],
+            tokens_BL=self.tokens_BL,
+        )
 
-    fetches: int = 0
-    tokens: int = 0
-    prefilled_tokens: int = 0
-    drafted_nodes: int = 0
-    accepted_tokens: int = 0
-    rounds: collections.Counter[tuple[int, int, int]] = dataclasses.field(
-        default_factory=collections.Counter
-    )
+    def keep(self, rows: Sequence[int]) -> None:
+        """Row i becomes what row `rows[i]` was; the others are gone."""
+        self.requests = [self.requests[b] for b in rows]
+        self.prompts = [self.prompts[b] for b in rows]
+        for name in ARRAYS:
+            setattr(self, name, getattr(self, name)[np.asarray(rows)])
+
+    def device_columns(self, top_k: int) -> np.ndarray:
+        """int32 [B, columns], in the order of `rl.cache_steps.COLUMNS`."""
+        ids = [0 if r is None else r.request_id for r in self.requests]
+        last_B = self.tokens_BL[np.arange(len(self)), self.cached_tokens_B]
+        columns = (
+            last_B,
+            self.cached_tokens_B,
+            self.emitted_B,
+            self.limit_B,
+            self.busy_B,
+            np.asarray(ids),
+            np.full(len(self), top_k),
+        )
+        return np.stack(columns, axis=1).astype(np.int32)

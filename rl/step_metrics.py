@@ -9,8 +9,8 @@ import numpy as np
 
 from models.tokenizer import Tokenizer
 from rl.rewards.pool import Score
-from rl.slot_table import EngineStats
 from rl.tasks import Example
+from rl.timeline import EngineStats, speculation_metrics
 from rl.trajectory import Trajectory
 
 
@@ -41,7 +41,7 @@ def step_metrics(
             metrics[f"rewards/{name}/mean"] = float(known.mean())
             metrics[f"rewards/{name}/std"] = float(known.std(ddof=1)) if known.size > 1 else 0.0
     metrics["rewards/failures"] = sum(s.failure is not None for s in scores)
-    return metrics
+    return metrics | speculation_metrics(stats)
 
 
 def _slot_use(stats: EngineStats) -> float:

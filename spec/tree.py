@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Protocol
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 PADDING = -1
 
@@ -73,51 +71,17 @@ def chain(tokens: Sequence[int]) -> Draft:
 NO_DRAFT = Draft((), ())
 
 
-def pack(drafts: Sequence[Draft], num_nodes: int) -> tuple[np.ndarray, np.ndarray]:
-    """Arrays of `num_nodes` nodes a slot (root included, its token left 0); cut where longer.
+def check_draft(draft: Draft, num_nodes: int, name: str) -> None:
+    """Raise ValueError where the first `num_nodes` of a draft are no tree.
 
-    Nodes are topologically ordered, so that the first `num_nodes` of a draft are a
-    draft. Returns int32 tokens_BN, parents_BN. Raises ValueError where a parent does
-    not come before its child or siblings repeat a token.
+    A parent must come before its child, siblings must differ in their tokens.
     """
-    tokens_BN = np.full((len(drafts), num_nodes), PADDING, np.int32)
-    parents_BN = np.zeros((len(drafts), num_nodes), np.int32)
-    tokens_BN[:, 0], parents_BN[:, 0] = 0, -1
-    for b, draft in enumerate(drafts):
-        n = min(len(draft.tokens), num_nodes - 1)
-        edges = list(zip(draft.parents[:n], draft.tokens[:n], strict=True))
-        for i, (parent, token) in enumerate(edges):
-            if not -1 <= parent < i or token < 0:
-                raise ValueError(
-                    f"draft node {i} of slot {b} is (parent {parent}, token {token}): expected a "
-                    f"parent in −1 … {i - 1} and a token of at least 0"
-                )
-        if len(set(edges)) != n:
-            raise ValueError(f"the draft of slot {b} repeats a token among siblings: merge them")
-        tokens_BN[b, 1 : n + 1] = draft.tokens[:n]
-        parents_BN[b, 1 : n + 1] = np.asarray(draft.parents[:n], np.int32) + 1
-    return tokens_BN, parents_BN
-
-
-@dataclasses.dataclass(frozen=True)
-class SlotView:
-    """What a drafter sees of a live request: its identity and how much may still be emitted."""
-
-    request_id: int
-    group_id: int
-    sample_index: int
-    prompt_ids: Sequence[int]
-    response_ids: Sequence[int]
-    remaining_tokens: int
-
-
-class Drafter(Protocol):
-    """Proposes drafts; being wrong costs time, never correctness.
-
-    The engine calls `propose` once a round with the live requests and the most
-    nodes each may get (root not counted), and `finished` when a request ends.
-    """
-
-    def propose(self, views: Sequence[SlotView], max_nodes: int) -> Sequence[Draft]: ...
-
-    def finished(self, view: SlotView) -> None: ...
+    edges = list(zip(draft.parents[:num_nodes], draft.tokens[:num_nodes], strict=True))
+    for i, (parent, token) in enumerate(edges):
+        if not -1 <= parent < i or token < 0:
+            raise ValueError(
+                f"draft node {i} of {name} is (parent {parent}, token {token}): expected a "
+                f"parent in −1 … {i - 1} and a token of at least 0"
+            )
+    if len(set(edges)) != num_nodes:
+        raise ValueError(f"the draft of {name} repeats a token among siblings: merge them")

@@ -11,7 +11,8 @@ from benchmarks.baselines import protocol
 from benchmarks.shape import Shape
 from models import hf
 from models.config import ModelConfig
-from rl.engine import Engine, EngineConfig
+from rl.engine import Engine
+from rl.engine_config import EngineConfig
 from rl.rollout import generate
 from rl.trajectory import Request, Trajectory
 from spec.sampling import SamplingConfig, step_key

@@ -6,12 +6,22 @@ real drafter.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from parity_model import MODEL
 
-from spec.tree import NO_DRAFT, Draft, SlotView, chain
+from spec.drafter import LiveSlots, stack
+from spec.tree import NO_DRAFT, Draft, chain
 
 V = MODEL.vocab_size
+
+
+class View(NamedTuple):
+    """A live request, as the drafters below want it."""
+
+    request_id: int
+    response_ids: list[int]
 
 
 class Knowing:
@@ -21,19 +31,20 @@ class Knowing:
         self.golden, self.rng = golden, np.random.default_rng(seed)
         self.finished_ids: list[int] = []
 
-    def propose(self, views, max_nodes):
-        return [self.draft(view, max_nodes) for view in views]
+    def propose(self, live, max_nodes_A, max_nodes):
+        views = [View(int(r), live.response(a).tolist()) for a, r in enumerate(live.request_ids_A)]
+        return stack([self.draft(view, max_nodes) for view in views], max_nodes)
 
-    def finished(self, view: SlotView) -> None:
-        self.finished_ids.append(view.request_id)
+    def finished(self, live: LiveSlots) -> None:
+        self.finished_ids += live.request_ids_A.tolist()
 
-    def coming(self, view: SlotView) -> list[int]:
+    def coming(self, view: View) -> list[int]:
         """The tokens that plain decoding would give next, beyond the end too."""
         beyond = self.golden[view.request_id].beyond
         assert tuple(view.response_ids) == beyond[: len(view.response_ids)]
         return list(beyond[len(view.response_ids) :])
 
-    def draft(self, view: SlotView, max_nodes: int) -> Draft:
+    def draft(self, view: View, max_nodes: int) -> Draft:
         raise NotImplementedError
 
 

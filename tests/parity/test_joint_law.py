@@ -17,7 +17,8 @@ from scipy.stats import chi2
 from models import kv_cache, transformer
 from models.config import ModelConfig
 from spec import sampling, verify
-from spec.tree import Draft, DraftTree, chain, pack, roots
+from spec.drafter import plant, stack
+from spec.tree import Draft, DraftTree, chain, roots
 from spec.verify import Slots
 
 pytestmark = [pytest.mark.parity, pytest.mark.statistical]
@@ -129,7 +130,7 @@ def random_trees(seed):
             edge = (int(rng.integers(-1, len(edges))), int(rng.integers(V)))
             edges += [edge] if edge not in edges else []
         drafts.append(Draft([t for _, t in edges], [p for p, _ in edges]))
-    tokens_RN, parents_RN = pack(drafts, NODES)
+    tokens_RN, parents_RN = plant(stack(drafts, NODES), np.arange(len(drafts)), len(drafts), NODES)
 
     def propose(batch, turn):
         pick_B = np.random.default_rng((seed, batch, turn)).integers(0, len(drafts), B)

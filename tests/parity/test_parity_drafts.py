@@ -21,7 +21,10 @@ pytestmark = pytest.mark.parity
 
 
 def origins_if_all_accepted(num_tokens, max_nodes):
-    """Rounds of `max_nodes` tokens, the last of each a bonus, and a last round of the rest."""
+    """Rounds of `max_nodes` tokens, the last of each a bonus, and a last round of the rest.
+
+    Nothing is drafted for a request that may have one token more.
+    """
     origins = []
     while num_tokens > 0:
         emitted = min(max_nodes, num_tokens)
@@ -38,7 +41,9 @@ def test_right_chains_are_accepted_whole(golden, rollout, engine, kind, name):
     got = rollout(name, drafter=drafter)
     assert not differences(golden(name), got)
     for t in got:
-        assert t.origins.tolist() == origins_if_all_accepted(t.num_tokens, BASE.max_nodes)
+        want = origins_if_all_accepted(t.num_tokens, BASE.max_nodes)
+        assert t.origins[:-1].tolist() == want[:-1]
+        assert t.origins[-1] in (want[-1], Origin.PLAIN)
     accepted = sum((t.origins == Origin.ACCEPTED).sum() for t in got)
     assert engine.stats.accepted_tokens == accepted
     assert sorted(drafter.finished_ids) == sorted(t.request_id for t in got)
@@ -55,7 +60,8 @@ def test_runs_end_inside_accepted_tokens_by_both_reasons(golden):
 def test_wrong_chains_are_never_accepted(golden, rollout, engine):
     got = rollout("plain", drafter=Wrong(golden("plain")))
     assert not differences(golden("plain"), got)
-    assert {int(o) for t in got for o in t.origins} == {Origin.BONUS}
+    # plain: the last token that a request may have, for which nothing is drafted
+    assert {int(o) for t in got for o in t.origins} == {Origin.BONUS, Origin.PLAIN}
     assert engine.stats.accepted_tokens == 0
     assert engine.stats.drafted_nodes > engine.stats.tokens
 
@@ -81,7 +87,7 @@ def test_bushes_of_any_size_across_a_growing_cache(golden, rollout):
     engine = Engine(MODEL, dataclasses.replace(BASE, max_nodes=24, min_positions=32))
     got = rollout("cool", drafter=Bushy(golden("cool")), engine=engine)
     assert not differences(golden("cool"), got)
-    assert {nodes for _, nodes, _ in engine.stats.rounds} == {24}
+    assert max(nodes for _, nodes, _ in engine.stats.rounds) == 24
     assert len({positions for _, _, positions in engine.stats.rounds}) > 1
 
 

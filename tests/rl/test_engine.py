@@ -9,8 +9,10 @@ import pytest
 
 from models import transformer
 from models.config import ModelConfig
-from rl.engine import Engine, EngineConfig, bucket
+from rl.engine import Engine
+from rl.engine_config import EngineConfig, bucket
 from rl.trajectory import FinishReason, Request
+from spec.drafter import stack
 from spec.sampling import SamplingConfig, step_key
 from spec.tree import NO_DRAFT, Draft, chain
 
@@ -106,27 +108,32 @@ def test_bad_settings(change, message):
 
 
 class Scripted:
-    """A drafter that gives what it was told to."""
+    """A drafter that gives what `script(live, most)` says: a draft per live request."""
 
-    def __init__(self, propose):
-        self.propose, self.ended, self.asked = propose, [], []
+    def __init__(self, script):
+        self.script, self.ended = script, []
 
-    def finished(self, view):
-        self.ended.append((view.request_id, view.remaining_tokens, tuple(view.response_ids)))
+    def propose(self, live, max_nodes_A, max_nodes):
+        return stack(self.script(live, max_nodes_A.tolist()), max_nodes)
+
+    def finished(self, live):
+        left = live.remaining_tokens_A.tolist()
+        for a, request_id in enumerate(live.request_ids_A.tolist()):
+            self.ended.append((request_id, left[a], tuple(live.response(a).tolist())))
 
 
 @pytest.mark.parametrize(
-    ("propose", "message"),
+    ("script", "message"),
     [
-        (lambda views, n: [NO_DRAFT], r"Scripted.propose gave 1 drafts for 2 requests"),
-        (lambda views, n: [chain([1])] * 3, r"gave 3 drafts for 2 requests"),
-        (lambda views, n: [Draft([1, 1], [-1, -1])] * 2, r"siblings"),
-        (lambda views, n: [Draft([1], [3])] * 2, r"parent 3"),
+        (lambda live, n: [NO_DRAFT], r"Scripted.propose gave 1 drafts for 2 requests"),
+        (lambda live, n: [chain([1])] * 3, r"gave 3 drafts for 2 requests"),
+        (lambda live, n: [Draft([1, 1], [-1, -1])] * 2, r"siblings"),
+        (lambda live, n: [Draft([1], [3])] * 2, r"parent 3"),
     ],
 )
-def test_bad_drafts(engine, propose, message):
+def test_bad_drafts(engine, script, message):
     with pytest.raises(ValueError, match=message):
-        run(engine, group((1, 2), 0, 2), drafter=Scripted(propose))
+        run(engine, group((1, 2), 0, 2), drafter=Scripted(script))
     # and the engine stays usable
     assert len(run(engine, group((1, 2), 0, 2))) == 2
 
@@ -162,7 +169,7 @@ def test_fetches_rounds_and_tokens_are_counted(engine):
 
 
 def test_a_drafter_that_never_drafts_costs_a_fetch_a_round(engine):
-    drafter = Scripted(lambda views, n: [NO_DRAFT] * len(views))
+    drafter = Scripted(lambda live, n: [NO_DRAFT] * len(live))
     got = run(engine, group((1, 2, 3), 0, 4), drafter=drafter)
     assert engine.stats.fetches == 8
     assert engine.stats.rounds == {(4, 1, 32): 8}
@@ -172,14 +179,16 @@ def test_a_drafter_that_never_drafts_costs_a_fetch_a_round(engine):
 def test_drafters_see_the_live_requests(engine):
     seen = []
 
-    def propose(views, max_nodes):
-        seen.append((max_nodes, [(v.request_id, v.remaining_tokens) for v in views]))
-        assert all(len(v.response_ids) + v.remaining_tokens == 2 + v.request_id for v in views)
-        return [NO_DRAFT] * len(views)
+    def script(live, most):
+        left = live.remaining_tokens_A.tolist()
+        seen.append(list(zip(live.request_ids_A.tolist(), left, most, strict=True)))
+        assert all(len(live.response(a)) + n == 2 + r for a, (r, n, _) in enumerate(seen[-1]))
+        return [NO_DRAFT] * len(live)
 
     requests = [Request(i, (5, 6), 7, i, max_new_tokens=2 + i) for i in range(2)]
-    run(engine, requests, drafter=Scripted(propose))
-    assert seen == [(3, [(0, 2), (1, 3)]), (3, [(0, 1), (1, 2)]), (3, [(1, 1)])]
+    run(engine, requests, drafter=Scripted(script))
+    # (request, tokens left, guesses allowed); nobody is asked for a last token
+    assert seen == [[(0, 2, 1), (1, 3, 2)], [(0, 1, 0), (1, 2, 1)]]
 
 
 def test_the_batch_shrinks_as_requests_end_and_slots_are_refilled():
@@ -233,8 +242,8 @@ def test_prompts_in_chunks_that_do_not_divide_by_two():
 
 def test_no_tree_is_larger_than_max_nodes(engine):
     odd = Engine(MODEL, dataclasses.replace(CONFIG, max_nodes=3))
-    run(odd, group((1, 2), 0, 4), drafter=Scripted(lambda v, n: [chain([1] * 9)] * len(v)))
-    assert {nodes for _, nodes, _ in odd.stats.rounds} == {3}
+    run(odd, group((1, 2), 0, 4), drafter=Scripted(lambda live, n: [chain([1] * 9)] * len(live)))
+    assert {nodes for _, nodes, _ in odd.stats.rounds} == {3, 1}  # a last token has no guesses
 
 
 # -- phases ------------------------------------------------------------------------

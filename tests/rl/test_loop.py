@@ -100,6 +100,59 @@ def test_stopped_anywhere_and_resumed_gives_the_same_bits(tiny, never_stopped, t
         assert f"resuming after step {len(show.rows)}" in resumed.show.messages
 
 
+# --- speculation ------------------------------------------------------------------------
+
+# 4 nodes, and a second epoch (there are few prompts), so that history is drafted from
+GUESSES = ("Speculation.budget='fixed:3'", "Engine.max_nodes=4", "Run.steps=5")
+
+
+def learnt(row):
+    """What training knows of a step: all but how its tokens were come by."""
+    ours = ("spec/", "rollout/")
+    return {k: v for k, v in deterministic_view(row).items() if not k.startswith(ours)}
+
+
+@pytest.fixture(scope="module")
+def with_guesses(tiny, tmp_path_factory):
+    return finish(tiny, tmp_path_factory.mktemp("guesses"), *GUESSES)
+
+
+def test_speculation_changes_no_reward_and_no_token(tiny, with_guesses, tmp_path):
+    plain = finish(tiny, tmp_path, "Run.steps=5")
+    for one, other in zip(plain.rows, with_guesses.rows, strict=True):
+        assert one["reward"] == other["reward"]
+        assert learnt(one) == pytest.approx(learnt(other), rel=1e-3, abs=1e-5)
+    texts = [
+        [json.loads(x)["completion"] for x in r.samples.splitlines()] for r in (plain, with_guesses)
+    ]
+    assert texts[0] == texts[1]
+    accepted = [row.get("spec/history/speculated_fraction", 0.0) for row in with_guesses.rows]
+    assert accepted[0] == 0.0 and max(accepted) > 0.0
+    assert with_guesses.rows[-1]["spec/history_bytes"] > 0
+
+
+def test_stopped_and_resumed_with_guesses_gives_the_same_bits(tiny, with_guesses, tmp_path):
+    """The history is in the checkpoint: the same guesses, so the same passes, so the same bits."""
+    show = tiny_run.Recorder()
+    with pytest.raises(loop.Stopped):
+        tiny_run.train(tiny, tmp_path, *GUESSES, show=show, should_stop=lambda: len(show.rows) == 4)
+    resumed = finish(tiny, tmp_path, *GUESSES)
+    assert "resuming after step 4" in resumed.show.messages
+    assert_same_bits(resumed, with_guesses)
+
+
+def test_goodput_keeps_its_table_in_the_run_folder(tiny, never_stopped, tmp_path):
+    guesses = ("Speculation.budget='goodput'", "Engine.max_nodes=2", "Run.steps=1")
+    finish(tiny, tmp_path, *guesses)
+    table = tmp_path / "round_times.json"
+    kept = table.read_bytes()
+    rows = json.loads(kept)["rows"]
+    assert {(slots, nodes) for slots, nodes, _, _ in rows} == {(8, 1), (8, 2)}
+    assert all(seconds > 0 for *_, seconds in rows)
+    finish(tiny, tmp_path, *guesses, "Run.steps=2")
+    assert table.read_bytes() == kept
+
+
 def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_used(
     tiny, never_stopped, tmp_path
 ):

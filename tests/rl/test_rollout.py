@@ -8,7 +8,8 @@ import pytest
 
 from models import transformer
 from models.config import ModelConfig
-from rl.engine import Engine, EngineConfig
+from rl.engine import Engine
+from rl.engine_config import EngineConfig
 from rl.rollout import generate
 from rl.trajectory import FinishReason, Request
 from spec.sampling import SamplingConfig, step_key

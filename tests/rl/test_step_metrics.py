@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from rl.rewards.pool import Score
-from rl.slot_table import EngineStats
 from rl.step_metrics import sample_rows, step_metrics
 from rl.tasks import Example
+from rl.timeline import EngineStats
 from rl.trajectory import FinishReason, Trajectory
 
 

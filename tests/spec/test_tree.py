@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spec.tree import NO_DRAFT, PADDING, Draft, ancestors, chain, depths, pack, roots
+from spec.tree import ancestors, depths, roots
 
 ANCESTORS = jax.jit(ancestors)
 
@@ -54,46 +54,3 @@ def test_roots_are_trees_of_one_node():
     tree = roots(jnp.asarray([4, 9]))
     np.testing.assert_array_equal(tree.tokens_BN, [[4], [9]])
     np.testing.assert_array_equal(tree.parents_BN, [[-1], [-1]])
-
-
-def test_pack_by_hand():
-    drafts = [chain([7, 8, 9]), NO_DRAFT, Draft([5, 6, 5], [-1, -1, 1])]
-    tokens_BN, parents_BN = pack(drafts, 5)
-    P = PADDING
-    np.testing.assert_array_equal(tokens_BN, [[0, 7, 8, 9, P], [0, P, P, P, P], [0, 5, 6, 5, P]])
-    np.testing.assert_array_equal(
-        parents_BN, [[-1, 0, 1, 2, 0], [-1, 0, 0, 0, 0], [-1, 0, 0, 2, 0]]
-    )
-    assert tokens_BN.dtype == parents_BN.dtype == np.int32
-
-
-def test_pack_cuts_what_is_longer():
-    tokens_BN, parents_BN = pack([chain([7, 8, 9]), Draft([1, 2, 3], [-1, -1, 0])], 3)
-    np.testing.assert_array_equal(tokens_BN, [[0, 7, 8], [0, 1, 2]])
-    np.testing.assert_array_equal(parents_BN, [[-1, 0, 1], [-1, 0, 0]])
-    tokens_BN, parents_BN = pack([chain([7])], 1)
-    assert (tokens_BN.tolist(), parents_BN.tolist()) == ([[0]], [[-1]])
-
-
-def test_a_fault_behind_the_cut_is_not_looked_at():
-    pack([Draft([7, 8, 8], [-1, 0, 9])], 3)
-
-
-@pytest.mark.parametrize(
-    ("draft", "message"),
-    [
-        (Draft([1, 2], [-1, 1]), r"node 1 of slot 1 .*parent 1.*−1 … 0"),
-        (Draft([1], [-2]), "node 0 of slot 1 .*parent -2"),
-        (Draft([1], [0]), "node 0 of slot 1 .*parent 0"),
-        (Draft([3, -1], [-1, 0]), "node 1 of slot 1 .*token -1"),
-        (Draft([4, 4], [-1, -1]), "slot 1 .*siblings"),
-        (Draft([4, 5, 5], [-1, 0, 0]), "siblings"),
-    ],
-)
-def test_pack_refuses_what_is_no_tree(draft, message):
-    with pytest.raises(ValueError, match=message):
-        pack([NO_DRAFT, draft], 4)
-
-
-def test_cousins_may_share_a_token():
-    pack([Draft([4, 5, 6, 6], [-1, -1, 0, 1])], 5)

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spec.tree import PADDING, Draft, DraftTree, ancestors, chain, pack
+from spec.drafter import plant, stack
+from spec.tree import PADDING, Draft, DraftTree, ancestors, chain
 from spec.verify import Emitted, Slots, _advance, node_mask, walk
 
 N = 6
@@ -17,7 +18,7 @@ BRANCHING = Draft([10, 20, 11, 21, 22], [-1, -1, 0, 1, 1])  # nodes 1 … 5
 
 def walked(draft, drawn, room=100, stop=(EOS,)):
     """Path and count of one slot: `drawn[i]` is the draw at node i."""
-    tokens_BN, parents_BN = pack([draft], N)
+    tokens_BN, parents_BN = plant(stack([draft], N), np.arange(1), 1, N)
     drawn_BN = np.asarray([list(drawn) + [0] * (N - len(drawn))], np.int32)
     tree = DraftTree(jnp.asarray(tokens_BN), jnp.asarray(parents_BN))
     stop_E = np.asarray((*stop, *[-1] * (2 - len(stop))), np.int32)
@@ -62,7 +63,7 @@ def test_padding_is_never_accepted():
     # a draw cannot be PADDING; its nodes hang from the root, as every real token shows
     for token in range(5):
         assert walked(chain([7]), [token] * N) == [0]
-    tokens_BN, _ = pack([chain([7])], N)
+    tokens_BN, _ = plant(stack([chain([7])], N), np.arange(1), 1, N)
     assert (tokens_BN[0, 2:] == PADDING).all()
 
 
@@ -71,7 +72,8 @@ def test_a_walk_through_every_node():
 
 
 def test_rows_walk_on_their_own():
-    tokens_BN, parents_BN = pack([chain([1, 2]), chain([5]), BRANCHING], N)
+    drafts = stack([chain([1, 2]), chain([5]), BRANCHING], N)
+    tokens_BN, parents_BN = plant(drafts, np.arange(3), 3, N)
     drawn_BN = np.asarray([[1, 2, 3, 0, 0, 0], [6, 0, 0, 0, 0, 0], [20, 0, 21, 0, 8, 0]], np.int32)
     tree = DraftTree(jnp.asarray(tokens_BN), jnp.asarray(parents_BN))
     stop_E = np.asarray([EOS, -1], np.int32)

@@ -1,0 +1,235 @@
+"""The suffix index by itself: `python -m benchmarks.drafts --json`.
+
+Texts are synthetic (16 of 8,000 tokens, vocabulary 32,000, phrases that recur) and real
+(groups of rollouts of the shipped policy). Measured: building an index, following a text
+token by token, and the guesses that turn out right when texts grow side by side, each
+drafted from its siblings and itself. With `--arctic_python PATH`, an interpreter that has
+ArcticInference's suffix decoding, the same replay runs on it, at the same budget and
+depth, in each of its settings; the best one is compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numba
+import numpy as np
+
+from benchmarks import environment
+from benchmarks.draft_texts import Group, accepted_by_walk, save_groups, synthetic
+from spec import suffix_queries
+from spec.drafter import Drafter, LiveSlots
+from spec.group import GroupDrafter
+from spec.merge import Union
+from spec.ngram import NgramDrafter
+from spec.suffix import Followers, SuffixForest
+
+PACKAGES = ("jax", "numpy", "numba")
+DEPTH_TOKENS = 16  # of contexts, as the drafters of training have it
+BUDGET_NODES = 16
+REPEATS = 5
+
+_clock_gettime = ctypes.CDLL(None).clock_gettime
+_clock_gettime.argtypes = [ctypes.c_int, ctypes.c_void_p]
+_clock_gettime.restype = ctypes.c_int
+_MONOTONIC = 1
+
+
+def build(group: Group) -> dict[str, float]:
+    """Median seconds to index all texts of a group, and what the index holds."""
+    seconds, forest = [], SuffixForest(DEPTH_TOKENS)
+    for _ in range(REPEATS + 1):
+        forest = SuffixForest(DEPTH_TOKENS)
+        began_s = time.perf_counter()
+        tree = forest.plant()
+        for text in group.texts:
+            forest.add(tree, text)
+        seconds.append(time.perf_counter() - began_s)
+    return {
+        "build_tokens_per_s": round(forest.num_tokens / statistics.median(seconds[1:])),
+        "bytes_per_token": round(forest.num_bytes / forest.num_tokens, 1),
+    }
+
+
+@numba.njit
+def _follow_each(arena, most, which_F, trees_F, state_FX, tokens_BL, rows_F, length_F, out_ns_T):  # type: ignore[no-untyped-def]
+    """Follow one text a token at a time; nanoseconds of each token."""
+    then, now = np.zeros(2, np.int64), np.zeros(2, np.int64)
+    for i in range(len(out_ns_T)):
+        length_F[0] = i + 1
+        _clock_gettime(_MONOTONIC, then.ctypes)
+        suffix_queries.follow(arena, most, which_F, trees_F, state_FX, tokens_BL, rows_F, length_F)
+        _clock_gettime(_MONOTONIC, now.ctypes)
+        out_ns_T[i] = (now[0] - then[0]) * 1_000_000_000 + now[1] - then[1]
+
+
+def follow(group: Group) -> dict[str, float]:
+    """Microseconds a token of following the last text in an index of the others.
+
+    Each token's least of `REPEATS` runs counts: what the machine did meanwhile is left out.
+    """
+    forest = SuffixForest(DEPTH_TOKENS)
+    tree = forest.plant()
+    for text in group.texts[:-1]:
+        forest.add(tree, text)
+    tokens_BL = np.ascontiguousarray(group.texts[-1][None], np.int32)
+    runs = []
+    for _ in range(REPEATS + 1):
+        followers = Followers.of([tree])
+        ns_T = np.zeros(tokens_BL.shape[1], np.int64)
+        zero = np.zeros(1, np.int64)
+        _follow_each(
+            forest._arena, DEPTH_TOKENS, zero, followers.trees_F, followers.state_FX,
+            tokens_BL, zero, np.zeros(1, np.int64), ns_T,
+        )  # fmt: skip
+        runs.append(ns_T)
+    us_T = np.min(runs[1:], axis=0) / 1e3
+    return {
+        "follow_p50_us": round(float(np.percentile(us_T, 50)), 3),
+        "follow_p99_us": round(float(np.percentile(us_T, 99)), 3),
+        "follow_worst_us": round(float(us_T.max()), 3),
+    }
+
+
+def replay(group: Group, make: Callable[[], Drafter]) -> dict[str, float]:
+    """Texts grow side by side; each round each takes what was right of its draft, and one more."""
+    drafter = make()
+    A, L = len(group.texts), max(map(len, group.texts))
+    tokens_BL = np.zeros((A, L), np.int32)
+    for a, text in enumerate(group.texts):
+        tokens_BL[a, : len(text)] = text
+    ends_A = np.array([len(t) for t in group.texts], np.int32)
+    totals_A = np.full(A, group.prompt_tokens + 1, np.int32)
+    lookups = accepted = drafted = 0
+    draft_s = 0.0
+    while (alive_A := np.flatnonzero(totals_A < ends_A)).size:
+        live = _live(group, tokens_BL, alive_A, totals_A, ends_A)
+        most_A = np.minimum(ends_A[alive_A] - totals_A[alive_A], BUDGET_NODES).astype(np.int32)
+        began_s = time.perf_counter()
+        drafts = drafter.propose(live, most_A, BUDGET_NODES)
+        draft_s += time.perf_counter() - began_s
+        for i, a in enumerate(alive_A.tolist()):
+            n = int(drafts.count_A[i])
+            tokens, parents = drafts.tokens_AN[i, :n].tolist(), drafts.parents_AN[i, :n].tolist()
+            right = accepted_by_walk(tokens, parents, tokens_BL[a, totals_A[a] : ends_A[a]])
+            lookups, accepted, drafted = lookups + 1, accepted + right, drafted + n
+            totals_A[a] = min(totals_A[a] + right + 1, ends_A[a])
+        ended = totals_A[alive_A] >= ends_A[alive_A]
+        if ended.any():
+            drafter.finished(_live(group, tokens_BL, alive_A[ended], totals_A, ends_A))
+    return {
+        "lookups": lookups,
+        "mean_accepted": accepted / lookups,
+        "mean_drafted": drafted / lookups,
+        "us_per_lookup": 1e6 * draft_s / lookups,
+    }
+
+
+def _live(
+    group: Group, tokens_BL: np.ndarray, alive_A: np.ndarray, totals_A: np.ndarray,
+    ends_A: np.ndarray,
+) -> LiveSlots:  # fmt: skip
+    return LiveSlots(
+        rows_A=alive_A.astype(np.int32),
+        request_ids_A=alive_A.astype(np.int64),
+        group_ids_A=np.zeros(len(alive_A), np.int64),
+        sample_indices_A=alive_A.astype(np.int64),
+        prompt_tokens_A=np.full(len(alive_A), group.prompt_tokens, np.int32),
+        total_tokens_A=totals_A[alive_A],
+        remaining_tokens_A=ends_A[alive_A] - totals_A[alive_A],
+        tokens_BL=tokens_BL,
+    )
+
+
+def ours() -> Drafter:
+    """What a first epoch drafts with."""
+    return Union([GroupDrafter(update_tokens=1), NgramDrafter()])
+
+
+def replay_all(groups: Sequence[Group]) -> dict[str, float]:
+    """`replay` of each group; means weigh each lookup the same."""
+    replay(groups[0], ours)  # compile
+    rows = [replay(group, ours) for group in groups]
+    total = sum(r["lookups"] for r in rows)
+    names = ("mean_accepted", "mean_drafted", "us_per_lookup")
+    means = {n: round(sum(r[n] * r["lookups"] for r in rows) / total, 4) for n in names}
+    return {"lookups": total, **means}
+
+
+def arctic(python: str, groups: Sequence[Group]) -> list[dict[str, Any]]:
+    """The replay in each of ArcticInference's settings, in a process of its own."""
+    with tempfile.TemporaryDirectory() as scratch:
+        save_groups(Path(scratch) / "groups.npz", groups)
+        module = "benchmarks.baselines.arctic_suffix"
+        command = [python, "-m", module, str(Path(scratch) / "groups.npz")]
+        command += ["--depth", str(DEPTH_TOKENS), "--budget", str(BUDGET_NODES)]
+        done = subprocess.run(
+            command, cwd=environment.ROOT, check=True, stdout=subprocess.PIPE, text=True
+        )
+    return json.loads(done.stdout)
+
+
+def rollouts(num_prompts: int, group_size: int) -> list[Group]:
+    """Groups of responses of the shipped policy."""
+    from benchmarks.workloads import BASE_POLICY, tiny
+    from rl.rollout import generate
+    from spec.sampling import step_key
+
+    w = tiny("base", BASE_POLICY, BASE_POLICY, num_prompts, group_size)
+    done = generate(w.model, w.params, w.requests, w.sampling, key=step_key(0, 1))
+    groups = []
+    for g in range(num_prompts):
+        mine = [t for t in done if t.group_id == g]
+        texts = [np.concatenate([t.prompt_ids, t.response_ids]).astype(np.int32) for t in mine]
+        groups.append(Group(texts, len(mine[0].prompt_ids)))
+    return groups
+
+
+def measure(python: str | None, num_prompts: int, group_size: int) -> dict[str, Any]:
+    texts = synthetic()
+    real = rollouts(num_prompts, group_size)
+    figures: dict[str, Any] = {**build(texts), **follow(texts)}
+    for name, groups in (("synthetic", [texts]), ("rollouts", real)):
+        row: dict[str, Any] = replay_all(groups)
+        if python:
+            row["arctic"] = arctic(python, groups)
+            row["arctic_mean_accepted"] = max(r["mean_accepted"] for r in row["arctic"])
+            row["ratio_to_arctic"] = round(row["mean_accepted"] / row["arctic_mean_accepted"], 4)
+        figures[name] = row
+    return figures | {"mean_accepted": figures["synthetic"]["mean_accepted"]}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--arctic_python", help="interpreter that can import arctic_inference")
+    parser.add_argument("--prompts", type=int, default=16)
+    parser.add_argument("--group_size", type=int, default=16)
+    parser.add_argument("--json", action="store_true", help="print one JSON line and nothing else")
+    parser.add_argument("--output", type=Path, help="also write the JSON to this file")
+    arguments = parser.parse_args()
+    figures = measure(arguments.arctic_python, arguments.prompts, arguments.group_size)
+    hidden = ("--output", "--arctic_python")
+    record = environment.record("benchmarks.drafts", PACKAGES, hidden=hidden)
+    result = {"benchmark": "drafts", **figures, **record}
+    if arguments.output:
+        arguments.output.write_text(json.dumps(result, indent=1) + "\n")
+    if arguments.json:
+        print(json.dumps(result))
+    else:
+        for name, value in figures.items():
+            print(f"{name:20} {value}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

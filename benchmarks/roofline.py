@@ -1,0 +1,90 @@
+"""What recorded rounds would cost on an accelerator: a roofline, called projected.
+
+seconds = max(bytes / bandwidth, operations / peak) + overhead, with the bytes of all
+weights once and of every live key and value, two operations per weight and node, and
+four per layer, query head, head width, node and live position of its slot. Peaks are the
+makers' dense bfloat16 figures, of which `UTILISATION` is taken; 16-bit weights and cache.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from rl.timeline import RoundRecord
+from spec.budget import RoundTimes
+
+UTILISATION = 0.7  # of peak operations and of bandwidth alike
+OVERHEAD_S = 100e-6  # launch, sampling and host of a round
+BYTES = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Accelerator:
+    """Peak dense bfloat16 operations and memory bytes, both per second."""
+
+    name: str
+    operations_per_s: float
+    bytes_per_s: float
+
+
+@dataclasses.dataclass(frozen=True)
+class PolicyShape:
+    """What a round's cost depends on; `num_params` are the weights that a node meets."""
+
+    name: str
+    num_params: float
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
+H100 = Accelerator("H100 SXM", 989e12, 3.35e12)
+TPU_V5E = Accelerator("TPU v5e", 197e12, 819e9)
+QWEN3_1_7B = PolicyShape("Qwen3-1.7B", 1.72e9, 28, 16, 8, 128)
+QWEN3_8B = PolicyShape("Qwen3-8B", 7.57e9, 36, 32, 8, 128)  # its untied embedding is only read from
+
+
+def round_seconds(
+    device: Accelerator,
+    policy: PolicyShape,
+    num_live: int,
+    num_nodes: int,
+    live_positions: float,
+) -> float:
+    """A round of `num_live` trees of `num_nodes`, over `live_positions` positions in all."""
+    kv_bytes = 2 * policy.num_layers * policy.num_kv_heads * policy.head_dim * BYTES
+    moved = policy.num_params * BYTES + live_positions * kv_bytes
+    attention = 4 * policy.num_layers * policy.num_heads * policy.head_dim * live_positions
+    operations = (2 * policy.num_params * num_live + attention) * num_nodes
+    busy_s = max(moved / device.bytes_per_s, operations / device.operations_per_s)
+    return busy_s / UTILISATION + OVERHEAD_S
+
+
+def phase_seconds(
+    device: Accelerator, policy: PolicyShape, rounds: list[RoundRecord], scale: float = 1.0
+) -> float:
+    """The rounds of a phase; a plain record is as many rounds as its longest request emitted.
+
+    `scale` multiplies cache lengths: the tiny policy's responses stand for longer ones.
+    """
+    total = 0.0
+    for record in rounds:
+        live = len(record.request_ids_A)
+        positions = scale * float(record.cached_tokens_A.sum())
+        if record.num_nodes > 1:
+            total += round_seconds(device, policy, live, record.num_nodes, positions)
+            continue
+        for r in range(int(record.emitted_A.max())):
+            busy = int((record.emitted_A > r).sum())
+            total += round_seconds(device, policy, busy, 1, positions * busy / live)
+    return total
+
+
+def round_times(
+    device: Accelerator, policy: PolicyShape, buckets: list[tuple[int, int, int]]
+) -> RoundTimes:
+    """The table that a budget would have measured there; caches half full."""
+    return RoundTimes(
+        {(b, n, s): round_seconds(device, policy, b, n, b * s / 2) for b, n, s in buckets}
+    )

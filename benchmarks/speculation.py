@@ -1,0 +1,279 @@
+"""Speculative against plain rollouts: `python -m benchmarks.speculation --json`.
+
+The shipped base policy on its tasks, with siblings and own text alone (a first epoch)
+and with history; the same with a policy after `--late_steps` GRPO steps, whose history
+is from ten steps before; replayed drafts of set acceptance (synthetic). Plain and
+speculative phases take turns; ratios are medians of pairs. Seconds are measured here;
+figures with `projected_` in front price the recorded rounds of phases whose budget
+decided by an accelerator's roofline (`roofline.py`): they are not measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks import environment, roofline, workloads
+from benchmarks.workloads import Workload
+from rl import engine_warm_up, round_times
+from rl.engine import Engine
+from rl.engine_config import EngineConfig
+from rl.timeline import RoundRecord, host_seconds, speculation_metrics
+from rl.trajectory import Trajectory
+from spec.budget import Budget, Goodput, RoundTimes
+from spec.sampling import step_key
+
+PACKAGES = ("jax", "jaxlib", "numpy", "numba")
+PROJECTIONS = [
+    (device, shape)
+    for device in (roofline.H100, roofline.TPU_V5E)
+    for shape in (roofline.QWEN3_1_7B, roofline.QWEN3_8B)
+]
+HEADLINE = (roofline.H100, roofline.QWEN3_8B)
+
+
+@dataclasses.dataclass(eq=False)
+class Bench:
+    """A workload on a warm engine, with the seconds of its rounds."""
+
+    workload: Workload
+    engine: Engine
+    times: RoundTimes
+    buckets: list[tuple[int, int, int]]
+
+    def phase(self, drafter: Any = None, budget: Budget | None = None) -> list[Trajectory]:
+        w = self.workload
+        return self.engine.run(
+            w.params,
+            w.requests,
+            w.sampling,
+            step_key(0, 1),
+            stop_token_ids=w.stop_token_ids,
+            drafter=drafter,
+            budget=budget,
+        )
+
+    @property
+    def records(self) -> list[RoundRecord]:
+        return self.engine.stats.timeline
+
+
+def open_bench(workload: Workload, config: EngineConfig) -> Bench:
+    engine = Engine(workload.model, config)
+    longest = max(len(r.prompt_ids) for r in workload.requests)
+    sizes = {"max_requests": len(workload.requests), "max_prompt_tokens": longest}
+    engine_warm_up.warm_up(engine, workload.params, workload.sampling, speculative=True, **sizes)
+    buckets = list(engine_warm_up.round_buckets(engine, workload.sampling, **sizes))
+    times = round_times.measure(engine, workload.params, workload.sampling, buckets)
+    return Bench(workload, engine, times, buckets)
+
+
+def seconds_of(records: Sequence[RoundRecord]) -> float:
+    return records[-1].ended_s - records[0].began_s
+
+
+def tail_seconds(records: Sequence[RoundRecord], num_requests: int) -> float:
+    """Seconds during which a tenth of the requests, or fewer, were left."""
+    last = {int(i): r.ended_s for r in records for i in r.request_ids_A}
+    left = int(np.ceil(0.1 * num_requests))
+    return max(last.values()) - sorted(last.values())[-left - 1]
+
+
+def compare(bench: Bench, name: str, repeats: int) -> dict[str, Any]:
+    """Plain and speculative phases in turns: ratios, and whether their tokens are equal."""
+    make = bench.workload.drafters[name]
+    plain = {t.request_id: t.response_ids for t in bench.phase()}
+    bench.phase(make(plain), Goodput(bench.times))
+    pairs, tails, differing, metrics = [], [], 0, {}
+    for _ in range(repeats):
+        seconds, ends = [], []
+        for speculative in (False, True):
+            drafter = make(plain) if speculative else None
+            budget = Goodput(bench.times) if speculative else None
+            began_s = time.perf_counter()
+            done = bench.phase(drafter, budget)
+            seconds.append(time.perf_counter() - began_s)
+            ends.append(tail_seconds(bench.records, len(bench.workload.requests)))
+            differing += sum(_different(t, plain) for t in done)
+        pairs.append((seconds[0], seconds[1]))
+        tails.append(1 - ends[1] / ends[0])
+        metrics = speculation_metrics(bench.engine.stats)
+    tokens = sum(len(t) for t in plain.values())
+    rounds = [r for r in bench.records if r.num_nodes > 1]
+    return {
+        "drafter": name,
+        "ratio": round(statistics.median(p / s for p, s in pairs), 3),
+        "ratios": [round(p / s, 3) for p, s in pairs],
+        "plain_tokens_per_s": round(tokens / statistics.median(p for p, _ in pairs), 1),
+        "speculative_tokens_per_s": round(tokens / statistics.median(s for _, s in pairs), 1),
+        "tail_reduction": round(statistics.median(tails), 3),
+        "rounds_with_guesses": len(rounds),
+        "rounds": len(bench.records),
+        "tokens": tokens,
+        "tokens_compared": 2 * repeats * tokens,
+        "differing_tokens": differing,
+        **{k: round(v, 4) for k, v in metrics.items()},
+        "projected": project(bench, name, plain),
+    }
+
+
+def project(bench: Bench, name: str, plain: dict[int, np.ndarray]) -> list[dict[str, Any]]:
+    """Ratios of roofline seconds, the budget's table being the roofline's.
+
+    `ratio_with_host` adds the seconds that this machine's host took beside its rounds.
+    """
+    bench.phase()
+    plain_rounds = list(bench.records)
+    plain_host_s = host_seconds(plain_rounds)
+    rows = []
+    for device, shape in PROJECTIONS:
+        times = roofline.round_times(device, shape, bench.buckets)
+        bench.phase(bench.workload.drafters[name](plain), Goodput(times))
+        plain_s = roofline.phase_seconds(device, shape, plain_rounds)
+        tree_s = roofline.phase_seconds(device, shape, bench.records)
+        host_s = host_seconds(bench.records)
+        row = {
+            "device": device.name,
+            "policy": shape.name,
+            "ratio": round(plain_s / tree_s, 3),
+            "ratio_with_host": round((plain_s + plain_host_s) / (tree_s + host_s), 3),
+            "host_share": round(host_s / (tree_s + host_s), 4),
+        }
+        metrics = speculation_metrics(bench.engine.stats)
+        rows.append(row | {"tokens_per_round": round(metrics.get("spec/tokens_per_round", 1.0), 3)})
+    return rows
+
+
+def _different(trajectory: Trajectory, plain: dict[int, np.ndarray]) -> int:
+    """Tokens that are not those of plain decoding."""
+    want, got = plain[trajectory.request_id], trajectory.response_ids
+    n = min(len(want), len(got))
+    return int((want[:n] != got[:n]).sum()) + abs(len(want) - len(got))
+
+
+def worst_batch(batches: Sequence[int], repeats: int) -> dict[str, Any]:
+    """The slowest ratio to plain over batch sizes; guesses are hardly ever right."""
+    model, params = workloads.random_policy(512, 4, 128, 512, 256)
+    rows = []
+    for batch in batches:
+        w = workloads.replay("worst", model, params, batch, 64, 0.02, prompt_tokens=8)
+        w = dataclasses.replace(
+            w, requests=tuple(dataclasses.replace(r, max_new_tokens=64) for r in w.requests)
+        )
+        config = EngineConfig(
+            slots=batch, min_slots=batch, min_positions=96, min_nodes=4, max_nodes=8
+        )
+        bench = open_bench(w, config)
+        # promises far more than it keeps: what a budget has to see through
+        hopeful = {"replay": lambda tokens: workloads.Promising(tokens, 0.02, 0.6, 512)}
+        bench.workload = dataclasses.replace(w, drafters=hopeful)
+        row = compare(bench, "replay", repeats)
+        rows.append({"batch": batch, "ratio": row["ratio"], "ratios": row["ratios"]})
+    return {"worst_batch_ratio": min(r["ratio"] for r in rows), "worst_batch_rows": rows}
+
+
+def late_policies(steps: int, folder: Path) -> tuple[Path, Path]:
+    """(after `steps` GRPO steps of the default run, ten steps before that)."""
+    run = folder / "late"
+    for i, count in enumerate((steps - 10, steps)):
+        command = [sys.executable, "-m", "rl.train", f"--gin.Run.directory={run}"]
+        command += [f"--gin.Run.steps={count}"] + (["--resume"] if i else [])
+        subprocess.run(command, check=True, stdout=sys.stderr)
+        (run / "policy").rename(folder / f"policy_{i}")
+    return folder / "policy_1", folder / "policy_0"
+
+
+def measure(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
+    """All rows, and the named figures."""
+    config = EngineConfig(
+        slots=arguments.slots, min_slots=1, min_positions=192, min_prompt_tokens=128, max_nodes=16
+    )
+    base = workloads.BASE_POLICY
+    size = (arguments.prompts, arguments.group_size)
+    rows: dict[str, dict[str, Any]] = {}
+
+    def add(key: str, bench: Bench, drafter: str) -> None:
+        rows[key] = compare(bench, drafter, arguments.repeats)
+        print(key, rows[key]["ratio"], rows[key]["projected"], file=sys.stderr, flush=True)
+
+    bench = open_bench(workloads.tiny("base", base, base, *size), config)
+    for drafter in ("own", "group", "history"):
+        add(f"base_{drafter}", bench, drafter)
+    add("first_epoch", bench, "first_epoch")
+    add("history", bench, "all")
+    if arguments.late_steps:
+        late, before = late_policies(arguments.late_steps, scratch)
+        bench = open_bench(workloads.tiny("late", late, before, *size), config)
+        add("late_first_epoch", bench, "first_epoch")
+        add("late_history", bench, "all")
+    model, params = workloads.random_policy(4096, 4, 256, 704, 1024)
+    replay = dataclasses.replace(config, slots=32, min_prompt_tokens=32, min_positions=128)
+    w = workloads.replay("replay75", model, params, 32, 400, 0.75)
+    add("replay75", open_bench(w, replay), "replay")
+    model, params = workloads.random_policy(16384, 12, 512, 1536, 512)
+    w = workloads.replay("replay75_large", model, params, 4, 200, 0.75)
+    add("replay75_large", open_bench(w, dataclasses.replace(replay, slots=4)), "replay")
+    worst = worst_batch(arguments.batches, arguments.repeats)
+    named = [k for k in rows if not k.startswith("base_")]
+    return {
+        **{f"{k}_ratio": rows[k]["ratio"] for k in named},
+        **{f"projected_{k}_ratio": _headline(rows[k]) for k in named},
+        "tail_reduction": rows["history"]["tail_reduction"],
+        "worst_batch_ratio": worst["worst_batch_ratio"],
+        "host_share": max(rows[k].get("spec/host_share", 0.0) for k in named),
+        "differing_tokens": sum(r["differing_tokens"] for r in rows.values()),
+        "tokens_compared": sum(r["tokens_compared"] for r in rows.values()),
+        "rows": rows,
+        "worst_batch_rows": worst["worst_batch_rows"],
+    }
+
+
+def _headline(row: dict[str, Any]) -> float:
+    device, shape = (x.name for x in HEADLINE)
+    return next(
+        r["ratio"] for r in row["projected"] if (r["device"], r["policy"]) == (device, shape)
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=5, help="turns; the median counts")
+    parser.add_argument("--prompts", type=int, default=16)
+    parser.add_argument("--group_size", type=int, default=8)
+    parser.add_argument("--slots", type=int, default=64)
+    parser.add_argument("--late_steps", type=int, default=40, help="0 leaves the late policy out")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16, 64, 256])
+    parser.add_argument("--json", action="store_true", help="print one JSON line and nothing else")
+    parser.add_argument("--output", type=Path, help="also write the JSON to this file")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        figures = measure(arguments, Path(scratch))
+    result = {
+        "benchmark": "speculation",
+        **figures,
+        **environment.record("benchmarks.speculation", PACKAGES, hidden=("--output",)),
+    }
+    if arguments.output:
+        arguments.output.write_text(json.dumps(result, indent=1) + "\n")
+    if arguments.json:
+        print(json.dumps(result))
+    else:
+        for name, value in figures.items():
+            if not name.endswith("rows"):
+                print(f"{name:36} {value}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

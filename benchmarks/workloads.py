@@ -1,0 +1,199 @@
+"""What `benchmarks.speculation` rolls out: policies, requests, and drafters for them.
+
+Needs the engine's packages only: questions come from `data/tiny_prompts.json`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from benchmarks.environment import ROOT
+from models import hf, transformer
+from models.config import ModelConfig
+from rl.rollout import generate
+from rl.trajectory import Request, Trajectory
+from spec.drafter import Drafter, Drafts, LiveSlots, no_drafts
+from spec.group import GroupDrafter
+from spec.history import RULE, HistoryDrafter, build_index
+from spec.history_store import HistoryStore, of_group
+from spec.merge import Union
+from spec.ngram import NgramDrafter
+from spec.sampling import SamplingConfig, step_key
+
+PROMPTS = ROOT / "benchmarks" / "data" / "tiny_prompts.json"
+BASE_POLICY = ROOT / "policies" / "tiny"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Workload:
+    """One phase to be generated: a policy, its requests, and drafters by name.
+
+    A drafter is made anew for each phase, given the tokens that plain decoding gave
+    (which only the synthetic one looks at).
+    """
+
+    name: str
+    model: ModelConfig
+    params: transformer.Params
+    requests: tuple[Request, ...]
+    sampling: SamplingConfig
+    stop_token_ids: tuple[int, ...]
+    drafters: Mapping[str, Callable[[Mapping[int, np.ndarray]], Drafter]]
+
+
+def policy(folder: Path) -> tuple[ModelConfig, transformer.Params]:
+    model, params = hf.load_pretrained(folder)
+    return model, jax.block_until_ready(params)
+
+
+def questions(num: int) -> list[dict[str, Any]]:
+    """The first `num` questions: id, prompt_ids, answer_ids."""
+    return json.loads(PROMPTS.read_text(encoding="utf-8"))[:num]
+
+
+def group_requests(rows: Sequence[Mapping[str, Any]], size: int) -> tuple[Request, ...]:
+    """`size` requests a question, all first samples first: siblings then start apart."""
+    return tuple(
+        Request(g * size + i, tuple(row["prompt_ids"]), g, i)
+        for i in range(size)
+        for g, row in enumerate(rows)
+    )
+
+
+def tiny(
+    name: str,
+    now: Path,
+    before: Path,
+    num_prompts: int,
+    group_size: int,
+    max_new_tokens: int = 256,
+) -> Workload:
+    """The shipped tasks under the policy `now`, with the responses of `before` as history."""
+    model, params = policy(now)
+    rows = questions(num_prompts)
+    requests = group_requests(rows, group_size)
+    sampling = SamplingConfig(max_new_tokens=max_new_tokens)
+    _, old = policy(before)
+    past = generate(model, old, requests, sampling, key=step_key(0, 1000))
+    store = HistoryStore()
+    for g, row in enumerate(rows):
+        group = [t for t in past if t.group_id == g]
+        rewards = [float(_right(t, row["answer_ids"])) for t in group]
+        store.replace(row["id"], of_group([t.response_ids for t in group], rewards))
+    prompts = {row["id"]: np.asarray(row["prompt_ids"], np.int32) for row in rows}
+    index = build_index(store, prompts, RULE.longest)
+    keys = dict(enumerate(prompts))
+    parts: dict[str, Callable[[], Drafter]] = {
+        "own": NgramDrafter,
+        "group": GroupDrafter,
+        "history": lambda: HistoryDrafter(index, keys),
+    }
+
+    def union(*names: str) -> Callable[[Mapping[int, np.ndarray]], Drafter]:
+        return lambda _: Union([parts[n]() for n in names])
+
+    drafters = {n: union(n) for n in parts}
+    drafters |= {"first_epoch": union("group", "own"), "all": union("history", "group", "own")}
+    return Workload(name, model, params, requests, sampling, model.eos_token_ids, drafters)
+
+
+def _right(trajectory: Trajectory, answer_ids: Sequence[int]) -> bool:
+    """Whether the response, its end token aside, ends with the answer."""
+    text = trajectory.response_ids.tolist()[:-1]
+    return text[-len(answer_ids) :] == list(answer_ids)
+
+
+def random_policy(
+    vocab: int, layers: int, d_model: int, d_ff: int, max_positions: int
+) -> tuple[ModelConfig, transformer.Params]:
+    """A Qwen3-like decoder with random weights and heads of 32."""
+    model = ModelConfig(
+        architecture="qwen3",
+        vocab_size=vocab,
+        d_model=d_model,
+        num_layers=layers,
+        num_heads=d_model // 32,
+        num_kv_heads=max(1, d_model // 64),
+        head_dim=32,
+        d_ff=d_ff,
+        tied_embeddings=True,
+        qk_norm=True,
+        max_positions=max_positions,
+    )
+    return model, transformer.init(model, jax.random.key(0))
+
+
+def long_tail(num: int, longest: int, seed: int = 0) -> list[int]:
+    """Response lengths of which most are short: log-normal (sigma 1), scaled to the longest."""
+    draws = np.sort(np.random.default_rng(seed).lognormal(0.0, 1.0, num))
+    return np.maximum(4, (draws / draws[-1] * longest)).astype(int).tolist()
+
+
+def replay(
+    name: str,
+    model: ModelConfig,
+    params: transformer.Params,
+    num_requests: int,
+    longest: int,
+    acceptance: float,
+    prompt_tokens: int = 32,
+) -> Workload:
+    """Random tokens; drafts are right with `acceptance` a token: synthetic."""
+    rng = np.random.default_rng(1)
+    lengths = long_tail(num_requests, longest)
+    requests = tuple(
+        Request(i, tuple(rng.integers(0, model.vocab_size, prompt_tokens).tolist()), i, 0, n)
+        for i, n in enumerate(lengths)
+    )
+    sampling = SamplingConfig(max_new_tokens=longest)
+    drafters = {"replay": lambda tokens: Replay(tokens, acceptance, model.vocab_size)}
+    return Workload(name, model, params, requests, sampling, (), drafters)
+
+
+class Replay:
+    """Chains that follow the known tokens; each guess is right with `acceptance`."""
+
+    def __init__(self, tokens: Mapping[int, np.ndarray], acceptance: float, vocab: int) -> None:
+        self._tokens, self._acceptance, self._vocab = tokens, acceptance, vocab
+        self._right = {
+            r: np.random.default_rng(r).random(len(t)) < acceptance for r, t in tokens.items()
+        }
+
+    def propose(self, live: LiveSlots, max_nodes_A: np.ndarray, max_nodes: int) -> Drafts:
+        out = no_drafts(len(live), max_nodes)
+        out.chance_AN[:] = self._acceptance ** np.arange(1, max_nodes + 1)
+        out.parents_AN[:] = np.arange(-1, max_nodes - 1)
+        done = (live.total_tokens_A - live.prompt_tokens_A).tolist()
+        for a, request_id in enumerate(live.request_ids_A.tolist()):
+            known = self._tokens[request_id]
+            n = min(int(max_nodes_A[a]), len(known) - done[a])
+            right = self._right[request_id][done[a] : done[a] + n]
+            wrong = (known[done[a] : done[a] + n] + 1) % self._vocab
+            out.tokens_AN[a, :n] = np.where(right, known[done[a] : done[a] + n], wrong)
+            out.count_A[a] = n
+        return out
+
+    def finished(self, live: LiveSlots) -> None:
+        pass
+
+
+class Promising(Replay):
+    """As `Replay`, but it says that its guesses are right with `promised`."""
+
+    def __init__(
+        self, tokens: Mapping[int, np.ndarray], acceptance: float, promised: float, vocab: int
+    ) -> None:
+        super().__init__(tokens, acceptance, vocab)
+        self._promised = promised
+
+    def propose(self, live: LiveSlots, max_nodes_A: np.ndarray, max_nodes: int) -> Drafts:
+        out = super().propose(live, max_nodes_A, max_nodes)
+        out.chance_AN[:] = self._promised ** np.arange(1, max_nodes + 1)
+        return out

@@ -1,0 +1,57 @@
+"""How a rollout worker uses its devices, and the buckets that its shapes come in."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineConfig:
+    """How a rollout worker uses its devices; none of it changes a token.
+
+    `slots` requests run at once; buckets of slots are `min_slots` · 2^i, of cache
+    positions `min_positions` · 2^i, of prompt tokens `min_prompt_tokens` · 2^i.
+    `rounds_per_fetch` rounds run on the device between two fetches where no draft
+    is wanted. Prompts are computed `prefill_rows` at a time, at most
+    `prefill_chunk_tokens` tokens a pass. A draft tree has `min_nodes` · 2^i nodes,
+    its root included, and at most `max_nodes`.
+    """
+
+    slots: int = 64
+    min_slots: int = 4
+    min_positions: int = 64
+    min_prompt_tokens: int = 32
+    rounds_per_fetch: int = 8
+    min_nodes: int = 2
+    max_nodes: int = 32
+    prefill_rows: int = 4
+    prefill_chunk_tokens: int = 512
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            if getattr(self, field.name) < 1:
+                raise ValueError(
+                    f"{field.name} must be at least 1, got {getattr(self, field.name)}"
+                )
+        if self.prefill_chunk_tokens < self.min_prompt_tokens:
+            raise ValueError(
+                f"prefill_chunk_tokens={self.prefill_chunk_tokens} must be at least "
+                f"min_prompt_tokens={self.min_prompt_tokens}"
+            )
+
+    def slot_bucket(self, num_requests: int) -> int:
+        """The bucket of slots that holds so many requests, or the largest."""
+        return bucket(num_requests, self.min_slots, max(self.slots, self.min_slots))
+
+    def node_sizes(self, room: int) -> list[int]:
+        """Buckets of tree nodes, smallest first, that fit into `room` cache positions."""
+        sizes = {min(self.max_nodes, self.min_nodes << i) for i in range(32)}
+        return sorted(n for n in sizes if 1 < n <= room)
+
+
+def bucket(size: int, smallest: int, largest: int | None = None) -> int:
+    """The least of smallest · 2^i that holds `size`, at most `largest`."""
+    value = smallest
+    while value < size:
+        value *= 2
+    return value if largest is None else min(value, largest)

@@ -1,0 +1,150 @@
+"""The seconds of a round by bucket, measured once per device and shape, kept in the run folder.
+
+What `goodput` and `aimd` budgets decide by. The file makes their decisions repeat in
+a resumed run; delete it to measure anew.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from models import transformer
+from rl import cache_steps, engine_warm_up
+from rl.engine import Engine
+from spec.budget import RoundTimes
+from spec.sampling import SamplingConfig, step_key
+from spec.tree import PADDING, DraftTree
+from spec.verify import decode_rounds, verify_round
+
+REPEATS = 5
+FORMAT = 1
+
+
+def load_or_measure(
+    path: Path,
+    engine: Engine,
+    params: transformer.Params,
+    sampling: SamplingConfig,
+    *,
+    max_requests: int,
+    max_prompt_tokens: int,
+) -> RoundTimes:
+    """The table in `path` where it was made for this device and these shapes, else a new one.
+
+    Call it after the warm-up: what is not compiled would be timed with its compilation.
+    Raises ValueError for a file that is damaged.
+    """
+    buckets = list(engine_warm_up.round_buckets(engine, sampling, max_requests, max_prompt_tokens))
+    made_for = _made_for(engine, buckets)
+    if path.exists():
+        try:
+            kept = json.loads(path.read_text(encoding="utf-8"))
+            if kept["made_for"] == made_for:
+                return RoundTimes.from_rows(kept["rows"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path} is damaged ({error}): delete it to measure anew") from error
+    times = measure(engine, params, sampling, buckets)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows = {"made_for": made_for, "rows": times.rows()}
+    path.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    return times
+
+
+def measure(
+    engine: Engine,
+    params: transformer.Params,
+    sampling: SamplingConfig,
+    buckets: list[tuple[int, int, int]],
+) -> RoundTimes:
+    """Median seconds of a round of each (slots, nodes, positions), its fetch included.
+
+    All slots are busy and half of the positions live; a plain round is timed as the
+    engine runs it, several to a fetch.
+    """
+    seconds: dict[tuple[int, int, int], float] = {}
+    with engine.mesh_context():
+        for B, N, S in buckets:
+            cache = engine.empty_cache(B, S)
+            tries = []
+            for _ in range(REPEATS + 1):
+                slots = _busy_slots(engine, sampling, B, S)
+                jax.block_until_ready((cache, slots))
+                began_s = engine.clock()
+                if N > 1:
+                    cache, rounds = _tree_round(engine, params, sampling, cache, slots, N), 1
+                else:
+                    cache, rounds = _plain_rounds(engine, params, sampling, cache, slots)
+                tries.append((engine.clock() - began_s) / rounds)
+            seconds[B, N, S] = statistics.median(tries[1:])
+    return RoundTimes(seconds)
+
+
+def _busy_slots(engine: Engine, sampling: SamplingConfig, B: int, S: int) -> Any:
+    ints_BC = np.zeros((B, len(cache_steps.COLUMNS)), np.int32)
+    column = {name: i for i, name in enumerate(cache_steps.COLUMNS)}
+    ints_BC[:, column["length"]] = S // 2
+    ints_BC[:, column["limit"]] = 2**30
+    ints_BC[:, column["active"]] = 1
+    ints_BC[:, column["request_id"]] = np.arange(B)
+    ints_BC[:, column["top_k"]] = sampling.top_k
+    floats_B2 = np.empty((B, 2), np.float32)
+    floats_B2[:] = sampling.temperature, sampling.top_p
+    return cache_steps.make_slots(
+        engine.put(ints_BC), engine.put(floats_B2), engine.put(step_key(0, 0))
+    )
+
+
+def _no_stop(engine: Engine) -> jax.Array:
+    return engine.put(np.full(max(1, len(engine.model.eos_token_ids)), -1, np.int32))
+
+
+def _tree_round(
+    engine: Engine, params: Any, sampling: SamplingConfig, cache: Any, slots: Any, N: int
+) -> Any:
+    B = slots.active.shape[0]
+    tokens_BN = np.zeros((B, N), np.int32)
+    tokens_BN[:, -1] = PADDING
+    parents_BN = np.broadcast_to(np.arange(-1, N - 1, dtype=np.int32), (B, N))
+    tree = DraftTree(engine.put(tokens_BN), engine.put(parents_BN))
+    cache, _, emitted = verify_round(
+        params, cache, slots, tree, _no_stop(engine), **engine.verify_options(sampling.draw)
+    )
+    jax.device_get(emitted)
+    return cache
+
+
+def _plain_rounds(
+    engine: Engine, params: Any, sampling: SamplingConfig, cache: Any, slots: Any
+) -> tuple[Any, int]:
+    rounds = engine.config.rounds_per_fetch
+    cache, _, emitted = decode_rounds(
+        params,
+        cache,
+        slots,
+        _no_stop(engine),
+        np.int32(rounds),
+        np.int32(slots.active.shape[0]),
+        **engine.decode_options(sampling.draw),
+    )
+    jax.device_get(emitted)
+    return cache, rounds
+
+
+def _made_for(engine: Engine, buckets: list[tuple[int, int, int]]) -> dict[str, Any]:
+    """What a table holds for: another device, policy shape or bucket list needs another."""
+    device = jax.devices()[0]
+    return {
+        "format": FORMAT,
+        "device": f"{device.platform}: {device.device_kind}",
+        "devices": jax.device_count(),
+        "model": repr(engine.model),
+        "dtype": str(engine.dtype),
+        "rounds_per_fetch": engine.config.rounds_per_fetch,
+        "buckets": [list(bucket) for bucket in buckets],
+    }

@@ -1,0 +1,170 @@
+"""Speculative rollouts of a training run: which drafters, which budget, and their history.
+
+One step:  phase (drafter and budget for its rollouts)  →  learn (its responses become
+the prompts' history; the index of the next step's prompts is built in a thread while the
+update runs). Drafts never change a token, so nothing here can change what is learnt.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from rl.trajectory import Trajectory
+from spec import history
+from spec.budget import Budget, RoundTimes, make_budget
+from spec.drafter import Drafter
+from spec.group import GroupDrafter
+from spec.history import HistoryDrafter, HistoryIndex, build_index
+from spec.history_store import HistoryStore, of_group
+from spec.merge import Union
+from spec.ngram import NgramDrafter
+
+SourceName = Literal["history", "group", "own"]
+SOURCES: tuple[SourceName, ...] = ("history", "group", "own")
+Prompt = Sequence[int]
+
+
+@dataclasses.dataclass(frozen=True)
+class SpeculationConfig:
+    """Where guesses come from, and how many a round tries; none of it changes a token.
+
+    `sources` are asked each round and their guesses joined: `history` (the prompt's
+    responses of the last epoch), `group` (live siblings, told every
+    `group_update_tokens` tokens), `own` (the request's own text). `budget` is `off`,
+    `fixed:K`, `aimd` or `goodput`. `history_rule` is `ours`, or `histospec` for
+    RhymeRL's setting. History beyond `history_memory_bytes` goes to the run folder.
+    """
+
+    budget: str = "goodput"
+    sources: tuple[SourceName, ...] = SOURCES
+    history_rule: Literal["ours", "histospec"] = "ours"
+    group_update_tokens: int = 4
+    history_memory_bytes: int = 2**30
+
+    def __post_init__(self) -> None:
+        make_budget(self.budget, RoundTimes({}))
+        unknown = [s for s in self.sources if s not in SOURCES]
+        if unknown or len(set(self.sources)) != len(self.sources):
+            raise ValueError(
+                f"sources must be different ones of {', '.join(SOURCES)}, got {self.sources}"
+            )
+        if not self.sources and self.budget != "off":
+            raise ValueError('no sources to draft from: name some, or set budget = "off"')
+        if self.history_rule not in ("ours", "histospec"):
+            raise ValueError(f"history_rule must be ours or histospec, got {self.history_rule!r}")
+        for name in ("group_update_tokens", "history_memory_bytes"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+
+    @property
+    def enabled(self) -> bool:
+        return self.budget != "off"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Built:
+    index: HistoryIndex
+    keys: frozenset[str]
+    seconds: float
+
+
+class Speculation:
+    """What a run remembers between the phases of its rollouts. Use it as a context manager."""
+
+    def __init__(self, config: SpeculationConfig, folder: Path) -> None:
+        self.config = config
+        self.times: RoundTimes | None = None  # to be set once it is measured
+        self._store = HistoryStore(config.history_memory_bytes, folder / "history")
+        self._rule = history.PAPER_RULE if config.history_rule == "histospec" else history.RULE
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="history")
+        self._building: Future[_Built] | None = None
+        self._told = 0  # problems that were told of
+
+    def phase(
+        self, keys: Sequence[str], prompts: Sequence[Prompt]
+    ) -> tuple[Drafter | None, Budget | None]:
+        """Drafter and budget of one phase; group g answers `prompts[g]`, named `keys[g]`."""
+        if not self.config.enabled:
+            return None, None
+        parts: list[Drafter] = []
+        for source in self.config.sources:
+            if source == "history":
+                index = self._index(dict(zip(keys, prompts, strict=True)))
+                parts.append(HistoryDrafter(index, dict(enumerate(keys)), self._rule))
+            elif source == "group":
+                parts.append(GroupDrafter(update_tokens=self.config.group_update_tokens))
+            else:
+                parts.append(NgramDrafter())
+        return Union(parts), make_budget(self.config.budget, self.times)
+
+    def learn(
+        self,
+        keys: Sequence[str],
+        trajectories: Sequence[Trajectory],
+        next_prompts: Mapping[str, Prompt],
+    ) -> dict[str, float]:
+        """The step's responses are history from now on; start on the index of the next step."""
+        if not self._keeps_history:
+            return {}
+        built = self._built()
+        groups: dict[str, list[Trajectory]] = {key: [] for key in keys}
+        for t in trajectories:
+            groups[keys[t.group_id]].append(t)
+        for key, group in groups.items():
+            if not group:
+                continue
+            tokens, rewards = [t.response_ids for t in group], [t.reward for t in group]
+            self._store.replace(key, of_group(tokens, rewards))
+        self._building = self._thread.submit(self._build, dict(next_prompts))
+        metrics = {"spec/history_bytes": float(self._store.num_bytes)}
+        if built is not None:
+            metrics["spec/history_index_tokens"] = float(built.index.num_tokens)
+            metrics["time/history_index"] = built.seconds
+        return metrics
+
+    def new_problems(self) -> list[str]:
+        """What went wrong with history since the last question; those prompts go without."""
+        new, self._told = self._store.problems[self._told :], len(self._store.problems)
+        return new
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps of it."""
+        self._built()
+        return self._store.state() if self._keeps_history else {}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        if state and self._keeps_history:
+            self._store.load_state(state)
+
+    def __enter__(self) -> Speculation:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.shutdown(cancel_futures=True)
+
+    @property
+    def _keeps_history(self) -> bool:
+        return self.config.enabled and "history" in self.config.sources
+
+    def _index(self, prompts: Mapping[str, Prompt]) -> HistoryIndex:
+        built = self._built()
+        if built is None or built.keys != frozenset(prompts):  # the first step, or a resumed one
+            built = self._build(prompts)
+        self._building = None
+        return built.index
+
+    def _built(self) -> _Built | None:
+        return None if self._building is None else self._building.result()
+
+    def _build(self, prompts: Mapping[str, Prompt]) -> _Built:
+        began_s = time.perf_counter()
+        arrays = {key: np.asarray(ids, np.int32) for key, ids in prompts.items()}
+        index = build_index(self._store, arrays, self._rule.longest)
+        return _Built(index, frozenset(prompts), time.perf_counter() - began_s)

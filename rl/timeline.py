@@ -1,0 +1,149 @@
+"""What a rollout phase did, round by round: plain records for metrics, pictures and pricing."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from spec.drafter import Source
+
+TIMELINE_FILE = "timeline.json"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RoundRecord:
+    """One device call: its seconds on the engine's clock, its bucket, and who got what.
+
+    Up to `ready_s` prompts were computed and rows moved, up to `drafted_s` guesses were
+    made, up to `called_s` they were packed and the device was called, up to `fetched_s`
+    it answered, up to `ended_s` tokens were committed. `num_nodes` 1 is plain decoding,
+    of as many rounds as the most that a request emitted. A = live requests.
+    """
+
+    began_s: float
+    ready_s: float
+    drafted_s: float
+    called_s: float
+    fetched_s: float
+    ended_s: float
+    num_slots: int
+    num_nodes: int
+    num_positions: int
+    request_ids_A: np.ndarray
+    cached_tokens_A: np.ndarray
+    emitted_A: np.ndarray
+
+
+def _per_source() -> np.ndarray:
+    return np.zeros(len(Source), np.int64)
+
+
+@dataclasses.dataclass
+class EngineStats:
+    """Counts of one phase; `rounds[(slots, nodes, positions)]` prices it on other hardware.
+
+    `drafted_nodes` guesses were tried, `accepted_tokens` of them were right; the arrays
+    have one entry a `spec.drafter.Source`.
+    """
+
+    fetches: int = 0
+    tokens: int = 0
+    prefilled_tokens: int = 0
+    drafted_by_source: np.ndarray = dataclasses.field(default_factory=_per_source)
+    accepted_by_source: np.ndarray = dataclasses.field(default_factory=_per_source)
+    rounds: collections.Counter[tuple[int, int, int]] = dataclasses.field(
+        default_factory=collections.Counter
+    )
+    timeline: list[RoundRecord] = dataclasses.field(default_factory=list)
+
+    @property
+    def drafted_nodes(self) -> int:
+        return int(self.drafted_by_source.sum())
+
+    @property
+    def accepted_tokens(self) -> int:
+        return int(self.accepted_by_source.sum())
+
+
+def speculation_metrics(stats: EngineStats) -> dict[str, float]:
+    """How guesses fared in a phase, in all and by source; seconds are those of rounds with guesses.
+
+    `tokens_per_round` is per request; `host_share` is the part of these rounds in which
+    the host drafted, packed, called and committed. Empty where nothing was drafted.
+    """
+    rounds = [r for r in stats.timeline if r.num_nodes > 1]
+    if not rounds:
+        return {}
+    drafted, accepted = stats.drafted_nodes, stats.accepted_tokens
+    places = sum(len(r.request_ids_A) for r in rounds)
+    emitted = sum(int(r.emitted_A.sum()) for r in rounds)
+    metrics = {
+        "spec/accept_rate": accepted / max(drafted, 1),
+        "spec/tokens_per_round": emitted / places,
+        "spec/drafted_per_round": drafted / places,
+        "spec/speculated_fraction": accepted / max(stats.tokens, 1),
+        "spec/wasted_nodes": float(drafted - accepted),
+        "spec/draft_seconds": sum(r.drafted_s - r.ready_s for r in rounds),
+        "spec/verify_seconds": sum(r.fetched_s - r.called_s for r in rounds),
+        "spec/host_share": host_share(rounds),
+    }
+    for source in Source:
+        tried = int(stats.drafted_by_source[source])
+        if tried:
+            name = source.name.lower()
+            right = int(stats.accepted_by_source[source])
+            metrics[f"spec/{name}/accept_rate"] = right / tried
+            metrics[f"spec/{name}/speculated_fraction"] = right / max(stats.tokens, 1)
+    return metrics
+
+
+def host_share(rounds: Sequence[RoundRecord]) -> float:
+    """Seconds in which the device waited for the host, over all seconds after admission."""
+    return host_seconds(rounds) / max(sum(r.ended_s - r.ready_s for r in rounds), 1e-9)
+
+
+def host_seconds(rounds: Sequence[RoundRecord]) -> float:
+    """Seconds of drafting, packing, calling and committing."""
+    return sum(r.called_s - r.ready_s + r.ended_s - r.fetched_s for r in rounds)
+
+
+def save_timeline(folder: Path, step: int, rounds: Sequence[RoundRecord]) -> None:
+    """Write the rounds of a step's phase to the run folder, over those of the step before."""
+    rows = [
+        {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in vars(r).items()}
+        for r in rounds
+    ]
+    scratch = folder / f"{TIMELINE_FILE}.new"
+    scratch.write_text(json.dumps({"step": step, "rounds": rows}), encoding="utf-8")
+    os.replace(scratch, folder / TIMELINE_FILE)
+
+
+def load_timeline(folder: Path) -> tuple[int, list[RoundRecord]]:
+    """(step, rounds) of the last phase that was written down; (0, []) where there is none.
+
+    Raises ValueError for a file that is not of `save_timeline`.
+    """
+    path = folder / TIMELINE_FILE
+    if not path.is_file():
+        return 0, []
+    try:
+        kept = json.loads(path.read_text(encoding="utf-8"))
+        return int(kept["step"]), [_record(row) for row in kept["rounds"]]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{path} is not a timeline that a run wrote ({error}): delete it"
+        ) from error
+
+
+def _record(row: Mapping[str, Any]) -> RoundRecord:
+    columns: dict[str, Any] = {
+        k: np.asarray(v) if isinstance(v, list) else v for k, v in row.items()
+    }
+    return RoundRecord(**columns)

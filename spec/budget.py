@@ -1,0 +1,302 @@
+"""How many guesses a round tries: the choice that buys the most tokens per second.
+
+A round of B slots and N nodes costs what the measured table says; it brings each
+request one token and the guesses that turn out right. Policies by name: `off`,
+`fixed:k`, `aimd` (HistoSpec's windows), `goodput` (ours). A budget lives for one
+phase; what it is told is counts and a table, so that its decisions repeat. A = live
+requests, B = slots, N = nodes (root included), S = cache positions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from spec.drafter import Drafts, LiveSlots
+from spec.window import WindowConfig, next_windows
+
+POLICIES = "off, fixed:K, aimd, goodput"
+BETTER = 1.03  # a mode is left only for one that promises this much more
+DECAY = 0.9  # of a request's acceptance counts, a round
+PRIOR_NODES = 2.0  # how many expected guesses the prior of a request weighs
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """Trees of `num_nodes`; 1 is plain decoding, `num_rounds` rounds before the next question."""
+
+    num_nodes: int
+    num_rounds: int = 1
+
+
+class Budget(Protocol):
+    """Told before drafting how much each request may get, after it what was found."""
+
+    def limits(self, live: LiveSlots, num_slots: int) -> np.ndarray:
+        """The most guesses that each live request may get; int [A]."""
+        ...
+
+    def choose(
+        self,
+        live: LiveSlots,
+        drafts: Drafts,
+        sizes: Sequence[int],
+        num_slots: int,
+        num_positions: int,
+    ) -> Decision:
+        """One of `sizes` (ascending, root included), or 1; their bucket is given."""
+        ...
+
+    def observe(
+        self, live: LiveSlots, drafts: Drafts, num_nodes: int, emitted_A: np.ndarray
+    ) -> None:
+        """What the round gave; `num_nodes` 1 where the guesses were not tried."""
+        ...
+
+
+class RoundTimes:
+    """Seconds of a round by (slots, nodes, positions), as measured on this device and shape."""
+
+    def __init__(self, seconds: Mapping[tuple[int, int, int], float]) -> None:
+        self._seconds = dict(seconds)
+
+    def __call__(self, num_slots: int, num_nodes: int, num_positions: int) -> float | None:
+        return self._seconds.get((num_slots, num_nodes, num_positions))
+
+    def rows(self) -> list[list[float]]:
+        """[slots, nodes, positions, seconds] each, in order: what is kept in a run folder."""
+        return [[*key, value] for key, value in sorted(self._seconds.items())]
+
+    @staticmethod
+    def from_rows(rows: Sequence[Sequence[float]]) -> RoundTimes:
+        return RoundTimes({(int(b), int(n), int(s)): float(t) for b, n, s, t in rows})
+
+
+def _size_for(widest: int, sizes: Sequence[int]) -> int:
+    """The smallest size that holds the root and `widest` guesses, else the largest; 1 for none."""
+    if not widest or not sizes:
+        return 1
+    return next((n for n in sizes if n > widest), sizes[-1])
+
+
+class Off:
+    """Never a guess."""
+
+    def limits(self, live: LiveSlots, num_slots: int) -> np.ndarray:
+        return np.zeros(len(live), np.int32)
+
+    def choose(
+        self,
+        live: LiveSlots,
+        drafts: Drafts,
+        sizes: Sequence[int],
+        num_slots: int,
+        num_positions: int,
+    ) -> Decision:
+        return Decision(1, 2**30)
+
+    def observe(
+        self, live: LiveSlots, drafts: Drafts, num_nodes: int, emitted_A: np.ndarray
+    ) -> None:
+        pass
+
+
+class TakeAll:
+    """All guesses that there are, at most `most` a request."""
+
+    def __init__(self, most: int = 2**30) -> None:
+        self._most = most
+
+    def limits(self, live: LiveSlots, num_slots: int) -> np.ndarray:
+        return np.full(len(live), self._most, np.int32)
+
+    def choose(
+        self,
+        live: LiveSlots,
+        drafts: Drafts,
+        sizes: Sequence[int],
+        num_slots: int,
+        num_positions: int,
+    ) -> Decision:
+        return Decision(_size_for(int(drafts.count_A.max(initial=0)), sizes))
+
+    def observe(
+        self, live: LiveSlots, drafts: Drafts, num_nodes: int, emitted_A: np.ndarray
+    ) -> None:
+        pass
+
+
+class Requests:
+    """A float per live request, kept by request id; what is new starts at `start`."""
+
+    def __init__(self, start: float) -> None:
+        self._start = start
+        self._values: dict[int, float] = {}
+
+    def get(self, live: LiveSlots) -> np.ndarray:
+        values = [self._values.get(r, self._start) for r in live.request_ids_A.tolist()]
+        return np.asarray(values, np.float64)
+
+    def set(self, live: LiveSlots, values_A: np.ndarray) -> None:
+        pairs = zip(live.request_ids_A.tolist(), values_A.tolist(), strict=True)
+        self._values.update(pairs)
+
+
+class Aimd:
+    """HistoSpec's windows, with its gate on the batch size (RhymeRL, section 5.4).
+
+    A round is plain where the table says that at the acceptance seen so far trees of
+    the wanted size would bring fewer tokens per second; every `PROBE` rounds the gate
+    is opened once, to see the acceptance anew.
+    """
+
+    PROBE = 32
+
+    def __init__(self, times: RoundTimes | None = None, window: WindowConfig | None = None) -> None:
+        self._config = window or WindowConfig()
+        self._times = times
+        self._windows = Requests(self._config.start_tokens)
+        self._tokens_per_request = 0.0  # a round of trees brings this many, decayed mean
+        self._closed = 0
+
+    def limits(self, live: LiveSlots, num_slots: int) -> np.ndarray:
+        return self._windows.get(live).astype(np.int32)
+
+    def choose(
+        self,
+        live: LiveSlots,
+        drafts: Drafts,
+        sizes: Sequence[int],
+        num_slots: int,
+        num_positions: int,
+    ) -> Decision:
+        size = _size_for(int(drafts.count_A.max(initial=0)), sizes)
+        if self._times is None or size == 1 or not self._tokens_per_request:
+            return Decision(size)
+        plain_s = self._times(num_slots, 1, num_positions)
+        tree_s = self._times(num_slots, size, num_positions)
+        if plain_s is None or tree_s is None or tree_s < self._tokens_per_request * plain_s:
+            self._closed = 0
+            return Decision(size)
+        self._closed += 1
+        return Decision(1 if self._closed % self.PROBE else size)
+
+    def observe(
+        self, live: LiveSlots, drafts: Drafts, num_nodes: int, emitted_A: np.ndarray
+    ) -> None:
+        if num_nodes == 1:
+            return
+        drafted_A = np.minimum(drafts.count_A, num_nodes - 1)
+        windows_A = next_windows(self._config, self._windows.get(live), drafted_A, emitted_A - 1)
+        self._windows.set(live, windows_A)
+        mean = float(emitted_A.mean())
+        old = self._tokens_per_request or mean
+        self._tokens_per_request = DECAY * old + (1 - DECAY) * mean
+
+
+class Goodput:
+    """The tree size with the most expected tokens per second this round.
+
+    tokens(N) = A + Σ_a s_a Σ_{i<N} chance[a, i],  choice = argmax tokens(N) / seconds(B, N, S)
+
+    `s_a` is what a request's guesses were worth so far over what they promised, drawn
+    towards that of all requests. A mode is left only for one that promises `BETTER`.
+    While plain decoding wins, drafts are asked for after 2, 4, 8, … `LONGEST_WAIT` rounds
+    (and where the batch shrinks): they cost the host's time.
+    """
+
+    LONGEST_WAIT = 64
+
+    def __init__(self, times: RoundTimes) -> None:
+        self._times = times
+        self._hits, self._hopes = Requests(0.0), Requests(0.0)
+        self._all_hits = self._all_hopes = 0.0
+        self._speculating = False
+        self._plain_rounds = 1
+        # (slots, a request, the tokens that it has when drafts are to be asked for again)
+        self._wait = (0, -1, 0)
+
+    def limits(self, live: LiveSlots, num_slots: int) -> np.ndarray:
+        slots, request_id, tokens = self._wait
+        at = np.flatnonzero(live.request_ids_A == request_id)
+        waiting = slots == num_slots and at.size > 0 and live.total_tokens_A[at[0]] < tokens
+        return np.full(len(live), 0 if waiting else 2**30, np.int32)
+
+    def scale(self, live: LiveSlots) -> np.ndarray:
+        """s_a = (hits + prior · s) / (hopes + prior), with s the same over all requests."""
+        overall = (self._all_hits + PRIOR_NODES) / (self._all_hopes + PRIOR_NODES)
+        hits_A, hopes_A = self._hits.get(live), self._hopes.get(live)
+        return (hits_A + PRIOR_NODES * overall) / (hopes_A + PRIOR_NODES)
+
+    def choose(
+        self,
+        live: LiveSlots,
+        drafts: Drafts,
+        sizes: Sequence[int],
+        num_slots: int,
+        num_positions: int,
+    ) -> Decision:
+        plain_s = self._times(num_slots, 1, num_positions)
+        if plain_s is None:
+            raise KeyError(
+                f"no measured time of a plain round of {num_slots} slots and {num_positions} "
+                "positions: measure the engine's rounds (rl.round_times) before the phase"
+            )
+        worth_N = self.scale(live) @ np.cumsum(drafts.chance_AN, axis=1)
+        best, best_rate = 1, 1.0
+        widest = int(drafts.count_A.max(initial=0))
+        for size in sizes:
+            tree_s = self._times(num_slots, size, num_positions)
+            if tree_s is None or not widest:
+                continue
+            worth = worth_N[min(size - 1, drafts.max_nodes) - 1]
+            rate = (len(live) + worth) / len(live) * plain_s / tree_s
+            if rate > best_rate:
+                best, best_rate = size, rate
+            if size > widest:
+                break
+        self._speculating = best > 1 and (self._speculating or best_rate > BETTER)
+        if self._speculating:
+            self._plain_rounds, self._wait = 1, (0, -1, 0)
+            return Decision(best)
+        shrunk = num_slots < self._wait[0]
+        self._plain_rounds = 2 if shrunk else min(2 * self._plain_rounds, self.LONGEST_WAIT)
+        witness = int(live.total_tokens_A[-1]) + self._plain_rounds
+        self._wait = (num_slots, int(live.request_ids_A[-1]), witness)
+        return Decision(1, self._plain_rounds)
+
+    def observe(
+        self, live: LiveSlots, drafts: Drafts, num_nodes: int, emitted_A: np.ndarray
+    ) -> None:
+        if num_nodes == 1:
+            return
+        tried_A = np.minimum(drafts.count_A, num_nodes - 1)
+        hopes_A = np.where(
+            np.arange(drafts.max_nodes) < tried_A[:, None], drafts.chance_AN, 0.0
+        ).sum(axis=1)
+        hits_A = np.where(tried_A > 0, emitted_A - 1, 0)
+        self._hits.set(live, DECAY * self._hits.get(live) + hits_A)
+        self._hopes.set(live, DECAY * self._hopes.get(live) + hopes_A)
+        self._all_hits = 0.99 * self._all_hits + float(hits_A.sum())
+        self._all_hopes = 0.99 * self._all_hopes + float(hopes_A.sum())
+
+
+def make_budget(policy: str, times: RoundTimes | None) -> Budget:
+    """The budget of that name, for one phase.
+
+    Raises ValueError for a name that there is not.
+    """
+    if policy == "off":
+        return Off()
+    if policy == "aimd":
+        return Aimd(times)
+    if policy == "goodput":
+        assert times is not None, "goodput needs the measured seconds of a round"
+        return Goodput(times)
+    name, _, size = policy.partition(":")
+    if name == "fixed" and size.isdecimal() and int(size) >= 1:
+        return TakeAll(int(size))
+    raise ValueError(f"budget must be one of {POLICIES}, got {policy!r}")

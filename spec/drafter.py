@@ -1,0 +1,131 @@
+"""What drafters see and give: plain arrays on the host, one entry per live request.
+
+A drafter's guesses cost time when they are wrong, never correctness: the
+verification kernel emits what plain decoding would have (spec/verify.py). A = live
+requests, B = slots, L = tokens of a request, N = guesses.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from spec.tree import PADDING, Draft, check_draft
+
+
+class Source(enum.IntEnum):
+    """Which text a guess was found in."""
+
+    OTHER = 0
+    HISTORY = 1  # the prompt's responses of the last epoch
+    GROUP = 2  # siblings that are being generated
+    OWN = 3  # the request's own prompt and response
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LiveSlots:
+    """The live requests; `tokens_BL[rows_A[a], :total_tokens_A[a]]` is prompt and response of a.
+
+    `tokens_BL` is the engine's own table: to be read, during the call only.
+    """
+
+    rows_A: np.ndarray
+    request_ids_A: np.ndarray
+    group_ids_A: np.ndarray
+    sample_indices_A: np.ndarray
+    prompt_tokens_A: np.ndarray
+    total_tokens_A: np.ndarray
+    remaining_tokens_A: np.ndarray
+    tokens_BL: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.rows_A)
+
+    def prompt(self, a: int) -> np.ndarray:
+        return self.tokens_BL[self.rows_A[a], : self.prompt_tokens_A[a]]
+
+    def response(self, a: int) -> np.ndarray:
+        return self.tokens_BL[self.rows_A[a], self.prompt_tokens_A[a] : self.total_tokens_A[a]]
+
+    def take(self, chosen_A: np.ndarray) -> LiveSlots:
+        """Those that a mask or an index array chooses."""
+        columns = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return LiveSlots(**{k: v if k == "tokens_BL" else v[chosen_A] for k, v in columns.items()})
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Drafts:
+    """A tree of guesses per live request, without its root; the first `count_A` of each are valid.
+
+    `parents_AN` is −1 for a child of the root, else the index of an earlier guess.
+    `chance_AN` is the estimated probability that the guess and all above it are
+    right; guesses come in the order of worth, so that a tree's first n are a tree,
+    and the best of that size. `sources_AN` holds `Source` values.
+    """
+
+    tokens_AN: np.ndarray
+    parents_AN: np.ndarray
+    chance_AN: np.ndarray
+    sources_AN: np.ndarray
+    count_A: np.ndarray
+
+    @property
+    def max_nodes(self) -> int:
+        return self.tokens_AN.shape[1]
+
+
+def no_drafts(num_requests: int, max_nodes: int) -> Drafts:
+    """Room for `max_nodes` guesses a request, and none in it."""
+    A, N = num_requests, max_nodes
+    return Drafts(
+        np.full((A, N), PADDING, np.int32),
+        np.full((A, N), -1, np.int32),
+        np.zeros((A, N), np.float32),
+        np.zeros((A, N), np.uint8),
+        np.zeros(A, np.int32),
+    )
+
+
+def stack(drafts: Sequence[Draft], max_nodes: int) -> Drafts:
+    """Hand-made drafts as arrays, cut to `max_nodes`; raises ValueError where one is no tree."""
+    out = no_drafts(len(drafts), max_nodes)
+    for a, draft in enumerate(drafts):
+        n = min(len(draft.tokens), max_nodes)
+        check_draft(draft, n, f"request {a}")
+        out.tokens_AN[a, :n] = draft.tokens[:n]
+        out.parents_AN[a, :n] = draft.parents[:n]
+        out.chance_AN[a, :n] = 1.0
+        out.count_A[a] = n
+    return out
+
+
+def plant(
+    drafts: Drafts, rows_A: np.ndarray, num_slots: int, num_nodes: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Trees of `num_nodes` (root included) for every slot: int32 tokens_BN, parents_BN.
+
+    Guesses beyond `num_nodes` − 1 are cut; slots without a request hold their root alone.
+    """
+    N = min(num_nodes - 1, drafts.max_nodes)
+    tokens_BN = np.full((num_slots, num_nodes), PADDING, np.int32)
+    parents_BN = np.zeros((num_slots, num_nodes), np.int32)
+    tokens_BN[:, 0], parents_BN[:, 0] = 0, -1
+    valid_AN = np.arange(N) < drafts.count_A[:, None]
+    tokens_BN[rows_A, 1 : N + 1] = np.where(valid_AN, drafts.tokens_AN[:, :N], PADDING)
+    parents_BN[rows_A, 1 : N + 1] = np.where(valid_AN, drafts.parents_AN[:, :N] + 1, 0)
+    return tokens_BN, parents_BN
+
+
+class Drafter(Protocol):
+    """Proposes drafts. The engine calls `propose` once a round, `finished` as requests end.
+
+    `max_nodes_A` is the most guesses that each request may get, at most `max_nodes`.
+    """
+
+    def propose(self, live: LiveSlots, max_nodes_A: np.ndarray, max_nodes: int) -> Drafts: ...
+
+    def finished(self, live: LiveSlots) -> None: ...

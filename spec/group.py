@@ -1,0 +1,154 @@
+"""Seer's grouped drafts: siblings' tokens as they are generated (Seer, section 4.4).
+
+A server keeps each group's tokens as a log of updates; a client beside an engine
+fetches what it has not seen of the groups that it has registered, and speculates on an
+index of its own. Messages are plain data, so that the server can move behind a process
+boundary and serve many workers; here both live in one process.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from spec.drafter import Drafts, LiveSlots, Source
+from spec.suffix import ProposalRule, SuffixForest
+from spec.suffix_drafter import NO_TREE, RequestFollowers
+
+RULE = ProposalRule(longest=16, shortest=1, max_children=3, prior=0.3, min_chance=0.05)
+NEVER_S = float("inf")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Update:
+    """Tokens of one request, the first of which comes after `previous_tokens` others."""
+
+    group_id: int
+    request_id: int
+    previous_tokens: int
+    tokens: np.ndarray
+
+
+class DraftServer:
+    """All groups' tokens, as logs of updates."""
+
+    def __init__(self) -> None:
+        self._logs: dict[int, list[Update]] = {}
+        self._lengths: dict[tuple[int, int], int] = {}
+
+    def update(self, update: Update) -> None:
+        """Append a request's new tokens.
+
+        What is known already is left out, so that a message may come twice. Raises
+        ValueError where tokens before it are missing.
+        """
+        name = update.group_id, update.request_id
+        known = self._lengths.get(name, 0)
+        if update.previous_tokens > known:
+            raise ValueError(
+                f"request {update.request_id} of group {update.group_id} has {known} tokens here: "
+                f"got an update that starts after {update.previous_tokens}; send what is missing"
+            )
+        new = update.tokens[known - update.previous_tokens :]
+        if len(new):
+            log = self._logs.setdefault(update.group_id, [])
+            log.append(dataclasses.replace(update, previous_tokens=known, tokens=new))
+            self._lengths[name] = known + len(new)
+
+    def fetch(self, seen: Mapping[int, int]) -> dict[int, list[Update]]:
+        """Each group's updates after the first `seen[group]`; groups without any are left out."""
+        new = {group: self._logs.get(group, [])[count:] for group, count in seen.items()}
+        return {group: updates for group, updates in new.items() if updates}
+
+    def drop(self, group_id: int) -> None:
+        """Forget a group."""
+        for update in self._logs.pop(group_id, ()):
+            self._lengths.pop((group_id, update.request_id), None)
+
+
+class DraftClient:
+    """The index of the registered groups, and guesses out of it."""
+
+    def __init__(self, rule: ProposalRule = RULE) -> None:
+        self._forest = SuffixForest(rule.longest)
+        self._followers = RequestFollowers(self._forest, rule, Source.GROUP)
+        self._trees: dict[int, int] = {}
+        self._until_s: dict[int, float] = {}
+        self._sequences: dict[tuple[int, int], int] = {}
+        self.seen: dict[int, int] = {}  # updates applied, by group: what `fetch` is asked with
+
+    def register_group(self, group_id: int, ttl_s: float = NEVER_S, now_s: float = 0.0) -> None:
+        """Follow a group until `ttl_s` from now; a group that is followed is given more time."""
+        self._until_s[group_id] = now_s + ttl_s
+        if group_id not in self._trees:
+            self._trees[group_id], self.seen[group_id] = self._forest.plant(), 0
+
+    def expire(self, now_s: float) -> list[int]:
+        """Forget the groups whose time is over; returns them."""
+        over = [group for group, until_s in self._until_s.items() if until_s <= now_s]
+        for group in over:
+            self._forest.uproot(self._trees.pop(group))
+            del self._until_s[group], self.seen[group]
+        self._sequences = {n: s for n, s in self._sequences.items() if n[0] in self._trees}
+        return over
+
+    def apply(self, fetched: Mapping[int, Sequence[Update]]) -> None:
+        """Put what was fetched into the index; each request's tokens go to its own sequence."""
+        sequences, pieces = [], []
+        for group, updates in fetched.items():
+            for update in updates:
+                name = group, update.request_id
+                if name not in self._sequences:
+                    self._sequences[name] = self._forest.add(self._trees[group])
+                sequences.append(self._sequences[name])
+                pieces.append(update.tokens)
+            self.seen[group] += len(updates)
+        if sequences:
+            offsets = np.cumsum([0, *map(len, pieces)])
+            self._forest.append_batch(sequences, np.concatenate(pieces), offsets)
+
+    def batch_speculate(self, live: LiveSlots, max_nodes_A: np.ndarray, max_nodes: int) -> Drafts:
+        """Guesses for all live requests at once."""
+        groups = live.group_ids_A.tolist()
+        trees_A = np.fromiter((self._trees.get(g, NO_TREE) for g in groups), np.int64, len(groups))
+        return self._followers.propose(live, trees_A, max_nodes_A, max_nodes)
+
+    def forget_requests(self, request_ids: Sequence[int]) -> None:
+        """These need no guesses any more; their tokens stay."""
+        self._followers.forget(request_ids)
+
+
+class GroupDrafter:
+    """Feeds a server with the live requests' tokens, `update_tokens` at a time, and drafts."""
+
+    def __init__(self, rule: ProposalRule = RULE, update_tokens: int = 4) -> None:
+        self._server, self._client = DraftServer(), DraftClient(rule)
+        self._update_tokens, self._tail = update_tokens, rule.longest
+        self._sent: dict[int, int] = {}  # tokens of a request that the server has been told of
+
+    def propose(self, live: LiveSlots, max_nodes_A: np.ndarray, max_nodes: int) -> Drafts:
+        self._send(live, self._update_tokens)
+        for group in set(live.group_ids_A.tolist()) - self._client.seen.keys():
+            self._client.register_group(group)
+        self._client.apply(self._server.fetch(self._client.seen))
+        return self._client.batch_speculate(live, max_nodes_A, max_nodes)
+
+    def finished(self, live: LiveSlots) -> None:
+        self._send(live, 1)
+        self._client.forget_requests(live.request_ids_A.tolist())
+
+    def _send(self, live: LiveSlots, at_least: int) -> None:
+        """Tell the server of the requests with so many new tokens; a prompt's tail comes first."""
+        tails_A = np.minimum(live.prompt_tokens_A, self._tail)
+        lengths = (live.total_tokens_A - live.prompt_tokens_A + tails_A).tolist()
+        groups = live.group_ids_A.tolist()
+        for a, request_id in enumerate(live.request_ids_A.tolist()):
+            known = self._sent.get(request_id, 0)
+            if lengths[a] - known < at_least:
+                continue
+            end = int(live.total_tokens_A[a])
+            tokens = live.tokens_BL[live.rows_A[a], end - lengths[a] + known : end].copy()
+            self._server.update(Update(groups[a], request_id, known, tokens))
+            self._sent[request_id] = lengths[a]

@@ -1,0 +1,70 @@
+"""HistoSpec: drafts from the prompt's own responses of the last epoch (RhymeRL, section 5).
+
+The index of the next step's prompts is built while training runs (`build_index`, in a
+thread of its own: its kernels do not hold the interpreter lock), then handed to the
+drafter of that step. A branch weighs the sum of the rewards of the responses in it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+import numpy as np
+
+from spec.drafter import Drafts, LiveSlots, Source
+from spec.history_store import HistoryStore
+from spec.suffix import ProposalRule, SuffixForest
+from spec.suffix_drafter import NO_TREE, RequestFollowers, with_prompt_tail
+
+# Section 5.4: a prefix of 7 tokens, shortened to 3 until it is found; one branch.
+PAPER_RULE = ProposalRule(longest=7, shortest=3, rank_by="weight", max_children=1)
+RULE = ProposalRule(
+    longest=16, shortest=1, rank_by="weight", max_children=2, prior=0.3, min_chance=0.05
+)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class HistoryIndex:
+    """The trees of some prompts by key; prompts without history have none."""
+
+    forest: SuffixForest
+    trees: Mapping[str, int]
+
+    @property
+    def num_tokens(self) -> int:
+        return self.forest.num_tokens
+
+
+def build_index(
+    store: HistoryStore, prompts: Mapping[str, np.ndarray], max_context: int
+) -> HistoryIndex:
+    """Index what the store has of `prompts` (prompt ids by key)."""
+    forest = SuffixForest(max_context)
+    trees = {}
+    for key, prompt in prompts.items():
+        responses = store.get(key)
+        if responses is None:
+            continue
+        trees[key] = tree = forest.plant()
+        for tokens, reward in zip(responses.tokens, responses.rewards, strict=True):
+            forest.add(tree, with_prompt_tail(prompt, tokens, max_context), weight=reward)
+    return HistoryIndex(forest, trees)
+
+
+class HistoryDrafter:
+    """Each request follows its prompt's tree; `keys` names the prompt of a group."""
+
+    def __init__(
+        self, index: HistoryIndex, keys: Mapping[int, str], rule: ProposalRule = RULE
+    ) -> None:
+        self._trees = {group: index.trees.get(key, NO_TREE) for group, key in keys.items()}
+        self._followers = RequestFollowers(index.forest, rule, Source.HISTORY)
+
+    def propose(self, live: LiveSlots, max_nodes_A: np.ndarray, max_nodes: int) -> Drafts:
+        groups = live.group_ids_A.tolist()
+        trees_A = np.fromiter((self._trees.get(g, NO_TREE) for g in groups), np.int64, len(groups))
+        return self._followers.propose(live, trees_A, max_nodes_A, max_nodes)
+
+    def finished(self, live: LiveSlots) -> None:
+        self._followers.forget(live.request_ids_A.tolist())

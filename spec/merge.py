@@ -1,0 +1,135 @@
+"""Several drafters as one: the union of their trees, the likeliest guesses first.
+
+A guess that two drafters share counts once, with the higher of their chances, and
+belongs to the one that gave it. So the best of the union is never worth less than the
+best of any one of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numba
+import numpy as np
+
+from spec.drafter import Drafter, Drafts, LiveSlots, no_drafts
+
+
+class Union:
+    """The drafter that asks all of `drafters`."""
+
+    def __init__(self, drafters: Sequence[Drafter]) -> None:
+        assert drafters, "a union of nothing"
+        self._drafters = tuple(drafters)
+
+    def propose(self, live: LiveSlots, max_nodes_A: np.ndarray, max_nodes: int) -> Drafts:
+        drafts = [d.propose(live, max_nodes_A, max_nodes) for d in self._drafters]
+        return drafts[0] if len(drafts) == 1 else merge(drafts, max_nodes_A)
+
+    def finished(self, live: LiveSlots) -> None:
+        for drafter in self._drafters:
+            drafter.finished(live)
+
+
+def merge(drafts: Sequence[Drafts], max_nodes_A: np.ndarray) -> Drafts:
+    """The union of each request's trees, cut to its `max_nodes_A` likeliest guesses."""
+    A, N = drafts[0].tokens_AN.shape
+    out = no_drafts(A, N)
+    _merge(
+        np.stack([d.tokens_AN for d in drafts]),
+        np.stack([d.parents_AN for d in drafts]),
+        np.stack([d.chance_AN for d in drafts]),
+        np.stack([d.sources_AN for d in drafts]),
+        np.stack([d.count_A for d in drafts]),
+        np.minimum(max_nodes_A, N).astype(np.int32),
+        out.tokens_AN,
+        out.parents_AN,
+        out.chance_AN,
+        out.sources_AN,
+        out.count_A,
+    )
+    return out
+
+
+@numba.njit(cache=True, nogil=True)
+def _merge(  # type: ignore[no-untyped-def]
+    tokens_KAN,
+    parents_KAN,
+    chance_KAN,
+    sources_KAN,
+    count_KA,
+    most_A,
+    out_tokens_AN,
+    out_parents_AN,
+    out_chance_AN,
+    out_sources_AN,
+    out_count_A,
+):
+    K, A, N = tokens_KAN.shape
+    M = K * N  # nodes of a union at most
+    token, parent = np.empty(M, np.int32), np.empty(M, np.int32)
+    chance, source = np.empty(M, np.float32), np.empty(M, np.uint8)
+    child, sibling = np.empty(M + 1, np.int32), np.empty(M, np.int32)  # child[0]: of the root
+    here = np.empty(N, np.int32)  # where a source's nodes are in the union
+    place = np.empty(M, np.int32)  # where the union's nodes are in the result
+    for a in range(A):
+        size = 0
+        child[0] = -1
+        for k in range(K):
+            for i in range(count_KA[k, a]):
+                above = -1
+                if parents_KAN[k, a, i] >= 0:
+                    above = here[parents_KAN[k, a, i]]
+                node = child[above + 1]
+                while node >= 0 and token[node] != tokens_KAN[k, a, i]:
+                    node = sibling[node]
+                if node < 0:
+                    node, size = size, size + 1
+                    token[node], parent[node] = tokens_KAN[k, a, i], above
+                    chance[node], source[node] = -1.0, 0
+                    sibling[node], child[above + 1], child[node + 1] = child[above + 1], node, -1
+                if chance_KAN[k, a, i] > chance[node]:
+                    chance[node], source[node] = chance_KAN[k, a, i], sources_KAN[k, a, i]
+                here[i] = node
+        # parents are worth at least as much as their children, and come first among equals
+        chosen = min(most_A[a], size)
+        for n in range(size):
+            place[n] = -1
+        for n in range(chosen):
+            best = -1
+            for node in range(size):
+                if place[node] < 0 and (best < 0 or chance[node] > chance[best]):
+                    best = node
+            place[best] = n
+            out_tokens_AN[a, n], out_chance_AN[a, n] = token[best], chance[best]
+            out_parents_AN[a, n] = -1 if parent[best] < 0 else place[parent[best]]
+            out_sources_AN[a, n] = source[best]
+        out_count_A[a] = chosen
+
+
+def emitted_guesses(
+    drafts: Drafts, num_guesses: int, tokens_AN: np.ndarray, emitted_A: np.ndarray
+) -> np.ndarray:
+    """Which guesses were right, bool [A, N]: the path that the emitted tokens take from the root.
+
+    `tokens_AN` are the tokens that each request got, the first `emitted_A` valid; only
+    the first `num_guesses` guesses were tried.
+    """
+    right_AN = np.zeros(drafts.tokens_AN.shape, bool)
+    tried_A = np.minimum(drafts.count_A, num_guesses)
+    _follow(drafts.tokens_AN, drafts.parents_AN, tried_A, tokens_AN, emitted_A, right_AN)
+    return right_AN
+
+
+@numba.njit(cache=True, nogil=True)
+def _follow(  # type: ignore[no-untyped-def]
+    guess_AN, parents_AN, tried_A, tokens_AN, emitted_A, right_AN
+):
+    for a in range(len(tried_A)):
+        node = -1
+        for j in range(emitted_A[a] - 1):
+            for i in range(node + 1, tried_A[a]):
+                if parents_AN[a, i] == node and guess_AN[a, i] == tokens_AN[a, j]:
+                    right_AN[a, i] = True
+                    node = i
+                    break

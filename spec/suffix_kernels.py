@@ -1,0 +1,400 @@
+"""Kernels of the suffix forest: one arena of arrays, suffix automata that grow and shrink in it.
+
+A state stands for contexts that end at the same places of a tree's text: the
+suffixes of its longest one that are longer than its link's. `COUNT` and the weight
+in column `WEIGHT` (float32 bits) hold for contexts of up to `depth` tokens. A
+state's first edge is inline; the others hang in a list from `MORE`, and a hash
+table of their (state, token) finds them in O(1).
+
+Python calls kernels, which numba caches; kernels call parts, which become a part of them.
+"""
+
+from __future__ import annotations
+
+import zlib
+from pathlib import Path
+from typing import NamedTuple
+
+import numba
+import numpy as np
+
+kernel = numba.njit(cache=True, nogil=True, error_model="numpy")
+# Parts own no array. Without `_nrt` numba would count references to all of them, atomically, which
+# takes twice as long as all else.
+_PART = {"nogil": True, "error_model": "numpy", "_nrt": False, "no_cfunc_wrapper": True}
+part = numba.njit(no_cpython_wrapper=True, **_PART)
+inlined = numba.njit(no_cpython_wrapper=True, forceinline=True, **_PART)
+# numba's cache does not see that code in another file has changed. A kernel elsewhere that uses
+# these parts takes this number as a default argument, which is a part of its signature.
+STAMP = zlib.crc32(Path(__file__).read_bytes())
+
+NONE = -1
+# Columns of `states` [state, 8] int32. A root's link and an absent edge's token are NONE.
+LENGTH, LINK, COUNT, TOKEN, TARGET, MORE, NEXT, WEIGHT = range(8)
+# Columns of `edges` [edge, 4] int32.
+SOURCE, LABEL, GOAL, NEXT_EDGE = range(4)
+# Columns of `sequences` [sequence, 8] int64. LAST: the state of the whole sequence; NODE: that of
+# its last MATCHED = min(tokens, depth) tokens.
+TREE, LAST, NODE, MATCHED, TOKENS, FIRST_CHUNK, LAST_CHUNK, SEQUENCE_GENERATION = range(8)
+# Columns of `trees` [tree, 8] int64. GROWN and SHRUNK are versions: they never go back.
+ROOT, STATES, LIVE, DEAD, GROWN, SHRUNK, SEQUENCES, TREE_GENERATION = range(8)
+# Rows and columns of `pools` [3, 3] int64: how many were ever taken, the free list, its length.
+STATE_POOL, EDGE_POOL, CHUNK_POOL = range(3)
+TAKEN, FREE, NUM_FREE = range(3)
+# Columns of a follower. SEEN: how often its match occurred when it last followed.
+AT, MATCH, POSITION, SEEN_GROWN, SEEN_SHRUNK, SEEN = range(6)
+
+CHUNK_TOKENS = 31  # of the 32 columns of `chunks`; column 0 is the next chunk
+SLOT_MASK = 0xFFFFFFFF  # an id is generation << 32 | row
+
+
+class Arena(NamedTuple):
+    """A forest's arrays. `weights` is `states` as float32; `rates` are the sequences' weights;
+    `table` holds hash << 32 | edge + 1, 0 where it is empty.
+    """
+
+    states: np.ndarray
+    weights: np.ndarray
+    edges: np.ndarray
+    table: np.ndarray
+    chunks: np.ndarray
+    sequences: np.ndarray
+    rates: np.ndarray
+    trees: np.ndarray
+    pools: np.ndarray
+
+
+# --- pools and edges ----------------------------------------------------------------------
+
+
+@inlined
+def _take(pools, pool, records, next_column):
+    """A record from the free list, or one never used: the caller has made room."""
+    record = pools[pool, FREE]
+    if record >= 0:
+        pools[pool, FREE] = records[record, next_column]
+        pools[pool, NUM_FREE] -= 1
+    else:
+        record = pools[pool, TAKEN]
+        pools[pool, TAKEN] += 1
+    return record
+
+
+@inlined
+def _put_back(pools, pool, records, next_column, record):
+    records[record, next_column] = pools[pool, FREE]
+    pools[pool, FREE] = record
+    pools[pool, NUM_FREE] += 1
+
+
+@inlined
+def _hash(state, token):
+    """31 bits of (state, token)."""
+    x = (np.uint64(state) << np.uint64(32)) | np.uint64(token)
+    x *= np.uint64(0x9E3779B97F4A7C15)
+    x ^= x >> np.uint64(32)
+    x *= np.uint64(0xD6E8FEB86659FD93)
+    return np.int64(x >> np.uint64(33))
+
+
+@inlined
+def _edge(edges, table, state, token):
+    """The listed edge of `state` with `token`, or NONE. Linear probing."""
+    mask = table.shape[0] - 1
+    code = _hash(state, token)
+    slot = code & mask
+    while table[slot] != 0:
+        if table[slot] >> 32 == code:
+            edge = (table[slot] & SLOT_MASK) - 1
+            if edges[edge, SOURCE] == state and edges[edge, LABEL] == token:
+                return edge
+        slot = (slot + 1) & mask
+    return NONE
+
+
+@inlined
+def child_of(states, edges, table, state, token):
+    """Where `token` leads from `state`, or NONE."""
+    if states[state, TOKEN] == token:
+        return np.int64(states[state, TARGET])
+    if states[state, MORE] == NONE:
+        return np.int64(NONE)
+    edge = _edge(edges, table, state, token)
+    return np.int64(NONE) if edge == NONE else np.int64(edges[edge, GOAL])
+
+
+@inlined
+def _insert(table, code, edge):
+    mask = table.shape[0] - 1
+    slot = code & mask
+    while table[slot] != 0:
+        slot = (slot + 1) & mask
+    table[slot] = code << 32 | (edge + 1)
+
+
+@inlined
+def _add_edge(states, edges, table, pools, state, token, target):
+    """A new edge; `state` has none with this token."""
+    if states[state, TOKEN] == NONE:
+        states[state, TOKEN], states[state, TARGET] = token, target
+        return
+    edge = _take(pools, EDGE_POOL, edges, NEXT_EDGE)
+    edges[edge, SOURCE], edges[edge, LABEL], edges[edge, GOAL] = state, token, target
+    edges[edge, NEXT_EDGE] = states[state, MORE]
+    states[state, MORE] = edge
+    _insert(table, _hash(state, token), edge)
+
+
+@inlined
+def _redirect(states, edges, table, state, token, target):
+    if states[state, TOKEN] == token:
+        states[state, TARGET] = target
+    else:
+        edges[_edge(edges, table, state, token), GOAL] = target
+
+
+@part
+def _drop_edges(states, edges, table, pools, state):
+    """Free the listed edges of `state`; the table closes its gaps (backward shift)."""
+    mask = table.shape[0] - 1
+    edge = np.int64(states[state, MORE])
+    while edge != NONE:
+        code = _hash(state, edges[edge, LABEL])
+        gap = code & mask
+        while table[gap] != (code << 32 | (edge + 1)):
+            gap = (gap + 1) & mask
+        slot = (gap + 1) & mask
+        while table[slot] != 0:
+            home = (table[slot] >> 32) & mask
+            if ((slot - home) & mask) >= ((slot - gap) & mask):
+                table[gap] = table[slot]
+                gap = slot
+            slot = (slot + 1) & mask
+        table[gap] = 0
+        following = np.int64(edges[edge, NEXT_EDGE])
+        _put_back(pools, EDGE_POOL, edges, NEXT_EDGE, edge)
+        edge = following
+
+
+@kernel
+def rehash(old, new):
+    """Fill the empty table `new` with what `old` holds."""
+    for entry in old:
+        if entry != 0:
+            _insert(new, entry >> 32, (entry & SLOT_MASK) - 1)
+
+
+# --- growth -------------------------------------------------------------------------------
+
+
+@inlined
+def _new_state(states, weights, pools, trees, tree, length):
+    state = _take(pools, STATE_POOL, states, NEXT)
+    states[state, LENGTH], states[state, COUNT], weights[state, WEIGHT] = length, 0, 0.0
+    states[state, LINK] = states[state, TOKEN] = states[state, MORE] = NONE
+    states[state, NEXT] = trees[tree, STATES]
+    trees[tree, STATES] = state
+    return state
+
+
+@part
+def _clone(states, weights, edges, table, pools, trees, tree, p, token, q):
+    """Split the contexts of up to LENGTH(p) + 1 tokens off `q`: the same ends so far, hence the
+    same count, weight and edges.
+    """
+    clone = _new_state(states, weights, pools, trees, tree, states[p, LENGTH] + 1)
+    states[clone, LINK], states[clone, COUNT] = states[q, LINK], states[q, COUNT]
+    weights[clone, WEIGHT] = weights[q, WEIGHT]
+    states[clone, TOKEN], states[clone, TARGET] = states[q, TOKEN], states[q, TARGET]
+    edge = np.int64(states[q, MORE])
+    while edge != NONE:
+        label, goal = edges[edge, LABEL], edges[edge, GOAL]
+        _add_edge(states, edges, table, pools, clone, label, goal)
+        edge = np.int64(edges[edge, NEXT_EDGE])
+    states[q, LINK] = clone
+    while p != NONE and child_of(states, edges, table, p, token) == q:
+        _redirect(states, edges, table, p, token, clone)
+        p = np.int64(states[p, LINK])
+    return clone
+
+
+@inlined
+def _extend(states, weights, edges, table, pools, trees, tree, last, token):
+    """The state of a sequence after one more token; `last` is that before.
+
+    The online suffix automaton (Blumer et al. 1985), for several sequences: where the
+    transition exists already, its target serves, split if it stands for more.
+    """
+    q = child_of(states, edges, table, last, token)
+    if q != NONE:
+        if states[q, LENGTH] == states[last, LENGTH] + 1:
+            return q
+        return _clone(states, weights, edges, table, pools, trees, tree, last, token, q)
+    state = _new_state(states, weights, pools, trees, tree, states[last, LENGTH] + 1)
+    p = last
+    while p != NONE:
+        q = child_of(states, edges, table, p, token)
+        if q != NONE:
+            break
+        _add_edge(states, edges, table, pools, p, token, state)
+        p = np.int64(states[p, LINK])
+    if p == NONE:
+        q = trees[tree, ROOT]
+    elif states[q, LENGTH] != states[p, LENGTH] + 1:
+        q = _clone(states, weights, edges, table, pools, trees, tree, p, token, q)
+    states[state, LINK] = q
+    return state
+
+
+@inlined
+def trim(states, node, matched, most):
+    """The context cut to its last `most` tokens: (state, tokens)."""
+    if matched > most:
+        matched = most
+        while states[states[node, LINK], LENGTH] >= most:
+            node = np.int64(states[node, LINK])
+    return node, matched
+
+
+@inlined
+def _mark(states, weights, root, node, count, weight):
+    """Add to all contexts that end here, the empty one excepted."""
+    while node != root:
+        states[node, COUNT] += count
+        weights[node, WEIGHT] = weights[node, WEIGHT] + weight if states[node, COUNT] else 0.0
+        node = np.int64(states[node, LINK])
+
+
+@part
+def _grow(a, depth, sequence, tokens, start, stop):
+    """Put `tokens[start:stop]` at the end of a sequence of the automaton (not of the chunks)."""
+    states, weights, edges, table = a.states, a.weights, a.edges, a.table
+    pools, trees = a.pools, a.trees
+    tree = a.sequences[sequence, TREE]
+    root = trees[tree, ROOT]
+    weight = a.rates[sequence]
+    last, node = a.sequences[sequence, LAST], a.sequences[sequence, NODE]
+    matched = a.sequences[sequence, MATCHED]
+    for i in range(start, stop):
+        token = tokens[i]
+        last = _extend(states, weights, edges, table, pools, trees, tree, last, token)
+        if states[states[last, LINK], LENGTH] < depth:
+            node, matched = last, min(np.int64(states[last, LENGTH]), depth)
+        else:
+            # `last` stands for longer contexts only. Where a split has left `node` on the longer
+            # part, `trim` goes up to the right one.
+            node = child_of(states, edges, table, node, token)
+            node, matched = trim(states, node, matched + 1, depth)
+        _mark(states, weights, root, node, 1, weight)
+    a.sequences[sequence, LAST], a.sequences[sequence, NODE] = last, node
+    a.sequences[sequence, MATCHED] = matched
+    states[root, COUNT] += stop - start
+    weights[root, WEIGHT] += weight * (stop - start)
+    trees[tree, LIVE] += stop - start
+    trees[tree, GROWN] += stop - start
+
+
+@kernel
+def plant(a, tree):
+    """A root for an empty tree."""
+    a.trees[tree, :GROWN] = 0
+    a.trees[tree, SEQUENCES] = 0
+    a.trees[tree, STATES] = NONE
+    root = _new_state(a.states, a.weights, a.pools, a.trees, tree, 0)
+    a.trees[tree, ROOT], a.trees[tree, STATES] = root, NONE
+
+
+@kernel
+def append(a, depth, sequences_S, tokens_T, offsets_S):
+    """Sequence s gets `tokens_T[offsets_S[s]:offsets_S[s + 1]]`."""
+    for s in range(len(sequences_S)):
+        sequence = sequences_S[s]
+        record = a.sequences[sequence]
+        for i in range(offsets_S[s], offsets_S[s + 1]):
+            place = record[TOKENS] % CHUNK_TOKENS
+            if place == 0:
+                chunk = _take(a.pools, CHUNK_POOL, a.chunks, 0)
+                a.chunks[chunk, 0] = NONE
+                if record[FIRST_CHUNK] == NONE:
+                    record[FIRST_CHUNK] = chunk
+                else:
+                    a.chunks[record[LAST_CHUNK], 0] = chunk
+                record[LAST_CHUNK] = chunk
+            a.chunks[record[LAST_CHUNK], 1 + place] = tokens_T[i]
+            record[TOKENS] += 1
+        _grow(a, depth, sequence, tokens_T, offsets_S[s], offsets_S[s + 1])
+
+
+# --- shrinking ----------------------------------------------------------------------------
+
+
+@kernel
+def remove(a, depth, sequence):
+    """Take a sequence's counts and weights back, and free its chunks."""
+    states, record = a.states, a.sequences[sequence]
+    tree = record[TREE]
+    root = a.trees[tree, ROOT]
+    node, matched, left, chunk = root, np.int64(0), record[TOKENS], record[FIRST_CHUNK]
+    while left > 0:
+        for i in range(min(left, CHUNK_TOKENS)):
+            node = child_of(states, a.edges, a.table, node, a.chunks[chunk, 1 + i])
+            node, matched = trim(states, node, matched + 1, depth)
+            _mark(states, a.weights, root, node, -1, -a.rates[sequence])
+        left -= CHUNK_TOKENS
+        following = np.int64(a.chunks[chunk, 0])
+        _put_back(a.pools, CHUNK_POOL, a.chunks, 0, chunk)
+        chunk = following
+    states[root, COUNT] -= record[TOKENS]
+    a.weights[root, WEIGHT] -= a.rates[sequence] * record[TOKENS]
+    a.trees[tree, LIVE] -= record[TOKENS]
+    a.trees[tree, DEAD] += record[TOKENS]
+    a.trees[tree, SHRUNK] += 1
+
+
+@kernel
+def clear(a, tree):
+    """Free all states of a tree but its root, which forgets everything."""
+    root = a.trees[tree, ROOT]
+    state = a.trees[tree, STATES]
+    while state != NONE:
+        following = np.int64(a.states[state, NEXT])
+        _drop_edges(a.states, a.edges, a.table, a.pools, state)
+        _put_back(a.pools, STATE_POOL, a.states, NEXT, state)
+        state = following
+    _drop_edges(a.states, a.edges, a.table, a.pools, root)
+    a.states[root, TOKEN] = a.states[root, MORE] = NONE
+    a.states[root, COUNT], a.weights[root, WEIGHT] = 0, 0.0
+    a.trees[tree, STATES] = NONE
+    a.trees[tree, LIVE] = a.trees[tree, DEAD] = a.trees[tree, SEQUENCES] = 0
+    a.trees[tree, SHRUNK] += 1
+
+
+@kernel
+def rebuild(a, depth, tree, sequences_S):
+    """Make a tree anew from its live sequences."""
+    clear(a, tree)
+    a.trees[tree, SEQUENCES] = len(sequences_S)
+    one = np.int64(1)  # a literal would compile `_grow` anew
+    for sequence in sequences_S:
+        record = a.sequences[sequence]
+        record[LAST] = record[NODE] = a.trees[tree, ROOT]
+        record[MATCHED] = 0
+        left, chunk = record[TOKENS], record[FIRST_CHUNK]
+        while left > 0:
+            _grow(a, depth, sequence, a.chunks[chunk], one, one + min(left, CHUNK_TOKENS))
+            left -= CHUNK_TOKENS
+            chunk = np.int64(a.chunks[chunk, 0])
+
+
+@kernel
+def uproot(a, tree, sequences_S):
+    """Give back all that a tree holds; its versions and generation stay ahead of old readers."""
+    for sequence in sequences_S:
+        chunk = a.sequences[sequence, FIRST_CHUNK]
+        while chunk != NONE:
+            following = np.int64(a.chunks[chunk, 0])
+            _put_back(a.pools, CHUNK_POOL, a.chunks, 0, chunk)
+            chunk = following
+    clear(a, tree)
+    _put_back(a.pools, STATE_POOL, a.states, NEXT, a.trees[tree, ROOT])
+    a.trees[tree, TREE_GENERATION] += 1

@@ -1,0 +1,43 @@
+"""The notebooks run from top to bottom, headless, and draw what they promise."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+PLOTS = {"speculation.ipynb": 3}
+
+# what `plt.show()` would have shown is counted instead
+PRELUDE = """
+import matplotlib
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+def _show():
+    print("PLOT", sum(len(plt.figure(n).axes) > 0 for n in plt.get_fignums()))
+    plt.close("all")
+plt.show = _show
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.name)
+def test_it_runs_and_draws(path, tmp_path):
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    source = ["".join(c["source"]) for c in cells if c["cell_type"] == "code"]
+    script = tmp_path / "notebook.py"
+    script.write_text("\n\n".join([PRELUDE, *source]), encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("PLOT 1") == PLOTS[path.name]

@@ -1,0 +1,107 @@
+"""Real drafters under every budget and sampling: the tokens of plain decoding."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from parity_model import BASE, MODEL, SAMPLINGS, TOLERANCE, differences, misscored
+
+from rl.engine import Engine
+from rl.trajectory import Origin
+from spec.budget import RoundTimes, make_budget
+from spec.group import GroupDrafter
+from spec.history import PAPER_RULE, RULE, HistoryDrafter, build_index
+from spec.history_store import HistoryStore, of_group
+from spec.merge import Union
+from spec.ngram import NgramDrafter
+
+pytestmark = pytest.mark.parity
+
+# a node costs a fifth of a plain round, whatever the batch
+TIMES = RoundTimes(
+    {(8, n, s): 0.8 + 0.2 * n for n in (1, 2, 4, 8) for s in (32, 64)}
+    | {(1, n, 64): 0.8 + 0.2 * n for n in (1, 2, 4, 8)}
+)
+BUDGETS = ("fixed:1", "fixed:7", "aimd", "goodput")
+
+
+def almost(response_ids, seed):
+    """The response with a token changed, one left out and one doubled: history is never exact."""
+    rng = np.random.default_rng(seed)
+    tokens = list(response_ids)
+    for change in range(3):
+        i = int(rng.integers(0, len(tokens)))
+        if change == 0:
+            tokens[i] = (tokens[i] + 1) % MODEL.vocab_size
+        elif change == 1:
+            tokens.insert(i, tokens[i])
+        elif len(tokens) > 1:
+            del tokens[i]
+    return np.asarray(tokens, np.int32)
+
+
+def history(golden, requests, rule):
+    store, keys, prompts = HistoryStore(), {}, {}
+    for r in requests:
+        keys[r.group_id], prompts[f"g{r.group_id}"] = f"g{r.group_id}", np.asarray(r.prompt_ids)
+    for group, key in keys.items():
+        if group == 5:
+            continue  # a prompt without history
+        past = [golden[r.request_id].response_ids for r in requests if r.group_id == group]
+        rewards = [float(i % 2) for i in range(len(past))]
+        store.replace(key, of_group([almost(p, i) for i, p in enumerate(past)], rewards))
+    return HistoryDrafter(build_index(store, prompts, rule.longest), keys, rule)
+
+
+def make(kind, golden, requests):
+    parts = {
+        "own": NgramDrafter,
+        "group": lambda: GroupDrafter(update_tokens=2),
+        "history": lambda: history(golden, requests, RULE),
+        "histospec": lambda: history(golden, requests, PAPER_RULE),
+    }
+    if kind == "all":
+        return Union([parts[k]() for k in ("history", "group", "own")])
+    return parts[kind]()
+
+
+@pytest.mark.parametrize("name", ["plain", "cool", "top_k", "greedy", "gumbel_cool"])
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_all_sources_together(golden, rollout, requests, engine, params, name, budget):
+    want = golden(name)
+    got = rollout(name, drafter=make("all", want, requests), budget=make_budget(budget, TIMES))
+    assert not differences(want, got)
+    assert engine.stats.accepted_tokens > 0
+    assert max(misscored(params, got, SAMPLINGS[name]).values()) < TOLERANCE
+
+
+@pytest.mark.parametrize("kind", ["own", "group", "history", "histospec"])
+def test_each_source_alone(golden, rollout, requests, engine, kind):
+    for name in ("plain", "greedy"):
+        want = golden(name)
+        got = rollout(name, drafter=make(kind, want, requests), budget=make_budget("fixed:7", None))
+        assert not differences(want, got)
+    if kind != "group":  # siblings of a random policy have little in common
+        assert engine.stats.accepted_tokens > 0
+
+
+def test_history_is_worth_having(golden, rollout, requests, engine):
+    """Most tokens come accepted; what the test above calls equal was not plain decoding."""
+    got = rollout("plain", drafter=make("history", golden("plain"), requests))
+    accepted = sum(int((t.origins == Origin.ACCEPTED).sum()) for t in got)
+    assert accepted == engine.stats.accepted_tokens > 0.4 * engine.stats.tokens
+    assert engine.stats.drafted_nodes >= accepted
+
+
+def test_one_slot_and_a_cache_that_grows(golden, rollout, requests):
+    for change in ({"slots": 1, "min_slots": 1}, {"min_positions": 32}):
+        engine = Engine(MODEL, dataclasses.replace(BASE, **change))
+        some = requests[::3]
+        got = rollout(
+            "cool",
+            some,
+            drafter=make("all", golden("cool"), requests),
+            budget=make_budget("goodput", TIMES),
+            engine=engine,
+        )
+        assert not differences(golden("cool"), got)

@@ -1,0 +1,134 @@
+"""What a run remembers between phases: which drafters, whose history, what is kept."""
+
+import numpy as np
+import pytest
+
+from rl.speculation import Speculation, SpeculationConfig
+from rl.trajectory import FinishReason, Trajectory
+from spec.budget import Aimd, Goodput, RoundTimes, TakeAll
+from spec.drafter import LiveSlots, Source
+
+PROMPTS = {"a": (1, 2, 3), "b": (4, 5)}
+KEYS = list(PROMPTS)
+
+
+def answer(group, response, reward=1.0):
+    n = len(response)
+    zeros = np.zeros(n, np.int32)
+    prompt = np.asarray(list(PROMPTS.values())[group], np.int32)
+    tokens = np.asarray(response, np.int32)
+    return Trajectory(
+        group, group, 0, prompt, tokens, zeros.astype(np.float32), zeros, zeros,
+        FinishReason.STOP, reward,
+    )  # fmt: skip
+
+
+def live(group, response):
+    """One live request that has answered so far."""
+    prompt = list(PROMPTS.values())[group]
+    tokens = np.asarray([[*prompt, *response]], np.int32)
+    one = np.ones(1, np.int32)
+    return LiveSlots(
+        rows_A=0 * one,
+        request_ids_A=np.array([group]),
+        group_ids_A=np.array([group]),
+        sample_indices_A=0 * one,
+        prompt_tokens_A=len(prompt) * one,
+        total_tokens_A=tokens.shape[1] * one,
+        remaining_tokens_A=99 * one,
+        tokens_BL=tokens,
+    )
+
+
+def open_speculation(tmp_path, **settings):
+    speculation = Speculation(SpeculationConfig(**settings), tmp_path)
+    speculation.times = RoundTimes({})
+    return speculation
+
+
+def guesses(drafter, slots):
+    drafts = drafter.propose(slots, np.array([8], np.int32), 8)
+    n = int(drafts.count_A[0])
+    return drafts.tokens_AN[0, :n].tolist(), set(drafts.sources_AN[0, :n].tolist())
+
+
+def phase(speculation):
+    return speculation.phase(KEYS, list(PROMPTS.values()))
+
+
+def test_answers_of_a_step_are_drafted_in_the_next_each_to_its_prompt(tmp_path):
+    with open_speculation(tmp_path, sources=("history",)) as speculation:
+        drafter, _ = phase(speculation)
+        assert guesses(drafter, live(0, [10])) == ([], set())
+        metrics = speculation.learn(KEYS, [answer(0, [10, 11, 12]), answer(1, [20, 21])], PROMPTS)
+        assert metrics["spec/history_bytes"] > 0
+        drafter, _ = phase(speculation)
+        assert guesses(drafter, live(0, [10])) == ([11, 12], {Source.HISTORY})
+        assert guesses(drafter, live(1, [20])) == ([21], {Source.HISTORY})
+        # replaced, not added to
+        speculation.learn(KEYS, [answer(0, [10, 13])], PROMPTS)
+        drafter, _ = phase(speculation)
+        assert guesses(drafter, live(0, [10]))[0] == [13]
+        assert guesses(drafter, live(1, [20]))[0] == [21]
+
+
+def test_an_index_that_was_built_for_other_prompts_is_not_used(tmp_path):
+    with open_speculation(tmp_path, sources=("history",)) as speculation:
+        speculation.learn(KEYS, [answer(0, [10, 11])], {"b": PROMPTS["b"]})
+        drafter, _ = phase(speculation)
+        assert guesses(drafter, live(0, [10]))[0] == [11]
+
+
+def test_what_a_checkpoint_keeps_drafts_again(tmp_path):
+    with open_speculation(tmp_path / "one", sources=("history",)) as speculation:
+        speculation.learn(KEYS, [answer(0, [10, 11])], PROMPTS)
+        state = speculation.state()
+    with open_speculation(tmp_path / "two", sources=("history",)) as resumed:
+        resumed.load_state(state)
+        assert guesses(phase(resumed)[0], live(0, [10]))[0] == [11]
+
+
+def test_a_spilled_history_that_is_damaged_is_told_of_once_and_left_out(tmp_path):
+    with open_speculation(tmp_path, sources=("history",), history_memory_bytes=1) as speculation:
+        speculation.learn(KEYS, [answer(0, [10, 11]), answer(1, [20, 21])], {})
+        phase(speculation)
+        files = [p for p in (tmp_path / "history").rglob("*") if p.is_file()]
+        assert len(files) == 2
+        for path in files:
+            path.write_bytes(b"something else")
+        drafter, _ = phase(speculation)
+        problems = speculation.new_problems()
+        assert len(problems) == 2 and all("history" in p for p in problems)
+        assert speculation.new_problems() == []
+        assert guesses(drafter, live(0, [10])) == ([], set())
+
+
+@pytest.mark.parametrize(
+    ("policy", "kind"), [("fixed:3", TakeAll), ("aimd", Aimd), ("goodput", Goodput)]
+)
+def test_budgets_go_by_name(tmp_path, policy, kind):
+    with open_speculation(tmp_path, budget=policy) as speculation:
+        assert isinstance(phase(speculation)[1], kind)
+
+
+def test_off_drafts_nothing_and_keeps_nothing(tmp_path):
+    with open_speculation(tmp_path, budget="off", sources=()) as speculation:
+        assert phase(speculation) == (None, None)
+        assert speculation.learn(KEYS, [answer(0, [10])], PROMPTS) == {}
+        assert speculation.state() == {}
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"budget": "fixed"}, r"budget must be one of .*, got 'fixed'"),
+        ({"sources": ("history", "history")}, r"sources must be different ones of"),
+        ({"sources": ("web",)}, r"sources must be different ones of"),
+        ({"sources": ()}, r"no sources to draft from"),
+        ({"history_rule": "mine"}, r"history_rule must be ours or histospec, got 'mine'"),
+        ({"group_update_tokens": 0}, r"group_update_tokens must be at least 1, got 0"),
+    ],
+)
+def test_bad_settings_are_named(settings, words):
+    with pytest.raises(ValueError, match=words):
+        SpeculationConfig(**settings)

@@ -1,0 +1,96 @@
+"""Counts of a phase and its written timeline, by hand."""
+
+import json
+
+import numpy as np
+import pytest
+
+from rl import report_timeline
+from rl.timeline import (
+    TIMELINE_FILE,
+    EngineStats,
+    RoundRecord,
+    host_share,
+    load_timeline,
+    save_timeline,
+    speculation_metrics,
+)
+from spec.drafter import Source
+
+
+def record(began_s, nodes, ids, emitted):
+    """A round of 10 s: 1 of prompts, 2 of drafting, 1 of the call, 5 of the device, 1 of commit."""
+    marks = np.cumsum([began_s, 1, 2, 1, 5, 1]).astype(float).tolist()
+    n = len(ids)
+    return RoundRecord(*marks, 4, nodes, 64, np.array(ids), np.full(n, 7), np.array(emitted))
+
+
+def example():
+    stats = EngineStats(tokens=20)
+    stats.drafted_by_source[Source.GROUP], stats.accepted_by_source[Source.GROUP] = 8, 4
+    stats.drafted_by_source[Source.OWN], stats.accepted_by_source[Source.OWN] = 2, 1
+    stats.timeline += [
+        record(0, 1, [5, 6, 9], [4, 4, 4]),
+        record(10, 4, [5, 6, 9], [3, 1, 2]),
+        record(20, 4, [6], [2]),
+    ]
+    return stats
+
+
+def test_metrics_are_those_of_rounds_with_guesses():
+    metrics = speculation_metrics(example())
+    assert metrics == pytest.approx(
+        {
+            "spec/accept_rate": 5 / 10,
+            "spec/tokens_per_round": 8 / 4,
+            "spec/drafted_per_round": 10 / 4,
+            "spec/speculated_fraction": 5 / 20,
+            "spec/wasted_nodes": 5,
+            "spec/draft_seconds": 4,
+            "spec/verify_seconds": 10,
+            "spec/host_share": 8 / 18,
+            "spec/group/accept_rate": 4 / 8,
+            "spec/group/speculated_fraction": 4 / 20,
+            "spec/own/accept_rate": 1 / 2,
+            "spec/own/speculated_fraction": 1 / 20,
+        }
+    )
+
+
+def test_a_phase_without_guesses_has_no_such_metrics():
+    stats = EngineStats(tokens=12)
+    stats.timeline.append(record(0, 1, [1], [4]))
+    assert speculation_metrics(stats) == {}
+    assert host_share([]) == 0.0
+
+
+def test_a_written_timeline_comes_back_and_the_newest_stays(tmp_path):
+    assert load_timeline(tmp_path) == (0, [])
+    save_timeline(tmp_path, 1, example().timeline[:1])
+    save_timeline(tmp_path, 2, example().timeline)
+    step, rounds = load_timeline(tmp_path)
+    assert step == 2 and [path.name for path in tmp_path.iterdir()] == [TIMELINE_FILE]
+    for a, b in zip(rounds, example().timeline, strict=True):
+        assert {k: np.asarray(v).tolist() for k, v in vars(a).items()} == {
+            k: np.asarray(v).tolist() for k, v in vars(b).items()
+        }
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"step": 1, "rounds": [{"began_s": 0}]}', "{}"])
+def test_a_foreign_timeline_is_named(tmp_path, text):
+    (tmp_path / TIMELINE_FILE).write_text(text)
+    with pytest.raises(ValueError, match=r"timeline\.json is not a timeline that a run wrote"):
+        load_timeline(tmp_path)
+
+
+def test_places_and_colours_of_the_picture():
+    assert report_timeline.request_places(example().timeline) == {5: 0, 9: 1, 6: 2}
+    colors = [report_timeline.bar_color(n) for n in (0, 1, 2, 3, 4, 5, 8, 9, 40)]
+    plain, bars = report_timeline.PLAIN_COLOR, report_timeline.BAR_COLORS
+    assert colors == [plain, plain, bars[0], *[bars[1]] * 2, *[bars[2]] * 2, *[bars[3]] * 2]
+
+
+def test_the_file_is_strict_json(tmp_path):
+    save_timeline(tmp_path, 3, example().timeline)
+    rows = json.loads((tmp_path / TIMELINE_FILE).read_text())
+    assert rows["rounds"][1]["emitted_A"] == [3, 1, 2]

@@ -1,0 +1,150 @@
+"""Budgets by hand: windows, gates, and the size that buys the most tokens per second."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from spec.budget import Aimd, Goodput, Off, RoundTimes, TakeAll, make_budget
+from spec.drafter import LiveSlots, no_drafts
+from spec.window import WindowConfig, next_windows
+
+
+def live(num, first_id=0):
+    ids = np.arange(first_id, first_id + num)
+    return LiveSlots(ids, ids, ids, ids, ids, ids, ids, np.zeros((num, 2), np.int32))
+
+
+def chains(lengths, chance, width=15):
+    """A chain per request, each guess as likely as the one before times `chance`."""
+    out = no_drafts(len(lengths), width)
+    for a, n in enumerate(lengths):
+        out.parents_AN[a, :n] = np.arange(-1, n - 1)
+        out.chance_AN[a, :n] = chance ** np.arange(1, n + 1)
+        out.count_A[a] = n
+    return out
+
+
+SIZES = [2, 4, 8, 16]
+FREE = RoundTimes({(b, n, 64): 1.0 for b in (1, 4, 32) for n in (1, *SIZES)})
+# a node costs half of what a plain round does
+DEAR = RoundTimes({(b, n, 64): 0.5 + 0.5 * n for b in (1, 4, 32) for n in (1, *SIZES)})
+
+
+def test_windows_by_hand():
+    config = WindowConfig()
+    windows = next_windows(
+        config, np.array([2, 4, 32, 8, 6]), np.array([2, 4, 32, 8, 0]), np.array([2, 3, 32, 0, 0])
+    )
+    assert windows.tolist() == [4, 2, 32, 2, 6]
+    with pytest.raises(ValueError, match="start_tokens <= most_tokens"):
+        WindowConfig(start_tokens=40)
+
+
+def test_off_and_fixed():
+    assert Off().limits(live(3), 4).tolist() == [0, 0, 0]
+    budget = TakeAll(5)
+    assert budget.limits(live(2), 4).tolist() == [5, 5]
+    assert budget.choose(live(2), chains([0, 0], 1.0), SIZES, 4, 64).num_nodes == 1
+    assert budget.choose(live(2), chains([3, 1], 1.0), SIZES, 4, 64).num_nodes == 4
+    assert budget.choose(live(2), chains([4, 1], 1.0), SIZES, 4, 64).num_nodes == 8
+    assert budget.choose(live(2), chains([15, 1], 1.0), [2, 4], 4, 64).num_nodes == 4
+
+
+def test_aimd_follows_each_request():
+    budget = Aimd()
+    drafts = chains([2, 2], 1.0)
+    assert budget.limits(live(2), 4).tolist() == [2, 2]
+    budget.observe(live(2), drafts, 4, np.array([3, 2]))
+    assert budget.limits(live(2), 4).tolist() == [4, 2]
+    budget.observe(live(1), chains([4], 1.0), 8, np.array([5]))
+    assert budget.limits(live(3), 4).tolist() == [6, 2, 2]
+    budget.observe(live(1), chains([0], 1.0), 8, np.array([1]))  # nothing drafted, nothing learnt
+    budget.observe(live(1), chains([3], 1.0), 1, np.array([1]))  # drafted, not tried
+    assert budget.limits(live(1), 4).tolist() == [6]
+
+
+def test_aimd_closes_where_the_table_says_that_guesses_cost_more_than_they_bring():
+    budget = Aimd(DEAR)
+    drafts = chains([3] * 4, 1.0)
+    assert budget.choose(live(4), drafts, SIZES, 4, 64).num_nodes == 4  # nothing known yet
+    budget.observe(live(4), drafts, 4, np.array([1, 1, 1, 1]))
+    got = [budget.choose(live(4), drafts, SIZES, 4, 64).num_nodes for _ in range(2 * Aimd.PROBE)]
+    assert got.count(4) == 2 and got.count(1) == len(got) - 2  # it looks again now and then
+    for _ in range(60):
+        budget.observe(live(4), drafts, 4, np.array([4, 4, 4, 4]))
+    assert budget.choose(live(4), drafts, SIZES, 4, 64).num_nodes == 4
+
+
+def test_goodput_takes_all_where_nodes_are_free():
+    assert Goodput(FREE).choose(live(4), chains([15] * 4, 0.9), SIZES, 4, 64).num_nodes == 16
+    assert Goodput(FREE).choose(live(4), chains([3] * 4, 0.9), SIZES, 4, 64).num_nodes == 4
+
+
+def test_goodput_weighs_nodes_by_their_price():
+    """Rates are (1 + Σ chance) / (0.5 + N / 2): 0.9 → 1.9/1.5, then 3.44/2.5, then less."""
+    budget = Goodput(DEAR)
+    assert budget.choose(live(1), chains([15], 0.9), SIZES, 1, 64).num_nodes == 4
+    assert Goodput(DEAR).choose(live(1), chains([15], 0.4), SIZES, 1, 64).num_nodes == 1
+    # 3 % more are not worth leaving plain decoding for: 1.54 / 1.5
+    assert Goodput(DEAR).choose(live(1), chains([15], 0.54), [2], 1, 64).num_nodes == 1
+    # a request with none of its own pays for those that have: (2 + 0.9) / 2 / 1.5 < 1
+    assert Goodput(DEAR).choose(live(2), chains([15, 0], 0.9), [2], 4, 64).num_nodes == 1
+
+
+def test_goodput_learns_what_guesses_are_worth():
+    budget = Goodput(DEAR)
+    drafts = chains([3] * 4, 0.95)
+    assert budget.choose(live(4), drafts, SIZES, 4, 64).num_nodes == 4
+    for _ in range(20):
+        budget.observe(live(4), drafts, 4, np.array([1, 1, 1, 4]))
+    wrong, right = budget.scale(live(4))[[0, 3]]
+    assert wrong < 0.2 and right > 0.9
+    newcomer = budget.scale(live(1, first_id=99))[0]
+    assert 0.2 < newcomer < 0.4  # starts from what all were worth: a quarter
+    assert budget.choose(live(4), drafts, SIZES, 4, 64).num_nodes == 1
+
+
+def test_goodput_asks_less_often_while_plain_decoding_wins():
+    budget = Goodput(DEAR)
+    rounds = [budget.choose(live(1), chains([15], 0.1), SIZES, 1, 64).num_rounds for _ in range(5)]
+    assert rounds == [2, 4, 8, 16, 32]
+    assert budget.choose(live(1), chains([15], 0.9), SIZES, 1, 64).num_nodes == 4
+    assert budget.choose(live(1), chains([15], 0.1), SIZES, 1, 64).num_rounds == 2
+
+
+def test_goodput_asks_for_no_drafts_while_it_waits():
+    budget, one = Goodput(DEAR), live(1)
+    start = int(one.total_tokens_A[0])
+    for _ in range(4):  # the last refusal is for 16 rounds
+        budget.choose(one, chains([15], 0.1), SIZES, 1, 64)
+
+    def asked(tokens, slots=1, request_id=int(one.request_ids_A[0])):
+        now = dataclasses.replace(
+            one, total_tokens_A=np.array([tokens]), request_ids_A=np.array([request_id])
+        )
+        return bool(budget.limits(now, slots).any())
+
+    assert not asked(start + 15) and asked(start + 16)
+    assert asked(start + 1, slots=2)  # another size of batch
+    assert asked(start + 1, request_id=99)  # the request that it waits with has ended
+
+
+def test_goodput_needs_a_measured_plain_round():
+    with pytest.raises(KeyError, match="64 slots and 32 positions: measure"):
+        Goodput(FREE).choose(live(1), chains([1], 0.9), SIZES, 64, 32)
+
+
+def test_round_times_keep_their_rows():
+    times = RoundTimes.from_rows(DEAR.rows())
+    assert times(4, 8, 64) == DEAR(4, 8, 64) and times(4, 8, 65) is None
+
+
+def test_names():
+    assert isinstance(make_budget("off", None), Off)
+    assert isinstance(make_budget("aimd", None), Aimd)
+    assert isinstance(make_budget("goodput", FREE), Goodput)
+    assert make_budget("fixed:7", None).limits(live(1), 1).tolist() == [7]
+    for bad in ("fixed", "fixed:", "fixed:0", "fixed:x", "best"):
+        with pytest.raises(ValueError, match="one of off, fixed:K, aimd, goodput"):
+            make_budget(bad, None)

@@ -1,0 +1,77 @@
+"""Drafts on the host by hand: stacking, planting, cutting, and what is refused."""
+
+import numpy as np
+import pytest
+
+from spec.drafter import LiveSlots, no_drafts, plant, stack
+from spec.tree import NO_DRAFT, PADDING, Draft, chain
+
+P = PADDING
+
+
+def test_stack_and_plant_by_hand():
+    drafts = stack([chain([7, 8, 9]), NO_DRAFT, Draft([5, 6, 5], [-1, -1, 1])], 4)
+    assert drafts.count_A.tolist() == [3, 0, 3]
+    tokens_BN, parents_BN = plant(drafts, np.array([3, 0, 1]), 4, 5)
+    want = [[0, P, P, P, P], [0, 5, 6, 5, P], [0, P, P, P, P], [0, 7, 8, 9, P]]
+    np.testing.assert_array_equal(tokens_BN, want)
+    np.testing.assert_array_equal(
+        parents_BN, [[-1, 0, 0, 0, 0], [-1, 0, 0, 2, 0], [-1, 0, 0, 0, 0], [-1, 0, 1, 2, 0]]
+    )
+    assert tokens_BN.dtype == parents_BN.dtype == np.int32
+
+
+def test_what_is_longer_is_cut():
+    drafts = stack([chain([7, 8, 9]), Draft([1, 2, 3], [-1, -1, 0])], 2)
+    assert drafts.count_A.tolist() == [2, 2]
+    tokens_BN, parents_BN = plant(drafts, np.array([0, 1]), 2, 2)
+    np.testing.assert_array_equal(tokens_BN, [[0, 7], [0, 1]])
+    np.testing.assert_array_equal(parents_BN, [[-1, 0], [-1, 0]])
+    tokens_BN, parents_BN = plant(drafts, np.array([0, 1]), 2, 8)  # wider than the drafts
+    np.testing.assert_array_equal(tokens_BN[0], [0, 7, 8, P, P, P, P, P])
+    tokens_BN, parents_BN = plant(no_drafts(1, 3), np.array([0]), 1, 1)
+    assert (tokens_BN.tolist(), parents_BN.tolist()) == ([[0]], [[-1]])
+
+
+def test_entries_behind_the_count_are_never_planted():
+    drafts = stack([chain([7, 8, 9])], 3)
+    drafts.count_A[0] = 1
+    tokens_BN, parents_BN = plant(drafts, np.array([0]), 1, 4)
+    assert tokens_BN.tolist() == [[0, 7, P, P]] and parents_BN.tolist() == [[-1, 0, 0, 0]]
+
+
+def test_a_fault_behind_the_cut_is_not_looked_at():
+    stack([Draft([7, 8, 8], [-1, 0, 9])], 2)
+
+
+@pytest.mark.parametrize(
+    ("draft", "message"),
+    [
+        (Draft([1, 2], [-1, 1]), r"node 1 of request 1 .*parent 1.*−1 … 0"),
+        (Draft([1], [-2]), "node 0 of request 1 .*parent -2"),
+        (Draft([1], [0]), "node 0 of request 1 .*parent 0"),
+        (Draft([3, -1], [-1, 0]), "node 1 of request 1 .*token -1"),
+        (Draft([4, 4], [-1, -1]), "request 1 .*siblings"),
+        (Draft([4, 5, 5], [-1, 0, 0]), "siblings"),
+    ],
+)
+def test_what_is_no_tree_is_refused(draft, message):
+    with pytest.raises(ValueError, match=message):
+        stack([NO_DRAFT, draft], 3)
+
+
+def test_cousins_may_share_a_token():
+    stack([Draft([4, 5, 6, 6], [-1, -1, 0, 1])], 4)
+
+
+def test_live_slots_show_prompt_and_response_and_a_choice_of_them():
+    tokens_BL = np.arange(30, dtype=np.int32).reshape(3, 10)
+    ids = np.array([70, 71])
+    live = LiveSlots(
+        np.array([2, 0]), ids, ids, ids, np.array([3, 1]), np.array([5, 4]), ids, tokens_BL
+    )
+    assert live.prompt(0).tolist() == [20, 21, 22] and live.response(0).tolist() == [23, 24]
+    assert live.response(1).tolist() == [1, 2, 3]
+    one = live.take(np.array([False, True]))
+    assert len(one) == 1 and one.request_ids_A.tolist() == [71]
+    assert one.prompt(0).tolist() == [0]

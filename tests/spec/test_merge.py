@@ -1,0 +1,101 @@
+"""Unions of draft trees by hand, and against a plain dictionary of paths."""
+
+import numpy as np
+import pytest
+
+from spec.drafter import Drafts, LiveSlots, no_drafts
+from spec.merge import Union, emitted_guesses, merge
+
+
+def drafts(*trees, width=6, source=0):
+    """Each tree is a list of (parent, token, chance)."""
+    out = no_drafts(len(trees), width)
+    for a, tree in enumerate(trees):
+        for i, (parent, token, chance) in enumerate(tree):
+            out.parents_AN[a, i], out.tokens_AN[a, i], out.chance_AN[a, i] = parent, token, chance
+            out.sources_AN[a, i] = source
+        out.count_A[a] = len(tree)
+    return out
+
+
+def paths(tree: Drafts, a: int) -> dict[tuple[int, ...], float]:
+    found: list[tuple[int, ...]] = []
+    for i in range(tree.count_A[a]):
+        above = () if tree.parents_AN[a, i] < 0 else found[tree.parents_AN[a, i]]
+        found.append((*above, int(tree.tokens_AN[a, i])))
+    assert len(set(found)) == len(found)
+    return {p: float(tree.chance_AN[a, i]) for i, p in enumerate(found)}
+
+
+def test_by_hand():
+    one = drafts([(-1, 5, 0.5), (0, 6, 0.25)], [], source=1)
+    two = drafts([(-1, 7, 0.75), (-1, 5, 0.25), (1, 8, 0.125)], [(-1, 3, 0.5)], source=2)
+    got = merge([one, two], np.array([6, 6]))
+    assert got.tokens_AN[0, :4].tolist() == [7, 5, 6, 8]
+    assert got.parents_AN[0, :4].tolist() == [-1, -1, 1, 1]
+    assert got.chance_AN[0, :4].tolist() == [0.75, 0.5, 0.25, 0.125]
+    assert got.sources_AN[0, :4].tolist() == [2, 1, 1, 2]
+    assert got.count_A.tolist() == [4, 1]
+    assert paths(got, 1) == {(3,): 0.5}
+    cut = merge([one, two], np.array([2, 0]))
+    assert paths(cut, 0) == {(7,): 0.75, (5,): 0.5} and cut.count_A.tolist() == [2, 0]
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_against_a_dictionary(seed):
+    rng = np.random.default_rng(seed)
+
+    def tree():
+        nodes, seen = [], set()
+        for _ in range(rng.integers(0, 7)):
+            parent = int(rng.integers(-1, len(nodes)))
+            token = int(rng.integers(0, 3))
+            if (parent, token) not in seen:
+                seen.add((parent, token))
+                above = 1.0 if parent < 0 else nodes[parent][2]
+                nodes.append((parent, token, float(np.float32(above * rng.choice([0.5, 1.0])))))
+        return nodes
+
+    many = [drafts(tree(), tree()) for _ in range(3)]
+    most = rng.integers(0, 7, 2)
+    got = merge(many, most)
+    for a in range(2):
+        want: dict[tuple[int, ...], float] = {}
+        for d in many:
+            for path, chance in paths(d, a).items():
+                want[path] = max(want.get(path, 0.0), chance)
+        kept = paths(got, a)
+        assert len(kept) == min(most[a], len(want), 6)
+        assert all(want[p] == c for p, c in kept.items())
+        left = [c for p, c in want.items() if p not in kept]
+        assert not left or not kept or min(kept.values()) >= max(left)
+        assert list(kept.values()) == sorted(kept.values(), reverse=True)
+
+
+def test_union_asks_all_and_tells_all():
+    class One:
+        def __init__(self, tree):
+            self.tree, self.ended = tree, 0
+
+        def propose(self, live, max_nodes_A, max_nodes):
+            return drafts(self.tree)
+
+        def finished(self, live):
+            self.ended += len(live)
+
+    parts = [One([(-1, 4, 0.5)]), One([(-1, 9, 0.75)])]
+    ids = np.array([1])
+    live = LiveSlots(ids, ids, ids, ids, ids, ids, ids, np.zeros((2, 2), np.int32))
+    got = Union(parts).propose(live, np.array([5]), 6)
+    assert paths(got, 0) == {(9,): 0.75, (4,): 0.5}
+    Union(parts).finished(live)
+    assert [p.ended for p in parts] == [1, 1]
+
+
+def test_emitted_guesses_by_hand():
+    tree = drafts([(-1, 5, 1.0), (-1, 6, 0.5), (1, 7, 0.4), (2, 5, 0.3)], [(-1, 5, 1.0)], [])
+    tokens = np.array([[6, 7, 9], [4, 0, 0], [1, 0, 0]])
+    got = emitted_guesses(tree, 6, tokens, np.array([3, 1, 1]))
+    assert np.argwhere(got).tolist() == [[0, 1], [0, 2]]
+    none_tried = emitted_guesses(tree, 1, np.array([[6, 0, 0]] * 3), np.array([1, 1, 1]))
+    assert not none_tried.any()
