@@ -272,7 +272,17 @@ def _resume(
         system.show.message(f"warning: {warning}")
     system.show.message(f"resuming after step {restored.step}")
     system.speculation.load_state(restored.host.get("history", {}))
-    return restored.step, int(restored.host["num_tokens"]), restored.arrays
+    return restored.step, int(restored.host["num_tokens"]), _as_compiled_for(restored.arrays)
+
+
+def _as_compiled_for(state: TrainState) -> TrainState:
+    """The state as new arrays, which are tied to no device where there is no mesh.
+
+    Restored ones are tied to theirs: what the warm-up compiled would be compiled anew.
+    """
+    if not jax.sharding.get_mesh().empty:
+        return state
+    return jax.tree.map(lambda x: jnp.array(np.asarray(x)), state)
 
 
 @contextlib.contextmanager

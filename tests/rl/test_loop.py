@@ -256,9 +256,13 @@ def counted_compilations():
         active = False  # jax offers no public way to take a listener away
 
 
-def test_nothing_compiles_after_warm_up_whatever_the_lengths(tiny, tmp_path, monkeypatch):
-    jax.clear_caches()  # or earlier tests would have warmed up for us
-    buckets = ("Engine.min_slots=4", "Sampling.max_new_tokens=24", "Run.steps=6")
+@pytest.mark.parametrize("resumed", [False, True], ids=["new", "resumed"])
+def test_nothing_compiles_after_warm_up_whatever_the_lengths(tiny, resumed, tmp_path, monkeypatch):
+    buckets = ("Engine.min_slots=4", "Sampling.max_new_tokens=24")
+    if resumed:
+        finish(tiny, tmp_path, *buckets, "Run.steps=1")
+    buckets += ("Run.steps=6",)
+    jax.clear_caches()  # or earlier runs would have warmed up for us
     at_warm_up: list[int] = []
     build = loop._build
 
