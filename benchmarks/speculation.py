@@ -197,7 +197,12 @@ def late_policies(steps: int, folder: Path) -> tuple[Path, Path]:
 def measure(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     """All rows, and the named figures."""
     config = EngineConfig(
-        slots=arguments.slots, min_slots=1, min_positions=192, min_prompt_tokens=128, max_nodes=16
+        slots=arguments.slots,
+        min_slots=2,
+        min_positions=192,
+        min_prompt_tokens=128,
+        min_nodes=4,
+        max_nodes=16,
     )
     base = workloads.BASE_POLICY
     size = (arguments.prompts, arguments.group_size)
@@ -218,7 +223,7 @@ def measure(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
         add("late_first_epoch", bench, "first_epoch")
         add("late_history", bench, "all")
     model, params = workloads.random_policy(4096, 4, 256, 704, 1024)
-    replay = dataclasses.replace(config, slots=32, min_prompt_tokens=32, min_positions=128)
+    replay = dataclasses.replace(config, slots=32, min_prompt_tokens=32, min_positions=256)
     w = workloads.replay("replay75", model, params, 32, 400, 0.75)
     add("replay75", open_bench(w, replay), "replay")
     model, params = workloads.random_policy(16384, 12, 512, 1536, 512)

@@ -46,7 +46,10 @@ def packed_mask(packing: Packing) -> jax.Array:
 def attend(
     q_BTHh: jax.Array, k_BKhS: jax.Array, v_BKSh: jax.Array, mask_BTS: jax.Array
 ) -> jax.Array:
-    """softmax(q·k/√h where the mask allows)·v with grouped heads; [B, T, H, h]."""
+    """softmax(q·k/√h where the mask allows)·v with grouped heads; [B, T, H, h].
+
+    The sum of the softmax divides the product, not its S weights: a pass less over them.
+    """
     B, T, H, h = q_BTHh.shape
     K = k_BKhS.shape[1]
     q_BKMh = q_BTHh.reshape(B, T, K, H // K, h).transpose(0, 2, 1, 3, 4).reshape(B, K, -1, h)
@@ -55,6 +58,14 @@ def attend(
     ) * (h**-0.5)
     mask_BKMS = jnp.repeat(mask_BTS, H // K, axis=1)[:, None]
     scores_BKMS = jnp.where(mask_BKMS, scores_BKMS, NEGATIVE)
-    weights_BKMS = jax.nn.softmax(scores_BKMS, axis=-1).astype(v_BKSh.dtype)
-    out_BKMh = jnp.einsum("bkms,bksh->bkmh", weights_BKMS, v_BKSh)
+    top_BKM1 = jax.lax.stop_gradient(jnp.max(scores_BKMS, axis=-1, keepdims=True))
+    weights_BKMS = jnp.exp(scores_BKMS - top_BKM1)
+    total_BKM1 = jnp.sum(weights_BKMS, axis=-1, keepdims=True)
+    out_BKMh = jnp.einsum(
+        "bkms,bksh->bkmh",
+        weights_BKMS.astype(v_BKSh.dtype),
+        v_BKSh,
+        preferred_element_type=jnp.float32,
+    )
+    out_BKMh = (out_BKMh / total_BKM1).astype(v_BKSh.dtype)
     return out_BKMh.reshape(B, K, T, H // K, h).transpose(0, 2, 1, 3, 4).reshape(B, T, H, h)

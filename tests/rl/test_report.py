@@ -15,6 +15,7 @@ import pytest
 from rl import report, report_page, report_plots
 from rl.report import pick_samples
 from rl.report_runs import Run, load_runs, run_labels, summarize
+from rl.timeline import RoundRecord, save_timeline
 
 PNG = b"\x89PNG\r\n\x1a\n"
 NASTY = "<script>alert(1)</script> & \"q\" 'a' \x00\x1b[31m é \ud800 $x_1$"
@@ -160,6 +161,29 @@ def test_one_run_gives_pictures_and_a_page_beside_it(tmp_path, capsys):
     for source, path in zip(sources, written[2:], strict=True):
         assert source == "data:image/png;base64," + _base64(Path(path).read_bytes())
     assert "These runs recorded no samples." in page.text
+
+
+def test_the_last_rollout_phase_is_drawn_for_one_run_and_for_several(tmp_path):
+    folders = [make_run(tmp_path / name, [0.5]) for name in "abc"]
+    for folder in folders[:2]:
+        save_timeline(folder, 1, [phase_round(0, 1, [3, 4]), phase_round(2, 4, [4])])
+    for runs in (folders[:1], folders):
+        report.write_report(load_runs(runs), tmp_path / "out")
+        assert (tmp_path / "out" / "rollout.png").read_bytes().startswith(PNG)
+    assert not report_plots.RolloutTimeline().shown(load_runs(folders[2:]))
+
+
+def test_a_foreign_timeline_ends_the_report_with_a_message(tmp_path, capsys):
+    folder = make_run(tmp_path / "run", [0.5])
+    (folder / "timeline.json").write_text("{}")
+    assert report.main([str(folder)]) == 2
+    assert "is not a timeline that a run wrote" in capsys.readouterr().err
+
+
+def phase_round(began_s: float, num_nodes: int, ids: list[int]) -> RoundRecord:
+    marks = [began_s + 0.25 * i for i in range(6)]
+    alive = np.array(ids)
+    return RoundRecord(*marks, 4, num_nodes, 64, alive, alive, np.full(len(ids), num_nodes))
 
 
 def _base64(data: bytes) -> str:
