@@ -19,8 +19,9 @@ pytestmark = pytest.mark.parity
 
 
 @pytest.fixture
-def plant(monkeypatch):
+def plant(monkeypatch, golden):
     """`plant(module, name, fault)`: put a fault in, and let the engine compile its steps anew."""
+    golden("cool")  # before any fault: the reference draws with the same functions
 
     def fresh(step):
         def anew(*args, **kwargs):  # another function: jax keeps what it traced by function
