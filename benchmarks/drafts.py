@@ -214,20 +214,13 @@ def main() -> int:
     parser.add_argument("--arctic_python", help="interpreter that can import arctic_inference")
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--group_size", type=int, default=16)
-    parser.add_argument("--json", action="store_true", help="print one JSON line and nothing else")
-    parser.add_argument("--output", type=Path, help="also write the JSON to this file")
+    environment.add_output_flags(parser)
     arguments = parser.parse_args()
     figures = measure(arguments.arctic_python, arguments.prompts, arguments.group_size)
     hidden = ("--output", "--arctic_python")
     record = environment.record("benchmarks.drafts", PACKAGES, hidden=hidden)
     result = {"benchmark": "drafts", **figures, **record}
-    if arguments.output:
-        arguments.output.write_text(json.dumps(result, indent=1) + "\n")
-    if arguments.json:
-        print(json.dumps(result))
-    else:
-        for name, value in figures.items():
-            print(f"{name:20} {value}")
+    environment.show(result, arguments, figures)
     return 0
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import importlib.metadata
+import json
 import os
 import platform
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,25 @@ def record(module: str, packages: Sequence[str], hidden: Sequence[str] = ()) -> 
         "versions": versions(packages),
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
     }
+
+
+def add_output_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print one JSON line and nothing else")
+    parser.add_argument("--output", type=Path, help="also write the JSON to this file")
+
+
+def show(
+    result: Mapping[str, Any], arguments: argparse.Namespace, figures: Mapping[str, Any]
+) -> None:
+    """Write and print a result as the output flags say; `figures` are what people read."""
+    if arguments.output:
+        arguments.output.write_text(json.dumps(result, indent=1) + "\n")
+    if arguments.json:
+        print(json.dumps(result))
+        return
+    width = max(map(len, figures), default=0)
+    for name, value in figures.items():
+        print(f"{name:{width}}  {value}")
 
 
 def versions(packages: Sequence[str]) -> dict[str, str]:

@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import statistics
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -56,8 +54,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add_flags(parser)
     parser.add_argument("--repeats", type=int, default=7, help="timed batches; the median counts")
-    parser.add_argument("--json", action="store_true", help="print one JSON line and nothing else")
-    parser.add_argument("--output", type=Path, help="also write the JSON to this file")
+    environment.add_output_flags(parser)
     arguments = parser.parse_args()
     try:
         shape = from_flags(arguments)
@@ -72,13 +69,7 @@ def main() -> int:
         "shape": dataclasses.asdict(shape),
         **environment.record("benchmarks.rollout", PACKAGES, hidden=("--output",)),
     }
-    if arguments.output:
-        arguments.output.write_text(json.dumps(result, indent=1) + "\n")
-    if arguments.json:
-        print(json.dumps(result))
-    else:
-        for name, value in (figures | {"device": result["device"]}).items():
-            print(f"{name:18} {value}")
+    environment.show(result, arguments, figures | {"device": result["device"]})
     return 0
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import statistics
 import subprocess
 import sys
@@ -168,17 +167,14 @@ def worst_batch(batches: Sequence[int], repeats: int) -> dict[str, Any]:
     rows = []
     for batch in batches:
         w = workloads.replay("worst", model, params, batch, 64, 0.02, prompt_tokens=8)
-        w = dataclasses.replace(
-            w, requests=tuple(dataclasses.replace(r, max_new_tokens=64) for r in w.requests)
-        )
+        # promises far more than it keeps: what a budget has to see through
+        hopeful = {"replay": lambda tokens: workloads.Promising(tokens, 0.02, 0.6, 512)}
+        all_long = tuple(dataclasses.replace(r, max_new_tokens=64) for r in w.requests)
+        w = dataclasses.replace(w, requests=all_long, drafters=hopeful)
         config = EngineConfig(
             slots=batch, min_slots=batch, min_positions=96, min_nodes=4, max_nodes=8
         )
-        bench = open_bench(w, config)
-        # promises far more than it keeps: what a budget has to see through
-        hopeful = {"replay": lambda tokens: workloads.Promising(tokens, 0.02, 0.6, 512)}
-        bench.workload = dataclasses.replace(w, drafters=hopeful)
-        row = compare(bench, "replay", repeats)
+        row = compare(open_bench(w, config), "replay", repeats)
         rows.append({"batch": batch, "ratio": row["ratio"], "ratios": row["ratios"]})
     return {"worst_batch_ratio": min(r["ratio"] for r in rows), "worst_batch_rows": rows}
 
@@ -259,8 +255,7 @@ def main() -> int:
     parser.add_argument("--slots", type=int, default=64)
     parser.add_argument("--late_steps", type=int, default=40, help="0 leaves the late policy out")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16, 64, 256])
-    parser.add_argument("--json", action="store_true", help="print one JSON line and nothing else")
-    parser.add_argument("--output", type=Path, help="also write the JSON to this file")
+    environment.add_output_flags(parser)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         figures = measure(arguments, Path(scratch))
@@ -269,14 +264,9 @@ def main() -> int:
         **figures,
         **environment.record("benchmarks.speculation", PACKAGES, hidden=("--output",)),
     }
-    if arguments.output:
-        arguments.output.write_text(json.dumps(result, indent=1) + "\n")
-    if arguments.json:
-        print(json.dumps(result))
-    else:
-        for name, value in figures.items():
-            if not name.endswith("rows"):
-                print(f"{name:36} {value}")
+    environment.show(
+        result, arguments, {k: v for k, v in figures.items() if not k.endswith("rows")}
+    )
     return 0
 
 

@@ -77,8 +77,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--limit_s", type=float, default=600.0, help="each run ends after this")
     parser.add_argument("--steps", type=int, help="default: what the configuration says")
-    parser.add_argument("--json", action="store_true", help="print one JSON line and nothing else")
-    parser.add_argument("--output", type=Path, help="also write the JSON to this file")
+    environment.add_output_flags(parser)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         before = unseen_reward("--policy", "policies/tiny")
@@ -98,11 +97,7 @@ def main() -> int:
         "runs": runs,
         **environment.record("benchmarks.train_tiny", PACKAGES, hidden=("--output",)),
     }
-    line = json.dumps(result)
-    if args.output:
-        args.output.write_text(json.dumps(result, indent=2) + "\n")
-    if args.json:
-        print(line)
+    environment.show(result, args, {k: v for k, v in result.items() if k != "runs"})
     return 0
 
 

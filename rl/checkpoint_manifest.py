@@ -16,6 +16,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from rl.atomic_file import replace_file
+
 MANIFEST_NAME = "manifest.json"
 FORMAT = 1
 _HASH_THREADS = 4
@@ -57,12 +59,7 @@ def write_manifest(folder: Path, extra: dict[str, Any] | None = None) -> None:
     }
     for parent, _, _ in os.walk(folder):
         sync_folder(Path(parent))
-    temporary = folder / (MANIFEST_NAME + ".tmp")
-    with temporary.open("wb") as file:
-        file.write(_encode(payload))
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, folder / MANIFEST_NAME)
+    replace_file(folder / MANIFEST_NAME, _encode(payload))
     sync_folder(folder)
 
 

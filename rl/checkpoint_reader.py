@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from rl import checkpoint_host, checkpoint_manifest
@@ -54,7 +55,8 @@ def restore(
     """Restores the newest whole checkpoint (or exactly `step`), verified before use.
 
     `template` leaves are jax arrays or jax.ShapeDtypeStructs; arrays come back in
-    its structure and on its shardings (none given: the first local device).
+    its structure and on its shardings (none given: the first local device), tied to
+    their devices where the template's are.
     `subset` allows it to ask for fewer arrays than were saved (a policy alone).
     Raises NoWholeCheckpointError, or StructureMismatchError naming the first
     paths that differ.
@@ -204,4 +206,12 @@ def _read_arrays(folder: Path, wanted: dict[str, Any]) -> dict[str, jax.Array]:
         partial_restore=True,
     )
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
-        return reader.restore(folder, args=arguments)
+        restored = reader.restore(folder, args=arguments)
+    return {path: _free_as(leaf, restored[path]) for path, leaf in wanted.items()}
+
+
+def _free_as(template: Any, restored: jax.Array) -> jax.Array:
+    """`restored`, tied to its device only where the template is: jit compiles for each apart."""
+    if getattr(template, "committed", True):
+        return restored
+    return jnp.array(np.asarray(restored))

@@ -102,9 +102,9 @@ def train(
                 timings = Timings(clock)
                 state, row, samples = train_step(system, state, done + 1, timings)
                 done, num_tokens = done + 1, num_tokens + int(row.pop("rollout_tokens"))
-                save_timeline(folder, done, system.engine.stats.timeline)
                 with timings.section("checkpoint"):
                     if config.checkpoint.due(done) or done == config.run.steps:
+                        save_timeline(folder, done, system.engine.stats.timeline)
                         checkpoints.save(done, state, _host_state(system, num_tokens))
                         saved = done
                 row |= {"num_tokens": num_tokens} | _speed(row, timings.seconds())
@@ -195,9 +195,10 @@ def generate_and_score(system: System, params: Params, step: int, timings: Timin
     trajectories = [
         dataclasses.replace(t, reward=s.total) for t, s in zip(done, results, strict=True)
     ]
-    coming = zip(*step_prompts(system, step + 1), strict=True)
-    next_prompts = {example.example_id: prompt for example, prompt in coming}
-    learnt = system.speculation.learn(keys, trajectories, next_prompts)
+    learnt = system.speculation.learn(keys, trajectories)
+    if system.speculation.keeps_history and step < config.run.steps:
+        coming = zip(*step_prompts(system, step + 1), strict=True)
+        system.speculation.prepare({example.example_id: prompt for example, prompt in coming})
     for problem in system.speculation.new_problems():
         system.show.message(f"warning: {problem}")
     texts = [completions[t.request_id] for t in trajectories]
@@ -272,17 +273,7 @@ def _resume(
         system.show.message(f"warning: {warning}")
     system.show.message(f"resuming after step {restored.step}")
     system.speculation.load_state(restored.host.get("history", {}))
-    return restored.step, int(restored.host["num_tokens"]), _as_compiled_for(restored.arrays)
-
-
-def _as_compiled_for(state: TrainState) -> TrainState:
-    """The state as new arrays, which are tied to no device where there is no mesh.
-
-    Restored ones are tied to theirs: what the warm-up compiled would be compiled anew.
-    """
-    if not jax.sharding.get_mesh().empty:
-        return state
-    return jax.tree.map(lambda x: jnp.array(np.asarray(x)), state)
+    return restored.step, int(restored.host["num_tokens"]), restored.arrays
 
 
 @contextlib.contextmanager

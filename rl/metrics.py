@@ -11,11 +11,12 @@ import contextlib
 import dataclasses
 import json
 import math
-import os
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
+
+from rl.atomic_file import replace_file
 
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
@@ -24,7 +25,13 @@ WANDB_ID_FILE = "wandb_id"
 
 WALL_CLOCK_PREFIXES = ("time/", "perf/")
 WALL_CLOCK_NAMES = frozenset(
-    {"step_time", "spec/draft_seconds", "spec/verify_seconds", "spec/host_share"}
+    {
+        "step_time",
+        "spec/draft_seconds",
+        "spec/verify_seconds",
+        "spec/host_share",
+        "spec/history_index_seconds",
+    }
 )
 
 Row = dict[str, Any]
@@ -246,12 +253,7 @@ def _keep_rows(path: Path, wanted: Callable[[int], bool]) -> None:
     )
     if kept == path.read_bytes():
         return
-    temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "wb") as file:
-        file.write(kept)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    replace_file(path, kept)
 
 
 def _number(name: str, value: Any) -> int | float | None:

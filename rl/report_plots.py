@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rl.report_style import FAINT, INK, STYLE, plain_text, run_look
 from rl.report_timeline import RolloutTimeline
 
 if TYPE_CHECKING:
@@ -16,35 +17,9 @@ if TYPE_CHECKING:
 
 OVERVIEW_FILE = "report.png"
 
-# Okabe and Ito's colours, which colour-blind readers can tell apart; black and yellow left out.
-RUN_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#7F7F7F")
-RUN_STYLES = ("-", "--", ":", "-.")
 # Steps' parts, in the order rollout, reward, score, update, checkpoint, then whatever comes.
 PART_COLORS = ("#4477AA", "#CCBB44", "#66CCEE", "#EE6677", "#AA3377", "#228833", "#997700")
 OTHER_COLOR = "#BBBBBB"
-INK, FAINT = "#222222", "#666666"
-
-STYLE = {
-    "font.family": "DejaVu Sans",
-    "font.size": 9,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.edgecolor": "#999999",
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": "#E4E4E4",
-    "grid.linewidth": 0.8,
-    "axes.labelcolor": FAINT,
-    "axes.titlecolor": INK,
-    "axes.titlelocation": "left",
-    "axes.titlesize": 11,
-    "axes.titleweight": "bold",
-    "axes.titlepad": 10,
-    "xtick.color": FAINT,
-    "ytick.color": FAINT,
-    "legend.frameon": False,
-    "figure.dpi": 130,
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -238,22 +213,8 @@ def _figure(panels: Sequence[Panel], runs: Sequence[Run], window: int, columns: 
     return buffer.getvalue()
 
 
-def run_look(index: int) -> tuple[str, str]:
-    """Colour and line style of the index-th run."""
-    style = RUN_STYLES[index // len(RUN_COLORS) % len(RUN_STYLES)]
-    return RUN_COLORS[index % len(RUN_COLORS)], style
-
-
 def part_color(part: str, index: int) -> str:
     return OTHER_COLOR if part == "other" else PART_COLORS[index % len(PART_COLORS)]
-
-
-def plain_text(text: str, limit: int) -> str:
-    """A label that matplotlib takes literally, cut at its front (ends tell runs apart)."""
-    clean = "".join(c if c.isprintable() else "?" for c in text)
-    short = clean if len(clean) <= limit else "…" + clean[1 - limit :]
-    # `$` would start a formula; a leading `_` would hide the label from legends.
-    return ("./" if short.startswith("_") else "") + short.replace("$", r"\$")
 
 
 def automatic_window(steps: int) -> int:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rl.report_style import FAINT, INK, run_look
 from rl.timeline import RoundRecord
 
 if TYPE_CHECKING:
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
 PLAIN_COLOR = "#BBBBBB"
 BAR_COLORS = ("#A6CFE8", "#56A0CC", "#0072B2", "#00416A")  # 2, 3–4, 5–8 and more tokens a round
 BAR_LABELS = ("1 token a round", "2", "3–4", "5–8", "9 or more")
-INK, FAINT = "#222222", "#666666"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,8 +33,6 @@ class RolloutTimeline:
         return any(run.timeline for run in runs)
 
     def draw(self, ax: Any, runs: Sequence[Run], window: int) -> None:
-        from rl.report_plots import run_look
-
         ax.set_title(self.title)
         ax.set_xlabel("seconds since the phase began")
         if len(runs) == 1:

@@ -16,6 +16,7 @@ import numpy as np
 
 from models import transformer
 from rl import cache_steps, engine_warm_up
+from rl.atomic_file import replace_file
 from rl.engine import Engine
 from spec.budget import RoundTimes
 from spec.sampling import SamplingConfig, step_key
@@ -52,7 +53,7 @@ def load_or_measure(
     times = measure(engine, params, sampling, buckets)
     path.parent.mkdir(parents=True, exist_ok=True)
     rows = {"made_for": made_for, "rows": times.rows()}
-    path.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    replace_file(path, json.dumps(rows, indent=1) + "\n")
     return times
 
 

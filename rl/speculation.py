@@ -1,8 +1,9 @@
 """Speculative rollouts of a training run: which drafters, which budget, and their history.
 
 One step:  phase (drafter and budget for its rollouts)  →  learn (its responses become
-the prompts' history; the index of the next step's prompts is built in a thread while the
-update runs). Drafts never change a token, so nothing here can change what is learnt.
+the prompts' history)  →  prepare (the index of the next step's prompts is built in a
+thread while the update runs). Drafts never change a token, so nothing here can change
+what is learnt.
 """
 
 from __future__ import annotations
@@ -85,6 +86,7 @@ class Speculation:
         self._rule = history.PAPER_RULE if config.history_rule == "histospec" else history.RULE
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="history")
         self._building: Future[_Built] | None = None
+        self._used: _Built | None = None  # by the phase that runs, or the last one
         self._told = 0  # problems that were told of
 
     def phase(
@@ -108,12 +110,10 @@ class Speculation:
         self,
         keys: Sequence[str],
         trajectories: Sequence[Trajectory],
-        next_prompts: Mapping[str, Prompt],
     ) -> dict[str, float]:
-        """The step's responses are history from now on; start on the index of the next step."""
-        if not self._keeps_history:
+        """The step's responses are history from now on."""
+        if not self.keeps_history:
             return {}
-        built = self._built()
         groups: dict[str, list[Trajectory]] = {key: [] for key in keys}
         for t in trajectories:
             groups[keys[t.group_id]].append(t)
@@ -122,12 +122,16 @@ class Speculation:
                 continue
             tokens, rewards = [t.response_ids for t in group], [t.reward for t in group]
             self._store.replace(key, of_group(tokens, rewards))
+        assert self._used is not None, "learn comes after phase"
+        return {
+            "spec/history_bytes": float(self._store.num_bytes),
+            "spec/history_index_tokens": float(self._used.index.num_tokens),
+            "spec/history_index_seconds": self._used.seconds,
+        }
+
+    def prepare(self, next_prompts: Mapping[str, Prompt]) -> None:
+        """Start on the index of the next step, whose prompts are given by key."""
         self._building = self._thread.submit(self._build, dict(next_prompts))
-        metrics = {"spec/history_bytes": float(self._store.num_bytes)}
-        if built is not None:
-            metrics["spec/history_index_tokens"] = float(built.index.num_tokens)
-            metrics["time/history_index"] = built.seconds
-        return metrics
 
     def new_problems(self) -> list[str]:
         """What went wrong with history since the last question; those prompts go without."""
@@ -137,10 +141,10 @@ class Speculation:
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps of it."""
         self._built()
-        return self._store.state() if self._keeps_history else {}
+        return self._store.state() if self.keeps_history else {}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        if state and self._keeps_history:
+        if state and self.keeps_history:
             self._store.load_state(state)
 
     def __enter__(self) -> Speculation:
@@ -150,14 +154,14 @@ class Speculation:
         self._thread.shutdown(cancel_futures=True)
 
     @property
-    def _keeps_history(self) -> bool:
+    def keeps_history(self) -> bool:
         return self.config.enabled and "history" in self.config.sources
 
     def _index(self, prompts: Mapping[str, Prompt]) -> HistoryIndex:
         built = self._built()
         if built is None or built.keys != frozenset(prompts):  # the first step, or a resumed one
             built = self._build(prompts)
-        self._building = None
+        self._building, self._used = None, built
         return built.index
 
     def _built(self) -> _Built | None:

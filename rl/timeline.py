@@ -5,13 +5,13 @@ from __future__ import annotations
 import collections
 import dataclasses
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from rl.atomic_file import replace_file
 from spec.drafter import Source
 
 TIMELINE_FILE = "timeline.json"
@@ -120,9 +120,7 @@ def save_timeline(folder: Path, step: int, rounds: Sequence[RoundRecord]) -> Non
         {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in vars(r).items()}
         for r in rounds
     ]
-    scratch = folder / f"{TIMELINE_FILE}.new"
-    scratch.write_text(json.dumps({"step": step, "rounds": rows}), encoding="utf-8")
-    os.replace(scratch, folder / TIMELINE_FILE)
+    replace_file(folder / TIMELINE_FILE, json.dumps({"step": step, "rounds": rows}))
 
 
 def load_timeline(folder: Path) -> tuple[int, list[RoundRecord]]:

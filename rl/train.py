@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from models.transformer import Params, num_params
+from rl.atomic_file import replace_file
 from rl.config import (
     ConfigError,
     add_config_arguments,
@@ -139,7 +140,7 @@ def _run(config: TrainConfig, inputs: Inputs, folder: Path, *, resume: bool) -> 
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USAGE
     folder.mkdir(parents=True, exist_ok=True)
-    _write_config(folder, config)
+    replace_file(folder / "config.gin", dump(config))  # what a resumed run starts from
     if jax.config.jax_compilation_cache_dir is None:  # JAX_COMPILATION_CACHE_DIR wins
         jax.config.update("jax_compilation_cache_dir", str(folder / "compiled"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)  # resuming reads them
@@ -172,13 +173,6 @@ def _run(config: TrainConfig, inputs: Inputs, folder: Path, *, resume: bool) -> 
         _export(folder, inputs, policy_params(state))
         show.message(f"done; the policy is in {folder / 'policy'}; python -m rl.report {folder}")
     return 0
-
-
-def _write_config(folder: Path, config: TrainConfig) -> None:
-    """Whole or not at all: a resumed run starts from this file."""
-    temporary = folder / "config.gin.tmp"
-    temporary.write_text(dump(config))
-    temporary.replace(folder / "config.gin")
 
 
 def _export(folder: Path, inputs: Inputs, params: Params) -> None:

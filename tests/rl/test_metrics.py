@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from rl import atomic_file
 from rl import metrics as metrics_lib
 from rl.metrics import (
     MetricsConfig,
@@ -147,7 +148,7 @@ def test_kill_between_the_new_file_and_its_name_loses_nothing(tmp_path, monkeypa
     write_steps(tmp_path, range(1, 4))
     before = files(tmp_path)
     out = writer(tmp_path)
-    monkeypatch.setattr(metrics_lib.os, "replace", lambda *_: (_ for _ in ()).throw(OSError))
+    monkeypatch.setattr(atomic_file.os, "replace", lambda *_: (_ for _ in ()).throw(OSError))
     with pytest.raises(OSError):
         out.truncate_to_step(1)
     monkeypatch.undo()

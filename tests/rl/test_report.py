@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rl import report, report_page, report_plots
+from rl import report, report_page, report_plots, report_style, report_timeline
 from rl.report import pick_samples
 from rl.report_runs import Run, load_runs, run_labels, summarize
 from rl.timeline import RoundRecord, save_timeline
@@ -170,7 +170,7 @@ def test_the_last_rollout_phase_is_drawn_for_one_run_and_for_several(tmp_path):
     for runs in (folders[:1], folders):
         report.write_report(load_runs(runs), tmp_path / "out")
         assert (tmp_path / "out" / "rollout.png").read_bytes().startswith(PNG)
-    assert not report_plots.RolloutTimeline().shown(load_runs(folders[2:]))
+    assert not report_timeline.RolloutTimeline().shown(load_runs(folders[2:]))
 
 
 def test_a_foreign_timeline_ends_the_report_with_a_message(tmp_path, capsys):
@@ -249,5 +249,5 @@ def test_a_missing_folder_and_a_bad_option_exit_with_2(tmp_path, capsys):
 
 
 def test_labels_in_pictures_are_taken_literally():
-    assert report_plots.plain_text("_a$b$", 20) == r"./_a\$b\$"
-    assert report_plots.plain_text("x" * 30 + "end", 10) == "…xxxxxxend"
+    assert report_style.plain_text("_a$b$", 20) == r"./_a\$b\$"
+    assert report_style.plain_text("x" * 30 + "end", 10) == "…xxxxxxend"

@@ -60,13 +60,17 @@ def test_answers_of_a_step_are_drafted_in_the_next_each_to_its_prompt(tmp_path):
     with open_speculation(tmp_path, sources=("history",)) as speculation:
         drafter, _ = phase(speculation)
         assert guesses(drafter, live(0, [10])) == ([], set())
-        metrics = speculation.learn(KEYS, [answer(0, [10, 11, 12]), answer(1, [20, 21])], PROMPTS)
+        metrics = speculation.learn(KEYS, [answer(0, [10, 11, 12]), answer(1, [20, 21])])
+        speculation.prepare(PROMPTS)
         assert metrics["spec/history_bytes"] > 0
         drafter, _ = phase(speculation)
         assert guesses(drafter, live(0, [10])) == ([11, 12], {Source.HISTORY})
         assert guesses(drafter, live(1, [20])) == ([21], {Source.HISTORY})
         # replaced, not added to
-        speculation.learn(KEYS, [answer(0, [10, 13])], PROMPTS)
+        metrics = speculation.learn(KEYS, [answer(0, [10, 13])])
+        # what the phase before drafted from: five tokens, and their prompts' tails
+        assert metrics["spec/history_index_tokens"] == 5 + sum(map(len, PROMPTS.values()))
+        assert metrics["spec/history_index_seconds"] > 0
         drafter, _ = phase(speculation)
         assert guesses(drafter, live(0, [10]))[0] == [13]
         assert guesses(drafter, live(1, [20]))[0] == [21]
@@ -74,14 +78,17 @@ def test_answers_of_a_step_are_drafted_in_the_next_each_to_its_prompt(tmp_path):
 
 def test_an_index_that_was_built_for_other_prompts_is_not_used(tmp_path):
     with open_speculation(tmp_path, sources=("history",)) as speculation:
-        speculation.learn(KEYS, [answer(0, [10, 11])], {"b": PROMPTS["b"]})
+        phase(speculation)
+        speculation.learn(KEYS, [answer(0, [10, 11])])
+        speculation.prepare({"b": PROMPTS["b"]})
         drafter, _ = phase(speculation)
         assert guesses(drafter, live(0, [10]))[0] == [11]
 
 
 def test_what_a_checkpoint_keeps_drafts_again(tmp_path):
     with open_speculation(tmp_path / "one", sources=("history",)) as speculation:
-        speculation.learn(KEYS, [answer(0, [10, 11])], PROMPTS)
+        phase(speculation)
+        speculation.learn(KEYS, [answer(0, [10, 11])])
         state = speculation.state()
     with open_speculation(tmp_path / "two", sources=("history",)) as resumed:
         resumed.load_state(state)
@@ -90,7 +97,8 @@ def test_what_a_checkpoint_keeps_drafts_again(tmp_path):
 
 def test_a_spilled_history_that_is_damaged_is_told_of_once_and_left_out(tmp_path):
     with open_speculation(tmp_path, sources=("history",), history_memory_bytes=1) as speculation:
-        speculation.learn(KEYS, [answer(0, [10, 11]), answer(1, [20, 21])], {})
+        phase(speculation)
+        speculation.learn(KEYS, [answer(0, [10, 11]), answer(1, [20, 21])])
         phase(speculation)
         files = [p for p in (tmp_path / "history").rglob("*") if p.is_file()]
         assert len(files) == 2
@@ -114,7 +122,7 @@ def test_budgets_go_by_name(tmp_path, policy, kind):
 def test_off_drafts_nothing_and_keeps_nothing(tmp_path):
     with open_speculation(tmp_path, budget="off", sources=()) as speculation:
         assert phase(speculation) == (None, None)
-        assert speculation.learn(KEYS, [answer(0, [10])], PROMPTS) == {}
+        assert speculation.learn(KEYS, [answer(0, [10])]) == {}
         assert speculation.state() == {}
 
 
