@@ -192,7 +192,17 @@ def _embed(params: Params, tokens_BT: jax.Array) -> jax.Array:
 
 def _rope(config: ModelConfig, positions_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
     angle = positions_BT[..., None].astype(jnp.float32) * rope_frequencies(config)
+    return jax.lax.platform_dependent(angle, cpu=_turns_once, default=_turns)
+
+
+def _turns(angle: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jnp.cos(angle), jnp.sin(angle)
+
+
+def _turns_once(angle: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The same, in a branch: XLA's CPU would else compute them for every head in every layer."""
+    # angles are never negative
+    return jax.lax.cond(angle.reshape(-1)[0] >= 0, _turns, lambda a: (a, a), angle)
 
 
 def hidden(

@@ -31,10 +31,10 @@ from rl.timeline import EngineStats, RoundRecord
 from rl.trajectory import Request, Trajectory, check_requests
 from spec.budget import Budget, Decision, TakeAll
 from spec.drafter import Drafter, Drafts, LiveSlots, Source, plant
-from spec.merge import emitted_guesses
+from spec.merge import of_plain, of_round
 from spec.sampling import Draw, SamplingConfig
 from spec.tree import DraftTree
-from spec.verify import Emitted, Slots, decode_rounds, verify_round
+from spec.verify import Slots, decode_rounds, unpack, verify_round
 
 OnFinish = Callable[[Trajectory], None]
 OnRound = Callable[[int, int], None]  # (responses finished, tokens emitted) so far
@@ -143,12 +143,12 @@ class Engine:
         drafted_s = self.clock()
         if decision.num_nodes > 1:
             assert drafts is not None
-            count_B = self._verify(params, live, drafts, decision.num_nodes)
+            tokens_BN, count_B = self._verify(params, live, drafts, decision.num_nodes)
         else:
-            count_B = self._decode(params, len(queue), decision.num_rounds)
-        emitted_A = count_B[live.rows_A]
+            tokens_BN, count_B = self._decode(params, len(queue), decision.num_rounds)
+        tokens_AN, emitted_A = tokens_BN[live.rows_A], count_B[live.rows_A]
         if drafts is not None:
-            self._phase.budget.observe(live, drafts, decision.num_nodes, emitted_A)
+            self._judge(live, drafts, decision.num_nodes, tokens_AN, emitted_A)
         self.stats.timeline.append(
             RoundRecord(
                 began_s=began_s,
@@ -231,13 +231,13 @@ class Engine:
 
     def _verify(
         self, params: transformer.Params, live: LiveSlots, drafts: Drafts, num_nodes: int
-    ) -> np.ndarray:
-        """One round over trees of `num_nodes`; returns the tokens that each slot got."""
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """One round over trees of `num_nodes`; returns (tokens_BN, count_B) that slots got."""
         B = len(self._table)
         tokens_BN, parents_BN = plant(drafts, live.rows_A, B, num_nodes)
         assert self._cache is not None
-        tree = DraftTree(self.put(tokens_BN), self.put(parents_BN))
-        self._cache, self._slots, emitted = verify_round(
+        tree = DraftTree(self.argument(tokens_BN), self.argument(parents_BN))
+        self._cache, self._slots, packed = verify_round(
             params,
             self._cache,
             self._device_slots(),
@@ -245,21 +245,34 @@ class Engine:
             self._phase.stop_E,
             **self.verify_options(self._phase.sampling.draw),
         )
-        drafted_A = np.minimum(drafts.count_A, num_nodes - 1)
         drafted_B = np.zeros(B, bool)
-        drafted_B[live.rows_A] = drafted_A > 0
-        tokens_BN, count_B = self._commit(emitted, drafted_B)
-        rows_A = live.rows_A
-        right_AN = emitted_guesses(drafts, num_nodes - 1, tokens_BN[rows_A], count_B[rows_A])
-        tried_AN = np.arange(drafts.max_nodes) < drafted_A[:, None]
-        stats = self.stats
-        stats.drafted_by_source += np.bincount(drafts.sources_AN[tried_AN], minlength=len(Source))
-        stats.accepted_by_source += np.bincount(drafts.sources_AN[right_AN], minlength=len(Source))
-        stats.rounds[(B, num_nodes, self._positions)] += 1
-        return count_B
+        drafted_B[live.rows_A] = drafts.count_A > 0
+        self.stats.rounds[(B, num_nodes, self._positions)] += 1
+        return self._commit(packed, drafted_B)
 
-    def _decode(self, params: transformer.Params, waiting: int, most_rounds: int) -> np.ndarray:
-        """Up to `most_rounds` rounds without guesses; returns the tokens that each slot got."""
+    def _judge(
+        self,
+        live: LiveSlots,
+        drafts: Drafts,
+        num_nodes: int,
+        tokens_AN: np.ndarray,
+        emitted_A: np.ndarray,
+    ) -> None:
+        """Tell the budget what became of the guesses, and count those that were tried."""
+        if num_nodes == 1:
+            outcome = of_plain(drafts, tokens_AN, emitted_A)
+        else:
+            outcome = of_round(drafts, num_nodes, tokens_AN, emitted_A)
+            tried = np.bincount(drafts.sources_AN[outcome.checked_AN], minlength=len(Source))
+            right = np.bincount(drafts.sources_AN[outcome.right_AN], minlength=len(Source))
+            self.stats.drafted_by_source += tried
+            self.stats.accepted_by_source += right
+        self._phase.budget.observe(live, drafts, outcome)
+
+    def _decode(
+        self, params: transformer.Params, waiting: int, most_rounds: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Up to `most_rounds` rounds without guesses; returns (tokens_BN, count_B)."""
         table = self._table
         B, busy = len(table), table.num_busy
         left_B = np.where(table.busy_B, table.limit_B - table.emitted_B, 0)
@@ -269,7 +282,7 @@ class Engine:
         # come back to the host when slots can be refilled, or the batch can shrink
         stop_after = max(1, busy // 16) if waiting else max(1, busy - B // 2)
         assert self._cache is not None
-        self._cache, self._slots, emitted = decode_rounds(
+        self._cache, self._slots, packed = decode_rounds(
             params,
             self._cache,
             self._device_slots(),
@@ -278,16 +291,14 @@ class Engine:
             np.int32(stop_after),
             **self.decode_options(self._phase.sampling.draw),
         )
-        _, count_B = self._commit(emitted, np.zeros(B, bool))
+        tokens_BN, count_B = self._commit(packed, np.zeros(B, bool))
         self.stats.rounds[(B, 1, self._positions)] += int(count_B.max())
-        return count_B
+        return tokens_BN, count_B
 
-    def _commit(self, emitted: Emitted, drafted_B: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _commit(self, packed: jax.Array, drafted_B: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The call's one fetch: append each slot's tokens; returns (tokens_BN, count_B)."""
         self._called_s = self.clock()
-        tokens_BN, logprobs_BN, count_B = jax.device_get(
-            (emitted.tokens_BN, emitted.logprobs_BN, emitted.count_B)
-        )
+        tokens_BN, logprobs_BN, count_B = unpack(packed)
         self._fetched_s = self.clock()
         self._table.commit(tokens_BN, logprobs_BN, count_B, drafted_B)
         self.stats.fetches += 1
@@ -392,6 +403,10 @@ class Engine:
         table = np.zeros((2, len(self._table)), np.int32)
         table[:, : len(pairs)] = np.asarray(pairs, np.int32).T
         return table[0], table[1]
+
+    def argument(self, x: np.ndarray) -> Any:
+        """A host array of one call. Without a mesh jit takes it in less time than a `put`."""
+        return x if self.mesh is None else self.put(x)
 
     def put(self, x: Any) -> jax.Array:
         if self.mesh is None:

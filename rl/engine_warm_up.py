@@ -162,7 +162,7 @@ def _verify(
 ) -> tuple[tuple, dict[str, Any]]:
     (_, cache, slots, stop_E, _, _), _ = _decode(engine, params, sampling, B, S)
     parents_BN = np.broadcast_to(np.arange(-1, N - 1, dtype=np.int32), (B, N))
-    tree = DraftTree(engine.put(np.zeros((B, N), np.int32)), engine.put(parents_BN))
+    tree = DraftTree(engine.argument(np.zeros((B, N), np.int32)), engine.argument(parents_BN))
     return (params, cache, slots, tree, stop_E), engine.verify_options(sampling.draw)
 
 

@@ -21,7 +21,7 @@ from rl.engine import Engine
 from spec.budget import RoundTimes
 from spec.sampling import SamplingConfig, step_key
 from spec.tree import PADDING, DraftTree
-from spec.verify import decode_rounds, verify_round
+from spec.verify import decode_rounds, unpack, verify_round
 
 REPEATS = 5
 FORMAT = 1
@@ -112,11 +112,11 @@ def _tree_round(
     tokens_BN = np.zeros((B, N), np.int32)
     tokens_BN[:, -1] = PADDING
     parents_BN = np.broadcast_to(np.arange(-1, N - 1, dtype=np.int32), (B, N))
-    tree = DraftTree(engine.put(tokens_BN), engine.put(parents_BN))
-    cache, _, emitted = verify_round(
+    tree = DraftTree(engine.argument(tokens_BN), engine.argument(parents_BN))
+    cache, _, packed = verify_round(
         params, cache, slots, tree, _no_stop(engine), **engine.verify_options(sampling.draw)
     )
-    jax.device_get(emitted)
+    unpack(packed)
     return cache
 
 
@@ -124,7 +124,7 @@ def _plain_rounds(
     engine: Engine, params: Any, sampling: SamplingConfig, cache: Any, slots: Any
 ) -> tuple[Any, int]:
     rounds = engine.config.rounds_per_fetch
-    cache, _, emitted = decode_rounds(
+    cache, _, packed = decode_rounds(
         params,
         cache,
         slots,
@@ -133,7 +133,7 @@ def _plain_rounds(
         np.int32(slots.active.shape[0]),
         **engine.decode_options(sampling.draw),
     )
-    jax.device_get(emitted)
+    unpack(packed)
     return cache, rounds
 
 

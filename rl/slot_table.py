@@ -9,13 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numba
 import numpy as np
 
 from rl.trajectory import FinishReason, Origin, Request, Trajectory
 from spec.drafter import LiveSlots
 
 Prompt = tuple[int, ...]
-ARRAYS = ("tokens_BL", "logprobs_BL", "origins_BL", "prompt_tokens_B", "total_tokens_B", "limit_B")
+ARRAYS = (
+    *("tokens_BL", "logprobs_BL", "origins_BL", "prompt_tokens_B", "total_tokens_B", "limit_B"),
+    *("busy_B", "request_ids_B", "group_ids_B", "sample_indices_B"),
+)
 
 
 class SlotTable:
@@ -34,17 +38,17 @@ class SlotTable:
         self.prompt_tokens_B = np.zeros(B, np.int32)
         self.total_tokens_B = np.ones(B, np.int32)
         self.limit_B = np.zeros(B, np.int32)  # of response tokens
+        self.busy_B = np.zeros(B, bool)
+        self.request_ids_B = np.zeros(B, np.int64)
+        self.group_ids_B = np.zeros(B, np.int64)
+        self.sample_indices_B = np.zeros(B, np.int64)
 
     def __len__(self) -> int:
         return len(self.requests)
 
     @property
-    def busy_B(self) -> np.ndarray:
-        return np.fromiter((r is not None for r in self.requests), bool, len(self))
-
-    @property
     def num_busy(self) -> int:
-        return len(self) - self.requests.count(None)
+        return int(self.busy_B.sum())
 
     @property
     def cached_tokens_B(self) -> np.ndarray:
@@ -69,6 +73,9 @@ class SlotTable:
         self.tokens_BL[row, :n] = request.prompt_ids
         self.prompt_tokens_B[row] = self.total_tokens_B[row] = n
         self.limit_B[row] = request.max_new_tokens or default_limit
+        self.busy_B[row] = True
+        self.request_ids_B[row], self.group_ids_B[row] = request.request_id, request.group_id
+        self.sample_indices_B[row] = request.sample_index
 
     def commit(
         self,
@@ -78,25 +85,28 @@ class SlotTable:
         drafted_B: np.ndarray,
     ) -> None:
         """Append what a fetch brought; with guesses in the tree, all but the last were accepted."""
-        b, n = np.nonzero(np.arange(tokens_BN.shape[1]) < count_B[:, None])
-        at = self.total_tokens_B[b] + n
-        self.tokens_BL[b, at] = tokens_BN[b, n]
-        self.logprobs_BL[b, at] = logprobs_BN[b, n]
-        bonus = n == count_B[b] - 1
-        origin = np.where(bonus, Origin.BONUS, Origin.ACCEPTED)
-        self.origins_BL[b, at] = np.where(drafted_B[b], origin, Origin.PLAIN)
-        self.total_tokens_B += count_B
+        _append(
+            tokens_BN,
+            logprobs_BN,
+            count_B,
+            drafted_B,
+            self.tokens_BL,
+            self.logprobs_BL,
+            self.origins_BL,
+            self.total_tokens_B,
+        )
 
     def ended_rows(self, stop_ids: np.ndarray) -> np.ndarray:
         """Rows whose request has ended: an end token was drawn, or the limit is reached."""
         last_B = self.tokens_BL[np.arange(len(self)), self.cached_tokens_B]
-        stopped_B = (self.emitted_B > 0) & np.isin(last_B, stop_ids)
+        stopped_B = (self.emitted_B > 0) & (last_B[:, None] == stop_ids).any(axis=1)
         return np.nonzero(self.busy_B & (stopped_B | (self.emitted_B >= self.limit_B)))[0]
 
     def retire(self, row: int, stop_ids: np.ndarray, policy_version: int) -> Trajectory:
         """The request's trajectory; the row is free, and still holds its prompt."""
         request, self.requests[row] = self.requests[row], None
         assert request is not None
+        self.busy_B[row] = False
         first, end = int(self.prompt_tokens_B[row]), int(self.total_tokens_B[row])
         response = self.tokens_BL[row, first:end].copy()
         stopped = response[-1] in stop_ids
@@ -118,14 +128,11 @@ class SlotTable:
 
     def view(self, rows: np.ndarray) -> LiveSlots:
         """What drafters see of these rows, which must be busy."""
-        requests = [r for b in rows if (r := self.requests[b]) is not None]
-        names = [(r.request_id, r.group_id, r.sample_index) for r in requests]
-        ids_A3 = np.asarray(names, np.int64).reshape(-1, 3)
         return LiveSlots(
             rows_A=rows.astype(np.int32),
-            request_ids_A=ids_A3[:, 0],
-            group_ids_A=ids_A3[:, 1],
-            sample_indices_A=ids_A3[:, 2],
+            request_ids_A=self.request_ids_B[rows],
+            group_ids_A=self.group_ids_B[rows],
+            sample_indices_A=self.sample_indices_B[rows],
             prompt_tokens_A=self.prompt_tokens_B[rows],
             total_tokens_A=self.total_tokens_B[rows],
             remaining_tokens_A=(self.limit_B - self.emitted_B)[rows],
@@ -141,7 +148,6 @@ class SlotTable:
 
     def device_columns(self, top_k: int) -> np.ndarray:
         """int32 [B, columns], in the order of `rl.cache_steps.COLUMNS`."""
-        ids = [0 if r is None else r.request_id for r in self.requests]
         last_B = self.tokens_BL[np.arange(len(self)), self.cached_tokens_B]
         columns = (
             last_B,
@@ -149,7 +155,23 @@ class SlotTable:
             self.emitted_B,
             self.limit_B,
             self.busy_B,
-            np.asarray(ids),
+            np.where(self.busy_B, self.request_ids_B, 0),
             np.full(len(self), top_k),
         )
         return np.stack(columns, axis=1).astype(np.int32)
+
+
+PLAIN, ACCEPTED, BONUS = int(Origin.PLAIN), int(Origin.ACCEPTED), int(Origin.BONUS)
+
+
+@numba.njit(cache=True, nogil=True)
+def _append(  # type: ignore[no-untyped-def]
+    tokens_BN, logprobs_BN, count_B, drafted_B, tokens_BL, logprobs_BL, origins_BL, total_B
+):
+    for b in range(len(count_B)):
+        for n in range(count_B[b]):
+            at = total_B[b] + n
+            tokens_BL[b, at], logprobs_BL[b, at] = tokens_BN[b, n], logprobs_BN[b, n]
+            last = n == count_B[b] - 1
+            origins_BL[b, at] = PLAIN if not drafted_B[b] else (BONUS if last else ACCEPTED)
+        total_B[b] += count_B[b]

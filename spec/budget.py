@@ -16,6 +16,8 @@ from typing import Protocol
 import numpy as np
 
 from spec.drafter import Drafts, LiveSlots
+from spec.merge import Outcome
+from spec.request_index import PerRequest, RequestIndex
 from spec.window import WindowConfig, next_windows
 
 POLICIES = "off, fixed:K, aimd, goodput"
@@ -50,10 +52,8 @@ class Budget(Protocol):
         """One of `sizes` (ascending, root included), or 1; their bucket is given."""
         ...
 
-    def observe(
-        self, live: LiveSlots, drafts: Drafts, num_nodes: int, emitted_A: np.ndarray
-    ) -> None:
-        """What the round gave; `num_nodes` 1 where the guesses were not tried."""
+    def observe(self, live: LiveSlots, drafts: Drafts, outcome: Outcome) -> None:
+        """What became of the guesses that `choose` was asked about."""
         ...
 
 
@@ -98,9 +98,7 @@ class Off:
     ) -> Decision:
         return Decision(1, 2**30)
 
-    def observe(
-        self, live: LiveSlots, drafts: Drafts, num_nodes: int, emitted_A: np.ndarray
-    ) -> None:
+    def observe(self, live: LiveSlots, drafts: Drafts, outcome: Outcome) -> None:
         pass
 
 
@@ -123,26 +121,8 @@ class TakeAll:
     ) -> Decision:
         return Decision(_size_for(int(drafts.count_A.max(initial=0)), sizes))
 
-    def observe(
-        self, live: LiveSlots, drafts: Drafts, num_nodes: int, emitted_A: np.ndarray
-    ) -> None:
+    def observe(self, live: LiveSlots, drafts: Drafts, outcome: Outcome) -> None:
         pass
-
-
-class Requests:
-    """A float per live request, kept by request id; what is new starts at `start`."""
-
-    def __init__(self, start: float) -> None:
-        self._start = start
-        self._values: dict[int, float] = {}
-
-    def get(self, live: LiveSlots) -> np.ndarray:
-        values = [self._values.get(r, self._start) for r in live.request_ids_A.tolist()]
-        return np.asarray(values, np.float64)
-
-    def set(self, live: LiveSlots, values_A: np.ndarray) -> None:
-        pairs = zip(live.request_ids_A.tolist(), values_A.tolist(), strict=True)
-        self._values.update(pairs)
 
 
 class Aimd:
@@ -158,7 +138,7 @@ class Aimd:
     def __init__(self, times: RoundTimes | None = None, window: WindowConfig | None = None) -> None:
         self._config = window or WindowConfig()
         self._times = times
-        self._windows = Requests(self._config.start_tokens)
+        self._windows = PerRequest(RequestIndex(), self._config.start_tokens)
         self._tokens_per_request = 0.0  # a round of trees brings this many, decayed mean
         self._closed = 0
 
@@ -184,15 +164,13 @@ class Aimd:
         self._closed += 1
         return Decision(1 if self._closed % self.PROBE else size)
 
-    def observe(
-        self, live: LiveSlots, drafts: Drafts, num_nodes: int, emitted_A: np.ndarray
-    ) -> None:
-        if num_nodes == 1:
+    def observe(self, live: LiveSlots, drafts: Drafts, outcome: Outcome) -> None:
+        if not outcome.tried:
             return
-        drafted_A = np.minimum(drafts.count_A, num_nodes - 1)
-        windows_A = next_windows(self._config, self._windows.get(live), drafted_A, emitted_A - 1)
+        drafted_A, accepted_A = outcome.checked_AN.sum(axis=1), outcome.right_AN.sum(axis=1)
+        windows_A = next_windows(self._config, self._windows.get(live), drafted_A, accepted_A)
         self._windows.set(live, windows_A)
-        mean = float(emitted_A.mean())
+        mean = 1.0 + float(accepted_A.mean())
         old = self._tokens_per_request or mean
         self._tokens_per_request = DECAY * old + (1 - DECAY) * mean
 
@@ -203,7 +181,8 @@ class Goodput:
     tokens(N) = A + Σ_a s_a Σ_{i<N} chance[a, i],  choice = argmax tokens(N) / seconds(B, N, S)
 
     `s_a` is what a request's guesses were worth so far over what they promised, drawn
-    towards that of all requests. A mode is left only for one that promises `BETTER`.
+    towards that of all requests; guesses that were not tried are judged by what plain
+    decoding then drew. A mode is left only for one that promises `BETTER`.
     While plain decoding wins, drafts are asked for after 2, 4, 8, … `LONGEST_WAIT` rounds
     (and where the batch shrinks): they cost the host's time.
     """
@@ -212,17 +191,18 @@ class Goodput:
 
     def __init__(self, times: RoundTimes) -> None:
         self._times = times
-        self._hits, self._hopes = Requests(0.0), Requests(0.0)
+        index = RequestIndex()
+        self._hits, self._hopes = PerRequest(index, 0.0), PerRequest(index, 0.0)
+        self._asked_at = PerRequest(index, np.inf)  # tokens of a request when drafts were refused
         self._all_hits = self._all_hopes = 0.0
         self._speculating = False
         self._plain_rounds = 1
-        # (slots, a request, the tokens that it has when drafts are to be asked for again)
-        self._wait = (0, -1, 0)
+        self._wait = (0, 0)  # drafts are not asked for at these slots for so many rounds
 
     def limits(self, live: LiveSlots, num_slots: int) -> np.ndarray:
-        slots, request_id, tokens = self._wait
-        at = np.flatnonzero(live.request_ids_A == request_id)
-        waiting = slots == num_slots and at.size > 0 and live.total_tokens_A[at[0]] < tokens
+        slots, rounds = self._wait
+        passed_A = live.total_tokens_A - self._asked_at.get(live)
+        waiting = slots == num_slots and 0 <= passed_A.max() < rounds
         return np.full(len(live), 0 if waiting else 2**30, np.int32)
 
     def scale(self, live: LiveSlots) -> np.ndarray:
@@ -260,24 +240,17 @@ class Goodput:
                 break
         self._speculating = best > 1 and (self._speculating or best_rate > BETTER)
         if self._speculating:
-            self._plain_rounds, self._wait = 1, (0, -1, 0)
+            self._plain_rounds, self._wait = 1, (0, 0)
             return Decision(best)
         shrunk = num_slots < self._wait[0]
         self._plain_rounds = 2 if shrunk else min(2 * self._plain_rounds, self.LONGEST_WAIT)
-        witness = int(live.total_tokens_A[-1]) + self._plain_rounds
-        self._wait = (num_slots, int(live.request_ids_A[-1]), witness)
+        self._wait = (num_slots, self._plain_rounds)
+        self._asked_at.set(live, live.total_tokens_A)
         return Decision(1, self._plain_rounds)
 
-    def observe(
-        self, live: LiveSlots, drafts: Drafts, num_nodes: int, emitted_A: np.ndarray
-    ) -> None:
-        if num_nodes == 1:
-            return
-        tried_A = np.minimum(drafts.count_A, num_nodes - 1)
-        hopes_A = np.where(
-            np.arange(drafts.max_nodes) < tried_A[:, None], drafts.chance_AN, 0.0
-        ).sum(axis=1)
-        hits_A = np.where(tried_A > 0, emitted_A - 1, 0)
+    def observe(self, live: LiveSlots, drafts: Drafts, outcome: Outcome) -> None:
+        hopes_A = np.where(outcome.checked_AN, drafts.chance_AN, 0.0).sum(axis=1)
+        hits_A = outcome.right_AN.sum(axis=1)
         self._hits.set(live, DECAY * self._hits.get(live) + hits_A)
         self._hopes.set(live, DECAY * self._hopes.get(live) + hopes_A)
         self._all_hits = 0.99 * self._all_hits + float(hits_A.sum())

@@ -12,6 +12,7 @@ import enum
 from collections.abc import Sequence
 from typing import Protocol
 
+import numba
 import numpy as np
 
 from spec.tree import PADDING, Draft, check_draft
@@ -110,14 +111,21 @@ def plant(
 
     Guesses beyond `num_nodes` − 1 are cut; slots without a request hold their root alone.
     """
-    N = min(num_nodes - 1, drafts.max_nodes)
     tokens_BN = np.full((num_slots, num_nodes), PADDING, np.int32)
     parents_BN = np.zeros((num_slots, num_nodes), np.int32)
     tokens_BN[:, 0], parents_BN[:, 0] = 0, -1
-    valid_AN = np.arange(N) < drafts.count_A[:, None]
-    tokens_BN[rows_A, 1 : N + 1] = np.where(valid_AN, drafts.tokens_AN[:, :N], PADDING)
-    parents_BN[rows_A, 1 : N + 1] = np.where(valid_AN, drafts.parents_AN[:, :N] + 1, 0)
+    _plant(drafts.tokens_AN, drafts.parents_AN, drafts.count_A, rows_A, tokens_BN, parents_BN)
     return tokens_BN, parents_BN
+
+
+@numba.njit(cache=True, nogil=True)
+def _plant(  # type: ignore[no-untyped-def]
+    tokens_AN, parents_AN, count_A, rows_A, tokens_BN, parents_BN
+):
+    for a in range(len(rows_A)):
+        for i in range(min(count_A[a], tokens_BN.shape[1] - 1)):
+            tokens_BN[rows_A[a], 1 + i] = tokens_AN[a, i]
+            parents_BN[rows_A[a], 1 + i] = parents_AN[a, i] + 1
 
 
 class Drafter(Protocol):

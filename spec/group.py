@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from spec.drafter import Drafts, LiveSlots, Source
+from spec.request_index import RequestIndex, with_room
 from spec.suffix import ProposalRule, SuffixForest
 from spec.suffix_drafter import NO_TREE, RequestFollowers
 
@@ -54,7 +55,7 @@ class DraftServer:
         new = update.tokens[known - update.previous_tokens :]
         if len(new):
             log = self._logs.setdefault(update.group_id, [])
-            log.append(dataclasses.replace(update, previous_tokens=known, tokens=new))
+            log.append(Update(update.group_id, update.request_id, known, new))
             self._lengths[name] = known + len(new)
 
     def fetch(self, seen: Mapping[int, int]) -> dict[int, list[Update]]:
@@ -126,7 +127,8 @@ class GroupDrafter:
     def __init__(self, rule: ProposalRule = RULE, update_tokens: int = 4) -> None:
         self._server, self._client = DraftServer(), DraftClient(rule)
         self._update_tokens, self._tail = update_tokens, rule.longest
-        self._sent: dict[int, int] = {}  # tokens of a request that the server has been told of
+        self._index = RequestIndex()
+        self._sent_F = np.empty(0, np.int64)  # tokens that the server has been told of
 
     def propose(self, live: LiveSlots, max_nodes_A: np.ndarray, max_nodes: int) -> Drafts:
         self._send(live, self._update_tokens)
@@ -137,18 +139,20 @@ class GroupDrafter:
 
     def finished(self, live: LiveSlots) -> None:
         self._send(live, 1)
-        self._client.forget_requests(live.request_ids_A.tolist())
+        ids = live.request_ids_A.tolist()
+        self._client.forget_requests(ids)
+        self._sent_F[self._index.forget(ids)] = 0
 
     def _send(self, live: LiveSlots, at_least: int) -> None:
         """Tell the server of the requests with so many new tokens; a prompt's tail comes first."""
         tails_A = np.minimum(live.prompt_tokens_A, self._tail)
-        lengths = (live.total_tokens_A - live.prompt_tokens_A + tails_A).tolist()
-        groups = live.group_ids_A.tolist()
-        for a, request_id in enumerate(live.request_ids_A.tolist()):
-            known = self._sent.get(request_id, 0)
-            if lengths[a] - known < at_least:
-                continue
-            end = int(live.total_tokens_A[a])
-            tokens = live.tokens_BL[live.rows_A[a], end - lengths[a] + known : end].copy()
-            self._server.update(Update(groups[a], request_id, known, tokens))
-            self._sent[request_id] = lengths[a]
+        lengths_A = live.total_tokens_A - live.prompt_tokens_A + tails_A
+        which_A = self._index.of(live)
+        self._sent_F = with_room(self._sent_F, self._index.size, 0)
+        sent_A = self._sent_F[which_A]
+        for a in np.nonzero(lengths_A - sent_A >= at_least)[0].tolist():
+            end, known, length = int(live.total_tokens_A[a]), int(sent_A[a]), int(lengths_A[a])
+            tokens = live.tokens_BL[live.rows_A[a], end - length + known : end].copy()
+            request_id = int(live.request_ids_A[a])
+            self._server.update(Update(int(live.group_ids_A[a]), request_id, known, tokens))
+            self._sent_F[which_A[a]] = length

@@ -5,10 +5,13 @@ from __future__ import annotations
 import numpy as np
 
 from spec.drafter import Drafts, LiveSlots, Source
+from spec.request_index import RequestIndex, with_room
 from spec.suffix import ProposalRule, SuffixForest
-from spec.suffix_drafter import RequestFollowers
+from spec.suffix_drafter import NO_TREE, RequestFollowers
 
 RULE = ProposalRule(longest=8, shortest=2, max_children=2, prior=0.5, min_chance=0.1)
+# Columns of what is kept of a request. KNOWN: tokens in its sequence.
+TREE, SEQUENCE, KNOWN = range(3)
 
 
 class NgramDrafter:
@@ -17,31 +20,33 @@ class NgramDrafter:
     def __init__(self, rule: ProposalRule = RULE) -> None:
         self._forest = SuffixForest(rule.longest)
         self._followers = RequestFollowers(self._forest, rule, Source.OWN)
-        self._trees: dict[int, tuple[int, int, int]] = {}  # request → tree, sequence, tokens in it
+        self._index = RequestIndex()
+        self._texts_F3 = np.empty((0, 3), np.int64)
 
     def propose(self, live: LiveSlots, max_nodes_A: np.ndarray, max_nodes: int) -> Drafts:
-        trees_A = np.empty(len(live), np.int64)
-        sequences, pieces = [], []
-        totals = live.total_tokens_A.tolist()
-        for a, request_id in enumerate(live.request_ids_A.tolist()):
-            tree, sequence, known = self._trees.get(request_id) or self._enter()
-            trees_A[a] = tree
-            if totals[a] > known:
-                sequences.append(sequence)
-                pieces.append(live.tokens_BL[live.rows_A[a], known : totals[a]])
-            self._trees[request_id] = tree, sequence, totals[a]
-        if sequences:
-            offsets = np.cumsum([0, *map(len, pieces)])
-            self._forest.append_batch(sequences, np.concatenate(pieces), offsets)
-        return self._followers.propose(live, trees_A, max_nodes_A, max_nodes)
+        which_A = self._index.of(live)
+        self._texts_F3 = with_room(self._texts_F3, self._index.size, NO_TREE)
+        for f in which_A[self._texts_F3[which_A, TREE] == NO_TREE].tolist():
+            tree = self._forest.plant()
+            self._texts_F3[f] = tree, self._forest.add(tree), 0
+        text_A3 = self._texts_F3[which_A]
+        tokens_T, offsets = new_tokens(live, text_A3[:, KNOWN])
+        self._forest.append_batch(text_A3[:, SEQUENCE], tokens_T, offsets)
+        self._texts_F3[which_A, KNOWN] = live.total_tokens_A
+        return self._followers.propose(live, text_A3[:, TREE], max_nodes_A, max_nodes)
 
     def finished(self, live: LiveSlots) -> None:
         ids = live.request_ids_A.tolist()
         self._followers.forget(ids)
-        for request_id in ids:
-            if request_id in self._trees:
-                self._forest.uproot(self._trees.pop(request_id)[0])
+        for f in self._index.forget(ids):
+            if self._texts_F3[f, TREE] != NO_TREE:
+                self._forest.uproot(int(self._texts_F3[f, TREE]))
+                self._texts_F3[f] = NO_TREE
 
-    def _enter(self) -> tuple[int, int, int]:
-        tree = self._forest.plant()
-        return tree, self._forest.add(tree), 0
+
+def new_tokens(live: LiveSlots, known_A: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """All requests' tokens from the known_A-th on, one after another, and where each begins."""
+    offsets = np.concatenate([[0], np.cumsum(live.total_tokens_A - known_A)])
+    of_T = np.repeat(np.arange(len(live)), np.diff(offsets))
+    at_T = np.arange(len(of_T)) - offsets[of_T] + known_A[of_T]
+    return live.tokens_BL[live.rows_A[of_T], at_T], offsets

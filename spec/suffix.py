@@ -149,7 +149,12 @@ class SuffixForest:
                 f"{len(tokens_T)} (sequences + 1, tokens), got {offsets_S}"
             )
         with self._lock:
-            rows_S = np.array([self._sequence_row(int(i)) for i in ids_S], np.int64)
+            rows_S = ids_S & kernels.SLOT_MASK
+            generations = self._arena.sequences[:, kernels.SEQUENCE_GENERATION]
+            bad_S = (ids_S < 0) | (rows_S >= self._num_sequences)
+            bad_S |= generations[np.where(bad_S, 0, rows_S)] != ids_S >> 32
+            for sequence in ids_S[bad_S]:
+                self._sequence_row(int(sequence))  # raises, and names it
             self._append(rows_S, tokens_T, offsets_S)
 
     def remove(self, sequence: int) -> None:

@@ -6,7 +6,9 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from spec import suffix_kernels as kernels
 from spec.drafter import Drafts, LiveSlots, Source, no_drafts
+from spec.request_index import RequestIndex, with_room
 from spec.suffix import Followers, ProposalRule, SuffixForest
 
 NO_TREE = -1
@@ -17,9 +19,8 @@ class RequestFollowers:
 
     def __init__(self, forest: SuffixForest, rule: ProposalRule, source: Source) -> None:
         self.forest, self._rule, self._source = forest, rule, source
-        self._followers = Followers.of([NO_TREE] * 64)
-        self._index: dict[int, int] = {}  # request id → follower
-        self._free = list(range(64))
+        self._followers = Followers.of([])
+        self._index = RequestIndex()
 
     def propose(
         self, live: LiveSlots, trees_A: np.ndarray, max_nodes_A: np.ndarray, max_nodes: int
@@ -36,31 +37,21 @@ class RequestFollowers:
 
     def forget(self, request_ids: Iterable[int]) -> None:
         """These requests have ended."""
-        for request_id in request_ids:
-            f = self._index.pop(request_id, None)
-            if f is not None:
-                self._followers.restart(f, NO_TREE)
-                self._free.append(f)
+        for f in self._index.forget(request_ids):
+            self._followers.restart(f, NO_TREE)
 
     def _which(self, live: LiveSlots, trees_A: np.ndarray) -> np.ndarray:
-        ids = live.request_ids_A.tolist()
-        which_A = np.fromiter((self._index.get(r, -1) for r in ids), np.int64, len(ids))
-        for a in np.nonzero(which_A < 0)[0].tolist():
-            if not self._free:
-                self._grow()
-            which_A[a] = self._index[ids[a]] = self._free.pop()
+        which_A = self._index.of(live)
+        old = self._followers
+        if len(old.trees_F) < self._index.size:
+            trees_F = with_room(old.trees_F, self._index.size, NO_TREE)
+            self._followers = Followers(
+                trees_F, with_room(old.state_FX, self._index.size, kernels.NONE)
+            )
         stale_A = self._followers.trees_F[which_A] != trees_A
         for a in np.nonzero(stale_A)[0].tolist():
             self._followers.restart(int(which_A[a]), int(trees_A[a]))
         return which_A
-
-    def _grow(self) -> None:
-        old = self._followers
-        size = len(old.trees_F)
-        new = Followers.of([NO_TREE] * (2 * size))
-        new.trees_F[:size], new.state_FX[:size] = old.trees_F, old.state_FX
-        self._followers = new
-        self._free = list(range(size, 2 * size))
 
 
 def with_prompt_tail(prompt: np.ndarray, response: np.ndarray, num_tokens: int) -> np.ndarray:

@@ -13,6 +13,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from models import kv_cache, transformer
 from models.config import ModelConfig
@@ -51,6 +52,19 @@ class Emitted:
     tokens_BN: jax.Array
     logprobs_BN: jax.Array
     count_B: jax.Array
+
+
+def pack(emitted: Emitted) -> jax.Array:
+    """One array for one transfer: int32 [B, 2 N + 1] of tokens, bits of log-probs, count."""
+    bits_BN = jax.lax.bitcast_convert_type(emitted.logprobs_BN.astype(jnp.float32), jnp.int32)
+    return jnp.concatenate([emitted.tokens_BN, bits_BN, emitted.count_B[:, None]], axis=1)
+
+
+def unpack(packed: jax.Array) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(tokens_BN, logprobs_BN, count_B) on the host: waits for the device."""
+    packed_BX = np.asarray(packed)
+    N = packed_BX.shape[1] // 2
+    return packed_BX[:, :N], packed_BX[:, N : 2 * N].view(np.float32), packed_BX[:, 2 * N]
 
 
 def node_mask(length_B: jax.Array, ancestors_BNN: jax.Array, num_positions: int) -> jax.Array:
@@ -176,9 +190,10 @@ def verify_round(
     *,
     config: ModelConfig,
     scheme: sampling.Draw,
-) -> tuple[KVCache, Slots, Emitted]:
-    """`verify`, compiled once per bucket (slots, nodes, positions)."""
-    return verify(config, params, cache, slots, tree, stop_E, scheme)
+) -> tuple[KVCache, Slots, jax.Array]:
+    """`verify`, compiled once per bucket (slots, nodes, positions); its `Emitted` is packed."""
+    cache, slots, emitted = verify(config, params, cache, slots, tree, stop_E, scheme)
+    return cache, slots, pack(emitted)
 
 
 @partial(
@@ -197,12 +212,12 @@ def decode_rounds(
     config: ModelConfig,
     scheme: sampling.Draw,
     max_rounds: int,
-) -> tuple[KVCache, Slots, Emitted]:
+) -> tuple[KVCache, Slots, jax.Array]:
     """Up to `num_rounds` rounds without drafts on the device, between two fetches.
 
     Ends early once `stop_after` slots have finished (there is work to refill them
-    with) or none is active. The result's N axis is the round: a slot emits in each
-    round until it ends, so that its first `count` entries are its tokens.
+    with) or none is active. The packed result's N axis is the round: a slot emits in
+    each round until it ends, so that its first `count` entries are its tokens.
     """
     B = slots.active.shape[0]
     active_before = jnp.sum(slots.active)
@@ -230,4 +245,4 @@ def decode_rounds(
         jnp.zeros(B, jnp.int32),
     )
     _, cache, slots, tokens_BR, logprobs_BR, count_B = jax.lax.while_loop(more, step, start)
-    return cache, slots, Emitted(tokens_BR, logprobs_BR, count_B)
+    return cache, slots, pack(Emitted(tokens_BR, logprobs_BR, count_B))

@@ -7,6 +7,7 @@ import pytest
 
 from spec.budget import Aimd, Goodput, Off, RoundTimes, TakeAll, make_budget
 from spec.drafter import LiveSlots, no_drafts
+from spec.merge import Outcome
 from spec.window import WindowConfig, next_windows
 
 
@@ -23,6 +24,14 @@ def chains(lengths, chance, width=15):
         out.chance_AN[a, :n] = chance ** np.arange(1, n + 1)
         out.count_A[a] = n
     return out
+
+
+def after(drafts, num_nodes, emitted):
+    """The outcome of a round of chains that emitted so many tokens a request."""
+    tried_A = np.minimum(drafts.count_A, num_nodes - 1)
+    nodes_N = np.arange(drafts.max_nodes)
+    right_AN = nodes_N < np.asarray(emitted)[:, None] - 1
+    return Outcome(num_nodes > 1, right_AN, nodes_N < tried_A[:, None])
 
 
 SIZES = [2, 4, 8, 16]
@@ -55,12 +64,14 @@ def test_aimd_follows_each_request():
     budget = Aimd()
     drafts = chains([2, 2], 1.0)
     assert budget.limits(live(2), 4).tolist() == [2, 2]
-    budget.observe(live(2), drafts, 4, np.array([3, 2]))
+    budget.observe(live(2), drafts, after(drafts, 4, [3, 2]))
     assert budget.limits(live(2), 4).tolist() == [4, 2]
-    budget.observe(live(1), chains([4], 1.0), 8, np.array([5]))
+    budget.observe(live(1), chains([4], 1.0), after(chains([4], 1.0), 8, [5]))
     assert budget.limits(live(3), 4).tolist() == [6, 2, 2]
-    budget.observe(live(1), chains([0], 1.0), 8, np.array([1]))  # nothing drafted, nothing learnt
-    budget.observe(live(1), chains([3], 1.0), 1, np.array([1]))  # drafted, not tried
+    budget.observe(
+        live(1), chains([0], 1.0), after(chains([0], 1.0), 8, [1])
+    )  # nothing drafted, nothing learnt
+    budget.observe(live(1), chains([3], 1.0), after(chains([3], 1.0), 1, [1]))  # drafted, not tried
     assert budget.limits(live(1), 4).tolist() == [6]
 
 
@@ -68,11 +79,11 @@ def test_aimd_closes_where_the_table_says_that_guesses_cost_more_than_they_bring
     budget = Aimd(DEAR)
     drafts = chains([3] * 4, 1.0)
     assert budget.choose(live(4), drafts, SIZES, 4, 64).num_nodes == 4  # nothing known yet
-    budget.observe(live(4), drafts, 4, np.array([1, 1, 1, 1]))
+    budget.observe(live(4), drafts, after(drafts, 4, [1, 1, 1, 1]))
     got = [budget.choose(live(4), drafts, SIZES, 4, 64).num_nodes for _ in range(2 * Aimd.PROBE)]
     assert got.count(4) == 2 and got.count(1) == len(got) - 2  # it looks again now and then
     for _ in range(60):
-        budget.observe(live(4), drafts, 4, np.array([4, 4, 4, 4]))
+        budget.observe(live(4), drafts, after(drafts, 4, [4, 4, 4, 4]))
     assert budget.choose(live(4), drafts, SIZES, 4, 64).num_nodes == 4
 
 
@@ -97,12 +108,24 @@ def test_goodput_learns_what_guesses_are_worth():
     drafts = chains([3] * 4, 0.95)
     assert budget.choose(live(4), drafts, SIZES, 4, 64).num_nodes == 4
     for _ in range(20):
-        budget.observe(live(4), drafts, 4, np.array([1, 1, 1, 4]))
+        budget.observe(live(4), drafts, after(drafts, 4, [1, 1, 1, 4]))
     wrong, right = budget.scale(live(4))[[0, 3]]
     assert wrong < 0.2 and right > 0.9
     newcomer = budget.scale(live(1, first_id=99))[0]
     assert 0.2 < newcomer < 0.4  # starts from what all were worth: a quarter
     assert budget.choose(live(4), drafts, SIZES, 4, 64).num_nodes == 1
+
+
+def test_goodput_learns_from_guesses_that_were_not_tried():
+    budget = Goodput(DEAR)
+    drafts = chains([3] * 4, 0.95)
+    for _ in range(20):
+        budget.observe(live(4), drafts, after(drafts, 4, [1, 1, 1, 1]))
+    assert budget.choose(live(4), drafts, SIZES, 4, 64).num_nodes == 1
+    seen_AN = np.arange(15) < np.array([[3]] * 4)
+    for _ in range(60):  # plain decoding draws what was guessed
+        budget.observe(live(4), drafts, Outcome(False, seen_AN, seen_AN))
+    assert budget.choose(live(4), drafts, SIZES, 4, 64).num_nodes == 4
 
 
 def test_goodput_asks_less_often_while_plain_decoding_wins():

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from spec.drafter import Drafts, LiveSlots, no_drafts
-from spec.merge import Union, emitted_guesses, merge
+from spec.merge import Union, merge, of_plain, of_round
 
 
 def drafts(*trees, width=6, source=0):
@@ -92,10 +92,17 @@ def test_union_asks_all_and_tells_all():
     assert [p.ended for p in parts] == [1, 1]
 
 
-def test_emitted_guesses_by_hand():
+def test_outcomes_by_hand():
     tree = drafts([(-1, 5, 1.0), (-1, 6, 0.5), (1, 7, 0.4), (2, 5, 0.3)], [(-1, 5, 1.0)], [])
-    tokens = np.array([[6, 7, 9], [4, 0, 0], [1, 0, 0]])
-    got = emitted_guesses(tree, 6, tokens, np.array([3, 1, 1]))
-    assert np.argwhere(got).tolist() == [[0, 1], [0, 2]]
-    none_tried = emitted_guesses(tree, 1, np.array([[6, 0, 0]] * 3), np.array([1, 1, 1]))
-    assert not none_tried.any()
+    tokens, emitted = np.array([[6, 7, 9], [4, 0, 0], [1, 0, 0]]), np.array([3, 1, 1])
+    got = of_round(tree, 4, tokens, emitted)
+    assert got.tried and np.argwhere(got.right_AN).tolist() == [[0, 1], [0, 2]]
+    assert got.checked_AN.sum(axis=1).tolist() == [3, 1, 0]
+    # the last token of a round is no guess, even if it equals one
+    ended = of_round(tree, 4, tokens, np.array([2, 1, 1]))
+    assert np.argwhere(ended.right_AN).tolist() == [[0, 1]]
+    # all that plain decoding draws may have been guessed
+    got = of_plain(tree, tokens, np.array([2, 1, 1]))
+    assert not got.tried and np.argwhere(got.right_AN).tolist() == [[0, 1], [0, 2]]
+    # the fourth guess of the first request is for its third token, which is not known yet
+    assert np.argwhere(got.checked_AN).tolist() == [[0, 0], [0, 1], [0, 2], [1, 0]]

@@ -1,0 +1,75 @@
+"""Small numbers for live requests: what is kept of each is then a row of an array."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from spec.drafter import LiveSlots
+
+
+class RequestIndex:
+    """A number below `size` for each request; those that `forget` gives back are used again.
+
+    The live requests seldom change between two rounds: the answer of the last is kept.
+    """
+
+    def __init__(self) -> None:
+        self.size = 0
+        self._numbers: dict[int, int] = {}
+        self._free: list[int] = []
+        self._asked_A = np.empty(0, np.int64)
+        self._answer_A = np.empty(0, np.int64)
+
+    def of(self, live: LiveSlots) -> np.ndarray:
+        """The number of each live request, int64 [A]; it is given one where it has none."""
+        ids_A = live.request_ids_A
+        if not np.array_equal(ids_A, self._asked_A):
+            self._answer_A = np.fromiter(map(self._number, ids_A.tolist()), np.int64, len(ids_A))
+            self._asked_A = ids_A
+        return self._answer_A
+
+    def forget(self, request_ids: Iterable[int]) -> list[int]:
+        """These requests have ended; the numbers that they had."""
+        had = [self._numbers.pop(r) for r in request_ids if r in self._numbers]
+        self._free += had
+        if had:
+            self._asked_A = np.empty(0, np.int64)
+        return had
+
+    def _number(self, request_id: int) -> int:
+        number = self._numbers.get(request_id)
+        if number is None:
+            if not self._free:
+                self._free.append(self.size)
+                self.size += 1
+            number = self._numbers[request_id] = self._free.pop()
+        return number
+
+
+def with_room(rows_F: np.ndarray, size: int, fill: float) -> np.ndarray:
+    """`rows_F` where it has `size` rows, else a longer copy, `fill` in what is new."""
+    if len(rows_F) >= size:
+        return rows_F
+    longer = np.full((max(size, 2 * len(rows_F)), *rows_F.shape[1:]), fill, rows_F.dtype)
+    longer[: len(rows_F)] = rows_F
+    return longer
+
+
+class PerRequest:
+    """A number per request, kept by its id; what is new starts at `start`."""
+
+    def __init__(self, index: RequestIndex, start: float) -> None:
+        self._index, self._start = index, start
+        self._values_F = np.empty(0, np.float64)
+
+    def get(self, live: LiveSlots) -> np.ndarray:
+        which_A = self._index.of(live)
+        self._values_F = with_room(self._values_F, self._index.size, self._start)
+        return self._values_F[which_A]
+
+    def set(self, live: LiveSlots, values_A: np.ndarray) -> None:
+        which_A = self._index.of(live)
+        self._values_F = with_room(self._values_F, self._index.size, self._start)
+        self._values_F[which_A] = values_A
