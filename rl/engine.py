@@ -30,7 +30,7 @@ from rl.slot_table import SlotTable
 from rl.timeline import EngineStats, RoundRecord
 from rl.trajectory import Request, Trajectory, check_requests
 from spec.budget import Budget, Decision, TakeAll
-from spec.drafter import Drafter, Drafts, LiveSlots, Source, plant
+from spec.drafter import Drafter, Drafts, LiveSlots, plant
 from spec.merge import of_plain, of_round
 from spec.sampling import Draw, SamplingConfig
 from spec.tree import DraftTree
@@ -263,10 +263,7 @@ class Engine:
             outcome = of_plain(drafts, tokens_AN, emitted_A)
         else:
             outcome = of_round(drafts, num_nodes, tokens_AN, emitted_A)
-            tried = np.bincount(drafts.sources_AN[outcome.checked_AN], minlength=len(Source))
-            right = np.bincount(drafts.sources_AN[outcome.right_AN], minlength=len(Source))
-            self.stats.drafted_by_source += tried
-            self.stats.accepted_by_source += right
+            self.stats.count(drafts, outcome)
         self._phase.budget.observe(live, drafts, outcome)
 
     def _decode(

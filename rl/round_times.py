@@ -23,7 +23,7 @@ from spec.sampling import SamplingConfig, step_key
 from spec.tree import PADDING, DraftTree
 from spec.verify import decode_rounds, unpack, verify_round
 
-REPEATS = 5
+REPEATS = 7
 FORMAT = 1
 
 
@@ -66,14 +66,18 @@ def measure(
     """Median seconds of a round of each (slots, nodes, positions), its fetch included.
 
     All slots are busy and half of the positions live; a plain round is timed as the
-    engine runs it, several to a fetch.
+    engine runs it, several to a fetch. Tree sizes take turns: what slows the machine for
+    a while slows all that a budget will compare.
     """
+    nodes_of: dict[tuple[int, int], list[int]] = {}
+    for B, N, S in buckets:
+        nodes_of.setdefault((B, S), []).append(N)
     seconds: dict[tuple[int, int, int], float] = {}
     with engine.mesh_context():
-        for B, N, S in buckets:
+        for (B, S), sizes in nodes_of.items():
             cache = engine.empty_cache(B, S)
-            tries = []
-            for _ in range(REPEATS + 1):
+            tries: dict[int, list[float]] = {N: [] for N in sizes}
+            for N in sizes * (REPEATS + 1):
                 slots = _busy_slots(engine, sampling, B, S)
                 jax.block_until_ready((cache, slots))
                 began_s = engine.clock()
@@ -81,8 +85,8 @@ def measure(
                     cache, rounds = _tree_round(engine, params, sampling, cache, slots, N), 1
                 else:
                     cache, rounds = _plain_rounds(engine, params, sampling, cache, slots)
-                tries.append((engine.clock() - began_s) / rounds)
-            seconds[B, N, S] = statistics.median(tries[1:])
+                tries[N].append((engine.clock() - began_s) / rounds)
+            seconds |= {(B, N, S): statistics.median(tries[N][1:]) for N in sizes}
     return RoundTimes(seconds)
 
 

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from rl.atomic_file import replace_file
-from spec.drafter import Source
+from spec.drafter import Drafts, Source
+from spec.merge import Outcome
 
 TIMELINE_FILE = "timeline.json"
 
@@ -62,6 +63,12 @@ class EngineStats:
         default_factory=collections.Counter
     )
     timeline: list[RoundRecord] = dataclasses.field(default_factory=list)
+
+    def count(self, drafts: Drafts, outcome: Outcome) -> None:
+        """Add the guesses that a round tried."""
+        tried, right = drafts.sources_AN[outcome.checked_AN], drafts.sources_AN[outcome.right_AN]
+        self.drafted_by_source += np.bincount(tried, minlength=len(Source))
+        self.accepted_by_source += np.bincount(right, minlength=len(Source))
 
     @property
     def drafted_nodes(self) -> int:
