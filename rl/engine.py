@@ -31,7 +31,7 @@ from rl.timeline import EngineStats, RoundRecord
 from rl.trajectory import Request, Trajectory, check_requests
 from spec.budget import Budget, Decision, TakeAll
 from spec.drafter import Drafter, Drafts, LiveSlots, plant
-from spec.merge import of_plain, of_round
+from spec.merge import Union, of_plain, of_round
 from spec.sampling import Draw, SamplingConfig
 from spec.tree import DraftTree
 from spec.verify import Slots, decode_rounds, unpack, verify_round
@@ -265,6 +265,8 @@ class Engine:
             outcome = of_round(drafts, num_nodes, tokens_AN, emitted_A)
             self.stats.count(drafts, outcome)
         self._phase.budget.observe(live, drafts, outcome)
+        if isinstance(self._phase.drafter, Union):
+            self._phase.drafter.judged(drafts, outcome)
 
     def _decode(
         self, params: transformer.Params, waiting: int, most_rounds: int

@@ -18,13 +18,19 @@ from models import transformer
 from rl import cache_steps, engine_warm_up
 from rl.atomic_file import replace_file
 from rl.engine import Engine
+from rl.slot_table import SlotTable
+from rl.trajectory import Request
 from spec.budget import RoundTimes
+from spec.drafter import plant
+from spec.group import GroupDrafter
+from spec.merge import Union
+from spec.ngram import NgramDrafter
 from spec.sampling import SamplingConfig, step_key
-from spec.tree import PADDING, DraftTree
+from spec.tree import DraftTree
 from spec.verify import decode_rounds, unpack, verify_round
 
 REPEATS = 7
-FORMAT = 1
+FORMAT = 2
 
 
 def load_or_measure(
@@ -65,9 +71,10 @@ def measure(
 ) -> RoundTimes:
     """Median seconds of a round of each (slots, nodes, positions), its fetch included.
 
-    All slots are busy and half of the positions live; a plain round is timed as the
-    engine runs it, several to a fetch. Tree sizes take turns: what slows the machine for
-    a while slows all that a budget will compare.
+    All slots are busy and half of the positions live. A plain round is timed as the
+    engine runs it, several to a fetch; a round of trees with its drafting (siblings and
+    own text) and committing. Tree sizes take turns: what slows the machine for a while
+    slows all that a budget will compare.
     """
     nodes_of: dict[tuple[int, int], list[int]] = {}
     for B, N, S in buckets:
@@ -75,19 +82,49 @@ def measure(
     seconds: dict[tuple[int, int, int], float] = {}
     with engine.mesh_context():
         for (B, S), sizes in nodes_of.items():
-            cache = engine.empty_cache(B, S)
+            cache, host = engine.empty_cache(B, S), _Host(engine, B, S)
             tries: dict[int, list[float]] = {N: [] for N in sizes}
             for N in sizes * (REPEATS + 1):
                 slots = _busy_slots(engine, sampling, B, S)
                 jax.block_until_ready((cache, slots))
                 began_s = engine.clock()
                 if N > 1:
-                    cache, rounds = _tree_round(engine, params, sampling, cache, slots, N), 1
+                    tree = host.draft(N)
+                    cache, packed = _tree_round(engine, params, sampling, cache, slots, tree)
+                    host.commit(packed)
+                    rounds = 1
                 else:
                     cache, rounds = _plain_rounds(engine, params, sampling, cache, slots)
                 tries[N].append((engine.clock() - began_s) / rounds)
             seconds |= {(B, N, S): statistics.median(tries[N][1:]) for N in sizes}
     return RoundTimes(seconds)
+
+
+class _Host:
+    """What the host does beside a round of trees, for B requests with random texts."""
+
+    def __init__(self, engine: Engine, num_slots: int, num_positions: int) -> None:
+        B, S = num_slots, num_positions
+        self._engine, self._drafter = engine, Union((GroupDrafter(), NgramDrafter()))
+        self._table = SlotTable(B, S + engine.config.max_nodes)
+        for b in range(B):
+            self._table.enter(b, Request(b, (0,) * (S // 4), b // 8, b % 8, S), S)
+        rng = np.random.default_rng(0)
+        letters = min(16, engine.model.vocab_size)  # few, so that there is something to guess from
+        self._table.tokens_BL[:] = rng.integers(0, letters, self._table.tokens_BL.shape)
+
+    def draft(self, num_nodes: int) -> DraftTree:
+        """Trees of `num_nodes` whose last node is never right, whatever was drafted."""
+        live, most = self._table.live(), self._engine.config.max_nodes - 1
+        drafts = self._drafter.propose(live, np.full(len(live), most, np.int32), most)
+        tokens_BN, parents_BN = plant(drafts, live.rows_A, len(self._table), num_nodes)
+        return DraftTree(self._engine.argument(tokens_BN), self._engine.argument(parents_BN))
+
+    def commit(self, packed: jax.Array) -> None:
+        tokens_BN, logprobs_BN, count_B = unpack(packed)
+        full = self._table.total_tokens_B.max() >= self._table.tokens_BL.shape[1] - 1
+        one_B = np.zeros_like(count_B) if full else np.ones_like(count_B)
+        self._table.commit(tokens_BN, logprobs_BN, one_B, count_B > 1)
 
 
 def _busy_slots(engine: Engine, sampling: SamplingConfig, B: int, S: int) -> Any:
@@ -110,18 +147,12 @@ def _no_stop(engine: Engine) -> jax.Array:
 
 
 def _tree_round(
-    engine: Engine, params: Any, sampling: SamplingConfig, cache: Any, slots: Any, N: int
-) -> Any:
-    B = slots.active.shape[0]
-    tokens_BN = np.zeros((B, N), np.int32)
-    tokens_BN[:, -1] = PADDING
-    parents_BN = np.broadcast_to(np.arange(-1, N - 1, dtype=np.int32), (B, N))
-    tree = DraftTree(engine.argument(tokens_BN), engine.argument(parents_BN))
+    engine: Engine, params: Any, sampling: SamplingConfig, cache: Any, slots: Any, tree: DraftTree
+) -> tuple[Any, jax.Array]:
     cache, _, packed = verify_round(
         params, cache, slots, tree, _no_stop(engine), **engine.verify_options(sampling.draw)
     )
-    unpack(packed)
-    return cache
+    return cache, packed
 
 
 def _plain_rounds(

@@ -183,11 +183,11 @@ class Goodput:
     `s_a` is what a request's guesses were worth so far over what they promised, drawn
     towards that of all requests; guesses that were not tried are judged by what plain
     decoding then drew. A mode is left only for one that promises `BETTER`.
-    While plain decoding wins, drafts are asked for after 2, 4, 8, … `LONGEST_WAIT` rounds
+    While plain decoding wins, drafts are asked for after 8, 16, … `LONGEST_WAIT` rounds
     (and where the batch shrinks): they cost the host's time.
     """
 
-    LONGEST_WAIT = 64
+    SHORTEST_WAIT, LONGEST_WAIT = 8, 64
 
     def __init__(self, times: RoundTimes) -> None:
         self._times = times
@@ -196,7 +196,7 @@ class Goodput:
         self._asked_at = PerRequest(index, np.inf)  # tokens of a request when drafts were refused
         self._all_hits = self._all_hopes = 0.0
         self._speculating = False
-        self._plain_rounds = 1
+        self._plain_rounds = 0
         self._wait = (0, 0)  # drafts are not asked for at these slots for so many rounds
 
     def limits(self, live: LiveSlots, num_slots: int) -> np.ndarray:
@@ -240,10 +240,11 @@ class Goodput:
                 break
         self._speculating = best > 1 and (self._speculating or best_rate > BETTER)
         if self._speculating:
-            self._plain_rounds, self._wait = 1, (0, 0)
+            self._plain_rounds, self._wait = 0, (0, 0)
             return Decision(best)
         shrunk = num_slots < self._wait[0]
-        self._plain_rounds = 2 if shrunk else min(2 * self._plain_rounds, self.LONGEST_WAIT)
+        longer = min(2 * self._plain_rounds, self.LONGEST_WAIT)
+        self._plain_rounds = self.SHORTEST_WAIT if shrunk else max(longer, self.SHORTEST_WAIT)
         self._wait = (num_slots, self._plain_rounds)
         self._asked_at.set(live, live.total_tokens_A)
         return Decision(1, self._plain_rounds)

@@ -13,19 +13,79 @@ from collections.abc import Sequence
 import numba
 import numpy as np
 
-from spec.drafter import Drafter, Drafts, LiveSlots, no_drafts
+from spec.drafter import Drafter, Drafts, LiveSlots, Source, no_drafts
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Outcome:
+    """What became of guesses; bool [A, N] as in their `Drafts`.
+
+    `right_AN` is the path that a request's next tokens took, `checked_AN` the guesses of
+    which that is known. `tried`: a round verified them; else plain decoding went past.
+    """
+
+    tried: bool
+    right_AN: np.ndarray
+    checked_AN: np.ndarray
+
+
+def of_round(
+    drafts: Drafts, num_nodes: int, tokens_AN: np.ndarray, emitted_A: np.ndarray
+) -> Outcome:
+    """Of a round over trees of `num_nodes`: all but the last token of each were guesses."""
+    tried_A = np.minimum(drafts.count_A, num_nodes - 1)
+    right_AN = _right(drafts, tried_A, tokens_AN, emitted_A - 1)
+    return Outcome(True, right_AN, np.arange(drafts.max_nodes) < tried_A[:, None])
+
+
+def of_plain(drafts: Drafts, tokens_AN: np.ndarray, emitted_A: np.ndarray) -> Outcome:
+    """Of plain rounds that drew `tokens_AN` instead, the first `emitted_A` valid."""
+    checked_AN = np.zeros(drafts.tokens_AN.shape, bool)
+    _mark_within(drafts.parents_AN, drafts.count_A, emitted_A, checked_AN)
+    return Outcome(False, _right(drafts, drafts.count_A, tokens_AN, emitted_A), checked_AN)
+
+
+def _right(
+    drafts: Drafts, tried_A: np.ndarray, tokens_AN: np.ndarray, known_A: np.ndarray
+) -> np.ndarray:
+    right_AN = np.zeros(drafts.tokens_AN.shape, bool)
+    _follow(drafts.tokens_AN, drafts.parents_AN, tried_A, tokens_AN, known_A, right_AN)
+    return right_AN
+
+
+WORTH_ASKING = 0.03  # right guesses a request and round; a source that brings fewer has to wait
+ASKED_AGAIN = 16  # rounds
+MEMORY = 0.95  # of what sources brought, a round
 
 
 class Union:
-    """The drafter that asks all of `drafters`."""
+    """The drafter that asks all of `drafters`, those that bring next to nothing more rarely."""
 
     def __init__(self, drafters: Sequence[Drafter]) -> None:
         assert drafters, "a union of nothing"
         self._drafters = tuple(drafters)
+        self._asked = np.zeros(len(self._drafters))
+        self._right = np.zeros(len(self._drafters))
+        self._round = 0
+        self._last: dict[int, int] = {}  # the drafters of the last round, and their sources
 
     def propose(self, live: LiveSlots, max_nodes_A: np.ndarray, max_nodes: int) -> Drafts:
-        drafts = [d.propose(live, max_nodes_A, max_nodes) for d in self._drafters]
+        self._round += 1
+        worth_K = self._right >= WORTH_ASKING * self._asked
+        if self._round % ASKED_AGAIN == 0 or not worth_K.any():
+            worth_K[:] = True
+        chosen = np.nonzero(worth_K)[0].tolist()
+        drafts = [self._drafters[k].propose(live, max_nodes_A, max_nodes) for k in chosen]
+        pairs = zip(chosen, drafts, strict=True)
+        self._last = {k: int(d.sources_AN.max(initial=0)) for k, d in pairs}
         return drafts[0] if len(drafts) == 1 else merge(drafts, max_nodes_A)
+
+    def judged(self, drafts: Drafts, outcome: Outcome) -> None:
+        """What became of the last round's guesses."""
+        right = np.bincount(drafts.sources_AN[outcome.right_AN], minlength=len(Source))
+        for k, source in self._last.items():
+            self._asked[k] = MEMORY * self._asked[k] + len(drafts.count_A)
+            self._right[k] = MEMORY * self._right[k] + right[source]
 
     def finished(self, live: LiveSlots) -> None:
         for drafter in self._drafters:
@@ -106,43 +166,6 @@ def _merge(  # type: ignore[no-untyped-def]
             out_parents_AN[a, n] = -1 if parent[best] < 0 else place[parent[best]]
             out_sources_AN[a, n] = source[best]
         out_count_A[a] = chosen
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Outcome:
-    """What became of guesses; bool [A, N] as in their `Drafts`.
-
-    `right_AN` is the path that a request's next tokens took, `checked_AN` the guesses of
-    which that is known. `tried`: a round verified them; else plain decoding went past.
-    """
-
-    tried: bool
-    right_AN: np.ndarray
-    checked_AN: np.ndarray
-
-
-def of_round(
-    drafts: Drafts, num_nodes: int, tokens_AN: np.ndarray, emitted_A: np.ndarray
-) -> Outcome:
-    """Of a round over trees of `num_nodes`: all but the last token of each were guesses."""
-    tried_A = np.minimum(drafts.count_A, num_nodes - 1)
-    right_AN = _right(drafts, tried_A, tokens_AN, emitted_A - 1)
-    return Outcome(True, right_AN, np.arange(drafts.max_nodes) < tried_A[:, None])
-
-
-def of_plain(drafts: Drafts, tokens_AN: np.ndarray, emitted_A: np.ndarray) -> Outcome:
-    """Of plain rounds that drew `tokens_AN` instead, the first `emitted_A` valid."""
-    checked_AN = np.zeros(drafts.tokens_AN.shape, bool)
-    _mark_within(drafts.parents_AN, drafts.count_A, emitted_A, checked_AN)
-    return Outcome(False, _right(drafts, drafts.count_A, tokens_AN, emitted_A), checked_AN)
-
-
-def _right(
-    drafts: Drafts, tried_A: np.ndarray, tokens_AN: np.ndarray, known_A: np.ndarray
-) -> np.ndarray:
-    right_AN = np.zeros(drafts.tokens_AN.shape, bool)
-    _follow(drafts.tokens_AN, drafts.parents_AN, tried_A, tokens_AN, known_A, right_AN)
-    return right_AN
 
 
 @numba.njit(cache=True, nogil=True)

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from spec.drafter import Drafts, LiveSlots, no_drafts
-from spec.merge import Union, merge, of_plain, of_round
+from spec.drafter import Drafts, LiveSlots, Source, no_drafts
+from spec.merge import ASKED_AGAIN, Union, merge, of_plain, of_round
 
 
 def drafts(*trees, width=6, source=0):
@@ -72,17 +72,21 @@ def test_against_a_dictionary(seed):
         assert list(kept.values()) == sorted(kept.values(), reverse=True)
 
 
+class One:
+    """Gives the same tree each time."""
+
+    def __init__(self, tree, source=Source.OTHER):
+        self.tree, self.source, self.asked, self.ended = tree, source, 0, 0
+
+    def propose(self, live, max_nodes_A, max_nodes):
+        self.asked += 1
+        return drafts(self.tree, source=self.source)
+
+    def finished(self, live):
+        self.ended += len(live)
+
+
 def test_union_asks_all_and_tells_all():
-    class One:
-        def __init__(self, tree):
-            self.tree, self.ended = tree, 0
-
-        def propose(self, live, max_nodes_A, max_nodes):
-            return drafts(self.tree)
-
-        def finished(self, live):
-            self.ended += len(live)
-
     parts = [One([(-1, 4, 0.5)]), One([(-1, 9, 0.75)])]
     ids = np.array([1])
     live = LiveSlots(ids, ids, ids, ids, ids, ids, ids, np.zeros((2, 2), np.int32))
@@ -106,3 +110,20 @@ def test_outcomes_by_hand():
     assert not got.tried and np.argwhere(got.right_AN).tolist() == [[0, 1], [0, 2]]
     # the fourth guess of the first request is for its third token, which is not known yet
     assert np.argwhere(got.checked_AN).tolist() == [[0, 0], [0, 1], [0, 2], [1, 0]]
+
+
+def test_a_source_that_brings_nothing_is_asked_more_rarely():
+    good, bad = One([(-1, 4, 0.5)], Source.GROUP), One([(-1, 9, 0.75)], Source.OWN)
+    union, ids = Union([good, bad]), np.array([1])
+    live = LiveSlots(ids, ids, ids, ids, ids, ids, ids, np.zeros((2, 2), np.int32))
+    for _ in range(2 * ASKED_AGAIN):
+        guesses = union.propose(live, np.array([5]), 6)
+        union.judged(guesses, of_plain(guesses, np.array([[4]]), np.array([1])))
+    assert good.asked == 2 * ASKED_AGAIN
+    assert bad.asked == 3  # the first time, and whenever all are asked
+    for _ in range(6 * ASKED_AGAIN):  # none brings anything: all are asked
+        guesses = union.propose(live, np.array([5]), 6)
+        union.judged(guesses, of_plain(guesses, np.array([[7]]), np.array([1])))
+    before = good.asked, bad.asked
+    union.propose(live, np.array([5]), 6)
+    assert (good.asked, bad.asked) == (before[0] + 1, before[1] + 1)
