@@ -213,6 +213,7 @@ def measure(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
         add(f"base_{drafter}", bench, drafter)
     add("first_epoch", bench, "first_epoch")
     add("history", bench, "all")
+    add("base_host_only", bench, "all_host")
     if arguments.late_steps:
         late, before = late_policies(arguments.late_steps, scratch)
         bench = open_bench(workloads.tiny("late", late, before, *size), config)

@@ -273,7 +273,7 @@ class Engine(Replica):
         texts = self._phase.texts
         assert texts is not None and self._cache is not None
         text_BL, context_BK, next_B = map(self.argument, texts.fill(live, len(table)))
-        rounds = min(R, (self._positions - table.longest_cached()) // N)
+        rounds = min(R, decision.num_rounds, (self._positions - table.longest_cached()) // N)
         self._cache, self._slots, packed = lookup_rounds(
             params,
             self._cache,

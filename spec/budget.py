@@ -230,6 +230,7 @@ class Goodput:
 
     SHORTEST_WAIT, LONGEST_WAIT = 8, 64
     OTHER_WAY = 16  # calls after which the way of guessing that seems worse is tried again
+    TRIAL_ROUNDS = 2
 
     def __init__(self, times: RoundTimes) -> None:
         self._times = times
@@ -308,12 +309,13 @@ class Goodput:
         if not rates:
             return None
         best = max(rates, key=rates.__getitem__)
-        if rates[best] > BETTER * max(1.0, self._tree_rate.get(num_slots, 1.0)):
-            worth = self._calls % self.OTHER_WAY != self.OTHER_WAY - 1
-        else:
-            worth = self._calls % self.OTHER_WAY == self.OTHER_WAY - 1
+        better = rates[best] > BETTER * max(1.0, self._tree_rate.get(num_slots, 1.0))
+        other = self._calls % self.OTHER_WAY == self.OTHER_WAY - 1
         self._calls += 1
-        return Decision(best, lookup=True) if worth else None
+        if better == other:
+            return None
+        known = better and self._lookup.calls > 0
+        return Decision(best, 2**30 if known else self.TRIAL_ROUNDS, lookup=True)
 
     def looked_up(self, outcome: LookupOutcome) -> None:
         self._lookup.observe(outcome)
@@ -339,8 +341,10 @@ class _LookupRate:
 
     def __init__(self) -> None:
         self._counts = np.array([1.0, self.START, 1.0, self.START]) * self.PRIOR
+        self.calls = 0
 
     def observe(self, outcome: LookupOutcome) -> None:
+        self.calls += 1
         new = outcome.rounds, outcome.with_guesses, outcome.examined, outcome.right
         self._counts = self.FORGET * self._counts + np.array(new, np.float64)
 

@@ -171,11 +171,13 @@ WRONG = LookupOutcome(rounds=32, with_guesses=32, tried=96, examined=32, right=0
 
 def test_goodput_lets_the_device_look_guesses_up_where_that_brings_more():
     budget = Goodput(LOOKUPS)
+    assert budget.ahead(4, SIZES, 4, 64).num_rounds == Goodput.TRIAL_ROUNDS
     for _ in range(8):
         budget.looked_up(RIGHT)
     choices = [budget.ahead(4, SIZES, 4, 64) for _ in range(2 * Goodput.OTHER_WAY)]
     assert [c is None for c in choices].count(True) == 2  # the drafters have their turn
     assert {c.num_nodes for c in choices if c} == {16}
+    assert min(c.num_rounds for c in choices if c) > 1000
     for _ in range(30):
         budget.looked_up(WRONG)
     choices = [budget.ahead(4, SIZES, 4, 64) for _ in range(2 * Goodput.OTHER_WAY)]
