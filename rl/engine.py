@@ -23,7 +23,7 @@ from jax.sharding import Mesh
 from models import kv_cache, transformer
 from models.config import ModelConfig
 from rl import admission, cache_steps
-from rl.engine_config import EngineConfig, bucket
+from rl.engine_config import EngineConfig
 from rl.replica import Replica
 from rl.slot_table import SlotTable
 from rl.timeline import EngineStats, RoundRecord
@@ -183,36 +183,12 @@ class Engine(Replica):
         prompts = [r.prompt_ids for r in entering]
         self._grow(max(len(p) for p in prompts) + 1)
         plan = admission.plan(prompts, free, table.prompts, frozenset(r.prompt_ids for r in queue))
-        self._fill_rows(params, plan)
+        assert self._cache is not None
+        self._cache, prefilled = self.fill_rows(params, self._cache, plan)
+        self.stats.prefilled_tokens += prefilled
         for request, row in zip(entering, plan.rows, strict=True):
             table.enter(row, request, self._phase.sampling.max_new_tokens)
         self._slots = None
-
-    def _fill_rows(self, params: transformer.Params, plan: admission.Plan) -> None:
-        """Put the prompts' keys and values where the plan wants them."""
-        assert self._cache is not None
-        if plan.copies:
-            source, target = self._pairs(plan.copies)
-            self._cache = cache_steps.copy_rows(self._cache, source, target, len(plan.copies))
-        P = self.config.prefill_rows
-        for first in range(0, len(plan.prefill), P):
-            batch = plan.prefill[first : first + P]
-            inserts = [(i - first, row) for i, row in plan.inserts if first <= i < first + P]
-            longest = max(len(p) for p in batch) - 1
-            self.stats.prefilled_tokens += sum(len(p) - 1 for p in batch)
-            if not longest:
-                continue
-            T = bucket(longest, self.config.min_prompt_tokens, self._positions)
-            tokens_PT = np.zeros((P, T), np.int32)
-            for i, prompt in enumerate(batch):
-                tokens_PT[i, : len(prompt) - 1] = prompt[:-1]
-            new = cache_steps.prefill(
-                params,
-                self.put(tokens_PT),
-                **self.prefill_options(),
-            )
-            source, target = self._pairs(inserts)
-            self._cache = cache_steps.insert_rows(self._cache, new, source, target, len(inserts))
 
     def _draft(self, live: LiveSlots) -> tuple[Drafts | None, Decision]:
         """The drafter's guesses, and how many of them the budget wants tried."""
@@ -420,9 +396,3 @@ class Engine(Replica):
                 self.put(self._phase.key),
             )
         return self._slots
-
-    def _pairs(self, pairs: Sequence[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
-        """Sources and targets, padded to one entry a slot."""
-        table = np.zeros((2, len(self._table)), np.int32)
-        table[:, : len(pairs)] = np.asarray(pairs, np.int32).T
-        return table[0], table[1]
