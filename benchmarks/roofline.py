@@ -64,7 +64,7 @@ def round_seconds(
 def phase_seconds(
     device: Accelerator, policy: PolicyShape, rounds: list[RoundRecord], scale: float = 1.0
 ) -> float:
-    """The rounds of a phase; a plain record is as many rounds as its longest request emitted.
+    """The rounds of a phase; a record is as many rounds as its longest request took part in.
 
     `scale` multiplies cache lengths: the tiny policy's responses stand for longer ones.
     """
@@ -72,12 +72,9 @@ def phase_seconds(
     for record in rounds:
         live = len(record.request_ids_A)
         positions = scale * float(record.cached_tokens_A.sum())
-        if record.num_nodes > 1:
-            total += round_seconds(device, policy, live, record.num_nodes, positions)
-            continue
-        for r in range(int(record.emitted_A.max())):
-            busy = int((record.emitted_A > r).sum())
-            total += round_seconds(device, policy, busy, 1, positions * busy / live)
+        for r in range(int(record.rounds_A.max())):
+            busy = int((record.rounds_A > r).sum())
+            total += round_seconds(device, policy, busy, record.num_nodes, positions * busy / live)
     return total
 
 
@@ -85,6 +82,5 @@ def round_times(
     device: Accelerator, policy: PolicyShape, buckets: list[tuple[int, int, int]]
 ) -> RoundTimes:
     """The table that a budget would have measured there; caches half full."""
-    return RoundTimes(
-        {(b, n, s): round_seconds(device, policy, b, n, b * s / 2) for b, n, s in buckets}
-    )
+    seconds = {(b, n, s): round_seconds(device, policy, b, n, b * s / 2) for b, n, s in buckets}
+    return RoundTimes(seconds, {key: value for key, value in seconds.items() if key[1] > 1})

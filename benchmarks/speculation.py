@@ -168,7 +168,7 @@ def worst_batch(batches: Sequence[int], repeats: int) -> dict[str, Any]:
     for batch in batches:
         w = workloads.replay("worst", model, params, batch, 64, 0.02, prompt_tokens=8)
         # promises far more than it keeps: what a budget has to see through
-        hopeful = {"replay": lambda tokens: workloads.Promising(tokens, 0.02, 0.6, 512)}
+        hopeful = {"replay": workloads.promising(0.02, 0.6, 512)}
         all_long = tuple(dataclasses.replace(r, max_new_tokens=64) for r in w.requests)
         w = dataclasses.replace(w, requests=all_long, drafters=hopeful)
         config = EngineConfig(
@@ -213,6 +213,7 @@ def measure(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
         add(f"base_{drafter}", bench, drafter)
     add("first_epoch", bench, "first_epoch")
     add("history", bench, "all")
+    add("base_host_only", bench, "all_host")
     if arguments.late_steps:
         late, before = late_policies(arguments.late_steps, scratch)
         bench = open_bench(workloads.tiny("late", late, before, *size), config)

@@ -23,9 +23,11 @@ from spec.drafter import Drafter, Drafts, LiveSlots, no_drafts
 from spec.group import GroupDrafter
 from spec.history import RULE, HistoryDrafter, build_index
 from spec.history_store import HistoryStore, of_group
+from spec.lookup_texts import LookupTexts, contexts
 from spec.merge import Union
 from spec.ngram import NgramDrafter
 from spec.sampling import SamplingConfig, step_key
+from spec.tree import PADDING
 
 PROMPTS = ROOT / "benchmarks" / "data" / "tiny_prompts.json"
 BASE_POLICY = ROOT / "policies" / "tiny"
@@ -96,11 +98,21 @@ def tiny(
         "history": lambda: HistoryDrafter(index, keys),
     }
 
+    found = {g: store.get(key) for g, key in keys.items()}
+    answers = {g: responses.best_first for g, responses in found.items() if responses}
+
+    def texts(names: Sequence[str]) -> LookupTexts | None:
+        past = answers if "history" in names else {}
+        siblings = "group" in names
+        return LookupTexts(past, siblings=siblings) if past or siblings else None
+
     def union(*names: str) -> Callable[[Mapping[int, np.ndarray]], Drafter]:
-        return lambda _: Union([parts[n]() for n in names])
+        return lambda _: Union([parts[n]() for n in names], texts(names))
 
     drafters = {n: union(n) for n in parts}
     drafters |= {"first_epoch": union("group", "own"), "all": union("history", "group", "own")}
+    # guesses from the host alone, never looked up on the device
+    drafters["all_host"] = lambda _: Union([parts[n]() for n in ("history", "group", "own")])
     return Workload(name, model, params, requests, sampling, model.eos_token_ids, drafters)
 
 
@@ -153,7 +165,12 @@ def replay(
         for i, n in enumerate(lengths)
     )
     sampling = SamplingConfig(max_new_tokens=longest)
-    drafters = {"replay": lambda tokens: Replay(tokens, acceptance, model.vocab_size)}
+
+    def drafter(tokens: Mapping[int, np.ndarray]) -> Drafter:
+        made = Replay(tokens, acceptance, model.vocab_size)
+        return Union([made], ReplayTexts(made.guesses))
+
+    drafters = {"replay": drafter}
     return Workload(name, model, params, requests, sampling, (), drafters)
 
 
@@ -161,10 +178,11 @@ class Replay:
     """Chains that follow the known tokens; each guess is right with `acceptance`."""
 
     def __init__(self, tokens: Mapping[int, np.ndarray], acceptance: float, vocab: int) -> None:
-        self._tokens, self._acceptance, self._vocab = tokens, acceptance, vocab
-        self._right = {
-            r: np.random.default_rng(r).random(len(t)) < acceptance for r, t in tokens.items()
-        }
+        self._acceptance = acceptance
+        self.guesses: dict[int, np.ndarray] = {}
+        for r, known in tokens.items():
+            right = np.random.default_rng(r).random(len(known)) < acceptance
+            self.guesses[r] = np.where(right, known, (known + 1) % vocab)
 
     def propose(self, live: LiveSlots, max_nodes_A: np.ndarray, max_nodes: int) -> Drafts:
         out = no_drafts(len(live), max_nodes)
@@ -172,13 +190,31 @@ class Replay:
         out.parents_AN[:] = np.arange(-1, max_nodes - 1)
         done = (live.total_tokens_A - live.prompt_tokens_A).tolist()
         for a, request_id in enumerate(live.request_ids_A.tolist()):
-            known = self._tokens[request_id]
-            n = min(int(max_nodes_A[a]), len(known) - done[a])
-            right = self._right[request_id][done[a] : done[a] + n]
-            wrong = (known[done[a] : done[a] + n] + 1) % self._vocab
-            out.tokens_AN[a, :n] = np.where(right, known[done[a] : done[a] + n], wrong)
-            out.count_A[a] = n
+            guesses = self.guesses[request_id][done[a] : done[a] + int(max_nodes_A[a])]
+            out.tokens_AN[a, : len(guesses)] = guesses
+            out.count_A[a] = len(guesses)
         return out
+
+    def finished(self, live: LiveSlots) -> None:
+        pass
+
+
+class ReplayTexts(LookupTexts):
+    """The same guesses for the device, each at the place of the token that it is for."""
+
+    def __init__(self, guesses: Mapping[int, np.ndarray]) -> None:
+        super().__init__()
+        self._guesses = guesses
+
+    def fill(self, live: LiveSlots, num_slots: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        L = self.num_tokens
+        text_BL = np.full((num_slots, L), PADDING, np.int32)
+        next_B = np.full(num_slots, L, np.int32)
+        next_B[live.rows_A] = live.total_tokens_A - live.prompt_tokens_A + 1
+        for row, request_id in zip(live.rows_A, live.request_ids_A.tolist(), strict=True):
+            guesses = self._guesses[request_id]
+            text_BL[row, 1 : len(guesses) + 1] = guesses  # a token before the first is needed
+        return text_BL, contexts(live, num_slots), next_B
 
     def finished(self, live: LiveSlots) -> None:
         pass
@@ -197,3 +233,15 @@ class Promising(Replay):
         out = super().propose(live, max_nodes_A, max_nodes)
         out.chance_AN[:] = self._promised ** np.arange(1, max_nodes + 1)
         return out
+
+
+def promising(
+    acceptance: float, promised: float, vocab: int
+) -> Callable[[Mapping[int, np.ndarray]], Drafter]:
+    """A maker of `Promising`, with its guesses as texts too."""
+
+    def drafter(tokens: Mapping[int, np.ndarray]) -> Drafter:
+        made = Promising(tokens, acceptance, promised, vocab)
+        return Union([made], ReplayTexts(made.guesses))
+
+    return drafter

@@ -10,7 +10,6 @@ wanted. The engine owns no weights: every phase is handed its own.
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -19,20 +18,23 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from models import kv_cache, transformer
 from models.config import ModelConfig
-from models.sharding import fitting_sharding
 from rl import admission, cache_steps
-from rl.engine_config import EngineConfig, bucket
+from rl.engine_config import EngineConfig
+from rl.replica import Replica
 from rl.slot_table import SlotTable
 from rl.timeline import EngineStats, RoundRecord
 from rl.trajectory import Request, Trajectory, check_requests
+from spec import lookup
 from spec.budget import Budget, Decision, TakeAll
 from spec.drafter import Drafter, Drafts, LiveSlots, plant
+from spec.lookup import Texts, lookup_rounds
+from spec.lookup_texts import LookupTexts
 from spec.merge import Union, of_plain, of_round
-from spec.sampling import Draw, SamplingConfig
+from spec.sampling import SamplingConfig
 from spec.tree import DraftTree
 from spec.verify import Slots, decode_rounds, unpack, verify_round
 
@@ -50,10 +52,11 @@ class Phase:
     stop_E: jax.Array
     policy_version: int
     drafter: Drafter | None
+    texts: LookupTexts | None
     budget: Budget
 
 
-class Engine:
+class Engine(Replica):
     """A replica of the policy on its devices: `run` takes requests to trajectories."""
 
     def __init__(
@@ -65,8 +68,7 @@ class Engine:
         mesh: Mesh | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.model, self.config, self.mesh = model, config or EngineConfig(), mesh
-        self.dtype = np.dtype(dtype)
+        super().__init__(model, config, dtype=dtype, mesh=mesh)
         self.stats = EngineStats()
         self.clock = clock
         self._table = SlotTable(0, 0)
@@ -111,6 +113,7 @@ class Engine:
             self.put(stop_ids),
             policy_version,
             drafter,
+            drafter.texts if isinstance(drafter, Union) else None,
             budget or TakeAll(),
         )
         with self.mesh_context():
@@ -141,14 +144,18 @@ class Engine:
         live = self._table.live()
         drafts, decision = self._draft(live)
         drafted_s = self.clock()
-        if decision.num_nodes > 1:
+        if decision.lookup:
+            rounds_B, count_B = self._look_up(params, live, len(queue), decision)
+        elif decision.num_nodes > 1:
             assert drafts is not None
             tokens_BN, count_B = self._verify(params, live, drafts, decision.num_nodes)
+            rounds_B = np.minimum(count_B, 1)
         else:
             tokens_BN, count_B = self._decode(params, len(queue), decision.num_rounds)
-        tokens_AN, emitted_A = tokens_BN[live.rows_A], count_B[live.rows_A]
+            rounds_B = count_B
+        rounds_A, emitted_A = rounds_B[live.rows_A], count_B[live.rows_A]
         if drafts is not None:
-            self._judge(live, drafts, decision.num_nodes, tokens_AN, emitted_A)
+            self._judge(live, drafts, decision.num_nodes, tokens_BN[live.rows_A], emitted_A)
         self.stats.timeline.append(
             RoundRecord(
                 began_s=began_s,
@@ -162,6 +169,7 @@ class Engine:
                 num_positions=self._positions,
                 request_ids_A=live.request_ids_A,
                 cached_tokens_A=live.total_tokens_A - 1,
+                rounds_A=rounds_A,
                 emitted_A=emitted_A,
             )
         )
@@ -175,36 +183,12 @@ class Engine:
         prompts = [r.prompt_ids for r in entering]
         self._grow(max(len(p) for p in prompts) + 1)
         plan = admission.plan(prompts, free, table.prompts, frozenset(r.prompt_ids for r in queue))
-        self._fill_rows(params, plan)
+        assert self._cache is not None
+        self._cache, prefilled = self.fill_rows(params, self._cache, plan)
+        self.stats.prefilled_tokens += prefilled
         for request, row in zip(entering, plan.rows, strict=True):
             table.enter(row, request, self._phase.sampling.max_new_tokens)
         self._slots = None
-
-    def _fill_rows(self, params: transformer.Params, plan: admission.Plan) -> None:
-        """Put the prompts' keys and values where the plan wants them."""
-        assert self._cache is not None
-        if plan.copies:
-            source, target = self._pairs(plan.copies)
-            self._cache = cache_steps.copy_rows(self._cache, source, target, len(plan.copies))
-        P = self.config.prefill_rows
-        for first in range(0, len(plan.prefill), P):
-            batch = plan.prefill[first : first + P]
-            inserts = [(i - first, row) for i, row in plan.inserts if first <= i < first + P]
-            longest = max(len(p) for p in batch) - 1
-            self.stats.prefilled_tokens += sum(len(p) - 1 for p in batch)
-            if not longest:
-                continue
-            T = bucket(longest, self.config.min_prompt_tokens, self._positions)
-            tokens_PT = np.zeros((P, T), np.int32)
-            for i, prompt in enumerate(batch):
-                tokens_PT[i, : len(prompt) - 1] = prompt[:-1]
-            new = cache_steps.prefill(
-                params,
-                self.put(tokens_PT),
-                **self.prefill_options(),
-            )
-            source, target = self._pairs(inserts)
-            self._cache = cache_steps.insert_rows(self._cache, new, source, target, len(inserts))
 
     def _draft(self, live: LiveSlots) -> tuple[Drafts | None, Decision]:
         """The drafter's guesses, and how many of them the budget wants tried."""
@@ -212,7 +196,14 @@ class Engine:
         plain = Decision(1, self.config.rounds_per_fetch)
         if drafter is None:
             return None, plain
-        sizes = self.config.node_sizes(self._positions - self._table.longest_cached())
+        room = self._positions - self._table.longest_cached()
+        sizes = self.config.node_sizes(room)
+        if self._phase.texts is not None:
+            # each of two rounds, at least, writes all of its nodes
+            fitting = [n for n in self.config.lookup_sizes() if 2 * n <= room]
+            ahead = budget.ahead(len(live), fitting, len(self._table), self._positions)
+            if ahead is not None:
+                return None, ahead
         # the last token of a response is never a guess: it comes with the one before
         most_A = np.minimum(budget.limits(live, len(self._table)), live.remaining_tokens_A - 1)
         most_A = np.minimum(most_A, (sizes[-1] if sizes else 1) - 1).astype(np.int32)
@@ -250,6 +241,35 @@ class Engine:
         self.stats.rounds[(B, num_nodes, self._positions)] += 1
         return self._commit(packed, drafted_B)
 
+    def _look_up(
+        self, params: transformer.Params, live: LiveSlots, waiting: int, decision: Decision
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Several rounds whose guesses the device looks up; returns (rounds_B, count_B)."""
+        table, N, R = self._table, decision.num_nodes, self.config.rounds_per_fetch
+        texts = self._phase.texts
+        assert texts is not None and self._cache is not None
+        text_BL, context_BK, next_B = map(self.argument, texts.fill(live, len(table)))
+        rounds = min(R, decision.num_rounds, (self._positions - table.longest_cached()) // N)
+        self._cache, self._slots, packed = lookup_rounds(
+            params,
+            self._cache,
+            self._device_slots(),
+            self._phase.stop_E,
+            Texts(text_BL, context_BK, next_B),
+            np.int32(rounds),
+            np.int32(self._stop_after(waiting)),
+            **self.lookup_options(self._phase.sampling.draw, N),
+        )
+        self._called_s = self.clock()
+        tokens_BX, logprobs_BX, counts_BR, tried_BR = lookup.unpack(packed, R)
+        self._fetched_s = self.clock()
+        table.commit(tokens_BX, logprobs_BX, counts_BR, tried_BR > 0)
+        outcome = lookup.judge(counts_BR, tried_BR)
+        self._phase.budget.looked_up(outcome)
+        self.stats.looked_up(outcome)
+        self.stats.rounds[(len(table), N, self._positions)] += int(counts_BR.any(axis=0).sum())
+        return np.count_nonzero(counts_BR, axis=1), counts_BR.sum(axis=1)
+
     def _judge(
         self,
         live: LiveSlots,
@@ -273,13 +293,11 @@ class Engine:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Up to `most_rounds` rounds without guesses; returns (tokens_BN, count_B)."""
         table = self._table
-        B, busy = len(table), table.num_busy
+        B = len(table)
         left_B = np.where(table.busy_B, table.limit_B - table.emitted_B, 0)
         rounds = min(most_rounds, int(left_B.max()))
         # a slot that ends on the way writes no further
         self._grow(int((table.cached_tokens_B + np.minimum(left_B, rounds)).max()))
-        # come back to the host when slots can be refilled, or the batch can shrink
-        stop_after = max(1, busy // 16) if waiting else max(1, busy - B // 2)
         assert self._cache is not None
         self._cache, self._slots, packed = decode_rounds(
             params,
@@ -287,19 +305,24 @@ class Engine:
             self._device_slots(),
             self._phase.stop_E,
             np.int32(rounds),
-            np.int32(stop_after),
+            np.int32(self._stop_after(waiting)),
             **self.decode_options(self._phase.sampling.draw),
         )
         tokens_BN, count_B = self._commit(packed, np.zeros(B, bool))
         self.stats.rounds[(B, 1, self._positions)] += int(count_B.max())
         return tokens_BN, count_B
 
+    def _stop_after(self, waiting: int) -> int:
+        """Ended requests after which the host can refill slots, or the batch can shrink."""
+        busy = self._table.num_busy
+        return max(1, busy // 16) if waiting else max(1, busy - len(self._table) // 2)
+
     def _commit(self, packed: jax.Array, drafted_B: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The call's one fetch: append each slot's tokens; returns (tokens_BN, count_B)."""
         self._called_s = self.clock()
         tokens_BN, logprobs_BN, count_B = unpack(packed)
         self._fetched_s = self.clock()
-        self._table.commit(tokens_BN, logprobs_BN, count_B, drafted_B)
+        self._table.commit(tokens_BN, logprobs_BN, count_B[:, None], drafted_B[:, None])
         self.stats.fetches += 1
         self.stats.tokens += int(count_B.sum())
         return tokens_BN, count_B
@@ -336,15 +359,6 @@ class Engine:
         )
         return longest + 1
 
-    def empty_cache(self, num_slots: int, num_positions: int) -> kv_cache.KVCache:
-        cache = kv_cache.init(self.model, num_slots, num_positions, self.dtype)
-        if self.mesh is None:
-            return cache
-        mesh = self.mesh
-        return jax.tree.map(
-            lambda x: jax.device_put(x, fitting_sharding(mesh, x.shape, kv_cache.AXES)), cache
-        )
-
     def _fit(self, queue: Collection[Request]) -> None:
         """Halve the batch while what is left fits into half of it."""
         assert self._cache is not None
@@ -369,20 +383,6 @@ class Engine:
             rows = np.arange(len(self._table), dtype=np.int32)
             self._cache = cache_steps.resize(self._cache, rows, 2 * self._cache.num_positions)
 
-    def prefill_options(self) -> dict[str, Any]:
-        """The static arguments of `cache_steps.prefill`."""
-        chunk_tokens = self.config.prefill_chunk_tokens
-        return {"config": self.model, "chunk_tokens": chunk_tokens, "dtype": self.dtype}
-
-    def decode_options(self, scheme: Draw) -> dict[str, Any]:
-        """The static arguments of `decode_rounds`."""
-        max_rounds = self.config.rounds_per_fetch
-        return {"config": self.model, "scheme": scheme, "max_rounds": max_rounds}
-
-    def verify_options(self, scheme: Draw) -> dict[str, Any]:
-        """The static arguments of `verify_round`."""
-        return {"config": self.model, "scheme": scheme}
-
     # -- to the device -----------------------------------------------------
 
     def _device_slots(self) -> Slots:
@@ -396,21 +396,3 @@ class Engine:
                 self.put(self._phase.key),
             )
         return self._slots
-
-    def _pairs(self, pairs: Sequence[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
-        """Sources and targets, padded to one entry a slot."""
-        table = np.zeros((2, len(self._table)), np.int32)
-        table[:, : len(pairs)] = np.asarray(pairs, np.int32).T
-        return table[0], table[1]
-
-    def argument(self, x: np.ndarray) -> Any:
-        """A host array of one call. Without a mesh jit takes it in less time than a `put`."""
-        return x if self.mesh is None else self.put(x)
-
-    def put(self, x: Any) -> jax.Array:
-        if self.mesh is None:
-            return jax.device_put(x)
-        return jax.device_put(x, NamedSharding(self.mesh, PartitionSpec()))
-
-    def mesh_context(self) -> Any:
-        return contextlib.nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)

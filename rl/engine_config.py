@@ -48,6 +48,10 @@ class EngineConfig:
         sizes = {min(self.max_nodes, self.min_nodes << i) for i in range(32)}
         return sorted(n for n in sizes if 1 < n <= room)
 
+    def lookup_sizes(self) -> list[int]:
+        """Buckets of nodes of rounds that look their guesses up: every second one is enough."""
+        return self.node_sizes(self.max_nodes)[::2]
+
 
 def bucket(size: int, smallest: int, largest: int | None = None) -> int:
     """The least of smallest · 2^i that holds `size`, at most `largest`."""

@@ -21,8 +21,10 @@ from models import transformer
 from rl import cache_steps
 from rl.engine import Engine
 from rl.engine_config import bucket
+from spec.lookup import CONTEXT_TOKENS, NO_TOKEN, Texts, lookup_rounds
+from spec.lookup_texts import NUM_TOKENS
 from spec.sampling import SamplingConfig, step_key
-from spec.tree import DraftTree
+from spec.tree import PADDING, DraftTree
 from spec.verify import decode_rounds, verify_round
 
 
@@ -54,6 +56,9 @@ def warm_up(
                 if bucket[1] > 1:
                     arguments = partial(_verify, engine, params, sampling, *bucket)
                     programs.append(Program(verify_round, arguments))
+                if bucket[1] in engine.config.lookup_sizes():
+                    arguments = partial(_look_up, engine, params, sampling, *bucket)
+                    programs.append(Program(lookup_rounds, arguments))
         lowered = []
         for program in programs:
             args, kwargs = program.arguments()
@@ -164,6 +169,17 @@ def _verify(
     parents_BN = np.broadcast_to(np.arange(-1, N - 1, dtype=np.int32), (B, N))
     tree = DraftTree(engine.argument(np.zeros((B, N), np.int32)), engine.argument(parents_BN))
     return (params, cache, slots, tree, stop_E), engine.verify_options(sampling.draw)
+
+
+def _look_up(
+    engine: Engine, params: transformer.Params, sampling: SamplingConfig, B: int, N: int, S: int
+) -> tuple[tuple, dict[str, Any]]:
+    (_, cache, slots, stop_E, rounds, stop_after), _ = _decode(engine, params, sampling, B, S)
+    text_BL = np.full((B, NUM_TOKENS), PADDING, np.int32)
+    context_BK, next_B = np.full((B, CONTEXT_TOKENS), NO_TOKEN, np.int32), np.zeros(B, np.int32)
+    texts = Texts(*map(engine.argument, (text_BL, context_BK, next_B)))
+    options = engine.lookup_options(sampling.draw, N)
+    return (params, cache, slots, stop_E, texts, rounds, stop_after), options
 
 
 def _insert(

@@ -53,7 +53,7 @@ class RolloutTimeline:
         lines, colors = [], []
         for r in run.timeline:
             began_s, ended_s = _span(run.timeline, r)
-            per_round = r.emitted_A if r.num_nodes > 1 else np.minimum(r.emitted_A, 1)
+            per_round = np.rint(r.emitted_A / np.maximum(r.rounds_A, 1))
             for request_id, tokens in zip(
                 r.request_ids_A.tolist(), per_round.tolist(), strict=True
             ):

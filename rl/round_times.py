@@ -20,9 +20,12 @@ from rl.atomic_file import replace_file
 from rl.engine import Engine
 from rl.slot_table import SlotTable
 from rl.trajectory import Request
+from spec import lookup
 from spec.budget import RoundTimes
 from spec.drafter import plant
 from spec.group import GroupDrafter
+from spec.lookup import Texts, lookup_rounds
+from spec.lookup_texts import LookupTexts
 from spec.merge import Union
 from spec.ngram import NgramDrafter
 from spec.sampling import SamplingConfig, step_key
@@ -30,7 +33,7 @@ from spec.tree import DraftTree
 from spec.verify import decode_rounds, unpack, verify_round
 
 REPEATS = 7
-FORMAT = 2
+FORMAT = 3
 
 
 def load_or_measure(
@@ -80,10 +83,14 @@ def measure(
     for B, N, S in buckets:
         nodes_of.setdefault((B, S), []).append(N)
     seconds: dict[tuple[int, int, int], float] = {}
+    lookup_seconds: dict[tuple[int, int, int], float] = {}
     with engine.mesh_context():
         for (B, S), sizes in nodes_of.items():
             cache, host = engine.empty_cache(B, S), _Host(engine, B, S)
             tries: dict[int, list[float]] = {N: [] for N in sizes}
+            lookups: dict[int, list[float]] = {
+                N: [] for N in engine.config.lookup_sizes() if N in sizes
+            }
             for N in sizes * (REPEATS + 1):
                 slots = _busy_slots(engine, sampling, B, S)
                 jax.block_until_ready((cache, slots))
@@ -96,8 +103,15 @@ def measure(
                 else:
                     cache, rounds = _plain_rounds(engine, params, sampling, cache, slots)
                 tries[N].append((engine.clock() - began_s) / rounds)
+                if N in lookups:
+                    slots = _busy_slots(engine, sampling, B, S)
+                    jax.block_until_ready((cache, slots))
+                    began_s = engine.clock()
+                    cache, rounds = _lookup_rounds(engine, params, sampling, cache, slots, N, host)
+                    lookups[N].append((engine.clock() - began_s) / rounds)
             seconds |= {(B, N, S): statistics.median(tries[N][1:]) for N in sizes}
-    return RoundTimes(seconds)
+            lookup_seconds |= {(B, N, S): statistics.median(t[1:]) for N, t in lookups.items()}
+    return RoundTimes(seconds, lookup_seconds)
 
 
 class _Host:
@@ -106,6 +120,7 @@ class _Host:
     def __init__(self, engine: Engine, num_slots: int, num_positions: int) -> None:
         B, S = num_slots, num_positions
         self._engine, self._drafter = engine, Union((GroupDrafter(), NgramDrafter()))
+        self._texts = LookupTexts()
         self._table = SlotTable(B, S + engine.config.max_nodes)
         for b in range(B):
             self._table.enter(b, Request(b, (0,) * (S // 4), b // 8, b % 8, S), S)
@@ -120,11 +135,14 @@ class _Host:
         tokens_BN, parents_BN = plant(drafts, live.rows_A, len(self._table), num_nodes)
         return DraftTree(self._engine.argument(tokens_BN), self._engine.argument(parents_BN))
 
+    def texts(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        return self._texts.fill(self._table.live(), len(self._table))
+
     def commit(self, packed: jax.Array) -> None:
         tokens_BN, logprobs_BN, count_B = unpack(packed)
         full = self._table.total_tokens_B.max() >= self._table.tokens_BL.shape[1] - 1
         one_B = np.zeros_like(count_B) if full else np.ones_like(count_B)
-        self._table.commit(tokens_BN, logprobs_BN, one_B, count_B > 1)
+        self._table.commit(tokens_BN, logprobs_BN, one_B[:, None], count_B[:, None] > 1)
 
 
 def _busy_slots(engine: Engine, sampling: SamplingConfig, B: int, S: int) -> Any:
@@ -153,6 +171,26 @@ def _tree_round(
         params, cache, slots, tree, _no_stop(engine), **engine.verify_options(sampling.draw)
     )
     return cache, packed
+
+
+def _lookup_rounds(
+    engine: Engine, params: Any, sampling: SamplingConfig, cache: Any, slots: Any, N: int, host: Any
+) -> tuple[Any, int]:
+    B, S = slots.active.shape[0], cache.num_positions
+    rounds = min(engine.config.rounds_per_fetch, S // 2 // N)
+    text_BL, context_BK, next_B = map(engine.argument, host.texts())
+    cache, _, packed = lookup_rounds(
+        params,
+        cache,
+        slots,
+        _no_stop(engine),
+        Texts(text_BL, context_BK, next_B),
+        np.int32(rounds),
+        np.int32(B),
+        **engine.lookup_options(sampling.draw, N),
+    )
+    lookup.unpack(packed, engine.config.rounds_per_fetch)
+    return cache, max(rounds, 1)
 
 
 def _plain_rounds(

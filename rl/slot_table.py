@@ -81,15 +81,18 @@ class SlotTable:
         self,
         tokens_BN: np.ndarray,
         logprobs_BN: np.ndarray,
-        count_B: np.ndarray,
-        drafted_B: np.ndarray,
+        counts_BR: np.ndarray,
+        drafted_BR: np.ndarray,
     ) -> None:
-        """Append what a fetch brought; with guesses in the tree, all but the last were accepted."""
+        """Append what a fetch brought: each slot's tokens, `counts_BR` of them from round r.
+
+        Of a round that had guesses to try, all tokens but the last were accepted ones.
+        """
         _append(
             tokens_BN,
             logprobs_BN,
-            count_B,
-            drafted_B,
+            counts_BR,
+            drafted_BR,
             self.tokens_BL,
             self.logprobs_BL,
             self.origins_BL,
@@ -166,12 +169,16 @@ PLAIN, ACCEPTED, BONUS = int(Origin.PLAIN), int(Origin.ACCEPTED), int(Origin.BON
 
 @numba.njit(cache=True, nogil=True)
 def _append(  # type: ignore[no-untyped-def]
-    tokens_BN, logprobs_BN, count_B, drafted_B, tokens_BL, logprobs_BL, origins_BL, total_B
+    tokens_BN, logprobs_BN, counts_BR, drafted_BR, tokens_BL, logprobs_BL, origins_BL, total_B
 ):
-    for b in range(len(count_B)):
-        for n in range(count_B[b]):
-            at = total_B[b] + n
-            tokens_BL[b, at], logprobs_BL[b, at] = tokens_BN[b, n], logprobs_BN[b, n]
-            last = n == count_B[b] - 1
-            origins_BL[b, at] = PLAIN if not drafted_B[b] else (BONUS if last else ACCEPTED)
-        total_B[b] += count_B[b]
+    for b in range(len(total_B)):
+        n = 0
+        for r in range(counts_BR.shape[1]):
+            end = n + counts_BR[b, r]
+            while n < end:
+                at = total_B[b] + n
+                tokens_BL[b, at], logprobs_BL[b, at] = tokens_BN[b, n], logprobs_BN[b, n]
+                origin = BONUS if n == end - 1 else ACCEPTED
+                origins_BL[b, at] = origin if drafted_BR[b, r] else PLAIN
+                n += 1
+        total_B[b] += n

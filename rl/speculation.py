@@ -24,6 +24,7 @@ from spec.drafter import Drafter
 from spec.group import GroupDrafter
 from spec.history import HistoryDrafter, HistoryIndex, build_index
 from spec.history_store import HistoryStore, of_group
+from spec.lookup_texts import LookupTexts
 from spec.merge import Union
 from spec.ngram import NgramDrafter
 
@@ -72,6 +73,7 @@ class SpeculationConfig:
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Built:
     index: HistoryIndex
+    past: Mapping[str, Sequence[np.ndarray]]  # the same responses as texts, the best first
     keys: frozenset[str]
     seconds: float
 
@@ -104,7 +106,15 @@ class Speculation:
                 parts.append(GroupDrafter(update_tokens=self.config.group_update_tokens))
             else:
                 parts.append(NgramDrafter())
-        return Union(parts), make_budget(self.config.budget, self.times)
+        return Union(parts, self._texts(keys)), make_budget(self.config.budget, self.times)
+
+    def _texts(self, keys: Sequence[str]) -> LookupTexts | None:
+        """What the device may look up: the same history and siblings."""
+        past = {}
+        if self._used is not None and self.keeps_history:
+            past = {g: self._used.past[k] for g, k in enumerate(keys) if k in self._used.past}
+        siblings = "group" in self.config.sources
+        return LookupTexts(past, siblings=siblings) if past or siblings else None
 
     def learn(
         self,
@@ -171,4 +181,6 @@ class Speculation:
         began_s = time.perf_counter()
         arrays = {key: np.asarray(ids, np.int32) for key, ids in prompts.items()}
         index = build_index(self._store, arrays, self._rule.longest)
-        return _Built(index, frozenset(prompts), time.perf_counter() - began_s)
+        found = {key: self._store.get(key) for key in prompts}
+        past = {key: responses.best_first for key, responses in found.items() if responses}
+        return _Built(index, past, frozenset(prompts), time.perf_counter() - began_s)

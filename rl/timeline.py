@@ -13,6 +13,7 @@ import numpy as np
 
 from rl.atomic_file import replace_file
 from spec.drafter import Drafts, Source
+from spec.lookup import LookupOutcome
 from spec.merge import Outcome
 
 TIMELINE_FILE = "timeline.json"
@@ -25,7 +26,8 @@ class RoundRecord:
     Up to `ready_s` prompts were computed and rows moved, up to `drafted_s` guesses were
     made, up to `called_s` they were packed and the device was called, up to `fetched_s`
     it answered, up to `ended_s` tokens were committed. `num_nodes` 1 is plain decoding,
-    of as many rounds as the most that a request emitted. A = live requests.
+    of as many rounds as the most that a request emitted; `rounds_A` counts those in which a
+    request took part. A = live requests.
     """
 
     began_s: float
@@ -39,6 +41,7 @@ class RoundRecord:
     num_positions: int
     request_ids_A: np.ndarray
     cached_tokens_A: np.ndarray
+    rounds_A: np.ndarray
     emitted_A: np.ndarray
 
 
@@ -70,6 +73,13 @@ class EngineStats:
         self.drafted_by_source += np.bincount(tried, minlength=len(Source))
         self.accepted_by_source += np.bincount(right, minlength=len(Source))
 
+    def looked_up(self, outcome: LookupOutcome) -> None:
+        """Add the guesses of a call that looked them up: their sources are not known."""
+        self.fetches += 1
+        self.tokens += outcome.rounds + outcome.right
+        self.drafted_by_source[Source.OTHER] += outcome.tried
+        self.accepted_by_source[Source.OTHER] += outcome.right
+
     @property
     def drafted_nodes(self) -> int:
         return int(self.drafted_by_source.sum())
@@ -89,7 +99,7 @@ def speculation_metrics(stats: EngineStats) -> dict[str, float]:
     if not rounds:
         return {}
     drafted, accepted = stats.drafted_nodes, stats.accepted_tokens
-    places = sum(len(r.request_ids_A) for r in rounds)
+    places = sum(int(r.rounds_A.sum()) for r in rounds)
     emitted = sum(int(r.emitted_A.sum()) for r in rounds)
     metrics = {
         "spec/accept_rate": accepted / max(drafted, 1),

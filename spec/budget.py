@@ -16,6 +16,7 @@ from typing import Protocol
 import numpy as np
 
 from spec.drafter import Drafts, LiveSlots
+from spec.lookup import LookupOutcome
 from spec.merge import Outcome
 from spec.request_index import PerRequest, RequestIndex
 from spec.window import WindowConfig, next_windows
@@ -28,14 +29,28 @@ PRIOR_NODES = 2.0  # how many expected guesses the prior of a request weighs
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """Trees of `num_nodes`; 1 is plain decoding, `num_rounds` rounds before the next question."""
+    """Trees of `num_nodes`; 1 is plain decoding, `num_rounds` rounds before the next question.
+
+    `lookup`: chains that the device looks up, for as many rounds as a fetch may have.
+    """
 
     num_nodes: int
     num_rounds: int = 1
+    lookup: bool = False
 
 
 class Budget(Protocol):
     """Told before drafting how much each request may get, after it what was found."""
+
+    def ahead(
+        self, num_live: int, sizes: Sequence[int], num_slots: int, num_positions: int
+    ) -> Decision | None:
+        """Rounds whose guesses the device looks up, of one of `sizes`; None asks the drafter."""
+        ...
+
+    def looked_up(self, outcome: LookupOutcome) -> None:
+        """How the guesses of such a call fared."""
+        ...
 
     def limits(self, live: LiveSlots, num_slots: int) -> np.ndarray:
         """The most guesses that each live request may get; int [A]."""
@@ -58,21 +73,35 @@ class Budget(Protocol):
 
 
 class RoundTimes:
-    """Seconds of a round by (slots, nodes, positions), as measured on this device and shape."""
+    """Seconds of a round by (slots, nodes, positions), as measured on this device and shape.
 
-    def __init__(self, seconds: Mapping[tuple[int, int, int], float]) -> None:
-        self._seconds = dict(seconds)
+    `lookup_seconds` are those of a round within a call that looks its guesses up.
+    """
+
+    def __init__(
+        self,
+        seconds: Mapping[tuple[int, int, int], float],
+        lookup_seconds: Mapping[tuple[int, int, int], float] | None = None,
+    ) -> None:
+        self._seconds, self._lookup = dict(seconds), dict(lookup_seconds or {})
+
+    def lookup(self, num_slots: int, num_nodes: int, num_positions: int) -> float | None:
+        return self._lookup.get((num_slots, num_nodes, num_positions))
 
     def __call__(self, num_slots: int, num_nodes: int, num_positions: int) -> float | None:
         return self._seconds.get((num_slots, num_nodes, num_positions))
 
     def rows(self) -> list[list[float]]:
-        """[slots, nodes, positions, seconds] each, in order: what is kept in a run folder."""
-        return [[*key, value] for key, value in sorted(self._seconds.items())]
+        """[lookup or not, slots, nodes, positions, seconds] each: what is kept in a run folder."""
+        both = enumerate((self._seconds, self._lookup))
+        return [[kind, *key, t] for kind, table in both for key, t in sorted(table.items())]
 
     @staticmethod
     def from_rows(rows: Sequence[Sequence[float]]) -> RoundTimes:
-        return RoundTimes({(int(b), int(n), int(s)): float(t) for b, n, s, t in rows})
+        tables: tuple[dict, dict] = {}, {}
+        for kind, b, n, s, seconds in rows:
+            tables[int(kind)][int(b), int(n), int(s)] = float(seconds)
+        return RoundTimes(*tables)
 
 
 def _size_for(widest: int, sizes: Sequence[int]) -> int:
@@ -82,7 +111,19 @@ def _size_for(widest: int, sizes: Sequence[int]) -> int:
     return next((n for n in sizes if n > widest), sizes[-1])
 
 
-class Off:
+class _OnHost:
+    """Budgets that leave all guessing to the drafter."""
+
+    def ahead(
+        self, num_live: int, sizes: Sequence[int], num_slots: int, num_positions: int
+    ) -> Decision | None:
+        return None
+
+    def looked_up(self, outcome: LookupOutcome) -> None:
+        raise AssertionError("nothing was to be looked up")
+
+
+class Off(_OnHost):
     """Never a guess."""
 
     def limits(self, live: LiveSlots, num_slots: int) -> np.ndarray:
@@ -102,7 +143,7 @@ class Off:
         pass
 
 
-class TakeAll:
+class TakeAll(_OnHost):
     """All guesses that there are, at most `most` a request."""
 
     def __init__(self, most: int = 2**30) -> None:
@@ -125,7 +166,7 @@ class TakeAll:
         pass
 
 
-class Aimd:
+class Aimd(_OnHost):
     """HistoSpec's windows, with its gate on the batch size (RhymeRL, section 5.4).
 
     A round is plain where the table says that at the acceptance seen so far trees of
@@ -188,6 +229,8 @@ class Goodput:
     """
 
     SHORTEST_WAIT, LONGEST_WAIT = 8, 64
+    OTHER_WAY = 16  # calls after which the way of guessing that seems worse is tried again
+    TRIAL_ROUNDS = 2
 
     def __init__(self, times: RoundTimes) -> None:
         self._times = times
@@ -198,6 +241,9 @@ class Goodput:
         self._speculating = False
         self._plain_rounds = 0
         self._wait = (0, 0)  # drafts are not asked for at these slots for so many rounds
+        self._lookup = _LookupRate()
+        self._tree_rate: dict[int, float] = {}  # by slots: of the last round, over plain decoding
+        self._calls = 0  # since the other way of guessing was tried last
 
     def limits(self, live: LiveSlots, num_slots: int) -> np.ndarray:
         slots, rounds = self._wait
@@ -225,6 +271,7 @@ class Goodput:
                 f"no measured time of a plain round of {num_slots} slots and {num_positions} "
                 "positions: measure the engine's rounds (rl.round_times) before the phase"
             )
+        self._calls += 1
         worth_N = self.scale(live) @ np.cumsum(drafts.chance_AN, axis=1)
         best, best_rate = 1, 1.0
         widest = int(drafts.count_A.max(initial=0))
@@ -238,6 +285,7 @@ class Goodput:
                 best, best_rate = size, rate
             if size > widest:
                 break
+        self._tree_rate[num_slots] = best_rate
         self._speculating = best > 1 and (self._speculating or best_rate > BETTER)
         if self._speculating:
             self._plain_rounds, self._wait = 0, (0, 0)
@@ -249,6 +297,29 @@ class Goodput:
         self._asked_at.set(live, live.total_tokens_A)
         return Decision(1, self._plain_rounds)
 
+    def ahead(
+        self, num_live: int, sizes: Sequence[int], num_slots: int, num_positions: int
+    ) -> Decision | None:
+        plain_s = self._times(num_slots, 1, num_positions)
+        rates = {
+            n: self._lookup.tokens_per_round(n) * plain_s / lookup_s
+            for n in sizes
+            if plain_s and (lookup_s := self._times.lookup(num_slots, n, num_positions))
+        }
+        if not rates:
+            return None
+        best = max(rates, key=rates.__getitem__)
+        better = rates[best] > BETTER * max(1.0, self._tree_rate.get(num_slots, 1.0))
+        other = self._calls % self.OTHER_WAY == self.OTHER_WAY - 1
+        self._calls += 1
+        if better == other:
+            return None
+        known = better and self._lookup.calls > 0
+        return Decision(best, 2**30 if known else self.TRIAL_ROUNDS, lookup=True)
+
+    def looked_up(self, outcome: LookupOutcome) -> None:
+        self._lookup.observe(outcome)
+
     def observe(self, live: LiveSlots, drafts: Drafts, outcome: Outcome) -> None:
         hopes_A = np.where(outcome.checked_AN, drafts.chance_AN, 0.0).sum(axis=1)
         hits_A = outcome.right_AN.sum(axis=1)
@@ -256,6 +327,31 @@ class Goodput:
         self._hopes.set(live, DECAY * self._hopes.get(live) + hopes_A)
         self._all_hits = 0.99 * self._all_hits + float(hits_A.sum())
         self._all_hopes = 0.99 * self._all_hopes + float(hopes_A.sum())
+
+
+class _LookupRate:
+    """How many tokens a round brings whose guesses the device looks up.
+
+    tokens(N) = 1 + q Σ_{0<i<N} pⁱ,  q = rounds with guesses / rounds,  p = right / examined
+    """
+
+    FORGET = 0.8  # a call
+    PRIOR = 16.0  # rounds and guesses that stand for what is not known yet
+    START = 0.7  # p and q before the first call: worth a try
+
+    def __init__(self) -> None:
+        self._counts = np.array([1.0, self.START, 1.0, self.START]) * self.PRIOR
+        self.calls = 0
+
+    def observe(self, outcome: LookupOutcome) -> None:
+        self.calls += 1
+        new = outcome.rounds, outcome.with_guesses, outcome.examined, outcome.right
+        self._counts = self.FORGET * self._counts + np.array(new, np.float64)
+
+    def tokens_per_round(self, num_nodes: int) -> float:
+        rounds, with_guesses, examined, right = self._counts
+        p = right / max(examined, 1e-9)
+        return 1.0 + with_guesses / rounds * sum(p**i for i in range(1, num_nodes))
 
 
 def make_budget(policy: str, times: RoundTimes | None) -> Budget:

@@ -38,6 +38,12 @@ class Responses:
     def num_tokens(self) -> int:
         return sum(len(t) for t in self.tokens)
 
+    @property
+    def best_first(self) -> list[np.ndarray]:
+        """The responses by falling reward."""
+        pairs = zip(self.rewards, self.tokens, strict=True)
+        return [tokens for _, tokens in sorted(pairs, key=lambda pair: -pair[0])]
+
 
 def encode(key: str, responses: Responses) -> bytes:
     """MAGIC | CRC-32 | size of the JSON | JSON (key, lengths, rewards) | deflated int32 tokens."""

@@ -14,6 +14,7 @@ import numba
 import numpy as np
 
 from spec.drafter import Drafter, Drafts, LiveSlots, Source, no_drafts
+from spec.lookup_texts import LookupTexts
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -61,8 +62,9 @@ MEMORY = 0.95  # of what sources brought, a round
 class Union:
     """The drafter that asks all of `drafters`, those that bring next to nothing more rarely."""
 
-    def __init__(self, drafters: Sequence[Drafter]) -> None:
+    def __init__(self, drafters: Sequence[Drafter], texts: LookupTexts | None = None) -> None:
         assert drafters, "a union of nothing"
+        self.texts = texts  # what the device may look guesses up in
         self._drafters = tuple(drafters)
         self._asked = np.zeros(len(self._drafters))
         self._right = np.zeros(len(self._drafters))
@@ -90,6 +92,8 @@ class Union:
     def finished(self, live: LiveSlots) -> None:
         for drafter in self._drafters:
             drafter.finished(live)
+        if self.texts is not None:
+            self.texts.finished(live)
 
 
 def merge(drafts: Sequence[Drafts], max_nodes_A: np.ndarray) -> Drafts:

@@ -183,7 +183,8 @@ def test_a_foreign_timeline_ends_the_report_with_a_message(tmp_path, capsys):
 def phase_round(began_s: float, num_nodes: int, ids: list[int]) -> RoundRecord:
     marks = [began_s + 0.25 * i for i in range(6)]
     alive = np.array(ids)
-    return RoundRecord(*marks, 4, num_nodes, 64, alive, alive, np.full(len(ids), num_nodes))
+    emitted_A, one_A = np.full(len(ids), num_nodes), np.ones(len(ids), int)
+    return RoundRecord(*marks, 4, num_nodes, 64, alive, alive, one_A, emitted_A)
 
 
 def _base64(data: bytes) -> str:

@@ -16,13 +16,15 @@ from rl.timeline import (
     speculation_metrics,
 )
 from spec.drafter import Source
+from spec.lookup import LookupOutcome
 
 
 def record(began_s, nodes, ids, emitted):
     """A round of 10 s: 1 of prompts, 2 of drafting, 1 of the call, 5 of the device, 1 of commit."""
     marks = np.cumsum([began_s, 1, 2, 1, 5, 1]).astype(float).tolist()
-    n = len(ids)
-    return RoundRecord(*marks, 4, nodes, 64, np.array(ids), np.full(n, 7), np.array(emitted))
+    n, emitted_A = len(ids), np.array(emitted)
+    rounds_A = np.ones(n, int) if nodes > 1 else emitted_A
+    return RoundRecord(*marks, 4, nodes, 64, np.array(ids), np.full(n, 7), rounds_A, emitted_A)
 
 
 def example():
@@ -55,6 +57,20 @@ def test_metrics_are_those_of_rounds_with_guesses():
             "spec/own/speculated_fraction": 1 / 20,
         }
     )
+
+
+def test_rounds_that_looked_their_guesses_up_count_one_by_one():
+    stats = EngineStats()
+    stats.looked_up(LookupOutcome(rounds=7, with_guesses=5, tried=15, examined=12, right=9))
+    assert (stats.tokens, stats.fetches) == (16, 1)
+    marks = [0.0, 1.0, 1.0, 2.0, 9.0, 10.0]
+    who = np.array([5, 6]), np.array([7, 7])
+    stats.timeline.append(RoundRecord(*marks, 4, 4, 64, *who, np.array([4, 3]), np.array([9, 7])))
+    metrics = speculation_metrics(stats)
+    assert metrics["spec/tokens_per_round"] == 16 / 7
+    assert metrics["spec/drafted_per_round"] == 15 / 7
+    assert metrics["spec/accept_rate"] == 9 / 15
+    assert metrics["spec/host_share"] == 2 / 9
 
 
 def test_a_phase_without_guesses_has_no_such_metrics():

@@ -5,8 +5,9 @@ import dataclasses
 import numpy as np
 import pytest
 
-from spec.budget import Aimd, Goodput, Off, RoundTimes, TakeAll, make_budget
+from spec.budget import Aimd, Goodput, Off, RoundTimes, TakeAll, _LookupRate, make_budget
 from spec.drafter import LiveSlots, no_drafts
+from spec.lookup import LookupOutcome
 from spec.merge import Outcome
 from spec.window import WindowConfig, next_windows
 
@@ -153,6 +154,38 @@ def test_goodput_asks_for_no_drafts_while_it_waits():
     assert asked(start + 1, request_id=99)  # the request that it waits with has ended
 
 
+def test_the_rate_of_looked_up_rounds_by_hand():
+    rate = _LookupRate()
+    assert rate.tokens_per_round(4) == pytest.approx(1 + 0.7 * (0.7 + 0.49 + 0.343))
+    for _ in range(60):
+        rate.observe(LookupOutcome(rounds=20, with_guesses=10, tried=30, examined=16, right=8))
+    assert rate.tokens_per_round(3) == pytest.approx(1 + 0.5 * (0.5 + 0.25), rel=1e-3)
+
+
+LOOKUPS = RoundTimes(
+    {(4, n, 64): 0.5 + 0.5 * n for n in (1, *SIZES)}, {(4, n, 64): 0.8 + 0.2 * n for n in SIZES}
+)
+RIGHT = LookupOutcome(rounds=32, with_guesses=32, tried=96, examined=96, right=96)
+WRONG = LookupOutcome(rounds=32, with_guesses=32, tried=96, examined=32, right=0)
+
+
+def test_goodput_lets_the_device_look_guesses_up_where_that_brings_more():
+    budget = Goodput(LOOKUPS)
+    assert budget.ahead(4, SIZES, 4, 64).num_rounds == Goodput.TRIAL_ROUNDS
+    for _ in range(8):
+        budget.looked_up(RIGHT)
+    choices = [budget.ahead(4, SIZES, 4, 64) for _ in range(2 * Goodput.OTHER_WAY)]
+    assert [c is None for c in choices].count(True) == 2  # the drafters have their turn
+    assert {c.num_nodes for c in choices if c} == {16}
+    assert min(c.num_rounds for c in choices if c) > 1000
+    for _ in range(30):
+        budget.looked_up(WRONG)
+    choices = [budget.ahead(4, SIZES, 4, 64) for _ in range(2 * Goodput.OTHER_WAY)]
+    assert [c is None for c in choices].count(False) == 2  # and the device its own
+    assert Goodput(DEAR).ahead(4, SIZES, 4, 64) is None  # nothing measured
+    assert Goodput(LOOKUPS).ahead(4, [], 4, 64) is None  # nothing fits
+
+
 def test_goodput_needs_a_measured_plain_round():
     with pytest.raises(KeyError, match="64 slots and 32 positions: measure"):
         Goodput(FREE).choose(live(1), chains([1], 0.9), SIZES, 64, 32)
@@ -161,6 +194,8 @@ def test_goodput_needs_a_measured_plain_round():
 def test_round_times_keep_their_rows():
     times = RoundTimes.from_rows(DEAR.rows())
     assert times(4, 8, 64) == DEAR(4, 8, 64) and times(4, 8, 65) is None
+    times = RoundTimes.from_rows(LOOKUPS.rows())
+    assert times.lookup(4, 8, 64) == LOOKUPS.lookup(4, 8, 64) and times.lookup(1, 8, 64) is None
 
 
 def test_names():

@@ -1,0 +1,105 @@
+"""A policy on its devices: the static arguments of its steps, and what is put there."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from models import kv_cache, transformer
+from models.config import ModelConfig
+from models.sharding import fitting_sharding
+from rl import admission, cache_steps
+from rl.engine_config import EngineConfig, bucket
+from spec.sampling import Draw
+
+
+class Replica:
+    """What rounds, their warm-up and their timing have in common."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        config: EngineConfig | None = None,
+        *,
+        dtype: Any = jnp.float32,
+        mesh: Mesh | None = None,
+    ) -> None:
+        self.model, self.config, self.mesh = model, config or EngineConfig(), mesh
+        self.dtype = np.dtype(dtype)
+
+    def empty_cache(self, num_slots: int, num_positions: int) -> kv_cache.KVCache:
+        cache = kv_cache.init(self.model, num_slots, num_positions, self.dtype)
+        if self.mesh is None:
+            return cache
+        mesh = self.mesh
+        return jax.tree.map(
+            lambda x: jax.device_put(x, fitting_sharding(mesh, x.shape, kv_cache.AXES)), cache
+        )
+
+    def fill_rows(
+        self, params: transformer.Params, cache: kv_cache.KVCache, plan: admission.Plan
+    ) -> tuple[kv_cache.KVCache, int]:
+        """Put prompts' keys and values where the plan wants them; also the tokens computed."""
+        B, prefilled_tokens = cache.num_slots, 0
+        if plan.copies:
+            source, target = _pairs(plan.copies, B)
+            cache = cache_steps.copy_rows(cache, source, target, len(plan.copies))
+        P = self.config.prefill_rows
+        for first in range(0, len(plan.prefill), P):
+            batch = plan.prefill[first : first + P]
+            inserts = [(i - first, row) for i, row in plan.inserts if first <= i < first + P]
+            longest = max(len(p) for p in batch) - 1
+            prefilled_tokens += sum(len(p) - 1 for p in batch)
+            if not longest:
+                continue
+            T = bucket(longest, self.config.min_prompt_tokens, cache.num_positions)
+            tokens_PT = np.zeros((P, T), np.int32)
+            for i, prompt in enumerate(batch):
+                tokens_PT[i, : len(prompt) - 1] = prompt[:-1]
+            new = cache_steps.prefill(params, self.put(tokens_PT), **self.prefill_options())
+            source, target = _pairs(inserts, B)
+            cache = cache_steps.insert_rows(cache, new, source, target, len(inserts))
+        return cache, prefilled_tokens
+
+    def prefill_options(self) -> dict[str, Any]:
+        """The static arguments of `cache_steps.prefill`."""
+        chunk_tokens = self.config.prefill_chunk_tokens
+        return {"config": self.model, "chunk_tokens": chunk_tokens, "dtype": self.dtype}
+
+    def decode_options(self, scheme: Draw) -> dict[str, Any]:
+        """The static arguments of `decode_rounds`."""
+        max_rounds = self.config.rounds_per_fetch
+        return {"config": self.model, "scheme": scheme, "max_rounds": max_rounds}
+
+    def verify_options(self, scheme: Draw) -> dict[str, Any]:
+        """The static arguments of `verify_round`."""
+        return {"config": self.model, "scheme": scheme}
+
+    def lookup_options(self, scheme: Draw, num_nodes: int) -> dict[str, Any]:
+        """The static arguments of `lookup_rounds`."""
+        return self.decode_options(scheme) | {"num_nodes": num_nodes}
+
+    def argument(self, x: np.ndarray) -> Any:
+        """A host array of one call. Without a mesh jit takes it in less time than a `put`."""
+        return x if self.mesh is None else self.put(x)
+
+    def put(self, x: Any) -> jax.Array:
+        if self.mesh is None:
+            return jax.device_put(x)
+        return jax.device_put(x, NamedSharding(self.mesh, PartitionSpec()))
+
+    def mesh_context(self) -> Any:
+        return contextlib.nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
+
+
+def _pairs(pairs: Sequence[tuple[int, int]], num_slots: int) -> tuple[np.ndarray, np.ndarray]:
+    """Sources and targets, padded to one entry a slot."""
+    table = np.zeros((2, num_slots), np.int32)
+    table[:, : len(pairs)] = np.asarray(pairs, np.int32).T
+    return table[0], table[1]

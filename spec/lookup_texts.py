@@ -1,0 +1,83 @@
+"""The texts that the device looks guesses up in: per group, what its prompt was answered with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from spec.drafter import LiveSlots
+from spec.lookup import CONTEXT_TOKENS, NO_TOKEN
+from spec.tree import PADDING
+
+NUM_TOKENS = 1024  # of a text
+
+
+class LookupTexts:
+    """Last epoch's responses by group (the best first), and siblings', ended or not.
+
+    Each piece starts with its prompt's tail: so first tokens have a context too. A text
+    that does not fit loses its last pieces.
+    """
+
+    def __init__(
+        self,
+        past: Mapping[int, Sequence[np.ndarray]] | None = None,
+        *,
+        siblings: bool = True,
+        num_tokens: int = NUM_TOKENS,
+    ) -> None:
+        self.num_tokens = num_tokens
+        self._past, self._siblings = past or {}, siblings
+        self._settled: dict[int, np.ndarray] = {}  # of a group: what grows no more
+
+    def fill(self, live: LiveSlots, num_slots: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """`spec.lookup.Texts` of all slots as host arrays; L = `num_tokens`."""
+        text_BL = np.full((num_slots, self.num_tokens), PADDING, np.int32)
+        groups: dict[int, list[int]] = {}
+        for a, group in enumerate(live.group_ids_A.tolist()):
+            groups.setdefault(group, []).append(a)
+        for group, members in groups.items():
+            first_L = text_BL[live.rows_A[members[0]]]
+            settled = self._of(group, live, members[0])
+            end = min(len(settled), self.num_tokens)
+            first_L[:end] = settled[:end]
+            for a in members if self._siblings else ():
+                piece = _piece(live, a)
+                if end + len(piece) > self.num_tokens:
+                    break
+                first_L[end : end + len(piece)] = piece
+                end += len(piece)
+            text_BL[live.rows_A[members[1:]]] = first_L
+        return text_BL, contexts(live, num_slots), np.full(num_slots, self.num_tokens, np.int32)
+
+    def finished(self, live: LiveSlots) -> None:
+        """These responses have ended: siblings go on guessing from them."""
+        for a, group in enumerate(live.group_ids_A.tolist()):
+            if self._siblings:
+                settled = self._of(group, live, a)
+                self._settled[group] = np.concatenate([settled, _piece(live, a)])
+
+    def _of(self, group: int, live: LiveSlots, a: int) -> np.ndarray:
+        if group not in self._settled:
+            tail = live.prompt(a)[-CONTEXT_TOKENS:]
+            pieces = [np.concatenate([tail, r, [PADDING]]) for r in self._past.get(group, ())]
+            self._settled[group] = np.concatenate([np.empty(0, np.int32), *pieces])
+        return self._settled[group]
+
+
+def _piece(live: LiveSlots, a: int) -> np.ndarray:
+    start = max(0, int(live.prompt_tokens_A[a]) - CONTEXT_TOKENS)
+    end = int(live.total_tokens_A[a])
+    piece = np.empty(end - start + 1, np.int32)
+    piece[:-1], piece[-1] = live.tokens_BL[live.rows_A[a], start:end], PADDING
+    return piece
+
+
+def contexts(live: LiveSlots, num_slots: int) -> np.ndarray:
+    """The last CONTEXT_TOKENS tokens of each slot's request, `NO_TOKEN` before them; [B, K]."""
+    context_BK = np.full((num_slots, CONTEXT_TOKENS), NO_TOKEN, np.int32)
+    at_AK = live.total_tokens_A[:, None] - CONTEXT_TOKENS + np.arange(CONTEXT_TOKENS)
+    tokens_AK = live.tokens_BL[live.rows_A[:, None], np.maximum(at_AK, 0)]
+    context_BK[live.rows_A] = np.where(at_AK >= 0, tokens_AK, NO_TOKEN)
+    return context_BK
