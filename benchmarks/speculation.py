@@ -72,9 +72,11 @@ def open_bench(workload: Workload, config: EngineConfig) -> Bench:
     engine = Engine(workload.model, config)
     longest = max(len(r.prompt_ids) for r in workload.requests)
     sizes = {"max_requests": len(workload.requests), "max_prompt_tokens": longest}
-    engine_warm_up.warm_up(engine, workload.params, workload.sampling, speculative=True, **sizes)
+    engine_warm_up.warm_up(
+        engine, workload.params, workload.sampling, speculative=True, lookup=True, **sizes
+    )
     buckets = list(engine_warm_up.round_buckets(engine, workload.sampling, **sizes))
-    times = round_times.measure(engine, workload.params, workload.sampling, buckets)
+    times = round_times.measure(engine, workload.params, workload.sampling, buckets, lookup=True)
     return Bench(workload, engine, times, buckets)
 
 

@@ -265,7 +265,7 @@ class Engine(Replica):
         self._fetched_s = self.clock()
         table.commit(tokens_BX, logprobs_BX, counts_BR, tried_BR > 0)
         outcome = lookup.judge(counts_BR, tried_BR)
-        self._phase.budget.looked_up(outcome)
+        self._phase.budget.looked_up(outcome, N)
         self.stats.looked_up(outcome)
         self.stats.rounds[(len(table), N, self._positions)] += int(counts_BR.any(axis=0).sum())
         return np.count_nonzero(counts_BR, axis=1), counts_BR.sum(axis=1)

@@ -44,10 +44,12 @@ def warm_up(
     max_requests: int,
     max_prompt_tokens: int,
     speculative: bool = False,
+    lookup: bool = False,
 ) -> int:
     """Compile what phases of these sizes can reach; returns the number of programs.
 
-    Rounds of draft trees are compiled only where phases are to be `speculative`.
+    Rounds of draft trees are compiled only where phases are to be `speculative`, those that
+    look their guesses up only where `lookup` is set as well.
     """
     with engine.mesh_context():
         programs = list(_programs(engine, params, sampling, max_requests, max_prompt_tokens))
@@ -56,7 +58,7 @@ def warm_up(
                 if bucket[1] > 1:
                     arguments = partial(_verify, engine, params, sampling, *bucket)
                     programs.append(Program(verify_round, arguments))
-                if bucket[1] in engine.config.lookup_sizes():
+                if lookup and bucket[1] in engine.config.lookup_sizes():
                     arguments = partial(_look_up, engine, params, sampling, *bucket)
                     programs.append(Program(lookup_rounds, arguments))
         lowered = []

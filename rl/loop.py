@@ -236,11 +236,15 @@ def _build(
         "max_requests": config.rollout.num_requests,
         "max_prompt_tokens": config.rollout.max_prompt_tokens,
     }
-    speculative = config.speculation.enabled
-    engine_warm_up.warm_up(engine, weights, config.sampling, speculative=speculative, **sizes)
+    speculative, lookup = config.speculation.enabled, config.speculation.may_look_up
+    engine_warm_up.warm_up(
+        engine, weights, config.sampling, speculative=speculative, lookup=lookup, **sizes
+    )
     if speculative:
         path = folder / "round_times.json"
-        speculation.times = load_or_measure(path, engine, weights, config.sampling, **sizes)
+        speculation.times = load_or_measure(
+            path, engine, weights, config.sampling, lookup=lookup, **sizes
+        )
     state = trainer.warm_up(state, shape, recipe=recipe)
     order = DataOrder(len(inputs.task), config.run.seed)
     system = System(

@@ -20,11 +20,11 @@ from rl.atomic_file import replace_file
 from rl.engine import Engine
 from rl.slot_table import SlotTable
 from rl.trajectory import Request
-from spec import lookup
 from spec.budget import RoundTimes
 from spec.drafter import plant
 from spec.group import GroupDrafter
 from spec.lookup import Texts, lookup_rounds
+from spec.lookup import unpack as unpack_lookup
 from spec.lookup_texts import LookupTexts
 from spec.merge import Union
 from spec.ngram import NgramDrafter
@@ -44,6 +44,7 @@ def load_or_measure(
     *,
     max_requests: int,
     max_prompt_tokens: int,
+    lookup: bool = False,
 ) -> RoundTimes:
     """The table in `path` where it was made for this device and these shapes, else a new one.
 
@@ -51,7 +52,7 @@ def load_or_measure(
     Raises ValueError for a file that is damaged.
     """
     buckets = list(engine_warm_up.round_buckets(engine, sampling, max_requests, max_prompt_tokens))
-    made_for = _made_for(engine, buckets)
+    made_for = _made_for(engine, buckets, lookup)
     if path.exists():
         try:
             kept = json.loads(path.read_text(encoding="utf-8"))
@@ -59,7 +60,7 @@ def load_or_measure(
                 return RoundTimes.from_rows(kept["rows"])
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path} is damaged ({error}): delete it to measure anew") from error
-    times = measure(engine, params, sampling, buckets)
+    times = measure(engine, params, sampling, buckets, lookup=lookup)
     path.parent.mkdir(parents=True, exist_ok=True)
     rows = {"made_for": made_for, "rows": times.rows()}
     replace_file(path, json.dumps(rows, indent=1) + "\n")
@@ -71,13 +72,16 @@ def measure(
     params: transformer.Params,
     sampling: SamplingConfig,
     buckets: list[tuple[int, int, int]],
+    *,
+    lookup: bool = False,
 ) -> RoundTimes:
     """Median seconds of a round of each (slots, nodes, positions), its fetch included.
 
     All slots are busy and half of the positions live. A plain round is timed as the
     engine runs it, several to a fetch; a round of trees with its drafting (siblings and
     own text) and committing. Tree sizes take turns: what slows the machine for a while
-    slows all that a budget will compare.
+    slows all that a budget will compare. `lookup` times rounds that look their guesses up
+    as well.
     """
     nodes_of: dict[tuple[int, int], list[int]] = {}
     for B, N, S in buckets:
@@ -88,8 +92,8 @@ def measure(
         for (B, S), sizes in nodes_of.items():
             cache, host = engine.empty_cache(B, S), _Host(engine, B, S)
             tries: dict[int, list[float]] = {N: [] for N in sizes}
-            lookups: dict[int, list[float]] = {
-                N: [] for N in engine.config.lookup_sizes() if N in sizes
+            looked_up: dict[int, list[float]] = {
+                N: [] for N in engine.config.lookup_sizes() if lookup and N in sizes
             }
             for N in sizes * (REPEATS + 1):
                 slots = _busy_slots(engine, sampling, B, S)
@@ -103,14 +107,14 @@ def measure(
                 else:
                     cache, rounds = _plain_rounds(engine, params, sampling, cache, slots)
                 tries[N].append((engine.clock() - began_s) / rounds)
-                if N in lookups:
+                if N in looked_up:
                     slots = _busy_slots(engine, sampling, B, S)
                     jax.block_until_ready((cache, slots))
                     began_s = engine.clock()
                     cache, rounds = _lookup_rounds(engine, params, sampling, cache, slots, N, host)
-                    lookups[N].append((engine.clock() - began_s) / rounds)
+                    looked_up[N].append((engine.clock() - began_s) / rounds)
             seconds |= {(B, N, S): statistics.median(tries[N][1:]) for N in sizes}
-            lookup_seconds |= {(B, N, S): statistics.median(t[1:]) for N, t in lookups.items()}
+            lookup_seconds |= {(B, N, S): statistics.median(t[1:]) for N, t in looked_up.items()}
     return RoundTimes(seconds, lookup_seconds)
 
 
@@ -189,7 +193,7 @@ def _lookup_rounds(
         np.int32(B),
         **engine.lookup_options(sampling.draw, N),
     )
-    lookup.unpack(packed, engine.config.rounds_per_fetch)
+    unpack_lookup(packed, engine.config.rounds_per_fetch)
     return cache, max(rounds, 1)
 
 
@@ -210,7 +214,7 @@ def _plain_rounds(
     return cache, rounds
 
 
-def _made_for(engine: Engine, buckets: list[tuple[int, int, int]]) -> dict[str, Any]:
+def _made_for(engine: Engine, buckets: list[tuple[int, int, int]], lookup: bool) -> dict[str, Any]:
     """What a table holds for: another device, policy shape or bucket list needs another."""
     device = jax.devices()[0]
     return {
@@ -220,5 +224,6 @@ def _made_for(engine: Engine, buckets: list[tuple[int, int, int]]) -> dict[str, 
         "model": repr(engine.model),
         "dtype": str(engine.dtype),
         "rounds_per_fetch": engine.config.rounds_per_fetch,
+        "lookup": lookup,
         "buckets": [list(bucket) for bucket in buckets],
     }

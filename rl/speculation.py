@@ -40,7 +40,8 @@ class SpeculationConfig:
     `sources` are asked each round and their guesses joined: `history` (the prompt's
     responses of the last epoch), `group` (live siblings, told every
     `group_update_tokens` tokens), `own` (the request's own text). `budget` is `off`,
-    `fixed:K`, `aimd` or `goodput`. `history_rule` is `ours`, or `histospec` for
+    `fixed:K`, `aimd` or `goodput`, which also lets the device look guesses up in history
+    and siblings, several rounds in a call. `history_rule` is `ours`, or `histospec` for
     RhymeRL's setting. History beyond `history_memory_bytes` goes to the run folder.
     """
 
@@ -68,6 +69,11 @@ class SpeculationConfig:
     @property
     def enabled(self) -> bool:
         return self.budget != "off"
+
+    @property
+    def may_look_up(self) -> bool:
+        """Whether the device may look guesses up: it needs texts, and a budget that asks for it."""
+        return self.budget == "goodput" and bool({"history", "group"} & set(self.sources))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -106,7 +112,8 @@ class Speculation:
                 parts.append(GroupDrafter(update_tokens=self.config.group_update_tokens))
             else:
                 parts.append(NgramDrafter())
-        return Union(parts, self._texts(keys)), make_budget(self.config.budget, self.times)
+        texts = self._texts(keys) if self.config.may_look_up else None
+        return Union(parts, texts), make_budget(self.config.budget, self.times)
 
     def _texts(self, keys: Sequence[str]) -> LookupTexts | None:
         """What the device may look up: the same history and siblings."""

@@ -48,7 +48,7 @@ class Budget(Protocol):
         """Rounds whose guesses the device looks up, of one of `sizes`; None asks the drafter."""
         ...
 
-    def looked_up(self, outcome: LookupOutcome) -> None:
+    def looked_up(self, outcome: LookupOutcome, num_nodes: int) -> None:
         """How the guesses of such a call fared."""
         ...
 
@@ -119,7 +119,7 @@ class _OnHost:
     ) -> Decision | None:
         return None
 
-    def looked_up(self, outcome: LookupOutcome) -> None:
+    def looked_up(self, outcome: LookupOutcome, num_nodes: int) -> None:
         raise AssertionError("nothing was to be looked up")
 
 
@@ -226,6 +226,10 @@ class Goodput:
     decoding then drew. A mode is left only for one that promises `BETTER`.
     While plain decoding wins, drafts are asked for after 8, 16, … `LONGEST_WAIT` rounds
     (and where the batch shrinks): they cost the host's time.
+
+    Rounds that look their guesses up compete by the same rate, their tokens by what they
+    brought so far (`_LookupRate`); every `OTHER_WAY` calls the way that seems worse has a
+    turn.
     """
 
     SHORTEST_WAIT, LONGEST_WAIT = 8, 64
@@ -243,7 +247,7 @@ class Goodput:
         self._wait = (0, 0)  # drafts are not asked for at these slots for so many rounds
         self._lookup = _LookupRate()
         self._tree_rate: dict[int, float] = {}  # by slots: of the last round, over plain decoding
-        self._calls = 0  # since the other way of guessing was tried last
+        self._calls = 0  # of `ahead`
 
     def limits(self, live: LiveSlots, num_slots: int) -> np.ndarray:
         slots, rounds = self._wait
@@ -271,7 +275,6 @@ class Goodput:
                 f"no measured time of a plain round of {num_slots} slots and {num_positions} "
                 "positions: measure the engine's rounds (rl.round_times) before the phase"
             )
-        self._calls += 1
         worth_N = self.scale(live) @ np.cumsum(drafts.chance_AN, axis=1)
         best, best_rate = 1, 1.0
         widest = int(drafts.count_A.max(initial=0))
@@ -317,8 +320,8 @@ class Goodput:
         known = better and self._lookup.calls > 0
         return Decision(best, 2**30 if known else self.TRIAL_ROUNDS, lookup=True)
 
-    def looked_up(self, outcome: LookupOutcome) -> None:
-        self._lookup.observe(outcome)
+    def looked_up(self, outcome: LookupOutcome, num_nodes: int) -> None:
+        self._lookup.observe(outcome, num_nodes)
 
     def observe(self, live: LiveSlots, drafts: Drafts, outcome: Outcome) -> None:
         hopes_A = np.where(outcome.checked_AN, drafts.chance_AN, 0.0).sum(axis=1)
@@ -332,7 +335,10 @@ class Goodput:
 class _LookupRate:
     """How many tokens a round brings whose guesses the device looks up.
 
-    tokens(N) = 1 + q Σ_{0<i<N} pⁱ,  q = rounds with guesses / rounds,  p = right / examined
+    tokens(N) = 1 + q Σ_{0<i<N} pⁱ,  p = right / examined guesses
+
+    with q such that at the sizes tried it is what rounds brought: requests differ, so that
+    one p for all would promise too much.
     """
 
     FORGET = 0.8  # a call
@@ -340,18 +346,27 @@ class _LookupRate:
     START = 0.7  # p and q before the first call: worth a try
 
     def __init__(self) -> None:
-        self._counts = np.array([1.0, self.START, 1.0, self.START]) * self.PRIOR
+        self._examined, self._right = self.PRIOR, self.START * self.PRIOR
+        self._rounds: dict[int, float] = {}  # by size
+        self._brought = 0.0  # guesses that were right in these
         self.calls = 0
 
-    def observe(self, outcome: LookupOutcome) -> None:
+    def observe(self, outcome: LookupOutcome, num_nodes: int) -> None:
         self.calls += 1
-        new = outcome.rounds, outcome.with_guesses, outcome.examined, outcome.right
-        self._counts = self.FORGET * self._counts + np.array(new, np.float64)
+        self._examined = self.FORGET * self._examined + outcome.examined
+        self._right = self.FORGET * self._right + outcome.right
+        self._rounds = {n: self.FORGET * rounds for n, rounds in self._rounds.items()}
+        self._rounds[num_nodes] = self._rounds.get(num_nodes, 0.0) + outcome.rounds
+        self._brought = self.FORGET * self._brought + outcome.right
 
     def tokens_per_round(self, num_nodes: int) -> float:
-        rounds, with_guesses, examined, right = self._counts
-        p = right / max(examined, 1e-9)
-        return 1.0 + with_guesses / rounds * sum(p**i for i in range(1, num_nodes))
+        promised = sum(rounds * self._chain(n) for n, rounds in self._rounds.items())
+        q = self._brought / promised if promised else self.START
+        return 1.0 + q * self._chain(num_nodes)
+
+    def _chain(self, num_nodes: int) -> float:
+        p = self._right / self._examined
+        return sum(p**i for i in range(1, num_nodes))
 
 
 def make_budget(policy: str, times: RoundTimes | None) -> Budget:

@@ -27,7 +27,7 @@ class LookUp(TakeAll):
     def ahead(self, num_live, sizes, num_slots, num_positions):
         return Decision(sizes[-1], lookup=True) if sizes else None
 
-    def looked_up(self, outcome):
+    def looked_up(self, outcome, num_nodes):
         self.outcomes.append(outcome)
 
 

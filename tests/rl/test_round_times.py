@@ -49,7 +49,7 @@ def test_the_file_is_used_where_it_fits_and_made_anew_where_it_does_not(params, 
 
     def load(config=CONFIG, step_s=1.0):
         engine = Engine(MODEL, config, clock=ticking(step_s))
-        return round_times.load_or_measure(path, engine, params, SAMPLING, **SIZES)
+        return round_times.load_or_measure(path, engine, params, SAMPLING, lookup=True, **SIZES)
 
     # a fetch of one tick holds four plain rounds, or as many that look guesses up
     assert load().rows() == [[0, 2, 1, 16, 0.25], [0, 2, 2, 16, 1.0], [1, 2, 2, 16, 0.25]]

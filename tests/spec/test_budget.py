@@ -157,9 +157,10 @@ def test_goodput_asks_for_no_drafts_while_it_waits():
 def test_the_rate_of_looked_up_rounds_by_hand():
     rate = _LookupRate()
     assert rate.tokens_per_round(4) == pytest.approx(1 + 0.7 * (0.7 + 0.49 + 0.343))
-    for _ in range(60):
-        rate.observe(LookupOutcome(rounds=20, with_guesses=10, tried=30, examined=16, right=8))
-    assert rate.tokens_per_round(3) == pytest.approx(1 + 0.5 * (0.5 + 0.25), rel=1e-3)
+    for _ in range(60):  # 20 rounds, of which 8 brought a token more
+        rate.observe(LookupOutcome(rounds=20, with_guesses=10, tried=30, examined=16, right=8), 4)
+    assert rate.tokens_per_round(4) == pytest.approx(1 + 8 / 20)
+    assert rate.tokens_per_round(3) == pytest.approx(1 + 8 / 20 * 0.75 / 0.875, rel=1e-3)
 
 
 LOOKUPS = RoundTimes(
@@ -173,13 +174,13 @@ def test_goodput_lets_the_device_look_guesses_up_where_that_brings_more():
     budget = Goodput(LOOKUPS)
     assert budget.ahead(4, SIZES, 4, 64).num_rounds == Goodput.TRIAL_ROUNDS
     for _ in range(8):
-        budget.looked_up(RIGHT)
+        budget.looked_up(RIGHT, 4)
     choices = [budget.ahead(4, SIZES, 4, 64) for _ in range(2 * Goodput.OTHER_WAY)]
     assert [c is None for c in choices].count(True) == 2  # the drafters have their turn
     assert {c.num_nodes for c in choices if c} == {16}
     assert min(c.num_rounds for c in choices if c) > 1000
     for _ in range(30):
-        budget.looked_up(WRONG)
+        budget.looked_up(WRONG, 4)
     choices = [budget.ahead(4, SIZES, 4, 64) for _ in range(2 * Goodput.OTHER_WAY)]
     assert [c is None for c in choices].count(False) == 2  # and the device its own
     assert Goodput(DEAR).ahead(4, SIZES, 4, 64) is None  # nothing measured
