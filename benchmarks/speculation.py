@@ -88,7 +88,8 @@ def tail_seconds(records: Sequence[RoundRecord], num_requests: int) -> float:
     """Seconds during which a tenth of the requests, or fewer, were left."""
     last = {int(i): r.ended_s for r in records for i in r.request_ids_A}
     left = int(np.ceil(0.1 * num_requests))
-    return max(last.values()) - sorted(last.values())[-left - 1]
+    ends = [records[0].began_s, *sorted(last.values())]  # of one request the tail is all
+    return ends[-1] - ends[-left - 1]
 
 
 def compare(bench: Bench, name: str, repeats: int) -> dict[str, Any]:
