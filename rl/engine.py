@@ -11,19 +11,13 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import time
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
 from models import kv_cache, transformer
-from models.config import ModelConfig
 from rl import admission, cache_steps
-from rl.engine_config import EngineConfig
 from rl.replica import Replica
 from rl.slot_table import SlotTable
 from rl.timeline import EngineStats, RoundRecord
@@ -59,18 +53,9 @@ class Phase:
 class Engine(Replica):
     """A replica of the policy on its devices: `run` takes requests to trajectories."""
 
-    def __init__(
-        self,
-        model: ModelConfig,
-        config: EngineConfig | None = None,
-        *,
-        dtype: Any = jnp.float32,
-        mesh: Mesh | None = None,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        super().__init__(model, config, dtype=dtype, mesh=mesh)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self.stats = EngineStats()
-        self.clock = clock
         self._table = SlotTable(0, 0)
         self._cache: kv_cache.KVCache | None = None
         self._slots: Slots | None = None  # None: the host has changed the table
@@ -315,7 +300,7 @@ class Engine(Replica):
     def _stop_after(self, waiting: int) -> int:
         """Ended requests after which the host can refill slots, or the batch can shrink."""
         busy = self._table.num_busy
-        return max(1, busy // 16) if waiting else max(1, busy - len(self._table) // 2)
+        return max(1, busy // 8) if waiting else max(1, busy - len(self._table) // 2)
 
     def _commit(self, packed: jax.Array, drafted_B: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The call's one fetch: append each slot's tokens; returns (tokens_BN, count_B)."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -19,19 +21,19 @@ from rl.engine_config import EngineConfig, bucket
 from spec.sampling import Draw
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class Replica:
     """What rounds, their warm-up and their timing have in common."""
 
-    def __init__(
-        self,
-        model: ModelConfig,
-        config: EngineConfig | None = None,
-        *,
-        dtype: Any = jnp.float32,
-        mesh: Mesh | None = None,
-    ) -> None:
-        self.model, self.config, self.mesh = model, config or EngineConfig(), mesh
-        self.dtype = np.dtype(dtype)
+    model: ModelConfig
+    config: EngineConfig = dataclasses.field(default_factory=EngineConfig)
+    _: dataclasses.KW_ONLY
+    dtype: Any = jnp.float32
+    mesh: Mesh | None = None
+    clock: Callable[[], float] = time.perf_counter
+
+    def __post_init__(self) -> None:
+        self.dtype = np.dtype(self.dtype)
 
     def empty_cache(self, num_slots: int, num_positions: int) -> kv_cache.KVCache:
         cache = kv_cache.init(self.model, num_slots, num_positions, self.dtype)

@@ -233,7 +233,7 @@ class Goodput:
     """
 
     SHORTEST_WAIT, LONGEST_WAIT = 8, 64
-    OTHER_WAY = 16  # calls after which the way of guessing that seems worse is tried again
+    OTHER_WAY = 8  # calls after which the way of guessing that seems worse is tried again
     TRIAL_ROUNDS = 2
 
     def __init__(self, times: RoundTimes) -> None:

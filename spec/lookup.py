@@ -160,13 +160,12 @@ def lookup_rounds(
 
 @dataclasses.dataclass(frozen=True)
 class LookupOutcome:
-    """Of one call, over all slots: how often guesses were to be had, and how they fared.
+    """Of one call, over all slots: how the guesses fared.
 
     `examined` guesses were reached: the right ones, and the first wrong one of each chain.
     """
 
     rounds: int
-    with_guesses: int
     tried: int
     examined: int
     right: int
@@ -177,7 +176,6 @@ def judge(counts_BR: np.ndarray, tried_BR: np.ndarray) -> LookupOutcome:
     right_BR = np.maximum(counts_BR - 1, 0)
     return LookupOutcome(
         rounds=int(np.count_nonzero(counts_BR)),
-        with_guesses=int(np.count_nonzero(tried_BR)),
         tried=int(tried_BR.sum()),
         examined=int(np.minimum(right_BR + 1, tried_BR).sum()),
         right=int(right_BR.sum()),

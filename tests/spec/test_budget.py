@@ -158,7 +158,7 @@ def test_the_rate_of_looked_up_rounds_by_hand():
     rate = _LookupRate()
     assert rate.tokens_per_round(4) == pytest.approx(1 + 0.7 * (0.7 + 0.49 + 0.343))
     for _ in range(60):  # 20 rounds, of which 8 brought a token more
-        rate.observe(LookupOutcome(rounds=20, with_guesses=10, tried=30, examined=16, right=8), 4)
+        rate.observe(LookupOutcome(rounds=20, tried=30, examined=16, right=8), 4)
     assert rate.tokens_per_round(4) == pytest.approx(1 + 8 / 20)
     assert rate.tokens_per_round(3) == pytest.approx(1 + 8 / 20 * 0.75 / 0.875, rel=1e-3)
 
@@ -166,8 +166,8 @@ def test_the_rate_of_looked_up_rounds_by_hand():
 LOOKUPS = RoundTimes(
     {(4, n, 64): 0.5 + 0.5 * n for n in (1, *SIZES)}, {(4, n, 64): 0.8 + 0.2 * n for n in SIZES}
 )
-RIGHT = LookupOutcome(rounds=32, with_guesses=32, tried=96, examined=96, right=96)
-WRONG = LookupOutcome(rounds=32, with_guesses=32, tried=96, examined=32, right=0)
+RIGHT = LookupOutcome(rounds=32, tried=96, examined=96, right=96)
+WRONG = LookupOutcome(rounds=32, tried=96, examined=32, right=0)
 
 
 def test_goodput_lets_the_device_look_guesses_up_where_that_brings_more():

@@ -73,7 +73,7 @@ def test_chains_end_with_their_piece():
 def test_outcome_by_hand():
     # a slot of chains of 3, 3 and 0 guesses: all right, one right, none to try; a slot at rest
     got = judge(np.array([[4, 2, 1], [0, 0, 0]]), np.array([[3, 3, 0], [0, 0, 0]]))
-    assert got == LookupOutcome(rounds=3, with_guesses=2, tried=6, examined=5, right=4)
+    assert got == LookupOutcome(rounds=3, tried=6, examined=5, right=4)
 
 
 def live(groups, responses, prompt=(1, 2, 3)):
