@@ -223,7 +223,9 @@ def measure(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
         add("late_first_epoch", bench, "first_epoch")
         add("late_history", bench, "all")
     model, params = workloads.random_policy(4096, 4, 256, 704, 1024)
-    replay = dataclasses.replace(config, slots=32, min_prompt_tokens=32, min_positions=256)
+    replay = dataclasses.replace(
+        config, slots=32, min_slots=1, min_prompt_tokens=32, min_positions=256
+    )
     w = workloads.replay("replay75", model, params, 32, 400, 0.75)
     add("replay75", open_bench(w, replay), "replay")
     model, params = workloads.random_policy(16384, 12, 512, 1536, 512)

@@ -27,7 +27,8 @@ from spec.budget import Budget, Decision, TakeAll
 from spec.drafter import Drafter, Drafts, LiveSlots, plant
 from spec.lookup import Texts, lookup_rounds
 from spec.lookup_texts import LookupTexts
-from spec.merge import Union, of_plain, of_round
+from spec.merge import Union
+from spec.outcome import of_plain, of_round
 from spec.sampling import SamplingConfig
 from spec.tree import DraftTree
 from spec.verify import Slots, decode_rounds, unpack, verify_round

@@ -118,7 +118,8 @@ class Speculation:
     def _texts(self, keys: Sequence[str]) -> LookupTexts | None:
         """What the device may look up: the same history and siblings."""
         past = {}
-        if self._used is not None and self.keeps_history:
+        if self.keeps_history:
+            assert self._used is not None, "the phase has asked for its index"
             past = {g: self._used.past[k] for g, k in enumerate(keys) if k in self._used.past}
         siblings = "group" in self.config.sources
         return LookupTexts(past, siblings=siblings) if past or siblings else None

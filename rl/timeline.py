@@ -14,7 +14,7 @@ import numpy as np
 from rl.atomic_file import replace_file
 from spec.drafter import Drafts, Source
 from spec.lookup import LookupOutcome
-from spec.merge import Outcome
+from spec.outcome import Outcome
 
 TIMELINE_FILE = "timeline.json"
 

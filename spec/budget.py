@@ -17,7 +17,7 @@ import numpy as np
 
 from spec.drafter import Drafts, LiveSlots
 from spec.lookup import LookupOutcome
-from spec.merge import Outcome
+from spec.outcome import Outcome
 from spec.request_index import PerRequest, RequestIndex
 from spec.window import WindowConfig, next_windows
 

@@ -7,7 +7,6 @@ best of any one of them.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
 import numba
@@ -15,44 +14,7 @@ import numpy as np
 
 from spec.drafter import Drafter, Drafts, LiveSlots, Source, no_drafts
 from spec.lookup_texts import LookupTexts
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Outcome:
-    """What became of guesses; bool [A, N] as in their `Drafts`.
-
-    `right_AN` is the path that a request's next tokens took, `checked_AN` the guesses of
-    which that is known. `tried`: a round verified them; else plain decoding went past.
-    """
-
-    tried: bool
-    right_AN: np.ndarray
-    checked_AN: np.ndarray
-
-
-def of_round(
-    drafts: Drafts, num_nodes: int, tokens_AN: np.ndarray, emitted_A: np.ndarray
-) -> Outcome:
-    """Of a round over trees of `num_nodes`: all but the last token of each were guesses."""
-    tried_A = np.minimum(drafts.count_A, num_nodes - 1)
-    right_AN = _right(drafts, tried_A, tokens_AN, emitted_A - 1)
-    return Outcome(True, right_AN, np.arange(drafts.max_nodes) < tried_A[:, None])
-
-
-def of_plain(drafts: Drafts, tokens_AN: np.ndarray, emitted_A: np.ndarray) -> Outcome:
-    """Of plain rounds that drew `tokens_AN` instead, the first `emitted_A` valid."""
-    checked_AN = np.zeros(drafts.tokens_AN.shape, bool)
-    _mark_within(drafts.parents_AN, drafts.count_A, emitted_A, checked_AN)
-    return Outcome(False, _right(drafts, drafts.count_A, tokens_AN, emitted_A), checked_AN)
-
-
-def _right(
-    drafts: Drafts, tried_A: np.ndarray, tokens_AN: np.ndarray, known_A: np.ndarray
-) -> np.ndarray:
-    right_AN = np.zeros(drafts.tokens_AN.shape, bool)
-    _follow(drafts.tokens_AN, drafts.parents_AN, tried_A, tokens_AN, known_A, right_AN)
-    return right_AN
-
+from spec.outcome import Outcome
 
 WORTH_ASKING = 0.03  # right guesses a request and round; a source that brings fewer has to wait
 ASKED_AGAIN = 16  # rounds
@@ -170,26 +132,3 @@ def _merge(  # type: ignore[no-untyped-def]
             out_parents_AN[a, n] = -1 if parent[best] < 0 else place[parent[best]]
             out_sources_AN[a, n] = source[best]
         out_count_A[a] = chosen
-
-
-@numba.njit(cache=True, nogil=True)
-def _follow(  # type: ignore[no-untyped-def]
-    guess_AN, parents_AN, tried_A, tokens_AN, known_A, right_AN
-):
-    for a in range(len(tried_A)):
-        node = -1
-        for j in range(known_A[a]):
-            for i in range(node + 1, tried_A[a]):
-                if parents_AN[a, i] == node and guess_AN[a, i] == tokens_AN[a, j]:
-                    right_AN[a, i] = True
-                    node = i
-                    break
-
-
-@numba.njit(cache=True, nogil=True)
-def _mark_within(parents_AN, count_A, known_A, within_AN):  # type: ignore[no-untyped-def]
-    depth_N = np.empty(parents_AN.shape[1], np.int32)
-    for a in range(len(count_A)):
-        for i in range(count_A[a]):
-            depth_N[i] = 1 if parents_AN[a, i] < 0 else depth_N[parents_AN[a, i]] + 1
-            within_AN[a, i] = depth_N[i] <= known_A[a]

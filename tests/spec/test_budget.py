@@ -8,7 +8,7 @@ import pytest
 from spec.budget import Aimd, Goodput, Off, RoundTimes, TakeAll, _LookupRate, make_budget
 from spec.drafter import LiveSlots, no_drafts
 from spec.lookup import LookupOutcome
-from spec.merge import Outcome
+from spec.outcome import Outcome
 from spec.window import WindowConfig, next_windows
 
 

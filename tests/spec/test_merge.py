@@ -2,20 +2,11 @@
 
 import numpy as np
 import pytest
+from drafts_by_hand import drafts
 
-from spec.drafter import Drafts, LiveSlots, Source, no_drafts
-from spec.merge import ASKED_AGAIN, Union, merge, of_plain, of_round
-
-
-def drafts(*trees, width=6, source=0):
-    """Each tree is a list of (parent, token, chance)."""
-    out = no_drafts(len(trees), width)
-    for a, tree in enumerate(trees):
-        for i, (parent, token, chance) in enumerate(tree):
-            out.parents_AN[a, i], out.tokens_AN[a, i], out.chance_AN[a, i] = parent, token, chance
-            out.sources_AN[a, i] = source
-        out.count_A[a] = len(tree)
-    return out
+from spec.drafter import Drafts, LiveSlots, Source
+from spec.merge import ASKED_AGAIN, Union, merge
+from spec.outcome import of_plain
 
 
 def paths(tree: Drafts, a: int) -> dict[tuple[int, ...], float]:
@@ -94,22 +85,6 @@ def test_union_asks_all_and_tells_all():
     assert paths(got, 0) == {(9,): 0.75, (4,): 0.5}
     Union(parts).finished(live)
     assert [p.ended for p in parts] == [1, 1]
-
-
-def test_outcomes_by_hand():
-    tree = drafts([(-1, 5, 1.0), (-1, 6, 0.5), (1, 7, 0.4), (2, 5, 0.3)], [(-1, 5, 1.0)], [])
-    tokens, emitted = np.array([[6, 7, 9], [4, 0, 0], [1, 0, 0]]), np.array([3, 1, 1])
-    got = of_round(tree, 4, tokens, emitted)
-    assert got.tried and np.argwhere(got.right_AN).tolist() == [[0, 1], [0, 2]]
-    assert got.checked_AN.sum(axis=1).tolist() == [3, 1, 0]
-    # the last token of a round is no guess, even if it equals one
-    ended = of_round(tree, 4, tokens, np.array([2, 1, 1]))
-    assert np.argwhere(ended.right_AN).tolist() == [[0, 1]]
-    # all that plain decoding draws may have been guessed
-    got = of_plain(tree, tokens, np.array([2, 1, 1]))
-    assert not got.tried and np.argwhere(got.right_AN).tolist() == [[0, 1], [0, 2]]
-    # the fourth guess of the first request is for its third token, which is not known yet
-    assert np.argwhere(got.checked_AN).tolist() == [[0, 0], [0, 1], [0, 2], [1, 0]]
 
 
 def test_a_source_that_brings_nothing_is_asked_more_rarely():

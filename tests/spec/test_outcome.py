@@ -1,0 +1,22 @@
+"""What became of guesses, by hand."""
+
+import numpy as np
+from drafts_by_hand import drafts
+
+from spec.outcome import of_plain, of_round
+
+
+def test_outcomes_by_hand():
+    tree = drafts([(-1, 5, 1.0), (-1, 6, 0.5), (1, 7, 0.4), (2, 5, 0.3)], [(-1, 5, 1.0)], [])
+    tokens, emitted = np.array([[6, 7, 9], [4, 0, 0], [1, 0, 0]]), np.array([3, 1, 1])
+    got = of_round(tree, 4, tokens, emitted)
+    assert got.tried and np.argwhere(got.right_AN).tolist() == [[0, 1], [0, 2]]
+    assert got.checked_AN.sum(axis=1).tolist() == [3, 1, 0]
+    # the last token of a round is no guess, even if it equals one
+    ended = of_round(tree, 4, tokens, np.array([2, 1, 1]))
+    assert np.argwhere(ended.right_AN).tolist() == [[0, 1]]
+    # all that plain decoding draws may have been guessed
+    got = of_plain(tree, tokens, np.array([2, 1, 1]))
+    assert not got.tried and np.argwhere(got.right_AN).tolist() == [[0, 1], [0, 2]]
+    # the fourth guess of the first request is for its third token, which is not known yet
+    assert np.argwhere(got.checked_AN).tolist() == [[0, 0], [0, 1], [0, 2], [1, 0]]
