@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from benchmarks import environment, roofline, workloads
@@ -69,6 +70,8 @@ class Bench:
 
 
 def open_bench(workload: Workload, config: EngineConfig) -> Bench:
+    # a process may hold only so many memory mappings, and an executable takes hundreds
+    jax.clear_caches()
     engine = Engine(workload.model, config)
     longest = max(len(r.prompt_ids) for r in workload.requests)
     sizes = {"max_requests": len(workload.requests), "max_prompt_tokens": longest}
@@ -97,22 +100,23 @@ def compare(bench: Bench, name: str, repeats: int) -> dict[str, Any]:
     make = bench.workload.drafters[name]
     plain = {t.request_id: t.response_ids for t in bench.phase()}
     bench.phase(make(plain), Goodput(bench.times))
-    pairs, tails, differing, metrics = [], [], 0, {}
-    for _ in range(repeats):
-        seconds, ends = [], []
-        for speculative in (False, True):
+    pairs, tails, differing, metrics, records = [], [], 0, {}, []
+    for turn in range(repeats):
+        seconds, ends = [0.0, 0.0], [0.0, 0.0]
+        for speculative in (False, True) if turn % 2 == 0 else (True, False):
             drafter = make(plain) if speculative else None
             budget = Goodput(bench.times) if speculative else None
             began_s = time.perf_counter()
             done = bench.phase(drafter, budget)
-            seconds.append(time.perf_counter() - began_s)
-            ends.append(tail_seconds(bench.records, len(bench.workload.requests)))
+            seconds[speculative] = time.perf_counter() - began_s
+            ends[speculative] = tail_seconds(bench.records, len(bench.workload.requests))
             differing += sum(_different(t, plain) for t in done)
+            if speculative:
+                metrics, records = speculation_metrics(bench.engine.stats), bench.records
         pairs.append((seconds[0], seconds[1]))
         tails.append(1 - ends[1] / ends[0])
-        metrics = speculation_metrics(bench.engine.stats)
     tokens = sum(len(t) for t in plain.values())
-    rounds = [r for r in bench.records if r.num_nodes > 1]
+    rounds = [r for r in records if r.num_nodes > 1]
     return {
         "drafter": name,
         "ratio": round(statistics.median(p / s for p, s in pairs), 3),
@@ -121,7 +125,7 @@ def compare(bench: Bench, name: str, repeats: int) -> dict[str, Any]:
         "speculative_tokens_per_s": round(tokens / statistics.median(s for _, s in pairs), 1),
         "tail_reduction": round(statistics.median(tails), 3),
         "rounds_with_guesses": len(rounds),
-        "rounds": len(bench.records),
+        "rounds": len(records),
         "tokens": tokens,
         "tokens_compared": 2 * repeats * tokens,
         "differing_tokens": differing,
