@@ -228,12 +228,13 @@ class Goodput:
     (and where the batch shrinks): they cost the host's time.
 
     Rounds that look their guesses up compete by the same rate, their tokens by what they
-    brought so far (`_LookupRate`); every `OTHER_WAY` calls the way that seems worse has a
-    turn.
+    brought so far (`_LookupRate`). The way that seems worse has a turn after `OTHER_WAY`
+    calls, and after twice as many each time that it is still `HOPELESS`.
     """
 
     SHORTEST_WAIT, LONGEST_WAIT = 8, 64
     OTHER_WAY = 8  # calls after which the way of guessing that seems worse is tried again
+    HOPELESS = 0.6  # of the better way's tokens per second
     TRIAL_ROUNDS = 2
 
     def __init__(self, times: RoundTimes) -> None:
@@ -247,7 +248,8 @@ class Goodput:
         self._wait = (0, 0)  # drafts are not asked for at these slots for so many rounds
         self._lookup = _LookupRate()
         self._tree_rate: dict[int, float] = {}  # by slots: of the last round, over plain decoding
-        self._calls = 0  # of `ahead`
+        self._calls = 0  # of `ahead` since the worse way had its turn
+        self._patience = self.OTHER_WAY
 
     def limits(self, live: LiveSlots, num_slots: int) -> np.ndarray:
         slots, rounds = self._wait
@@ -312,10 +314,14 @@ class Goodput:
         if not rates:
             return None
         best = max(rates, key=rates.__getitem__)
-        better = rates[best] > BETTER * max(1.0, self._tree_rate.get(num_slots, 1.0))
-        other = self._calls % self.OTHER_WAY == self.OTHER_WAY - 1
+        relative = rates[best] / (BETTER * max(1.0, self._tree_rate.get(num_slots, 1.0)))
+        better = relative > 1
+        if self._calls == self._patience:  # the turn is over: what did it show?
+            hopeless = min(relative, 1 / relative) < self.HOPELESS
+            self._patience = 2 * self._patience if hopeless else self.OTHER_WAY
+            self._calls = 0
         self._calls += 1
-        if better == other:
+        if better == (self._calls == self._patience):
             return None
         known = better and self._lookup.calls > 0
         return Decision(best, 2**30 if known else self.TRIAL_ROUNDS, lookup=True)
