@@ -24,7 +24,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from benchmarks import environment, roofline, workloads
+from benchmarks import environment, near_ties, roofline, workloads
 from benchmarks.workloads import Workload
 from rl import engine_warm_up, round_times
 from rl.engine import Engine
@@ -40,6 +40,7 @@ PROJECTIONS = [
     for device in (roofline.H100, roofline.TPU_V5E)
     for shape in (roofline.QWEN3_1_7B, roofline.QWEN3_8B)
 ]
+KEY = step_key(0, 1)
 HEADLINE = (roofline.H100, roofline.QWEN3_8B)
 
 
@@ -58,7 +59,7 @@ class Bench:
             w.params,
             w.requests,
             w.sampling,
-            step_key(0, 1),
+            KEY,
             stop_token_ids=w.stop_token_ids,
             drafter=drafter,
             budget=budget,
@@ -101,6 +102,7 @@ def compare(bench: Bench, name: str, repeats: int) -> dict[str, Any]:
     plain = {t.request_id: t.response_ids for t in bench.phase()}
     bench.phase(make(plain), Goodput(bench.times))
     pairs, tails, differing, metrics, records = [], [], 0, {}, []
+    ties: list[dict[str, Any]] = []
     for turn in range(repeats):
         seconds, ends = [0.0, 0.0], [0.0, 0.0]
         for speculative in (False, True) if turn % 2 == 0 else (True, False):
@@ -110,7 +112,10 @@ def compare(bench: Bench, name: str, repeats: int) -> dict[str, Any]:
             done = bench.phase(drafter, budget)
             seconds[speculative] = time.perf_counter() - began_s
             ends[speculative] = tail_seconds(bench.records, len(bench.workload.requests))
-            differing += sum(_different(t, plain) for t in done)
+            for t in done:
+                if count := _different(t, plain):
+                    differing += count
+                    ties.append(_explain(bench.workload, t, plain) | {"tokens": count})
             if speculative:
                 metrics, records = speculation_metrics(bench.engine.stats), bench.records
         pairs.append((seconds[0], seconds[1]))
@@ -129,6 +134,8 @@ def compare(bench: Bench, name: str, repeats: int) -> dict[str, Any]:
         "tokens": tokens,
         "tokens_compared": 2 * repeats * tokens,
         "differing_tokens": differing,
+        "unexplained_tokens": sum(t["tokens"] for t in ties if t["gap"] >= near_ties.EXPLAINED),
+        "first_differences": ties,
         **{k: round(v, 4) for k, v in metrics.items()},
         "projected": project(bench, name, plain),
     }
@@ -168,6 +175,17 @@ def _different(trajectory: Trajectory, plain: dict[int, np.ndarray]) -> int:
     return int((want[:n] != got[:n]).sum()) + abs(len(want) - len(got))
 
 
+def _explain(
+    workload: Workload, trajectory: Trajectory, plain: dict[int, np.ndarray]
+) -> dict[str, Any]:
+    """Where a response first differs from plain decoding, and by how little its draw did."""
+    r, got = trajectory.request_id, trajectory.response_ids
+    at = near_ties.first_difference(plain[r], got)
+    if at is None:  # one is longer: nothing can explain that
+        return {"request": r, "at": None, "gap": float("inf")}
+    return {"request": r, "at": at, "gap": near_ties.gap(workload, KEY, r, plain[r], got, at)}
+
+
 def worst_batch(batches: Sequence[int], repeats: int) -> dict[str, Any]:
     """The slowest ratio to plain over batch sizes; guesses are hardly ever right."""
     model, params = workloads.random_policy(512, 4, 128, 512, 512)
@@ -183,6 +201,7 @@ def worst_batch(batches: Sequence[int], repeats: int) -> dict[str, Any]:
         )
         row = compare(open_bench(w, config), "replay", repeats)
         kept = ("ratio", "ratios", "tokens_compared", "differing_tokens")
+        kept += ("unexplained_tokens", "first_differences")
         rows.append({"batch": batch} | {k: row[k] for k in kept})
     return {"worst_batch_ratio": min(r["ratio"] for r in rows), "worst_batch_rows": rows}
 
@@ -247,6 +266,7 @@ def measure(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
         "worst_batch_ratio": worst["worst_batch_ratio"],
         "host_share": max(rows[k].get("spec/host_share", 0.0) for k in named),
         "differing_tokens": sum(r["differing_tokens"] for r in all_rows),
+        "unexplained_tokens": sum(r["unexplained_tokens"] for r in all_rows),
         "tokens_compared": sum(r["tokens_compared"] for r in all_rows),
         "rows": rows,
         "worst_batch_rows": worst["worst_batch_rows"],

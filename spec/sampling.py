@@ -119,7 +119,7 @@ def processed_logits(
     return jax.lax.cond(jnp.any(cuts_p), cut_p, lambda x: x, logits_V)
 
 
-def _uniform(keys: jax.Array) -> jax.Array:
+def uniforms(keys: jax.Array) -> jax.Array:
     """One uniform in [0, 1) per key, from 32 random bits: fine near 0 where tails are drawn."""
     flat = jax.vmap(lambda k: jax.random.bits(k, (), jnp.uint32))(keys.reshape(-1))
     u = flat.reshape(keys.shape).astype(jnp.float32) * np.float32(2**-32)
@@ -152,7 +152,7 @@ def _draw_cdf(mass_V: jax.Array, keys: jax.Array) -> tuple[jax.Array, jax.Array]
     mass_C = jnp.sum(mass_CW, axis=-1)
     upto_C = jnp.cumsum(mass_C, axis=-1)
     total = upto_C[..., -1]
-    target = _uniform(keys) * total
+    target = uniforms(keys) * total
     block = _first_above(mass_C, upto_C, target)[..., None]
     before = jnp.where(
         block > 0, jnp.take_along_axis(upto_C, jnp.maximum(block - 1, 0), axis=-1), 0.0

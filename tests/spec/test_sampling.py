@@ -98,7 +98,7 @@ def test_greedy_takes_the_first_of_equals():
 @pytest.fixture
 def draw_at(monkeypatch):
     """`_draw_cdf` at chosen uniforms instead of a key's."""
-    monkeypatch.setattr(sampling, "_uniform", lambda uniforms: uniforms)
+    monkeypatch.setattr(sampling, "uniforms", lambda uniforms: uniforms)
     step = jax.jit(lambda mass_RV, u_R: sampling._draw_cdf(mass_RV, u_R))
     return lambda mass_RV, u_R: np.asarray(step(mass_RV, np.asarray(u_R, np.float32))[0])
 
@@ -127,7 +127,7 @@ def test_uniforms_are_below_one_and_fine_near_zero():
     original = jax.random.bits
     try:
         jax.random.bits = lambda key, shape, dtype: key
-        u = np.asarray(sampling._uniform(jnp.asarray(bits)))
+        u = np.asarray(sampling.uniforms(jnp.asarray(bits)))
     finally:
         jax.random.bits = original
     np.testing.assert_array_equal(u, np.asarray([0, 2**-32, 0.5, 1 - 2**-24], np.float32))
@@ -253,7 +253,7 @@ def test_uniforms_of_requests_and_positions_are_independent():
     """Correlation of neighbours among 128 × 128 uniforms; false alarm 1e-6 each (4.9 σ)."""
     keys_B = sampling.request_keys(sampling.step_key(0, 0), jnp.arange(128))
     positions_BN = jnp.broadcast_to(jnp.arange(128), (128, 128))
-    u_BN = np.asarray(jax.jit(sampling._uniform)(sampling.position_keys(keys_B, positions_BN)))
+    u_BN = np.asarray(jax.jit(sampling.uniforms)(sampling.position_keys(keys_B, positions_BN)))
     assert len(np.unique(u_BN)) > 16_370  # 16,384 of 2³² values: about 0.03 collide
     z_BN = (u_BN - 0.5) * math.sqrt(12)
     for a, b in ((z_BN[:, 1:], z_BN[:, :-1]), (z_BN[1:], z_BN[:-1]), (z_BN, z_BN.T)):

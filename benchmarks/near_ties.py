@@ -1,0 +1,54 @@
+"""Where two phases first differ: how near the draw was to the bound between their tokens.
+
+Sums in another order round otherwise; a draw that falls between two roundings of a bound
+gives another token, and all that follows differs. Anything farther off is a fault.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.workloads import Workload
+from models import transformer
+from models.config import ModelConfig
+from spec import sampling
+
+EXPLAINED = 1e-5  # of the probability mass
+
+
+def first_difference(one: np.ndarray, other: np.ndarray) -> int | None:
+    """The first position at which two responses have different tokens."""
+    n = min(len(one), len(other))
+    differs = np.nonzero(one[:n] != other[:n])[0]
+    return int(differs[0]) if len(differs) else None
+
+
+def gap(
+    workload: Workload, key: jax.Array, request_id: int, one: np.ndarray, other: np.ndarray, at: int
+) -> float:
+    """How far the uniform of position `at` is from the bounds between the two tokens drawn there.
+
+    max |u − Σ_{v≤w} p(v)| over the w from the lesser token up to the other, p computed anew
+    from the whole prefix. Needs `draw` cdf and nothing cut.
+    """
+    assert workload.sampling.draw == "cdf" and workload.sampling.temperature == 1.0
+    prompt = next(r.prompt_ids for r in workload.requests if r.request_id == request_id)
+    prefix = [*prompt, *one[:at].tolist()]
+    tokens_1T = np.zeros((1, workload.model.max_positions), np.int32)
+    tokens_1T[0, : len(prefix)] = prefix
+    logits_V = np.asarray(_logits(workload.model, workload.params, tokens_1T))[0, len(prefix) - 1]
+    mass_V = np.exp(logits_V.astype(np.float64) - logits_V.max())
+    bound_V = np.cumsum(mass_V) / mass_V.sum()
+    keys = sampling.request_keys(key, jnp.asarray([request_id]))
+    uniform = sampling.uniforms(sampling.position_keys(keys, jnp.asarray([[at]])))
+    low, high = sorted((int(one[at]), int(other[at])))
+    return float(np.abs(bound_V[low:high] - float(uniform[0, 0])).max())
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _logits(config: ModelConfig, params: transformer.Params, tokens_BT: np.ndarray) -> jax.Array:
+    return transformer.logits(config, params, tokens_BT)
