@@ -6,6 +6,7 @@ gives another token, and all that follows differs. Anything farther off is a fau
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -20,11 +21,36 @@ from spec import sampling
 EXPLAINED = 1e-5  # of the probability mass
 
 
-def first_difference(one: np.ndarray, other: np.ndarray) -> int | None:
-    """The first position at which two responses have different tokens."""
-    n = min(len(one), len(other))
-    differs = np.nonzero(one[:n] != other[:n])[0]
-    return int(differs[0]) if len(differs) else None
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """`tokens` of a response are others than in plain decoding, the first at position `at`.
+
+    `gap` is None where no token differs but one response is longer: nothing explains that.
+    """
+
+    request_id: int
+    at: int
+    tokens: int
+    gap: float | None
+
+    @property
+    def explained(self) -> bool:
+        return self.gap is not None and self.gap < EXPLAINED
+
+
+def compare(
+    workload: Workload, key: jax.Array, request_id: int, plain: np.ndarray, other: np.ndarray
+) -> Difference | None:
+    """How a response differs from that of plain decoding; None where it does not."""
+    n = min(len(plain), len(other))
+    differs = np.nonzero(plain[:n] != other[:n])[0]
+    tokens = len(differs) + abs(len(plain) - len(other))
+    if not tokens:
+        return None
+    if not len(differs):
+        return Difference(request_id, n, tokens, None)
+    at = int(differs[0])
+    return Difference(request_id, at, tokens, gap(workload, key, request_id, plain, other, at))
 
 
 def gap(

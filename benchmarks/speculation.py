@@ -101,8 +101,7 @@ def compare(bench: Bench, name: str, repeats: int) -> dict[str, Any]:
     make = bench.workload.drafters[name]
     plain = {t.request_id: t.response_ids for t in bench.phase()}
     bench.phase(make(plain), Goodput(bench.times))
-    pairs, tails, differing, metrics, records = [], [], 0, {}, []
-    ties: list[dict[str, Any]] = []
+    pairs, tails, differences, metrics, records = [], [], [], {}, []
     for turn in range(repeats):
         seconds, ends = [0.0, 0.0], [0.0, 0.0]
         for speculative in (False, True) if turn % 2 == 0 else (True, False):
@@ -112,10 +111,9 @@ def compare(bench: Bench, name: str, repeats: int) -> dict[str, Any]:
             done = bench.phase(drafter, budget)
             seconds[speculative] = time.perf_counter() - began_s
             ends[speculative] = tail_seconds(bench.records, len(bench.workload.requests))
-            for t in done:
-                if count := _different(t, plain):
-                    differing += count
-                    ties.append(_explain(bench.workload, t, plain) | {"tokens": count})
+            got = {t.request_id: t.response_ids for t in done}
+            found = [near_ties.compare(bench.workload, KEY, i, plain[i], got[i]) for i in plain]
+            differences += [d for d in found if d]
             if speculative:
                 metrics, records = speculation_metrics(bench.engine.stats), bench.records
         pairs.append((seconds[0], seconds[1]))
@@ -133,9 +131,9 @@ def compare(bench: Bench, name: str, repeats: int) -> dict[str, Any]:
         "rounds": len(records),
         "tokens": tokens,
         "tokens_compared": 2 * repeats * tokens,
-        "differing_tokens": differing,
-        "unexplained_tokens": sum(t["tokens"] for t in ties if t["gap"] >= near_ties.EXPLAINED),
-        "first_differences": ties,
+        "differing_tokens": sum(d.tokens for d in differences),
+        "unexplained_tokens": sum(d.tokens for d in differences if not d.explained),
+        "differences": [dataclasses.asdict(d) for d in differences],
         **{k: round(v, 4) for k, v in metrics.items()},
         "projected": project(bench, name, plain),
     }
@@ -168,24 +166,6 @@ def project(bench: Bench, name: str, plain: dict[int, np.ndarray]) -> list[dict[
     return rows
 
 
-def _different(trajectory: Trajectory, plain: dict[int, np.ndarray]) -> int:
-    """Tokens that are not those of plain decoding."""
-    want, got = plain[trajectory.request_id], trajectory.response_ids
-    n = min(len(want), len(got))
-    return int((want[:n] != got[:n]).sum()) + abs(len(want) - len(got))
-
-
-def _explain(
-    workload: Workload, trajectory: Trajectory, plain: dict[int, np.ndarray]
-) -> dict[str, Any]:
-    """Where a response first differs from plain decoding, and by how little its draw did."""
-    r, got = trajectory.request_id, trajectory.response_ids
-    at = near_ties.first_difference(plain[r], got)
-    if at is None:  # one is longer: nothing can explain that
-        return {"request": r, "at": None, "gap": float("inf")}
-    return {"request": r, "at": at, "gap": near_ties.gap(workload, KEY, r, plain[r], got, at)}
-
-
 def worst_batch(batches: Sequence[int], repeats: int) -> dict[str, Any]:
     """The slowest ratio to plain over batch sizes; guesses are hardly ever right."""
     model, params = workloads.random_policy(512, 4, 128, 512, 512)
@@ -201,7 +181,7 @@ def worst_batch(batches: Sequence[int], repeats: int) -> dict[str, Any]:
         )
         row = compare(open_bench(w, config), "replay", repeats)
         kept = ("ratio", "ratios", "tokens_compared", "differing_tokens")
-        kept += ("unexplained_tokens", "first_differences")
+        kept += ("unexplained_tokens", "differences")
         rows.append({"batch": batch} | {k: row[k] for k in kept})
     return {"worst_batch_ratio": min(r["ratio"] for r in rows), "worst_batch_rows": rows}
 

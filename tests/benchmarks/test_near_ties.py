@@ -27,12 +27,17 @@ def test_gaps_to_both_neighbours_are_the_tokens_probability(workload):
             for step in (-1, 1):
                 other = t.response_ids.copy()
                 other[at] += step
-                assert near_ties.first_difference(t.response_ids, other) == at
-                gaps.append(near_ties.gap(w, KEY, t.request_id, t.response_ids, other, at))
+                found = near_ties.compare(w, KEY, t.request_id, t.response_ids, other)
+                assert (found.at, found.tokens) == (at, 1)
+                assert found.explained == (found.gap < 1e-5)
+                gaps.append(found.gap)
             assert sum(gaps) == pytest.approx(np.exp(t.logprobs[at]), rel=1e-3)
             checked += 1
     assert checked > 5
 
 
-def test_no_difference():
-    assert near_ties.first_difference(np.array([1, 2]), np.array([1, 2, 3])) is None
+def test_the_same_and_a_longer_one(workload):
+    two, three = np.array([1, 2]), np.array([1, 2, 3])
+    assert near_ties.compare(workload, KEY, 0, two, two) is None
+    found = near_ties.compare(workload, KEY, 0, two, three)
+    assert (found.at, found.tokens, found.gap, found.explained) == (2, 1, None, False)

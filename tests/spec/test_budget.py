@@ -180,6 +180,10 @@ def test_goodput_lets_the_device_look_guesses_up_where_that_brings_more():
     assert [i for i, c in enumerate(choices) if c is None] == [6, 22, 54]
     assert {c.num_nodes for c in choices if c} == {16}
     assert min(c.num_rounds for c in choices if c) > 1000
+    budget._lookup = _LookupRate()  # hardly better now: not hopeless
+    later = [budget.ahead(4, SIZES, 4, 64) for _ in range(100)]
+    turns = [i for i, c in enumerate(later) if c is None]
+    assert turns[0] == 118 - 60 and np.diff(turns).tolist() == [8] * (len(turns) - 1)
     budget = Goodput(LOOKUPS)
     budget.ahead(4, SIZES, 4, 64)
     for _ in range(30):
