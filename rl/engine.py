@@ -21,11 +21,12 @@ from rl import admission, cache_steps
 from rl.replica import Replica
 from rl.slot_table import SlotTable
 from rl.timeline import EngineStats, RoundRecord
-from rl.trajectory import Request, Trajectory, check_requests
-from spec import lookup
+from rl.trajectory import Request, Trajectory, check_requests, longest_tokens
+from spec import lookup, lookup_probe
 from spec.budget import Budget, Decision, TakeAll
 from spec.drafter import Drafter, Drafts, LiveSlots, plant
 from spec.lookup import Texts, lookup_rounds
+from spec.lookup_probe import LookupProbe
 from spec.lookup_texts import LookupTexts
 from spec.merge import Union
 from spec.outcome import of_plain, of_round
@@ -33,6 +34,7 @@ from spec.sampling import SamplingConfig
 from spec.tree import DraftTree
 from spec.verify import Slots, decode_rounds, unpack, verify_round
 
+PROBE_EVERY = 4  # calls
 OnFinish = Callable[[Trajectory], None]
 OnRound = Callable[[int, int], None]  # (responses finished, tokens emitted) so far
 
@@ -61,6 +63,7 @@ class Engine(Replica):
         self._cache: kv_cache.KVCache | None = None
         self._slots: Slots | None = None  # None: the host has changed the table
         self._called_s = self._fetched_s = 0.0
+        self._probe: LookupProbe | None = None
 
     # -- the phase ---------------------------------------------------------
 
@@ -87,8 +90,9 @@ class Engine(Replica):
         Raises ValueError, before any device work, for requests that cannot run:
         empty or too long prompts, tokens outside the vocabulary, repeated ids.
         """
+        budget = budget or TakeAll()
         check_requests(self.model, requests, sampling.max_new_tokens)
-        self.stats = EngineStats()
+        self.stats, self._probe = EngineStats(), None
         queue = collections.deque(requests)
         done: dict[int, Trajectory] = {}
         stop_ids = np.asarray(sorted(stop_token_ids) or [-1], np.int32)
@@ -99,14 +103,16 @@ class Engine(Replica):
             self.put(stop_ids),
             policy_version,
             drafter,
-            drafter.texts if isinstance(drafter, Union) else None,
-            budget or TakeAll(),
+            drafter.texts if isinstance(drafter, Union) and budget.looks_up else None,
+            budget,
         )
         with self.mesh_context():
             try:
                 # rows of an earlier policy hold nothing that is of use
                 self.allocate(self.config.slot_bucket(len(queue)), self.config.min_positions)
-                self._table = SlotTable(len(self._table), self._most_tokens(requests))
+                # a fetch may write one token beyond the end
+                most_tokens = longest_tokens(requests, sampling.max_new_tokens) + 1
+                self._table = SlotTable(len(self._table), most_tokens)
                 while queue or self._table.num_busy:
                     self._round(params, queue)
                     for trajectory in self._retire_ended():
@@ -131,7 +137,7 @@ class Engine(Replica):
         drafts, decision = self._draft(live)
         drafted_s = self.clock()
         if decision.lookup:
-            rounds_B, count_B = self._look_up(params, live, len(queue), decision)
+            tokens_BN, rounds_B, count_B = self._look_up(params, live, len(queue), decision)
         elif decision.num_nodes > 1:
             assert drafts is not None
             tokens_BN, count_B = self._verify(params, live, drafts, decision.num_nodes)
@@ -141,7 +147,9 @@ class Engine(Replica):
             rounds_B = count_B
         rounds_A, emitted_A = rounds_B[live.rows_A], count_B[live.rows_A]
         if drafts is not None:
-            self._judge(live, drafts, decision.num_nodes, tokens_BN[live.rows_A], emitted_A)
+            tried = 1 if decision.lookup else decision.num_nodes
+            self._judge(live, drafts, tried, tokens_BN[live.rows_A], emitted_A)
+        self._judge_probe()
         self.stats.timeline.append(
             RoundRecord(
                 began_s=began_s,
@@ -182,19 +190,16 @@ class Engine(Replica):
         plain = Decision(1, self.config.rounds_per_fetch)
         if drafter is None:
             return None, plain
-        room = self._positions - self._table.longest_cached()
+        room = self._room_for_trees(live)
         sizes = self.config.node_sizes(room)
-        if self._phase.texts is not None:
-            # each of two rounds, at least, writes all of its nodes
-            fitting = [n for n in self.config.lookup_sizes() if 2 * n <= room]
-            ahead = budget.ahead(len(live), fitting, len(self._table), self._positions)
-            if ahead is not None:
-                return None, ahead
+        ahead = self._ahead(live, room)
+        if ahead is not None and not ahead.ask:
+            return None, ahead
         # the last token of a response is never a guess: it comes with the one before
         most_A = np.minimum(budget.limits(live, len(self._table)), live.remaining_tokens_A - 1)
         most_A = np.minimum(most_A, (sizes[-1] if sizes else 1) - 1).astype(np.int32)
         if not most_A.any():
-            return None, plain
+            return None, ahead or plain
         drafts = drafter.propose(live, most_A, self.config.max_nodes - 1)
         if len(drafts.count_A) != len(live):
             raise ValueError(
@@ -202,9 +207,37 @@ class Engine(Replica):
                 f"{len(live)} requests: expected one each"
             )
         decision = budget.choose(live, drafts, sizes, len(self._table), self._positions)
-        return drafts, dataclasses.replace(
-            decision, num_rounds=min(decision.num_rounds, self.config.rounds_per_fetch)
-        )
+        if ahead is not None:
+            return drafts, ahead
+        rounds = min(decision.num_rounds, plain.num_rounds)
+        return drafts, dataclasses.replace(decision, num_rounds=rounds)
+
+    def _room_for_trees(self, live: LiveSlots) -> int:
+        """Free cache positions of the longest row.
+
+        Where guesses pay and none fits any more, the cache grows a little before it has to.
+        """
+        room = self._positions - self._table.longest_cached()
+        timeline, needed_A = self.stats.timeline, live.total_tokens_A + live.remaining_tokens_A
+        guessed = bool(timeline) and timeline[-1].num_nodes > 1
+        if room < self.config.min_nodes and guessed and needed_A.max() > self._positions + 1:
+            room += self._positions
+            self._grow(self._positions + 1)
+        return room
+
+    def _ahead(self, live: LiveSlots, room: int) -> Decision | None:
+        """What the device is to look up; where nothing, a probe says what that would bring."""
+        texts = self._phase.texts
+        # each of two rounds, at least, writes all of its nodes
+        fitting = [n for n in self.config.lookup_sizes() if 2 * n <= room]
+        if texts is None or not fitting:
+            return None
+        ahead = self._phase.budget.ahead(live, fitting, len(self._table), self._positions)
+        if ahead is not None:
+            self._probe = None
+        elif self._probe is None and self.stats.fetches % PROBE_EVERY == 0:
+            self._probe = lookup_probe.probe(texts, live, len(self._table))
+        return ahead
 
     def _verify(
         self, params: transformer.Params, live: LiveSlots, drafts: Drafts, num_nodes: int
@@ -229,8 +262,11 @@ class Engine(Replica):
 
     def _look_up(
         self, params: transformer.Params, live: LiveSlots, waiting: int, decision: Decision
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Several rounds whose guesses the device looks up; returns (rounds_B, count_B)."""
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Several rounds whose guesses the device looks up; also returns what slots got.
+
+        That is tokens_BX, and of each slot its rounds and how many tokens they brought.
+        """
         table, N, R = self._table, decision.num_nodes, self.config.rounds_per_fetch
         texts = self._phase.texts
         assert texts is not None and self._cache is not None
@@ -250,11 +286,11 @@ class Engine(Replica):
         tokens_BX, logprobs_BX, counts_BR, tried_BR = lookup.unpack(packed, R)
         self._fetched_s = self.clock()
         table.commit(tokens_BX, logprobs_BX, counts_BR, tried_BR > 0)
-        outcome = lookup.judge(counts_BR, tried_BR)
-        self._phase.budget.looked_up(outcome, N)
+        outcome = lookup.judge(counts_BR[live.rows_A], tried_BR[live.rows_A], N)
+        self._phase.budget.looked_up(live, outcome)
         self.stats.looked_up(outcome)
         self.stats.rounds[(len(table), N, self._positions)] += int(counts_BR.any(axis=0).sum())
-        return np.count_nonzero(counts_BR, axis=1), counts_BR.sum(axis=1)
+        return tokens_BX, np.count_nonzero(counts_BR, axis=1), counts_BR.sum(axis=1)
 
     def _judge(
         self,
@@ -273,6 +309,14 @@ class Engine(Replica):
         self._phase.budget.observe(live, drafts, outcome)
         if isinstance(self._phase.drafter, Union):
             self._phase.drafter.judged(drafts, outcome)
+
+    def _judge_probe(self) -> None:
+        if self._probe is None:
+            return
+        judged = self._probe.judge(self._table.live(), self.config.lookup_sizes()[-1])
+        if judged is not None:
+            self._probe = None
+            self._phase.budget.looked_up(*judged)
 
     def _decode(
         self, params: transformer.Params, waiting: int, most_rounds: int
@@ -337,25 +381,13 @@ class Engine(Replica):
         assert self._cache is not None
         return self._cache.num_positions
 
-    def _most_tokens(self, requests: Sequence[Request]) -> int:
-        """Tokens of the longest request, with the room that a fetch may write beyond its end."""
-        default = self._phase.sampling.max_new_tokens
-        longest = max(
-            (len(r.prompt_ids) + (r.max_new_tokens or default) for r in requests), default=0
-        )
-        return longest + 1
-
     def _fit(self, queue: Collection[Request]) -> None:
         """Halve the batch while what is left fits into half of it."""
         assert self._cache is not None
         table = self._table
         while self.config.slot_bucket(table.num_busy + len(queue)) < len(table):
-            wanted = {r.prompt_ids for r in queue}
             half = self.config.slot_bucket(-(-len(table) // 2))
-            # the busy rows stay, then those whose prompt a waiting request can use
-            pairs = zip(table.requests, table.prompts, strict=True)
-            rank = [(request is None, prompt not in wanted) for request, prompt in pairs]
-            order = sorted(range(len(table)), key=rank.__getitem__)[:half]
+            order = table.most_useful({r.prompt_ids for r in queue})[:half]
             self._cache = cache_steps.resize(
                 self._cache, np.asarray(order, np.int32), self._cache.num_positions
             )

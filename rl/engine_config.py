@@ -21,7 +21,7 @@ class EngineConfig:
     min_slots: int = 4
     min_positions: int = 64
     min_prompt_tokens: int = 32
-    rounds_per_fetch: int = 8
+    rounds_per_fetch: int = 16
     min_nodes: int = 2
     max_nodes: int = 32
     prefill_rows: int = 4
@@ -45,8 +45,11 @@ class EngineConfig:
 
     def node_sizes(self, room: int) -> list[int]:
         """Buckets of tree nodes, smallest first, that fit into `room` cache positions."""
-        sizes = {min(self.max_nodes, self.min_nodes << i) for i in range(32)}
-        return sorted(n for n in sizes if 1 < n <= room)
+        sizes, n = [], self.min_nodes
+        while n < self.max_nodes:
+            sizes.append(n)
+            n *= 2
+        return [n for n in (*sizes, self.max_nodes) if 1 < n <= room]
 
     def lookup_sizes(self) -> list[int]:
         """Buckets of nodes of rounds that look their guesses up: every second one is enough."""

@@ -7,7 +7,7 @@ of a request, N = tokens of a fetch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numba
 import numpy as np
@@ -141,6 +141,12 @@ class SlotTable:
             remaining_tokens_A=(self.limit_B - self.emitted_B)[rows],
             tokens_BL=self.tokens_BL,
         )
+
+    def most_useful(self, wanted: Collection[Prompt]) -> list[int]:
+        """All rows: the busy ones first, then those that hold a prompt that is `wanted`."""
+        pairs = zip(self.requests, self.prompts, strict=True)
+        rank = [(request is None, prompt not in wanted) for request, prompt in pairs]
+        return sorted(range(len(self)), key=rank.__getitem__)
 
     def keep(self, rows: Sequence[int]) -> None:
         """Row i becomes what row `rows[i]` was; the others are gone."""

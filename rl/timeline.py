@@ -76,9 +76,9 @@ class EngineStats:
     def looked_up(self, outcome: LookupOutcome) -> None:
         """Add the guesses of a call that looked them up: their sources are not known."""
         self.fetches += 1
-        self.tokens += outcome.rounds + outcome.right
+        self.tokens += outcome.rounds + outcome.accepted
         self.drafted_by_source[Source.OTHER] += outcome.tried
-        self.accepted_by_source[Source.OTHER] += outcome.right
+        self.accepted_by_source[Source.OTHER] += outcome.accepted
 
     @property
     def drafted_nodes(self) -> int:

@@ -75,6 +75,13 @@ class Trajectory:
         return self.finish_reason is FinishReason.LENGTH
 
 
+def longest_tokens(requests: Sequence[Request], max_new_tokens: int) -> int:
+    """Prompt and response tokens of the longest request; `max_new_tokens` where it names none."""
+    return max(
+        (len(r.prompt_ids) + (r.max_new_tokens or max_new_tokens) for r in requests), default=0
+    )
+
+
 def check_requests(
     model: ModelConfig, requests: Sequence[Request], default_max_new_tokens: int
 ) -> None:

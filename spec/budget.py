@@ -17,6 +17,7 @@ import numpy as np
 
 from spec.drafter import Drafts, LiveSlots
 from spec.lookup import LookupOutcome
+from spec.lookup_rate import LookupRate
 from spec.outcome import Outcome
 from spec.request_index import PerRequest, RequestIndex
 from spec.window import WindowConfig, next_windows
@@ -31,25 +32,32 @@ PRIOR_NODES = 2.0  # how many expected guesses the prior of a request weighs
 class Decision:
     """Trees of `num_nodes`; 1 is plain decoding, `num_rounds` rounds before the next question.
 
-    `lookup`: chains that the device looks up, for as many rounds as a fetch may have.
+    `lookup`: chains that the device looks up, for as many rounds as a fetch may have; `ask`:
+    the drafter is asked as well, and its guesses are judged by what these rounds bring.
     """
 
     num_nodes: int
     num_rounds: int = 1
     lookup: bool = False
+    ask: bool = False
 
 
 class Budget(Protocol):
-    """Told before drafting how much each request may get, after it what was found."""
+    """Told before drafting how much each request may get, after it what was found.
+
+    `looks_up`: whether it may let the device look guesses up.
+    """
+
+    looks_up: bool
 
     def ahead(
-        self, num_live: int, sizes: Sequence[int], num_slots: int, num_positions: int
+        self, live: LiveSlots, sizes: Sequence[int], num_slots: int, num_positions: int
     ) -> Decision | None:
         """Rounds whose guesses the device looks up, of one of `sizes`; None asks the drafter."""
         ...
 
-    def looked_up(self, outcome: LookupOutcome, num_nodes: int) -> None:
-        """How the guesses of such a call fared."""
+    def looked_up(self, live: LiveSlots, outcome: LookupOutcome) -> None:
+        """How the guesses of such rounds fared, or would have (`spec.lookup_probe`)."""
         ...
 
     def limits(self, live: LiveSlots, num_slots: int) -> np.ndarray:
@@ -114,12 +122,14 @@ def _size_for(widest: int, sizes: Sequence[int]) -> int:
 class _OnHost:
     """Budgets that leave all guessing to the drafter."""
 
+    looks_up = False
+
     def ahead(
-        self, num_live: int, sizes: Sequence[int], num_slots: int, num_positions: int
+        self, live: LiveSlots, sizes: Sequence[int], num_slots: int, num_positions: int
     ) -> Decision | None:
         return None
 
-    def looked_up(self, outcome: LookupOutcome, num_nodes: int) -> None:
+    def looked_up(self, live: LiveSlots, outcome: LookupOutcome) -> None:
         raise AssertionError("nothing was to be looked up")
 
 
@@ -228,14 +238,13 @@ class Goodput:
     (and where the batch shrinks): they cost the host's time.
 
     Rounds that look their guesses up compete by the same rate, their tokens by what they
-    brought so far (`_LookupRate`). The way that seems worse has a turn after `OTHER_WAY`
-    calls, and after twice as many each time that it is still `HOPELESS`.
+    brought so far (`LookupRate`), or would have where another way was taken. While they
+    win, the drafter is asked every `ASK_AGAIN` calls what it would have guessed.
     """
 
+    looks_up = True
     SHORTEST_WAIT, LONGEST_WAIT = 8, 64
-    OTHER_WAY = 8  # calls after which the way of guessing that seems worse is tried again
-    HOPELESS = 0.6  # of the better way's tokens per second
-    TRIAL_ROUNDS = 2
+    ASK_AGAIN = 8
 
     def __init__(self, times: RoundTimes) -> None:
         self._times = times
@@ -246,10 +255,9 @@ class Goodput:
         self._speculating = False
         self._plain_rounds = 0
         self._wait = (0, 0)  # drafts are not asked for at these slots for so many rounds
-        self._lookup = _LookupRate()
+        self._lookup = LookupRate()
         self._tree_rate: dict[int, float] = {}  # by slots: of the last round, over plain decoding
-        self._calls = 0  # of `ahead` since the worse way had its turn
-        self._patience = self.OTHER_WAY
+        self._lookups = 0  # calls since the drafter was asked
 
     def limits(self, live: LiveSlots, num_slots: int) -> np.ndarray:
         slots, rounds = self._wait
@@ -303,31 +311,27 @@ class Goodput:
         return Decision(1, self._plain_rounds)
 
     def ahead(
-        self, num_live: int, sizes: Sequence[int], num_slots: int, num_positions: int
+        self, live: LiveSlots, sizes: Sequence[int], num_slots: int, num_positions: int
     ) -> Decision | None:
+        if not sizes or not self._lookup.known:
+            return None
         plain_s = self._times(num_slots, 1, num_positions)
+        brought = self._lookup.tokens_per_round(live, sizes)
         rates = {
-            n: self._lookup.tokens_per_round(n) * plain_s / lookup_s
-            for n in sizes
+            n: tokens * plain_s / lookup_s
+            for n, tokens in zip(sizes, brought, strict=True)
             if plain_s and (lookup_s := self._times.lookup(num_slots, n, num_positions))
         }
         if not rates:
             return None
         best = max(rates, key=rates.__getitem__)
-        relative = rates[best] / (BETTER * max(1.0, self._tree_rate.get(num_slots, 1.0)))
-        better = relative > 1
-        if self._calls == self._patience:  # the turn is over: what did it show?
-            hopeless = min(relative, 1 / relative) < self.HOPELESS
-            self._patience = 2 * self._patience if hopeless else self.OTHER_WAY
-            self._calls = 0
-        self._calls += 1
-        if better == (self._calls == self._patience):
+        if rates[best] <= BETTER * max(1.0, self._tree_rate.get(num_slots, 1.0)):
             return None
-        known = better and self._lookup.calls > 0
-        return Decision(best, 2**30 if known else self.TRIAL_ROUNDS, lookup=True)
+        self._lookups = (self._lookups + 1) % self.ASK_AGAIN
+        return Decision(best, 2**30, lookup=True, ask=not self._lookups)
 
-    def looked_up(self, outcome: LookupOutcome, num_nodes: int) -> None:
-        self._lookup.observe(outcome, num_nodes)
+    def looked_up(self, live: LiveSlots, outcome: LookupOutcome) -> None:
+        self._lookup.observe(live, outcome)
 
     def observe(self, live: LiveSlots, drafts: Drafts, outcome: Outcome) -> None:
         hopes_A = np.where(outcome.checked_AN, drafts.chance_AN, 0.0).sum(axis=1)
@@ -336,43 +340,6 @@ class Goodput:
         self._hopes.set(live, DECAY * self._hopes.get(live) + hopes_A)
         self._all_hits = 0.99 * self._all_hits + float(hits_A.sum())
         self._all_hopes = 0.99 * self._all_hopes + float(hopes_A.sum())
-
-
-class _LookupRate:
-    """How many tokens a round brings whose guesses the device looks up.
-
-    tokens(N) = 1 + q Σ_{0<i<N} pⁱ,  p = right / examined guesses
-
-    with q such that at the sizes tried it is what rounds brought: requests differ, so that
-    one p for all would promise too much.
-    """
-
-    FORGET = 0.8  # a call
-    PRIOR = 16.0  # rounds and guesses that stand for what is not known yet
-    START = 0.7  # p and q before the first call: worth a try
-
-    def __init__(self) -> None:
-        self._examined, self._right = self.PRIOR, self.START * self.PRIOR
-        self._rounds: dict[int, float] = {}  # by size
-        self._brought = 0.0  # guesses that were right in these
-        self.calls = 0
-
-    def observe(self, outcome: LookupOutcome, num_nodes: int) -> None:
-        self.calls += 1
-        self._examined = self.FORGET * self._examined + outcome.examined
-        self._right = self.FORGET * self._right + outcome.right
-        self._rounds = {n: self.FORGET * rounds for n, rounds in self._rounds.items()}
-        self._rounds[num_nodes] = self._rounds.get(num_nodes, 0.0) + outcome.rounds
-        self._brought = self.FORGET * self._brought + outcome.right
-
-    def tokens_per_round(self, num_nodes: int) -> float:
-        promised = sum(rounds * self._chain(n) for n, rounds in self._rounds.items())
-        q = self._brought / promised if promised else self.START
-        return 1.0 + q * self._chain(num_nodes)
-
-    def _chain(self, num_nodes: int) -> float:
-        p = self._right / self._examined
-        return sum(p**i for i in range(1, num_nodes))
 
 
 def make_budget(policy: str, times: RoundTimes | None) -> Budget:

@@ -158,28 +158,31 @@ def lookup_rounds(
     return cache, slots, packed
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class LookupOutcome:
-    """Of one call, over all slots: how the guesses fared.
+    """How looked-up guesses of A requests fared, by their place in the chain.
 
-    `examined` guesses were reached: the right ones, and the first wrong one of each chain.
+    In `reached_AJ` rounds the guesses before place j were right, in `right_AJ` of these the
+    one at j too. `tried` counts guesses.
     """
 
-    rounds: int
     tried: int
-    examined: int
-    right: int
+    reached_AJ: np.ndarray
+    right_AJ: np.ndarray
+
+    @property
+    def rounds(self) -> int:
+        return int(self.reached_AJ[:, 0].sum())
+
+    @property
+    def accepted(self) -> int:
+        return int(self.right_AJ.sum())
 
 
-def judge(counts_BR: np.ndarray, tried_BR: np.ndarray) -> LookupOutcome:
-    """What `unpack` says of a call's guesses."""
-    right_BR = np.maximum(counts_BR - 1, 0)
-    return LookupOutcome(
-        rounds=int(np.count_nonzero(counts_BR)),
-        tried=int(tried_BR.sum()),
-        examined=int(np.minimum(right_BR + 1, tried_BR).sum()),
-        right=int(right_BR.sum()),
-    )
+def judge(counts_AR: np.ndarray, tried_AR: np.ndarray, num_nodes: int) -> LookupOutcome:
+    """What `unpack` says of these requests' guesses."""
+    longer_AN = (counts_AR[:, :, None] > np.arange(num_nodes)).sum(axis=1)
+    return LookupOutcome(int(tried_AR.sum()), longer_AN[:, :-1], longer_AN[:, 1:])
 
 
 def unpack(

@@ -61,7 +61,7 @@ def test_metrics_are_those_of_rounds_with_guesses():
 
 def test_rounds_that_looked_their_guesses_up_count_one_by_one():
     stats = EngineStats()
-    stats.looked_up(LookupOutcome(rounds=7, tried=15, examined=12, right=9))
+    stats.looked_up(LookupOutcome(15, np.array([[7, 5, 4]]), np.array([[5, 4, 0]])))
     assert (stats.tokens, stats.fetches) == (16, 1)
     marks = [0.0, 1.0, 1.0, 2.0, 9.0, 10.0]
     who = np.array([5, 6]), np.array([7, 7])

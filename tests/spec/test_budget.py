@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from spec.budget import Aimd, Goodput, Off, RoundTimes, TakeAll, _LookupRate, make_budget
+from spec.budget import Aimd, Goodput, Off, RoundTimes, TakeAll, make_budget
 from spec.drafter import LiveSlots, no_drafts
 from spec.lookup import LookupOutcome
 from spec.outcome import Outcome
@@ -154,45 +154,44 @@ def test_goodput_asks_for_no_drafts_while_it_waits():
     assert asked(start + 1, request_id=99)  # the request that it waits with has ended
 
 
-def test_the_rate_of_looked_up_rounds_by_hand():
-    rate = _LookupRate()
-    assert rate.tokens_per_round(4) == pytest.approx(1 + 0.7 * (0.7 + 0.49 + 0.343))
-    for _ in range(60):  # 20 rounds, of which 8 brought a token more
-        rate.observe(LookupOutcome(rounds=20, tried=30, examined=16, right=8), 4)
-    assert rate.tokens_per_round(4) == pytest.approx(1 + 8 / 20)
-    assert rate.tokens_per_round(3) == pytest.approx(1 + 8 / 20 * 0.75 / 0.875, rel=1e-3)
-
-
 LOOKUPS = RoundTimes(
     {(4, n, 64): 0.5 + 0.5 * n for n in (1, *SIZES)}, {(4, n, 64): 0.8 + 0.2 * n for n in SIZES}
 )
-RIGHT = LookupOutcome(rounds=32, tried=96, examined=96, right=96)
-WRONG = LookupOutcome(rounds=32, tried=96, examined=32, right=0)
+ALL_J = np.full((4, 15), 32)
+RIGHT = LookupOutcome(tried=1920, reached_AJ=ALL_J, right_AJ=ALL_J)
+WRONG = LookupOutcome(tried=1920, reached_AJ=ALL_J * (np.arange(15) == 0), right_AJ=0 * ALL_J)
 
 
 def test_goodput_lets_the_device_look_guesses_up_where_that_brings_more():
     budget = Goodput(LOOKUPS)
-    assert budget.ahead(4, SIZES, 4, 64).num_rounds == Goodput.TRIAL_ROUNDS
+    assert budget.ahead(live(4), SIZES, 4, 64) is None  # nothing known yet
     for _ in range(8):
-        budget.looked_up(RIGHT, 4)
-    choices = [budget.ahead(4, SIZES, 4, 64) for _ in range(60)]
-    # the drafters have their turn: the eighth call, and twice as late each time they look hopeless
-    assert [i for i, c in enumerate(choices) if c is None] == [6, 22, 54]
-    assert {c.num_nodes for c in choices if c} == {16}
-    assert min(c.num_rounds for c in choices if c) > 1000
-    budget._lookup = _LookupRate()  # hardly better now: not hopeless
-    later = [budget.ahead(4, SIZES, 4, 64) for _ in range(100)]
-    turns = [i for i, c in enumerate(later) if c is None]
-    assert turns[0] == 118 - 60 and np.diff(turns).tolist() == [8] * (len(turns) - 1)
-    budget = Goodput(LOOKUPS)
-    budget.ahead(4, SIZES, 4, 64)
-    for _ in range(30):
-        budget.looked_up(WRONG, 4)
-    choices = [budget.ahead(4, SIZES, 4, 64) for _ in range(30)]
-    # and the device its own; at 1 / 1.6 of plain decoding it is not hopeless
-    assert [i for i, c in enumerate(choices) if c] == [6, 14, 22]
-    assert Goodput(DEAR).ahead(4, SIZES, 4, 64) is None  # nothing measured
-    assert Goodput(LOOKUPS).ahead(4, [], 4, 64) is None  # nothing fits
+        budget.looked_up(live(4), RIGHT)
+    choices = [budget.ahead(live(4), SIZES, 4, 64) for _ in range(20)]
+    assert {(c.num_nodes, c.lookup) for c in choices} == {(16, True)}
+    # now and then the drafter says what it would have guessed
+    assert [i for i, c in enumerate(choices) if c.ask] == [7, 15]
+    assert min(c.num_rounds for c in choices) > 1000
+    for _ in range(8):
+        budget.looked_up(live(4), WRONG)
+    assert budget.ahead(live(4), SIZES, 4, 64) is None
+    for _ in range(8):
+        budget.looked_up(live(4), RIGHT)
+    assert budget.ahead(live(4), SIZES, 4, 64).lookup
+    assert budget.ahead(live(4), [], 4, 64) is None  # nothing fits
+    budget = Goodput(DEAR)
+    budget.looked_up(live(4), RIGHT)
+    assert budget.ahead(live(4), SIZES, 4, 64) is None  # nothing measured
+
+
+def test_goodput_prefers_trees_that_bring_more_than_looking_up():
+    budget, drafts = Goodput(LOOKUPS), chains([15] * 4, 0.9)
+    right_AJ = np.where(np.arange(15) == 0, 16, 0) + 0 * ALL_J
+    for _ in range(8):  # every second round brings one guess: 1.5 tokens at the price of 1.2
+        budget.looked_up(live(4), LookupOutcome(0, 2 * right_AJ, right_AJ))
+    assert budget.ahead(live(4), SIZES, 4, 64).num_nodes == 2
+    assert budget.choose(live(4), drafts, SIZES, 4, 64).num_nodes == 4  # 3.44 at that of 2.5
+    assert budget.ahead(live(4), SIZES, 4, 64) is None
 
 
 def test_goodput_needs_a_measured_plain_round():

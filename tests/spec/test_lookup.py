@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from spec.drafter import LiveSlots
-from spec.lookup import CONTEXT_TOKENS, NO_TOKEN, LookupOutcome, Texts, chains, find, judge
+from spec.lookup import CONTEXT_TOKENS, NO_TOKEN, Texts, chains, find, judge
 from spec.lookup_texts import LookupTexts, contexts
 from spec.tree import PADDING
 
@@ -72,8 +72,10 @@ def test_chains_end_with_their_piece():
 
 def test_outcome_by_hand():
     # a slot of chains of 3, 3 and 0 guesses: all right, one right, none to try; a slot at rest
-    got = judge(np.array([[4, 2, 1], [0, 0, 0]]), np.array([[3, 3, 0], [0, 0, 0]]))
-    assert got == LookupOutcome(rounds=3, tried=6, examined=5, right=4)
+    got = judge(np.array([[4, 2, 1], [0, 0, 0]]), np.array([[3, 3, 0], [0, 0, 0]]), 4)
+    assert got.reached_AJ.tolist() == [[3, 2, 1], [0, 0, 0]]
+    assert got.right_AJ.tolist() == [[2, 1, 1], [0, 0, 0]]
+    assert (got.tried, got.rounds, got.accepted) == (6, 3, 4)
 
 
 def live(groups, responses, prompt=(1, 2, 3)):
