@@ -179,7 +179,8 @@ def worst_batch(batches: Sequence[int], repeats: int) -> dict[str, Any]:
         config = EngineConfig(
             slots=batch, min_slots=batch, min_positions=96, min_nodes=4, max_nodes=8
         )
-        row = compare(open_bench(w, config), "replay", repeats)
+        # short phases need more turns: the least of noisy medians would say too little
+        row = compare(open_bench(w, config), "replay", repeats * max(1, 64 // batch))
         kept = ("ratio", "ratios", "tokens_compared", "differing_tokens")
         kept += ("unexplained_tokens", "differences")
         rows.append({"batch": batch} | {k: row[k] for k in kept})

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from models import transformer
-from rl import cache_steps
+from rl import cache_steps, memory_mappings
 from rl.engine import Engine
 from rl.engine_config import bucket
 from spec.lookup import CONTEXT_TOKENS, NO_TOKEN, Texts, lookup_rounds
@@ -66,7 +66,9 @@ def warm_up(
             args, kwargs = program.arguments()
             lowered.append(program.step.lower(*args, **kwargs))
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            list(pool.map(lambda low: low.compile(), lowered))
+            for done, _ in enumerate(pool.map(lambda low: low.compile(), lowered)):
+                if done % 16 == 0:
+                    memory_mappings.check(f"{done + 1} of {len(lowered)} programs are compiled")
         for program in programs:
             args, kwargs = program.arguments()
             jax.block_until_ready(program.step(*args, **kwargs))
