@@ -56,8 +56,8 @@ class LookupProbe:
 
 def probe(texts: LookupTexts, live: LiveSlots, num_slots: int) -> LookupProbe:
     """A probe of at most `MOST_REQUESTS` live requests, as of now."""
+    text_BL, _, next_B = texts.fill(live, num_slots)
     chosen = live.take(np.arange(0, len(live), -(-len(live) // MOST_REQUESTS)))
-    text_BL, _, next_B = texts.fill(chosen, num_slots)
     rows_A = chosen.rows_A
     return LookupProbe(chosen.request_ids_A, chosen.total_tokens_A, text_BL[rows_A], next_B[rows_A])
 

@@ -58,9 +58,12 @@ def test_what_follows_the_known_tokens_is_left_open():
     assert got.reached_AJ[0].tolist() == [1] * 8 + [0] * 7
 
 
-def test_at_most_some_requests_are_probed():
-    many = live([[]] * 40)
-    assert 1 < len(probe(texts([4]), many, 40).request_ids_A) <= MOST_REQUESTS
+def test_at_most_some_requests_are_probed_each_with_all_siblings():
+    many = live([[7]] * 40)
+    many = dataclasses.replace(many, group_ids_A=0 * many.group_ids_A)
+    got = probe(LookupTexts(num_tokens=256), many, 40)
+    assert 1 < len(got.request_ids_A) <= MOST_REQUESTS
+    assert ((got.text_AL == 7).sum(axis=1) == 40).all()
 
 
 @pytest.mark.parametrize("seed", range(30))
