@@ -49,7 +49,8 @@ def warm_up(
     """Compile what phases of these sizes can reach; returns the number of programs.
 
     Rounds of draft trees are compiled only where phases are to be `speculative`, those that
-    look their guesses up only where `lookup` is set as well.
+    look their guesses up only where `lookup` is set as well. Raises TooManyMappings where
+    the programs do not fit into what Linux allows a process.
     """
     with engine.mesh_context():
         programs = list(_programs(engine, params, sampling, max_requests, max_prompt_tokens))

@@ -130,6 +130,7 @@ def _run(config: TrainConfig, inputs: Inputs, folder: Path, *, resume: bool) -> 
 
     from rl.checkpoint import NoWholeCheckpointError, StructureMismatchError
     from rl.loop import Stopped, policy_params, run_mesh, train
+    from rl.memory_mappings import TooManyMappings
     from rl.progress import progress
     from rl.rewards.process import RewardWorkerError
     from rl.trainer import NonFiniteUpdate
@@ -164,6 +165,7 @@ def _run(config: TrainConfig, inputs: Inputs, folder: Path, *, resume: bool) -> 
             return EXIT_STOPPED
         except (
             NonFiniteUpdate,
+            TooManyMappings,
             RewardWorkerError,
             NoWholeCheckpointError,
             StructureMismatchError,

@@ -232,8 +232,8 @@ class Goodput:
     tokens(N) = A + Σ_a s_a Σ_{i<N} chance[a, i],  choice = argmax tokens(N) / seconds(B, N, S)
 
     `s_a` is what a request's guesses were worth so far over what they promised, drawn
-    towards that of all requests; guesses that were not tried are judged by what plain
-    decoding then drew. A mode is left only for one that promises `BETTER`.
+    towards that of all requests; guesses that were not tried are judged by what was then
+    drawn. A mode is left only for one that promises `BETTER`.
     While plain decoding wins, drafts are asked for after 8, 16, … `LONGEST_WAIT` rounds
     (and where the batch shrinks): they cost the host's time.
 
@@ -313,7 +313,7 @@ class Goodput:
     def ahead(
         self, live: LiveSlots, sizes: Sequence[int], num_slots: int, num_positions: int
     ) -> Decision | None:
-        if not sizes or not self._lookup.known:
+        if not sizes or not self._lookup.mean:  # nothing was right yet
             return None
         plain_s = self._times(num_slots, 1, num_positions)
         brought = self._lookup.tokens_per_round(live, sizes)

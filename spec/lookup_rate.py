@@ -30,28 +30,24 @@ class LookupRate:
         self._right, self._reached = PerRequest(index, 0.0), PerRequest(index, 0.0)
         self._right_J = self._reached_J = np.zeros(0)
         self._caution = self.CAUTION
-        self._mean = 0.0
+        self.mean = 0.0  # h
         self._odds_J = np.zeros(0)  # h_i / h
-        self.known = False  # whether anything was observed yet
 
     def observe(self, live: LiveSlots, outcome: LookupOutcome) -> None:
-        right_A, reached_A = outcome.right_AJ.sum(axis=1), outcome.reached_AJ.sum(axis=1)
-        self._right.set(live, self.FORGET * self._right.get(live) + right_A)
-        self._reached.set(live, self.FORGET * self._reached.get(live) + reached_A)
-        right_J = self._right_J = _add(self.FORGET * self._right_J, outcome.right_AJ.sum(axis=0))
-        reached_J = _add(self.FORGET * self._reached_J, outcome.reached_AJ.sum(axis=0))
-        self._reached_J = reached_J
+        right_AJ, reached_AJ = outcome.right_AJ, outcome.reached_AJ
+        self._right.set(live, self.FORGET * self._right.get(live) + right_AJ.sum(axis=1))
+        self._reached.set(live, self.FORGET * self._reached.get(live) + reached_AJ.sum(axis=1))
+        self._right_J = _add(self.FORGET * self._right_J, right_AJ.sum(axis=0))
+        self._reached_J = _add(self.FORGET * self._reached_J, reached_AJ.sum(axis=0))
         self._caution *= self.FORGET
-        self._mean = mean = float(right_J.sum() / (reached_J.sum() + self._caution))
-        if mean:
-            self._odds_J = (right_J / mean + self.PRIOR) / (reached_J + self.PRIOR)
-        self.known = True
+        self.mean = float(self._right_J.sum() / (self._reached_J.sum() + self._caution))
+        if self.mean:
+            relative_J = self._right_J / self.mean
+            self._odds_J = (relative_J + self.PRIOR) / (self._reached_J + self.PRIOR)
 
     def tokens_per_round(self, live: LiveSlots, sizes: Sequence[int]) -> list[float]:
         """Of rounds of each of `sizes` nodes, ascending, for these requests."""
-        if not self._mean:
-            return [1.0] * len(sizes)
-        prior, J = self.PRIOR * self._mean, sizes[-1] - 1
+        prior, J = self.PRIOR * self.mean, sizes[-1] - 1
         own_A = (self._right.get(live) + prior) / (self._reached.get(live) + self.PRIOR)
         odds_J = np.ones(J)
         odds_J[: len(self._odds_J)] = self._odds_J[:J]

@@ -4,6 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
+from parity_drafters import Oracle
 from parity_model import BASE, MODEL, SAMPLINGS, TOLERANCE, differences, misscored
 from test_parity_speculation import almost
 
@@ -51,6 +52,29 @@ def test_the_same_tokens(golden, rollout, requests, engine, params, name):
     assert right == engine.stats.accepted_tokens > 0.2 * engine.stats.tokens
     for record in engine.stats.timeline:
         assert (record.rounds_A >= 1).all() and (record.emitted_A >= record.rounds_A).all()
+
+
+class LookUpAndAsk(LookUp):
+    """Asks the drafter every time as well, and keeps how its guesses were judged."""
+
+    def __init__(self):
+        super().__init__()
+        self.judged = []
+
+    def ahead(self, live, sizes, num_slots, num_positions):
+        return Decision(sizes[-1], lookup=True, ask=True) if sizes else None
+
+    def observe(self, live, drafts, outcome):
+        self.judged.append(outcome)
+
+
+def test_a_drafter_that_is_asked_beside_is_judged_by_what_came(golden, rollout, requests):
+    want, budget = golden("plain"), LookUpAndAsk()
+    drafter = Union([Oracle(want)], with_texts(want, requests).texts)
+    assert not differences(want, rollout("plain", drafter=drafter, budget=budget))
+    beside = [o for o in budget.judged if not o.tried]
+    assert len(beside) > 2 and sum(int(o.checked_AN.sum()) for o in beside) > 100
+    assert all(np.array_equal(o.right_AN, o.checked_AN) for o in beside)
 
 
 def test_wrong_texts_and_no_texts(golden, rollout, requests):

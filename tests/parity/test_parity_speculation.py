@@ -4,6 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
+from parity_drafters import Oracle
 from parity_model import BASE, MODEL, SAMPLINGS, TOLERANCE, differences, misscored
 
 from rl.engine import Engine
@@ -105,3 +106,13 @@ def test_one_slot_and_a_cache_that_grows(golden, rollout, requests):
             engine=engine,
         )
         assert not differences(golden("cool"), got)
+
+
+def test_guesses_go_on_where_the_cache_has_to_grow(golden, rollout, requests):
+    """Rounds without guesses bring a last token, no more."""
+    engine = Engine(MODEL, dataclasses.replace(BASE, min_positions=32))
+    got = rollout("plain", requests, drafter=Oracle(golden("plain")), engine=engine)
+    assert not differences(golden("plain"), got)
+    records = engine.stats.timeline
+    assert len({r.num_positions for r in records}) > 1
+    assert max((int(r.emitted_A.max()) for r in records if r.num_nodes == 1), default=1) == 1

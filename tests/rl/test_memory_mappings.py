@@ -14,7 +14,9 @@ def test_what_is_held_is_compared_with_the_limit(tmp_path, monkeypatch):
     held.write_text("a mapping\n" * 90)
     memory_mappings.check("3 of 9 programs are compiled")
     held.write_text("a mapping\n" * 91)
-    with pytest.raises(RuntimeError, match=r"3 of 9 .* 91 of the 100 .*max_map_count=400"):
+    with pytest.raises(
+        memory_mappings.TooManyMappings, match=r"3 of 9 .* 91 of the 100 .*max_map_count=400"
+    ):
         memory_mappings.check("3 of 9 programs are compiled")
 
 

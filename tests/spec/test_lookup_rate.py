@@ -27,9 +27,9 @@ def fed(who, reached, right, calls=200):
 
 def test_nothing_known_brings_nothing():
     rate = LookupRate()
-    assert not rate.known and rate.tokens_per_round(live(1), [4])[0] == 1.0
+    assert rate.mean == 0 and rate.tokens_per_round(live(1), [4])[0] == 1.0
     rate.observe(live(1), outcome([[8, 0, 0]], [[0, 0, 0]]))
-    assert rate.known and rate.tokens_per_round(live(1), [4])[0] == 1.0
+    assert rate.mean == 0 and rate.tokens_per_round(live(1), [4])[0] == 1.0
 
 
 def test_places_have_chances_of_their_own():
