@@ -238,8 +238,9 @@ class Goodput:
     (and where the batch shrinks): they cost the host's time.
 
     Rounds that look their guesses up compete by the same rate, their tokens by what they
-    brought so far (`LookupRate`), or would have where another way was taken. While they
-    win, the drafter is asked every `ASK_AGAIN` calls what it would have guessed.
+    brought so far (`LookupRate`), or would have where another way was taken. The drafter is
+    asked first at every bucket of slots and, while looking up wins, every `ASK_AGAIN` calls
+    what it would have guessed.
     """
 
     looks_up = True
@@ -324,8 +325,8 @@ class Goodput:
         }
         if not rates:
             return None
-        best = max(rates, key=rates.__getitem__)
-        if rates[best] <= BETTER * max(1.0, self._tree_rate.get(num_slots, 1.0)):
+        best, tree_rate = max(rates, key=rates.__getitem__), self._tree_rate.get(num_slots)
+        if tree_rate is None or rates[best] <= BETTER * max(1.0, tree_rate):
             return None
         self._lookups = (self._lookups + 1) % self.ASK_AGAIN
         return Decision(best, 2**30, lookup=True, ask=not self._lookups)

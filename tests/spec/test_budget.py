@@ -164,6 +164,7 @@ WRONG = LookupOutcome(tried=1920, reached_AJ=ALL_J * (np.arange(15) == 0), right
 
 def test_goodput_lets_the_device_look_guesses_up_where_that_brings_more():
     budget = Goodput(LOOKUPS)
+    budget.choose(live(4), no_drafts(4, 15), SIZES, 4, 64)
     assert budget.ahead(live(4), SIZES, 4, 64) is None  # nothing known yet
     for _ in range(8):
         budget.looked_up(live(4), RIGHT)
@@ -180,6 +181,7 @@ def test_goodput_lets_the_device_look_guesses_up_where_that_brings_more():
     assert budget.ahead(live(4), SIZES, 4, 64).lookup
     assert budget.ahead(live(4), [], 4, 64) is None  # nothing fits
     budget = Goodput(DEAR)
+    budget.choose(live(4), no_drafts(4, 15), SIZES, 4, 64)
     budget.looked_up(live(4), RIGHT)
     assert budget.ahead(live(4), SIZES, 4, 64) is None  # nothing measured
 
@@ -189,6 +191,8 @@ def test_goodput_prefers_trees_that_bring_more_than_looking_up():
     right_AJ = np.where(np.arange(15) == 0, 16, 0) + 0 * ALL_J
     for _ in range(8):  # every second round brings one guess: 1.5 tokens at the price of 1.2
         budget.looked_up(live(4), LookupOutcome(0, 2 * right_AJ, right_AJ))
+    assert budget.ahead(live(4), SIZES, 4, 64) is None  # what trees bring is not known yet
+    budget.choose(live(4), no_drafts(4, 15), SIZES, 4, 64)
     assert budget.ahead(live(4), SIZES, 4, 64).num_nodes == 2
     assert budget.choose(live(4), drafts, SIZES, 4, 64).num_nodes == 4  # 3.44 at that of 2.5
     assert budget.ahead(live(4), SIZES, 4, 64) is None
