@@ -30,7 +30,7 @@ ROW_MULTIPLE_TOKENS = 64  # rows are a multiple of this long
 class Sample:
     """A trajectory with what training adds to it; log-probs are float32 [num_tokens].
 
-    `old_logprobs` of None stands for those of emission, `reference_logprobs` of
+    `old_logprobs` of None stands for those of the rollout, `reference_logprobs` of
     None for no reference.
     """
 
@@ -283,7 +283,7 @@ def _state(batch: MicroBatch, e: int, sample: Sample, index: np.ndarray) -> None
     inputs = batch.inputs
     inputs.mask_BT[e, :n] = True
     inputs.advantages_B[e] = sample.advantage
-    inputs.emission_logprobs_BT[e, :n] = t.logprobs
+    inputs.rollout_logprobs_BT[e, :n] = t.logprobs
     old = t.logprobs if sample.old_logprobs is None else sample.old_logprobs
     inputs.old_logprobs_BT[e, :n] = old
     if sample.reference_logprobs is not None:

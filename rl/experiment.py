@@ -6,6 +6,8 @@ Nothing here touches a device, so that `--dry_run` can open and check all of it.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import hashlib
 from pathlib import Path
 
 from models import hf, kv_cache, tokenizer, transformer
@@ -20,6 +22,7 @@ from rl.losses import AlgorithmConfig
 from rl.metrics import MetricsConfig
 from rl.optimizer import OptimizerConfig
 from rl.recipe import Recipe, TrainerConfig
+from rl.reuse import ReuseConfig, check_coupling
 from rl.rewards.config import RewardConfig, validate
 from rl.speculation import SpeculationConfig
 from rl.tasks import Example, Task, TaskConfig, open_tasks
@@ -55,12 +58,14 @@ class RolloutConfig:
     """What one step generates: `group_size` responses to each of `prompts_per_step` prompts.
 
     Examples whose prompt has more than `max_prompt_tokens` are left out of the
-    run; how many is said at the start.
+    run; how many is said at the start. Last epoch's responses, for drafts and reuse,
+    take `cache_bytes` of memory, compressed; what is beyond goes to the run folder.
     """
 
     prompts_per_step: int = 16
     group_size: int = 8
     max_prompt_tokens: int = 256
+    cache_bytes: int = 2**30
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -86,6 +91,7 @@ class TrainConfig:
     sampling: SamplingConfig
     engine: EngineConfig
     speculation: SpeculationConfig
+    reuse: ReuseConfig
     algorithm: AlgorithmConfig
     trainer: TrainerConfig
     optimizer: OptimizerConfig
@@ -103,6 +109,13 @@ class Inputs:
     tokenizer: Tokenizer
     task: Task
     left_out: int
+
+    @functools.cached_property
+    def shape_name(self) -> str:
+        """Names the shape of the policy and its vocabulary: whose tokens cached responses hold."""
+        words = sorted(self.tokenizer.backend.get_vocab().items())
+        digest = hashlib.sha256(repr((self.model, words)).encode()).hexdigest()
+        return f"{self.model.architecture}-{digest[:16]}"
 
     def encode(self, example: Example, config: TaskConfig) -> Prompt:
         return encode_prompt(self.tokenizer, example, config.system_prompt, config.prompt_suffix)
@@ -150,6 +163,9 @@ def open_inputs(config: TrainConfig) -> Inputs:
             f"every one of {len(task)} prompts is longer than Rollout.max_prompt_tokens={limit} "
             f"(the shortest has {min(lengths)}): raise the limit"
         )
+    check_coupling(
+        config.reuse, len(usable), config.rollout.prompts_per_step, config.rollout.group_size
+    )
     if len(usable) == len(task):
         return inputs
     return dataclasses.replace(inputs, task=_Subset(task, usable), left_out=len(task) - len(usable))

@@ -32,6 +32,7 @@ from rl.metrics import Timings, open_metrics
 from rl.optimizer import TrainState
 from rl.progress import Progress
 from rl.recipe import Recipe
+from rl.reuse import Reuse, remember
 from rl.rewards.pool import Job, RewardPool, Score
 from rl.rewards.process import RewardWorkerError
 from rl.round_times import load_or_measure
@@ -39,8 +40,8 @@ from rl.speculation import Speculation
 from rl.step_metrics import sample_rows, step_metrics
 from rl.tasks import Example
 from rl.timeline import save_timeline
-from rl.trajectory import Request, Trajectory
-from spec.sampling import step_key
+from rl.trajectory import Trajectory
+from spec.rollout_cache import RolloutCache
 
 
 class Stopped(Exception):
@@ -56,7 +57,9 @@ class System:
     recipe: Recipe
     shape: Shape
     engine: Engine
+    cache: RolloutCache
     speculation: Speculation
+    reuse: Reuse
     rewards: RewardPool
     order: DataOrder
     reference: Params | None
@@ -91,9 +94,17 @@ def train(
             stack.enter_context(jax.set_mesh(mesh))
         checkpoints = stack.enter_context(Checkpointer(folder / "checkpoints", config.checkpoint))
         metrics = stack.enter_context(open_metrics(config.metrics, folder))
-        speculation = stack.enter_context(Speculation(config.speculation, folder))
+        cache = RolloutCache(
+            config.rollout.cache_bytes,
+            folder / "rollouts",
+            policy=inputs.shape_name,
+            epochs=config.reuse.epochs,
+        )
+        speculation = stack.enter_context(Speculation(config.speculation, cache))
         pool = stack.enter_context(RewardPool(config.reward, tasks=config.task.specs))
-        system, state = _build(config, inputs, folder, mesh, pool, speculation, show, should_stop)
+        system, state = _build(
+            config, inputs, folder, mesh, pool, cache, speculation, show, should_stop
+        )
         done, num_tokens, state = _resume(checkpoints, state, system)
         metrics.truncate_to_step(done)
         saved = done
@@ -141,6 +152,7 @@ def train_step(
             seed=config.run.seed,
             reference=system.reference,
         )
+    system.reuse.after_update(update_metrics)
     row = step_metrics(rollouts.trajectories, rollouts.scores, system.engine.stats)
     samples = sample_rows(
         system.inputs.tokenizer,
@@ -156,12 +168,11 @@ def train_step(
 def generate_and_score(system: System, params: Params, step: int, timings: Timings) -> Rollouts:
     """The step's responses; each goes to the reward workers the moment it ends."""
     config, inputs = system.config, system.inputs
-    P, G = config.rollout.prompts_per_step, config.rollout.group_size
-    examples, prompts = step_prompts(system, step)
+    examples, prompts, numbers = step_prompts(system, step)
     keys = [example.example_id for example in examples]
     drafter, budget = system.speculation.phase(keys, prompts)
     # first samples first: siblings that start apart have something to draft from
-    requests = [Request(g * G + i, prompts[g], g, i) for i in range(G) for g in range(P)]
+    requests = system.reuse.requests(keys, prompts, numbers, config.rollout.group_size)
     completions: dict[int, str] = {}
     scores: dict[int, Future[Score]] = {}
 
@@ -181,35 +192,52 @@ def generate_and_score(system: System, params: Params, step: int, timings: Timin
             trainer.cast_params(params, system.engine.dtype),
             requests,
             config.sampling,
-            step_key(config.run.seed, step),
+            system.reuse.key(step),
             stop_token_ids=inputs.model.eos_token_ids,
             policy_version=step - 1,
             drafter=drafter,
             budget=budget,
+            rule=system.reuse.rule(step),
             on_finish=score,
             on_round=watch,
         )
     with timings.section("reward"):  # what is left of it once the last response has ended
-        done.sort(key=lambda t: t.request_id)
+        done.sort(key=lambda t: (t.group_id, t.sample_index))
         results = [scores[t.request_id].result() for t in done]
     trajectories = [
         dataclasses.replace(t, reward=s.total) for t, s in zip(done, results, strict=True)
     ]
-    learnt = system.speculation.learn(keys, trajectories)
-    if system.speculation.keeps_history and step < config.run.steps:
-        coming = zip(*step_prompts(system, step + 1), strict=True)
-        system.speculation.prepare({example.example_id: prompt for example, prompt in coming})
-    for problem in system.speculation.new_problems():
-        system.show.message(f"warning: {problem}")
+    num_tokens = sum(t.num_tokens for t in trajectories)
+    metrics = system.reuse.metrics(system.engine.stats, num_tokens, step)
+    metrics |= _remember(system, keys, trajectories, step)
     texts = [completions[t.request_id] for t in trajectories]
-    return Rollouts(examples, trajectories, results, texts, learnt)
+    return Rollouts(examples, trajectories, results, texts, metrics)
 
 
-def step_prompts(system: System, step: int) -> tuple[tuple[Example, ...], list[Prompt]]:
-    """The examples that a step answers, and their prompts as tokens."""
+def _remember(
+    system: System, keys: Sequence[str], trajectories: Sequence[Trajectory], step: int
+) -> dict[str, float]:
+    """Keep the step's responses for the next epoch, and start on the next step's history."""
+    speculation, scored = system.speculation, system.reuse.mode.enabled
+    if speculation.keeps_history or scored:
+        remember(system.cache, keys, trajectories, scored=scored)
+    metrics = speculation.history_metrics()
+    for problem in [*system.cache.new_problems(), *system.reuse.new_problems()]:
+        system.show.message(f"warning: {problem}")
+    if speculation.keeps_history and step < system.config.run.steps:
+        examples, prompts, _ = step_prompts(system, step + 1)
+        coming = zip(examples, prompts, strict=True)
+        speculation.prepare({example.example_id: prompt for example, prompt in coming})
+    return metrics
+
+
+def step_prompts(system: System, step: int) -> tuple[tuple[Example, ...], list[Prompt], list[int]]:
+    """The examples that a step answers, their prompts as tokens, and their numbers in the data."""
     P = system.config.rollout.prompts_per_step
-    examples = prompts_for_step(system.inputs.task, system.order, (step - 1) * P, P)
-    return examples, [system.inputs.encode(e, system.config.task) for e in examples]
+    cursor = (step - 1) * P
+    examples = prompts_for_step(system.inputs.task, system.order, cursor, P)
+    prompts = [system.inputs.encode(e, system.config.task) for e in examples]
+    return examples, prompts, system.order.indices(cursor, P).tolist()
 
 
 def _build(
@@ -218,6 +246,7 @@ def _build(
     folder: Path,
     mesh: Mesh | None,
     pool: RewardPool,
+    cache: RolloutCache,
     speculation: Speculation,
     show: Progress,
     should_stop: Callable[[], bool],
@@ -227,7 +256,15 @@ def _build(
     _, params = hf.load_pretrained(inputs.policy, mesh, dtype=jnp.float32)
     reference = jax.tree.map(jnp.copy, params) if config.algorithm.needs_reference else None
     state = trainer.init_state(params, trainer.make_optimizer(config.optimizer, recipe.total_steps))
-    engine = Engine(inputs.model, config.engine, dtype=recipe.trainer.dtype, mesh=mesh)
+    greedy = config.sampling.temperature == 0
+    reuse = Reuse(config.reuse, cache, seed=config.run.seed, greedy=greedy)
+    engine = Engine(
+        inputs.model,
+        config.engine,
+        dtype=recipe.trainer.dtype,
+        mesh=mesh,
+        context_tokens=reuse.mode.context_tokens,
+    )
     longest = config.rollout.max_prompt_tokens + config.sampling.max_new_tokens
     shape = trainer.batch_shape(recipe, longest)
     show.message("compiling…")
@@ -238,7 +275,13 @@ def _build(
     }
     speculative, lookup = config.speculation.enabled, config.speculation.may_look_up
     engine_warm_up.warm_up(
-        engine, weights, config.sampling, speculative=speculative, lookup=lookup, **sizes
+        engine,
+        weights,
+        config.sampling,
+        speculative=speculative,
+        lookup=lookup,
+        reuse=config.reuse.enabled,
+        **sizes,
     )
     if speculative:
         path = folder / "round_times.json"
@@ -253,7 +296,9 @@ def _build(
         recipe,
         shape,
         engine,
+        cache,
         speculation,
+        reuse,
         pool,
         order,
         reference,
@@ -276,7 +321,9 @@ def _resume(
     for warning in restored.warnings:
         system.show.message(f"warning: {warning}")
     system.show.message(f"resuming after step {restored.step}")
-    system.speculation.load_state(restored.host.get("history", {}))
+    if cached := restored.host.get("rollouts"):
+        system.cache.load_state(cached)
+    system.reuse.load_state(restored.host.get("reuse", {}))
     return restored.step, int(restored.host["num_tokens"]), restored.arrays
 
 
@@ -304,7 +351,12 @@ def _saving_when_stopped(
 
 def _host_state(system: System, num_tokens: int) -> dict[str, Any]:
     """What a resumed run needs besides arrays: the data cursor follows from the step."""
-    return {"num_tokens": num_tokens, "history": system.speculation.state()}
+    system.speculation.settle()
+    return {
+        "num_tokens": num_tokens,
+        "rollouts": system.cache.state(),
+        "reuse": system.reuse.state(),
+    }
 
 
 def run_mesh(config: TrainConfig) -> Mesh | None:

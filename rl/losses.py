@@ -25,11 +25,12 @@ Aggregation = Literal["token", "sequence"]
 class AlgorithmConfig:
     """What is optimised.
 
-    `old_logprobs` are the denominators of the ratio: `emission` takes what the
-    sampler recorded, `recomputed` scores the responses anew before the first
-    update. `aggregation` averages over all tokens of an optimizer step, or over
-    sequences of their token means. `mask_truncated` leaves responses that met the
-    length limit out of the loss (their rewards still count in the group's mean).
+    `old_logprobs` are the denominators of the ratio: `rollout` takes what the engine
+    recorded of the policy at hand, `emission` what the policy that drew each token
+    gave it (an older one where tokens are reused), `recomputed` scores the responses
+    anew before the first update. `aggregation` averages over all tokens of an optimizer
+    step, or over sequences of their token means. `mask_truncated` leaves responses that
+    met the length limit out of the loss (their rewards still count in the group's mean).
     """
 
     name: Literal["grpo"] = "grpo"
@@ -39,7 +40,7 @@ class AlgorithmConfig:
     kl_estimator: KLEstimator = "k3"
     advantage_normalisation: Normalisation = "std"
     aggregation: Aggregation = "token"
-    old_logprobs: Literal["emission", "recomputed"] = "emission"
+    old_logprobs: Literal["rollout", "emission", "recomputed"] = "rollout"
     mask_truncated: bool = False
 
     def __post_init__(self) -> None:
@@ -53,7 +54,7 @@ class AlgorithmConfig:
         _choose(self, "kl_estimator", "k1", "k2", "k3")
         _choose(self, "advantage_normalisation", "std", "none")
         _choose(self, "aggregation", "token", "sequence")
-        _choose(self, "old_logprobs", "emission", "recomputed")
+        _choose(self, "old_logprobs", "rollout", "emission", "recomputed")
 
     @property
     def needs_reference(self) -> bool:
@@ -76,7 +77,7 @@ class LossInputs:
 
     mask_BT: jax.Array
     advantages_B: jax.Array
-    emission_logprobs_BT: jax.Array
+    rollout_logprobs_BT: jax.Array
     old_logprobs_BT: jax.Array
     reference_logprobs_BT: jax.Array
 
@@ -158,12 +159,12 @@ def loss(
     """
     mask_BT = inputs.mask_BT
     # masked tokens are replaced before any exp: 0 · inf would be NaN in the gradient
-    logprobs_BT, old_BT, emission_BT, reference_BT = (
+    logprobs_BT, old_BT, rollout_BT, reference_BT = (
         jnp.where(mask_BT, x, 0.0)
         for x in (
             logprobs_BT,
             inputs.old_logprobs_BT,
-            inputs.emission_logprobs_BT,
+            inputs.rollout_logprobs_BT,
             inputs.reference_logprobs_BT,
         )
     )
@@ -179,7 +180,7 @@ def loss(
     weight_BT = token_weights(mask_BT, normaliser, config.aggregation)
     finite_B = jnp.all(jnp.isfinite(loss_BT) | ~mask_BT, axis=1)
     total = jnp.sum(jnp.where(mask_BT, loss_BT, 0.0) * weight_BT)
-    mismatch = _mismatch_statistics(logprobs_BT, emission_BT)
+    mismatch = _mismatch_statistics(logprobs_BT, rollout_BT)
     statistics = _reduce(per_token | mismatch, mask_BT)
     statistics.sums["loss"] = total
     return total, (jax.lax.stop_gradient(statistics), finite_B)
@@ -200,12 +201,12 @@ def _policy_statistics(
     }
 
 
-def _mismatch_statistics(logprobs_BT: jax.Array, emission_BT: jax.Array) -> dict[str, jax.Array]:
+def _mismatch_statistics(logprobs_BT: jax.Array, rollout_BT: jax.Array) -> dict[str, jax.Array]:
     """How far the trainer is from the sampler: |d| and exp(d) − 1 − d, d = trainer − sampler.
 
     The latter's mean estimates KL(sampler ‖ trainer).
     """
-    d_BT = logprobs_BT - emission_BT
+    d_BT = logprobs_BT - rollout_BT
     return {
         "sampling/sampling_logp_difference/mean": jnp.abs(d_BT),
         "mismatch_kl": jnp.expm1(d_BT) - d_BT,

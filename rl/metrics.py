@@ -31,6 +31,7 @@ WALL_CLOCK_NAMES = frozenset(
         "spec/verify_seconds",
         "spec/host_share",
         "spec/history_index_seconds",
+        "spec/prefix_pass_seconds",
     }
 )
 

@@ -50,6 +50,36 @@ def _per_source() -> np.ndarray:
 
 
 @dataclasses.dataclass
+class VerifiedPrefixes:
+    """Counts of cached responses: how many tokens were verified, in passes of how many positions.
+
+    `kept_tokens` of the `tokens` stand, `responses` of which `whole` stand as they were;
+    `passes[(rows, positions)]` prices them on other hardware.
+    """
+
+    responses: int = 0
+    whole: int = 0
+    tokens: int = 0
+    kept_tokens: int = 0
+    seconds: float = 0.0
+    passes: collections.Counter[tuple[int, int]] = dataclasses.field(
+        default_factory=collections.Counter
+    )
+
+    def add(self, num_tokens: int, kept_tokens: int) -> None:
+        """One more response."""
+        self.responses += 1
+        self.whole += kept_tokens == num_tokens
+        self.tokens += num_tokens
+        self.kept_tokens += kept_tokens
+
+    @property
+    def accept_rate(self) -> float:
+        """Tokens that stand, over tokens that were decided on: the rest was never asked about."""
+        return self.kept_tokens / max(self.kept_tokens + self.responses - self.whole, 1)
+
+
+@dataclasses.dataclass
 class EngineStats:
     """Counts of one phase; `rounds[(slots, nodes, positions)]` prices it on other hardware.
 
@@ -60,6 +90,7 @@ class EngineStats:
     fetches: int = 0
     tokens: int = 0
     prefilled_tokens: int = 0
+    verified: VerifiedPrefixes = dataclasses.field(default_factory=VerifiedPrefixes)
     drafted_by_source: np.ndarray = dataclasses.field(default_factory=_per_source)
     accepted_by_source: np.ndarray = dataclasses.field(default_factory=_per_source)
     rounds: collections.Counter[tuple[int, int, int]] = dataclasses.field(

@@ -259,6 +259,10 @@ def with_scores(
         samples = [
             dataclasses.replace(s, old_logprobs=x) for s, x in zip(samples, old, strict=True)
         ]
+    elif algorithm.old_logprobs == "emission":
+        samples = [
+            dataclasses.replace(s, old_logprobs=s.trajectory.emission_logprobs) for s in samples
+        ]
     if algorithm.needs_reference:
         if reference is None:
             raise ValueError(

@@ -32,6 +32,7 @@ def trajectory(i, num_tokens, reason):
         policy_versions=np.zeros(num_tokens, np.int32),
         origins=np.zeros(num_tokens, np.uint8),
         finish_reason=reason,
+        emission_logprobs=np.full(num_tokens, -0.5, np.float32),
     )
 
 

@@ -43,7 +43,8 @@ def trajectory(i, prompt, response, *, reward=1.0, logprobs=None, finish=FinishR
     logprobs = np.full(n, -2.7, np.float32) if logprobs is None else logprobs
     zeros = np.zeros(n, np.int32)
     ids = (np.array(prompt, np.int32), np.array(response, np.int32))
-    return Trajectory(i, i // 4, i % 4, *ids, logprobs, zeros, zeros, finish, reward)
+    rest = logprobs, zeros, zeros, finish, reward
+    return Trajectory(i, i // 4, i % 4, *ids, *rest, emission_logprobs=logprobs)
 
 
 def some_trajectories(count=8, seed=0, max_response=12):
