@@ -182,7 +182,7 @@ def _verify_packed(
         return engine.put(np.zeros((shape.rows, shape.length), np.int32))
 
     packing = Packing(zeros(), zeros(), zeros())
-    names = (zeros(),)
+    names: tuple[jax.Array, ...] = (zeros(),)
     if engine.context_tokens:
         names = zeros().astype(np.uint32), zeros()
     batch = PackedResponses(zeros(), zeros(), packing, zeros(), *names)

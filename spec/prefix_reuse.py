@@ -100,7 +100,10 @@ class Verified:
 class PrefixRule(Protocol):
     """How many tokens of a cached response stand, given what the pass found."""
 
-    draws_own: bool  # whether tokens that stand are the policy's own draws
+    @property
+    def draws_own(self) -> bool:
+        """Whether tokens that stand are draws of the policy at hand."""
+        ...
 
     def kept(self, request_id: int, cached: CachedResponse, verified: Verified) -> int: ...
 

@@ -217,7 +217,7 @@ def test_a_policy_that_was_chosen_by_looking_at_the_noise_has_not(params, law):
     kernel = fresh_kernel()
     past_RT = sample(params, kernel, 1, "cdf")
     fresh_RT = sample(params, kernel, 2, "cdf")
-    chosen_RT = np.where((past_RT[:, 0] == FIRST)[:, None], past_RT, fresh_RT)
+    chosen_RT = np.where((past_RT[:, 0] == 0)[:, None], past_RT, fresh_RT)
     assert g_test_fails(chosen_RT, law)
 
 

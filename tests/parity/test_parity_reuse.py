@@ -111,7 +111,7 @@ def test_coupled_accepts_what_it_draws_itself(golden, rollout, requests, reusing
 
 
 @pytest.mark.parametrize("name", ["plain", "cool", "greedy"])
-@pytest.mark.parametrize("mode", ["lenient:1", "lenient:e^3", "random", "full", "lenient:inf"])
+@pytest.mark.parametrize("mode", ["lenient:e^1", "lenient:e^3", "random", "full", "lenient:inf"])
 def test_what_stands_stands_and_the_rest_is_decoded(rollout, requests, reusing, params, mode, name):
     given = with_cached(requests, some_tokens)
     greedy = name == "greedy"
@@ -138,7 +138,7 @@ def test_what_stands_stands_and_the_rest_is_decoded(rollout, requests, reusing, 
         assert tuple(t.response_ids.tolist()) == want[t.request_id].response_ids
         assert t.finish_reason is want[t.request_id].finish_reason
     assert max(misscored(params, got, SAMPLINGS[name]).values()) < TOLERANCE
-    if not greedy or "1" not in mode:
+    if not greedy or not mode.startswith("lenient:e"):  # no random token is the most likely one
         assert sum(map(len, prefixes.values())) > 0
 
 

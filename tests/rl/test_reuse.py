@@ -35,7 +35,7 @@ def answer(group, sample, tokens, prompt=None, version=3):
 
 def make(mode="lenient:1", schedule="constant", cache=None, **options):
     config = ReuseConfig(mode, schedule)
-    cache = cache or RolloutCache(epochs=config.epochs)
+    cache = RolloutCache(epochs=config.epochs) if cache is None else cache
     return Reuse(config, cache, seed=3, greedy=False, **options), cache
 
 

@@ -42,7 +42,8 @@ def live(group, response):
 
 
 def open_speculation(cache=None, **settings):
-    speculation = Speculation(SpeculationConfig(**settings), cache or RolloutCache())
+    cache = RolloutCache() if cache is None else cache
+    speculation = Speculation(SpeculationConfig(**settings), cache)
     speculation.times = RoundTimes({})
     return speculation
 

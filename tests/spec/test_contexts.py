@@ -44,8 +44,11 @@ def test_host_and_device_hash_alike():
 
 
 def some_tree(rng, guesses):
-    parents = [int(rng.integers(-1, i)) if i else -1 for i in range(guesses)]
-    return Draft(rng.integers(0, 3, guesses).tolist(), parents)
+    edges = []
+    for i in range(guesses):
+        edge = int(rng.integers(-1, i)) if i else -1, int(rng.integers(0, 3))
+        edges += [edge] if edge not in edges and edge[0] < len(edges) else []
+    return Draft([t for _, t in edges], [p for p, _ in edges])
 
 
 @settings(max_examples=30)
