@@ -86,7 +86,8 @@ class PrefixPass:
                 in_prompt = prompt_at + np.arange(len(requests[i].prompt_ids) - 1)
                 positions = np.concatenate([in_prompt, at_L[: len(prefix.response_ids)]])
                 entering.append(Entering(requests[i], prefix, positions))
-                counts.add(len(at_L), prefix.reused_tokens)
+                drawn_tokens = len(prefix.response_ids) - prefix.reused_tokens
+                counts.add(len(at_L), prefix.reused_tokens, drawn_tokens)
             counts.passes[packed.batch.tokens_BT.shape] += 1
             yield cache, entering
 

@@ -53,7 +53,8 @@ def _per_source() -> np.ndarray:
 class VerifiedPrefixes:
     """Counts of cached responses: how many tokens were verified, in passes of how many positions.
 
-    `kept_tokens` of the `tokens` stand, `responses` of which `whole` stand as they were;
+    `kept_tokens` of the `tokens` stand, `drawn_tokens` came with the passes behind them, and
+    `whole` of the `responses` stand as they were;
     `passes[(rows, positions)]` prices them on other hardware.
     """
 
@@ -61,17 +62,19 @@ class VerifiedPrefixes:
     whole: int = 0
     tokens: int = 0
     kept_tokens: int = 0
+    drawn_tokens: int = 0
     seconds: float = 0.0
     passes: collections.Counter[tuple[int, int]] = dataclasses.field(
         default_factory=collections.Counter
     )
 
-    def add(self, num_tokens: int, kept_tokens: int) -> None:
+    def add(self, num_tokens: int, kept_tokens: int, drawn_tokens: int) -> None:
         """One more response."""
         self.responses += 1
         self.whole += kept_tokens == num_tokens
         self.tokens += num_tokens
         self.kept_tokens += kept_tokens
+        self.drawn_tokens += drawn_tokens
 
     @property
     def accept_rate(self) -> float:

@@ -141,6 +141,77 @@ def test_stopped_and_resumed_with_guesses_gives_the_same_bits(tiny, with_guesses
     assert_same_bits(resumed, with_guesses)
 
 
+# --- reuse ------------------------------------------------------------------------------
+
+
+def reusing(mode, *more, steps=5):
+    """An epoch is three steps."""
+    return (f"Reuse.mode='{mode}'", f"Run.steps={steps}", *more)
+
+
+def reused(done):
+    return [row["spec/reused_fraction"] for row in done.rows]
+
+
+@pytest.fixture(scope="module")
+def never_reused(tiny, tmp_path_factory):
+    return finish(tiny, tmp_path_factory.mktemp("reuse") / "off", "Run.steps=5")
+
+
+def test_lenience_zero_trains_as_without_reuse(tiny, never_reused, tmp_path):
+    zero = finish(tiny, tmp_path, *reusing("lenient:0"))
+    for one, other in zip(never_reused.rows, zero.rows, strict=True):
+        assert one["reward"] == other["reward"]
+        assert learnt(one) == pytest.approx(learnt(other), rel=1e-3, abs=1e-5)
+    assert sum(reused(zero)) == 0 < sum(row["spec/cached_responses"] for row in zero.rows)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        reusing("lenient:e^0.5"),
+        reusing("delayed:e^1", "Reuse.schedule='linear:1:4'", steps=8),
+        reusing("lenient:1", "Reuse.schedule='clip_fraction:0.1'", "Trainer.minibatches=2"),
+        reusing("coupled", "Sampling.draw='gumbel'"),
+        reusing("coupled:2", "Rollout.cache_bytes=1"),
+        reusing("random", *GUESSES[:2]),
+    ],
+    ids=lambda s: s[0].partition("'")[2].strip("'"),
+)
+def test_reuse_stopped_and_resumed_gives_the_same_bits(tiny, tmp_path, settings):
+    whole = finish(tiny, tmp_path / "whole", *settings)
+    assert reused(whole)[0] == 0 < max(reused(whole)[1:])
+    show = tiny_run.Recorder()
+    stop = len(whole.rows) - 2
+    with pytest.raises(loop.Stopped):
+        tiny_run.train(
+            tiny, tmp_path / "cut", *settings, show=show, should_stop=lambda: len(show.rows) == stop
+        )
+    resumed = finish(tiny, tmp_path / "cut", *settings)
+    assert f"resuming after step {stop}" in resumed.show.messages
+    assert_same_bits(resumed, whole)
+
+
+def test_full_reuse_generates_nothing_anew(tiny, tmp_path):
+    done = finish(tiny, tmp_path, *reusing("full"))
+    seen: dict[str, list[str]] = {}
+    for line in done.samples.splitlines():
+        row = json.loads(line)
+        seen.setdefault((row["example_id"], row["sample_index"]), []).append(row["completion"])
+    assert max(map(len, seen.values())) > 1
+    assert all(len(set(texts)) == 1 for texts in seen.values())
+
+
+def test_what_cannot_be_reused_is_said_and_generated_afresh(tiny, tmp_path):
+    tiny_run.train(tiny, tmp_path, *reusing("full", "Run.steps=2"))
+    changed = finish(tiny, tmp_path, *reusing("full", "Rollout.group_size=2"))
+    warnings = [m for m in changed.show.messages if m.startswith("warning")]
+    assert warnings and "4 cached responses where 2 are asked for" in warnings[0]
+    longer = finish(tiny, tmp_path, *reusing("full", "Run.steps=6", "Task.prompt_suffix='1'"))
+    assert any("its cached prompt is another one" in m for m in longer.show.messages)
+    assert reused(longer)[-1] == 0
+
+
 def test_goodput_keeps_its_table_in_the_run_folder(tiny, never_stopped, tmp_path):
     guesses = ("Speculation.budget='goodput'", "Engine.max_nodes=2", "Run.steps=1")
     finish(tiny, tmp_path, *guesses)
@@ -257,9 +328,13 @@ def counted_compilations():
         active = False  # jax offers no public way to take a listener away
 
 
-@pytest.mark.parametrize("resumed", [False, True], ids=["new", "resumed"])
-def test_nothing_compiles_after_warm_up_whatever_the_lengths(tiny, resumed, tmp_path, monkeypatch):
-    buckets = ("Engine.min_slots=4", "Sampling.max_new_tokens=24")
+@pytest.mark.parametrize(
+    ("resumed", "mode"), [(False, "off"), (True, "off"), (False, "random"), (False, "coupled:2")]
+)
+def test_nothing_compiles_after_warm_up_whatever_the_lengths(
+    tiny, resumed, mode, tmp_path, monkeypatch
+):
+    buckets = ("Engine.min_slots=4", "Sampling.max_new_tokens=24", f"Reuse.mode='{mode}'")
     if resumed:
         finish(tiny, tmp_path, *buckets, "Run.steps=1")
     buckets += ("Run.steps=6",)

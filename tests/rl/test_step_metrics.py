@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import math
 
 import numpy as np
 import pytest
@@ -66,7 +67,10 @@ def test_lengths_rewards_and_engine_counts():
         "rollout/fetches": 7,
         "rollout/prefilled_tokens": 6,
         "rollout/slot_use": 20 / 50,
-        "rollout_tokens": 20,
+        "rollout/generated_tokens": 20,
+        "rollout_tokens": 15,
+        "diversity/distinct_1": 1 / 15,
+        "diversity/self_bleu": pytest.approx((math.exp(-1) + (1 / 1200) ** 0.25) / 2),
         "rewards/digits/mean": 1.0,
         "rewards/digits/std": 1.0,  # over n − 1
         "rewards/failures": 0,
