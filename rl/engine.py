@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
@@ -19,11 +19,11 @@ import numpy as np
 from models import kv_cache, transformer
 from rl import admission, cache_steps
 from rl.guessing import Guessing
-from rl.prefix_pass import PrefixPass
+from rl.prefix_pass import Entering, PrefixJudge, PrefixPasses
 from rl.replica import Replica
 from rl.slot_table import SlotTable
 from rl.timeline import EngineStats, RoundRecord
-from rl.trajectory import Request, Trajectory, check_requests, longest_tokens, of_prefix
+from rl.trajectory import Request, Trajectory, check_requests, longest_tokens
 from spec import lookup
 from spec.budget import Budget, Decision, TakeAll
 from spec.drafter import Drafter, Drafts, LiveSlots, plant
@@ -47,7 +47,22 @@ class Phase:
     stop_E: jax.Array
     policy_version: int
     guessing: Guessing
-    prefixes: PrefixPass | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Waiting:
+    """Requests that have no row yet: those to be answered afresh, those with cached responses."""
+
+    afresh: collections.deque[Request]
+    cached: PrefixPasses | tuple[()] = ()
+
+    def __len__(self) -> int:
+        return len(self.afresh) + len(self.cached)
+
+    @property
+    def prompts(self) -> frozenset[admission.Prompt]:
+        """That rows had better go on holding."""
+        return frozenset(r.prompt_ids for r in self.afresh)
 
 
 class Engine(Replica):
@@ -97,17 +112,24 @@ class Engine(Replica):
                 f"{sampling.max_new_tokens}: noise that goes by content has room for no more"
             )
         self.stats = EngineStats()
-        queue = collections.deque(requests)
         done: dict[int, Trajectory] = {}
         stop_ids = np.asarray(sorted(stop_token_ids) or [-1], np.int32)
         most_tokens = longest_tokens(requests, sampling.max_new_tokens)
         guessing = Guessing(self.config, drafter, budget or TakeAll(), self.stats)
-        prefixes = None
+        self._phase = Phase(sampling, key, stop_ids, self.put(stop_ids), policy_version, guessing)
+        waiting = Waiting(collections.deque(requests))
         if rule is not None:
-            prefixes = PrefixPass(rule, sampling, key, stop_ids, policy_version, most_tokens)
-        self._phase = Phase(
-            sampling, key, stop_ids, self.put(stop_ids), policy_version, guessing, prefixes
-        )
+            judge = PrefixJudge(rule, sampling, key, stop_ids, policy_version)
+            waiting = Waiting(
+                collections.deque(r for r in requests if not r.may_reuse),
+                PrefixPasses(
+                    judge,
+                    self,
+                    [r for r in requests if r.may_reuse],
+                    most_tokens,
+                    self.stats.verified,
+                ),
+            )
 
         def finish(ended: Sequence[Trajectory]) -> None:
             for trajectory in ended:
@@ -118,15 +140,15 @@ class Engine(Replica):
         with self.mesh_context():
             try:
                 # rows of an earlier policy hold nothing that is of use
-                self.allocate(self.config.slot_bucket(len(queue)), self.config.min_positions)
+                self.allocate(self.config.slot_bucket(len(requests)), self.config.min_positions)
                 # a fetch may write one token beyond the end
                 self._table = SlotTable(len(self._table), most_tokens + 1)
-                while queue or self._table.num_busy:
+                while len(waiting) or self._table.num_busy:
                     began_s = self.clock()
-                    self._fit(queue)
-                    finish(self._admit(params, queue))
+                    finish(self._admit(params, waiting))
+                    self._fit(waiting)
                     if self._table.num_busy:
-                        self._round(params, len(queue), began_s)
+                        self._round(params, len(waiting), began_s)
                         finish(self._retire_ended())
                     if on_round is not None:
                         on_round(len(done), self.stats.tokens)
@@ -175,55 +197,43 @@ class Engine(Replica):
             )
         )
 
-    def _admit(
-        self, params: transformer.Params, queue: collections.deque[Request]
-    ) -> list[Trajectory]:
-        """Fill the free rows from the queue; the trajectories that ended on the way."""
+    def _admit(self, params: transformer.Params, waiting: Waiting) -> list[Trajectory]:
+        """Fill the free rows; the trajectories that ended on the way."""
         ended: list[Trajectory] = []
-        while (free := self._table.free_rows()) and queue:
-            entering = [queue.popleft() for _ in range(min(len(free), len(queue)))]
-            reusing = [r for r in entering if self._phase.prefixes and r.may_reuse]
-            if reusing:
-                ended += self._enter_verified(params, reusing)
-            afresh = [r for r in entering if r not in reusing]
-            if afresh:
-                self._enter(params, afresh, frozenset(r.prompt_ids for r in queue))
+        while len(waiting) and (free := self._table.free_rows()):
+            if waiting.cached:
+                over, entering = waiting.cached.take(params, len(free))
+                ended += over
+                if entering:
+                    self._enter_prefixes(waiting.cached.packed, entering)
+            else:
+                count = min(len(free), len(waiting.afresh))
+                self._enter(params, [waiting.afresh.popleft() for _ in range(count)], waiting)
             self._slots = None
         return ended
 
-    def _enter_verified(
-        self, params: transformer.Params, requests: Sequence[Request]
-    ) -> list[Trajectory]:
-        """Verify cached responses: what stands of them enters a row, or has ended."""
-        table, counts, ended, began_s = self._table, self.stats.verified, [], self.clock()
-        prefixes = self._phase.prefixes
-        assert prefixes is not None and self._cache is not None
-        for packed, entering in prefixes.run(self, params, requests, counts):
-            going = [e for e in entering if e.prefix.finish_reason is None]
-            ended += [of_prefix(e.request, e.prefix) for e in entering if e not in going]
-            self._grow(max((len(e.positions) + 1 for e in going), default=0))
-            index_BS = np.zeros((len(table), self._positions), np.int32)
-            target_B = np.zeros(len(table), np.int32)
-            for i, (e, row) in enumerate(zip(going, table.free_rows(), strict=False)):
-                index_BS[i, : len(e.positions)], target_B[i] = e.positions, row
-                table.enter(row, e.request, self._phase.sampling.max_new_tokens, e.prefix)
-            self._cache = cache_steps.gather_rows(
-                self._cache, packed, index_BS, target_B, len(going)
-            )
-        counts.seconds += self.clock() - began_s
-        return ended
+    def _enter_prefixes(self, packed: kv_cache.KVCache, entering: Sequence[Entering]) -> None:
+        """Requests with a prefix take free rows: keys and values are gathered from its pass."""
+        table = self._table
+        self._grow(max(len(e.positions) + 1 for e in entering))
+        index_BS = np.zeros((len(table), self._positions), np.int32)
+        target_B = np.zeros(len(table), np.int32)
+        for i, (e, row) in enumerate(zip(entering, table.free_rows(), strict=False)):
+            index_BS[i, : len(e.positions)], target_B[i] = e.positions, row
+            table.enter(row, e.request, self._phase.sampling.max_new_tokens, e.prefix)
+        assert self._cache is not None
+        self._cache = cache_steps.gather_rows(
+            self._cache, packed, index_BS, target_B, len(entering)
+        )
 
     def _enter(
-        self,
-        params: transformer.Params,
-        entering: Sequence[Request],
-        wanted_later: frozenset[tuple[int, ...]],
+        self, params: transformer.Params, entering: Sequence[Request], waiting: Waiting
     ) -> None:
         """Requests without a prefix take free rows: their prompts are computed, or copied."""
         table = self._table
         prompts = [r.prompt_ids for r in entering]
         self._grow(max(len(p) for p in prompts) + 1)
-        plan = admission.plan(prompts, table.free_rows(), table.prompts, wanted_later)
+        plan = admission.plan(prompts, table.free_rows(), table.prompts, waiting.prompts)
         assert self._cache is not None
         self._cache, prefilled = self.fill_rows(params, self._cache, plan)
         self.stats.prefilled_tokens += prefilled
@@ -356,13 +366,13 @@ class Engine(Replica):
         assert self._cache is not None
         return self._cache.num_positions
 
-    def _fit(self, queue: Collection[Request]) -> None:
+    def _fit(self, waiting: Waiting) -> None:
         """Halve the batch while what is left fits into half of it."""
         assert self._cache is not None
         table = self._table
-        while self.config.slot_bucket(table.num_busy + len(queue)) < len(table):
+        while self.config.slot_bucket(table.num_busy + len(waiting)) < len(table):
             half = self.config.slot_bucket(-(-len(table) // 2))
-            order = table.most_useful({r.prompt_ids for r in queue})[:half]
+            order = table.most_useful(waiting.prompts)[:half]
             self._cache = cache_steps.resize(
                 self._cache, np.asarray(order, np.int32), self._cache.num_positions
             )

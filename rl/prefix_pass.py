@@ -6,6 +6,7 @@ row with its keys and values; a request that has its end in there never needs a 
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Iterator, Sequence
 
@@ -19,7 +20,7 @@ from rl import batching
 from rl.batching import Packed, Sample, Shape
 from rl.replica import Replica
 from rl.timeline import VerifiedPrefixes
-from rl.trajectory import FinishReason, Origin, Prefix, Request, Trajectory
+from rl.trajectory import FinishReason, Origin, Prefix, Request, Trajectory, of_prefix
 from spec import contexts, packed_verify
 from spec.packed_verify import PackedResponses, verify_packed
 from spec.prefix_reuse import PrefixRule, Verified
@@ -40,83 +41,26 @@ class Entering:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class PrefixPass:
-    """What the passes of a phase have in common."""
+class PrefixJudge:
+    """Which prefix a request starts with, given what the pass found of its cached response."""
 
     rule: PrefixRule
     sampling: SamplingConfig
     key: jax.Array
     stop_ids: np.ndarray
     policy_version: int
-    longest_tokens: int  # of a request, prompt and response together
 
-    def run(
-        self,
-        replica: Replica,
-        params: Params,
-        requests: Sequence[Request],
-        counts: VerifiedPrefixes,
-    ) -> Iterator[tuple[KVCache, list[Entering]]]:
-        """Verify the requests' cached responses: of each pass its cache and who enters from it.
-
-        Adds to `counts`.
-        """
-        samples = [self._sample(request) for request in requests]
-        whole, single = replica.config.verify_shapes(self.longest_tokens)
-        for packed, indices in _batches(samples, whole, single):
-            batch = _inputs(packed, [samples[i] for i in indices], replica.context_tokens)
-            cache, found = verify_packed(
-                params,
-                jax.tree.map(replica.put, batch),
-                self.key,
-                np.float32(self.sampling.temperature),
-                np.int32(self.sampling.top_k),
-                np.float32(self.sampling.top_p),
-                **replica.verify_packed_options(self.sampling.draw),
-            )
-            drawn_X, drawn_logprobs_X, logprobs_X, possible_X = packed_verify.unpack(found)
-            entering = []
-            for e, i in enumerate(indices):
-                at_L = packed.batch.index_EM[e, : samples[i].trajectory.num_tokens]
-                verified = Verified(
-                    logprobs_X[at_L], possible_X[at_L], drawn_X[at_L], drawn_logprobs_X[at_L]
-                )
-                prefix = self._prefix(requests[i], verified)
-                prompt_at = _prompt_start(packed.batch.packing, int(at_L[0]))
-                in_prompt = prompt_at + np.arange(len(requests[i].prompt_ids) - 1)
-                positions = np.concatenate([in_prompt, at_L[: len(prefix.response_ids)]])
-                entering.append(Entering(requests[i], prefix, positions))
-                drawn_tokens = len(prefix.response_ids) - prefix.reused_tokens
-                counts.add(len(at_L), prefix.reused_tokens, drawn_tokens)
-            counts.passes[packed.batch.tokens_BT.shape] += 1
-            yield cache, entering
-
-    def _sample(self, request: Request) -> Sample:
+    def usable(self, request: Request) -> np.ndarray:
         """The request's cached tokens, up to an end token and to its limit."""
-        cached = request.cached
-        assert cached is not None
-        tokens = cached.tokens[: self._limit(request)]
+        assert request.cached is not None
+        tokens = request.cached.tokens[: self._limit(request)]
         ends = np.nonzero(np.isin(tokens, self.stop_ids))[0]
-        tokens = tokens[: ends[0] + 1] if len(ends) else tokens
-        zeros = np.zeros(len(tokens), np.float32)
-        trajectory = Trajectory(
-            request_id=request.request_id,
-            group_id=request.group_id,
-            sample_index=request.sample_index,
-            prompt_ids=np.asarray(request.prompt_ids, np.int32),
-            response_ids=tokens,
-            logprobs=zeros,
-            policy_versions=zeros.astype(np.int32),
-            origins=zeros.astype(np.uint8),
-            finish_reason=FinishReason.LENGTH,
-            emission_logprobs=zeros,
-        )
-        return Sample(trajectory, 0.0)
+        return tokens[: ends[0] + 1] if len(ends) else tokens
 
     def _limit(self, request: Request) -> int:
         return request.max_new_tokens or self.sampling.max_new_tokens
 
-    def _prefix(self, request: Request, verified: Verified) -> Prefix:
+    def prefix(self, request: Request, verified: Verified) -> Prefix:
         """What the rule keeps, and the token that was drawn behind it."""
         cached = request.cached
         assert cached is not None
@@ -140,6 +84,111 @@ class PrefixPass:
         elif len(tokens) >= self._limit(request):
             reason = FinishReason.LENGTH
         return Prefix(tokens, logprobs, emission, versions, origins, kept, reason)
+
+
+class PrefixPasses:
+    """Requests whose cached responses wait to be verified, or stand and wait for a row.
+
+    They are packed once; a pass runs when rows are free and nobody is ready to take them, so
+    that no more than one pass's keys and values wait. Its counts are added to `counts`.
+    """
+
+    def __init__(
+        self,
+        judge: PrefixJudge,
+        replica: Replica,
+        requests: Sequence[Request],
+        longest_tokens: int,
+        counts: VerifiedPrefixes,
+    ) -> None:
+        self._judge, self._replica, self._requests, self._counts = judge, replica, requests, counts
+        self._samples = [_sample(request, judge.usable(request)) for request in requests]
+        whole, single = replica.config.verify_shapes(longest_tokens)
+        self._passes = collections.deque(_batches(self._samples, whole, single))
+        self._ready: collections.deque[Entering] = collections.deque()
+        self._unverified = len(requests)
+        self._packed: KVCache | None = None
+
+    def __len__(self) -> int:
+        return self._unverified + len(self._ready)
+
+    @property
+    def packed(self) -> KVCache:
+        """Keys and values of those that `take` gave last, all in one row."""
+        assert self._packed is not None
+        return self._packed
+
+    def take(self, params: Params, most: int) -> tuple[list[Trajectory], list[Entering]]:
+        """Up to `most` requests that are ready for a row, after the next pass if there is none.
+
+        Also the trajectories of those whose responses that pass has shown to be whole.
+        """
+        ended: list[Trajectory] = []
+        if not self._ready:
+            began_s = self._replica.clock()
+            for e in self._verify(params):
+                if e.prefix.finish_reason is None:
+                    self._ready.append(e)
+                else:
+                    ended.append(of_prefix(e.request, e.prefix))
+            self._counts.seconds += self._replica.clock() - began_s
+        count = min(most, len(self._ready))
+        return ended, [self._ready.popleft() for _ in range(count)]
+
+    def _verify(self, params: Params) -> list[Entering]:
+        """Run the next pass."""
+        packed, indices = self._passes.popleft()
+        judge, replica = self._judge, self._replica
+        samples = [self._samples[i] for i in indices]
+        self._packed, found = verify_packed(
+            params,
+            jax.tree.map(replica.put, _inputs(packed, samples, replica.context_tokens)),
+            judge.key,
+            np.float32(judge.sampling.temperature),
+            np.int32(judge.sampling.top_k),
+            np.float32(judge.sampling.top_p),
+            **replica.verify_packed_options(judge.sampling.draw),
+        )
+        drawn_X, drawn_logprobs_X, logprobs_X, possible_X = packed_verify.unpack(found)
+        entering = []
+        for e, i in enumerate(indices):
+            request, at_L = self._requests[i], packed.batch.index_EM[e, : _num_tokens(samples[e])]
+            verified = Verified(
+                logprobs_X[at_L], possible_X[at_L], drawn_X[at_L], drawn_logprobs_X[at_L]
+            )
+            prefix = judge.prefix(request, verified)
+            prompt_at = _prompt_start(packed.batch.packing, int(at_L[0]))
+            in_prompt = prompt_at + np.arange(len(request.prompt_ids) - 1)
+            positions = np.concatenate([in_prompt, at_L[: len(prefix.response_ids)]])
+            entering.append(Entering(request, prefix, positions))
+            drawn_tokens = len(prefix.response_ids) - prefix.reused_tokens
+            self._counts.add(len(at_L), prefix.reused_tokens, drawn_tokens)
+        self._unverified -= len(indices)
+        rows, length = packed.batch.tokens_BT.shape
+        self._counts.passes[rows, length] += 1
+        return entering
+
+
+def _num_tokens(sample: Sample) -> int:
+    return sample.trajectory.num_tokens
+
+
+def _sample(request: Request, tokens: np.ndarray) -> Sample:
+    """A cached response, as `rl.batching` packs them."""
+    zeros = np.zeros(len(tokens), np.float32)
+    trajectory = Trajectory(
+        request_id=request.request_id,
+        group_id=request.group_id,
+        sample_index=request.sample_index,
+        prompt_ids=np.asarray(request.prompt_ids, np.int32),
+        response_ids=tokens,
+        logprobs=zeros,
+        policy_versions=zeros.astype(np.int32),
+        origins=zeros.astype(np.uint8),
+        finish_reason=FinishReason.LENGTH,
+        emission_logprobs=zeros,
+    )
+    return Sample(trajectory, 0.0)
 
 
 def _first(cached: CachedResponse, num_tokens: int) -> CachedResponse:
