@@ -43,18 +43,18 @@ def group_advantages(
 
 def leave_one_out_advantages(
     rewards: Sequence[float | None], group_ids: Sequence[int]
-) -> tuple[np.ndarray, dict[str, float]]:
-    """A_i = r_i − mean of the others of its group = (r_i − mean) · n / (n − 1).
+) -> np.ndarray:
+    """A_i = r_i − mean of the others of its group = (r_i − mean) · n / (n − 1); float32 [n].
 
-    Missing rewards, equal ones and groups of one as in `group_advantages`, which also
-    says what is returned and raised. Source: RLOO, arXiv 2402.14740.
+    Missing rewards, equal ones and groups of one as in `group_advantages`.
+    Source: RLOO, arXiv 2402.14740.
     """
     advantages = np.zeros(len(rewards), np.float32)
     for indices, values in _groups(rewards, group_ids).values():
         if _differ(values):
             n = len(values)
             advantages[indices] = (values - values.mean()) * (n / (n - 1))
-    return advantages, reward_statistics(rewards, group_ids)
+    return advantages
 
 
 def response_advantages(
@@ -62,16 +62,16 @@ def response_advantages(
     group_ids: Sequence[int],
     estimator: Estimator,
     normalise: Normalisation,
-) -> tuple[np.ndarray, dict[str, float]]:
-    """The advantage of each response by the named estimator, and `reward_statistics`.
+) -> np.ndarray:
+    """The advantage of each response by the named estimator; float32 [n].
 
     "gae" compares no siblings: zeros here, the trainer's critic judges every token.
     """
     if estimator == "gae":
-        return np.zeros(len(rewards), np.float32), reward_statistics(rewards, group_ids)
+        return np.zeros(len(rewards), np.float32)
     if estimator == "leave_one_out":
         return leave_one_out_advantages(rewards, group_ids)
-    return group_advantages(rewards, group_ids, normalise=normalise)
+    return group_advantages(rewards, group_ids, normalise=normalise)[0]
 
 
 def informative_groups(rewards: Sequence[float | None], group_ids: Sequence[int]) -> set[int]:
