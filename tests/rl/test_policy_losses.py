@@ -32,10 +32,10 @@ def log(*values):
 def test_clipped_policy_loss(ratio, advantage, wanted, slope):
     def of(logprob):
         old = jnp.zeros((1, 1))
-        return policy_losses.clipped_policy_loss(logprob, old, jnp.array([[advantage]]), 0.1, 0.3)[0, 0]
+        return policy_losses.clipped_policy_loss(logprob, old, jnp.array([[advantage]]), 0.1, 0.3)[
+            0, 0
+        ]
 
     value, gradient = jax.value_and_grad(of)(log(ratio))
     assert float(value) == pytest.approx(wanted, abs=1e-6)
     assert float(gradient[0, 0]) == pytest.approx(slope, abs=1e-6)
-
-
