@@ -57,6 +57,7 @@ class Algorithm:
 
 
 ALGORITHMS: dict[str, Algorithm] = {
+    # as TRL has it by default; its paper averages over sequences of their token means
     "grpo": Algorithm("arXiv 2402.03300"),
     "dr_grpo": Algorithm(
         "arXiv 2503.20783", advantage_normalisation="none", aggregation="constant"

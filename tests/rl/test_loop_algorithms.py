@@ -96,6 +96,15 @@ def test_samples_of_every_phase_have_noise_of_their_own(dapo):
     assert len(set(texts)) == len(texts) > 8
 
 
+def test_guesses_change_no_token_of_any_phase(tiny, dapo, tmp_path):
+    guesses = ("Speculation.budget='fixed:3'", "Engine.max_nodes=4", "Run.steps=4")
+    done = finish(tiny, tmp_path, *DAPO, rewarded_by(tiny, "lucky"), *guesses)
+    texts = [[json.loads(x)["completion"] for x in r.samples.splitlines()] for r in (done, dapo)]
+    assert texts[0] == texts[1]
+    # the third step has seen all six prompts: there is history to guess from
+    assert max(row.get("spec/history/speculated_fraction", 0.0) for row in done.rows) > 0
+
+
 @pytest.mark.parametrize("stop_at_fetch", [3, 9, 15])
 def test_dapo_stopped_anywhere_and_resumed_gives_the_same_bits(tiny, dapo, tmp_path, stop_at_fetch):
     """The data cursor is in the checkpoint: it does not follow from the step."""
