@@ -206,14 +206,15 @@ def _check_choice(field: str, hint: Any, value: Any) -> None:
 class CriticConfig:
     """PPO's value network: its optimizer's rate, and how it judges tokens.
 
-    `gamma` discounts later rewards, `gae_lambda` mixes one-step and whole-response
-    estimates. A value's step away from the one before the update is clipped at
-    `value_clip`. All else of its optimizer is as in the section Optimizer.
+    `gamma` discounts later rewards, `gae_lambda` mixes one-step (0) and whole-response
+    (1) estimates; below 1, a critic that still says 0 makes long responses look bad. A
+    value's step away from the one before the update is clipped at `value_clip`. All else
+    of its optimizer is as in the section Optimizer.
     """
 
     learning_rate: float = 1e-5
     gamma: float = 1.0
-    gae_lambda: float = 0.95
+    gae_lambda: float = 1.0
     value_clip: float = 0.2
 
     def __post_init__(self) -> None:
