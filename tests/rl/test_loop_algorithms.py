@@ -56,7 +56,7 @@ def test_it_learns(tiny, name, tmp_path):
     rewards = [row["reward"] for row in done.rows]
     # the share of digits is 0.63 at first. Seeded, so never a false alarm on one platform
     assert np.mean(rewards[:4]) < 0.7 and np.mean(rewards[-4:]) > 0.9
-    assert ("critic/explained_variance" in done.rows[-1]) == (name == "ppo")
+    assert ("critic/explained_variance" in done.rows[0]) == (name == "ppo")
     assert ("dynamic_sampling/phases" in done.rows[-1]) == (name == "dapo")
 
 
