@@ -80,9 +80,7 @@ def phase_seconds(
     return total
 
 
-def pass_seconds(
-    device: Accelerator, policy: PolicyShape, rows: int, length: int
-) -> float:
+def pass_seconds(device: Accelerator, policy: PolicyShape, rows: int, length: int) -> float:
     """A pass over `rows` of `length` positions, padding included: prefill or packed verification.
 
     A position attends to half of its row.

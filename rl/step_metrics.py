@@ -63,9 +63,10 @@ def sample_rows(
     trajectories: Sequence[Trajectory],
     completions: Sequence[str],
     scores: Sequence[Score],
-    advantages: np.ndarray,
+    advantages: np.ndarray | None,
 ) -> list[dict[str, Any]]:
-    """One row of samples.jsonl per trajectory."""
+    """One row of samples.jsonl per trajectory; no `advantage` where each token has its own."""
+    known = [None] * len(trajectories) if advantages is None else advantages.tolist()
     return [
         {
             "example_id": examples[t.group_id].example_id,
@@ -76,12 +77,12 @@ def sample_rows(
             "reward": score.total,
             "rewards": dict(score.values),
             "reward_failure": score.failure,
-            "advantage": float(advantage),
+            "advantage": advantage,
             "logprob": float(t.logprobs.sum()),
             "num_tokens": t.num_tokens,
             "finish_reason": str(t.finish_reason),
         }
         for t, completion, score, advantage in zip(
-            trajectories, completions, scores, advantages, strict=True
+            trajectories, completions, scores, known, strict=True
         )
     ]

@@ -76,6 +76,11 @@ class VerifiedPrefixes:
         self.kept_tokens += kept_tokens
         self.drawn_tokens += drawn_tokens
 
+    def __add__(self, more: VerifiedPrefixes) -> VerifiedPrefixes:
+        return VerifiedPrefixes(
+            *(getattr(self, f.name) + getattr(more, f.name) for f in dataclasses.fields(self))
+        )
+
     @property
     def accept_rate(self) -> float:
         """Tokens that stand, over tokens that were decided on: the rest was never asked about."""
@@ -121,6 +126,16 @@ class EngineStats:
     @property
     def accepted_tokens(self) -> int:
         return int(self.accepted_by_source.sum())
+
+
+def joined(parts: Sequence[EngineStats]) -> EngineStats:
+    """The counts of several phases together; those of one as they are."""
+    total = parts[0]
+    for more in parts[1:]:
+        total = EngineStats(
+            *(getattr(total, f.name) + getattr(more, f.name) for f in dataclasses.fields(total))
+        )
+    return total
 
 
 def speculation_metrics(stats: EngineStats) -> dict[str, float]:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import json
 
 import jax
-import jax.monitoring
 import numpy as np
 import pytest
+from loop_runs import assert_same_bits, compilations, finish
 
 from benchmarks import tiny_run
 from rl import loop
 from rl.checkpoint import NoWholeCheckpointError
-from rl.metrics import deterministic_view, read_metrics, read_samples
+from rl.metrics import deterministic_view, read_samples
 
 STEPS = 3
 
@@ -30,34 +28,9 @@ def tiny(tmp_path_factory):
     return tiny_run.make_inputs(tmp_path_factory.mktemp("loop"))
 
 
-@dataclasses.dataclass(frozen=True)
-class Finished:
-    """What a run has left."""
-
-    leaves: list[np.ndarray]
-    rows: list[dict]
-    samples: bytes
-    show: tiny_run.Recorder
-
-
-def finish(tiny, folder, *overrides) -> Finished:
-    show = tiny_run.Recorder()
-    state = tiny_run.train(tiny, folder, *overrides, show=show)
-    rows = [deterministic_view(row) for row in read_metrics(folder)]
-    leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(state)]
-    return Finished(leaves, rows, (folder / "samples.jsonl").read_bytes(), show)
-
-
 @pytest.fixture(scope="module")
 def never_stopped(tiny, tmp_path_factory):
     return finish(tiny, tmp_path_factory.mktemp("runs") / "never_stopped")
-
-
-def assert_same_bits(ours: Finished, theirs: Finished):
-    assert ours.rows == theirs.rows
-    assert ours.samples == theirs.samples
-    for one, other in zip(ours.leaves, theirs.leaves, strict=True):
-        assert one.tobytes() == other.tobytes()
 
 
 def test_the_same_configuration_gives_the_same_bits(tiny, never_stopped, tmp_path):
@@ -311,23 +284,6 @@ def test_eight_devices_give_the_rewards_of_one(tiny, never_stopped, tmp_path):
             assert ours[name] == pytest.approx(value, rel=1e-4, abs=1e-4), name
 
 
-@contextlib.contextmanager
-def counted_compilations():
-    """A list that grows by one at every request to XLA for a program, cached on disk or not."""
-    found: list[str] = []
-    active = True
-
-    def listen(event: str, duration_s: float, **details: object) -> None:
-        if active and event.endswith("backend_compile_duration"):
-            found.append(str(details.get("fun_name", event)))
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
-        yield found
-    finally:
-        active = False  # jax offers no public way to take a listener away
-
-
 @pytest.mark.parametrize(
     ("resumed", "mode"), [(False, "off"), (True, "off"), (False, "random"), (False, "coupled:2")]
 )
@@ -338,19 +294,9 @@ def test_nothing_compiles_after_warm_up_whatever_the_lengths(
     if resumed:
         finish(tiny, tmp_path, *buckets, "Run.steps=1")
     buckets += ("Run.steps=6",)
-    jax.clear_caches()  # or earlier runs would have warmed up for us
-    at_warm_up: list[int] = []
-    build = loop._build
-
-    def counting_build(*args):
-        built = build(*args)
-        at_warm_up.append(len(found))
-        return built
-
-    monkeypatch.setattr(loop, "_build", counting_build)
-    with counted_compilations() as found:
-        done = finish(tiny, tmp_path, *buckets, "Checkpoint.every_steps=2")
+    buckets += ("Checkpoint.every_steps=2",)
+    done, before, after = compilations(tiny, tmp_path, monkeypatch, *buckets)
     lengths = {(r["completions/min_length"], r["completions/max_length"]) for r in done.rows}
     assert len(lengths) > 1, "the lengths must vary"
-    assert at_warm_up[0] > 10, "the listener must hear of compilations"
-    assert found[at_warm_up[0] :] == []
+    assert len(before) > 10, "the listener must hear of compilations"
+    assert after == []

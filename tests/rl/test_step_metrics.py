@@ -122,3 +122,5 @@ def test_a_sample_row_holds_what_explains_its_reward():
     }
     assert [row["example_id"] for row in rows] == ["e0", "e0", "e1"]
     assert [row["advantage"] for row in rows] == [0.5, -0.5, 0.0]
+    unjudged = sample_rows(Letters(), examples, TRAJECTORIES, ["", "", ""], scores(1, 1, 1), None)
+    assert [row["advantage"] for row in unjudged] == [None] * 3

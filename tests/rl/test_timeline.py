@@ -11,6 +11,7 @@ from rl.timeline import (
     EngineStats,
     RoundRecord,
     host_share,
+    joined,
     load_timeline,
     save_timeline,
     speculation_metrics,
@@ -110,3 +111,20 @@ def test_the_file_is_strict_json(tmp_path):
     save_timeline(tmp_path, 3, example().timeline)
     rows = json.loads((tmp_path / TIMELINE_FILE).read_text())
     assert rows["rounds"][1]["emitted_A"] == [3, 1, 2]
+
+
+def test_the_counts_of_phases_join():
+    one, other = example(), EngineStats(fetches=3, tokens=5, prefilled_tokens=7)
+    other.rounds[(4, 1, 64)] = 2
+    other.verified.add(6, 4)
+    assert joined([one]) is one
+    total = joined([one, other])
+    assert (total.fetches, total.tokens, total.prefilled_tokens) == (one.fetches + 3, 25, 7)
+    assert total.rounds == one.rounds + other.rounds and len(total.timeline) == 3
+    assert (total.drafted_nodes, total.accepted_tokens) == (10, 5)
+    assert (total.verified.responses, total.verified.tokens, total.verified.kept_tokens) == (
+        1,
+        6,
+        4,
+    )
+    assert one.tokens == 20 and other.tokens == 5 and len(one.timeline) == 3
