@@ -250,6 +250,7 @@ def empty(shape: Shape, *, judged: bool = False) -> MicroBatch:
         old_logprobs_BT=floats_EM(),
         reference_logprobs_BT=floats_EM(),
         emission_logprobs_BT=floats_EM(),
+        origins_BT=np.zeros((E, T), np.int32),
         critic=CriticInputs(floats_EM(), floats_EM(), floats_EM()) if judged else None,
     )
     packing = Packing(ints_BT(), ints_BT(), ints_BT())
@@ -307,6 +308,7 @@ def _state(batch: MicroBatch, e: int, sample: Sample, index: np.ndarray) -> None
     old = t.logprobs if sample.old_logprobs is None else sample.old_logprobs
     inputs.old_logprobs_BT[e, :n] = old
     inputs.emission_logprobs_BT[e, :n] = t.emission_logprobs
+    inputs.origins_BT[e, :n] = t.origins
     if sample.reference_logprobs is not None:
         inputs.reference_logprobs_BT[e, :n] = sample.reference_logprobs
     if sample.judgement is not None:

@@ -36,7 +36,7 @@ from rl.rewards.process import RewardWorkerError
 from rl.round_times import load_or_measure
 from rl.speculation import Speculation
 from rl.step_metrics import sample_rows, step_metrics
-from rl.timeline import save_timeline
+from rl.timeline import phase_row, save_timeline
 from rl.trajectory import Trajectory
 from spec.rollout_cache import RolloutCache
 
@@ -83,26 +83,37 @@ def train(
         with _saving_when_stopped(lambda: (saved, place, state), system, checkpoints):
             while (done := place.step) < config.run.steps:
                 timings = Timings(clock)
-                state, place, row, samples = train_step(system, state, place, timings)
+                state, place, wrote = train_step(system, state, place, timings)
                 done = place.step
                 with timings.section("checkpoint"):
                     if config.checkpoint.due(done) or done == config.run.steps:
                         save_timeline(folder, done, system.engine.stats.timeline)
                         checkpoints.save(done, state, _host_state(system, place))
                         saved = done
-                row |= {"num_tokens": place.num_tokens} | _speed(row, timings.seconds())
-                metrics.write_samples(done, samples)
-                show.step(metrics.write(done, row))
+                row = wrote.metrics | {"num_tokens": place.num_tokens}
+                metrics.write_samples(done, wrote.samples)
+                if config.metrics.phases:
+                    metrics.write_phase(done, wrote.phase)
+                show.step(metrics.write(done, row | _speed(row, timings.seconds())))
         return state
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Written:
+    """What a step leaves in the run folder: a row of metrics, of samples, and of phases.jsonl."""
+
+    metrics: dict[str, Any]
+    samples: list[dict[str, Any]]
+    phase: dict[str, Any]
 
 
 def train_step(
     system: System, state: TrainState, place: Place, timings: Timings
-) -> tuple[TrainState, Place, dict[str, Any], list[dict[str, Any]]]:
+) -> tuple[TrainState, Place, Written]:
     """One step: generate, score, compare, update.
 
-    Returns the new state (the given one is donated), the place after the step, its
-    metrics, and its samples as rows of samples.jsonl.
+    Returns the new state (the given one is donated), the place after the step, and what is
+    to be written of it.
     """
     config, step = system.config, place.step + 1
     rollouts = generate(system, state.params, place.cursor, step, timings)
@@ -134,7 +145,7 @@ def train_step(
     tokens = place.num_tokens + int(row.pop("rollout_tokens"))
     place = Place(step, tokens, place.cursor + len(rollouts.prompts))
     row |= rollouts.metrics | reward_metrics | penalty_metrics | update_metrics
-    return state, place, row, samples
+    return state, place, Written(row, samples, phase_row(rollouts.stats))
 
 
 def punish_length(

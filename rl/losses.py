@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from rl.algorithms import Aggregation, Algorithm, AlgorithmConfig, KLEstimator
 from rl.corrections import Correction, importance_weights
 from rl.policy_losses import policy_loss
+from rl.trajectory import Origin
 
 
 @jax.tree_util.register_dataclass
@@ -33,7 +34,8 @@ class CriticInputs:
 class LossInputs:
     """What the loss compares the policy with; float32 [B, T], `mask_BT` bool, `advantages_B` [B].
 
-    Where the mask is False the other arrays may hold anything finite. `critic` is set
+    Where the mask is False the other arrays may hold anything finite. `origins_BT` (int32) say
+    how the tokens came to be (`rl.trajectory.Origin`). `critic` is set
     where a critic judged the tokens: its advantages then stand for `advantages_B`.
     """
 
@@ -43,6 +45,7 @@ class LossInputs:
     old_logprobs_BT: jax.Array
     reference_logprobs_BT: jax.Array
     emission_logprobs_BT: jax.Array
+    origins_BT: jax.Array
     critic: CriticInputs | None = None
 
 
@@ -148,6 +151,7 @@ def loss(
     mismatch = _mismatch_statistics(logprobs_BT, rollout_BT)
     statistics = _reduce(per_token | mismatch, mask_BT)
     statistics.sums["loss"] = total
+    statistics.sums.update(_by_origin(logprobs_BT - emission_BT, inputs.origins_BT, mask_BT))
     return total, (jax.lax.stop_gradient(statistics), finite_B)
 
 
@@ -187,6 +191,21 @@ def _mismatch_statistics(logprobs_BT: jax.Array, rollout_BT: jax.Array) -> dict[
     }
 
 
+def _by_origin(d_BT: jax.Array, origins_BT: jax.Array, mask_BT: jax.Array) -> dict[str, jax.Array]:
+    """Sums of exp(d) − 1 − d over the tokens of each origin, and their counts.
+
+    With d = trainer − emission their ratio estimates KL(emission ‖ trainer) at those tokens.
+    """
+    sums = {}
+    for origin in Origin:
+        these_BT = mask_BT & (origins_BT == int(origin))
+        kl_BT = jnp.where(these_BT, jnp.expm1(d_BT) - d_BT, 0.0)
+        sums[f"{BY_ORIGIN}{origin.name.lower()}"] = jnp.sum(kl_BT)
+        sums[f"{COUNT}{origin.name.lower()}"] = jnp.sum(these_BT, dtype=jnp.float32)
+    return sums
+
+
+BY_ORIGIN, COUNT = "emission_kl/", "emission_tokens/"
 MAXIMA = {  # metric → (statistic, sign): the largest of sign · statistic
     "sampling/sampling_logp_difference/max": ("sampling/sampling_logp_difference/mean", 1.0),
     "ratio/max": ("ratio/mean", 1.0),
@@ -196,6 +215,7 @@ MISMATCH = (  # meaningful only while the policy is still the one that sampled
     "sampling/sampling_logp_difference/mean",
     "sampling/sampling_logp_difference/max",
     "mismatch_kl",
+    *(f"{BY_ORIGIN}{origin.name.lower()}" for origin in Origin),
 )
 
 
@@ -213,7 +233,8 @@ def zero_statistics(config: AlgorithmConfig) -> TokenStatistics:
     """The neutral element of `add_statistics`, with the names that `loss` gives."""
     zero = jnp.zeros((), jnp.float32)
     shape = jnp.zeros((1, 1), jnp.float32)
-    inputs = LossInputs(shape > 0, shape[0], shape, shape, shape, shape)
+    origins = jnp.zeros((1, 1), jnp.int32)
+    inputs = LossInputs(shape > 0, shape[0], shape, shape, shape, shape, origins)
     _, (statistics, _) = loss(config, shape, shape, inputs, zero + 1)
     return statistics
 
@@ -228,11 +249,15 @@ def add_statistics(left: TokenStatistics, right: TokenStatistics) -> TokenStatis
 
 def metrics_of(statistics: TokenStatistics) -> dict[str, float]:
     """Means over tokens, maxima and the summed loss, under TRL's names; host floats."""
-    tokens = max(float(statistics.sums["tokens"]), 1.0)
+    sums = {name: float(value) for name, value in statistics.sums.items()}
+    tokens = max(sums["tokens"], 1.0)
     means = {
-        name: float(value) / (1.0 if name == "loss" else tokens)
-        for name, value in statistics.sums.items()
-        if name != "tokens"
+        name: value / (1.0 if name == "loss" else tokens)
+        for name, value in sums.items()
+        if name != "tokens" and not name.startswith((BY_ORIGIN, COUNT))
     }
+    for origin in (o.name.lower() for o in Origin):  # origins without tokens have no mean
+        if count := sums[f"{COUNT}{origin}"]:
+            means[f"{BY_ORIGIN}{origin}"] = sums[f"{BY_ORIGIN}{origin}"] / count
     extremes = {m: float(statistics.maxima[m]) * sign for m, (_, sign) in MAXIMA.items()}
     return means | extremes

@@ -68,6 +68,11 @@ class VerifiedPrefixes:
         default_factory=collections.Counter
     )
 
+    def __add__(self, more: VerifiedPrefixes) -> VerifiedPrefixes:
+        """Of two phases together."""
+        pairs = ((getattr(self, f.name), getattr(more, f.name)) for f in dataclasses.fields(self))
+        return VerifiedPrefixes(*(mine + other for mine, other in pairs))
+
     def add(self, num_tokens: int, kept_tokens: int, drawn_tokens: int) -> None:
         """One more response."""
         self.responses += 1
@@ -75,11 +80,6 @@ class VerifiedPrefixes:
         self.tokens += num_tokens
         self.kept_tokens += kept_tokens
         self.drawn_tokens += drawn_tokens
-
-    def __add__(self, more: VerifiedPrefixes) -> VerifiedPrefixes:
-        return VerifiedPrefixes(
-            *(getattr(self, f.name) + getattr(more, f.name) for f in dataclasses.fields(self))
-        )
 
     @property
     def accept_rate(self) -> float:
@@ -178,6 +178,23 @@ def host_share(rounds: Sequence[RoundRecord]) -> float:
 def host_seconds(rounds: Sequence[RoundRecord]) -> float:
     """Seconds of drafting, packing, calling and committing."""
     return sum(r.called_s - r.ready_s + r.ended_s - r.fetched_s for r in rounds)
+
+
+def phase_row(stats: EngineStats) -> dict[str, Any]:
+    """What a phase did, short enough to keep of every step, and enough to price it elsewhere.
+
+    `calls`: [nodes, live cached tokens before, busy requests in each round]; `passes`: [rows,
+    positions of a row, how many].
+    """
+    calls = []
+    for r in stats.timeline:
+        busy_R = [int((r.rounds_A > n).sum()) for n in range(int(r.rounds_A.max(initial=0)))]
+        calls.append([r.num_nodes, int(r.cached_tokens_A.sum()), busy_R])
+    return {
+        "calls": calls,
+        "passes": [[*shape, count] for shape, count in sorted(stats.verified.passes.items())],
+        "prefilled_tokens": stats.prefilled_tokens,
+    }
 
 
 def save_timeline(folder: Path, step: int, rounds: Sequence[RoundRecord]) -> None:

@@ -320,7 +320,8 @@ def _combined(reports: Sequence[Report]) -> dict[str, float]:
     """One set of metrics from all optimizer steps; the mismatch from the first, the unmoved one."""
     metrics = losses.metrics_of(accumulation.summed(reports))
     first = losses.metrics_of(reports[0].statistics)
-    metrics |= {name: first[name] for name in losses.MISMATCH}
+    unmoved = {name: first[name] for name in losses.MISMATCH if name in first}
+    metrics = {k: v for k, v in metrics.items() if k not in losses.MISMATCH} | unmoved
     metrics["loss"] /= len(reports)
     metrics["grad_norm"] = float(np.mean([r.grad_norm for r in reports]))
     metrics["lr"] = float(reports[-1].lr)

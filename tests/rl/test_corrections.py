@@ -63,7 +63,7 @@ def test_products_over_long_sequences_neither_overflow_nor_vanish_into_nan():
 def loss_of(new, **more):
     config = AlgorithmConfig(name="rloo", kl_coefficient=0.5, kl_estimator="k2", **more)
     zeros = jnp.zeros_like(TRAINER)
-    inputs = LossInputs(MASK, jnp.array([1.0, 1.0]), TRAINER, TRAINER, zeros, EMISSION)
+    inputs = LossInputs(MASK, jnp.array([1.0, 1.0]), TRAINER, TRAINER, zeros, EMISSION, zeros)
     return losses.loss(config, new, new, inputs, jnp.float32(2))
 
 

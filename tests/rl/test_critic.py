@@ -145,7 +145,7 @@ def test_value_loss_and_statistics_by_hand():
     told = CriticInputs(
         jnp.zeros((2, 2)), jnp.array([[2.0, 2.0], [0.0, 9.0]]), jnp.array([[1.0, 1.0], [0.0, 9.0]])
     )
-    inputs = LossInputs(mask, jnp.zeros(2), *(jnp.zeros((2, 2)),) * 4, told)
+    inputs = LossInputs(mask, jnp.zeros(2), *(jnp.zeros((2, 2)),) * 5, told)
     values = jnp.array([[1.2, 1.8], [1.0, jnp.nan]])  # clip 0.5: kept, cut, and moved away
     total, (statistics, finite_B) = value_loss(values, inputs, jnp.float32(3), 0.5)
     assert float(total) == pytest.approx((0.32 + 0.125 + 0.5) / 3, rel=1e-5)

@@ -13,6 +13,7 @@ from rl.timeline import (
     host_share,
     joined,
     load_timeline,
+    phase_row,
     save_timeline,
     speculation_metrics,
 )
@@ -116,7 +117,7 @@ def test_the_file_is_strict_json(tmp_path):
 def test_the_counts_of_phases_join():
     one, other = example(), EngineStats(fetches=3, tokens=5, prefilled_tokens=7)
     other.rounds[(4, 1, 64)] = 2
-    other.verified.add(6, 4)
+    other.verified.add(6, 4, 1)
     assert joined([one]) is one
     total = joined([one, other])
     assert (total.fetches, total.tokens, total.prefilled_tokens) == (one.fetches + 3, 25, 7)
@@ -128,3 +129,15 @@ def test_the_counts_of_phases_join():
         4,
     )
     assert one.tokens == 20 and other.tokens == 5 and len(one.timeline) == 3
+
+
+def test_a_phase_in_short():
+    stats = example()
+    stats.verified.passes[5, 384] += 2
+    stats.prefilled_tokens = 12
+    row = json.loads(json.dumps(phase_row(stats)))
+    assert row["passes"] == [[5, 384, 2]] and row["prefilled_tokens"] == 12
+    assert len(row["calls"]) == len(stats.timeline)
+    for (nodes, cached, busy_R), record in zip(row["calls"], stats.timeline, strict=True):
+        assert (nodes, cached) == (record.num_nodes, record.cached_tokens_A.sum())
+        assert busy_R[0] == len(record.request_ids_A) and sum(busy_R) == record.rounds_A.sum()
