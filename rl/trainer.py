@@ -168,6 +168,7 @@ def update(
     A batch without a usable sample changes nothing and gives `batch/*` alone. Samples
     without a gradient (advantage 0, no KL) still count in the loss's divisor, so that the
     update is the same, but no pass is spent on them, and means over tokens lack them.
+    With a critic, `advantages` are not looked at: it makes its own from the rewards.
 
     Raises NonFiniteUpdate before such an update is applied; ValueError where a
     sample does not fit the shape, or a reference or critic is needed and missing.

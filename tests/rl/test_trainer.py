@@ -153,7 +153,7 @@ def test_groups_of_equal_rewards_and_of_one_leave_the_parameters_alone():
         np.testing.assert_array_equal(new, old)
 
 
-@pytest.mark.parametrize("aggregation", ["token", "sequence"])
+@pytest.mark.parametrize("aggregation", ["token", "sequence", "sequence_sum", "constant"])
 def test_samples_without_a_gradient_cost_no_pass_and_still_count(aggregation, monkeypatch):
     recipe = dataclasses.replace(
         RECIPE, algorithm=dataclasses.replace(RECIPE.algorithm, aggregation=aggregation)
