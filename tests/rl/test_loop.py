@@ -81,7 +81,7 @@ GUESSES = ("Speculation.budget='fixed:3'", "Engine.max_nodes=4", "Run.steps=5")
 
 def learnt(row):
     """What training knows of a step: all but how its tokens were come by."""
-    ours = ("spec/", "rollout/")
+    ours = ("spec/", "rollout/", "emission_kl/")
     return {k: v for k, v in deterministic_view(row).items() if not k.startswith(ours)}
 
 
