@@ -9,6 +9,8 @@ makers' dense bfloat16 figures, of which `UTILISATION` is taken; 16-bit weights 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
 from rl.timeline import RoundRecord
 from spec.budget import RoundTimes
@@ -76,6 +78,35 @@ def phase_seconds(
             busy = int((record.rounds_A > r).sum())
             total += round_seconds(device, policy, busy, record.num_nodes, positions * busy / live)
     return total
+
+
+def pass_seconds(device: Accelerator, policy: PolicyShape, rows: int, length: int) -> float:
+    """A pass over `rows` of `length` positions, padding included: prefill or packed verification.
+
+    A position attends to half of its row.
+    """
+    attention = 2 * policy.num_layers * policy.num_heads * policy.head_dim * length
+    operations = rows * length * (2 * policy.num_params + attention)
+    moved_s = policy.num_params * BYTES / device.bytes_per_s
+    return max(moved_s, operations / device.operations_per_s) / UTILISATION + OVERHEAD_S
+
+
+def recorded_seconds(
+    device: Accelerator, policy: PolicyShape, row: Mapping[str, Any]
+) -> tuple[float, float]:
+    """(all of a phase, its verification passes) of a row of phases.jsonl (`rl.timeline`)."""
+    rounds_s = sum(
+        round_seconds(device, policy, busy, nodes, cached * busy / per_round[0])
+        for nodes, cached, per_round in row["calls"]
+        for busy in per_round
+    )
+    passes_s = sum(
+        count * pass_seconds(device, policy, rows, length) for rows, length, count in row["passes"]
+    )
+    prefill_s = 0.0
+    if row["prefilled_tokens"]:
+        prefill_s = pass_seconds(device, policy, 1, row["prefilled_tokens"])
+    return rounds_s + passes_s + prefill_s, passes_s
 
 
 def round_times(

@@ -22,10 +22,10 @@ from rl.trajectory import Request, Trajectory
 from spec.drafter import Drafter, Drafts, LiveSlots, no_drafts
 from spec.group import GroupDrafter
 from spec.history import RULE, HistoryDrafter, build_index
-from spec.history_store import HistoryStore, of_group
 from spec.lookup_texts import LookupTexts, contexts
 from spec.merge import Union
 from spec.ngram import NgramDrafter
+from spec.rollout_cache import RolloutCache, of_group
 from spec.sampling import SamplingConfig, step_key
 from spec.tree import PADDING
 
@@ -84,7 +84,7 @@ def tiny(
     sampling = SamplingConfig(max_new_tokens=max_new_tokens)
     _, old = policy(before)
     past = generate(model, old, requests, sampling, key=step_key(0, 1000))
-    store = HistoryStore()
+    store = RolloutCache()
     for g, row in enumerate(rows):
         group = [t for t in past if t.group_id == g]
         rewards = [float(_right(t, row["answer_ids"])) for t in group]

@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from models.attention import Packing
-from rl.losses import LossInputs
+from rl.losses import CriticInputs, LossInputs
 from rl.trajectory import Trajectory
 
 SAMPLES_PER_ROW = 16  # a micro-batch holds at most this many samples for each of its rows
@@ -27,17 +27,27 @@ ROW_MULTIPLE_TOKENS = 64  # rows are a multiple of this long
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
+class Judgement:
+    """What a critic makes of each token of a response; float32 [num_tokens]."""
+
+    advantages: np.ndarray
+    returns: np.ndarray
+    values: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class Sample:
     """A trajectory with what training adds to it; log-probs are float32 [num_tokens].
 
-    `old_logprobs` of None stands for those of emission, `reference_logprobs` of
-    None for no reference.
+    `old_logprobs` of None stands for those of the rollout, `reference_logprobs` of
+    None for no reference, `judgement` of None for no critic.
     """
 
     trajectory: Trajectory
     advantage: float
     old_logprobs: np.ndarray | None = None
     reference_logprobs: np.ndarray | None = None
+    judgement: Judgement | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -223,21 +233,32 @@ def _fill_rows(samples: Sequence[Sample], shape: Shape) -> list[_Row]:
     return rows
 
 
-def empty(shape: Shape) -> MicroBatch:
-    """A micro-batch without samples."""
+def empty(shape: Shape, *, judged: bool = False) -> MicroBatch:
+    """A micro-batch without samples; `judged` has room for what a critic says."""
     B, T, E = shape.rows, shape.length, shape.samples
-    ints_BT, floats_EM = np.zeros((B, T), np.int32), np.zeros((E, T), np.float32)
-    packing = Packing(*(ints_BT.copy() for _ in range(3)))
+
+    def ints_BT() -> np.ndarray:
+        return np.zeros((B, T), np.int32)
+
+    def floats_EM() -> np.ndarray:
+        return np.zeros((E, T), np.float32)
+
     inputs = LossInputs(
-        np.zeros((E, T), bool),
-        np.zeros(E, np.float32),
-        *(floats_EM.copy() for _ in range(3)),
+        mask_BT=np.zeros((E, T), bool),
+        advantages_B=np.zeros(E, np.float32),
+        rollout_logprobs_BT=floats_EM(),
+        old_logprobs_BT=floats_EM(),
+        reference_logprobs_BT=floats_EM(),
+        emission_logprobs_BT=floats_EM(),
+        origins_BT=np.zeros((E, T), np.int32),
+        critic=CriticInputs(floats_EM(), floats_EM(), floats_EM()) if judged else None,
     )
-    return MicroBatch(ints_BT.copy(), ints_BT.copy(), packing, np.zeros((E, T), np.int32), inputs)
+    packing = Packing(ints_BT(), ints_BT(), ints_BT())
+    return MicroBatch(ints_BT(), ints_BT(), packing, np.zeros((E, T), np.int32), inputs)
 
 
 def _pack(samples: Sequence[Sample], rows: Sequence[_Row], shape: Shape) -> Packed:
-    batch = empty(shape)
+    batch = empty(shape, judged=samples[rows[0].parts[0][1][0]].judgement is not None)
     order: list[int] = []
     for b, row in enumerate(rows):
         start = 0
@@ -283,11 +304,18 @@ def _state(batch: MicroBatch, e: int, sample: Sample, index: np.ndarray) -> None
     inputs = batch.inputs
     inputs.mask_BT[e, :n] = True
     inputs.advantages_B[e] = sample.advantage
-    inputs.emission_logprobs_BT[e, :n] = t.logprobs
+    inputs.rollout_logprobs_BT[e, :n] = t.logprobs
     old = t.logprobs if sample.old_logprobs is None else sample.old_logprobs
     inputs.old_logprobs_BT[e, :n] = old
+    inputs.emission_logprobs_BT[e, :n] = t.emission_logprobs
+    inputs.origins_BT[e, :n] = t.origins
     if sample.reference_logprobs is not None:
         inputs.reference_logprobs_BT[e, :n] = sample.reference_logprobs
+    if sample.judgement is not None:
+        assert inputs.critic is not None, "all samples are judged, or none"
+        inputs.critic.advantages_BT[e, :n] = sample.judgement.advantages
+        inputs.critic.returns_BT[e, :n] = sample.judgement.returns
+        inputs.critic.values_BT[e, :n] = sample.judgement.values
 
 
 def padding_fraction(packed: Sequence[Packed]) -> float:

@@ -16,6 +16,7 @@ import numpy as np
 from models import kv_cache, transformer
 from models.config import ModelConfig
 from models.kv_cache import KVCache
+from spec.contexts import Contexts
 from spec.verify import Slots
 
 KEY_AXIS, VALUE_AXIS = 3, 2  # where positions lie in a layer's keys and values
@@ -25,13 +26,20 @@ COLUMNS = ("last_token", "length", "emitted", "limit", "active", "request_id", "
 
 
 @jax.jit
-def make_slots(ints_BC: jax.Array, floats_B2: jax.Array, key: jax.Array) -> Slots:
+def make_slots(
+    ints_BC: jax.Array, floats_B2: jax.Array, key: jax.Array, contexts: Contexts | None = None
+) -> Slots:
     """Device slots from the host's tables: `COLUMNS`, and (temperature, top_p)."""
     column = dict(zip(COLUMNS, ints_BC.T, strict=True))
     keys = jax.vmap(lambda r: jax.random.fold_in(key, r))(column.pop("request_id"))
     active = column.pop("active") > 0
     return Slots(
-        **column, active=active, keys=keys, temperature=floats_B2[:, 0], top_p=floats_B2[:, 1]
+        **column,
+        active=active,
+        keys=keys,
+        temperature=floats_B2[:, 0],
+        top_p=floats_B2[:, 1],
+        contexts=contexts,
     )
 
 
@@ -111,6 +119,43 @@ def insert_rows(
     """Row `target[i]` starts with row `source[i]` of `new`, for i < count; donates `cache`."""
     args = jax.device_put((source, target, np.int32(count)))
     return jax.tree.map(lambda rows, more: insert_layer(rows, more, *args), cache, new)
+
+
+@partial(jax.jit, static_argnames=("axis",), donate_argnames="rows")
+def gather_layer(
+    rows: jax.Array,
+    packed: jax.Array,
+    index_BS: jax.Array,
+    target_B: jax.Array,
+    count: jax.Array,
+    *,
+    axis: int,
+) -> jax.Array:
+    def one(i: jax.Array, rows: jax.Array) -> jax.Array:
+        row = jnp.take(packed, index_BS[i], axis=axis, mode="clip").astype(rows.dtype)
+        return jax.lax.dynamic_update_slice_in_dim(rows, row, target_B[i], axis=0)
+
+    return kv_cache.pin(jax.lax.fori_loop(0, count, one, rows))
+
+
+def gather_rows(
+    cache: KVCache, packed: KVCache, index_BS: np.ndarray, target: np.ndarray, count: int
+) -> KVCache:
+    """Row `target[i]` gets positions `index_BS[i]` of `packed`'s one row, for i < count.
+
+    Donates `cache`. What the index holds beyond a row's live positions is dead.
+    """
+    args = jax.device_put((index_BS, target, np.int32(count)))
+
+    def one(rows: jax.Array, new: jax.Array, axis: int) -> jax.Array:
+        return gather_layer(rows, new, *args, axis=axis)
+
+    keys = zip(cache.keys, packed.keys, strict=True)
+    values = zip(cache.values, packed.values, strict=True)
+    return KVCache(
+        tuple(one(rows, new, KEY_AXIS) for rows, new in keys),
+        tuple(one(rows, new, VALUE_AXIS) for rows, new in values),
+    )
 
 
 def copy_rows(cache: KVCache, source: np.ndarray, target: np.ndarray, count: int) -> KVCache:

@@ -11,30 +11,28 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
 
 from models import kv_cache, transformer
 from rl import admission, cache_steps
+from rl.guessing import Guessing
+from rl.prefix_pass import Entering, PrefixJudge, PrefixPasses
 from rl.replica import Replica
 from rl.slot_table import SlotTable
 from rl.timeline import EngineStats, RoundRecord
 from rl.trajectory import Request, Trajectory, check_requests, longest_tokens
-from spec import lookup, lookup_probe
+from spec import lookup
 from spec.budget import Budget, Decision, TakeAll
 from spec.drafter import Drafter, Drafts, LiveSlots, plant
 from spec.lookup import Texts, lookup_rounds
-from spec.lookup_probe import LookupProbe
-from spec.lookup_texts import LookupTexts
-from spec.merge import Union
-from spec.outcome import of_plain, of_round
+from spec.prefix_reuse import PrefixRule
 from spec.sampling import SamplingConfig
 from spec.tree import DraftTree
 from spec.verify import Slots, decode_rounds, unpack, verify_round
 
-PROBE_EVERY = 4  # calls
 OnFinish = Callable[[Trajectory], None]
 OnRound = Callable[[int, int], None]  # (responses finished, tokens emitted) so far
 
@@ -48,9 +46,23 @@ class Phase:
     stop_ids: np.ndarray
     stop_E: jax.Array
     policy_version: int
-    drafter: Drafter | None
-    texts: LookupTexts | None
-    budget: Budget
+    guessing: Guessing
+
+
+@dataclasses.dataclass(frozen=True)
+class Waiting:
+    """Requests that have no row yet: those to be answered afresh, those with cached responses."""
+
+    afresh: collections.deque[Request]
+    cached: PrefixPasses | tuple[()] = ()
+
+    def __len__(self) -> int:
+        return len(self.afresh) + len(self.cached)
+
+    @property
+    def prompts(self) -> frozenset[admission.Prompt]:
+        """That rows had better go on holding."""
+        return frozenset(r.prompt_ids for r in self.afresh)
 
 
 class Engine(Replica):
@@ -63,7 +75,6 @@ class Engine(Replica):
         self._cache: kv_cache.KVCache | None = None
         self._slots: Slots | None = None  # None: the host has changed the table
         self._called_s = self._fetched_s = 0.0
-        self._probe: LookupProbe | None = None
 
     # -- the phase ---------------------------------------------------------
 
@@ -78,47 +89,67 @@ class Engine(Replica):
         policy_version: int = 0,
         drafter: Drafter | None = None,
         budget: Budget | None = None,
+        rule: PrefixRule | None = None,
         on_finish: OnFinish | None = None,
         on_round: OnRound | None = None,
     ) -> list[Trajectory]:
         """Generate every request to its end; trajectories in the order of the requests.
 
         `budget` decides each round how many of the drafter's guesses are tried; None
-        tries all. `on_round` is called after every fetch; what it raises ends the
+        tries all. `rule` says how much of the requests' cached responses is kept; None
+        uses none of them. `on_round` is called after every fetch; what it raises ends the
         phase, and the engine stays usable.
 
         Raises ValueError, before any device work, for requests that cannot run:
         empty or too long prompts, tokens outside the vocabulary, repeated ids.
         """
-        budget = budget or TakeAll()
         check_requests(self.model, requests, sampling.max_new_tokens)
-        self.stats, self._probe = EngineStats(), None
-        queue = collections.deque(requests)
+        if self.context_tokens and any(
+            (r.max_new_tokens or 0) > sampling.max_new_tokens for r in requests
+        ):
+            raise ValueError(
+                "a request has a max_new_tokens of its own beyond that of the sampling, "
+                f"{sampling.max_new_tokens}: noise that goes by content has room for no more"
+            )
+        self.stats = EngineStats()
         done: dict[int, Trajectory] = {}
         stop_ids = np.asarray(sorted(stop_token_ids) or [-1], np.int32)
-        self._phase = Phase(
-            sampling,
-            key,
-            stop_ids,
-            self.put(stop_ids),
-            policy_version,
-            drafter,
-            drafter.texts if isinstance(drafter, Union) and budget.looks_up else None,
-            budget,
-        )
+        most_tokens = longest_tokens(requests, sampling.max_new_tokens)
+        guessing = Guessing(self.config, drafter, budget or TakeAll(), self.stats)
+        self._phase = Phase(sampling, key, stop_ids, self.put(stop_ids), policy_version, guessing)
+        waiting = Waiting(collections.deque(requests))
+        if rule is not None:
+            judge = PrefixJudge(rule, sampling, key, stop_ids, policy_version)
+            waiting = Waiting(
+                collections.deque(r for r in requests if not r.may_reuse),
+                PrefixPasses(
+                    judge,
+                    self,
+                    [r for r in requests if r.may_reuse],
+                    most_tokens,
+                    self.stats.verified,
+                ),
+            )
+
+        def finish(ended: Sequence[Trajectory]) -> None:
+            for trajectory in ended:
+                done[trajectory.request_id] = trajectory
+                if on_finish is not None:
+                    on_finish(trajectory)
+
         with self.mesh_context():
             try:
                 # rows of an earlier policy hold nothing that is of use
-                self.allocate(self.config.slot_bucket(len(queue)), self.config.min_positions)
+                self.allocate(self.config.slot_bucket(len(requests)), self.config.min_positions)
                 # a fetch may write one token beyond the end
-                most_tokens = longest_tokens(requests, sampling.max_new_tokens) + 1
-                self._table = SlotTable(len(self._table), most_tokens)
-                while queue or self._table.num_busy:
-                    self._round(params, queue)
-                    for trajectory in self._retire_ended():
-                        done[trajectory.request_id] = trajectory
-                        if on_finish is not None:
-                            on_finish(trajectory)
+                self._table = SlotTable(len(self._table), most_tokens + 1)
+                while len(waiting) or self._table.num_busy:
+                    began_s = self.clock()
+                    finish(self._admit(params, waiting))
+                    self._fit(waiting)
+                    if self._table.num_busy:
+                        self._round(params, len(waiting), began_s)
+                        finish(self._retire_ended())
                     if on_round is not None:
                         on_round(len(done), self.stats.tokens)
             except BaseException:
@@ -128,28 +159,26 @@ class Engine(Replica):
 
     # -- the beats ---------------------------------------------------------
 
-    def _round(self, params: transformer.Params, queue: collections.deque[Request]) -> None:
-        began_s = self.clock()
-        self._fit(queue)
-        self._admit(params, queue)
-        ready_s = self.clock()
+    def _round(self, params: transformer.Params, waiting: int, began_s: float) -> None:
+        guessing, ready_s = self._phase.guessing, self.clock()
         live = self._table.live()
-        drafts, decision = self._draft(live)
+        room = self._room_for_trees(live) if guessing.drafter is not None else 0
+        drafts, decision = guessing.decide(live, len(self._table), self._positions, room)
         drafted_s = self.clock()
         if decision.lookup:
-            tokens_BN, rounds_B, count_B = self._look_up(params, live, len(queue), decision)
+            tokens_BN, rounds_B, count_B = self._look_up(params, live, waiting, decision)
         elif decision.num_nodes > 1:
             assert drafts is not None
             tokens_BN, count_B = self._verify(params, live, drafts, decision.num_nodes)
             rounds_B = np.minimum(count_B, 1)
         else:
-            tokens_BN, count_B = self._decode(params, len(queue), decision.num_rounds)
+            tokens_BN, count_B = self._decode(params, waiting, decision.num_rounds)
             rounds_B = count_B
         rounds_A, emitted_A = rounds_B[live.rows_A], count_B[live.rows_A]
         if drafts is not None:
             tried = 1 if decision.lookup else decision.num_nodes
-            self._judge(live, drafts, tried, tokens_BN[live.rows_A], emitted_A)
-        self._judge_probe()
+            guessing.judge(live, drafts, tried, tokens_BN[live.rows_A], emitted_A)
+        guessing.judge_probe(self._table.live())
         self.stats.timeline.append(
             RoundRecord(
                 began_s=began_s,
@@ -168,49 +197,48 @@ class Engine(Replica):
             )
         )
 
-    def _admit(self, params: transformer.Params, queue: collections.deque[Request]) -> None:
+    def _admit(self, params: transformer.Params, waiting: Waiting) -> list[Trajectory]:
+        """Fill the free rows; the trajectories that ended on the way."""
+        ended: list[Trajectory] = []
+        while len(waiting) and (free := self._table.free_rows()):
+            if waiting.cached:
+                over, entering = waiting.cached.take(params, len(free))
+                ended += over
+                if entering:
+                    self._enter_prefixes(waiting.cached.packed, entering)
+            else:
+                count = min(len(free), len(waiting.afresh))
+                self._enter(params, [waiting.afresh.popleft() for _ in range(count)], waiting)
+            self._slots = None
+        return ended
+
+    def _enter_prefixes(self, packed: kv_cache.KVCache, entering: Sequence[Entering]) -> None:
+        """Requests with a prefix take free rows: keys and values are gathered from its pass."""
         table = self._table
-        free = table.free_rows()
-        entering = [queue.popleft() for _ in range(min(len(free), len(queue)))]
-        if not entering:
-            return
+        self._grow(max(len(e.positions) + 1 for e in entering))
+        index_BS = np.zeros((len(table), self._positions), np.int32)
+        target_B = np.zeros(len(table), np.int32)
+        for i, (e, row) in enumerate(zip(entering, table.free_rows(), strict=False)):
+            index_BS[i, : len(e.positions)], target_B[i] = e.positions, row
+            table.enter(row, e.request, self._phase.sampling.max_new_tokens, e.prefix)
+        assert self._cache is not None
+        self._cache = cache_steps.gather_rows(
+            self._cache, packed, index_BS, target_B, len(entering)
+        )
+
+    def _enter(
+        self, params: transformer.Params, entering: Sequence[Request], waiting: Waiting
+    ) -> None:
+        """Requests without a prefix take free rows: their prompts are computed, or copied."""
+        table = self._table
         prompts = [r.prompt_ids for r in entering]
         self._grow(max(len(p) for p in prompts) + 1)
-        plan = admission.plan(prompts, free, table.prompts, frozenset(r.prompt_ids for r in queue))
+        plan = admission.plan(prompts, table.free_rows(), table.prompts, waiting.prompts)
         assert self._cache is not None
         self._cache, prefilled = self.fill_rows(params, self._cache, plan)
         self.stats.prefilled_tokens += prefilled
         for request, row in zip(entering, plan.rows, strict=True):
             table.enter(row, request, self._phase.sampling.max_new_tokens)
-        self._slots = None
-
-    def _draft(self, live: LiveSlots) -> tuple[Drafts | None, Decision]:
-        """The drafter's guesses, and how many of them the budget wants tried."""
-        drafter, budget = self._phase.drafter, self._phase.budget
-        plain = Decision(1, self.config.rounds_per_fetch)
-        if drafter is None:
-            return None, plain
-        room = self._room_for_trees(live)
-        sizes = self.config.node_sizes(room)
-        ahead = self._ahead(live, room)
-        if ahead is not None and not ahead.ask:
-            return None, ahead
-        # the last token of a response is never a guess: it comes with the one before
-        most_A = np.minimum(budget.limits(live, len(self._table)), live.remaining_tokens_A - 1)
-        most_A = np.minimum(most_A, (sizes[-1] if sizes else 1) - 1).astype(np.int32)
-        if not most_A.any():
-            return None, ahead or plain
-        drafts = drafter.propose(live, most_A, self.config.max_nodes - 1)
-        if len(drafts.count_A) != len(live):
-            raise ValueError(
-                f"{type(drafter).__name__}.propose gave {len(drafts.count_A)} drafts for "
-                f"{len(live)} requests: expected one each"
-            )
-        decision = budget.choose(live, drafts, sizes, len(self._table), self._positions)
-        if ahead is not None:
-            return drafts, ahead
-        rounds = min(decision.num_rounds, plain.num_rounds)
-        return drafts, dataclasses.replace(decision, num_rounds=rounds)
 
     def _room_for_trees(self, live: LiveSlots) -> int:
         """Free cache positions of the longest row.
@@ -224,20 +252,6 @@ class Engine(Replica):
             room += self._positions
             self._grow(self._positions + 1)
         return room
-
-    def _ahead(self, live: LiveSlots, room: int) -> Decision | None:
-        """What the device is to look up; where nothing, a probe says what that would bring."""
-        texts = self._phase.texts
-        # each of two rounds, at least, writes all of its nodes
-        fitting = [n for n in self.config.lookup_sizes() if 2 * n <= room]
-        if texts is None or not fitting:
-            return None
-        ahead = self._phase.budget.ahead(live, fitting, len(self._table), self._positions)
-        if ahead is not None:
-            self._probe = None
-        elif self._probe is None and self.stats.fetches % PROBE_EVERY == 0:
-            self._probe = lookup_probe.probe(texts, live, len(self._table))
-        return ahead
 
     def _verify(
         self, params: transformer.Params, live: LiveSlots, drafts: Drafts, num_nodes: int
@@ -268,7 +282,7 @@ class Engine(Replica):
         That is tokens_BX, and of each slot its rounds and how many tokens they brought.
         """
         table, N, R = self._table, decision.num_nodes, self.config.rounds_per_fetch
-        texts = self._phase.texts
+        texts = self._phase.guessing.texts
         assert texts is not None and self._cache is not None
         text_BL, context_BK, next_B = map(self.argument, texts.fill(live, len(table)))
         rounds = min(R, decision.num_rounds, (self._positions - table.longest_cached()) // N)
@@ -286,37 +300,9 @@ class Engine(Replica):
         tokens_BX, logprobs_BX, counts_BR, tried_BR = lookup.unpack(packed, R)
         self._fetched_s = self.clock()
         table.commit(tokens_BX, logprobs_BX, counts_BR, tried_BR > 0)
-        outcome = lookup.judge(counts_BR[live.rows_A], tried_BR[live.rows_A], N)
-        self._phase.budget.looked_up(live, outcome)
-        self.stats.looked_up(outcome)
+        self._phase.guessing.judge_lookup(live, counts_BR[live.rows_A], tried_BR[live.rows_A], N)
         self.stats.rounds[(len(table), N, self._positions)] += int(counts_BR.any(axis=0).sum())
         return tokens_BX, np.count_nonzero(counts_BR, axis=1), counts_BR.sum(axis=1)
-
-    def _judge(
-        self,
-        live: LiveSlots,
-        drafts: Drafts,
-        num_nodes: int,
-        tokens_AN: np.ndarray,
-        emitted_A: np.ndarray,
-    ) -> None:
-        """Tell the budget what became of the guesses, and count those that were tried."""
-        if num_nodes == 1:
-            outcome = of_plain(drafts, tokens_AN, emitted_A)
-        else:
-            outcome = of_round(drafts, num_nodes, tokens_AN, emitted_A)
-            self.stats.count(drafts, outcome)
-        self._phase.budget.observe(live, drafts, outcome)
-        if isinstance(self._phase.drafter, Union):
-            self._phase.drafter.judged(drafts, outcome)
-
-    def _judge_probe(self) -> None:
-        if self._probe is None:
-            return
-        judged = self._probe.judge(self._table.live(), self.config.lookup_sizes()[-1])
-        if judged is not None:
-            self._probe = None
-            self._phase.budget.looked_up(*judged)
 
     def _decode(
         self, params: transformer.Params, waiting: int, most_rounds: int
@@ -361,8 +347,7 @@ class Engine(Replica):
         """Trajectories of the requests that the last round ended; their rows are free."""
         phase = self._phase
         rows = self._table.ended_rows(phase.stop_ids)
-        if phase.drafter is not None and len(rows):
-            phase.drafter.finished(self._table.view(rows))
+        phase.guessing.finished(self._table.view(rows))
         return [self._table.retire(b, phase.stop_ids, phase.policy_version) for b in rows.tolist()]
 
     # -- buckets -----------------------------------------------------------
@@ -381,13 +366,13 @@ class Engine(Replica):
         assert self._cache is not None
         return self._cache.num_positions
 
-    def _fit(self, queue: Collection[Request]) -> None:
+    def _fit(self, waiting: Waiting) -> None:
         """Halve the batch while what is left fits into half of it."""
         assert self._cache is not None
         table = self._table
-        while self.config.slot_bucket(table.num_busy + len(queue)) < len(table):
+        while self.config.slot_bucket(table.num_busy + len(waiting)) < len(table):
             half = self.config.slot_bucket(-(-len(table) // 2))
-            order = table.most_useful({r.prompt_ids for r in queue})[:half]
+            order = table.most_useful(waiting.prompts)[:half]
             self._cache = cache_steps.resize(
                 self._cache, np.asarray(order, np.int32), self._cache.num_positions
             )
@@ -405,12 +390,8 @@ class Engine(Replica):
 
     def _device_slots(self) -> Slots:
         if self._slots is None:
-            sampling = self._phase.sampling
-            floats_B2 = np.empty((len(self._table), 2), np.float32)
-            floats_B2[:] = sampling.temperature, sampling.top_p
-            self._slots = cache_steps.make_slots(
-                self.put(self._table.device_columns(sampling.top_k)),
-                self.put(floats_B2),
-                self.put(self._phase.key),
-            )
+            sampling, table = self._phase.sampling, self._table
+            columns = table.device_columns(sampling.top_k)
+            arguments = self.slot_arguments(columns, sampling, self._phase.key, table.tokens_BL)
+            self._slots = cache_steps.make_slots(*arguments)
         return self._slots

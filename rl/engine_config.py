@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from rl.batching import SAMPLES_PER_ROW, Shape
+
 
 @dataclasses.dataclass(frozen=True)
 class EngineConfig:
@@ -14,7 +16,8 @@ class EngineConfig:
     `rounds_per_fetch` rounds run on the device between two fetches where no draft
     is wanted. Prompts are computed `prefill_rows` at a time, at most
     `prefill_chunk_tokens` tokens a pass. A draft tree has `min_nodes` · 2^i nodes,
-    its root included, and at most `max_nodes`.
+    its root included, and at most `max_nodes`. Cached responses are verified about
+    `verify_tokens` positions at a time.
     """
 
     slots: int = 64
@@ -26,6 +29,7 @@ class EngineConfig:
     max_nodes: int = 32
     prefill_rows: int = 4
     prefill_chunk_tokens: int = 512
+    verify_tokens: int = 2048
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -50,6 +54,12 @@ class EngineConfig:
             sizes.append(n)
             n *= 2
         return [n for n in (*sizes, self.max_nodes) if 1 < n <= room]
+
+    def verify_shapes(self, longest_tokens: int) -> tuple[Shape, Shape]:
+        """The shape of a packed verification pass, and that of one row of it."""
+        length = bucket(longest_tokens, self.min_positions)
+        rows = max(1, self.verify_tokens // length)
+        return Shape(rows, length, SAMPLES_PER_ROW * rows), Shape(1, length, SAMPLES_PER_ROW)
 
     def lookup_sizes(self) -> list[int]:
         """Buckets of nodes of rounds that look their guesses up: every second one is enough."""

@@ -18,11 +18,14 @@ import jax
 import numpy as np
 
 from models import transformer
+from models.attention import Packing
 from rl import cache_steps, memory_mappings
+from rl.batching import Shape
 from rl.engine import Engine
 from rl.engine_config import bucket
 from spec.lookup import CONTEXT_TOKENS, NO_TOKEN, Texts, lookup_rounds
 from spec.lookup_texts import NUM_TOKENS
+from spec.packed_verify import PackedResponses, verify_packed
 from spec.sampling import SamplingConfig, step_key
 from spec.tree import PADDING, DraftTree
 from spec.verify import decode_rounds, verify_round
@@ -45,11 +48,13 @@ def warm_up(
     max_prompt_tokens: int,
     speculative: bool = False,
     lookup: bool = False,
+    reuse: bool = False,
 ) -> int:
     """Compile what phases of these sizes can reach; returns the number of programs.
 
     Rounds of draft trees are compiled only where phases are to be `speculative`, those that
-    look their guesses up only where `lookup` is set as well. Raises TooManyMappings where
+    look their guesses up only where `lookup` is set as well, passes over cached responses
+    where `reuse` is. Raises TooManyMappings where
     the programs do not fit into what Linux allows a process.
     """
     with engine.mesh_context():
@@ -62,6 +67,8 @@ def warm_up(
                 if lookup and bucket[1] in engine.config.lookup_sizes():
                     arguments = partial(_look_up, engine, params, sampling, *bucket)
                     programs.append(Program(lookup_rounds, arguments))
+        if reuse:
+            programs += _reuse_programs(engine, params, sampling, max_requests, max_prompt_tokens)
         lowered = []
         for program in programs:
             args, kwargs = program.arguments()
@@ -126,7 +133,7 @@ def _programs(
     for T in prompts:
         yield Program(cache_steps.prefill, partial(_prefill, engine, params, T))
     for B in slot_sizes(engine, max_requests):
-        yield Program(cache_steps.make_slots, partial(_make_slots, engine, B))
+        yield Program(cache_steps.make_slots, partial(_make_slots, engine, sampling, B))
         half = engine.config.slot_bucket(-(-B // 2))
         for S in positions:
             yield Program(decode_rounds, partial(_decode, engine, params, sampling, B, S))
@@ -141,6 +148,59 @@ def _programs(
                     yield Program(cache_steps.resize_layer, partial(_resize, rows, B, 2 * S, axis))
 
 
+def _reuse_programs(
+    engine: Engine,
+    params: transformer.Params,
+    sampling: SamplingConfig,
+    max_requests: int,
+    max_prompt_tokens: int,
+) -> Iterator[Program]:
+    """Packed passes, and how their keys and values get into rows."""
+    most = _most_positions(engine, sampling, max_prompt_tokens)
+    lengths = range(sampling.max_new_tokens + 1, most + 1)
+    shapes = {shape for n in lengths for shape in engine.config.verify_shapes(n)}
+    for shape in shapes:
+        arguments = partial(_verify_packed, engine, params, sampling, shape)
+        yield Program(verify_packed, arguments)
+    for B in slot_sizes(engine, max_requests):
+        for S in position_sizes(engine, most):
+            for X in {shape.rows * shape.length for shape in shapes}:
+                for name, axis in (
+                    ("keys", cache_steps.KEY_AXIS),
+                    ("values", cache_steps.VALUE_AXIS),
+                ):
+                    rows = partial(_rows, engine, name, B, S)
+                    new = partial(_rows, engine, name, 1, X)
+                    arguments = partial(_gather, rows, new, S, axis)
+                    yield Program(cache_steps.gather_layer, arguments)
+
+
+def _verify_packed(
+    engine: Engine, params: transformer.Params, sampling: SamplingConfig, shape: Shape
+) -> tuple[tuple, dict[str, Any]]:
+    def zeros() -> jax.Array:
+        return engine.put(np.zeros((shape.rows, shape.length), np.int32))
+
+    packing = Packing(zeros(), zeros(), zeros())
+    names: tuple[jax.Array, ...] = (zeros(),)
+    if engine.context_tokens:
+        names = zeros().astype(np.uint32), zeros()
+    batch = PackedResponses(zeros(), zeros(), packing, zeros(), *names)
+    draws = np.float32(sampling.temperature), np.int32(sampling.top_k), np.float32(sampling.top_p)
+    options = engine.verify_packed_options(sampling.draw)
+    return (params, batch, step_key(0, 0), *draws), options
+
+
+def _gather(
+    rows: Callable[[], jax.Array], new: Callable[[], jax.Array], S: int, axis: int
+) -> tuple[tuple, dict[str, Any]]:
+    target = rows()
+    B = target.shape[0]
+    index_BS, target_B = np.zeros((B, S), np.int32), np.zeros(B, np.int32)
+    args = jax.device_put((index_BS, target_B, np.int32(0)))
+    return (target, new(), *args), {"axis": axis}
+
+
 def _rows(engine: Engine, name: str, B: int, S: int) -> jax.Array:
     return getattr(engine.empty_cache(B, S), name)[0]
 
@@ -150,16 +210,15 @@ def _prefill(engine: Engine, params: transformer.Params, T: int) -> tuple[tuple,
     return (params, tokens_PT), engine.prefill_options()
 
 
-def _make_slots(engine: Engine, B: int) -> tuple[tuple, dict[str, Any]]:
+def _make_slots(engine: Engine, sampling: SamplingConfig, B: int) -> tuple[tuple, dict[str, Any]]:
     ints_BC = np.zeros((B, len(cache_steps.COLUMNS)), np.int32)
-    floats_B2 = np.ones((B, 2), np.float32)
-    return (engine.put(ints_BC), engine.put(floats_B2), engine.put(step_key(0, 0))), {}
+    return engine.slot_arguments(ints_BC, sampling, step_key(0, 0)), {}
 
 
 def _decode(
     engine: Engine, params: transformer.Params, sampling: SamplingConfig, B: int, S: int
 ) -> tuple[tuple, dict[str, Any]]:
-    args, _ = _make_slots(engine, B)
+    args, _ = _make_slots(engine, sampling, B)
     stop_E = engine.put(np.zeros(max(1, len(engine.model.eos_token_ids)), np.int32))
     slots = cache_steps.make_slots(*args)
     cache = engine.empty_cache(B, S)

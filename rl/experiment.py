@@ -6,20 +6,23 @@ Nothing here touches a device, so that `--dry_run` can open and check all of it.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import hashlib
 from pathlib import Path
 
 from models import hf, kv_cache, tokenizer, transformer
 from models.config import ModelConfig
 from models.sharding import MeshConfig
 from models.tokenizer import Tokenizer
+from rl.algorithms import AlgorithmConfig, CriticConfig
 from rl.checkpoint import CheckpointConfig
 from rl.config import resolve_path
 from rl.data import encode_prompt
 from rl.engine_config import EngineConfig, bucket
-from rl.losses import AlgorithmConfig
 from rl.metrics import MetricsConfig
 from rl.optimizer import OptimizerConfig
 from rl.recipe import Recipe, TrainerConfig
+from rl.reuse import ReuseConfig, check_coupling
 from rl.rewards.config import RewardConfig, validate
 from rl.speculation import SpeculationConfig
 from rl.tasks import Example, Task, TaskConfig, open_tasks
@@ -55,12 +58,14 @@ class RolloutConfig:
     """What one step generates: `group_size` responses to each of `prompts_per_step` prompts.
 
     Examples whose prompt has more than `max_prompt_tokens` are left out of the
-    run; how many is said at the start.
+    run; how many is said at the start. Last epoch's responses, for drafts and reuse,
+    take `cache_bytes` of memory, compressed; what is beyond goes to the run folder.
     """
 
     prompts_per_step: int = 16
     group_size: int = 8
     max_prompt_tokens: int = 256
+    cache_bytes: int = 2**30
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -86,7 +91,9 @@ class TrainConfig:
     sampling: SamplingConfig
     engine: EngineConfig
     speculation: SpeculationConfig
+    reuse: ReuseConfig
     algorithm: AlgorithmConfig
+    critic: CriticConfig
     trainer: TrainerConfig
     optimizer: OptimizerConfig
     mesh: MeshConfig
@@ -103,6 +110,13 @@ class Inputs:
     tokenizer: Tokenizer
     task: Task
     left_out: int
+
+    @functools.cached_property
+    def shape_name(self) -> str:
+        """Names the shape of the policy and its vocabulary: whose tokens cached responses hold."""
+        words = sorted(self.tokenizer.backend.get_vocab().items())
+        digest = hashlib.sha256(repr((self.model, words)).encode()).hexdigest()
+        return f"{self.model.architecture}-{digest[:16]}"
 
     def encode(self, example: Example, config: TaskConfig) -> Prompt:
         return encode_prompt(self.tokenizer, example, config.system_prompt, config.prompt_suffix)
@@ -139,6 +153,7 @@ def open_inputs(config: TrainConfig) -> Inputs:
             "end; set eos_token_id in config.json"
         )
     check_lengths(config, model)
+    check_algorithm(config)
     validate(config.reward)
     task = open_tasks(config.task, config.run.seed)
     inputs = Inputs(policy, model, words, task, 0)
@@ -150,6 +165,13 @@ def open_inputs(config: TrainConfig) -> Inputs:
             f"every one of {len(task)} prompts is longer than Rollout.max_prompt_tokens={limit} "
             f"(the shortest has {min(lengths)}): raise the limit"
         )
+    most_phases = 1 + (config.algorithm.resolved.max_extra_phases or 0)
+    check_coupling(
+        config.reuse,
+        len(usable),
+        most_phases * config.rollout.prompts_per_step,
+        config.rollout.group_size,
+    )
     if len(usable) == len(task):
         return inputs
     return dataclasses.replace(inputs, task=_Subset(task, usable), left_out=len(task) - len(usable))
@@ -166,10 +188,29 @@ def check_lengths(config: TrainConfig, model: ModelConfig) -> None:
         )
 
 
+def check_algorithm(config: TrainConfig) -> None:
+    """Raise ValueError where the algorithm could not learn from what a step generates."""
+    name, size = config.algorithm.name, config.rollout.group_size
+    if size < 2 and not config.algorithm.resolved.needs_critic:
+        raise ValueError(
+            f"Algorithm.name={name!r} compares the responses to a prompt with one another: "
+            f"expected Rollout.group_size of 2 or more, got {size}; raise it, or set "
+            'Algorithm.name = "ppo"'
+        )
+    limit = config.sampling.max_new_tokens
+    if (buffer := config.algorithm.overlong_tokens(limit)) > limit:
+        raise ValueError(
+            f"expected Algorithm.overlong_buffer_tokens of at most Sampling.max_new_tokens="
+            f"{limit}, got {buffer}: lower it"
+        )
+
+
 def recipe(config: TrainConfig, model: ModelConfig) -> Recipe:
     """The static part of the training steps."""
     steps = config.run.steps * config.trainer.inner_updates * config.trainer.minibatches
-    return Recipe(model, config.algorithm, config.trainer, config.optimizer, steps)
+    return Recipe(
+        model, config.algorithm, config.trainer, config.optimizer, steps, critic=config.critic
+    )
 
 
 def memory_estimate_bytes(config: TrainConfig, model: ModelConfig) -> dict[str, int]:
@@ -193,6 +234,7 @@ def memory_estimate_bytes(config: TrainConfig, model: ModelConfig) -> dict[str, 
         "Adam moments": 2 * weights,
         "gradients": weights,
         "reference policy": weights if config.algorithm.needs_reference else 0,
+        "critic": 4 * weights if config.algorithm.resolved.needs_critic else 0,
         "KV cache": slots * positions * kv_cache.bytes_per_token(model, 4),
         "activations": 4 * tokens * per_token * model.num_layers,
         "logits": 3 * 4 * min(config.trainer.logprob_chunk_tokens, tokens) * model.vocab_size,

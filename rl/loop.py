@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -21,58 +20,34 @@ from jax.sharding import Mesh
 from models import hf
 from models.sharding import make_mesh
 from models.transformer import Params
-from rl import engine_warm_up, experiment, trainer
-from rl.advantages import group_advantages
-from rl.batching import Shape
+from rl import critic, engine_warm_up, experiment, trainer
+from rl.advantages import overlong_penalties, response_advantages, reward_statistics
 from rl.checkpoint import Checkpointer, NoWholeCheckpointError
-from rl.data import DataOrder, prompts_for_step
+from rl.data import DataOrder
 from rl.engine import Engine
-from rl.experiment import Inputs, Prompt, TrainConfig
+from rl.experiment import Inputs, TrainConfig
+from rl.generation import Rollouts, Stopped, System, generate
 from rl.metrics import Timings, open_metrics
 from rl.optimizer import TrainState
 from rl.progress import Progress
-from rl.recipe import Recipe
-from rl.rewards.pool import Job, RewardPool, Score
+from rl.reuse import Reuse
+from rl.rewards.pool import RewardPool
 from rl.rewards.process import RewardWorkerError
 from rl.round_times import load_or_measure
 from rl.speculation import Speculation
 from rl.step_metrics import sample_rows, step_metrics
-from rl.tasks import Example
-from rl.timeline import save_timeline
-from rl.trajectory import Request, Trajectory
-from spec.sampling import step_key
+from rl.timeline import phase_row, save_timeline
+from rl.trajectory import Trajectory
+from spec.rollout_cache import RolloutCache
 
 
-class Stopped(Exception):
-    """The run was asked to stop; everything up to the last whole step is saved."""
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """How far a run is: whole steps done, response tokens so far, prompts consumed of the data."""
 
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class System:
-    """The parts of a run that live as long as it does."""
-
-    config: TrainConfig
-    inputs: Inputs
-    recipe: Recipe
-    shape: Shape
-    engine: Engine
-    speculation: Speculation
-    rewards: RewardPool
-    order: DataOrder
-    reference: Params | None
-    show: Progress
-    should_stop: Callable[[], bool]
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Rollouts:
-    """What one step generated, and what was thought of it; all lists by request id."""
-
-    examples: Sequence[Example]
-    trajectories: list[Trajectory]
-    scores: list[Score]
-    completions: list[str]
-    metrics: dict[str, float]
+    step: int = 0
+    num_tokens: int = 0
+    cursor: int = 0
 
 
 def train(
@@ -91,49 +66,65 @@ def train(
             stack.enter_context(jax.set_mesh(mesh))
         checkpoints = stack.enter_context(Checkpointer(folder / "checkpoints", config.checkpoint))
         metrics = stack.enter_context(open_metrics(config.metrics, folder))
-        speculation = stack.enter_context(Speculation(config.speculation, folder))
+        cache = RolloutCache(
+            config.rollout.cache_bytes,
+            folder / "rollouts",
+            policy=inputs.shape_name,
+            epochs=config.reuse.epochs,
+        )
+        speculation = stack.enter_context(Speculation(config.speculation, cache))
         pool = stack.enter_context(RewardPool(config.reward, tasks=config.task.specs))
-        system, state = _build(config, inputs, folder, mesh, pool, speculation, show, should_stop)
-        done, num_tokens, state = _resume(checkpoints, state, system)
-        metrics.truncate_to_step(done)
-        saved = done
-        with _saving_when_stopped(lambda: (saved, done, state, num_tokens), system, checkpoints):
-            while done < config.run.steps:
+        system, state = _build(
+            config, inputs, folder, mesh, pool, cache, speculation, show, should_stop
+        )
+        place, state = _resume(checkpoints, state, system)
+        metrics.truncate_to_step(place.step)
+        saved = place.step
+        with _saving_when_stopped(lambda: (saved, place, state), system, checkpoints):
+            while (done := place.step) < config.run.steps:
                 timings = Timings(clock)
-                state, row, samples = train_step(system, state, done + 1, timings)
-                done, num_tokens = done + 1, num_tokens + int(row.pop("rollout_tokens"))
+                state, place, wrote = train_step(system, state, place, timings)
+                done = place.step
                 with timings.section("checkpoint"):
                     if config.checkpoint.due(done) or done == config.run.steps:
                         save_timeline(folder, done, system.engine.stats.timeline)
-                        checkpoints.save(done, state, _host_state(system, num_tokens))
+                        checkpoints.save(done, state, _host_state(system, place))
                         saved = done
-                row |= {"num_tokens": num_tokens} | _speed(row, timings.seconds())
-                metrics.write_samples(done, samples)
-                show.step(metrics.write(done, row))
+                row = wrote.metrics | {"num_tokens": place.num_tokens}
+                metrics.write_samples(done, wrote.samples)
+                if config.metrics.phases:
+                    metrics.write_phase(done, wrote.phase)
+                show.step(metrics.write(done, row | _speed(row, timings.seconds())))
         return state
 
 
-def train_step(
-    system: System, state: TrainState, step: int, timings: Timings
-) -> tuple[TrainState, dict[str, Any], list[dict[str, Any]]]:
-    """One step of GRPO: generate, score, compare within groups, update.
+@dataclasses.dataclass(frozen=True, eq=False)
+class Written:
+    """What a step leaves in the run folder: a row of metrics, of samples, and of phases.jsonl."""
 
-    Returns the new state (the given one is donated), the step's metrics, and its
-    samples as rows of samples.jsonl.
+    metrics: dict[str, Any]
+    samples: list[dict[str, Any]]
+    phase: dict[str, Any]
+
+
+def train_step(
+    system: System, state: TrainState, place: Place, timings: Timings
+) -> tuple[TrainState, Place, Written]:
+    """One step: generate, score, compare, update.
+
+    Returns the new state (the given one is donated), the place after the step, and what is
+    to be written of it.
     """
-    config = system.config
-    rollouts = generate_and_score(system, state.params, step, timings)
-    group_ids = [t.group_id for t in rollouts.trajectories]
-    advantages, reward_metrics = group_advantages(
-        [score.total for score in rollouts.scores],
-        group_ids,
-        normalise=config.algorithm.advantage_normalisation,
-    )
+    config, step = system.config, place.step + 1
+    rollouts = generate(system, state.params, place.cursor, step, timings)
+    trajectories, penalty_metrics = punish_length(config, rollouts.trajectories)
+    advantages, reward_metrics = _advantages(config, rollouts, trajectories)
+    used = rollouts.used
     with timings.section("update"):
         state, update_metrics = trainer.update(
             state,
-            rollouts.trajectories,
-            advantages,
+            [t for t, use in zip(trajectories, used, strict=True) if use],
+            advantages[used],
             recipe=system.recipe,
             shape=system.shape,
             sampling=config.sampling,
@@ -141,75 +132,55 @@ def train_step(
             seed=config.run.seed,
             reference=system.reference,
         )
-    row = step_metrics(rollouts.trajectories, rollouts.scores, system.engine.stats)
+    system.reuse.after_update(update_metrics)
+    row = step_metrics(rollouts.trajectories, rollouts.scores, rollouts.stats)
     samples = sample_rows(
         system.inputs.tokenizer,
-        rollouts.examples,
+        rollouts.prompts.examples,
         rollouts.trajectories,
         rollouts.completions,
         rollouts.scores,
-        advantages,
+        None if config.algorithm.resolved.needs_critic else advantages,
     )
-    return state, row | rollouts.metrics | reward_metrics | update_metrics, samples
+    tokens = place.num_tokens + int(row.pop("rollout_tokens"))
+    place = Place(step, tokens, place.cursor + len(rollouts.prompts))
+    row |= rollouts.metrics | reward_metrics | penalty_metrics | update_metrics
+    return state, place, Written(row, samples, phase_row(rollouts.stats))
 
 
-def generate_and_score(system: System, params: Params, step: int, timings: Timings) -> Rollouts:
-    """The step's responses; each goes to the reward workers the moment it ends."""
-    config, inputs = system.config, system.inputs
-    P, G = config.rollout.prompts_per_step, config.rollout.group_size
-    examples, prompts = step_prompts(system, step)
-    keys = [example.example_id for example in examples]
-    drafter, budget = system.speculation.phase(keys, prompts)
-    # first samples first: siblings that start apart have something to draft from
-    requests = [Request(g * G + i, prompts[g], g, i) for i in range(G) for g in range(P)]
-    completions: dict[int, str] = {}
-    scores: dict[int, Future[Score]] = {}
-
-    def score(t: Trajectory) -> None:
-        text = inputs.tokenizer.decode(t.response_ids.tolist())
-        completions[t.request_id] = text
-        job = Job(examples[t.group_id], text, tuple(t.response_ids.tolist()))
-        scores[t.request_id] = system.rewards.submit(job)
-
-    def watch(finished: int, tokens: int) -> None:
-        system.show.rollout(finished, len(requests), tokens)
-        if system.should_stop():
-            raise Stopped
-
-    with timings.section("rollout"):
-        done = system.engine.run(
-            trainer.cast_params(params, system.engine.dtype),
-            requests,
-            config.sampling,
-            step_key(config.run.seed, step),
-            stop_token_ids=inputs.model.eos_token_ids,
-            policy_version=step - 1,
-            drafter=drafter,
-            budget=budget,
-            on_finish=score,
-            on_round=watch,
-        )
-    with timings.section("reward"):  # what is left of it once the last response has ended
-        done.sort(key=lambda t: t.request_id)
-        results = [scores[t.request_id].result() for t in done]
-    trajectories = [
-        dataclasses.replace(t, reward=s.total) for t, s in zip(done, results, strict=True)
+def punish_length(
+    config: TrainConfig, trajectories: Sequence[Trajectory]
+) -> tuple[list[Trajectory], dict[str, float]]:
+    """Trajectories whose rewards hold the length penalty, where there is one, and its mean."""
+    limit = config.sampling.max_new_tokens
+    buffer = config.algorithm.overlong_tokens(limit)
+    if not buffer:
+        return list(trajectories), {}
+    penalties = overlong_penalties([t.num_tokens for t in trajectories], limit, buffer)
+    punished = [
+        t if t.reward is None else dataclasses.replace(t, reward=t.reward + float(penalty))
+        for t, penalty in zip(trajectories, penalties, strict=True)
     ]
-    learnt = system.speculation.learn(keys, trajectories)
-    if system.speculation.keeps_history and step < config.run.steps:
-        coming = zip(*step_prompts(system, step + 1), strict=True)
-        system.speculation.prepare({example.example_id: prompt for example, prompt in coming})
-    for problem in system.speculation.new_problems():
-        system.show.message(f"warning: {problem}")
-    texts = [completions[t.request_id] for t in trajectories]
-    return Rollouts(examples, trajectories, results, texts, learnt)
+    return punished, {"reward/overlong_penalty": float(penalties.mean())}
 
 
-def step_prompts(system: System, step: int) -> tuple[tuple[Example, ...], list[Prompt]]:
-    """The examples that a step answers, and their prompts as tokens."""
-    P = system.config.rollout.prompts_per_step
-    examples = prompts_for_step(system.inputs.task, system.order, (step - 1) * P, P)
-    return examples, [system.inputs.encode(e, system.config.task) for e in examples]
+def _advantages(
+    config: TrainConfig, rollouts: Rollouts, trajectories: Sequence[Trajectory]
+) -> tuple[np.ndarray, dict[str, float]]:
+    """The responses' advantages, 0 where they are not trained on, and statistics of the rewards.
+
+    Advantages are those of `trajectories`, statistics those of the rewards as scored.
+    """
+    algorithm = config.algorithm.resolved
+    group_ids = [t.group_id for t in trajectories]
+    advantages = response_advantages(
+        [t.reward for t in trajectories],
+        group_ids,
+        algorithm.advantages,
+        algorithm.advantage_normalisation,
+    )
+    advantages[~rollouts.used] = 0
+    return advantages, reward_statistics([s.total for s in rollouts.scores], group_ids)
 
 
 def _build(
@@ -218,6 +189,7 @@ def _build(
     folder: Path,
     mesh: Mesh | None,
     pool: RewardPool,
+    cache: RolloutCache,
     speculation: Speculation,
     show: Progress,
     should_stop: Callable[[], bool],
@@ -226,8 +198,18 @@ def _build(
     recipe = experiment.recipe(config, inputs.model)
     _, params = hf.load_pretrained(inputs.policy, mesh, dtype=jnp.float32)
     reference = jax.tree.map(jnp.copy, params) if config.algorithm.needs_reference else None
+    judge = critic.init(params, recipe) if config.algorithm.resolved.needs_critic else None
     state = trainer.init_state(params, trainer.make_optimizer(config.optimizer, recipe.total_steps))
-    engine = Engine(inputs.model, config.engine, dtype=recipe.trainer.dtype, mesh=mesh)
+    state = dataclasses.replace(state, critic=judge)
+    greedy = config.sampling.temperature == 0
+    reuse = Reuse(config.reuse, cache, seed=config.run.seed, greedy=greedy)
+    engine = Engine(
+        inputs.model,
+        config.engine,
+        dtype=recipe.trainer.dtype,
+        mesh=mesh,
+        context_tokens=reuse.mode.context_tokens,
+    )
     longest = config.rollout.max_prompt_tokens + config.sampling.max_new_tokens
     shape = trainer.batch_shape(recipe, longest)
     show.message("compiling…")
@@ -238,7 +220,13 @@ def _build(
     }
     speculative, lookup = config.speculation.enabled, config.speculation.may_look_up
     engine_warm_up.warm_up(
-        engine, weights, config.sampling, speculative=speculative, lookup=lookup, **sizes
+        engine,
+        weights,
+        config.sampling,
+        speculative=speculative,
+        lookup=lookup,
+        reuse=config.reuse.enabled,
+        **sizes,
     )
     if speculative:
         path = folder / "round_times.json"
@@ -253,7 +241,9 @@ def _build(
         recipe,
         shape,
         engine,
+        cache,
         speculation,
+        reuse,
         pool,
         order,
         reference,
@@ -265,24 +255,29 @@ def _build(
 
 def _resume(
     checkpoints: Checkpointer, state: TrainState, system: System
-) -> tuple[int, int, TrainState]:
-    """(steps done, tokens so far, state): from the newest whole checkpoint, else the start."""
+) -> tuple[Place, TrainState]:
+    """Place and state: those of the newest whole checkpoint, else the start."""
     try:
         restored = checkpoints.restore(state)
     except NoWholeCheckpointError as error:
         if error.problems:
             raise
-        return 0, 0, state
+        return Place(), state
     for warning in restored.warnings:
         system.show.message(f"warning: {warning}")
     system.show.message(f"resuming after step {restored.step}")
-    system.speculation.load_state(restored.host.get("history", {}))
-    return restored.step, int(restored.host["num_tokens"]), restored.arrays
+    if cached := restored.host.get("rollouts"):
+        system.cache.load_state(cached)
+    system.reuse.load_state(restored.host.get("reuse", {}))
+    host, done = restored.host, restored.step
+    # checkpoints from before dynamic sampling hold no cursor: it followed from the step
+    cursor = int(host.get("cursor", done * system.config.rollout.prompts_per_step))
+    return Place(done, int(host["num_tokens"]), cursor), restored.arrays
 
 
 @contextlib.contextmanager
 def _saving_when_stopped(
-    now: Callable[[], tuple[int, int, TrainState, int]],
+    now: Callable[[], tuple[int, Place, TrainState]],
     system: System,
     checkpoints: Checkpointer,
 ) -> Iterator[None]:
@@ -294,17 +289,23 @@ def _saving_when_stopped(
     try:
         yield
     except (Stopped, trainer.NonFiniteUpdate, RewardWorkerError):
-        saved, done, state, num_tokens = now()
+        saved, place, state = now()
         whole = not any(x.is_deleted() for x in jax.tree.leaves(state))
-        if done > saved and whole:
-            checkpoints.save(done, state, _host_state(system, num_tokens))
+        if place.step > saved and whole:
+            checkpoints.save(place.step, state, _host_state(system, place))
         checkpoints.wait()
         raise
 
 
-def _host_state(system: System, num_tokens: int) -> dict[str, Any]:
-    """What a resumed run needs besides arrays: the data cursor follows from the step."""
-    return {"num_tokens": num_tokens, "history": system.speculation.state()}
+def _host_state(system: System, place: Place) -> dict[str, Any]:
+    """What a resumed run needs besides arrays."""
+    system.speculation.settle()
+    return {
+        "num_tokens": place.num_tokens,
+        "cursor": place.cursor,
+        "rollouts": system.cache.state(),
+        "reuse": system.reuse.state(),
+    }
 
 
 def run_mesh(config: TrainConfig) -> Mesh | None:

@@ -8,62 +8,25 @@ over the whole optimizer step, so that micro-batches add up to the full batch.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
 
-from rl.advantages import Normalisation
+from rl.algorithms import Aggregation, Algorithm, AlgorithmConfig, KLEstimator
+from rl.corrections import Correction, importance_weights
+from rl.policy_losses import policy_loss
+from rl.trajectory import Origin
 
-KLEstimator = Literal["k1", "k2", "k3"]
-Aggregation = Literal["token", "sequence"]
 
-
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class AlgorithmConfig:
-    """What is optimised.
+class CriticInputs:
+    """What a critic said of each token before the update, and what it is to learn; [B, T]."""
 
-    `old_logprobs` are the denominators of the ratio: `emission` takes what the
-    sampler recorded, `recomputed` scores the responses anew before the first
-    update. `aggregation` averages over all tokens of an optimizer step, or over
-    sequences of their token means. `mask_truncated` leaves responses that met the
-    length limit out of the loss (their rewards still count in the group's mean).
-    """
-
-    name: Literal["grpo"] = "grpo"
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    kl_coefficient: float = 0.0
-    kl_estimator: KLEstimator = "k3"
-    advantage_normalisation: Normalisation = "std"
-    aggregation: Aggregation = "token"
-    old_logprobs: Literal["emission", "recomputed"] = "emission"
-    mask_truncated: bool = False
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.clip_low <= 1:
-            raise ValueError(f"clip_low must be in [0, 1] (1 is no clipping), got {self.clip_low}")
-        if not self.clip_high >= 0:
-            raise ValueError(f"clip_high must be 0 or more, got {self.clip_high}")
-        if not (self.kl_coefficient >= 0 and math.isfinite(self.kl_coefficient)):
-            raise ValueError(f"kl_coefficient must be 0 or positive, got {self.kl_coefficient}")
-        _choose(self, "name", "grpo")
-        _choose(self, "kl_estimator", "k1", "k2", "k3")
-        _choose(self, "advantage_normalisation", "std", "none")
-        _choose(self, "aggregation", "token", "sequence")
-        _choose(self, "old_logprobs", "emission", "recomputed")
-
-    @property
-    def needs_reference(self) -> bool:
-        return self.kl_coefficient > 0
-
-
-def _choose(config: AlgorithmConfig, field: str, *names: str) -> None:
-    value = getattr(config, field)
-    if value not in names:
-        raise ValueError(f"{field} must be one of {', '.join(names)}, got {value!r}")
+    advantages_BT: jax.Array
+    returns_BT: jax.Array
+    values_BT: jax.Array
 
 
 @jax.tree_util.register_dataclass
@@ -71,14 +34,19 @@ def _choose(config: AlgorithmConfig, field: str, *names: str) -> None:
 class LossInputs:
     """What the loss compares the policy with; float32 [B, T], `mask_BT` bool, `advantages_B` [B].
 
-    Where the mask is False the other arrays may hold anything finite.
+    Where the mask is False the other arrays may hold anything finite. `origins_BT` (int32) say
+    how the tokens came to be (`rl.trajectory.Origin`). `critic` is set
+    where a critic judged the tokens: its advantages then stand for `advantages_B`.
     """
 
     mask_BT: jax.Array
     advantages_B: jax.Array
-    emission_logprobs_BT: jax.Array
+    rollout_logprobs_BT: jax.Array
     old_logprobs_BT: jax.Array
     reference_logprobs_BT: jax.Array
+    emission_logprobs_BT: jax.Array
+    origins_BT: jax.Array
+    critic: CriticInputs | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -88,22 +56,6 @@ class TokenStatistics:
 
     sums: dict[str, jax.Array]
     maxima: dict[str, jax.Array]
-
-
-def clipped_policy_loss(
-    logprobs_BT: jax.Array,
-    old_logprobs_BT: jax.Array,
-    advantages_B: jax.Array,
-    clip_low: float,
-    clip_high: float,
-) -> jax.Array:
-    """−min(ρ·A, clip(ρ, 1 − low, 1 + high)·A) per token, ρ = exp(logp − old); [B, T].
-
-    Source: PPO, arXiv 1707.06347; two bounds: DAPO, arXiv 2503.14476.
-    """
-    ratio_BT = jnp.exp(logprobs_BT - old_logprobs_BT)
-    clipped_BT = jnp.clip(ratio_BT, 1 - clip_low, 1 + clip_high)
-    return -jnp.minimum(ratio_BT * advantages_B[:, None], clipped_BT * advantages_B[:, None])
 
 
 def kl_estimate(
@@ -128,21 +80,33 @@ def kl_estimate(
 def token_weights(mask_BT: jax.Array, normaliser: jax.Array, aggregation: Aggregation) -> jax.Array:
     """The weight of each token in the loss; the sum of weight · loss is the aggregate.
 
-    "token": mask / normaliser, the normaliser being the tokens of the optimizer
-    step. "sequence": mask / (tokens of its row) / normaliser, the normaliser being
-    the sequences of the optimizer step. Rows without tokens weigh nothing.
+    "sequence": mask / (tokens of its row) / normaliser; rows without tokens weigh
+    nothing. All others: mask / normaliser. The normaliser is that of `normaliser_of`,
+    over the whole optimizer step. Raises ValueError for an unknown name.
     """
-    if aggregation == "token":
+    if aggregation in ("token", "sequence_sum", "constant"):
         return mask_BT / normaliser
     if aggregation == "sequence":
         tokens_B = jnp.sum(mask_BT, axis=1)
         return mask_BT / jnp.maximum(tokens_B, 1)[:, None] / normaliser
-    raise ValueError(f"aggregation must be 'token' or 'sequence', got {aggregation!r}")
+    raise ValueError(
+        "aggregation must be 'token', 'sequence', 'sequence_sum' or 'constant', got "
+        f"{aggregation!r}"
+    )
 
 
-def normaliser_of(num_tokens: int, num_sequences: int, aggregation: Aggregation) -> float:
-    """What `token_weights` divides by, for an optimizer step of so many tokens and sequences."""
-    return float(num_tokens if aggregation == "token" else num_sequences)
+def normaliser_of(
+    num_tokens: int, num_sequences: int, aggregation: Aggregation, max_new_tokens: int
+) -> float:
+    """What `token_weights` divides by, for an optimizer step of so many tokens and sequences.
+
+    "token": the tokens (DAPO, arXiv 2503.14476); "sequence" and "sequence_sum": the
+    sequences (GRPO's paper, arXiv 2402.03300; RLOO, 2402.14740); "constant": sequences ·
+    max_new_tokens, whatever their length (Dr. GRPO, 2503.20783).
+    """
+    if aggregation == "token":
+        return float(num_tokens)
+    return float(num_sequences * (max_new_tokens if aggregation == "constant" else 1))
 
 
 def loss(
@@ -152,46 +116,51 @@ def loss(
     inputs: LossInputs,
     normaliser: jax.Array,
 ) -> tuple[jax.Array, tuple[TokenStatistics, jax.Array]]:
-    """Σ weight · (policy loss + coefficient · KL), its statistics, and which rows are finite.
+    """Σ weight · (importance · policy loss + coefficient · KL), statistics, which rows are finite.
 
-    Returns (scalar, (statistics, finite_B bool)).
+    The importance is 1 without a correction. Returns (scalar, (statistics, finite_B bool)).
     """
-    mask_BT = inputs.mask_BT
+    algorithm, mask_BT = config.resolved, inputs.mask_BT
     # masked tokens are replaced before any exp: 0 · inf would be NaN in the gradient
-    logprobs_BT, old_BT, emission_BT, reference_BT = (
+    logprobs_BT, old_BT, rollout_BT, reference_BT, emission_BT = (
         jnp.where(mask_BT, x, 0.0)
         for x in (
             logprobs_BT,
             inputs.old_logprobs_BT,
-            inputs.emission_logprobs_BT,
+            inputs.rollout_logprobs_BT,
             inputs.reference_logprobs_BT,
+            inputs.emission_logprobs_BT,
         )
     )
-    loss_BT = clipped_policy_loss(
-        logprobs_BT, old_BT, inputs.advantages_B, config.clip_low, config.clip_high
-    )
-    per_token = _policy_statistics(config, logprobs_BT, old_BT, inputs.advantages_B)
-    per_token |= {"entropy": entropy_BT}
+    advantages_BT = inputs.advantages_B[:, None]
+    if inputs.critic is not None:
+        advantages_BT = inputs.critic.advantages_BT
+    loss_BT, ratio_BT = policy_loss(algorithm, logprobs_BT, old_BT, advantages_BT, mask_BT)
+    per_token = _policy_statistics(algorithm, ratio_BT, advantages_BT) | {"entropy": entropy_BT}
+    if config.importance is not None:
+        importance_BT, cut_BT = importance_weights(config.importance, old_BT, emission_BT, mask_BT)
+        loss_BT = importance_BT * loss_BT
+        per_token |= _correction_statistics(config.importance, importance_BT, cut_BT)
     if config.needs_reference:
         kl_BT = kl_estimate(logprobs_BT, reference_BT, config.kl_estimator)
         loss_BT = loss_BT + config.kl_coefficient * kl_BT
         per_token["kl"] = kl_BT
-    weight_BT = token_weights(mask_BT, normaliser, config.aggregation)
+    weight_BT = token_weights(mask_BT, normaliser, algorithm.aggregation)
     finite_B = jnp.all(jnp.isfinite(loss_BT) | ~mask_BT, axis=1)
     total = jnp.sum(jnp.where(mask_BT, loss_BT, 0.0) * weight_BT)
-    mismatch = _mismatch_statistics(logprobs_BT, emission_BT)
+    mismatch = _mismatch_statistics(logprobs_BT, rollout_BT)
     statistics = _reduce(per_token | mismatch, mask_BT)
     statistics.sums["loss"] = total
+    statistics.sums.update(_by_origin(logprobs_BT - emission_BT, inputs.origins_BT, mask_BT))
     return total, (jax.lax.stop_gradient(statistics), finite_B)
 
 
 def _policy_statistics(
-    config: AlgorithmConfig, logprobs_BT: jax.Array, old_BT: jax.Array, advantages_B: jax.Array
+    algorithm: Algorithm, ratio_BT: jax.Array, advantages_BT: jax.Array
 ) -> dict[str, jax.Array]:
     """Where the clip took the gradient away: below for A < 0, above for A > 0."""
-    ratio_BT = jnp.exp(logprobs_BT - old_BT)
-    low_BT = (ratio_BT < 1 - config.clip_low) & (advantages_B[:, None] < 0)
-    high_BT = (ratio_BT > 1 + config.clip_high) & (advantages_B[:, None] > 0)
+    low_BT = (ratio_BT < 1 - algorithm.clip_low) & (advantages_BT < 0)
+    high_BT = (ratio_BT > 1 + algorithm.clip_high) & (advantages_BT > 0)
     return {
         "clip_ratio/low_mean": low_BT.astype(jnp.float32),
         "clip_ratio/high_mean": high_BT.astype(jnp.float32),
@@ -200,18 +169,43 @@ def _policy_statistics(
     }
 
 
-def _mismatch_statistics(logprobs_BT: jax.Array, emission_BT: jax.Array) -> dict[str, jax.Array]:
+def _correction_statistics(
+    correction: Correction, weight_BT: jax.Array, cut_BT: jax.Array
+) -> dict[str, jax.Array]:
+    name = "truncated" if correction.kind == "tis" else "masked"
+    return {
+        "correction/weight_mean": weight_BT,
+        f"correction/{name}_fraction": cut_BT.astype(jnp.float32),
+    }
+
+
+def _mismatch_statistics(logprobs_BT: jax.Array, rollout_BT: jax.Array) -> dict[str, jax.Array]:
     """How far the trainer is from the sampler: |d| and exp(d) − 1 − d, d = trainer − sampler.
 
     The latter's mean estimates KL(sampler ‖ trainer).
     """
-    d_BT = logprobs_BT - emission_BT
+    d_BT = logprobs_BT - rollout_BT
     return {
         "sampling/sampling_logp_difference/mean": jnp.abs(d_BT),
         "mismatch_kl": jnp.expm1(d_BT) - d_BT,
     }
 
 
+def _by_origin(d_BT: jax.Array, origins_BT: jax.Array, mask_BT: jax.Array) -> dict[str, jax.Array]:
+    """Sums of exp(d) − 1 − d over the tokens of each origin, and their counts.
+
+    With d = trainer − emission their ratio estimates KL(emission ‖ trainer) at those tokens.
+    """
+    sums = {}
+    for origin in Origin:
+        these_BT = mask_BT & (origins_BT == int(origin))
+        kl_BT = jnp.where(these_BT, jnp.expm1(d_BT) - d_BT, 0.0)
+        sums[f"{BY_ORIGIN}{origin.name.lower()}"] = jnp.sum(kl_BT)
+        sums[f"{COUNT}{origin.name.lower()}"] = jnp.sum(these_BT, dtype=jnp.float32)
+    return sums
+
+
+BY_ORIGIN, COUNT = "emission_kl/", "emission_tokens/"
 MAXIMA = {  # metric → (statistic, sign): the largest of sign · statistic
     "sampling/sampling_logp_difference/max": ("sampling/sampling_logp_difference/mean", 1.0),
     "ratio/max": ("ratio/mean", 1.0),
@@ -221,6 +215,7 @@ MISMATCH = (  # meaningful only while the policy is still the one that sampled
     "sampling/sampling_logp_difference/mean",
     "sampling/sampling_logp_difference/max",
     "mismatch_kl",
+    *(f"{BY_ORIGIN}{origin.name.lower()}" for origin in Origin),
 )
 
 
@@ -238,7 +233,8 @@ def zero_statistics(config: AlgorithmConfig) -> TokenStatistics:
     """The neutral element of `add_statistics`, with the names that `loss` gives."""
     zero = jnp.zeros((), jnp.float32)
     shape = jnp.zeros((1, 1), jnp.float32)
-    inputs = LossInputs(shape > 0, shape[0], shape, shape, shape)
+    origins = jnp.zeros((1, 1), jnp.int32)
+    inputs = LossInputs(shape > 0, shape[0], shape, shape, shape, shape, origins)
     _, (statistics, _) = loss(config, shape, shape, inputs, zero + 1)
     return statistics
 
@@ -253,11 +249,15 @@ def add_statistics(left: TokenStatistics, right: TokenStatistics) -> TokenStatis
 
 def metrics_of(statistics: TokenStatistics) -> dict[str, float]:
     """Means over tokens, maxima and the summed loss, under TRL's names; host floats."""
-    tokens = max(float(statistics.sums["tokens"]), 1.0)
+    sums = {name: float(value) for name, value in statistics.sums.items()}
+    tokens = max(sums["tokens"], 1.0)
     means = {
-        name: float(value) / (1.0 if name == "loss" else tokens)
-        for name, value in statistics.sums.items()
-        if name != "tokens"
+        name: value / (1.0 if name == "loss" else tokens)
+        for name, value in sums.items()
+        if name != "tokens" and not name.startswith((BY_ORIGIN, COUNT))
     }
+    for origin in (o.name.lower() for o in Origin):  # origins without tokens have no mean
+        if count := sums[f"{COUNT}{origin}"]:
+            means[f"{BY_ORIGIN}{origin}"] = sums[f"{BY_ORIGIN}{origin}"] / count
     extremes = {m: float(statistics.maxima[m]) * sign for m, (_, sign) in MAXIMA.items()}
     return means | extremes

@@ -51,12 +51,25 @@ class OptimizerConfig:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class CriticState:
+    """A critic's float32 weights (`rl.critic.Critic`), and optax's state for them."""
+
+    params: Any
+    opt_state: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class TrainState:
-    """Optimizer steps taken (int32), the float32 master parameters, and optax's state."""
+    """Optimizer steps taken (int32), the float32 master parameters, and optax's state.
+
+    `critic` is None for algorithms without one.
+    """
 
     step: jax.Array
     params: Params
     opt_state: Any
+    critic: CriticState | None = None
 
 
 def learning_rate(config: OptimizerConfig, total_steps: int, step: jax.Array) -> jax.Array:

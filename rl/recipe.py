@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from models.config import ModelConfig
-from rl.losses import AlgorithmConfig
+from rl.algorithms import AlgorithmConfig, CriticConfig
 from rl.optimizer import OptimizerConfig
 
 
@@ -62,6 +62,7 @@ class Recipe:
 
     model: ModelConfig
     algorithm: AlgorithmConfig = dataclasses.field(default_factory=AlgorithmConfig)
+    critic: CriticConfig = dataclasses.field(default_factory=CriticConfig, kw_only=True)
     trainer: TrainerConfig = dataclasses.field(default_factory=TrainerConfig)
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
     total_steps: int = 1

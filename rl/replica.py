@@ -18,7 +18,9 @@ from models.config import ModelConfig
 from models.sharding import fitting_sharding
 from rl import admission, cache_steps
 from rl.engine_config import EngineConfig, bucket
-from spec.sampling import Draw
+from spec import contexts
+from spec.contexts import Contexts
+from spec.sampling import Draw, SamplingConfig
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -30,6 +32,7 @@ class Replica:
     _: dataclasses.KW_ONLY
     dtype: Any = jnp.float32
     mesh: Mesh | None = None
+    context_tokens: int = 0  # 0: noise goes by position, else by so many tokens before
     clock: Callable[[], float] = time.perf_counter
 
     def __post_init__(self) -> None:
@@ -83,9 +86,41 @@ class Replica:
         """The static arguments of `verify_round`."""
         return {"config": self.model, "scheme": scheme}
 
+    def verify_packed_options(self, scheme: Draw) -> dict[str, Any]:
+        """The static arguments of `verify_packed`; a pass has as many tokens as one of prefill."""
+        tokens = self.config.prefill_rows * self.config.prefill_chunk_tokens
+        return self.verify_options(scheme) | {"chunk_tokens": tokens, "dtype": self.dtype}
+
     def lookup_options(self, scheme: Draw, num_nodes: int) -> dict[str, Any]:
         """The static arguments of `lookup_rounds`."""
         return self.decode_options(scheme) | {"num_nodes": num_nodes}
+
+    def slot_arguments(
+        self,
+        ints_BC: np.ndarray,
+        sampling: SamplingConfig,
+        key: jax.Array,
+        tokens_BL: np.ndarray | None = None,
+    ) -> tuple[Any, ...]:
+        """The arguments of `cache_steps.make_slots` for a table with its columns.
+
+        `tokens_BL` are the rows' tokens, on which noise that goes by content depends; None
+        takes any, for trials.
+        """
+        floats_B2 = np.empty((len(ints_BC), 2), np.float32)
+        floats_B2[:] = sampling.temperature, sampling.top_p
+        known = None
+        if self.context_tokens:
+            length_B, emitted_B = ints_BC[:, 1], ints_BC[:, 2]
+            if tokens_BL is None:
+                tokens_BL = np.zeros((len(ints_BC), int(length_B.max()) + 1), np.int32)
+            room = bucket(sampling.max_new_tokens, 64)
+            total_B = length_B + 1
+            rows = contexts.of_rows(
+                tokens_BL, total_B - emitted_B, total_B, self.context_tokens, room
+            )
+            known = Contexts(*map(self.put, rows))
+        return self.put(ints_BC), self.put(floats_B2), self.put(key), known
 
     def argument(self, x: np.ndarray) -> Any:
         """A host array of one call. Without a mesh jit takes it in less time than a `put`."""

@@ -157,11 +157,7 @@ def _busy_slots(engine: Engine, sampling: SamplingConfig, B: int, S: int) -> Any
     ints_BC[:, column["active"]] = 1
     ints_BC[:, column["request_id"]] = np.arange(B)
     ints_BC[:, column["top_k"]] = sampling.top_k
-    floats_B2 = np.empty((B, 2), np.float32)
-    floats_B2[:] = sampling.temperature, sampling.top_p
-    return cache_steps.make_slots(
-        engine.put(ints_BC), engine.put(floats_B2), engine.put(step_key(0, 0))
-    )
+    return cache_steps.make_slots(*engine.slot_arguments(ints_BC, sampling, step_key(0, 0)))
 
 
 def _no_stop(engine: Engine) -> jax.Array:
@@ -223,6 +219,7 @@ def _made_for(engine: Engine, buckets: list[tuple[int, int, int]], lookup: bool)
         "devices": jax.device_count(),
         "model": repr(engine.model),
         "dtype": str(engine.dtype),
+        "context_tokens": engine.context_tokens,
         "rounds_per_fetch": engine.config.rounds_per_fetch,
         "lookup": lookup,
         "buckets": [list(bucket) for bucket in buckets],

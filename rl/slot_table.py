@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 import numba
 import numpy as np
 
-from rl.trajectory import FinishReason, Origin, Request, Trajectory
+from rl.trajectory import FinishReason, Origin, Prefix, Request, Trajectory
 from spec.drafter import LiveSlots
 
 Prompt = tuple[int, ...]
@@ -32,6 +32,7 @@ class SlotTable:
         B, L = num_slots, max_tokens
         self.requests: list[Request | None] = [None] * B
         self.prompts: list[Prompt | None] = [None] * B  # whose cache a row holds
+        self.prefixes: list[Prefix | None] = [None] * B  # what the row's request started with
         self.tokens_BL = np.zeros((B, L), np.int32)
         self.logprobs_BL = np.zeros((B, L), np.float32)
         self.origins_BL = np.zeros((B, L), np.uint8)
@@ -66,12 +67,23 @@ class SlotTable:
     def free_rows(self) -> list[int]:
         return [b for b, request in enumerate(self.requests) if request is None]
 
-    def enter(self, row: int, request: Request, default_limit: int) -> None:
-        """The request takes the row; its prompt's keys and values are put there by the engine."""
-        n = len(request.prompt_ids)
+    def enter(
+        self, row: int, request: Request, default_limit: int, prefix: Prefix | None = None
+    ) -> None:
+        """The request takes the row; keys and values are put there by the engine.
+
+        That is, those of its prompt and of the `prefix` that its response starts with.
+        """
+        n = end = len(request.prompt_ids)
         self.requests[row], self.prompts[row] = request, request.prompt_ids
         self.tokens_BL[row, :n] = request.prompt_ids
-        self.prompt_tokens_B[row] = self.total_tokens_B[row] = n
+        self.prefixes[row] = prefix
+        if prefix is not None:
+            end = n + len(prefix.response_ids)
+            self.tokens_BL[row, n:end] = prefix.response_ids
+            self.logprobs_BL[row, n:end] = prefix.logprobs
+            self.origins_BL[row, n:end] = prefix.origins
+        self.prompt_tokens_B[row], self.total_tokens_B[row] = n, end
         self.limit_B[row] = request.max_new_tokens or default_limit
         self.busy_B[row] = True
         self.request_ids_B[row], self.group_ids_B[row] = request.request_id, request.group_id
@@ -112,6 +124,13 @@ class SlotTable:
         self.busy_B[row] = False
         first, end = int(self.prompt_tokens_B[row]), int(self.total_tokens_B[row])
         response = self.tokens_BL[row, first:end].copy()
+        logprobs = self.logprobs_BL[row, first:end].copy()
+        emission, versions = logprobs, np.full(len(response), policy_version, np.int32)
+        prefix = self.prefixes[row]
+        if prefix is not None:
+            known = len(prefix.response_ids)
+            emission = np.concatenate([prefix.emission_logprobs, logprobs[known:]])
+            versions[:known] = prefix.policy_versions
         stopped = response[-1] in stop_ids
         return Trajectory(
             request_id=request.request_id,
@@ -119,10 +138,11 @@ class SlotTable:
             sample_index=request.sample_index,
             prompt_ids=np.asarray(request.prompt_ids, np.int32),
             response_ids=response,
-            logprobs=self.logprobs_BL[row, first:end].copy(),
-            policy_versions=np.full(len(response), policy_version, np.int32),
+            logprobs=logprobs,
+            policy_versions=versions,
             origins=self.origins_BL[row, first:end].copy(),
             finish_reason=FinishReason.STOP if stopped else FinishReason.LENGTH,
+            emission_logprobs=emission,
         )
 
     def live(self) -> LiveSlots:
@@ -152,6 +172,7 @@ class SlotTable:
         """Row i becomes what row `rows[i]` was; the others are gone."""
         self.requests = [self.requests[b] for b in rows]
         self.prompts = [self.prompts[b] for b in rows]
+        self.prefixes = [self.prefixes[b] for b in rows]
         for name in ARRAYS:
             setattr(self, name, getattr(self, name)[np.asarray(rows)])
 

@@ -1,8 +1,8 @@
 """Speculative rollouts of a training run: which drafters, which budget, and their history.
 
-One step:  phase (drafter and budget for its rollouts)  →  learn (its responses become
-the prompts' history)  →  prepare (the index of the next step's prompts is built in a
-thread while the update runs). Drafts never change a token, so nothing here can change
+One step:  phase (drafter and budget for its rollouts)  →  its responses enter the rollout
+cache (`rl.reuse.remember`)  →  prepare (the index of the next step's prompts is built in
+a thread while the update runs). Drafts never change a token, so nothing here can change
 what is learnt.
 """
 
@@ -12,21 +12,19 @@ import dataclasses
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
-from rl.trajectory import Trajectory
 from spec import history
 from spec.budget import Budget, RoundTimes, make_budget
 from spec.drafter import Drafter
 from spec.group import GroupDrafter
 from spec.history import HistoryDrafter, HistoryIndex, build_index
-from spec.history_store import HistoryStore, of_group
 from spec.lookup_texts import LookupTexts
 from spec.merge import Union
 from spec.ngram import NgramDrafter
+from spec.rollout_cache import RolloutCache
 
 SourceName = Literal["history", "group", "own"]
 SOURCES: tuple[SourceName, ...] = ("history", "group", "own")
@@ -42,14 +40,13 @@ class SpeculationConfig:
     `group_update_tokens` tokens), `own` (the request's own text). `budget` is `off`,
     `fixed:K`, `aimd` or `goodput`, which also lets the device look guesses up in history
     and siblings, several rounds in a call. `history_rule` is `ours`, or `histospec` for
-    RhymeRL's setting. History beyond `history_memory_bytes` goes to the run folder.
+    RhymeRL's setting.
     """
 
     budget: str = "goodput"
     sources: tuple[SourceName, ...] = SOURCES
     history_rule: Literal["ours", "histospec"] = "ours"
     group_update_tokens: int = 4
-    history_memory_bytes: int = 2**30
 
     def __post_init__(self) -> None:
         make_budget(self.budget, RoundTimes({}))
@@ -62,9 +59,10 @@ class SpeculationConfig:
             raise ValueError('no sources to draft from: name some, or set budget = "off"')
         if self.history_rule not in ("ours", "histospec"):
             raise ValueError(f"history_rule must be ours or histospec, got {self.history_rule!r}")
-        for name in ("group_update_tokens", "history_memory_bytes"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.group_update_tokens < 1:
+            raise ValueError(
+                f"group_update_tokens must be at least 1, got {self.group_update_tokens}"
+            )
 
     @property
     def enabled(self) -> bool:
@@ -87,15 +85,14 @@ class _Built:
 class Speculation:
     """What a run remembers between the phases of its rollouts. Use it as a context manager."""
 
-    def __init__(self, config: SpeculationConfig, folder: Path) -> None:
+    def __init__(self, config: SpeculationConfig, cache: RolloutCache) -> None:
         self.config = config
         self.times: RoundTimes | None = None  # to be set once it is measured
-        self._store = HistoryStore(config.history_memory_bytes, folder / "history")
+        self._cache = cache
         self._rule = history.PAPER_RULE if config.history_rule == "histospec" else history.RULE
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="history")
         self._building: Future[_Built] | None = None
         self._used: _Built | None = None  # by the phase that runs, or the last one
-        self._told = 0  # problems that were told of
 
     def phase(
         self, keys: Sequence[str], prompts: Sequence[Prompt]
@@ -124,25 +121,13 @@ class Speculation:
         siblings = "group" in self.config.sources
         return LookupTexts(past, siblings=siblings) if past or siblings else None
 
-    def learn(
-        self,
-        keys: Sequence[str],
-        trajectories: Sequence[Trajectory],
-    ) -> dict[str, float]:
-        """The step's responses are history from now on."""
+    def history_metrics(self) -> dict[str, float]:
+        """What the phase drafted from, and what the cache holds by now."""
         if not self.keeps_history:
             return {}
-        groups: dict[str, list[Trajectory]] = {key: [] for key in keys}
-        for t in trajectories:
-            groups[keys[t.group_id]].append(t)
-        for key, group in groups.items():
-            if not group:
-                continue
-            tokens, rewards = [t.response_ids for t in group], [t.reward for t in group]
-            self._store.replace(key, of_group(tokens, rewards))
-        assert self._used is not None, "learn comes after phase"
+        assert self._used is not None, "a phase has been"
         return {
-            "spec/history_bytes": float(self._store.num_bytes),
+            "spec/history_bytes": float(self._cache.num_bytes),
             "spec/history_index_tokens": float(self._used.index.num_tokens),
             "spec/history_index_seconds": self._used.seconds,
         }
@@ -151,19 +136,9 @@ class Speculation:
         """Start on the index of the next step, whose prompts are given by key."""
         self._building = self._thread.submit(self._build, dict(next_prompts))
 
-    def new_problems(self) -> list[str]:
-        """What went wrong with history since the last question; those prompts go without."""
-        new, self._told = self._store.problems[self._told :], len(self._store.problems)
-        return new
-
-    def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps of it."""
+    def settle(self) -> None:
+        """Wait until nothing reads the cache any more."""
         self._built()
-        return self._store.state() if self.keeps_history else {}
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        if state and self.keeps_history:
-            self._store.load_state(state)
 
     def __enter__(self) -> Speculation:
         return self
@@ -188,7 +163,7 @@ class Speculation:
     def _build(self, prompts: Mapping[str, Prompt]) -> _Built:
         began_s = time.perf_counter()
         arrays = {key: np.asarray(ids, np.int32) for key, ids in prompts.items()}
-        index = build_index(self._store, arrays, self._rule.longest)
-        found = {key: self._store.get(key) for key in prompts}
-        past = {key: responses.best_first for key, responses in found.items() if responses}
+        index = build_index(self._cache, arrays, self._rule.longest)
+        found = {key: self._cache.get(key) for key in prompts}
+        past = {key: group.best_first for key, group in found.items() if group}
         return _Built(index, past, frozenset(prompts), time.perf_counter() - began_s)

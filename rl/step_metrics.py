@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from models.tokenizer import Tokenizer
+from rl.diversity import distinct_1, self_bleu
 from rl.rewards.pool import Score
 from rl.tasks import Example
 from rl.timeline import EngineStats, speculation_metrics
@@ -30,7 +32,8 @@ def step_metrics(
         "rollout/fetches": stats.fetches,
         "rollout/prefilled_tokens": stats.prefilled_tokens,
         "rollout/slot_use": _slot_use(stats),
-        "rollout_tokens": stats.tokens,
+        "rollout/generated_tokens": stats.tokens + stats.verified.drawn_tokens,
+        "rollout_tokens": int(lengths.sum()),
     }
     if ended.any():
         metrics["completions/mean_terminated_length"] = float(lengths[ended].mean())
@@ -40,6 +43,10 @@ def step_metrics(
         if known.size:
             metrics[f"rewards/{name}/mean"] = float(known.mean())
             metrics[f"rewards/{name}/std"] = float(known.std(ddof=1)) if known.size > 1 else 0.0
+    responses, groups = [t.response_ids for t in trajectories], [t.group_id for t in trajectories]
+    metrics["diversity/distinct_1"] = distinct_1(responses)
+    if not math.isnan(likeness := self_bleu(responses, groups)):
+        metrics["diversity/self_bleu"] = likeness
     metrics["rewards/failures"] = sum(s.failure is not None for s in scores)
     return metrics | speculation_metrics(stats)
 
@@ -56,9 +63,10 @@ def sample_rows(
     trajectories: Sequence[Trajectory],
     completions: Sequence[str],
     scores: Sequence[Score],
-    advantages: np.ndarray,
+    advantages: np.ndarray | None,
 ) -> list[dict[str, Any]]:
-    """One row of samples.jsonl per trajectory."""
+    """One row of samples.jsonl per trajectory; no `advantage` where each token has its own."""
+    known = [None] * len(trajectories) if advantages is None else advantages.tolist()
     return [
         {
             "example_id": examples[t.group_id].example_id,
@@ -69,12 +77,12 @@ def sample_rows(
             "reward": score.total,
             "rewards": dict(score.values),
             "reward_failure": score.failure,
-            "advantage": float(advantage),
+            "advantage": advantage,
             "logprob": float(t.logprobs.sum()),
             "num_tokens": t.num_tokens,
             "finish_reason": str(t.finish_reason),
         }
         for t, completion, score, advantage in zip(
-            trajectories, completions, scores, advantages, strict=True
+            trajectories, completions, scores, known, strict=True
         )
     ]

@@ -50,6 +50,44 @@ def _per_source() -> np.ndarray:
 
 
 @dataclasses.dataclass
+class VerifiedPrefixes:
+    """Counts of cached responses: how many tokens were verified, in passes of how many positions.
+
+    `kept_tokens` of the `tokens` stand, `drawn_tokens` came with the passes behind them, and
+    `whole` of the `responses` stand as they were;
+    `passes[(rows, positions)]` prices them on other hardware.
+    """
+
+    responses: int = 0
+    whole: int = 0
+    tokens: int = 0
+    kept_tokens: int = 0
+    drawn_tokens: int = 0
+    seconds: float = 0.0
+    passes: collections.Counter[tuple[int, int]] = dataclasses.field(
+        default_factory=collections.Counter
+    )
+
+    def __add__(self, more: VerifiedPrefixes) -> VerifiedPrefixes:
+        """Of two phases together."""
+        pairs = ((getattr(self, f.name), getattr(more, f.name)) for f in dataclasses.fields(self))
+        return VerifiedPrefixes(*(mine + other for mine, other in pairs))
+
+    def add(self, num_tokens: int, kept_tokens: int, drawn_tokens: int) -> None:
+        """One more response."""
+        self.responses += 1
+        self.whole += kept_tokens == num_tokens
+        self.tokens += num_tokens
+        self.kept_tokens += kept_tokens
+        self.drawn_tokens += drawn_tokens
+
+    @property
+    def accept_rate(self) -> float:
+        """Tokens that stand, over tokens that were decided on: the rest was never asked about."""
+        return self.kept_tokens / max(self.kept_tokens + self.responses - self.whole, 1)
+
+
+@dataclasses.dataclass
 class EngineStats:
     """Counts of one phase; `rounds[(slots, nodes, positions)]` prices it on other hardware.
 
@@ -60,6 +98,7 @@ class EngineStats:
     fetches: int = 0
     tokens: int = 0
     prefilled_tokens: int = 0
+    verified: VerifiedPrefixes = dataclasses.field(default_factory=VerifiedPrefixes)
     drafted_by_source: np.ndarray = dataclasses.field(default_factory=_per_source)
     accepted_by_source: np.ndarray = dataclasses.field(default_factory=_per_source)
     rounds: collections.Counter[tuple[int, int, int]] = dataclasses.field(
@@ -87,6 +126,16 @@ class EngineStats:
     @property
     def accepted_tokens(self) -> int:
         return int(self.accepted_by_source.sum())
+
+
+def joined(parts: Sequence[EngineStats]) -> EngineStats:
+    """The counts of several phases together; those of one as they are."""
+    total = parts[0]
+    for more in parts[1:]:
+        total = EngineStats(
+            *(getattr(total, f.name) + getattr(more, f.name) for f in dataclasses.fields(total))
+        )
+    return total
 
 
 def speculation_metrics(stats: EngineStats) -> dict[str, float]:
@@ -129,6 +178,23 @@ def host_share(rounds: Sequence[RoundRecord]) -> float:
 def host_seconds(rounds: Sequence[RoundRecord]) -> float:
     """Seconds of drafting, packing, calling and committing."""
     return sum(r.called_s - r.ready_s + r.ended_s - r.fetched_s for r in rounds)
+
+
+def phase_row(stats: EngineStats) -> dict[str, Any]:
+    """What a phase did, short enough to keep of every step, and enough to price it elsewhere.
+
+    `calls`: [nodes, live cached tokens before, busy requests in each round]; `passes`: [rows,
+    positions of a row, how many].
+    """
+    calls = []
+    for r in stats.timeline:
+        busy_R = [int((r.rounds_A > n).sum()) for n in range(int(r.rounds_A.max(initial=0)))]
+        calls.append([r.num_nodes, int(r.cached_tokens_A.sum()), busy_R])
+    return {
+        "calls": calls,
+        "passes": [[*shape, count] for shape, count in sorted(stats.verified.passes.items())],
+        "prefilled_tokens": stats.prefilled_tokens,
+    }
 
 
 def save_timeline(folder: Path, step: int, rounds: Sequence[RoundRecord]) -> None:

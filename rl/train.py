@@ -120,6 +120,8 @@ def _print_plan(config: TrainConfig, inputs: Inputs, folder: Path) -> None:
     )
     print(f"# examples      {len(inputs.task)} ({inputs.left_out} left out: prompt too long)")
     print(f"# per step      {config.rollout.num_requests} responses")
+    for field, value in vars(config.algorithm.resolved).items():
+        print(f"# algorithm     {field:24s} {value}")
     for part, size in memory_estimate_bytes(config, model).items():
         print(f"# memory        {part:18s} {size / 2**20:10.1f} MiB")
 

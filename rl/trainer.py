@@ -20,71 +20,34 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from models.sharding import constrain
 from models.transformer import Params, param_specs
-from rl import batching, losses, scoring
+from rl import accumulation, batching, critic, losses, scoring
+from rl.accumulation import Accumulator, Health, NonFiniteUpdate, Report
+from rl.algorithms import AlgorithmConfig
 from rl.batching import MicroBatch, Packed, Sample, Shape
-from rl.losses import AlgorithmConfig, TokenStatistics
+from rl.losses import TokenStatistics
 from rl.optimizer import TrainState, init_state, learning_rate, make_optimizer, settle
 from rl.recipe import Recipe, TrainerConfig
 from rl.scoring import Processing, place
 from rl.trajectory import Trajectory
 from spec.sampling import SamplingConfig
 
-__all__ = ["Recipe", "TrainState", "TrainerConfig", "init_state", "make_optimizer", "update"]
-
-
-class NonFiniteUpdate(RuntimeError):
-    """A loss or gradient that is not finite; its update was not applied.
-
-    `state` is the state before the refused optimizer step, whole and usable;
-    `samples` are the names of the samples at fault.
-    """
-
-    def __init__(self, message: str, state: TrainState, samples: tuple[str, ...]) -> None:
-        super().__init__(message)
-        self.state = state
-        self.samples = samples
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Accumulator:
-    """Float32 gradients and token statistics of the micro-batches of one optimizer step."""
-
-    gradients: Params
-    statistics: TokenStatistics
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Health:
-    """Whether each row's loss, and the gradient of the micro-batch as a whole, are finite."""
-
-    loss_B: jax.Array
-    gradient: jax.Array
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Report:
-    """What the host looks at before an optimizer step is applied."""
-
-    grad_norm: jax.Array
-    lr: jax.Array
-    statistics: TokenStatistics
-
-
-def _laid_out(recipe: Recipe, params: Params) -> Params:
-    """Pin a tree shaped like the parameters to the sharding table."""
-    return jax.tree.map(lambda spec, p: constrain(p, *spec.axes), param_specs(recipe.model), params)
+__all__ = [
+    "NonFiniteUpdate",
+    "Recipe",
+    "TrainState",
+    "TrainerConfig",
+    "init_state",
+    "make_optimizer",
+    "update",
+]
 
 
 @partial(jax.jit, static_argnames=("recipe",))
 def start(*, recipe: Recipe) -> Accumulator:
     """An empty accumulator."""
-    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, jnp.float32), param_specs(recipe.model))
-    return Accumulator(_laid_out(recipe, zeros), losses.zero_statistics(recipe.algorithm))
+    nothing = losses.zero_statistics(recipe.algorithm)
+    return accumulation.zeros(param_specs(recipe.model), nothing)
 
 
 @partial(jax.jit, static_argnames=("recipe",), donate_argnames=("accumulator",))
@@ -104,26 +67,27 @@ def accumulate(
         return losses.loss(recipe.algorithm, logprobs_EM, entropy_EM, batch.inputs, normaliser)
 
     gradients, (statistics, finite_B) = jax.grad(loss_of, has_aux=True)(params)
-    finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(gradients)]))
-    total = jax.tree.map(jnp.add, accumulator.gradients, gradients)
-    statistics = losses.add_statistics(accumulator.statistics, statistics)
-    return Accumulator(_laid_out(recipe, total), statistics), Health(finite_B, finite)
+    specs = param_specs(recipe.model)
+    return accumulation.add(accumulator, gradients, statistics, finite_B, specs)
 
 
 @partial(jax.jit, static_argnames=("recipe",))
 def inspect(accumulator: Accumulator, step: jax.Array, *, recipe: Recipe) -> Report:
     """The gradient's norm before clipping, the learning rate to come, and the statistics."""
     lr = learning_rate(recipe.optimizer, recipe.total_steps, step)
-    squares = [jnp.sum(g * g) for g in jax.tree.leaves(accumulator.gradients)]
-    return Report(jnp.sqrt(sum(squares)), lr, accumulator.statistics)
+    return accumulation.report(accumulator, lr)
 
 
 @partial(jax.jit, static_argnames=("recipe",), donate_argnames=("state",))
 def apply(state: TrainState, gradients: Params, commit: jax.Array, *, recipe: Recipe) -> TrainState:
-    """One step of the optimizer; with `commit` False the state as it was (for `warm_up`)."""
+    """One step of the optimizer; with `commit` False the state as it was (for `warm_up`).
+
+    Of the policy alone: the state is handed in without its critic.
+    """
     optimizer = make_optimizer(recipe.optimizer, recipe.total_steps)
     changes, opt_state = optimizer.update(gradients, state.opt_state, state.params)
-    params = _laid_out(recipe, optax.apply_updates(state.params, changes))
+    params = optax.apply_updates(state.params, changes)
+    params = accumulation.laid_out(param_specs(recipe.model), params)
     after = TrainState(state.step + 1, params, opt_state)
     return jax.tree.map(lambda new, old: jnp.where(commit, new, old), after, state)
 
@@ -155,28 +119,34 @@ def warm_up(state: TrainState, shape: Shape, *, recipe: Recipe) -> TrainState:
 
     Returns the state, unchanged; the one given is donated.
     """
-    processing = Processing.of(SamplingConfig())
-    algorithm = recipe.algorithm
-    scores = algorithm.needs_reference or algorithm.old_logprobs == "recomputed"
+    algorithm, processing = recipe.algorithm, Processing.of(SamplingConfig())
+    scores = algorithm.needs_reference or algorithm.resolved.old_logprobs == "recomputed"
+    judge, state = state.critic, dataclasses.replace(state, critic=None)
     accumulator = start(recipe=recipe)
-    batch = place(batching.empty(shape))
-    rest = (processing, np.float32(1))
+    plain = place(batching.empty(shape))
+    batch = place(batching.empty(shape, judged=True)) if judge else plain
+    rest, no = (processing, np.float32(1)), np.bool_(False)
     lowered = [
         inspect.lower(accumulator, state.step, recipe=recipe),
-        apply.lower(state, accumulator.gradients, np.bool_(False), recipe=recipe),
+        apply.lower(state, accumulator.gradients, no, recipe=recipe),
         accumulate.lower(state.params, accumulator, batch, *rest, recipe=recipe),
     ]
     if scores:
-        lowered += [scoring.score.lower(state.params, batch, processing, recipe=recipe)]
+        lowered += [scoring.score.lower(state.params, plain, processing, recipe=recipe)]
+    if judge:
+        lowered += critic.programs(judge, plain, batch, state.step, recipe)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(lambda program: program.compile(), lowered))
 
     # calls find what was compiled; running them once proves it, and settles their buffers
     accumulator, _ = accumulate(state.params, accumulator, batch, *rest, recipe=recipe)
     if scores:
-        scoring.score(state.params, batch, processing, recipe=recipe)
+        scoring.score(state.params, plain, processing, recipe=recipe)
     inspect(accumulator, state.step, recipe=recipe)
-    return apply(state, accumulator.gradients, np.bool_(False), recipe=recipe)
+    if judge:
+        judge = critic.run_once(judge, plain, batch, state.step, recipe)
+    state = apply(state, accumulator.gradients, no, recipe=recipe)
+    return dataclasses.replace(state, critic=judge)
 
 
 def update(
@@ -198,15 +168,17 @@ def update(
     A batch without a usable sample changes nothing and gives `batch/*` alone. Samples
     without a gradient (advantage 0, no KL) still count in the loss's divisor, so that the
     update is the same, but no pass is spent on them, and means over tokens lack them.
+    With a critic, `advantages` are not looked at: it makes its own from the rewards.
 
     Raises NonFiniteUpdate before such an update is applied; ValueError where a
-    sample does not fit the shape, or a reference is needed and missing.
+    sample does not fit the shape, or a reference or critic is needed and missing.
     """
     algorithm, trainer = recipe.algorithm, recipe.trainer
     samples = batching.select(trajectories, advantages, mask_truncated=algorithm.mask_truncated)
     samples = with_scores(state.params, samples, shape, sampling, recipe, reference)
+    samples, critic_metrics = _judged(state, samples, shape, recipe)
     processing = Processing.of(sampling)
-    reports: list[Report] = []
+    reports: list[tuple[Report, Report | None]] = []
     packed_all: list[Packed] = []
     used: list[float] = []
     for epoch in range(trainer.inner_updates):
@@ -216,14 +188,18 @@ def update(
         ):
             part = [samples[i] for i in indices]
             num_tokens = sum(s.trajectory.num_tokens for s in part)
-            normaliser = losses.normaliser_of(num_tokens, len(part), algorithm.aggregation)
+            normaliser = losses.normaliser_of(
+                num_tokens,
+                len(part),
+                algorithm.resolved.aggregation,
+                sampling.max_new_tokens,
+            )
             part = _with_gradient(part, algorithm)
             packed = batching.micro_batches(part, shape)
             where = f"step {step}, optimizer step {len(reports) + 1} of its batch"
-            state, report = _optimizer_step(
-                state, part, packed, normaliser, processing, recipe, where
-            )
-            reports.append(report)
+            step_inputs = _StepInputs(part, packed, normaliser, num_tokens, processing, where)
+            state, report, judged = _optimizer_step(state, step_inputs, recipe)
+            reports.append((report, judged))
             packed_all += packed
             used.append(batching.padding_fraction(packed))
     counts = {
@@ -234,12 +210,29 @@ def update(
     }
     if not reports:
         return state, counts
-    return state, _combined(reports) | counts | {"batch/padding": float(np.mean(used))}
+    metrics = _combined([report for report, _ in reports]) | counts | critic_metrics
+    if judged_reports := [judged for _, judged in reports if judged is not None]:
+        metrics |= critic.metrics_of(judged_reports)
+    return state, metrics | {"batch/padding": float(np.mean(used))}
+
+
+def _judged(
+    state: TrainState, samples: list[Sample], shape: Shape, recipe: Recipe
+) -> tuple[list[Sample], dict[str, float]]:
+    """Samples with what the critic says of them, where the algorithm has one."""
+    if not recipe.algorithm.resolved.needs_critic:
+        return samples, {}
+    if state.critic is None:
+        raise ValueError(
+            f"{recipe.algorithm.name} needs a critic, got a state without one: "
+            "dataclasses.replace(state, critic=rl.critic.init(policy, recipe))"
+        )
+    return critic.judge(state.critic.params, samples, shape, recipe)
 
 
 def _with_gradient(samples: list[Sample], algorithm: AlgorithmConfig) -> list[Sample]:
     """The samples that move the policy; all of them where none does, for the statistics."""
-    if algorithm.needs_reference:
+    if algorithm.needs_reference or algorithm.resolved.needs_critic:
         return samples
     return [s for s in samples if s.advantage] or samples
 
@@ -254,10 +247,14 @@ def with_scores(
 ) -> list[Sample]:
     """Samples with the log-probs under reference and current policy that the algorithm asks for."""
     algorithm = recipe.algorithm
-    if algorithm.old_logprobs == "recomputed":
+    if algorithm.resolved.old_logprobs == "recomputed":
         old = scoring.score_samples(params, samples, shape, sampling, recipe)
         samples = [
             dataclasses.replace(s, old_logprobs=x) for s, x in zip(samples, old, strict=True)
+        ]
+    elif algorithm.resolved.old_logprobs == "emission":
+        samples = [
+            dataclasses.replace(s, old_logprobs=s.trajectory.emission_logprobs) for s in samples
         ]
     if algorithm.needs_reference:
         if reference is None:
@@ -272,72 +269,60 @@ def with_scores(
     return samples
 
 
+@dataclasses.dataclass(frozen=True)
+class _StepInputs:
+    """What one optimizer step is made of."""
+
+    samples: Sequence[Sample]
+    packed: Sequence[Packed]
+    normaliser: float
+    num_tokens: int
+    processing: Processing
+    where: str
+
+
 def _optimizer_step(
-    state: TrainState,
-    samples: Sequence[Sample],
-    packed: Sequence[Packed],
-    normaliser: float,
-    processing: Processing,
-    recipe: Recipe,
-    where: str,
-) -> tuple[TrainState, Report]:
-    """Accumulate, fetch once, check, apply. Returns the new state and the report on the host."""
+    state: TrainState, step: _StepInputs, recipe: Recipe
+) -> tuple[TrainState, Report, Report | None]:
+    """Accumulate, fetch once, check, apply. Returns the new state and the reports on the host.
+
+    The second report is the critic's; nothing is applied unless both pass the check.
+    """
+    judge = state.critic
     accumulator, health = start(recipe=recipe), []
-    for p in packed:
+    total = critic.start(recipe=recipe) if judge else None
+    critic_health: list[Health] = []
+    for p in step.packed:
+        batch = place(p.batch)
+        normaliser = np.float32(step.normaliser)
         accumulator, healthy = accumulate(
-            state.params,
-            accumulator,
-            place(p.batch),
-            processing,
-            np.float32(normaliser),
-            recipe=recipe,
+            state.params, accumulator, batch, step.processing, normaliser, recipe=recipe
         )
         health.append(healthy)
-    report, health = jax.device_get((inspect(accumulator, state.step, recipe=recipe), health))
-    _check(state, report, health, samples, packed, where)
-    return apply(state, accumulator.gradients, np.bool_(True), recipe=recipe), report
-
-
-def _check(
-    state: TrainState,
-    report: Report,
-    health: Sequence[Health],
-    samples: Sequence[Sample],
-    packed: Sequence[Packed],
-    where: str,
-) -> None:
-    """Raises NonFiniteUpdate, naming the fewest samples that can be at fault."""
-    pairs = list(zip(packed, health, strict=True))
-    bad = [i for p, h in pairs for i, ok in zip(p.sample_indices, h.loss_B, strict=False) if not ok]
-    what = "the loss"
-    if not bad:
-        if np.isfinite(report.grad_norm) and np.isfinite(report.statistics.sums["loss"]):
-            return
-        what = f"the gradient (norm {report.grad_norm})"
-        bad = [i for p, h in pairs if not h.gradient for i in p.sample_indices]
-        bad = bad or list(range(len(samples)))
-    names = tuple(samples[i].name for i in sorted(bad))
-    shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-    raise NonFiniteUpdate(
-        f"{where}: {what} is not finite in {len(names)} of {len(samples)} samples: {shown}. "
-        "The update was not applied. Look at these samples' log-probs and rewards; a lower "
-        "Optimizer.learning_rate often helps",
-        state,
-        names,
-    )
+        if judge:
+            tokens = np.float32(step.num_tokens)
+            total, healthy = critic.accumulate(judge.params, total, batch, tokens, recipe=recipe)
+            critic_health.append(healthy)
+    asked = (inspect(accumulator, state.step, recipe=recipe), health)
+    also = (critic.inspect(total, state.step, recipe=recipe), critic_health) if judge else None
+    (report, health), judged = jax.device_get((asked, also))
+    rest = step.samples, step.packed, step.where
+    accumulation.check(state, report, health, *rest)
+    if judged:
+        accumulation.check(state, judged[0], judged[1], *rest, whose="critic's ")
+    yes, policy = np.bool_(True), dataclasses.replace(state, critic=None)
+    policy = apply(policy, accumulator.gradients, yes, recipe=recipe)
+    if judge and total:
+        judge = critic.apply(judge, total.gradients, yes, recipe=recipe)
+    return dataclasses.replace(policy, critic=judge), report, judged[0] if judged else None
 
 
 def _combined(reports: Sequence[Report]) -> dict[str, float]:
     """One set of metrics from all optimizer steps; the mismatch from the first, the unmoved one."""
-    total = reports[0].statistics
-    for report in reports[1:]:
-        total = TokenStatistics(
-            {name: total.sums[name] + value for name, value in report.statistics.sums.items()},
-            {n: np.maximum(total.maxima[n], v) for n, v in report.statistics.maxima.items()},
-        )
-    metrics = losses.metrics_of(total)
+    metrics = losses.metrics_of(accumulation.summed(reports))
     first = losses.metrics_of(reports[0].statistics)
-    metrics |= {name: first[name] for name in losses.MISMATCH}
+    unmoved = {name: first[name] for name in losses.MISMATCH if name in first}
+    metrics = {k: v for k, v in metrics.items() if k not in losses.MISMATCH} | unmoved
     metrics["loss"] /= len(reports)
     metrics["grad_norm"] = float(np.mean([r.grad_norm for r in reports]))
     metrics["lr"] = float(reports[-1].lr)

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from models.config import ModelConfig
+from spec.rollout_cache import CachedResponse
 
 
 class Origin(enum.IntEnum):
@@ -35,7 +36,8 @@ class Request:
 
     `request_id` names the noise: the same id under the same step key draws the
     same uniforms wherever and whenever it runs. Ids are unique within a call.
-    `max_new_tokens` of None means the sampling's own limit.
+    `max_new_tokens` of None means the sampling's own limit. `cached` is an earlier response
+    to the same prompt, whose prefix may be reused.
     """
 
     request_id: int
@@ -43,6 +45,11 @@ class Request:
     group_id: int = 0
     sample_index: int = 0
     max_new_tokens: int | None = None
+    cached: CachedResponse | None = None
+
+    @property
+    def may_reuse(self) -> bool:
+        return self.cached is not None and len(self.cached.tokens) > 0
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -50,9 +57,10 @@ class Trajectory:
     """One finished response, with everything that training needs of it.
 
     `response_ids` int32 [n] include the end token; `logprobs` float32 [n] are
-    those of the processed distribution (after temperature, top-k and top-p) in
-    the pass that emitted the token; `policy_versions` int32 [n]; `origins`
-    uint8 [n] hold `Origin` values.
+    those of the processed distribution (after temperature, top-k and top-p) of the
+    policy at hand, in the pass that emitted the token, or that verified it where it was
+    reused; `emission_logprobs` those of the policy that drew it, whose version
+    `policy_versions` int32 [n] holds; `origins` uint8 [n] hold `Origin` values.
     """
 
     request_id: int
@@ -65,6 +73,7 @@ class Trajectory:
     origins: np.ndarray
     finish_reason: FinishReason
     reward: float | None = None
+    emission_logprobs: np.ndarray = dataclasses.field(kw_only=True)
 
     @property
     def num_tokens(self) -> int:
@@ -73,6 +82,40 @@ class Trajectory:
     @property
     def truncated(self) -> bool:
         return self.finish_reason is FinishReason.LENGTH
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Prefix:
+    """The response tokens that a request starts with; arrays as in `Trajectory`.
+
+    The first `reused_tokens` were taken over. `finish_reason` is set where the response ends
+    with them.
+    """
+
+    response_ids: np.ndarray
+    logprobs: np.ndarray
+    emission_logprobs: np.ndarray
+    policy_versions: np.ndarray
+    origins: np.ndarray
+    reused_tokens: int
+    finish_reason: FinishReason | None
+
+
+def of_prefix(request: Request, prefix: Prefix) -> Trajectory:
+    """The trajectory of a request whose whole response is its prefix."""
+    assert prefix.finish_reason is not None, "the response goes on"
+    return Trajectory(
+        request_id=request.request_id,
+        group_id=request.group_id,
+        sample_index=request.sample_index,
+        prompt_ids=np.asarray(request.prompt_ids, np.int32),
+        response_ids=prefix.response_ids,
+        logprobs=prefix.logprobs,
+        policy_versions=prefix.policy_versions,
+        origins=prefix.origins,
+        finish_reason=prefix.finish_reason,
+        emission_logprobs=prefix.emission_logprobs,
+    )
 
 
 def longest_tokens(requests: Sequence[Request], max_new_tokens: int) -> int:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from spec.drafter import Drafts, LiveSlots, Source
-from spec.history_store import HistoryStore
+from spec.rollout_cache import RolloutCache
 from spec.suffix import ProposalRule, SuffixForest
 from spec.suffix_drafter import NO_TREE, RequestFollowers, with_prompt_tail
 
@@ -37,18 +37,18 @@ class HistoryIndex:
 
 
 def build_index(
-    store: HistoryStore, prompts: Mapping[str, np.ndarray], max_context: int
+    cache: RolloutCache, prompts: Mapping[str, np.ndarray], max_context: int
 ) -> HistoryIndex:
-    """Index what the store has of `prompts` (prompt ids by key)."""
+    """Index what the cache has of `prompts` (prompt ids by key)."""
     forest = SuffixForest(max_context)
     trees = {}
     for key, prompt in prompts.items():
-        responses = store.get(key)
-        if responses is None:
+        group = cache.get(key)
+        if group is None:
             continue
         trees[key] = tree = forest.plant()
-        for tokens, reward in zip(responses.tokens, responses.rewards, strict=True):
-            forest.add(tree, with_prompt_tail(prompt, tokens, max_context), weight=reward)
+        for r in group.responses:
+            forest.add(tree, with_prompt_tail(prompt, r.tokens, max_context), weight=r.reward)
     return HistoryIndex(forest, trees)
 
 

@@ -220,3 +220,19 @@ def log_probs(
     logprob_V = jnp.where(kept_V, raw_V - total[..., None], 0.0)
     entropy = -jnp.sum(jnp.where(kept_V, jnp.exp(logprob_V) * logprob_V, 0.0), axis=-1)
     return token_logprob, entropy
+
+
+def given_log_probs(
+    logits_V: jax.Array, processed_V: jax.Array, tokens: jax.Array, temperature: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Log-probability of given tokens, as `log_probs` has it, and whether they can be drawn.
+
+    `processed_V` are the processed `logits_V`, both [..., V]. A token that was cut is put back
+    into its row, so that its log-probability is finite. Returns (float32 [...], bool [...]).
+    """
+    scale = jnp.where(temperature <= 0, 1.0, temperature)
+    raw = jnp.take_along_axis(logits_V.astype(jnp.float32), tokens[..., None], axis=-1)[..., 0]
+    raw = raw / scale
+    kept = jnp.take_along_axis(processed_V, tokens[..., None], axis=-1)[..., 0] > -jnp.inf
+    total = jax.nn.logsumexp(processed_V, axis=-1)
+    return raw - jnp.where(kept, total, jnp.logaddexp(total, raw)), kept

@@ -19,7 +19,8 @@ from models import kv_cache, transformer
 from models.config import ModelConfig
 from models.kv_cache import KVCache
 from models.sharding import constrain
-from spec import sampling
+from spec import contexts, sampling
+from spec.contexts import Contexts
 from spec.tree import DraftTree, ancestors, depths, roots
 
 
@@ -29,8 +30,9 @@ class Slots:
     """Device state of B slots; each array has one entry a slot.
 
     `length` counts live cache positions, `emitted` the response tokens so far,
-    `limit` how many there may be. `keys` are the requests' noise keys. A slot that
-    is not `active` computes along, emits nothing, and changes nothing of its own.
+    `limit` how many there may be. `keys` are the requests' noise keys; with `contexts`
+    noise goes by content, else by position. A slot that is not `active` computes along,
+    emits nothing, and changes nothing of its own.
     """
 
     last_token: jax.Array
@@ -42,6 +44,7 @@ class Slots:
     temperature: jax.Array
     top_k: jax.Array
     top_p: jax.Array
+    contexts: Contexts | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -144,7 +147,12 @@ def verify(
         config, params, cache, tree.tokens_BN, start_B[:, None] + depth_BN, start_B, mask_BNS
     )
     logits_BNV = constrain(transformer.head(params, hidden_BND), "batch", None, "vocab")
-    keys_BN = sampling.position_keys(slots.keys, slots.emitted[:, None] + depth_BN)
+    before = slots.contexts
+    if before is None:
+        keys_BN = sampling.position_keys(slots.keys, slots.emitted[:, None] + depth_BN)
+    else:
+        hash_BN, met_BN = contexts.of_nodes(before, tree, slots.emitted, reach_BNN)
+        keys_BN = contexts.content_keys(slots.keys, hash_BN, met_BN)
     temperature_BN, top_k_BN, top_p_BN = (
         jnp.broadcast_to(x[:, None], depth_BN.shape)
         for x in (slots.temperature, slots.top_k, slots.top_p)
@@ -160,7 +168,12 @@ def verify(
         jnp.take_along_axis(logprobs_BN, path_BN, axis=1),
         count_B,
     )
-    return cache, _advance(slots, emitted, stop_E), emitted
+    after = _advance(slots, emitted, stop_E)
+    if before is not None:
+        at_BN = jnp.take_along_axis(hash_BN, path_BN, axis=1)
+        met = contexts.advance(before, at_BN, emitted.tokens_BN, count_B, slots.emitted)
+        after = dataclasses.replace(after, contexts=met)
+    return cache, after, emitted
 
 
 def _advance(slots: Slots, emitted: Emitted, stop_E: jax.Array) -> Slots:

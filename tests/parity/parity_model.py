@@ -121,9 +121,21 @@ def _naive_step(
 
 
 def naive_rollout(
-    model: ModelConfig, params: transformer.Params, requests: list[Request], config: SamplingConfig
+    model: ModelConfig,
+    params: transformer.Params,
+    requests: list[Request],
+    config: SamplingConfig,
+    forced: dict[int, np.ndarray] | None = None,
 ) -> dict[int, Golden]:
-    """Every request by whole-sequence passes; by request id."""
+    """Every request by whole-sequence passes; by request id.
+
+    `forced` are the first tokens of responses, by request id: they are not drawn. Their
+    log-probabilities are those of the draws in their place.
+    """
+    forced_RT = np.full((len(requests), MAX_NEW + OVERRUN), -1, np.int32)
+    for row, r in zip(forced_RT, requests, strict=True):
+        prefix = (forced or {}).get(r.request_id, ())
+        row[: len(prefix)] = prefix
     tokens_RT = np.zeros((len(requests), 64), np.int32)
     for row, r in zip(tokens_RT, requests, strict=True):
         row[: len(r.prompt_ids)] = r.prompt_ids
@@ -144,6 +156,8 @@ def naive_rollout(
             model=model,
             scheme=config.draw,
         )
+        token_R = np.where(forced_RT[:, t] >= 0, forced_RT[:, t], token_R)
+        tokens_RT = tokens_RT.at[np.arange(len(ids_R)), prompt_R + t].set(token_R)
         columns.append((token_R, logprob_R))
     drawn_RT, logprobs_RT = (
         np.stack(x, axis=1) for x in zip(*jax.device_get(columns), strict=True)

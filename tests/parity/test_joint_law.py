@@ -16,7 +16,8 @@ from scipy.stats import chi2
 
 from models import kv_cache, transformer
 from models.config import ModelConfig
-from spec import sampling, verify
+from spec import contexts, sampling, verify
+from spec.contexts import Contexts
 from spec.drafter import plant, stack
 from spec.tree import Draft, DraftTree, chain, roots
 from spec.verify import Slots
@@ -47,6 +48,10 @@ def params():
 
 @pytest.fixture(scope="module")
 def law(params):
+    return law_of(params)
+
+
+def law_of(params):
     """Probability of each of the 125 sequences, [5, 5, 5]: products of whole-sequence passes."""
     sequences = np.asarray(list(itertools.product(range(V), repeat=LENGTH)))
     tokens = np.concatenate([np.full((len(sequences), 1), FIRST), sequences[:, :-1]], axis=1)
@@ -83,8 +88,12 @@ def fresh_kernel():
     return jax.jit(kernel, static_argnames="scheme", donate_argnums=(1, 2))
 
 
-def start_slots(key, first_id):
+def start_slots(key, first_id, context_tokens):
     fill = jnp.ones(B, jnp.int32)
+    known = None
+    if context_tokens:
+        rows = np.full((B, 1), FIRST), np.ones(B, int), np.ones(B, int)
+        known = Contexts(*map(jnp.asarray, contexts.of_rows(*rows, context_tokens, LENGTH)))
     return Slots(
         last_token=fill * FIRST,
         length=fill * 0,
@@ -95,14 +104,18 @@ def start_slots(key, first_id):
         temperature=fill * jnp.float32(TEMPERATURE),
         top_k=fill * TOP_K,
         top_p=fill * jnp.float32(1),
+        contexts=known,
     )
 
 
-def sample(params, kernel, seed, scheme, propose=None, batches=BATCHES):
-    """Three tokens of `batches` × 4,096 requests; `propose(batch, round)` gives packed trees."""
+def sample(params, kernel, seed, scheme, propose=None, batches=BATCHES, context_tokens=0):
+    """Three tokens of `batches` × 4,096 requests; `propose(batch, round)` gives packed trees.
+
+    Noise goes by the last `context_tokens` tokens, if any.
+    """
     rows = []
     for batch in range(batches):
-        slots = start_slots(sampling.step_key(seed, 0), batch * B)
+        slots = start_slots(sampling.step_key(seed, 0), batch * B, context_tokens)
         cache = kv_cache.init(MODEL, B, POSITIONS, jnp.float32)
         tokens_BT, emitted_B = np.zeros((B, LENGTH), np.int64), np.zeros(B, int)
         for turn in range(LENGTH):
@@ -172,6 +185,47 @@ def test_plain_decoding_and_any_drafts_have_the_exact_law(params, law, scheme):
     assert not g_test_fails(sample(params, kernel, 2, scheme, random_trees(0)), law)
     drafted_RT = sample(params, kernel, 1, scheme, drafts_from_the_answer(plain_RT))
     np.testing.assert_array_equal(drafted_RT, plain_RT)
+
+
+@pytest.mark.parametrize("context_tokens", [1, 2])
+def test_noise_that_goes_by_content_has_the_exact_law(params, law, context_tokens):
+    kernel, options = fresh_kernel(), {"context_tokens": context_tokens}
+    plain_RT = sample(params, kernel, 1, "cdf", **options)
+    assert not g_test_fails(plain_RT, law)
+    assert not g_test_fails(sample(params, kernel, 2, "cdf", random_trees(0), **options), law)
+    drafts = drafts_from_the_answer(plain_RT)
+    np.testing.assert_array_equal(sample(params, kernel, 1, "cdf", drafts, **options), plain_RT)
+
+
+@pytest.mark.parametrize("context_tokens", [0, 1])
+def test_another_policy_with_the_same_noise_has_its_own_exact_law(params, law, context_tokens):
+    """Last epoch's noise and responses, as drafts, say nothing of what this policy may give."""
+    kernel, options = fresh_kernel(), {"context_tokens": context_tokens}
+    moved = make_params(MODEL, scale=1.4, seed=4)
+    past_RT = sample(params, kernel, 1, "gumbel", **options)
+    drafts = drafts_from_the_answer(past_RT)
+    now_RT = sample(moved, kernel, 1, "gumbel", drafts, **options)
+    assert not g_test_fails(now_RT, law_of(moved))
+    assert g_test_fails(now_RT, law)
+    # coupled: the two agree more often than two rollouts with noise of their own
+    other_RT = sample(moved, kernel, 2, "gumbel", **options)
+    assert (now_RT[:, 0] == past_RT[:, 0]).mean() > (other_RT[:, 0] == past_RT[:, 0]).mean() + 0.1
+
+
+def test_a_policy_that_was_chosen_by_looking_at_the_noise_has_not(params, law):
+    """The caveat of noise that repeats: here the noise of a request decides who answers it."""
+    kernel = fresh_kernel()
+    past_RT = sample(params, kernel, 1, "cdf")
+    fresh_RT = sample(params, kernel, 2, "cdf")
+    chosen_RT = np.where((past_RT[:, 0] == 0)[:, None], past_RT, fresh_RT)
+    assert g_test_fails(chosen_RT, law)
+
+
+def test_planted_contexts_that_are_not_counted(params, law, monkeypatch):
+    original = contexts.content_keys
+    monkeypatch.setattr(contexts, "content_keys", lambda k, h, c: original(k, h, c * 0))
+    tokens_RT = sample(params, fresh_kernel(), 1, "cdf", context_tokens=1)
+    assert g_test_fails(tokens_RT, law)
 
 
 def test_the_test_has_power(params, law):

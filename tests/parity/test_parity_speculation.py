@@ -12,9 +12,9 @@ from rl.trajectory import Origin
 from spec.budget import RoundTimes, make_budget
 from spec.group import GroupDrafter
 from spec.history import PAPER_RULE, RULE, HistoryDrafter, build_index
-from spec.history_store import HistoryStore, of_group
 from spec.merge import Union
 from spec.ngram import NgramDrafter
+from spec.rollout_cache import RolloutCache, of_group
 
 pytestmark = pytest.mark.parity
 
@@ -42,7 +42,7 @@ def almost(response_ids, seed):
 
 
 def history(golden, requests, rule):
-    store, keys, prompts = HistoryStore(), {}, {}
+    store, keys, prompts = RolloutCache(), {}, {}
     for r in requests:
         keys[r.group_id], prompts[f"g{r.group_id}"] = f"g{r.group_id}", np.asarray(r.prompt_ids)
     for group, key in keys.items():

@@ -29,6 +29,7 @@ def trajectory(i, prompt, response, *, reward=1.0, finish=FinishReason.STOP, gro
         origins=np.zeros(n, np.uint8),
         finish_reason=finish,
         reward=reward,
+        emission_logprobs=-np.arange(1, n + 1, dtype=np.float32),
     )
 
 
@@ -74,8 +75,8 @@ def test_a_row_by_hand():
     assert batch.index_EM[:, :2].tolist() == [[2, 3], [4, 0], [5, 0], [0, 0]]
     assert batch.inputs.mask_BT.sum(1).tolist() == [2, 1, 1, 0]
     assert batch.inputs.advantages_B.tolist() == [1.0, 3.0, 2.0, 0.0]
-    assert batch.inputs.emission_logprobs_BT[0, :3].tolist() == [-1, -2, 0]
-    np.testing.assert_array_equal(batch.inputs.old_logprobs_BT, batch.inputs.emission_logprobs_BT)
+    assert batch.inputs.rollout_logprobs_BT[0, :3].tolist() == [-1, -2, 0]
+    np.testing.assert_array_equal(batch.inputs.old_logprobs_BT, batch.inputs.rollout_logprobs_BT)
     assert batching.padding_fraction([packed]) == pytest.approx(10 / 16)
 
 
@@ -90,7 +91,7 @@ def test_old_and_reference_logprobs_where_given():
     inputs = packed.batch.inputs
     assert inputs.old_logprobs_BT.tolist() == [[-7, -8, 0, 0]]
     assert inputs.reference_logprobs_BT.tolist() == [[-5, -6, 0, 0]]
-    assert inputs.emission_logprobs_BT.tolist() == [[-1, -2, 0, 0]]
+    assert inputs.rollout_logprobs_BT.tolist() == [[-1, -2, 0, 0]]
 
 
 def shapes_of(batch):
@@ -140,7 +141,7 @@ def test_a_response_token_is_predicted_once_from_its_prompt_and_what_came_before
             n, ids = t.num_tokens, np.concatenate([t.prompt_ids, t.response_ids])
             assert inputs.mask_BT[e].tolist() == [True] * n + [False] * (shape.length - n)
             assert inputs.advantages_B[e] == samples[i].advantage
-            np.testing.assert_array_equal(inputs.emission_logprobs_BT[e, :n], t.logprobs)
+            np.testing.assert_array_equal(inputs.rollout_logprobs_BT[e, :n], t.logprobs)
             for j, index in enumerate(batch.index_EM[e, :n]):
                 b, position = divmod(index, shape.length)
                 seen = np.flatnonzero(mask_BTS[b, position])

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from rl.ablation import AblationRun, cells
 from rl.config import dump, load
 from rl.experiment import TrainConfig, memory_estimate_bytes, open_inputs
 
@@ -19,6 +20,18 @@ def header(path: Path) -> str:
     lines = path.read_text(encoding="utf-8").splitlines()
     end = next((i for i, line in enumerate(lines) if not line.startswith("#")), len(lines))
     return "\n".join(lines[:end])
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs/ablations").glob("*.gin")), ids=str)
+def test_every_variant_of_an_ablation_is_a_configuration(path, tmp_path):
+    found = cells([path], [], tmp_path)
+    grid = load(AblationRun, [path]).ablation
+    assert len(found) == len(grid.variants) * len(grid.seeds) > 2
+    for cell in found:
+        saved = tmp_path / "config.gin"
+        saved.write_text(dump(cell.config))
+        assert load(TrainConfig, [saved]) == cell.config
+    assert len({dump(cell.config) for cell in found}) == len(found)
 
 
 def test_there_is_the_configuration_that_runs_without_arguments():
@@ -35,10 +48,11 @@ class TestConfig:
     def test_its_inputs_open_and_it_reruns_from_what_a_run_writes_down(
         self, path, tmp_path, monkeypatch
     ):
-        config = load(TrainConfig, [path])
+        schema = AblationRun if path.parent.name == "ablations" else TrainConfig
+        config = load(schema, [path])
         saved = tmp_path / "config.gin"
         saved.write_text(dump(config))
-        assert load(TrainConfig, [saved]) == config
+        assert load(schema, [saved]) == config
         monkeypatch.chdir(tmp_path)  # paths of shipped files are found from anywhere
         inputs = open_inputs(config)
         assert len(inputs.task) >= config.rollout.prompts_per_step

@@ -12,6 +12,7 @@ import pytest
 
 from benchmarks import tiny_run
 from models import hf, tokenizer, transformer
+from rl.algorithms import ALGORITHMS
 from rl.config import ConfigError, load
 from rl.experiment import TrainConfig, memory_estimate_bytes, open_inputs
 
@@ -61,6 +62,17 @@ def test_long_prompts_are_left_out_and_counted(tiny):
             "max_prompt_tokens=8 and Sampling.max_new_tokens=57 make 65 positions, "
             "the policy has 64: lower one of them",
         ),
+        (
+            "Rollout.group_size=1",
+            ValueError,
+            "Algorithm.name='grpo' compares.*group_size of 2 or more, got 1; raise it, or set "
+            'Algorithm.name = "ppo"',
+        ),
+        (
+            "Algorithm.overlong_buffer_tokens=9",
+            ValueError,
+            "overlong_buffer_tokens of at most Sampling.max_new_tokens=8, got 9: lower it",
+        ),
         ("Policy.directory='no/such/folder'", FileNotFoundError, "no/such/folder"),
         ("Task.specs=('jsonl:no/such.jsonl',)", FileNotFoundError, "no/such.jsonl"),
         ("Reward.functions=('no/such.py:f',)", FileNotFoundError, "no/such.py"),
@@ -69,6 +81,24 @@ def test_long_prompts_are_left_out_and_counted(tiny):
 def test_what_does_not_fit_is_said_with_its_mend(tiny, override, error, message):
     with pytest.raises(error, match=message):
         opened(tiny, override)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_who_compares_siblings_needs_some(tiny, name):
+    settings = (f"Algorithm.name='{name}'", "Rollout.group_size=1")
+    if name == "ppo":
+        assert len(opened(tiny, *settings).task) == 6
+        return
+    with pytest.raises(ValueError, match=f"'{name}' compares"):
+        opened(tiny, *settings)
+
+
+def test_coupled_noise_counts_the_prompts_of_every_phase(tiny):
+    """6 examples: 2 prompts a step and 2 more phases are all of them, a third would repeat some."""
+    settings = ("Algorithm.name='dapo'", "Reuse.mode='coupled'")
+    opened(tiny, *settings, "Algorithm.max_extra_phases=2")
+    with pytest.raises(ValueError, match="got 8 prompts of 6 examples"):
+        opened(tiny, *settings, "Algorithm.max_extra_phases=3")
 
 
 def test_an_empty_data_set(tiny, tmp_path):
@@ -137,5 +167,7 @@ def test_the_memory_estimate_follows_the_configuration(tiny):
 
     plain = of()
     assert of("Algorithm.kl_coefficient=0.1")["reference policy"] == plain["master weights"]
+    assert of("Algorithm.name='ppo'")["critic"] == 4 * plain["master weights"]
+    assert plain["critic"] == 0
     assert of("Trainer.remat=True")["activations"] < plain["activations"]
     assert of("Sampling.max_new_tokens=9")["KV cache"] == 2 * plain["KV cache"]

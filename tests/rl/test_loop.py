@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import json
 
 import jax
-import jax.monitoring
 import numpy as np
 import pytest
+from loop_runs import assert_same_bits, compilations, finish
 
 from benchmarks import tiny_run
 from rl import loop
 from rl.checkpoint import NoWholeCheckpointError
-from rl.metrics import deterministic_view, read_metrics, read_samples
+from rl.metrics import deterministic_view, read_samples
 
 STEPS = 3
 
@@ -30,34 +28,9 @@ def tiny(tmp_path_factory):
     return tiny_run.make_inputs(tmp_path_factory.mktemp("loop"))
 
 
-@dataclasses.dataclass(frozen=True)
-class Finished:
-    """What a run has left."""
-
-    leaves: list[np.ndarray]
-    rows: list[dict]
-    samples: bytes
-    show: tiny_run.Recorder
-
-
-def finish(tiny, folder, *overrides) -> Finished:
-    show = tiny_run.Recorder()
-    state = tiny_run.train(tiny, folder, *overrides, show=show)
-    rows = [deterministic_view(row) for row in read_metrics(folder)]
-    leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(state)]
-    return Finished(leaves, rows, (folder / "samples.jsonl").read_bytes(), show)
-
-
 @pytest.fixture(scope="module")
 def never_stopped(tiny, tmp_path_factory):
     return finish(tiny, tmp_path_factory.mktemp("runs") / "never_stopped")
-
-
-def assert_same_bits(ours: Finished, theirs: Finished):
-    assert ours.rows == theirs.rows
-    assert ours.samples == theirs.samples
-    for one, other in zip(ours.leaves, theirs.leaves, strict=True):
-        assert one.tobytes() == other.tobytes()
 
 
 def test_the_same_configuration_gives_the_same_bits(tiny, never_stopped, tmp_path):
@@ -108,7 +81,7 @@ GUESSES = ("Speculation.budget='fixed:3'", "Engine.max_nodes=4", "Run.steps=5")
 
 def learnt(row):
     """What training knows of a step: all but how its tokens were come by."""
-    ours = ("spec/", "rollout/")
+    ours = ("spec/", "rollout/", "emission_kl/")
     return {k: v for k, v in deterministic_view(row).items() if not k.startswith(ours)}
 
 
@@ -139,6 +112,77 @@ def test_stopped_and_resumed_with_guesses_gives_the_same_bits(tiny, with_guesses
     resumed = finish(tiny, tmp_path, *GUESSES)
     assert "resuming after step 4" in resumed.show.messages
     assert_same_bits(resumed, with_guesses)
+
+
+# --- reuse ------------------------------------------------------------------------------
+
+
+def reusing(mode, *more, steps=5):
+    """An epoch is three steps."""
+    return (f"Reuse.mode='{mode}'", f"Run.steps={steps}", *more)
+
+
+def reused(done):
+    return [row["spec/reused_fraction"] for row in done.rows]
+
+
+@pytest.fixture(scope="module")
+def never_reused(tiny, tmp_path_factory):
+    return finish(tiny, tmp_path_factory.mktemp("reuse") / "off", "Run.steps=5")
+
+
+def test_lenience_zero_trains_as_without_reuse(tiny, never_reused, tmp_path):
+    zero = finish(tiny, tmp_path, *reusing("lenient:0"))
+    for one, other in zip(never_reused.rows, zero.rows, strict=True):
+        assert one["reward"] == other["reward"]
+        assert learnt(one) == pytest.approx(learnt(other), rel=1e-3, abs=1e-5)
+    assert sum(reused(zero)) == 0 < sum(row["spec/cached_responses"] for row in zero.rows)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        reusing("lenient:e^0.5"),
+        reusing("delayed:e^1", "Reuse.schedule='linear:1:4'", steps=8),
+        reusing("lenient:1", "Reuse.schedule='clip_fraction:0.1'", "Trainer.minibatches=2"),
+        reusing("coupled", "Sampling.draw='gumbel'"),
+        reusing("coupled:2", "Rollout.cache_bytes=1"),
+        reusing("random", *GUESSES[:2]),
+    ],
+    ids=lambda s: s[0].partition("'")[2].strip("'"),
+)
+def test_reuse_stopped_and_resumed_gives_the_same_bits(tiny, tmp_path, settings):
+    whole = finish(tiny, tmp_path / "whole", *settings)
+    assert reused(whole)[0] == 0 < max(reused(whole)[1:])
+    show = tiny_run.Recorder()
+    stop = len(whole.rows) - 2
+    with pytest.raises(loop.Stopped):
+        tiny_run.train(
+            tiny, tmp_path / "cut", *settings, show=show, should_stop=lambda: len(show.rows) == stop
+        )
+    resumed = finish(tiny, tmp_path / "cut", *settings)
+    assert f"resuming after step {stop}" in resumed.show.messages
+    assert_same_bits(resumed, whole)
+
+
+def test_full_reuse_generates_nothing_anew(tiny, tmp_path):
+    done = finish(tiny, tmp_path, *reusing("full"))
+    seen: dict[str, list[str]] = {}
+    for line in done.samples.splitlines():
+        row = json.loads(line)
+        seen.setdefault((row["example_id"], row["sample_index"]), []).append(row["completion"])
+    assert max(map(len, seen.values())) > 1
+    assert all(len(set(texts)) == 1 for texts in seen.values())
+
+
+def test_what_cannot_be_reused_is_said_and_generated_afresh(tiny, tmp_path):
+    tiny_run.train(tiny, tmp_path, *reusing("full", "Run.steps=2"))
+    changed = finish(tiny, tmp_path, *reusing("full", "Rollout.group_size=2"))
+    warnings = [m for m in changed.show.messages if m.startswith("warning")]
+    assert warnings and "4 cached responses where 2 are asked for" in warnings[0]
+    longer = finish(tiny, tmp_path, *reusing("full", "Run.steps=6", "Task.prompt_suffix='1'"))
+    assert any("its cached prompt is another one" in m for m in longer.show.messages)
+    assert reused(longer)[-1] == 0
 
 
 def test_goodput_keeps_its_table_in_the_run_folder(tiny, never_stopped, tmp_path):
@@ -240,42 +284,19 @@ def test_eight_devices_give_the_rewards_of_one(tiny, never_stopped, tmp_path):
             assert ours[name] == pytest.approx(value, rel=1e-4, abs=1e-4), name
 
 
-@contextlib.contextmanager
-def counted_compilations():
-    """A list that grows by one at every request to XLA for a program, cached on disk or not."""
-    found: list[str] = []
-    active = True
-
-    def listen(event: str, duration_s: float, **details: object) -> None:
-        if active and event.endswith("backend_compile_duration"):
-            found.append(str(details.get("fun_name", event)))
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
-        yield found
-    finally:
-        active = False  # jax offers no public way to take a listener away
-
-
-@pytest.mark.parametrize("resumed", [False, True], ids=["new", "resumed"])
-def test_nothing_compiles_after_warm_up_whatever_the_lengths(tiny, resumed, tmp_path, monkeypatch):
-    buckets = ("Engine.min_slots=4", "Sampling.max_new_tokens=24")
+@pytest.mark.parametrize(
+    ("resumed", "mode"), [(False, "off"), (True, "off"), (False, "random"), (False, "coupled:2")]
+)
+def test_nothing_compiles_after_warm_up_whatever_the_lengths(
+    tiny, resumed, mode, tmp_path, monkeypatch
+):
+    buckets = ("Engine.min_slots=4", "Sampling.max_new_tokens=24", f"Reuse.mode='{mode}'")
     if resumed:
         finish(tiny, tmp_path, *buckets, "Run.steps=1")
     buckets += ("Run.steps=6",)
-    jax.clear_caches()  # or earlier runs would have warmed up for us
-    at_warm_up: list[int] = []
-    build = loop._build
-
-    def counting_build(*args):
-        built = build(*args)
-        at_warm_up.append(len(found))
-        return built
-
-    monkeypatch.setattr(loop, "_build", counting_build)
-    with counted_compilations() as found:
-        done = finish(tiny, tmp_path, *buckets, "Checkpoint.every_steps=2")
+    buckets += ("Checkpoint.every_steps=2",)
+    done, before, after = compilations(tiny, tmp_path, monkeypatch, *buckets)
     lengths = {(r["completions/min_length"], r["completions/max_length"]) for r in done.rows}
     assert len(lengths) > 1, "the lengths must vary"
-    assert at_warm_up[0] > 10, "the listener must hear of compilations"
-    assert found[at_warm_up[0] :] == []
+    assert len(before) > 10, "the listener must hear of compilations"
+    assert after == []

@@ -11,13 +11,14 @@ import pytest
 
 from rl import losses
 from rl.losses import AlgorithmConfig, LossInputs
+from rl.trajectory import Origin
 
 
 def log(*values):
     return jnp.log(jnp.array([values], jnp.float32))
 
 
-def inputs_of(mask, advantages, emission, old=None, reference=None):
+def inputs_of(mask, advantages, emission, old=None, reference=None, origins=None):
     zeros = jnp.zeros_like(emission)
     return LossInputs(
         jnp.array(mask, bool),
@@ -25,29 +26,9 @@ def inputs_of(mask, advantages, emission, old=None, reference=None):
         emission,
         emission if old is None else old,
         zeros if reference is None else reference,
+        emission,
+        jnp.zeros(emission.shape, jnp.int32) if origins is None else jnp.array(origins),
     )
-
-
-@pytest.mark.parametrize(
-    ("ratio", "advantage", "wanted", "slope"),
-    [
-        (1.0, 2.0, -2.0, -2.0),
-        (1.1, 1.0, -1.1, -1.1),
-        (1.5, 1.0, -1.3, 0.0),  # above 1 + high: clipped, no gradient
-        (0.5, 1.0, -0.5, -0.5),  # below, but the advantage is positive: not clipped
-        (0.5, -1.0, 0.9, 0.0),  # below 1 - low: clipped
-        (1.5, -1.0, 1.5, 1.5),
-        (1.0, 0.0, 0.0, 0.0),
-    ],
-)
-def test_clipped_policy_loss(ratio, advantage, wanted, slope):
-    def of(logprob):
-        old = jnp.zeros((1, 1))
-        return losses.clipped_policy_loss(logprob, old, jnp.array([advantage]), 0.1, 0.3)[0, 0]
-
-    value, gradient = jax.value_and_grad(of)(log(ratio))
-    assert float(value) == pytest.approx(wanted, abs=1e-6)
-    assert float(gradient[0, 0]) == pytest.approx(slope, abs=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -79,8 +60,8 @@ def test_aggregations_weigh_tokens_or_sequences_alike():
     sequence = losses.token_weights(mask, jnp.float32(2), "sequence")
     np.testing.assert_allclose(token, [[0.25] * 3, [0, 0.25, 0], [0, 0, 0]])
     np.testing.assert_allclose(sequence, [[1 / 6] * 3, [0, 0.5, 0], [0, 0, 0]], rtol=1e-6)
-    assert losses.normaliser_of(4, 2, "token") == 4
-    assert losses.normaliser_of(4, 2, "sequence") == 2
+    assert losses.normaliser_of(4, 2, "token", 8) == 4
+    assert losses.normaliser_of(4, 2, "sequence", 8) == 2
 
 
 @pytest.mark.parametrize(("aggregation", "normaliser"), [("token", 5), ("sequence", 3)])
@@ -92,11 +73,29 @@ def test_rows_add_up_to_the_batch(aggregation, normaliser):
     advantages = jnp.array([1.0, -2.0, 0.5])
 
     def of(rows):
-        part = LossInputs(mask[rows], advantages[rows], old[rows], old[rows], ref[rows])
+        same = old[rows]
+        part = LossInputs(mask[rows], advantages[rows], same, same, ref[rows], same, 0 * same)
         return losses.loss(config, new[rows], new[rows], part, jnp.float32(normaliser))[0]
 
     parts = of(slice(0, 1)) + of(slice(1, 3))
     assert float(parts) == pytest.approx(float(of(slice(0, 3))), rel=1e-6)
+
+
+def test_the_distance_from_emission_by_origin():
+    """exp(d) − 1 − d at each token, its mean over the tokens that came to be alike."""
+    new = jnp.log(jnp.array([[0.5, 0.25, 0.5], [0.25, 0.9, 0.1]], jnp.float32))
+    emission = jnp.log(jnp.array([[0.25, 0.25, 0.5], [0.5, 0.1, 0.1]], jnp.float32))
+    origins = [[Origin.REUSED, Origin.REUSED, Origin.PLAIN], [Origin.REUSED, Origin.BONUS, 0]]
+    inputs = inputs_of([[1, 1, 1], [1, 0, 1]], [1.0, 1.0], emission, origins=origins)
+    config = AlgorithmConfig()
+    _, (statistics, _) = losses.loss(config, new, new, inputs, jnp.float32(1))
+    metrics = losses.metrics_of(statistics)
+    twice, half = 1 - math.log(2), -0.5 + math.log(2)
+    assert metrics["emission_kl/reused"] == pytest.approx((twice + 0 + half) / 3, rel=1e-5)
+    assert metrics["emission_kl/plain"] == pytest.approx(0, abs=1e-6)
+    # the one bonus token is not in the mask, and there are no accepted ones
+    assert not {"emission_kl/bonus", "emission_kl/accepted"} & metrics.keys()
+    assert not any(name.startswith("emission_tokens") for name in metrics)
 
 
 def test_loss_and_metrics_by_hand():
@@ -124,6 +123,7 @@ def test_loss_and_metrics_by_hand():
         "sampling/sampling_logp_difference/mean": 2 * two / 3,
         "sampling/sampling_logp_difference/max": two,
         "mismatch_kl": (2 - 1 - two + 0.5 - 1 + two) / 3,
+        "emission_kl/plain": (2 - 1 - two + 0.5 - 1 + two) / 3,
     }
     assert metrics == pytest.approx(wanted, abs=1e-6)
 
@@ -182,7 +182,7 @@ def test_zero_statistics_are_neutral():
         {"kl_coefficient": -1.0},
         {"kl_estimator": "k4"},
         {"aggregation": "mean"},
-        {"name": "ppo"},
+        {"name": "sarsa"},
     ],
 )
 def test_bad_settings_are_refused(bad):

@@ -30,7 +30,8 @@ def sample_of(i, tokens, prompt_tokens, group=0):
     ids = np.split(np.asarray(tokens, np.int32), [prompt_tokens])
     zeros = np.zeros(n, np.int32)
     logprobs = np.zeros(n, np.float32)
-    return Sample(Trajectory(i, group, i, *ids, logprobs, zeros, zeros, FinishReason.STOP), 0.0)
+    rest = logprobs, zeros, zeros, FinishReason.STOP
+    return Sample(Trajectory(i, group, i, *ids, *rest, emission_logprobs=logprobs), 0.0)
 
 
 def packed(tokens):

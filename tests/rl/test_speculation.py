@@ -1,28 +1,27 @@
 """What a run remembers between phases: which drafters, whose history, what is kept."""
 
-import dataclasses
-
 import numpy as np
 import pytest
 
+from rl.reuse import remember
 from rl.speculation import Speculation, SpeculationConfig
 from rl.trajectory import FinishReason, Trajectory
 from spec.budget import Aimd, Goodput, RoundTimes, TakeAll
 from spec.drafter import LiveSlots, Source
+from spec.rollout_cache import RolloutCache
 
 PROMPTS = {"a": (1, 2, 3), "b": (4, 5)}
 KEYS = list(PROMPTS)
 
 
-def answer(group, response, reward=1.0):
+def answer(group, response, reward=1.0, sample=0):
     n = len(response)
     zeros = np.zeros(n, np.int32)
     prompt = np.asarray(list(PROMPTS.values())[group], np.int32)
     tokens = np.asarray(response, np.int32)
-    return Trajectory(
-        group, group, 0, prompt, tokens, zeros.astype(np.float32), zeros, zeros,
-        FinishReason.STOP, reward,
-    )  # fmt: skip
+    logprobs = zeros.astype(np.float32)
+    rest = logprobs, zeros, zeros, FinishReason.STOP, reward
+    return Trajectory(group, group, sample, prompt, tokens, *rest, emission_logprobs=logprobs)
 
 
 def live(group, response):
@@ -42,10 +41,16 @@ def live(group, response):
     )
 
 
-def open_speculation(tmp_path, **settings):
-    speculation = Speculation(SpeculationConfig(**settings), tmp_path)
+def open_speculation(cache=None, **settings):
+    cache = RolloutCache() if cache is None else cache
+    speculation = Speculation(SpeculationConfig(**settings), cache)
     speculation.times = RoundTimes({})
     return speculation
+
+
+def learn(speculation, trajectories):
+    remember(speculation._cache, KEYS, trajectories, scored=False)
+    return speculation.history_metrics()
 
 
 def guesses(drafter, slots):
@@ -58,18 +63,18 @@ def phase(speculation):
     return speculation.phase(KEYS, list(PROMPTS.values()))
 
 
-def test_answers_of_a_step_are_drafted_in_the_next_each_to_its_prompt(tmp_path):
-    with open_speculation(tmp_path, sources=("history",)) as speculation:
+def test_answers_of_a_step_are_drafted_in_the_next_each_to_its_prompt():
+    with open_speculation(sources=("history",)) as speculation:
         drafter, _ = phase(speculation)
         assert guesses(drafter, live(0, [10])) == ([], set())
-        metrics = speculation.learn(KEYS, [answer(0, [10, 11, 12]), answer(1, [20, 21])])
+        metrics = learn(speculation, [answer(0, [10, 11, 12]), answer(1, [20, 21])])
         speculation.prepare(PROMPTS)
         assert metrics["spec/history_bytes"] > 0
         drafter, _ = phase(speculation)
         assert guesses(drafter, live(0, [10])) == ([11, 12], {Source.HISTORY})
         assert guesses(drafter, live(1, [20])) == ([21], {Source.HISTORY})
         # replaced, not added to
-        metrics = speculation.learn(KEYS, [answer(0, [10, 13])])
+        metrics = learn(speculation, [answer(0, [10, 13])])
         # what the phase before drafted from: five tokens, and their prompts' tails
         assert metrics["spec/history_index_tokens"] == 5 + sum(map(len, PROMPTS.values()))
         assert metrics["spec/history_index_seconds"] > 0
@@ -78,12 +83,12 @@ def test_answers_of_a_step_are_drafted_in_the_next_each_to_its_prompt(tmp_path):
         assert guesses(drafter, live(1, [20]))[0] == [21]
 
 
-def test_the_device_is_handed_the_same_history_the_best_first(tmp_path):
-    with open_speculation(tmp_path, sources=("history", "own")) as speculation:
+def test_the_device_is_handed_the_same_history_the_best_first():
+    with open_speculation(sources=("history", "own")) as speculation:
         drafter, _ = phase(speculation)
         assert drafter.texts is None  # nothing yet, and no siblings to come
-        better = dataclasses.replace(answer(0, [10, 13]), reward=2.0)
-        speculation.learn(KEYS, [answer(0, [10, 11, 12]), better])
+        better = answer(0, [10, 13], reward=2.0, sample=1)
+        learn(speculation, [answer(0, [10, 11, 12]), better])
         speculation.prepare(PROMPTS)
         drafter, _ = phase(speculation)
         text_BL, *_ = drafter.texts.fill(live(0, [10]), 1)
@@ -92,54 +97,56 @@ def test_the_device_is_handed_the_same_history_the_best_first(tmp_path):
         assert text_BL[0, : len(want) + 1].tolist() == [*want, -1]
 
 
-def test_an_index_that_was_built_for_other_prompts_is_not_used(tmp_path):
-    with open_speculation(tmp_path, sources=("history",)) as speculation:
+def test_an_index_that_was_built_for_other_prompts_is_not_used():
+    with open_speculation(sources=("history",)) as speculation:
         phase(speculation)
-        speculation.learn(KEYS, [answer(0, [10, 11])])
+        learn(speculation, [answer(0, [10, 11])])
         speculation.prepare({"b": PROMPTS["b"]})
         drafter, _ = phase(speculation)
         assert guesses(drafter, live(0, [10]))[0] == [11]
 
 
-def test_what_a_checkpoint_keeps_drafts_again(tmp_path):
-    with open_speculation(tmp_path / "one", sources=("history",)) as speculation:
+def test_what_a_checkpoint_keeps_drafts_again():
+    cache, other = RolloutCache(), RolloutCache()
+    with open_speculation(cache, sources=("history",)) as speculation:
         phase(speculation)
-        speculation.learn(KEYS, [answer(0, [10, 11])])
-        state = speculation.state()
-    with open_speculation(tmp_path / "two", sources=("history",)) as resumed:
-        resumed.load_state(state)
+        learn(speculation, [answer(0, [10, 11])])
+        speculation.prepare(PROMPTS)
+        speculation.settle()
+    other.load_state(cache.state())
+    with open_speculation(other, sources=("history",)) as resumed:
         assert guesses(phase(resumed)[0], live(0, [10]))[0] == [11]
 
 
 def test_a_spilled_history_that_is_damaged_is_told_of_once_and_left_out(tmp_path):
-    with open_speculation(tmp_path, sources=("history",), history_memory_bytes=1) as speculation:
+    cache = RolloutCache(1, tmp_path / "rollouts")
+    with open_speculation(cache, sources=("history",)) as speculation:
         phase(speculation)
-        speculation.learn(KEYS, [answer(0, [10, 11]), answer(1, [20, 21])])
+        learn(speculation, [answer(0, [10, 11]), answer(1, [20, 21])])
         phase(speculation)
-        files = [p for p in (tmp_path / "history").rglob("*") if p.is_file()]
+        files = [p for p in (tmp_path / "rollouts").rglob("*") if p.is_file()]
         assert len(files) == 2
         for path in files:
             path.write_bytes(b"something else")
         drafter, _ = phase(speculation)
-        problems = speculation.new_problems()
-        assert len(problems) == 2 and all("history" in p for p in problems)
-        assert speculation.new_problems() == []
+        problems = cache.new_problems()
+        assert len(problems) == 2 and all("cached responses to" in p for p in problems)
+        assert cache.new_problems() == []
         assert guesses(drafter, live(0, [10])) == ([], set())
 
 
 @pytest.mark.parametrize(
     ("policy", "kind"), [("fixed:3", TakeAll), ("aimd", Aimd), ("goodput", Goodput)]
 )
-def test_budgets_go_by_name(tmp_path, policy, kind):
-    with open_speculation(tmp_path, budget=policy) as speculation:
+def test_budgets_go_by_name(policy, kind):
+    with open_speculation(budget=policy) as speculation:
         assert isinstance(phase(speculation)[1], kind)
 
 
-def test_off_drafts_nothing_and_keeps_nothing(tmp_path):
-    with open_speculation(tmp_path, budget="off", sources=()) as speculation:
+def test_off_drafts_nothing_and_keeps_nothing():
+    with open_speculation(budget="off", sources=()) as speculation:
         assert phase(speculation) == (None, None)
-        assert speculation.learn(KEYS, [answer(0, [10])]) == {}
-        assert speculation.state() == {}
+        assert speculation.history_metrics() == {} and not speculation.keeps_history
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import math
 
 import numpy as np
 import pytest
@@ -32,6 +33,7 @@ def trajectory(i, num_tokens, reason):
         policy_versions=np.zeros(num_tokens, np.int32),
         origins=np.zeros(num_tokens, np.uint8),
         finish_reason=reason,
+        emission_logprobs=np.full(num_tokens, -0.5, np.float32),
     )
 
 
@@ -65,7 +67,10 @@ def test_lengths_rewards_and_engine_counts():
         "rollout/fetches": 7,
         "rollout/prefilled_tokens": 6,
         "rollout/slot_use": 20 / 50,
-        "rollout_tokens": 20,
+        "rollout/generated_tokens": 20,
+        "rollout_tokens": 15,
+        "diversity/distinct_1": 1 / 15,
+        "diversity/self_bleu": pytest.approx((math.exp(-1) + (1 / 1200) ** 0.25) / 2),
         "rewards/digits/mean": 1.0,
         "rewards/digits/std": 1.0,  # over n − 1
         "rewards/failures": 0,
@@ -117,3 +122,5 @@ def test_a_sample_row_holds_what_explains_its_reward():
     }
     assert [row["example_id"] for row in rows] == ["e0", "e0", "e1"]
     assert [row["advantage"] for row in rows] == [0.5, -0.5, 0.0]
+    unjudged = sample_rows(Letters(), examples, TRAJECTORIES, ["", "", ""], scores(1, 1, 1), None)
+    assert [row["advantage"] for row in unjudged] == [None] * 3

@@ -11,7 +11,9 @@ from rl.timeline import (
     EngineStats,
     RoundRecord,
     host_share,
+    joined,
     load_timeline,
+    phase_row,
     save_timeline,
     speculation_metrics,
 )
@@ -110,3 +112,32 @@ def test_the_file_is_strict_json(tmp_path):
     save_timeline(tmp_path, 3, example().timeline)
     rows = json.loads((tmp_path / TIMELINE_FILE).read_text())
     assert rows["rounds"][1]["emitted_A"] == [3, 1, 2]
+
+
+def test_the_counts_of_phases_join():
+    one, other = example(), EngineStats(fetches=3, tokens=5, prefilled_tokens=7)
+    other.rounds[(4, 1, 64)] = 2
+    other.verified.add(6, 4, 1)
+    assert joined([one]) is one
+    total = joined([one, other])
+    assert (total.fetches, total.tokens, total.prefilled_tokens) == (one.fetches + 3, 25, 7)
+    assert total.rounds == one.rounds + other.rounds and len(total.timeline) == 3
+    assert (total.drafted_nodes, total.accepted_tokens) == (10, 5)
+    assert (total.verified.responses, total.verified.tokens, total.verified.kept_tokens) == (
+        1,
+        6,
+        4,
+    )
+    assert one.tokens == 20 and other.tokens == 5 and len(one.timeline) == 3
+
+
+def test_a_phase_in_short():
+    stats = example()
+    stats.verified.passes[5, 384] += 2
+    stats.prefilled_tokens = 12
+    row = json.loads(json.dumps(phase_row(stats)))
+    assert row["passes"] == [[5, 384, 2]] and row["prefilled_tokens"] == 12
+    assert len(row["calls"]) == len(stats.timeline)
+    for (nodes, cached, busy_R), record in zip(row["calls"], stats.timeline, strict=True):
+        assert (nodes, cached) == (record.num_nodes, record.cached_tokens_A.sum())
+        assert busy_R[0] == len(record.request_ids_A) and sum(busy_R) == record.rounds_A.sum()

@@ -43,7 +43,8 @@ def trajectory(i, prompt, response, *, reward=1.0, logprobs=None, finish=FinishR
     logprobs = np.full(n, -2.7, np.float32) if logprobs is None else logprobs
     zeros = np.zeros(n, np.int32)
     ids = (np.array(prompt, np.int32), np.array(response, np.int32))
-    return Trajectory(i, i // 4, i % 4, *ids, logprobs, zeros, zeros, finish, reward)
+    rest = logprobs, zeros, zeros, finish, reward
+    return Trajectory(i, i // 4, i % 4, *ids, *rest, emission_logprobs=logprobs)
 
 
 def some_trajectories(count=8, seed=0, max_response=12):
@@ -152,7 +153,7 @@ def test_groups_of_equal_rewards_and_of_one_leave_the_parameters_alone():
         np.testing.assert_array_equal(new, old)
 
 
-@pytest.mark.parametrize("aggregation", ["token", "sequence"])
+@pytest.mark.parametrize("aggregation", ["token", "sequence", "sequence_sum", "constant"])
 def test_samples_without_a_gradient_cost_no_pass_and_still_count(aggregation, monkeypatch):
     recipe = dataclasses.replace(
         RECIPE, algorithm=dataclasses.replace(RECIPE.algorithm, aggregation=aggregation)

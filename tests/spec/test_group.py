@@ -6,8 +6,8 @@ import pytest
 from spec.drafter import LiveSlots
 from spec.group import DraftClient, DraftServer, GroupDrafter, Update
 from spec.history import HistoryDrafter, build_index
-from spec.history_store import HistoryStore, of_group
 from spec.ngram import NgramDrafter
+from spec.rollout_cache import RolloutCache, of_group
 from spec.suffix import ProposalRule
 
 CHAIN = ProposalRule(longest=4, shortest=1)
@@ -118,7 +118,7 @@ def test_own_text_repeats_itself():
 
 
 def test_history_prefers_the_branch_of_the_largest_reward_sum():
-    store = HistoryStore()
+    store = RolloutCache()
     tokens = [ids(1, 2, 7), ids(1, 2, 8), ids(1, 2, 8)]
     store.replace("p", of_group(tokens, [1.0, 0.25, 0.5]))
     index = build_index(store, {"p": ids(50, 51), "q": ids(60)}, 4)

@@ -1,0 +1,139 @@
+"""`python -m rl.ablate FILE`: train every variant of a grid with every seed; one table, one figure.
+
+FILE is a training configuration with an `Ablation` section. Runs are processes of
+`python -m rl.train`, one after the other, each in a folder of its own; a grid that was
+stopped goes on where it was. `table.csv`, `table.md` and `figure.png` are written anew
+after every run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import io
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rl.ablation import COLUMNS, AblationRun, Cell, by_variant, cells, read_cell
+from rl.ablation_table import figure, markdown
+from rl.atomic_file import replace_file
+from rl.config import ConfigError, describe, load, parse_command_line
+from rl.config import dump as dump_config
+from rl.experiment import open_inputs
+
+EXIT_USAGE = 2
+EXIT_FAILED = 1
+EXIT_STOPPED = 75  # EX_TEMPFAIL, as of rl.train: stopped by a signal, go on with the same command
+
+
+def main(argv: Sequence[str]) -> int:
+    """Parse, check the whole grid, run what is not done; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m rl.ablate",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("gin_file", nargs="?", help="a configuration with an Ablation section")
+    parser.add_argument("--dry_run", action="store_true", help="check everything, run nothing")
+    parser.add_argument("--table", action="store_true", help="write the table of what is done")
+    parser.add_argument("--list", action="store_true", help="show every section and field")
+    args, overrides = parse_command_line(parser, argv)
+    if args.list:
+        print(describe(AblationRun))
+        return 0
+    if args.gin_file is None:
+        parser.error("expected a file: python -m rl.ablate configs/ablations/lenience.gin")
+    try:
+        grid = load(AblationRun, [args.gin_file], overrides)
+        folder = Path(grid.ablation.directory or Path("runs") / Path(args.gin_file).stem)
+        found = cells([args.gin_file], overrides, folder.absolute())
+        num_examples = len(open_inputs(found[0].config).task)
+    except (ConfigError, ValueError, OSError, ImportError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    if args.dry_run:
+        for cell in found:
+            state = "done" if cell.done else f"{cell.steps_done} of {cell.config.run.steps} steps"
+            print(f"{cell.name}, seed {cell.seed}: {state}, {cell.folder}")
+        return 0
+    if args.table:
+        _write(folder, [c for c in found if c.done], num_examples)
+        return 0
+    return _run_all(folder, found, num_examples)
+
+
+class _Stop:
+    """SIGTERM and Ctrl-C end the grid: the run at hand is told to save, and no other begins."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        self.child: subprocess.Popen[bytes] | None = None
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._ask)
+
+    def _ask(self, number: int, _: object) -> None:
+        self.asked = True
+        if self.child is not None:  # a terminal's Ctrl-C has told it too, which does no harm
+            self.child.send_signal(signal.SIGTERM)
+
+
+def _run_all(folder: Path, found: Sequence[Cell], num_examples: int) -> int:
+    stop = _Stop()
+    for number, cell in enumerate(found, start=1):
+        title = f"[{number}/{len(found)}] {cell.name}, seed {cell.seed}"
+        if cell.done:
+            print(f"{title}: done before", flush=True)
+            continue
+        print(title, flush=True)
+        code = EXIT_STOPPED if stop.asked else _train(folder, cell, stop)
+        if code == EXIT_STOPPED or stop.asked:
+            print("stopped; the same command goes on", file=sys.stderr)
+            return EXIT_STOPPED
+        if code:
+            print(f"error: {title} ended with {code}: see above", file=sys.stderr)
+            return EXIT_FAILED
+        _write(folder, [c for c in found if c.done], num_examples)
+    print(f"{folder / 'table.md'}, {folder / 'table.csv'}, {folder / 'figure.png'}")
+    return 0
+
+
+def _train(folder: Path, cell: Cell, stop: _Stop) -> int:
+    """The run as a process of its own; programs are shared by all runs of the grid."""
+    cell.folder.mkdir(parents=True, exist_ok=True)
+    config = folder / "configs" / f"{cell.folder.name}.gin"
+    config.parent.mkdir(exist_ok=True)
+    replace_file(config, dump_config(cell.config))
+    command = [sys.executable, "-m", "rl.train", f"--gin_file={config}"]
+    command += ["--resume"] if cell.begun else []
+    cache = {"JAX_COMPILATION_CACHE_DIR": str(folder / "compiled")}
+    with subprocess.Popen(command, env=cache | dict(os.environ)) as stop.child:
+        if stop.asked:  # while it started
+            stop.child.send_signal(signal.SIGTERM)
+        code = stop.child.wait()
+    stop.child = None
+    return code
+
+
+def _write(folder: Path, done: Sequence[Cell], num_examples: int) -> None:
+    """Table and figure of the runs that are done."""
+    if not done:
+        print("nothing is done yet", file=sys.stderr)
+        return
+    rows = [read_cell(cell, num_examples) for cell in done]
+    text = io.StringIO()
+    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    replace_file(folder / "table.csv", text.getvalue())
+    spreads = by_variant(rows)
+    replace_file(folder / "table.md", markdown(spreads))
+    figure(spreads, folder / "figure.png")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,66 @@
+"""How varied a batch of responses is: Distinct-1 and Self-BLEU, on token ids.
+
+Host arithmetic on small samples: both look at the first `MOST_TOKENS` of a response.
+"""
+
+from __future__ import annotations
+
+import collections
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+MOST_TOKENS = 512
+ORDER = 4  # the longest n-grams of BLEU
+FLOOR = 0.1  # matches that a count of 0 stands for (smoothing 1 of Chen and Cherry, 2014)
+
+
+def distinct_1(responses: Sequence[np.ndarray]) -> float:
+    """Different tokens over all tokens of the batch.
+
+    Source: Li et al., arXiv 1510.03055.
+    """
+    tokens = np.concatenate([r[:MOST_TOKENS] for r in responses])
+    return len(np.unique(tokens)) / max(len(tokens), 1)
+
+
+def self_bleu(responses: Sequence[np.ndarray], group_ids: Sequence[int]) -> float:
+    """Mean BLEU-4 of each response against its siblings; 1 where all of a group are the same.
+
+    BLEU = min(1, e^(1 − r/c)) · exp(mean over n of log p_n): p_n the n-grams that some sibling
+    has too (each counted as often as the sibling with the most has it), r the sibling length
+    closest to c. Orders that a response is too short for are left out; responses without
+    siblings too. nan where there are none. Source: Zhu et al., arXiv 1802.01886.
+    """
+    groups: dict[int, list[list[int]]] = {}
+    for response, group in zip(responses, group_ids, strict=True):
+        groups.setdefault(group, []).append(response[:MOST_TOKENS].tolist())
+    scores: list[float] = []
+    for siblings in groups.values():
+        if len(siblings) > 1:
+            scores += _of_group(siblings)
+    return float(np.mean(scores)) if scores else math.nan
+
+
+def _of_group(group: list[list[int]]) -> list[float]:
+    counts = [[_ngrams(r, n) for n in range(1, ORDER + 1)] for r in group]
+    scores = []
+    for i, response in enumerate(group):
+        logs = []
+        for n in range(min(ORDER, len(response))):
+            most: collections.Counter[tuple[int, ...]] = collections.Counter()
+            for j in range(len(group)):
+                if j != i:
+                    most |= counts[j][n]
+            matches = (counts[i][n] & most).total()
+            logs.append(math.log(max(matches, FLOOR) / counts[i][n].total()))
+        lengths = [len(r) for j, r in enumerate(group) if j != i]
+        closest = min(lengths, key=lambda r: (abs(r - len(response)), r))
+        penalty = min(0.0, 1 - closest / len(response))
+        scores.append(math.exp(penalty + float(np.mean(logs))))
+    return scores
+
+
+def _ngrams(tokens: list[int], n: int) -> collections.Counter[tuple[int, ...]]:
+    return collections.Counter(zip(*(tokens[k:] for k in range(n)), strict=False))

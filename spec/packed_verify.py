@@ -1,0 +1,140 @@
+"""The packed verification pass: many cached responses in one forward pass, without padding.
+
+Rows hold several prompts, each computed once, followed by the responses to it
+(`models.attention.Packing`). The pass gives what the policy thinks of every response
+token and what it draws there, and the keys and values of all positions: the prefixes
+that stand go on from them, so that nothing is computed twice. R rows of T positions;
+X = R · T. Source: SPEC-RL, section 3.2.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from models import kv_cache, transformer
+from models.attention import Packing
+from models.config import ModelConfig
+from models.kv_cache import KVCache
+from models.sharding import constrain
+from spec import contexts, sampling
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PackedResponses:
+    """Token inputs, the tokens that they predict, and whose noise draws there; int32 [R, T].
+
+    `noise_RT` is the position of the predicted token in its response; where noise goes by
+    content it is its context's hash (uint32), and `met_RT` the count (`spec.contexts`). What
+    prompts and padding predict means nothing.
+    """
+
+    tokens_RT: jax.Array
+    targets_RT: jax.Array
+    packing: Packing
+    request_ids_RT: jax.Array
+    noise_RT: jax.Array
+    met_RT: jax.Array | None = None
+
+
+def packed_mask(packing: Packing, start: jax.Array, count: int) -> jax.Array:
+    """`models.attention.packed_mask` of `count` query columns from `start` on; [R, count, T]."""
+    T = packing.prompt_BT.shape[1]
+
+    def part(x_RT: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_slice_in_dim(x_RT, start, count, axis=1)[:, :, None]
+
+    branch_RT = packing.branch_BT[:, None]
+    before_CT = jnp.arange(T) <= start + jnp.arange(count)[:, None]
+    same_RCT = part(packing.prompt_BT) == packing.prompt_BT[:, None]
+    return before_CT & same_RCT & ((branch_RT == 0) | (part(packing.branch_BT) == branch_RT))
+
+
+@partial(jax.jit, static_argnames=("config", "scheme", "chunk_tokens", "dtype"))
+def verify_packed(
+    params: transformer.Params,
+    batch: PackedResponses,
+    key: jax.Array,
+    temperature: jax.Array,
+    top_k: jax.Array,
+    top_p: jax.Array,
+    *,
+    config: ModelConfig,
+    scheme: sampling.Draw,
+    chunk_tokens: int,
+    dtype: np.dtype,
+) -> tuple[KVCache, jax.Array]:
+    """Keys and values of all positions, and int32 [4, R, T] of what is found at each.
+
+    That is: the token drawn, the bits of its log-prob, the bits of the target's, and whether
+    the target is possible. `chunk_tokens` positions have logits at a time. The cache that is
+    returned has one row of X positions. Compiled once for each [R, T].
+    """
+    R, T = batch.tokens_RT.shape
+    C = next(c for c in range(max(1, min(T, chunk_tokens // R)), 0, -1) if T % c == 0)
+
+    def chunk(cache: KVCache, start: jax.Array) -> tuple[KVCache, jax.Array]:
+        def part(x_RT: jax.Array) -> jax.Array:
+            return jax.lax.dynamic_slice_in_dim(x_RT, start, C, axis=1)
+
+        tokens_RC, targets_RC = part(batch.tokens_RT), part(batch.targets_RT)
+        positions_RC = part(batch.packing.positions_BT)
+        mask_RCT = packed_mask(batch.packing, start, C)
+        hidden_RCD, cache = transformer.hidden_with_cache(
+            config, params, cache, tokens_RC, positions_RC, jnp.full((R,), start), mask_RCT
+        )
+        logits_RCV = constrain(transformer.head(params, hidden_RCD), "batch", None, "vocab")
+        requests_RC1 = sampling.request_keys(key, part(batch.request_ids_RT).reshape(-1))
+        noise_RC1 = part(batch.noise_RT).reshape(-1, 1)
+        if batch.met_RT is None:
+            keys_RC1 = sampling.position_keys(requests_RC1, noise_RC1)
+        else:
+            met_RC1 = part(batch.met_RT).reshape(-1, 1)
+            keys_RC1 = contexts.content_keys(requests_RC1, noise_RC1, met_RC1)
+        keys_RC = keys_RC1.reshape(tokens_RC.shape)
+        warm_RC, k_RC, p_RC = (
+            jnp.broadcast_to(x, tokens_RC.shape) for x in (temperature, top_k, top_p)
+        )
+        processed_RCV = sampling.processed_logits(logits_RCV, warm_RC, k_RC, p_RC)
+        drawn_RC, drawn_logprob_RC = sampling.draw(processed_RCV, keys_RC, warm_RC, scheme)
+        logprob_RC, possible_RC = sampling.given_log_probs(
+            logits_RCV, processed_RCV, targets_RC, warm_RC
+        )
+        possible_RC &= (warm_RC > 0) | (drawn_RC == targets_RC)
+        found = (drawn_RC, _bits(drawn_logprob_RC), _bits(logprob_RC), possible_RC)
+        return cache, jnp.stack([x.astype(jnp.int32) for x in found])
+
+    empty = kv_cache.init(config, R, T, dtype)
+    cache, found_I4RC = jax.lax.scan(chunk, empty, jnp.arange(0, T, C))
+    found_4RT = found_I4RC.transpose(1, 2, 0, 3).reshape(4, R, T)
+    return _in_one_row(cache), found_4RT
+
+
+def _bits(x: jax.Array) -> jax.Array:
+    return jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)
+
+
+def _in_one_row(cache: KVCache) -> KVCache:
+    """Positions of all rows after one another: [1, K, h, X] and [1, K, X, h]."""
+
+    def keys(rows_RKhT: jax.Array) -> jax.Array:
+        R, K, h, T = rows_RKhT.shape
+        return rows_RKhT.transpose(1, 2, 0, 3).reshape(1, K, h, R * T)
+
+    def values(rows_RKTh: jax.Array) -> jax.Array:
+        R, K, T, h = rows_RKTh.shape
+        return rows_RKTh.transpose(1, 0, 2, 3).reshape(1, K, R * T, h)
+
+    return KVCache(tuple(map(keys, cache.keys)), tuple(map(values, cache.values)))
+
+
+def unpack(found_4RT: jax.Array) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """(drawn, its log-probs, the targets' log-probs, possible) on the host, flat [X] each."""
+    found_4X = np.asarray(found_4RT).reshape(4, -1)
+    drawn_X, drawn_bits_X, bits_X, possible_X = found_4X
+    return drawn_X, drawn_bits_X.view(np.float32), bits_X.view(np.float32), possible_X > 0

@@ -1,0 +1,76 @@
+"""`python -m rl.ablate` as a user runs it: a grid, stopped, gone on with, and its table."""
+
+import csv
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from benchmarks import tiny_run
+
+GRID = """
+Ablation.variants = (
+    ("plain", ()),
+    ("full", ("Reuse.mode = 'full'",)),
+)
+Ablation.seeds = (0,)
+Run.steps = 4
+Checkpoint.every_steps = 0
+"""
+
+
+@pytest.fixture(scope="module")
+def grid(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ablate")
+    base = tiny_run.make_inputs(folder)
+    (folder / "grid.gin").write_text(f"include '{base}'\n{GRID}")
+    return folder / "grid.gin"
+
+
+def command(grid, *arguments):
+    runs = f"--gin.Ablation.directory={str(grid.parent / 'runs')!r}"
+    return [sys.executable, "-m", "rl.ablate", str(grid), runs, *arguments]
+
+
+def test_a_grid_is_stopped_gone_on_with_and_read(grid):
+    env, runs = tiny_run.environment(), grid.parent / "runs"
+    with subprocess.Popen(
+        command(grid), cwd=tiny_run.ROOT, env=env, start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    ) as process:  # fmt: skip
+        deadline = time.monotonic() + 240
+        while not (runs / "plain-0" / "metrics.jsonl").exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        os.killpg(process.pid, signal.SIGINT)  # Ctrl-C tells all
+        output, _ = process.communicate(timeout=120)
+    assert process.returncode == 75, output
+    assert "the same command goes on" in output
+    done = tiny_run.call(command(grid), env)
+    assert done.returncode == 0, done.stdout + done.stderr
+    with (runs / "table.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["name"] for row in rows] == ["plain", "full"]
+    plain, full = rows
+    # an epoch is three steps: the fourth is taken over whole
+    assert float(full["reused_fraction"]) == 1.0 and plain["reused_fraction"] == "nan"
+    assert 0 < float(full["generated_tokens"]) < float(plain["generated_tokens"])
+    assert (runs / "figure.png").exists() and "| full |" in (runs / "table.md").read_text()
+    again = tiny_run.call(command(grid), env)
+    assert again.returncode == 0 and again.stdout.count("done before") == 2
+    table = tiny_run.call(command(grid, "--table"), env)
+    assert table.returncode == 0
+    dry = tiny_run.call(command(grid, "--dry_run"), env)
+    assert "full, seed 0: done" in dry.stdout
+
+
+def test_what_is_wrong_is_said_before_anything_runs(grid, tmp_path):
+    env = tiny_run.environment()
+    wrong = tiny_run.call(command(grid, "--gin.Ablation.seed=(1,)"), env)
+    assert wrong.returncode == 2 and "Did you mean Ablation.seeds?" in wrong.stderr
+    other = tiny_run.call(command(grid, "--gin.Run.steps=9"), env)
+    assert other.returncode == 2 and "another configuration" in other.stderr
+    none = tiny_run.call([sys.executable, "-m", "rl.ablate"], env)
+    assert none.returncode == 2 and "expected a file" in none.stderr
