@@ -135,17 +135,22 @@ def read_cell(cell: Cell, num_examples: int) -> dict[str, float | str | int]:
     epoch, in which every prompt was answered once; reuse is that from the second epoch on.
     """
     rows = read_metrics(cell.folder)
-    per_step = cell.config.rollout.prompts_per_step
-    epoch_steps = math.ceil(num_examples / per_step)
-    later = rows[epoch_steps:]
+    # dynamic sampling takes as many prompts as it needs
+    per_step = float(cell.config.rollout.prompts_per_step)
+    prompts = [float(row.get("dynamic_sampling/generated_groups") or per_step) for row in rows]
+    ends = np.cumsum(prompts)
+    later = [
+        row for row, end, n in zip(rows, ends, prompts, strict=True) if end - n >= num_examples
+    ]
+    last = [row for row, end in zip(rows, ends, strict=True) if end > ends[-1] - num_examples]
     return {
         "name": cell.name,
         "seed": cell.seed,
-        "epochs": round(len(rows) * per_step / num_examples, 2),
+        "epochs": round(sum(prompts) / num_examples, 2),
         "generated_tokens": _total(rows, "rollout/generated_tokens"),
         "rollout_s": _total(rows, "time/rollout"),
         "verify_s": _total(rows, "spec/prefix_pass_seconds"),
-        "final_reward": _mean(rows[-epoch_steps:], "reward"),
+        "final_reward": _mean(last, "reward"),
         "reused_fraction": _mean(later, "spec/reused_fraction") if later else math.nan,
         **{column: _mean(rows, metric) for column, metric in MEANS.items()},
     }

@@ -156,6 +156,8 @@ PANELS: tuple[Panel, ...] = (
     Line("throughput.png", "Throughput", "tokens per second", "perf/throughput"),
     Line("spec_tokens.png", "Tokens per round", "tokens per request", "spec/tokens_per_round"),
     Line("spec_accept.png", "Guesses that were right", "%", "spec/accept_rate", scale=100.0),
+    Line("reused.png", "Reused", "% of response tokens", "spec/reused_fraction", scale=100.0),
+    Line("self_bleu.png", "Likeness of siblings", "Self-BLEU", "diversity/self_bleu"),
     TimeSplit(),
     RolloutTimeline(),
 )
