@@ -158,7 +158,7 @@ def generate_and_score(
     and noise is named, as if all had been asked at once.
     """
     config, inputs, first = system.config, system.inputs, len(before)
-    drafter, budget = system.speculation.phase(new.keys, new.tokens)
+    system.speculation.settle()  # the cache has one reader at a time
     asked = before + new
     # first samples first: siblings that start apart have something to draft from
     requests = [
@@ -168,6 +168,8 @@ def generate_and_score(
         )
         if r.group_id >= first
     ]
+    last = {r.request_id: r.cached.tokens for r in requests if r.cached is not None}
+    drafter, budget = system.speculation.phase(new.keys, new.tokens, last)
     completions: dict[int, str] = {}
     scores: dict[int, Future[Score]] = {}
 

@@ -17,6 +17,7 @@ from typing import Literal
 import numpy as np
 
 from spec import history
+from spec.aligned import AlignedDrafter
 from spec.budget import Budget, RoundTimes, make_budget
 from spec.drafter import Drafter
 from spec.group import GroupDrafter
@@ -26,8 +27,8 @@ from spec.merge import Union
 from spec.ngram import NgramDrafter
 from spec.rollout_cache import RolloutCache
 
-SourceName = Literal["history", "group", "own"]
-SOURCES: tuple[SourceName, ...] = ("history", "group", "own")
+SourceName = Literal["last", "history", "group", "own"]
+SOURCES: tuple[SourceName, ...] = ("last", "history", "group", "own")
 Prompt = Sequence[int]
 
 
@@ -35,7 +36,8 @@ Prompt = Sequence[int]
 class SpeculationConfig:
     """Where guesses come from, and how many a round tries; none of it changes a token.
 
-    `sources` are asked each round and their guesses joined: `history` (the prompt's
+    `sources` are asked each round and their guesses joined: `last` (with Reuse: the response
+    of last epoch by the same sample index, read on from where it stands), `history` (the prompt's
     responses of the last epoch), `group` (live siblings, told every
     `group_update_tokens` tokens), `own` (the request's own text). `budget` is `off`,
     `fixed:K`, `aimd` or `goodput`, which also lets the device look guesses up in history
@@ -95,14 +97,23 @@ class Speculation:
         self._used: _Built | None = None  # by the phase that runs, or the last one
 
     def phase(
-        self, keys: Sequence[str], prompts: Sequence[Prompt]
+        self,
+        keys: Sequence[str],
+        prompts: Sequence[Prompt],
+        last: Mapping[int, np.ndarray] | None = None,
     ) -> tuple[Drafter | None, Budget | None]:
-        """Drafter and budget of one phase; group g answers `prompts[g]`, named `keys[g]`."""
+        """Drafter and budget of one phase; group g answers `prompts[g]`, named `keys[g]`.
+
+        `last` are last epoch's responses by request id, where requests may reuse them.
+        """
         if not self.config.enabled:
             return None, None
         parts: list[Drafter] = []
         for source in self.config.sources:
-            if source == "history":
+            if source == "last":
+                if last:
+                    parts.append(AlignedDrafter(last))
+            elif source == "history":
                 index = self._index(dict(zip(keys, prompts, strict=True)))
                 parts.append(HistoryDrafter(index, dict(enumerate(keys)), self._rule))
             elif source == "group":
@@ -110,6 +121,8 @@ class Speculation:
             else:
                 parts.append(NgramDrafter())
         texts = self._texts(keys) if self.config.may_look_up else None
+        if not parts:
+            return None, None
         return Union(parts, texts), make_budget(self.config.budget, self.times)
 
     def _texts(self, keys: Sequence[str]) -> LookupTexts | None:

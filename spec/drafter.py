@@ -25,6 +25,7 @@ class Source(enum.IntEnum):
     HISTORY = 1  # the prompt's responses of the last epoch
     GROUP = 2  # siblings that are being generated
     OWN = 3  # the request's own prompt and response
+    LAST = 4  # the response of last epoch by the same sample index
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
