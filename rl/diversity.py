@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+Ngrams = collections.Counter[tuple[int, ...]]
 MOST_TOKENS = 512
 ORDER = 4  # the longest n-grams of BLEU
 FLOOR = 0.1  # matches that a count of 0 stands for (smoothing 1 of Chen and Cherry, 2014)
@@ -45,15 +46,15 @@ def self_bleu(responses: Sequence[np.ndarray], group_ids: Sequence[int]) -> floa
 
 def _of_group(group: list[list[int]]) -> list[float]:
     counts = [[_ngrams(r, n) for n in range(1, ORDER + 1)] for r in group]
+    most = [_two_highest([c[n] for c in counts]) for n in range(ORDER)]
     scores = []
     for i, response in enumerate(group):
         logs = []
         for n in range(min(ORDER, len(response))):
-            most: collections.Counter[tuple[int, ...]] = collections.Counter()
-            for j in range(len(group)):
-                if j != i:
-                    most |= counts[j][n]
-            matches = (counts[i][n] & most).total()
+            matches = 0
+            for gram, count in counts[i][n].items():
+                first, holder, second = most[n][gram]
+                matches += min(count, second if holder == i else first)
             logs.append(math.log(max(matches, FLOOR) / counts[i][n].total()))
         lengths = [len(r) for j, r in enumerate(group) if j != i]
         closest = min(lengths, key=lambda r: (abs(r - len(response)), r))
@@ -62,5 +63,18 @@ def _of_group(group: list[list[int]]) -> list[float]:
     return scores
 
 
-def _ngrams(tokens: list[int], n: int) -> collections.Counter[tuple[int, ...]]:
+def _two_highest(counts: list[Ngrams]) -> dict[tuple[int, ...], tuple[int, int, int]]:
+    """By n-gram: the highest count, the response that has it, and the highest of the others."""
+    most: dict[tuple[int, ...], tuple[int, int, int]] = {}
+    for i, of_one in enumerate(counts):
+        for gram, count in of_one.items():
+            first, holder, second = most.get(gram, (0, -1, 0))
+            if count > first:
+                most[gram] = (count, i, first)
+            elif count > second:
+                most[gram] = (first, holder, count)
+    return most
+
+
+def _ngrams(tokens: list[int], n: int) -> Ngrams:
     return collections.Counter(zip(*(tokens[k:] for k in range(n)), strict=False))
