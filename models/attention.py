@@ -35,12 +35,24 @@ def causal_mask(num_tokens: int) -> jax.Array:
     return jnp.tril(jnp.ones((1, num_tokens, num_tokens), bool))
 
 
-def packed_mask(packing: Packing) -> jax.Array:
-    """mask[b, t, s]: s ≤ t, of the same prompt, and shared or of the same response; [B, T, T]."""
-    prompt_BT, branch_BT = packing.prompt_BT, packing.branch_BT
-    same_BTS = prompt_BT[:, :, None] == prompt_BT[:, None, :]
-    seen_BTS = (branch_BT[:, None, :] == 0) | (branch_BT[:, :, None] == branch_BT[:, None, :])
-    return causal_mask(prompt_BT.shape[1]) & same_BTS & seen_BTS
+def packed_mask(
+    packing: Packing, start: jax.Array | int = 0, count: int | None = None
+) -> jax.Array:
+    """mask[b, t, s]: s ≤ t, of the same prompt, and shared or of the same response; [B, T, T].
+
+    With `count`, the rows t from `start` on alone: [B, count, T].
+    """
+    T = packing.prompt_BT.shape[1]
+    C = T if count is None else count
+
+    def rows(x_BT: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_slice_in_dim(x_BT, start, C, axis=1)[:, :, None]
+
+    before_CT = jnp.arange(T) <= start + jnp.arange(C)[:, None]
+    same_BCT = rows(packing.prompt_BT) == packing.prompt_BT[:, None]
+    branch_BT = packing.branch_BT
+    seen_BCT = (branch_BT[:, None] == 0) | (rows(branch_BT) == branch_BT[:, None])
+    return before_CT & same_BCT & seen_BCT
 
 
 def attend(

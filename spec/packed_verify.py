@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from models import kv_cache, transformer
-from models.attention import Packing
+from models.attention import Packing, packed_mask
 from models.config import ModelConfig
 from models.kv_cache import KVCache
 from models.sharding import constrain
@@ -40,19 +40,6 @@ class PackedResponses:
     request_ids_RT: jax.Array
     noise_RT: jax.Array
     met_RT: jax.Array | None = None
-
-
-def packed_mask(packing: Packing, start: jax.Array, count: int) -> jax.Array:
-    """`models.attention.packed_mask` of `count` query columns from `start` on; [R, count, T]."""
-    T = packing.prompt_BT.shape[1]
-
-    def part(x_RT: jax.Array) -> jax.Array:
-        return jax.lax.dynamic_slice_in_dim(x_RT, start, count, axis=1)[:, :, None]
-
-    branch_RT = packing.branch_BT[:, None]
-    before_CT = jnp.arange(T) <= start + jnp.arange(count)[:, None]
-    same_RCT = part(packing.prompt_BT) == packing.prompt_BT[:, None]
-    return before_CT & same_RCT & ((branch_RT == 0) | (part(packing.branch_BT) == branch_RT))
 
 
 @partial(jax.jit, static_argnames=("config", "scheme", "chunk_tokens", "dtype"))
