@@ -159,15 +159,10 @@ def generate_and_score(
     """
     config, inputs, first = system.config, system.inputs, len(before)
     system.speculation.settle()  # the cache has one reader at a time
-    asked = before + new
     # first samples first: siblings that start apart have something to draft from
-    requests = [
-        dataclasses.replace(r, group_id=r.group_id - first)
-        for r in system.reuse.requests(
-            asked.keys, asked.tokens, asked.numbers, config.rollout.group_size
-        )
-        if r.group_id >= first
-    ]
+    requests = system.reuse.requests(
+        new.keys, new.tokens, new.numbers, config.rollout.group_size, before=before.keys
+    )
     last = {r.request_id: r.cached.tokens for r in requests if r.cached is not None}
     drafter, budget = system.speculation.phase(new.keys, new.tokens, last)
     completions: dict[int, str] = {}

@@ -115,27 +115,33 @@ class Reuse:
         return ModeRule(self.mode, self._at(step), self._seed, step, self._greedy)
 
     def requests(
-        self, keys: Sequence[str], prompts: Sequence[Prompt], numbers: Sequence[int], size: int
+        self,
+        keys: Sequence[str],
+        prompts: Sequence[Prompt],
+        numbers: Sequence[int],
+        size: int,
+        *,
+        before: Sequence[str] = (),
     ) -> list[Request]:
         """`size` requests to each prompt, with what they may reuse; first samples come first.
 
-        `keys` name the examples, `numbers` count them in the data set. An example that comes
-        twice in a step is answered afresh the second time, with noise of its own.
+        `keys` name the examples, `numbers` count them in the data set; `before` are the keys
+        that the step has asked in earlier phases. An example that comes twice in a step is
+        answered afresh the second time, with noise of its own.
         """
-        first = [key not in keys[:g] for g, key in enumerate(keys)]
+        again = [key in before or key in keys[:g] for g, key in enumerate(keys)]
         cached = [
-            self._cached(key, prompt, size) if once else {}
-            for key, prompt, once in zip(keys, prompts, first, strict=True)
+            {} if twice else self._cached(key, prompt, size)
+            for key, prompt, twice in zip(keys, prompts, again, strict=True)
         ]
-        P = len(prompts)
 
         def request(g: int, i: int) -> Request:
-            request_id = g * size + i
+            request_id = (len(before) + g) * size + i
             if self.mode.couples_noise:
-                request_id = 2 * MOST_SAMPLES * numbers[g] + i + MOST_SAMPLES * (not first[g])
+                request_id = 2 * MOST_SAMPLES * numbers[g] + i + MOST_SAMPLES * again[g]
             return Request(request_id, prompts[g], g, i, cached=cached[g].get(i))
 
-        return [request(g, i) for i in range(size) for g in range(P)]
+        return [request(g, i) for i in range(size) for g in range(len(prompts))]
 
     def _cached(self, key: str, prompt: Prompt, size: int) -> Mapping[int, CachedResponse]:
         """The responses that may be reused, by sample index."""
