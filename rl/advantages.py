@@ -18,15 +18,13 @@ STD_FLOOR = 1e-4  # TRL's; keeps a group of nearly equal rewards from exploding
 
 def group_advantages(
     rewards: Sequence[float | None], group_ids: Sequence[int], *, normalise: Normalisation = "std"
-) -> tuple[np.ndarray, dict[str, float]]:
+) -> np.ndarray:
     """A_i = r_i − mean(group), divided by std(group) + 1e-4 where `normalise` is "std".
 
     The standard deviation has n − 1 in its denominator. A reward of None (a
     response that could not be scored) counts in no mean and gets advantage 0;
     `rl.batching` leaves it out of the loss. Equal rewards and groups of one get 0
-    exactly. Groups may lie in any order. Returns (float32 [n], TRL's `reward`,
-    `reward_std` and `frac_reward_zero_std`, the last two over groups, plus the
-    counts `reward/skipped_samples` and `reward/groups_of_one`).
+    exactly. Groups may lie in any order. Returns float32 [n].
 
     Raises ValueError for unequal lengths, a reward that is not finite, and an
     unknown `normalise`. Source: GRPO, arXiv 2402.03300; TRL's GRPOTrainer.
@@ -38,7 +36,7 @@ def group_advantages(
         if _differ(values):
             scale = float(values.std(ddof=1)) + STD_FLOOR if normalise == "std" else 1.0
             advantages[indices] = (values - values.mean()) / scale
-    return advantages, reward_statistics(rewards, group_ids)
+    return advantages
 
 
 def leave_one_out_advantages(
@@ -71,7 +69,7 @@ def response_advantages(
         return np.zeros(len(rewards), np.float32)
     if estimator == "leave_one_out":
         return leave_one_out_advantages(rewards, group_ids)
-    return group_advantages(rewards, group_ids, normalise=normalise)[0]
+    return group_advantages(rewards, group_ids, normalise=normalise)
 
 
 def informative_groups(rewards: Sequence[float | None], group_ids: Sequence[int]) -> set[int]:
@@ -165,8 +163,9 @@ def _differ(values: np.ndarray) -> bool:
 def reward_statistics(
     rewards: Sequence[float | None], group_ids: Sequence[int]
 ) -> dict[str, float]:
-    """TRL's `reward`, `reward_std` and `frac_reward_zero_std`, and two counts.
+    """TRL's `reward`, `reward_std` and `frac_reward_zero_std`, the last two over groups.
 
+    Also the counts `reward/skipped_samples` and `reward/groups_of_one`.
     The means are left out where nothing was scored: 0 would be a claim.
     """
     groups = _groups(rewards, group_ids).values()

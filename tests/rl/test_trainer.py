@@ -13,7 +13,7 @@ from models import transformer
 from models.config import ModelConfig
 from models.sharding import MeshConfig, make_mesh, param_shardings
 from rl import batching, scoring, trainer
-from rl.advantages import group_advantages
+from rl.advantages import group_advantages, reward_statistics
 from rl.batching import Shape
 from rl.losses import AlgorithmConfig
 from rl.optimizer import OptimizerConfig, init_state, learning_rate, make_optimizer
@@ -141,9 +141,8 @@ def test_the_end_token_is_trained():
 
 def test_groups_of_equal_rewards_and_of_one_leave_the_parameters_alone():
     trajectories = [dataclasses.replace(t, reward=0.3) for t in some_trajectories(5)]
-    advantages, stats = group_advantages(
-        [t.reward for t in trajectories], [t.group_id for t in trajectories]
-    )
+    rewards = [t.reward for t in trajectories], [t.group_id for t in trajectories]
+    advantages, stats = group_advantages(*rewards), reward_statistics(*rewards)
     assert stats["frac_reward_zero_std"] == 1 and stats["reward/groups_of_one"] == 1
     state = fresh_state()
     before = leaves(state.params)
@@ -351,7 +350,7 @@ def test_a_rewarded_token_becomes_likely():
         batch = rollout(state.params, jax.random.key(step), groups=4, size=4)
         rewards = [float(np.mean(t.response_ids == 3)) for t in batch]
         batch = [dataclasses.replace(t, reward=r) for t, r in zip(batch, rewards, strict=True)]
-        advantages, _ = group_advantages(rewards, [t.group_id for t in batch])
+        advantages = group_advantages(rewards, [t.group_id for t in batch])
         state, metrics = run(state, batch, advantages, step=step)
         assert metrics["sampling/sampling_logp_difference/max"] < 1e-4
         fractions.append(np.mean(rewards))
