@@ -24,10 +24,7 @@ from rl.atomic_file import replace_file
 from rl.config import ConfigError, describe, load, parse_command_line
 from rl.config import dump as dump_config
 from rl.experiment import open_inputs
-
-EXIT_USAGE = 2
-EXIT_FAILED = 1
-EXIT_STOPPED = 75  # EX_TEMPFAIL, as of rl.train: stopped by a signal, go on with the same command
+from rl.train import EXIT_FAILED, EXIT_STOPPED, EXIT_USAGE
 
 
 def main(argv: Sequence[str]) -> int:

@@ -111,7 +111,8 @@ class Replica:
         floats_B2[:] = sampling.temperature, sampling.top_p
         known = None
         if self.context_tokens:
-            length_B, emitted_B = ints_BC[:, 1], ints_BC[:, 2]
+            column = dict(zip(cache_steps.COLUMNS, ints_BC.T, strict=True))
+            length_B, emitted_B = column["length"], column["emitted"]
             if tokens_BL is None:
                 tokens_BL = np.zeros((len(ints_BC), int(length_B.max()) + 1), np.int32)
             room = bucket(sampling.max_new_tokens, 64)

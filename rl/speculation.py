@@ -177,6 +177,5 @@ class Speculation:
         began_s = time.perf_counter()
         arrays = {key: np.asarray(ids, np.int32) for key, ids in prompts.items()}
         index = build_index(self._cache, arrays, self._rule.longest)
-        found = {key: self._cache.get(key) for key in prompts}
-        past = {key: group.best_first for key, group in found.items() if group}
+        past = {key: group.best_first for key, group in index.groups.items()}
         return _Built(index, past, frozenset(prompts), time.perf_counter() - began_s)

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from spec.drafter import Drafts, LiveSlots, Source
-from spec.rollout_cache import RolloutCache
+from spec.rollout_cache import CachedGroup, RolloutCache
 from spec.suffix import ProposalRule, SuffixForest
 from spec.suffix_drafter import NO_TREE, RequestFollowers, with_prompt_tail
 
@@ -26,10 +26,11 @@ RULE = ProposalRule(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class HistoryIndex:
-    """The trees of some prompts by key; prompts without history have none."""
+    """The trees of some prompts by key, and what they hold; prompts without history have none."""
 
     forest: SuffixForest
     trees: Mapping[str, int]
+    groups: Mapping[str, CachedGroup]
 
     @property
     def num_tokens(self) -> int:
@@ -41,15 +42,16 @@ def build_index(
 ) -> HistoryIndex:
     """Index what the cache has of `prompts` (prompt ids by key)."""
     forest = SuffixForest(max_context)
-    trees = {}
+    trees, groups = {}, {}
     for key, prompt in prompts.items():
         group = cache.get(key)
         if group is None:
             continue
         trees[key] = tree = forest.plant()
+        groups[key] = group
         for r in group.responses:
             forest.add(tree, with_prompt_tail(prompt, r.tokens, max_context), weight=r.reward)
-    return HistoryIndex(forest, trees)
+    return HistoryIndex(forest, trees, groups)
 
 
 class HistoryDrafter:

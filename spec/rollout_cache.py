@@ -148,15 +148,10 @@ class RolloutCache:
         policy: str = "",
         epochs: int = 1,
     ) -> None:
-        self.memory_bytes, self.folder, self.policy, self.epochs = (
-            memory_bytes,
-            folder,
-            policy,
-            epochs,
-        )
+        self.memory_bytes, self.folder = memory_bytes, folder
+        self.policy, self.epochs = policy, epochs
         self.problems: list[str] = []
         self.num_bytes = 0  # of blobs in memory
-        self._told = 0  # of the problems
         self._blobs: collections.OrderedDict[str, bytes] = collections.OrderedDict()
         self._spilled: set[str] = set()
 
@@ -187,7 +182,7 @@ class RolloutCache:
 
     def new_problems(self) -> list[str]:
         """What went wrong since the last question; those prompts are answered afresh."""
-        new, self._told = self.problems[self._told :], len(self.problems)
+        new, self.problems = self.problems, []
         return new
 
     def state(self) -> dict[str, Any]:
