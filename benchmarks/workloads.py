@@ -168,7 +168,7 @@ def replay(
 
     def drafter(tokens: Mapping[int, np.ndarray]) -> Drafter:
         made = Replay(tokens, acceptance, model.vocab_size)
-        return Union([made], ReplayTexts(made.guesses))
+        return Union([made], LookupTexts(last=made.guesses, siblings=False))
 
     drafters = {"replay": drafter}
     return Workload(name, model, params, requests, sampling, (), drafters)
@@ -199,27 +199,6 @@ class Replay:
         pass
 
 
-class ReplayTexts(LookupTexts):
-    """The same guesses for the device, each at the place of the token that it is for."""
-
-    def __init__(self, guesses: Mapping[int, np.ndarray]) -> None:
-        super().__init__()
-        self._guesses = guesses
-
-    def fill(self, live: LiveSlots, num_slots: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        L = self.num_tokens
-        text_BL = np.full((num_slots, L), PADDING, np.int32)
-        next_B = np.full(num_slots, L, np.int32)
-        next_B[live.rows_A] = live.total_tokens_A - live.prompt_tokens_A + 1
-        for row, request_id in zip(live.rows_A, live.request_ids_A.tolist(), strict=True):
-            guesses = self._guesses[request_id]
-            text_BL[row, 1 : len(guesses) + 1] = guesses  # a token before the first is needed
-        return text_BL, contexts(live, num_slots), next_B
-
-    def finished(self, live: LiveSlots) -> None:
-        pass
-
-
 class Promising(Replay):
     """As `Replay`, but it says that its guesses are right with `promised`."""
 
@@ -238,10 +217,10 @@ class Promising(Replay):
 def promising(
     acceptance: float, promised: float, vocab: int
 ) -> Callable[[Mapping[int, np.ndarray]], Drafter]:
-    """A maker of `Promising`, with its guesses as texts too."""
+    """A maker of `Promising`, whose guesses the device can look up too."""
 
     def drafter(tokens: Mapping[int, np.ndarray]) -> Drafter:
         made = Promising(tokens, acceptance, promised, vocab)
-        return Union([made], ReplayTexts(made.guesses))
+        return Union([made], LookupTexts(last=made.guesses, siblings=False))
 
     return drafter

@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 
 NEGATIVE = -1e30  # finite, so that a row that may attend to nothing stays finite
+CAUSAL_BLOCKS = 4
+LEAST_BLOCK_TOKENS = 64  # of a block: below, whole rows are as fast
 
 
 @jax.tree_util.register_dataclass
@@ -35,24 +37,12 @@ def causal_mask(num_tokens: int) -> jax.Array:
     return jnp.tril(jnp.ones((1, num_tokens, num_tokens), bool))
 
 
-def packed_mask(
-    packing: Packing, start: jax.Array | int = 0, count: int | None = None
-) -> jax.Array:
-    """mask[b, t, s]: s ≤ t, of the same prompt, and shared or of the same response; [B, T, T].
-
-    With `count`, the rows t from `start` on alone: [B, count, T].
-    """
-    T = packing.prompt_BT.shape[1]
-    C = T if count is None else count
-
-    def rows(x_BT: jax.Array) -> jax.Array:
-        return jax.lax.dynamic_slice_in_dim(x_BT, start, C, axis=1)[:, :, None]
-
-    before_CT = jnp.arange(T) <= start + jnp.arange(C)[:, None]
-    same_BCT = rows(packing.prompt_BT) == packing.prompt_BT[:, None]
-    branch_BT = packing.branch_BT
-    seen_BCT = (branch_BT[:, None] == 0) | (rows(branch_BT) == branch_BT[:, None])
-    return before_CT & same_BCT & seen_BCT
+def packed_mask(packing: Packing) -> jax.Array:
+    """mask[b, t, s]: s ≤ t, of the same prompt, and shared or of the same response; [B, T, T]."""
+    prompt_BT, branch_BT = packing.prompt_BT, packing.branch_BT
+    same_BTS = prompt_BT[:, :, None] == prompt_BT[:, None, :]
+    seen_BTS = (branch_BT[:, None, :] == 0) | (branch_BT[:, :, None] == branch_BT[:, None, :])
+    return causal_mask(prompt_BT.shape[1]) & same_BTS & seen_BTS
 
 
 def attend(
@@ -81,3 +71,24 @@ def attend(
     )
     out_BKMh = (out_BKMh / total_BKM1).astype(v_BKSh.dtype)
     return out_BKMh.reshape(B, K, T, H // K, h).transpose(0, 2, 1, 3, 4).reshape(B, T, H, h)
+
+
+def attend_causally(
+    q_BTHh: jax.Array, k_BKhT: jax.Array, v_BKTh: jax.Array, mask_BTT: jax.Array
+) -> jax.Array:
+    """`attend` where no position sees a later one, a block of queries after the other.
+
+    Blocks skip the keys behind them: 5/8 of the products, with `CAUSAL_BLOCKS` of 4.
+    """
+    T = q_BTHh.shape[1]
+    size = T // CAUSAL_BLOCKS
+    if T % CAUSAL_BLOCKS or size < LEAST_BLOCK_TOKENS:
+        return attend(q_BTHh, k_BKhT, v_BKTh, mask_BTT)
+
+    def block(end: int) -> jax.Array:
+        here = slice(end - size, end)
+        return attend(
+            q_BTHh[:, here], k_BKhT[..., :end], v_BKTh[:, :, :end], mask_BTT[:, here, :end]
+        )
+
+    return jnp.concatenate([block(end) for end in range(size, T + 1, size)], axis=1)

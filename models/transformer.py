@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from models import kv_cache
-from models.attention import Packing, attend, causal_mask, packed_mask
+from models.attention import Packing, attend, attend_causally, causal_mask, packed_mask
 from models.config import ModelConfig
 from models.kv_cache import KVCache
 from models.sharding import constrain
@@ -218,6 +218,30 @@ def hidden(
     Rows are single right-padded sequences, or hold what `packing` says. `remat`
     recomputes each layer in the backward pass instead of keeping its activations.
     """
+    return _hidden_and_entries(config, params, tokens_BT, packing, remat=remat)[0]
+
+
+def hidden_and_cache(
+    config: ModelConfig, params: Params, tokens_BT: jax.Array, packing: Packing, dtype: Any
+) -> tuple[jax.Array, KVCache]:
+    """`hidden`, and the keys and values of all B · T positions, in a cache of one row."""
+    hidden_BTD, entries = _hidden_and_entries(config, params, tokens_BT, packing)
+    K, h = config.num_kv_heads, config.head_dim
+    return hidden_BTD, KVCache(
+        tuple(k.transpose(2, 3, 0, 1).reshape(1, K, h, -1).astype(dtype) for k, _ in entries),
+        tuple(v.transpose(2, 0, 1, 3).reshape(1, K, -1, h).astype(dtype) for _, v in entries),
+    )
+
+
+def _hidden_and_entries(
+    config: ModelConfig,
+    params: Params,
+    tokens_BT: jax.Array,
+    packing: Packing | None,
+    *,
+    remat: bool = False,
+) -> tuple[jax.Array, list[tuple[jax.Array, jax.Array]]]:
+    """Final hidden states, and every layer's (k_BTKh, v_BTKh)."""
     if packing is None:
         positions_BT, mask_BTS = (
             jnp.arange(tokens_BT.shape[1])[None],
@@ -227,17 +251,22 @@ def hidden(
         positions_BT, mask_BTS = packing.positions_BT, packed_mask(packing)
     rope = _rope(config, positions_BT)
 
-    def look(q_BTHh: jax.Array, k_BTKh: jax.Array, v_BTKh: jax.Array) -> jax.Array:
-        return attend(q_BTHh, k_BTKh.transpose(0, 2, 3, 1), v_BTKh.transpose(0, 2, 1, 3), mask_BTS)
+    def step(layer: Layer, x_BTD: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        entries = []
 
-    def step(layer: Layer, x_BTD: jax.Array) -> jax.Array:
-        return _block(config, layer, x_BTD, rope, look)
+        def look(q_BTHh: jax.Array, k_BTKh: jax.Array, v_BTKh: jax.Array) -> jax.Array:
+            entries.append((k_BTKh, v_BTKh))
+            k_BKhT, v_BKTh = k_BTKh.transpose(0, 2, 3, 1), v_BTKh.transpose(0, 2, 1, 3)
+            return attend_causally(q_BTHh, k_BKhT, v_BKTh, mask_BTS)
+
+        return _block(config, layer, x_BTD, rope, look), entries[0]
 
     step = jax.checkpoint(step) if remat else step
-    x_BTD = _embed(params, tokens_BT)
+    x_BTD, entries = _embed(params, tokens_BT), []
     for layer in params.layers:
-        x_BTD = step(layer, x_BTD)
-    return rms_norm(x_BTD, params.final_norm_D, config.norm_eps)
+        x_BTD, entry = step(layer, x_BTD)
+        entries.append(entry)
+    return rms_norm(x_BTD, params.final_norm_D, config.norm_eps), entries
 
 
 def hidden_with_cache(

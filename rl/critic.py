@@ -24,9 +24,10 @@ from models.transformer import Params, ParamSpec, param_specs
 from rl import accumulation, batching
 from rl.accumulation import Accumulator, Health, Report
 from rl.advantages import gae, whiten
-from rl.batching import Judgement, MicroBatch, Sample, Shape
+from rl.batching import Judgement, MicroBatch, Sample
 from rl.losses import LossInputs, TokenStatistics, token_weights
 from rl.optimizer import CriticState, OptimizerConfig, learning_rate, make_optimizer, settle
+from rl.packing import Shape
 from rl.policy_losses import clipped_value_loss
 from rl.recipe import Recipe
 from rl.scoring import cast, place

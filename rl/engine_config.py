@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from rl.batching import SAMPLES_PER_ROW, Shape
+from rl.packing import Shape
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,7 +17,8 @@ class EngineConfig:
     is wanted. Prompts are computed `prefill_rows` at a time, at most
     `prefill_chunk_tokens` tokens a pass. A draft tree has `min_nodes` · 2^i nodes,
     its root included, and at most `max_nodes`. Cached responses are verified about
-    `verify_tokens` positions at a time.
+    `verify_tokens` positions at a time, in rows of `verify_row_tokens` at least: longer
+    rows are filled better, shorter ones look at fewer keys.
     """
 
     slots: int = 64
@@ -30,6 +31,7 @@ class EngineConfig:
     prefill_rows: int = 4
     prefill_chunk_tokens: int = 512
     verify_tokens: int = 2048
+    verify_row_tokens: int = 768
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -57,9 +59,9 @@ class EngineConfig:
 
     def verify_shapes(self, longest_tokens: int) -> tuple[Shape, Shape]:
         """The shape of a packed verification pass, and that of one row of it."""
-        length = bucket(longest_tokens, self.min_positions)
+        length = max(bucket(longest_tokens, self.min_positions), self.verify_row_tokens)
         rows = max(1, self.verify_tokens // length)
-        return Shape(rows, length, SAMPLES_PER_ROW * rows), Shape(1, length, SAMPLES_PER_ROW)
+        return Shape(rows, length, rows * length), Shape(1, length, length)
 
     def lookup_sizes(self) -> list[int]:
         """Buckets of nodes of rounds that look their guesses up: every second one is enough."""

@@ -20,9 +20,9 @@ import numpy as np
 from models import transformer
 from models.attention import Packing
 from rl import cache_steps, memory_mappings
-from rl.batching import Shape
 from rl.engine import Engine
 from rl.engine_config import bucket
+from rl.packing import Shape
 from spec.lookup import CONTEXT_TOKENS, NO_TOKEN, Texts, lookup_rounds
 from spec.lookup_texts import NUM_TOKENS
 from spec.packed_verify import PackedResponses, verify_packed

@@ -16,11 +16,11 @@ import numpy as np
 from models.transformer import Params
 from rl import trainer
 from rl.advantages import informative_groups
-from rl.batching import Shape
 from rl.data import DataOrder, prompts_for_step
 from rl.engine import Engine
 from rl.experiment import Inputs, Prompt, TrainConfig
 from rl.metrics import Timings
+from rl.packing import Shape
 from rl.progress import Progress
 from rl.recipe import Recipe
 from rl.reuse import Reuse, remember

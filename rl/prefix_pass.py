@@ -13,11 +13,10 @@ from collections.abc import Iterator, Sequence
 import jax
 import numpy as np
 
-from models.attention import Packing
 from models.kv_cache import KVCache
 from models.transformer import Params
-from rl import batching
-from rl.batching import Packed, Sample, Shape
+from rl import packing
+from rl.packing import Layout, Response, Row, Shape
 from rl.replica import Replica
 from rl.timeline import VerifiedPrefixes
 from rl.trajectory import FinishReason, Origin, Prefix, Request, Trajectory, of_prefix
@@ -89,8 +88,9 @@ class PrefixJudge:
 class PrefixPasses:
     """Requests whose cached responses wait to be verified, or stand and wait for a row.
 
-    They are packed once; a pass runs when rows are free and nobody is ready to take them, so
-    that no more than one pass's keys and values wait. Its counts are added to `counts`.
+    Which of them share a pass is planned at once. A pass runs when rows are free and nobody is
+    ready to take them, so that no more than one pass's keys and values wait. Its counts are
+    added to `counts`.
     """
 
     def __init__(
@@ -102,9 +102,9 @@ class PrefixPasses:
         counts: VerifiedPrefixes,
     ) -> None:
         self._judge, self._replica, self._requests, self._counts = judge, replica, requests, counts
-        self._samples = [_sample(request, judge.usable(request)) for request in requests]
+        self._responses = [_response(request, judge.usable(request)) for request in requests]
         whole, single = replica.config.verify_shapes(longest_tokens)
-        self._passes = collections.deque(_batches(self._samples, whole, single))
+        self._passes = collections.deque(_passes(self._responses, whole, single))
         self._ready: collections.deque[Entering] = collections.deque()
         self._unverified = len(requests)
         self._packed: KVCache | None = None
@@ -137,12 +137,13 @@ class PrefixPasses:
 
     def _verify(self, params: Params) -> list[Entering]:
         """Run the next pass."""
-        packed, indices = self._passes.popleft()
+        rows, shape = self._passes.popleft()
         judge, replica = self._judge, self._replica
-        samples = [self._samples[i] for i in indices]
+        layout = packing.lay_out(self._responses, rows, shape)
+        inputs = self._inputs(layout)
         self._packed, found = verify_packed(
             params,
-            jax.tree.map(replica.put, _inputs(packed, samples, replica.context_tokens)),
+            jax.tree.map(replica.put, inputs),
             judge.key,
             np.float32(judge.sampling.temperature),
             np.int32(judge.sampling.top_k),
@@ -151,44 +152,61 @@ class PrefixPasses:
         )
         drawn_X, drawn_logprobs_X, logprobs_X, possible_X = packed_verify.unpack(found)
         entering = []
-        for e, i in enumerate(indices):
-            request, at_L = self._requests[i], packed.batch.index_EM[e, : _num_tokens(samples[e])]
-            verified = Verified(
-                logprobs_X[at_L], possible_X[at_L], drawn_X[at_L], drawn_logprobs_X[at_L]
-            )
+        for i, start, prompt_start in _places(layout):
+            request, n = self._requests[i], len(self._responses[i].tokens)
+            at = slice(start, start + n)
+            verified = Verified(logprobs_X[at], possible_X[at], drawn_X[at], drawn_logprobs_X[at])
             prefix = judge.prefix(request, verified)
-            prompt_at = _prompt_start(packed.batch.packing, int(at_L[0]))
-            in_prompt = prompt_at + np.arange(len(request.prompt_ids) - 1)
-            positions = np.concatenate([in_prompt, at_L[: len(prefix.response_ids)]])
+            in_prompt = prompt_start + np.arange(len(request.prompt_ids) - 1)
+            in_response = start + np.arange(len(prefix.response_ids))
+            positions = np.concatenate([in_prompt, in_response])
             entering.append(Entering(request, prefix, positions))
             drawn_tokens = len(prefix.response_ids) - prefix.reused_tokens
-            self._counts.add(len(at_L), prefix.reused_tokens, drawn_tokens)
-        self._unverified -= len(indices)
-        rows, length = packed.batch.tokens_BT.shape
-        self._counts.passes[rows, length] += 1
+            self._counts.add(n, prefix.reused_tokens, drawn_tokens)
+        self._unverified -= len(entering)
+        self._counts.passes[shape.rows, shape.length] += 1
         return entering
 
+    def _inputs(self, layout: Layout) -> PackedResponses:
+        """The pass's rows, and whose noise draws at each position."""
+        shape, context_tokens = layout.tokens_BT.shape, self._replica.context_tokens
+        ids_X, at_X, met_X = np.zeros((3, layout.tokens_BT.size), np.int32)
+        name_X = at_X.astype(np.uint32)
+        for i, start, _ in _places(layout):
+            response = self._responses[i]
+            n = len(response.tokens)
+            here = slice(start, start + n)
+            ids_X[here], at_X[here] = self._requests[i].request_id, np.arange(n)
+            if context_tokens:
+                name_X[here], met_X[here] = contexts.of_response(
+                    response.prompt_ids, response.tokens, context_tokens
+                )
+        rows = (layout.tokens_BT, layout.targets_BT, layout.packing, ids_X.reshape(shape))
+        if context_tokens:
+            return PackedResponses(*rows, name_X.reshape(shape), met_X.reshape(shape))
+        return PackedResponses(*rows, at_X.reshape(shape))
 
-def _num_tokens(sample: Sample) -> int:
-    return sample.trajectory.num_tokens
+
+def _response(request: Request, tokens: np.ndarray) -> Response:
+    name, prompt_ids = f"request {request.request_id}", np.asarray(request.prompt_ids, np.int32)
+    return Response(name, request.group_id, prompt_ids, tokens)
 
 
-def _sample(request: Request, tokens: np.ndarray) -> Sample:
-    """A cached response, as `rl.batching` packs them."""
-    zeros = np.zeros(len(tokens), np.float32)
-    trajectory = Trajectory(
-        request_id=request.request_id,
-        group_id=request.group_id,
-        sample_index=request.sample_index,
-        prompt_ids=np.asarray(request.prompt_ids, np.int32),
-        response_ids=tokens,
-        logprobs=zeros,
-        policy_versions=zeros.astype(np.int32),
-        origins=zeros.astype(np.uint8),
-        finish_reason=FinishReason.LENGTH,
-        emission_logprobs=zeros,
-    )
-    return Sample(trajectory, 0.0)
+def _passes(
+    responses: Sequence[Response], whole: Shape, single: Shape
+) -> Iterator[tuple[list[Row], Shape]]:
+    """The rows of every pass; where few are left over, one at a time."""
+    for rows in packing.plan(responses, whole):
+        if 2 * len(rows) > whole.rows:
+            yield rows, whole
+        else:
+            yield from (([row], single) for row in rows)
+
+
+def _places(layout: Layout) -> Iterator[tuple[int, int, int]]:
+    """Each response's index, where it starts, and where its prompt does."""
+    columns = layout.order, layout.starts, layout.prompt_starts
+    return zip(*(column.tolist() for column in columns), strict=True)
 
 
 def _first(cached: CachedResponse, num_tokens: int) -> CachedResponse:
@@ -197,44 +215,3 @@ def _first(cached: CachedResponse, num_tokens: int) -> CachedResponse:
     if scores is not None:
         scores = Scores(*(x[:num_tokens] for x in vars(scores).values()))
     return dataclasses.replace(cached, tokens=cached.tokens[:num_tokens], scores=scores)
-
-
-def _batches(
-    samples: Sequence[Sample], whole: Shape, single: Shape
-) -> Iterator[tuple[Packed, list[int]]]:
-    """Packed samples and their indices; where few rows are left over, one at a time."""
-    for packed in batching.micro_batches(samples, whole):
-        indices = packed.sample_indices.tolist()
-        rows = int(packed.batch.packing.prompt_BT.any(axis=1).sum())
-        if 2 * rows > whole.rows:
-            yield packed, indices
-            continue
-        part = [samples[i] for i in indices]
-        for one in batching.micro_batches(part, single):
-            yield one, [indices[j] for j in one.sample_indices.tolist()]
-
-
-def _inputs(packed: Packed, samples: Sequence[Sample], context_tokens: int) -> PackedResponses:
-    batch = packed.batch
-    ids_X, at_X, met_X = np.zeros((3, batch.tokens_BT.size), np.int32)
-    name_X = at_X.astype(np.uint32)
-    for e, sample in enumerate(samples):
-        t = sample.trajectory
-        index_L = batch.index_EM[e, : t.num_tokens]
-        ids_X[index_L], at_X[index_L] = t.request_id, np.arange(t.num_tokens)
-        if context_tokens:
-            names = contexts.of_response(t.prompt_ids, t.response_ids, context_tokens)
-            name_X[index_L], met_X[index_L] = names
-    rows = (batch.tokens_BT, batch.targets_BT, batch.packing)
-    shape = batch.tokens_BT.shape
-    if context_tokens:
-        return PackedResponses(*rows, *(x.reshape(shape) for x in (ids_X, name_X, met_X)))
-    return PackedResponses(*rows, ids_X.reshape(shape), at_X.reshape(shape))
-
-
-def _prompt_start(packing: Packing, response_at: int) -> int:
-    """Where in the flattened rows the prompt of the response at this position starts."""
-    T = packing.prompt_BT.shape[1]
-    row, column = divmod(response_at, T)
-    prompt_T = np.asarray(packing.prompt_BT[row])
-    return row * T + int(np.argmax(prompt_T == prompt_T[column]))

@@ -73,7 +73,7 @@ class SpeculationConfig:
     @property
     def may_look_up(self) -> bool:
         """Whether the device may look guesses up: it needs texts, and a budget that asks for it."""
-        return self.budget == "goodput" and bool({"history", "group"} & set(self.sources))
+        return self.budget == "goodput" and bool({"last", "history", "group"} & set(self.sources))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -120,19 +120,21 @@ class Speculation:
                 parts.append(GroupDrafter(update_tokens=self.config.group_update_tokens))
             else:
                 parts.append(NgramDrafter())
-        texts = self._texts(keys) if self.config.may_look_up else None
+        texts = self._texts(keys, last or {}) if self.config.may_look_up else None
         if not parts:
             return None, None
         return Union(parts, texts), make_budget(self.config.budget, self.times)
 
-    def _texts(self, keys: Sequence[str]) -> LookupTexts | None:
-        """What the device may look up: the same history and siblings."""
-        past = {}
+    def _texts(self, keys: Sequence[str], last: Mapping[int, np.ndarray]) -> LookupTexts | None:
+        """What the device may look up: the same last responses, history and siblings."""
+        past, sources = {}, self.config.sources
         if self.keeps_history:
             assert self._used is not None, "the phase has asked for its index"
             past = {g: self._used.past[k] for g, k in enumerate(keys) if k in self._used.past}
-        siblings = "group" in self.config.sources
-        return LookupTexts(past, siblings=siblings) if past or siblings else None
+        own, siblings = last if "last" in sources else {}, "group" in sources
+        if not (past or own or siblings):
+            return None
+        return LookupTexts(past, last=own, siblings=siblings)
 
     def history_metrics(self) -> dict[str, float]:
         """What the phase drafted from, and what the cache holds by now."""

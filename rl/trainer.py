@@ -21,12 +21,13 @@ import numpy as np
 import optax
 
 from models.transformer import Params, param_specs
-from rl import accumulation, batching, critic, losses, scoring
+from rl import accumulation, batching, critic, losses, packing, scoring
 from rl.accumulation import Accumulator, Health, NonFiniteUpdate, Report
 from rl.algorithms import AlgorithmConfig
-from rl.batching import MicroBatch, Packed, Sample, Shape
+from rl.batching import MicroBatch, Packed, Sample
 from rl.losses import TokenStatistics
 from rl.optimizer import TrainState, init_state, learning_rate, make_optimizer, settle
+from rl.packing import Shape
 from rl.recipe import Recipe, TrainerConfig
 from rl.scoring import Processing, place
 from rl.trajectory import Trajectory
@@ -109,7 +110,7 @@ def batch_shape(recipe: Recipe, max_tokens: int) -> Shape:
 
     `max_tokens` bounds prompt and response together.
     """
-    return batching.batch_shape(
+    return packing.batch_shape(
         recipe.trainer.micro_batch_tokens, max_tokens, row_multiple=scoring.batch_ways()
     )
 

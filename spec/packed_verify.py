@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models import kv_cache, transformer
-from models.attention import Packing, packed_mask
+from models import transformer
+from models.attention import Packing
 from models.config import ModelConfig
 from models.kv_cache import KVCache
 from models.sharding import constrain
@@ -64,18 +64,17 @@ def verify_packed(
     """
     R, T = batch.tokens_RT.shape
     C = next(c for c in range(max(1, min(T, chunk_tokens // R)), 0, -1) if T % c == 0)
+    hidden_RTD, cache = transformer.hidden_and_cache(
+        config, params, batch.tokens_RT, batch.packing, dtype
+    )
 
-    def chunk(cache: KVCache, start: jax.Array) -> tuple[KVCache, jax.Array]:
+    def chunk(start: jax.Array) -> jax.Array:
         def part(x_RT: jax.Array) -> jax.Array:
             return jax.lax.dynamic_slice_in_dim(x_RT, start, C, axis=1)
 
-        tokens_RC, targets_RC = part(batch.tokens_RT), part(batch.targets_RT)
-        positions_RC = part(batch.packing.positions_BT)
-        mask_RCT = packed_mask(batch.packing, start, C)
-        hidden_RCD, cache = transformer.hidden_with_cache(
-            config, params, cache, tokens_RC, positions_RC, jnp.full((R,), start), mask_RCT
-        )
-        logits_RCV = constrain(transformer.head(params, hidden_RCD), "batch", None, "vocab")
+        targets_RC = part(batch.targets_RT)
+        logits_RCV = transformer.head(params, part(hidden_RTD))
+        logits_RCV = constrain(logits_RCV, "batch", None, "vocab")
         requests_RC1 = sampling.request_keys(key, part(batch.request_ids_RT).reshape(-1))
         noise_RC1 = part(batch.noise_RT).reshape(-1, 1)
         if batch.met_RT is None:
@@ -83,10 +82,8 @@ def verify_packed(
         else:
             met_RC1 = part(batch.met_RT).reshape(-1, 1)
             keys_RC1 = contexts.content_keys(requests_RC1, noise_RC1, met_RC1)
-        keys_RC = keys_RC1.reshape(tokens_RC.shape)
-        warm_RC, k_RC, p_RC = (
-            jnp.broadcast_to(x, tokens_RC.shape) for x in (temperature, top_k, top_p)
-        )
+        keys_RC = keys_RC1.reshape(R, C)
+        warm_RC, k_RC, p_RC = (jnp.broadcast_to(x, (R, C)) for x in (temperature, top_k, top_p))
         processed_RCV = sampling.processed_logits(logits_RCV, warm_RC, k_RC, p_RC)
         drawn_RC, drawn_logprob_RC = sampling.draw(processed_RCV, keys_RC, warm_RC, scheme)
         logprob_RC, possible_RC = sampling.given_log_probs(
@@ -94,30 +91,14 @@ def verify_packed(
         )
         possible_RC &= (warm_RC > 0) | (drawn_RC == targets_RC)
         found = (drawn_RC, _bits(drawn_logprob_RC), _bits(logprob_RC), possible_RC)
-        return cache, jnp.stack([x.astype(jnp.int32) for x in found])
+        return jnp.stack([x.astype(jnp.int32) for x in found])
 
-    empty = kv_cache.init(config, R, T, dtype)
-    cache, found_I4RC = jax.lax.scan(chunk, empty, jnp.arange(0, T, C))
-    found_4RT = found_I4RC.transpose(1, 2, 0, 3).reshape(4, R, T)
-    return _in_one_row(cache), found_4RT
+    found_I4RC = jax.lax.map(chunk, jnp.arange(0, T, C))
+    return cache, found_I4RC.transpose(1, 2, 0, 3).reshape(4, R, T)
 
 
 def _bits(x: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)
-
-
-def _in_one_row(cache: KVCache) -> KVCache:
-    """Positions of all rows after one another: [1, K, h, X] and [1, K, X, h]."""
-
-    def keys(rows_RKhT: jax.Array) -> jax.Array:
-        R, K, h, T = rows_RKhT.shape
-        return rows_RKhT.transpose(1, 2, 0, 3).reshape(1, K, h, R * T)
-
-    def values(rows_RKTh: jax.Array) -> jax.Array:
-        R, K, T, h = rows_RKTh.shape
-        return rows_RKTh.transpose(1, 0, 2, 3).reshape(1, K, R * T, h)
-
-    return KVCache(tuple(map(keys, cache.keys)), tuple(map(values, cache.values)))
 
 
 def unpack(found_4RT: jax.Array) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from models import kv_cache, transformer
-from models.attention import Packing, attend, causal_mask, packed_mask
+from models import attention, kv_cache, transformer
+from models.attention import Packing, attend, attend_causally, causal_mask, packed_mask
 from models.config import Llama3RopeScaling, ModelConfig
 
 LLAMA = ModelConfig(
@@ -139,6 +139,21 @@ def test_masked_attention_by_hand():
     mask = np.array([[[True, True, False], [True, False, False]]])
     out = np.asarray(attend(q, k, v, mask))[0, :, 0, 0]
     np.testing.assert_allclose(out, [(10 + 3 * 20) / 4, 10.0], rtol=1e-6)
+
+
+@pytest.mark.parametrize("num_tokens", [256, 130])  # in blocks, and as it comes
+def test_attention_in_blocks_equals_attention_at_once(num_tokens):
+    rng = np.random.default_rng(0)
+    q = rng.standard_normal((2, num_tokens, 4, 8)).astype(np.float32)
+    k = rng.standard_normal((2, 2, 8, num_tokens)).astype(np.float32)
+    v = rng.standard_normal((2, 2, num_tokens, 8)).astype(np.float32)
+    mask = np.tril(rng.random((2, num_tokens, num_tokens)) < 0.5)
+    assert (num_tokens % attention.CAUSAL_BLOCKS == 0) == (num_tokens == 256)
+    got = attend_causally(q, k, v, mask)
+    seen = mask.any(axis=-1)
+    np.testing.assert_allclose(
+        np.asarray(got)[seen], np.asarray(attend(q, k, v, mask))[seen], atol=1e-5
+    )
 
 
 def test_packed_mask_by_hand():

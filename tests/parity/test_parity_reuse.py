@@ -164,6 +164,7 @@ def test_prefixes_and_drafters_together(golden, rollout, requests, reusing):
         {"slots": 1, "min_slots": 1},
         {"min_positions": 32},
         {"verify_tokens": 32},
+        {"verify_row_tokens": 128},
         {"slots": 4, "min_slots": 2, "verify_tokens": 1024},
     ],
 )

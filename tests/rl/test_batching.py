@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from models.attention import packed_mask
 from rl import batching
-from rl.batching import Sample, Shape
+from rl.batching import Sample
+from rl.packing import Shape
 from rl.trajectory import FinishReason, Trajectory
 
 
@@ -39,25 +40,6 @@ def sample(i, prompt, response, **fields):
 
 def sizes(packed):
     return [p.sample_indices.tolist() for p in packed]
-
-
-def test_one_shape_holds_the_longest_sample_in_about_the_tokens_asked_for():
-    assert batching.batch_shape(512, 200) == Shape(rows=2, length=256, samples=32)
-    assert batching.batch_shape(512, 64) == Shape(8, 64, 128)
-    assert batching.batch_shape(512, 65) == Shape(4, 128, 64)
-    assert batching.batch_shape(64, 1000) == Shape(1, 1024, 16)  # never below one row
-
-
-def test_rows_are_a_multiple_of_the_meshs_ways():
-    assert batching.batch_shape(1024, 100, row_multiple=3) == Shape(6, 128, 96)
-    assert batching.batch_shape(64, 128, row_multiple=8) == Shape(8, 128, 128)  # never below it
-
-
-@pytest.mark.parametrize("name", ["micro_batch_tokens", "max_tokens", "row_multiple"])
-def test_sizes_below_one_are_refused(name):
-    sizes = {"micro_batch_tokens": 10, "max_tokens": 10, "row_multiple": 1} | {name: 0}
-    with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
-        batching.batch_shape(**sizes)
 
 
 def test_a_row_by_hand():

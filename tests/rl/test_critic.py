@@ -16,10 +16,11 @@ from models.config import ModelConfig
 from models.sharding import MeshConfig, make_mesh, param_shardings
 from rl import batching, critic, scoring, trainer
 from rl.algorithms import AlgorithmConfig, CriticConfig
-from rl.batching import Judgement, Shape
+from rl.batching import Judgement
 from rl.critic import Critic, value_loss
 from rl.losses import CriticInputs, LossInputs
 from rl.optimizer import OptimizerConfig, init_state, make_optimizer
+from rl.packing import Shape
 from rl.recipe import Recipe, TrainerConfig
 from rl.trajectory import FinishReason, Trajectory
 from spec.sampling import SamplingConfig

@@ -12,7 +12,8 @@ import pytest
 from models import transformer
 from models.config import ModelConfig
 from rl import batching, scoring
-from rl.batching import Sample, Shape
+from rl.batching import Sample
+from rl.packing import Shape
 from rl.recipe import Recipe, TrainerConfig
 from rl.trajectory import FinishReason, Trajectory
 from spec import sampling
@@ -187,6 +188,6 @@ def test_samples_get_the_scores_of_their_own_tokens():
         ids[i, : len(row)] = row
     logprobs = np.array(LOGPROBS(ids))
     for i, (sample, scored) in enumerate(zip(samples, scores, strict=True)):
-        start, end = len(sample.trajectory.prompt_ids), sample.num_tokens
-        wanted = [logprobs[i, j - 1, ids[i, j]] for j in range(start, end)]
+        start, n = len(sample.trajectory.prompt_ids), sample.trajectory.num_tokens
+        wanted = [logprobs[i, j - 1, ids[i, j]] for j in range(start, start + n)]
         np.testing.assert_allclose(scored, wanted, atol=1e-5)

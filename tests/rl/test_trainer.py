@@ -14,9 +14,9 @@ from models.config import ModelConfig
 from models.sharding import MeshConfig, make_mesh, param_shardings
 from rl import batching, scoring, trainer
 from rl.advantages import group_advantages, reward_statistics
-from rl.batching import Shape
 from rl.losses import AlgorithmConfig
 from rl.optimizer import OptimizerConfig, init_state, learning_rate, make_optimizer
+from rl.packing import Shape
 from rl.recipe import Recipe, TrainerConfig
 from rl.trajectory import FinishReason, Trajectory
 from spec.sampling import SamplingConfig

@@ -123,6 +123,18 @@ def test_texts_that_are_full_and_texts_without_siblings():
     assert pieces(text_BL[0]) == [[1, 2, 3, 7]]
 
 
+def test_the_own_last_response_comes_first_and_goes_on_at_the_same_place():
+    last = {0: np.array([7, 8, 9]), 1: np.array([6])}
+    book = LookupTexts({0: [np.array([5])]}, last=last, siblings=False, num_tokens=16)
+    text_BL, _, next_B = book.fill(live([0, 0, 0], [[4], [4], [4, 4]]), 3)
+    assert pieces(text_BL[0]) == [[1, 2, 3, 7, 8, 9], [1, 2, 3, 5]]
+    assert pieces(text_BL[1]) == [[1, 2, 3, 6], [1, 2, 3, 5]]
+    assert pieces(text_BL[2]) == [[1, 2, 3, 5]]  # request 2 had none
+    # behind one token: the 8; the other's last response is over, the third has none
+    assert next_B.tolist() == [4, 4, 16]
+    assert text_BL[0, 4] == 8 and text_BL[1, 4] == PADDING
+
+
 def test_contexts_of_long_requests():
     got = contexts(live([0], [list(range(10, 20))]), 1)
     assert got[0].tolist() == list(range(12, 20))

@@ -1,0 +1,187 @@
+"""Responses become rows of one fixed shape, with little padding.
+
+A row holds several prompts, each computed once, followed by the responses to it,
+which do not see one another (`models.attention.Packing`). The last prompt token
+opens every response anew, since it predicts the first token of each: so a response
+of n tokens takes n positions, its prompt of P takes P − 1 more, once per row.
+Training and the verification of cached responses use the same rows. Plain numpy.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from models.attention import Packing
+
+SAMPLES_PER_ROW = 16  # a micro-batch holds at most this many responses for each of its rows
+ROW_MULTIPLE_TOKENS = 64  # rows are a multiple of this long
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Rows of a micro-batch, positions of a row, and how many samples they may hold."""
+
+    rows: int
+    length: int
+    samples: int
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Response:
+    """What is packed: a response's tokens, and the prompt that it shares with its group."""
+
+    name: str
+    group_id: int
+    prompt_ids: np.ndarray
+    tokens: np.ndarray
+
+
+@dataclasses.dataclass(eq=False)
+class Row:
+    """What goes into one row: (prompt's shared positions, its responses), in order."""
+
+    free: int
+    parts: list[tuple[int, list[int]]] = dataclasses.field(default_factory=list)
+
+    @property
+    def num_samples(self) -> int:
+        return sum(len(indices) for _, indices in self.parts)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Layout:
+    """Rows of int32 [B, T], and where in the flattened [B · T] the responses lie.
+
+    `targets_BT` are the tokens that the positions predict. Response `order[e]` is predicted at
+    `starts[e]` and the places behind it, its prompt begins at `prompt_starts[e]`.
+    """
+
+    tokens_BT: np.ndarray
+    targets_BT: np.ndarray
+    packing: Packing
+    order: np.ndarray
+    starts: np.ndarray
+    prompt_starts: np.ndarray
+    used_positions: int
+
+
+def batch_shape(micro_batch_tokens: int, max_tokens: int, *, row_multiple: int = 1) -> Shape:
+    """Rows that hold the longest prompt and response, about `micro_batch_tokens` positions in all.
+
+    `row_multiple` is the ways of the mesh's batch axes: rows are a multiple of it,
+    and at least that many. Raises ValueError for sizes below 1.
+    """
+    for name, value in (
+        ("micro_batch_tokens", micro_batch_tokens),
+        ("max_tokens", max_tokens),
+        ("row_multiple", row_multiple),
+    ):
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+    length = -(-max_tokens // ROW_MULTIPLE_TOKENS) * ROW_MULTIPLE_TOKENS
+    rows = max(micro_batch_tokens // length // row_multiple, 1) * row_multiple
+    return Shape(rows, length, SAMPLES_PER_ROW * rows)
+
+
+def plan(responses: Sequence[Response], shape: Shape) -> list[list[Row]]:
+    """The responses in as few rows as a greedy search finds, the rows in micro-batches.
+
+    Raises ValueError where a prompt and response do not fit a row.
+    """
+    batches: list[list[Row]] = []
+    for row in _fill_rows(responses, shape):
+        for rows in batches:
+            num_samples = sum(r.num_samples for r in rows) + row.num_samples
+            if len(rows) < shape.rows and num_samples <= shape.samples:
+                rows.append(row)
+                break
+        else:
+            batches.append([row])
+    return batches
+
+
+def _fill_rows(responses: Sequence[Response], shape: Shape) -> list[Row]:
+    """Whole groups where they fit, largest first, into the fullest row that has the room.
+
+    A group that no single row holds is split, and its prompt computed once in each.
+    """
+    sizes = [len(r.tokens) for r in responses]
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for i, r in enumerate(responses):
+        if len(r.prompt_ids) - 1 + sizes[i] > shape.length:
+            raise ValueError(
+                f"{r.name} has {len(r.prompt_ids) + sizes[i]} tokens, a row holds "
+                f"{shape.length + 1}: make the shape with a larger max_tokens"
+            )
+        groups.setdefault((r.group_id, *r.prompt_ids.tolist()), []).append(i)
+
+    def shared(indices: Sequence[int]) -> int:
+        return len(responses[indices[0]].prompt_ids) - 1
+
+    def size(indices: Sequence[int]) -> int:
+        return shared(indices) + sum(sizes[i] for i in indices)
+
+    chunks: list[list[int]] = []
+    for indices in groups.values():
+        parts: list[list[int]] = []
+        for i in sorted(indices, key=lambda i: -sizes[i]):
+            for part in parts:
+                if len(part) < shape.samples and size([*part, i]) <= shape.length:
+                    part.append(i)
+                    break
+            else:
+                parts.append([i])
+        chunks += parts
+
+    rows: list[Row] = []
+    for chunk in sorted(chunks, key=lambda c: (-size(c), c[0])):
+        needed = size(chunk)
+        fitting = [
+            r for r in rows if r.free >= needed and r.num_samples + len(chunk) <= shape.samples
+        ]
+        row = min(fitting, key=lambda r: r.free, default=None)
+        if row is None:
+            row = Row(shape.length)
+            rows.append(row)
+        row.parts.append((shared(chunk), chunk))
+        row.free -= needed
+    return rows
+
+
+def lay_out(responses: Sequence[Response], rows: Sequence[Row], shape: Shape) -> Layout:
+    """The arrays of one micro-batch of `plan`; rows that it does not fill are padding."""
+    tokens_BT, targets_BT, positions_BT, prompt_BT, branch_BT = np.zeros(
+        (5, shape.rows, shape.length), np.int32
+    )
+    order, starts, prompt_starts = list[int](), list[int](), list[int]()
+    for b, row in enumerate(rows):
+        at = 0
+        for number, (shared, indices) in enumerate(row.parts, start=1):
+            prompt_at, prompt_ids = at, responses[indices[0]].prompt_ids
+            at += shared
+            tokens_BT[b, prompt_at:at] = prompt_ids[:-1]
+            positions_BT[b, prompt_at:at] = np.arange(shared)
+            for branch, i in enumerate(indices, start=1):
+                tokens = responses[i].tokens
+                here = slice(at, at + len(tokens))
+                tokens_BT[b, here] = np.concatenate([prompt_ids[-1:], tokens[:-1]])
+                targets_BT[b, here] = tokens
+                positions_BT[b, here] = np.arange(shared, shared + len(tokens))
+                branch_BT[b, here] = branch
+                order.append(i)
+                starts.append(b * shape.length + at)
+                prompt_starts.append(b * shape.length + prompt_at)
+                at = here.stop
+            prompt_BT[b, prompt_at:at] = number
+    return Layout(
+        tokens_BT,
+        targets_BT,
+        Packing(positions_BT, prompt_BT, branch_BT),
+        np.array(order),
+        np.array(starts),
+        np.array(prompt_starts),
+        sum(shape.length - row.free for row in rows),
+    )
