@@ -9,10 +9,9 @@ makers' dense bfloat16 figures, of which `UTILISATION` is taken; 16-bit weights 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rl.timeline import RoundRecord
 from spec.budget import RoundTimes
 
 UTILISATION = 0.7  # of peak operations and of bandwidth alike
@@ -63,21 +62,18 @@ def round_seconds(
     return busy_s / UTILISATION + OVERHEAD_S
 
 
-def phase_seconds(
-    device: Accelerator, policy: PolicyShape, rounds: list[RoundRecord], scale: float = 1.0
+def rounds_seconds(
+    device: Accelerator, policy: PolicyShape, calls: Sequence[Any], scale: float = 1.0
 ) -> float:
-    """The rounds of a phase; a record is as many rounds as its longest request took part in.
+    """The rounds of a phase, from its `rl.timeline.device_calls`.
 
     `scale` multiplies cache lengths: the tiny policy's responses stand for longer ones.
     """
-    total = 0.0
-    for record in rounds:
-        live = len(record.request_ids_A)
-        positions = scale * float(record.cached_tokens_A.sum())
-        for r in range(int(record.rounds_A.max())):
-            busy = int((record.rounds_A > r).sum())
-            total += round_seconds(device, policy, busy, record.num_nodes, positions * busy / live)
-    return total
+    return sum(
+        round_seconds(device, policy, busy, nodes, scale * cached * busy / per_round[0])
+        for nodes, cached, per_round in calls
+        for busy in per_round
+    )
 
 
 def pass_seconds(device: Accelerator, policy: PolicyShape, rows: int, length: int) -> float:
@@ -94,19 +90,14 @@ def pass_seconds(device: Accelerator, policy: PolicyShape, rows: int, length: in
 def recorded_seconds(
     device: Accelerator, policy: PolicyShape, row: Mapping[str, Any]
 ) -> tuple[float, float]:
-    """(all of a phase, its verification passes) of a row of phases.jsonl (`rl.timeline`)."""
-    rounds_s = sum(
-        round_seconds(device, policy, busy, nodes, cached * busy / per_round[0])
-        for nodes, cached, per_round in row["calls"]
-        for busy in per_round
-    )
+    """(all of a phase, its verification passes) of a row of `rl.timeline.phase_row`."""
     passes_s = sum(
         count * pass_seconds(device, policy, rows, length) for rows, length, count in row["passes"]
     )
     prefill_s = 0.0
     if row["prefilled_tokens"]:
         prefill_s = pass_seconds(device, policy, 1, row["prefilled_tokens"])
-    return rounds_s + passes_s + prefill_s, passes_s
+    return rounds_seconds(device, policy, row["calls"]) + passes_s + prefill_s, passes_s
 
 
 def round_times(

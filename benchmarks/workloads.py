@@ -22,12 +22,11 @@ from rl.trajectory import Request, Trajectory
 from spec.drafter import Drafter, Drafts, LiveSlots, no_drafts
 from spec.group import GroupDrafter
 from spec.history import RULE, HistoryDrafter, build_index
-from spec.lookup_texts import LookupTexts, contexts
+from spec.lookup_texts import LookupTexts
 from spec.merge import Union
 from spec.ngram import NgramDrafter
 from spec.rollout_cache import RolloutCache, of_group
 from spec.sampling import SamplingConfig, step_key
-from spec.tree import PADDING
 
 PROMPTS = ROOT / "benchmarks" / "data" / "tiny_prompts.json"
 BASE_POLICY = ROOT / "policies" / "tiny"

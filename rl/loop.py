@@ -61,21 +61,10 @@ def train(
 ) -> TrainState:
     """Run or resume in `folder`, up to `Run.steps`; raises Stopped where it was asked to stop."""
     with contextlib.ExitStack() as stack:
-        mesh = run_mesh(config)
-        if mesh is not None:
-            stack.enter_context(jax.set_mesh(mesh))
         checkpoints = stack.enter_context(Checkpointer(folder / "checkpoints", config.checkpoint))
         metrics = stack.enter_context(open_metrics(config.metrics, folder))
-        cache = RolloutCache(
-            config.rollout.cache_bytes,
-            folder / "rollouts",
-            policy=inputs.shape_name,
-            epochs=config.reuse.epochs,
-        )
-        speculation = stack.enter_context(Speculation(config.speculation, cache))
-        pool = stack.enter_context(RewardPool(config.reward, tasks=config.task.specs))
-        system, state = _build(
-            config, inputs, folder, mesh, pool, cache, speculation, show, should_stop
+        system, state = stack.enter_context(
+            opened(config, inputs, folder, show=show, should_stop=should_stop)
         )
         place, state = _resume(checkpoints, state, system)
         metrics.truncate_to_step(place.step)
@@ -96,6 +85,31 @@ def train(
                     metrics.write_phase(done, wrote.phase)
                 show.step(metrics.write(done, row | _speed(row, timings.seconds())))
         return state
+
+
+@contextlib.contextmanager
+def opened(
+    config: TrainConfig,
+    inputs: Inputs,
+    folder: Path,
+    *,
+    show: Progress,
+    should_stop: Callable[[], bool],
+) -> Iterator[tuple[System, TrainState]]:
+    """The parts of a run, warm, and its first state; the folder holds what is spilled and timed."""
+    with contextlib.ExitStack() as stack:
+        mesh = run_mesh(config)
+        if mesh is not None:
+            stack.enter_context(jax.set_mesh(mesh))
+        cache = RolloutCache(
+            config.rollout.cache_bytes,
+            folder / "rollouts",
+            policy=inputs.shape_name,
+            epochs=config.reuse.epochs,
+        )
+        speculation = stack.enter_context(Speculation(config.speculation, cache))
+        pool = stack.enter_context(RewardPool(config.reward, tasks=config.task.specs))
+        yield _build(config, inputs, folder, mesh, pool, cache, speculation, show, should_stop)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

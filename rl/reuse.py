@@ -19,7 +19,7 @@ from rl.timeline import EngineStats
 from rl.trajectory import Request, Trajectory
 from spec import lenience
 from spec.lenience import parse_schedule
-from spec.prefix_reuse import ModeRule, PrefixRule, parse_mode
+from spec.prefix_reuse import PrefixRule, parse_mode
 from spec.rollout_cache import CachedGroup, CachedResponse, RolloutCache, Scores
 from spec.sampling import step_key
 
@@ -112,7 +112,7 @@ class Reuse:
         """How much of a cached response stands at this step; None where nothing is reused."""
         if not self.mode.enabled:
             return None
-        return ModeRule(self.mode, self._at(step), self._seed, step, self._greedy)
+        return PrefixRule(self.mode, self._at(step), self._seed, step, self._greedy)
 
     def requests(
         self,

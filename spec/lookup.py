@@ -125,9 +125,7 @@ def lookup_rounds(
         start_B = find(texts)
         tree = chains(texts.text_BL, start_B, N)
         tried_B = jnp.where(slots.active, jnp.sum(tree.tokens_BN[:, 1:] >= 0, axis=1), 0)
-        cache, slots, out = verify(
-            config, params, cache, slots, tree, stop_E, scheme, chains=True
-        )
+        cache, slots, out = verify(config, params, cache, slots, tree, stop_E, scheme, chains=True)
         return (
             r + 1,
             cache,

@@ -36,7 +36,10 @@ class LookupTexts:
     def fill(self, live: LiveSlots, num_slots: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """`spec.lookup.Texts` of all slots as host arrays; L = `num_tokens`."""
         L = self.num_tokens
-        text_BL, next_B = np.full((num_slots, L), PADDING, np.int32), np.full(num_slots, L, np.int32)
+        text_BL, next_B = (
+            np.full((num_slots, L), PADDING, np.int32),
+            np.full(num_slots, L, np.int32),
+        )
         groups: dict[int, list[int]] = {}
         for a, group in enumerate(live.group_ids_A.tolist()):
             groups.setdefault(group, []).append(a)

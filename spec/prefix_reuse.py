@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Literal, Protocol
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -20,6 +20,7 @@ MODES = "off, lenient:LAMBDA, delayed:LAMBDA, random, full, coupled, coupled:K"
 ACCEPTANCE = 0x5BEC  # sets the stream of acceptance draws apart from all others of a seed
 
 Name = Literal["off", "lenient", "delayed", "random", "full", "coupled"]
+NAMES: dict[str, Name] = {name: name for name in get_args(Name)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +63,8 @@ def parse_mode(text: str) -> ReuseMode:
     Raises ValueError for a name that there is not, a lenience that is no number of 0 or
     more, a K that is none of 1 or more.
     """
-    name, colon, value = text.partition(":")
+    first, colon, value = text.partition(":")
+    name = NAMES.get(first)
     if name in ("lenient", "delayed") and colon:
         try:
             lenience = math.exp(float(value[2:])) if value.startswith("e^") else float(value)
@@ -72,12 +74,11 @@ def parse_mode(text: str) -> ReuseMode:
             raise ValueError(
                 f"lenience must be a number of 0 or more, e^X or inf, got {value!r} in {text!r}"
             )
-        return ReuseMode("lenient" if name == "lenient" else "delayed", lenience)
+        return ReuseMode(name, lenience)
     if name == "coupled" and value.isdecimal() and int(value) >= 1:
-        return ReuseMode("coupled", context_tokens=int(value))
-    for plain in ("off", "random", "full", "coupled"):
-        if text == plain:
-            return ReuseMode(plain)  # type: ignore[arg-type]
+        return ReuseMode(name, context_tokens=int(value))
+    if name in ("off", "random", "full", "coupled") and not colon:
+        return ReuseMode(name)
     raise ValueError(f"mode must be one of {MODES}, got {text!r}")
 
 
@@ -97,19 +98,8 @@ class Verified:
     drawn_logprobs: np.ndarray
 
 
-class PrefixRule(Protocol):
-    """How many tokens of a cached response stand, given what the pass found."""
-
-    @property
-    def draws_own(self) -> bool:
-        """Whether tokens that stand are draws of the policy at hand."""
-        ...
-
-    def kept(self, request_id: int, cached: CachedResponse, verified: Verified) -> int: ...
-
-
 @dataclasses.dataclass(frozen=True)
-class ModeRule:
+class PrefixRule:
     """The rule of one mode at one step; its draws are a function of (seed, step, request).
 
     `log_lenience` is that of the step; `greedy` says that the policy takes the most likely

@@ -136,7 +136,8 @@ def verify(
     """One round: forward over the trees, draw at every node, walk, compact the cache.
 
     The trees' root tokens are taken from `slots`. Where all trees are `chains`, accepted
-    entries lie in order as they are. Requires `length + N <= S` in every active slot. Source: docs/architecture.md, "The round".
+    entries lie in order as they are. Requires `length + N <= S` in every active slot.
+    Source: docs/architecture.md, "The round".
     """
     N = tree.tokens_BN.shape[1]
     tree = DraftTree(tree.tokens_BN.at[:, 0].set(slots.last_token), tree.parents_BN)

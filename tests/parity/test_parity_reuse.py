@@ -1,7 +1,6 @@
 """Prefixes of cached responses: what stands is what the rule says, the rest is plain decoding."""
 
 import dataclasses
-import math
 
 import numpy as np
 import pytest
@@ -21,7 +20,8 @@ from test_parity_speculation import TIMES, make
 from rl.engine import Engine
 from rl.trajectory import FinishReason, Origin
 from spec.budget import make_budget
-from spec.prefix_reuse import ModeRule, parse_mode
+from spec.lenience import log
+from spec.prefix_reuse import PrefixRule, parse_mode
 from spec.rollout_cache import CachedResponse, Scores
 
 pytestmark = pytest.mark.parity
@@ -37,8 +37,7 @@ def reusing(engine):
 
 def rule(mode, **fields):
     mode = parse_mode(mode)
-    lenience = mode.lenience
-    return ModeRule(mode, math.log(lenience) if lenience else -math.inf, 3, 2, **fields)
+    return PrefixRule(mode, log(mode.lenience), 3, 2, **fields)
 
 
 def with_cached(requests, tokens_of):

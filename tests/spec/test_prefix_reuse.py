@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from scipy.stats import binom
 
-from spec.prefix_reuse import ModeRule, Verified, parse_mode
+from spec.lenience import log
+from spec.prefix_reuse import PrefixRule, Verified, parse_mode
 from spec.rollout_cache import CachedResponse, Scores
 
 FALSE_ALARM = 1e-6
@@ -26,8 +27,7 @@ def verified(logprobs, drawn, possible=None):
 
 def rule(text, *, step=1, seed=0, greedy=False):
     mode = parse_mode(text)
-    log = math.log(mode.lenience) if mode.lenience else -math.inf
-    return ModeRule(mode, log, seed, step, greedy)
+    return PrefixRule(mode, log(mode.lenience), seed, step, greedy)
 
 
 TOKENS = [5, 6, 7, 8]

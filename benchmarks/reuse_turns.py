@@ -1,0 +1,174 @@
+"""One training run with reuse whose every phase is also done plainly: `benchmarks.reuse` calls it.
+
+In each step the same policy answers the same prompts three times: plainly (no reuse, no
+guesses), as the configuration says (this one is trained on), and once more so with the
+budget deciding by an accelerator's roofline. The first two are timed and take turns in
+coming first; of the third only the recorded rounds count. With `coupled`, plain tokens
+are the same tokens. Rewards are computed outside of the timed seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks import roofline, tiny_run
+from rl import engine_warm_up, loop
+from rl.ablation import cells
+from rl.experiment import TrainConfig, open_inputs
+from rl.generation import System
+from rl.metrics import Timings
+from rl.timeline import EngineStats, phase_row
+from rl.trajectory import Request, Trajectory
+
+DEVICE, POLICY = roofline.H100, roofline.QWEN3_8B
+
+
+class Turns:
+    """Stands in for a run's engine, and does each phase in the three ways."""
+
+    def __init__(self, system: System) -> None:
+        self._engine, self._speculation, self._config = (
+            system.engine,
+            system.speculation,
+            system.config,
+        )
+        sizes = {
+            "max_requests": self._config.rollout.num_requests,
+            "max_prompt_tokens": self._config.rollout.max_prompt_tokens,
+        }
+        buckets = engine_warm_up.round_buckets(self._engine, self._config.sampling, **sizes)
+        self._accelerator_times = roofline.round_times(DEVICE, POLICY, list(buckets))
+        self._asked: tuple[Any, ...] = ()
+        phase = self._speculation.phase
+
+        def remembered(*asked: Any) -> Any:
+            self._asked = asked
+            return phase(*asked)
+
+        self._speculation.phase = remembered  # type: ignore[method-assign]
+        self.rows: list[dict[str, Any]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def run(
+        self,
+        params: Any,
+        requests: Sequence[Request],
+        sampling: Any,
+        key: Any,
+        *,
+        drafter: Any,
+        budget: Any,
+        rule: Any,
+        on_finish: Callable[[Trajectory], None],
+        on_round: Any,
+        **fixed: Any,
+    ) -> list[Trajectory]:
+        seconds, found, stats = {}, {}, {}
+        ways = {"plain": {}, "reuse": {"drafter": drafter, "budget": budget, "rule": rule}}
+        order = ["plain", "reuse"] if len(self.rows) % 2 else ["reuse", "plain"]
+        for name in order:
+            began_s = time.perf_counter()
+            found[name] = self._engine.run(params, requests, sampling, key, **ways[name], **fixed)
+            seconds[name] = time.perf_counter() - began_s
+            stats[name] = self._engine.stats
+        drafter, budget = self._decided_elsewhere()
+        self._engine.run(
+            params, requests, sampling, key, drafter=drafter, budget=budget, rule=rule, **fixed
+        )
+        stats["projected"] = self._engine.stats
+        self._engine.stats = stats["reuse"]
+        self.rows.append(_row(seconds, stats) | _differences(found["plain"], found["reuse"]))
+        for trajectory in found["reuse"]:
+            on_finish(trajectory)
+        return found["reuse"]
+
+    def _decided_elsewhere(self) -> tuple[Any, Any]:
+        """The phase's drafter and budget, with the roofline's seconds."""
+        mine = self._speculation.times
+        self._speculation.times = self._accelerator_times
+        try:
+            return self._speculation.phase(*self._asked)
+        finally:
+            self._speculation.times = mine
+
+
+def _row(seconds: dict[str, float], stats: dict[str, EngineStats]) -> dict[str, Any]:
+    v = stats["reuse"].verified
+    priced = {
+        name: roofline.recorded_seconds(DEVICE, POLICY, phase_row(stats[name]))
+        for name in ("plain", "projected")
+    }
+    return {
+        "plain_s": seconds["plain"],
+        "reuse_s": seconds["reuse"],
+        "verify_s": v.seconds,
+        "projected_plain_s": priced["plain"][0],
+        "projected_reuse_s": priced["projected"][0],
+        "projected_verify_s": priced["projected"][1],
+        "plain_tokens": stats["plain"].tokens,
+        "reuse_tokens": stats["reuse"].tokens + v.drawn_tokens,
+        "cached_responses": v.responses,
+        "kept_tokens": v.kept_tokens,
+        "decided_tokens": v.kept_tokens + v.responses - v.whole,
+    }
+
+
+def _differences(plain: Sequence[Trajectory], reuse: Sequence[Trajectory]) -> dict[str, int]:
+    pairs = zip(plain, reuse, strict=True)
+    same = [np.array_equal(a.response_ids, b.response_ids) for a, b in pairs]
+    return {"responses": len(same), "differing_responses": same.count(False)}
+
+
+def train_in_turns(config: TrainConfig) -> list[dict[str, Any]]:
+    """A row of every step."""
+    inputs = open_inputs(config)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        loop.opened(
+            config,
+            inputs,
+            Path(folder),
+            show=tiny_run.Recorder(),
+            should_stop=lambda: False,
+        ) as (system, state),
+    ):
+        turns: Any = Turns(system)
+        system = dataclasses.replace(system, engine=turns)
+        place = loop.Place()
+        while place.step < config.run.steps:
+            state, place, _ = loop.train_step(system, state, place, Timings(time.perf_counter))
+            print(place.step, turns.rows[-1], file=sys.stderr, flush=True)
+    return turns.rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("config", type=Path, help="a grid's file")
+    parser.add_argument("variant")
+    parser.add_argument("seed", type=int)
+    parser.add_argument("output", type=Path)
+    arguments = parser.parse_args()
+    [cell] = [
+        c
+        for c in cells([arguments.config], [], arguments.output.parent.absolute() / "none")
+        if (c.name, c.seed) == (arguments.variant, arguments.seed)
+    ]
+    rows = train_in_turns(cell.config)
+    arguments.output.write_text(json.dumps(rows) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
