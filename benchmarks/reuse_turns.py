@@ -1,4 +1,4 @@
-"""One training run with reuse whose every phase is also done plainly: `benchmarks.reuse` calls it.
+"""One training run with reuse whose every phase is also done plainly, for `benchmarks.reuse`.
 
 In each step the same policy answers the same prompts three times: plainly (no reuse, no
 guesses), as the configuration says (this one is trained on), and once more so with the
