@@ -117,19 +117,7 @@ class Engine(Replica):
         most_tokens = longest_tokens(requests, sampling.max_new_tokens)
         guessing = Guessing(self.config, drafter, budget or TakeAll(), self.stats)
         self._phase = Phase(sampling, key, stop_ids, self.put(stop_ids), policy_version, guessing)
-        waiting = Waiting(collections.deque(requests))
-        if rule is not None:
-            judge = PrefixJudge(rule, sampling, key, stop_ids, policy_version)
-            waiting = Waiting(
-                collections.deque(r for r in requests if not r.may_reuse),
-                PrefixPasses(
-                    judge,
-                    self,
-                    [r for r in requests if r.may_reuse],
-                    most_tokens,
-                    self.stats.verified,
-                ),
-            )
+        waiting = self._queue(requests, rule, most_tokens)
 
         def finish(ended: Sequence[Trajectory]) -> None:
             for trajectory in ended:
@@ -156,6 +144,20 @@ class Engine(Replica):
                 self._cache = None  # a step that failed may have consumed it
                 raise
         return [done[r.request_id] for r in requests]
+
+    def _queue(
+        self, requests: Sequence[Request], rule: PrefixRule | None, most_tokens: int
+    ) -> Waiting:
+        """All requests; those that may start with a part of a cached response by themselves."""
+        if rule is None:
+            return Waiting(collections.deque(requests))
+        phase = self._phase
+        judge = PrefixJudge(rule, phase.sampling, phase.key, phase.stop_ids, phase.policy_version)
+        cached = [r for r in requests if r.may_reuse]
+        return Waiting(
+            collections.deque(r for r in requests if not r.may_reuse),
+            PrefixPasses(judge, self, cached, most_tokens, self.stats.verified),
+        )
 
     # -- the beats ---------------------------------------------------------
 

@@ -17,6 +17,7 @@ from parity_model import (
 )
 from test_parity_speculation import TIMES, make
 
+from rl import cache_steps
 from rl.engine import Engine
 from rl.trajectory import FinishReason, Origin
 from spec.budget import make_budget
@@ -92,6 +93,22 @@ def test_lenience_zero_is_plain_decoding(golden, rollout, requests, reusing, par
 def test_without_a_rule_cached_responses_are_not_looked_at(golden, rollout, requests, engine):
     got = rollout("plain", with_cached(requests, some_tokens), engine=engine)
     assert not differences(golden("plain"), got) and not engine.stats.verified.responses
+
+
+def test_a_planted_fault_keys_gathered_one_place_off_would_be_found(
+    golden, rollout, requests, reusing, params, monkeypatch
+):
+    gather = cache_steps.gather_rows
+
+    def off(cache, packed, index_BS, *rest):
+        return gather(cache, packed, np.roll(index_BS, 1, axis=1), *rest)
+
+    monkeypatch.setattr(cache_steps, "gather_rows", off)
+    want = golden("plain")
+    given = with_cached(requests, lambda r: changed(want, r))
+    got = rollout("plain", given, engine=reusing, rule=rule("coupled"))
+    assert differences(want, got)
+    assert max(misscored(params, got, SAMPLINGS["plain"]).values()) > 100 * TOLERANCE
 
 
 @pytest.mark.parametrize("name", ["plain", "greedy", "gumbel_cool"])
