@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from spec.tails import moved_on, tails
 from spec.tree import DraftTree
 
 NO_TOKEN = -1  # before the first token
@@ -93,9 +94,8 @@ def advance(
     emitted_B: jax.Array,
 ) -> Contexts:
     """After `count` tokens more, drawn at these hashes; `emitted` counts those before them."""
-    K, X = contexts.tail_BK.shape[1], contexts.seen_BX.shape[1]
-    both_BY = jnp.concatenate([contexts.tail_BK, tokens_BN], axis=1)
-    tail_BK = jnp.take_along_axis(both_BY, count_B[:, None] + jnp.arange(K), axis=1)
+    X = contexts.seen_BX.shape[1]
+    tail_BK = moved_on(contexts.tail_BK, tokens_BN, count_B)
     new_N = jnp.arange(hash_BN.shape[1])
     at_BN = jnp.where(new_N < count_B[:, None], emitted_B[:, None] + new_N, X)
     rows_B1 = jnp.arange(len(count_B))[:, None]
@@ -111,12 +111,10 @@ def of_rows(
 ) -> tuple[np.ndarray, np.ndarray]:
     """(tail_BK, seen_BX) of rows that hold so many tokens, on the host."""
     hash_BL = _hash_before_each(tokens_BL, num_context)
-    last_BK = total_tokens_B[:, None] - num_context + np.arange(num_context)
-    tail_BK = np.take_along_axis(tokens_BL, np.maximum(last_BK, 0), axis=1)
     at_BX = prompt_tokens_B[:, None] + np.arange(room)
     inside_BX = at_BX < total_tokens_B[:, None]
     seen_BX = np.take_along_axis(hash_BL, np.minimum(at_BX, hash_BL.shape[1] - 1), axis=1)
-    tail_BK = np.where(last_BK >= 0, tail_BK, NO_TOKEN).astype(np.int32)
+    tail_BK = tails(tokens_BL, total_tokens_B, num_context, NO_TOKEN)
     return tail_BK, np.where(inside_BX, seen_BX, 0).astype(np.uint32)
 
 

@@ -20,6 +20,7 @@ from models import transformer
 from models.config import ModelConfig
 from models.kv_cache import KVCache
 from spec import sampling
+from spec.tails import moved_on
 from spec.tree import PADDING, DraftTree
 from spec.verify import Slots, verify
 
@@ -77,9 +78,7 @@ def chains(text_BL: jax.Array, start_B: jax.Array, num_nodes: int) -> DraftTree:
 
 
 def _advance(texts: Texts, start_B: jax.Array, tokens_BN: jax.Array, count_B: jax.Array) -> Texts:
-    K = texts.context_BK.shape[1]
-    both_BX = jnp.concatenate([texts.context_BK, tokens_BN], axis=1)
-    context_BK = jnp.take_along_axis(both_BX, count_B[:, None] + jnp.arange(K), axis=1)
+    context_BK = moved_on(texts.context_BK, tokens_BN, count_B)
     L = texts.text_BL.shape[1]
     return Texts(texts.text_BL, context_BK, jnp.where(start_B < L, start_B + count_B, L))
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from spec.drafter import LiveSlots
 from spec.lookup import CONTEXT_TOKENS, NO_TOKEN
+from spec.tails import tails
 from spec.tree import PADDING
 
 NUM_TOKENS = 1024  # of a text
@@ -95,7 +96,6 @@ def _piece(live: LiveSlots, a: int) -> np.ndarray:
 def contexts(live: LiveSlots, num_slots: int) -> np.ndarray:
     """The last CONTEXT_TOKENS tokens of each slot's request, `NO_TOKEN` before them; [B, K]."""
     context_BK = np.full((num_slots, CONTEXT_TOKENS), NO_TOKEN, np.int32)
-    at_AK = live.total_tokens_A[:, None] - CONTEXT_TOKENS + np.arange(CONTEXT_TOKENS)
-    tokens_AK = live.tokens_BL[live.rows_A[:, None], np.maximum(at_AK, 0)]
-    context_BK[live.rows_A] = np.where(at_AK >= 0, tokens_AK, NO_TOKEN)
+    mine = live.tokens_BL[live.rows_A], live.total_tokens_A
+    context_BK[live.rows_A] = tails(*mine, CONTEXT_TOKENS, NO_TOKEN)
     return context_BK
