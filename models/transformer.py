@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -252,14 +253,7 @@ def _hidden_and_entries(
     rope = _rope(config, positions_BT)
 
     def step(layer: Layer, x_BTD: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        entries = []
-
-        def look(q_BTHh: jax.Array, k_BTKh: jax.Array, v_BTKh: jax.Array) -> jax.Array:
-            entries.append((k_BTKh, v_BTKh))
-            k_BKhT, v_BKTh = k_BTKh.transpose(0, 2, 3, 1), v_BTKh.transpose(0, 2, 1, 3)
-            return attend_causally(q_BTHh, k_BKhT, v_BKTh, mask_BTS)
-
-        return _block(config, layer, x_BTD, rope, look), entries[0]
+        return _whole_layer(config, layer, x_BTD, rope, mask_BTS)
 
     step = jax.checkpoint(step) if remat else step
     x_BTD, entries = _embed(params, tokens_BT), []
@@ -288,15 +282,57 @@ def hidden_with_cache(
     keys, values = list(cache.keys), list(cache.values)
     x_BND = _embed(params, tokens_BN)
     for i, layer in enumerate(params.layers):
-
-        def look(q_BNHh: jax.Array, k_BNKh: jax.Array, v_BNKh: jax.Array, i: int = i):
-            keys[i] = kv_cache.pin(kv_cache.write_keys(keys[i], k_BNKh, start_B))
-            values[i] = kv_cache.pin(kv_cache.write_values(values[i], v_BNKh, start_B))
-            return attend(q_BNHh, keys[i], values[i], mask_BNS)
-
-        x_BND = _block(config, layer, x_BND, rope, look)
+        x_BND, keys[i], values[i] = _cached_layer(
+            config, layer, x_BND, rope, keys[i], values[i], start_B, mask_BNS
+        )
     x_BND = rms_norm(x_BND, params.final_norm_D, config.norm_eps)
     return x_BND, KVCache(tuple(keys), tuple(values))
+
+
+# Layers are alike: as functions of their own they are traced and lowered once for all of them.
+
+
+@partial(jax.jit, static_argnames="config")
+def _whole_layer(
+    config: ModelConfig,
+    layer: Layer,
+    x_BTD: jax.Array,
+    rope: tuple[jax.Array, jax.Array],
+    mask_BTT: jax.Array,
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    """A layer over whole rows; also its (k_BTKh, v_BTKh)."""
+    entries = []
+
+    def look(q_BTHh: jax.Array, k_BTKh: jax.Array, v_BTKh: jax.Array) -> jax.Array:
+        entries.append((k_BTKh, v_BTKh))
+        k_BKhT, v_BKTh = k_BTKh.transpose(0, 2, 3, 1), v_BTKh.transpose(0, 2, 1, 3)
+        return attend_causally(q_BTHh, k_BKhT, v_BKTh, mask_BTT)
+
+    return _block(config, layer, x_BTD, rope, look), entries[0]
+
+
+@partial(jax.jit, static_argnames="config")
+def _cached_layer(
+    config: ModelConfig,
+    layer: Layer,
+    x_BND: jax.Array,
+    rope: tuple[jax.Array, jax.Array],
+    keys_BKhS: jax.Array,
+    values_BKSh: jax.Array,
+    start_B: jax.Array,
+    mask_BNS: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """A layer over N nodes of every slot; also its keys and values with theirs written."""
+    written = []
+
+    def look(q_BNHh: jax.Array, k_BNKh: jax.Array, v_BNKh: jax.Array) -> jax.Array:
+        keys = kv_cache.pin(kv_cache.write_keys(keys_BKhS, k_BNKh, start_B))
+        values = kv_cache.pin(kv_cache.write_values(values_BKSh, v_BNKh, start_B))
+        written.append((keys, values))
+        return attend(q_BNHh, keys, values, mask_BNS)
+
+    x_BND = _block(config, layer, x_BND, rope, look)
+    return x_BND, *written[0]
 
 
 def _tied_logits(hidden_D: jax.Array, embedding_VD: jax.Array) -> jax.Array:

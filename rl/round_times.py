@@ -33,6 +33,8 @@ from spec.tree import DraftTree
 from spec.verify import decode_rounds, unpack, verify_round
 
 REPEATS = 7
+LARGE_ROUND = 128  # nodes of all slots: from here on a call of few rounds tells enough
+FEW_ROUNDS = 4
 FORMAT = 3
 
 
@@ -177,7 +179,8 @@ def _lookup_rounds(
     engine: Engine, params: Any, sampling: SamplingConfig, cache: Any, slots: Any, N: int, host: Any
 ) -> tuple[Any, int]:
     B, S = slots.active.shape[0], cache.num_positions
-    rounds = min(engine.config.rounds_per_fetch, S // 2 // N)
+    most = FEW_ROUNDS if B * N >= LARGE_ROUND else engine.config.rounds_per_fetch
+    rounds = min(most, engine.config.rounds_per_fetch, S // 2 // N)
     text_BL, context_BK, next_B = map(engine.argument, host.texts())
     cache, _, packed = lookup_rounds(
         params,
