@@ -30,6 +30,7 @@ from rl.generation import Rollouts, Stopped, System, generate
 from rl.metrics import Timings, open_metrics
 from rl.optimizer import TrainState
 from rl.progress import Progress
+from rl.rehearsal import rehearse
 from rl.reuse import Reuse
 from rl.rewards.pool import RewardPool
 from rl.rewards.process import RewardWorkerError
@@ -247,6 +248,7 @@ def _build(
         speculation.times = load_or_measure(
             path, engine, weights, config.sampling, lookup=lookup, **sizes
         )
+        rehearse(config.speculation, speculation.times, engine, weights, config.sampling)
     state = trainer.warm_up(state, shape, recipe=recipe)
     order = DataOrder(len(inputs.task), config.run.seed)
     system = System(
