@@ -27,7 +27,7 @@ from rl.ablation import cells
 from rl.experiment import TrainConfig, open_inputs
 from rl.generation import System
 from rl.metrics import Timings
-from rl.timeline import EngineStats, phase_row
+from rl.timeline import EngineStats
 from rl.trajectory import Request, Trajectory
 
 DEVICE, POLICY = roofline.H100, roofline.QWEN3_8B
@@ -107,8 +107,7 @@ class Turns:
 def _row(seconds: dict[str, float], stats: dict[str, EngineStats]) -> dict[str, Any]:
     v = stats["reuse"].verified
     priced = {
-        name: roofline.recorded_seconds(DEVICE, POLICY, phase_row(stats[name]))
-        for name in ("plain", "projected")
+        name: roofline.phase_seconds(DEVICE, POLICY, stats[name]) for name in ("plain", "projected")
     }
     return {
         "plain_s": seconds["plain"],

@@ -9,9 +9,9 @@ makers' dense bfloat16 figures, of which `UTILISATION` is taken; 16-bit weights 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
+from rl.timeline import EngineStats, RoundRecord
 from spec.budget import RoundTimes
 
 UTILISATION = 0.7  # of peak operations and of bandwidth alike
@@ -63,17 +63,20 @@ def round_seconds(
 
 
 def rounds_seconds(
-    device: Accelerator, policy: PolicyShape, calls: Sequence[Any], scale: float = 1.0
+    device: Accelerator, policy: PolicyShape, rounds: Sequence[RoundRecord], scale: float = 1.0
 ) -> float:
-    """The rounds of a phase, from its `rl.timeline.device_calls`.
+    """The rounds of a phase; a record is as many rounds as its longest request took part in.
 
     `scale` multiplies cache lengths: the tiny policy's responses stand for longer ones.
     """
-    return sum(
-        round_seconds(device, policy, busy, nodes, scale * cached * busy / per_round[0])
-        for nodes, cached, per_round in calls
-        for busy in per_round
-    )
+    total = 0.0
+    for record in rounds:
+        live = len(record.request_ids_A)
+        positions = scale * float(record.cached_tokens_A.sum())
+        for r in range(int(record.rounds_A.max())):
+            busy = int((record.rounds_A > r).sum())
+            total += round_seconds(device, policy, busy, record.num_nodes, positions * busy / live)
+    return total
 
 
 def pass_seconds(device: Accelerator, policy: PolicyShape, rows: int, length: int) -> float:
@@ -87,17 +90,18 @@ def pass_seconds(device: Accelerator, policy: PolicyShape, rows: int, length: in
     return max(moved_s, operations / device.operations_per_s) / UTILISATION + OVERHEAD_S
 
 
-def recorded_seconds(
-    device: Accelerator, policy: PolicyShape, row: Mapping[str, Any]
+def phase_seconds(
+    device: Accelerator, policy: PolicyShape, stats: EngineStats
 ) -> tuple[float, float]:
-    """(all of a phase, its verification passes) of a row of `rl.timeline.phase_row`."""
+    """(all of a phase, its verification passes): rounds, passes and prefill."""
     passes_s = sum(
-        count * pass_seconds(device, policy, rows, length) for rows, length, count in row["passes"]
+        count * pass_seconds(device, policy, *shape)
+        for shape, count in stats.verified.passes.items()
     )
     prefill_s = 0.0
-    if row["prefilled_tokens"]:
-        prefill_s = pass_seconds(device, policy, 1, row["prefilled_tokens"])
-    return rounds_seconds(device, policy, row["calls"]) + passes_s + prefill_s, passes_s
+    if stats.prefilled_tokens:
+        prefill_s = pass_seconds(device, policy, 1, stats.prefilled_tokens)
+    return rounds_seconds(device, policy, stats.timeline) + passes_s + prefill_s, passes_s
 
 
 def round_times(

@@ -29,7 +29,7 @@ from benchmarks.workloads import Workload
 from rl import engine_warm_up, round_times
 from rl.engine import Engine
 from rl.engine_config import EngineConfig
-from rl.timeline import RoundRecord, device_calls, host_seconds, speculation_metrics
+from rl.timeline import RoundRecord, host_seconds, speculation_metrics
 from rl.trajectory import Trajectory
 from spec.budget import Budget, Goodput, RoundTimes
 from spec.sampling import step_key
@@ -145,13 +145,13 @@ def project(bench: Bench, name: str, plain: dict[int, np.ndarray]) -> list[dict[
     `ratio_with_host` adds the seconds that this machine's host took beside its rounds.
     """
     bench.phase()
-    plain_calls, plain_host_s = device_calls(bench.records), host_seconds(bench.records)
+    plain_rounds, plain_host_s = bench.records, host_seconds(bench.records)
     rows = []
     for device, shape in PROJECTIONS:
         times = roofline.round_times(device, shape, bench.buckets)
         bench.phase(bench.workload.drafters[name](plain), Goodput(times))
-        plain_s = roofline.rounds_seconds(device, shape, plain_calls)
-        tree_s = roofline.rounds_seconds(device, shape, device_calls(bench.records))
+        plain_s = roofline.rounds_seconds(device, shape, plain_rounds)
+        tree_s = roofline.rounds_seconds(device, shape, bench.records)
         host_s = host_seconds(bench.records)
         row = {
             "device": device.name,

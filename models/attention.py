@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 NEGATIVE = -1e30  # finite, so that a row that may attend to nothing stays finite
 CAUSAL_BLOCKS = 4
-LEAST_BLOCK_TOKENS = 64  # of a block: below, whole rows are as fast
+LEAST_BLOCK_TOKENS = 64  # shorter rows are one block
 
 
 @jax.tree_util.register_dataclass

@@ -37,7 +37,7 @@ from rl.rewards.process import RewardWorkerError
 from rl.round_times import load_or_measure
 from rl.speculation import Speculation
 from rl.step_metrics import sample_rows, step_metrics
-from rl.timeline import phase_row, save_timeline
+from rl.timeline import save_timeline
 from rl.trajectory import Trajectory
 from spec.rollout_cache import RolloutCache
 
@@ -82,8 +82,6 @@ def train(
                         saved = done
                 row = wrote.metrics | {"num_tokens": place.num_tokens}
                 metrics.write_samples(done, wrote.samples)
-                if config.metrics.phases:
-                    metrics.write_phase(done, wrote.phase)
                 show.step(metrics.write(done, row | _speed(row, timings.seconds())))
         return state
 
@@ -115,11 +113,10 @@ def opened(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Written:
-    """What a step leaves in the run folder: a row of metrics, of samples, and of phases.jsonl."""
+    """What a step leaves in the run folder: a row of metrics, and its samples."""
 
     metrics: dict[str, Any]
     samples: list[dict[str, Any]]
-    phase: dict[str, Any]
 
 
 def train_step(
@@ -160,7 +157,7 @@ def train_step(
     tokens = place.num_tokens + int(row.pop("rollout_tokens"))
     place = Place(step, tokens, place.cursor + len(rollouts.prompts))
     row |= rollouts.metrics | reward_metrics | penalty_metrics | update_metrics
-    return state, place, Written(row, samples, phase_row(rollouts.stats))
+    return state, place, Written(row, samples)
 
 
 def punish_length(

@@ -20,8 +20,7 @@ from rl.atomic_file import replace_file
 
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
-PHASES_FILE = "phases.jsonl"
-ROW_FILES = (METRICS_FILE, SAMPLES_FILE, PHASES_FILE)
+ROW_FILES = (METRICS_FILE, SAMPLES_FILE)
 TENSORBOARD_FOLDER = "tensorboard"
 WANDB_ID_FILE = "wandb_id"
 
@@ -47,7 +46,6 @@ class MetricsConfig:
     tensorboard: bool = True  # TensorBoard events in RUN/tensorboard
     wandb_project: str | None = None  # also log to this Weights & Biases project
     samples_per_step: int = 8  # samples.jsonl lines a step; 0 writes none, -1 all
-    phases: bool = False  # also write phases.jsonl: each step's device calls, for pricing
 
     def __post_init__(self) -> None:
         if self.samples_per_step < -1:
@@ -106,10 +104,6 @@ class MetricsWriter:
         for index in spread(len(samples), self._samples_per_step):
             row = {"step": int(step)} | _plain(samples[index]) | {"step": int(step)}
             self._append(SAMPLES_FILE, row)
-
-    def write_phase(self, step: int, phase: Mapping[str, Any]) -> None:
-        """Writes what a step's rollouts did to phases.jsonl."""
-        self._append(PHASES_FILE, {"step": int(step)} | dict(phase))
 
     def truncate_to_step(self, step: int) -> None:
         """Removes the rows of every step after `step`, as if they had never been written."""
@@ -180,12 +174,6 @@ def read_metrics(path: str | Path) -> list[Row]:
     """
     path = Path(path)
     return [row for _, row in _rows(path / METRICS_FILE if path.is_dir() else path)]
-
-
-def read_phases(folder: str | Path) -> list[Row]:
-    """The rows of a run folder's phases.jsonl; [] where there is none."""
-    path = Path(folder) / PHASES_FILE
-    return [row for _, row in _rows(path)] if path.exists() else []
 
 
 def read_samples(path: str | Path) -> list[Row]:

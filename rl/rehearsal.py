@@ -8,7 +8,7 @@ from models.transformer import Params
 from rl.engine import Engine
 from rl.speculation import Speculation, SpeculationConfig
 from rl.trajectory import Request
-from spec.budget import RoundTimes, make_budget
+from spec.budget import RoundTimes, TakeAll
 from spec.rollout_cache import CachedGroup, CachedResponse, RolloutCache
 from spec.sampling import SamplingConfig, step_key
 
@@ -36,8 +36,8 @@ def rehearse(
     requests = [Request(i, prompt, 0, i, limit) for i in range(2)]
     with Speculation(config, cache) as speculation:
         speculation.times = times
-        for budget in ("fixed:2", config.budget):
-            drafter, _ = speculation.phase([NAME], [prompt], {i: tokens for i in range(2)})
+        for tried in (TakeAll(2), None):
+            drafter, budget = speculation.phase([NAME], [prompt], dict.fromkeys(range(2), tokens))
             engine.run(
                 params,
                 requests,
@@ -45,5 +45,5 @@ def rehearse(
                 step_key(0, 0),
                 stop_token_ids=no_stop,
                 drafter=drafter,
-                budget=make_budget(budget, times),
+                budget=tried or budget,
             )

@@ -40,8 +40,8 @@ class SpeculationConfig:
     of last epoch by the same sample index, read on from where it stands), `history` (the prompt's
     responses of the last epoch), `group` (live siblings, told every
     `group_update_tokens` tokens), `own` (the request's own text). `budget` is `off`,
-    `fixed:K`, `aimd` or `goodput`, which also lets the device look guesses up in history
-    and siblings, several rounds in a call. `history_rule` is `ours`, or `histospec` for
+    `fixed:K`, `aimd` or `goodput`, which also lets the device look guesses up in all
+    sources but `own`, several rounds in a call. `history_rule` is `ours`, or `histospec` for
     RhymeRL's setting.
     """
 
@@ -120,9 +120,9 @@ class Speculation:
                 parts.append(GroupDrafter(update_tokens=self.config.group_update_tokens))
             else:
                 parts.append(NgramDrafter())
-        texts = self._texts(keys, last or {}) if self.config.may_look_up else None
         if not parts:
             return None, None
+        texts = self._texts(keys, last or {}) if self.config.may_look_up else None
         return Union(parts, texts), make_budget(self.config.budget, self.times)
 
     def _texts(self, keys: Sequence[str], last: Mapping[int, np.ndarray]) -> LookupTexts | None:

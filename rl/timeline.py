@@ -180,30 +180,6 @@ def host_seconds(rounds: Sequence[RoundRecord]) -> float:
     return sum(r.called_s - r.ready_s + r.ended_s - r.fetched_s for r in rounds)
 
 
-def device_calls(rounds: Sequence[RoundRecord]) -> list[tuple[int, int, list[int]]]:
-    """Of each call: its nodes, the live cached tokens before it, and who is busy in each round."""
-    return [
-        (
-            r.num_nodes,
-            int(r.cached_tokens_A.sum()),
-            [int((r.rounds_A > n).sum()) for n in range(int(r.rounds_A.max(initial=0)))],
-        )
-        for r in rounds
-    ]
-
-
-def phase_row(stats: EngineStats) -> dict[str, Any]:
-    """What a phase did, short enough to keep of every step, and enough to price it elsewhere.
-
-    `calls` are those of `device_calls`; `passes`: [rows, positions of a row, how many].
-    """
-    return {
-        "calls": [list(call) for call in device_calls(stats.timeline)],
-        "passes": [[*shape, count] for shape, count in sorted(stats.verified.passes.items())],
-        "prefilled_tokens": stats.prefilled_tokens,
-    }
-
-
 def save_timeline(folder: Path, step: int, rounds: Sequence[RoundRecord]) -> None:
     """Write the rounds of a step's phase to the run folder, over those of the step before."""
     rows = [

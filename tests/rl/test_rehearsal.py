@@ -15,8 +15,8 @@ SCRIPT = """
 import gc, sys
 import jax, numpy as np
 from numba.core.registry import CPUDispatcher
+from benchmarks.tiny_run import MODEL as model
 from models import transformer
-from models.config import ModelConfig
 from rl.engine import Engine
 from rl.engine_config import EngineConfig
 from rl.rehearsal import rehearse
@@ -27,16 +27,10 @@ from spec.budget import RoundTimes, TakeAll
 from spec.rollout_cache import RolloutCache
 from spec.sampling import SamplingConfig, step_key
 
-model = ModelConfig(
-    architecture="qwen3", vocab_size=5, d_model=8, num_layers=1, num_heads=2, num_kv_heads=1,
-    head_dim=4, d_ff=8, rope_theta=100.0, rope_scaling=None, norm_eps=1e-6, tied_embeddings=True,
-    qkv_bias=False, qk_norm=True, max_positions=256, bos_token_id=None, eos_token_ids=(4,),
-    pad_token_id=0,
-)
 params = transformer.init(model, jax.random.key(0))
 engine = Engine(model, EngineConfig(slots=4, min_slots=4, min_nodes=4, max_nodes=4))
 sampling, config = SamplingConfig(max_new_tokens=32), SpeculationConfig()
-sizes = [(4, n, s) for n in (1, 4) for s in (64, 128)]
+sizes = [(4, 1, 64), (4, 4, 64)]
 times = RoundTimes({s: 1.0 for s in sizes}, {s: 1.0 for s in sizes if s[1] > 1})
 
 

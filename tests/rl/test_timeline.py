@@ -13,7 +13,6 @@ from rl.timeline import (
     host_share,
     joined,
     load_timeline,
-    phase_row,
     save_timeline,
     speculation_metrics,
 )
@@ -129,15 +128,3 @@ def test_the_counts_of_phases_join():
         4,
     )
     assert one.tokens == 20 and other.tokens == 5 and len(one.timeline) == 3
-
-
-def test_a_phase_in_short():
-    stats = example()
-    stats.verified.passes[5, 384] += 2
-    stats.prefilled_tokens = 12
-    row = json.loads(json.dumps(phase_row(stats)))
-    assert row["passes"] == [[5, 384, 2]] and row["prefilled_tokens"] == 12
-    assert len(row["calls"]) == len(stats.timeline)
-    for (nodes, cached, busy_R), record in zip(row["calls"], stats.timeline, strict=True):
-        assert (nodes, cached) == (record.num_nodes, record.cached_tokens_A.sum())
-        assert busy_R[0] == len(record.request_ids_A) and sum(busy_R) == record.rounds_A.sum()

@@ -9,34 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks import tiny_run
 from models import transformer
-from models.config import ModelConfig
 from rl import packing
 from rl.packing import Response, Shape
 from spec import sampling
 from spec.packed_verify import PackedResponses, unpack, verify_packed
 from spec.sampling import step_key
 
-MODEL = ModelConfig(
-    architecture="qwen3",
-    vocab_size=23,
-    d_model=16,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=4,
-    d_ff=32,
-    rope_theta=100.0,
-    rope_scaling=None,
-    norm_eps=1e-6,
-    tied_embeddings=True,
-    qkv_bias=False,
-    qk_norm=True,
-    max_positions=64,
-    bos_token_id=None,
-    eos_token_ids=(1,),
-    pad_token_id=0,
-)
+MODEL = dataclasses.replace(tiny_run.MODEL, num_layers=2)
 PARAMS = jax.tree.map(lambda x: 4 * x, transformer.init(MODEL, jax.random.key(0)))
 KEY, TEMPERATURE = step_key(0, 3), np.float32(0.8)
 SHAPE = Shape(2, 24, 48)
