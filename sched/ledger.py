@@ -1,0 +1,113 @@
+"""The books of a scheduler: every event is entered here, every start is made here.
+
+Invariants, asserted: a request runs on one worker at a time; what is reserved on a worker
+never exceeds what it holds. A report of a start that is no longer in force (its worker was
+lost meanwhile) is ignored.
+"""
+
+from __future__ import annotations
+
+from sched.protocol import (
+    ChunkDone,
+    Event,
+    Finished,
+    Start,
+    Submitted,
+    Trained,
+    WorkerJoined,
+    WorkerLost,
+)
+from sched.request import Group, Kv, Request, Status, Worker
+
+
+class Ledger:
+    """Requests, groups and workers; `apply` returns the requests that an event set waiting."""
+
+    def __init__(self) -> None:
+        self.requests: dict[int, Request] = {}
+        self.groups: dict[int, Group] = {}
+        self.workers: dict[int, Worker] = {}
+        self.num_unfinished = 0
+
+    def apply(self, event: Event) -> list[Request]:
+        """Enter an event. Raises ValueError for a request or worker that is there already."""
+        if type(event) is Finished or type(event) is ChunkDone:
+            return self._reported(event)
+        if type(event) is Submitted:
+            return self._submitted(event)
+        if type(event) is WorkerJoined:
+            if event.worker_id in self.workers:
+                raise ValueError(f"worker {event.worker_id} is there already")
+            self.workers[event.worker_id] = Worker(
+                event.worker_id, event.kv_tokens, event.max_requests
+            )
+            return []
+        if type(event) is WorkerLost:
+            return self._lost(self.workers.pop(event.worker_id))
+        assert type(event) is Trained, event
+        return []
+
+    def _submitted(self, event: Submitted) -> list[Request]:
+        new = []
+        for ask in event.asks:
+            if ask.request_id in self.requests:
+                raise ValueError(f"request {ask.request_id} is there already")
+            request = self.requests[ask.request_id] = Request(ask)
+            group = self.groups.get(ask.group_id)
+            if group is None:
+                group = self.groups[ask.group_id] = Group(ask.group_id, ask.max_new_tokens)
+            group.num_unfinished += 1
+            new.append(request)
+        self.num_unfinished += len(new)
+        return new
+
+    def _reported(self, event: Finished | ChunkDone) -> list[Request]:
+        request = self.requests[event.request_id]
+        if request.status is not Status.RUNNING or request.chunk != event.chunk:
+            return []
+        assert request.worker_id == event.worker_id, (request, event)
+        assert event.generated_tokens >= request.generated_tokens, (request, event)
+        group = self.groups[request.ask.group_id]
+        group.served_tokens += event.generated_tokens - request.generated_tokens
+        group.longest_tokens = max(group.longest_tokens, event.generated_tokens)
+        request.generated_tokens = event.generated_tokens
+        self._release(request)
+        if type(event) is ChunkDone:
+            request.status, request.pooled = Status.WAITING, event.pooled
+            return [request]
+        request.status, request.pooled = Status.FINISHED, False
+        group.num_unfinished -= 1
+        group.num_finished += 1
+        self.num_unfinished -= 1
+        return []
+
+    def _release(self, request: Request) -> None:
+        assert request.worker_id is not None
+        worker = self.workers[request.worker_id]
+        worker.reserved_tokens -= worker.running.pop(request.ask.request_id)
+
+    def _lost(self, worker: Worker) -> list[Request]:
+        """What ran there waits again, from where its last chunk ended."""
+        lost = [self.requests[request_id] for request_id in worker.running]
+        for request in lost:
+            request.status = Status.WAITING
+        return lost
+
+    def start(
+        self, request: Request, worker: Worker, max_tokens: int, *, reserve: bool, pool: bool = True
+    ) -> Start:
+        """Promise `worker` to a waiting request; `reserve` room for all it may come to.
+
+        `pool`: take keys and values from there, where they are; else compute them again.
+        """
+        assert request.status is Status.WAITING and max_tokens > 0, request
+        reserved = request.total_tokens + max_tokens if reserve else 0
+        assert reserved <= worker.free_tokens, (request, worker)
+        worker.running[request.ask.request_id] = reserved
+        worker.reserved_tokens += reserved
+        request.status, request.worker_id = Status.RUNNING, worker.worker_id
+        request.chunk += 1
+        kv = Kv.POOL if request.pooled and pool else Kv.PREFILL
+        return Start(
+            request.ask.request_id, worker.worker_id, request.chunk, max_tokens, reserved, kv
+        )

@@ -1,0 +1,168 @@
+"""Which waiting request is next: orders for divided rollouts, by name.
+
+An order holds waiting requests only. `push` puts one in (new, or back after a chunk), `pop`
+takes the next one out, `unpop` gives it back where it found no room, `learnt` tells of a
+group one of whose requests has finished.
+"""
+
+from __future__ import annotations
+
+import collections
+import heapq
+from typing import Protocol
+
+import numpy as np
+
+from sched.request import Group, Request, Status
+
+
+class Order(Protocol):
+    """Waiting requests, in the order in which they are to start."""
+
+    def push(self, request: Request, group: Group) -> None: ...
+
+    def unpop(self, request: Request, group: Group) -> None: ...
+
+    def pop(self) -> Request | None: ...
+
+    def learnt(self, group: Group) -> None: ...
+
+
+class Fifo:
+    """As they came to wait: after a chunk a request goes behind all that wait."""
+
+    def __init__(self) -> None:
+        self._waiting: collections.deque[Request] = collections.deque()
+
+    def push(self, request: Request, group: Group) -> None:
+        self._waiting.append(request)
+
+    def unpop(self, request: Request, group: Group) -> None:
+        self._waiting.appendleft(request)
+
+    def pop(self) -> Request | None:
+        return self._waiting.popleft() if self._waiting else None
+
+    def learnt(self, group: Group) -> None:
+        pass
+
+
+class LongestKnown:
+    """The longest first, by what is known beforehand (Seer's oracle: the true lengths)."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[int, int, Request]] = []
+
+    def push(self, request: Request, group: Group) -> None:
+        known = request.ask.expected_tokens
+        if known is None:
+            raise ValueError(
+                f"request {request.ask.request_id}: expected its length to be known, got none; "
+                "mend: submit it with expected_tokens, or choose the order seer"
+            )
+        heapq.heappush(self._heap, (-known, request.ask.request_id, request))
+
+    unpop = push
+
+    def pop(self) -> Request | None:
+        return heapq.heappop(self._heap)[2] if self._heap else None
+
+    def learnt(self, group: Group) -> None:
+        pass
+
+
+class ContextAware:
+    """Seer's order (Algorithm 1).
+
+    The first request of each group is its probe. Probes go first, those that have generated
+    least before the others, so that short ones are out of the way and long ones show. Then
+    the rest, by the estimate of their group, L̂ = the longest that has finished, the limit
+    while none has. A share of `explore` of the picks goes to the group that has been served
+    least, against estimates that are wrong; the paper gives no figure.
+    """
+
+    def __init__(self, *, seed: int, explore: float = 0.05) -> None:
+        if not 0 <= explore <= 1:
+            raise ValueError(f"expected explore in 0 … 1, got {explore}")
+        self._explore, self._rng = explore, np.random.default_rng(seed)
+        self._probes: list[tuple[int, int, Request]] = []
+        self._probe_of: dict[int, int] = {}  # group → request
+        self._waiting: dict[int, collections.deque[Request]] = {}
+        self._groups: dict[int, Group] = {}
+        self._by_estimate: list[tuple[int, int]] = []  # (−L̂, group): stale ones are dropped
+        self._by_service: list[tuple[int, int]] = []  # (tokens served, group): so too
+
+    def push(self, request: Request, group: Group) -> None:
+        request_id, group_id = request.ask.request_id, group.group_id
+        if self._probe_of.setdefault(group_id, request_id) == request_id:
+            heapq.heappush(self._probes, (request.generated_tokens, request_id, request))
+            return
+        waiting = self._waiting.setdefault(group_id, collections.deque())
+        # what has begun goes on first: its keys and values take room in the pool
+        (waiting.appendleft if request.generated_tokens else waiting.append)(request)
+        self._groups[group_id] = group
+        if len(waiting) == 1:
+            self.learnt(group)
+
+    def unpop(self, request: Request, group: Group) -> None:
+        if self._probe_of[group.group_id] == request.ask.request_id:
+            self.push(request, group)
+            return
+        waiting = self._waiting[group.group_id]
+        waiting.appendleft(request)
+        if len(waiting) == 1:
+            self.learnt(group)
+
+    def learnt(self, group: Group) -> None:
+        if not self._waiting.get(group.group_id):
+            return
+        heapq.heappush(self._by_estimate, (-group.estimated_tokens, group.group_id))
+        if self._explore:
+            heapq.heappush(self._by_service, (group.served_tokens, group.group_id))
+
+    def pop(self) -> Request | None:
+        if self._probes:
+            return heapq.heappop(self._probes)[2]
+        group_id = None
+        if self._explore and self._rng.random() < self._explore:
+            group_id = self._least_served()
+        if group_id is None:
+            group_id = self._longest()
+        if group_id is None:
+            return None
+        request = self._waiting[group_id].popleft()
+        assert request.status is Status.WAITING
+        return request
+
+    def _longest(self) -> int | None:
+        heap = self._by_estimate
+        while heap:
+            key, group_id = heap[0]
+            if self._waiting[group_id] and -key == self._groups[group_id].estimated_tokens:
+                return group_id
+            heapq.heappop(heap)
+        return None
+
+    def _least_served(self) -> int | None:
+        heap = self._by_service
+        while heap:
+            key, group_id = heap[0]
+            served = self._groups[group_id].served_tokens
+            if not self._waiting[group_id]:
+                heapq.heappop(heap)
+            elif key != served:
+                heapq.heapreplace(heap, (served, group_id))
+            else:
+                return group_id
+        return None
+
+
+def make_order(name: str, seed: int) -> Order:
+    """The order of that name. Raises ValueError for a name that there is not."""
+    if name == "fifo":
+        return Fifo()
+    if name == "longest_known":
+        return LongestKnown()
+    if name == "context_aware":
+        return ContextAware(seed=seed)
+    raise ValueError(f"expected an order of fifo, longest_known, context_aware, got {name!r}")

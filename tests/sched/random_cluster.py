@@ -1,0 +1,122 @@
+"""A cluster that obeys a scheduler, in a random order of events, with workers that die.
+
+It keeps its own books: whatever the scheduler does wrong fails an assertion here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from sched.protocol import ChunkDone, Defer, Finished, Start, Submitted, WorkerJoined, WorkerLost
+from sched.request import Ask, Kv
+
+
+@dataclasses.dataclass
+class Running:
+    start: Start
+    generated: int  # when it started
+
+
+class RandomCluster:
+    def __init__(self, scheduler, asks, lengths, rng, *, kv_tokens, max_requests, budgeted):
+        self.scheduler, self.lengths, self.rng = scheduler, lengths, rng
+        self.asks = {ask.request_id: ask for ask in asks}
+        self.kv_tokens, self.max_requests, self.budgeted = kv_tokens, max_requests, budgeted
+        self.workers: dict[int, dict[int, Running]] = {}
+        self.generated = dict.fromkeys(self.asks, 0)  # of whole chunks
+        self.pooled: set[int] = set()
+        self.finished: list[int] = []
+        self.now_s, self.next_worker = 0.0, 0
+        self.late: list[Finished] = []  # reports of dead workers, still under way
+
+    def play(self, *, workers: int, deaths: float) -> None:
+        for _ in range(workers):
+            self.join()
+        asks = list(self.asks.values())
+        half = len(asks) // 2
+        self.tell(Submitted(tuple(asks[:half])))
+        self.tell(Submitted(tuple(asks[half:])))
+        steps = 0
+        while len(self.finished) < len(self.asks):
+            steps += 1
+            assert steps < 100 * len(self.asks) + 1000, "starved"
+            self.now_s += float(self.rng.exponential())
+            if self.rng.random() < deaths:
+                self.lose_one()
+            elif not self.workers or (len(self.workers) < workers and self.rng.random() < 0.3):
+                self.join()
+            else:
+                self.report_one()
+        assert self.scheduler.num_unfinished == 0
+        assert not any(self.workers.values())
+
+    def join(self) -> None:
+        self.workers[self.next_worker] = {}
+        self.next_worker += 1
+        self.tell(WorkerJoined(self.next_worker - 1, self.kv_tokens, self.max_requests))
+
+    def lose_one(self) -> None:
+        if not self.workers:
+            return
+        worker_id = int(self.rng.choice(list(self.workers)))
+        for running in self.workers.pop(worker_id).values():
+            start = running.start
+            tokens = running.generated + start.max_tokens
+            self.late.append(Finished(start.request_id, worker_id, start.chunk, tokens))
+        self.tell(WorkerLost(worker_id))
+        if self.late and self.rng.random() < 0.5:
+            self.tell(self.late.pop())
+
+    def report_one(self) -> None:
+        busy = [worker for worker, running in self.workers.items() if running]
+        assert busy, "requests wait, and nothing runs"
+        worker_id = int(self.rng.choice(busy))
+        request_id = int(self.rng.choice(list(self.workers[worker_id])))
+        running = self.workers[worker_id].pop(request_id)
+        length, most = self.lengths[request_id], running.generated + running.start.max_tokens
+        chunk = running.start.chunk
+        if length <= most:
+            assert request_id not in self.finished
+            self.finished.append(request_id)
+            self.tell(Finished(request_id, worker_id, chunk, length))
+        else:
+            self.generated[request_id] = most
+            self.pooled.add(request_id)
+            self.tell(ChunkDone(request_id, worker_id, chunk, most, True))
+
+    def tell(self, event) -> None:
+        for action in self.scheduler.handle(event, self.now_s):
+            self.obey(action)
+
+    def obey(self, action) -> None:
+        assert not isinstance(action, Defer)
+        request_id, ask = action.request_id, self.asks[action.request_id]
+        assert request_id not in self.finished
+        assert all(request_id not in running for running in self.workers.values()), "runs twice"
+        worker = self.workers[action.worker_id]
+        generated = self.generated[request_id]
+        assert 0 < action.max_tokens <= ask.max_new_tokens - generated
+        assert action.kv is Kv.PREFILL or request_id in self.pooled
+        worker[request_id] = Running(action, generated)
+        if self.budgeted:
+            assert len(worker) <= self.max_requests
+            most = sum(
+                self.asks[r].prompt_tokens + x.generated + x.start.max_tokens
+                for r, x in worker.items()
+            )
+            assert most <= self.kv_tokens, "what runs may come to exceed the memory"
+
+
+def random_work(rng, *, groups: int, size: int, limit: int, known: bool):
+    """(asks, lengths): groups of requests whose lengths are alike."""
+    asks, lengths = [], {}
+    for sample in range(size):
+        for group in range(groups):
+            number = group * size + sample
+            typical = np.random.default_rng(group).integers(1, limit + 1)
+            length = int(np.clip(rng.normal(typical, limit / 10), 1, limit))
+            lengths[number] = length
+            asks.append(Ask(number, group, 3, limit, length if known else None))
+    return asks, lengths

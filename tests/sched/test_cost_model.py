@@ -1,0 +1,89 @@
+"""Rooflines by hand, and the closed form of many rounds against their sum."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sched.cost_model import (
+    ACCELERATORS,
+    MODELS,
+    Accelerator,
+    Efficiency,
+    Instance,
+    ModelShape,
+    RoundCost,
+    dense,
+)
+
+SLOW = Accelerator("slow", 1000.0, 100.0, 500.0, 20.0)
+SMALL = ModelShape("small", 10.0, 20.0, 2, 4.0, 3.0)
+PLAIN = Efficiency(1.0, 1.0, 0.5, 0.0, 1.0)
+ONE = Instance(SLOW, SMALL, 1, PLAIN)
+
+
+def test_a_round_moves_its_weights_and_its_cache_or_computes():
+    # (20 + 4·60) / 100 moved, (2·10·2 + 3·60) / 1000 computed, 0.5 besides
+    assert ONE.round_seconds(2, 60) == pytest.approx(0.5 + 2.6)
+    # trees of 200: (2·10·400 + 3·200·60) / 1000
+    assert ONE.round_seconds(2, 60, 200) == pytest.approx(0.5 + 44.0)
+
+
+def test_what_fits_beside_the_weights():
+    assert ONE.kv_tokens == 120  # (500 − 20) / 4
+    assert Instance(SLOW, SMALL, 2, PLAIN).kv_tokens == 245
+    replicated = ModelShape("replicated", 10.0, 20.0, 2, 4.0, 3.0, replicated_bytes=10.0)
+    assert Instance(SLOW, replicated, 2, PLAIN).kv_tokens == 242  # one copy of 10 more
+    assert Instance(SLOW, ModelShape("big", 1, 600, 1, 1, 1), 1, PLAIN).kv_tokens == 0
+
+
+def test_prefill_and_copies():
+    # 5 tokens: 5·(20 + 3·2.5) / 1000 is less than 20 / 100
+    assert ONE.prefill_seconds(5) == pytest.approx(0.5 + 0.2)
+    assert ONE.prefill_seconds(100) == pytest.approx(0.5 + 100 * (20 + 150) / 1000)
+    assert ONE.copy_seconds(10) == pytest.approx(2.0)
+    assert Instance(SLOW, SMALL, 4, PLAIN).copy_seconds(10) == pytest.approx(0.5)
+
+
+def test_devices_share_the_work_and_meet_twice_a_layer():
+    pair = Instance(SLOW, SMALL, 2, Efficiency(0.5, 1.0, 0.5, 0.1, 1.0))
+    assert pair.round_seconds(2, 60) == pytest.approx(0.5 + 4 * 0.1 + 2.6)
+
+
+def test_a_round_of_many_nodes_meets_all_experts_one_of_few_does_not():
+    shape = ModelShape(
+        "experts", 1, 100, 1, 1, 1, expert_bytes=80, num_experts=4, experts_per_token=1
+    )
+    assert shape.moved_weight_bytes(1) == pytest.approx(20 + 80 / 4)
+    assert shape.moved_weight_bytes(2) == pytest.approx(20 + 80 * (1 - 0.75**2))
+    assert shape.moved_weight_bytes(1000) == pytest.approx(100)
+
+
+def test_published_figures_are_near_the_model():
+    """Orders of magnitude: a batch of one of Qwen2.5-7B on an H100, 6.1 ms (TLT, Table 2)."""
+    one = Instance(ACCELERATORS["H100"], MODELS["Qwen2.5-7B"])
+    assert 4e-3 < one.round_seconds(1, 1000) < 9e-3
+    assert dense("x", 7e9, 28, 28, 4, 128).kv_bytes == 28 * 4 * 128 * 2 * 2
+
+
+costs = st.builds(
+    RoundCost,
+    memory_s=st.floats(0.01, 1),
+    memory_s_per_position=st.floats(0, 0.01),
+    compute_s=st.floats(0.01, 1),
+    compute_s_per_position=st.floats(0, 0.01),
+    overhead_s=st.floats(0, 0.1),
+)
+
+
+@given(costs, st.floats(100, 1000), st.floats(0, 100), st.integers(0, 300))
+def test_the_integral_is_the_sum_of_its_rounds_and_has_an_inverse(cost, positions, growth, rounds):
+    seconds = cost.integral(positions, growth, rounds)
+    wanted = math.fsum(cost(positions + growth * k) for k in range(rounds))
+    # the round of the crossing is counted by the line that is the higher at its middle
+    a_round = cost(positions + growth * rounds) - cost(positions)
+    assert seconds == pytest.approx(wanted, rel=1e-9, abs=a_round + 1e-9)
+    assert cost.rounds(positions, growth, seconds) == pytest.approx(rounds, rel=1e-6, abs=1e-6)

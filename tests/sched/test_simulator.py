@@ -1,0 +1,198 @@
+"""The simulator: by hand, against a loop over single rounds, and its books."""
+
+from __future__ import annotations
+
+import collections
+
+import numpy as np
+import pytest
+
+from sched.cost_model import Accelerator, Efficiency, Instance, ModelShape
+from sched.divided import Divided
+from sched.group_fifo import GroupFifo
+from sched.orders import make_order
+from sched.protocol import Start, Submitted
+from sched.request import Ask, Kv
+from sched.simulated_worker import Plain, Plan
+from sched.simulator import Cluster, Simulation
+from sched.workloads import Workload, asks_for, draw_lengths, recorded
+
+# rounds of exactly 1 s: nothing but overhead, and prefill and copies take next to nothing
+STEADY = Instance(
+    Accelerator("steady", 1e30, 1e30, 1e6, 1e30),
+    ModelShape("none", 0.0, 0.0, 1, 1.0, 0.0),
+    1,
+    Efficiency(1, 1, 1.0, 0, 1),
+)
+# a prefill is a pass and takes its overhead as well: 1 s
+
+
+def simulate(scheduler, asks, lengths, *, workers=1, kv_tokens=10**6, requests=100, **more):
+    cluster = Cluster(more.pop("instance", STEADY), workers, requests, kv_tokens)
+    return Simulation(scheduler, cluster, lengths, keep_samples=True, **more).run(asks)
+
+
+def fifo(chunk=10**6):
+    return Divided(make_order("fifo", 0), chunk_tokens=chunk)
+
+
+def test_rounds_of_a_second_each_by_hand():
+    asks = [Ask(0, 0, 5, 100), Ask(1, 0, 5, 100), Ask(2, 1, 5, 100)]
+    record = simulate(fifo(), asks, {0: 10, 1: 4, 2: 7})
+    # two prompts are computed, one after the other, before the first round; a group's once
+    assert record.finish_s == pytest.approx({1: 6.0, 2: 9.0, 0: 12.0})
+    assert record.tokens == 21 and record.completion_s == pytest.approx(12.0)
+    assert record.workers[0].prefilled_tokens == 10
+    assert record.idle_fraction == pytest.approx(0.0)
+    assert record.tokens_per_s == pytest.approx(21 / 12)
+
+
+def test_a_worker_that_has_nothing_left_is_idle():
+    asks = [Ask(0, 0, 5, 100), Ask(1, 1, 5, 100)]
+    record = simulate(fifo(), asks, {0: 9, 1: 4}, workers=2)
+    assert record.finish_s == pytest.approx({1: 5.0, 0: 10.0})
+    assert record.idle_fraction == pytest.approx(5 / 20)
+
+
+def test_the_tail_is_when_only_the_last_tenth_runs():
+    asks = [Ask(i, i, 5, 1000) for i in range(20)]
+    record = simulate(fifo(), asks, {i: 10 * (i + 1) for i in range(20)})
+    assert record.tail_s == pytest.approx(20.0)  # from the 18th end to the 20th
+
+
+def test_chunks_move_to_where_room_is_and_come_from_the_pool():
+    asks = [Ask(0, 0, 5, 100), Ask(1, 1, 5, 100), Ask(2, 2, 5, 100)]
+    record = simulate(fifo(chunk=6), asks, {0: 20, 1: 3, 2: 20}, workers=2, kv_tokens=30)
+    assert record.migrations == 1  # to the worker that the short one has left
+    assert sum(w.copied_tokens for w in record.workers) == 2 * (11 + 17 + 23)
+    assert sum(w.prefilled_tokens for w in record.workers) == 15
+
+
+def test_without_room_the_latest_is_preempted_and_its_tokens_are_computed_again():
+    asks = [Ask(0, 0, 10, 100), Ask(1, 1, 10, 100)]
+    record = simulate(GroupFifo(seed=0), asks, {0: 30, 1: 30}, kv_tokens=50)
+    # together they have 50 positions after 15 rounds each; then one waits for the other
+    assert record.preemptions == 1
+    assert record.workers[0].prefilled_tokens == 20 + 25
+    ends = sorted(record.finish_s.values())
+    # 2 prefills, 15 rounds, 15 of the first; a prefill, and 15 of the other
+    assert ends == pytest.approx([2 + 30, 2 + 30 + 1 + 15])
+    assert max(s.positions for s in record.samples) <= 50 + 1e-6
+
+
+def test_lanes_run_at_their_own_pace():
+    class TwoLanes:
+        num_lanes = 2
+
+        def plan(self, worker_id, counts, positions):
+            return Plan(STEADY.round_cost(sum(counts)), (1.0, 2.5))
+
+    asks = [Ask(0, 0, 5, 100), Ask(1, 0, 5, 100)]
+    record = simulate(fifo(), asks, {0: 20, 1: 20}, pace=TwoLanes(), lane_of={1: 1})
+    assert record.finish_s == pytest.approx({1: 9.0, 0: 21.0})
+
+
+def round_by_round(instance, asks, lengths, kv_tokens):
+    """One worker that admits all at once, a round at a time: what the fluid stands for."""
+    left, positions = dict(lengths), sum(a.prompt_tokens for a in asks)
+    total = {a.request_id: a.prompt_tokens for a in asks}
+    now_s = sum(instance.prefill_seconds(a.prompt_tokens) for a in asks)
+    finish_s = {}
+    while left:
+        now_s += instance.round_seconds(len(left), positions)
+        for number in list(left):
+            left[number] -= 1
+            total[number] += 1
+            positions += 1
+            if not left[number]:
+                del left[number]
+                positions -= total[number]
+                finish_s[number] = now_s
+    assert max(total.values()) < kv_tokens
+    return finish_s
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_fluid_agrees_with_single_rounds(seed):
+    rng = np.random.default_rng(seed)
+    instance = Instance(
+        Accelerator("mixed", 3000.0, 500.0, 1e9, 1e30),
+        ModelShape("mixed", 20.0, 100.0, 2, 0.5, float(rng.uniform(0.1, 3))),
+        1,
+        Efficiency(1, 1, 0.01, 0, 1),
+    )
+    asks = [Ask(i, i, 7, 1000) for i in range(12)]
+    lengths = {i: int(n) for i, n in enumerate(rng.integers(1, 400, 12))}
+    record = simulate(fifo(), asks, lengths, instance=instance)
+    wanted = round_by_round(instance, asks, lengths, 10**6)
+    assert record.finish_s == pytest.approx(wanted, rel=0.01)
+
+
+@pytest.mark.parametrize("name", ["group_fifo", "fifo", "context_aware", "longest_known"])
+def test_every_policy_finishes_all_within_memory_and_repeats(name):
+    workload = Workload(30, 4, 60, 400, prompt_tokens=10)
+    lengths = draw_lengths(workload, seed=1)
+    asks, by_number = asks_for(workload, lengths, known=True)
+
+    def run():
+        budgeted = Divided(make_order(name, 3), chunk_tokens=50) if name != "group_fifo" else None
+        scheduler = budgeted or GroupFifo(seed=3)
+        return simulate(scheduler, asks, by_number, workers=3, kv_tokens=1000)
+
+    record, again = run(), run()
+    assert record.finish_s == again.finish_s
+    assert record.finish_s.keys() == by_number.keys()
+    assert record.tokens == sum(by_number.values())
+    assert sum(w.tokens for w in record.workers) >= record.tokens - 1e-3
+    assert max(s.positions for s in record.samples) <= 1000 + 1e-6
+    assert (record.preemptions > 0) == (name == "group_fifo")
+
+
+def test_a_scheduler_that_loses_requests_is_found():
+    class Lazy:
+        num_unfinished = 1
+
+        def handle(self, event, now_s):
+            return []
+
+    with pytest.raises(RuntimeError, match="1 requests wait and nothing runs"):
+        simulate(Lazy(), [Ask(0, 0, 5, 10)], {0: 5})
+
+
+def test_lengths_have_the_mean_that_was_asked_for_and_groups_are_alike():
+    workload = Workload(400, 8, 500, 4000, sigma=0.9, group_share=0.8)
+    lengths = draw_lengths(workload, seed=0)
+    assert lengths.shape == (400, 8) and lengths.mean() == pytest.approx(500, rel=0.01)
+    assert lengths.min() >= 1 and lengths.max() <= 4000
+    logs = np.log(lengths)
+    between = logs.mean(axis=1).var() - logs.var(axis=1, ddof=1).mean() / 8
+    assert between / (between + logs.var(axis=1, ddof=1).mean()) == pytest.approx(0.8, abs=0.05)
+    assert (draw_lengths(workload, seed=0) == lengths).all()
+    assert (draw_lengths(workload, seed=1) != lengths).any()
+    asks, by_number = asks_for(workload, lengths)
+    assert [a.group_id for a in asks[:3]] == [0, 1, 2] and asks[0].expected_tokens is None
+    assert by_number[8 * 5 + 3] == lengths[5, 3]
+    assert collections.Counter(a.group_id for a in asks) == dict.fromkeys(range(400), 8)
+
+
+def test_workloads_that_cannot_be():
+    with pytest.raises(ValueError, match="mean_tokens < limit_tokens"):
+        Workload(1, 1, 50, 50)
+    with pytest.raises(ValueError, match="group_share in 0"):
+        Workload(1, 1, 5, 50, group_share=2)
+    with pytest.raises(ValueError, match="groups of one size"):
+        recorded([[1, 2], [3]])
+    assert recorded([[1, 2], [3, 4]]).tolist() == [[1, 2], [3, 4]]
+
+
+def test_starts_without_a_reservation_wait_on_the_worker():
+    scheduler = GroupFifo(seed=0)
+    asks = tuple(Ask(i, i, 40, 100) for i in range(3))
+    from sched.protocol import WorkerJoined
+
+    scheduler.handle(WorkerJoined(0, 100, 10), 0.0)
+    actions = scheduler.handle(Submitted(asks), 0.0)
+    assert sorted(a.request_id for a in actions) == [0, 1, 2]
+    assert all(isinstance(a, Start) and a.reserved_tokens == 0 for a in actions)
+    assert {a.kv for a in actions} == {Kv.PREFILL}
+    assert Plain(STEADY).plan(0, (2,), 5.0).tokens_per_round == (1.0,)
