@@ -61,9 +61,14 @@ class Ledger:
         self.num_unfinished += len(new)
         return new
 
+    def in_force(self, event: Finished | ChunkDone) -> bool:
+        """Whether it reports of the request's present start, on a worker that is not lost."""
+        request = self.requests[event.request_id]
+        return request.status is Status.RUNNING and request.chunk == event.chunk
+
     def _reported(self, event: Finished | ChunkDone) -> list[Request]:
         request = self.requests[event.request_id]
-        if request.status is not Status.RUNNING or request.chunk != event.chunk:
+        if not self.in_force(event):
             return []
         assert request.worker_id == event.worker_id, (request, event)
         assert event.generated_tokens >= request.generated_tokens, (request, event)

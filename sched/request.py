@@ -25,8 +25,8 @@ class Kv(enum.Enum):
 class Ask:
     """A request as it is submitted.
 
-    `expected_tokens` is what is known beforehand of its length: that of the last epoch, or,
-    for an oracle, the true one. `step` is the training step that asks.
+    `expected_tokens` is its length where an oracle knows it; `past_tokens` are the lengths of
+    the last epoch's responses to its prompt. `step` is the training step that asks.
     """
 
     request_id: int
@@ -34,6 +34,7 @@ class Ask:
     prompt_tokens: int
     max_new_tokens: int
     expected_tokens: int | None = None
+    past_tokens: tuple[int, ...] = ()
     step: int = 0
 
     def __post_init__(self) -> None:

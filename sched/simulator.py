@@ -14,17 +14,20 @@ from collections.abc import Mapping, Sequence
 
 from sched.cost_model import Instance
 from sched.protocol import (
-    Action,
     ChunkDone,
     Defer,
     Event,
     Finished,
     Scheduler,
+    Start,
     Submitted,
+    Trained,
     WorkerJoined,
 )
 from sched.request import Ask, Kv
 from sched.simulated_worker import Counters, Job, Pace, Plain, SimulatedWorker
+
+TRAINER = -1  # its events stand among those of the workers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +64,8 @@ class Record:
     workers: Sequence[Counters]
     samples: Sequence[Sample]
     migrations: int
+    trained_s: Sequence[float] = ()  # when each step's update was done, of a run of steps
+    deferred: int = 0
 
     @property
     def completion_s(self) -> float:
@@ -114,31 +119,82 @@ class Simulation:
         self._heap: list[tuple[float, int, int]] = []  # (time, worker, version)
         self._finish_s: dict[int, float] = {}
         self._samples: list[Sample] | None = [] if keep_samples else None
-        self._tokens = self._migrations = 0
+        self._tokens = self._migrations = self._deferred = 0
+        # of a run of steps: what is left to submit, and to finish, and when updates were done
+        self._steps: list[Sequence[Ask]] = []
+        self._train_s: Sequence[float] = ()
+        self._step_of: dict[int, int] = {}
+        self._left: list[int] = []
+        self._trained_s: list[float] = []
+        self._training = False
 
     def run(self, asks: Sequence[Ask]) -> Record:
         """All requests from their submission at 0 to the end of the last.
 
         Raises RuntimeError where the scheduler lets requests wait for ever.
         """
+        self._begin(asks)
+        self._tell(Submitted(tuple(asks)), 0.0)
+        return self._to_the_end()
+
+    def run_steps(self, steps: Sequence[Sequence[Ask]], train_s: Sequence[float]) -> Record:
+        """Steps of training: rollouts of each, then `train_s` of its update, on other devices.
+
+        The scheduler is handed step s when the update of step s − 2 is done, the first two at
+        0, and is told of every update; it decides which rollouts may run.
+        """
+        self._begin([ask for asks in steps for ask in asks])
+        self._train_s, self._left = train_s, [len(asks) for asks in steps]
+        self._step_of = {ask.request_id: ask.step for asks in steps for ask in asks}
+        self._steps = list(steps[2:])
+        for asks in steps[:2]:
+            self._tell(Submitted(tuple(asks)), 0.0)
+        return self._to_the_end()
+
+    def _begin(self, asks: Sequence[Ask]) -> None:
         self._asks = {ask.request_id: ask for ask in asks}
         kv_tokens = self._cluster.kv_tokens_per_worker
         for worker in self._workers:
             joined = WorkerJoined(worker.worker_id, kv_tokens, self._cluster.max_requests)
             self._tell(joined, 0.0)
-        self._tell(Submitted(tuple(asks)), 0.0)
+
+    def _to_the_end(self) -> Record:
         while self._heap:
             now_s, worker_id, version = heapq.heappop(self._heap)
-            worker = self._workers[worker_id]
-            if version == worker.version:
-                self._play(worker, now_s)
+            if worker_id == TRAINER:
+                self._end_update(now_s)
+            elif version == self._workers[worker_id].version:
+                self._play(self._workers[worker_id], now_s)
+            if self._left:
+                self._begin_update(now_s)
         if self._scheduler.num_unfinished:
             raise RuntimeError(
                 f"{self._scheduler.num_unfinished} requests wait and nothing runs: "
                 "the scheduler has lost them"
             )
-        counters = [w.counters for w in self._workers]
-        return Record(self._finish_s, self._tokens, counters, self._samples or [], self._migrations)
+        return Record(
+            self._finish_s,
+            self._tokens,
+            [w.counters for w in self._workers],
+            self._samples or [],
+            self._migrations,
+            self._trained_s,
+            self._deferred,
+        )
+
+    def _begin_update(self, now_s: float) -> None:
+        """The trainer takes the next step whose rollouts are all there."""
+        step = len(self._trained_s)
+        if not self._training and step < len(self._left) and not self._left[step]:
+            self._training = True
+            heapq.heappush(self._heap, (now_s + self._train_s[step], TRAINER, step))
+
+    def _end_update(self, now_s: float) -> None:
+        self._training = False
+        self._trained_s.append(now_s)
+        if self._steps:
+            self._tell(Submitted(tuple(self._steps.pop(0))), now_s)
+        self._tell(Trained(len(self._trained_s) - 1), now_s)
 
     def _play(self, worker: SimulatedWorker, now_s: float) -> None:
         """What happens on `worker` at `now_s`, and what the scheduler makes of it."""
@@ -149,6 +205,8 @@ class Simulation:
             if job.generated_tokens >= length:
                 self._finish_s[job.request_id] = now_s
                 self._tokens += length
+                if self._left:
+                    self._left[self._step_of[job.request_id]] -= 1
                 event = Finished(job.request_id, worker.worker_id, job.chunk, length)
             else:
                 event = ChunkDone(
@@ -158,14 +216,23 @@ class Simulation:
         self._schedule(worker)
 
     def _tell(self, event: Event, now_s: float) -> None:
-        touched = dict.fromkeys(
-            self._act(action, now_s) for action in self._scheduler.handle(event, now_s)
-        )
+        touched = dict[int, None]()
+        for action in self._scheduler.handle(event, now_s):
+            if isinstance(action, Defer):
+                self._defer(action)
+            else:
+                touched[self._start(action, now_s)] = None
         for worker_id in touched:
             self._schedule(self._workers[worker_id])
 
-    def _act(self, action: Action, now_s: float) -> int:
-        assert not isinstance(action, Defer), "a single rollout has no next step"
+    def _defer(self, action: Defer) -> None:
+        step = self._step_of[action.request_id]
+        self._deferred += 1
+        self._left[step] -= 1
+        self._left[step + 1] += 1
+        self._step_of[action.request_id] = step + 1
+
+    def _start(self, action: Start, now_s: float) -> int:
         ask = self._asks[action.request_id]
         generated = self._generated.get(action.request_id, 0)
         worker = self._workers[action.worker_id]

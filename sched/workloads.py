@@ -48,12 +48,41 @@ def draw_lengths(workload: Workload, *, seed: int) -> np.ndarray:
     between = rng.standard_normal((workload.num_groups, 1))
     share = workload.group_share
     z = np.sqrt(share) * between + np.sqrt(1 - share) * rng.standard_normal(shape)
+    return _with_mean(z, workload)
+
+
+def _with_mean(z: np.ndarray, workload: Workload) -> np.ndarray:
+    """Lengths of the scores `z`, with the workload's mean."""
     low, high = -20.0, float(np.log(workload.limit_tokens)) + 20.0
     for _ in range(60):
         middle = (low + high) / 2
         mean = _lengths(z, middle, workload).mean()
         low, high = (middle, high) if mean < workload.mean_tokens else (low, middle)
     return _lengths(z, high, workload)
+
+
+def draw_epochs(
+    workload: Workload,
+    means: Sequence[float],
+    *,
+    persistence: float,
+    seed: int,
+) -> np.ndarray:
+    """Lengths over epochs of these means; int [epochs, groups, group size].
+
+    z_group of an epoch is ρ_e · that of the epoch before + √(1 − ρ_e²) · fresh noise, with
+    ρ_e the `persistence`.
+    """
+    rng = np.random.default_rng(seed)
+    share, shape = workload.group_share, (workload.num_groups, workload.group_size)
+    between = rng.standard_normal((workload.num_groups, 1))
+    epochs = []
+    for mean in means:
+        z = np.sqrt(share) * between + np.sqrt(1 - share) * rng.standard_normal(shape)
+        epochs.append(_with_mean(z, dataclasses.replace(workload, mean_tokens=mean)))
+        fresh = rng.standard_normal(between.shape)
+        between = persistence * between + np.sqrt(1 - persistence**2) * fresh
+    return np.stack(epochs)
 
 
 def _lengths(z: np.ndarray, mu: float, workload: Workload) -> np.ndarray:

@@ -9,7 +9,16 @@ import dataclasses
 
 import numpy as np
 
-from sched.protocol import ChunkDone, Defer, Finished, Start, Submitted, WorkerJoined, WorkerLost
+from sched.protocol import (
+    ChunkDone,
+    Defer,
+    Finished,
+    Start,
+    Submitted,
+    Trained,
+    WorkerJoined,
+    WorkerLost,
+)
 from sched.request import Ask, Kv
 
 
@@ -34,14 +43,15 @@ class RandomCluster:
     def play(self, *, workers: int, deaths: float) -> None:
         for _ in range(workers):
             self.join()
-        asks = list(self.asks.values())
-        half = len(asks) // 2
-        self.tell(Submitted(tuple(asks[:half])))
-        self.tell(Submitted(tuple(asks[half:])))
+        self.step_of = {ask.request_id: ask.step for ask in self.asks.values()}
+        self.updates = 0
+        for asks in by_step(self.asks.values()):
+            self.tell(Submitted(asks))
         steps = 0
         while len(self.finished) < len(self.asks):
             steps += 1
             assert steps < 100 * len(self.asks) + 1000, "starved"
+            self.train()
             self.now_s += float(self.rng.exponential())
             if self.rng.random() < deaths:
                 self.lose_one()
@@ -51,6 +61,13 @@ class RandomCluster:
                 self.report_one()
         assert self.scheduler.num_unfinished == 0
         assert not any(self.workers.values())
+
+    def train(self) -> None:
+        """The update of the next step, where all its requests have finished."""
+        unfinished = {self.step_of[r] for r in self.asks if r not in self.finished}
+        if unfinished and self.updates < min(unfinished):
+            self.updates += 1
+            self.tell(Trained(self.updates - 1))
 
     def join(self) -> None:
         self.workers[self.next_worker] = {}
@@ -88,10 +105,12 @@ class RandomCluster:
 
     def tell(self, event) -> None:
         for action in self.scheduler.handle(event, self.now_s):
-            self.obey(action)
+            if isinstance(action, Defer):
+                self.step_of[action.request_id] += 1
+            else:
+                self.obey(action)
 
     def obey(self, action) -> None:
-        assert not isinstance(action, Defer)
         request_id, ask = action.request_id, self.asks[action.request_id]
         assert request_id not in self.finished
         assert all(request_id not in running for running in self.workers.values()), "runs twice"
@@ -107,6 +126,31 @@ class RandomCluster:
                 for r, x in worker.items()
             )
             assert most <= self.kv_tokens, "what runs may come to exceed the memory"
+
+
+def by_step(asks):
+    """The asks of each step, steps in order; halves where there is one step only."""
+    steps: dict[int, list[Ask]] = {}
+    for ask in asks:
+        steps.setdefault(ask.step, []).append(ask)
+    if len(steps) > 1:
+        return [tuple(step) for step in steps.values()]
+    (only,) = steps.values()
+    return [tuple(only[: len(only) // 2]), tuple(only[len(only) // 2 :])]
+
+
+def random_steps(rng, *, steps: int, groups: int, size: int, limit: int):
+    """(asks, lengths) of several steps, each prompt with what its last epoch was like."""
+    asks, lengths = [], {}
+    for step in range(steps):
+        for group in range(groups):
+            typical = int(rng.integers(1, limit + 1))
+            past = tuple(np.clip(rng.normal(typical, limit / 10, size), 1, limit).astype(int))
+            for _ in range(size):
+                number, name = len(asks), step * groups + group
+                lengths[number] = int(np.clip(rng.normal(typical, limit / 4), 1, limit))
+                asks.append(Ask(number, name, 3, limit, None, tuple(map(int, past)), step))
+    return asks, lengths
 
 
 def random_work(rng, *, groups: int, size: int, limit: int, known: bool):

@@ -1,18 +1,19 @@
 """Every scheduler under random orders of events, deaths and restarts of workers.
 
-Each request finishes exactly once, memory is never promised twice, nothing starves: 1,000
-sequences in all.
+Each request finishes exactly once, memory is never promised twice, nothing starves.
 """
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-from random_cluster import RandomCluster, random_work
+from random_cluster import RandomCluster, random_steps, random_work
 
 from sched.divided import Divided
 from sched.group_fifo import GroupFifo
+from sched.histopipe import HistoPipe, HistoPipeConfig
 from sched.orders import make_order
+from sched.pipeline import Steps
 from sched.protocol import Finished
 
 ORDERS = ("fifo", "context_aware", "longest_known")
@@ -51,6 +52,32 @@ def test_each_request_finishes_once_whatever_dies(name):
     for seed in range(SEQUENCES):
         rng = np.random.default_rng(seed)
         play(make(name, seed, int(rng.integers(1, 12))), name, rng)
+
+
+@pytest.mark.parametrize("name", ["histopipe", "sync", "one_step_off"])
+def test_steps_finish_once_whatever_dies(name):
+    moved = 0
+    for seed in range(SEQUENCES):
+        rng = np.random.default_rng(seed)
+        steps = int(rng.integers(2, 6))
+        if name == "histopipe":
+            groups, share = int(rng.integers(1, 4)), float(rng.uniform(0.1, 1))
+            scheduler = HistoPipe(HistoPipeConfig(steps, groups, share))
+        else:
+            scheduler = Steps(GroupFifo(seed=seed), name)
+        asks, lengths = random_steps(
+            rng,
+            steps=steps,
+            groups=int(rng.integers(1, 5)),
+            size=int(rng.integers(1, 4)),
+            limit=int(rng.integers(2, 40)),
+        )
+        cluster = RandomCluster(
+            scheduler, asks, lengths, rng, kv_tokens=10**6, max_requests=99, budgeted=False
+        )
+        cluster.play(workers=int(rng.integers(1, 4)), deaths=float(rng.choice([0, 0.02, 0.1])))
+        moved += len(scheduler.moved) if name == "histopipe" else 1
+    assert moved > 50
 
 
 class _Forgets(Divided):

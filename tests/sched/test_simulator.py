@@ -10,8 +10,10 @@ import pytest
 from sched.cost_model import Accelerator, Efficiency, Instance, ModelShape
 from sched.divided import Divided
 from sched.group_fifo import GroupFifo
+from sched.histopipe import HistoPipe, HistoPipeConfig
 from sched.orders import make_order
-from sched.protocol import Start, Submitted
+from sched.pipeline import Steps
+from sched.protocol import Start, Submitted, WorkerJoined
 from sched.request import Ask, Kv
 from sched.simulated_worker import Plain, Plan
 from sched.simulator import Cluster, Simulation
@@ -188,11 +190,64 @@ def test_workloads_that_cannot_be():
 def test_starts_without_a_reservation_wait_on_the_worker():
     scheduler = GroupFifo(seed=0)
     asks = tuple(Ask(i, i, 40, 100) for i in range(3))
-    from sched.protocol import WorkerJoined
-
     scheduler.handle(WorkerJoined(0, 100, 10), 0.0)
     actions = scheduler.handle(Submitted(asks), 0.0)
     assert sorted(a.request_id for a in actions) == [0, 1, 2]
     assert all(isinstance(a, Start) and a.reserved_tokens == 0 for a in actions)
     assert {a.kv for a in actions} == {Kv.PREFILL}
     assert Plain(STEADY).plan(0, (2,), 5.0).tokens_per_round == (1.0,)
+
+
+# --- steps of training ------------------------------------------------------------------
+
+
+def test_steps_overlap_with_the_update_before_as_their_mode_says():
+    steps = [[Ask(number, number, 5, 100, step=number)] for number in range(3)]
+    lengths = {0: 9, 1: 9, 2: 9}
+
+    def run(mode):
+        cluster = Cluster(STEADY, 1, 10, 1000)
+        simulation = Simulation(Steps(GroupFifo(seed=0), mode), cluster, lengths)
+        return simulation.run_steps(steps, [4.0] * 3)
+
+    # a prefill and 9 rounds of a second each, then an update of four
+    assert run("sync").trained_s == pytest.approx([14.0, 28.0, 42.0])
+    assert run("one_step_off").trained_s == pytest.approx([14.0, 24.0, 34.0])
+
+
+def test_histopipe_fills_up_what_one_step_leaves_empty():
+    """Two workers, a long and a short group each step: together they have the same to do."""
+    past, lengths, steps = {0: 10, 1: 30}, {}, []
+    for number in range(4):
+        asks = []
+        for prompt, tokens in past.items():
+            n = 2 * number + prompt
+            lengths[n] = tokens
+            asks.append(Ask(n, n, 5, 100, None, (tokens,), number))
+        steps.append(asks)
+
+    def run(scheduler):
+        return Simulation(scheduler, Cluster(STEADY, 2, 10, 1000), lengths).run_steps(
+            steps, [0.0] * 4
+        )
+
+    barrier = run(Steps(GroupFifo(seed=0), "one_step_off"))
+    piped = run(HistoPipe(HistoPipeConfig(4, num_ranking_groups=2, migrate=False)))
+    assert barrier.trained_s == pytest.approx([31.0, 62.0, 93.0, 124.0])
+    assert piped.trained_s == pytest.approx([31.0, 42.0, 73.0, 84.0])
+
+
+def test_what_is_deferred_counts_for_the_next_step():
+    asks = [
+        [Ask(2 * s + p, 2 * s + p, 5, 1000, None, (10 + 90 * p,), s) for p in range(2)]
+        for s in range(2)
+    ]
+    lengths = {0: 10, 1: 500, 2: 10, 3: 100}
+    simulation = Simulation(
+        HistoPipe(HistoPipeConfig(2, num_ranking_groups=2)), Cluster(STEADY, 2, 10, 10**4), lengths
+    )
+    record = simulation.run_steps(asks, [0.0] * 2)
+    assert record.deferred == 1
+    # step 0 ends without request 1, which ran to 111 of its 500 tokens in 112 s
+    assert record.trained_s[0] == pytest.approx(112.0)
+    assert record.finish_s[1] == pytest.approx(record.trained_s[1]) and record.trained_s[1] > 500

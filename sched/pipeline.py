@@ -1,0 +1,47 @@
+"""Steps in turn: which of them may run, around a scheduler that knows of no steps.
+
+`sync`: a step's rollouts start when the update before is done. `one_step_off`: they start
+when the rollouts before are done, with weights that are one update behind.
+"""
+
+from __future__ import annotations
+
+import collections
+
+from sched.protocol import Action, Event, Finished, Scheduler, Submitted, Trained
+
+MODES = ("sync", "one_step_off")
+
+
+class Steps:
+    """Submits a step's requests to `scheduler` once all of the step before are finished."""
+
+    def __init__(self, scheduler: Scheduler, mode: str) -> None:
+        if mode not in MODES:
+            raise ValueError(f"expected a mode of {', '.join(MODES)}, got {mode!r}")
+        self._scheduler, self._behind = scheduler, 1 + (mode == "one_step_off")
+        self._waiting: collections.deque[Submitted] = collections.deque()
+        self._next = 0
+        self._trained = -1
+
+    @property
+    def num_unfinished(self) -> int:
+        return self._scheduler.num_unfinished + sum(len(s.asks) for s in self._waiting)
+
+    def handle(self, event: Event, now_s: float) -> list[Action]:
+        actions: list[Action] = []
+        if isinstance(event, Submitted):
+            self._waiting.append(event)
+        else:
+            actions += self._scheduler.handle(event, now_s)
+        if isinstance(event, Trained):
+            self._trained = max(self._trained, event.step)
+        if isinstance(event, Submitted | Trained | Finished):
+            while (
+                self._waiting
+                and not self._scheduler.num_unfinished
+                and self._next - self._behind <= self._trained
+            ):
+                actions += self._scheduler.handle(self._waiting.popleft(), now_s)
+                self._next += 1
+        return actions
