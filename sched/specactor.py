@@ -1,0 +1,169 @@
+"""SpecActor's plans: how many devices draft, how far ahead, who is drafted for how.
+
+Section 4 of the paper. Drafting a token for b requests takes D(b) seconds, verifying
+windows of w tokens V_w(b), both lines in b. A drafted token is right with probability p.
+
+    coupled:    draft w tokens, then verify:   tokens / (w·D + V_w)
+    decoupled:  draft on while verifying:      τ_w / max(w·D, V_w)
+
+A miss throws away the window that was drafted ahead, so that decoupled a partial acceptance
+counts half:  τ_w = Σ_{a<w} p^a (1−p) (a+1)/2 + w p^w.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+MOST_WINDOW = 32  # no plan drafts further ahead
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """Seconds as a function of the batch: `per_request_s` · b + `fixed_s`."""
+
+    per_request_s: float
+    fixed_s: float
+
+    def __call__(self, batch: float) -> float:
+        return self.per_request_s * batch + self.fixed_s
+
+
+DraftTime = Callable[[int], Line]  # devices → seconds of one token
+VerifyTime = Callable[[int, int], Line]  # (devices, window) → seconds of a verification
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Devices that draft and that verify, and the window; `tokens_per_s` of one request."""
+
+    draft_devices: int
+    verify_devices: int
+    window: int
+    tokens_per_s: float
+
+
+@dataclasses.dataclass(frozen=True)
+class RequestPlan:
+    """How one request is drafted for."""
+
+    window: int
+    decoupled: bool
+    tokens_per_s: float
+
+
+def decoupled_tokens(p: float, window: int) -> float:
+    """τ_w, the tokens that a window brings while the next one is drafted already."""
+    partial = sum(p**a * (1 - p) * (a + 1) / 2 for a in range(window))
+    return partial + window * p**window
+
+
+def coupled_tokens(p: float, window: int) -> float:
+    """Tokens of a window that is drafted, then verified: the verifier's own one included."""
+    return sum(p**a for a in range(window + 1))
+
+
+def plan(
+    batch: int,
+    num_devices: int,
+    verify_sizes: Iterable[int],
+    draft: DraftTime,
+    verify: VerifyTime,
+    p: float,
+) -> Plan:
+    """The fastest decoupled plan for `batch` requests on `num_devices` (Algorithm 1).
+
+    `verify_sizes` are the devices that one copy of the model may take. A verifier shares
+    g_d + g_v devices with its drafters, and with them the requests that fall to these. Windows
+    beyond what keeps drafting and verification equally busy are not looked at.
+    """
+    best = Plan(0, 0, 0, 0.0)
+    for verify_devices in verify_sizes:
+        for draft_devices in range(1, verify_devices + 1):
+            share = math.ceil((draft_devices + verify_devices) * batch / num_devices)
+            drafting = draft(draft_devices)
+            for window in range(1, MOST_WINDOW + 1):
+                verifying = verify(verify_devices, window)
+                if window > _longest_window(drafting, verifying):
+                    break
+                seconds = max(window * drafting(share), verifying(share))
+                rate = decoupled_tokens(p, window) / seconds
+                if rate > best.tokens_per_s:
+                    best = Plan(draft_devices, verify_devices, window, rate)
+    return best
+
+
+def _longest_window(drafting: Line, verifying: Line) -> int:
+    """max(⌈V′ / D′⌉, ⌈β / α⌉), where it has a meaning."""
+    ratios = [
+        above / below
+        for above, below in (
+            (verifying.per_request_s, drafting.per_request_s),
+            (verifying.fixed_s, drafting.fixed_s),
+        )
+        if below > 0
+    ]
+    return math.ceil(max(ratios, default=MOST_WINDOW))
+
+
+def reconfigure(
+    acceptance: Mapping[int, float], found: Plan, draft: DraftTime, verify: VerifyTime
+) -> dict[int, RequestPlan]:
+    """Window and mode of every request that is accepted less than the average (Algorithm 2)."""
+    if not acceptance:
+        return {}
+    mean = math.fsum(acceptance.values()) / len(acceptance)
+    drafting = draft(found.draft_devices)
+    plans = {}
+    for request_id, p in acceptance.items():
+        if p < mean:
+            plans[request_id] = best_request_plan(
+                p, drafting, lambda window: verify(found.verify_devices, window)
+            )
+    return plans
+
+
+def best_request_plan(
+    p: float, drafting: Line, verify: Callable[[int], Line], batch: float = 1
+) -> RequestPlan:
+    """The better of the best coupled and the best decoupled window."""
+    best = RequestPlan(0, False, 1 / verify(0)(batch))  # plain decoding
+    for window in range(1, MOST_WINDOW + 1):
+        draft_s, verify_s = window * drafting(batch), verify(window)(batch)
+        coupled = coupled_tokens(p, window) / (draft_s + verify_s)
+        decoupled = decoupled_tokens(p, window) / max(draft_s, verify_s)
+        if coupled > best.tokens_per_s:
+            best = RequestPlan(window, False, coupled)
+        if decoupled > best.tokens_per_s:
+            best = RequestPlan(window, True, decoupled)
+    return best
+
+
+def assign_drafters(
+    acceptance: Mapping[int, float],
+    methods: Sequence[str],
+    freed: Sequence[int],
+    serving: Mapping[str, set[int]],
+    load: Mapping[int, int],
+    most_batch: int,
+) -> dict[tuple[int, str], int]:
+    """Which freed worker drafts for which request by which method (Algorithm 3).
+
+    Freed workers go to the method that has fewest; then each method's workers take requests,
+    those that are accepted least first, up to `most_batch` each. Returns {(request, method):
+    worker} of what is added; `serving` and `load` are what is there already.
+    """
+    workers = {method: set(serving.get(method, ())) for method in methods}
+    loads = dict(load)
+    for worker in freed:
+        method = min(methods, key=lambda m: (len(workers[m]), methods.index(m)))
+        workers[method].add(worker)
+    added: dict[tuple[int, str], int] = {}
+    for method in methods:
+        waiting = sorted(acceptance, key=lambda r: (-acceptance[r], -r))  # the least is last
+        for worker in sorted(workers[method]):
+            while waiting and loads.get(worker, 0) < most_batch:
+                added[waiting.pop(), method] = worker
+                loads[worker] = loads.get(worker, 0) + 1
+    return added
