@@ -247,3 +247,7 @@ class Instance:
     def copy_seconds(self, tokens: int) -> float:
         """Keys and values of so many positions from the host."""
         return tokens * self.model.kv_bytes / (self.num_devices * self.device.host_bytes_per_s)
+
+    def prefers_copy(self, tokens: int) -> bool:
+        """Whether keys and values are had sooner from the host than by computing them."""
+        return self.copy_seconds(tokens) < self.prefill_seconds(tokens)

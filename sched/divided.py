@@ -1,7 +1,8 @@
-"""Divided rollouts: requests run chunk by chunk, each chunk where there is most room.
+"""Divided rollouts: requests run chunk by chunk, each chunk where there is room.
 
 Seer, section 4.2 and Algorithm 1. A request starts only where its tokens so far and its
-whole next chunk fit, so that nothing is ever pre-empted.
+whole next chunk fit, so that nothing is ever pre-empted. Unlike in the paper, it stays where
+it is while no other worker has much more room: then nothing needs to be copied.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ from sched.fleet import Fleet
 from sched.ledger import Ledger
 from sched.orders import Order
 from sched.protocol import Action, ChunkDone, Event, Finished, WorkerJoined
-from sched.request import Request
+from sched.request import Request, Worker
 
 PreferPool = Callable[[int], bool]  # tokens so far → whether a copy is cheaper than prefill
 
 
 class Divided:
-    """Picks by `order`, places where most is free."""
+    """Picks by `order`; reserves all that the next chunk may come to."""
 
     def __init__(
         self, order: Order, *, chunk_tokens: int, prefer_pool: PreferPool = lambda tokens: True
@@ -61,7 +62,7 @@ class Divided:
             if request is None:
                 return actions
             max_tokens = min(self._chunk_tokens, request.remaining_tokens)
-            worker = self._fleet.least_loaded(request.total_tokens + max_tokens)
+            worker = self._place(request, request.total_tokens + max_tokens)
             if worker is None:
                 self._refuse_what_never_fits(request, max_tokens)
                 return actions
@@ -69,6 +70,16 @@ class Divided:
             actions.append(ledger.start(request, worker, max_tokens, reserve=True, pool=pool))
             self._fleet.changed(worker.worker_id)
             self._next = None
+
+    def _place(self, request: Request, tokens: int) -> Worker | None:
+        """Where most is free; where it was before, as long as at least half of that is free."""
+        best = self._fleet.least_loaded(tokens)
+        if best is None or request.worker_id is None:
+            return best
+        home = self._ledger.workers.get(request.worker_id)
+        if home is None or not home.fits(tokens):
+            return best
+        return home if 2 * home.free_tokens >= best.free_tokens else best
 
     def _refuse_what_never_fits(self, request: Request, max_tokens: int) -> None:
         workers = self._ledger.workers.values()

@@ -28,9 +28,11 @@ class Ledger:
         self.groups: dict[int, Group] = {}
         self.workers: dict[int, Worker] = {}
         self.num_unfinished = 0
+        self._held: Request | None = None  # its chunk has ended, and nothing has happened since
 
     def apply(self, event: Event) -> list[Request]:
         """Enter an event. Raises ValueError for a request or worker that is there already."""
+        self._held = None
         if type(event) is Finished or type(event) is ChunkDone:
             return self._reported(event)
         if type(event) is Submitted:
@@ -79,6 +81,7 @@ class Ledger:
         self._release(request)
         if type(event) is ChunkDone:
             request.status, request.pooled = Status.WAITING, event.pooled
+            self._held = request
             return [request]
         request.status, request.pooled = Status.FINISHED, False
         group.num_unfinished -= 1
@@ -108,11 +111,13 @@ class Ledger:
         assert request.status is Status.WAITING and max_tokens > 0, request
         reserved = request.total_tokens + max_tokens if reserve else 0
         assert reserved <= worker.free_tokens, (request, worker)
+        kv = Kv.POOL if request.pooled and pool else Kv.PREFILL
+        if request is self._held and request.worker_id == worker.worker_id:
+            kv = Kv.HELD
         worker.running[request.ask.request_id] = reserved
         worker.reserved_tokens += reserved
         request.status, request.worker_id = Status.RUNNING, worker.worker_id
         request.chunk += 1
-        kv = Kv.POOL if request.pooled and pool else Kv.PREFILL
         return Start(
             request.ask.request_id, worker.worker_id, request.chunk, max_tokens, reserved, kv
         )

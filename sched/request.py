@@ -19,6 +19,7 @@ class Kv(enum.Enum):
 
     PREFILL = "prefill"  # the prompt, and all tokens so far, are computed anew
     POOL = "pool"  # they are copied from the host's pool
+    HELD = "held"  # it has them still: the chunk before has ended there this moment
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ import math
 from typing import Protocol
 
 from sched.cost_model import Instance, RoundCost
+from sched.request import Kv
 
 INFINITE = math.inf
 EPSILON_TOKENS = 1e-6  # of rounding: progress this close to a request's end has reached it
@@ -32,7 +33,7 @@ class Job:
     todo_tokens: int
     chunk: int
     lane: int
-    prefill: bool
+    kv: Kv
     reserved: bool
     end: float = 0.0  # of its lane's progress, while it runs
     running: bool = False
@@ -218,14 +219,14 @@ class SimulatedWorker:
 
     def _admit(self, job: Job) -> None:
         total = job.prompt_tokens + job.generated_tokens
-        if job.prefill:
+        late_tokens = 0.0
+        if job.kv is Kv.PREFILL:
             here = job.group_id in self._prompts
             tokens = total - job.prompt_tokens if here else total
             if tokens:
                 self._stall_s += self._instance.prefill_seconds(tokens)
                 self.counters.prefilled_tokens += tokens
-            late_tokens = 0.0
-        else:
+        elif job.kv is Kv.POOL:
             # the copy runs beside the rounds of others; its request joins them later
             self.counters.copied_tokens += total
             copy_s = self._instance.copy_seconds(total)
@@ -261,6 +262,6 @@ class SimulatedWorker:
         done = max(0, min(job.todo_tokens - 1, int(job.todo_tokens - left)))
         job.generated_tokens += done
         job.todo_tokens -= done
-        job.prefill = True
+        job.kv = Kv.PREFILL
         self.counters.preemptions += 1
         self._queue.appendleft(job)

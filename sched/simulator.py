@@ -24,7 +24,7 @@ from sched.protocol import (
     Trained,
     WorkerJoined,
 )
-from sched.request import Ask, Kv
+from sched.request import Ask
 from sched.simulated_worker import Counters, Job, Pace, Plain, SimulatedWorker
 
 TRAINER = -1  # its events stand among those of the workers
@@ -246,7 +246,7 @@ class Simulation:
                 min(action.max_tokens, self._lengths[action.request_id] - generated),
                 action.chunk,
                 self._lane_of.get(action.request_id, 0),
-                action.kv is Kv.PREFILL,
+                action.kv,
                 action.reserved_tokens > 0,
             )
         )

@@ -104,6 +104,8 @@ class RandomCluster:
             self.tell(ChunkDone(request_id, worker_id, chunk, most, True))
 
     def tell(self, event) -> None:
+        chunk_done = isinstance(event, ChunkDone)
+        self.held = (event.request_id, event.worker_id) if chunk_done else None
         for action in self.scheduler.handle(event, self.now_s):
             if isinstance(action, Defer):
                 self.step_of[action.request_id] += 1
@@ -117,7 +119,8 @@ class RandomCluster:
         worker = self.workers[action.worker_id]
         generated = self.generated[request_id]
         assert 0 < action.max_tokens <= ask.max_new_tokens - generated
-        assert action.kv is Kv.PREFILL or request_id in self.pooled
+        assert action.kv is not Kv.POOL or request_id in self.pooled
+        assert action.kv is not Kv.HELD or self.held == (request_id, action.worker_id)
         worker[request_id] = Running(action, generated)
         if self.budgeted:
             assert len(worker) <= self.max_requests

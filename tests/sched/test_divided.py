@@ -50,16 +50,36 @@ def test_fifo_sends_a_request_behind_all_others_after_a_chunk():
     assert names(scheduler.handle(Finished(1, 0, 1, 3), 2.0)) == [(2, 0)]
 
 
-def test_a_chunk_goes_on_from_the_pool_where_it_is_there_and_cheaper():
+def test_a_chunk_goes_on_where_it_is_without_a_copy():
+    scheduler, _ = begun(Fifo(), [(0, 60, 9), (1, 70, 9)], asks(0))
+    assert scheduler.handle(ChunkDone(0, 1, 1, 10, True), 1.0) == [Start(0, 1, 2, 10, 22, Kv.HELD)]
+
+
+def test_it_moves_where_there_is_twice_the_room():
+    scheduler, actions = begun(Fifo(), [(0, 70, 9), (1, 40, 9)], asks(0, 0, 0, 0, 0, 0))
+    assert names(actions) == [(0, 0), (1, 0), (2, 0), (3, 1), (4, 0), (5, 1)]
+    for request_id, free in ((1, 34), (2, 46), (4, 58)):
+        assert scheduler.handle(Finished(request_id, 0, 1, 1), 1.0) == [], free
+    # 58 are free at worker 0; at worker 1, with what request 5 gives back, 28
+    assert scheduler.handle(ChunkDone(5, 1, 1, 10, True), 2.0) == [Start(5, 0, 2, 10, 22, Kv.POOL)]
+
+
+def test_a_chunk_goes_on_elsewhere_from_the_pool_where_it_is_there_and_cheaper():
     for pooled, cheaper, kv in [
         (True, True, Kv.POOL),
         (True, False, Kv.PREFILL),
         (False, True, Kv.PREFILL),
     ]:
         scheduler, _ = begun(
-            Fifo(), [(0, 40, 9)], asks(0), prefer_pool=lambda tokens, cheaper=cheaper: cheaper
+            Fifo(),
+            [(0, 22, 9), (1, 12, 9)],
+            asks(0, 0, 0),
+            prefer_pool=lambda tokens, cheaper=cheaper: cheaper,
         )
-        assert scheduler.handle(ChunkDone(0, 0, 1, 10, pooled), 1.0) == [Start(0, 0, 2, 10, 22, kv)]
+        # request 0 has to wait behind request 2, and nothing is held for it meanwhile
+        actions = scheduler.handle(ChunkDone(0, 0, 1, 10, pooled), 1.0)
+        assert names(actions) == [(2, 0)]
+        assert scheduler.handle(Finished(2, 0, 1, 1), 2.0) == [Start(0, 0, 2, 10, 22, kv)]
 
 
 def test_the_last_chunk_ends_at_the_limit():

@@ -93,7 +93,7 @@ def test_an_outlier_of_a_short_group_moves_to_a_longer_one():
     scheduler = begun(2, num_ranking_groups=2, last_share=0.5, check_tokens=7)
     scheduler.handle(step(0, (10,), (100,), size=2), 0.0)
     # both of its group are still there: it goes on for a while
-    assert outlier(scheduler, 0, 0, 11) == [Start(0, 0, 2, 7, 0, Kv.POOL)]
+    assert outlier(scheduler, 0, 0, 11) == [Start(0, 0, 2, 7, 0, Kv.HELD)]
     assert finish(scheduler, 1, 0, 5) == []
     # now it is the last: it goes to the other worker for good, and is computed anew there
     assert outlier(scheduler, 0, 0, 18, chunk=2) == [Start(0, 1, 3, LIMIT - 18, 0, Kv.PREFILL)]
