@@ -52,6 +52,10 @@ class Pace(Protocol):
 
     num_lanes: int
 
+    def lane(self, request_id: int, finished_siblings: int) -> int:
+        """The lane in which a request runs from its next start on."""
+        ...
+
     def plan(self, worker_id: int, counts: tuple[int, ...], positions: float) -> Plan:
         """`counts` of running requests by lane; not all are 0."""
         ...
@@ -64,6 +68,9 @@ class Plain:
 
     def __init__(self, instance: Instance) -> None:
         self._instance = instance
+
+    def lane(self, request_id: int, finished_siblings: int) -> int:
+        return 0
 
     def plan(self, worker_id: int, counts: tuple[int, ...], positions: float) -> Plan:
         return Plan(self._instance.round_cost(counts[0]), (1.0,))

@@ -7,6 +7,7 @@ Lengths are the truth that only the simulator knows; schedulers learn them from 
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import heapq
 import math
@@ -101,13 +102,11 @@ class Simulation:
         lengths: Mapping[int, int],
         *,
         pace: Pace | None = None,
-        lane_of: Mapping[int, int] | None = None,
         keep_samples: bool = False,
     ) -> None:
-        """`lengths`: tokens of each request, by its number; `lane_of`: its lane in `pace`."""
+        """`lengths`: tokens of each request, by its number; `pace`: what rounds are like."""
         self._scheduler, self._cluster, self._lengths = scheduler, cluster, lengths
-        pace = pace or Plain(cluster.instance)
-        self._lane_of = lane_of or {}
+        self._pace = pace = pace or Plain(cluster.instance)
         kv_tokens = cluster.kv_tokens_per_worker
         self._workers = [
             SimulatedWorker(i, cluster.instance, pace, kv_tokens, cluster.max_requests)
@@ -118,6 +117,7 @@ class Simulation:
         self._ran_on: dict[int, int] = {}
         self._heap: list[tuple[float, int, int]] = []  # (time, worker, version)
         self._finish_s: dict[int, float] = {}
+        self._finished_of: collections.Counter[int] = collections.Counter()  # by group
         self._samples: list[Sample] | None = [] if keep_samples else None
         self._tokens = self._migrations = self._deferred = 0
         # of a run of steps: what is left to submit, and to finish, and when updates were done
@@ -204,6 +204,7 @@ class Simulation:
             event: Event
             if job.generated_tokens >= length:
                 self._finish_s[job.request_id] = now_s
+                self._finished_of[job.group_id] += 1
                 self._tokens += length
                 if self._left:
                     self._left[self._step_of[job.request_id]] -= 1
@@ -245,7 +246,7 @@ class Simulation:
                 generated,
                 min(action.max_tokens, self._lengths[action.request_id] - generated),
                 action.chunk,
-                self._lane_of.get(action.request_id, 0),
+                self._pace.lane(action.request_id, self._finished_of[ask.group_id]),
                 action.kv,
                 action.reserved_tokens > 0,
             )

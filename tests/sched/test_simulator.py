@@ -87,11 +87,14 @@ def test_lanes_run_at_their_own_pace():
     class TwoLanes:
         num_lanes = 2
 
+        def lane(self, request_id, finished_siblings):
+            return request_id
+
         def plan(self, worker_id, counts, positions):
             return Plan(STEADY.round_cost(sum(counts)), (1.0, 2.5))
 
     asks = [Ask(0, 0, 5, 100), Ask(1, 0, 5, 100)]
-    record = simulate(fifo(), asks, {0: 20, 1: 20}, pace=TwoLanes(), lane_of={1: 1})
+    record = simulate(fifo(), asks, {0: 20, 1: 20}, pace=TwoLanes())
     assert record.finish_s == pytest.approx({1: 9.0, 0: 21.0})
 
 
