@@ -7,6 +7,7 @@ caches.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -16,6 +17,7 @@ import numpy as np
 from models import kv_cache, transformer
 from models.config import ModelConfig
 from models.kv_cache import KVCache
+from rl.trajectory import HostKv
 from spec.contexts import Contexts
 from spec.verify import Slots
 
@@ -162,6 +164,52 @@ def copy_rows(cache: KVCache, source: np.ndarray, target: np.ndarray, count: int
     """Row `target[i]` becomes row `source[i]`, for i < count in turn; donates `cache`."""
     args = jax.device_put((source, target, np.int32(count)))
     return jax.tree.map(lambda rows: copy_layer(rows, *args), cache)
+
+
+@jax.jit
+def slice_layer(rows: jax.Array, row: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_slice_in_dim(rows, row, 1, axis=0)
+
+
+def read_row(cache: KVCache, row: int, num_tokens: int) -> HostKv:
+    """The first positions of a row, on the host."""
+    index = np.int32(row)
+    keys = [slice_layer(k, index) for k in cache.keys]
+    values = [slice_layer(v, index) for v in cache.values]
+    # one fetch for all layers; what is kept is cut out of it
+    keys, values = jax.device_get((keys, values))
+    return HostKv(
+        tuple(k[0, :, :, :num_tokens].copy() for k in keys),
+        tuple(v[0, :, :num_tokens].copy() for v in values),
+    )
+
+
+@partial(jax.jit, donate_argnames="rows")
+def write_layer(rows: jax.Array, new: jax.Array, row: jax.Array) -> jax.Array:
+    start = (row, *(jnp.int32(0),) * 3)
+    return kv_cache.pin(jax.lax.dynamic_update_slice(rows, new.astype(rows.dtype), start))
+
+
+def write_row(
+    cache: KVCache, row: int, kv: HostKv, num_positions: int, put: Callable[[np.ndarray], jax.Array]
+) -> KVCache:
+    """A row starts with `kv`, padded to `num_positions`; donates `cache`.
+
+    `put` takes host arrays `[1, K, …]` to the device. What the padding leaves is dead.
+    """
+    pad = num_positions - kv.num_tokens
+
+    def keys(rows: jax.Array, new: np.ndarray) -> jax.Array:
+        return write_layer(rows, put(np.pad(new[None], ((0, 0),) * 3 + ((0, pad),))), np.int32(row))
+
+    def values(rows: jax.Array, new: np.ndarray) -> jax.Array:
+        padding = ((0, 0), (0, 0), (0, pad), (0, 0))
+        return write_layer(rows, put(np.pad(new[None], padding)), np.int32(row))
+
+    return KVCache(
+        tuple(keys(k, new) for k, new in zip(cache.keys, kv.keys, strict=True)),
+        tuple(values(v, new) for v, new in zip(cache.values, kv.values, strict=True)),
+    )
 
 
 def resize(cache: KVCache, row_B: np.ndarray, num_positions: int) -> KVCache:

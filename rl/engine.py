@@ -1,10 +1,9 @@
 """One worker's rounds: admit → draft → verify → commit → retire.
 
-The host's table is the truth about every slot; the device holds the cache and a
-copy of the table, made anew when the host has changed it. Shapes come from a pool
-of buckets (slots, positions, nodes: powers of two), each compiled once. There is
-one fetch per device call, and one device call is several rounds where no draft is
-wanted. The engine owns no weights: every phase is handed its own.
+Shapes come from a pool of buckets (slots, positions, nodes: powers of two), each compiled
+once; `rl.rows` holds the cache. There is one fetch per device call, and one device call is
+several rounds where no draft is wanted. The engine owns no weights: every phase is handed
+its own.
 """
 
 from __future__ import annotations
@@ -16,14 +15,16 @@ from collections.abc import Callable, Sequence
 import jax
 import numpy as np
 
-from models import kv_cache, transformer
-from rl import admission, cache_steps
+from models import transformer
+from rl import admission
+from rl.feed import Feed
 from rl.guessing import Guessing
-from rl.prefix_pass import Entering, PrefixJudge, PrefixPasses
+from rl.prefix_pass import PrefixJudge, PrefixPasses
 from rl.replica import Replica
+from rl.rows import Rows
 from rl.slot_table import SlotTable
 from rl.timeline import EngineStats, RoundRecord
-from rl.trajectory import Request, Trajectory, check_requests, longest_tokens
+from rl.trajectory import Begun, Request, Trajectory, check_requests, longest_tokens
 from spec import lookup
 from spec.budget import Budget, Decision, TakeAll
 from spec.drafter import Drafter, Drafts, LiveSlots, plant
@@ -51,13 +52,14 @@ class Phase:
 
 @dataclasses.dataclass(frozen=True)
 class Waiting:
-    """Requests that have no row yet: those to be answered afresh, those with cached responses."""
+    """Requests that have no row yet: to be answered afresh, with cached responses, and fed."""
 
     afresh: collections.deque[Request]
     cached: PrefixPasses | tuple[()] = ()
+    begun: collections.deque[Begun] = dataclasses.field(default_factory=collections.deque)
 
     def __len__(self) -> int:
-        return len(self.afresh) + len(self.cached)
+        return len(self.afresh) + len(self.cached) + len(self.begun)
 
     @property
     def prompts(self) -> frozenset[admission.Prompt]:
@@ -71,9 +73,7 @@ class Engine(Replica):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.stats = EngineStats()
-        self._table = SlotTable(0, 0)
-        self._cache: kv_cache.KVCache | None = None
-        self._slots: Slots | None = None  # None: the host has changed the table
+        self._rows = Rows(self)
         self._called_s = self._fetched_s = 0.0
 
     # -- the phase ---------------------------------------------------------
@@ -90,6 +90,7 @@ class Engine(Replica):
         drafter: Drafter | None = None,
         budget: Budget | None = None,
         rule: PrefixRule | None = None,
+        feed: Feed | None = None,
         on_finish: OnFinish | None = None,
         on_round: OnRound | None = None,
     ) -> list[Trajectory]:
@@ -97,8 +98,9 @@ class Engine(Replica):
 
         `budget` decides each round how many of the drafter's guesses are tried; None
         tries all. `rule` says how much of the requests' cached responses is kept; None
-        uses none of them. `on_round` is called after every fetch; what it raises ends the
-        phase, and the engine stays usable.
+        uses none of them. `feed` brings requests while the phase runs, in chunks; their
+        trajectories are told to `on_finish` only. `on_round` is called after every fetch; what
+        it raises ends the phase, and the engine stays usable.
 
         Raises ValueError, before any device work, for requests that cannot run:
         empty or too long prompts, tokens outside the vocabulary, repeated ids.
@@ -115,6 +117,10 @@ class Engine(Replica):
         done: dict[int, Trajectory] = {}
         stop_ids = np.asarray(sorted(stop_token_ids) or [-1], np.int32)
         most_tokens = longest_tokens(requests, sampling.max_new_tokens)
+        most_requests = len(requests)
+        if feed is not None:
+            most_tokens = max(most_tokens, feed.longest_tokens)
+            most_requests += feed.most_requests
         guessing = Guessing(self.config, drafter, budget or TakeAll(), self.stats)
         self._phase = Phase(sampling, key, stop_ids, self.put(stop_ids), policy_version, guessing)
         waiting = self._queue(requests, rule, most_tokens)
@@ -127,23 +133,38 @@ class Engine(Replica):
 
         with self.mesh_context():
             try:
-                # rows of an earlier policy hold nothing that is of use
-                self.allocate(self.config.slot_bucket(len(requests)), self.config.min_positions)
-                # a fetch may write one token beyond the end
-                self._table = SlotTable(len(self._table), most_tokens + 1)
-                while len(waiting) or self._table.num_busy:
+                # rows of an earlier policy hold nothing that is of use; a fetch may write one
+                # token beyond the end
+                slots = self.config.slot_bucket(most_requests)
+                self._rows.reset(slots, self.config.min_positions, most_tokens + 1)
+                while self._fed(feed, waiting) or len(waiting) or self._table.num_busy:
                     began_s = self.clock()
                     finish(self._admit(params, waiting))
-                    self._fit(waiting)
+                    self._rows.fit(self._table.num_busy + len(waiting), waiting.prompts)
                     if self._table.num_busy:
                         self._round(params, len(waiting), began_s)
-                        finish(self._retire_ended())
+                        finish(self._retire_ended(feed))
                     if on_round is not None:
                         on_round(len(done), self.stats.tokens)
             except BaseException:
-                self._cache = None  # a step that failed may have consumed it
+                self._rows.drop()
                 raise
         return [done[r.request_id] for r in requests]
+
+    @property
+    def _table(self) -> SlotTable:
+        return self._rows.table
+
+    def _fed(self, feed: Feed | None, waiting: Waiting) -> bool:
+        """Take what the feed has; whether it may have more."""
+        if feed is None:
+            return False
+        begun = feed.take(wait=not (len(waiting) or self._table.num_busy))
+        if begun is None:
+            return False
+        check_requests(self.model, [b.request for b in begun], self._phase.sampling.max_new_tokens)
+        waiting.begun.extend(begun)
+        return True
 
     def _queue(
         self, requests: Sequence[Request], rule: PrefixRule | None, most_tokens: int
@@ -201,46 +222,25 @@ class Engine(Replica):
 
     def _admit(self, params: transformer.Params, waiting: Waiting) -> list[Trajectory]:
         """Fill the free rows; the trajectories that ended on the way."""
+        rows, limit = self._rows, self._phase.sampling.max_new_tokens
         ended: list[Trajectory] = []
-        while len(waiting) and (free := self._table.free_rows()):
-            if waiting.cached:
-                over, entering = waiting.cached.take(params, len(free))
+        while len(waiting) and (free := len(self._table.free_rows())):
+            if waiting.begun:
+                entering = [waiting.begun.popleft() for _ in range(min(free, len(waiting.begun)))]
+                self.stats.prefilled_tokens += rows.enter_begun(params, entering, limit)
+            elif waiting.cached:
+                over, entered = waiting.cached.take(params, free)
                 ended += over
-                if entering:
-                    self._enter_prefixes(waiting.cached.packed, entering)
+                if entered:
+                    rows.enter_prefixes(waiting.cached.packed, entered, limit)
             else:
-                count = min(len(free), len(waiting.afresh))
-                self._enter(params, [waiting.afresh.popleft() for _ in range(count)], waiting)
-            self._slots = None
+                count = min(free, len(waiting.afresh))
+                requests = [waiting.afresh.popleft() for _ in range(count)]
+                self.stats.prefilled_tokens += rows.enter_prompts(
+                    params, requests, limit, waiting.prompts
+                )
+            rows.changed()
         return ended
-
-    def _enter_prefixes(self, packed: kv_cache.KVCache, entering: Sequence[Entering]) -> None:
-        """Requests with a prefix take free rows: keys and values are gathered from its pass."""
-        table = self._table
-        self._grow(max(len(e.positions) + 1 for e in entering))
-        index_BS = np.zeros((len(table), self._positions), np.int32)
-        target_B = np.zeros(len(table), np.int32)
-        for i, (e, row) in enumerate(zip(entering, table.free_rows(), strict=False)):
-            index_BS[i, : len(e.positions)], target_B[i] = e.positions, row
-            table.enter(row, e.request, self._phase.sampling.max_new_tokens, e.prefix)
-        assert self._cache is not None
-        self._cache = cache_steps.gather_rows(
-            self._cache, packed, index_BS, target_B, len(entering)
-        )
-
-    def _enter(
-        self, params: transformer.Params, entering: Sequence[Request], waiting: Waiting
-    ) -> None:
-        """Requests without a prefix take free rows: their prompts are computed, or copied."""
-        table = self._table
-        prompts = [r.prompt_ids for r in entering]
-        self._grow(max(len(p) for p in prompts) + 1)
-        plan = admission.plan(prompts, table.free_rows(), table.prompts, waiting.prompts)
-        assert self._cache is not None
-        self._cache, prefilled = self.fill_rows(params, self._cache, plan)
-        self.stats.prefilled_tokens += prefilled
-        for request, row in zip(entering, plan.rows, strict=True):
-            table.enter(row, request, self._phase.sampling.max_new_tokens)
 
     def _room_for_trees(self, live: LiveSlots) -> int:
         """Free cache positions of the longest row.
@@ -252,7 +252,7 @@ class Engine(Replica):
         guessed = bool(timeline) and timeline[-1].num_nodes > 1
         if room < self.config.min_nodes and guessed and needed_A.max() > self._positions + 1:
             room += self._positions
-            self._grow(self._positions + 1)
+            self._rows.grow(self._positions + 1)
         return room
 
     def _verify(
@@ -261,16 +261,16 @@ class Engine(Replica):
         """One round over trees of `num_nodes`; returns (tokens_BN, count_B) that slots got."""
         B = len(self._table)
         tokens_BN, parents_BN = plant(drafts, live.rows_A, B, num_nodes)
-        assert self._cache is not None
         tree = DraftTree(self.argument(tokens_BN), self.argument(parents_BN))
-        self._cache, self._slots, packed = verify_round(
+        cache, slots, packed = verify_round(
             params,
-            self._cache,
+            self._rows.cache,
             self._device_slots(),
             tree,
             self._phase.stop_E,
             **self.verify_options(self._phase.sampling.draw),
         )
+        self._rows.stepped(cache, slots)
         drafted_B = np.zeros(B, bool)
         drafted_B[live.rows_A] = drafts.count_A > 0
         self.stats.rounds[(B, num_nodes, self._positions)] += 1
@@ -285,12 +285,12 @@ class Engine(Replica):
         """
         table, N, R = self._table, decision.num_nodes, self.config.rounds_per_fetch
         texts = self._phase.guessing.texts
-        assert texts is not None and self._cache is not None
+        assert texts is not None
         text_BL, context_BK, next_B = map(self.argument, texts.fill(live, len(table)))
         rounds = min(R, decision.num_rounds, (self._positions - table.longest_cached()) // N)
-        self._cache, self._slots, packed = lookup_rounds(
+        cache, slots, packed = lookup_rounds(
             params,
-            self._cache,
+            self._rows.cache,
             self._device_slots(),
             self._phase.stop_E,
             Texts(text_BL, context_BK, next_B),
@@ -298,6 +298,7 @@ class Engine(Replica):
             np.int32(self._stop_after(waiting)),
             **self.lookup_options(self._phase.sampling.draw, N),
         )
+        self._rows.stepped(cache, slots)
         self._called_s = self.clock()
         tokens_BX, logprobs_BX, counts_BR, tried_BR = lookup.unpack(packed, R)
         self._fetched_s = self.clock()
@@ -315,17 +316,17 @@ class Engine(Replica):
         left_B = np.where(table.busy_B, table.limit_B - table.emitted_B, 0)
         rounds = min(most_rounds, int(left_B.max()))
         # a slot that ends on the way writes no further
-        self._grow(int((table.cached_tokens_B + np.minimum(left_B, rounds)).max()))
-        assert self._cache is not None
-        self._cache, self._slots, packed = decode_rounds(
+        self._rows.grow(int((table.cached_tokens_B + np.minimum(left_B, rounds)).max()))
+        cache, slots, packed = decode_rounds(
             params,
-            self._cache,
+            self._rows.cache,
             self._device_slots(),
             self._phase.stop_E,
             np.int32(rounds),
             np.int32(self._stop_after(waiting)),
             **self.decode_options(self._phase.sampling.draw),
         )
+        self._rows.stepped(cache, slots)
         tokens_BN, count_B = self._commit(packed, np.zeros(B, bool))
         self.stats.rounds[(B, 1, self._positions)] += int(count_B.max())
         return tokens_BN, count_B
@@ -345,55 +346,35 @@ class Engine(Replica):
         self.stats.tokens += int(count_B.sum())
         return tokens_BN, count_B
 
-    def _retire_ended(self) -> list[Trajectory]:
+    def _retire_ended(self, feed: Feed | None) -> list[Trajectory]:
         """Trajectories of the requests that the last round ended; their rows are free."""
-        phase = self._phase
-        rows = self._table.ended_rows(phase.stop_ids)
-        phase.guessing.finished(self._table.view(rows))
-        return [self._table.retire(b, phase.stop_ids, phase.policy_version) for b in rows.tolist()]
+        phase, table = self._phase, self._table
+        rows = table.ended_rows(phase.stop_ids)
+        whole = np.array([table.is_whole(b, phase.stop_ids) for b in rows.tolist()], bool)
+        for row in rows[~whole].tolist():
+            assert feed is not None, "only what is fed comes in chunks"
+            self._end_chunk(feed, row)
+        phase.guessing.finished(table.view(rows[whole]))
+        return [table.retire(b, phase.stop_ids, phase.policy_version) for b in rows[whole].tolist()]
 
-    # -- buckets -----------------------------------------------------------
-
-    def allocate(self, num_slots: int, num_positions: int) -> None:
-        """An empty table, over a cache of this size; the present one is kept where it fits."""
-        held = self._cache
-        if held is None or (held.num_slots, held.num_positions) != (num_slots, num_positions):
-            self._cache = held = None  # free it before there is another
-            self._cache = self.empty_cache(num_slots, num_positions)
-        self._table = SlotTable(num_slots, 0)
-        self._slots = None
+    def _end_chunk(self, feed: Feed, row: int) -> None:
+        """A request has had what it might: it goes on here, or leaves with what it has."""
+        table = self._table
+        request = table.requests[row]
+        assert request is not None
+        more = feed.chunk_ended(request.request_id, int(table.emitted_B[row]))
+        if more:
+            table.extend(row, more)
+        else:
+            self._phase.guessing.finished(table.view(np.array([row])))
+            kv = self._rows.read(row)
+            _, prefix = table.leave(row, self._phase.policy_version)
+            feed.park(Begun(request, 0, prefix, kv))
+        self._rows.changed()
 
     @property
     def _positions(self) -> int:
-        assert self._cache is not None
-        return self._cache.num_positions
-
-    def _fit(self, waiting: Waiting) -> None:
-        """Halve the batch while what is left fits into half of it."""
-        assert self._cache is not None
-        table = self._table
-        while self.config.slot_bucket(table.num_busy + len(waiting)) < len(table):
-            half = self.config.slot_bucket(-(-len(table) // 2))
-            order = table.most_useful(waiting.prompts)[:half]
-            self._cache = cache_steps.resize(
-                self._cache, np.asarray(order, np.int32), self._cache.num_positions
-            )
-            table.keep(order)
-            self._slots = None
-
-    def _grow(self, num_positions: int) -> None:
-        """Double the cache's positions until `num_positions` fit."""
-        assert self._cache is not None
-        while self._cache.num_positions < num_positions:
-            rows = np.arange(len(self._table), dtype=np.int32)
-            self._cache = cache_steps.resize(self._cache, rows, 2 * self._cache.num_positions)
-
-    # -- to the device -----------------------------------------------------
+        return self._rows.num_positions
 
     def _device_slots(self) -> Slots:
-        if self._slots is None:
-            sampling, table = self._phase.sampling, self._table
-            columns = table.device_columns(sampling.top_k)
-            arguments = self.slot_arguments(columns, sampling, self._phase.key, table.tokens_BL)
-            self._slots = cache_steps.make_slots(*arguments)
-        return self._slots
+        return self._rows.slots(self._phase.sampling, self._phase.key)

@@ -132,6 +132,12 @@ class Replica:
             return jax.device_put(x)
         return jax.device_put(x, NamedSharding(self.mesh, PartitionSpec()))
 
+    def put_kv(self, x: np.ndarray) -> jax.Array:
+        """Keys or values of a row, on the shards where a cache has them."""
+        if self.mesh is None:
+            return jax.device_put(x)
+        return jax.device_put(x, fitting_sharding(self.mesh, x.shape, kv_cache.AXES))
+
     def mesh_context(self) -> Any:
         return contextlib.nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
 

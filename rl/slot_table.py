@@ -7,18 +7,19 @@ of a request, N = tokens of a fetch.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Sequence
 
 import numba
 import numpy as np
 
-from rl.trajectory import FinishReason, Origin, Prefix, Request, Trajectory
+from rl.trajectory import FinishReason, Origin, Prefix, Request, Trajectory, of_prefix
 from spec.drafter import LiveSlots
 
 Prompt = tuple[int, ...]
 ARRAYS = (
     *("tokens_BL", "logprobs_BL", "origins_BL", "prompt_tokens_B", "total_tokens_B", "limit_B"),
-    *("busy_B", "request_ids_B", "group_ids_B", "sample_indices_B"),
+    *("final_B", "busy_B", "request_ids_B", "group_ids_B", "sample_indices_B"),
 )
 
 
@@ -38,7 +39,8 @@ class SlotTable:
         self.origins_BL = np.zeros((B, L), np.uint8)
         self.prompt_tokens_B = np.zeros(B, np.int32)
         self.total_tokens_B = np.ones(B, np.int32)
-        self.limit_B = np.zeros(B, np.int32)  # of response tokens
+        self.limit_B = np.zeros(B, np.int32)  # of response tokens, in the row
+        self.final_B = np.zeros(B, np.int32)  # of response tokens, at all
         self.busy_B = np.zeros(B, bool)
         self.request_ids_B = np.zeros(B, np.int64)
         self.group_ids_B = np.zeros(B, np.int64)
@@ -68,11 +70,17 @@ class SlotTable:
         return [b for b, request in enumerate(self.requests) if request is None]
 
     def enter(
-        self, row: int, request: Request, default_limit: int, prefix: Prefix | None = None
+        self,
+        row: int,
+        request: Request,
+        default_limit: int,
+        prefix: Prefix | None = None,
+        max_tokens: int | None = None,
     ) -> None:
         """The request takes the row; keys and values are put there by the engine.
 
-        That is, those of its prompt and of the `prefix` that its response starts with.
+        That is, those of its prompt and of the `prefix` that its response starts with. It
+        may have `max_tokens` more in this row; None: all that it may have.
         """
         n = end = len(request.prompt_ids)
         self.requests[row], self.prompts[row] = request, request.prompt_ids
@@ -84,7 +92,9 @@ class SlotTable:
             self.logprobs_BL[row, n:end] = prefix.logprobs
             self.origins_BL[row, n:end] = prefix.origins
         self.prompt_tokens_B[row], self.total_tokens_B[row] = n, end
-        self.limit_B[row] = request.max_new_tokens or default_limit
+        self.limit_B[row] = self.final_B[row] = request.max_new_tokens or default_limit
+        if max_tokens is not None:
+            self.extend(row, max_tokens)
         self.busy_B[row] = True
         self.request_ids_B[row], self.group_ids_B[row] = request.request_id, request.group_id
         self.sample_indices_B[row] = request.sample_index
@@ -117,8 +127,24 @@ class SlotTable:
         stopped_B = (self.emitted_B > 0) & (last_B[:, None] == stop_ids).any(axis=1)
         return np.nonzero(self.busy_B & (stopped_B | (self.emitted_B >= self.limit_B)))[0]
 
+    def extend(self, row: int, max_tokens: int) -> None:
+        """The row's request may have so many more tokens in it."""
+        self.limit_B[row] = min(self.final_B[row], self.emitted_B[row] + max_tokens)
+
+    def is_whole(self, row: int, stop_ids: np.ndarray) -> bool:
+        """Whether an ended row's response is; else it goes on in another row."""
+        last = self.tokens_BL[row, self.cached_tokens_B[row]]
+        return bool(last in stop_ids or self.emitted_B[row] >= self.final_B[row])
+
     def retire(self, row: int, stop_ids: np.ndarray, policy_version: int) -> Trajectory:
         """The request's trajectory; the row is free, and still holds its prompt."""
+        request, prefix = self.leave(row, policy_version)
+        stopped = prefix.response_ids[-1] in stop_ids
+        reason = FinishReason.STOP if stopped else FinishReason.LENGTH
+        return of_prefix(request, dataclasses.replace(prefix, finish_reason=reason))
+
+    def leave(self, row: int, policy_version: int) -> tuple[Request, Prefix]:
+        """A request and its response so far; the row is free, and still holds its prompt."""
         request, self.requests[row] = self.requests[row], None
         assert request is not None
         self.busy_B[row] = False
@@ -131,19 +157,9 @@ class SlotTable:
             known = len(prefix.response_ids)
             emission = np.concatenate([prefix.emission_logprobs, logprobs[known:]])
             versions[:known] = prefix.policy_versions
-        stopped = response[-1] in stop_ids
-        return Trajectory(
-            request_id=request.request_id,
-            group_id=request.group_id,
-            sample_index=request.sample_index,
-            prompt_ids=np.asarray(request.prompt_ids, np.int32),
-            response_ids=response,
-            logprobs=logprobs,
-            policy_versions=versions,
-            origins=self.origins_BL[row, first:end].copy(),
-            finish_reason=FinishReason.STOP if stopped else FinishReason.LENGTH,
-            emission_logprobs=emission,
-        )
+        origins = self.origins_BL[row, first:end].copy()
+        reused = prefix.reused_tokens if prefix is not None else 0
+        return request, Prefix(response, logprobs, emission, versions, origins, reused, None)
 
     def live(self) -> LiveSlots:
         """What drafters see of the busy rows."""
@@ -175,6 +191,19 @@ class SlotTable:
         self.prefixes = [self.prefixes[b] for b in rows]
         for name in ARRAYS:
             setattr(self, name, getattr(self, name)[np.asarray(rows)])
+
+    def widen(self, num_slots: int) -> None:
+        """Free rows behind those that there are."""
+        more = num_slots - len(self)
+        self.requests += [None] * more
+        self.prompts += [None] * more
+        self.prefixes += [None] * more
+        for name in ARRAYS:
+            array = getattr(self, name)
+            wider = np.zeros((num_slots, *array.shape[1:]), array.dtype)
+            wider[: len(array)] = array
+            setattr(self, name, wider)
+        self.total_tokens_B[num_slots - more :] = 1
 
     def device_columns(self, top_k: int) -> np.ndarray:
         """int32 [B, columns], in the order of `rl.cache_steps.COLUMNS`."""

@@ -101,6 +101,50 @@ class Prefix:
     finish_reason: FinishReason | None
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class HostKv:
+    """Keys and values of one request's tokens but the last, on the host, layer by layer.
+
+    Keys `[K, h, T]`, values `[K, T, h]`.
+    """
+
+    keys: tuple[np.ndarray, ...]
+    values: tuple[np.ndarray, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return self.values[0].shape[1]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(x.nbytes for x in (*self.keys, *self.values))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Begun:
+    """A request that may run for `max_tokens` more, with what it has of its response so far.
+
+    Without `kv` keys and values are computed anew. A request without a `prefix` is at its
+    beginning.
+    """
+
+    request: Request
+    max_tokens: int
+    prefix: Prefix | None = None
+    kv: HostKv | None = None
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Prompt and response so far."""
+        if self.prefix is None:
+            return self.request.prompt_ids
+        return (*self.request.prompt_ids, *self.prefix.response_ids.tolist())
+
+    def without_kv(self) -> Begun:
+        """The same, its keys and values to be computed anew."""
+        return dataclasses.replace(self, kv=None)
+
+
 def of_prefix(request: Request, prefix: Prefix) -> Trajectory:
     """The trajectory of a request whose whole response is its prefix."""
     assert prefix.finish_reason is not None, "the response goes on"

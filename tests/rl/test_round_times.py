@@ -79,4 +79,4 @@ def test_measuring_leaves_the_engine_as_it_was(params):
     engine = Engine(MODEL, CONFIG)
     buckets = list(engine_warm_up.round_buckets(engine, SAMPLING, **SIZES))
     round_times.measure(engine, params, SAMPLING, buckets)
-    assert engine.stats.fetches == 0 and not np.any(engine._table.busy_B)
+    assert engine.stats.fetches == 0 and not np.any(engine._rows.table.busy_B)

@@ -1,0 +1,179 @@
+"""The rows of a phase: the host's table of them, the device's cache, and what moves both.
+
+The host's table is the truth about every slot; the device holds the cache and a copy of
+the table, made anew when the host has changed it. Sizes come from a pool of buckets
+(slots and positions: powers of two), each compiled once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from models import kv_cache, transformer
+from rl import admission, cache_steps
+from rl.engine_config import bucket
+from rl.prefix_pass import Entering
+from rl.replica import Replica
+from rl.slot_table import SlotTable
+from rl.trajectory import Begun, HostKv, Request
+from spec.sampling import SamplingConfig
+from spec.verify import Slots
+
+
+class Rows:
+    """A table and its cache; one of them lives as long as its engine and keeps its buffers."""
+
+    def __init__(self, replica: Replica) -> None:
+        self._replica = replica
+        self.table = SlotTable(0, 0)
+        self._cache: kv_cache.KVCache | None = None
+        self._slots: Slots | None = None  # None: the host has changed the table
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    @property
+    def cache(self) -> kv_cache.KVCache:
+        assert self._cache is not None
+        return self._cache
+
+    @property
+    def allocated(self) -> bool:
+        return self._cache is not None
+
+    @property
+    def num_positions(self) -> int:
+        return self.cache.num_positions
+
+    def stepped(self, cache: kv_cache.KVCache, slots: Slots) -> None:
+        """A step consumed cache and slots, and gave these for them."""
+        self._cache, self._slots = cache, slots
+
+    def changed(self) -> None:
+        """The host has changed the table."""
+        self._slots = None
+
+    def slots(self, sampling: SamplingConfig, key: jax.Array) -> Slots:
+        """The device's copy of the table."""
+        if self._slots is None:
+            columns = self.table.device_columns(sampling.top_k)
+            arguments = self._replica.slot_arguments(columns, sampling, key, self.table.tokens_BL)
+            self._slots = cache_steps.make_slots(*arguments)
+        return self._slots
+
+    # -- who enters ----------------------------------------------------------------
+
+    def enter_prompts(
+        self,
+        params: transformer.Params,
+        requests: Sequence[Request],
+        default_limit: int,
+        wanted_later: frozenset[admission.Prompt],
+    ) -> int:
+        """Requests take free rows: prompts are computed, or copied; returns the tokens computed."""
+        prompts = [r.prompt_ids for r in requests]
+        rows, prefilled = self._fill(params, prompts, wanted_later)
+        for request, row in zip(requests, rows, strict=True):
+            self.table.enter(row, request, default_limit)
+        return prefilled
+
+    def enter_prefixes(
+        self, packed: kv_cache.KVCache, entering: Sequence[Entering], default_limit: int
+    ) -> None:
+        """Requests with a prefix take free rows: keys and values are gathered from its pass."""
+        table = self.table
+        self.grow(max(len(e.positions) + 1 for e in entering))
+        index_BS = np.zeros((len(table), self.num_positions), np.int32)
+        target_B = np.zeros(len(table), np.int32)
+        for i, (e, row) in enumerate(zip(entering, table.free_rows(), strict=False)):
+            index_BS[i, : len(e.positions)], target_B[i] = e.positions, row
+            table.enter(row, e.request, default_limit, e.prefix)
+        self._cache = cache_steps.gather_rows(self.cache, packed, index_BS, target_B, len(entering))
+
+    def enter_begun(
+        self, params: transformer.Params, begun: Sequence[Begun], default_limit: int
+    ) -> int:
+        """Requests that have begun elsewhere take free rows; returns the tokens computed anew.
+
+        Where their keys and values came along they are written, else they are computed.
+        """
+        anew = [b for b in begun if b.kv is None]
+        prefilled = 0
+        if anew:
+            rows, prefilled = self._fill(params, [b.token_ids for b in anew], frozenset())
+            for b, row in zip(anew, rows, strict=True):
+                self.table.enter(row, b.request, default_limit, b.prefix, b.max_tokens)
+        for b in begun:
+            if b.kv is not None:
+                (row, *_) = self.table.free_rows()
+                self._write(row, b.kv)
+                self.table.enter(row, b.request, default_limit, b.prefix, b.max_tokens)
+        return prefilled
+
+    def _fill(
+        self,
+        params: transformer.Params,
+        prompts: Sequence[admission.Prompt],
+        wanted_later: frozenset[admission.Prompt],
+    ) -> tuple[tuple[int, ...], int]:
+        self.grow(max(len(p) for p in prompts) + 1)
+        plan = admission.plan(prompts, self.table.free_rows(), self.table.prompts, wanted_later)
+        self._cache, prefilled = self._replica.fill_rows(params, self.cache, plan)
+        return plan.rows, prefilled
+
+    # -- to the host and back --------------------------------------------------------
+
+    def read(self, row: int) -> HostKv:
+        """Keys and values of a row's tokens but the last."""
+        length = int(self.table.cached_tokens_B[row])
+        return cache_steps.read_row(self.cache, row, length)
+
+    def _write(self, row: int, kv: HostKv) -> None:
+        length = kv.num_tokens
+        self.grow(length + 1)
+        size = bucket(length, self._replica.config.min_positions, self.num_positions)
+        self._cache = cache_steps.write_row(self.cache, row, kv, size, self._replica.put_kv)
+
+    # -- buckets -----------------------------------------------------------------------
+
+    def reset(self, num_slots: int, num_positions: int, max_tokens: int = 0) -> None:
+        """An empty table, over a cache of this size; the present one is kept where it fits."""
+        held = self._cache
+        if held is None or (held.num_slots, held.num_positions) != (num_slots, num_positions):
+            self._cache = held = None  # free it before there is another
+            self._cache = self._replica.empty_cache(num_slots, num_positions)
+        self.table = SlotTable(num_slots, max_tokens)
+        self._slots = None
+
+    def drop(self) -> None:
+        """A step that failed may have consumed the cache."""
+        self._cache = None
+
+    def fit(self, num_requests: int, wanted_later: frozenset[admission.Prompt]) -> None:
+        """Halve the rows while what is left fits into half of them; double them while it does not.
+
+        Rows grow only where requests come while a phase runs.
+        """
+        config, table = self._replica.config, self.table
+        while config.slot_bucket(num_requests) < len(table):
+            half = config.slot_bucket(-(-len(table) // 2))
+            order = table.most_useful(wanted_later)[:half]
+            self._resize(order, self.num_positions)
+            table.keep(order)
+        while config.slot_bucket(num_requests) > len(table):
+            more = config.slot_bucket(len(table) + 1)
+            rows = [*range(len(table)), *[0] * (more - len(table))]
+            self._resize(rows, self.num_positions)
+            table.widen(more)
+
+    def grow(self, num_positions: int) -> None:
+        """Double the cache's positions until `num_positions` fit."""
+        while self.num_positions < num_positions:
+            self._resize(range(len(self.table)), 2 * self.num_positions)
+
+    def _resize(self, rows: Sequence[int], num_positions: int) -> None:
+        self._cache = cache_steps.resize(self.cache, np.asarray(rows, np.int32), num_positions)
+        self._slots = None

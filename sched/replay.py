@@ -1,0 +1,63 @@
+"""A rollout that was run for real, played again on a virtual clock with its measured durations.
+
+What a scheduler decides is a function of what it is told when. So the seconds that each start
+took on a real worker are all that a simulation needs in order to decide the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+from collections.abc import Iterable, Sequence
+
+from sched.protocol import Action, ChunkDone, Event, Finished, Scheduler, Start
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """What a scheduler was told when, and what it answered."""
+
+    now_s: float
+    event: Event
+    actions: tuple[Action, ...]
+
+
+def replay(scheduler: Scheduler, decisions: Sequence[Decision]) -> list[Decision]:
+    """What `scheduler` decides where every start takes as long, and ends, as it did for real.
+
+    Requests and workers come when they came. Raises KeyError for a start that the real rollout
+    did not make.
+    """
+    ends = _measured(decisions)
+    heap: list[tuple[float, int, Event]] = []
+    for number, d in enumerate(decisions):
+        if not isinstance(d.event, Finished | ChunkDone):
+            heapq.heappush(heap, (d.now_s, number, d.event))
+    found: list[Decision] = []
+    number = len(decisions)
+    while heap:
+        now_s, _, event = heapq.heappop(heap)
+        actions = tuple(scheduler.handle(event, now_s))
+        found.append(Decision(now_s, event, actions))
+        for action in actions:
+            if isinstance(action, Start):
+                seconds, end = ends[_name(action)]
+                number += 1
+                heapq.heappush(heap, (now_s + seconds, number, end))
+    return found
+
+
+def _measured(decisions: Iterable[Decision]) -> dict[tuple[int, int, int], tuple[float, Event]]:
+    """(request, chunk, worker) → how long the start took, and with what it ended."""
+    began: dict[tuple[int, int, int], float] = {}
+    ends: dict[tuple[int, int, int], tuple[float, Event]] = {}
+    for d in decisions:
+        if isinstance(d.event, Finished | ChunkDone):
+            name = _name(d.event)
+            ends[name] = (d.now_s - began[name], d.event)
+        began.update({_name(a): d.now_s for a in d.actions if isinstance(a, Start)})
+    return ends
+
+
+def _name(x: Start | Finished | ChunkDone) -> tuple[int, int, int]:
+    return x.request_id, x.chunk, x.worker_id
