@@ -49,16 +49,24 @@ def warm_up(
     speculative: bool = False,
     lookup: bool = False,
     reuse: bool = False,
+    fed: bool = False,
 ) -> int:
     """Compile what phases of these sizes can reach; returns the number of programs.
 
     Rounds of draft trees are compiled only where phases are to be `speculative`, those that
     look their guesses up only where `lookup` is set as well, passes over cached responses
-    where `reuse` is. Raises TooManyMappings where
+    where `reuse` is, moves between workers where phases are `fed`. Raises TooManyMappings where
     the programs do not fit into what Linux allows a process.
     """
+    most = _most_positions(engine, sampling, max_prompt_tokens)
+    # what is fed without keys and values is computed anew, response and all
+    longest_prefill = most if fed else max_prompt_tokens
     with engine.mesh_context():
-        programs = list(_programs(engine, params, sampling, max_requests, max_prompt_tokens))
+        programs = list(
+            _programs(engine, params, sampling, max_requests, max_prompt_tokens, longest_prefill)
+        )
+        if fed:
+            programs += _feed_programs(engine, max_requests, most)
         if speculative:
             for bucket in round_buckets(engine, sampling, max_requests, max_prompt_tokens):
                 if bucket[1] > 1:
@@ -119,6 +127,7 @@ def _programs(
     sampling: SamplingConfig,
     max_requests: int,
     max_prompt_tokens: int,
+    longest_prefill: int,
 ) -> Iterator[Program]:
     config = engine.config
     positions = position_sizes(engine, _most_positions(engine, sampling, max_prompt_tokens))
@@ -126,7 +135,7 @@ def _programs(
         {
             bucket(n, config.min_prompt_tokens, S)
             for S in positions
-            for n in range(1, max_prompt_tokens)
+            for n in range(1, longest_prefill)
             if n + 2 <= S
         }
     )
@@ -146,6 +155,22 @@ def _programs(
                     yield Program(cache_steps.resize_layer, partial(_resize, rows, half, S, axis))
                 if S < positions[-1]:
                     yield Program(cache_steps.resize_layer, partial(_resize, rows, B, 2 * S, axis))
+
+
+def _feed_programs(engine: Engine, max_requests: int, most_positions: int) -> Iterator[Program]:
+    """How rows leave for the host and come back, and how a batch grows again."""
+    positions = position_sizes(engine, most_positions)
+    for B in slot_sizes(engine, max_requests):
+        half = engine.config.slot_bucket(-(-B // 2))
+        for S in positions:
+            for name, axis in (("keys", cache_steps.KEY_AXIS), ("values", cache_steps.VALUE_AXIS)):
+                rows = partial(_rows, engine, name, B, S)
+                yield Program(cache_steps.slice_layer, partial(_slice, rows))
+                for T in (T for T in positions if T <= S):
+                    yield Program(cache_steps.write_layer, partial(_write, engine, rows, name, T))
+                if half < B:
+                    fewer = partial(_rows, engine, name, half, S)
+                    yield Program(cache_steps.resize_layer, partial(_resize, fewer, B, S, axis))
 
 
 def _reuse_programs(
@@ -258,6 +283,17 @@ def _copy(rows: Callable[[], jax.Array]) -> tuple[tuple, dict[str, Any]]:
     target = rows()
     pairs = np.zeros(target.shape[0], np.int32)
     return (target, *jax.device_put((pairs, pairs, np.int32(0)))), {}
+
+
+def _slice(rows: Callable[[], jax.Array]) -> tuple[tuple, dict[str, Any]]:
+    return (rows(), np.int32(0)), {}
+
+
+def _write(
+    engine: Engine, rows: Callable[[], jax.Array], name: str, T: int
+) -> tuple[tuple, dict[str, Any]]:
+    new = engine.put_kv(np.asarray(getattr(engine.empty_cache(1, T), name)[0]))
+    return (rows(), new, np.int32(0)), {}
 
 
 def _resize(

@@ -29,6 +29,7 @@ from rl.speculation import Speculation
 from rl.tasks import Example
 from rl.timeline import EngineStats, joined
 from rl.trajectory import Trajectory
+from rl.workers import Workers
 from spec.rollout_cache import RolloutCache
 
 
@@ -44,7 +45,7 @@ class System:
     inputs: Inputs
     recipe: Recipe
     shape: Shape
-    engine: Engine
+    engine: Engine | Workers
     cache: RolloutCache
     speculation: Speculation
     reuse: Reuse

@@ -39,6 +39,7 @@ from rl.speculation import Speculation
 from rl.step_metrics import sample_rows, step_metrics
 from rl.timeline import save_timeline
 from rl.trajectory import Trajectory
+from rl.workers import Workers, make_engines
 from spec.rollout_cache import RolloutCache
 
 
@@ -215,37 +216,11 @@ def _build(
     state = dataclasses.replace(state, critic=judge)
     greedy = config.sampling.temperature == 0
     reuse = Reuse(config.reuse, cache, seed=config.run.seed, greedy=greedy)
-    engine = Engine(
-        inputs.model,
-        config.engine,
-        dtype=recipe.trainer.dtype,
-        mesh=mesh,
-        context_tokens=reuse.mode.context_tokens,
-    )
+    engine = _engine(config, inputs, mesh, recipe.trainer.dtype, reuse.mode.context_tokens)
     longest = config.rollout.max_prompt_tokens + config.sampling.max_new_tokens
     shape = trainer.batch_shape(recipe, longest)
     show.message("compiling…")
-    weights = trainer.cast_params(state.params, engine.dtype)
-    sizes = {
-        "max_requests": config.rollout.num_requests,
-        "max_prompt_tokens": config.rollout.max_prompt_tokens,
-    }
-    speculative, lookup = config.speculation.enabled, config.speculation.may_look_up
-    engine_warm_up.warm_up(
-        engine,
-        weights,
-        config.sampling,
-        speculative=speculative,
-        lookup=lookup,
-        reuse=config.reuse.enabled,
-        **sizes,
-    )
-    if speculative:
-        path = folder / "round_times.json"
-        speculation.times = load_or_measure(
-            path, engine, weights, config.sampling, lookup=lookup, **sizes
-        )
-        rehearse(config.speculation, speculation.times, engine, weights, config.sampling)
+    _warm_up(config, engine, trainer.cast_params(state.params, engine.dtype), speculation, folder)
     state = trainer.warm_up(state, shape, recipe=recipe)
     order = DataOrder(len(inputs.task), config.run.seed)
     system = System(
@@ -264,6 +239,50 @@ def _build(
         should_stop,
     )
     return system, state
+
+
+def _engine(
+    config: TrainConfig, inputs: Inputs, mesh: Mesh | None, dtype: np.dtype, context_tokens: int
+) -> Engine | Workers:
+    """One engine on the trainer's devices, or several workers on devices of their own."""
+    if config.sched.workers == 1:
+        options: dict[str, Any] = {"dtype": dtype, "mesh": mesh, "context_tokens": context_tokens}
+        return Engine(inputs.model, config.engine, **options)
+    engines = make_engines(inputs.model, config.engine, config.sched, dtype=dtype)
+    return Workers(engines, config.sched, seed=config.run.seed)
+
+
+def _warm_up(
+    config: TrainConfig,
+    engine: Engine | Workers,
+    weights: Params,
+    speculation: Speculation,
+    folder: Path,
+) -> None:
+    """Compile all that rollouts can need, and time what the budget decides by."""
+    speculative, lookup = config.speculation.enabled, config.speculation.may_look_up
+    sizes = {
+        "max_requests": config.rollout.num_requests,
+        "max_prompt_tokens": config.rollout.max_prompt_tokens,
+    }
+    fed = isinstance(engine, Workers)
+    for one in engine.engines if isinstance(engine, Workers) else (engine,):
+        engine_warm_up.warm_up(
+            one,
+            one.place(weights),
+            config.sampling,
+            speculative=speculative,
+            lookup=lookup,
+            reuse=config.reuse.enabled,
+            fed=fed,
+            **sizes,
+        )
+    if speculative and isinstance(engine, Engine):
+        path = folder / "round_times.json"
+        speculation.times = load_or_measure(
+            path, engine, weights, config.sampling, lookup=lookup, **sizes
+        )
+        rehearse(config.speculation, speculation.times, engine, weights, config.sampling)
 
 
 def _resume(

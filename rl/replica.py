@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from models import kv_cache, transformer
 from models.config import ModelConfig
-from models.sharding import fitting_sharding
+from models.sharding import fitting_sharding, param_shardings
 from rl import admission, cache_steps
 from rl.engine_config import EngineConfig, bucket
 from spec import contexts
@@ -131,6 +131,13 @@ class Replica:
         if self.mesh is None:
             return jax.device_put(x)
         return jax.device_put(x, NamedSharding(self.mesh, PartitionSpec()))
+
+    def place(self, params: transformer.Params) -> transformer.Params:
+        """Weights from wherever they are on this replica's devices."""
+        if self.mesh is None:
+            return params
+        shardings = param_shardings(self.mesh, transformer.param_specs(self.model))
+        return jax.tree.map(jax.device_put, params, shardings)
 
     def put_kv(self, x: np.ndarray) -> jax.Array:
         """Keys or values of a row, on the shards where a cache has them."""

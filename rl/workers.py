@@ -3,56 +3,67 @@
 Each worker is a thread with an engine on devices of its own. All talk to one coordinator,
 which tells the scheduler what happens, under a lock and with the time, and hands its answers
 out. Tokens do not depend on any of it: a request's are a function of its seed.
-
-    scheduler ← events ← coordinator → starts → inbox of a worker → engine
-                                     ↑                              │ chunk ended: go on here, or
-                                     └─ finished, chunk done ───────┘ leave to the pool
 """
 
 from __future__ import annotations
 
 import dataclasses
-import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 import jax
+import numpy as np
 
 from models import transformer
-from rl.engine import Engine
+from models.config import ModelConfig
+from models.sharding import MeshConfig, make_mesh
+from rl.coordinator import Aborted, Coordinator, WorkerError, WorkerFeed
+from rl.engine import Engine, OnFinish, OnRound
+from rl.engine_config import EngineConfig
 from rl.kv_pool import KvPool
-from rl.trajectory import Begun, Request, Trajectory, longest_tokens
-from sched.protocol import (
-    Action,
-    ChunkDone,
-    Event,
-    Finished,
-    Scheduler,
-    Start,
-    Submitted,
-    WorkerJoined,
-    WorkerLost,
-)
+from rl.timeline import EngineStats, joined
+from rl.trajectory import Request, Trajectory, check_requests, longest_tokens
+from sched.policies import make_scheduler
 from sched.replay import Decision
-from sched.request import Ask, Kv
+from spec.budget import Budget
+from spec.drafter import Drafter
+from spec.prefix_reuse import PrefixRule
 from spec.sampling import SamplingConfig
 
 ON_ERROR = ("stop", "restart")
 
 
-class WorkerError(RuntimeError):
-    """A worker's thread raised; names what ran there."""
+@dataclasses.dataclass(frozen=True)
+class SchedConfig:
+    """Rollout workers, and the scheduler that says what runs where; none of it changes a token.
 
-    def __init__(self, worker_id: int, request_ids: Sequence[int], error: BaseException) -> None:
-        shown = ", ".join(map(str, request_ids)) or "none"
-        super().__init__(
-            f"worker {worker_id} failed on requests {shown}: {type(error).__name__}: {error}"
-        )
-        self.worker_id, self.__cause__ = worker_id, error
+    With one worker rollouts run on the trainer's devices, as `Engine` says. More have
+    `devices_per_worker` devices each, in the order of the process's devices; where there are
+    not enough, workers of one device share them. A worker's requests take `kv_tokens`
+    positions together at most (None: as many as its slots can need). Those that wait between
+    two chunks keep keys and values of `pool_bytes` on the host.
+    """
 
+    policy: str = "seer"
+    workers: int = 1
+    devices_per_worker: int = 1
+    chunk_tokens: int = 512
+    kv_tokens: int | None = None
+    pool_bytes: int = 2**33
+    on_error: str = "stop"  # or restart: the requests of a worker that raised go on elsewhere
 
-class Aborted(Exception):
-    """The rollout was given up while this worker ran."""
+    def __post_init__(self) -> None:
+        make_scheduler(self.policy, seed=0, chunk_tokens=self.chunk_tokens)
+        if self.policy == "oracle":
+            raise ValueError("policy 'oracle' knows lengths beforehand: it is for simulations only")
+        if min(self.workers, self.devices_per_worker) < 1:
+            raise ValueError(
+                f"expected a worker and a device at least, got {self.workers} workers of "
+                f"{self.devices_per_worker} devices"
+            )
+        if self.on_error not in ON_ERROR:
+            raise ValueError(f"expected on_error of {', '.join(ON_ERROR)}, got {self.on_error!r}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,204 +72,75 @@ class RolloutSpec:
 
     sampling: SamplingConfig
     key: jax.Array
-    stop_token_ids: tuple[int, ...]
+    stop_token_ids: Sequence[int]
     policy_version: int
 
 
-class Coordinator:
-    """The one place where the scheduler is told and obeyed; any thread may call it."""
-
-    def __init__(self, scheduler: Scheduler, clock: Callable[[], float], pool: KvPool) -> None:
-        self._scheduler, self._clock, self._pool = scheduler, clock, pool
-        self._lock = threading.Lock()
-        self._began_s = clock()
-        self._requests: dict[int, Request] = {}
-        self._chunk: dict[int, Start] = {}  # the start in force
-        self._handed: dict[int, Begun] = {}  # what it began with, but for keys and values
-        self._inboxes: dict[int, queue.SimpleQueue[Start | None]] = {}
-        self._over: set[int] = set()
-        self._results: queue.SimpleQueue[Trajectory | WorkerError] = queue.SimpleQueue()
-        self.decisions: list[Decision] = []
-        self._aborted = False
-
-    def check(self, finished: int, tokens: int) -> None:
-        """Raises Aborted in a worker's thread once the rollout is given up."""
-        if self._aborted:
-            raise Aborted
-
-    def submit(self, requests: Sequence[Request], default_limit: int) -> None:
-        """All requests of the rollout."""
-        self._requests.update({r.request_id: r for r in requests})
-        asks = tuple(
-            Ask(r.request_id, r.group_id, len(r.prompt_ids), r.max_new_tokens or default_limit)
-            for r in requests
-        )
-        self._tell(Submitted(asks))
-
-    def join(self, worker_id: int, kv_tokens: int, max_requests: int) -> None:
-        self._inboxes[worker_id] = queue.SimpleQueue()
-        self._tell(WorkerJoined(worker_id, kv_tokens, max_requests))
-
-    def lose(self, worker_id: int) -> None:
-        """A worker is gone with what it ran, which goes on elsewhere from its last chunk."""
-        for request_id, start in self._chunk.items():
-            if start.worker_id == worker_id:
-                self._pool.withdraw(request_id)
-        self._inboxes.pop(worker_id)
-        self._tell(WorkerLost(worker_id))
-
-    def finished(self, worker_id: int, trajectory: Trajectory) -> None:
-        request_id = trajectory.request_id
-        chunk = self._chunk[request_id].chunk
-        self._tell(Finished(request_id, worker_id, chunk, trajectory.num_tokens))
-        self._over.add(request_id)
-        self._results.put(trajectory)
-
-    def chunk_ended(self, worker_id: int, request_id: int, response_tokens: int) -> int:
-        """How many tokens more the request may have where it is; 0: it must leave."""
-        self._pool.promise(request_id)
-        chunk = self._chunk[request_id].chunk
-        actions = self._tell(ChunkDone(request_id, worker_id, chunk, response_tokens, True))
-        for action in actions:
-            if isinstance(action, Start) and action.kv is Kv.HELD:
-                self._pool.withdraw(request_id)
-                return action.max_tokens
-        return 0
-
-    def next_result(self, timeout_s: float) -> Trajectory | WorkerError | None:
-        """What a worker has to say to the caller; None where none has for so long."""
-        try:
-            return self._results.get(timeout=timeout_s)
-        except queue.Empty:
-            return None
-
-    def failed(self, worker_id: int, error: BaseException) -> None:
-        """A worker's thread is about to end with `error`."""
-        running = [r for r, s in self._chunk.items() if s.worker_id == worker_id]
-        self._results.put(
-            WorkerError(worker_id, [r for r in running if r not in self._over], error)
-        )
-
-    def inbox(self, worker_id: int) -> queue.SimpleQueue[Start | None]:
-        return self._inboxes[worker_id]
-
-    def begun(self, start: Start) -> Begun:
-        """What a worker needs in order to obey a start."""
-        request_id = start.request_id
-        begun = self._pool.take(request_id)
-        if begun is None:  # it has not begun, or its worker is lost
-            begun = self._handed.get(request_id, Begun(self._requests[request_id], 0))
-        elif start.kv is not Kv.POOL:
-            begun = begun.without_kv()
-        self._handed[request_id] = begun.without_kv()
-        return dataclasses.replace(begun, max_tokens=start.max_tokens)
-
-    def close(self, *, abort: bool = False) -> None:
-        """Nothing will come any more; `abort`: what runs is to end as well."""
-        self._aborted = abort
-        for inbox in self._inboxes.values():
-            inbox.put(None)
-
-    def _tell(self, event: Event) -> Sequence[Action]:
-        with self._lock:
-            now_s = self._clock() - self._began_s
-            actions = tuple(self._scheduler.handle(event, now_s))
-            self.decisions.append(Decision(now_s, event, actions))
-            for action in actions:
-                assert isinstance(action, Start), "a rollout of one step defers nothing"
-                self._chunk[action.request_id] = action
-                if action.kv is not Kv.HELD:
-                    self._inboxes[action.worker_id].put(action)
-            return actions
-
-
-class WorkerFeed:
-    """A worker's `rl.feed.Feed`: its inbox, and its way to the coordinator and the pool."""
-
-    def __init__(
-        self,
-        worker_id: int,
-        coordinator: Coordinator,
-        pool: KvPool,
-        most_requests: int,
-        longest_tokens: int,
-    ) -> None:
-        self.most_requests, self.longest_tokens = most_requests, longest_tokens
-        self._worker_id, self._coordinator, self._pool = worker_id, coordinator, pool
-        self._inbox = coordinator.inbox(worker_id)
-        self._closed = False
-
-    def take(self, *, wait: bool) -> Sequence[Begun] | None:
-        if self._closed:
-            return None
-        starts: list[Start] = []
-        try:
-            while True:
-                start = self._inbox.get(block=wait and not starts)
-                if start is None:
-                    self._closed = True
-                    break
-                starts.append(start)
-        except queue.Empty:
-            pass
-        if self._closed and not starts:
-            return None
-        return [self._coordinator.begun(start) for start in starts]
-
-    def chunk_ended(self, request_id: int, response_tokens: int) -> int:
-        return self._coordinator.chunk_ended(self._worker_id, request_id, response_tokens)
-
-    def park(self, begun: Begun) -> None:
-        self._pool.put(begun)
-
-
 class Workers:
-    """Engines on devices of their own; `run` plays one rollout on all of them."""
+    """Engines on devices of their own, with the interface of one engine.
+
+    `seed` is the scheduler's; each rollout has a fresh one.
+    """
 
     def __init__(
         self,
         engines: Sequence[Engine],
+        config: SchedConfig,
         *,
-        kv_tokens: int,
-        pool_bytes: int = 2**33,
-        on_error: str = "stop",
-        clock: Callable[[], float],
+        seed: int = 0,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        if on_error not in ON_ERROR:
-            raise ValueError(f"expected on_error of {', '.join(ON_ERROR)}, got {on_error!r}")
-        self.engines = list(engines)
-        self._kv_tokens, self._pool_bytes, self._on_error = kv_tokens, pool_bytes, on_error
-        self._clock = clock
+        self.engines, self.config = list(engines), config
+        self._seed, self._clock = seed, clock
+        self.stats = EngineStats()
         self.decisions: list[Decision] = []
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.engines[0].dtype
 
     def run(
         self,
-        params: Sequence[transformer.Params],
+        params: transformer.Params,
         requests: Sequence[Request],
-        rollout: RolloutSpec,
-        scheduler: Scheduler,
+        sampling: SamplingConfig,
+        key: jax.Array,
         *,
-        on_finish: Callable[[Trajectory], None] | None = None,
-        watch: Callable[[], None] | None = None,
+        stop_token_ids: Sequence[int],
+        policy_version: int = 0,
+        drafter: Drafter | None = None,
+        budget: Budget | None = None,
+        rule: PrefixRule | None = None,
+        on_finish: OnFinish | None = None,
+        on_round: OnRound | None = None,
     ) -> list[Trajectory]:
         """Every request to its end; trajectories in the order of the requests.
 
-        `params[i]` are the weights on the devices of engine i. `on_finish` is called here, in
-        the caller's thread, as responses end; so is `watch`, now and then: what it raises ends
-        the rollout. Raises WorkerError where a worker raised and is not restarted.
+        `on_finish` is called here, in the caller's thread, as responses end; so is `on_round`,
+        now and then: what it raises ends the rollout. Raises WorkerError where a worker raised
+        and is not restarted, ValueError for drafts and reuse, which one worker has.
         """
-        pool = KvPool(self._pool_bytes)
+        if drafter is not None or rule is not None:
+            raise ValueError("expected no drafter and no reuse with several workers")
+        check_requests(self.engines[0].model, requests, sampling.max_new_tokens)
+        rollout = RolloutSpec(sampling, key, stop_token_ids, policy_version)
+        weights = [engine.place(params) for engine in self.engines]
+        slots = min(self.engines[0].config.slots, len(requests))
+        longest = longest_tokens(requests, sampling.max_new_tokens)
+        kv_tokens = self.config.kv_tokens or slots * longest
+        scheduler = make_scheduler(
+            self.config.policy, seed=self._seed, chunk_tokens=self.config.chunk_tokens
+        )
+        pool = KvPool(self.config.pool_bytes)
         coordinator = Coordinator(scheduler, self._clock, pool)
-        longest = longest_tokens(requests, rollout.sampling.max_new_tokens)
         threads: dict[int, threading.Thread] = {}
         engine_of: dict[int, int] = {}
 
         def join(worker_id: int, engine: int) -> None:
-            most = self.engines[engine].config.slots
-            coordinator.join(worker_id, self._kv_tokens, most)
-            feed = WorkerFeed(worker_id, coordinator, pool, most, longest)
+            coordinator.join(worker_id, kv_tokens, slots)
+            feed = WorkerFeed(worker_id, coordinator, pool, slots, longest)
             arguments = (
-                *(worker_id, self.engines[engine], params[engine]),
+                *(worker_id, self.engines[engine], weights[engine]),
                 *(rollout, feed, coordinator),
             )
             thread = threading.Thread(target=_work, args=arguments, daemon=True)
@@ -274,7 +156,7 @@ class Workers:
             while len(done) < len(requests):
                 result = coordinator.next_result(timeout_s=0.05)
                 if isinstance(result, WorkerError):
-                    if self._on_error == "stop":
+                    if self.config.on_error == "stop":
                         raise result
                     # its successor first, so that what it ran has somewhere to go
                     join(max(threads) + 1, engine_of[result.worker_id])
@@ -283,15 +165,41 @@ class Workers:
                     done[result.request_id] = result
                     if on_finish is not None:
                         on_finish(result)
-                if watch is not None:
-                    watch()
+                if on_round is not None:
+                    on_round(len(done), sum(e.stats.tokens for e in self.engines))
             whole = True
         finally:
             coordinator.close(abort=not whole)
             self.decisions = coordinator.decisions
             for thread in threads.values():
                 thread.join()
+        self.stats = joined([engine.stats for engine in self.engines])
         return [done[r.request_id] for r in requests]
+
+
+def make_engines(
+    model: ModelConfig, engine: EngineConfig, config: SchedConfig, *, dtype: np.dtype
+) -> list[Engine]:
+    """An engine for each worker, on devices of its own as far as there are any.
+
+    Raises ValueError where workers of several devices do not fit into those of this process.
+    """
+    devices, size = jax.local_devices(), config.devices_per_worker
+    needed = config.workers * size
+    if size > 1 and needed > len(devices):
+        raise ValueError(
+            f"expected {needed} devices for Sched.workers={config.workers} of "
+            f"Sched.devices_per_worker={size}, got {len(devices)}; mend: fewer of either, or on a "
+            f"CPU XLA_FLAGS=--xla_force_host_platform_device_count={needed}"
+        )
+    engines = []
+    for i in range(config.workers):
+        mine = [devices[(i * size + j) % len(devices)] for j in range(size)]
+        mesh = None
+        if mine != devices[:1]:  # programs of the default device need no mesh
+            mesh = make_mesh(MeshConfig(data=1, tensor=size), mine)
+        engines.append(Engine(model, engine, dtype=dtype, mesh=mesh))
+    return engines
 
 
 def _work(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import time
+import threading
 
 import jax
 import numpy as np
@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from models import transformer
 from models.config import ModelConfig
-from models.sharding import MeshConfig, make_mesh, param_shardings
+from rl.coordinator import WorkerError
 from rl.engine import Engine
 from rl.engine_config import EngineConfig
 from rl.kv_pool import KvPool
 from rl.trajectory import Begun, HostKv, Request
-from rl.workers import RolloutSpec, WorkerError, Workers
+from rl.workers import SchedConfig, Workers, make_engines
 from sched.policies import make_scheduler
 from sched.protocol import ChunkDone, Finished, Start
 from sched.replay import replay
@@ -48,7 +48,7 @@ CONFIG = EngineConfig(
 )
 SAMPLING = SamplingConfig(max_new_tokens=16)
 STOP = (3,)
-ROLLOUT = RolloutSpec(SAMPLING, step_key(0, 0), STOP, policy_version=7)
+KEY = step_key(0, 0)
 
 
 def make_params():
@@ -73,18 +73,19 @@ def engines():
 @pytest.fixture(scope="module")
 def alone(engines):
     """What one engine gives, by request id."""
-    done = engines[0].run(
-        PARAMS, REQUESTS, SAMPLING, ROLLOUT.key, stop_token_ids=STOP, policy_version=7
-    )
+    done = play(engines[0])
     return {t.request_id: t for t in done}
 
 
-def workers(engines, count, kv_tokens=60, **options):
-    return Workers(engines[:count], kv_tokens=kv_tokens, clock=time.perf_counter, **options)
+def workers(engines, count, policy="divided_fifo", chunk=3, kv_tokens=60, **options):
+    config = SchedConfig(policy, count, chunk_tokens=chunk, kv_tokens=kv_tokens, **options)
+    return Workers(engines[:count], config)
 
 
-def play(team, scheduler, **options):
-    return team.run([PARAMS] * len(team.engines), REQUESTS, ROLLOUT, scheduler, **options)
+def play(team, **options):
+    return team.run(
+        PARAMS, REQUESTS, SAMPLING, KEY, stop_token_ids=STOP, policy_version=7, **options
+    )
 
 
 def assert_same_tokens(done, alone):
@@ -99,10 +100,6 @@ def assert_same_tokens(done, alone):
         assert (t.group_id, t.sample_index) == (wanted.group_id, wanted.sample_index)
 
 
-def scheduler(policy="divided_fifo", chunk=3, pool=True):
-    return make_scheduler(policy, seed=0, chunk_tokens=chunk, prefer_pool=lambda tokens: pool)
-
-
 def starts(team):
     return [a for d in team.decisions for a in d.actions if isinstance(a, Start)]
 
@@ -111,22 +108,21 @@ def starts(team):
 @pytest.mark.parametrize("policy", ["group_fifo", "divided_fifo", "seer"])
 @pytest.mark.parametrize(("count", "chunk"), [(1, 3), (2, 1), (3, 5)])
 def test_tokens_are_those_of_one_engine(engines, alone, policy, count, chunk):
-    team = workers(engines, count)
-    assert_same_tokens(play(team, scheduler(policy, chunk)), alone)
+    team = workers(engines, count, policy, chunk)
+    assert_same_tokens(play(team), alone)
+    assert team.stats.tokens == sum(len(t.response_ids) for t in alone.values())
     assert {a.worker_id for a in starts(team)} == set(range(count))
     chunks = sum(isinstance(d.event, ChunkDone) for d in team.decisions)
     assert (chunks > 0) == (policy != "group_fifo")
 
 
 @pytest.mark.parity
-@pytest.mark.parametrize("pool", [True, False])
-def test_chunks_that_move_come_from_the_pool_or_are_computed_anew(engines, alone, pool):
-    team = workers(engines, 3, kv_tokens=40)
-    assert_same_tokens(play(team, scheduler(chunk=2, pool=pool)), alone)
+def test_chunks_that_move_come_from_the_pool(engines, alone):
+    team = workers(engines, 3, chunk=2, kv_tokens=40)
+    assert_same_tokens(play(team), alone)
     later = [a for a in starts(team) if a.chunk > 1]
-    wanted = Kv.POOL if pool else Kv.PREFILL
-    assert {a.kv for a in later} <= {wanted, Kv.HELD}
-    assert sum(a.kv is wanted for a in later) > 3
+    assert {a.kv for a in later} <= {Kv.POOL, Kv.HELD}
+    assert sum(a.kv is Kv.POOL for a in later) > 3
     ran_on: dict[int, set[int]] = {}
     for a in starts(team):
         ran_on.setdefault(a.request_id, set()).add(a.worker_id)
@@ -134,15 +130,20 @@ def test_chunks_that_move_come_from_the_pool_or_are_computed_anew(engines, alone
 
 
 def test_a_pool_without_room_has_keys_and_values_computed_anew(engines, alone):
-    team = workers(engines, 2, kv_tokens=30, pool_bytes=0)
-    assert_same_tokens(play(team, scheduler(chunk=2)), alone)
+    team = workers(engines, 2, chunk=2, kv_tokens=30, pool_bytes=0)
+    assert_same_tokens(play(team), alone)
+    assert sum(a.kv is Kv.POOL for a in starts(team)) > 3
 
 
 @pytest.mark.parametrize("policy", ["group_fifo", "divided_fifo", "seer"])
 def test_the_simulator_decides_as_the_workers_did_given_their_durations(engines, policy):
-    team = workers(engines, 3, kv_tokens=40)
-    done = play(team, scheduler(policy))
-    found = replay(scheduler(policy), team.decisions)
+    team = workers(engines, 3, policy, kv_tokens=40)
+    done = play(team)
+
+    def scheduler():
+        return make_scheduler(policy, seed=0, chunk_tokens=3)
+
+    found = replay(scheduler(), team.decisions)
     assert [(d.event, d.actions) for d in found] == [(d.event, d.actions) for d in team.decisions]
     finished = [d.event.request_id for d in found if isinstance(d.event, Finished)]
     assert sorted(finished) == sorted(t.request_id for t in done)
@@ -151,7 +152,7 @@ def test_the_simulator_decides_as_the_workers_did_given_their_durations(engines,
     first = next(i for i, d in enumerate(late) if isinstance(d.event, Finished | ChunkDone))
     late[first] = dataclasses.replace(late[first], now_s=late[first].now_s + 10)
     try:
-        later = [d.event for d in replay(scheduler(policy), late)]
+        later = [d.event for d in replay(scheduler(), late)]
     except KeyError:  # a start that the workers did not make
         later = []
     assert later != [d.event for d in found]
@@ -173,14 +174,14 @@ class Failing(Engine):
 def test_a_worker_that_raises_stops_the_rollout_and_names_its_requests(engines):
     team = workers([Failing(MODEL, CONFIG), engines[0]], 2)
     with pytest.raises(WorkerError, match=r"worker 0 failed on requests .*\d.*a device is gone"):
-        play(team, scheduler())
+        play(team)
 
 
 @pytest.mark.fault
 @pytest.mark.parametrize("policy", ["group_fifo", "divided_fifo", "seer"])
 def test_a_worker_that_raises_is_replaced_where_it_may_be(engines, alone, policy):
-    team = workers([Failing(MODEL, CONFIG), engines[0]], 2, on_error="restart")
-    assert_same_tokens(play(team, scheduler(policy)), alone)
+    team = workers([Failing(MODEL, CONFIG), engines[0]], 2, policy, on_error="restart")
+    assert_same_tokens(play(team), alone)
     assert {a.worker_id for a in starts(team)} >= {0, 1, 2}
 
 
@@ -188,14 +189,14 @@ def test_a_rollout_that_is_given_up_leaves_the_engines_usable(engines, alone):
     class Stop(Exception):
         pass
 
-    def stop():
+    def stop(finished, tokens):
         raise Stop
 
     team = workers(engines, 2)
     with pytest.raises(Stop):
-        play(team, scheduler(), watch=stop)
+        play(team, on_round=stop)
     seen = []
-    assert_same_tokens(play(team, scheduler(), on_finish=seen.append), alone)
+    assert_same_tokens(play(team, on_finish=seen.append), alone)
     assert sorted(t.request_id for t in seen) == sorted(alone)
 
 
@@ -203,20 +204,35 @@ def test_a_rollout_that_is_given_up_leaves_the_engines_usable(engines, alone):
 @pytest.mark.parity
 @pytest.mark.skipif(jax.device_count() != 8, reason="needs 8 (virtual) devices")
 def test_four_workers_of_two_devices_each(alone):
-    devices, engines, params = jax.devices(), [], []
-    for i in range(4):
-        mesh = make_mesh(MeshConfig(data=1, tensor=2), devices[2 * i : 2 * i + 2])
-        engines.append(Engine(MODEL, CONFIG, mesh=mesh))
-        shardings = param_shardings(mesh, transformer.param_specs(MODEL))
-        params.append(jax.tree.map(jax.device_put, PARAMS, shardings))
-    team = Workers(engines, kv_tokens=60, clock=time.perf_counter)
-    done = team.run(params, REQUESTS, ROLLOUT, scheduler("seer"))
-    assert_same_tokens(done, alone)
+    config = SchedConfig(workers=4, devices_per_worker=2, chunk_tokens=3, kv_tokens=60)
+    engines = make_engines(MODEL, CONFIG, config, dtype=np.float32)
+    assert len({d for e in engines for d in e.mesh.devices.flat}) == 8
+    assert_same_tokens(play(Workers(engines, config)), alone)
 
 
-def test_an_answer_to_errors_that_there_is_not():
-    with pytest.raises(ValueError, match="expected on_error of stop, restart, got 'ignore'"):
-        Workers([], kv_tokens=1, on_error="ignore", clock=time.perf_counter)
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"on_error": "ignore"}, "expected on_error of stop, restart, got 'ignore'"),
+        ({"policy": "lifo"}, "expected a policy of group_fifo"),
+        ({"policy": "oracle"}, "for simulations only"),
+        ({"workers": 0}, "expected a worker and a device"),
+    ],
+)
+def test_settings_that_cannot_be(settings, message):
+    with pytest.raises(ValueError, match=message):
+        SchedConfig(**settings)
+
+
+def test_workers_of_more_devices_than_there_are():
+    config = SchedConfig(workers=5, devices_per_worker=2)
+    with pytest.raises(ValueError, match="expected 10 devices for .* got 8; mend: fewer"):
+        make_engines(MODEL, CONFIG, config, dtype=np.float32)
+
+
+def test_several_workers_take_no_drafter_yet(engines):
+    with pytest.raises(ValueError, match="expected no drafter and no reuse"):
+        play(workers(engines, 2), drafter=object())
 
 
 # --- the pool ---------------------------------------------------------------------------
@@ -242,8 +258,6 @@ def test_the_pool_gives_what_was_promised_and_counts_its_bytes():
 
 
 def test_who_takes_what_is_promised_waits_for_it():
-    import threading
-
     pool, taken = KvPool(100), []
     pool.promise(1)
     thread = threading.Thread(target=lambda: taken.append(pool.take(1)))
