@@ -32,6 +32,7 @@ class Replica:
     _: dataclasses.KW_ONLY
     dtype: Any = jnp.float32
     mesh: Mesh | None = None
+    device: jax.Device | None = None  # without a mesh: None is the process's default
     context_tokens: int = 0  # 0: noise goes by position, else by so many tokens before
     clock: Callable[[], float] = time.perf_counter
 
@@ -135,7 +136,7 @@ class Replica:
     def place(self, params: transformer.Params) -> transformer.Params:
         """Weights from wherever they are on this replica's devices."""
         if self.mesh is None:
-            return params
+            return params if self.device is None else jax.device_put(params, self.device)
         shardings = param_shardings(self.mesh, transformer.param_specs(self.model))
         return jax.tree.map(jax.device_put, params, shardings)
 
@@ -146,7 +147,9 @@ class Replica:
         return jax.device_put(x, fitting_sharding(self.mesh, x.shape, kv_cache.AXES))
 
     def mesh_context(self) -> Any:
-        return contextlib.nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
+        if self.mesh is not None:
+            return jax.set_mesh(self.mesh)
+        return contextlib.nullcontext() if self.device is None else jax.default_device(self.device)
 
 
 def _pairs(pairs: Sequence[tuple[int, int]], num_slots: int) -> tuple[np.ndarray, np.ndarray]:

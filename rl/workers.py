@@ -11,6 +11,7 @@ import dataclasses
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -195,10 +196,10 @@ def make_engines(
     engines = []
     for i in range(config.workers):
         mine = [devices[(i * size + j) % len(devices)] for j in range(size)]
-        mesh = None
-        if mine != devices[:1]:  # programs of the default device need no mesh
-            mesh = make_mesh(MeshConfig(data=1, tensor=size), mine)
-        engines.append(Engine(model, engine, dtype=dtype, mesh=mesh))
+        place: dict[str, Any] = {"mesh": make_mesh(MeshConfig(data=1, tensor=size), mine)}
+        if size == 1:  # the first device is the default one, whose programs are there
+            place = {"device": None if mine == devices[:1] else mine[0]}
+        engines.append(Engine(model, engine, dtype=dtype, **place))
     return engines
 
 
