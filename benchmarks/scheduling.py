@@ -33,7 +33,6 @@ POLICIES = ("group_fifo", "divided_fifo", "seer")
 GROUPS, GROUP_SIZE, WORKERS, LIMIT = 32, 8, 4, 256
 ENGINE = EngineConfig(slots=16, min_slots=16, rounds_per_fetch=4)
 CHUNK_TOKENS = 32
-KV_TOKENS = 2048  # of a worker: the longest requests leave room for six of them
 LENGTHS = Workload(GROUPS, GROUP_SIZE, mean_tokens=60, limit_tokens=LIMIT, group_share=0.9)
 
 
@@ -82,7 +81,7 @@ def measure(repeats: int) -> dict[str, Any]:
     workloads = {"tasks": model.eos_token_ids, "drawn": ()}
     found: dict[str, dict[str, list[dict[str, float]]]] = {}
     tokens: dict[tuple[str, int], dict[int, list[int]]] = {}
-    config = SchedConfig(workers=WORKERS, chunk_tokens=CHUNK_TOKENS, kv_tokens=KV_TOKENS)
+    config = SchedConfig(workers=WORKERS, chunk_tokens=CHUNK_TOKENS)
     engines = make_engines(model, ENGINE, config, dtype=params.final_norm_D.dtype)
     different = 0
     for repeat in range(repeats):
