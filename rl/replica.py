@@ -32,7 +32,9 @@ class Replica:
     _: dataclasses.KW_ONLY
     dtype: Any = jnp.float32
     mesh: Mesh | None = None
-    device: jax.Device | None = None  # without a mesh: None is the process's default
+    # without a mesh: None is the process's default. What is put on a named device is bound to it,
+    # all of it: a program is compiled anew for a mixture
+    device: jax.Device | None = None
     context_tokens: int = 0  # 0: noise goes by position, else by so many tokens before
     clock: Callable[[], float] = time.perf_counter
 
@@ -42,7 +44,7 @@ class Replica:
     def empty_cache(self, num_slots: int, num_positions: int) -> kv_cache.KVCache:
         cache = kv_cache.init(self.model, num_slots, num_positions, self.dtype)
         if self.mesh is None:
-            return cache
+            return cache if self.device is None else jax.device_put(cache, self.device)
         mesh = self.mesh
         return jax.tree.map(
             lambda x: jax.device_put(x, fitting_sharding(mesh, x.shape, kv_cache.AXES)), cache
@@ -130,7 +132,7 @@ class Replica:
 
     def put(self, x: Any) -> jax.Array:
         if self.mesh is None:
-            return jax.device_put(x)
+            return jax.device_put(x, self.device)
         return jax.device_put(x, NamedSharding(self.mesh, PartitionSpec()))
 
     def place(self, params: transformer.Params) -> transformer.Params:
@@ -143,7 +145,7 @@ class Replica:
     def put_kv(self, x: np.ndarray) -> jax.Array:
         """Keys or values of a row, on the shards where a cache has them."""
         if self.mesh is None:
-            return jax.device_put(x)
+            return jax.device_put(x, self.device)
         return jax.device_put(x, fitting_sharding(self.mesh, x.shape, kv_cache.AXES))
 
     def mesh_context(self) -> Any:
