@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import environment
-from benchmarks.reuse_turns import DEVICE, POLICY
+from benchmarks.reuse_turns import PRICED
 from rl.ablation import Cell, cells, folder_name, read_cell
 from rl.experiment import open_inputs
 
@@ -137,7 +137,7 @@ def main() -> int:
         "projected_lenient_verify_share": lenient["later_epochs"]["projected_verify_share"],
         "projected_coupled_verify_share": coupled["later_epochs"]["projected_verify_share"],
         "seeds": len(seeds),
-        "priced_as": f"{DEVICE.name}, {POLICY.name}",
+        "priced_as": f"{PRICED.device.name}, {PRICED.model.name}",
     }
     record = environment.record("benchmarks.reuse", PACKAGES, hidden=("--output", "--folder"))
     turns = dict(zip(names, (lenient, strict, coupled), strict=True))

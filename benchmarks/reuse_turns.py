@@ -29,8 +29,9 @@ from rl.generation import System
 from rl.metrics import Timings
 from rl.timeline import EngineStats
 from rl.trajectory import Request, Trajectory
+from sched.cost_model import Instance
 
-DEVICE, POLICY = roofline.H100, roofline.QWEN3_8B
+PRICED = Instance(roofline.H100, roofline.QWEN3_8B)
 
 
 class Turns:
@@ -47,7 +48,7 @@ class Turns:
             "max_prompt_tokens": self._config.rollout.max_prompt_tokens,
         }
         buckets = engine_warm_up.round_buckets(self._engine, self._config.sampling, **sizes)
-        self._accelerator_times = roofline.round_times(DEVICE, POLICY, list(buckets))
+        self._accelerator_times = roofline.round_times(PRICED, list(buckets))
         self._asked: tuple[Any, ...] = ()
         phase = self._speculation.phase
 
@@ -106,9 +107,7 @@ class Turns:
 
 def _row(seconds: dict[str, float], stats: dict[str, EngineStats]) -> dict[str, Any]:
     v = stats["reuse"].verified
-    priced = {
-        name: roofline.phase_seconds(DEVICE, POLICY, stats[name]) for name in ("plain", "projected")
-    }
+    priced = {name: roofline.phase_seconds(PRICED, stats[name]) for name in ("plain", "projected")}
     return {
         "plain_s": seconds["plain"],
         "reuse_s": seconds["reuse"],

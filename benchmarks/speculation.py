@@ -31,17 +31,18 @@ from rl.engine import Engine
 from rl.engine_config import EngineConfig
 from rl.timeline import RoundRecord, host_seconds, speculation_metrics
 from rl.trajectory import Trajectory
+from sched.cost_model import Instance
 from spec.budget import Budget, Goodput, RoundTimes
 from spec.sampling import step_key
 
 PACKAGES = ("jax", "jaxlib", "numpy", "numba")
 PROJECTIONS = [
-    (device, shape)
+    Instance(device, shape)
     for device in (roofline.H100, roofline.TPU_V5E)
     for shape in (roofline.QWEN3_1_7B, roofline.QWEN3_8B)
 ]
 KEY = step_key(0, 1)
-HEADLINE = (roofline.H100, roofline.QWEN3_8B)
+HEADLINE = Instance(roofline.H100, roofline.QWEN3_8B)
 
 
 @dataclasses.dataclass(eq=False)
@@ -147,15 +148,15 @@ def project(bench: Bench, name: str, plain: dict[int, np.ndarray]) -> list[dict[
     bench.phase()
     plain_rounds, plain_host_s = bench.records, host_seconds(bench.records)
     rows = []
-    for device, shape in PROJECTIONS:
-        times = roofline.round_times(device, shape, bench.buckets)
+    for instance in PROJECTIONS:
+        times = roofline.round_times(instance, bench.buckets)
         bench.phase(bench.workload.drafters[name](plain), Goodput(times))
-        plain_s = roofline.rounds_seconds(device, shape, plain_rounds)
-        tree_s = roofline.rounds_seconds(device, shape, bench.records)
+        plain_s = roofline.rounds_seconds(instance, plain_rounds)
+        tree_s = roofline.rounds_seconds(instance, bench.records)
         host_s = host_seconds(bench.records)
         row = {
-            "device": device.name,
-            "policy": shape.name,
+            "device": instance.device.name,
+            "policy": instance.model.name,
             "ratio": round(plain_s / tree_s, 3),
             "ratio_with_host": round((plain_s + plain_host_s) / (tree_s + host_s), 3),
             "host_share": round(host_s / (tree_s + host_s), 4),
@@ -254,7 +255,7 @@ def measure(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
 
 
 def _headline(row: dict[str, Any]) -> float:
-    device, shape = (x.name for x in HEADLINE)
+    device, shape = HEADLINE.device.name, HEADLINE.model.name
     return next(
         r["ratio"] for r in row["projected"] if (r["device"], r["policy"]) == (device, shape)
     )

@@ -88,6 +88,7 @@ MODELS = {
         dense("Qwen2.5-1.5B", 1.54e9, 28, 12, 2, 128),
         dense("Qwen2.5-7B", 7.07e9, 28, 28, 4, 128),
         dense("Qwen2.5-32B", 32.0e9, 64, 40, 8, 128),
+        dense("Qwen3-1.7B", 1.72e9, 28, 16, 8, 128),
         dense("Qwen3-8B", 7.57e9, 36, 32, 8, 128),
         dense("Qwen3-14B", 14.0e9, 40, 40, 8, 128),
         dense("Qwen2-VL-72B", 71.5e9, 80, 64, 8, 128),
@@ -237,11 +238,11 @@ class Instance:
     def round_seconds(self, num_requests: float, positions: float, num_nodes: float = 1) -> float:
         return self.round_cost(num_requests, num_nodes)(positions)
 
-    def prefill_seconds(self, tokens: int) -> float:
-        """`tokens` of one request in one pass; a position attends to half of them."""
+    def prefill_seconds(self, tokens: int, rows: int = 1) -> float:
+        """A pass over `rows` of `tokens` each; a position attends to half of its row."""
         attention = self.model.attention_operations * tokens / 2
-        operations = tokens * (2 * self.model.active_params + attention)
-        moved_s = self.model.moved_weight_bytes(tokens) / self._bytes_per_s
+        operations = rows * tokens * (2 * self.model.active_params + attention)
+        moved_s = self.model.moved_weight_bytes(rows * tokens) / self._bytes_per_s
         return max(moved_s, operations / self._operations_per_s) + self.efficiency.overhead_s
 
     def copy_seconds(self, tokens: int) -> float:

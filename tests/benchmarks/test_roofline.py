@@ -4,12 +4,21 @@ import numpy as np
 import pytest
 
 from benchmarks import roofline
-from benchmarks.roofline import OVERHEAD_S, UTILISATION, Accelerator, PolicyShape
 from rl.timeline import EngineStats, RoundRecord
+from sched.cost_model import Accelerator, Efficiency, Instance, dense
 
-SLOW_MEMORY = Accelerator("", 1e9, 1.0)
-SLOW_ARITHMETIC = Accelerator("", 1.0, 1e9)
-POLICY = PolicyShape("", 100.0, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=4)
+POLICY = dense("", 100.0, layers=1, heads=2, kv_heads=1, head_dim=4)
+SLOW_MEMORY = Instance(Accelerator("", 1e9, 1.0, 0.0, 1.0), POLICY)
+SLOW_ARITHMETIC = Instance(Accelerator("", 1.0, 1e9, 0.0, 1.0), POLICY)
+UTILISATION = 0.7  # what published results were priced with: of peak operations and bandwidth
+OVERHEAD_S = 100e-6
+
+
+def test_published_results_keep_their_prices():
+    priced = Efficiency()
+    assert (priced.bandwidth, priced.operations, priced.overhead_s) == (0.7, 0.7, 100e-6)
+    assert roofline.QWEN3_8B == dense("Qwen3-8B", 7.57e9, 36, 32, 8, 128)
+    assert (roofline.H100.operations_per_s, roofline.H100.bytes_per_s) == (989e12, 3.35e12)
 
 
 def record(num_nodes, cached, rounds):
@@ -20,16 +29,16 @@ def record(num_nodes, cached, rounds):
 
 def test_memory_bound_rounds_move_the_weights_and_what_is_live():
     # two rounds of two requests, then one of the one that is left: half of the live positions
-    got = roofline.rounds_seconds(SLOW_MEMORY, POLICY, [record(1, [10, 30], [2, 3])])
+    got = roofline.rounds_seconds(SLOW_MEMORY, [record(1, [10, 30], [2, 3])])
     weights, position = 2 * 100, 2 * 1 * 1 * 4 * 2
     moved = 3 * weights + (40 + 40 + 20) * position
     assert got == pytest.approx(moved / UTILISATION + 3 * OVERHEAD_S)
-    longer = roofline.rounds_seconds(SLOW_MEMORY, POLICY, [record(1, [10, 30], [2, 3])], scale=2)
+    longer = roofline.rounds_seconds(SLOW_MEMORY, [record(1, [10, 30], [2, 3])], scale=2)
     assert longer - got == pytest.approx(100 * position / UTILISATION)
 
 
 def test_arithmetic_bound_rounds_pay_every_node():
-    got = roofline.rounds_seconds(SLOW_ARITHMETIC, POLICY, [record(4, [10, 30], [1, 1])])
+    got = roofline.rounds_seconds(SLOW_ARITHMETIC, [record(4, [10, 30], [1, 1])])
     operations = (2 * 100 * 2 + 4 * 1 * 2 * 4 * 40) * 4
     assert got == pytest.approx(operations / UTILISATION + OVERHEAD_S)
 
@@ -37,9 +46,9 @@ def test_arithmetic_bound_rounds_pay_every_node():
 def test_a_phase_is_rounds_passes_and_prefill():
     stats = EngineStats(timeline=[record(1, [10], [1])], prefilled_tokens=12)
     stats.verified.passes[5, 384] += 2
-    total, passes = roofline.phase_seconds(SLOW_ARITHMETIC, POLICY, stats)
+    total, passes = roofline.phase_seconds(SLOW_ARITHMETIC, stats)
     one_pass = 5 * 384 * (2 * 100 + 2 * 1 * 2 * 4 * 384) / UTILISATION + OVERHEAD_S
     assert passes == pytest.approx(2 * one_pass)
     prefill = 12 * (2 * 100 + 2 * 1 * 2 * 4 * 12) / UTILISATION + OVERHEAD_S
-    rounds = roofline.rounds_seconds(SLOW_ARITHMETIC, POLICY, stats.timeline)
+    rounds = roofline.rounds_seconds(SLOW_ARITHMETIC, stats.timeline)
     assert total == pytest.approx(rounds + passes + prefill)
