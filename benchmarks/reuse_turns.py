@@ -26,6 +26,7 @@ from rl import engine_warm_up, loop
 from rl.ablation import cells
 from rl.experiment import TrainConfig, open_inputs
 from rl.generation import System
+from rl.guessing import Guesses, no_guesses
 from rl.metrics import Timings
 from rl.timeline import EngineStats
 from rl.trajectory import Request, Trajectory
@@ -49,12 +50,12 @@ class Turns:
         }
         buckets = engine_warm_up.round_buckets(self._engine, self._config.sampling, **sizes)
         self._accelerator_times = roofline.round_times(PRICED, list(buckets))
-        self._asked: tuple[Any, ...] = ()
+        self._guesses: Guesses = no_guesses
         phase = self._speculation.phase
 
-        def remembered(*asked: Any) -> Any:
-            self._asked = asked
-            return phase(*asked)
+        def remembered(*asked: Any) -> Guesses:
+            self._guesses = phase(*asked)
+            return self._guesses
 
         self._speculation.phase = remembered  # type: ignore[method-assign]
         self.rows: list[dict[str, Any]] = []
@@ -100,7 +101,7 @@ class Turns:
         mine = self._speculation.times
         self._speculation.times = self._accelerator_times
         try:
-            return self._speculation.phase(*self._asked)
+            return self._guesses()
         finally:
             self._speculation.times = mine
 

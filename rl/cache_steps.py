@@ -7,7 +7,7 @@ caches.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from functools import partial
 
 import jax
@@ -166,49 +166,38 @@ def copy_rows(cache: KVCache, source: np.ndarray, target: np.ndarray, count: int
     return jax.tree.map(lambda rows: copy_layer(rows, *args), cache)
 
 
-@jax.jit
-def slice_layer(rows: jax.Array, row: jax.Array) -> jax.Array:
-    return jax.lax.dynamic_slice_in_dim(rows, row, 1, axis=0)
+def read_rows(cache: KVCache, row_P: np.ndarray, num_tokens: Sequence[int]) -> list[HostKv]:
+    """The first `num_tokens[i]` positions of row `row_P[i]`, on the host: one fetch for all.
 
-
-def read_row(cache: KVCache, row: int, num_tokens: int) -> HostKv:
-    """The first positions of a row, on the host."""
-    index = np.int32(row)
-    keys = [slice_layer(k, index) for k in cache.keys]
-    values = [slice_layer(v, index) for v in cache.values]
-    # one fetch for all layers; what is kept is cut out of it
-    keys, values = jax.device_get((keys, values))
-    return HostKv(
-        tuple(k[0, :, :, :num_tokens].copy() for k in keys),
-        tuple(v[0, :, :num_tokens].copy() for v in values),
-    )
-
-
-@partial(jax.jit, donate_argnames="rows")
-def write_layer(rows: jax.Array, new: jax.Array, row: jax.Array) -> jax.Array:
-    start = (row, *(jnp.int32(0),) * 3)
-    return kv_cache.pin(jax.lax.dynamic_update_slice(rows, new.astype(rows.dtype), start))
-
-
-def write_row(
-    cache: KVCache, row: int, kv: HostKv, num_positions: int, put: Callable[[np.ndarray], jax.Array]
-) -> KVCache:
-    """A row starts with `kv`, padded to `num_positions`; donates `cache`.
-
-    `put` takes host arrays `[1, K, …]` to the device. What the padding leaves is dead.
+    Rows of `row_P` beyond `num_tokens` are padding: read, and left out.
     """
-    pad = num_positions - kv.num_tokens
+    index, size = jax.device_put(row_P), {"num_positions": cache.num_positions}
+    keys = [resize_layer(k, index, axis=KEY_AXIS, **size) for k in cache.keys]
+    values = [resize_layer(v, index, axis=VALUE_AXIS, **size) for v in cache.values]
+    keys, values = jax.device_get((keys, values))
+    return [
+        HostKv(
+            tuple(k[p, :, :, :n].copy() for k in keys), tuple(v[p, :, :n].copy() for v in values)
+        )
+        for p, n in enumerate(num_tokens)
+    ]
 
-    def keys(rows: jax.Array, new: np.ndarray) -> jax.Array:
-        return write_layer(rows, put(np.pad(new[None], ((0, 0),) * 3 + ((0, pad),))), np.int32(row))
 
-    def values(rows: jax.Array, new: np.ndarray) -> jax.Array:
-        padding = ((0, 0), (0, 0), (0, pad), (0, 0))
-        return write_layer(rows, put(np.pad(new[None], padding)), np.int32(row))
+def stacked(kvs: Sequence[HostKv], num_rows: int, num_positions: int) -> KVCache:
+    """Host rows padded to one shape, as host arrays: what `insert_rows` takes from a device."""
 
+    def stack(arrays: Sequence[np.ndarray], axis: int) -> np.ndarray:
+        shape = [num_rows, *arrays[0].shape]
+        shape[axis] = num_positions
+        out = np.zeros(shape, arrays[0].dtype)
+        for row, array in zip(np.moveaxis(out, axis, 1), arrays, strict=False):
+            row[: array.shape[axis - 1]] = np.moveaxis(array, axis - 1, 0)
+        return out
+
+    layers = range(len(kvs[0].keys))
     return KVCache(
-        tuple(keys(k, new) for k, new in zip(cache.keys, kv.keys, strict=True)),
-        tuple(values(v, new) for v, new in zip(cache.values, kv.values, strict=True)),
+        tuple(stack([kv.keys[i] for kv in kvs], KEY_AXIS) for i in layers),
+        tuple(stack([kv.values[i] for kv in kvs], VALUE_AXIS) for i in layers),
     )
 
 

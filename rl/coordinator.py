@@ -1,4 +1,4 @@
-"""Where workers of one rollout meet: the scheduler is told here, and obeyed.
+"""Where workers meet: the scheduler is told here, and obeyed.
 
 scheduler ← events ← coordinator → starts → inbox of a worker → engine
                                  ↑                              │ chunk ended: go on here, or
@@ -7,26 +7,31 @@ scheduler ← events ← coordinator → starts → inbox of a worker → engine
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from rl.kv_pool import KvPool
-from rl.trajectory import Begun, Request, Trajectory
+from rl.trajectory import Begun, Chunk, Request, Trajectory
 from sched.protocol import (
     Action,
     ChunkDone,
+    Defer,
     Event,
     Finished,
     Scheduler,
     Start,
     Submitted,
+    Trained,
     WorkerJoined,
     WorkerLost,
 )
 from sched.replay import Decision
 from sched.request import Ask, Kv
+
+Inbox = queue.SimpleQueue[tuple[int, Start] | None]  # (step, start); None: nothing more will come
 
 
 class WorkerError(RuntimeError):
@@ -44,6 +49,16 @@ class Aborted(Exception):
     """The rollout was given up while this worker ran."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Deferred:
+    """A request has gone over into the next step, half done."""
+
+    request_id: int
+
+
+Result = Trajectory | Deferred | WorkerError
+
+
 class Coordinator:
     """The one place where the scheduler is told and obeyed; any thread may call it."""
 
@@ -51,86 +66,62 @@ class Coordinator:
         self._scheduler, self._clock, self._pool = scheduler, clock, pool
         self._lock = threading.Lock()
         self._began_s = clock()
-        self._requests: dict[int, Request] = {}
-        self._chunk: dict[int, Start] = {}  # the start in force
-        self._handed: dict[int, Begun] = {}  # what it began with, but for keys and values
-        self._inboxes: dict[int, queue.SimpleQueue[Start | None]] = {}
-        self._over: set[int] = set()
-        self._results: queue.SimpleQueue[Trajectory | WorkerError] = queue.SimpleQueue()
+        self._step_of: dict[int, int] = {}
+        self._starts: dict[int, Start] = {}  # in force, of requests that run
+        self._begun: dict[int, Begun] = {}  # with what they began it, but for keys and values
+        self._generated: collections.Counter[int] = collections.Counter()  # as last reported
+        self._inboxes: dict[int, Inbox] = {}
+        self._results: queue.SimpleQueue[Result] = queue.SimpleQueue()
         self.decisions: list[Decision] = []
         self._aborted = False
 
-    def check(self, finished: int, tokens: int) -> None:
-        """Raises Aborted in a worker's thread once the rollout is given up."""
-        if self._aborted:
-            raise Aborted
+    # -- what the caller says ---------------------------------------------------------
 
-    def submit(self, requests: Sequence[Request], default_limit: int) -> None:
-        """All requests of the rollout."""
-        self._requests.update({r.request_id: r for r in requests})
+    def submit(
+        self,
+        step: int,
+        requests: Sequence[Request],
+        default_limit: int,
+        past_tokens: Mapping[int, tuple[int, ...]],
+    ) -> None:
+        """All requests of a step; `past_tokens` are lengths of last epoch's, by group."""
+        with self._lock:
+            self._begun.update({r.request_id: Begun(r) for r in requests})
+            self._step_of.update({r.request_id: step for r in requests})
         asks = tuple(
-            Ask(r.request_id, r.group_id, len(r.prompt_ids), r.max_new_tokens or default_limit)
+            Ask(
+                r.request_id,
+                r.group_id,
+                len(r.prompt_ids),
+                r.max_new_tokens or default_limit,
+                past_tokens=past_tokens.get(r.group_id, ()),
+                step=step,
+                prefix_tokens=len(r.cached.tokens) + 1 if r.cached is not None else 0,
+            )
             for r in requests
         )
         self._tell(Submitted(asks))
 
-    def join(self, worker_id: int, kv_tokens: int, max_requests: int) -> None:
-        self._inboxes[worker_id] = queue.SimpleQueue()
+    def trained(self, step: int) -> None:
+        self._tell(Trained(step))
+
+    def join(self, worker_id: int, kv_tokens: int, max_requests: int) -> Inbox:
+        """A worker is there; what it is to start comes into its inbox."""
+        inbox = self._inboxes[worker_id] = queue.SimpleQueue()
         self._tell(WorkerJoined(worker_id, kv_tokens, max_requests))
+        return inbox
 
     def lose(self, worker_id: int) -> None:
         """A worker is gone with what it ran, which goes on elsewhere from its last chunk."""
-        for request_id, start in self._chunk.items():
-            if start.worker_id == worker_id:
-                self._pool.withdraw(request_id)
         self._inboxes.pop(worker_id)
         self._tell(WorkerLost(worker_id))
 
-    def finished(self, worker_id: int, trajectory: Trajectory) -> None:
-        request_id = trajectory.request_id
-        chunk = self._chunk[request_id].chunk
-        self._tell(Finished(request_id, worker_id, chunk, trajectory.num_tokens))
-        self._over.add(request_id)
-        self._results.put(trajectory)
-
-    def chunk_ended(self, worker_id: int, request_id: int, response_tokens: int) -> int:
-        """How many tokens more the request may have where it is; 0: it must leave."""
-        self._pool.promise(request_id)
-        chunk = self._chunk[request_id].chunk
-        actions = self._tell(ChunkDone(request_id, worker_id, chunk, response_tokens, True))
-        for action in actions:
-            if isinstance(action, Start) and action.kv is Kv.HELD:
-                self._pool.withdraw(request_id)
-                return action.max_tokens
-        return 0
-
-    def next_result(self, timeout_s: float) -> Trajectory | WorkerError | None:
+    def next_result(self, timeout_s: float) -> Result | None:
         """What a worker has to say to the caller; None where none has for so long."""
         try:
             return self._results.get(timeout=timeout_s)
         except queue.Empty:
             return None
-
-    def failed(self, worker_id: int, error: BaseException) -> None:
-        """A worker's thread is about to end with `error`."""
-        running = [r for r, s in self._chunk.items() if s.worker_id == worker_id]
-        self._results.put(
-            WorkerError(worker_id, [r for r in running if r not in self._over], error)
-        )
-
-    def inbox(self, worker_id: int) -> queue.SimpleQueue[Start | None]:
-        return self._inboxes[worker_id]
-
-    def begun(self, start: Start) -> Begun:
-        """What a worker needs in order to obey a start."""
-        request_id = start.request_id
-        begun = self._pool.take(request_id)
-        if begun is None:  # it has not begun, or its worker is lost
-            begun = self._handed.get(request_id, Begun(self._requests[request_id], 0))
-        elif start.kv is not Kv.POOL:
-            begun = begun.without_kv()
-        self._handed[request_id] = begun.without_kv()
-        return dataclasses.replace(begun, max_tokens=start.max_tokens)
 
     def close(self, *, abort: bool = False) -> None:
         """Nothing will come any more; `abort`: what runs is to end as well."""
@@ -138,25 +129,83 @@ class Coordinator:
         for inbox in self._inboxes.values():
             inbox.put(None)
 
+    # -- what workers say -------------------------------------------------------------
+
+    def check(self, finished: int, tokens: int) -> None:
+        """Raises Aborted in a worker's thread once all is given up."""
+        if self._aborted:
+            raise Aborted
+
+    def chunk(self, start: Start) -> Chunk:
+        """What a worker needs in order to obey a start."""
+        request_id = start.request_id
+        pooled = self._pool.take(request_id)
+        with self._lock:
+            begun = pooled or self._begun[request_id]
+            if start.kv is not Kv.POOL:
+                begun = begun.without_kv()
+            self._begun[request_id] = begun.without_kv()
+            # what a lost worker had reported and not handed over is generated again
+            again = self._generated[request_id] - begun.num_tokens
+        return Chunk(begun, start.max_tokens + again)
+
+    def finished(self, worker_id: int, trajectory: Trajectory) -> None:
+        request_id = trajectory.request_id
+        with self._lock:
+            chunk = self._starts.pop(request_id).chunk
+            del self._begun[request_id], self._generated[request_id]
+        self._tell(Finished(request_id, worker_id, chunk, trajectory.num_tokens))
+        self._results.put(trajectory)
+
+    def chunk_ended(self, worker_id: int, request_id: int, response_tokens: int) -> int:
+        """How many tokens more the request may have where it is; 0: it must leave."""
+        self._pool.promise(request_id, worker_id)
+        with self._lock:
+            chunk = self._starts.pop(request_id).chunk
+            self._generated[request_id] = response_tokens
+        for action in self._tell(
+            ChunkDone(request_id, worker_id, chunk, response_tokens, pooled=True)
+        ):
+            if isinstance(action, Start) and action.kv is Kv.HELD:
+                self._pool.withdraw(request_id)
+                return action.max_tokens
+        return 0
+
+    def failed(self, worker_id: int, error: BaseException) -> None:
+        """A worker's thread is about to end with `error`."""
+        self._pool.withdraw_all(worker_id)
+        with self._lock:
+            ran = [r for r, start in self._starts.items() if start.worker_id == worker_id]
+        self._results.put(WorkerError(worker_id, ran, error))
+
     def _tell(self, event: Event) -> Sequence[Action]:
         with self._lock:
             now_s = self._clock() - self._began_s
             actions = tuple(self._scheduler.handle(event, now_s))
             self.decisions.append(Decision(now_s, event, actions))
             for action in actions:
-                assert isinstance(action, Start), "a rollout of one step defers nothing"
-                self._chunk[action.request_id] = action
+                if isinstance(action, Defer):
+                    self._step_of[action.request_id] += 1
+                    self._results.put(Deferred(action.request_id))
+                    continue
+                self._starts[action.request_id] = action
                 if action.kv is not Kv.HELD:
-                    self._inboxes[action.worker_id].put(action)
+                    step = self._step_of[action.request_id]
+                    self._inboxes[action.worker_id].put((step, action))
             return actions
 
 
 class WorkerFeed:
-    """A worker's `rl.feed.Feed`: its inbox, and its way to the coordinator and the pool."""
+    """A worker's `rl.feed.Feed`: its inbox, and its way to the coordinator and the pool.
+
+    What it takes is of the step that `next_step` gave last, or of earlier ones: of a request
+    of a later step it gives nothing until that step is begun.
+    """
 
     def __init__(
         self,
         worker_id: int,
+        inbox: Inbox,
         coordinator: Coordinator,
         pool: KvPool,
         most_requests: int,
@@ -164,28 +213,42 @@ class WorkerFeed:
     ) -> None:
         self.most_requests, self.longest_tokens = most_requests, longest_tokens
         self._worker_id, self._coordinator, self._pool = worker_id, coordinator, pool
-        self._inbox = coordinator.inbox(worker_id)
+        self._inbox, self._step = inbox, 0
+        self._starts: collections.deque[tuple[int, Start]] = collections.deque()
         self._closed = False
 
-    def take(self, *, wait: bool) -> Sequence[Begun] | None:
-        if self._closed:
+    def next_step(self) -> int | None:
+        """The step of the first start that waits here, waiting for one; None: none will come."""
+        self._receive(wait=True)
+        if not self._starts:
             return None
-        starts: list[Start] = []
-        try:
-            while True:
-                start = self._inbox.get(block=wait and not starts)
-                if start is None:
-                    self._closed = True
-                    break
-                starts.append(start)
-        except queue.Empty:
-            pass
-        if self._closed and not starts:
+        self._step = self._starts[0][0]
+        return self._step
+
+    def take(self, *, wait: bool) -> Sequence[Chunk] | None:
+        self._receive(wait=wait)
+        starts = []
+        while self._starts and self._starts[0][0] <= self._step:
+            starts.append(self._starts.popleft()[1])
+        if not starts and (self._starts or self._closed):
             return None
-        return [self._coordinator.begun(start) for start in starts]
+        return [self._coordinator.chunk(start) for start in starts]
 
     def chunk_ended(self, request_id: int, response_tokens: int) -> int:
         return self._coordinator.chunk_ended(self._worker_id, request_id, response_tokens)
 
-    def park(self, begun: Begun) -> None:
-        self._pool.put(begun)
+    def park(self, leaving: Sequence[Begun]) -> None:
+        for begun in leaving:
+            self._pool.put(begun)
+
+    def _receive(self, *, wait: bool) -> None:
+        """Everything that is in the inbox; with `wait`, something at least."""
+        try:
+            while not self._closed:
+                start = self._inbox.get(block=wait and not self._starts)
+                if start is None:
+                    self._closed = True
+                else:
+                    self._starts.append(start)
+        except queue.Empty:
+            pass

@@ -8,7 +8,6 @@ its own.
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 from collections.abc import Callable, Sequence
 
@@ -16,7 +15,6 @@ import jax
 import numpy as np
 
 from models import transformer
-from rl import admission
 from rl.feed import Feed
 from rl.guessing import Guessing
 from rl.prefix_pass import PrefixJudge, PrefixPasses
@@ -24,7 +22,8 @@ from rl.replica import Replica
 from rl.rows import Rows
 from rl.slot_table import SlotTable
 from rl.timeline import EngineStats, RoundRecord
-from rl.trajectory import Begun, Request, Trajectory, check_requests, longest_tokens
+from rl.trajectory import Request, Trajectory, check_requests, longest_tokens
+from rl.waiting import Waiting
 from spec import lookup
 from spec.budget import Budget, Decision, TakeAll
 from spec.drafter import Drafter, Drafts, LiveSlots, plant
@@ -48,23 +47,6 @@ class Phase:
     stop_E: jax.Array
     policy_version: int
     guessing: Guessing
-
-
-@dataclasses.dataclass(frozen=True)
-class Waiting:
-    """Requests that have no row yet: to be answered afresh, with cached responses, and fed."""
-
-    afresh: collections.deque[Request]
-    cached: PrefixPasses | tuple[()] = ()
-    begun: collections.deque[Begun] = dataclasses.field(default_factory=collections.deque)
-
-    def __len__(self) -> int:
-        return len(self.afresh) + len(self.cached) + len(self.begun)
-
-    @property
-    def prompts(self) -> frozenset[admission.Prompt]:
-        """That rows had better go on holding."""
-        return frozenset(r.prompt_ids for r in self.afresh)
 
 
 class Engine(Replica):
@@ -91,6 +73,7 @@ class Engine(Replica):
         budget: Budget | None = None,
         rule: PrefixRule | None = None,
         feed: Feed | None = None,
+        stats: EngineStats | None = None,
         on_finish: OnFinish | None = None,
         on_round: OnRound | None = None,
     ) -> list[Trajectory]:
@@ -99,31 +82,25 @@ class Engine(Replica):
         `budget` decides each round how many of the drafter's guesses are tried; None
         tries all. `rule` says how much of the requests' cached responses is kept; None
         uses none of them. `feed` brings requests while the phase runs, in chunks; their
-        trajectories are told to `on_finish` only. `on_round` is called after every fetch; what
-        it raises ends the phase, and the engine stays usable.
+        trajectories are told to `on_finish` only. `stats` are counted on. `on_round` is called
+        after every fetch; what it raises ends the phase, and the engine stays usable.
 
         Raises ValueError, before any device work, for requests that cannot run:
         empty or too long prompts, tokens outside the vocabulary, repeated ids.
         """
-        check_requests(self.model, requests, sampling.max_new_tokens)
-        if self.context_tokens and any(
-            (r.max_new_tokens or 0) > sampling.max_new_tokens for r in requests
-        ):
-            raise ValueError(
-                "a request has a max_new_tokens of its own beyond that of the sampling, "
-                f"{sampling.max_new_tokens}: noise that goes by content has room for no more"
-            )
-        self.stats = EngineStats()
+        self.check(requests, sampling)
+        self.stats = stats or EngineStats()
         done: dict[int, Trajectory] = {}
         stop_ids = np.asarray(sorted(stop_token_ids) or [-1], np.int32)
+        guessing = Guessing(self.config, drafter, budget or TakeAll(), self.stats)
+        self._phase = Phase(sampling, key, stop_ids, self.put(stop_ids), policy_version, guessing)
         most_tokens = longest_tokens(requests, sampling.max_new_tokens)
         most_requests = len(requests)
         if feed is not None:
             most_tokens = max(most_tokens, feed.longest_tokens)
             most_requests += feed.most_requests
-        guessing = Guessing(self.config, drafter, budget or TakeAll(), self.stats)
-        self._phase = Phase(sampling, key, stop_ids, self.put(stop_ids), policy_version, guessing)
-        waiting = self._queue(requests, rule, most_tokens)
+        waiting = Waiting(self._passes(rule, most_tokens))
+        waiting.add(requests)
 
         def finish(ended: Sequence[Trajectory]) -> None:
             for trajectory in ended:
@@ -138,18 +115,24 @@ class Engine(Replica):
                 slots = self.config.slot_bucket(most_requests)
                 self._rows.reset(slots, self.config.min_positions, most_tokens + 1)
                 while self._fed(feed, waiting) or len(waiting) or self._table.num_busy:
-                    began_s = self.clock()
-                    finish(self._admit(params, waiting))
-                    self._rows.fit(self._table.num_busy + len(waiting), waiting.prompts)
-                    if self._table.num_busy:
-                        self._round(params, len(waiting), began_s)
-                        finish(self._retire_ended(feed))
+                    finish(self._beat(params, waiting, feed))
                     if on_round is not None:
                         on_round(len(done), self.stats.tokens)
             except BaseException:
                 self._rows.drop()
                 raise
         return [done[r.request_id] for r in requests]
+
+    def check(self, requests: Sequence[Request], sampling: SamplingConfig) -> None:
+        """Raise ValueError for requests that cannot run."""
+        check_requests(self.model, requests, sampling.max_new_tokens)
+        if self.context_tokens and any(
+            (r.max_new_tokens or 0) > sampling.max_new_tokens for r in requests
+        ):
+            raise ValueError(
+                "a request has a max_new_tokens of its own beyond that of the sampling, "
+                f"{sampling.max_new_tokens}: noise that goes by content has room for no more"
+            )
 
     @property
     def _table(self) -> SlotTable:
@@ -159,28 +142,31 @@ class Engine(Replica):
         """Take what the feed has; whether it may have more."""
         if feed is None:
             return False
-        begun = feed.take(wait=not (len(waiting) or self._table.num_busy))
-        if begun is None:
-            return False
-        check_requests(self.model, [b.request for b in begun], self._phase.sampling.max_new_tokens)
-        waiting.begun.extend(begun)
-        return True
+        chunks = feed.take(wait=not (len(waiting) or self._table.num_busy))
+        waiting.add_fed(chunks or ())
+        return chunks is not None
 
-    def _queue(
-        self, requests: Sequence[Request], rule: PrefixRule | None, most_tokens: int
-    ) -> Waiting:
-        """All requests; those that may start with a part of a cached response by themselves."""
+    def _passes(self, rule: PrefixRule | None, most_tokens: int) -> PrefixPasses | None:
+        """Where cached responses wait, if they are of use."""
         if rule is None:
-            return Waiting(collections.deque(requests))
+            return None
         phase = self._phase
         judge = PrefixJudge(rule, phase.sampling, phase.key, phase.stop_ids, phase.policy_version)
-        cached = [r for r in requests if r.may_reuse]
-        return Waiting(
-            collections.deque(r for r in requests if not r.may_reuse),
-            PrefixPasses(judge, self, cached, most_tokens, self.stats.verified),
-        )
+        return PrefixPasses(judge, self, most_tokens, self.stats.verified)
 
     # -- the beats ---------------------------------------------------------
+
+    def _beat(
+        self, params: transformer.Params, waiting: Waiting, feed: Feed | None
+    ) -> list[Trajectory]:
+        """Admit, run one fetch's rounds, retire: the trajectories that ended."""
+        began_s = self.clock()
+        ended = self._admit(params, waiting)
+        self._rows.fit(self._table.num_busy + len(waiting), waiting.prompts)
+        if self._table.num_busy:
+            self._round(params, len(waiting), began_s)
+            ended += self._retire_ended(feed)
+        return ended
 
     def _round(self, params: transformer.Params, waiting: int, began_s: float) -> None:
         guessing, ready_s = self._phase.guessing, self.clock()
@@ -225,8 +211,8 @@ class Engine(Replica):
         rows, limit = self._rows, self._phase.sampling.max_new_tokens
         ended: list[Trajectory] = []
         while len(waiting) and (free := len(self._table.free_rows())):
-            if waiting.begun:
-                entering = [waiting.begun.popleft() for _ in range(min(free, len(waiting.begun)))]
+            if waiting.fed:
+                entering = [waiting.fed.popleft() for _ in range(min(free, len(waiting.fed)))]
                 self.stats.prefilled_tokens += rows.enter_begun(params, entering, limit)
             elif waiting.cached:
                 over, entered = waiting.cached.take(params, free)
@@ -351,25 +337,25 @@ class Engine(Replica):
         phase, table = self._phase, self._table
         rows = table.ended_rows(phase.stop_ids)
         whole = np.array([table.is_whole(b, phase.stop_ids) for b in rows.tolist()], bool)
-        for row in rows[~whole].tolist():
+        if not whole.all():
             assert feed is not None, "only what is fed comes in chunks"
-            self._end_chunk(feed, row)
+            self._end_chunks(feed, rows[~whole].tolist())
         phase.guessing.finished(table.view(rows[whole]))
         return [table.retire(b, phase.stop_ids, phase.policy_version) for b in rows[whole].tolist()]
 
-    def _end_chunk(self, feed: Feed, row: int) -> None:
-        """A request has had what it might: it goes on here, or leaves with what it has."""
-        table = self._table
-        request = table.requests[row]
-        assert request is not None
-        more = feed.chunk_ended(request.request_id, int(table.emitted_B[row]))
-        if more:
-            table.extend(row, more)
-        else:
-            self._phase.guessing.finished(table.view(np.array([row])))
-            kv = self._rows.read(row)
-            _, prefix = table.leave(row, self._phase.policy_version)
-            feed.park(Begun(request, 0, prefix, kv))
+    def _end_chunks(self, feed: Feed, rows: Sequence[int]) -> None:
+        """Requests have had what they might: each goes on here, or leaves with what it has."""
+        table, leaving = self._table, []
+        for row in rows:
+            request_id = int(table.request_ids_B[row])
+            more = feed.chunk_ended(request_id, int(table.emitted_B[row]))
+            if more:
+                table.extend(row, more)
+            else:
+                leaving.append(row)
+        if leaving:
+            self._phase.guessing.finished(table.view(np.array(leaving)))
+            feed.park(self._rows.leave(leaving, self._phase.policy_version))
         self._rows.changed()
 
     @property

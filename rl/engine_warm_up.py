@@ -165,9 +165,8 @@ def _feed_programs(engine: Engine, max_requests: int, most_positions: int) -> It
         for S in positions:
             for name, axis in (("keys", cache_steps.KEY_AXIS), ("values", cache_steps.VALUE_AXIS)):
                 rows = partial(_rows, engine, name, B, S)
-                yield Program(cache_steps.slice_layer, partial(_slice, rows))
-                for T in (T for T in positions if T <= S):
-                    yield Program(cache_steps.write_layer, partial(_write, engine, rows, name, T))
+                some = engine.config.prefill_rows
+                yield Program(cache_steps.resize_layer, partial(_resize, rows, some, S, axis))
                 if half < B:
                     fewer = partial(_rows, engine, name, half, S)
                     yield Program(cache_steps.resize_layer, partial(_resize, fewer, B, S, axis))
@@ -283,17 +282,6 @@ def _copy(rows: Callable[[], jax.Array]) -> tuple[tuple, dict[str, Any]]:
     target = rows()
     pairs = np.zeros(target.shape[0], np.int32)
     return (target, *jax.device_put((pairs, pairs, np.int32(0)))), {}
-
-
-def _slice(rows: Callable[[], jax.Array]) -> tuple[tuple, dict[str, Any]]:
-    return (rows(), np.int32(0)), {}
-
-
-def _write(
-    engine: Engine, rows: Callable[[], jax.Array], name: str, T: int
-) -> tuple[tuple, dict[str, Any]]:
-    new = engine.put_kv(np.asarray(getattr(engine.empty_cache(1, T), name)[0]))
-    return (rows(), new, np.int32(0)), {}
 
 
 def _resize(

@@ -156,7 +156,6 @@ def open_inputs(config: TrainConfig) -> Inputs:
         )
     check_lengths(config, model)
     check_algorithm(config)
-    check_workers(config)
     validate(config.reward)
     task = open_tasks(config.task, config.run.seed)
     inputs = Inputs(policy, model, words, task, 0)
@@ -206,21 +205,6 @@ def check_algorithm(config: TrainConfig) -> None:
             f"expected Algorithm.overlong_buffer_tokens of at most Sampling.max_new_tokens="
             f"{limit}, got {buffer}: lower it"
         )
-
-
-def check_workers(config: TrainConfig) -> None:
-    """Raise ValueError where several workers are asked for what one can do only."""
-    if config.sched.workers == 1:
-        return
-    for name, on, mend in (
-        ("Speculation.budget", config.speculation.enabled, "'off'"),
-        ("Reuse.mode", config.reuse.enabled, "'off'"),
-    ):
-        if on:
-            raise ValueError(
-                f"Sched.workers={config.sched.workers} takes no guesses and no reuse yet: set "
-                f"{name} = {mend}, or Sched.workers = 1"
-            )
 
 
 def recipe(config: TrainConfig, model: ModelConfig) -> Recipe:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from rl.trajectory import Begun
+from rl.trajectory import Begun, Chunk
 
 
 class Feed(Protocol):
@@ -18,7 +18,7 @@ class Feed(Protocol):
     most_requests: int
     longest_tokens: int
 
-    def take(self, *, wait: bool) -> Sequence[Begun] | None:
+    def take(self, *, wait: bool) -> Sequence[Chunk] | None:
         """What is to start now; None once nothing will come any more.
 
         `wait`: nothing runs, so come back only with something, or None.
@@ -29,6 +29,6 @@ class Feed(Protocol):
         """How many more tokens a request may have in its row; 0: it leaves the worker."""
         ...
 
-    def park(self, begun: Begun) -> None:
-        """Take a request that leaves, with its keys and values."""
+    def park(self, leaving: Sequence[Begun]) -> None:
+        """Take requests that leave, with their keys and values."""
         ...

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from typing import Any
 
 import numpy as np
 
@@ -19,6 +20,7 @@ from rl.advantages import informative_groups
 from rl.data import DataOrder, prompts_for_step
 from rl.engine import Engine
 from rl.experiment import Inputs, Prompt, TrainConfig
+from rl.guessing import Guesses
 from rl.metrics import Timings
 from rl.packing import Shape
 from rl.progress import Progress
@@ -165,7 +167,7 @@ def generate_and_score(
         new.keys, new.tokens, new.numbers, config.rollout.group_size, before=before.keys
     )
     last = {r.request_id: r.cached.tokens for r in requests if r.cached is not None}
-    drafter, budget = system.speculation.phase(new.keys, new.tokens, last)
+    guesses = system.speculation.phase(new.keys, new.tokens, last)
     completions: dict[int, str] = {}
     scores: dict[int, Future[Score]] = {}
 
@@ -188,8 +190,7 @@ def generate_and_score(
             system.reuse.key(step),
             stop_token_ids=inputs.model.eos_token_ids,
             policy_version=step - 1,
-            drafter=drafter,
-            budget=budget,
+            **_as_taken_by(system.engine, guesses),
             rule=system.reuse.rule(step),
             on_finish=score,
             on_round=watch,
@@ -203,6 +204,14 @@ def generate_and_score(
     ]
     texts = [completions[t.request_id] for t in done]
     return Phase(trajectories, results, texts, system.engine.stats)
+
+
+def _as_taken_by(engine: Engine | Workers, guesses: Guesses) -> dict[str, Any]:
+    """One engine takes guesses, several workers their maker."""
+    if isinstance(engine, Workers):
+        return {"guesses": guesses}
+    drafter, budget = guesses()
+    return {"drafter": drafter, "budget": budget}
 
 
 def _remember(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import numpy as np
 
@@ -17,6 +18,13 @@ from spec.merge import Union
 from spec.outcome import of_plain, of_round
 
 PROBE_EVERY = 4  # calls
+
+Guesses = Callable[[], tuple[Drafter | None, Budget | None]]  # a worker's own, for one phase
+
+
+def no_guesses() -> tuple[Drafter | None, Budget | None]:
+    """Plain decoding."""
+    return None, None
 
 
 class Guessing:

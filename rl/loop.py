@@ -248,7 +248,8 @@ def _engine(
     if config.sched.workers == 1:
         options: dict[str, Any] = {"dtype": dtype, "mesh": mesh, "context_tokens": context_tokens}
         return Engine(inputs.model, config.engine, **options)
-    engines = make_engines(inputs.model, config.engine, config.sched, dtype=dtype)
+    options = {"dtype": dtype, "context_tokens": context_tokens}
+    engines = make_engines(inputs.model, config.engine, config.sched, **options)
     return Workers(engines, config.sched, seed=config.run.seed)
 
 
@@ -265,8 +266,8 @@ def _warm_up(
         "max_requests": config.rollout.num_requests,
         "max_prompt_tokens": config.rollout.max_prompt_tokens,
     }
-    fed = isinstance(engine, Workers)
-    for one in engine.engines if isinstance(engine, Workers) else (engine,):
+    engines = engine.engines if isinstance(engine, Workers) else [engine]
+    for one in engines:
         engine_warm_up.warm_up(
             one,
             one.place(weights),
@@ -274,15 +275,16 @@ def _warm_up(
             speculative=speculative,
             lookup=lookup,
             reuse=config.reuse.enabled,
-            fed=fed,
+            fed=len(engines) > 1,
             **sizes,
         )
-    if speculative and isinstance(engine, Engine):
-        path = folder / "round_times.json"
+    if speculative:  # workers are alike: the first one's times are those of all
+        one, path = engines[0], folder / "round_times.json"
+        placed = one.place(weights)
         speculation.times = load_or_measure(
-            path, engine, weights, config.sampling, lookup=lookup, **sizes
+            path, one, placed, config.sampling, lookup=lookup, **sizes
         )
-        rehearse(config.speculation, speculation.times, engine, weights, config.sampling)
+        rehearse(config.speculation, speculation.times, one, placed, config.sampling)
 
 
 def _resume(

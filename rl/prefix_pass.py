@@ -19,7 +19,7 @@ from rl import packing
 from rl.packing import Layout, Response, Row, Shape
 from rl.replica import Replica
 from rl.timeline import VerifiedPrefixes
-from rl.trajectory import FinishReason, Origin, Prefix, Request, Trajectory, of_prefix
+from rl.trajectory import Chunk, FinishReason, Origin, Prefix, Request, Trajectory, of_prefix
 from spec import contexts, packed_verify
 from spec.packed_verify import PackedResponses, verify_packed
 from spec.prefix_reuse import PrefixRule, Verified
@@ -32,11 +32,13 @@ class Entering:
     """A request with its prefix, and where in the pass's one row its keys and values are.
 
     `positions` are those of all of its tokens but the last, which is the next tree's root.
+    It may have `max_tokens` more in its row; None: all that it may have.
     """
 
     request: Request
     prefix: Prefix
     positions: np.ndarray
+    max_tokens: int | None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -85,32 +87,48 @@ class PrefixJudge:
         return Prefix(tokens, logprobs, emission, versions, origins, kept, reason)
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Pass:
+    """One pass to come: its rows hold some of the responses, which belong to the chunks."""
+
+    chunks: Sequence[Chunk]
+    responses: Sequence[Response]
+    rows: Sequence[Row]
+    shape: Shape
+
+    def __len__(self) -> int:
+        return sum(row.num_samples for row in self.rows)
+
+
 class PrefixPasses:
     """Requests whose cached responses wait to be verified, or stand and wait for a row.
 
-    Which of them share a pass is planned at once. A pass runs when rows are free and nobody is
-    ready to take them, so that no more than one pass's keys and values wait. Its counts are
-    added to `counts`.
+    Which of those that come together share a pass is planned at once. A pass runs when rows are
+    free and nobody is ready to take them, so that no more than one pass's keys and values wait.
+    Its counts are added to `counts`.
     """
 
     def __init__(
         self,
         judge: PrefixJudge,
         replica: Replica,
-        requests: Sequence[Request],
         longest_tokens: int,
         counts: VerifiedPrefixes,
     ) -> None:
-        self._judge, self._replica, self._requests, self._counts = judge, replica, requests, counts
-        self._responses = [_response(request, judge.usable(request)) for request in requests]
-        whole, single = replica.config.verify_shapes(longest_tokens)
-        self._passes = collections.deque(_passes(self._responses, whole, single))
+        self._judge, self._replica, self._counts = judge, replica, counts
+        self._shapes = replica.config.verify_shapes(longest_tokens)
+        self._passes: collections.deque[_Pass] = collections.deque()
         self._ready: collections.deque[Entering] = collections.deque()
-        self._unverified = len(requests)
         self._packed: KVCache | None = None
 
+    def add(self, chunks: Sequence[Chunk]) -> None:
+        """Requests with cached responses that are to run so far."""
+        responses = [_response(r, self._judge.usable(r)) for r in (c.begun.request for c in chunks)]
+        for rows, shape in _rows_of_passes(responses, *self._shapes):
+            self._passes.append(_Pass(chunks, responses, rows, shape))
+
     def __len__(self) -> int:
-        return self._unverified + len(self._ready)
+        return sum(len(p) for p in self._passes) + len(self._ready)
 
     @property
     def packed(self) -> KVCache:
@@ -137,10 +155,10 @@ class PrefixPasses:
 
     def _verify(self, params: Params) -> list[Entering]:
         """Run the next pass."""
-        rows, shape = self._passes.popleft()
-        judge, replica = self._judge, self._replica
-        layout = packing.lay_out(self._responses, rows, shape)
-        inputs = self._inputs(layout)
+        planned = self._passes.popleft()
+        judge, replica, shape = self._judge, self._replica, planned.shape
+        layout = packing.lay_out(planned.responses, planned.rows, shape)
+        inputs = self._inputs(planned, layout)
         self._packed, found = verify_packed(
             params,
             jax.tree.map(replica.put, inputs),
@@ -153,30 +171,31 @@ class PrefixPasses:
         drawn_X, drawn_logprobs_X, logprobs_X, possible_X = packed_verify.unpack(found)
         entering = []
         for i, start, prompt_start in _places(layout):
-            request, n = self._requests[i], len(self._responses[i].tokens)
+            request, n = planned.chunks[i].begun.request, len(planned.responses[i].tokens)
             at = slice(start, start + n)
             verified = Verified(logprobs_X[at], possible_X[at], drawn_X[at], drawn_logprobs_X[at])
             prefix = judge.prefix(request, verified)
             in_prompt = prompt_start + np.arange(len(request.prompt_ids) - 1)
             in_response = start + np.arange(len(prefix.response_ids))
             positions = np.concatenate([in_prompt, in_response])
-            entering.append(Entering(request, prefix, positions))
+            most = planned.chunks[i].max_tokens
+            left = None if most is None else most - len(prefix.response_ids)
+            entering.append(Entering(request, prefix, positions, left))
             drawn_tokens = len(prefix.response_ids) - prefix.reused_tokens
             self._counts.add(n, prefix.reused_tokens, drawn_tokens)
-        self._unverified -= len(entering)
         self._counts.passes[shape.rows, shape.length] += 1
         return entering
 
-    def _inputs(self, layout: Layout) -> PackedResponses:
+    def _inputs(self, planned: _Pass, layout: Layout) -> PackedResponses:
         """The pass's rows, and whose noise draws at each position."""
         shape, context_tokens = layout.tokens_BT.shape, self._replica.context_tokens
         ids_X, at_X, met_X = np.zeros((3, layout.tokens_BT.size), np.int32)
         name_X = at_X.astype(np.uint32)
         for i, start, _ in _places(layout):
-            response = self._responses[i]
+            response, request = planned.responses[i], planned.chunks[i].begun.request
             n = len(response.tokens)
             here = slice(start, start + n)
-            ids_X[here], at_X[here] = self._requests[i].request_id, np.arange(n)
+            ids_X[here], at_X[here] = request.request_id, np.arange(n)
             if context_tokens:
                 name_X[here], met_X[here] = contexts.of_response(
                     response.prompt_ids, response.tokens, context_tokens
@@ -192,7 +211,7 @@ def _response(request: Request, tokens: np.ndarray) -> Response:
     return Response(name, request.group_id, prompt_ids, tokens)
 
 
-def _passes(
+def _rows_of_passes(
     responses: Sequence[Response], whole: Shape, single: Shape
 ) -> Iterator[tuple[list[Row], Shape]]:
     """The rows of every pass; where few are left over, one at a time."""

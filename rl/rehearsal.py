@@ -37,7 +37,7 @@ def rehearse(
     with Speculation(config, cache) as speculation:
         speculation.times = times
         for tried in (TakeAll(2), None):
-            drafter, budget = speculation.phase([NAME], [prompt], dict.fromkeys(range(2), tokens))
+            drafter, budget = speculation.phase([NAME], [prompt], dict.fromkeys(range(2), tokens))()
             engine.run(
                 params,
                 requests,

@@ -18,6 +18,7 @@ from models.config import ModelConfig
 from models.sharding import fitting_sharding, param_shardings
 from rl import admission, cache_steps
 from rl.engine_config import EngineConfig, bucket
+from rl.trajectory import HostKv
 from spec import contexts
 from spec.contexts import Contexts
 from spec.sampling import Draw, SamplingConfig
@@ -74,6 +75,31 @@ class Replica:
             source, target = _pairs(inserts, B)
             cache = cache_steps.insert_rows(cache, new, source, target, len(inserts))
         return cache, prefilled_tokens
+
+    def insert_kv(
+        self, cache: kv_cache.KVCache, entering: Sequence[tuple[HostKv, int]]
+    ) -> kv_cache.KVCache:
+        """Write (keys and values from the host, row), as many rows a call as prefill has."""
+        B, P = cache.num_slots, self.config.prefill_rows
+        for first in range(0, len(entering), P):
+            kvs, rows = zip(*entering[first : first + P], strict=True)
+            longest = max(kv.num_tokens for kv in kvs)
+            T = bucket(longest, self.config.min_prompt_tokens, cache.num_positions)
+            new = jax.tree.map(self.put_kv, cache_steps.stacked(kvs, P, T))
+            source, target = _pairs(list(enumerate(rows)), B)
+            cache = cache_steps.insert_rows(cache, new, source, target, len(rows))
+        return cache
+
+    def read_kv(
+        self, cache: kv_cache.KVCache, rows: Sequence[int], num_tokens: Sequence[int]
+    ) -> list[HostKv]:
+        """Keys and values of the rows' first tokens, on the host."""
+        P, found = self.config.prefill_rows, list[HostKv]()
+        for first in range(0, len(rows), P):
+            row_P, some = np.zeros(P, np.int32), slice(first, first + P)
+            row_P[: len(rows[some])] = rows[some]
+            found += cache_steps.read_rows(cache, row_P, num_tokens[some])
+        return found
 
     def prefill_options(self) -> dict[str, Any]:
         """The static arguments of `cache_steps.prefill`."""
@@ -143,7 +169,7 @@ class Replica:
         return jax.tree.map(jax.device_put, params, shardings)
 
     def put_kv(self, x: np.ndarray) -> jax.Array:
-        """Keys or values of a row, on the shards where a cache has them."""
+        """Keys or values of rows, on the shards where a cache has them."""
         if self.mesh is None:
             return jax.device_put(x, self.device)
         return jax.device_put(x, fitting_sharding(self.mesh, x.shape, kv_cache.AXES))

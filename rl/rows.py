@@ -14,11 +14,10 @@ import numpy as np
 
 from models import kv_cache, transformer
 from rl import admission, cache_steps
-from rl.engine_config import bucket
 from rl.prefix_pass import Entering
 from rl.replica import Replica
 from rl.slot_table import SlotTable
-from rl.trajectory import Begun, HostKv, Request
+from rl.trajectory import Begun, Chunk, Request
 from spec.sampling import SamplingConfig
 from spec.verify import Slots
 
@@ -90,28 +89,36 @@ class Rows:
         target_B = np.zeros(len(table), np.int32)
         for i, (e, row) in enumerate(zip(entering, table.free_rows(), strict=False)):
             index_BS[i, : len(e.positions)], target_B[i] = e.positions, row
-            table.enter(row, e.request, default_limit, e.prefix)
+            table.enter(row, e.request, default_limit, e.prefix, e.max_tokens)
         self._cache = cache_steps.gather_rows(self.cache, packed, index_BS, target_B, len(entering))
 
     def enter_begun(
-        self, params: transformer.Params, begun: Sequence[Begun], default_limit: int
+        self, params: transformer.Params, chunks: Sequence[Chunk], default_limit: int
     ) -> int:
-        """Requests that have begun elsewhere take free rows; returns the tokens computed anew.
+        """Requests that may have begun elsewhere take free rows; returns the tokens computed anew.
 
         Where their keys and values came along they are written, else they are computed.
         """
-        anew = [b for b in begun if b.kv is None]
-        prefilled = 0
+        anew = [c for c in chunks if c.begun.kv is None]
+        prefilled, entering = 0, []
         if anew:
-            rows, prefilled = self._fill(params, [b.token_ids for b in anew], frozenset())
-            for b, row in zip(anew, rows, strict=True):
-                self.table.enter(row, b.request, default_limit, b.prefix, b.max_tokens)
-        for b in begun:
-            if b.kv is not None:
-                (row, *_) = self.table.free_rows()
-                self._write(row, b.kv)
-                self.table.enter(row, b.request, default_limit, b.prefix, b.max_tokens)
+            rows, prefilled = self._fill(params, [c.begun.token_ids for c in anew], frozenset())
+            for c, row in zip(anew, rows, strict=True):
+                self._enter(row, c, default_limit)
+        free = self.table.free_rows()
+        for c in chunks:
+            if c.begun.kv is not None:
+                row = free.pop(0)
+                entering.append((c.begun.kv, row))
+                self._enter(row, c, default_limit)
+        if entering:
+            self.grow(max(kv.num_tokens for kv, _ in entering) + 1)
+            self._cache = self._replica.insert_kv(self.cache, entering)
         return prefilled
+
+    def _enter(self, row: int, chunk: Chunk, default_limit: int) -> None:
+        begun = chunk.begun
+        self.table.enter(row, begun.request, default_limit, begun.prefix, chunk.max_tokens)
 
     def _fill(
         self,
@@ -124,18 +131,16 @@ class Rows:
         self._cache, prefilled = self._replica.fill_rows(params, self.cache, plan)
         return plan.rows, prefilled
 
-    # -- to the host and back --------------------------------------------------------
+    # -- who leaves ------------------------------------------------------------------
 
-    def read(self, row: int) -> HostKv:
-        """Keys and values of a row's tokens but the last."""
-        length = int(self.table.cached_tokens_B[row])
-        return cache_steps.read_row(self.cache, row, length)
-
-    def _write(self, row: int, kv: HostKv) -> None:
-        length = kv.num_tokens
-        self.grow(length + 1)
-        size = bucket(length, self._replica.config.min_positions, self.num_positions)
-        self._cache = cache_steps.write_row(self.cache, row, kv, size, self._replica.put_kv)
+    def leave(self, rows: Sequence[int], policy_version: int) -> list[Begun]:
+        """Requests leave with the keys and values of their tokens but the last, on the host."""
+        lengths = self.table.cached_tokens_B[np.asarray(rows)].tolist()
+        kvs = self._replica.read_kv(self.cache, rows, lengths)
+        return [
+            Begun(*self.table.leave(row, policy_version), kv)
+            for row, kv in zip(rows, kvs, strict=True)
+        ]
 
     # -- buckets -----------------------------------------------------------------------
 

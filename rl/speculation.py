@@ -12,15 +12,17 @@ import dataclasses
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Literal
 
 import numpy as np
 
+from rl.guessing import Guesses, no_guesses
 from spec import history
 from spec.aligned import AlignedDrafter
 from spec.budget import Budget, RoundTimes, make_budget
 from spec.drafter import Drafter
-from spec.group import GroupDrafter
+from spec.group import DraftServer, GroupDrafter
 from spec.history import HistoryDrafter, HistoryIndex, build_index
 from spec.lookup_texts import LookupTexts
 from spec.merge import Union
@@ -101,36 +103,55 @@ class Speculation:
         keys: Sequence[str],
         prompts: Sequence[Prompt],
         last: Mapping[int, np.ndarray] | None = None,
-    ) -> tuple[Drafter | None, Budget | None]:
-        """Drafter and budget of one phase; group g answers `prompts[g]`, named `keys[g]`.
+        *,
+        first_group: int = 0,
+    ) -> Guesses:
+        """A maker of drafters and budgets for one phase: each worker has its own.
 
-        `last` are last epoch's responses by request id, where requests may reuse them.
+        Group first_group + g answers `prompts[g]`, named `keys[g]`. `last` are last epoch's
+        responses by request id, where requests may reuse them. All that is built here is shared
+        by the drafters: the index of the prompts' history, and what siblings tell one another.
         """
         if not self.config.enabled:
-            return None, None
+            return no_guesses
+        history = None
+        if self.keeps_history:
+            history = self._history(dict(zip(keys, prompts, strict=True)))
+        names = dict(enumerate(keys, first_group))
+        return partial(self._guesses, names, last or {}, history, DraftServer())
+
+    def _guesses(
+        self,
+        names: Mapping[int, str],
+        last: Mapping[int, np.ndarray],
+        history: _Built | None,
+        server: DraftServer,
+    ) -> tuple[Drafter | None, Budget | None]:
         parts: list[Drafter] = []
         for source in self.config.sources:
             if source == "last":
                 if last:
                     parts.append(AlignedDrafter(last))
             elif source == "history":
-                index = self._index(dict(zip(keys, prompts, strict=True)))
-                parts.append(HistoryDrafter(index, dict(enumerate(keys)), self._rule))
+                assert history is not None
+                parts.append(HistoryDrafter(history.index, names, self._rule))
             elif source == "group":
-                parts.append(GroupDrafter(update_tokens=self.config.group_update_tokens))
+                tokens = self.config.group_update_tokens
+                parts.append(GroupDrafter(update_tokens=tokens, server=server))
             else:
                 parts.append(NgramDrafter())
         if not parts:
             return None, None
-        texts = self._texts(keys, last or {}) if self.config.may_look_up else None
+        texts = self._texts(names, last, history) if self.config.may_look_up else None
         return Union(parts, texts), make_budget(self.config.budget, self.times)
 
-    def _texts(self, keys: Sequence[str], last: Mapping[int, np.ndarray]) -> LookupTexts | None:
+    def _texts(
+        self, names: Mapping[int, str], last: Mapping[int, np.ndarray], history: _Built | None
+    ) -> LookupTexts | None:
         """What the device may look up: the same last responses, history and siblings."""
         past, sources = {}, self.config.sources
-        if self.keeps_history:
-            assert self._used is not None, "the phase has asked for its index"
-            past = {g: self._used.past[k] for g, k in enumerate(keys) if k in self._used.past}
+        if history is not None:
+            past = {g: history.past[k] for g, k in names.items() if k in history.past}
         own, siblings = last if "last" in sources else {}, "group" in sources
         if not (past or own or siblings):
             return None
@@ -165,12 +186,12 @@ class Speculation:
     def keeps_history(self) -> bool:
         return self.config.enabled and "history" in self.config.sources
 
-    def _index(self, prompts: Mapping[str, Prompt]) -> HistoryIndex:
+    def _history(self, prompts: Mapping[str, Prompt]) -> _Built:
         built = self._built()
         if built is None or built.keys != frozenset(prompts):  # the first step, or a resumed one
             built = self._build(prompts)
         self._building, self._used = None, built
-        return built.index
+        return built
 
     def _built(self) -> _Built | None:
         return None if self._building is None else self._building.result()

@@ -122,16 +122,20 @@ class HostKv:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Begun:
-    """A request that may run for `max_tokens` more, with what it has of its response so far.
+    """A request with what it has of its response so far.
 
     Without `kv` keys and values are computed anew. A request without a `prefix` is at its
     beginning.
     """
 
     request: Request
-    max_tokens: int
     prefix: Prefix | None = None
     kv: HostKv | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Of its response so far."""
+        return 0 if self.prefix is None else len(self.prefix.response_ids)
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -143,6 +147,14 @@ class Begun:
     def without_kv(self) -> Begun:
         """The same, its keys and values to be computed anew."""
         return dataclasses.replace(self, kv=None)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Chunk:
+    """A request that is to run for `max_tokens` more; None: for all that it may have."""
+
+    begun: Begun
+    max_tokens: int | None = None
 
 
 def of_prefix(request: Request, prefix: Prefix) -> Trajectory:

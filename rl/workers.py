@@ -8,7 +8,6 @@ out. Tokens do not depend on any of it: a request's are a function of its seed.
 from __future__ import annotations
 
 import dataclasses
-import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,20 +18,21 @@ import numpy as np
 from models import transformer
 from models.config import ModelConfig
 from models.sharding import MeshConfig, make_mesh
-from rl.coordinator import Aborted, Coordinator, WorkerError, WorkerFeed
+from rl.coordinator import Deferred
 from rl.engine import Engine, OnFinish, OnRound
 from rl.engine_config import EngineConfig
-from rl.kv_pool import KvPool
-from rl.timeline import EngineStats, joined
-from rl.trajectory import Request, Trajectory, check_requests, longest_tokens
+from rl.guessing import Guesses, no_guesses
+from rl.session import Session, SessionSize, StepSpec
+from rl.timeline import EngineStats
+from rl.trajectory import Request, Trajectory, longest_tokens
 from sched.policies import make_scheduler
+from sched.protocol import Scheduler
 from sched.replay import Decision
-from spec.budget import Budget
-from spec.drafter import Drafter
 from spec.prefix_reuse import PrefixRule
 from spec.sampling import SamplingConfig
 
 ON_ERROR = ("stop", "restart")
+POLL_S = 0.05  # between two looks at whether a rollout is to be given up
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,18 +67,8 @@ class SchedConfig:
             raise ValueError(f"expected on_error of {', '.join(ON_ERROR)}, got {self.on_error!r}")
 
 
-@dataclasses.dataclass(frozen=True)
-class RolloutSpec:
-    """What stays the same over one rollout."""
-
-    sampling: SamplingConfig
-    key: jax.Array
-    stop_token_ids: Sequence[int]
-    policy_version: int
-
-
 class Workers:
-    """Engines on devices of their own, with the interface of one engine.
+    """Engines on devices of their own, and the scheduler's name: what rollouts are done with.
 
     `seed` is the scheduler's; each rollout has a fresh one.
     """
@@ -91,8 +81,8 @@ class Workers:
         seed: int = 0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.engines, self.config = list(engines), config
-        self._seed, self._clock = seed, clock
+        self.engines, self.config, self.seed = list(engines), config, seed
+        self._clock = clock
         self.stats = EngineStats()
         self.decisions: list[Decision] = []
 
@@ -109,77 +99,63 @@ class Workers:
         *,
         stop_token_ids: Sequence[int],
         policy_version: int = 0,
-        drafter: Drafter | None = None,
-        budget: Budget | None = None,
+        guesses: Guesses = no_guesses,
         rule: PrefixRule | None = None,
         on_finish: OnFinish | None = None,
         on_round: OnRound | None = None,
     ) -> list[Trajectory]:
         """Every request to its end; trajectories in the order of the requests.
 
-        `on_finish` is called here, in the caller's thread, as responses end; so is `on_round`,
-        now and then: what it raises ends the rollout. Raises WorkerError where a worker raised
-        and is not restarted, ValueError for drafts and reuse, which one worker has.
+        Each worker asks `guesses` for a drafter and a budget of its own. `on_finish` is called
+        here, in the caller's thread, as responses end; so is `on_round`, now and then: what it
+        raises ends the rollout. Raises WorkerError where a worker raised and is not replaced.
         """
-        if drafter is not None or rule is not None:
-            raise ValueError("expected no drafter and no reuse with several workers")
-        check_requests(self.engines[0].model, requests, sampling.max_new_tokens)
-        rollout = RolloutSpec(sampling, key, stop_token_ids, policy_version)
-        weights = [engine.place(params) for engine in self.engines]
-        slots = min(self.engines[0].config.slots, len(requests))
-        longest = longest_tokens(requests, sampling.max_new_tokens)
-        kv_tokens = self.config.kv_tokens or slots * longest
+        self.engines[0].check(requests, sampling)
         scheduler = make_scheduler(
-            self.config.policy, seed=self._seed, chunk_tokens=self.config.chunk_tokens
+            self.config.policy, seed=self.seed, chunk_tokens=self.config.chunk_tokens
         )
-        pool = KvPool(self.config.pool_bytes)
-        coordinator = Coordinator(scheduler, self._clock, pool)
-        threads: dict[int, threading.Thread] = {}
-        engine_of: dict[int, int] = {}
-
-        def join(worker_id: int, engine: int) -> None:
-            coordinator.join(worker_id, kv_tokens, slots)
-            feed = WorkerFeed(worker_id, coordinator, pool, slots, longest)
-            arguments = (
-                *(worker_id, self.engines[engine], weights[engine]),
-                *(rollout, feed, coordinator),
-            )
-            thread = threading.Thread(target=_work, args=arguments, daemon=True)
-            threads[worker_id], engine_of[worker_id] = thread, engine
-            thread.start()
-
+        spec = StepSpec(
+            0, params, sampling, key, stop_token_ids, policy_version, rule=rule, guesses=guesses
+        )
+        longest = longest_tokens(requests, sampling.max_new_tokens)
         done: dict[int, Trajectory] = {}
-        whole = False
+        session = self.session(scheduler, len(requests), longest)
         try:
-            for i in range(len(self.engines)):
-                join(i, i)
-            coordinator.submit(requests, rollout.sampling.max_new_tokens)
-            while len(done) < len(requests):
-                result = coordinator.next_result(timeout_s=0.05)
-                if isinstance(result, WorkerError):
-                    if self.config.on_error == "stop":
-                        raise result
-                    # its successor first, so that what it ran has somewhere to go
-                    join(max(threads) + 1, engine_of[result.worker_id])
-                    coordinator.lose(result.worker_id)
-                elif result is not None:
-                    done[result.request_id] = result
-                    if on_finish is not None:
-                        on_finish(result)
-                if on_round is not None:
-                    on_round(len(done), sum(e.stats.tokens for e in self.engines))
-            whole = True
+            with session:
+                session.submit(spec, requests)
+                while len(done) < len(requests):
+                    result = session.next_result(timeout_s=POLL_S)
+                    assert not isinstance(result, Deferred), "a rollout of one step defers nothing"
+                    if result is not None:
+                        done[result.request_id] = result
+                        if on_finish is not None:
+                            on_finish(result)
+                    if on_round is not None:
+                        on_round(len(done), session.num_tokens(0))
         finally:
-            coordinator.close(abort=not whole)
-            self.decisions = coordinator.decisions
-            for thread in threads.values():
-                thread.join()
-        self.stats = joined([engine.stats for engine in self.engines])
+            self.decisions, self.stats = session.decisions, session.stats(0)
         return [done[r.request_id] for r in requests]
+
+    def session(self, scheduler: Scheduler, max_requests: int, longest_tokens: int) -> Session:
+        """The workers under a scheduler, for rollouts of up to so many requests of such length."""
+        config, slots = self.config, min(self.engines[0].config.slots, max_requests)
+        size = SessionSize(
+            kv_tokens=config.kv_tokens or slots * longest_tokens,
+            max_requests=slots,
+            longest_tokens=longest_tokens,
+            pool_bytes=config.pool_bytes,
+            restart=config.on_error == "restart",
+        )
+        return Session(self.engines, scheduler, size, self._clock)
 
 
 def make_engines(
-    model: ModelConfig, engine: EngineConfig, config: SchedConfig, *, dtype: np.dtype
+    model: ModelConfig,
+    engine: EngineConfig,
+    config: SchedConfig,
+    *,
+    dtype: np.dtype,
+    context_tokens: int = 0,
 ) -> list[Engine]:
     """An engine for each worker, on devices of its own as far as there are any.
 
@@ -199,32 +175,5 @@ def make_engines(
         place: dict[str, Any] = {"mesh": make_mesh(MeshConfig(data=1, tensor=size), mine)}
         if size == 1:  # the first device is the default one, whose programs are there
             place = {"device": None if mine == devices[:1] else mine[0]}
-        engines.append(Engine(model, engine, dtype=dtype, **place))
+        engines.append(Engine(model, engine, dtype=dtype, context_tokens=context_tokens, **place))
     return engines
-
-
-def _work(
-    worker_id: int,
-    engine: Engine,
-    params: transformer.Params,
-    rollout: RolloutSpec,
-    feed: WorkerFeed,
-    coordinator: Coordinator,
-) -> None:
-    """A worker's thread: one phase of its engine, fed by the coordinator."""
-    try:
-        engine.run(
-            params,
-            (),
-            rollout.sampling,
-            rollout.key,
-            stop_token_ids=rollout.stop_token_ids,
-            policy_version=rollout.policy_version,
-            feed=feed,
-            on_finish=lambda trajectory: coordinator.finished(worker_id, trajectory),
-            on_round=coordinator.check,
-        )
-    except Aborted:
-        pass
-    except BaseException as error:
-        coordinator.failed(worker_id, error)

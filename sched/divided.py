@@ -61,7 +61,8 @@ class Divided:
             self._next = request
             if request is None:
                 return actions
-            max_tokens = min(self._chunk_tokens, request.remaining_tokens)
+            chunk_tokens = self._chunk_tokens + request.prefix_tokens
+            max_tokens = min(chunk_tokens, request.remaining_tokens)
             worker = self._place(request, request.total_tokens + max_tokens)
             if worker is None:
                 self._refuse_what_never_fits(request, max_tokens)

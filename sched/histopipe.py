@@ -271,7 +271,8 @@ class HistoPipe:
         if not self._config.migrate or request.ask.request_id in self._moved:
             return self._start(request, worker_id)
         outlier = min(share.outlier_tokens, request.ask.max_new_tokens)
-        return self._start(request, worker_id, math.ceil(outlier) - request.generated_tokens)
+        tokens = math.ceil(outlier) - request.generated_tokens
+        return self._start(request, worker_id, max(tokens, 1 + request.prefix_tokens))
 
     def _start(self, request: Request, worker_id: int, tokens: int = 2**31) -> Action:
         worker = self._ledger.workers[worker_id]

@@ -27,7 +27,8 @@ class Ask:
     """A request as it is submitted.
 
     `expected_tokens` is its length where an oracle knows it; `past_tokens` are the lengths of
-    the last epoch's responses to its prompt. `step` is the training step that asks.
+    the last epoch's responses to its prompt. `step` is the training step that asks. It may
+    begin with `prefix_tokens` at once, those of a response that may be reused among them.
     """
 
     request_id: int
@@ -37,6 +38,7 @@ class Ask:
     expected_tokens: int | None = None
     past_tokens: tuple[int, ...] = ()
     step: int = 0
+    prefix_tokens: int = 0
 
     def __post_init__(self) -> None:
         if self.prompt_tokens < 1 or self.max_new_tokens < 1:
@@ -60,6 +62,11 @@ class Request:
     @property
     def remaining_tokens(self) -> int:
         return self.ask.max_new_tokens - self.generated_tokens
+
+    @property
+    def prefix_tokens(self) -> int:
+        """That its next start may begin with, beyond what it has."""
+        return 0 if self.generated_tokens else self.ask.prefix_tokens
 
     @property
     def total_tokens(self) -> int:

@@ -9,6 +9,7 @@ boundary and serve many workers; here both live in one process.
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -33,9 +34,10 @@ class Update:
 
 
 class DraftServer:
-    """All groups' tokens, as logs of updates."""
+    """All groups' tokens, as logs of updates; several workers' threads may share it."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._logs: dict[int, list[Update]] = {}
         self._lengths: dict[tuple[int, int], int] = {}
 
@@ -46,27 +48,31 @@ class DraftServer:
         ValueError where tokens before it are missing.
         """
         name = update.group_id, update.request_id
-        known = self._lengths.get(name, 0)
-        if update.previous_tokens > known:
-            raise ValueError(
-                f"request {update.request_id} of group {update.group_id} has {known} tokens here: "
-                f"got an update that starts after {update.previous_tokens}; send what is missing"
-            )
-        new = update.tokens[known - update.previous_tokens :]
-        if len(new):
-            log = self._logs.setdefault(update.group_id, [])
-            log.append(Update(update.group_id, update.request_id, known, new))
-            self._lengths[name] = known + len(new)
+        with self._lock:
+            known = self._lengths.get(name, 0)
+            if update.previous_tokens > known:
+                raise ValueError(
+                    f"request {update.request_id} of group {update.group_id} has {known} tokens "
+                    f"here: got an update that starts after {update.previous_tokens}; send what "
+                    "is missing"
+                )
+            new = update.tokens[known - update.previous_tokens :]
+            if len(new):
+                log = self._logs.setdefault(update.group_id, [])
+                log.append(Update(update.group_id, update.request_id, known, new))
+                self._lengths[name] = known + len(new)
 
     def fetch(self, seen: Mapping[int, int]) -> dict[int, list[Update]]:
         """Each group's updates after the first `seen[group]`; groups without any are left out."""
-        new = {group: self._logs.get(group, [])[count:] for group, count in seen.items()}
+        with self._lock:
+            new = {group: self._logs.get(group, [])[count:] for group, count in seen.items()}
         return {group: updates for group, updates in new.items() if updates}
 
     def drop(self, group_id: int) -> None:
         """Forget a group."""
-        for update in self._logs.pop(group_id, ()):
-            self._lengths.pop((group_id, update.request_id), None)
+        with self._lock:
+            for update in self._logs.pop(group_id, ()):
+                self._lengths.pop((group_id, update.request_id), None)
 
 
 class DraftClient:
@@ -122,10 +128,15 @@ class DraftClient:
 
 
 class GroupDrafter:
-    """Feeds a server with the live requests' tokens, `update_tokens` at a time, and drafts."""
+    """Feeds a server with the live requests' tokens, `update_tokens` at a time, and drafts.
 
-    def __init__(self, rule: ProposalRule = RULE, update_tokens: int = 4) -> None:
-        self._server, self._client = DraftServer(), DraftClient(rule)
+    `server` is shared by the drafters of several workers; None: one of its own.
+    """
+
+    def __init__(
+        self, rule: ProposalRule = RULE, update_tokens: int = 4, server: DraftServer | None = None
+    ) -> None:
+        self._server, self._client = server or DraftServer(), DraftClient(rule)
         self._update_tokens, self._tail = update_tokens, rule.longest
         self._index = RequestIndex()
         self._sent_F = np.empty(0, np.int64)  # tokens that the server has been told of

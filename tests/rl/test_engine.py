@@ -6,49 +6,17 @@ import re
 import jax
 import numpy as np
 import pytest
+from tiny_engine import CONFIG, MODEL, make_params
 
-from models import transformer
-from models.config import ModelConfig
 from rl.engine import Engine
-from rl.engine_config import EngineConfig, bucket
+from rl.engine_config import bucket
 from rl.trajectory import FinishReason, Request
 from spec.drafter import stack
 from spec.sampling import SamplingConfig, step_key
 from spec.tree import NO_DRAFT, Draft, chain
 
-MODEL = ModelConfig(
-    architecture="llama",
-    vocab_size=20,
-    d_model=16,
-    num_layers=1,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=8,
-    d_ff=16,
-    max_positions=64,
-)
-# as few buckets as will do: each is a compilation
-CONFIG = EngineConfig(
-    slots=4,
-    min_slots=4,
-    min_positions=32,
-    min_prompt_tokens=8,
-    rounds_per_fetch=4,
-    max_nodes=4,
-    prefill_rows=2,
-    prefill_chunk_tokens=8,
-)
 SAMPLING = SamplingConfig(max_new_tokens=8)
 KEY = step_key(0, 0)
-
-
-def make_params(seed):
-    rng = np.random.default_rng(seed)
-
-    def one(spec):
-        return (2 * (spec.scale or 0.5) * rng.standard_normal(spec.shape)).astype(np.float32)
-
-    return jax.tree.map(one, transformer.param_specs(MODEL))
 
 
 PARAMS = make_params(0)

@@ -2,40 +2,24 @@
 
 import dataclasses
 
-import jax
-import numpy as np
 import pytest
+import tiny_engine
+from tiny_engine import make_params
 
-from models import transformer
-from models.config import ModelConfig
 from rl.engine import Engine
 from rl.engine_config import EngineConfig
 from rl.rollout import generate
 from rl.trajectory import FinishReason, Request
 from spec.sampling import SamplingConfig, step_key
 
-MODEL = ModelConfig(
-    architecture="llama",
-    vocab_size=20,
-    d_model=16,
-    num_layers=1,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=8,
-    d_ff=16,
-    eos_token_ids=(4, 5, 6),
-)
+MODEL = dataclasses.replace(tiny_engine.MODEL, eos_token_ids=(4, 5, 6))
 SAMPLING = SamplingConfig(max_new_tokens=12)
 REQUESTS = [Request(i, (1, 2 + i % 2)) for i in range(4)]
 
 
 @pytest.fixture(scope="module")
 def params():
-    rng = np.random.default_rng(0)
-    return jax.tree.map(
-        lambda s: (2 * (s.scale or 0.5) * rng.standard_normal(s.shape)).astype(np.float32),
-        transformer.param_specs(MODEL),
-    )
+    return make_params()
 
 
 @pytest.fixture(scope="module")

@@ -10,59 +10,24 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_team import (
+    CONFIG,
+    MODEL,
+    assert_same_tokens,
+    play,
+    starts,
+    workers,
+)
 
-from models import transformer
-from models.config import ModelConfig
 from rl.coordinator import WorkerError
 from rl.engine import Engine
-from rl.engine_config import EngineConfig
 from rl.kv_pool import KvPool
 from rl.trajectory import Begun, HostKv, Request
 from rl.workers import SchedConfig, Workers, make_engines
 from sched.policies import make_scheduler
-from sched.protocol import ChunkDone, Finished, Start
+from sched.protocol import ChunkDone, Finished
 from sched.replay import replay
 from sched.request import Kv
-from spec.sampling import SamplingConfig, step_key
-
-MODEL = ModelConfig(
-    architecture="llama",
-    vocab_size=20,
-    d_model=16,
-    num_layers=1,
-    num_heads=2,
-    num_kv_heads=2,
-    head_dim=8,
-    d_ff=16,
-    max_positions=64,
-)
-CONFIG = EngineConfig(
-    slots=4,
-    min_slots=4,
-    min_positions=32,
-    min_prompt_tokens=8,
-    rounds_per_fetch=2,
-    max_nodes=4,
-    prefill_rows=2,
-    prefill_chunk_tokens=8,
-)
-SAMPLING = SamplingConfig(max_new_tokens=16)
-STOP = (3,)
-KEY = step_key(0, 0)
-
-
-def make_params():
-    rng = np.random.default_rng(0)
-
-    def one(spec):
-        return (2 * (spec.scale or 0.5) * rng.standard_normal(spec.shape)).astype(np.float32)
-
-    return jax.tree.map(one, transformer.param_specs(MODEL))
-
-
-PARAMS = make_params()
-PROMPTS = ((4, 5, 6), (7,), (8, 9, 10, 11, 12), (13, 14))
-REQUESTS = [Request(4 * g + i, PROMPTS[g], g, i) for i in range(4) for g in range(len(PROMPTS))]
 
 
 @pytest.fixture(scope="module")
@@ -75,33 +40,6 @@ def alone(engines):
     """What one engine gives, by request id."""
     done = play(engines[0])
     return {t.request_id: t for t in done}
-
-
-def workers(engines, count, policy="divided_fifo", chunk=3, kv_tokens=60, **options):
-    config = SchedConfig(policy, count, chunk_tokens=chunk, kv_tokens=kv_tokens, **options)
-    return Workers(engines[:count], config)
-
-
-def play(team, **options):
-    return team.run(
-        PARAMS, REQUESTS, SAMPLING, KEY, stop_token_ids=STOP, policy_version=7, **options
-    )
-
-
-def assert_same_tokens(done, alone):
-    assert [t.request_id for t in done] == [r.request_id for r in REQUESTS]
-    for t in done:
-        wanted = alone[t.request_id]
-        assert t.response_ids.tolist() == wanted.response_ids.tolist()
-        assert t.finish_reason == wanted.finish_reason
-        assert t.logprobs == pytest.approx(wanted.logprobs, abs=1e-5)
-        assert t.emission_logprobs == pytest.approx(wanted.logprobs, abs=1e-5)
-        assert (t.policy_versions == 7).all()
-        assert (t.group_id, t.sample_index) == (wanted.group_id, wanted.sample_index)
-
-
-def starts(team):
-    return [a for d in team.decisions for a in d.actions if isinstance(a, Start)]
 
 
 @pytest.mark.parity
@@ -177,6 +115,41 @@ def test_a_worker_that_raises_stops_the_rollout_and_names_its_requests(engines):
         play(team)
 
 
+class Unreadable(Engine):
+    """Raises when the first request is to leave it, once: its chunk's end is known by then."""
+
+    failed = False
+
+    def read_kv(self, cache, rows, num_tokens):
+        if not self.failed:
+            self.failed = True
+            raise RuntimeError("a device is gone")
+        return super().read_kv(cache, rows, num_tokens)
+
+
+@pytest.mark.fault
+def test_a_worker_that_dies_between_a_report_and_its_copy_loses_nothing(engines, alone):
+    """What it reported and did not hand over is generated again, by whoever was told to go on."""
+    unreadable = Unreadable(MODEL, CONFIG)
+    team = workers(
+        [unreadable, engines[0], engines[1]], 3, chunk=2, kv_tokens=40, on_error="restart"
+    )
+    assert_same_tokens(play(team), alone)
+    assert unreadable.failed
+    assert {a.worker_id for a in starts(team)} >= {0, 1, 2, 3}
+
+
+@pytest.mark.fault
+def test_a_worker_that_always_raises_ends_the_rollout_at_last(engines):
+    class Broken(Engine):
+        def _round(self, *args):
+            raise RuntimeError("no device here")
+
+    team = workers([Broken(MODEL, CONFIG), engines[0]], 2, on_error="restart")
+    with pytest.raises(WorkerError, match="no device here"):
+        play(team)
+
+
 @pytest.mark.fault
 @pytest.mark.parametrize("policy", ["group_fifo", "divided_fifo", "seer"])
 def test_a_worker_that_raises_is_replaced_where_it_may_be(engines, alone, policy):
@@ -230,28 +203,23 @@ def test_workers_of_more_devices_than_there_are():
         make_engines(MODEL, CONFIG, config, dtype=np.float32)
 
 
-def test_several_workers_take_no_drafter_yet(engines):
-    with pytest.raises(ValueError, match="expected no drafter and no reuse"):
-        play(workers(engines, 2), drafter=object())
-
-
 # --- the pool ---------------------------------------------------------------------------
 
 
 def entry(request_id, tokens=2):
     kv = HostKv((np.zeros((1, 2, tokens)),), (np.zeros((1, tokens, 2)),))
-    return Begun(Request(request_id, (1,)), 0, None, kv)
+    return Begun(Request(request_id, (1,)), None, kv)
 
 
 def test_the_pool_gives_what_was_promised_and_counts_its_bytes():
     pool = KvPool(100)
     assert pool.take(1) is None
-    pool.promise(1)
+    pool.promise(1, 0)
     pool.put(entry(1))
     assert pool.num_bytes == 64 and len(pool) == 1
-    pool.promise(2)
+    pool.promise(2, 0)
     pool.put(entry(2))  # beyond the cap: without keys and values
-    assert (pool.num_bytes, pool.dropped) == (64, 1)
+    assert (pool.num_bytes, pool.num_dropped) == (64, 1)
     assert pool.take(2).kv is None
     assert pool.take(1).kv.num_tokens == 2
     assert pool.num_bytes == len(pool) == 0
@@ -259,16 +227,18 @@ def test_the_pool_gives_what_was_promised_and_counts_its_bytes():
 
 def test_who_takes_what_is_promised_waits_for_it():
     pool, taken = KvPool(100), []
-    pool.promise(1)
+    pool.promise(1, 0)
     thread = threading.Thread(target=lambda: taken.append(pool.take(1)))
     thread.start()
     pool.put(entry(1))
     thread.join()
     assert taken[0].request.request_id == 1
-    pool.promise(1)
+    pool.promise(1, 0)
     thread = threading.Thread(target=lambda: taken.append(pool.take(1)))
     thread.start()
-    pool.withdraw(1)
+    pool.withdraw_all(1)  # another worker's
+    assert len(pool) == 1
+    pool.withdraw_all(0)
     thread.join()
     assert taken[1] is None
 
@@ -282,7 +252,7 @@ def test_the_pool_never_holds_more_than_it_may(ids):
             assert pool.take(request_id) is not None
             held.remove(request_id)
         else:
-            pool.promise(request_id)
+            pool.promise(request_id, 0)
             pool.put(entry(request_id))
             held.add(request_id)
         assert pool.num_bytes <= 150 and len(pool) == len(held)

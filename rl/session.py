@@ -1,0 +1,175 @@
+"""Workers at work: a thread and an engine each, under one scheduler, for as long as it takes.
+
+Steps of requests are submitted while earlier ones may still run; a worker pulls the weights of
+a step when it begins with it. Results come back as responses end.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import threading
+from collections.abc import Callable, Mapping, Sequence
+
+import jax
+
+from models import transformer
+from rl.coordinator import Aborted, Coordinator, Deferred, WorkerError, WorkerFeed
+from rl.engine import Engine
+from rl.guessing import Guesses, no_guesses
+from rl.kv_pool import KvPool
+from rl.timeline import EngineStats, joined
+from rl.trajectory import Request, Trajectory
+from sched.protocol import Scheduler
+from sched.replay import Decision
+from spec.prefix_reuse import PrefixRule
+from spec.sampling import SamplingConfig
+
+MOST_RESTARTS = 3  # of one engine in a session: what fails more often will not heal
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StepSpec:
+    """What all requests of a step have in common. `params` are copied to a worker's devices."""
+
+    step: int
+    params: transformer.Params
+    sampling: SamplingConfig
+    key: jax.Array
+    stop_token_ids: Sequence[int]
+    policy_version: int = 0
+    rule: PrefixRule | None = None
+    guesses: Guesses = no_guesses
+
+
+@dataclasses.dataclass(frozen=True)
+class SessionSize:
+    """What a worker holds, and whether one that raised is replaced."""
+
+    kv_tokens: int
+    max_requests: int
+    longest_tokens: int
+    pool_bytes: int
+    restart: bool = False
+
+
+class Session:
+    """Use it as a context manager: leaving it ends all workers, and waits for them."""
+
+    def __init__(
+        self,
+        engines: Sequence[Engine],
+        scheduler: Scheduler,
+        size: SessionSize,
+        clock: Callable[[], float],
+    ) -> None:
+        self._engines, self._size = engines, size
+        self._pool = KvPool(size.pool_bytes)
+        self._coordinator = Coordinator(scheduler, clock, self._pool)
+        self._threads: dict[int, threading.Thread] = {}
+        self._engine_of: dict[int, int] = {}
+        self._specs: dict[int, StepSpec] = {}
+        self._stats: collections.defaultdict[int, list[EngineStats]] = collections.defaultdict(list)
+
+    def __enter__(self) -> Session:
+        for i in range(len(self._engines)):
+            self._join(i)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._coordinator.close(abort=kind is not None)
+        for thread in self._threads.values():
+            thread.join()
+
+    @property
+    def decisions(self) -> list[Decision]:
+        return self._coordinator.decisions
+
+    def submit(
+        self,
+        spec: StepSpec,
+        requests: Sequence[Request],
+        past_tokens: Mapping[int, tuple[int, ...]] | None = None,
+    ) -> None:
+        """All requests of a step; ids are unique in a session.
+
+        `past_tokens` are the lengths of last epoch's responses, by group.
+        """
+        self._specs[spec.step] = spec
+        for step in [s for s in self._specs if s < spec.step - 1]:
+            del self._specs[step]  # whoever begins with a step now has newer ones to do
+        limit = spec.sampling.max_new_tokens
+        self._coordinator.submit(spec.step, requests, limit, past_tokens or {})
+
+    def trained(self, step: int) -> None:
+        """The update of a step is done."""
+        self._coordinator.trained(step)
+
+    def next_result(self, timeout_s: float) -> Trajectory | Deferred | None:
+        """What has ended, or gone over into the next step; None where nothing has for so long.
+
+        Raises WorkerError where a worker raised and is not replaced.
+        """
+        result = self._coordinator.next_result(timeout_s)
+        if not isinstance(result, WorkerError):
+            return result
+        engine = self._engine_of[result.worker_id]
+        failures = sum(e == engine for e in self._engine_of.values())
+        if not self._size.restart or failures > MOST_RESTARTS:
+            raise result
+        # its successor first, so that what it ran has somewhere to go
+        self._join(engine)
+        self._coordinator.lose(result.worker_id)
+        return None
+
+    def num_tokens(self, step: int) -> int:
+        """What all workers emitted in a step so far."""
+        return sum(stats.tokens for stats in self._stats[step])
+
+    def stats(self, step: int) -> EngineStats:
+        """What all workers counted in a step so far."""
+        return joined(self._stats[step]) if self._stats[step] else EngineStats()
+
+    def _join(self, engine: int) -> None:
+        worker_id, size = len(self._threads), self._size
+        inbox = self._coordinator.join(worker_id, size.kv_tokens, size.max_requests)
+        feed = WorkerFeed(
+            *(worker_id, inbox, self._coordinator, self._pool),
+            *(size.max_requests, size.longest_tokens),
+        )
+        thread = threading.Thread(
+            target=self._work,
+            args=(worker_id, self._engines[engine], feed),
+            name=f"worker-{worker_id}",
+            daemon=True,
+        )
+        self._threads[worker_id], self._engine_of[worker_id] = thread, engine
+        thread.start()
+
+    def _work(self, worker_id: int, engine: Engine, feed: WorkerFeed) -> None:
+        """A worker's thread: one phase of its engine for each step, fed by the coordinator."""
+        coordinator = self._coordinator
+        try:
+            while (step := feed.next_step()) is not None:
+                spec, stats = self._specs[step], EngineStats()
+                self._stats[step].append(stats)
+                drafter, budget = spec.guesses()
+                engine.run(
+                    engine.place(spec.params),
+                    (),
+                    spec.sampling,
+                    spec.key,
+                    stop_token_ids=spec.stop_token_ids,
+                    policy_version=spec.policy_version,
+                    drafter=drafter,
+                    budget=budget,
+                    rule=spec.rule,
+                    feed=feed,
+                    stats=stats,
+                    on_finish=lambda trajectory: coordinator.finished(worker_id, trajectory),
+                    on_round=coordinator.check,
+                )
+        except Aborted:
+            pass
+        except BaseException as error:
+            coordinator.failed(worker_id, error)
