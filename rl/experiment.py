@@ -156,6 +156,7 @@ def open_inputs(config: TrainConfig) -> Inputs:
         )
     check_lengths(config, model)
     check_algorithm(config)
+    check_pipeline(config)
     validate(config.reward)
     task = open_tasks(config.task, config.run.seed)
     inputs = Inputs(policy, model, words, task, 0)
@@ -204,6 +205,24 @@ def check_algorithm(config: TrainConfig) -> None:
         raise ValueError(
             f"expected Algorithm.overlong_buffer_tokens of at most Sampling.max_new_tokens="
             f"{limit}, got {buffer}: lower it"
+        )
+
+
+def check_pipeline(config: TrainConfig) -> None:
+    """Raise ValueError where rollouts cannot run ahead of training."""
+    if config.sched.mode != "pipeline":
+        return
+    if config.algorithm.resolved.max_extra_phases is not None:
+        raise ValueError(
+            f"Algorithm.name={config.algorithm.name!r} asks for more prompts once rewards are "
+            'known, and Sched.mode="pipeline" asks a step ahead: choose another algorithm, or '
+            'Sched.mode = "sync"'
+        )
+    if config.reuse.enabled:
+        raise ValueError(
+            f'Sched.mode="pipeline" reuses nothing yet, got Reuse.mode={config.reuse.mode!r}: set '
+            'Reuse.mode = "off" (responses of last epoch still serve as drafts), or Sched.mode = '
+            '"sync"'
         )
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from models.transformer import Params
-from rl import trainer
+from rl import reuse, trainer
 from rl.advantages import informative_groups
 from rl.data import DataOrder, prompts_for_step
 from rl.engine import Engine
@@ -25,7 +25,7 @@ from rl.metrics import Timings
 from rl.packing import Shape
 from rl.progress import Progress
 from rl.recipe import Recipe
-from rl.reuse import Reuse, remember
+from rl.reuse import Reuse
 from rl.rewards.pool import Job, RewardPool, Score
 from rl.speculation import Speculation
 from rl.tasks import Example
@@ -74,6 +74,10 @@ class Prompts:
             self.examples + more.examples, self.tokens + more.tokens, self.numbers + more.numbers
         )
 
+    def take(self, places: Sequence[int]) -> Prompts:
+        """Those at these places."""
+        return Prompts(*(tuple(column[i] for i in places) for column in vars(self).values()))
+
     @property
     def keys(self) -> list[str]:
         return [example.example_id for example in self.examples]
@@ -99,6 +103,8 @@ class Rollouts(Phase):
     prompts: Prompts
     used_groups: frozenset[int]
     metrics: dict[str, float]
+    num_asked: int  # of the prompts: those behind were asked by the step before
+    siblings: Sequence[Trajectory] = ()  # of the step before, in the groups of the prompts behind
 
     @property
     def used(self) -> np.ndarray:
@@ -128,7 +134,8 @@ def generate(system: System, params: Params, cursor: int, step: int, timings: Ti
     trajectories = [t for p in phases for t in p.trajectories]
     stats = joined([p.stats for p in phases])
     metrics = system.reuse.metrics(stats, sum(t.num_tokens for t in trajectories), step)
-    metrics |= _remember(system, prompts.keys, trajectories, cursor + len(prompts), step)
+    coming = cursor + len(prompts) if step < system.config.run.steps else None
+    metrics |= remember(system, prompts.keys, trajectories, coming)
     if extra is not None:
         metrics |= {
             "dynamic_sampling/phases": float(len(phases)),
@@ -143,6 +150,7 @@ def generate(system: System, params: Params, cursor: int, step: int, timings: Ti
         prompts,
         used,
         metrics,
+        len(prompts),
     )
 
 
@@ -160,7 +168,7 @@ def generate_and_score(
     `before` are the prompts that the step has had in earlier phases: groups are numbered,
     and noise is named, as if all had been asked at once.
     """
-    config, inputs, first = system.config, system.inputs, len(before)
+    config, first = system.config, len(before)
     system.speculation.settle()  # the cache has one reader at a time
     # first samples first: siblings that start apart have something to draft from
     requests = system.reuse.requests(
@@ -168,14 +176,8 @@ def generate_and_score(
     )
     last = {r.request_id: r.cached.tokens for r in requests if r.cached is not None}
     guesses = system.speculation.phase(new.keys, new.tokens, last)
-    completions: dict[int, str] = {}
-    scores: dict[int, Future[Score]] = {}
-
-    def score(t: Trajectory) -> None:
-        text = inputs.tokenizer.decode(t.response_ids.tolist())
-        completions[t.request_id] = text
-        job = Job(new.examples[t.group_id], text, tuple(t.response_ids.tolist()))
-        scores[t.request_id] = system.rewards.submit(job)
+    scorer = Scorer(system)
+    scorer.examples.update(enumerate(new.examples))
 
     def watch(finished: int, tokens: int) -> None:
         system.show.rollout(finished, len(requests), tokens)
@@ -188,22 +190,45 @@ def generate_and_score(
             requests,
             config.sampling,
             system.reuse.key(step),
-            stop_token_ids=inputs.model.eos_token_ids,
+            stop_token_ids=system.inputs.model.eos_token_ids,
             policy_version=step - 1,
             **_as_taken_by(system.engine, guesses),
             rule=system.reuse.rule(step),
-            on_finish=score,
+            on_finish=scorer,
             on_round=watch,
         )
     with timings.section("reward"):  # what is left of it once the last response has ended
         done.sort(key=lambda t: (t.group_id, t.sample_index))
-        results = [scores[t.request_id].result() for t in done]
+        scored = [scorer.result(t) for t in done]
     trajectories = [
-        dataclasses.replace(t, reward=s.total, group_id=t.group_id + first)
-        for t, s in zip(done, results, strict=True)
+        dataclasses.replace(t, reward=score.total, group_id=t.group_id + first)
+        for t, (score, _) in zip(done, scored, strict=True)
     ]
-    texts = [completions[t.request_id] for t in done]
-    return Phase(trajectories, results, texts, system.engine.stats)
+    scores, texts = zip(*scored, strict=True)
+    return Phase(trajectories, list(scores), list(texts), system.engine.stats)
+
+
+class Scorer:
+    """Called with a response as it ends, it sends it to the reward workers; `examples` by group."""
+
+    def __init__(self, system: System) -> None:
+        self._tokenizer, self._rewards = system.inputs.tokenizer, system.rewards
+        self.examples: dict[int, Example] = {}
+        self._waiting: dict[int, tuple[Future[Score], str]] = {}
+
+    def __call__(self, t: Trajectory) -> None:
+        text = self._tokenizer.decode(t.response_ids.tolist())
+        job = Job(self.examples[t.group_id], text, tuple(t.response_ids.tolist()))
+        self._waiting[t.request_id] = self._rewards.submit(job), text
+
+    def result(self, t: Trajectory) -> tuple[Score, str]:
+        """The response's score, once it is there, and its text."""
+        future, text = self._waiting.pop(t.request_id)
+        return future.result(), text
+
+    def forget(self, *, before: int) -> None:
+        """Groups below this number have nothing to be scored any more."""
+        self.examples = {g: example for g, example in self.examples.items() if g >= before}
 
 
 def _as_taken_by(engine: Engine | Workers, guesses: Guesses) -> dict[str, Any]:
@@ -214,23 +239,22 @@ def _as_taken_by(engine: Engine | Workers, guesses: Guesses) -> dict[str, Any]:
     return {"drafter": drafter, "budget": budget}
 
 
-def _remember(
-    system: System,
-    keys: Sequence[str],
-    trajectories: Sequence[Trajectory],
-    next_cursor: int,
-    step: int,
+def remember(
+    system: System, keys: Sequence[str], trajectories: Sequence[Trajectory], coming: int | None
 ) -> dict[str, float]:
-    """Keep the step's responses for the next epoch, and start on the next step's history."""
+    """Keep a step's responses for the next epoch, and start on the history of a step to come.
+
+    That is the next one whose prompts are asked, from place `coming` of the data order.
+    """
     speculation, scored = system.speculation, system.reuse.mode.enabled
     if speculation.keeps_history or scored:
-        remember(system.cache, keys, trajectories, scored=scored)
+        reuse.remember(system.cache, keys, trajectories, scored=scored)
     metrics = speculation.history_metrics()
     for problem in [*system.cache.new_problems(), *system.reuse.new_problems()]:
         system.show.message(f"warning: {problem}")
-    if speculation.keeps_history and step < system.config.run.steps:
-        coming = prompts_at(system, next_cursor, system.config.rollout.prompts_per_step)
-        speculation.prepare(dict(zip(coming.keys, coming.tokens, strict=True)))
+    if speculation.keeps_history and coming is not None:
+        prompts = prompts_at(system, coming, system.config.rollout.prompts_per_step)
+        speculation.prepare(dict(zip(prompts.keys, prompts.tokens, strict=True)))
     return metrics
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,12 +24,14 @@ from models.transformer import Params
 from rl import critic, engine_warm_up, experiment, trainer
 from rl.advantages import overlong_penalties, response_advantages, reward_statistics
 from rl.checkpoint import Checkpointer, NoWholeCheckpointError
+from rl.coordinator import WorkerError
 from rl.data import DataOrder
 from rl.engine import Engine
 from rl.experiment import Inputs, TrainConfig
 from rl.generation import Rollouts, Stopped, System, generate
 from rl.metrics import Timings, open_metrics
 from rl.optimizer import TrainState
+from rl.pipeline import open_source
 from rl.progress import Progress
 from rl.rehearsal import rehearse
 from rl.reuse import Reuse
@@ -37,9 +40,9 @@ from rl.rewards.process import RewardWorkerError
 from rl.round_times import load_or_measure
 from rl.speculation import Speculation
 from rl.step_metrics import sample_rows, step_metrics
-from rl.timeline import save_timeline
+from rl.timeline import EngineStats, save_timeline
 from rl.trajectory import Trajectory
-from rl.workers import Workers, make_engines
+from rl.workers import Workers, make_engines, split_devices
 from spec.rollout_cache import RolloutCache
 
 
@@ -68,18 +71,27 @@ def train(
         system, state = stack.enter_context(
             opened(config, inputs, folder, show=show, should_stop=should_stop)
         )
-        place, state = _resume(checkpoints, state, system)
+        place, state, host = _resume(checkpoints, state, system)
         metrics.truncate_to_step(place.step)
+        source = stack.enter_context(
+            open_source(system, place.step + 1, state.behind, host.get("source", {}))
+        )
+        state = dataclasses.replace(state, behind=None)
         saved = place.step
-        with _saving_when_stopped(lambda: (saved, place, state), system, checkpoints):
+
+        def save() -> None:
+            host = _host_state(system, place) | {"source": source.state()}
+            checkpoints.save(place.step, source.saved(state), host)
+
+        with _saving_when_stopped(lambda: (saved, place, state), save, checkpoints):
             while (done := place.step) < config.run.steps:
                 timings = Timings(clock)
-                state, place, wrote = train_step(system, state, place, timings)
+                state, place, wrote = train_step(system, state, place, timings, source)
                 done = place.step
                 with timings.section("checkpoint"):
                     if config.checkpoint.due(done) or done == config.run.steps:
-                        save_timeline(folder, done, system.engine.stats.timeline)
-                        checkpoints.save(done, state, _host_state(system, place))
+                        save_timeline(folder, done, wrote.stats.timeline)
+                        save()
                         saved = done
                 row = wrote.metrics | {"num_tokens": place.num_tokens}
                 metrics.write_samples(done, wrote.samples)
@@ -118,15 +130,20 @@ class Written:
 
     metrics: dict[str, Any]
     samples: list[dict[str, Any]]
+    stats: EngineStats
 
 
 def train_step(
-    system: System, state: TrainState, place: Place, timings: Timings
+    system: System,
+    state: TrainState,
+    place: Place,
+    timings: Timings,
+    generate: Callable[..., Rollouts] = generate,
 ) -> tuple[TrainState, Place, Written]:
     """One step: generate, score, compare, update.
 
     Returns the new state (the given one is donated), the place after the step, and what is
-    to be written of it.
+    to be written of it. `generate` is where responses come from.
     """
     config, step = system.config, place.step + 1
     rollouts = generate(system, state.params, place.cursor, step, timings)
@@ -146,7 +163,7 @@ def train_step(
             reference=system.reference,
         )
     system.reuse.after_update(update_metrics)
-    row = step_metrics(rollouts.trajectories, rollouts.scores, rollouts.stats)
+    row = step_metrics(rollouts.trajectories, rollouts.scores, rollouts.stats, step)
     samples = sample_rows(
         system.inputs.tokenizer,
         rollouts.prompts.examples,
@@ -156,9 +173,9 @@ def train_step(
         None if config.algorithm.resolved.needs_critic else advantages,
     )
     tokens = place.num_tokens + int(row.pop("rollout_tokens"))
-    place = Place(step, tokens, place.cursor + len(rollouts.prompts))
+    place = Place(step, tokens, place.cursor + rollouts.num_asked)
     row |= rollouts.metrics | reward_metrics | penalty_metrics | update_metrics
-    return state, place, Written(row, samples)
+    return state, place, Written(row, samples, rollouts.stats)
 
 
 def punish_length(
@@ -167,7 +184,7 @@ def punish_length(
     """Trajectories whose rewards hold the length penalty, where there is one, and its mean."""
     limit = config.sampling.max_new_tokens
     buffer = config.algorithm.overlong_tokens(limit)
-    if not buffer:
+    if not buffer or not trajectories:
         return list(trajectories), {}
     penalties = overlong_penalties([t.num_tokens for t in trajectories], limit, buffer)
     punished = [
@@ -182,17 +199,20 @@ def _advantages(
 ) -> tuple[np.ndarray, dict[str, float]]:
     """The responses' advantages, 0 where they are not trained on, and statistics of the rewards.
 
-    Advantages are those of `trajectories`, statistics those of the rewards as scored.
+    Advantages are those of `trajectories`, statistics those of the rewards as scored. What went
+    on from the step before is compared with its siblings of then.
     """
     algorithm = config.algorithm.resolved
-    group_ids = [t.group_id for t in trajectories]
+    siblings, _ = punish_length(config, rollouts.siblings)
+    compared = [*trajectories, *siblings]
     advantages = response_advantages(
-        [t.reward for t in trajectories],
-        group_ids,
+        [t.reward for t in compared],
+        [t.group_id for t in compared],
         algorithm.advantages,
         algorithm.advantage_normalisation,
-    )
+    )[: len(trajectories)]
     advantages[~rollouts.used] = 0
+    group_ids = [t.group_id for t in trajectories]
     return advantages, reward_statistics([s.total for s in rollouts.scores], group_ids)
 
 
@@ -245,7 +265,7 @@ def _engine(
     config: TrainConfig, inputs: Inputs, mesh: Mesh | None, dtype: np.dtype, context_tokens: int
 ) -> Engine | Workers:
     """One engine on the trainer's devices, or several workers on devices of their own."""
-    if config.sched.workers == 1:
+    if config.sched.workers == 1 and config.sched.mode == "sync":
         options: dict[str, Any] = {"dtype": dtype, "mesh": mesh, "context_tokens": context_tokens}
         return Engine(inputs.model, config.engine, **options)
     options = {"dtype": dtype, "context_tokens": context_tokens}
@@ -275,7 +295,7 @@ def _warm_up(
             speculative=speculative,
             lookup=lookup,
             reuse=config.reuse.enabled,
-            fed=len(engines) > 1,
+            fed=isinstance(engine, Workers),
             **sizes,
         )
     if speculative:  # workers are alike: the first one's times are those of all
@@ -289,14 +309,18 @@ def _warm_up(
 
 def _resume(
     checkpoints: Checkpointer, state: TrainState, system: System
-) -> tuple[Place, TrainState]:
-    """Place and state: those of the newest whole checkpoint, else the start."""
+) -> tuple[Place, TrainState, dict[str, Any]]:
+    """Place, state and host state: those of the newest whole checkpoint, else the start."""
+    template = state
+    if system.config.sched.mode == "pipeline":
+        behind = trainer.cast_params(state.params, system.engine.dtype)
+        template = dataclasses.replace(state, behind=behind)
     try:
-        restored = checkpoints.restore(state)
+        restored = checkpoints.restore(template)
     except NoWholeCheckpointError as error:
         if error.problems:
             raise
-        return Place(), state
+        return Place(), state, {}
     for warning in restored.warnings:
         system.show.message(f"warning: {warning}")
     system.show.message(f"resuming after step {restored.step}")
@@ -306,13 +330,13 @@ def _resume(
     host, done = restored.host, restored.step
     # checkpoints from before dynamic sampling hold no cursor: it followed from the step
     cursor = int(host.get("cursor", done * system.config.rollout.prompts_per_step))
-    return Place(done, int(host["num_tokens"]), cursor), restored.arrays
+    return Place(done, int(host["num_tokens"]), cursor), restored.arrays, host
 
 
 @contextlib.contextmanager
 def _saving_when_stopped(
     now: Callable[[], tuple[int, Place, TrainState]],
-    system: System,
+    save: Callable[[], None],
     checkpoints: Checkpointer,
 ) -> Iterator[None]:
     """Save the last whole step before what ends the run goes on its way.
@@ -322,11 +346,11 @@ def _saving_when_stopped(
     """
     try:
         yield
-    except (Stopped, trainer.NonFiniteUpdate, RewardWorkerError):
+    except (Stopped, trainer.NonFiniteUpdate, RewardWorkerError, WorkerError):
         saved, place, state = now()
         whole = not any(x.is_deleted() for x in jax.tree.leaves(state))
         if place.step > saved and whole:
-            checkpoints.save(place.step, state, _host_state(system, place))
+            save()
         checkpoints.wait()
         raise
 
@@ -344,24 +368,23 @@ def _host_state(system: System, place: Place) -> dict[str, Any]:
 
 def run_mesh(config: TrainConfig) -> Mesh | None:
     """The mesh that a configuration asks for; None where one device serves."""
-    devices = jax.devices()
-    single = len(devices) == 1 or (config.mesh.data, config.mesh.fsdp, config.mesh.tensor) == (
-        1,
-        1,
-        1,
-    )
-    return None if single else make_mesh(config.mesh, devices)
+    devices, _ = split_devices(config.sched, jax.devices())
+    sizes = config.mesh.data, config.mesh.fsdp, config.mesh.tensor
+    if len(devices) == 1 or sizes == (1, 1, 1):
+        return None
+    if config.sched.mode == "pipeline" and config.mesh.data != -1:
+        devices = devices[: math.prod(sizes)]
+    return make_mesh(config.mesh, devices)
 
 
 def _speed(row: dict[str, Any], seconds: dict[str, float]) -> dict[str, float]:
     """Clock-dependent metrics; their names set them apart (`rl.metrics.deterministic_view`)."""
     total = sum(seconds.values())
     tokens = row["completions/mean_length"] * row["completions/count"]
-    return seconds | {
-        "step_time": total,
-        "perf/throughput": tokens / total,
-        "perf/rollout_tokens_per_s": tokens / max(seconds["time/rollout"], 1e-9),
-    }
+    speed = {"step_time": total, "perf/throughput": tokens / total}
+    if "time/rollout" in seconds:  # where rollouts run ahead, a step only waits for them
+        speed["perf/rollout_tokens_per_s"] = tokens / max(seconds["time/rollout"], 1e-9)
+    return seconds | speed
 
 
 def policy_params(state: TrainState) -> Params:

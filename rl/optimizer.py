@@ -63,13 +63,15 @@ class CriticState:
 class TrainState:
     """Optimizer steps taken (int32), the float32 master parameters, and optax's state.
 
-    `critic` is None for algorithms without one.
+    `critic` is None for algorithms without one. `behind`, in checkpoints of runs whose rollouts
+    run ahead: the weights that answer the step to come; None while a run trains.
     """
 
     step: jax.Array
     params: Params
     opt_state: Any
     critic: CriticState | None = None
+    behind: Params | None = None
 
 
 def learning_rate(config: OptimizerConfig, total_steps: int, step: jax.Array) -> jax.Array:

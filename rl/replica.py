@@ -164,7 +164,7 @@ class Replica:
     def place(self, params: transformer.Params) -> transformer.Params:
         """Weights from wherever they are on this replica's devices."""
         if self.mesh is None:
-            return params if self.device is None else jax.device_put(params, self.device)
+            return jax.device_put(params, self.device)
         shardings = param_shardings(self.mesh, transformer.param_specs(self.model))
         return jax.tree.map(jax.device_put, params, shardings)
 

@@ -17,9 +17,14 @@ from rl.trajectory import Trajectory
 
 
 def step_metrics(
-    trajectories: Sequence[Trajectory], scores: Sequence[Score], stats: EngineStats
+    trajectories: Sequence[Trajectory], scores: Sequence[Score], stats: EngineStats, step: int
 ) -> dict[str, Any]:
-    """Lengths, rewards by function, failures, and the engine's counts."""
+    """Lengths, rewards by function, failures, and the engine's counts.
+
+    Off-policyness is by how many updates the policy that drew a token is older than the one that
+    `step` starts from.
+    """
+    behind = step - 1 - np.concatenate([t.policy_versions for t in trajectories])
     lengths = np.array([t.num_tokens for t in trajectories])
     ended = np.array([not t.truncated for t in trajectories])
     metrics: dict[str, Any] = {
@@ -28,6 +33,8 @@ def step_metrics(
         "completions/max_length": int(lengths.max()),
         "completions/clipped_ratio": float(1 - ended.mean()),
         "completions/count": len(trajectories),
+        "rollout/off_policyness": float(behind.mean()),
+        "rollout/off_policyness/max": int(behind.max()),
         "rollout/rounds": sum(stats.rounds.values()),
         "rollout/fetches": stats.fetches,
         "rollout/prefilled_tokens": stats.prefilled_tokens,

@@ -131,6 +131,7 @@ def _run(config: TrainConfig, inputs: Inputs, folder: Path, *, resume: bool) -> 
     import jax
 
     from rl.checkpoint import NoWholeCheckpointError, StructureMismatchError
+    from rl.coordinator import WorkerError
     from rl.loop import Stopped, policy_params, run_mesh, train
     from rl.memory_mappings import TooManyMappings
     from rl.progress import progress
@@ -169,6 +170,7 @@ def _run(config: TrainConfig, inputs: Inputs, folder: Path, *, resume: bool) -> 
             NonFiniteUpdate,
             TooManyMappings,
             RewardWorkerError,
+            WorkerError,
             NoWholeCheckpointError,
             StructureMismatchError,
         ) as error:

@@ -25,13 +25,14 @@ from rl.guessing import Guesses, no_guesses
 from rl.session import Session, SessionSize, StepSpec
 from rl.timeline import EngineStats
 from rl.trajectory import Request, Trajectory, longest_tokens
-from sched.policies import make_scheduler
+from sched.policies import POLICIES, make_scheduler
 from sched.protocol import Scheduler
 from sched.replay import Decision
 from spec.prefix_reuse import PrefixRule
 from spec.sampling import SamplingConfig
 
 ON_ERROR = ("stop", "restart")
+MODES = ("sync", "pipeline")
 POLL_S = 0.05  # between two looks at whether a rollout is to be given up
 
 
@@ -39,29 +40,45 @@ POLL_S = 0.05  # between two looks at whether a rollout is to be given up
 class SchedConfig:
     """Rollout workers, and the scheduler that says what runs where; none of it changes a token.
 
-    With one worker rollouts run on the trainer's devices, as `Engine` says. More have
-    `devices_per_worker` devices each, in the order of the process's devices; where there are
-    not enough, workers of one device share them. A worker's requests take `kv_tokens`
-    positions together at most (None: as many as its slots can need). Those that wait between
-    two chunks keep keys and values of `pool_bytes` on the host.
+    `mode`: `sync` (a step's responses are of the policy that learns from them) or `pipeline`
+    (workers answer a step while the one before is learnt from, one update behind).
+
+    In `sync` with one worker rollouts run on the trainer's devices, as `Engine` says. Otherwise
+    workers have `devices_per_worker` devices each, in the order of the process's devices, in
+    `pipeline` the last of them; where there are not enough, workers of one device share them.
+    `histopipe`, which goes by the lengths of last epoch's responses, has workers go on to the
+    next step without waiting for one another, in `ranking_groups` groups. A worker's requests
+    take `kv_tokens` positions together at most (None: as many as its slots can need). Those that
+    wait between two chunks keep keys and values of `pool_bytes` on the host.
     """
 
+    mode: str = "sync"
     policy: str = "seer"
     workers: int = 1
     devices_per_worker: int = 1
     chunk_tokens: int = 512
     kv_tokens: int | None = None
     pool_bytes: int = 2**33
+    ranking_groups: int = 8
     on_error: str = "stop"  # or restart: the requests of a worker that raised go on elsewhere
 
     def __post_init__(self) -> None:
-        make_scheduler(self.policy, seed=0, chunk_tokens=self.chunk_tokens)
-        if self.policy == "oracle":
-            raise ValueError("policy 'oracle' knows lengths beforehand: it is for simulations only")
-        if min(self.workers, self.devices_per_worker) < 1:
+        if self.mode not in MODES:
+            raise ValueError(f"expected a mode of {', '.join(MODES)}, got {self.mode!r}")
+        known = [p for p in POLICIES if p != "oracle"] + ["histopipe"]
+        if self.policy not in known:
+            hint = " (oracle knows lengths beforehand)" if self.policy == "oracle" else ""
+            raise ValueError(f"expected a policy of {', '.join(known)}, got {self.policy!r}{hint}")
+        if self.policy == "histopipe" and self.mode != "pipeline":
             raise ValueError(
-                f"expected a worker and a device at least, got {self.workers} workers of "
-                f"{self.devices_per_worker} devices"
+                "policy 'histopipe' lets workers run into the next step: set Sched.mode = "
+                f'"pipeline", got {self.mode!r}'
+            )
+        if min(self.workers, self.devices_per_worker, self.chunk_tokens, self.ranking_groups) < 1:
+            raise ValueError(
+                "expected at least one worker, device, token of a chunk and ranking group, got "
+                f"{self.workers}, {self.devices_per_worker}, {self.chunk_tokens} and "
+                f"{self.ranking_groups}"
             )
         if self.on_error not in ON_ERROR:
             raise ValueError(f"expected on_error of {', '.join(ON_ERROR)}, got {self.on_error!r}")
@@ -161,7 +178,8 @@ def make_engines(
 
     Raises ValueError where workers of several devices do not fit into those of this process.
     """
-    devices, size = jax.local_devices(), config.devices_per_worker
+    default, size = jax.local_devices()[0], config.devices_per_worker
+    _, devices = split_devices(config, jax.local_devices())
     needed = config.workers * size
     if size > 1 and needed > len(devices):
         raise ValueError(
@@ -173,7 +191,17 @@ def make_engines(
     for i in range(config.workers):
         mine = [devices[(i * size + j) % len(devices)] for j in range(size)]
         place: dict[str, Any] = {"mesh": make_mesh(MeshConfig(data=1, tensor=size), mine)}
-        if size == 1:  # the first device is the default one, whose programs are there
-            place = {"device": None if mine == devices[:1] else mine[0]}
+        if size == 1:  # the default device's programs are there
+            place = {"device": None if mine[0] == default else mine[0]}
         engines.append(Engine(model, engine, dtype=dtype, context_tokens=context_tokens, **place))
     return engines
+
+
+def split_devices(
+    config: SchedConfig, devices: Sequence[jax.Device]
+) -> tuple[Sequence[jax.Device], Sequence[jax.Device]]:
+    """Those of the trainer, and of the workers: apart in `pipeline`, as far as there are enough."""
+    needed = config.workers * config.devices_per_worker
+    if config.mode == "sync" or needed >= len(devices):
+        return devices, devices
+    return devices[:-needed], devices[-needed:]

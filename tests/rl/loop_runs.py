@@ -39,6 +39,12 @@ def assert_same_bits(ours: Finished, theirs: Finished):
         assert one.tobytes() == other.tobytes()
 
 
+def learnt(row):
+    """What training knows of a step: all but how its tokens were come by."""
+    ours = ("spec/", "rollout/", "emission_kl/")
+    return {k: v for k, v in deterministic_view(row).items() if not k.startswith(ours)}
+
+
 @contextlib.contextmanager
 def counted_compilations():
     """A list that grows by one at every request to XLA for a program, cached on disk or not."""

@@ -7,12 +7,12 @@ import json
 import jax
 import numpy as np
 import pytest
-from loop_runs import assert_same_bits, compilations, finish
+from loop_runs import assert_same_bits, compilations, finish, learnt
 
 from benchmarks import tiny_run
 from rl import loop
 from rl.checkpoint import NoWholeCheckpointError
-from rl.metrics import deterministic_view, read_samples
+from rl.metrics import read_samples
 
 STEPS = 3
 
@@ -79,12 +79,6 @@ def test_stopped_anywhere_and_resumed_gives_the_same_bits(tiny, never_stopped, t
 GUESSES = ("Speculation.budget='fixed:3'", "Engine.max_nodes=4", "Run.steps=5")
 
 
-def learnt(row):
-    """What training knows of a step: all but how its tokens were come by."""
-    ours = ("spec/", "rollout/", "emission_kl/")
-    return {k: v for k, v in deterministic_view(row).items() if not k.startswith(ours)}
-
-
 @pytest.fixture(scope="module")
 def with_guesses(tiny, tmp_path_factory):
     return finish(tiny, tmp_path_factory.mktemp("guesses"), *GUESSES)
@@ -112,35 +106,6 @@ def test_stopped_and_resumed_with_guesses_gives_the_same_bits(tiny, with_guesses
     resumed = finish(tiny, tmp_path, *GUESSES)
     assert "resuming after step 4" in resumed.show.messages
     assert_same_bits(resumed, with_guesses)
-
-
-# --- workers ----------------------------------------------------------------------------
-
-WORKERS = ("Sched.workers=2", "Sched.chunk_tokens=3", "Engine.slots=4", "Engine.min_slots=2")
-
-
-@pytest.mark.parametrize("policy", ["seer", "group_fifo"])
-def test_workers_change_no_reward_and_no_token(tiny, never_stopped, tmp_path, policy):
-    done = finish(tiny, tmp_path, *WORKERS, f"Sched.policy='{policy}'")
-    texts = [
-        [json.loads(x)["completion"] for x in r.samples.splitlines()] for r in (never_stopped, done)
-    ]
-    assert texts[0] == texts[1]
-    for one, other in zip(never_stopped.rows, done.rows, strict=True):
-        assert learnt(one) == pytest.approx(learnt(other), rel=1e-3, abs=1e-5)
-
-
-def test_nothing_compiles_after_warm_up_with_workers(tiny, tmp_path, monkeypatch):
-    longer = ("Sampling.max_new_tokens=24", "Run.steps=4")
-    _, before, after = compilations(tiny, tmp_path, monkeypatch, *WORKERS, *longer)
-    assert len(before) > 10
-    assert after == []
-
-
-def test_workers_with_guesses_or_reuse_are_refused(tiny, tmp_path):
-    for override in ("Speculation.budget='goodput'", "Reuse.mode='full'"):
-        with pytest.raises(ValueError, match="Sched.workers=2 takes no guesses and no reuse yet"):
-            finish(tiny, tmp_path, *WORKERS, override)
 
 
 # --- reuse ------------------------------------------------------------------------------

@@ -55,7 +55,7 @@ def scores(*values, failure=None):
 
 
 def test_lengths_rewards_and_engine_counts():
-    row = step_metrics(TRAJECTORIES, scores(1.0, 0.0, 2.0), stats())
+    row = step_metrics(TRAJECTORIES, scores(1.0, 0.0, 2.0), stats(), step=3)
     assert row == {
         "completions/mean_length": 5.0,
         "completions/min_length": 2,
@@ -63,6 +63,8 @@ def test_lengths_rewards_and_engine_counts():
         "completions/clipped_ratio": pytest.approx(1 / 3),
         "completions/count": 3,
         "completions/mean_terminated_length": 3.0,
+        "rollout/off_policyness": 2.0,
+        "rollout/off_policyness/max": 2,
         "rollout/rounds": 15,
         "rollout/fetches": 7,
         "rollout/prefilled_tokens": 6,
@@ -78,19 +80,23 @@ def test_lengths_rewards_and_engine_counts():
 
 
 def test_values_that_are_none_are_left_out_and_failures_are_counted():
-    row = step_metrics(TRAJECTORIES, scores(None, 3.0, None, failure="digits/raised: x"), stats())
+    row = step_metrics(
+        TRAJECTORIES, scores(None, 3.0, None, failure="digits/raised: x"), stats(), step=3
+    )
     assert (row["rewards/digits/mean"], row["rewards/digits/std"]) == (3.0, 0.0)
     assert row["rewards/failures"] == 1
 
 
 def test_a_function_without_any_value_has_no_mean():
-    row = step_metrics(TRAJECTORIES, scores(None, None, None), stats())
+    row = step_metrics(TRAJECTORIES, scores(None, None, None), stats(), step=3)
     assert not [name for name in row if name.startswith("rewards/digits")]
 
 
 def test_where_all_are_cut_there_is_no_terminated_length():
     cut = [trajectory(i, 9, LENGTH) for i in range(3)]
-    row = step_metrics(cut, scores(1.0, 1.0, 1.0), stats(tokens=0, rounds=collections.Counter()))
+    row = step_metrics(
+        cut, scores(1.0, 1.0, 1.0), stats(tokens=0, rounds=collections.Counter()), step=3
+    )
     assert "completions/mean_terminated_length" not in row
     assert (row["completions/clipped_ratio"], row["rollout/slot_use"]) == (1.0, 0.0)
 

@@ -1,0 +1,55 @@
+"""Training with several rollout workers: the same rewards and tokens as with one engine."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from loop_runs import compilations, finish, learnt
+
+from benchmarks import tiny_run
+
+WORKERS = ("Sched.workers=2", "Sched.chunk_tokens=3", "Engine.slots=4", "Engine.min_slots=4")
+GUESSES = ("Speculation.budget='fixed:3'", "Engine.max_nodes=4")
+COUPLED = ("Reuse.mode='coupled'", "Sampling.draw='gumbel'")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def keep_every_program():
+    with tiny_run.keep_every_program():
+        yield
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return tiny_run.make_inputs(tmp_path_factory.mktemp("loop"))
+
+
+def texts(done):
+    return [json.loads(line)["completion"] for line in done.samples.splitlines()]
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize(
+    ("policy", "more"),
+    [("seer", ()), ("group_fifo", ()), ("seer", (*GUESSES, *COUPLED, "Run.steps=5"))],
+    ids=["seer", "group_fifo", "guesses and reuse"],
+)
+def test_workers_change_no_reward_and_no_token(tiny, tmp_path, policy, more):
+    """An epoch is three steps: with reuse, the last two have something to start from."""
+    one = finish(tiny, tmp_path / "one", *more)
+    several = finish(tiny, tmp_path / "several", *more, *WORKERS, f"Sched.policy='{policy}'")
+    assert texts(one) == texts(several)
+    for ours, theirs in zip(one.rows, several.rows, strict=True):
+        assert learnt(ours) == pytest.approx(learnt(theirs), rel=1e-3, abs=1e-5)
+    if more:
+        assert several.rows[-1]["spec/reused_fraction"] > 0
+        drafted = [row.get("spec/tokens_per_round", 0.0) for row in several.rows]
+        assert max(drafted) > 1
+
+
+def test_nothing_compiles_after_warm_up(tiny, tmp_path, monkeypatch):
+    settings = (*WORKERS, *GUESSES, *COUPLED, "Engine.min_slots=2", "Run.steps=5")
+    _, before, after = compilations(tiny, tmp_path, monkeypatch, *settings)
+    assert len(before) > 10
+    assert after == []
