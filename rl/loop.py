@@ -44,6 +44,7 @@ from rl.timeline import EngineStats, save_timeline
 from rl.trajectory import Trajectory
 from rl.workers import Workers, make_engines, split_devices
 from spec.rollout_cache import RolloutCache
+from spec.sampling import step_key
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +82,7 @@ def train(
 
         def save() -> None:
             host = _host_state(system, place) | {"source": source.state()}
-            checkpoints.save(place.step, source.saved(state), host)
+            checkpoints.save(place.step, source.saved(state, place.step), host)
 
         with _saving_when_stopped(lambda: (saved, place, state), save, checkpoints):
             while (done := place.step) < config.run.steps:
@@ -298,6 +299,7 @@ def _warm_up(
             fed=isinstance(engine, Workers),
             **sizes,
         )
+    jax.block_until_ready(step_key(0, 0))  # workers have warmed up theirs, elsewhere
     if speculative:  # workers are alike: the first one's times are those of all
         one, path = engines[0], folder / "round_times.json"
         placed = one.place(weights)

@@ -69,7 +69,7 @@ class Synchronous:
 
     __call__ = staticmethod(generate)
 
-    def saved(self, state: TrainState) -> TrainState:
+    def saved(self, state: TrainState, step: int) -> TrainState:
         return state
 
     def state(self) -> dict[str, Any]:
@@ -120,7 +120,6 @@ class Pipeline:
         self._finished: collections.defaultdict[int, list[Trajectory]] = collections.defaultdict(
             list
         )
-        self._next = first_step
         self._changed = threading.Condition()
         self._closed, self._error = False, list[BaseException]()
         self._thread = threading.Thread(target=self._receive, name="pipeline", daemon=True)
@@ -145,7 +144,6 @@ class Pipeline:
         for coming in (step, step + 1):
             if coming not in self._weights:
                 self._weights[coming] = self._copied(params)
-        self._next = step + 1
         if step not in self._prompts:
             self._submit(step, cursor)
         if step > self._first:
@@ -161,9 +159,9 @@ class Pipeline:
         rollouts.metrics.update(remember(system, keys, own, coming if step + 2 <= last else None))
         return rollouts
 
-    def saved(self, state: TrainState) -> TrainState:
-        """What a checkpoint holds: the state, and the weights that answer the step to come."""
-        behind = self._weights[self._next]
+    def saved(self, state: TrainState, step: int) -> TrainState:
+        """What a checkpoint of `step` holds: its state, and the weights that answer the next."""
+        behind = self._weights[step + 1]
         return dataclasses.replace(
             state,
             behind=jax.tree.map(lambda x, p: jax.device_put(x, p.sharding), behind, state.params),
@@ -240,6 +238,8 @@ class Pipeline:
     def _wait(self, step: int) -> None:
         """Until the step's responses are there. Raises Stopped, or what a worker raised."""
         while True:
+            if self._system.should_stop():
+                raise Stopped
             with self._changed:
                 if self._error:
                     raise self._error[0]
@@ -249,18 +249,17 @@ class Pipeline:
                 self._changed.wait(POLL_S)
             tokens = self._session.num_tokens(step - self._first)
             self._system.show.rollout(finished, expected, tokens)
-            if self._system.should_stop():
-                raise Stopped
 
     def _rollouts(self, step: int) -> Rollouts:
         """What the step has come to; requests of the step before stand in groups behind its own."""
         size = self._system.config.rollout.prompts_per_step
         first = (step - 1) * size
         prompts, before = self._prompts[step], self._prompts.get(step - 1)
-        done = sorted(self._finished.pop(step), key=lambda t: (t.group_id, t.sample_index))
+        done = self._finished.pop(step)
         carried = sorted({t.group_id for t in done if t.group_id < first})
         place = {first + g: g for g in range(size)}
         place |= {group: size + i for i, group in enumerate(carried)}
+        done.sort(key=lambda t: (place[t.group_id], t.sample_index))
         siblings = [t for group in carried for t in self._unfinished.get(group, ())]
         if carried:
             assert before is not None
