@@ -131,8 +131,9 @@ def folder_name(name: str) -> str:
 def read_cell(cell: Cell, num_examples: int) -> dict[str, float | str | int]:
     """The run's row of the table, by `COLUMNS`; nan where a run has no such metric.
 
-    Tokens and seconds are sums over all steps; the final reward is the mean of the last
-    epoch, in which every prompt was answered once; reuse is that from the second epoch on.
+    Tokens and seconds are sums over all steps (no rollout seconds where they run ahead); the
+    final reward is the mean of the last epoch, in which every prompt was answered once; reuse is
+    that from the second epoch on.
     """
     rows = read_metrics(cell.folder)
     # dynamic sampling takes as many prompts as it needs
@@ -148,7 +149,7 @@ def read_cell(cell: Cell, num_examples: int) -> dict[str, float | str | int]:
         "seed": cell.seed,
         "epochs": round(sum(prompts) / num_examples, 2),
         "generated_tokens": _total(rows, "rollout/generated_tokens"),
-        "rollout_s": _total(rows, "time/rollout"),
+        "rollout_s": _total(rows, "time/rollout") if "time/rollout" in rows[0] else math.nan,
         "verify_s": _total(rows, "spec/prefix_pass_seconds"),
         "final_reward": _mean(last, "reward"),
         "reused_fraction": _mean(later, "spec/reused_fraction") if later else math.nan,
