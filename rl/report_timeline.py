@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -63,7 +65,7 @@ class RolloutTimeline:
         height = max(0.6, 150 / max(len(places), 1))
         ax.add_collection(LineCollection(lines, colors=colors, linewidths=min(height, 6)))
         ax.set_ylim(len(places) - 0.5, -0.5)
-        ax.set_xlim(0, _span(run.timeline, run.timeline[-1])[1])
+        ax.set_xlim(0, max(_span(run.timeline, r)[1] for r in run.timeline))
         ax.set_ylabel("requests, by start and end")
         ax.grid(visible=False)
         beside = ax.twinx()
@@ -110,6 +112,24 @@ def _span(rounds: Sequence[RoundRecord], r: RoundRecord) -> tuple[float, float]:
 
 
 def _draw_alive(ax: Any, rounds: Sequence[RoundRecord], color: str, style: str) -> None:
-    edges = [_span(rounds, r)[0] for r in rounds] + [_span(rounds, rounds[-1])[1]]
-    alive = [len(r.request_ids_A) for r in rounds]
-    ax.stairs(alive, edges, color=color, linestyle=style, linewidth=1.4, baseline=None)
+    times_s, alive = requests_alive(rounds)
+    ax.step(times_s, alive, where="post", color=color, linestyle=style, linewidth=1.4)
+
+
+def requests_alive(rounds: Sequence[RoundRecord]) -> tuple[list[float], list[int]]:
+    """Seconds since the phase began, and how many requests are under way from then on.
+
+    A request is from its first round to its last, on whatever worker.
+    """
+    spans: dict[int, tuple[float, float]] = {}
+    for r in rounds:
+        began_s, ended_s = _span(rounds, r)
+        for request_id in r.request_ids_A.tolist():
+            first_s, last_s = spans.get(request_id, (began_s, ended_s))
+            spans[request_id] = min(first_s, began_s), max(last_s, ended_s)
+    changes: collections.Counter[float] = collections.Counter()
+    for began_s, ended_s in spans.values():
+        changes[began_s] += 1
+        changes[ended_s] -= 1
+    times_s = sorted(changes)
+    return times_s, list(itertools.accumulate(changes[t] for t in times_s))

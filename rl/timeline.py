@@ -129,12 +129,14 @@ class EngineStats:
 
 
 def joined(parts: Sequence[EngineStats]) -> EngineStats:
-    """The counts of several phases together; those of one as they are."""
+    """The counts of several phases together, their rounds by when they began; one as it is."""
     total = parts[0]
     for more in parts[1:]:
         total = EngineStats(
             *(getattr(total, f.name) + getattr(more, f.name) for f in dataclasses.fields(total))
         )
+    if len(parts) > 1:  # workers' rounds overlap
+        total.timeline.sort(key=lambda r: r.began_s)
     return total
 
 

@@ -128,3 +128,16 @@ def test_the_counts_of_phases_join():
         4,
     )
     assert one.tokens == 20 and other.tokens == 5 and len(one.timeline) == 3
+
+
+def test_workers_rounds_overlap_and_are_told_by_when_they_began():
+    one, other = EngineStats(tokens=1), EngineStats(tokens=2)
+    one.timeline += [record(0, 1, [1, 2], [1, 1]), record(20, 1, [1], [1])]
+    other.timeline += [record(5, 1, [3], [1]), record(25, 1, [2], [1])]
+    stats = joined([one, other])
+    assert [r.began_s for r in stats.timeline] == [0, 5, 20, 25]
+    assert stats.tokens == 3
+    # request 2 goes on at the other worker: it is alive in between
+    times_s, alive = report_timeline.requests_alive(stats.timeline)
+    assert times_s == [0, 5, 15, 30, 35]
+    assert alive == [2, 3, 2, 1, 0]
