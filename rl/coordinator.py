@@ -210,8 +210,10 @@ class WorkerFeed:
         pool: KvPool,
         most_requests: int,
         longest_tokens: int,
+        kv_tokens: int,
     ) -> None:
         self.most_requests, self.longest_tokens = most_requests, longest_tokens
+        self.kv_tokens = kv_tokens
         self._worker_id, self._coordinator, self._pool = worker_id, coordinator, pool
         self._inbox, self._step = inbox, 0
         self._starts: collections.deque[tuple[int, Start]] = collections.deque()

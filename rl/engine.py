@@ -9,12 +9,14 @@ its own.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
 
 from models import transformer
+from rl import kv_budget
 from rl.feed import Feed
 from rl.guessing import Guessing
 from rl.prefix_pass import PrefixJudge, PrefixPasses
@@ -22,7 +24,13 @@ from rl.replica import Replica
 from rl.rows import Rows
 from rl.slot_table import SlotTable
 from rl.timeline import EngineStats, RoundRecord
-from rl.trajectory import Request, Trajectory, check_requests, longest_tokens
+from rl.trajectory import (
+    Begun,
+    Chunk,
+    Request,
+    Trajectory,
+    longest_tokens,
+)
 from rl.waiting import Waiting
 from spec import lookup
 from spec.budget import Budget, Decision, TakeAll
@@ -47,6 +55,7 @@ class Phase:
     stop_E: jax.Array
     policy_version: int
     guessing: Guessing
+    kv_tokens: int | None  # that rows may hold together; None: as much as there is
 
 
 class Engine(Replica):
@@ -93,7 +102,8 @@ class Engine(Replica):
         done: dict[int, Trajectory] = {}
         stop_ids = np.asarray(sorted(stop_token_ids) or [-1], np.int32)
         guessing = Guessing(self.config, drafter, budget or TakeAll(), self.stats)
-        self._phase = Phase(sampling, key, stop_ids, self.put(stop_ids), policy_version, guessing)
+        kv_tokens, stop_E = None if feed is None else feed.kv_tokens, self.put(stop_ids)
+        self._phase = Phase(sampling, key, stop_ids, stop_E, policy_version, guessing, kv_tokens)
         most_tokens = longest_tokens(requests, sampling.max_new_tokens)
         most_requests = len(requests)
         if feed is not None:
@@ -123,17 +133,6 @@ class Engine(Replica):
                 raise
         return [done[r.request_id] for r in requests]
 
-    def check(self, requests: Sequence[Request], sampling: SamplingConfig) -> None:
-        """Raise ValueError for requests that cannot run."""
-        check_requests(self.model, requests, sampling.max_new_tokens)
-        if self.context_tokens and any(
-            (r.max_new_tokens or 0) > sampling.max_new_tokens for r in requests
-        ):
-            raise ValueError(
-                "a request has a max_new_tokens of its own beyond that of the sampling, "
-                f"{sampling.max_new_tokens}: noise that goes by content has room for no more"
-            )
-
     @property
     def _table(self) -> SlotTable:
         return self._rows.table
@@ -162,6 +161,7 @@ class Engine(Replica):
         """Admit, run one fetch's rounds, retire: the trajectories that ended."""
         began_s = self.clock()
         ended = self._admit(params, waiting)
+        self._make_room(waiting)
         self._rows.fit(self._table.num_busy + len(waiting), waiting.prompts)
         if self._table.num_busy:
             self._round(params, len(waiting), began_s)
@@ -212,7 +212,9 @@ class Engine(Replica):
         ended: list[Trajectory] = []
         while len(waiting) and (free := len(self._table.free_rows())):
             if waiting.fed:
-                entering = [waiting.fed.popleft() for _ in range(min(free, len(waiting.fed)))]
+                entering = [waiting.fed.popleft() for _ in range(self._num_fitting(waiting, free))]
+                if not entering:
+                    break
                 self.stats.prefilled_tokens += rows.enter_begun(params, entering, limit)
             elif waiting.cached:
                 over, entered = waiting.cached.take(params, free)
@@ -227,6 +229,38 @@ class Engine(Replica):
                 )
             rows.changed()
         return ended
+
+    @property
+    def _fetch_tokens(self) -> int:
+        """The most that a row gains in one fetch."""
+        guessing, rounds = self._phase.guessing, self.config.rounds_per_fetch
+        if guessing.drafter is None:
+            return rounds
+        return self.config.max_nodes * (rounds if guessing.texts is not None else 1)
+
+    def _num_fitting(self, waiting: Waiting, free_rows: int) -> int:
+        """How many of the requests that were fed can have a row now."""
+        budget, limit = self._phase.kv_tokens, self._phase.sampling.max_new_tokens
+        if budget is None:
+            return min(free_rows, len(waiting.fed))
+        first = itertools.islice(waiting.fed, free_rows)
+        return kv_budget.num_fitting(first, self._table, self._fetch_tokens, budget, limit)
+
+    def _make_room(self, waiting: Waiting) -> None:
+        """Pre-empt what does not fit any more: it waits again, its keys and values are gone."""
+        table, phase = self._table, self._phase
+        if phase.kv_tokens is None:
+            return
+        rows = kv_budget.rows_to_give_up(table, self._fetch_tokens, phase.kv_tokens)
+        if not rows:
+            return
+        phase.guessing.finished(table.view(np.array(rows)))
+        for row in rows:
+            left = int(table.limit_B[row] - table.emitted_B[row])
+            begun = Begun(*table.leave(row, phase.policy_version))
+            waiting.fed.appendleft(Chunk(begun, left))
+        self.stats.preemptions += len(rows)
+        self._rows.changed()
 
     def _room_for_trees(self, live: LiveSlots) -> int:
         """Free cache positions of the longest row.

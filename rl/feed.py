@@ -12,11 +12,12 @@ class Feed(Protocol):
     """One worker's side of a rollout that others decide on.
 
     `most_requests` run at once at most, none of more than `longest_tokens` of prompt and
-    response together.
+    response together; all that run hold `kv_tokens` positions at most.
     """
 
     most_requests: int
     longest_tokens: int
+    kv_tokens: int
 
     def take(self, *, wait: bool) -> Sequence[Chunk] | None:
         """What is to start now; None once nothing will come any more.

@@ -18,7 +18,7 @@ from models.config import ModelConfig
 from models.sharding import fitting_sharding, param_shardings
 from rl import admission, cache_steps
 from rl.engine_config import EngineConfig, bucket
-from rl.trajectory import HostKv
+from rl.trajectory import HostKv, Request, check_requests
 from spec import contexts
 from spec.contexts import Contexts
 from spec.sampling import Draw, SamplingConfig
@@ -41,6 +41,17 @@ class Replica:
 
     def __post_init__(self) -> None:
         self.dtype = np.dtype(self.dtype)
+
+    def check(self, requests: Sequence[Request], sampling: SamplingConfig) -> None:
+        """Raise ValueError for requests that cannot run."""
+        check_requests(self.model, requests, sampling.max_new_tokens)
+        if self.context_tokens and any(
+            (r.max_new_tokens or 0) > sampling.max_new_tokens for r in requests
+        ):
+            raise ValueError(
+                "a request has a max_new_tokens of its own beyond that of the sampling, "
+                f"{sampling.max_new_tokens}: noise that goes by content has room for no more"
+            )
 
     def empty_cache(self, num_slots: int, num_positions: int) -> kv_cache.KVCache:
         cache = kv_cache.init(self.model, num_slots, num_positions, self.dtype)

@@ -135,7 +135,7 @@ class Session:
         inbox = self._coordinator.join(worker_id, size.kv_tokens, size.max_requests)
         feed = WorkerFeed(
             *(worker_id, inbox, self._coordinator, self._pool),
-            *(size.max_requests, size.longest_tokens),
+            *(size.max_requests, size.longest_tokens, size.kv_tokens),
         )
         thread = threading.Thread(
             target=self._work,

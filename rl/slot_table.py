@@ -19,7 +19,7 @@ from spec.drafter import LiveSlots
 Prompt = tuple[int, ...]
 ARRAYS = (
     *("tokens_BL", "logprobs_BL", "origins_BL", "prompt_tokens_B", "total_tokens_B", "limit_B"),
-    *("final_B", "busy_B", "request_ids_B", "group_ids_B", "sample_indices_B"),
+    *("final_B", "busy_B", "entered_B", "request_ids_B", "group_ids_B", "sample_indices_B"),
 )
 
 
@@ -42,6 +42,8 @@ class SlotTable:
         self.limit_B = np.zeros(B, np.int32)  # of response tokens, in the row
         self.final_B = np.zeros(B, np.int32)  # of response tokens, at all
         self.busy_B = np.zeros(B, bool)
+        self.entered_B = np.zeros(B, np.int64)  # when its request came: rows are numbered as taken
+        self._num_entered = 0
         self.request_ids_B = np.zeros(B, np.int64)
         self.group_ids_B = np.zeros(B, np.int64)
         self.sample_indices_B = np.zeros(B, np.int64)
@@ -96,6 +98,8 @@ class SlotTable:
         if max_tokens is not None:
             self.extend(row, max_tokens)
         self.busy_B[row] = True
+        self._num_entered += 1
+        self.entered_B[row] = self._num_entered
         self.request_ids_B[row], self.group_ids_B[row] = request.request_id, request.group_id
         self.sample_indices_B[row] = request.sample_index
 

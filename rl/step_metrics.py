@@ -38,6 +38,7 @@ def step_metrics(
         "rollout/rounds": sum(stats.rounds.values()),
         "rollout/fetches": stats.fetches,
         "rollout/prefilled_tokens": stats.prefilled_tokens,
+        "rollout/preemptions": stats.preemptions,
         "rollout/slot_use": _slot_use(stats),
         "rollout/generated_tokens": stats.tokens + stats.verified.drawn_tokens,
         "rollout_tokens": int(lengths.sum()),

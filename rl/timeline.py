@@ -98,6 +98,7 @@ class EngineStats:
     fetches: int = 0
     tokens: int = 0
     prefilled_tokens: int = 0
+    preemptions: int = 0
     verified: VerifiedPrefixes = dataclasses.field(default_factory=VerifiedPrefixes)
     drafted_by_source: np.ndarray = dataclasses.field(default_factory=_per_source)
     accepted_by_source: np.ndarray = dataclasses.field(default_factory=_per_source)

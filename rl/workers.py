@@ -156,6 +156,11 @@ class Workers:
     def session(self, scheduler: Scheduler, max_requests: int, longest_tokens: int) -> Session:
         """The workers under a scheduler, for rollouts of up to so many requests of such length."""
         config, slots = self.config, min(self.engines[0].config.slots, max_requests)
+        if config.kv_tokens is not None and config.kv_tokens < longest_tokens:
+            raise ValueError(
+                f"a request may come to {longest_tokens} positions, prompt and response, and a "
+                f"worker holds Sched.kv_tokens={config.kv_tokens}: raise it, or leave it out"
+            )
         size = SessionSize(
             kv_tokens=config.kv_tokens or slots * longest_tokens,
             max_requests=slots,

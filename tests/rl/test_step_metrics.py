@@ -68,6 +68,7 @@ def test_lengths_rewards_and_engine_counts():
         "rollout/rounds": 15,
         "rollout/fetches": 7,
         "rollout/prefilled_tokens": 6,
+        "rollout/preemptions": 0,
         "rollout/slot_use": 20 / 50,
         "rollout/generated_tokens": 20,
         "rollout_tokens": 15,

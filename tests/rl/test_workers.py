@@ -73,6 +73,37 @@ def test_a_pool_without_room_has_keys_and_values_computed_anew(engines, alone):
     assert sum(a.kv is Kv.POOL for a in starts(team)) > 3
 
 
+@pytest.mark.parity
+@pytest.mark.parametrize("rounds", [1, 2])
+def test_what_a_full_worker_pre_empts_goes_on_as_it_was(engines, alone, rounds):
+    """`group_fifo` promises no room: rows are given up as others grow, and computed anew."""
+    config = dataclasses.replace(CONFIG, rounds_per_fetch=rounds)
+    held = []
+
+    class Watched(Engine):
+        def _round(self, *args):
+            table = self._table
+            super()._round(*args)
+            held.append(int(table.total_tokens_B[table.busy_B].sum()))
+
+    team = workers([Watched(MODEL, config), engines[0]], 2, "group_fifo", kv_tokens=40)
+    assert_same_tokens(play(team), alone)
+    assert team.stats.preemptions > 2
+    assert 20 < max(held) <= 40
+
+
+@pytest.mark.parametrize("policy", ["divided_fifo", "seer"])
+def test_nothing_is_pre_empted_where_chunks_are_reserved(engines, policy):
+    team = workers(engines, 2, policy, kv_tokens=40)
+    play(team)
+    assert team.stats.preemptions == 0
+
+
+def test_a_budget_that_holds_no_request_is_refused(engines):
+    with pytest.raises(ValueError, match="come to 21 positions.* holds Sched.kv_tokens=20: raise"):
+        play(workers(engines, 2, kv_tokens=20))
+
+
 @pytest.mark.parametrize("policy", ["group_fifo", "divided_fifo", "seer"])
 def test_the_simulator_decides_as_the_workers_did_given_their_durations(engines, policy):
     team = workers(engines, 3, policy, kv_tokens=40)
@@ -188,8 +219,8 @@ def test_four_workers_of_two_devices_each(alone):
     [
         ({"on_error": "ignore"}, "expected on_error of stop, restart, got 'ignore'"),
         ({"policy": "lifo"}, "expected a policy of group_fifo"),
-        ({"policy": "oracle"}, "for simulations only"),
-        ({"workers": 0}, "expected a worker and a device"),
+        ({"policy": "oracle"}, "oracle knows lengths beforehand"),
+        ({"workers": 0}, "expected at least one worker, device"),
     ],
 )
 def test_settings_that_cannot_be(settings, message):

@@ -24,7 +24,9 @@ REQUESTS = [Request(4 * g + i, PROMPTS[g], g, i) for i in range(4) for g in rang
 
 
 def workers(engines, count, policy="divided_fifo", chunk=3, kv_tokens=60, **options):
-    config = SchedConfig(policy, count, chunk_tokens=chunk, kv_tokens=kv_tokens, **options)
+    config = SchedConfig(
+        policy=policy, workers=count, chunk_tokens=chunk, kv_tokens=kv_tokens, **options
+    )
     return Workers(engines[:count], config)
 
 
