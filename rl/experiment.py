@@ -102,6 +102,11 @@ class TrainConfig:
     checkpoint: CheckpointConfig
     metrics: MetricsConfig
 
+    @property
+    def longest_tokens(self) -> int:
+        """Prompt and response together, at most."""
+        return self.rollout.max_prompt_tokens + self.sampling.max_new_tokens
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Inputs:
@@ -182,7 +187,7 @@ def open_inputs(config: TrainConfig) -> Inputs:
 
 def check_lengths(config: TrainConfig, model: ModelConfig) -> None:
     """Raise ValueError where the longest prompt and response do not fit the policy."""
-    longest = config.rollout.max_prompt_tokens + config.sampling.max_new_tokens
+    longest = config.longest_tokens
     if longest > model.max_positions:
         raise ValueError(
             f"Rollout.max_prompt_tokens={config.rollout.max_prompt_tokens} and "
@@ -243,7 +248,7 @@ def memory_estimate_bytes(config: TrainConfig, model: ModelConfig) -> dict[str, 
     """
     weights = 4 * transformer.num_params(model)
     positions = config.engine.min_positions
-    longest = config.rollout.max_prompt_tokens + config.sampling.max_new_tokens
+    longest = config.longest_tokens
     positions = bucket(longest, positions)
     slots = min(config.engine.slots, config.rollout.num_requests)
     per_token = 14 * model.d_model + 3 * model.d_ff

@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 from models import hf
 from models.sharding import make_mesh
 from models.transformer import Params
-from rl import critic, engine_warm_up, experiment, trainer
+from rl import critic, engine_warm_up, experiment, move_times, trainer
 from rl.advantages import overlong_penalties, response_advantages, reward_statistics
 from rl.checkpoint import Checkpointer, NoWholeCheckpointError
 from rl.coordinator import WorkerError
@@ -238,8 +238,7 @@ def _build(
     greedy = config.sampling.temperature == 0
     reuse = Reuse(config.reuse, cache, seed=config.run.seed, greedy=greedy)
     engine = _engine(config, inputs, mesh, recipe.trainer.dtype, reuse.mode.context_tokens)
-    longest = config.rollout.max_prompt_tokens + config.sampling.max_new_tokens
-    shape = trainer.batch_shape(recipe, longest)
+    shape = trainer.batch_shape(recipe, config.longest_tokens)
     show.message("compiling…")
     _warm_up(config, engine, trainer.cast_params(state.params, engine.dtype), speculation, folder)
     state = trainer.warm_up(state, shape, recipe=recipe)
@@ -289,9 +288,10 @@ def _warm_up(
     }
     engines = engine.engines if isinstance(engine, Workers) else [engine]
     for one in engines:
+        placed = one.place(weights)
         engine_warm_up.warm_up(
             one,
-            one.place(weights),
+            placed,
             config.sampling,
             speculative=speculative,
             lookup=lookup,
@@ -299,14 +299,15 @@ def _warm_up(
             fed=isinstance(engine, Workers),
             **sizes,
         )
-    jax.block_until_ready(step_key(0, 0))  # workers have warmed up theirs, elsewhere
-    if speculative:  # workers are alike: the first one's times are those of all
-        one, path = engines[0], folder / "round_times.json"
-        placed = one.place(weights)
-        speculation.times = load_or_measure(
-            path, one, placed, config.sampling, lookup=lookup, **sizes
-        )
-        rehearse(config.speculation, speculation.times, one, placed, config.sampling)
+    # workers are alike: the last one's times are those of all
+    if isinstance(engine, Workers):
+        jax.block_until_ready(step_key(0, 0))  # workers have warmed up theirs, elsewhere
+        most = {"max_requests": sizes["max_requests"], "max_tokens": config.longest_tokens}
+        engine.prefer_pool = move_times.measure(one, placed, **most).prefers_copy
+    if speculative:
+        path, sampling = folder / "round_times.json", config.sampling
+        speculation.times = load_or_measure(path, one, placed, sampling, lookup=lookup, **sizes)
+        rehearse(config.speculation, speculation.times, one, placed, sampling)
 
 
 def _resume(

@@ -38,6 +38,7 @@ from rl.optimizer import TrainState
 from rl.session import StepSpec
 from rl.trajectory import Trajectory
 from rl.workers import POLL_S, SchedConfig, Workers
+from sched.divided import PreferPool
 from sched.histopipe import HistoPipe, HistoPipeConfig
 from sched.pipeline import Steps
 from sched.policies import make_scheduler
@@ -48,7 +49,7 @@ ALL_STEPS = 0  # requests are numbered over all steps: one noise key serves them
 
 
 def step_scheduler(
-    config: SchedConfig, *, seed: int, num_steps: int, epoch_prompts: int
+    config: SchedConfig, prefer_pool: PreferPool, *, seed: int, num_steps: int, epoch_prompts: int
 ) -> Scheduler:
     """The scheduler of a run's steps: HistoPipe, or another policy step by step."""
     if config.policy == "histopipe":
@@ -60,7 +61,9 @@ def step_scheduler(
                 check_tokens=config.chunk_tokens,
             )
         )
-    policy = make_scheduler(config.policy, seed=seed, chunk_tokens=config.chunk_tokens)
+    policy = make_scheduler(
+        config.policy, seed=seed, chunk_tokens=config.chunk_tokens, prefer_pool=prefer_pool
+    )
     return Steps(policy, "one_step_off")
 
 
@@ -105,12 +108,13 @@ class Pipeline:
             self._weights[first_step] = jax.tree.map(np.array, behind)
         scheduler = step_scheduler(
             config.sched,
+            engine.prefer_pool,
             seed=config.run.seed,
             num_steps=config.run.steps - first_step + 1,
             epoch_prompts=len(system.inputs.task),
         )
-        longest = config.rollout.max_prompt_tokens + config.sampling.max_new_tokens
-        self._session = engine.session(scheduler, config.rollout.num_requests, longest)
+        most = config.rollout.num_requests, config.longest_tokens
+        self._session = engine.session(scheduler, *most)
         self._scorer = Scorer(system)
         self._prompts: dict[int, Prompts] = {}
         self._lengths: dict[str, tuple[int, ...]] = {}  # of the last responses, by prompt

@@ -25,6 +25,7 @@ from rl.guessing import Guesses, no_guesses
 from rl.session import Session, SessionSize, StepSpec
 from rl.timeline import EngineStats
 from rl.trajectory import Request, Trajectory, longest_tokens
+from sched.divided import PreferPool
 from sched.policies import POLICIES, make_scheduler
 from sched.protocol import Scheduler
 from sched.replay import Decision
@@ -97,8 +98,10 @@ class Workers:
         *,
         seed: int = 0,
         clock: Callable[[], float] = time.perf_counter,
+        prefer_pool: PreferPool = lambda tokens: True,
     ) -> None:
         self.engines, self.config, self.seed = list(engines), config, seed
+        self.prefer_pool = prefer_pool  # of so many tokens: rather copied than computed anew
         self._clock = clock
         self.stats = EngineStats()
         self.decisions: list[Decision] = []
@@ -129,7 +132,10 @@ class Workers:
         """
         self.engines[0].check(requests, sampling)
         scheduler = make_scheduler(
-            self.config.policy, seed=self.seed, chunk_tokens=self.config.chunk_tokens
+            self.config.policy,
+            seed=self.seed,
+            chunk_tokens=self.config.chunk_tokens,
+            prefer_pool=self.prefer_pool,
         )
         spec = StepSpec(
             0, params, sampling, key, stop_token_ids, policy_version, rule=rule, guesses=guesses

@@ -286,7 +286,7 @@ def test_devices_are_shared_out():
 def test_the_policy_names_the_scheduler():
     def made(policy):
         config = SchedConfig(mode="pipeline", policy=policy)
-        return pipeline.step_scheduler(config, seed=0, num_steps=3, epoch_prompts=6)
+        return pipeline.step_scheduler(config, bool, seed=0, num_steps=3, epoch_prompts=6)
 
     assert isinstance(made("histopipe"), HistoPipe)
     assert made("seer").num_unfinished == 0
