@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -240,7 +241,12 @@ def _build(
     engine = _engine(config, inputs, mesh, recipe.trainer.dtype, reuse.mode.context_tokens)
     shape = trainer.batch_shape(recipe, config.longest_tokens)
     show.message("compiling…")
-    _warm_up(config, engine, trainer.cast_params(state.params, engine.dtype), speculation, folder)
+    weights = trainer.cast_params(state.params, engine.dtype)
+    if isinstance(engine, Workers):  # whose threads know nothing of the trainer's mesh
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(_warm_up, config, engine, weights, speculation, folder).result()
+    else:
+        _warm_up(config, engine, weights, speculation, folder)
     state = trainer.warm_up(state, shape, recipe=recipe)
     order = DataOrder(len(inputs.task), config.run.seed)
     system = System(

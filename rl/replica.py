@@ -175,7 +175,10 @@ class Replica:
     def place(self, params: transformer.Params) -> transformer.Params:
         """Weights from wherever they are on this replica's devices."""
         if self.mesh is None:
-            return jax.device_put(params, self.device)
+            arrays = [x for x in jax.tree.leaves(params) if isinstance(x, jax.Array)]
+            scattered = any(len(x.devices()) > 1 for x in arrays)  # over a trainer's mesh
+            here = jax.local_devices()[0] if scattered and self.device is None else self.device
+            return jax.device_put(params, here)
         shardings = param_shardings(self.mesh, transformer.param_specs(self.model))
         return jax.tree.map(jax.device_put, params, shardings)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import jax
 import pytest
 from loop_runs import compilations, finish, learnt
 
@@ -46,6 +47,21 @@ def test_workers_change_no_reward_and_no_token(tiny, tmp_path, policy, more):
         assert several.rows[-1]["spec/reused_fraction"] > 0
         drafted = [row.get("spec/tokens_per_round", 0.0) for row in several.rows]
         assert max(drafted) > 1
+
+
+@pytest.mark.skipif(jax.device_count() != 8, reason="needs 8 (virtual) devices")
+@pytest.mark.parametrize(
+    "more",
+    [("Mesh.fsdp=8",), ("Mesh.fsdp=2", "Sched.mode='pipeline'")],
+    ids=["shared devices", "devices apart"],
+)
+def test_workers_beside_a_trainer_on_several_devices(tiny, tmp_path, more):
+    """Its mesh is not theirs: what they answer is what one device would."""
+    once = (*WORKERS, *more, "Run.steps=1")
+    wide = finish(tiny, tmp_path / "wide", *once)
+    narrow = finish(tiny, tmp_path / "narrow", *once, "Mesh.fsdp=1")
+    assert texts(wide) == texts(narrow)
+    assert wide.rows[0]["loss"] == pytest.approx(narrow.rows[0]["loss"], rel=1e-3, abs=1e-5)
 
 
 def test_nothing_compiles_after_warm_up(tiny, tmp_path, monkeypatch):
