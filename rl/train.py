@@ -147,7 +147,8 @@ def _run(config: TrainConfig, inputs: Inputs, folder: Path, *, resume: bool) -> 
     replace_file(folder / "config.gin", dump(config))  # what a resumed run starts from
     if jax.config.jax_compilation_cache_dir is None:  # JAX_COMPILATION_CACHE_DIR wins
         jax.config.update("jax_compilation_cache_dir", str(folder / "compiled"))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)  # resuming reads them
+    if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)  # resuming reads them
     should_stop = _stop_on_signals()
     with progress(total_steps=config.run.steps) as show:
         verb = "resuming" if resume else "running"

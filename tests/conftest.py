@@ -2,7 +2,8 @@
 
 All of it is environment variables set before jax is imported, so that programs
 which a test starts inherit it. Single-device code runs on device 0 of the 8.
-`REPRISE_TEST_PLATFORM=cuda` (or `tpu`) runs the suite on an accelerator.
+`REPRISE_TEST_PLATFORM=cuda` (or `tpu`) runs the suite on an accelerator;
+`REPRISE_TEST_OPTIMIZED=1` has its programs compiled as a user's are.
 """
 
 from __future__ import annotations
@@ -20,16 +21,26 @@ import pytest
 ROOT = Path(__file__).parents[1]
 NUM_VIRTUAL_DEVICES = 8
 DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
+# What tests run takes milliseconds to run and seconds to compile: XLA's optimizations
+# of machine code, which change no test, are half of the suite's time.
+QUICK_COMPILATION = (
+    "--xla_backend_optimization_level=0",
+    "--xla_cpu_use_fusion_emitters=false",
+    "--xla_cpu_parallel_codegen_split_count=1",
+)
 
 if "jax" in sys.modules:
     raise RuntimeError(
         "expected tests/conftest.py to run before jax is imported, got jax imported already; "
         "mend: disable the pytest plugin that imports it (-p no:NAME)"
     )
-if DEVICE_COUNT_FLAG not in os.environ.get("XLA_FLAGS", ""):
-    flags = os.environ.get("XLA_FLAGS", "")
-    os.environ["XLA_FLAGS"] = f"{flags} {DEVICE_COUNT_FLAG}={NUM_VIRTUAL_DEVICES}".strip()
 os.environ["JAX_PLATFORMS"] = os.environ.get("REPRISE_TEST_PLATFORM", "cpu")
+flags = [f"{DEVICE_COUNT_FLAG}={NUM_VIRTUAL_DEVICES}"]
+if os.environ["JAX_PLATFORMS"] == "cpu" and not os.environ.get("REPRISE_TEST_OPTIMIZED"):
+    flags += QUICK_COMPILATION
+given = os.environ.get("XLA_FLAGS", "").split()
+names = {flag.partition("=")[0] for flag in given}
+os.environ["XLA_FLAGS"] = " ".join(given + [f for f in flags if f.partition("=")[0] not in names])
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("MPLBACKEND", "Agg")

@@ -8,8 +8,10 @@ import sys
 import time
 
 import pytest
+from command_runs import call_main
 
 from benchmarks import tiny_run
+from rl import ablate
 
 GRID = """
 Ablation.variants = (
@@ -30,12 +32,15 @@ def grid(tmp_path_factory):
     return folder / "grid.gin"
 
 
-def command(grid, *arguments):
-    runs = f"--gin.Ablation.directory={str(grid.parent / 'runs')!r}"
-    return [sys.executable, "-m", "rl.ablate", str(grid), runs, *arguments]
+def arguments(grid, *more):
+    return [str(grid), f"--gin.Ablation.directory={str(grid.parent / 'runs')!r}", *more]
 
 
-def test_a_grid_is_stopped_gone_on_with_and_read(grid):
+def command(grid):
+    return [sys.executable, "-m", "rl.ablate", *arguments(grid)]
+
+
+def test_a_grid_is_stopped_gone_on_with_and_read(grid, capsys):
     env, runs = tiny_run.environment(), grid.parent / "runs"
     with subprocess.Popen(
         command(grid), cwd=tiny_run.ROOT, env=env, start_new_session=True,
@@ -58,19 +63,18 @@ def test_a_grid_is_stopped_gone_on_with_and_read(grid):
     assert float(full["reused_fraction"]) == 1.0 and plain["reused_fraction"] == "nan"
     assert 0 < float(full["generated_tokens"]) < float(plain["generated_tokens"])
     assert (runs / "figure.png").exists() and "| full |" in (runs / "table.md").read_text()
-    again = tiny_run.call(command(grid), env)
-    assert again.returncode == 0 and again.stdout.count("done before") == 2
-    table = tiny_run.call(command(grid, "--table"), env)
-    assert table.returncode == 0
-    dry = tiny_run.call(command(grid, "--dry_run"), env)
-    assert "full, seed 0: done" in dry.stdout
+    assert call_main(ablate.main, *arguments(grid)) == 0
+    assert capsys.readouterr().out.count("done before") == 2
+    assert call_main(ablate.main, *arguments(grid, "--table")) == 0
+    assert call_main(ablate.main, *arguments(grid, "--dry_run")) == 0
+    assert "full, seed 0: done" in capsys.readouterr().out
+    assert call_main(ablate.main, *arguments(grid, "--gin.Run.steps=9")) == 2
+    assert "another configuration" in capsys.readouterr().err
 
 
-def test_what_is_wrong_is_said_before_anything_runs(grid, tmp_path):
-    env = tiny_run.environment()
-    wrong = tiny_run.call(command(grid, "--gin.Ablation.seed=(1,)"), env)
-    assert wrong.returncode == 2 and "Did you mean Ablation.seeds?" in wrong.stderr
-    other = tiny_run.call(command(grid, "--gin.Run.steps=9"), env)
-    assert other.returncode == 2 and "another configuration" in other.stderr
-    none = tiny_run.call([sys.executable, "-m", "rl.ablate"], env)
-    assert none.returncode == 2 and "expected a file" in none.stderr
+def test_what_is_wrong_is_said_before_anything_runs(grid, capsys):
+    assert call_main(ablate.main, *arguments(grid, "--gin.Ablation.seed=(1,)")) == 2
+    assert "Did you mean Ablation.seeds?" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as left:
+        call_main(ablate.main)
+    assert left.value.code == 2 and "expected a file" in capsys.readouterr().err

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import json
 import shutil
-import signal
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from command_runs import call_main
 
 from benchmarks import tiny_run
 from models import hf, tokenizer
@@ -48,14 +48,7 @@ def tiny(tmp_path_factory):
 
 
 def run_train(*arguments) -> int:
-    """`rl.train.main`, with this process's signal handlers put back."""
-    numbers = (signal.SIGTERM, signal.SIGINT)
-    before = [signal.getsignal(number) for number in numbers]
-    try:
-        return train.main([str(a) for a in arguments])
-    finally:
-        for number, handler in zip(numbers, before, strict=True):
-            signal.signal(number, handler)
+    return call_main(train.main, *arguments)
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ false-alarm rate 1e-6 by chi-square (cells that expect fewer than 5 are pooled).
 Seeds are fixed, so that a pass stays a pass. Planted faults must fail the same test.
 """
 
+import functools
 import itertools
 
 import jax
@@ -49,6 +50,23 @@ def params():
 @pytest.fixture(scope="module")
 def law(params):
     return law_of(params)
+
+
+@pytest.fixture(scope="module")
+def kernel():
+    """For tests that plant nothing: compiled once."""
+    return fresh_kernel()
+
+
+@pytest.fixture(scope="module")
+def plain(params, kernel):
+    """`plain(scheme, seed, context_tokens)`: what is sampled without drafts."""
+
+    @functools.cache
+    def run(scheme, seed, context_tokens):
+        return sample(params, kernel, seed, scheme, context_tokens=context_tokens)
+
+    return run
 
 
 def law_of(params):
@@ -178,9 +196,8 @@ def test_the_law_is_worth_testing(law):
 
 
 @pytest.mark.parametrize("scheme", ["cdf", "gumbel"])
-def test_plain_decoding_and_any_drafts_have_the_exact_law(params, law, scheme):
-    kernel = fresh_kernel()
-    plain_RT = sample(params, kernel, 1, scheme)
+def test_plain_decoding_and_any_drafts_have_the_exact_law(params, law, kernel, plain, scheme):
+    plain_RT = plain(scheme, 1, 0)
     assert not g_test_fails(plain_RT, law)
     assert not g_test_fails(sample(params, kernel, 2, scheme, random_trees(0)), law)
     drafted_RT = sample(params, kernel, 1, scheme, drafts_from_the_answer(plain_RT))
@@ -188,9 +205,9 @@ def test_plain_decoding_and_any_drafts_have_the_exact_law(params, law, scheme):
 
 
 @pytest.mark.parametrize("context_tokens", [1, 2])
-def test_noise_that_goes_by_content_has_the_exact_law(params, law, context_tokens):
-    kernel, options = fresh_kernel(), {"context_tokens": context_tokens}
-    plain_RT = sample(params, kernel, 1, "cdf", **options)
+def test_noise_that_goes_by_content_has_the_exact_law(params, law, kernel, plain, context_tokens):
+    options = {"context_tokens": context_tokens}
+    plain_RT = plain("cdf", 1, context_tokens)
     assert not g_test_fails(plain_RT, law)
     assert not g_test_fails(sample(params, kernel, 2, "cdf", random_trees(0), **options), law)
     drafts = drafts_from_the_answer(plain_RT)
@@ -198,11 +215,13 @@ def test_noise_that_goes_by_content_has_the_exact_law(params, law, context_token
 
 
 @pytest.mark.parametrize("context_tokens", [0, 1])
-def test_another_policy_with_the_same_noise_has_its_own_exact_law(params, law, context_tokens):
+def test_another_policy_with_the_same_noise_has_its_own_exact_law(
+    law, kernel, plain, context_tokens
+):
     """Last epoch's noise and responses, as drafts, say nothing of what this policy may give."""
-    kernel, options = fresh_kernel(), {"context_tokens": context_tokens}
+    options = {"context_tokens": context_tokens}
     moved = make_params(MODEL, scale=1.4, seed=4)
-    past_RT = sample(params, kernel, 1, "gumbel", **options)
+    past_RT = plain("gumbel", 1, context_tokens)
     drafts = drafts_from_the_answer(past_RT)
     now_RT = sample(moved, kernel, 1, "gumbel", drafts, **options)
     assert not g_test_fails(now_RT, law_of(moved))
@@ -212,11 +231,9 @@ def test_another_policy_with_the_same_noise_has_its_own_exact_law(params, law, c
     assert (now_RT[:, 0] == past_RT[:, 0]).mean() > (other_RT[:, 0] == past_RT[:, 0]).mean() + 0.1
 
 
-def test_a_policy_that_was_chosen_by_looking_at_the_noise_has_not(params, law):
+def test_a_policy_that_was_chosen_by_looking_at_the_noise_has_not(law, plain):
     """The caveat of noise that repeats: here the noise of a request decides who answers it."""
-    kernel = fresh_kernel()
-    past_RT = sample(params, kernel, 1, "cdf")
-    fresh_RT = sample(params, kernel, 2, "cdf")
+    past_RT, fresh_RT = plain("cdf", 1, 0), plain("cdf", 2, 0)
     chosen_RT = np.where((past_RT[:, 0] == 0)[:, None], past_RT, fresh_RT)
     assert g_test_fails(chosen_RT, law)
 
@@ -228,12 +245,11 @@ def test_planted_contexts_that_are_not_counted(params, law, monkeypatch):
     assert g_test_fails(tokens_RT, law)
 
 
-def test_the_test_has_power(params, law):
+def test_the_test_has_power(law, plain):
     """A law that is off by a tenth in one of its conditionals is rejected."""
     wrong = law.reshape(V, V, V).copy()
     wrong = 0.9 * wrong + 0.1 * wrong[:, :, ::-1]
-    tokens_RT = sample(params, fresh_kernel(), 1, "cdf")
-    assert g_test_fails(tokens_RT, wrong.reshape(-1))
+    assert g_test_fails(plain("cdf", 1, 0), wrong.reshape(-1))
 
 
 def test_planted_noise_reused_between_positions(params, law, monkeypatch):

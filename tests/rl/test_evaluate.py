@@ -20,12 +20,6 @@ from rl.tasks import Example
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    with tiny_run.keep_every_program():
-        yield tiny_run.make_inputs(tmp_path_factory.mktemp("evaluate"))
-
-
-@pytest.fixture(scope="module")
 def run(tiny, tmp_path_factory):
     """A finished run of one step, with its policy exported."""
     folder = tmp_path_factory.mktemp("run")

@@ -17,11 +17,6 @@ from rl.config import ConfigError, load
 from rl.experiment import TrainConfig, memory_estimate_bytes, open_inputs
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    return tiny_run.make_inputs(tmp_path_factory.mktemp("experiment"))
-
-
 def opened(tiny, *overrides):
     return open_inputs(load(TrainConfig, [tiny], overrides))
 

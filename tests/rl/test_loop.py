@@ -17,20 +17,15 @@ from rl.metrics import read_samples
 STEPS = 3
 
 
-@pytest.fixture(scope="module", autouse=True)
-def keep_every_program():
-    with tiny_run.keep_every_program():
-        yield
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    return tiny_run.make_inputs(tmp_path_factory.mktemp("loop"))
-
-
 @pytest.fixture(scope="module")
 def never_stopped(tiny, tmp_path_factory):
     return finish(tiny, tmp_path_factory.mktemp("runs") / "never_stopped")
+
+
+@pytest.fixture(scope="module")
+def plain(tiny, tmp_path_factory):
+    """Five steps without guesses and without reuse: an epoch is three."""
+    return finish(tiny, tmp_path_factory.mktemp("plain"), "Run.steps=5")
 
 
 def test_the_same_configuration_gives_the_same_bits(tiny, never_stopped, tmp_path):
@@ -84,8 +79,7 @@ def with_guesses(tiny, tmp_path_factory):
     return finish(tiny, tmp_path_factory.mktemp("guesses"), *GUESSES)
 
 
-def test_speculation_changes_no_reward_and_no_token(tiny, with_guesses, tmp_path):
-    plain = finish(tiny, tmp_path, "Run.steps=5")
+def test_speculation_changes_no_reward_and_no_token(plain, with_guesses):
     for one, other in zip(plain.rows, with_guesses.rows, strict=True):
         assert one["reward"] == other["reward"]
         assert learnt(one) == pytest.approx(learnt(other), rel=1e-3, abs=1e-5)
@@ -120,14 +114,9 @@ def reused(done):
     return [row["spec/reused_fraction"] for row in done.rows]
 
 
-@pytest.fixture(scope="module")
-def never_reused(tiny, tmp_path_factory):
-    return finish(tiny, tmp_path_factory.mktemp("reuse") / "off", "Run.steps=5")
-
-
-def test_lenience_zero_trains_as_without_reuse(tiny, never_reused, tmp_path):
+def test_lenience_zero_trains_as_without_reuse(tiny, plain, tmp_path):
     zero = finish(tiny, tmp_path, *reusing("lenient:0"))
-    for one, other in zip(never_reused.rows, zero.rows, strict=True):
+    for one, other in zip(plain.rows, zero.rows, strict=True):
         assert one["reward"] == other["reward"]
         assert learnt(one) == pytest.approx(learnt(other), rel=1e-3, abs=1e-5)
     assert sum(reused(zero)) == 0 < sum(row["spec/cached_responses"] for row in zero.rows)
@@ -258,7 +247,7 @@ def test_a_reward_that_ends_its_worker_costs_its_own_sample_alone(tiny, tmp_path
     )
 
 
-# --- devices and compilations -----------------------------------------------------------
+# --- devices and compilations: last, as these empty jax's caches ------------------------
 
 
 @pytest.mark.skipif(jax.device_count() != 8, reason="needs 8 (virtual) devices")

@@ -25,17 +25,10 @@ def equal(completions, **columns):
 '''
 
 
-@pytest.fixture(scope="module", autouse=True)
-def keep_every_program():
-    with tiny_run.keep_every_program():
-        yield
-
-
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("algorithms")
-    (folder / "binary.py").write_text(REWARD)
-    return tiny_run.make_inputs(folder)
+def tiny(tiny):
+    (tiny.parent / "binary.py").write_text(REWARD)
+    return tiny
 
 
 def rewarded_by(tiny, name):
@@ -205,22 +198,6 @@ def test_ppo_takes_groups_of_one_and_its_samples_name_no_advantage(tiny, tmp_pat
 # --- all --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["dapo", "ppo"])
-def test_nothing_compiles_after_warm_up(tiny, name, tmp_path, monkeypatch):
-    settings = (
-        *(f"Algorithm.name='{name}'", "Algorithm.correction='sequence_tis:2'"),
-        *("Engine.min_slots=4", "Sampling.max_new_tokens=24", "Run.steps=4"),
-        *(rewarded_by(tiny, "lucky"), "Trainer.minibatches=2"),
-    )
-    done, before, after = compilations(tiny, tmp_path, monkeypatch, *settings)
-    lengths = {(r["completions/min_length"], r["completions/max_length"]) for r in done.rows}
-    assert len(lengths) > 1, "the lengths must vary"
-    if name == "dapo":
-        assert max(r["dynamic_sampling/phases"] for r in done.rows) > 1
-    assert len(before) > 10, "the listener must hear of compilations"
-    assert after == []
-
-
 def test_corrections_are_weights_of_the_same_rollouts(tiny, tmp_path):
     """Reused tokens were drawn by an older policy; fresh ones weigh about 1."""
     settings = ("Reuse.mode='full'", "Run.steps=5", "Optimizer.learning_rate=0.1")
@@ -235,3 +212,19 @@ def test_corrections_are_weights_of_the_same_rollouts(tiny, tmp_path):
         weights = [row["correction/weight_mean"] for row in rows[name]]
         assert cut[0] == 0 and weights[0] == pytest.approx(1, abs=1e-4)
         assert max(cut) > 0 and min(weights) < 0.999
+
+
+@pytest.mark.parametrize("name", ["dapo", "ppo"])
+def test_nothing_compiles_after_warm_up(tiny, name, tmp_path, monkeypatch):
+    settings = (
+        *(f"Algorithm.name='{name}'", "Algorithm.correction='sequence_tis:2'"),
+        *("Engine.min_slots=4", "Sampling.max_new_tokens=24", "Run.steps=4"),
+        *(rewarded_by(tiny, "lucky"), "Trainer.minibatches=2"),
+    )
+    done, before, after = compilations(tiny, tmp_path, monkeypatch, *settings)
+    lengths = {(r["completions/min_length"], r["completions/max_length"]) for r in done.rows}
+    assert len(lengths) > 1, "the lengths must vary"
+    if name == "dapo":
+        assert max(r["dynamic_sampling/phases"] for r in done.rows) > 1
+    assert len(before) > 10, "the listener must hear of compilations"
+    assert after == []

@@ -8,22 +8,9 @@ import jax
 import pytest
 from loop_runs import compilations, finish, learnt
 
-from benchmarks import tiny_run
-
 WORKERS = ("Sched.workers=2", "Sched.chunk_tokens=3", "Engine.slots=4", "Engine.min_slots=4")
 GUESSES = ("Speculation.budget='fixed:3'", "Engine.max_nodes=4")
 COUPLED = ("Reuse.mode='coupled'", "Sampling.draw='gumbel'")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def keep_every_program():
-    with tiny_run.keep_every_program():
-        yield
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    return tiny_run.make_inputs(tmp_path_factory.mktemp("loop"))
 
 
 def texts(done):

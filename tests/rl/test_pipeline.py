@@ -35,17 +35,6 @@ PIPELINE = (
 SIZE = 8  # responses a step: 2 prompts, 4 each
 
 
-@pytest.fixture(scope="module", autouse=True)
-def keep_every_program():
-    with tiny_run.keep_every_program():
-        yield
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    return tiny_run.make_inputs(tmp_path_factory.mktemp("loop"))
-
-
 @pytest.fixture(scope="module")
 def ahead(tiny, tmp_path_factory):
     folder = tmp_path_factory.mktemp("ahead")
@@ -149,12 +138,6 @@ def test_rollouts_run_and_are_scored_while_an_update_runs(tiny, tmp_path, monkey
     monkeypatch.setattr(trainer, "update", slow)
     finish(tiny, tmp_path, *PIPELINE, "Run.steps=2")
     assert waited == [True, True]
-
-
-def test_nothing_compiles_after_warm_up(tiny, tmp_path, monkeypatch):
-    _, before, after = compilations(tiny, tmp_path, monkeypatch, *PIPELINE)
-    assert len(before) > 10
-    assert after == [], after
 
 
 # --- HistoPipe --------------------------------------------------------------------------
@@ -290,3 +273,9 @@ def test_the_policy_names_the_scheduler():
 
     assert isinstance(made("histopipe"), HistoPipe)
     assert made("seer").num_unfinished == 0
+
+
+def test_nothing_compiles_after_warm_up(tiny, tmp_path, monkeypatch):
+    _, before, after = compilations(tiny, tmp_path, monkeypatch, *PIPELINE)
+    assert len(before) > 10
+    assert after == [], after

@@ -1,6 +1,7 @@
 """Tasks: the allow-list, determinism, files, mixtures, and what bad specs are told."""
 
 import builtins
+import hashlib
 import json
 import os
 import subprocess
@@ -147,30 +148,23 @@ def test_the_trap_above_catches_an_unsafe_scorer(monkeypatch):
     assert touched == ["['A', 'B']"]
 
 
-FINGERPRINT = """
-import hashlib, json
-from rl.reasoning_gym_tasks import SAFE_TASKS, open_procedural
-for name in SAFE_TASKS:
-    source = open_procedural(name, {}, seed=5, size=4)
-    entries = [source.entry(index) for index in (1, 0)]
-    print(name, hashlib.sha256(json.dumps(entries).encode()).hexdigest())
-"""
+def fingerprints():
+    """A line a task; a process of its own calls this too."""
+    for name in SAFE_TASKS:
+        source = open_procedural(name, {}, seed=5, size=4)
+        entries = [source.entry(index) for index in (1, 0)]
+        yield f"{name} {hashlib.sha256(json.dumps(entries).encode()).hexdigest()}"
 
 
 def test_examples_are_the_same_in_every_process():
     """Resuming in a new process, with another hash seed, must find the same examples."""
-    shown = [
-        subprocess.Popen(
-            [sys.executable, "-c", FINGERPRINT],
-            cwd=ROOT,
-            env={**os.environ, "PYTHONHASHSEED": hash_seed},
-            stdout=subprocess.PIPE,
-            text=True,
-        ).communicate()[0]
-        for hash_seed in ("1", "2")
-    ]
-    assert shown[0].count("\n") == len(SAFE_TASKS)
-    assert shown[0] == shown[1]
+    ours = os.environ.get("PYTHONHASHSEED", "random")
+    path = os.pathsep.join([str(ROOT), str(Path(__file__).parent)])
+    env = os.environ | {"PYTHONHASHSEED": "2" if ours == "1" else "1", "PYTHONPATH": path}
+    code = "import test_tasks; print(*test_tasks.fingerprints(), sep='\\n')"
+    command = [sys.executable, "-c", code]
+    theirs = subprocess.run(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True).stdout
+    assert theirs.splitlines() == list(fingerprints())
 
 
 def test_unreadable_answers_are_wrong_and_not_a_scorers_failure():

@@ -1,0 +1,16 @@
+"""The smallest run's inputs, for the tests that run the loop in this process.
+
+Imports wait until a fixture runs: jax must not be imported before ../conftest.py
+has named the folder of compiled programs.
+"""
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """The configuration's path; until the module's end every program is kept on disk."""
+    from benchmarks import tiny_run
+
+    with tiny_run.keep_every_program():
+        yield tiny_run.make_inputs(tmp_path_factory.mktemp("tiny"))
