@@ -1,8 +1,9 @@
 """What scheduling buys on real workers: `python -m benchmarks.scheduling --json`
 
-The shipped policy on four workers, each policy in turn with the same requests and noise.
-Workers share this machine's cores, so that time is counted in rounds of each worker: a
-request's is that of its worker when it ended. Two workloads: the shipped tasks, and responses
+The shipped policy on four workers of two virtual devices each, every scheduler in turn with the
+same requests and noise. Workers share this machine's cores, so that time is counted in rounds of
+each worker: a request's is that of its worker when it ended. Every rollout is played again on a
+virtual clock with its measured durations, and decisions are compared. Two workloads: the shipped tasks, and responses
 whose lengths are drawn beforehand with a long tail (end tokens are ignored there; the tokens
 are real). The tail is from the end of nine tenths of the requests to the last's.
 """
@@ -17,13 +18,17 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+
 from benchmarks import environment
 from benchmarks.workloads import BASE_POLICY, group_requests, policy, questions
 from rl.engine_config import EngineConfig
 from rl.timeline import EngineStats
 from rl.trajectory import Request
 from rl.workers import SchedConfig, Workers, make_engines
+from sched.policies import make_scheduler
 from sched.protocol import ChunkDone, Finished, Start
+from sched.replay import replay
 from sched.request import Kv
 from sched.workloads import Workload, draw_lengths
 from spec.sampling import SamplingConfig, step_key
@@ -70,7 +75,18 @@ def figures(team: Workers) -> dict[str, float]:
         "chunks": sum(isinstance(d.event, ChunkDone) for d in team.decisions),
         "moved_chunks": sum(a.kv is Kv.POOL for a in starts),
         "finished": sum(isinstance(d.event, Finished) for d in team.decisions),
+        "same_decisions": _same_decisions(team),
     }
+
+
+def _same_decisions(team: Workers) -> float:
+    """The share of the decisions that a simulation takes, given the measured durations."""
+    scheduler = make_scheduler(
+        team.config.policy, seed=team.seed, chunk_tokens=team.config.chunk_tokens
+    )
+    pairs = zip(replay(scheduler, team.decisions), team.decisions, strict=False)
+    same = sum((a.event, a.actions) == (b.event, b.actions) for a, b in pairs)
+    return same / len(team.decisions)
 
 
 def measure(repeats: int) -> dict[str, Any]:
@@ -81,7 +97,7 @@ def measure(repeats: int) -> dict[str, Any]:
     workloads = {"tasks": model.eos_token_ids, "drawn": ()}
     found: dict[str, dict[str, list[dict[str, float]]]] = {}
     tokens: dict[tuple[str, int], dict[int, list[int]]] = {}
-    config = SchedConfig(workers=WORKERS, chunk_tokens=CHUNK_TOKENS)
+    config = SchedConfig(workers=WORKERS, devices_per_worker=2, chunk_tokens=CHUNK_TOKENS)
     engines = make_engines(model, ENGINE, config, dtype=params.final_norm_D.dtype)
     different = 0
     for repeat in range(repeats):
@@ -112,6 +128,7 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.repeats < 1:
         parser.error(f"--repeats must be at least 1, got {arguments.repeats}")
+    jax.config.update("jax_num_cpu_devices", 2 * WORKERS)
     found = measure(arguments.repeats)
     rows = found["workloads"]
     shown = {
@@ -123,6 +140,9 @@ def main() -> int:
         for key in ("makespan_rounds", "tail_rounds")
     }
     shown["differing_responses"] = found["differing_responses"]
+    shown["same_decisions"] = min(
+        row["same_decisions"] for p in rows.values() for row in p.values()
+    )
     record = environment.record("benchmarks.scheduling", PACKAGES, hidden=("--output",))
     environment.show({"benchmark": "scheduling", **shown, **found, **record}, arguments, shown)
     return 0

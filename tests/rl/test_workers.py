@@ -207,11 +207,16 @@ def test_a_rollout_that_is_given_up_leaves_the_engines_usable(engines, alone):
 @pytest.mark.slow
 @pytest.mark.parity
 @pytest.mark.skipif(jax.device_count() != 8, reason="needs 8 (virtual) devices")
-def test_four_workers_of_two_devices_each(alone):
-    config = SchedConfig(workers=4, devices_per_worker=2, chunk_tokens=3, kv_tokens=60)
+@pytest.mark.parametrize(("count", "size"), [(4, 2), (8, 1)])
+def test_workers_on_eight_devices(alone, count, size):
+    config = SchedConfig(workers=count, devices_per_worker=size, chunk_tokens=3, kv_tokens=60)
     engines = make_engines(MODEL, CONFIG, config, dtype=np.float32)
-    assert len({d for e in engines for d in e.mesh.devices.flat}) == 8
-    assert_same_tokens(play(Workers(engines, config)), alone)
+    devices = [e.mesh.devices.flat if size > 1 else [e.device or jax.devices()[0]] for e in engines]
+    assert len({d for mine in devices for d in mine}) == 8
+    team = Workers(engines, config)
+    assert_same_tokens(play(team), alone)
+    found = replay(make_scheduler("seer", seed=0, chunk_tokens=3), team.decisions)
+    assert [(d.event, d.actions) for d in found] == [(d.event, d.actions) for d in team.decisions]
 
 
 @pytest.mark.parametrize(
