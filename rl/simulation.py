@@ -129,8 +129,8 @@ def play(config: SimulateRun) -> Iterator[tuple[Row, Record]]:
                 limit_tokens=int(max(lengths.max(), workload.limit_tokens)),
             )
         first: Record | None = None
+        asks, by_number = asks_for(workload, lengths, known=True)
         for name in asked.policies:
-            asks, by_number = asks_for(workload, lengths, known=True)
             scheduler = make_scheduler(
                 name,
                 seed=seed,

@@ -102,6 +102,7 @@ class SimulatedWorker:
         self._kv_tokens, self._max_requests = kv_tokens, max_requests
         self.counters = Counters()
         self.positions = 0.0  # live ones
+        self.reached = 0.0  # positions before who runs there last changed
         self.now_s = 0.0
         self.version = 0  # grows with every change
         self.counts = [0] * pace.num_lanes
@@ -135,7 +136,7 @@ class SimulatedWorker:
     def advance(self, now_s: float) -> None:
         """Move to `now_s`, which must not be beyond `next_s`."""
         elapsed = now_s - self.now_s
-        self.now_s = now_s
+        self.now_s, self.reached = now_s, self.positions
         if elapsed <= 0 or not self.num_running:
             return
         self.counters.busy_s += elapsed
@@ -195,6 +196,7 @@ class SimulatedWorker:
         for lane, tokens in enumerate(plan.tokens_per_round):
             self._progress[lane] += rounds * tokens
         self.positions += rounds * self._growth
+        self.reached = self.positions
         self.counters.tokens += rounds * self._growth
 
     def _rounds_to_event(self) -> float:

@@ -11,8 +11,9 @@ from sched.cost_model import Accelerator, Efficiency, Instance, ModelShape
 from sched.divided import Divided
 from sched.group_fifo import GroupFifo
 from sched.histopipe import HistoPipe, HistoPipeConfig
-from sched.orders import make_order
+from sched.orders import Fifo
 from sched.pipeline import Steps
+from sched.policies import POLICIES, make_scheduler
 from sched.protocol import Start, Submitted, WorkerJoined
 from sched.request import Ask, Kv
 from sched.simulated_worker import Plain, Plan
@@ -35,7 +36,7 @@ def simulate(scheduler, asks, lengths, *, workers=1, kv_tokens=10**6, requests=1
 
 
 def fifo(chunk=10**6):
-    return Divided(make_order("fifo", 0), chunk_tokens=chunk)
+    return Divided(Fifo(), chunk_tokens=chunk)
 
 
 def test_rounds_of_a_second_each_by_hand():
@@ -134,15 +135,14 @@ def test_the_fluid_agrees_with_single_rounds(seed):
     assert record.finish_s == pytest.approx(wanted, rel=0.01)
 
 
-@pytest.mark.parametrize("name", ["group_fifo", "fifo", "context_aware", "longest_known"])
+@pytest.mark.parametrize("name", POLICIES)
 def test_every_policy_finishes_all_within_memory_and_repeats(name):
     workload = Workload(30, 4, 60, 400, prompt_tokens=10)
     lengths = draw_lengths(workload, seed=1)
     asks, by_number = asks_for(workload, lengths, known=True)
 
     def run():
-        budgeted = Divided(make_order(name, 3), chunk_tokens=50) if name != "group_fifo" else None
-        scheduler = budgeted or GroupFifo(seed=3)
+        scheduler = make_scheduler(name, seed=3, chunk_tokens=50)
         return simulate(scheduler, asks, by_number, workers=3, kv_tokens=1000)
 
     record, again = run(), run()
