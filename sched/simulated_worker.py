@@ -136,8 +136,11 @@ class SimulatedWorker:
     def advance(self, now_s: float) -> None:
         """Move to `now_s`, which must not be beyond `next_s`."""
         elapsed = now_s - self.now_s
-        self.now_s, self.reached = now_s, self.positions
-        if elapsed <= 0 or not self.num_running:
+        self.now_s = now_s
+        if elapsed <= 0:
+            return
+        if not self.num_running:
+            self.reached = self.positions
             return
         self.counters.busy_s += elapsed
         stalled = min(elapsed, self._stall_s)
