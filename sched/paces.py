@@ -81,6 +81,6 @@ class Windows:
             brought = sum(n * a for n, a in zip(counts, tokens, strict=True))
             rate = brought / (cost(positions) + draft_s)
             if rate > best_rate:
-                cost = dataclasses.replace(cost, overhead_s=cost.overhead_s + draft_s)
+                cost = dataclasses.replace(cost, fixed_s=cost.fixed_s + draft_s)
                 best, best_rate = Plan(cost, tokens), rate
         return best
