@@ -16,25 +16,29 @@ import math
 
 @dataclasses.dataclass(frozen=True)
 class Accelerator:
-    """One device: dense bfloat16 operations, memory bytes, and bytes from the host, per second."""
+    """One device: dense bfloat16 operations, memory bytes, and bytes from the host, per second.
+
+    `link_bytes_per_s` go to the other devices of its node, one way.
+    """
 
     name: str
     operations_per_s: float
     bytes_per_s: float
     memory_bytes: float
     host_bytes_per_s: float
+    link_bytes_per_s: float = math.inf
 
 
 # Makers' data sheets.
 ACCELERATORS = {
     device.name: device
     for device in (
-        Accelerator("H100", 989e12, 3.35e12, 80e9, 64e9),
-        Accelerator("H800", 989e12, 3.35e12, 80e9, 64e9),
-        Accelerator("A100", 312e12, 2.04e12, 80e9, 32e9),
-        Accelerator("H20", 148e12, 4.0e12, 96e9, 64e9),
-        Accelerator("TPU v5e", 197e12, 819e9, 16e9, 16e9),
-        Accelerator("TPU v5p", 459e12, 2.765e12, 95e9, 32e9),
+        Accelerator("H100", 989e12, 3.35e12, 80e9, 64e9, 450e9),
+        Accelerator("H800", 989e12, 3.35e12, 80e9, 64e9, 200e9),
+        Accelerator("A100", 312e12, 2.04e12, 80e9, 32e9, 300e9),
+        Accelerator("H20", 148e12, 4.0e12, 96e9, 64e9, 450e9),
+        Accelerator("TPU v5e", 197e12, 819e9, 16e9, 16e9, 100e9),
+        Accelerator("TPU v5p", 459e12, 2.765e12, 95e9, 32e9, 300e9),
     )
 }
 
@@ -45,7 +49,8 @@ class ModelShape:
 
     `active_params` are met by each node. With experts, `expert_bytes` of the `weight_bytes`
     lie in them, and a node meets `experts_per_token` of `num_experts`. `attention_operations`
-    are those of one node with one position, `kv_bytes` those of one position, all layers.
+    are those of one node with one position, `kv_bytes` those of one position, all layers;
+    `hidden` values of 16 bits are what layers hand on.
     """
 
     name: str
@@ -54,15 +59,16 @@ class ModelShape:
     num_layers: int
     kv_bytes: float
     attention_operations: float
+    hidden: int
     expert_bytes: float = 0.0
     num_experts: int = 1
     experts_per_token: int = 1
 
     def moved_weight_bytes(self, num_nodes: float, num_ranks: int = 1) -> float:
-        """Weights that a rank reads in a round of so many nodes on each, experts drawn evenly."""
+        """Weights that a rank reads in a round of so many nodes on all, experts drawn evenly."""
         if not self.expert_bytes:
             return self.weight_bytes
-        missed = (1 - self.experts_per_token / self.num_experts) ** (num_nodes * num_ranks)
+        missed = (1 - self.experts_per_token / self.num_experts) ** num_nodes
         return self.weight_bytes - self.expert_bytes * (1 - (1 - missed) / num_ranks)
 
 
@@ -77,6 +83,7 @@ def dense(
         layers,
         4.0 * layers * kv_heads * head_dim,
         4.0 * layers * heads * head_dim,
+        heads * head_dim,
     )
 
 
@@ -100,6 +107,7 @@ MODELS = {
             num_layers=27,
             kv_bytes=27 * 576 * 2,
             attention_operations=27 * 16 * 2 * (576 + 512),
+            hidden=2048,
             expert_bytes=28.8e9,
             num_experts=64,
             experts_per_token=6,
@@ -111,6 +119,7 @@ MODELS = {
             num_layers=61,
             kv_bytes=61 * 576 * 2,
             attention_operations=61 * 64 * 2 * (576 + 512),
+            hidden=7168,
             # but attention, shared experts and a dense layer of 9.3e9 parameters in 8 bits,
             # and two vocabulary matrices in 16
             expert_bytes=0.986e12,
@@ -125,7 +134,8 @@ MODELS = {
 class Efficiency:
     """What is reached of the peaks, and what a round takes besides.
 
-    `layer_sync_s` is taken twice a layer where several devices share one: two reductions.
+    `layer_sync_s` is taken twice a layer where several devices share one, beside what the
+    bytes take. `bandwidth` is of memory and links.
     """
 
     bandwidth: float = 0.7
@@ -167,7 +177,7 @@ class Instance:
     """One worker's devices: a replica of a model, or one rank of it.
 
     Of `num_ranks` ranks each has requests, cache and all but the experts of its own, and holds
-    its part of the experts, which meet the nodes of all ranks: as many of each are assumed.
+    its part of the experts, which meet the nodes of all ranks.
     """
 
     device: Accelerator
@@ -191,18 +201,40 @@ class Instance:
     def _operations_per_s(self) -> float:
         return self.num_devices * self.device.operations_per_s * self.efficiency.operations
 
-    def _linear_seconds(self, num_nodes: float) -> float:
-        """All but attention, for so many nodes."""
-        moved_s = self.model.moved_weight_bytes(num_nodes, self.num_ranks) / self._bytes_per_s
-        return max(moved_s, 2 * self.model.active_params * num_nodes / self._operations_per_s)
+    def _linear_seconds(self, num_nodes: float, other_nodes: float) -> float:
+        """All but attention, for so many nodes, and those of the other ranks."""
+        moved = self.model.moved_weight_bytes(num_nodes + other_nodes, self.num_ranks)
+        moved_s = moved / self._bytes_per_s
+        computed_s = 2 * self.model.active_params * num_nodes / self._operations_per_s
+        return max(moved_s, computed_s) + self._exchange_seconds(num_nodes)
 
-    def round_cost(self, num_requests: float, num_nodes: float = 1.0) -> RoundCost:
-        """A round of `num_requests` trees of `num_nodes`, root included."""
-        model = self.model
-        alone = self.num_devices * self.num_ranks == 1
-        sync_s = 0.0 if alone else 2 * model.num_layers * self.efficiency.layer_sync_s
+    def _exchange_seconds(self, num_nodes: float) -> float:
+        """What devices tell each other, twice a layer: sums of all, or nodes to their experts."""
+        devices, ranks = self.num_devices, self.num_ranks
+        if devices * ranks == 1:
+            return 0.0
+        copies = 2 * (devices - 1) / devices
+        copies += (1 - 1 / ranks) * self.model.experts_per_token
+        moved_s = 2 * self.model.hidden * copies / self.device.link_bytes_per_s
+        return (
+            2
+            * self.model.num_layers
+            * (self.efficiency.layer_sync_s + num_nodes * moved_s / self.efficiency.bandwidth)
+        )
+
+    def round_cost(
+        self, num_requests: float, num_nodes: float = 1.0, other_requests: float | None = None
+    ) -> RoundCost:
+        """A round of `num_requests` trees of `num_nodes`, root included.
+
+        `other_requests` run on the other ranks; None: as many on each.
+        """
+        model, nodes = self.model, num_requests * num_nodes
+        if other_requests is None:
+            other_requests = (self.num_ranks - 1) * num_requests
+        linear_s = self._linear_seconds(nodes, other_requests * num_nodes)
         return RoundCost(
-            self._linear_seconds(num_requests * num_nodes) + self.efficiency.overhead_s + sync_s,
+            linear_s + self.efficiency.overhead_s,
             max(
                 model.kv_bytes / self._bytes_per_s,
                 model.attention_operations * num_nodes / self._operations_per_s,
@@ -216,7 +248,7 @@ class Instance:
         """A pass over `rows` of `tokens` each; a position attends to half of its row."""
         attention = rows * tokens * self.model.attention_operations * tokens / 2
         attention_s = attention / self._operations_per_s
-        return self._linear_seconds(rows * tokens) + attention_s + self.efficiency.overhead_s
+        return self._linear_seconds(rows * tokens, 0.0) + attention_s + self.efficiency.overhead_s
 
     def copy_seconds(self, tokens: int) -> float:
         """Keys and values of so many positions from the host."""

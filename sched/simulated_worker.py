@@ -56,9 +56,30 @@ class Pace(Protocol):
         """The lane in which a request runs from its next start on."""
         ...
 
+    def changed(self, worker_id: int, num_running: int) -> None:
+        """Told whenever who runs on a worker has changed; 0 where it is idle now."""
+        ...
+
     def plan(self, worker_id: int, counts: tuple[int, ...], positions: float) -> Plan:
         """`counts` of running requests by lane; not all are 0."""
         ...
+
+
+class Neighbours:
+    """How many requests run on the ranks of each instance; consecutive workers are one."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
+        self._running: dict[int, int] = {}  # by worker
+        self._all: collections.Counter[int] = collections.Counter()  # by instance
+
+    def changed(self, worker_id: int, num_running: int) -> None:
+        self._all[worker_id // self._num_ranks] += num_running - self._running.get(worker_id, 0)
+        self._running[worker_id] = num_running
+
+    def others(self, worker_id: int) -> int:
+        """Those on the other ranks of its instance."""
+        return self._all[worker_id // self._num_ranks] - self._running.get(worker_id, 0)
 
 
 class Plain:
@@ -67,13 +88,17 @@ class Plain:
     num_lanes = 1
 
     def __init__(self, instance: Instance) -> None:
-        self._instance = instance
+        self._instance, self._neighbours = instance, Neighbours(instance.num_ranks)
 
     def lane(self, request_id: int, finished_siblings: int) -> int:
         return 0
 
+    def changed(self, worker_id: int, num_running: int) -> None:
+        self._neighbours.changed(worker_id, num_running)
+
     def plan(self, worker_id: int, counts: tuple[int, ...], positions: float) -> Plan:
-        return Plan(self._instance.round_cost(counts[0]), (1.0,))
+        others = self._neighbours.others(worker_id)
+        return Plan(self._instance.round_cost(counts[0], 1, others), (1.0,))
 
 
 @dataclasses.dataclass(slots=True)
@@ -221,6 +246,7 @@ class SimulatedWorker:
             self._admit(self._queue.popleft())
         self.version += 1
         self._plan = None
+        self._pace.changed(self.worker_id, self.num_running)
 
     def _has_room(self, job: Job) -> bool:
         if not self.num_running:

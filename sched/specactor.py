@@ -64,6 +64,19 @@ def coupled_tokens(p: float, window: int) -> float:
     return sum(p**a for a in range(window + 1))
 
 
+def chance_of(mean_tokens: float, window: int) -> float:
+    """The p at which a window brings `mean_tokens`, `coupled_tokens` inverted; by bisection."""
+    if not 1 <= mean_tokens <= window + 1:
+        raise ValueError(f"expected 1 … {window + 1} tokens of {window} guesses, got {mean_tokens}")
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (
+            (middle, high) if coupled_tokens(middle, window) < mean_tokens else (low, middle)
+        )
+    return high
+
+
 def plan(
     batch: int,
     num_devices: int,

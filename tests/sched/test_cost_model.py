@@ -19,8 +19,8 @@ from sched.cost_model import (
     dense,
 )
 
-SLOW = Accelerator("slow", 1000.0, 100.0, 500.0, 20.0)
-SMALL = ModelShape("small", 10.0, 20.0, 2, 4.0, 3.0)
+SLOW = Accelerator("slow", 1000.0, 100.0, 500.0, 20.0, 50.0)
+SMALL = ModelShape("small", 10.0, 20.0, 2, 4.0, 3.0, 5)
 PLAIN = Efficiency(1.0, 1.0, 0.5, 0.0, 1.0)
 ONE = Instance(SLOW, SMALL, 1, PLAIN)
 
@@ -37,10 +37,10 @@ def test_a_round_is_its_matrices_and_its_attention():
 def test_what_fits_beside_the_weights():
     assert ONE.kv_tokens == 120  # (500 − 20) / 4
     assert Instance(SLOW, SMALL, 2, PLAIN).kv_tokens == 245
-    experts = ModelShape("experts", 10.0, 600.0, 2, 4.0, 3.0, expert_bytes=400.0)
+    experts = ModelShape("experts", 10.0, 600.0, 2, 4.0, 3.0, 5, expert_bytes=400.0)
     # 200 and a fourth of the experts on each of four ranks
     assert Instance(SLOW, experts, 1, PLAIN, num_ranks=4).kv_tokens == 50
-    assert Instance(SLOW, ModelShape("big", 1, 600, 1, 1, 1), 1, PLAIN).kv_tokens == 0
+    assert Instance(SLOW, ModelShape("big", 1, 600, 1, 1, 1, 1), 1, PLAIN).kv_tokens == 0
 
 
 def test_prefill_and_copies():
@@ -53,18 +53,19 @@ def test_prefill_and_copies():
 
 def test_devices_share_the_work_and_meet_twice_a_layer():
     pair = Instance(SLOW, SMALL, 2, Efficiency(0.5, 1.0, 0.5, 0.1, 1.0))
-    assert pair.round_seconds(2, 60) == pytest.approx(0.5 + 4 * 0.1 + 2.6)
+    # two sums a layer, of 2 nodes of 5 values of 2 bytes, half of which go out twice: 0.8 s
+    assert pair.round_seconds(2, 60) == pytest.approx(0.5 + 4 * (0.1 + 20 / 50 / 0.5) + 2.6)
 
 
 def test_a_round_of_many_nodes_meets_all_experts_one_of_few_does_not():
     shape = ModelShape(
-        "experts", 1, 100, 1, 1, 1, expert_bytes=80, num_experts=4, experts_per_token=1
+        "experts", 1, 100, 1, 1, 1, 1, expert_bytes=80, num_experts=4, experts_per_token=1
     )
     assert shape.moved_weight_bytes(1) == pytest.approx(20 + 80 / 4)
     assert shape.moved_weight_bytes(2) == pytest.approx(20 + 80 * (1 - 0.75**2))
     assert shape.moved_weight_bytes(1000) == pytest.approx(100)
     # two ranks with a node each: each holds half of the experts
-    assert shape.moved_weight_bytes(1, 2) == pytest.approx(20 + 40 * (1 - 0.75**2))
+    assert shape.moved_weight_bytes(2, 2) == pytest.approx(20 + 40 * (1 - 0.75**2))
 
 
 def test_published_figures_are_near_the_model():

@@ -78,9 +78,9 @@ def start_tokens(actions):
 
 def test_a_start_ends_where_a_response_would_be_an_outlier():
     scheduler = begun(2, num_ranking_groups=2)
-    # 1.1 times the longest of the group's past
+    # 1.1 times the longest median of the group's prompts
     actions = scheduler.handle(step(0, (10, 30), (90, 100)), 0.0)
-    assert start_tokens(actions) == {0: 33, 10: 111}
+    assert start_tokens(actions) == {0: 22, 10: 105}
     scheduler = begun(1, num_ranking_groups=1, migrate=False)
     assert start_tokens(scheduler.handle(step(0, (10,)), 0.0)) == {0: LIMIT}
 

@@ -22,8 +22,8 @@ from sched.workloads import Workload, asks_for, draw_lengths, recorded
 
 # rounds of exactly 1 s: nothing but overhead, and prefill and copies take next to nothing
 STEADY = Instance(
-    Accelerator("steady", 1e30, 1e30, 1e6, 1e30),
-    ModelShape("none", 0.0, 0.0, 1, 1.0, 0.0),
+    Accelerator("steady", 1e30, 1e30, 1e6, 1e30, 1e30),
+    ModelShape("none", 0.0, 0.0, 1, 1.0, 0.0, 0),
     1,
     Efficiency(1, 1, 1.0, 0, 1),
 )
@@ -91,6 +91,9 @@ def test_lanes_run_at_their_own_pace():
         def lane(self, request_id, finished_siblings):
             return request_id
 
+        def changed(self, worker_id, num_running):
+            pass
+
         def plan(self, worker_id, counts, positions):
             return Plan(STEADY.round_cost(sum(counts)), (1.0, 2.5))
 
@@ -123,8 +126,8 @@ def round_by_round(instance, asks, lengths, kv_tokens):
 def test_the_fluid_agrees_with_single_rounds(seed):
     rng = np.random.default_rng(seed)
     instance = Instance(
-        Accelerator("mixed", 3000.0, 500.0, 1e9, 1e30),
-        ModelShape("mixed", 20.0, 100.0, 2, 0.5, float(rng.uniform(0.1, 3))),
+        Accelerator("mixed", 3000.0, 500.0, 1e9, 1e30, 1e30),
+        ModelShape("mixed", 20.0, 100.0, 2, 0.5, float(rng.uniform(0.1, 3)), 0),
         1,
         Efficiency(1, 1, 0.01, 0, 1),
     )
