@@ -29,13 +29,14 @@ def make_scheduler(
     seed: int,
     chunk_tokens: int,
     prefer_pool: PreferPool = lambda tokens: True,
+    ranks_per_instance: int = 1,
 ) -> Scheduler:
-    """The scheduler of that name, for one rollout.
+    """The scheduler of that name, for one rollout; workers are ranks where there are several.
 
     Raises ValueError for a name that there is not.
     """
     if name == "group_fifo":
-        return GroupFifo(seed=seed)
+        return GroupFifo(seed=seed, ranks_per_instance=ranks_per_instance)
     if name in ORDERS:
         return Divided(ORDERS[name](seed), chunk_tokens=chunk_tokens, prefer_pool=prefer_pool)
     raise ValueError(f"expected a policy of {', '.join(POLICIES)}, got {name!r}")
