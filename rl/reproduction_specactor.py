@@ -67,7 +67,7 @@ def first_plan(config: SimulateRun, hardware: Hardware, trace: Trace) -> Plan:
     """SpecActor's planner, for verifiers of the cluster's size."""
     batch, size = len(trace.lengths_R), hardware.verifier.num_devices
     positions = trace.prompt_tokens + float(trace.lengths_R.mean()) / 2
-    most = 2 * size * batch // hardware.num_devices
+    most = (size + 1) * batch // hardware.num_devices
     return plan(
         batch,
         hardware.num_devices,

@@ -81,7 +81,7 @@ class GroupedDraftsConfig:
     paths_tokens: tuple[float, ...] = (1.85, 2.25, 2.59, 2.85)
     window: int = 8  # the longest chain
     paths: int = 4
-    lookup_s: float = 50e-6  # of the host, for the guesses of one request
+    lookup_s: float = 60e-6  # of the host, for the guesses of one request
 
     def __post_init__(self) -> None:
         lengths = {len(self.finished_siblings), len(self.chain_tokens), len(self.paths_tokens)}
@@ -112,7 +112,7 @@ class SpecActorConfig:
     acceptance: float = 0.82  # mean over requests
     spread: float = 0.1  # its standard deviation over requests
     ngram_acceptance: float = 0.2
-    drafter_overhead_s: float = 5.2e-3  # of a drafted token, beside its roofline
+    drafter_overhead_s: float = 5e-3  # of a drafted token, beside its roofline
     requests_per_helper: int = 8
     step_s: float = 2.0  # of the simulation
 

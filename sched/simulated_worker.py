@@ -139,6 +139,7 @@ class SimulatedWorker:
         self._stall_s = 0.0  # of prefill, before rounds go on
         self._plan: Plan | None = None
         self._growth = 0.0  # positions a round
+        self._rounds: float | None = None  # to the next event, while nothing has changed
 
     @property
     def num_running(self) -> int:
@@ -221,6 +222,7 @@ class SimulatedWorker:
 
     def _run(self, rounds: float) -> None:
         plan = self._current()
+        self._rounds = None
         for lane, tokens in enumerate(plan.tokens_per_round):
             self._progress[lane] += rounds * tokens
         self.positions += rounds * self._growth
@@ -228,6 +230,11 @@ class SimulatedWorker:
         self.counters.tokens += rounds * self._growth
 
     def _rounds_to_event(self) -> float:
+        if self._rounds is None:
+            self._rounds = self._find_rounds()
+        return self._rounds
+
+    def _find_rounds(self) -> float:
         plan = self._current()
         rounds = INFINITE
         for lane, ends in enumerate(self._ends):
@@ -245,7 +252,7 @@ class SimulatedWorker:
         while self._queue and self._has_room(self._queue[0]):
             self._admit(self._queue.popleft())
         self.version += 1
-        self._plan = None
+        self._plan = self._rounds = None
         self._pace.changed(self.worker_id, self.num_running)
 
     def _has_room(self, job: Job) -> bool:
