@@ -15,6 +15,7 @@ from rl.reproduction import ReproducedRow
 from rl.simulation import rollout_of
 from rl.simulation_config import SimulateRun, make_cluster
 from sched.cost_model import MODELS, Instance
+from sched.ladder import Ladder
 from sched.specactor import Plan, plan
 from sched.speculative_phase import (
     COUPLED,
@@ -63,7 +64,27 @@ def trace_of(config: SimulateRun, seed: int) -> Trace:
     return Trace(lengths_R, np.stack([drawn(m) for m in means], axis=1), workload.prompt_tokens)
 
 
-def first_plan(config: SimulateRun, hardware: Hardware, trace: Trace) -> Plan:
+def ranked(hardware: Hardware, trace: Trace) -> tuple[Hardware, Trace]:
+    """The same with the methods in the order of the draft ladder: the first serves the batch."""
+    size, methods = hardware.verifier.num_devices, list(hardware.drafters)
+    batch = len(trace.lengths_R) * size // hardware.num_devices
+    positions = trace.prompt_tokens + float(trace.lengths_R.mean()) / 2
+    ladder = Ladder(
+        {name: hardware.draft_line(name, size, batch, positions) for name in methods},
+        lambda window: hardware.verify_line(size, window, batch, positions),
+        batch,
+    )
+    means = trace.acceptance_RM.mean(axis=0)
+    order = ladder.rank(dict(zip(methods, means.tolist(), strict=True)))
+    columns = [methods.index(name) for name in order]
+    drafters = {name: hardware.drafters[name] for name in order}
+    return (
+        dataclasses.replace(hardware, drafters=drafters),
+        dataclasses.replace(trace, acceptance_RM=trace.acceptance_RM[:, columns]),
+    )
+
+
+def first_plan(hardware: Hardware, trace: Trace) -> Plan:
     """SpecActor's planner, for verifiers of the cluster's size."""
     batch, size = len(trace.lengths_R), hardware.verifier.num_devices
     positions = trace.prompt_tokens + float(trace.lengths_R.mean()) / 2
@@ -72,7 +93,9 @@ def first_plan(config: SimulateRun, hardware: Hardware, trace: Trace) -> Plan:
         batch,
         hardware.num_devices,
         (size,),
-        lambda devices: hardware.draft_line(config.specactor.drafters[0], devices, most, positions),
+        lambda devices: hardware.draft_line(
+            next(iter(hardware.drafters)), devices, most, positions
+        ),
         lambda devices, window: hardware.verify_line(devices, window, most, positions),
         float(trace.acceptance_RM[:, 0].mean()),
     )
@@ -94,11 +117,10 @@ def ways(config: SimulateRun, found: Plan) -> dict[str, Way]:
 
 def rows(config: SimulateRun) -> list[ReproducedRow]:
     """Means over seeds."""
-    hardware = hardware_of(config)
     seconds: dict[str, list[float]] = {}
     for seed in config.simulate.seeds:
-        trace = trace_of(config, seed)
-        for name, way in ways(config, first_plan(config, hardware, trace)).items():
+        hardware, trace = ranked(hardware_of(config), trace_of(config, seed))
+        for name, way in ways(config, first_plan(hardware, trace)).items():
             phase = SpeculativePhase(hardware, trace, way, step_s=config.specactor.step_s)
             seconds.setdefault(name, []).append(phase.seconds())
 

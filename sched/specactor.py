@@ -127,14 +127,16 @@ def reconfigure(
     if not acceptance:
         return {}
     mean = math.fsum(acceptance.values()) / len(acceptance)
+    below = {request_id: p for request_id, p in acceptance.items() if p < mean}
+    # requests of equal acceptance have equal plans
+    plans = {p: own_plan(p, found, draft, verify) for p in set(below.values())}
+    return {request_id: plans[p] for request_id, p in below.items()}
+
+
+def own_plan(p: float, found: Plan, draft: DraftTime, verify: VerifyTime) -> RequestPlan:
+    """Window and mode of one request, on the devices of the plan of all."""
     drafting = draft(found.draft_devices)
-    plans = {}
-    for request_id, p in acceptance.items():
-        if p < mean:
-            plans[request_id] = best_request_plan(
-                p, drafting, lambda window: verify(found.verify_devices, window)
-            )
-    return plans
+    return best_request_plan(p, drafting, lambda window: verify(found.verify_devices, window))
 
 
 def best_request_plan(

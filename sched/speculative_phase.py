@@ -26,7 +26,6 @@ from sched.cost_model import Instance
 from sched.specactor import (
     Line,
     Plan,
-    RequestPlan,
     assign_drafters,
     coupled_tokens,
     decoupled_tokens,
@@ -141,17 +140,9 @@ class SpeculativePhase:
         def verify(devices: int, window: int) -> Line:
             return hardware.verify_line(devices, window, self._batch, self._positions)
 
-        # requests of equal acceptance have equal plans; the average is that of all
-        values, first = np.unique(p_R, return_index=True)
-        below = {int(first[i]): float(p) for i, p in enumerate(values) if p < p_R.mean()}
-        plans: dict[float, RequestPlan] = {}
-        if below:
-            top = {-1: len(below) * 2.0}  # lifts the mean above all of these
-            found = reconfigure(below | top, plan, draft, verify)
-            plans = {below[r]: own for r, own in found.items() if r >= 0}
-        for p, own in plans.items():
-            self._window_R[p_R == p] = own.window
-            self._decoupled_R[p_R == p] = own.decoupled
+        plans = reconfigure(dict(enumerate(p_R.tolist())), plan, draft, verify)
+        for request, own in plans.items():
+            self._window_R[request], self._decoupled_R[request] = own.window, own.decoupled
 
     def seconds(self) -> float:
         """From the first round to the end of the last request."""

@@ -80,6 +80,21 @@ def test_tree_lanes_and_drafting_are_those_of_the_tables():
     assert 8.67 * instance.round_seconds(1, 512) / round_s == pytest.approx(3.62)
 
 
+def test_the_ladder_picks_the_method_that_serves_the_batch():
+    config = SHIPPED["specactor"]
+    workload = dataclasses.replace(config.workload, num_groups=16)
+    config = dataclasses.replace(config, workload=workload)
+    hardware = dataclasses.replace(reproduction_specactor.hardware_of(config), num_devices=20)
+    found, trace = reproduction_specactor.ranked(
+        hardware, reproduction_specactor.trace_of(config, 0)
+    )
+    # as good as the larger one, and cheaper; n-grams are right too seldom
+    assert next(iter(found.drafters)) == "Qwen2.5-0.5B" and found.drafters["ngram"] is None
+    means = dict(zip(found.drafters, trace.acceptance_RM.mean(axis=0), strict=True))
+    assert means["ngram"] == pytest.approx(0.2, abs=0.02)
+    assert means["Qwen2.5-0.5B"] == pytest.approx(0.82, abs=0.02)
+
+
 def test_windows_of_history_have_the_published_acceptance():
     config = dataclasses.replace(SHIPPED["rhymerl"].training_steps, found=1.0)
     mean = reproduction_rhymerl.history_windows(config)
