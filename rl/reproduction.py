@@ -108,15 +108,17 @@ def lines_of(results: Sequence[tuple[ReproducedRow, Mapping[str, Any]]]) -> list
     """The table, then fitted constants by paper, then why rows are short."""
     lines = [
         f"{'paper':10} {'workload':14} {'row':42} {'published':>9} {'simulated':>9} "
-        f"{'error':>7}  within"
+        f"{'error':>8}  within"
     ]
     for row, _ in results:
         published = "-" if row.published is None else f"{row.published:.3g}"
         asked = "" if row.required else " (not asked for)"
-        error = "" if row.error is None else f"{row.error:+.1%}"
+        error = ""
+        if row.error is not None:
+            error = f"{100 * row.error:+.1f} pt" if row.absolute else f"{row.error:+.1%}"
         lines.append(
             f"{row.paper:10} {row.workload:14} {row.row:42} {published:>9} "
-            f"{row.simulated:9.3f} {error:>7}  {'yes' if row.within else 'NO'}{asked}"
+            f"{row.simulated:9.3f} {error:>8}  {'yes' if row.within else 'NO'}{asked}"
         )
     lines += ["", "simulated; constants that were fitted, or that a paper's text does not give:"]
     by_paper: dict[str, dict[str, set[str]]] = {}

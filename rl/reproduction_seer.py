@@ -25,6 +25,7 @@ FITTED = (
     "workload.group_share",
     "efficiency.overhead_s",
     "grouped_drafts.lookup_s",
+    "grouped_drafts.coupled_chance",
 )
 TABLE_6 = {  # + divided, + context-aware, + grouped drafts
     "Moonlight": (1.27, 1.33, 1.77),
@@ -32,8 +33,6 @@ TABLE_6 = {  # + divided, + context-aware, + grouped drafts
     "Kimi-K2": (1.35, 1.47, 1.77),
 }
 FIGURE_10 = {"Qwen2-VL-72B": (0.87, 0.95)}  # tail cut, share of the oracle's throughput
-COUPLED_CHANCE = 0.95  # of a guess of last epoch's response, drawn with the same noise: synthetic
-COUPLED_WINDOW = 32
 
 
 def grouped_lanes(config: GroupedDraftsConfig) -> list[Lane]:
@@ -51,7 +50,7 @@ def grouped_lanes(config: GroupedDraftsConfig) -> list[Lane]:
 
 def coupled_lanes(config: GroupedDraftsConfig) -> list[Lane]:
     """Last epoch's response as the draft, under coupled noise: as good for all."""
-    return [Lane(0, chain_chances(COUPLED_CHANCE, COUPLED_WINDOW))]
+    return [Lane(0, chain_chances(config.coupled_chance, config.coupled_window))]
 
 
 def drafted(instance: Instance, config: GroupedDraftsConfig, lanes: Sequence[Lane]) -> Budgeted:

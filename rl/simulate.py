@@ -1,7 +1,9 @@
 """`python -m rl.simulate`: a cluster's rollout under several schedulers, on a virtual clock.
 
 The schedulers are those of real runs; seconds are a roofline's, so that everything it
-prints is simulated. Writes `results.json` and `figure.png`.
+prints is simulated. Writes `results.json` and `figure.png`. A configuration that says
+`Simulate.reproduces`, or `--reproduce` for all of these, prints published figures beside
+simulated ones instead.
 """
 
 from __future__ import annotations

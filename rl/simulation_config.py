@@ -82,6 +82,8 @@ class GroupedDraftsConfig:
     window: int = 8  # the longest chain
     paths: int = 4
     lookup_s: float = 60e-6  # of the host, for the guesses of one request
+    coupled_chance: float = 0.95  # of a guess from last epoch, drawn with the same noise: synthetic
+    coupled_window: int = 32
 
     def __post_init__(self) -> None:
         lengths = {len(self.finished_siblings), len(self.chain_tokens), len(self.paths_tokens)}

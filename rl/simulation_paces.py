@@ -18,7 +18,7 @@ from sched.cost_model import Instance, RoundCost
 from sched.simulated_worker import Neighbours, Plan
 from sched.specactor import coupled_tokens
 from spec.budget import Budget, RoundTimes
-from spec.drafter import Drafts, LiveSlots, no_drafts
+from spec.drafter import Drafts, LiveSlots
 from spec.window import WindowConfig, next_windows
 
 
@@ -119,10 +119,9 @@ class Budgeted:
     def _make_guesses(self, counts: tuple[int, ...]) -> tuple[LiveSlots, Drafts]:
         """Stand-ins for what runs: rows with the chances of their lanes, and no tokens."""
         lanes_A = np.repeat(np.arange(len(counts)), counts)
-        drafts = dataclasses.replace(
-            no_drafts(0, 0), chance_AN=self._chance_LN[lanes_A], count_A=self._count_L[lanes_A]
-        )
-        drafts = dataclasses.replace(drafts, tokens_AN=np.zeros(drafts.chance_AN.shape, np.int32))
+        chance_AN = self._chance_LN[lanes_A]
+        blank_AN = np.zeros(chance_AN.shape, np.int32)
+        drafts = Drafts(blank_AN, blank_AN, chance_AN, blank_AN, self._count_L[lanes_A])
         A = np.arange(len(lanes_A))
         return LiveSlots(A, A, A, A, A, A, A, np.zeros((len(A), 0), np.int32)), drafts
 
@@ -141,8 +140,7 @@ def window_mean(config: WindowConfig, p: float, found: float = 1.0) -> WindowMea
     Guesses are found with probability `found`; a request without any keeps its window, and
     gets its token by a plain round.
     """
-    windows = np.arange(config.start_tokens, config.most_tokens + 1, max(config.step_tokens, 1))
-    windows = np.minimum(windows, config.most_tokens)
+    windows = np.array(_windows(config))
     place = {int(w): i for i, w in enumerate(windows)}
     grown = next_windows(config, windows, windows, windows)
     reset = next_windows(config, windows, windows, np.zeros_like(windows))
@@ -160,6 +158,17 @@ def window_mean(config: WindowConfig, p: float, found: float = 1.0) -> WindowMea
         share = mixed
     tokens = sum(s * coupled_tokens(p, int(w)) for s, w in zip(share, windows, strict=True))
     return WindowMean(found * float(share @ windows), 1 + found * (float(tokens) - 1))
+
+
+def _windows(config: WindowConfig) -> list[int]:
+    """All that a request can come to, in the order in which it does."""
+    found = [config.start_tokens]
+    while True:
+        window = np.array([found[-1]])
+        (after,) = next_windows(config, window, window, window).tolist()
+        if after == found[-1]:
+            return found
+        found.append(after)
 
 
 class Windowed:

@@ -139,6 +139,15 @@ def test_a_file_that_reproduces_prints_its_rows(capsys):
     assert row["published"] == 2.44 and row["simulated"] > 1
 
 
+def test_all_that_is_shipped_is_played_and_printed(capsys, monkeypatch):
+    config = load(SimulateRun, [FOLDER / "tlt.gin"], ["Simulate.seeds=(3,)"])
+    monkeypatch.setattr(simulate, "configurations", lambda: [("tlt", config)])
+    assert simulate.main(["--reproduce"]) == 0
+    printed = capsys.readouterr().out
+    assert "trees below 32 requests" in printed and "2.44" in printed
+    assert "tlt: workload.mean_tokens 4000" in printed
+
+
 def test_shipped_configurations_are_reproduced_as_they_are(capsys):
     assert simulate.main(["--reproduce", "--gin.Workload.sigma=2.0"]) == 2
     assert "plays the shipped configurations as they are" in capsys.readouterr().err

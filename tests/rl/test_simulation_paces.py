@@ -106,6 +106,8 @@ def test_windows_are_those_that_aimd_gives_on_the_same_outcomes(p):
 def test_windows_at_the_ends():
     assert window_mean(WindowConfig(), 0.0) == WindowMean(pytest.approx(2), pytest.approx(1))
     assert window_mean(WindowConfig(), 1.0).guesses == pytest.approx(32)
+    odd = window_mean(WindowConfig(2, 3, 9), 1.0)  # 2, 5, 8, and 9
+    assert odd.guesses == pytest.approx(9)
     half = window_mean(WindowConfig(), 0.9, found=0.5)
     whole = window_mean(WindowConfig(), 0.9)
     assert half.tokens - 1 == pytest.approx((whole.tokens - 1) / 2)

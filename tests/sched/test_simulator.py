@@ -205,6 +205,18 @@ def test_starts_without_a_reservation_wait_on_the_worker():
     assert Plain(STEADY).plan(0, (2,), 5.0).tokens_per_round == (1.0,)
 
 
+def test_ranks_read_the_experts_that_the_requests_of_their_instance_meet():
+    shape = ModelShape("experts", 0.0, 100, 1, 1.0, 0.0, 0, 80, 4, 1)
+    device = Accelerator("x", 1e30, 10.0, 1e6, 1e30)
+    pace = Plain(Instance(device, shape, 1, Efficiency(1, 1, 0, 0, 1), num_ranks=2))
+    for worker_id, running in ((0, 1), (1, 3), (2, 5)):
+        pace.changed(worker_id, running)
+    # ranks 0 and 1 are one instance: half of the experts that four requests meet
+    assert pace.plan(0, (1,), 0.0).cost(0.0) == pytest.approx((20 + 40 * (1 - 0.75**4)) / 10)
+    pace.changed(1, 0)
+    assert pace.plan(0, (1,), 0.0).cost(0.0) == pytest.approx((20 + 40 * 0.25) / 10)
+
+
 # --- steps of training ------------------------------------------------------------------
 
 
