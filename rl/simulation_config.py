@@ -81,7 +81,7 @@ class GroupedDraftsConfig:
     paths_tokens: tuple[float, ...] = (1.85, 2.25, 2.59, 2.85)
     window: int = 8  # the longest chain
     paths: int = 4
-    lookup_s: float = 60e-6  # of the host, for the guesses of one request
+    lookup_s: float = 75e-6  # of the host, for the guesses of one request
     coupled_chance: float = 0.95  # of a guess from last epoch, drawn with the same noise: synthetic
     coupled_window: int = 32
 
