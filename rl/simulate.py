@@ -1,7 +1,9 @@
 """`python -m rl.simulate`: a cluster's rollout under several schedulers, on a virtual clock.
 
 The schedulers are those of real runs; seconds are a roofline's, so that everything it
-prints is simulated. Writes `results.json` and `figure.png`.
+prints is simulated. Writes `results.json` and `figure.png`. A configuration that says
+`Simulate.reproduces`, or `--reproduce` for all of these, prints published figures beside
+simulated ones instead.
 """
 
 from __future__ import annotations
@@ -14,40 +16,73 @@ from pathlib import Path
 
 from rl.atomic_file import replace_file
 from rl.config import ConfigError, add_config_arguments, describe, load, parse_command_line
-from rl.simulation import SimulateRun, play, table
+from rl.reproduction import configurations, lines_of, reproduce
+from rl.simulation import play, table
+from rl.simulation_config import SimulateRun
 from rl.simulation_figure import figure
 from rl.train import EXIT_USAGE
 
 
 def main(argv: Sequence[str]) -> int:
-    """Parse, play every policy, write what came of it; returns the exit code."""
+    """Parse, play what is asked for, write what came of it; returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m rl.simulate",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_config_arguments(parser)
-    parser.add_argument("--json", action="store_true", help="print one JSON line, no table")
+    parser.add_argument(
+        "--reproduce",
+        action="store_true",
+        help="published figures beside simulated ones, of all of configs/sim (minutes)",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON lines, no table")
     parser.add_argument("--list", action="store_true", help="show every section and field")
     args, overrides = parse_command_line(parser, argv)
     if args.list:
         print(describe(SimulateRun))
         return 0
     try:
+        if args.reproduce:
+            if args.gin_file or overrides:
+                raise ConfigError(
+                    "--reproduce plays the shipped configurations as they are, got others; mend: "
+                    "leave --reproduce away, a file that says Simulate.reproduces is enough"
+                )
+            return _reproduce(configurations(), as_json=args.json)
         config = load(SimulateRun, args.gin_file, overrides)
         name = Path(args.gin_file[-1]).stem if args.gin_file else "default"
-        folder = Path(config.simulate.directory or Path("runs") / f"simulate-{name}")
-        folder.mkdir(parents=True, exist_ok=True)
-        found = list(play(config))
+        if config.simulate.reproduces:
+            return _reproduce([(name, config)], as_json=args.json)
+        return _play(config, name, as_json=args.json)
     except (ConfigError, ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USAGE
+
+
+def _reproduce(found: Sequence[tuple[str, SimulateRun]], *, as_json: bool) -> int:
+    results = []
+    for row, constants in reproduce(found):
+        results.append((row, constants))
+        if as_json:
+            print(json.dumps(row.as_json(constants)), flush=True)
+        else:
+            print(f"{row.paper} {row.workload} {row.row}", file=sys.stderr, flush=True)
+    if not as_json:
+        print("\n".join(lines_of(results)))
+    return 0
+
+
+def _play(config: SimulateRun, name: str, *, as_json: bool) -> int:
+    folder = Path(config.simulate.directory or Path("runs") / f"simulate-{name}")
+    folder.mkdir(parents=True, exist_ok=True)
+    found = list(play(config))
     rows = [row for row, _ in found]
     result = {"simulated": True, "rows": rows}
     replace_file(folder / "results.json", json.dumps(result, indent=1) + "\n")
     last = found[-len(config.simulate.policies) :]
     figure({row["policy"]: record for row, record in last}, folder / "figure.png")
-    if args.json:
+    if as_json:
         print(json.dumps(result))
     else:
         print(table(rows))

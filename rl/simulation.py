@@ -1,4 +1,4 @@
-"""What `python -m rl.simulate` is asked for, and what it finds: configuration and rows."""
+"""What `python -m rl.simulate` finds: every policy on the same rollouts, as rows."""
 
 from __future__ import annotations
 
@@ -9,91 +9,12 @@ from pathlib import Path
 import numpy as np
 
 from rl.metrics import Row, read_samples
-from sched.cost_model import ACCELERATORS, MODELS, Efficiency, Instance
-from sched.policies import POLICIES, make_scheduler
-from sched.simulator import Cluster, Record, Simulation
+from rl.simulation_config import SimulateRun, make_cluster
+from sched.policies import make_scheduler
+from sched.request import Ask
+from sched.simulated_worker import Pace
+from sched.simulator import Record, Simulation
 from sched.workloads import Workload, asks_for, draw_lengths, recorded
-
-
-@dataclasses.dataclass(frozen=True)
-class ClusterConfig:
-    """The workers: `devices_per_worker` devices hold one replica of `model`."""
-
-    device: str = "H100"
-    model: str = "Qwen3-8B"
-    workers: int = 8
-    devices_per_worker: int = 1
-    max_requests: int = 1024  # that run on a worker at once
-    kv_tokens: int | None = None  # positions a worker holds; None: what fits beside the weights
-
-    def __post_init__(self) -> None:
-        for what, name, known in (
-            ("device", self.device, ACCELERATORS),
-            ("model", self.model, MODELS),
-        ):
-            if name not in known:
-                raise ValueError(f"expected a {what} of {', '.join(known)}, got {name!r}")
-        if min(self.workers, self.devices_per_worker, self.max_requests) < 1:
-            raise ValueError("expected at least one worker, one device of it and one request")
-
-
-@dataclasses.dataclass(frozen=True)
-class SimulateConfig:
-    """Which policies play the same rollouts, one for each seed; the first is compared with.
-
-    `trace` is the folder of a training run: lengths are those of its step `trace_step`, times
-    `trace_scale`, instead of drawn ones.
-    """
-
-    policies: tuple[str, ...] = POLICIES
-    chunk_tokens: int = 8192
-    seeds: tuple[int, ...] = (0,)
-    trace: str | None = None
-    trace_step: int = 1
-    trace_scale: float = 1.0
-    directory: str | None = None  # None: runs/simulate-NAME_OF_CONFIG
-
-    def __post_init__(self) -> None:
-        unknown = [name for name in self.policies if name not in POLICIES]
-        if unknown or not self.policies or not self.seeds:
-            raise ValueError(
-                f"expected policies of {', '.join(POLICIES)} and a seed, got {self.policies}, "
-                f"{self.seeds}"
-            )
-
-
-@dataclasses.dataclass(frozen=True)
-class SimulateRun:
-    """A simulation: who plays, on what, and how long the responses are."""
-
-    simulate: SimulateConfig = dataclasses.field(default_factory=SimulateConfig)
-    cluster: ClusterConfig = dataclasses.field(default_factory=ClusterConfig)
-    workload: Workload = dataclasses.field(
-        default_factory=lambda: Workload(256, 8, mean_tokens=4000, limit_tokens=16384)
-    )
-    efficiency: Efficiency = dataclasses.field(default_factory=Efficiency)
-
-    def __post_init__(self) -> None:
-        kv_tokens = make_cluster(self).kv_tokens_per_worker
-        needed = self.workload.prompt_tokens + self.workload.limit_tokens
-        if kv_tokens < needed:
-            raise ValueError(
-                f"a worker holds {max(kv_tokens, 0):,} positions beside the weights, a request may "
-                f"take {needed:,}; mend: more Cluster.devices_per_worker, or a lower "
-                "Workload.limit_tokens"
-            )
-
-
-def make_cluster(config: SimulateRun) -> Cluster:
-    """The workers that a configuration asks for."""
-    asked = config.cluster
-    instance = Instance(
-        ACCELERATORS[asked.device],
-        MODELS[asked.model],
-        asked.devices_per_worker,
-        config.efficiency,
-    )
-    return Cluster(instance, asked.workers, asked.max_requests, asked.kv_tokens)
 
 
 def lengths_of_run(folder: str | Path, step: int, scale: float) -> np.ndarray:
@@ -114,30 +35,52 @@ def lengths_of_run(folder: str | Path, step: int, scale: float) -> np.ndarray:
     return recorded(list(groups.values()))
 
 
+def rollout_of(config: SimulateRun, seed: int) -> tuple[Workload, np.ndarray]:
+    """A seed's rollout: drawn lengths, or those of the run that is named."""
+    workload, asked = config.workload, config.simulate
+    if asked.trace is None:
+        return workload, draw_lengths(workload, seed=seed)
+    lengths = lengths_of_run(asked.trace, asked.trace_step, asked.trace_scale)
+    workload = dataclasses.replace(
+        workload,
+        num_groups=len(lengths),
+        group_size=lengths.shape[1],
+        mean_tokens=float(lengths.mean()),
+        limit_tokens=int(max(lengths.max(), workload.limit_tokens)),
+    )
+    return workload, lengths
+
+
+def play_policy(
+    config: SimulateRun,
+    name: str,
+    seed: int,
+    asks: Sequence[Ask],
+    lengths: Mapping[int, int],
+    pace: Pace | None = None,
+    *,
+    keep_samples: bool = False,
+) -> Record:
+    """One policy on one rollout; `pace`: rounds with guesses, where they are not plain."""
+    cluster = make_cluster(config)
+    scheduler = make_scheduler(
+        name,
+        seed=seed,
+        chunk_tokens=config.simulate.chunk_tokens,
+        prefer_pool=cluster.instance.prefers_copy,
+        ranks_per_instance=config.cluster.ranks_per_instance,
+    )
+    simulation = Simulation(scheduler, cluster, lengths, pace=pace, keep_samples=keep_samples)
+    return simulation.run(asks)
+
+
 def play(config: SimulateRun) -> Iterator[tuple[Row, Record]]:
     """Every policy on the rollout of every seed: (row of the table, its record)."""
-    cluster, asked = make_cluster(config), config.simulate
-    for seed in asked.seeds:
-        workload, lengths = config.workload, draw_lengths(config.workload, seed=seed)
-        if asked.trace is not None:
-            lengths = lengths_of_run(asked.trace, asked.trace_step, asked.trace_scale)
-            workload = dataclasses.replace(
-                workload,
-                num_groups=len(lengths),
-                group_size=lengths.shape[1],
-                mean_tokens=float(lengths.mean()),
-                limit_tokens=int(max(lengths.max(), workload.limit_tokens)),
-            )
+    for seed in config.simulate.seeds:
+        asks, by_number = asks_for(*rollout_of(config, seed), known=True)
         first: Record | None = None
-        for name in asked.policies:
-            asks, by_number = asks_for(workload, lengths, known=True)
-            scheduler = make_scheduler(
-                name,
-                seed=seed,
-                chunk_tokens=asked.chunk_tokens,
-                prefer_pool=cluster.instance.prefers_copy,
-            )
-            record = Simulation(scheduler, cluster, by_number, keep_samples=True).run(asks)
+        for name in config.simulate.policies:
+            record = play_policy(config, name, seed, asks, by_number, keep_samples=True)
             first = first or record
             yield _row(name, seed, record, first), record
 

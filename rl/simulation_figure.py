@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from rl.report_style import STYLE
-from sched.simulator import Record
+from sched.simulator import Record, Sample
 
 COLUMNS = 400  # of time
 MOST_WORKERS = 64  # rows of a panel
@@ -68,5 +68,13 @@ def grid(record: Record, until_s: float) -> tuple[np.ndarray, np.ndarray]:
         begins = np.array([s.begin_s for s in samples])
         at = np.searchsorted(begins, times, side="right") - 1
         running[worker_id] = np.where(at >= 0, [samples[max(i, 0)].num_running for i in at], 0)
-        positions[worker_id] = np.where(at >= 0, [samples[max(i, 0)].positions for i in at], 0)
+        positions[worker_id] = positions_at(samples, times)
     return running, positions
+
+
+def positions_at(samples: Sequence[Sample], times: np.ndarray) -> np.ndarray:
+    """Positions of one worker: between two samples a line from what it held to what it reached."""
+    begins = [s.begin_s for s in samples]
+    knots = np.repeat(begins, 2)
+    values = np.array([x for s in samples for x in (s.reached_positions, s.positions)])
+    return np.interp(times, knots, values, left=0.0)

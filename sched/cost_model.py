@@ -1,10 +1,11 @@
 """Seconds of rounds, prefill and copies on an accelerator, by a roofline.
 
-    round = max(bytes moved / bandwidth, operations / peak) + overhead
+    round = max(weights / bandwidth, 2 · active weights · nodes / peak)
+          + max(keys and values / bandwidth, their operations / peak) + overhead
 
-Bytes are all weights that a round meets and every live key and value; operations two per
-active weight and node, and those of attention. Peaks are the makers' dense bfloat16
-figures; `Efficiency` says what share of them is reached.
+Matrices and attention run one after the other, so that the bytes of one do not hide behind
+the operations of the other. Peaks are the makers' dense bfloat16 figures; `Efficiency` says
+what share of them is reached.
 """
 
 from __future__ import annotations
@@ -15,25 +16,29 @@ import math
 
 @dataclasses.dataclass(frozen=True)
 class Accelerator:
-    """One device: dense bfloat16 operations, memory bytes, and bytes from the host, per second."""
+    """One device: dense bfloat16 operations, memory bytes, and bytes from the host, per second.
+
+    `link_bytes_per_s` go to the other devices of its node, one way.
+    """
 
     name: str
     operations_per_s: float
     bytes_per_s: float
     memory_bytes: float
     host_bytes_per_s: float
+    link_bytes_per_s: float = math.inf
 
 
 # Makers' data sheets.
 ACCELERATORS = {
     device.name: device
     for device in (
-        Accelerator("H100", 989e12, 3.35e12, 80e9, 64e9),
-        Accelerator("H800", 989e12, 3.35e12, 80e9, 64e9),
-        Accelerator("A100", 312e12, 2.04e12, 80e9, 32e9),
-        Accelerator("H20", 148e12, 4.0e12, 96e9, 64e9),
-        Accelerator("TPU v5e", 197e12, 819e9, 16e9, 16e9),
-        Accelerator("TPU v5p", 459e12, 2.765e12, 95e9, 32e9),
+        Accelerator("H100", 989e12, 3.35e12, 80e9, 64e9, 450e9),
+        Accelerator("H800", 989e12, 3.35e12, 80e9, 64e9, 200e9),
+        Accelerator("A100", 312e12, 2.04e12, 80e9, 32e9, 300e9),
+        Accelerator("H20", 148e12, 4.0e12, 96e9, 64e9, 450e9),
+        Accelerator("TPU v5e", 197e12, 819e9, 16e9, 16e9, 100e9),
+        Accelerator("TPU v5p", 459e12, 2.765e12, 95e9, 32e9, 300e9),
     )
 }
 
@@ -44,7 +49,8 @@ class ModelShape:
 
     `active_params` are met by each node. With experts, `expert_bytes` of the `weight_bytes`
     lie in them, and a node meets `experts_per_token` of `num_experts`. `attention_operations`
-    are those of one node with one position, `kv_bytes` those of one position, all layers.
+    are those of one node with one position, `kv_bytes` those of one position, all layers;
+    `hidden` values of 16 bits are what layers hand on.
     """
 
     name: str
@@ -53,17 +59,17 @@ class ModelShape:
     num_layers: int
     kv_bytes: float
     attention_operations: float
+    hidden: int
     expert_bytes: float = 0.0
     num_experts: int = 1
     experts_per_token: int = 1
-    replicated_bytes: float = 0.0  # of `weight_bytes`: whole on every device of an instance
 
-    def moved_weight_bytes(self, num_nodes: float) -> float:
-        """Weights that a round of so many nodes reads, experts drawn evenly."""
+    def moved_weight_bytes(self, num_nodes: float, num_ranks: int = 1) -> float:
+        """Weights that a rank reads in a round of so many nodes on all, experts drawn evenly."""
         if not self.expert_bytes:
             return self.weight_bytes
         missed = (1 - self.experts_per_token / self.num_experts) ** num_nodes
-        return self.weight_bytes - self.expert_bytes * missed
+        return self.weight_bytes - self.expert_bytes * (1 - (1 - missed) / num_ranks)
 
 
 def dense(
@@ -77,6 +83,7 @@ def dense(
         layers,
         4.0 * layers * kv_heads * head_dim,
         4.0 * layers * heads * head_dim,
+        heads * head_dim,
     )
 
 
@@ -100,6 +107,7 @@ MODELS = {
             num_layers=27,
             kv_bytes=27 * 576 * 2,
             attention_operations=27 * 16 * 2 * (576 + 512),
+            hidden=2048,
             expert_bytes=28.8e9,
             num_experts=64,
             experts_per_token=6,
@@ -111,11 +119,12 @@ MODELS = {
             num_layers=61,
             kv_bytes=61 * 576 * 2,
             attention_operations=61 * 64 * 2 * (576 + 512),
-            expert_bytes=0.98e12,
+            hidden=7168,
+            # but attention, shared experts and a dense layer of 9.3e9 parameters in 8 bits,
+            # and two vocabulary matrices in 16
+            expert_bytes=0.986e12,
             num_experts=384,
             experts_per_token=8,
-            # attention of 6.2e9 parameters in 8 bits and two vocabulary matrices in 16
-            replicated_bytes=11e9,
         ),
     )
 }
@@ -125,7 +134,8 @@ MODELS = {
 class Efficiency:
     """What is reached of the peaks, and what a round takes besides.
 
-    `layer_sync_s` is taken twice a layer where several devices share one: two reductions.
+    `layer_sync_s` is taken twice a layer where several devices share one, beside what the
+    bytes take. `bandwidth` is of memory and links.
     """
 
     bandwidth: float = 0.7
@@ -137,83 +147,51 @@ class Efficiency:
 
 @dataclasses.dataclass(frozen=True)
 class RoundCost:
-    """Seconds of a round as a function of live positions: max of two lines, and a constant."""
+    """Seconds of a round as a line in the live positions."""
 
-    memory_s: float
-    memory_s_per_position: float
-    compute_s: float
-    compute_s_per_position: float
-    overhead_s: float
+    fixed_s: float
+    per_position_s: float
 
     def __call__(self, positions: float) -> float:
-        return self.overhead_s + max(
-            self.memory_s + self.memory_s_per_position * positions,
-            self.compute_s + self.compute_s_per_position * positions,
-        )
+        return self.fixed_s + self.per_position_s * positions
 
     def integral(self, positions: float, growth: float, rounds: float) -> float:
-        """Seconds of so many rounds, each of which adds `growth` positions at its end.
-
-        For whole rounds it is their sum but for the round in which the two lines cross: the
-        fluid is half a round behind.
-        """
-        total = self.overhead_s * rounds
-        for start, length, base, slope in self._pieces(positions, growth):
-            if rounds <= start:
-                break
-            span = min(rounds - start, length)
-            total += span * (base + slope * span / 2)
-        return total
+        """Seconds of so many rounds, each of which adds `growth` positions at its end."""
+        base, slope = self._at(positions, growth)
+        return rounds * (base + slope * rounds / 2)
 
     def rounds(self, positions: float, growth: float, seconds: float) -> float:
         """The rounds that fit in so many seconds: the inverse of `integral`."""
-        done = 0.0
-        for _, length, base, slope in self._pieces(positions, growth):
-            base += self.overhead_s
-            whole = length * (base + slope * length / 2) if length < math.inf else math.inf
-            if seconds >= whole:
-                done += length
-                seconds -= whole
-                continue
-            # slope/2 · k² + base · k = seconds, in the form that loses no digits
-            return done + 2 * seconds / (base + math.sqrt(base * base + 2 * slope * seconds))
-        return done
+        base, slope = self._at(positions, growth)
+        # slope/2 · k² + base · k = seconds, in the form that loses no digits
+        return 2 * seconds / (base + math.sqrt(base * base + 2 * slope * seconds))
 
-    def _pieces(self, positions: float, growth: float) -> list[tuple[float, float, float, float]]:
-        """(first round, rounds, seconds there, growth of these a round), without the overhead."""
-        positions -= growth / 2
-        memory = self.memory_s + self.memory_s_per_position * positions
-        compute = self.compute_s + self.compute_s_per_position * positions
-        memory_slope = self.memory_s_per_position * growth
-        compute_slope = self.compute_s_per_position * growth
-        above = (memory, memory_slope) >= (compute, compute_slope)
-        high, low = (memory, memory_slope), (compute, compute_slope)
-        if not above:
-            high, low = low, high
-        if low[1] <= high[1]:
-            return [(0.0, math.inf, *high)]
-        crossing = (high[0] - low[0]) / (low[1] - high[1])
-        return [
-            (0.0, crossing, *high),
-            (crossing, math.inf, low[0] + low[1] * crossing, low[1]),
-        ]
+    def _at(self, positions: float, growth: float) -> tuple[float, float]:
+        """Seconds half a round ago, and what a round adds to them."""
+        slope = self.per_position_s * growth
+        return self.fixed_s + self.per_position_s * positions - slope / 2, slope
 
 
 @dataclasses.dataclass(frozen=True)
 class Instance:
-    """One replica of a model on `num_devices` devices."""
+    """One worker's devices: a replica of a model, or one rank of it.
+
+    Of `num_ranks` ranks each has requests, cache and all but the experts of its own, and holds
+    its part of the experts, which meet the nodes of all ranks.
+    """
 
     device: Accelerator
     model: ModelShape
     num_devices: int = 1
     efficiency: Efficiency = Efficiency()
+    num_ranks: int = 1
 
     @property
     def kv_tokens(self) -> int:
         """Positions that fit beside the weights."""
         room = self.efficiency.memory * self.num_devices * self.device.memory_bytes
-        copies = (self.num_devices - 1) * self.model.replicated_bytes
-        return max(0, int((room - self.model.weight_bytes - copies) / self.model.kv_bytes))
+        elsewhere = self.model.expert_bytes * (1 - 1 / self.num_ranks)
+        return max(0, int((room - self.model.weight_bytes + elsewhere) / self.model.kv_bytes))
 
     @property
     def _bytes_per_s(self) -> float:
@@ -223,16 +201,44 @@ class Instance:
     def _operations_per_s(self) -> float:
         return self.num_devices * self.device.operations_per_s * self.efficiency.operations
 
-    def round_cost(self, num_requests: float, num_nodes: float = 1.0) -> RoundCost:
-        """A round of `num_requests` trees of `num_nodes`, root included."""
+    def _linear_seconds(self, num_nodes: float, other_nodes: float) -> float:
+        """All but attention, for so many nodes, and those of the other ranks."""
+        moved = self.model.moved_weight_bytes(num_nodes + other_nodes, self.num_ranks)
+        moved_s = moved / self._bytes_per_s
+        computed_s = 2 * self.model.active_params * num_nodes / self._operations_per_s
+        return max(moved_s, computed_s) + self._exchange_seconds(num_nodes)
+
+    def _exchange_seconds(self, num_nodes: float) -> float:
+        """What devices tell each other, twice a layer: sums of all, or nodes to their experts."""
+        devices, ranks = self.num_devices, self.num_ranks
+        if devices * ranks == 1:
+            return 0.0
+        copies = 2 * (devices - 1) / devices
+        copies += (1 - 1 / ranks) * self.model.experts_per_token
+        moved_s = 2 * self.model.hidden * copies / self.device.link_bytes_per_s
+        return (
+            2
+            * self.model.num_layers
+            * (self.efficiency.layer_sync_s + num_nodes * moved_s / self.efficiency.bandwidth)
+        )
+
+    def round_cost(
+        self, num_requests: float, num_nodes: float = 1.0, other_requests: float | None = None
+    ) -> RoundCost:
+        """A round of `num_requests` trees of `num_nodes`, root included.
+
+        `other_requests` run on the other ranks; None: as many on each.
+        """
         model, nodes = self.model, num_requests * num_nodes
-        sync_s = 2 * model.num_layers * self.efficiency.layer_sync_s * (self.num_devices > 1)
+        if other_requests is None:
+            other_requests = (self.num_ranks - 1) * num_requests
+        linear_s = self._linear_seconds(nodes, other_requests * num_nodes)
         return RoundCost(
-            model.moved_weight_bytes(nodes) / self._bytes_per_s,
-            model.kv_bytes / self._bytes_per_s,
-            2 * model.active_params * nodes / self._operations_per_s,
-            model.attention_operations * num_nodes / self._operations_per_s,
-            self.efficiency.overhead_s + sync_s,
+            linear_s + self.efficiency.overhead_s,
+            max(
+                model.kv_bytes / self._bytes_per_s,
+                model.attention_operations * num_nodes / self._operations_per_s,
+            ),
         )
 
     def round_seconds(self, num_requests: float, positions: float, num_nodes: float = 1) -> float:
@@ -240,10 +246,9 @@ class Instance:
 
     def prefill_seconds(self, tokens: int, rows: int = 1) -> float:
         """A pass over `rows` of `tokens` each; a position attends to half of its row."""
-        attention = self.model.attention_operations * tokens / 2
-        operations = rows * tokens * (2 * self.model.active_params + attention)
-        moved_s = self.model.moved_weight_bytes(rows * tokens) / self._bytes_per_s
-        return max(moved_s, operations / self._operations_per_s) + self.efficiency.overhead_s
+        attention = rows * tokens * self.model.attention_operations * tokens / 2
+        attention_s = attention / self._operations_per_s
+        return self._linear_seconds(rows * tokens, 0.0) + attention_s + self.efficiency.overhead_s
 
     def copy_seconds(self, tokens: int) -> float:
         """Keys and values of so many positions from the host."""

@@ -5,24 +5,31 @@ All is handed out at once; each worker admits, and pre-empts, as its own memory 
 
 from __future__ import annotations
 
+import collections
+
 import numpy as np
 
 from sched.ledger import Ledger
 from sched.protocol import Action, Event
-from sched.request import Request
+from sched.request import Request, Worker
 
 
 class GroupFifo:
-    """Groups are dealt in turn to the workers, in an order shuffled by `seed`.
+    """Groups are dealt in turn to the instances, in an order shuffled by `seed`.
 
-    A worker that was lost leaves its requests to the others, in turn as well.
+    An instance is one worker, or `ranks_per_instance` consecutive ones, to which its requests
+    are dealt in turn. A worker that was lost leaves its requests to the others, in turn as well.
     """
 
-    def __init__(self, *, seed: int) -> None:
+    def __init__(self, *, seed: int, ranks_per_instance: int = 1) -> None:
+        if ranks_per_instance < 1:
+            raise ValueError(f"expected ranks_per_instance >= 1, got {ranks_per_instance}")
         self._rng = np.random.default_rng(seed)
+        self._ranks = ranks_per_instance
         self._ledger = Ledger()
         self._waiting: dict[int, list[Request]] = {}  # group → requests that no worker has
         self._dealt = 0
+        self._dealt_in: collections.Counter[int] = collections.Counter()  # by instance
 
     @property
     def num_unfinished(self) -> int:
@@ -31,15 +38,21 @@ class GroupFifo:
     def handle(self, event: Event, now_s: float) -> list[Action]:
         for request in self._ledger.apply(event):
             self._waiting.setdefault(request.ask.group_id, []).append(request)
-        workers = list(self._ledger.workers.values())
-        if not workers or not self._waiting:
+        if not self._ledger.workers or not self._waiting:
             return []
+        instances: dict[int, list[Worker]] = {}
+        for worker_id, worker in self._ledger.workers.items():
+            instances.setdefault(worker_id // self._ranks, []).append(worker)
+        numbers = list(instances)
         groups, self._waiting = list(self._waiting.values()), {}
         actions: list[Action] = []
         for i in self._rng.permutation(len(groups)).tolist():
-            worker = workers[self._dealt % len(workers)]
+            number = numbers[self._dealt % len(numbers)]
             self._dealt += 1
             for request in groups[i]:
+                ranks = instances[number]
+                worker = ranks[self._dealt_in[number] % len(ranks)]
+                self._dealt_in[number] += 1
                 actions.append(
                     self._ledger.start(request, worker, request.remaining_tokens, reserve=False)
                 )

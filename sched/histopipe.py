@@ -6,8 +6,8 @@ steps longest first, so that a worker with little to do in one step has much in 
 A worker goes on to the next step by itself, once it is through with its share and the
 weights are there: rollouts of step s need the update of step s − 2 (off-policyness 1).
 
-What turns out far longer than its group is moved: out of short groups to a worker of a
-longer group of the same step, out of long ones into the next step.
+What turns out longer than β times the longest median of its group's prompts is moved: out of
+short groups to a worker of a longer group of the same step, out of long ones into the next.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class _Share:
     step: int
     index: int
     of: int  # ranking groups
-    outlier_tokens: float  # longer ones are outliers
+    outlier_tokens: float  # longer ones are outliers: β · the longest median of its prompts
     waiting: dict[int, list[Request]]
     size: int = 0
     num_unfinished: int = 0
@@ -146,7 +146,7 @@ class HistoPipe:
         self._steps.append([])
         for index, members in enumerate(ranked):
             mine, workers = workers[: plan[index]], workers[plan[index] :]
-            longest = max(max(past[i]) for i in members) if known else math.inf
+            longest = max(keys[i] for i in members) if known else math.inf
             share = _Share(number, index, N, self._beta() * longest, {w: [] for w in mine})
             self._steps[-1].append(share)
             for place, i in enumerate(members):
@@ -205,7 +205,9 @@ class HistoPipe:
         if step == len(self._steps):
             self._deferred.append(request)
             return []
-        return self._place(request, self._steps[step][-1:])
+        self._share_of[request.ask.request_id] = self._steps[step][-1]
+        longest = [share for share in self._steps[step] if share.waiting][-1:]
+        return self._place(request, longest) if longest else self._rehouse([request])
 
     def _place(self, request: Request, shares: Sequence[_Share]) -> list[Action]:
         """To the worker of these groups that has least to do: at once, if it is that far."""

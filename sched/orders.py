@@ -1,4 +1,4 @@
-"""Which waiting request is next: orders for divided rollouts, by name.
+"""Which waiting request is next: orders for divided rollouts.
 
 An order holds waiting requests only. `push` puts one in (new, or back after a chunk), `pop`
 takes the next one out, `unpop` gives it back where it found no room, `learnt` tells of a
@@ -155,14 +155,3 @@ class ContextAware:
             else:
                 return group_id
         return None
-
-
-def make_order(name: str, seed: int) -> Order:
-    """The order of that name. Raises ValueError for a name that there is not."""
-    if name == "fifo":
-        return Fifo()
-    if name == "longest_known":
-        return LongestKnown()
-    if name == "context_aware":
-        return ContextAware(seed=seed)
-    raise ValueError(f"expected an order of fifo, longest_known, context_aware, got {name!r}")

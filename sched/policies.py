@@ -8,12 +8,18 @@ oracle          chunks, the longest first, true lengths known
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from sched.divided import Divided, PreferPool
 from sched.group_fifo import GroupFifo
-from sched.orders import make_order
+from sched.orders import ContextAware, Fifo, LongestKnown, Order
 from sched.protocol import Scheduler
 
-ORDERS = {"divided_fifo": "fifo", "seer": "context_aware", "oracle": "longest_known"}
+ORDERS: dict[str, Callable[[int], Order]] = {  # of a seed
+    "divided_fifo": lambda seed: Fifo(),
+    "seer": lambda seed: ContextAware(seed=seed),
+    "oracle": lambda seed: LongestKnown(),
+}
 POLICIES = ("group_fifo", *ORDERS)
 
 
@@ -23,14 +29,14 @@ def make_scheduler(
     seed: int,
     chunk_tokens: int,
     prefer_pool: PreferPool = lambda tokens: True,
+    ranks_per_instance: int = 1,
 ) -> Scheduler:
-    """The scheduler of that name, for one rollout.
+    """The scheduler of that name, for one rollout; workers are ranks where there are several.
 
     Raises ValueError for a name that there is not.
     """
     if name == "group_fifo":
-        return GroupFifo(seed=seed)
+        return GroupFifo(seed=seed, ranks_per_instance=ranks_per_instance)
     if name in ORDERS:
-        order = make_order(ORDERS[name], seed)
-        return Divided(order, chunk_tokens=chunk_tokens, prefer_pool=prefer_pool)
+        return Divided(ORDERS[name](seed), chunk_tokens=chunk_tokens, prefer_pool=prefer_pool)
     raise ValueError(f"expected a policy of {', '.join(POLICIES)}, got {name!r}")

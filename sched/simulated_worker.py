@@ -56,9 +56,30 @@ class Pace(Protocol):
         """The lane in which a request runs from its next start on."""
         ...
 
+    def changed(self, worker_id: int, num_running: int) -> None:
+        """Told whenever who runs on a worker has changed; 0 where it is idle now."""
+        ...
+
     def plan(self, worker_id: int, counts: tuple[int, ...], positions: float) -> Plan:
         """`counts` of running requests by lane; not all are 0."""
         ...
+
+
+class Neighbours:
+    """How many requests run on the ranks of each instance; consecutive workers are one."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
+        self._running: dict[int, int] = {}  # by worker
+        self._all: collections.Counter[int] = collections.Counter()  # by instance
+
+    def changed(self, worker_id: int, num_running: int) -> None:
+        self._all[worker_id // self._num_ranks] += num_running - self._running.get(worker_id, 0)
+        self._running[worker_id] = num_running
+
+    def others(self, worker_id: int) -> int:
+        """Those on the other ranks of its instance."""
+        return self._all[worker_id // self._num_ranks] - self._running.get(worker_id, 0)
 
 
 class Plain:
@@ -67,13 +88,17 @@ class Plain:
     num_lanes = 1
 
     def __init__(self, instance: Instance) -> None:
-        self._instance = instance
+        self._instance, self._neighbours = instance, Neighbours(instance.num_ranks)
 
     def lane(self, request_id: int, finished_siblings: int) -> int:
         return 0
 
+    def changed(self, worker_id: int, num_running: int) -> None:
+        self._neighbours.changed(worker_id, num_running)
+
     def plan(self, worker_id: int, counts: tuple[int, ...], positions: float) -> Plan:
-        return Plan(self._instance.round_cost(counts[0]), (1.0,))
+        others = self._neighbours.others(worker_id)
+        return Plan(self._instance.round_cost(counts[0], 1, others), (1.0,))
 
 
 @dataclasses.dataclass(slots=True)
@@ -102,6 +127,7 @@ class SimulatedWorker:
         self._kv_tokens, self._max_requests = kv_tokens, max_requests
         self.counters = Counters()
         self.positions = 0.0  # live ones
+        self.reached = 0.0  # positions before who runs there last changed
         self.now_s = 0.0
         self.version = 0  # grows with every change
         self.counts = [0] * pace.num_lanes
@@ -113,6 +139,7 @@ class SimulatedWorker:
         self._stall_s = 0.0  # of prefill, before rounds go on
         self._plan: Plan | None = None
         self._growth = 0.0  # positions a round
+        self._rounds: float | None = None  # to the next event, while nothing has changed
 
     @property
     def num_running(self) -> int:
@@ -136,7 +163,10 @@ class SimulatedWorker:
         """Move to `now_s`, which must not be beyond `next_s`."""
         elapsed = now_s - self.now_s
         self.now_s = now_s
-        if elapsed <= 0 or not self.num_running:
+        if elapsed <= 0:
+            return
+        if not self.num_running:
+            self.reached = self.positions
             return
         self.counters.busy_s += elapsed
         stalled = min(elapsed, self._stall_s)
@@ -192,12 +222,19 @@ class SimulatedWorker:
 
     def _run(self, rounds: float) -> None:
         plan = self._current()
+        self._rounds = None
         for lane, tokens in enumerate(plan.tokens_per_round):
             self._progress[lane] += rounds * tokens
         self.positions += rounds * self._growth
+        self.reached = self.positions
         self.counters.tokens += rounds * self._growth
 
     def _rounds_to_event(self) -> float:
+        if self._rounds is None:
+            self._rounds = self._find_rounds()
+        return self._rounds
+
+    def _find_rounds(self) -> float:
         plan = self._current()
         rounds = INFINITE
         for lane, ends in enumerate(self._ends):
@@ -215,7 +252,8 @@ class SimulatedWorker:
         while self._queue and self._has_room(self._queue[0]):
             self._admit(self._queue.popleft())
         self.version += 1
-        self._plan = None
+        self._plan = self._rounds = None
+        self._pace.changed(self.worker_id, self.num_running)
 
     def _has_room(self, job: Job) -> bool:
         if not self.num_running:

@@ -47,13 +47,17 @@ class Cluster:
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """A worker from `begin_s` on: what ran there, and the positions it held."""
+    """A worker from `begin_s` on: what ran there, and the positions it held.
+
+    `reached_positions` are those that it had come to just before.
+    """
 
     begin_s: float
     worker_id: int
     num_running: int
     num_queued: int
     positions: float
+    reached_positions: float
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -268,5 +272,6 @@ class Simulation:
                     worker.num_running,
                     worker.num_queued,
                     worker.positions,
+                    worker.reached,
                 )
             )

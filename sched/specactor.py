@@ -64,6 +64,19 @@ def coupled_tokens(p: float, window: int) -> float:
     return sum(p**a for a in range(window + 1))
 
 
+def chance_of(mean_tokens: float, window: int) -> float:
+    """The p at which a window brings `mean_tokens`, `coupled_tokens` inverted; by bisection."""
+    if not 1 <= mean_tokens <= window + 1:
+        raise ValueError(f"expected 1 … {window + 1} tokens of {window} guesses, got {mean_tokens}")
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (
+            (middle, high) if coupled_tokens(middle, window) < mean_tokens else (low, middle)
+        )
+    return high
+
+
 def plan(
     batch: int,
     num_devices: int,
@@ -114,14 +127,16 @@ def reconfigure(
     if not acceptance:
         return {}
     mean = math.fsum(acceptance.values()) / len(acceptance)
+    below = {request_id: p for request_id, p in acceptance.items() if p < mean}
+    # requests of equal acceptance have equal plans
+    plans = {p: own_plan(p, found, draft, verify) for p in set(below.values())}
+    return {request_id: plans[p] for request_id, p in below.items()}
+
+
+def own_plan(p: float, found: Plan, draft: DraftTime, verify: VerifyTime) -> RequestPlan:
+    """Window and mode of one request, on the devices of the plan of all."""
     drafting = draft(found.draft_devices)
-    plans = {}
-    for request_id, p in acceptance.items():
-        if p < mean:
-            plans[request_id] = best_request_plan(
-                p, drafting, lambda window: verify(found.verify_devices, window)
-            )
-    return plans
+    return best_request_plan(p, drafting, lambda window: verify(found.verify_devices, window))
 
 
 def best_request_plan(

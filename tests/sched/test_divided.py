@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sched.divided import Divided
-from sched.orders import ContextAware, Fifo, LongestKnown, make_order
+from sched.orders import ContextAware, Fifo, LongestKnown
 from sched.protocol import ChunkDone, Finished, Start, Submitted, WorkerJoined, WorkerLost
 from sched.request import Ask, Kv
 
@@ -156,8 +156,6 @@ def test_a_chunk_that_fits_no_worker_is_said_so():
 
 
 def test_names_and_settings_that_there_are_not():
-    with pytest.raises(ValueError, match="expected an order of fifo"):
-        make_order("lifo", 0)
     with pytest.raises(ValueError, match="chunk_tokens >= 1"):
         Divided(Fifo(), chunk_tokens=0)
     with pytest.raises(ValueError, match="explore in 0"):

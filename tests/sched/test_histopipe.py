@@ -7,7 +7,16 @@ import pytest
 from sched.group_fifo import GroupFifo
 from sched.histopipe import HistoPipe, HistoPipeConfig
 from sched.pipeline import Steps
-from sched.protocol import ChunkDone, Defer, Finished, Start, Submitted, Trained, WorkerJoined
+from sched.protocol import (
+    ChunkDone,
+    Defer,
+    Finished,
+    Start,
+    Submitted,
+    Trained,
+    WorkerJoined,
+    WorkerLost,
+)
 from sched.request import Ask, Kv
 
 LIMIT = 1000
@@ -78,9 +87,9 @@ def start_tokens(actions):
 
 def test_a_start_ends_where_a_response_would_be_an_outlier():
     scheduler = begun(2, num_ranking_groups=2)
-    # 1.1 times the longest of the group's past
+    # 1.1 times the longest median of the group's prompts
     actions = scheduler.handle(step(0, (10, 30), (90, 100)), 0.0)
-    assert start_tokens(actions) == {0: 33, 10: 111}
+    assert start_tokens(actions) == {0: 22, 10: 105}
     scheduler = begun(1, num_ranking_groups=1, migrate=False)
     assert start_tokens(scheduler.handle(step(0, (10,)), 0.0)) == {0: LIMIT}
 
@@ -113,6 +122,18 @@ def test_an_outlier_of_a_long_group_goes_on_in_the_next_step():
     assert placed(actions) == {110: 0, 10: 0}
     assert start_tokens(actions)[10] == LIMIT - 111
     assert {a.kv for a in actions} == {Kv.PREFILL}
+
+
+def test_an_outlier_finds_a_worker_in_a_next_step_whose_longest_group_has_lost_its_own():
+    scheduler = begun(2, num_ranking_groups=2)
+    scheduler.handle(step(0, (10,), (100,)), 0.0)
+    # the next step has its longest at worker 0
+    scheduler.handle(step(1, (10,), (100,)), 0.0)
+    scheduler.handle(WorkerLost(0), 0.0)
+    finish(scheduler, 0, 1, 5, chunk=2)  # it went on at worker 1
+    actions = outlier(scheduler, 10, 1, 111)
+    assert actions[0] == Defer(10)
+    assert placed(actions[1:]) == {100: 1, 110: 1, 10: 1}
 
 
 def test_beta_is_the_upper_quartile_of_growth():

@@ -12,18 +12,18 @@ from random_cluster import RandomCluster, random_steps, random_work
 from sched.divided import Divided
 from sched.group_fifo import GroupFifo
 from sched.histopipe import HistoPipe, HistoPipeConfig
-from sched.orders import make_order
+from sched.orders import Fifo
 from sched.pipeline import Steps
+from sched.policies import ORDERS
 from sched.protocol import Finished
 
-ORDERS = ("fifo", "context_aware", "longest_known")
 SEQUENCES = 250  # of each scheduler
 
 
 def make(name, seed, chunk):
     if name == "group_fifo":
         return GroupFifo(seed=seed)
-    return Divided(make_order(name, seed), chunk_tokens=chunk)
+    return Divided(ORDERS[name](seed), chunk_tokens=chunk)
 
 
 def play(scheduler, name, rng):
@@ -33,7 +33,7 @@ def play(scheduler, name, rng):
         groups=int(rng.integers(1, 6)),
         size=int(rng.integers(1, 5)),
         limit=limit,
-        known=name == "longest_known",
+        known=name == "oracle",
     )
     cluster = RandomCluster(
         scheduler,
@@ -76,8 +76,9 @@ def test_steps_finish_once_whatever_dies(name):
             scheduler, asks, lengths, rng, kv_tokens=10**6, max_requests=99, budgeted=False
         )
         cluster.play(workers=int(rng.integers(1, 4)), deaths=float(rng.choice([0, 0.02, 0.1])))
-        moved += len(scheduler.moved) if name == "histopipe" else 1
-    assert moved > 50
+        moved += len(scheduler.moved) if name == "histopipe" else 0
+    if name == "histopipe":
+        assert moved > 50, "outliers are to be met"
 
 
 class _Forgets(Divided):
@@ -97,7 +98,7 @@ def test_a_planted_fault_is_found(planted):
     def all_seeds():
         for seed in range(20):
             rng = np.random.default_rng(seed)
-            play(planted(make_order("fifo", seed), chunk_tokens=4), "fifo", rng)
+            play(planted(Fifo(), chunk_tokens=4), "divided_fifo", rng)
 
     with pytest.raises(AssertionError):
         all_seeds()

@@ -11,8 +11,9 @@ from sched.cost_model import Accelerator, Efficiency, Instance, ModelShape
 from sched.divided import Divided
 from sched.group_fifo import GroupFifo
 from sched.histopipe import HistoPipe, HistoPipeConfig
-from sched.orders import make_order
+from sched.orders import Fifo
 from sched.pipeline import Steps
+from sched.policies import POLICIES, make_scheduler
 from sched.protocol import Start, Submitted, WorkerJoined
 from sched.request import Ask, Kv
 from sched.simulated_worker import Plain, Plan
@@ -21,8 +22,8 @@ from sched.workloads import Workload, asks_for, draw_lengths, recorded
 
 # rounds of exactly 1 s: nothing but overhead, and prefill and copies take next to nothing
 STEADY = Instance(
-    Accelerator("steady", 1e30, 1e30, 1e6, 1e30),
-    ModelShape("none", 0.0, 0.0, 1, 1.0, 0.0),
+    Accelerator("steady", 1e30, 1e30, 1e6, 1e30, 1e30),
+    ModelShape("none", 0.0, 0.0, 1, 1.0, 0.0, 0),
     1,
     Efficiency(1, 1, 1.0, 0, 1),
 )
@@ -35,7 +36,7 @@ def simulate(scheduler, asks, lengths, *, workers=1, kv_tokens=10**6, requests=1
 
 
 def fifo(chunk=10**6):
-    return Divided(make_order("fifo", 0), chunk_tokens=chunk)
+    return Divided(Fifo(), chunk_tokens=chunk)
 
 
 def test_rounds_of_a_second_each_by_hand():
@@ -90,6 +91,9 @@ def test_lanes_run_at_their_own_pace():
         def lane(self, request_id, finished_siblings):
             return request_id
 
+        def changed(self, worker_id, num_running):
+            pass
+
         def plan(self, worker_id, counts, positions):
             return Plan(STEADY.round_cost(sum(counts)), (1.0, 2.5))
 
@@ -122,8 +126,8 @@ def round_by_round(instance, asks, lengths, kv_tokens):
 def test_the_fluid_agrees_with_single_rounds(seed):
     rng = np.random.default_rng(seed)
     instance = Instance(
-        Accelerator("mixed", 3000.0, 500.0, 1e9, 1e30),
-        ModelShape("mixed", 20.0, 100.0, 2, 0.5, float(rng.uniform(0.1, 3))),
+        Accelerator("mixed", 3000.0, 500.0, 1e9, 1e30, 1e30),
+        ModelShape("mixed", 20.0, 100.0, 2, 0.5, float(rng.uniform(0.1, 3)), 0),
         1,
         Efficiency(1, 1, 0.01, 0, 1),
     )
@@ -134,15 +138,14 @@ def test_the_fluid_agrees_with_single_rounds(seed):
     assert record.finish_s == pytest.approx(wanted, rel=0.01)
 
 
-@pytest.mark.parametrize("name", ["group_fifo", "fifo", "context_aware", "longest_known"])
+@pytest.mark.parametrize("name", POLICIES)
 def test_every_policy_finishes_all_within_memory_and_repeats(name):
     workload = Workload(30, 4, 60, 400, prompt_tokens=10)
     lengths = draw_lengths(workload, seed=1)
     asks, by_number = asks_for(workload, lengths, known=True)
 
     def run():
-        budgeted = Divided(make_order(name, 3), chunk_tokens=50) if name != "group_fifo" else None
-        scheduler = budgeted or GroupFifo(seed=3)
+        scheduler = make_scheduler(name, seed=3, chunk_tokens=50)
         return simulate(scheduler, asks, by_number, workers=3, kv_tokens=1000)
 
     record, again = run(), run()
@@ -200,6 +203,18 @@ def test_starts_without_a_reservation_wait_on_the_worker():
     assert all(isinstance(a, Start) and a.reserved_tokens == 0 for a in actions)
     assert {a.kv for a in actions} == {Kv.PREFILL}
     assert Plain(STEADY).plan(0, (2,), 5.0).tokens_per_round == (1.0,)
+
+
+def test_ranks_read_the_experts_that_the_requests_of_their_instance_meet():
+    shape = ModelShape("experts", 0.0, 100, 1, 1.0, 0.0, 0, 80, 4, 1)
+    device = Accelerator("x", 1e30, 10.0, 1e6, 1e30)
+    pace = Plain(Instance(device, shape, 1, Efficiency(1, 1, 0, 0, 1), num_ranks=2))
+    for worker_id, running in ((0, 1), (1, 3), (2, 5)):
+        pace.changed(worker_id, running)
+    # ranks 0 and 1 are one instance: half of the experts that four requests meet
+    assert pace.plan(0, (1,), 0.0).cost(0.0) == pytest.approx((20 + 40 * (1 - 0.75**4)) / 10)
+    pace.changed(1, 0)
+    assert pace.plan(0, (1,), 0.0).cost(0.0) == pytest.approx((20 + 40 * 0.25) / 10)
 
 
 # --- steps of training ------------------------------------------------------------------

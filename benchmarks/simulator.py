@@ -1,0 +1,90 @@
+"""How fast the simulator is, and what memory it takes: `python -m benchmarks.simulator --json`
+
+One simulated rollout under Seer's scheduler, on one core; lengths are drawn beforehand and
+not timed. `long` is 6,400 requests of up to 98,304 tokens on 8 workers, `million` 1,000,000
+requests on 4,096 workers. Peak memory is that of the whole process, so that each case is
+best run in one of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import sys
+import time
+from typing import Any
+
+from benchmarks import environment
+from sched.cost_model import ACCELERATORS, MODELS, Instance
+from sched.policies import make_scheduler
+from sched.simulator import Cluster, Simulation
+from sched.workloads import Workload, asks_for, draw_lengths
+
+PACKAGES = ("numpy",)
+CHUNK_TOKENS = 8192
+CASES = {
+    "long": (
+        Workload(800, 8, 38959, 98304, group_share=0.95),
+        Cluster(Instance(ACCELERATORS["H800"], MODELS["Qwen3-8B"], 8), 8),
+    ),
+    "million": (
+        Workload(125_000, 8, 8000, 32768, group_share=0.95),
+        Cluster(Instance(ACCELERATORS["H800"], MODELS["Qwen3-8B"]), 4096),
+    ),
+}
+
+
+def peak_bytes() -> int:
+    """The most memory that this process has held."""
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else 1024 * most
+
+
+def measure(case: str, repeats: int) -> dict[str, Any]:
+    """Seconds of each repeat, and what was simulated."""
+    workload, cluster = CASES[case]
+    asks, lengths = asks_for(workload, draw_lengths(workload, seed=0))
+    seconds = []
+    for _ in range(repeats):
+        scheduler = make_scheduler(
+            "seer",
+            seed=0,
+            chunk_tokens=CHUNK_TOKENS,
+            prefer_pool=cluster.instance.prefers_copy,
+        )
+        start = time.perf_counter()
+        record = Simulation(scheduler, cluster, lengths).run(asks)
+        seconds.append(time.perf_counter() - start)
+    return {
+        "case": case,
+        "requests": len(asks),
+        "workers": cluster.num_workers,
+        "limit_tokens": workload.limit_tokens,
+        "seconds": round(sorted(seconds)[len(seconds) // 2], 2),
+        "seconds_all": [round(s, 2) for s in seconds],
+        "peak_gib": round(peak_bytes() / 2**30, 2),
+        "simulated_s": round(record.completion_s, 1),
+        "simulated_tokens": record.tokens,
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--case", choices=CASES, default="long", help="what is simulated")
+    parser.add_argument("--repeats", type=int, default=1, help="rollouts; the median counts")
+    environment.add_output_flags(parser)
+    arguments = parser.parse_args()
+    if arguments.repeats < 1:
+        parser.error(f"--repeats must be at least 1, got {arguments.repeats}")
+    figures = measure(arguments.case, arguments.repeats)
+    result = {
+        "benchmark": "simulator",
+        **figures,
+        **environment.record("benchmarks.simulator", PACKAGES, hidden=("--output",)),
+    }
+    environment.show(result, arguments, figures | {"device": result["device"]})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,172 @@
+"""What `python -m rl.simulate` is asked for: the sections of its configuration."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+from sched.cost_model import ACCELERATORS, MODELS, Efficiency, Instance
+from sched.policies import POLICIES
+from sched.simulator import Cluster
+from sched.workloads import Workload
+
+PAPERS = ("seer", "rhymerl", "specactor", "tlt")
+
+
+@dataclasses.dataclass(frozen=True)
+class ClusterConfig:
+    """The workers: `devices_per_worker` devices hold one replica of `model`.
+
+    With `ranks_per_instance` above one a worker is a rank: so many consecutive ones share a
+    replica's experts, and each has requests and cache of its own.
+    """
+
+    device: str = "H100"
+    model: str = "Qwen3-8B"
+    workers: int = 8
+    devices_per_worker: int = 1
+    ranks_per_instance: int = 1
+    max_requests: int = 1024  # that run on a worker at once
+    kv_tokens: int | None = None  # positions a worker holds; None: what fits beside the weights
+
+    def __post_init__(self) -> None:
+        for what, name, known in (
+            ("device", self.device, ACCELERATORS),
+            ("model", self.model, MODELS),
+        ):
+            if name not in known:
+                raise ValueError(f"expected a {what} of {', '.join(known)}, got {name!r}")
+        if min(self.workers, self.devices_per_worker, self.max_requests) < 1:
+            raise ValueError("expected at least one worker, one device of it and one request")
+        if self.ranks_per_instance < 1 or self.workers % self.ranks_per_instance:
+            raise ValueError(
+                "expected workers in whole instances of ranks_per_instance, got "
+                f"{self.workers} and {self.ranks_per_instance}"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class SimulateConfig:
+    """Which policies play the same rollouts, one for each seed; the first is compared with.
+
+    `trace` is the folder of a training run: lengths are those of its step `trace_step`, times
+    `trace_scale`, instead of drawn ones. `reproduces`: the paper whose published figures are
+    simulated instead, and printed beside them.
+    """
+
+    policies: tuple[str, ...] = POLICIES
+    chunk_tokens: int = 8192
+    seeds: tuple[int, ...] = (0,)
+    trace: str | None = None
+    trace_step: int = 1
+    trace_scale: float = 1.0
+    directory: str | None = None  # None: runs/simulate-NAME_OF_CONFIG
+    reproduces: Literal["seer", "rhymerl", "specactor", "tlt"] | None = None
+
+    def __post_init__(self) -> None:
+        unknown = [name for name in self.policies if name not in POLICIES]
+        if unknown or not self.policies or not self.seeds:
+            raise ValueError(
+                f"expected policies of {', '.join(POLICIES)} and a seed, got {self.policies}, "
+                f"{self.seeds}"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupedDraftsConfig:
+    """Seer's drafts: tokens a round by finished siblings, of one chain and of several paths."""
+
+    finished_siblings: tuple[int, ...] = (0, 1, 5, 15)
+    chain_tokens: tuple[float, ...] = (1.70, 2.04, 2.32, 2.53)
+    paths_tokens: tuple[float, ...] = (1.85, 2.25, 2.59, 2.85)
+    window: int = 8  # the longest chain
+    paths: int = 4
+    lookup_s: float = 75e-6  # of the host, for the guesses of one request
+    coupled_chance: float = 0.95  # of a guess from last epoch, drawn with the same noise: synthetic
+    coupled_window: int = 32
+
+    def __post_init__(self) -> None:
+        lengths = {len(self.finished_siblings), len(self.chain_tokens), len(self.paths_tokens)}
+        if len(lengths) != 1 or self.finished_siblings[:1] != (0,):
+            raise ValueError("expected tokens for each of finished_siblings, the first of them 0")
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingStepsConfig:
+    """A run of steps over epochs of the same prompts, as RhymeRL trains."""
+
+    steps_per_epoch: int = 8
+    epochs: int = 4  # the first is history only
+    growth: float = 1.02  # of the mean length from epoch to epoch
+    persistence: float = 0.997  # of a prompt's rank
+    ranking_groups: int = 16
+    train_share: float = 0.143  # seconds of an update, of those of a plain rollout
+    acceptance: float = 0.72  # of history's guesses
+    found: float = 0.15  # share of rounds in which history has guesses
+
+
+@dataclasses.dataclass(frozen=True)
+class SpecActorConfig:
+    """SpecActor's drafters, and how often their guesses are right."""
+
+    devices: int = 256
+    drafters: tuple[str, ...] = ("Qwen2.5-0.5B", "Qwen2.5-1.5B")
+    acceptance: float = 0.82  # mean over requests
+    spread: float = 0.1  # its standard deviation over requests
+    ngram_acceptance: float = 0.2
+    drafter_overhead_s: float = 5e-3  # of a drafted token, beside its roofline
+    requests_per_helper: int = 8
+    step_s: float = 2.0  # of the simulation
+
+
+@dataclasses.dataclass(frozen=True)
+class TreeDraftsConfig:
+    """TLT's tree drafts: tokens a round by guesses verified, and what drafting takes."""
+
+    guesses: tuple[int, ...] = (16, 32, 48, 64)
+    speedup_alone: tuple[float, ...] = (3.22, 3.46, 3.56, 3.62)  # at batch one
+    accept_tokens: float = 8.67  # with the most guesses
+    most_requests: int = 32  # that are guessed for
+
+    def __post_init__(self) -> None:
+        if len(self.guesses) != len(self.speedup_alone):
+            raise ValueError("expected a speedup for each number of guesses")
+
+
+@dataclasses.dataclass(frozen=True)
+class SimulateRun:
+    """A simulation: who plays, on what, and how long the responses are."""
+
+    simulate: SimulateConfig = dataclasses.field(default_factory=SimulateConfig)
+    cluster: ClusterConfig = dataclasses.field(default_factory=ClusterConfig)
+    workload: Workload = dataclasses.field(
+        default_factory=lambda: Workload(256, 8, mean_tokens=4000, limit_tokens=16384)
+    )
+    efficiency: Efficiency = dataclasses.field(default_factory=Efficiency)
+    grouped_drafts: GroupedDraftsConfig = dataclasses.field(default_factory=GroupedDraftsConfig)
+    training_steps: TrainingStepsConfig = dataclasses.field(default_factory=TrainingStepsConfig)
+    specactor: SpecActorConfig = dataclasses.field(default_factory=SpecActorConfig)
+    tree_drafts: TreeDraftsConfig = dataclasses.field(default_factory=TreeDraftsConfig)
+
+    def __post_init__(self) -> None:
+        kv_tokens = make_cluster(self).kv_tokens_per_worker
+        needed = self.workload.prompt_tokens + self.workload.limit_tokens
+        if kv_tokens < needed:
+            raise ValueError(
+                f"a worker holds {max(kv_tokens, 0):,} positions beside the weights, a request may "
+                f"take {needed:,}; mend: more Cluster.devices_per_worker, or a lower "
+                "Workload.limit_tokens"
+            )
+
+
+def make_cluster(config: SimulateRun) -> Cluster:
+    """The workers that a configuration asks for."""
+    asked = config.cluster
+    instance = Instance(
+        ACCELERATORS[asked.device],
+        MODELS[asked.model],
+        asked.devices_per_worker,
+        config.efficiency,
+        asked.ranks_per_instance,
+    )
+    return Cluster(instance, asked.workers, asked.max_requests, asked.kv_tokens)
