@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,30 +21,26 @@ from jax.sharding import Mesh
 from models import hf
 from models.sharding import make_mesh
 from models.transformer import Params
-from rl import critic, engine_warm_up, experiment, move_times, trainer
+from rl import critic, experiment, rollout_setup, trainer
 from rl.advantages import overlong_penalties, response_advantages, reward_statistics
 from rl.checkpoint import Checkpointer, NoWholeCheckpointError
 from rl.coordinator import WorkerError
 from rl.data import DataOrder
-from rl.engine import Engine
 from rl.experiment import Inputs, TrainConfig
 from rl.generation import Rollouts, Stopped, System, generate
 from rl.metrics import Timings, open_metrics
 from rl.optimizer import TrainState
 from rl.pipeline import open_source
 from rl.progress import Progress
-from rl.rehearsal import rehearse
 from rl.reuse import Reuse
 from rl.rewards.pool import RewardPool
 from rl.rewards.process import RewardWorkerError
-from rl.round_times import load_or_measure
 from rl.speculation import Speculation
 from rl.step_metrics import sample_rows, step_metrics
 from rl.timeline import EngineStats, save_timeline
 from rl.trajectory import Trajectory
-from rl.workers import Workers, make_engines, split_devices
+from rl.workers import split_devices
 from spec.rollout_cache import RolloutCache
-from spec.sampling import step_key
 
 
 @dataclasses.dataclass(frozen=True)
@@ -238,15 +233,13 @@ def _build(
     state = dataclasses.replace(state, critic=judge)
     greedy = config.sampling.temperature == 0
     reuse = Reuse(config.reuse, cache, seed=config.run.seed, greedy=greedy)
-    engine = _engine(config, inputs, mesh, recipe.trainer.dtype, reuse.mode.context_tokens)
+    engine = rollout_setup.make_engine(
+        config, inputs, mesh, recipe.trainer.dtype, reuse.mode.context_tokens
+    )
     shape = trainer.batch_shape(recipe, config.longest_tokens)
     show.message("compiling…")
     weights = trainer.cast_params(state.params, engine.dtype)
-    if isinstance(engine, Workers):  # whose threads know nothing of the trainer's mesh
-        with ThreadPoolExecutor(1) as thread:
-            thread.submit(_warm_up, config, engine, weights, speculation, folder).result()
-    else:
-        _warm_up(config, engine, weights, speculation, folder)
+    rollout_setup.warm_up(config, engine, weights, speculation, folder)
     state = trainer.warm_up(state, shape, recipe=recipe)
     order = DataOrder(len(inputs.task), config.run.seed)
     system = System(
@@ -265,55 +258,6 @@ def _build(
         should_stop,
     )
     return system, state
-
-
-def _engine(
-    config: TrainConfig, inputs: Inputs, mesh: Mesh | None, dtype: np.dtype, context_tokens: int
-) -> Engine | Workers:
-    """One engine on the trainer's devices, or several workers on devices of their own."""
-    if config.sched.workers == 1 and config.sched.mode == "sync":
-        options: dict[str, Any] = {"dtype": dtype, "mesh": mesh, "context_tokens": context_tokens}
-        return Engine(inputs.model, config.engine, **options)
-    options = {"dtype": dtype, "context_tokens": context_tokens}
-    engines = make_engines(inputs.model, config.engine, config.sched, **options)
-    return Workers(engines, config.sched, seed=config.run.seed)
-
-
-def _warm_up(
-    config: TrainConfig,
-    engine: Engine | Workers,
-    weights: Params,
-    speculation: Speculation,
-    folder: Path,
-) -> None:
-    """Compile all that rollouts can need, and time what the budget decides by."""
-    speculative, lookup = config.speculation.enabled, config.speculation.may_look_up
-    sizes = {
-        "max_requests": config.rollout.num_requests,
-        "max_prompt_tokens": config.rollout.max_prompt_tokens,
-    }
-    engines = engine.engines if isinstance(engine, Workers) else [engine]
-    for one in engines:
-        placed = one.place(weights)
-        engine_warm_up.warm_up(
-            one,
-            placed,
-            config.sampling,
-            speculative=speculative,
-            lookup=lookup,
-            reuse=config.reuse.enabled,
-            fed=isinstance(engine, Workers),
-            **sizes,
-        )
-    # workers are alike: the last one's times are those of all
-    if isinstance(engine, Workers):
-        jax.block_until_ready(step_key(0, 0))  # workers have warmed up theirs, elsewhere
-        most = {"max_requests": sizes["max_requests"], "max_tokens": config.longest_tokens}
-        engine.prefer_pool = move_times.measure(one, placed, **most).prefers_copy
-    if speculative:
-        path, sampling = folder / "round_times.json", config.sampling
-        speculation.times = load_or_measure(path, one, placed, sampling, lookup=lookup, **sizes)
-        rehearse(config.speculation, speculation.times, one, placed, sampling)
 
 
 def _resume(

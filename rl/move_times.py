@@ -7,14 +7,17 @@ the two is sooner done (RhymeRL computes anew, Seer copies).
 from __future__ import annotations
 
 import dataclasses
+import json
 import statistics
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import jax
 import numpy as np
 
 from models import kv_cache, transformer
 from rl import admission
+from rl.atomic_file import replace_file
 from rl.engine import Engine
 from rl.engine_config import bucket
 from rl.engine_warm_up import position_sizes
@@ -37,9 +40,12 @@ class MoveTimes:
 
 
 def measure(
-    engine: Engine, params: transformer.Params, *, max_requests: int, max_tokens: int
+    engine: Engine, params: transformer.Params, *, max_requests: int, max_tokens: int, path: Path
 ) -> MoveTimes:
-    """Time both on `engine`, whose programs are compiled; medians of a few."""
+    """Time both on `engine`, whose programs are compiled; medians of a few.
+
+    `path` gets [tokens, seconds of a copy, seconds of a pass] each.
+    """
     seconds = {}
     B = engine.config.slot_bucket(max_requests)
     with engine.mesh_context():
@@ -60,6 +66,7 @@ def measure(
             copy_s, cache = _timed(engine, copied, cache)
             pass_s, cache = _timed(engine, computed, cache)
             seconds[tokens] = copy_s, pass_s
+    replace_file(path, json.dumps([[n, *both] for n, both in seconds.items()]) + "\n")
     return MoveTimes(seconds)
 
 

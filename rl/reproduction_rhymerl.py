@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from rl.reproduction import ReproducedRow
-from rl.simulation_config import SimulateRun, TrainingStepsConfig, make_cluster
+from rl.simulation_config import SimulateRun, TrainingStepsConfig, make_cluster, make_instance
 from rl.simulation_paces import Windowed, WindowMean, window_mean
 from sched.allocation import Tau
 from sched.cost_model import Instance
@@ -35,6 +35,7 @@ FITTED = (
     "workload.sigma",
     "workload.group_share",
     "efficiency.overhead_s",
+    "training_steps.train_share",
     "training_steps.growth",
     "training_steps.persistence",
     "training_steps.found",
@@ -169,12 +170,12 @@ def _play(config: SimulateRun, seed: int) -> tuple[tuple[float, float, float], d
         scheduler = histopipe(config, groups, None, train_s)
         naive_s[groups] = played(scheduler, train_s).trained_s[-1]
         shares[groups] = len(scheduler.moved) / len(run.lengths)
-    windows = history_windows(asked)
+    windows, instance = history_windows(asked), make_instance(config)
     seconds = [barrier(train_s), naive_s[asked.ranking_groups]]
     for found in (None, windows):
-        tau = profile(config, cluster.instance, found)
+        tau = profile(config, instance, found)
         scheduler = histopipe(config, asked.ranking_groups, tau, train_s)
-        pace = Windowed(cluster.instance, found) if found else None
+        pace = Windowed(instance, found) if found else None
         seconds.append(played(scheduler, train_s, pace).trained_s[-1])
     ratios = (seconds[0] / seconds[1], seconds[1] / seconds[2], seconds[2] / seconds[3])
     return ratios, {groups: shares[groups] for groups in MIGRATED}

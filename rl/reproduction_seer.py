@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from rl.reproduction import ReproducedRow
 from rl.simulation import play_policy, rollout_of
-from rl.simulation_config import GroupedDraftsConfig, SimulateRun, make_cluster
+from rl.simulation_config import GroupedDraftsConfig, SimulateRun, make_instance
 from rl.simulation_paces import Budgeted, Lane, chain_chances
 from sched.cost_model import Instance
 from sched.simulator import Record
@@ -66,7 +66,7 @@ def drafted(instance: Instance, config: GroupedDraftsConfig, lanes: Sequence[Lan
 
 def rows(config: SimulateRun) -> list[ReproducedRow]:
     """Of one of the three workloads."""
-    model, instance = config.cluster.model, make_cluster(config).instance
+    model, instance = config.cluster.model, make_instance(config)
     grouped = config.grouped_drafts
     oracle = model in FIGURE_10
     speedups: dict[str, list[float]] = {}

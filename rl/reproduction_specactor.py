@@ -13,7 +13,7 @@ import numpy as np
 
 from rl.reproduction import ReproducedRow
 from rl.simulation import rollout_of
-from rl.simulation_config import SimulateRun, make_cluster
+from rl.simulation_config import SimulateRun, make_instance
 from sched.cost_model import MODELS, Instance
 from sched.ladder import Ladder
 from sched.specactor import Plan, plan
@@ -42,7 +42,7 @@ FITTED = (
 
 def hardware_of(config: SimulateRun) -> Hardware:
     """Verifiers as the cluster's workers are; a drafter takes one device."""
-    verifier, asked = make_cluster(config).instance, config.specactor
+    verifier, asked = make_instance(config), config.specactor
     overhead = dataclasses.replace(config.efficiency, overhead_s=asked.drafter_overhead_s)
     drafters: dict[str, Instance | None] = {
         name: Instance(verifier.device, MODELS[name], 1, overhead) for name in asked.drafters

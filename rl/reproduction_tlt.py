@@ -12,7 +12,7 @@ import statistics
 
 from rl.reproduction import ReproducedRow
 from rl.simulation import play_policy, rollout_of
-from rl.simulation_config import SimulateRun, TreeDraftsConfig, make_cluster
+from rl.simulation_config import SimulateRun, TreeDraftsConfig, make_instance
 from rl.simulation_paces import Budgeted, Lane
 from sched.cost_model import Instance
 from sched.workloads import asks_for
@@ -41,7 +41,7 @@ def draft_seconds(config: TreeDraftsConfig, instance: Instance, positions: float
 
 def adaptive(config: SimulateRun) -> Budgeted:
     """Trees of the size that pays most, below the threshold."""
-    instance, trees = make_cluster(config).instance, config.tree_drafts
+    instance, trees = make_instance(config), config.tree_drafts
     draft_s = draft_seconds(trees, instance, config.workload.prompt_tokens)
     return Budgeted(
         instance,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Literal
 
+from rl.run_profile import read_profile
 from sched.cost_model import ACCELERATORS, MODELS, Efficiency, Instance
 from sched.policies import POLICIES
 from sched.simulator import Cluster
@@ -17,10 +19,13 @@ PAPERS = ("seer", "rhymerl", "specactor", "tlt")
 class ClusterConfig:
     """The workers: `devices_per_worker` devices hold one replica of `model`.
 
+    `profile` is the folder of a training run with several workers whose budget was `goodput`: a
+    worker is as fast as its engine measured there, and `device` and `model` do not count.
     With `ranks_per_instance` above one a worker is a rank: so many consecutive ones share a
     replica's experts, and each has requests and cache of its own.
     """
 
+    profile: str | None = None
     device: str = "H100"
     model: str = "Qwen3-8B"
     workers: int = 8
@@ -162,11 +167,17 @@ class SimulateRun:
 def make_cluster(config: SimulateRun) -> Cluster:
     """The workers that a configuration asks for."""
     asked = config.cluster
-    instance = Instance(
+    costs = make_instance(config) if asked.profile is None else read_profile(Path(asked.profile))
+    return Cluster(costs, asked.workers, asked.max_requests, asked.kv_tokens)
+
+
+def make_instance(config: SimulateRun) -> Instance:
+    """A worker by its device's and its model's figures."""
+    asked = config.cluster
+    return Instance(
         ACCELERATORS[asked.device],
         MODELS[asked.model],
         asked.devices_per_worker,
         config.efficiency,
         asked.ranks_per_instance,
     )
-    return Cluster(instance, asked.workers, asked.max_requests, asked.kv_tokens)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Protocol
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,6 +171,30 @@ class RoundCost:
         """Seconds half a round ago, and what a round adds to them."""
         slope = self.per_position_s * growth
         return self.fixed_s + self.per_position_s * positions - slope / 2, slope
+
+
+class Costs(Protocol):
+    """Seconds and room of one worker: what a simulation asks."""
+
+    @property
+    def num_ranks(self) -> int: ...
+
+    @property
+    def kv_tokens(self) -> int: ...
+
+    def round_cost(
+        self, num_requests: float, num_nodes: float = 1.0, other_requests: float | None = None
+    ) -> RoundCost: ...
+
+    def round_seconds(
+        self, num_requests: float, positions: float, num_nodes: float = 1
+    ) -> float: ...
+
+    def prefill_seconds(self, tokens: int) -> float: ...
+
+    def copy_seconds(self, tokens: int) -> float: ...
+
+    def prefers_copy(self, tokens: int) -> bool: ...
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,7 +14,7 @@ import heapq
 import math
 from typing import Protocol
 
-from sched.cost_model import Instance, RoundCost
+from sched.cost_model import Costs, RoundCost
 from sched.request import Kv
 
 INFINITE = math.inf
@@ -87,7 +87,7 @@ class Plain:
 
     num_lanes = 1
 
-    def __init__(self, instance: Instance) -> None:
+    def __init__(self, instance: Costs) -> None:
         self._instance, self._neighbours = instance, Neighbours(instance.num_ranks)
 
     def lane(self, request_id: int, finished_siblings: int) -> int:
@@ -121,7 +121,12 @@ class SimulatedWorker:
     """Runs what it is given; `advance` moves it in time, `next_s` says when something ends."""
 
     def __init__(
-        self, worker_id: int, instance: Instance, pace: Pace, kv_tokens: int, max_requests: int
+        self,
+        worker_id: int,
+        instance: Costs,
+        pace: Pace,
+        kv_tokens: int,
+        max_requests: int,
     ) -> None:
         self.worker_id, self._instance, self._pace = worker_id, instance, pace
         self._kv_tokens, self._max_requests = kv_tokens, max_requests

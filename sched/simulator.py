@@ -13,7 +13,7 @@ import heapq
 import math
 from collections.abc import Mapping, Sequence
 
-from sched.cost_model import Instance
+from sched.cost_model import Costs
 from sched.protocol import (
     ChunkDone,
     Defer,
@@ -35,7 +35,7 @@ TRAINER = -1  # its events stand among those of the workers
 class Cluster:
     """`num_workers` equal workers."""
 
-    instance: Instance
+    instance: Costs
     num_workers: int
     max_requests: int = 1024
     kv_tokens: int | None = None  # None: what fits beside the weights

@@ -1,6 +1,7 @@
 """Copies against passes: what is timed, and what a scheduler makes of it."""
 
 import itertools
+import json
 
 import pytest
 import tiny_team
@@ -18,7 +19,7 @@ def test_the_sooner_of_the_two_by_bucket():
 
 
 @pytest.mark.parametrize(("copy_s", "pass_s"), [(1.0, 5.0), (5.0, 1.0)])
-def test_medians_of_what_the_clock_says(copy_s, pass_s, monkeypatch):
+def test_medians_of_what_the_clock_says(copy_s, pass_s, tmp_path):
     """The clock stands still but for the two moves; a slow first one counts for nothing."""
     now, first = [0.0], itertools.count()
 
@@ -32,8 +33,9 @@ def test_medians_of_what_the_clock_says(copy_s, pass_s, monkeypatch):
             return super().fill_rows(params, cache, plan)
 
     engine = Timed(tiny_team.MODEL, tiny_team.CONFIG, clock=lambda: now[0])
-    times = measure(engine, PARAMS, max_requests=4, max_tokens=32)
+    times = measure(engine, PARAMS, max_requests=4, max_tokens=32, path=tmp_path / "moves")
     assert times.seconds == {31: (copy_s, pass_s)}
+    assert json.loads((tmp_path / "moves").read_text()) == [[31, copy_s, pass_s]]
     assert times.prefers_copy(20) == (copy_s < pass_s)
 
 

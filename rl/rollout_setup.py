@@ -1,0 +1,86 @@
+"""What a run answers prompts with: one engine or several workers, made and warmed up."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from models.transformer import Params
+from rl import engine_warm_up, move_times
+from rl.engine import Engine
+from rl.experiment import Inputs, TrainConfig
+from rl.rehearsal import rehearse
+from rl.round_times import load_or_measure
+from rl.run_profile import MOVES_FILE, ROUNDS_FILE
+from rl.speculation import Speculation
+from rl.workers import Workers, make_engines
+from spec.sampling import step_key
+
+
+def make_engine(
+    config: TrainConfig, inputs: Inputs, mesh: Mesh | None, dtype: np.dtype, context_tokens: int
+) -> Engine | Workers:
+    """One engine on the trainer's devices, or several workers on devices of their own."""
+    if config.sched.workers == 1 and config.sched.mode == "sync":
+        options: dict[str, Any] = {"dtype": dtype, "mesh": mesh, "context_tokens": context_tokens}
+        return Engine(inputs.model, config.engine, **options)
+    options = {"dtype": dtype, "context_tokens": context_tokens}
+    engines = make_engines(inputs.model, config.engine, config.sched, **options)
+    return Workers(engines, config.sched, seed=config.run.seed)
+
+
+def warm_up(
+    config: TrainConfig,
+    engine: Engine | Workers,
+    weights: Params,
+    speculation: Speculation,
+    folder: Path,
+) -> None:
+    """Compile all that rollouts can need, and time what the budget and the scheduler decide by."""
+    if not isinstance(engine, Workers):
+        _warm_up(config, engine, weights, speculation, folder)
+        return
+    with ThreadPoolExecutor(1) as thread:  # workers' threads know nothing of the trainer's mesh
+        thread.submit(_warm_up, config, engine, weights, speculation, folder).result()
+
+
+def _warm_up(
+    config: TrainConfig,
+    engine: Engine | Workers,
+    weights: Params,
+    speculation: Speculation,
+    folder: Path,
+) -> None:
+    speculative, lookup = config.speculation.enabled, config.speculation.may_look_up
+    sizes = {
+        "max_requests": config.rollout.num_requests,
+        "max_prompt_tokens": config.rollout.max_prompt_tokens,
+    }
+    engines = engine.engines if isinstance(engine, Workers) else [engine]
+    for one in engines:
+        placed = one.place(weights)
+        engine_warm_up.warm_up(
+            one,
+            placed,
+            config.sampling,
+            speculative=speculative,
+            lookup=lookup,
+            reuse=config.reuse.enabled,
+            fed=isinstance(engine, Workers),
+            **sizes,
+        )
+    # workers are alike: the last one's times are those of all
+    if isinstance(engine, Workers):
+        jax.block_until_ready(step_key(0, 0))  # workers have warmed up theirs, elsewhere
+        most = {"max_requests": sizes["max_requests"], "max_tokens": config.longest_tokens}
+        moves = move_times.measure(one, placed, **most, path=folder / MOVES_FILE)
+        engine.prefer_pool = moves.prefers_copy
+    if speculative:
+        path, sampling = folder / ROUNDS_FILE, config.sampling
+        speculation.times = load_or_measure(path, one, placed, sampling, lookup=lookup, **sizes)
+        rehearse(config.speculation, speculation.times, one, placed, sampling)
