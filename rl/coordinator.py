@@ -62,7 +62,14 @@ Result = Trajectory | Deferred | WorkerError
 class Coordinator:
     """The one place where the scheduler is told and obeyed; any thread may call it."""
 
-    def __init__(self, scheduler: Scheduler, clock: Callable[[], float], pool: KvPool) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        clock: Callable[[], float],
+        pool: KvPool,
+        keeps_decisions: bool = True,
+    ) -> None:
+        self._keeps_decisions = keeps_decisions
         self._scheduler, self._clock, self._pool = scheduler, clock, pool
         self._lock = threading.Lock()
         self._began_s = clock()
@@ -153,7 +160,7 @@ class Coordinator:
         request_id = trajectory.request_id
         with self._lock:
             chunk = self._starts.pop(request_id).chunk
-            del self._begun[request_id], self._generated[request_id]
+            del self._begun[request_id], self._generated[request_id], self._step_of[request_id]
         self._tell(Finished(request_id, worker_id, chunk, trajectory.num_tokens))
         self._results.put(trajectory)
 
@@ -182,7 +189,8 @@ class Coordinator:
         with self._lock:
             now_s = self._clock() - self._began_s
             actions = tuple(self._scheduler.handle(event, now_s))
-            self.decisions.append(Decision(now_s, event, actions))
+            if self._keeps_decisions:
+                self.decisions.append(Decision(now_s, event, actions))
             for action in actions:
                 if isinstance(action, Defer):
                     self._step_of[action.request_id] += 1

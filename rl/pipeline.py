@@ -114,7 +114,7 @@ class Pipeline:
             epoch_prompts=len(system.inputs.task),
         )
         most = config.rollout.num_requests, config.longest_tokens
-        self._session = engine.session(scheduler, *most)
+        self._session = engine.session(scheduler, *most, keeps_decisions=False)
         self._scorer = Scorer(system)
         self._prompts: dict[int, Prompts] = {}
         self._lengths: dict[str, tuple[int, ...]] = {}  # of the last responses, by prompt
@@ -138,7 +138,6 @@ class Pipeline:
         self._thread.join()
         # what runs ahead of the last step is given up
         self._session.__exit__(Stopped, None, None)
-        self._engine.decisions = self._session.decisions
 
     def __call__(
         self, system: System, params: Params, cursor: int, step: int, timings: Timings
@@ -231,7 +230,7 @@ class Pipeline:
                 self._changed.notify_all()
 
     def _enter(self, result: Trajectory | Deferred) -> None:
-        step = self._step_of[result.request_id]
+        step = self._step_of.pop(result.request_id)
         if isinstance(result, Trajectory):
             self._finished[step].append(result)
             return
@@ -295,8 +294,7 @@ class Pipeline:
             key = self._prompts[step].keys[group - first]
             self._lengths[key] = tuple(t.num_tokens for t in ts)
         for past in [s for s in self._prompts if s < step]:
-            del self._prompts[past]
-            self._weights.pop(past, None)
+            del self._prompts[past], self._weights[past], self._expected[past]
         self._scorer.forget(before=first)
 
     def state(self) -> dict[str, Any]:

@@ -51,6 +51,7 @@ class SessionSize:
     longest_tokens: int
     pool_bytes: int
     restart: bool = False
+    keeps_decisions: bool = True  # all of them: for as long as a rollout of one step takes
 
 
 class Session:
@@ -65,7 +66,7 @@ class Session:
     ) -> None:
         self._engines, self._size = engines, size
         self._pool = KvPool(size.pool_bytes)
-        self._coordinator = Coordinator(scheduler, clock, self._pool)
+        self._coordinator = Coordinator(scheduler, clock, self._pool, size.keeps_decisions)
         self._threads: dict[int, threading.Thread] = {}
         self._engine_of: dict[int, int] = {}
         self._specs: dict[int, StepSpec] = {}
@@ -96,8 +97,9 @@ class Session:
         `past_tokens` are the lengths of last epoch's responses, by group.
         """
         self._specs[spec.step] = spec
-        for step in [s for s in self._specs if s < spec.step - 1]:
-            del self._specs[step]  # whoever begins with a step now has newer ones to do
+        for table in (self._specs, self._stats):
+            for step in [s for s in table if s < spec.step - 1]:
+                del table[step]  # whoever begins with a step now has newer ones to do
         limit = spec.sampling.max_new_tokens
         self._coordinator.submit(spec.step, requests, limit, past_tokens or {})
 

@@ -159,7 +159,14 @@ class Workers:
             self.decisions, self.stats = session.decisions, session.stats(0)
         return [done[r.request_id] for r in requests]
 
-    def session(self, scheduler: Scheduler, max_requests: int, longest_tokens: int) -> Session:
+    def session(
+        self,
+        scheduler: Scheduler,
+        max_requests: int,
+        longest_tokens: int,
+        *,
+        keeps_decisions: bool = True,
+    ) -> Session:
         """The workers under a scheduler, for rollouts of up to so many requests of such length."""
         config, slots = self.config, min(self.engines[0].config.slots, max_requests)
         if config.kv_tokens is not None and config.kv_tokens < longest_tokens:
@@ -173,6 +180,7 @@ class Workers:
             longest_tokens=longest_tokens,
             pool_bytes=config.pool_bytes,
             restart=config.on_error == "restart",
+            keeps_decisions=keeps_decisions,
         )
         return Session(self.engines, scheduler, size, self._clock)
 

@@ -43,7 +43,9 @@ class Divided:
         for request in waiting:
             self._order.push(request, ledger.groups[request.ask.group_id])
         if isinstance(event, Finished | ChunkDone):
-            self._order.learnt(ledger.groups[ledger.requests[event.request_id].ask.group_id])
+            reported = ledger.requests.get(event.request_id)
+            if reported is not None:  # a lost worker may tell of what is long forgotten
+                self._order.learnt(ledger.groups[reported.ask.group_id])
         if isinstance(event, Finished | ChunkDone | WorkerJoined):
             self._fleet.changed(event.worker_id)
         return self._dispatch()

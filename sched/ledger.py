@@ -50,6 +50,7 @@ class Ledger:
         return []
 
     def _submitted(self, event: Submitted) -> list[Request]:
+        self._forget_finished()
         new = []
         for ask in event.asks:
             if ask.request_id in self.requests:
@@ -63,15 +64,29 @@ class Ledger:
         self.num_unfinished += len(new)
         return new
 
+    def _forget_finished(self) -> None:
+        """Groups that are through: a run of many steps would fill memory with them."""
+        over = {g for g, group in self.groups.items() if not group.num_unfinished}
+        if over:
+            kept = {r: x for r, x in self.requests.items() if x.ask.group_id not in over}
+            groups = {g: group for g, group in self.groups.items() if g not in over}
+            # in place: others hold these very tables
+            self.requests.clear()
+            self.requests.update(kept)
+            self.groups.clear()
+            self.groups.update(groups)
+
     def in_force(self, event: Finished | ChunkDone) -> bool:
         """Whether it reports of the request's present start, on a worker that is not lost."""
-        request = self.requests[event.request_id]
+        request = self.requests.get(event.request_id)
+        if request is None:
+            return False
         return request.status is Status.RUNNING and request.chunk == event.chunk
 
     def _reported(self, event: Finished | ChunkDone) -> list[Request]:
-        request = self.requests[event.request_id]
         if not self.in_force(event):
             return []
+        request = self.requests[event.request_id]
         assert request.worker_id == event.worker_id, (request, event)
         assert event.generated_tokens >= request.generated_tokens, (request, event)
         group = self.groups[request.ask.group_id]

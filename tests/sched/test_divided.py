@@ -162,3 +162,18 @@ def test_names_and_settings_that_there_are_not():
         ContextAware(seed=0, explore=2)
     with pytest.raises(ValueError, match="at least one token"):
         Ask(0, 0, 0, 5)
+
+
+def test_what_is_through_is_forgotten_when_more_comes():
+    """And a late report of it, from a worker that was lost, changes nothing."""
+    scheduler, _ = begun(ContextAware(seed=0), [(0, 100, 8)], (), chunk=4)
+    for step in range(50):
+        asks = tuple(Ask(10 * step + i, step, 2, 8) for i in range(3))
+        starts = scheduler.handle(Submitted(asks), 3.0 * step)
+        assert len(starts) == 3
+        for start in starts:
+            scheduler.handle(Finished(start.request_id, 0, start.chunk, 3), 3.0 * step + 1)
+    assert scheduler.num_unfinished == 0
+    assert len(scheduler._ledger.requests) <= 3 and len(scheduler._ledger.groups) <= 1
+    assert scheduler.handle(ChunkDone(0, 0, 1, 4, True), 200.0) == []
+    assert scheduler.handle(Finished(0, 0, 1, 4), 200.0) == []
