@@ -47,6 +47,7 @@ def warm_up(
         return
     with ThreadPoolExecutor(1) as thread:  # workers' threads know nothing of the trainer's mesh
         thread.submit(_warm_up, config, engine, weights, speculation, folder).result()
+    jax.block_until_ready(step_key(0, 0))  # in this thread, under the trainer's mesh
 
 
 def _warm_up(
@@ -76,7 +77,6 @@ def _warm_up(
         )
     # workers are alike: the last one's times are those of all
     if isinstance(engine, Workers):
-        jax.block_until_ready(step_key(0, 0))  # workers have warmed up theirs, elsewhere
         most = {"max_requests": sizes["max_requests"], "max_tokens": config.longest_tokens}
         moves = move_times.measure(one, placed, **most, path=folder / MOVES_FILE)
         engine.prefer_pool = moves.prefers_copy
