@@ -11,13 +11,17 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-com
 # then, and kept.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: train test lint types format bench clean
+.PHONY: train test parity lint types format bench clean
 
 train: $(INSTALLED)
 	$(BIN)/python -m rl.train $(ARGS)
 
 test: lint types
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
+
+# Tests compile plainly, which takes half the time; here parity meets the code that users get.
+parity: $(INSTALLED)
+	REPRISE_TEST_OPTIMIZED=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal tests/parity $(ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/python -m ruff check .
