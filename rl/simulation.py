@@ -107,10 +107,10 @@ def table(rows: Sequence[Mapping[str, object]]) -> str:
     columns = (
         ("policy", "policy", "{}"),
         ("seed", "seed", "{}"),
-        ("completion_s", "seconds", "{:,.0f}"),
+        ("completion_s", "seconds", "{:,.1f}"),
         ("speedup", "speedup", "{:.2f}×"),
         ("tokens_per_s", "tokens/s", "{:,.0f}"),
-        ("tail_s", "tail s", "{:,.0f}"),
+        ("tail_s", "tail s", "{:,.1f}"),
         ("idle_fraction", "idle", "{:.0%}"),
         ("preemptions", "pre-empted", "{:,}"),
         ("migrations", "migrated", "{:,}"),
