@@ -31,7 +31,8 @@ def markdown(spreads: Spreads) -> str:
         speedup = _ratio(first["rollout_s"].mean, row["rollout_s"].mean)
         cells = [_cell(row[column], DIGITS.get(column, 4)) for column in columns]
         shown = name.replace("|", "\\|")
-        lines.append("| " + " | ".join([shown, f"{tokens:.2f}", f"{speedup:.2f}×", *cells]) + " |")
+        times = "" if math.isnan(speedup) else f"{speedup:.2f}×"  # rollouts that ran ahead
+        lines.append("| " + " | ".join([shown, f"{tokens:.2f}", times, *cells]) + " |")
     legend = (
         "Mean ± deviation over seeds. tokens: generated, of the first row; speedup: its rollout "
         "seconds over those of the row; verify_s is part of rollout_s; final_reward is the last "

@@ -136,3 +136,10 @@ def test_the_table_and_the_figure(tmp_path):
     assert lines[3].startswith("| a\\|b | 0.40 | 2.50× |")
     figure(by_variant(ROWS), tmp_path / "figure.png")
     assert (tmp_path / "figure.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_what_runs_ahead_has_no_rollout_seconds_to_compare():
+    ahead = row("ahead", 0, 90.0, 0.5) | {"rollout_s": math.nan}
+    (line,) = [x for x in markdown(by_variant([*ROWS, ahead])).splitlines() if "ahead" in x]
+    assert line.split(" | ")[:3] == ["| ahead", "0.90", ""]
+    assert "nan" not in line
