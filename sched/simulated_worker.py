@@ -204,17 +204,6 @@ class SimulatedWorker:
         self._changed()
         return ended
 
-    def drop_all(self) -> list[Job]:
-        """The worker dies: all that it had, running or queued."""
-        running = [e[2] for ends in self._ends for e in ends if _current_entry(e)]
-        jobs = running + list(self._queue)
-        for job in jobs:
-            if job.running:
-                self._leave(job)
-        self._queue.clear()
-        self._changed()
-        return jobs
-
     # -- inside ------------------------------------------------------------------
 
     def _current(self) -> Plan:

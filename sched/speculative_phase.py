@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
@@ -250,15 +250,3 @@ def _helper_rate(
 @functools.cache
 def _tokens(p: float, window: int, decoupled: bool) -> float:
     return decoupled_tokens(p, window) if decoupled else coupled_tokens(p, window)
-
-
-def best_coupled_window(
-    hardware: Hardware, trace: Trace, devices: int, windows: Sequence[int] = (1, 2, 3, 4, 6, 8)
-) -> int:
-    """The window with which coupled drafting ends first: the best-tuned baseline."""
-
-    def seconds(window: int) -> float:
-        way = Way(COUPLED, Plan(0, devices, window, 0.0))
-        return SpeculativePhase(hardware, trace, way).seconds()
-
-    return min(windows, key=seconds)
