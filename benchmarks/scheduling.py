@@ -26,7 +26,6 @@ from rl.engine_config import EngineConfig
 from rl.timeline import EngineStats
 from rl.trajectory import Request
 from rl.workers import SchedConfig, Workers, make_engines
-from sched.policies import make_scheduler
 from sched.protocol import ChunkDone, Finished, Start
 from sched.replay import replay
 from sched.request import Kv
@@ -80,10 +79,7 @@ def figures(team: Workers) -> dict[str, float]:
 
 def same_decisions(team: Workers) -> int:
     """How many of the decisions a simulation takes as well, given the measured durations."""
-    scheduler = make_scheduler(
-        team.config.policy, seed=team.seed, chunk_tokens=team.config.chunk_tokens
-    )
-    pairs = zip(replay(scheduler, team.decisions), team.decisions, strict=False)
+    pairs = zip(replay(team.make_scheduler(), team.decisions), team.decisions, strict=False)
     return sum((a.event, a.actions) == (b.event, b.actions) for a, b in pairs)
 
 

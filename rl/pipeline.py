@@ -37,21 +37,18 @@ from rl.metrics import Timings
 from rl.optimizer import TrainState
 from rl.session import StepSpec
 from rl.trajectory import Trajectory
-from rl.workers import POLL_S, SchedConfig, Workers
-from sched.divided import PreferPool
+from rl.workers import POLL_S, Workers
 from sched.histopipe import HistoPipe, HistoPipeConfig
 from sched.pipeline import Steps
-from sched.policies import make_scheduler
 from sched.protocol import Scheduler
 from spec.sampling import step_key
 
 ALL_STEPS = 0  # requests are numbered over all steps: one noise key serves them
 
 
-def step_scheduler(
-    config: SchedConfig, prefer_pool: PreferPool, *, seed: int, num_steps: int, epoch_prompts: int
-) -> Scheduler:
+def step_scheduler(workers: Workers, *, num_steps: int, epoch_prompts: int) -> Scheduler:
     """The scheduler of a run's steps: HistoPipe, or another policy step by step."""
+    config = workers.config
     if config.policy == "histopipe":
         return HistoPipe(
             HistoPipeConfig(
@@ -61,10 +58,7 @@ def step_scheduler(
                 check_tokens=config.chunk_tokens,
             )
         )
-    policy = make_scheduler(
-        config.policy, seed=seed, chunk_tokens=config.chunk_tokens, prefer_pool=prefer_pool
-    )
-    return Steps(policy, "one_step_off")
+    return Steps(workers.make_scheduler(), "one_step_off")
 
 
 class Synchronous:
@@ -107,9 +101,7 @@ class Pipeline:
         if behind is not None:
             self._weights[first_step] = jax.tree.map(np.array, behind)
         scheduler = step_scheduler(
-            config.sched,
-            engine.prefer_pool,
-            seed=config.run.seed,
+            engine,
             num_steps=config.run.steps - first_step + 1,
             epoch_prompts=len(system.inputs.task),
         )

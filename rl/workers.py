@@ -100,7 +100,7 @@ class Workers:
         clock: Callable[[], float] = time.perf_counter,
         prefer_pool: PreferPool = lambda tokens: True,
     ) -> None:
-        self.engines, self.config, self.seed = list(engines), config, seed
+        self.engines, self.config, self._seed = list(engines), config, seed
         self.prefer_pool = prefer_pool  # of so many tokens: rather copied than computed anew
         self._clock = clock
         self.stats = EngineStats()
@@ -131,18 +131,12 @@ class Workers:
         raises ends the rollout. Raises WorkerError where a worker raised and is not replaced.
         """
         self.engines[0].check(requests, sampling)
-        scheduler = make_scheduler(
-            self.config.policy,
-            seed=self.seed,
-            chunk_tokens=self.config.chunk_tokens,
-            prefer_pool=self.prefer_pool,
-        )
         spec = StepSpec(
             0, params, sampling, key, stop_token_ids, policy_version, rule=rule, guesses=guesses
         )
         longest = longest_tokens(requests, sampling.max_new_tokens)
         done: dict[int, Trajectory] = {}
-        session = self.session(scheduler, len(requests), longest)
+        session = self.session(self.make_scheduler(), len(requests), longest)
         try:
             with session:
                 session.submit(spec, requests)
@@ -158,6 +152,15 @@ class Workers:
         finally:
             self.decisions, self.stats = session.decisions, session.stats(0)
         return [done[r.request_id] for r in requests]
+
+    def make_scheduler(self) -> Scheduler:
+        """A fresh one of the configured policy, for a rollout."""
+        return make_scheduler(
+            self.config.policy,
+            seed=self._seed,
+            chunk_tokens=self.config.chunk_tokens,
+            prefer_pool=self.prefer_pool,
+        )
 
     def session(
         self,

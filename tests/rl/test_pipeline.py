@@ -21,7 +21,7 @@ from rl.experiment import TrainConfig, open_inputs
 from rl.metrics import read_metrics
 from rl.optimizer import TrainState
 from rl.trajectory import Request
-from rl.workers import SchedConfig, split_devices
+from rl.workers import SchedConfig, Workers, split_devices
 from sched.histopipe import HistoPipe
 from sched.ledger import Ledger
 from sched.protocol import ChunkDone, Defer, Submitted
@@ -268,8 +268,8 @@ def test_devices_are_shared_out():
 
 def test_the_policy_names_the_scheduler():
     def made(policy):
-        config = SchedConfig(mode="pipeline", policy=policy)
-        return pipeline.step_scheduler(config, bool, seed=0, num_steps=3, epoch_prompts=6)
+        team = Workers([], SchedConfig(mode="pipeline", policy=policy))
+        return pipeline.step_scheduler(team, num_steps=3, epoch_prompts=6)
 
     assert isinstance(made("histopipe"), HistoPipe)
     assert made("seer").num_unfinished == 0
