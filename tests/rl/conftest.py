@@ -14,3 +14,21 @@ def tiny(tmp_path_factory):
 
     with tiny_run.keep_every_program():
         yield tiny_run.make_inputs(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def engines():
+    """Three tiny engines, for teams of workers."""
+    from tiny_team import CONFIG, MODEL
+
+    from rl.engine import Engine
+
+    return [Engine(MODEL, CONFIG) for _ in range(3)]
+
+
+@pytest.fixture(scope="module")
+def alone(engines):
+    """What one of them gives to the team's requests, by request id."""
+    from tiny_team import play
+
+    return {t.request_id: t for t in play(engines[0])}

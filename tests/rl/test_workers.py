@@ -30,18 +30,6 @@ from sched.replay import replay
 from sched.request import Kv
 
 
-@pytest.fixture(scope="module")
-def engines():
-    return [Engine(MODEL, CONFIG) for _ in range(3)]
-
-
-@pytest.fixture(scope="module")
-def alone(engines):
-    """What one engine gives, by request id."""
-    done = play(engines[0])
-    return {t.request_id: t for t in done}
-
-
 @pytest.mark.parity
 @pytest.mark.parametrize("policy", ["group_fifo", "divided_fifo", "seer"])
 @pytest.mark.parametrize(("count", "chunk"), [(1, 3), (2, 1), (3, 5)])

@@ -7,7 +7,6 @@ import dataclasses
 import numpy as np
 import pytest
 from tiny_team import (
-    CONFIG,
     KEY,
     MODEL,
     PARAMS,
@@ -20,7 +19,6 @@ from tiny_team import (
     workers,
 )
 
-from rl.engine import Engine
 from rl.trajectory import Request
 from spec.budget import TakeAll
 from spec.drafter import stack
@@ -29,19 +27,6 @@ from spec.prefix_reuse import PrefixRule, parse_mode
 from spec.rollout_cache import CachedResponse, Scores
 from spec.sampling import SamplingConfig
 from spec.tree import chain
-
-
-@pytest.fixture(scope="module")
-def engines():
-    return [Engine(MODEL, CONFIG) for _ in range(3)]
-
-
-@pytest.fixture(scope="module")
-def alone(engines):
-    """What one engine gives, by request id."""
-    done = play(engines[0])
-    return {t.request_id: t for t in done}
-
 
 FIXED = {"stop_token_ids": STOP, "policy_version": 7}
 
@@ -83,11 +68,12 @@ def test_guesses_change_no_token(engines, alone, count, chunk):
 
 
 @pytest.mark.parity
-def test_siblings_on_other_workers_are_drafted_from(engines, alone):
-    """Four equal requests with greedy sampling: the later ones can be drafted from the first."""
+@pytest.mark.parametrize("shared", [True, False])
+def test_siblings_on_other_workers_are_drafted_from(engines, shared):
+    """Equal requests on two workers: with a server in common a drafter hears of all of them."""
     greedy = SamplingConfig(max_new_tokens=16, temperature=0.0)
     requests = [Request(i, PROMPTS[0], 0, i) for i in range(6)]
-    server = DraftServer()
+    server = DraftServer() if shared else None
     drafters = []
 
     def guesses():
@@ -99,8 +85,8 @@ def test_siblings_on_other_workers_are_drafted_from(engines, alone):
     done = team.run(PARAMS, requests, greedy, KEY, stop_token_ids=STOP, guesses=guesses)
     assert [t.response_ids.tolist() for t in done] == [t.response_ids.tolist() for t in plain]
     assert len(drafters) == 2
-    groups = [d._client.seen[0] for d in drafters if d._client.seen]
-    assert groups and max(groups) >= len(requests), "tokens of both workers' requests are known"
+    heard = [{request for _, request in d._client._sequences} for d in drafters]
+    assert (set(range(len(requests))) in heard) == shared
 
 
 def with_cached(alone, wrong_at=5):
