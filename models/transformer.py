@@ -2,7 +2,7 @@
 
 `hidden` reads whole sequences (training, scoring); `hidden_with_cache` reads N
 tree nodes per slot against a cache (prefill, decode, verify). Both run the same
-`_block`. Matrix products run in the parameters' dtype, norms, softmax and logits
+`block`. Matrix products run in the parameters' dtype, norms, softmax and logits
 in float32. Layers are unrolled, so that each keeps a cache buffer of its own.
 Shape legend in docs/architecture.md; Q = H·h and P = K·h are flattened heads.
 """
@@ -110,7 +110,12 @@ def param_specs(config: ModelConfig) -> Params:
 
 def init(config: ModelConfig, key: jax.Array, dtype: jnp.dtype = jnp.float32) -> Params:
     """Random weights: normal with the spec's scale, ones for norms, zeros for biases."""
-    leaves, tree = jax.tree.flatten(param_specs(config))
+    return init_from(param_specs(config), key, dtype)
+
+
+def init_from(specs: Any, key: jax.Array, dtype: jnp.dtype = jnp.float32) -> Any:
+    """The same for any tree of `ParamSpec`."""
+    leaves, tree = jax.tree.flatten(specs)
 
     def one(spec: ParamSpec, leaf_key: jax.Array) -> jax.Array:
         if spec.scale is None:
@@ -160,16 +165,22 @@ def _rotate(x_BTHh: jax.Array, cos_BTh: jax.Array, sin_BTh: jax.Array) -> jax.Ar
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
-def _block(
+def block(
     config: ModelConfig,
     layer: Layer,
     x_BTD: jax.Array,
     rope: tuple[jax.Array, jax.Array],
     look: Attend,
+    looks_from_BTE: jax.Array | None = None,
 ) -> jax.Array:
-    """One decoder layer; `look(q_BTHh, k_BTKh, v_BTKh) -> o_BTHh` is what differs by caller."""
+    """One decoder layer; `look(q_BTHh, k_BTKh, v_BTKh) -> o_BTHh` is what differs by caller.
+
+    Attention reads `looks_from_BTE`; None is the normed x.
+    """
     B, T, _ = x_BTD.shape
-    y = rms_norm(x_BTD, layer.attention_norm_D, config.norm_eps)
+    y = looks_from_BTE
+    if y is None:
+        y = rms_norm(x_BTD, layer.attention_norm_D, config.norm_eps)
     q, k, v = y @ layer.query_DQ, y @ layer.key_DP, y @ layer.value_DP
     if config.qkv_bias:
         q, k, v = q + layer.query_bias_Q, k + layer.key_bias_P, v + layer.value_bias_P
@@ -186,12 +197,14 @@ def _block(
     return constrain(x_BTD + y, "batch", None, None)
 
 
-def _embed(params: Params, tokens_BT: jax.Array) -> jax.Array:
-    x_BTD = jnp.take(params.embedding_VD, jnp.maximum(tokens_BT, 0), axis=0, mode="clip")
+def embed(embedding_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
+    """The tokens' embeddings, [B, T, D]; padding takes those of token 0."""
+    x_BTD = jnp.take(embedding_VD, jnp.maximum(tokens_BT, 0), axis=0, mode="clip")
     return constrain(x_BTD, "batch", None, None)
 
 
-def _rope(config: ModelConfig, positions_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
+def rope_turns(config: ModelConfig, positions_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Cosine and sine of each pair's angle at each position; two [B, T, h/2]."""
     angle = positions_BT[..., None].astype(jnp.float32) * rope_frequencies(config)
     return jax.lax.platform_dependent(angle, cpu=_turns_once, default=_turns)
 
@@ -250,13 +263,13 @@ def _hidden_and_entries(
         )
     else:
         positions_BT, mask_BTS = packing.positions_BT, packed_mask(packing)
-    rope = _rope(config, positions_BT)
+    rope = rope_turns(config, positions_BT)
 
     def step(layer: Layer, x_BTD: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         return _whole_layer(config, layer, x_BTD, rope, mask_BTS)
 
     step = jax.checkpoint(step) if remat else step
-    x_BTD, entries = _embed(params, tokens_BT), []
+    x_BTD, entries = embed(params.embedding_VD, tokens_BT), []
     for layer in params.layers:
         x_BTD, entry = step(layer, x_BTD)
         entries.append(entry)
@@ -278,9 +291,9 @@ def hidden_with_cache(
     `mask_BNS` allows (its own entry included). `positions_BN` are the rotary
     positions. Requires `start + N <= S`. Returns ([B, N, D], cache).
     """
-    rope = _rope(config, positions_BN)
+    rope = rope_turns(config, positions_BN)
     keys, values = list(cache.keys), list(cache.values)
-    x_BND = _embed(params, tokens_BN)
+    x_BND = embed(params.embedding_VD, tokens_BN)
     for i, layer in enumerate(params.layers):
         x_BND, keys[i], values[i] = _cached_layer(
             config, layer, x_BND, rope, keys[i], values[i], start_B, mask_BNS
@@ -308,7 +321,7 @@ def _whole_layer(
         k_BKhT, v_BKTh = k_BTKh.transpose(0, 2, 3, 1), v_BTKh.transpose(0, 2, 1, 3)
         return attend_causally(q_BTHh, k_BKhT, v_BKTh, mask_BTT)
 
-    return _block(config, layer, x_BTD, rope, look), entries[0]
+    return block(config, layer, x_BTD, rope, look), entries[0]
 
 
 @partial(jax.jit, static_argnames="config")
@@ -331,7 +344,7 @@ def _cached_layer(
         written.append((keys, values))
         return attend(q_BNHh, keys, values, mask_BNS)
 
-    x_BND = _block(config, layer, x_BND, rope, look)
+    x_BND = block(config, layer, x_BND, rope, look)
     return x_BND, *written[0]
 
 
