@@ -3,6 +3,9 @@
 Keys are kept transposed, `[slot, kv_head, head_dim, position]`: both products of
 attention then read the cache along its rows (q·K and w·V need no transposed operand).
 
+Where a drafter wants them, the policy's hidden states are kept by position too: `features`,
+one array `[slot, 1, position, width]`, so that all that moves rows moves them along.
+
 Rows are independent. `length_B` (kept by the engine) says how many positions of
 a row are live; what lies behind is dead and masked. Writes are in place when the
 buffers are donated.
@@ -11,6 +14,8 @@ buffers are donated.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,16 +23,22 @@ import jax.numpy as jnp
 from models.config import ModelConfig
 from models.sharding import constrain
 
-AXES = ("batch", "kv_heads", None, None)  # of keys and values alike
+AXES = ("batch", "kv_heads", None, None)  # of keys, values and features alike
+KEY_AXIS, VALUE_AXIS = 3, 2  # where positions lie in a layer's keys, and in values and features
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class KVCache:
-    """Keys `[B, K, h, S]` and values `[B, K, S, h]` of every layer."""
+    """Keys `[B, K, h, S]`, values `[B, K, S, h]` of every layer; features `[B, 1, S, W]` or none.
+
+    Features are the outputs of `feature_layers`, then the hidden states after the final norm.
+    """
 
     keys: tuple[jax.Array, ...]
     values: tuple[jax.Array, ...]
+    features: tuple[jax.Array, ...] = ()
+    feature_layers: tuple[int, ...] = dataclasses.field(default=(), metadata={"static": True})
 
     @property
     def num_slots(self) -> int:
@@ -38,12 +49,39 @@ class KVCache:
         return self.values[0].shape[2]
 
 
-def init(config: ModelConfig, num_slots: int, num_positions: int, dtype: jnp.dtype) -> KVCache:
-    """A zeroed cache of `num_slots` rows of `num_positions`."""
+def init(
+    config: ModelConfig,
+    num_slots: int,
+    num_positions: int,
+    dtype: jnp.dtype,
+    feature_layers: tuple[int, ...] | None = None,
+) -> KVCache:
+    """A zeroed cache of `num_slots` rows of `num_positions`; None keeps no features."""
     B, K, S, h = num_slots, config.num_kv_heads, num_positions, config.head_dim
+    features: tuple[jax.Array, ...] = ()
+    if feature_layers is not None:
+        width = config.d_model * (len(feature_layers) + 1)
+        features = (jnp.zeros((B, 1, S, width), dtype),)
     return KVCache(
         keys=tuple(jnp.zeros((B, K, h, S), dtype) for _ in range(config.num_layers)),
         values=tuple(jnp.zeros((B, K, S, h), dtype) for _ in range(config.num_layers)),
+        features=features,
+        feature_layers=feature_layers or (),
+    )
+
+
+def map_arrays(one: Callable[..., Any], cache: KVCache, *more: KVCache) -> KVCache:
+    """`one(array, *arrays of the others, axis)` for every array; `axis` is where positions lie."""
+
+    def each(name: str, axis: int) -> tuple[Any, ...]:
+        columns = zip(*(getattr(c, name) for c in (cache, *more)), strict=True)
+        return tuple(one(*arrays, axis) for arrays in columns)
+
+    return KVCache(
+        each("keys", KEY_AXIS),
+        each("values", VALUE_AXIS),
+        each("features", VALUE_AXIS),
+        cache.feature_layers,
     )
 
 
@@ -53,7 +91,7 @@ def bytes_per_token(config: ModelConfig, itemsize: int) -> int:
 
 
 def pin(rows: jax.Array) -> jax.Array:
-    """Keep a layer's keys or values on the shards that the table gives them."""
+    """Keep a layer's keys, values or features on the shards that the table gives them."""
     return constrain(rows, *AXES)
 
 
@@ -81,17 +119,12 @@ def compact(cache: KVCache, start_B: jax.Array, path_BN: jax.Array) -> KVCache:
     """
     N = path_BN.shape[1]
 
-    def keys(row_KhS: jax.Array, start: jax.Array, path_N: jax.Array) -> jax.Array:
-        K, h, _ = row_KhS.shape
-        window = jax.lax.dynamic_slice(row_KhS, (0, 0, start), (K, h, N))
-        return jax.lax.dynamic_update_slice(row_KhS, window[:, :, path_N], (0, 0, start))
+    def move(rows: jax.Array, axis: int) -> jax.Array:
+        def one(row: jax.Array, start: jax.Array, path_N: jax.Array) -> jax.Array:
+            window = jax.lax.dynamic_slice_in_dim(row, start, N, axis - 1)
+            moved = jnp.take(window, path_N, axis - 1, mode="clip")
+            return jax.lax.dynamic_update_slice_in_dim(row, moved, start, axis - 1)
 
-    def values(row_KSh: jax.Array, start: jax.Array, path_N: jax.Array) -> jax.Array:
-        K, _, h = row_KSh.shape
-        window = jax.lax.dynamic_slice(row_KSh, (0, start, 0), (K, N, h))
-        return jax.lax.dynamic_update_slice(row_KSh, window[:, path_N], (0, start, 0))
+        return pin(jax.vmap(one)(rows, start_B, path_BN))
 
-    return KVCache(
-        tuple(pin(jax.vmap(keys)(k, start_B, path_BN)) for k in cache.keys),
-        tuple(pin(jax.vmap(values)(v, start_B, path_BN)) for v in cache.values),
-    )
+    return map_arrays(move, cache)

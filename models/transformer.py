@@ -236,14 +236,26 @@ def hidden(
 
 
 def hidden_and_cache(
-    config: ModelConfig, params: Params, tokens_BT: jax.Array, packing: Packing, dtype: Any
+    config: ModelConfig,
+    params: Params,
+    tokens_BT: jax.Array,
+    packing: Packing,
+    dtype: Any,
+    feature_layers: tuple[int, ...] | None = None,
 ) -> tuple[jax.Array, KVCache]:
-    """`hidden`, and the keys and values of all B · T positions, in a cache of one row."""
+    """`hidden`, and the entries of all B · T positions, in a cache of one row."""
     hidden_BTD, entries = _hidden_and_entries(config, params, tokens_BT, packing)
     K, h = config.num_kv_heads, config.head_dim
+    features: tuple[jax.Array, ...] = ()
+    if feature_layers is not None:
+        outputs = [*(entries[i][2] for i in feature_layers), hidden_BTD]
+        features_BTW = jnp.concatenate(outputs, axis=-1).astype(dtype)
+        features = (features_BTW.reshape(1, 1, -1, features_BTW.shape[-1]),)
     return hidden_BTD, KVCache(
-        tuple(k.transpose(2, 3, 0, 1).reshape(1, K, h, -1).astype(dtype) for k, _ in entries),
-        tuple(v.transpose(2, 0, 1, 3).reshape(1, K, -1, h).astype(dtype) for _, v in entries),
+        tuple(k.transpose(2, 3, 0, 1).reshape(1, K, h, -1).astype(dtype) for k, _, _ in entries),
+        tuple(v.transpose(2, 0, 1, 3).reshape(1, K, -1, h).astype(dtype) for _, v, _ in entries),
+        features,
+        feature_layers or (),
     )
 
 
@@ -254,8 +266,8 @@ def _hidden_and_entries(
     packing: Packing | None,
     *,
     remat: bool = False,
-) -> tuple[jax.Array, list[tuple[jax.Array, jax.Array]]]:
-    """Final hidden states, and every layer's (k_BTKh, v_BTKh)."""
+) -> tuple[jax.Array, list[tuple[jax.Array, jax.Array, jax.Array]]]:
+    """Final hidden states, and every layer's (k_BTKh, v_BTKh, output)."""
     if packing is None:
         positions_BT, mask_BTS = (
             jnp.arange(tokens_BT.shape[1])[None],
@@ -272,7 +284,7 @@ def _hidden_and_entries(
     x_BTD, entries = embed(params.embedding_VD, tokens_BT), []
     for layer in params.layers:
         x_BTD, entry = step(layer, x_BTD)
-        entries.append(entry)
+        entries.append((*entry, x_BTD))
     return rms_norm(x_BTD, params.final_norm_D, config.norm_eps), entries
 
 
@@ -285,21 +297,26 @@ def hidden_with_cache(
     start_B: jax.Array,
     mask_BNS: jax.Array,
 ) -> tuple[jax.Array, KVCache]:
-    """Hidden states of N nodes per slot, and the cache with their keys and values written.
+    """Hidden states of N nodes per slot, and the cache with their entries written.
 
     Entries go to `start … start+N−1` of each row; node n then attends where
     `mask_BNS` allows (its own entry included). `positions_BN` are the rotary
     positions. Requires `start + N <= S`. Returns ([B, N, D], cache).
     """
     rope = rope_turns(config, positions_BN)
-    keys, values = list(cache.keys), list(cache.values)
+    keys, values, outputs = list(cache.keys), list(cache.values), []
     x_BND = embed(params.embedding_VD, tokens_BN)
     for i, layer in enumerate(params.layers):
         x_BND, keys[i], values[i] = _cached_layer(
             config, layer, x_BND, rope, keys[i], values[i], start_B, mask_BNS
         )
+        outputs += [x_BND] if i in cache.feature_layers else []
     x_BND = rms_norm(x_BND, params.final_norm_D, config.norm_eps)
-    return x_BND, KVCache(tuple(keys), tuple(values))
+    features_BN1W = jnp.concatenate([*outputs, x_BND], axis=-1)[:, :, None]
+    features = tuple(
+        kv_cache.pin(kv_cache.write_values(rows, features_BN1W, start_B)) for rows in cache.features
+    )
+    return x_BND, KVCache(tuple(keys), tuple(values), features, cache.feature_layers)
 
 
 # Layers are alike: as functions of their own they are traced and lowered once for all of them.

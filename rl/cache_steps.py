@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,12 +17,10 @@ import numpy as np
 
 from models import kv_cache, transformer
 from models.config import ModelConfig
-from models.kv_cache import KVCache
+from models.kv_cache import KVCache, map_arrays
 from rl.trajectory import HostKv
 from spec.contexts import Contexts
 from spec.verify import Slots
-
-KEY_AXIS, VALUE_AXIS = 3, 2  # where positions lie in a layer's keys and values
 
 # Columns of the integer table from which the device's slots are made.
 COLUMNS = ("last_token", "length", "emitted", "limit", "active", "request_id", "top_k")
@@ -45,7 +44,7 @@ def make_slots(
     )
 
 
-@partial(jax.jit, static_argnames=("config", "chunk_tokens", "dtype"))
+@partial(jax.jit, static_argnames=("config", "chunk_tokens", "dtype", "feature_layers"))
 def prefill(
     params: transformer.Params,
     tokens_PT: jax.Array,
@@ -53,6 +52,7 @@ def prefill(
     config: ModelConfig,
     chunk_tokens: int,
     dtype: np.dtype,
+    feature_layers: tuple[int, ...] | None = None,
 ) -> KVCache:
     """Keys and values of P prompts, right-padded to T positions, `chunk_tokens` at a time.
 
@@ -77,7 +77,7 @@ def prefill(
         )
         return cache, None
 
-    empty = kv_cache.init(config, P, T, dtype)
+    empty = kv_cache.init(config, P, T, dtype, feature_layers)
     cache, _ = jax.lax.scan(chunk, empty, jnp.arange(0, T, C))
     return cache
 
@@ -152,12 +152,7 @@ def gather_rows(
     def one(rows: jax.Array, new: jax.Array, axis: int) -> jax.Array:
         return gather_layer(rows, new, *args, axis=axis)
 
-    keys = zip(cache.keys, packed.keys, strict=True)
-    values = zip(cache.values, packed.values, strict=True)
-    return KVCache(
-        tuple(one(rows, new, KEY_AXIS) for rows, new in keys),
-        tuple(one(rows, new, VALUE_AXIS) for rows, new in values),
-    )
+    return map_arrays(one, cache, packed)
 
 
 def copy_rows(cache: KVCache, source: np.ndarray, target: np.ndarray, count: int) -> KVCache:
@@ -171,34 +166,32 @@ def read_rows(cache: KVCache, row_P: np.ndarray, num_tokens: Sequence[int]) -> l
 
     Rows of `row_P` beyond `num_tokens` are padding: read, and left out.
     """
-    index, size = jax.device_put(row_P), {"num_positions": cache.num_positions}
-    keys = [resize_layer(k, index, axis=KEY_AXIS, **size) for k in cache.keys]
-    values = [resize_layer(v, index, axis=VALUE_AXIS, **size) for v in cache.values]
-    keys, values = jax.device_get((keys, values))
-    return [
-        HostKv(
-            tuple(k[p, :, :, :n].copy() for k in keys), tuple(v[p, :, :n].copy() for v in values)
-        )
-        for p, n in enumerate(num_tokens)
-    ]
+    index = jax.device_put(row_P)
+
+    def some(rows: jax.Array, axis: int) -> jax.Array:
+        return resize_layer(rows, index, num_positions=cache.num_positions, axis=axis)
+
+    found = jax.device_get(map_arrays(some, cache))
+
+    def row(p: int, n: int) -> KVCache:
+        return map_arrays(lambda rows, axis: np.take(rows[p], range(n), axis - 1), found)
+
+    return [HostKv(**vars(row(p, n))) for p, n in enumerate(num_tokens)]
 
 
 def stacked(kvs: Sequence[HostKv], num_rows: int, num_positions: int) -> KVCache:
     """Host rows padded to one shape, as host arrays: what `insert_rows` takes from a device."""
 
-    def stack(arrays: Sequence[np.ndarray], axis: int) -> np.ndarray:
-        shape = [num_rows, *arrays[0].shape]
+    def stack(*arrays: Any) -> np.ndarray:
+        *rows, axis = arrays
+        shape = [num_rows, *rows[0].shape]
         shape[axis] = num_positions
-        out = np.zeros(shape, arrays[0].dtype)
-        for row, array in zip(np.moveaxis(out, axis, 1), arrays, strict=False):
-            row[: array.shape[axis - 1]] = np.moveaxis(array, axis - 1, 0)
+        out = np.zeros(shape, rows[0].dtype)
+        for target, row in zip(np.moveaxis(out, axis, 1), rows, strict=False):
+            target[: row.shape[axis - 1]] = np.moveaxis(row, axis - 1, 0)
         return out
 
-    layers = range(len(kvs[0].keys))
-    return KVCache(
-        tuple(stack([kv.keys[i] for kv in kvs], KEY_AXIS) for i in layers),
-        tuple(stack([kv.values[i] for kv in kvs], VALUE_AXIS) for i in layers),
-    )
+    return map_arrays(stack, *(KVCache(**vars(kv)) for kv in kvs))
 
 
 def resize(cache: KVCache, row_B: np.ndarray, num_positions: int) -> KVCache:
@@ -213,7 +206,4 @@ def resize(cache: KVCache, row_B: np.ndarray, num_positions: int) -> KVCache:
         rows.delete()
         return new
 
-    return KVCache(
-        tuple(one(k, KEY_AXIS) for k in cache.keys),
-        tuple(one(v, VALUE_AXIS) for v in cache.values),
-    )
+    return map_arrays(one, cache)

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from models import transformer
+from models import kv_cache, transformer
 from models.attention import Packing
 from rl import cache_steps, memory_mappings
 from rl.engine import Engine
@@ -146,7 +146,7 @@ def _programs(
         half = engine.config.slot_bucket(-(-B // 2))
         for S in positions:
             yield Program(decode_rounds, partial(_decode, engine, params, sampling, B, S))
-            for name, axis in (("keys", cache_steps.KEY_AXIS), ("values", cache_steps.VALUE_AXIS)):
+            for name, axis in _kinds(engine):
                 rows = partial(_rows, engine, name, B, S)
                 for T in (T for T in prompts if T <= S):
                     yield Program(cache_steps.insert_layer, partial(_insert, engine, rows, name, T))
@@ -163,7 +163,7 @@ def _feed_programs(engine: Engine, max_requests: int, most_positions: int) -> It
     for B in slot_sizes(engine, max_requests):
         half = engine.config.slot_bucket(-(-B // 2))
         for S in positions:
-            for name, axis in (("keys", cache_steps.KEY_AXIS), ("values", cache_steps.VALUE_AXIS)):
+            for name, axis in _kinds(engine):
                 rows = partial(_rows, engine, name, B, S)
                 some = engine.config.prefill_rows
                 yield Program(cache_steps.resize_layer, partial(_resize, rows, some, S, axis))
@@ -189,10 +189,7 @@ def _reuse_programs(
     for B in slot_sizes(engine, max_requests):
         for S in position_sizes(engine, most):
             for X in {shape.rows * shape.length for shape in shapes}:
-                for name, axis in (
-                    ("keys", cache_steps.KEY_AXIS),
-                    ("values", cache_steps.VALUE_AXIS),
-                ):
+                for name, axis in _kinds(engine):
                     rows = partial(_rows, engine, name, B, S)
                     new = partial(_rows, engine, name, 1, X)
                     arguments = partial(_gather, rows, new, S, axis)
@@ -223,6 +220,14 @@ def _gather(
     index_BS, target_B = np.zeros((B, S), np.int32), np.zeros(B, np.int32)
     args = jax.device_put((index_BS, target_B, np.int32(0)))
     return (target, new(), *args), {"axis": axis}
+
+
+def _kinds(engine: Engine) -> list[tuple[str, int]]:
+    """The arrays of a cache that programs differ for, and where positions lie in them."""
+    kinds = [("keys", kv_cache.KEY_AXIS), ("values", kv_cache.VALUE_AXIS)]
+    if engine.feature_layers is not None:
+        kinds.append(("features", kv_cache.VALUE_AXIS))
+    return kinds
 
 
 def _rows(engine: Engine, name: str, B: int, S: int) -> jax.Array:

@@ -54,7 +54,7 @@ def measure(
             prompt = (0,) * (tokens + 1)
             plan = admission.Plan((0,), (prompt,), ((0, 0),), ())
             row = jax.tree.map(lambda x: np.asarray(x[0]), engine.empty_cache(1, tokens))
-            kv = HostKv(row.keys, row.values)
+            kv = HostKv(**vars(row))
 
             def copied(cache: kv_cache.KVCache, kv: HostKv = kv) -> kv_cache.KVCache:
                 return engine.insert_kv(cache, [(kv, 0)])

@@ -37,6 +37,8 @@ class Replica:
     # all of it: a program is compiled anew for a mixture
     device: jax.Device | None = None
     context_tokens: int = 0  # 0: noise goes by position, else by so many tokens before
+    # None: hidden states are not kept, else those after these layers and the last ones
+    feature_layers: tuple[int, ...] | None = None
     clock: Callable[[], float] = time.perf_counter
 
     def __post_init__(self) -> None:
@@ -54,7 +56,7 @@ class Replica:
             )
 
     def empty_cache(self, num_slots: int, num_positions: int) -> kv_cache.KVCache:
-        cache = kv_cache.init(self.model, num_slots, num_positions, self.dtype)
+        cache = kv_cache.init(self.model, num_slots, num_positions, self.dtype, self.feature_layers)
         if self.mesh is None:
             return cache if self.device is None else jax.device_put(cache, self.device)
         mesh = self.mesh
@@ -115,7 +117,7 @@ class Replica:
     def prefill_options(self) -> dict[str, Any]:
         """The static arguments of `cache_steps.prefill`."""
         chunk_tokens = self.config.prefill_chunk_tokens
-        return {"config": self.model, "chunk_tokens": chunk_tokens, "dtype": self.dtype}
+        return {"config": self.model, "chunk_tokens": chunk_tokens} | self._cache_options()
 
     def decode_options(self, scheme: Draw) -> dict[str, Any]:
         """The static arguments of `decode_rounds`."""
@@ -129,7 +131,10 @@ class Replica:
     def verify_packed_options(self, scheme: Draw) -> dict[str, Any]:
         """The static arguments of `verify_packed`; a pass has as many tokens as one of prefill."""
         tokens = self.config.prefill_rows * self.config.prefill_chunk_tokens
-        return self.verify_options(scheme) | {"chunk_tokens": tokens, "dtype": self.dtype}
+        return self.verify_options(scheme) | {"chunk_tokens": tokens} | self._cache_options()
+
+    def _cache_options(self) -> dict[str, Any]:
+        return {"dtype": self.dtype, "feature_layers": self.feature_layers}
 
     def lookup_options(self, scheme: Draw, num_nodes: int) -> dict[str, Any]:
         """The static arguments of `lookup_rounds`."""

@@ -103,13 +103,15 @@ class Prefix:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class HostKv:
-    """Keys and values of one request's tokens but the last, on the host, layer by layer.
+    """A cache's entries of one request's tokens but the last, on the host.
 
-    Keys `[K, h, T]`, values `[K, T, h]`.
+    Keys `[K, h, T]`, values `[K, T, h]` layer by layer; features `[1, T, W]` where they are kept.
     """
 
     keys: tuple[np.ndarray, ...]
     values: tuple[np.ndarray, ...]
+    features: tuple[np.ndarray, ...] = ()
+    feature_layers: tuple[int, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -117,7 +119,7 @@ class HostKv:
 
     @property
     def num_bytes(self) -> int:
-        return sum(x.nbytes for x in (*self.keys, *self.values))
+        return sum(x.nbytes for x in (*self.keys, *self.values, *self.features))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -42,7 +42,7 @@ class PackedResponses:
     met_RT: jax.Array | None = None
 
 
-@partial(jax.jit, static_argnames=("config", "scheme", "chunk_tokens", "dtype"))
+@partial(jax.jit, static_argnames=("config", "scheme", "chunk_tokens", "dtype", "feature_layers"))
 def verify_packed(
     params: transformer.Params,
     batch: PackedResponses,
@@ -55,6 +55,7 @@ def verify_packed(
     scheme: sampling.Draw,
     chunk_tokens: int,
     dtype: np.dtype,
+    feature_layers: tuple[int, ...] | None = None,
 ) -> tuple[KVCache, jax.Array]:
     """Keys and values of all positions, and int32 [4, R, T] of what is found at each.
 
@@ -65,7 +66,7 @@ def verify_packed(
     R, T = batch.tokens_RT.shape
     C = next(c for c in range(max(1, min(T, chunk_tokens // R)), 0, -1) if T % c == 0)
     hidden_RTD, cache = transformer.hidden_and_cache(
-        config, params, batch.tokens_RT, batch.packing, dtype
+        config, params, batch.tokens_RT, batch.packing, dtype, feature_layers
     )
 
     def chunk(start: jax.Array) -> jax.Array:
