@@ -26,7 +26,7 @@ from rl import engine_warm_up, loop
 from rl.ablation import cells
 from rl.experiment import TrainConfig, open_inputs
 from rl.generation import System
-from rl.guessing import Guesses, no_guesses
+from rl.guessing import Guesses, Site, no_guesses
 from rl.metrics import Timings
 from rl.timeline import EngineStats
 from rl.trajectory import Request, Trajectory
@@ -85,7 +85,7 @@ class Turns:
             found[name] = self._engine.run(params, requests, sampling, key, **ways[name], **fixed)
             seconds[name] = time.perf_counter() - began_s
             stats[name] = self._engine.stats
-        drafter, budget = self._decided_elsewhere()
+        drafter, budget = self._decided_elsewhere(self._engine.site(params, sampling, key))
         self._engine.run(
             params, requests, sampling, key, drafter=drafter, budget=budget, rule=rule, **fixed
         )
@@ -96,12 +96,12 @@ class Turns:
             on_finish(trajectory)
         return found["reuse"]
 
-    def _decided_elsewhere(self) -> tuple[Any, Any]:
+    def _decided_elsewhere(self, site: Site) -> tuple[Any, Any]:
         """The phase's drafter and budget, with the roofline's seconds."""
         mine = self._speculation.times
         self._speculation.times = self._accelerator_times
         try:
-            return self._guesses()
+            return self._guesses(site)
         finally:
             self._speculation.times = mine
 

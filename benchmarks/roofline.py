@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from rl.timeline import EngineStats, RoundRecord
 from sched.cost_model import ACCELERATORS, MODELS, Instance
-from spec.budget import RoundTimes
+from spec.round_seconds import RoundTimes
 
 H100, TPU_V5E = ACCELERATORS["H100"], ACCELERATORS["TPU v5e"]
 QWEN3_1_7B, QWEN3_8B = MODELS["Qwen3-1.7B"], MODELS["Qwen3-8B"]

@@ -32,7 +32,8 @@ from rl.engine_config import EngineConfig
 from rl.timeline import RoundRecord, host_seconds, speculation_metrics
 from rl.trajectory import Trajectory
 from sched.cost_model import Instance
-from spec.budget import Budget, Goodput, RoundTimes
+from spec.budget import Budget, Goodput
+from spec.round_seconds import RoundTimes
 from spec.sampling import step_key
 
 PACKAGES = ("jax", "jaxlib", "numpy", "numba")

@@ -179,6 +179,14 @@ def read_rows(cache: KVCache, row_P: np.ndarray, num_tokens: Sequence[int]) -> l
     return [HostKv(**vars(row(p, n))) for p, n in enumerate(num_tokens)]
 
 
+def read_features(cache: KVCache, row_P: np.ndarray, num_tokens: Sequence[int]) -> list[np.ndarray]:
+    """The same of the hidden states alone: [T, W] each."""
+    [features] = cache.features
+    size = {"num_positions": cache.num_positions, "axis": kv_cache.VALUE_AXIS}
+    rows_P1SW = jax.device_get(resize_layer(features, jax.device_put(row_P), **size))
+    return [rows_P1SW[p, 0, :n].copy() for p, n in enumerate(num_tokens)]
+
+
 def stacked(kvs: Sequence[HostKv], num_rows: int, num_positions: int) -> KVCache:
     """Host rows padded to one shape, as host arrays: what `insert_rows` takes from a device."""
 

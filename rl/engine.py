@@ -8,7 +8,6 @@ its own.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 
@@ -18,23 +17,19 @@ import numpy as np
 from models import transformer
 from rl import kv_budget
 from rl.feed import Feed
-from rl.guessing import Guessing
+from rl.guessing import Guessing, Site
+from rl.phase import Phase
 from rl.prefix_pass import PrefixJudge, PrefixPasses
 from rl.replica import Replica
 from rl.rows import Rows
 from rl.slot_table import SlotTable
 from rl.timeline import EngineStats, RoundRecord
-from rl.trajectory import (
-    Begun,
-    Chunk,
-    Request,
-    Trajectory,
-    longest_tokens,
-)
+from rl.trajectory import Request, Trajectory, longest_tokens
 from rl.waiting import Waiting
 from spec import lookup
 from spec.budget import Budget, Decision, TakeAll
 from spec.drafter import Drafter, Drafts, LiveSlots, plant
+from spec.drafter_batch import Catcher
 from spec.lookup import Texts, lookup_rounds
 from spec.prefix_reuse import PrefixRule
 from spec.sampling import SamplingConfig
@@ -45,19 +40,6 @@ OnFinish = Callable[[Trajectory], None]
 OnRound = Callable[[int, int], None]  # (responses finished, tokens emitted) so far
 
 
-@dataclasses.dataclass(frozen=True)
-class Phase:
-    """What stays the same over one call of `run`."""
-
-    sampling: SamplingConfig
-    key: jax.Array
-    stop_ids: np.ndarray
-    stop_E: jax.Array
-    policy_version: int
-    guessing: Guessing
-    kv_tokens: int | None  # that rows may hold together; None: as much as there is
-
-
 class Engine(Replica):
     """A replica of the policy on its devices: `run` takes requests to trajectories."""
 
@@ -66,6 +48,10 @@ class Engine(Replica):
         self.stats = EngineStats()
         self._rows = Rows(self)
         self._called_s = self._fetched_s = 0.0
+
+    def site(self, params: transformer.Params, sampling: SamplingConfig, key: jax.Array) -> Site:
+        """Where drafters of a phase work; `params` are placed here."""
+        return Site(self, params, sampling, key, lambda: self._rows.cache.features[0])
 
     # -- the phase ---------------------------------------------------------
 
@@ -82,6 +68,7 @@ class Engine(Replica):
         budget: Budget | None = None,
         rule: PrefixRule | None = None,
         feed: Feed | None = None,
+        catcher: Catcher | None = None,
         stats: EngineStats | None = None,
         on_finish: OnFinish | None = None,
         on_round: OnRound | None = None,
@@ -91,8 +78,9 @@ class Engine(Replica):
         `budget` decides each round how many of the drafter's guesses are tried; None
         tries all. `rule` says how much of the requests' cached responses is kept; None
         uses none of them. `feed` brings requests while the phase runs, in chunks; their
-        trajectories are told to `on_finish` only. `stats` are counted on. `on_round` is called
-        after every fetch; what it raises ends the phase, and the engine stays usable.
+        trajectories are told to `on_finish` only. `catcher` takes responses with the policy's
+        hidden states, where these are kept (`feature_layers`). `stats` are counted on. `on_round`
+        is called after every fetch; what it raises ends the phase, and the engine stays usable.
 
         Raises ValueError, before any device work, for requests that cannot run:
         empty or too long prompts, tokens outside the vocabulary, repeated ids.
@@ -102,8 +90,11 @@ class Engine(Replica):
         done: dict[int, Trajectory] = {}
         stop_ids = np.asarray(sorted(stop_token_ids) or [-1], np.int32)
         guessing = Guessing(self.config, drafter, budget or TakeAll(), self.stats)
-        kv_tokens, stop_E = None if feed is None else feed.kv_tokens, self.put(stop_ids)
-        self._phase = Phase(sampling, key, stop_ids, stop_E, policy_version, guessing, kv_tokens)
+        self._phase = Phase(
+            *(sampling, key, stop_ids, self.put(stop_ids), policy_version, guessing),
+            kv_tokens=None if feed is None else feed.kv_tokens,
+            catcher=catcher,
+        )
         most_tokens = longest_tokens(requests, sampling.max_new_tokens)
         most_requests = len(requests)
         if feed is not None:
@@ -161,7 +152,8 @@ class Engine(Replica):
         """Admit, run one fetch's rounds, retire: the trajectories that ended."""
         began_s = self.clock()
         ended = self._admit(params, waiting)
-        self._make_room(waiting)
+        most = self._fetch_tokens
+        self.stats.preemptions += kv_budget.make_room(self._rows, waiting, self._phase, most)
         self._rows.fit(self._table.num_busy + len(waiting), waiting.prompts)
         if self._table.num_busy:
             self._round(params, len(waiting), began_s)
@@ -245,22 +237,6 @@ class Engine(Replica):
             return min(free_rows, len(waiting.fed))
         first = itertools.islice(waiting.fed, free_rows)
         return kv_budget.num_fitting(first, self._table, self._fetch_tokens, budget, limit)
-
-    def _make_room(self, waiting: Waiting) -> None:
-        """Pre-empt what does not fit any more: it waits again, its keys and values are gone."""
-        table, phase = self._table, self._phase
-        if phase.kv_tokens is None:
-            return
-        rows = kv_budget.rows_to_give_up(table, self._fetch_tokens, phase.kv_tokens)
-        if not rows:
-            return
-        phase.guessing.finished(table.view(np.array(rows)))
-        for row in rows:
-            left = int(table.limit_B[row] - table.emitted_B[row])
-            begun = Begun(*table.leave(row, phase.policy_version))
-            waiting.fed.appendleft(Chunk(begun, left))
-        self.stats.preemptions += len(rows)
-        self._rows.changed()
 
     def _room_for_trees(self, live: LiveSlots) -> int:
         """Free cache positions of the longest row.
@@ -374,8 +350,12 @@ class Engine(Replica):
         if not whole.all():
             assert feed is not None, "only what is fed comes in chunks"
             self._end_chunks(feed, rows[~whole].tolist())
+        whole_rows = rows[whole].tolist()
         phase.guessing.finished(table.view(rows[whole]))
-        return [table.retire(b, phase.stop_ids, phase.policy_version) for b in rows[whole].tolist()]
+        if phase.catcher is not None:
+            written = self.stats.timeline[-1].num_nodes
+            self._rows.catch(whole_rows, phase.catcher, phase.policy_version, written)
+        return [table.retire(b, phase.stop_ids, phase.policy_version) for b in whole_rows]
 
     def _end_chunks(self, feed: Feed, rows: Sequence[int]) -> None:
         """Requests have had what they might: each goes on here, or leaves with what it has."""

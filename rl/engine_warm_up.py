@@ -22,6 +22,7 @@ from models.attention import Packing
 from rl import cache_steps, memory_mappings
 from rl.engine import Engine
 from rl.engine_config import bucket
+from rl.learned import LearnedDrafter
 from rl.packing import Shape
 from spec.lookup import CONTEXT_TOKENS, NO_TOKEN, Texts, lookup_rounds
 from spec.lookup_texts import NUM_TOKENS
@@ -50,12 +51,14 @@ def warm_up(
     lookup: bool = False,
     reuse: bool = False,
     fed: bool = False,
+    learned: LearnedDrafter | None = None,
 ) -> int:
     """Compile what phases of these sizes can reach; returns the number of programs.
 
     Rounds of draft trees are compiled only where phases are to be `speculative`, those that
     look their guesses up only where `lookup` is set as well, passes over cached responses
-    where `reuse` is, moves between workers where phases are `fed`. Raises TooManyMappings where
+    where `reuse` is, moves between workers where phases are `fed`, and what a `learned` drafter
+    does where there is one. Raises TooManyMappings where
     the programs do not fit into what Linux allows a process.
     """
     most = _most_positions(engine, sampling, max_prompt_tokens)
@@ -75,6 +78,8 @@ def warm_up(
                 if lookup and bucket[1] in engine.config.lookup_sizes():
                     arguments = partial(_look_up, engine, params, sampling, *bucket)
                     programs.append(Program(lookup_rounds, arguments))
+        if learned is not None:
+            programs += _learned_programs(engine, params, sampling, max_requests, most, learned)
         if reuse:
             programs += _reuse_programs(engine, params, sampling, max_requests, max_prompt_tokens)
         lowered = []
@@ -170,6 +175,25 @@ def _feed_programs(engine: Engine, max_requests: int, most_positions: int) -> It
                 if half < B:
                     fewer = partial(_rows, engine, name, half, S)
                     yield Program(cache_steps.resize_layer, partial(_resize, fewer, B, S, axis))
+
+
+def _learned_programs(
+    engine: Engine,
+    params: transformer.Params,
+    sampling: SamplingConfig,
+    max_requests: int,
+    most_positions: int,
+    learned: LearnedDrafter,
+) -> Iterator[Program]:
+    """Searches for guesses, and how hidden states leave for the host."""
+    drafter = learned.drafter_at(engine.site(params, sampling, step_key(0, 0)))
+    for B in slot_sizes(engine, max_requests):
+        for S in position_sizes(engine, most_positions):
+            rows, some = partial(_rows, engine, "features", B, S), engine.config.prefill_rows
+            for step, arguments in drafter.programs(rows):
+                yield Program(step, arguments)
+            arguments = partial(_resize, rows, some, S, kv_cache.VALUE_AXIS)
+            yield Program(cache_steps.resize_layer, arguments)
 
 
 def _reuse_programs(

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+import jax
 import numpy as np
 
 from models.transformer import Params
@@ -33,6 +34,7 @@ from rl.timeline import EngineStats, joined
 from rl.trajectory import Trajectory
 from rl.workers import Workers
 from spec.rollout_cache import RolloutCache
+from spec.sampling import SamplingConfig
 
 
 class Stopped(Exception):
@@ -184,15 +186,16 @@ def generate_and_score(
         if system.should_stop():
             raise Stopped
 
+    weights, key = trainer.cast_params(params, system.engine.dtype), system.reuse.key(step)
     with timings.section("rollout"):
         done = system.engine.run(
-            trainer.cast_params(params, system.engine.dtype),
+            weights,
             requests,
             config.sampling,
-            system.reuse.key(step),
+            key,
             stop_token_ids=system.inputs.model.eos_token_ids,
             policy_version=step - 1,
-            **_as_taken_by(system.engine, guesses),
+            **_as_taken_by(system.engine, guesses, weights, config.sampling, key),
             rule=system.reuse.rule(step),
             on_finish=scorer,
             on_round=watch,
@@ -231,11 +234,17 @@ class Scorer:
         self.examples = {g: example for g, example in self.examples.items() if g >= before}
 
 
-def _as_taken_by(engine: Engine | Workers, guesses: Guesses) -> dict[str, Any]:
+def _as_taken_by(
+    engine: Engine | Workers,
+    guesses: Guesses,
+    weights: Params,
+    sampling: SamplingConfig,
+    key: jax.Array,
+) -> dict[str, Any]:
     """One engine takes guesses, several workers their maker."""
     if isinstance(engine, Workers):
         return {"guesses": guesses}
-    drafter, budget = guesses()
+    drafter, budget = guesses(engine.site(weights, sampling, key))
     return {"drafter": drafter, "budget": budget}
 
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
+import jax
 import numpy as np
 
+from models.transformer import Params
 from rl.engine_config import EngineConfig
+from rl.replica import Replica
 from rl.timeline import EngineStats
 from spec import lookup, lookup_probe
 from spec.budget import Budget, Decision
@@ -16,13 +19,29 @@ from spec.lookup_probe import LookupProbe
 from spec.lookup_texts import LookupTexts
 from spec.merge import Union
 from spec.outcome import of_plain, of_round
+from spec.sampling import SamplingConfig
 
 PROBE_EVERY = 4  # calls
 
-Guesses = Callable[[], tuple[Drafter | None, Budget | None]]  # a worker's own, for one phase
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Site:
+    """Where a worker guesses in a phase: its devices, the policy's weights there, and its rows.
+
+    `features` gives the hidden states of the rows as they are now.
+    """
+
+    replica: Replica
+    params: Params
+    sampling: SamplingConfig
+    key: jax.Array
+    features: Callable[[], jax.Array]
 
 
-def no_guesses() -> tuple[Drafter | None, Budget | None]:
+Guesses = Callable[[Site], tuple[Drafter | None, Budget | None]]  # a worker's own, for one phase
+
+
+def no_guesses(site: Site) -> tuple[Drafter | None, Budget | None]:
     """Plain decoding."""
     return None, None
 
@@ -59,6 +78,8 @@ class Guessing:
         most_A = np.minimum(most_A, (sizes[-1] if sizes else 1) - 1).astype(np.int32)
         if not most_A.any():
             return None, ahead or plain
+        if isinstance(self.drafter, Union):
+            self.drafter.skipped = self.budget.skips(live, num_slots, num_positions)
         drafts = self.drafter.propose(live, most_A, self._config.max_nodes - 1)
         if len(drafts.count_A) != len(live):
             raise ValueError(

@@ -14,8 +14,11 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from rl.phase import Phase
+from rl.rows import Rows
 from rl.slot_table import SlotTable
-from rl.trajectory import Chunk
+from rl.trajectory import Begun, Chunk
+from rl.waiting import Waiting
 
 
 def needed_B(table: SlotTable, fetch_tokens: int) -> np.ndarray:
@@ -40,6 +43,22 @@ def num_fitting(
             break
         count += 1
     return count
+
+
+def make_room(rows: Rows, waiting: Waiting, phase: Phase, fetch_tokens: int) -> int:
+    """Pre-empt what does not fit any more: it waits again, its entries are gone; how many."""
+    if phase.kv_tokens is None:
+        return 0
+    table = rows.table
+    given_up = rows_to_give_up(table, fetch_tokens, phase.kv_tokens)
+    if given_up:
+        phase.guessing.finished(table.view(np.array(given_up)))
+        for row in given_up:
+            left = int(table.limit_B[row] - table.emitted_B[row])
+            begun = Begun(*table.leave(row, phase.policy_version))
+            waiting.fed.appendleft(Chunk(begun, left))
+        rows.changed()
+    return len(given_up)
 
 
 def rows_to_give_up(table: SlotTable, fetch_tokens: int, budget: int) -> list[int]:

@@ -6,10 +6,12 @@ import numpy as np
 
 from models.transformer import Params
 from rl.engine import Engine
+from rl.learned import LearnedDrafter
 from rl.speculation import Speculation, SpeculationConfig
 from rl.trajectory import Request
-from spec.budget import RoundTimes, TakeAll
+from spec.budget import TakeAll
 from spec.rollout_cache import CachedGroup, CachedResponse, RolloutCache
+from spec.round_seconds import RoundTimes
 from spec.sampling import SamplingConfig, step_key
 
 NAME = "rehearsal"
@@ -22,6 +24,7 @@ def rehearse(
     engine: Engine,
     params: Params,
     sampling: SamplingConfig,
+    learned: LearnedDrafter | None = None,
 ) -> None:
     """A phase that tries guesses and one with the budget of `config`, all sources asked.
 
@@ -34,15 +37,17 @@ def rehearse(
     no_stop = (-1,) * max(1, len(engine.model.eos_token_ids))  # as many as there are: a shape
     limit = min(NUM_TOKENS, sampling.max_new_tokens)
     requests = [Request(i, prompt, 0, i, limit) for i in range(2)]
-    with Speculation(config, cache) as speculation:
+    with Speculation(config, cache, learned) as speculation:
         speculation.times = times
         for tried in (TakeAll(2), None):
-            drafter, budget = speculation.phase([NAME], [prompt], dict.fromkeys(range(2), tokens))()
+            guesses = speculation.phase([NAME], [prompt], dict.fromkeys(range(2), tokens))
+            key = step_key(0, 0)
+            drafter, budget = guesses(engine.site(params, sampling, key))
             engine.run(
                 params,
                 requests,
                 sampling,
-                step_key(0, 0),
+                key,
                 stop_token_ids=no_stop,
                 drafter=drafter,
                 budget=tried or budget,

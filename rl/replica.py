@@ -57,6 +57,10 @@ class Replica:
 
     def empty_cache(self, num_slots: int, num_positions: int) -> kv_cache.KVCache:
         cache = kv_cache.init(self.model, num_slots, num_positions, self.dtype, self.feature_layers)
+        return self.place_rows(cache)
+
+    def place_rows(self, cache: kv_cache.KVCache) -> kv_cache.KVCache:
+        """A cache on this replica's devices."""
         if self.mesh is None:
             return cache if self.device is None else jax.device_put(cache, self.device)
         mesh = self.mesh
@@ -112,6 +116,17 @@ class Replica:
             row_P, some = np.zeros(P, np.int32), slice(first, first + P)
             row_P[: len(rows[some])] = rows[some]
             found += cache_steps.read_rows(cache, row_P, num_tokens[some])
+        return found
+
+    def read_features(
+        self, cache: kv_cache.KVCache, rows: Sequence[int], num_tokens: Sequence[int]
+    ) -> list[np.ndarray]:
+        """Hidden states of the rows' first tokens, on the host; [T, W] each."""
+        P, found = self.config.prefill_rows, list[np.ndarray]()
+        for first in range(0, len(rows), P):
+            row_P, some = np.zeros(P, np.int32), slice(first, first + P)
+            row_P[: len(rows[some])] = rows[some]
+            found += cache_steps.read_features(cache, row_P, num_tokens[some])
         return found
 
     def prefill_options(self) -> dict[str, Any]:

@@ -62,6 +62,7 @@ def _warm_up(
         "max_requests": config.rollout.num_requests,
         "max_prompt_tokens": config.rollout.max_prompt_tokens,
     }
+    learned = speculation.learned
     engines = engine.engines if isinstance(engine, Workers) else [engine]
     for one in engines:
         placed = one.place(weights)
@@ -73,6 +74,7 @@ def _warm_up(
             lookup=lookup,
             reuse=config.reuse.enabled,
             fed=isinstance(engine, Workers),
+            learned=learned,
             **sizes,
         )
     # workers are alike: the last one's times are those of all
@@ -82,5 +84,7 @@ def _warm_up(
         engine.prefer_pool = moves.prefers_copy
     if speculative:
         path, sampling = folder / ROUNDS_FILE, config.sampling
-        speculation.times = load_or_measure(path, one, placed, sampling, lookup=lookup, **sizes)
-        rehearse(config.speculation, speculation.times, one, placed, sampling)
+        speculation.times = load_or_measure(
+            path, one, placed, sampling, lookup=lookup, learned=learned, **sizes
+        )
+        rehearse(config.speculation, speculation.times, one, placed, sampling, learned)

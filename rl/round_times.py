@@ -15,19 +15,22 @@ import jax
 import numpy as np
 
 from models import transformer
+from models.kv_cache import KVCache
 from rl import cache_steps, engine_warm_up
 from rl.atomic_file import replace_file
 from rl.engine import Engine
+from rl.guessing import Site
+from rl.learned import LearnedDrafter
 from rl.slot_table import SlotTable
 from rl.trajectory import Request
-from spec.budget import RoundTimes
-from spec.drafter import plant
+from spec.drafter import LiveSlots, plant
 from spec.group import GroupDrafter
 from spec.lookup import Texts, lookup_rounds
 from spec.lookup import unpack as unpack_lookup
 from spec.lookup_texts import LookupTexts
 from spec.merge import Union
 from spec.ngram import NgramDrafter
+from spec.round_seconds import RoundTimes
 from spec.sampling import SamplingConfig, step_key
 from spec.tree import DraftTree
 from spec.verify import decode_rounds, unpack, verify_round
@@ -35,7 +38,7 @@ from spec.verify import decode_rounds, unpack, verify_round
 REPEATS = 7
 LARGE_ROUND = 128  # nodes of all slots: from here on a call of few rounds tells enough
 FEW_ROUNDS = 4
-FORMAT = 3
+FORMAT = 4
 
 
 def load_or_measure(
@@ -47,6 +50,7 @@ def load_or_measure(
     max_requests: int,
     max_prompt_tokens: int,
     lookup: bool = False,
+    learned: LearnedDrafter | None = None,
 ) -> RoundTimes:
     """The table in `path` where it was made for this device and these shapes, else a new one.
 
@@ -54,7 +58,7 @@ def load_or_measure(
     Raises ValueError for a file that is damaged.
     """
     buckets = list(engine_warm_up.round_buckets(engine, sampling, max_requests, max_prompt_tokens))
-    made_for = _made_for(engine, buckets, lookup)
+    made_for = _made_for(engine, buckets, lookup, learned)
     if path.exists():
         try:
             kept = json.loads(path.read_text(encoding="utf-8"))
@@ -62,7 +66,7 @@ def load_or_measure(
                 return RoundTimes.from_rows(kept["rows"])
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path} is damaged ({error}): delete it to measure anew") from error
-    times = measure(engine, params, sampling, buckets, lookup=lookup)
+    times = measure(engine, params, sampling, buckets, lookup=lookup, learned=learned)
     path.parent.mkdir(parents=True, exist_ok=True)
     rows = {"made_for": made_for, "rows": times.rows()}
     replace_file(path, json.dumps(rows, indent=1) + "\n")
@@ -76,6 +80,7 @@ def measure(
     buckets: list[tuple[int, int, int]],
     *,
     lookup: bool = False,
+    learned: LearnedDrafter | None = None,
 ) -> RoundTimes:
     """Median seconds of a round of each (slots, nodes, positions), its fetch included.
 
@@ -83,12 +88,13 @@ def measure(
     engine runs it, several to a fetch; a round of trees with its drafting (siblings and
     own text) and committing. Tree sizes take turns: what slows the machine for a while
     slows all that a budget will compare. `lookup` times rounds that look their guesses up
-    as well.
+    as well, `learned` the searches of that drafter, one level deep and as deep as they get.
     """
     nodes_of: dict[tuple[int, int], list[int]] = {}
     for B, N, S in buckets:
         nodes_of.setdefault((B, S), []).append(N)
     seconds: dict[tuple[int, int, int], float] = {}
+    draft_seconds: dict[tuple[int, int, int], float] = {}
     lookup_seconds: dict[tuple[int, int, int], float] = {}
     with engine.mesh_context():
         for (B, S), sizes in nodes_of.items():
@@ -117,7 +123,31 @@ def measure(
                     looked_up[N].append((engine.clock() - began_s) / rounds)
             seconds |= {(B, N, S): statistics.median(tries[N][1:]) for N in sizes}
             lookup_seconds |= {(B, N, S): statistics.median(t[1:]) for N, t in looked_up.items()}
-    return RoundTimes(seconds, lookup_seconds)
+            if learned is not None:
+                draft_seconds |= _draft_seconds(engine, params, sampling, learned, cache, host)
+    return RoundTimes(seconds, lookup_seconds, draft_seconds)
+
+
+def _draft_seconds(
+    engine: Engine,
+    params: transformer.Params,
+    sampling: SamplingConfig,
+    learned: LearnedDrafter,
+    cache: KVCache,
+    host: _Host,
+) -> dict[tuple[int, int, int], float]:
+    """Of a search over all rows of a cache, by (slots, depth, positions)."""
+    site = Site(engine, params, sampling, step_key(0, 0), lambda: cache.features[0])
+    drafter, live = learned.drafter_at(site), host.live()
+    deepest, most = drafter.depth, engine.config.max_nodes - 1
+    tries: dict[int, list[float]] = {depth: [] for depth in sorted({1, deepest})}
+    for depth in list(tries) * (REPEATS + 1):
+        drafter.depth = depth
+        began_s = engine.clock()
+        drafter.propose(live, np.full(len(live), most, np.int32), most)
+        tries[depth].append(engine.clock() - began_s)
+    B, S = cache.num_slots, cache.num_positions
+    return {(B, depth, S): statistics.median(t[1:]) for depth, t in tries.items()}
 
 
 class _Host:
@@ -140,6 +170,9 @@ class _Host:
         drafts = self._drafter.propose(live, np.full(len(live), most, np.int32), most)
         tokens_BN, parents_BN = plant(drafts, live.rows_A, len(self._table), num_nodes)
         return DraftTree(self._engine.argument(tokens_BN), self._engine.argument(parents_BN))
+
+    def live(self) -> LiveSlots:
+        return self._table.live()
 
     def texts(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         return self._texts.fill(self._table.live(), len(self._table))
@@ -213,7 +246,12 @@ def _plain_rounds(
     return cache, rounds
 
 
-def _made_for(engine: Engine, buckets: list[tuple[int, int, int]], lookup: bool) -> dict[str, Any]:
+def _made_for(
+    engine: Engine,
+    buckets: list[tuple[int, int, int]],
+    lookup: bool,
+    learned: LearnedDrafter | None,
+) -> dict[str, Any]:
     """What a table holds for: another device, policy shape or bucket list needs another."""
     device = jax.devices()[0]
     return {
@@ -225,5 +263,6 @@ def _made_for(engine: Engine, buckets: list[tuple[int, int, int]], lookup: bool)
         "context_tokens": engine.context_tokens,
         "rounds_per_fetch": engine.config.rounds_per_fetch,
         "lookup": lookup,
+        "learned": None if learned is None else repr((learned.config, learned.tree)),
         "buckets": [list(bucket) for bucket in buckets],
     }

@@ -18,6 +18,7 @@ from rl.prefix_pass import Entering
 from rl.replica import Replica
 from rl.slot_table import SlotTable
 from rl.trajectory import Begun, Chunk, Request
+from spec.drafter_batch import Catcher, Caught
 from spec.sampling import SamplingConfig
 from spec.verify import Slots
 
@@ -141,6 +142,23 @@ class Rows:
             Begun(*self.table.leave(row, policy_version), kv)
             for row, kv in zip(rows, kvs, strict=True)
         ]
+
+    def catch(
+        self, rows: Sequence[int], catcher: Catcher, policy_version: int, written: int
+    ) -> None:
+        """Give responses that have ended to the catcher, with the hidden states of their rows.
+
+        Rounds that went on after a row had ended have written their `written` entries over the
+        last ones of a full row: these are left out.
+        """
+        table, most = self.table, self.num_positions - written
+        rows = [row for row in rows if catcher.wants(int(table.total_tokens_B[row]))]
+        lengths = np.minimum(table.cached_tokens_B[np.asarray(rows, np.int64)], most).tolist()
+        found = self._replica.read_features(self.cache, rows, lengths)
+        for row, caught_TW in zip(rows, found, strict=True):
+            tokens_T = table.tokens_BL[row, : len(caught_TW) + 1].copy()
+            prompt_tokens = int(table.prompt_tokens_B[row])
+            catcher.caught(Caught(tokens_T, prompt_tokens, caught_TW, policy_version))
 
     # -- buckets -----------------------------------------------------------------------
 

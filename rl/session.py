@@ -22,6 +22,7 @@ from rl.timeline import EngineStats, joined
 from rl.trajectory import Request, Trajectory
 from sched.protocol import Scheduler
 from sched.replay import Decision
+from spec.drafter_batch import Catcher
 from spec.prefix_reuse import PrefixRule
 from spec.sampling import SamplingConfig
 
@@ -40,6 +41,7 @@ class StepSpec:
     policy_version: int = 0
     rule: PrefixRule | None = None
     guesses: Guesses = no_guesses
+    catcher: Catcher | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,9 +157,10 @@ class Session:
             while (step := feed.next_step()) is not None:
                 spec, stats = self._specs[step], EngineStats()
                 self._stats[step].append(stats)
-                drafter, budget = spec.guesses()
+                params = engine.place(spec.params)
+                drafter, budget = spec.guesses(engine.site(params, spec.sampling, spec.key))
                 engine.run(
-                    engine.place(spec.params),
+                    params,
                     (),
                     spec.sampling,
                     spec.key,
@@ -167,6 +170,7 @@ class Session:
                     budget=budget,
                     rule=spec.rule,
                     feed=feed,
+                    catcher=spec.catcher,
                     stats=stats,
                     on_finish=lambda trajectory: coordinator.finished(worker_id, trajectory),
                     on_round=coordinator.check,

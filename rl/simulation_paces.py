@@ -17,8 +17,9 @@ import numpy as np
 from sched.cost_model import Instance, RoundCost
 from sched.simulated_worker import Neighbours, Plan
 from sched.specactor import coupled_tokens
-from spec.budget import Budget, RoundTimes
+from spec.budget import Budget
 from spec.drafter import Drafts, LiveSlots
+from spec.round_seconds import RoundTimes
 from spec.window import WindowConfig, next_windows
 
 

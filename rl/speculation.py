@@ -17,10 +17,11 @@ from typing import Literal
 
 import numpy as np
 
-from rl.guessing import Guesses, no_guesses
+from rl.guessing import Guesses, Site, no_guesses
+from rl.learned import LearnedDrafter
 from spec import history
 from spec.aligned import AlignedDrafter
-from spec.budget import Budget, RoundTimes, make_budget
+from spec.budget import Budget, make_budget
 from spec.drafter import Drafter
 from spec.group import DraftServer, GroupDrafter
 from spec.history import HistoryDrafter, HistoryIndex, build_index
@@ -28,9 +29,11 @@ from spec.lookup_texts import LookupTexts
 from spec.merge import Union
 from spec.ngram import NgramDrafter
 from spec.rollout_cache import RolloutCache
+from spec.round_seconds import RoundTimes
 
-SourceName = Literal["last", "history", "group", "own"]
-SOURCES: tuple[SourceName, ...] = ("last", "history", "group", "own")
+SourceName = Literal["last", "history", "group", "own", "learned"]
+FOUND: tuple[SourceName, ...] = ("last", "history", "group", "own")
+SOURCES: tuple[SourceName, ...] = (*FOUND, "learned")
 Prompt = Sequence[int]
 
 
@@ -41,14 +44,15 @@ class SpeculationConfig:
     `sources` are asked each round and their guesses joined: `last` (with Reuse: the response
     of last epoch by the same sample index, read on from where it stands), `history` (the prompt's
     responses of the last epoch), `group` (live siblings, told every
-    `group_update_tokens` tokens), `own` (the request's own text). `budget` is `off`,
+    `group_update_tokens` tokens), `own` (the request's own text), `learned` (a drafter that is
+    trained along, see Drafter). `budget` is `off`,
     `fixed:K`, `aimd` or `goodput`, which also lets the device look guesses up in all
     sources but `own`, several rounds in a call. `history_rule` is `ours`, or `histospec` for
     RhymeRL's setting.
     """
 
     budget: str = "goodput"
-    sources: tuple[SourceName, ...] = SOURCES
+    sources: tuple[SourceName, ...] = FOUND
     history_rule: Literal["ours", "histospec"] = "ours"
     group_update_tokens: int = 4
 
@@ -73,6 +77,11 @@ class SpeculationConfig:
         return self.budget != "off"
 
     @property
+    def learns(self) -> bool:
+        """Whether a learned drafter guesses: it needs the policy's hidden states."""
+        return self.enabled and "learned" in self.sources
+
+    @property
     def may_look_up(self) -> bool:
         """Whether the device may look guesses up: it needs texts, and a budget that asks for it."""
         return self.budget == "goodput" and bool({"last", "history", "group"} & set(self.sources))
@@ -89,8 +98,14 @@ class _Built:
 class Speculation:
     """What a run remembers between the phases of its rollouts. Use it as a context manager."""
 
-    def __init__(self, config: SpeculationConfig, cache: RolloutCache) -> None:
-        self.config = config
+    def __init__(
+        self,
+        config: SpeculationConfig,
+        cache: RolloutCache,
+        learned: LearnedDrafter | None = None,
+    ) -> None:
+        assert (learned is not None) == config.learns, "a learned drafter where one is asked"
+        self.config, self.learned = config, learned
         self.times: RoundTimes | None = None  # to be set once it is measured
         self._cache = cache
         self._rule = history.PAPER_RULE if config.history_rule == "histospec" else history.RULE
@@ -126,24 +141,29 @@ class Speculation:
         last: Mapping[int, np.ndarray],
         history: _Built | None,
         server: DraftServer,
+        site: Site,
     ) -> tuple[Drafter | None, Budget | None]:
-        parts: list[Drafter] = []
+        parts: dict[str, Drafter] = {}
         for source in self.config.sources:
             if source == "last":
                 if last:
-                    parts.append(AlignedDrafter(last))
+                    parts[source] = AlignedDrafter(last)
             elif source == "history":
                 assert history is not None
-                parts.append(HistoryDrafter(history.index, names, self._rule))
+                parts[source] = HistoryDrafter(history.index, names, self._rule)
             elif source == "group":
                 tokens = self.config.group_update_tokens
-                parts.append(GroupDrafter(update_tokens=tokens, server=server))
+                parts[source] = GroupDrafter(update_tokens=tokens, server=server)
+            elif source == "own":
+                parts[source] = NgramDrafter()
             else:
-                parts.append(NgramDrafter())
+                assert self.learned is not None
+                parts[source] = self.learned.drafter_at(site)
         if not parts:
             return None, None
         texts = self._texts(names, last, history) if self.config.may_look_up else None
-        return Union(parts, texts), make_budget(self.config.budget, self.times)
+        union = Union(list(parts.values()), texts, list(parts))
+        return union, make_budget(self.config.budget, self.times)
 
     def _texts(
         self, names: Mapping[int, str], last: Mapping[int, np.ndarray], history: _Built | None

@@ -29,6 +29,7 @@ from sched.divided import PreferPool
 from sched.policies import POLICIES, make_scheduler
 from sched.protocol import Scheduler
 from sched.replay import Decision
+from spec.drafter_batch import Catcher
 from spec.prefix_reuse import PrefixRule
 from spec.sampling import SamplingConfig
 
@@ -121,6 +122,7 @@ class Workers:
         policy_version: int = 0,
         guesses: Guesses = no_guesses,
         rule: PrefixRule | None = None,
+        catcher: Catcher | None = None,
         on_finish: OnFinish | None = None,
         on_round: OnRound | None = None,
     ) -> list[Trajectory]:
@@ -132,7 +134,10 @@ class Workers:
         """
         self.engines[0].check(requests, sampling)
         spec = StepSpec(
-            0, params, sampling, key, stop_token_ids, policy_version, rule=rule, guesses=guesses
+            *(0, params, sampling, key, stop_token_ids, policy_version),
+            rule=rule,
+            guesses=guesses,
+            catcher=catcher,
         )
         longest = longest_tokens(requests, sampling.max_new_tokens)
         done: dict[int, Trajectory] = {}

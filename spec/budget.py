@@ -10,16 +10,18 @@ requests, B = slots, N = nodes (root included), S = cache positions.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
 
 from spec.drafter import Drafts, LiveSlots
+from spec.learned_turns import LearnedTurns
 from spec.lookup import LookupOutcome
 from spec.lookup_rate import LookupRate
 from spec.outcome import Outcome
 from spec.request_index import PerRequest, RequestIndex
+from spec.round_seconds import RoundTimes
 from spec.window import WindowConfig, next_windows
 
 POLICIES = "off, fixed:K, aimd, goodput"
@@ -49,6 +51,10 @@ class Budget(Protocol):
     """
 
     looks_up: bool
+
+    def skips(self, live: LiveSlots, num_slots: int, num_positions: int) -> frozenset[str]:
+        """The drafters, by name, that are not to be asked in this round."""
+        ...
 
     def ahead(
         self, live: LiveSlots, sizes: Sequence[int], num_slots: int, num_positions: int
@@ -80,38 +86,6 @@ class Budget(Protocol):
         ...
 
 
-class RoundTimes:
-    """Seconds of a round by (slots, nodes, positions), as measured on this device and shape.
-
-    `lookup_seconds` are those of a round within a call that looks its guesses up.
-    """
-
-    def __init__(
-        self,
-        seconds: Mapping[tuple[int, int, int], float],
-        lookup_seconds: Mapping[tuple[int, int, int], float] | None = None,
-    ) -> None:
-        self._seconds, self._lookup = dict(seconds), dict(lookup_seconds or {})
-
-    def lookup(self, num_slots: int, num_nodes: int, num_positions: int) -> float | None:
-        return self._lookup.get((num_slots, num_nodes, num_positions))
-
-    def __call__(self, num_slots: int, num_nodes: int, num_positions: int) -> float | None:
-        return self._seconds.get((num_slots, num_nodes, num_positions))
-
-    def rows(self) -> list[list[float]]:
-        """[lookup or not, slots, nodes, positions, seconds] each: what is kept in a run folder."""
-        both = enumerate((self._seconds, self._lookup))
-        return [[kind, *key, t] for kind, table in both for key, t in sorted(table.items())]
-
-    @staticmethod
-    def from_rows(rows: Sequence[Sequence[float]]) -> RoundTimes:
-        tables: tuple[dict, dict] = {}, {}
-        for kind, b, n, s, seconds in rows:
-            tables[int(kind)][int(b), int(n), int(s)] = float(seconds)
-        return RoundTimes(*tables)
-
-
 def _size_for(widest: int, sizes: Sequence[int]) -> int:
     """The smallest size that holds the root and `widest` guesses, else the largest; 1 for none."""
     if not widest or not sizes:
@@ -123,6 +97,9 @@ class _OnHost:
     """Budgets that leave all guessing to the drafter."""
 
     looks_up = False
+
+    def skips(self, live: LiveSlots, num_slots: int, num_positions: int) -> frozenset[str]:
+        return frozenset()
 
     def ahead(
         self, live: LiveSlots, sizes: Sequence[int], num_slots: int, num_positions: int
@@ -259,6 +236,10 @@ class Goodput:
         self._lookup = LookupRate()
         self._tree_rate: dict[int, float] = {}  # by slots: of the last round, over plain decoding
         self._lookups = 0  # calls since the drafter was asked
+        self._learned = LearnedTurns()
+
+    def skips(self, live: LiveSlots, num_slots: int, num_positions: int) -> frozenset[str]:
+        return self._learned.skips()
 
     def limits(self, live: LiveSlots, num_slots: int) -> np.ndarray:
         slots, rounds = self._wait
@@ -299,6 +280,9 @@ class Goodput:
                 best, best_rate = size, rate
             if size > widest:
                 break
+        self._learned.judge(
+            self._times, live, drafts, self.scale(live), (num_slots, best, num_positions)
+        )
         self._tree_rate[num_slots] = best_rate
         self._speculating = best > 1 and (self._speculating or best_rate > BETTER)
         if self._speculating:

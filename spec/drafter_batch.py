@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -24,6 +24,16 @@ class Caught:
     @property
     def num_bytes(self) -> int:
         return self.tokens_T.nbytes + self.caught_TW.nbytes
+
+
+class Catcher(Protocol):
+    """Who takes sequences from rollouts. Any thread may call it."""
+
+    def wants(self, num_tokens: int) -> bool:
+        """Whether a sequence of so many tokens is of use: taking it from a device costs time."""
+        ...
+
+    def caught(self, sequence: Caught) -> None: ...
 
 
 @jax.tree_util.register_dataclass

@@ -14,6 +14,7 @@ Sources: EAGLE arXiv 2401.15077, HASS 2408.15766, EAGLE-3 2503.01840; TLT sectio
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -168,16 +169,18 @@ def init(config: EagleConfig, key: jax.Array, dtype: Any = jnp.float32) -> Eagle
     return transformer.init_from(param_specs(config), key, dtype)
 
 
-def frozen(
-    policy: transformer.Params, draft_ids_U: jax.Array | None, own_head_DU: Any = None
-) -> Frozen:
+def frozen(policy: transformer.Params, draft_ids_U: jax.Array | None) -> Frozen:
     """The shared parts: the embedding, and the head's columns of the draft tokens."""
-    if own_head_DU is not None:
-        return Frozen(policy.embedding_VD, own_head_DU)
-    head_DU = policy.embedding_VD.T if policy.head_DV is None else policy.head_DV
-    if draft_ids_U is not None:
-        head_DU = jnp.take(head_DU, draft_ids_U, axis=1)
+    head, tied = policy.head_DV, policy.head_DV is None
+    head_DU = _columns(policy.embedding_VD if tied else head, draft_ids_U, transposed=tied)
     return Frozen(policy.embedding_VD, head_DU)
+
+
+@partial(jax.jit, static_argnames="transposed")
+def _columns(head: jax.Array, ids_U: jax.Array | None, *, transposed: bool) -> jax.Array:
+    if ids_U is None:
+        return head.T if transposed else head
+    return jnp.take(head, ids_U, axis=0).T if transposed else jnp.take(head, ids_U, axis=1)
 
 
 def features(config: EagleConfig, params: Eagle, caught_BTW: jax.Array) -> jax.Array:
@@ -219,7 +222,9 @@ def layer_outputs(
 def logits(
     config: EagleConfig, params: Eagle, head_DU: jax.Array, outputs_BTD: jax.Array
 ) -> jax.Array:
-    """Logits over the draft tokens, float32 [B, T, U]."""
+    """Logits over the draft tokens, float32 [B, T, U]; its own head goes before the policy's."""
+    if params.head_DU is not None:
+        head_DU = params.head_DU
     if config.design == "eagle3":
         outputs_BTD = rms_norm(outputs_BTD, params.final_norm_D, config.layer.norm_eps)
     head_DU = head_DU.astype(outputs_BTD.dtype)

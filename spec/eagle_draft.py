@@ -34,10 +34,14 @@ COUPLED_CHANCE = 0.8  # of a guess drawn with the position's own noise, among it
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Noise:
-    """The noise of the guesses' positions: what the policy will draw with. One entry a row."""
+    """What the policy will draw with: the step's key, requests and their tokens so far; sampling.
 
-    keys: jax.Array
-    emitted: jax.Array
+    Arrays of one entry a row, and scalars.
+    """
+
+    key: jax.Array
+    request_ids_B: jax.Array
+    emitted_B: jax.Array
     temperature: jax.Array
     top_k: jax.Array
     top_p: jax.Array
@@ -47,8 +51,13 @@ def empty_cache(
     config: EagleConfig, num_slots: int, num_positions: int, top_k: int, max_depth: int, dtype: Any
 ) -> KVCache:
     """A drafter's cache for rows of `num_positions`, with room for the nodes it expands."""
-    columns = num_positions + top_k * max(max_depth - 1, 1)
+    columns = num_positions + num_columns(top_k, max_depth)
     return kv_cache.init(config.layer, num_slots, columns, dtype)
+
+
+def num_columns(top_k: int, max_depth: int) -> int:
+    """Columns for the nodes that are expanded."""
+    return top_k * max(max_depth - 1, 1)
 
 
 @partial(jax.jit, static_argnames="config", donate_argnames="cache")
@@ -332,16 +341,16 @@ class _Guesser:
         """
         (B, N, U), ids_U = logits_BNU.shape, self.draft_ids_U
         temperature_BN, top_k_BN, top_p_BN = (
-            jnp.broadcast_to(x[:, None], (B, N))
-            for x in (noise.temperature, noise.top_k, noise.top_p)
+            jnp.broadcast_to(x, (B, N)) for x in (noise.temperature, noise.top_k, noise.top_p)
         )
         processed_BNU = sampling.processed_logits(logits_BNU, temperature_BN, top_k_BN, top_p_BN)
         wide_BNV = processed_BNU
         if ids_U is not None:
             V = self.frozen.embedding_VD.shape[0]
             wide_BNV = jnp.full((B, N, V), -jnp.inf).at[:, :, ids_U].set(processed_BNU)
-        position_BN = jnp.broadcast_to((noise.emitted + level)[:, None], (B, N))
-        keys_BN = sampling.position_keys(noise.keys, position_BN)
+        position_BN = jnp.broadcast_to((noise.emitted_B + level)[:, None], (B, N))
+        request_keys_B = sampling.request_keys(noise.key, noise.request_ids_B)
+        keys_BN = sampling.position_keys(request_keys_B, position_BN)
         drawn_BN, _ = sampling.draw(wide_BNV, keys_BN, temperature_BN, self.scheme)
         drawn_BNU = (jnp.arange(U) if ids_U is None else ids_U) == drawn_BN[:, :, None]
         others_BNU = jnp.where(drawn_BNU, -jnp.inf, jax.nn.log_softmax(processed_BNU))

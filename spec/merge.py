@@ -22,11 +22,20 @@ MEMORY = 0.95  # of what sources brought, a round
 
 
 class Union:
-    """The drafter that asks all of `drafters`, those that bring next to nothing more rarely."""
+    """The drafter that asks all of `drafters`, those that bring next to nothing more rarely.
 
-    def __init__(self, drafters: Sequence[Drafter], texts: LookupTexts | None = None) -> None:
+    `names` are what `skipped` calls them by: those named there are not asked.
+    """
+
+    def __init__(
+        self,
+        drafters: Sequence[Drafter],
+        texts: LookupTexts | None = None,
+        names: Sequence[str] = (),
+    ) -> None:
         assert drafters, "a union of nothing"
         self.texts = texts  # what the device may look guesses up in
+        self.names, self.skipped = tuple(names), frozenset[str]()
         self._drafters = tuple(drafters)
         self._asked = np.zeros(len(self._drafters))
         self._right = np.zeros(len(self._drafters))
@@ -38,11 +47,20 @@ class Union:
         worth_K = self._right >= WORTH_ASKING * self._asked
         if self._round % ASKED_AGAIN == 0 or not worth_K.any():
             worth_K[:] = True
+        if self.skipped:
+            asked_K = np.array([name not in self.skipped for name in self.names])
+            worth_K = worth_K & asked_K if (worth_K & asked_K).any() else asked_K
         chosen = np.nonzero(worth_K)[0].tolist()
+        if not chosen:
+            return no_drafts(len(live), max_nodes)
         drafts = [self._drafters[k].propose(live, max_nodes_A, max_nodes) for k in chosen]
         pairs = zip(chosen, drafts, strict=True)
         self._last = {k: int(d.sources_AN.max(initial=0)) for k, d in pairs}
         return drafts[0] if len(drafts) == 1 else merge(drafts, max_nodes_A)
+
+    def named(self, name: str) -> Drafter | None:
+        """The drafter of that name, if there is one."""
+        return dict(zip(self.names, self._drafters, strict=False)).get(name)
 
     def judged(self, drafts: Drafts, outcome: Outcome) -> None:
         """What became of the last round's guesses."""

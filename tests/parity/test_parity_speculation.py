@@ -9,12 +9,13 @@ from parity_model import BASE, MODEL, SAMPLINGS, TOLERANCE, differences, misscor
 
 from rl.engine import Engine
 from rl.trajectory import Origin
-from spec.budget import RoundTimes, make_budget
+from spec.budget import make_budget
 from spec.group import GroupDrafter
 from spec.history import PAPER_RULE, RULE, HistoryDrafter, build_index
 from spec.merge import Union
 from spec.ngram import NgramDrafter
 from spec.rollout_cache import RolloutCache, of_group
+from spec.round_seconds import RoundTimes
 
 pytestmark = pytest.mark.parity
 

@@ -23,7 +23,8 @@ from rl.rehearsal import rehearse
 from rl.reuse import remember
 from rl.speculation import Speculation, SpeculationConfig
 from rl.trajectory import Request
-from spec.budget import RoundTimes, TakeAll
+from spec.budget import TakeAll
+from spec.round_seconds import RoundTimes
 from spec.rollout_cache import RolloutCache
 from spec.sampling import SamplingConfig, step_key
 

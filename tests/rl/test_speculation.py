@@ -6,9 +6,10 @@ import pytest
 from rl.reuse import remember
 from rl.speculation import Speculation, SpeculationConfig
 from rl.trajectory import FinishReason, Trajectory
-from spec.budget import Aimd, Goodput, RoundTimes, TakeAll
+from spec.budget import Aimd, Goodput, TakeAll
 from spec.drafter import LiveSlots, Source
 from spec.rollout_cache import RolloutCache
+from spec.round_seconds import RoundTimes
 
 PROMPTS = {"a": (1, 2, 3), "b": (4, 5)}
 KEYS = list(PROMPTS)

@@ -5,10 +5,11 @@ import dataclasses
 import numpy as np
 import pytest
 
-from spec.budget import Aimd, Goodput, Off, RoundTimes, TakeAll, make_budget
+from spec.budget import Aimd, Goodput, Off, TakeAll, make_budget
 from spec.drafter import LiveSlots, no_drafts
 from spec.lookup import LookupOutcome
 from spec.outcome import Outcome
+from spec.round_seconds import RoundTimes
 from spec.window import WindowConfig, next_windows
 
 

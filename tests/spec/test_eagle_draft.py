@@ -173,9 +173,13 @@ def test_the_written_out_search_notices_a_wrong_pairing() -> None:
 def test_coupled_guesses_are_drawn_with_the_noise_of_their_positions(scheme, ids) -> None:
     config, params, frozen, caught, tokens = make("eagle", ids, seed=3)
     keys = sampling.request_keys(sampling.step_key(0, 0), jnp.arange(B))
-    ones = jnp.ones(B)
     noise = eagle_draft.Noise(
-        keys, jnp.arange(B), 0.7 * ones, jnp.zeros(B, jnp.int32), ones.astype(jnp.float32)
+        sampling.step_key(0, 0),
+        jnp.arange(B),
+        jnp.arange(B),
+        jnp.float32(0.7),
+        jnp.int32(0),
+        jnp.float32(1),
     )
     # a head that leaves something to chance
     frozen = eagle.Frozen(frozen.embedding_VD, frozen.head_DU / 40)

@@ -1,0 +1,173 @@
+"""Learned drafters, whatever they have learnt: the tokens of plain decoding, and states in step."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from parity_model import BASE, MODEL, SAMPLINGS, STEP_KEY, TOLERANCE, differences, misscored
+
+from models import transformer
+from rl.engine import Engine
+from rl.learned import LearnedDrafter
+from spec import eagle
+from spec.budget import TakeAll
+from spec.eagle import Drafter
+from spec.eagle_drafter import TreeConfig
+from spec.merge import Union
+from spec.ngram import NgramDrafter
+
+pytestmark = pytest.mark.parity
+
+
+def learned(design, tree=None, seed=0, draft_vocab_size=0):
+    config = eagle.config_for(MODEL, design, draft_vocab_size=draft_vocab_size)
+    ids = np.arange(2, 2 + draft_vocab_size, dtype=np.int32) if draft_vocab_size else None
+    params = eagle.init(config, jax.random.key(seed))
+    return LearnedDrafter(Drafter(config, params, ids), tree or TreeConfig(max_depth=3, top_k=3))
+
+
+@pytest.fixture(scope="module")
+def keeping():
+    """`keeping(design)`: an engine that keeps what drafters of that design need."""
+    engines = {
+        design: Engine(MODEL, BASE, feature_layers=eagle.config_for(MODEL, design).feature_layers)
+        for design in ("eagle", "eagle3")
+    }
+    return engines.__getitem__
+
+
+class Keeps:
+    """A catcher that wants everything."""
+
+    def __init__(self):
+        self.sequences = []
+
+    def wants(self, num_tokens):
+        return True
+
+    def caught(self, sequence):
+        self.sequences.append(sequence)
+
+
+hidden = jax.jit(transformer.hidden, static_argnums=0)
+
+
+def out_of_step(params, sequences, feature_layers):
+    """The largest gap between caught states and those of a pass over the whole sequence."""
+    worst = 0.0
+    for s in sequences:
+        n = len(s.caught_TW)
+        tokens = np.zeros((1, 64), np.int32)
+        tokens[0, :n] = s.tokens_T[:n]
+        last = np.asarray(hidden(MODEL, params, tokens))[0, :n]
+        worst = max(worst, float(np.abs(s.caught_TW[:, -MODEL.d_model :] - last).max()))
+        assert s.caught_TW.shape[1] == MODEL.d_model * (len(feature_layers) + 1)
+    return worst
+
+
+@pytest.mark.parametrize("name", ["plain", "cool", "greedy", "gumbel"])
+@pytest.mark.parametrize("design", ["eagle", "eagle3"])
+def test_alone(golden, rollout, params, keeping, design, name):
+    engine = keeping(design)
+    site = engine.site(params, SAMPLINGS[name], STEP_KEY)
+    got = rollout(name, engine=engine, drafter=learned(design).drafter_at(site))
+    assert not differences(golden(name), got)
+    assert engine.stats.accepted_tokens > 0
+    assert max(misscored(params, got, SAMPLINGS[name]).values()) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["cool", "gumbel_cool"])
+def test_guesses_by_the_noise_of_their_positions(golden, rollout, params, keeping, name):
+    engine, tree = keeping("eagle"), TreeConfig(max_depth=4, top_k=2, guess="coupled")
+    site = engine.site(params, SAMPLINGS[name], STEP_KEY)
+    maker = learned("eagle", tree, draft_vocab_size=40)
+    got = rollout(name, engine=engine, drafter=maker.drafter_at(site))
+    assert not differences(golden(name), got)
+    assert engine.stats.accepted_tokens > 0
+
+
+def test_beside_others_with_weights_swapped_at_every_round(golden, rollout, params, keeping):
+    engine, maker = keeping("eagle"), learned("eagle")
+    site = engine.site(params, SAMPLINGS["plain"], STEP_KEY)
+    union = Union([NgramDrafter(), maker.drafter_at(site)], names=["own", "learned"])
+    swaps = iter(range(1, 10_000))
+
+    def swap(finished, tokens):
+        union.skipped = frozenset([["own"], ["learned"], []][next(swaps) % 3])
+        maker.swap(eagle.init(maker.config, jax.random.key(maker.version + 1)))
+
+    got = rollout("plain", engine=engine, drafter=union, budget=TakeAll(), on_round=swap)
+    assert not differences(golden("plain"), got)
+    assert maker.version > 10
+
+
+@pytest.mark.parametrize("design", ["eagle", "eagle3"])
+def test_caught_states_are_those_of_a_whole_pass(rollout, params, requests, keeping, design):
+    """Over prefilled, copied, plainly decoded and speculated tokens, in a cache that grows."""
+    engine, catcher = keeping(design), Keeps()
+    engine = Engine(
+        MODEL, dataclasses.replace(BASE, min_positions=32), feature_layers=engine.feature_layers
+    )
+    site = engine.site(params, SAMPLINGS["plain"], STEP_KEY)
+    drafter = NowAndThen(learned(design).drafter_at(site))
+    got = rollout("plain", engine=engine, drafter=drafter, catcher=catcher)
+    assert len(catcher.sequences) == len(requests)
+    by_tokens = {tuple(s.tokens_T.tolist()) for s in catcher.sequences}
+    whole = {(*t.prompt_ids.tolist(), *t.response_ids.tolist()) for t in got}
+    assert sum(w in by_tokens for w in whole) > len(whole) / 2  # some end at a full row
+    assert out_of_step(params, catcher.sequences, engine.feature_layers) < TOLERANCE
+    nodes = {n for _, n, _ in engine.stats.rounds}
+    assert 1 in nodes and max(nodes) > 1
+
+
+def test_the_check_of_states_notices_one_that_is_out_of_step(rollout, params, keeping):
+    engine, catcher = keeping("eagle"), Keeps()
+    rollout("plain", engine=engine, catcher=catcher)
+    moved = [
+        dataclasses.replace(s, caught_TW=np.roll(s.caught_TW, 1, axis=0)) for s in catcher.sequences
+    ]
+    assert out_of_step(params, moved, engine.feature_layers) > 100 * TOLERANCE
+
+
+class NowAndThen:
+    """Guesses in two rounds of three: what plain rounds bring must be absorbed later."""
+
+    def __init__(self, drafter):
+        self.drafter, self.calls = drafter, 0
+
+    def propose(self, live, max_nodes_A, max_nodes):
+        self.calls += 1
+        most = max_nodes_A if self.calls % 3 else np.zeros_like(max_nodes_A)
+        return self.drafter.propose(live, most, max_nodes)
+
+    def finished(self, live):
+        self.drafter.finished(live)
+
+
+def test_absorbed_along_the_way_is_as_good_as_all_at_once(golden, rollout, params, keeping):
+    """What a drafter guesses is what one guesses that sees the rows for the first time."""
+    engine, maker = keeping("eagle"), learned("eagle")
+    site = engine.site(params, SAMPLINGS["plain"], STEP_KEY)
+    same = []
+
+    class Compared:
+        def __init__(self, drafter):
+            self.drafter = drafter
+
+        def propose(self, live, max_nodes_A, max_nodes):
+            drafts = self.drafter.propose(live, max_nodes_A, max_nodes)
+            fresh = maker.drafter_at(site).propose(live, max_nodes_A, max_nodes)
+            for got_N, want_N, n in zip(
+                drafts.tokens_AN, fresh.tokens_AN, drafts.count_A, strict=True
+            ):
+                same.append(got_N[:n].tolist() == want_N[:n].tolist())
+            return drafts
+
+        def finished(self, live):
+            self.drafter.finished(live)
+
+    drafter = NowAndThen(Compared(maker.drafter_at(site)))
+    assert not differences(golden("plain"), rollout("plain", engine=engine, drafter=drafter))
+    # orders of near-equal guesses may turn by rounding
+    assert len(same) > 100 and np.mean(same) > 0.99
