@@ -141,6 +141,7 @@ def train_in_turns(config: TrainConfig) -> list[dict[str, Any]]:
             Path(folder),
             show=tiny_run.Recorder(),
             should_stop=lambda: False,
+            clock=time.perf_counter,
         ) as (system, state),
     ):
         turns: Any = Turns(system)

@@ -154,6 +154,11 @@ class Checkpointer:
         if not self.config.asynchronous:
             self.wait()
 
+    @property
+    def saving(self) -> bool:
+        """Whether the last save is still being written: another would wait for it."""
+        return self._pending is not None and not self._pending.done()
+
     def wait(self) -> None:
         """Returns once the last save counts; raises what it met in the background."""
         if self._pending is None:

@@ -8,10 +8,12 @@ scheduler ← events ← coordinator → starts → inbox of a worker → engine
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 from rl.kv_pool import KvPool
 from rl.trajectory import Begun, Chunk, Request, Trajectory
@@ -30,6 +32,8 @@ from sched.protocol import (
 )
 from sched.replay import Decision
 from sched.request import Ask, Kv
+
+SPARE_POLL_S = 0.005  # between two looks at whether there is spare work
 
 Inbox = queue.SimpleQueue[tuple[int, Start] | None]  # (step, start); None: nothing more will come
 
@@ -57,6 +61,18 @@ class Deferred:
 
 
 Result = Trajectory | Deferred | WorkerError
+
+
+class SpareTime(Protocol):
+    """What a worker does while it has no request."""
+
+    def unit(self) -> bool:
+        """A short piece of work; False where there is none now."""
+        ...
+
+    def over(self) -> None:
+        """There is a request, or nothing will come any more."""
+        ...
 
 
 class Coordinator:
@@ -219,7 +235,9 @@ class WorkerFeed:
         most_requests: int,
         longest_tokens: int,
         kv_tokens: int,
+        spare: SpareTime | None = None,
     ) -> None:
+        self._spare = spare
         self.most_requests, self.longest_tokens = most_requests, longest_tokens
         self.kv_tokens = kv_tokens
         self._worker_id, self._coordinator, self._pool = worker_id, coordinator, pool
@@ -255,10 +273,24 @@ class WorkerFeed:
         """Everything that is in the inbox; with `wait`, something at least."""
         try:
             while not self._closed:
-                start = self._inbox.get(block=wait and not self._starts)
+                start = self._next(wait=wait and not self._starts)
                 if start is None:
                     self._closed = True
                 else:
                     self._starts.append(start)
         except queue.Empty:
             pass
+
+    def _next(self, *, wait: bool) -> tuple[int, Start] | None:
+        """What is next in the inbox; while nothing is, the worker's spare time is made use of."""
+        if not wait or self._spare is None:
+            return self._inbox.get(block=wait)
+        try:
+            while True:
+                with contextlib.suppress(queue.Empty):
+                    return self._inbox.get_nowait()
+                if not self._spare.unit():
+                    with contextlib.suppress(queue.Empty):
+                        return self._inbox.get(timeout=SPARE_POLL_S)
+        finally:
+            self._spare.over()

@@ -10,6 +10,8 @@ import functools
 import hashlib
 from pathlib import Path
 
+from spec.drafter_training import DrafterTrainingConfig
+
 from models import hf, kv_cache, tokenizer, transformer
 from models.config import ModelConfig
 from models.sharding import MeshConfig
@@ -18,6 +20,7 @@ from rl.algorithms import AlgorithmConfig, CriticConfig
 from rl.checkpoint import CheckpointConfig
 from rl.config import resolve_path
 from rl.data import encode_prompt
+from rl.drafter_config import DrafterConfig
 from rl.engine_config import EngineConfig, bucket
 from rl.metrics import MetricsConfig
 from rl.optimizer import OptimizerConfig
@@ -27,6 +30,9 @@ from rl.rewards.config import RewardConfig, validate
 from rl.speculation import SpeculationConfig
 from rl.tasks import Example, Task, TaskConfig, open_tasks
 from rl.workers import SchedConfig
+from spec import eagle, eagle_files
+from spec.data_buffer import DataBufferConfig
+from spec.eagle import EagleConfig
 from spec.sampling import SamplingConfig
 
 Prompt = tuple[int, ...]
@@ -93,6 +99,9 @@ class TrainConfig:
     engine: EngineConfig
     sched: SchedConfig
     speculation: SpeculationConfig
+    drafter: DrafterConfig
+    drafter_training: DrafterTrainingConfig
+    data_buffer: DataBufferConfig
     reuse: ReuseConfig
     algorithm: AlgorithmConfig
     critic: CriticConfig
@@ -162,6 +171,7 @@ def open_inputs(config: TrainConfig) -> Inputs:
     check_lengths(config, model)
     check_algorithm(config)
     check_pipeline(config)
+    drafter_shape(config, model)
     validate(config.reward)
     task = open_tasks(config.task, config.run.seed)
     inputs = Inputs(policy, model, words, task, 0)
@@ -211,6 +221,26 @@ def check_algorithm(config: TrainConfig) -> None:
             f"expected Algorithm.overlong_buffer_tokens of at most Sampling.max_new_tokens="
             f"{limit}, got {buffer}: lower it"
         )
+
+
+def drafter_shape(config: TrainConfig, model: ModelConfig) -> EagleConfig | None:
+    """What the run's learned drafter is; None without one.
+
+    Raises FileNotFoundError or ValueError for a folder that is none, or of another policy's.
+    """
+    if not config.speculation.learns:
+        return None
+    design, directory = config.drafter_training.design, config.drafter.directory
+    if directory is None:
+        size = config.drafter.draft_vocab_size
+        return eagle.config_for(model, design, draft_vocab_size=size)
+    shape = eagle_files.check(directory, model)
+    if shape.design != design:
+        raise ValueError(
+            f"{directory} holds a drafter of design {shape.design!r}, and DrafterTraining.variant="
+            f"{config.drafter_training.variant!r} trains one of {design!r}: choose another variant"
+        )
+    return shape
 
 
 def check_pipeline(config: TrainConfig) -> None:

@@ -19,6 +19,7 @@ from models.transformer import Params
 from rl import reuse, trainer
 from rl.advantages import informative_groups
 from rl.data import DataOrder, prompts_for_step
+from rl.drafter_setup import DrafterRun
 from rl.engine import Engine
 from rl.experiment import Inputs, Prompt, TrainConfig
 from rl.guessing import Guesses
@@ -56,6 +57,7 @@ class System:
     rewards: RewardPool
     order: DataOrder
     reference: Params | None
+    drafter: DrafterRun | None
     show: Progress
     should_stop: Callable[[], bool]
 
@@ -186,7 +188,10 @@ def generate_and_score(
         if system.should_stop():
             raise Stopped
 
+    drafter = system.drafter
     weights, key = trainer.cast_params(params, system.engine.dtype), system.reuse.key(step)
+    if drafter is not None:
+        drafter.began(weights, step)
     with timings.section("rollout"):
         done = system.engine.run(
             weights,
@@ -197,9 +202,13 @@ def generate_and_score(
             policy_version=step - 1,
             **_as_taken_by(system.engine, guesses, weights, config.sampling, key),
             rule=system.reuse.rule(step),
+            catcher=None if drafter is None else drafter.catcher(step),
             on_finish=scorer,
             on_round=watch,
         )
+    if drafter is not None:
+        with timings.section("drafter"):
+            drafter.after_rollout(system.engine, weights, step)
     with timings.section("reward"):  # what is left of it once the last response has ended
         done.sort(key=lambda t: (t.group_id, t.sample_index))
         scored = [scorer.result(t) for t in done]
@@ -264,7 +273,7 @@ def remember(
     if speculation.keeps_history and coming is not None:
         prompts = prompts_at(system, coming, system.config.rollout.prompts_per_step)
         speculation.prepare(dict(zip(prompts.keys, prompts.tokens, strict=True)))
-    return metrics
+    return metrics if system.drafter is None else metrics | system.drafter.metrics()
 
 
 def prompts_at(system: System, cursor: int, count: int) -> Prompts:

@@ -52,7 +52,7 @@ class LearnedDrafter:
         shared = eagle.frozen(site.params, ids)
 
         def weights() -> Weights:
-            return Weights(self._params_on(replica), shared, ids)
+            return Weights(self._params_on(replica), shared)
 
         tree = self.tree
         if replica.context_tokens:  # such noise depends on the tokens themselves

@@ -21,11 +21,12 @@ from jax.sharding import Mesh
 from models import hf
 from models.sharding import make_mesh
 from models.transformer import Params
-from rl import critic, experiment, rollout_setup, trainer
+from rl import critic, drafter_setup, experiment, rollout_setup, trainer
 from rl.advantages import overlong_penalties, response_advantages, reward_statistics
 from rl.checkpoint import Checkpointer, NoWholeCheckpointError
 from rl.coordinator import WorkerError
 from rl.data import DataOrder
+from rl.drafter_setup import DrafterRun
 from rl.experiment import Inputs, TrainConfig
 from rl.generation import Rollouts, Stopped, System, generate
 from rl.metrics import Timings, open_metrics
@@ -66,19 +67,20 @@ def train(
         checkpoints = stack.enter_context(Checkpointer(folder / "checkpoints", config.checkpoint))
         metrics = stack.enter_context(open_metrics(config.metrics, folder))
         system, state = stack.enter_context(
-            opened(config, inputs, folder, show=show, should_stop=should_stop)
+            opened(config, inputs, folder, show=show, should_stop=should_stop, clock=clock)
         )
         place, state, host = _resume(checkpoints, state, system)
         metrics.truncate_to_step(place.step)
         source = stack.enter_context(
             open_source(system, place.step + 1, state.behind, host.get("source", {}))
         )
-        state = dataclasses.replace(state, behind=None)
+        state = dataclasses.replace(state, behind=None, drafter=None)
         saved = place.step
 
         def save() -> None:
             host = _host_state(system, place) | {"source": source.state()}
-            checkpoints.save(place.step, source.saved(state, place.step), host)
+            arrays = drafter_setup.with_drafter(source.saved(state, place.step), system.drafter)
+            checkpoints.save(place.step, arrays, host)
 
         with _saving_when_stopped(lambda: (saved, place, state), save, checkpoints):
             while (done := place.step) < config.run.steps:
@@ -104,6 +106,7 @@ def opened(
     *,
     show: Progress,
     should_stop: Callable[[], bool],
+    clock: Callable[[], float],
 ) -> Iterator[tuple[System, TrainState]]:
     """The parts of a run, warm, and its first state; the folder holds what is spilled and timed."""
     with contextlib.ExitStack() as stack:
@@ -116,9 +119,16 @@ def opened(
             policy=inputs.shape_name,
             epochs=config.reuse.epochs,
         )
-        speculation = stack.enter_context(Speculation(config.speculation, cache))
+        drafter, learned = None, None
+        if config.speculation.learns:
+            start = drafter_setup.open_drafter(config, inputs)
+            drafter = drafter_setup.open_run(config, start, folder, stack, clock)
+            learned = drafter.trainer.learned
+        speculation = stack.enter_context(Speculation(config.speculation, cache, learned))
         pool = stack.enter_context(RewardPool(config.reward, tasks=config.task.specs))
-        yield _build(config, inputs, folder, mesh, pool, cache, speculation, show, should_stop)
+        yield _build(
+            config, inputs, folder, mesh, pool, cache, speculation, drafter, show, should_stop
+        )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -221,6 +231,7 @@ def _build(
     pool: RewardPool,
     cache: RolloutCache,
     speculation: Speculation,
+    drafter: DrafterRun | None,
     show: Progress,
     should_stop: Callable[[], bool],
 ) -> tuple[System, TrainState]:
@@ -234,12 +245,14 @@ def _build(
     greedy = config.sampling.temperature == 0
     reuse = Reuse(config.reuse, cache, seed=config.run.seed, greedy=greedy)
     engine = rollout_setup.make_engine(
-        config, inputs, mesh, recipe.trainer.dtype, reuse.mode.context_tokens
+        config, inputs, mesh, recipe.trainer.dtype, reuse.mode.context_tokens, drafter
     )
     shape = trainer.batch_shape(recipe, config.longest_tokens)
     show.message("compiling…")
     weights = trainer.cast_params(state.params, engine.dtype)
     rollout_setup.warm_up(config, engine, weights, speculation, folder)
+    if drafter is not None:
+        drafter_setup.warm_up(drafter, engine, weights)
     state = trainer.warm_up(state, shape, recipe=recipe)
     order = DataOrder(len(inputs.task), config.run.seed)
     system = System(
@@ -254,6 +267,7 @@ def _build(
         pool,
         order,
         reference,
+        drafter,
         show,
         should_stop,
     )
@@ -268,6 +282,7 @@ def _resume(
     if system.config.sched.mode == "pipeline":
         behind = trainer.cast_params(state.params, system.engine.dtype)
         template = dataclasses.replace(state, behind=behind)
+    template = drafter_setup.with_drafter(template, system.drafter)
     try:
         restored = checkpoints.restore(template)
     except NoWholeCheckpointError as error:
@@ -280,6 +295,9 @@ def _resume(
     if cached := restored.host.get("rollouts"):
         system.cache.load_state(cached)
     system.reuse.load_state(restored.host.get("reuse", {}))
+    if system.drafter is not None:
+        exact = system.drafter.spot is None
+        system.drafter.load(restored.arrays.drafter, restored.host["drafter"], exact=exact)
     host, done = restored.host, restored.step
     # checkpoints from before dynamic sampling hold no cursor: it followed from the step
     cursor = int(host.get("cursor", done * system.config.rollout.prompts_per_step))
@@ -316,7 +334,7 @@ def _host_state(system: System, place: Place) -> dict[str, Any]:
         "cursor": place.cursor,
         "rollouts": system.cache.state(),
         "reuse": system.reuse.state(),
-    }
+    } | ({} if system.drafter is None else {"drafter": system.drafter.state()})
 
 
 def run_mesh(config: TrainConfig) -> Mesh | None:

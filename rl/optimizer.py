@@ -64,7 +64,8 @@ class TrainState:
     """Optimizer steps taken (int32), the float32 master parameters, and optax's state.
 
     `critic` is None for algorithms without one. `behind`, in checkpoints of runs whose rollouts
-    run ahead: the weights that answer the step to come; None while a run trains.
+    run ahead: the weights that answer the step to come; None while a run trains. `drafter`, in
+    checkpoints of runs with a learned one: its training state (`spec.drafter_training`).
     """
 
     step: jax.Array
@@ -72,6 +73,7 @@ class TrainState:
     opt_state: Any
     critic: CriticState | None = None
     behind: Params | None = None
+    drafter: Any = None
 
 
 def learning_rate(config: OptimizerConfig, total_steps: int, step: jax.Array) -> jax.Array:

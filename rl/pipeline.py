@@ -195,7 +195,10 @@ class Pipeline:
             system.inputs.model.eos_token_ids,
             policy_version=max(step - 2, 0),
             guesses=system.speculation.phase(prompts.keys, prompts.tokens, first_group=first),
+            catcher=None if system.drafter is None else system.drafter.catcher(step),
         )
+        if system.drafter is not None:
+            system.drafter.began(self._weights[step], step)
         self._scorer.examples.update(enumerate(prompts.examples, first))
         with self._changed:
             self._step_of.update({r.request_id: step for r in requests})

@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 
 from models.transformer import Params
 from rl import engine_warm_up, move_times
+from rl.drafter_setup import DrafterRun
 from rl.engine import Engine
 from rl.experiment import Inputs, TrainConfig
 from rl.rehearsal import rehearse
@@ -23,15 +24,22 @@ from spec.sampling import step_key
 
 
 def make_engine(
-    config: TrainConfig, inputs: Inputs, mesh: Mesh | None, dtype: np.dtype, context_tokens: int
+    config: TrainConfig,
+    inputs: Inputs,
+    mesh: Mesh | None,
+    dtype: np.dtype,
+    context_tokens: int,
+    drafter: DrafterRun | None = None,
 ) -> Engine | Workers:
     """One engine on the trainer's devices, or several workers on devices of their own."""
+    options: dict[str, Any] = {"dtype": dtype, "context_tokens": context_tokens}
+    if drafter is not None:
+        options["feature_layers"] = drafter.trainer.learned.config.feature_layers
     if config.sched.workers == 1 and config.sched.mode == "sync":
-        options: dict[str, Any] = {"dtype": dtype, "mesh": mesh, "context_tokens": context_tokens}
-        return Engine(inputs.model, config.engine, **options)
-    options = {"dtype": dtype, "context_tokens": context_tokens}
+        return Engine(inputs.model, config.engine, mesh=mesh, **options)
     engines = make_engines(inputs.model, config.engine, config.sched, **options)
-    return Workers(engines, config.sched, seed=config.run.seed)
+    spot = None if drafter is None else drafter.spot
+    return Workers(engines, config.sched, seed=config.run.seed, spot=spot)
 
 
 def warm_up(

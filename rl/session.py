@@ -18,6 +18,7 @@ from rl.coordinator import Aborted, Coordinator, Deferred, WorkerError, WorkerFe
 from rl.engine import Engine
 from rl.guessing import Guesses, no_guesses
 from rl.kv_pool import KvPool
+from rl.spot_trainer import SpotTrainer
 from rl.timeline import EngineStats, joined
 from rl.trajectory import Request, Trajectory
 from sched.protocol import Scheduler
@@ -65,12 +66,14 @@ class Session:
         scheduler: Scheduler,
         size: SessionSize,
         clock: Callable[[], float],
+        spot: SpotTrainer | None = None,
     ) -> None:
-        self._engines, self._size = engines, size
+        self._engines, self._size, self._spot = engines, size, spot
         self._pool = KvPool(size.pool_bytes)
         self._coordinator = Coordinator(scheduler, clock, self._pool, size.keeps_decisions)
         self._threads: dict[int, threading.Thread] = {}
         self._engine_of: dict[int, int] = {}
+        self._spot_workers: list[int] = []  # those that the spot trainer knows of
         self._specs: dict[int, StepSpec] = {}
         self._stats: collections.defaultdict[int, list[EngineStats]] = collections.defaultdict(list)
 
@@ -80,9 +83,14 @@ class Session:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._spot is not None:
+            self._spot.rollout_ended()
         self._coordinator.close(abort=kind is not None)
         for thread in self._threads.values():
             thread.join()
+        if self._spot is not None:
+            for worker_id in self._spot_workers:
+                self._spot.lost(worker_id)
 
     @property
     def decisions(self) -> list[Decision]:
@@ -124,6 +132,9 @@ class Session:
         # its successor first, so that what it ran has somewhere to go
         self._join(engine)
         self._coordinator.lose(result.worker_id)
+        if self._spot is not None:
+            self._spot_workers.remove(result.worker_id)
+            self._spot.lost(result.worker_id)
         return None
 
     def num_tokens(self, step: int) -> int:
@@ -135,15 +146,19 @@ class Session:
         return joined(self._stats[step]) if self._stats[step] else EngineStats()
 
     def _join(self, engine: int) -> None:
-        worker_id, size = len(self._threads), self._size
+        worker_id, size, replica = len(self._threads), self._size, self._engines[engine]
+        if self._spot is not None:
+            self._spot.joined(worker_id)
+            self._spot_workers.append(worker_id)
         inbox = self._coordinator.join(worker_id, size.kv_tokens, size.max_requests)
         feed = WorkerFeed(
             *(worker_id, inbox, self._coordinator, self._pool),
             *(size.max_requests, size.longest_tokens, size.kv_tokens),
+            spare=None if self._spot is None else _Spare(self._spot, worker_id, replica),
         )
         thread = threading.Thread(
             target=self._work,
-            args=(worker_id, self._engines[engine], feed),
+            args=(worker_id, replica, feed),
             name=f"worker-{worker_id}",
             daemon=True,
         )
@@ -179,3 +194,18 @@ class Session:
             pass
         except BaseException as error:
             coordinator.failed(worker_id, error)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Spare:
+    """A worker's spare time, spent on the drafter."""
+
+    spot: SpotTrainer
+    worker_id: int
+    engine: Engine
+
+    def unit(self) -> bool:
+        return self.spot.spare(self.worker_id, self.engine)
+
+    def over(self) -> None:
+        self.spot.busy(self.worker_id)

@@ -23,6 +23,7 @@ from rl.engine import Engine, OnFinish, OnRound
 from rl.engine_config import EngineConfig
 from rl.guessing import Guesses, no_guesses
 from rl.session import Session, SessionSize, StepSpec
+from rl.spot_trainer import SpotTrainer
 from rl.timeline import EngineStats
 from rl.trajectory import Request, Trajectory, longest_tokens
 from sched.divided import PreferPool
@@ -100,8 +101,10 @@ class Workers:
         seed: int = 0,
         clock: Callable[[], float] = time.perf_counter,
         prefer_pool: PreferPool = lambda tokens: True,
+        spot: SpotTrainer | None = None,
     ) -> None:
         self.engines, self.config, self._seed = list(engines), config, seed
+        self.spot = spot  # what idle workers train
         self.prefer_pool = prefer_pool  # of so many tokens: rather copied than computed anew
         self._clock = clock
         self.stats = EngineStats()
@@ -190,7 +193,7 @@ class Workers:
             restart=config.on_error == "restart",
             keeps_decisions=keeps_decisions,
         )
-        return Session(self.engines, scheduler, size, self._clock)
+        return Session(self.engines, scheduler, size, self._clock, self.spot)
 
 
 def make_engines(
@@ -200,6 +203,7 @@ def make_engines(
     *,
     dtype: np.dtype,
     context_tokens: int = 0,
+    feature_layers: tuple[int, ...] | None = None,
 ) -> list[Engine]:
     """An engine for each worker, on devices of its own as far as there are any.
 
@@ -220,7 +224,8 @@ def make_engines(
         place: dict[str, Any] = {"mesh": make_mesh(MeshConfig(data=1, tensor=size), mine)}
         if size == 1:  # the default device's programs are there
             place = {"device": None if mine[0] == default else mine[0]}
-        engines.append(Engine(model, engine, dtype=dtype, context_tokens=context_tokens, **place))
+        kept = {"context_tokens": context_tokens, "feature_layers": feature_layers}
+        engines.append(Engine(model, engine, dtype=dtype, **kept, **place))
     return engines
 
 

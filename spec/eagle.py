@@ -90,10 +90,15 @@ class Eagle:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Frozen:
-    """What a drafter shares with the policy: its embedding, and its head over the draft tokens."""
+    """What a drafter shares with the policy: its embedding, and its head over the draft tokens.
+
+    `draft_ids_U` is the vocabulary map (`Drafter.draft_ids_U`), by which training finds a token's
+    column.
+    """
 
     embedding_VD: Any
     head_DU: Any
+    draft_ids_U: Any = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -173,7 +178,7 @@ def frozen(policy: transformer.Params, draft_ids_U: jax.Array | None) -> Frozen:
     """The shared parts: the embedding, and the head's columns of the draft tokens."""
     head, tied = policy.head_DV, policy.head_DV is None
     head_DU = _columns(policy.embedding_VD if tied else head, draft_ids_U, transposed=tied)
-    return Frozen(policy.embedding_VD, head_DU)
+    return Frozen(policy.embedding_VD, head_DU, draft_ids_U)
 
 
 @partial(jax.jit, static_argnames="transposed")

@@ -93,7 +93,6 @@ def draft(
     length_B: jax.Array,
     depth: jax.Array,
     temperature: jax.Array,
-    draft_ids_U: jax.Array | None = None,
     noise: Noise | None = None,
     *,
     config: EagleConfig,
@@ -110,7 +109,7 @@ def draft(
     [B, 3 M + 1]: tokens, parents (−1: the root), bits of the chances, count.
     """
     S, last_B = caught_B1SW.shape[2], length_B - 1
-    guesser = _Guesser(config, params, frozen, temperature, draft_ids_U, noise, top_k, scheme)
+    guesser = _Guesser(config, params, frozen, temperature, noise, top_k, scheme)
     cache, g_BCD = _absorb(config, params, frozen, cache, caught_B1SW, tokens_BC, start_B)
     query_B1 = (last_B - start_B)[:, None]
     tokens_B1 = jnp.take_along_axis(tokens_BC, query_B1, axis=1)
@@ -127,7 +126,7 @@ def draft(
     _, cache, _, pool = jax.lax.while_loop(
         lambda carry: carry[0] < depth, expand, (jnp.int32(1), cache, beams, pool)
     )
-    return cache, pool.best(num_guesses, draft_ids_U)
+    return cache, pool.best(num_guesses, frozen.draft_ids_U)
 
 
 def unpack(packed: jax.Array) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
@@ -235,7 +234,6 @@ class _Guesser:
     params: Eagle
     frozen: Frozen
     temperature: jax.Array
-    draft_ids_U: jax.Array | None
     noise: Noise | None
     top_k: int
     scheme: sampling.Draw
@@ -315,7 +313,7 @@ class _Guesser:
         seen_BKX = beams.above_BKX | (jnp.arange(X) == column + jnp.arange(K)[:, None])
         row_BKS = jnp.broadcast_to(committed_BS[:, None, :num_positions], (B, K, num_positions))
         mask_BKS = jnp.concatenate([row_BKS, seen_BKX], axis=-1)
-        tokens_BK = _policy_ids(beams.at_BK, self.draft_ids_U)
+        tokens_BK = _policy_ids(beams.at_BK, self.frozen.draft_ids_U)
         o_BKD, cache = self.outputs(
             cache, tokens_BK, beams.g_BKD, last_B + level, mask_BKS, num_positions + column
         )
@@ -339,7 +337,7 @@ class _Guesser:
 
         Noise goes by the policy's tokens: the drafter's are in the same order.
         """
-        (B, N, U), ids_U = logits_BNU.shape, self.draft_ids_U
+        (B, N, U), ids_U = logits_BNU.shape, self.frozen.draft_ids_U
         temperature_BN, top_k_BN, top_p_BN = (
             jnp.broadcast_to(x, (B, N)) for x in (noise.temperature, noise.top_k, noise.top_p)
         )

@@ -49,11 +49,10 @@ class TreeConfig:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Weights:
-    """A drafter on a worker's devices; `draft_ids_U` None: its tokens are the policy's."""
+    """A drafter on a worker's devices."""
 
     params: Eagle
     frozen: Frozen
-    draft_ids_U: jax.Array | None = None
 
 
 class EagleDrafter:
@@ -106,7 +105,6 @@ class EagleDrafter:
             self._put(length_B),
             np.int32(self.depth),
             np.float32(self._sampling.temperature),
-            weights.draft_ids_U,
             self._noise(live, B),
             **self._options(),
         )
@@ -130,7 +128,7 @@ class EagleDrafter:
         def drafting() -> tuple[tuple, dict[str, Any]]:
             ids, args = np.zeros(B, np.int64), shared(_window(S))
             noise = self._noise_of(ids, zeros_B)
-            scalars = (np.int32(1), np.float32(1.0), weights.draft_ids_U)
+            scalars = np.int32(1), np.float32(1.0)
             return (*args, self._put(np.ones(B, np.int32)), *scalars, noise), self._options()
 
         yield eagle_draft.draft, drafting

@@ -29,7 +29,7 @@ def make(design: str, ids: np.ndarray | None, seed: int = 0):
     params = eagle.init(config, jax.random.key(seed + 1))
     frozen = eagle.frozen(policy, None if ids is None else jnp.asarray(ids))
     # logits far apart, so that no order hangs on rounding
-    frozen = eagle.Frozen(frozen.embedding_VD * 20, frozen.head_DU * 20)
+    frozen = eagle.Frozen(frozen.embedding_VD * 20, frozen.head_DU * 20, frozen.draft_ids_U)
     rng = np.random.default_rng(seed)
     caught = rng.normal(size=(B, 1, S, config.caught_width)).astype(np.float32)
     tokens = rng.integers(0, POLICY.vocab_size, (B, S + 1)).astype(np.int32)
@@ -121,7 +121,6 @@ def drafted(config, params, frozen, caught, tokens, ids, *, K, depth, M, start_B
         jnp.asarray(LENGTH_B),
         jnp.int32(depth),
         jnp.float32(1.0),
-        None if ids is None else jnp.asarray(ids),
         config=config,
         top_k=K,
         max_depth=most,
@@ -182,7 +181,7 @@ def test_coupled_guesses_are_drawn_with_the_noise_of_their_positions(scheme, ids
         jnp.float32(1),
     )
     # a head that leaves something to chance
-    frozen = eagle.Frozen(frozen.embedding_VD, frozen.head_DU / 40)
+    frozen = eagle.Frozen(frozen.embedding_VD, frozen.head_DU / 40, frozen.draft_ids_U)
     tokens_BM, parents_BM, _, count_B = drafted(
         config, params, frozen, caught, tokens, ids, K=1, depth=3, M=3, noise=noise, scheme=scheme
     )

@@ -1,0 +1,183 @@
+"""A run's learned drafter: opened, checked, given to rollouts, trained and kept."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from spec.drafter_training import DrafterState
+
+from models.transformer import Params
+from rl.checkpoint import CheckpointConfig, Checkpointer, NoWholeCheckpointError
+from rl.drafter_trainer import BufferCatcher, DrafterTrainer
+from rl.engine import Engine
+from rl.experiment import Inputs, TrainConfig
+from rl.learned import LearnedDrafter
+from rl.spot_trainer import SpotTrainer
+from rl.workers import Workers
+from spec import eagle, eagle_files
+from spec.data_buffer import DataBuffer
+from spec.eagle import Drafter
+
+FOLDER = "drafter"  # in the run folder
+
+
+def open_drafter(config: TrainConfig, inputs: Inputs) -> Drafter:
+    """The drafter to start from: of a folder, or of random weights."""
+    model, options = inputs.model, config.drafter
+    if options.directory is not None:
+        return eagle_files.load(options.directory, model)
+    design, size = config.drafter_training.design, options.draft_vocab_size
+    shape = eagle.config_for(model, design, draft_vocab_size=size)
+    ids_U = None
+    if shape.draft_vocab_size:
+        ids_U = frequent_tokens(inputs, config, shape.draft_vocab_size)
+    return Drafter(shape, eagle.init(shape, jax.random.key(config.run.seed)), ids_U)
+
+
+def frequent_tokens(inputs: Inputs, config: TrainConfig, size: int) -> np.ndarray:
+    """The tokens that prompts have most often, end tokens before all; ascending int32 [size]."""
+    counts_V = np.zeros(inputs.model.vocab_size, np.int64)
+    for i in range(len(inputs.task)):
+        np.add.at(counts_V, np.asarray(inputs.encode(inputs.task[i], config.task)), 1)
+    counts_V[list(inputs.model.eos_token_ids)] = np.iinfo(np.int64).max
+    return np.sort(np.argsort(-counts_V, kind="stable")[:size]).astype(np.int32)
+
+
+class DrafterRun:
+    """What a run does about its drafter, step by step. Made by `open_run`."""
+
+    def __init__(
+        self, config: TrainConfig, trainer: DrafterTrainer, spot: SpotTrainer | None
+    ) -> None:
+        self.trainer, self.spot = trainer, spot
+        self._config = config
+
+    def catcher(self, step: int) -> BufferCatcher:
+        """Who takes the responses of a step."""
+        return BufferCatcher(self.trainer.buffer, step)
+
+    def began(self, params: Params, step: int) -> None:
+        """A step's rollouts begin, by these weights."""
+        self.trainer.begin(step)
+        if self.spot is not None:
+            self.spot.rollout_began(params, step)
+
+    def after_rollout(self, engine: Engine | Workers, weights: Params, step: int) -> None:
+        """Train for as many steps as are due; the next rollout guesses with what was learnt."""
+        steps, trainer = self._config.drafter.steps_after_rollout, self.trainer
+        trainer.begin(step)
+        if steps:
+            at_one_place(
+                engine, lambda e: trainer.run_steps(steps, trainer.bench(e, e.place(weights)))
+            )
+        trainer.publish()
+
+    def metrics(self) -> dict[str, float]:
+        """Of the steps since the last call, on average; and what there is to learn from."""
+        rows, buffer = self.trainer.take_history(), self.trainer.buffer
+        means = {
+            f"drafter/{name}": float(np.mean([row[name] for row in rows]))
+            for name in (rows[0] if rows else ())
+        }
+        return means | {
+            "drafter/steps": float(len(rows)),
+            "drafter/total_steps": float(self.trainer.step),
+            "drafter/buffer_bytes": float(buffer.num_bytes),
+            "drafter/buffer_sequences": float(buffer.num_sequences),
+        }
+
+    def saved(self) -> DrafterState:
+        """What a run's checkpoint holds of it among its arrays."""
+        return self.trainer.state
+
+    def state(self) -> dict[str, Any]:
+        """What a run's checkpoint holds of it besides."""
+        return {"step": self.trainer.step, "buffer": self.trainer.buffer.state()}
+
+    def load(self, arrays: DrafterState, state: dict[str, Any], *, exact: bool) -> None:
+        """Go on from a run's checkpoint, or where that is not to be `exact`, from a newer one."""
+        self.trainer.buffer.load_state(state["buffer"])
+        step = int(state["step"])
+        if not exact and self.trainer.checkpoints is not None:
+            try:
+                newest = self.trainer.checkpoints.restore(arrays)
+            except NoWholeCheckpointError:
+                pass
+            else:
+                if newest.step > step:
+                    arrays, step = newest.arrays, newest.step
+        self.trainer.load(arrays, step)
+
+
+def open_run(
+    config: TrainConfig,
+    drafter: Drafter,
+    folder: Path,
+    stack: ExitStack,
+    clock: Callable[[], float],
+) -> DrafterRun:
+    """A drafter's training, whose checkpoints go into the run folder."""
+    options = config.drafter
+    keeps = CheckpointConfig(keep=2, asynchronous=config.checkpoint.asynchronous)
+    trainer = DrafterTrainer(
+        options,
+        config.drafter_training,
+        LearnedDrafter(drafter, options.tree),
+        DataBuffer(config.data_buffer),
+        seed=config.run.seed,
+        temperature=config.sampling.temperature,
+        checkpoints=stack.enter_context(Checkpointer(folder / FOLDER, keeps)),
+    )
+    spot = None
+    if options.spot and (config.sched.workers > 1 or config.sched.mode == "pipeline"):
+        spot = SpotTrainer(trainer, options.min_idle_workers, clock)
+    return DrafterRun(config, trainer, spot)
+
+
+def warm_up(run: DrafterRun, engine: Engine | Workers, weights: Params) -> None:
+    """Compile what training needs wherever it may go on."""
+    trainer = run.trainer
+
+    def one(engine: Engine) -> None:
+        with engine.mesh_context():
+            trainer.warm_up(trainer.bench(engine, engine.place(weights)))
+
+    if not isinstance(engine, Workers):
+        one(engine)
+        return
+    engines: Sequence[Engine] = engine.engines if run.spot is not None else engine.engines[:1]
+    for e in engines:
+        in_thread(lambda e=e: one(e))
+
+
+def at_one_place(engine: Engine | Workers, work: Callable[[Engine], Any]) -> None:
+    """On the trainer's devices, or the first worker's."""
+    if not isinstance(engine, Workers):
+        with engine.mesh_context():
+            work(engine)
+        return
+    first = engine.engines[0]
+
+    def there() -> None:
+        with first.mesh_context():
+            work(first)
+
+    in_thread(there)
+
+
+def in_thread(work: Callable[[], None]) -> None:
+    """Workers' threads know nothing of the trainer's mesh."""
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(work).result()
+
+
+def with_drafter(state: Any, run: DrafterRun | None) -> Any:
+    """A training state as checkpoints hold it."""
+    return state if run is None else dataclasses.replace(state, drafter=run.saved())
