@@ -57,7 +57,7 @@ def parse(hf: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> M
     """
     family = _family(hf, where)
     # Qwen2 always has these biases, whether or not its config says so.
-    _refuse_options(
+    refuse_options(
         {k: v for k, v in hf.items() if (k, v) != ("attention_bias", family.qkv_bias)}, where
     )
     heads = _size(hf, "num_attention_heads", where)
@@ -169,10 +169,13 @@ def _family(hf: Mapping[str, Any], where: str) -> Family:
     return FAMILIES[names[0]]
 
 
-def _refuse_options(hf: Mapping[str, Any], where: str) -> None:
+def refuse_options(
+    hf: Mapping[str, Any], where: str, fixed: Mapping[str, Any] = _FIXED_OPTIONS
+) -> None:
+    """ValueError for options with another value than the one that is implemented."""
     wrong = [
         f"{name}={hf[name]!r} (expected {value!r})"
-        for name, value in _FIXED_OPTIONS.items()
+        for name, value in fixed.items()
         if hf.get(name, value) not in (value, None)
     ]
     layer_types = hf.get("layer_types") or []
@@ -183,7 +186,7 @@ def _refuse_options(hf: Mapping[str, Any], where: str) -> None:
     if wrong:
         raise ValueError(
             f"{where}: config.json asks for what is not implemented: {'; '.join(wrong)}; "
-            "use a policy without it"
+            "use a model without it"
         )
 
 
@@ -197,7 +200,7 @@ def _rope(hf: Mapping[str, Any], where: str) -> tuple[float, Llama3RopeScaling |
         raise ValueError(f"{where}: rope parameters by layer type ({nested}) are not supported")
     theta = rope.get("rope_theta", hf.get("rope_theta"))
     theta = _number(10_000.0 if theta is None else theta, "rope_theta", where)
-    _refuse_options({k: v for k, v in rope.items() if k == "partial_rotary_factor"}, where)
+    refuse_options({k: v for k, v in rope.items() if k == "partial_rotary_factor"}, where)
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return theta, None

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from models import hf, hf_config, transformer
+from models import hf, hf_config, hf_files, transformer
 from models.config import Llama3RopeScaling, ModelConfig
 
 LOGITS = jax.jit(transformer.logits, static_argnums=0)
@@ -66,7 +66,7 @@ def test_the_goldens_cover_what_is_supported():
         (a, tied) for a in ("llama", "qwen2", "qwen3") for tied in (False, True)
     }
     assert sum(c.head_dim != c.d_model // c.num_heads for c in configs) >= 3
-    assert (GOLDEN / "qwen2_untied" / hf.INDEX).is_file()
+    assert (GOLDEN / "qwen2_untied" / hf_files.INDEX).is_file()
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -117,7 +117,7 @@ def test_saving_and_loading_again_is_bitwise_equal(name, max_shard_bytes, tmp_pa
     assert_same(again, params)
     files = list((tmp_path / "out").glob("*.safetensors"))
     assert (len(files) > 1) == (max_shard_bytes == 20_000)
-    assert (len(files) > 1) == (tmp_path / "out" / hf.INDEX).is_file()
+    assert (len(files) > 1) == (tmp_path / "out" / hf_files.INDEX).is_file()
     assert [p.name for p in tmp_path.iterdir()] == ["out"]  # no temporary folder left
     assert {p.stat().st_mode for p in files} == {(tmp_path / "out/config.json").stat().st_mode}
     # The same names and numbers as transformers wrote, in whatever files they lie.
@@ -198,7 +198,7 @@ def test_a_save_that_fails_leaves_the_old_policy(tmp_path, monkeypatch):
     def full(*_):
         raise OSError("disk full")
 
-    monkeypatch.setattr(hf, "_write_json", full)
+    monkeypatch.setattr(hf_files, "write_json", full)
     with pytest.raises(OSError, match="disk full"):
         hf.save_pretrained(tmp_path / "out", config, jax.tree.map(jnp.zeros_like, params))
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
@@ -412,7 +412,7 @@ def test_missing_files_are_named(tmp_path):
     (folder / "model-00002-of-00003.safetensors").unlink()
     with pytest.raises(FileNotFoundError, match="model-00002-of-00003.safetensors, which is not"):
         hf.check(folder)
-    (folder / hf.INDEX).unlink()
+    (folder / hf_files.INDEX).unlink()
     with pytest.raises(FileNotFoundError, match="expected model.safetensors or"):
         hf.check(folder)
 
@@ -440,8 +440,8 @@ def test_damaged_files_are_named(tmp_path):
 
 def test_an_index_may_not_leave_its_folder(tmp_path):
     folder = copy_of("qwen2_untied", tmp_path)
-    index = json.loads((folder / hf.INDEX).read_text())
+    index = json.loads((folder / hf_files.INDEX).read_text())
     index["weight_map"]["model.norm.weight"] = "../secret.safetensors"
-    (folder / hf.INDEX).write_text(json.dumps(index))
+    (folder / hf_files.INDEX).write_text(json.dumps(index))
     with pytest.raises(ValueError, match="expected a file of the same folder"):
         hf.check(folder)

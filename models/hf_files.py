@@ -1,0 +1,330 @@
+"""Folders of config.json and safetensors: headers, tensors in and out, the swap of a folder.
+
+What the tensors mean is the caller's (models/hf.py: policies; spec/eagle_files.py: drafters).
+Weights are streamed tensor by tensor. No pickle, no hub.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import shutil
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from models.sharding import fitting_sharding
+
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+FLOATS = ("F32", "BF16", "F16")  # by safetensors' names
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """One tensor: its name and shape in the file, and how it lies in our trees."""
+
+    name: str
+    shape: tuple[int, ...]
+    axes: tuple[str | None, ...]
+    transposed: bool = False
+    dtypes: tuple[str, ...] = FLOATS
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """What a safetensors header says of a tensor."""
+
+    path: Path
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def entries_of(
+    names: Any, specs: Any, as_they_lie: Collection[str] = ()
+) -> tuple[list[Entry], Any]:
+    """A tree of names and one of `ParamSpec` as entries in the order of the leaves, and the tree.
+
+    Files hold linear layers as [out, in], we as [in, out]: matrices are transposed, except those
+    named in `as_they_lie`.
+    """
+    leaves, tree = jax.tree.flatten(specs)
+    entries = []
+    for name, spec in zip(jax.tree.leaves(names), leaves, strict=True):
+        transposed = len(spec.shape) == 2 and name not in as_they_lie
+        shape = spec.shape[::-1] if transposed else spec.shape
+        entries.append(Entry(name, shape, spec.axes, transposed))
+    return entries, tree
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The folder's config.json; FileNotFoundError where one of the two is missing."""
+    if not folder.is_dir():
+        raise FileNotFoundError(
+            f"expected a local Hugging Face folder, got {str(folder)!r}, which is not a directory: "
+            "models are not downloaded here; fetch it first and give its path"
+        )
+    if not (folder / CONFIG).is_file():
+        raise FileNotFoundError(f"no {CONFIG} in {folder}: give the folder that holds it")
+    return read_json(folder / CONFIG)
+
+
+def headers(folder: Path) -> dict[str, Stored]:
+    """Every tensor of a folder's safetensors files, by name; no weights are read.
+
+    Raises FileNotFoundError for missing files, ValueError for damaged ones.
+    """
+    stored: dict[str, Stored] = {}
+    for path in _weight_files(folder):
+        with _opened(path) as file:
+            for name in file.keys():
+                if name in stored:
+                    raise ValueError(
+                        f"{folder}: {name} is in {stored[name].path.name} and {path.name}"
+                    )
+                view = file.get_slice(name)
+                stored[name] = Stored(path, name, tuple(view.get_shape()), view.get_dtype())
+    return stored
+
+
+def refuse_mismatch(
+    folder: Path, entries: Sequence[Entry], stored: Mapping[str, Stored], hint: str
+) -> None:
+    """One ValueError for all tensors that are missing, surplus, or of the wrong shape or type."""
+    expected = {entry.name: entry for entry in entries}
+    missing = [name for name in expected if name not in stored]
+    # Some old exports carry the rotary frequencies, which follow from the config.
+    surplus = [n for n in stored if n not in expected and not n.endswith("rotary_emb.inv_freq")]
+    there = [entry for name, entry in expected.items() if name in stored]
+    wrong = [
+        f"{entry.name} has shape {list(stored[entry.name].shape)}, expected {list(entry.shape)}"
+        for entry in there
+        if stored[entry.name].shape != entry.shape
+    ]
+    wrong += [
+        f"{entry.name} is of type {stored[entry.name].dtype}, expected one of "
+        f"{', '.join(entry.dtypes)}"
+        for entry in there
+        if stored[entry.name].dtype not in entry.dtypes
+    ]
+    problems = (
+        [_some(f"missing {'tensor' if len(missing) == 1 else 'tensors'}", missing)]
+        if missing
+        else []
+    )
+    problems += [_some("surplus", surplus)] if surplus else []
+    problems += [_some("wrong", wrong)] if wrong else []
+    if problems:
+        raise ValueError(
+            f"{folder}: the weights do not fit {CONFIG}: {'; '.join(problems)}; {hint}"
+        )
+
+
+def read_tensor(stored: Stored) -> np.ndarray:
+    """One tensor as it lies in its file."""
+    with _opened(stored.path) as file:
+        return np.asarray(file.get_tensor(stored.name))
+
+
+def read_tensors(
+    entries: Sequence[Entry],
+    stored: Mapping[str, Stored],
+    mesh: Mesh | None = None,
+    dtype: Any = None,
+) -> list[jax.Array]:
+    """The entries' tensors in our layout; with a mesh each goes straight onto its shards.
+
+    `dtype` None keeps each tensor's own. Host memory holds one tensor at a time.
+    """
+    arrays: dict[str, jax.Array] = {}
+    for path in sorted({stored[entry.name].path for entry in entries}):
+        with _opened(path) as file:
+            for entry in entries:
+                at = stored[entry.name]
+                if at.path == path:
+                    arrays[entry.name] = _place(file.get_tensor(at.name), entry, mesh, dtype)
+    return [arrays[entry.name] for entry in entries]
+
+
+def fitting_leaves(params: Any, entries: Sequence[Entry], tree: Any) -> list[jax.Array]:
+    """The leaves of `params`; ValueError where they are not those of the entries."""
+    leaves, got = jax.tree.flatten(params)
+    if got != tree:
+        raise ValueError(
+            f"the parameters are not those of the config: expected {len(entries)} tensors, got a "
+            f"tree of another form, of {len(leaves)}: save them with the config they were made with"
+        )
+    for entry, leaf in zip(entries, leaves, strict=True):
+        shape = leaf.shape[::-1] if entry.transposed else leaf.shape
+        if tuple(shape) != entry.shape:
+            raise ValueError(
+                f"{entry.name} has shape {list(shape)}, expected {list(entry.shape)}: save the "
+                "parameters with the config they were made with"
+            )
+    return leaves
+
+
+@contextlib.contextmanager
+def replacing(directory: str | os.PathLike[str]) -> Iterator[Path]:
+    """A new folder beside `directory`, renamed into its place if the block ends without error.
+
+    A killed process never leaves half a folder there. Files of an existing folder other than
+    config and weights (its tokenizer) are kept. Raises NotADirectoryError for a file.
+    """
+    target = Path(directory).absolute()
+    if target.exists() and not target.is_dir():
+        raise NotADirectoryError(f"expected a folder to write to, got the file {target}")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.parent / f".{target.name}.partial-{os.getpid()}"
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        if target.exists():
+            shutil.copytree(target, partial, ignore=_own_files, copy_function=_link, symlinks=True)
+        partial.mkdir(exist_ok=True)
+        yield partial
+        _swap(partial, target)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def write_tensors(
+    folder: Path, entries: Sequence[Entry], leaves: Sequence[Any], max_shard_bytes: int
+) -> None:
+    """One file, or several of at most `max_shard_bytes` (one tensor may exceed it) and an index."""
+    from safetensors.numpy import save_file
+
+    shards: list[list[int]] = [[]]
+    filled_bytes, total_bytes = 0, 0
+    for i, leaf in enumerate(leaves):
+        size_bytes = math.prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize
+        if shards[-1] and filled_bytes + size_bytes > max_shard_bytes:
+            shards.append([])
+            filled_bytes = 0
+        shards[-1].append(i)
+        filled_bytes += size_bytes
+        total_bytes += size_bytes
+    weight_map = {}
+    for n, shard in enumerate(shards, start=1):
+        file = WEIGHTS if len(shards) == 1 else f"model-{n:05d}-of-{len(shards):05d}.safetensors"
+        tensors = {}
+        for i in shard:
+            host = np.asarray(jax.device_get(leaves[i]))
+            # safetensors writes a transposed view's memory as it lies, hence the copy.
+            tensors[entries[i].name] = np.ascontiguousarray(
+                host.T if entries[i].transposed else host
+            )
+            weight_map[entries[i].name] = file
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+        # safetensors makes files that only their owner reads; follow the folder instead.
+        (folder / file).chmod(folder.stat().st_mode & 0o666)
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+        write_json(folder / INDEX, index)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}; copy it again") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: expected a JSON object, got {type(content).__name__}")
+    return content
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    if (folder / WEIGHTS).is_file():
+        return [folder / WEIGHTS]
+    if not (folder / INDEX).is_file():
+        found = sorted(p.name for p in folder.iterdir())
+        pickled = [name for name in found if name.endswith((".bin", ".pt", ".pth"))]
+        why = (
+            f"only torch files ({pickled[0]}), which are pickles and not read"
+            if pickled
+            else found[:12]
+        )
+        raise FileNotFoundError(
+            f"no weights in {folder}: expected {WEIGHTS} or {INDEX}, got {why}; "
+            "save the model with safetensors"
+        )
+    weight_map = read_json(folder / INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ValueError(f"{folder / INDEX} has no weight_map: copy the index again")
+    names = sorted(set(weight_map.values()))
+    for name in names:
+        if Path(name).name != name:
+            raise ValueError(f"{folder / INDEX} names {name!r}: expected a file of the same folder")
+        if not (folder / name).is_file():
+            raise FileNotFoundError(
+                f"{folder / INDEX} names {name}, which is not there: expected {len(names)} weight "
+                "files; copy the missing one"
+            )
+    return [folder / name for name in names]
+
+
+def _some(title: str, items: list[str], most: int = 6) -> str:
+    more = f" and {len(items) - most} more" if len(items) > most else ""
+    return f"{title}: {', '.join(items[:most])}{more}"
+
+
+def _place(host: np.ndarray, entry: Entry, mesh: Mesh | None, dtype: Any) -> jax.Array:
+    """A stored tensor in our layout and type, on its shards."""
+    host = host.T if entry.transposed else host
+    host = host if dtype is None else host.astype(jnp.dtype(dtype), copy=False)
+    if mesh is None:
+        return jnp.asarray(host)
+    sharding = fitting_sharding(mesh, host.shape, entry.axes)
+    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+
+def _own_files(_: str, names: list[str]) -> list[str]:
+    """Those files of a folder that saving writes anew, or that would be stale beside it."""
+    own = {CONFIG, "generation_config.json", INDEX}
+    return [n for n in names if n in own or (n.startswith("model") and n.endswith(".safetensors"))]
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # no hard links on this file system
+        shutil.copy2(source, target)
+
+
+def _swap(partial: Path, target: Path) -> None:
+    if not target.exists():
+        partial.rename(target)
+        return
+    old = target.parent / f".{target.name}.old-{os.getpid()}"
+    shutil.rmtree(old, ignore_errors=True)
+    target.rename(old)  # killed here: both folders are whole, under their other names
+    partial.rename(target)
+    shutil.rmtree(old)
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        file = safe_open(str(path), framework="numpy")
+    except (SafetensorError, OSError) as error:
+        raise ValueError(
+            f"{path} ({path.stat().st_size} bytes) is not a whole safetensors file: {error}; copy "
+            "it again (a clone without git-lfs leaves small text files in their place)"
+        ) from error
+    with file:
+        yield file
