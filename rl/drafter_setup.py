@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -154,7 +155,7 @@ def warm_up(run: DrafterRun, engine: Engine | Workers, weights: Params) -> None:
         return
     engines: Sequence[Engine] = engine.engines if run.spot is not None else engine.engines[:1]
     for e in engines:
-        in_thread(lambda e=e: one(e))
+        in_thread(partial(one, e))
 
 
 def at_one_place(engine: Engine | Workers, work: Callable[[Engine], Any]) -> None:

@@ -224,8 +224,8 @@ def make_engines(
         place: dict[str, Any] = {"mesh": make_mesh(MeshConfig(data=1, tensor=size), mine)}
         if size == 1:  # the default device's programs are there
             place = {"device": None if mine[0] == default else mine[0]}
-        kept = {"context_tokens": context_tokens, "feature_layers": feature_layers}
-        engines.append(Engine(model, engine, dtype=dtype, **kept, **place))
+        place |= {"context_tokens": context_tokens, "feature_layers": feature_layers}
+        engines.append(Engine(model, engine, dtype=dtype, **place))
     return engines
 
 
