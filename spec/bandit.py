@@ -1,0 +1,223 @@
+"""BEG-MAB: which way of guessing the next round takes, learnt from the rounds before.
+
+Strategies are grouped by how many guesses they have verified; each group serves one range of
+batch sizes, many guesses where few requests are left. Within the range, ε-greedy over the median
+reward of a sliding window. Source: TLT, section 5.2, Algorithm 1.
+"""
+
+from __future__ import annotations
+
+import bisect
+import collections
+import dataclasses
+import itertools
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+_WORDS = 2**64  # of the counter between two draws: what one draws, no other does
+
+
+@dataclasses.dataclass(frozen=True)
+class Strategy:
+    """One arm: which drafters are asked, how deep and wide they guess, how much is verified.
+
+    Without `sources` nothing is guessed and `verify_tokens` is 0: plain decoding.
+    """
+
+    name: str
+    sources: tuple[str, ...]
+    depth: int
+    top_k: int
+    verify_tokens: int
+
+    def __post_init__(self) -> None:
+        if min(self.depth, self.top_k, self.verify_tokens) < 0:
+            raise ValueError(
+                f"strategy {self.name!r}: expected depth, top_k and verify_tokens of at least 0, "
+                f"got {self.depth}, {self.top_k} and {self.verify_tokens}"
+            )
+        if bool(self.sources) != bool(self.verify_tokens):
+            raise ValueError(
+                f"strategy {self.name!r}: expected sources and verify_tokens, or neither for plain "
+                f"decoding, got {self.sources} and {self.verify_tokens}"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class BanditConfig:
+    """First batch size of each range, chance to explore, rewards that a median is of.
+
+    `everywhere` (ours) makes plain decoding a candidate in all ranges instead of one of its own, so
+    that whether to guess is learnt as well. One threshold more than there are other groups then
+    gives it the last range alone: from there on nothing is guessed, as TLT's elastic activation
+    has it (section 5.1; there at 32 requests).
+    """
+
+    thresholds: tuple[int, ...]
+    epsilon: float = 0.1
+    window: int = 32
+    everywhere: bool = False
+
+    def __post_init__(self) -> None:
+        ascends = all(a < b for a, b in itertools.pairwise(self.thresholds))
+        if self.thresholds[:1] != (1,) or not ascends:
+            raise ValueError(
+                f"expected thresholds that begin with 1 and ascend, got {self.thresholds}"
+            )
+        if not 0.0 <= self.epsilon <= 1.0 or self.window < 1:
+            raise ValueError(
+                "expected epsilon between 0 and 1 and a window of at least 1, got "
+                f"{self.epsilon} and {self.window}"
+            )
+
+
+@dataclasses.dataclass(eq=False)
+class _Seen:
+    """R_s and A_s of Algorithm 1: tokens per second of a batch, tokens per request of a round."""
+
+    rewards: collections.deque[float]
+    accepts: collections.deque[float]
+
+
+class BegMab:
+    """Algorithm 1, with windows for each strategy and range.
+
+    They differ from the paper's windows per strategy for `everywhere` arms alone: all others serve
+    one range. The paper does not say what the median of an empty window is; here a candidate
+    without a reward in this range is taken first, in the order of `strategies`. Decisions are a
+    function of the seed, of the draws so far and of what was recorded.
+    """
+
+    def __init__(self, strategies: Sequence[Strategy], config: BanditConfig, seed: int) -> None:
+        """Raises ValueError where names repeat or thresholds and groups differ in number."""
+        names = [s.name for s in strategies]
+        if len(set(names)) < len(names):
+            raise ValueError(f"expected strategies of different names, got {names}")
+        self.config = config
+        self._candidates = _by_bucket(strategies, config)  # S_i of bucket i
+        self._seed, self._draws = seed, 0
+        self._seen = {
+            (bucket, s.name): _Seen(*(collections.deque(maxlen=config.window) for _ in range(2)))
+            for bucket, candidates in enumerate(self._candidates)
+            for s in candidates
+        }
+
+    def candidates(self, batch_size: int) -> tuple[Strategy, ...]:
+        """V: what may be chosen for so many requests."""
+        return self._candidates[self._bucket(batch_size)]
+
+    def select(self, batch_size: int) -> Strategy:
+        """The strategy of the next round of `batch_size` requests."""
+        candidates = self.candidates(batch_size)
+        bucket = self._bucket(batch_size)
+        untried = [s for s in candidates if not self._seen[bucket, s.name].rewards]
+        if len(candidates) == 1 or untried:
+            return (untried or candidates)[0]
+        # a generator of its own for each draw, so that its state is a number
+        bits = np.random.Philox(key=self._seed, counter=self._draws * _WORDS)
+        self._draws += 1
+        rng = np.random.Generator(bits)
+        if rng.random() < self.config.epsilon:
+            return candidates[int(rng.integers(len(candidates)))]
+        best = self.best(batch_size)
+        assert best is not None, "all candidates have been tried"
+        return best
+
+    def record(
+        self,
+        strategy: Strategy,
+        elapsed_s: float,
+        accept_lens: Sequence[int] | np.ndarray,
+        batch_size: int,
+    ) -> None:
+        """What a round brought: ā = Σ accept_lens / batch_size + 1, r = ā · batch_size / elapsed_s.
+
+        `accept_lens` are the guesses accepted, by request (none for plain decoding), `batch_size`
+        what the strategy was selected for. Raises ValueError where it was not to be selected for
+        that, or no time has passed.
+        """
+        if strategy not in self.candidates(batch_size):
+            raise ValueError(
+                f"expected one of {[s.name for s in self.candidates(batch_size)]} for "
+                f"{batch_size} requests, got {strategy.name!r}: record the batch size that it was "
+                "selected for"
+            )
+        if not elapsed_s > 0:
+            raise ValueError(f"expected elapsed_s above 0, got {elapsed_s}")
+        accept = float(np.sum(accept_lens)) / batch_size + 1
+        seen = self._seen[self._bucket(batch_size), strategy.name]
+        seen.rewards.append(accept * batch_size / float(elapsed_s))
+        seen.accepts.append(accept)
+
+    def median_reward(self, strategy: Strategy, batch_size: int) -> float | None:
+        """Of the window of this range, tokens per second; None where it is empty."""
+        seen = self._seen[self._bucket(batch_size), strategy.name]
+        return statistics.median(seen.rewards) if seen.rewards else None
+
+    def median_accept(self, strategy: Strategy) -> float | None:
+        """Tokens per request and round, of the windows of all ranges; None before any round."""
+        windows = [seen.accepts for (_, name), seen in self._seen.items() if name == strategy.name]
+        accepts = list(itertools.chain.from_iterable(windows))
+        return statistics.median(accepts) if accepts else None
+
+    def best(self, batch_size: int) -> Strategy | None:
+        """The candidate of the largest median reward, the first of equals; None before any."""
+        medians = [(self.median_reward(s, batch_size), s) for s in self.candidates(batch_size)]
+        known = [(median, s) for median, s in medians if median is not None]
+        return max(known, key=lambda pair: pair[0])[1] if known else None
+
+    def state(self) -> dict[str, Any]:
+        """Plain data: with it decisions go on as they would have."""
+        windows = [
+            {
+                "bucket": bucket,
+                "strategy": name,
+                "rewards": list(seen.rewards),
+                "accepts": list(seen.accepts),
+            }
+            for (bucket, name), seen in self._seen.items()
+        ]
+        return {"seed": self._seed, "draws": self._draws, "windows": windows}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Take over what `state` gave. Raises ValueError where it is of other strategies."""
+        found = {(w["bucket"], w["strategy"]): w for w in state["windows"]}
+        if found.keys() != self._seen.keys():
+            raise ValueError(
+                f"expected windows of the ranges and strategies {sorted(self._seen)}, got "
+                f"{sorted(found)}: resume with the strategies and thresholds that it was saved with"
+            )
+        self._seed, self._draws = state["seed"], state["draws"]
+        for key, seen in self._seen.items():
+            for kept, name in ((seen.rewards, "rewards"), (seen.accepts, "accepts")):
+                kept.clear()
+                kept.extend(found[key][name])
+
+    def _bucket(self, batch_size: int) -> int:
+        """i with batch_size in B_i = [t_i, t_{i+1} − 1], the last without an end; from 0."""
+        if batch_size < 1:
+            raise ValueError(f"expected a batch of at least 1 request, got {batch_size}")
+        return bisect.bisect_right(self.config.thresholds, batch_size) - 1
+
+
+def _by_bucket(
+    strategies: Sequence[Strategy], config: BanditConfig
+) -> tuple[tuple[Strategy, ...], ...]:
+    """Candidates of each range: groups by `verify_tokens`, the most first, in the given order."""
+    sizes = {s.verify_tokens for s in strategies}
+    plain = tuple(s for s in strategies if not s.verify_tokens) if config.everywhere else ()
+    if plain and len(sizes) != len(config.thresholds):
+        sizes.discard(0)  # it has no range of its own
+    groups = [
+        tuple(s for s in strategies if s.verify_tokens == size or s in plain)
+        for size in sorted(sizes, reverse=True)
+    ]
+    if len(groups) != len(config.thresholds):
+        raise ValueError(
+            "expected as many thresholds as groups of strategies by verify_tokens, got thresholds "
+            f"{config.thresholds} and verify_tokens {sorted(sizes, reverse=True)}"
+        )
+    return tuple(groups)
