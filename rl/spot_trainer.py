@@ -119,6 +119,7 @@ class SpotTrainer:
         for action in actions:
             if isinstance(action, Halt):
                 self._leads.pop(action.worker_id, None)
+                self._idle.discard(action.worker_id)  # it says so anew
             elif isinstance(action, Lead | Promote):
                 self._leads[action.worker_id] = True
             else:
