@@ -89,10 +89,15 @@ class Eagle:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Frozen:
-    """What a drafter shares with the policy: its embedding, and its head over the draft tokens."""
+    """What a drafter shares with the policy: its embedding, and its head over the draft tokens.
+
+    `draft_ids_U` is the vocabulary map (`Drafter.draft_ids_U`), by which training finds a token's
+    column.
+    """
 
     embedding_VD: Any
     head_DU: Any
+    draft_ids_U: Any = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -173,11 +178,11 @@ def frozen(
 ) -> Frozen:
     """The shared parts: the embedding, and the head's columns of the draft tokens."""
     if own_head_DU is not None:
-        return Frozen(policy.embedding_VD, own_head_DU)
+        return Frozen(policy.embedding_VD, own_head_DU, draft_ids_U)
     head_DU = policy.embedding_VD.T if policy.head_DV is None else policy.head_DV
     if draft_ids_U is not None:
         head_DU = jnp.take(head_DU, draft_ids_U, axis=1)
-    return Frozen(policy.embedding_VD, head_DU)
+    return Frozen(policy.embedding_VD, head_DU, draft_ids_U)
 
 
 def features(config: EagleConfig, params: Eagle, caught_BTW: jax.Array) -> jax.Array:
