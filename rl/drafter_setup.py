@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from spec.drafter_training import DrafterState
 
 from models.transformer import Params
 from rl.checkpoint import CheckpointConfig, Checkpointer, NoWholeCheckpointError
@@ -24,6 +23,7 @@ from rl.spot_trainer import SpotTrainer
 from rl.workers import Workers
 from spec import eagle, eagle_files
 from spec.data_buffer import DataBuffer
+from spec.drafter_training import DrafterState
 from spec.eagle import Drafter
 
 FOLDER = "drafter"  # in the run folder

@@ -21,7 +21,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from spec.drafter_training import DrafterState, DrafterTrainingConfig
 
 from models.transformer import Params
 from rl.checkpoint import Checkpointer
@@ -32,6 +31,7 @@ from spec import drafter_training, eagle
 from spec.data_buffer import DataBuffer
 from spec.drafter_batch import Caught, DrafterBatch
 from spec.drafter_packing import pack
+from spec.drafter_training import DrafterState, DrafterTrainingConfig
 from spec.eagle import Eagle, Frozen
 
 SUMS = ("loss", "accuracy_top1", "accuracy_top3", "agreement")
@@ -195,11 +195,11 @@ class DrafterTrainer:
         config = self.config
         rng = np.random.default_rng([self._seed, self.step])
         num_tokens = config.micro_batches * config.batch_rows * config.row_tokens
-        sequences = self.buffer.sample(num_tokens, self._rl_step, rng)
-        batches = pack(sequences, config.batch_rows, config.row_tokens) if sequences else []
+        # a little more than fits: what makes no full row is left out
+        sequences = self.buffer.sample(num_tokens * 9 // 8, self._rl_step, rng)
+        batches = pack(sequences, config.batch_rows, config.row_tokens, config.micro_batches)
         if not batches:
             return None
-        batches = batches[: config.micro_batches]
         return _Step(collections.deque(batches), len(batches))
 
     def _gradient(self, bench: Bench, now: _Step, batch: DrafterBatch) -> None:

@@ -10,8 +10,6 @@ import functools
 import hashlib
 from pathlib import Path
 
-from spec.drafter_training import DrafterTrainingConfig
-
 from models import hf, kv_cache, tokenizer, transformer
 from models.config import ModelConfig
 from models.sharding import MeshConfig
@@ -32,6 +30,7 @@ from rl.tasks import Example, Task, TaskConfig, open_tasks
 from rl.workers import SchedConfig
 from spec import eagle, eagle_files
 from spec.data_buffer import DataBufferConfig
+from spec.drafter_training import DrafterTrainingConfig
 from spec.eagle import EagleConfig
 from spec.sampling import SamplingConfig
 

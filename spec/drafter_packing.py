@@ -32,11 +32,14 @@ class _Window:
         return self.stop - self.start
 
 
-def pack(sequences: Sequence[Caught], num_rows: int, row_tokens: int) -> list[DrafterBatch]:
+def pack(
+    sequences: Sequence[Caught], num_rows: int, row_tokens: int, max_batches: int | None = None
+) -> list[DrafterBatch]:
     """Several sequences a row, in few rows: the longest first, each into the first row with room.
 
     Numpy batches [num_rows, row_tokens], all sequences in each once. Rows are dealt to the batches
     in turn, so that each has long and short sequences; what is left of the last rows is padding.
+    Of more than `max_batches` the emptiest rows are left out.
     Raises ValueError where states differ in width or dtype, or windows would not advance.
     """
     windows = _windows(sequences, row_tokens)
@@ -49,6 +52,9 @@ def pack(sequences: Sequence[Caught], num_rows: int, row_tokens: int) -> list[Dr
             rows.append([])
         rows[r].append(window)
         free[r] -= window.num_tokens
+    if max_batches is not None:
+        fullest = np.argsort(free[: len(rows)], kind="stable")[: max_batches * num_rows]
+        rows = [rows[r] for r in sorted(fullest.tolist())]
     return _batches(sequences, rows, num_rows, row_tokens)
 
 

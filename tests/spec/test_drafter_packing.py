@@ -183,3 +183,10 @@ def test_sizes():
         pack([sequence(1, 5, 0)], 1, 2)
     with pytest.raises(ValueError, match="num_rows >= 1, got 0"):
         pad([sequence(1, 5, 0)], 0, 8)
+
+
+def test_of_too_many_rows_the_emptiest_are_left_out():
+    sequences = [sequence(f"{n}", n, 2) for n in (9, 8, 7, 3)]
+    [batch] = pack(sequences, num_rows=3, row_tokens=10, max_batches=1)
+    assert sorted(int((row > 0).sum()) for row in batch.sequence_BT) == [8, 9, 10]
+    assert len(pack(sequences, num_rows=1, row_tokens=10)) == 3
