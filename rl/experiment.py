@@ -33,6 +33,7 @@ from spec.data_buffer import DataBufferConfig
 from spec.drafter_training import DrafterTrainingConfig
 from spec.eagle import EagleConfig
 from spec.sampling import SamplingConfig
+from spec.tuner import TunerConfig
 
 Prompt = tuple[int, ...]
 
@@ -98,6 +99,7 @@ class TrainConfig:
     engine: EngineConfig
     sched: SchedConfig
     speculation: SpeculationConfig
+    tuner: TunerConfig
     drafter: DrafterConfig
     drafter_training: DrafterTrainingConfig
     data_buffer: DataBufferConfig
@@ -171,6 +173,7 @@ def open_inputs(config: TrainConfig) -> Inputs:
     check_algorithm(config)
     check_pipeline(config)
     drafter_shape(config, model)
+    check_tuner(config)
     validate(config.reward)
     task = open_tasks(config.task, config.run.seed)
     inputs = Inputs(policy, model, words, task, 0)
@@ -240,6 +243,23 @@ def drafter_shape(config: TrainConfig, model: ModelConfig) -> EagleConfig | None
             f"{config.drafter_training.variant!r} trains one of {design!r}: choose another variant"
         )
     return shape
+
+
+def check_tuner(config: TrainConfig) -> None:
+    """Raise ValueError where the bandit's arms are larger than trees get."""
+    if config.speculation.budget != "bandit":
+        return
+    most, tuner = config.engine.max_nodes - 1, config.tuner
+    if max(tuner.verify_tokens) > most:
+        raise ValueError(
+            f"expected Tuner.verify_tokens of at most Engine.max_nodes − 1 = {most}, got "
+            f"{tuner.verify_tokens}: lower them, or raise Engine.max_nodes"
+        )
+    if config.speculation.learns and max(tuner.depths) > config.drafter.max_depth:
+        raise ValueError(
+            f"expected Tuner.depths of at most Drafter.max_depth={config.drafter.max_depth}, got "
+            f"{tuner.depths}: lower them, or raise Drafter.max_depth"
+        )
 
 
 def check_pipeline(config: TrainConfig) -> None:

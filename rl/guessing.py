@@ -73,13 +73,14 @@ class Guessing:
         ahead = self._ahead(live, num_slots, num_positions, room)
         if ahead is not None and not ahead.ask:
             return None, ahead
+        skipped = self.budget.skips(live, num_slots, num_positions)
         # the last token of a response is never a guess: it comes with the one before
         most_A = np.minimum(self.budget.limits(live, num_slots), live.remaining_tokens_A - 1)
         most_A = np.minimum(most_A, (sizes[-1] if sizes else 1) - 1).astype(np.int32)
         if not most_A.any():
             return None, ahead or plain
         if isinstance(self.drafter, Union):
-            self.drafter.skipped = self.budget.skips(live, num_slots, num_positions)
+            self.drafter.skipped = skipped
         drafts = self.drafter.propose(live, most_A, self._config.max_nodes - 1)
         if len(drafts.count_A) != len(live):
             raise ValueError(

@@ -124,7 +124,9 @@ def opened(
             start = drafter_setup.open_drafter(config, inputs)
             drafter = drafter_setup.open_run(config, start, folder, stack, clock)
             learned = drafter.trainer.learned
-        speculation = stack.enter_context(Speculation(config.speculation, cache, learned))
+        speculation = stack.enter_context(
+            Speculation(config.speculation, cache, learned, config.tuner, seed=config.run.seed)
+        )
         pool = stack.enter_context(RewardPool(config.reward, tasks=config.task.specs))
         yield _build(
             config, inputs, folder, mesh, pool, cache, speculation, drafter, show, should_stop
@@ -295,6 +297,7 @@ def _resume(
     if cached := restored.host.get("rollouts"):
         system.cache.load_state(cached)
     system.reuse.load_state(restored.host.get("reuse", {}))
+    system.speculation.load_state(restored.host.get("speculation", {}))
     if system.drafter is not None:
         exact = system.drafter.spot is None
         system.drafter.load(restored.arrays.drafter, restored.host["drafter"], exact=exact)
@@ -334,6 +337,7 @@ def _host_state(system: System, place: Place) -> dict[str, Any]:
         "cursor": place.cursor,
         "rollouts": system.cache.state(),
         "reuse": system.reuse.state(),
+        "speculation": system.speculation.state(),
     } | ({} if system.drafter is None else {"drafter": system.drafter.state()})
 
 

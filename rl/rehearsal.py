@@ -13,6 +13,7 @@ from spec.budget import TakeAll
 from spec.rollout_cache import CachedGroup, CachedResponse, RolloutCache
 from spec.round_seconds import RoundTimes
 from spec.sampling import SamplingConfig, step_key
+from spec.tuner import TunerConfig
 
 NAME = "rehearsal"
 NUM_TOKENS = 24  # of a response, at most
@@ -25,6 +26,7 @@ def rehearse(
     params: Params,
     sampling: SamplingConfig,
     learned: LearnedDrafter | None = None,
+    tuner: TunerConfig | None = None,
 ) -> None:
     """A phase that tries guesses and one with the budget of `config`, all sources asked.
 
@@ -37,7 +39,7 @@ def rehearse(
     no_stop = (-1,) * max(1, len(engine.model.eos_token_ids))  # as many as there are: a shape
     limit = min(NUM_TOKENS, sampling.max_new_tokens)
     requests = [Request(i, prompt, 0, i, limit) for i in range(2)]
-    with Speculation(config, cache, learned) as speculation:
+    with Speculation(config, cache, learned, tuner) as speculation:
         speculation.times = times
         for tried in (TakeAll(2), None):
             guesses = speculation.phase([NAME], [prompt], dict.fromkeys(range(2), tokens))

@@ -40,6 +40,7 @@ class Replica:
     # None: hidden states are not kept, else those after these layers and the last ones
     feature_layers: tuple[int, ...] | None = None
     clock: Callable[[], float] = time.perf_counter
+    number: int = 0  # among the workers of a run
 
     def __post_init__(self) -> None:
         self.dtype = np.dtype(self.dtype)

@@ -95,4 +95,6 @@ def _warm_up(
         speculation.times = load_or_measure(
             path, one, placed, sampling, lookup=lookup, learned=learned, **sizes
         )
-        rehearse(config.speculation, speculation.times, one, placed, sampling, learned)
+        rehearse(
+            config.speculation, speculation.times, one, placed, sampling, learned, config.tuner
+        )

@@ -9,11 +9,12 @@ what is learnt.
 from __future__ import annotations
 
 import dataclasses
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -21,6 +22,7 @@ from rl.guessing import Guesses, Site, no_guesses
 from rl.learned import LearnedDrafter
 from spec import history
 from spec.aligned import AlignedDrafter
+from spec.bandit import BegMab
 from spec.budget import Budget, make_budget
 from spec.drafter import Drafter
 from spec.group import DraftServer, GroupDrafter
@@ -30,11 +32,14 @@ from spec.merge import Union
 from spec.ngram import NgramDrafter
 from spec.rollout_cache import RolloutCache
 from spec.round_seconds import RoundTimes
+from spec.tuner import Tuned, TunerConfig, make_bandit
 
 SourceName = Literal["last", "history", "group", "own", "learned"]
 FOUND: tuple[SourceName, ...] = ("last", "history", "group", "own")
 SOURCES: tuple[SourceName, ...] = (*FOUND, "learned")
 Prompt = Sequence[int]
+BANDIT = "bandit"
+MOST_WORKERS = 2**16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,10 +50,9 @@ class SpeculationConfig:
     of last epoch by the same sample index, read on from where it stands), `history` (the prompt's
     responses of the last epoch), `group` (live siblings, told every
     `group_update_tokens` tokens), `own` (the request's own text), `learned` (a drafter that is
-    trained along, see Drafter). `budget` is `off`,
-    `fixed:K`, `aimd` or `goodput`, which also lets the device look guesses up in all
-    sources but `own`, several rounds in a call. `history_rule` is `ours`, or `histospec` for
-    RhymeRL's setting.
+    trained along, see Drafter). `budget` is `off`, `fixed:K`, `aimd`, `bandit` (see Tuner) or
+    `goodput`, which also lets the device look guesses up in all found texts but `own`, several
+    rounds in a call. `history_rule` is `ours`, or `histospec` for RhymeRL's setting.
     """
 
     budget: str = "goodput"
@@ -57,7 +61,8 @@ class SpeculationConfig:
     group_update_tokens: int = 4
 
     def __post_init__(self) -> None:
-        make_budget(self.budget, RoundTimes({}))
+        if self.budget != BANDIT:
+            make_budget(self.budget, RoundTimes({}))
         unknown = [s for s in self.sources if s not in SOURCES]
         if unknown or len(set(self.sources)) != len(self.sources):
             raise ValueError(
@@ -103,6 +108,9 @@ class Speculation:
         config: SpeculationConfig,
         cache: RolloutCache,
         learned: LearnedDrafter | None = None,
+        tuner: TunerConfig | None = None,
+        *,
+        seed: int = 0,
     ) -> None:
         assert (learned is not None) == config.learns, "a learned drafter where one is asked"
         self.config, self.learned = config, learned
@@ -112,6 +120,9 @@ class Speculation:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="history")
         self._building: Future[_Built] | None = None
         self._used: _Built | None = None  # by the phase that runs, or the last one
+        self._tuner, self._seed = tuner or TunerConfig(), seed
+        self._bandits: dict[int, BegMab] = {}  # by worker
+        self._lock = threading.Lock()
 
     def phase(
         self,
@@ -163,7 +174,28 @@ class Speculation:
             return None, None
         texts = self._texts(names, last, history) if self.config.may_look_up else None
         union = Union(list(parts.values()), texts, list(parts))
+        if self.config.budget == BANDIT:
+            assert self.times is not None, "a bandit needs the measured seconds of a round"
+            return union, Tuned(self.bandit(site.replica.number), self.times, union)
         return union, make_budget(self.config.budget, self.times)
+
+    def bandit(self, worker: int) -> BegMab:
+        """A worker's tuner."""
+        with self._lock:
+            if worker not in self._bandits:
+                top_k = 0 if self.learned is None else self.learned.tree.top_k
+                seed = self._seed * MOST_WORKERS + worker
+                self._bandits[worker] = make_bandit(self._tuner, self.config.sources, top_k, seed)
+            return self._bandits[worker]
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps: what the workers' tuners have learnt."""
+        return {"bandits": {str(w): bandit.state() for w, bandit in self._bandits.items()}}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        for worker, learnt in state.get("bandits", {}).items():
+            if self.config.budget == BANDIT:
+                self.bandit(int(worker)).load_state(learnt)
 
     def _texts(
         self, names: Mapping[int, str], last: Mapping[int, np.ndarray], history: _Built | None

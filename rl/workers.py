@@ -225,7 +225,7 @@ def make_engines(
         if size == 1:  # the default device's programs are there
             place = {"device": None if mine[0] == default else mine[0]}
         place |= {"context_tokens": context_tokens, "feature_layers": feature_layers}
-        engines.append(Engine(model, engine, dtype=dtype, **place))
+        engines.append(Engine(model, engine, dtype=dtype, number=i, **place))
     return engines
 
 

@@ -2,8 +2,8 @@
 
 A round of B slots and N nodes costs what the measured table says; it brings each
 request one token and the guesses that turn out right. Policies by name: `off`,
-`fixed:k`, `aimd` (HistoSpec's windows), `goodput` (ours). A budget lives for one
-phase; what it is told is counts and a table, so that its decisions repeat. A = live
+`fixed:k`, `aimd` (HistoSpec's windows), `goodput` (ours), and in spec/tuner.py `bandit` (TLT's).
+A budget lives for one phase; what it is told is counts and a table, so that its decisions repeat. A = live
 requests, B = slots, N = nodes (root included), S = cache positions.
 """
 
@@ -24,7 +24,7 @@ from spec.request_index import PerRequest, RequestIndex
 from spec.round_seconds import RoundTimes
 from spec.window import WindowConfig, next_windows
 
-POLICIES = "off, fixed:K, aimd, goodput"
+POLICIES = "off, fixed:K, aimd, goodput, bandit"
 BETTER = 1.03  # a mode is left only for one that promises this much more
 DECAY = 0.9  # of a request's acceptance counts, a round
 PRIOR_NODES = 2.0  # how many expected guesses the prior of a request weighs
@@ -86,15 +86,15 @@ class Budget(Protocol):
         ...
 
 
-def _size_for(widest: int, sizes: Sequence[int]) -> int:
+def size_for(widest: int, sizes: Sequence[int]) -> int:
     """The smallest size that holds the root and `widest` guesses, else the largest; 1 for none."""
     if not widest or not sizes:
         return 1
     return next((n for n in sizes if n > widest), sizes[-1])
 
 
-class _OnHost:
-    """Budgets that leave all guessing to the drafter."""
+class OnHost:
+    """Base of budgets that leave all guessing to the drafter."""
 
     looks_up = False
 
@@ -110,7 +110,7 @@ class _OnHost:
         raise AssertionError("nothing was to be looked up")
 
 
-class Off(_OnHost):
+class Off(OnHost):
     """Never a guess."""
 
     def limits(self, live: LiveSlots, num_slots: int) -> np.ndarray:
@@ -130,7 +130,7 @@ class Off(_OnHost):
         pass
 
 
-class TakeAll(_OnHost):
+class TakeAll(OnHost):
     """All guesses that there are, at most `most` a request."""
 
     def __init__(self, most: int = 2**30) -> None:
@@ -147,13 +147,13 @@ class TakeAll(_OnHost):
         num_slots: int,
         num_positions: int,
     ) -> Decision:
-        return Decision(_size_for(int(drafts.count_A.max(initial=0)), sizes))
+        return Decision(size_for(int(drafts.count_A.max(initial=0)), sizes))
 
     def observe(self, live: LiveSlots, drafts: Drafts, outcome: Outcome) -> None:
         pass
 
 
-class Aimd(_OnHost):
+class Aimd(OnHost):
     """HistoSpec's windows, with its gate on the batch size (RhymeRL, section 5.4).
 
     A round is plain where the table says that at the acceptance seen so far trees of
@@ -181,7 +181,7 @@ class Aimd(_OnHost):
         num_slots: int,
         num_positions: int,
     ) -> Decision:
-        size = _size_for(int(drafts.count_A.max(initial=0)), sizes)
+        size = size_for(int(drafts.count_A.max(initial=0)), sizes)
         if self._times is None or size == 1 or not self._tokens_per_request:
             return Decision(size)
         plain_s = self._times(num_slots, 1, num_positions)
