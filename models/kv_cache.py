@@ -11,6 +11,7 @@ buffers are donated.
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from models.config import ModelConfig
 from models.sharding import constrain
 
 AXES = ("batch", "kv_heads", None, None)  # of keys and values alike
+KEY_AXIS, VALUE_AXIS = 3, 2  # where positions lie in a layer's keys and values
 
 
 @jax.tree_util.register_dataclass
@@ -94,4 +96,34 @@ def compact(cache: KVCache, start_B: jax.Array, path_BN: jax.Array) -> KVCache:
     return KVCache(
         tuple(pin(jax.vmap(keys)(k, start_B, path_BN)) for k in cache.keys),
         tuple(pin(jax.vmap(values)(v, start_B, path_BN)) for v in cache.values),
+    )
+
+
+@partial(jax.jit, static_argnames=("num_positions", "axis"))
+def resize_layer(rows: jax.Array, row_B: jax.Array, *, num_positions: int, axis: int) -> jax.Array:
+    """A layer's keys or values with rows `row_B`, cut or padded to `num_positions` along `axis`."""
+    rows = jnp.take(rows, row_B, axis=0, mode="clip")
+    size = rows.shape[axis]
+    if size >= num_positions:
+        return pin(jax.lax.slice_in_dim(rows, 0, num_positions, axis=axis))
+    widths = [(0, 0)] * 4
+    widths[axis] = (0, num_positions - size)
+    return pin(jnp.pad(rows, widths))
+
+
+def resize(cache: KVCache, row_B: jax.Array, num_positions: int) -> KVCache:
+    """The cache whose row b is row `row_B[b]`, cut or padded to `num_positions`.
+
+    Consumes `cache`: each of its buffers is deleted once it is copied, so that there are
+    never two whole caches.
+    """
+
+    def one(rows: jax.Array, axis: int) -> jax.Array:
+        new = resize_layer(rows, row_B, num_positions=num_positions, axis=axis)
+        rows.delete()
+        return new
+
+    return KVCache(
+        tuple(one(k, KEY_AXIS) for k in cache.keys),
+        tuple(one(v, VALUE_AXIS) for v in cache.values),
     )

@@ -16,12 +16,10 @@ import numpy as np
 
 from models import kv_cache, transformer
 from models.config import ModelConfig
-from models.kv_cache import KVCache
+from models.kv_cache import KEY_AXIS, VALUE_AXIS, KVCache, resize_layer
 from rl.trajectory import HostKv
 from spec.contexts import Contexts
 from spec.verify import Slots
-
-KEY_AXIS, VALUE_AXIS = 3, 2  # where positions lie in a layer's keys and values
 
 # Columns of the integer table from which the device's slots are made.
 COLUMNS = ("last_token", "length", "emitted", "limit", "active", "request_id", "top_k")
@@ -102,17 +100,6 @@ def copy_layer(
         return jax.lax.dynamic_update_slice_in_dim(rows, row, target_B[i], axis=0)
 
     return kv_cache.pin(jax.lax.fori_loop(0, count, one, rows))
-
-
-@partial(jax.jit, static_argnames=("num_positions", "axis"))
-def resize_layer(rows: jax.Array, row_B: jax.Array, *, num_positions: int, axis: int) -> jax.Array:
-    rows = jnp.take(rows, row_B, axis=0, mode="clip")
-    size = rows.shape[axis]
-    if size >= num_positions:
-        return kv_cache.pin(jax.lax.slice_in_dim(rows, 0, num_positions, axis=axis))
-    widths = [(0, 0)] * 4
-    widths[axis] = (0, num_positions - size)
-    return kv_cache.pin(jnp.pad(rows, widths))
 
 
 def insert_rows(
@@ -202,18 +189,5 @@ def stacked(kvs: Sequence[HostKv], num_rows: int, num_positions: int) -> KVCache
 
 
 def resize(cache: KVCache, row_B: np.ndarray, num_positions: int) -> KVCache:
-    """The cache whose row b is row `row_B[b]`, cut or padded to `num_positions`.
-
-    Consumes `cache`: each of its buffers is deleted once it is copied.
-    """
-    index = jax.device_put(row_B)
-
-    def one(rows: jax.Array, axis: int) -> jax.Array:
-        new = resize_layer(rows, index, num_positions=num_positions, axis=axis)
-        rows.delete()
-        return new
-
-    return KVCache(
-        tuple(one(k, KEY_AXIS) for k in cache.keys),
-        tuple(one(v, VALUE_AXIS) for v in cache.values),
-    )
+    """`kv_cache.resize` by rows on the host."""
+    return kv_cache.resize(cache, jax.device_put(row_B), num_positions)
