@@ -26,6 +26,8 @@ class Source(enum.IntEnum):
     GROUP = 2  # siblings that are being generated
     OWN = 3  # the request's own prompt and response
     LAST = 4  # the response of last epoch by the same sample index
+    LEARNED = 5  # a learned drafter
+    MODEL = 6  # a small model
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
