@@ -19,6 +19,8 @@ from models import kv_cache, transformer
 from models.config import ModelConfig
 from models.kv_cache import KVCache, map_arrays
 from rl.trajectory import HostKv
+from spec import cache_rows
+from spec.cache_rows import resize_layer
 from spec.contexts import Contexts
 from spec.verify import Slots
 
@@ -102,17 +104,6 @@ def copy_layer(
         return jax.lax.dynamic_update_slice_in_dim(rows, row, target_B[i], axis=0)
 
     return kv_cache.pin(jax.lax.fori_loop(0, count, one, rows))
-
-
-@partial(jax.jit, static_argnames=("num_positions", "axis"))
-def resize_layer(rows: jax.Array, row_B: jax.Array, *, num_positions: int, axis: int) -> jax.Array:
-    rows = jnp.take(rows, row_B, axis=0, mode="clip")
-    size = rows.shape[axis]
-    if size >= num_positions:
-        return kv_cache.pin(jax.lax.slice_in_dim(rows, 0, num_positions, axis=axis))
-    widths = [(0, 0)] * 4
-    widths[axis] = (0, num_positions - size)
-    return kv_cache.pin(jnp.pad(rows, widths))
 
 
 def insert_rows(
@@ -203,15 +194,5 @@ def stacked(kvs: Sequence[HostKv], num_rows: int, num_positions: int) -> KVCache
 
 
 def resize(cache: KVCache, row_B: np.ndarray, num_positions: int) -> KVCache:
-    """The cache whose row b is row `row_B[b]`, cut or padded to `num_positions`.
-
-    Consumes `cache`: each of its buffers is deleted once it is copied.
-    """
-    index = jax.device_put(row_B)
-
-    def one(rows: jax.Array, axis: int) -> jax.Array:
-        new = resize_layer(rows, index, num_positions=num_positions, axis=axis)
-        rows.delete()
-        return new
-
-    return map_arrays(one, cache)
+    """`cache_rows.resize` by rows on the host."""
+    return cache_rows.resize(cache, jax.device_put(row_B), num_positions)

@@ -3,8 +3,8 @@
 A round of B slots and N nodes costs what the measured table says; it brings each
 request one token and the guesses that turn out right. Policies by name: `off`,
 `fixed:k`, `aimd` (HistoSpec's windows), `goodput` (ours), and in spec/tuner.py `bandit` (TLT's).
-A budget lives for one phase; what it is told is counts and a table, so that its decisions repeat. A = live
-requests, B = slots, N = nodes (root included), S = cache positions.
+A budget lives for one phase; what it is told is counts and a table, so that its decisions
+repeat. A = live requests, B = slots, N = nodes (root included), S = cache positions.
 """
 
 from __future__ import annotations

@@ -11,10 +11,24 @@ from typing import NamedTuple
 import numpy as np
 from parity_model import MODEL
 
+from rl.trajectory import Origin
 from spec.drafter import LiveSlots, stack
 from spec.tree import NO_DRAFT, Draft, chain
 
 V = MODEL.vocab_size
+
+
+def origins_if_all_accepted(num_tokens, max_nodes):
+    """Rounds of `max_nodes` tokens, the last of each a bonus, and a last round of the rest.
+
+    Nothing is drafted for a request that may have one token more.
+    """
+    origins = []
+    while num_tokens > 0:
+        emitted = min(max_nodes, num_tokens)
+        origins += [Origin.ACCEPTED] * (emitted - 1) + [Origin.BONUS]
+        num_tokens -= emitted
+    return origins
 
 
 class View(NamedTuple):

@@ -11,6 +11,7 @@ from parity_drafters import (
     RandomTrees,
     TooLong,
     Wrong,
+    origins_if_all_accepted,
 )
 from parity_model import BASE, MODEL, SAMPLINGS, TOLERANCE, differences, misscored
 
@@ -18,19 +19,6 @@ from rl.engine import Engine
 from rl.trajectory import FinishReason, Origin
 
 pytestmark = pytest.mark.parity
-
-
-def origins_if_all_accepted(num_tokens, max_nodes):
-    """Rounds of `max_nodes` tokens, the last of each a bonus, and a last round of the rest.
-
-    Nothing is drafted for a request that may have one token more.
-    """
-    origins = []
-    while num_tokens > 0:
-        emitted = min(max_nodes, num_tokens)
-        origins += [Origin.ACCEPTED] * (emitted - 1) + [Origin.BONUS]
-        num_tokens -= emitted
-    return origins
 
 
 @pytest.mark.parametrize("name", ["plain", "cool", "greedy"])

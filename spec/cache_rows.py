@@ -1,0 +1,37 @@
+"""Rows of a cache for another bucket: chosen, cut or padded, one array after the other."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from models.kv_cache import KVCache, map_arrays, pin
+
+
+@partial(jax.jit, static_argnames=("num_positions", "axis"))
+def resize_layer(rows: jax.Array, row_B: jax.Array, *, num_positions: int, axis: int) -> jax.Array:
+    """One array with rows `row_B`, cut or padded to `num_positions` along `axis`."""
+    rows = jnp.take(rows, row_B, axis=0, mode="clip")
+    size = rows.shape[axis]
+    if size >= num_positions:
+        return pin(jax.lax.slice_in_dim(rows, 0, num_positions, axis=axis))
+    widths = [(0, 0)] * 4
+    widths[axis] = (0, num_positions - size)
+    return pin(jnp.pad(rows, widths))
+
+
+def resize(cache: KVCache, row_B: jax.Array, num_positions: int) -> KVCache:
+    """The cache whose row b is row `row_B[b]`, cut or padded to `num_positions`.
+
+    Consumes `cache`: each of its buffers is deleted once it is copied, so that there are
+    never two whole caches.
+    """
+
+    def one(rows: jax.Array, axis: int) -> jax.Array:
+        new = resize_layer(rows, row_B, num_positions=num_positions, axis=axis)
+        rows.delete()
+        return new
+
+    return map_arrays(one, cache)

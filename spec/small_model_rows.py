@@ -1,0 +1,153 @@
+"""Whose keys and values lie in a small model's cache, token by token: the host's side of it.
+
+B = rows of the cache, S = its positions, A = live requests, K = guesses of a chain.
+"""
+
+from __future__ import annotations
+
+import numba
+import numpy as np
+
+from spec.drafter import LiveSlots
+
+NOBODY = -1
+
+
+class HeldRows:
+    """Rows of tokens; the cache holds the entries of `tokens_BS[b, :known_B[b]]`.
+
+    A row outlives its request. Who gets it keeps what the two texts have in common: a request
+    that comes back its own tokens, a sibling the prompt.
+    """
+
+    def __init__(self, num_rows: int, num_positions: int) -> None:
+        self.tokens_BS = np.zeros((num_rows, num_positions), np.int32)
+        self.filled_B = np.zeros(num_rows, np.int32)  # tokens, guesses included
+        self.known_B = np.zeros(num_rows, np.int32)
+        self.owner_B = np.full(num_rows, NOBODY, np.int64)
+        # where guesses of the last chain begin, and how many there are
+        self.drafted_at_B = np.zeros(num_rows, np.int32)
+        self.drafted_B = np.zeros(num_rows, np.int32)
+        self._row_of: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        return len(self.owner_B)
+
+    def follow(self, live: LiveSlots) -> tuple[np.ndarray, np.ndarray]:
+        """The rows of live requests, told of their tokens; also [A, 2] of the last chains.
+
+        That is how many guesses were right, and of how many that is known. There must be as many
+        rows as requests.
+        """
+        rows_A = self._rows(live)
+        agreed_A = np.zeros(len(live), np.int32)
+        total_A = np.minimum(live.total_tokens_A, self.tokens_BS.shape[1]).astype(np.int32)
+        _follow(
+            live.tokens_BL,
+            live.rows_A,
+            total_A,
+            rows_A,
+            self.tokens_BS,
+            self.filled_B,
+            agreed_A,
+        )
+        at_A, drafted_A = self.drafted_at_B[rows_A], self.drafted_B[rows_A]
+        seen_A = np.clip(total_A - at_A, 0, drafted_A)
+        right_A = np.clip(agreed_A - at_A, 0, seen_A)
+        self.drafted_B[rows_A] = 0
+        self.roll_back(rows_A, agreed_A)
+        return rows_A, np.stack([right_A, seen_A], axis=1)
+
+    def roll_back(self, rows_A: np.ndarray, agreed_A: np.ndarray) -> None:
+        """Entries behind the first `agreed_A` tokens are of guesses that were wrong."""
+        self.known_B[rows_A] = np.minimum(self.known_B[rows_A], agreed_A)
+
+    def drafted(self, rows_A: np.ndarray, tokens_AK: np.ndarray, count_A: np.ndarray) -> None:
+        """Chains were computed from the ends of these rows: entries of all but the last guess."""
+        total_A = self.filled_B[rows_A]
+        a, k = np.nonzero(np.arange(tokens_AK.shape[1]) < count_A[:, None])
+        self.tokens_BS[rows_A[a], total_A[a] + k] = tokens_AK[a, k]
+        self.filled_B[rows_A] = total_A + count_A
+        # other chains may have gone on, over the last position
+        last = self.tokens_BS.shape[1] - 1
+        self.known_B[rows_A] = np.minimum(total_A + count_A - 1, last)
+        self.drafted_at_B[rows_A], self.drafted_B[rows_A] = total_A, count_A
+
+    def ended(self, live: LiveSlots) -> None:
+        """These requests need their rows no longer."""
+        for request_id in live.request_ids_A.tolist():
+            row = self._row_of.pop(request_id, None)
+            if row is not None:
+                self.owner_B[row] = NOBODY
+
+    def has(self, live: LiveSlots) -> np.ndarray:
+        """Which of these have a row; bool [A]."""
+        return np.array([r in self._row_of for r in live.request_ids_A.tolist()], bool)
+
+    def resized(
+        self, num_rows: int, num_positions: int, live: LiveSlots
+    ) -> tuple[HeldRows, np.ndarray]:
+        """A table of another size, and which row each of its rows was, int32 [B].
+
+        Where it has fewer rows, those of live requests are kept, then the ones known furthest.
+        Rows that are new know nothing.
+        """
+        is_live_B = np.isin(self.owner_B, live.request_ids_A)
+        order_B = np.lexsort((-self.known_B, self.owner_B == NOBODY, ~is_live_B))[:num_rows]
+        if num_rows >= len(self):
+            order_B = np.arange(len(self))
+        new, n = HeldRows(num_rows, num_positions), len(order_B)
+        S = min(num_positions, self.tokens_BS.shape[1])
+        new.tokens_BS[:n, :S] = self.tokens_BS[order_B, :S]
+        for name in ("filled_B", "known_B", "owner_B", "drafted_at_B", "drafted_B"):
+            getattr(new, name)[:n] = getattr(self, name)[order_B]
+        owned = np.nonzero(new.owner_B != NOBODY)[0].tolist()
+        new._row_of = {int(new.owner_B[b]): b for b in owned}
+        return new, np.concatenate([order_B, np.zeros(num_rows - n, int)]).astype(np.int32)
+
+    def _rows(self, live: LiveSlots) -> np.ndarray:
+        for a in np.nonzero(~self.has(live))[0].tolist():
+            request_id = int(live.request_ids_A[a])
+            tokens_T = live.tokens_BL[live.rows_A[a], : live.total_tokens_A[a]]
+            b = self._best_free(tokens_T, live)
+            self._row_of.pop(int(self.owner_B[b]), None)
+            self._row_of[request_id] = b
+            self.owner_B[b], self.drafted_B[b] = request_id, 0
+        return np.array([self._row_of[r] for r in live.request_ids_A.tolist()], np.int64)
+
+    def _best_free(self, tokens_T: np.ndarray, live: LiveSlots) -> int:
+        """The free row that has most in common with a text; of equals that which knows least.
+
+        Rows of requests that are away are taken where no other is free.
+        """
+        common_B = np.minimum(_common(self.tokens_BS, self.filled_B, tokens_T), self.known_B)
+        is_live_B = np.isin(self.owner_B, live.request_ids_A)
+        order_B = np.lexsort((self.known_B, -common_B, self.owner_B != NOBODY, is_live_B))
+        assert not is_live_B[order_B[0]], "there must be as many rows as requests"
+        return int(order_B[0])
+
+
+@numba.njit(cache=True, nogil=True)
+def _follow(  # type: ignore[no-untyped-def]
+    tokens_BL, rows_A, total_A, held_A, held_BS, filled_B, agreed_A
+):
+    """Write each request's tokens to its row; agreed_A: how many of what was there are the same."""
+    for a in range(len(rows_A)):
+        text, held, b = tokens_BL[rows_A[a]], held_BS[held_A[a]], held_A[a]
+        k, end = 0, min(total_A[a], filled_B[b])
+        while k < end and text[k] == held[k]:
+            k += 1
+        agreed_A[a], filled_B[b] = k, total_A[a]
+        for t in range(k, total_A[a]):
+            held[t] = text[t]
+
+
+@numba.njit(cache=True, nogil=True)
+def _common(held_BS, filled_B, tokens_T):  # type: ignore[no-untyped-def]
+    """How many first tokens of each row are those of a text; int32 [B]."""
+    out_B = np.zeros(len(held_BS), np.int32)
+    for b in range(len(held_BS)):
+        end = min(len(tokens_T), filled_B[b])
+        while out_B[b] < end and held_BS[b, out_B[b]] == tokens_T[out_B[b]]:
+            out_B[b] += 1
+    return out_B

@@ -1,0 +1,172 @@
+"""What a small model computes as a drafter: chunks of known tokens, and chains of guesses.
+
+Its cache holds a row per request; B = rows, P = rows of one pass, C = tokens of a chunk,
+W = tokens of a chain's first pass, K = guesses of a chain. A row's tokens lie at their own
+positions, entries behind those that are known are dead, and every pass overwrites what it
+needs before it looks at it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from models import kv_cache, transformer
+from models.config import ModelConfig
+from models.kv_cache import KVCache
+from models.sharding import constrain
+from spec import sampling
+
+COLUMNS = ("total", "emitted", "request_id", "most")  # behind the W tokens of a row
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Draws:
+    """How guesses are drawn, the same for all requests: scalars, and the phase's key.
+
+    A chain ends where its chance falls below `min_chance`.
+    """
+
+    temperature: jax.Array
+    top_k: jax.Array
+    top_p: jax.Array
+    min_chance: jax.Array
+    key: jax.Array
+
+
+@partial(jax.jit, static_argnames=("config", "num_rows", "num_positions"))
+def empty_cache(
+    zero: jax.Array, *, config: ModelConfig, num_rows: int, num_positions: int
+) -> KVCache:
+    """A cache of zeros in the dtype of a scalar 0, and where that lies."""
+    B, K, S, h = num_rows, config.num_kv_heads, num_positions, config.head_dim
+    layers = range(config.num_layers)
+    return KVCache(
+        tuple(kv_cache.pin(jnp.broadcast_to(zero, (B, K, h, S))) for _ in layers),
+        tuple(kv_cache.pin(jnp.broadcast_to(zero, (B, K, S, h))) for _ in layers),
+    )
+
+
+@partial(jax.jit, static_argnames="config", donate_argnames="cache")
+def catch_up(
+    params: transformer.Params, cache: KVCache, table_PX: jax.Array, *, config: ModelConfig
+) -> KVCache:
+    """Write the entries of a chunk of P rows; `table_PX` holds (row, first position, C tokens).
+
+    All entries before the first position must be known. Row B is padding.
+    """
+    row_P, start_P, tokens_PC = table_PX[:, 0], table_PX[:, 1], table_PX[:, 2:]
+    some = jax.tree.map(lambda rows: jnp.take(rows, row_P, axis=0, mode="clip"), cache)
+    _, some = _pass(config, params, some, tokens_PC, start_P)
+    return jax.tree.map(
+        lambda rows, new: kv_cache.pin(rows.at[row_P].set(new, mode="drop")), cache, some
+    )
+
+
+@partial(
+    jax.jit,
+    static_argnames=("config", "scheme", "window_tokens", "most_tokens"),
+    donate_argnames="cache",
+)
+def draft_chains(
+    params: transformer.Params,
+    cache: KVCache,
+    table_BX: jax.Array,
+    draws: Draws,
+    *,
+    config: ModelConfig,
+    scheme: sampling.Draw | None,
+    window_tokens: int,
+    most_tokens: int,
+) -> tuple[KVCache, jax.Array]:
+    """Chains of up to `most_tokens` guesses; `table_BX` holds W tokens and `COLUMNS` a row.
+
+    The first pass computes the last W of a row's `total` tokens (all, where there are fewer):
+    entries before these must be known. Each further pass computes the guess before. Chains end
+    together, once each has its `most` guesses or too small a chance. Without a `scheme` guesses
+    are the likeliest tokens, else draws with the noise of `request_id` at response positions
+    `emitted` …; their chance is the product of the model's own probabilities. Requires
+    `total + most <= S`. The result is packed, for `unpack`.
+    """
+    B, W, K, S = table_BX.shape[0], window_tokens, most_tokens, cache.num_positions
+    total_B, emitted_B, ids_B, most_B = table_BX[:, W:].T
+    keys_B = sampling.request_keys(draws.key, ids_B)
+    first_B = jnp.maximum(total_B - W, 0)
+    hidden_BWD, cache = _pass(config, params, cache, table_BX[:, :W], first_B)
+    last_B11 = (total_B - first_B - 1)[:, None, None]
+    hidden_B1D = jnp.take_along_axis(hidden_BWD, last_B11, axis=1)
+
+    def guess(k: jax.Array, hidden_B1D: jax.Array, drawn: tuple) -> tuple:
+        tokens_BK, chance_BK, chance_B = drawn
+        logits_B1V = constrain(transformer.head(params, hidden_B1D), "batch", None, "vocab")
+        keys_B1 = sampling.position_keys(keys_B, (emitted_B + k)[:, None])
+        token_B1, logprob_B1 = _draw(logits_B1V, keys_B1, draws, scheme)
+        chance_B = chance_B * jnp.exp(logprob_B1[:, 0])
+        tokens_BK = jax.lax.dynamic_update_slice(tokens_BK, token_B1, (0, k))
+        chance_BK = jax.lax.dynamic_update_slice(chance_BK, chance_B[:, None], (0, k))
+        return tokens_BK, chance_BK, chance_B
+
+    def more(carry: tuple) -> jax.Array:
+        k, _, (_, _, chance_B) = carry
+        return jnp.any((k < most_B) & (chance_B >= draws.min_chance))
+
+    def step(carry: tuple) -> tuple:
+        k, cache, drawn = carry
+        token_B1 = jax.lax.dynamic_slice_in_dim(drawn[0], k - 1, 1, axis=1)
+        # rows that have enough compute along, up to the end of the cache: no live entry is there
+        at_B = jnp.minimum(total_B + k - 1, S - 1)
+        hidden_B1D, cache = _pass(config, params, cache, token_B1, at_B)
+        return k + 1, cache, guess(k, hidden_B1D, drawn)
+
+    none = jnp.zeros((B, K), jnp.int32), jnp.zeros((B, K)), jnp.ones(B)
+    start = jnp.int32(1), cache, guess(jnp.int32(0), hidden_B1D, none)
+    k, cache, (tokens_BK, chance_BK, _) = jax.lax.while_loop(more, step, start)
+    bits_BK = jax.lax.bitcast_convert_type(chance_BK, jnp.int32)
+    count_B1 = jnp.broadcast_to(k, (B, 1))
+    cache = jax.tree.map(kv_cache.pin, cache)  # a loop's results may come out on other shards
+    return cache, jnp.concatenate([tokens_BK, bits_BK, count_B1], axis=1)
+
+
+def unpack(packed: jax.Array) -> tuple[np.ndarray, np.ndarray]:
+    """(tokens_BK, chance_BK) of the guesses that were made, on the host: waits for the device."""
+    packed_BX = np.asarray(packed)
+    K, count = packed_BX.shape[1] // 2, int(packed_BX[0, -1])
+    chance_BK = packed_BX[:, K : 2 * K].view(np.float32)
+    return packed_BX[:, :count], chance_BK[:, :count]
+
+
+def _pass(
+    config: ModelConfig,
+    params: transformer.Params,
+    cache: KVCache,
+    tokens_BC: jax.Array,
+    start_B: jax.Array,
+) -> tuple[jax.Array, KVCache]:
+    """Tokens at positions `start …` of their rows, each looking at all up to itself."""
+    positions_BC = start_B[:, None] + jnp.arange(tokens_BC.shape[1])
+    mask_BCS = jnp.arange(cache.num_positions) <= positions_BC[..., None]
+    return transformer.hidden_with_cache(
+        config, params, cache, tokens_BC, positions_BC, start_B, mask_BCS
+    )
+
+
+def _draw(
+    logits_B1V: jax.Array, keys_B1: jax.Array, draws: Draws, scheme: sampling.Draw | None
+) -> tuple[jax.Array, jax.Array]:
+    """Tokens and their log-probabilities, both [B, 1]."""
+    temperature_B1, top_k_B1, top_p_B1 = (
+        jnp.broadcast_to(x, keys_B1.shape) for x in (draws.temperature, draws.top_k, draws.top_p)
+    )
+    if scheme is not None:
+        cut_B1V = sampling.processed_logits(logits_B1V, temperature_B1, top_k_B1, top_p_B1)
+        return sampling.draw(cut_B1V, keys_B1, temperature_B1, scheme)
+    scale = jnp.where(draws.temperature <= 0, 1.0, draws.temperature)
+    logits_B1V = logits_B1V.astype(jnp.float32) / scale
+    token_B1 = jnp.argmax(logits_B1V, axis=-1).astype(jnp.int32)
+    total_B1 = jax.nn.logsumexp(logits_B1V, axis=-1)
+    return token_B1, jnp.max(logits_B1V, axis=-1) - total_B1

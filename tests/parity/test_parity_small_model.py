@@ -1,0 +1,78 @@
+"""A small model that drafts: the tokens of plain decoding; where it is the policy, its draws.
+
+The small model of most tests is the policy's first layer: often right, often wrong.
+"""
+
+import dataclasses
+
+import pytest
+from parity_drafters import origins_if_all_accepted
+from parity_model import BASE, MODEL, SAMPLINGS, STEP_KEY, TOLERANCE, differences, misscored
+
+from rl.engine import Engine
+from spec.drafter import Source
+from spec.merge import Union
+from spec.ngram import NgramDrafter
+from spec.small_model import SmallModelConfig, SmallModelDrafter
+
+pytestmark = pytest.mark.parity
+
+SMALL = dataclasses.replace(MODEL, num_layers=1)
+CONFIG = SmallModelConfig(
+    min_rows=8, min_positions=64, window_tokens=4, chunk_tokens=32, pass_tokens=128
+)
+
+
+@pytest.fixture(scope="module")
+def small_params(params):
+    return dataclasses.replace(params, layers=params.layers[:1])
+
+
+def drafter(params, name, model=SMALL, config=CONFIG, **options):
+    sampling = SAMPLINGS[name]
+    return SmallModelDrafter(
+        model, params, config, policy=MODEL, sampling=sampling, key=STEP_KEY, **options
+    )
+
+
+@pytest.mark.parametrize("mode", ["greedy", "coupled"])
+@pytest.mark.parametrize("name", ["plain", "greedy", "gumbel_cool"])
+def test_alone_and_beside_another(golden, rollout, engine, params, small_params, name, mode):
+    for with_others in (False, True):
+        small = drafter(small_params, name, mode=mode)
+        asked = Union([NgramDrafter(), small]) if with_others else small
+        got = rollout(name, drafter=asked)
+        assert not differences(golden(name), got)
+        drafted, accepted = engine.stats.drafted_by_source, engine.stats.accepted_by_source
+        assert 0 < accepted[Source.MODEL] < drafted[Source.MODEL]
+        assert (drafted[Source.OWN] > 0) == with_others
+    assert max(misscored(params, got, SAMPLINGS[name]).values()) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["plain", "cool", "gumbel", "gumbel_cool"])
+def test_the_policy_itself_drafts_what_it_then_draws(golden, rollout, engine, params, name):
+    """Coupled: only an end token among the guesses, or the limit, makes the others useless."""
+    got = rollout(name, drafter=drafter(params, name, MODEL, mode="coupled"))
+    assert not differences(golden(name), got)
+    for t in got:
+        want = origins_if_all_accepted(t.num_tokens, BASE.max_nodes)
+        assert t.origins[:-1].tolist() == want[:-1]
+    assert engine.stats.accepted_tokens > 0.7 * engine.stats.tokens
+
+
+def test_greedy_guesses_of_the_policy_itself_are_its_tokens_at_temperature_0(
+    golden, rollout, engine, params
+):
+    got = rollout("greedy", drafter=drafter(params, "greedy", MODEL))
+    assert not differences(golden("greedy"), got)
+    assert engine.stats.accepted_tokens > 0.7 * engine.stats.tokens
+
+
+def test_few_slots_and_caches_that_grow(golden, rollout, requests, small_params):
+    config = dataclasses.replace(CONFIG, min_rows=1, min_positions=32, max_draft_tokens=3)
+    engine = Engine(MODEL, dataclasses.replace(BASE, slots=2, min_slots=1, min_positions=32))
+    got = rollout(
+        "cool", requests[::3], drafter=drafter(small_params, "cool", config=config), engine=engine
+    )
+    assert not differences(golden("cool"), got)
+    assert engine.stats.accepted_tokens > 0
