@@ -112,7 +112,8 @@ class EagleDrafter:
         return self._as_drafts(packed, live, max_nodes_A, max_nodes)
 
     def finished(self, live: LiveSlots) -> None:
-        self._request_B[live.rows_A] = NO_REQUEST
+        rows = live.rows_A  # there may be more of them since the last guess
+        self._request_B[rows[rows < len(self._request_B)]] = NO_REQUEST
 
     def programs(
         self, caught: Callable[[], jax.Array]
