@@ -25,6 +25,7 @@ import logging
 import os
 import re
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,9 @@ from rl.checkpoint_reader import (
 
 _BARRIER_TIMEOUT_S = 1200
 _log = logging.getLogger(__name__)
+# Orbax tells saves apart by a counter of the process: a second one that begins while the first
+# is being written makes the first wait for ever.
+_writing = threading.Lock()
 
 __all__ = [
     "CheckpointConfig",
@@ -143,21 +147,26 @@ class Checkpointer:
                 shutil.rmtree(working)
             working.mkdir()
         _barrier(f"begin-{self._saves}")
-        # Returns once the values are on the host; Orbax writes them in the background.
-        self._orbax.save(working / "arrays", args=ocp.args.PyTreeSave(flat))
         extra = {
             "step": step,
             "processes": jax.process_count(),
             "arrays": describe(flat),
         }
-        self._pending = self._thread.submit(self._commit, step, state, extra, self._saves)
+        _writing.acquire()
+        try:
+            # Returns once the values are on the host; Orbax writes them in the background.
+            self._orbax.save(working / "arrays", args=ocp.args.PyTreeSave(flat))
+            self._pending = self._thread.submit(self._commit, step, state, extra, self._saves)
+        except BaseException:
+            _writing.release()
+            raise
         if not self.config.asynchronous:
             self.wait()
 
     @property
     def saving(self) -> bool:
-        """Whether the last save is still being written: another would wait for it."""
-        return self._pending is not None and not self._pending.done()
+        """Whether a save is still being written, in any directory: another would wait for it."""
+        return _writing.locked() or (self._pending is not None and not self._pending.done())
 
     def wait(self) -> None:
         """Returns once the last save counts; raises what it met in the background."""
@@ -214,7 +223,10 @@ class Checkpointer:
         """Background: arrays, host state, manifest, rename, in this order."""
         working = working_folder(self.directory, step)
         try:
-            self._orbax.wait_until_finished()
+            try:
+                self._orbax.wait_until_finished()
+            finally:
+                _writing.release()
             checkpoint_host.write(working / "host", jax.process_index(), state)
             _barrier(f"written-{save}")
             if _primary():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -94,13 +93,10 @@ class DrafterRun:
             "drafter/buffer_sequences": float(buffer.num_sequences),
         }
 
-    def saved(self) -> DrafterState:
-        """What a run's checkpoint holds of it among its arrays."""
-        return self.trainer.state
-
-    def state(self) -> dict[str, Any]:
-        """What a run's checkpoint holds of it besides."""
-        return {"step": self.trainer.step, "buffer": self.trainer.buffer.state()}
+    def saved(self) -> tuple[DrafterState, dict[str, Any]]:
+        """What a run's checkpoint holds of it among its arrays, and besides."""
+        state, step = self.trainer.snapshot()
+        return state, {"step": step, "buffer": self.trainer.buffer.state()}
 
     def load(self, arrays: DrafterState, state: dict[str, Any], *, exact: bool) -> None:
         """Go on from a run's checkpoint, or where that is not to be `exact`, from a newer one."""
@@ -177,8 +173,3 @@ def in_thread(work: Callable[[], None]) -> None:
     """Workers' threads know nothing of the trainer's mesh."""
     with ThreadPoolExecutor(1) as thread:
         thread.submit(work).result()
-
-
-def with_drafter(state: Any, run: DrafterRun | None) -> Any:
-    """A training state as checkpoints hold it."""
-    return state if run is None else dataclasses.replace(state, drafter=run.saved())

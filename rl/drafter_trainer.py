@@ -64,10 +64,9 @@ def add_weighted(total: Eagle | None, grads: Eagle, weight: jax.Array) -> Eagle:
     return jax.tree.map(lambda t, g: t + weight * g, total, grads)
 
 
-@jax.jit
-def copied(params: Eagle) -> Eagle:
-    """The same in buffers of their own."""
-    return jax.tree.map(jnp.copy, params)
+def copied(tree: Any) -> Any:
+    """The same on the host, in memory of their own."""
+    return jax.tree.map(np.array, tree)
 
 
 class BufferCatcher:
@@ -102,7 +101,8 @@ class DrafterTrainer:
     ) -> None:
         self.config, self.training, self.buffer = config, training, buffer
         self.learned, self.checkpoints = learned, checkpoints
-        self.state = drafter_training.state_of(training, copied(learned.drafter.params))
+        params = jax.tree.map(jnp.asarray, copied(learned.drafter.params))
+        self.state = drafter_training.state_of(training, params)
         self.step = 0
         self.history: list[dict[str, float]] = []  # a row for each step since it was taken last
         self._seed, self._temperature = seed, np.float32(temperature)
@@ -161,7 +161,7 @@ class DrafterTrainer:
         total = add_weighted(total, grads, np.float32(0))
         state = _moved(self.state, None, replica)
         state, skipped = drafter_training.apply(state, total, training=self.training)
-        jax.block_until_ready((copied(state.params), skipped))
+        jax.block_until_ready((state, skipped))
 
     def publish(self) -> None:
         """Rollouts guess with the newest weights from their next round on."""
@@ -176,6 +176,11 @@ class DrafterTrainer:
         if self.checkpoints is not None and not self.checkpoints.saving:
             with self._state_lock:
                 self.checkpoints.save(self.step, self.state, {"step": self.step})
+
+    def snapshot(self) -> tuple[DrafterState, int]:
+        """A copy of the state, and its step."""
+        with self._state_lock:
+            return jax.device_put(copied(self.state)), self.step
 
     def load(self, state: DrafterState, step: int) -> None:
         """Go on from a state that was saved."""
@@ -214,8 +219,11 @@ class DrafterTrainer:
         with self._lock:
             if now.total is None:
                 self._total_at = bench.replica
-            grads = _moved(grads, bench.replica, self._total_at)
-            now.total = add_weighted(now.total, grads, np.float32(weight))
+            at = self._total_at
+            assert at is not None
+            with at.mesh_context():  # programs are compiled for where they run
+                grads = _moved(grads, bench.replica, at)
+                now.total = add_weighted(now.total, grads, np.float32(weight))
             now.num_entries += weight
             now.sums.update({name: weight * found[name] for name in SUMS})
             now.missing -= 1

@@ -79,7 +79,10 @@ def train(
 
         def save() -> None:
             host = _host_state(system, place) | {"source": source.state()}
-            arrays = drafter_setup.with_drafter(source.saved(state, place.step), system.drafter)
+            arrays = source.saved(state, place.step)
+            if system.drafter is not None:
+                drafter, host["drafter"] = system.drafter.saved()
+                arrays = dataclasses.replace(arrays, drafter=drafter)
             checkpoints.save(place.step, arrays, host)
 
         with _saving_when_stopped(lambda: (saved, place, state), save, checkpoints):
@@ -284,7 +287,8 @@ def _resume(
     if system.config.sched.mode == "pipeline":
         behind = trainer.cast_params(state.params, system.engine.dtype)
         template = dataclasses.replace(state, behind=behind)
-    template = drafter_setup.with_drafter(template, system.drafter)
+    if system.drafter is not None:
+        template = dataclasses.replace(template, drafter=system.drafter.trainer.state)
     try:
         restored = checkpoints.restore(template)
     except NoWholeCheckpointError as error:
@@ -338,7 +342,7 @@ def _host_state(system: System, place: Place) -> dict[str, Any]:
         "rollouts": system.cache.state(),
         "reuse": system.reuse.state(),
         "speculation": system.speculation.state(),
-    } | ({} if system.drafter is None else {"drafter": system.drafter.state()})
+    }
 
 
 def run_mesh(config: TrainConfig) -> Mesh | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
@@ -212,7 +211,7 @@ class Replica:
     def mesh_context(self) -> Any:
         if self.mesh is not None:
             return jax.set_mesh(self.mesh)
-        return contextlib.nullcontext() if self.device is None else jax.default_device(self.device)
+        return jax.default_device(self.device)  # None too: a thread may be at another replica's
 
 
 def _pairs(pairs: Sequence[tuple[int, int]], num_slots: int) -> tuple[np.ndarray, np.ndarray]:

@@ -47,20 +47,28 @@ class SpotTrainer:
         self._leads: dict[int, bool] = {}  # workers that train, and whether they lead
         self._idle: set[int] = set()
         self._params: Params | None = None
+        self._runs = False
         self._benches: dict[int, Bench] = {}  # by replica
 
     def rollout_began(self, params: Params, rl_step: int) -> None:
-        """A rollout by these weights begins: what is caught of it is to be learnt from."""
+        """A rollout by these weights begins: what is caught of it is to be learnt from.
+
+        Where rollouts run ahead it may begin before the one before has ended.
+        """
         with self._lock:
             self.trainer.begin(rl_step)
             self._params = params
             self._benches.clear()
-            self._act(self._states.rollout_began())
+            if not self._runs:
+                self._runs = True
+                self._act(self._states.rollout_began())
 
     def rollout_ended(self) -> None:
         """All have stopped, or will after the unit at hand."""
         with self._lock:
-            self._act(self._states.rollout_ended())
+            if self._runs:
+                self._runs = False
+                self._act(self._states.rollout_ended())
 
     def joined(self, worker_id: int) -> None:
         with self._lock:

@@ -41,7 +41,7 @@ def assert_same_bits(ours: Finished, theirs: Finished):
 
 def learnt(row):
     """What training knows of a step: all but how its tokens were come by."""
-    ours = ("spec/", "rollout/", "emission_kl/")
+    ours = ("spec/", "rollout/", "emission_kl/", "drafter/")
     return {k: v for k, v in deterministic_view(row).items() if not k.startswith(ours)}
 
 

@@ -324,3 +324,22 @@ def test_sharded_arrays_come_back_on_the_shardings_of_the_template(tmp_path):
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "round trips: 3" in done.stdout
+
+
+def test_two_directories_are_written_in_turn(tmp_path):
+    """Orbax alone would have one of two saves at once wait for ever (its timeout is minutes)."""
+    arrays = {"x": jnp.arange(2.0**16)}
+    with (
+        Checkpointer(tmp_path / "a", CheckpointConfig(keep=1)) as one,
+        Checkpointer(tmp_path / "b", CheckpointConfig(keep=1)) as other,
+    ):
+        threads = [
+            threading.Thread(target=lambda c=c: [c.save(i, arrays) for i in range(8)])
+            for c in (one, other)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert not any(thread.is_alive() for thread in threads)
+        assert (one.latest_whole_step(), other.latest_whole_step()) == (7, 7)

@@ -50,7 +50,7 @@ with Speculation(config, cache) as speculation:
     speculation.times = times
     done, last = [], {}
     for step, own in enumerate((None, None, TakeAll(3))):
-        drafter, budget = speculation.phase(["a", "b"], prompts, last)()
+        drafter, budget = speculation.phase(["a", "b"], prompts, last)(None)
         done = engine.run(
             params, requests, sampling, step_key(0, step),
             stop_token_ids=model.eos_token_ids, drafter=drafter, budget=own or budget,

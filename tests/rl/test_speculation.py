@@ -61,7 +61,7 @@ def guesses(drafter, slots):
 
 
 def phase(speculation):
-    return speculation.phase(KEYS, list(PROMPTS.values()))()
+    return speculation.phase(KEYS, list(PROMPTS.values()))(None)
 
 
 def test_answers_of_a_step_are_drafted_in_the_next_each_to_its_prompt():

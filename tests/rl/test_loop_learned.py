@@ -1,0 +1,102 @@
+"""Training with a learned drafter: the same tokens, a drafter that learns, and exact resumes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from loop_runs import assert_same_bits, compilations, finish, learnt
+
+from benchmarks import tiny_run
+from rl import loop
+from rl.checkpoint import latest_whole_step
+
+LEARNED = (
+    "Speculation.sources=('group', 'own', 'learned')",
+    "Speculation.budget='fixed:3'",
+    "Engine.max_nodes=4",
+    "Drafter.max_depth=2",
+    "Drafter.top_k=2",
+    "Drafter.micro_batches=2",
+    "Drafter.batch_rows=1",
+    "Drafter.row_tokens=32",
+    "DrafterTraining.learning_rate=0.003",
+)
+AFTER = (*LEARNED, "Drafter.spot=False", "Drafter.steps_after_rollout=3", "Run.steps=4")
+BANDIT = ("Speculation.budget='bandit'", "Tuner.thresholds=(1, 5)", "Tuner.verify_tokens=(3, 1)")
+BANDIT += ("Tuner.depths=(1, 2)",)
+WORKERS = ("Sched.workers=2", "Sched.chunk_tokens=3", "Engine.slots=4", "Engine.min_slots=4")
+
+
+def texts(done):
+    return [json.loads(line)["completion"] for line in done.samples.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def trained_after(tiny, tmp_path_factory):
+    return finish(tiny, tmp_path_factory.mktemp("after"), *AFTER)
+
+
+@pytest.mark.parity
+def test_a_learned_drafter_changes_no_reward_and_no_token(tiny, tmp_path, trained_after):
+    plain = finish(tiny, tmp_path, "Run.steps=4")
+    assert texts(plain) == texts(trained_after)
+    for ours, theirs in zip(plain.rows, trained_after.rows, strict=True):
+        assert learnt(ours) == pytest.approx(learnt(theirs), rel=1e-3, abs=1e-5)
+
+
+def test_it_learns_from_what_rollouts_bring(trained_after):
+    rows = trained_after.rows
+    assert [row["drafter/total_steps"] for row in rows] == [3, 6, 9, 12]
+    assert rows[-1]["drafter/loss"] < rows[0]["drafter/loss"]
+    assert rows[-1]["drafter/buffer_sequences"] > 0
+    assert sum(row.get("spec/learned/speculated_fraction", 0.0) for row in rows) > 0
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("more", [(), BANDIT], ids=["fixed", "bandit"])
+def test_stopped_and_resumed_gives_the_same_bits(tiny, tmp_path, trained_after, more):
+    """Drafter, its optimizer, its buffer and the tuner are in the checkpoint."""
+    whole = finish(tiny, tmp_path / "whole", *AFTER, *more) if more else trained_after
+    show = tiny_run.Recorder()
+    with pytest.raises(loop.Stopped):
+        tiny_run.train(
+            tiny,
+            tmp_path / "cut",
+            *AFTER,
+            *more,
+            show=show,
+            should_stop=lambda: len(show.rows) == 2,
+        )
+    if more:  # the table that decides is that of the first run
+        (tmp_path / "cut/round_times.json").write_bytes(
+            (tmp_path / "whole/round_times.json").read_bytes()
+        )
+    resumed = finish(tiny, tmp_path / "cut", *AFTER, *more)
+    assert "resuming after step 2" in resumed.show.messages
+    if not more:
+        assert_same_bits(resumed, whole)
+    assert texts(resumed) == texts(whole)
+
+
+@pytest.mark.parametrize("mode", [(), ("Sched.mode='pipeline'",)], ids=["sync", "pipeline"])
+def test_workers_train_it_in_their_spare_time(tiny, tmp_path, mode):
+    spot = (*LEARNED, *WORKERS, *mode, "Run.steps=6", "Drafter.checkpoint_every_steps=1")
+    done = finish(tiny, tmp_path, *spot)
+    assert done.rows[-1]["drafter/total_steps"] > 0
+    assert latest_whole_step(tmp_path / "drafter") > 0
+    if not mode:
+        plain = finish(tiny, tmp_path / "plain", "Run.steps=6")
+        assert texts(plain) == texts(done)
+
+
+def test_nothing_compiles_after_warm_up(tiny, tmp_path, monkeypatch):
+    settings = (*LEARNED, *BANDIT, *WORKERS, "Engine.min_slots=2", "Run.steps=4")
+    _, before, after = compilations(tiny, tmp_path, monkeypatch, *settings)
+    assert len(before) > 10
+    assert after == []
+
+
+def test_nothing_compiles_after_warm_up_with_one_engine(tiny, tmp_path, monkeypatch):
+    _, _, after = compilations(tiny, tmp_path, monkeypatch, *AFTER, "Run.steps=2")
+    assert after == []
