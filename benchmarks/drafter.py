@@ -1,0 +1,70 @@
+"""What a learned drafter brings, and what its training costs: `python -m benchmarks.drafter --json`
+
+Accept lengths and waits are of real runs of the shipped policy (`drafter_runs.py`), rates of
+rollouts in turns with identical tokens (`drafter_tuner.py`), the parts of training timed or
+weighed by themselves (`drafter_parts.py`). `step_time_ratio` needs workers with devices of
+their own: null where they share cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks import drafter_parts, drafter_runs, drafter_tuner, environment
+from models import hf
+from rl.config import load
+from rl.experiment import TrainConfig, open_inputs
+
+PACKAGES = ("jax", "jaxlib", "numpy", "numba", "optax", "orbax-checkpoint", "reasoning-gym")
+SPOT = environment.ROOT / "configs/tlt_tiny_cpu.gin"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--first_steps", type=int, default=10, help="of training, then a look")
+    parser.add_argument("--more_steps", type=int, default=50, help="until the second look")
+    parser.add_argument("--rollouts", type=int, default=60, help="that end while workers train")
+    environment.add_output_flags(parser)
+    arguments = parser.parse_args()
+    figures = measure(arguments.first_steps, arguments.more_steps, arguments.rollouts)
+    record = environment.record("benchmarks.drafter", PACKAGES, hidden=("--output",))
+    environment.show({"benchmark": "drafter", **figures, **record}, arguments, figures)
+    return 0
+
+
+def measure(first_steps: int, more_steps: int, rollouts: int) -> dict[str, Any]:
+    """All figures, in the order of how long they take."""
+    config = load(TrainConfig, [SPOT])
+    inputs = open_inputs(config)
+    _, params = hf.load_pretrained(inputs.policy, dtype=jnp.float32)
+    figures: dict[str, Any] = {}
+    for part in (drafter_parts.packing, drafter_parts.checkpoint_stall, drafter_parts.pool_memory):
+        figures |= part()
+        jax.clear_caches()
+    figures |= drafter_runs.preemption_waits(inputs, params, config, rollouts=rollouts)
+    figures |= drafter_tuner.tuner(inputs, params, config)
+    lengths, curve = drafter_runs.accept_lengths(first_steps, more_steps)
+    found = {
+        f"accept_{k}": round(v, 4)
+        for k, v in dataclasses.asdict(lengths).items()
+        if not k.endswith("_steps")
+    }
+    figures |= found | {
+        "accept_trained_ratio": round(lengths.trained / lengths.untrained, 4),
+        "accept_adaptive_ratio": round(lengths.adaptive / lengths.frozen, 4),
+        "step_time_ratio": None,
+        "first_steps": first_steps,
+        "more_steps": more_steps,
+        "curve": curve,
+    }
+    return figures
+
+
+if __name__ == "__main__":
+    sys.exit(main())

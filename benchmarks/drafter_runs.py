@@ -1,0 +1,206 @@
+"""Training runs with a learned drafter, for `benchmarks.drafter`: what it brings, what it keeps.
+
+One run of `configs/tiny_cpu.gin`'s policy and tasks, a fixed number of drafter steps after each
+rollout. Accept lengths are tokens a request and round, the bonus token included, of rollouts of
+their own over prompts that come next, with the trees of `TREE`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from benchmarks import environment, tiny_run
+from models.transformer import Params
+from rl import loop, trainer
+from rl.config import load
+from rl.drafter_trainer import BufferCatcher, DrafterTrainer
+from rl.engine import Engine
+from rl.engine_config import EngineConfig
+from rl.experiment import Inputs, TrainConfig, open_inputs
+from rl.generation import System, prompts_at
+from rl.learned import LearnedDrafter
+from rl.metrics import Timings
+from rl.optimizer import TrainState
+from rl.spot_trainer import SpotTrainer
+from rl.trajectory import Request
+from rl.workers import SchedConfig, Workers
+from spec import eagle
+from spec.data_buffer import DataBuffer
+from spec.eagle import Drafter, Eagle
+from spec.eagle_drafter import TreeConfig
+from spec.sampling import SamplingConfig, step_key
+
+CONFIG = environment.ROOT / "configs/tiny_cpu.gin"
+SETTINGS = (
+    "Speculation.sources=('learned',)",
+    "Speculation.budget='goodput'",
+    "Engine.min_slots=64",
+    "Engine.min_nodes=16",
+    "Engine.max_nodes=16",
+    "Drafter.spot=False",
+    "Drafter.steps_after_rollout=20",
+    "Drafter.micro_batches=1",
+    "Drafter.batch_rows=4",
+    "DrafterTraining.learning_rate=1e-3",
+    "Checkpoint.every_steps=0",
+)
+TREE = TreeConfig(max_depth=8, top_k=6)
+ROUNDS = EngineConfig(slots=32, min_slots=32, min_positions=384, min_nodes=64, max_nodes=64)
+NUM_PROMPTS, GROUP = 8, 8
+
+
+@dataclasses.dataclass(frozen=True)
+class AcceptLengths:
+    """Of drafters on the policy as it is after some steps of training."""
+
+    first_steps: int
+    more_steps: int
+    trained: float  # from random weights, over the first steps
+    untrained: float
+    adaptive: float  # trained on over all steps
+    frozen: float  # as it was after the first
+
+
+def accept_lengths(first_steps: int, more_steps: int, *settings: str, seed: int = 0) -> Any:
+    """Train a policy and its drafter, and look twice at what the drafter brings."""
+    overrides = [*SETTINGS, *settings, f"Run.seed={seed}", f"Run.steps={first_steps + more_steps}"]
+    config = load(TrainConfig, [CONFIG], overrides)
+    inputs = open_inputs(config)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        loop.opened(
+            config,
+            inputs,
+            Path(folder),
+            show=tiny_run.Recorder(),
+            should_stop=lambda: False,
+            clock=time.perf_counter,
+        ) as (system, state),
+    ):
+        assert system.drafter is not None
+        learned, place = system.drafter.trainer.learned, loop.Place()
+        engine = Engine(inputs.model, ROUNDS, feature_layers=learned.config.feature_layers)
+        untrained = learned.drafter.params
+        state, place, rows = _train(system, state, place, first_steps)
+        now = _Asked(engine, system, inputs, state, place)
+        frozen = learned.drafter.params
+        found = {"trained": now.accept_length(frozen), "untrained": now.accept_length(untrained)}
+        state, place, more = _train(system, state, place, more_steps)
+        now = _Asked(engine, system, inputs, state, place)
+        found["adaptive"] = now.accept_length(learned.drafter.params)
+        found["frozen"] = now.accept_length(frozen)
+    names = ("drafter/accuracy_top1", "drafter/accuracy_top3", "drafter/agreement", "reward")
+    curve = [{n: round(float(row[n]), 4) for n in names if n in row} for row in (*rows, *more)]
+    return AcceptLengths(first_steps, more_steps, **found), curve
+
+
+def _train(
+    system: System, state: TrainState, place: loop.Place, steps: int
+) -> tuple[TrainState, loop.Place, list[dict[str, Any]]]:
+    rows = []
+    for _ in range(steps):
+        timings = Timings(time.perf_counter)
+        state, place, wrote = loop.train_step(system, state, place, timings)
+        rows.append(wrote.metrics)
+    return state, place, rows
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Asked:
+    """Rollouts of the policy at hand over the prompts that come next."""
+
+    engine: Engine
+    system: System
+    inputs: Inputs
+    state: TrainState
+    place: loop.Place
+
+    def accept_length(self, params: Eagle) -> float:
+        learned = self.system.drafter.trainer.learned  # type: ignore[union-attr]
+        drafter = LearnedDrafter(Drafter(learned.config, params, learned.draft_ids_U), TREE)
+        prompts = prompts_at(self.system, self.place.cursor, NUM_PROMPTS).tokens
+        requests = [
+            Request(g * GROUP + i, p, g, i) for g, p in enumerate(prompts) for i in range(GROUP)
+        ]
+        weights = trainer.cast_params(self.state.params, self.engine.dtype)
+        sampling, key = self.system.config.sampling, step_key(99, self.place.step)
+        self.engine.run(
+            weights,
+            requests,
+            sampling,
+            key,
+            stop_token_ids=self.inputs.model.eos_token_ids,
+            drafter=drafter.drafter_at(self.engine.site(weights, sampling, key)),
+        )
+        return accept_length(self.engine)
+
+
+def accept_length(engine: Engine) -> float:
+    """Tokens a request and round with guesses, of the engine's last phase."""
+    rounds = [r for r in engine.stats.timeline if r.num_nodes > 1]
+    return sum(int(r.emitted_A.sum()) for r in rounds) / sum(int(r.rounds_A.sum()) for r in rounds)
+
+
+def preemption_waits(
+    inputs: Inputs, params: Params, config: TrainConfig, *, rollouts: int, workers: int = 4
+) -> dict[str, float]:
+    """How long rollouts' ends were waited for, in drafter steps, where workers train meanwhile."""
+    engine = EngineConfig(slots=8, min_slots=8, min_positions=384, rounds_per_fetch=4)
+    engines = [Engine(inputs.model, engine, feature_layers=()) for _ in range(workers)]
+    shape = eagle.config_for(inputs.model)
+    start = Drafter(shape, eagle.init(shape, jax.random.key(0)))
+    drafter_trainer = DrafterTrainer(
+        config.drafter,
+        config.drafter_training,
+        LearnedDrafter(start, config.drafter.tree),
+        DataBuffer(config.data_buffer),
+        seed=0,
+        temperature=1.0,
+    )
+    spot = SpotTrainer(drafter_trainer, 1, time.perf_counter)
+    team = Workers(engines, SchedConfig(policy="seer", workers=workers, chunk_tokens=64), spot=spot)
+    drafter_trainer.warm_up(drafter_trainer.bench(engines[0], params))
+    rng, waits_s, spans = np.random.default_rng(0), list[float](), []
+    for n in range(rollouts):
+        requests = _requests(inputs, config, rng.integers(0, 10_000, 4))
+        ended_s: list[float] = []
+        spot.rollout_began(params, n)
+        team.run(
+            params,
+            requests,
+            SamplingConfig(max_new_tokens=256),
+            step_key(7, n),
+            stop_token_ids=inputs.model.eos_token_ids,
+            catcher=BufferCatcher(drafter_trainer.buffer, n),
+            on_finish=lambda _: ended_s.append(time.perf_counter()),
+        )
+        late = spot.take_spans()
+        spans += late
+        waits_s.append(max([0.0, *(s.ended_s - ended_s[-1] for s in late)]))
+    taken = {
+        kind: statistics.median([s.ended_s - s.began_s for s in spans if s.kind == kind])
+        for kind in ("gradient", "update")
+    }
+    step_s = config.drafter.micro_batches * taken["gradient"] + taken["update"]
+    waits = np.asarray(waits_s) / step_s
+    return {
+        "preemption_wait_steps": round(float(np.quantile(waits, 0.99)), 4),
+        "preemption_wait_steps_median": round(float(np.median(waits)), 4),
+        "drafter_step_s": round(step_s, 4),
+        "spot_steps": drafter_trainer.step,
+        "spot_rollouts": rollouts,
+    }
+
+
+def _requests(inputs: Inputs, config: TrainConfig, examples: Sequence[int]) -> list[Request]:
+    prompts = [inputs.encode(inputs.task[i % len(inputs.task)], config.task) for i in examples]
+    return [Request(4 * g + i, p, g, i) for g, p in enumerate(prompts) for i in range(4)]
