@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from models.config import ModelConfig
 from models.transformer import Params
 from rl.checkpoint import CheckpointConfig, Checkpointer, NoWholeCheckpointError
 from rl.drafter_trainer import BufferCatcher, DrafterTrainer
@@ -38,16 +39,19 @@ def open_drafter(config: TrainConfig, inputs: Inputs) -> Drafter:
     shape = eagle.config_for(model, design, draft_vocab_size=size)
     ids_U = None
     if shape.draft_vocab_size:
-        ids_U = frequent_tokens(inputs, config, shape.draft_vocab_size)
+        prompts = (inputs.encode(inputs.task[i], config.task) for i in range(len(inputs.task)))
+        ids_U = frequent_tokens(prompts, model, shape.draft_vocab_size)
     return Drafter(shape, eagle.init(shape, jax.random.key(config.run.seed)), ids_U)
 
 
-def frequent_tokens(inputs: Inputs, config: TrainConfig, size: int) -> np.ndarray:
-    """The tokens that prompts have most often, end tokens before all; ascending int32 [size]."""
-    counts_V = np.zeros(inputs.model.vocab_size, np.int64)
-    for i in range(len(inputs.task)):
-        np.add.at(counts_V, np.asarray(inputs.encode(inputs.task[i], config.task)), 1)
-    counts_V[list(inputs.model.eos_token_ids)] = np.iinfo(np.int64).max
+def frequent_tokens(
+    texts: Iterable[Sequence[int] | np.ndarray], model: ModelConfig, size: int
+) -> np.ndarray:
+    """The tokens that texts have most often, end tokens before all; ascending int32 [size]."""
+    counts_V = np.zeros(model.vocab_size, np.int64)
+    for tokens in texts:
+        np.add.at(counts_V, np.asarray(tokens), 1)
+    counts_V[list(model.eos_token_ids)] = np.iinfo(np.int64).max
     return np.sort(np.argsort(-counts_V, kind="stable")[:size]).astype(np.int32)
 
 
@@ -124,7 +128,7 @@ def open_run(
     stack: ExitStack,
     clock: Callable[[], float],
 ) -> DrafterRun:
-    """A drafter's training, whose checkpoints go into the run folder."""
+    """A drafter's training, whose checkpoints go into the run folder: the last as `stack` ends."""
     options = config.drafter
     keeps = CheckpointConfig(keep=2, asynchronous=config.checkpoint.asynchronous)
     trainer = DrafterTrainer(
@@ -136,10 +140,18 @@ def open_run(
         temperature=config.sampling.temperature,
         checkpoints=stack.enter_context(Checkpointer(folder / FOLDER, keeps)),
     )
+    stack.enter_context(_kept(trainer))
     spot = None
     if options.spot and (config.sched.workers > 1 or config.sched.mode == "pipeline"):
         spot = SpotTrainer(trainer, options.min_idle_workers, clock)
     return DrafterRun(config, trainer, spot)
+
+
+@contextmanager
+def _kept(trainer: DrafterTrainer) -> Iterator[None]:
+    """What was learnt last is on the disk when a run is done; errors end it as they are."""
+    yield
+    trainer.save_last()
 
 
 def warm_up(run: DrafterRun, engine: Engine | Workers, weights: Params) -> None:
