@@ -16,6 +16,7 @@ import numpy as np
 from models.config import ModelConfig
 from models.transformer import Params
 from rl.checkpoint import CheckpointConfig, Checkpointer, NoWholeCheckpointError
+from rl.drafter_config import DrafterConfig, shape_of
 from rl.drafter_trainer import BufferCatcher, DrafterTrainer
 from rl.engine import Engine
 from rl.experiment import Inputs, TrainConfig
@@ -24,24 +25,36 @@ from rl.spot_trainer import SpotTrainer
 from rl.workers import Workers
 from spec import eagle, eagle_files
 from spec.data_buffer import DataBuffer
-from spec.drafter_training import DrafterState
+from spec.drafter_training import DrafterState, DrafterTrainingConfig
 from spec.eagle import Drafter
 
 FOLDER = "drafter"  # in the run folder
 
 
 def open_drafter(config: TrainConfig, inputs: Inputs) -> Drafter:
-    """The drafter to start from: of a folder, or of random weights."""
-    model, options = inputs.model, config.drafter
+    """The drafter that a run starts from; of a reduced vocabulary by the tokens of its prompts."""
+    prompts = (inputs.encode(inputs.task[i], config.task) for i in range(len(inputs.task)))
+    training, seed = config.drafter_training, config.run.seed
+    return first_drafter(config.drafter, training, inputs.model, seed, prompts)
+
+
+def first_drafter(
+    options: DrafterConfig,
+    training: DrafterTrainingConfig,
+    model: ModelConfig,
+    seed: int,
+    texts: Iterable[Sequence[int] | np.ndarray],
+) -> Drafter:
+    """The drafter to start from: of a folder, or of random weights.
+
+    A reduced vocabulary is that of `texts`, which are not looked at otherwise.
+    """
     if options.directory is not None:
         return eagle_files.load(options.directory, model)
-    design, size = config.drafter_training.design, options.draft_vocab_size
-    shape = eagle.config_for(model, design, draft_vocab_size=size)
-    ids_U = None
+    shape, ids_U = shape_of(options, training, model), None
     if shape.draft_vocab_size:
-        prompts = (inputs.encode(inputs.task[i], config.task) for i in range(len(inputs.task)))
-        ids_U = frequent_tokens(prompts, model, shape.draft_vocab_size)
-    return Drafter(shape, eagle.init(shape, jax.random.key(config.run.seed)), ids_U)
+        ids_U = frequent_tokens(texts, model, shape.draft_vocab_size)
+    return Drafter(shape, eagle.init(shape, jax.random.key(seed)), ids_U)
 
 
 def frequent_tokens(
