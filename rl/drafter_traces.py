@@ -41,10 +41,6 @@ class Trace:
     too_short: int
     num_texts: int
 
-    @property
-    def num_tokens(self) -> int:
-        return sum(map(num_tokens, self.responses))
-
 
 def num_tokens(response: Response) -> int:
     """Prompt and response together."""
