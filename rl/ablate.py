@@ -24,7 +24,8 @@ from rl.atomic_file import replace_file
 from rl.config import ConfigError, describe, load, parse_command_line
 from rl.config import dump as dump_config
 from rl.experiment import open_inputs
-from rl.train import EXIT_FAILED, EXIT_STOPPED, EXIT_USAGE
+from rl.stopping import EXIT_STOPPED
+from rl.train import EXIT_FAILED, EXIT_USAGE
 
 
 def main(argv: Sequence[str]) -> int:

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 
+from models.config import ModelConfig
+from spec import eagle, eagle_files
+from spec.drafter_training import DrafterTrainingConfig
+from spec.eagle import EagleConfig
 from spec.eagle_drafter import TreeConfig
 
 
@@ -48,3 +52,22 @@ class DrafterConfig:
     @property
     def tree(self) -> TreeConfig:
         return TreeConfig(self.max_depth, self.top_k, self.guess)
+
+
+def shape_of(
+    options: DrafterConfig, training: DrafterTrainingConfig, model: ModelConfig
+) -> EagleConfig:
+    """The drafter that training starts from: its shape alone, no weights are read.
+
+    Raises FileNotFoundError or ValueError for a folder that is none, or of another policy's.
+    """
+    if options.directory is None:
+        return eagle.config_for(model, training.design, draft_vocab_size=options.draft_vocab_size)
+    shape = eagle_files.check(options.directory, model)
+    if shape.design != training.design:
+        raise ValueError(
+            f"{options.directory} holds a drafter of design {shape.design!r}, and "
+            f"DrafterTraining.variant={training.variant!r} trains one of {training.design!r}: "
+            "choose another variant"
+        )
+    return shape

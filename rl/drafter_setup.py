@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from models.config import ModelConfig
 from models.transformer import Params
 from rl.checkpoint import CheckpointConfig, Checkpointer, NoWholeCheckpointError
+from rl.drafter_config import DrafterConfig, shape_of
 from rl.drafter_trainer import BufferCatcher, DrafterTrainer
 from rl.engine import Engine
 from rl.experiment import Inputs, TrainConfig
@@ -22,31 +24,46 @@ from rl.spot_trainer import SpotTrainer
 from rl.workers import Workers
 from spec import eagle, eagle_files
 from spec.data_buffer import DataBuffer
-from spec.drafter_training import DrafterState
+from spec.drafter_training import DrafterState, DrafterTrainingConfig
 from spec.eagle import Drafter
 
 FOLDER = "drafter"  # in the run folder
 
 
 def open_drafter(config: TrainConfig, inputs: Inputs) -> Drafter:
-    """The drafter to start from: of a folder, or of random weights."""
-    model, options = inputs.model, config.drafter
+    """The drafter that a run starts from; of a reduced vocabulary by the tokens of its prompts."""
+    prompts = (inputs.encode(inputs.task[i], config.task) for i in range(len(inputs.task)))
+    training, seed = config.drafter_training, config.run.seed
+    return first_drafter(config.drafter, training, inputs.model, seed, prompts)
+
+
+def first_drafter(
+    options: DrafterConfig,
+    training: DrafterTrainingConfig,
+    model: ModelConfig,
+    seed: int,
+    texts: Iterable[Sequence[int] | np.ndarray],
+) -> Drafter:
+    """The drafter to start from: of a folder, or of random weights.
+
+    A reduced vocabulary is that of `texts`, which are not looked at otherwise.
+    """
     if options.directory is not None:
         return eagle_files.load(options.directory, model)
-    design, size = config.drafter_training.design, options.draft_vocab_size
-    shape = eagle.config_for(model, design, draft_vocab_size=size)
-    ids_U = None
+    shape, ids_U = shape_of(options, training, model), None
     if shape.draft_vocab_size:
-        ids_U = frequent_tokens(inputs, config, shape.draft_vocab_size)
-    return Drafter(shape, eagle.init(shape, jax.random.key(config.run.seed)), ids_U)
+        ids_U = frequent_tokens(texts, model, shape.draft_vocab_size)
+    return Drafter(shape, eagle.init(shape, jax.random.key(seed)), ids_U)
 
 
-def frequent_tokens(inputs: Inputs, config: TrainConfig, size: int) -> np.ndarray:
-    """The tokens that prompts have most often, end tokens before all; ascending int32 [size]."""
-    counts_V = np.zeros(inputs.model.vocab_size, np.int64)
-    for i in range(len(inputs.task)):
-        np.add.at(counts_V, np.asarray(inputs.encode(inputs.task[i], config.task)), 1)
-    counts_V[list(inputs.model.eos_token_ids)] = np.iinfo(np.int64).max
+def frequent_tokens(
+    texts: Iterable[Sequence[int] | np.ndarray], model: ModelConfig, size: int
+) -> np.ndarray:
+    """The tokens that texts have most often, end tokens before all; ascending int32 [size]."""
+    counts_V = np.zeros(model.vocab_size, np.int64)
+    for tokens in texts:
+        np.add.at(counts_V, np.asarray(tokens), 1)
+    counts_V[list(model.eos_token_ids)] = np.iinfo(np.int64).max
     return np.sort(np.argsort(-counts_V, kind="stable")[:size]).astype(np.int32)
 
 
@@ -120,7 +137,7 @@ def open_run(
     stack: ExitStack,
     clock: Callable[[], float],
 ) -> DrafterRun:
-    """A drafter's training, whose checkpoints go into the run folder."""
+    """A drafter's training, whose checkpoints go into the run folder: the last as `stack` ends."""
     options = config.drafter
     keeps = CheckpointConfig(keep=2, asynchronous=config.checkpoint.asynchronous)
     trainer = DrafterTrainer(
@@ -132,10 +149,18 @@ def open_run(
         temperature=config.sampling.temperature,
         checkpoints=stack.enter_context(Checkpointer(folder / FOLDER, keeps)),
     )
+    stack.enter_context(_kept(trainer))
     spot = None
     if options.spot and (config.sched.workers > 1 or config.sched.mode == "pipeline"):
         spot = SpotTrainer(trainer, options.min_idle_workers, clock)
     return DrafterRun(config, trainer, spot)
+
+
+@contextmanager
+def _kept(trainer: DrafterTrainer) -> Iterator[None]:
+    """What was learnt last is on the disk when a run is done; errors end it as they are."""
+    yield
+    trainer.save_last()
 
 
 def warm_up(run: DrafterRun, engine: Engine | Workers, weights: Params) -> None:

@@ -107,6 +107,7 @@ class DrafterTrainer:
         self.history: list[dict[str, float]] = []  # a row for each step since it was taken last
         self._seed, self._temperature = seed, np.float32(temperature)
         self._rl_step = 0
+        self._saved_step: int | None = None
         self._lock = threading.Lock()
         self._now: _Step | None = None
         self._state_lock = threading.RLock()  # steps donate the state
@@ -174,8 +175,19 @@ class DrafterTrainer:
         That is all that is trained, and the optimizer's state: the policy's share is not.
         """
         if self.checkpoints is not None and not self.checkpoints.saving:
-            with self._state_lock:
-                self.checkpoints.save(self.step, self.state, {"step": self.step})
+            self._save(self.checkpoints)
+
+    def save_last(self) -> None:
+        """Write the newest state unless it is written, and wait until it counts."""
+        if self.checkpoints is not None:
+            if self._saved_step != self.step:
+                self._save(self.checkpoints)
+            self.checkpoints.wait()
+
+    def _save(self, checkpoints: Checkpointer) -> None:
+        with self._state_lock:
+            checkpoints.save(self.step, self.state, {"step": self.step})
+            self._saved_step = self.step
 
     def snapshot(self) -> tuple[DrafterState, int]:
         """A copy of the state, and its step."""

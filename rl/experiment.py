@@ -18,7 +18,7 @@ from rl.algorithms import AlgorithmConfig, CriticConfig
 from rl.checkpoint import CheckpointConfig
 from rl.config import resolve_path
 from rl.data import encode_prompt
-from rl.drafter_config import DrafterConfig
+from rl.drafter_config import DrafterConfig, shape_of
 from rl.engine_config import EngineConfig, bucket
 from rl.metrics import MetricsConfig
 from rl.optimizer import OptimizerConfig
@@ -28,7 +28,6 @@ from rl.rewards.config import RewardConfig, validate
 from rl.speculation import SpeculationConfig
 from rl.tasks import Example, Task, TaskConfig, open_tasks
 from rl.workers import SchedConfig
-from spec import eagle, eagle_files
 from spec.data_buffer import DataBufferConfig
 from spec.drafter_training import DrafterTrainingConfig
 from spec.eagle import EagleConfig
@@ -158,17 +157,7 @@ def open_inputs(config: TrainConfig) -> Inputs:
 
     Raises ValueError or FileNotFoundError with expected, got and mend.
     """
-    policy = resolve_path(config.policy.directory)
-    model = hf.check(policy)
-    words = tokenizer.load(policy)
-    tokenizer.check_vocabulary(words, model)
-    if not model.eos_token_ids:
-        model = dataclasses.replace(model, eos_token_ids=tuple(words.eos_token_ids))
-    if not model.eos_token_ids:
-        raise ValueError(
-            f"neither {policy}/config.json nor its tokenizer names an end token: no response could "
-            "end; set eos_token_id in config.json"
-        )
+    policy, model, words = open_policy(config.policy.directory)
     check_lengths(config, model)
     check_algorithm(config)
     check_pipeline(config)
@@ -195,6 +184,25 @@ def open_inputs(config: TrainConfig) -> Inputs:
     if len(usable) == len(task):
         return inputs
     return dataclasses.replace(inputs, task=_Subset(task, usable), left_out=len(task) - len(usable))
+
+
+def open_policy(directory: str) -> tuple[Path, ModelConfig, Tokenizer]:
+    """A policy's folder, shape and tokenizer; the shape names an end token.
+
+    Raises ValueError or FileNotFoundError where they are missing or do not fit together.
+    """
+    policy = resolve_path(directory)
+    model = hf.check(policy)
+    words = tokenizer.load(policy)
+    tokenizer.check_vocabulary(words, model)
+    if not model.eos_token_ids:
+        model = dataclasses.replace(model, eos_token_ids=tuple(words.eos_token_ids))
+    if not model.eos_token_ids:
+        raise ValueError(
+            f"neither {policy}/config.json nor its tokenizer names an end token: no response could "
+            "end; set eos_token_id in config.json"
+        )
+    return policy, model, words
 
 
 def check_lengths(config: TrainConfig, model: ModelConfig) -> None:
@@ -226,23 +234,10 @@ def check_algorithm(config: TrainConfig) -> None:
 
 
 def drafter_shape(config: TrainConfig, model: ModelConfig) -> EagleConfig | None:
-    """What the run's learned drafter is; None without one.
-
-    Raises FileNotFoundError or ValueError for a folder that is none, or of another policy's.
-    """
+    """What the run's learned drafter is; None without one. Raises as `shape_of` does."""
     if not config.speculation.learns:
         return None
-    design, directory = config.drafter_training.design, config.drafter.directory
-    if directory is None:
-        size = config.drafter.draft_vocab_size
-        return eagle.config_for(model, design, draft_vocab_size=size)
-    shape = eagle_files.check(directory, model)
-    if shape.design != design:
-        raise ValueError(
-            f"{directory} holds a drafter of design {shape.design!r}, and DrafterTraining.variant="
-            f"{config.drafter_training.variant!r} trains one of {design!r}: choose another variant"
-        )
-    return shape
+    return shape_of(config.drafter, config.drafter_training, model)
 
 
 def check_tuner(config: TrainConfig) -> None:

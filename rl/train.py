@@ -2,7 +2,8 @@
 
 With no arguments it runs configs/tiny_cpu.gin. A run lives in one folder:
 config.gin (resolved, reruns as it is), metrics.jsonl, samples.jsonl, TensorBoard
-events, checkpoints, and at the end the policy as a Hugging Face folder.
+events, checkpoints, and at the end the policy as a Hugging Face folder, with its drafter where
+one was learnt.
 """
 
 from __future__ import annotations
@@ -11,10 +12,9 @@ import argparse
 import dataclasses
 import os
 import shlex
-import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from models.transformer import Params, num_params
@@ -28,11 +28,12 @@ from rl.config import (
     parse_command_line,
 )
 from rl.experiment import Inputs, TrainConfig, memory_estimate_bytes, open_inputs
+from rl.stopping import EXIT_STOPPED, stop_on_signals
+from rl.tokenizer_files import copy_tokenizer
 
 DEFAULT_CONFIG = "configs/tiny_cpu.gin"
 EXIT_USAGE = 2
 EXIT_FAILED = 1
-EXIT_STOPPED = 75  # EX_TEMPFAIL: stopped by a signal, saved, go on with --resume
 
 
 def main(argv: Sequence[str]) -> int:
@@ -149,7 +150,7 @@ def _run(config: TrainConfig, inputs: Inputs, folder: Path, *, resume: bool) -> 
         jax.config.update("jax_compilation_cache_dir", str(folder / "compiled"))
     if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)  # resuming reads them
-    should_stop = _stop_on_signals()
+    should_stop = stop_on_signals("the last whole step")
     with progress(total_steps=config.run.steps) as show:
         verb = "resuming" if resume else "running"
         show.message(f"{verb} in {folder} on {jax.devices()[0].device_kind} × {jax.device_count()}")
@@ -177,39 +178,24 @@ def _run(config: TrainConfig, inputs: Inputs, folder: Path, *, resume: bool) -> 
         ) as error:
             show.message(f"error: {error}")
             return EXIT_FAILED
-        _export(folder, inputs, policy_params(state))
-        show.message(f"done; the policy is in {folder / 'policy'}; python -m rl.report {folder}")
+        places = _export(config, inputs, folder, policy_params(state))
+        show.message(f"done; {places}; python -m rl.report {folder}")
     return 0
 
 
-def _export(folder: Path, inputs: Inputs, params: Params) -> None:
-    """The trained policy as a Hugging Face folder, with the tokenizer that it came with."""
-    import shutil
-
+def _export(config: TrainConfig, inputs: Inputs, folder: Path, params: Params) -> str:
+    """The trained policy as a Hugging Face folder, and its drafter; says where they are."""
     from models.hf import save_pretrained
+    from rl import export_drafter
 
     save_pretrained(folder / "policy", inputs.model, params)
-    for file in inputs.policy.iterdir():
-        of_tokenizer = "token" in file.name or file.name.startswith(
-            ("chat_template", "vocab", "merges")
-        )
-        if of_tokenizer and file.suffix in (".json", ".jinja", ".model", ".txt"):
-            shutil.copy(file, folder / "policy" / file.name)
-
-
-def _stop_on_signals() -> Callable[[], bool]:
-    """Ask for a stop at the first SIGTERM or Ctrl-C; a second Ctrl-C ends at once."""
-    asked: list[int] = []
-
-    def ask(number: int, _: object) -> None:
-        if asked and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        asked.append(number)
-        os.write(2, b"stopping: saving the last whole step...\n")
-
-    signal.signal(signal.SIGTERM, ask)
-    signal.signal(signal.SIGINT, ask)
-    return lambda: bool(asked)
+    copy_tokenizer(inputs.policy, folder / "policy")
+    text = f"the policy is in {folder / 'policy'}"
+    if config.speculation.learns:
+        target = folder / export_drafter.FOLDER
+        export_drafter.export_finished(config, inputs, folder, params, target)
+        text += f", its drafter in {target}"
+    return text
 
 
 def _resume_command(folder: Path) -> str:

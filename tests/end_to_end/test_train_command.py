@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import shutil
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -15,8 +16,9 @@ from command_runs import call_main
 
 from benchmarks import tiny_run
 from models import hf, tokenizer
-from rl import evaluate, report, train
+from rl import evaluate, export_drafter, report, train
 from rl.metrics import deterministic_view, read_metrics, read_samples
+from spec import eagle, eagle_files
 
 # What every row of a plain GRPO run has; the names are TRL's where TRL has one.
 METRICS = {
@@ -180,6 +182,34 @@ def test_resuming_with_another_optimizer_is_refused(run, tmp_path, capsys):
 def test_resume_without_a_run(tmp_path, capsys):
     assert run_train("--resume", f"--gin.Run.directory='{tmp_path}/none'") == 2
     assert "found no config.gin there" in capsys.readouterr().err
+
+
+LEARNS = (
+    *("--gin.Speculation.budget=fixed:1", "--gin.Speculation.sources=('learned',)"),
+    *("--gin.Drafter.steps_after_rollout=2", "--gin.Drafter.micro_batches=1"),
+    *("--gin.Drafter.row_tokens=32", "--gin.Drafter.max_depth=1", "--gin.Drafter.top_k=1"),
+)
+
+
+@pytest.mark.slow
+def test_a_learned_drafter_is_left_beside_the_policy(tiny, tmp_path, capsys):
+    folder, out = tmp_path / "run", tmp_path / "out"
+    where = f"--gin.Run.directory='{folder}'"
+    assert run_train(f"--gin_file={tiny}", where, *LEARNS) == 0
+    assert f"its drafter in {folder / 'drafter_model'}" in capsys.readouterr().err
+    assert [row["drafter/total_steps"] for row in read_metrics(folder)] == [2, 4, 6]
+    assert export_drafter.main([str(folder), str(out)]) == 0
+    assert f"6 steps, by {folder / 'drafter'}\n" in capsys.readouterr().out
+    for file in ("model.safetensors", "config.json", "tokenizer.json"):
+        assert (folder / "drafter_model" / file).read_bytes() == (out / file).read_bytes()
+    got = eagle_files.load(out, tiny_run.MODEL).params
+    start = eagle.init(eagle.config_for(tiny_run.MODEL), jax.random.key(0))
+    moved = jax.tree.map(lambda a, b: np.abs(np.asarray(a) - np.asarray(b)).max(), got, start)
+    assert all(0 < x < 0.1 for x in jax.tree.leaves(moved))
+
+    assert run_train("--resume", where) == 0
+    again = eagle_files.load(folder / "drafter_model", tiny_run.MODEL).params
+    jax.tree.map(np.testing.assert_array_equal, again, got)
 
 
 def test_list_shows_every_section(capsys):

@@ -1,0 +1,16 @@
+"""A tokenizer's files, from the folder of a policy to that of what was trained from it."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+
+def copy_tokenizer(source: Path, target: Path) -> None:
+    """Copy vocabulary, settings and chat template, if there are any, as they are."""
+    for file in source.iterdir():
+        of_tokenizer = "token" in file.name or file.name.startswith(
+            ("chat_template", "vocab", "merges")
+        )
+        if of_tokenizer and file.suffix in (".json", ".jinja", ".model", ".txt"):
+            shutil.copy(file, target / file.name)

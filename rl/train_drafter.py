@@ -1,0 +1,243 @@
+"""`python -m rl.train_drafter`: train a learned drafter on what a policy has written.
+
+    python -m rl.train_drafter runs/tiny_cpu-1 --policy runs/tiny_cpu-1/policy --out drafter
+    python -m rl.train_drafter a.jsonl b.jsonl --policy DIR --out drafter --steps 5000
+
+A trace is a run folder (its samples.jsonl; a run with Metrics.samples_per_step = -1 writes all
+that it draws) or a file of lines {"prompt_ids": [...], "response_ids": [...]} or {"prompt": ...,
+"completion": ...}. Texts are tokenized again, which may give other tokens than were drawn. The
+hidden states are those of --policy: take the weights that the drafter is to guess for.
+
+A share of the prompts is held out; the drafter is judged on them before and after. OUT is a
+folder that serving engines read and runs start from (Drafter.directory); training goes on with
+it the same way, with a new optimizer. Ctrl-C and SIGTERM save what was learnt, then exit 75.
+One device; of the section Drafter only what steps are made of counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from models import hf
+from models.config import ModelConfig
+from models.transformer import Params, num_params
+from rl import drafter_folder, drafter_states, drafter_traces
+from rl.config import ConfigError, add_config_arguments, describe, dump, load, parse_command_line
+from rl.drafter_config import shape_of
+from rl.drafter_setup import first_drafter
+from rl.drafter_traces import Trace, num_tokens
+from rl.experiment import open_policy
+from rl.offline_drafter import OfflineConfig, OfflineTraining
+from rl.packing import Response
+from rl.recipe import TrainerConfig
+from rl.stopping import EXIT_STOPPED, stop_on_signals
+from spec import eagle
+from spec.drafter_packing import pack
+from spec.eagle import EagleConfig
+
+EXIT_USAGE = 2
+SAY_EVERY_STEPS = 50
+LEAST_VALUE_BYTES = 2  # of the types that hidden states come in
+
+
+def main(argv: Sequence[str]) -> int:
+    """Parse, check, train, judge, write; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m rl.train_drafter",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_config_arguments(parser)
+    parser.add_argument("trace", nargs="*", metavar="TRACE", help="a run folder or .jsonl file")
+    parser.add_argument("--policy", metavar="DIR", help="a Hugging Face folder: whose states")
+    parser.add_argument("--out", metavar="DIR", help="a new folder, or a drafter's to replace")
+    parser.add_argument("--steps", type=int, default=1000, metavar="N", help="default 1000")
+    parser.add_argument(
+        "--eval_share", type=float, default=0.1, metavar="X", help="held out, of tokens; 0: none"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of weights, order and what is held out"
+    )
+    parser.add_argument(
+        "--temperature", type=float, default=1.0, metavar="X", help="that rollouts will sample at"
+    )
+    parser.add_argument("--dry_run", action="store_true", help="check everything, touch no device")
+    parser.add_argument("--list", action="store_true", help="show every section and field")
+    args, overrides = parse_command_line(parser, argv)
+    if args.list:
+        print(describe(OfflineConfig))
+        return 0
+    try:
+        job = _prepare(args, overrides)
+    except (ConfigError, ValueError, OSError, ImportError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    if args.dry_run:
+        print(dump(job.config))
+    _print_plan(job)
+    return 0 if args.dry_run else _run(job)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Job:
+    """A checked command."""
+
+    config: OfflineConfig
+    policy: Path
+    model: ModelConfig
+    shape: EagleConfig
+    trace: Trace
+    learnt: list[Response]
+    held_out: list[Response]
+    out: Path
+    steps: int
+    seed: int
+    temperature: float
+
+
+def _prepare(args: argparse.Namespace, overrides: Sequence[str]) -> _Job:
+    """Open and check all that the command names; touches no device."""
+    for name in ("trace", "policy", "out"):
+        if not getattr(args, name):
+            flag = "a TRACE" if name == "trace" else f"--{name} DIR"
+            raise ConfigError(f"expected {flag}, got none; see --help")
+    if args.steps < 1:
+        raise ConfigError(f"--steps: expected 1 or more, got {args.steps}")
+    if not 0 <= args.eval_share < 1:
+        raise ConfigError(
+            f"--eval_share: expected a share from 0 to below 1, got {args.eval_share}"
+        )
+    if not 0 <= args.seed < 2**31:
+        raise ConfigError(f"--seed: expected 0 … 2³¹−1, got {args.seed}")
+    if not 0 <= args.temperature < math.inf:
+        raise ConfigError(f"--temperature: expected 0 or above, got {args.temperature}")
+    config = load(OfflineConfig, args.gin_file, overrides)
+    out = Path(args.out).absolute()
+    drafter_folder.check_target(out)
+    pack([], config.drafter.batch_rows, config.drafter.row_tokens)  # refuses rows without room
+    policy, model, words = open_policy(args.policy)
+    shape = shape_of(config.drafter, config.drafter_training, model)
+    trace = drafter_traces.read([Path(p) for p in args.trace], model, words)
+    learnt, held_out = drafter_traces.hold_out(trace.responses, args.eval_share, args.seed)
+    sizes = _sizes_bytes(learnt, shape, LEAST_VALUE_BYTES)
+    drafter_states.check_room(sizes, config.data_buffer.max_bytes)
+    return _Job(
+        config,
+        policy,
+        model,
+        shape,
+        trace,
+        learnt,
+        held_out,
+        out,
+        args.steps,
+        args.seed,
+        args.temperature,
+    )
+
+
+def _print_plan(job: _Job) -> None:
+    trace, config, model = job.trace, job.config, job.model
+    size = sum(math.prod(spec.shape) for spec in jax.tree.leaves(eagle.param_specs(job.shape)))
+    tokens = sum(map(num_tokens, job.learnt))
+    most_mib = sum(_sizes_bytes(job.learnt, job.shape, 4)) / 2**20
+    epochs = job.steps * config.step_tokens / tokens
+    start = config.drafter.directory or "random weights"
+    left_out = f"left out: {trace.too_long} too long, {trace.too_short} too short"
+    lines = {
+        "policy": f"{job.policy}: {model.architecture}, {num_params(model):,} parameters",
+        "drafter": f"{job.shape.design}, {size:,} parameters, from {start}",
+        "trace": f"{_counts(trace.responses)}; {left_out}; {trace.num_texts} of texts",
+        "held out": _counts(job.held_out),
+        "steps": f"{job.steps:,} of {config.step_tokens:,} tokens at most, {epochs:.1f} epochs",
+        "states": f"{most_mib:,.1f} MiB in float32, of which the host keeps "
+        f"{config.data_buffer.max_bytes / 2**20:,.1f} (DataBuffer.max_bytes) at a time",
+    }
+    for name, text in lines.items():
+        print(f"# {name:9s} {text}", flush=True)
+
+
+def _counts(responses: Sequence[Response]) -> str:
+    return f"{len(responses):,} sequences, {sum(map(num_tokens, responses)):,} tokens"
+
+
+def _sizes_bytes(responses: Sequence[Response], shape: EagleConfig, value_bytes: int) -> list[int]:
+    return [drafter_states.num_bytes(r, shape, value_bytes) for r in responses]
+
+
+def _run(job: _Job) -> int:
+    """Train in this process; what was learnt is written before it is judged."""
+    should_stop = stop_on_signals("what was learnt")
+    try:
+        training, policy = _open(job)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    if job.held_out:
+        print(f"before  {_said(training.judge(job.held_out))}", flush=True)
+    done = training.train(job.learnt, job.steps, should_stop, _Speaker(job.steps))
+    if not done:
+        print("stopped before the first step: nothing is saved", file=sys.stderr)
+        return EXIT_STOPPED
+    variant = job.config.drafter_training.variant
+    text = drafter_folder.write(job.out, training.drafter, job.model, policy, job.policy, variant)
+    stopped = done < job.steps
+    if job.held_out and not stopped:
+        print(f"after   {_said(training.judge(job.held_out))}", flush=True)
+    print(f"drafter {job.out}: {text}, {done:,} of {job.steps:,} steps")
+    print(
+        f"start   {drafter_folder.start_command(job.out)} --gin.DrafterTraining.variant={variant}"
+    )
+    print("        with learned among the Speculation.sources of the run")
+    return EXIT_STOPPED if stopped else 0
+
+
+def _open(job: _Job) -> tuple[OfflineTraining, Params]:
+    """Load the policy, and the drafter to start from."""
+    dtype = TrainerConfig().dtype  # as runs compute
+    max_bytes = job.config.data_buffer.max_bytes
+    sizes = _sizes_bytes(job.learnt, job.shape, jnp.dtype(dtype).itemsize)
+    drafter_states.check_room(sizes, max_bytes)
+    _, params = hf.load_pretrained(job.policy, dtype=dtype)
+    texts = (response.tokens for response in job.learnt)
+    options, training = job.config.drafter, job.config.drafter_training
+    start = first_drafter(options, training, job.model, job.seed, texts)
+    arguments = {"seed": job.seed, "temperature": job.temperature, "dtype": dtype}
+    return OfflineTraining(job.config, job.model, params, start, **arguments), params
+
+
+class _Speaker:
+    """Prints a line every so many steps: means over those since the last one."""
+
+    def __init__(self, num_steps: int) -> None:
+        self._num_steps = num_steps
+        self._rows: list[dict[str, float]] = []
+
+    def __call__(self, step: int, row: dict[str, float]) -> None:
+        self._rows.append(row)
+        if step % SAY_EVERY_STEPS and step < self._num_steps:
+            return
+        rows, self._rows = self._rows, []
+        means = {name: sum(r[name] for r in rows) / len(rows) for name in rows[0]}
+        skipped = int(sum(r["skipped"] for r in rows))
+        more = f"  {skipped} steps skipped: gradients not finite" if skipped else ""
+        width = len(str(self._num_steps))
+        print(f"step {step:>{width}}/{self._num_steps}  {_said(means)}{more}", flush=True)
+
+
+def _said(metrics: Mapping[str, float]) -> str:
+    columns = {"loss": "loss", "top-1": "accuracy_top1", "top-3": "accuracy_top3"}
+    columns["agreement"] = "agreement"
+    return "  ".join(f"{title} {metrics[name]:.3f}" for title, name in columns.items())
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
