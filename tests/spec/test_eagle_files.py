@@ -1,8 +1,9 @@
 """Drafters in engines' folders: exact round trips, foreign folders, saves that fail."""
 
+import builtins
 import dataclasses
+import io
 import json
-import pickle
 from pathlib import Path
 
 import jax
@@ -229,23 +230,22 @@ def test_missing_files_are_named(tmp_path):
 
 
 def test_no_pickle_is_opened(tmp_path, monkeypatch):
-    def never(*_, **__):
-        raise AssertionError("a pickle was opened")
-
-    drafter = drafter_of()
+    drafter, opened = drafter_of(), []
     eagle_files.save(tmp_path, drafter, POLICY, None)
-    pickled = tmp_path / "pytorch_model.bin"
-    pickled.write_bytes(pickle.dumps({"fc.weight": [0.0]}))
-    for name in ("load", "loads", "Unpickler"):
-        monkeypatch.setattr(pickle, name, never)
-    read_bytes = Path.read_bytes
-    monkeypatch.setattr(
-        Path, "read_bytes", lambda path: never() if path == pickled else read_bytes(path)
-    )
+    (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04N.")
+    really_open = io.open
+
+    def noting(path, *args, **kwargs):
+        opened.append(Path(path).name)
+        return really_open(path, *args, **kwargs)
+
+    monkeypatch.setattr(io, "open", noting)
+    monkeypatch.setattr(builtins, "open", noting)
     assert_same(eagle_files.load(tmp_path, POLICY), drafter)  # passed over
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(FileNotFoundError, match="only torch files .pytorch_model.bin., which are"):
         eagle_files.load(tmp_path, POLICY)
+    assert "config.json" in opened and "pytorch_model.bin" not in opened
 
 
 # Saving.
