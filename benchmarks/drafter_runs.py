@@ -12,6 +12,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from rl.learned import LearnedDrafter
 from rl.metrics import Timings
 from rl.optimizer import TrainState
 from rl.spot_trainer import SpotTrainer
-from rl.trajectory import Request
+from rl.trajectory import Request, Trajectory
 from rl.workers import SchedConfig, Workers
 from spec import eagle
 from spec.data_buffer import DataBuffer
@@ -181,7 +182,7 @@ def preemption_waits(
             step_key(7, n),
             stop_token_ids=inputs.model.eos_token_ids,
             catcher=BufferCatcher(drafter_trainer.buffer, n),
-            on_finish=lambda _: ended_s.append(time.perf_counter()),
+            on_finish=partial(_note, ended_s),
         )
         late = spot.take_spans()
         spans += late
@@ -199,6 +200,10 @@ def preemption_waits(
         "spot_steps": drafter_trainer.step,
         "spot_rollouts": rollouts,
     }
+
+
+def _note(ended_s: list[float], _: Trajectory) -> None:
+    ended_s.append(time.perf_counter())
 
 
 def _requests(inputs: Inputs, config: TrainConfig, examples: Sequence[int]) -> list[Request]:

@@ -1,0 +1,221 @@
+"""Rollouts under the tuner, for `benchmarks.drafter`: with all drafters, and with each alone.
+
+The shipped policy answers the same prompts with the same noise under every way of guessing, in
+turns: identical tokens. There is history (an epoch by the policy itself under other noise), and a
+drafter that was trained on it. `tuner_gap` compares the bandit's choice with the exhaustive best.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from benchmarks import drafter_parts
+from benchmarks.drafter_runs import accept_length
+from models.transformer import Params
+from rl import engine_warm_up
+from rl.drafter_trainer import BufferCatcher, DrafterTrainer
+from rl.engine import Engine
+from rl.engine_config import EngineConfig
+from rl.experiment import Inputs, TrainConfig
+from rl.learned import LearnedDrafter
+from rl.reuse import remember
+from rl.round_times import load_or_measure
+from rl.speculation import Speculation, SpeculationConfig
+from rl.trajectory import Request, Trajectory
+from spec import eagle
+from spec.bandit import BanditConfig, Strategy
+from spec.data_buffer import DataBuffer
+from spec.drafter import Drafts, LiveSlots
+from spec.eagle import Drafter
+from spec.eagle_drafter import TreeConfig
+from spec.merge import Union
+from spec.outcome import Outcome
+from spec.rollout_cache import RolloutCache
+from spec.round_seconds import RoundTimes
+from spec.sampling import SamplingConfig, step_key
+from spec.tuner import Tuned, TunerConfig, strategies
+
+ENGINE = EngineConfig(slots=32, min_slots=8, min_positions=384, min_nodes=8, max_nodes=16)
+TUNER = TunerConfig(thresholds=(1, 9), verify_tokens=(15, 7), depths=(3, 6))
+TREE = TreeConfig(max_depth=6, top_k=4)
+SOURCES = ("history", "group", "own", "learned")
+PROMPTS, GROUP = 6, 8
+WARM_TURNS, TURNS = 3, 7
+TRAINING_STEPS = 300
+GAP_REQUESTS = 8  # a bucket of its own
+
+
+class _Ground:
+    """Engine, prompts, history, trained drafter and measured seconds: the same for every way."""
+
+    def __init__(self, inputs: Inputs, params: Params, config: TrainConfig) -> None:
+        self.params, self.sampling = params, SamplingConfig(max_new_tokens=256)
+        self._inputs = inputs
+        self.engine = Engine(inputs.model, ENGINE, feature_layers=())
+        shape = eagle.config_for(inputs.model)
+        self.learned = LearnedDrafter(Drafter(shape, eagle.init(shape, jax.random.key(0))), TREE)
+        self.prompts = [inputs.encode(inputs.task[i], config.task) for i in range(PROMPTS)]
+        self.keys = [f"p{i}" for i in range(PROMPTS)]
+        self.cache = RolloutCache()
+        options = dataclasses.replace(config.drafter, micro_batches=1, batch_rows=4)
+        trainer = DrafterTrainer(
+            options,
+            config.drafter_training,
+            self.learned,
+            DataBuffer(config.data_buffer),
+            seed=0,
+            temperature=1.0,
+        )
+        trainer.begin(1)
+        past = self.run(step_key(50, 0), catcher=BufferCatcher(trainer.buffer, 1))
+        remember(
+            self.cache,
+            self.keys,
+            [dataclasses.replace(t, reward=1.0) for t in past],
+            scored=False,
+        )
+        trainer.run_steps(TRAINING_STEPS, trainer.bench(self.engine, params))
+        trainer.publish()
+        sizes = {"max_requests": PROMPTS * GROUP, "max_prompt_tokens": max(map(len, self.prompts))}
+        engine_warm_up.warm_up(
+            self.engine, params, self.sampling, speculative=True, learned=self.learned, **sizes
+        )
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "rounds.json"
+            self.times: RoundTimes = load_or_measure(
+                path, self.engine, params, self.sampling, learned=self.learned, **sizes
+            )
+
+    def requests(self, groups: Sequence[int] | None = None) -> list[Request]:
+        chosen = range(PROMPTS) if groups is None else groups
+        return [Request(g * GROUP + i, self.prompts[g], g, i) for i in range(GROUP) for g in chosen]
+
+    def run(
+        self, key: jax.Array, requests: Sequence[Request] | None = None, **options: Any
+    ) -> list[Trajectory]:
+        return self.engine.run(
+            self.params,
+            self.requests() if requests is None else requests,
+            self.sampling,
+            key,
+            stop_token_ids=self._inputs.model.eos_token_ids,
+            **options,
+        )
+
+    def speculation(self, sources: Sequence[str], tuner: TunerConfig = TUNER) -> Speculation:
+        config = SpeculationConfig(budget="bandit", sources=tuple(sources))  # type: ignore[arg-type]
+        learned = self.learned if "learned" in sources else None
+        speculation = Speculation(config, self.cache, learned, tuner)
+        speculation.times = self.times
+        return speculation
+
+
+def tuner(inputs: Inputs, params: Params, config: TrainConfig) -> dict[str, Any]:
+    """Rollout tokens a second with all drafters under the tuner, over the best of each alone."""
+    ground = _Ground(inputs, params, config)
+    ways = {name: ground.speculation((name,)) for name in SOURCES}
+    ways["all"] = ground.speculation(SOURCES)
+    seconds: dict[str, list[float]] = {name: [] for name in (*ways, "plain")}
+    tokens, same = 0, True
+    for turn in range(WARM_TURNS + TURNS):
+        key, found = step_key(51, turn), dict[str, list[Trajectory]]()
+        names = list(seconds)
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            options: dict[str, Any] = {}
+            if name != "plain":
+                site = ground.engine.site(params, ground.sampling, key)
+                drafter, budget = ways[name].phase(ground.keys, ground.prompts)(site)
+                options = {"drafter": drafter, "budget": budget}
+            began_s = time.perf_counter()
+            found[name] = ground.run(key, **options)
+            if turn >= WARM_TURNS:
+                seconds[name].append(time.perf_counter() - began_s)
+        tokens = sum(t.num_tokens for t in found["plain"])
+        same &= all(_equal(found["plain"], got) for got in found.values())
+    assert tokens
+    medians = {name: statistics.median(s) for name, s in seconds.items()}
+    best = min(SOURCES, key=medians.__getitem__)
+    ratios = [b / a for a, b in zip(seconds["all"], seconds[best], strict=True)]
+    for way in ways.values():
+        way.__exit__()
+    return {
+        "tuner_ratio": round(statistics.median(ratios), 4),
+        "tuner_best_single": best,
+        "tuner_over_plain": round(medians["plain"] / medians["all"], 4),
+        "tuner_rollout_s": {name: round(s, 4) for name, s in medians.items()},
+        "tuner_tokens_same": same,
+        **_gap(ground),
+    }
+
+
+def _equal(ours: Sequence[Trajectory], theirs: Sequence[Trajectory]) -> bool:
+    pairs = zip(ours, theirs, strict=True)
+    return all(a.response_ids.tolist() == b.response_ids.tolist() for a, b in pairs)
+
+
+class _Forced(Tuned):
+    """Always the same arm; what every round brought is kept."""
+
+    def __init__(self, strategy: Strategy, times: RoundTimes, union: Union) -> None:
+        self._forced, self.accepted = strategy, list[np.ndarray]()
+        super().__init__(self, times, union)  # type: ignore[arg-type]
+
+    def select(self, batch_size: int) -> Strategy:
+        return self._forced
+
+    def record(self, *_: Any) -> None:
+        pass
+
+    def observe(self, live: LiveSlots, drafts: Drafts, outcome: Outcome) -> None:
+        if outcome.tried:
+            self.accepted.append(outcome.right_AN.sum(axis=1))
+
+
+def _gap(ground: _Ground) -> dict[str, Any]:
+    """Every arm of the range of few requests, played alone; then the bandit on what they brought."""
+    arms = [
+        s
+        for s in strategies(TUNER, SOURCES, TREE.top_k)
+        if s.verify_tokens in (0, TUNER.verify_tokens[0])
+    ]
+    seconds, accepts = {}, {}
+    S = ENGINE.min_positions
+    for arm in arms:
+        accepted = [np.zeros(1)]
+        if arm.verify_tokens:
+            accepted = []
+            for turn in range(3):
+                key = step_key(52, turn)
+                site = ground.engine.site(ground.params, ground.sampling, key)
+                with ground.speculation(SOURCES) as speculation:
+                    union, _ = speculation.phase(ground.keys, ground.prompts)(site)
+                    assert isinstance(union, Union)
+                    forced = _Forced(arm, ground.times, union)
+                    some = ground.requests([turn % PROMPTS])
+                    ground.run(key, some, drafter=union, budget=forced)
+                accepted += forced.accepted
+        nodes = arm.verify_tokens + 1
+        round_s = ground.times(GAP_REQUESTS, nodes, S)
+        assert round_s is not None
+        if arm.depth:
+            round_s += ground.times.draft(GAP_REQUESTS, arm.depth, S)
+        seconds[arm], accepts[arm] = round_s, np.concatenate(accepted)
+    bandit = BanditConfig((1,), TUNER.epsilon, TUNER.window, everywhere=True)
+    found = drafter_parts.tuner_gap(
+        {arm: [s] for arm, s in seconds.items()}, accepts, bandit, GAP_REQUESTS
+    )
+    return found | {
+        "tuner_arms": {
+            arm.name: round((1 + float(accepts[arm].mean())) / seconds[arm], 1) for arm in arms
+        },
+        "tuner_accept_length": round(accept_length(ground.engine), 4),
+    }
