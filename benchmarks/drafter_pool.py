@@ -1,0 +1,287 @@
+"""Memory of compiled programs for several ways of guessing: apart and shared, or fused.
+
+Ours is what an engine compiles: rounds over trees by (slots, nodes, positions), searches by
+(slots, positions, top_k). A search takes its depth as an argument, so that strategies share it;
+and a bucket of slots needs only what BEG-MAB may choose for its batch sizes. The other way is that
+of one captured graph a strategy and batch size: search and round in one program, whose depth,
+width and nodes are constants.
+
+Counted is what a program has for itself: generated code (where a backend does not say how much,
+the serialized executable) and temporary buffers. The latter jax allocates for each call; captured
+graphs keep theirs. Arguments and results are the engine's in both ways.
+Source: TLT, section 5.1, Figure 10, Table 5.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.workloads import BASE_POLICY, policy
+from models import transformer
+from models.config import ModelConfig
+from models.kv_cache import KVCache
+from rl import cache_steps
+from rl.engine import Engine
+from rl.engine_config import EngineConfig
+from rl.learned import LearnedDrafter
+from spec import eagle, eagle_draft, verify
+from spec.bandit import BanditConfig, BegMab, Strategy
+from spec.eagle import Drafter, Eagle, EagleConfig, Frozen
+from spec.eagle_drafter import WINDOW_TOKENS, TreeConfig
+from spec.sampling import Draw, SamplingConfig, step_key
+from spec.tree import DraftTree
+from spec.verify import Slots
+
+# Four as in Table 5, of one width, which the paper fixes as well (section 6.3).
+STRATEGIES = tuple(
+    Strategy(f"depth{depth}_verify{tokens}", ("learned",), depth, 4, tokens)
+    for tokens in (31, 15)
+    for depth in (3, 6)
+)
+RANGES = BanditConfig(thresholds=(1, 17))  # more than 16 requests verify fewer tokens
+SLOTS = (8, 16, 32)
+
+# (`round`, slots, nodes), (`search`, slots, top_k), (`fused`, slots, which strategy)
+Key = tuple[str, int, int]
+
+
+@partial(
+    jax.jit,
+    static_argnames=("config", "shape", "depth", "top_k", "num_nodes", "scheme"),
+    donate_argnames=("cache", "slots", "searched"),
+)
+def fused_round(
+    params: transformer.Params,
+    cache: KVCache,
+    slots: Slots,
+    stop_E: jax.Array,
+    weights: Eagle,
+    frozen: Frozen,
+    searched: KVCache,
+    tokens_BC: jax.Array,
+    start_B: jax.Array,
+    temperature: jax.Array,
+    *,
+    config: ModelConfig,
+    shape: EagleConfig,
+    depth: int,
+    top_k: int,
+    num_nodes: int,
+    scheme: Draw,
+) -> tuple[KVCache, Slots, KVCache, jax.Array]:
+    """One program of one strategy: `eagle_draft.draft`, then `verify.verify_round`."""
+    M = num_nodes - 1
+    searched, packed = eagle_draft.draft(
+        weights,
+        frozen,
+        searched,
+        cache.features[0],
+        tokens_BC,
+        start_B,
+        slots.length,
+        jnp.int32(depth),
+        temperature,
+        config=shape,
+        top_k=top_k,
+        max_depth=depth,
+        num_guesses=M,
+        scheme=scheme,
+    )
+    root_B1 = jnp.zeros((len(packed), 1), jnp.int32)
+    tree = DraftTree(
+        jnp.concatenate([root_B1, packed[:, :M]], axis=1),
+        jnp.concatenate([root_B1 - 1, packed[:, M : 2 * M] + 1], axis=1),
+    )
+    cache, slots, emitted = verify.verify(config, params, cache, slots, tree, stop_E, scheme)
+    return cache, slots, searched, verify.pack(emitted)
+
+
+@dataclasses.dataclass(frozen=True)
+class Footprint:
+    """What one or more programs have for themselves."""
+
+    programs: int = 0
+    code_bytes: int = 0
+    temp_bytes: int = 0
+
+    @property
+    def total_bytes(self) -> int:
+        return self.code_bytes + self.temp_bytes
+
+    def __add__(self, other: Footprint) -> Footprint:
+        pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
+        return Footprint(*(a + b for a, b in pairs))
+
+
+def footprint(compiled: Any) -> Footprint:
+    found = compiled.memory_analysis()
+    code_bytes = found.generated_code_size_in_bytes
+    code_bytes = code_bytes or len(compiled.runtime_executable().serialize())
+    return Footprint(1, code_bytes, found.temp_size_in_bytes)
+
+
+def pool_memory(
+    model: ModelConfig | None = None,
+    params: transformer.Params | None = None,
+    *,
+    strategies: Sequence[Strategy] = STRATEGIES,
+    ranges: BanditConfig = RANGES,
+    slots: Sequence[int] = SLOTS,
+    num_positions: int = 256,
+) -> dict[str, Any]:
+    """Bytes of fused programs of every strategy and bucket over ours: `pool_memory_ratio`.
+
+    `…_every_bucket` is against ours where each bucket has the programs of all strategies, as
+    `rl.engine_warm_up` compiles them; `…_one_strategy` is ours over the first strategy alone,
+    fused. By default of the shipped policy, with a drafter of its proportions.
+    """
+    if model is None or params is None:
+        model, params = policy(BASE_POLICY)
+    pools = needed(strategies, ranges, slots)
+    keys = sorted({key for pool in pools.values() for key in pool})
+    programs = Programs(model, params, tuple(strategies), num_positions)
+    lowered = [programs.lower(key) for key in keys]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        compiled = pool.map(lambda low: footprint(low.compile()), lowered)
+        bytes_of = dict(zip(keys, compiled, strict=True))
+    sums = {name: sum((bytes_of[key] for key in pool), Footprint()) for name, pool in pools.items()}
+    fused, ours = sums["fused"], sums["shared"]
+    everywhere = sums["shared_every_bucket"]
+    return {
+        "pool_memory_ratio": round(fused.total_bytes / ours.total_bytes, 3),
+        "pool_memory_ratio_every_bucket": round(fused.total_bytes / everywhere.total_bytes, 3),
+        "pool_memory_ratio_one_strategy": round(
+            ours.total_bytes / sums["one_strategy"].total_bytes, 3
+        ),
+        "pool_code_ratio": round(fused.code_bytes / ours.code_bytes, 3),
+        "pool_temp_ratio": round(fused.temp_bytes / ours.temp_bytes, 3),
+        "pools": {
+            name: dataclasses.asdict(f) | {"total_bytes": f.total_bytes} for name, f in sums.items()
+        },
+        "pool_strategies": [dataclasses.asdict(s) for s in strategies],
+        "pool_thresholds": list(ranges.thresholds),
+        "pool_slots": list(slots),
+        "pool_positions": num_positions,
+    }
+
+
+def needed(
+    strategies: Sequence[Strategy], ranges: BanditConfig, slots: Sequence[int]
+) -> dict[str, set[Key]]:
+    """The programs of each way, by name."""
+    guessing = [s for s in strategies if s.verify_tokens]
+    served = candidates(strategies, ranges, slots)
+
+    def apart(B: int, chosen: Sequence[Strategy]) -> set[Key]:
+        rounds = {("round", B, s.verify_tokens + 1) for s in chosen if s.verify_tokens}
+        return rounds | {("search", B, s.top_k) for s in chosen if s.verify_tokens}
+
+    return {
+        "one_strategy": {("fused", B, strategies.index(guessing[0])) for B in slots},
+        "fused": {("fused", B, strategies.index(s)) for B in slots for s in guessing},
+        "shared": set().union(*(apart(B, served[B]) for B in slots)),
+        "shared_every_bucket": set().union(*(apart(B, guessing) for B in slots)),
+    }
+
+
+def candidates(
+    strategies: Sequence[Strategy], ranges: BanditConfig, slots: Sequence[int]
+) -> dict[int, list[Strategy]]:
+    """What may be chosen for the batch sizes of each bucket of slots."""
+    tuner = BegMab(strategies, ranges, 0)
+    found = {}
+    for least, B in zip((0, *sorted(slots)), sorted(slots), strict=False):
+        sizes = range(least + 1, B + 1)
+        found[B] = list(dict.fromkeys(s for size in sizes for s in tuner.candidates(size)))
+    return found
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Programs:
+    """Makes the programs of one policy, a drafter of its proportions, and strategies."""
+
+    model: ModelConfig
+    params: transformer.Params
+    strategies: tuple[Strategy, ...]
+    num_positions: int
+    sampling: SamplingConfig = dataclasses.field(default_factory=SamplingConfig)
+
+    def lower(self, key: Key) -> Any:
+        """One program, not compiled yet."""
+        kind, B, x = key
+        make = {"round": self._round, "search": self._search, "fused": self._fused}
+        return make[kind](self._engine(B), B, x)
+
+    @property
+    def shape(self) -> EagleConfig:
+        return eagle.config_for(self.model)
+
+    def weights(self) -> Eagle:
+        return eagle.init(self.shape, jax.random.key(0), self.params.final_norm_D.dtype)
+
+    def _engine(self, B: int) -> Engine:
+        """With room for the largest trees, as one that serves all strategies has it."""
+        most_nodes = max(s.verify_tokens for s in self.strategies) + 1
+        config = EngineConfig(
+            slots=B, min_slots=B, min_positions=self.num_positions, max_nodes=most_nodes
+        )
+        dtype = self.params.final_norm_D.dtype
+        return Engine(self.model, config, dtype=dtype, feature_layers=())
+
+    def _rows(self, engine: Engine, B: int) -> tuple[Any, ...]:
+        """Weights, cache, slots and end tokens of a round."""
+        ints_BC = np.zeros((B, len(cache_steps.COLUMNS)), np.int32)
+        slots = cache_steps.make_slots(
+            *engine.slot_arguments(ints_BC, self.sampling, step_key(0, 0))
+        )
+        stop_E = np.zeros(max(1, len(self.model.eos_token_ids)), np.int32)
+        return self.params, engine.empty_cache(B, self.num_positions), slots, stop_E
+
+    def _round(self, engine: Engine, B: int, num_nodes: int) -> Any:
+        params, cache, slots, stop_E = self._rows(engine, B)
+        tree = DraftTree(*(np.zeros((B, num_nodes), np.int32) for _ in range(2)))
+        options = engine.verify_options(self.sampling.draw)
+        return verify.verify_round.lower(params, cache, slots, tree, stop_E, **options)
+
+    def _search(self, engine: Engine, B: int, top_k: int) -> Any:
+        """As the engine's warm-up has it, as deep as any strategy of that width goes."""
+        depth = max(s.depth for s in self.strategies if s.top_k == top_k)
+        learned = LearnedDrafter(Drafter(self.shape, self.weights()), TreeConfig(depth, top_k))
+        drafter = learned.drafter_at(engine.site(self.params, self.sampling, step_key(0, 0)))
+        [features] = engine.empty_cache(B, self.num_positions).features
+        steps = {step: arguments for step, arguments in drafter.programs(lambda: features)}
+        args, options = steps[eagle_draft.draft]()
+        return eagle_draft.draft.lower(*args, **options)
+
+    def _fused(self, engine: Engine, B: int, index: int) -> Any:
+        args, options = self.fused_arguments(engine, B, self.strategies[index])
+        return fused_round.lower(*args, **options)
+
+    def fused_arguments(
+        self, engine: Engine, B: int, strategy: Strategy
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Of `fused_round`, for rows at rest."""
+        top_k, depth, S = strategy.top_k, strategy.depth, self.num_positions
+        searched = eagle_draft.empty_cache(self.shape, B, S, top_k, depth, engine.dtype)
+        tokens_BC = np.zeros((B, min(WINDOW_TOKENS, S)), np.int32)
+        args = (
+            *self._rows(engine, B),
+            *(self.weights(), eagle.frozen(self.params, None), searched),
+            *(tokens_BC, np.zeros(B, np.int32), np.float32(self.sampling.temperature)),
+        )
+        options = engine.verify_options(self.sampling.draw) | {
+            "shape": self.shape,
+            "depth": depth,
+            "top_k": top_k,
+            "num_nodes": strategy.verify_tokens + 1,
+        }
+        return args, options

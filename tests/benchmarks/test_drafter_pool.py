@@ -1,0 +1,168 @@
+"""Which programs each way needs, that they do the same, and what is counted of them."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks import drafter_pool
+from benchmarks.drafter_pool import Footprint, Programs
+from models import transformer
+from models.config import ModelConfig
+from rl import cache_steps
+from spec import eagle_draft, verify
+from spec.bandit import BanditConfig, Strategy
+from spec.drafter import Drafts, plant
+from spec.sampling import step_key
+from spec.tree import DraftTree
+
+MODEL = ModelConfig("qwen3", 20, 16, 1, 2, 1, 8, 16, qk_norm=True, max_positions=64)
+S = 32
+
+
+def strategy(depth, verify_tokens, top_k=2):
+    sources = ("learned",) if verify_tokens else ()
+    return Strategy(f"{depth}_{top_k}_{verify_tokens}", sources, depth, top_k, verify_tokens)
+
+
+DEEP, FLAT, SMALL, PLAIN = strategy(3, 7), strategy(1, 7), strategy(2, 3), strategy(0, 0)
+
+
+@pytest.fixture(scope="module")
+def programs():
+    params = transformer.init(MODEL, jax.random.key(0))
+    return Programs(MODEL, params, (DEEP, FLAT, SMALL), S)
+
+
+def test_buckets_serve_the_batch_sizes_below_them():
+    strategies, ranges = (DEEP, FLAT, SMALL, PLAIN), BanditConfig((1, 5, 17))
+    found = drafter_pool.candidates(strategies, ranges, (4, 8, 16, 32))
+    assert found == {4: [DEEP, FLAT], 8: [SMALL], 16: [SMALL], 32: [PLAIN]}
+    # one bucket serves all sizes up to its own
+    assert drafter_pool.candidates(strategies, ranges, (6,)) == {6: [DEEP, FLAT, SMALL]}
+
+
+def test_the_programs_of_each_way():
+    wide = strategy(3, 7, top_k=4)
+    found = drafter_pool.needed((DEEP, FLAT, wide, SMALL), BanditConfig((1, 5)), (4, 8))
+    assert found["one_strategy"] == {("fused", 4, 0), ("fused", 8, 0)}
+    assert found["fused"] == {("fused", B, i) for B in (4, 8) for i in range(4)}
+    # DEEP and FLAT share both of theirs, `wide` their rounds
+    few = {("round", 4, 8), ("search", 4, 2), ("search", 4, 4), ("round", 8, 4), ("search", 8, 2)}
+    assert found["shared"] == few
+    assert found["shared_every_bucket"] == {
+        *(("round", B, N) for B in (4, 8) for N in (8, 4)),
+        *(("search", B, K) for B in (4, 8) for K in (2, 4)),
+    }
+
+
+def test_plain_decoding_needs_none_of_them():
+    found = drafter_pool.needed((PLAIN, SMALL), BanditConfig((1, 5)), (4, 8))
+    assert found["fused"] == {("fused", 4, 1), ("fused", 8, 1)}
+    assert found["shared"] == {("round", 4, 4), ("search", 4, 2)}
+
+
+def test_footprints_add_up():
+    total = Footprint(1, 10, 100) + Footprint(2, 3, 4)
+    assert total == Footprint(3, 13, 104) and total.total_bytes == 117
+
+
+def test_temporary_buffers_and_code_are_counted():
+    def total(x):
+        return jnp.sum(jnp.sort(x))  # what is sorted has to lie somewhere
+
+    small, large = (
+        drafter_pool.footprint(jax.jit(total).lower(np.zeros(n, np.float32)).compile())
+        for n in (1000, 9000)
+    )
+    assert large.temp_bytes - small.temp_bytes == pytest.approx(4 * 8000, abs=256)
+    assert small.programs == 1 and small.code_bytes > 100
+
+
+def busy(programs, B, lengths):
+    """Rows in the middle of their responses, with keys, values and states of some past."""
+    engine = programs._engine(B)
+    ints_BC = np.zeros((B, len(cache_steps.COLUMNS)), np.int32)
+    column = {name: ints_BC[:, i] for i, name in enumerate(cache_steps.COLUMNS)}
+    column["last_token"][:] = 5 + np.arange(B)
+    column["length"][:], column["limit"][:], column["active"][:] = lengths, 16, 1
+    column["request_id"][:] = np.arange(B)
+    arguments = engine.slot_arguments(ints_BC, programs.sampling, step_key(0, 3))
+    rng = np.random.default_rng(0)
+
+    def rows():
+        zeros = engine.empty_cache(B, S)
+        noise = iter(rng.normal(size=x.shape).astype(np.float32) for x in jax.tree.leaves(zeros))
+        return jax.tree.map(lambda _: jnp.asarray(next(noise)), zeros)
+
+    return engine, rows(), lambda: cache_steps.make_slots(*arguments)
+
+
+@pytest.mark.parametrize("chosen", [DEEP, SMALL], ids=lambda s: s.name)
+def test_fused_and_apart_emit_the_same(programs, chosen):
+    B = 256  # one in ten draws is guessed, by chance
+    lengths = np.random.default_rng(2).integers(1, 14, B).astype(np.int32)
+    engine, cache, slots = busy(programs, B, lengths)
+    args, options = programs.fused_arguments(engine, B, chosen)
+    params, _, _, stop_E, weights, frozen, searched, tokens_BC, start_B, heat = args
+    # one of the policy's own tokens after each entry; its window holds the whole row
+    tokens_BC = np.random.default_rng(1).integers(2, 20, tokens_BC.shape).astype(np.int32)
+    sharp = dataclasses.replace(frozen, head_DU=20 * frozen.head_DU)  # no near ties
+    copy = jax.tree.map(jnp.copy, cache)
+    shared = (weights, sharp, searched, tokens_BC, start_B, heat)
+    *_, fused = drafter_pool.fused_round(params, copy, slots(), stop_E, *shared, **options)
+
+    # the engine's own: a deeper drafter's cache, depth as an argument, trees by way of the host
+    room = eagle_draft.empty_cache(programs.shape, B, S, chosen.top_k, 3, engine.dtype)
+    _, packed = eagle_draft.draft(
+        *(weights, sharp, room, cache.features[0], tokens_BC, start_B),
+        *(lengths, np.int32(chosen.depth), heat),
+        config=programs.shape,
+        top_k=chosen.top_k,
+        max_depth=3,
+        num_guesses=7,
+    )
+    tokens_BM, parents_BM, chance_BM, count_B = eagle_draft.unpack(packed)
+    sources_BM = np.zeros(tokens_BM.shape, np.uint8)
+    drafts = Drafts(tokens_BM, parents_BM, chance_BM, sources_BM, count_B)
+    tree = DraftTree(*plant(drafts, np.arange(B), B, chosen.verify_tokens + 1))
+    _, _, apart = verify.verify_round(
+        params, cache, slots(), tree, stop_E, **engine.verify_options("cdf")
+    )
+    (tokens_BN, logprobs_BN, count_B), wanted = verify.unpack(fused), verify.unpack(apart)
+    assert count_B.tolist() == wanted[2].tolist()
+    assert count_B.min() >= 1 and count_B.max() >= 3, "guesses of guesses were accepted"
+    valid_BN = np.arange(tokens_BN.shape[1]) < count_B[:, None]
+    assert tokens_BN[valid_BN].tolist() == wanted[0][valid_BN].tolist()
+    np.testing.assert_allclose(logprobs_BN[valid_BN], wanted[1][valid_BN], rtol=1e-4, atol=1e-5)
+
+
+def test_a_pool_is_the_sum_of_its_programs(programs):
+    found = drafter_pool.pool_memory(
+        MODEL,
+        programs.params,
+        strategies=(DEEP, SMALL),
+        ranges=BanditConfig((1, 3)),
+        slots=(2, 4),
+        num_positions=S,
+    )
+    pools = found["pools"]
+    counts = {name: pool["programs"] for name, pool in pools.items()}
+    assert counts == {"one_strategy": 2, "fused": 4, "shared": 4, "shared_every_bucket": 6}
+    assert pools["shared"]["total_bytes"] < pools["shared_every_bucket"]["total_bytes"]
+    for name, over, under in (
+        ("pool_memory_ratio", "fused", "shared"),
+        ("pool_memory_ratio_every_bucket", "fused", "shared_every_bucket"),
+        ("pool_memory_ratio_one_strategy", "shared", "one_strategy"),
+    ):
+        ratio = pools[over]["total_bytes"] / pools[under]["total_bytes"]
+        assert found[name] == pytest.approx(ratio, abs=1e-3)
+    single = drafter_pool.footprint(programs.lower(("round", 2, 8)).compile())
+    double = drafter_pool.footprint(programs.lower(("round", 4, 8)).compile())
+    assert double.temp_bytes > 1.5 * single.temp_bytes
+    apart = Footprint()
+    for key in (("round", 2, 8), ("search", 2, 2), ("round", 4, 4), ("search", 4, 2)):
+        apart += drafter_pool.footprint(programs.lower(key).compile())
+    assert pools["shared"]["temp_bytes"] == apart.temp_bytes
