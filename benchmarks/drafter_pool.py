@@ -140,9 +140,10 @@ def pool_memory(
 ) -> dict[str, Any]:
     """Bytes of fused programs of every strategy and bucket over ours: `pool_memory_ratio`.
 
-    `…_every_bucket` is against ours where each bucket has the programs of all strategies, as
-    `rl.engine_warm_up` compiles them; `…_one_strategy` is ours over the first strategy alone,
-    fused. By default of the shipped policy, with a drafter of its proportions.
+    What of it comes of sharing alone: `…_in_ranges`, both ways with what the ranges let be chosen,
+    and `…_every_bucket`, both with all strategies in all buckets, as `rl.engine_warm_up` compiles
+    them. `pool_memory_over_one_strategy` is ours over the first strategy alone, fused. By default
+    of the shipped policy, with a drafter of its proportions.
     """
     if model is None or params is None:
         model, params = policy(BASE_POLICY)
@@ -154,16 +155,17 @@ def pool_memory(
         compiled = pool.map(lambda low: footprint(low.compile()), lowered)
         bytes_of = dict(zip(keys, compiled, strict=True))
     sums = {name: sum((bytes_of[key] for key in pool), Footprint()) for name, pool in pools.items()}
-    fused, ours = sums["fused"], sums["shared"]
-    everywhere = sums["shared_every_bucket"]
+
+    def ratio(over: str, under: str, what: str = "total_bytes") -> float:
+        return round(getattr(sums[over], what) / getattr(sums[under], what), 3)
+
     return {
-        "pool_memory_ratio": round(fused.total_bytes / ours.total_bytes, 3),
-        "pool_memory_ratio_every_bucket": round(fused.total_bytes / everywhere.total_bytes, 3),
-        "pool_memory_ratio_one_strategy": round(
-            ours.total_bytes / sums["one_strategy"].total_bytes, 3
-        ),
-        "pool_code_ratio": round(fused.code_bytes / ours.code_bytes, 3),
-        "pool_temp_ratio": round(fused.temp_bytes / ours.temp_bytes, 3),
+        "pool_memory_ratio": ratio("fused", "shared"),
+        "pool_memory_ratio_in_ranges": ratio("fused_in_ranges", "shared"),
+        "pool_memory_ratio_every_bucket": ratio("fused", "shared_every_bucket"),
+        "pool_memory_over_one_strategy": ratio("shared", "one_strategy"),
+        "pool_code_ratio": ratio("fused", "shared", "code_bytes"),
+        "pool_temp_ratio": ratio("fused", "shared", "temp_bytes"),
         "pools": {
             name: dataclasses.asdict(f) | {"total_bytes": f.total_bytes} for name, f in sums.items()
         },
@@ -188,6 +190,9 @@ def needed(
     return {
         "one_strategy": {("fused", B, strategies.index(guessing[0])) for B in slots},
         "fused": {("fused", B, strategies.index(s)) for B in slots for s in guessing},
+        "fused_in_ranges": {
+            ("fused", B, strategies.index(s)) for B in slots for s in served[B] if s.verify_tokens
+        },
         "shared": set().union(*(apart(B, served[B]) for B in slots)),
         "shared_every_bucket": set().union(*(apart(B, guessing) for B in slots)),
     }

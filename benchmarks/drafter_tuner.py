@@ -181,7 +181,7 @@ class _Forced(Tuned):
 
 
 def _gap(ground: _Ground) -> dict[str, Any]:
-    """Every arm of the range of few requests, played alone; then the bandit on what they brought."""
+    """Every arm of the range of few requests by itself; then the bandit on what they brought."""
     arms = [
         s
         for s in strategies(TUNER, SOURCES, TREE.top_k)

@@ -49,6 +49,8 @@ def test_the_programs_of_each_way():
     found = drafter_pool.needed((DEEP, FLAT, wide, SMALL), BanditConfig((1, 5)), (4, 8))
     assert found["one_strategy"] == {("fused", 4, 0), ("fused", 8, 0)}
     assert found["fused"] == {("fused", B, i) for B in (4, 8) for i in range(4)}
+    in_ranges = {("fused", 4, 0), ("fused", 4, 1), ("fused", 4, 2), ("fused", 8, 3)}
+    assert found["fused_in_ranges"] == in_ranges
     # DEEP and FLAT share both of theirs, `wide` their rounds
     few = {("round", 4, 8), ("search", 4, 2), ("search", 4, 4), ("round", 8, 4), ("search", 8, 2)}
     assert found["shared"] == few
@@ -61,6 +63,7 @@ def test_the_programs_of_each_way():
 def test_plain_decoding_needs_none_of_them():
     found = drafter_pool.needed((PLAIN, SMALL), BanditConfig((1, 5)), (4, 8))
     assert found["fused"] == {("fused", 4, 1), ("fused", 8, 1)}
+    assert found["fused_in_ranges"] == {("fused", 4, 1)}
     assert found["shared"] == {("round", 4, 4), ("search", 4, 2)}
 
 
@@ -150,12 +153,19 @@ def test_a_pool_is_the_sum_of_its_programs(programs):
     )
     pools = found["pools"]
     counts = {name: pool["programs"] for name, pool in pools.items()}
-    assert counts == {"one_strategy": 2, "fused": 4, "shared": 4, "shared_every_bucket": 6}
+    assert counts == {
+        "one_strategy": 2,
+        "fused": 4,
+        "fused_in_ranges": 2,
+        "shared": 4,
+        "shared_every_bucket": 6,
+    }
     assert pools["shared"]["total_bytes"] < pools["shared_every_bucket"]["total_bytes"]
     for name, over, under in (
         ("pool_memory_ratio", "fused", "shared"),
         ("pool_memory_ratio_every_bucket", "fused", "shared_every_bucket"),
-        ("pool_memory_ratio_one_strategy", "shared", "one_strategy"),
+        ("pool_memory_ratio_in_ranges", "fused_in_ranges", "shared"),
+        ("pool_memory_over_one_strategy", "shared", "one_strategy"),
     ):
         ratio = pools[over]["total_bytes"] / pools[under]["total_bytes"]
         assert found[name] == pytest.approx(ratio, abs=1e-3)

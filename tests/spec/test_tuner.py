@@ -1,0 +1,127 @@
+"""The bandit as a budget: its arms, what it asks for, and what it is told."""
+
+import numpy as np
+import pytest
+from live_by_hand import live_slots
+
+from spec.budget import Decision
+from spec.drafter import no_drafts, stack
+from spec.merge import Union
+from spec.outcome import Outcome
+from spec.round_seconds import RoundTimes
+from spec.tree import chain
+from spec.tuner import PLAIN, Tuned, TunerConfig, make_bandit, strategies
+
+CONFIG = TunerConfig(thresholds=(1, 5), verify_tokens=(3, 1), depths=(2, 4), epsilon=0.0)
+TIMES = RoundTimes(
+    {(4, n, 64): 1.0 + 0.25 * (n - 1) for n in (1, 2, 4)}, {}, {(4, 1, 64): 0.2, (4, 5, 64): 1.0}
+)
+
+
+def names(config, sources):
+    return [s.name for s in strategies(config, sources, top_k=3)]
+
+
+def test_arms_are_every_drafter_alone_the_found_ones_and_all():
+    assert names(CONFIG, ("history", "own", "learned")) == [
+        "plain",
+        *(
+            f"{name} × {n}"
+            for n in (3, 1)
+            for name in (
+                "history",
+                "own",
+                "learned depth 2",
+                "learned depth 4",
+                "history+own",
+                "history+own+learned depth 2",
+                "history+own+learned depth 4",
+            )
+        ),
+    ]
+    assert names(CONFIG, ("own",)) == ["plain", "own × 3", "own × 1"]
+    assert [s.depth for s in strategies(CONFIG, ("learned",), 3)] == [0, 2, 4, 2, 4]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"thresholds": (2, 5)},
+        {"thresholds": (1, 5, 9, 20)},
+        {"verify_tokens": (3, 7)},
+        {"verify_tokens": ()},
+        {"depths": ()},
+        {"epsilon": 1.5},
+    ],
+)
+def test_what_cannot_be_is_refused(wrong):
+    with pytest.raises(ValueError, match="expected"):
+        TunerConfig(**{"thresholds": (1, 5), "verify_tokens": (3, 1)} | wrong)
+
+
+class Silent:
+    def propose(self, live, max_nodes_A, max_nodes):
+        return no_drafts(len(live), max_nodes)
+
+    def finished(self, live):
+        pass
+
+
+def tuned(sources=("history", "own")):
+    union = Union([Silent() for _ in sources], names=sources)
+    bandit = make_bandit(CONFIG, sources, 3, seed=0)
+    return Tuned(bandit, TIMES, union), bandit
+
+
+def play(budget, right, num_requests=2):
+    """One round: what is skipped, how much is asked for, and `right` guesses of each stand."""
+    live = live_slots(num_requests)
+    skipped = budget.skips(live, 4, 64)
+    limits = budget.limits(live, 4)
+    if not limits.any():
+        return skipped, 0
+    found = stack([chain(range(int(limits[0])))] * num_requests, 3)
+    decision = budget.choose(live, found, [2, 4], 4, 64)
+    right_AN = np.zeros(found.tokens_AN.shape, bool)
+    right_AN[:, : min(right, int(limits[0]))] = True
+    budget.observe(live, found, Outcome(True, right_AN, right_AN))
+    return skipped, decision
+
+
+def test_untried_arms_come_first_then_the_best():
+    budget, bandit = tuned()
+    seen = [play(budget, right=3) for _ in range(6)]
+    assert seen[0] == (frozenset({"history", "own"}), 0)  # plain
+    assert seen[1] == (frozenset({"own"}), Decision(4))
+    assert seen[2] == (frozenset({"history"}), Decision(4))
+    assert seen[3] == (frozenset(), Decision(4))
+    # four tokens of two requests in 1.75 seconds; all three arms are alike: the first of them
+    assert seen[4] == seen[5] == seen[1]
+    plain, history, *_ = bandit.candidates(2)
+    assert plain == PLAIN
+    assert bandit.median_reward(plain, 2) == pytest.approx(2 / 1.0)
+    assert bandit.median_reward(history, 2) == pytest.approx(4 * 2 / 1.75)
+
+
+def test_guesses_that_bring_nothing_leave_it_with_plain_decoding():
+    budget, _ = tuned()
+    for _ in range(4):
+        play(budget, right=0)
+    assert play(budget, right=0) == (frozenset({"history", "own"}), 0)
+
+
+def test_the_learned_drafters_seconds_count():
+    budget, bandit = tuned(("learned",))
+    for _ in range(3):
+        play(budget, right=2)
+    _, shallow, deep = bandit.candidates(2)
+    assert (shallow.depth, deep.depth) == (2, 4)
+    assert bandit.median_reward(shallow, 2) == pytest.approx(3 * 2 / (1.75 + 0.4))
+    assert bandit.median_reward(deep, 2) == pytest.approx(3 * 2 / (1.75 + 0.8))
+
+
+def test_a_round_of_more_requests_is_of_another_range():
+    budget, bandit = tuned()
+    play(budget, right=1, num_requests=6)
+    assert play(budget, right=1, num_requests=6)[1] == Decision(2)
+    assert bandit.best(2) is None
