@@ -44,14 +44,14 @@ from spec.round_seconds import RoundTimes
 from spec.sampling import SamplingConfig, step_key
 from spec.tuner import Tuned, TunerConfig, strategies
 
-ENGINE = EngineConfig(slots=32, min_slots=8, min_positions=384, min_nodes=8, max_nodes=16)
-TUNER = TunerConfig(thresholds=(1, 9), verify_tokens=(15, 7), depths=(3, 6))
-TREE = TreeConfig(max_depth=6, top_k=4)
+ENGINE = EngineConfig(slots=32, min_slots=4, min_positions=384, min_nodes=4, max_nodes=8)
+TUNER = TunerConfig(thresholds=(1, 5), verify_tokens=(7, 3), depths=(2, 4), epsilon=0.05)
+TREE = TreeConfig(max_depth=4, top_k=2)
 SOURCES = ("history", "group", "own", "learned")
 PROMPTS, GROUP = 6, 8
 WARM_TURNS, TURNS = 3, 7
 TRAINING_STEPS = 300
-GAP_REQUESTS = 8  # a bucket of its own
+GAP_REQUESTS = 4  # the range of few requests
 
 
 class _Ground:
