@@ -2,8 +2,8 @@
 
 Accept lengths and waits are of real runs of the shipped policy (`drafter_runs.py`), rates of
 rollouts in turns with identical tokens (`drafter_tuner.py`), the parts of training timed or
-weighed by themselves (`drafter_parts.py`). `step_time_ratio` needs workers with devices of
-their own: null where they share cores.
+weighed by themselves (`drafter_parts.py`, `drafter_saves.py`, `drafter_pool.py`).
+`step_time_ratio` needs workers with devices of their own: null where they share cores.
 """
 
 from __future__ import annotations
@@ -11,12 +11,21 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from benchmarks import drafter_parts, drafter_runs, drafter_tuner, environment
+from benchmarks import (
+    drafter_parts,
+    drafter_pool,
+    drafter_runs,
+    drafter_saves,
+    drafter_tuner,
+    environment,
+)
 from models import hf
 from rl.config import load
 from rl.experiment import TrainConfig, open_inputs
@@ -44,9 +53,11 @@ def measure(first_steps: int, more_steps: int, rollouts: int) -> dict[str, Any]:
     inputs = open_inputs(config)
     _, params = hf.load_pretrained(inputs.policy, dtype=jnp.float32)
     figures: dict[str, Any] = {}
-    for part in (drafter_parts.packing, drafter_parts.checkpoint_stall, drafter_parts.pool_memory):
-        figures |= part()
-        jax.clear_caches()
+    figures |= drafter_parts.packing()
+    with tempfile.TemporaryDirectory(dir=".") as scratch:
+        figures |= drafter_saves.checkpoint_stall(Path(scratch))
+    figures |= drafter_pool.pool_memory()
+    jax.clear_caches()
     figures |= drafter_runs.preemption_waits(inputs, params, config, rollouts=rollouts)
     figures |= drafter_tuner.tuner(inputs, params, config)
     lengths, curve = drafter_runs.accept_lengths(first_steps, more_steps)

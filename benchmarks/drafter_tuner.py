@@ -87,12 +87,24 @@ class _Ground:
         trainer.publish()
         sizes = {"max_requests": PROMPTS * GROUP, "max_prompt_tokens": max(map(len, self.prompts))}
         engine_warm_up.warm_up(
-            self.engine, params, self.sampling, speculative=True, learned=self.learned, **sizes
+            self.engine,
+            params,
+            self.sampling,
+            speculative=True,
+            lookup=True,
+            learned=self.learned,
+            **sizes,
         )
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "rounds.json"
             self.times: RoundTimes = load_or_measure(
-                path, self.engine, params, self.sampling, learned=self.learned, **sizes
+                path,
+                self.engine,
+                params,
+                self.sampling,
+                lookup=True,
+                learned=self.learned,
+                **sizes,
             )
 
     def requests(self, groups: Sequence[int] | None = None) -> list[Request]:

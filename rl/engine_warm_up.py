@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -30,6 +30,8 @@ from spec.packed_verify import PackedResponses, verify_packed
 from spec.sampling import SamplingConfig, step_key
 from spec.tree import PADDING, DraftTree
 from spec.verify import decode_rounds, verify_round
+
+NodeSizes = Callable[[int], Collection[int]]  # of trees, by slots
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,13 +54,15 @@ def warm_up(
     reuse: bool = False,
     fed: bool = False,
     learned: LearnedDrafter | None = None,
+    nodes: NodeSizes | None = None,
 ) -> int:
     """Compile what phases of these sizes can reach; returns the number of programs.
 
     Rounds of draft trees are compiled only where phases are to be `speculative`, those that
     look their guesses up only where `lookup` is set as well, passes over cached responses
     where `reuse` is, moves between workers where phases are `fed`, and what a `learned` drafter
-    does where there is one. Raises TooManyMappings where
+    does where there is one. `nodes` says which sizes of trees rounds of so many slots have; None:
+    all. Raises TooManyMappings where
     the programs do not fit into what Linux allows a process.
     """
     most = _most_positions(engine, sampling, max_prompt_tokens)
@@ -71,7 +75,7 @@ def warm_up(
         if fed:
             programs += _feed_programs(engine, max_requests, most)
         if speculative:
-            for bucket in round_buckets(engine, sampling, max_requests, max_prompt_tokens):
+            for bucket in round_buckets(engine, sampling, max_requests, max_prompt_tokens, nodes):
                 if bucket[1] > 1:
                     arguments = partial(_verify, engine, params, sampling, *bucket)
                     programs.append(Program(verify_round, arguments))
@@ -113,13 +117,18 @@ def position_sizes(engine: Engine, max_tokens: int) -> list[int]:
 
 
 def round_buckets(
-    engine: Engine, sampling: SamplingConfig, max_requests: int, max_prompt_tokens: int
+    engine: Engine,
+    sampling: SamplingConfig,
+    max_requests: int,
+    max_prompt_tokens: int,
+    nodes: NodeSizes | None = None,
 ) -> Iterator[tuple[int, int, int]]:
     """(slots, nodes, positions) of every round that phases of these sizes can reach."""
     for B in slot_sizes(engine, max_requests):
         for S in position_sizes(engine, _most_positions(engine, sampling, max_prompt_tokens)):
             for N in (1, *engine.config.node_sizes(S)):
-                yield B, N, S
+                if N == 1 or nodes is None or N in nodes(B):
+                    yield B, N, S
 
 
 def _most_positions(engine: Engine, sampling: SamplingConfig, max_prompt_tokens: int) -> int:

@@ -18,9 +18,10 @@ from rl.experiment import Inputs, TrainConfig
 from rl.rehearsal import rehearse
 from rl.round_times import load_or_measure
 from rl.run_profile import MOVES_FILE, ROUNDS_FILE
-from rl.speculation import Speculation
+from rl.speculation import BANDIT, Speculation
 from rl.workers import Workers, make_engines
 from spec.sampling import step_key
+from spec.tuner import node_counts
 
 
 def make_engine(
@@ -40,6 +41,24 @@ def make_engine(
     engines = make_engines(inputs.model, config.engine, config.sched, **options)
     spot = None if drafter is None else drafter.spot
     return Workers(engines, config.sched, seed=config.run.seed, spot=spot)
+
+
+def node_sizes(config: TrainConfig) -> engine_warm_up.NodeSizes | None:
+    """The sizes of trees that rounds can have, by slots; None: all.
+
+    A bandit has one for each range of batch sizes, so that fewer programs are kept.
+    """
+    if config.speculation.budget != BANDIT:
+        return None
+    engine, tuner = config.engine, config.tuner
+    sizes = engine.node_sizes(engine.max_nodes)
+    looked_up = set(engine.lookup_sizes()) if config.speculation.may_look_up else set()
+
+    def nodes(num_slots: int) -> set[int]:
+        wanted = node_counts(tuner, num_slots)
+        return {next(n for n in sizes if n >= count) for count in wanted} | looked_up
+
+    return nodes
 
 
 def warm_up(
@@ -66,11 +85,12 @@ def _warm_up(
     folder: Path,
 ) -> None:
     speculative, lookup = config.speculation.enabled, config.speculation.may_look_up
-    sizes = {
+    sizes: dict[str, Any] = {
         "max_requests": config.rollout.num_requests,
         "max_prompt_tokens": config.rollout.max_prompt_tokens,
     }
     learned = speculation.learned
+    nodes = node_sizes(config)
     engines = engine.engines if isinstance(engine, Workers) else [engine]
     for one in engines:
         placed = one.place(weights)
@@ -83,6 +103,7 @@ def _warm_up(
             reuse=config.reuse.enabled,
             fed=isinstance(engine, Workers),
             learned=learned,
+            nodes=nodes,
             **sizes,
         )
     # workers are alike: the last one's times are those of all
@@ -93,7 +114,7 @@ def _warm_up(
     if speculative:
         path, sampling = folder / ROUNDS_FILE, config.sampling
         speculation.times = load_or_measure(
-            path, one, placed, sampling, lookup=lookup, learned=learned, **sizes
+            path, one, placed, sampling, lookup=lookup, learned=learned, nodes=nodes, **sizes
         )
         rehearse(
             config.speculation, speculation.times, one, placed, sampling, learned, config.tuner

@@ -51,13 +51,15 @@ def load_or_measure(
     max_prompt_tokens: int,
     lookup: bool = False,
     learned: LearnedDrafter | None = None,
+    nodes: engine_warm_up.NodeSizes | None = None,
 ) -> RoundTimes:
     """The table in `path` where it was made for this device and these shapes, else a new one.
 
     Call it after the warm-up: what is not compiled would be timed with its compilation.
     Raises ValueError for a file that is damaged.
     """
-    buckets = list(engine_warm_up.round_buckets(engine, sampling, max_requests, max_prompt_tokens))
+    sizes = max_requests, max_prompt_tokens
+    buckets = list(engine_warm_up.round_buckets(engine, sampling, *sizes, nodes))
     made_for = _made_for(engine, buckets, lookup, learned)
     if path.exists():
         try:

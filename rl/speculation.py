@@ -51,8 +51,8 @@ class SpeculationConfig:
     responses of the last epoch), `group` (live siblings, told every
     `group_update_tokens` tokens), `own` (the request's own text), `learned` (a drafter that is
     trained along, see Drafter). `budget` is `off`, `fixed:K`, `aimd`, `bandit` (see Tuner) or
-    `goodput`, which also lets the device look guesses up in all found texts but `own`, several
-    rounds in a call. `history_rule` is `ours`, or `histospec` for RhymeRL's setting.
+    `goodput`; the last two also let the device look guesses up in all found texts but `own`,
+    several rounds in a call. `history_rule` is `ours`, or `histospec` for RhymeRL's setting.
     """
 
     budget: str = "goodput"
@@ -89,7 +89,8 @@ class SpeculationConfig:
     @property
     def may_look_up(self) -> bool:
         """Whether the device may look guesses up: it needs texts, and a budget that asks for it."""
-        return self.budget == "goodput" and bool({"last", "history", "group"} & set(self.sources))
+        texts = {"last", "history", "group"} & set(self.sources)
+        return self.budget in ("goodput", BANDIT) and bool(texts)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

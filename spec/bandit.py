@@ -130,7 +130,7 @@ class BegMab:
         self,
         strategy: Strategy,
         elapsed_s: float,
-        accept_lens: Sequence[int] | np.ndarray,
+        accept_lens: Sequence[float] | np.ndarray,
         batch_size: int,
     ) -> None:
         """What a round brought: ā = Σ accept_lens / batch_size + 1, r = ā · batch_size / elapsed_s.

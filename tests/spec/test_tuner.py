@@ -6,11 +6,12 @@ from live_by_hand import live_slots
 
 from spec.budget import Decision
 from spec.drafter import no_drafts, stack
+from spec.lookup import LookupOutcome
 from spec.merge import Union
 from spec.outcome import Outcome
 from spec.round_seconds import RoundTimes
 from spec.tree import chain
-from spec.tuner import PLAIN, Tuned, TunerConfig, make_bandit, strategies
+from spec.tuner import PLAIN, Tuned, TunerConfig, make_bandit, node_counts, strategies
 
 CONFIG = TunerConfig(thresholds=(1, 5), verify_tokens=(3, 1), depths=(2, 4), epsilon=0.0)
 TIMES = RoundTimes(
@@ -36,6 +37,7 @@ def test_arms_are_every_drafter_alone_the_found_ones_and_all():
                 "history+own",
                 "history+own+learned depth 2",
                 "history+own+learned depth 4",
+                "lookup",
             )
         ),
     ]
@@ -73,7 +75,7 @@ def tuned(sources=("history", "own")):
     return Tuned(bandit, TIMES, union), bandit
 
 
-def play(budget, right, num_requests=2):
+def play(budget, right, num_requests=3):
     """One round: what is skipped, how much is asked for, and `right` guesses of each stand."""
     live = live_slots(num_requests)
     skipped = budget.skips(live, 4, 64)
@@ -90,22 +92,23 @@ def play(budget, right, num_requests=2):
 
 def test_untried_arms_come_first_then_the_best():
     budget, bandit = tuned()
-    seen = [play(budget, right=3) for _ in range(6)]
+    seen = [play(budget, right=3) for _ in range(7)]
     assert seen[0] == (frozenset({"history", "own"}), 0)  # plain
     assert seen[1] == (frozenset({"own"}), Decision(4))
     assert seen[2] == (frozenset({"history"}), Decision(4))
     assert seen[3] == (frozenset(), Decision(4))
-    # four tokens of two requests in 1.75 seconds; all three arms are alike: the first of them
-    assert seen[4] == seen[5] == seen[1]
-    plain, history, *_ = bandit.candidates(2)
+    assert seen[4] == (frozenset({"history", "own"}), 0)  # nothing can be looked up here
+    # four tokens of three requests in 1.75 seconds; three arms are alike: the first of them
+    assert seen[5] == seen[6] == seen[1]
+    plain, history, *_ = bandit.candidates(3)
     assert plain == PLAIN
-    assert bandit.median_reward(plain, 2) == pytest.approx(2 / 1.0)
-    assert bandit.median_reward(history, 2) == pytest.approx(4 * 2 / 1.75)
+    assert bandit.median_reward(plain, 3) == pytest.approx(3 / 1.0)
+    assert bandit.median_reward(history, 3) == pytest.approx(4 * 3 / 1.75)
 
 
 def test_guesses_that_bring_nothing_leave_it_with_plain_decoding():
     budget, _ = tuned()
-    for _ in range(4):
+    for _ in range(5):
         play(budget, right=0)
     assert play(budget, right=0) == (frozenset({"history", "own"}), 0)
 
@@ -114,10 +117,10 @@ def test_the_learned_drafters_seconds_count():
     budget, bandit = tuned(("learned",))
     for _ in range(3):
         play(budget, right=2)
-    _, shallow, deep = bandit.candidates(2)
+    _, shallow, deep = bandit.candidates(3)
     assert (shallow.depth, deep.depth) == (2, 4)
-    assert bandit.median_reward(shallow, 2) == pytest.approx(3 * 2 / (1.75 + 0.4))
-    assert bandit.median_reward(deep, 2) == pytest.approx(3 * 2 / (1.75 + 0.8))
+    assert bandit.median_reward(shallow, 3) == pytest.approx(3 * 3 / (1.75 + 0.4))
+    assert bandit.median_reward(deep, 3) == pytest.approx(3 * 3 / (1.75 + 0.8))
 
 
 def test_a_round_of_more_requests_is_of_another_range():
@@ -125,3 +128,46 @@ def test_a_round_of_more_requests_is_of_another_range():
     play(budget, right=1, num_requests=6)
     assert play(budget, right=1, num_requests=6)[1] == Decision(2)
     assert bandit.best(2) is None
+
+
+def test_of_each_range_one_size_is_needed():
+    config = TunerConfig(thresholds=(1, 5, 17), verify_tokens=(7, 3))
+    assert [node_counts(config, slots) for slots in (4, 8, 16, 32)] == [{8}, {4}, {4}, set()]
+    assert node_counts(config, 6) == {8, 4}  # 4 to 6 requests
+
+
+def test_a_batch_counts_as_more_than_half_of_its_slots():
+    """One request in a bucket of 16 is a round of the range of 9: what is compiled for it."""
+    config = TunerConfig(thresholds=(1, 5), verify_tokens=(3, 1), epsilon=0.0)
+    union = Union([Silent()], names=("own",))
+    times = RoundTimes({(16, n, 64): 1.0 for n in (1, 2, 4)})
+    budget = Tuned(make_bandit(config, ("own",), 3, 0), times, union)
+    live = live_slots(1)
+    budget.skips(live, 16, 64)
+    budget.skips(live, 16, 64)
+    assert budget.limits(live, 16).tolist() == [1]
+
+
+def looked_up(rounds, accepted):
+    reached = np.full((2, 3), rounds // 2)
+    right = np.zeros((2, 3), np.int64)
+    right[0, 0] = accepted
+    return LookupOutcome(6, reached, right)
+
+
+def test_lookups_are_an_arm_and_probes_tell_of_it_for_nothing():
+    times = RoundTimes({(4, n, 64): 1.75 for n in (1, 2, 4)}, {(4, 4, 64): 1.0})
+    bandit = make_bandit(CONFIG, ("history",), 3, seed=0)
+    budget = Tuned(bandit, times, Union([Silent()], names=("history",)))
+    live = live_slots(3)
+    assert budget.ahead(live, [4], 4, 64) is None  # plain
+    budget.skips(live, 4, 64)
+    budget.looked_up(live, looked_up(rounds=4, accepted=2))  # by a probe
+    _, history, lookup = bandit.candidates(3)
+    assert bandit.median_reward(lookup, 3) == pytest.approx(1.5 * 3 / 1.0)
+    assert budget.ahead(live, [4], 4, 64) is None  # history is untried
+    assert play(budget, right=0) == (frozenset(), Decision(4))
+    assert budget.ahead(live, [4], 4, 64) == Decision(4, 2**30, lookup=True)
+    budget.looked_up(live, looked_up(rounds=4, accepted=4))
+    assert bandit.median_reward(lookup, 3) == pytest.approx((4.5 + 6.0) / 2)
+    assert bandit.median_reward(history, 3) == pytest.approx(3 / 1.75)
