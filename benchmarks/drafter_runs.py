@@ -11,7 +11,6 @@ import dataclasses
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,7 @@ from rl.generation import System, prompts_at
 from rl.learned import LearnedDrafter
 from rl.metrics import Timings
 from rl.optimizer import TrainState
-from rl.spot_trainer import SpotTrainer
+from rl.spot_trainer import Span, SpotTrainer
 from rl.trajectory import Request, Trajectory
 from rl.workers import SchedConfig, Workers
 from spec import eagle
@@ -89,14 +88,14 @@ def accept_lengths(first_steps: int, more_steps: int, *settings: str, seed: int 
     ):
         assert system.drafter is not None
         learned, place = system.drafter.trainer.learned, loop.Place()
-        engine = Engine(inputs.model, ROUNDS, feature_layers=learned.config.feature_layers)
+        engine = _engine(system, inputs)
         untrained = learned.drafter.params
         state, place, rows = _train(system, state, place, first_steps)
-        now = _Asked(engine, system, inputs, state, place)
+        now = Asked(engine, system, inputs, state, place)
         frozen = learned.drafter.params
         found = {"trained": now.accept_length(frozen), "untrained": now.accept_length(untrained)}
         state, place, more = _train(system, state, place, more_steps)
-        now = _Asked(engine, system, inputs, state, place)
+        now = Asked(engine, system, inputs, state, place)
         found["adaptive"] = now.accept_length(learned.drafter.params)
         found["frozen"] = now.accept_length(frozen)
     names = ("drafter/accuracy_top1", "drafter/accuracy_top3", "drafter/agreement", "reward")
@@ -116,8 +115,13 @@ def _train(
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Asked:
+class Asked:
     """Rollouts of the policy at hand over the prompts that come next."""
+
+    @staticmethod
+    def of(system: System, inputs: Inputs, state: TrainState, place: loop.Place) -> Asked:
+        """With an engine of its own."""
+        return Asked(_engine(system, inputs), system, inputs, state, place)
 
     engine: Engine
     system: System
@@ -151,42 +155,64 @@ def accept_length(engine: Engine) -> float:
     return sum(int(r.emitted_A.sum()) for r in rounds) / sum(int(r.rounds_A.sum()) for r in rounds)
 
 
-def preemption_waits(
-    inputs: Inputs, params: Params, config: TrainConfig, *, rollouts: int, workers: int = 4
-) -> dict[str, float]:
-    """How long rollouts' ends were waited for, in drafter steps, where workers train meanwhile."""
-    engine = EngineConfig(slots=8, min_slots=8, min_positions=384, rounds_per_fetch=4)
-    engines = [Engine(inputs.model, engine, feature_layers=()) for _ in range(workers)]
-    shape = eagle.config_for(inputs.model)
-    start = Drafter(shape, eagle.init(shape, jax.random.key(0)))
-    drafter_trainer = DrafterTrainer(
-        config.drafter,
-        config.drafter_training,
-        LearnedDrafter(start, config.drafter.tree),
-        DataBuffer(config.data_buffer),
-        seed=0,
-        temperature=1.0,
-    )
-    spot = SpotTrainer(drafter_trainer, 1, time.perf_counter)
-    team = Workers(engines, SchedConfig(policy="seer", workers=workers, chunk_tokens=64), spot=spot)
-    drafter_trainer.warm_up(drafter_trainer.bench(engines[0], params))
-    rng, waits_s, spans = np.random.default_rng(0), list[float](), []
-    for n in range(rollouts):
-        requests = _requests(inputs, config, rng.integers(0, 10_000, 4))
-        ended_s: list[float] = []
-        spot.rollout_began(params, n)
-        team.run(
-            params,
-            requests,
+def _engine(system: System, inputs: Inputs) -> Engine:
+    assert system.drafter is not None
+    layers = system.drafter.trainer.learned.config.feature_layers
+    return Engine(inputs.model, ROUNDS, feature_layers=layers)
+
+
+class SpotTeam:
+    """Workers that share this machine's devices and train a drafter in their spare time."""
+
+    def __init__(
+        self, inputs: Inputs, params: Params, config: TrainConfig, *, workers: int = 4
+    ) -> None:
+        engine = EngineConfig(slots=8, min_slots=8, min_positions=384, rounds_per_fetch=4)
+        self.engines = [Engine(inputs.model, engine, feature_layers=()) for _ in range(workers)]
+        shape = eagle.config_for(inputs.model)
+        start = Drafter(shape, eagle.init(shape, jax.random.key(0)))
+        self.trainer = DrafterTrainer(
+            config.drafter,
+            config.drafter_training,
+            LearnedDrafter(start, config.drafter.tree),
+            DataBuffer(config.data_buffer),
+            seed=0,
+            temperature=1.0,
+        )
+        self.spot = SpotTrainer(self.trainer, 1, time.perf_counter)
+        sched = SchedConfig(policy="seer", workers=workers, chunk_tokens=64)
+        self._team = Workers(self.engines, sched, spot=self.spot)
+        self._inputs, self._params, self._config = inputs, params, config
+        self.trainer.warm_up(self.trainer.bench(self.engines[0], params))
+        self._rng = np.random.default_rng(0)
+
+    def rollout(self, number: int, num_prompts: int = 4) -> tuple[list[Span], float]:
+        """Spans of training in one rollout, and when its last response ended."""
+        inputs, ended_s = self._inputs, list[float]()
+        examples = self._rng.integers(0, len(inputs.task), num_prompts).tolist()
+        prompts = [inputs.encode(inputs.task[i], self._config.task) for i in examples]
+        self.spot.prepare(self._params, number)
+        self._team.run(
+            self._params,
+            [Request(4 * g + i, p, g, i) for g, p in enumerate(prompts) for i in range(4)],
             SamplingConfig(max_new_tokens=256),
-            step_key(7, n),
+            step_key(7, number),
             stop_token_ids=inputs.model.eos_token_ids,
-            catcher=BufferCatcher(drafter_trainer.buffer, n),
+            catcher=BufferCatcher(self.trainer.buffer, number),
             on_finish=partial(_note, ended_s),
         )
-        late = spot.take_spans()
-        spans += late
-        waits_s.append(max([0.0, *(s.ended_s - ended_s[-1] for s in late)]))
+        return self.spot.take_spans(), ended_s[-1]
+
+
+def preemption_waits(
+    inputs: Inputs, params: Params, config: TrainConfig, *, rollouts: int
+) -> dict[str, float]:
+    """How long rollouts' ends were waited for, in drafter steps, where workers train meanwhile."""
+    team, waits_s, spans = SpotTeam(inputs, params, config), list[float](), list[Span]()
+    for number in range(rollouts):
+        found, ended_s = team.rollout(number)
+        spans += found
+        waits_s.append(max([0.0, *(s.ended_s - ended_s for s in found)]))
     taken = {
         kind: statistics.median([s.ended_s - s.began_s for s in spans if s.kind == kind])
         for kind in ("gradient", "update")
@@ -197,15 +223,30 @@ def preemption_waits(
         "preemption_wait_steps": round(float(np.quantile(waits, 0.99)), 4),
         "preemption_wait_steps_median": round(float(np.median(waits)), 4),
         "drafter_step_s": round(step_s, 4),
-        "spot_steps": drafter_trainer.step,
+        "spot_steps": team.trainer.step,
         "spot_rollouts": rollouts,
     }
 
 
+def spot_rollout(
+    inputs: Inputs, params: Params, config: TrainConfig
+) -> tuple[list[tuple[int, float, float]], list[Span], float]:
+    """One rollout as a picture needs it: (worker, beginning, seconds) of rounds, spans, its end.
+
+    Times are seconds since its first round.
+    """
+    team = SpotTeam(inputs, params, config)
+    team.rollout(0)  # compiles, and catches what is learnt from
+    spans, ended_s = team.rollout(1, num_prompts=8)
+    rounds = [(i, r) for i, engine in enumerate(team.engines) for r in engine.stats.timeline]
+    first_s = min(r.began_s for _, r in rounds)
+    moved = [
+        dataclasses.replace(s, began_s=s.began_s - first_s, ended_s=s.ended_s - first_s)
+        for s in spans
+    ]
+    played = [(i, r.began_s - first_s, r.ended_s - r.began_s) for i, r in rounds]
+    return played, moved, ended_s - first_s
+
+
 def _note(ended_s: list[float], _: Trajectory) -> None:
     ended_s.append(time.perf_counter())
-
-
-def _requests(inputs: Inputs, config: TrainConfig, examples: Sequence[int]) -> list[Request]:
-    prompts = [inputs.encode(inputs.task[i % len(inputs.task)], config.task) for i in examples]
-    return [Request(4 * g + i, p, g, i) for g, p in enumerate(prompts) for i in range(4)]

@@ -84,7 +84,7 @@ class DrafterRun:
         """A step's rollouts begin, by these weights."""
         self.trainer.begin(step)
         if self.spot is not None:
-            self.spot.rollout_began(params, step)
+            self.spot.prepare(params, step)
 
     def after_rollout(self, engine: Engine | Workers, weights: Params, step: int) -> None:
         """Train for as many steps as are due; the next rollout guesses with what was learnt."""

@@ -112,6 +112,8 @@ class Session:
                 del table[step]  # whoever begins with a step now has newer ones to do
         limit = spec.sampling.max_new_tokens
         self._coordinator.submit(spec.step, requests, limit, past_tokens or {})
+        if self._spot is not None:
+            self._spot.rollout_began()
 
     def trained(self, step: int) -> None:
         """The update of a step is done."""

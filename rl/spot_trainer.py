@@ -50,15 +50,20 @@ class SpotTrainer:
         self._runs = False
         self._benches: dict[int, Bench] = {}  # by replica
 
-    def rollout_began(self, params: Params, rl_step: int) -> None:
-        """A rollout by these weights begins: what is caught of it is to be learnt from.
-
-        Where rollouts run ahead it may begin before the one before has ended.
-        """
+    def prepare(self, params: Params, rl_step: int) -> None:
+        """A rollout by these weights is about to begin: what it brings is to be learnt from."""
         with self._lock:
             self.trainer.begin(rl_step)
             self._params = params
             self._benches.clear()
+
+    def rollout_began(self) -> None:
+        """Requests are where they are to run: who has none is idle.
+
+        Where rollouts run ahead one may begin before the one before has ended.
+        """
+        with self._lock:
+            assert self._params is not None, "prepare comes first"
             if not self._runs:
                 self._runs = True
                 self._act(self._states.rollout_began())

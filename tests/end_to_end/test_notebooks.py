@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-PLOTS = {"speculation.ipynb": 3, "reuse.ipynb": 3, "schedulers.ipynb": 3}
+PLOTS = {"speculation.ipynb": 3, "reuse.ipynb": 3, "schedulers.ipynb": 3, "drafter.ipynb": 3}
 
 # what `plt.show()` would have shown is counted instead
 PRELUDE = """

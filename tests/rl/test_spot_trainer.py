@@ -35,7 +35,8 @@ def make_spot(min_idle_workers=1, **changes):
 def begun(spot, *worker_ids):
     for worker_id in worker_ids:
         spot.joined(worker_id)
-    spot.rollout_began(PARAMS, 1)
+    spot.prepare(PARAMS, 1)
+    spot.rollout_began()
     return spot
 
 
@@ -74,7 +75,9 @@ def test_nothing_before_a_rollout_after_it_or_without_data(engines):
     spot = make_spot()
     spot.joined(0)
     assert not spot.spare(0, engines[0])
-    spot.rollout_began(PARAMS, 1)
+    spot.prepare(PARAMS, 1)
+    assert not spot.spare(0, engines[0])
+    spot.rollout_began()
     assert spot.spare(0, engines[0])
     spot.rollout_ended()
     assert not spot.spare(0, engines[0])
@@ -84,7 +87,7 @@ def test_nothing_before_a_rollout_after_it_or_without_data(engines):
 
 def rollout(team, spot, requests=REQUESTS, **options):
     buffer = spot.trainer.buffer
-    spot.rollout_began(PARAMS, 1)
+    spot.prepare(PARAMS, 1)
     catcher = BufferCatcher(buffer, 1)
     return team.run(
         PARAMS,
@@ -155,6 +158,28 @@ def test_fifty_rollouts_that_end_at_any_moment_lose_nothing(engines, monkeypatch
     rows = trainer.take_history()
     assert len(rows) == trainer.step and not any(row["skipped"] for row in rows)
     assert int(trainer.state.step) == trainer.step
+
+
+def test_nobody_trains_before_requests_are_where_they_run(engines, monkeypatch):
+    """A worker that trained when its first request came would hold up the rollout."""
+    spot, now, seen = make_spot(), ["after"], []
+    for name, then in (
+        ("prepare", "before"),
+        ("rollout_began", "during"),
+        ("rollout_ended", "after"),
+    ):
+
+        def told(*args, method=getattr(spot, name), then=then):
+            method(*args)
+            now[0] = then
+
+        monkeypatch.setattr(spot, name, told)
+    team, work = with_spot(engines, 3, spot), spot.trainer.work
+    monkeypatch.setattr(spot.trainer, "work", lambda *a, **o: seen.append(now[0]) or work(*a, **o))
+    for _ in range(5):
+        rollout(team, spot)
+    # one that looked just before the end may begin just after it
+    assert "during" in seen and "before" not in seen
 
 
 @pytest.mark.fault
