@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+from functools import partial
 
 import numpy as np
 import pytest
@@ -163,17 +164,14 @@ def test_fifty_rollouts_that_end_at_any_moment_lose_nothing(engines, monkeypatch
 def test_nobody_trains_before_requests_are_where_they_run(engines, monkeypatch):
     """A worker that trained when its first request came would hold up the rollout."""
     spot, now, seen = make_spot(), ["after"], []
-    for name, then in (
-        ("prepare", "before"),
-        ("rollout_began", "during"),
-        ("rollout_ended", "after"),
-    ):
 
-        def told(*args, method=getattr(spot, name), then=then):
-            method(*args)
-            now[0] = then
+    def told(method, then, *args):
+        method(*args)
+        now[0] = then
 
-        monkeypatch.setattr(spot, name, told)
+    phases = {"prepare": "before", "rollout_began": "during", "rollout_ended": "after"}
+    for name, then in phases.items():
+        monkeypatch.setattr(spot, name, partial(told, getattr(spot, name), then))
     team, work = with_spot(engines, 3, spot), spot.trainer.work
     monkeypatch.setattr(spot.trainer, "work", lambda *a, **o: seen.append(now[0]) or work(*a, **o))
     for _ in range(5):
