@@ -15,6 +15,7 @@ from models import hf, tokenizer, transformer
 from rl.algorithms import ALGORITHMS
 from rl.config import ConfigError, load
 from rl.experiment import TrainConfig, memory_estimate_bytes, open_inputs
+from spec import eagle, eagle_files
 
 
 def opened(tiny, *overrides):
@@ -166,3 +167,53 @@ def test_the_memory_estimate_follows_the_configuration(tiny):
     assert plain["critic"] == 0
     assert of("Trainer.remat=True")["activations"] < plain["activations"]
     assert of("Sampling.max_new_tokens=9")["KV cache"] == 2 * plain["KV cache"]
+
+
+# --- the learned drafter ----------------------------------------------------------------
+
+LEARNED = ("Speculation.sources=('learned',)", "Speculation.budget='fixed:3'", "Engine.max_nodes=4")
+
+
+def save_drafter(folder, **changes):
+    """A drafter of the tiny policy, or of one that differs from it."""
+    policy = dataclasses.replace(tiny_run.MODEL, **changes)
+    shape = eagle.config_for(policy)
+    start = eagle.Drafter(shape, eagle.init(shape, jax.random.key(0)))
+    eagle_files.save(folder, start, policy, None)
+    return f"Drafter.directory={str(folder)!r}"
+
+
+def test_a_run_starts_from_a_drafters_folder(tiny, tmp_path):
+    opened(tiny, *LEARNED, save_drafter(tmp_path / "own"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"d_model": 32}, "hidden_size"),
+        ({"vocab_size": 25}, "vocab"),
+        ({"num_layers": 2}, "layers"),
+    ],
+)
+def test_a_drafter_of_another_policy_stops_before_any_device(tiny, tmp_path, changes, message):
+    with pytest.raises(ValueError, match=message):
+        opened(tiny, *LEARNED, save_drafter(tmp_path / "other", **changes))
+
+
+def test_a_drafter_of_another_design_stops_too(tiny, tmp_path):
+    with pytest.raises(ValueError, match="holds a drafter of design 'eagle'.*another variant"):
+        opened(tiny, *LEARNED, save_drafter(tmp_path / "d"), "DrafterTraining.variant='eagle3'")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("Tuner.verify_tokens=(9, 1)", r"Engine.max_nodes − 1 = 3, got \(9, 1\)"),
+        ("Tuner.depths=(3, 9)", r"Drafter.max_depth=6, got \(3, 9\)"),
+    ],
+)
+def test_a_tuner_beyond_the_engine_stops_too(tiny, override, message):
+    tuner = ("Speculation.budget='bandit'", "Tuner.thresholds=(1, 5)", "Tuner.verify_tokens=(3, 1)")
+    opened(tiny, *LEARNED, *tuner)
+    with pytest.raises(ValueError, match=message):
+        opened(tiny, *LEARNED, *tuner, override)
