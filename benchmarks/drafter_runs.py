@@ -119,9 +119,11 @@ class Asked:
     """Rollouts of the policy at hand over the prompts that come next."""
 
     @staticmethod
-    def of(system: System, inputs: Inputs, state: TrainState, place: loop.Place) -> Asked:
+    def of(
+        system: System, inputs: Inputs, state: TrainState, place: loop.Place, *, max_nodes: int
+    ) -> Asked:
         """With an engine of its own."""
-        return Asked(_engine(system, inputs), system, inputs, state, place)
+        return Asked(_engine(system, inputs, max_nodes), system, inputs, state, place)
 
     engine: Engine
     system: System
@@ -155,10 +157,11 @@ def accept_length(engine: Engine) -> float:
     return sum(int(r.emitted_A.sum()) for r in rounds) / sum(int(r.rounds_A.sum()) for r in rounds)
 
 
-def _engine(system: System, inputs: Inputs) -> Engine:
+def _engine(system: System, inputs: Inputs, max_nodes: int = 64) -> Engine:
     assert system.drafter is not None
     layers = system.drafter.trainer.learned.config.feature_layers
-    return Engine(inputs.model, ROUNDS, feature_layers=layers)
+    rounds = dataclasses.replace(ROUNDS, min_nodes=max_nodes, max_nodes=max_nodes)
+    return Engine(inputs.model, rounds, feature_layers=layers)
 
 
 class SpotTeam:

@@ -190,7 +190,7 @@ def forward(drafter, policy, tokens_T, caught_TW, positions_T):
         return attention.attend(q_BTHh, k_BKhT, v_BKTh, attention.causal_mask(len(tokens_T)))
 
     config, params = drafter.config, drafter.params
-    shared = eagle.frozen(policy, drafter.draft_ids_U, params.head_DU)
+    shared = eagle.frozen(policy, drafter.draft_ids_U)
     g_BTD = eagle.features(config, params, jnp.asarray(caught_TW, jnp.float32)[None])
     o_BTD = eagle.layer_outputs(
         config,
