@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,6 +22,9 @@ from rl.trajectory import HostKv, Request, check_requests
 from spec import contexts
 from spec.contexts import Contexts
 from spec.sampling import Draw, SamplingConfig
+
+# jax lists an array's shards when it is first read: two threads at once see half of them
+_placing = threading.Lock()
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -193,7 +197,11 @@ class Replica:
         return jax.device_put(x, NamedSharding(self.mesh, PartitionSpec()))
 
     def place(self, params: transformer.Params) -> transformer.Params:
-        """Weights from wherever they are on this replica's devices."""
+        """Weights from wherever they are on this replica's devices; any thread may call it."""
+        with _placing:
+            return self._place(params)
+
+    def _place(self, params: transformer.Params) -> transformer.Params:
         if self.mesh is None:
             arrays = [x for x in jax.tree.leaves(params) if isinstance(x, jax.Array)]
             scattered = any(len(x.devices()) > 1 for x in arrays)  # over a trainer's mesh
