@@ -19,7 +19,6 @@ from models import kv_cache, transformer
 from models.config import ModelConfig
 from models.kv_cache import KVCache, map_arrays
 from rl.trajectory import HostKv
-from spec import cache_rows
 from spec.cache_rows import resize_layer
 from spec.contexts import Contexts
 from spec.verify import Slots
@@ -167,7 +166,7 @@ def read_rows(cache: KVCache, row_P: np.ndarray, num_tokens: Sequence[int]) -> l
     def row(p: int, n: int) -> KVCache:
         return map_arrays(lambda rows, axis: np.take(rows[p], range(n), axis - 1), found)
 
-    return [HostKv(**vars(row(p, n))) for p, n in enumerate(num_tokens)]
+    return [HostKv(row(p, n)) for p, n in enumerate(num_tokens)]
 
 
 def read_features(cache: KVCache, row_P: np.ndarray, num_tokens: Sequence[int]) -> list[np.ndarray]:
@@ -190,9 +189,4 @@ def stacked(kvs: Sequence[HostKv], num_rows: int, num_positions: int) -> KVCache
             target[: row.shape[axis - 1]] = np.moveaxis(row, axis - 1, 0)
         return out
 
-    return map_arrays(stack, *(KVCache(**vars(kv)) for kv in kvs))
-
-
-def resize(cache: KVCache, row_B: np.ndarray, num_positions: int) -> KVCache:
-    """`cache_rows.resize` by rows on the host."""
-    return cache_rows.resize(cache, jax.device_put(row_B), num_positions)
+    return map_arrays(stack, *(kv.entries for kv in kvs))

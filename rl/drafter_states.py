@@ -21,8 +21,8 @@ from models.config import ModelConfig
 from models.transformer import Params
 from rl import packing
 from rl.drafter_traces import num_tokens
-from rl.engine_config import bucket
 from rl.packing import Response, Row, Shape
+from spec.buckets import bucket
 from spec.drafter_batch import Caught
 from spec.eagle import EagleConfig
 

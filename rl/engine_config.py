@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from rl.packing import Shape
+from spec.buckets import bucket
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,11 +67,3 @@ class EngineConfig:
     def lookup_sizes(self) -> list[int]:
         """Buckets of nodes of rounds that look their guesses up: every second one is enough."""
         return self.node_sizes(self.max_nodes)[::2]
-
-
-def bucket(size: int, smallest: int, largest: int | None = None) -> int:
-    """The least of smallest · 2^i that holds `size`, at most `largest`."""
-    value = smallest
-    while value < size:
-        value *= 2
-    return value if largest is None else min(value, largest)

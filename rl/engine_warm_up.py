@@ -21,9 +21,9 @@ from models import kv_cache, transformer
 from models.attention import Packing
 from rl import cache_steps, memory_mappings
 from rl.engine import Engine
-from rl.engine_config import bucket
 from rl.learned import LearnedDrafter
 from rl.packing import Shape
+from spec.buckets import bucket, buckets
 from spec.lookup import CONTEXT_TOKENS, NO_TOKEN, Texts, lookup_rounds
 from spec.lookup_texts import NUM_TOKENS
 from spec.packed_verify import PackedResponses, verify_packed
@@ -84,6 +84,8 @@ def warm_up(
                     programs.append(Program(lookup_rounds, arguments))
         if learned is not None:
             programs += _learned_programs(engine, params, sampling, max_requests, most, learned)
+            if not fed:  # else they leave with their rows
+                programs += _catch_programs(engine, max_requests, most)
         if reuse:
             programs += _reuse_programs(engine, params, sampling, max_requests, max_prompt_tokens)
         lowered = []
@@ -110,10 +112,7 @@ def slot_sizes(engine: Engine, max_requests: int) -> list[int]:
 
 def position_sizes(engine: Engine, max_tokens: int) -> list[int]:
     """The buckets of cache positions of requests up to `max_tokens`, smallest first."""
-    sizes = [engine.config.min_positions]
-    while sizes[-1] < max_tokens:
-        sizes.append(2 * sizes[-1])
-    return sizes
+    return buckets(max_tokens, engine.config.min_positions)
 
 
 def round_buckets(
@@ -194,13 +193,20 @@ def _learned_programs(
     most_positions: int,
     learned: LearnedDrafter,
 ) -> Iterator[Program]:
-    """Searches for guesses, and how hidden states leave for the host."""
+    """Searches for guesses."""
     drafter = learned.drafter_at(engine.site(params, sampling, step_key(0, 0)))
     for B in slot_sizes(engine, max_requests):
         for S in position_sizes(engine, most_positions):
-            rows, some = partial(_rows, engine, "features", B, S), engine.config.prefill_rows
-            for step, arguments in drafter.programs(rows):
+            for step, arguments in drafter.programs(partial(_rows, engine, "features", B, S)):
                 yield Program(step, arguments)
+
+
+def _catch_programs(engine: Engine, max_requests: int, most_positions: int) -> Iterator[Program]:
+    """How hidden states leave for the host."""
+    some = engine.config.prefill_rows
+    for B in slot_sizes(engine, max_requests):
+        for S in position_sizes(engine, most_positions):
+            rows = partial(_rows, engine, "features", B, S)
             arguments = partial(_resize, rows, some, S, kv_cache.VALUE_AXIS)
             yield Program(cache_steps.resize_layer, arguments)
 

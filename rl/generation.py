@@ -208,7 +208,7 @@ def generate_and_score(
         )
     if drafter is not None:
         with timings.section("drafter"):
-            drafter.after_rollout(system.engine, weights, step)
+            drafter.after_rollout(system.engine, weights)
     with timings.section("reward"):  # what is left of it once the last response has ended
         done.sort(key=lambda t: (t.group_id, t.sample_index))
         scored = [scorer.result(t) for t in done]

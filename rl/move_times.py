@@ -19,9 +19,9 @@ from models import kv_cache, transformer
 from rl import admission
 from rl.atomic_file import replace_file
 from rl.engine import Engine
-from rl.engine_config import bucket
 from rl.engine_warm_up import position_sizes
 from rl.trajectory import HostKv
+from spec.buckets import bucket
 
 REPEATS = 3
 
@@ -54,7 +54,7 @@ def measure(
             prompt = (0,) * (tokens + 1)
             plan = admission.Plan((0,), (prompt,), ((0, 0),), ())
             row = jax.tree.map(lambda x: np.asarray(x[0]), engine.empty_cache(1, tokens))
-            kv = HostKv(**vars(row))
+            kv = HostKv(row)
 
             def copied(cache: kv_cache.KVCache, kv: HostKv = kv) -> kv_cache.KVCache:
                 return engine.insert_kv(cache, [(kv, 0)])

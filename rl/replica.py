@@ -6,7 +6,7 @@ import dataclasses
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,12 +17,14 @@ from models import kv_cache, transformer
 from models.config import ModelConfig
 from models.sharding import fitting_sharding, param_shardings
 from rl import admission, cache_steps
-from rl.engine_config import EngineConfig, bucket
+from rl.engine_config import EngineConfig
 from rl.trajectory import HostKv, Request, check_requests
 from spec import contexts
+from spec.buckets import bucket
 from spec.contexts import Contexts
 from spec.sampling import Draw, SamplingConfig
 
+T = TypeVar("T")
 # jax lists an array's shards when it is first read: two threads at once see half of them
 _placing = threading.Lock()
 
@@ -115,22 +117,27 @@ class Replica:
         self, cache: kv_cache.KVCache, rows: Sequence[int], num_tokens: Sequence[int]
     ) -> list[HostKv]:
         """Keys and values of the rows' first tokens, on the host."""
-        P, found = self.config.prefill_rows, list[HostKv]()
-        for first in range(0, len(rows), P):
-            row_P, some = np.zeros(P, np.int32), slice(first, first + P)
-            row_P[: len(rows[some])] = rows[some]
-            found += cache_steps.read_rows(cache, row_P, num_tokens[some])
-        return found
+        return self._read(cache_steps.read_rows, cache, rows, num_tokens)
 
     def read_features(
         self, cache: kv_cache.KVCache, rows: Sequence[int], num_tokens: Sequence[int]
     ) -> list[np.ndarray]:
         """Hidden states of the rows' first tokens, on the host; [T, W] each."""
-        P, found = self.config.prefill_rows, list[np.ndarray]()
+        return self._read(cache_steps.read_features, cache, rows, num_tokens)
+
+    def _read(
+        self,
+        read: Callable[[kv_cache.KVCache, np.ndarray, Sequence[int]], list[T]],
+        cache: kv_cache.KVCache,
+        rows: Sequence[int],
+        num_tokens: Sequence[int],
+    ) -> list[T]:
+        """As many rows a call as prefill has."""
+        P, found = self.config.prefill_rows, list[T]()
         for first in range(0, len(rows), P):
             row_P, some = np.zeros(P, np.int32), slice(first, first + P)
             row_P[: len(rows[some])] = rows[some]
-            found += cache_steps.read_features(cache, row_P, num_tokens[some])
+            found += read(cache, row_P, num_tokens[some])
         return found
 
     def prefill_options(self) -> dict[str, Any]:

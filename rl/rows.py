@@ -18,6 +18,7 @@ from rl.prefix_pass import Entering
 from rl.replica import Replica
 from rl.slot_table import SlotTable
 from rl.trajectory import Begun, Chunk, Request
+from spec import cache_rows
 from spec.drafter_batch import Catcher, Caught
 from spec.sampling import SamplingConfig
 from spec.verify import Slots
@@ -198,5 +199,6 @@ class Rows:
             self._resize(range(len(self.table)), 2 * self.num_positions)
 
     def _resize(self, rows: Sequence[int], num_positions: int) -> None:
-        self._cache = cache_steps.resize(self.cache, np.asarray(rows, np.int32), num_positions)
+        index = jax.device_put(np.asarray(rows, np.int32))
+        self._cache = cache_rows.resize(self.cache, index, num_positions)
         self._slots = None

@@ -10,9 +10,11 @@ import dataclasses
 import enum
 from collections.abc import Sequence
 
+import jax
 import numpy as np
 
 from models.config import ModelConfig
+from models.kv_cache import KVCache
 from spec.rollout_cache import CachedResponse
 
 
@@ -103,23 +105,17 @@ class Prefix:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class HostKv:
-    """A cache's entries of one request's tokens but the last, on the host.
+    """A cache's entries of one request's tokens but the last: host arrays without a slot axis."""
 
-    Keys `[K, h, T]`, values `[K, T, h]` layer by layer; features `[1, T, W]` where they are kept.
-    """
-
-    keys: tuple[np.ndarray, ...]
-    values: tuple[np.ndarray, ...]
-    features: tuple[np.ndarray, ...] = ()
-    feature_layers: tuple[int, ...] = ()
+    entries: KVCache
 
     @property
     def num_tokens(self) -> int:
-        return self.values[0].shape[1]
+        return self.entries.values[0].shape[1]
 
     @property
     def num_bytes(self) -> int:
-        return sum(x.nbytes for x in (*self.keys, *self.values, *self.features))
+        return sum(x.nbytes for x in jax.tree.leaves(self.entries))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

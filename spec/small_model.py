@@ -22,6 +22,7 @@ from models import kv_cache, transformer
 from models.config import ModelConfig
 from models.kv_cache import KVCache
 from spec import cache_rows
+from spec.buckets import bucket, buckets
 from spec.drafter import Drafts, LiveSlots, Source, no_drafts
 from spec.sampling import SamplingConfig
 from spec.small_model_rows import HeldRows
@@ -201,9 +202,9 @@ class SmallModelDrafter:
     def _fit(self, live: LiveSlots, num_positions: int) -> None:
         """Rows and positions for the live requests: both from their buckets."""
         config = self.config
-        rows = _bucket(len(live), config.min_rows)
+        rows = bucket(len(live), config.min_rows)
         if self._cache is None:
-            positions = _bucket(num_positions, config.min_positions)
+            positions = bucket(num_positions, config.min_positions)
             self._held, self._cache = HeldRows(rows, positions), self._empty(rows, positions)
             return
         while len(self._held) != rows:
@@ -283,8 +284,8 @@ class SmallModelDrafter:
     def _programs(self, max_requests: int, max_tokens: int) -> Iterator[tuple]:
         """(step, maker of its arguments, its static arguments), every one once."""
         config = self.config
-        rows = _buckets(max_requests, config.min_rows)
-        sizes = _buckets(max_tokens, config.min_positions)
+        rows = buckets(max_requests, config.min_rows)
+        sizes = buckets(max_tokens, config.min_positions)
         for B in rows:
             for S in sizes:
                 options = {"config": self._model, "num_rows": B, "num_positions": S}
@@ -331,18 +332,3 @@ def _fill(
     drafts.chance_AN[asked_A, :K] = np.where(valid_AK, chance_AK[:, :K], 0.0)
     drafts.count_A[asked_A] = count_A
     return drafts
-
-
-def _bucket(size: int, smallest: int) -> int:
-    """The least of smallest · 2^i that holds `size`."""
-    while smallest < size:
-        smallest *= 2
-    return smallest
-
-
-def _buckets(size: int, smallest: int) -> list[int]:
-    """All of them up to that, smallest first."""
-    sizes = [smallest]
-    while sizes[-1] < size:
-        sizes.append(2 * sizes[-1])
-    return sizes

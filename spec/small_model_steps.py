@@ -44,12 +44,8 @@ def empty_cache(
     zero: jax.Array, *, config: ModelConfig, num_rows: int, num_positions: int
 ) -> KVCache:
     """A cache of zeros in the dtype of a scalar 0, and where that lies."""
-    B, K, S, h = num_rows, config.num_kv_heads, num_positions, config.head_dim
-    layers = range(config.num_layers)
-    return KVCache(
-        tuple(kv_cache.pin(jnp.broadcast_to(zero, (B, K, h, S))) for _ in layers),
-        tuple(kv_cache.pin(jnp.broadcast_to(zero, (B, K, S, h))) for _ in layers),
-    )
+    cache = kv_cache.init(config, num_rows, num_positions, zero.dtype)
+    return jax.tree.map(lambda rows: kv_cache.pin(rows + zero), cache)
 
 
 @partial(jax.jit, static_argnames="config", donate_argnames="cache")

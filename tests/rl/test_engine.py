@@ -9,8 +9,8 @@ import pytest
 from tiny_engine import CONFIG, MODEL, make_params
 
 from rl.engine import Engine
-from rl.engine_config import bucket
 from rl.trajectory import FinishReason, Request
+from spec.buckets import bucket
 from spec.drafter import stack
 from spec.sampling import SamplingConfig, step_key
 from spec.tree import NO_DRAFT, Draft, chain

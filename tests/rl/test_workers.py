@@ -19,6 +19,7 @@ from tiny_team import (
     workers,
 )
 
+from models.kv_cache import KVCache
 from rl.coordinator import WorkerError
 from rl.engine import Engine
 from rl.kv_pool import KvPool
@@ -231,7 +232,7 @@ def test_workers_of_more_devices_than_there_are():
 
 
 def entry(request_id, tokens=2):
-    kv = HostKv((np.zeros((1, 2, tokens)),), (np.zeros((1, tokens, 2)),))
+    kv = HostKv(KVCache((np.zeros((1, 2, tokens)),), (np.zeros((1, tokens, 2)),)))
     return Begun(Request(request_id, (1,)), None, kv)
 
 
