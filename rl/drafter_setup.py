@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,7 @@ from rl.engine import Engine
 from rl.experiment import Inputs, TrainConfig
 from rl.learned import LearnedDrafter
 from rl.spot_trainer import SpotTrainer
-from rl.workers import Workers
+from rl.workers import Workers, in_worker_thread
 from spec import eagle, eagle_files
 from spec.data_buffer import DataBuffer
 from spec.drafter_training import DrafterState, DrafterTrainingConfig
@@ -82,17 +80,19 @@ class DrafterRun:
 
     def began(self, params: Params, step: int) -> None:
         """A step's rollouts begin, by these weights."""
-        self.trainer.begin(step)
-        if self.spot is not None:
+        if self.spot is None:
+            self.trainer.begin(step)
+        else:
             self.spot.prepare(params, step)
 
-    def after_rollout(self, engine: Engine | Workers, weights: Params, step: int) -> None:
+    def after_rollout(self, engine: Engine | Workers, weights: Params) -> None:
         """Train for as many steps as are due; the next rollout guesses with what was learnt."""
         steps, trainer = self._config.drafter.steps_after_rollout, self.trainer
-        trainer.begin(step)
         if steps:
-            at_one_place(
-                engine, lambda e: trainer.run_steps(steps, trainer.bench(e, e.place(weights)))
+            at(
+                _places(engine)[0],
+                lambda e: trainer.run_steps(steps, trainer.bench(e, e.place(weights))),
+                engine,
             )
         trainer.publish()
 
@@ -165,36 +165,23 @@ def _kept(trainer: DrafterTrainer) -> Iterator[None]:
 
 def warm_up(run: DrafterRun, engine: Engine | Workers, weights: Params) -> None:
     """Compile what training needs wherever it may go on."""
-    trainer = run.trainer
-
-    def one(engine: Engine) -> None:
-        with engine.mesh_context():
-            trainer.warm_up(trainer.bench(engine, engine.place(weights)))
-
-    if not isinstance(engine, Workers):
-        one(engine)
-        return
-    engines: Sequence[Engine] = engine.engines if run.spot is not None else engine.engines[:1]
-    for e in engines:
-        in_thread(partial(one, e))
+    trainer, places = run.trainer, _places(engine)
+    for place in places if run.spot is not None else places[:1]:
+        at(place, lambda e: trainer.warm_up(trainer.bench(e, e.place(weights))), engine)
 
 
-def at_one_place(engine: Engine | Workers, work: Callable[[Engine], Any]) -> None:
-    """On the trainer's devices, or the first worker's."""
-    if not isinstance(engine, Workers):
-        with engine.mesh_context():
-            work(engine)
-        return
-    first = engine.engines[0]
+def _places(engine: Engine | Workers) -> Sequence[Engine]:
+    return engine.engines if isinstance(engine, Workers) else [engine]
+
+
+def at(place: Engine, work: Callable[[Engine], Any], engine: Engine | Workers) -> None:
+    """Do what `engine` wants done at one place: on its only devices, or as a worker of it would."""
 
     def there() -> None:
-        with first.mesh_context():
-            work(first)
+        with place.mesh_context():
+            work(place)
 
-    in_thread(there)
-
-
-def in_thread(work: Callable[[], None]) -> None:
-    """Workers' threads know nothing of the trainer's mesh."""
-    with ThreadPoolExecutor(1) as thread:
-        thread.submit(work).result()
+    if isinstance(engine, Workers):
+        in_worker_thread(there)
+    else:
+        there()

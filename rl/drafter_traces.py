@@ -104,11 +104,12 @@ def hold_out(
     sizes: dict[int, int] = {}
     for part, response in zip(parts, responses, strict=True):
         sizes[part] = sizes.get(part, 0) + num_tokens(response)
-    wanted, held = share * sum(sizes.values()), set[int]()
+    left, held = share * sum(sizes.values()), set[int]()
     for part in np.random.default_rng(seed).permutation(sorted(sizes)).tolist()[:-1]:
-        if sum(sizes[p] for p in held) >= wanted:
+        if left <= 0:
             break
         held.add(part)
+        left -= sizes[part]
     both: tuple[list[Response], list[Response]] = [], []
     for part, response in zip(parts, responses, strict=True):
         both[part in held].append(response)

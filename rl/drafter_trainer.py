@@ -160,7 +160,7 @@ class DrafterTrainer:
         grads, _ = self._gradients(bench, params, batch)
         total = add_weighted(None, grads, np.float32(0))
         total = add_weighted(total, grads, np.float32(0))
-        state = _moved(self.state, None, replica)
+        state = jax.tree.map(replica.put, copied(self.state))  # the step donates it
         state, skipped = drafter_training.apply(state, total, training=self.training)
         jax.block_until_ready((state, skipped))
 
@@ -280,8 +280,9 @@ class DrafterTrainer:
 
 
 def _moved(tree: Any, source: Replica | None, target: Replica | None) -> Any:
-    """Arrays of one replica on another's devices."""
+    """Arrays of one replica on another's devices; None: of the process's default device."""
     assert target is not None
-    if source is target:
+    places = [(None, None) if r is None else (r.mesh, r.device) for r in (source, target)]
+    if places[0] == places[1]:
         return tree
     return jax.tree.map(lambda x: target.put(np.asarray(x)), tree)

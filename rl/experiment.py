@@ -19,7 +19,7 @@ from rl.checkpoint import CheckpointConfig
 from rl.config import resolve_path
 from rl.data import encode_prompt
 from rl.drafter_config import DrafterConfig, shape_of
-from rl.engine_config import EngineConfig, bucket
+from rl.engine_config import EngineConfig
 from rl.metrics import MetricsConfig
 from rl.optimizer import OptimizerConfig
 from rl.recipe import Recipe, TrainerConfig
@@ -28,6 +28,7 @@ from rl.rewards.config import RewardConfig, validate
 from rl.speculation import SpeculationConfig
 from rl.tasks import Example, Task, TaskConfig, open_tasks
 from rl.workers import SchedConfig
+from spec.buckets import bucket
 from spec.data_buffer import DataBufferConfig
 from spec.drafter_training import DrafterTrainingConfig
 from spec.eagle import EagleConfig

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from rl.rehearsal import rehearse
 from rl.round_times import load_or_measure
 from rl.run_profile import MOVES_FILE, ROUNDS_FILE
 from rl.speculation import BANDIT, Speculation
-from rl.workers import Workers, make_engines
+from rl.workers import Workers, in_worker_thread, make_engines
 from spec.sampling import step_key
 from spec.tuner import node_counts
 
@@ -72,8 +72,7 @@ def warm_up(
     if not isinstance(engine, Workers):
         _warm_up(config, engine, weights, speculation, folder)
         return
-    with ThreadPoolExecutor(1) as thread:  # workers' threads know nothing of the trainer's mesh
-        thread.submit(_warm_up, config, engine, weights, speculation, folder).result()
+    in_worker_thread(partial(_warm_up, config, engine, weights, speculation, folder))
     jax.block_until_ready(step_key(0, 0))  # in this thread, under the trainer's mesh
 
 

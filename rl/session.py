@@ -73,7 +73,6 @@ class Session:
         self._coordinator = Coordinator(scheduler, clock, self._pool, size.keeps_decisions)
         self._threads: dict[int, threading.Thread] = {}
         self._engine_of: dict[int, int] = {}
-        self._spot_workers: list[int] = []  # those that the spot trainer knows of
         self._specs: dict[int, StepSpec] = {}
         self._stats: collections.defaultdict[int, list[EngineStats]] = collections.defaultdict(list)
 
@@ -89,8 +88,7 @@ class Session:
         for thread in self._threads.values():
             thread.join()
         if self._spot is not None:
-            for worker_id in self._spot_workers:
-                self._spot.lost(worker_id)
+            self._spot.dismiss()
 
     @property
     def decisions(self) -> list[Decision]:
@@ -135,7 +133,6 @@ class Session:
         self._join(engine)
         self._coordinator.lose(result.worker_id)
         if self._spot is not None:
-            self._spot_workers.remove(result.worker_id)
             self._spot.lost(result.worker_id)
         return None
 
@@ -151,7 +148,6 @@ class Session:
         worker_id, size, replica = len(self._threads), self._size, self._engines[engine]
         if self._spot is not None:
             self._spot.joined(worker_id)
-            self._spot_workers.append(worker_id)
         inbox = self._coordinator.join(worker_id, size.kv_tokens, size.max_requests)
         feed = WorkerFeed(
             *(worker_id, inbox, self._coordinator, self._pool),

@@ -45,6 +45,7 @@ class SpotTrainer:
         self._min_idle_workers = min_idle_workers
         self._states = SpotCoordinator(min_idle_workers)
         self._leads: dict[int, bool] = {}  # workers that train, and whether they lead
+        self._present: set[int] = set()
         self._idle: set[int] = set()
         self._params: Params | None = None
         self._runs = False
@@ -77,10 +78,12 @@ class SpotTrainer:
 
     def joined(self, worker_id: int) -> None:
         with self._lock:
+            self._present.add(worker_id)
             self._act(self._states.joined(worker_id))
 
     def lost(self, worker_id: int) -> None:
         with self._lock:
+            self._present.remove(worker_id)
             self._idle.discard(worker_id)
             self._leads.pop(worker_id, None)
             self._act(self._states.lost(worker_id))
@@ -104,6 +107,11 @@ class SpotTrainer:
         with self._lock:
             self.spans.append(Span(worker_id, kind, step, began_s, self._clock()))
         return True
+
+    def dismiss(self) -> None:
+        """The workers' threads have ended."""
+        for worker_id in list(self._present):
+            self.lost(worker_id)
 
     def busy(self, worker_id: int) -> None:
         """Something has come for a worker that may have been idle."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -194,6 +195,12 @@ class Workers:
             keeps_decisions=keeps_decisions,
         )
         return Session(self.engines, scheduler, size, self._clock, self.spot)
+
+
+def in_worker_thread(work: Callable[[], object]) -> None:
+    """Do something as a worker's thread would, which knows nothing of a trainer's mesh."""
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(work).result()
 
 
 def make_engines(

@@ -127,8 +127,8 @@ class EagleDrafter:
             return self._shared(weights, self._empty(B, S), caught(), tokens_BC, zeros_B)
 
         def drafting() -> tuple[tuple, dict[str, Any]]:
-            ids, args = np.zeros(B, np.int64), shared(_window(S))
-            noise = self._noise_of(ids, zeros_B)
+            args = shared(_window(S))
+            noise = self._noise_of(zeros_B, zeros_B) if self._coupled else None
             scalars = np.int32(1), np.float32(1.0)
             return (*args, self._put(np.ones(B, np.int32)), *scalars, noise), self._options()
 
@@ -182,22 +182,23 @@ class EagleDrafter:
             "scheme": self._sampling.draw,
         }
 
+    @property
+    def _coupled(self) -> bool:
+        return self._tree.guess == "coupled" and self._sampling.temperature > 0
+
     def _noise(self, live: LiveSlots, num_slots: int) -> Noise | None:
-        ids_B, emitted_B = np.zeros(num_slots, np.int64), np.zeros(num_slots, np.int32)
+        if not self._coupled:
+            return None
+        ids_B, emitted_B = np.zeros(num_slots, np.int32), np.zeros(num_slots, np.int32)
         ids_B[live.rows_A] = live.request_ids_A
         emitted_B[live.rows_A] = live.total_tokens_A - live.prompt_tokens_A
         return self._noise_of(ids_B, emitted_B)
 
-    def _noise_of(self, ids_B: np.ndarray, emitted_B: np.ndarray) -> Noise | None:
-        sampling = self._sampling
-        if self._tree.guess != "coupled" or sampling.temperature == 0:
-            return None
-        draws = (
-            np.float32(sampling.temperature),
-            np.int32(sampling.top_k),
-            np.float32(sampling.top_p),
-        )
-        return Noise(self._key, self._put(ids_B.astype(np.int32)), self._put(emitted_B), *draws)
+    def _noise_of(self, ids_B: np.ndarray, emitted_B: np.ndarray) -> Noise:
+        sampling, put = self._sampling, self._put
+        temperature, top_p = np.float32(sampling.temperature), np.float32(sampling.top_p)
+        draws = temperature, np.int32(sampling.top_k), top_p
+        return Noise(self._key, put(ids_B), put(emitted_B), *draws)
 
     def _fitting_cache(self, num_slots: int, num_positions: int) -> KVCache:
         fresh = self._empty_size(num_slots, num_positions)

@@ -11,7 +11,8 @@ class RoundTimes:
     """Seconds of a round by (slots, nodes, positions), as measured on this device and shape.
 
     `lookup_seconds` are those of a round within a call that looks its guesses up;
-    `draft_seconds` what a learned drafter takes besides, by (slots, depth, positions).
+    `draft_seconds` what a learned drafter takes besides, by (slots, depth, positions), of which
+    `draft_depths` are the depths.
     """
 
     def __init__(
@@ -21,6 +22,11 @@ class RoundTimes:
         draft_seconds: Table | None = None,
     ) -> None:
         self._tables = dict(seconds), dict(lookup_seconds or {}), dict(draft_seconds or {})
+        # (depth, seconds), ascending, by (slots, positions)
+        self._depths: dict[tuple[int, int], list[tuple[int, float]]] = {}
+        for (slots, depth, positions), taken_s in sorted(self._tables[2].items()):
+            self._depths.setdefault((slots, positions), []).append((depth, taken_s))
+        self.draft_depths = tuple(sorted({depth for _, depth, _ in self._tables[2]}))
 
     def __call__(self, num_slots: int, num_nodes: int, num_positions: int) -> float | None:
         return self._tables[0].get((num_slots, num_nodes, num_positions))
@@ -30,20 +36,11 @@ class RoundTimes:
 
     def draft(self, num_slots: int, depth: int, num_positions: int) -> float:
         """Between two measured depths as the line through them; 0 where none is measured."""
-        at = sorted(
-            (d, t)
-            for (b, d, s), t in self._tables[2].items()
-            if (b, s) == (num_slots, num_positions)
-        )
+        at = self._depths.get((num_slots, num_positions))
         if not at:
             return 0.0
         (d0, t0), (d1, t1) = at[0], at[-1]
         return t0 if d0 == d1 else t0 + (t1 - t0) * (depth - d0) / (d1 - d0)
-
-    @property
-    def draft_depths(self) -> tuple[int, ...]:
-        """The depths that were measured, ascending."""
-        return tuple(sorted({depth for _, depth, _ in self._tables[2]}))
 
     def rows(self) -> list[list[float]]:
         """[table, slots, nodes or depth, positions, seconds] each: what a run folder keeps."""
