@@ -142,8 +142,8 @@ def pool_memory(
 
     What of it comes of sharing alone: `…_in_ranges`, both ways with what the ranges let be chosen,
     and `…_every_bucket`, both with all strategies in all buckets, as `rl.engine_warm_up` compiles
-    them. `pool_memory_over_one_strategy` is ours over the first strategy alone, fused. By default
-    of the shipped policy, with a drafter of its proportions.
+    them without a bandit. `pool_memory_over_one_strategy` is ours over the first strategy alone,
+    fused. By default of the shipped policy, with a drafter of its proportions.
     """
     if model is None or params is None:
         model, params = policy(BASE_POLICY)

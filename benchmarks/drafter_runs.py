@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-import tempfile
 import time
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -70,22 +68,17 @@ class AcceptLengths:
     frozen: float  # as it was after the first
 
 
-def accept_lengths(first_steps: int, more_steps: int, *settings: str, seed: int = 0) -> Any:
-    """Train a policy and its drafter, and look twice at what the drafter brings."""
+def accept_lengths(
+    first_steps: int, more_steps: int, *settings: str, seed: int = 0
+) -> tuple[AcceptLengths, list[dict[str, float]]]:
+    """Train a policy and its drafter, and look twice at what the drafter brings.
+
+    Also the drafter's metrics of every step.
+    """
     overrides = [*SETTINGS, *settings, f"Run.seed={seed}", f"Run.steps={first_steps + more_steps}"]
     config = load(TrainConfig, [CONFIG], overrides)
     inputs = open_inputs(config)
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        loop.opened(
-            config,
-            inputs,
-            Path(folder),
-            show=tiny_run.Recorder(),
-            should_stop=lambda: False,
-            clock=time.perf_counter,
-        ) as (system, state),
-    ):
+    with tiny_run.opened(config, inputs) as (system, state):
         assert system.drafter is not None
         learned, place = system.drafter.trainer.learned, loop.Place()
         engine = _engine(system, inputs)

@@ -13,7 +13,6 @@ import argparse
 import dataclasses
 import json
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -133,17 +132,7 @@ def _differences(plain: Sequence[Trajectory], reuse: Sequence[Trajectory]) -> di
 def train_in_turns(config: TrainConfig) -> list[dict[str, Any]]:
     """A row of every step."""
     inputs = open_inputs(config)
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        loop.opened(
-            config,
-            inputs,
-            Path(folder),
-            show=tiny_run.Recorder(),
-            should_stop=lambda: False,
-            clock=time.perf_counter,
-        ) as (system, state),
-    ):
+    with tiny_run.opened(config, inputs) as (system, state):
         turns: Any = Turns(system)
         system = dataclasses.replace(system, engine=turns)
         place = loop.Place()

@@ -12,6 +12,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -24,7 +25,8 @@ from models import hf, tokenizer, transformer
 from models.config import ModelConfig
 from rl import loop
 from rl.config import load
-from rl.experiment import TrainConfig, open_inputs
+from rl.experiment import Inputs, TrainConfig, open_inputs
+from rl.generation import System
 from rl.optimizer import TrainState
 
 ROOT = Path(__file__).parents[1]
@@ -147,6 +149,23 @@ def train(
         should_stop=should_stop,
         clock=time.perf_counter,
     )
+
+
+@contextlib.contextmanager
+def opened(config: TrainConfig, inputs: Inputs) -> Iterator[tuple[System, TrainState]]:
+    """The parts of a run of any configuration, in a folder that does not outlive it."""
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        loop.opened(
+            config,
+            inputs,
+            Path(folder),
+            show=Recorder(),
+            should_stop=lambda: False,
+            clock=time.perf_counter,
+        ) as parts,
+    ):
+        yield parts
 
 
 @contextlib.contextmanager
