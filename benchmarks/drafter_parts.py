@@ -248,7 +248,7 @@ def _sizes(batches: Sequence[DrafterBatch]) -> dict[str, Any]:
 
 def tuner_gap(
     round_s: Mapping[Strategy, Sequence[float]],
-    accept_lens: Mapping[Strategy, Sequence[int]],
+    accept_lens: Mapping[Strategy, Sequence[float]],
     config: BanditConfig,
     batch_size: int,
     *,

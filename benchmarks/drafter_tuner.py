@@ -19,7 +19,6 @@ import jax
 import numpy as np
 
 from benchmarks import drafter_parts
-from benchmarks.drafter_runs import accept_length
 from models.transformer import Params
 from rl import engine_warm_up
 from rl.drafter_trainer import BufferCatcher, DrafterTrainer
@@ -34,11 +33,9 @@ from rl.trajectory import Request, Trajectory
 from spec import eagle
 from spec.bandit import BanditConfig, Strategy
 from spec.data_buffer import DataBuffer
-from spec.drafter import Drafts, LiveSlots
 from spec.eagle import Drafter
 from spec.eagle_drafter import TreeConfig
 from spec.merge import Union
-from spec.outcome import Outcome
 from spec.rollout_cache import RolloutCache
 from spec.round_seconds import RoundTimes
 from spec.sampling import SamplingConfig, step_key
@@ -175,59 +172,47 @@ def _equal(ours: Sequence[Trajectory], theirs: Sequence[Trajectory]) -> bool:
 
 
 class _Forced(Tuned):
-    """Always the same arm; what every round brought is kept."""
+    """Always the same arm; what the bandit would be told of its rounds is kept."""
 
     def __init__(self, strategy: Strategy, times: RoundTimes, union: Union) -> None:
-        self._forced, self.accepted = strategy, list[np.ndarray]()
+        self._forced, self.told = strategy, list[tuple[float, float]]()
         super().__init__(self, times, union)  # type: ignore[arg-type]
 
     def select(self, batch_size: int) -> Strategy:
         return self._forced
 
-    def record(self, *_: Any) -> None:
-        pass
+    def candidates(self, batch_size: int) -> tuple[Strategy, ...]:
+        return (self._forced,)
 
-    def observe(self, live: LiveSlots, drafts: Drafts, outcome: Outcome) -> None:
-        if outcome.tried:
-            self.accepted.append(outcome.right_AN.sum(axis=1))
+    def record(
+        self, strategy: Strategy, elapsed_s: float, accept_lens: Sequence[float], batch_size: int
+    ) -> None:
+        self.told.append((elapsed_s, float(np.mean(accept_lens))))
 
 
 def _gap(ground: _Ground) -> dict[str, Any]:
     """Every arm of the range of few requests by itself; then the bandit on what they brought."""
-    arms = [
-        s
-        for s in strategies(TUNER, SOURCES, TREE.top_k)
-        if s.verify_tokens in (0, TUNER.verify_tokens[0])
-    ]
-    seconds, accepts = {}, {}
-    S = ENGINE.min_positions
-    for arm in arms:
-        accepted = [np.zeros(1)]
-        if arm.verify_tokens:
-            accepted = []
-            for turn in range(3):
-                key = step_key(52, turn)
-                site = ground.engine.site(ground.params, ground.sampling, key)
-                with ground.speculation(SOURCES) as speculation:
-                    union, _ = speculation.phase(ground.keys, ground.prompts)(site)
-                    assert isinstance(union, Union)
-                    forced = _Forced(arm, ground.times, union)
-                    some = ground.requests([turn % PROMPTS])
-                    ground.run(key, some, drafter=union, budget=forced)
-                accepted += forced.accepted
-        nodes = arm.verify_tokens + 1
-        round_s = ground.times(GAP_REQUESTS, nodes, S)
-        assert round_s is not None
-        if arm.depth:
-            round_s += ground.times.draft(GAP_REQUESTS, arm.depth, S)
-        seconds[arm], accepts[arm] = round_s, np.concatenate(accepted)
+    seconds, accepts = dict[Strategy, list[float]](), dict[Strategy, list[float]]()
+    for arm in strategies(TUNER, SOURCES, TREE.top_k):
+        if arm.verify_tokens not in (0, TUNER.verify_tokens[0]):
+            continue
+        told = list[tuple[float, float]]()
+        for turn in range(3):
+            key = step_key(52, turn)
+            site = ground.engine.site(ground.params, ground.sampling, key)
+            with ground.speculation(SOURCES) as speculation:
+                union, _ = speculation.phase(ground.keys, ground.prompts)(site)
+                assert isinstance(union, Union)
+                forced = _Forced(arm, ground.times, union)
+                some = ground.requests([turn % PROMPTS])[:GAP_REQUESTS]
+                ground.run(key, some, drafter=union, budget=forced)
+            told += forced.told
+        seconds[arm], accepts[arm] = [s for s, _ in told], [a for _, a in told]
     bandit = BanditConfig((1,), TUNER.epsilon, TUNER.window, everywhere=True)
-    found = drafter_parts.tuner_gap(
-        {arm: [s] for arm, s in seconds.items()}, accepts, bandit, GAP_REQUESTS
-    )
-    return found | {
-        "tuner_arms": {
-            arm.name: round((1 + float(accepts[arm].mean())) / seconds[arm], 1) for arm in arms
-        },
-        "tuner_accept_length": round(accept_length(ground.engine), 4),
-    }
+    found = drafter_parts.tuner_gap(seconds, accepts, bandit, 1)  # of means over the requests
+    arms = dict[str, dict[str, float]]()
+    for arm, taken_s in seconds.items():
+        accept = 1 + statistics.mean(accepts[arm])
+        rate = accept / statistics.mean(taken_s)
+        arms[arm.name] = {"tokens_per_s": round(rate, 1), "accept_length": round(accept, 3)}
+    return found | {"tuner_arms": arms}
