@@ -42,11 +42,11 @@ from spec.sampling import SamplingConfig, step_key
 from spec.tuner import Tuned, TunerConfig, strategies
 
 ENGINE = EngineConfig(slots=32, min_slots=4, min_positions=384, min_nodes=4, max_nodes=8)
-TUNER = TunerConfig(thresholds=(1, 5), verify_tokens=(7, 3), depths=(2, 4), epsilon=0.05)
+TUNER = TunerConfig(thresholds=(1, 5), verify_tokens=(7, 3), depths=(2, 4))
 TREE = TreeConfig(max_depth=4, top_k=2)
 SOURCES = ("history", "group", "own", "learned")
 PROMPTS, GROUP = 6, 8
-WARM_TURNS, TURNS = 3, 7
+WARM_TURNS, TURNS = 3, 21
 TRAINING_STEPS = 300
 GAP_REQUESTS = 4  # the range of few requests
 
