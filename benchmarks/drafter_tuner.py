@@ -21,6 +21,7 @@ import numpy as np
 from benchmarks import drafter_parts
 from models.transformer import Params
 from rl import engine_warm_up
+from rl.device_drafters import NO_DRAFTERS, DeviceDrafters
 from rl.drafter_trainer import BufferCatcher, DrafterTrainer
 from rl.engine import Engine
 from rl.engine_config import EngineConfig
@@ -89,7 +90,7 @@ class _Ground:
             self.sampling,
             speculative=True,
             lookup=True,
-            learned=self.learned,
+            drafters=DeviceDrafters(self.learned),
             **sizes,
         )
         with tempfile.TemporaryDirectory() as folder:
@@ -100,7 +101,7 @@ class _Ground:
                 params,
                 self.sampling,
                 lookup=True,
-                learned=self.learned,
+                drafters=DeviceDrafters(self.learned),
                 **sizes,
             )
 
@@ -122,8 +123,8 @@ class _Ground:
 
     def speculation(self, sources: Sequence[str], tuner: TunerConfig = TUNER) -> Speculation:
         config = SpeculationConfig(budget="bandit", sources=tuple(sources))  # type: ignore[arg-type]
-        learned = self.learned if "learned" in sources else None
-        speculation = Speculation(config, self.cache, learned, tuner)
+        drafters = DeviceDrafters(self.learned) if "learned" in sources else NO_DRAFTERS
+        speculation = Speculation(config, self.cache, drafters, tuner)
         speculation.times = self.times
         return speculation
 

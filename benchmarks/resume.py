@@ -123,11 +123,11 @@ def _steps_in(log: Path) -> int:
 
 
 def final_state(run: Path) -> tuple[int, dict[str, bytes]]:
-    """(step, every array of the newest whole checkpoint as bytes, by path)."""
+    """(step, the policy's arrays in the newest whole checkpoint as bytes, by path)."""
     # the structure alone matters here, not the values of the optimizer's section
     params = transformer.init(tiny_run.MODEL, jax.random.key(0), jnp.float32)
     template = init_state(params, make_optimizer(OptimizerConfig(), 1))
-    restored = checkpoint.restore(run / "checkpoints", template)
+    restored = checkpoint.restore(run / "checkpoints", template, subset=True)
     arrays = {
         jax.tree_util.keystr(path): np.asarray(leaf).tobytes()
         for path, leaf in jax.tree_util.tree_leaves_with_path(restored.arrays)

@@ -20,6 +20,7 @@ import numpy as np
 from models import kv_cache, transformer
 from models.attention import Packing
 from rl import cache_steps, memory_mappings
+from rl.device_drafters import NO_DRAFTERS, DeviceDrafters
 from rl.engine import Engine
 from rl.learned import LearnedDrafter
 from rl.packing import Shape
@@ -53,15 +54,15 @@ def warm_up(
     lookup: bool = False,
     reuse: bool = False,
     fed: bool = False,
-    learned: LearnedDrafter | None = None,
+    drafters: DeviceDrafters = NO_DRAFTERS,
     nodes: NodeSizes | None = None,
 ) -> int:
     """Compile what phases of these sizes can reach; returns the number of programs.
 
     Rounds of draft trees are compiled only where phases are to be `speculative`, those that
     look their guesses up only where `lookup` is set as well, passes over cached responses
-    where `reuse` is, moves between workers where phases are `fed`, and what a `learned` drafter
-    does where there is one. `nodes` says which sizes of trees rounds of so many slots have; None:
+    where `reuse` is, moves between workers where phases are `fed`, and what
+    `drafters` do. `nodes` says which sizes of trees rounds of so many slots have; None:
     all. Raises TooManyMappings where
     the programs do not fit into what Linux allows a process.
     """
@@ -82,10 +83,15 @@ def warm_up(
                 if lookup and bucket[1] in engine.config.lookup_sizes():
                     arguments = partial(_look_up, engine, params, sampling, *bucket)
                     programs.append(Program(lookup_rounds, arguments))
-        if learned is not None:
+        if (learned := drafters.learned) is not None:
             programs += _learned_programs(engine, params, sampling, max_requests, most, learned)
             if not fed:  # else they leave with their rows
                 programs += _catch_programs(engine, max_requests, most)
+        if (small := drafters.model) is not None:
+            drafter = small.drafter_at(engine.site(params, sampling, step_key(0, 0)))
+            rows = slot_sizes(engine, max_requests)[0]
+            steps = drafter.programs(max_requests=rows, max_tokens=most)
+            programs += [Program(step, arguments) for step, arguments in steps]
         if reuse:
             programs += _reuse_programs(engine, params, sampling, max_requests, max_prompt_tokens)
         lowered = []

@@ -14,10 +14,12 @@ from models import hf, kv_cache, tokenizer, transformer
 from models.config import ModelConfig
 from models.sharding import MeshConfig
 from models.tokenizer import Tokenizer
+from rl import draft_model
 from rl.algorithms import AlgorithmConfig, CriticConfig
 from rl.checkpoint import CheckpointConfig
 from rl.config import resolve_path
 from rl.data import encode_prompt
+from rl.draft_model import DraftModelConfig
 from rl.drafter_config import DrafterConfig, shape_of
 from rl.engine_config import EngineConfig
 from rl.metrics import MetricsConfig
@@ -101,6 +103,7 @@ class TrainConfig:
     speculation: SpeculationConfig
     tuner: TunerConfig
     drafter: DrafterConfig
+    draft_model: DraftModelConfig
     drafter_training: DrafterTrainingConfig
     data_buffer: DataBufferConfig
     reuse: ReuseConfig
@@ -163,6 +166,8 @@ def open_inputs(config: TrainConfig) -> Inputs:
     check_algorithm(config)
     check_pipeline(config)
     drafter_shape(config, model)
+    if config.speculation.asks_model:
+        draft_model.check(config.draft_model, model, words, config.longest_tokens)
     check_tuner(config)
     validate(config.reward)
     task = open_tasks(config.task, config.run.seed)
@@ -251,11 +256,16 @@ def check_tuner(config: TrainConfig) -> None:
             f"expected Tuner.verify_tokens of at most Engine.max_nodes − 1 = {most}, got "
             f"{tuner.verify_tokens}: lower them, or raise Engine.max_nodes"
         )
-    if config.speculation.learns and max(tuner.depths) > config.drafter.max_depth:
-        raise ValueError(
-            f"expected Tuner.depths of at most Drafter.max_depth={config.drafter.max_depth}, got "
-            f"{tuner.depths}: lower them, or raise Drafter.max_depth"
-        )
+    asked = {
+        "Drafter.max_depth": (config.speculation.learns, config.drafter.max_depth),
+        "DraftModel.max_depth": (config.speculation.asks_model, config.draft_model.max_depth),
+    }
+    for name, (is_asked, deepest) in asked.items():
+        if is_asked and max(tuner.depths) > deepest:
+            raise ValueError(
+                f"expected Tuner.depths of at most {name}={deepest}, got {tuner.depths}: lower "
+                f"them, or raise {name}"
+            )
 
 
 def check_pipeline(config: TrainConfig) -> None:

@@ -36,6 +36,11 @@ class LearnedDrafter:
         return self._version
 
     @property
+    def made_for(self) -> str:
+        """What its programs and their seconds depend on."""
+        return repr((self.config, self.tree))
+
+    @property
     def drafter(self) -> Drafter:
         """As it is now."""
         return Drafter(self.config, self._params, self.draft_ids_U)

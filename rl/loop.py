@@ -26,6 +26,8 @@ from rl.advantages import overlong_penalties, response_advantages, reward_statis
 from rl.checkpoint import Checkpointer, NoWholeCheckpointError
 from rl.coordinator import WorkerError
 from rl.data import DataOrder
+from rl.device_drafters import DeviceDrafters
+from rl.draft_model import DraftModel
 from rl.drafter_setup import DrafterRun
 from rl.experiment import Inputs, TrainConfig
 from rl.generation import Rollouts, Stopped, System, generate
@@ -122,13 +124,15 @@ def opened(
             policy=inputs.shape_name,
             epochs=config.reuse.epochs,
         )
-        drafter, learned = None, None
+        drafter, model = None, None
         if config.speculation.learns:
             start = drafter_setup.open_drafter(config, inputs)
             drafter = drafter_setup.open_run(config, start, folder, stack, clock)
-            learned = drafter.trainer.learned
+        if config.speculation.asks_model:
+            model = DraftModel.load(config.draft_model)
+        drafters = DeviceDrafters(None if drafter is None else drafter.trainer.learned, model)
         speculation = stack.enter_context(
-            Speculation(config.speculation, cache, learned, config.tuner, seed=config.run.seed)
+            Speculation(config.speculation, cache, drafters, config.tuner, seed=config.run.seed)
         )
         pool = stack.enter_context(RewardPool(config.reward, tasks=config.task.specs))
         yield _build(

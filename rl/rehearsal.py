@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from models.transformer import Params
+from rl.device_drafters import NO_DRAFTERS, DeviceDrafters
 from rl.engine import Engine
-from rl.learned import LearnedDrafter
 from rl.speculation import Speculation, SpeculationConfig
 from rl.trajectory import Request
 from spec.budget import TakeAll
@@ -25,7 +25,7 @@ def rehearse(
     engine: Engine,
     params: Params,
     sampling: SamplingConfig,
-    learned: LearnedDrafter | None = None,
+    drafters: DeviceDrafters = NO_DRAFTERS,
     tuner: TunerConfig | None = None,
 ) -> None:
     """A phase that tries guesses and one with the budget of `config`, all sources asked.
@@ -39,7 +39,7 @@ def rehearse(
     no_stop = (-1,) * max(1, len(engine.model.eos_token_ids))  # as many as there are: a shape
     limit = min(NUM_TOKENS, sampling.max_new_tokens)
     requests = [Request(i, prompt, 0, i, limit) for i in range(2)]
-    with Speculation(config, cache, learned, tuner) as speculation:
+    with Speculation(config, cache, drafters, tuner) as speculation:
         speculation.times = times
         for tried in (TakeAll(2), None):
             guesses = speculation.phase([NAME], [prompt], dict.fromkeys(range(2), tokens))

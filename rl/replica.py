@@ -203,18 +203,23 @@ class Replica:
             return jax.device_put(x, self.device)
         return jax.device_put(x, NamedSharding(self.mesh, PartitionSpec()))
 
-    def place(self, params: transformer.Params) -> transformer.Params:
-        """Weights from wherever they are on this replica's devices; any thread may call it."""
-        with _placing:
-            return self._place(params)
+    def place(
+        self, params: transformer.Params, model: ModelConfig | None = None
+    ) -> transformer.Params:
+        """Weights from wherever they are on this replica's devices; any thread may call it.
 
-    def _place(self, params: transformer.Params) -> transformer.Params:
+        They are the policy's, or those of another `model`.
+        """
+        with _placing:
+            return self._place(params, model or self.model)
+
+    def _place(self, params: transformer.Params, model: ModelConfig) -> transformer.Params:
         if self.mesh is None:
             arrays = [x for x in jax.tree.leaves(params) if isinstance(x, jax.Array)]
             scattered = any(len(x.devices()) > 1 for x in arrays)  # over a trainer's mesh
             here = jax.local_devices()[0] if scattered and self.device is None else self.device
             return jax.device_put(params, here)
-        shardings = param_shardings(self.mesh, transformer.param_specs(self.model))
+        shardings = param_shardings(self.mesh, transformer.param_specs(model))
         return jax.tree.map(jax.device_put, params, shardings)
 
     def put_kv(self, x: np.ndarray) -> jax.Array:

@@ -88,7 +88,7 @@ def _warm_up(
         "max_requests": config.rollout.num_requests,
         "max_prompt_tokens": config.rollout.max_prompt_tokens,
     }
-    learned = speculation.learned
+    drafters = speculation.drafters
     nodes = node_sizes(config)
     engines = engine.engines if isinstance(engine, Workers) else [engine]
     for one in engines:
@@ -101,7 +101,7 @@ def _warm_up(
             lookup=lookup,
             reuse=config.reuse.enabled,
             fed=isinstance(engine, Workers),
-            learned=learned,
+            drafters=drafters,
             nodes=nodes,
             **sizes,
         )
@@ -113,8 +113,8 @@ def _warm_up(
     if speculative:
         path, sampling = folder / ROUNDS_FILE, config.sampling
         speculation.times = load_or_measure(
-            path, one, placed, sampling, lookup=lookup, learned=learned, nodes=nodes, **sizes
+            path, one, placed, sampling, lookup=lookup, drafters=drafters, nodes=nodes, **sizes
         )
         rehearse(
-            config.speculation, speculation.times, one, placed, sampling, learned, config.tuner
+            config.speculation, speculation.times, one, placed, sampling, drafters, config.tuner
         )

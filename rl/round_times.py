@@ -18,11 +18,14 @@ from models import transformer
 from models.kv_cache import KVCache
 from rl import cache_steps, engine_warm_up
 from rl.atomic_file import replace_file
+from rl.device_drafters import NO_DRAFTERS, DeviceDrafters
+from rl.draft_model import DraftModel
 from rl.engine import Engine
 from rl.guessing import Site
 from rl.learned import LearnedDrafter
 from rl.slot_table import SlotTable
 from rl.trajectory import Request
+from spec.device_drafters import DeviceDrafter
 from spec.drafter import LiveSlots, plant
 from spec.group import GroupDrafter
 from spec.lookup import Texts, lookup_rounds
@@ -38,7 +41,7 @@ from spec.verify import decode_rounds, unpack, verify_round
 REPEATS = 7
 LARGE_ROUND = 128  # nodes of all slots: from here on a call of few rounds tells enough
 FEW_ROUNDS = 4
-FORMAT = 4
+FORMAT = 5
 
 
 def load_or_measure(
@@ -50,7 +53,7 @@ def load_or_measure(
     max_requests: int,
     max_prompt_tokens: int,
     lookup: bool = False,
-    learned: LearnedDrafter | None = None,
+    drafters: DeviceDrafters = NO_DRAFTERS,
     nodes: engine_warm_up.NodeSizes | None = None,
 ) -> RoundTimes:
     """The table in `path` where it was made for this device and these shapes, else a new one.
@@ -60,7 +63,7 @@ def load_or_measure(
     """
     sizes = max_requests, max_prompt_tokens
     buckets = list(engine_warm_up.round_buckets(engine, sampling, *sizes, nodes))
-    made_for = _made_for(engine, buckets, lookup, learned)
+    made_for = _made_for(engine, buckets, lookup, drafters)
     if path.exists():
         try:
             kept = json.loads(path.read_text(encoding="utf-8"))
@@ -68,7 +71,7 @@ def load_or_measure(
                 return RoundTimes.from_rows(kept["rows"])
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path} is damaged ({error}): delete it to measure anew") from error
-    times = measure(engine, params, sampling, buckets, lookup=lookup, learned=learned)
+    times = measure(engine, params, sampling, buckets, lookup=lookup, drafters=drafters)
     path.parent.mkdir(parents=True, exist_ok=True)
     rows = {"made_for": made_for, "rows": times.rows()}
     replace_file(path, json.dumps(rows, indent=1) + "\n")
@@ -82,7 +85,7 @@ def measure(
     buckets: list[tuple[int, int, int]],
     *,
     lookup: bool = False,
-    learned: LearnedDrafter | None = None,
+    drafters: DeviceDrafters = NO_DRAFTERS,
 ) -> RoundTimes:
     """Median seconds of a round of each (slots, nodes, positions), its fetch included.
 
@@ -90,13 +93,13 @@ def measure(
     engine runs it, several to a fetch; a round of trees with its drafting (siblings and
     own text) and committing. Tree sizes take turns: what slows the machine for a while
     slows all that a budget will compare. `lookup` times rounds that look their guesses up
-    as well, `learned` the searches of that drafter, one level deep and as deep as they get.
+    as well, and the guesses of `drafters`: one deep, and as deep as they get.
     """
     nodes_of: dict[tuple[int, int], list[int]] = {}
     for B, N, S in buckets:
         nodes_of.setdefault((B, S), []).append(N)
     seconds: dict[tuple[int, int, int], float] = {}
-    draft_seconds: dict[tuple[int, int, int], float] = {}
+    draft_seconds: dict[str, dict[tuple[int, int, int], float]] = {}
     lookup_seconds: dict[tuple[int, int, int], float] = {}
     with engine.mesh_context():
         for (B, S), sizes in nodes_of.items():
@@ -125,8 +128,9 @@ def measure(
                     looked_up[N].append((engine.clock() - began_s) / rounds)
             seconds |= {(B, N, S): statistics.median(tries[N][1:]) for N in sizes}
             lookup_seconds |= {(B, N, S): statistics.median(t[1:]) for N, t in looked_up.items()}
-            if learned is not None:
-                draft_seconds |= _draft_seconds(engine, params, sampling, learned, cache, host)
+            for name, drafter in drafters.by_name.items():
+                found = _draft_seconds(engine, params, sampling, drafter, cache, host)
+                draft_seconds.setdefault(name, {}).update(found)
     return RoundTimes(seconds, lookup_seconds, draft_seconds)
 
 
@@ -134,14 +138,14 @@ def _draft_seconds(
     engine: Engine,
     params: transformer.Params,
     sampling: SamplingConfig,
-    learned: LearnedDrafter,
+    made_by: LearnedDrafter | DraftModel,
     cache: KVCache,
     host: _Host,
 ) -> dict[tuple[int, int, int], float]:
-    """Of a search over all rows of a cache, by (slots, depth, positions)."""
+    """Of its guesses for all rows of a cache, by (slots, depth, positions)."""
     site = Site(engine, params, sampling, step_key(0, 0), lambda: cache.features[0])
-    drafter, live = learned.drafter_at(site), host.live()
-    deepest, most = drafter.depth, engine.config.max_nodes - 1
+    drafter: DeviceDrafter = made_by.drafter_at(site)
+    live, deepest, most = host.live(), drafter.depth, engine.config.max_nodes - 1
     tries: dict[int, list[float]] = {depth: [] for depth in sorted({1, deepest})}
     for depth in list(tries) * (REPEATS + 1):
         drafter.depth = depth
@@ -252,7 +256,7 @@ def _made_for(
     engine: Engine,
     buckets: list[tuple[int, int, int]],
     lookup: bool,
-    learned: LearnedDrafter | None,
+    drafters: DeviceDrafters,
 ) -> dict[str, Any]:
     """What a table holds for: another device, policy shape or bucket list needs another."""
     device = jax.devices()[0]
@@ -265,6 +269,6 @@ def _made_for(
         "context_tokens": engine.context_tokens,
         "rounds_per_fetch": engine.config.rounds_per_fetch,
         "lookup": lookup,
-        "learned": None if learned is None else repr((learned.config, learned.tree)),
+        "drafters": {name: d.made_for for name, d in drafters.by_name.items()},
         "buckets": [list(bucket) for bucket in buckets],
     }

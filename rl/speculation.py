@@ -18,12 +18,13 @@ from typing import Any, Literal
 
 import numpy as np
 
+from rl.device_drafters import NO_DRAFTERS, DeviceDrafters
 from rl.guessing import Guesses, Site, no_guesses
-from rl.learned import LearnedDrafter
 from spec import history
 from spec.aligned import AlignedDrafter
 from spec.bandit import BegMab
 from spec.budget import Budget, make_budget
+from spec.device_drafters import LEARNED, MODEL
 from spec.drafter import Drafter
 from spec.group import DraftServer, GroupDrafter
 from spec.history import HistoryDrafter, HistoryIndex, build_index
@@ -34,9 +35,9 @@ from spec.rollout_cache import RolloutCache
 from spec.round_seconds import RoundTimes
 from spec.tuner import Tuned, TunerConfig, make_bandit
 
-SourceName = Literal["last", "history", "group", "own", "learned"]
+SourceName = Literal["last", "history", "group", "own", "learned", "model"]
 FOUND: tuple[SourceName, ...] = ("last", "history", "group", "own")
-SOURCES: tuple[SourceName, ...] = (*FOUND, "learned")
+SOURCES: tuple[SourceName, ...] = (*FOUND, "learned", "model")
 Prompt = Sequence[int]
 BANDIT = "bandit"
 MOST_WORKERS = 2**16
@@ -50,9 +51,10 @@ class SpeculationConfig:
     of last epoch by the same sample index, read on from where it stands), `history` (the prompt's
     responses of the last epoch), `group` (live siblings, told every
     `group_update_tokens` tokens), `own` (the request's own text), `learned` (a drafter that is
-    trained along, see Drafter). `budget` is `off`, `fixed:K`, `aimd`, `bandit` (see Tuner) or
-    `goodput`; the last two also let the device look guesses up in all found texts but `own`,
-    several rounds in a call. `history_rule` is `ours`, or `histospec` for RhymeRL's setting.
+    trained along, see Drafter), `model` (a small model, see DraftModel). `budget` is `off`,
+    `fixed:K`, `aimd`, `bandit` (see Tuner) or `goodput`; the last two also let the device look
+    guesses up in all found texts but `own`, several rounds in a call. `history_rule` is `ours`, or
+    `histospec` for RhymeRL's setting.
     """
 
     budget: str = "goodput"
@@ -84,7 +86,12 @@ class SpeculationConfig:
     @property
     def learns(self) -> bool:
         """Whether a learned drafter guesses: it needs the policy's hidden states."""
-        return self.enabled and "learned" in self.sources
+        return self.enabled and LEARNED in self.sources
+
+    @property
+    def asks_model(self) -> bool:
+        """Whether a small model guesses."""
+        return self.enabled and MODEL in self.sources
 
     @property
     def may_look_up(self) -> bool:
@@ -108,13 +115,14 @@ class Speculation:
         self,
         config: SpeculationConfig,
         cache: RolloutCache,
-        learned: LearnedDrafter | None = None,
+        drafters: DeviceDrafters = NO_DRAFTERS,
         tuner: TunerConfig | None = None,
         *,
         seed: int = 0,
     ) -> None:
-        assert (learned is not None) == config.learns, "a learned drafter where one is asked"
-        self.config, self.learned = config, learned
+        asked = {LEARNED: config.learns, MODEL: config.asks_model}
+        assert drafters.by_name.keys() == {n for n in asked if asked[n]}, "those that are asked"
+        self.config, self.drafters = config, drafters
         self.times: RoundTimes | None = None  # to be set once it is measured
         self._cache = cache
         self._rule = history.PAPER_RULE if config.history_rule == "histospec" else history.RULE
@@ -169,8 +177,7 @@ class Speculation:
             elif source == "own":
                 parts[source] = NgramDrafter()
             else:
-                assert self.learned is not None
-                parts[source] = self.learned.drafter_at(site)
+                parts[source] = self.drafters.by_name[source].drafter_at(site)
         if not parts:
             return None, None
         texts = self._texts(names, last, history) if self.config.may_look_up else None
@@ -184,7 +191,8 @@ class Speculation:
         """A worker's tuner."""
         with self._lock:
             if worker not in self._bandits:
-                top_k = 0 if self.learned is None else self.learned.tree.top_k
+                learned = self.drafters.learned
+                top_k = 0 if learned is None else learned.tree.top_k
                 seed = self._seed * MOST_WORKERS + worker
                 self._bandits[worker] = make_bandit(self._tuner, self.config.sources, top_k, seed)
             return self._bandits[worker]

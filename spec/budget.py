@@ -15,8 +15,8 @@ from typing import Protocol
 
 import numpy as np
 
+from spec.device_drafters import DraftTurns
 from spec.drafter import Drafts, LiveSlots
-from spec.learned_turns import LearnedTurns
 from spec.lookup import LookupOutcome
 from spec.lookup_rate import LookupRate
 from spec.outcome import Outcome
@@ -236,10 +236,10 @@ class Goodput:
         self._lookup = LookupRate()
         self._tree_rate: dict[int, float] = {}  # by slots: of the last round, over plain decoding
         self._lookups = 0  # calls since the drafter was asked
-        self._learned = LearnedTurns()
+        self._turns = DraftTurns()
 
     def skips(self, live: LiveSlots, num_slots: int, num_positions: int) -> frozenset[str]:
-        return self._learned.skips()
+        return self._turns.skips()
 
     def limits(self, live: LiveSlots, num_slots: int) -> np.ndarray:
         slots, rounds = self._wait
@@ -280,9 +280,8 @@ class Goodput:
                 best, best_rate = size, rate
             if size > widest:
                 break
-        self._learned.judge(
-            self._times, live, drafts, self.scale(live), (num_slots, best, num_positions)
-        )
+        bucket = num_slots, best, num_positions
+        self._turns.judge(self._times, live, drafts, self.scale(live), bucket)
         self._tree_rate[num_slots] = best_rate
         self._speculating = best > 1 and (self._speculating or best_rate > BETTER)
         if self._speculating:

@@ -11,46 +11,52 @@ class RoundTimes:
     """Seconds of a round by (slots, nodes, positions), as measured on this device and shape.
 
     `lookup_seconds` are those of a round within a call that looks its guesses up;
-    `draft_seconds` what a learned drafter takes besides, by (slots, depth, positions), of which
-    `draft_depths` are the depths.
+    `draft_seconds` what drafters on the device take besides, each by (slots, depth, positions).
     """
 
     def __init__(
         self,
         seconds: Table,
         lookup_seconds: Table | None = None,
-        draft_seconds: Table | None = None,
+        draft_seconds: Mapping[str, Table] | None = None,
     ) -> None:
-        self._tables = dict(seconds), dict(lookup_seconds or {}), dict(draft_seconds or {})
-        # (depth, seconds), ascending, by (slots, positions)
-        self._depths: dict[tuple[int, int], list[tuple[int, float]]] = {}
-        for (slots, depth, positions), taken_s in sorted(self._tables[2].items()):
-            self._depths.setdefault((slots, positions), []).append((depth, taken_s))
-        self.draft_depths = tuple(sorted({depth for _, depth, _ in self._tables[2]}))
+        self._seconds, self._lookup = dict(seconds), dict(lookup_seconds or {})
+        self._drafts = {name: dict(table) for name, table in (draft_seconds or {}).items()}
+        # (depth, seconds), ascending, by (drafter, slots, positions)
+        self._depths: dict[tuple[str, int, int], list[tuple[int, float]]] = {}
+        for name, table in self._drafts.items():
+            for (slots, depth, positions), taken_s in sorted(table.items()):
+                self._depths.setdefault((name, slots, positions), []).append((depth, taken_s))
 
     def __call__(self, num_slots: int, num_nodes: int, num_positions: int) -> float | None:
-        return self._tables[0].get((num_slots, num_nodes, num_positions))
+        return self._seconds.get((num_slots, num_nodes, num_positions))
 
     def lookup(self, num_slots: int, num_nodes: int, num_positions: int) -> float | None:
-        return self._tables[1].get((num_slots, num_nodes, num_positions))
+        return self._lookup.get((num_slots, num_nodes, num_positions))
 
-    def draft(self, num_slots: int, depth: int, num_positions: int) -> float:
+    def draft(self, name: str, num_slots: int, depth: int, num_positions: int) -> float:
         """Between two measured depths as the line through them; 0 where none is measured."""
-        at = self._depths.get((num_slots, num_positions))
+        at = self._depths.get((name, num_slots, num_positions))
         if not at:
             return 0.0
         (d0, t0), (d1, t1) = at[0], at[-1]
         return t0 if d0 == d1 else t0 + (t1 - t0) * (depth - d0) / (d1 - d0)
 
-    def rows(self) -> list[list[float]]:
+    def draft_depths(self, name: str) -> tuple[int, ...]:
+        """Those that were measured, ascending."""
+        return tuple(sorted({depth for _, depth, _ in self._drafts.get(name, ())}))
+
+    def rows(self) -> list[list[str | float]]:
         """[table, slots, nodes or depth, positions, seconds] each: what a run folder keeps."""
-        return [
-            [k, *at, t] for k, table in enumerate(self._tables) for at, t in sorted(table.items())
-        ]
+        tables = {"round": self._seconds, "lookup": self._lookup}
+        tables |= {f"draft {name}": table for name, table in self._drafts.items()}
+        return [[name, *at, t] for name, table in tables.items() for at, t in sorted(table.items())]
 
     @staticmethod
-    def from_rows(rows: Sequence[Sequence[float]]) -> RoundTimes:
-        tables: tuple[dict, dict, dict] = {}, {}, {}
-        for kind, b, n, s, seconds in rows:
-            tables[int(kind)][int(b), int(n), int(s)] = float(seconds)
-        return RoundTimes(*tables)
+    def from_rows(rows: Sequence[Sequence[str | float]]) -> RoundTimes:
+        tables: dict[str, dict[tuple[int, int, int], float]] = {"round": {}, "lookup": {}}
+        for name, b, n, s, taken_s in rows:
+            tables.setdefault(str(name), {})[int(b), int(n), int(s)] = float(taken_s)
+        rounds, lookups = tables.pop("round"), tables.pop("lookup")
+        drafts = {name.removeprefix("draft "): table for name, table in tables.items()}
+        return RoundTimes(rounds, lookups, drafts)

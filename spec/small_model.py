@@ -9,9 +9,7 @@ Source: a small model as drafter, as SpecActor has among others; coupled draws a
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Literal
 
@@ -29,7 +27,7 @@ from spec.small_model_rows import HeldRows
 from spec.small_model_steps import COLUMNS, Draws, catch_up, draft_chains, empty_cache, unpack
 from spec.tree import PADDING
 
-Mode = Literal["greedy", "coupled"]
+Guess = Literal["likeliest", "coupled"]
 Put = Callable[[Any], jax.Array]
 PRIOR_GUESSES = 8  # what `coupled_chance` weighs beside what is seen
 
@@ -84,12 +82,13 @@ class SmallModelConfig:
 
 
 class SmallModelDrafter:
-    """Chains of a small model; `greedy` takes its likeliest tokens, `coupled` its own draws.
+    """Chains of a small model: its `likeliest` tokens, or its own draws (`coupled`).
 
     Coupled guesses are drawn with the noise that the policy will draw with (noise by position),
     so that they are right wherever both distributions put the token at the same noise. A guess's
-    chance is, greedy, the product of the model's probabilities at the sampling's temperature;
-    coupled, the product of the mean acceptances at each depth so far.
+    chance is, likeliest, the product of the model's probabilities at the sampling's temperature;
+    coupled, the product of the mean acceptances at each depth so far. Chains have `depth` guesses
+    at most, which may be changed between rounds.
 
     `model` must have the vocabulary of `policy`, else ValueError. `params` are on the device to
     which `put` takes host arrays; `dtype` is the cache's, None that of `params`. Call all methods
@@ -105,7 +104,7 @@ class SmallModelDrafter:
         policy: ModelConfig,
         sampling: SamplingConfig,
         key: jax.Array,
-        mode: Mode = "greedy",
+        guess: Guess = "likeliest",
         put: Put = jax.device_put,
         dtype: Any = None,
     ) -> None:
@@ -114,14 +113,15 @@ class SmallModelDrafter:
                 f"expected a small model with the policy's vocabulary of {policy.vocab_size}, got "
                 f"{model.vocab_size}: take one of the same tokenizer, its embedding cut or padded"
             )
-        if mode not in ("greedy", "coupled"):
-            raise ValueError(f"mode must be 'greedy' or 'coupled', got {mode!r}")
+        if guess not in ("likeliest", "coupled"):
+            raise ValueError(f"guess must be 'likeliest' or 'coupled', got {guess!r}")
         self.config = config or SmallModelConfig()
+        self.depth = self.config.max_draft_tokens
         self._model, self._params, self._put = model, params, put
-        self._mode = mode
-        self._scheme = sampling.draw if mode == "coupled" else None
+        self._guess = guess
+        self._scheme = sampling.draw if guess == "coupled" else None
         # coupled chains are cut by the host: the model's own probabilities are not their chance
-        min_chance = self.config.min_chance if mode == "greedy" else 0.0
+        min_chance = self.config.min_chance if guess == "likeliest" else 0.0
         self._draws = Draws(
             temperature=put(np.float32(sampling.temperature)),
             top_k=put(np.int32(sampling.top_k)),
@@ -150,7 +150,7 @@ class SmallModelDrafter:
         tokens_AK, chance_AK = self._draft(some, rows_A, most_A)
         count_A = np.minimum(most_A, tokens_AK.shape[1])
         self._held.drafted(rows_A, tokens_AK, count_A)
-        if self._mode == "coupled":
+        if self._guess == "coupled":
             chance_AK = np.broadcast_to(self._mean_chance()[: tokens_AK.shape[1]], tokens_AK.shape)
         else:
             count_A = np.minimum(count_A, (chance_AK >= self.config.min_chance).sum(axis=1))
@@ -162,20 +162,16 @@ class SmallModelDrafter:
             self._judge(self._held.follow(held)[1])
             self._held.ended(held)
 
-    def warm_up(self, *, max_requests: int, max_tokens: int) -> int:
-        """Compile all that so many live requests of up to `max_tokens` tokens can reach.
+    def programs(
+        self, *, max_requests: int, max_tokens: int
+    ) -> Iterator[tuple[Any, Callable[[], tuple[tuple, dict[str, Any]]]]]:
+        """The jitted steps that so many live requests of up to `max_tokens` tokens can reach.
 
-        Drafters of other phases on the same device find it too, where `config`, mode and scheme
-        of draws are the same. Returns the number of programs. Drops the cache.
+        Each with a maker of its arguments. Drafters of other phases on the same device find what
+        was compiled too, where `config`, `guess` and scheme of draws are the same.
         """
-        self._cache, self._held = None, HeldRows(0, self.config.min_positions)
-        programs = list(self._programs(max_requests, max_tokens))
-        lowered = [step.lower(*make(), **options) for step, make, options in programs]
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            list(pool.map(lambda low: low.compile(), lowered))
-        for step, make, options in programs:
-            jax.block_until_ready(step(*make(), **options))
-        return len(programs)
+        for step, make, options in self._programs(max_requests, max_tokens):
+            yield step, partial(_call, make, options)
 
     # -- chances ---------------------------------------------------------------------
 
@@ -193,9 +189,9 @@ class SmallModelDrafter:
 
     def _longest_chain(self) -> int:
         """Guesses that are worth having; one at least, or chances would never be known better."""
-        if self._mode == "greedy":
-            return self.config.max_draft_tokens
-        return max(1, int((self._mean_chance() >= self.config.min_chance).sum()))
+        if self._guess == "likeliest":
+            return self.depth
+        return max(1, int((self._mean_chance()[: self.depth] >= self.config.min_chance).sum()))
 
     # -- the cache -------------------------------------------------------------------
 
@@ -279,7 +275,7 @@ class SmallModelDrafter:
             "most_tokens": self.config.max_draft_tokens,
         }
 
-    # -- warm-up ---------------------------------------------------------------------
+    # -- programs --------------------------------------------------------------------
 
     def _programs(self, max_requests: int, max_tokens: int) -> Iterator[tuple]:
         """(step, maker of its arguments, its static arguments), every one once."""
@@ -315,6 +311,10 @@ class SmallModelDrafter:
     def _resize_arguments(self, B: int, S: int, rows: int, name: str) -> tuple:
         layer = getattr(self._empty(B, S), name)[0]
         return layer, self._put(np.zeros(rows, np.int32))
+
+
+def _call(make: Callable[[], tuple], options: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    return make(), options
 
 
 def _fill(

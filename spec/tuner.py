@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import cast
 
 import numpy as np
 
 from spec.bandit import BanditConfig, BegMab, Strategy
 from spec.budget import Decision, OnHost, size_for
+from spec.device_drafters import DEVICE_SOURCES, LEARNED, DeviceDrafter
 from spec.drafter import Drafts, LiveSlots
-from spec.eagle_drafter import EagleDrafter
-from spec.learned_turns import LEARNED
 from spec.lookup import LookupOutcome
 from spec.merge import Union
 from spec.outcome import Outcome
@@ -33,7 +33,7 @@ class TunerConfig:
     Range i of batch sizes begins with `thresholds[i]` and verifies `verify_tokens[i]` guesses a
     request; a last threshold without such has plain decoding alone. In each range the arms are
     every drafter by itself, all that find guesses in texts, all of them, and plain decoding; with
-    a learned drafter once for each of its `depths`; and where there are texts, guesses that the
+    a drafter on the device once for each of `depths`; and where there are texts, guesses that the
     device looks up in them, several rounds in a call (ours). With chance `epsilon` any of them is
     taken, else the one with the best median of its last `window` rewards.
     """
@@ -62,16 +62,16 @@ class TunerConfig:
 
 def strategies(config: TunerConfig, sources: Sequence[str], top_k: int) -> list[Strategy]:
     """The arms for these drafters."""
-    found = tuple(s for s in sources if s != LEARNED)
+    found = tuple(s for s in sources if s not in DEVICE_SOURCES)
     together = [found, tuple(sources)] if len(found) > 1 else [tuple(sources)]
     choices = list(dict.fromkeys([*((s,) for s in sources), *together]))
     arms = [PLAIN]
     for tokens in config.verify_tokens:
         for chosen in choices:
-            learns = LEARNED in chosen
-            for depth in config.depths if learns else (0,):
-                name = "+".join(chosen) + (f" depth {depth}" if learns else "") + f" × {tokens}"
-                arms.append(Strategy(name, chosen, depth, top_k if learns else 0, tokens))
+            width = top_k if LEARNED in chosen else 0
+            for depth in config.depths if DEVICE_SOURCES.keys() & chosen else (0,):
+                name = "+".join(chosen) + (f" depth {depth}" if depth else "") + f" × {tokens}"
+                arms.append(Strategy(name, chosen, depth, width, tokens))
         if {"last", "history", "group"} & set(found):
             arms.append(Strategy(f"{LOOKUP} × {tokens}", (LOOKUP,), 0, 0, tokens))
     return arms
@@ -139,9 +139,8 @@ class Tuned(OnHost):
         self._chosen, strategy = False, self._strategy
         if LOOKUP in strategy.sources:  # there are no texts, or no room: it is a plain round
             self._record(np.zeros(len(live)), 1)
-        learned = self._union.named(LEARNED)
-        if isinstance(learned, EagleDrafter) and strategy.depth:
-            learned.depth = strategy.depth
+        for name in DEVICE_SOURCES.keys() & strategy.sources:
+            cast(DeviceDrafter, self._union.named(name)).depth = strategy.depth
         return frozenset(self._union.names) - frozenset(strategy.sources)
 
     def limits(self, live: LiveSlots, num_slots: int) -> np.ndarray:
@@ -179,8 +178,9 @@ class Tuned(OnHost):
     def _record(self, accepted_A: np.ndarray, num_nodes: int) -> None:
         (num_slots, num_positions), strategy = self._bucket, self._strategy
         round_s = self._times(num_slots, num_nodes, num_positions)
-        if round_s is not None and LEARNED in strategy.sources:
-            round_s += self._times.draft(num_slots, strategy.depth, num_positions)
+        if round_s is not None:
+            for name in strategy.sources:
+                round_s += self._times.draft(name, num_slots, strategy.depth, num_positions)
         self._tell(strategy, round_s, float(accepted_A.mean()))
 
     def _tell(self, strategy: Strategy, round_s: float | None, mean_accepted: float) -> None:

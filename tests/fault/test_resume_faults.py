@@ -1,5 +1,6 @@
 """Killed, stopped, resumed: the same bits as the run that never was.
 
+The run trains a drafter besides, which is saved after every one of its steps.
 `python -m benchmarks.resume` does the same at twenty random points.
 """
 
@@ -16,6 +17,19 @@ from benchmarks.resume import KillPoint
 pytestmark = [pytest.mark.fault, pytest.mark.slow]
 
 STEPS = 12
+LEARNED = """
+Engine.max_nodes = 4
+Speculation.budget = "fixed:3"
+Speculation.sources = ("own", "learned")
+Drafter.spot = False
+Drafter.steps_after_rollout = 1
+Drafter.checkpoint_every_steps = 1
+Drafter.micro_batches = 1
+Drafter.batch_rows = 1
+Drafter.row_tokens = 32
+Drafter.max_depth = 2
+Drafter.top_k = 2
+"""
 EQUAL = {
     "parameters_equal": True,
     "optimizer_equal": True,
@@ -28,7 +42,7 @@ EQUAL = {
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
     config = tiny_run.make_inputs(tmp_path_factory.mktemp("resume"))
-    config.write_text(config.read_text() + f"Run.steps = {STEPS}\n")
+    config.write_text(config.read_text() + f"Run.steps = {STEPS}\n" + LEARNED)
     return config
 
 
@@ -44,6 +58,10 @@ def never_killed(tiny, env):
     return folder
 
 
+def drafter_of(run):
+    return (run / "drafter_model/model.safetensors").read_bytes()
+
+
 def test_killed_at_random_points_and_resumed(tiny, env, never_killed, tmp_path):
     run, rng = tmp_path / "killed", random.Random()
     points = [KillPoint(steps, rng.uniform(0, 0.4)) for steps in (0, 1, rng.randrange(3))]
@@ -51,6 +69,7 @@ def test_killed_at_random_points_and_resumed(tiny, env, never_killed, tmp_path):
     assert sum(life.killed for life in lives) >= 2, lives
     resume.run_until(tiny, run, env, None)
     assert resume.compare(run, never_killed) == EQUAL, points
+    assert drafter_of(run) == drafter_of(never_killed), points
 
 
 def test_stopped_by_sigterm_and_resumed(tiny, env, never_killed, tmp_path):
@@ -65,3 +84,4 @@ def test_stopped_by_sigterm_and_resumed(tiny, env, never_killed, tmp_path):
     assert resume.final_state(run)[0] == life.steps
     resume.run_until(every, run, env, None)
     assert resume.compare(run, never_killed) == EQUAL
+    assert drafter_of(run) == drafter_of(never_killed)

@@ -35,11 +35,11 @@ def drafter(params, name, model=SMALL, config=CONFIG, **options):
     )
 
 
-@pytest.mark.parametrize("mode", ["greedy", "coupled"])
+@pytest.mark.parametrize("guess", ["likeliest", "coupled"])
 @pytest.mark.parametrize("name", ["plain", "greedy", "gumbel_cool"])
-def test_alone_and_beside_another(golden, rollout, engine, params, small_params, name, mode):
+def test_alone_and_beside_another(golden, rollout, engine, params, small_params, name, guess):
     for with_others in (False, True):
-        small = drafter(small_params, name, mode=mode)
+        small = drafter(small_params, name, guess=guess)
         asked = Union([NgramDrafter(), small]) if with_others else small
         got = rollout(name, drafter=asked)
         assert not differences(golden(name), got)
@@ -52,7 +52,7 @@ def test_alone_and_beside_another(golden, rollout, engine, params, small_params,
 @pytest.mark.parametrize("name", ["plain", "cool", "gumbel", "gumbel_cool"])
 def test_the_policy_itself_drafts_what_it_then_draws(golden, rollout, engine, params, name):
     """Coupled: only an end token among the guesses, or the limit, makes the others useless."""
-    got = rollout(name, drafter=drafter(params, name, MODEL, mode="coupled"))
+    got = rollout(name, drafter=drafter(params, name, MODEL, guess="coupled"))
     assert not differences(golden(name), got)
     for t in got:
         want = origins_if_all_accepted(t.num_tokens, BASE.max_nodes)
@@ -60,7 +60,7 @@ def test_the_policy_itself_drafts_what_it_then_draws(golden, rollout, engine, pa
     assert engine.stats.accepted_tokens > 0.7 * engine.stats.tokens
 
 
-def test_greedy_guesses_of_the_policy_itself_are_its_tokens_at_temperature_0(
+def test_likeliest_guesses_of_the_policy_itself_are_its_tokens_at_temperature_0(
     golden, rollout, engine, params
 ):
     got = rollout("greedy", drafter=drafter(params, "greedy", MODEL))

@@ -82,10 +82,17 @@ def test_workers_train_it_in_their_spare_time(tiny, tmp_path, mode):
 
 
 def test_nothing_compiles_after_warm_up(tiny, tmp_path, monkeypatch):
-    settings = (*LEARNED, *BANDIT, *WORKERS, "Engine.min_slots=2", "Run.steps=4")
+    """With every kind of drafter that there is."""
+    small = (
+        "Speculation.sources=('group', 'own', 'learned', 'model')",
+        f"DraftModel.directory={str(tiny.parent / 'policy')!r}",
+    )
+    settings = (*LEARNED, *small, *BANDIT, *WORKERS, "Engine.min_slots=2", "Run.steps=4")
     _, before, after = compilations(tiny, tmp_path, monkeypatch, *settings)
     assert len(before) > 10
     assert after == []
+    rows = json.loads((tmp_path / "round_times.json").read_text())["rows"]
+    assert {"draft learned", "draft model"} < {row[0] for row in rows}
 
 
 def test_nothing_compiles_after_warm_up_with_one_engine(tiny, tmp_path, monkeypatch):

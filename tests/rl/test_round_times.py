@@ -52,14 +52,18 @@ def test_the_file_is_used_where_it_fits_and_made_anew_where_it_does_not(params, 
         return round_times.load_or_measure(path, engine, params, SAMPLING, lookup=True, **SIZES)
 
     # a fetch of one tick holds four plain rounds, or as many that look guesses up
-    assert load().rows() == [[0, 2, 1, 16, 0.25], [0, 2, 2, 16, 1.0], [1, 2, 2, 16, 0.25]]
+    assert load().rows() == [
+        ["round", 2, 1, 16, 0.25],
+        ["round", 2, 2, 16, 1.0],
+        ["lookup", 2, 2, 16, 0.25],
+    ]
     assert load(step_s=5.0)(2, 2, 16) == 1.0  # kept
     assert json.loads(path.read_text())["made_for"]["buckets"] == [[2, 1, 16], [2, 2, 16]]
     other = dataclasses.replace(CONFIG, rounds_per_fetch=2)
     assert load(other, step_s=5.0).rows() == [
-        [0, 2, 1, 16, 2.5],
-        [0, 2, 2, 16, 5.0],
-        [1, 2, 2, 16, 2.5],
+        ["round", 2, 1, 16, 2.5],
+        ["round", 2, 2, 16, 5.0],
+        ["lookup", 2, 2, 16, 2.5],
     ]
 
 

@@ -42,7 +42,7 @@ def test_drafts_are_those_of_whole_passes_whatever_was_accepted(seed):
 
 @pytest.mark.parametrize("name", SAMPLINGS)
 def test_coupled_drafts_are_draws_with_the_requests_own_noise(name):
-    drafter = make_drafter(ONE_BUCKET, draws=SAMPLINGS[name], mode="coupled")
+    drafter = make_drafter(ONE_BUCKET, draws=SAMPLINGS[name], guess="coupled")
     assert history(drafter, 1, SAMPLINGS[name], "coupled") == []
 
 
@@ -75,8 +75,8 @@ def test_coupled_at_temperature_0_is_greedy():
     host, draws = Host(), SamplingConfig(temperature=0.0)
     host.enter(1, [4, 5, 6])
     greedy, coupled = (
-        make_drafter(draws=draws, mode=mode).propose(host.live(), np.array([5]), 7)
-        for mode in ("greedy", "coupled")
+        make_drafter(draws=draws, guess=guess).propose(host.live(), np.array([5]), 7)
+        for guess in ("likeliest", "coupled")
     )
     assert greedy.tokens_AN.tolist() == coupled.tokens_AN.tolist()
 
@@ -158,7 +158,7 @@ def test_chains_end_where_their_chance_is_small():
 
 
 def test_coupled_chances_are_mean_acceptances_by_depth():
-    host, drafter, most_A = Host(), make_drafter(mode="coupled"), np.array([3], np.int32)
+    host, drafter, most_A = Host(), make_drafter(guess="coupled"), np.array([3], np.int32)
     host.enter(1, [4, 5, 6])
     prior, seen = CONFIG.coupled_chance, np.zeros((3, 2))
     for accepted in (1, 3, 0, 2):
@@ -176,7 +176,7 @@ def test_coupled_chances_are_mean_acceptances_by_depth():
 
 def test_coupled_chains_are_as_long_as_they_are_right():
     config = dataclasses.replace(CONFIG, min_chance=0.5)
-    host, drafter = Host(), make_drafter(config, mode="coupled")
+    host, drafter = Host(), make_drafter(config, guess="coupled")
     host.enter(1, [4])
     lengths = []
     for _ in range(12):
@@ -186,7 +186,7 @@ def test_coupled_chains_are_as_long_as_they_are_right():
     assert lengths[0] == 1 and set(lengths) == {1}  # 0.7² is less; one is always tried
     host.enter(2, [5])
     config = dataclasses.replace(CONFIG, min_chance=0.3)
-    drafter = make_drafter(config, mode="coupled")
+    drafter = make_drafter(config, guess="coupled")
     for _ in range(8):
         drafts = drafter.propose(host.live([2]), np.array([5]), 7)
         lengths.append(int(drafts.count_A[0]))
@@ -211,6 +211,15 @@ def compiled():
     jax.monitoring.unregister_event_duration_listener(listen)
 
 
+def warm_up(drafter):
+    """As the engine's does; how many programs there are."""
+    programs = list(drafter.programs(max_requests=ROWS, max_tokens=LONGEST))
+    for step, arguments in programs:
+        args, options = arguments()
+        jax.block_until_ready(step(*args, **options))
+    return len(programs)
+
+
 def test_nothing_compiles_after_warm_up(compiled):
     """On a device that is not the default."""
     device = jax.local_devices()[1]
@@ -219,7 +228,7 @@ def test_nothing_compiles_after_warm_up(compiled):
     )
     slowly([1], 1, 0, 1, COOL, "greedy")  # the reference compiles for itself
     compiled.clear()
-    programs = drafter.warm_up(max_requests=ROWS, max_tokens=LONGEST)
+    programs = warm_up(drafter)
     # 2 buckets of rows, 2 of positions: a cache, a chain and 2 chunks in each, and
     # 3 ways from one to another, there and back for rows, for keys and values
     assert len(compiled) >= programs == 4 * 4 + 2 * 6
@@ -241,7 +250,7 @@ def test_nor_on_a_mesh(compiled):
     with jax.set_mesh(mesh):
         slowly([1], 1, 0, 1, COOL, "greedy")
         compiled.clear()
-        drafter.warm_up(max_requests=ROWS, max_tokens=LONGEST)
+        warm_up(drafter)
         assert len(compiled) >= 4
         compiled.clear()
         assert history(drafter, 2) == []
@@ -276,9 +285,9 @@ def test_another_vocabulary_is_refused():
         SmallModelDrafter(MODEL, PARAMS, policy=other, sampling=COOL, key=KEY)
 
 
-def test_another_mode_is_refused():
-    with pytest.raises(ValueError, match="mode must be 'greedy' or 'coupled', got 'tree'"):
-        make_drafter(mode="tree")
+def test_another_way_to_guess_is_refused():
+    with pytest.raises(ValueError, match="guess must be 'likeliest' or 'coupled', got 'tree'"):
+        make_drafter(guess="tree")
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,9 @@ from spec.tuner import PLAIN, Tuned, TunerConfig, make_bandit, node_counts, stra
 
 CONFIG = TunerConfig(thresholds=(1, 5), verify_tokens=(3, 1), depths=(2, 4), epsilon=0.0)
 TIMES = RoundTimes(
-    {(4, n, 64): 1.0 + 0.25 * (n - 1) for n in (1, 2, 4)}, {}, {(4, 1, 64): 0.2, (4, 5, 64): 1.0}
+    {(4, n, 64): 1.0 + 0.25 * (n - 1) for n in (1, 2, 4)},
+    {},
+    {"learned": {(4, 1, 64): 0.2, (4, 5, 64): 1.0}, "model": {(4, 1, 64): 0.5, (4, 5, 64): 2.5}},
 )
 
 
@@ -121,6 +123,22 @@ def test_the_learned_drafters_seconds_count():
     assert (shallow.depth, deep.depth) == (2, 4)
     assert bandit.median_reward(shallow, 3) == pytest.approx(3 * 3 / (1.75 + 0.4))
     assert bandit.median_reward(deep, 3) == pytest.approx(3 * 3 / (1.75 + 0.8))
+
+
+def test_a_small_model_has_depths_and_seconds_of_its_own():
+    budget, bandit = tuned(("learned", "model"))
+    for _ in range(7):
+        play(budget, right=2)
+    arms = bandit.candidates(3)
+    assert [(s.sources, s.depth, s.top_k) for s in arms[3:]] == [
+        (("model",), 2, 0),
+        (("model",), 4, 0),
+        (("learned", "model"), 2, 3),
+        (("learned", "model"), 4, 3),
+    ]
+    seconds = [9 / bandit.median_reward(s, 3) - 1.75 for s in arms[3:]]
+    assert seconds == pytest.approx([1.0, 2.0, 1.4, 2.8])
+    assert [budget._union.named(name).depth for name in ("learned", "model")] == [4, 4]
 
 
 def test_a_round_of_more_requests_is_of_another_range():
