@@ -3,7 +3,8 @@
 Accept lengths and waits are of real runs of the shipped policy (`drafter_runs.py`), rates of
 rollouts in turns with identical tokens (`drafter_tuner.py`), the parts of training timed or
 weighed by themselves (`drafter_parts.py`, `drafter_saves.py`, `drafter_pool.py`).
-`step_time_ratio` needs workers with devices of their own: null where they share cores.
+`step_time_ratio` needs workers with devices of their own (`drafter_step_time.py`): null where one
+accelerator has to serve them all, or one core.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from benchmarks import (
     drafter_pool,
     drafter_runs,
     drafter_saves,
+    drafter_step_time,
     drafter_tuner,
     environment,
 )
@@ -38,17 +40,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--first_steps", type=int, default=10, help="of training, then a look")
     parser.add_argument("--more_steps", type=int, default=50, help="until the second look")
+    parser.add_argument("--timed_steps", type=int, default=12, help="with and without training")
     parser.add_argument("--rollouts", type=int, default=60, help="that end while workers train")
     environment.add_output_flags(parser)
     arguments = parser.parse_args()
-    figures = measure(arguments.first_steps, arguments.more_steps, arguments.rollouts)
+    figures = measure(
+        arguments.first_steps, arguments.more_steps, arguments.rollouts, arguments.timed_steps
+    )
     record = environment.record("benchmarks.drafter", PACKAGES, hidden=("--output",))
     environment.show({"benchmark": "drafter", **figures, **record}, arguments, figures)
     return 0
 
 
-def measure(first_steps: int, more_steps: int, rollouts: int) -> dict[str, Any]:
-    """All figures, in the order of how long they take."""
+def measure(first_steps: int, more_steps: int, rollouts: int, timed_steps: int) -> dict[str, Any]:
+    """All figures, those that are timed first."""
     config = load(TrainConfig, [SPOT])
     inputs = open_inputs(config)
     _, params = hf.load_pretrained(inputs.policy, dtype=jnp.float32)
@@ -60,6 +65,10 @@ def measure(first_steps: int, more_steps: int, rollouts: int) -> dict[str, Any]:
     jax.clear_caches()
     figures |= drafter_runs.preemption_waits(inputs, params, config, rollouts=rollouts)
     figures |= drafter_tuner.tuner(inputs, params, config)
+    if jax.default_backend() != "cpu" and len(jax.local_devices()) >= drafter_step_time.WORKERS:
+        figures |= drafter_step_time.step_time(timed_steps)
+    else:
+        figures |= drafter_step_time.in_own_process(timed_steps)
     lengths, curve = drafter_runs.accept_lengths(first_steps, more_steps)
     found = {
         f"accept_{k}": round(v, 4)
@@ -69,7 +78,6 @@ def measure(first_steps: int, more_steps: int, rollouts: int) -> dict[str, Any]:
     figures |= found | {
         "accept_trained_ratio": round(lengths.trained / lengths.untrained, 4),
         "accept_adaptive_ratio": round(lengths.adaptive / lengths.frozen, 4),
-        "step_time_ratio": None,
         "first_steps": first_steps,
         "more_steps": more_steps,
         "curve": curve,
