@@ -100,21 +100,29 @@ def in_own_process(steps: int) -> dict[str, Any]:
     if jax.default_backend() != "cpu" or (os.cpu_count() or 1) < WORKERS:
         return {"step_time_ratio": None}
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.drafter_step_time", f"--steps={steps}"],
+        [sys.executable, "-m", "benchmarks.drafter_step_time", f"--steps={steps}", "--json"],
         cwd=environment.ROOT,
         env=os.environ | {"XLA_FLAGS": ONE_CORE_EACH},
         stdout=subprocess.PIPE,
         text=True,
         check=True,
     )
+    found = json.loads(done.stdout.splitlines()[-1])
     devices = f"{WORKERS} workers, each a CPU device of one thread"
-    return json.loads(done.stdout.splitlines()[-1]) | {"step_time_devices": devices}
+    figures = {name: found[name] for name in found if name.startswith("step_time")}
+    return figures | {"step_time_devices": devices}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=12)
-    print(json.dumps(step_time(parser.parse_args().steps)))
+    environment.add_output_flags(parser)
+    arguments = parser.parse_args()
+    figures = step_time(arguments.steps)
+    record = environment.record(
+        "benchmarks.drafter_step_time", ("jax", "jaxlib", "numpy", "numba"), hidden=("--output",)
+    )
+    environment.show({"benchmark": "drafter_step_time", **figures, **record}, arguments, figures)
     return 0
 
 
