@@ -50,7 +50,7 @@ def test_it_runs_and_draws(path, tmp_path):
         env=env,
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=900,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("PLOT 1") == PLOTS[path.name]
