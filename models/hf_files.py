@@ -72,7 +72,8 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not folder.is_dir():
         raise FileNotFoundError(
             f"expected a local Hugging Face folder, got {str(folder)!r}, which is not a directory: "
-            "models are not downloaded here; fetch it first and give its path"
+            "models are not downloaded here; fetch it first, for example: "
+            "hf download Qwen/Qwen3-0.6B --local-dir downloads/Qwen3-0.6B"
         )
     if not (folder / CONFIG).is_file():
         raise FileNotFoundError(f"no {CONFIG} in {folder}: give the folder that holds it")

@@ -153,7 +153,8 @@ def _require_files(folder: Path) -> None:
     if not folder.is_dir():
         raise FileNotFoundError(
             f"expected a local tokenizer folder, got {str(folder)!r}, which is not a directory: "
-            "models are not downloaded here; fetch it first and give its path"
+            "models are not downloaded here; fetch it first, for example: "
+            "hf download Qwen/Qwen3-0.6B --local-dir downloads/Qwen3-0.6B"
         )
     if not any((folder / name).is_file() for name in _VOCABULARY_FILES):
         found = sorted(p.name for p in folder.iterdir())

@@ -21,9 +21,10 @@ from pathlib import Path
 from rl.ablation import COLUMNS, AblationRun, Cell, by_variant, cells, read_cell
 from rl.ablation_table import figure, markdown
 from rl.atomic_file import replace_file
-from rl.config import ConfigError, describe, load, parse_command_line
+from rl.config import ConfigError, add_field_arguments, list_fields, load, parse_command_line
 from rl.config import dump as dump_config
 from rl.experiment import open_inputs
+from rl.progress import say
 from rl.stopping import EXIT_STOPPED
 from rl.train import EXIT_FAILED, EXIT_USAGE
 
@@ -34,16 +35,14 @@ def main(argv: Sequence[str]) -> int:
         prog="python -m rl.ablate",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
+    add_field_arguments(parser)
     parser.add_argument("gin_file", nargs="?", help="a configuration with an Ablation section")
     parser.add_argument("--dry_run", action="store_true", help="check everything, run nothing")
     parser.add_argument("--table", action="store_true", help="write the table of what is done")
-    parser.add_argument("--list", action="store_true", help="show every section and field")
-    args, overrides = parse_command_line(parser, argv)
-    if args.list:
-        print(describe(AblationRun))
-        return 0
+    args, overrides = parse_command_line(parser, argv, AblationRun)
+    if args.list is not None:
+        return list_fields(AblationRun, args.list)
     if args.gin_file is None:
         parser.error("expected a file: python -m rl.ablate configs/ablations/lenience.gin")
     try:
@@ -52,12 +51,12 @@ def main(argv: Sequence[str]) -> int:
         found = cells([args.gin_file], overrides, folder.absolute())
         num_examples = len(open_inputs(found[0].config).task)
     except (ConfigError, ValueError, OSError, ImportError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        say(f"error: {error}", sys.stderr)
         return EXIT_USAGE
     if args.dry_run:
         for cell in found:
             state = "done" if cell.done else f"{cell.steps_done} of {cell.config.run.steps} steps"
-            print(f"{cell.name}, seed {cell.seed}: {state}, {cell.folder}")
+            say(f"{cell.name}, seed {cell.seed}: {state}, {cell.folder}")
         return 0
     if args.table:
         _write(folder, [c for c in found if c.done], num_examples)
@@ -85,18 +84,18 @@ def _run_all(folder: Path, found: Sequence[Cell], num_examples: int) -> int:
     for number, cell in enumerate(found, start=1):
         title = f"[{number}/{len(found)}] {cell.name}, seed {cell.seed}"
         if cell.done:
-            print(f"{title}: done before", flush=True)
+            say(f"{title}: done before")
             continue
-        print(title, flush=True)
+        say(title)
         code = EXIT_STOPPED if stop.asked else _train(folder, cell, stop)
         if code == EXIT_STOPPED or stop.asked:
-            print("stopped; the same command goes on", file=sys.stderr)
+            say("stopped; the same command goes on", sys.stderr)
             return EXIT_STOPPED
         if code:
-            print(f"error: {title} ended with {code}: see above", file=sys.stderr)
+            say(f"error: {title} ended with {code}: see above", sys.stderr)
             return EXIT_FAILED
         _write(folder, [c for c in found if c.done], num_examples)
-    print(f"{folder / 'table.md'}, {folder / 'table.csv'}, {folder / 'figure.png'}")
+    say(f"{folder / 'table.md'}, {folder / 'table.csv'}, {folder / 'figure.png'}")
     return 0
 
 
@@ -120,7 +119,7 @@ def _train(folder: Path, cell: Cell, stop: _Stop) -> int:
 def _write(folder: Path, done: Sequence[Cell], num_examples: int) -> None:
     """Table and figure of the runs that are done."""
     if not done:
-        print("nothing is done yet", file=sys.stderr)
+        say("nothing is done yet", sys.stderr)
         return
     rows = [read_cell(cell, num_examples) for cell in done]
     text = io.StringIO()

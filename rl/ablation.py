@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 
@@ -38,6 +39,13 @@ class AblationConfig:
     A variant is a name and what it changes, as `("lenient", ("Reuse.mode='lenient:1'",))`; the
     first is what the others are compared with. Runs lie in `directory`, one folder each.
     """
+
+    EXAMPLES: ClassVar = {
+        "variants": (
+            ("slow", ("Optimizer.learning_rate=1e-5",)),
+            ("fast", ("Optimizer.learning_rate=1e-4",)),
+        )
+    }
 
     variants: tuple[tuple[str, tuple[str, ...]], ...]
     seeds: tuple[int, ...] = (0, 1, 2)

@@ -4,7 +4,7 @@ gin-config lends its grammar and nothing else: a configuration holds values,
 never code. Imports and `@references` are refused. A schema is a frozen
 dataclass whose fields are sections, themselves frozen dataclasses:
 
-    class RolloutConfig: temperature: float = 1.0        Rollout.temperature = 0.7
+    class SamplingConfig: temperature: float = 1.0        Sampling.temperature = 0.7
 
 Names and types are checked before anything else happens, so that a slip costs
 a second and not a queue slot.
@@ -16,6 +16,7 @@ import argparse
 import dataclasses
 import inspect
 import re
+import sys
 import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -32,6 +33,7 @@ from rl.config_types import (
     nearest,
     spell,
 )
+from rl.progress import printable, say
 
 PROJECT_ROOT = Path(__file__).resolve().parent.parent
 
@@ -52,7 +54,7 @@ class _Section:
 def load(schema: type[C], files: Sequence[str | Path] = (), overrides: Sequence[str] = ()) -> C:
     """The configuration that `files`, then `overrides`, make of `schema`'s defaults.
 
-    Later files win over earlier ones, overrides (`"Rollout.temperature=0.7"`)
+    Later files win over earlier ones, overrides (`"Sampling.temperature=0.7"`)
     over files. A macro (`NAME = value`, used as `%NAME`) has its last value
     everywhere, so that an override of it reaches every use.
 
@@ -94,10 +96,21 @@ def dump(config: Any) -> str:
     return "\n".join(blocks)
 
 
-def describe(schema: type) -> str:
-    """Help text: every section and field with type, default and comment."""
+def describe(schema: type, only: str = "") -> str:
+    """Help text: every section and field, or those of section `only`, with type and default.
+
+    Raises ConfigError where there is no such section.
+    """
+    sections = _sections(schema)
+    if only and only not in sections:
+        raise ConfigError(
+            f"--list {only}: no such section.{nearest(only, sections)} "
+            f"Sections: {', '.join(sorted(sections))}"
+        )
     blocks = []
-    for name, section in sorted(_sections(schema).items()):
+    for name, section in sorted(sections.items()):
+        if only not in ("", name):
+            continue
         lines = [
             name,
             *(f"    {line}".rstrip() for line in _doc(section.cls).splitlines()),
@@ -113,6 +126,16 @@ def describe(schema: type) -> str:
     return "\n\n".join(blocks) + "\n"
 
 
+def list_fields(schema: type, only: str) -> int:
+    """Print what `describe` says, as `--list` asks; returns the exit code."""
+    try:
+        say(describe(schema, only).rstrip())
+    except ConfigError as error:
+        say(f"error: {error}", sys.stderr)
+        return 2
+    return 0
+
+
 def resolve_path(path: str | Path) -> Path:
     """`path` as it stands if it exists, else under the project root if it exists there."""
     path = Path(path).expanduser()
@@ -121,15 +144,32 @@ def resolve_path(path: str | Path) -> Path:
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds `--gin_file`, and the words for `--gin.Section.field`, to a command's parser."""
-    parser.allow_abbrev = False  # `--gin` must not pass for `--gin_file`
+    """Adds `--gin_file`, `--gin.Section.field` and `--list` to a command's parser."""
     parser.add_argument(
         "--gin_file",
         action="append",
         default=[],
         metavar="FILE",
-        help="a configuration file; may be repeated, later ones win. "
-        "--gin.Section.field=value sets one field and wins over files",
+        help="a configuration file; may be repeated, later ones win",
+    )
+    add_field_arguments(parser)
+
+
+def add_field_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds `--gin.Section.field` and `--list` to a command's parser."""
+    parser.allow_abbrev = False  # `--gin` must not pass for `--gin_file`
+    # For usage and help: `split_overrides` takes the real ones before argparse sees them.
+    parser.add_argument(
+        "--gin.Section.field",
+        metavar="VALUE",
+        help="set one field, wins over files; as --gin.Run.steps=50",
+    )
+    parser.add_argument(
+        "--list",
+        nargs="?",
+        const="",
+        metavar="SECTION",
+        help="show the fields of a section, or of all of them, with types and defaults",
     )
 
 
@@ -156,11 +196,12 @@ def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def parse_command_line(
-    parser: argparse.ArgumentParser, argv: Sequence[str]
+    parser: argparse.ArgumentParser, argv: Sequence[str], schema: type | None = None
 ) -> tuple[argparse.Namespace, list[str]]:
     """Parses `argv` into (the parser's own arguments, overrides for `load`).
 
-    Exits as argparse does, with the nearest match, on a flag nobody knows.
+    Exits as argparse does, with the nearest match, on a flag nobody knows: one of the command's,
+    or a field of `schema`.
     """
     try:
         overrides, rest = split_overrides(argv)
@@ -168,21 +209,30 @@ def parse_command_line(
         parser.error(str(error))
     arguments, unknown = parser.parse_known_args(rest)
     if unknown:
-        flag = unknown[0].partition("=")[0]
-        known = re.findall(r"--[\w-]+", parser.format_help())
-        if re.fullmatch(r"--[A-Z]\w*\.\w+", flag):
-            hint = f" Did you mean --gin.{flag.removeprefix('--')}?"
-        else:
-            hint = nearest(flag, known)
-        parser.error(f"unknown argument {unknown[0]}.{hint}")
+        hint = _meant(unknown[0], parser, schema)
+        parser.error(printable(f"unknown argument {unknown[0]}.{hint}", sys.stderr))
     return arguments, overrides
+
+
+def _meant(argument: str, parser: argparse.ArgumentParser, schema: type | None) -> str:
+    """The hint at what an unknown argument may have been meant as."""
+    flag, equals, value = argument.partition("=")
+    name = flag.removeprefix("--")
+    if re.fullmatch(r"[A-Z]\w*\.\w+", name):
+        return f" Did you mean --gin.{name}{equals}{value}?"
+    sections = _sections(schema) if schema else {}
+    homes = [f"--gin.{n}.{name}" for n, s in sections.items() if name in s.hints]
+    if homes:
+        return f" Did you mean {' or '.join(home + equals + value for home in homes)}?"
+    return nearest(flag, re.findall(r"--[\w-]+", parser.format_help()))
 
 
 def _existing(file: str | Path) -> Path:
     path = resolve_path(file)
     if not path.is_file():
         why = "is a directory" if path.is_dir() else "does not exist"
-        tried = "" if path.is_absolute() else f" (looked in {Path.cwd()} and {PROJECT_ROOT})"
+        folders = dict.fromkeys((Path.cwd(), PROJECT_ROOT))
+        tried = "" if path.is_absolute() else f" (looked in {' and '.join(map(str, folders))})"
         raise ConfigError(f"configuration file {path} {why}{tried}")
     return path
 
@@ -288,7 +338,7 @@ def _checked(value: object, section: _Section, name: str, field: str, where: str
     except Mismatch:
         example = next(_default(section, f) for f in _fields(section.cls) if f.name == field)
         if example is dataclasses.MISSING or example is None:
-            example = example_of(hint)
+            example = _example(section, field)
         near = ""
         if isinstance(value, str):
             near = nearest(value, [a for a in choices(hint) if isinstance(a, str)])
@@ -298,13 +348,19 @@ def _checked(value: object, section: _Section, name: str, field: str, where: str
         ) from None
 
 
+def _example(section: _Section, field: str) -> object:
+    """A value that could be meant: of the section's `EXAMPLES`, else any of the field's type."""
+    examples: Mapping[str, object] = getattr(section.cls, "EXAMPLES", {})
+    return examples[field] if field in examples else example_of(section.hints[field])
+
+
 # --- building and describing ----------------------------------------------------------
 
 
 def _build(name: str, section: _Section, bound: Mapping[str, Binding]) -> Any:
     for field in _fields(section.cls):
         if field.name not in bound and _default(section, field) is dataclasses.MISSING:
-            example = literal(example_of(section.hints[field.name]))
+            example = literal(_example(section, field.name))
             raise ConfigError(
                 f"{name}.{field.name} is not set and has no default; "
                 f"add, for example, {name}.{field.name} = {example}"

@@ -103,7 +103,7 @@ def read_override(override: str) -> Binding:
     if not equals or not text or not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)?", name):
         raise ConfigError(
             f"override {override!r}: expected Section.field=value, "
-            "for example Rollout.temperature=0.7 ('' for an empty string)"
+            "for example Sampling.temperature=0.7 (write '' for an empty text)"
         )
     return Binding(name, _parse_value(text), f"override {override!r}")
 

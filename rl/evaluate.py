@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from rl import evaluation
-from rl.config import ConfigError, add_config_arguments, describe, load, parse_command_line
+from rl.config import ConfigError, add_config_arguments, list_fields, load, parse_command_line
 from rl.evaluation import EvaluationConfig, Questions
 from rl.experiment import Inputs, TrainConfig, open_inputs
-from rl.progress import Progress, progress
+from rl.progress import Progress, progress, say
 
 DEFAULT_CONFIG = "configs/tiny_cpu.gin"
 EXIT_USAGE = 2
@@ -38,19 +38,21 @@ def main(argv: Sequence[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_config_arguments(parser)
-    parser.add_argument("--policy", metavar="DIR", help="a Hugging Face folder: whose weights")
-    parser.add_argument("--run", metavar="RUN", help="a run folder: configuration, and weights")
+    parser.add_argument("--policy", metavar="DIR", help="evaluate this Hugging Face folder")
+    parser.add_argument(
+        "--run",
+        metavar="RUN",
+        help="a run folder: its configuration, and its newest checkpoint",
+    )
     parser.add_argument("--json", action="store_true", help="print the result as one JSON line too")
     parser.add_argument("--output", metavar="FILE", help="write the result to FILE, as JSON")
-    parser.add_argument("--list", action="store_true", help="show every section and field")
-    args, overrides = parse_command_line(parser, argv)
-    if args.list:
-        print(describe(EvaluationConfig))
-        return 0
+    args, overrides = parse_command_line(parser, argv, EvaluationConfig)
+    if args.list is not None:
+        return list_fields(EvaluationConfig, args.list)
     try:
         job = _prepare(args, overrides)
     except (ConfigError, ValueError, OSError, ImportError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        say(f"error: {error}", sys.stderr)
         return EXIT_USAGE
     return _run(args, job)
 
@@ -122,11 +124,11 @@ def _run(args: argparse.Namespace, job: _Job) -> int:
     figures = source | evaluation.result(
         job.config, job.questions, responses, job.training_is_known
     )
-    print(table(figures))
+    say(table(figures))
     if args.output:
         Path(args.output).write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
     if args.json:
-        print(json.dumps(figures))
+        say(json.dumps(figures))
     return 0
 
 

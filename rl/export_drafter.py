@@ -28,6 +28,7 @@ from rl.checkpoint import NoWholeCheckpointError, StructureMismatchError
 from rl.config import ConfigError, load, parse_command_line
 from rl.experiment import Inputs, TrainConfig, open_inputs
 from rl.optimizer import TrainState
+from rl.progress import say
 from spec.drafter_training import DrafterState
 from spec.eagle import Drafter
 
@@ -61,13 +62,13 @@ def main(argv: Sequence[str]) -> int:
         NoWholeCheckpointError,
         StructureMismatchError,
     ) as error:
-        print(f"error: {error}", file=sys.stderr)
+        say(f"error: {error}", sys.stderr)
         return EXIT_USAGE
     for warning in exported.warnings:
-        print(f"warning: {warning}", file=sys.stderr)
-    print(f"drafter    {out}: {exported.text}")
-    print(f"trained    {exported.num_steps:,} steps, by {exported.source}")
-    print(f"start      {drafter_folder.start_command(out, run.absolute() / 'config.gin')}")
+        say(f"warning: {warning}", sys.stderr)
+    say(f"drafter    {out}: {exported.text}")
+    say(f"trained    {exported.num_steps:,} steps, by {exported.source}")
+    say(f"start      {drafter_folder.start_command(out, run.absolute() / 'config.gin')}")
     return 0
 
 

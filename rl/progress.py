@@ -82,9 +82,7 @@ class PlainProgress(_Closing):
         pass
 
     def message(self, text: str) -> None:
-        # One write, so that lines of several threads do not mix.
-        self._stream.write(_printable(text, self._stream) + "\n")
-        self._stream.flush()
+        say(text, self._stream)
 
 
 class RichProgress(_Closing):
@@ -132,7 +130,7 @@ class RichProgress(_Closing):
         )
 
     def message(self, text: str) -> None:
-        self._console.print(_printable(text, self._stream), soft_wrap=True)
+        self._console.print(printable(text, self._stream), soft_wrap=True)
 
     def close(self) -> None:
         self._bars.stop()
@@ -161,10 +159,21 @@ def format_step(row: Mapping[str, Any], total_steps: int | None = None) -> str:
     return "  ".join(parts)
 
 
-def _printable(text: str, stream: TextIO) -> str:
-    """`text` without control codes, in letters that the stream's encoding has."""
+def printable(text: str, stream: TextIO) -> str:
+    """`text` with control codes and marks of direction escaped, in letters that `stream` has."""
     clean = "".join(
         c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text
     )
     encoding = getattr(stream, "encoding", None) or "utf-8"
     return clean.encode(encoding, errors="backslashreplace").decode(encoding)
+
+
+def say(text: object, stream: TextIO | None = None) -> None:
+    """Print a line to `stream` (default: stdout), as `printable` has it, at once.
+
+    All that commands print goes through here: names of files, tensors and tasks, and messages
+    about them, come from outside.
+    """
+    stream = sys.stdout if stream is None else stream
+    stream.write(printable(str(text), stream) + "\n")  # one write: lines of threads do not mix
+    stream.flush()

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rl.metrics import Row, spread
+from rl.progress import say
 from rl.report_runs import ReportError, Run, load_runs, summarize
 
 OVERVIEW_FILE = "report.png"
@@ -81,10 +82,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             max_samples=arguments.samples,
         )
     except (OSError, ValueError) as error:
-        print(f"rl.report: {error}", file=sys.stderr)
+        say(f"rl.report: {error}", sys.stderr)
         return 2
     for path in written:
-        print(path)
+        say(path)
     return 0
 
 

@@ -15,7 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rl.atomic_file import replace_file
-from rl.config import ConfigError, add_config_arguments, describe, load, parse_command_line
+from rl.config import ConfigError, add_config_arguments, list_fields, load, parse_command_line
+from rl.progress import say
 from rl.reproduction import configurations, lines_of, reproduce
 from rl.simulation import play, table
 from rl.simulation_config import SimulateRun
@@ -37,11 +38,9 @@ def main(argv: Sequence[str]) -> int:
         help="published figures beside simulated ones, of all of configs/sim (minutes)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON lines, no table")
-    parser.add_argument("--list", action="store_true", help="show every section and field")
-    args, overrides = parse_command_line(parser, argv)
-    if args.list:
-        print(describe(SimulateRun))
-        return 0
+    args, overrides = parse_command_line(parser, argv, SimulateRun)
+    if args.list is not None:
+        return list_fields(SimulateRun, args.list)
     try:
         if args.reproduce:
             if args.gin_file or overrides:
@@ -56,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
             return _reproduce([(name, config)], as_json=args.json)
         return _play(config, name, as_json=args.json)
     except (ConfigError, ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        say(f"error: {error}", sys.stderr)
         return EXIT_USAGE
 
 
@@ -65,11 +64,11 @@ def _reproduce(found: Sequence[tuple[str, SimulateRun]], *, as_json: bool) -> in
     for row, constants in reproduce(found):
         results.append((row, constants))
         if as_json:
-            print(json.dumps(row.as_json(constants)), flush=True)
+            say(json.dumps(row.as_json(constants)))
         else:
-            print(f"{row.paper} {row.workload} {row.row}", file=sys.stderr, flush=True)
+            say(f"{row.paper} {row.workload} {row.row}", sys.stderr)
     if not as_json:
-        print("\n".join(lines_of(results)))
+        say("\n".join(lines_of(results)))
     return 0
 
 
@@ -83,10 +82,10 @@ def _play(config: SimulateRun, name: str, *, as_json: bool) -> int:
     last = found[-len(config.simulate.policies) :]
     figure({row["policy"]: record for row, record in last}, folder / "figure.png")
     if as_json:
-        print(json.dumps(result))
+        say(json.dumps(result))
     else:
-        print(table(rows))
-        print(f"simulated; {folder / 'results.json'}, {folder / 'figure.png'}")
+        say(table(rows))
+        say(f"simulated; {folder / 'results.json'}, {folder / 'figure.png'}")
     return 0
 
 

@@ -22,12 +22,13 @@ from rl.atomic_file import replace_file
 from rl.config import (
     ConfigError,
     add_config_arguments,
-    describe,
     dump,
+    list_fields,
     load,
     parse_command_line,
 )
 from rl.experiment import Inputs, TrainConfig, memory_estimate_bytes, open_inputs
+from rl.progress import progress, say
 from rl.stopping import EXIT_STOPPED, stop_on_signals
 from rl.tokenizer_files import copy_tokenizer
 
@@ -46,17 +47,15 @@ def main(argv: Sequence[str]) -> int:
     add_config_arguments(parser)
     parser.add_argument("--dry_run", action="store_true", help="check everything, touch no device")
     parser.add_argument("--resume", action="store_true", help="go on with the run in Run.directory")
-    parser.add_argument("--list", action="store_true", help="show every section and field")
-    args, overrides = parse_command_line(parser, argv)
-    if args.list:
-        print(describe(TrainConfig))
-        return 0
+    args, overrides = parse_command_line(parser, argv, TrainConfig)
+    if args.list is not None:
+        return list_fields(TrainConfig, args.list)
     try:
         config = _resolve(args.gin_file or [], overrides, resume=args.resume)
         inputs = open_inputs(config)
         folder = _run_folder(config, resume=args.resume)
     except (ConfigError, ValueError, OSError, ImportError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        say(f"error: {error}", sys.stderr)
         return EXIT_USAGE
     if args.dry_run:
         _print_plan(config, inputs, folder)
@@ -114,17 +113,15 @@ def _run_folder(config: TrainConfig, *, resume: bool) -> Path:
 
 def _print_plan(config: TrainConfig, inputs: Inputs, folder: Path) -> None:
     model = inputs.model
-    print(dump(config))
-    print(f"# run folder    {folder}")
-    print(
-        f"# policy        {inputs.policy}: {model.architecture}, {num_params(model):,} parameters"
-    )
-    print(f"# examples      {len(inputs.task)} ({inputs.left_out} left out: prompt too long)")
-    print(f"# per step      {config.rollout.num_requests} responses")
+    say(dump(config))
+    say(f"# run folder    {folder}")
+    say(f"# policy        {inputs.policy}: {model.architecture}, {num_params(model):,} parameters")
+    say(f"# examples      {len(inputs.task)} ({inputs.left_out} left out: prompt too long)")
+    say(f"# per step      {config.rollout.num_requests} responses")
     for field, value in vars(config.algorithm.resolved).items():
-        print(f"# algorithm     {field:24s} {value}")
+        say(f"# algorithm     {field:24s} {value}")
     for part, size in memory_estimate_bytes(config, model).items():
-        print(f"# memory        {part:18s} {size / 2**20:10.1f} MiB")
+        say(f"# memory        {part:18s} {size / 2**20:10.1f} MiB")
 
 
 def _run(config: TrainConfig, inputs: Inputs, folder: Path, *, resume: bool) -> int:
@@ -135,14 +132,13 @@ def _run(config: TrainConfig, inputs: Inputs, folder: Path, *, resume: bool) -> 
     from rl.coordinator import WorkerError
     from rl.loop import Stopped, policy_params, run_mesh, train
     from rl.memory_mappings import TooManyMappings
-    from rl.progress import progress
     from rl.rewards.process import RewardWorkerError
     from rl.trainer import NonFiniteUpdate
 
     try:
         run_mesh(config)
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
+        say(f"error: {error}", sys.stderr)
         return EXIT_USAGE
     folder.mkdir(parents=True, exist_ok=True)
     replace_file(folder / "config.gin", dump(config))  # what a resumed run starts from

@@ -30,13 +30,21 @@ from models import hf
 from models.config import ModelConfig
 from models.transformer import Params, num_params
 from rl import drafter_folder, drafter_states, drafter_traces
-from rl.config import ConfigError, add_config_arguments, describe, dump, load, parse_command_line
+from rl.config import (
+    ConfigError,
+    add_config_arguments,
+    dump,
+    list_fields,
+    load,
+    parse_command_line,
+)
 from rl.drafter_config import shape_of
 from rl.drafter_setup import first_drafter
 from rl.drafter_traces import Trace, num_tokens
 from rl.experiment import open_policy
 from rl.offline_drafter import OfflineConfig, OfflineTraining
 from rl.packing import Response
+from rl.progress import say
 from rl.recipe import TrainerConfig
 from rl.stopping import EXIT_STOPPED, stop_on_signals
 from spec import eagle
@@ -57,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
     )
     add_config_arguments(parser)
     parser.add_argument("trace", nargs="*", metavar="TRACE", help="a run folder or .jsonl file")
-    parser.add_argument("--policy", metavar="DIR", help="a Hugging Face folder: whose states")
+    parser.add_argument("--policy", metavar="DIR", help="the policy whose states it learns from")
     parser.add_argument("--out", metavar="DIR", help="a new folder, or a drafter's to replace")
     parser.add_argument("--steps", type=int, default=1000, metavar="N", help="default 1000")
     parser.add_argument(
@@ -70,18 +78,16 @@ def main(argv: Sequence[str]) -> int:
         "--temperature", type=float, default=1.0, metavar="X", help="that rollouts will sample at"
     )
     parser.add_argument("--dry_run", action="store_true", help="check everything, touch no device")
-    parser.add_argument("--list", action="store_true", help="show every section and field")
-    args, overrides = parse_command_line(parser, argv)
-    if args.list:
-        print(describe(OfflineConfig))
-        return 0
+    args, overrides = parse_command_line(parser, argv, OfflineConfig)
+    if args.list is not None:
+        return list_fields(OfflineConfig, args.list)
     try:
         job = _prepare(args, overrides)
     except (ConfigError, ValueError, OSError, ImportError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        say(f"error: {error}", sys.stderr)
         return EXIT_USAGE
     if args.dry_run:
-        print(dump(job.config))
+        say(dump(job.config))
     _print_plan(job)
     return 0 if args.dry_run else _run(job)
 
@@ -162,7 +168,7 @@ def _print_plan(job: _Job) -> None:
         f"{config.data_buffer.max_bytes / 2**20:,.1f} (DataBuffer.max_bytes) at a time",
     }
     for name, text in lines.items():
-        print(f"# {name:9s} {text}", flush=True)
+        say(f"# {name:9s} {text}")
 
 
 def _counts(responses: Sequence[Response]) -> str:
@@ -179,24 +185,22 @@ def _run(job: _Job) -> int:
     try:
         training, policy = _open(job)
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        say(f"error: {error}", sys.stderr)
         return EXIT_USAGE
     if job.held_out:
-        print(f"before  {_said(training.judge(job.held_out))}", flush=True)
+        say(f"before  {_said(training.judge(job.held_out))}")
     done = training.train(job.learnt, job.steps, should_stop, _Speaker(job.steps))
     if not done:
-        print("stopped before the first step: nothing is saved", file=sys.stderr)
+        say("stopped before the first step: nothing is saved", sys.stderr)
         return EXIT_STOPPED
     variant = job.config.drafter_training.variant
     text = drafter_folder.write(job.out, training.drafter, job.model, policy, job.policy, variant)
     stopped = done < job.steps
     if job.held_out and not stopped:
-        print(f"after   {_said(training.judge(job.held_out))}", flush=True)
-    print(f"drafter {job.out}: {text}, {done:,} of {job.steps:,} steps")
-    print(
-        f"start   {drafter_folder.start_command(job.out)} --gin.DrafterTraining.variant={variant}"
-    )
-    print("        with learned among the Speculation.sources of the run")
+        say(f"after   {_said(training.judge(job.held_out))}")
+    say(f"drafter {job.out}: {text}, {done:,} of {job.steps:,} steps")
+    say(f"start   {drafter_folder.start_command(job.out)} --gin.DrafterTraining.variant={variant}")
+    say("        with learned among the Speculation.sources of the run")
     return EXIT_STOPPED if stopped else 0
 
 
@@ -230,7 +234,7 @@ class _Speaker:
         skipped = int(sum(r["skipped"] for r in rows))
         more = f"  {skipped} steps skipped: gradients not finite" if skipped else ""
         width = len(str(self._num_steps))
-        print(f"step {step:>{width}}/{self._num_steps}  {_said(means)}{more}", flush=True)
+        say(f"step {step:>{width}}/{self._num_steps}  {_said(means)}{more}")
 
 
 def _said(metrics: Mapping[str, float]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl import config as config_lib
+from rl.ablation import AblationRun
 from rl.config import ConfigError, describe, dump, load, resolve_path, split_overrides
+from rl.experiment import TrainConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -347,7 +350,10 @@ def test_the_command_line_is_split():
     [
         (["--dryrun"], "unknown argument --dryrun. Did you mean --dry_run?"),
         (["--gin_fil=x"], "Did you mean --gin_file?"),
-        (["--Run.steps=3"], "Did you mean --gin.Run.steps?"),
+        (["--Run.steps=3"], "Did you mean --gin.Run.steps=3?"),
+        (["--steps=3"], "Did you mean --gin.Run.steps=3?"),
+        (["--steps", "3"], "Did you mean --gin.Run.steps?"),
+        (["--\x1b[2Jx"], r"unknown argument --\x1b[2Jx"),
         (["--gin.Run.steps"], "--gin.Run.steps has no value"),
         (["--gin.Run.steps", "--dry_run"], "--gin.Run.steps has no value"),
         (["stray"], "unknown argument stray"),
@@ -355,8 +361,43 @@ def test_the_command_line_is_split():
 )
 def test_unknown_flags_stop_with_the_nearest(argv, words, capsys):
     with pytest.raises(SystemExit) as caught:
-        config_lib.parse_command_line(parser(), argv)
+        config_lib.parse_command_line(parser(), argv, Schema)
     assert caught.value.code == 2 and words in capsys.readouterr().err
+
+
+def test_help_shows_how_a_field_is_set():
+    usage = " ".join(parser().format_usage().split())
+    assert "[--gin.Section.field VALUE]" in usage and "[--list [SECTION]]" in usage
+
+
+def test_one_section_is_listed(capsys):
+    assert config_lib.list_fields(Schema, "Run") == 0
+    one = capsys.readouterr().out
+    assert "Run.steps: int" in one and "Rollout." not in one
+    assert config_lib.list_fields(Schema, "") == 0
+    every = capsys.readouterr().out
+    assert one.strip() in every and "Rollout." in every
+    assert config_lib.list_fields(Schema, "run") == 2
+    assert "Did you mean Run?" in capsys.readouterr().err
+
+
+def test_examples_in_errors_work():
+    with pytest.raises(ConfigError) as caught:
+        load(TrainConfig, [], ["Run.steps="])
+    (example,) = re.findall(r"for example (\S+)", str(caught.value))
+    assert load(TrainConfig, [], [example]) != load(TrainConfig)
+    with pytest.raises(ConfigError) as caught:
+        load(AblationRun, [])
+    (example,) = re.findall(r"for example, (.*)", str(caught.value))
+    assert len(load(AblationRun, [], [example]).ablation.variants) == 2
+
+
+def test_a_missing_file_names_each_folder_once(tmp_path, monkeypatch):
+    for folder in (tmp_path, config_lib.PROJECT_ROOT):
+        monkeypatch.chdir(folder)
+        with pytest.raises(ConfigError) as caught:
+            load(Schema, ["no.gin"])
+        assert str(caught.value).count(str(config_lib.PROJECT_ROOT)) == 1
 
 
 def test_project_files_are_found_from_anywhere(tmp_path, monkeypatch):
