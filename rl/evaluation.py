@@ -204,7 +204,7 @@ def respond(
             on_finish=score,
             on_round=on_round,
         )
-        results = [scores[t.request_id].result() for t in trajectories]
+        results = [pool.result(scores[t.request_id]) for t in trajectories]
     return [
         Response(
             examples[t.group_id].task,

@@ -225,6 +225,7 @@ class Scorer:
 
     def __init__(self, system: System) -> None:
         self._tokenizer, self._rewards = system.inputs.tokenizer, system.rewards
+        self._should_stop = system.should_stop
         self.examples: dict[int, Example] = {}
         self._waiting: dict[int, tuple[Future[Score], str]] = {}
 
@@ -234,9 +235,13 @@ class Scorer:
         self._waiting[t.request_id] = self._rewards.submit(job), text
 
     def result(self, t: Trajectory) -> tuple[Score, str]:
-        """The response's score, once it is there, and its text."""
+        """The response's score, once it is there, and its text; raises Stopped if asked to."""
         future, text = self._waiting.pop(t.request_id)
-        return future.result(), text
+        return self._rewards.result(future, self._check), text
+
+    def _check(self) -> None:
+        if self._should_stop():
+            raise Stopped
 
     def forget(self, *, before: int) -> None:
         """Groups below this number have nothing to be scored any more."""

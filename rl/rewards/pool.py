@@ -14,16 +14,20 @@ import json
 import math
 import queue
 import threading
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from typing import Any
 
 from rl.rewards.config import RewardConfig, validate
 from rl.rewards.process import RewardWorkerError, WorkerProcess, WorkerStopped
+from rl.rewards.worker import LARGEST_REWARD
 from rl.tasks import Example
 
 # A worker that dies before a sample's scoring starts is not that sample's fault.
 _MAX_ATTEMPTS = 3
+_MARGIN_S = 30.0  # beyond what limits add up to: starting a process, reaping one
+_POLL_S = 0.1
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -54,7 +58,8 @@ class RewardPool:
     """Worker processes behind a queue. Use as a context manager.
 
     counters: failures by (function name, kind); kinds are `raised`, `deadline`, `died`,
-      `not_a_list`, `length`, `not_a_number`, `not_finite` and `protocol`.
+      `not_a_list`, `length`, `not_a_number`, `not_finite` and `protocol`. Of a sum that is
+      not finite the name is `sum`.
     messages: the first message of each kind, for the log.
     """
 
@@ -77,6 +82,7 @@ class RewardPool:
         self._threads: list[threading.Thread] = []
         self._error: RewardWorkerError | None = None
         self._closed = False
+        self._answered_s = 0.0  # on the monotonic clock: when a sample was last done with
 
     def __enter__(self) -> RewardPool:
         """Start the workers; raises RewardWorkerError where one cannot load its functions."""
@@ -89,7 +95,12 @@ class RewardPool:
             thread.start()
         try:
             for ready in started:
-                ready.result()
+                ready.result(self._startup_s + _MARGIN_S)
+        except TimeoutError:
+            self.close()
+            raise RewardWorkerError(
+                f"a reward worker did not start within {self._startup_s + _MARGIN_S:.0f} s"
+            ) from None
         except BaseException:
             self.close()
             raise
@@ -104,15 +115,33 @@ class RewardPool:
         Raises RuntimeError on a closed pool, TypeError for columns that are not JSON.
         The future raises RewardWorkerError where workers can no longer be started.
         """
-        line = _job_line(job)
+        body = _job_body(job)
         future: Future[Score] = Future()
         with self._lock:
             if self._closed or not self._threads:
                 raise RuntimeError(
                     "the reward pool is not open: use `with RewardPool(...) as pool`"
                 )
-            self._queue.put((line, future))
+            self._queue.put((body, future))
         return future
+
+    def result(self, future: Future[Score], on_wait: Callable[[], None] | None = None) -> Score:
+        """A submitted sample's score; `on_wait` is called while it is waited for, and may raise.
+
+        Raises what the future does, and RewardWorkerError where workers have been answering
+        nothing for longer than all their limits together.
+        """
+        began = time.monotonic()
+        limits = 2 * self._startup_s + max(self.config.deadline_s, _MARGIN_S) + _MARGIN_S
+        patience_s = _MAX_ATTEMPTS * limits
+        while not wait([future], _POLL_S).done:
+            if on_wait is not None:
+                on_wait()
+            if time.monotonic() - max(began, self._answered_s) > patience_s:
+                raise self._error or RewardWorkerError(
+                    f"no reward worker has answered for {patience_s:.0f} s"
+                )
+        return future.result()
 
     def metrics(self) -> dict[str, float]:
         """`rewards/{function}/failures` since the start, and one entry per kind seen."""
@@ -120,7 +149,9 @@ class RewardPool:
             counts = dict(self.counters)
         metrics = {f"rewards/{name}/failures": 0.0 for name in self.config.names}
         for (name, kind), count in sorted(counts.items()):
-            metrics[f"rewards/{name}/failures"] += count
+            metrics[f"rewards/{name}/failures"] = (
+                metrics.get(f"rewards/{name}/failures", 0.0) + count
+            )
             metrics[f"rewards/{name}/failures/{kind}"] = float(count)
         return metrics
 
@@ -135,7 +166,7 @@ class RewardPool:
         for worker in workers:
             worker.kill()
         for thread in self._threads:
-            thread.join()
+            thread.join(_MARGIN_S)  # all of them are daemons
 
     def _drain(self) -> None:
         while True:
@@ -147,18 +178,27 @@ class RewardPool:
                 item[1].cancel()
 
     def _supervise(self, slot: int, ready: Future[None]) -> None:
-        """One thread per worker: starts it, feeds it, replaces it."""
+        """One thread per worker: starts it, feeds it, replaces it. Nothing ends it but `close`."""
         try:
-            try:
-                self._start(slot)
-            except Exception as error:
-                ready.set_exception(error)
-                return
-            ready.set_result(None)
-            while (item := self._queue.get()) is not None:
-                self._score(slot, *item)
-        finally:
+            self._start(slot)
+        except BaseException as error:
             self._stop(slot)
+            ready.set_exception(error)
+            return
+        ready.set_result(None)
+        while (item := self._queue.get()) is not None:
+            job, future = item
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                score = self._ask(slot, job)
+            except BaseException as error:  # it is the caller's to hear of
+                future.set_exception(error)
+            else:
+                future.set_result(score)
+            self._answered_s = time.monotonic()
+            self._refill(slot)
+        self._stop(slot)
 
     def _start(self, slot: int) -> None:
         worker = WorkerProcess(self.config, self._tasks, self._startup_s)
@@ -169,19 +209,22 @@ class RewardPool:
         worker.wait_ready()
 
     def _stop(self, slot: int) -> None:
+        """Raises nothing: what cannot be ended or closed is left behind."""
         with self._lock:
             worker = self._workers.pop(slot, None)
-        if worker is not None:
-            worker.dispose()
+        try:
+            if worker is not None:
+                worker.dispose()
+        except Exception as error:
+            self._fail(RewardWorkerError(f"a reward worker could not be ended: {error!r}"))
 
-    def _replace(self, slot: int) -> None:
-        """Raises nothing: where no worker can be started any more, later samples are told."""
-        self._stop(slot)
-        if self._closed:
+    def _refill(self, slot: int) -> None:
+        """A worker where there is none. Raises nothing: later samples hear why there is none."""
+        if slot in self._workers or self._closed or self._error is not None:
             return
         try:
             self._start(slot)
-        except (RewardWorkerError, OSError) as error:
+        except BaseException as error:
             self._stop(slot)
             self._fail(RewardWorkerError(f"a reward worker could not be replaced: {error}"))
 
@@ -189,37 +232,28 @@ class RewardPool:
         with self._lock:
             self._error = self._error or error
 
-    def _score(self, slot: int, line: bytes, future: Future[Score]) -> None:
-        if not future.set_running_or_notify_cancel():
-            return
-        try:
-            score, replace = self._ask(slot, line)
-        except Exception as error:
-            future.set_exception(error)
-            return
-        future.set_result(score)
-        if replace:
-            self._replace(slot)
-
-    def _ask(self, slot: int, line: bytes) -> tuple[Score, bool]:
-        """Score, and whether the worker is to be replaced."""
+    def _ask(self, slot: int, job: bytes) -> Score:
+        stopped: WorkerStopped | None = None
         for _ in range(_MAX_ATTEMPTS):
+            self._refill(slot)
             if self._closed:
                 raise RuntimeError("the reward pool was closed before this sample was scored")
             if self._error is not None:
                 raise self._error
             try:
-                return self._to_score(self._workers[slot].ask(line)), False
+                return self._to_score(self._workers[slot].ask(job))
             except RewardWorkerError as error:
                 self._fail(error)
                 raise
-            except WorkerStopped as stopped:
+            except WorkerStopped as error:
+                stopped = error
+                self._stop(slot)
                 if stopped.function is not None and not self._closed:
-                    return self._stopped_score(stopped), True
-                self._replace(slot)
+                    return self._stopped_score(stopped)
         unstartable = RewardWorkerError(
-            f"{_MAX_ATTEMPTS} reward workers ended before they could start on one sample: does "
-            "opening its task need more memory or time than Reward.memory_limit_mib allows?"
+            f"{_MAX_ATTEMPTS} reward workers ended before they could start on one sample (the "
+            f"last: {stopped}): does opening its task need more memory or time than "
+            "Reward.memory_limit_mib allows?"
         )
         self._fail(unstartable)
         raise unstartable
@@ -233,19 +267,24 @@ class RewardPool:
         return self._to_score(outcomes)
 
     def _to_score(self, outcomes: list[list[Any]]) -> Score:
+        score = combine(self.config, outcomes)
+        failed = list(zip(self.config.names, outcomes, strict=True))
+        if score.failure is not None and not any(kind for _, (_, kind, _) in failed):
+            failed.append(("sum", [None, "not_finite", score.failure]))
         with self._lock:
-            for name, (_, kind, message) in zip(self.config.names, outcomes, strict=True):
+            for name, (_, kind, message) in failed:
                 if kind is not None:
                     self.counters[name, kind] += 1
                     self.messages.setdefault((name, kind), message)
-        return combine(self.config, outcomes)
+        return score
 
 
 def combine(config: RewardConfig, outcomes: Sequence[Sequence[Any]]) -> Score:
     """Outcomes (value, failure kind, message) of all functions → one score.
 
     total = Σ_k w_k · v_k over the v_k that are not None (TRL's rule). After any failure
-    it is 0 under `zero` and None under `skip`, whatever the other functions say.
+    it is 0 under `zero` and None under `skip`, whatever the other functions say. A sum
+    that float32 does not hold is a failure too.
     """
     names = config.names
     values = {name: outcome[0] for name, outcome in zip(names, outcomes, strict=True)}
@@ -254,17 +293,22 @@ def combine(config: RewardConfig, outcomes: Sequence[Sequence[Any]]) -> Score:
         for name, (_, kind, message) in zip(names, outcomes, strict=True)
         if kind is not None
     ]
-    if failures:
-        return Score(values, 0.0 if config.on_failure == "zero" else None, failures[0])
     weighted = [
         weight * values[name]
         for name, weight in zip(names, config.full_weights, strict=True)
         if values[name] is not None
     ]
+    if not all(abs(x) <= LARGEST_REWARD for x in [*weighted, sum(weighted)]):
+        failures.append(
+            f"sum/not_finite: weights times values are {weighted}, which float32 cannot add up: "
+            "lower Reward.weights, or what the functions return"
+        )
+    if failures:
+        return Score(values, 0.0 if config.on_failure == "zero" else None, failures[0])
     return Score(values, math.fsum(weighted) if weighted else None)
 
 
-def _job_line(job: Job) -> bytes:
+def _job_body(job: Job) -> bytes:
     example = job.example
     message = {
         "prompt": example.prompt,
@@ -273,8 +317,8 @@ def _job_line(job: Job) -> bytes:
         "columns": {**example.columns, "answer": example.answer, "task": example.task},
     }
     try:
-        return json.dumps(message).encode() + b"\n"
-    except TypeError as error:
+        return json.dumps(message).encode()
+    except (TypeError, ValueError, RecursionError) as error:
         raise TypeError(
             f"{example.example_id}: its columns must be JSON values (text, numbers, lists, "
             f"dicts) to reach a reward worker: {error}"

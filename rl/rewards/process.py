@@ -1,12 +1,16 @@
 """One reward worker process, seen from the parent: start, ask, kill.
 
-Invariant: `ask` returns or raises within its limits, whatever the worker does.
+Invariants: `ask` returns or raises within its limits, whatever the worker does, and what
+it returns was said about that sample: every line carries the ticket of its question.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import os
+import secrets
 import select
 import signal
 import subprocess
@@ -18,6 +22,11 @@ from pathlib import Path
 from typing import Any
 
 from rl.rewards.config import BUILT_IN, RewardConfig, split_user_function
+
+MARK = "REPRISE_REWARD_WORKER"  # in the environment of a worker and of all that it starts
+_LEAST_PULSE_S = 5.0  # a loaded machine may be slow to say that it has a sample
+_REAP_S = 10.0  # what is killed is gone by then, unless the kernel cannot let go of it
+_LONGEST_LINE_BYTES = 1 << 20
 
 
 class RewardWorkerError(RuntimeError):
@@ -46,14 +55,17 @@ class WorkerProcess:
         """Start it; `wait_ready` must follow. `tasks` are opened before the first sample."""
         self._startup_s = startup_s
         self._deadline_s = config.deadline_s
+        self._num_functions = len(config.functions)
+        self._num_asked = 0
         self._buffer = bytearray()
         self._lock = threading.Lock()
+        self._mark = secrets.token_hex(16)
         self._process = subprocess.Popen(
             [sys.executable, "-m", "rl.rewards.worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,
-            env=_worker_environment(),
+            env=_worker_environment(self._mark),
             start_new_session=True,  # its own group: killed with all that it started
         )
         assert self._process.stdin is not None and self._process.stdout is not None
@@ -68,42 +80,56 @@ class WorkerProcess:
     def wait_ready(self) -> None:
         """Raises RewardWorkerError where the worker cannot load what it was told to."""
         limit = time.monotonic() + self._startup_s
+        ticket = self._ticket()
         try:
-            self._write(self._setup, limit)
-            answer = self._read(limit)
+            self._write(_question(ticket, self._setup), limit)
+            _raise_if_fatal(self._read(ticket, limit))
         except WorkerStopped as stopped:
             raise RewardWorkerError(
                 f"a reward worker could not start: {stopped.message} (its own output is above)"
             ) from stopped
-        _raise_if_fatal(answer)
 
-    def ask(self, line: bytes) -> list[list[Any]]:
+    def ask(self, job: bytes) -> list[list[Any]]:
         """Score one sample: [[value, failure kind, message], ...], one per function.
 
-        The deadline runs from the moment when the first function starts; until then
-        (imports, opening a task) the start-up limit holds. Raises WorkerStopped, and
-        RewardWorkerError where the sample's task cannot be opened.
+        The worker has to say within the deadline (5 s at least) that it has the sample: one
+        that was stopped while idle does not. What comes before the first function (imports,
+        opening a task) may take as long as starting may; then the deadline runs. Raises
+        WorkerStopped, and RewardWorkerError where the sample's task cannot be opened.
         """
-        limit = time.monotonic() + self._startup_s
-        function: int | None = None
+        limit = time.monotonic() + max(self._deadline_s, _LEAST_PULSE_S)
+        ticket, function = self._ticket(), None
         try:
-            self._write(line, limit)
+            if self._buffer or self._readable.poll(0):
+                raise WorkerStopped("protocol", None, "it spoke, or ended, without being asked")
+            self._write(_question(ticket, job), limit)
             while True:
-                answer = self._read(limit)
+                answer = self._read(ticket, limit)
                 _raise_if_fatal(answer)
                 if "outcomes" in answer:
-                    return answer["outcomes"]
+                    return _checked(answer["outcomes"], self._num_functions)
+                if answer["at"] is None:
+                    limit = time.monotonic() + self._startup_s
+                    continue
                 if function is None:
                     limit = time.monotonic() + self._deadline_s
-                function = answer["at"]
+                function = range(self._num_functions)[answer["at"]]
         except WorkerStopped as stopped:
             stopped.function = function
             raise
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, LookupError, TypeError) as error:
             raise WorkerStopped("protocol", function, f"unreadable answer: {error!r}") from error
 
+    def _ticket(self) -> str:
+        """Names a question: its number, and what no earlier answer can hold."""
+        self._num_asked += 1
+        return f"{self._num_asked}-{secrets.token_hex(8)}"
+
     def kill(self) -> None:
-        """End the worker and everything that it started. May be called twice, by any thread."""
+        """End the worker and everything that it started. May be called twice, by any thread.
+
+        On Linux that includes children in sessions of their own; elsewhere those live on.
+        """
         with self._lock:  # never after the wait: by then the number may be another's
             if self._process.returncode is not None:
                 return
@@ -111,6 +137,7 @@ class WorkerProcess:
                 os.killpg(self._process.pid, signal.SIGKILL)
             except (ProcessLookupError, PermissionError):  # macOS says "permission" of a zombie
                 self._process.kill()
+            _kill_marked(self._mark)
 
     def dispose(self) -> None:
         """Kill, reap and close the pipes; by the thread that made it."""
@@ -121,7 +148,10 @@ class WorkerProcess:
     def _end(self) -> int:
         self.kill()
         with self._lock:
-            return self._process.wait()
+            try:
+                return self._process.wait(_REAP_S)
+            except subprocess.TimeoutExpired:  # killed, but stuck inside the kernel
+                return -signal.SIGKILL
 
     def _write(self, data: bytes, limit: float) -> None:
         view = memoryview(data)
@@ -135,8 +165,11 @@ class WorkerProcess:
             except BrokenPipeError:
                 raise self._died() from None
 
-    def _read(self, limit: float) -> dict[str, Any]:
+    def _read(self, ticket: str, limit: float) -> dict[str, Any]:
+        """The next line, which has to be an answer to that question."""
         while (end := self._buffer.find(b"\n")) < 0:
+            if len(self._buffer) > _LONGEST_LINE_BYTES:
+                raise WorkerStopped("protocol", None, "it wrote without end on its pipe")
             if not self._readable.poll(_left_ms(limit)):
                 raise WorkerStopped("deadline", None, "no answer within its time")
             piece = os.read(self._stdout, 1 << 16)
@@ -145,16 +178,70 @@ class WorkerProcess:
             self._buffer += piece
         line = bytes(self._buffer[:end])
         del self._buffer[: end + 1]
-        return json.loads(line)
+        with contextlib.suppress(ValueError, RecursionError):
+            answer = json.loads(line)
+            if isinstance(answer, dict) and answer.get("ticket") == ticket:
+                return answer
+        raise WorkerStopped("protocol", None, f"not an answer to this sample: {line[:80]!r}")
 
     def _died(self) -> WorkerStopped:
         code = self._end()  # a worker that closed its pipe is of no use either
-        how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
+        how = f"signal {_signal_name(-code)}" if code < 0 else f"exit status {code}"
         return WorkerStopped("died", None, f"the worker process ended: {how}")
 
 
 def _left_ms(limit: float) -> float:
     return max(0.0, limit - time.monotonic()) * 1e3
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return str(number)
+
+
+def _question(ticket: str, body: bytes) -> bytes:
+    return b'{"ticket": "%s", "body": %s}\n' % (ticket.encode(), body)
+
+
+def _checked(outcomes: Any, num_functions: int) -> list[list[Any]]:
+    """[[value, failure kind, message], ...] as it should be; raises ValueError."""
+    if len(outcomes) != num_functions:
+        raise ValueError(f"expected {num_functions} outcomes, got {len(outcomes)}")
+    for value, kind, message in outcomes:
+        is_number = isinstance(value, float) and math.isfinite(value)
+        if not (is_number or value is None) or (kind is None) != (message is None):
+            raise ValueError(f"expected value, kind and message, got {[value, kind, message]!r}")
+    return outcomes
+
+
+def _kill_marked(mark: str) -> None:
+    """Kill every process with the mark in its environment (Linux: there is a /proc)."""
+    wanted = f"{MARK}={mark}".encode()
+    for _ in range(10):  # one that was starting another when it was killed may be missed once
+        marked = [pid for pid in _process_ids() if wanted in _environment(pid)]
+        if not marked:
+            return
+        for pid in marked:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.005)  # until they are gone from the table
+
+
+def _process_ids() -> list[int]:
+    try:
+        return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+    except OSError:
+        return []
+
+
+def _environment(pid: int) -> list[bytes]:
+    """What a process was started with; nothing of one that has ended or is not ours."""
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return []
 
 
 def _raise_if_fatal(answer: Mapping[str, Any]) -> None:
@@ -174,15 +261,16 @@ def _setup_line(config: RewardConfig, tasks: tuple[str, ...]) -> bytes:
         "parent_pid": os.getpid(),
         "tasks": tasks,
     }
-    return json.dumps(setup).encode() + b"\n"
+    return json.dumps(setup).encode()
 
 
-def _worker_environment() -> dict[str, str]:
+def _worker_environment(mark: str) -> dict[str, str]:
     """Our packages on the path, one thread each, and hands off the accelerators."""
     root = str(Path(__file__).resolve().parents[2])
     paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
     return {
         **os.environ,
+        MARK: mark,
         "PYTHONPATH": os.pathsep.join(paths),
         "JAX_PLATFORMS": "cpu",  # a scorer that uses jax must not take the trainer's devices
         "OMP_NUM_THREADS": "1",

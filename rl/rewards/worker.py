@@ -2,21 +2,22 @@
 
     python -m rl.rewards.worker        started by rl.rewards.process, not by hand
 
-in   {"functions", "extract", "memory_limit_mib", "parent_pid", "tasks"}   once
-out  {"ready": true} | {"fatal": message}
-in   {"prompt", "completion", "completion_ids", "columns"}                 per sample
-out  {"at": k}                        function k starts; the first one starts the deadline
-out  {"outcomes": [[value, kind, message], ...]} | {"fatal": message}
+in   {"ticket", "body": {"functions", "extract", "memory_limit_mib", "parent_pid", "tasks"}}
+out  {"ticket", "ready": true} | {"ticket", "fatal": message}
+in   {"ticket", "body": {"prompt", "completion", "completion_ids", "columns"}}     per sample
+out  {"ticket", "at": null}           it has the sample
+out  {"ticket", "at": k}              function k starts; the first one starts the deadline
+out  {"ticket", "outcomes": [[value, kind, message], ...]} | {"ticket", "fatal": message}
 
-Standard output is moved to standard error first: a scorer that prints cannot harm
-the protocol. The process ends when its input does, or its parent.
+Every answer carries the ticket of its question. A child that a scorer forks and lets
+return ends here, unheard. Standard output is moved to standard error first: a scorer that
+prints cannot harm the protocol. The process ends when its input does, or its parent.
 """
 
 from __future__ import annotations
 
 import ctypes
 import json
-import math
 import numbers
 import os
 import resource
@@ -29,11 +30,14 @@ from typing import Any, BinaryIO
 # value, kind of failure, message: a value of None without a kind is "not applicable".
 Outcome = tuple[float | None, str | None, str | None]
 
+LARGEST_REWARD = 3.4e38  # float32's; training would make infinities of more
+
 
 def main() -> int:
     """Serve until the input ends; 0 then, 1 where the functions cannot be loaded."""
-    reader, writer = _private_pipes()
-    setup = json.loads(reader.readline())
+    reader, pipe = _private_pipes()
+    ticket, setup = _question(reader.readline())
+    writer = Writer(pipe)
     _die_with_parent(setup["parent_pid"])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to stop
     _limit_memory(setup["memory_limit_mib"])
@@ -45,30 +49,51 @@ def main() -> int:
             _prepare(functions, spec)
     except BaseException as error:  # SystemExit of a user's file included: say so, then end
         traceback.print_exc()
-        _send(writer, {"fatal": _describe(error)})
+        writer.send(ticket, fatal=_describe(error) + _memory_hint(error, setup))
         return 1
-    _send(writer, {"ready": True})
+    writer.send(ticket, ready=True)
     prepared = set(setup["tasks"])
     for line in reader:
-        _serve(functions, json.loads(line), prepared, writer)
+        _serve(functions, *_question(line), prepared, writer)
     return 0
 
 
-def _serve(functions: list, job: Mapping[str, Any], prepared: set[str], writer: BinaryIO) -> None:
+class Writer:
+    """Answers, as long as this is the process that was asked."""
+
+    def __init__(self, pipe: BinaryIO) -> None:
+        self._pipe, self._pid = pipe, os.getpid()
+
+    def send(self, ticket: str, **answer: Any) -> None:
+        if os.getpid() != self._pid:  # forked by a scorer, and let to return
+            os._exit(0)
+        self._pipe.write(json.dumps({"ticket": ticket} | answer).encode() + b"\n")
+        self._pipe.flush()
+
+
+def _question(line: bytes) -> tuple[str, Any]:
+    question = json.loads(line)
+    return question["ticket"], question["body"]
+
+
+def _serve(
+    functions: list, ticket: str, job: Mapping[str, Any], prepared: set[str], writer: Writer
+) -> None:
+    writer.send(ticket, at=None)
     spec = job["columns"]["task"]
     if spec not in prepared:
         try:
             _prepare(functions, spec)
         except Exception as error:
             traceback.print_exc()
-            _send(writer, {"fatal": _describe(error)})
+            writer.send(ticket, fatal=_describe(error))
             return
         prepared.add(spec)
     outcomes = []
     for number, function in enumerate(functions):
-        _send(writer, {"at": number})
+        writer.send(ticket, at=number)
         outcomes.append(_outcome(function, job))
-    _send(writer, {"outcomes": outcomes})
+    writer.send(ticket, outcomes=outcomes)
 
 
 def _prepare(functions: list, spec: str) -> None:
@@ -105,8 +130,8 @@ def read_result(result: Any) -> Outcome:
         value = value.item()
     if not isinstance(value, numbers.Real):
         return None, "not_a_number", f"expected a number or None, got {_shown(value)}"
-    if not math.isfinite(value):
-        return None, "not_finite", f"expected a finite number, got {float(value)}"
+    if not abs(value) <= LARGEST_REWARD:  # and nan
+        return None, "not_finite", f"expected a number that float32 holds, got {_shown(value)}"
     return float(value), None, None
 
 
@@ -121,9 +146,13 @@ def _describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"[:500] + where
 
 
-def _send(writer: BinaryIO, message: Mapping[str, Any]) -> None:
-    writer.write(json.dumps(message).encode() + b"\n")
-    writer.flush()
+def _memory_hint(error: BaseException, setup: Mapping[str, Any]) -> str:
+    """A library that finds no memory at its import says so in many ways."""
+    limit = setup["memory_limit_mib"]
+    signs = ("allocate", "MemoryError", "failed to map", "can't start new thread")
+    if limit is None or not any(sign in repr(error) for sign in signs):
+        return ""
+    return f"; Reward.memory_limit_mib is {limit}: raise it, or set it to None"
 
 
 def _private_pipes() -> tuple[BinaryIO, BinaryIO]:

@@ -1,8 +1,11 @@
 """Reward functions that misbehave on command: the completion says how."""
 
 import os
+import pathlib
 import signal
+import subprocess
 import sys
+import threading
 import time
 
 
@@ -59,9 +62,6 @@ def chat(prompts, completions, **columns):
 
 def leaves_a_child(completions, **columns):
     """A scorer that hangs in a child process of its own; the completion names a pid file."""
-    import pathlib
-    import subprocess
-
     child = subprocess.Popen(["sleep", "60"])
     pathlib.Path(completions[0]).write_text(str(child.pid))
     child.wait()
@@ -70,3 +70,45 @@ def leaves_a_child(completions, **columns):
 
 async def later(completions, **columns):
     return [0.0]
+
+
+def forks(completions, **columns):
+    """Length of the completion; `fork` lets a child return too, as if it were the worker."""
+    if completions[0].startswith("fork"):
+        os.fork()
+    return [float(len(completions[0]))]
+
+
+def scribbles(completions, **columns):
+    """Length of the completion; `now: TEXT` and `late: TEXT` write on every pipe there is."""
+    when, _, text = completions[0].partition(": ")
+
+    def write():
+        for number in range(3, 20):
+            try:
+                os.write(number, text.encode())
+            except OSError:
+                continue
+
+    if when == "now":
+        write()
+    elif when == "late":
+        threading.Timer(0.2, write).start()
+    return [float(len(completions[0]))]
+
+
+def leaves_daemons(completions, **columns):
+    """Children in sessions of their own, one of them nobody's child; their numbers in a file."""
+    path = pathlib.Path(completions[0])
+    child = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    script = f"setsid sh -c 'echo $$ > {path}.orphan; exec sleep 60' &"
+    subprocess.run(["sh", "-c", script], check=True)
+    while not path.with_name(path.name + ".orphan").exists():
+        time.sleep(0.01)
+    path.write_text(str(child.pid))
+    return [1.0]
+
+
+def huge(completions, **columns):
+    """1e38, or what the completion says."""
+    return [float(completions[0] or 1e38)]
