@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import math
 import numbers
 import os
 import resource
@@ -130,9 +131,13 @@ def read_result(result: Any) -> Outcome:
         value = value.item()
     if not isinstance(value, numbers.Real):
         return None, "not_a_number", f"expected a number or None, got {_shown(value)}"
-    if not abs(value) <= LARGEST_REWARD:  # and nan
-        return None, "not_finite", f"expected a number that float32 holds, got {_shown(value)}"
-    return float(value), None, None
+    try:
+        number = float(value)
+    except OverflowError:  # a large int
+        number = math.inf
+    if not abs(number) <= LARGEST_REWARD:  # and nan
+        return None, "not_finite", f"expected a number that float32 holds, got {number}"
+    return number, None, None
 
 
 def _shown(value: Any) -> str:
