@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import dataclasses
+import functools
 import json
 import statistics
 import subprocess
@@ -27,17 +29,40 @@ import numpy as np
 
 from benchmarks import environment
 from benchmarks.draft_texts import Group, accepted_by_walk, save_groups, synthetic
-from spec import suffix_queries
+from spec import group as group_drafts
+from spec import history, ngram, suffix_queries
+from spec.budget import Aimd
 from spec.drafter import Drafter, LiveSlots
 from spec.group import GroupDrafter
+from spec.history import HistoryDrafter, build_index
 from spec.merge import Union
 from spec.ngram import NgramDrafter
-from spec.suffix import Followers, SuffixForest
+from spec.outcome import of_round
+from spec.rollout_cache import CachedGroup, RolloutCache, of_group
+from spec.suffix import Followers, ProposalRule, SuffixForest
+from spec.window import WindowConfig
 
 PACKAGES = ("jax", "numpy", "numba")
 DEPTH_TOKENS = 16  # of contexts, as the drafters of training have it
 BUDGET_NODES = 16
+MOST_WINDOW = WindowConfig().most_tokens
 REPEATS = 5
+
+Make = Callable[[], Drafter]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Epoch:
+    """Texts of a prompt, and its responses of the epoch before."""
+
+    now: Group
+    past: CachedGroup
+
+    def drafter(self, rule: ProposalRule) -> HistoryDrafter:
+        store, prompt = RolloutCache(), self.now.texts[0][: self.now.prompt_tokens]
+        store.replace("p", self.past)
+        return HistoryDrafter(build_index(store, {"p": prompt}, rule), {0: "p"}, rule)
+
 
 _clock_gettime = ctypes.CDLL(None).clock_gettime
 _clock_gettime.argtypes = [ctypes.c_int, ctypes.c_void_p]
@@ -45,11 +70,11 @@ _clock_gettime.restype = ctypes.c_int
 _MONOTONIC = 1
 
 
-def build(group: Group) -> dict[str, float]:
+def build(group: Group, depth_tokens: int) -> dict[str, float]:
     """Median seconds to index all texts of a group, and what the index holds."""
-    seconds, forest = [], SuffixForest(DEPTH_TOKENS)
+    seconds, forest = [], SuffixForest(depth_tokens)
     for _ in range(REPEATS + 1):
-        forest = SuffixForest(DEPTH_TOKENS)
+        forest = SuffixForest(depth_tokens)
         began_s = time.perf_counter()
         tree = forest.plant()
         for text in group.texts:
@@ -101,9 +126,14 @@ def follow(group: Group) -> dict[str, float]:
     }
 
 
-def replay(group: Group, make: Callable[[], Drafter]) -> dict[str, float]:
-    """Texts grow side by side; each round each takes what was right of its draft, and one more."""
-    drafter = make()
+def replay(
+    group: Group, make: Make, num_nodes: int = BUDGET_NODES, aimd: Aimd | None = None
+) -> dict[str, float]:
+    """Texts grow side by side; each round each takes what was right of its draft, and one more.
+
+    With `aimd` a draft has the nodes of its request's window, `num_nodes` at most.
+    """
+    drafter, steps_N = make(), np.arange(num_nodes + 1)
     A, L = len(group.texts), max(map(len, group.texts))
     tokens_BL = np.zeros((A, L), np.int32)
     for a, text in enumerate(group.texts):
@@ -111,28 +141,41 @@ def replay(group: Group, make: Callable[[], Drafter]) -> dict[str, float]:
     ends_A = np.array([len(t) for t in group.texts], np.int32)
     totals_A = np.full(A, group.prompt_tokens + 1, np.int32)
     lookups = accepted = drafted = 0
+    windows: list[int] = []
     draft_s = 0.0
     while (alive_A := np.flatnonzero(totals_A < ends_A)).size:
         live = _live(group, tokens_BL, alive_A, totals_A, ends_A)
-        most_A = np.minimum(ends_A[alive_A] - totals_A[alive_A], BUDGET_NODES).astype(np.int32)
+        most_A = np.minimum(ends_A[alive_A] - totals_A[alive_A], num_nodes).astype(np.int32)
+        if aimd:
+            window_A = aimd.limits(live, A)
+            windows += window_A.tolist()
+            most_A = np.minimum(most_A, window_A)
         began_s = time.perf_counter()
-        drafts = drafter.propose(live, most_A, BUDGET_NODES)
+        drafts = drafter.propose(live, most_A, num_nodes)
         draft_s += time.perf_counter() - began_s
+        before_A = totals_A[alive_A]
         for i, a in enumerate(alive_A.tolist()):
             n = int(drafts.count_A[i])
             tokens, parents = drafts.tokens_AN[i, :n].tolist(), drafts.parents_AN[i, :n].tolist()
             right = accepted_by_walk(tokens, parents, tokens_BL[a, totals_A[a] : ends_A[a]])
             lookups, accepted, drafted = lookups + 1, accepted + right, drafted + n
             totals_A[a] = min(totals_A[a] + right + 1, ends_A[a])
+        if aimd:
+            emitted_A = totals_A[alive_A] - before_A
+            coming_AN = tokens_BL[alive_A[:, None], np.minimum(before_A[:, None] + steps_N, L - 1)]
+            aimd.observe(live, drafts, of_round(drafts, num_nodes + 1, coming_AN, emitted_A))
         ended = totals_A[alive_A] >= ends_A[alive_A]
         if ended.any():
             drafter.finished(_live(group, tokens_BL, alive_A[ended], totals_A, ends_A))
-    return {
+    figures = {
         "lookups": lookups,
         "mean_accepted": accepted / lookups,
         "mean_drafted": drafted / lookups,
         "us_per_lookup": 1e6 * draft_s / lookups,
     }
+    if aimd:
+        figures |= {"mean_window": statistics.mean(windows), "longest_window": max(windows)}
+    return figures
 
 
 def _live(
@@ -156,14 +199,53 @@ def ours() -> Drafter:
     return Union([GroupDrafter(update_tokens=1), NgramDrafter()])
 
 
-def replay_all(groups: Sequence[Group]) -> dict[str, float]:
-    """`replay` of each group; means weigh each lookup the same."""
-    replay(groups[0], ours)  # compile
-    rows = [replay(group, ours) for group in groups]
+def mean_of(rows: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Means weigh each lookup the same."""
     total = sum(r["lookups"] for r in rows)
-    names = ("mean_accepted", "mean_drafted", "us_per_lookup")
+    names = [n for n in rows[0] if n not in ("lookups", "longest_window")]
     means = {n: round(sum(r[n] * r["lookups"] for r in rows) / total, 4) for n in names}
-    return {"lookups": total, **means}
+    longest = {n: max(r[n] for r in rows) for n in rows[0] if n == "longest_window"}
+    return {"lookups": total, **means, **longest}
+
+
+def replay_all(groups: Sequence[Group]) -> dict[str, float]:
+    """`replay` of each group."""
+    replay(groups[0], ours)  # compile
+    return mean_of([replay(group, ours) for group in groups])
+
+
+def contexts(epochs: Sequence[Epoch]) -> dict[str, dict[str, float]]:
+    """Guesses that keep their whole context down a branch, or no more than their rule's `longest`.
+
+    `histospec` is the paper's rule in its windows (seven tokens where contexts are cut),
+    `history` ours, `all` joins history, siblings and own text, and `aimd_trees` gives these
+    trees HistoSpec's windows.
+    """
+    figures: dict[str, dict[str, float]] = {}
+
+    def add(name: str, make: Callable[[Epoch], Drafter], windows: bool) -> None:
+        def rows(some: Sequence[Epoch]) -> list[dict[str, float]]:
+            nodes = MOST_WINDOW if windows else BUDGET_NODES
+            makes = [(e.now, functools.partial(make, e)) for e in some]
+            return [replay(group, m, nodes, Aimd() if windows else None) for group, m in makes]
+
+        rows(epochs[:1])  # compile
+        figures[name] = mean_of(rows(epochs))
+
+    for variant, path_tokens in (("whole", MOST_WINDOW), ("cut", 0)):
+        kept = functools.partial(dataclasses.replace, path_tokens=path_tokens)
+
+        def trees(epoch: Epoch, kept: Callable[..., ProposalRule] = kept) -> Drafter:
+            siblings = GroupDrafter(kept(group_drafts.RULE), update_tokens=1)
+            own = NgramDrafter(kept(ngram.RULE))
+            return Union([epoch.drafter(kept(history.RULE)), siblings, own])
+
+        for name, rule in (("histospec", history.PAPER_RULE), ("history", history.RULE)):
+            make = functools.partial(Epoch.drafter, rule=kept(rule))
+            add(f"{name}_{variant}", make, name == "histospec")
+        add(f"all_{variant}", trees, False)
+        add(f"aimd_trees_{variant}", trees, True)
+    return figures
 
 
 def arctic(python: str, groups: Sequence[Group]) -> list[dict[str, Any]]:
@@ -179,27 +261,40 @@ def arctic(python: str, groups: Sequence[Group]) -> list[dict[str, Any]]:
     return json.loads(done.stdout)
 
 
-def rollouts(num_prompts: int, group_size: int) -> list[Group]:
-    """Groups of responses of the shipped policy."""
-    from benchmarks.workloads import BASE_POLICY, tiny
+def rollouts(num_prompts: int, group_size: int) -> list[Epoch]:
+    """Groups of responses of the shipped policy, and as many by other noise as their history."""
+    from benchmarks.workloads import BASE_POLICY, questions, tiny
     from rl.rollout import generate
     from spec.sampling import step_key
 
     w = tiny("base", BASE_POLICY, BASE_POLICY, num_prompts, group_size)
     done = generate(w.model, w.params, w.requests, w.sampling, key=step_key(0, 1))
-    groups = []
-    for g in range(num_prompts):
+    epochs = []
+    for g, row in enumerate(questions(num_prompts)):
         mine = [t for t in done if t.group_id == g]
         texts = [np.concatenate([t.prompt_ids, t.response_ids]).astype(np.int32) for t in mine]
-        groups.append(Group(texts, len(mine[0].prompt_ids)))
-    return groups
+        past = w.history.get(row["id"])
+        assert past is not None, "each prompt has a history"
+        epochs.append(Epoch(Group(texts, len(mine[0].prompt_ids)), past))
+    return epochs
+
+
+def synthetic_epochs() -> list[Epoch]:
+    """Synthetic texts with others of the same phrases as their history, all of one reward."""
+    both = synthetic(num_texts=16)
+    past = [t[both.prompt_tokens :] for t in both.texts[8:]]
+    now = Group(both.texts[:8], both.prompt_tokens)
+    return [Epoch(now, of_group(past, [1.0] * len(past)))]
 
 
 def measure(python: str | None, num_prompts: int, group_size: int) -> dict[str, Any]:
     texts = synthetic()
     real = rollouts(num_prompts, group_size)
-    figures: dict[str, Any] = {**build(texts), **follow(texts)}
-    for name, groups in (("synthetic", [texts]), ("rollouts", real)):
+    figures: dict[str, Any] = {**build(texts, DEPTH_TOKENS), **follow(texts)}
+    whole = build(texts, DEPTH_TOKENS + MOST_WINDOW)
+    figures |= {f"whole_context_{name}": value for name, value in whole.items()}
+    figures["contexts"] = {"synthetic": contexts(synthetic_epochs()), "rollouts": contexts(real)}
+    for name, groups in (("synthetic", [texts]), ("rollouts", [e.now for e in real])):
         row: dict[str, Any] = replay_all(groups)
         if python:
             row["arctic"] = arctic(python, groups)

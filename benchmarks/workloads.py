@@ -47,6 +47,7 @@ class Workload:
     sampling: SamplingConfig
     stop_token_ids: tuple[int, ...]
     drafters: Mapping[str, Callable[[Mapping[int, np.ndarray]], Drafter]]
+    history: RolloutCache = dataclasses.field(default_factory=RolloutCache)
 
 
 def policy(folder: Path) -> tuple[ModelConfig, transformer.Params]:
@@ -89,7 +90,7 @@ def tiny(
         rewards = [float(_right(t, row["answer_ids"])) for t in group]
         store.replace(row["id"], of_group([t.response_ids for t in group], rewards))
     prompts = {row["id"]: np.asarray(row["prompt_ids"], np.int32) for row in rows}
-    index = build_index(store, prompts, RULE.longest)
+    index = build_index(store, prompts, RULE)
     keys = dict(enumerate(prompts))
     parts: dict[str, Callable[[], Drafter]] = {
         "own": NgramDrafter,
@@ -112,7 +113,7 @@ def tiny(
     drafters |= {"first_epoch": union("group", "own"), "all": union("history", "group", "own")}
     # guesses from the host alone, never looked up on the device
     drafters["all_host"] = lambda _: Union([parts[n]() for n in ("history", "group", "own")])
-    return Workload(name, model, params, requests, sampling, model.eos_token_ids, drafters)
+    return Workload(name, model, params, requests, sampling, model.eos_token_ids, drafters, store)
 
 
 def _right(trajectory: Trajectory, answer_ids: Sequence[int]) -> bool:

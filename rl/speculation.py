@@ -260,6 +260,6 @@ class Speculation:
     def _build(self, prompts: Mapping[str, Prompt]) -> _Built:
         began_s = time.perf_counter()
         arrays = {key: np.asarray(ids, np.int32) for key, ids in prompts.items()}
-        index = build_index(self._cache, arrays, self._rule.longest)
+        index = build_index(self._cache, arrays, self._rule)
         past = {key: group.best_first for key, group in index.groups.items()}
         return _Built(index, past, frozenset(prompts), time.perf_counter() - began_s)

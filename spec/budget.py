@@ -19,7 +19,7 @@ from spec.device_drafters import DraftTurns
 from spec.drafter import Drafts, LiveSlots
 from spec.lookup import LookupOutcome
 from spec.lookup_rate import LookupRate
-from spec.outcome import Outcome
+from spec.outcome import Outcome, deepest
 from spec.request_index import PerRequest, RequestIndex
 from spec.round_seconds import RoundTimes
 from spec.window import WindowConfig, next_windows
@@ -156,6 +156,8 @@ class TakeAll(OnHost):
 class Aimd(OnHost):
     """HistoSpec's windows, with its gate on the batch size (RhymeRL, section 5.4).
 
+    A window is the most guesses of a request. The paper drafts chains; a tree, which other
+    sources bring, counts as accepted where its longest path is.
     A round is plain where the table says that at the acceptance seen so far trees of
     the wanted size would bring fewer tokens per second; every `PROBE` rounds the gate
     is opened once, to see the acceptance anew.
@@ -195,8 +197,8 @@ class Aimd(OnHost):
     def observe(self, live: LiveSlots, drafts: Drafts, outcome: Outcome) -> None:
         if not outcome.tried:
             return
-        drafted_A, accepted_A = outcome.checked_AN.sum(axis=1), outcome.right_AN.sum(axis=1)
-        windows_A = next_windows(self._config, self._windows.get(live), drafted_A, accepted_A)
+        deepest_A, accepted_A = deepest(drafts, outcome.checked_AN), outcome.right_AN.sum(axis=1)
+        windows_A = next_windows(self._config, self._windows.get(live), deepest_A, accepted_A)
         self._windows.set(live, windows_A)
         mean = 1.0 + float(accepted_A.mean())
         old = self._tokens_per_request or mean

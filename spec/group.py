@@ -19,7 +19,9 @@ from spec.request_index import RequestIndex, with_room
 from spec.suffix import ProposalRule, SuffixForest
 from spec.suffix_drafter import NO_TREE, RequestFollowers
 
-RULE = ProposalRule(longest=16, shortest=1, max_children=3, prior=0.3, min_chance=0.05)
+RULE = ProposalRule(
+    longest=16, shortest=1, max_children=3, prior=0.3, min_chance=0.05, path_tokens=0
+)
 NEVER_S = float("inf")
 
 
@@ -79,7 +81,7 @@ class DraftClient:
     """The index of the registered groups, and guesses out of it."""
 
     def __init__(self, rule: ProposalRule = RULE) -> None:
-        self._forest = SuffixForest(rule.longest)
+        self._forest = SuffixForest(rule.context_tokens)
         self._followers = RequestFollowers(self._forest, rule, Source.GROUP)
         self._trees: dict[int, int] = {}
         self._until_s: dict[int, float] = {}

@@ -17,10 +17,19 @@ from spec.rollout_cache import CachedGroup, RolloutCache
 from spec.suffix import ProposalRule, SuffixForest
 from spec.suffix_drafter import NO_TREE, RequestFollowers, with_prompt_tail
 
-# Section 5.4: a prefix of 7 tokens, shortened to 3 until it is found; one branch.
+# Section 5.4: a prefix of 7 tokens, shortened to 3 until it is found; one branch, down which the
+# context grows by up to the 32 guesses of its longest window.
 PAPER_RULE = ProposalRule(longest=7, shortest=3, rank_by="weight", max_children=1)
+# Trees are grown by chance, and the last 16 tokens tell as much of it as the whole branch: counts
+# of longer contexts are smaller (`contexts` of benchmarks/drafts.py).
 RULE = ProposalRule(
-    longest=16, shortest=1, rank_by="weight", max_children=2, prior=0.3, min_chance=0.05
+    longest=16,
+    shortest=1,
+    rank_by="weight",
+    max_children=2,
+    prior=0.3,
+    min_chance=0.05,
+    path_tokens=0,
 )
 
 
@@ -38,10 +47,10 @@ class HistoryIndex:
 
 
 def build_index(
-    cache: RolloutCache, prompts: Mapping[str, np.ndarray], max_context: int
+    cache: RolloutCache, prompts: Mapping[str, np.ndarray], rule: ProposalRule = RULE
 ) -> HistoryIndex:
-    """Index what the cache has of `prompts` (prompt ids by key)."""
-    forest = SuffixForest(max_context)
+    """Index what the cache has of `prompts` (prompt ids by key), for drafters of this rule."""
+    forest = SuffixForest(rule.context_tokens)
     trees, groups = {}, {}
     for key, prompt in prompts.items():
         group = cache.get(key)
@@ -50,7 +59,7 @@ def build_index(
         trees[key] = tree = forest.plant()
         groups[key] = group
         for r in group.responses:
-            forest.add(tree, with_prompt_tail(prompt, r.tokens, max_context), weight=r.reward)
+            forest.add(tree, with_prompt_tail(prompt, r.tokens, rule.longest), weight=r.reward)
     return HistoryIndex(forest, trees, groups)
 
 

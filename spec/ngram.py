@@ -9,7 +9,7 @@ from spec.request_index import RequestIndex, with_room
 from spec.suffix import ProposalRule, SuffixForest
 from spec.suffix_drafter import NO_TREE, RequestFollowers
 
-RULE = ProposalRule(longest=8, shortest=2, max_children=2, prior=0.5, min_chance=0.1)
+RULE = ProposalRule(longest=8, shortest=2, max_children=2, prior=0.5, min_chance=0.1, path_tokens=0)
 # Columns of what is kept of a request. KNOWN: tokens in its sequence.
 TREE, SEQUENCE, KNOWN = range(3)
 
@@ -18,7 +18,7 @@ class NgramDrafter:
     """A tree per live request, which holds its own text."""
 
     def __init__(self, rule: ProposalRule = RULE) -> None:
-        self._forest = SuffixForest(rule.longest)
+        self._forest = SuffixForest(rule.context_tokens)
         self._followers = RequestFollowers(self._forest, rule, Source.OWN)
         self._index = RequestIndex()
         self._texts_F3 = np.empty((0, 3), np.int64)

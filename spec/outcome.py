@@ -42,6 +42,13 @@ def of_plain(drafts: Drafts, tokens_AN: np.ndarray, emitted_A: np.ndarray) -> Ou
     return Outcome(False, _right(drafts, drafts.count_A, tokens_AN, emitted_A), checked_AN)
 
 
+def deepest(drafts: Drafts, checked_AN: np.ndarray) -> np.ndarray:
+    """Guesses on the longest path of those that were checked: the most that can be right; [A]."""
+    deepest_A = np.zeros(len(drafts.count_A), np.int64)
+    _deepest(drafts.parents_AN, checked_AN, deepest_A)
+    return deepest_A
+
+
 def _right(
     drafts: Drafts, tried_A: np.ndarray, tokens_AN: np.ndarray, known_A: np.ndarray
 ) -> np.ndarray:
@@ -62,6 +69,16 @@ def _follow(  # type: ignore[no-untyped-def]
                     right_AN[a, i] = True
                     node = i
                     break
+
+
+@numba.njit(cache=True, nogil=True)
+def _deepest(parents_AN, checked_AN, deepest_A):  # type: ignore[no-untyped-def]
+    depth_N = np.empty(parents_AN.shape[1], np.int32)
+    for a in range(len(deepest_A)):
+        for i in range(parents_AN.shape[1]):
+            if checked_AN[a, i]:  # those above it were checked too
+                depth_N[i] = 1 if parents_AN[a, i] < 0 else depth_N[parents_AN[a, i]] + 1
+                deepest_A[a] = max(deepest_A[a], depth_N[i])
 
 
 @numba.njit(cache=True, nogil=True)

@@ -33,6 +33,7 @@ if TYPE_CHECKING:  # it brings jax along
 __all__ = ["Followers", "ProposalRule", "SuffixForest"]
 
 _GROWTH = 1.5  # of an array that is full
+_MOST = 2**31 - 1  # rows are numbered, and tokens counted, in int32
 
 
 class SuffixForest:
@@ -191,15 +192,22 @@ class SuffixForest:
         rows_F: Any,
         lengths_F: Any,
         which_F: Any = None,
+        longest: int | None = None,
     ) -> None:
         """Bring followers up to date with their contexts and with their trees.
 
         Follower `which_F[f]` (default: f) reads `tokens_BL[rows_F[f], :lengths_F[f]]`,
-        int32. Its match is then the longest suffix of that, of at most `max_context`
-        tokens, that occurs in the live sequences of its tree. What it has read before
-        must not have changed; `restart` it otherwise. O(1) a token, amortised; a tree
-        that has shrunk, or in which the match has occurred again, costs `max_context`.
+        int32. Its match is then the longest suffix of that, of at most `longest` tokens
+        (always the same for a follower; default: `max_context`), that occurs in the live
+        sequences of its tree. What it has read before must not have changed; `restart` it
+        otherwise. O(1) a token, amortised; a tree that has shrunk, or in which the match
+        has occurred again, costs `longest`.
         """
+        most = self.max_context if longest is None else longest
+        if not 1 <= most <= self.max_context:
+            raise ValueError(
+                f"longest must be in 1 … max_context={self.max_context}, got {longest}"
+            )
         which_F = _which(followers, which_F)
         rows_F, lengths_F = _integers(rows_F), _integers(lengths_F)
         if tokens_BL.dtype != np.int32 or tokens_BL.ndim != 2:
@@ -214,7 +222,7 @@ class SuffixForest:
         tokens_BL = _writable(tokens_BL)
         with self._lock:
             bad = queries.follow(
-                self._arena, self.max_context, which_F, followers.trees_F, followers.state_FX,
+                self._arena, most, which_F, followers.trees_F, followers.state_FX,
                 tokens_BL, rows_F, lengths_F,
             )  # fmt: skip
         if bad != kernels.NONE:
@@ -250,11 +258,11 @@ class SuffixForest:
                 f"longest={rule.longest} is beyond the forest's max_context={self.max_context}: "
                 "make the forest with a larger one"
             )
-        by_weight = rule.rank_by == "weight"
+        by_weight, most = rule.rank_by == "weight", min(rule.context_tokens, self.max_context)
         limits = rule.longest, rule.shortest, rule.max_children, by_weight
         with self._lock:
             bad = queries.propose(
-                self._arena, self.max_context, (*limits, float(rule.prior), float(rule.min_chance)),
+                self._arena, most, (*limits, float(rule.prior), float(rule.min_chance)),
                 which_F, followers.trees_F, followers.state_FX, max_nodes_F,
                 out.tokens_AN, out.parents_AN, out.chance_AN, out.count_A,
             )  # fmt: skip
@@ -329,13 +337,22 @@ class SuffixForest:
         """
         pools = self._arena.pools
         states, _, chunks = (pools[:, kernels.TAKEN] - pools[:, kernels.NUM_FREE]).tolist()
-        edges = self._held_tokens + tokens + 2 * self._held_sequences
-        self._grow_rows("states", states + 2 * tokens)
-        self._grow_rows("edges", edges)
-        self._grow_rows("chunks", chunks + tokens // kernels.CHUNK_TOKENS + sequences)
-        need = len(self._arena.edges) * 3 // 2  # the table is never more than two thirds full
-        if len(self._arena.table) < need:
-            table = np.zeros(1 << (need - 1).bit_length(), np.int64)
+        need = {
+            "states": states + 2 * tokens,
+            "edges": self._held_tokens + tokens + 2 * self._held_sequences,
+            "chunks": chunks + tokens // kernels.CHUNK_TOKENS + sequences,
+        }
+        if max(need.values()) > _MOST:
+            raise OverflowError(
+                f"a suffix forest numbers at most {_MOST:,} states, edges and chunks, got "
+                f"{self._held_tokens:,} tokens and {tokens:,} more: use several forests, or "
+                "index fewer responses"
+            )
+        for name, rows in need.items():
+            self._grow_rows(name, rows)
+        slots = len(self._arena.edges) * 3 // 2  # the table is never more than two thirds full
+        if len(self._arena.table) < slots:
+            table = np.zeros(1 << (slots - 1).bit_length(), np.int64)
             kernels.rehash(self._arena.table, table)
             self._arena = self._arena._replace(table=table)
 

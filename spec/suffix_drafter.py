@@ -29,7 +29,12 @@ class RequestFollowers:
         drafts = no_drafts(len(live), max_nodes)
         which_A = self._which(live, trees_A)
         self.forest.follow(
-            self._followers, live.tokens_BL, live.rows_A, live.total_tokens_A, which_A
+            self._followers,
+            live.tokens_BL,
+            live.rows_A,
+            live.total_tokens_A,
+            which_A,
+            self._rule.longest,
         )
         self.forest.propose(self._followers, self._rule, max_nodes_A, drafts, which_A)
         drafts.sources_AN[:] = self._source

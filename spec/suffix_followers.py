@@ -22,8 +22,12 @@ class ProposalRule:
     smaller token. Candidates are taken in the order of their chance, the product of
     count(child) / (count(context) + prior) along the path, at least `min_chance`;
     equals in the order in which they became candidates. `max_children` of 1 gives a
-    chain. Contexts never exceed the forest's `max_context`: longer ones lose their
-    first tokens.
+    chain.
+
+    Below the first guess the context is the match and all guesses above it: a draft goes
+    down one branch. Beyond `context_tokens`, the match and `path_tokens` guesses (or beyond
+    the forest's `max_context`), it loses its first tokens. `path_tokens` of 0 chooses every
+    guess by its last `longest` tokens.
 
     HistoSpec (RhymeRL, section 5.3): `ProposalRule(7, 3, 1, "weight")`.
     """
@@ -34,6 +38,7 @@ class ProposalRule:
     rank_by: Literal["count", "weight"] = "count"
     prior: float = 0.0
     min_chance: float = 0.0
+    path_tokens: int = 32
 
     def __post_init__(self) -> None:
         if not 0 <= self.shortest <= self.longest or self.longest < 1:
@@ -41,6 +46,8 @@ class ProposalRule:
                 "expected 0 ≤ shortest ≤ longest and longest ≥ 1, got "
                 f"shortest={self.shortest}, longest={self.longest}"
             )
+        if self.path_tokens < 0:
+            raise ValueError(f"path_tokens must be 0 or more, got {self.path_tokens}")
         if self.max_children < 1:
             raise ValueError(f"max_children must be at least 1 (a chain), got {self.max_children}")
         if self.rank_by not in ("count", "weight"):
@@ -49,6 +56,11 @@ class ProposalRule:
             raise ValueError(f"prior must be finite and at least 0, got {self.prior}")
         if not self.min_chance <= 1:
             raise ValueError(f"min_chance must be at most 1, got {self.min_chance}")
+
+    @property
+    def context_tokens(self) -> int:
+        """The longest context of a guess: what the forest's `max_context` should be."""
+        return self.longest + self.path_tokens
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

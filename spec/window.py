@@ -24,12 +24,13 @@ class WindowConfig:
 
 
 def next_windows(
-    config: WindowConfig, window_A: np.ndarray, drafted_A: np.ndarray, accepted_A: np.ndarray
+    config: WindowConfig, window_A: np.ndarray, deepest_A: np.ndarray, accepted_A: np.ndarray
 ) -> np.ndarray:
-    """Windows after a round: +step where all guesses were right, back to start where one was not.
+    """Windows after a round: +step where as many guesses were right as the longest path has.
 
+    Else back to start. Of a chain that is all of them; of a tree siblings cannot all be right.
     A request without guesses keeps its window.
     """
     grown_A = np.minimum(window_A + config.step_tokens, config.most_tokens)
-    changed_A = np.where(accepted_A >= drafted_A, grown_A, config.start_tokens)
-    return np.where(drafted_A > 0, changed_A, window_A)
+    changed_A = np.where(accepted_A >= deepest_A, grown_A, config.start_tokens)
+    return np.where(deepest_A > 0, changed_A, window_A)

@@ -52,7 +52,7 @@ def history(golden, requests, rule):
         past = [golden[r.request_id].response_ids for r in requests if r.group_id == group]
         rewards = [float(i % 2) for i in range(len(past))]
         store.replace(key, of_group([almost(p, i) for i, p in enumerate(past)], rewards))
-    return HistoryDrafter(build_index(store, prompts, rule.longest), keys, rule)
+    return HistoryDrafter(build_index(store, prompts, rule), keys, rule)
 
 
 def make(kind, golden, requests):

@@ -85,7 +85,8 @@ def played_windows(rng, p, rounds, budget):
         window = int(budget.limits(live, 1)[0])
         right_N = np.cumprod(rng.random(window) < p).astype(bool)
         blank = np.zeros((1, window), np.int32)
-        drafts = Drafts(blank, blank, blank.astype(float), blank, np.array([window]))
+        chain = np.arange(-1, window - 1, dtype=np.int32)[None]
+        drafts = Drafts(blank, chain, blank.astype(float), blank, np.array([window]))
         checked = np.ones((1, window), bool)
         budget.observe(live, drafts, Outcome(True, right_N[None], checked))
         guesses, tokens = guesses + window, tokens + 1 + int(right_N.sum())

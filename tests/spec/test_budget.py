@@ -4,11 +4,12 @@ import dataclasses
 
 import numpy as np
 import pytest
+from drafts_by_hand import drafts
 
 from spec.budget import Aimd, Goodput, Off, TakeAll, make_budget
 from spec.drafter import LiveSlots, no_drafts
 from spec.lookup import LookupOutcome
-from spec.outcome import Outcome
+from spec.outcome import Outcome, of_round
 from spec.round_seconds import RoundTimes
 from spec.window import WindowConfig, next_windows
 
@@ -75,6 +76,23 @@ def test_aimd_follows_each_request():
     )  # nothing drafted, nothing learnt
     budget.observe(live(1), chains([3], 1.0), after(chains([3], 1.0), 1, [1]))  # drafted, not tried
     assert budget.limits(live(1), 4).tolist() == [6]
+
+
+def test_aimd_judges_a_tree_by_its_longest_path():
+    """Two branches of two guesses: no more than two can be right; siblings alone: one."""
+    budget = Aimd()
+    tree = drafts([(-1, 5, 0.6), (0, 6, 0.5), (-1, 7, 0.3), (2, 8, 0.2)], width=15)
+    tokens = np.array([[7, 8, 9]])
+
+    def observe(tree, num_nodes, emitted):
+        budget.observe(live(1), tree, of_round(tree, num_nodes, tokens, np.array([emitted])))
+        return budget.limits(live(1), 4).tolist()
+
+    assert observe(tree, 8, 3) == [4] and observe(tree, 8, 3) == [6]
+    assert observe(tree, 8, 2) == [2]  # the branch broke off after its first token
+    assert observe(tree, 4, 2) == [2]  # cut to three guesses the deepest path is of two still
+    siblings = drafts([(-1, 5, 0.6), (-1, 7, 0.3)], width=15)
+    assert observe(siblings, 4, 2) == [4] and observe(siblings, 4, 1) == [2]
 
 
 def test_aimd_closes_where_the_table_says_that_guesses_cost_more_than_they_bring():

@@ -2,44 +2,13 @@
 
 import numpy as np
 import pytest
+from live_by_hand import guesses, ids, live_texts
 
-from spec.drafter import LiveSlots
 from spec.group import DraftClient, DraftServer, GroupDrafter, Update
-from spec.history import HistoryDrafter, build_index
 from spec.ngram import NgramDrafter
-from spec.rollout_cache import RolloutCache, of_group
 from spec.suffix import ProposalRule
 
 CHAIN = ProposalRule(longest=4, shortest=1)
-
-
-def ids(*tokens):
-    return np.asarray(tokens, np.int32)
-
-
-def live(*rows, groups=None, prompt=2, first_id=0):
-    """Each row is the prompt and response of a request."""
-    A = len(rows)
-    tokens_BL = np.zeros((A, 32), np.int32)
-    for a, row in enumerate(rows):
-        tokens_BL[a, : len(row)] = row
-    names = np.arange(first_id, first_id + A)
-    totals = np.asarray([len(row) for row in rows], np.int32)
-    return LiveSlots(
-        np.arange(A, dtype=np.int32),
-        names,
-        np.zeros(A, np.int64) if groups is None else np.asarray(groups),
-        names,
-        np.full(A, prompt, np.int32),
-        totals,
-        np.full(A, 20),
-        tokens_BL,
-    )
-
-
-def guesses(drafter, view, most=4):
-    drafts = drafter.propose(view, np.full(len(view), most), most)
-    return [drafts.tokens_AN[a, : drafts.count_A[a]].tolist() for a in range(len(view))]
 
 
 def test_a_server_keeps_logs_and_hands_out_what_is_new():
@@ -66,7 +35,7 @@ def test_a_client_follows_registered_groups_until_their_time_is_over():
     client.register_group(0, ttl_s=10.0, now_s=100.0)
     client.apply(server.fetch(client.seen))
     assert client.seen == {0: 1} and client.expire(109.0) == []
-    view = live([8, 1, 2], [8, 1, 2], groups=[0, 1])
+    view = live_texts([8, 1, 2], [8, 1, 2], groups=[0, 1])
     drafts = client.batch_speculate(view, np.array([2, 2]), 4)
     assert drafts.tokens_AN[0, :2].tolist() == [3, 4] and drafts.count_A.tolist() == [2, 0]
     client.register_group(0, ttl_s=10.0, now_s=105.0)  # more time
@@ -78,67 +47,50 @@ def test_a_client_follows_registered_groups_until_their_time_is_over():
 def test_a_sibling_behind_is_given_what_the_one_ahead_said():
     drafter = GroupDrafter(CHAIN, update_tokens=1)
     ahead, behind = [50, 51, 1, 2, 3, 4, 9], [50, 51]
-    assert guesses(drafter, live(ahead, behind)) == [[], [1, 2, 3, 4]]
-    assert guesses(drafter, live(ahead, [50, 51, 1, 2])) == [[], [3, 4, 9]]
+    assert guesses(drafter, live_texts(ahead, behind)) == [[], [1, 2, 3, 4]]
+    assert guesses(drafter, live_texts(ahead, [50, 51, 1, 2])) == [[], [3, 4, 9]]
     # another group knows nothing of it
-    assert guesses(drafter, live([50, 51, 1, 2], groups=[1], first_id=7)) == [[]]
+    assert guesses(drafter, live_texts([50, 51, 1, 2], groups=[1], first_id=7)) == [[]]
 
 
 def test_a_finished_sibling_goes_on_helping_and_its_end_is_known():
     drafter = GroupDrafter(CHAIN, update_tokens=5)
-    one = live([50, 51, 1, 2, 0])
+    one = live_texts([50, 51, 1, 2, 0])
     guesses(drafter, one)
-    assert guesses(drafter, live([50, 51, 1], first_id=3)) == [[2, 0]]
+    assert guesses(drafter, live_texts([50, 51, 1], first_id=3)) == [[2, 0]]
     # of a request that has ended the rest is sent, however short
     other = GroupDrafter(CHAIN, update_tokens=100)
     guesses(other, one)
-    assert guesses(other, live([50, 51, 1], first_id=3)) == [[]]
+    assert guesses(other, live_texts([50, 51, 1], first_id=3)) == [[]]
     other.finished(one)
-    assert guesses(other, live([50, 51, 1], first_id=3)) == [[2, 0]]
+    assert guesses(other, live_texts([50, 51, 1], first_id=3)) == [[2, 0]]
 
 
 def test_the_more_frequent_branch_comes_first():
     drafter = GroupDrafter(CHAIN, update_tokens=1)
     rows = ([50, 51, 1, 7], [50, 51, 1, 8], [50, 51, 1, 8])
-    guesses(drafter, live(*rows))
-    assert guesses(drafter, live([50, 51, 1], first_id=9))[0][0] == 8
+    guesses(drafter, live_texts(*rows))
+    assert guesses(drafter, live_texts([50, 51, 1], first_id=9))[0][0] == 8
 
 
 def test_own_text_repeats_itself():
     rule = ProposalRule(longest=4, shortest=2)
     drafter = NgramDrafter(rule)
-    assert guesses(drafter, live([1, 2, 3, 4, 1, 2], [5, 6, 7]), most=2) == [[3, 4], []]
-    assert guesses(drafter, live([1, 2, 3, 4, 1, 2, 3], [5, 6, 7, 5, 6]), most=2) == [
+    assert guesses(drafter, live_texts([1, 2, 3, 4, 1, 2], [5, 6, 7]), most=2) == [[3, 4], []]
+    assert guesses(drafter, live_texts([1, 2, 3, 4, 1, 2, 3], [5, 6, 7, 5, 6]), most=2) == [
         [4, 1],
         [7, 5],
     ]
-    drafter.finished(live([1, 2, 3, 4, 1, 2, 3]))
+    drafter.finished(live_texts([1, 2, 3, 4, 1, 2, 3]))
     # the id may be another request's in a later phase
-    assert guesses(drafter, live([9, 9, 8, 8]), most=2) == [[]]
-
-
-def test_history_prefers_the_branch_of_the_largest_reward_sum():
-    store = RolloutCache()
-    tokens = [ids(1, 2, 7), ids(1, 2, 8), ids(1, 2, 8)]
-    store.replace("p", of_group(tokens, [1.0, 0.25, 0.5]))
-    index = build_index(store, {"p": ids(50, 51), "q": ids(60)}, 4)
-    assert set(index.trees) == {"p"} and index.num_tokens == 3 * 5
-
-    def drafter():
-        rule = ProposalRule(longest=4, shortest=1, rank_by="weight")
-        return HistoryDrafter(index, {0: "p", 1: "q"}, rule)
-
-    assert guesses(drafter(), live([50, 51], [50, 51], groups=[0, 1])) == [[1, 2, 7], []]
-    store.replace("p", of_group(tokens, [0.5, 0.25, 0.5]))
-    index = build_index(store, {"p": ids(50, 51)}, 4)
-    assert guesses(drafter(), live([50, 51, 1], groups=[0])) == [[2, 8]]
+    assert guesses(drafter, live_texts([9, 9, 8, 8]), most=2) == [[]]
 
 
 def test_more_requests_than_followers_at_first():
     drafter = GroupDrafter(CHAIN, update_tokens=1)
     rows = [[50, 51, i, i + 1, i + 2] for i in range(200)]
-    guesses(drafter, live(*rows))
-    got = guesses(drafter, live(*[row[:3] for row in rows], first_id=1000), most=1)
+    guesses(drafter, live_texts(*rows))
+    got = guesses(drafter, live_texts(*[row[:3] for row in rows], first_id=1000), most=1)
     assert got == [[i + 1] for i in range(200)]
-    drafter.finished(live(*[row[:3] for row in rows], first_id=1000))
-    assert guesses(drafter, live([50, 51, 7], first_id=5000), most=1) == [[8]]
+    drafter.finished(live_texts(*[row[:3] for row in rows], first_id=1000))
+    assert guesses(drafter, live_texts([50, 51, 7], first_id=5000), most=1) == [[8]]

@@ -3,7 +3,7 @@
 import numpy as np
 from drafts_by_hand import drafts
 
-from spec.outcome import of_plain, of_round
+from spec.outcome import deepest, of_plain, of_round
 
 
 def test_outcomes_by_hand():
@@ -20,3 +20,10 @@ def test_outcomes_by_hand():
     assert not got.tried and np.argwhere(got.right_AN).tolist() == [[0, 1], [0, 2]]
     # the fourth guess of the first request is for its third token, which is not known yet
     assert np.argwhere(got.checked_AN).tolist() == [[0, 0], [0, 1], [0, 2], [1, 0]]
+
+
+def test_the_longest_path_of_what_was_checked():
+    tree = drafts([(-1, 5, 1.0), (-1, 6, 0.5), (1, 7, 0.4), (2, 5, 0.3)], [(-1, 5, 1.0)], [])
+    tokens, emitted = np.array([[6, 7, 9]] * 3), np.array([3, 1, 1])
+    assert deepest(tree, of_round(tree, 5, tokens, emitted).checked_AN).tolist() == [3, 1, 0]
+    assert deepest(tree, of_round(tree, 3, tokens, emitted).checked_AN).tolist() == [1, 1, 0]

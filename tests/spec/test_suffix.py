@@ -134,6 +134,31 @@ def test_contexts_are_cut_to_max_context():
     assert [(t, p) for t, p, _ in chain] == [(1, -1), (3, 0)]
 
 
+def test_a_draft_goes_down_one_branch():
+    """Guesses are chosen by the match and all guesses above them, whatever `longest` cuts off."""
+    texts = [1, 2, 5, 6, 7, 8], [3, 4, 5, 6, 7, 9], [3, 4, 5, 6, 7, 9]
+    forest, tree, _ = grown(*texts, max_context=6)
+    rule = ProposalRule(longest=2, shortest=2)
+    assert rule.context_tokens == 34
+    assert [t for t, _, _ in proposed(forest, tree, [1, 2], rule, 6)[0]] == [5, 6, 7, 8]
+    # two tokens know nothing of where the draft began, three forget it after the first guess
+    for path_tokens in (0, 1):
+        short = dataclasses.replace(rule, path_tokens=path_tokens)
+        assert [t for t, _, _ in proposed(forest, tree, [1, 2], short, 6)[0]] == [5, 6, 7, 9]
+
+
+def test_followers_may_match_less_than_the_forest_counts():
+    forest, tree, (first, _) = grown([1, 2, 3, 4, 5], [9, 3, 4, 6])
+    followers, tokens_BL = Followers.of([tree]), np.array([[1, 2, 3, 4]], np.int32)
+    for length in (2, 4):
+        forest.follow(followers, tokens_BL, [0], [length], longest=2)
+        assert followers.matched_F[0] == 2
+    forest.remove(first)
+    forest.follow(followers, tokens_BL, [0], [4], longest=2)
+    forest.propose(followers, ProposalRule(2), [1], out := no_drafts(1, 1))
+    assert (followers.matched_F[0], out.tokens_AN[0, 0]) == (2, 6)
+
+
 def test_removal_and_rebuilding():
     forest, tree, (first, second, third) = grown([1, 2, 3, 4], [1, 2, 5], [1, 2, 5, 6])
     followers = follower_of(forest, tree, [1, 2, 3])
@@ -274,6 +299,7 @@ def test_threads_take_turns():
         (lambda f, t, s: ProposalRule(max_children=0), "at least 1"),
         (lambda f, t, s: ProposalRule(rank_by="reward"), "'count' or 'weight'"),
         (lambda f, t, s: ProposalRule(prior=-1.0), "prior"),
+        (lambda f, t, s: ProposalRule(path_tokens=-1), "path_tokens must be 0 or more, got -1"),
         (lambda f, t, s: f.add(t, [1], float("nan")), "finite"),
         (lambda f, t, s: f.append(s, [1, -1]), r"got -1 … 1"),
         (lambda f, t, s: f.append(s, [2**31]), "2³¹−1"),
@@ -288,6 +314,7 @@ def test_threads_take_turns():
         (lambda f, t, s: f.follow(Followers.of([t]), ZEROS, [0], [3]), "length 3 of 2"),
         (lambda f, t, s: f.follow(Followers.of([t]), ZEROS, [0], [1], [1]), "no follower 1"),
         (lambda f, t, s: f.follow(Followers.of([t]), ZEROS, [0, 0], [1]), "one row"),
+        (lambda f, t, s: f.follow(Followers.of([t]), ZEROS, [0], [1], longest=33), "longest"),
         (lambda f, t, s: f.propose(Followers.of([t]), ProposalRule(40), [1], OUT), "max_context"),
         (lambda f, t, s: f.propose(Followers.of([t]), ProposalRule(), [1, 1], OUT), "1 limits"),
     ],
@@ -300,6 +327,19 @@ def test_errors_say_what_was_expected(call, message):
 
 
 ZEROS, OUT = np.zeros((1, 2), np.int32), no_drafts(1, 1)
+
+
+@pytest.mark.parametrize("held", ["states", "tokens"])
+def test_what_int32_cannot_number_is_refused_before_anything_grows(held):
+    forest, tree, (sequence,) = grown([1, 2])
+    if held == "states":
+        forest._arena.pools[kernels.STATE_POOL, kernels.TAKEN] = LARGEST - 5
+    else:
+        forest._held_tokens = LARGEST - 4
+    size = forest.num_bytes
+    with pytest.raises(OverflowError, match=r"2,147,483,647 states.*3 more: use several forests"):
+        forest.append(sequence, [1, 2, 3])
+    assert forest.num_bytes == size and forest.count(tree, [1, 2]) == 1
 
 
 def test_read_only_and_strided_arrays_serve():

@@ -63,6 +63,7 @@ class Brute:
     def propose(self, found, context, rule, max_nodes):
         """(token, parent, chance) of each guess."""
         length = min(self.match(found, context), rule.longest)
+        most = min(self.most, rule.longest + rule.path_tokens)
         while length >= rule.shortest:
             start = context[len(context) - length :]
             if self.children(found, start, rule):
@@ -78,7 +79,7 @@ class Brute:
             for token, count in self.children(found, context, rule):
                 of_child = chance * (count / total)
                 if of_child >= rule.min_chance:
-                    after = (context + bytes([token]))[-self.most :]
+                    after = (context + bytes([token]))[-most:]
                     waiting.append((-of_child, born, token, parent, after))
                     born += 1
 
@@ -101,6 +102,8 @@ RULES = (
     ProposalRule(7, 0, 4, "count", 0.0, 0.2),
     ProposalRule(7, 1, 4, "weight", 1.0),
     ProposalRule(1, 0, 2, "weight", 0.0, 0.4),
+    ProposalRule(1, 1, 2, "count", 0.5, path_tokens=0),
+    ProposalRule(2, 1, 1, "weight", path_tokens=1),
 )
 MAX_NODES = 7
 CASES = 10_000
