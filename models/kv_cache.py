@@ -96,35 +96,49 @@ def pin(rows: jax.Array) -> jax.Array:
 
 
 def write_keys(keys_BKhS: jax.Array, new_BNKh: jax.Array, start_B: jax.Array) -> jax.Array:
-    """Put N new keys at positions `start … start+N−1` of each row; needs start+N <= S."""
-    new_BKhN = new_BNKh.transpose(0, 2, 3, 1).astype(keys_BKhS.dtype)
-    return jax.vmap(lambda row, new, s: jax.lax.dynamic_update_slice(row, new, (0, 0, s)))(
-        keys_BKhS, new_BKhN, start_B
-    )
+    """Put N new keys at positions `start … start+N−1` of each row; none where they do not fit."""
+    return _write(keys_BKhS, new_BNKh.transpose(0, 2, 3, 1), start_B, KEY_AXIS)
 
 
 def write_values(values_BKSh: jax.Array, new_BNKh: jax.Array, start_B: jax.Array) -> jax.Array:
-    """Put N new values at positions `start … start+N−1` of each row; needs start+N <= S."""
-    new_BKNh = new_BNKh.transpose(0, 2, 1, 3).astype(values_BKSh.dtype)
-    return jax.vmap(lambda row, new, s: jax.lax.dynamic_update_slice(row, new, (0, s, 0)))(
-        values_BKSh, new_BKNh, start_B
+    """Put N new values at positions `start … start+N−1` of each row; none where they do not fit."""
+    return _write(values_BKSh, new_BNKh.transpose(0, 2, 1, 3), start_B, VALUE_AXIS)
+
+
+def _write(rows: jax.Array, new: jax.Array, start_B: jax.Array, axis: int) -> jax.Array:
+    """One window a row, along `axis`; a window that does not lie inside its row is dropped.
+
+    Unlike `dynamic_update_slice`, which would move it: rows at rest, whose start is the row's
+    end, are written nowhere.
+    """
+    dims = jax.lax.ScatterDimensionNumbers(
+        update_window_dims=(0, 1, 2),
+        inserted_window_dims=(),
+        scatter_dims_to_operand_dims=(axis - 1,),
     )
+
+    def one(row: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
+        return jax.lax.scatter(
+            row, start[None], new, dims, mode=jax.lax.GatherScatterMode.FILL_OR_DROP
+        )
+
+    return jax.vmap(one)(rows, new.astype(rows.dtype), start_B)
 
 
 def compact(cache: KVCache, start_B: jax.Array, path_BN: jax.Array) -> KVCache:
     """Move entry `start + path[j]` to `start + j` for every j < N.
 
     `path` lists the accepted nodes of a tree whose entries were written at
-    `start`; what it holds beyond their count is dead after the move.
+    `start`; what it holds beyond their count is dead after the move. Rows whose
+    entries did not fit are left as they are.
     """
     N = path_BN.shape[1]
 
     def move(rows: jax.Array, axis: int) -> jax.Array:
-        def one(row: jax.Array, start: jax.Array, path_N: jax.Array) -> jax.Array:
+        def moved(row: jax.Array, start: jax.Array, path_N: jax.Array) -> jax.Array:
             window = jax.lax.dynamic_slice_in_dim(row, start, N, axis - 1)
-            moved = jnp.take(window, path_N, axis - 1, mode="clip")
-            return jax.lax.dynamic_update_slice_in_dim(row, moved, start, axis - 1)
+            return jnp.take(window, path_N, axis - 1, mode="clip")
 
-        return pin(jax.vmap(one)(rows, start_B, path_BN))
+        return pin(_write(rows, jax.vmap(moved)(rows, start_B, path_BN), start_B, axis))
 
     return map_arrays(move, cache)

@@ -301,7 +301,8 @@ def hidden_with_cache(
 
     Entries go to `start … start+N−1` of each row; node n then attends where
     `mask_BNS` allows (its own entry included). `positions_BN` are the rotary
-    positions. Requires `start + N <= S`. Returns ([B, N, D], cache).
+    positions. A row where `start + N > S` is written nowhere, and what comes of its nodes
+    means nothing. Returns ([B, N, D], cache).
     """
     rope = rope_turns(config, positions_BN)
     keys, values, outputs = list(cache.keys), list(cache.values), []

@@ -353,8 +353,7 @@ class Engine(Replica):
         whole_rows = rows[whole].tolist()
         phase.guessing.finished(table.view(rows[whole]))
         if phase.catcher is not None:
-            written = self.stats.timeline[-1].num_nodes
-            self._rows.catch(whole_rows, phase.catcher, phase.policy_version, written)
+            self._rows.catch(whole_rows, phase.catcher, phase.policy_version)
         return [table.retire(b, phase.stop_ids, phase.policy_version) for b in whole_rows]
 
     def _end_chunks(self, feed: Feed, rows: Sequence[int]) -> None:

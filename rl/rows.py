@@ -144,17 +144,11 @@ class Rows:
             for row, kv in zip(rows, kvs, strict=True)
         ]
 
-    def catch(
-        self, rows: Sequence[int], catcher: Catcher, policy_version: int, written: int
-    ) -> None:
-        """Give responses that have ended to the catcher, with the hidden states of their rows.
-
-        Rounds that went on after a row had ended have written their `written` entries over the
-        last ones of a full row: these are left out.
-        """
-        table, most = self.table, self.num_positions - written
+    def catch(self, rows: Sequence[int], catcher: Catcher, policy_version: int) -> None:
+        """Give responses that have ended to the catcher, with the hidden states of their rows."""
+        table = self.table
         rows = [row for row in rows if catcher.wants(int(table.total_tokens_B[row]))]
-        lengths = np.minimum(table.cached_tokens_B[np.asarray(rows, np.int64)], most).tolist()
+        lengths = table.cached_tokens_B[np.asarray(rows, np.int64)].tolist()
         found = self._replica.read_features(self.cache, rows, lengths)
         for row, caught_TW in zip(rows, found, strict=True):
             tokens_T = table.tokens_BL[row, : len(caught_TW) + 1].copy()

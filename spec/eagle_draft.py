@@ -71,9 +71,10 @@ def absorb(
     *,
     config: EagleConfig,
 ) -> KVCache:
-    """Write the keys and values of entries start … start + C − 1; needs start + C ≤ S.
+    """Write the keys and values of entries start … start + C − 1.
 
-    `tokens_BC[:, j]` is the token after entry start + j.
+    `tokens_BC[:, j]` is the token after entry start + j. A row whose `start` is the end of
+    the cache is at rest: it is written nowhere.
     """
     return _absorb(config, params, frozen, cache, caught_B1SW, tokens_BC, start_B)[0]
 
@@ -105,13 +106,14 @@ def draft(
 
     `depth` is traced, at most `max_depth`. Log-probabilities are those at `temperature` (0: at
     1). With `noise` each node's first child is what the drafter draws with the noise of that
-    position, and has `COUPLED_CHANCE`; the others share the rest. Returns the cache and int32
+    position, and has `COUPLED_CHANCE`; the others share the rest. Rows at rest are those of
+    `absorb`; nothing is to be read from what they guess. Returns the cache and int32
     [B, 3 M + 1]: tokens, parents (−1: the root), bits of the chances, count.
     """
     S, last_B = caught_B1SW.shape[2], length_B - 1
     guesser = _Guesser(config, params, frozen, temperature, noise, top_k, scheme)
     cache, g_BCD = _absorb(config, params, frozen, cache, caught_B1SW, tokens_BC, start_B)
-    query_B1 = (last_B - start_B)[:, None]
+    query_B1 = jnp.maximum(last_B - start_B, 0)[:, None]  # 0: a row at rest
     tokens_B1 = jnp.take_along_axis(tokens_BC, query_B1, axis=1)
     g_B1D = jnp.take_along_axis(g_BCD, query_B1[:, :, None], axis=1)
     committed_BS = jnp.arange(cache.num_positions) < jnp.minimum(length_B, S)[:, None]

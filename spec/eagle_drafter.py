@@ -97,8 +97,8 @@ class EagleDrafter:
         length_B = np.ones(B, np.int32)
         length_B[rows] = length_A
         while (length_A - self._known_B[rows]).max() > _window(S):
-            cache = self._absorb(weights, cache, caught_B1SW, live, length_B)
-        start_B = self._start(length_B, S, _window(S))
+            cache = self._absorb(weights, cache, caught_B1SW, live)
+        start_B = self._start(live, cache, S, _window(S))
         tokens_BC = _following(live, start_B, _window(S))
         self._cache, packed = eagle_draft.draft(
             *self._shared(weights, cache, caught_B1SW, tokens_BC, start_B),
@@ -144,22 +144,28 @@ class EagleDrafter:
         cache: KVCache,
         caught: jax.Array,
         live: LiveSlots,
-        length_B: np.ndarray,
     ) -> KVCache:
-        """One wide window of every row that lacks some."""
-        S = caught.shape[2]
-        start_B = self._start(length_B, S, _wide(S))
+        """One wide window of every live row."""
+        S, rows = caught.shape[2], live.rows_A
+        start_B = self._start(live, cache, S, _wide(S))
         tokens_BC = _following(live, start_B, _wide(S))
         cache = eagle_draft.absorb(
             *self._shared(weights, cache, caught, tokens_BC, start_B), config=self._config
         )
-        self._known_B = np.minimum(start_B + _wide(S), length_B).astype(np.int32)
+        self._known_B[rows] = np.minimum(start_B[rows] + _wide(S), live.total_tokens_A - 1)
         return cache
 
-    def _start(self, length_B: np.ndarray, num_positions: int, window: int) -> np.ndarray:
-        """Where a window begins: at the first entry that is not known, or before."""
-        known_B = np.minimum(self._known_B, length_B - 1)
-        return np.clip(known_B, 0, num_positions - window).astype(np.int32)
+    def _start(
+        self, live: LiveSlots, cache: KVCache, num_positions: int, window: int
+    ) -> np.ndarray:
+        """Where a window begins: at the first entry that is not known, or before.
+
+        Of rows that are not live at the end of the cache: they are written nowhere.
+        """
+        start_B = np.full(cache.num_slots, cache.num_positions, np.int32)
+        known_A = np.minimum(self._known_B[live.rows_A], live.total_tokens_A - 2)
+        start_B[live.rows_A] = np.clip(known_A, 0, num_positions - window)
+        return start_B
 
     def _shared(
         self,

@@ -252,14 +252,11 @@ class SmallModelDrafter:
         """Chains from the ends of these rows: (tokens_AK, chance_AK), the round's one fetch."""
         held, W = self._held, self.config.window_tokens
         table_BX = np.zeros((len(held), W + len(COLUMNS)), np.int32)
-        # other rows compute along where they end
-        total_B = np.maximum(held.known_B, 1)
-        total_B[rows_A] = live.total_tokens_A
-        first_B = np.maximum(total_B - W, 0)
-        table_BX[:, :W] = held.tokens_BS[np.arange(len(held))[:, None], first_B[:, None] + range(W)]
-        table_BX[:, W] = total_B
+        first_A = np.maximum(live.total_tokens_A - W, 0)
+        table_BX[rows_A, :W] = held.tokens_BS[rows_A[:, None], first_A[:, None] + range(W)]
         emitted_A = live.total_tokens_A - live.prompt_tokens_A
-        table_BX[rows_A, W + 1 :] = np.stack([emitted_A, live.request_ids_A, most_A], axis=1)
+        columns = live.total_tokens_A, emitted_A, live.request_ids_A, most_A
+        table_BX[rows_A, W:] = np.stack(columns, axis=1)  # other rows are at rest: most of 0
         cache, self._cache = self._cache, None
         self._cache, packed = draft_chains(
             self._params, cache, self._put(table_BX), self._draws, **self._chain_options()

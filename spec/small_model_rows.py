@@ -68,9 +68,7 @@ class HeldRows:
         a, k = np.nonzero(np.arange(tokens_AK.shape[1]) < count_A[:, None])
         self.tokens_BS[rows_A[a], total_A[a] + k] = tokens_AK[a, k]
         self.filled_B[rows_A] = total_A + count_A
-        # other chains may have gone on, over the last position
-        last = self.tokens_BS.shape[1] - 1
-        self.known_B[rows_A] = np.minimum(total_A + count_A - 1, last)
+        self.known_B[rows_A] = total_A + count_A - 1
         self.drafted_at_B[rows_A], self.drafted_B[rows_A] = total_A, count_A
 
     def ended(self, live: LiveSlots) -> None:

@@ -86,15 +86,16 @@ def draft_chains(
     entries before these must be known. Each further pass computes the guess before. Chains end
     together, once each has its `most` guesses or too small a chance. Without a `scheme` guesses
     are the likeliest tokens, else draws with the noise of `request_id` at response positions
-    `emitted` …; their chance is the product of the model's own probabilities. Requires
-    `total + most <= S`. The result is packed, for `unpack`.
+    `emitted` …; their chance is the product of the model's own probabilities. Rows with a `most`
+    of 0 are at rest: written nowhere; nor is a row behind its `most`. Requires `total + most <= S`.
+    The result is packed, for `unpack`.
     """
     B, W, K, S = table_BX.shape[0], window_tokens, most_tokens, cache.num_positions
     total_B, emitted_B, ids_B, most_B = table_BX[:, W:].T
     keys_B = sampling.request_keys(draws.key, ids_B)
-    first_B = jnp.maximum(total_B - W, 0)
+    first_B = jnp.where(most_B > 0, jnp.maximum(total_B - W, 0), S)  # S: written nowhere
     hidden_BWD, cache = _pass(config, params, cache, table_BX[:, :W], first_B)
-    last_B11 = (total_B - first_B - 1)[:, None, None]
+    last_B11 = jnp.maximum(total_B - first_B - 1, 0)[:, None, None]
     hidden_B1D = jnp.take_along_axis(hidden_BWD, last_B11, axis=1)
 
     def guess(k: jax.Array, hidden_B1D: jax.Array, drawn: tuple) -> tuple:
@@ -114,8 +115,7 @@ def draft_chains(
     def step(carry: tuple) -> tuple:
         k, cache, drawn = carry
         token_B1 = jax.lax.dynamic_slice_in_dim(drawn[0], k - 1, 1, axis=1)
-        # rows that have enough compute along, up to the end of the cache: no live entry is there
-        at_B = jnp.minimum(total_B + k - 1, S - 1)
+        at_B = jnp.where(k < most_B, total_B + k - 1, S)  # rows that have enough compute along
         hidden_B1D, cache = _pass(config, params, cache, token_B1, at_B)
         return k + 1, cache, guess(k, hidden_B1D, drawn)
 

@@ -31,8 +31,8 @@ class Slots:
 
     `length` counts live cache positions, `emitted` the response tokens so far,
     `limit` how many there may be. `keys` are the requests' noise keys; with `contexts`
-    noise goes by content, else by position. A slot that is not `active` computes along,
-    emits nothing, and changes nothing of its own.
+    noise goes by content, else by position. A slot that is not `active` is at rest: it
+    computes along, emits nothing, and its row of the cache is written nowhere.
     """
 
     last_token: jax.Array
@@ -143,8 +143,8 @@ def verify(
     tree = DraftTree(tree.tokens_BN.at[:, 0].set(slots.last_token), tree.parents_BN)
     reach_BNN = ancestors(tree.parents_BN)
     depth_BN = depths(reach_BNN)
-    # a slot at rest writes behind its live entries too, so that its prompt's stay usable
-    start_B = jnp.minimum(slots.length, cache.num_positions - N)
+    # a slot at rest is written nowhere: its prompt, or its request, may be taken up again
+    start_B = jnp.where(slots.active, slots.length, cache.num_positions)
     mask_BNS = node_mask(start_B, reach_BNN, cache.num_positions)
     hidden_BND, cache = transformer.hidden_with_cache(
         config, params, cache, tree.tokens_BN, start_B[:, None] + depth_BN, start_B, mask_BNS
