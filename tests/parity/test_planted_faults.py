@@ -7,13 +7,16 @@ checks as in the other tests then look at what the engine gives.
 import jax
 import jax.numpy as jnp
 import pytest
-from parity_drafters import Bushy, Overrunning
-from parity_model import SAMPLINGS, TOLERANCE, differences, misscored
+from parity_chunks import CONFIG, SEEDS, in_chunks, make_requests
+from parity_drafters import Bushy, Overrunning, RandomTrees
+from parity_model import MODEL, SAMPLINGS, TOLERANCE, differences, misscored, naive_rollout
+from test_parity_lookup import LookUp, with_texts
 
 import rl.engine
-from models import kv_cache
+from models import kv_cache, transformer
 from rl import cache_steps
-from spec import sampling, verify
+from rl.engine import Engine
+from spec import lookup, sampling, verify
 
 pytestmark = pytest.mark.parity
 
@@ -29,7 +32,7 @@ def plant(monkeypatch, golden):
 
         return jax.jit(
             anew,
-            static_argnames=("config", "scheme", "max_rounds"),
+            static_argnames=("config", "scheme", "max_rounds", "num_nodes"),
             donate_argnums=(1, 2),
         )
 
@@ -37,6 +40,7 @@ def plant(monkeypatch, golden):
         monkeypatch.setattr(module, name, fault)
         monkeypatch.setattr(rl.engine, "verify_round", fresh(verify.verify_round))
         monkeypatch.setattr(rl.engine, "decode_rounds", fresh(verify.decode_rounds))
+        monkeypatch.setattr(rl.engine, "lookup_rounds", fresh(lookup.lookup_rounds))
 
     return put
 
@@ -165,3 +169,38 @@ def test_prompts_of_the_wrong_row(golden, rollout, monkeypatch):
 
     monkeypatch.setattr(cache_steps, "insert_rows", insert)
     assert differences(golden("plain"), rollout("plain"))
+
+
+@pytest.mark.parametrize("kind", ["plain", "trees", "lookups"])
+def test_rows_at_rest_that_are_written_to(params, plant, kind):
+    """Windows that do not fit are moved to the row's end, as `dynamic_update_slice` does."""
+    requests = make_requests()
+    want = naive_rollout(MODEL, params, requests, SAMPLINGS["plain"])
+    forward, compact = transformer.hidden_with_cache, kv_cache.compact
+
+    def inside(cache, start_B, num_nodes):
+        return jnp.minimum(start_B, cache.num_positions - num_nodes)
+
+    def hidden(config, params, cache, tokens_BN, positions_BN, start_B, mask_BNS):
+        start_B = inside(cache, start_B, tokens_BN.shape[1])
+        return forward(config, params, cache, tokens_BN, positions_BN, start_B, mask_BNS)
+
+    plant(transformer, "hidden_with_cache", hidden)
+    plant(
+        kv_cache,
+        "compact",
+        lambda cache, start_B, path_BN: compact(
+            cache, inside(cache, start_B, path_BN.shape[1]), path_BN
+        ),
+    )
+
+    def found(seed):
+        options = {
+            "plain": {},
+            "trees": {"drafter": RandomTrees(want)},
+            "lookups": {"drafter": with_texts(want, requests), "budget": LookUp()},
+        }[kind]
+        return differences(want, in_chunks(engine, params, "plain", requests, seed, **options)[0])
+
+    engine = Engine(MODEL, CONFIG)
+    assert any(found(seed) for seed in SEEDS)

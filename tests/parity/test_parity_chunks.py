@@ -1,0 +1,111 @@
+"""Chunks that end at every offset of a bucket, on every kind of round, beside rows at rest.
+
+A row at rest holds a prompt that a sibling may take, or a request that goes on: rounds of the
+other rows must write nothing to it, wherever it ends.
+"""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from parity_chunks import CONFIG, SEEDS, in_chunks, make_requests
+from parity_drafters import RandomTrees
+from parity_model import MODEL, SAMPLINGS, STEP_KEY, differences, naive_rollout
+from test_parity_learned import Keeps, hidden, learned
+from test_parity_lookup import LookUp, with_texts
+from test_parity_reuse import changed, rule, with_cached
+from test_parity_small_model import SMALL, drafter
+
+from rl.engine import Engine
+from spec import eagle
+from spec.budget import TakeAll
+from spec.small_model import SmallModelConfig
+
+pytestmark = pytest.mark.parity
+
+EVERY_OFFSET = set(range(7, 40))  # of a bucket of 32, and some beyond
+
+
+@pytest.fixture(scope="module")
+def chunked():
+    return make_requests()
+
+
+@pytest.fixture(scope="module")
+def want(params, chunked, full_precision):
+    return naive_rollout(MODEL, params, chunked, SAMPLINGS["plain"])
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return Engine(MODEL, CONFIG)
+
+
+@pytest.fixture(scope="module")
+def keeping():
+    layers = eagle.config_for(MODEL, "eagle").feature_layers
+    return Engine(MODEL, CONFIG, feature_layers=layers)
+
+
+@pytest.fixture
+def check(params, chunked, want):
+    """Run in chunks, several times; `options(engine)` are made anew for each run."""
+
+    def run(engine, options, requests=chunked):
+        offsets, nodes = set(), set()
+        for seed in SEEDS:
+            got, ended = in_chunks(engine, params, "plain", requests, seed, **options())
+            assert not differences(want, got)
+            offsets |= ended
+            nodes |= {n for _, n, _ in engine.stats.rounds}
+        assert offsets >= EVERY_OFFSET
+        return nodes
+
+    return run
+
+
+def test_plain(check, engine):
+    assert check(engine, dict) == {1}
+
+
+def test_trees(check, engine, want):
+    assert 4 in check(engine, lambda: {"drafter": RandomTrees(want), "budget": TakeAll()})
+
+
+def test_lookups(check, engine, want, chunked):
+    def options():
+        return {"drafter": with_texts(want, chunked), "budget": LookUp()}
+
+    assert 4 in check(engine, options)
+
+
+def test_a_small_model(check, engine, params):
+    small = dataclasses.replace(params, layers=params.layers[:1])
+    config = SmallModelConfig(
+        min_rows=8, min_positions=32, window_tokens=4, chunk_tokens=32, max_draft_tokens=3
+    )
+    assert 4 in check(engine, lambda: {"drafter": drafter(small, "plain", SMALL, config)})
+
+
+def test_a_learned_drafter_and_the_states_that_it_reads(check, keeping, params):
+    catchers = []
+
+    def options():
+        catchers.append(Keeps())
+        site = keeping.site(params, SAMPLINGS["plain"], STEP_KEY)
+        return {"drafter": learned("eagle").drafter_at(site), "catcher": catchers[-1]}
+
+    assert 4 in check(keeping, options)
+    for catcher in catchers:
+        for caught in catcher.sequences:
+            n = len(caught.caught_TW)
+            assert n == len(caught.tokens_T) - 1
+            tokens = np.zeros((1, 64), np.int32)
+            tokens[0, :n] = caught.tokens_T[:n]
+            whole = np.asarray(hidden(MODEL, params, tokens))[0, :n]
+            np.testing.assert_allclose(caught.caught_TW[:, -MODEL.d_model :], whole, atol=1e-4)
+
+
+def test_reuse(check, engine, want, chunked):
+    given = with_cached(chunked, lambda r: changed(want, r))
+    assert check(engine, lambda: {"rule": rule("coupled")}, given) == {1}
