@@ -209,3 +209,36 @@ def test_a_deeper_search_compiles_nothing() -> None:
     before = eagle_draft.draft._cache_size()
     drafted(*setup, None, K=2, depth=4, M=6)
     assert eagle_draft.draft._cache_size() == before
+
+
+def test_rows_at_rest_are_written_nowhere() -> None:
+    """Their window begins at the end of the cache; what others guess is as it was."""
+    config, params, frozen, caught, tokens = make("eagle", None)
+    most, C = 3, 4
+    window = jnp.asarray(tokens[:, 1 : 1 + C])
+    zeros = eagle_draft.empty_cache(config, B, S, 2, most, jnp.float32)
+    rng = np.random.default_rng(0)
+    held = jax.tree.map(lambda x: rng.normal(size=x.shape).astype(np.float32), zeros)
+
+    def run(step, start_B, *args, **options):
+        cache = jax.tree.map(jnp.asarray, held)
+        start = jnp.asarray(start_B, jnp.int32)
+        return step(params, frozen, cache, caught, window, start, *args, config=config, **options)
+
+    def draft(start_B):
+        args = jnp.asarray(LENGTH_B * 0 + C), jnp.int32(most), jnp.float32(1.0)
+        options = {"top_k": 2, "max_depth": most, "num_guesses": 5}
+        return run(eagle_draft.draft, start_B, *args, **options)
+
+    rest, end = 1, zeros.num_positions
+    start_B = np.where(np.arange(B) == rest, end, 0)
+    cache, packed = draft(start_B)
+    for after in (cache, run(eagle_draft.absorb, start_B)):
+        for got, old, axis in zip(
+            jax.tree.leaves(after), jax.tree.leaves(held), (3, 2), strict=True
+        ):
+            # behind S is room for the nodes of one call
+            changed = np.moveaxis(np.asarray(got) != old, axis, 1)[:, :S].reshape(B, -1).any(axis=1)
+            np.testing.assert_array_equal(changed, np.arange(B) != rest)
+    alone = draft(np.zeros(B))[1]
+    np.testing.assert_array_equal(np.delete(packed, rest, 0), np.delete(alone, rest, 0))

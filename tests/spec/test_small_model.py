@@ -304,3 +304,28 @@ def test_another_way_to_guess_is_refused():
 def test_bad_settings_are_named(change, words):
     with pytest.raises(ValueError, match=words):
         dataclasses.replace(CONFIG, **change)
+
+
+def test_rows_at_rest_and_chains_that_have_ended_are_written_nowhere():
+    B, S, W, most_B = 4, 32, 4, np.array([0, 5, 2, 0])
+    total_B = np.array([S, 9, 7, 3])
+    zeros = small_model.empty_cache(
+        np.zeros((), np.float32), config=MODEL, num_rows=B, num_positions=S
+    )
+    rng = np.random.default_rng(0)
+    held = jax.tree.map(lambda x: rng.normal(size=x.shape).astype(np.float32), zeros)
+    table_BX = np.zeros((B, W + 4), np.int32)
+    table_BX[:, W], table_BX[:, W + 3] = total_B, most_B
+    draws = small_model.Draws(
+        np.float32(1), np.int32(0), np.float32(1), np.float32(0), jax.random.key(0)
+    )
+    static = {"config": MODEL, "scheme": None, "window_tokens": W, "most_tokens": 6}
+    after, _ = small_model.draft_chains(
+        PARAMS, jax.tree.map(jax.numpy.asarray, held), table_BX, draws, **static
+    )
+    at_S = np.arange(S)
+    for got, old, axis in zip(after.values, held.values, (2,) * len(held.values), strict=True):
+        changed_BS = np.moveaxis(np.asarray(got) != old, axis, 1).reshape(B, S, -1).any(axis=2)
+        for b, (total, most) in enumerate(zip(total_B, most_B, strict=True)):
+            window = (at_S >= total - W) & (at_S < total + most - 1) & (most > 0)
+            np.testing.assert_array_equal(changed_BS[b], window)

@@ -5,9 +5,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from models import transformer
+from models.config import ModelConfig
+from models.kv_cache import KVCache
 from spec.drafter import plant, stack
+from spec.lookup import CONTEXT_TOKENS, Texts, lookup_rounds
 from spec.tree import PADDING, Draft, DraftTree, ancestors, chain
-from spec.verify import Emitted, Slots, _advance, node_mask, walk
+from spec.verify import (
+    Emitted,
+    Slots,
+    _advance,
+    decode_rounds,
+    node_mask,
+    verify_round,
+    walk,
+)
 
 N = 6
 WALK = jax.jit(walk)
@@ -143,3 +155,56 @@ def test_commit_of_a_round():
     np.testing.assert_array_equal(after.length, [6, 7, 6, 4])
     np.testing.assert_array_equal(after.emitted, [4, 5, 4, 2])
     np.testing.assert_array_equal(after.active, [True, False, False, False])
+
+
+TINY = ModelConfig("llama", 20, 16, 1, 2, 1, 8, 16, max_positions=64)
+S = 16
+
+
+def full_cache(B):
+    """A cache with hidden states, all of it live."""
+    rng = np.random.default_rng(0)
+
+    def rows(*shape):
+        return (jnp.asarray(rng.normal(size=(B, 1, *shape)), jnp.float32),)
+
+    return KVCache(rows(8, S), rows(S, 8), rows(S, 16))
+
+
+def rounds(kind, params, cache, slots):
+    stop_E = np.asarray([-1], np.int32)
+    static = {"config": TINY, "scheme": "cdf"}
+    counts = np.int32(3), np.int32(99)
+    B, num_nodes = len(slots.length), 4
+    if kind == "trees":
+        parents_BN = np.tile(np.asarray([-1, 0, 0, 1], np.int32), (B, 1))
+        tree = DraftTree(np.ones((B, num_nodes), np.int32), parents_BN)
+        return verify_round(params, cache, slots, tree, stop_E, **static)[0]
+    if kind == "plain":
+        return decode_rounds(params, cache, slots, stop_E, *counts, **static, max_rounds=3)[0]
+    context_BK = np.ones((B, CONTEXT_TOKENS), np.int32)
+    texts = Texts(np.ones((B, 32), np.int32), context_BK, np.zeros(B, np.int32))
+    static |= {"num_nodes": num_nodes, "max_rounds": 3}
+    return lookup_rounds(params, cache, slots, stop_E, texts, *counts, **static)[0]
+
+
+@pytest.mark.parametrize("kind", ["plain", "trees", "lookups"])
+def test_rows_at_rest_are_written_nowhere(kind):
+    """Wherever they end, and where rounds go on after a row has come to rest."""
+    params = transformer.init(TINY, jax.random.key(0))
+    length_B = np.asarray([0, 3, S - 3, S - 1, S, 4, S - 1], np.int32)
+    active_B = np.asarray([0, 0, 0, 0, 0, 1, 1], bool)
+    limit_B = np.asarray([5, 5, 5, 5, 5, 9, 1], np.int32)
+    if kind != "plain":  # trees need their room in active rows
+        active_B[-1] = False
+    before = full_cache(len(length_B))
+    want = jax.tree.map(np.asarray, before)
+    slots = make_slots(
+        len(length_B), length=length_B, active=active_B, limit=limit_B, emitted=limit_B * 0
+    )
+    after = rounds(kind, params, before, slots)
+    for got, old in zip(jax.tree.leaves(after), jax.tree.leaves(want), strict=True):
+        changed_B = (np.asarray(got) != old).reshape(len(old), -1).any(axis=1)
+        np.testing.assert_array_equal(changed_B, active_B)
+    if kind == "plain":  # the last row was active for one round, at its last position
+        np.testing.assert_array_equal(after.values[0][-1, :, : S - 1], want.values[0][-1, :, :-1])
