@@ -193,8 +193,14 @@ class Recorder:
     def step(self, row: Mapping[str, Any]) -> None:
         self.rows.append(row)
 
+    def phase(self, step: int, name: str) -> None:
+        """Rows hold the seconds of every part."""
+
     def rollout(self, done: int, total: int, tokens: int) -> None:
         self.fetches += 1
+
+    def compiling(self, what: str, done: int, total: int) -> None:
+        """Not kept."""
 
     def close(self) -> None:
         """Nothing to give back."""

@@ -8,9 +8,7 @@ was compiled. After it, a phase within the stated lengths compiles nothing.
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Callable, Collection, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -19,7 +17,8 @@ import numpy as np
 
 from models import kv_cache, transformer
 from models.attention import Packing
-from rl import cache_steps, memory_mappings
+from rl import cache_steps
+from rl.compiling import OnCompiled, compile_all, unwatched
 from rl.device_drafters import NO_DRAFTERS, DeviceDrafters
 from rl.engine import Engine
 from rl.learned import LearnedDrafter
@@ -56,6 +55,7 @@ def warm_up(
     fed: bool = False,
     drafters: DeviceDrafters = NO_DRAFTERS,
     nodes: NodeSizes | None = None,
+    told: OnCompiled = unwatched,
 ) -> int:
     """Compile what phases of these sizes can reach; returns the number of programs.
 
@@ -63,7 +63,7 @@ def warm_up(
     look their guesses up only where `lookup` is set as well, passes over cached responses
     where `reuse` is, moves between workers where phases are `fed`, and what
     `drafters` do. `nodes` says which sizes of trees rounds of so many slots have; None:
-    all. Raises TooManyMappings where
+    all. `told` hears how many are compiled. Raises TooManyMappings where
     the programs do not fit into what Linux allows a process.
     """
     most = _most_positions(engine, sampling, max_prompt_tokens)
@@ -94,14 +94,12 @@ def warm_up(
             programs += [Program(step, arguments) for step, arguments in steps]
         if reuse:
             programs += _reuse_programs(engine, params, sampling, max_requests, max_prompt_tokens)
+        told(0, len(programs))
         lowered = []
         for program in programs:
             args, kwargs = program.arguments()
             lowered.append(program.step.lower(*args, **kwargs))
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            for done, _ in enumerate(pool.map(lambda low: low.compile(), lowered)):
-                if done % 16 == 0:
-                    memory_mappings.check(f"{done + 1} of {len(lowered)} programs are compiled")
+        compile_all(lowered, told)
         for program in programs:
             args, kwargs = program.arguments()
             jax.block_until_ready(program.step(*args, **kwargs))

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +90,7 @@ def train(
 
         with _saving_when_stopped(lambda: (saved, place, state), save, checkpoints):
             while (done := place.step) < config.run.steps:
-                timings = Timings(clock)
+                timings = Timings(clock, partial(show.phase, place.step + 1))
                 state, place, wrote = train_step(system, state, place, timings, source)
                 done = place.step
                 with timings.section("checkpoint"):
@@ -257,12 +258,13 @@ def _build(
         config, inputs, mesh, recipe.trainer.dtype, reuse.mode.context_tokens, drafter
     )
     shape = trainer.batch_shape(recipe, config.longest_tokens)
-    show.message("compiling…")
     weights = trainer.cast_params(state.params, engine.dtype)
-    rollout_setup.warm_up(config, engine, weights, speculation, folder)
+    told = partial(show.compiling, "rollouts")
+    rollout_setup.warm_up(config, engine, weights, speculation, folder, told)
     if drafter is not None:
         drafter_setup.warm_up(drafter, engine, weights)
-    state = trainer.warm_up(state, shape, recipe=recipe)
+    told = partial(show.compiling, "training")
+    state = trainer.warm_up(state, shape, recipe=recipe, told=told)
     order = DataOrder(len(inputs.task), config.run.seed)
     system = System(
         config,

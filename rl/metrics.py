@@ -204,15 +204,18 @@ class Timings:
 
     `with timings.section("rollout"): ...` adds to `time/rollout`. A part entered
     twice adds up; a part that raises counts too. Parts should not nest: the
-    report stacks them.
+    report stacks them. `began` is told the name of each part as it begins.
     """
 
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
+    def __init__(
+        self, clock: Callable[[], float], began: Callable[[str], None] = lambda name: None
+    ) -> None:
+        self._clock, self._began = clock, began
         self._seconds: dict[str, float] = {}
 
     @contextlib.contextmanager
     def section(self, name: str) -> Iterator[None]:
+        self._began(name)
         start_s = self._clock()
         try:
             yield

@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 
 from models.transformer import Params
 from rl import engine_warm_up, move_times
+from rl.compiling import OnCompiled, unwatched
 from rl.drafter_setup import DrafterRun
 from rl.engine import Engine
 from rl.experiment import Inputs, TrainConfig
@@ -67,12 +68,13 @@ def warm_up(
     weights: Params,
     speculation: Speculation,
     folder: Path,
+    told: OnCompiled = unwatched,
 ) -> None:
     """Compile all that rollouts can need, and time what the budget and the scheduler decide by."""
     if not isinstance(engine, Workers):
-        _warm_up(config, engine, weights, speculation, folder)
+        _warm_up(config, engine, weights, speculation, folder, told)
         return
-    in_worker_thread(partial(_warm_up, config, engine, weights, speculation, folder))
+    in_worker_thread(partial(_warm_up, config, engine, weights, speculation, folder, told))
     jax.block_until_ready(step_key(0, 0))  # in this thread, under the trainer's mesh
 
 
@@ -82,6 +84,7 @@ def _warm_up(
     weights: Params,
     speculation: Speculation,
     folder: Path,
+    told: OnCompiled,
 ) -> None:
     speculative, lookup = config.speculation.enabled, config.speculation.may_look_up
     sizes: dict[str, Any] = {
@@ -103,6 +106,7 @@ def _warm_up(
             fed=isinstance(engine, Workers),
             drafters=drafters,
             nodes=nodes,
+            told=told,
             **sizes,
         )
     # workers are alike: the last one's times are those of all

@@ -9,9 +9,7 @@ out by `models.sharding`.
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -25,6 +23,7 @@ from rl import accumulation, batching, critic, losses, packing, scoring
 from rl.accumulation import Accumulator, Health, NonFiniteUpdate, Report
 from rl.algorithms import AlgorithmConfig
 from rl.batching import MicroBatch, Packed, Sample
+from rl.compiling import OnCompiled, compile_all, unwatched
 from rl.losses import TokenStatistics
 from rl.optimizer import TrainState, init_state, learning_rate, make_optimizer, settle
 from rl.packing import Shape
@@ -115,10 +114,12 @@ def batch_shape(recipe: Recipe, max_tokens: int) -> Shape:
     )
 
 
-def warm_up(state: TrainState, shape: Shape, *, recipe: Recipe) -> TrainState:
+def warm_up(
+    state: TrainState, shape: Shape, *, recipe: Recipe, told: OnCompiled = unwatched
+) -> TrainState:
     """Compile every step, in threads, and run each on nothing.
 
-    Returns the state, unchanged; the one given is donated.
+    Returns the state, unchanged; the one given is donated. `told` hears how many are compiled.
     """
     algorithm, processing = recipe.algorithm, Processing.of(SamplingConfig())
     scores = algorithm.needs_reference or algorithm.resolved.old_logprobs == "recomputed"
@@ -136,8 +137,8 @@ def warm_up(state: TrainState, shape: Shape, *, recipe: Recipe) -> TrainState:
         lowered += [scoring.score.lower(state.params, plain, processing, recipe=recipe)]
     if judge:
         lowered += critic.programs(judge, plain, batch, state.step, recipe)
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(lambda program: program.compile(), lowered))
+    told(0, len(lowered))
+    compile_all(lowered, told)
 
     # calls find what was compiled; running them once proves it, and settles their buffers
     accumulator, _ = accumulate(state.params, accumulator, batch, *rest, recipe=recipe)
