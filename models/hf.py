@@ -117,6 +117,12 @@ def _checked(folder: Path) -> tuple[ModelConfig, dict[str, Stored]]:
         hf, hf_files.read_json(generation) if generation.is_file() else {}, str(folder)
     )
     stored = hf_files.headers(folder)
+    if config.num_layers > len(stored):  # before anything is made for each layer
+        raise ValueError(
+            f"{folder}: expected num_hidden_layers of at most the {len(stored)} tensors that the "
+            f"headers of the weights name, got {config.num_layers}: config.json and the weights "
+            "must come from one export"
+        )
     entries = _entries(config)[0]
     hint = (
         "set tie_word_embeddings if the head is the embedding"

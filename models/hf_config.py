@@ -11,9 +11,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
 from models.config import Architecture, Llama3RopeScaling, ModelConfig
+
+MOST = 2**31 - 1  # of any size in config.json: positions and ids are int32 on devices
+_FLOAT32 = (1.2e-38, 3.4e38)  # what float32 holds with all its digits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +68,7 @@ def parse(hf: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> M
     # Qwen's default of 32 heads is never meant, so only Llama may leave it out.
     kv_heads = heads if family.architecture == "llama" else None
     kv_heads = heads if hf.get("num_key_value_heads", 0) is None else kv_heads
-    head_dim = hf.get("head_dim") or family.head_dim
+    head_dim = family.head_dim if hf.get("head_dim") is None else hf["head_dim"]
     if head_dim is None and width % heads:
         raise ValueError(
             f"{where}: hidden_size={width} is not a multiple of {heads} heads: give head_dim"
@@ -74,6 +77,7 @@ def parse(hf: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> M
     eos = generation.get("eos_token_id", None)
     eos = hf.get("eos_token_id") if eos is None else eos
     pad = hf.get("pad_token_id")
+    pad = generation.get("pad_token_id") if pad is None else pad
     try:
         return ModelConfig(
             architecture=family.architecture,
@@ -87,13 +91,13 @@ def parse(hf: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> M
             rope_theta=theta,
             rope_scaling=scaling,
             norm_eps=_number(hf.get("rms_norm_eps", 1e-6), "rms_norm_eps", where),
-            tied_embeddings=bool(hf.get("tie_word_embeddings", False)),
+            tied_embeddings=yes_or_no(hf, "tie_word_embeddings", False, where),
             qkv_bias=family.qkv_bias,
             qk_norm=family.qk_norm,
             max_positions=_size(hf, "max_position_embeddings", where, family.max_positions),
-            bos_token_id=hf.get("bos_token_id"),
-            eos_token_ids=_ids(eos, where),
-            pad_token_id=generation.get("pad_token_id") if pad is None else pad,
+            bos_token_id=_id(hf.get("bos_token_id"), "bos_token_id", where),
+            eos_token_ids=ids_of(eos, where),
+            pad_token_id=_id(pad, "pad_token_id", where),
         )
     except ValueError as error:
         message = str(error)
@@ -160,13 +164,19 @@ def _family(hf: Mapping[str, Any], where: str) -> Family:
     names = hf.get("architectures") or []
     if not names:  # old exports give the model type alone
         names = [f.model_class for f in FAMILIES.values() if f.architecture == hf.get("model_type")]
-    if len(names) != 1 or names[0] not in FAMILIES:
-        got = hf.get("architectures") or f"model_type={hf.get('model_type')!r}"
+    family = FAMILIES.get(names[0]) if is_one_name(names) else None
+    if family is None:
+        got = hf.get("architectures") or f"model_type={shown(hf.get('model_type'))}"
         raise ValueError(
-            f"{where}: unknown architecture: expected one of {sorted(FAMILIES)}, got {got}; "
-            "other models are not supported"
+            f"{where}: unknown architecture: expected one of {sorted(FAMILIES)}, got "
+            f"{got if isinstance(got, str) else shown(got)}; other models are not supported"
         )
-    return FAMILIES[names[0]]
+    return family
+
+
+def is_one_name(names: Any) -> bool:
+    """Whether this is what `architectures` is in every folder: a list of one string."""
+    return isinstance(names, list) and len(names) == 1 and isinstance(names[0], str)
 
 
 def refuse_options(
@@ -174,14 +184,17 @@ def refuse_options(
 ) -> None:
     """ValueError for options with another value than the one that is implemented."""
     wrong = [
-        f"{name}={hf[name]!r} (expected {value!r})"
+        f"{name}={shown(hf[name])} (expected {value!r})"
         for name, value in fixed.items()
         if hf.get(name, value) not in (value, None)
     ]
     layer_types = hf.get("layer_types") or []
+    if not isinstance(layer_types, list):
+        wrong.append(f"layer_types={shown(layer_types)} (expected a list of 'full_attention')")
+        layer_types = []
     wrong += [
-        f"layer_types has {kind!r} (expected 'full_attention')"
-        for kind in sorted(set(layer_types) - {"full_attention"})
+        f"layer_types has {kind} (expected 'full_attention')"
+        for kind in sorted({shown(kind) for kind in layer_types if kind != "full_attention"})[:6]
     ]
     if wrong:
         raise ValueError(
@@ -194,7 +207,7 @@ def _rope(hf: Mapping[str, Any], where: str) -> tuple[float, Llama3RopeScaling |
     """Base and scaling; `rope_scaling` goes before `rope_parameters`, as in transformers."""
     rope = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
     if not isinstance(rope, Mapping):
-        raise ValueError(f"{where}: expected the rope parameters as an object, got {rope!r}")
+        raise ValueError(f"{where}: expected the rope parameters as an object, got {shown(rope)}")
     nested = sorted(name for name, value in rope.items() if isinstance(value, Mapping))
     if nested:
         raise ValueError(f"{where}: rope parameters by layer type ({nested}) are not supported")
@@ -206,33 +219,83 @@ def _rope(hf: Mapping[str, Any], where: str) -> tuple[float, Llama3RopeScaling |
         return theta, None
     if kind != "llama3":
         raise ValueError(
-            f"{where}: unknown rope type: expected 'default' or 'llama3', got {kind!r}; "
-            "other scalings are not implemented"
+            f"{where}: unknown rope type: expected 'default' or 'llama3', got "
+            f"{shown(kind)}; other scalings are not implemented"
+        )
+    low = _number(rope.get("low_freq_factor"), "rope low_freq_factor", where)
+    high = _number(rope.get("high_freq_factor"), "rope high_freq_factor", where)
+    if low >= high:
+        raise ValueError(
+            f"{where}: expected rope low_freq_factor below high_freq_factor, got {low} and {high}"
         )
     return theta, Llama3RopeScaling(
         factor=_number(rope.get("factor"), "rope factor", where),
-        low_freq_factor=_number(rope.get("low_freq_factor"), "rope low_freq_factor", where),
-        high_freq_factor=_number(rope.get("high_freq_factor"), "rope high_freq_factor", where),
+        low_freq_factor=low,
+        high_freq_factor=high,
         original_max_positions=_size(rope, "original_max_position_embeddings", where),
     )
 
 
+def shown(value: Any, most: int = 80) -> str:
+    """A value of a file as errors print it: escaped, and cut where it is long."""
+    try:
+        text = repr(value)
+    except (RecursionError, ValueError):  # nested too deeply; more digits than Python prints
+        return f"a {type(value).__name__} that cannot be printed"
+    return text if len(text) <= most else f"{text[:most]}… ({len(text)} characters)"
+
+
+def escaped(text: str, most: int = 80) -> str:
+    """Text of a file, or of a library that quotes one, as errors print it: without quotes."""
+    return repr(text[:most])[1:-1] + (f"… ({len(text)} characters)" if len(text) > most else "")
+
+
+def yes_or_no(content: Mapping[str, Any], name: str, default: bool, where: str) -> bool:
+    """An entry that is true or false; absent and null are the default. ValueError for others."""
+    value = content.get(name)
+    if not isinstance(value, bool | None):
+        raise ValueError(
+            f"{where}: expected {name} as true or false, got {shown(value)}: write it without "
+            "quotes"
+        )
+    return default if value is None else value
+
+
+def whole(value: Any, name: str, where: str) -> int:
+    """A positive whole number that int32 holds. ValueError for anything else."""
+    if type(value) is not int or value < 1:
+        raise ValueError(f"{where}: expected {name} as a positive whole number, got {shown(value)}")
+    if value > MOST:
+        raise ValueError(f"{where}: expected {name} of at most {MOST}, got {shown(value)}")
+    return value
+
+
+def ids_of(value: Any, where: str) -> tuple[int, ...]:
+    """The token ids of `eos_token_id`: none, one or a list. ValueError for anything else."""
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if not all(type(i) is int for i in ids):
+        raise ValueError(
+            f"{where}: expected eos_token_id as a number or a list, got {shown(value)}"
+        )
+    return tuple(ids)
+
+
 def _size(hf: Mapping[str, Any], name: str, where: str, default: int | None = None) -> int:
     value = hf.get(name)
-    value = default if value is None else value
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{where}: expected {name} as a positive whole number, got {value!r}")
-    return cast(int, value)
+    return whole(default if value is None else value, name, where)
 
 
 def _number(value: Any, name: str, where: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-        raise ValueError(f"{where}: expected {name} as a positive number, got {value!r}")
+    least, most = _FLOAT32
+    if type(value) not in (int, float) or not least <= value <= most:
+        raise ValueError(
+            f"{where}: expected {name} as a positive number that float32 holds, got {shown(value)}"
+        )
     return float(value)
 
 
-def _ids(value: Any, where: str) -> tuple[int, ...]:
-    ids = () if value is None else (value,) if isinstance(value, int) else tuple(value)
-    if not all(isinstance(i, int) for i in ids):
-        raise ValueError(f"{where}: expected eos_token_id as a number or a list, got {value!r}")
-    return ids
+def _id(value: Any, name: str, where: str) -> int | None:
+    """A token id; −1 is how old exports say that there is none."""
+    if value is not None and (type(value) is not int or not -1 <= value <= MOST):
+        raise ValueError(f"{where}: expected {name} as a token id or null, got {shown(value)}")
+    return None if value == -1 else value

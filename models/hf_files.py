@@ -21,12 +21,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from models.hf_config import escaped, shown
 from models.sharding import fitting_sharding
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 FLOATS = ("F32", "BF16", "F16")  # by safetensors' names
+MAX_JSON_BYTES = 64 * 2**20  # of a JSON file; an index of 100,000 tensors has ten
+MAX_HEADER_BYTES = 100_000_000  # safetensors' own bound
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,10 +91,11 @@ def headers(folder: Path) -> dict[str, Stored]:
     stored: dict[str, Stored] = {}
     for path in _weight_files(folder):
         with _opened(path) as file:
+            _refuse_repeated_names(path)
             for name in file.keys():
                 if name in stored:
                     raise ValueError(
-                        f"{folder}: {name} is in {stored[name].path.name} and {path.name}"
+                        f"{folder}: {escaped(name)} is in {stored[name].path.name} and {path.name}"
                     )
                 view = file.get_slice(name)
                 stored[name] = Stored(path, name, tuple(view.get_shape()), view.get_dtype())
@@ -105,7 +109,11 @@ def refuse_mismatch(
     expected = {entry.name: entry for entry in entries}
     missing = [name for name in expected if name not in stored]
     # Some old exports carry the rotary frequencies, which follow from the config.
-    surplus = [n for n in stored if n not in expected and not n.endswith("rotary_emb.inv_freq")]
+    surplus = [
+        escaped(name)
+        for name in stored
+        if name not in expected and not name.endswith("rotary_emb.inv_freq")
+    ]
     there = [entry for name, entry in expected.items() if name in stored]
     wrong = [
         f"{entry.name} has shape {list(stored[entry.name].shape)}, expected {list(entry.shape)}"
@@ -234,10 +242,17 @@ def write_tensors(
 
 
 def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; ValueError for anything else, and beyond `MAX_JSON_BYTES`."""
+    if (size := path.stat().st_size) > MAX_JSON_BYTES:
+        raise ValueError(
+            f"{path}: expected at most {MAX_JSON_BYTES} bytes of JSON, got {size}: copy it again"
+        )
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error}; copy it again") from error
+    except RecursionError as error:
+        raise ValueError(f"{path} is nested too deeply to be read: copy it again") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path}: expected a JSON object, got {type(content).__name__}")
     return content
@@ -265,16 +280,44 @@ def _weight_files(folder: Path) -> list[Path]:
     weight_map = read_json(folder / INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ValueError(f"{folder / INDEX} has no weight_map: copy the index again")
+    wrong = [name for name in weight_map.values() if not isinstance(name, str)]
+    if wrong:
+        raise ValueError(
+            f"{folder / INDEX}: expected the names of files in weight_map, got {shown(wrong[0])}: "
+            "copy the index again"
+        )
     names = sorted(set(weight_map.values()))
     for name in names:
-        if Path(name).name != name:
-            raise ValueError(f"{folder / INDEX} names {name!r}: expected a file of the same folder")
+        if Path(name).name != name or "\0" in name:
+            raise ValueError(
+                f"{folder / INDEX} names {shown(name)}: expected a file of the same folder"
+            )
         if not (folder / name).is_file():
             raise FileNotFoundError(
-                f"{folder / INDEX} names {name}, which is not there: expected {len(names)} weight "
-                "files; copy the missing one"
+                f"{folder / INDEX} names {escaped(name)}, which is not there: expected "
+                f"{len(names)} weight files; copy the missing one"
             )
     return [folder / name for name in names]
+
+
+def _refuse_repeated_names(path: Path) -> None:
+    """A header may name a tensor twice; safetensors takes the last, other readers the first."""
+    with path.open("rb") as file:
+        size = min(int.from_bytes(file.read(8), "little"), MAX_HEADER_BYTES)
+        text = file.read(size)
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for name, value in pairs:
+            if name in found:
+                raise ValueError(
+                    f"{path}: expected every name once in its header, got {shown(name)} twice: "
+                    "export again"
+                )
+            found[name] = value
+        return found
+
+    json.loads(text, object_pairs_hook=once)
 
 
 def _some(title: str, items: list[str], most: int = 6) -> str:
@@ -324,8 +367,9 @@ def _opened(path: Path) -> Iterator[Any]:
         file = safe_open(str(path), framework="numpy")
     except (SafetensorError, OSError) as error:
         raise ValueError(
-            f"{path} ({path.stat().st_size} bytes) is not a whole safetensors file: {error}; copy "
-            "it again (a clone without git-lfs leaves small text files in their place)"
+            f"{path} ({path.stat().st_size} bytes) is not a whole safetensors file: "
+            f"{escaped(str(error), 300)}; copy it again (a clone without git-lfs leaves "
+            "small text files in their place)"
         ) from error
     with file:
         yield file

@@ -7,14 +7,18 @@ single characters. transformers and tokenizers are imported when first used.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from models import chat_template as chat_templates
 from models.config import ModelConfig
+from models.hf_config import escaped, ids_of, shown
+from models.hf_files import read_json
 
 PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
 
@@ -38,38 +42,51 @@ class Tokenizer:
     backend: Any = dataclasses.field(repr=False)
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text; no special token is added."""
-        return list(self.backend.encode(text, add_special_tokens=False))
+        """Ids of a text; no special token is added.
+
+        Raises ValueError for text with half a surrogate pair, and where the tokenizer's own
+        rules fail.
+        """
+        with _as_value_error(f"the tokenizer cannot encode {shown(text, 40)}"):
+            if any("\ud800" <= character <= "\udfff" for character in set(text)):
+                raise ValueError("expected whole characters, got half of a surrogate pair")
+            return list(self.backend.encode(text, add_special_tokens=False))
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
-        """Text of ids, without the special tokens unless asked for; spaces stay as they are."""
-        return str(
-            self.backend.decode(
-                [int(i) for i in ids],
-                skip_special_tokens=skip_special,
-                clean_up_tokenization_spaces=False,
+        """Text of ids, without the special tokens unless asked for; spaces stay as they are.
+
+        Raises ValueError where the tokenizer's own rules fail.
+        """
+        tokens = [int(i) for i in ids]
+        with _as_value_error(f"the tokenizer cannot decode {shown(tokens, 40)}"):
+            return str(
+                self.backend.decode(
+                    tokens, skip_special_tokens=skip_special, clean_up_tokenization_spaces=False
+                )
             )
-        )
 
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
     ) -> list[int]:
         """Ids of a conversation of `{"role", "content"}` in the tokenizer's template.
 
-        Raises ValueError where the tokenizer has no template.
+        Raises ValueError where the tokenizer has no template, and where it fails or exceeds
+        the bounds of models/chat_template.py.
         """
         if not self.has_chat_template:
             raise ValueError(
                 "expected a tokenizer with a chat template, got one without: add a "
                 "chat_template.jinja (or the key in tokenizer_config.json), or use plain prompts"
             )
-        ids = self.backend.apply_chat_template(
-            list(messages),
+        with _as_value_error("the tokenizer's chat template cannot be used"):
+            template = self.backend.get_chat_template()
+        text = chat_templates.SHARED.render(
+            template,
+            messages,
             add_generation_prompt=add_generation_prompt,
-            tokenize=True,
-            return_dict=False,
+            **self.backend.special_tokens_map,
         )
-        return [int(i) for i in ids]
+        return self.encode(text)
 
 
 def load(directory: str | os.PathLike[str]) -> Tokenizer:
@@ -82,9 +99,15 @@ def load(directory: str | os.PathLike[str]) -> Tokenizer:
     _require_files(folder)
     backend = _backend(folder)
     own = [] if backend.eos_token_id is None else [int(backend.eos_token_id)]
+    ids = backend.get_vocab().values()
+    if not ids:
+        raise ValueError(
+            f"{folder}: expected a tokenizer with a vocabulary, got one without any token: copy "
+            "tokenizer.json from where the policy came from"
+        )
     return Tokenizer(
-        vocab_size=max(backend.get_vocab().values()) + 1,
-        eos_token_ids=tuple(dict.fromkeys(own + _generation_eos(folder))),
+        vocab_size=max(ids) + 1,
+        eos_token_ids=tuple(dict.fromkeys([*own, *_generation_eos(folder)])),
         pad_token_id=None if backend.pad_token_id is None else int(backend.pad_token_id),
         has_chat_template=bool(backend.chat_template),
         backend=backend,
@@ -182,27 +205,33 @@ def _backend(folder: Path) -> Any:
         folder / "tokenizer_config.json"
     ).get("tokenizer_class") in ("PreTrainedTokenizerFast", "TokenizersBackend")
     loader = PreTrainedTokenizerFast if generic else AutoTokenizer
-    try:
+    with _as_value_error(f"transformers cannot read the tokenizer in {folder}"):
         return loader.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # transformers raises many types; all mean an unreadable folder
-        raise ValueError(
-            f"transformers cannot read the tokenizer in {folder}: {type(error).__name__}: {error}"
-        ) from error
 
 
-def _generation_eos(folder: Path) -> list[int]:
-    ids = _read_json(folder / "generation_config.json").get("eos_token_id")
-    return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
+@contextlib.contextmanager
+def _as_value_error(problem: str) -> Iterator[None]:
+    """Whatever a tokenizer raises, which is of many types, as a ValueError that says what failed.
+
+    Panics of its Rust code are no Exceptions: a regular expression that backtracks without end.
+    """
+    try:
+        yield
+    except BaseException as error:
+        panicked = type(error).__module__ == "pyo3_runtime"
+        if not (panicked or isinstance(error, Exception)):
+            raise
+        kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
+        raise ValueError(f"{problem}: {kind}{escaped(str(error), 300)}") from error
+
+
+def _generation_eos(folder: Path) -> tuple[int, ...]:
+    return ids_of(_read_json(folder / "generation_config.json").get("eos_token_id"), str(folder))
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file, empty where there is no file."""
-    if not path.is_file():
-        return {}
-    try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{path} is not a JSON object: {error}") from error
+    return read_json(path) if path.is_file() else {}
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:

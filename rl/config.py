@@ -22,20 +22,25 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rl.config_grammar import Binding, Macro, Reference, read_file, read_override
+from rl.config_grammar import Binding, Macro, Reference, read_files, read_override
 from rl.config_types import (
     ConfigError,
     Mismatch,
     choices,
     coerce,
     example_of,
+    has_half_a_pair,
     literal,
     nearest,
+    shown,
     spell,
 )
 from rl.progress import printable, say
 
 PROJECT_ROOT = Path(__file__).resolve().parent.parent
+
+MAX_VALUES = 10_000  # in a configuration, its macros in their places
+MAX_DEPTH = 32  # of lists and macros in one another
 
 C = TypeVar("C")
 
@@ -59,21 +64,21 @@ def load(schema: type[C], files: Sequence[str | Path] = (), overrides: Sequence[
     everywhere, so that an override of it reaches every use.
 
     Raises ConfigError for a missing file, a syntax error, an unknown or unset
-    name, a wrong type, an unused macro, or values that a section refuses.
+    name, a wrong type, an unused macro, values that a section refuses, and beyond
+    `MAX_DEPTH`, `MAX_VALUES` and the bounds of rl/config_grammar.py.
     """
-    bindings = [binding for file in files for binding in read_file(_existing(file), ())]
+    bindings = read_files(_existing(file) for file in files)
     bindings += [read_override(override) for override in overrides]
     sections = _sections(schema)
-    macros = {b.name: b for b in bindings if "." not in b.name}
-    used: set[str] = set()
+    macros = _Macros({b.name: b for b in bindings if "." not in b.name})
     bound: dict[str, dict[str, Binding]] = {name: {} for name in sections}
     for binding in bindings:
         if "." in binding.name:
             section, field = _known_name(sections, binding)
-            value = _resolve(binding.value, macros, used, binding.where, ())
+            value = macros.expand(binding.value, binding.where, ())
             value = _checked(value, sections[section], section, field, binding.where)
             bound[section][field] = dataclasses.replace(binding, value=value)
-    _refuse_unused(macros, used, sections)
+    macros.refuse_unused(sections)
     built = {s.schema_field: _build(name, s, bound[name]) for name, s in sections.items()}
     try:
         return schema(**built)
@@ -292,43 +297,54 @@ def _home_of(field: str, sections: Mapping[str, _Section]) -> str:
     return f" Did you mean {' or '.join(homes)}?" if homes else ""
 
 
-def _resolve(
-    value: object,
-    macros: Mapping[str, Binding],
-    used: set[str],
-    where: str,
-    via: tuple[str, ...],
-) -> object:
-    """`value` with every macro replaced by its value; names what it used in `used`."""
-    if isinstance(value, Reference):
-        raise ConfigError(
-            f"{where}: @{value.name}: references to code are not allowed; "
-            "write a value, or the name of a strategy as a string"
-        )
-    if isinstance(value, Macro):
-        if value.name in via:
-            raise ConfigError(f"{where}: macro %{value.name} is defined by itself")
-        if value.name not in macros:
-            hint = nearest(value.name, macros, "%")
-            raise ConfigError(f"{where}: no macro %{value.name}.{hint}")
-        used.add(value.name)
-        macro = macros[value.name]
-        return _resolve(macro.value, macros, used, macro.where, (*via, value.name))
-    if isinstance(value, (list, tuple)):
-        return type(value)(_resolve(item, macros, used, where, via) for item in value)
-    return value
+class _Macros:
+    """The macros of a configuration by name, which of them were used, and how much they made."""
 
+    def __init__(self, macros: Mapping[str, Binding]) -> None:
+        self._macros = macros
+        self._used: set[str] = set()
+        self._values = 0
 
-def _refuse_unused(
-    macros: Mapping[str, Binding], used: set[str], sections: Mapping[str, _Section]
-) -> None:
-    """`steps = 3` is a macro to gin: without this, a forgotten section would pass in silence."""
-    for name, macro in macros.items():
-        if name not in used:
+    def expand(self, value: object, where: str, via: tuple[str, ...], depth: int = 0) -> object:
+        """`value` with every macro replaced by its value; `via` names the macros it is part of."""
+        self._values += 1
+        if self._values > MAX_VALUES or depth > MAX_DEPTH:
             raise ConfigError(
-                f"{macro.where}: {name} has no section, and no %{name} uses it as a macro."
-                f"{_home_of(name, sections)}"
+                f"{where}: expected at most {MAX_VALUES} values in a configuration, macros in "
+                f"their places, and lists and macros at most {MAX_DEPTH} deep, got more: "
+                "leave something out"
             )
+        if isinstance(value, Reference):
+            raise ConfigError(
+                f"{where}: @{value.name}: references to code are not allowed; "
+                "write a value, or the name of a strategy as a string"
+            )
+        if isinstance(value, Macro):
+            if value.name in via:
+                raise ConfigError(f"{where}: macro %{value.name} is defined by itself")
+            if value.name not in self._macros:
+                hint = nearest(value.name, self._macros, "%")
+                raise ConfigError(f"{where}: no macro %{value.name}.{hint}")
+            self._used.add(value.name)
+            macro = self._macros[value.name]
+            return self.expand(macro.value, macro.where, (*via, value.name), depth + 1)
+        if isinstance(value, str) and has_half_a_pair(value):
+            raise ConfigError(
+                f"{where}: expected text of whole characters, got half of a surrogate pair in "
+                f"{shown(value)}"
+            )
+        if isinstance(value, (list, tuple)):
+            return type(value)(self.expand(item, where, via, depth + 1) for item in value)
+        return value
+
+    def refuse_unused(self, sections: Mapping[str, _Section]) -> None:
+        """`steps = 3` is a macro to gin: without this, a forgotten section would pass unseen."""
+        for name, macro in self._macros.items():
+            if name not in self._used:
+                raise ConfigError(
+                    f"{macro.where}: {name} has no section, and no %{name} uses it as a macro."
+                    f"{_home_of(name, sections)}"
+                )
 
 
 def _checked(value: object, section: _Section, name: str, field: str, where: str) -> object:
@@ -344,7 +360,7 @@ def _checked(value: object, section: _Section, name: str, field: str, where: str
             near = nearest(value, [a for a in choices(hint) if isinstance(a, str)])
         raise ConfigError(
             f"{where}: {name}.{field}: expected {spell(hint)}, got {type(value).__name__} "
-            f"{value!r}.{near} For example {name}.{field} = {literal(example)}"
+            f"{shown(value)}.{near} For example {name}.{field} = {literal(example)}"
         ) from None
 
 

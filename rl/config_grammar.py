@@ -2,11 +2,13 @@
 
 Nothing is imported, called or looked up on behalf of a file: `%macro` and
 `@reference` become inert markers, and it is for `rl.config` to judge them.
+What is read is bounded: a file may include others, and those again.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import io
 import re
 import tokenize
 from collections.abc import Iterable
@@ -14,6 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from rl.config_types import ConfigError
+
+MAX_FILES = 64  # read for one configuration, counted as often as they are included
+MAX_INCLUDE_DEPTH = 16
+MAX_TEXT_BYTES = 2**18  # of these files together
+MAX_JOINED_STRINGS = 100  # 'a' 'b' 'c': gin reads them again for each one more
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,21 +52,63 @@ class _Delegate:
         return Reference(name)
 
 
-def read_file(path: Path, including: tuple[Path, ...]) -> list[Binding]:
-    """The bindings of a file, those of included files in their places."""
+def read_files(paths: Iterable[Path]) -> list[Binding]:
+    """The bindings of files in their order, those of included files in their places.
+
+    Raises ConfigError for what cannot be parsed or read, and beyond `MAX_FILES`,
+    `MAX_INCLUDE_DEPTH` and `MAX_TEXT_BYTES`.
+    """
+    text = _Text()
+    return [binding for path in paths for binding in _read_file(path, (), text)]
+
+
+class _Text:
+    """The text of one configuration's files, and how much of it there may still be."""
+
+    def __init__(self) -> None:
+        self._files, self._bytes = 0, 0
+
+    def read(self, path: Path) -> str:
+        self._files += 1
+        if self._files > MAX_FILES:
+            raise ConfigError(
+                f"{path}: expected a configuration of at most {MAX_FILES} files, got more, "
+                "counted as often as they are included: include fewer"
+            )
+        left = MAX_TEXT_BYTES - self._bytes
+        with path.open("rb") as file:
+            content = file.read(left + 1)
+        if len(content) > left:
+            raise ConfigError(
+                f"{path}: expected a configuration of at most {MAX_TEXT_BYTES} bytes, included "
+                "files among them, got more: leave something out"
+            )
+        self._bytes += len(content)
+        try:
+            return content.decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{path}: expected UTF-8 text, got {error}") from error
+
+
+def _read_file(path: Path, including: tuple[Path, ...], text: _Text) -> list[Binding]:
     if path.resolve() in including:
         chain = " -> ".join(str(p) for p in (*including, path.resolve()))
         raise ConfigError(f"{path} includes itself: {chain}")
+    if len(including) > MAX_INCLUDE_DEPTH:
+        raise ConfigError(
+            f"{path}: expected files included at most {MAX_INCLUDE_DEPTH} deep, got one more: "
+            "include this one from the first file"
+        )
     from gin import config_parser as grammar
 
     bindings: list[Binding] = []
-    for statement in _statements(path):
+    for statement in _statements(path, text.read(path)):
         where = f"{path}:{statement.location.line_num}"
         if isinstance(statement, grammar.IncludeStatement):
             included = path.parent / statement.filename
             if not included.is_file():
                 raise ConfigError(f"{where}: included file {included} does not exist")
-            bindings += read_file(included, (*including, path.resolve()))
+            bindings += _read_file(included, (*including, path.resolve()), text)
         elif isinstance(statement, grammar.ImportStatement):
             raise ConfigError(
                 f"{where}: `{statement.format()}`: a configuration holds values and may not "
@@ -73,12 +122,13 @@ def read_file(path: Path, including: tuple[Path, ...]) -> list[Binding]:
     return bindings
 
 
-def _statements(path: Path) -> Iterable[Any]:
+def _statements(path: Path, text: str) -> Iterable[Any]:
     """gin's statements of a file; every way it can fail becomes a ConfigError."""
     from gin import config_parser as grammar
 
     try:
-        parser = grammar.ConfigParser(path.read_text(encoding="utf-8"), _Delegate())
+        _refuse_many_strings(text)
+        parser = grammar.ConfigParser(text, _Delegate())
         statements = []
         while (statement := parser.parse_statement()) is not None:
             statements.append(statement)
@@ -92,8 +142,19 @@ def _statements(path: Path) -> Iterable[Any]:
         raise ConfigError(f"{path}:{error.args[1][0]}: {error.args[0]}") from error
     except (StopIteration, RecursionError) as error:
         raise ConfigError(f"{path}: cannot be parsed: an unfinished or too deep value") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: expected UTF-8 text, got {error}") from error
+
+
+def _refuse_many_strings(text: str) -> None:
+    """SyntaxError for more strings side by side than anyone writes: gin is quadratic in them."""
+    joined = 0
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.STRING:
+            joined += 1
+        elif token.type not in (tokenize.NL, tokenize.COMMENT):
+            joined = 0
+        if joined > MAX_JOINED_STRINGS:
+            message = f"expected at most {MAX_JOINED_STRINGS} strings side by side, got more"
+            raise SyntaxError(message, ("", token.start[0], 0, ""))
 
 
 def read_override(override: str) -> Binding:
@@ -112,6 +173,7 @@ def _parse_value(text: str) -> object:
     from gin import config_parser as grammar
 
     try:
+        _refuse_many_strings(text)
         parser = grammar.ConfigParser(text, _Delegate())
         value = parser.parse_value()
         while parser.current_token.type in (tokenize.NEWLINE, tokenize.NL):

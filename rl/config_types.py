@@ -50,6 +50,11 @@ def coerce(value: Any, hint: Any) -> Any:
     raise Mismatch
 
 
+def has_half_a_pair(text: str) -> bool:
+    """Whether text holds half of a surrogate pair: no file and no tokenizer can take it."""
+    return any("\ud800" <= character <= "\udfff" for character in set(text))
+
+
 def choices(hint: Any) -> tuple[Any, ...]:
     """The values that the Literals of a type name."""
     args = typing.get_args(hint)
@@ -89,6 +94,12 @@ def literal(value: object) -> str:
             raise ConfigError("expected a number, got nan: gin has no word for it")
         return repr(value).replace("inf", "1e999")
     return repr(value)
+
+
+def shown(value: object, most: int = 200) -> str:
+    """A value as errors print it: escaped, and cut where it is long."""
+    text = repr(value)
+    return text if len(text) <= most else f"{text[:most]}… ({len(text)} characters)"
 
 
 def nearest(name: str, names: Iterable[str], prefix: str = "") -> str:

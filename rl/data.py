@@ -101,22 +101,31 @@ def encode_prompt(
 
     With a chat template: system prompt (unless the example brings its own), the
     example's messages, `suffix` at the end of the last one. Without: the same texts
-    joined by blank lines. Raises ValueError for a prompt that encodes to nothing, and
-    for assistant turns without a chat template to mark them.
+    joined by blank lines. Raises ValueError, which names the example, for a prompt that
+    encodes to nothing or cannot be encoded, and for assistant turns without a chat
+    template to mark them.
     """
     messages = _messages(example, system_prompt, suffix)
+    try:
+        ids = _encode_messages(tokenizer, messages)
+    except ValueError as error:
+        raise ValueError(f"{example.example_id}: {error}") from error
+    return tuple(int(token) for token in ids)
+
+
+def _encode_messages(tokenizer: PromptTokenizer, messages: list[dict[str, str]]) -> list[int]:
     if tokenizer.has_chat_template:
         ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
     else:
         if any(message["role"] not in ("system", "user") for message in messages):
             raise ValueError(
-                f"{example.example_id}: the prompt has assistant turns, but the tokenizer has no "
-                "chat template to mark them; use a chat tokenizer or text prompts"
+                "the prompt has assistant turns, but the tokenizer has no chat template to mark "
+                "them; use a chat tokenizer or text prompts"
             )
         ids = tokenizer.encode("\n\n".join(message["content"] for message in messages))
     if not ids:
-        raise ValueError(f"{example.example_id}: the prompt encodes to no tokens")
-    return tuple(int(token) for token in ids)
+        raise ValueError("the prompt encodes to no tokens")
+    return ids
 
 
 def _messages(example: Example, system_prompt: str | None, suffix: str) -> list[dict[str, str]]:

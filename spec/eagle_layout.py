@@ -25,6 +25,7 @@ import numpy as np
 
 from models import hf, hf_config, hf_files
 from models.config import ModelConfig
+from models.hf_config import shown
 from models.hf_files import Entry
 from spec import eagle
 from spec.eagle import Design, Eagle, EagleConfig
@@ -167,7 +168,8 @@ def parse(
     hf_config.refuse_options(aux, f"{where}: eagle_config", options)
     if content.get("num_hidden_layers") != 1:
         raise ValueError(
-            f"{where}: expected num_hidden_layers=1, got {content.get('num_hidden_layers')!r}: "
+            f"{where}: expected num_hidden_layers=1, got "
+            f"{shown(content.get('num_hidden_layers'))}: "
             "drafters of more layers are not implemented; use one of a single layer"
         )
     layer = hf_config.parse({**content, "architectures": ["LlamaForCausalLM"]}, {}, where)
@@ -175,14 +177,13 @@ def parse(
     size = content.get("draft_vocab_size")
     size = layer.vocab_size if size is None else size
     all_tokens = size == layer.vocab_size and OFFSETS not in present
-    bias = content.get("bias")
     try:
         return EagleConfig(
             design,
             dataclasses.replace(layer, tied_embeddings=False),
             _feature_layers(content, aux, bool(ours), policy, where) if wide else (),
-            0 if all_tokens else _whole(size, "draft_vocab_size", where),
-            fc_bias=bool(_FC_BIAS in present if bias is None else bias),
+            0 if all_tokens else hf_config.whole(size, "draft_vocab_size", where),
+            fc_bias=hf_config.yes_or_no(content, "bias", _FC_BIAS in present, where),
             own_head=bool(ours.get("own_head", HEAD in present)),
         )
     except ValueError as error:
@@ -193,31 +194,27 @@ def parse(
 def design_of(content: Mapping[str, Any], where: str) -> Design:
     """The design that `architectures` names; ValueError for any other."""
     names = content.get("architectures")
-    if not isinstance(names, list) or len(names) != 1 or names[0] not in _DESIGNS:
+    design = _DESIGNS.get(names[0]) if hf_config.is_one_name(names) else None
+    if design is None:
         raise ValueError(
-            f"{where}: unknown architecture: expected one of {sorted(_DESIGNS)}, got {names}; "
-            "other drafters are not supported"
+            f"{where}: unknown architecture: expected one of {sorted(_DESIGNS)}, got "
+            f"{shown(names)}; other drafters are not supported"
         )
-    return _DESIGNS[names[0]]
+    return design
 
 
 def _object(value: Any, name: str, where: str) -> Mapping[str, Any]:
     if not isinstance(value, Mapping | None):
-        raise ValueError(f"{where}: expected {name} as an object, got {value!r}")
+        raise ValueError(f"{where}: expected {name} as an object, got {shown(value)}")
     return value or {}
-
-
-def _whole(value: Any, name: str, where: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{where}: expected {name} as a positive whole number, got {value!r}")
-    return value
 
 
 def _ours(content: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     ours = _object(content.get(OURS), OURS, where)
     if ours and not isinstance(ours.get("own_head"), bool):
         raise ValueError(
-            f"{where}: expected {OURS}.own_head as true or false, got {ours.get('own_head')!r}: "
+            f"{where}: expected {OURS}.own_head as true or false, got "
+            f"{shown(ours.get('own_head'))}: "
             f"write it, or leave {OURS} out whole"
         )
     return ours
@@ -241,7 +238,7 @@ def _refuse_other_policy(
     if content.get("tie_word_embeddings"):
         facts["tie_word_embeddings"] = (True, policy.tied_embeddings)
     wrong = [
-        f"{name}={got!r} (expected {wanted})"
+        f"{name}={shown(got)} (expected {wanted})"
         for name, (got, wanted) in facts.items()
         if got != wanted
     ]
@@ -269,13 +266,14 @@ def _feature_layers(
                 f"2, n/2, n − 3 are not three of a policy of {n}: write them"
             )
         return eagle.config_for(policy, "eagle3").feature_layers
-    if not isinstance(ids, list) or not all(type(i) is int for i in ids):
-        raise ValueError(f"{where}: expected {_LAYER_IDS} as a list of numbers, got {ids!r}")
+    if not isinstance(ids, list) or not ids or not all(type(i) is int for i in ids):
+        raise ValueError(f"{where}: expected {_LAYER_IDS} as a list of numbers, got {shown(ids)}")
     shift = 1 if inputs or ids[0] != 1 else 0
     layers = tuple(i - shift for i in ids)
     if list(layers) != sorted(set(layers)) or layers[0] < 0 or layers[-1] >= n:
         raise ValueError(
             f"{where}: expected ascending {_LAYER_IDS} among {shift} … {n - 1 + shift} for a "
-            f"policy of {n} layers, got {ids}; give the policy that the drafter was trained for"
+            f"policy of {n} layers, got {shown(ids)}; give the policy that the drafter was "
+            "trained for"
         )
     return layers

@@ -329,12 +329,50 @@ def test_published_configs_are_read(name, head_dim, num_params):
         ({"hidden_size": "absent"}, "hidden_size.*None"),
         ({"num_hidden_layers": "two"}, "num_hidden_layers.*'two'"),
         ({"num_key_value_heads": 3}, "multiple of num_kv_heads=3"),
+        ({"architectures": [{}]}, r"unknown architecture.*\[\{\}\]"),
+        ({"architectures": 5}, "unknown architecture.*5"),
+        ({"layer_types": 5}, "layer_types=5"),
+        ({"layer_types": [{}]}, r"layer_types has \{\}"),
+        ({"bos_token_id": [1]}, r"bos_token_id as a token id or null, got \[1\]"),
+        ({"pad_token_id": "x"}, "pad_token_id as a token id or null, got 'x'"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings as true or false, got 'false'"),
+        ({"rms_norm_eps": float("inf")}, "rms_norm_eps.*got inf"),
+        ({"rms_norm_eps": 10**400}, "rms_norm_eps.*got 1000"),
+        ({"rms_norm_eps": 1e-50}, "rms_norm_eps.*float32"),
+        ({"rope_scaling": {"rope_theta": float("nan")}}, "rope_theta.*got nan"),
+        ({"rope_scaling": {"rope_theta": -1.0}}, "rope_theta.*got -1.0"),
+        (
+            {
+                "rope_scaling": {
+                    "rope_type": "llama3",
+                    "factor": 2.0,
+                    "low_freq_factor": 4.0,
+                    "high_freq_factor": 4.0,
+                    "original_max_position_embeddings": 16,
+                }
+            },
+            "low_freq_factor below high_freq_factor",
+        ),
+        ({"head_dim": 0}, "head_dim as a positive whole number, got 0"),
+        ({"max_position_embeddings": 2**31}, "max_position_embeddings of at most 2147483647"),
+        ({"num_hidden_layers": 10**6}, "num_hidden_layers of at most the 21 tensors.*1000000"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers of at most the 21 tensors"),
+        ({"hidden_act": "\x1b[2J" + "a" * 10**6}, r"hidden_act='\\x1b\[2Ja+… \(1000"),
     ],
 )
 def test_unsupported_configs_are_named(changes, message, tmp_path):
     folder = copy_of("llama3_untied", tmp_path)
     edit_config(folder, **changes)
     with pytest.raises(ValueError, match=message):
+        hf.check(folder)
+
+
+@pytest.mark.parametrize("ids", [1.5, [True], {}, "x"])
+def test_end_tokens_are_token_ids(ids, tmp_path):
+    folder = copy_of("llama3_untied", tmp_path)
+    edit_config(folder, eos_token_id=ids)
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    with pytest.raises(ValueError, match="eos_token_id as a number or a list"):
         hf.check(folder)
 
 
@@ -445,3 +483,44 @@ def test_an_index_may_not_leave_its_folder(tmp_path):
     (folder / hf_files.INDEX).write_text(json.dumps(index))
     with pytest.raises(ValueError, match="expected a file of the same folder"):
         hf.check(folder)
+
+
+@pytest.mark.parametrize("name", [5, None, [], {}, "a\0b", "..", "/etc/hosts"])
+def test_an_index_names_files(name, tmp_path):
+    folder = copy_of("qwen2_untied", tmp_path)
+    index = json.loads((folder / hf_files.INDEX).read_text())
+    index["weight_map"]["model.norm.weight"] = name
+    (folder / hf_files.INDEX).write_text(json.dumps(index))
+    with pytest.raises((ValueError, FileNotFoundError), match="names"):
+        hf.check(folder)
+
+
+def test_a_header_may_not_name_a_tensor_twice(tmp_path):
+    folder = copy_of("qwen3_tied", tmp_path)
+    path = folder / "model.safetensors"
+    content = path.read_bytes()
+    size = int.from_bytes(content[:8], "little")
+    header = content[8 : 8 + size].rstrip()
+    entry = json.dumps(json.loads(header)["model.norm.weight"])
+    header = header[:-1] + f',"model.norm.weight":{entry}}}'.encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header + content[8 + size :])
+    with pytest.raises(ValueError, match="every name once in its header, got 'model.norm.weight'"):
+        hf.check(folder)
+
+
+def test_json_that_is_nested_too_deeply_or_too_large_is_named(tmp_path, monkeypatch):
+    folder = copy_of("qwen3_tied", tmp_path)
+    (folder / "config.json").write_text('{"a":' * 100_000 + "1" + "}" * 100_000)
+    with pytest.raises(ValueError, match="nested too deeply"):
+        hf.check(folder)
+    monkeypatch.setattr(hf_files, "MAX_JSON_BYTES", 1000)
+    with pytest.raises(ValueError, match="at most 1000 bytes of JSON"):
+        hf.check(folder)
+
+
+def test_names_from_files_are_escaped_in_errors(tmp_path):
+    folder = copy_of("qwen3_tied", tmp_path)
+    edit_weights(folder, lambda tensors: tensors.update({"\x1b[2J\u202e": np.zeros(1)}))
+    with pytest.raises(ValueError, match=r"surplus: \\x1b\[2J\\u202e") as caught:
+        hf.check(folder)
+    assert str(caught.value).isprintable()

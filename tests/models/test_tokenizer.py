@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from models import chat_template
 from models import tokenizer as tokenizers_of_ours
 from models.config import ModelConfig
 
@@ -137,3 +138,85 @@ def test_vocabulary_mismatch_says_both_sizes(characters):
     tokenizers_of_ours.check_vocabulary(characters, tiny_config(characters.vocab_size))
     with pytest.raises(ValueError, match="vocab_size=20.*got ids up to"):
         tokenizers_of_ours.check_vocabulary(characters, tiny_config(20))
+
+
+@pytest.fixture
+def hurried(monkeypatch):
+    """A renderer of its own, that waits a second."""
+    renderer = chat_template.Renderer(deadline_s=1)
+    monkeypatch.setattr(chat_template, "SHARED", renderer)
+    yield renderer
+    renderer.close()
+
+
+def with_template(folder, template):
+    tokenizers_of_ours.save_character_tokenizer(folder, "abcdefghij ", template)
+    return tokenizers_of_ours.load(folder)
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ messages.__class__.__mro__ }}", "SecurityError"),
+        ("{% for", "TemplateSyntaxError"),
+        ("{{ raise_exception('\x1b[2J no system') }}", r"TemplateError: \\x1b\[2J no system"),
+        ("{{ 'a' * 10**10 }}", "MemoryError"),
+        ("{{ 'a' * 10**7 }}", "at most 4194304 characters, got 10000000"),
+        ("{% set x = namespace(v=[1]) %}{% for i in range(40) %}{% set x.v = [x.v, x.v] %}"
+         "{% endfor %}{{ x.v }}", "MemoryError|within 1 s"),
+        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+         "within 1 s and 1024 MiB"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
+    ],
+)  # fmt: skip
+def test_a_template_that_fails_or_takes_too_much_is_a_value_error(
+    template, message, hurried, tmp_path
+):
+    loaded = with_template(tmp_path, template)
+    with pytest.raises(ValueError, match=message):
+        loaded.apply_chat_template([{"role": "user", "content": "a"}])
+
+
+def test_a_template_that_was_killed_is_followed_by_others(hurried, tmp_path):
+    bomb = with_template(
+        tmp_path / "bomb", "{% for i in range(9**5) %}{{ 'a' * 10**9 }}{% endfor %}"
+    )
+    fine = with_template(tmp_path / "fine", "{{ messages[0].content }}")
+    with pytest.raises(ValueError, match="template"):
+        bomb.apply_chat_template([{"role": "user", "content": "a"}])
+    assert fine.apply_chat_template([{"role": "user", "content": "ab"}]) == [3, 4]
+
+
+def test_rules_that_fail_are_a_value_error(tmp_path):
+    tokenizers_of_ours.save_character_tokenizer(tmp_path, "ab")
+    path = tmp_path / "tokenizer.json"
+    content = json.loads(path.read_text())
+    content["pre_tokenizer"]["pattern"] = {"Regex": "(a+)+$"}  # backtracks without end
+    path.write_text(json.dumps(content))
+    loaded = tokenizers_of_ours.load(tmp_path)
+    with pytest.raises(ValueError, match="cannot encode 'aaa.*PanicException"):
+        loaded.encode("a" * 30 + "b")
+    with pytest.raises(ValueError, match="surrogate pair"):
+        loaded.encode("a\ud800")
+
+
+def test_a_tokenizer_without_a_token_is_refused(tmp_path):
+    tokenizers_of_ours.save_character_tokenizer(tmp_path, "ab")
+    path = tmp_path / "tokenizer.json"
+    content = json.loads(path.read_text())
+    content["model"] |= {"vocab": {}}
+    content["added_tokens"] = []
+    path.write_text(json.dumps(content))
+    (tmp_path / "tokenizer_config.json").write_text(
+        '{"tokenizer_class": "PreTrainedTokenizerFast"}'
+    )
+    with pytest.raises(ValueError, match="without any token"):
+        tokenizers_of_ours.load(tmp_path)
+
+
+@pytest.mark.parametrize("ids", [1.5, True, "x", [1, "x"], {}])
+def test_end_tokens_of_the_wrong_type_are_refused(ids, tmp_path):
+    tokenizers_of_ours.save_character_tokenizer(tmp_path, "ab")
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+    with pytest.raises(ValueError, match="eos_token_id as a number or a list"):
+        tokenizers_of_ours.load(tmp_path)

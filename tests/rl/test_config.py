@@ -257,6 +257,43 @@ def test_required_fields():
     assert load(Required, (), ["Data.task=gcd"]).data.task == "gcd"
 
 
+def test_what_files_include_is_bounded(tmp_path):
+    for i in range(28):  # 2**27 reads, were they all read
+        text = f"include 'f{i + 1}.gin'\n" * 2 if i < 27 else "Run.steps = 1\n"
+        write(tmp_path / f"f{i}.gin", text)
+    assert "included at most 16 deep" in refusal(files=(tmp_path / "f0.gin",))
+    assert "at most 64 files" in refusal(files=(tmp_path / "f13.gin",))
+    assert load(Schema, [tmp_path / "f23.gin"]).run.steps == 1  # 31 reads
+    large = write(tmp_path / "large.gin", "Run.steps = 1\n" * 10_000)
+    twice = write(tmp_path / "twice.gin", "include 'large.gin'\n" * 2)
+    assert load(Schema, [large]).run.steps == 1
+    assert "at most 262144 bytes" in refusal(files=(twice,))
+    assert "at most 262144 bytes" in refusal(files=(large, large))
+
+
+def test_what_macros_make_is_bounded(tmp_path):
+    laughs = "m0 = (1, 1, 1, 1, 1, 1, 1, 1, 1, 1)\n" + "".join(
+        f"m{i + 1} = (" + f"%m{i}, " * 10 + ")\n" for i in range(10)
+    )
+    assert "at most 10000 values" in file_refusal(tmp_path, f"{laughs}Rollout.buckets = %m10\n")
+    chain = "m0 = 1\n" + "".join(f"m{i + 1} = %m{i}\n" for i in range(5000))
+    assert "at most 32 deep" in file_refusal(tmp_path, f"{chain}Run.steps = %m5000\n")
+
+
+def test_strings_side_by_side_are_bounded(tmp_path):
+    assert load(Schema, (), ["Run.name='a' 'b'"]).run.name == "ab"
+    assert "strings side by side" in file_refusal(tmp_path, "Run.name = " + "'x' " * 10_000)
+
+
+def test_text_is_of_whole_characters(tmp_path):
+    message = file_refusal(tmp_path, 'Run.name = "a\\ud800"\n')
+    assert "bad.gin:1: expected text of whole characters" in message and message.isprintable()
+
+
+def test_long_values_are_cut_where_errors_show_them(tmp_path):
+    assert len(file_refusal(tmp_path, f"Run.steps = '{'x' * 100_000}'\n")) < 1000
+
+
 @settings(max_examples=100, deadline=None)
 @given(
     st.text(alphabet=st.sampled_from(list("Run.steps=3 \n\t'\"()[]{}%@,:#-/\\$\x00é")), max_size=40)

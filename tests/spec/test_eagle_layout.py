@@ -188,6 +188,15 @@ def test_the_halves_of_the_inputs_matter(design, tmp_path):
         ("eagle", {"reprise": [1]}, r"reprise as an object, got \[1\]"),
         ("eagle", {"reprise": {"own_head": 1}}, "own_head as true or false, got 1"),
         ("eagle", {"eos_token_id": 20}, "eos token 20 is outside"),
+        ("eagle", {"architectures": [{}]}, r"unknown architecture.*\[\{\}\]"),
+        ("eagle", {"layer_types": [{}]}, r"layer_types has \{\}"),
+        ("eagle", {"bias": "false"}, "bias as true or false, got 'false'"),
+        (
+            "eagle3",
+            {"eagle_config": {}, "eagle_aux_hidden_state_layer_ids": []},
+            "as a list of numbers, got \\[\\]",
+        ),
+        ("eagle", {"num_hidden_layers": 10**9}, "num_hidden_layers=1, got 1000000000"),
     ],
 )
 def test_unsupported_configs_are_named(design, changes, message, tmp_path):

@@ -1,0 +1,170 @@
+"""Chat templates, rendered in a process of their own.
+
+A template is a Jinja program that came with a folder. transformers' sandbox keeps it away from
+Python and from files; nothing there bounds what it computes, and `"a" * 10**10` is one product. So
+it runs in a child process that has `MEMORY_BYTES` more than it started with, `DEADLINE_S` for each
+prompt and `MAX_CHARACTERS` to answer with; a child that overstays is killed, and the next prompt
+gets a new one. One child serves all tokenizers of a process.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+MEMORY_BYTES = 2**30
+DEADLINE_S = 10
+START_S = 120.0  # of the imports of a new child, on a busy machine
+MAX_CHARACTERS = 2**22  # of a prompt; the longest contexts of today are as many
+
+
+class Renderer:
+    """The child process: started when first asked, again after it was killed. Any thread may ask.
+
+    `deadline_s` is whole seconds.
+    """
+
+    def __init__(self, deadline_s: int = DEADLINE_S) -> None:
+        self._deadline_s = deadline_s
+        self._lock = threading.Lock()
+        self._child: subprocess.Popen[bytes] | None = None
+
+    def render(self, template: str, messages: Sequence[Mapping[str, Any]], **names: Any) -> str:
+        """The text of a conversation; `names` are what the template may call by name.
+
+        Raises ValueError where the template fails, and where it exceeds a bound.
+        """
+        request = {"template": template, "messages": list(messages), "names": names}
+        line = json.dumps(request, default=str).encode() + b"\n"
+        with self._lock:
+            answer = json.loads(self._answer(line))
+        if "text" not in answer:
+            raise ValueError(f"the chat template cannot be rendered: {answer['error']}")
+        return str(answer["text"])
+
+    def close(self) -> None:
+        """End the child, if there is one."""
+        child, self._child = self._child, None
+        if child is not None:
+            child.kill()
+            child.wait()
+            for pipe in (child.stdin, child.stdout):
+                assert pipe is not None
+                try:
+                    pipe.close()
+                except OSError:
+                    pass  # what was not sent to a child that is gone
+
+    def _answer(self, line: bytes) -> bytes:
+        if self._child is None:
+            self._child = _started(self._deadline_s)
+            if not _read_line(self._child, START_S):
+                self.close()
+                raise ValueError("the process that renders chat templates did not start")
+        child = self._child
+        assert child.stdin is not None
+        try:
+            child.stdin.write(line)
+            child.stdin.flush()
+            answer = _read_line(child, self._deadline_s + 5.0)
+        except OSError:
+            answer = b""
+        except BaseException:  # Ctrl-C between a question and its answer
+            self.close()
+            raise
+        if not answer:
+            self.close()
+            raise ValueError(
+                f"the chat template was expected to render a prompt within {self._deadline_s} s "
+                f"and {MEMORY_BYTES // 2**20} MiB, and did not: give the tokenizer another template"
+            )
+        return answer
+
+
+def _started(deadline_s: int) -> subprocess.Popen[bytes]:
+    # -P: the folder of this file holds modules with common names.
+    return subprocess.Popen(
+        [sys.executable, "-P", str(Path(__file__).resolve()), str(deadline_s)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1", "HF_HUB_OFFLINE": "1"},
+        start_new_session=True,  # Ctrl-C is for the run to handle
+    )
+
+
+def _read_line(child: subprocess.Popen[bytes], timeout_s: float) -> bytes:
+    """A line of the child's; empty if it ends, or none is whole in time."""
+    assert child.stdout is not None
+    until, pieces = time.monotonic() + timeout_s, [b""]
+    with selectors.DefaultSelector() as selector:
+        selector.register(child.stdout, selectors.EVENT_READ)
+        while not pieces[-1].endswith(b"\n"):
+            if not selector.select(max(0.0, until - time.monotonic())):
+                return b""
+            piece = os.read(child.stdout.fileno(), 2**16)
+            if not piece:
+                return b""
+            pieces.append(piece)
+    return b"".join(pieces)
+
+
+# --- in the child ---------------------------------------------------------------------
+
+
+def _serve(deadline_s: int) -> None:
+    """Answer lines of JSON until there are no more."""
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever prints, prints elsewhere
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    _limit_memory()
+    answers.write(b"ready\n")
+    answers.flush()
+    for line in sys.stdin.buffer:
+        signal.alarm(deadline_s)  # nobody catches it: it ends the process
+        answer = _rendered(render_jinja_template, line)
+        signal.alarm(0)
+        answers.write(json.dumps(answer).encode() + b"\n")
+        answers.flush()
+
+
+def _rendered(render: Any, line: bytes) -> dict[str, str]:
+    request = json.loads(line)
+    try:
+        texts, _ = render(
+            conversations=[request["messages"]],
+            chat_template=request["template"],
+            **request["names"],
+        )
+    except Exception as error:  # of many types, and all the template's doing
+        return {"error": ascii(f"{type(error).__name__}: {str(error)[:300]}")[1:-1]}
+    if len(texts[0]) > MAX_CHARACTERS:
+        return {"error": f"expected at most {MAX_CHARACTERS} characters, got {len(texts[0])}"}
+    return {"text": texts[0]}
+
+
+def _limit_memory() -> None:
+    import resource
+
+    statm = Path("/proc/self/statm")
+    if statm.exists():  # elsewhere the deadline has to do
+        mapped = int(statm.read_text().split()[0]) * resource.getpagesize()
+        limit = mapped + MEMORY_BYTES
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
+if __name__ == "__main__":
+    _serve(int(sys.argv[1]))
+else:
+    SHARED = Renderer()
+    atexit.register(SHARED.close)
