@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 from models.config import Architecture, Llama3RopeScaling, ModelConfig
 
@@ -174,7 +174,7 @@ def _family(hf: Mapping[str, Any], where: str) -> Family:
     return family
 
 
-def is_one_name(names: Any) -> bool:
+def is_one_name(names: Any) -> TypeGuard[list[str]]:
     """Whether this is what `architectures` is in every folder: a list of one string."""
     return isinstance(names, list) and len(names) == 1 and isinstance(names[0], str)
 
