@@ -368,7 +368,10 @@ class Engine(Replica):
                 leaving.append(row)
         if leaving:
             self._phase.guessing.finished(table.view(np.array(leaving)))
-            feed.park(self._rows.leave(leaving, self._phase.policy_version))
+        # as many at a time as are read in one call: who waits for one has it the sooner
+        P = self.config.prefill_rows
+        for first in range(0, len(leaving), P):
+            feed.park(self._rows.leave(leaving[first : first + P], self._phase.policy_version))
         self._rows.changed()
 
     @property

@@ -29,6 +29,7 @@ from rl.reuse import ReuseConfig, check_coupling
 from rl.rewards.config import RewardConfig, validate
 from rl.speculation import SpeculationConfig
 from rl.tasks import Example, Task, TaskConfig, open_tasks
+from rl.waits import HANG_LIMIT_S
 from rl.workers import SchedConfig
 from spec.buckets import bucket
 from spec.data_buffer import DataBufferConfig
@@ -42,15 +43,26 @@ Prompt = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class RunConfig:
-    """Where a run lives, how long it is, and the seed of its data order and noise."""
+    """Where a run lives, how long it is, and the seed of its data order and noise.
+
+    What shows no sign of life for `hang_limit_s` hangs: it is named, and the run ends or does
+    without it; compiling has `compile_limit_s` for each program. Asked to stop, a run that has not
+    come to its next save within `stop_limit_s` ends without one.
+    """
 
     directory: str | None = None  # None: runs/NAME_OF_CONFIG, numbered
     steps: int = 100
     seed: int = 0
+    hang_limit_s: float = HANG_LIMIT_S
+    compile_limit_s: float = 3600.0
+    stop_limit_s: float = 8.0
 
     def __post_init__(self) -> None:
         if self.steps < 1:
             raise ValueError(f"steps must be at least 1, got {self.steps}")
+        for field in ("hang_limit_s", "compile_limit_s", "stop_limit_s"):
+            if not 0 < getattr(self, field) < math.inf:
+                raise ValueError(f"{field} must be above 0 and finite, got {getattr(self, field)}")
         if not 0 <= self.seed < 2**31:
             raise ValueError(f"seed must be in 0 … 2³¹−1, got {self.seed}")
 

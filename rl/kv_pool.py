@@ -1,17 +1,18 @@
 """Keys and values of requests that wait between two chunks, in the host's memory.
 
 One pool serves all workers of a process. A worker promises an entry before it lets others
-know of it, so that one who is told to take it waits for it at most as long as a copy takes.
+know of it; one who is told to take it waits for as long as the worker that promised is alive.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import threading
+from collections.abc import Callable
 
 from rl.trajectory import Begun
 
-PATIENCE_S = 60.0  # for a promised entry: a copy takes milliseconds
+POLL_S = 0.05  # between two looks at whether the worker that promised is alive
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,10 +42,10 @@ class KvPool:
             assert request_id not in self._entries, f"request {request_id} is in the pool already"
             self._entries[request_id] = _Promise(worker_id)
 
-    def withdraw(self, request_id: int) -> None:
-        """The entry that was promised will not come."""
+    def withdraw(self, request_id: int, worker_id: int) -> None:
+        """The entry that this worker promised will not come."""
         with self._changed:
-            assert isinstance(self._entries.pop(request_id), _Promise), "it was promised"
+            assert self._entries.pop(request_id) == _Promise(worker_id), "it was promised"
             self._changed.notify_all()
 
     def withdraw_all(self, worker_id: int) -> None:
@@ -54,11 +55,12 @@ class KvPool:
             self._entries = {r: e for r, e in self._entries.items() if e != promise}
             self._changed.notify_all()
 
-    def put(self, begun: Begun) -> None:
-        """The entry that was promised."""
+    def put(self, begun: Begun, worker_id: int) -> None:
+        """The entry that was promised; dropped where the promise was withdrawn meanwhile."""
         request_id = begun.request.request_id
         with self._changed:
-            assert isinstance(self._entries[request_id], _Promise), "it was promised"
+            if self._entries.get(request_id) != _Promise(worker_id):
+                return
             size = begun.kv.num_bytes if begun.kv is not None else 0
             if self.num_bytes + size > self._most_bytes:
                 begun, size = begun.without_kv(), 0
@@ -67,16 +69,19 @@ class KvPool:
             self._entries[request_id] = begun
             self._changed.notify_all()
 
-    def take(self, request_id: int) -> Begun | None:
-        """Take an entry out, waiting for one that is promised; None where there is none."""
-        with self._changed:
-            arrived = self._changed.wait_for(
-                lambda: not isinstance(self._entries.get(request_id), _Promise), PATIENCE_S
-            )
-            if not arrived:
-                raise TimeoutError(f"request {request_id} was promised and did not come")
-            begun = self._entries.pop(request_id, None)
-            assert not isinstance(begun, _Promise)
-            if begun is not None and begun.kv is not None:
-                self.num_bytes -= begun.kv.num_bytes
-            return begun
+    def take(self, request_id: int, waits_for: Callable[[int], None]) -> Begun | None:
+        """Take an entry out; None where there is none, or what was promised will not come.
+
+        While it is only promised, `waits_for` is told by whom, again and again: what it raises
+        ends the waiting.
+        """
+        while True:
+            with self._changed:
+                entry = self._entries.get(request_id)
+                if not isinstance(entry, _Promise):
+                    self._entries.pop(request_id, None)
+                    if entry is not None and entry.kv is not None:
+                        self.num_bytes -= entry.kv.num_bytes
+                    return entry
+                self._changed.wait(POLL_S)
+            waits_for(entry.worker_id)

@@ -41,7 +41,8 @@ def make_engine(
         return Engine(inputs.model, config.engine, mesh=mesh, **options)
     engines = make_engines(inputs.model, config.engine, config.sched, **options)
     spot = None if drafter is None else drafter.spot
-    return Workers(engines, config.sched, seed=config.run.seed, spot=spot)
+    limit_s = config.run.hang_limit_s
+    return Workers(engines, config.sched, seed=config.run.seed, spot=spot, hang_limit_s=limit_s)
 
 
 def node_sizes(config: TrainConfig) -> engine_warm_up.NodeSizes | None:

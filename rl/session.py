@@ -9,7 +9,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableSequence, Sequence
 
 import jax
 
@@ -28,6 +28,8 @@ from spec.prefix_reuse import PrefixRule
 from spec.sampling import SamplingConfig
 
 MOST_RESTARTS = 3  # of one engine in a session: what fails more often will not heal
+LEAVING_S = 5.0  # that workers have to end, once a rollout is given up
+POLL_S = 0.05  # between two looks at whether a worker has ended
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -47,30 +49,38 @@ class StepSpec:
 
 @dataclasses.dataclass(frozen=True)
 class SessionSize:
-    """What a worker holds, and whether one that raised is replaced."""
+    """What a worker holds, and whether one that raised or hangs is replaced.
+
+    A worker hangs that has something to do and shows no sign of life for `hang_limit_s`.
+    """
 
     kv_tokens: int
     max_requests: int
     longest_tokens: int
     pool_bytes: int
+    hang_limit_s: float
     restart: bool = False
     keeps_decisions: bool = True  # all of them: for as long as a rollout of one step takes
 
 
 class Session:
-    """Use it as a context manager: leaving it ends all workers, and waits for them."""
+    """Use it as a context manager: leaving it ends all workers, and waits for them.
+
+    A thread that hangs cannot be ended, so it is left behind, and what it worked with as well:
+    its place in `engines` is taken by a new engine of the same settings.
+    """
 
     def __init__(
         self,
-        engines: Sequence[Engine],
+        engines: MutableSequence[Engine],
         scheduler: Scheduler,
         size: SessionSize,
         clock: Callable[[], float],
         spot: SpotTrainer | None = None,
     ) -> None:
         self._engines, self._size, self._spot = engines, size, spot
-        self._pool = KvPool(size.pool_bytes)
-        self._coordinator = Coordinator(scheduler, clock, self._pool, size.keeps_decisions)
+        pool = KvPool(size.pool_bytes)
+        self._coordinator = Coordinator(scheduler, clock, pool, size.keeps_decisions)
         self._threads: dict[int, threading.Thread] = {}
         self._engine_of: dict[int, int] = {}
         self._specs: dict[int, StepSpec] = {}
@@ -85,10 +95,12 @@ class Session:
         if self._spot is not None:
             self._spot.rollout_ended()
         self._coordinator.close(abort=kind is not None)
-        for thread in self._threads.values():
-            thread.join()
+        limit_s = self._size.hang_limit_s
+        hung = self._end_threads(limit_s if kind is None else min(limit_s, LEAVING_S))
         if self._spot is not None:
             self._spot.dismiss()
+        if hung is not None and kind is None and not self._size.restart:
+            raise hung
 
     @property
     def decisions(self) -> list[Decision]:
@@ -120,20 +132,26 @@ class Session:
     def next_result(self, timeout_s: float) -> Trajectory | Deferred | None:
         """What has ended, or gone over into the next step; None where nothing has for so long.
 
-        Raises WorkerError where a worker raised and is not replaced.
+        Raises WorkerError where a worker raised, or hangs, and is not replaced.
         """
         result = self._coordinator.next_result(timeout_s)
+        if result is None:
+            result = self._coordinator.hung(self._size.hang_limit_s)
         if not isinstance(result, WorkerError):
             return result
-        engine = self._engine_of[result.worker_id]
+        worker_id = result.worker_id
+        if not self._coordinator.is_present(worker_id):
+            return None  # it was given up, and raised after that
+        engine = self._engine_of[worker_id]
         failures = sum(e == engine for e in self._engine_of.values())
         if not self._size.restart or failures > MOST_RESTARTS:
             raise result
+        self._leave_behind(worker_id)
         # its successor first, so that what it ran has somewhere to go
         self._join(engine)
-        self._coordinator.lose(result.worker_id)
+        self._coordinator.lose(worker_id)
         if self._spot is not None:
-            self._spot.lost(result.worker_id)
+            self._spot.lost(worker_id)
         return None
 
     def num_tokens(self, step: int) -> int:
@@ -144,13 +162,36 @@ class Session:
         """What all workers counted in a step so far."""
         return joined(self._stats[step]) if self._stats[step] else EngineStats()
 
+    def _end_threads(self, limit_s: float) -> WorkerError | None:
+        """Wait until the workers' threads have ended; who shows no sign of life is left behind.
+
+        Returns what the first of these was doing.
+        """
+        first = None
+        while alive := [w for w in self._threads if self._runs(w)]:
+            self._threads[alive[0]].join(POLL_S)
+            if (hung := self._coordinator.hung(limit_s, alive)) is not None:
+                first = first or hung
+                self._leave_behind(hung.worker_id)
+                self._coordinator.forget(hung.worker_id)
+        return first
+
+    def _runs(self, worker_id: int) -> bool:
+        return self._coordinator.is_present(worker_id) and self._threads[worker_id].is_alive()
+
+    def _leave_behind(self, worker_id: int) -> None:
+        """A worker is given up; while its thread may still be at its engine, nobody else is."""
+        place = self._engine_of[worker_id]
+        if self._threads[worker_id].is_alive():
+            self._engines[place] = dataclasses.replace(self._engines[place])
+
     def _join(self, engine: int) -> None:
         worker_id, size, replica = len(self._threads), self._size, self._engines[engine]
         if self._spot is not None:
             self._spot.joined(worker_id)
         inbox = self._coordinator.join(worker_id, size.kv_tokens, size.max_requests)
         feed = WorkerFeed(
-            *(worker_id, inbox, self._coordinator, self._pool),
+            *(worker_id, inbox, self._coordinator),
             *(size.max_requests, size.longest_tokens, size.kv_tokens),
             spare=None if self._spot is None else _Spare(self._spot, worker_id, replica),
         )
@@ -170,6 +211,7 @@ class Session:
             while (step := feed.next_step()) is not None:
                 spec, stats = self._specs[step], EngineStats()
                 self._stats[step].append(stats)
+                coordinator.alive(worker_id, "receiving weights")
                 params = engine.place(spec.params)
                 drafter, budget = spec.guesses(engine.site(params, spec.sampling, spec.key))
                 engine.run(
@@ -186,7 +228,7 @@ class Session:
                     catcher=spec.catcher,
                     stats=stats,
                     on_finish=lambda trajectory: coordinator.finished(worker_id, trajectory),
-                    on_round=coordinator.check,
+                    on_round=lambda finished, tokens: coordinator.alive(worker_id),
                 )
         except Aborted:
             pass

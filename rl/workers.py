@@ -27,6 +27,7 @@ from rl.session import Session, SessionSize, StepSpec
 from rl.spot_trainer import SpotTrainer
 from rl.timeline import EngineStats
 from rl.trajectory import Request, Trajectory, longest_tokens
+from rl.waits import HANG_LIMIT_S
 from sched.divided import PreferPool
 from sched.policies import POLICIES, make_scheduler
 from sched.protocol import Scheduler
@@ -91,7 +92,8 @@ class SchedConfig:
 class Workers:
     """Engines on devices of their own, and the scheduler's name: what rollouts are done with.
 
-    `seed` is the scheduler's; each rollout has a fresh one.
+    `seed` is the scheduler's; each rollout has a fresh one. A worker that shows no sign of life
+    for `hang_limit_s` has failed.
     """
 
     def __init__(
@@ -103,11 +105,12 @@ class Workers:
         clock: Callable[[], float] = time.perf_counter,
         prefer_pool: PreferPool = lambda tokens: True,
         spot: SpotTrainer | None = None,
+        hang_limit_s: float = HANG_LIMIT_S,
     ) -> None:
         self.engines, self.config, self._seed = list(engines), config, seed
         self.spot = spot  # what idle workers train
         self.prefer_pool = prefer_pool  # of so many tokens: rather copied than computed anew
-        self._clock = clock
+        self._clock, self._hang_limit_s = clock, hang_limit_s
         self.stats = EngineStats()
         self.decisions: list[Decision] = []
 
@@ -134,7 +137,8 @@ class Workers:
 
         Each worker asks `guesses` for a drafter and a budget of its own. `on_finish` is called
         here, in the caller's thread, as responses end; so is `on_round`, now and then: what it
-        raises ends the rollout. Raises WorkerError where a worker raised and is not replaced.
+        raises ends the rollout. Raises WorkerError where a worker raised, or hangs, and is not
+        replaced.
         """
         self.engines[0].check(requests, sampling)
         spec = StepSpec(
@@ -191,6 +195,7 @@ class Workers:
             max_requests=slots,
             longest_tokens=longest_tokens,
             pool_bytes=config.pool_bytes,
+            hang_limit_s=self._hang_limit_s,
             restart=config.on_error == "restart",
             keeps_decisions=keeps_decisions,
         )

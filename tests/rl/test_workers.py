@@ -236,30 +236,34 @@ def entry(request_id, tokens=2):
     return Begun(Request(request_id, (1,)), None, kv)
 
 
+def take(pool, request_id):
+    return pool.take(request_id, lambda owner: None)
+
+
 def test_the_pool_gives_what_was_promised_and_counts_its_bytes():
     pool = KvPool(100)
-    assert pool.take(1) is None
+    assert take(pool, 1) is None
     pool.promise(1, 0)
-    pool.put(entry(1))
+    pool.put(entry(1), 0)
     assert pool.num_bytes == 64 and len(pool) == 1
     pool.promise(2, 0)
-    pool.put(entry(2))  # beyond the cap: without keys and values
+    pool.put(entry(2), 0)  # beyond the cap: without keys and values
     assert (pool.num_bytes, pool.num_dropped) == (64, 1)
-    assert pool.take(2).kv is None
-    assert pool.take(1).kv.num_tokens == 2
+    assert take(pool, 2).kv is None
+    assert take(pool, 1).kv.num_tokens == 2
     assert pool.num_bytes == len(pool) == 0
 
 
 def test_who_takes_what_is_promised_waits_for_it():
     pool, taken = KvPool(100), []
     pool.promise(1, 0)
-    thread = threading.Thread(target=lambda: taken.append(pool.take(1)))
+    thread = threading.Thread(target=lambda: taken.append(take(pool, 1)))
     thread.start()
-    pool.put(entry(1))
+    pool.put(entry(1), 0)
     thread.join()
     assert taken[0].request.request_id == 1
     pool.promise(1, 0)
-    thread = threading.Thread(target=lambda: taken.append(pool.take(1)))
+    thread = threading.Thread(target=lambda: taken.append(take(pool, 1)))
     thread.start()
     pool.withdraw_all(1)  # another worker's
     assert len(pool) == 1
@@ -274,10 +278,27 @@ def test_the_pool_never_holds_more_than_it_may(ids):
     pool, held = KvPool(150), set()
     for request_id in ids:
         if request_id in held:
-            assert pool.take(request_id) is not None
+            assert take(pool, request_id) is not None
             held.remove(request_id)
         else:
             pool.promise(request_id, 0)
-            pool.put(entry(request_id))
+            pool.put(entry(request_id), 0)
             held.add(request_id)
         assert pool.num_bytes <= 150 and len(pool) == len(held)
+
+
+def test_a_promise_that_was_withdrawn_is_not_kept_any_more():
+    """A worker that was given up comes back with a copy; another has promised the same request."""
+    pool = KvPool(100)
+    pool.promise(1, 0)
+    pool.withdraw_all(0)
+    pool.promise(1, 2)
+    pool.put(entry(1), 0)
+    with pytest.raises(LookupError, match="still waits for worker 2"):
+        pool.take(1, still_waits)
+    pool.put(entry(1, tokens=1), 2)
+    assert take(pool, 1).kv.num_tokens == 1
+
+
+def still_waits(owner):
+    raise LookupError(f"still waits for worker {owner}")

@@ -1,0 +1,390 @@
+"""Every two events of the coordinator, one inside the other, wherever no lock is held.
+
+    python -m benchmarks.interleavings --json --output benchmarks/results/interleavings.json
+
+A rollout of two workers, and a third without work, is brought half way by hand. Then one event happens (a start is taken, a
+request finishes, a chunk ends and is handed over, a worker joins, raises, or is given up while it
+still runs, a step comes or is trained, all is aborted), and at each moment of it when a thread
+switch could let another one in, that other one happens as a whole. Then the rollout is played to
+its end. Counted: results that never come or come twice, waits that nobody would end, errors in
+threads that did nothing wrong, and what is left in the books; beside them how often requests were
+deferred and starts had to wait for a copy. No thread, no clock: all is
+scripted. Prints one JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import dataclasses
+import itertools
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from benchmarks import environment
+from rl.coordinator import Aborted, Coordinator, Deferred, WorkerError
+from rl.kv_pool import KvPool
+from rl.trajectory import Begun, FinishReason, Prefix, Request, Trajectory
+from sched.histopipe import HistoPipe, HistoPipeConfig
+from sched.pipeline import Steps
+from sched.policies import make_scheduler
+from sched.protocol import Scheduler, Start
+
+LENGTHS = (2, 9, 12, 5, 12, 3)  # of the responses, by request
+LIMIT, CHUNK, STEPS = 12, 4, 2
+SCHEDULERS: dict[str, Callable[[], Scheduler]] = {
+    "group_fifo": lambda: make_scheduler("group_fifo", seed=0, chunk_tokens=CHUNK),
+    "divided_fifo": lambda: make_scheduler("divided_fifo", seed=0, chunk_tokens=CHUNK),
+    "seer": lambda: make_scheduler("seer", seed=0, chunk_tokens=CHUNK),
+    "seer, one step off": lambda: Steps(
+        make_scheduler("seer", seed=0, chunk_tokens=CHUNK), "one_step_off"
+    ),
+    "histopipe": lambda: HistoPipe(
+        HistoPipeConfig(STEPS, num_ranking_groups=2, last_share=1.0, check_tokens=CHUNK)
+    ),
+}
+EVENTS = (
+    *("take 0", "take 1", "take 2", "finish 0", "finish 1", "chunk 0", "chunk 1"),
+    *("give up 0", "give up 1", "raise 0", "raise 1", "join", "submit", "trained", "abort"),
+)
+WRONG = ("results_lost", "results_twice", "waits", "errors", "left_in_books")
+
+
+def thread_of(event: str) -> str:
+    """Who does it: events of one thread come one after the other only."""
+    name, _, number = event.rpartition(" ")
+    if event == "join" or name == "give up":
+        return "receiver"
+    return f"worker {number}" if number.isdigit() else "caller"
+
+
+class WouldWait(Exception):
+    """An entry of the pool is promised, and has not come."""
+
+
+class Switch:
+    """Counts the moments when a thread switch may come; at one of them another event happens."""
+
+    def __init__(self) -> None:
+        self.at: int | None = None
+        self.event: Callable[[], None] = lambda: None
+        self.count, self.held, self.active = 0, 0, False
+
+    def point(self) -> None:
+        if self.held or not self.active:
+            return
+        self.count += 1
+        if self.count - 1 == self.at:
+            self.active = False
+            self.event()
+            self.active = True
+
+
+class SwitchingLock:
+    """A lock before and behind which a switch may come."""
+
+    def __init__(self, switch: Switch) -> None:
+        self._switch, self._lock = switch, threading.Lock()
+        self.looked = False
+
+    def __enter__(self) -> None:
+        self._switch.point()
+        assert self._lock.acquire(blocking=False), "one thread: nobody else can hold it"
+        self._switch.held += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._switch.held -= 1
+        self._lock.release()
+        self._switch.point()
+
+    def wait(self, timeout_s: float) -> None:
+        """Time is up at once; by the second time nothing has come, and nothing ended it."""
+        if self.looked:
+            raise WouldWait
+        self.looked = True
+
+    def notify_all(self) -> None:
+        """Nobody waits here."""
+
+
+@dataclasses.dataclass
+class Row:
+    """A request on a worker: its tokens so far, and up to how many it may go there."""
+
+    request: Request
+    tokens: int
+    until: int
+
+
+class Rollout:
+    """A coordinator, and by hand what sessions and workers do about it."""
+
+    def __init__(self, scheduler: str, coordinator: type[Coordinator] = Coordinator) -> None:
+        self.switch, self.pool = Switch(), KvPool(0)
+        self.coordinator = coordinator(SCHEDULERS[scheduler](), lambda: 0.0, self.pool, False)
+        self.coordinator._lock = SwitchingLock(self.switch)  # type: ignore[assignment]
+        self.pool._changed = SwitchingLock(self.switch)  # type: ignore[assignment]
+        self.numbers = itertools.count()
+        self.inboxes: dict[int, Any] = {}
+        self.taken: dict[int, list[Start]] = collections.defaultdict(list)
+        self.rows: dict[int, dict[int, Row]] = collections.defaultdict(dict)
+        self.ended: set[int] = set()  # workers whose threads are no more
+        self.requests: dict[int, Request] = {}
+        self.results: list[int] = []
+        self.errors: list[str] = []
+        self.steps = self.trained = self.deferred = self.waited = 0
+        self.aborted = False
+        for _ in range(2):
+            self.do("join")
+        self.do("submit")
+        self.do("join")  # with so much room that requests move there
+        for worker in (0, 1):  # one start stays in each inbox
+            for _ in range(self.inboxes[worker].qsize() - 1):
+                self.take(worker)
+
+    def do(self, event: str) -> bool:
+        """Let an event happen; False where it cannot."""
+        name, _, number = event.rpartition(" ")
+        if number.isdigit():
+            worker = int(number)
+            if worker in self.ended:
+                return False
+            return self._guarded(worker, name)
+        if event == "join":
+            worker = next(self.numbers)
+            self.inboxes[worker] = self.coordinator.join(worker, 64 if worker == 2 else 28, 3)
+        elif event == "submit":
+            if self.steps == STEPS:
+                return False
+            first, step = self.steps * len(LENGTHS), self.steps
+            self.steps += 1
+            new = [Request(first + i, (1, 2), (first + i) // 2, i % 2) for i in range(len(LENGTHS))]
+            self.requests |= {r.request_id: r for r in new}
+            past = {r.group_id: (4, 4) for r in new}
+            self.coordinator.submit(step, new, LIMIT, past)
+        elif event == "trained":
+            self.trained += 1
+            self.coordinator.trained(self.trained - 1)
+        else:
+            assert event == "abort"
+            self.aborted = True
+            self.coordinator.close(abort=True)
+        return True
+
+    def _guarded(self, worker: int, name: str) -> bool:
+        """What a worker's thread does, and what becomes of it where it raises."""
+        try:
+            if name == "take":
+                return self.take(worker)
+            if name in ("finish", "chunk"):
+                return self.end(worker, whole=name == "finish")
+            if name == "give up":
+                return self._lose(worker)
+            assert name == "raise"
+            self.ended.add(worker)
+            self.coordinator.failed(worker, RuntimeError("planted"))
+        except Aborted:
+            self.ended.add(worker)
+        except WouldWait:
+            raise
+        except Exception as error:
+            self.errors.append(f"worker {worker} at {name}: {type(error).__name__}: {error}")
+            self.ended.add(worker)
+            self.coordinator.failed(worker, error)
+        return True
+
+    def take(self, worker: int) -> bool:
+        """Begin with a start of the inbox."""
+        if not self.taken[worker]:
+            if not self.inboxes[worker].qsize():
+                return False
+            item = self.inboxes[worker].get_nowait()
+            if item is None:
+                self.ended.add(worker)
+                return True
+            self.taken[worker].append(item[1])
+        self.pool._changed.looked = False  # type: ignore[attr-defined]
+        try:
+            chunk = self.coordinator.chunk(worker, self.taken[worker][0])
+        except WouldWait:
+            self.waited += 1
+            raise
+        self.taken[worker].pop()
+        tokens = chunk.begun.num_tokens
+        assert chunk.max_tokens is not None
+        row = Row(chunk.begun.request, tokens, tokens + chunk.max_tokens)
+        self.rows[worker][row.request.request_id] = row
+        return True
+
+    def end(self, worker: int, *, whole: bool) -> bool:
+        """Report of a request that ends with its start (`whole`), or only its chunk does."""
+        for request_id, row in self.rows[worker].items():
+            length = LENGTHS[request_id % len(LENGTHS)]
+            if (length <= row.until) != whole:
+                continue
+            if whole:
+                del self.rows[worker][request_id]
+                self.coordinator.finished(worker, _trajectory(row.request, length))
+                return True
+            row.tokens = row.until
+            more = self.coordinator.chunk_ended(worker, request_id, row.tokens)
+            row.until += more
+            if not more:
+                del self.rows[worker][request_id]
+                self.coordinator.park(worker, [_begun(row.request, row.tokens)])
+            return True
+        return False
+
+    def _lose(self, worker: int) -> bool:
+        """As `rl.session` does about a worker that raised or hangs."""
+        if not self.coordinator.is_present(worker):
+            return False
+        self.do("join")
+        self.coordinator.lose(worker)
+        return True
+
+    def collect(self) -> bool:
+        """What the caller does about results; whether there were any."""
+        some = False
+        while (result := self.coordinator.next_result(0.0)) is not None:
+            some = True
+            if isinstance(result, WorkerError):
+                try:
+                    self._lose(result.worker_id)
+                except Exception as error:
+                    self.errors.append(f"caller: {type(error).__name__}: {error}")
+            elif isinstance(result, Deferred):
+                self.deferred += 1
+            elif isinstance(result, Trajectory):
+                assert result.num_tokens == LENGTHS[result.request_id % len(LENGTHS)]
+                self.results.append(result.request_id)
+        return some
+
+    def finish(self) -> int:
+        """Play the rollout to its end; how many workers wait for ever."""
+        while True:
+            waiting, moved = set(), self.collect()
+            for worker in [w for w in self.inboxes if w not in self.ended]:
+                for name in ("take", "finish", "chunk"):
+                    try:
+                        moved |= worker not in self.ended and self._guarded(worker, name)
+                    except WouldWait:
+                        waiting.add(worker)
+            if not moved and (self.aborted or not self._next_step()):
+                return len(waiting)
+
+    def _next_step(self) -> bool:
+        """Whether there is a step to be trained, or to be asked for, that others wait for."""
+        if self.trained < STEPS:
+            return self.do("trained")
+        return self.do("submit")
+
+    def counts(self) -> collections.Counter[str]:
+        """What has gone wrong, once it is over."""
+        waits = self.finish()
+        books = self.coordinator
+        left = 0
+        if not self.aborted:
+            left = len(books._begun) + len(books._starts) + len(books._step_of) + len(self.pool)
+        wanted = set() if self.aborted else set(self.requests)
+        return collections.Counter(
+            results_lost=len(wanted - set(self.results)),
+            results_twice=len(self.results) - len(set(self.results)),
+            waits=waits,
+            errors=len(self.errors),
+            left_in_books=left,
+            deferred=self.deferred,
+            waited=self.waited,
+        )
+
+
+def _trajectory(request: Request, tokens: int) -> Trajectory:
+    floats, ints = np.zeros(tokens, np.float32), np.zeros(tokens, np.int32)
+    names = request.request_id, request.group_id, request.sample_index
+    prompt = np.array(request.prompt_ids, np.int32)
+    reason = FinishReason.STOP
+    return Trajectory(
+        *(*names, prompt, ints, floats, ints, ints.astype(np.uint8), reason),
+        emission_logprobs=floats,
+    )
+
+
+def _begun(request: Request, tokens: int) -> Begun:
+    floats, ints = np.zeros(tokens, np.float32), np.zeros(tokens, np.int32)
+    return Begun(request, Prefix(ints, floats, floats, ints, ints.astype(np.uint8), 0, None))
+
+
+def interleaved(
+    scheduler: str, first: str, second: str, at: int, coordinator: type[Coordinator]
+) -> tuple[Rollout | None, int]:
+    """`second` happens at switch point `at` of `first`; also how many such points there are.
+
+    Behind it, where one thread does both. None where one of them cannot happen.
+    """
+    rollout, possible = Rollout(scheduler, coordinator), [True]
+    late = []
+
+    def inner() -> None:
+        try:
+            possible.append(rollout.do(second))
+        except WouldWait:  # for the first one, which has to go on
+            late.append(second)
+
+    switch = rollout.switch
+    if thread_of(first) == thread_of(second):
+        possible += [rollout.do(first), rollout.do(second)]
+        switch.count = 1
+    else:
+        switch.at, switch.event, switch.active = at, inner, True
+        possible.append(rollout.do(first))
+        switch.active = False
+        for event in late:
+            rollout.do(event)
+    return rollout if all(possible) else None, switch.count
+
+
+def all_of(
+    scheduler: str, coordinator: type[Coordinator] = Coordinator
+) -> Iterator[tuple[str, str, int, collections.Counter[str]]]:
+    """(first event, second, switch point, what went wrong) of all interleavings there are."""
+    for first in EVENTS:
+        for second in EVENTS:
+            at, points = 0, 1
+            while at < points:
+                rollout, points = interleaved(scheduler, first, second, at, coordinator)
+                if rollout is not None:
+                    yield first, second, at, rollout.counts()
+                at += 1
+
+
+def measure(coordinator: type[Coordinator] = Coordinator) -> dict[str, Any]:
+    """Sums over all schedulers, pairs and switch points."""
+    total: collections.Counter[str] = collections.Counter()
+    pairs = set()
+    for scheduler in SCHEDULERS:
+        for first, second, _, counts in all_of(scheduler, coordinator):
+            total.update(counts)
+            total["interleavings"] += 1
+            pairs.add((first, second))
+    return {"schedulers": len(SCHEDULERS), "pairs": len(pairs), **total}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.interleavings", description=__doc__)
+    environment.add_output_flags(parser)
+    args = parser.parse_args()
+    figures = measure()
+    environment.show(
+        environment.record("benchmarks.interleavings", ("numpy",), ("--output",)) | figures,
+        args,
+        figures,
+    )
+    return int(any(figures[name] for name in WRONG))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
