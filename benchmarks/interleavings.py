@@ -2,14 +2,13 @@
 
     python -m benchmarks.interleavings --json --output benchmarks/results/interleavings.json
 
-A rollout of two workers, and a third without work, is brought half way by hand. Then one event happens (a start is taken, a
-request finishes, a chunk ends and is handed over, a worker joins, raises, or is given up while it
-still runs, a step comes or is trained, all is aborted), and at each moment of it when a thread
-switch could let another one in, that other one happens as a whole. Then the rollout is played to
-its end. Counted: results that never come or come twice, waits that nobody would end, errors in
-threads that did nothing wrong, and what is left in the books; beside them how often requests were
-deferred and starts had to wait for a copy. No thread, no clock: all is
-scripted. Prints one JSON line.
+A rollout of two workers, and a third without work, is brought half way by hand. Then one event
+happens (a start is taken, a request finishes, a chunk ends and is handed over, a worker joins,
+raises, or is given up while it still runs, a step comes or is trained, all is aborted), and at each
+moment of it when a thread switch could let another one in, that other one happens as a whole. Then
+the rollout is played to its end. Counted: results that never come or come twice, waits that nobody
+would end, errors in threads that did nothing wrong, and what is left in the books; beside them how
+often requests were deferred and starts had to wait for a copy. No thread, no clock: all is scripted.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import math
 from pathlib import Path
 
 from models import hf, kv_cache, tokenizer, transformer
