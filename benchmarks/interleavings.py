@@ -8,7 +8,7 @@ raises, or is given up while it still runs, a step comes or is trained, all is a
 moment of it when a thread switch could let another one in, that other one happens as a whole. Then
 the rollout is played to its end. Counted: results that never come or come twice, waits that nobody
 would end, errors in threads that did nothing wrong, and what is left in the books; beside them how
-often requests were deferred and starts had to wait for a copy. No thread, no clock: all is scripted.
+often requests were deferred and starts had to wait for a copy. There are no threads and no clock.
 """
 
 from __future__ import annotations
