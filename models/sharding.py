@@ -52,7 +52,7 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any]) -> Mesh:
     if data < 1 or data * inner != len(devices):
         raise ValueError(
             f"Mesh.data={config.data} × fsdp={config.fsdp} × tensor={config.tensor} does not cover "
-            f"{len(devices)} devices: their product must be {len(devices)}"
+            f"{len(devices)} device(s): their product must be {len(devices)}"
         )
     grid = np.asarray(devices, dtype=object).reshape(data, config.fsdp, config.tensor)
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))

@@ -96,6 +96,7 @@ def _configurations(
 
 def _run(args: argparse.Namespace, job: _Job) -> int:
     """Load the weights, ask, print."""
+    from rl import devices
     from rl.checkpoint import NoWholeCheckpointError, StructureMismatchError
     from rl.loop import run_mesh
     from rl.rewards.process import RewardWorkerError
@@ -108,6 +109,8 @@ def _run(args: argparse.Namespace, job: _Job) -> int:
         except (ValueError, OSError, NoWholeCheckpointError, StructureMismatchError) as error:
             show.message(f"error: {error}")
             return EXIT_USAGE
+        if warning := devices.warning():
+            show.message(f"warning: {warning}")
         show.message(f"{len(job.questions.examples)} questions, {total} responses")
         try:
             responses = evaluation.respond(

@@ -22,7 +22,7 @@ from jax.sharding import Mesh
 from models import hf
 from models.sharding import make_mesh
 from models.transformer import Params
-from rl import critic, drafter_setup, experiment, rollout_setup, trainer
+from rl import critic, devices, drafter_setup, experiment, rollout_setup, trainer
 from rl.advantages import overlong_penalties, response_advantages, reward_statistics
 from rl.checkpoint import Checkpointer, NoWholeCheckpointError
 from rl.coordinator import WorkerError
@@ -352,14 +352,17 @@ def _host_state(system: System, place: Place) -> dict[str, Any]:
 
 
 def run_mesh(config: TrainConfig) -> Mesh | None:
-    """The mesh that a configuration asks for; None where one device serves."""
-    devices, _ = split_devices(config.sched, jax.devices())
+    """The mesh that a configuration asks for; None where one device serves.
+
+    Raises ValueError where the devices are not those that were asked for, or too many or few.
+    """
+    available, _ = split_devices(config.sched, devices.found())
     sizes = config.mesh.data, config.mesh.fsdp, config.mesh.tensor
-    if len(devices) == 1 or sizes == (1, 1, 1):
+    if sizes == (1, 1, 1) or (len(available) == 1 and sizes == (-1, 1, 1)):
         return None
     if config.sched.mode == "pipeline" and config.mesh.data != -1:
-        devices = devices[: math.prod(sizes)]
-    return make_mesh(config.mesh, devices)
+        available = available[: math.prod(sizes)]
+    return make_mesh(config.mesh, available)
 
 
 def _speed(row: dict[str, Any], seconds: dict[str, float]) -> dict[str, float]:

@@ -33,6 +33,9 @@ from rl.stopping import EXIT_STOPPED, stop_on_signals
 from rl.tokenizer_files import copy_tokenizer
 
 DEFAULT_CONFIG = "configs/tiny_cpu.gin"
+NO_GUESSES = (
+    "speculation: off in this configuration; configs/epochs_tiny.gin is a short run with it"
+)
 EXIT_USAGE = 2
 EXIT_FAILED = 1
 
@@ -128,6 +131,7 @@ def _run(config: TrainConfig, inputs: Inputs, folder: Path, *, resume: bool) -> 
     """Train in `folder`; SIGTERM and Ctrl-C save the last whole step, then exit 75."""
     import jax
 
+    from rl import devices
     from rl.checkpoint import NoWholeCheckpointError, StructureMismatchError
     from rl.coordinator import WorkerError
     from rl.loop import Stopped, policy_params, run_mesh, train
@@ -150,6 +154,10 @@ def _run(config: TrainConfig, inputs: Inputs, folder: Path, *, resume: bool) -> 
     with progress(total_steps=config.run.steps) as show:
         verb = "resuming" if resume else "running"
         show.message(f"{verb} in {folder} on {jax.devices()[0].device_kind} × {jax.device_count()}")
+        if warning := devices.warning():
+            show.message(f"warning: {warning}")
+        if not config.speculation.enabled:
+            show.message(NO_GUESSES)
         if inputs.left_out:
             show.message(f"{inputs.left_out} examples are left out: prompt too long")
         try:

@@ -29,7 +29,7 @@ import jax.numpy as jnp
 from models import hf
 from models.config import ModelConfig
 from models.transformer import Params, num_params
-from rl import drafter_folder, drafter_states, drafter_traces
+from rl import devices, drafter_folder, drafter_states, drafter_traces
 from rl.config import (
     ConfigError,
     add_config_arguments,
@@ -183,10 +183,13 @@ def _run(job: _Job) -> int:
     """Train in this process; what was learnt is written before it is judged."""
     should_stop = stop_on_signals("what was learnt")
     try:
+        devices.found()
         training, policy = _open(job)
     except (ValueError, OSError) as error:
         say(f"error: {error}", sys.stderr)
         return EXIT_USAGE
+    if warning := devices.warning():
+        say(f"warning: {warning}", sys.stderr)
     if job.held_out:
         say(f"before  {_said(training.judge(job.held_out))}")
     done = training.train(job.learnt, job.steps, should_stop, _Speaker(job.steps))

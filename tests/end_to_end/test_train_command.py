@@ -151,7 +151,7 @@ def test_a_mistake_is_said_with_its_mend_and_leaves_no_folder(
 
 
 @pytest.mark.parametrize(
-    ("argument", "message"), [("--dryrun", "--dry_run"), ("--Run.steps=3", "--gin.Run.steps")]
+    ("argument", "message"), [("--dryrun", "--dry_run"), ("--Run.steps=3", "--gin.Run.steps=3")]
 )
 def test_an_unknown_flag_has_its_nearest_match(capsys, argument, message):
     with pytest.raises(SystemExit) as left:

@@ -1,0 +1,58 @@
+"""The devices of this process, and whether they are those that were meant."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+
+FAMILIES = {"cuda": "gpu", "rocm": "gpu"}  # platforms under the name that JAX gives their devices
+NODES = ("nvidia[0-9]*", "kfd", "accel[0-9]*")  # in /dev: NVIDIA's, AMD's and Google's devices
+INSTALL = "install JAX for it (pip install -e '.[cuda]' or '.[tpu]')"
+
+
+def found() -> Sequence[jax.Device]:
+    """All devices; raises ValueError where the platform that was asked for is not there."""
+    try:
+        return jax.devices()
+    except (RuntimeError, AssertionError) as error:  # an unknown `cuda` is a bare assertion
+        asked = jax.config.jax_platforms
+        why = str(error).partition("\n")[0] or "it is not installed"
+        raise ValueError(
+            f"expected the devices of JAX_PLATFORMS={asked!r}, got none: {why}; {INSTALL}, or "
+            "set JAX_PLATFORMS=cpu"
+        ) from error
+
+
+def warning() -> str | None:
+    """Why this process may not run where it was meant to; None where all is well."""
+    installed = [plugin.name for plugin in importlib.metadata.entry_points(group="jax_plugins")]
+    nodes = sorted(str(path) for pattern in NODES for path in Path("/dev").glob(pattern))
+    return fallback(jax.default_backend(), jax.config.jax_platforms, nodes, installed)
+
+
+def fallback(
+    backend: str, asked: str | None, nodes: Sequence[str], plugins: Sequence[str]
+) -> str | None:
+    """What to say of a process on `backend` where an accelerator was asked for, or is there.
+
+    `asked` is JAX_PLATFORMS, `nodes` are files of devices, `plugins` JAX's for accelerators.
+    """
+    first = (asked or "").partition(",")[0]
+    if first:
+        if FAMILIES.get(first, first) == backend:
+            return None
+        return (
+            f"this runs on the {backend.upper()}, not on {first}, which JAX_PLATFORMS={asked!r} "
+            f"names first: {INSTALL}"
+        )
+    signs = [f"{nodes[0]} is there"] if nodes else []
+    signs += [f"JAX's plug-in {plugins[0]!r} is installed"] if plugins else []
+    if backend != "cpu" or not signs:
+        return None
+    return (
+        f"this runs on the CPU, though {' and '.join(signs)}: {INSTALL}, or set "
+        "JAX_PLATFORMS=cpu if the CPU is meant"
+    )

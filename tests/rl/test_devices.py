@@ -1,0 +1,60 @@
+"""What is said where a process does not run on the devices that were meant."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rl import devices
+
+ROOT = Path(__file__).parents[2]
+NODE = ["/dev/nvidia0"]
+
+
+@pytest.mark.parametrize(
+    ("backend", "asked", "nodes", "plugins"),
+    [
+        ("cpu", None, [], []),
+        ("cpu", "", [], []),
+        ("cpu", "cpu", NODE, ["xla_cuda13"]),
+        ("gpu", None, NODE, ["xla_cuda13"]),
+        ("gpu", "cuda", NODE, []),
+        ("gpu", "cuda,cpu", NODE, []),
+        ("tpu", "tpu,cpu", [], []),
+    ],
+)
+def test_devices_that_were_meant_are_not_spoken_of(backend, asked, nodes, plugins):
+    assert devices.fallback(backend, asked, nodes, plugins) is None
+
+
+@pytest.mark.parametrize(
+    ("backend", "asked", "nodes", "plugins", "words"),
+    [
+        ("cpu", None, NODE, [], "on the CPU, though /dev/nvidia0 is there: install JAX"),
+        ("cpu", "", [], ["xla_cuda13"], "JAX's plug-in 'xla_cuda13' is installed"),
+        ("cpu", None, NODE, ["xla_cuda13"], "JAX_PLATFORMS=cpu if the CPU is meant"),
+        ("cpu", "cuda,cpu", [], [], "on the CPU, not on cuda, which JAX_PLATFORMS='cuda,cpu'"),
+        ("gpu", "tpu,cuda", [], [], "on the GPU, not on tpu"),
+    ],
+)
+def test_a_fallback_is_one_line(backend, asked, nodes, plugins, words):
+    text = devices.fallback(backend, asked, nodes, plugins)
+    assert words in text and "\n" not in text
+
+
+@pytest.mark.parametrize("platform", ["cuda", "no_such_platform"])
+def test_a_platform_that_is_not_there_is_one_line(platform, monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", platform)
+    command = [sys.executable, "-m", "rl.train", "--gin.Run.steps=1"]
+    done = subprocess.run(
+        [*command, "--gin.Run.directory=/dev/null/none"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1 and f"JAX_PLATFORMS='{platform}'" in done.stderr
