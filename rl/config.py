@@ -356,8 +356,10 @@ def _checked(value: object, section: _Section, name: str, field: str, where: str
         if example is dataclasses.MISSING or example is None:
             example = _example(section, field)
         near = ""
-        if isinstance(value, str):
-            near = nearest(value, [a for a in choices(hint) if isinstance(a, str)])
+        known = [choice for choice in choices(hint) if isinstance(choice, str)]
+        for word in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(word, str) and word not in known:
+                near = near or nearest(word, known)
         raise ConfigError(
             f"{where}: {name}.{field}: expected {spell(hint)}, got {type(value).__name__} "
             f"{shown(value)}.{near} For example {name}.{field} = {literal(example)}"

@@ -100,7 +100,7 @@ def encode_prompt(
     """Token ids of an example's prompt.
 
     With a chat template: system prompt (unless the example brings its own), the
-    example's messages, `suffix` at the end of the last one. Without: the same texts
+    example's messages, `suffix` at the end of the last one, once. Without: the same texts
     joined by blank lines. Raises ValueError, which names the example, for a prompt that
     encodes to nothing or cannot be encoded, and for assistant turns without a chat
     template to mark them.
@@ -133,7 +133,8 @@ def _messages(example: Example, system_prompt: str | None, suffix: str) -> list[
         messages = [{"role": "user", "content": example.prompt}]
     else:
         messages = [dict(message) for message in example.prompt]
-    messages[-1]["content"] += suffix
+    if not messages[-1]["content"].endswith(suffix):  # many files end their prompts themselves
+        messages[-1]["content"] += suffix
     if system_prompt is not None and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system_prompt})
     return messages

@@ -8,7 +8,7 @@ from models.config import ModelConfig
 from spec import eagle, eagle_files
 from spec.drafter_training import DrafterTrainingConfig
 from spec.eagle import EagleConfig
-from spec.eagle_drafter import TreeConfig
+from spec.eagle_drafter import Guess, TreeConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +31,7 @@ class DrafterConfig:
     draft_vocab_size: int = 0
     max_depth: int = 6
     top_k: int = 4
-    guess: str = "likeliest"
+    guess: Guess = "likeliest"
     spot: bool = True
     min_idle_workers: int = 1
     steps_after_rollout: int = 0

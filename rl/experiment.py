@@ -299,9 +299,27 @@ def check_pipeline(config: TrainConfig) -> None:
         )
 
 
+def remarks(config: TrainConfig, inputs: Inputs) -> list[str]:
+    """What is to be known of a run before it begins, though nothing of it is wrong."""
+    found = []
+    if not config.speculation.enabled:
+        found.append(
+            "speculation: off in this configuration; configs/epochs_tiny.gin is a short run with it"
+        )
+    if config.trainer.minibatches > (groups := config.rollout.prompts_per_step):
+        found.append(
+            f"Trainer.minibatches={config.trainer.minibatches} becomes {groups}: a minibatch holds "
+            "whole groups, and a step has Rollout.prompts_per_step of them"
+        )
+    if inputs.left_out:
+        found.append(f"{inputs.left_out} examples are left out: prompt too long")
+    return found
+
+
 def recipe(config: TrainConfig, model: ModelConfig) -> Recipe:
     """The static part of the training steps."""
-    steps = config.run.steps * config.trainer.inner_updates * config.trainer.minibatches
+    minibatches = min(config.trainer.minibatches, config.rollout.prompts_per_step)
+    steps = config.run.steps * config.trainer.inner_updates * minibatches
     return Recipe(
         model, config.algorithm, config.trainer, config.optimizer, steps, critic=config.critic
     )

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from rl.run_profile import read_profile
 from sched.cost_model import ACCELERATORS, MODELS, Efficiency, Instance
 from sched.policies import POLICIES
 from sched.simulator import Cluster
 from sched.workloads import Workload
+
+if TYPE_CHECKING:
+    Device: TypeAlias = str
+    Model: TypeAlias = str
+    Policy: TypeAlias = str
+else:  # names of tables, which only a running program knows
+    Device, Model = Literal[tuple(ACCELERATORS)], Literal[tuple(MODELS)]
+    Policy = Literal[POLICIES]
 
 PAPERS = ("seer", "rhymerl", "specactor", "tlt")
 
@@ -26,8 +34,8 @@ class ClusterConfig:
     """
 
     profile: str | None = None
-    device: str = "H100"
-    model: str = "Qwen3-8B"
+    device: Device = "H100"
+    model: Model = "Qwen3-8B"
     workers: int = 8
     devices_per_worker: int = 1
     ranks_per_instance: int = 1
@@ -35,12 +43,6 @@ class ClusterConfig:
     kv_tokens: int | None = None  # positions a worker holds; None: what fits beside the weights
 
     def __post_init__(self) -> None:
-        for what, name, known in (
-            ("device", self.device, ACCELERATORS),
-            ("model", self.model, MODELS),
-        ):
-            if name not in known:
-                raise ValueError(f"expected a {what} of {', '.join(known)}, got {name!r}")
         if min(self.workers, self.devices_per_worker, self.max_requests) < 1:
             raise ValueError("expected at least one worker, one device of it and one request")
         if self.ranks_per_instance < 1 or self.workers % self.ranks_per_instance:
@@ -59,7 +61,7 @@ class SimulateConfig:
     simulated instead, and printed beside them.
     """
 
-    policies: tuple[str, ...] = POLICIES
+    policies: tuple[Policy, ...] = POLICIES
     chunk_tokens: int = 8192
     seeds: tuple[int, ...] = (0,)
     trace: str | None = None
@@ -69,12 +71,8 @@ class SimulateConfig:
     reproduces: Literal["seer", "rhymerl", "specactor", "tlt"] | None = None
 
     def __post_init__(self) -> None:
-        unknown = [name for name in self.policies if name not in POLICIES]
-        if unknown or not self.policies or not self.seeds:
-            raise ValueError(
-                f"expected policies of {', '.join(POLICIES)} and a seed, got {self.policies}, "
-                f"{self.seeds}"
-            )
+        if not self.policies or not self.seeds:
+            raise ValueError(f"expected a policy and a seed, got {self.policies}, {self.seeds}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,7 +113,7 @@ class SpecActorConfig:
     """SpecActor's drafters, and how often their guesses are right."""
 
     devices: int = 256
-    drafters: tuple[str, ...] = ("Qwen2.5-0.5B", "Qwen2.5-1.5B")
+    drafters: tuple[Model, ...] = ("Qwen2.5-0.5B", "Qwen2.5-1.5B")
     acceptance: float = 0.82  # mean over requests
     spread: float = 0.1  # its standard deviation over requests
     ngram_acceptance: float = 0.2

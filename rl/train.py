@@ -27,15 +27,12 @@ from rl.config import (
     load,
     parse_command_line,
 )
-from rl.experiment import Inputs, TrainConfig, memory_estimate_bytes, open_inputs
+from rl.experiment import Inputs, TrainConfig, memory_estimate_bytes, open_inputs, remarks
 from rl.progress import progress, say
 from rl.stopping import EXIT_STOPPED, stop_on_signals
 from rl.tokenizer_files import copy_tokenizer
 
 DEFAULT_CONFIG = "configs/tiny_cpu.gin"
-NO_GUESSES = (
-    "speculation: off in this configuration; configs/epochs_tiny.gin is a short run with it"
-)
 EXIT_USAGE = 2
 EXIT_FAILED = 1
 
@@ -119,12 +116,15 @@ def _print_plan(config: TrainConfig, inputs: Inputs, folder: Path) -> None:
     say(dump(config))
     say(f"# run folder    {folder}")
     say(f"# policy        {inputs.policy}: {model.architecture}, {num_params(model):,} parameters")
-    say(f"# examples      {len(inputs.task)} ({inputs.left_out} left out: prompt too long)")
+    say(f"# examples      {len(inputs.task)}")
     say(f"# per step      {config.rollout.num_requests} responses")
     for field, value in vars(config.algorithm.resolved).items():
         say(f"# algorithm     {field:24s} {value}")
     for part, size in memory_estimate_bytes(config, model).items():
         say(f"# memory        {part:18s} {size / 2**20:10.1f} MiB")
+    for remark in remarks(config, inputs):
+        say(f"# note          {remark}")
+    say("# ok            all is checked but Mesh: devices are looked at when it runs")
 
 
 def _run(config: TrainConfig, inputs: Inputs, folder: Path, *, resume: bool) -> int:
@@ -156,10 +156,8 @@ def _run(config: TrainConfig, inputs: Inputs, folder: Path, *, resume: bool) -> 
         show.message(f"{verb} in {folder} on {jax.devices()[0].device_kind} × {jax.device_count()}")
         if warning := devices.warning():
             show.message(f"warning: {warning}")
-        if not config.speculation.enabled:
-            show.message(NO_GUESSES)
-        if inputs.left_out:
-            show.message(f"{inputs.left_out} examples are left out: prompt too long")
+        for remark in remarks(config, inputs):
+            show.message(remark)
         try:
             state = train(
                 config,

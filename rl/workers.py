@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import time
+import typing
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -29,15 +30,16 @@ from rl.timeline import EngineStats
 from rl.trajectory import Request, Trajectory, longest_tokens
 from rl.waits import HANG_LIMIT_S
 from sched.divided import PreferPool
-from sched.policies import POLICIES, make_scheduler
+from sched.policies import make_scheduler
 from sched.protocol import Scheduler
 from sched.replay import Decision
 from spec.drafter_batch import Catcher
 from spec.prefix_reuse import PrefixRule
 from spec.sampling import SamplingConfig
 
-ON_ERROR = ("stop", "restart")
-MODES = ("sync", "pipeline")
+Mode = Literal["sync", "pipeline"]
+Policy = Literal["group_fifo", "divided_fifo", "seer", "histopipe"]  # not oracle: it looks ahead
+OnError = Literal["stop", "restart"]
 POLL_S = 0.05  # between two looks at whether a rollout is to be given up
 
 
@@ -57,23 +59,21 @@ class SchedConfig:
     wait between two chunks keep keys and values of `pool_bytes` on the host.
     """
 
-    mode: str = "sync"
-    policy: str = "seer"
+    mode: Mode = "sync"
+    policy: Policy = "seer"
     workers: int = 1
     devices_per_worker: int = 1
     chunk_tokens: int = 512
     kv_tokens: int | None = None
     pool_bytes: int = 2**33
     ranking_groups: int = 8
-    on_error: str = "stop"  # or restart: the requests of a worker that raised go on elsewhere
+    on_error: OnError = "stop"  # or restart: the requests of a worker that raised go on elsewhere
 
     def __post_init__(self) -> None:
-        if self.mode not in MODES:
-            raise ValueError(f"expected a mode of {', '.join(MODES)}, got {self.mode!r}")
-        known = [p for p in POLICIES if p != "oracle"] + ["histopipe"]
-        if self.policy not in known:
-            hint = " (oracle knows lengths beforehand)" if self.policy == "oracle" else ""
-            raise ValueError(f"expected a policy of {', '.join(known)}, got {self.policy!r}{hint}")
+        for field, hint in (("mode", Mode), ("policy", Policy), ("on_error", OnError)):
+            known, value = typing.get_args(hint), getattr(self, field)
+            if value not in known:
+                raise ValueError(f"expected {field} of {', '.join(known)}, got {value!r}")
         if self.policy == "histopipe" and self.mode != "pipeline":
             raise ValueError(
                 "policy 'histopipe' lets workers run into the next step: set Sched.mode = "
@@ -85,8 +85,6 @@ class SchedConfig:
                 f"{self.workers}, {self.devices_per_worker}, {self.chunk_tokens} and "
                 f"{self.ranking_groups}"
             )
-        if self.on_error not in ON_ERROR:
-            raise ValueError(f"expected on_error of {', '.join(ON_ERROR)}, got {self.on_error!r}")
 
 
 class Workers:

@@ -8,8 +8,9 @@ that was moved, or a cache that was resized, starts from nothing.
 from __future__ import annotations
 
 import dataclasses
+import typing
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -21,6 +22,7 @@ from spec.eagle import Eagle, EagleConfig, Frozen
 from spec.eagle_draft import Noise
 from spec.sampling import SamplingConfig
 
+Guess = Literal["likeliest", "coupled"]
 WINDOW_TOKENS = 32  # that a call which guesses absorbs first
 WIDE_TOKENS = 256  # that a call which only absorbs takes
 NO_REQUEST = -1
@@ -36,15 +38,15 @@ class TreeConfig:
 
     max_depth: int = 6
     top_k: int = 4
-    guess: str = "likeliest"
+    guess: Guess = "likeliest"
 
     def __post_init__(self) -> None:
         if self.max_depth < 1 or self.top_k < 1:
             raise ValueError(
                 f"expected max_depth and top_k of at least 1, got {self.max_depth}, {self.top_k}"
             )
-        if self.guess not in ("likeliest", "coupled"):
-            raise ValueError(f"expected guess of likeliest, coupled, got {self.guess!r}")
+        if self.guess not in (known := typing.get_args(Guess)):
+            raise ValueError(f"expected guess of {', '.join(known)}, got {self.guess!r}")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from rl.rewards.extract import EXTRACTORS
+from rl.rewards.extract import EXTRACTORS, Extractor
 
 BUILT_IN = ("task", "exact_match", "math_verify")
 
@@ -32,7 +32,7 @@ class RewardConfig:
 
     functions: tuple[str, ...] = ("task",)
     weights: tuple[float, ...] = ()
-    extract: str = "hash"
+    extract: Extractor = "hash"
     deadline_s: float = 10.0
     workers: int = 2
     on_failure: Literal["zero", "skip"] = "zero"

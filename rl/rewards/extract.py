@@ -7,6 +7,7 @@ answer, which scores 0. The last marker counts; a model may think aloud before i
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Literal
 
 
 def whole(text: str) -> str | None:
@@ -52,6 +53,7 @@ def hash_mark(text: str) -> str | None:
     return text[start + 4 :].split("\n", 1)[0].strip() if start >= 0 else None
 
 
+Extractor = Literal["whole", "last_line", "boxed", "answer_tag", "hash"]
 EXTRACTORS: Mapping[str, Callable[[str], str | None]] = {
     "whole": whole,
     "last_line": last_line,

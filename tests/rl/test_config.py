@@ -7,6 +7,7 @@ import dataclasses
 import re
 import subprocess
 import sys
+import typing
 from pathlib import Path
 from typing import Literal
 
@@ -17,7 +18,10 @@ from hypothesis import strategies as st
 from rl import config as config_lib
 from rl.ablation import AblationRun
 from rl.config import ConfigError, describe, dump, load, resolve_path, split_overrides
+from rl.evaluation import EvaluationConfig
 from rl.experiment import TrainConfig
+from rl.offline_drafter import OfflineConfig
+from rl.simulation_config import SimulateRun
 
 
 @dataclasses.dataclass(frozen=True)
@@ -461,3 +465,48 @@ def test_reading_a_configuration_imports_no_framework():
     )
     root = Path(config_lib.__file__).parent.parent
     subprocess.run([sys.executable, "-c", code], check=True, cwd=root)
+
+
+# What a field of text may say: a name from outside, a path, or a grammar of its own (`fixed:K`).
+# A field whose values are a closed set is a Literal, so that --list shows them and typos are
+# answered with the nearest; whoever adds a field of text puts it here, or gives it a Literal.
+TEXTS = {
+    *("Run.directory", "Policy.directory", "Drafter.directory", "DraftModel.directory"),
+    *("Ablation.directory", "Simulate.directory", "Simulate.trace", "Cluster.profile"),
+    *("Task.specs", "Task.system_prompt", "Task.prompt_suffix", "Reward.functions"),
+    *("Speculation.budget", "Reuse.mode", "Reuse.schedule", "Algorithm.correction"),
+    *("Metrics.wandb_project", "Ablation.variants"),
+}
+
+
+def _is_text(hint: object) -> bool:
+    if typing.get_origin(hint) is Literal:
+        return False
+    return hint is str or any(map(_is_text, typing.get_args(hint)))
+
+
+def test_fields_with_a_closed_set_of_values_list_them():
+    found = set()
+    for schema in (TrainConfig, EvaluationConfig, AblationRun, SimulateRun, OfflineConfig):
+        for name, section in config_lib._sections(schema).items():
+            fields = (field for field, hint in section.hints.items() if _is_text(hint))
+            found |= {f"{name}.{field}" for field in fields}
+    assert found == TEXTS
+
+
+@pytest.mark.parametrize(
+    ("override", "schema", "nearest"),
+    [
+        ("Sched.policy=ser", TrainConfig, "seer"),
+        ("Sched.mode=pipelin", TrainConfig, "pipeline"),
+        ("Sched.on_error=restrat", TrainConfig, "restart"),
+        ("Drafter.guess=likelyest", TrainConfig, "likeliest"),
+        ("Reward.extract=boxd", TrainConfig, "boxed"),
+        ("Speculation.sources=('last', 'histroy')", TrainConfig, "history"),
+        ("Cluster.device=H10", SimulateRun, "H100"),
+        ("Simulate.policies=('seer', 'orcale')", SimulateRun, "oracle"),
+    ],
+)
+def test_a_typo_in_a_closed_set_is_answered_with_the_nearest(override, schema, nearest):
+    with pytest.raises(ConfigError, match=f"Did you mean {nearest}\\?"):
+        load(schema, [], [override])

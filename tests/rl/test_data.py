@@ -104,6 +104,7 @@ CHAT = (
     [
         (False, "q", None, "q!"),
         (False, "q", "s", "s\n\nq!"),
+        (False, "q!", None, "q!"),  # a suffix that is there already is not doubled
         (True, "q", None, "<user>q!<assistant>"),
         (True, "q", "s", "<system>s<user>q!<assistant>"),
         (True, CHAT, "s", "<system>s<user>a<assistant>b<user>c!<assistant>"),

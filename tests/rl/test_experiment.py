@@ -14,7 +14,7 @@ from benchmarks import tiny_run
 from models import hf, tokenizer, transformer
 from rl.algorithms import ALGORITHMS
 from rl.config import ConfigError, load
-from rl.experiment import TrainConfig, memory_estimate_bytes, open_inputs
+from rl.experiment import TrainConfig, memory_estimate_bytes, open_inputs, recipe, remarks
 from spec import eagle, eagle_files
 
 
@@ -41,6 +41,20 @@ def test_long_prompts_are_left_out_and_counted(tiny):
     inputs = opened(tiny, "Rollout.max_prompt_tokens=4")  # "10+4=" and "5+5+5=" are longer
     assert (len(inputs.task), inputs.left_out) == (4, 2)
     assert [inputs.task[i].prompt for i in range(4)] == ["1+1=", "2+3=", "7=", "0+8="]
+
+
+def test_remarks_say_what_becomes_of_settings(tiny):
+    def said(*overrides):
+        config = load(TrainConfig, [tiny], overrides)
+        return config, "\n".join(remarks(config, open_inputs(config)))
+
+    _, text = said("Speculation.budget='goodput'")
+    assert text == ""
+    _, text = said("Rollout.max_prompt_tokens=4")
+    assert "speculation: off in this configuration" in text and "2 examples are left out" in text
+    config, text = said("Trainer.minibatches=32")
+    assert "Trainer.minibatches=32 becomes 2" in text  # two groups a step
+    assert recipe(config, tiny_run.MODEL).total_steps == 2 * config.run.steps
 
 
 @pytest.mark.parametrize(

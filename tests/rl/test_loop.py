@@ -10,8 +10,10 @@ import pytest
 from loop_runs import assert_same_bits, compilations, finish, learnt
 
 from benchmarks import tiny_run
-from rl import loop
+from rl import devices, loop
 from rl.checkpoint import NoWholeCheckpointError
+from rl.config import load
+from rl.experiment import TrainConfig
 from rl.metrics import read_samples
 
 STEPS = 3
@@ -252,6 +254,22 @@ def test_a_reward_that_ends_its_worker_costs_its_own_sample_alone(tiny, tmp_path
 
 
 # --- devices and compilations: last, as these empty jax's caches ------------------------
+
+
+@pytest.mark.parametrize("sizes", [{"fsdp": 4}, {"tensor": 3}, {"data": 2}])
+def test_mesh_sizes_hold_on_one_device_as_on_four(tiny, sizes, monkeypatch):
+    settings = [f"Mesh.{axis}={size}" for axis, size in sizes.items()]
+    config = load(TrainConfig, [tiny], ["Mesh.data=-1", *settings, "Sched.devices_per_worker=1"])
+    for count in (1, 5):
+        monkeypatch.setattr(devices, "found", lambda n=count: jax.devices()[:n])
+        with pytest.raises(ValueError, match=f"{count} device.*their product must be {count}"):
+            loop.run_mesh(config)
+
+
+def test_one_device_needs_no_mesh(tiny, monkeypatch):
+    monkeypatch.setattr(devices, "found", lambda: jax.devices()[:1])
+    for sizes in (["Mesh.data=-1"], ["Mesh.data=1"]):
+        assert loop.run_mesh(load(TrainConfig, [tiny], sizes)) is None
 
 
 @pytest.mark.skipif(jax.device_count() != 8, reason="needs 8 (virtual) devices")

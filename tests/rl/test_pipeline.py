@@ -227,7 +227,7 @@ def test_what_goes_on_in_the_next_step_carries_its_versions(tiny, tmp_path, defe
     [
         (("Algorithm.name='dapo'",), "asks for more prompts once rewards are known"),
         (("Reuse.mode='coupled'",), "reuses nothing yet"),
-        (("Sched.mode='ahead'",), "expected a mode of sync, pipeline, got 'ahead'"),
+        (("Sched.mode='ahead'",), "expected one of 'sync', 'pipeline', got str 'ahead'"),
         (("Sched.mode='sync'", "Sched.policy='histopipe'"), 'set Sched.mode = "pipeline"'),
     ],
 )

@@ -49,9 +49,12 @@ def test_the_command_writes_what_it_prints(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("Cluster.device='H1000'", "expected a device of H100"),
-        ("Cluster.model='GPT'", "expected a model of"),
-        ("Simulate.policies=('seer', 'sear')", "expected policies of group_fifo"),
+        ("Cluster.device='H1000'", "expected one of 'H100'"),
+        ("Cluster.model='GPT'", "expected one of 'Qwen"),
+        (
+            "Simulate.policies=('seer', 'sear')",
+            "'oracle', got tuple.*Did you mean seer",
+        ),
         ("Cluster.kv_tokens=100", "a worker holds 100 positions.*mend: more"),
         ("Simulate.chunk=3", "no field Simulate.chunk. Fields of Simulate"),
         ("Cluster.workers=0", "at least one worker"),

@@ -212,8 +212,8 @@ def test_workers_on_eight_devices(alone, count, size):
     ("settings", "message"),
     [
         ({"on_error": "ignore"}, "expected on_error of stop, restart, got 'ignore'"),
-        ({"policy": "lifo"}, "expected a policy of group_fifo"),
-        ({"policy": "oracle"}, "oracle knows lengths beforehand"),
+        ({"policy": "lifo"}, "expected policy of group_fifo"),
+        ({"policy": "oracle"}, "got 'oracle'"),
         ({"workers": 0}, "expected at least one worker, device"),
     ],
 )
