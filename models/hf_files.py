@@ -22,6 +22,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from models.hf_config import escaped, shown
+from models.folder import Folder
 from models.sharding import fitting_sharding
 
 CONFIG = "config.json"
@@ -188,22 +189,27 @@ def replacing(directory: str | os.PathLike[str]) -> Iterator[Path]:
     """A new folder beside `directory`, renamed into its place if the block ends without error.
 
     A killed process never leaves half a folder there. Files of an existing folder other than
-    config and weights (its tokenizer) are kept. Raises NotADirectoryError for a file.
+    config and weights (its tokenizer) are kept. Raises NotADirectoryError for a file or a link,
+    which would be replaced and not what it points to.
     """
     target = Path(directory).absolute()
-    if target.exists() and not target.is_dir():
-        raise NotADirectoryError(f"expected a folder to write to, got the file {target}")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.parent / f".{target.name}.partial-{os.getpid()}"
-    shutil.rmtree(partial, ignore_errors=True)
+    if target.is_symlink() or (target.exists() and not target.is_dir()):
+        kind = "link" if target.is_symlink() else "file"
+        raise NotADirectoryError(f"expected a folder to write to, got the {kind} {target}")
+    parent = Folder(target.parent, create=True)
+    partial = f".{target.name}.partial-{os.getpid()}"
     try:
+        if parent.exists(partial):  # of a killed process, or a link that somebody has left
+            parent.remove(partial)
         if target.exists():
-            shutil.copytree(target, partial, ignore=_own_files, copy_function=_link, symlinks=True)
-        partial.mkdir(exist_ok=True)
-        yield partial
-        _swap(partial, target)
+            # links stay behind: what is written to later would go through them
+            shutil.copytree(target, parent.path / partial, ignore=_left_out, copy_function=_link)
+        yield parent.folder(partial).path
+        _swap(parent, partial, target.name)
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        if parent.exists(partial):
+            parent.remove(partial)
+        parent.close()
 
 
 def write_tensors(
@@ -335,10 +341,16 @@ def _place(host: np.ndarray, entry: Entry, mesh: Mesh | None, dtype: Any) -> jax
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
 
-def _own_files(_: str, names: list[str]) -> list[str]:
-    """Those files of a folder that saving writes anew, or that would be stale beside it."""
+def _left_out(folder: str, names: list[str]) -> list[str]:
+    """Links, and files that saving writes anew or that would be stale beside it."""
     own = {CONFIG, "generation_config.json", INDEX}
-    return [n for n in names if n in own or (n.startswith("model") and n.endswith(".safetensors"))]
+    return [
+        n
+        for n in names
+        if n in own
+        or (n.startswith("model") and n.endswith(".safetensors"))
+        or os.path.islink(os.path.join(folder, n))
+    ]
 
 
 def _link(source: str, target: str) -> None:
@@ -348,15 +360,16 @@ def _link(source: str, target: str) -> None:
         shutil.copy2(source, target)
 
 
-def _swap(partial: Path, target: Path) -> None:
-    if not target.exists():
-        partial.rename(target)
+def _swap(parent: Folder, partial: str, target: str) -> None:
+    if not parent.exists(target):
+        parent.rename(partial, target)
         return
-    old = target.parent / f".{target.name}.old-{os.getpid()}"
-    shutil.rmtree(old, ignore_errors=True)
-    target.rename(old)  # killed here: both folders are whole, under their other names
-    partial.rename(target)
-    shutil.rmtree(old)
+    old = f".{target}.old-{os.getpid()}"
+    if parent.exists(old):
+        parent.remove(old)
+    parent.rename(target, old)  # killed here: both folders are whole, under their other names
+    parent.rename(partial, target)
+    parent.remove(old)
 
 
 @contextlib.contextmanager

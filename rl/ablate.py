@@ -18,9 +18,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from models.folder import replace_file
 from rl.ablation import COLUMNS, AblationRun, Cell, by_variant, cells, read_cell
 from rl.ablation_table import figure, markdown
-from rl.atomic_file import replace_file
 from rl.config import ConfigError, add_field_arguments, list_fields, load, parse_command_line
 from rl.config import dump as dump_config
 from rl.experiment import open_inputs

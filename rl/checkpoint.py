@@ -2,6 +2,7 @@
 
     step_00000020/arrays/          Orbax: every array of the pytree under its path
     step_00000020/host/            data cursor, seeds, caches; one set a process
+    step_00000020/files/           files of the run folder, linked: they never change
     step_00000020/manifest.json    size and SHA-256 of every file, shapes, dtypes
 
 Invariants:
@@ -12,6 +13,7 @@ Invariants:
   writing and hashing go on in one background thread, whose errors surface at the
   next `save`, `wait` or `close`.
 - What is restored is bitwise what was saved, on the shardings of the template.
+- Nothing is written or deleted through a link (models.folder).
 
 The directory must be a file system with atomic renames, shared by all hosts.
 """
@@ -19,22 +21,25 @@ The directory must be a file system with atomic renames, shared by all hosts.
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import dataclasses
-import fcntl
+import errno
 import logging
 import os
 import re
-import shutil
 import threading
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 
+from models.folder import Folder
 from rl import checkpoint_folders, checkpoint_host, checkpoint_manifest
-from rl.checkpoint_folders import working_folder
-from rl.checkpoint_manifest import Problem
+from rl.checkpoint_folders import list_steps, step_folder, working_folder
+from rl.checkpoint_manifest import Content, Problem
 from rl.checkpoint_reader import (
+    FILES_FOLDER,
     NoWholeCheckpointError,
     PyTree,
     Restored,
@@ -52,6 +57,8 @@ _log = logging.getLogger(__name__)
 # Orbax tells saves apart by a counter of the process: a second one that begins while the first
 # is being written makes the first wait for ever.
 _writing = threading.Lock()
+# What the disk may refuse, and how the libraries word it.
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO)
 
 __all__ = [
     "CheckpointConfig",
@@ -59,12 +66,25 @@ __all__ = [
     "NoWholeCheckpointError",
     "Problem",
     "Restored",
+    "SaveError",
     "StructureMismatchError",
     "latest_whole_step",
     "restore",
     "verify",
     "verify_all",
 ]
+
+
+class SaveError(OSError):
+    """A disk that does not take a checkpoint: why, and which one stands."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LinkedFiles:
+    """Files of a folder that never change, and what they hold: kept by a link, and not read."""
+
+    folder: Folder
+    contents: Mapping[str, Content]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,37 +121,55 @@ class Checkpointer:
 
     Opening tidies up after a killed run, and raises RuntimeError while another
     process writes to the directory. To read only, `restore` and `verify_all` do
-    without a Checkpointer, also beside a run that is writing.
+    without a Checkpointer, also beside a run that is writing. `committed` is told each step
+    that counts, in the background thread.
     """
 
-    def __init__(self, directory: Path | str, config: CheckpointConfig | None = None) -> None:
+    def __init__(
+        self,
+        directory: Path | str | Folder,
+        config: CheckpointConfig | None = None,
+        *,
+        committed: Callable[[int], None] = lambda step: None,
+    ) -> None:
         import orbax.checkpoint as ocp
 
-        if re.match(r"\w+:/", str(directory)):
+        if not isinstance(directory, Folder) and re.match(r"\w+:/", str(directory)):
             raise ValueError(
                 f"expected a path of a mounted file system, got {str(directory)!r}: mount the "
                 "bucket, or save locally and copy"
             )
-        self.directory = Path(directory).absolute()
+        self._folder = directory if isinstance(directory, Folder) else Folder(directory, create=True)
+        self.directory = self._folder.path
         self.config = config or CheckpointConfig()
+        self._committed = committed
         self._saves = 0
         self._pending: concurrent.futures.Future[None] | None = None
         self._lock = None
         if _primary():
-            self.directory.mkdir(parents=True, exist_ok=True)
-            self._lock = _take_lock(self.directory)
-            checkpoint_folders.recover(self.directory)
-        self._orbax = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler())
+            self._lock = _take_lock(self._folder)
+            checkpoint_folders.recover(self._folder)
+        # OCDBT, Orbax's default, keeps memory at every save: tensorstore leaks its specs.
+        handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False)
+        # What is left to do at the end is OCDBT's, and warns where there is none.
+        handler.finalize = lambda directory: None  # type: ignore[method-assign]
+        self._orbax = ocp.AsyncCheckpointer(handler)
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
 
-    def save(self, step: int, arrays: PyTree, host: dict[str, Any] | None = None) -> None:
-        """Saves a pytree of jax arrays and host state (see `checkpoint_host.encode`).
+    def save(
+        self,
+        step: int,
+        arrays: PyTree,
+        host: dict[str, Any] | None = None,
+        files: LinkedFiles | None = None,
+    ) -> None:
+        """Saves a pytree of jax arrays, host state (see `checkpoint_host.encode`) and files.
 
         Waits for the save before it, if that is still being written. `host` is
-        copied; both may be changed or donated afterwards. A step that exists is
-        replaced; later ones are set aside (`checkpoint_folders.publish`).
-        Raises TypeError or ValueError for what cannot be saved, and whatever the
-        save before it met in the background.
+        copied; both may be changed or donated afterwards, and `files` deleted. A step that
+        exists is replaced; later ones are set aside (`checkpoint_folders.publish`).
+        Raises TypeError or ValueError for what cannot be saved, SaveError where the disk
+        does not take it, and whatever the save before it met in the background.
         """
         import orbax.checkpoint as ocp
 
@@ -142,10 +180,10 @@ class Checkpointer:
         state = checkpoint_host.encode(host or {})
         working = working_folder(self.directory, step)
         self._saves += 1
-        if _primary():
-            if working.exists():
-                shutil.rmtree(working)
-            working.mkdir()
+        known: dict[str, Content] = {}
+        with self._told(step):
+            if _primary():
+                known = self._begin(working.name, files)
         _barrier(f"begin-{self._saves}")
         extra = {
             "step": step,
@@ -155,8 +193,11 @@ class Checkpointer:
         _writing.acquire()
         try:
             # Returns once the values are on the host; Orbax writes them in the background.
-            self._orbax.save(working / "arrays", args=ocp.args.PyTreeSave(flat))
-            self._pending = self._thread.submit(self._commit, step, state, extra, self._saves)
+            with self._told(step):
+                self._orbax.save(working / "arrays", args=ocp.args.PyTreeSave(flat))
+            self._pending = self._thread.submit(
+                self._commit, step, state, extra, known, self._saves
+            )
         except BaseException:
             _writing.release()
             raise
@@ -213,32 +254,69 @@ class Checkpointer:
             _log.exception("the last save of %s failed as well", self.directory)
             error.add_note(f"The last save of {self.directory} failed as well: {also}")
 
+    def _begin(self, name: str, files: LinkedFiles | None) -> dict[str, Content]:
+        """Make an empty working folder with its linked files; what they hold, by their names."""
+        self._folder.check_in_place()  # Orbax writes by path
+        if self._folder.exists(name):
+            self._folder.remove(name)
+        working = self._folder.folder(name)
+        if files is None:
+            return {}
+        inner = working.folder(FILES_FOLDER)
+        for file in files.contents:
+            inner.link(files.folder, file)
+        return {f"{FILES_FOLDER}/{file}": content for file, content in files.contents.items()}
+
     def _commit(
         self,
         step: int,
         state: checkpoint_host.HostState,
         extra: dict[str, Any],
+        known: Mapping[str, Content],
         save: int,
     ) -> None:
         """Background: arrays, host state, manifest, rename, in this order."""
         working = working_folder(self.directory, step)
         try:
-            try:
-                self._orbax.wait_until_finished()
-            finally:
-                _writing.release()
-            checkpoint_host.write(working / "host", jax.process_index(), state)
-            _barrier(f"written-{save}")
-            if _primary():
-                checkpoint_manifest.write_manifest(working, extra)
-                checkpoint_folders.publish(self.directory, step)
-                checkpoint_folders.retire(self.directory, self.config.keep)
-            _barrier(f"committed-{save}")
+            with self._told(step):
+                try:
+                    self._orbax.wait_until_finished()
+                finally:
+                    _writing.release()
+                checkpoint_host.write(working / "host", jax.process_index(), state)
+                _barrier(f"written-{save}")
+                if _primary():
+                    checkpoint_manifest.write_manifest(working, extra, known)
+                    checkpoint_folders.publish(self._folder, step)
+                    self._committed(step)
+                    checkpoint_folders.retire(self._folder, self.config.keep)
+                _barrier(f"committed-{save}")
         except BaseException as error:
             error.add_note(f"while writing checkpoint {working}")
             if _primary():  # a full disk needs the room; `recover` would delete it anyway
-                shutil.rmtree(working, ignore_errors=True)
+                with contextlib.suppress(OSError):
+                    self._folder.remove(working.name)
             raise
+
+    @contextlib.contextmanager
+    def _told(self, step: int) -> Iterator[None]:
+        """What the disk refuses as a SaveError, in one line; other errors as they are."""
+        try:
+            yield
+        except Exception as error:
+            why = _disk_refuses(error)
+            if why is None or isinstance(error, SaveError):
+                raise
+            whole = [
+                s
+                for s in list_steps(self._folder)
+                if not checkpoint_manifest.verify(step_folder(self.directory, s), contents=False)
+            ]
+            stands = f"the newest whole one is of step {whole[0]}" if whole else "there is none"
+            raise SaveError(
+                f"the checkpoint of step {step} could not be written to {self.directory}: {why}; "
+                f"{stands}"
+            ) from error
 
 
 def _primary() -> bool:
@@ -254,18 +332,30 @@ def _barrier(key: str) -> None:
         wait(key=f"reprise-checkpoint-{key}", timeout_ms=_BARRIER_TIMEOUT_S * 1000)
 
 
-def _take_lock(directory: Path) -> Any:
+def _disk_refuses(error: BaseException | None) -> str | None:
+    """Why, where a disk stands behind an error; libraries put it in words of their own."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
+            return os.strerror(error.errno)
+        for number in _DISK_ERRORS:
+            if os.strerror(number) in str(error):
+                return os.strerror(number)
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def _take_lock(folder: Folder) -> Any:
     """Keeps a second writer out. The lock ends with this process, however it ends."""
-    file = (directory / ".lock").open("a")
     try:
-        # lockf, not flock: a forked child that outlives a killed run must not hold it.
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError) as error:
-        file.close()
-        raise RuntimeError(
-            f"expected {directory} to have one writer, got a second: another process (not "
-            f"{os.getpid()}) is writing checkpoints there; stop it or use another directory"
-        ) from error
+        file = folder.lock(".lock")
     except OSError as error:
-        _log.warning("%s cannot be locked (%s): two runs there would collide", directory, error)
+        if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP):
+            raise
+        _log.warning("%s cannot be locked (%s): two runs there would collide", folder.path, error)
+        return None
+    if file is None:
+        raise RuntimeError(
+            f"expected {folder.path} to have one writer, got a second: another process (not "
+            f"{os.getpid()}) is writing checkpoints there; stop it or use another directory"
+        )
     return file

@@ -8,18 +8,18 @@
 
 Invariant: a kill at any moment leaves the newest committed step in its place or,
 between the two renames of a replacement, under a name that `recover` puts back.
-Nothing outside of the directory is ever renamed or deleted.
+Nothing outside of the directory is ever renamed or deleted (models.folder).
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import re
-import shutil
+import stat
 from pathlib import Path
 
 from rl import checkpoint_manifest
+from models.folder import Folder
 
 _STEP = re.compile(r"step_(\d{8,})")
 _WORKING, _REPLACED, _TRASH = ".working-", ".replaced-", ".trash-"
@@ -34,30 +34,34 @@ def working_folder(directory: Path, step: int) -> Path:
     return directory / f"{_WORKING}step_{step:08d}"
 
 
-def list_steps(directory: Path) -> list[int]:
-    """Steps that have a folder, whole or not, newest first."""
-    if not directory.is_dir():
-        return []
-    matches = [_STEP.fullmatch(entry.name) for entry in directory.iterdir() if entry.is_dir()]
+def list_steps(directory: Path | Folder) -> list[int]:
+    """Steps that have a folder (a link is none), whole or not, newest first."""
+    if isinstance(directory, Folder):
+        names = [name for name in directory.names() if directory.is_folder(name)]
+    else:
+        if not directory.is_dir():
+            return []
+        names = [e.name for e in directory.iterdir() if stat.S_ISDIR(e.lstat().st_mode)]
+    matches = [_STEP.fullmatch(name) for name in names]
     return sorted((int(match[1]) for match in matches if match), reverse=True)
 
 
-def recover(directory: Path) -> None:
+def recover(directory: Folder) -> None:
     """Tidies up after a killed run: deletes unfinished folders, undoes half a replacement."""
-    for entry in sorted(directory.iterdir()):
-        if entry.name.startswith(_REPLACED):
-            original = directory / entry.name.removeprefix(_REPLACED)
-            if not original.exists():
-                _log.warning("%s: put back after an interrupted save", original)
-                os.rename(entry, original)
+    for name in directory.names():
+        if name.startswith(_REPLACED):
+            original = name.removeprefix(_REPLACED)
+            if not directory.exists(original):
+                _log.warning("%s: put back after an interrupted save", directory.path / original)
+                directory.rename(name, original)
                 continue
-        if entry.name.startswith((_WORKING, _REPLACED, _TRASH)):
-            _log.info("%s: deleting what an interrupted save left behind", entry)
-            _delete(entry)
-    checkpoint_manifest.sync_folder(directory)
+        if name.startswith((_WORKING, _REPLACED, _TRASH)):
+            _log.info("%s: deleting what an interrupted save left", directory.path / name)
+            directory.remove(name)
+    directory.sync()
 
 
-def publish(directory: Path, step: int) -> None:
+def publish(directory: Folder, step: int) -> None:
     """Makes the working folder of `step`, manifest included, its checkpoint.
 
     Later steps belong to a past that this save departs from; they are set aside,
@@ -65,18 +69,18 @@ def publish(directory: Path, step: int) -> None:
     """
     for later in list_steps(directory):
         if later > step:
-            _set_aside(step_folder(directory, later))
-    target = step_folder(directory, step)
-    replaced = directory / f"{_REPLACED}{target.name}"
-    if target.exists():
-        os.rename(target, replaced)
-    os.rename(working_folder(directory, step), target)
-    checkpoint_manifest.sync_folder(directory)
-    if replaced.exists():
-        _delete(replaced)
+            _set_aside(directory, step_folder(directory.path, later).name)
+    target = step_folder(directory.path, step).name
+    replaced = f"{_REPLACED}{target}"
+    if directory.exists(target):
+        directory.rename(target, replaced)
+    directory.rename(working_folder(directory.path, step).name, target)
+    directory.sync()
+    if directory.exists(replaced):
+        directory.remove(replaced)
 
 
-def retire(directory: Path, keep: int) -> None:
+def retire(directory: Folder, keep: int) -> None:
     """Deletes all steps older than the `keep` newest that look whole.
 
     Call it only once the newest step is whole: that one is kept whatever its
@@ -84,28 +88,20 @@ def retire(directory: Path, keep: int) -> None:
     """
     kept = 0
     for step in list_steps(directory):
-        folder = step_folder(directory, step)
+        folder = step_folder(directory.path, step)
         if kept >= keep:
-            trash = directory / f"{_TRASH}{folder.name}"
-            os.rename(folder, trash)
-            _delete(trash)
+            trash = f"{_TRASH}{folder.name}"
+            directory.rename(folder.name, trash)
+            directory.remove(trash)
         elif kept == 0 or not checkpoint_manifest.verify(folder, contents=False):
             kept += 1
 
 
-def _set_aside(folder: Path) -> None:
-    target = folder.with_name(f"abandoned-{folder.name}")
+def _set_aside(directory: Folder, name: str) -> None:
+    target = f"abandoned-{name}"
     tries = 1
-    while target.exists():
+    while directory.exists(target):
         tries += 1
-        target = folder.with_name(f"abandoned-{folder.name}-{tries}")
-    _log.warning("%s is later than the step being saved: renamed to %s", folder, target.name)
-    os.rename(folder, target)
-
-
-def _delete(entry: Path) -> None:
-    """Deletes a child of the directory; of a link only the link."""
-    if entry.is_symlink() or not entry.is_dir():
-        entry.unlink()
-    else:
-        shutil.rmtree(entry)
+        target = f"abandoned-{name}-{tries}"
+    _log.warning("%s is later than the step being saved: now %s", directory.path / name, target)
+    directory.rename(name, target)

@@ -13,10 +13,11 @@ import dataclasses
 import hashlib
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rl.atomic_file import replace_file
+from models.folder import Folder, replace_file
 
 MANIFEST_NAME = "manifest.json"
 FORMAT = 1
@@ -40,18 +41,31 @@ class ManifestError(ValueError):
     """The manifest itself is missing or damaged."""
 
 
-def write_manifest(folder: Path, extra: dict[str, Any] | None = None) -> None:
+@dataclasses.dataclass(frozen=True)
+class Content:
+    """What a file holds, as the manifest says it."""
+
+    num_bytes: int
+    sha256: str
+
+
+def write_manifest(
+    folder: Path, extra: dict[str, Any] | None = None, known: Mapping[str, Content] | None = None
+) -> None:
     """Records every file of `folder` durably; `extra` is JSON kept beside the list.
+
+    Files whose content is `known`, by their name relative to the folder, are not read.
 
     Each file and folder is flushed to the disk first, then the manifest comes in
     with one atomic rename. Raises OSError, and ValueError for links.
     """
+    known = known or {}
     names = list_files(folder)
     linked = [name for name in names if (folder / name).is_symlink()]
     if linked:
         raise ValueError(f"expected plain files in {folder}, got the link {linked[0]!r}: remove it")
     with concurrent.futures.ThreadPoolExecutor(_HASH_THREADS) as pool:
-        entries = list(pool.map(lambda name: _entry(folder / name, flush=True), names))
+        entries = list(pool.map(lambda name: _durable(folder / name, known.get(name)), names))
     payload = {
         "format": FORMAT,
         "extra": extra or {},
@@ -66,15 +80,14 @@ def write_manifest(folder: Path, extra: dict[str, Any] | None = None) -> None:
 def read_manifest(folder: Path) -> dict[str, Any]:
     """Returns the manifest as written: `format`, `extra`, `files`.
 
-    Raises ManifestError when it is missing, or differs in any byte from what its
-    own hash says.
+    Raises ManifestError when it is missing or a link, differs in any byte from what its
+    own hash says, or holds what no writer wrote.
     """
     try:
-        raw = (folder / MANIFEST_NAME).read_bytes()
+        raw = Folder(folder).read(MANIFEST_NAME)
     except OSError as error:
-        raise ManifestError(
-            f"cannot be read ({error.strerror}); the folder is unfinished"
-        ) from error
+        why = error.strerror or str(error)
+        raise ManifestError(f"cannot be read ({why}); the folder is unfinished") from error
     try:
         payload = json.loads(raw)
         claimed = payload.pop(_SELF_HASH)
@@ -84,6 +97,16 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise ManifestError(f"is damaged: {type(error).__name__} while parsing it") from error
     if not intact:
         raise ManifestError(f"is damaged: its own SHA-256 does not match the recorded {claimed}")
+    files = payload.get("files")
+    if not isinstance(files, dict) or not isinstance(payload.get("extra"), dict):
+        raise ManifestError("is damaged: expected a list of files")
+    for name, entry in files.items():
+        if (
+            not isinstance(entry, dict)
+            or type(entry.get("bytes")) is not int
+            or type(entry.get("sha256")) is not str
+        ):
+            raise ManifestError(f"is damaged: expected size and SHA-256 of {name}, got {entry!r}")
     return payload
 
 
@@ -140,10 +163,15 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _entry(path: Path, *, flush: bool = False) -> dict[str, Any]:
+def _durable(path: Path, known: Content | None) -> dict[str, Any]:
+    """The entry of a file that is flushed to the disk."""
     with path.open("rb") as file:
-        if flush:
-            os.fsync(file.fileno())
+        os.fsync(file.fileno())
+    return _entry(path) if known is None else {"bytes": known.num_bytes, "sha256": known.sha256}
+
+
+def _entry(path: Path) -> dict[str, Any]:
+    with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         return {"bytes": file.tell(), "sha256": digest}
 
@@ -152,6 +180,8 @@ def _fault(path: Path, expected: dict[str, Any], contents: bool) -> str | None:
     try:
         if path.is_symlink():
             return "expected a plain file, found a link"
+        if not path.is_file():
+            return "expected a plain file, found something else"
         size_bytes = path.stat().st_size
         if size_bytes != expected["bytes"]:
             return f"expected {expected['bytes']} bytes, found {size_bytes}"

@@ -18,6 +18,7 @@ from rl import checkpoint_host, checkpoint_manifest
 from rl.checkpoint_folders import list_steps, step_folder
 from rl.checkpoint_manifest import Problem
 
+FILES_FOLDER = "files"  # of a step: linked, not copied
 _SHOWN = 5  # paths or problems named in one message
 _log = logging.getLogger(__name__)
 PyTree = Any
@@ -37,12 +38,17 @@ class StructureMismatchError(ValueError):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Restored:
-    """What a checkpoint held; `warnings` name the damaged ones that were skipped."""
+    """What a checkpoint held; `warnings` name the damaged ones that were skipped.
+
+    `files` is the folder of linked files, those in `damaged_files` are not what was linked.
+    """
 
     step: int
     arrays: PyTree
     host: dict[str, Any]
     warnings: tuple[str, ...] = ()
+    files: Path | None = None
+    damaged_files: frozenset[str] = frozenset()
 
 
 def restore(
@@ -62,7 +68,7 @@ def restore(
     paths that differ.
     """
     directory = Path(directory).absolute()
-    chosen, warnings = _choose(directory, step)
+    chosen, warnings, damaged = _choose(directory, step)
     folder = step_folder(directory, chosen)
     wanted = flatten(template, concrete=False)
     saved = checkpoint_manifest.read_manifest(folder)["extra"]["arrays"]
@@ -70,7 +76,10 @@ def restore(
     flat = _read_arrays(folder / "arrays", wanted)
     host = checkpoint_host.read(folder / "host", jax.process_index())
     treedef = jax.tree.structure(template)
-    return Restored(chosen, treedef.unflatten([flat[path] for path in wanted]), host, warnings)
+    tree = treedef.unflatten([flat[path] for path in wanted])
+    files = folder / FILES_FOLDER
+    has_files = files.is_dir() and not files.is_symlink()
+    return Restored(chosen, tree, host, warnings, files if has_files else None, damaged)
 
 
 def latest_whole_step(directory: Path | str) -> int | None:
@@ -82,15 +91,30 @@ def latest_whole_step(directory: Path | str) -> int | None:
 
 
 def verify(directory: Path | str, step: int) -> list[Problem]:
-    """Everything wrong with the checkpoint of `step`; empty when it is whole."""
+    """Everything wrong with the checkpoint of `step`; empty when it is whole.
+
+    Linked files are not part of that: what is lost of them is told by `restore`.
+    """
+    return _found(directory, step)[0]
+
+
+def _found(directory: Path | str, step: int) -> tuple[list[Problem], list[Problem]]:
+    """Problems of the checkpoint of `step` itself, and of its linked files."""
     folder = step_folder(Path(directory), step)
-    problems = checkpoint_manifest.verify(folder)
+    found = checkpoint_manifest.verify(folder)
+    linked = [p for p in found if p.file.startswith(f"{FILES_FOLDER}/")]
+    problems = [p for p in found if p not in linked]
     if not problems:
-        recorded = checkpoint_manifest.read_manifest(folder)["extra"].get("step")
-        if recorded != step:
-            what = f"expected a manifest of step {step}, found one of step {recorded}"
+        extra = checkpoint_manifest.read_manifest(folder)["extra"]
+        arrays = extra.get("arrays")
+        what = ""
+        if extra.get("step") != step:
+            what = f"expected a manifest of step {step}, found one of step {extra.get('step')}"
+        elif not isinstance(arrays, dict) or any(type(x) is not str for x in arrays.values()):
+            what = "expected a manifest that describes arrays"
+        if what:
             problems = [Problem(folder, checkpoint_manifest.MANIFEST_NAME, what)]
-    return problems
+    return problems, linked
 
 
 def verify_all(directory: Path | str) -> dict[int, list[Problem]]:
@@ -98,18 +122,22 @@ def verify_all(directory: Path | str) -> dict[int, list[Problem]]:
     return {step: verify(directory, step) for step in list_steps(Path(directory))}
 
 
-def _choose(directory: Path, step: int | None) -> tuple[int, tuple[str, ...]]:
-    """The step to restore and what to tell of the ones skipped; the same on all hosts."""
+def _choose(directory: Path, step: int | None) -> tuple[int, tuple[str, ...], frozenset[str]]:
+    """The step to restore, what to tell of the ones skipped, and its damaged linked files.
+
+    The step is the same on all hosts.
+    """
     if jax.process_count() == 1:
         return _choose_here(directory, step)
     from jax.experimental import multihost_utils
 
     chosen = -1
     warnings: tuple[str, ...] = ()
+    damaged: frozenset[str] = frozenset()
     failure: NoWholeCheckpointError | None = None
     if jax.process_index() == 0:
         try:
-            chosen, warnings = _choose_here(directory, step)
+            chosen, warnings, damaged = _choose_here(directory, step)
         except NoWholeCheckpointError as error:
             failure = error
     chosen = int(multihost_utils.broadcast_one_to_all(np.int32(chosen)))
@@ -117,20 +145,22 @@ def _choose(directory: Path, step: int | None) -> tuple[int, tuple[str, ...]]:
         failure = NoWholeCheckpointError(f"{directory}: process 0 found no whole checkpoint", {})
     if failure is not None:
         raise failure
-    return chosen, warnings
+    return chosen, warnings, damaged
 
 
-def _choose_here(directory: Path, step: int | None) -> tuple[int, tuple[str, ...]]:
+def _choose_here(
+    directory: Path, step: int | None
+) -> tuple[int, tuple[str, ...], frozenset[str]]:
     candidates = list_steps(directory) if step is None else [step]
     problems: dict[int, list[Problem]] = {}
     for candidate in candidates:
-        problems[candidate] = verify(directory, candidate)
+        problems[candidate], linked = _found(directory, candidate)
         if not problems[candidate]:
             skipped = [step for step in problems if step != candidate]
             warnings = tuple(f"skipped a damaged checkpoint: {_tell(problems[s])}" for s in skipped)
             for warning in warnings:
                 _log.warning("%s", warning)
-            return candidate, warnings
+            return candidate, warnings, frozenset(Path(p.file).name for p in linked)
     if not candidates:
         raise NoWholeCheckpointError(f"expected a checkpoint in {directory}, found none", {})
     listing = "\n".join(f"  step {s}: {_tell(found)}" for s, found in problems.items())

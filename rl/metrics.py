@@ -9,20 +9,23 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib.util
 import json
 import math
+import sys
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from rl.atomic_file import replace_file
+from models.folder import Folder
 
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
 ROW_FILES = (METRICS_FILE, SAMPLES_FILE)
 TENSORBOARD_FOLDER = "tensorboard"
 WANDB_ID_FILE = "wandb_id"
+WANDB_FOLDER = "wandb"
 
 WALL_CLOCK_PREFIXES = ("time/", "perf/")
 WALL_CLOCK_NAMES = frozenset(
@@ -64,8 +67,8 @@ class MetricsWriter:
     `truncate_to_step` removes.
 
     Raises ValueError for a damaged row that is not the last, TypeError for a
-    metric that is not a number, ModuleNotFoundError (with the mend) where
-    tensorboardX or wandb is asked for and missing.
+    metric that is not a number, LinkError for a link in place of a file, ModuleNotFoundError
+    (with the mend) where tensorboardX or wandb is asked for and missing.
     """
 
     def __init__(
@@ -76,14 +79,13 @@ class MetricsWriter:
         wandb_project: str | None = None,
         samples_per_step: int = 8,
     ) -> None:
-        self._directory = Path(directory)
-        self._directory.mkdir(parents=True, exist_ok=True)
+        self._folder = Folder(directory, create=True)
         self._samples_per_step = samples_per_step
         self._files: dict[str, BinaryIO] = {}
         for name in ROW_FILES:
-            _keep_rows(self._directory / name, lambda step: True)
+            _keep_rows(self._folder, name, lambda step: True)
         self._tensorboard: Any = self._open_tensorboard(None) if tensorboard else None
-        self._wandb: Any = _open_wandb(self._directory, wandb_project) if wandb_project else None
+        self._wandb: Any = _open_wandb(self._folder, wandb_project) if wandb_project else None
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> Row:
         """Writes one row and returns it: {"step": step, name: number or None, ...}."""
@@ -109,7 +111,7 @@ class MetricsWriter:
         """Removes the rows of every step after `step`, as if they had never been written."""
         self._close_files()
         for name in ROW_FILES:
-            _keep_rows(self._directory / name, lambda row_step: row_step <= step)
+            _keep_rows(self._folder, name, lambda row_step: row_step <= step)
         if self._tensorboard is not None:
             self._tensorboard.close()
             self._tensorboard = self._open_tensorboard(purge_step=step + 1)
@@ -129,11 +131,11 @@ class MetricsWriter:
 
     def _append(self, name: str, row: Mapping[str, Any]) -> None:
         if name not in self._files:
-            self._files[name] = open(self._directory / name, "ab", buffering=0)
+            self._files[name] = self._folder.append(name)
         line = json.dumps(row, allow_nan=False).encode() + b"\n"
         written = self._files[name].write(line)
         if written != len(line):
-            raise OSError(f"{self._directory / name}: wrote {written} of {len(line)} bytes")
+            raise OSError(f"{self._folder.path / name}: wrote {written} of {len(line)} bytes")
 
     def _close_files(self) -> None:
         for file in self._files.values():
@@ -144,14 +146,11 @@ class MetricsWriter:
         try:
             from tensorboardX import SummaryWriter
         except ModuleNotFoundError as error:
-            raise ModuleNotFoundError(
-                "Metrics.tensorboard = True needs tensorboardX: install it "
-                "(pip install tensorboardX) or set Metrics.tensorboard = False"
-            ) from error
+            raise ModuleNotFoundError(_NEEDS_TENSORBOARD) from error
         # purge_step tells TensorBoard to hide what a killed run wrote after its checkpoint.
         # The suffix, because two writers of one second would share, and empty, one file.
         return SummaryWriter(
-            str(self._directory / TENSORBOARD_FOLDER),
+            str(self._folder.folder(TENSORBOARD_FOLDER).path),
             purge_step=purge_step,
             filename_suffix=f".{uuid.uuid4().hex[:8]}",
         )
@@ -165,6 +164,14 @@ def open_metrics(config: MetricsConfig, directory: str | Path) -> MetricsWriter:
         wandb_project=config.wandb_project,
         samples_per_step=config.samples_per_step,
     )
+
+
+def check_installed(config: MetricsConfig) -> None:
+    """Raise ModuleNotFoundError, with the mend, for a package that is asked for and missing."""
+    if config.tensorboard and not _is_installed("tensorboardX"):
+        raise ModuleNotFoundError(_NEEDS_TENSORBOARD)
+    if config.wandb_project and not _is_installed("wandb"):
+        raise ModuleNotFoundError(_NEEDS_WANDB.format(config.wandb_project))
 
 
 def read_metrics(path: str | Path) -> list[Row]:
@@ -233,13 +240,17 @@ class Timings:
 
 def _rows(path: Path) -> Iterator[tuple[bytes, Row]]:
     """(line as it stands, its row) of a file; a torn last line is left out."""
-    lines = path.read_bytes().splitlines(keepends=True)
+    return _parsed(path, path.read_bytes())
+
+
+def _parsed(path: Path, content: bytes) -> Iterator[tuple[bytes, Row]]:
+    lines = content.splitlines(keepends=True)
     for number, line in enumerate(lines, start=1):
         try:
             row = json.loads(line)
             if not isinstance(row, dict) or type(row.get("step")) is not int:
                 raise ValueError(f"expected an object with an integer step, got {line[:80]!r}")
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             if number == len(lines) and not line.endswith(b"\n"):
                 return
             raise ValueError(
@@ -248,17 +259,16 @@ def _rows(path: Path) -> Iterator[tuple[bytes, Row]]:
         yield line, row
 
 
-def _keep_rows(path: Path, wanted: Callable[[int], bool]) -> None:
+def _keep_rows(folder: Folder, name: str, wanted: Callable[[int], bool]) -> None:
     """Rewrites a file of rows to those wanted, whole lines only, in one atomic step."""
-    if not path.exists():
+    if not folder.exists(name):
         return
+    content = folder.read(name)
+    rows = _parsed(folder.path / name, content)
     # A whole last row may lack its newline: one more row must not be glued to it.
-    kept = b"".join(
-        line.removesuffix(b"\n") + b"\n" for line, row in _rows(path) if wanted(row["step"])
-    )
-    if kept == path.read_bytes():
-        return
-    replace_file(path, kept)
+    kept = b"".join(line.removesuffix(b"\n") + b"\n" for line, row in rows if wanted(row["step"]))
+    if kept != content:
+        folder.replace(name, kept)
 
 
 def _number(name: str, value: Any) -> int | float | None:
@@ -283,22 +293,36 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _open_wandb(directory: Path, project: str) -> Any:
+_NEEDS_TENSORBOARD = (
+    "Metrics.tensorboard = True needs tensorboardX: install it (pip install tensorboardX) or set "
+    "Metrics.tensorboard = False"
+)
+_NEEDS_WANDB = (
+    "Metrics.wandb_project = {!r} needs wandb: install it (pip install wandb) or set "
+    "Metrics.wandb_project = None"
+)
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ValueError:  # imported already, by hand: a test's
+        return module in sys.modules
+
+
+def _open_wandb(folder: Folder, project: str) -> Any:
     """A Weights & Biases run whose id lives in the run folder, so that resuming continues it."""
     try:
         import wandb
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            f"Metrics.wandb_project = {project!r} needs wandb: install it (pip install wandb) "
-            "or set Metrics.wandb_project = None"
-        ) from error
-    id_file = directory / WANDB_ID_FILE
-    if not id_file.exists():
-        id_file.write_text(uuid.uuid4().hex[:16], encoding="utf-8")
+        raise ModuleNotFoundError(_NEEDS_WANDB.format(project)) from error
+    if not folder.exists(WANDB_ID_FILE):
+        folder.replace(WANDB_ID_FILE, uuid.uuid4().hex[:16])
+    folder.folder(WANDB_FOLDER)  # wandb writes there by path: it must be no link
     return wandb.init(
         project=project,
-        name=directory.name,
-        dir=str(directory),
-        id=id_file.read_text(encoding="utf-8").strip(),
+        name=folder.path.name,
+        dir=str(folder.path),
+        id=folder.read(WANDB_ID_FILE).decode().strip(),
         resume="allow",
     )

@@ -17,7 +17,7 @@ import numpy as np
 
 from models import kv_cache, transformer
 from rl import admission
-from rl.atomic_file import replace_file
+from models.folder import replace_file
 from rl.engine import Engine
 from rl.engine_warm_up import position_sizes
 from rl.trajectory import HostKv

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from models.folder import Folder
 from rl.metrics import Row, spread
 from rl.progress import say
 from rl.report_runs import ReportError, Run, load_runs, summarize
@@ -36,10 +37,10 @@ def write_report(
     images = report_plots.draw(runs, smooth_steps)
     if not images:
         raise ReportError(f"{', '.join(run.label for run in runs)}: no metric that can be drawn")
-    output.mkdir(parents=True, exist_ok=True)
+    folder = Folder(output, create=True)
     written = [output / PAGE_FILE]
     for name, png in images.items():
-        (output / name).write_bytes(png)
+        folder.replace(name, png)
         written.append(output / name)
     page = report_page.page(
         title=", ".join(run.label for run in runs),
@@ -51,7 +52,7 @@ def write_report(
         ],
     )
     # A model may emit half a surrogate pair, which UTF-8 does not have.
-    written[0].write_text(page, encoding="utf-8", errors="replace")
+    folder.replace(PAGE_FILE, page.encode(errors="replace"))
     return written
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from models import transformer
 from models.kv_cache import KVCache
 from rl import cache_steps, engine_warm_up
-from rl.atomic_file import replace_file
+from models.folder import replace_file
 from rl.device_drafters import NO_DRAFTERS, DeviceDrafters
 from rl.draft_model import DraftModel
 from rl.engine import Engine

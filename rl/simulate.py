@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rl.atomic_file import replace_file
+from models.folder import replace_file
 from rl.config import ConfigError, add_config_arguments, list_fields, load, parse_command_line
 from rl.progress import say
 from rl.reproduction import configurations, lines_of, reproduce

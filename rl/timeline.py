@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from rl.atomic_file import replace_file
+from models.folder import replace_file
 from spec.drafter import Drafts, Source
 from spec.lookup import LookupOutcome
 from spec.outcome import Outcome

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
+
+from models.folder import Folder
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:
     """Copy vocabulary, settings and chat template, if there are any, as they are."""
+    folder = Folder(target)
     for file in source.iterdir():
         of_tokenizer = "token" in file.name or file.name.startswith(
             ("chat_template", "vocab", "merges")
         )
         if of_tokenizer and file.suffix in (".json", ".jinja", ".model", ".txt"):
-            shutil.copy(file, target / file.name)
+            folder.replace(file.name, file.read_bytes())

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from models.transformer import Params, num_params
-from rl.atomic_file import replace_file
+from models.folder import replace_file
 from rl.config import (
     ConfigError,
     add_config_arguments,

@@ -2,25 +2,32 @@
 
 History drafts (RhymeRL, section 5.3) and prefix reuse (SPEC-RL, section 3.2) read from
 it; every epoch refreshes it. Groups are kept as compressed blobs. Beyond `memory_bytes`
-the least recently needed ones go to files of a folder, one each; a file that is damaged
-or not ours is named in `problems`, and its prompt is answered afresh.
+the least recently needed ones go to files of a folder, one each, that are never written to
+again: a checkpoint links them instead of reading them. A file that is damaged or not ours is
+named in `problems`, and its prompt is answered afresh.
 """
 
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import hashlib
 import json
+import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from models.folder import Folder
+
 MAGIC = b"RPR1"
 _HEADER = 12  # magic, CRC-32 of what follows, length of the JSON
+_ENDING = ".rollouts"  # of files
+_MOST_PROMPT_TOKENS = 2**24  # what a damaged header may not make us allocate
 
 
 class CacheFileError(ValueError):
@@ -99,10 +106,10 @@ def encode(key: str, group: CachedGroup, policy: str = "") -> bytes:
     return MAGIC + zlib.crc32(body).to_bytes(4, "little") + body
 
 
-def decode(blob: bytes, key: str, policy: str = "") -> CachedGroup:
+def decode(blob: bytes, key: str, policy: str = "", vocab_size: int = 2**31) -> CachedGroup:
     """What `encode` was given.
 
-    Raises CacheFileError where the blob is damaged, or of another prompt or policy.
+    Raises CacheFileError where the blob is damaged, or of another prompt, policy or vocabulary.
     """
     if len(blob) < _HEADER or blob[:4] != MAGIC:
         raise CacheFileError("expected a blob of the rollout cache, got something else")
@@ -110,26 +117,79 @@ def decode(blob: bytes, key: str, policy: str = "") -> CachedGroup:
     if zlib.crc32(body) != int.from_bytes(blob[4:8], "little"):
         raise CacheFileError("expected the checksum that it was written with: it is damaged")
     size = int.from_bytes(body[:4], "little")
-    header = json.loads(body[4 : 4 + size])
-    if header["key"] != key:
-        raise CacheFileError(f"expected the responses to {key!r}, got those to {header['key']!r}")
-    if header["policy"] != policy:
+    try:
+        header = _Header.read(body[4 : 4 + size])
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise CacheFileError(f"expected a header of the rollout cache ({error})") from error
+    if header.key != key:
+        raise CacheFileError(f"expected the responses to {key!r}, got those to {header.key!r}")
+    if header.policy != policy:
         raise CacheFileError(
-            f"expected those of a policy and tokenizer like {policy!r}, got {header['policy']!r}"
+            f"expected those of a policy and tokenizer like {policy!r}, got {header.policy!r}"
         )
-    flat = np.frombuffer(zlib.decompress(body[4 + size :]), "<i4").astype(np.int32)
-    lengths, ends = header["lengths"], np.cumsum([0, *header["lengths"]])
-    total, kinds = int(ends[-1]), 4 if header["scored"] else 1
+    total, kinds = sum(header.lengths), 4 if header.scored else 1
+    flat = _inflated(body[4 + size :], kinds * total)
     prompt_ids, rest = np.split(flat, [len(flat) - kinds * total])
+    ends = np.cumsum([0, *header.lengths])
     tokens, *scored = (np.split(part, ends[1:-1]) for part in np.split(rest, kinds))
-    scores: list[Scores | None] = [None] * len(lengths)
+    for ids in (prompt_ids, *tokens):
+        if ids.size and not 0 <= ids.min() <= ids.max() < vocab_size:
+            raise CacheFileError(f"expected tokens of 0 to {vocab_size - 1}")
+    scores: list[Scores | None] = [None] * len(header.lengths)
     if scored:
         scores = [
             Scores(new.view(np.float32), old.view(np.float32), versions)
             for versions, new, old in zip(*scored, strict=True)
         ]
-    rows = zip(header["samples"], tokens, header["rewards"], scores, strict=bool(lengths))
+    rows = zip(header.samples, tokens, header.rewards, scores, strict=bool(header.lengths))
     return CachedGroup(prompt_ids, tuple(CachedResponse(*row) for row in rows))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Header:
+    key: str
+    policy: str
+    samples: list[int]
+    lengths: list[int]
+    rewards: list[float]
+    scored: bool
+
+    @staticmethod
+    def read(text: bytes) -> _Header:
+        """Raises ValueError, TypeError or KeyError for what `encode` does not write."""
+        row = json.loads(text)
+        header = _Header(**{f.name: row[f.name] for f in dataclasses.fields(_Header)})
+        counts = (*header.samples, *header.lengths)
+        if any(type(n) is not int or not 0 <= n < 2**31 for n in counts):
+            raise ValueError("expected counts of 0 or more")
+        if any(type(r) not in (int, float) or math.isnan(r) for r in header.rewards):
+            raise ValueError("expected rewards")
+        if not len(header.samples) == len(header.lengths) == len(header.rewards):
+            raise ValueError("expected as many rewards as responses")
+        if len(set(header.samples)) != len(header.samples) or type(header.scored) is not bool:
+            raise ValueError("expected every sample once")
+        return header
+
+
+def _inflated(packed: bytes, least: int) -> np.ndarray:
+    """int32 [at least `least`]; never more than a prompt beyond them. Raises CacheFileError."""
+    most_bytes = 4 * (least + _MOST_PROMPT_TOKENS)
+    try:
+        raw = zlib.decompressobj().decompress(packed, most_bytes + 1)
+    except zlib.error as error:
+        raise CacheFileError(f"expected deflated arrays ({error})") from error
+    if len(raw) % 4 or not 4 * least <= len(raw) <= most_bytes:
+        raise CacheFileError(f"expected {least} numbers and a prompt, got {len(raw)} bytes")
+    return np.frombuffer(raw, "<i4").astype(np.int32)
+
+
+@dataclasses.dataclass(frozen=True)
+class SpilledFile:
+    """A file of the cache's folder, named by its place and its content: it never changes."""
+
+    name: str
+    num_bytes: int
+    sha256: str
 
 
 class RolloutCache:
@@ -143,17 +203,19 @@ class RolloutCache:
     def __init__(
         self,
         memory_bytes: int = 2**30,
-        folder: Path | None = None,
+        folder: Folder | Path | None = None,
         *,
         policy: str = "",
+        vocab_size: int = 2**31,
         epochs: int = 1,
     ) -> None:
-        self.memory_bytes, self.folder = memory_bytes, folder
-        self.policy, self.epochs = policy, epochs
+        self.memory_bytes = memory_bytes
+        self.folder = Folder(folder, create=True) if isinstance(folder, Path) else folder
+        self.policy, self.vocab_size, self.epochs = policy, vocab_size, epochs
         self.problems: list[str] = []
         self.num_bytes = 0  # of blobs in memory
         self._blobs: collections.OrderedDict[str, bytes] = collections.OrderedDict()
-        self._spilled: set[str] = set()
+        self._spilled: dict[str, SpilledFile] = {}
 
     def __len__(self) -> int:
         return len(self._blobs) + len(self._spilled)
@@ -174,7 +236,7 @@ class RolloutCache:
         if blob is None:
             return None
         try:
-            return decode(blob, key, self.policy)
+            return decode(blob, key, self.policy, self.vocab_size)
         except CacheFileError as error:
             self.problems.append(f"cached responses to {key!r} are skipped: {error}")
             self._forget(place)
@@ -186,23 +248,47 @@ class RolloutCache:
         return new
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps: places from the least recently needed on, and their blobs."""
-        places = [*sorted(self._spilled), *self._blobs]
-        pairs = [(p, self._read(p) if p in self._spilled else self._blobs[p]) for p in places]
-        kept = [(place, blob) for place, blob in pairs if blob is not None]
-        joined = b"".join(blob for _, blob in kept)
+        """What a checkpoint keeps beside `spilled`: places, from the least recently needed on.
+
+        Spilled blobs are not read: `files` names them.
+        """
+        joined = b"".join(self._blobs.values())
+        files = self.spilled()
         return {
-            "keys": [place for place, _ in kept],
-            "sizes": [len(blob) for _, blob in kept],
-            "blobs": np.frombuffer(joined, np.uint8).copy(),
+            "keys": list(self._blobs),
+            "sizes": [len(blob) for blob in self._blobs.values()],
+            "blobs": np.frombuffer(joined, np.uint8),
+            "files": [[p, f.name, f.num_bytes, f.sha256] for p, f in sorted(files.items())],
         }
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Take over what `state` gave; whatever was here before is gone."""
-        for place in list(self._spilled):
-            self._forget(place)
-        self._blobs.clear()
-        self.num_bytes = 0
+    def spilled(self) -> dict[str, SpilledFile]:
+        """The files that are there, by place; a missing one is a problem."""
+        for place, file in list(self._spilled.items()):
+            assert self.folder is not None
+            if not self.folder.is_file(file.name):
+                self.problems.append(f"cached responses to {place!r} are skipped: no {file.name}")
+                self._forget(place)
+        return dict(self._spilled)
+
+    def load_state(
+        self,
+        state: dict[str, Any],
+        source: Folder | None = None,
+        damaged: Collection[str] = (),
+    ) -> None:
+        """Take over what `state` gave; whatever was here before is gone.
+
+        Spilled files are linked from `source`, those named in `damaged` aside: these are problems.
+        """
+        self._clear()
+        for place, name, num_bytes, sha256 in state.get("files", ()):
+            if name in damaged or source is None or not source.is_file(name):
+                self.problems.append(f"cached responses to {place!r} are skipped: {name} is lost")
+            elif self.folder is None:
+                self._put(place, source.read(name))
+            else:
+                self.folder.link(source, name)
+                self._spilled[place] = SpilledFile(name, num_bytes, sha256)
         data, start = state["blobs"].tobytes(), 0
         for place, size in zip(state["keys"], state["sizes"], strict=True):
             self._put(place, data[start : start + size])
@@ -217,9 +303,7 @@ class RolloutCache:
         while self.folder is not None and self.num_bytes > self.memory_bytes:
             oldest, old = self._blobs.popitem(last=False)
             self.num_bytes -= len(old)
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self._path(oldest).write_bytes(old)
-            self._spilled.add(oldest)
+            self._spilled[oldest] = _spill(self.folder, oldest, old)
 
     def _blob(self, place: str) -> bytes | None:
         """The blob, which is now the most recently needed."""
@@ -235,21 +319,40 @@ class RolloutCache:
         return self._blobs.get(place)
 
     def _read(self, place: str) -> bytes | None:
+        assert self.folder is not None
         try:
-            return self._path(place).read_bytes()
+            return self.folder.read(self._spilled[place].name)
         except OSError as error:
             self.problems.append(f"cached responses to {place!r} are skipped: {error}")
             return None
 
     def _forget(self, place: str) -> None:
-        if place in self._spilled:
-            self._spilled.discard(place)
-            self._path(place).unlink(missing_ok=True)
+        file = self._spilled.pop(place, None)
+        if file is not None and self.folder is not None:
+            with contextlib.suppress(FileNotFoundError):
+                self.folder.remove(file.name)
         self.num_bytes -= len(self._blobs.pop(place, b""))
 
-    def _path(self, place: str) -> Path:
-        assert self.folder is not None
-        return self.folder / f"{hashlib.sha256(place.encode()).hexdigest()[:32]}.rollouts"
+    def _clear(self) -> None:
+        """Forget all; files of a process that was killed go as well."""
+        for name in self.folder.names() if self.folder is not None else ():
+            if name.endswith(_ENDING):
+                self.folder.remove(name)  # type: ignore[union-attr]
+        self._spilled.clear()
+        self._blobs.clear()
+        self.num_bytes = 0
+
+
+def _spill(folder: Folder, place: str, blob: bytes) -> SpilledFile:
+    """Write a file that is there whole, or not at all."""
+    digest = hashlib.sha256(blob).hexdigest()
+    where = hashlib.sha256(place.encode()).hexdigest()[:16]
+    file = SpilledFile(f"{where}-{digest}{_ENDING}", len(blob), digest)
+    if folder.exists(file.name):  # of a process that was killed
+        folder.remove(file.name)
+    with folder.create(file.name) as out:
+        out.write(blob)
+    return file
 
 
 def _place(key: str, back: int) -> str:

@@ -225,7 +225,8 @@ def test_keeps_the_newest_and_touches_nothing_else(tmp_path):
             saver.save(step, {"x": jnp.full(2, float(step))})
             assert saver.latest_whole_step() == step
     names = sorted(entry.name for entry in directory.iterdir())
-    assert names == [".lock", "step_00000002", "step_00000003", "step_notes"]
+    # a link is no checkpoint: it is left alone
+    assert names == [".lock", "step_00000000", "step_00000002", "step_00000003", "step_notes"]
     assert (outside / "precious").read_text() == "x"
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rl import atomic_file
+from models import folder
 from rl import metrics as metrics_lib
 from rl.metrics import (
     MetricsConfig,
@@ -148,7 +148,7 @@ def test_kill_between_the_new_file_and_its_name_loses_nothing(tmp_path, monkeypa
     write_steps(tmp_path, range(1, 4))
     before = files(tmp_path)
     out = writer(tmp_path)
-    monkeypatch.setattr(atomic_file.os, "replace", lambda *_: (_ for _ in ()).throw(OSError))
+    monkeypatch.setattr(folder.os, "replace", lambda *_, **__: (_ for _ in ()).throw(OSError))
     with pytest.raises(OSError):
         out.truncate_to_step(1)
     monkeypatch.undo()

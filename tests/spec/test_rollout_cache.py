@@ -110,7 +110,7 @@ def test_two_epochs(tmp_path, cap):
     for i in (1, 2):
         cache.replace("p", group(i))
     other = RolloutCache(cap, tmp_path / "two", epochs=2)
-    other.load_state(cache.state())
+    other.load_state(cache.state(), cache.folder)
     for kept in (cache, other):
         assert equal(kept.get("p"), group(2)) and equal(kept.get("p", back=1), group(1))
         assert len(kept) == 2 and kept.problems == []
@@ -136,7 +136,7 @@ def test_a_damaged_or_foreign_file_is_named_and_skipped(tmp_path, damage):
     cache = RolloutCache(1, tmp_path)
     for name in ("p", "q"):
         cache.replace(name, group(0))
-    path = cache._path("p")
+    path = tmp_path / cache.spilled()["p"].name
     data = path.read_bytes()
     if damage == "gone":
         path.unlink()
@@ -158,6 +158,6 @@ def test_a_checkpoint_holds_all_of_it(tmp_path, limit):
         cache.replace(f"p{i}", group(i))
     other = RolloutCache(limit, tmp_path / "two")
     other.replace("old", group(9))
-    other.load_state(cache.state())
+    other.load_state(cache.state(), cache.folder)
     assert len(other) == 5 and other.get("old") is None
     assert all(equal(other.get(f"p{i}"), group(i)) for i in range(5))

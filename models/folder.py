@@ -1,0 +1,234 @@
+"""A folder held by a handle: whatever is done in it is done there, and never through a link.
+
+A run folder may come from somebody else, and be full of links. So every file of a run is opened
+by one name below a handle (`dir_fd`) without following links: nothing is created, appended to,
+replaced or deleted anywhere else. What is opened is a plain file, so that a pipe or a device under
+a file's name holds nobody up.
+
+POSIX only (Linux, macOS): Windows has no `dir_fd`, and `rl.checkpoint` no lock there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import shutil
+import stat
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+_COPIED_BYTES = 2**20  # at a time
+
+
+class LinkError(OSError):
+    """A link, pipe or device where a run has a file or folder of its own."""
+
+
+class Folder:
+    """A folder that is there, by its handle; `path` is for messages and for libraries.
+
+    Names are of entries of this very folder: one part, no separators.
+    """
+
+    def __init__(self, path: Path | str, *, create: bool = False) -> None:
+        """Open `path`, which its owner may have given as a link. Raises OSError."""
+        path = Path(path).absolute()
+        if create:
+            path.mkdir(parents=True, exist_ok=True)
+        self._hold(path, os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+
+    def _hold(self, path: Path, handle: int) -> None:
+        self.path, self._handle = path, handle
+        self._closing = weakref.finalize(self, os.close, handle)
+
+    def close(self) -> None:
+        self._closing()
+
+    def folder(self, name: str, *, create: bool = True) -> Folder:
+        """A folder of this folder. Raises LinkError for anything else of that name."""
+        if create:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(_plain(name), dir_fd=self._handle)
+        handle = self._open(name, os.O_RDONLY | os.O_DIRECTORY)
+        inner = Folder.__new__(Folder)
+        inner._hold(self.path / name, handle)
+        return inner
+
+    def names(self) -> list[str]:
+        return sorted(os.listdir(self._handle))
+
+    def kind(self, name: str) -> int | None:
+        """The type bits of an entry (stat.S_IFREG, …; a link is a link); None where none is."""
+        try:
+            found = os.stat(_plain(name), dir_fd=self._handle, follow_symlinks=False)
+        except FileNotFoundError:
+            return None
+        return stat.S_IFMT(found.st_mode)
+
+    def exists(self, name: str) -> bool:
+        return self.kind(name) is not None
+
+    def is_file(self, name: str) -> bool:
+        return self.kind(name) == stat.S_IFREG
+
+    def is_folder(self, name: str) -> bool:
+        return self.kind(name) == stat.S_IFDIR
+
+    def size_bytes(self, name: str) -> int:
+        return os.stat(_plain(name), dir_fd=self._handle, follow_symlinks=False).st_size
+
+    def read(self, name: str) -> bytes:
+        """The content of a plain file. Raises OSError."""
+        with self._file(name, os.O_RDONLY, "rb") as file:
+            return file.read()
+
+    def replace(self, name: str, content: bytes | str) -> None:
+        """Write a file (text as UTF-8), durably and in one atomic step: all of it, or as it was.
+
+        What stood there before, a link as well, is gone without having been opened. Raises
+        OSError.
+        """
+        temporary = f".{_plain(name)}.tmp"
+        if self.exists(temporary):  # of a killed process
+            self.remove(temporary)
+        try:
+            with self.create(temporary) as file:
+                file.write(content.encode() if isinstance(content, str) else content)
+                file.flush()
+                os.fsync(file.fileno())
+            self.rename(temporary, name)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                self.remove(temporary)
+            raise
+        self.sync()
+
+    def create(self, name: str) -> BinaryIO:
+        """A new plain file to write to. Raises FileExistsError."""
+        return self._file(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, "wb")
+
+    def append(self, name: str) -> BinaryIO:
+        """A file to append to, unbuffered, made where there is none.
+
+        One that has a second name somewhere (a hard link) becomes a file of its own first.
+        """
+        if self.is_file(name):
+            if os.stat(name, dir_fd=self._handle, follow_symlinks=False).st_nlink > 1:
+                self.replace(name, self.read(name))
+        return self._file(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, "ab", buffering=0)
+
+    def lock(self, name: str) -> BinaryIO | None:
+        """A file locked by this process for as long as it is open; None where another has it.
+
+        Raises OSError where the file cannot be had, or the file system has no locks.
+        """
+        file = self._file(name, os.O_RDWR | os.O_CREAT, "r+b", buffering=0)
+        try:
+            # lockf, not flock: a forked child that outlives a killed run must not hold it.
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            file.close()
+            if error.errno in (errno.EAGAIN, errno.EACCES):
+                return None
+            raise
+        return file
+
+    def rename(self, name: str, new: str) -> None:
+        os.replace(_plain(name), _plain(new), src_dir_fd=self._handle, dst_dir_fd=self._handle)
+
+    def remove(self, name: str) -> None:
+        """Delete an entry with all that is in it; of a link only the link."""
+        if self.is_folder(name):
+            shutil.rmtree(name, dir_fd=self._handle)
+        else:
+            os.unlink(name, dir_fd=self._handle)
+
+    def link(self, source: Folder, name: str, new: str | None = None) -> None:
+        """Give a plain file of `source` a second name here: by a hard link, else by a copy."""
+        new = new or name
+        try:
+            os.link(
+                _plain(name),
+                _plain(new),
+                src_dir_fd=source._handle,
+                dst_dir_fd=self._handle,
+                follow_symlinks=False,
+            )
+        except OSError as error:
+            if isinstance(error, FileNotFoundError | FileExistsError):
+                raise
+            with source._file(name, os.O_RDONLY, "rb") as old, self.create(new) as copy:
+                shutil.copyfileobj(old, copy, _COPIED_BYTES)
+
+    def sync(self) -> None:
+        """Flush the entries of this folder to the disk."""
+        os.fsync(self._handle)
+
+    def check_in_place(self) -> None:
+        """Raise LinkError where `path` leads elsewhere: what libraries write would go there."""
+        held = os.fstat(self._handle)
+        try:
+            found = os.stat(self.path)
+        except OSError:
+            found = None
+        if found is None or not os.path.samestat(held, found):
+            raise LinkError(f"{self.path} is no longer the folder that was opened: start again")
+
+    def _file(self, name: str, flags: int, mode: str, buffering: int = -1) -> BinaryIO:
+        # O_NONBLOCK: opening a pipe that nobody reads would wait for ever
+        handle = self._open(name, flags | os.O_NONBLOCK)
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            os.close(handle)
+            raise LinkError(f"expected a plain file, got something else: {self.path / name}")
+        return os.fdopen(handle, mode, buffering)  # type: ignore[return-value]
+
+    def _open(self, name: str, flags: int) -> int:
+        flags |= os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            return os.open(_plain(name), flags, 0o666, dir_fd=self._handle)
+        except OSError as error:
+            error.filename = str(self.path / name)
+            wanted = "a folder" if flags & os.O_DIRECTORY else "a plain file"
+            kind = self.kind(name)
+            if kind == stat.S_IFLNK and error.errno != errno.EEXIST:
+                raise LinkError(
+                    f"expected {wanted}, got a link: {self.path / name}; a run follows none in "
+                    "its folder: remove it, or put what it points to in its place"
+                ) from None
+            if error.errno in (errno.ENOTDIR, errno.EISDIR, errno.ENXIO) and kind is not None:
+                raise LinkError(
+                    f"expected {wanted}, got something else: {self.path / name}; remove it"
+                ) from None
+            raise
+
+
+def replace_file(path: Path, content: bytes | str) -> None:
+    """`Folder.replace` in the folder that `path` names. Raises OSError."""
+    folder = Folder(path.parent)
+    try:
+        folder.replace(path.name, content)
+    finally:
+        folder.close()
+
+
+@contextlib.contextmanager
+def held(place: Folder | Path | str, *, create: bool = False) -> Iterator[Folder]:
+    """`place` as a handle: one that is given stays open, one of a path is closed at the end."""
+    if isinstance(place, Folder):
+        yield place
+        return
+    folder = Folder(place, create=create)
+    try:
+        yield folder
+    finally:
+        folder.close()
+
+
+def _plain(name: str) -> str:
+    if not name or name in (".", "..") or "/" in name or "\0" in name:
+        raise ValueError(f"expected the name of an entry, got {name!r}")
+    return name
