@@ -139,7 +139,9 @@ class Checkpointer:
                 f"expected a path of a mounted file system, got {str(directory)!r}: mount the "
                 "bucket, or save locally and copy"
             )
-        self._folder = directory if isinstance(directory, Folder) else Folder(directory, create=True)
+        self._folder = (
+            directory if isinstance(directory, Folder) else Folder(directory, create=True)
+        )
         self.directory = self._folder.path
         self.config = config or CheckpointConfig()
         self._committed = committed

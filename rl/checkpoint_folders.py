@@ -18,8 +18,8 @@ import re
 import stat
 from pathlib import Path
 
-from rl import checkpoint_manifest
 from models.folder import Folder
+from rl import checkpoint_manifest
 
 _STEP = re.compile(r"step_(\d{8,})")
 _WORKING, _REPLACED, _TRASH = ".working-", ".replaced-", ".trash-"

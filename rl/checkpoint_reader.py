@@ -148,9 +148,7 @@ def _choose(directory: Path, step: int | None) -> tuple[int, tuple[str, ...], fr
     return chosen, warnings, damaged
 
 
-def _choose_here(
-    directory: Path, step: int | None
-) -> tuple[int, tuple[str, ...], frozenset[str]]:
+def _choose_here(directory: Path, step: int | None) -> tuple[int, tuple[str, ...], frozenset[str]]:
     candidates = list_steps(directory) if step is None else [step]
     problems: dict[int, list[Problem]] = {}
     for candidate in candidates:

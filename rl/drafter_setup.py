@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from models.config import ModelConfig
+from models.folder import Folder
 from models.transformer import Params
 from rl.checkpoint import CheckpointConfig, Checkpointer, NoWholeCheckpointError
 from rl.drafter_config import DrafterConfig, shape_of
@@ -147,7 +148,7 @@ def open_run(
         DataBuffer(config.data_buffer),
         seed=config.run.seed,
         temperature=config.sampling.temperature,
-        checkpoints=stack.enter_context(Checkpointer(folder / FOLDER, keeps)),
+        checkpoints=stack.enter_context(Checkpointer(Folder(folder).folder(FOLDER), keeps)),
     )
     stack.enter_context(_kept(trainer))
     spot = None

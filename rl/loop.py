@@ -20,11 +20,13 @@ import numpy as np
 from jax.sharding import Mesh
 
 from models import hf
+from models.folder import Folder
 from models.sharding import make_mesh
 from models.transformer import Params
 from rl import critic, devices, drafter_setup, experiment, rollout_setup, trainer
 from rl.advantages import overlong_penalties, response_advantages, reward_statistics
-from rl.checkpoint import Checkpointer, NoWholeCheckpointError
+from rl.checkpoint import Checkpointer, LinkedFiles, NoWholeCheckpointError
+from rl.checkpoint_manifest import Content
 from rl.coordinator import WorkerError
 from rl.data import DataOrder
 from rl.device_drafters import DeviceDrafters
@@ -39,6 +41,7 @@ from rl.progress import Progress
 from rl.reuse import Reuse
 from rl.rewards.pool import RewardPool
 from rl.rewards.process import RewardWorkerError
+from rl.run_start import CHECKPOINTS, NEWEST_FILE, ROLLOUTS
 from rl.speculation import Speculation
 from rl.step_metrics import sample_rows, step_metrics
 from rl.timeline import EngineStats, save_timeline
@@ -67,7 +70,14 @@ def train(
 ) -> TrainState:
     """Run or resume in `folder`, up to `Run.steps`; raises Stopped where it was asked to stop."""
     with contextlib.ExitStack() as stack:
-        checkpoints = stack.enter_context(Checkpointer(folder / "checkpoints", config.checkpoint))
+        run = Folder(folder, create=True)
+        checkpoints = stack.enter_context(
+            Checkpointer(
+                run.folder(CHECKPOINTS),
+                config.checkpoint,
+                committed=lambda step: run.replace(NEWEST_FILE, f"{step}\n"),
+            )
+        )
         metrics = stack.enter_context(open_metrics(config.metrics, folder))
         system, state = stack.enter_context(
             opened(config, inputs, folder, show=show, should_stop=should_stop, clock=clock)
@@ -86,7 +96,7 @@ def train(
             if system.drafter is not None:
                 drafter, host["drafter"] = system.drafter.saved()
                 arrays = dataclasses.replace(arrays, drafter=drafter)
-            checkpoints.save(place.step, arrays, host)
+            checkpoints.save(place.step, arrays, host, _spilled(system.cache))
 
         with _saving_when_stopped(lambda: (saved, place, state), save, checkpoints):
             while (done := place.step) < config.run.steps:
@@ -121,8 +131,9 @@ def opened(
             stack.enter_context(jax.set_mesh(mesh))
         cache = RolloutCache(
             config.rollout.cache_bytes,
-            folder / "rollouts",
+            Folder(folder, create=True).folder(ROLLOUTS),
             policy=inputs.shape_name,
+            vocab_size=inputs.model.vocab_size,
             epochs=config.reuse.epochs,
         )
         drafter, model = None, None
@@ -305,7 +316,8 @@ def _resume(
         system.show.message(f"warning: {warning}")
     system.show.message(f"resuming after step {restored.step}")
     if cached := restored.host.get("rollouts"):
-        system.cache.load_state(cached)
+        files = None if restored.files is None else Folder(restored.files)
+        system.cache.load_state(cached, files, restored.damaged_files)
     system.reuse.load_state(restored.host.get("reuse", {}))
     system.speculation.load_state(restored.host.get("speculation", {}))
     if system.drafter is not None:
@@ -349,6 +361,14 @@ def _host_state(system: System, place: Place) -> dict[str, Any]:
         "reuse": system.reuse.state(),
         "speculation": system.speculation.state(),
     }
+
+
+def _spilled(cache: RolloutCache) -> LinkedFiles | None:
+    """The files of the rollout cache, for a checkpoint to link."""
+    files = cache.spilled().values()
+    if cache.folder is None or not files:
+        return None
+    return LinkedFiles(cache.folder, {f.name: Content(f.num_bytes, f.sha256) for f in files})
 
 
 def run_mesh(config: TrainConfig) -> Mesh | None:

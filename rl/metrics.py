@@ -57,6 +57,10 @@ class MetricsConfig:
             )
 
 
+class DamagedRowError(ValueError):
+    """A row that is not the last of its file, and not as a run writes it."""
+
+
 class MetricsWriter:
     """Appends one row a step to the files of a run folder; a context manager.
 
@@ -253,7 +257,7 @@ def _parsed(path: Path, content: bytes) -> Iterator[tuple[bytes, Row]]:
         except (ValueError, RecursionError) as error:
             if number == len(lines) and not line.endswith(b"\n"):
                 return
-            raise ValueError(
+            raise DamagedRowError(
                 f"{path}:{number}: damaged row ({error}); delete this line to go on"
             ) from error
         yield line, row

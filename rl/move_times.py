@@ -16,8 +16,8 @@ import jax
 import numpy as np
 
 from models import kv_cache, transformer
-from rl import admission
 from models.folder import replace_file
+from rl import admission
 from rl.engine import Engine
 from rl.engine_warm_up import position_sizes
 from rl.trajectory import HostKv

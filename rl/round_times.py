@@ -15,9 +15,9 @@ import jax
 import numpy as np
 
 from models import transformer
+from models.folder import held, replace_file
 from models.kv_cache import KVCache
 from rl import cache_steps, engine_warm_up
-from models.folder import replace_file
 from rl.device_drafters import NO_DRAFTERS, DeviceDrafters
 from rl.draft_model import DraftModel
 from rl.engine import Engine
@@ -42,6 +42,7 @@ REPEATS = 7
 LARGE_ROUND = 128  # nodes of all slots: from here on a call of few rounds tells enough
 FEW_ROUNDS = 4
 FORMAT = 5
+LEAST_SECONDS = 1e-9
 
 
 def load_or_measure(
@@ -64,18 +65,32 @@ def load_or_measure(
     sizes = max_requests, max_prompt_tokens
     buckets = list(engine_warm_up.round_buckets(engine, sampling, *sizes, nodes))
     made_for = _made_for(engine, buckets, lookup, drafters)
-    if path.exists():
-        try:
-            kept = json.loads(path.read_text(encoding="utf-8"))
-            if kept["made_for"] == made_for:
-                return RoundTimes.from_rows(kept["rows"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{path} is damaged ({error}): delete it to measure anew") from error
+    kept = read_kept(path)
+    if kept is not None and kept["made_for"] == made_for:
+        return RoundTimes.from_rows(kept["rows"])
     times = measure(engine, params, sampling, buckets, lookup=lookup, drafters=drafters)
     path.parent.mkdir(parents=True, exist_ok=True)
     rows = {"made_for": made_for, "rows": times.rows()}
     replace_file(path, json.dumps(rows, indent=1) + "\n")
     return times
+
+
+def read_kept(path: Path) -> dict[str, Any] | None:
+    """The file at `path`: `made_for`, and `rows` that `RoundTimes` takes; None where there is none.
+
+    Raises ValueError for a file that is damaged.
+    """
+    if not path.parent.is_dir():
+        return None
+    with held(path.parent) as folder:
+        if not folder.exists(path.name):
+            return None
+        try:
+            kept = json.loads(folder.read(path.name))
+            RoundTimes.from_rows(kept["rows"])
+            return {"made_for": kept["made_for"], "rows": kept["rows"]}
+        except (KeyError, TypeError, ValueError, RecursionError, OverflowError) as error:
+            raise ValueError(f"{path} is damaged ({error}): delete it to measure anew") from error
 
 
 def measure(
@@ -126,8 +141,8 @@ def measure(
                     began_s = engine.clock()
                     cache, rounds = _lookup_rounds(engine, params, sampling, cache, slots, N, host)
                     looked_up[N].append((engine.clock() - began_s) / rounds)
-            seconds |= {(B, N, S): statistics.median(tries[N][1:]) for N in sizes}
-            lookup_seconds |= {(B, N, S): statistics.median(t[1:]) for N, t in looked_up.items()}
+            seconds |= {(B, N, S): _median(tries[N][1:]) for N in sizes}
+            lookup_seconds |= {(B, N, S): _median(t[1:]) for N, t in looked_up.items()}
             for name, drafter in drafters.by_name.items():
                 found = _draft_seconds(engine, params, sampling, drafter, cache, host)
                 draft_seconds.setdefault(name, {}).update(found)
@@ -153,7 +168,12 @@ def _draft_seconds(
         drafter.propose(live, np.full(len(live), most, np.int32), most)
         tries[depth].append(engine.clock() - began_s)
     B, S = cache.num_slots, cache.num_positions
-    return {(B, depth, S): statistics.median(t[1:]) for depth, t in tries.items()}
+    return {(B, depth, S): _median(t[1:]) for depth, t in tries.items()}
+
+
+def _median(seconds: list[float]) -> float:
+    """Positive, whatever the clock did meanwhile."""
+    return max(float(statistics.median(seconds)), LEAST_SECONDS)
 
 
 class _Host:

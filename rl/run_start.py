@@ -1,15 +1,15 @@
 """What may start or go on in a folder: looked at before anything is written, then locked.
 
-    a new folder, or an empty one            a run may start
-    a run without a step, by its marker      may start over
-    a run                                    goes on with --resume, by the settings it began with
-    anything else                            is refused, and stays as it is
+a new folder, or an empty one            a run may start
+a run without a step, by its marker      may start over
+a run                                    goes on with --resume, by the settings it began with
+anything else                            is refused, and stays as it is
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import json
 import os
 import re
 import shlex
@@ -25,7 +25,6 @@ from rl.config import ConfigError, dump, resolve_path
 from rl.experiment import TrainConfig
 from rl.metrics import METRICS_FILE, ROW_FILES, read_metrics
 from rl.run_profile import MOVES_FILE, ROUNDS_FILE
-from spec.round_seconds import RoundTimes
 
 CONFIG_FILE = "config.gin"
 MARKER_FILE = ".reprise"  # marks a run's folder, and is locked while the run is going on
@@ -43,7 +42,7 @@ _EXPERIMENT_FIELDS = (
     *("Run.seed", "Rollout.prompts_per_step", "Rollout.group_size", "Rollout.max_prompt_tokens"),
     "Sched.mode",
 )
-_HOW_FIELDS = ("Reward.workers", "Reward.timeout_s", "Reward.memory_limit_mib")
+_HOW_FIELDS = ("Reward.workers", "Reward.deadline_s", "Reward.memory_limit_mib")
 _SHOWN = 4  # names in one message
 
 
@@ -153,6 +152,8 @@ def _writable(directory: str) -> Path:
             "the bucket, or run locally and copy"
         )
     folder = Path(directory).absolute()
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        os.lstat(folder)  # a name that is too long, or what may not be looked at
     there = next(p for p in (folder, *folder.parents) if os.path.lexists(p))
     if not there.is_dir():
         kind = "a link to nothing" if there.is_symlink() else "a file"
@@ -210,14 +211,15 @@ def _check_can_start(folder: Folder) -> None:
 
 def _check_can_go_on(folder: Folder) -> None:
     """Files that a resumed run reads are as a run writes them, and no checkpoint is lost."""
+    from rl.round_times import read_kept
+
     path = folder.path
     if not any(folder.exists(name) for name in (MARKER_FILE, METRICS_FILE, CHECKPOINTS)):
         raise ConfigError(
             f"--resume: {path} holds a {CONFIG_FILE}, but no run: name the run with "
             "--gin.Run.directory=…"
         )
-    if folder.exists(ROUNDS_FILE):
-        read_round_times(path / ROUNDS_FILE)
+    read_kept(path / ROUNDS_FILE)
     rows = read_metrics(path) if folder.exists(METRICS_FILE) else []
     if not rows or _holds_steps(folder):
         return
@@ -230,24 +232,6 @@ def _check_can_go_on(folder: Folder) -> None:
         f"step {step}) is gone from {path / CHECKPOINTS}: bring it back (is its disk mounted?), or "
         f"start again in another folder: {again} --gin.Run.directory=NEW"
     )
-
-
-def read_round_times(path: Path) -> dict[str, object] | None:
-    """What `rl.round_times` keeps there: `made_for`, and `rows` that are fit to be used.
-
-    None where there is no such file. Raises ValueError for one that is damaged.
-    """
-    folder = Folder(path.parent)
-    try:
-        if not folder.exists(path.name):
-            return None
-        kept = json.loads(folder.read(path.name))
-        RoundTimes.from_rows(kept["rows"])
-        return {"made_for": kept["made_for"], "rows": kept["rows"]}
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is damaged ({error}): delete it to measure anew") from error
-    finally:
-        folder.close()
 
 
 def _holds_steps(folder: Folder) -> bool:

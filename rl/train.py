@@ -10,15 +10,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import os
-import shlex
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from models.transformer import Params, num_params
-from models.folder import replace_file
+from rl import compiled_programs, run_start
 from rl.config import (
     ConfigError,
     add_config_arguments,
@@ -28,6 +26,7 @@ from rl.config import (
     parse_command_line,
 )
 from rl.experiment import Inputs, TrainConfig, memory_estimate_bytes, open_inputs, remarks
+from rl.metrics import DamagedRowError, check_installed
 from rl.progress import progress, say
 from rl.stopping import EXIT_STOPPED, stop_on_signals
 from rl.tokenizer_files import copy_tokenizer
@@ -47,24 +46,43 @@ def main(argv: Sequence[str]) -> int:
     add_config_arguments(parser)
     parser.add_argument("--dry_run", action="store_true", help="check everything, touch no device")
     parser.add_argument("--resume", action="store_true", help="go on with the run in Run.directory")
+    parser.add_argument(
+        "--allow_changes",
+        action="store_true",
+        help="with --resume: go on although task, reward, policy or the like differ",
+    )
     args, overrides = parse_command_line(parser, argv, TrainConfig)
     if args.list is not None:
         return list_fields(TrainConfig, args.list)
     try:
-        config = _resolve(args.gin_file or [], overrides, resume=args.resume)
+        config, before = _resolve(args.gin_file or [], overrides, resume=args.resume)
+        changes = [] if before is None else run_start.changes(before, config)
+        run_start.refuse_another_experiment(changes, allow=args.allow_changes)
+        folder = run_start.check(config, resume=args.resume)
+        check_installed(config.metrics)
         inputs = open_inputs(config)
-        folder = _run_folder(config, resume=args.resume)
     except (ConfigError, ValueError, OSError, ImportError) as error:
         say(f"error: {error}", sys.stderr)
         return EXIT_USAGE
+    for change in changes:
+        say(f"changed       {change}", sys.stderr)
     if args.dry_run:
         _print_plan(config, inputs, folder)
         return 0
-    return _run(config, inputs, folder, resume=args.resume)
+    if args.resume and run_start.is_finished(folder, config):
+        say(
+            f"{folder} is done, all {config.run.steps} steps: to go on raise Run.steps; "
+            f"python -m rl.report {folder}",
+            sys.stderr,
+        )
+        return 0
+    return _run(config, inputs, folder, before)
 
 
-def _resolve(files: Sequence[str], overrides: Sequence[str], *, resume: bool) -> TrainConfig:
-    """The run's configuration; a resumed run starts from the one that it wrote."""
+def _resolve(
+    files: Sequence[str], overrides: Sequence[str], *, resume: bool
+) -> tuple[TrainConfig, TrainConfig | None]:
+    """The run's configuration; of a resumed run also the one that it wrote, and starts from."""
     config = load(TrainConfig, files or [DEFAULT_CONFIG], overrides)
     name = Path((files or [DEFAULT_CONFIG])[-1]).stem
     if resume:
@@ -76,8 +94,10 @@ def _resolve(files: Sequence[str], overrides: Sequence[str], *, resume: bool) ->
                 "with --gin.Run.directory=…"
             )
         config = load(TrainConfig, [saved, *files], overrides)
-        return _in_directory(config, folder)
-    return config if config.run.directory else _in_directory(config, _free_folder(name))
+        return _in_directory(config, folder), load(TrainConfig, [saved])
+    if not config.run.directory:
+        config = _in_directory(config, _free_folder(name))
+    return config, None
 
 
 def _in_directory(config: TrainConfig, folder: Path) -> TrainConfig:
@@ -100,17 +120,6 @@ def _newest_run(name: str) -> Path:
     return max(found, key=lambda p: (p / "config.gin").stat().st_mtime)
 
 
-def _run_folder(config: TrainConfig, *, resume: bool) -> Path:
-    assert config.run.directory is not None
-    folder = Path(config.run.directory).absolute()
-    if not resume and (folder / "metrics.jsonl").exists():
-        raise ConfigError(
-            f"{folder} holds a run already: go on with it through --resume, or choose another "
-            "--gin.Run.directory"
-        )
-    return folder
-
-
 def _print_plan(config: TrainConfig, inputs: Inputs, folder: Path) -> None:
     model = inputs.model
     say(dump(config))
@@ -127,7 +136,7 @@ def _print_plan(config: TrainConfig, inputs: Inputs, folder: Path) -> None:
     say("# ok            all is checked but Mesh: devices are looked at when it runs")
 
 
-def _run(config: TrainConfig, inputs: Inputs, folder: Path, *, resume: bool) -> int:
+def _run(config: TrainConfig, inputs: Inputs, folder: Path, before: TrainConfig | None) -> int:
     """Train in `folder`; SIGTERM and Ctrl-C save the last whole step, then exit 75."""
     import jax
 
@@ -141,20 +150,16 @@ def _run(config: TrainConfig, inputs: Inputs, folder: Path, *, resume: bool) -> 
 
     try:
         run_mesh(config)
-    except ValueError as error:
+        lock = run_start.begin(config, before)
+    except (ValueError, OSError) as error:
         say(f"error: {error}", sys.stderr)
         return EXIT_USAGE
-    folder.mkdir(parents=True, exist_ok=True)
-    replace_file(folder / "config.gin", dump(config))  # what a resumed run starts from
-    if jax.config.jax_compilation_cache_dir is None:  # JAX_COMPILATION_CACHE_DIR wins
-        jax.config.update("jax_compilation_cache_dir", str(folder / "compiled"))
-    if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)  # resuming reads them
+    unkept = compiled_programs.keep()
     should_stop = stop_on_signals("the last whole step")
-    with progress(total_steps=config.run.steps) as show:
-        verb = "resuming" if resume else "running"
+    with lock, progress(total_steps=config.run.steps) as show:
+        verb = "running" if before is None else "resuming"
         show.message(f"{verb} in {folder} on {jax.devices()[0].device_kind} × {jax.device_count()}")
-        if warning := devices.warning():
+        for warning in filter(None, (devices.warning(), unkept)):
             show.message(f"warning: {warning}")
         for remark in remarks(config, inputs):
             show.message(remark)
@@ -168,7 +173,7 @@ def _run(config: TrainConfig, inputs: Inputs, folder: Path, *, resume: bool) -> 
                 clock=time.perf_counter,
             )
         except Stopped:
-            show.message(f"stopped and saved; go on: {_resume_command(folder)}")
+            show.message(f"stopped and saved; go on: {run_start.resume_command(folder)}")
             return EXIT_STOPPED
         except (
             NonFiniteUpdate,
@@ -177,6 +182,8 @@ def _run(config: TrainConfig, inputs: Inputs, folder: Path, *, resume: bool) -> 
             WorkerError,
             NoWholeCheckpointError,
             StructureMismatchError,
+            DamagedRowError,
+            OSError,  # a full disk, a link in the folder
         ) as error:
             show.message(f"error: {error}")
             return EXIT_FAILED
@@ -198,10 +205,6 @@ def _export(config: TrainConfig, inputs: Inputs, folder: Path, params: Params) -
         export_drafter.export_finished(config, inputs, folder, params, target)
         text += f", its drafter in {target}"
     return text
-
-
-def _resume_command(folder: Path) -> str:
-    return f"python -m rl.train --resume --gin.Run.directory={shlex.quote(str(folder))}"
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+MOST_SECONDS = 1e5  # of a round
 Table = Mapping[tuple[int, int, int], float]
 
 
@@ -54,8 +55,13 @@ class RoundTimes:
 
     @staticmethod
     def from_rows(rows: Sequence[Sequence[str | float]]) -> RoundTimes:
+        """What `rows` gave. Raises ValueError for counts or seconds that nobody measured."""
         tables: dict[str, dict[tuple[int, int, int], float]] = {"round": {}, "lookup": {}}
         for name, b, n, s, taken_s in rows:
+            if any(type(count) is not int or count < 1 for count in (b, n, s)):
+                raise ValueError(f"expected counts of 1 or more, got {[name, b, n, s]}")
+            if type(taken_s) is not float or not 0 < taken_s < MOST_SECONDS:
+                raise ValueError(f"expected seconds of a round, got {taken_s!r}")
             tables.setdefault(str(name), {})[int(b), int(n), int(s)] = float(taken_s)
         rounds, lookups = tables.pop("round"), tables.pop("lookup")
         drafts = {name.removeprefix("draft "): table for name, table in tables.items()}

@@ -16,7 +16,7 @@ from command_runs import call_main
 
 from benchmarks import tiny_run
 from models import hf, tokenizer
-from rl import evaluate, export_drafter, report, train
+from rl import evaluate, export_drafter, loop, report, train
 from rl.metrics import deterministic_view, read_metrics, read_samples
 from spec import eagle, eagle_files
 
@@ -118,11 +118,12 @@ def test_a_folder_that_holds_a_run_is_not_written_over(run, tiny, capsys):
     assert (run / "metrics.jsonl").read_bytes() == before
 
 
-def test_resuming_a_finished_run_changes_nothing(run, capsys):
+def test_resuming_a_finished_run_says_so_at_once_and_changes_nothing(run, capsys, monkeypatch):
+    monkeypatch.setattr(loop, "train", None)  # nothing is opened, nothing compiled
     files = ["metrics.jsonl", "samples.jsonl", "policy/model.safetensors", "config.gin"]
     before = [(run / file).read_bytes() for file in files]
     assert run_train("--resume", f"--gin.Run.directory='{run}'") == 0
-    assert "resuming after step 3" in capsys.readouterr().err
+    assert f"{run} is done, all 3 steps: to go on raise Run.steps" in capsys.readouterr().err
     assert [(run / file).read_bytes() for file in files] == before
 
 
@@ -173,8 +174,11 @@ def test_a_mesh_that_does_not_fit_the_devices(tiny, tmp_path, capsys):
 def test_resuming_with_another_optimizer_is_refused(run, tmp_path, capsys):
     shutil.copytree(run, tmp_path / "run")
     where = f"--gin.Run.directory='{tmp_path / 'run'}'"
-    assert run_train("--resume", where, "--gin.Optimizer.max_grad_norm=None") == 1
-    assert "another model or optimizer" in capsys.readouterr().err
+    changes = "--gin.Optimizer.max_grad_norm=None", "--gin.Run.steps=4"
+    assert run_train("--resume", where, *changes) == 1
+    err = capsys.readouterr().err
+    assert "another model or optimizer" in err
+    assert "changed       Optimizer.max_grad_norm: 1.0 → None" in err
     rows = [file.joinpath("metrics.jsonl").read_bytes() for file in (run, tmp_path / "run")]
     assert rows[0] == rows[1]
 

@@ -1,0 +1,90 @@
+"""Where compiled programs are kept: one folder of the user's, for all runs. None in run folders.
+
+What jax finds there it loads as machine code, so it must be what this user wrote: the folder is
+made for its owner alone (0700), and not used where it is another's, a link, or open to others.
+`JAX_COMPILATION_CACHE_DIR` wins over all of this.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import platform
+import stat
+from pathlib import Path
+
+import jax
+
+MOST_BYTES = 4 * 2**30
+_LEAST_SECONDS = 0.1  # of a compilation that is worth keeping
+
+
+def keep() -> str | None:
+    """Have jax keep what it compiles; returns what to tell where that cannot be."""
+    if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", _LEAST_SECONDS)
+    if jax.config.jax_compilation_cache_dir is not None:
+        return None
+    try:
+        folder = own_folder()
+        prune(folder, MOST_BYTES)
+    except (OSError, RuntimeError) as error:  # a user without a home
+        return (
+            f"compiled programs are not kept ({error}): every run compiles them anew; set "
+            "JAX_COMPILATION_CACHE_DIR to a folder of your own"
+        )
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    return None
+
+
+def own_folder() -> Path:
+    """REPRISE/HOST in the user's cache folder, made where it is missing.
+
+    Raises PermissionError where it, or what it lies in, is not the user's alone; OSError where
+    it cannot be made.
+    """
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    cache = Path(base) if os.path.isabs(base) else Path.home() / ".cache"
+    cache.mkdir(parents=True, exist_ok=True)
+    found = cache.stat()
+    shared = found.st_mode & 0o022 and not found.st_mode & stat.S_ISVTX
+    if found.st_uid not in (os.geteuid(), 0) or shared:
+        raise PermissionError(f"{cache} can be written by others")
+    folder = cache
+    for name in ("reprise", f"compiled-{_host()}"):
+        folder = folder / name
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
+        found = folder.lstat()
+        if not stat.S_ISDIR(found.st_mode):
+            raise PermissionError(f"{folder} is no folder")
+        if found.st_uid != os.geteuid() or found.st_mode & 0o022:
+            raise PermissionError(f"{folder} can be written by others")
+    return folder
+
+
+def prune(folder: Path, most_bytes: int) -> None:
+    """Delete the files that were written longest ago, until the rest are `most_bytes` at most."""
+    files = []
+    for entry in os.scandir(folder):
+        with contextlib.suppress(FileNotFoundError):  # another run prunes as well
+            found = entry.stat(follow_symlinks=False)
+            files.append((found.st_mtime, found.st_size, entry.path))
+    total = sum(size for _, size, _ in files)
+    for _, size, path in sorted(files):
+        if total <= most_bytes:
+            return
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+        total -= size
+
+
+def _host() -> str:
+    """Names the kind of processor: a home may be shared by machines of several kinds."""
+    words = [platform.machine()]
+    with contextlib.suppress(OSError):
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+        named = [s for s in text.splitlines() if s.startswith(("flags", "Features", "model name"))]
+        words += named[:2]
+    return hashlib.sha256("\n".join(words).encode()).hexdigest()[:12]
