@@ -21,8 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from models.hf_config import escaped, shown
 from models.folder import Folder
+from models.hf_config import escaped, shown
 from models.sharding import fitting_sharding
 
 CONFIG = "config.json"

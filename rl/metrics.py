@@ -137,7 +137,11 @@ class MetricsWriter:
         if name not in self._files:
             self._files[name] = self._folder.append(name)
         line = json.dumps(row, allow_nan=False).encode() + b"\n"
-        written = self._files[name].write(line)
+        try:
+            written = self._files[name].write(line)
+        except OSError as error:
+            error.filename = str(self._folder.path / name)
+            raise
         if written != len(line):
             raise OSError(f"{self._folder.path / name}: wrote {written} of {len(line)} bytes")
 

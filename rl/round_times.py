@@ -76,9 +76,9 @@ def load_or_measure(
 
 
 def read_kept(path: Path) -> dict[str, Any] | None:
-    """The file at `path`: `made_for`, and `rows` that `RoundTimes` takes; None where there is none.
+    """The file at `path`: `made_for` and `rows`; None where there is none of our format.
 
-    Raises ValueError for a file that is damaged.
+    Raises ValueError for one that is damaged.
     """
     if not path.parent.is_dir():
         return None
@@ -87,10 +87,12 @@ def read_kept(path: Path) -> dict[str, Any] | None:
             return None
         try:
             kept = json.loads(folder.read(path.name))
+            if kept["made_for"].get("format") != FORMAT:
+                return None
             RoundTimes.from_rows(kept["rows"])
-            return {"made_for": kept["made_for"], "rows": kept["rows"]}
-        except (KeyError, TypeError, ValueError, RecursionError, OverflowError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"{path} is damaged ({error}): delete it to measure anew") from error
+        return {"made_for": kept["made_for"], "rows": kept["rows"]}
 
 
 def measure(

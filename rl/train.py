@@ -187,7 +187,11 @@ def _run(config: TrainConfig, inputs: Inputs, folder: Path, before: TrainConfig 
         ) as error:
             show.message(f"error: {error}")
             return EXIT_FAILED
-        places = _export(config, inputs, folder, policy_params(state))
+        try:
+            places = _export(config, inputs, folder, policy_params(state))
+        except OSError as error:
+            show.message(f"error: the policy could not be written: {error}")
+            return EXIT_FAILED
         show.message(f"done; {places}; python -m rl.report {folder}")
     return 0
 

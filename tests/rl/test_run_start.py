@@ -16,6 +16,7 @@ from rl.checkpoint import Checkpointer
 from rl.config import ConfigError, dump, load
 from rl.experiment import TrainConfig
 from rl.metrics import MetricsWriter
+from rl.round_times import FORMAT
 from rl.run_start import CHECKPOINTS, CONFIG_FILE, MARKER_FILE, NEWEST_FILE
 from spec.round_seconds import RoundTimes
 
@@ -191,11 +192,12 @@ def test_a_finished_run_is_known_by_what_it_left(config, run):
 
 # --- files that a resumed run reads ------------------------------------------------------
 
+MADE_FOR = {"format": FORMAT}
 DAMAGED_TIMES = {
     "not JSON": "{",
     "deep": "[" * 100_000,
     "a list": "[]",
-    "no rows": '{"made_for": {}}',
+    "no rows": json.dumps({"made_for": MADE_FOR}),
     "NaN": [["round", 4, 1, 64, float("nan")]],
     "infinite": [["round", 4, 1, 64, float("inf")]],
     "zero": [["round", 4, 1, 64, 0.0]],
@@ -214,14 +216,14 @@ DAMAGED_TIMES = {
 def test_damaged_seconds_of_rounds_are_refused(config, run, case):
     content = DAMAGED_TIMES[case]
     if not isinstance(content, str):
-        content = json.dumps({"made_for": {}, "rows": content}).replace("Infinity", "1e999")
+        content = json.dumps({"made_for": MADE_FOR, "rows": content}).replace("Infinity", "1e999")
     (run / "round_times.json").write_text(content)
     with pytest.raises(
         ValueError, match=r"round_times.json is damaged .*delete it to measure anew"
     ):
         run_start.check(config, resume=True)
     good = RoundTimes({(4, 1, 64): 0.01}, {}, {"learned": {(4, 1, 64): 0.02}})
-    (run / "round_times.json").write_text(json.dumps({"made_for": {}, "rows": good.rows()}))
+    (run / "round_times.json").write_text(json.dumps({"made_for": MADE_FOR, "rows": good.rows()}))
     run_start.check(config, resume=True)
 
 
