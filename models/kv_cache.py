@@ -55,16 +55,20 @@ def init(
     num_positions: int,
     dtype: jnp.dtype,
     feature_layers: tuple[int, ...] | None = None,
+    zeros: Callable[..., Any] = jnp.zeros,
 ) -> KVCache:
-    """A zeroed cache of `num_slots` rows of `num_positions`; None keeps no features."""
+    """A zeroed cache of `num_slots` rows of `num_positions`; None keeps no features.
+
+    `zeros(shape, dtype)` makes each array where it is to lie.
+    """
     B, K, S, h = num_slots, config.num_kv_heads, num_positions, config.head_dim
     features: tuple[jax.Array, ...] = ()
     if feature_layers is not None:
         width = config.d_model * (len(feature_layers) + 1)
-        features = (jnp.zeros((B, 1, S, width), dtype),)
+        features = (zeros((B, 1, S, width), dtype),)
     return KVCache(
-        keys=tuple(jnp.zeros((B, K, h, S), dtype) for _ in range(config.num_layers)),
-        values=tuple(jnp.zeros((B, K, S, h), dtype) for _ in range(config.num_layers)),
+        keys=tuple(zeros((B, K, h, S), dtype) for _ in range(config.num_layers)),
+        values=tuple(zeros((B, K, S, h), dtype) for _ in range(config.num_layers)),
         features=features,
         feature_layers=feature_layers or (),
     )

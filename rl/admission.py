@@ -9,7 +9,7 @@ once as long as its requests are admitted in order.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 Prompt = tuple[int, ...]
 
@@ -34,7 +34,7 @@ def plan(
     prompts: Sequence[Prompt],
     free_rows: Sequence[int],
     held: Sequence[Prompt | None],
-    wanted_later: frozenset[Prompt] = frozenset(),
+    wanted_later: Collection[Prompt] = (),
 ) -> Plan:
     """Assign `prompts` (waiting requests, in order) to `free_rows`.
 

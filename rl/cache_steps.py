@@ -1,13 +1,11 @@
-"""The jitted steps that fill and reshape a cache; one compilation per bucket.
+"""The jitted steps that fill a cache; one compilation per bucket, one call for all layers.
 
-Rows are copied layer by layer (keys and values apart), and each old buffer is
-freed before the next is copied, so that a change of bucket never holds two whole
-caches.
+They write in place. A change of bucket cannot: `spec.cache_rows` copies layer by layer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -78,77 +76,57 @@ def prefill(
         )
         return cache, None
 
-    empty = kv_cache.init(config, P, T, dtype, feature_layers)
+    empty = jax.tree.map(kv_cache.pin, kv_cache.init(config, P, T, dtype, feature_layers))
     cache, _ = jax.lax.scan(chunk, empty, jnp.arange(0, T, C))
     return cache
 
 
-@partial(jax.jit, donate_argnames="rows")
-def insert_layer(
-    rows: jax.Array, new: jax.Array, source_B: jax.Array, target_B: jax.Array, count: jax.Array
-) -> jax.Array:
-    def one(i: jax.Array, rows: jax.Array) -> jax.Array:
+@partial(jax.jit, donate_argnames="cache")
+def insert_rows(
+    cache: KVCache, new: KVCache, source_B: jax.Array, target_B: jax.Array, count: jax.Array
+) -> KVCache:
+    """Row `target[i]` starts with row `source[i]` of `new`, for i < count."""
+
+    def one(rows: jax.Array, new: jax.Array, i: jax.Array) -> jax.Array:
         row = jax.lax.dynamic_slice_in_dim(new, source_B[i], 1, axis=0)
         return jax.lax.dynamic_update_slice(rows, row.astype(rows.dtype), (target_B[i], 0, 0, 0))
 
-    return kv_cache.pin(jax.lax.fori_loop(0, count, one, rows))
+    return _each(count, lambda i, cache: jax.tree.map(partial(one, i=i), cache, new), cache)
 
 
-@partial(jax.jit, donate_argnames="rows")
-def copy_layer(
-    rows: jax.Array, source_B: jax.Array, target_B: jax.Array, count: jax.Array
-) -> jax.Array:
-    def one(i: jax.Array, rows: jax.Array) -> jax.Array:
+@partial(jax.jit, donate_argnames="cache")
+def copy_rows(
+    cache: KVCache, source_B: jax.Array, target_B: jax.Array, count: jax.Array
+) -> KVCache:
+    """Row `target[i]` becomes row `source[i]`, for i < count in turn."""
+
+    def one(rows: jax.Array, i: jax.Array) -> jax.Array:
         row = jax.lax.dynamic_slice_in_dim(rows, source_B[i], 1, axis=0)
         return jax.lax.dynamic_update_slice_in_dim(rows, row, target_B[i], axis=0)
 
-    return kv_cache.pin(jax.lax.fori_loop(0, count, one, rows))
+    return _each(count, lambda i, cache: jax.tree.map(partial(one, i=i), cache), cache)
 
 
-def insert_rows(
-    cache: KVCache, new: KVCache, source: np.ndarray, target: np.ndarray, count: int
-) -> KVCache:
-    """Row `target[i]` starts with row `source[i]` of `new`, for i < count; donates `cache`."""
-    args = jax.device_put((source, target, np.int32(count)))
-    return jax.tree.map(lambda rows, more: insert_layer(rows, more, *args), cache, new)
-
-
-@partial(jax.jit, static_argnames=("axis",), donate_argnames="rows")
-def gather_layer(
-    rows: jax.Array,
-    packed: jax.Array,
-    index_BS: jax.Array,
-    target_B: jax.Array,
-    count: jax.Array,
-    *,
-    axis: int,
-) -> jax.Array:
-    def one(i: jax.Array, rows: jax.Array) -> jax.Array:
-        row = jnp.take(packed, index_BS[i], axis=axis, mode="clip").astype(rows.dtype)
-        return jax.lax.dynamic_update_slice_in_dim(rows, row, target_B[i], axis=0)
-
-    return kv_cache.pin(jax.lax.fori_loop(0, count, one, rows))
-
-
+@partial(jax.jit, donate_argnames="cache")
 def gather_rows(
-    cache: KVCache, packed: KVCache, index_BS: np.ndarray, target: np.ndarray, count: int
+    cache: KVCache, packed: KVCache, index_BS: jax.Array, target_B: jax.Array, count: jax.Array
 ) -> KVCache:
     """Row `target[i]` gets positions `index_BS[i]` of `packed`'s one row, for i < count.
 
-    Donates `cache`. What the index holds beyond a row's live positions is dead.
+    What the index holds beyond a row's live positions is dead.
     """
-    args = jax.device_put((index_BS, target, np.int32(count)))
 
-    def one(rows: jax.Array, new: jax.Array, axis: int) -> jax.Array:
-        return gather_layer(rows, new, *args, axis=axis)
+    def one(rows: jax.Array, packed: jax.Array, axis: int, i: jax.Array) -> jax.Array:
+        row = jnp.take(packed, index_BS[i], axis=axis, mode="clip").astype(rows.dtype)
+        return jax.lax.dynamic_update_slice_in_dim(rows, row, target_B[i], axis=0)
 
-    return map_arrays(one, cache, packed)
+    return _each(count, lambda i, cache: map_arrays(partial(one, i=i), cache, packed), cache)
 
 
-def copy_rows(cache: KVCache, source: np.ndarray, target: np.ndarray, count: int) -> KVCache:
-    """Row `target[i]` becomes row `source[i]`, for i < count in turn; donates `cache`."""
-    args = jax.device_put((source, target, np.int32(count)))
-    return jax.tree.map(lambda rows: copy_layer(rows, *args), cache)
+def _each(
+    count: jax.Array, step: Callable[[jax.Array, KVCache], KVCache], cache: KVCache
+) -> KVCache:
+    return jax.tree.map(kv_cache.pin, jax.lax.fori_loop(0, count, step, cache))
 
 
 def read_rows(cache: KVCache, row_P: np.ndarray, num_tokens: Sequence[int]) -> list[HostKv]:

@@ -111,10 +111,8 @@ class Engine(Replica):
 
         with self.mesh_context():
             try:
-                # rows of an earlier policy hold nothing that is of use; a fetch may write one
-                # token beyond the end
-                slots = self.config.slot_bucket(most_requests)
-                self._rows.reset(slots, self.config.min_positions, most_tokens + 1)
+                # rows of an earlier policy hold nothing that is of use
+                self._rows.reset(self.config.slot_bucket(most_requests), most_tokens)
                 while self._fed(feed, waiting) or len(waiting) or self._table.num_busy:
                     finish(self._beat(params, waiting, feed))
                     if on_round is not None:
@@ -214,10 +212,8 @@ class Engine(Replica):
                 if entered:
                     rows.enter_prefixes(waiting.cached.packed, entered, limit)
             else:
-                count = min(free, len(waiting.afresh))
-                requests = [waiting.afresh.popleft() for _ in range(count)]
                 self.stats.prefilled_tokens += rows.enter_prompts(
-                    params, requests, limit, waiting.prompts
+                    params, waiting.take_afresh(free), limit, waiting.prompts
                 )
             rows.changed()
         return ended
@@ -228,7 +224,9 @@ class Engine(Replica):
         guessing, rounds = self._phase.guessing, self.config.rounds_per_fetch
         if guessing.drafter is None:
             return rounds
-        return self.config.max_nodes * (rounds if guessing.texts is not None else 1)
+        if guessing.texts is not None:
+            return self.config.max_nodes * rounds
+        return max(self.config.max_nodes, rounds)  # a budget may decide for plain rounds
 
     def _num_fitting(self, waiting: Waiting, free_rows: int) -> int:
         """How many of the requests that were fed can have a row now."""

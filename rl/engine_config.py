@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 
 from rl.packing import Shape
-from spec.buckets import bucket
+from spec.buckets import bucket, buckets
+
+POSITIONS_MULTIPLE = 128  # what the last bucket of positions is rounded up to
 
 
 @dataclasses.dataclass(frozen=True)
@@ -13,7 +15,8 @@ class EngineConfig:
     """How a rollout worker uses its devices; none of it changes a token.
 
     `slots` requests run at once; buckets of slots are `min_slots` · 2^i, of cache
-    positions `min_positions` · 2^i, of prompt tokens `min_prompt_tokens` · 2^i.
+    positions `min_positions` · 2^i up to what the longest request can need, of prompt
+    tokens `min_prompt_tokens` · 2^i.
     `rounds_per_fetch` rounds run on the device between two fetches where no draft
     is wanted. Prompts are computed `prefill_rows` at a time, at most
     `prefill_chunk_tokens` tokens a pass. A draft tree has `min_nodes` · 2^i nodes,
@@ -49,6 +52,19 @@ class EngineConfig:
     def slot_bucket(self, num_requests: int) -> int:
         """The bucket of slots that holds so many requests, or the largest."""
         return bucket(num_requests, self.min_slots, max(self.slots, self.min_slots))
+
+    def position_sizes(self, longest_tokens: int) -> list[int]:
+        """Buckets of cache positions for prompts and responses of so many tokens, smallest first.
+
+        They double, but the last one holds the longest request with a tree at its end, and
+        less than `POSITIONS_MULTIPLE` more.
+        """
+        sizes = buckets(longest_tokens, self.min_positions)
+        if len(sizes) > 1:
+            unit = min(self.min_positions, POSITIONS_MULTIPLE)
+            needed = longest_tokens + self.max_nodes - 1
+            sizes[-1] = min(sizes[-1], -(-needed // unit) * unit)
+        return sizes
 
     def node_sizes(self, room: int) -> list[int]:
         """Buckets of tree nodes, smallest first, that fit into `room` cache positions."""

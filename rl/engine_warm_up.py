@@ -1,6 +1,6 @@
 """Compile an engine's pool of buckets before the first request needs one.
 
-Every program is lowered on arrays like the engine's own, all are compiled in
+Every program is lowered on the shapes of the engine's arrays, all are compiled in
 threads, then each runs once on slots at rest, which proves that calls find what
 was compiled. After it, a phase within the stated lengths compiles nothing.
 """
@@ -23,7 +23,7 @@ from rl.device_drafters import NO_DRAFTERS, DeviceDrafters
 from rl.engine import Engine
 from rl.learned import LearnedDrafter
 from rl.packing import Shape
-from spec.buckets import bucket, buckets
+from spec.buckets import bucket
 from spec.lookup import CONTEXT_TOKENS, NO_TOKEN, Texts, lookup_rounds
 from spec.lookup_texts import NUM_TOKENS
 from spec.packed_verify import PackedResponses, verify_packed
@@ -96,9 +96,10 @@ def warm_up(
             programs += _reuse_programs(engine, params, sampling, max_requests, max_prompt_tokens)
         told(0, len(programs))
         lowered = []
-        for program in programs:
-            args, kwargs = program.arguments()
-            lowered.append(program.step.lower(*args, **kwargs))
+        with engine.shapes_only():
+            for program in programs:
+                args, kwargs = program.arguments()
+                lowered.append(program.step.lower(*args, **kwargs))
         compile_all(lowered, told)
         for program in programs:
             args, kwargs = program.arguments()
@@ -114,11 +115,6 @@ def slot_sizes(engine: Engine, max_requests: int) -> list[int]:
     return sizes
 
 
-def position_sizes(engine: Engine, max_tokens: int) -> list[int]:
-    """The buckets of cache positions of requests up to `max_tokens`, smallest first."""
-    return buckets(max_tokens, engine.config.min_positions)
-
-
 def round_buckets(
     engine: Engine,
     sampling: SamplingConfig,
@@ -128,7 +124,7 @@ def round_buckets(
 ) -> Iterator[tuple[int, int, int]]:
     """(slots, nodes, positions) of every round that phases of these sizes can reach."""
     for B in slot_sizes(engine, max_requests):
-        for S in position_sizes(engine, _most_positions(engine, sampling, max_prompt_tokens)):
+        for S in engine.position_sizes(_most_positions(engine, sampling, max_prompt_tokens)):
             for N in (1, *engine.config.node_sizes(S)):
                 if N == 1 or nodes is None or N in nodes(B):
                     yield B, N, S
@@ -147,7 +143,7 @@ def _programs(
     longest_prefill: int,
 ) -> Iterator[Program]:
     config = engine.config
-    positions = position_sizes(engine, _most_positions(engine, sampling, max_prompt_tokens))
+    positions = engine.position_sizes(_most_positions(engine, sampling, max_prompt_tokens))
     prompts = sorted(
         {
             bucket(n, config.min_prompt_tokens, S)
@@ -163,20 +159,21 @@ def _programs(
         half = engine.config.slot_bucket(-(-B // 2))
         for S in positions:
             yield Program(decode_rounds, partial(_decode, engine, params, sampling, B, S))
+            for T in (T for T in prompts if T <= S):
+                yield Program(cache_steps.insert_rows, partial(_insert, engine, B, S, T))
+            yield Program(cache_steps.copy_rows, partial(_copy, engine, B, S))
             for name, axis in _kinds(engine):
                 rows = partial(_rows, engine, name, B, S)
-                for T in (T for T in prompts if T <= S):
-                    yield Program(cache_steps.insert_layer, partial(_insert, engine, rows, name, T))
-                yield Program(cache_steps.copy_layer, partial(_copy, rows))
                 if half < B:
                     yield Program(cache_steps.resize_layer, partial(_resize, rows, half, S, axis))
-                if S < positions[-1]:
-                    yield Program(cache_steps.resize_layer, partial(_resize, rows, B, 2 * S, axis))
+                for larger in positions[positions.index(S) + 1 :][:1]:
+                    arguments = partial(_resize, rows, B, larger, axis)
+                    yield Program(cache_steps.resize_layer, arguments)
 
 
 def _feed_programs(engine: Engine, max_requests: int, most_positions: int) -> Iterator[Program]:
     """How rows leave for the host and come back, and how a batch grows again."""
-    positions = position_sizes(engine, most_positions)
+    positions = engine.position_sizes(most_positions)
     for B in slot_sizes(engine, max_requests):
         half = engine.config.slot_bucket(-(-B // 2))
         for S in positions:
@@ -200,7 +197,7 @@ def _learned_programs(
     """Searches for guesses."""
     drafter = learned.drafter_at(engine.site(params, sampling, step_key(0, 0)))
     for B in slot_sizes(engine, max_requests):
-        for S in position_sizes(engine, most_positions):
+        for S in engine.position_sizes(most_positions):
             for step, arguments in drafter.programs(partial(_rows, engine, "features", B, S)):
                 yield Program(step, arguments)
 
@@ -209,7 +206,7 @@ def _catch_programs(engine: Engine, max_requests: int, most_positions: int) -> I
     """How hidden states leave for the host."""
     some = engine.config.prefill_rows
     for B in slot_sizes(engine, max_requests):
-        for S in position_sizes(engine, most_positions):
+        for S in engine.position_sizes(most_positions):
             rows = partial(_rows, engine, "features", B, S)
             arguments = partial(_resize, rows, some, S, kv_cache.VALUE_AXIS)
             yield Program(cache_steps.resize_layer, arguments)
@@ -230,13 +227,9 @@ def _reuse_programs(
         arguments = partial(_verify_packed, engine, params, sampling, shape)
         yield Program(verify_packed, arguments)
     for B in slot_sizes(engine, max_requests):
-        for S in position_sizes(engine, most):
+        for S in engine.position_sizes(most):
             for X in {shape.rows * shape.length for shape in shapes}:
-                for name, axis in _kinds(engine):
-                    rows = partial(_rows, engine, name, B, S)
-                    new = partial(_rows, engine, name, 1, X)
-                    arguments = partial(_gather, rows, new, S, axis)
-                    yield Program(cache_steps.gather_layer, arguments)
+                yield Program(cache_steps.gather_rows, partial(_gather, engine, B, S, X))
 
 
 def _verify_packed(
@@ -255,14 +248,9 @@ def _verify_packed(
     return (params, batch, step_key(0, 0), *draws), options
 
 
-def _gather(
-    rows: Callable[[], jax.Array], new: Callable[[], jax.Array], S: int, axis: int
-) -> tuple[tuple, dict[str, Any]]:
-    target = rows()
-    B = target.shape[0]
-    index_BS, target_B = np.zeros((B, S), np.int32), np.zeros(B, np.int32)
-    args = jax.device_put((index_BS, target_B, np.int32(0)))
-    return (target, new(), *args), {"axis": axis}
+def _gather(engine: Engine, B: int, S: int, X: int) -> tuple[tuple, dict[str, Any]]:
+    cache, packed = engine.empty_cache(B, S), engine.empty_cache(1, X)
+    return (cache, packed, np.zeros((B, S), np.int32), np.zeros(B, np.int32), np.int32(0)), {}
 
 
 def _kinds(engine: Engine) -> list[tuple[str, int]]:
@@ -274,7 +262,10 @@ def _kinds(engine: Engine) -> list[tuple[str, int]]:
 
 
 def _rows(engine: Engine, name: str, B: int, S: int) -> jax.Array:
-    return getattr(engine.empty_cache(B, S), name)[0]
+    """One array of a cache."""
+    with engine.shapes_only():
+        shape = getattr(engine.empty_cache(B, S), name)[0].shape
+    return engine.zero_rows(shape, engine.dtype)
 
 
 def _prefill(engine: Engine, params: transformer.Params, T: int) -> tuple[tuple, dict[str, Any]]:
@@ -318,18 +309,14 @@ def _look_up(
     return (params, cache, slots, stop_E, texts, rounds, stop_after), options
 
 
-def _insert(
-    engine: Engine, rows: Callable[[], jax.Array], name: str, T: int
-) -> tuple[tuple, dict[str, Any]]:
-    target, pairs = rows(), np.zeros(rows().shape[0], np.int32)
-    new = getattr(engine.empty_cache(engine.config.prefill_rows, T), name)[0]
-    return (target, new, *jax.device_put((pairs, pairs, np.int32(0)))), {}
+def _insert(engine: Engine, B: int, S: int, T: int) -> tuple[tuple, dict[str, Any]]:
+    new, pairs = engine.empty_cache(engine.config.prefill_rows, T), np.zeros(B, np.int32)
+    return (engine.empty_cache(B, S), new, pairs, pairs, np.int32(0)), {}
 
 
-def _copy(rows: Callable[[], jax.Array]) -> tuple[tuple, dict[str, Any]]:
-    target = rows()
-    pairs = np.zeros(target.shape[0], np.int32)
-    return (target, *jax.device_put((pairs, pairs, np.int32(0)))), {}
+def _copy(engine: Engine, B: int, S: int) -> tuple[tuple, dict[str, Any]]:
+    pairs = np.zeros(B, np.int32)
+    return (engine.empty_cache(B, S), pairs, pairs, np.int32(0)), {}
 
 
 def _resize(

@@ -32,7 +32,6 @@ from rl.speculation import SpeculationConfig
 from rl.tasks import Example, Task, TaskConfig, open_tasks
 from rl.waits import HANG_LIMIT_S
 from rl.workers import SchedConfig
-from spec.buckets import bucket
 from spec.data_buffer import DataBufferConfig
 from spec.drafter_training import DrafterTrainingConfig
 from spec.eagle import EagleConfig
@@ -333,9 +332,8 @@ def memory_estimate_bytes(config: TrainConfig, model: ModelConfig) -> dict[str, 
     token and layer, or D with remat.
     """
     weights = 4 * transformer.num_params(model)
-    positions = config.engine.min_positions
     longest = config.longest_tokens
-    positions = bucket(longest, positions)
+    positions = config.engine.position_sizes(longest)[-1]
     slots = min(config.engine.slots, config.rollout.num_requests)
     per_token = 14 * model.d_model + 3 * model.d_ff
     if config.trainer.remat:

@@ -70,7 +70,7 @@ class LearnedDrafter:
             site.key,
             features=site.features,
             put=replica.argument,
-            place_rows=replica.place_rows,
+            zero_rows=replica.zero_rows,
             dtype=replica.dtype,
             num_guesses=replica.config.max_nodes - 1,
         )

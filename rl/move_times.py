@@ -19,7 +19,6 @@ from models import kv_cache, transformer
 from models.folder import replace_file
 from rl import admission
 from rl.engine import Engine
-from rl.engine_warm_up import position_sizes
 from rl.trajectory import HostKv
 from spec.buckets import bucket
 
@@ -49,7 +48,7 @@ def measure(
     seconds = {}
     B = engine.config.slot_bucket(max_requests)
     with engine.mesh_context():
-        for S in position_sizes(engine, max_tokens):
+        for S in engine.position_sizes(max_tokens):
             tokens = bucket(min(S, max_tokens) - 1, engine.config.min_prompt_tokens, S) - 1
             prompt = (0,) * (tokens + 1)
             plan = admission.Plan((0,), (prompt,), ((0, 0),), ())

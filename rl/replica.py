@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from models import kv_cache, transformer
 from models.config import ModelConfig
@@ -46,9 +47,12 @@ class Replica:
     feature_layers: tuple[int, ...] | None = None
     clock: Callable[[], float] = time.perf_counter
     number: int = 0  # among the workers of a run
+    # the longest prompt and response it was told of; the last bucket of positions is made for them
+    longest_tokens: int = 0
 
     def __post_init__(self) -> None:
         self.dtype = np.dtype(self.dtype)
+        self._shapes_only = False
 
     def check(self, requests: Sequence[Request], sampling: SamplingConfig) -> None:
         """Raise ValueError for requests that cannot run."""
@@ -62,17 +66,33 @@ class Replica:
             )
 
     def empty_cache(self, num_slots: int, num_positions: int) -> kv_cache.KVCache:
-        cache = kv_cache.init(self.model, num_slots, num_positions, self.dtype, self.feature_layers)
-        return self.place_rows(cache)
+        """A cache on this replica's devices, never whole on one of several."""
+        size = num_slots, num_positions, self.dtype, self.feature_layers
+        return kv_cache.init(self.model, *size, self.zero_rows)
 
-    def place_rows(self, cache: kv_cache.KVCache) -> kv_cache.KVCache:
-        """A cache on this replica's devices."""
-        if self.mesh is None:
-            return cache if self.device is None else jax.device_put(cache, self.device)
-        mesh = self.mesh
-        return jax.tree.map(
-            lambda x: jax.device_put(x, fitting_sharding(mesh, x.shape, kv_cache.AXES)), cache
-        )
+    def zero_rows(self, shape: Sequence[int], dtype: Any) -> Any:
+        """Zeroed keys, values or features of rows, each device's shard made on it."""
+        if self.mesh is not None:
+            place: Sharding | None = fitting_sharding(self.mesh, shape, kv_cache.AXES)
+        else:
+            place = None if self.device is None else SingleDeviceSharding(self.device)
+        if self._shapes_only:
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
+        return jnp.zeros(shape, dtype, device=place)
+
+    @contextlib.contextmanager
+    def shapes_only(self) -> Iterator[None]:
+        """Caches that are made inside take no memory: what steps are lowered on needs none."""
+        before, self._shapes_only = self._shapes_only, True
+        try:
+            yield
+        finally:
+            self._shapes_only = before
+
+    def position_sizes(self, longest_tokens: int) -> list[int]:
+        """Buckets of positions, smallest first; from now on made for so many tokens at least."""
+        self.longest_tokens = max(self.longest_tokens, longest_tokens)
+        return self.config.position_sizes(self.longest_tokens)
 
     def fill_rows(
         self, params: transformer.Params, cache: kv_cache.KVCache, plan: admission.Plan
@@ -80,8 +100,7 @@ class Replica:
         """Put prompts' keys and values where the plan wants them; also the tokens computed."""
         B, prefilled_tokens = cache.num_slots, 0
         if plan.copies:
-            source, target = _pairs(plan.copies, B)
-            cache = cache_steps.copy_rows(cache, source, target, len(plan.copies))
+            cache = cache_steps.copy_rows(cache, *_pairs(plan.copies, B))
         P = self.config.prefill_rows
         for first in range(0, len(plan.prefill), P):
             batch = plan.prefill[first : first + P]
@@ -95,8 +114,7 @@ class Replica:
             for i, prompt in enumerate(batch):
                 tokens_PT[i, : len(prompt) - 1] = prompt[:-1]
             new = cache_steps.prefill(params, self.put(tokens_PT), **self.prefill_options())
-            source, target = _pairs(inserts, B)
-            cache = cache_steps.insert_rows(cache, new, source, target, len(inserts))
+            cache = cache_steps.insert_rows(cache, new, *_pairs(inserts, B))
         return cache, prefilled_tokens
 
     def insert_kv(
@@ -109,8 +127,7 @@ class Replica:
             longest = max(kv.num_tokens for kv in kvs)
             T = bucket(longest, self.config.min_prompt_tokens, cache.num_positions)
             new = jax.tree.map(self.put_kv, cache_steps.stacked(kvs, P, T))
-            source, target = _pairs(list(enumerate(rows)), B)
-            cache = cache_steps.insert_rows(cache, new, source, target, len(rows))
+            cache = cache_steps.insert_rows(cache, new, *_pairs(list(enumerate(rows)), B))
         return cache
 
     def read_kv(
@@ -234,8 +251,10 @@ class Replica:
         return jax.default_device(self.device)  # None too: a thread may be at another replica's
 
 
-def _pairs(pairs: Sequence[tuple[int, int]], num_slots: int) -> tuple[np.ndarray, np.ndarray]:
-    """Sources and targets, padded to one entry a slot."""
+def _pairs(
+    pairs: Sequence[tuple[int, int]], num_slots: int
+) -> tuple[np.ndarray, np.ndarray, np.int32]:
+    """Sources and targets, padded to one entry a slot, and how many there are."""
     table = np.zeros((2, num_slots), np.int32)
     table[:, : len(pairs)] = np.asarray(pairs, np.int32).T
-    return table[0], table[1]
+    return table[0], table[1], np.int32(len(pairs))

@@ -7,7 +7,7 @@ the table, made anew when the host has changed it. Sizes come from a pool of buc
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import jax
 import numpy as np
@@ -32,6 +32,7 @@ class Rows:
         self.table = SlotTable(0, 0)
         self._cache: kv_cache.KVCache | None = None
         self._slots: Slots | None = None  # None: the host has changed the table
+        self._position_sizes: list[int] = []
 
     def __len__(self) -> int:
         return len(self.table)
@@ -72,7 +73,7 @@ class Rows:
         params: transformer.Params,
         requests: Sequence[Request],
         default_limit: int,
-        wanted_later: frozenset[admission.Prompt],
+        wanted_later: Collection[admission.Prompt],
     ) -> int:
         """Requests take free rows: prompts are computed, or copied; returns the tokens computed."""
         prompts = [r.prompt_ids for r in requests]
@@ -92,7 +93,8 @@ class Rows:
         for i, (e, row) in enumerate(zip(entering, table.free_rows(), strict=False)):
             index_BS[i, : len(e.positions)], target_B[i] = e.positions, row
             table.enter(row, e.request, default_limit, e.prefix, e.max_tokens)
-        self._cache = cache_steps.gather_rows(self.cache, packed, index_BS, target_B, len(entering))
+        count = np.int32(len(entering))
+        self._cache = cache_steps.gather_rows(self.cache, packed, index_BS, target_B, count)
 
     def enter_begun(
         self, params: transformer.Params, chunks: Sequence[Chunk], default_limit: int
@@ -104,7 +106,7 @@ class Rows:
         anew = [c for c in chunks if c.begun.kv is None]
         prefilled, entering = 0, []
         if anew:
-            rows, prefilled = self._fill(params, [c.begun.token_ids for c in anew], frozenset())
+            rows, prefilled = self._fill(params, [c.begun.token_ids for c in anew], ())
             for c, row in zip(anew, rows, strict=True):
                 self._enter(row, c, default_limit)
         free = self.table.free_rows()
@@ -126,7 +128,7 @@ class Rows:
         self,
         params: transformer.Params,
         prompts: Sequence[admission.Prompt],
-        wanted_later: frozenset[admission.Prompt],
+        wanted_later: Collection[admission.Prompt],
     ) -> tuple[tuple[int, ...], int]:
         self.grow(max(len(p) for p in prompts) + 1)
         plan = admission.plan(prompts, self.table.free_rows(), self.table.prompts, wanted_later)
@@ -157,20 +159,24 @@ class Rows:
 
     # -- buckets -----------------------------------------------------------------------
 
-    def reset(self, num_slots: int, num_positions: int, max_tokens: int = 0) -> None:
-        """An empty table, over a cache of this size; the present one is kept where it fits."""
-        held = self._cache
+    def reset(self, num_slots: int, longest_tokens: int) -> None:
+        """An empty table for prompts and responses of so many tokens, over the first positions.
+
+        The present cache is kept where it fits.
+        """
+        held, self._position_sizes = self._cache, self._replica.position_sizes(longest_tokens)
+        num_positions = self._position_sizes[0]
         if held is None or (held.num_slots, held.num_positions) != (num_slots, num_positions):
             self._cache = held = None  # free it before there is another
             self._cache = self._replica.empty_cache(num_slots, num_positions)
-        self.table = SlotTable(num_slots, max_tokens)
+        self.table = SlotTable(num_slots, longest_tokens + 1)  # a fetch may write one beyond
         self._slots = None
 
     def drop(self) -> None:
         """A step that failed may have consumed the cache."""
         self._cache = None
 
-    def fit(self, num_requests: int, wanted_later: frozenset[admission.Prompt]) -> None:
+    def fit(self, num_requests: int, wanted_later: Collection[admission.Prompt]) -> None:
         """Halve the rows while what is left fits into half of them; double them while it does not.
 
         Rows grow only where requests come while a phase runs.
@@ -188,9 +194,10 @@ class Rows:
             table.widen(more)
 
     def grow(self, num_positions: int) -> None:
-        """Double the cache's positions until `num_positions` fit."""
+        """Take the next bucket of positions until `num_positions` fit."""
         while self.num_positions < num_positions:
-            self._resize(range(len(self.table)), 2 * self.num_positions)
+            larger = next(s for s in self._position_sizes if s > self.num_positions)
+            self._resize(range(len(self.table)), larger)
 
     def _resize(self, rows: Sequence[int], num_positions: int) -> None:
         index = jax.device_put(np.asarray(rows, np.int32))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from rl import admission
 from rl.prefix_pass import PrefixPasses
@@ -21,20 +21,35 @@ class Waiting:
     cached: PrefixPasses | None = None
     afresh: collections.deque[Request] = dataclasses.field(default_factory=collections.deque)
     fed: collections.deque[Chunk] = dataclasses.field(default_factory=collections.deque)
+    # how many of `afresh` have each prompt: hashing all prompts at every beat would take long
+    _prompts: collections.Counter[admission.Prompt] = dataclasses.field(
+        default_factory=collections.Counter
+    )
 
     def __len__(self) -> int:
         return len(self.afresh) + len(self.cached or ()) + len(self.fed)
 
     @property
-    def prompts(self) -> frozenset[admission.Prompt]:
+    def prompts(self) -> Collection[admission.Prompt]:
         """That rows had better go on holding."""
-        return frozenset(r.prompt_ids for r in self.afresh)
+        return self._prompts.keys()
 
     def add(self, requests: Sequence[Request]) -> None:
         """The requests of the phase, all at once."""
-        self.afresh.extend(r for r in requests if not self._may_reuse(r))
+        afresh = [r for r in requests if not self._may_reuse(r)]
+        self.afresh.extend(afresh)
+        self._prompts.update(r.prompt_ids for r in afresh)
         if self.cached is not None:
             self.cached.add([Chunk(Begun(r)) for r in requests if r.may_reuse])
+
+    def take_afresh(self, most: int) -> list[Request]:
+        """The next ones, up to `most`."""
+        taken = [self.afresh.popleft() for _ in range(min(most, len(self.afresh)))]
+        for r in taken:
+            self._prompts[r.prompt_ids] -= 1
+            if not self._prompts[r.prompt_ids]:
+                del self._prompts[r.prompt_ids]
+        return taken
 
     def add_fed(self, chunks: Sequence[Chunk]) -> None:
         """Requests that come while it runs; one that has begun is past its cached response."""

@@ -14,6 +14,7 @@ Sources: EAGLE-2 arXiv 2406.16858; TLT section 5.1 and its Figure 9.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -48,11 +49,17 @@ class Noise:
 
 
 def empty_cache(
-    config: EagleConfig, num_slots: int, num_positions: int, top_k: int, max_depth: int, dtype: Any
+    config: EagleConfig,
+    num_slots: int,
+    num_positions: int,
+    top_k: int,
+    max_depth: int,
+    dtype: Any,
+    zeros: Callable[..., Any] = jnp.zeros,
 ) -> KVCache:
     """A drafter's cache for rows of `num_positions`, with room for the nodes it expands."""
     columns = num_positions + num_columns(top_k, max_depth)
-    return kv_cache.init(config.layer, num_slots, columns, dtype)
+    return kv_cache.init(config.layer, num_slots, columns, dtype, zeros=zeros)
 
 
 def num_columns(top_k: int, max_depth: int) -> int:

@@ -61,9 +61,9 @@ class EagleDrafter:
     """The drafter of one worker for one phase.
 
     `features` gives the hidden states of the engine's rows as they are now, [B, 1, S, W]; `put`
-    puts a host array on the worker's devices, `place_rows` a cache. `weights` gives the newest
-    ones: what is known of the rows stays as the former had it. `depth` may be changed between
-    rounds, up to `max_depth`.
+    puts a host array on the worker's devices, `zero_rows` makes rows there. `weights` gives the
+    newest ones: what is known of the rows stays as the former had it. `depth` may be changed
+    between rounds, up to `max_depth`.
     """
 
     def __init__(
@@ -76,14 +76,14 @@ class EagleDrafter:
         *,
         features: Callable[[], jax.Array],
         put: Callable[[Any], Any],
-        place_rows: Callable[[KVCache], KVCache],
+        zero_rows: Callable[..., jax.Array],
         dtype: Any,
         num_guesses: int,
     ) -> None:
         self.depth = tree.max_depth
         self._weights, self._tree = weights, tree
         self._config, self._sampling, self._key = config, sampling, key
-        self._features, self._put, self._place_rows = features, put, place_rows
+        self._features, self._put, self._zero_rows = features, put, zero_rows
         self._dtype, self._num_guesses = dtype, num_guesses
         self._cache: KVCache | None = None
         self._known_B = np.zeros(0, np.int32)  # entries that the cache has
@@ -225,10 +225,8 @@ class EagleDrafter:
 
     def _empty(self, num_slots: int, num_positions: int) -> KVCache:
         tree = self._tree
-        cache = eagle_draft.empty_cache(
-            self._config, num_slots, num_positions, tree.top_k, tree.max_depth, self._dtype
-        )
-        return self._place_rows(cache)
+        size = num_slots, num_positions, tree.top_k, tree.max_depth
+        return eagle_draft.empty_cache(self._config, *size, self._dtype, self._zero_rows)
 
     def _as_drafts(
         self, packed: jax.Array, live: LiveSlots, max_nodes_A: np.ndarray, max_nodes: int

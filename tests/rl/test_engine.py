@@ -9,6 +9,7 @@ import pytest
 from tiny_engine import CONFIG, MODEL, make_params
 
 from rl.engine import Engine
+from rl.engine_config import EngineConfig
 from rl.trajectory import FinishReason, Request
 from spec.buckets import bucket
 from spec.drafter import stack
@@ -185,6 +186,35 @@ def test_the_cache_grows_with_the_longest_request():
     engine = Engine(MODEL, dataclasses.replace(CONFIG, min_positions=16))
     run(engine, group((1, 2), 0, 4, max_new_tokens=20))
     assert {positions for _, _, positions in engine.stats.rounds} == {16, 32}
+
+
+@pytest.mark.parametrize(
+    ("longest", "sizes"),
+    [
+        (20, [64]),
+        (64, [64]),
+        (65, [64, 128]),
+        (129, [64, 128, 192]),
+        (180, [64, 128, 256]),  # a tree of 32 at the end goes beyond 192
+        (18_432, [64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384, 18_496]),
+    ],
+)
+def test_the_last_bucket_of_positions_is_what_the_longest_request_can_need(longest, sizes):
+    assert EngineConfig().position_sizes(longest) == sizes
+
+
+def test_the_last_bucket_is_that_of_the_longest_request_an_engine_was_told_of():
+    """A phase of shorter ones, after the warm-up or a longer phase, finds what is compiled."""
+    model = dataclasses.replace(MODEL, max_positions=256)
+    engine = Engine(model, dataclasses.replace(CONFIG, min_positions=16))
+    seen = []
+    for new_tokens in (60, 38):
+        run(engine, group((1, 2), 0, 4, max_new_tokens=new_tokens))
+        seen.append({positions for _, _, positions in engine.stats.rounds})
+    assert seen == [{16, 32, 64}, {16, 32, 64}]  # 62 positions, and 40: 48 would do alone
+    alone = Engine(model, dataclasses.replace(CONFIG, min_positions=16))
+    run(alone, group((1, 2), 0, 4, max_new_tokens=38))
+    assert {positions for _, _, positions in alone.stats.rounds} == {16, 32, 48}
 
 
 def test_a_request_that_ends_at_the_edge_of_the_cache_does_not_double_it():

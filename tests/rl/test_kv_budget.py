@@ -1,11 +1,18 @@
 """Who enters, and who is given up, by hand."""
 
+import dataclasses
+
 import numpy as np
 import pytest
+from tiny_engine import CONFIG, MODEL, make_params
 
 from rl import kv_budget
+from rl.engine import Engine
 from rl.slot_table import SlotTable
 from rl.trajectory import Begun, Chunk, Prefix, Request
+from spec.budget import Decision, TakeAll
+from spec.drafter import no_drafts
+from spec.sampling import SamplingConfig, step_key
 
 LIMIT = 10
 
@@ -52,3 +59,55 @@ def test_the_newest_are_given_up_until_the_others_fit(budget, rows):
     """Three rows of 2 + 1 + 4 each; row 0 came first, then row 2, then row 1."""
     full = table(1, 1, 1, order=(0, 2, 1))
     assert kv_budget.rows_to_give_up(full, 4, budget) == rows
+
+
+class Undecided:
+    """A drafter whose guesses are never tried."""
+
+    def propose(self, live, max_nodes_A, max_nodes):
+        return no_drafts(len(live), max_nodes)
+
+    def finished(self, live):
+        pass
+
+
+class Plain(TakeAll):
+    """A budget that decides for as many plain rounds as there may be."""
+
+    def choose(self, live, drafts, sizes, num_slots, num_positions):
+        return Decision(1, 99)
+
+
+@pytest.mark.parametrize("drafter", [None, Undecided()])
+def test_what_rows_hold_after_a_fetch_is_within_the_budget(drafter):
+    """Also where a fetch of plain rounds brings more than a tree's."""
+    config = dataclasses.replace(CONFIG, rounds_per_fetch=6, max_nodes=2)
+    held = []
+
+    class Watched(Engine):
+        def _retire_ended(self, feed):
+            held.append(int(self._table.total_tokens_B[self._table.busy_B].sum()))
+            return super()._retire_ended(feed)
+
+    class OneByOne:
+        most_requests, longest_tokens, kv_tokens = 4, 32, 30
+
+        def __init__(self):
+            self.waiting = [Chunk(Begun(Request(i, (1, 2, 3)))) for i in range(4)]
+
+        def take(self, *, wait):
+            return [self.waiting.pop()] if self.waiting else None
+
+    engine = Watched(MODEL, config)
+    engine.run(
+        make_params(),
+        [],
+        SamplingConfig(max_new_tokens=20),
+        step_key(0, 0),
+        stop_token_ids=(),
+        drafter=drafter,
+        budget=Plain(),
+        feed=OneByOne(),
+    )
+    assert engine.stats.preemptions > 0
+    assert 20 < max(held) <= OneByOne.kv_tokens
