@@ -1,7 +1,8 @@
 """Procedural tasks from reasoning-gym: which ones are safe, and how a spec sets them.
 
 Invariants: entry i is a function of (seed, i) alone, in every process; no scorer
-here hands the model's text to `eval`, `exec` or sympy's `parse_expr`.
+here hands the model's text to `eval`, `exec` or sympy's `parse_expr`; rewards are 0 to 1,
+and 1 for right answers only. Which task pays what is a table in docs/rewards.md.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import functools
 import hashlib
 import importlib.metadata
 import json
+import re
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -49,6 +51,45 @@ _NUMBERS = (  # their own scorer, which reads numbers by int, float, Decimal or 
     *("prime_factorization", "products", "rectangle_count"),
 )
 SAFE_TASKS = tuple(sorted(_EQUALITY + _STRINGS + _NUMBERS))
+
+# What stands in an answer that may be paid at all, where the task's own scorer also pays
+# for answers with something else in them, or finds the answer inside other text.
+_DECIMAL = r"[+-]?([0-9]{1,3}(,[0-9]{3})+|[0-9]+)(\.[0-9]*)?"
+_FRACTION = (
+    r"(\$\s*)?(-?[0-9]+\s*/\s*[0-9]+|\\d?frac\s*\{\s*[0-9]+\s*\}\s*\{\s*[0-9]+\s*\})(\s*\$)?"
+)
+_CLAIM = r"\w+ is an? \w+"
+_NUMBER = r"[+-]?[0-9]+(\.[0-9]*)?(e[+-]?[0-9]+)?"
+_FORMS: Mapping[str, re.Pattern[str]] = {
+    name: re.compile(form, re.IGNORECASE | re.ASCII)
+    for name, form in {
+        "chain_sum": _DECIMAL,
+        "products": _DECIMAL,
+        "fraction_simplification": _FRACTION,
+        "gsm_symbolic": _DECIMAL,
+        "knights_knaves": rf"{_CLAIM}((,| and|, and) {_CLAIM})*\.?",
+        "polynomial_equations": rf"{_NUMBER}(\s*,\s*{_NUMBER})*",
+        "quantum_lock": r"[ABC](\s*(→|->|,)?\s*[ABC])*",
+    }.items()
+}
+# Partial marks of these are for a part of the answer's text, or for the answer within other
+# text: they pay 1 or 0.
+EXACT_TASKS = frozenset(_EQUALITY) | {
+    *("chain_sum", "fraction_simplification", "gsm_symbolic", "knights_knaves"),
+    *("products", "spell_backward"),
+}
+
+# The most that a spec may set a number to. A field is a count, of what a question holds or
+# of how many digits a number has, unless it is listed: those are numbers in the question.
+_MOST = 1_000
+_MOST_OF: Mapping[str, int] = {
+    **dict.fromkeys(("min_value", "max_value", "min_factor", "max_factor", "max_delta"), 10**12),
+    **dict.fromkeys(("min_base", "max_base", "max_target", "node_range"), 10**12),
+    **dict.fromkeys(("count_bits?min_n", "count_bits?max_n"), 10**12),
+    **dict.fromkeys(("number_format?min_n", "number_format?max_n"), 10**12),
+    **dict.fromkeys(("count_primes?min_n", "count_primes?max_n"), 10**6),  # it fills a sieve
+    **dict.fromkeys(("year", "leap_year_range", "offset_upper_bound", "max_iterations"), 10**4),
+}
 
 _EVAL = "its scorer runs the model's text through eval"
 _PARSE = "its scorer runs the model's text through sympy's parse_expr, which evaluates it"
@@ -105,18 +146,32 @@ class Procedural:
         return json.loads(json.dumps(entry, default=str))
 
     def score(self, answer: str, entry: Mapping[str, Any]) -> float:
-        """The task's own verifier, 0 to 1, on an extracted answer.
+        """0 to 1 for an extracted answer: the task's own verifier, and 1 for what is right only.
 
-        Text that it cannot read as a number (ValueError) is a wrong answer: 0.
+        Of `EXACT_TASKS` 1 or 0. Text that the verifier cannot read is a wrong answer: 0.
         """
         entry = dict(entry)
+        form = _FORMS.get(self.name)
+        if form is not None and not form.fullmatch(answer) and answer != entry["answer"]:
+            return 0.0
+        if self.name == "spell_backward":  # its own sums up letters, past the end of the word
+            return float(answer.lower() == entry["answer"].lower())
+        if self.name == "gsm_symbolic":  # its own misses signs and commas
+            return float(_decimal(answer) == _decimal(entry["answer"]))
         if self.name == "number_sorting":  # single quotes would send it to its eval fallback
             entry["answer"] = entry["answer"].replace("'", '"')
         with decimal.localcontext(decimal.Context()):
             try:
-                return float(self.dataset.score_answer(answer, entry))
-            except ValueError:  # prime_factorization: int("x")
+                score = float(self.dataset.score_answer(answer, entry))
+            except (ValueError, OverflowError, RecursionError):  # int("x"), int("inf"), [[[[…
                 return 0.0
+        if self.name in EXACT_TASKS:
+            return float(score >= 1.0)
+        return min(1.0, max(0.0, score)) if score == score else 0.0
+
+
+def _decimal(text: str) -> decimal.Decimal:
+    return decimal.Decimal(text.replace(",", ""))
 
 
 def open_procedural(
@@ -141,6 +196,7 @@ def open_procedural(
             mend = f"did you mean {close[0]}?" if close else f"it has {', '.join(sorted(fields))}"
             raise ValueError(f"{PREFIX}{name} has no field {field!r}; {mend}")
         values[field] = _typed(text, fields[field], f"{PREFIX}{name}?{field}")
+        _check_size(values[field], name, field)
     # Entry i draws from Random(seed + i): close seeds would share almost all entries.
     spread_seed = int.from_bytes(hashlib.sha256(f"reprise {seed}".encode()).digest()[:4], "big")
     config = config_class(**{"size": size, **values, "seed": spread_seed})
@@ -149,6 +205,17 @@ def open_procedural(
     except (AssertionError, ValueError) as error:
         shown = "&".join(f"{key}={value}" for key, value in query.items())
         raise ValueError(f"{PREFIX}{name}?{shown} is refused by the task: {error}") from error
+
+
+def _check_size(value: Any, name: str, field: str) -> None:
+    """Raise ValueError for what would fill the memory before a question is asked."""
+    numbers = value if isinstance(value, list | tuple) else [value]
+    most = _MOST_OF.get(f"{name}?{field}", _MOST_OF.get(field, _MOST))
+    for number in numbers:
+        if isinstance(number, int | float) and not abs(number) <= most:
+            raise ValueError(
+                f"{PREFIX}{name}?{field}: expected at most {most:,} in size, got {number}"
+            )
 
 
 @functools.cache

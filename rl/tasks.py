@@ -25,6 +25,11 @@ from rl.rewards.extract import EXTRACTORS, extract_answer
 
 Message = Mapping[str, str]  # {"role": ..., "content": ...}
 
+MOST_EXAMPLES = 1_000_000  # of a generated task: all of them are tokenized before a run starts
+MOST_SPEC_CHARACTERS = 10_000
+MOST_ADDED_CHARACTERS = 100_000  # to every prompt, by the configuration
+MOST_PROMPT_CHARACTERS = 1_000_000
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Example:
@@ -76,8 +81,12 @@ class TaskConfig:
             )
         if any(not 0 < weight < float("inf") for weight in self.weights):
             raise ValueError(f"Task.weights must be positive and finite, got {self.weights}")
-        if self.size < 1:
-            raise ValueError(f"Task.size must be at least 1 example, got {self.size}")
+        if not 1 <= self.size <= MOST_EXAMPLES:
+            raise ValueError(
+                f"Task.size must be 1 to {MOST_EXAMPLES:,} examples of each task, got {self.size}"
+            )
+        for field in ("system_prompt", "prompt_suffix"):
+            _check_text(getattr(self, field) or "", f"Task.{field}", MOST_ADDED_CHARACTERS)
         for spec in self.specs:
             parse_spec(spec)
 
@@ -94,6 +103,7 @@ class Spec:
 
 def parse_spec(text: str) -> Spec:
     """Take a spec apart; raises ValueError for an unknown kind, a bad query or task name."""
+    _check_text(text, "a task", MOST_SPEC_CHARACTERS)
     head, _, tail = text.partition("?")
     kind, colon, target = head.partition(":")
     if not colon or kind not in _OPENERS or not target:
@@ -169,7 +179,7 @@ class _ProceduralTask:
     def __init__(self, spec: Spec, seed: int, size: int) -> None:
         query = dict(spec.query)
         self._spec, self._seed = spec, seed
-        self._size = _positive(query.pop("size", str(size)), spec)
+        self._size = _num_examples(query.pop("size", str(size)), spec)
         self._source = reasoning_gym_tasks.open_procedural(spec.target, query, seed, self._size)
 
     def __len__(self) -> int:
@@ -179,6 +189,7 @@ class _ProceduralTask:
         if not 0 <= index < self._size:
             raise IndexError(f"{self._spec.text} has {self._size} examples, asked for {index}")
         entry = self._source.entry(index)
+        _check_text(entry["question"], f"{self._spec.text} #{index}", MOST_PROMPT_CHARACTERS)
         return Example(
             # The seed is part of the name: another seed is another example.
             example_id=f"{self._spec.text}@{self._seed}#{index}",
@@ -189,10 +200,28 @@ class _ProceduralTask:
         )
 
 
-def _positive(text: str, spec: Spec) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise ValueError(f"{spec.text}: size must be a whole number from 1, got {text!r}")
+def _num_examples(text: str, spec: Spec) -> int:
+    if not (text.isdecimal() and len(text) < 20 and 1 <= int(text) <= MOST_EXAMPLES):
+        raise ValueError(
+            f"{spec.text[:200]}: size must be a whole number from 1 to {MOST_EXAMPLES:,}, "
+            f"got {text[:20]!r}"
+        )
     return int(text)
+
+
+def _check_text(text: str, where: str, most_characters: int) -> None:
+    """Raise ValueError for text that is too long, or that no tokenizer can read."""
+    if len(text) > most_characters:
+        raise ValueError(
+            f"{where}: expected at most {most_characters:,} characters, got {len(text):,}"
+        )
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{where}: not Unicode: half of a surrogate pair, {text[error.start]!r}, stands at "
+            f"character {error.start}"
+        ) from error
 
 
 # Names that reward functions receive anyway; a data column may not take them over.
@@ -207,7 +236,10 @@ def _open_file(spec: Spec, seed: int, size: int) -> Task:
             raise ValueError(f"{spec.text}: unknown key {key!r}, expected {', '.join(_FILE_KEYS)}")
     if spec.query.get("answer_extract", "whole") not in EXTRACTORS:
         raise ValueError(f"{spec.text}: answer_extract must be one of {', '.join(EXTRACTORS)}")
-    path = Path(spec.target).expanduser()
+    try:
+        path = Path(spec.target).expanduser()
+    except RuntimeError as error:  # ~nobody
+        raise ValueError(f"{spec.text}: {error}") from error
     if not path.is_file():
         raise FileNotFoundError(f"{spec.text}: there is no file {path} (from {Path.cwd()})")
     rows = _read_jsonl(path) if spec.kind == "jsonl" else _read_parquet(path)
@@ -227,7 +259,7 @@ def _read_jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             where = f"{path}:{number}"
             try:
                 row = json.loads(line)
-            except ValueError as error:  # bad JSON or bad UTF-8
+            except (ValueError, RecursionError) as error:  # bad JSON, bad UTF-8, [[[[…
                 raise ValueError(f"{where}: expected one JSON object a line: {error}") from error
             if not isinstance(row, dict):
                 raise ValueError(f"{where}: expected a JSON object, got {type(row).__name__}")
@@ -265,6 +297,7 @@ def _file_example(spec: Spec, index: int, where: str, row: Mapping[str, Any]) ->
         if taken in columns:
             raise ValueError(f"{where}: rename column {taken!r}; reward functions get that name")
     answer = _answer_text(row[answer_column], where) if answer_column else None
+    _check_text(answer or "", f"{where}: the answer", MOST_PROMPT_CHARACTERS)
     if answer is not None and "answer_extract" in spec.query:
         name = spec.query["answer_extract"]
         answer = extract_answer(name, answer)
@@ -284,8 +317,11 @@ def _answer_text(value: Any, where: str) -> str | None:
 
 def _prompt(value: Any, where: str) -> str | tuple[Message, ...]:
     if isinstance(value, str) and value:
+        _check_text(value, f"{where}: the prompt", MOST_PROMPT_CHARACTERS)
         return value
     if isinstance(value, list) and value and all(map(_is_message, value)):
+        for item in value:
+            _check_text(item["content"], f"{where}: the prompt", MOST_PROMPT_CHARACTERS)
         return tuple({"role": item["role"], "content": item["content"]} for item in value)
     shown = json.dumps(value)[:80]
     raise ValueError(

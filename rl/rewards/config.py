@@ -27,7 +27,8 @@ class RewardConfig:
     deadline_s: for one sample, all functions together.
     on_failure: what a scorer that raises, hangs, dies or answers nonsense costs its sample:
       `zero`: the reward is 0; `skip`: the sample is left out of the advantages.
-    memory_limit_mib: address space of each worker; None means no limit.
+    memory_limit_mib: address space of each worker, which libraries reserve more of than they
+      use; None means no limit.
     """
 
     functions: tuple[str, ...] = ("task",)
@@ -36,7 +37,7 @@ class RewardConfig:
     deadline_s: float = 10.0
     workers: int = 2
     on_failure: Literal["zero", "skip"] = "zero"
-    memory_limit_mib: int | None = None
+    memory_limit_mib: int | None = 4096
 
     def __post_init__(self) -> None:
         if not self.functions:
@@ -97,7 +98,10 @@ def display_names(functions: Sequence[str]) -> tuple[str, ...]:
 def split_user_function(function: str) -> tuple[Path, str]:
     """`PATH.py:name` → (absolute path, name)."""
     path, _, name = function.rpartition(":")
-    return Path(path).expanduser().absolute(), name
+    try:
+        return Path(path).expanduser().absolute(), name
+    except RuntimeError as error:  # ~nobody
+        raise ValueError(f"Reward.functions: {function}: {error}") from error
 
 
 def validate(config: RewardConfig) -> None:
@@ -135,7 +139,7 @@ def _check_user_file(path: Path, name: str) -> None:
         raise FileNotFoundError(f"Reward.functions: there is no file {path} (wanted for {name})")
     try:
         tree = ast.parse(path.read_bytes(), filename=str(path))
-    except (SyntaxError, ValueError) as error:
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ValueError(f"Reward.functions: {path} is not valid Python: {error}") from error
     defined = _defined_names(tree)
     if name not in defined:

@@ -66,3 +66,18 @@ EXTRACTORS: Mapping[str, Callable[[str], str | None]] = {
 def extract_answer(name: str, text: str) -> str | None:
     """Apply the extractor `name`; an empty answer is no answer."""
     return EXTRACTORS[name](text) or None
+
+
+def expected_answer(name: str, answer: str) -> str:
+    """What a completion has to come to: an answer with the marker is read as completions are."""
+    return extract_answer(name, answer) or answer
+
+
+def with_marker(name: str, answer: str) -> str:
+    """A completion that gives the answer, and nothing else, by the convention `name`."""
+    marked = {
+        "boxed": f"\\boxed{{{answer}}}",
+        "answer_tag": f"<answer>{answer}</answer>",
+        "hash": f"#### {answer}",
+    }
+    return marked.get(name, answer)

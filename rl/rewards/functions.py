@@ -14,13 +14,14 @@ import functools
 import importlib.util
 import inspect
 import sys
+import types
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rl import reasoning_gym_tasks
 from rl.rewards.config import split_user_function
-from rl.rewards.extract import extract_answer
+from rl.rewards.extract import expected_answer, extract_answer
 from rl.tasks import parse_spec
 
 Values = Sequence[float | None]
@@ -74,13 +75,18 @@ def load(function: str, extract: str) -> RewardFunction:
 def exact_match(
     completions: Sequence[str], answer: Sequence[str | None], *, extract: str, **columns: Any
 ) -> Values:
-    """1 where the extracted answer equals the column `answer`, case and spacing aside, else 0."""
+    """1 where the extracted answer equals the column `answer`, case and spacing aside, else 0.
+
+    An answer that holds the marker of `extract` is read as completions are.
+    """
     del columns
     values: list[float | None] = []
-    for completion, gold in zip(completions, answer, strict=True):
-        found = extract_answer(extract, completion)
-        same = found is not None and gold is not None and _normal(found) == _normal(gold)
-        values.append(None if gold is None else float(same))
+    for completion, text in zip(completions, answer, strict=True):
+        if text is None:
+            values.append(None)
+            continue
+        found, gold = extract_answer(extract, completion), expected_answer(extract, text)
+        values.append(float(found is not None and _normal(found) == _normal(gold)))
     return values
 
 
@@ -124,36 +130,60 @@ def math_verify(
     """1 where math-verify finds the extracted answer equal to the column `answer`, else 0.
 
     Raises ValueError for an `answer` that is not mathematics: no response could be right.
-    Source: math-verify 0.9, its LaTeX grammar alone (its other parser is `parse_expr`,
-    which evaluates text). Its SIGALRM time-outs are off: the pool's deadline stands.
+    Source: math-verify 0.9, its LaTeX grammar alone (its other parser is sympy's `parse_expr`,
+    which evaluates text), with numbers built here. tests/hostile holds what that comes to:
+    no part of an answer is compiled or evaluated. Its equality is generous: units, words
+    behind a number and subscripts of numbers do not count (`1_0` is 1), nor does the name in
+    `x = 3`. Its SIGALRM time-outs are off: the pool's deadline stands.
     """
     from math_verify import verify
 
     del columns
     values: list[float | None] = []
-    for completion, gold_text in zip(completions, answer, strict=True):
+    for completion, text in zip(completions, answer, strict=True):
         found = extract_answer(extract, completion)
-        if gold_text is None or found is None:
-            values.append(None if gold_text is None else 0.0)
+        if text is None or found is None:
+            values.append(None if text is None else 0.0)
             continue
-        gold = _parse_math(gold_text)
+        gold = _parse_math(expected_answer(extract, text))
         if not gold:
-            raise ValueError(f"math-verify cannot read the expected answer {gold_text[:80]!r}")
+            raise ValueError(f"math-verify cannot read the expected answer {text[-80:]!r}")
         values.append(float(verify(gold, _parse_math(found), timeout_seconds=None)))
     return values
 
 
 def _parse_math(text: str) -> list[Any]:
-    from math_verify import LatexExtractionConfig, parse
+    from math_verify import LatexExtractionConfig
 
     if not any(mark in text for mark in ("$", r"\boxed", r"\(", r"\[")):
         text = f"${text}$"
-    return parse(
+    return _math_parser()(
         text,
         extraction_config=[LatexExtractionConfig()],
         fallback_mode="no_fallback",
         parsing_timeout=None,
     )
+
+
+@functools.cache
+def _math_parser() -> Callable[..., list[Any]]:
+    """math-verify's `parse`, whose LaTeX grammar gives its numbers to `_number`.
+
+    It would hand them to sympy.Number, which evaluates text.
+    """
+    from latex2sympy2_extended import latex2sympy2
+    from math_verify import parse
+
+    latex2sympy2.Number = _number
+    latex2sympy2._Latex2Sympy.parse_number = lambda _, text: _number(text.replace(",", ""))
+    return parse
+
+
+def _number(text: str) -> Any:
+    """A sympy number; raises ValueError for what is none."""
+    import sympy
+
+    return sympy.Integer(int(text)) if text.isdecimal() else sympy.Float(text)
 
 
 def _nothing(spec: str) -> None:
@@ -170,20 +200,27 @@ def _prepare_math(spec: str) -> None:
 
     # It warns at every start that its time-outs are off. They are, on purpose.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
-    _parse_math("1/2")  # the first parse builds its grammar
+    # The first parse builds its grammar, the first comparison imports half of sympy.
+    math_verify(["x(x+2)"], ["x^2+2x"], extract="whole")
 
 
 def _load_user_function(path: Path, name: str) -> Callable[..., Values]:
+    function = getattr(_user_module(path), name, None)
+    if not callable(function):
+        raise ValueError(f"{path} defines no function {name!r}; got {type(function).__name__}")
+    return function
+
+
+@functools.cache
+def _user_module(path: Path) -> types.ModuleType:
+    """A user's file, imported once however many of its functions score."""
     spec = importlib.util.spec_from_file_location(f"reprise_reward_{path.stem}", path)
     if spec is None or spec.loader is None:
         raise ValueError(f"{path} cannot be imported as Python; expected a .py file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses and the like look themselves up there
     spec.loader.exec_module(module)
-    function = getattr(module, name, None)
-    if not callable(function):
-        raise ValueError(f"{path} defines no function {name!r}; got {type(function).__name__}")
-    return function
+    return module
 
 
 @functools.lru_cache(maxsize=64)

@@ -1,0 +1,28 @@
+"""Answers that try to run, write, hang or raise, put to the real workers."""
+
+from pathlib import Path
+
+import pytest
+
+from rl.rewards.config import RewardConfig
+from rl.rewards.pool import Job, RewardPool
+from rl.tasks import Example
+from tests.hostile import answers
+
+SPY = Path(answers.__file__).with_name("spy.py")
+
+
+@pytest.mark.fault
+def test_hostile_answers_execute_nothing_write_nothing_and_end():
+    counts = answers.run(budget=450, num_bombs=1)
+    assert counts.pop("tried") == 451
+    assert counts == {"executions": 0, "hangs": 0, "tracebacks": 0, "outside_writes": 0}
+
+
+def test_the_spy_sees_what_must_not_happen():
+    functions = tuple(f"{SPY}:{name}" for name in ("begin", "planted", "seen"))
+    example = Example("x#0", "q", "1", {}, "jsonl:x")
+    with RewardPool(RewardConfig(functions=functions, workers=1)) as pool:
+        jobs = [pool.submit(Job(example, text)) for text in ("evaluate", "write", "nothing")]
+        seen = [job.result(timeout=60).values["seen"] for job in jobs]
+    assert seen == [2.0, 1e6, 0.0]  # compiled and executed; opened for writing; nothing
