@@ -29,6 +29,7 @@ from rl.progress import Progress
 from rl.recipe import Recipe
 from rl.reuse import Reuse
 from rl.rewards.pool import Job, RewardPool, Score
+from rl.rewards.process import RewardWorkerError
 from rl.speculation import Speculation
 from rl.tasks import Example
 from rl.timeline import EngineStats, joined
@@ -246,6 +247,23 @@ class Scorer:
     def forget(self, *, before: int) -> None:
         """Groups below this number have nothing to be scored any more."""
         self.examples = {g: example for g, example in self.examples.items() if g >= before}
+
+
+def tell_failures(show: Progress, scores: Sequence[Score], step: int) -> None:
+    """Say how many samples could not be scored, and why.
+
+    Raises RewardWorkerError where that is all of a run's first step: it would learn nothing.
+    """
+    failures = [score.failure for score in scores if score.failure is not None]
+    if not failures:
+        return
+    kinds: dict[str, list[str]] = {}
+    for failure in failures:
+        kinds.setdefault(failure.split(": ")[0], []).append(failure)
+    told = "; ".join(f"{len(k)} of {len(scores)} samples: {k[0]}" for k in kinds.values())
+    if step == 1 and len(failures) == len(scores):
+        raise RewardWorkerError(f"no sample of the first step could be scored: {told}")
+    show.message(f"warning: step {step}: {told}")
 
 
 def _as_taken_by(

@@ -33,7 +33,7 @@ from rl.device_drafters import DeviceDrafters
 from rl.draft_model import DraftModel
 from rl.drafter_setup import DrafterRun
 from rl.experiment import Inputs, TrainConfig
-from rl.generation import Rollouts, Stopped, System, generate
+from rl.generation import Rollouts, Stopped, System, generate, tell_failures
 from rl.metrics import Timings, open_metrics
 from rl.optimizer import TrainState
 from rl.pipeline import open_source
@@ -175,6 +175,7 @@ def train_step(
     """
     config, step = system.config, place.step + 1
     rollouts = generate(system, state.params, place.cursor, step, timings)
+    tell_failures(system.show, rollouts.scores, step)
     trajectories, penalty_metrics = punish_length(config, rollouts.trajectories)
     advantages, reward_metrics = _advantages(config, rollouts, trajectories)
     used = rollouts.used

@@ -28,6 +28,7 @@ from rl.config import (
 from rl.experiment import Inputs, TrainConfig, memory_estimate_bytes, open_inputs, remarks
 from rl.metrics import DamagedRowError, check_installed
 from rl.progress import progress, say
+from rl.rewards.check import check_rewards
 from rl.stopping import EXIT_STOPPED, stop_on_signals
 from rl.tokenizer_files import copy_tokenizer
 
@@ -61,11 +62,12 @@ def main(argv: Sequence[str]) -> int:
         folder = run_start.check(config, resume=args.resume)
         check_installed(config.metrics)
         inputs = open_inputs(config)
+        warnings = check_rewards(config.reward, inputs.task)
     except (ConfigError, ValueError, OSError, ImportError) as error:
         say(f"error: {error}", sys.stderr)
         return EXIT_USAGE
-    for change in changes:
-        say(f"changed       {change}", sys.stderr)
+    for text in [*(f"changed       {c}" for c in changes), *(f"warning: {w}" for w in warnings)]:
+        say(text, sys.stderr)
     if args.dry_run:
         _print_plan(config, inputs, folder)
         return 0
@@ -126,6 +128,8 @@ def _print_plan(config: TrainConfig, inputs: Inputs, folder: Path) -> None:
     say(f"# run folder    {folder}")
     say(f"# policy        {inputs.policy}: {model.architecture}, {num_params(model):,} parameters")
     say(f"# examples      {len(inputs.task)}")
+    first = inputs.task[0]
+    say(f"# first         {str(first.prompt)[-100:]!r}, answer {str(first.answer)[-100:]!r}")
     say(f"# per step      {config.rollout.num_requests} responses")
     for field, value in vars(config.algorithm.resolved).items():
         say(f"# algorithm     {field:24s} {value}")

@@ -110,6 +110,7 @@ CHAT = (
         (True, CHAT, "s", "<system>s<user>a<assistant>b<user>c!<assistant>"),
         (True, (OWN_SYSTEM, CHAT[0]), "s", "<system>own<user>a!<assistant>"),
         (False, CHAT[:1], None, "a!"),
+        (False, "it has one!", None, "it has one!"),
     ],
 )
 def test_encode_prompt(has_template, prompt, system, expected):

@@ -1,5 +1,6 @@
 """Answer extraction, the built-in functions, and the checks before any worker starts."""
 
+import dataclasses
 import subprocess
 import sys
 from pathlib import Path
@@ -9,8 +10,11 @@ import pytest
 
 from rl.rewards.config import RewardConfig, validate
 from rl.rewards.extract import extract_answer
-from rl.rewards.functions import exact_match, load, math_verify, task_reward
+from rl.rewards.functions import _number, exact_match, load, math_verify, task_reward
+from rl.rewards.pool import Job, RewardPool
+from rl.rewards.process import RewardWorkerError
 from rl.rewards.worker import read_result
+from rl.tasks import Example
 
 PLUGINS = Path(__file__).parent / "reward_plugins"
 
@@ -43,6 +47,14 @@ def test_exact_match_ignores_case_and_spacing_only():
     completions = ["#### New  york", "#### New York City", "New York", "#### x"]
     answer = ["new York", "New York", "New York", None]
     assert exact_match(completions, answer, extract="hash", other=[1]) == [1.0, 0.0, 0.0, None]
+
+
+def test_expected_answers_with_the_marker_are_read_as_completions_are():
+    gold = ["48/2 = 24\n#### 24"]
+    assert exact_match(["so\n#### 24"], gold, extract="hash") == [1.0]
+    assert exact_match(["so\n#### 48"], gold, extract="hash") == [0.0]
+    assert math_verify(["#### 24.0"], gold, extract="hash") == [1.0]
+    assert exact_match([r"\boxed{2}"], [r"It is \boxed{2}."], extract="boxed") == [1.0]
 
 
 def test_task_reward_uses_the_verifier_or_exact_match():
@@ -120,6 +132,38 @@ def test_results_of_arrays_and_scalars_count_as_numbers():
 def test_bad_values_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         RewardConfig(**changes)
+
+
+def test_a_home_that_does_not_exist_is_a_sentence():
+    with pytest.raises(ValueError, match="Reward.functions: ~nosuchuser/x.py:f: .*home"):
+        validate(RewardConfig(functions=("~nosuchuser/x.py:f",)))
+
+
+def test_workers_have_a_memory_limit_that_math_and_arrays_fit_into(tmp_path):
+    file = tmp_path / "mine.py"
+    body = "import numpy\ndef norm(completions, **columns):\n"
+    file.write_text(body + "    return [float(numpy.linalg.norm(numpy.ones((9, 9))))]\n")
+    config = RewardConfig(functions=("math_verify", f"{file}:norm"), extract="whole", workers=1)
+    assert config.memory_limit_mib is not None
+    example = Example("x#0", "q", "1/2", {}, "jsonl:x")
+    with RewardPool(config) as pool:
+        assert pool.submit(Job(example, "0.5")).result(timeout=60).total == 10.0
+    too_little = dataclasses.replace(config, memory_limit_mib=64)
+    with pytest.raises(RewardWorkerError, match="memory_limit_mib is 64: raise it|could not start"):
+        with RewardPool(too_little):
+            pass
+
+
+def test_numbers_are_what_sympy_would_make_of_them():
+    import sympy
+
+    for text in ("1", "0.5", ".5", "1.", "5E-310", "1E5", "123.4567890123456789012345"):
+        made, theirs = _number(text), sympy.Number(text)
+        assert made == theirs and type(made) is type(theirs)
+        assert getattr(made, "_prec", 0) == getattr(theirs, "_prec", 0)
+    for text in ("x", "1+1", "__import__('os')"):
+        with pytest.raises(ValueError, match="could not convert|not a valid|string-float"):
+            _number(text)
 
 
 def test_names_for_metrics():

@@ -81,6 +81,13 @@ def test_query_values_are_typed():
         ("reasoning_gym:gcd?max_value=0", "max_value must be > min_value"),
         ("reasoning_gym:gcd?seed=1", "Task.seed_offset"),
         ("reasoning_gym:gcd?size=0", "size must be"),
+        ("reasoning_gym:gcd?size=99999999999999", "from 1 to 1,000,000, got '99999999999999'"),
+        ("reasoning_gym:gcd?size=" + "9" * 5000, "from 1 to 1,000,000"),
+        ("reasoning_gym:chain_sum?max_digits=100000000", "max_digits: expected at most 1,000 in"),
+        ("reasoning_gym:gcd?max_numbers=1000000000", "expected at most 1,000 in size"),
+        ("reasoning_gym:count_primes?max_n=1000000000000", "expected at most 1,000,000 in"),
+        ("reasoning_gym:power_function?max_base=inf", "in size, got inf"),
+        ("reasoning_gym:gcd?max_value=" + "9" * 20000, "expected at most 10,000 characters"),
         ("reasoning_gym:gcd?max_value", "key=value"),
         ("reasoning_gym:chain_sum?allow_negation=maybe", "one of true"),
         ("reasoning_gim:gcd", "did you mean reasoning_gym"),
@@ -237,6 +244,10 @@ def test_jsonl_with_chats_blank_lines_and_gsm8k_answers(tmp_path):
         ('{"prompt": "a", "answer": "b", "task": 1}\n', "", "rename column 'task'"),
         ('{"prompt": "a", "answer": "b"}\n', "?answer_extract=hash", "finds nothing"),
         ('{"prompt": "a", "answer": "b"}\n', "?promt=a", "unknown key 'promt'"),
+        ('{"prompt": "a\\ud800", "answer": "b"}\n', "", r"a\.jsonl:1: the prompt: not Unicode"),
+        ('{"prompt": "a", "answer": "\\ud800b"}\n', "", r"a\.jsonl:1: the answer: not Unicode"),
+        ("[" * 100_000 + "\n", "", r"a\.jsonl:1: expected one JSON object"),
+        (json.dumps({"prompt": "a" * 1_000_001}) + "\n", "?answer=", "at most 1,000,000 char"),
     ],
 )
 def test_bad_files_are_told_by_file_and_line(tmp_path, text, query, message):
@@ -249,6 +260,8 @@ def test_bad_files_are_told_by_file_and_line(tmp_path, text, query, message):
 def test_missing_and_unreadable_files(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"absent\.jsonl"):
         open_task(f"jsonl:{tmp_path}/absent.jsonl", seed=0)
+    with pytest.raises(ValueError, match="jsonl:~nosuchuser/x: .*home"):
+        open_task("jsonl:~nosuchuser/x", seed=0)
     fake = tmp_path / "fake.parquet"
     fake.write_text("not parquet")
     with pytest.raises(ValueError, match="not a readable parquet"):
@@ -308,8 +321,14 @@ def test_task_config_refuses_what_cannot_be():
         TaskConfig(weights=(1.0, 2.0))
     with pytest.raises(ValueError, match="positive"):
         TaskConfig(weights=(0.0,))
-    with pytest.raises(ValueError, match="at least 1"):
-        TaskConfig(size=0)
+    for size in (0, 10**12):
+        with pytest.raises(ValueError, match="1 to 1,000,000 examples"):
+            TaskConfig(size=size)
+    for field in ("system_prompt", "prompt_suffix"):
+        with pytest.raises(ValueError, match=f"Task.{field}: expected at most 100,000"):
+            TaskConfig(**{field: "x" * 100_001})
+        with pytest.raises(ValueError, match=f"Task.{field}: not Unicode"):
+            TaskConfig(**{field: "\ud800"})
     with pytest.raises(ValueError, match="empty"):
         TaskConfig(specs=())
     with pytest.raises(ValueError, match="did you mean"):

@@ -1,0 +1,104 @@
+"""Rewards on trial, before a run: is every function callable, and can the answers be paid?"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+from rl.rewards.config import BUILT_IN, RewardConfig
+from rl.rewards.extract import expected_answer, extract_answer, with_marker
+from rl.rewards.pool import Job, RewardPool, Score
+from rl.rewards.process import RewardWorkerError
+from rl.tasks import Example, Task
+
+_MOST_ANSWERS = 64
+_MOST_S = 20.0
+
+
+def check_rewards(config: RewardConfig, task: Task) -> list[str]:
+    """Call every function as a run will, in a worker, within the deadline; returns warnings.
+
+    The user's functions get the first example, with its own answer as the completion. The
+    built-in ones get the first 64, each of which they should pay: an answer that none could
+    meet is warned of. Raises ValueError where a function fails, or where no answer can be met.
+    """
+    try:
+        own = [name for name in config.functions if name not in BUILT_IN]
+        if own:
+            failure = _scores(_only(config, own), [task[0]])[0].failure
+            if failure is not None:
+                raise ValueError(
+                    f"Reward.functions: called on the first example ({task[0].example_id}), with "
+                    f"its own answer as the completion: {failure}"
+                )
+        built_in = [name for name in config.functions if name in BUILT_IN]
+        return _unpaid_answers(_only(config, built_in), task) if built_in else []
+    except RewardWorkerError as error:
+        raise ValueError(f"Reward.functions: {error}") from error
+
+
+def _unpaid_answers(config: RewardConfig, task: Task) -> list[str]:
+    places = range(min(_MOST_ANSWERS, len(task)))
+    examples = [example for i in places if (example := task[i]).answer is not None]
+    scores = _scores(config, examples)
+    reasons = {
+        example.example_id: reason
+        for example, score in zip(examples, scores, strict=False)  # as many as there was time for
+        if (reason := _why_unpaid(config, example, score)) is not None
+    }
+    if not reasons:
+        return []
+    first, reason = next(iter(reasons.items()))
+    count = f"{len(reasons)} of the first {len(scores)}"
+    text = f"{count} answers cannot be met by any response, for example {first}: {reason}"
+    if len(reasons) == len(scores):
+        raise ValueError(text)
+    return [text]
+
+
+def _why_unpaid(config: RewardConfig, example: Example, score: Score) -> str | None:
+    """Why a response that gives the example's own answer would not be paid; None if it would."""
+    assert example.answer is not None
+    expected = expected_answer(config.extract, example.answer)
+    for name, marker in (("hash", "####"), ("answer_tag", "</answer>")):
+        if marker in expected and extract_answer(name, expected) is not None:
+            return (
+                f"its answer holds {marker}, and Reward.extract is {config.extract!r}: add "
+                f"?answer_extract={name} to the task, so that what stands there is the answer"
+            )
+    if score.failure is not None:
+        return score.failure
+    if all(value is None or value >= 1.0 for value in score.values.values()):
+        return None
+    read = extract_answer(config.extract, with_marker(config.extract, expected))
+    if read != expected.strip():
+        return (
+            f"Reward.extract={config.extract!r} reads {_short(read or '')} of the answer "
+            f"{_short(expected)}: choose another, or ?answer_extract=NAME for the task"
+        )
+    return f"the answer {_short(expected)}, given as a response, is paid {dict(score.values)}"
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) < 80 else f"{text[:40]}…{text[-40:]}")
+
+
+def _scores(config: RewardConfig, examples: list[Example]) -> list[Score]:
+    """What the examples' own answers are paid; fewer where they take too long."""
+    limit = time.monotonic() + _MOST_S
+    scores: list[Score] = []
+    with RewardPool(config) as pool:
+        for example in examples:
+            answer = expected_answer(config.extract, example.answer or "")
+            job = Job(example, with_marker(config.extract, answer))
+            scores.append(pool.result(pool.submit(job)))
+            if time.monotonic() > limit:
+                break
+    return scores
+
+
+def _only(config: RewardConfig, functions: list[str]) -> RewardConfig:
+    """The same for some of the functions, in one worker."""
+    weights = dict(zip(config.functions, config.full_weights, strict=True))
+    kept = tuple(weights[name] for name in functions)
+    return dataclasses.replace(config, functions=tuple(functions), weights=kept, workers=1)
