@@ -98,7 +98,9 @@ def seen(completions, **columns):
 def planted(completions, **columns):
     """A scorer that does what none may: the spy has to see it."""
     if completions[0] == "evaluate":
-        return [float(eval("1 + 1"))]
+        import sympy
+
+        return [float(sympy.Number("2"))]  # by way of its parse_expr
     if completions[0] == "write":
         with open(os.devnull, "w") as file:
             file.write("x")

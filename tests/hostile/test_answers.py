@@ -14,8 +14,8 @@ SPY = Path(answers.__file__).with_name("spy.py")
 
 @pytest.mark.fault
 def test_hostile_answers_execute_nothing_write_nothing_and_end():
-    counts = answers.run(budget=450, num_bombs=1)
-    assert counts.pop("tried") == 451
+    counts = answers.run(budget=180, num_bombs=1)
+    assert counts.pop("tried") == 181
     assert counts == {"executions": 0, "hangs": 0, "tracebacks": 0, "outside_writes": 0}
 
 
@@ -25,4 +25,5 @@ def test_the_spy_sees_what_must_not_happen():
     with RewardPool(RewardConfig(functions=functions, workers=1)) as pool:
         jobs = [pool.submit(Job(example, text)) for text in ("evaluate", "write", "nothing")]
         seen = [job.result(timeout=60).values["seen"] for job in jobs]
-    assert seen == [2.0, 1e6, 0.0]  # compiled and executed; opened for writing; nothing
+    assert 1.0 <= seen[0] < 1e6  # compiled and executed
+    assert seen[1:] == [1e6, 0.0]  # opened for writing; nothing
