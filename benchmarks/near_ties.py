@@ -58,8 +58,9 @@ def gap(
 ) -> float:
     """How far the uniform of position `at` is from the bounds between the two tokens drawn there.
 
-    max |u − Σ_{v≤w} p(v)| over the w from the lesser token up to the other, p computed anew
-    from the whole prefix. Needs `draw` cdf and nothing cut.
+    max |u − Σ_{v≤w} p(v)| over the w from the lesser up to the other, p computed anew from the
+    whole prefix: of blocks where the tokens are in different ones, with the uniform that chooses
+    a block, else of tokens inside theirs, with the other. Needs `draw` cdf and nothing cut.
     """
     assert workload.sampling.draw == "cdf" and workload.sampling.temperature == 1.0
     prompt = next(r.prompt_ids for r in workload.requests if r.request_id == request_id)
@@ -68,11 +69,18 @@ def gap(
     tokens_1T[0, : len(prefix)] = prefix
     logits_V = np.asarray(_logits(workload.model, workload.params, tokens_1T))[0, len(prefix) - 1]
     mass_V = np.exp(logits_V.astype(np.float64) - logits_V.max())
-    bound_V = np.cumsum(mass_V) / mass_V.sum()
     keys = sampling.request_keys(key, jnp.asarray([request_id]))
-    uniform = sampling.uniforms(sampling.position_keys(keys, jnp.asarray([[at]])))
-    low, high = sorted((int(one[at]), int(other[at])))
-    return float(np.abs(bound_V[low:high] - float(uniform[0, 0])).max())
+    uniform_2 = sampling.uniforms(sampling.position_keys(keys, jnp.asarray([[at]])))[0, 0]
+    W = sampling.block_tokens(len(mass_V))
+    mass_CW = np.pad(mass_V, (0, -len(mass_V) % W)).reshape(-1, W)
+    (low_block, low), (high_block, high) = (
+        divmod(v, W) for v in sorted((int(one[at]), int(other[at])))
+    )
+    masses = mass_CW[low_block]
+    if low_block != high_block:
+        masses, low, high = mass_CW.sum(axis=1), low_block, high_block
+    bounds = np.cumsum(masses) / masses.sum()
+    return float(np.abs(bounds[low:high] - float(uniform_2[int(low_block == high_block)])).max())
 
 
 @functools.partial(jax.jit, static_argnums=0)

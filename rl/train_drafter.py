@@ -50,6 +50,7 @@ from rl.stopping import EXIT_STOPPED, stop_on_signals
 from spec import eagle
 from spec.drafter_packing import pack
 from spec.eagle import EagleConfig
+from spec.sampling import LEAST_TEMPERATURE
 
 EXIT_USAGE = 2
 SAY_EVERY_STEPS = 50
@@ -123,8 +124,10 @@ def _prepare(args: argparse.Namespace, overrides: Sequence[str]) -> _Job:
         )
     if not 0 <= args.seed < 2**31:
         raise ConfigError(f"--seed: expected 0 … 2³¹−1, got {args.seed}")
-    if not 0 <= args.temperature < math.inf:
-        raise ConfigError(f"--temperature: expected 0 or above, got {args.temperature}")
+    if args.temperature and not LEAST_TEMPERATURE <= args.temperature < math.inf:
+        raise ConfigError(
+            f"--temperature: expected 0 or at least {LEAST_TEMPERATURE}, got {args.temperature}"
+        )
     config = load(OfflineConfig, args.gin_file, overrides)
     out = Path(args.out).absolute()
     drafter_folder.check_target(out)

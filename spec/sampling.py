@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 Draw = Literal["cdf", "gumbel"]
+LEAST_TEMPERATURE = 1e-4  # divided by far less, logits overflow float32
 KEY_IMPL = "threefry2x32"  # named, so that a changed default of jax changes no rollout
 
 
@@ -25,8 +26,9 @@ class SamplingConfig:
 
     temperature 0 takes the most likely token. top_k 0 and top_p 1 are off; ties at
     the threshold are all kept. `draw` names the scheme: `cdf` inverts the
-    cumulative distribution at one uniform per position, `gumbel` takes the argmax
-    of logits plus Gumbel noise per token.
+    cumulative distribution of blocks of tokens, then that inside the block, at one
+    uniform each per position; `gumbel` takes the argmax of logits plus Gumbel noise
+    per token.
     """
 
     temperature: float = 1.0
@@ -36,8 +38,11 @@ class SamplingConfig:
     draw: Draw = "cdf"
 
     def __post_init__(self) -> None:
-        if not (self.temperature >= 0 and math.isfinite(self.temperature)):
-            raise ValueError(f"temperature must be 0 (greedy) or positive, got {self.temperature}")
+        t = self.temperature
+        if not (t == 0 or t >= LEAST_TEMPERATURE) or not math.isfinite(t):
+            raise ValueError(
+                f"temperature must be 0 (greedy) or at least {LEAST_TEMPERATURE}, got {t}"
+            )
         if self.top_k < 0:
             raise ValueError(f"top_k must be 0 (off) or positive, got {self.top_k}")
         if not 0 < self.top_p <= 1:
@@ -120,9 +125,9 @@ def processed_logits(
 
 
 def uniforms(keys: jax.Array) -> jax.Array:
-    """One uniform in [0, 1) per key, from 32 random bits: fine near 0 where tails are drawn."""
-    flat = jax.vmap(lambda k: jax.random.bits(k, (), jnp.uint32))(keys.reshape(-1))
-    u = flat.reshape(keys.shape).astype(jnp.float32) * np.float32(2**-32)
+    """Two uniforms in [0, 1) per key, [..., 2]: 32 random bits for a block, 32 for inside it."""
+    flat = jax.vmap(lambda k: jax.random.bits(k, (2,), jnp.uint32))(keys.reshape(-1))
+    u = flat.reshape(*keys.shape, 2).astype(jnp.float32) * np.float32(2**-32)
     return jnp.minimum(u, np.float32(1 - 2**-24))  # the largest values round up to 1
 
 
@@ -139,27 +144,32 @@ def _first_above(mass_N: jax.Array, upto_N: jax.Array, target: jax.Array) -> jax
     return jnp.minimum(first, jnp.max(jnp.where(positive_N, index_N, 0), axis=-1))
 
 
-def _draw_cdf(mass_V: jax.Array, keys: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The first token whose cumulative mass exceeds uniform · total; also the total.
+def block_tokens(vocab_size: int) -> int:
+    """Tokens of a block of the `cdf` draw, W: a power of two of about √V."""
+    return 2 ** math.ceil(math.log2(vocab_size) / 2)
 
-    Block sums first, then a search inside one block: V/W + W additions in
-    sequence instead of V. A token of mass 0 is never drawn.
+
+def _draw_cdf(mass_V: jax.Array, keys: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """A block by its cumulative mass, then a token of it by another; also the total mass.
+
+    In each the first whose cumulative mass exceeds uniform · total: V/W + W additions in
+    sequence instead of V. Each search has a uniform of its own. One for both would leave
+    the second what float32 keeps of a difference, 2⁻²⁴ of all mass: too coarse for rare
+    tokens. A token of mass 0 is never drawn.
     """
     V = mass_V.shape[-1]
-    W = 2 ** math.ceil(math.log2(V) / 2)
+    W = block_tokens(V)
     padding = [(0, 0)] * (mass_V.ndim - 1) + [(0, -V % W)]
     mass_CW = jnp.pad(mass_V, padding).reshape(*mass_V.shape[:-1], -1, W)
     mass_C = jnp.sum(mass_CW, axis=-1)
     upto_C = jnp.cumsum(mass_C, axis=-1)
     total = upto_C[..., -1]
-    target = uniforms(keys) * total
-    block = _first_above(mass_C, upto_C, target)[..., None]
-    before = jnp.where(
-        block > 0, jnp.take_along_axis(upto_C, jnp.maximum(block - 1, 0), axis=-1), 0.0
-    )
-    mass_W = jnp.take_along_axis(mass_CW, block[..., None], axis=-2)[..., 0, :]
-    inside = _first_above(mass_W, jnp.cumsum(mass_W, axis=-1), target - before[..., 0])
-    return (block[..., 0] * W + inside).astype(jnp.int32), total
+    u_2 = uniforms(keys)
+    block = _first_above(mass_C, upto_C, u_2[..., 0] * total)
+    mass_W = jnp.take_along_axis(mass_CW, block[..., None, None], axis=-2)[..., 0, :]
+    upto_W = jnp.cumsum(mass_W, axis=-1)
+    inside = _first_above(mass_W, upto_W, u_2[..., 1] * upto_W[..., -1])
+    return (block * W + inside).astype(jnp.int32), total
 
 
 def _draw_gumbel(logits_V: jax.Array, keys: jax.Array) -> jax.Array:

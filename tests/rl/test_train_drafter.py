@@ -146,7 +146,7 @@ def test_a_dry_run_checks_all_and_touches_no_device(policy, trace, tmp_path):
         (("TRACE", "--steps=0"), "--steps: expected 1 or more"),
         (("TRACE", "--eval_share=1"), "--eval_share: expected a share"),
         (("TRACE", "--seed=-1"), "--seed: expected 0"),
-        (("TRACE", "--temperature=nan"), "--temperature: expected 0 or above"),
+        (("TRACE", "--temperature=nan"), "--temperature: expected 0 or at least 0.0001"),
         (("TRACE", "--gin.Drafter.batchrows=2"), "Did you mean Drafter.batch_rows"),
         (("TRACE", "--gin.Drafter.directory=no/such"), "no/such"),
         (("TRACE", "--gin.DataBuffer.max_bytes=100"), "max_bytes of at least"),
