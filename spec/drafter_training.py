@@ -156,8 +156,7 @@ def loss(
     terms = training.resolved
     steps = range(terms.unroll_steps)
     outputs_JBTD = unrolled_outputs(config, params, frozen.embedding_VD, batch, len(steps))
-    counts_BT = batch.counts_BT.astype(bool)
-    counts_JBT = jnp.stack([counts_BT & (batch.positions_BT >= j) for j in steps])
+    counts_JBT = _counts(batch, len(steps))
     next_states_BTD = jnp.roll(batch.caught_BTW[..., -config.layer.d_model :], -1, axis=1)
     sums = drafter_losses.token_sums(
         config,
@@ -184,6 +183,22 @@ def loss(
     metrics = {name: sums[key][0] / jnp.maximum(num_J[0], 1) for name, key in names.items()}
     metrics |= {"loss": total, "token_loss": token_loss, "feature_loss": feature_loss}
     return total, metrics | {"num_entries": num_J[0]}
+
+
+def _counts(batch: DrafterBatch, num_steps: int) -> jax.Array:
+    """Which entries count at each step: bool [J, B, T].
+
+    Entry t of step j began as entry t − j of step 0, which must be of the same sequence: a
+    window that was cut from a long one has another before it in its row, or none.
+    """
+    column_T = jnp.arange(batch.tokens_BT.shape[1])
+    sequence_BT = jnp.asarray(batch.sequence_BT)
+
+    def begun_BT(j: int) -> jax.Array:
+        return (column_T >= j) & (jnp.roll(sequence_BT, j, axis=1) == sequence_BT)
+
+    counts_BT = jnp.asarray(batch.counts_BT).astype(bool)
+    return jnp.stack([counts_BT & begun_BT(j) for j in range(num_steps)])
 
 
 @functools.cache
@@ -229,7 +244,8 @@ def gradients(
     """The loss's gradient and its metrics, with the gradient's norm before clipping, `grad_norm`.
 
     Means of several batches' gradients weighted by `num_entries` are the gradient of all of them,
-    if every entry counts at all steps (prompts of more tokens than there are steps).
+    if every entry counts at all steps (prompts of more tokens than there are steps, and rows that
+    hold whole sequences: the first entries of a later window do not count at later steps).
     """
     return _gradients(params, frozen, batch, temperature, config, training)
 

@@ -7,8 +7,9 @@ drafts from all entries at once (EAGLE-3's training-time test; HASS's harmonised
     step j     entry t reads (o^{j−1}_{t−1}, x_{t+1}) and looks at the entries ≤ t − j of step 0,
                and at entry t − j + i of each step i = 1 … j, its own the last
 
-all within a sequence and at rotary position t. Where t < j in a sequence there is no such draft:
-what comes out there is finite, and no entry that counts sees it. Gradients flow through the
+all within a sequence and at rotary position t. Where t − j lies before the first column of the
+sequence, or of the window of it, there is no such draft: what comes out there is finite, and no
+entry that counts sees it (spec.drafter_training). Gradients flow through the
 outputs fed back, as in EAGLE-3's code; HASS's stops them there. J = steps, `step` or index j.
 Sources: HASS arXiv 2408.15766, EAGLE-3 2503.01840; TLT section 4.1.
 """

@@ -17,6 +17,7 @@ from models.config import ModelConfig
 from models.sharding import RULES, MeshConfig, make_mesh, param_shardings
 from spec import drafter_training as training_module
 from spec import eagle
+from spec.drafter_packing import pack
 from spec.drafter_training import (
     DrafterTrainingConfig,
     apply,
@@ -197,6 +198,35 @@ def test_what_does_not_count_does_not_matter(prompt_tokens):
     assert metrics["num_entries"] == sum(n - max(prompt_tokens, 2) for n in (9, 6, 11, 8))
     for a, b in zip(leaves((slope, metrics)), leaves((other, found)), strict=True):
         np.testing.assert_allclose(b, a, atol=1e-6)
+
+
+def test_windows_learn_nothing_from_their_neighbours():
+    """What a sequence's entries learn from: no state of another one in the row, by gradient.
+
+    A long response is cut in two windows; the second, which begins in mid-response, shares a
+    row with a short response, and comes first in a row of its own kind too.
+    """
+    config, params, frozen = drafter("eagle")
+    long, short_one = caught(config, 30, 4), caught(config, 10, 4)
+    batches = pack([long, short_one], 1, 26)
+    one = next(b for b in batches if len(set(b.sequence_BT[0].tolist()) - {0}) == 2)
+    turned = jax.tree.map(lambda x: np.roll(x, -10, axis=1), one)  # the window at column 0
+    assert turned.positions_BT[0, 0] > 0 and turned.counts_BT[0, 0]
+
+    @jax.jit
+    def slope(caught_BTW, batch):
+        batch = dataclasses.replace(batch, caught_BTW=caught_BTW)
+        loss = partial(training_module.loss, config, short("hass"), params, frozen)
+        return loss(batch, ONE)[0]
+
+    for batch in (one, turned):
+        sequence_T = batch.sequence_BT[0]
+        for mine in (1, 2):
+            counts_BT = batch.counts_BT & (batch.sequence_BT == mine)
+            only = dataclasses.replace(batch, counts_BT=counts_BT)
+            slope_TW = np.asarray(jax.grad(slope)(jnp.asarray(batch.caught_BTW), only))[0]
+            assert np.abs(slope_TW[sequence_T == mine]).max() > 1e-3
+            assert not slope_TW[sequence_T != mine].any()
 
 
 def test_a_batch_without_entries_gives_zeros():
