@@ -32,6 +32,15 @@ class Packing:
     branch_BT: jax.Array
 
 
+def precision_of(x: jax.Array) -> jax.lax.Precision | None:
+    """The precision of products of x's dtype: float32 is float32 on every backend.
+
+    Accelerators would else multiply float32 in TF32 or in passes of bfloat16. Other dtypes
+    have their backend's.
+    """
+    return jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+
+
 def causal_mask(num_tokens: int) -> jax.Array:
     """mask[0, t, s]: s ≤ t; for one sequence a row, starting at column 0. Bool [1, T, T]."""
     return jnp.tril(jnp.ones((1, num_tokens, num_tokens), bool))
@@ -56,7 +65,11 @@ def attend(
     K = k_BKhS.shape[1]
     q_BKMh = q_BTHh.reshape(B, T, K, H // K, h).transpose(0, 2, 1, 3, 4).reshape(B, K, -1, h)
     scores_BKMS = jnp.einsum(
-        "bkmh,bkhs->bkms", q_BKMh, k_BKhS, preferred_element_type=jnp.float32
+        "bkmh,bkhs->bkms",
+        q_BKMh,
+        k_BKhS,
+        precision=precision_of(q_BKMh),
+        preferred_element_type=jnp.float32,
     ) * (h**-0.5)
     mask_BKMS = jnp.repeat(mask_BTS, H // K, axis=1)[:, None]
     scores_BKMS = jnp.where(mask_BKMS, scores_BKMS, NEGATIVE)
@@ -67,6 +80,7 @@ def attend(
         "bkms,bksh->bkmh",
         weights_BKMS.astype(v_BKSh.dtype),
         v_BKSh,
+        precision=precision_of(v_BKSh),
         preferred_element_type=jnp.float32,
     )
     out_BKMh = (out_BKMh / total_BKM1).astype(v_BKSh.dtype)

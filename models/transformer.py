@@ -2,8 +2,8 @@
 
 `hidden` reads whole sequences (training, scoring); `hidden_with_cache` reads N
 tree nodes per slot against a cache (prefill, decode, verify). Both run the same
-`block`. Matrix products run in the parameters' dtype, norms, softmax and logits
-in float32. Layers are unrolled, so that each keeps a cache buffer of its own.
+`block`. Matrix products run in the parameters' dtype (float32 in full precision on
+every backend), norms, softmax and logits in float32. Layers are unrolled, so that each keeps a cache buffer of its own.
 Shape legend in docs/architecture.md; Q = H·h and P = K·h are flattened heads.
 """
 
@@ -19,7 +19,14 @@ import jax
 import jax.numpy as jnp
 
 from models import kv_cache
-from models.attention import Packing, attend, attend_causally, causal_mask, packed_mask
+from models.attention import (
+    Packing,
+    attend,
+    attend_causally,
+    causal_mask,
+    packed_mask,
+    precision_of,
+)
 from models.config import ModelConfig
 from models.kv_cache import KVCache
 from models.sharding import constrain
@@ -162,6 +169,20 @@ def _rotate(x_BTHh: jax.Array, cos_BTh: jax.Array, sin_BTh: jax.Array) -> jax.Ar
     return turned.astype(x_BTHh.dtype)
 
 
+def _product(x: jax.Array, weight: jax.Array) -> jax.Array:
+    return jnp.matmul(x, weight, precision=precision_of(x))
+
+
+def _logits(equation: str, one: jax.Array, other: jax.Array) -> jax.Array:
+    precision = precision_of(one)
+    return jnp.einsum(equation, one, other, precision=precision, preferred_element_type=jnp.float32)
+
+
+def _plus_bias(x_BTP: jax.Array, bias_P: jax.Array) -> jax.Array:
+    """x + bias; added in float32, so that the bias's gradient is summed in it."""
+    return (x_BTP.astype(jnp.float32) + bias_P.astype(jnp.float32)).astype(x_BTP.dtype)
+
+
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
@@ -181,9 +202,10 @@ def block(
     y = looks_from_BTE
     if y is None:
         y = rms_norm(x_BTD, layer.attention_norm_D, config.norm_eps)
-    q, k, v = y @ layer.query_DQ, y @ layer.key_DP, y @ layer.value_DP
+    q, k, v = (_product(y, w) for w in (layer.query_DQ, layer.key_DP, layer.value_DP))
     if config.qkv_bias:
-        q, k, v = q + layer.query_bias_Q, k + layer.key_bias_P, v + layer.value_bias_P
+        biases = layer.query_bias_Q, layer.key_bias_P, layer.value_bias_P
+        q, k, v = (_plus_bias(x, bias) for x, bias in zip((q, k, v), biases, strict=True))
     q_BTHh = q.reshape(B, T, config.num_heads, config.head_dim)
     k_BTKh = k.reshape(B, T, config.num_kv_heads, config.head_dim)
     v_BTKh = v.reshape(B, T, config.num_kv_heads, config.head_dim)
@@ -191,9 +213,11 @@ def block(
         q_BTHh = rms_norm(q_BTHh, layer.query_norm_h, config.norm_eps)
         k_BTKh = rms_norm(k_BTKh, layer.key_norm_h, config.norm_eps)
     out_BTHh = look(_rotate(q_BTHh, *rope), _rotate(k_BTKh, *rope), v_BTKh)
-    x_BTD = constrain(x_BTD + out_BTHh.reshape(B, T, -1) @ layer.output_QD, "batch", None, None)
+    out_BTD = _product(out_BTHh.reshape(B, T, -1), layer.output_QD)
+    x_BTD = constrain(x_BTD + out_BTD, "batch", None, None)
     y = rms_norm(x_BTD, layer.mlp_norm_D, config.norm_eps)
-    y = (jax.nn.silu(y @ layer.gate_DF) * (y @ layer.up_DF)) @ layer.down_FD
+    y = jax.nn.silu(_product(y, layer.gate_DF)) * _product(y, layer.up_DF)
+    y = _product(y, layer.down_FD)
     return constrain(x_BTD + y, "batch", None, None)
 
 
@@ -231,6 +255,8 @@ def hidden(
 
     Rows are single right-padded sequences, or hold what `packing` says. `remat`
     recomputes each layer in the backward pass instead of keeping its activations.
+    The embedding may have another dtype than the rest: its rows are rounded once taken, and its
+    gradient is summed in its own.
     """
     return _hidden_and_entries(config, params, tokens_BT, packing, remat=remat)[0]
 
@@ -281,7 +307,8 @@ def _hidden_and_entries(
         return _whole_layer(config, layer, x_BTD, rope, mask_BTS)
 
     step = jax.checkpoint(step) if remat else step
-    x_BTD, entries = embed(params.embedding_VD, tokens_BT), []
+    x_BTD = embed(params.embedding_VD, tokens_BT).astype(params.final_norm_D.dtype)
+    entries = []
     for layer in params.layers:
         x_BTD, entry = step(layer, x_BTD)
         entries.append((*entry, x_BTD))
@@ -367,7 +394,7 @@ def _cached_layer(
 
 
 def _tied_logits(hidden_D: jax.Array, embedding_VD: jax.Array) -> jax.Array:
-    return jnp.einsum("...d,vd->...v", hidden_D, embedding_VD, preferred_element_type=jnp.float32)
+    return _logits("...d,vd->...v", hidden_D, embedding_VD)
 
 
 def _tied_logits_cpu(hidden_D: jax.Array, embedding_VD: jax.Array) -> jax.Array:
@@ -380,7 +407,7 @@ def _tied_logits_cpu(hidden_D: jax.Array, embedding_VD: jax.Array) -> jax.Array:
     if rows > FEW_ROWS:
         return _tied_logits(hidden_D, embedding_VD)
     hidden_RD = hidden_D.reshape(rows, -1)
-    logits_VR = jnp.einsum("vd,rd->vr", embedding_VD, hidden_RD, preferred_element_type=jnp.float32)
+    logits_VR = _logits("vd,rd->vr", embedding_VD, hidden_RD)
     logits_RV = jax.lax.optimization_barrier(logits_VR).T
     return logits_RV.reshape(*hidden_D.shape[:-1], -1)
 
@@ -391,7 +418,7 @@ def head(params: Params, hidden_D: jax.Array) -> jax.Array:
         return jax.lax.platform_dependent(
             hidden_D, params.embedding_VD, cpu=_tied_logits_cpu, default=_tied_logits
         )
-    return jnp.einsum("...d,dv->...v", hidden_D, params.head_DV, preferred_element_type=jnp.float32)
+    return _logits("...d,dv->...v", hidden_D, params.head_DV)
 
 
 def logits(config: ModelConfig, params: Params, tokens_BT: jax.Array) -> jax.Array:

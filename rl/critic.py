@@ -30,7 +30,7 @@ from rl.optimizer import CriticState, OptimizerConfig, learning_rate, make_optim
 from rl.packing import Shape
 from rl.policy_losses import clipped_value_loss
 from rl.recipe import Recipe
-from rl.scoring import cast, place
+from rl.scoring import cast_for_training, place
 
 
 @jax.tree_util.register_dataclass
@@ -70,7 +70,7 @@ def values(params: Critic, batch: MicroBatch, recipe: Recipe) -> jax.Array:
     """
     hidden_BTD = transformer.hidden(
         recipe.model,
-        cast(params.trunk, recipe.trainer.dtype),
+        cast_for_training(params.trunk, recipe.trainer.dtype),
         batch.tokens_BT,
         batch.packing,
         remat=recipe.trainer.remat,

@@ -47,6 +47,14 @@ def cast(params: Params, dtype: Any) -> Params:
     return jax.tree.map(lambda p: p.astype(dtype), params)
 
 
+def cast_for_training(params: Params, dtype: Any) -> Params:
+    """As `cast`, without the embedding, whose rows the forward pass rounds.
+
+    So its gradient, a sum over all positions that hold a token, is summed in the master's dtype.
+    """
+    return dataclasses.replace(cast(params, dtype), embedding_VD=params.embedding_VD)
+
+
 def token_logprobs(
     params: Params, batch: MicroBatch, processing: Processing, recipe: Recipe
 ) -> tuple[jax.Array, jax.Array]:
@@ -59,7 +67,7 @@ def token_logprobs(
     dtype = recipe.trainer.dtype
     hidden_BTD = transformer.hidden(
         recipe.model,
-        cast(params, dtype),
+        cast_for_training(params, dtype),
         batch.tokens_BT,
         batch.packing,
         remat=recipe.trainer.remat,

@@ -240,6 +240,45 @@ def test_each_node_of_a_tree_equals_its_own_chain(config):
             np.testing.assert_allclose(got[b, node], expected, atol=1e-5)
 
 
+def products_of(jaxpr):
+    """(dtype of its operand, precision) of every matrix product of a program."""
+    found = set()
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "dot_general":
+            found.add((eqn.invars[0].aval.dtype.name, str(eqn.params["precision"])))
+        for value in eqn.params.values():
+            for x in value if isinstance(value, (tuple, list)) else (value,):
+                inner = getattr(x, "jaxpr", x)
+                found |= products_of(inner) if hasattr(inner, "eqns") else set()
+    return found
+
+
+@pytest.mark.parametrize("config", [LLAMA, QWEN2], ids=["own_head", "tied"])
+def test_float32_is_float32_on_every_backend(config):
+    """Backward passes too. Accelerators multiply it in fewer bits where nothing is said."""
+    params, start_B = random_params(config), np.zeros(B, np.int32)
+
+    def whole(params):
+        return jnp.sum(transformer.logits(config, params, random_tokens()))
+
+    def cached(params):
+        tokens_B1, mask_B1S = random_tokens()[:, :1], np.ones((B, 1, S), bool)
+        cache = kv_cache.init(config, B, S, params.final_norm_D.dtype)
+        rest = tokens_B1, start_B[:, None], start_B, mask_B1S
+        return transformer.head(
+            params, transformer.hidden_with_cache(config, params, cache, *rest)[0]
+        )
+
+    with jax.default_matmul_precision(None):
+        for program in (jax.grad(whole), cached):
+            exact = products_of(jax.make_jaxpr(program)(params).jaxpr)
+            assert {d for d, _ in exact} == {"float32"}
+            assert all("HIGHEST" in precision for _, precision in exact)
+            half = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
+            half = products_of(jax.make_jaxpr(program)(half).jaxpr)
+            assert ("bfloat16", "None") in half
+
+
 def test_only_differences_of_positions_matter():
     params, tokens, cache = random_params(QWEN3), random_tokens(), empty_cache(QWEN3)
     start, mask = np.zeros(B, np.int32), chain_mask([0, 0], T)

@@ -172,6 +172,31 @@ def test_bfloat16_compute_leaves_gradients_in_float32():
     assert np.max(np.abs(a - b)) > 0  # it did run in bfloat16
 
 
+QWEN2 = ModelConfig("qwen2", 16, 16, 1, 2, 1, 8, 32, qkv_bias=True, tied_embeddings=True)
+
+
+def test_gradients_of_a_frequent_token_and_of_biases_are_summed_in_float32():
+    """2,048 equal terms: a sum in bfloat16 stands still at 256 of them."""
+    params = transformer.init(QWEN2, jax.random.key(2))
+    tokens_BT = np.full((64, 32), 5, np.int32)
+
+    @partial(jax.jit, static_argnames=("dtype", "make"))
+    @partial(jax.grad, argnums=0)
+    def of(params, *, dtype, make=scoring.cast_for_training):
+        hidden_BTD = transformer.hidden(QWEN2, make(params, dtype), tokens_BT)
+        return jnp.sum(hidden_BTD[..., :3].astype(jnp.float32))
+
+    def norms(gradient):
+        [layer] = gradient.layers
+        embedding_D, bias_P = gradient.embedding_VD[5], layer.value_bias_P
+        return np.array([jnp.linalg.norm(embedding_D), jnp.linalg.norm(bias_P)])
+
+    wanted = norms(of(params, dtype=jnp.float32))
+    np.testing.assert_allclose(norms(of(params, dtype=jnp.bfloat16)), wanted, rtol=0.03)
+    rounded = norms(of(params, dtype=jnp.bfloat16, make=scoring.cast))
+    assert rounded[0] < 0.5 * wanted[0]  # what the test is for
+
+
 def test_samples_get_the_scores_of_their_own_tokens():
     # prompt and response tokens of each; sample 3 is sample 0's sibling; three micro-batches
     rng = np.random.default_rng(0)
