@@ -3,7 +3,8 @@
 `hidden` reads whole sequences (training, scoring); `hidden_with_cache` reads N
 tree nodes per slot against a cache (prefill, decode, verify). Both run the same
 `block`. Matrix products run in the parameters' dtype (float32 in full precision on
-every backend), norms, softmax and logits in float32. Layers are unrolled, so that each keeps a cache buffer of its own.
+every backend), norms, softmax and logits in float32. Layers are unrolled, so that
+each keeps a cache buffer of its own.
 Shape legend in docs/architecture.md; Q = H·h and P = K·h are flattened heads.
 """
 

@@ -72,6 +72,8 @@ ALGORITHMS: dict[str, Algorithm] = {
         aggregation="sequence",
         clip_low=3e-4,
         clip_high=4e-4,
+        # bounds this narrow are less than engine and trainer differ by in bfloat16
+        old_logprobs="recomputed",
     ),
     "rloo": Algorithm(
         "arXiv 2402.14740",
@@ -102,9 +104,10 @@ class AlgorithmConfig:
     the group, or of the batch with ppo. `old_logprobs` are the denominators of the ratio:
     `rollout` takes what the engine recorded of the policy at hand, `emission` what the
     policy that drew each token gave it (an older one where tokens are reused), `recomputed`
-    scores the responses anew before the first update. `correction` weighs tokens by how
-    far that score is from the emission: `none`, `token_tis:C`, `sequence_tis:C`,
-    `token_mask:LOW:HIGH` or `sequence_mask:LOW:HIGH` (`rl.corrections`).
+    (gspo's) the trainer's own scores before the first update: in bfloat16 its passes round
+    otherwise than the engine's, so that on-policy ratios of `rollout` are not 1. `correction`
+    weighs tokens by how far that score is from the emission: `none`, `token_tis:C`,
+    `sequence_tis:C`, `token_mask:LOW:HIGH` or `sequence_mask:LOW:HIGH` (`rl.corrections`).
     `mask_truncated` leaves responses that met the length limit out of the loss (their
     rewards still count in the group's mean). `max_extra_phases` bounds dapo's dynamic
     sampling. A reward falls by up to 1 over the last `overlong_buffer_tokens` before the

@@ -202,7 +202,8 @@ class DrafterTrainer:
 
     def take_history(self) -> list[dict[str, float]]:
         """The rows of the steps since the last call."""
-        history, self.history = self.history, []
+        with self._lock:
+            history, self.history = self.history, []
         return history
 
     # -- units ------------------------------------------------------------------------

@@ -115,10 +115,13 @@ def loss(
     entropy_BT: jax.Array,
     inputs: LossInputs,
     normaliser: jax.Array,
+    unmoved: jax.Array | bool = False,
 ) -> tuple[jax.Array, tuple[TokenStatistics, jax.Array]]:
     """Σ weight · (importance · policy loss + coefficient · KL), statistics, which rows are finite.
 
-    The importance is 1 without a correction. Returns (scalar, (statistics, finite_B bool)).
+    The importance is 1 without a correction. `unmoved`: the policy has not been updated with this
+    batch yet, so that `recomputed` denominators are these very log-probs, whatever they round to.
+    Returns (scalar, (statistics, finite_B bool)).
     """
     algorithm, mask_BT = config.resolved, inputs.mask_BT
     # masked tokens are replaced before any exp: 0 · inf would be NaN in the gradient
@@ -132,6 +135,8 @@ def loss(
             inputs.emission_logprobs_BT,
         )
     )
+    if algorithm.old_logprobs == "recomputed":
+        old_BT = jnp.where(unmoved, jax.lax.stop_gradient(logprobs_BT), old_BT)
     advantages_BT = inputs.advantages_B[:, None]
     if inputs.critic is not None:
         advantages_BT = inputs.critic.advantages_BT

@@ -20,8 +20,9 @@ class TrainerConfig:
     A batch is gone through `inner_updates` times, in `minibatches` optimizer steps
     each (whole groups, shuffled). Micro-batches hold about `micro_batch_tokens`
     positions, padding included; `logprob_chunk_tokens` of them have logits at a
-    time. `compute_dtype` auto is float32 on a CPU and bfloat16 elsewhere; master
-    weights are always float32.
+    time. `compute_dtype` auto is float32 on a CPU and bfloat16 elsewhere, where rollouts are
+    exact up to rounding only; float32 is in full precision on every backend. Master weights
+    are always float32.
     """
 
     inner_updates: int = 1
@@ -66,6 +67,12 @@ class Recipe:
     trainer: TrainerConfig = dataclasses.field(default_factory=TrainerConfig)
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
     total_steps: int = 1
+
+    @property
+    def scores_old(self) -> bool:
+        """Whether batches are scored before their first update, for the later ones."""
+        steps = self.trainer.inner_updates * self.trainer.minibatches
+        return self.algorithm.resolved.old_logprobs == "recomputed" and steps > 1
 
     def __post_init__(self) -> None:
         if self.total_steps < 1:

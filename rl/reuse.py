@@ -39,9 +39,10 @@ class ReuseConfig:
     `coupled:K` names it by the K tokens before instead of the position).
     `schedule` moves λ: `constant`, `linear:END:STEPS`, `clip_fraction:TARGET`.
 
-    Every token of `coupled` is a draw of the current policy, and its joint law is exact for
-    any policy that was chosen without looking at the noise. Training does look: updates
-    learn from responses that this noise made, as with common random numbers elsewhere.
+    Every token of `coupled` is a draw of the current policy, and its joint law is exact (in
+    bfloat16 up to rounding) for any policy that was chosen without looking at the noise.
+    Training does look: updates learn from responses that this noise made, as with common
+    random numbers elsewhere.
     It agrees best with Sampling.draw = "gumbel".
     """
 

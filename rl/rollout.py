@@ -40,7 +40,8 @@ def generate(
     """Generate a response to every request; trajectories in the order of the requests.
 
     The same policy, requests, sampling and `key` (default: `step_key(0, 0)`) give
-    the same tokens, whatever the engine's settings, the drafter, or the company.
+    the same tokens, whatever the engine's settings, the drafter, or the company:
+    in float32, and up to rounding in bfloat16 (docs/architecture.md, Exactness).
     `stop_token_ids` default to the policy's end tokens. An `engine` that is handed
     in keeps its compiled steps and its buffers between calls; without one, a fresh
     one of default settings serves the call. `on_finish` is told of each trajectory

@@ -2,8 +2,8 @@
 
 One step:  phase (drafter and budget for its rollouts)  →  its responses enter the rollout
 cache (`rl.reuse.remember`)  →  prepare (the index of the next step's prompts is built in
-a thread while the update runs). Drafts never change a token, so nothing here can change
-what is learnt.
+a thread while the update runs). Drafts never change a token (in bfloat16: none but by
+rounding, docs/architecture.md), so nothing here can change what is learnt.
 """
 
 from __future__ import annotations
@@ -46,6 +46,8 @@ MOST_WORKERS = 2**16
 @dataclasses.dataclass(frozen=True)
 class SpeculationConfig:
     """Where guesses come from, and how many a round tries; none of it changes a token.
+
+    (In bfloat16 none but by rounding: docs/architecture.md, Exactness.)
 
     `sources` are asked each round and their guesses joined: `last` (with Reuse: the response
     of last epoch by the same sample index, read on from where it stands), `history` (the prompt's

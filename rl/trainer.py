@@ -57,14 +57,19 @@ def accumulate(
     batch: MicroBatch,
     processing: Processing,
     normaliser: jax.Array,
+    unmoved: jax.Array,
     *,
     recipe: Recipe,
 ) -> tuple[Accumulator, Health]:
-    """Add a micro-batch's gradient to the accumulator, in float32; compiled once."""
+    """Add a micro-batch's gradient to the accumulator, in float32; compiled once.
+
+    `unmoved`: it is of the first optimizer step of its batch (`losses.loss`).
+    """
 
     def loss_of(params: Params) -> tuple[jax.Array, tuple[TokenStatistics, jax.Array]]:
         logprobs_EM, entropy_EM = scoring.token_logprobs(params, batch, processing, recipe)
-        return losses.loss(recipe.algorithm, logprobs_EM, entropy_EM, batch.inputs, normaliser)
+        inputs = batch.inputs
+        return losses.loss(recipe.algorithm, logprobs_EM, entropy_EM, inputs, normaliser, unmoved)
 
     gradients, (statistics, finite_B) = jax.grad(loss_of, has_aux=True)(params)
     specs = param_specs(recipe.model)
@@ -121,13 +126,13 @@ def warm_up(
 
     Returns the state, unchanged; the one given is donated. `told` hears how many are compiled.
     """
-    algorithm, processing = recipe.algorithm, Processing.of(SamplingConfig())
-    scores = algorithm.needs_reference or algorithm.resolved.old_logprobs == "recomputed"
+    processing = Processing.of(SamplingConfig())
+    scores = recipe.algorithm.needs_reference or recipe.scores_old
     judge, state = state.critic, dataclasses.replace(state, critic=None)
     accumulator = start(recipe=recipe)
     plain = place(batching.empty(shape))
     batch = place(batching.empty(shape, judged=True)) if judge else plain
-    rest, no = (processing, np.float32(1)), np.bool_(False)
+    rest, no = (processing, np.float32(1), np.bool_(True)), np.bool_(False)
     lowered = [
         inspect.lower(accumulator, state.step, recipe=recipe),
         apply.lower(state, accumulator.gradients, no, recipe=recipe),
@@ -199,7 +204,9 @@ def update(
             part = _with_gradient(part, algorithm)
             packed = batching.micro_batches(part, shape)
             where = f"step {step}, optimizer step {len(reports) + 1} of its batch"
-            step_inputs = _StepInputs(part, packed, normaliser, num_tokens, processing, where)
+            step_inputs = _StepInputs(
+                part, packed, normaliser, num_tokens, processing, where, unmoved=not reports
+            )
             state, report, judged = _optimizer_step(state, step_inputs, recipe)
             reports.append((report, judged))
             packed_all += packed
@@ -247,9 +254,12 @@ def with_scores(
     recipe: Recipe,
     reference: Params | None,
 ) -> list[Sample]:
-    """Samples with the log-probs under reference and current policy that the algorithm asks for."""
+    """Samples with the log-probs under reference and current policy that the algorithm asks for.
+
+    A batch of one optimizer step needs no `recomputed` ones: that step has them (`losses.loss`).
+    """
     algorithm = recipe.algorithm
-    if algorithm.resolved.old_logprobs == "recomputed":
+    if recipe.scores_old:
         old = scoring.score_samples(params, samples, shape, sampling, recipe)
         samples = [
             dataclasses.replace(s, old_logprobs=x) for s, x in zip(samples, old, strict=True)
@@ -281,6 +291,7 @@ class _StepInputs:
     num_tokens: int
     processing: Processing
     where: str
+    unmoved: bool
 
 
 def _optimizer_step(
@@ -298,7 +309,13 @@ def _optimizer_step(
         batch = place(p.batch)
         normaliser = np.float32(step.normaliser)
         accumulator, healthy = accumulate(
-            state.params, accumulator, batch, step.processing, normaliser, recipe=recipe
+            state.params,
+            accumulator,
+            batch,
+            step.processing,
+            normaliser,
+            np.bool_(step.unmoved),
+            recipe=recipe,
         )
         health.append(healthy)
         if judge:

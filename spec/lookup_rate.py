@@ -34,7 +34,10 @@ class LookupRate:
         self._odds_J = np.zeros(0)  # h_i / h
 
     def observe(self, live: LiveSlots, outcome: LookupOutcome) -> None:
+        """What became of looked-up guesses; of a probe whose requests are gone that is nothing."""
         right_AJ, reached_AJ = outcome.right_AJ, outcome.reached_AJ
+        if not reached_AJ.any():
+            return
         self._right.set(live, self.FORGET * self._right.get(live) + right_AJ.sum(axis=1))
         self._reached.set(live, self.FORGET * self._reached.get(live) + reached_AJ.sum(axis=1))
         self._right_J = _add(self.FORGET * self._right_J, right_AJ.sum(axis=0))

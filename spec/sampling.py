@@ -2,7 +2,8 @@
 
 The noise depends on the request's identity and the position of the token in its
 response, and on nothing else. So a rollout is a function of its seed, however it
-was batched, split or drafted (docs/architecture.md). All arithmetic is float32.
+was batched, split or drafted, as far as its logits are: those of bfloat16 passes round
+by shape (docs/architecture.md, Exactness). All arithmetic here is float32.
 """
 
 from __future__ import annotations

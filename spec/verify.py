@@ -2,7 +2,8 @@
 
 A round computes token(r, t) at every node of a tree and follows, from the root,
 the child that equals the draw. The emitted tokens are what plain decoding would
-have emitted; a tree of one node *is* plain decoding. Shape legend in
+have emitted, up to how the pass rounds (docs/architecture.md, Exactness); a tree of one
+node *is* plain decoding. Shape legend in
 docs/architecture.md; E = end tokens.
 """
 

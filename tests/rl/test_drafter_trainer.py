@@ -35,6 +35,24 @@ def test_steps_learn(four_steps):
     assert four_steps.take_history() == []
 
 
+def test_rows_are_taken_under_the_lock_that_updates_add_them_under():
+    trainer = make_trainer()
+    lock, held = trainer._lock, []
+
+    class Lock:
+        def __enter__(self):
+            lock.acquire()
+
+        def __exit__(self, *_):
+            held.append(trainer.history)
+            lock.release()
+
+    trainer.history = [{"loss": 1.0}]
+    trainer._lock = Lock()
+    assert trainer.take_history() == [{"loss": 1.0}]
+    assert held == [[]]  # it was swapped while the lock was held
+
+
 def test_nothing_caught_is_nothing_to_do(engine):
     trainer = make_trainer(DataBuffer(DataBufferConfig()))
     bench = bench_at(trainer, engine)

@@ -69,3 +69,14 @@ def test_what_is_long_ago_is_forgotten():
     for _ in range(20):
         rate.observe(live(1), outcome([[40, 0]], [[0, 0]]))
     assert rate.tokens_per_round(live(1), [3])[0] < 1.05
+
+
+def test_what_nobody_reached_proves_nothing():
+    """A probe whose requests have all gone comes as an outcome of no request."""
+    rate, other = LookupRate(), LookupRate()
+    rate.observe(live(), outcome(np.zeros((0, 3), int), np.zeros((0, 3), int)))
+    rate.observe(live(1), outcome([[0, 0, 0]], [[0, 0, 0]]))
+    for one in (rate, other):
+        one.observe(live(1), outcome([[4, 2, 1]], [[2, 1, 1]]))
+    assert rate.mean == other.mean > 0
+    assert rate.tokens_per_round(live(1), [2, 4]) == other.tokens_per_round(live(1), [2, 4])
