@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from typing import Any
 
 from rl import memory_mappings
@@ -17,17 +17,31 @@ def unwatched(done: int, total: int) -> None:
     """Nobody is told."""
 
 
-def compile_all(lowered: Sequence[Any], told: OnCompiled = unwatched) -> None:
-    """Compile lowered steps in threads; `told` hears of each, in this thread.
+def compile_all(lowered: Iterable[Any], total: int, told: OnCompiled = unwatched) -> None:
+    """Compile `total` lowered steps in threads, while those behind them are still being lowered.
 
-    Raises TooManyMappings where they do not fit into what Linux allows a process.
+    `told` hears in this thread how many are done. Raises TooManyMappings where they do not fit
+    into what Linux allows a process.
     """
     pool = ThreadPoolExecutor(os.cpu_count())
+    compiled: list[Future[Any]] = []
+    done = 0
+
+    def look() -> None:
+        nonlocal done
+        before, done = done, sum(future.done() for future in compiled)
+        if done // CHECK_EVERY != before // CHECK_EVERY or 0 < done == total:
+            memory_mappings.check(f"{done} of {total} programs are compiled")
+        if done > before:
+            told(done, total)
+
+    told(0, total)
     try:
-        for done, program in enumerate(as_completed([pool.submit(p.compile) for p in lowered]), 1):
-            program.result()
-            if done % CHECK_EVERY == 1:
-                memory_mappings.check(f"{done} of {len(lowered)} programs are compiled")
-            told(done, len(lowered))
+        for step in lowered:
+            compiled.append(pool.submit(step.compile))
+            look()
+        for future in as_completed(compiled):
+            future.result()
+            look()
     finally:
         pool.shutdown(cancel_futures=True)

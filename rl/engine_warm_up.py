@@ -8,7 +8,7 @@ was compiled. After it, a phase within the stated lengths compiles nothing.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -94,17 +94,18 @@ def warm_up(
             programs += [Program(step, arguments) for step, arguments in steps]
         if reuse:
             programs += _reuse_programs(engine, params, sampling, max_requests, max_prompt_tokens)
-        told(0, len(programs))
-        lowered = []
-        with engine.shapes_only():
-            for program in programs:
-                args, kwargs = program.arguments()
-                lowered.append(program.step.lower(*args, **kwargs))
-        compile_all(lowered, told)
+        compile_all(_lowered(engine, programs), len(programs), told)
         for program in programs:
             args, kwargs = program.arguments()
             jax.block_until_ready(program.step(*args, **kwargs))
         return len(programs)
+
+
+def _lowered(engine: Engine, programs: Sequence[Program]) -> Iterator[Any]:
+    with engine.shapes_only():
+        for program in programs:
+            args, kwargs = program.arguments()
+            yield program.step.lower(*args, **kwargs)
 
 
 def slot_sizes(engine: Engine, max_requests: int) -> list[int]:

@@ -256,7 +256,8 @@ def _parsed(path: Path, content: bytes) -> Iterator[tuple[bytes, Row]]:
     for number, line in enumerate(lines, start=1):
         try:
             row = json.loads(line)
-            if not isinstance(row, dict) or type(row.get("step")) is not int:
+            step = row.get("step") if isinstance(row, dict) else None
+            if type(step) is not int or not 0 <= step < 2**53:
                 raise ValueError(f"expected an object with an integer step, got {line[:80]!r}")
         except (ValueError, RecursionError) as error:
             if number == len(lines) and not line.endswith(b"\n"):

@@ -45,7 +45,11 @@ def write_report(
     page = report_page.page(
         title=", ".join(run.label for run in runs),
         runs=[(run.label, len(run.rows), int(run.steps[-1])) for run in runs],
-        images=[(name, png) for name, png in images.items() if name != OVERVIEW_FILE],
+        images=[
+            (name, png, report_plots.CAPTIONS[name])
+            for name, png in images.items()
+            if name != OVERVIEW_FILE
+        ],
         summaries=summarize(runs),
         samples=[
             (run.label, row) for run in runs for row in pick_samples(run.samples, max_samples)

@@ -10,6 +10,7 @@ import base64
 import hashlib
 import html
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 MAX_TEXT_CHARS = 20_000
 PREVIEW_CHARS = 110
+# Controls beyond ASCII's, and marks that change the direction of what follows.
+_INVISIBLE = re.compile("[\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 _SHOWN_ELSEWHERE = ("step", "prompt", "completion", "reward", "advantage", "finish_reason")
 
 _CSS = """
@@ -29,21 +32,25 @@ h2 { font-size: 18px; margin: 36px 0 12px; }
 .faint { color: var(--faint); }
 .plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(480px, 100%), 1fr));
   gap: 16px; }
-.plots img { width: 100%; height: auto; border: 1px solid var(--line); border-radius: 6px; }
+.plots figure { margin: 0; }
+.plots figcaption { color: var(--faint); font-size: 13px; padding: 4px 2px 0; }
+.plots img { width: 100%; box-sizing: border-box; height: auto; border: 1px solid var(--line);
+  border-radius: 6px; }
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; font-size: 14px; }
 th, td { padding: 4px 14px 4px 0; text-align: right; white-space: nowrap;
   border-bottom: 1px solid var(--line); font-variant-numeric: tabular-nums; }
 th { color: var(--faint); font-weight: 600; }
-th.name, td.name { text-align: left; white-space: normal; overflow-wrap: anywhere; }
+th.name, td.name { text-align: left; white-space: normal; overflow-wrap: anywhere;
+  min-width: 11em; }
 .filter { display: flex; flex-wrap: wrap; gap: 12px; margin-bottom: 12px; align-items: center; }
 .filter select, .filter input { font: inherit; padding: 3px 6px; }
 .filter input { flex: 1 1 240px; }
 details { border: 1px solid var(--line); border-radius: 6px; margin-bottom: 8px; }
 details[hidden] { display: none; }
-summary { cursor: pointer; padding: 6px 12px; display: flex; gap: 14px; }
+summary { cursor: pointer; padding: 6px 12px; display: flex; flex-wrap: wrap; gap: 2px 14px; }
 summary span { white-space: nowrap; font-variant-numeric: tabular-nums; }
-summary .text { flex: 1; min-width: 0; overflow: hidden; text-overflow: ellipsis;
+summary .text { flex: 1 1 10em; min-width: 0; overflow: hidden; text-overflow: ellipsis;
   color: var(--faint); }
 details > div { padding: 0 12px 10px; }
 pre { background: var(--soft); padding: 8px 10px; border-radius: 4px; margin: 2px 0 10px;
@@ -78,11 +85,14 @@ def page(
     *,
     title: str,
     runs: Sequence[tuple[str, int, int]],
-    images: Sequence[tuple[str, bytes]],
+    images: Sequence[tuple[str, bytes, str]],
     summaries: Sequence[Summary],
     samples: Sequence[tuple[str, Mapping[str, Any]]],
 ) -> str:
-    """The whole page as text. `runs`: (label, rows, last step); `samples`: (run label, row)."""
+    """The whole page as text.
+
+    `runs`: (label, rows, last step); `images`: (file, PNG, caption); `samples`: (run label, row).
+    """
     script = base64.b64encode(hashlib.sha256(_SCRIPT.encode()).digest()).decode()
     policy = (
         "default-src 'none'; img-src data:; style-src 'unsafe-inline'; "
@@ -93,9 +103,10 @@ def page(
         for label, rows, last in runs
     )
     plots = "\n".join(
-        f'<img alt="{_text(name.removesuffix(".png"))} by training step" '
+        f'<figure><img alt="{_text(name.removesuffix(".png"))}" '
         f'src="data:image/png;base64,{base64.b64encode(png).decode()}">'
-        for name, png in images
+        f"<figcaption>{_text(caption)}</figcaption></figure>"
+        for name, png, caption in images
     )
     return f"""<!DOCTYPE html>
 <html lang="en">
@@ -127,7 +138,8 @@ def _table(summaries: Sequence[Summary], *, several: bool) -> str:
     rows = []
     previous = None
     for line in summaries:
-        name = "" if line.metric == previous else _text(line.metric)
+        # names break behind their parts
+        name = "" if line.metric == previous else re.sub("([/_])", r"\1<wbr>", _text(line.metric))
         previous = line.metric
         run = f'<td class="name">{_text(line.label)}</td>' if several else ""
         best = "" if line.best is None else f"{number(line.best)} (step {line.best_step})"
@@ -174,7 +186,8 @@ def _sample(label: str, row: Mapping[str, Any], *, several: bool) -> str:
     advantage = row.get("advantage")
     if isinstance(advantage, (int, float)):
         kind = "good" if advantage > 0 else "bad" if advantage < 0 else "faint"
-        facts.append(f'<b class="{kind}">advantage {advantage:+.3g}</b>')
+        sign = "+" if advantage > 0 else ""
+        facts.append(f'<b class="{kind}">advantage {sign}{number(advantage)}</b>')
     if "finish_reason" in row:
         facts.append(_text(row["finish_reason"]))
     spans = "".join(f"<span>{fact}</span>" for fact in facts)
@@ -195,13 +208,17 @@ def _sample(label: str, row: Mapping[str, Any], *, several: bool) -> str:
 
 def number(value: float) -> str:
     """Four digits that count, thousands apart: 0.4125, 15,320, 1.2e-06."""
+    try:
+        value = float(value)
+    except OverflowError:  # an integer of hundreds of digits
+        return "more than 1e308" if value > 0 else "less than -1e308"
     return f"{value:,.0f}" if 1000 <= abs(value) < 1e15 else f"{value:.4g}"
 
 
 def _value(value: Any) -> str:
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return number(value)
-    if isinstance(value, Mapping):
+    if isinstance(value, Mapping) and not any(isinstance(v, Mapping) for v in value.values()):
         return ", ".join(f"{_text(name)} {_value(item)}" for name, item in value.items())
     return _text(value if isinstance(value, str) else json.dumps(value))
 
@@ -213,4 +230,5 @@ def _text(value: Any) -> str:
     if cut > 0:
         text = text[:MAX_TEXT_CHARS] + f" ... and {cut:,} more characters"
     clean = "".join(c if c >= " " or c in "\n\t" else chr(0x2400 + ord(c)) for c in text)
+    clean = _INVISIBLE.sub(lambda found: found[0].encode("unicode_escape").decode(), clean)
     return html.escape(clean, quote=True)

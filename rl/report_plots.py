@@ -30,6 +30,7 @@ class Line:
     title: str
     unit: str
     metric: str
+    caption: str
     band: tuple[str, str] | None = None
     scale: float = 1.0
 
@@ -58,6 +59,8 @@ class Line:
         if self.band is not None:
             notes.append(f"{'shade' if len(runs) == 1 else 'dotted'}: min and max")
         self._label(ax, ", ".join(notes))
+        if not any(np.nan_to_num(run.series(self.metric)).any() for run in runs):
+            ax.set_ylim(0, 1)  # zeros lie on the axis, not in the middle of a band about them
 
     def _label(self, ax: Any, note: str) -> None:
         from matplotlib.ticker import StrMethodFormatter
@@ -77,6 +80,7 @@ class TimeSplit:
 
     file: str = "time.png"
     title: str = "Time split"
+    caption: str = "Seconds of a step by part: generating, scoring what is left, learning, saving."
 
     def shown(self, runs: Sequence[Run]) -> bool:
         return any(run.has(name) for run in runs for name in run.time_sections())
@@ -99,9 +103,8 @@ class TimeSplit:
         base = np.zeros(len(run.steps))
         for index, (name, seconds) in enumerate(parts.items()):
             top = base + seconds
-            ax.stairs(
-                top, edges, baseline=base, fill=True, color=part_color(name, index), label=name
-            )
+            look = {"color": part_color(name, index), "label": plain_text(name, 24)}
+            ax.stairs(top, edges, baseline=base, fill=True, **look)
             base = top
         # A first step that compiles would flatten all others.
         ordinary = ordinary_steps(base)
@@ -126,7 +129,8 @@ class TimeSplit:
         for index, part in enumerate(parts):
             widths = np.array([one.get(part, 0.0) for one in means])
             color = part_color(part, index)
-            ax.barh(range(len(runs)), widths, left=left, height=0.6, color=color, label=part)
+            label = plain_text(part, 24)
+            ax.barh(range(len(runs)), widths, left=left, height=0.6, color=color, label=label)
             left += widths
         for place, total in enumerate(left):
             ax.annotate(
@@ -143,24 +147,85 @@ class TimeSplit:
 
 Panel = Line | TimeSplit | RolloutTimeline
 PANELS: tuple[Panel, ...] = (
-    Line("reward.png", "Reward", "mean reward", "reward"),
+    Line(
+        "reward.png",
+        "Reward",
+        "mean reward",
+        "reward",
+        "Mean reward over all responses of a step, as they were scored.",
+    ),
+    Line(
+        "failures.png",
+        "Responses without a score",
+        "responses per step",
+        "rewards/failures",
+        "Responses whose reward function raised, ran out of time or answered no number; the "
+        "samples below give the reasons.",
+    ),
     Line(
         "length.png",
         "Response length",
         "tokens",
         "completions/mean_length",
+        "Mean tokens of a response; the bounds are the shortest and the longest of the step.",
         band=("completions/min_length", "completions/max_length"),
     ),
-    Line("entropy.png", "Entropy", "nats per token", "entropy"),
-    Line("clip.png", "Clip fraction", "% of tokens", "clip_ratio/region_mean", scale=100.0),
-    Line("throughput.png", "Throughput", "tokens per second", "perf/throughput"),
-    Line("spec_tokens.png", "Tokens per round", "tokens per request", "spec/tokens_per_round"),
-    Line("spec_accept.png", "Guesses that were right", "%", "spec/accept_rate", scale=100.0),
-    Line("reused.png", "Reused", "% of response tokens", "spec/reused_fraction", scale=100.0),
-    Line("self_bleu.png", "Likeness of siblings", "Self-BLEU", "diversity/self_bleu"),
+    Line(
+        "entropy.png",
+        "Entropy",
+        "nats per token",
+        "entropy",
+        "How undecided the policy is about the next token; near 0 it has stopped exploring.",
+    ),
+    Line(
+        "clip.png",
+        "Clip fraction",
+        "% of tokens",
+        "clip_ratio/region_mean",
+        "Tokens that the update had moved so far that their gradient was cut off.",
+        scale=100.0,
+    ),
+    Line(
+        "throughput.png",
+        "Throughput",
+        "tokens per second",
+        "perf/throughput",
+        "Response tokens over the seconds of the whole step, learning included.",
+    ),
+    Line(
+        "spec_tokens.png",
+        "Tokens per round",
+        "tokens per request",
+        "spec/tokens_per_round",
+        "Tokens that a request gains in a round with guesses; plain decoding gains one.",
+    ),
+    Line(
+        "spec_accept.png",
+        "Guesses that were right",
+        "%",
+        "spec/accept_rate",
+        "Guessed tokens that the policy drew as well, of all that were tried.",
+        scale=100.0,
+    ),
+    Line(
+        "reused.png",
+        "Reused",
+        "% of response tokens",
+        "spec/reused_fraction",
+        "Tokens kept from the last epoch's response to the same prompt.",
+        scale=100.0,
+    ),
+    Line(
+        "self_bleu.png",
+        "How alike siblings are",
+        "Self-BLEU",
+        "diversity/self_bleu",
+        "Overlap of the responses to one prompt with one another; at 1 they are all the same.",
+    ),
     TimeSplit(),
     RolloutTimeline(),
 )
+CAPTIONS = {panel.file: panel.caption for panel in PANELS}
 
 
 def draw(runs: Sequence[Run], smooth_steps: int | None = None) -> dict[str, bytes]:
@@ -202,7 +267,7 @@ def _figure(panels: Sequence[Panel], runs: Sequence[Run], window: int, columns: 
         figure.legend(
             [Line2D([], [], color=color, linestyle=style, linewidth=2.2) for color, style in looks],
             [plain_text(run.label, 40) for run in runs],
-            loc="outside upper left",
+            loc="outside lower left",  # titles of neighbours stay in line
             ncols=min(len(runs), 2 * columns),
             labelcolor=INK,
         )

@@ -12,6 +12,8 @@ import numpy as np
 from rl.metrics import METRICS_FILE, Row, read_metrics, read_samples
 from rl.timeline import RoundRecord, load_timeline
 
+MOST = 1e100  # of a metric that is drawn: axes are made by adding and squaring
+
 
 class ReportError(ValueError):
     """A run that cannot be reported on; the message says why."""
@@ -69,6 +71,7 @@ class Summary:
 _DIRECTIONS: dict[str, Literal["max", "min", ""]] = {
     "reward": "max",
     "reward_std": "",
+    "rewards/failures": "min",
     "frac_reward_zero_std": "min",
     "completions/mean_length": "",
     "completions/clipped_ratio": "min",
@@ -157,4 +160,6 @@ def _is_reward_mean(name: str) -> bool:
 
 
 def _float(value: Any) -> float:
-    return float(value) if isinstance(value, (int, float)) else float("nan")
+    """The number that a metric is; nan where it is none, or none that can be drawn."""
+    drawn = isinstance(value, (int, float)) and abs(value) < MOST
+    return float(value) if drawn else float("nan")

@@ -27,6 +27,7 @@ STYLE = {
     "ytick.color": FAINT,
     "legend.frameon": False,
     "figure.dpi": 130,
+    "text.parse_math": False,  # names come from outside: `$` is a letter
 }
 
 
@@ -40,5 +41,5 @@ def plain_text(text: str, limit: int) -> str:
     """A label that matplotlib takes literally, cut at its front (ends tell runs apart)."""
     clean = "".join(c if c.isprintable() else "?" for c in text)
     short = clean if len(clean) <= limit else "…" + clean[1 - limit :]
-    # `$` would start a formula; a leading `_` would hide the label from legends.
-    return ("./" if short.startswith("_") else "") + short.replace("$", r"\$")
+    # a leading `_` would hide the label from legends
+    return ("./" if short.startswith("_") else "") + short

@@ -30,6 +30,10 @@ class RolloutTimeline:
 
     file: str = "rollout.png"
     title: str = "Rollout phase"
+    caption: str = (
+        "Requests of the last phase that was written down; the number under way dips where rows "
+        "pass from one request to the next."
+    )
 
     def shown(self, runs: Sequence[Run]) -> bool:
         return any(run.timeline for run in runs)
@@ -65,8 +69,8 @@ class RolloutTimeline:
         height = max(0.6, 150 / max(len(places), 1))
         ax.add_collection(LineCollection(lines, colors=colors, linewidths=min(height, 6)))
         ax.set_ylim(len(places) - 0.5, -0.5)
-        ax.set_xlim(0, max(_span(run.timeline, r)[1] for r in run.timeline))
-        ax.set_ylabel("requests, by start and end")
+        ax.set_xlim(0, max(_span(run.timeline, r)[1] for r in run.timeline) or 1)
+        ax.set_ylabel("a line a request, by start and end")
         ax.grid(visible=False)
         beside = ax.twinx()
         _draw_alive(beside, run.timeline, "#D55E00", "-")

@@ -202,15 +202,37 @@ def load_timeline(folder: Path) -> tuple[int, list[RoundRecord]]:
         return 0, []
     try:
         kept = json.loads(path.read_text(encoding="utf-8"))
-        return int(kept["step"]), [_record(row) for row in kept["rounds"]]
-    except (KeyError, TypeError, ValueError) as error:
+        return _whole(kept["step"]), [_record(row) for row in kept["rounds"]]
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(
             f"{path} is not a timeline that a run wrote ({error}): delete it"
         ) from error
 
 
 def _record(row: Mapping[str, Any]) -> RoundRecord:
-    columns: dict[str, Any] = {
-        k: np.asarray(v) if isinstance(v, list) else v for k, v in row.items()
-    }
+    """The round that `row` holds; raises KeyError, TypeError or ValueError where it holds none."""
+    columns: dict[str, Any] = {}
+    for field in dataclasses.fields(RoundRecord):
+        value = row[field.name]
+        if field.name.endswith("_A"):
+            columns[field.name] = np.array([_whole(item) for item in value], np.int64)
+        elif field.name.endswith("_s"):
+            columns[field.name] = _seconds(value)
+        else:
+            columns[field.name] = _whole(value)
+    sizes = {len(column) for name, column in columns.items() if name.endswith("_A")}
+    if len(sizes) != 1 or len(row) != len(columns):
+        raise ValueError(f"a round of {len(row)} entries, of requests {sorted(sizes)}")
     return RoundRecord(**columns)
+
+
+def _whole(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 2**53:
+        raise ValueError(f"expected a whole number, got {str(value)[:40]!r}")
+    return value
+
+
+def _seconds(value: Any) -> float:
+    if type(value) not in (int, float) or not abs(value) < 2**53:  # nan is not either
+        raise ValueError(f"expected seconds, got {str(value)[:40]!r}")
+    return float(value)

@@ -142,8 +142,7 @@ def warm_up(
         lowered += [scoring.score.lower(state.params, plain, processing, recipe=recipe)]
     if judge:
         lowered += critic.programs(judge, plain, batch, state.step, recipe)
-    told(0, len(lowered))
-    compile_all(lowered, told)
+    compile_all(lowered, len(lowered), told)
 
     # calls find what was compiled; running them once proves it, and settles their buffers
     accumulator, _ = accumulate(state.params, accumulator, batch, *rest, recipe=recipe)

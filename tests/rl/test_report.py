@@ -180,6 +180,94 @@ def test_a_foreign_timeline_ends_the_report_with_a_message(tmp_path, capsys):
     assert "is not a timeline that a run wrote" in capsys.readouterr().err
 
 
+GOOD_ROUND = json.dumps(
+    dict.fromkeys(("began_s", "ready_s", "drafted_s", "called_s", "fetched_s", "ended_s"), 1.0)
+    | dict.fromkeys(("num_slots", "num_nodes", "num_positions"), 1)
+    | {name: [1] for name in ("request_ids_A", "cached_tokens_A", "rounds_A", "emitted_A")}
+)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        '{"step": 1e999, "rounds": []}',
+        '{"step": true, "rounds": []}',
+        '{"step": 1, "rounds": [5]}',
+        '{"step": 1, "rounds": {"a": 1}}',
+        '{"step": 1, "rounds": ' + "[" * 100_000 + "]" * 100_000 + "}",
+        '{"step": 1, "rounds": [' + GOOD_ROUND.replace("1.0", '"1"', 1) + "]}",
+        '{"step": 1, "rounds": [' + GOOD_ROUND.replace("1.0", "NaN", 1) + "]}",
+        '{"step": 1, "rounds": [' + GOOD_ROUND.replace("1.0", "1e308", 1) + "]}",
+        '{"step": 1, "rounds": [' + GOOD_ROUND.replace("[1]", "[1, 2]", 1) + "]}",
+        '{"step": 1, "rounds": [' + GOOD_ROUND.replace("[1]", '["a"]', 1) + "]}",
+        '{"step": 1, "rounds": [' + GOOD_ROUND.replace("[1]", "[[1]]", 1) + "]}",
+        '{"step": 1, "rounds": [' + GOOD_ROUND.replace("[1]", f"[{'9' * 400}]", 1) + "]}",
+        '{"step": 1, "rounds": [' + GOOD_ROUND.replace("}", ', "more": 1}') + "]}",
+    ],
+)
+def test_a_hostile_timeline_is_a_sentence(tmp_path, capsys, content):
+    folder = make_run(tmp_path / "run", [0.5])
+    (folder / "timeline.json").write_text(content)
+    assert report.main([str(folder)]) == 2
+    error = capsys.readouterr().err
+    assert "is not a timeline that a run wrote" in error and error.count("\n") == 1
+
+
+def test_the_good_round_of_the_hostile_ones_is_drawn(tmp_path):
+    folder = make_run(tmp_path / "run", [0.5])
+    (folder / "timeline.json").write_text(f'{{"step": 1, "rounds": [{GOOD_ROUND}]}}')
+    assert report.main([str(folder)]) == 0
+    assert (folder / "report" / "rollout.png").exists()
+
+
+def test_hostile_numbers_and_names_are_left_out_or_taken_literally(tmp_path, capsys):
+    name = r"time/$\frac$\u202e"
+    values = [10**400, 1.5, -(10**400), 1e300, 2.0]
+    rows = [0.5, 10**400, 0.75, 1.0, 0.25]
+    folders = [
+        make_run(
+            tmp_path / run, rows, **{name: values, "step_time": values, "rewards/$^/mean": rows}
+        )
+        for run in (r"$\frac$", "b")
+    ]
+    deep = '{"a": ' * 300 + "1" + "}" * 300
+    huge = f'{{"step": 1, "reward": {"9" * 400}, "advantage": {"9" * 400}, "deep": {deep}}}\n'
+    (folders[0] / "samples.jsonl").write_text(huge + '{"step": 2, "prompt": "a\\u202eb"}\n')
+    for runs in (folders[:1], folders):
+        output = tmp_path / f"out{len(runs)}"
+        assert report.main([*map(str, runs), "--output", str(output)]) == 0
+        page = (output / "index.html").read_text(encoding="utf-8")
+        assert "more than 1e308" in page and r"a\u202eb" in page and "\u202e" not in page
+    assert "\u202e" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("row", ['{"step": 1' + "0" * 400 + "}", '{"step": -1}', "[" * 100_000])
+def test_hostile_rows_are_a_sentence(tmp_path, capsys, row):
+    folder = make_run(tmp_path / "run", [0.5])
+    (folder / "metrics.jsonl").write_text(row + '\n{"step": 2, "reward": 1.0}\n')
+    assert report.main([str(folder)]) == 2
+    error = capsys.readouterr().err
+    assert "metrics.jsonl:1: damaged row" in error and error.count("\n") == 1
+
+
+def test_failed_rewards_have_a_plot_and_a_row(tmp_path):
+    folder = make_run(tmp_path / "run", [0.0, 0.0], **{"rewards/failures": [128, 64]})
+    assert report.main([str(folder)]) == 0
+    page = Page((folder / "report" / "index.html").read_text(encoding="utf-8"))
+    assert (folder / "report" / "failures.png").exists()
+    assert "rewards/failures128" in "".join(page.text) and "64 (step 2)" in page.text
+
+
+def test_every_plot_has_a_caption_of_one_sentence(tmp_path):
+    folder = make_run(tmp_path / "run", [0.0, 0.0], entropy=[1.0, 2.0])
+    assert report.main([str(folder)]) == 0
+    page = (folder / "report" / "index.html").read_text(encoding="utf-8")
+    captions = re.findall(r"<figure><img [^>]*><figcaption>([^<]*)</figcaption></figure>", page)
+    shown = [report_plots.CAPTIONS[name] for name in ("reward.png", "entropy.png")]
+    assert captions == shown and page.count("<img ") == 2
+    assert all(text.endswith(".") and ". " not in text for text in report_plots.CAPTIONS.values())
+
+
 def phase_round(began_s: float, num_nodes: int, ids: list[int]) -> RoundRecord:
     marks = [began_s + 0.25 * i for i in range(6)]
     alive = np.array(ids)
@@ -250,5 +338,6 @@ def test_a_missing_folder_and_a_bad_option_exit_with_2(tmp_path, capsys):
 
 
 def test_labels_in_pictures_are_taken_literally():
-    assert report_style.plain_text("_a$b$", 20) == r"./_a\$b\$"
+    assert report_style.plain_text("_a$b$", 20) == "./_a$b$"
+    assert report_style.STYLE["text.parse_math"] is False  # else `$` begins a formula
     assert report_style.plain_text("x" * 30 + "end", 10) == "…xxxxxxend"
