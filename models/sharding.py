@@ -82,6 +82,17 @@ def _fitting_spec(
     return PartitionSpec(*entries)
 
 
+def shard_shape(
+    sizes: Mapping[str, int], shape: Sequence[int], axes: Sequence[str | None]
+) -> tuple[int, ...]:
+    """What one device holds of an array, on a mesh of these sizes by axis."""
+    ways = []
+    for entry in _fitting_spec(sizes, shape, axes):
+        names = () if entry is None else (entry,) if isinstance(entry, str) else entry
+        ways.append(math.prod(sizes[name] for name in names))
+    return tuple(size // way for size, way in zip(shape, ways, strict=True))
+
+
 def fitting_sharding(mesh: Mesh, shape: Sequence[int], axes: Sequence[str | None]) -> NamedSharding:
     """The sharding of an array, with dimensions that do not divide left whole."""
     return NamedSharding(mesh, _fitting_spec(mesh.shape, shape, axes))

@@ -73,7 +73,7 @@ def values(params: Critic, batch: MicroBatch, recipe: Recipe) -> jax.Array:
         cast_for_training(params.trunk, recipe.trainer.dtype),
         batch.tokens_BT,
         batch.packing,
-        remat=recipe.trainer.remat,
+        remat=recipe.trainer.rematerialises,
     )
     values_BT = jnp.sum(hidden_BTD.astype(jnp.float32) * params.head_D, axis=-1)
     return values_BT.reshape(-1)[batch.index_EM]

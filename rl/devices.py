@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import jax
@@ -13,10 +14,33 @@ NODES = ("nvidia[0-9]*", "kfd", "accel[0-9]*")  # in /dev: NVIDIA's, AMD's and G
 INSTALL = "install JAX for it (pip install -e '.[cuda]' or '.[tpu]')"
 
 
+ONE_PROCESS = "a run is one process, on the devices of one host"
+
+
+def refuse_several_processes(environ: Mapping[str, str] = os.environ) -> None:
+    """Raise ValueError where a launcher has started this as one process of several.
+
+    Looks at what `jax.distributed.initialize` would: no device is opened.
+    """
+    counts = ("JAX_NUM_PROCESSES", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
+    several = [f"{name}={environ[name]}" for name in counts if environ.get(name, "1") != "1"]
+    several += ["JAX_COORDINATOR_ADDRESS"] if environ.get("JAX_COORDINATOR_ADDRESS") else []
+    several += ["TPU_WORKER_HOSTNAMES"] if "," in environ.get("TPU_WORKER_HOSTNAMES", "") else []
+    if several:
+        raise ValueError(
+            f"expected one process, got {several[0]} in the environment: {ONE_PROCESS}; start it "
+            "once, without a launcher of several"
+        )
+
+
 def found() -> Sequence[jax.Device]:
-    """All devices; raises ValueError where the platform that was asked for is not there."""
+    """All devices.
+
+    Raises ValueError where the platform that was asked for is not there, and in one process of
+    several.
+    """
     try:
-        return jax.devices()
+        devices = jax.devices()
     except (RuntimeError, AssertionError) as error:  # an unknown `cuda` is a bare assertion
         asked = jax.config.jax_platforms
         why = str(error).partition("\n")[0] or "it is not installed"
@@ -24,6 +48,9 @@ def found() -> Sequence[jax.Device]:
             f"expected the devices of JAX_PLATFORMS={asked!r}, got none: {why}; {INSTALL}, or "
             "set JAX_PLATFORMS=cpu"
         ) from error
+    if (count := jax.process_count()) > 1:
+        raise ValueError(f"expected one process, got {count}: {ONE_PROCESS}")
+    return devices
 
 
 def warning() -> str | None:

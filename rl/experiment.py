@@ -11,7 +11,7 @@ import hashlib
 import math
 from pathlib import Path
 
-from models import hf, kv_cache, tokenizer, transformer
+from models import hf, tokenizer
 from models.config import ModelConfig
 from models.sharding import MeshConfig
 from models.tokenizer import Tokenizer
@@ -322,31 +322,3 @@ def recipe(config: TrainConfig, model: ModelConfig) -> Recipe:
     return Recipe(
         model, config.algorithm, config.trainer, config.optimizer, steps, critic=config.critic
     )
-
-
-def memory_estimate_bytes(config: TrainConfig, model: ModelConfig) -> dict[str, int]:
-    """Bytes of a run's largest residents, over all devices together.
-
-    Compute copies are counted at four bytes a value, as on a CPU; in bfloat16 they
-    take half. Activations are those of one micro-batch: 14 · D + 3 · F values a
-    token and layer, or D with remat.
-    """
-    weights = 4 * transformer.num_params(model)
-    longest = config.longest_tokens
-    positions = config.engine.position_sizes(longest)[-1]
-    slots = min(config.engine.slots, config.rollout.num_requests)
-    per_token = 14 * model.d_model + 3 * model.d_ff
-    if config.trainer.remat:
-        per_token = model.d_model
-    tokens = max(config.trainer.micro_batch_tokens, longest)
-    parts = {
-        "master weights": weights,
-        "Adam moments": 2 * weights,
-        "gradients": weights,
-        "reference policy": weights if config.algorithm.needs_reference else 0,
-        "critic": 4 * weights if config.algorithm.resolved.needs_critic else 0,
-        "KV cache": slots * positions * kv_cache.bytes_per_token(model, 4),
-        "activations": 4 * tokens * per_token * model.num_layers,
-        "logits": 3 * 4 * min(config.trainer.logprob_chunk_tokens, tokens) * model.vocab_size,
-    }
-    return parts | {"total": sum(parts.values())}

@@ -22,14 +22,16 @@ class TrainerConfig:
     positions, padding included; `logprob_chunk_tokens` of them have logits at a
     time. `compute_dtype` auto is float32 on a CPU and bfloat16 elsewhere, where rollouts are
     exact up to rounding only; float32 is in full precision on every backend. Master weights
-    are always float32.
+    are always float32. `remat` computes each layer again in the backward pass instead of
+    keeping what it made: less memory for a third more work; auto is False on a CPU and True
+    elsewhere.
     """
 
     inner_updates: int = 1
     minibatches: int = 1
     micro_batch_tokens: int = 8192
     logprob_chunk_tokens: int = 1024
-    remat: bool = False
+    remat: bool | Literal["auto"] = "auto"
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
 
     def __post_init__(self) -> None:
@@ -52,6 +54,11 @@ class TrainerConfig:
         if self.compute_dtype == "auto":
             return jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
         return jnp.dtype(self.compute_dtype)
+
+    @property
+    def rematerialises(self) -> bool:
+        """Whether layers are computed again. Asks jax for its backend where it says auto."""
+        return jax.default_backend() != "cpu" if self.remat == "auto" else self.remat
 
 
 @dataclasses.dataclass(frozen=True)

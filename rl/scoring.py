@@ -70,7 +70,7 @@ def token_logprobs(
         cast_for_training(params, dtype),
         batch.tokens_BT,
         batch.packing,
-        remat=recipe.trainer.remat,
+        remat=recipe.trainer.rematerialises,
     )
     # the head stays in its master's dtype until inside the loop, where autodiff
     # sums its gradient over chunks: in bfloat16 that sum would lose digits

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from models.transformer import Params, num_params
-from rl import compiled_programs, run_start
+from rl import compiled_programs, devices, memory, run_start
 from rl.config import (
     ConfigError,
     add_config_arguments,
@@ -25,7 +25,7 @@ from rl.config import (
     load,
     parse_command_line,
 )
-from rl.experiment import Inputs, TrainConfig, memory_estimate_bytes, open_inputs, remarks
+from rl.experiment import Inputs, TrainConfig, open_inputs, remarks
 from rl.metrics import DamagedRowError, check_installed
 from rl.progress import progress, say
 from rl.rewards.check import check_rewards
@@ -56,6 +56,7 @@ def main(argv: Sequence[str]) -> int:
     if args.list is not None:
         return list_fields(TrainConfig, args.list)
     try:
+        devices.refuse_several_processes()
         config, before = _resolve(args.gin_file or [], overrides, resume=args.resume)
         changes = [] if before is None else run_start.changes(before, config)
         run_start.refuse_another_experiment(changes, allow=args.allow_changes)
@@ -69,8 +70,7 @@ def main(argv: Sequence[str]) -> int:
     for text in [*(f"changed       {c}" for c in changes), *(f"warning: {w}" for w in warnings)]:
         say(text, sys.stderr)
     if args.dry_run:
-        _print_plan(config, inputs, folder)
-        return 0
+        return _print_plan(config, inputs, folder)
     if args.resume and run_start.is_finished(folder, config):
         say(
             f"{folder} is done, all {config.run.steps} steps: to go on raise Run.steps; "
@@ -122,8 +122,9 @@ def _newest_run(name: str) -> Path:
     return max(found, key=lambda p: (p / "config.gin").stat().st_mtime)
 
 
-def _print_plan(config: TrainConfig, inputs: Inputs, folder: Path) -> None:
-    model = inputs.model
+def _print_plan(config: TrainConfig, inputs: Inputs, folder: Path) -> int:
+    """What would run, and in how much memory; returns the exit code."""
+    model, there = inputs.model, memory.devices_unopened()
     say(dump(config))
     say(f"# run folder    {folder}")
     say(f"# policy        {inputs.policy}: {model.architecture}, {num_params(model):,} parameters")
@@ -133,18 +134,26 @@ def _print_plan(config: TrainConfig, inputs: Inputs, folder: Path) -> None:
     say(f"# per step      {config.rollout.num_requests} responses")
     for field, value in vars(config.algorithm.resolved).items():
         say(f"# algorithm     {field:24s} {value}")
-    for part, size in memory_estimate_bytes(config, model).items():
-        say(f"# memory        {part:18s} {size / 2**20:10.1f} MiB")
-    for remark in remarks(config, inputs):
+    needed = memory.estimate(config, model, there)
+    for part, size in [*needed.parts.items(), ("total, of one device", needed.total)]:
+        say(f"# memory        {part:38s} {size / 2**20:10.1f} MiB")
+    try:
+        warning = memory.verdict(needed, there)
+    except ValueError as error:
+        say(f"error: {error}", sys.stderr)
+        return EXIT_USAGE
+    if there.limit_bytes is None:
+        say("# memory        nobody says what a device has: compared when it runs")
+    for remark in [*filter(None, [warning]), *remarks(config, inputs)]:
         say(f"# note          {remark}")
     say("# ok            all is checked but Mesh: devices are looked at when it runs")
+    return 0
 
 
 def _run(config: TrainConfig, inputs: Inputs, folder: Path, before: TrainConfig | None) -> int:
     """Train in `folder`; SIGTERM and Ctrl-C save the last whole step, then exit 75."""
     import jax
 
-    from rl import devices
     from rl.checkpoint import NoWholeCheckpointError, StructureMismatchError
     from rl.coordinator import WorkerError
     from rl.loop import Stopped, policy_params, run_mesh, train
@@ -154,6 +163,8 @@ def _run(config: TrainConfig, inputs: Inputs, folder: Path, before: TrainConfig 
 
     try:
         run_mesh(config)
+        there = memory.devices_of(devices.found())
+        tight = memory.verdict(memory.estimate(config, inputs.model, there), there)
         lock = run_start.begin(config, before)
     except (ValueError, OSError) as error:
         say(f"error: {error}", sys.stderr)
@@ -163,7 +174,7 @@ def _run(config: TrainConfig, inputs: Inputs, folder: Path, before: TrainConfig 
     with lock, progress(total_steps=config.run.steps) as show:
         verb = "running" if before is None else "resuming"
         show.message(f"{verb} in {folder} on {jax.devices()[0].device_kind} × {jax.device_count()}")
-        for warning in filter(None, (devices.warning(), unkept)):
+        for warning in filter(None, (devices.warning(), unkept, tight)):
             show.message(f"warning: {warning}")
         for remark in remarks(config, inputs):
             show.message(remark)

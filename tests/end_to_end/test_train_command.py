@@ -16,7 +16,7 @@ from command_runs import call_main
 
 from benchmarks import tiny_run
 from models import hf, tokenizer
-from rl import evaluate, export_drafter, loop, report, train
+from rl import evaluate, export_drafter, loop, memory, report, train
 from rl.metrics import deterministic_view, read_metrics, read_samples
 from spec import eagle, eagle_files
 
@@ -231,6 +231,24 @@ def test_a_dry_run_touches_no_device_and_makes_no_folder(tiny, tmp_path):
     for line in ("Run.steps = 3", "# examples      6\n", "# ok ", "# per step      8 responses"):
         assert line in done.stdout
     assert "total" in done.stdout and "MiB" in done.stdout
+
+
+def test_a_run_as_one_of_several_processes_is_refused(tiny, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("JAX_NUM_PROCESSES", "2")
+    monkeypatch.chdir(tmp_path)
+    assert run_train(f"--gin_file={tiny}") == 2
+    assert "expected one process, got JAX_NUM_PROCESSES=2" in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_run_that_cannot_fit_is_refused(tiny, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(memory, "_host_bytes", lambda: 2**10)
+    folder = tmp_path / "run"
+    for dry in ([], ["--dry_run"]):
+        given = [f"--gin_file={tiny}", f"--gin.Run.directory='{folder}'", *dry]
+        assert run_train(*given) == 2
+        assert "expected a run that fits" in capsys.readouterr().err
+    assert not folder.exists()
 
 
 def test_a_reward_file_that_cannot_be_imported_ends_the_run(tiny, tmp_path, capsys):

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from rl import memory
 from rl.ablation import AblationRun, cells
 from rl.config import dump, load
-from rl.experiment import PolicyConfig, TrainConfig, memory_estimate_bytes, open_inputs
+from rl.experiment import PolicyConfig, TrainConfig, open_inputs
 from rl.simulation import SimulateRun
 
 ROOT = Path(__file__).parents[2]
@@ -75,4 +76,4 @@ class TestConfig:
             config = dataclasses.replace(config, policy=policy)
         inputs = open_inputs(config)
         assert len(inputs.task) >= config.rollout.prompts_per_step
-        assert memory_estimate_bytes(config, inputs.model)["total"] > 0
+        assert memory.estimate(config, inputs.model, memory.Devices()).total > 0

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 
 from rl import devices
@@ -58,3 +59,29 @@ def test_a_platform_that_is_not_there_is_one_line(platform, monkeypatch):
     )
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1 and f"JAX_PLATFORMS='{platform}'" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("environ", "named"),
+    [
+        ({"JAX_NUM_PROCESSES": "2"}, "JAX_NUM_PROCESSES=2"),
+        ({"JAX_COORDINATOR_ADDRESS": "host:1234"}, "JAX_COORDINATOR_ADDRESS"),
+        ({"OMPI_COMM_WORLD_SIZE": "8"}, "OMPI_COMM_WORLD_SIZE=8"),
+        ({"SLURM_STEP_NUM_TASKS": "4"}, "SLURM_STEP_NUM_TASKS=4"),
+        ({"TPU_WORKER_HOSTNAMES": "a,b"}, "TPU_WORKER_HOSTNAMES"),
+    ],
+)
+def test_one_process_of_several_is_refused(environ, named):
+    with pytest.raises(ValueError, match=f"expected one process, got {named}"):
+        devices.refuse_several_processes(environ)
+
+
+def test_one_process_is_accepted():
+    alone = {"JAX_NUM_PROCESSES": "1", "SLURM_NTASKS": "8", "TPU_WORKER_HOSTNAMES": "localhost"}
+    devices.refuse_several_processes(alone)
+
+
+def test_a_process_that_jax_knows_as_one_of_several_is_refused(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(ValueError, match="expected one process, got 2"):
+        devices.found()

@@ -14,7 +14,7 @@ from benchmarks import tiny_run
 from models import hf, tokenizer, transformer
 from rl.algorithms import ALGORITHMS
 from rl.config import ConfigError, load
-from rl.experiment import TrainConfig, memory_estimate_bytes, open_inputs, recipe, remarks
+from rl.experiment import TrainConfig, open_inputs, recipe, remarks
 from spec import eagle, eagle_files
 
 
@@ -155,32 +155,6 @@ def test_sections_refuse_values_that_make_no_run(tiny, override):
     field = override.partition(".")[2].partition("=")[0]
     with pytest.raises(ConfigError, match=f"{field} must be"):
         load(TrainConfig, [tiny], [override])
-
-
-def test_the_memory_estimate_adds_up(tiny):
-    config = load(TrainConfig, [tiny])
-    parts = memory_estimate_bytes(config, tiny_run.MODEL)
-    total = parts.pop("total")
-    assert total == sum(parts.values())
-    # embedding 24 × 16; attention 4 × 16 × 16 + 2 × 8; MLP 3 × 16 × 32; norms 3 × 16
-    params = 24 * 16 + 4 * 16 * 16 + 2 * 8 + 3 * 16 * 32 + 3 * 16
-    assert parts["master weights"] == parts["gradients"] == 4 * params
-    assert parts["Adam moments"] == 8 * params
-    assert parts["reference policy"] == 0
-    # 8 slots × 16 positions × (keys and values of 2 heads of 8) × 4 bytes
-    assert parts["KV cache"] == 8 * 16 * (2 * 2 * 8) * 4
-
-
-def test_the_memory_estimate_follows_the_configuration(tiny):
-    def of(*overrides):
-        return memory_estimate_bytes(load(TrainConfig, [tiny], overrides), tiny_run.MODEL)
-
-    plain = of()
-    assert of("Algorithm.kl_coefficient=0.1")["reference policy"] == plain["master weights"]
-    assert of("Algorithm.name='ppo'")["critic"] == 4 * plain["master weights"]
-    assert plain["critic"] == 0
-    assert of("Trainer.remat=True")["activations"] < plain["activations"]
-    assert of("Sampling.max_new_tokens=9")["KV cache"] == 2 * plain["KV cache"]
 
 
 # --- the learned drafter ----------------------------------------------------------------
