@@ -1,0 +1,228 @@
+"""Tokens that another shape of pass draws otherwise: `python -m benchmarks.bf16_flips --json`.
+
+The shipped policy in float32 and in bfloat16, over several seeds. Two measures:
+
+forced    Every position of plain responses is drawn again by passes over N nodes that are
+          given the very same tokens, so that each flip counts once.
+drafted   The engine generates with drafts that are mostly right, and is compared with plain
+          decoding: responses that differ anywhere, and log-probs up to where they do.
+
+Passes over one node, plain decoding's own width, flip tokens in bfloat16 too: prompts are then
+read a token at a time, and the cache has another length.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import environment, workloads
+from models import kv_cache, transformer
+from models.config import ModelConfig
+from models.transformer import Params
+from rl.engine import Engine
+from rl.engine_config import EngineConfig
+from rl.trajectory import Request, Trajectory
+from spec import sampling
+from spec.budget import TakeAll
+from spec.sampling import SamplingConfig, step_key
+
+PACKAGES = ("jax", "jaxlib", "numpy")
+DTYPES = ("float32", "bfloat16")
+NODES = (1, 2, 4, 8)
+ACCEPTANCE = 0.9  # of the drafts, a token
+
+
+@functools.partial(jax.jit, static_argnames=("config", "num_nodes", "scheme"))
+def forced(
+    config: ModelConfig,
+    params: Params,
+    tokens_BT: jax.Array,
+    prompt_tokens_B: jax.Array,
+    keys_B: jax.Array,
+    *,
+    num_nodes: int,
+    scheme: sampling.Draw,
+) -> tuple[jax.Array, jax.Array]:
+    """What passes over `num_nodes` given tokens at a time draw behind each, and its log-prob.
+
+    The log-prob is that of the token that was given there, not of the drawn one. Both [B, T].
+    """
+    B, T = tokens_BT.shape
+    cache = kv_cache.init(config, B, T, params.final_norm_D.dtype)
+    # at temperature 1, nothing cut
+    one_BN = jnp.ones((B, num_nodes), jnp.float32)
+    off_BN = jnp.zeros((B, num_nodes), jnp.int32)
+    next_BT = jnp.roll(tokens_BT, -1, axis=1)
+
+    def step(cache: kv_cache.KVCache, start: jax.Array) -> tuple[kv_cache.KVCache, Any]:
+        at_N = start + jnp.arange(num_nodes)
+        at_BN = jnp.broadcast_to(at_N, (B, num_nodes))
+        mask_BNS = jnp.broadcast_to(jnp.arange(T) <= at_N[:, None], (B, num_nodes, T))
+        start_B = jnp.full(B, start)
+        tokens_BN = tokens_BT[:, at_N]
+        hidden_BND, cache = transformer.hidden_with_cache(
+            config, params, cache, tokens_BN, at_BN, start_B, mask_BNS
+        )
+        logits_BNV = transformer.head(params, hidden_BND)
+        noise_BN = sampling.position_keys(
+            keys_B, jnp.maximum(at_BN + 1 - prompt_tokens_B[:, None], 0)
+        )
+        processed_BNV = sampling.processed_logits(logits_BNV, one_BN, off_BN, one_BN)
+        drawn_BN, _ = sampling.draw(processed_BNV, noise_BN, one_BN, scheme)
+        logprob_BN, _ = sampling.given_log_probs(
+            logits_BNV, processed_BNV, next_BT[:, at_N], one_BN
+        )
+        return cache, (drawn_BN, logprob_BN)
+
+    _, (drawn_IBN, logprob_IBN) = jax.lax.scan(step, cache, jnp.arange(0, T, num_nodes))
+    return tuple(x.swapaxes(0, 1).reshape(B, T) for x in (drawn_IBN, logprob_IBN))
+
+
+def compare_forced(
+    config: ModelConfig,
+    params: Params,
+    plain: Sequence[Trajectory],
+    key: jax.Array,
+    num_nodes: int,
+    scheme: sampling.Draw,
+) -> dict[str, Any]:
+    """Positions of the responses at which passes of so many nodes draw another token."""
+    ends = [len(t.prompt_ids) + len(t.response_ids) for t in plain]
+    T = -(-max(ends) // 64) * 64
+    tokens_BT, is_response_BT = np.zeros((len(plain), T), np.int32), np.zeros((len(plain), T), bool)
+    recorded_BT = np.zeros((len(plain), T), np.float32)
+    for b, t in enumerate(plain):
+        P = len(t.prompt_ids)
+        tokens_BT[b, : ends[b]] = [*t.prompt_ids, *t.response_ids]
+        is_response_BT[b, P - 1 : ends[b] - 1] = True
+        recorded_BT[b, P - 1 : ends[b] - 1] = t.logprobs
+    prompt_tokens_B = np.array([len(t.prompt_ids) for t in plain], np.int32)
+    keys_B = sampling.request_keys(key, jnp.asarray([t.request_id for t in plain]))
+    drawn_BT, logprob_BT = forced(
+        config, params, tokens_BT, prompt_tokens_B, keys_B, num_nodes=num_nodes, scheme=scheme
+    )
+    flips_BT = (np.asarray(drawn_BT) != np.roll(tokens_BT, -1, axis=1)) & is_response_BT
+    difference_T = np.abs(np.asarray(logprob_BT) - recorded_BT)[is_response_BT]
+    return {
+        "tokens": int(is_response_BT.sum()),
+        "flips": int(flips_BT.sum()),
+        "sum_logprob_difference": float(difference_T.sum()),
+        "max_logprob_difference": float(difference_T.max()),
+    }
+
+
+def compare_drafted(plain: Sequence[Trajectory], drafted: Sequence[Trajectory]) -> dict[str, Any]:
+    """Responses that differ, and log-probs of the tokens before they do."""
+    differ, differences = 0, [np.zeros(0, np.float32)]
+    for a, b in zip(plain, drafted, strict=True):
+        n = min(len(a.response_ids), len(b.response_ids))
+        apart = np.flatnonzero(a.response_ids[:n] != b.response_ids[:n])
+        differ += bool(len(apart)) or len(a.response_ids) != len(b.response_ids)
+        same = int(apart[0]) if len(apart) else n
+        differences.append(np.abs(a.logprobs[:same] - b.logprobs[:same]))
+    difference_T = np.concatenate(differences)
+    return {
+        "tokens": len(difference_T),
+        "responses": len(plain),
+        "responses_that_differ": differ,
+        "sum_logprob_difference": float(difference_T.sum()),
+        "max_logprob_difference": float(difference_T.max(initial=0.0)),
+    }
+
+
+def total_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Rows of several seeds as one: sums, the largest difference, and rates."""
+    row: dict[str, Any] = {name: sum(r[name] for r in rows) for name in rows[0]}
+    row["max_logprob_difference"] = max(r["max_logprob_difference"] for r in rows)
+    tokens = max(row["tokens"], 1)
+    row["mean_logprob_difference"] = row.pop("sum_logprob_difference") / tokens
+    if "flips" in row:
+        row["flips_per_million"] = round(1e6 * row["flips"] / tokens, 1)
+    return row
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    model, master = workloads.policy(workloads.BASE_POLICY)
+    requests = workloads.group_requests(
+        workloads.questions(arguments.prompts), arguments.group_size
+    )
+    engine_config = EngineConfig(
+        slots=len(requests), min_slots=len(requests), min_positions=256, min_nodes=8, max_nodes=8
+    )
+    rows = []
+    for dtype in DTYPES:
+        params = jax.tree.map(lambda p, d=dtype: p.astype(d), master)
+        engine = Engine(model, engine_config, dtype=jnp.dtype(dtype))
+        for scheme in arguments.draws:
+            settings = SamplingConfig(max_new_tokens=arguments.new_tokens, draw=scheme)
+            found: dict[str, list[dict[str, Any]]] = {}
+            for seed in range(arguments.seeds):
+                key = step_key(seed, 1)
+                pairs = _phases(engine, params, requests, settings, key, model.vocab_size)
+                found.setdefault("drafted", []).append(compare_drafted(*pairs))
+                for n in NODES:
+                    row = compare_forced(model, params, pairs[0], key, n, scheme)
+                    found.setdefault(f"forced_{n}", []).append(row)
+            for measured, of_seeds in found.items():
+                row = {"dtype": dtype, "draw": scheme, "measure": measured} | total_of(of_seeds)
+                rows.append(row)
+                print(row, file=sys.stderr, flush=True)
+    return {**_named(rows), "rows": rows}
+
+
+def _phases(
+    engine: Engine,
+    params: Params,
+    requests: Sequence[Request],
+    settings: SamplingConfig,
+    key: jax.Array,
+    vocab_size: int,
+) -> tuple[list[Trajectory], list[Trajectory]]:
+    """Plain, and with drafts of the plain tokens; end tokens end nothing, so that both are long."""
+    run = functools.partial(engine.run, params, requests, settings, key, stop_token_ids=())
+    plain = run()
+    drafter = workloads.Replay(
+        {t.request_id: t.response_ids for t in plain}, ACCEPTANCE, vocab_size
+    )
+    return plain, run(drafter=drafter, budget=TakeAll())
+
+
+def _named(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The figures of the default draw, of the widest passes."""
+    named: dict[str, Any] = {}
+    for row in rows:
+        if row["draw"] == rows[0]["draw"] and row["measure"] in ("drafted", f"forced_{NODES[-1]}"):
+            kept = [k for k in ("flips_per_million", "responses_that_differ") if k in row]
+            kept += ["mean_logprob_difference", "max_logprob_difference"] if len(kept) else []
+            kind = row["measure"].split("_")[0]
+            named |= {f"{row['dtype']}_{kind}_{k}": row[k] for k in kept}
+            named[f"{row['dtype']}_{kind}_tokens"] = row["tokens"]
+    return named
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--prompts", type=int, default=16)
+    parser.add_argument("--group_size", type=int, default=4)
+    parser.add_argument("--new_tokens", type=int, default=192)
+    parser.add_argument("--draws", nargs="+", choices=("cdf", "gumbel"), default=["cdf", "gumbel"])
+    environment.add_output_flags(parser)
+    arguments = parser.parse_args()
+    figures = measure(arguments)
+    record = environment.record("benchmarks.bf16_flips", PACKAGES, hidden=("--output",))
+    result = {"benchmark": "bf16_flips", **figures, **record}
+    environment.show(result, arguments, {k: v for k, v in figures.items() if k != "rows"})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
