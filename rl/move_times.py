@@ -6,36 +6,21 @@ the two is sooner done (RhymeRL computes anew, Seer copies).
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
 import numpy as np
 
 from models import kv_cache, transformer
-from models.folder import replace_file
 from rl import admission
 from rl.engine import Engine
+from rl.run_profile import MoveTimes, write_moves
 from rl.trajectory import HostKv
 from spec.buckets import bucket
 
 REPEATS = 3
-
-
-@dataclasses.dataclass(frozen=True)
-class MoveTimes:
-    """Seconds of (a copy, a pass) by the most tokens that they are for."""
-
-    seconds: Mapping[int, tuple[float, float]]
-
-    def prefers_copy(self, tokens: int) -> bool:
-        """Whether keys and values of so many tokens are had sooner from the host."""
-        size = min((n for n in self.seconds if n >= tokens), default=max(self.seconds))
-        copy_s, pass_s = self.seconds[size]
-        return copy_s < pass_s
 
 
 def measure(
@@ -43,7 +28,7 @@ def measure(
 ) -> MoveTimes:
     """Time both on `engine`, whose programs are compiled; medians of a few.
 
-    `path` gets [tokens, seconds of a copy, seconds of a pass] each.
+    They are kept in `path`, for `rl.run_profile.read_moves`.
     """
     seconds = {}
     B = engine.config.slot_bucket(max_requests)
@@ -65,8 +50,9 @@ def measure(
             copy_s, cache = _timed(engine, copied, cache)
             pass_s, cache = _timed(engine, computed, cache)
             seconds[tokens] = copy_s, pass_s
-    replace_file(path, json.dumps([[n, *both] for n, both in seconds.items()]) + "\n")
-    return MoveTimes(seconds)
+    times = MoveTimes(seconds)
+    write_moves(path, times)
+    return times
 
 
 def _timed(

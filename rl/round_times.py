@@ -6,7 +6,6 @@ a resumed run; delete it to measure anew.
 
 from __future__ import annotations
 
-import json
 import statistics
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ import jax
 import numpy as np
 
 from models import transformer
-from models.folder import held, replace_file
 from models.kv_cache import KVCache
 from rl import cache_steps, engine_warm_up
 from rl.device_drafters import NO_DRAFTERS, DeviceDrafters
@@ -23,6 +21,7 @@ from rl.draft_model import DraftModel
 from rl.engine import Engine
 from rl.guessing import Site
 from rl.learned import LearnedDrafter
+from rl.run_profile import read_rounds, write_rounds
 from rl.slot_table import SlotTable
 from rl.trajectory import Request
 from spec.device_drafters import DeviceDrafter
@@ -41,7 +40,6 @@ from spec.verify import decode_rounds, unpack, verify_round
 REPEATS = 7
 LARGE_ROUND = 128  # nodes of all slots: from here on a call of few rounds tells enough
 FEW_ROUNDS = 4
-FORMAT = 5
 LEAST_SECONDS = 1e-9
 
 
@@ -65,34 +63,12 @@ def load_or_measure(
     sizes = max_requests, max_prompt_tokens
     buckets = list(engine_warm_up.round_buckets(engine, sampling, *sizes, nodes))
     made_for = _made_for(engine, buckets, lookup, drafters)
-    kept = read_kept(path)
-    if kept is not None and kept["made_for"] == made_for:
-        return RoundTimes.from_rows(kept["rows"])
+    kept = read_rounds(path, made_for)
+    if kept is not None:
+        return kept
     times = measure(engine, params, sampling, buckets, lookup=lookup, drafters=drafters)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    rows = {"made_for": made_for, "rows": times.rows()}
-    replace_file(path, json.dumps(rows, indent=1) + "\n")
+    write_rounds(path, times, made_for)
     return times
-
-
-def read_kept(path: Path) -> dict[str, Any] | None:
-    """The file at `path`: `made_for` and `rows`; None where there is none of our format.
-
-    Raises ValueError for one that is damaged.
-    """
-    if not path.parent.is_dir():
-        return None
-    with held(path.parent) as folder:
-        if not folder.exists(path.name):
-            return None
-        try:
-            kept = json.loads(folder.read(path.name))
-            if kept["made_for"].get("format") != FORMAT:
-                return None
-            RoundTimes.from_rows(kept["rows"])
-        except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
-            raise ValueError(f"{path} is damaged ({error}): delete it to measure anew") from error
-        return {"made_for": kept["made_for"], "rows": kept["rows"]}
 
 
 def measure(
@@ -283,7 +259,6 @@ def _made_for(
     """What a table holds for: another device, policy shape or bucket list needs another."""
     device = jax.devices()[0]
     return {
-        "format": FORMAT,
         "device": f"{device.platform}: {device.device_kind}",
         "devices": jax.device_count(),
         "model": repr(engine.model),

@@ -24,7 +24,7 @@ from rl.checkpoint_folders import list_steps, step_folder
 from rl.config import ConfigError, dump, resolve_path
 from rl.experiment import TrainConfig
 from rl.metrics import METRICS_FILE, ROW_FILES, read_metrics
-from rl.run_profile import MOVES_FILE, ROUNDS_FILE
+from rl.run_profile import MOVES_FILE, ROUNDS_FILE, read_rounds
 
 CONFIG_FILE = "config.gin"
 MARKER_FILE = ".reprise"  # marks a run's folder, and is locked while the run is going on
@@ -211,15 +211,13 @@ def _check_can_start(folder: Folder) -> None:
 
 def _check_can_go_on(folder: Folder) -> None:
     """Files that a resumed run reads are as a run writes them, and no checkpoint is lost."""
-    from rl.round_times import read_kept
-
     path = folder.path
     if not any(folder.exists(name) for name in (MARKER_FILE, METRICS_FILE, CHECKPOINTS)):
         raise ConfigError(
             f"--resume: {path} holds a {CONFIG_FILE}, but no run: name the run with "
             "--gin.Run.directory=…"
         )
-    read_kept(path / ROUNDS_FILE)
+    read_rounds(path / ROUNDS_FILE)
     rows = read_metrics(path) if folder.exists(METRICS_FILE) else []
     if not rows or _holds_steps(folder):
         return

@@ -21,7 +21,8 @@ from rl.reproduction import configurations, lines_of, reproduce
 from rl.simulation import play, table
 from rl.simulation_config import SimulateRun
 from rl.simulation_figure import figure
-from rl.train import EXIT_USAGE
+
+EXIT_USAGE = 2
 
 
 def main(argv: Sequence[str]) -> int:

@@ -29,6 +29,11 @@ class RoundTimes:
             for (slots, depth, positions), taken_s in sorted(table.items()):
                 self._depths.setdefault((name, slots, positions), []).append((depth, taken_s))
 
+    @property
+    def rounds(self) -> Table:
+        """Those of rounds whose guesses, if any, came from the host."""
+        return dict(self._seconds)
+
     def __call__(self, num_slots: int, num_nodes: int, num_positions: int) -> float | None:
         return self._seconds.get((num_slots, num_nodes, num_positions))
 

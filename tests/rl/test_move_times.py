@@ -1,7 +1,6 @@
 """Copies against passes: what is timed, and what a scheduler makes of it."""
 
 import itertools
-import json
 
 import pytest
 import tiny_team
@@ -9,6 +8,7 @@ from tiny_team import PARAMS, assert_same_tokens, play, starts
 
 from rl.engine import Engine
 from rl.move_times import MoveTimes, measure
+from rl.run_profile import read_moves
 from rl.workers import SchedConfig, Workers
 from sched.request import Kv
 
@@ -35,7 +35,7 @@ def test_medians_of_what_the_clock_says(copy_s, pass_s, tmp_path):
     engine = Timed(tiny_team.MODEL, tiny_team.CONFIG, clock=lambda: now[0])
     times = measure(engine, PARAMS, max_requests=4, max_tokens=32, path=tmp_path / "moves")
     assert times.seconds == {31: (copy_s, pass_s)}
-    assert json.loads((tmp_path / "moves").read_text()) == [[31, copy_s, pass_s]]
+    assert read_moves(tmp_path / "moves") == times
     assert times.prefers_copy(20) == (copy_s < pass_s)
 
 
