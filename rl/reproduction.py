@@ -1,135 +1,280 @@
 """Published figures beside simulated ones: `python -m rl.simulate --reproduce`.
 
-Every configuration in `configs/sim` that says `Simulate.reproduces` is played. A paper's files
-share one set of constants; those that are fitted, or that the paper does not give, are listed
-beside its rows.
+Every configuration in `configs/sim` that says `Simulate.reproduces` is played. One workload of
+each paper is calibrated: constants that no paper gives were fitted to its rows, or to those of
+TLT's microbenchmark. All other workloads are predicted.
+
+    error of a speedup   |log(simulated) / log(published) − 1|: of the gain, not of 1 + gain
+    error of a share     |simulated − published|, in points
+    null                 what one constant a paper says: the geometric mean of its calibrated
+                         speedups, the mean of its calibrated shares (0.5 where it has none)
+    an ordering          `holds` where nine of ten seeds are on the published side of 1
+
+A row is the median over seeds; `low` and `high` are the 10th and the 90th percentile.
 """
 
 from __future__ import annotations
 
+import concurrent.futures
+import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+import multiprocessing
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+import numpy as np
+
+from rl import reproduction_rhymerl, reproduction_seer, reproduction_specactor, reproduction_tlt
 from rl.config import PROJECT_ROOT, load
+from rl.reproduction_rows import Figure, Ordering
 from rl.simulation_config import SimulateRun
 
 FOLDER = PROJECT_ROOT / "configs" / "sim"
+PAPERS: Mapping[str, ModuleType] = {
+    "seer": reproduction_seer,
+    "rhymerl": reproduction_rhymerl,
+    "specactor": reproduction_specactor,
+    "tlt": reproduction_tlt,
+}
+PHYSICAL = (  # one set for all papers, which no paper gives
+    "efficiency.bandwidth",
+    "efficiency.operations",
+    "efficiency.overhead_s",
+    "efficiency.layer_sync_s",
+    "efficiency.memory",
+    "workload.sigma",
+    "workload.group_share",
+)
+CALIBRATED, PREDICTED = "calibrated", "predicted"
 
 
 @dataclasses.dataclass(frozen=True)
-class ReproducedRow:
-    """A figure of a paper, and what the simulator says; None where nothing was published.
-
-    The error is a ratio, or a difference where `absolute`; at most `tolerance` is asked for, or
-    at least `least` of a figure that was not published. `why` is said where that is missed.
-    """
+class Row:
+    """A published figure, and what the simulator and one constant say; `holds`: of orderings."""
 
     paper: str
     workload: str
     row: str
-    published: float | None
+    role: str
+    published: float
     simulated: float
-    tolerance: float = 0.2
-    absolute: bool = False
-    least: float | None = None
-    required: bool = True
-    why: str = ""
+    low: float
+    high: float
+    null: float
+    is_share: bool = False
+    holds: bool | None = None
 
-    @property
-    def error(self) -> float | None:
-        if self.published is None:
-            return None
-        difference = self.simulated - self.published
-        return difference if self.absolute else difference / self.published
+    def error(self, said: float) -> float:
+        """Of what is said in the place of what was published: a ratio, or points of a share."""
+        if self.is_share:
+            return 100 * abs(said - self.published)
+        return gain_error(said, self.published)
 
-    @property
-    def within(self) -> bool:
-        if self.error is None:
-            return self.least is None or self.simulated >= self.least
-        return abs(self.error) <= self.tolerance
-
-    def as_json(self, fitted: Mapping[str, Any]) -> dict[str, Any]:
+    def as_json(self) -> dict[str, Any]:
         row: dict[str, Any] = {
-            "paper": self.paper,
-            "workload": self.workload,
-            "row": self.row,
-            "published": self.published,
-            "simulated": round(self.simulated, 4),
-            "error": None if self.error is None else round(self.error, 4),
-            "tolerance": None if self.error is None else self.tolerance,
-            "absolute": self.absolute,
-            "least": self.least,
-            "required": self.required,
-            "within": self.within,
-            "fitted": dict(fitted),
+            name: getattr(self, name) for name in ("paper", "workload", "row", "role", "published")
         }
-        return row if self.within or not self.why else row | {"why": self.why}
+        row |= {name: round(getattr(self, name), 4) for name in ("simulated", "low", "high", "null")}
+        return row if self.holds is None else row | {"holds": self.holds}
 
 
-Experiment = Callable[[SimulateRun, str], Sequence[ReproducedRow]]  # (configuration, workload)
-
-
-def fitted_constants(config: SimulateRun, names: Sequence[str]) -> dict[str, Any]:
-    """Values of `section.field` names."""
-    return {
-        name: getattr(getattr(config, name.split(".")[0]), name.split(".")[1]) for name in names
-    }
+def gain_error(said: float, published: float) -> float:
+    """|log(said) / log(published) − 1|: 0 where right, 1 where it says that nothing is gained."""
+    return abs(math.log(said) / math.log(published) - 1)
 
 
 def configurations(folder: Path = FOLDER) -> list[tuple[str, SimulateRun]]:
-    """(name, configuration) of every file that reproduces something, by paper."""
+    """(name, configuration) of every file that reproduces something."""
     found = [(path.stem, load(SimulateRun, [path])) for path in sorted(folder.glob("*.gin"))]
     return [(name, config) for name, config in found if config.simulate.reproduces]
 
 
 def reproduce(
-    found: Sequence[tuple[str, SimulateRun]],
-) -> Iterator[tuple[ReproducedRow, dict[str, Any]]]:
-    """(row, constants that were fitted or assumed) of these configurations."""
-    from rl import reproduction_rhymerl, reproduction_seer, reproduction_specactor, reproduction_tlt
+    found: Sequence[tuple[str, SimulateRun]], *, processes: int = 1
+) -> Iterator[Row]:
+    """Rows of these configurations, each as soon as its seeds are played."""
+    tasks = [(config, seed) for _, config in found for seed in config.simulate.seeds]
+    with contextlib.ExitStack() as stack:
+        played: Iterator[dict[str, float]]
+        if processes > 1:
+            pool = concurrent.futures.ProcessPoolExecutor(
+                processes, multiprocessing.get_context("spawn")
+            )
+            played = stack.enter_context(pool).map(_play, *zip(*tasks, strict=True))
+        else:
+            played = (_play(*task) for task in tasks)
+        nulls = _nulls(_everything())
+        for _, config in found:
+            seeds = [next(played) for _ in config.simulate.seeds]
+            yield from rows_of(config, seeds, nulls)
 
-    papers = {
-        "seer": reproduction_seer,
-        "rhymerl": reproduction_rhymerl,
-        "specactor": reproduction_specactor,
-        "tlt": reproduction_tlt,
-    }
-    for _, config in found:
-        assert config.simulate.reproduces is not None
-        module = papers[config.simulate.reproduces]
-        constants = fitted_constants(config, module.FITTED)
-        for row in module.rows(config):
-            yield row, constants
+
+def _play(config: SimulateRun, seed: int) -> dict[str, float]:
+    assert config.simulate.reproduces is not None
+    return PAPERS[config.simulate.reproduces].play(config, seed)
 
 
-def lines_of(results: Sequence[tuple[ReproducedRow, Mapping[str, Any]]]) -> list[str]:
-    """The table, then fitted constants by paper, then why rows are short."""
-    lines = [
-        f"{'paper':10} {'workload':14} {'row':42} {'published':>9} {'simulated':>9} "
-        f"{'error':>8}  within"
+def _everything() -> list[tuple[str, Figure | Ordering]]:
+    """(paper, figure) of all that ships: nulls do not depend on which files are played."""
+    return [
+        (config.simulate.reproduces, figure)
+        for _, config in configurations()
+        if config.simulate.reproduces is not None
+        for figure in PAPERS[config.simulate.reproduces].figures(config)
     ]
-    for row, _ in results:
-        published = "-" if row.published is None else f"{row.published:.3g}"
-        asked = "" if row.required else " (not asked for)"
-        error = ""
-        if row.error is not None:
-            error = f"{100 * row.error:+.1f} pt" if row.absolute else f"{row.error:+.1%}"
-        lines.append(
-            f"{row.paper:10} {row.workload:14} {row.row:42} {published:>9} "
-            f"{row.simulated:9.3f} {error:>8}  {'yes' if row.within else 'NO'}{asked}"
+
+
+def _nulls(everything: Iterable[tuple[str, Figure | Ordering]]) -> dict[tuple[str, bool], float]:
+    """The constant of each paper, by (paper, whether of shares)."""
+    values: dict[tuple[str, bool], list[float]] = {}
+    for paper, figure in everything:
+        if isinstance(figure, Figure) and figure.calibrated:
+            values.setdefault((paper, figure.is_share), []).append(figure.published)
+    return {
+        (paper, is_share): statistics.fmean(v) if is_share else statistics.geometric_mean(v)
+        for (paper, is_share), v in values.items()
+    }
+
+
+def rows_of(
+    config: SimulateRun,
+    seeds: Sequence[Mapping[str, float]],
+    nulls: Mapping[tuple[str, bool], float],
+) -> Iterator[Row]:
+    """Rows of one configuration from what each seed gave."""
+    paper = config.simulate.reproduces
+    assert paper is not None
+    for figure in PAPERS[paper].figures(config):
+        is_order = isinstance(figure, Ordering)
+        is_share = not is_order and figure.is_share
+        values = [figure.of(found) for found in seeds]
+        low, high = np.percentile(values, (10, 90)).tolist()
+        null = 1.0 if is_order else nulls.get((paper, is_share), 0.5 if is_share else 1.0)
+        yield Row(
+            paper,
+            figure.workload,
+            figure.row,
+            CALIBRATED if figure.calibrated else PREDICTED,
+            figure.published,
+            statistics.median(values),
+            low,
+            high,
+            null,
+            is_share,
+            low > 1 if is_order else None,
         )
-    lines += ["", "simulated; constants that were fitted, or that a paper's text does not give:"]
-    by_paper: dict[str, dict[str, set[str]]] = {}
-    for row, constants in results:
-        paper = by_paper.setdefault(row.paper, {})
-        for name, value in constants.items():
-            paper.setdefault(name, set()).add(f"{value:g}")
-    for name, values in by_paper.items():
-        shown = ", ".join(f"{key} {' / '.join(sorted(v))}" for key, v in values.items())
-        lines.append(f"  {name}: {shown}")
-    short = [row for row, _ in results if not row.within and row.why]
-    lines += ["", "rows that are short:"] * bool(short)
-    lines += [f"  {row.paper} {row.workload} {row.row}: {row.why}" for row in short]
+
+
+def constants(found: Sequence[tuple[str, SimulateRun]]) -> dict[str, dict[str, str]]:
+    """By paper, and `all papers`: constants that no paper gives, and values derived from one."""
+
+    def value(config: SimulateRun, name: str) -> str:
+        section, field = name.split(".")
+        return f"{getattr(getattr(config, section), field):g}"
+
+    out: dict[str, dict[str, set[str]]] = {}
+    for _, config in found:
+        paper = config.simulate.reproduces
+        assert paper is not None
+        for title, names in (("all papers", PHYSICAL), (paper, PAPERS[paper].ASSUMED)):
+            for name in names:
+                out.setdefault(title, {}).setdefault(name, set()).add(value(config, name))
+    return {
+        title: {name: " / ".join(sorted(values)) for name, values in names.items()}
+        for title, names in out.items()
+    }
+
+
+def summary(rows: Sequence[Row]) -> dict[str, Any]:
+    """Medians of errors, the simulator's and the null's, and which orderings hold; by role."""
+    out: dict[str, Any] = {}
+    for role in (PREDICTED, CALIBRATED):
+        mine = [row for row in rows if row.role == role]
+        orders = [row for row in mine if row.holds is not None]
+        figures = [row for row in mine if row.holds is None]
+        for kind, of in (
+            ("gain_error", [row for row in figures if not row.is_share]),
+            ("share_error_points", [row for row in figures if row.is_share]),
+        ):
+            if of:
+                out[f"{role}_median_{kind}"] = _median(row.error(row.simulated) for row in of)
+                out[f"{role}_null_median_{kind}"] = _median(row.error(row.null) for row in of)
+                out[f"{role}_rows_{kind}"] = len(of)
+        if orders:
+            out[f"{role}_orderings"] = len(orders)
+            out[f"{role}_orderings_held"] = sum(bool(row.holds) for row in orders)
+            out[f"{role}_orderings_failed"] = [
+                f"{row.paper} {row.workload}: {row.row}" for row in orders if not row.holds
+            ]
+    return out
+
+
+def _median(values: Iterable[float]) -> float:
+    return round(statistics.median(values), 4)
+
+
+def lines_of(rows: Sequence[Row], found: Sequence[tuple[str, SimulateRun]]) -> list[str]:
+    """The table, what fails, the constants that it rests on, and how good it is in all."""
+    wide = max(len(row.row) for row in rows)
+    form = f"{{:9}} {{:24}} {{:{wide}}} {{:10}} {{:>9}} {{:>9}} {{:>15}} {{:>6}} {{:>7}} {{:>7}}"
+    titles = ("paper", "workload", "row", "role", "published", "simulated", "10th to 90th")
+    lines = [form.format(*titles, "null", "error", "null's")]
+    for row in rows:
+        if row.holds is None:
+            unit = "{:.0f} pt" if row.is_share else "{:.0%}"
+            scale = 1.0
+            errors = [unit.format(scale * row.error(x)) for x in (row.simulated, row.null)]
+        else:
+            errors = ["holds" if row.holds else "FAILS", ""]
+        lines.append(
+            form.format(
+                *(row.paper, row.workload, row.row, row.role, f"{row.published:.3g}"),
+                *(f"{row.simulated:.3f}", f"{row.low:.3f} … {row.high:.3f}", f"{row.null:.2f}"),
+                *errors,
+            ).rstrip()
+        )
+    lines += ["", "Simulated by a roofline. Constants that no paper gives:"]
+    for title, values in constants(found).items():
+        lines.append(f"  {title}: " + ", ".join(f"{k} {v}" for k, v in values.items()))
+    bad = [row for row in rows if row.holds is None and _is_far(row)]
+    lines += ["", "What fails (a gain wrong by more than half, a share by more than 15 points):"]
+    lines += [
+        f"  {row.role}: {row.paper}, {row.workload}, {row.row}: "
+        f"published {row.published:.3g}, simulated {row.simulated:.3g}"
+        for row in bad
+    ] or ["  nothing"]
+    lines += ["", *summary_lines(summary(rows))]
+    return lines
+
+
+def _is_far(row: Row) -> bool:
+    return row.error(row.simulated) > (15 if row.is_share else 0.5)
+
+
+def summary_lines(found: Mapping[str, Any]) -> list[str]:
+    """`summary` in words."""
+    lines = []
+    for role in (PREDICTED, CALIBRATED):
+        words = []
+        for kind, form in (("gain_error", "{:.0%}"), ("share_error_points", "{:.0f} points")):
+            if f"{role}_median_{kind}" in found:
+                mine, null = (
+                    form.format(found[f"{role}_{name}_{kind}"]) for name in ("median", "null_median")
+                )
+                what = "gain" if kind == "gain_error" else "shares"
+                words.append(
+                    f"median error of the {what} {mine} over {found[f'{role}_rows_{kind}']} rows "
+                    f"(null model {null})"
+                )
+        if f"{role}_orderings" in found:
+            held, of = found[f"{role}_orderings_held"], found[f"{role}_orderings"]
+            words.append(f"{held} of {of} orderings hold")
+            if found[f"{role}_orderings_failed"]:
+                words[-1] += ", not: " + "; ".join(found[f"{role}_orderings_failed"])
+        if words:
+            lines.append(f"{role}: " + "; ".join(words))
     return lines

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -61,15 +62,15 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _reproduce(found: Sequence[tuple[str, SimulateRun]], *, as_json: bool) -> int:
-    results = []
-    for row, constants in reproduce(found):
-        results.append((row, constants))
+    rows = []
+    for row in reproduce(found, processes=os.cpu_count() or 1):
+        rows.append(row)
         if as_json:
-            say(json.dumps(row.as_json(constants)))
+            say(json.dumps(row.as_json()))
         else:
             say(f"{row.paper} {row.workload} {row.row}", sys.stderr)
     if not as_json:
-        say("\n".join(lines_of(results)))
+        say("\n".join(lines_of(rows, found)))
     return 0
 
 

@@ -16,31 +16,30 @@ R = requests, U = units, M = methods of drafting.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Mapping
 
 import numpy as np
 
 from sched.cost_model import Instance
-from sched.specactor import (
-    Line,
-    Plan,
-    assign_drafters,
-    coupled_tokens,
-    decoupled_tokens,
-    reconfigure,
-)
+from sched.specactor import Line, Plan, RequestPlan, assign_drafters, coupled_tokens, own_plan
 
+JUDGED_TOKENS = 1000  # after so many a request's acceptance is taken as measured
+SETTLING = 4  # turns in which the seconds of verifications and who is in them settle
 PLAIN, COUPLED, DISAGGREGATED, DECOUPLED = "plain", "coupled", "disaggregated", "decoupled"
 
 
 @dataclasses.dataclass(frozen=True)
 class Trace:
-    """Tokens to come of each request, and how often each method's guesses are right for it."""
+    """Tokens to come of each request, and how often each method's drafts are right for it.
+
+    `measured_R` is the first method's as it is seen over a request's first tokens: what a
+    reconfiguration goes by.
+    """
 
     lengths_R: np.ndarray
     acceptance_RM: np.ndarray
+    measured_R: np.ndarray
     prompt_tokens: int
 
 
@@ -115,34 +114,46 @@ class SpeculativePhase:
         self.idle_fraction = 0.0
         self._window_R = np.full(R, 0 if way.mode == PLAIN else way.plan.window)
         self._decoupled_R = np.full(R, way.mode == DECOUPLED)
-        if way.reconfigure:
-            self._own_plans()
-        p_R = trace.acceptance_RM[:, 0]
-        self._tokens_R = np.array(
-            [
-                _tokens(round(float(p), 2), int(w), bool(d))
-                for p, w, d in zip(p_R, self._window_R, self._decoupled_R, strict=True)
-            ]
-        )
+        self._plans: dict[float, RequestPlan] = {}
+        self._mean_acceptance = float(trace.measured_R.mean())
+        self._tokens_R, self._whole_R = np.ones(R), np.ones(R)
+        self._set_tokens(np.arange(R))
+        self._judged_R = np.full(R, not way.reconfigure)
 
     def _draft_line(self, method: str, devices: int) -> Line:
         return self._hardware.draft_line(method, devices, self._batch, self._positions)
 
-    def _own_plans(self) -> None:
-        """Window and mode of the requests below the average; acceptance in hundredths."""
-        hardware, plan = self._hardware, self._way.plan
-        p_R = np.round(self._trace.acceptance_RM[:, 0], 2)
+    def _own_plans(self, requests: np.ndarray) -> None:
+        """Window and mode of those of `requests` that were accepted less than the average of all."""
+        for r in requests:
+            own = self._plan_of(round(float(self._trace.measured_R[r]), 2))
+            if own is not None:
+                self._window_R[r], self._decoupled_R[r] = own.window, own.decoupled
+        self._set_tokens(requests)
 
-        def draft(devices: int) -> Line:
-            return self._draft_line(self._methods[0], devices)
+    def _plan_of(self, p: float) -> RequestPlan | None:
+        """Of a request with this acceptance; None: that of all."""
+        if p >= self._mean_acceptance:
+            return None
+        if p not in self._plans:
+            self._plans[p] = own_plan(p, self._way.plan, self._draft_of, self._verify_of)
+        return self._plans[p]
 
-        @functools.cache
-        def verify(devices: int, window: int) -> Line:
-            return hardware.verify_line(devices, window, self._batch, self._positions)
+    def _draft_of(self, devices: int) -> Line:
+        return self._draft_line(self._methods[0], devices)
 
-        plans = reconfigure(dict(enumerate(p_R.tolist())), plan, draft, verify)
-        for request, own in plans.items():
-            self._window_R[request], self._decoupled_R[request] = own.window, own.decoupled
+    def _verify_of(self, devices: int, window: int) -> Line:
+        return self._hardware.verify_line(devices, window, self._batch, self._positions)
+
+    def _set_tokens(self, requests: np.ndarray) -> None:
+        """Tokens of a round, and whether it takes its whole window, at the true acceptance."""
+        p_R, w_R = self._trace.acceptance_RM[requests, 0], self._window_R[requests]
+        whole_R = p_R**w_R
+        tokens_R = (1 - p_R ** (w_R + 1)) / np.maximum(1 - p_R, 1e-9)
+        # the token that verifying a whole window gives besides is the next window's first
+        ahead_R = self._decoupled_R[requests] & (w_R > 0)
+        self._whole_R[requests] = whole_R
+        self._tokens_R[requests] = tokens_R - ahead_R * whole_R
 
     def seconds(self) -> float:
         """From the first round to the end of the last request."""
@@ -155,6 +166,11 @@ class SpeculativePhase:
             alive_R = left_R > 0
             held_R = np.where(alive_R, trace.prompt_tokens + trace.lengths_R - left_R, 0.0)
             runs_R = alive_R & self._fits(held_R)
+            judged_R = alive_R & ~self._judged_R
+            judged_R &= held_R - trace.prompt_tokens >= JUDGED_TOKENS
+            if judged_R.any():
+                self._judged_R |= judged_R
+                self._own_plans(np.flatnonzero(judged_R))
             batch_U = np.bincount(self._unit_R, runs_R, self.num_units)
             busy = int((np.bincount(self._unit_R, alive_R, self.num_units) > 0).sum())
             if not busy:
@@ -179,22 +195,39 @@ class SpeculativePhase:
 
     def _rates(self, runs_R: np.ndarray, held_R: np.ndarray, batch_U: np.ndarray) -> np.ndarray:
         """Tokens per second of each request."""
-        U = self.num_units
-        positions_U = np.bincount(self._unit_R, held_R, U)
-        nodes_U = np.bincount(self._unit_R, runs_R * (1.0 + self._window_R), U)
-        window_U = np.zeros(U)
-        np.maximum.at(window_U, self._unit_R, np.where(runs_R, self._window_R, 0))
-        verify_U, draft_U = np.zeros(U), np.zeros(U)
+        units_R, w_R = self._unit_R, self._window_R
+        draft_U = np.array([self._draft(b) if b else 0.0 for b in batch_U])
+        if self._way.mode == DECOUPLED:
+            draft_R = w_R * draft_U[units_R]
+        else:  # all of a batch wait for its longest window
+            longest_U = np.zeros(self.num_units)
+            np.maximum.at(longest_U, units_R, np.where(runs_R, w_R, 0))
+            draft_R = (longest_U * draft_U)[units_R]
+        ahead_R = self._decoupled_R & (w_R > 0)
+        nodes_R = np.where(ahead_R, w_R, w_R + 1.0)
+        share_R = runs_R.astype(float)
+        for _ in range(1 if self._way.mode != DECOUPLED else SETTLING):
+            verify_R = self._verify_seconds(share_R, share_R * nodes_R, share_R * held_R)[units_R]
+            missed_s = draft_R + verify_R
+            whole_s = np.where(ahead_R, np.maximum(draft_R, verify_R), missed_s)
+            round_R = self._whole_R * whole_s + (1 - self._whole_R) * missed_s
+            if self._way.mode == DECOUPLED:
+                # while its next window is drafted, a request is in no verification
+                share_R = runs_R * verify_R / np.maximum(round_R, 1e-9)
+        return np.where(runs_R, self._tokens_R / np.maximum(round_R, 1e-9), 0.0)
+
+    def _verify_seconds(
+        self, share_R: np.ndarray, nodes_R: np.ndarray, held_R: np.ndarray
+    ) -> np.ndarray:
+        """Of each unit's verifications, from its requests, their nodes and their positions."""
+        batch_U, nodes_U, positions_U = (
+            np.bincount(self._unit_R, x_R, self.num_units) for x_R in (share_R, nodes_R, held_R)
+        )
+        verify_U = np.zeros(self.num_units)
         for u in np.flatnonzero(batch_U):
             b = batch_U[u]
             verify_U[u] = self._verifier.round_seconds(b, positions_U[u], nodes_U[u] / b)
-            draft_U[u] = self._draft(b)
-        one_after_other_R = self._window_R * draft_U[self._unit_R] + verify_U[self._unit_R]
-        round_U = np.maximum(window_U * draft_U, verify_U)
-        if self._way.mode != DECOUPLED:
-            round_U = window_U * draft_U + verify_U
-        seconds_R = np.where(self._decoupled_R, round_U[self._unit_R], one_after_other_R)
-        return np.where(runs_R, self._tokens_R / np.maximum(seconds_R, 1e-9), 0.0)
+        return verify_U
 
     def _assign(
         self, alive_R: np.ndarray, helping: Mapping[tuple[int, str], int]
@@ -245,8 +278,3 @@ def _helper_rate(
         coupled_tokens(p, w) / (w * draft_s + verifier.round_seconds(batch, positions, w + 1))
         for w in (1, 2, 4, 8)
     )
-
-
-@functools.cache
-def _tokens(p: float, window: int, decoupled: bool) -> float:
-    return decoupled_tokens(p, window) if decoupled else coupled_tokens(p, window)
