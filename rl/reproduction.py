@@ -7,7 +7,7 @@ TLT's microbenchmark. All other workloads are predicted.
     error of a speedup   |log(simulated) / log(published) − 1|: of the gain, not of 1 + gain
     error of a share     |simulated − published|, in points
     null                 what one constant a paper says: the geometric mean of its calibrated
-                         speedups, the mean of its calibrated shares (0.5 where it has none)
+                         speedups, the median of its calibrated shares (0.5 where it has none)
     an ordering          `holds` where nine of ten seeds are on the published side of 1
 
 A row is the median over seeds; `low` and `high` are the 10th and the 90th percentile.
@@ -78,7 +78,9 @@ class Row:
         row: dict[str, Any] = {
             name: getattr(self, name) for name in ("paper", "workload", "row", "role", "published")
         }
-        row |= {name: round(getattr(self, name), 4) for name in ("simulated", "low", "high", "null")}
+        row |= {
+            name: round(getattr(self, name), 4) for name in ("simulated", "low", "high", "null")
+        }
         return row if self.holds is None else row | {"holds": self.holds}
 
 
@@ -93,9 +95,7 @@ def configurations(folder: Path = FOLDER) -> list[tuple[str, SimulateRun]]:
     return [(name, config) for name, config in found if config.simulate.reproduces]
 
 
-def reproduce(
-    found: Sequence[tuple[str, SimulateRun]], *, processes: int = 1
-) -> Iterator[Row]:
+def reproduce(found: Sequence[tuple[str, SimulateRun]], *, processes: int = 1) -> Iterator[Row]:
     """Rows of these configurations, each as soon as its seeds are played."""
     tasks = [(config, seed) for _, config in found for seed in config.simulate.seeds]
     with contextlib.ExitStack() as stack:
@@ -135,7 +135,7 @@ def _nulls(everything: Iterable[tuple[str, Figure | Ordering]]) -> dict[tuple[st
         if isinstance(figure, Figure) and figure.calibrated:
             values.setdefault((paper, figure.is_share), []).append(figure.published)
     return {
-        (paper, is_share): statistics.fmean(v) if is_share else statistics.geometric_mean(v)
+        (paper, is_share): statistics.median(v) if is_share else statistics.geometric_mean(v)
         for (paper, is_share), v in values.items()
     }
 
@@ -263,7 +263,8 @@ def summary_lines(found: Mapping[str, Any]) -> list[str]:
         for kind, form in (("gain_error", "{:.0%}"), ("share_error_points", "{:.0f} points")):
             if f"{role}_median_{kind}" in found:
                 mine, null = (
-                    form.format(found[f"{role}_{name}_{kind}"]) for name in ("median", "null_median")
+                    form.format(found[f"{role}_{name}_{kind}"])
+                    for name in ("median", "null_median")
                 )
                 what = "gain" if kind == "gain_error" else "shares"
                 words.append(

@@ -176,7 +176,9 @@ def play(config: SimulateRun, seed: int) -> dict[str, float]:
         if groups == asked.ranking_groups:
             found["hybrid"] = 1 / seconds
     for name, drafts in (("two-tier", None), ("drafted", windows)):
-        scheduler = histopipe(config, asked.ranking_groups, profile(config, instance, drafts), train_s)
+        scheduler = histopipe(
+            config, asked.ranking_groups, profile(config, instance, drafts), train_s
+        )
         pace = Windowed(instance, drafts) if drafts else None
         found[name] = 1 / played(scheduler, train_s, pace).trained_s[-1]
     return found | (_large_batches(config, windows, seed) if _task(config) == "math" else {})

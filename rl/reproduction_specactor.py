@@ -43,7 +43,8 @@ def hardware_of(config: SimulateRun) -> Hardware:
     """Verifiers as the cluster's workers are; a drafter takes one device."""
     verifier, asked = make_instance(config), config.specactor
     drafters: dict[str, Instance | None] = {
-        name: Instance(verifier.device, MODELS[name], 1, config.efficiency) for name in asked.drafters
+        name: Instance(verifier.device, MODELS[name], 1, config.efficiency)
+        for name in asked.drafters
     }
     return Hardware(asked.devices, verifier, drafters | {"ngram": None})
 

@@ -19,7 +19,7 @@ from models.folder import replace_file
 from rl.config import ConfigError, add_config_arguments, list_fields, load, parse_command_line
 from rl.progress import say
 from rl.reproduction import configurations, lines_of, reproduce
-from rl.simulation import play, table
+from rl.simulation import play, remarks, table
 from rl.simulation_config import SimulateRun
 from rl.simulation_figure import figure
 
@@ -82,12 +82,15 @@ def _play(config: SimulateRun, name: str, *, as_json: bool) -> int:
     result = {"simulated": True, "rows": rows}
     replace_file(folder / "results.json", json.dumps(result, indent=1) + "\n")
     last = found[-len(config.simulate.policies) :]
-    figure({row["policy"]: record for row, record in last}, folder / "figure.png")
+    seed, asked = config.simulate.seeds[-1], config.cluster
+    hardware = asked.profile or f"{asked.model} on {asked.device}, by a roofline"
+    title = f"Simulated: {hardware}; {asked.workers} workers, seed {seed}"
+    figure({row["policy"]: record for row, record in last}, folder / "figure.png", title)
     if as_json:
         say(json.dumps(result))
     else:
-        say(table(rows))
-        say(f"simulated; {folder / 'results.json'}, {folder / 'figure.png'}")
+        say("\n".join([table(rows), "", *remarks(rows)]))
+        say(f"simulated; {folder / 'results.json'}; seed {seed} in {folder / 'figure.png'}")
     return 0
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -125,3 +127,25 @@ def table(rows: Sequence[Mapping[str, object]]) -> str:
         )
         for line in lines
     )
+
+
+def remarks(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What to read in the table: medians over seeds, and what Seer's order is for."""
+    by_policy: dict[str, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        by_policy.setdefault(row["policy"], []).append(row)
+    (first, mine), *_ = by_policy.items()
+    lines = [f"over {first}, medians of {len(mine)} seeds; tail: only the last tenth still runs"]
+    for name, of in by_policy.items():
+        speedup = statistics.median(row["speedup"] for row in of)
+        cut = statistics.median(row["tail_reduction"] for row in of)
+        lines.append(f"  {name}: {speedup:.2f}× as fast, tail shorter by {cut:.0%}")
+    if {"divided_fifo", "seer"} <= by_policy.keys():
+        pairs = list(zip(by_policy["divided_fifo"], by_policy["seer"], strict=True))
+        slower = sum(seer["completion_s"] > fifo["completion_s"] for fifo, seer in pairs)
+        shorter = sum(seer["tail_s"] < fifo["tail_s"] for fifo, seer in pairs)
+        lines.append(
+            f"  seer ends after divided_fifo in {slower} of {len(pairs)} seeds, with a shorter tail "
+            f"in {shorter}: probes cost it time, and save it from long requests that begin late"
+        )
+    return lines

@@ -14,8 +14,11 @@ COLUMNS = 400  # of time
 MOST_WORKERS = 64  # rows of a panel
 
 
-def figure(records: Mapping[str, Record], path: Path) -> None:
-    """A panel a policy: running requests by worker and time; below, positions held by all."""
+def figure(records: Mapping[str, Record], path: Path, title: str) -> None:
+    """A panel a policy: running requests by worker and time; below, positions held by all.
+
+    A dashed line stands where the last tenth of the requests is left, a whole one at the end.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -39,8 +42,14 @@ def figure(records: Mapping[str, Record], path: Path) -> None:
                 cmap="Blues",
             )
             done_s = records[name].completion_s
-            axis.axvline(done_s, color="#222222", linewidth=1)
-            axis.set_title(f"{name}: {done_s:,.0f} s, tail {records[name].tail_s:,.0f} s")
+            tail_s = records[name].tail_s
+            axis.axvline(done_s, color="#222222", linewidth=1.5)
+            axis.axvline(done_s - tail_s, color="#222222", linewidth=1, linestyle="--")
+            axis.set_title(
+                f"{name}: {done_s:,.0f} s, of which the last tenth of the requests (from the "
+                f"dashed line) {tail_s:,.0f} s",
+                fontsize="medium",
+            )
             axis.set_ylabel("worker")
             axis.grid(visible=False)
         times = np.linspace(0, until_s, COLUMNS)
@@ -48,7 +57,9 @@ def figure(records: Mapping[str, Record], path: Path) -> None:
             axes[-1].plot(times, positions.sum(axis=0) / 1e6, label=name)
         axes[-1].set_ylabel("positions held, millions")
         axes[-1].set_xlabel("simulated seconds")
+        axes[-1].set_xlim(0, 1.02 * until_s)  # the last line is not on the frame
         axes[-1].legend(loc="upper right")
+        picture.suptitle(title)
         picture.tight_layout()
         bar = picture.colorbar(shades, ax=list(axes), shrink=0.5, pad=0.01)
         bar.set_label("running requests")
