@@ -124,7 +124,7 @@ class SpeculativePhase:
         return self._hardware.draft_line(method, devices, self._batch, self._positions)
 
     def _own_plans(self, requests: np.ndarray) -> None:
-        """Window and mode of those of `requests` that were accepted less than the average of all."""
+        """Of those of `requests` that were accepted less than the average of all."""
         for r in requests:
             own = self._plan_of(round(float(self._trace.measured_R[r]), 2))
             if own is not None:
