@@ -145,7 +145,7 @@ def remarks(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         slower = sum(seer["completion_s"] > fifo["completion_s"] for fifo, seer in pairs)
         shorter = sum(seer["tail_s"] < fifo["tail_s"] for fifo, seer in pairs)
         lines.append(
-            f"  seer ends after divided_fifo in {slower} of {len(pairs)} seeds, its tail is shorter "
-            f"in {shorter}: probes cost it time, and save it from long requests that begin late"
+            f"  seer ends after divided_fifo in {slower} of {len(pairs)} seeds, its tail is "
+            f"shorter in {shorter}: probes cost it time, and long requests begin sooner"
         )
     return lines
