@@ -31,7 +31,7 @@ from rl.timeline import EngineStats
 from rl.trajectory import Request, Trajectory
 from sched.cost_model import Instance
 
-PRICED = Instance(roofline.H100, roofline.QWEN3_8B)
+PRICED = Instance(roofline.H100, roofline.QWEN3_8B, efficiency=roofline.PRICED)
 
 
 class Turns:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rl.timeline import EngineStats, RoundRecord
-from sched.cost_model import ACCELERATORS, MODELS, Instance
+from sched.cost_model import ACCELERATORS, MODELS, Efficiency, Instance
 from spec.round_seconds import RoundTimes
 
 H100, TPU_V5E = ACCELERATORS["H100"], ACCELERATORS["TPU v5e"]
+PRICED = Efficiency(0.7, 0.7, 100e-6)  # what published results were priced with
 QWEN3_1_7B, QWEN3_8B = MODELS["Qwen3-1.7B"], MODELS["Qwen3-8B"]
 
 

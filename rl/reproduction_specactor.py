@@ -31,7 +31,8 @@ from sched.speculative_phase import (
 
 ASSUMED = (
     "workload.mean_tokens",  # fitted to the share of idle time
-    "specactor.spread",  # fitted to vanilla speculation
+    "specactor.spread",  # fitted to figure 13, with the next
+    "specactor.drafter_overhead_s",
     "specactor.ngram_acceptance",
     "specactor.requests_per_helper",
 )
@@ -42,9 +43,9 @@ ROLLOUT_SHARE = 0.75  # of a step: 70 to 80% in figure 2
 def hardware_of(config: SimulateRun) -> Hardware:
     """Verifiers as the cluster's workers are; a drafter takes one device."""
     verifier, asked = make_instance(config), config.specactor
+    overhead = dataclasses.replace(config.efficiency, overhead_s=asked.drafter_overhead_s)
     drafters: dict[str, Instance | None] = {
-        name: Instance(verifier.device, MODELS[name], 1, config.efficiency)
-        for name in asked.drafters
+        name: Instance(verifier.device, MODELS[name], 1, overhead) for name in asked.drafters
     }
     return Hardware(asked.devices, verifier, drafters | {"ngram": None})
 

@@ -116,7 +116,7 @@ class SpeculativePhase:
         self._decoupled_R = np.full(R, way.mode == DECOUPLED)
         self._plans: dict[float, RequestPlan] = {}
         self._mean_acceptance = float(trace.measured_R.mean())
-        self._tokens_R, self._whole_R = np.ones(R), np.ones(R)
+        self._tokens_R, self._ahead_R = np.ones(R), np.zeros(R)
         self._set_tokens(np.arange(R))
         self._judged_R = np.full(R, not way.reconfigure)
 
@@ -146,14 +146,21 @@ class SpeculativePhase:
         return self._hardware.verify_line(devices, window, self._batch, self._positions)
 
     def _set_tokens(self, requests: np.ndarray) -> None:
-        """Tokens of a round, and whether it takes its whole window, at the true acceptance."""
+        """Tokens of a window, and the share of windows that are drafted ahead.
+
+        Verifying a whole window gives the token after it: what was drafted ahead is kept where
+        it begins with that one, which its own verification then need not find. With C(w) the
+        tokens of a window that is drafted anew, and c the share of those drafted ahead,
+
+            c = p^(w+1) / (1 − p^w + p^(w+1)),   tokens = (1 − c) · C(w) + c · C(w − 1)
+        """
         p_R, w_R = self._trace.acceptance_RM[requests, 0], self._window_R[requests]
-        whole_R = p_R**w_R
-        tokens_R = (1 - p_R ** (w_R + 1)) / np.maximum(1 - p_R, 1e-9)
-        # the token that verifying a whole window gives besides is the next window's first
-        ahead_R = self._decoupled_R[requests] & (w_R > 0)
-        self._whole_R[requests] = whole_R
-        self._tokens_R[requests] = tokens_R - ahead_R * whole_R
+        whole_R, left_R = p_R**w_R, np.maximum(1 - p_R, 1e-9)
+        ahead_R = whole_R * p_R / (1 - whole_R + whole_R * p_R)
+        ahead_R *= self._decoupled_R[requests] & (w_R > 0)
+        anew_R = (1 - p_R * whole_R) / left_R
+        self._ahead_R[requests] = ahead_R
+        self._tokens_R[requests] = anew_R - ahead_R * whole_R
 
     def seconds(self) -> float:
         """From the first round to the end of the last request."""
@@ -203,14 +210,12 @@ class SpeculativePhase:
             longest_U = np.zeros(self.num_units)
             np.maximum.at(longest_U, units_R, np.where(runs_R, w_R, 0))
             draft_R = (longest_U * draft_U)[units_R]
-        ahead_R = self._decoupled_R & (w_R > 0)
-        nodes_R = np.where(ahead_R, w_R, w_R + 1.0)
+        nodes_R = w_R + 1.0 - self._ahead_R
         share_R = runs_R.astype(float)
         for _ in range(1 if self._way.mode != DECOUPLED else SETTLING):
             verify_R = self._verify_seconds(share_R, share_R * nodes_R, share_R * held_R)[units_R]
-            missed_s = draft_R + verify_R
-            whole_s = np.where(ahead_R, np.maximum(draft_R, verify_R), missed_s)
-            round_R = self._whole_R * whole_s + (1 - self._whole_R) * missed_s
+            anew_s, ahead_s = draft_R + verify_R, np.maximum(draft_R, verify_R)
+            round_R = anew_s + self._ahead_R * (ahead_s - anew_s)
             if self._way.mode == DECOUPLED:
                 # while its next window is drafted, a request is in no verification
                 share_R = runs_R * verify_R / np.maximum(round_R, 1e-9)

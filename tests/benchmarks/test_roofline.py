@@ -5,17 +5,17 @@ import pytest
 
 from benchmarks import roofline
 from rl.timeline import EngineStats, RoundRecord
-from sched.cost_model import Accelerator, Efficiency, Instance, dense
+from sched.cost_model import Accelerator, Instance, dense
 
 POLICY = dense("", 100.0, layers=1, heads=2, kv_heads=1, head_dim=4)
-SLOW_MEMORY = Instance(Accelerator("", 1e9, 1.0, 0.0, 1.0), POLICY)
-SLOW_ARITHMETIC = Instance(Accelerator("", 1.0, 1e9, 0.0, 1.0), POLICY)
+SLOW_MEMORY = Instance(Accelerator("", 1e9, 1.0, 0.0, 1.0), POLICY, efficiency=roofline.PRICED)
+SLOW_ARITHMETIC = Instance(Accelerator("", 1.0, 1e9, 0.0, 1.0), POLICY, efficiency=roofline.PRICED)
 UTILISATION = 0.7  # what published results were priced with: of peak operations and bandwidth
 OVERHEAD_S = 100e-6
 
 
 def test_published_results_keep_their_prices():
-    priced = Efficiency()
+    priced = roofline.PRICED
     assert (priced.bandwidth, priced.operations, priced.overhead_s) == (0.7, 0.7, 100e-6)
     assert roofline.QWEN3_8B == dense("Qwen3-8B", 7.57e9, 36, 32, 8, 128)
     assert (roofline.H100.operations_per_s, roofline.H100.bytes_per_s) == (989e12, 3.35e12)
