@@ -39,7 +39,7 @@ def goodput(lanes, sizes=(2, 4, 9), **more):
 
 def test_small_batches_guess_far_and_large_ones_not_at_all():
     pace = goodput([CHAIN])
-    for batch, nodes in ((1, 9), (5, 4), (10, 4), (20, 1)):
+    for batch, nodes in ((1, 9), (5, 4), (10, 4), (20, 2), (30, 1)):
         found = pace.plan(batch, (batch,), 100.0)  # a worker of its own: nothing is remembered
         assert found.tokens_per_round == pytest.approx((coupled_tokens(0.8, nodes - 1),)), batch
         assert found.cost(100.0) == pytest.approx(math.hypot(1.0, 0.05 * batch * nodes))
