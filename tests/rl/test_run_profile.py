@@ -89,7 +89,7 @@ def test_a_damaged_file_is_named(tmp_path, name, text):
 def test_a_simulation_goes_by_it(tmp_path):
     write(tmp_path)
     seconds = simulated(tmp_path)["seer"]["completion_s"]
-    assert seconds > 40 * 0.25, "rounds take a quarter of a second at least"
+    assert seconds > 20 * 0.25, "rounds take a quarter of a second at least"
 
 
 def test_a_folder_that_the_real_writers_wrote_can_be_simulated(tmp_path):
