@@ -19,7 +19,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from models.folder import replace_file
-from rl.ablation import COLUMNS, AblationRun, Cell, by_variant, cells, read_cell
+from rl.ablation import (
+    COLUMNS,
+    AblationRun,
+    Cell,
+    by_variant,
+    cells,
+    read_cell,
+    reward_curves,
+)
 from rl.ablation_table import figure, markdown
 from rl.config import ConfigError, add_field_arguments, list_fields, load, parse_command_line
 from rl.config import dump as dump_config
@@ -59,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
             say(f"{cell.name}, seed {cell.seed}: {state}, {cell.folder}")
         return 0
     if args.table:
-        _write(folder, [c for c in found if c.done], num_examples)
+        say(_write(folder, [c for c in found if c.done], num_examples))
         return 0
     return _run_all(folder, found, num_examples)
 
@@ -81,6 +89,7 @@ class _Stop:
 
 def _run_all(folder: Path, found: Sequence[Cell], num_examples: int) -> int:
     stop = _Stop()
+    table = _write(folder, [c for c in found if c.done], num_examples)
     for number, cell in enumerate(found, start=1):
         title = f"[{number}/{len(found)}] {cell.name}, seed {cell.seed}"
         if cell.done:
@@ -94,7 +103,8 @@ def _run_all(folder: Path, found: Sequence[Cell], num_examples: int) -> int:
         if code:
             say(f"error: {title} ended with {code}: see above", sys.stderr)
             return EXIT_FAILED
-        _write(folder, [c for c in found if c.done], num_examples)
+        table = _write(folder, [c for c in found if c.done], num_examples)
+    say(table)
     say(f"{folder / 'table.md'}, {folder / 'table.csv'}, {folder / 'figure.png'}")
     return 0
 
@@ -116,11 +126,10 @@ def _train(folder: Path, cell: Cell, stop: _Stop) -> int:
     return code
 
 
-def _write(folder: Path, done: Sequence[Cell], num_examples: int) -> None:
-    """Table and figure of the runs that are done."""
+def _write(folder: Path, done: Sequence[Cell], num_examples: int) -> str:
+    """Write table and figure of the runs that are done; returns the table."""
     if not done:
-        say("nothing is done yet", sys.stderr)
-        return
+        return "nothing is done yet"
     rows = [read_cell(cell, num_examples) for cell in done]
     text = io.StringIO()
     writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
@@ -128,8 +137,10 @@ def _write(folder: Path, done: Sequence[Cell], num_examples: int) -> None:
     writer.writerows(rows)
     replace_file(folder / "table.csv", text.getvalue())
     spreads = by_variant(rows)
-    replace_file(folder / "table.md", markdown(spreads))
-    figure(spreads, folder / "figure.png")
+    table = markdown(spreads)
+    replace_file(folder / "table.md", table)
+    figure(spreads, reward_curves(done), folder / "figure.png")
+    return table
 
 
 if __name__ == "__main__":

@@ -174,6 +174,20 @@ def _mean(rows: Sequence[Row], metric: str) -> float:
     return float(np.mean(values)) if values else math.nan
 
 
+def reward_curves(done: Sequence[Cell]) -> dict[str, tuple[list[int], list[float]]]:
+    """Each variant's mean reward by step, over the seeds that have one there: steps, rewards."""
+    found: dict[str, dict[int, list[float]]] = {}
+    for cell in done:
+        by_step = found.setdefault(cell.name, {})
+        for row in read_metrics(cell.folder):
+            if row.get("reward") is not None:
+                by_step.setdefault(int(row["step"]), []).append(float(row["reward"]))
+    return {
+        name: (sorted(by_step), [float(np.mean(by_step[step])) for step in sorted(by_step)])
+        for name, by_step in found.items()
+    }
+
+
 @dataclasses.dataclass(frozen=True)
 class Spread:
     """Mean and sample deviation over seeds; deviation nan for one seed."""

@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rl.ablation import COLUMNS, Spread
-from rl.report_style import RUN_COLORS, STYLE, plain_text
+from rl.report_style import RUN_COLORS, STYLE, plain_text, run_look
 
 Spreads = Mapping[str, Mapping[str, Spread]]
 DIGITS = {"generated_tokens": 0, "rollout_s": 1, "verify_s": 1, "epochs": 1, "clip_fraction": 5}
 PANELS = (  # (column, title, against the first variant)
-    ("generated_tokens", "Generated tokens, of the first", True),
-    ("rollout_s", "Rollout seconds, of the first", True),
-    ("final_reward", "Reward in the last epoch", False),
+    ("generated_tokens", "Generated tokens (first = 1)", True),
+    ("rollout_s", "Rollout seconds (first = 1)", True),
+    ("final_reward", "Reward, last epoch or whole run", False),
 )
+Curves = Mapping[str, tuple[Sequence[int], Sequence[float]]]  # steps, mean rewards over seeds
 
 
 def markdown(spreads: Spreads) -> str:
-    """A row a variant: mean ± deviation over seeds, tokens and seconds also against the first."""
-    columns = COLUMNS[2:]
+    """A row a variant: mean ± deviation over seeds, tokens and seconds also against the first.
+
+    Columns that say nothing of these runs are left out: those without a value, or with zeros alone.
+    """
+    columns = [
+        column
+        for column in COLUMNS[2:]
+        if any(_digits(row[column].mean, column) for row in spreads.values())
+    ]
     lines = [
         "| " + " | ".join(["name", "tokens", "speedup", *columns]) + " |",
         "|---" * (len(columns) + 3) + "|",
@@ -35,8 +43,16 @@ def markdown(spreads: Spreads) -> str:
         lines.append("| " + " | ".join([shown, f"{tokens:.2f}", times, *cells]) + " |")
     legend = (
         "Mean ± deviation over seeds. tokens: generated, of the first row; speedup: its rollout "
-        "seconds over those of the row; verify_s is part of rollout_s; final_reward is the last "
-        "epoch's mean; reused_fraction is from the second epoch on; kl is trainer against sampler."
+        "seconds over those of the row; final_reward is the mean of the last epoch, of all steps "
+        "where there was less than one."
+    )
+    explained = {
+        "verify_s": "verify_s is part of rollout_s",
+        "reused_fraction": "reused_fraction is from the second epoch on",
+        "kl": "kl is trainer against sampler",
+    }
+    legend = " ".join(
+        [legend, *(f"{text}." for column, text in explained.items() if column in columns)]
     )
     return "\n".join([*lines, "", legend, ""])
 
@@ -53,8 +69,13 @@ def _cell(spread: Spread, digits: int) -> str:
     return f"{spread.mean:.{digits}f} ± {spread.deviation:.{digits}f}"
 
 
-def figure(spreads: Spreads, path: Path) -> None:
-    """Tokens, seconds and reward of every variant, with the deviation over seeds."""
+def _digits(value: float, column: str) -> float:
+    """The value as it is shown, for telling zeros: nan counts as one."""
+    return 0.0 if math.isnan(value) else round(value, DIGITS.get(column, 4))
+
+
+def figure(spreads: Spreads, curves: Curves, path: Path) -> None:
+    """Tokens, seconds and reward of every variant, with deviations over seeds; reward by step."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -63,8 +84,10 @@ def figure(spreads: Spreads, path: Path) -> None:
     names = list(spreads)
     first = next(iter(spreads.values()))
     with plt.rc_context(STYLE):
-        size = (11, 1.2 + 0.36 * len(names))
-        picture, axes = plt.subplots(1, len(PANELS), figsize=size, sharey=True)
+        bars_inch = 1.2 + 0.36 * len(names)
+        picture = plt.figure(figsize=(11, bars_inch + 3.6), layout="constrained")
+        above, below = picture.subfigures(2, 1, height_ratios=(bars_inch, 3.6))
+        axes = above.subplots(1, len(PANELS), sharey=True)
         for axis, (column, title, relative) in zip(axes, PANELS, strict=True):
             base = first[column].mean if relative else 1.0
             values = [_ratio(spreads[n][column].mean, base) for n in names]
@@ -76,6 +99,13 @@ def figure(spreads: Spreads, path: Path) -> None:
             axis.grid(axis="y", visible=False)
         axes[0].set_yticks(range(len(names)), [plain_text(n, 28) for n in names])
         axes[0].invert_yaxis()
-        picture.tight_layout()
+        curve = below.subplots()
+        for index, (name, (steps, rewards)) in enumerate(curves.items()):
+            color, style = run_look(index)
+            curve.plot(steps, rewards, style, color=color, label=plain_text(name, 28))
+        curve.set_title("Reward by step, mean over seeds")
+        curve.set_xlabel("training step")
+        curve.xaxis.get_major_locator().set_params(integer=True)
+        curve.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
         picture.savefig(path)
         plt.close(picture)

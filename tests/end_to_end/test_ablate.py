@@ -64,7 +64,8 @@ def test_a_grid_is_stopped_gone_on_with_and_read(grid, capsys):
     assert 0 < float(full["generated_tokens"]) < float(plain["generated_tokens"])
     assert (runs / "figure.png").exists() and "| full |" in (runs / "table.md").read_text()
     assert call_main(ablate.main, *arguments(grid)) == 0
-    assert capsys.readouterr().out.count("done before") == 2
+    out = capsys.readouterr().out
+    assert out.count("done before") == 2 and (runs / "table.md").read_text() in out
     assert call_main(ablate.main, *arguments(grid, "--table")) == 0
     assert call_main(ablate.main, *arguments(grid, "--dry_run")) == 0
     assert "full, seed 0: done" in capsys.readouterr().out

@@ -6,7 +6,16 @@ import math
 import pytest
 
 from benchmarks import tiny_run
-from rl.ablation import COLUMNS, AblationConfig, Spread, by_variant, cells, folder_name, read_cell
+from rl.ablation import (
+    COLUMNS,
+    AblationConfig,
+    Spread,
+    by_variant,
+    cells,
+    folder_name,
+    read_cell,
+    reward_curves,
+)
 from rl.ablation_table import figure, markdown
 from rl.config import ConfigError, dump
 
@@ -134,8 +143,28 @@ def test_the_table_and_the_figure(tmp_path):
     assert len({line.replace("\\|", "").count("|") for line in lines[:4]}) == 1
     assert lines[2].startswith("| plain | 1.00 | 1.00× |") and "0.7500 ± 0.3536" in lines[2]
     assert lines[3].startswith("| a\\|b | 0.40 | 2.50× |")
-    figure(by_variant(ROWS), tmp_path / "figure.png")
+    curves = {"plain": ([1, 2], [0.5, 0.75]), "a|b": ([1], [0.5])}
+    figure(by_variant(ROWS), curves, tmp_path / "figure.png")
     assert (tmp_path / "figure.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_columns_that_say_nothing_of_these_runs_are_left_out():
+    bare = [r | {"reused_fraction": math.nan, "verify_s": 0.0, "epochs": 0.01} for r in ROWS]
+    text = markdown(by_variant(bare))
+    head = text.splitlines()[0]
+    assert not any(name in text for name in ("reused_fraction", "verify_s", "epochs", "kl"))
+    assert "final_reward" in head and "entropy" in head
+    assert "verify_s" in markdown(by_variant(ROWS))
+
+
+def test_rewards_by_step_are_means_over_the_seeds_that_have_one(grid, tmp_path):
+    found = cells([grid], [], tmp_path / "runs")
+    for cell, rewards in zip(found[::2], ([0.0, 1.0], [1.0, None]), strict=True):
+        cell.folder.mkdir(parents=True)
+        rows = [{"step": i, "reward": reward} for i, reward in enumerate(rewards, 1)]
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (cell.folder / "metrics.jsonl").write_text(text)
+    assert reward_curves(found[::2]) == {"plain": ([1, 2], [0.5, 1.0])}
 
 
 def test_what_runs_ahead_has_no_rollout_seconds_to_compare():

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import io
 import os
 import re
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 
+import rl
 from rl.progress import PlainProgress, RichProgress, format_step, progress, say, time_left
 
 ROW = {
@@ -124,6 +127,18 @@ def test_an_evaluation_in_a_pipe_hears_its_responses():
 )
 def test_time_left_is_said_as_a_person_would(seconds, words):
     assert time_left(seconds) == f"about {words} left"
+
+
+def test_all_that_commands_print_is_escaped():
+    """Whoever prints does it through `say`: names and messages come from outside."""
+    prints = [
+        f"{path.name}:{node.lineno}"
+        for path in sorted(Path(rl.__file__).parent.glob("*.py"))
+        if not path.name.startswith("warmstart")  # names nothing that comes from outside
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "print"
+    ]
+    assert prints == []
 
 
 def test_control_codes_and_marks_of_direction_are_escaped():
