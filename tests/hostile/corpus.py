@@ -1,0 +1,71 @@
+"""The corpus of hostile inputs: cases by class, a seeded draw of each, and their counts."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+
+from benchmarks import tiny_run
+from spec import eagle, eagle_files
+from tests.hostile import config_cases, folder_cases
+from tests.hostile.watch import Case
+
+CLASSES = ("configs", "policies", "drafters")
+FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
+
+
+def make_inputs(folder: Path) -> Path:
+    """The smallest run, and a drafter of its policy beside it; returns the configuration."""
+    tiny = tiny_run.make_inputs(folder)
+    shape = eagle.config_for(tiny_run.MODEL)
+    start = eagle.Drafter(shape, eagle.init(shape, jax.random.key(0)))
+    eagle_files.save(folder / "drafter", start, tiny_run.MODEL, None)
+    return tiny
+
+
+def cases(kind: str, tiny: Path, budget: int, seed: int = 0) -> Iterator[Case]:
+    """Those by hand first (a draw of them, where the budget is smaller), then random ones."""
+    draw = random.Random(f"{seed} {kind}")
+    by_hand = list(_by_hand(kind, tiny))
+    if len(by_hand) > budget:
+        by_hand = draw.sample(by_hand, budget)
+    yield from by_hand
+    streams = itertools.cycle(_drawn(kind, tiny, draw))
+    for stream in itertools.islice(streams, budget - len(by_hand)):
+        yield next(stream)
+
+
+def _by_hand(kind: str, tiny: Path) -> Iterator[Case]:
+    if kind == "configs":
+        yield from config_cases.by_hand(tiny)
+    elif kind == "policies":
+        for given in itertools.chain(folder_cases.by_hand(), folder_cases.tokenizers()):
+            yield folder_cases.policy_case(*given, tiny)
+    else:
+        for name, edit, refused in folder_cases.by_hand():
+            if not name.startswith(("generation_config", "auto_map")):  # drafters have none
+                yield folder_cases.drafter_case(name, edit, refused, tiny, tiny.parent / "drafter")
+
+
+def _drawn(kind: str, tiny: Path, draw: random.Random) -> list[Iterator[Case]]:
+    if kind == "configs":
+        return [config_cases.fields(tiny, draw), config_cases.damaged(tiny, draw)]
+    if kind == "policies":
+        keys = folder_cases.CONFIG_KEYS
+        given = [
+            folder_cases.entries("config.json", keys, draw),
+            folder_cases.entries("generation_config.json", keys[-9:], draw),
+            folder_cases.damage(FILES, draw),
+        ]
+        return [(folder_cases.policy_case(*g, tiny) for g in stream) for stream in given]
+    drafter = tiny.parent / "drafter"
+    given = [
+        folder_cases.entries("config.json", folder_cases.CONFIG_KEYS[:24], draw),
+        folder_cases.entries("config.json", folder_cases.DRAFTER_KEYS, draw),
+        folder_cases.damage(FILES[:2], draw),
+    ]
+    return [(folder_cases.drafter_case(*g, tiny, drafter) for g in stream) for stream in given]
