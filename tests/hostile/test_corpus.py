@@ -5,6 +5,7 @@ The whole of it is `python -m benchmarks.hostile`.
 
 from __future__ import annotations
 
+import runpy
 import subprocess
 import sys
 import time
@@ -50,8 +51,9 @@ def rename_outside(folder):
     (folder / "a").rename(folder.parent / "a")
 
 
-def evaluate(folder):
-    eval(f"[{CANARY!r}]")
+def run_what_is_there(folder):
+    (folder / "code.py").write_text("x = 1\n")
+    runpy.run_path(str(folder / "code.py"))
 
 
 def import_what_is_there(folder):
@@ -87,7 +89,7 @@ def lookup(folder):
     [
         (write_outside, "outside_writes"),
         (rename_outside, "outside_writes"),
-        (evaluate, "executions"),
+        (run_what_is_there, "executions"),
         (import_what_is_there, "executions"),
         (start_a_process, "executions"),
         (unwatched_process_leaves_a_canary, "executions"),
