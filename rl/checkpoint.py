@@ -156,6 +156,7 @@ class Checkpointer:
         # What is left to do at the end is OCDBT's, and warns where there is none.
         handler.finalize = lambda directory: None  # type: ignore[method-assign]
         self._orbax = ocp.AsyncCheckpointer(handler)
+        logging.getLogger("absl").addFilter(_unless_told)  # once, however often
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
 
     def save(
@@ -315,9 +316,9 @@ class Checkpointer:
                 if not checkpoint_manifest.verify(step_folder(self.directory, s), contents=False)
             ]
             stands = f"the newest whole one is of step {whole[0]}" if whole else "there is none"
+            what = "what follows" if step in whole else "the checkpoint of"
             raise SaveError(
-                f"the checkpoint of step {step} could not be written to {self.directory}: {why}; "
-                f"{stands}"
+                f"{what} step {step} could not be written to {self.directory}: {why}; {stands}"
             ) from error
 
 
@@ -332,6 +333,11 @@ def _barrier(key: str) -> None:
 
         wait = multihost.get_barrier_sync_fn()
         wait(key=f"reprise-checkpoint-{key}", timeout_ms=_BARRIER_TIMEOUT_S * 1000)
+
+
+def _unless_told(record: logging.LogRecord) -> bool:
+    """Not what Orbax logs with pages of traceback, and a SaveError says in one line."""
+    return not (record.exc_info and _disk_refuses(record.exc_info[1]))
 
 
 def _disk_refuses(error: BaseException | None) -> str | None:
