@@ -27,7 +27,7 @@ from models.folder import Folder
 MAGIC = b"RPR1"
 _HEADER = 12  # magic, CRC-32 of what follows, length of the JSON
 _ENDING = ".rollouts"  # of files
-_MOST_PROMPT_TOKENS = 2**24  # what a damaged header may not make us allocate
+_MOST_PROMPT_TOKENS = 2**22  # what a damaged header may not make us allocate
 
 
 class CacheFileError(ValueError):

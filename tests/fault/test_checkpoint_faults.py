@@ -6,6 +6,7 @@ be told from a wrong one.
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import shutil
@@ -18,8 +19,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from models.folder import Folder
 from rl import checkpoint, checkpoint_manifest
-from rl.checkpoint import CheckpointConfig, Checkpointer
+from rl.checkpoint import CheckpointConfig, Checkpointer, LinkedFiles
+from rl.checkpoint_manifest import Content
+from spec.rollout_cache import RolloutCache, of_group
 
 ROOT = Path(__file__).parents[2]
 TEMPLATE = {"w": jnp.zeros((3, 4)), "h": jnp.zeros((5,), jnp.bfloat16)}
@@ -189,6 +193,154 @@ def test_closing_after_an_error_keeps_that_error_and_tells_of_the_save(tmp_path,
         saver.save(2, content(2))
         raise KeyError("the trainer's own")
     assert "No space left" in caught.value.__notes__[0]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(28, "No space left on device"),
+        OSError(30, "Read-only file system"),
+        ValueError("RESOURCE_EXHAUSTED: Failed to write: No space left on device [28]"),
+    ],
+    ids=["full", "read-only", "as tensorstore says it"],
+)
+def test_a_disk_that_refuses_is_one_line_that_says_what_stands(tmp_path, monkeypatch, error):
+    with pytest.raises(checkpoint.SaveError) as caught, Checkpointer(tmp_path) as saver:
+        saver.save(1, content(1))
+        saver.wait()
+
+        def refusing(*_, **__):
+            raise error
+
+        monkeypatch.setattr(saver._orbax, "wait_until_finished", refusing)
+        saver.save(2, content(2))
+    text = str(caught.value)
+    assert "\n" not in text and "the newest whole one is of step 1" in text
+    assert f"step 2 could not be written to {tmp_path}: " in text
+    assert ("No space left" in text) or ("Read-only" in text)
+    assert checkpoint.latest_whole_step(tmp_path) == 1
+    assert_is_step(
+        checkpoint.Restored(1, checkpoint.restore(tmp_path, TEMPLATE).arrays, host(1)), 1
+    )
+
+
+def test_errors_that_are_no_disks_stay_as_they_are(tmp_path, monkeypatch):
+    with pytest.raises(ZeroDivisionError), Checkpointer(tmp_path) as saver:
+        monkeypatch.setattr(saver._orbax, "wait_until_finished", lambda: 1 / 0)
+        saver.save(1, content(1))
+
+
+def forge(folder: Path, change) -> None:
+    """A manifest that is as its own hash says, with something else in it."""
+    path = folder / checkpoint_manifest.MANIFEST_NAME
+    payload = json.loads(path.read_bytes())
+    payload.pop("sha256_of_the_rest")
+    change(payload)
+    path.write_bytes(checkpoint_manifest._encode(payload))
+
+
+FORGERIES = {
+    "no files": lambda m: m.update(files=None),
+    "a list of files": lambda m: m.update(files=[]),
+    "files left out": lambda m: m.pop("files"),
+    "entry of nothing": lambda m: m["files"].update({"host/process_0.json": None}),
+    "entry without bytes": lambda m: m["files"]["host/process_0.json"].pop("bytes"),
+    "bytes as text": lambda m: m["files"]["host/process_0.json"].update(bytes="9"),
+    "hash as a number": lambda m: m["files"]["host/process_0.json"].update(sha256=1),
+    "extra of nothing": lambda m: m.update(extra=None),
+    "extra as a list": lambda m: m.update(extra=[]),
+    "no arrays": lambda m: m["extra"].pop("arrays"),
+    "arrays as a list": lambda m: m["extra"].update(arrays=[]),
+    "shapes as numbers": lambda m: m["extra"].update(arrays={"['w']": 1}),
+    "step as text": lambda m: m["extra"].update(step="8"),
+    "a file outside": lambda m: m["files"].update({"../x": {"bytes": 0, "sha256": ""}}),
+}
+
+
+@pytest.mark.parametrize("change", FORGERIES.values(), ids=FORGERIES)
+def test_a_forged_manifest_falls_back_as_other_damage_does(two_steps, tmp_path, change):
+    shutil.copytree(two_steps, tmp_path, dirs_exist_ok=True)
+    forge(tmp_path / "step_00000008", change)
+    restored = checkpoint.restore(tmp_path, TEMPLATE)
+    assert_is_step(restored, 4)
+    assert len(restored.warnings) == 1
+
+
+@pytest.fixture(scope="module")
+def two_steps(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("two_steps")
+    save_steps(folder, 4, 8)
+    return folder
+
+
+def test_a_manifest_that_is_a_link_or_a_pipe_is_refused(two_steps, tmp_path):
+    shutil.copytree(two_steps, tmp_path / "c")
+    manifest = tmp_path / "c" / "step_00000008" / checkpoint_manifest.MANIFEST_NAME
+    shutil.move(manifest, tmp_path / "the_same")
+    manifest.symlink_to(tmp_path / "the_same")
+    assert_is_step(checkpoint.restore(tmp_path / "c", TEMPLATE), 4)
+    manifest.unlink()
+    os.mkfifo(manifest)
+    assert_is_step(checkpoint.restore(tmp_path / "c", TEMPLATE), 4)
+
+
+# --- files that a checkpoint links ---------------------------------------------------------
+
+
+def save_spilled(run: Path, step: int, cache: RolloutCache) -> None:
+    known = {f.name: Content(f.num_bytes, f.sha256) for f in cache.spilled().values()}
+    with Checkpointer(run / "checkpoints") as saver:
+        saver.save(step, content(step), {"c": cache.state()}, LinkedFiles(cache.folder, known))
+
+
+def spilled_cache(run: Path, groups: int = 3) -> RolloutCache:
+    cache = RolloutCache(1, run / "rollouts")
+    for i in range(groups):
+        cache.replace(f"p{i}", of_group([np.arange(i + 5, dtype=np.int32)], [1.0]))
+    return cache
+
+
+def restored_cache(run: Path) -> tuple[RolloutCache, checkpoint.Restored]:
+    restored = checkpoint.restore(run / "checkpoints", TEMPLATE)
+    cache = RolloutCache(1, run / "rollouts")
+    files = None if restored.files is None else Folder(restored.files)
+    cache.load_state(restored.host["c"], files, restored.damaged_files)
+    return cache, restored
+
+
+def test_spilled_rollouts_are_linked_and_come_back(tmp_path, monkeypatch):
+    cache = spilled_cache(tmp_path)
+    read = []
+    monkeypatch.setattr(Folder, "read", lambda self, name: read.append(name) or b"")
+    save_spilled(tmp_path, 1, cache)
+    monkeypatch.undo()
+    assert not [name for name in read if name.endswith(".rollouts")], "nothing is read to be saved"
+    names = [f.name for f in cache.spilled().values()]
+    linked = tmp_path / "checkpoints" / "step_00000001" / "files"
+    assert sorted(os.listdir(linked)) == sorted(names)
+    assert all((linked / name).samefile(tmp_path / "rollouts" / name) for name in names)
+    cache.replace("p0", of_group([np.arange(99, dtype=np.int32)], [0.0]))  # the cache goes on
+    (tmp_path / "rollouts" / "0-left.rollouts").write_bytes(b"of a process that was killed")
+    again, restored = restored_cache(tmp_path)
+    assert restored.warnings == () and again.problems == []
+    assert [len(again.get(f"p{i}").responses[0].tokens) for i in range(3)] == [5, 6, 7]
+    assert "0-left.rollouts" not in os.listdir(tmp_path / "rollouts")
+
+
+@pytest.mark.parametrize("damage", [flip, truncate, Path.unlink], ids=lambda f: f.__name__)
+def test_a_damaged_linked_file_costs_its_prompt_alone(tmp_path, damage):
+    cache = spilled_cache(tmp_path)
+    save_spilled(tmp_path, 1, cache)
+    name = cache.spilled()["p1"].name
+    path = tmp_path / "checkpoints" / "step_00000001" / "files" / name
+    content_before = path.read_bytes()
+    path.unlink()  # the cache's own file is another one now
+    path.write_bytes(content_before)
+    damage(path)
+    again, restored = restored_cache(tmp_path)
+    assert restored.step == 1 and again.get("p1") is None
+    assert len(again.problems) == 1 and "'p1'" in again.problems[0]
+    assert again.get("p0") is not None and again.get("p2") is not None
 
 
 class Crash(BaseException):

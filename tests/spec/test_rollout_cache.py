@@ -1,11 +1,15 @@
 """What prompts were answered last time: kept, capped, spilled, damaged, put into checkpoints."""
 
+import json
+import zlib
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from spec.rollout_cache import (
+    MAGIC,
     CachedGroup,
     CachedResponse,
     CacheFileError,
@@ -161,3 +165,54 @@ def test_a_checkpoint_holds_all_of_it(tmp_path, limit):
     other.load_state(cache.state(), cache.folder)
     assert len(other) == 5 and other.get("old") is None
     assert all(equal(other.get(f"p{i}"), group(i)) for i in range(5))
+
+
+def forged(header: dict, body: bytes = b"", *, deflate: bool = True) -> bytes:
+    """A blob with a right checksum around whatever is in it."""
+    text = json.dumps(header).encode()
+    packed = zlib.compress(body) if deflate else body
+    inner = len(text).to_bytes(4, "little") + text + packed
+    return MAGIC + zlib.crc32(inner).to_bytes(4, "little") + inner
+
+
+GOOD = {
+    **{"key": "p", "policy": "", "samples": [0, 1], "lengths": [2, 1]},
+    **{"rewards": [1.0, 0.0], "scored": False},
+}
+TOKENS = np.arange(4, dtype="<i4").tobytes()  # one of the prompt
+FORGED = {
+    "no header": forged({}, TOKENS),
+    "a list": MAGIC + zlib.crc32(b"\2\0\0\0[]").to_bytes(4, "little") + b"\2\0\0\0[]",
+    "deep": forged(GOOD | {"samples": json.loads("[" * 500 + "]" * 500)}, TOKENS),
+    "lengths of nothing": forged(GOOD | {"lengths": None}, TOKENS),
+    "negative lengths": forged(GOOD | {"lengths": [4, -1]}, TOKENS),
+    "lengths that are huge": forged(GOOD | {"lengths": [2**31 - 1, 2**31 - 1]}, TOKENS),
+    "lengths as text": forged(GOOD | {"lengths": ["2", "1"]}, TOKENS),
+    "too many lengths": forged(GOOD | {"lengths": [1, 1, 1]}, TOKENS),
+    "samples as floats": forged(GOOD | {"samples": [0.5, 1]}, TOKENS),
+    "a sample twice": forged(GOOD | {"samples": [1, 1]}, TOKENS),
+    "rewards of nothing": forged(GOOD | {"rewards": [None, 1.0]}, TOKENS),
+    "rewards as text": forged(GOOD | {"rewards": ["1", "2"]}, TOKENS),
+    "scored as text": forged(GOOD | {"scored": "false"}, TOKENS),
+    "scores left out": forged(GOOD | {"scored": True}, TOKENS),
+    "not deflated": forged(GOOD, TOKENS, deflate=False),
+    "too short": forged(GOOD, TOKENS[:8]),
+    "a part of a number": forged(GOOD, TOKENS + b"?"),
+    "negative tokens": forged(GOOD, np.full(4, -1, "<i4").tobytes()),
+    "beyond the vocabulary": forged(GOOD, np.full(4, 100, "<i4").tobytes()),
+    "a bomb": forged(GOOD, bytes(2**25)),
+}
+
+
+@pytest.mark.parametrize("blob", FORGED.values(), ids=FORGED)
+def test_a_forged_blob_is_named_and_skipped(tmp_path, blob):
+    with pytest.raises(CacheFileError):
+        decode(blob, "p", "", vocab_size=100)
+    cache = RolloutCache(1, tmp_path, vocab_size=100)
+    cache.replace("p", group(0))
+    (tmp_path / cache.spilled()["p"].name).write_bytes(blob)
+    assert cache.get("p") is None and len(cache.problems) == 1
+
+
+def test_what_is_forged_is_right_otherwise():
+    assert decode(forged(GOOD, TOKENS), "p", "", vocab_size=100).num_tokens == 3
