@@ -117,8 +117,7 @@ def _train(folder: Path, cell: Cell, stop: _Stop) -> int:
     replace_file(config, dump_config(cell.config))
     command = [sys.executable, "-m", "rl.train", f"--gin_file={config}"]
     command += ["--resume"] if cell.begun else []
-    cache = {"JAX_COMPILATION_CACHE_DIR": str(folder / "compiled")}
-    with subprocess.Popen(command, env=cache | dict(os.environ)) as stop.child:
+    with subprocess.Popen(command, env=dict(os.environ)) as stop.child:
         if stop.asked:  # while it started
             stop.child.send_signal(signal.SIGTERM)
         code = stop.child.wait()
