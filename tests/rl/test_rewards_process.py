@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import threading
 import time
 from concurrent.futures import Future
 from pathlib import Path
@@ -92,12 +93,13 @@ def test_children_in_sessions_of_their_own_end_with_the_worker(tmp_path):
     assert all(map(ends_soon, children))
 
 
-def test_a_worker_that_was_stopped_while_idle_is_found_by_its_silence(monkeypatch):
+@pytest.mark.parametrize("completion", ["x", "more than a pipe holds" * 10_000])
+def test_a_worker_that_was_stopped_while_idle_is_found_by_its_silence(monkeypatch, completion):
     monkeypatch.setattr(process, "_LEAST_PULSE_S", 1.0)
     with RewardPool(config("half", deadline_s=1.0), startup_s=120.0) as pool:
         os.kill(pool._workers[0]._process.pid, signal.SIGSTOP)
         began = time.monotonic()
-        (score,) = scores_of(pool, ["x"])
+        (score,) = scores_of(pool, [completion])
         assert time.monotonic() - began < 30.0  # far from the 120 s of a start
         assert score.total == 0.5 and not pool.counters
 
@@ -108,6 +110,16 @@ def test_a_worker_that_does_not_start_is_given_up(tmp_path):
     with pytest.raises(RewardWorkerError, match="could not start: no answer within its time"):
         with RewardPool(endless, startup_s=1.0):
             pass
+
+
+def test_a_start_that_hangs_outside_the_worker_is_given_up(monkeypatch):
+    let_go = threading.Event()
+    monkeypatch.setattr(process.WorkerProcess, "__init__", lambda *_: let_go.wait(30))
+    monkeypatch.setattr(pool_module, "_MARGIN_S", 0.2)
+    with pytest.raises(RewardWorkerError, match="did not start within 0 s"):
+        with RewardPool(config("half"), startup_s=0.1):
+            pass
+    let_go.set()
 
 
 class Odd(Exception):
