@@ -59,20 +59,29 @@ def digits(completions, **columns):
     return [sum(c.isdigit() for c in text) / max(1, len(text)) for text in completions]
 
 
-def raises(completions, **columns):
+def fails(completions):
+    """All but one fail on completions that begin with 0 to 4, and on empty ones."""
+    return completions[0][:1] in "01234"
+
+
+def always(completions, **columns):
     raise KeyError("no such column")
 
 
+def raises(completions, **columns):
+    if fails(completions):
+        raise KeyError("no such column")
+    return [1.0]
+
+
 def hangs(completions, **columns):
-    """On completions that begin with 0 to 4, and on empty ones."""
-    if completions[0][:1] in "01234":
+    if fails(completions):
         time.sleep(60)
     return [1.0]
 
 
 def dies(completions, **columns):
-    """On the same completions."""
-    if completions[0][:1] in "01234":
+    if fails(completions):
         os._exit(3)
     return [1.0]
 
@@ -82,11 +91,11 @@ def none(completions, **columns):
 
 
 def nan(completions, **columns):
-    return [math.nan for _ in completions]
+    return [math.nan if fails(completions) else 1.0]
 
 
 def two(completions, **columns):
-    return [1.0, 1.0]
+    return [1.0, 1.0] if fails(completions) else [1.0]
 '''
 
 

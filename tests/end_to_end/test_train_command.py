@@ -266,7 +266,7 @@ def test_a_run_that_cannot_fit_is_refused(tiny, tmp_path, monkeypatch, capsys):
     assert not folder.exists()
 
 
-def test_a_reward_file_that_cannot_be_imported_ends_the_run(tiny, tmp_path, capsys):
+def test_a_reward_file_that_cannot_be_imported_is_refused(tiny, tmp_path, capsys):
     broken = tmp_path / "broken.py"
     broken.write_text(
         "import no_such_module\n\n\ndef score(completions, **columns):\n    return 1\n"
@@ -276,5 +276,5 @@ def test_a_reward_file_that_cannot_be_imported_ends_the_run(tiny, tmp_path, caps
         f"--gin.Run.directory='{tmp_path / 'run'}'",
         f"--gin.Reward.functions=('{broken}:score',)",
     )
-    assert code == 1
+    assert code == 2
     assert "no_such_module" in capsys.readouterr().err

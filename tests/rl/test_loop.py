@@ -15,6 +15,7 @@ from rl.checkpoint import NoWholeCheckpointError
 from rl.config import load
 from rl.experiment import TrainConfig
 from rl.metrics import read_samples
+from rl.rewards.process import RewardWorkerError
 
 STEPS = 3
 
@@ -224,13 +225,23 @@ def with_reward(tiny, name, *more):
 def test_a_reward_that_fails_costs_what_the_policy_says(tiny, tmp_path, function, policy):
     done = finish(tiny, tmp_path, *with_reward(tiny, function, f"Reward.on_failure='{policy}'"))
     (row,) = done.rows
-    assert row["rewards/failures"] == 8
-    kept = 8 if policy == "zero" else 0
-    assert (row["batch/samples"], row["batch/left_out"]) == (kept, 8 - kept)
-    wanted = 0.0 if policy == "zero" else None
     samples = read_samples(tmp_path)
-    assert [s["reward"] for s in samples] == [wanted] * 8
-    assert all(s["reward_failure"].startswith(f"{function}/") for s in samples)
+    failed = [s["completion"][:1] in "01234" for s in samples]
+    assert 0 < sum(failed) < 8, "the seed must give both kinds"
+    assert row["rewards/failures"] == sum(failed)
+    left_out = 0 if policy == "zero" else sum(failed)
+    assert (row["batch/samples"], row["batch/left_out"]) == (8 - left_out, left_out)
+    wanted = 0.0 if policy == "zero" else None
+    assert [s["reward"] for s in samples] == [wanted if f else 1.0 for f in failed]
+    reasons = [s["reward_failure"] for s in samples]
+    assert [r is not None and r.startswith(f"{function}/") for r in reasons] == failed
+    assert any(f"{sum(failed)} of 8 samples: {function}/" in text for text in done.show.messages)
+
+
+def test_a_first_step_whose_rewards_all_fail_ends_the_run(tiny, tmp_path):
+    with pytest.raises(RewardWorkerError, match="first step.*8 of 8 samples: always/raised: Key"):
+        finish(tiny, tmp_path, *with_reward(tiny, "always"))
+    assert not (tmp_path / "samples.jsonl").exists()
 
 
 def test_a_reward_that_does_not_apply_is_no_failure(tiny, tmp_path):
