@@ -28,6 +28,7 @@ from rl.config import load
 from rl.experiment import Inputs, TrainConfig, open_inputs
 from rl.generation import System
 from rl.optimizer import TrainState
+from rl.stopping import Watch
 
 ROOT = Path(__file__).parents[1]
 CHARACTERS = "0123456789+=abc"
@@ -155,7 +156,7 @@ def train(
         open_inputs(resolved),
         run,
         show=show or Recorder(),
-        should_stop=should_stop,
+        watch=Watch(should_stop=should_stop),
         clock=time.perf_counter,
     )
 
@@ -170,7 +171,7 @@ def opened(config: TrainConfig, inputs: Inputs) -> Iterator[tuple[System, TrainS
             inputs,
             Path(folder),
             show=Recorder(),
-            should_stop=lambda: False,
+            watch=Watch(),
             clock=time.perf_counter,
         ) as parts,
     ):

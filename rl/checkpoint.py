@@ -28,6 +28,7 @@ import logging
 import os
 import re
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,7 @@ from rl.checkpoint_reader import (
     verify,
     verify_all,
 )
+from rl.waits import POLL_S, Hang, Patience, result_of
 
 _BARRIER_TIMEOUT_S = 1200
 _log = logging.getLogger(__name__)
@@ -129,6 +131,7 @@ class Checkpointer:
         self,
         directory: Path | str | Folder,
         config: CheckpointConfig | None = None,
+        patience: Patience | None = None,
         *,
         committed: Callable[[int], None] = lambda step: None,
     ) -> None:
@@ -145,6 +148,8 @@ class Checkpointer:
         self.directory = self._folder.path
         self.config = config or CheckpointConfig()
         self._committed = committed
+        self._patience, self._hangs = patience or Patience(), False
+        self._done = 0  # parts of saves so far
         self._saves = 0
         self._pending: concurrent.futures.Future[None] | None = None
         self._lock = None
@@ -172,11 +177,44 @@ class Checkpointer:
         copied; both may be changed or donated afterwards, and `files` deleted. A step that
         exists is replaced; later ones are set aside (`checkpoint_folders.publish`).
         Raises TypeError or ValueError for what cannot be saved, SaveError where the disk
-        does not take it, and whatever the save before it met in the background.
+        does not take it, Hang where the save before it does not go on, and whatever that one
+        met in the background.
         """
+        self.wait()
+        self._take_turn()
+        self._save(step, arrays, host, files)
+
+    def save_if_free(self, step: int, arrays: PyTree, host: dict[str, Any] | None = None) -> bool:
+        """As `save`; False, and nothing is done, where another save would have to be waited for."""
+        if self._pending is not None and not self._pending.done():
+            return False
+        if not _writing.acquire(blocking=False):
+            return False
+        try:
+            self.wait()
+        except BaseException:
+            _writing.release()
+            raise
+        self._save(step, arrays, host, None)
+        return True
+
+    def _save(
+        self, step: int, arrays: PyTree, host: dict[str, Any] | None, files: LinkedFiles | None
+    ) -> None:
+        """It has the turn, which is given back once the arrays are written."""
+        try:
+            self._start(step, arrays, host, files)
+        except BaseException:
+            _writing.release()
+            raise
+        if not self.config.asynchronous:
+            self.wait()
+
+    def _start(
+        self, step: int, arrays: PyTree, host: dict[str, Any] | None, files: LinkedFiles | None
+    ) -> None:
         import orbax.checkpoint as ocp
 
-        self.wait()
         if step < 0:
             raise ValueError(f"expected a step of 0 or more, got {step}")
         flat = flatten(arrays, concrete=True)
@@ -193,34 +231,35 @@ class Checkpointer:
             "processes": jax.process_count(),
             "arrays": describe(flat),
         }
-        _writing.acquire()
-        try:
-            # Returns once the values are on the host; Orbax writes them in the background.
-            with self._told(step):
-                self._orbax.save(working / "arrays", args=ocp.args.PyTreeSave(flat))
-            self._pending = self._thread.submit(
-                self._commit, step, state, extra, known, self._saves
-            )
-        except BaseException:
-            _writing.release()
-            raise
-        if not self.config.asynchronous:
-            self.wait()
+        # Returns once the values are on the host; Orbax writes them in the background.
+        with self._told(step):
+            self._orbax.save(working / "arrays", args=ocp.args.PyTreeSave(flat))
+        self._pending = self._thread.submit(self._commit, step, state, extra, known, self._saves)
 
-    @property
-    def saving(self) -> bool:
-        """Whether a save is still being written, in any directory: another would wait for it."""
-        return _writing.locked() or (self._pending is not None and not self._pending.done())
+    def _take_turn(self) -> None:
+        """Wait until no other directory's arrays are being written by this process."""
+        began_s = time.monotonic()
+        while not _writing.acquire(timeout=POLL_S):
+            if time.monotonic() - began_s > self._patience.hang_limit_s:
+                raise Hang(f"{self.directory} waits for another directory's save to be written")
 
     def wait(self) -> None:
         """Returns once the last save counts; raises what it met in the background."""
         if self._pending is None:
             return
+        patience = Patience(0.0) if self._hangs else self._patience
         try:
-            self._pending.result()
+            result_of(self._pending, f"a save in {self.directory}", patience, self._progress)
+        except Hang:
+            self._hangs = True  # it was waited for long enough
+            raise
         finally:
-            if self._pending.done():  # not so when a signal ends the waiting
+            if self._pending.done():  # not so when a signal ends the waiting, or it hangs
                 self._pending = None
+
+    def _progress(self) -> tuple[int, int]:
+        """Changes as long as a save goes on: parts that are done, bytes of the part at hand."""
+        return self._done, checkpoint_folders.written_bytes(self.directory)
 
     def restore(
         self, template: PyTree, step: int | None = None, *, subset: bool = False
@@ -239,8 +278,9 @@ class Checkpointer:
         try:
             self.wait()
         finally:
-            self._thread.shutdown()
-            self._orbax.close()
+            self._thread.shutdown(wait=not self._hangs)
+            if not self._hangs:
+                self._orbax.close()
             if self._lock is not None:
                 self._lock.close()
                 self._lock = None
@@ -286,10 +326,12 @@ class Checkpointer:
                     self._orbax.wait_until_finished()
                 finally:
                     _writing.release()
+                self._done += 1
                 checkpoint_host.write(working / "host", jax.process_index(), state)
                 _barrier(f"written-{save}")
                 if _primary():
                     checkpoint_manifest.write_manifest(working, extra, known)
+                    self._done += 1
                     checkpoint_folders.publish(self._folder, step)
                     self._committed(step)
                     checkpoint_folders.retire(self._folder, self.config.keep)

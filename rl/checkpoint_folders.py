@@ -13,7 +13,9 @@ Nothing outside of the directory is ever renamed or deleted (models.folder).
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import re
 import stat
 from pathlib import Path
@@ -44,6 +46,17 @@ def list_steps(directory: Path | Folder) -> list[int]:
         names = [e.name for e in directory.iterdir() if stat.S_ISDIR(e.lstat().st_mode)]
     matches = [_STEP.fullmatch(name) for name in names]
     return sorted((int(match[1]) for match in matches if match), reverse=True)
+
+
+def written_bytes(directory: Path) -> int:
+    """What the folders that are being filled hold; files may come and go meanwhile."""
+    total = 0
+    for folder, _, names in os.walk(directory):
+        if _WORKING in folder:
+            for name in names:
+                with contextlib.suppress(OSError):
+                    total += os.lstat(os.path.join(folder, name)).st_size
+    return total
 
 
 def recover(directory: Folder) -> None:

@@ -9,7 +9,7 @@ Axes: B rows, T positions, E samples, M their response tokens, D model width.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -30,7 +30,7 @@ from rl.optimizer import CriticState, OptimizerConfig, learning_rate, make_optim
 from rl.packing import Shape
 from rl.policy_losses import clipped_value_loss
 from rl.recipe import Recipe
-from rl.scoring import cast_for_training, place
+from rl.scoring import cast_for_training, keep_pace, place, unwatched
 
 
 @jax.tree_util.register_dataclass
@@ -184,11 +184,18 @@ def run_once(
 
 
 def score_samples(
-    params: Critic, samples: Sequence[Sample], shape: Shape, recipe: Recipe
+    params: Critic,
+    samples: Sequence[Sample],
+    shape: Shape,
+    recipe: Recipe,
+    on_pass: Callable[[], None] = unwatched,
 ) -> list[np.ndarray]:
     """The value of each sample's response tokens, float32 [num_tokens]; one fetch."""
     packed = batching.micro_batches(samples, shape)
-    scored = [score(params, place(p.batch), recipe=recipe) for p in packed]
+    scored: list[jax.Array] = []
+    for p in packed:
+        scored.append(score(params, place(p.batch), recipe=recipe))
+        keep_pace(scored, on_pass)
     result: list[np.ndarray] = [np.empty(0, np.float32)] * len(samples)
     for p, values_EM in zip(packed, jax.device_get(scored), strict=True):
         for e, i in enumerate(p.sample_indices):
@@ -197,7 +204,11 @@ def score_samples(
 
 
 def judge(
-    params: Critic, samples: list[Sample], shape: Shape, recipe: Recipe
+    params: Critic,
+    samples: list[Sample],
+    shape: Shape,
+    recipe: Recipe,
+    on_pass: Callable[[], None] = unwatched,
 ) -> tuple[list[Sample], dict[str, float]]:
     """Samples with advantages, returns and values of each token, and how well these were foreseen.
 
@@ -207,7 +218,7 @@ def judge(
     if not samples:
         return samples, {}
     settings = recipe.critic
-    scored = score_samples(params, samples, shape, recipe)
+    scored = score_samples(params, samples, shape, recipe, on_pass)
     lengths_E = np.array([len(v) for v in scored])
     rewards_E = np.array([s.trajectory.reward for s in samples], np.float64)
     mask_EM = np.arange(lengths_E.max()) < lengths_E[:, None]

@@ -20,6 +20,7 @@ from rl.engine import Engine
 from rl.experiment import Inputs, TrainConfig
 from rl.learned import LearnedDrafter
 from rl.spot_trainer import SpotTrainer
+from rl.waits import Patience
 from rl.workers import Workers, in_worker_thread
 from spec import eagle, eagle_files
 from spec.data_buffer import DataBuffer
@@ -73,7 +74,7 @@ class DrafterRun:
         self, config: TrainConfig, trainer: DrafterTrainer, spot: SpotTrainer | None
     ) -> None:
         self.trainer, self.spot = trainer, spot
-        self._config = config
+        self._config, self._first_step = config, 0
 
     def catcher(self, step: int) -> BufferCatcher:
         """Who takes the responses of a step."""
@@ -81,10 +82,16 @@ class DrafterRun:
 
     def began(self, params: Params, step: int) -> None:
         """A step's rollouts begin, by these weights."""
+        self._first_step = self.trainer.step
         if self.spot is None:
             self.trainer.begin(step)
         else:
             self.spot.prepare(params, step)
+
+    @property
+    def trained_this_step(self) -> bool:
+        """Whether it has learnt since the rollouts began; in spare time that is nobody's step."""
+        return self.spot is None and self.trainer.step != self._first_step
 
     def after_rollout(self, engine: Engine | Workers, weights: Params) -> None:
         """Train for as many steps as are due; the next rollout guesses with what was learnt."""
@@ -137,9 +144,13 @@ def open_run(
     folder: Path,
     stack: ExitStack,
     clock: Callable[[], float],
+    alive: Callable[[], object] = lambda: None,
 ) -> DrafterRun:
-    """A drafter's training, whose checkpoints go into the run folder: the last as `stack` ends."""
-    options = config.drafter
+    """A drafter's training, whose checkpoints go into the run folder: the last as `stack` ends.
+
+    `alive` is called while a save that is waited for goes on.
+    """
+    options, patience = config.drafter, Patience(config.run.hang_limit_s, alive)
     keeps = CheckpointConfig(keep=2, asynchronous=config.checkpoint.asynchronous)
     trainer = DrafterTrainer(
         options,
@@ -148,7 +159,9 @@ def open_run(
         DataBuffer(config.data_buffer),
         seed=config.run.seed,
         temperature=config.sampling.temperature,
-        checkpoints=stack.enter_context(Checkpointer(Folder(folder).folder(FOLDER), keeps)),
+        checkpoints=stack.enter_context(
+            Checkpointer(Folder(folder).folder(FOLDER), keeps, patience)
+        ),
     )
     stack.enter_context(_kept(trainer))
     spot = None

@@ -52,6 +52,7 @@ class _Step:
     todo: collections.deque[DrafterBatch]
     missing: int
     total: Eagle | None = None
+    total_at: Replica | None = None
     num_entries: float = 0.0
     sums: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
 
@@ -113,7 +114,6 @@ class DrafterTrainer:
         self._state_lock = threading.RLock()  # steps donate the state
         self._placed: dict[int, tuple[int, Eagle]] = {}  # by replica: weights as of a step
         self._state_at: Replica | None = None  # None: on the process's default device
-        self._total_at: Replica | None = None
 
     def begin(self, rl_step: int) -> None:
         """Sequences of this RL step are the newest from now on."""
@@ -141,6 +141,11 @@ class DrafterTrainer:
             self._update(bench.replica, now)
             return "update"
         return None
+
+    def abandon(self) -> None:
+        """Begin the step at hand anew: who had a share of it does not come back."""
+        with self._lock:
+            self._now = None
 
     def run_steps(self, num_steps: int, bench: Bench) -> int:
         """So many steps at one place; fewer where there is nothing to learn from. How many."""
@@ -170,24 +175,23 @@ class DrafterTrainer:
             self.learned.swap(copied(self.state.params))
 
     def save(self) -> None:
-        """Write the newest state in the background, unless the one before is still being written.
+        """Write the newest state in the background, unless any other is still being written.
 
         That is all that is trained, and the optimizer's state: the policy's share is not.
         """
-        if self.checkpoints is not None and not self.checkpoints.saving:
-            self._save(self.checkpoints)
+        if self.checkpoints is not None:
+            with self._state_lock:
+                if self.checkpoints.save_if_free(self.step, self.state, {"step": self.step}):
+                    self._saved_step = self.step
 
     def save_last(self) -> None:
         """Write the newest state unless it is written, and wait until it counts."""
         if self.checkpoints is not None:
-            if self._saved_step != self.step:
-                self._save(self.checkpoints)
+            with self._state_lock:
+                if self._saved_step != self.step:
+                    self.checkpoints.save(self.step, self.state, {"step": self.step})
+                    self._saved_step = self.step
             self.checkpoints.wait()
-
-    def _save(self, checkpoints: Checkpointer) -> None:
-        with self._state_lock:
-            checkpoints.save(self.step, self.state, {"step": self.step})
-            self._saved_step = self.step
 
     def snapshot(self) -> tuple[DrafterState, int]:
         """A copy of the state, and its step."""
@@ -231,8 +235,8 @@ class DrafterTrainer:
         weight = found["num_entries"]
         with self._lock:
             if now.total is None:
-                self._total_at = bench.replica
-            at = self._total_at
+                now.total_at = bench.replica
+            at = now.total_at
             assert at is not None
             with at.mesh_context():  # programs are compiled for where they run
                 grads = _moved(grads, bench.replica, at)
@@ -254,7 +258,7 @@ class DrafterTrainer:
     def _update(self, replica: Replica, now: _Step) -> None:
         """Only one worker leads, and all gradients are in: nobody else is at the state."""
         num_entries = max(now.num_entries, 1.0)
-        total = _moved(now.total, self._total_at, replica)
+        total = _moved(now.total, now.total_at, replica)
         mean = add_weighted(None, total, np.float32(1 / num_entries))
         with self._state_lock:
             state = _moved(self.state, self._state_at, replica)

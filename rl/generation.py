@@ -8,7 +8,7 @@ cursor, step, state), so the cursor is part of what a checkpoint keeps.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -31,16 +31,13 @@ from rl.reuse import Reuse
 from rl.rewards.pool import Job, RewardPool, Score
 from rl.rewards.process import RewardWorkerError
 from rl.speculation import Speculation
+from rl.stopping import Watch
 from rl.tasks import Example
 from rl.timeline import EngineStats, joined
 from rl.trajectory import Trajectory
 from rl.workers import Workers
 from spec.rollout_cache import RolloutCache
 from spec.sampling import SamplingConfig
-
-
-class Stopped(Exception):
-    """The run was asked to stop; everything up to the last whole step is saved."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -60,7 +57,7 @@ class System:
     reference: Params | None
     drafter: DrafterRun | None
     show: Progress
-    should_stop: Callable[[], bool]
+    watch: Watch
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -186,8 +183,7 @@ def generate_and_score(
 
     def watch(finished: int, tokens: int) -> None:
         system.show.rollout(finished, len(requests), tokens)
-        if system.should_stop():
-            raise Stopped
+        system.watch.check()
 
     drafter = system.drafter
     weights, key = trainer.cast_params(params, system.engine.dtype), system.reuse.key(step)
@@ -226,7 +222,7 @@ class Scorer:
 
     def __init__(self, system: System) -> None:
         self._tokenizer, self._rewards = system.inputs.tokenizer, system.rewards
-        self._should_stop = system.should_stop
+        self._check = system.watch.check
         self.examples: dict[int, Example] = {}
         self._waiting: dict[int, tuple[Future[Score], str]] = {}
 
@@ -239,10 +235,6 @@ class Scorer:
         """The response's score, once it is there, and its text; raises Stopped if asked to."""
         future, text = self._waiting.pop(t.request_id)
         return self._rewards.result(future, self._check), text
-
-    def _check(self) -> None:
-        if self._should_stop():
-            raise Stopped
 
     def forget(self, *, before: int) -> None:
         """Groups below this number have nothing to be scored any more."""

@@ -11,8 +11,7 @@ import threading
 from collections.abc import Callable
 
 from rl.trajectory import Begun
-
-POLL_S = 0.05  # between two looks at whether the worker that promised is alive
+from rl.waits import POLL_S
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,10 +33,10 @@ from rl.device_drafters import DeviceDrafters
 from rl.draft_model import DraftModel
 from rl.drafter_setup import DrafterRun
 from rl.experiment import Inputs, TrainConfig
-from rl.generation import Rollouts, Stopped, System, generate, tell_failures
+from rl.generation import Rollouts, System, generate, tell_failures
 from rl.metrics import Timings, open_metrics
 from rl.optimizer import TrainState
-from rl.pipeline import open_source
+from rl.pipeline import Pipeline, Synchronous, open_source
 from rl.progress import Progress
 from rl.reuse import Reuse
 from rl.rewards.pool import RewardPool
@@ -44,10 +44,14 @@ from rl.rewards.process import RewardWorkerError
 from rl.run_start import CHECKPOINTS, NEWEST_FILE, ROLLOUTS
 from rl.speculation import Speculation
 from rl.step_metrics import sample_rows, step_metrics
+from rl.stopping import SAVING, Stopped, Watch
 from rl.timeline import EngineStats, save_timeline
 from rl.trajectory import Trajectory
+from rl.waits import Hang, Patience
 from rl.workers import split_devices
 from spec.rollout_cache import RolloutCache
+
+MOST_SKIPPED_STEPS = 5  # in a row under Trainer.on_nonfinite = "skip": it will not heal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +69,7 @@ def train(
     folder: Path,
     *,
     show: Progress,
-    should_stop: Callable[[], bool],
+    watch: Watch,
     clock: Callable[[], float],
 ) -> TrainState:
     """Run or resume in `folder`, up to `Run.steps`; raises Stopped where it was asked to stop."""
@@ -75,12 +79,13 @@ def train(
             Checkpointer(
                 run.folder(CHECKPOINTS),
                 config.checkpoint,
+                Patience(config.run.hang_limit_s, watch.alive),
                 committed=lambda step: run.replace(NEWEST_FILE, f"{step}\n"),
             )
         )
         metrics = stack.enter_context(open_metrics(config.metrics, folder))
         system, state = stack.enter_context(
-            opened(config, inputs, folder, show=show, should_stop=should_stop, clock=clock)
+            opened(config, inputs, folder, show=show, watch=watch, clock=clock)
         )
         place, state, host = _resume(checkpoints, state, system)
         metrics.truncate_to_step(place.step)
@@ -88,21 +93,24 @@ def train(
             open_source(system, place.step + 1, state.behind, host.get("source", {}))
         )
         state = dataclasses.replace(state, behind=None, drafter=None)
-        saved = place.step
+        saved, skipped = place.step, 0
+        learnt = _learnt(system, source)
+        system.cache.mark()
 
         def save() -> None:
-            host = _host_state(system, place) | {"source": source.state()}
+            host = _host_state(system, place) | learnt
             arrays = source.saved(state, place.step)
             if system.drafter is not None:
                 drafter, host["drafter"] = system.drafter.saved()
                 arrays = dataclasses.replace(arrays, drafter=drafter)
             checkpoints.save(place.step, arrays, host, _spilled(system.cache))
 
-        with _saving_when_stopped(lambda: (saved, place, state), save, checkpoints):
+        with _saving_when_stopped(system, lambda: (saved, place, state), save, checkpoints):
             while (done := place.step) < config.run.steps:
-                timings = Timings(clock, partial(show.phase, place.step + 1))
+                timings = Timings(clock, partial(_begins, show, watch, place.step + 1))
                 state, place, wrote = train_step(system, state, place, timings, source)
-                done = place.step
+                done, learnt = place.step, _learnt(system, source)
+                system.cache.mark()
                 with timings.section("checkpoint"):
                     if config.checkpoint.due(done) or done == config.run.steps:
                         save_timeline(folder, done, wrote.stats.timeline)
@@ -111,6 +119,7 @@ def train(
                 row = wrote.metrics | {"num_tokens": place.num_tokens}
                 metrics.write_samples(done, wrote.samples)
                 show.step(metrics.write(done, row | _speed(row, timings.seconds())))
+                skipped = _in_a_row(skipped, row, done)
         return state
 
 
@@ -121,7 +130,7 @@ def opened(
     folder: Path,
     *,
     show: Progress,
-    should_stop: Callable[[], bool],
+    watch: Watch,
     clock: Callable[[], float],
 ) -> Iterator[tuple[System, TrainState]]:
     """The parts of a run, warm, and its first state; the folder holds what is spilled and timed."""
@@ -139,17 +148,20 @@ def opened(
         drafter, model = None, None
         if config.speculation.learns:
             start = drafter_setup.open_drafter(config, inputs)
-            drafter = drafter_setup.open_run(config, start, folder, stack, clock)
+            drafter = drafter_setup.open_run(config, start, folder, stack, clock, watch.alive)
         if config.speculation.asks_model:
             model = DraftModel.load(config.draft_model)
         drafters = DeviceDrafters(None if drafter is None else drafter.trainer.learned, model)
+        patience = Patience(config.run.hang_limit_s, watch.alive)
         speculation = stack.enter_context(
-            Speculation(config.speculation, cache, drafters, config.tuner, seed=config.run.seed)
+            Speculation(
+                *(config.speculation, cache, drafters, config.tuner),
+                seed=config.run.seed,
+                patience=patience,
+            )
         )
         pool = stack.enter_context(RewardPool(config.reward, tasks=config.task.specs))
-        yield _build(
-            config, inputs, folder, mesh, pool, cache, speculation, drafter, show, should_stop
-        )
+        yield _build(config, inputs, folder, mesh, pool, cache, speculation, drafter, show, watch)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -190,6 +202,8 @@ def train_step(
             step=step,
             seed=config.run.seed,
             reference=system.reference,
+            on_pass=partial(_between_passes, system),
+            on_skip=lambda error: system.show.message(f"warning: skipped: {error}"),
         )
     system.reuse.after_update(update_metrics)
     row = step_metrics(rollouts.trajectories, rollouts.scores, rollouts.stats, step)
@@ -255,7 +269,7 @@ def _build(
     speculation: Speculation,
     drafter: DrafterRun | None,
     show: Progress,
-    should_stop: Callable[[], bool],
+    watch: Watch,
 ) -> tuple[System, TrainState]:
     """Load the policy, lay out the training state, and compile all that the run can need."""
     recipe = experiment.recipe(config, inputs.model)
@@ -271,11 +285,11 @@ def _build(
     )
     shape = trainer.batch_shape(recipe, config.longest_tokens)
     weights = trainer.cast_params(state.params, engine.dtype)
-    told = partial(show.compiling, "rollouts")
+    told = partial(_compiled, show, watch, "rollouts")
     rollout_setup.warm_up(config, engine, weights, speculation, folder, told)
     if drafter is not None:
         drafter_setup.warm_up(drafter, engine, weights)
-    told = partial(show.compiling, "training")
+    told = partial(_compiled, show, watch, "training")
     state = trainer.warm_up(state, shape, recipe=recipe, told=told)
     order = DataOrder(len(inputs.task), config.run.seed)
     system = System(
@@ -292,7 +306,7 @@ def _build(
         reference,
         drafter,
         show,
-        should_stop,
+        watch,
     )
     return system, state
 
@@ -332,19 +346,24 @@ def _resume(
 
 @contextlib.contextmanager
 def _saving_when_stopped(
+    system: System,
     now: Callable[[], tuple[int, Place, TrainState]],
     save: Callable[[], None],
     checkpoints: Checkpointer,
 ) -> Iterator[None]:
     """Save the last whole step before what ends the run goes on its way.
 
-    Not where an update was refused after others of its step had been applied: the
-    whole step's buffers are gone then, and the newest checkpoint stands.
+    The step that was under way has left no trace but in what the drafter learnt from. Not where
+    an update was refused after others of its step had been applied: the whole step's buffers are
+    gone then, and the newest checkpoint stands.
     """
     try:
         yield
-    except (Stopped, trainer.NonFiniteUpdate, RewardWorkerError, WorkerError):
+    except (Stopped, trainer.NonFiniteUpdate, RewardWorkerError, WorkerError, Hang):
+        system.watch.at(SAVING)
         saved, place, state = now()
+        system.speculation.settle()
+        system.cache.undo()
         whole = not any(x.is_deleted() for x in jax.tree.leaves(state))
         if place.step > saved and whole:
             save()
@@ -353,14 +372,21 @@ def _saving_when_stopped(
 
 
 def _host_state(system: System, place: Place) -> dict[str, Any]:
-    """What a resumed run needs besides arrays."""
+    """What a resumed run needs besides arrays, and besides what steps have learnt."""
     system.speculation.settle()
     return {
         "num_tokens": place.num_tokens,
         "cursor": place.cursor,
         "rollouts": system.cache.state(),
+    }
+
+
+def _learnt(system: System, source: Synchronous | Pipeline) -> dict[str, Any]:
+    """What the host has learnt in whole steps; a step that is left half way is not to add to it."""
+    return {
         "reuse": system.reuse.state(),
         "speculation": system.speculation.state(),
+        "source": source.state(),
     }
 
 
@@ -370,6 +396,42 @@ def _spilled(cache: RolloutCache) -> LinkedFiles | None:
     if cache.folder is None or not files:
         return None
     return LinkedFiles(cache.folder, {f.name: Content(f.num_bytes, f.sha256) for f in files})
+
+
+def _begins(show: Progress, watch: Watch, step: int, part: str) -> None:
+    """A part of a step begins."""
+    watch.at(part)
+    show.phase(step, part)
+
+
+def _compiled(show: Progress, watch: Watch, what: str, done: int, total: int) -> None:
+    """One more program is compiled."""
+    watch.alive()
+    show.compiling(what, done, total)
+
+
+def _between_passes(system: System, may_leave: bool) -> None:
+    """A pass of an update is done; a stop leaves the update where nothing of it is applied yet.
+
+    Nor of what the drafter learns in this step: it cannot be undone.
+    """
+    trained = system.drafter is not None and system.drafter.trained_this_step
+    if system.watch.asked() and may_leave and not trained:
+        raise Stopped
+
+
+def _in_a_row(skipped: int, row: Mapping[str, Any], step: int) -> int:
+    """So many steps in a row, this one included, had no update that was finite."""
+    if not row.get("update/skipped") or row["batch/optimizer_steps"]:
+        return 0
+    if skipped + 1 == MOST_SKIPPED_STEPS:
+        raise trainer.NonFiniteUpdate(
+            f"step {step}: no update was finite in {MOST_SKIPPED_STEPS} steps, one after the "
+            "other; a lower Optimizer.learning_rate often helps",
+            None,
+            (),
+        )
+    return skipped + 1
 
 
 def run_mesh(config: TrainConfig) -> Mesh | None:

@@ -14,6 +14,7 @@ import collections
 import contextlib
 import dataclasses
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -27,7 +28,6 @@ from rl.generation import (
     Prompts,
     Rollouts,
     Scorer,
-    Stopped,
     System,
     generate,
     prompts_at,
@@ -35,9 +35,11 @@ from rl.generation import (
 )
 from rl.metrics import Timings
 from rl.optimizer import TrainState
-from rl.session import StepSpec
+from rl.session import LEAVING_S, StepSpec
+from rl.stopping import Stopped
 from rl.trajectory import Trajectory
-from rl.workers import POLL_S, Workers
+from rl.waits import POLL_S, Hang, place_of
+from rl.workers import Workers
 from sched.histopipe import HistoPipe, HistoPipeConfig
 from sched.pipeline import Steps
 from sched.protocol import Scheduler
@@ -118,6 +120,7 @@ class Pipeline:
         )
         self._changed = threading.Condition()
         self._closed, self._error = False, list[BaseException]()
+        self._received_s = time.monotonic()  # sign of life of the thread
         self._thread = threading.Thread(target=self._receive, name="pipeline", daemon=True)
 
     def __enter__(self) -> Pipeline:
@@ -127,7 +130,7 @@ class Pipeline:
 
     def __exit__(self, *_: object) -> None:
         self._closed = True
-        self._thread.join()
+        self._thread.join(min(LEAVING_S, self._system.config.run.hang_limit_s))
         # what runs ahead of the last step is given up
         self._session.__exit__(Stopped, None, None)
 
@@ -212,6 +215,7 @@ class Pipeline:
         """A thread of its own: responses are scored as they end, also while an update runs."""
         try:
             while not self._closed:
+                self._received_s = time.monotonic()
                 result = self._session.next_result(POLL_S)
                 if isinstance(result, Trajectory):
                     self._scorer(result)
@@ -236,8 +240,7 @@ class Pipeline:
     def _wait(self, step: int) -> None:
         """Until the step's responses are there. Raises Stopped, or what a worker raised."""
         while True:
-            if self._system.should_stop():
-                raise Stopped
+            self._system.watch.check()
             with self._changed:
                 if self._error:
                     raise self._error[0]
@@ -245,8 +248,16 @@ class Pipeline:
                 if finished == expected:
                     return
                 self._changed.wait(POLL_S)
+            self._look_after_the_thread()
             tokens = self._session.num_tokens(step - self._first)
             self._system.show.rollout(finished, expected, tokens)
+
+    def _look_after_the_thread(self) -> None:
+        limit_s = self._system.config.run.hang_limit_s
+        silent_s = time.monotonic() - self._received_s
+        if silent_s > limit_s:
+            where = place_of(self._thread.ident or 0)
+            raise Hang(f"no sign of life for {silent_s:.1f} s from the pipeline's thread ({where})")
 
     def _rollouts(self, step: int) -> Rollouts:
         """What the step has come to; requests of the step before stand in groups behind its own."""

@@ -24,7 +24,8 @@ class TrainerConfig:
     exact up to rounding only; float32 is in full precision on every backend. Master weights
     are always float32. `remat` computes each layer again in the backward pass instead of
     keeping what it made: less memory for a third more work; auto is False on a CPU and True
-    elsewhere.
+    elsewhere. An update with a loss or gradient that is not finite is never applied:
+    `on_nonfinite` says whether it stops the run, or is left out and counted.
     """
 
     inner_updates: int = 1
@@ -32,6 +33,7 @@ class TrainerConfig:
     micro_batch_tokens: int = 8192
     logprob_chunk_tokens: int = 1024
     remat: bool | Literal["auto"] = "auto"
+    on_nonfinite: Literal["stop", "skip"] = "stop"
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
 
     def __post_init__(self) -> None:
@@ -43,6 +45,8 @@ class TrainerConfig:
         ):
             if getattr(self, field) < 1:
                 raise ValueError(f"{field} must be at least 1, got {getattr(self, field)}")
+        if self.on_nonfinite not in ("stop", "skip"):
+            raise ValueError(f"on_nonfinite must be 'stop' or 'skip', got {self.on_nonfinite!r}")
         if self.compute_dtype not in ("auto", "float32", "bfloat16"):
             raise ValueError(
                 f"compute_dtype must be 'auto', 'float32' or 'bfloat16', got {self.compute_dtype!r}"
@@ -65,7 +69,9 @@ class TrainerConfig:
 class Recipe:
     """The model and the sections that training is made of; the one static argument of its steps.
 
-    `total_steps` counts the optimizer steps of the whole run: schedules end there.
+    `total_steps` counts the optimizer steps that the whole run may make: schedules end there.
+    Steps that are not made (nothing to learn from, not finite) move no schedule on, so that a
+    run which leaves some out ends before its schedule does.
     """
 
     model: ModelConfig

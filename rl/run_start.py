@@ -135,6 +135,15 @@ def begin(config: TrainConfig, before: TrainConfig | None) -> BinaryIO:
     return lock
 
 
+def standing(folder: Path) -> tuple[int, str]:
+    """The last step that is saved (0: none), and words for it."""
+    try:
+        step = int((folder / NEWEST_FILE).read_text())
+    except (OSError, ValueError):
+        return 0, "nothing to save"
+    return step, f"step {step} is the last that is saved; go on: {resume_command(folder)}"
+
+
 def resume_command(folder: Path) -> str:
     return f"python -m rl.train --resume --gin.Run.directory={shlex.quote(str(folder))}"
 

@@ -8,7 +8,7 @@ and `score_samples` are for references, old policies and checks.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -122,6 +122,19 @@ def score(
     return token_logprobs(params, batch, processing, recipe)
 
 
+def unwatched() -> None:
+    """Nobody is told of a pass."""
+
+
+def keep_pace(passes: Sequence[Any], on_pass: Callable[[], None]) -> None:
+    """Wait for the last pass but one, and tell: devices keep one more to do.
+
+    Otherwise all passes would be handed over at once, and nothing could come between them.
+    """
+    jax.block_until_ready(passes[-2:-1])
+    on_pass()
+
+
 def batch_ways() -> int:
     """Over how many parts the mesh in use splits a batch; 1 without a mesh."""
     sizes = jax.sharding.get_abstract_mesh().shape
@@ -142,11 +155,15 @@ def score_samples(
     shape: batching.Shape,
     sampling: SamplingConfig,
     recipe: Recipe,
+    on_pass: Callable[[], None] = unwatched,
 ) -> list[np.ndarray]:
     """Log-probabilities of each sample's response tokens, float32 [num_tokens]; one fetch."""
     packed = batching.micro_batches(samples, shape)
     processing = Processing.of(sampling)
-    scored = [score(params, place(p.batch), processing, recipe=recipe)[0] for p in packed]
+    scored: list[jax.Array] = []
+    for p in packed:
+        scored.append(score(params, place(p.batch), processing, recipe=recipe)[0])
+        keep_pace(scored, on_pass)
     result: list[np.ndarray] = [np.empty(0, np.float32)] * len(samples)
     for p, logprobs_EM in zip(packed, jax.device_get(scored), strict=True):
         for e, i in enumerate(p.sample_indices):

@@ -21,6 +21,7 @@ from rl.kv_pool import KvPool
 from rl.spot_trainer import SpotTrainer
 from rl.timeline import EngineStats, joined
 from rl.trajectory import Request, Trajectory
+from rl.waits import POLL_S, Hang
 from sched.protocol import Scheduler
 from sched.replay import Decision
 from spec.drafter_batch import Catcher
@@ -29,7 +30,6 @@ from spec.sampling import SamplingConfig
 
 MOST_RESTARTS = 3  # of one engine in a session: what fails more often will not heal
 LEAVING_S = 5.0  # that workers have to end, once a rollout is given up
-POLL_S = 0.05  # between two looks at whether a worker has ended
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -146,12 +146,14 @@ class Session:
         failures = sum(e == engine for e in self._engine_of.values())
         if not self._size.restart or failures > MOST_RESTARTS:
             raise result
-        self._leave_behind(worker_id)
+        if not isinstance(result.__cause__, Hang):
+            self._threads[worker_id].join(LEAVING_S)  # it has raised, and is about to end
+        hangs = self._leave_behind(worker_id)
         # its successor first, so that what it ran has somewhere to go
         self._join(engine)
         self._coordinator.lose(worker_id)
         if self._spot is not None:
-            self._spot.lost(worker_id)
+            self._spot.lost(worker_id, hangs=hangs)
         return None
 
     def num_tokens(self, step: int) -> int:
@@ -179,11 +181,12 @@ class Session:
     def _runs(self, worker_id: int) -> bool:
         return self._coordinator.is_present(worker_id) and self._threads[worker_id].is_alive()
 
-    def _leave_behind(self, worker_id: int) -> None:
-        """A worker is given up; while its thread may still be at its engine, nobody else is."""
-        place = self._engine_of[worker_id]
-        if self._threads[worker_id].is_alive():
+    def _leave_behind(self, worker_id: int) -> bool:
+        """A worker is given up; whether its thread may still be at its engine: nobody else is."""
+        place, hangs = self._engine_of[worker_id], self._threads[worker_id].is_alive()
+        if hangs:
             self._engines[place] = dataclasses.replace(self._engines[place])
+        return hangs
 
     def _join(self, engine: int) -> None:
         worker_id, size, replica = len(self._threads), self._size, self._engines[engine]

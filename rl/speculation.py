@@ -20,6 +20,7 @@ import numpy as np
 
 from rl.device_drafters import NO_DRAFTERS, DeviceDrafters
 from rl.guessing import Guesses, Site, no_guesses
+from rl.waits import Patience, result_of
 from spec import history
 from spec.aligned import AlignedDrafter
 from spec.bandit import BegMab
@@ -121,12 +122,13 @@ class Speculation:
         tuner: TunerConfig | None = None,
         *,
         seed: int = 0,
+        patience: Patience | None = None,
     ) -> None:
         asked = {LEARNED: config.learns, MODEL: config.asks_model}
         assert drafters.by_name.keys() == {n for n in asked if asked[n]}, "those that are asked"
         self.config, self.drafters = config, drafters
         self.times: RoundTimes | None = None  # to be set once it is measured
-        self._cache = cache
+        self._cache, self._patience = cache, patience or Patience()
         self._rule = history.PAPER_RULE if config.history_rule == "histospec" else history.RULE
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="history")
         self._building: Future[_Built] | None = None
@@ -243,7 +245,8 @@ class Speculation:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._thread.shutdown(cancel_futures=True)
+        # what is being built is of no use any more; a process that ends does not wait for it
+        self._thread.shutdown(wait=False, cancel_futures=True)
 
     @property
     def keeps_history(self) -> bool:
@@ -257,7 +260,9 @@ class Speculation:
         return built
 
     def _built(self) -> _Built | None:
-        return None if self._building is None else self._building.result()
+        if self._building is None:
+            return None
+        return result_of(self._building, "the index of the prompts' history", self._patience)
 
     def _build(self, prompts: Mapping[str, Prompt]) -> _Built:
         began_s = time.perf_counter()

@@ -81,11 +81,13 @@ class SpotTrainer:
             self._present.add(worker_id)
             self._act(self._states.joined(worker_id))
 
-    def lost(self, worker_id: int) -> None:
+    def lost(self, worker_id: int, *, hangs: bool = False) -> None:
+        """A worker is gone; one that `hangs` may have taken a share of the step at hand along."""
         with self._lock:
             self._present.remove(worker_id)
             self._idle.discard(worker_id)
-            self._leads.pop(worker_id, None)
+            if self._leads.pop(worker_id, None) is not None and hangs:
+                self.trainer.abandon()
             self._act(self._states.lost(worker_id))
 
     def spare(self, worker_id: int, replica: Replica) -> bool:

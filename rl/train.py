@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import signal
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from models.transformer import Params, num_params
@@ -29,7 +31,7 @@ from rl.experiment import Inputs, TrainConfig, open_inputs, remarks
 from rl.metrics import DamagedRowError, check_installed
 from rl.progress import progress, say
 from rl.rewards.check import check_rewards
-from rl.stopping import EXIT_STOPPED, stop_on_signals
+from rl.stopping import EXPORTING, Limits, Watch, leave
 from rl.tokenizer_files import copy_tokenizer
 
 DEFAULT_CONFIG = "configs/tiny_cpu.gin"
@@ -151,7 +153,10 @@ def _print_plan(config: TrainConfig, inputs: Inputs, folder: Path) -> int:
 
 
 def _run(config: TrainConfig, inputs: Inputs, folder: Path, before: TrainConfig | None) -> int:
-    """Train in `folder`; SIGTERM and Ctrl-C save the last whole step, then exit 75."""
+    """Train in `folder`; SIGTERM and Ctrl-C save the last whole step, then exit 75.
+
+    Where there is none to go on from, with the status that the signal stands for.
+    """
     import jax
 
     from rl.checkpoint import NoWholeCheckpointError, StructureMismatchError
@@ -160,6 +165,7 @@ def _run(config: TrainConfig, inputs: Inputs, folder: Path, before: TrainConfig 
     from rl.memory_mappings import TooManyMappings
     from rl.rewards.process import RewardWorkerError
     from rl.trainer import NonFiniteUpdate
+    from rl.waits import Hang
 
     try:
         run_mesh(config)
@@ -170,8 +176,14 @@ def _run(config: TrainConfig, inputs: Inputs, folder: Path, before: TrainConfig 
         say(f"error: {error}", sys.stderr)
         return EXIT_USAGE
     unkept = compiled_programs.keep()
-    should_stop = stop_on_signals("the last whole step")
-    with lock, progress(total_steps=config.run.steps) as show:
+    run = config.run
+    limits = Limits(run.hang_limit_s, run.compile_limit_s, run.stop_limit_s)
+    standing = partial(run_start.standing, folder)
+    with (
+        lock,
+        progress(total_steps=run.steps) as show,
+        Watch(limits, standing=standing, say=show.message) as watch,
+    ):
         verb = "running" if before is None else "resuming"
         show.message(f"{verb} in {folder} on {jax.devices()[0].device_kind} × {jax.device_count()}")
         for warning in filter(None, (devices.warning(), unkept, tight)):
@@ -184,17 +196,19 @@ def _run(config: TrainConfig, inputs: Inputs, folder: Path, before: TrainConfig 
                 inputs,
                 folder,
                 show=show,
-                should_stop=should_stop,
+                watch=watch,
                 clock=time.perf_counter,
             )
         except Stopped:
-            show.message(f"stopped and saved; go on: {run_start.resume_command(folder)}")
-            return EXIT_STOPPED
+            step, words = standing()
+            show.message(f"stopped and saved; {words}" if step else f"stopped; {words}")
+            return watch.exit_status
         except (
             NonFiniteUpdate,
             TooManyMappings,
             RewardWorkerError,
             WorkerError,
+            Hang,
             NoWholeCheckpointError,
             StructureMismatchError,
             DamagedRowError,
@@ -203,6 +217,7 @@ def _run(config: TrainConfig, inputs: Inputs, folder: Path, before: TrainConfig 
             show.message(f"error: {error}")
             return EXIT_FAILED
         try:
+            watch.at(EXPORTING)
             places = _export(config, inputs, folder, policy_params(state))
         except OSError as error:
             show.message(f"error: the policy could not be written: {error}")
@@ -227,4 +242,7 @@ def _export(config: TrainConfig, inputs: Inputs, folder: Path, params: Params) -
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    try:
+        leave(main(sys.argv[1:]))
+    except KeyboardInterrupt:  # before there is anything to stop
+        leave(128 + signal.SIGINT)

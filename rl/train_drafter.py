@@ -46,7 +46,7 @@ from rl.offline_drafter import OfflineConfig, OfflineTraining
 from rl.packing import Response
 from rl.progress import say
 from rl.recipe import TrainerConfig
-from rl.stopping import EXIT_STOPPED, stop_on_signals
+from rl.stopping import COMPILE_LIMIT_S, EXIT_STOPPED, SAVING, Limits, Watch, leave
 from spec import eagle
 from spec.drafter_packing import pack
 from spec.eagle import EagleConfig
@@ -183,8 +183,13 @@ def _sizes_bytes(responses: Sequence[Response], shape: EagleConfig, value_bytes:
 
 
 def _run(job: _Job) -> int:
-    """Train in this process; what was learnt is written before it is judged."""
-    should_stop = stop_on_signals("what was learnt")
+    """Train in this process; SIGTERM and Ctrl-C save what was learnt, and exit 75."""
+    with Watch(Limits(hang_s=COMPILE_LIMIT_S), saving="what was learnt") as watch:
+        return _train(job, watch)
+
+
+def _train(job: _Job, watch: Watch) -> int:
+    """What was learnt is written before it is judged."""
     try:
         devices.found()
         training, policy = _open(job)
@@ -195,10 +200,12 @@ def _run(job: _Job) -> int:
         say(f"warning: {warning}", sys.stderr)
     if job.held_out:
         say(f"before  {_said(training.judge(job.held_out))}")
-    done = training.train(job.learnt, job.steps, should_stop, _Speaker(job.steps))
+    watch.at("training")
+    done = training.train(job.learnt, job.steps, watch.asked, _Speaker(job.steps))
     if not done:
         say("stopped before the first step: nothing is saved", sys.stderr)
         return EXIT_STOPPED
+    watch.at(SAVING)
     variant = job.config.drafter_training.variant
     text = drafter_folder.write(job.out, training.drafter, job.model, policy, job.policy, variant)
     stopped = done < job.steps
@@ -250,4 +257,4 @@ def _said(metrics: Mapping[str, float]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    leave(main(sys.argv[1:]))

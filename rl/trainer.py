@@ -9,7 +9,7 @@ out by `models.sharding`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -31,6 +31,8 @@ from rl.recipe import Recipe, TrainerConfig
 from rl.scoring import Processing, place
 from rl.trajectory import Trajectory
 from spec.sampling import SamplingConfig
+
+OnPass = Callable[[bool], None]  # whether nothing of the batch is applied yet
 
 __all__ = [
     "NonFiniteUpdate",
@@ -166,6 +168,8 @@ def update(
     step: int,
     seed: int = 0,
     reference: Params | None = None,
+    on_pass: OnPass = lambda may_leave: None,
+    on_skip: Callable[[NonFiniteUpdate], None] = lambda error: None,
 ) -> tuple[TrainState, dict[str, float]]:
     """All inner updates of one batch of trajectories; one fetch an optimizer step.
 
@@ -173,20 +177,25 @@ def update(
     Metrics under TRL's names: means over tokens and optimizer steps, `lr` the last.
     A batch without a usable sample changes nothing and gives `batch/*` alone. Samples
     without a gradient (advantage 0, no KL) still count in the loss's divisor, so that the
-    update is the same, but no pass is spent on them, and means over tokens lack them.
-    With a critic, `advantages` are not looked at: it makes its own from the rewards.
+    update is the same, but no pass is spent on them, and means over tokens lack them. Where no
+    sample has a gradient the optimizer makes no step: momentum alone moves nothing. `on_pass` is
+    called as passes are done, and told whether nothing is applied yet; what it raises then leaves
+    `state` whole. With a critic, `advantages` are not looked at: it makes its own from the rewards.
 
-    Raises NonFiniteUpdate before such an update is applied; ValueError where a
-    sample does not fit the shape, or a reference or critic is needed and missing.
+    Raises NonFiniteUpdate before such an update is applied, where `Trainer.on_nonfinite` does not
+    have it skipped: `on_skip` is told then. Raises ValueError where a sample does not fit the
+    shape, or a reference or critic is needed and missing.
     """
     algorithm, trainer = recipe.algorithm, recipe.trainer
     samples = batching.select(trajectories, advantages, mask_truncated=algorithm.mask_truncated)
-    samples = with_scores(state.params, samples, shape, sampling, recipe, reference)
-    samples, critic_metrics = _judged(state, samples, shape, recipe)
+    leave = partial(on_pass, True)
+    samples = with_scores(state.params, samples, shape, sampling, recipe, reference, leave)
+    samples, critic_metrics = _judged(state, samples, shape, recipe, leave)
     processing = Processing.of(sampling)
     reports: list[tuple[Report, Report | None]] = []
     packed_all: list[Packed] = []
     used: list[float] = []
+    applied = skipped = 0
     for epoch in range(trainer.inner_updates):
         group_ids = [s.trajectory.group_id for s in samples]
         for indices in batching.minibatch_indices(
@@ -200,21 +209,36 @@ def update(
                 algorithm.resolved.aggregation,
                 sampling.max_new_tokens,
             )
+            moves = any(_moves(s, algorithm) for s in part)
             part = _with_gradient(part, algorithm)
             packed = batching.micro_batches(part, shape)
-            where = f"step {step}, optimizer step {len(reports) + 1} of its batch"
+            where = f"step {step}, optimizer step {len(reports) + skipped + 1} of its batch"
             step_inputs = _StepInputs(
-                part, packed, normaliser, num_tokens, processing, where, unmoved=not reports
+                *(part, packed, normaliser, num_tokens, processing, where),
+                unmoved=not applied,
+                moves=moves,
             )
-            state, report, judged = _optimizer_step(state, step_inputs, recipe)
-            reports.append((report, judged))
             packed_all += packed
+            try:
+                state, report, judged = _optimizer_step(
+                    state, step_inputs, recipe, partial(on_pass, not applied)
+                )
+            except NonFiniteUpdate as error:
+                if trainer.on_nonfinite == "stop":
+                    raise
+                on_skip(error)
+                skipped += 1
+                continue
+            applied += moves
+            reports.append((report, judged))
             used.append(batching.padding_fraction(packed))
     counts = {
         "batch/samples": float(len(samples)),
         "batch/left_out": float(len(trajectories) - len(samples)),
-        "batch/optimizer_steps": float(len(reports)),
+        "batch/optimizer_steps": float(applied),
         "batch/micro_batches": float(len(packed_all)),
+        "update/skipped": float(skipped),
+        "update/without_gradient": float(len(reports) - applied),
     }
     if not reports:
         return state, counts
@@ -225,7 +249,11 @@ def update(
 
 
 def _judged(
-    state: TrainState, samples: list[Sample], shape: Shape, recipe: Recipe
+    state: TrainState,
+    samples: list[Sample],
+    shape: Shape,
+    recipe: Recipe,
+    on_pass: Callable[[], None],
 ) -> tuple[list[Sample], dict[str, float]]:
     """Samples with what the critic says of them, where the algorithm has one."""
     if not recipe.algorithm.resolved.needs_critic:
@@ -235,14 +263,18 @@ def _judged(
             f"{recipe.algorithm.name} needs a critic, got a state without one: "
             "dataclasses.replace(state, critic=rl.critic.init(policy, recipe))"
         )
-    return critic.judge(state.critic.params, samples, shape, recipe)
+    return critic.judge(state.critic.params, samples, shape, recipe, on_pass)
 
 
 def _with_gradient(samples: list[Sample], algorithm: AlgorithmConfig) -> list[Sample]:
     """The samples that move the policy; all of them where none does, for the statistics."""
-    if algorithm.needs_reference or algorithm.resolved.needs_critic:
-        return samples
-    return [s for s in samples if s.advantage] or samples
+    return [s for s in samples if _moves(s, algorithm)] or samples
+
+
+def _moves(sample: Sample, algorithm: AlgorithmConfig) -> bool:
+    """Whether a sample has a gradient."""
+    has_other_terms = algorithm.needs_reference or algorithm.resolved.needs_critic
+    return has_other_terms or bool(sample.advantage)
 
 
 def with_scores(
@@ -252,6 +284,7 @@ def with_scores(
     sampling: SamplingConfig,
     recipe: Recipe,
     reference: Params | None,
+    on_pass: Callable[[], None] = scoring.unwatched,
 ) -> list[Sample]:
     """Samples with the log-probs under reference and current policy that the algorithm asks for.
 
@@ -259,7 +292,7 @@ def with_scores(
     """
     algorithm = recipe.algorithm
     if recipe.scores_old:
-        old = scoring.score_samples(params, samples, shape, sampling, recipe)
+        old = scoring.score_samples(params, samples, shape, sampling, recipe, on_pass)
         samples = [
             dataclasses.replace(s, old_logprobs=x) for s, x in zip(samples, old, strict=True)
         ]
@@ -273,7 +306,8 @@ def with_scores(
                 f"kl_coefficient={algorithm.kl_coefficient} needs a reference policy, got none: "
                 "pass reference=params, or set Algorithm.kl_coefficient = 0"
             )
-        kept = scoring.score_samples(settle(reference), samples, shape, sampling, recipe)
+        settled = settle(reference)
+        kept = scoring.score_samples(settled, samples, shape, sampling, recipe, on_pass)
         samples = [
             dataclasses.replace(s, reference_logprobs=x) for s, x in zip(samples, kept, strict=True)
         ]
@@ -291,10 +325,11 @@ class _StepInputs:
     processing: Processing
     where: str
     unmoved: bool
+    moves: bool  # else there is no gradient: nothing is applied
 
 
 def _optimizer_step(
-    state: TrainState, step: _StepInputs, recipe: Recipe
+    state: TrainState, step: _StepInputs, recipe: Recipe, on_pass: Callable[[], None]
 ) -> tuple[TrainState, Report, Report | None]:
     """Accumulate, fetch once, check, apply. Returns the new state and the reports on the host.
 
@@ -321,6 +356,7 @@ def _optimizer_step(
             tokens = np.float32(step.num_tokens)
             total, healthy = critic.accumulate(judge.params, total, batch, tokens, recipe=recipe)
             critic_health.append(healthy)
+        scoring.keep_pace(critic_health or health, on_pass)
     asked = (inspect(accumulator, state.step, recipe=recipe), health)
     also = (critic.inspect(total, state.step, recipe=recipe), critic_health) if judge else None
     (report, health), judged = jax.device_get((asked, also))
@@ -328,6 +364,8 @@ def _optimizer_step(
     accumulation.check(state, report, health, *rest)
     if judged:
         accumulation.check(state, judged[0], judged[1], *rest, whose="critic's ")
+    if not step.moves:
+        return state, report, None
     yes, policy = np.bool_(True), dataclasses.replace(state, critic=None)
     policy = apply(policy, accumulator.gradients, yes, recipe=recipe)
     if judge and total:

@@ -28,7 +28,7 @@ from rl.session import Session, SessionSize, StepSpec
 from rl.spot_trainer import SpotTrainer
 from rl.timeline import EngineStats
 from rl.trajectory import Request, Trajectory, longest_tokens
-from rl.waits import HANG_LIMIT_S
+from rl.waits import HANG_LIMIT_S, POLL_S
 from sched.divided import PreferPool
 from sched.policies import make_scheduler
 from sched.protocol import Scheduler
@@ -40,7 +40,6 @@ from spec.sampling import SamplingConfig
 Mode = Literal["sync", "pipeline"]
 Policy = Literal["group_fifo", "divided_fifo", "seer", "histopipe"]  # not oracle: it looks ahead
 OnError = Literal["stop", "restart"]
-POLL_S = 0.05  # between two looks at whether a rollout is to be given up
 
 
 @dataclasses.dataclass(frozen=True)

@@ -216,6 +216,7 @@ class RolloutCache:
         self.num_bytes = 0  # of blobs in memory
         self._blobs: collections.OrderedDict[str, bytes] = collections.OrderedDict()
         self._spilled: dict[str, SpilledFile] = {}
+        self._before: dict[str, bytes | None] = {}  # what was replaced since `mark`, by place
 
     def __len__(self) -> int:
         return len(self._blobs) + len(self._spilled)
@@ -225,8 +226,26 @@ class RolloutCache:
         for back in range(self.epochs - 1, 0, -1):
             older = self._blob(_place(key, back - 1))
             if older is not None:
-                self._put(_place(key, back), older)
-        self._put(_place(key, 0), encode(key, group, self.policy))
+                self._replace(_place(key, back), older)
+        self._replace(_place(key, 0), encode(key, group, self.policy))
+
+    def mark(self) -> None:
+        """What is here now is what `undo` brings back."""
+        self._before.clear()
+
+    def undo(self) -> None:
+        """Every group is again what it was at the last `mark`."""
+        for place, blob in self._before.items():
+            if blob is None:
+                self._forget(place)
+            else:
+                self._put(place, blob)
+        self._before.clear()
+
+    def _replace(self, place: str, blob: bytes) -> None:
+        if place not in self._before:
+            self._before[place] = self._blob(place)
+        self._put(place, blob)
 
     def get(self, key: str, back: int = 0) -> CachedGroup | None:
         """The prompt's group of `back` epochs before the last; None where there is none to read."""

@@ -5,9 +5,10 @@ from concurrent.futures import Future
 
 import pytest
 
-from rl.generation import Scorer, Stopped
+from rl.generation import Scorer
 from rl.rewards.config import RewardConfig
 from rl.rewards.pool import RewardPool
+from rl.stopping import Stopped, Watch
 
 
 def test_a_run_that_is_asked_to_stop_does_not_wait_for_scores():
@@ -15,7 +16,7 @@ def test_a_run_that_is_asked_to_stop_does_not_wait_for_scores():
     system = types.SimpleNamespace(
         inputs=types.SimpleNamespace(tokenizer=None),
         rewards=RewardPool(RewardConfig()),
-        should_stop=lambda: next(asked),
+        watch=Watch(should_stop=lambda: next(asked)),
     )
     scorer = Scorer(system)
     scorer._waiting[7] = Future(), "text"  # whose score never comes

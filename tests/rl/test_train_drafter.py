@@ -110,7 +110,7 @@ def test_ctrl_c_saves_what_there_is(train, trace, tmp_path, monkeypatch, capsys)
 
 
 def test_stopped_before_anything_was_learnt(train, trace, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(train_drafter, "stop_on_signals", lambda saving: lambda: True)
+    monkeypatch.setattr(train_drafter.Watch, "asked", lambda self: True)
     assert train(trace, "--eval_share=0") == 75
     assert "nothing is saved" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
