@@ -80,7 +80,8 @@ def test_stopped_by_sigterm_and_resumed(tiny, env, never_killed, tmp_path):
     assert life.killed and 1 <= life.steps < STEPS  # exit code 75
     log = run.with_name("stopped.log").read_text()
     assert "stopping: saving the last whole step" in log
-    assert f"stopped and saved; go on: python -m rl.train --resume --gin.Run.directory={run}" in log
+    words = f"stopped and saved; step {life.steps} is the last that is saved; go on: "
+    assert f"{words}python -m rl.train --resume --gin.Run.directory={run}" in log
     assert resume.final_state(run)[0] == life.steps
     resume.run_until(every, run, env, None)
     assert resume.compare(run, never_killed) == EQUAL
