@@ -3,7 +3,7 @@
 With no arguments it runs configs/tiny_cpu.gin. A run lives in one folder:
 config.gin (resolved, reruns as it is), metrics.jsonl, samples.jsonl, TensorBoard
 events, checkpoints, and at the end the policy as a Hugging Face folder, with its drafter where
-one was learnt.
+it learned one. Ctrl-C and SIGTERM save the last whole step and exit with 75.
 """
 
 from __future__ import annotations
