@@ -172,7 +172,7 @@ def play(config: SimulateRun, seed: int) -> dict[str, float]:
     for groups in MIGRATED["math"]:
         scheduler = histopipe(config, groups, None, train_s)
         seconds = played(scheduler, train_s).trained_s[-1]
-        found[f"migrated {groups}"] = len(scheduler.moved) / len(run.lengths)
+        found[f"migrated {groups}"] = scheduler.num_moved / len(run.lengths)
         if groups == asked.ranking_groups:
             found["hybrid"] = 1 / seconds
     for name, drafts in (("two-tier", None), ("drafted", windows)):

@@ -76,25 +76,22 @@ class HistoPipe:
     def __init__(self, config: HistoPipeConfig) -> None:
         self._config = config
         self._ledger = Ledger()
-        self._steps: list[list[_Share]] = []
+        self._steps: dict[int, list[_Share]] = {}  # those that are not through
+        self._num_steps = 0  # submitted so far
         self._at: dict[int, int] = {}  # worker → the step that it is at
         self._left: collections.Counter[int] = collections.Counter()  # worker → requests there
         self._trained = -1  # steps whose weights can be had
         self._share_of: dict[int, _Share] = {}  # request → its ranking group
         self._deferred: list[Request] = []  # whose next step is not there yet
         self._homeless: list[Request] = []  # no worker is left for them
-        self._moved: set[int] = set()
+        self._moved: set[int] = set()  # of those that are not finished
+        self.num_moved = 0
         self._growth: collections.deque[float] = collections.deque(maxlen=config.epoch_prompts)
         self._lengths: dict[int, list[int]] = {}  # prompt → its finished lengths
 
     @property
     def num_unfinished(self) -> int:
         return self._ledger.num_unfinished
-
-    @property
-    def moved(self) -> frozenset[int]:
-        """Requests that were moved as outliers."""
-        return frozenset(self._moved)
 
     def handle(self, event: Event, now_s: float) -> list[Action]:
         actions: list[Action] = []
@@ -124,7 +121,7 @@ class HistoPipe:
 
     def _plan(self, event: Submitted, requests: Sequence[Request]) -> None:
         """Rank the step's prompts, cut them into groups, and deal these to the workers."""
-        number = len(self._steps)
+        number = self._num_steps
         workers = sorted(self._ledger.workers)
         if {ask.step for ask in event.asks} != {number} or not workers:
             raise ValueError(f"expected all requests of step {number}, and workers before them")
@@ -143,12 +140,12 @@ class HistoPipe:
             plan = allocate(means, len(workers), self._config.tau, train_s=self._config.train_s)
         if number % 2:
             workers.reverse()  # longest groups to those that had the shortest
-        self._steps.append([])
+        self._steps[number], self._num_steps = [], number + 1
         for index, members in enumerate(ranked):
             mine, workers = workers[: plan[index]], workers[plan[index] :]
             longest = max(keys[i] for i in members) if known else math.inf
             share = _Share(number, index, N, self._beta() * longest, {w: [] for w in mine})
-            self._steps[-1].append(share)
+            self._steps[number].append(share)
             for place, i in enumerate(members):
                 for request in by_prompt[i]:
                     self._enter(request, share)
@@ -171,6 +168,7 @@ class HistoPipe:
         request = self._ledger.requests[event.request_id]
         self._left[event.worker_id] -= 1
         self._share_of.pop(event.request_id).num_unfinished -= 1
+        self._moved.discard(event.request_id)
         group, past = request.ask.group_id, request.ask.past_tokens
         self._lengths.setdefault(group, []).append(event.generated_tokens)
         if not self._ledger.groups[group].num_unfinished:
@@ -189,6 +187,7 @@ class HistoPipe:
         if nowhere:
             return [self._start(request, request.worker_id)]
         self._moved.add(request.ask.request_id)
+        self.num_moved += 1
         self._left[request.worker_id] -= 1
         share.num_unfinished -= 1
         request.pooled = False  # the paper computes keys and values anew
@@ -202,7 +201,7 @@ class HistoPipe:
 
     def _into_next_step(self, request: Request) -> list[Action]:
         step = self._share_of[request.ask.request_id].step + 1
-        if step == len(self._steps):
+        if step == self._num_steps:
             self._deferred.append(request)
             return []
         self._share_of[request.ask.request_id] = self._steps[step][-1]
@@ -232,7 +231,7 @@ class HistoPipe:
         """What it ran, and what waited for it, goes to the others of the step."""
         del self._at[worker_id], self._left[worker_id]
         lost = list(running)
-        for share in (s for step in self._steps for s in step):
+        for share in (s for step in self._steps.values() for s in step):
             lost += share.waiting.pop(worker_id, [])
         for request in lost:
             share = self._share_of[request.ask.request_id]
@@ -258,15 +257,23 @@ class HistoPipe:
         for worker_id, at in self._at.items():
             while not self._left[worker_id] and self._may_begin(at + 1):
                 at += 1
-                for share in self._steps[at]:
+                for share in self._steps.get(at, ()):
                     waiting = share.waiting.get(worker_id, [])
                     actions += [self._begin(request, worker_id, share) for request in waiting]
                     waiting.clear()
             self._at[worker_id] = at
+        self._forget_steps()
         return actions
 
+    def _forget_steps(self) -> None:
+        """Steps that are through, and whose requests no worker will ask for any more."""
+        begun = min(self._at.values(), default=-1)
+        for step in [s for s in self._steps if s < begun]:
+            if not any(share.num_unfinished for share in self._steps[step]):
+                del self._steps[step]
+
     def _may_begin(self, step: int) -> bool:
-        return step < len(self._steps) and step - 2 <= self._trained
+        return step < self._num_steps and step - 2 <= self._trained
 
     def _begin(self, request: Request, worker_id: int, share: _Share) -> Action:
         self._left[worker_id] += 1

@@ -114,11 +114,21 @@ class ContextAware:
             self.learnt(group)
 
     def learnt(self, group: Group) -> None:
+        if not group.num_unfinished:
+            self._forget(group.group_id)
         if not self._waiting.get(group.group_id):
             return
         heapq.heappush(self._by_estimate, (-group.estimated_tokens, group.group_id))
         if self._explore:
             heapq.heappush(self._by_service, (group.served_tokens, group.group_id))
+
+    def _forget(self, group_id: int) -> None:
+        """A group that is through; what it has left in the heaps goes with the last one."""
+        for table in (self._probe_of, self._waiting, self._groups):
+            table.pop(group_id, None)
+        if not self._probe_of:
+            self._by_estimate.clear()
+            self._by_service.clear()
 
     def pop(self) -> Request | None:
         if self._probes:
@@ -138,7 +148,8 @@ class ContextAware:
         heap = self._by_estimate
         while heap:
             key, group_id = heap[0]
-            if self._waiting[group_id] and -key == self._groups[group_id].estimated_tokens:
+            waits = self._waiting.get(group_id)
+            if waits and -key == self._groups[group_id].estimated_tokens:
                 return group_id
             heapq.heappop(heap)
         return None
@@ -147,10 +158,9 @@ class ContextAware:
         heap = self._by_service
         while heap:
             key, group_id = heap[0]
-            served = self._groups[group_id].served_tokens
-            if not self._waiting[group_id]:
+            if not self._waiting.get(group_id):
                 heapq.heappop(heap)
-            elif key != served:
+            elif key != (served := self._groups[group_id].served_tokens):
                 heapq.heapreplace(heap, (served, group_id))
             else:
                 return group_id

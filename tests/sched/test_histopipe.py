@@ -106,7 +106,7 @@ def test_an_outlier_of_a_short_group_moves_to_a_longer_one():
     assert finish(scheduler, 1, 0, 5) == []
     # now it is the last: it goes to the other worker for good, and is computed anew there
     assert outlier(scheduler, 0, 0, 18, chunk=2) == [Start(0, 1, 3, LIMIT - 18, 0, Kv.PREFILL)]
-    assert scheduler.moved == {0}
+    assert scheduler.num_moved == 1
     finish(scheduler, 0, 1, 50, chunk=3)
     assert scheduler.num_unfinished == 2
 
