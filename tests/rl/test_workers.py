@@ -178,6 +178,57 @@ def test_a_worker_that_raises_is_replaced_where_it_may_be(engines, alone, policy
     assert {a.worker_id for a in starts(team)} >= {0, 1, 2}
 
 
+HANG_LIMIT_S = 3.0  # a round of these engines takes milliseconds
+
+
+def hanging(method, never):
+    """An engine that does not come back from the third call of a method, once."""
+
+    class Hanging(Engine):
+        calls = 0
+
+        def hang(self, *args, **options):
+            Hanging.calls += 1
+            if Hanging.calls == 3:
+                never.wait(60)
+            return getattr(Engine, method)(self, *args, **options)
+
+    setattr(Hanging, method, Hanging.hang)
+    return Hanging(MODEL, CONFIG)
+
+
+def team_with(first, engines, on_error):
+    config = SchedConfig(
+        policy="divided_fifo", workers=2, chunk_tokens=2, kv_tokens=40, on_error=on_error
+    )
+    return Workers([first, engines[0]], config, hang_limit_s=HANG_LIMIT_S)
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("method", ["_round", "read_kv", "insert_kv"])
+def test_a_worker_that_hangs_is_named_and_ends_the_rollout(engines, alone, method):
+    """In a device call, or in a copy to the host or back."""
+    never = threading.Event()
+    team = team_with(hanging(method, never), engines, "stop")
+    with pytest.raises(WorkerError, match=r"worker 0 failed on .*Hang: no sign of life for 3\."):
+        play(team)
+    never.set()
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("method", ["_round", "read_kv"])
+def test_a_worker_that_hangs_is_a_loss_where_it_may_be_replaced(engines, alone, method):
+    """What it says once it comes back is not listened to, and nobody else is at its engine."""
+    never = threading.Event()
+    hung = hanging(method, never)
+    team = team_with(hung, engines, "restart")
+    assert_same_tokens(play(team), alone)
+    assert {a.worker_id for a in starts(team)} == {0, 1, 2}
+    assert team.engines[0] is not hung
+    never.set()
+    assert_same_tokens(play(team), alone)
+
+
 def test_a_rollout_that_is_given_up_leaves_the_engines_usable(engines, alone):
     class Stop(Exception):
         pass
