@@ -36,7 +36,7 @@ from typing import Any
 import jax
 
 from models.folder import Folder
-from rl import checkpoint_folders, checkpoint_host, checkpoint_manifest
+from rl import checkpoint_folders, checkpoint_host, checkpoint_manifest, host_memory
 from rl.checkpoint_folders import list_steps, step_folder, working_folder
 from rl.checkpoint_manifest import Content, Problem
 from rl.checkpoint_reader import (
@@ -160,6 +160,7 @@ class Checkpointer:
         handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False)
         # What is left to do at the end is OCDBT's, and warns where there is none.
         handler.finalize = lambda directory: None  # type: ignore[method-assign]
+        host_memory.bound_arenas()
         self._orbax = ocp.AsyncCheckpointer(handler)
         logging.getLogger("absl").addFilter(_unless_told)  # once, however often
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -336,6 +337,7 @@ class Checkpointer:
                     self._committed(step)
                     checkpoint_folders.retire(self._folder, self.config.keep)
                 _barrier(f"committed-{save}")
+            host_memory.give_back()
         except BaseException as error:
             error.add_note(f"while writing checkpoint {working}")
             if _primary():  # a full disk needs the room; `recover` would delete it anyway
