@@ -25,13 +25,14 @@ import numpy as np
 from benchmarks import environment
 from benchmarks.workloads import BASE_POLICY
 from models import hf
+from rl import host_memory
 from rl.checkpoint import CheckpointConfig, Checkpointer, LinkedFiles
 from rl.checkpoint_manifest import Content
 from rl.optimizer import OptimizerConfig, TrainState, init_state, make_optimizer
 from spec.rollout_cache import RolloutCache, of_group
 
 PACKAGES = ("jax", "jaxlib", "numpy", "orbax-checkpoint", "tensorstore")
-WARM_UP = 20
+WARM_UP = 50
 MIB = 2**20
 
 
@@ -111,6 +112,7 @@ def main() -> int:
     environment.add_output_flags(parser)
     args = parser.parse_args()
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    host_memory.bound_arenas()  # as rl.train does
     with tempfile.TemporaryDirectory() as folder:
         figures = kept(Path(folder) / "kept", args.saves)
         figures |= spilled(Path(folder) / "spilled", args.spilled_mib)

@@ -160,7 +160,6 @@ class Checkpointer:
         handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False)
         # What is left to do at the end is OCDBT's, and warns where there is none.
         handler.finalize = lambda directory: None  # type: ignore[method-assign]
-        host_memory.bound_arenas()
         self._orbax = ocp.AsyncCheckpointer(handler)
         logging.getLogger("absl").addFilter(_unless_told)  # once, however often
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")

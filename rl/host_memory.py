@@ -16,7 +16,9 @@ _M_ARENA_MAX = -8  # of malloc.h
 
 
 def bound_arenas() -> None:
-    """From now on, unless MALLOC_ARENA_MAX says otherwise."""
+    """For threads from now on, unless MALLOC_ARENA_MAX says otherwise: call it before any device
+    is used, whose threads would have arenas already.
+    """
     if "MALLOC_ARENA_MAX" not in os.environ and (mallopt := _glibc("mallopt")):
         mallopt(_M_ARENA_MAX, _ARENAS)
 

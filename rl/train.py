@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 
 from models.transformer import Params, num_params
-from rl import compiled_programs, devices, memory, run_start
+from rl import compiled_programs, devices, host_memory, memory, run_start
 from rl.config import (
     ConfigError,
     add_config_arguments,
@@ -41,6 +41,7 @@ EXIT_FAILED = 1
 
 def main(argv: Sequence[str]) -> int:
     """Parse, resolve, check, run; returns the exit code."""
+    host_memory.bound_arenas()
     parser = argparse.ArgumentParser(
         prog="python -m rl.train",
         description=__doc__,
