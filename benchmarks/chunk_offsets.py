@@ -51,7 +51,7 @@ PROMPTS, SAMPLES = 4, 4
 CONFIG = EngineConfig(
     slots=4, min_slots=4, min_positions=BUCKETS[0], min_nodes=4, max_nodes=4, verify_tokens=256
 )
-LONGEST_TOKENS = 250
+LONGEST_TOKENS = 280
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

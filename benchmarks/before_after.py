@@ -1,0 +1,207 @@
+"""Plain and history rollouts against another checkout: `python -m benchmarks.before_after`.
+
+One process a checkout, kept alive, with the code that lies in its folder; both run this script's
+commands on the same questions, noise and policy and take turns, so that only one computes at a
+time. A ratio is that checkout's seconds over ours in one turn; the median of the turns counts.
+Both budgets decide by the same measured seconds, the other checkout's. Tokens are compared with
+its plain ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("jax", "jaxlib", "numpy", "numba")
+WAYS = ("plain", "history")
+EXPECTED = 0.98  # what a change may cost
+
+
+class Rollouts:
+    """What a child does: phases of the shipped policy, with the code that it imports."""
+
+    def prepare(self, prompts: int, group_size: int, slots: int, rows: Any = None) -> dict:
+        """A warm engine; `rows` are seconds of rounds to decide by, None to measure them."""
+        from benchmarks import speculation, workloads
+        from rl.engine_config import EngineConfig
+        from spec.round_seconds import RoundTimes
+
+        config = EngineConfig(
+            slots=slots,
+            min_slots=max(1, slots // 8),
+            min_positions=384,
+            min_prompt_tokens=128,
+            min_nodes=4,
+            max_nodes=16,
+        )
+        base = workloads.BASE_POLICY
+        workload = workloads.tiny("base", base, base, prompts, group_size)
+        self.bench = speculation.open_bench(workload, config)
+        if rows is not None:
+            self.bench.times = RoundTimes.from_rows(rows)
+        for way in WAYS:
+            self.run(way)
+        return {"rows": self.bench.times.rows()}
+
+    def run(self, way: str) -> dict:
+        """Seconds of one phase."""
+        from spec.budget import Goodput
+
+        drafter = budget = None
+        if way == "history":
+            drafter = self.bench.workload.drafters["all"]({})
+            budget = Goodput(self.bench.times)
+        began_s = time.perf_counter()
+        self.done = self.bench.phase(drafter, budget)
+        return {"seconds": time.perf_counter() - began_s}
+
+    def tokens(self) -> dict:
+        """The responses of the last phase."""
+        return {"tokens": [t.response_ids.tolist() for t in self.done]}
+
+    def serve(self) -> None:
+        answers, sys.stdout = sys.stdout, sys.stderr  # what others print is no answer
+        for line in sys.stdin:
+            command = json.loads(line)
+            answer = getattr(self, command.pop("do"))(**command)
+            print(json.dumps(answer), file=answers, flush=True)
+
+
+class Child:
+    """A checkout in its own process."""
+
+    def __init__(self, checkout: Path) -> None:
+        self._errors = tempfile.TemporaryFile("w+")
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", __file__, "--serve"],
+            cwd=checkout,
+            env=os.environ | {"PYTHONPATH": str(checkout)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+            bufsize=1,
+        )
+
+    def ask(self, do: str, **command: Any) -> dict[str, Any]:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        try:
+            self._process.stdin.write(json.dumps({"do": do} | command) + "\n")
+        except BrokenPipeError:
+            pass  # it died: the answer says why
+        line = self._process.stdout.readline()
+        if not line:
+            self._errors.seek(0)
+            tail = "".join(self._errors.readlines()[-15:])
+            raise RuntimeError(f"a checkout's process ended; its last words:\n{tail}")
+        return json.loads(line)
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(timeout=60)
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    """A row for each way to roll out, and the named figures."""
+    size = {
+        "prompts": arguments.prompts,
+        "group_size": arguments.group_size,
+        "slots": arguments.slots,
+    }
+    children = [Child(arguments.before.resolve()), Child(ROOT)]
+    before, after = children
+    try:
+        seconds_by_round = before.ask("prepare", **size)["rows"]
+        after.ask("prepare", **size, rows=seconds_by_round)
+        before.ask("run", way="plain")
+        wanted = before.ask("tokens")["tokens"]
+        rows = []
+        for way in WAYS:
+            turns = []
+            for turn in range(arguments.repeats):
+                order = children if turn % 2 == 0 else children[::-1]
+                taken = {child: child.ask("run", way=way)["seconds"] for child in order}
+                turns.append((taken[before], taken[after]))
+            got = [child.ask("tokens")["tokens"] for child in children]
+            rows.append(row(way, turns, wanted, got))
+            print(rows[-1], file=sys.stderr, flush=True)
+    finally:
+        for child in children:
+            child.close()
+    return {f"{r['way']}_ratio": r["ratio"] for r in rows} | {
+        "reached": all(r["ratio"] >= EXPECTED for r in rows),
+        "differing_responses": sum(sum(r["differing_responses"]) for r in rows),
+        "rows": rows,
+    }
+
+
+def row(
+    way: str,
+    turns: list[tuple[float, float]],
+    wanted: list[list[int]],
+    got: list[list[list[int]]],
+) -> dict[str, Any]:
+    """Of seconds (before, after) in each turn, and the responses of both."""
+    tokens = sum(map(len, wanted))
+    ratios = [before_s / after_s for before_s, after_s in turns]
+    return {
+        "way": way,
+        "ratio": round(statistics.median(ratios), 4),
+        "ratios": [round(r, 3) for r in ratios],
+        "before_tokens_per_s": round(tokens / statistics.median(b for b, _ in turns), 1),
+        "after_tokens_per_s": round(tokens / statistics.median(a for _, a in turns), 1),
+        "tokens": tokens,
+        "responses": len(wanted),
+        "differing_responses": [
+            sum(a != b for a, b in zip(wanted, responses, strict=True)) for responses in got
+        ],
+    }
+
+
+def commit_of(checkout: Path) -> str | None:
+    done = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=checkout, capture_output=True, text=True, check=False
+    )
+    return done.stdout.strip() or None
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--before", type=Path, help="the folder of the other checkout")
+    parser.add_argument("--repeats", type=int, default=15, help="turns; the medians count")
+    parser.add_argument("--prompts", type=int, default=16)
+    parser.add_argument("--group_size", type=int, default=8)
+    parser.add_argument("--slots", type=int, default=64)
+    if sys.argv[1:] == ["--serve"]:
+        Rollouts().serve()
+        return 0
+    from benchmarks import environment
+
+    environment.add_output_flags(parser)
+    arguments = parser.parse_args()
+    if arguments.before is None or not (arguments.before / "rl" / "engine.py").is_file():
+        parser.error(f"expected --before a folder with a checkout, got {arguments.before}")
+    figures = measure(arguments)
+    result = {
+        "benchmark": "before_after",
+        **figures,
+        "before_commit": commit_of(arguments.before),
+        **environment.record("benchmarks.before_after", PACKAGES, hidden=("--before", "--output")),
+    }
+    environment.show(result, arguments, {k: v for k, v in figures.items() if k != "rows"})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
