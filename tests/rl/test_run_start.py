@@ -16,7 +16,7 @@ from rl.checkpoint import Checkpointer
 from rl.config import ConfigError, dump, load
 from rl.experiment import TrainConfig
 from rl.metrics import MetricsWriter
-from rl.round_times import FORMAT
+from rl.run_profile import FORMAT
 from rl.run_start import CHECKPOINTS, CONFIG_FILE, MARKER_FILE, NEWEST_FILE
 from spec.round_seconds import RoundTimes
 
