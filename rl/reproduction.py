@@ -18,6 +18,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import dataclasses
+import importlib
 import math
 import multiprocessing
 import statistics
@@ -28,18 +29,11 @@ from typing import Any
 
 import numpy as np
 
-from rl import reproduction_rhymerl, reproduction_seer, reproduction_specactor, reproduction_tlt
 from rl.config import PROJECT_ROOT, load
 from rl.reproduction_rows import Figure, Ordering
-from rl.simulation_config import SimulateRun
+from rl.simulation_config import PAPERS, SimulateRun
 
 FOLDER = PROJECT_ROOT / "configs" / "sim"
-PAPERS: Mapping[str, ModuleType] = {
-    "seer": reproduction_seer,
-    "rhymerl": reproduction_rhymerl,
-    "specactor": reproduction_specactor,
-    "tlt": reproduction_tlt,
-}
 PHYSICAL = (  # one set for all papers, which no paper gives
     "efficiency.bandwidth",
     "efficiency.operations",
@@ -84,6 +78,12 @@ class Row:
         return row if self.holds is None else row | {"holds": self.holds}
 
 
+def module_of(paper: str | None) -> ModuleType:
+    """`figures`, `play` and `ASSUMED` of a paper; loads jax, which other simulations do without."""
+    assert paper in PAPERS
+    return importlib.import_module(f"rl.reproduction_{paper}")
+
+
 def gain_error(said: float, published: float) -> float:
     """|log(said) / log(published) − 1|: 0 where right, 1 where it says that nothing is gained."""
     return abs(math.log(said) / math.log(published) - 1)
@@ -114,8 +114,8 @@ def reproduce(found: Sequence[tuple[str, SimulateRun]], *, processes: int = 1) -
 
 
 def _play(config: SimulateRun, seed: int) -> dict[str, float]:
-    assert config.simulate.reproduces is not None
-    return PAPERS[config.simulate.reproduces].play(config, seed)
+    found: dict[str, float] = module_of(config.simulate.reproduces).play(config, seed)
+    return found
 
 
 def _everything() -> list[tuple[str, Figure | Ordering]]:
@@ -124,7 +124,7 @@ def _everything() -> list[tuple[str, Figure | Ordering]]:
         (config.simulate.reproduces, figure)
         for _, config in configurations()
         if config.simulate.reproduces is not None
-        for figure in PAPERS[config.simulate.reproduces].figures(config)
+        for figure in module_of(config.simulate.reproduces).figures(config)
     ]
 
 
@@ -148,7 +148,7 @@ def rows_of(
     """Rows of one configuration from what each seed gave."""
     paper = config.simulate.reproduces
     assert paper is not None
-    for figure in PAPERS[paper].figures(config):
+    for figure in module_of(paper).figures(config):
         is_order = isinstance(figure, Ordering)
         is_share = not is_order and figure.is_share
         values = [figure.of(found) for found in seeds]
@@ -180,7 +180,7 @@ def constants(found: Sequence[tuple[str, SimulateRun]]) -> dict[str, dict[str, s
     for _, config in found:
         paper = config.simulate.reproduces
         assert paper is not None
-        for title, names in (("all papers", PHYSICAL), (paper, PAPERS[paper].ASSUMED)):
+        for title, names in (("all papers", PHYSICAL), (paper, module_of(paper).ASSUMED)):
             for name in names:
                 out.setdefault(title, {}).setdefault(name, set()).add(value(config, name))
     return {

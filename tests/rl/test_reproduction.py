@@ -14,23 +14,23 @@ from rl import reproduction_specactor as specactor
 from rl.config import load
 from rl.reproduction import (
     FOLDER,
-    PAPERS,
     PHYSICAL,
     configurations,
     constants,
     gain_error,
     lines_of,
+    module_of,
     reproduce,
     rows_of,
     summary,
 )
 from rl.reproduction_rows import Figure, Ordering
-from rl.simulation_config import GroupedDraftsConfig, SimulateRun, make_instance
+from rl.simulation_config import PAPERS, GroupedDraftsConfig, SimulateRun, make_instance
 from sched.cost_model import MODELS
 from spec.window import WindowConfig
 
 SHIPPED = dict(configurations())
-FIGURES = {name: PAPERS[c.simulate.reproduces].figures(c) for name, c in SHIPPED.items()}
+FIGURES = {name: module_of(c.simulate.reproduces).figures(c) for name, c in SHIPPED.items()}
 KEYS = ["paper", "workload", "row", "role", "published", "simulated", "low", "high", "null"]
 
 
@@ -60,7 +60,7 @@ def planted(values, **published):
     ]
     paper = types.SimpleNamespace(figures=lambda config: figures)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reproduction, "PAPERS", {"tlt": paper})
+        patch.setattr(reproduction, "module_of", lambda name: paper)
         return list(rows_of(SHIPPED["tlt"], values, {("tlt", False): 1.2}))
 
 
@@ -222,7 +222,7 @@ SMALL = {
 @pytest.mark.parametrize("name", SMALL)
 def test_a_small_experiment_has_all_that_its_rows_need(name):
     config = load(SimulateRun, [FOLDER / f"{name}.gin"], SMALL[name])
-    module = PAPERS[config.simulate.reproduces]
+    module = module_of(config.simulate.reproduces)
     found = module.play(config, 0)
     for figure in module.figures(config):
         value = figure.of(found)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 
 from rl import simulate
 from rl.config import load
-from rl.simulation import SimulateRun, lengths_of_run, play, table
+from rl.metrics import MetricsWriter
+from rl.simulation import SimulateRun, lengths_of_run, play, remarks, table
 from rl.simulation_figure import COLUMNS, grid, positions_at
 from sched.policies import POLICIES, make_scheduler
 from sched.simulator import Sample
@@ -70,18 +73,58 @@ def test_what_cannot_be_simulated_is_said(override, message, tmp_path, capsys, m
 
 
 def test_lengths_of_a_run_are_those_of_its_step(tmp_path):
-    rows = [
-        {"step": step, "example_id": example, "num_tokens": 10 * step + i}
-        for step in (1, 2)
-        for example in ("a", "b")
-        for i in range(3)
-    ]
-    (tmp_path / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with MetricsWriter(tmp_path, tensorboard=False, samples_per_step=-1) as writer:
+        for step in (1, 2):
+            rows = [
+                {"example_id": example, "num_tokens": 10 * step + i}
+                for example in ("a", "b")
+                for i in range(3)
+            ]
+            writer.write_samples(step, rows)
     assert lengths_of_run(tmp_path, 2, 1.0).tolist() == [[20, 21, 22], [20, 21, 22]]
     assert lengths_of_run(tmp_path, 1, 100).tolist()[0] == [1000, 1100, 1200]
     config = load(SimulateRun, [], [*SMALL, f"Simulate.trace={str(tmp_path)!r}"])
     (row, _), *_ = play(config)
     assert row["completion_s"] * row["tokens_per_s"] == pytest.approx(2 * (10 + 11 + 12))
+
+
+def test_a_simulation_loads_neither_a_trainer_nor_jax():
+    code = "import sys, rl.simulate; print([n for n in sys.modules if n in ('jax', 'rl.train')])"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"
+
+
+def test_remarks_say_what_seers_order_costs_and_saves():
+    def row(policy, seconds, tail_s):
+        speedup, cut = 10 / seconds, 1 - tail_s / 5
+        return {
+            "policy": policy, "completion_s": seconds, "tail_s": tail_s, "speedup": speedup,
+            "tail_reduction": cut,
+        }  # fmt: skip
+
+    rows = [row("group_fifo", 10, 5), row("divided_fifo", 8, 4), row("seer", 9, 1)]
+    text = "\n".join(remarks(rows))
+    assert "seer: 1.11× as fast, tail shorter by 80%" in text
+    assert "seer ends after divided_fifo in 1 of 1 seeds, its tail is shorter in 1" in text
+    assert "divided_fifo in" not in "\n".join(remarks(rows[:2]))
+
+
+def test_the_picture_says_what_it_is(tmp_path, monkeypatch):
+    """Its title, a line where the tail begins, and room for the last line."""
+    import matplotlib.figure
+
+    seen = []
+    monkeypatch.setattr(matplotlib.figure.Figure, "savefig", lambda self, path: seen.append(self))
+    where = f"Simulate.directory={str(tmp_path)!r}"
+    assert simulate.main([*arguments(where, "Simulate.seeds=(0, 1)")]) == 0
+    (picture,) = seen
+    title = picture.get_suptitle()
+    assert "Simulated" in title and "roofline" in title and "seed 1" in title
+    panels = [axis for axis in picture.axes if len(axis.lines) == 2]
+    assert len(panels) == 4
+    for axis in panels:
+        end_s, tail_s = (line.get_xdata()[0] for line in axis.lines)
+        assert 0 < tail_s <= end_s < axis.get_xlim()[1]
 
 
 def test_the_grid_of_a_record_is_what_ran_when():
