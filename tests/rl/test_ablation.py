@@ -1,6 +1,5 @@
 """Grids of runs: which there are, what is read from them, what their table says."""
 
-import json
 import math
 
 import pytest
@@ -18,6 +17,7 @@ from rl.ablation import (
 )
 from rl.ablation_table import figure, markdown
 from rl.config import ConfigError, dump
+from rl.metrics import MetricsWriter
 
 GRID = """
 Ablation.variants = (
@@ -100,12 +100,13 @@ def test_a_row_of_the_table(grid, tmp_path):
             "spec/prefix_pass_seconds": 0.25,
             "spec/reused_fraction": 0.0 if step <= 3 else 0.9,
             "entropy": 0.1 * step,
-            "mismatch_kl": None,
+            "mismatch_kl": math.nan,
         }
         for step in range(1, 7)
     ]
-    text = "".join(json.dumps(row) + "\n" for row in rows)
-    (cell.folder / "metrics.jsonl").write_text(text)
+    with MetricsWriter(cell.folder, tensorboard=False) as writer:
+        for row in rows:
+            writer.write(row["step"], row)
     assert cell.steps_done == 6 and not cell.done  # its policy is not written yet
     (cell.folder / "policy").mkdir()
     assert cell.done

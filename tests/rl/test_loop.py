@@ -10,7 +10,7 @@ import pytest
 from loop_runs import assert_same_bits, compilations, finish, learnt
 
 from benchmarks import tiny_run
-from rl import devices, loop
+from rl import devices, loop, simulation
 from rl.checkpoint import NoWholeCheckpointError
 from rl.config import load
 from rl.experiment import TrainConfig
@@ -51,6 +51,15 @@ def test_the_rows_of_a_run(never_stopped):
         assert row["reward"] == pytest.approx(np.mean(rewards))
     # emission against the trainer's scoring, before the parameters moved
     assert max(row["sampling/sampling_logp_difference/max"] for row in rows) < 1e-4
+
+
+def test_what_a_run_writes_of_its_samples_can_be_simulated(never_stopped, tmp_path):
+    """The simulator's lengths out of the real writer's file."""
+    (tmp_path / "samples.jsonl").write_bytes(never_stopped.samples)
+    rows = [row for row in read_samples(tmp_path) if row["step"] == 2]
+    lengths = simulation.lengths_of_run(tmp_path, 2, 1.0)
+    assert lengths.size == len(rows) == 8
+    assert sorted(lengths.ravel().tolist()) == sorted(row["num_tokens"] for row in rows)
 
 
 @pytest.mark.parametrize("fetches", [1, 3, 5])
