@@ -1,5 +1,6 @@
 """Grids of runs: which there are, what is read from them, what their table says."""
 
+import json
 import math
 
 import pytest
