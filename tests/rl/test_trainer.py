@@ -189,6 +189,61 @@ def test_unscored_and_masked_samples_change_nothing():
         np.testing.assert_array_equal(a, b)
 
 
+def test_an_update_that_is_not_finite_can_be_left_out():
+    """Two optimizer steps; of one of them the gradient overflows."""
+    parts = TrainerConfig(
+        micro_batch_tokens=128, logprob_chunk_tokens=64, minibatches=2, on_nonfinite="skip"
+    )
+    recipe = dataclasses.replace(RECIPE, trainer=parts)
+    advantages = some_advantages()
+    advantages[2] = 1e30
+    state, told = fresh_state(recipe), []
+    state, metrics = run(state, some_trajectories(), advantages, recipe=recipe, on_skip=told.append)
+    assert (metrics["update/skipped"], metrics["batch/optimizer_steps"]) == (1, 1)
+    assert int(state.step) == 1 and np.isfinite(metrics["loss"])
+    assert all(np.isfinite(x).all() for x in leaves(state))
+    assert len(told) == 1 and "request 2" in str(told[0])
+
+
+def test_momentum_makes_no_step_where_nothing_has_a_gradient():
+    state, _ = run(fresh_state(), some_trajectories(), some_advantages())
+    before = leaves(state)
+    state, metrics = run(state, some_trajectories(), np.zeros(8, np.float32), step=1)
+    for old, new in zip(before, leaves(state), strict=True):
+        np.testing.assert_array_equal(new, old)
+    assert (metrics["update/without_gradient"], metrics["batch/optimizer_steps"]) == (1, 0)
+    assert metrics["grad_norm"] == 0
+
+
+class Left(Exception):
+    """The run was asked to stop between two passes."""
+
+
+def test_an_update_can_be_left_until_something_of_it_is_applied():
+    recipe = dataclasses.replace(
+        RECIPE, trainer=dataclasses.replace(RECIPE.trainer, inner_updates=2)
+    )
+    may_leave = []
+    run(
+        fresh_state(),
+        some_trajectories(),
+        some_advantages(),
+        recipe=recipe,
+        on_pass=may_leave.append,
+    )
+    assert set(may_leave) == {True, False} and may_leave == sorted(may_leave, reverse=True)
+
+    def leave(may_leave):
+        raise Left
+
+    state = fresh_state()
+    before = leaves(state)
+    with pytest.raises(Left):
+        run(state, *batch, recipe=recipe, on_pass=leave)
+    for old, new in zip(before, leaves(state), strict=True):
+        np.testing.assert_array_equal(new, old)
+
+
 def test_a_batch_without_a_usable_sample_is_no_step():
     state = fresh_state()
     nothing = [dataclasses.replace(t, reward=None) for t in some_trajectories(2)]

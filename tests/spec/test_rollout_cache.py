@@ -216,3 +216,19 @@ def test_a_forged_blob_is_named_and_skipped(tmp_path, blob):
 
 def test_what_is_forged_is_right_otherwise():
     assert decode(forged(GOOD, TOKENS), "p", "", vocab_size=100).num_tokens == 3
+
+
+def test_what_a_step_put_in_can_be_taken_back(tmp_path):
+    """Also of the epoch before, and of files."""
+    cache = RolloutCache(1, tmp_path, epochs=2)
+    for value in (1, 2):
+        cache.replace("a", of_group([np.full(9, value, np.int32)], [0.0]))
+    cache.mark()
+    for key in ("a", "a", "b"):
+        cache.replace(key, of_group([np.full(9, 7, np.int32)], [0.0]))
+    assert cache.get("a").responses[0].tokens[0] == 7 and cache.get("b") is not None
+    cache.undo()
+    assert [cache.get("a", back).responses[0].tokens[0] for back in (0, 1)] == [2, 1]
+    assert cache.get("b") is None
+    cache.undo()  # nothing is left to be taken back
+    assert cache.get("a").responses[0].tokens[0] == 2
