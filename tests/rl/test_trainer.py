@@ -223,14 +223,8 @@ def test_an_update_can_be_left_until_something_of_it_is_applied():
     recipe = dataclasses.replace(
         RECIPE, trainer=dataclasses.replace(RECIPE.trainer, inner_updates=2)
     )
-    may_leave = []
-    run(
-        fresh_state(),
-        some_trajectories(),
-        some_advantages(),
-        recipe=recipe,
-        on_pass=may_leave.append,
-    )
+    may_leave, batch = [], (some_trajectories(), some_advantages())
+    run(fresh_state(), *batch, recipe=recipe, on_pass=may_leave.append)
     assert set(may_leave) == {True, False} and may_leave == sorted(may_leave, reverse=True)
 
     def leave(may_leave):
