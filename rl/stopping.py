@@ -49,7 +49,7 @@ class Watch:
     there is nothing to save, and either ends the process at once. Later the main thread is told
     through `check`, and has `Limits.stop_s` to leave; saving may take longer, as long as it goes
     on. A second Ctrl-C ends all at once. `standing` gives the last step that is saved (0: none),
-    and words for it; `say` is how the last words are printed.
+    and words for it; `say` prints, and `close` takes a live display away before the last words.
     """
 
     def __init__(
@@ -60,11 +60,13 @@ class Watch:
         should_stop: Callable[[], bool] = lambda: False,
         standing: Callable[[], tuple[int, str]] = lambda: (0, "nothing to save"),
         say: Callable[[str], object] = lambda text: sys.stderr.write(text + "\n"),
+        close: Callable[[], object] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
         end: Callable[[int], object] = os._exit,
     ) -> None:
         self._limits, self._clock, self._end_process = limits or Limits(), clock, end
-        self._should_stop, self._standing, self._say = should_stop, standing, say
+        self._should_stop, self._standing = should_stop, standing
+        self._say, self._close = say, close
         self._part, self._alive_s = STARTING, clock()
         self._noted, self._saving = False, saving
         self._asked_s: float | None = None
@@ -160,12 +162,16 @@ class Watch:
     def _end(self, text: str, status: int | None = None) -> None:
         _, standing = self._standing()
         status = self.exit_status if status is None else status
-        self._speak(f"{text}; {standing}")
+        self._speak(f"{text}; {standing}", self._close)
         self._over.set()
         self._end_process(status)
 
-    def _speak(self, text: str) -> None:
-        speaker = threading.Thread(target=self._say, args=(text,), daemon=True)
+    def _speak(self, text: str, first: Callable[[], object] = lambda: None) -> None:
+        def speak() -> None:
+            first()
+            self._say(text)
+
+        speaker = threading.Thread(target=speak, daemon=True)
         speaker.start()
         speaker.join(SPEAKING_S)
 

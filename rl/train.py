@@ -183,7 +183,7 @@ def _run(config: TrainConfig, inputs: Inputs, folder: Path, before: TrainConfig 
     with (
         lock,
         progress(total_steps=run.steps) as show,
-        Watch(limits, standing=standing, say=show.message) as watch,
+        Watch(limits, standing=standing, say=show.message, close=show.close) as watch,
     ):
         verb = "running" if before is None else "resuming"
         show.message(f"{verb} in {folder} on {jax.devices()[0].device_kind} × {jax.device_count()}")

@@ -159,3 +159,16 @@ def test_a_result_that_never_comes_is_a_hang_and_progress_is_none():
 def test_where_a_thread_is():
     assert place_of(threading.get_ident()).startswith("rl/waits.py:")
     assert place_of(-1) == "it has ended"
+
+
+def test_a_live_display_is_taken_away_before_the_last_words():
+    ended, happened = Ended(), []
+    watch = Watch(
+        say=lambda text: happened.append("words"),
+        close=lambda: happened.append("cleared"),
+        end=ended,
+    )
+    with watch:
+        send(signal.SIGINT)
+        assert ended.happened.wait(20)
+    assert happened == ["cleared", "words"]
