@@ -227,7 +227,7 @@ class Rollout:
                 continue
             if whole:
                 del self.rows[worker][request_id]
-                self.coordinator.finished(worker, _trajectory(row.request, length))
+                self.coordinator.finished(worker, trajectory(row.request, length))
                 return True
             row.tokens = row.until
             more = self.coordinator.chunk_ended(worker, request_id, row.tokens)
@@ -301,7 +301,7 @@ class Rollout:
         )
 
 
-def _trajectory(request: Request, tokens: int) -> Trajectory:
+def trajectory(request: Request, tokens: int) -> Trajectory:
     floats, ints = np.zeros(tokens, np.float32), np.zeros(tokens, np.int32)
     names = request.request_id, request.group_id, request.sample_index
     prompt = np.array(request.prompt_ids, np.int32)

@@ -59,6 +59,7 @@ _log = logging.getLogger(__name__)
 # Orbax tells saves apart by a counter of the process: a second one that begins while the first
 # is being written makes the first wait for ever.
 _writing = threading.Lock()
+_writer: Checkpointer | None = None  # who had that turn last
 # What the disk may refuse, and how the libraries word it.
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO)
 
@@ -202,6 +203,8 @@ class Checkpointer:
         self, step: int, arrays: PyTree, host: dict[str, Any] | None, files: LinkedFiles | None
     ) -> None:
         """It has the turn, which is given back once the arrays are written."""
+        global _writer
+        _writer = self
         try:
             self._start(step, arrays, host, files)
         except BaseException:
@@ -238,10 +241,19 @@ class Checkpointer:
 
     def _take_turn(self) -> None:
         """Wait until no other directory's arrays are being written by this process."""
-        began_s = time.monotonic()
+        seen, since_s = None, time.monotonic()
         while not _writing.acquire(timeout=POLL_S):
-            if time.monotonic() - began_s > self._patience.hang_limit_s:
-                raise Hang(f"{self.directory} waits for another directory's save to be written")
+            other = _writer
+            now, now_s = None if other is None else other._progress(), time.monotonic()
+            if now != seen:
+                self._patience.alive()
+                seen, since_s = now, now_s
+            elif now_s - since_s > self._patience.hang_limit_s:
+                where = "another folder" if other is None else other.directory
+                raise Hang(
+                    f"{self.directory} waits for a save in {where}: no sign of life for "
+                    f"{now_s - since_s:.1f} s"
+                )
 
     def wait(self) -> None:
         """Returns once the last save counts; raises what it met in the background."""

@@ -20,7 +20,7 @@ import numpy as np
 
 from rl.device_drafters import NO_DRAFTERS, DeviceDrafters
 from rl.guessing import Guesses, Site, no_guesses
-from rl.waits import Patience, result_of
+from rl.waits import Hang, Patience, result_of
 from spec import history
 from spec.aligned import AlignedDrafter
 from spec.bandit import BegMab
@@ -262,7 +262,11 @@ class Speculation:
     def _built(self) -> _Built | None:
         if self._building is None:
             return None
-        return result_of(self._building, "the index of the prompts' history", self._patience)
+        try:
+            return result_of(self._building, "the index of the prompts' history", self._patience)
+        except Hang:
+            self._building = None  # given up: what is saved after this does not wait for it again
+            raise
 
     def _build(self, prompts: Mapping[str, Prompt]) -> _Built:
         began_s = time.perf_counter()

@@ -1,0 +1,347 @@
+"""A hang planted in every wait of a run: is it ended by its deadline, and named?
+
+    python -m benchmarks.hangs --json --output benchmarks/results/hangs.json
+
+The waits are those of the table in docs/architecture.md, "Stops and hangs". What is planted is a
+wait for an event that nobody sets, where a device, a disk or a thread would not come back;
+deadlines are 0.3 s. Engines, rewards and what a pipeline needs besides its threads are stand-ins.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import re
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+from unittest import mock
+
+import jax.numpy as jnp
+import jax.random
+
+from benchmarks import environment
+from benchmarks.interleavings import trajectory
+from rl import checkpoint, speculation
+from rl.compiling import compile_all
+from rl.coordinator import Coordinator, WorkerError
+from rl.engine_config import EngineConfig
+from rl.kv_pool import KvPool
+from rl.pipeline import Pipeline
+from rl.rewards import pool as rewards
+from rl.rewards.config import RewardConfig
+from rl.rewards.process import RewardWorkerError
+from rl.session import Session, StepSpec
+from rl.spot_trainer import SpotTrainer
+from rl.stopping import EXPORTING, SAVING, STARTING, Limits, Watch
+from rl.trajectory import Request
+from rl.waits import POLL_S, Hang, Patience
+from rl.workers import SchedConfig, Workers
+from sched.policies import make_scheduler
+from sched.request import Kv
+from spec.rollout_cache import RolloutCache
+from spec.sampling import SamplingConfig
+
+LIMIT_S = 0.3
+ENDED_S = 20.0  # with all that is around it, on a machine that does other things as well
+NEVER_S = 60.0  # and then it goes on: a hang that nothing ends is counted, not waited for
+REQUESTS = [Request(i, (1, 2), 0, i) for i in range(2)]
+NOT_ENDED = "nothing has ended it"
+
+Never = threading.Event
+
+
+def words_of(kind: type[BaseException], work: Callable[[], object]) -> str:
+    """What is said where a deadline ends `work`."""
+    try:
+        work()
+    except kind as error:
+        return str(error)
+    return NOT_ENDED
+
+
+# --- the main thread ---------------------------------------------------------------------
+
+
+def main_thread(part: str, never: Never) -> str:
+    """As in a device call, a pass, a copy or a file's writing that does not come back."""
+    return _watched(part, never, lambda: never.wait(NEVER_S))
+
+
+def compilation(never: Never) -> str:
+    """XLA does not come back with a program, in a thread of its own."""
+    step = SimpleNamespace(compile=lambda: never.wait(NEVER_S))
+    return _watched(STARTING, never, lambda: compile_all([step], 1))
+
+
+def _watched(part: str, never: Never, work: Callable[[], object]) -> str:
+    said: list[str] = []
+    compiles = part in (STARTING, EXPORTING)
+    limits = Limits(*((NEVER_S, LIMIT_S) if compiles else (LIMIT_S, NEVER_S)))
+    with Watch(limits, say=said.append, end=lambda status: never.set()) as watch:
+        watch.at(part)
+        work()
+    return said[-1] if said else NOT_ENDED
+
+
+# --- workers -----------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(eq=False)
+class StandIn:
+    """An engine that answers at once; one that `hangs` does not come back from that part."""
+
+    hangs: str
+    never: Never
+    number: int = 0
+    config: ClassVar[EngineConfig] = EngineConfig(slots=4, min_slots=4)
+
+    def place(self, params: Any) -> None:
+        self._at("weights")
+
+    def site(self, *_: object) -> None:
+        """For guesses, of which there are none."""
+
+    def mesh_context(self) -> Any:
+        return contextlib.nullcontext()
+
+    def run(self, *_: object, feed: Any, on_finish: Callable[..., None], **__: object) -> None:
+        while (chunks := feed.take(wait=True)) is not None:
+            self._at("rounds")
+            for chunk in chunks:
+                on_finish(trajectory(chunk.begun.request, 4))
+        self._at("end")
+
+    def _at(self, part: str) -> None:
+        if part == self.hangs:
+            self.never.wait(NEVER_S)
+
+
+def worker(part: str, never: Never, on_error: Any = "stop") -> str:
+    """Its thread hangs with its requests, or once there is nothing more to come."""
+    team = team_of([StandIn(part, never)], on_error=on_error)
+    return words_of(WorkerError, lambda: rollout(team))
+
+
+def spare_time(never: Never) -> str:
+    """A worker without requests hangs in a unit of the drafter's training."""
+    trainer = SimpleNamespace(
+        buffer=SimpleNamespace(num_sequences=1),
+        step=0,
+        begin=lambda step: None,
+        bench=lambda *_: None,
+        work=lambda *_, leads: never.wait(NEVER_S),
+        abandon=lambda: None,
+    )
+    spot = SpotTrainer(trainer, 1, time.monotonic)  # type: ignore[arg-type]
+    spot.prepare({}, 1)
+    team = team_of([StandIn("nowhere", never) for _ in range(2)], spot)
+    return words_of(WorkerError, lambda: rollout(team))
+
+
+def keys_and_values(never: Never) -> str:
+    """What a worker waits for is promised by another, which hangs; once that is lost it goes on."""
+    pool = KvPool(0)
+    books = Coordinator(make_scheduler("group_fifo", seed=0, chunk_tokens=4), time.monotonic, pool)
+    inbox = books.join(0, 64, 4)
+    books.submit(0, REQUESTS, 4, {})
+    _, start = inbox.get_nowait()  # type: ignore[misc]
+    books.join(1, 64, 4)
+    pool.promise(start.request_id, 0)
+    moved = dataclasses.replace(start, worker_id=1, kv=Kv.POOL)
+    waiting = threading.Thread(target=books.chunk, args=(1, moved), daemon=True)
+    waiting.start()
+    began_s, hung = time.monotonic(), None
+    while hung is None and time.monotonic() < began_s + ENDED_S:
+        time.sleep(POLL_S)
+        hung = books.hung(LIMIT_S, [1])
+    books.lose(0)
+    waiting.join(ENDED_S)
+    return NOT_ENDED if waiting.is_alive() else str(hung)
+
+
+def rollout(team: Workers) -> None:
+    """All requests of a step, to their end."""
+    missing = len(REQUESTS)
+    with team.session(team.make_scheduler(), 4, 8) as session:
+        submit(session)
+        while missing:
+            missing -= session.next_result(POLL_S) is not None
+
+
+def submit(session: Session) -> None:
+    """The requests of a step."""
+    key = jax.random.key(0)
+    session.submit(StepSpec(0, {}, SamplingConfig(max_new_tokens=4), key, ()), REQUESTS)
+
+
+def team_of(
+    engines: Sequence[StandIn], spot: SpotTrainer | None = None, on_error: Any = "stop"
+) -> Workers:
+    config = SchedConfig(policy="group_fifo", workers=len(engines), on_error=on_error)
+    options: dict[str, Any] = {"spot": spot, "hang_limit_s": LIMIT_S}
+    return Workers(engines, config, **options)  # type: ignore[arg-type]
+
+
+# --- other threads -----------------------------------------------------------------------
+
+
+def pipelines_thread(never: Never) -> str:
+    """It does not come back with a response, while the main thread waits for a step."""
+    config = SimpleNamespace(
+        sched=SchedConfig(mode="pipeline"),
+        run=SimpleNamespace(steps=1, hang_limit_s=LIMIT_S),
+        rollout=SimpleNamespace(num_requests=2),
+        longest_tokens=8,
+    )
+    system: Any = SimpleNamespace(
+        config=config,
+        engine=Workers([StandIn("nowhere", never)], config.sched),  # type: ignore[list-item]
+        inputs=SimpleNamespace(task=(), tokenizer=None),
+        rewards=None,
+        watch=SimpleNamespace(check=lambda: None),
+        show=SimpleNamespace(rollout=lambda *_: None),
+    )
+    pipeline = Pipeline(system, 1, None)
+    pipeline._expected[1] = 1
+    hangs = mock.patch.object(pipeline._session, "next_result", lambda _: never.wait(NEVER_S))
+    with hangs, pipeline:
+        return words_of(Hang, lambda: pipeline._wait(1))
+
+
+def scores(never: Never) -> str:
+    """No reward worker comes back, nor is there one in its place."""
+    config = RewardConfig(functions=("exact_match",), deadline_s=LIMIT_S / 10)
+    with mock.patch.object(rewards, "_MARGIN_S", LIMIT_S / 10):
+        pool = rewards.RewardPool(config, startup_s=0.0)
+        return words_of(RewardWorkerError, lambda: pool.result(Future()))
+
+
+def background_save(part: str, never: Never) -> str:
+    """The arrays, or the manifest behind them, are never written; nor does closing wait."""
+    with _save_that_hangs(part, never) as (saver, _):
+        first, again = (words_of(Hang, work) for work in (saver.wait, saver.close))
+    return NOT_ENDED if again == NOT_ENDED else first
+
+
+def turn_to_save(never: Never) -> str:
+    """Another directory's save has the turn, and does not go on."""
+    with _save_that_hangs("wait_until_finished", never) as (_, folder):
+        with checkpoint.Checkpointer(folder / "other", patience=Patience(LIMIT_S)) as other:
+            return words_of(Hang, lambda: other.save(1, {"x": jnp.zeros(2)}))
+
+
+@contextlib.contextmanager
+def _save_that_hangs(part: str, never: Never) -> Iterator[tuple[checkpoint.Checkpointer, Path]]:
+    """A save that does not go on in the background, and a folder beside its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        saver = checkpoint.Checkpointer(Path(folder, "one"), patience=Patience(LIMIT_S))
+        where = checkpoint.checkpoint_manifest if part == "write_manifest" else saver._orbax
+        written = getattr(where, part)
+
+        def hang(*args: Any) -> Any:
+            if threading.current_thread() is not threading.main_thread():
+                never.wait(NEVER_S)
+            return written(*args)
+
+        with mock.patch.object(where, part, hang):
+            saver.save(1, {"x": jnp.zeros(2)})
+            try:
+                yield saver, Path(folder)
+            finally:
+                never.set()
+                saver._hangs = False
+                saver.close()
+
+
+def history_index(never: Never) -> str:
+    """The index of the next step's prompts is never built; the save that follows does not wait."""
+    config = speculation.SpeculationConfig(sources=("history",))
+    patience = Patience(LIMIT_S)
+    with (
+        mock.patch.object(speculation, "build_index", lambda *_: never.wait(NEVER_S)),
+        speculation.Speculation(config, RolloutCache(), patience=patience) as speculates,
+    ):
+        speculates.prepare({"a": (1, 2)})
+        words = words_of(Hang, speculates.settle)
+        return words if words_of(Hang, speculates.settle) == NOT_ENDED else NOT_ENDED
+
+
+# what hangs, and the words that name it
+PLANTED: dict[str, tuple[Callable[[Never], str], str]] = {
+    f"main thread: {part}": (partial(main_thread, part), f"main thread at {part} (benchmarks/hang")
+    for part in ("rollout", "wait", "reward", "update", SAVING, STARTING, EXPORTING)
+} | {
+    "main thread: compiling": (compilation, "main thread at starting (rl/compiling.py"),
+    "worker: rounds": (partial(worker, "rounds"), "while generating"),
+    "worker: weights": (partial(worker, "weights"), "while receiving weights"),
+    "worker: weights, each time": (
+        partial(worker, "weights", on_error="restart"),
+        "worker 3 failed on requests 0, 1: Hang: no sign of life",
+    ),
+    "worker: spare time": (spare_time, "while training the drafter"),
+    "worker: keys and values": (keys_and_values, "while waiting for keys and values from worker 0"),
+    "worker: its end": (partial(worker, "end"), "worker 0 failed on requests none: Hang"),
+    "pipeline's thread": (pipelines_thread, "from the pipeline's thread (benchmarks/hangs.py"),
+    "scores": (scores, "no reward worker has answered for"),
+    "save: arrays": (
+        partial(background_save, "wait_until_finished"),
+        "waits for a save in FOLDER/one: no sign of life",
+    ),
+    "save: manifest": (
+        partial(background_save, "write_manifest"),
+        "waits for a save in FOLDER/one: no sign of life",
+    ),
+    "save: its turn": (turn_to_save, "other waits for a save in FOLDER/one: no sign of life"),
+    "index of the history": (history_index, "waits for the index of the prompts' history"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """Of one planted hang."""
+
+    wait: str
+    seconds: float
+    said: str
+    ended_and_named: bool
+
+
+def plant(name: str) -> Outcome:
+    """Let one thing hang, and see what becomes of it."""
+    hang, named = PLANTED[name]
+    never, began_s = threading.Event(), time.monotonic()
+    try:
+        said = hang(never)
+    finally:
+        never.set()
+    seconds = time.monotonic() - began_s
+    said = re.sub(re.escape(tempfile.gettempdir()) + r"/\w+", "FOLDER", said)
+    return Outcome(name, seconds, said, named in said and seconds < ENDED_S)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.hangs", description=__doc__)
+    environment.add_output_flags(parser)
+    args = parser.parse_args()
+    outcomes = [plant(name) for name in PLANTED]
+    figures = {
+        "hangs_planted": len(outcomes),
+        "hangs_ended_and_named": sum(outcome.ended_and_named for outcome in outcomes),
+    }
+    rows = [dataclasses.asdict(outcome) for outcome in outcomes]
+    result = environment.record("benchmarks.hangs", ("jax", "orbax-checkpoint"), ("--output",))
+    environment.show(result | figures | {"limit_s": LIMIT_S, "rows": rows}, args, figures)
+    return int(figures["hangs_planted"] != figures["hangs_ended_and_named"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
