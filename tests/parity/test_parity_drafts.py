@@ -48,8 +48,9 @@ def test_runs_end_inside_accepted_tokens_by_both_reasons(golden):
 def test_wrong_chains_are_never_accepted(golden, rollout, engine):
     got = rollout("plain", drafter=Wrong(golden("plain")))
     assert not differences(golden("plain"), got)
+    origins = {int(o) for t in got for o in t.origins}
     # plain: the last token that a request may have, for which nothing is drafted
-    assert {int(o) for t in got for o in t.origins} == {Origin.BONUS, Origin.PLAIN}
+    assert origins - {Origin.PLAIN} == {Origin.BONUS}
     assert engine.stats.accepted_tokens == 0
     assert engine.stats.drafted_nodes > engine.stats.tokens
 
