@@ -4,7 +4,8 @@ One process a checkout, kept alive, with the code that lies in its folder; both 
 commands on the same questions, noise and policy and take turns, so that only one computes at a
 time. A ratio is that checkout's seconds over ours in one turn; the median of the turns counts.
 Both budgets decide by the same measured seconds, the other checkout's. Tokens are compared with
-its plain ones.
+its plain ones: where they differ the work does too. A change of the noise changes all tokens, so
+pick it onto the other checkout first (`git cherry-pick`).
 """
 
 from __future__ import annotations
@@ -168,11 +169,11 @@ def row(
     }
 
 
-def commit_of(checkout: Path) -> str | None:
-    done = subprocess.run(
-        ["git", "rev-parse", "HEAD"], cwd=checkout, capture_output=True, text=True, check=False
-    )
-    return done.stdout.strip() or None
+def last_commits(checkout: Path) -> list[str]:
+    """Hash and subject of the newest two commits: a change may be picked onto an old one."""
+    command = ["git", "log", "-2", "--format=%h %s"]
+    done = subprocess.run(command, cwd=checkout, capture_output=True, text=True, check=False)
+    return done.stdout.splitlines()
 
 
 def main() -> int:
@@ -196,7 +197,7 @@ def main() -> int:
     result = {
         "benchmark": "before_after",
         **figures,
-        "before_commit": commit_of(arguments.before),
+        "before_commits": last_commits(arguments.before),
         **environment.record("benchmarks.before_after", PACKAGES, hidden=("--before", "--output")),
     }
     environment.show(result, arguments, {k: v for k, v in figures.items() if k != "rows"})
