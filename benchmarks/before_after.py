@@ -198,7 +198,7 @@ def main() -> int:
         "benchmark": "before_after",
         **figures,
         "before_commits": last_commits(arguments.before),
-        **environment.record("benchmarks.before_after", PACKAGES, hidden=("--before", "--output")),
+        **environment.record("benchmarks.before_after", PACKAGES, hidden=("--before",)),
     }
     environment.show(result, arguments, {k: v for k, v in figures.items() if k != "rows"})
     return 0

@@ -218,7 +218,7 @@ def main() -> int:
     environment.add_output_flags(parser)
     arguments = parser.parse_args()
     figures = measure(arguments)
-    record = environment.record("benchmarks.bf16_flips", PACKAGES, hidden=("--output",))
+    record = environment.record("benchmarks.bf16_flips", PACKAGES)
     result = {"benchmark": "bf16_flips", **figures, **record}
     environment.show(result, arguments, {k: v for k, v in figures.items() if k != "rows"})
     return 0

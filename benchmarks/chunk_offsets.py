@@ -284,7 +284,7 @@ def main() -> int:
     result = {
         "benchmark": "chunk_offsets",
         **figures,
-        **environment.record("benchmarks.chunk_offsets", PACKAGES, hidden=("--output",)),
+        **environment.record("benchmarks.chunk_offsets", PACKAGES),
     }
     environment.show(result, arguments, {k: v for k, v in figures.items() if k != "rows"})
     return 0

@@ -47,7 +47,7 @@ def main() -> int:
     figures = measure(
         arguments.first_steps, arguments.more_steps, arguments.rollouts, arguments.timed_steps
     )
-    record = environment.record("benchmarks.drafter", PACKAGES, hidden=("--output",))
+    record = environment.record("benchmarks.drafter", PACKAGES)
     environment.show({"benchmark": "drafter", **figures, **record}, arguments, figures)
     return 0
 

@@ -119,9 +119,7 @@ def main() -> int:
     environment.add_output_flags(parser)
     arguments = parser.parse_args()
     figures = step_time(arguments.steps)
-    record = environment.record(
-        "benchmarks.drafter_step_time", ("jax", "jaxlib", "numpy", "numba"), hidden=("--output",)
-    )
+    record = environment.record("benchmarks.drafter_step_time", ("jax", "jaxlib", "numpy", "numba"))
     environment.show({"benchmark": "drafter_step_time", **figures, **record}, arguments, figures)
     return 0
 

@@ -312,7 +312,7 @@ def main() -> int:
     environment.add_output_flags(parser)
     arguments = parser.parse_args()
     figures = measure(arguments.arctic_python, arguments.prompts, arguments.group_size)
-    hidden = ("--output", "--arctic_python")
+    hidden = ("--arctic_python",)
     record = environment.record("benchmarks.drafts", PACKAGES, hidden=hidden)
     result = {"benchmark": "drafts", **figures, **record}
     environment.show(result, arguments, figures)

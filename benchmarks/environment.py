@@ -21,12 +21,13 @@ _MEASURED = ("models", "spec", "sched", "rl", "benchmarks")
 def record(module: str, packages: Sequence[str], hidden: Sequence[str] = ()) -> dict[str, Any]:
     """Command, commit, device, versions and date of this process.
 
-    `hidden` are flags whose value is a path of this machine: the record names the
-    flag only. `uncommitted_changes` says that measured files differ from `commit`.
+    `hidden` are flags, besides `--output`, whose value is a path of this machine: the record
+    names the flag only. `uncommitted_changes` says that measured files differ from `commit`.
     """
     changed = _git("status", "--porcelain", "--untracked-files=no", "--", *_MEASURED)
+    arguments = _without_paths(sys.argv[1:], ("--output", *hidden))
     return {
-        "command": f"python -m {module} {' '.join(_without_paths(sys.argv[1:], hidden))}".rstrip(),
+        "command": " ".join(["python -m", module, *arguments]),
         "commit": _git("rev-parse", "HEAD") or None,
         "uncommitted_changes": bool(changed),
         "device": device(),

@@ -338,7 +338,7 @@ def main() -> int:
         "hangs_ended_and_named": sum(outcome.ended_and_named for outcome in outcomes),
     }
     rows = [dataclasses.asdict(outcome) for outcome in outcomes]
-    result = environment.record("benchmarks.hangs", ("jax", "orbax-checkpoint"), ("--output",))
+    result = environment.record("benchmarks.hangs", ("jax", "orbax-checkpoint"))
     environment.show(result | figures | {"limit_s": LIMIT_S, "rows": rows}, args, figures)
     return int(figures["hangs_planted"] != figures["hangs_ended_and_named"])
 

@@ -378,7 +378,7 @@ def main() -> int:
     args = parser.parse_args()
     figures = measure()
     environment.show(
-        environment.record("benchmarks.interleavings", ("numpy",), ("--output",)) | figures,
+        environment.record("benchmarks.interleavings", ("numpy",)) | figures,
         args,
         figures,
     )

@@ -69,7 +69,7 @@ def main() -> int:
     found = cells([CONFIG], overrides, folder)
     run(folder, "rl.ablate", str(CONFIG), *(f"--gin.{override}" for override in overrides))
     result = figures(found, len(open_inputs(found[0].config).task))
-    record = environment.record("benchmarks.pipeline", PACKAGES, hidden=("--output", "--folder"))
+    record = environment.record("benchmarks.pipeline", PACKAGES, hidden=("--folder",))
     environment.show({"benchmark": "pipeline", **result, **record}, arguments, result)
     return 0
 

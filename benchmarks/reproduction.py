@@ -21,7 +21,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     environment.add_output_flags(parser)
     arguments = parser.parse_args()
-    record = environment.record("benchmarks.reproduction", PACKAGES, hidden=("--output",))
+    record = environment.record("benchmarks.reproduction", PACKAGES)
     found, began_s, rows = configurations(), time.monotonic(), []
     for row in reproduce(found, processes=os.cpu_count() or 1):
         rows.append(row)

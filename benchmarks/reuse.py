@@ -139,7 +139,7 @@ def main() -> int:
         "seeds": len(seeds),
         "priced_as": f"{PRICED.device.name}, {PRICED.model.name}",
     }
-    record = environment.record("benchmarks.reuse", PACKAGES, hidden=("--output", "--folder"))
+    record = environment.record("benchmarks.reuse", PACKAGES, hidden=("--folder",))
     turns = dict(zip(names, (lenient, strict, coupled), strict=True))
     result = {"benchmark": "reuse", **figures, "turns": turns, "rows": table, **record}
     environment.show(result, arguments, figures)

@@ -67,7 +67,7 @@ def main() -> int:
         "benchmark": "rollout",
         **figures,
         "shape": dataclasses.asdict(shape),
-        **environment.record("benchmarks.rollout", PACKAGES, hidden=("--output",)),
+        **environment.record("benchmarks.rollout", PACKAGES),
     }
     environment.show(result, arguments, figures | {"device": result["device"]})
     return 0

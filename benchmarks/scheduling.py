@@ -142,7 +142,7 @@ def main() -> int:
     }
     shown["differing_responses"] = found["differing_responses"]
     shown["same_decisions_fraction"] = found["same_decisions_fraction"]
-    record = environment.record("benchmarks.scheduling", PACKAGES, hidden=("--output",))
+    record = environment.record("benchmarks.scheduling", PACKAGES)
     environment.show({"benchmark": "scheduling", **shown, **found, **record}, arguments, shown)
     return 0
 

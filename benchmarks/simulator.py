@@ -80,7 +80,7 @@ def main() -> int:
     result = {
         "benchmark": "simulator",
         **figures,
-        **environment.record("benchmarks.simulator", PACKAGES, hidden=("--output",)),
+        **environment.record("benchmarks.simulator", PACKAGES),
     }
     environment.show(result, arguments, figures | {"device": result["device"]})
     return 0

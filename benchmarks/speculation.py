@@ -277,7 +277,7 @@ def main() -> int:
     result = {
         "benchmark": "speculation",
         **figures,
-        **environment.record("benchmarks.speculation", PACKAGES, hidden=("--output",)),
+        **environment.record("benchmarks.speculation", PACKAGES),
     }
     environment.show(
         result, arguments, {k: v for k, v in figures.items() if not k.endswith("rows")}

@@ -157,7 +157,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         rows = measure(Path(folder))
     packages = ("jax", "jaxlib", "orbax-checkpoint", "numpy")
-    result = environment.record("benchmarks.stops", packages, ("--output",)) | {"rows": rows}
+    result = environment.record("benchmarks.stops", packages) | {"rows": rows}
     figures = {row["part"]: f"{row['seconds_to_exit']:.2f} s" for row in rows}
     environment.show(result, args, figures)
     late = any(r["seconds_to_exit"] > (3 if r["part"] == "compiling" else 10) for r in rows)

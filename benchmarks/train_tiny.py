@@ -95,7 +95,7 @@ def main() -> int:
         "unseen_reward_before": round(before, 4),
         "first_reward_line_s_max": max(r["first_reward_line_s"] for r in runs),
         "runs": runs,
-        **environment.record("benchmarks.train_tiny", PACKAGES, hidden=("--output",)),
+        **environment.record("benchmarks.train_tiny", PACKAGES),
     }
     environment.show(result, args, {k: v for k, v in result.items() if k != "runs"})
     return 0
