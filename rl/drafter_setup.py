@@ -74,15 +74,16 @@ class DrafterRun:
         self, config: TrainConfig, trainer: DrafterTrainer, spot: SpotTrainer | None
     ) -> None:
         self.trainer, self.spot = trainer, spot
-        self._config, self._first_step = config, 0
+        self._config, self._rl_step, self._first_step = config, 0, 0
 
     def catcher(self, step: int) -> BufferCatcher:
         """Who takes the responses of a step."""
         return BufferCatcher(self.trainer.buffer, step)
 
     def began(self, params: Params, step: int) -> None:
-        """A step's rollouts begin, by these weights."""
-        self._first_step = self.trainer.step
+        """Rollouts of a step begin, by these weights: once, or in each of its phases."""
+        if step != self._rl_step:
+            self._rl_step, self._first_step = step, self.trainer.step
         if self.spot is None:
             self.trainer.begin(step)
         else:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import jax
@@ -31,7 +32,7 @@ from rl.reuse import Reuse
 from rl.rewards.pool import Job, RewardPool, Score
 from rl.rewards.process import RewardWorkerError
 from rl.speculation import Speculation
-from rl.stopping import Watch
+from rl.stopping import Stopped, Watch
 from rl.tasks import Example
 from rl.timeline import EngineStats, joined
 from rl.trajectory import Trajectory
@@ -183,7 +184,7 @@ def generate_and_score(
 
     def watch(finished: int, tokens: int) -> None:
         system.show.rollout(finished, len(requests), tokens)
-        system.watch.check()
+        leave_if_asked(system)
 
     drafter = system.drafter
     weights, key = trainer.cast_params(params, system.engine.dtype), system.reuse.key(step)
@@ -217,12 +218,22 @@ def generate_and_score(
     return Phase(trajectories, list(scores), list(texts), system.engine.stats)
 
 
+def leave_if_asked(system: System, may_leave: bool = True) -> None:
+    """A sign of life. Raises Stopped where the run is to stop and the step can leave no trace.
+
+    Not once the drafter has learnt from it, nor where it may not leave for other reasons.
+    """
+    trained = system.drafter is not None and system.drafter.trained_this_step
+    if system.watch.asked() and may_leave and not trained:
+        raise Stopped
+
+
 class Scorer:
     """Called with a response as it ends, it sends it to the reward workers; `examples` by group."""
 
     def __init__(self, system: System) -> None:
         self._tokenizer, self._rewards = system.inputs.tokenizer, system.rewards
-        self._check = system.watch.check
+        self._check = partial(leave_if_asked, system)
         self.examples: dict[int, Example] = {}
         self._waiting: dict[int, tuple[Future[Score], str]] = {}
 

@@ -33,7 +33,7 @@ from rl.device_drafters import DeviceDrafters
 from rl.draft_model import DraftModel
 from rl.drafter_setup import DrafterRun
 from rl.experiment import Inputs, TrainConfig
-from rl.generation import Rollouts, System, generate, tell_failures
+from rl.generation import Rollouts, System, generate, leave_if_asked, tell_failures
 from rl.metrics import Timings, open_metrics
 from rl.optimizer import TrainState
 from rl.pipeline import Pipeline, Synchronous, open_source
@@ -95,7 +95,7 @@ def train(
         state = dataclasses.replace(state, behind=None, drafter=None)
         saved, skipped = place.step, 0
         learnt = _learnt(system, source)
-        system.cache.mark()
+        _mark(system)
 
         def save() -> None:
             host = _host_state(system, place) | learnt
@@ -110,7 +110,7 @@ def train(
                 timings = Timings(clock, partial(_begins, show, watch, place.step + 1))
                 state, place, wrote = train_step(system, state, place, timings, source)
                 done, learnt = place.step, _learnt(system, source)
-                system.cache.mark()
+                _mark(system)
                 with timings.section("checkpoint"):
                     if config.checkpoint.due(done) or done == config.run.steps:
                         save_timeline(folder, done, wrote.stats.timeline)
@@ -202,7 +202,7 @@ def train_step(
             step=step,
             seed=config.run.seed,
             reference=system.reference,
-            on_pass=partial(_between_passes, system),
+            on_pass=partial(leave_if_asked, system),
             on_skip=lambda error: system.show.message(f"warning: skipped: {error}"),
         )
     system.reuse.after_update(update_metrics)
@@ -353,9 +353,10 @@ def _saving_when_stopped(
 ) -> Iterator[None]:
     """Save the last whole step before what ends the run goes on its way.
 
-    The step that was under way has left no trace but in what the drafter learnt from. Not where
-    an update was refused after others of its step had been applied: the whole step's buffers are
-    gone then, and the newest checkpoint stands.
+    The step that was under way has left no trace; of one that ends for other reasons than being
+    asked to, what the drafter has learnt stays. Not where an update was refused after others of
+    its step had been applied: the whole step's buffers are gone then, and the newest checkpoint
+    stands.
     """
     try:
         yield
@@ -364,11 +365,20 @@ def _saving_when_stopped(
         saved, place, state = now()
         system.speculation.settle()
         system.cache.undo()
+        if system.drafter is not None:
+            system.drafter.trainer.buffer.undo()
         whole = not any(x.is_deleted() for x in jax.tree.leaves(state))
         if place.step > saved and whole:
             save()
         checkpoints.wait()
         raise
+
+
+def _mark(system: System) -> None:
+    """A step is whole: it is what a step that is left half way goes back to."""
+    system.cache.mark()
+    if system.drafter is not None:
+        system.drafter.trainer.buffer.mark()
 
 
 def _host_state(system: System, place: Place) -> dict[str, Any]:
@@ -408,16 +418,6 @@ def _compiled(show: Progress, watch: Watch, what: str, done: int, total: int) ->
     """One more program is compiled."""
     watch.alive()
     show.compiling(what, done, total)
-
-
-def _between_passes(system: System, may_leave: bool) -> None:
-    """A pass of an update is done; a stop leaves the update where nothing of it is applied yet.
-
-    Nor of what the drafter learns in this step: it cannot be undone.
-    """
-    trained = system.drafter is not None and system.drafter.trained_this_step
-    if system.watch.asked() and may_leave and not trained:
-        raise Stopped
 
 
 def _in_a_row(skipped: int, row: Mapping[str, Any], step: int) -> int:

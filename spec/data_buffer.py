@@ -2,7 +2,8 @@
 
 While a step's long responses are still under way, only short ones have finished. So drafters
 learn from those and from long sequences of the step before, which are a little stale: one-step
-offset sampling (TLT, section 4.2). What the buffer holds never exceeds `max_bytes`.
+offset sampling (TLT, section 4.2). What the buffer holds never exceeds `max_bytes`; what has gone
+since `mark` is kept besides, which is as much again at most.
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ class DataBuffer:
         self._newest_step = -1
         self._num_bytes = 0
         self._width, self._dtype = 0, np.dtype(np.float32)  # of what came last
+        self._marked = self._books()
 
     @property
     def num_bytes(self) -> int:
@@ -114,6 +116,17 @@ class DataBuffer:
             else:
                 held.append(own)
             self._num_bytes += num_bytes
+
+    def mark(self) -> None:
+        """What is here now is what `undo` brings back."""
+        with self._lock:
+            self._marked = self._books()
+
+    def undo(self) -> None:
+        """All is again as it was at the last `mark`."""
+        with self._lock:
+            vars(self).update(self._marked)
+            self._marked = self._books()
 
     def drop_before(self, step: int) -> None:
         """Evicts all sequences of steps before `step`."""
@@ -184,6 +197,12 @@ class DataBuffer:
             self._move_on(state["newest_step"])
 
     # -- under the lock ----------------------------------------------------------
+
+    def _books(self) -> dict[str, Any]:
+        """All that additions change, in lists of their own; sequences never change."""
+        names = ("dropped", "evicted", "_newest_step", "_num_bytes", "_width", "_dtype")
+        steps = {step: list(held) for step, held in self._steps.items()}
+        return {name: getattr(self, name) for name in names} | {"_steps": steps}
 
     def _to_go(self, num_tokens: int, num_bytes: int, step: int) -> dict[int, int] | None:
         """How many of each step have to go for a newcomer; None where it would itself."""

@@ -11,6 +11,8 @@ from loop_runs import assert_same_bits, compilations, finish, learnt
 from benchmarks import tiny_run
 from rl import loop
 from rl.checkpoint import latest_whole_step
+from rl.drafter_setup import DrafterRun
+from rl.rewards.pool import RewardPool
 
 LEARNED = (
     "Speculation.sources=('group', 'own', 'learned')",
@@ -24,6 +26,7 @@ LEARNED = (
     "DrafterTraining.learning_rate=0.003",
 )
 AFTER = (*LEARNED, "Drafter.spot=False", "Drafter.steps_after_rollout=3", "Run.steps=4")
+LATE = ("Checkpoint.every_steps=0",)  # so that the stop has to save
 BANDIT = ("Speculation.budget='bandit'", "Tuner.thresholds=(1, 5)", "Tuner.verify_tokens=(3, 1)")
 BANDIT += ("Tuner.depths=(1, 2)",)
 WORKERS = ("Sched.workers=2", "Sched.chunk_tokens=3", "Engine.slots=4", "Engine.min_slots=4")
@@ -68,6 +71,44 @@ def test_stopped_and_resumed_gives_the_same_bits(tiny, tmp_path, trained_after, 
     resumed = finish(tiny, cut, *AFTER, *more)
     assert "resuming after step 2" in resumed.show.messages
     assert_same_bits(resumed, whole)
+
+
+@pytest.mark.fault
+def test_stopped_in_a_rollout_its_responses_are_caught_once(tiny, tmp_path, trained_after):
+    """Those of the step that is left half way are taken out of the buffer again."""
+    show = tiny_run.Recorder()
+    with pytest.raises(loop.Stopped):
+        tiny_run.train(
+            tiny, tmp_path, *AFTER, *LATE, show=show, should_stop=lambda: show.fetches >= 15
+        )
+    assert len(show.rows) == 1
+    assert_same_bits(finish(tiny, tmp_path, *AFTER, *LATE), trained_after)
+
+
+@pytest.mark.fault
+def test_a_step_that_the_drafter_has_learnt_from_is_brought_to_its_end(
+    tiny, tmp_path, trained_after, monkeypatch
+):
+    """The stop comes while its answers are scored; what the drafter has learnt cannot go back."""
+    show, trained = tiny_run.Recorder(), []
+    after_rollout, result = DrafterRun.after_rollout, RewardPool.result
+
+    def noted(self, *args):
+        after_rollout(self, *args)
+        trained.append(self.trainer.step)
+
+    def waited_for(self, future, on_wait):
+        on_wait()
+        return result(self, future, on_wait)
+
+    monkeypatch.setattr(DrafterRun, "after_rollout", noted)
+    monkeypatch.setattr(RewardPool, "result", waited_for)
+    with pytest.raises(loop.Stopped):
+        tiny_run.train(
+            tiny, tmp_path, *AFTER, *LATE, show=show, should_stop=lambda: len(trained) >= 2
+        )
+    assert len(show.rows) == len(trained) == 2
+    assert_same_bits(finish(tiny, tmp_path, *AFTER, *LATE), trained_after)
 
 
 @pytest.mark.parametrize("mode", [(), ("Sched.mode='pipeline'",)], ids=["sync", "pipeline"])

@@ -55,6 +55,28 @@ def test_the_bound_holds_and_who_stays_is_who_should(added, max_bytes, max_age):
     assert kept.num_sequences + kept.evicted + kept.dropped == len(added)
 
 
+@settings(deadline=None)
+@given(adds, adds, st.integers(1, 2500), st.integers(0, 2))
+def test_what_came_since_a_mark_can_be_taken_back(before, since, max_bytes, max_age):
+    """And what had to go for it is there again."""
+    kept = buffer(max_bytes, max_age_steps=max_age)
+
+    def add(pairs, first):
+        for name, (length, step) in enumerate(pairs, first):
+            kept.add(sequence(length, name), step)
+
+    add(before, 0)
+    kept.mark()
+    was, num_bytes = kept.state(), kept.num_bytes
+    for _ in range(2):  # a mark holds until the next
+        add(since, 100)
+        kept.undo()
+        now = kept.state()
+        arrays = [[x.tobytes() for x in s.pop("tokens") + s.pop("caught")] for s in (was, now)]
+        assert arrays[0] == arrays[1] and was == now and kept.num_bytes == num_bytes
+        was = kept.state()
+
+
 def test_the_bound_holds_while_a_sequence_is_copied(monkeypatch):
     """Room is made before the copy."""
     kept, seen = buffer(3 * bytes_of(10)), []
