@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 from loop_runs import assert_same_bits, compilations, finish, learnt
@@ -109,6 +110,18 @@ def test_a_step_that_the_drafter_has_learnt_from_is_brought_to_its_end(
         )
     assert len(show.rows) == len(trained) == 2
     assert_same_bits(finish(tiny, tmp_path, *AFTER, *LATE), trained_after)
+
+
+def test_what_is_learnt_in_one_phase_of_a_step_counts_in_its_later_ones():
+    """Dynamic sampling has several rollouts a step, and none of them may be left after that."""
+    trainer = SimpleNamespace(step=0, begin=lambda step: None)
+    run = DrafterRun(None, trainer, None)
+    seen = []
+    for step in (1, 1, 2):
+        run.began({}, step)
+        seen.append(run.trained_this_step)
+        trainer.step += 3
+    assert seen == [False, True, False]
 
 
 @pytest.mark.parametrize("mode", [(), ("Sched.mode='pipeline'",)], ids=["sync", "pipeline"])
