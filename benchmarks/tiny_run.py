@@ -23,7 +23,7 @@ import jax.numpy as jnp
 
 from models import hf, tokenizer, transformer
 from models.config import ModelConfig
-from rl import loop
+from rl import loop, run_setup
 from rl.config import load
 from rl.experiment import Inputs, TrainConfig, open_inputs
 from rl.generation import System
@@ -166,7 +166,7 @@ def opened(config: TrainConfig, inputs: Inputs) -> Iterator[tuple[System, TrainS
     """The parts of a run of any configuration, in a folder that does not outlive it."""
     with (
         tempfile.TemporaryDirectory() as folder,
-        loop.opened(
+        run_setup.opened(
             config,
             inputs,
             Path(folder),

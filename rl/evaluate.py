@@ -98,8 +98,8 @@ def _run(args: argparse.Namespace, job: _Job) -> int:
     """Load the weights, ask, print."""
     from rl import devices
     from rl.checkpoint import NoWholeCheckpointError, StructureMismatchError
-    from rl.loop import run_mesh
     from rl.rewards.process import RewardWorkerError
+    from rl.run_setup import run_mesh
 
     total = len(job.questions.examples) * job.config.evaluate.samples
     with progress() as show:

@@ -162,9 +162,10 @@ def _run(config: TrainConfig, inputs: Inputs, folder: Path, before: TrainConfig 
 
     from rl.checkpoint import NoWholeCheckpointError, StructureMismatchError
     from rl.coordinator import WorkerError
-    from rl.loop import Stopped, policy_params, run_mesh, train
+    from rl.loop import Stopped, policy_params, train
     from rl.memory_mappings import TooManyMappings
     from rl.rewards.process import RewardWorkerError
+    from rl.run_setup import run_mesh
     from rl.trainer import NonFiniteUpdate
     from rl.waits import Hang
 

@@ -10,7 +10,7 @@ import jax.monitoring
 import numpy as np
 
 from benchmarks import tiny_run
-from rl import loop
+from rl import run_setup
 from rl.metrics import deterministic_view, read_metrics
 
 
@@ -66,14 +66,14 @@ def compilations(tiny, folder, monkeypatch, *overrides) -> tuple[Finished, list[
     """A run from empty caches: what it left, and what it compiled up to warm-up and after it."""
     jax.clear_caches()  # or earlier runs would have warmed up for us
     at_warm_up: list[int] = []
-    build = loop._build
+    build = run_setup.build
 
     def counting_build(*args):
         built = build(*args)
         at_warm_up.append(len(found))
         return built
 
-    monkeypatch.setattr(loop, "_build", counting_build)
+    monkeypatch.setattr(run_setup, "build", counting_build)
     with counted_compilations() as found:
         done = finish(tiny, folder, *overrides)
     return done, found[: at_warm_up[0]], found[at_warm_up[0] :]

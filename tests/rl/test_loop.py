@@ -10,7 +10,7 @@ import pytest
 from loop_runs import assert_same_bits, compilations, finish, learnt
 
 from benchmarks import tiny_run
-from rl import devices, loop, simulation
+from rl import devices, loop, run_setup, simulation
 from rl.checkpoint import NoWholeCheckpointError
 from rl.config import load
 from rl.experiment import TrainConfig
@@ -283,13 +283,13 @@ def test_mesh_sizes_hold_on_one_device_as_on_four(tiny, sizes, monkeypatch):
     for count in (1, 5):
         monkeypatch.setattr(devices, "found", lambda n=count: jax.devices()[:n])
         with pytest.raises(ValueError, match=f"{count} device.*their product must be {count}"):
-            loop.run_mesh(config)
+            run_setup.run_mesh(config)
 
 
 def test_one_device_needs_no_mesh(tiny, monkeypatch):
     monkeypatch.setattr(devices, "found", lambda: jax.devices()[:1])
     for sizes in (["Mesh.data=-1"], ["Mesh.data=1"]):
-        assert loop.run_mesh(load(TrainConfig, [tiny], sizes)) is None
+        assert run_setup.run_mesh(load(TrainConfig, [tiny], sizes)) is None
 
 
 @pytest.mark.skipif(jax.device_count() != 8, reason="needs 8 (virtual) devices")

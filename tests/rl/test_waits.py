@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks import hangs, tiny_run
 from benchmarks.hangs import PLANTED, StandIn, plant
-from rl import checkpoint, loop, session, speculation
+from rl import checkpoint, run_setup, session, speculation
 from rl.checkpoint import latest_whole_step
 from rl.waits import Hang, Patience
 
@@ -92,7 +92,7 @@ def test_an_index_that_hangs_ends_the_run_with_the_last_whole_step_saved(
         return build(*args)
 
     monkeypatch.setattr(speculation, "build_index", hanging)
-    monkeypatch.setattr(loop, "Speculation", impatient)
+    monkeypatch.setattr(run_setup, "Speculation", impatient)
     settings = ("Speculation.budget='fixed:1'", "Speculation.sources=('history',)")
     with pytest.raises(Hang, match="waits for the index of the prompts' history"):
         tiny_run.train(tiny, tmp_path, *settings, "Checkpoint.every_steps=0")
