@@ -344,3 +344,10 @@ def test_two_directories_are_written_in_turn(tmp_path):
             thread.join(60)
         assert not any(thread.is_alive() for thread in threads)
         assert (one.latest_whole_step(), other.latest_whole_step()) == (7, 7)
+
+
+def test_few_threads_write_files(tmp_path):
+    tensorstore_utils = pytest.importorskip("orbax.checkpoint._src.serialization.tensorstore_utils")
+    with Checkpointer(tmp_path):
+        limit = tensorstore_utils.get_ts_context(use_ocdbt=False)["file_io_concurrency"]
+    assert limit.to_json() == {"limit": checkpoint._FILE_THREADS}
