@@ -17,6 +17,7 @@ def test_a_run_that_is_asked_to_stop_does_not_wait_for_scores():
         inputs=types.SimpleNamespace(tokenizer=None),
         rewards=RewardPool(RewardConfig()),
         watch=Watch(should_stop=lambda: next(asked)),
+        drafter=None,
     )
     scorer = Scorer(system)
     scorer._waiting[7] = Future(), "text"  # whose score never comes
