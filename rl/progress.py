@@ -73,8 +73,14 @@ def progress(
 class _Watched:
     """What both displays know: where the run is, and how long it will take."""
 
-    def __init__(self, stream: TextIO, total_steps: int | None, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        stream: TextIO,
+        total_steps: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._stream, self._total_steps, self._clock = stream, total_steps, clock
+        self._said_s = clock()
         self._recent_s: collections.deque[float] = collections.deque(maxlen=RECENT_STEPS)
         self._left = ""  # of the run, as of the last step
         self._place = ""  # the step and part of it at hand
@@ -117,15 +123,6 @@ class _Watched:
 class PlainProgress(_Watched):
     """One flushed line a step, one a message, and where a run is after ten silent seconds."""
 
-    def __init__(
-        self,
-        stream: TextIO,
-        total_steps: int | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        super().__init__(stream, total_steps, clock)
-        self._said_s = clock()
-
     def phase(self, step: int, name: str) -> None:
         super().phase(step, name)
         self._say_if_silent(f"{self._place}  {self._left}".rstrip())
@@ -152,13 +149,8 @@ class PlainProgress(_Watched):
 class RichProgress(_Watched):
     """The same lines, above a bar that names the part of the step at hand, and the time left."""
 
-    def __init__(
-        self,
-        stream: TextIO,
-        total_steps: int | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        super().__init__(stream, total_steps, clock)
+    def __init__(self, stream: TextIO, *args: Any, **options: Any) -> None:
+        super().__init__(stream, *args, **options)
         from rich.console import Console
         from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
         from rich.progress import Progress as Bars
