@@ -55,7 +55,6 @@ from rl.checkpoint_reader import (
 from rl.waits import POLL_S, Hang, Patience, result_of
 
 _BARRIER_TIMEOUT_S = 1200
-_FILE_THREADS = 16
 _log = logging.getLogger(__name__)
 # Orbax tells saves apart by a counter of the process: a second one that begins while the first
 # is being written makes the first wait for ever.
@@ -162,7 +161,7 @@ class Checkpointer:
         handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False)
         # What is left to do at the end is OCDBT's, and warns where there is none.
         handler.finalize = lambda directory: None  # type: ignore[method-assign]
-        _bound_file_threads()
+        host_memory.bound_file_threads()
         self._orbax = ocp.AsyncCheckpointer(handler)
         logging.getLogger("absl").addFilter(_unless_told)  # once, however often
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -381,20 +380,6 @@ class Checkpointer:
 
 def _primary() -> bool:
     return jax.process_index() == 0
-
-
-def _bound_file_threads() -> None:
-    """Files that are written at once. Orbax says 128 and has no option; each thread of them that
-    ever ran keeps some 140 KiB, and over hundreds of saves they all do. Nothing, where a version
-    of Orbax says it elsewhere.
-    """
-    try:
-        from orbax.checkpoint._src.serialization import tensorstore_utils
-
-        limits = tensorstore_utils._BASE_TS_CONTEXT["file_io_concurrency"]
-        limits["limit"] = _FILE_THREADS
-    except (ImportError, AttributeError, KeyError, TypeError):
-        _log.debug("this Orbax has no limit of file threads that could be set")
 
 
 def _barrier(key: str) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 import optax
 import pytest
 
-from rl import checkpoint, checkpoint_manifest
+from rl import checkpoint, checkpoint_manifest, host_memory
 from rl.checkpoint import CheckpointConfig, Checkpointer
 
 ROOT = Path(__file__).parents[2]
@@ -350,4 +350,4 @@ def test_few_threads_write_files(tmp_path):
     tensorstore_utils = pytest.importorskip("orbax.checkpoint._src.serialization.tensorstore_utils")
     with Checkpointer(tmp_path):
         limit = tensorstore_utils.get_ts_context(use_ocdbt=False)["file_io_concurrency"]
-    assert limit.to_json() == {"limit": checkpoint._FILE_THREADS}
+    assert limit.to_json() == {"limit": host_memory._FILE_THREADS}
