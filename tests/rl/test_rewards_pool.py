@@ -1,6 +1,5 @@
 """The worker pool: every fault costs one sample, and everything else is unaffected."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -8,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+from processes import runs
 
 from rl.rewards.config import RewardConfig
 from rl.rewards.pool import Job, RewardPool, Score, combine
@@ -154,16 +154,7 @@ def test_a_hung_scorer_is_killed_with_its_children(tmp_path):
         score = pool.submit(job(str(pid_file))).result(timeout=60)
     assert score.failure.startswith("leaves_a_child/deadline")
     child = int(pid_file.read_text())
-    wait_until(lambda: not _runs(child))
-
-
-def _runs(pid):
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    stat = Path(f"/proc/{pid}/stat")  # an unreaped zombie is not running
-    return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] != "Z"
+    wait_until(lambda: not runs(child))
 
 
 def test_submit_returns_at_once_and_scoring_starts_while_others_are_made():
@@ -186,7 +177,7 @@ def test_close_cancels_what_is_queued_and_ends_the_workers():
         wait_until(first.running)
         pid = pool._workers[0]._process.pid
     assert queued.cancelled()
-    assert not _runs(pid)
+    assert not runs(pid)
     with pytest.raises(RuntimeError, match="not open"):
         pool.submit(job("x"))
 
@@ -216,11 +207,11 @@ def test_workers_do_not_outlive_a_killed_parent_even_in_a_hung_scorer():
     )
     worker = int(parent.stdout.readline())
     time.sleep(0.2)  # well inside the scorer
-    assert _runs(worker)
+    assert runs(worker)
     parent.send_signal(signal.SIGKILL)
     parent.wait()
     parent.stdout.close()
-    wait_until(lambda: not _runs(worker))
+    wait_until(lambda: not runs(worker))
 
 
 def test_user_functions_get_columns_ids_and_chats_as_trl_gives_them():

@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
+from processes import runs
 
 from rl.rewards import pool as pool_module
 from rl.rewards import process
@@ -29,15 +30,6 @@ def config(function, **changes):
 def scores_of(pool, completions):
     futures = [pool.submit(Job(EXAMPLE, completion)) for completion in completions]
     return [future.result(timeout=60) for future in futures]
-
-
-def runs(pid):
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    stat = Path(f"/proc/{pid}/stat")  # an unreaped zombie is not running
-    return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
 def ends_soon(pid, limit_s=10.0):
