@@ -49,8 +49,9 @@ def test_wrong_chains_are_never_accepted(golden, rollout, engine):
     got = rollout("plain", drafter=Wrong(golden("plain")))
     assert not differences(golden("plain"), got)
     origins = {int(o) for t in got for o in t.origins}
-    # plain: the last token that a request may have, for which nothing is drafted
-    assert origins - {Origin.PLAIN} == {Origin.BONUS}
+    # plain: rounds in which each request is at the last token that it may have
+    plain = any(nodes == 1 for _, nodes, _ in engine.stats.rounds)
+    assert origins == {Origin.BONUS} | ({Origin.PLAIN} if plain else set())
     assert engine.stats.accepted_tokens == 0
     assert engine.stats.drafted_nodes > engine.stats.tokens
 
