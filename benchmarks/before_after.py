@@ -33,8 +33,8 @@ class Rollouts:
     def prepare(self, prompts: int, group_size: int, slots: int, rows: Any = None) -> dict:
         """A warm engine; `rows` are seconds of rounds to decide by, None to measure them."""
         from benchmarks import speculation, workloads
-        from rl.engine_config import EngineConfig
-        from spec.round_seconds import RoundTimes
+        from rl.engine.config import EngineConfig
+        from spec.round_times import RoundTimes
 
         config = EngineConfig(
             slots=slots,
@@ -55,7 +55,7 @@ class Rollouts:
 
     def run(self, way: str) -> dict:
         """Seconds of one phase."""
-        from spec.budget import Goodput
+        from spec.budget.budget import Goodput
 
         drafter = budget = None
         if way == "history":

@@ -27,11 +27,11 @@ from benchmarks import environment, workloads
 from models import kv_cache, transformer
 from models.config import ModelConfig
 from models.transformer import Params
-from rl.engine import Engine
-from rl.engine_config import EngineConfig
+from rl.engine.config import EngineConfig
+from rl.engine.engine import Engine
 from rl.trajectory import Request, Trajectory
 from spec import sampling
-from spec.budget import TakeAll
+from spec.budget.budget import TakeAll
 from spec.sampling import SamplingConfig, step_key
 
 PACKAGES = ("jax", "jaxlib", "numpy")

@@ -24,22 +24,22 @@ from benchmarks import environment, near_ties, workloads
 from benchmarks.workloads import Workload
 from models import transformer
 from models.config import ModelConfig
-from rl.engine import Engine
-from rl.engine_config import EngineConfig
-from rl.guessing import Guesses, Site, no_guesses
-from rl.learned import LearnedDrafter
+from rl.engine.config import EngineConfig
+from rl.engine.engine import Engine
+from rl.engine.speculate import Guesses, Site, no_guesses
+from rl.speculation.learned_drafter import LearnedDrafter
 from rl.trajectory import Request, Trajectory
-from rl.workers import SchedConfig, Workers
-from spec import eagle
-from spec.budget import Budget, Decision, TakeAll
+from rl.workers.workers import SchedConfig, Workers
+from spec.budget.budget import Budget, Decision, TakeAll
+from spec.budget.union import Union
 from spec.drafter import Drafter, LiveSlots
-from spec.eagle_drafter import TreeConfig
-from spec.history import RULE, HistoryDrafter, HistoryIndex, build_index
-from spec.lookup import LookupOutcome
-from spec.lookup_texts import LookupTexts
-from spec.merge import Union
-from spec.prefix_reuse import PrefixRule, parse_mode
-from spec.rollout_cache import CachedResponse, RolloutCache, of_group
+from spec.eagle import model as eagle
+from spec.eagle.drafter import TreeConfig
+from spec.retrieval.device_lookup import LookupOutcome
+from spec.retrieval.history import RULE, HistoryDrafter, HistoryIndex, build_index
+from spec.retrieval.lookup_texts import LookupTexts
+from spec.reuse.prefix_rule import PrefixRule, parse_mode
+from spec.reuse.rollout_cache import CachedResponse, RolloutCache, of_group
 from spec.sampling import SamplingConfig, step_key
 
 PACKAGES = ("jax", "jaxlib", "numpy", "numba")

@@ -29,8 +29,8 @@ from benchmarks import (
     environment,
 )
 from models import hf
-from rl.config import load
-from rl.experiment import TrainConfig, open_inputs
+from rl.config.loader import load
+from rl.loop.experiment import TrainConfig, open_inputs
 
 PACKAGES = ("jax", "jaxlib", "numpy", "numba", "optax", "orbax-checkpoint", "reasoning-gym")
 SPOT = environment.ROOT / "configs/tlt_tiny_cpu.gin"

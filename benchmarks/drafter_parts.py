@@ -24,15 +24,16 @@ import numpy as np
 from benchmarks.workloads import BASE_POLICY, group_requests, policy, questions
 from models import transformer
 from models.config import ModelConfig
-from rl.drafter_config import DrafterConfig
-from rl.engine import Engine
-from rl.engine_config import EngineConfig
-from spec import drafter_training, eagle
-from spec.bandit import BanditConfig, BegMab, Strategy
-from spec.drafter_batch import Caught, DrafterBatch
-from spec.drafter_packing import pack, pad
-from spec.drafter_training import DrafterState, DrafterTrainingConfig
-from spec.eagle import EagleConfig, Frozen
+from rl.drafter_training.config import DrafterConfig
+from rl.engine.config import EngineConfig
+from rl.engine.engine import Engine
+from spec.budget.bandit import BanditConfig, BegMab, Strategy
+from spec.eagle import model as eagle
+from spec.eagle import training as drafter_training
+from spec.eagle.batch import Caught, DrafterBatch
+from spec.eagle.model import EagleConfig, Frozen
+from spec.eagle.packing import pack, pad
+from spec.eagle.training import DrafterState, DrafterTrainingConfig
 from spec.sampling import SamplingConfig, step_key
 
 TRAINING = DrafterTrainingConfig()

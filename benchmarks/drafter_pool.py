@@ -29,14 +29,16 @@ from benchmarks.workloads import BASE_POLICY, policy
 from models import transformer
 from models.config import ModelConfig
 from models.kv_cache import KVCache
-from rl import cache_steps
-from rl.engine import Engine
-from rl.engine_config import EngineConfig
-from rl.learned import LearnedDrafter
-from spec import eagle, eagle_draft, verify
-from spec.bandit import BanditConfig, BegMab, Strategy
-from spec.eagle import Drafter, Eagle, EagleConfig, Frozen
-from spec.eagle_drafter import WINDOW_TOKENS, TreeConfig
+from rl.engine import cache_ops
+from rl.engine.config import EngineConfig
+from rl.engine.engine import Engine
+from rl.speculation.learned_drafter import LearnedDrafter
+from spec import verify
+from spec.budget.bandit import BanditConfig, BegMab, Strategy
+from spec.eagle import model as eagle
+from spec.eagle import tree_search
+from spec.eagle.drafter import WINDOW_TOKENS, TreeConfig
+from spec.eagle.model import Drafter, Eagle, EagleConfig, Frozen
 from spec.sampling import Draw, SamplingConfig, step_key
 from spec.tree import DraftTree
 from spec.verify import Slots
@@ -80,7 +82,7 @@ def fused_round(
 ) -> tuple[KVCache, Slots, KVCache, jax.Array]:
     """One program of one strategy: `eagle_draft.draft`, then `verify.verify_round`."""
     M = num_nodes - 1
-    searched, packed = eagle_draft.draft(
+    searched, packed = tree_search.draft(
         weights,
         frozen,
         searched,
@@ -141,9 +143,9 @@ def pool_memory(
     """Bytes of fused programs of every strategy and bucket over ours: `pool_memory_ratio`.
 
     What of it comes of sharing alone: `…_in_ranges`, both ways with what the ranges let be chosen,
-    and `…_every_bucket`, both with all strategies in all buckets, as `rl.engine_warm_up` compiles
-    them without a bandit. `pool_memory_over_one_strategy` is ours over the first strategy alone,
-    fused. By default of the shipped policy, with a drafter of its proportions.
+    and `…_every_bucket`, both with all strategies in all buckets, as `rl.warm_up.compile_buckets`
+    compiles them without a bandit. `pool_memory_over_one_strategy` is ours over the first strategy
+    alone, fused. By default of the shipped policy, with a drafter of its proportions.
     """
     if model is None or params is None:
         model, params = policy(BASE_POLICY)
@@ -244,10 +246,8 @@ class Programs:
 
     def _rows(self, engine: Engine, B: int) -> tuple[Any, ...]:
         """Weights, cache, slots and end tokens of a round."""
-        ints_BC = np.zeros((B, len(cache_steps.COLUMNS)), np.int32)
-        slots = cache_steps.make_slots(
-            *engine.slot_arguments(ints_BC, self.sampling, step_key(0, 0))
-        )
+        ints_BC = np.zeros((B, len(cache_ops.COLUMNS)), np.int32)
+        slots = cache_ops.make_slots(*engine.slot_arguments(ints_BC, self.sampling, step_key(0, 0)))
         stop_E = np.zeros(max(1, len(self.model.eos_token_ids)), np.int32)
         return self.params, engine.empty_cache(B, self.num_positions), slots, stop_E
 
@@ -264,8 +264,8 @@ class Programs:
         drafter = learned.drafter_at(engine.site(self.params, self.sampling, step_key(0, 0)))
         [features] = engine.empty_cache(B, self.num_positions).features
         steps = {step: arguments for step, arguments in drafter.programs(lambda: features)}
-        args, options = steps[eagle_draft.draft]()
-        return eagle_draft.draft.lower(*args, **options)
+        args, options = steps[tree_search.draft]()
+        return tree_search.draft.lower(*args, **options)
 
     def _fused(self, engine: Engine, B: int, index: int) -> Any:
         args, options = self.fused_arguments(engine, B, self.strategies[index])
@@ -276,7 +276,7 @@ class Programs:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Of `fused_round`, for rows at rest."""
         top_k, depth, S = strategy.top_k, strategy.depth, self.num_positions
-        searched = eagle_draft.empty_cache(self.shape, B, S, top_k, depth, engine.dtype)
+        searched = tree_search.empty_cache(self.shape, B, S, top_k, depth, engine.dtype)
         tokens_BC = np.zeros((B, min(WINDOW_TOKENS, S)), np.int32)
         args = (
             *self._rows(engine, B),

@@ -18,23 +18,24 @@ import numpy as np
 
 from benchmarks import environment, tiny_run
 from models.transformer import Params
-from rl import loop, trainer
-from rl.config import load
-from rl.drafter_trainer import BufferCatcher, DrafterTrainer
-from rl.engine import Engine
-from rl.engine_config import EngineConfig
-from rl.experiment import Inputs, TrainConfig, open_inputs
-from rl.generation import System, prompts_at
-from rl.learned import LearnedDrafter
-from rl.metrics import Timings
-from rl.optimizer import TrainState
-from rl.spot_trainer import Span, SpotTrainer
+from rl.config.loader import load
+from rl.drafter_training.spot_trainer import Span, SpotTrainer
+from rl.drafter_training.trainer import BufferCatcher, DrafterTrainer
+from rl.engine.config import EngineConfig
+from rl.engine.engine import Engine
+from rl.learner import trainer
+from rl.learner.optimizer import TrainState
+from rl.loop import train_loop
+from rl.loop.experiment import Inputs, TrainConfig, open_inputs
+from rl.loop.generation import System, prompts_at
+from rl.metrics.writer import Timings
+from rl.speculation.learned_drafter import LearnedDrafter
 from rl.trajectory import Request, Trajectory
-from rl.workers import SchedConfig, Workers
-from spec import eagle
-from spec.data_buffer import DataBuffer
-from spec.eagle import Drafter, Eagle
-from spec.eagle_drafter import TreeConfig
+from rl.workers.workers import SchedConfig, Workers
+from spec.eagle import model as eagle
+from spec.eagle.data_buffer import DataBuffer
+from spec.eagle.drafter import TreeConfig
+from spec.eagle.model import Drafter, Eagle
 from spec.sampling import SamplingConfig, step_key
 
 CONFIG = environment.ROOT / "configs/tiny_cpu.gin"
@@ -80,7 +81,7 @@ def accept_lengths(
     inputs = open_inputs(config)
     with tiny_run.opened(config, inputs) as (system, state):
         assert system.drafter is not None
-        learned, place = system.drafter.trainer.learned, loop.Place()
+        learned, place = system.drafter.trainer.learned, train_loop.Place()
         engine = _engine(system, inputs)
         untrained = learned.drafter.params
         state, place, rows = _train(system, state, place, first_steps)
@@ -97,12 +98,12 @@ def accept_lengths(
 
 
 def _train(
-    system: System, state: TrainState, place: loop.Place, steps: int
-) -> tuple[TrainState, loop.Place, list[dict[str, Any]]]:
+    system: System, state: TrainState, place: train_loop.Place, steps: int
+) -> tuple[TrainState, train_loop.Place, list[dict[str, Any]]]:
     rows = []
     for _ in range(steps):
         timings = Timings(time.perf_counter)
-        state, place, wrote = loop.train_step(system, state, place, timings)
+        state, place, wrote = train_loop.train_step(system, state, place, timings)
         rows.append(wrote.metrics)
     return state, place, rows
 
@@ -113,7 +114,12 @@ class Asked:
 
     @staticmethod
     def of(
-        system: System, inputs: Inputs, state: TrainState, place: loop.Place, *, max_nodes: int
+        system: System,
+        inputs: Inputs,
+        state: TrainState,
+        place: train_loop.Place,
+        *,
+        max_nodes: int,
     ) -> Asked:
         """With an engine of its own."""
         return Asked(_engine(system, inputs, max_nodes), system, inputs, state, place)
@@ -122,7 +128,7 @@ class Asked:
     system: System
     inputs: Inputs
     state: TrainState
-    place: loop.Place
+    place: train_loop.Place
 
     def accept_length(self, params: Eagle) -> float:
         learned = self.system.drafter.trainer.learned  # type: ignore[union-attr]

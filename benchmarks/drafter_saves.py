@@ -21,14 +21,15 @@ from benchmarks.drafter_parts import TRAINING, in_turns, ratio
 from benchmarks.workloads import BASE_POLICY
 from models import hf
 from models.config import ModelConfig
-from rl.checkpoint import CheckpointConfig, Checkpointer
-from rl.drafter_config import DrafterConfig
-from rl.drafter_trainer import DrafterTrainer
-from rl.learned import LearnedDrafter
-from spec import drafter_training, eagle
-from spec.data_buffer import DataBuffer, DataBufferConfig
-from spec.eagle import Drafter, EagleConfig, Frozen
-from spec.eagle_drafter import TreeConfig
+from rl.checkpoint.checkpointer import CheckpointConfig, Checkpointer
+from rl.drafter_training.config import DrafterConfig
+from rl.drafter_training.trainer import DrafterTrainer
+from rl.speculation.learned_drafter import LearnedDrafter
+from spec.eagle import model as eagle
+from spec.eagle import training as drafter_training
+from spec.eagle.data_buffer import DataBuffer, DataBufferConfig
+from spec.eagle.drafter import TreeConfig
+from spec.eagle.model import Drafter, EagleConfig, Frozen
 
 # a drafter whose frozen parts are most of it, as those of large vocabularies are
 WIDE = ModelConfig(

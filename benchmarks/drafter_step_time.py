@@ -21,12 +21,12 @@ from typing import Any
 import jax
 
 from benchmarks import environment, tiny_run
-from rl import loop
-from rl.config import load
-from rl.experiment import TrainConfig, open_inputs
-from rl.generation import System
-from rl.metrics import Timings
-from rl.optimizer import TrainState
+from rl.config.loader import load
+from rl.learner.optimizer import TrainState
+from rl.loop import train_loop
+from rl.loop.experiment import TrainConfig, open_inputs
+from rl.loop.generation import System
+from rl.metrics.writer import Timings
 
 CONFIG = environment.ROOT / "configs/tlt_tiny_cpu.gin"
 WORKERS = 2
@@ -50,12 +50,12 @@ ONE_CORE_EACH = (
 class _Run:
     system: System
     state: TrainState
-    place: loop.Place
+    place: train_loop.Place
     seconds: list[float]
 
     def step(self) -> float:
         began_s = time.perf_counter()
-        self.state, self.place, _ = loop.train_step(
+        self.state, self.place, _ = train_loop.train_step(
             self.system, self.state, self.place, Timings(time.perf_counter)
         )
         return time.perf_counter() - began_s
@@ -71,7 +71,7 @@ def step_time(steps: int) -> dict[str, Any]:
             system, state = stack.enter_context(tiny_run.opened(config, open_inputs(config)))
             assert system.drafter is not None
             system.drafter.trainer.learned.swap = _keep  # type: ignore[method-assign]
-            runs[name] = _Run(system, state, loop.Place(), [])
+            runs[name] = _Run(system, state, train_loop.Place(), [])
         for turn in range(FIRST_STEPS + steps):
             for name in list(runs)[:: 1 if turn % 2 else -1]:
                 taken_s = runs[name].step()

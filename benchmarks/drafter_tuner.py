@@ -20,27 +20,27 @@ import numpy as np
 
 from benchmarks import drafter_parts
 from models.transformer import Params
-from rl import engine_warm_up
-from rl.device_drafters import NO_DRAFTERS, DeviceDrafters
-from rl.drafter_trainer import BufferCatcher, DrafterTrainer
-from rl.engine import Engine
-from rl.engine_config import EngineConfig
-from rl.experiment import Inputs, TrainConfig
-from rl.learned import LearnedDrafter
-from rl.reuse import remember
-from rl.round_times import load_or_measure
-from rl.speculation import Speculation, SpeculationConfig
+from rl.drafter_training.trainer import BufferCatcher, DrafterTrainer
+from rl.engine.config import EngineConfig
+from rl.engine.engine import Engine
+from rl.loop.experiment import Inputs, TrainConfig
+from rl.speculation.device_drafters import NO_DRAFTERS, DeviceDrafters
+from rl.speculation.learned_drafter import LearnedDrafter
+from rl.speculation.reuse import remember
+from rl.speculation.sources import Speculation, SpeculationConfig
 from rl.trajectory import Request, Trajectory
-from spec import eagle
-from spec.bandit import BanditConfig, Strategy
-from spec.data_buffer import DataBuffer
-from spec.eagle import Drafter
-from spec.eagle_drafter import TreeConfig
-from spec.merge import Union
-from spec.rollout_cache import RolloutCache
-from spec.round_seconds import RoundTimes
+from rl.warm_up import compile_buckets
+from rl.warm_up.round_times import load_or_measure
+from spec.budget.bandit import BanditConfig, Strategy
+from spec.budget.bandit_budget import Tuned, TunerConfig, strategies
+from spec.budget.union import Union
+from spec.eagle import model as eagle
+from spec.eagle.data_buffer import DataBuffer
+from spec.eagle.drafter import TreeConfig
+from spec.eagle.model import Drafter
+from spec.reuse.rollout_cache import RolloutCache
+from spec.round_times import RoundTimes
 from spec.sampling import SamplingConfig, step_key
-from spec.tuner import Tuned, TunerConfig, strategies
 
 ENGINE = EngineConfig(slots=32, min_slots=4, min_positions=384, min_nodes=4, max_nodes=8)
 TUNER = TunerConfig(thresholds=(1, 5), verify_tokens=(7, 3), depths=(2, 4))
@@ -84,7 +84,7 @@ class _Ground:
         trainer.run_steps(TRAINING_STEPS, trainer.bench(self.engine, params))
         trainer.publish()
         sizes = {"max_requests": PROMPTS * GROUP, "max_prompt_tokens": max(map(len, self.prompts))}
-        engine_warm_up.warm_up(
+        compile_buckets.warm_up(
             self.engine,
             params,
             self.sampling,

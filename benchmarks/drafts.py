@@ -29,18 +29,18 @@ import numpy as np
 
 from benchmarks import environment
 from benchmarks.draft_texts import Group, accepted_by_walk, save_groups, synthetic
-from spec import group as group_drafts
-from spec import history, ngram, suffix_queries
-from spec.budget import Aimd
+from spec.budget.budget import Aimd
+from spec.budget.union import Union
+from spec.budget.window import WindowConfig
 from spec.drafter import Drafter, LiveSlots
-from spec.group import GroupDrafter
-from spec.history import HistoryDrafter, build_index
-from spec.merge import Union
-from spec.ngram import NgramDrafter
 from spec.outcome import of_round
-from spec.rollout_cache import CachedGroup, RolloutCache, of_group
-from spec.suffix import Followers, ProposalRule, SuffixForest
-from spec.window import WindowConfig
+from spec.retrieval import group as group_drafts
+from spec.retrieval import history, ngram, suffix_queries
+from spec.retrieval.group import GroupDrafter
+from spec.retrieval.history import HistoryDrafter, build_index
+from spec.retrieval.ngram import NgramDrafter
+from spec.retrieval.suffix_forest import Followers, ProposalRule, SuffixForest
+from spec.reuse.rollout_cache import CachedGroup, RolloutCache, of_group
 
 PACKAGES = ("jax", "numpy", "numba")
 DEPTH_TOKENS = 16  # of contexts, as the drafters of training have it

@@ -30,24 +30,25 @@ import jax.random
 
 from benchmarks import environment
 from benchmarks.interleavings import trajectory
-from rl import checkpoint, speculation
-from rl.compiling import compile_all
-from rl.coordinator import Coordinator, WorkerError
-from rl.engine_config import EngineConfig
-from rl.kv_pool import KvPool
-from rl.pipeline import Pipeline
+from rl.checkpoint import checkpointer
+from rl.drafter_training.spot_trainer import SpotTrainer
+from rl.engine.config import EngineConfig
+from rl.loop.async_rollouts import Pipeline
 from rl.rewards import pool as rewards
 from rl.rewards.config import RewardConfig
 from rl.rewards.process import RewardWorkerError
-from rl.session import Session, StepSpec
-from rl.spot_trainer import SpotTrainer
-from rl.stopping import EXPORTING, SAVING, STARTING, Limits, Watch
+from rl.runtime.parallel_compile import compile_all
+from rl.runtime.signals import EXPORTING, SAVING, STARTING, Limits, Watch
+from rl.runtime.waits import POLL_S, Hang, Patience
+from rl.speculation import sources
 from rl.trajectory import Request
-from rl.waits import POLL_S, Hang, Patience
-from rl.workers import SchedConfig, Workers
-from sched.policies import make_scheduler
+from rl.workers.coordinator import Coordinator, WorkerError
+from rl.workers.host_kv_pool import KvPool
+from rl.workers.worker_group import Session, StepSpec
+from rl.workers.workers import SchedConfig, Workers
+from sched.policies.registry import make_scheduler
 from sched.request import Kv
-from spec.rollout_cache import RolloutCache
+from spec.reuse.rollout_cache import RolloutCache
 from spec.sampling import SamplingConfig
 
 LIMIT_S = 0.3
@@ -235,16 +236,16 @@ def background_save(part: str, never: Never) -> str:
 def turn_to_save(never: Never) -> str:
     """Another directory's save has the turn, and does not go on."""
     with _save_that_hangs("wait_until_finished", never) as (_, folder):
-        with checkpoint.Checkpointer(folder / "other", patience=Patience(LIMIT_S)) as other:
+        with checkpointer.Checkpointer(folder / "other", patience=Patience(LIMIT_S)) as other:
             return words_of(Hang, lambda: other.save(1, {"x": jnp.zeros(2)}))
 
 
 @contextlib.contextmanager
-def _save_that_hangs(part: str, never: Never) -> Iterator[tuple[checkpoint.Checkpointer, Path]]:
+def _save_that_hangs(part: str, never: Never) -> Iterator[tuple[checkpointer.Checkpointer, Path]]:
     """A save that does not go on in the background, and a folder beside its own."""
     with tempfile.TemporaryDirectory() as folder:
-        saver = checkpoint.Checkpointer(Path(folder, "one"), patience=Patience(LIMIT_S))
-        where = checkpoint.checkpoint_manifest if part == "write_manifest" else saver._orbax
+        saver = checkpointer.Checkpointer(Path(folder, "one"), patience=Patience(LIMIT_S))
+        where = checkpointer.checkpoint_manifest if part == "write_manifest" else saver._orbax
         written = getattr(where, part)
 
         def hang(*args: Any) -> Any:
@@ -264,11 +265,11 @@ def _save_that_hangs(part: str, never: Never) -> Iterator[tuple[checkpoint.Check
 
 def history_index(never: Never) -> str:
     """The index of the next step's prompts is never built; the save that follows does not wait."""
-    config = speculation.SpeculationConfig(sources=("history",))
+    config = sources.SpeculationConfig(sources=("history",))
     patience = Patience(LIMIT_S)
     with (
-        mock.patch.object(speculation, "build_index", lambda *_: never.wait(NEVER_S)),
-        speculation.Speculation(config, RolloutCache(), patience=patience) as speculates,
+        mock.patch.object(sources, "build_index", lambda *_: never.wait(NEVER_S)),
+        sources.Speculation(config, RolloutCache(), patience=patience) as speculates,
     ):
         speculates.prepare({"a": (1, 2)})
         words = words_of(Hang, speculates.settle)
@@ -280,7 +281,10 @@ PLANTED: dict[str, tuple[Callable[[Never], str], str]] = {
     f"main thread: {part}": (partial(main_thread, part), f"main thread at {part} (benchmarks/hang")
     for part in ("rollout", "wait", "reward", "update", SAVING, STARTING, EXPORTING)
 } | {
-    "main thread: compiling": (compilation, "main thread at starting (rl/compiling.py"),
+    "main thread: compiling": (
+        compilation,
+        "main thread at starting (rl/runtime/parallel_compile.py",
+    ),
     "worker: rounds": (partial(worker, "rounds"), "while generating"),
     "worker: weights": (partial(worker, "weights"), "while receiving weights"),
     "worker: weights, each time": (

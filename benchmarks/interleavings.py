@@ -25,12 +25,12 @@ from typing import Any
 import numpy as np
 
 from benchmarks import environment
-from rl.coordinator import Aborted, Coordinator, Deferred, WorkerError
-from rl.kv_pool import KvPool
 from rl.trajectory import Begun, FinishReason, Prefix, Request, Trajectory
-from sched.histopipe import HistoPipe, HistoPipeConfig
-from sched.pipeline import Steps
-from sched.policies import make_scheduler
+from rl.workers.coordinator import Aborted, Coordinator, Deferred, WorkerError
+from rl.workers.host_kv_pool import KvPool
+from sched.policies.histopipe import HistoPipe, HistoPipeConfig
+from sched.policies.registry import make_scheduler
+from sched.policies.step_order import Steps
 from sched.protocol import Scheduler, Start
 
 LENGTHS = (2, 9, 12, 5, 12, 3)  # of the responses, by request
@@ -239,7 +239,7 @@ class Rollout:
         return False
 
     def _lose(self, worker: int) -> bool:
-        """As `rl.session` does about a worker that raised or hangs."""
+        """As `rl.workers.worker_group` does about a worker that raised or hangs."""
         if not self.coordinator.is_present(worker):
             return False
         self.do("join")

@@ -17,9 +17,9 @@ OUTPUT = ROOT / "benchmarks" / "data" / "tiny_prompts.json"
 
 
 def main() -> int:
-    from rl.config import load
-    from rl.data import DataOrder, prompts_for_step
-    from rl.experiment import TrainConfig, open_inputs
+    from rl.config.loader import load
+    from rl.data.prompts import DataOrder, prompts_for_step
+    from rl.loop.experiment import TrainConfig, open_inputs
 
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--num", type=int, default=64)

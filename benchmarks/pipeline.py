@@ -18,9 +18,9 @@ from typing import Any
 
 from benchmarks import environment
 from benchmarks.reuse import run
-from rl.ablation import Cell, cells, read_cell
-from rl.experiment import open_inputs
-from rl.metrics import read_metrics
+from rl.ablation.grid import Cell, cells, read_cell
+from rl.loop.experiment import open_inputs
+from rl.metrics.writer import read_metrics
 
 CONFIG = Path(__file__).parents[1] / "configs" / "ablations" / "pipeline.gin"
 PACKAGES = ("jax", "jaxlib", "numpy", "optax")

@@ -12,7 +12,7 @@ import sys
 import time
 
 from benchmarks import environment
-from rl.reproduction import configurations, constants, reproduce, summary
+from rl.simulation.reproduction.table import configurations, constants, reproduce, summary
 
 PACKAGES = ("numpy",)
 

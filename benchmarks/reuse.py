@@ -23,8 +23,8 @@ from typing import Any
 
 from benchmarks import environment
 from benchmarks.reuse_turns import PRICED
-from rl.ablation import Cell, cells, folder_name, read_cell
-from rl.experiment import open_inputs
+from rl.ablation.grid import Cell, cells, folder_name, read_cell
+from rl.loop.experiment import open_inputs
 
 CONFIG = environment.ROOT / "configs/ablations/lenience.gin"
 PACKAGES = ("jax", "jaxlib", "numpy", "numba", "optax", "orbax-checkpoint", "reasoning-gym")

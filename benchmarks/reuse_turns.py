@@ -21,15 +21,16 @@ from typing import Any
 import numpy as np
 
 from benchmarks import roofline, tiny_run
-from rl import engine_warm_up, loop
-from rl.ablation import cells
-from rl.experiment import TrainConfig, open_inputs
-from rl.generation import System
-from rl.guessing import Guesses, Site, no_guesses
-from rl.metrics import Timings
-from rl.timeline import EngineStats
+from rl.ablation.grid import cells
+from rl.engine.speculate import Guesses, Site, no_guesses
+from rl.engine.stats import EngineStats
+from rl.loop import train_loop
+from rl.loop.experiment import TrainConfig, open_inputs
+from rl.loop.generation import System
+from rl.metrics.writer import Timings
 from rl.trajectory import Request, Trajectory
-from sched.cost_model import Instance
+from rl.warm_up import compile_buckets
+from sched.simulator.roofline import Instance
 
 PRICED = Instance(roofline.H100, roofline.QWEN3_8B, efficiency=roofline.PRICED)
 
@@ -47,7 +48,7 @@ class Turns:
             "max_requests": self._config.rollout.num_requests,
             "max_prompt_tokens": self._config.rollout.max_prompt_tokens,
         }
-        buckets = engine_warm_up.round_buckets(self._engine, self._config.sampling, **sizes)
+        buckets = compile_buckets.round_buckets(self._engine, self._config.sampling, **sizes)
         self._accelerator_times = roofline.round_times(PRICED, list(buckets))
         self._guesses: Guesses = no_guesses
         phase = self._speculation.phase
@@ -135,9 +136,11 @@ def train_in_turns(config: TrainConfig) -> list[dict[str, Any]]:
     with tiny_run.opened(config, inputs) as (system, state):
         turns: Any = Turns(system)
         system = dataclasses.replace(system, engine=turns)
-        place = loop.Place()
+        place = train_loop.Place()
         while place.step < config.run.steps:
-            state, place, _ = loop.train_step(system, state, place, Timings(time.perf_counter))
+            state, place, _ = train_loop.train_step(
+                system, state, place, Timings(time.perf_counter)
+            )
             print(place.step, turns.rows[-1], file=sys.stderr, flush=True)
     return turns.rows
 

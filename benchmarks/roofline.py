@@ -1,12 +1,12 @@
-"""What recorded rounds would cost on an accelerator, by `sched.cost_model`: called projected."""
+"""Recorded rounds priced for an accelerator by `sched.simulator.roofline`: called projected."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rl.timeline import EngineStats, RoundRecord
-from sched.cost_model import ACCELERATORS, MODELS, Efficiency, Instance
-from spec.round_seconds import RoundTimes
+from rl.engine.stats import EngineStats, RoundRecord
+from sched.simulator.roofline import ACCELERATORS, MODELS, Efficiency, Instance
+from spec.round_times import RoundTimes
 
 H100, TPU_V5E = ACCELERATORS["H100"], ACCELERATORS["TPU v5e"]
 PRICED = Efficiency(0.7, 0.7, 100e-6)  # what published results were priced with

@@ -25,11 +25,11 @@ import numpy as np
 from benchmarks import environment
 from benchmarks.workloads import BASE_POLICY
 from models import hf
-from rl import host_memory
-from rl.checkpoint import CheckpointConfig, Checkpointer, LinkedFiles
-from rl.checkpoint_manifest import Content
-from rl.optimizer import OptimizerConfig, TrainState, init_state, make_optimizer
-from spec.rollout_cache import RolloutCache, of_group
+from rl.checkpoint.checkpointer import CheckpointConfig, Checkpointer, LinkedFiles
+from rl.checkpoint.manifest import Content
+from rl.learner.optimizer import OptimizerConfig, TrainState, init_state, make_optimizer
+from rl.runtime import host_memory
+from spec.reuse.rollout_cache import RolloutCache, of_group
 
 PACKAGES = ("jax", "jaxlib", "numpy", "orbax-checkpoint", "tensorstore")
 WARM_UP = 50

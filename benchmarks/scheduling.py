@@ -22,14 +22,14 @@ import jax
 
 from benchmarks import environment
 from benchmarks.workloads import BASE_POLICY, group_requests, policy, questions
-from rl.engine_config import EngineConfig
-from rl.timeline import EngineStats
+from rl.engine.config import EngineConfig
+from rl.engine.stats import EngineStats
 from rl.trajectory import Request
-from rl.workers import SchedConfig, Workers, make_engines
+from rl.workers.workers import SchedConfig, Workers, make_engines
 from sched.protocol import ChunkDone, Finished, Start
-from sched.replay import replay
 from sched.request import Kv
-from sched.workloads import Workload, draw_lengths
+from sched.simulator.replay import replay
+from sched.simulator.workloads import Workload, draw_lengths
 from spec.sampling import SamplingConfig, step_key
 
 PACKAGES = ("jax", "jaxlib", "numpy", "numba")

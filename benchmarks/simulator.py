@@ -15,10 +15,10 @@ import time
 from typing import Any
 
 from benchmarks import environment
-from sched.cost_model import ACCELERATORS, MODELS, Instance
-from sched.policies import make_scheduler
-from sched.simulator import Cluster, Simulation
-from sched.workloads import Workload, asks_for, draw_lengths
+from sched.policies.registry import make_scheduler
+from sched.simulator.cluster import Cluster, Simulation
+from sched.simulator.roofline import ACCELERATORS, MODELS, Instance
+from sched.simulator.workloads import Workload, asks_for, draw_lengths
 
 PACKAGES = ("numpy",)
 CHUNK_TOKENS = 8192

@@ -26,14 +26,14 @@ import numpy as np
 
 from benchmarks import environment, near_ties, roofline, workloads
 from benchmarks.workloads import Workload
-from rl import engine_warm_up, round_times
-from rl.engine import Engine
-from rl.engine_config import EngineConfig
-from rl.timeline import RoundRecord, host_seconds, speculation_metrics
+from rl.engine.config import EngineConfig
+from rl.engine.engine import Engine
+from rl.engine.stats import RoundRecord, host_seconds, speculation_metrics
 from rl.trajectory import Trajectory
-from sched.cost_model import Instance
-from spec.budget import Budget, Goodput
-from spec.round_seconds import RoundTimes
+from rl.warm_up import compile_buckets, round_times
+from sched.simulator.roofline import Instance
+from spec.budget.budget import Budget, Goodput
+from spec.round_times import RoundTimes
 from spec.sampling import step_key
 
 PACKAGES = ("jax", "jaxlib", "numpy", "numba")
@@ -78,10 +78,10 @@ def open_bench(workload: Workload, config: EngineConfig) -> Bench:
     engine = Engine(workload.model, config)
     longest = max(len(r.prompt_ids) for r in workload.requests)
     sizes = {"max_requests": len(workload.requests), "max_prompt_tokens": longest}
-    engine_warm_up.warm_up(
+    compile_buckets.warm_up(
         engine, workload.params, workload.sampling, speculative=True, lookup=True, **sizes
     )
-    buckets = list(engine_warm_up.round_buckets(engine, workload.sampling, **sizes))
+    buckets = list(compile_buckets.round_buckets(engine, workload.sampling, **sizes))
     times = round_times.measure(engine, workload.params, workload.sampling, buckets, lookup=True)
     return Bench(workload, engine, times, buckets)
 

@@ -40,10 +40,13 @@ def digits(completions, **kwargs):
 
 def play(part: str, told: Path, argv: list[str]) -> int:
     """`rl.train` in this process, which sends itself SIGTERM in `part` and notes when."""
-    from rl import checkpoint, loop, scoring, train
-    from rl.engine import Engine
+    from rl import train
+    from rl.checkpoint import checkpointer
+    from rl.engine.engine import Engine
+    from rl.learner import logprobs
+    from rl.loop import train_loop
 
-    begins, reached = loop._begins, threading.Event()
+    begins, reached = train_loop._begins, threading.Event()
 
     def signalled() -> None:
         told.write_text(repr(time.time()))
@@ -64,14 +67,14 @@ def play(part: str, told: Path, argv: list[str]) -> int:
 
         return slowed
 
-    loop._begins = noted
+    train_loop._begins = noted
     if part == "rollout":
         Engine._round = slow(Engine._round, 0.4)  # type: ignore[method-assign]
     elif part == "update":
-        scoring.keep_pace = slow(scoring.keep_pace, 1.0)
+        logprobs.keep_pace = slow(logprobs.keep_pace, 1.0)
     elif part == "checkpoint":
-        commit = slow(checkpoint.Checkpointer._commit, 2.0)
-        checkpoint.Checkpointer._commit = commit  # type: ignore[method-assign]
+        commit = slow(checkpointer.Checkpointer._commit, 2.0)
+        checkpointer.Checkpointer._commit = commit  # type: ignore[method-assign]
     return train.main(argv)
 
 
@@ -146,7 +149,7 @@ def measure(folder: Path) -> list[dict[str, Any]]:
 
 def main() -> int:
     if sys.argv[1:2] == ["--play"]:
-        from rl.stopping import leave
+        from rl.runtime.signals import leave
 
         part, told = sys.argv[2:4]
         leave(play(part, Path(told), sys.argv[5:]))

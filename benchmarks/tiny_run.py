@@ -23,12 +23,13 @@ import jax.numpy as jnp
 
 from models import hf, tokenizer, transformer
 from models.config import ModelConfig
-from rl import loop, run_setup
-from rl.config import load
-from rl.experiment import Inputs, TrainConfig, open_inputs
-from rl.generation import System
-from rl.optimizer import TrainState
-from rl.stopping import Watch
+from rl.config.loader import load
+from rl.learner.optimizer import TrainState
+from rl.loop import setup as run_setup
+from rl.loop import train_loop
+from rl.loop.experiment import Inputs, TrainConfig, open_inputs
+from rl.loop.generation import System
+from rl.runtime.signals import Watch
 
 ROOT = Path(__file__).parents[1]
 CHARACTERS = "0123456789+=abc"
@@ -151,7 +152,7 @@ def train(
 ) -> TrainState:
     """Run or resume `config` in this process, in the folder `run`; returns the last state."""
     resolved = load(TrainConfig, [config], [*overrides, f"Run.directory={str(run)!r}"])
-    return loop.train(
+    return train_loop.train(
         resolved,
         open_inputs(resolved),
         run,

@@ -19,13 +19,13 @@ from models import hf, transformer
 from models.config import ModelConfig
 from rl.rollout import generate
 from rl.trajectory import Request, Trajectory
+from spec.budget.union import Union
 from spec.drafter import Drafter, Drafts, LiveSlots, no_drafts
-from spec.group import GroupDrafter
-from spec.history import RULE, HistoryDrafter, build_index
-from spec.lookup_texts import LookupTexts
-from spec.merge import Union
-from spec.ngram import NgramDrafter
-from spec.rollout_cache import RolloutCache, of_group
+from spec.retrieval.group import GroupDrafter
+from spec.retrieval.history import RULE, HistoryDrafter, build_index
+from spec.retrieval.lookup_texts import LookupTexts
+from spec.retrieval.ngram import NgramDrafter
+from spec.reuse.rollout_cache import RolloutCache, of_group
 from spec.sampling import SamplingConfig, step_key
 
 PROMPTS = ROOT / "benchmarks" / "data" / "tiny_prompts.json"

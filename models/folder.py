@@ -5,7 +5,7 @@ by one name below a handle (`dir_fd`) without following links: nothing is create
 replaced or deleted anywhere else. What is opened is a plain file, so that a pipe or a device under
 a file's name holds nobody up.
 
-POSIX only (Linux, macOS): Windows has no `dir_fd`, and `rl.checkpoint` no lock there.
+POSIX only (Linux, macOS): Windows has no `dir_fd`, and `rl.checkpoint.checkpointer` no lock there.
 """
 
 from __future__ import annotations

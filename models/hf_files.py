@@ -1,6 +1,6 @@
 """Folders of config.json and safetensors: headers, tensors in and out, the swap of a folder.
 
-What the tensors mean is the caller's (models/hf.py: policies; spec/eagle_files.py: drafters).
+What the tensors mean is the caller's (models/hf.py: policies; spec/eagle/files.py: drafters).
 Weights are streamed tensor by tensor. No pickle, no hub.
 """
 

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from models.folder import replace_file
-from rl.ablation import (
+from rl.ablation.grid import (
     COLUMNS,
     AblationRun,
     Cell,
@@ -28,12 +28,12 @@ from rl.ablation import (
     read_cell,
     reward_curves,
 )
-from rl.ablation_table import figure, markdown
-from rl.config import ConfigError, add_field_arguments, list_fields, load, parse_command_line
-from rl.config import dump as dump_config
-from rl.experiment import open_inputs
-from rl.progress import say
-from rl.stopping import EXIT_STOPPED
+from rl.ablation.table import figure, markdown
+from rl.config.loader import ConfigError, add_field_arguments, list_fields, load, parse_command_line
+from rl.config.loader import dump as dump_config
+from rl.loop.experiment import open_inputs
+from rl.runtime.progress import say
+from rl.runtime.signals import EXIT_STOPPED
 from rl.train import EXIT_FAILED, EXIT_USAGE
 
 

@@ -19,11 +19,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rl import evaluation
-from rl.config import ConfigError, add_config_arguments, list_fields, load, parse_command_line
-from rl.evaluation import EvaluationConfig, Questions
-from rl.experiment import Inputs, TrainConfig, open_inputs
-from rl.progress import Progress, progress, say
+from rl.config.loader import (
+    ConfigError,
+    add_config_arguments,
+    list_fields,
+    load,
+    parse_command_line,
+)
+from rl.loop import evaluation
+from rl.loop.evaluation import EvaluationConfig, Questions
+from rl.loop.experiment import Inputs, TrainConfig, open_inputs
+from rl.runtime.progress import Progress, progress, say
 
 DEFAULT_CONFIG = "configs/tiny_cpu.gin"
 EXIT_USAGE = 2
@@ -96,10 +102,10 @@ def _configurations(
 
 def _run(args: argparse.Namespace, job: _Job) -> int:
     """Load the weights, ask, print."""
-    from rl import devices
-    from rl.checkpoint import NoWholeCheckpointError, StructureMismatchError
+    from rl.checkpoint.checkpointer import NoWholeCheckpointError, StructureMismatchError
+    from rl.loop.setup import run_mesh
     from rl.rewards.process import RewardWorkerError
-    from rl.run_setup import run_mesh
+    from rl.runtime import devices
 
     total = len(job.questions.examples) * job.config.evaluate.samples
     with progress() as show:

@@ -23,14 +23,16 @@ import jax.numpy as jnp
 
 from models import hf
 from models.transformer import Params, param_specs
-from rl import checkpoint, drafter_folder, drafter_setup
-from rl.checkpoint import NoWholeCheckpointError, StructureMismatchError
-from rl.config import ConfigError, load, parse_command_line
-from rl.experiment import Inputs, TrainConfig, open_inputs
-from rl.optimizer import TrainState
-from rl.progress import say
-from spec.drafter_training import DrafterState
-from spec.eagle import Drafter
+from rl.checkpoint import checkpointer
+from rl.checkpoint.checkpointer import NoWholeCheckpointError, StructureMismatchError
+from rl.config.loader import ConfigError, load, parse_command_line
+from rl.drafter_training import export as drafter_folder
+from rl.learner.optimizer import TrainState
+from rl.loop import drafter_run
+from rl.loop.experiment import Inputs, TrainConfig, open_inputs
+from rl.runtime.progress import say
+from spec.eagle.model import Drafter
+from spec.eagle.training import DrafterState
 
 FOLDER = "drafter_model"  # in the folder of a finished run
 EXIT_USAGE = 2
@@ -87,7 +89,7 @@ def export(config: TrainConfig, inputs: Inputs, run: Path, target: Path) -> Expo
 
     Raises NoWholeCheckpointError, StructureMismatchError, and as `drafter_folder.write` does.
     """
-    start = drafter_setup.open_drafter(config, inputs)
+    start = drafter_run.open_drafter(config, inputs)
     found, policy = _most_trained(run, inputs, start)
     return _write(config, inputs, found, start, policy, target)
 
@@ -96,7 +98,7 @@ def export_finished(
     config: TrainConfig, inputs: Inputs, run: Path, policy: Params, target: Path
 ) -> Exported:
     """The same of a run that has just ended by these weights: its drafter was saved last."""
-    start = drafter_setup.open_drafter(config, inputs)
+    start = drafter_run.open_drafter(config, inputs)
     return _write(config, inputs, _own(run, start), start, policy, target)
 
 
@@ -155,8 +157,8 @@ def _most_trained(run: Path, inputs: Inputs, start: Drafter) -> tuple[_Found, Pa
 
 def _own(run: Path, start: Drafter) -> _Found:
     """From the drafter's own checkpoints."""
-    folder = run / drafter_setup.FOLDER
-    found = checkpoint.restore(folder, _template(start), subset=True)
+    folder = run / drafter_run.FOLDER
+    found = checkpointer.restore(folder, _template(start), subset=True)
     return _Found(found.arrays, folder, found.warnings)
 
 
@@ -166,7 +168,7 @@ def _of_run(run: Path, inputs: Inputs, start: Drafter) -> tuple[_Found, Params]:
     shared = jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, jnp.float32), shared)
     template = TrainState(None, shared, (), drafter=_template(start))  # type: ignore[arg-type]
     folder = run / "checkpoints"
-    found = checkpoint.restore(folder, template, subset=True)
+    found = checkpointer.restore(folder, template, subset=True)
     return _Found(found.arrays.drafter, folder, found.warnings), found.arrays.params
 
 

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from models.folder import Folder
-from rl.metrics import Row, spread
-from rl.progress import say
-from rl.report_runs import ReportError, Run, load_runs, summarize
+from rl.metrics.writer import Row, spread
+from rl.reports.runs import ReportError, Run, load_runs, summarize
+from rl.runtime.progress import say
 
 OVERVIEW_FILE = "report.png"
 PAGE_FILE = "index.html"
@@ -32,7 +32,8 @@ def write_report(
 
     Raises ReportError where the runs hold nothing that can be drawn.
     """
-    from rl import report_page, report_plots
+    from rl.reports import page as report_page
+    from rl.reports import plots as report_plots
 
     images = report_plots.draw(runs, smooth_steps)
     if not images:

@@ -15,9 +15,9 @@ import jax
 
 from models import transformer
 from models.config import ModelConfig
-from rl.engine import Engine, OnFinish, OnRound
+from rl.engine.engine import Engine, OnFinish, OnRound
 from rl.trajectory import Request, Trajectory
-from spec.budget import Budget
+from spec.budget.budget import Budget
 from spec.drafter import Drafter
 from spec.sampling import SamplingConfig, step_key
 

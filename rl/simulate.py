@@ -16,12 +16,18 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from models.folder import replace_file
-from rl.config import ConfigError, add_config_arguments, list_fields, load, parse_command_line
-from rl.progress import say
-from rl.reproduction import configurations, lines_of, reproduce
-from rl.simulation import play, remarks, table
-from rl.simulation_config import SimulateRun
-from rl.simulation_figure import figure
+from rl.config.loader import (
+    ConfigError,
+    add_config_arguments,
+    list_fields,
+    load,
+    parse_command_line,
+)
+from rl.runtime.progress import say
+from rl.simulation.compare import play, remarks, table
+from rl.simulation.config import SimulateRun
+from rl.simulation.figure import figure
+from rl.simulation.reproduction.table import configurations, lines_of, reproduce
 
 EXIT_USAGE = 2
 

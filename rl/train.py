@@ -18,8 +18,7 @@ from functools import partial
 from pathlib import Path
 
 from models.transformer import Params, num_params
-from rl import compiled_programs, devices, host_memory, memory, run_start
-from rl.config import (
+from rl.config.loader import (
     ConfigError,
     add_config_arguments,
     dump,
@@ -27,12 +26,14 @@ from rl.config import (
     load,
     parse_command_line,
 )
-from rl.experiment import Inputs, TrainConfig, open_inputs, remarks
-from rl.metrics import DamagedRowError, check_installed
-from rl.progress import progress, say
+from rl.data.tokenizer_files import copy_tokenizer
+from rl.loop import memory_estimate, run_folder
+from rl.loop.experiment import Inputs, TrainConfig, open_inputs, remarks
+from rl.metrics.writer import DamagedRowError, check_installed
 from rl.rewards.check import check_rewards
-from rl.stopping import EXPORTING, Limits, Watch, leave
-from rl.tokenizer_files import copy_tokenizer
+from rl.runtime import devices, host_memory, program_cache
+from rl.runtime.progress import progress, say
+from rl.runtime.signals import EXPORTING, Limits, Watch, leave
 
 DEFAULT_CONFIG = "configs/tiny_cpu.gin"
 EXIT_USAGE = 2
@@ -61,9 +62,9 @@ def main(argv: Sequence[str]) -> int:
     try:
         devices.refuse_several_processes()
         config, before = _resolve(args.gin_file or [], overrides, resume=args.resume)
-        changes = [] if before is None else run_start.changes(before, config)
-        run_start.refuse_another_experiment(changes, allow=args.allow_changes)
-        folder = run_start.check(config, resume=args.resume)
+        changes = [] if before is None else run_folder.changes(before, config)
+        run_folder.refuse_another_experiment(changes, allow=args.allow_changes)
+        folder = run_folder.check(config, resume=args.resume)
         check_installed(config.metrics)
         inputs = open_inputs(config)
         warnings = check_rewards(config.reward, inputs.task)
@@ -74,7 +75,7 @@ def main(argv: Sequence[str]) -> int:
         say(text, sys.stderr)
     if args.dry_run:
         return _print_plan(config, inputs, folder)
-    if args.resume and run_start.is_finished(folder, config):
+    if args.resume and run_folder.is_finished(folder, config):
         say(
             f"{folder} is done, all {config.run.steps} steps: to go on raise Run.steps; "
             f"python -m rl.report {folder}",
@@ -127,7 +128,7 @@ def _newest_run(name: str) -> Path:
 
 def _print_plan(config: TrainConfig, inputs: Inputs, folder: Path) -> int:
     """What would run, and in how much memory; returns the exit code."""
-    model, there = inputs.model, memory.devices_unopened()
+    model, there = inputs.model, memory_estimate.devices_unopened()
     say(dump(config))
     say(f"# run folder    {folder}")
     say(f"# policy        {inputs.policy}: {model.architecture}, {num_params(model):,} parameters")
@@ -137,11 +138,11 @@ def _print_plan(config: TrainConfig, inputs: Inputs, folder: Path) -> int:
     say(f"# per step      {config.rollout.num_requests} responses")
     for field, value in vars(config.algorithm.resolved).items():
         say(f"# algorithm     {field:24s} {value}")
-    needed = memory.estimate(config, model, there)
+    needed = memory_estimate.estimate(config, model, there)
     for part, size in [*needed.parts.items(), ("total, of one device", needed.total)]:
         say(f"# memory        {part:38s} {size / 2**20:10.1f} MiB")
     try:
-        warning = memory.verdict(needed, there)
+        warning = memory_estimate.verdict(needed, there)
     except ValueError as error:
         say(f"error: {error}", sys.stderr)
         return EXIT_USAGE
@@ -160,27 +161,29 @@ def _run(config: TrainConfig, inputs: Inputs, folder: Path, before: TrainConfig 
     """
     import jax
 
-    from rl.checkpoint import NoWholeCheckpointError, StructureMismatchError
-    from rl.coordinator import WorkerError
-    from rl.loop import Stopped, policy_params, train
-    from rl.memory_mappings import TooManyMappings
+    from rl.checkpoint.checkpointer import NoWholeCheckpointError, StructureMismatchError
+    from rl.learner.trainer import NonFiniteUpdate
+    from rl.loop.setup import run_mesh
+    from rl.loop.train_loop import Stopped, policy_params, train
     from rl.rewards.process import RewardWorkerError
-    from rl.run_setup import run_mesh
-    from rl.trainer import NonFiniteUpdate
-    from rl.waits import Hang
+    from rl.runtime.memory_mappings import TooManyMappings
+    from rl.runtime.waits import Hang
+    from rl.workers.coordinator import WorkerError
 
     try:
         run_mesh(config)
-        there = memory.devices_of(devices.found())
-        tight = memory.verdict(memory.estimate(config, inputs.model, there), there)
-        lock = run_start.begin(config, before)
+        there = memory_estimate.devices_of(devices.found())
+        tight = memory_estimate.verdict(
+            memory_estimate.estimate(config, inputs.model, there), there
+        )
+        lock = run_folder.begin(config, before)
     except (ValueError, OSError) as error:
         say(f"error: {error}", sys.stderr)
         return EXIT_USAGE
-    unkept = compiled_programs.keep()
+    unkept = program_cache.keep()
     run = config.run
     limits = Limits(run.hang_limit_s, run.compile_limit_s, run.stop_limit_s)
-    standing = partial(run_start.standing, folder)
+    standing = partial(run_folder.standing, folder)
     with (
         lock,
         progress(total_steps=run.steps) as show,

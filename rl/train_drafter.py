@@ -29,8 +29,7 @@ import jax.numpy as jnp
 from models import hf
 from models.config import ModelConfig
 from models.transformer import Params, num_params
-from rl import devices, drafter_folder, drafter_states, drafter_traces
-from rl.config import (
+from rl.config.loader import (
     ConfigError,
     add_config_arguments,
     dump,
@@ -38,18 +37,22 @@ from rl.config import (
     load,
     parse_command_line,
 )
-from rl.drafter_config import shape_of
-from rl.drafter_setup import first_drafter
-from rl.drafter_traces import Trace, num_tokens
-from rl.experiment import open_policy
-from rl.offline_drafter import OfflineConfig, OfflineTraining
+from rl.drafter_training import export as drafter_folder
+from rl.drafter_training import hidden_states
+from rl.drafter_training import traces as drafter_traces
+from rl.drafter_training.config import shape_of
+from rl.drafter_training.offline import OfflineConfig, OfflineTraining
+from rl.drafter_training.traces import Trace, num_tokens
+from rl.learner.train_spec import TrainerConfig
+from rl.loop.drafter_run import first_drafter
+from rl.loop.experiment import open_policy
 from rl.packing import Response
-from rl.progress import say
-from rl.recipe import TrainerConfig
-from rl.stopping import COMPILE_LIMIT_S, EXIT_STOPPED, SAVING, Limits, Watch, leave
-from spec import eagle
-from spec.drafter_packing import pack
-from spec.eagle import EagleConfig
+from rl.runtime import devices
+from rl.runtime.progress import say
+from rl.runtime.signals import COMPILE_LIMIT_S, EXIT_STOPPED, SAVING, Limits, Watch, leave
+from spec.eagle import model as eagle
+from spec.eagle.model import EagleConfig
+from spec.eagle.packing import pack
 from spec.sampling import LEAST_TEMPERATURE
 
 EXIT_USAGE = 2
@@ -137,7 +140,7 @@ def _prepare(args: argparse.Namespace, overrides: Sequence[str]) -> _Job:
     trace = drafter_traces.read([Path(p) for p in args.trace], model, words)
     learnt, held_out = drafter_traces.hold_out(trace.responses, args.eval_share, args.seed)
     sizes = _sizes_bytes(learnt, shape, LEAST_VALUE_BYTES)
-    drafter_states.check_room(sizes, config.data_buffer.max_bytes)
+    hidden_states.check_room(sizes, config.data_buffer.max_bytes)
     return _Job(
         config,
         policy,
@@ -179,7 +182,7 @@ def _counts(responses: Sequence[Response]) -> str:
 
 
 def _sizes_bytes(responses: Sequence[Response], shape: EagleConfig, value_bytes: int) -> list[int]:
-    return [drafter_states.num_bytes(r, shape, value_bytes) for r in responses]
+    return [hidden_states.num_bytes(r, shape, value_bytes) for r in responses]
 
 
 def _run(job: _Job) -> int:
@@ -222,7 +225,7 @@ def _open(job: _Job) -> tuple[OfflineTraining, Params]:
     dtype = TrainerConfig().dtype  # as runs compute
     max_bytes = job.config.data_buffer.max_bytes
     sizes = _sizes_bytes(job.learnt, job.shape, jnp.dtype(dtype).itemsize)
-    drafter_states.check_room(sizes, max_bytes)
+    hidden_states.check_room(sizes, max_bytes)
     _, params = hf.load_pretrained(job.policy, dtype=dtype)
     texts = (response.tokens for response in job.learnt)
     options, training = job.config.drafter, job.config.drafter_training

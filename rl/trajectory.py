@@ -15,7 +15,7 @@ import numpy as np
 
 from models.config import ModelConfig
 from models.kv_cache import KVCache
-from spec.rollout_cache import CachedResponse
+from spec.reuse.rollout_cache import CachedResponse
 
 
 class Origin(enum.IntEnum):

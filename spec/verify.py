@@ -20,8 +20,8 @@ from models import kv_cache, transformer
 from models.config import ModelConfig
 from models.kv_cache import KVCache
 from models.sharding import constrain
-from spec import contexts, sampling
-from spec.contexts import Contexts
+from spec import content_noise, sampling
+from spec.content_noise import Contexts
 from spec.tree import DraftTree, ancestors, depths, roots
 
 
@@ -155,8 +155,8 @@ def verify(
     if before is None:
         keys_BN = sampling.position_keys(slots.keys, slots.emitted[:, None] + depth_BN)
     else:
-        hash_BN, met_BN = contexts.of_nodes(before, tree, slots.emitted, reach_BNN)
-        keys_BN = contexts.content_keys(slots.keys, hash_BN, met_BN)
+        hash_BN, met_BN = content_noise.of_nodes(before, tree, slots.emitted, reach_BNN)
+        keys_BN = content_noise.content_keys(slots.keys, hash_BN, met_BN)
     temperature_BN, top_k_BN, top_p_BN = (
         jnp.broadcast_to(x[:, None], depth_BN.shape)
         for x in (slots.temperature, slots.top_k, slots.top_p)
@@ -175,7 +175,7 @@ def verify(
     after = _advance(slots, emitted, stop_E)
     if before is not None:
         at_BN = jnp.take_along_axis(hash_BN, path_BN, axis=1)
-        met = contexts.advance(before, at_BN, emitted.tokens_BN, count_B, slots.emitted)
+        met = content_noise.advance(before, at_BN, emitted.tokens_BN, count_B, slots.emitted)
         after = dataclasses.replace(after, contexts=met)
     return cache, after, emitted
 

@@ -291,7 +291,7 @@ def test_the_engine_imports_with_nothing_but_its_needs():
 def test_an_engine_that_needs_more_is_found(tmp_path):
     plant(tmp_path, "rl/__init__.py", "")
     plant(tmp_path, "rl/pictures.py", "import matplotlib")
-    plant(tmp_path, "rl/engine.py", "import rl.pictures")
+    plant(tmp_path, "rl/engine/engine.py", "import rl.pictures")
     done = import_engine(tmp_path)
     assert done.returncode != 0 and "matplotlib" in done.stderr
 

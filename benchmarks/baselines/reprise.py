@@ -11,8 +11,8 @@ from benchmarks.baselines import protocol
 from benchmarks.shape import Shape
 from models import hf
 from models.config import ModelConfig
-from rl.engine import Engine
-from rl.engine_config import EngineConfig
+from rl.engine.config import EngineConfig
+from rl.engine.engine import Engine
 from rl.rollout import generate
 from rl.trajectory import Request, Trajectory
 from spec.sampling import SamplingConfig, step_key

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import time
 
+from rl.data.answers import expected_answer, extract_answer, with_marker
+from rl.data.tasks import Example, Task
 from rl.rewards.config import BUILT_IN, RewardConfig
-from rl.rewards.extract import expected_answer, extract_answer, with_marker
 from rl.rewards.pool import Job, RewardPool, Score
 from rl.rewards.process import RewardWorkerError
-from rl.tasks import Example, Task
 
 _MOST_ANSWERS = 64
 _MOST_S = 20.0

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from rl.rewards.extract import EXTRACTORS, Extractor
+from rl.data.answers import EXTRACTORS, Extractor
 
 BUILT_IN = ("task", "exact_match", "math_verify")
 
@@ -23,7 +23,7 @@ class RewardConfig:
       `PATH.py:function` with the signature
       `f(prompts, completions, completion_ids, **columns) -> list[float | None]`.
     weights: one per function; empty means all ones.
-    extract: how the built-in functions find the answer in a completion (rl.rewards.extract).
+    extract: how the built-in functions find the answer in a completion (rl.data.answers).
     deadline_s: for one sample, all functions together.
     on_failure: what a scorer that raises, hangs, dies or answers nonsense costs its sample:
       `zero`: the reward is 0; `skip`: the sample is left out of the advantages.

@@ -19,10 +19,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rl import reasoning_gym_tasks
+from rl.data import reasoning_gym_tasks
+from rl.data.answers import expected_answer, extract_answer
+from rl.data.tasks import parse_spec
 from rl.rewards.config import split_user_function
-from rl.rewards.extract import expected_answer, extract_answer
-from rl.tasks import parse_spec
 
 Values = Sequence[float | None]
 

@@ -19,10 +19,10 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from typing import Any
 
+from rl.data.tasks import Example
 from rl.rewards.config import RewardConfig, validate
 from rl.rewards.process import RewardWorkerError, WorkerProcess, WorkerStopped
 from rl.rewards.worker import LARGEST_REWARD
-from rl.tasks import Example
 
 # A worker that dies before a sample's scoring starts is not that sample's fault.
 _MAX_ATTEMPTS = 3

@@ -10,9 +10,9 @@ import pytest
 from benchmarks import drafter_parts
 from models import transformer
 from models.config import ModelConfig
-from spec import eagle
-from spec.bandit import BanditConfig, Strategy
-from spec.drafter_batch import Caught
+from spec.budget.bandit import BanditConfig, Strategy
+from spec.eagle import model as eagle
+from spec.eagle.batch import Caught
 
 MODEL = ModelConfig("qwen3", 20, 8, 1, 2, 1, 4, 8, qk_norm=True, max_positions=64)
 

@@ -11,10 +11,11 @@ from benchmarks import drafter_pool
 from benchmarks.drafter_pool import Footprint, Programs
 from models import transformer
 from models.config import ModelConfig
-from rl import cache_steps
-from spec import eagle_draft, verify
-from spec.bandit import BanditConfig, Strategy
+from rl.engine import cache_ops
+from spec import verify
+from spec.budget.bandit import BanditConfig, Strategy
 from spec.drafter import Drafts, plant
+from spec.eagle import tree_search
 from spec.sampling import step_key
 from spec.tree import DraftTree
 
@@ -87,8 +88,8 @@ def test_temporary_buffers_and_code_are_counted():
 def busy(programs, B, lengths):
     """Rows in the middle of their responses, with keys, values and states of some past."""
     engine = programs._engine(B)
-    ints_BC = np.zeros((B, len(cache_steps.COLUMNS)), np.int32)
-    column = {name: ints_BC[:, i] for i, name in enumerate(cache_steps.COLUMNS)}
+    ints_BC = np.zeros((B, len(cache_ops.COLUMNS)), np.int32)
+    column = {name: ints_BC[:, i] for i, name in enumerate(cache_ops.COLUMNS)}
     column["last_token"][:] = 5 + np.arange(B)
     column["length"][:], column["limit"][:], column["active"][:] = lengths, 16, 1
     column["request_id"][:] = np.arange(B)
@@ -100,7 +101,7 @@ def busy(programs, B, lengths):
         noise = iter(rng.normal(size=x.shape).astype(np.float32) for x in jax.tree.leaves(zeros))
         return jax.tree.map(lambda _: jnp.asarray(next(noise)), zeros)
 
-    return engine, rows(), lambda: cache_steps.make_slots(*arguments)
+    return engine, rows(), lambda: cache_ops.make_slots(*arguments)
 
 
 @pytest.mark.parametrize("chosen", [DEEP, SMALL], ids=lambda s: s.name)
@@ -118,8 +119,8 @@ def test_fused_and_apart_emit_the_same(programs, chosen):
     *_, fused = drafter_pool.fused_round(params, copy, slots(), stop_E, *shared, **options)
 
     # the engine's own: a deeper drafter's cache, depth as an argument, trees by way of the host
-    room = eagle_draft.empty_cache(programs.shape, B, S, chosen.top_k, 3, engine.dtype)
-    _, packed = eagle_draft.draft(
+    room = tree_search.empty_cache(programs.shape, B, S, chosen.top_k, 3, engine.dtype)
+    _, packed = tree_search.draft(
         *(weights, sharp, room, cache.features[0], tokens_BC, start_B),
         *(lengths, np.int32(chosen.depth), heat),
         config=programs.shape,
@@ -127,7 +128,7 @@ def test_fused_and_apart_emit_the_same(programs, chosen):
         max_depth=3,
         num_guesses=7,
     )
-    tokens_BM, parents_BM, chance_BM, count_B = eagle_draft.unpack(packed)
+    tokens_BM, parents_BM, chance_BM, count_B = tree_search.unpack(packed)
     sources_BM = np.zeros(tokens_BM.shape, np.uint8)
     drafts = Drafts(tokens_BM, parents_BM, chance_BM, sources_BM, count_B)
     tree = DraftTree(*plant(drafts, np.arange(B), B, chosen.verify_tokens + 1))

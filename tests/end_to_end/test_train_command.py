@@ -16,9 +16,11 @@ from command_runs import call_main
 
 from benchmarks import tiny_run
 from models import hf, tokenizer
-from rl import evaluate, export_drafter, loop, memory, report, train
-from rl.metrics import deterministic_view, read_metrics, read_samples
-from spec import eagle, eagle_files
+from rl import evaluate, export_drafter, report, train
+from rl.loop import memory_estimate, train_loop
+from rl.metrics.writer import deterministic_view, read_metrics, read_samples
+from spec.eagle import files as eagle_files
+from spec.eagle import model as eagle
 
 # What every row of a plain GRPO run has; the names are TRL's where TRL has one.
 METRICS = {
@@ -119,7 +121,7 @@ def test_a_folder_that_holds_a_run_is_not_written_over(run, tiny, capsys):
 
 
 def test_resuming_a_finished_run_says_so_at_once_and_changes_nothing(run, capsys, monkeypatch):
-    monkeypatch.setattr(loop, "train", None)  # nothing is opened, nothing compiled
+    monkeypatch.setattr(train_loop, "train", None)  # nothing is opened, nothing compiled
     files = ["metrics.jsonl", "samples.jsonl", "policy/model.safetensors", "config.gin"]
     before = [(run / file).read_bytes() for file in files]
     assert run_train("--resume", f"--gin.Run.directory='{run}'") == 0
@@ -251,7 +253,7 @@ def test_a_run_as_one_of_several_processes_is_refused(tiny, tmp_path, monkeypatc
 
 
 def test_a_run_that_cannot_fit_is_refused(tiny, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(memory, "_host_bytes", lambda: 2**10)
+    monkeypatch.setattr(memory_estimate, "_host_bytes", lambda: 2**10)
     folder = tmp_path / "run"
     for dry in ([], ["--dry_run"]):
         given = [f"--gin_file={tiny}", f"--gin.Run.directory='{folder}'", *dry]

@@ -14,12 +14,12 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from rl import reasoning_gym_tasks
+from rl.data import reasoning_gym_tasks
+from rl.data.answers import with_marker
+from rl.data.tasks import Example, open_task
 from rl.rewards.config import RewardConfig
-from rl.rewards.extract import with_marker
 from rl.rewards.pool import Job, RewardPool, Score
 from rl.rewards.process import RewardWorkerError
-from rl.tasks import Example, open_task
 
 SPY = Path(__file__).with_name("spy.py")
 EXTRACT = "answer_tag"

@@ -10,7 +10,8 @@ from pathlib import Path
 import jax
 
 from benchmarks import tiny_run
-from spec import eagle, eagle_files
+from spec.eagle import files as eagle_files
+from spec.eagle import model as eagle
 from tests.hostile import config_cases, folder_cases
 from tests.hostile.watch import Case
 

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from rl.data.tasks import Example
 from rl.rewards.config import RewardConfig
 from rl.rewards.pool import Job, RewardPool
-from rl.tasks import Example
 from tests.hostile import answers
 
 SPY = Path(answers.__file__).with_name("spy.py")

@@ -13,8 +13,8 @@ import pytest
 
 from benchmarks import tiny_run
 from rl import export_drafter, report, train
-from rl.checkpoint import Checkpointer
-from rl.run_start import OWN_NAMES
+from rl.checkpoint.checkpointer import Checkpointer
+from rl.loop.run_folder import OWN_NAMES
 
 SPILLS = ("Speculation.budget='fixed:1'", "Speculation.sources=('history',)")
 # What a run writes, beyond the names of its own at the top: (place, whether it is a folder).

@@ -44,7 +44,7 @@ def golden(params, requests, full_precision):
 def engine():
     from parity_model import BASE, MODEL
 
-    from rl.engine import Engine
+    from rl.engine.engine import Engine
 
     return Engine(MODEL, BASE)
 

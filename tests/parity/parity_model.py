@@ -17,7 +17,7 @@ import numpy as np
 
 from models import transformer
 from models.config import ModelConfig
-from rl.engine_config import EngineConfig
+from rl.engine.config import EngineConfig
 from rl.trajectory import FinishReason, Request
 from spec import sampling
 from spec.sampling import SamplingConfig

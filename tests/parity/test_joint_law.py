@@ -17,8 +17,8 @@ from scipy.stats import chi2
 
 from models import kv_cache, transformer
 from models.config import ModelConfig
-from spec import contexts, sampling, verify
-from spec.contexts import Contexts
+from spec import content_noise, sampling, verify
+from spec.content_noise import Contexts
 from spec.drafter import plant, stack
 from spec.tree import Draft, DraftTree, chain, roots
 from spec.verify import Slots
@@ -111,7 +111,7 @@ def start_slots(key, first_id, context_tokens):
     known = None
     if context_tokens:
         rows = np.full((B, 1), FIRST), np.ones(B, int), np.ones(B, int)
-        known = Contexts(*map(jnp.asarray, contexts.of_rows(*rows, context_tokens, LENGTH)))
+        known = Contexts(*map(jnp.asarray, content_noise.of_rows(*rows, context_tokens, LENGTH)))
     return Slots(
         last_token=fill * FIRST,
         length=fill * 0,
@@ -239,8 +239,8 @@ def test_a_policy_that_was_chosen_by_looking_at_the_noise_has_not(law, plain):
 
 
 def test_planted_contexts_that_are_not_counted(params, law, monkeypatch):
-    original = contexts.content_keys
-    monkeypatch.setattr(contexts, "content_keys", lambda k, h, c: original(k, h, c * 0))
+    original = content_noise.content_keys
+    monkeypatch.setattr(content_noise, "content_keys", lambda k, h, c: original(k, h, c * 0))
     tokens_RT = sample(params, fresh_kernel(), 1, "cdf", context_tokens=1)
     assert g_test_fails(tokens_RT, law)
 

@@ -16,10 +16,10 @@ from test_parity_lookup import LookUp, with_texts
 from test_parity_reuse import changed, rule, with_cached
 from test_parity_small_model import SMALL, drafter
 
-from rl.engine import Engine
-from spec import eagle
-from spec.budget import TakeAll
-from spec.small_model import SmallModelConfig
+from rl.engine.engine import Engine
+from spec.budget.budget import TakeAll
+from spec.draft_model.drafter import SmallModelConfig
+from spec.eagle import model as eagle
 
 pytestmark = pytest.mark.parity
 

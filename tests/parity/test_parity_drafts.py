@@ -15,7 +15,7 @@ from parity_drafters import (
 )
 from parity_model import BASE, MODEL, SAMPLINGS, TOLERANCE, differences, misscored
 
-from rl.engine import Engine
+from rl.engine.engine import Engine
 from rl.trajectory import FinishReason, Origin
 
 pytestmark = pytest.mark.parity

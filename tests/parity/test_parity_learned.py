@@ -8,14 +8,14 @@ import pytest
 from parity_model import BASE, MODEL, SAMPLINGS, STEP_KEY, TOLERANCE, differences, misscored
 
 from models import transformer
-from rl.engine import Engine
-from rl.learned import LearnedDrafter
-from spec import eagle
-from spec.budget import TakeAll
-from spec.eagle import Drafter
-from spec.eagle_drafter import TreeConfig
-from spec.merge import Union
-from spec.ngram import NgramDrafter
+from rl.engine.engine import Engine
+from rl.speculation.learned_drafter import LearnedDrafter
+from spec.budget.budget import TakeAll
+from spec.budget.union import Union
+from spec.eagle import model as eagle
+from spec.eagle.drafter import TreeConfig
+from spec.eagle.model import Drafter
+from spec.retrieval.ngram import NgramDrafter
 
 pytestmark = pytest.mark.parity
 

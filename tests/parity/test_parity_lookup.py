@@ -8,12 +8,12 @@ from parity_drafters import Oracle
 from parity_model import BASE, MODEL, SAMPLINGS, TOLERANCE, differences, misscored
 from test_parity_speculation import almost
 
-from rl.engine import Engine
+from rl.engine.engine import Engine
 from rl.trajectory import Origin
-from spec.budget import Decision, TakeAll
-from spec.lookup_texts import LookupTexts
-from spec.merge import Union
-from spec.ngram import NgramDrafter
+from spec.budget.budget import Decision, TakeAll
+from spec.budget.union import Union
+from spec.retrieval.lookup_texts import LookupTexts
+from spec.retrieval.ngram import NgramDrafter
 
 pytestmark = pytest.mark.parity
 

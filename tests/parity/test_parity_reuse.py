@@ -17,13 +17,13 @@ from parity_model import (
 )
 from test_parity_speculation import TIMES, make
 
-from rl import cache_steps
-from rl.engine import Engine
+from rl.engine import cache_ops
+from rl.engine.engine import Engine
 from rl.trajectory import FinishReason, Origin
-from spec.budget import make_budget
-from spec.lenience import log
-from spec.prefix_reuse import PrefixRule, parse_mode
-from spec.rollout_cache import CachedResponse, Scores
+from spec.budget.budget import make_budget
+from spec.reuse.lenience import log
+from spec.reuse.prefix_rule import PrefixRule, parse_mode
+from spec.reuse.rollout_cache import CachedResponse, Scores
 
 pytestmark = pytest.mark.parity
 
@@ -98,12 +98,12 @@ def test_without_a_rule_cached_responses_are_not_looked_at(golden, rollout, requ
 def test_a_planted_fault_keys_gathered_one_place_off_would_be_found(
     golden, rollout, requests, reusing, params, monkeypatch
 ):
-    gather = cache_steps.gather_rows
+    gather = cache_ops.gather_rows
 
     def off(cache, packed, index_BS, *rest):
         return gather(cache, packed, np.roll(index_BS, 1, axis=1), *rest)
 
-    monkeypatch.setattr(cache_steps, "gather_rows", off)
+    monkeypatch.setattr(cache_ops, "gather_rows", off)
     want = golden("plain")
     given = with_cached(requests, lambda r: changed(want, r))
     got = rollout("plain", given, engine=reusing, rule=rule("coupled"))

@@ -10,7 +10,7 @@ from parity_model import BASE, MODEL, SAMPLINGS, STEP_KEY, STOP, TOLERANCE, diff
 
 from models import transformer
 from models.sharding import MeshConfig, make_mesh, param_shardings
-from rl.engine import Engine
+from rl.engine.engine import Engine
 from rl.trajectory import FinishReason, Origin
 
 pytestmark = pytest.mark.parity

@@ -9,11 +9,11 @@ import pytest
 from parity_drafters import origins_if_all_accepted
 from parity_model import BASE, MODEL, SAMPLINGS, STEP_KEY, TOLERANCE, differences, misscored
 
-from rl.engine import Engine
+from rl.engine.engine import Engine
+from spec.budget.union import Union
+from spec.draft_model.drafter import SmallModelConfig, SmallModelDrafter
 from spec.drafter import Source
-from spec.merge import Union
-from spec.ngram import NgramDrafter
-from spec.small_model import SmallModelConfig, SmallModelDrafter
+from spec.retrieval.ngram import NgramDrafter
 
 pytestmark = pytest.mark.parity
 

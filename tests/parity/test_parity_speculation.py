@@ -7,15 +7,15 @@ import pytest
 from parity_drafters import Oracle
 from parity_model import BASE, MODEL, SAMPLINGS, TOLERANCE, differences, misscored
 
-from rl.engine import Engine
+from rl.engine.engine import Engine
 from rl.trajectory import Origin
-from spec.budget import make_budget
-from spec.group import GroupDrafter
-from spec.history import PAPER_RULE, RULE, HistoryDrafter, build_index
-from spec.merge import Union
-from spec.ngram import NgramDrafter
-from spec.rollout_cache import RolloutCache, of_group
-from spec.round_seconds import RoundTimes
+from spec.budget.budget import make_budget
+from spec.budget.union import Union
+from spec.retrieval.group import GroupDrafter
+from spec.retrieval.history import PAPER_RULE, RULE, HistoryDrafter, build_index
+from spec.retrieval.ngram import NgramDrafter
+from spec.reuse.rollout_cache import RolloutCache, of_group
+from spec.round_times import RoundTimes
 
 pytestmark = pytest.mark.parity
 

@@ -12,11 +12,12 @@ from parity_drafters import Bushy, Overrunning, RandomTrees
 from parity_model import MODEL, SAMPLINGS, TOLERANCE, differences, misscored, naive_rollout
 from test_parity_lookup import LookUp, with_texts
 
-import rl.engine
+import rl.engine.engine
 from models import kv_cache, transformer
-from rl import cache_steps
-from rl.engine import Engine
-from spec import lookup, sampling, verify
+from rl.engine import cache_ops
+from rl.engine.engine import Engine
+from spec import sampling, verify
+from spec.retrieval import device_lookup
 
 pytestmark = pytest.mark.parity
 
@@ -38,9 +39,9 @@ def plant(monkeypatch, golden):
 
     def put(module, name, fault):
         monkeypatch.setattr(module, name, fault)
-        monkeypatch.setattr(rl.engine, "verify_round", fresh(verify.verify_round))
-        monkeypatch.setattr(rl.engine, "decode_rounds", fresh(verify.decode_rounds))
-        monkeypatch.setattr(rl.engine, "lookup_rounds", fresh(lookup.lookup_rounds))
+        monkeypatch.setattr(rl.engine.engine, "verify_round", fresh(verify.verify_round))
+        monkeypatch.setattr(rl.engine.engine, "decode_rounds", fresh(verify.decode_rounds))
+        monkeypatch.setattr(rl.engine.engine, "lookup_rounds", fresh(device_lookup.lookup_rounds))
 
     return put
 
@@ -157,17 +158,17 @@ def test_a_limit_that_is_not_kept(golden, rollout, plant):
 
 
 def test_prompts_that_are_not_copied(golden, rollout, monkeypatch):
-    monkeypatch.setattr(cache_steps, "copy_rows", lambda cache, *_: cache)
+    monkeypatch.setattr(cache_ops, "copy_rows", lambda cache, *_: cache)
     assert differences(golden("plain"), rollout("plain"))
 
 
 def test_prompts_of_the_wrong_row(golden, rollout, monkeypatch):
-    original = cache_steps.insert_rows
+    original = cache_ops.insert_rows
 
     def insert(cache, new, source, target, count):
         return original(cache, new, source[::-1].copy(), target, count)
 
-    monkeypatch.setattr(cache_steps, "insert_rows", insert)
+    monkeypatch.setattr(cache_ops, "insert_rows", insert)
     assert differences(golden("plain"), rollout("plain"))
 
 

@@ -11,12 +11,13 @@ import pytest
 
 from benchmarks import tiny_run
 from models import hf, tokenizer
-from rl import evaluate, evaluation
-from rl.config import load
-from rl.evaluation import EvaluateConfig, EvaluationConfig, Response, pass_at_k, summarise
-from rl.experiment import Inputs, TrainConfig, open_inputs
-from rl.loop import policy_params
-from rl.tasks import Example
+from rl import evaluate
+from rl.config.loader import load
+from rl.data.tasks import Example
+from rl.loop import evaluation
+from rl.loop.evaluation import EvaluateConfig, EvaluationConfig, Response, pass_at_k, summarise
+from rl.loop.experiment import Inputs, TrainConfig, open_inputs
+from rl.loop.train_loop import policy_params
 
 
 @pytest.fixture(scope="module")

@@ -13,12 +13,15 @@ import pytest
 from benchmarks import tiny_run
 from models import hf, hf_files, tokenizer, transformer
 from rl import export_drafter, train
-from rl.checkpoint import Checkpointer
-from rl.config import dump, load
-from rl.drafter_setup import open_drafter
-from rl.experiment import TrainConfig, open_inputs
-from rl.optimizer import TrainState
-from spec import drafter_training, eagle, eagle_files, eagle_layout
+from rl.checkpoint.checkpointer import Checkpointer
+from rl.config.loader import dump, load
+from rl.learner.optimizer import TrainState
+from rl.loop.drafter_run import open_drafter
+from rl.loop.experiment import TrainConfig, open_inputs
+from spec.eagle import files as eagle_files
+from spec.eagle import hf_layout as eagle_layout
+from spec.eagle import model as eagle
+from spec.eagle import training as drafter_training
 
 LEARNS = (
     "Speculation.budget='fixed:1'",

@@ -12,10 +12,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rl import report, report_page, report_plots, report_style, report_timeline
+from rl import report
+from rl.engine.stats import RoundRecord, save_timeline
 from rl.report import pick_samples
-from rl.report_runs import Run, load_runs, run_labels, summarize
-from rl.timeline import RoundRecord, save_timeline
+from rl.reports import page as report_page
+from rl.reports import plots as report_plots
+from rl.reports import style as report_style
+from rl.reports import timeline_plot
+from rl.reports.runs import Run, load_runs, run_labels, summarize
 
 PNG = b"\x89PNG\r\n\x1a\n"
 NASTY = "<script>alert(1)</script> & \"q\" 'a' \x00\x1b[31m é \ud800 $x_1$"
@@ -170,7 +174,7 @@ def test_the_last_rollout_phase_is_drawn_for_one_run_and_for_several(tmp_path):
     for runs in (folders[:1], folders):
         report.write_report(load_runs(runs), tmp_path / "out")
         assert (tmp_path / "out" / "rollout.png").read_bytes().startswith(PNG)
-    assert not report_timeline.RolloutTimeline().shown(load_runs(folders[2:]))
+    assert not timeline_plot.RolloutTimeline().shown(load_runs(folders[2:]))
 
 
 def test_a_foreign_timeline_ends_the_report_with_a_message(tmp_path, capsys):

@@ -6,8 +6,8 @@ import pytest
 import tiny_engine
 from tiny_engine import make_params
 
-from rl.engine import Engine
-from rl.engine_config import EngineConfig
+from rl.engine.config import EngineConfig
+from rl.engine.engine import Engine
 from rl.rollout import generate
 from rl.trajectory import FinishReason, Request
 from spec.sampling import SamplingConfig, step_key

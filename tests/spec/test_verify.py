@@ -9,7 +9,7 @@ from models import transformer
 from models.config import ModelConfig
 from models.kv_cache import KVCache
 from spec.drafter import plant, stack
-from spec.lookup import CONTEXT_TOKENS, Texts, lookup_rounds
+from spec.retrieval.device_lookup import CONTEXT_TOKENS, Texts, lookup_rounds
 from spec.tree import PADDING, Draft, DraftTree, ancestors, chain
 from spec.verify import (
     Emitted,

@@ -1,0 +1,120 @@
+"""The step folders of a checkpoint directory: naming, committing, retiring.
+
+    step_00000020/            counts, if its manifest says it is whole
+    .working-step_00000040/   being filled; becomes step_00000040 by one rename
+    .replaced-step_00000020/  an older try at step 20, until the new one is in
+    .trash-step_00000000/     being deleted
+    abandoned-step_00000060/  past the point from which a run went on differently
+
+Invariant: a kill at any moment leaves the newest committed step in its place or,
+between the two renames of a replacement, under a name that `recover` puts back.
+Nothing outside of the directory is ever renamed or deleted (models.folder).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import stat
+from pathlib import Path
+
+from models.folder import Folder
+from rl.checkpoint import manifest as checkpoint_manifest
+
+_STEP = re.compile(r"step_(\d{8,})")
+_WORKING, _REPLACED, _TRASH = ".working-", ".replaced-", ".trash-"
+_log = logging.getLogger(__name__)
+
+
+def step_folder(directory: Path, step: int) -> Path:
+    return directory / f"step_{step:08d}"
+
+
+def working_folder(directory: Path, step: int) -> Path:
+    return directory / f"{_WORKING}step_{step:08d}"
+
+
+def list_steps(directory: Path | Folder) -> list[int]:
+    """Steps that have a folder (a link is none), whole or not, newest first."""
+    if isinstance(directory, Folder):
+        names = [name for name in directory.names() if directory.is_folder(name)]
+    else:
+        if not directory.is_dir():
+            return []
+        names = [e.name for e in directory.iterdir() if stat.S_ISDIR(e.lstat().st_mode)]
+    matches = [_STEP.fullmatch(name) for name in names]
+    return sorted((int(match[1]) for match in matches if match), reverse=True)
+
+
+def written_bytes(directory: Path) -> int:
+    """What the folders that are being filled hold; files may come and go meanwhile."""
+    total = 0
+    for folder, _, names in os.walk(directory):
+        if _WORKING in folder:
+            for name in names:
+                with contextlib.suppress(OSError):
+                    total += os.lstat(os.path.join(folder, name)).st_size
+    return total
+
+
+def recover(directory: Folder) -> None:
+    """Tidies up after a killed run: deletes unfinished folders, undoes half a replacement."""
+    for name in directory.names():
+        if name.startswith(_REPLACED):
+            original = name.removeprefix(_REPLACED)
+            if not directory.exists(original):
+                _log.warning("%s: put back after an interrupted save", directory.path / original)
+                directory.rename(name, original)
+                continue
+        if name.startswith((_WORKING, _REPLACED, _TRASH)):
+            _log.info("%s: deleting what an interrupted save left", directory.path / name)
+            directory.remove(name)
+    directory.sync()
+
+
+def publish(directory: Folder, step: int) -> None:
+    """Makes the working folder of `step`, manifest included, its checkpoint.
+
+    Later steps belong to a past that this save departs from; they are set aside,
+    so that the newest step is always that of the newest save.
+    """
+    for later in list_steps(directory):
+        if later > step:
+            _set_aside(directory, step_folder(directory.path, later).name)
+    target = step_folder(directory.path, step).name
+    replaced = f"{_REPLACED}{target}"
+    if directory.exists(target):
+        directory.rename(target, replaced)
+    directory.rename(working_folder(directory.path, step).name, target)
+    directory.sync()
+    if directory.exists(replaced):
+        directory.remove(replaced)
+
+
+def retire(directory: Folder, keep: int) -> None:
+    """Deletes all steps older than the `keep` newest that look whole.
+
+    Call it only once the newest step is whole: that one is kept whatever its
+    state. The look is at names and sizes, not contents.
+    """
+    kept = 0
+    for step in list_steps(directory):
+        folder = step_folder(directory.path, step)
+        if kept >= keep:
+            trash = f"{_TRASH}{folder.name}"
+            directory.rename(folder.name, trash)
+            directory.remove(trash)
+        elif kept == 0 or not checkpoint_manifest.verify(folder, contents=False):
+            kept += 1
+
+
+def _set_aside(directory: Folder, name: str) -> None:
+    target = f"abandoned-{name}"
+    tries = 1
+    while directory.exists(target):
+        tries += 1
+        target = f"abandoned-{name}-{tries}"
+    _log.warning("%s is later than the step being saved: now %s", directory.path / name, target)
+    directory.rename(name, target)

@@ -1,0 +1,140 @@
+"""Which examples a step trains on, and how a prompt becomes tokens.
+
+Invariant: the order is a pure function of (seed, cursor). The cursor, a count of
+examples consumed so far, is all that a checkpoint keeps of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from rl.data.tasks import Example, Message, Task
+
+
+@dataclasses.dataclass(frozen=True)
+class DataOrder:
+    """A new permutation of all examples in every epoch.
+
+    Place c of the sequence is example π_e(c mod n) with e = c // n, and π_e drawn
+    from (seed, e). Batches run over epoch ends without dropping or repeating.
+    """
+
+    num_examples: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        if self.num_examples < 1:
+            raise ValueError(
+                f"the data set is empty: expected 1 example or more, got {self.num_examples}"
+            )
+        if self.seed < 0:
+            raise ValueError(f"the data seed must be 0 or more, got {self.seed}")
+
+    def epoch(self, cursor: int) -> int:
+        """The epoch that the example at `cursor` belongs to."""
+        return cursor // self.num_examples
+
+    def indices(self, cursor: int, count: int) -> np.ndarray:
+        """Example indices at places cursor … cursor+count−1, int64 [count].
+
+        Raises ValueError for a negative cursor or count.
+        """
+        if cursor < 0 or count < 0:
+            raise ValueError(f"cursor and count must be 0 or more, got {cursor} and {count}")
+        pieces = [np.empty(0, np.int64)]
+        while count:
+            epoch, start = divmod(cursor, self.num_examples)
+            piece = _permutation(self.num_examples, self.seed, epoch)[start : start + count]
+            pieces.append(piece)
+            cursor, count = cursor + len(piece), count - len(piece)
+        return np.concatenate(pieces)
+
+
+@functools.lru_cache(maxsize=4)
+def _permutation(num_examples: int, seed: int, epoch: int) -> np.ndarray:
+    # NumPy promises its bit streams, not Generator.permutation, across releases:
+    # so we sort raw 64-bit words (ties are as good as impossible and fall stably).
+    words = np.random.Philox(np.random.SeedSequence([seed, epoch])).random_raw(num_examples)
+    order = np.argsort(words, kind="stable").astype(np.int64)
+    order.flags.writeable = False
+    return order
+
+
+def prompts_for_step(task: Task, order: DataOrder, cursor: int, count: int) -> tuple[Example, ...]:
+    """The `count` examples of the step that starts at `cursor`; the next cursor is cursor + count.
+
+    Raises ValueError where the order was made for another number of examples.
+    """
+    if len(task) != order.num_examples:
+        raise ValueError(
+            f"the task has {len(task)} examples but its order was made for {order.num_examples}; "
+            "a resumed run needs the same data files and Task.size"
+        )
+    return tuple(task[int(index)] for index in order.indices(cursor, count))
+
+
+class PromptTokenizer(Protocol):
+    """What prompts need of models.tokenizer."""
+
+    @property
+    def has_chat_template(self) -> bool: ...
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def apply_chat_template(
+        self, messages: Sequence[Message], add_generation_prompt: bool = True
+    ) -> list[int]: ...
+
+
+def encode_prompt(
+    tokenizer: PromptTokenizer,
+    example: Example,
+    system_prompt: str | None = None,
+    suffix: str = "",
+) -> tuple[int, ...]:
+    """Token ids of an example's prompt.
+
+    With a chat template: system prompt (unless the example brings its own), the
+    example's messages, `suffix` at the end of the last one, once. Without: the same texts
+    joined by blank lines. Raises ValueError, which names the example, for a prompt that
+    encodes to nothing or cannot be encoded, and for assistant turns without a chat
+    template to mark them.
+    """
+    messages = _messages(example, system_prompt, suffix)
+    try:
+        ids = _encode_messages(tokenizer, messages)
+    except ValueError as error:
+        raise ValueError(f"{example.example_id}: {error}") from error
+    return tuple(int(token) for token in ids)
+
+
+def _encode_messages(tokenizer: PromptTokenizer, messages: list[dict[str, str]]) -> list[int]:
+    if tokenizer.has_chat_template:
+        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+    else:
+        if any(message["role"] not in ("system", "user") for message in messages):
+            raise ValueError(
+                "the prompt has assistant turns, but the tokenizer has no chat template to mark "
+                "them; use a chat tokenizer or text prompts"
+            )
+        ids = tokenizer.encode("\n\n".join(message["content"] for message in messages))
+    if not ids:
+        raise ValueError("the prompt encodes to no tokens")
+    return ids
+
+
+def _messages(example: Example, system_prompt: str | None, suffix: str) -> list[dict[str, str]]:
+    if isinstance(example.prompt, str):
+        messages = [{"role": "user", "content": example.prompt}]
+    else:
+        messages = [dict(message) for message in example.prompt]
+    if not messages[-1]["content"].endswith(suffix):  # many files end their prompts themselves
+        messages[-1]["content"] += suffix
+    if system_prompt is not None and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": system_prompt})
+    return messages

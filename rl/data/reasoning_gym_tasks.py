@@ -1,0 +1,270 @@
+"""Procedural tasks from reasoning-gym: which ones are safe, and how a spec sets them.
+
+Invariants: entry i is a function of (seed, i) alone, in every process; no scorer
+here hands the model's text to `eval`, `exec` or sympy's `parse_expr`; rewards are 0 to 1,
+and 1 for right answers only. Which task pays what is a table in docs/rewards.md.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import decimal
+import difflib
+import enum
+import functools
+import hashlib
+import importlib.metadata
+import json
+import re
+import types
+import typing
+from collections.abc import Callable, Mapping
+from typing import Any
+
+PREFIX = "reasoning_gym:"
+REVIEWED_VERSION = "0.1.25"
+
+# Each entry was judged against that version by reading its `score_answer`
+# and everything that calls, and by a probe: the same seed gives the same entries
+# in any order and under any PYTHONHASHSEED, and an entry's own answer scores 1.0
+# after a trip through JSON (but base_conversion's of 0, which is empty: set min_value=1),
+# and no garbage scores 1. The tests repeat the probe with `eval`, `exec` and
+# `parse_expr` booby-trapped while scoring.
+_EQUALITY = (  # the base class: equality, or the share of the text that is the answer
+    *("acre", "aiw", "arc_1d", "base_conversion", "basic_arithmetic", "binary_alternation"),
+    *("caesar_cipher", "count_bits", "count_primes", "course_schedule", "gcd", "largest_island"),
+    *("lcm", "leg_counting", "letter_counting", "list_functions", "mahjong_puzzle", "maze"),
+    *("modulo_grid", "number_filtering", "number_sequence", "rotate_matrix", "rotten_oranges"),
+    *("simple_equations", "simple_geometry", "string_manipulation", "string_splitting"),
+    *("string_synthesis", "syllogism", "word_sequence_reversal"),
+)
+_STRINGS = (  # their own scorer, which compares strings, words or letters
+    *("ab", "circuit_logic", "color_cube_rotation", "dice", "family_relationships"),
+    *("knights_knaves", "manipulate_matrix", "mini_sudoku", "needle_haystack"),
+    *("palindrome_generation", "path_star", "quantum_lock", "self_reference"),
+    *("sentence_reordering", "shortest_path", "spell_backward", "word_sorting"),
+)
+_NUMBERS = (  # their own scorer, which reads numbers by int, float, Decimal or json
+    *("calendar_arithmetic", "chain_sum", "cryptarithm"),
+    *("decimal_arithmetic", "decimal_chain_sum", "fraction_simplification", "gsm_symbolic"),
+    *("number_format", "number_sorting", "polynomial_equations", "power_function"),
+    *("prime_factorization", "products", "rectangle_count"),
+)
+SAFE_TASKS = tuple(sorted(_EQUALITY + _STRINGS + _NUMBERS))
+
+# What stands in an answer that may be paid at all, where the task's own scorer also pays
+# for answers with something else in them, or finds the answer inside other text.
+_DECIMAL = r"[+-]?([0-9]{1,3}(,[0-9]{3})+|[0-9]+)(\.[0-9]*)?"
+_FRACTION = (
+    r"(\$\s*)?(-?[0-9]+\s*/\s*[0-9]+|\\d?frac\s*\{\s*[0-9]+\s*\}\s*\{\s*[0-9]+\s*\})(\s*\$)?"
+)
+_CLAIM = r"\w+ is an? \w+"
+_NUMBER = r"[+-]?[0-9]+(\.[0-9]*)?(e[+-]?[0-9]+)?"
+_FORMS: Mapping[str, re.Pattern[str]] = {
+    name: re.compile(form, re.IGNORECASE | re.ASCII)
+    for name, form in {
+        "chain_sum": _DECIMAL,
+        "products": _DECIMAL,
+        "fraction_simplification": _FRACTION,
+        "gsm_symbolic": _DECIMAL,
+        "knights_knaves": rf"{_CLAIM}((,| and|, and) {_CLAIM})*\.?",
+        "polynomial_equations": rf"{_NUMBER}(\s*,\s*{_NUMBER})*",
+        "quantum_lock": r"[ABC](\s*(→|->|,)?\s*[ABC])*",
+    }.items()
+}
+# Partial marks of these are for a part of the answer's text, or for the answer within other
+# text: they pay 1 or 0.
+EXACT_TASKS = frozenset(_EQUALITY) | {
+    *("chain_sum", "fraction_simplification", "gsm_symbolic", "knights_knaves"),
+    *("products", "spell_backward"),
+}
+
+# The most that a spec may set a number to. A field is a count, of what a question holds or
+# of how many digits a number has, unless it is listed: those are numbers in the question.
+_MOST = 1_000
+_MOST_OF: Mapping[str, int] = {
+    **dict.fromkeys(("min_value", "max_value", "min_factor", "max_factor", "max_delta"), 10**12),
+    **dict.fromkeys(("min_base", "max_base", "max_target", "node_range"), 10**12),
+    **dict.fromkeys(("count_bits?min_n", "count_bits?max_n"), 10**12),
+    **dict.fromkeys(("number_format?min_n", "number_format?max_n"), 10**12),
+    **dict.fromkeys(("count_primes?min_n", "count_primes?max_n"), 10**6),  # it fills a sieve
+    **dict.fromkeys(("year", "leap_year_range", "offset_upper_bound", "max_iterations"), 10**4),
+}
+
+_EVAL = "its scorer runs the model's text through eval"
+_PARSE = "its scorer runs the model's text through sympy's parse_expr, which evaluates it"
+_HASH = "its entries change with PYTHONHASHSEED, so that a run could not be resumed"
+REFUSED_TASKS: Mapping[str, str] = types.MappingProxyType(
+    {
+        **dict.fromkeys(("binary_matrix", "n_queens", "spiral_matrix", "string_insertion"), _EVAL),
+        **dict.fromkeys(("countdown", "intermediate_integration", "puzzle24"), _PARSE),
+        **dict.fromkeys(("polynomial_multiplication", "simple_integration"), _PARSE),
+        **dict.fromkeys(("isomorphic_strings", "knight_swap", "ransom_note", "word_ladder"), _HASH),
+        "bitwise_arithmetic": "its scorer evaluates the problem's text at every call",
+        "codeio": "it executes stored programs",
+        "bf": "it interprets generated programs",
+        "complex_arithmetic": "its scorer gives the answer nan full marks",
+        "coin_flip": "its scorer expands answers like 1e999999999 to exact fractions",
+        "composite": "it holds other tasks; list several specs instead",
+        "game_of_life_halting": "its scorer gives every non-empty answer full marks",
+        "time_intervals": "its entries read today's date, so that a run could not be resumed",
+    }
+)
+
+
+def check_name(name: str) -> None:
+    """Raise ValueError unless `name` is on the allow-list; says why, or the nearest match."""
+    if name in SAFE_TASKS:
+        return
+    if name in REFUSED_TASKS:
+        raise ValueError(
+            f"{PREFIX}{name} is refused: {REFUSED_TASKS[name]}. Take another task, for example "
+            "gcd or chain_sum (rl.data.reasoning_gym_tasks.SAFE_TASKS lists all)"
+        )
+    close = difflib.get_close_matches(name, SAFE_TASKS, n=1)
+    mend = f"did you mean {PREFIX}{close[0]}?" if close else "for example reasoning_gym:gcd"
+    raise ValueError(
+        f"{PREFIX}{name} is not on the list of {len(SAFE_TASKS)} reviewed tasks; {mend}"
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Procedural:
+    """A seeded generator with its verifier: `entry(i)` and `score(answer, entry)`.
+
+    An entry is a JSON-able dict of question, answer and metadata.
+    """
+
+    name: str
+    dataset: Any
+
+    def entry(self, index: int) -> dict[str, Any]:
+        # decimal_arithmetic sets the thread's decimal precision: keep it from leaking.
+        with decimal.localcontext(decimal.Context()):
+            entry = self.dataset[index]
+        # No scorer listed reads the few metadata that are not JSON (gsm_symbolic's fractions).
+        return json.loads(json.dumps(entry, default=str))
+
+    def score(self, answer: str, entry: Mapping[str, Any]) -> float:
+        """0 to 1 for an extracted answer: the task's own verifier, and 1 for what is right only.
+
+        Of `EXACT_TASKS` 1 or 0. Text that the verifier cannot read is a wrong answer: 0.
+        """
+        entry = dict(entry)
+        form = _FORMS.get(self.name)
+        if form is not None and not form.fullmatch(answer) and answer != entry["answer"]:
+            return 0.0
+        if self.name == "spell_backward":  # its own sums up letters, past the end of the word
+            return float(answer.lower() == entry["answer"].lower())
+        if self.name == "gsm_symbolic":  # its own misses signs and commas
+            return float(_decimal(answer) == _decimal(entry["answer"]))
+        if self.name == "number_sorting":  # single quotes would send it to its eval fallback
+            entry["answer"] = entry["answer"].replace("'", '"')
+        with decimal.localcontext(decimal.Context()):
+            try:
+                score = float(self.dataset.score_answer(answer, entry))
+            except (ValueError, OverflowError, RecursionError):  # int("x"), int("inf"), [[[[…
+                return 0.0
+        if self.name in EXACT_TASKS:
+            return float(score >= 1.0)
+        return min(1.0, max(0.0, score)) if score == score else 0.0
+
+
+def _decimal(text: str) -> decimal.Decimal:
+    return decimal.Decimal(text.replace(",", ""))
+
+
+def open_procedural(
+    name: str, query: Mapping[str, str], seed: int = 0, size: int = 1
+) -> Procedural:
+    """Build a task by name; `query` holds text values for its config's fields.
+
+    Raises ValueError for a task off the allow-list, an unknown field or a value of
+    the wrong type, ImportError where reasoning-gym is not installed.
+    """
+    check_name(name)
+    dataset_class, config_class = _registered(name)
+    fields = typing.get_type_hints(config_class)
+    values: dict[str, Any] = {}
+    for field, text in query.items():
+        if field == "seed":
+            raise ValueError(
+                f"{PREFIX}{name}?seed={text}: set Run.seed or Task.seed_offset instead"
+            )
+        if field not in fields:
+            close = difflib.get_close_matches(field, fields, n=1)
+            mend = f"did you mean {close[0]}?" if close else f"it has {', '.join(sorted(fields))}"
+            raise ValueError(f"{PREFIX}{name} has no field {field!r}; {mend}")
+        values[field] = _typed(text, fields[field], f"{PREFIX}{name}?{field}")
+        _check_size(values[field], name, field)
+    # Entry i draws from Random(seed + i): close seeds would share almost all entries.
+    spread_seed = int.from_bytes(hashlib.sha256(f"reprise {seed}".encode()).digest()[:4], "big")
+    config = config_class(**{"size": size, **values, "seed": spread_seed})
+    try:  # the data set's constructor validates its config, by assertions
+        return Procedural(name, dataset_class(config))
+    except (AssertionError, ValueError) as error:
+        shown = "&".join(f"{key}={value}" for key, value in query.items())
+        raise ValueError(f"{PREFIX}{name}?{shown} is refused by the task: {error}") from error
+
+
+def _check_size(value: Any, name: str, field: str) -> None:
+    """Raise ValueError for what would fill the memory before a question is asked."""
+    numbers = value if isinstance(value, list | tuple) else [value]
+    most = _MOST_OF.get(f"{name}?{field}", _MOST_OF.get(field, _MOST))
+    for number in numbers:
+        if isinstance(number, int | float) and not abs(number) <= most:
+            raise ValueError(
+                f"{PREFIX}{name}?{field}: expected at most {most:,} in size, got {number}"
+            )
+
+
+@functools.cache
+def _registered(name: str) -> tuple[type, type]:
+    mend = f"pip install reasoning-gym=={REVIEWED_VERSION}"
+    try:
+        version = importlib.metadata.version("reasoning-gym")
+        from reasoning_gym.factory import DATASETS
+    except ImportError as error:  # PackageNotFoundError is one
+        raise ImportError(f"{PREFIX}{name} needs the package reasoning-gym: {mend}") from error
+    if version != REVIEWED_VERSION:  # another version's scorers may evaluate text
+        raise ImportError(
+            f"{PREFIX}{name}: expected reasoning-gym {REVIEWED_VERSION}, whose scorers were "
+            f"reviewed, got {version}: {mend}"
+        )
+    return DATASETS[name]
+
+
+_BOOLS = {"true": True, "1": True, "false": False, "0": False}
+
+
+def _typed(text: str, kind: Any, where: str) -> Any:
+    """Read `text` as a value of the annotation `kind`."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        inner = [argument for argument in arguments if argument is not type(None)]
+        return None if text.lower() == "none" else _typed(text, inner[0], where)
+    if origin is typing.Literal:
+        return _one_of(text, {str(choice): choice for choice in arguments}, where)
+    if isinstance(kind, type) and issubclass(kind, enum.Enum):
+        return _one_of(text, {str(member.value): member for member in kind}, where)
+    if kind is bool:
+        return _one_of(text.lower(), _BOOLS, where)
+    if kind is str:
+        return text
+    sequence = kind if origin is None else origin
+    if sequence in (tuple, list) or getattr(sequence, "__name__", "") == "Sequence":
+        element: Callable | Any = arguments[0] if arguments else str
+        items = [_typed(item, element, where) for item in text.split(",")]
+        return items if sequence is list else tuple(items)
+    if kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            raise ValueError(f"{where}: expected {kind.__name__}, got {text!r}") from None
+    raise ValueError(f"{where}: a field of type {kind} cannot be set from a spec; leave it out")
+
+
+def _one_of(text: str, choices: Mapping[str, Any], where: str) -> Any:
+    if text not in choices:
+        raise ValueError(f"{where}: expected one of {', '.join(choices)}, got {text!r}")
+    return choices[text]

@@ -1,0 +1,59 @@
+"""Folders of drafters that were trained here: what may be written over, and what goes in."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import jax
+
+from models import hf_files
+from models.config import ModelConfig
+from models.transformer import Params
+from rl.data.tokenizer_files import copy_tokenizer
+from spec.eagle import files as eagle_files
+from spec.eagle import hf_layout as eagle_layout
+from spec.eagle.model import Drafter
+
+
+def check_target(folder: Path) -> None:
+    """Raise ValueError where writing to `folder` would harm what is not a drafter of ours."""
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return
+    if not folder.is_dir():
+        raise ValueError(f"expected a folder to write to, got the file {folder}")
+    config = folder / hf_files.CONFIG
+    if not config.is_file() or eagle_layout.OURS not in hf_files.read_json(config):
+        raise ValueError(
+            f"expected a new folder, or that of a drafter exported before, got {folder}, which "
+            "holds something else: give another folder"
+        )
+
+
+def write(
+    folder: Path,
+    drafter: Drafter,
+    model: ModelConfig,
+    policy: Params | None,
+    tokenizer: Path,
+    variant: str,
+) -> str:
+    """Write a drafter of the policy `model`, the tokenizer beside it; says what it is.
+
+    Of `policy` only embedding and head are needed; None leaves the copies out that serving
+    engines want (spec.eagle.files). Raises as `eagle_files.save` does.
+    """
+    eagle_files.save(folder, drafter, model, policy, variant=variant)
+    copy_tokenizer(tokenizer, folder)
+    config = drafter.config
+    size = sum(leaf.size for leaf in jax.tree.leaves(drafter.params))
+    some = "all" if drafter.draft_ids_U is None else f"{len(drafter.draft_ids_U):,} of"
+    return f"{config.design}, {size:,} parameters, {some} {model.vocab_size:,} tokens"
+
+
+def start_command(folder: Path, gin_file: Path | None = None) -> str:
+    """The command of a run that starts from the drafter; with a run's config as `gin_file`."""
+    words = ["python", "-m", "rl.train"]
+    if gin_file is not None:  # the new run gets a folder of its own
+        words += [f"--gin_file={gin_file}", "--gin.Run.directory=None"]
+    return shlex.join([*words, f"--gin.Drafter.directory={folder}"])

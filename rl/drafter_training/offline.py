@@ -1,0 +1,167 @@
+"""Training of a drafter without rollouts, on sequences that are there.
+
+The steps are those of a run's drafter (rl.drafter_training.trainer); a buffer that holds one chunk
+of the trace at a time stands in for the rollouts. One process's default device.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+
+from models.config import ModelConfig
+from models.transformer import Params
+from rl.drafter_training.config import DrafterConfig
+from rl.drafter_training.hidden_states import caught_of, chunks, num_bytes, runs
+from rl.drafter_training.traces import num_tokens
+from rl.drafter_training.trainer import SUMS, DrafterTrainer
+from rl.engine.model_runner import Replica
+from rl.packing import Response
+from rl.speculation.learned_drafter import LearnedDrafter
+from spec.eagle import training as drafter_training
+from spec.eagle.batch import DrafterBatch
+from spec.eagle.data_buffer import DataBuffer, DataBufferConfig
+from spec.eagle.model import Drafter, Eagle, EagleConfig, Frozen
+from spec.eagle.packing import pack
+from spec.eagle.training import DrafterTrainingConfig
+
+JUDGED_STEPS = 8  # held-out sequences are packed and judged for so many steps' tokens at a time
+
+
+@dataclasses.dataclass(frozen=True)
+class OfflineConfig:
+    """A drafter, how it learns, and how much of the trace's hidden states the host keeps."""
+
+    drafter: DrafterConfig
+    drafter_training: DrafterTrainingConfig
+    data_buffer: DataBufferConfig
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens of a step at most."""
+        return self.drafter.micro_batches * self.drafter.batch_rows * self.drafter.row_tokens
+
+
+@partial(jax.jit, static_argnames=("config", "training"))
+def judged(
+    params: Eagle,
+    frozen: Frozen,
+    batch: DrafterBatch,
+    temperature: jax.Array,
+    *,
+    config: EagleConfig,
+    training: DrafterTrainingConfig,
+) -> drafter_training.Metrics:
+    """The metrics of `drafter_training.loss`, and no gradients."""
+    return drafter_training.loss(config, training, params, frozen, batch, temperature)[1]
+
+
+class OfflineTraining:
+    """Trains `start` for a policy whose weights are `params`, in the dtype that it computes in."""
+
+    def __init__(
+        self,
+        config: OfflineConfig,
+        model: ModelConfig,
+        params: Params,
+        start: Drafter,
+        *,
+        seed: int,
+        temperature: float,
+        dtype: Any,
+    ) -> None:
+        self.config, self._seed, self._temperature = config, seed, np.float32(temperature)
+        self.trainer = DrafterTrainer(
+            config.drafter,
+            config.drafter_training,
+            LearnedDrafter(start, config.drafter.tree),
+            DataBuffer(config.data_buffer),
+            seed=seed,
+            temperature=temperature,
+        )
+        self._start, self._dtype = start, np.dtype(dtype)
+        self._bench = self.trainer.bench(Replica(model, dtype=dtype), params)
+        self._caught = partial(
+            caught_of, params=params, model=model, drafter=start.config, dtype=dtype
+        )
+
+    @property
+    def drafter(self) -> Drafter:
+        """As it is now."""
+        return dataclasses.replace(self._start, params=self.trainer.state.params)
+
+    def train(
+        self,
+        responses: Sequence[Response],
+        num_steps: int,
+        should_stop: Callable[[], bool],
+        on_step: Callable[[int, dict[str, float]], None],
+    ) -> int:
+        """Train up to so many steps, fewer where it is asked to stop; how many.
+
+        Hidden states are computed once if all fit `DataBuffer.max_bytes`; else chunk by chunk,
+        with as many steps on each as it has tokens for. Raises as `chunks` does.
+        """
+        trainer = self.trainer
+        for visit, chunk in enumerate(self._visits(responses)):
+            filled = self._fill(chunk, visit, should_stop)
+            until = num_steps
+            if len(chunk) < len(responses):
+                due = -(-sum(map(num_tokens, chunk)) // self.config.step_tokens)
+                until = min(num_steps, trainer.step + due)
+            while filled and trainer.step < until and not should_stop():
+                trained = trainer.run_steps(1, self._bench)
+                assert trained, "every sequence has an entry that counts"
+                [row] = trainer.take_history()
+                on_step(trainer.step, row)
+            if trainer.step >= num_steps or should_stop():
+                break
+        return trainer.step
+
+    def judge(self, responses: Sequence[Response]) -> dict[str, float]:
+        """Loss, accuracies and agreement over all entries of sequences that are not learnt from."""
+        sums, num_entries, options = collections.Counter[str](), 0.0, self.config.drafter
+        for some in runs(
+            self._caught(responses),
+            lambda sequence: len(sequence.tokens_T),
+            JUDGED_STEPS * self.config.step_tokens,
+        ):
+            for batch in pack(some, options.batch_rows, options.row_tokens):
+                metrics = judged(
+                    self.trainer.state.params,
+                    self._bench.frozen,
+                    batch,
+                    self._temperature,
+                    config=self._start.config,
+                    training=self.config.drafter_training,
+                )
+                found = {name: float(x) for name, x in jax.device_get(metrics).items()}
+                num_entries += found["num_entries"]
+                sums.update({name: found["num_entries"] * found[name] for name in SUMS})
+        return {name: sums[name] / num_entries for name in SUMS}
+
+    def _visits(self, responses: Sequence[Response]) -> Iterator[list[Response]]:
+        sizes = [num_bytes(r, self._start.config, self._dtype.itemsize) for r in responses]
+        for epoch in itertools.count():
+            yield from chunks(
+                responses, sizes, self.config.data_buffer.max_bytes, self._seed, epoch
+            )
+
+    def _fill(self, chunk: Sequence[Response], visit: int, should_stop: Callable[[], bool]) -> bool:
+        """The chunk in the buffer, in the place of the one before; False where it was stopped."""
+        buffer = self.trainer.buffer
+        buffer.drop_before(visit)
+        self.trainer.begin(visit)
+        for sequence in self._caught(chunk):
+            if should_stop():
+                return False
+            buffer.add(sequence, visit)
+        assert not buffer.dropped, "a chunk fits the buffer"
+        return True

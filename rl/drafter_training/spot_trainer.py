@@ -1,0 +1,150 @@
+"""What workers do in a rollout's long tail: they train the drafter on their own devices.
+
+    worker has no request left ─→ idle ─→ sched.policies.spot_training: lead, join, or wait
+                                            │
+                          units of rl.drafter_training.trainer, one after the other
+                                            │
+    a request comes, or the rollout ends ─→ busy, after the unit at hand
+
+A worker asks between two units whether there is something else to do, so that a rollout never
+waits for longer than a unit. Source: TLT section 4.2.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable, Iterable
+
+from models.transformer import Params
+from rl.drafter_training.trainer import Bench, DrafterTrainer
+from rl.engine.model_runner import Replica
+from sched.policies.spot_training import Action, Halt, Join, Lead, Promote, SpotCoordinator
+
+
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """A unit of spare-time training, by the clock of the run."""
+
+    worker_id: int
+    kind: str  # gradient or update
+    step: int
+    began_s: float
+    ended_s: float
+
+
+class SpotTrainer:
+    """Spare-time training of one drafter by the workers of a run. Any thread may call it."""
+
+    def __init__(
+        self, trainer: DrafterTrainer, min_idle_workers: int, clock: Callable[[], float]
+    ) -> None:
+        self.trainer = trainer
+        self.spans: list[Span] = []
+        self._clock, self._lock = clock, threading.Lock()
+        self._min_idle_workers = min_idle_workers
+        self._states = SpotCoordinator(min_idle_workers)
+        self._leads: dict[int, bool] = {}  # workers that train, and whether they lead
+        self._present: set[int] = set()
+        self._idle: set[int] = set()
+        self._params: Params | None = None
+        self._runs = False
+        self._benches: dict[int, Bench] = {}  # by replica
+
+    def prepare(self, params: Params, rl_step: int) -> None:
+        """A rollout by these weights is about to begin: what it brings is to be learnt from."""
+        with self._lock:
+            self.trainer.begin(rl_step)
+            self._params = params
+            self._benches.clear()
+
+    def rollout_began(self) -> None:
+        """Requests are where they are to run: who has none is idle.
+
+        Where rollouts run ahead one may begin before the one before has ended.
+        """
+        with self._lock:
+            assert self._params is not None, "prepare comes first"
+            if not self._runs:
+                self._runs = True
+                self._act(self._states.rollout_began())
+
+    def rollout_ended(self) -> None:
+        """All have stopped, or will after the unit at hand."""
+        with self._lock:
+            if self._runs:
+                self._runs = False
+                self._act(self._states.rollout_ended())
+
+    def joined(self, worker_id: int) -> None:
+        with self._lock:
+            self._present.add(worker_id)
+            self._act(self._states.joined(worker_id))
+
+    def lost(self, worker_id: int, *, hangs: bool = False) -> None:
+        """A worker is gone; one that `hangs` may have taken a share of the step at hand along."""
+        with self._lock:
+            self._present.remove(worker_id)
+            self._idle.discard(worker_id)
+            if self._leads.pop(worker_id, None) is not None and hangs:
+                self.trainer.abandon()
+            self._act(self._states.lost(worker_id))
+
+    def spare(self, worker_id: int, replica: Replica) -> bool:
+        """One unit of a worker that has nothing else to do; False where there is none for it."""
+        with self._lock:
+            if worker_id not in self._idle:
+                self._idle.add(worker_id)
+                self._act(self._states.idle(worker_id))
+            ready = self.trainer.buffer.num_sequences > 0
+            self._act(self._states.data_ready(ready))
+            leads = self._leads.get(worker_id)
+        if leads is None:
+            return False
+        began_s, step = self._clock(), self.trainer.step
+        with replica.mesh_context():
+            kind = self.trainer.work(self._bench(replica), leads=leads)
+        if kind is None:
+            return False
+        with self._lock:
+            self.spans.append(Span(worker_id, kind, step, began_s, self._clock()))
+        return True
+
+    def dismiss(self) -> None:
+        """The workers' threads have ended."""
+        for worker_id in list(self._present):
+            self.lost(worker_id)
+
+    def busy(self, worker_id: int) -> None:
+        """Something has come for a worker that may have been idle."""
+        with self._lock:
+            if worker_id in self._idle:
+                self._idle.discard(worker_id)
+                self._act(self._states.work_arrived(worker_id))
+
+    def take_spans(self) -> list[Span]:
+        """Those since the last call."""
+        with self._lock:
+            spans, self.spans = self.spans, []
+        return spans
+
+    def _bench(self, replica: Replica) -> Bench:
+        with self._lock:
+            params, bench = self._params, self._benches.get(id(replica))
+        assert params is not None, "nobody trains before a rollout has begun"
+        if bench is None:
+            bench = self.trainer.bench(replica, replica.place(params))
+            with self._lock:
+                self._benches[id(replica)] = bench
+        return bench
+
+    def _act(self, actions: Iterable[Action]) -> None:
+        for action in actions:
+            if isinstance(action, Halt):
+                self._leads.pop(action.worker_id, None)
+                self._idle.discard(action.worker_id)  # it says so anew
+            elif isinstance(action, Lead | Promote):
+                self._leads[action.worker_id] = True
+            else:
+                assert isinstance(action, Join)
+                self._leads[action.worker_id] = False

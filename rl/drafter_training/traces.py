@@ -1,0 +1,174 @@
+"""Traces that drafters learn from offline: prompts and responses, out of .jsonl files.
+
+A line is an object of one of two kinds:
+
+    {"prompt_ids": [...], "response_ids": [...]}      tokens, the end token with them
+    {"prompt": "...", "completion": "..."}            texts, as in a run's samples.jsonl
+
+Texts are tokenized again, prompt and completion each for itself: a response may come out in other
+tokens than it was drawn in. A completion with `finish_reason` "stop" gets the policy's first end
+token, which texts have lost. Other columns are passed over. Plain numpy.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from models.config import ModelConfig
+from models.tokenizer import Tokenizer
+from rl.metrics.writer import SAMPLES_FILE
+from rl.packing import Response
+
+IDS = "prompt_ids", "response_ids"
+LEAST_TOKENS = 3  # what counts in training is of three tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class Trace:
+    """Usable sequences; those left out, by why; and how many were texts.
+
+    Responses of one group answer the same prompt.
+    """
+
+    responses: tuple[Response, ...]
+    too_long: int
+    too_short: int
+    num_texts: int
+
+
+def num_tokens(response: Response) -> int:
+    """Prompt and response together."""
+    return len(response.prompt_ids) + len(response.tokens)
+
+
+def read(paths: Sequence[Path], model: ModelConfig, words: Tokenizer) -> Trace:
+    """The sequences of .jsonl files and of run folders' samples.jsonl, in their order.
+
+    Left out are those of more tokens than the policy has positions, of fewer than three, and
+    without prompt or response. A torn last line, as a run that is going on may have, is passed
+    over.
+    Raises FileNotFoundError where there is no such file, and ValueError for damaged lines, tokens
+    that the policy does not have, and where nothing is left.
+    """
+    groups: dict[tuple[int, ...], int] = {}
+    found: list[Response] = []
+    too_long, too_short, num_texts = 0, 0, 0
+    for path in map(_file, paths):
+        for where, row in _rows(path):
+            if IDS[1] not in row and "completion" in row:
+                prompt, response = _of_texts(row, words, model, where)
+                num_texts += 1
+            else:
+                prompt, response = (_ids(row, k, model, where) for k in IDS)
+            length = len(prompt) + len(response)
+            if not prompt or not response or length < LEAST_TOKENS:
+                too_short += 1
+            elif length > model.max_positions:
+                too_long += 1
+            else:
+                group = groups.setdefault(tuple(prompt), len(groups))
+                arrays = (np.asarray(ids, np.int32) for ids in (prompt, response))
+                found.append(Response(where, group, *arrays))
+    if not found:
+        raise ValueError(
+            f"nothing to learn from in {', '.join(map(str, paths))}: {too_short} sequences are too "
+            f"short, {too_long} longer than the policy's {model.max_positions} positions"
+        )
+    return Trace(tuple(found), too_long, too_short, num_texts)
+
+
+def hold_out(
+    responses: Sequence[Response], share: float, seed: int
+) -> tuple[list[Response], list[Response]]:
+    """(those to learn from, at least `share` of the tokens to judge by), in their order.
+
+    Prompts are held out whole, with all responses to them, and so that one is left to learn from;
+    responses where there is one prompt only. A function of (responses, share, seed).
+    Raises ValueError where there are fewer than two.
+    """
+    if not share:
+        return list(responses), []
+    if len(responses) < 2:
+        raise ValueError(
+            f"expected two sequences or more to hold a share of {share} out, got "
+            f"{len(responses)}: give more, or --eval_share=0"
+        )
+    groups = [r.group_id for r in responses]
+    parts = groups if len(set(groups)) > 1 else list(range(len(responses)))
+    sizes: dict[int, int] = {}
+    for part, response in zip(parts, responses, strict=True):
+        sizes[part] = sizes.get(part, 0) + num_tokens(response)
+    left, held = share * sum(sizes.values()), set[int]()
+    for part in np.random.default_rng(seed).permutation(sorted(sizes)).tolist()[:-1]:
+        if left <= 0:
+            break
+        held.add(part)
+        left -= sizes[part]
+    both: tuple[list[Response], list[Response]] = [], []
+    for part, response in zip(parts, responses, strict=True):
+        both[part in held].append(response)
+    return both
+
+
+# --- lines ------------------------------------------------------------------------------
+
+
+def _file(path: Path) -> Path:
+    if path.is_file():
+        return path
+    if (path / SAMPLES_FILE).is_file():
+        return path / SAMPLES_FILE
+    what = f"a run folder with a {SAMPLES_FILE}" if path.is_dir() else "a file or a run folder"
+    raise FileNotFoundError(f"expected {what}, found none at {path}")
+
+
+def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(where it stands, the object of a line); blank lines and a torn last one are left out."""
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                if not line.endswith(b"\n"):
+                    return
+                raise ValueError(f"{path}:{number}: not JSON ({error}); mend the line") from error
+            if not isinstance(row, dict):
+                raise ValueError(f"{path}:{number}: expected an object, got {line[:60]!r}")
+            yield f"{path}:{number}", row
+
+
+def _ids(row: dict[str, Any], key: str, model: ModelConfig, where: str) -> list[int]:
+    ids = row.get(key)
+    if not isinstance(ids, list) or not all(type(i) is int for i in ids):
+        raise ValueError(
+            f"{where}: expected {key} as a list of tokens (prompt_ids with response_ids, or the "
+            f"texts prompt with completion), got {key}={str(ids)[:60]} among {sorted(row)}"
+        )
+    wrong = [i for i in ids if not 0 <= i < model.vocab_size]
+    if wrong:
+        raise ValueError(
+            f"{where}: expected tokens of the policy, 0 … {model.vocab_size - 1}, got {wrong[0]} "
+            f"in {key}: give the policy that the trace is of"
+        )
+    return ids
+
+
+def _of_texts(
+    row: dict[str, Any], words: Tokenizer, model: ModelConfig, where: str
+) -> tuple[list[int], list[int]]:
+    prompt, completion = row.get("prompt"), row["completion"]
+    if not isinstance(prompt, str) or not isinstance(completion, str):
+        raise ValueError(
+            f"{where}: expected prompt and completion as texts, got {type(prompt).__name__} and "
+            f"{type(completion).__name__}"
+        )
+    end = list(model.eos_token_ids[:1]) if row.get("finish_reason") == "stop" else []
+    return words.encode(prompt), [*words.encode(completion), *end]

@@ -1,0 +1,294 @@
+"""Training of the run's drafter, in units small enough to stop between.
+
+A step is the gradients of a few micro-batches, whoever computes them, then one update:
+
+    buffer → sequences → packed micro-batches ─┬─ gradients (any worker) ─┐
+                                               └─ gradients (any worker) ─┴→ update → swap, save
+
+Whoever has to go does so between two units: at most one micro-batch is waited for, and what
+was computed so far stays. Gradients are weighted by the entries that count.
+Source: TLT section 4.2.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import threading
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from models.transformer import Params
+from rl.checkpoint.checkpointer import Checkpointer
+from rl.drafter_training.config import DrafterConfig
+from rl.engine.model_runner import Replica
+from rl.speculation.learned_drafter import LearnedDrafter
+from spec.eagle import model as eagle
+from spec.eagle import training as drafter_training
+from spec.eagle.batch import Caught, DrafterBatch
+from spec.eagle.data_buffer import DataBuffer
+from spec.eagle.model import Eagle, Frozen
+from spec.eagle.packing import pack
+from spec.eagle.training import DrafterState, DrafterTrainingConfig
+
+SUMS = ("loss", "accuracy_top1", "accuracy_top3", "agreement")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Bench:
+    """Where units are worked: a replica's devices, and what the policy shares there."""
+
+    replica: Replica
+    frozen: Frozen
+
+
+@dataclasses.dataclass(eq=False)
+class _Step:
+    """A step under way: micro-batches nobody has taken, and the sum of the gradients so far."""
+
+    todo: collections.deque[DrafterBatch]
+    missing: int
+    total: Eagle | None = None
+    total_at: Replica | None = None
+    num_entries: float = 0.0
+    sums: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+
+
+@partial(jax.jit, donate_argnames="total")
+def add_weighted(total: Eagle | None, grads: Eagle, weight: jax.Array) -> Eagle:
+    """total + weight · grads; None is zero."""
+    if total is None:
+        return jax.tree.map(lambda g: weight * g, grads)
+    return jax.tree.map(lambda t, g: t + weight * g, total, grads)
+
+
+def copied(tree: Any) -> Any:
+    """The same on the host, in memory of their own."""
+    return jax.tree.map(np.array, tree)
+
+
+class BufferCatcher:
+    """Responses of one RL step, on their way into the buffer."""
+
+    def __init__(self, buffer: DataBuffer, step: int) -> None:
+        self._buffer, self._step = buffer, step
+
+    def wants(self, num_tokens: int) -> bool:
+        return self._buffer.wants(num_tokens, self._step)
+
+    def caught(self, sequence: Caught) -> None:
+        self._buffer.add(sequence, self._step)
+
+
+class DrafterTrainer:
+    """Trains `learned`'s weights. Any thread may call it.
+
+    Micro-batches of a step are a function of (seed, step, what the buffer holds).
+    """
+
+    def __init__(
+        self,
+        config: DrafterConfig,
+        training: DrafterTrainingConfig,
+        learned: LearnedDrafter,
+        buffer: DataBuffer,
+        *,
+        seed: int,
+        temperature: float,
+        checkpoints: Checkpointer | None = None,
+    ) -> None:
+        self.config, self.training, self.buffer = config, training, buffer
+        self.learned, self.checkpoints = learned, checkpoints
+        params = jax.tree.map(jnp.asarray, copied(learned.drafter.params))
+        self.state = drafter_training.state_of(training, params)
+        self.step = 0
+        self.history: list[dict[str, float]] = []  # a row for each step since it was taken last
+        self._seed, self._temperature = seed, np.float32(temperature)
+        self._rl_step = 0
+        self._saved_step: int | None = None
+        self._lock = threading.Lock()
+        self._now: _Step | None = None
+        self._state_lock = threading.RLock()  # steps donate the state
+        self._placed: dict[int, tuple[int, Eagle]] = {}  # by replica: weights as of a step
+        self._state_at: Replica | None = None  # None: on the process's default device
+
+    def begin(self, rl_step: int) -> None:
+        """Sequences of this RL step are the newest from now on."""
+        self._rl_step = rl_step
+
+    def bench(self, replica: Replica, params: Params) -> Bench:
+        """A place to work at; `params` are the policy's, on the replica's devices."""
+        ids = self.learned.draft_ids_U
+        return Bench(replica, eagle.frozen(params, None if ids is None else replica.put(ids)))
+
+    def work(self, bench: Bench, *, leads: bool) -> str | None:
+        """One unit: `gradient`, or `update` where all are there and it `leads`; None: neither."""
+        with self._lock:
+            if self._now is None:
+                self._now = self._plan()
+            now = self._now
+            if now is None:
+                return None
+            batch = now.todo.popleft() if now.todo else None
+            ready = batch is None and not now.missing and leads
+        if batch is not None:
+            self._gradient(bench, now, batch)
+            return "gradient"
+        if ready:
+            self._update(bench.replica, now)
+            return "update"
+        return None
+
+    def abandon(self) -> None:
+        """Begin the step at hand anew: who had a share of it does not come back."""
+        with self._lock:
+            self._now = None
+
+    def run_steps(self, num_steps: int, bench: Bench) -> int:
+        """So many steps at one place; fewer where there is nothing to learn from. How many."""
+        first = self.step
+        while self.step < first + num_steps and self.work(bench, leads=True):
+            pass
+        return self.step - first
+
+    def warm_up(self, bench: Bench) -> None:
+        """Compile all that units at this place need; weights stay as they are."""
+        config, replica = self.learned.config, bench.replica
+        shape = (self.config.batch_rows, self.config.row_tokens)
+        zeros_BT, none_BT = np.zeros(shape, np.int32), np.zeros(shape, bool)
+        caught_BTW = np.zeros((*shape, config.caught_width), replica.dtype)
+        batch = DrafterBatch(zeros_BT, caught_BTW, zeros_BT, zeros_BT, none_BT)
+        params = _moved(self.state.params, self._state_at, replica)
+        grads, _ = self._gradients(bench, params, batch)
+        total = add_weighted(None, grads, np.float32(0))
+        total = add_weighted(total, grads, np.float32(0))
+        state = jax.tree.map(replica.put, copied(self.state))  # the step donates it
+        state, skipped = drafter_training.apply(state, total, training=self.training)
+        jax.block_until_ready((state, skipped))
+
+    def publish(self) -> None:
+        """Rollouts guess with the newest weights from their next round on."""
+        with self._state_lock:
+            self.learned.swap(copied(self.state.params))
+
+    def save(self) -> None:
+        """Write the newest state in the background, unless any other is still being written.
+
+        That is all that is trained, and the optimizer's state: the policy's share is not.
+        """
+        if self.checkpoints is not None:
+            with self._state_lock:
+                if self.checkpoints.save_if_free(self.step, self.state, {"step": self.step}):
+                    self._saved_step = self.step
+
+    def save_last(self) -> None:
+        """Write the newest state unless it is written, and wait until it counts."""
+        if self.checkpoints is not None:
+            with self._state_lock:
+                if self._saved_step != self.step:
+                    self.checkpoints.save(self.step, self.state, {"step": self.step})
+                    self._saved_step = self.step
+            self.checkpoints.wait()
+
+    def snapshot(self) -> tuple[DrafterState, int]:
+        """A copy of the state, and its step."""
+        with self._state_lock:
+            return jax.device_put(copied(self.state)), self.step
+
+    def load(self, state: DrafterState, step: int) -> None:
+        """Go on from a state that was saved."""
+        self.state, self.step, self._now, self._state_at = state, step, None, None
+        self._placed.clear()
+        self.publish()
+
+    def take_history(self) -> list[dict[str, float]]:
+        """The rows of the steps since the last call."""
+        with self._lock:
+            history, self.history = self.history, []
+        return history
+
+    # -- units ------------------------------------------------------------------------
+
+    def _plan(self) -> _Step | None:
+        """The next step's micro-batches; None where nothing was caught yet."""
+        config = self.config
+        rng = np.random.default_rng([self._seed, self.step])
+        num_tokens = config.micro_batches * config.batch_rows * config.row_tokens
+        # a little more than fits: what makes no full row is left out
+        sequences = self.buffer.sample(num_tokens * 9 // 8, self._rl_step, rng)
+        batches = pack(sequences, config.batch_rows, config.row_tokens, config.micro_batches)
+        if not batches:
+            return None
+        return _Step(collections.deque(batches), len(batches))
+
+    def _gradient(self, bench: Bench, now: _Step, batch: DrafterBatch) -> None:
+        try:
+            grads, metrics = self._gradients(bench, self._params_on(bench.replica), batch)
+            found = {name: float(x) for name, x in jax.device_get(metrics).items()}
+        except BaseException:
+            with self._lock:
+                now.todo.append(batch)  # for another worker
+            raise
+        weight = found["num_entries"]
+        with self._lock:
+            if now.total is None:
+                now.total_at = bench.replica
+            at = now.total_at
+            assert at is not None
+            with at.mesh_context():  # programs are compiled for where they run
+                grads = _moved(grads, bench.replica, at)
+                now.total = add_weighted(now.total, grads, np.float32(weight))
+            now.num_entries += weight
+            now.sums.update({name: weight * found[name] for name in SUMS})
+            now.missing -= 1
+
+    def _gradients(self, bench: Bench, params: Eagle, batch: DrafterBatch) -> tuple[Eagle, Any]:
+        return drafter_training.gradients(
+            params,
+            bench.frozen,
+            jax.tree.map(bench.replica.argument, batch),
+            self._temperature,
+            config=self.learned.config,
+            training=self.training,
+        )
+
+    def _update(self, replica: Replica, now: _Step) -> None:
+        """Only one worker leads, and all gradients are in: nobody else is at the state."""
+        num_entries = max(now.num_entries, 1.0)
+        total = _moved(now.total, now.total_at, replica)
+        mean = add_weighted(None, total, np.float32(1 / num_entries))
+        with self._state_lock:
+            state = _moved(self.state, self._state_at, replica)
+            state, skipped = drafter_training.apply(state, mean, training=self.training)
+            row = {name: value / num_entries for name, value in now.sums.items()}
+            row |= {"skipped": float(skipped), "num_entries": now.num_entries}
+            with self._lock:
+                self.state, self._state_at, self._now = state, replica, None
+                self.step += 1
+                self.history.append(row)
+        if self.step % self.config.swap_every_steps == 0:
+            self.publish()
+        if self.step % self.config.checkpoint_every_steps == 0:
+            self.save()
+
+    def _params_on(self, replica: Replica) -> Eagle:
+        with self._lock:
+            step, params = self.step, self.state.params
+            held = self._placed.get(id(replica))
+            if held is None or held[0] != step:
+                held = step, _moved(params, self._state_at, replica)
+                self._placed[id(replica)] = held
+        return held[1]
+
+
+def _moved(tree: Any, source: Replica | None, target: Replica | None) -> Any:
+    """Arrays of one replica on another's devices; None: of the process's default device."""
+    assert target is not None
+    places = [(None, None) if r is None else (r.mesh, r.device) for r in (source, target)]
+    if places[0] == places[1]:
+        return tree
+    return jax.tree.map(lambda x: target.put(np.asarray(x)), tree)

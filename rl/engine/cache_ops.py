@@ -1,0 +1,170 @@
+"""The jitted steps that fill a cache; one compilation per bucket, one call for all layers.
+
+They write in place. A change of bucket cannot: `spec.cache_rows` copies layer by layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from models import kv_cache, transformer
+from models.config import ModelConfig
+from models.kv_cache import KVCache, map_arrays
+from rl.trajectory import HostKv
+from spec.cache_rows import resize_layer
+from spec.content_noise import Contexts
+from spec.verify import Slots
+
+# Columns of the integer table from which the device's slots are made.
+COLUMNS = ("last_token", "length", "emitted", "limit", "active", "request_id", "top_k")
+
+
+@jax.jit
+def make_slots(
+    ints_BC: jax.Array, floats_B2: jax.Array, key: jax.Array, contexts: Contexts | None = None
+) -> Slots:
+    """Device slots from the host's tables: `COLUMNS`, and (temperature, top_p)."""
+    column = dict(zip(COLUMNS, ints_BC.T, strict=True))
+    keys = jax.vmap(lambda r: jax.random.fold_in(key, r))(column.pop("request_id"))
+    active = column.pop("active") > 0
+    return Slots(
+        **column,
+        active=active,
+        keys=keys,
+        temperature=floats_B2[:, 0],
+        top_p=floats_B2[:, 1],
+        contexts=contexts,
+    )
+
+
+@partial(jax.jit, static_argnames=("config", "chunk_tokens", "dtype", "feature_layers"))
+def prefill(
+    params: transformer.Params,
+    tokens_PT: jax.Array,
+    *,
+    config: ModelConfig,
+    chunk_tokens: int,
+    dtype: np.dtype,
+    feature_layers: tuple[int, ...] | None = None,
+) -> KVCache:
+    """Keys and values of P prompts, right-padded to T positions, `chunk_tokens` at a time.
+
+    What the padding leaves behind a prompt's length is dead. Chunks are as large as
+    they can be while they divide T.
+    """
+    P, T = tokens_PT.shape
+    C = next(c for c in range(min(T, chunk_tokens), 0, -1) if T % c == 0)
+
+    def chunk(cache: KVCache, start: jax.Array) -> tuple[KVCache, None]:
+        tokens_PC = jax.lax.dynamic_slice_in_dim(tokens_PT, start, C, axis=1)
+        positions_C = start + jnp.arange(C)
+        mask_CT = jnp.arange(T) <= positions_C[:, None]
+        _, cache = transformer.hidden_with_cache(
+            config,
+            params,
+            cache,
+            tokens_PC,
+            jnp.broadcast_to(positions_C, (P, C)),
+            jnp.full((P,), start),
+            jnp.broadcast_to(mask_CT, (P, C, T)),
+        )
+        return cache, None
+
+    empty = jax.tree.map(kv_cache.pin, kv_cache.init(config, P, T, dtype, feature_layers))
+    cache, _ = jax.lax.scan(chunk, empty, jnp.arange(0, T, C))
+    return cache
+
+
+@partial(jax.jit, donate_argnames="cache")
+def insert_rows(
+    cache: KVCache, new: KVCache, source_B: jax.Array, target_B: jax.Array, count: jax.Array
+) -> KVCache:
+    """Row `target[i]` starts with row `source[i]` of `new`, for i < count."""
+
+    def one(rows: jax.Array, new: jax.Array, i: jax.Array) -> jax.Array:
+        row = jax.lax.dynamic_slice_in_dim(new, source_B[i], 1, axis=0)
+        return jax.lax.dynamic_update_slice(rows, row.astype(rows.dtype), (target_B[i], 0, 0, 0))
+
+    return _each(count, lambda i, cache: jax.tree.map(partial(one, i=i), cache, new), cache)
+
+
+@partial(jax.jit, donate_argnames="cache")
+def copy_rows(
+    cache: KVCache, source_B: jax.Array, target_B: jax.Array, count: jax.Array
+) -> KVCache:
+    """Row `target[i]` becomes row `source[i]`, for i < count in turn."""
+
+    def one(rows: jax.Array, i: jax.Array) -> jax.Array:
+        row = jax.lax.dynamic_slice_in_dim(rows, source_B[i], 1, axis=0)
+        return jax.lax.dynamic_update_slice_in_dim(rows, row, target_B[i], axis=0)
+
+    return _each(count, lambda i, cache: jax.tree.map(partial(one, i=i), cache), cache)
+
+
+@partial(jax.jit, donate_argnames="cache")
+def gather_rows(
+    cache: KVCache, packed: KVCache, index_BS: jax.Array, target_B: jax.Array, count: jax.Array
+) -> KVCache:
+    """Row `target[i]` gets positions `index_BS[i]` of `packed`'s one row, for i < count.
+
+    What the index holds beyond a row's live positions is dead.
+    """
+
+    def one(rows: jax.Array, packed: jax.Array, axis: int, i: jax.Array) -> jax.Array:
+        row = jnp.take(packed, index_BS[i], axis=axis, mode="clip").astype(rows.dtype)
+        return jax.lax.dynamic_update_slice_in_dim(rows, row, target_B[i], axis=0)
+
+    return _each(count, lambda i, cache: map_arrays(partial(one, i=i), cache, packed), cache)
+
+
+def _each(
+    count: jax.Array, step: Callable[[jax.Array, KVCache], KVCache], cache: KVCache
+) -> KVCache:
+    return jax.tree.map(kv_cache.pin, jax.lax.fori_loop(0, count, step, cache))
+
+
+def read_rows(cache: KVCache, row_P: np.ndarray, num_tokens: Sequence[int]) -> list[HostKv]:
+    """The first `num_tokens[i]` positions of row `row_P[i]`, on the host: one fetch for all.
+
+    Rows of `row_P` beyond `num_tokens` are padding: read, and left out.
+    """
+    index = jax.device_put(row_P)
+
+    def some(rows: jax.Array, axis: int) -> jax.Array:
+        return resize_layer(rows, index, num_positions=cache.num_positions, axis=axis)
+
+    found = jax.device_get(map_arrays(some, cache))
+
+    def row(p: int, n: int) -> KVCache:
+        return map_arrays(lambda rows, axis: np.take(rows[p], range(n), axis - 1), found)
+
+    return [HostKv(row(p, n)) for p, n in enumerate(num_tokens)]
+
+
+def read_features(cache: KVCache, row_P: np.ndarray, num_tokens: Sequence[int]) -> list[np.ndarray]:
+    """The same of the hidden states alone: [T, W] each."""
+    [features] = cache.features
+    size = {"num_positions": cache.num_positions, "axis": kv_cache.VALUE_AXIS}
+    rows_P1SW = jax.device_get(resize_layer(features, jax.device_put(row_P), **size))
+    return [rows_P1SW[p, 0, :n].copy() for p, n in enumerate(num_tokens)]
+
+
+def stacked(kvs: Sequence[HostKv], num_rows: int, num_positions: int) -> KVCache:
+    """Host rows padded to one shape, as host arrays: what `insert_rows` takes from a device."""
+
+    def stack(*arrays: Any) -> np.ndarray:
+        *rows, axis = arrays
+        shape = [num_rows, *rows[0].shape]
+        shape[axis] = num_positions
+        out = np.zeros(shape, rows[0].dtype)
+        for target, row in zip(np.moveaxis(out, axis, 1), rows, strict=False):
+            target[: row.shape[axis - 1]] = np.moveaxis(row, axis - 1, 0)
+        return out
+
+    return map_arrays(stack, *(kv.entries for kv in kvs))

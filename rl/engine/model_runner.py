@@ -1,0 +1,260 @@
+"""A policy on its devices: the static arguments of its steps, and what is put there."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+
+from models import kv_cache, transformer
+from models.config import ModelConfig
+from models.sharding import fitting_sharding, param_shardings
+from rl.engine import admission, cache_ops
+from rl.engine.config import EngineConfig
+from rl.trajectory import HostKv, Request, check_requests
+from spec import content_noise
+from spec.buckets import bucket
+from spec.content_noise import Contexts
+from spec.sampling import Draw, SamplingConfig
+
+T = TypeVar("T")
+# jax lists an array's shards when it is first read: two threads at once see half of them
+_placing = threading.Lock()
+
+
+@dataclasses.dataclass(eq=False, repr=False)
+class Replica:
+    """What rounds, their warm-up and their timing have in common."""
+
+    model: ModelConfig
+    config: EngineConfig = dataclasses.field(default_factory=EngineConfig)
+    _: dataclasses.KW_ONLY
+    dtype: Any = jnp.float32
+    mesh: Mesh | None = None
+    # without a mesh: None is the process's default. What is put on a named device is bound to it,
+    # all of it: a program is compiled anew for a mixture
+    device: jax.Device | None = None
+    context_tokens: int = 0  # 0: noise goes by position, else by so many tokens before
+    # None: hidden states are not kept, else those after these layers and the last ones
+    feature_layers: tuple[int, ...] | None = None
+    clock: Callable[[], float] = time.perf_counter
+    number: int = 0  # among the workers of a run
+    # the longest prompt and response it was told of; the last bucket of positions is made for them
+    longest_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        self.dtype = np.dtype(self.dtype)
+        self._shapes_only = False
+
+    def check(self, requests: Sequence[Request], sampling: SamplingConfig) -> None:
+        """Raise ValueError for requests that cannot run."""
+        check_requests(self.model, requests, sampling.max_new_tokens)
+        if self.context_tokens and any(
+            (r.max_new_tokens or 0) > sampling.max_new_tokens for r in requests
+        ):
+            raise ValueError(
+                "a request has a max_new_tokens of its own beyond that of the sampling, "
+                f"{sampling.max_new_tokens}: noise that goes by content has room for no more"
+            )
+
+    def empty_cache(self, num_slots: int, num_positions: int) -> kv_cache.KVCache:
+        """A cache on this replica's devices, never whole on one of several."""
+        size = num_slots, num_positions, self.dtype, self.feature_layers
+        return kv_cache.init(self.model, *size, self.zero_rows)
+
+    def zero_rows(self, shape: Sequence[int], dtype: Any) -> Any:
+        """Zeroed keys, values or features of rows, each device's shard made on it."""
+        if self.mesh is not None:
+            place: Sharding | None = fitting_sharding(self.mesh, shape, kv_cache.AXES)
+        else:
+            place = None if self.device is None else SingleDeviceSharding(self.device)
+        if self._shapes_only:
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
+        return jnp.zeros(shape, dtype, device=place)
+
+    @contextlib.contextmanager
+    def shapes_only(self) -> Iterator[None]:
+        """Caches that are made inside take no memory: what steps are lowered on needs none."""
+        before, self._shapes_only = self._shapes_only, True
+        try:
+            yield
+        finally:
+            self._shapes_only = before
+
+    def position_sizes(self, longest_tokens: int) -> list[int]:
+        """Buckets of positions, smallest first; from now on made for so many tokens at least."""
+        self.longest_tokens = max(self.longest_tokens, longest_tokens)
+        return self.config.position_sizes(self.longest_tokens)
+
+    def fill_rows(
+        self, params: transformer.Params, cache: kv_cache.KVCache, plan: admission.Plan
+    ) -> tuple[kv_cache.KVCache, int]:
+        """Put prompts' keys and values where the plan wants them; also the tokens computed."""
+        B, prefilled_tokens = cache.num_slots, 0
+        if plan.copies:
+            cache = cache_ops.copy_rows(cache, *_pairs(plan.copies, B))
+        P = self.config.prefill_rows
+        for first in range(0, len(plan.prefill), P):
+            batch = plan.prefill[first : first + P]
+            inserts = [(i - first, row) for i, row in plan.inserts if first <= i < first + P]
+            longest = max(len(p) for p in batch) - 1
+            prefilled_tokens += sum(len(p) - 1 for p in batch)
+            if not longest:
+                continue
+            T = bucket(longest, self.config.min_prompt_tokens, cache.num_positions)
+            tokens_PT = np.zeros((P, T), np.int32)
+            for i, prompt in enumerate(batch):
+                tokens_PT[i, : len(prompt) - 1] = prompt[:-1]
+            new = cache_ops.prefill(params, self.put(tokens_PT), **self.prefill_options())
+            cache = cache_ops.insert_rows(cache, new, *_pairs(inserts, B))
+        return cache, prefilled_tokens
+
+    def insert_kv(
+        self, cache: kv_cache.KVCache, entering: Sequence[tuple[HostKv, int]]
+    ) -> kv_cache.KVCache:
+        """Write (keys and values from the host, row), as many rows a call as prefill has."""
+        B, P = cache.num_slots, self.config.prefill_rows
+        for first in range(0, len(entering), P):
+            kvs, rows = zip(*entering[first : first + P], strict=True)
+            longest = max(kv.num_tokens for kv in kvs)
+            T = bucket(longest, self.config.min_prompt_tokens, cache.num_positions)
+            new = jax.tree.map(self.put_kv, cache_ops.stacked(kvs, P, T))
+            cache = cache_ops.insert_rows(cache, new, *_pairs(list(enumerate(rows)), B))
+        return cache
+
+    def read_kv(
+        self, cache: kv_cache.KVCache, rows: Sequence[int], num_tokens: Sequence[int]
+    ) -> list[HostKv]:
+        """Keys and values of the rows' first tokens, on the host."""
+        return self._read(cache_ops.read_rows, cache, rows, num_tokens)
+
+    def read_features(
+        self, cache: kv_cache.KVCache, rows: Sequence[int], num_tokens: Sequence[int]
+    ) -> list[np.ndarray]:
+        """Hidden states of the rows' first tokens, on the host; [T, W] each."""
+        return self._read(cache_ops.read_features, cache, rows, num_tokens)
+
+    def _read(
+        self,
+        read: Callable[[kv_cache.KVCache, np.ndarray, Sequence[int]], list[T]],
+        cache: kv_cache.KVCache,
+        rows: Sequence[int],
+        num_tokens: Sequence[int],
+    ) -> list[T]:
+        """As many rows a call as prefill has."""
+        P, found = self.config.prefill_rows, list[T]()
+        for first in range(0, len(rows), P):
+            row_P, some = np.zeros(P, np.int32), slice(first, first + P)
+            row_P[: len(rows[some])] = rows[some]
+            found += read(cache, row_P, num_tokens[some])
+        return found
+
+    def prefill_options(self) -> dict[str, Any]:
+        """The static arguments of `cache_steps.prefill`."""
+        chunk_tokens = self.config.prefill_chunk_tokens
+        return {"config": self.model, "chunk_tokens": chunk_tokens} | self._cache_options()
+
+    def decode_options(self, scheme: Draw) -> dict[str, Any]:
+        """The static arguments of `decode_rounds`."""
+        max_rounds = self.config.rounds_per_fetch
+        return {"config": self.model, "scheme": scheme, "max_rounds": max_rounds}
+
+    def verify_options(self, scheme: Draw) -> dict[str, Any]:
+        """The static arguments of `verify_round`."""
+        return {"config": self.model, "scheme": scheme}
+
+    def verify_packed_options(self, scheme: Draw) -> dict[str, Any]:
+        """The static arguments of `verify_packed`; a pass has as many tokens as one of prefill."""
+        tokens = self.config.prefill_rows * self.config.prefill_chunk_tokens
+        return self.verify_options(scheme) | {"chunk_tokens": tokens} | self._cache_options()
+
+    def _cache_options(self) -> dict[str, Any]:
+        return {"dtype": self.dtype, "feature_layers": self.feature_layers}
+
+    def lookup_options(self, scheme: Draw, num_nodes: int) -> dict[str, Any]:
+        """The static arguments of `lookup_rounds`."""
+        return self.decode_options(scheme) | {"num_nodes": num_nodes}
+
+    def slot_arguments(
+        self,
+        ints_BC: np.ndarray,
+        sampling: SamplingConfig,
+        key: jax.Array,
+        tokens_BL: np.ndarray | None = None,
+    ) -> tuple[Any, ...]:
+        """The arguments of `cache_steps.make_slots` for a table with its columns.
+
+        `tokens_BL` are the rows' tokens, on which noise that goes by content depends; None
+        takes any, for trials.
+        """
+        floats_B2 = np.empty((len(ints_BC), 2), np.float32)
+        floats_B2[:] = sampling.temperature, sampling.top_p
+        known = None
+        if self.context_tokens:
+            column = dict(zip(cache_ops.COLUMNS, ints_BC.T, strict=True))
+            length_B, emitted_B = column["length"], column["emitted"]
+            if tokens_BL is None:
+                tokens_BL = np.zeros((len(ints_BC), int(length_B.max()) + 1), np.int32)
+            room = bucket(sampling.max_new_tokens, 64)
+            total_B = length_B + 1
+            rows = content_noise.of_rows(
+                tokens_BL, total_B - emitted_B, total_B, self.context_tokens, room
+            )
+            known = Contexts(*map(self.put, rows))
+        return self.put(ints_BC), self.put(floats_B2), self.put(key), known
+
+    def argument(self, x: np.ndarray) -> Any:
+        """A host array of one call. Without a mesh jit takes it in less time than a `put`."""
+        return x if self.mesh is None else self.put(x)
+
+    def put(self, x: Any) -> jax.Array:
+        if self.mesh is None:
+            return jax.device_put(x, self.device)
+        return jax.device_put(x, NamedSharding(self.mesh, PartitionSpec()))
+
+    def place(
+        self, params: transformer.Params, model: ModelConfig | None = None
+    ) -> transformer.Params:
+        """Weights from wherever they are on this replica's devices; any thread may call it.
+
+        They are the policy's, or those of another `model`.
+        """
+        with _placing:
+            return self._place(params, model or self.model)
+
+    def _place(self, params: transformer.Params, model: ModelConfig) -> transformer.Params:
+        if self.mesh is None:
+            arrays = [x for x in jax.tree.leaves(params) if isinstance(x, jax.Array)]
+            scattered = any(len(x.devices()) > 1 for x in arrays)  # over a trainer's mesh
+            here = jax.local_devices()[0] if scattered and self.device is None else self.device
+            return jax.device_put(params, here)
+        shardings = param_shardings(self.mesh, transformer.param_specs(model))
+        return jax.tree.map(jax.device_put, params, shardings)
+
+    def put_kv(self, x: np.ndarray) -> jax.Array:
+        """Keys or values of rows, on the shards where a cache has them."""
+        if self.mesh is None:
+            return jax.device_put(x, self.device)
+        return jax.device_put(x, fitting_sharding(self.mesh, x.shape, kv_cache.AXES))
+
+    def mesh_context(self) -> Any:
+        if self.mesh is not None:
+            return jax.set_mesh(self.mesh)
+        return jax.default_device(self.device)  # None too: a thread may be at another replica's
+
+
+def _pairs(
+    pairs: Sequence[tuple[int, int]], num_slots: int
+) -> tuple[np.ndarray, np.ndarray, np.int32]:
+    """Sources and targets, padded to one entry a slot, and how many there are."""
+    table = np.zeros((2, num_slots), np.int32)
+    table[:, : len(pairs)] = np.asarray(pairs, np.int32).T
+    return table[0], table[1], np.int32(len(pairs))

@@ -1,0 +1,237 @@
+"""Cached responses on their way into the engine: packed, verified, and cut where a rule says.
+
+What stands of a response, with the token that the same pass draws behind it, enters a
+row with its keys and values; a request that has its end in there never needs a row.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+import jax
+import numpy as np
+
+from models.kv_cache import KVCache
+from models.transformer import Params
+from rl import packing
+from rl.engine.model_runner import Replica
+from rl.engine.stats import VerifiedPrefixes
+from rl.packing import Layout, Response, Row, Shape
+from rl.trajectory import Chunk, FinishReason, Origin, Prefix, Request, Trajectory, of_prefix
+from spec import content_noise
+from spec.reuse import packed_verify
+from spec.reuse.packed_verify import PackedResponses, verify_packed
+from spec.reuse.prefix_rule import PrefixRule, Verified
+from spec.reuse.rollout_cache import CachedResponse, Scores
+from spec.sampling import SamplingConfig
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Entering:
+    """A request with its prefix, and where in the pass's one row its keys and values are.
+
+    `positions` are those of all of its tokens but the last, which is the next tree's root.
+    It may have `max_tokens` more in its row; None: all that it may have.
+    """
+
+    request: Request
+    prefix: Prefix
+    positions: np.ndarray
+    max_tokens: int | None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PrefixJudge:
+    """Which prefix a request starts with, given what the pass found of its cached response."""
+
+    rule: PrefixRule
+    sampling: SamplingConfig
+    key: jax.Array
+    stop_ids: np.ndarray
+    policy_version: int
+
+    def usable(self, request: Request) -> np.ndarray:
+        """The request's cached tokens, up to an end token and to its limit."""
+        assert request.cached is not None
+        tokens = request.cached.tokens[: self._limit(request)]
+        ends = np.nonzero(np.isin(tokens, self.stop_ids))[0]
+        return tokens[: ends[0] + 1] if len(ends) else tokens
+
+    def _limit(self, request: Request) -> int:
+        return request.max_new_tokens or self.sampling.max_new_tokens
+
+    def prefix(self, request: Request, verified: Verified) -> Prefix:
+        """What the rule keeps, and the token that was drawn behind it."""
+        cached = request.cached
+        assert cached is not None
+        num_tokens = len(verified.drawn)
+        cached = _first(cached, num_tokens)
+        kept = self.rule.kept(request.request_id, cached, verified)
+        drawn = slice(kept, kept + 1)  # empty where all of it is kept
+        tokens = np.concatenate([cached.tokens[:kept], verified.drawn[drawn]])
+        logprobs = np.concatenate([verified.logprobs[:kept], verified.drawn_logprobs[drawn]])
+        emission, versions = logprobs, np.full(len(tokens), self.policy_version, np.int32)
+        origin = Origin.ACCEPTED if self.rule.draws_own else Origin.REUSED
+        if not self.rule.draws_own and cached.scores is not None:
+            emission = logprobs.copy()
+            emission[:kept] = cached.scores.emission_logprobs[:kept]
+            versions[:kept] = cached.scores.policy_versions[:kept]
+        origins = np.full(len(tokens), Origin.BONUS, np.uint8)
+        origins[:kept] = origin
+        reason = None
+        if np.isin(tokens[-1], self.stop_ids):
+            reason = FinishReason.STOP
+        elif len(tokens) >= self._limit(request):
+            reason = FinishReason.LENGTH
+        return Prefix(tokens, logprobs, emission, versions, origins, kept, reason)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Pass:
+    """One pass to come: its rows hold some of the responses, which belong to the chunks."""
+
+    chunks: Sequence[Chunk]
+    responses: Sequence[Response]
+    rows: Sequence[Row]
+    shape: Shape
+
+    def __len__(self) -> int:
+        return sum(row.num_samples for row in self.rows)
+
+
+class PrefixPasses:
+    """Requests whose cached responses wait to be verified, or stand and wait for a row.
+
+    Which of those that come together share a pass is planned at once. A pass runs when rows are
+    free and nobody is ready to take them, so that no more than one pass's keys and values wait.
+    Its counts are added to `counts`.
+    """
+
+    def __init__(
+        self,
+        judge: PrefixJudge,
+        replica: Replica,
+        longest_tokens: int,
+        counts: VerifiedPrefixes,
+    ) -> None:
+        self._judge, self._replica, self._counts = judge, replica, counts
+        self._shapes = replica.config.verify_shapes(longest_tokens)
+        self._passes: collections.deque[_Pass] = collections.deque()
+        self._ready: collections.deque[Entering] = collections.deque()
+        self._packed: KVCache | None = None
+
+    def add(self, chunks: Sequence[Chunk]) -> None:
+        """Requests with cached responses that are to run so far."""
+        responses = [_response(r, self._judge.usable(r)) for r in (c.begun.request for c in chunks)]
+        for rows, shape in _rows_of_passes(responses, *self._shapes):
+            self._passes.append(_Pass(chunks, responses, rows, shape))
+
+    def __len__(self) -> int:
+        return sum(len(p) for p in self._passes) + len(self._ready)
+
+    @property
+    def packed(self) -> KVCache:
+        """Keys and values of those that `take` gave last, all in one row."""
+        assert self._packed is not None
+        return self._packed
+
+    def take(self, params: Params, most: int) -> tuple[list[Trajectory], list[Entering]]:
+        """Up to `most` requests that are ready for a row, after the next pass if there is none.
+
+        Also the trajectories of those whose responses that pass has shown to be whole.
+        """
+        ended: list[Trajectory] = []
+        if not self._ready:
+            began_s = self._replica.clock()
+            for e in self._verify(params):
+                if e.prefix.finish_reason is None:
+                    self._ready.append(e)
+                else:
+                    ended.append(of_prefix(e.request, e.prefix))
+            self._counts.seconds += self._replica.clock() - began_s
+        count = min(most, len(self._ready))
+        return ended, [self._ready.popleft() for _ in range(count)]
+
+    def _verify(self, params: Params) -> list[Entering]:
+        """Run the next pass."""
+        planned = self._passes.popleft()
+        judge, replica, shape = self._judge, self._replica, planned.shape
+        layout = packing.lay_out(planned.responses, planned.rows, shape)
+        inputs = self._inputs(planned, layout)
+        self._packed, found = verify_packed(
+            params,
+            jax.tree.map(replica.put, inputs),
+            judge.key,
+            np.float32(judge.sampling.temperature),
+            np.int32(judge.sampling.top_k),
+            np.float32(judge.sampling.top_p),
+            **replica.verify_packed_options(judge.sampling.draw),
+        )
+        drawn_X, drawn_logprobs_X, logprobs_X, possible_X = packed_verify.unpack(found)
+        entering = []
+        for i, start, prompt_start in _places(layout):
+            request, n = planned.chunks[i].begun.request, len(planned.responses[i].tokens)
+            at = slice(start, start + n)
+            verified = Verified(logprobs_X[at], possible_X[at], drawn_X[at], drawn_logprobs_X[at])
+            prefix = judge.prefix(request, verified)
+            in_prompt = prompt_start + np.arange(len(request.prompt_ids) - 1)
+            in_response = start + np.arange(len(prefix.response_ids))
+            positions = np.concatenate([in_prompt, in_response])
+            most = planned.chunks[i].max_tokens
+            left = None if most is None else most - len(prefix.response_ids)
+            entering.append(Entering(request, prefix, positions, left))
+            drawn_tokens = len(prefix.response_ids) - prefix.reused_tokens
+            self._counts.add(n, prefix.reused_tokens, drawn_tokens)
+        self._counts.passes[shape.rows, shape.length] += 1
+        return entering
+
+    def _inputs(self, planned: _Pass, layout: Layout) -> PackedResponses:
+        """The pass's rows, and whose noise draws at each position."""
+        shape, context_tokens = layout.tokens_BT.shape, self._replica.context_tokens
+        ids_X, at_X, met_X = np.zeros((3, layout.tokens_BT.size), np.int32)
+        name_X = at_X.astype(np.uint32)
+        for i, start, _ in _places(layout):
+            response, request = planned.responses[i], planned.chunks[i].begun.request
+            n = len(response.tokens)
+            here = slice(start, start + n)
+            ids_X[here], at_X[here] = request.request_id, np.arange(n)
+            if context_tokens:
+                name_X[here], met_X[here] = content_noise.of_response(
+                    response.prompt_ids, response.tokens, context_tokens
+                )
+        rows = (layout.tokens_BT, layout.targets_BT, layout.packing, ids_X.reshape(shape))
+        if context_tokens:
+            return PackedResponses(*rows, name_X.reshape(shape), met_X.reshape(shape))
+        return PackedResponses(*rows, at_X.reshape(shape))
+
+
+def _response(request: Request, tokens: np.ndarray) -> Response:
+    name, prompt_ids = f"request {request.request_id}", np.asarray(request.prompt_ids, np.int32)
+    return Response(name, request.group_id, prompt_ids, tokens)
+
+
+def _rows_of_passes(
+    responses: Sequence[Response], whole: Shape, single: Shape
+) -> Iterator[tuple[list[Row], Shape]]:
+    """The rows of every pass; where few are left over, one at a time."""
+    for rows in packing.plan(responses, whole):
+        if 2 * len(rows) > whole.rows:
+            yield rows, whole
+        else:
+            yield from (([row], single) for row in rows)
+
+
+def _places(layout: Layout) -> Iterator[tuple[int, int, int]]:
+    """Each response's index, where it starts, and where its prompt does."""
+    columns = layout.order, layout.starts, layout.prompt_starts
+    return zip(*(column.tolist() for column in columns), strict=True)
+
+
+def _first(cached: CachedResponse, num_tokens: int) -> CachedResponse:
+    """Its first tokens."""
+    scores = cached.scores
+    if scores is not None:
+        scores = Scores(*(x[:num_tokens] for x in vars(scores).values()))
+    return dataclasses.replace(cached, tokens=cached.tokens[:num_tokens], scores=scores)

@@ -1,0 +1,244 @@
+"""The host's truth about a worker's slots: plain arrays, no devices.
+
+A row outlives its request: until another prompt is written over it, its cache holds
+the keys and values of its prompt, from which siblings may copy. B = slots, L = tokens
+of a request, N = tokens of a fetch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Sequence
+
+import numba
+import numpy as np
+
+from rl.trajectory import FinishReason, Origin, Prefix, Request, Trajectory, of_prefix
+from spec.drafter import LiveSlots
+
+Prompt = tuple[int, ...]
+ARRAYS = (
+    *("tokens_BL", "logprobs_BL", "origins_BL", "prompt_tokens_B", "total_tokens_B", "limit_B"),
+    *("final_B", "busy_B", "entered_B", "request_ids_B", "group_ids_B", "sample_indices_B"),
+)
+
+
+class SlotTable:
+    """B rows; a row without a request is free. `tokens_BL` holds prompt, then response.
+
+    The cache holds all of a row's tokens but the last, which is the next tree's root.
+    """
+
+    def __init__(self, num_slots: int, max_tokens: int) -> None:
+        B, L = num_slots, max_tokens
+        self.requests: list[Request | None] = [None] * B
+        self.prompts: list[Prompt | None] = [None] * B  # whose cache a row holds
+        self.prefixes: list[Prefix | None] = [None] * B  # what the row's request started with
+        self.tokens_BL = np.zeros((B, L), np.int32)
+        self.logprobs_BL = np.zeros((B, L), np.float32)
+        self.origins_BL = np.zeros((B, L), np.uint8)
+        self.prompt_tokens_B = np.zeros(B, np.int32)
+        self.total_tokens_B = np.ones(B, np.int32)
+        self.limit_B = np.zeros(B, np.int32)  # of response tokens, in the row
+        self.final_B = np.zeros(B, np.int32)  # of response tokens, at all
+        self.busy_B = np.zeros(B, bool)
+        self.entered_B = np.zeros(B, np.int64)  # when its request came: rows are numbered as taken
+        self._num_entered = 0
+        self.request_ids_B = np.zeros(B, np.int64)
+        self.group_ids_B = np.zeros(B, np.int64)
+        self.sample_indices_B = np.zeros(B, np.int64)
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+    @property
+    def num_busy(self) -> int:
+        return int(self.busy_B.sum())
+
+    @property
+    def cached_tokens_B(self) -> np.ndarray:
+        """Live cache positions: all tokens but the last."""
+        return self.total_tokens_B - 1
+
+    @property
+    def emitted_B(self) -> np.ndarray:
+        return self.total_tokens_B - self.prompt_tokens_B
+
+    def longest_cached(self) -> int:
+        """Live cache positions of the longest busy row."""
+        return int(self.cached_tokens_B[self.busy_B].max(initial=0))
+
+    def free_rows(self) -> list[int]:
+        return [b for b, request in enumerate(self.requests) if request is None]
+
+    def enter(
+        self,
+        row: int,
+        request: Request,
+        default_limit: int,
+        prefix: Prefix | None = None,
+        max_tokens: int | None = None,
+    ) -> None:
+        """The request takes the row; keys and values are put there by the engine.
+
+        That is, those of its prompt and of the `prefix` that its response starts with. It
+        may have `max_tokens` more in this row; None: all that it may have.
+        """
+        n = end = len(request.prompt_ids)
+        self.requests[row], self.prompts[row] = request, request.prompt_ids
+        self.tokens_BL[row, :n] = request.prompt_ids
+        self.prefixes[row] = prefix
+        if prefix is not None:
+            end = n + len(prefix.response_ids)
+            self.tokens_BL[row, n:end] = prefix.response_ids
+            self.logprobs_BL[row, n:end] = prefix.logprobs
+            self.origins_BL[row, n:end] = prefix.origins
+        self.prompt_tokens_B[row], self.total_tokens_B[row] = n, end
+        self.limit_B[row] = self.final_B[row] = request.max_new_tokens or default_limit
+        if max_tokens is not None:
+            self.extend(row, max_tokens)
+        self.busy_B[row] = True
+        self._num_entered += 1
+        self.entered_B[row] = self._num_entered
+        self.request_ids_B[row], self.group_ids_B[row] = request.request_id, request.group_id
+        self.sample_indices_B[row] = request.sample_index
+
+    def commit(
+        self,
+        tokens_BN: np.ndarray,
+        logprobs_BN: np.ndarray,
+        counts_BR: np.ndarray,
+        drafted_BR: np.ndarray,
+    ) -> None:
+        """Append what a fetch brought: each slot's tokens, `counts_BR` of them from round r.
+
+        Of a round that had guesses to try, all tokens but the last were accepted ones.
+        """
+        _append(
+            tokens_BN,
+            logprobs_BN,
+            counts_BR,
+            drafted_BR,
+            self.tokens_BL,
+            self.logprobs_BL,
+            self.origins_BL,
+            self.total_tokens_B,
+        )
+
+    def ended_rows(self, stop_ids: np.ndarray) -> np.ndarray:
+        """Rows whose request has ended: an end token was drawn, or the limit is reached."""
+        last_B = self.tokens_BL[np.arange(len(self)), self.cached_tokens_B]
+        stopped_B = (self.emitted_B > 0) & (last_B[:, None] == stop_ids).any(axis=1)
+        return np.nonzero(self.busy_B & (stopped_B | (self.emitted_B >= self.limit_B)))[0]
+
+    def extend(self, row: int, max_tokens: int) -> None:
+        """The row's request may have so many more tokens in it."""
+        self.limit_B[row] = min(self.final_B[row], self.emitted_B[row] + max_tokens)
+
+    def is_whole(self, row: int, stop_ids: np.ndarray) -> bool:
+        """Whether an ended row's response is; else it goes on in another row."""
+        last = self.tokens_BL[row, self.cached_tokens_B[row]]
+        return bool(last in stop_ids or self.emitted_B[row] >= self.final_B[row])
+
+    def retire(self, row: int, stop_ids: np.ndarray, policy_version: int) -> Trajectory:
+        """The request's trajectory; the row is free, and still holds its prompt."""
+        request, prefix = self.leave(row, policy_version)
+        stopped = prefix.response_ids[-1] in stop_ids
+        reason = FinishReason.STOP if stopped else FinishReason.LENGTH
+        return of_prefix(request, dataclasses.replace(prefix, finish_reason=reason))
+
+    def leave(self, row: int, policy_version: int) -> tuple[Request, Prefix]:
+        """A request and its response so far; the row is free, and still holds its prompt."""
+        request, self.requests[row] = self.requests[row], None
+        assert request is not None
+        self.busy_B[row] = False
+        first, end = int(self.prompt_tokens_B[row]), int(self.total_tokens_B[row])
+        response = self.tokens_BL[row, first:end].copy()
+        logprobs = self.logprobs_BL[row, first:end].copy()
+        emission, versions = logprobs, np.full(len(response), policy_version, np.int32)
+        prefix = self.prefixes[row]
+        if prefix is not None:
+            known = len(prefix.response_ids)
+            emission = np.concatenate([prefix.emission_logprobs, logprobs[known:]])
+            versions[:known] = prefix.policy_versions
+        origins = self.origins_BL[row, first:end].copy()
+        reused = prefix.reused_tokens if prefix is not None else 0
+        return request, Prefix(response, logprobs, emission, versions, origins, reused, None)
+
+    def live(self) -> LiveSlots:
+        """What drafters see of the busy rows."""
+        return self.view(np.nonzero(self.busy_B)[0])
+
+    def view(self, rows: np.ndarray) -> LiveSlots:
+        """What drafters see of these rows, which must be busy."""
+        return LiveSlots(
+            rows_A=rows.astype(np.int32),
+            request_ids_A=self.request_ids_B[rows],
+            group_ids_A=self.group_ids_B[rows],
+            sample_indices_A=self.sample_indices_B[rows],
+            prompt_tokens_A=self.prompt_tokens_B[rows],
+            total_tokens_A=self.total_tokens_B[rows],
+            remaining_tokens_A=(self.limit_B - self.emitted_B)[rows],
+            tokens_BL=self.tokens_BL,
+        )
+
+    def most_useful(self, wanted: Collection[Prompt]) -> list[int]:
+        """All rows: the busy ones first, then those that hold a prompt that is `wanted`."""
+        pairs = zip(self.requests, self.prompts, strict=True)
+        rank = [(request is None, prompt not in wanted) for request, prompt in pairs]
+        return sorted(range(len(self)), key=rank.__getitem__)
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Row i becomes what row `rows[i]` was; the others are gone."""
+        self.requests = [self.requests[b] for b in rows]
+        self.prompts = [self.prompts[b] for b in rows]
+        self.prefixes = [self.prefixes[b] for b in rows]
+        for name in ARRAYS:
+            setattr(self, name, getattr(self, name)[np.asarray(rows)])
+
+    def widen(self, num_slots: int) -> None:
+        """Free rows behind those that there are."""
+        more = num_slots - len(self)
+        self.requests += [None] * more
+        self.prompts += [None] * more
+        self.prefixes += [None] * more
+        for name in ARRAYS:
+            array = getattr(self, name)
+            wider = np.zeros((num_slots, *array.shape[1:]), array.dtype)
+            wider[: len(array)] = array
+            setattr(self, name, wider)
+        self.total_tokens_B[num_slots - more :] = 1
+
+    def device_columns(self, top_k: int) -> np.ndarray:
+        """int32 [B, columns], in the order of `rl.engine.cache_ops.COLUMNS`."""
+        last_B = self.tokens_BL[np.arange(len(self)), self.cached_tokens_B]
+        columns = (
+            last_B,
+            self.cached_tokens_B,
+            self.emitted_B,
+            self.limit_B,
+            self.busy_B,
+            np.where(self.busy_B, self.request_ids_B, 0),
+            np.full(len(self), top_k),
+        )
+        return np.stack(columns, axis=1).astype(np.int32)
+
+
+PLAIN, ACCEPTED, BONUS = int(Origin.PLAIN), int(Origin.ACCEPTED), int(Origin.BONUS)
+
+
+@numba.njit(cache=True, nogil=True)
+def _append(  # type: ignore[no-untyped-def]
+    tokens_BN, logprobs_BN, counts_BR, drafted_BR, tokens_BL, logprobs_BL, origins_BL, total_B
+):
+    for b in range(len(total_B)):
+        n = 0
+        for r in range(counts_BR.shape[1]):
+            end = n + counts_BR[b, r]
+            while n < end:
+                at = total_B[b] + n
+                tokens_BL[b, at], logprobs_BL[b, at] = tokens_BN[b, n], logprobs_BN[b, n]
+                origin = BONUS if n == end - 1 else ACCEPTED
+                origins_BL[b, at] = origin if drafted_BR[b, r] else PLAIN
+                n += 1
+        total_B[b] += n

@@ -1,0 +1,238 @@
+"""What a rollout phase did, round by round: plain records for metrics, pictures and pricing."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from models.folder import replace_file
+from spec.drafter import Drafts, Source
+from spec.outcome import Outcome
+from spec.retrieval.device_lookup import LookupOutcome
+
+TIMELINE_FILE = "timeline.json"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RoundRecord:
+    """One device call: its seconds on the engine's clock, its bucket, and who got what.
+
+    Up to `ready_s` prompts were computed and rows moved, up to `drafted_s` guesses were
+    made, up to `called_s` they were packed and the device was called, up to `fetched_s`
+    it answered, up to `ended_s` tokens were committed. `num_nodes` 1 is plain decoding,
+    of as many rounds as the most that a request emitted; `rounds_A` counts those in which a
+    request took part. A = live requests.
+    """
+
+    began_s: float
+    ready_s: float
+    drafted_s: float
+    called_s: float
+    fetched_s: float
+    ended_s: float
+    num_slots: int
+    num_nodes: int
+    num_positions: int
+    request_ids_A: np.ndarray
+    cached_tokens_A: np.ndarray
+    rounds_A: np.ndarray
+    emitted_A: np.ndarray
+
+
+def _per_source() -> np.ndarray:
+    return np.zeros(len(Source), np.int64)
+
+
+@dataclasses.dataclass
+class VerifiedPrefixes:
+    """Counts of cached responses: how many tokens were verified, in passes of how many positions.
+
+    `kept_tokens` of the `tokens` stand, `drawn_tokens` came with the passes behind them, and
+    `whole` of the `responses` stand as they were;
+    `passes[(rows, positions)]` prices them on other hardware.
+    """
+
+    responses: int = 0
+    whole: int = 0
+    tokens: int = 0
+    kept_tokens: int = 0
+    drawn_tokens: int = 0
+    seconds: float = 0.0
+    passes: collections.Counter[tuple[int, int]] = dataclasses.field(
+        default_factory=collections.Counter
+    )
+
+    def __add__(self, more: VerifiedPrefixes) -> VerifiedPrefixes:
+        """Of two phases together."""
+        pairs = ((getattr(self, f.name), getattr(more, f.name)) for f in dataclasses.fields(self))
+        return VerifiedPrefixes(*(mine + other for mine, other in pairs))
+
+    def add(self, num_tokens: int, kept_tokens: int, drawn_tokens: int) -> None:
+        """One more response."""
+        self.responses += 1
+        self.whole += kept_tokens == num_tokens
+        self.tokens += num_tokens
+        self.kept_tokens += kept_tokens
+        self.drawn_tokens += drawn_tokens
+
+    @property
+    def accept_rate(self) -> float:
+        """Tokens that stand, over tokens that were decided on: the rest was never asked about."""
+        return self.kept_tokens / max(self.kept_tokens + self.responses - self.whole, 1)
+
+
+@dataclasses.dataclass
+class EngineStats:
+    """Counts of one phase; `rounds[(slots, nodes, positions)]` prices it on other hardware.
+
+    `drafted_nodes` guesses were tried, `accepted_tokens` of them were right; the arrays
+    have one entry a `spec.drafter.Source`.
+    """
+
+    fetches: int = 0
+    tokens: int = 0
+    prefilled_tokens: int = 0
+    preemptions: int = 0
+    verified: VerifiedPrefixes = dataclasses.field(default_factory=VerifiedPrefixes)
+    drafted_by_source: np.ndarray = dataclasses.field(default_factory=_per_source)
+    accepted_by_source: np.ndarray = dataclasses.field(default_factory=_per_source)
+    rounds: collections.Counter[tuple[int, int, int]] = dataclasses.field(
+        default_factory=collections.Counter
+    )
+    timeline: list[RoundRecord] = dataclasses.field(default_factory=list)
+
+    def count(self, drafts: Drafts, outcome: Outcome) -> None:
+        """Add the guesses that a round tried."""
+        tried, right = drafts.sources_AN[outcome.checked_AN], drafts.sources_AN[outcome.right_AN]
+        self.drafted_by_source += np.bincount(tried, minlength=len(Source))
+        self.accepted_by_source += np.bincount(right, minlength=len(Source))
+
+    def looked_up(self, outcome: LookupOutcome) -> None:
+        """Add the guesses of a call that looked them up: their sources are not known."""
+        self.fetches += 1
+        self.tokens += outcome.rounds + outcome.accepted
+        self.drafted_by_source[Source.OTHER] += outcome.tried
+        self.accepted_by_source[Source.OTHER] += outcome.accepted
+
+    @property
+    def drafted_nodes(self) -> int:
+        return int(self.drafted_by_source.sum())
+
+    @property
+    def accepted_tokens(self) -> int:
+        return int(self.accepted_by_source.sum())
+
+
+def joined(parts: Sequence[EngineStats]) -> EngineStats:
+    """The counts of several phases together, their rounds by when they began; one as it is."""
+    total = parts[0]
+    for more in parts[1:]:
+        total = EngineStats(
+            *(getattr(total, f.name) + getattr(more, f.name) for f in dataclasses.fields(total))
+        )
+    if len(parts) > 1:  # workers' rounds overlap
+        total.timeline.sort(key=lambda r: r.began_s)
+    return total
+
+
+def speculation_metrics(stats: EngineStats) -> dict[str, float]:
+    """How guesses fared in a phase, in all and by source; seconds are those of rounds with guesses.
+
+    `tokens_per_round` is per request; `host_share` is the part of these rounds in which
+    the host drafted, packed, called and committed. Empty where nothing was drafted.
+    """
+    rounds = [r for r in stats.timeline if r.num_nodes > 1]
+    if not rounds:
+        return {}
+    drafted, accepted = stats.drafted_nodes, stats.accepted_tokens
+    places = sum(int(r.rounds_A.sum()) for r in rounds)
+    emitted = sum(int(r.emitted_A.sum()) for r in rounds)
+    metrics = {
+        "spec/accept_rate": accepted / max(drafted, 1),
+        "spec/tokens_per_round": emitted / places,
+        "spec/drafted_per_round": drafted / places,
+        "spec/speculated_fraction": accepted / max(stats.tokens, 1),
+        "spec/wasted_nodes": float(drafted - accepted),
+        "spec/draft_seconds": sum(r.drafted_s - r.ready_s for r in rounds),
+        "spec/verify_seconds": sum(r.fetched_s - r.called_s for r in rounds),
+        "spec/host_share": host_share(rounds),
+    }
+    for source in Source:
+        tried = int(stats.drafted_by_source[source])
+        if tried:
+            name = source.name.lower()
+            right = int(stats.accepted_by_source[source])
+            metrics[f"spec/{name}/accept_rate"] = right / tried
+            metrics[f"spec/{name}/speculated_fraction"] = right / max(stats.tokens, 1)
+    return metrics
+
+
+def host_share(rounds: Sequence[RoundRecord]) -> float:
+    """Seconds in which the device waited for the host, over all seconds after admission."""
+    return host_seconds(rounds) / max(sum(r.ended_s - r.ready_s for r in rounds), 1e-9)
+
+
+def host_seconds(rounds: Sequence[RoundRecord]) -> float:
+    """Seconds of drafting, packing, calling and committing."""
+    return sum(r.called_s - r.ready_s + r.ended_s - r.fetched_s for r in rounds)
+
+
+def save_timeline(folder: Path, step: int, rounds: Sequence[RoundRecord]) -> None:
+    """Write the rounds of a step's phase to the run folder, over those of the step before."""
+    rows = [
+        {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in vars(r).items()}
+        for r in rounds
+    ]
+    replace_file(folder / TIMELINE_FILE, json.dumps({"step": step, "rounds": rows}))
+
+
+def load_timeline(folder: Path) -> tuple[int, list[RoundRecord]]:
+    """(step, rounds) of the last phase that was written down; (0, []) where there is none.
+
+    Raises ValueError for a file that is not of `save_timeline`.
+    """
+    path = folder / TIMELINE_FILE
+    if not path.is_file():
+        return 0, []
+    try:
+        kept = json.loads(path.read_text(encoding="utf-8"))
+        return _whole(kept["step"]), [_record(row) for row in kept["rounds"]]
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise ValueError(
+            f"{path} is not a timeline that a run wrote ({error}): delete it"
+        ) from error
+
+
+def _record(row: Mapping[str, Any]) -> RoundRecord:
+    """The round that `row` holds; raises KeyError, TypeError or ValueError where it holds none."""
+    columns: dict[str, Any] = {}
+    for field in dataclasses.fields(RoundRecord):
+        value = row[field.name]
+        if field.name.endswith("_A"):
+            columns[field.name] = np.array([_whole(item) for item in value], np.int64)
+        elif field.name.endswith("_s"):
+            columns[field.name] = _seconds(value)
+        else:
+            columns[field.name] = _whole(value)
+    sizes = {len(column) for name, column in columns.items() if name.endswith("_A")}
+    if len(sizes) != 1 or len(row) != len(columns):
+        raise ValueError(f"a round of {len(row)} entries, of requests {sorted(sizes)}")
+    return RoundRecord(**columns)
+
+
+def _whole(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 2**53:
+        raise ValueError(f"expected a whole number, got {str(value)[:40]!r}")
+    return value
+
+
+def _seconds(value: Any) -> float:
+    if type(value) not in (int, float) or not abs(value) < 2**53:  # nan is not either
+        raise ValueError(f"expected seconds, got {str(value)[:40]!r}")
+    return float(value)

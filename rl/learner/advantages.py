@@ -1,0 +1,182 @@
+"""Rewards become advantages: how much better a response was than its siblings, or than expected.
+
+Plain numpy on the host. Whatever a group holds, the result is finite: a group
+without differences teaches nothing and gets advantages of exactly 0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from rl.learner.algorithms import Estimator, Normalisation
+
+STD_FLOOR = 1e-4  # TRL's; keeps a group of nearly equal rewards from exploding
+
+
+def group_advantages(
+    rewards: Sequence[float | None], group_ids: Sequence[int], *, normalise: Normalisation = "std"
+) -> np.ndarray:
+    """A_i = r_i − mean(group), divided by std(group) + 1e-4 where `normalise` is "std".
+
+    The standard deviation has n − 1 in its denominator. A reward of None (a
+    response that could not be scored) counts in no mean and gets advantage 0;
+    `rl.learner.micro_batches` leaves it out of the loss. Equal rewards and groups of one get 0
+    exactly. Groups may lie in any order. Returns float32 [n].
+
+    Raises ValueError for unequal lengths, a reward that is not finite, and an
+    unknown `normalise`. Source: GRPO, arXiv 2402.03300; TRL's GRPOTrainer.
+    """
+    if normalise not in ("std", "none"):
+        raise ValueError(f"normalise must be 'std' or 'none', got {normalise!r}")
+    advantages = np.zeros(len(rewards), np.float32)
+    for indices, values in _groups(rewards, group_ids).values():
+        if _differ(values):
+            scale = float(values.std(ddof=1)) + STD_FLOOR if normalise == "std" else 1.0
+            advantages[indices] = (values - values.mean()) / scale
+    return advantages
+
+
+def leave_one_out_advantages(
+    rewards: Sequence[float | None], group_ids: Sequence[int]
+) -> np.ndarray:
+    """A_i = r_i − mean of the others of its group = (r_i − mean) · n / (n − 1); float32 [n].
+
+    Missing rewards, equal ones and groups of one as in `group_advantages`.
+    Source: RLOO, arXiv 2402.14740.
+    """
+    advantages = np.zeros(len(rewards), np.float32)
+    for indices, values in _groups(rewards, group_ids).values():
+        if _differ(values):
+            n = len(values)
+            advantages[indices] = (values - values.mean()) * (n / (n - 1))
+    return advantages
+
+
+def response_advantages(
+    rewards: Sequence[float | None],
+    group_ids: Sequence[int],
+    estimator: Estimator,
+    normalise: Normalisation,
+) -> np.ndarray:
+    """The advantage of each response by the named estimator; float32 [n].
+
+    "gae" compares no siblings: zeros here, the trainer's critic judges every token.
+    """
+    if estimator == "gae":
+        return np.zeros(len(rewards), np.float32)
+    if estimator == "leave_one_out":
+        return leave_one_out_advantages(rewards, group_ids)
+    return group_advantages(rewards, group_ids, normalise=normalise)
+
+
+def informative_groups(rewards: Sequence[float | None], group_ids: Sequence[int]) -> set[int]:
+    """The groups whose rewards are not all equal: those that dynamic sampling keeps.
+
+    Missing rewards count for nothing. Source: DAPO, arXiv 2503.14476, section 3.2.
+    """
+    return {g for g, (_, values) in _groups(rewards, group_ids).items() if _differ(values)}
+
+
+def overlong_penalties(
+    lengths: Sequence[int], max_new_tokens: int, buffer_tokens: int
+) -> np.ndarray:
+    """0 up to max_new_tokens − buffer, then linear to −1 at max_new_tokens; float64 [n].
+
+    Zeros for a buffer of 0. Source: DAPO, arXiv 2503.14476, equation 13, whose limit is
+    one that no response passes here.
+    """
+    over = np.asarray(lengths, np.float64) - (max_new_tokens - buffer_tokens)
+    return -np.clip(over, 0, None) / buffer_tokens if buffer_tokens else np.zeros(len(over))
+
+
+def gae(
+    rewards_B: np.ndarray,
+    values_BT: np.ndarray,
+    lengths_B: np.ndarray,
+    *,
+    gamma: float,
+    gae_lambda: float,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Advantages and returns of each token; float32 [B, T] twice, 0 behind a row's length.
+
+    δ_t = r_t + γ·V_{t+1} − V_t and A_t = δ_t + γλ·A_{t+1}; r is the response's reward at
+    its last token, 0 before it; V and A are 0 after it, at the length limit too. V_t is
+    the value where token t is predicted. Returns are A + V. Source: arXiv 1506.02438.
+    """
+    B, T = values_BT.shape
+    advantages_BT = np.zeros((B, T + 1))
+    places_T = np.arange(T)
+    inside_BT = places_T < lengths_B[:, None]
+    values = np.zeros((B, T + 1))
+    values[:, :T] = np.where(inside_BT, values_BT, 0.0)
+    last_BT = places_T == lengths_B[:, None] - 1
+    for t in reversed(range(T)):
+        delta_B = rewards_B * last_BT[:, t] + gamma * values[:, t + 1] - values[:, t]
+        after_B = gamma * gae_lambda * advantages_BT[:, t + 1]
+        advantages_BT[:, t] = np.where(inside_BT[:, t], delta_B + after_B, 0.0)
+    advantages_BT = advantages_BT[:, :T]
+    return advantages_BT.astype(np.float32), (advantages_BT + values[:, :T]).astype(np.float32)
+
+
+def whiten(values_BT: np.ndarray, mask_BT: np.ndarray) -> np.ndarray:
+    """(x − mean) / (std + 1e-8) over all places of the mask, 0 elsewhere; float32 [B, T].
+
+    The standard deviation has n − 1 in its denominator; equal values and a single one give 0.
+    """
+    inside = values_BT[mask_BT].astype(np.float64)
+    result = np.zeros(values_BT.shape, np.float32)
+    if _differ(inside):
+        result[mask_BT] = (inside - inside.mean()) / (inside.std(ddof=1) + 1e-8)
+    return result
+
+
+def _groups(
+    rewards: Sequence[float | None], group_ids: Sequence[int]
+) -> dict[int, tuple[list[int], np.ndarray]]:
+    """Group → (indices of its scored samples, their rewards in float64)."""
+    if len(rewards) != len(group_ids):
+        raise ValueError(f"expected a group id per reward, got {len(rewards)} and {len(group_ids)}")
+    members: dict[int, list[int]] = {}
+    for i, (reward, group_id) in enumerate(zip(rewards, group_ids, strict=True)):
+        if reward is None:
+            continue
+        if not math.isfinite(reward):
+            raise ValueError(
+                f"reward of sample {i} (group {group_id}) is {reward}: expected a finite number, "
+                "or None for a response that could not be scored"
+            )
+        members.setdefault(int(group_id), []).append(i)
+    return {
+        g: (indices, np.array([rewards[i] for i in indices], np.float64))
+        for g, indices in members.items()
+    }
+
+
+def _differ(values: np.ndarray) -> bool:
+    """Whether they are not all equal: the mean of equal numbers may round away from them."""
+    return values.size > 1 and bool(values.min() != values.max())
+
+
+def reward_statistics(
+    rewards: Sequence[float | None], group_ids: Sequence[int]
+) -> dict[str, float]:
+    """TRL's `reward`, `reward_std` and `frac_reward_zero_std`, the last two over groups.
+
+    Also the counts `reward/skipped_samples` and `reward/groups_of_one`.
+    The means are left out where nothing was scored: 0 would be a claim.
+    """
+    groups = _groups(rewards, group_ids).values()
+    scored = [r for r in rewards if r is not None]
+    stds = [float(values.std(ddof=1)) if _differ(values) else 0.0 for _, values in groups]
+    stats = {
+        "reward/skipped_samples": float(len(rewards) - len(scored)),
+        "reward/groups_of_one": float(sum(len(indices) == 1 for indices, _ in groups)),
+    }
+    if scored:
+        stats["reward"] = float(np.mean(scored))
+        stats["reward_std"] = float(np.mean(stds))
+        stats["frac_reward_zero_std"] = float(np.mean([std == 0 for std in stds]))
+    return stats

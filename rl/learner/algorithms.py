@@ -1,0 +1,232 @@
+"""The algorithms by name: what each one's paper has, and what a configuration changes of it.
+
+One table, `ALGORITHMS`, holds the differences; the trainer and the loop are the same
+for all. The functions that the names stand for are in `rl.learner.advantages`,
+`rl.learner.policy_losses`, `rl.learner.losses` and `rl.learner.importance_correction`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import typing
+from typing import Any, Literal
+
+from rl.learner.importance_correction import Correction, parse_correction
+
+Name = Literal["grpo", "dr_grpo", "dapo", "gspo", "rloo", "ppo"]
+Estimator = Literal["group", "leave_one_out", "gae"]
+Normalisation = Literal["std", "none", "batch"]
+PolicyLoss = Literal["clipped", "sequence_clipped", "reinforce"]
+Aggregation = Literal["token", "sequence", "sequence_sum", "constant"]
+OldLogprobs = Literal["rollout", "emission", "recomputed"]
+KLEstimator = Literal["k1", "k2", "k3"]
+
+NORMALISATIONS: dict[str, tuple[Normalisation, ...]] = {
+    "group": ("std", "none"),
+    "leave_one_out": ("none",),
+    "gae": ("batch", "none"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Algorithm:
+    """What a name stands for, with the source of each value.
+
+    `max_extra_phases` None trains on groups without differences too; a number drops
+    them and generates others (dynamic sampling) in at most so many more phases.
+    `overlong_fraction` is the share of max_new_tokens over which length is punished.
+    """
+
+    source: str
+    advantages: Estimator = "group"
+    advantage_normalisation: Normalisation = "std"
+    policy_loss: PolicyLoss = "clipped"
+    aggregation: Aggregation = "token"
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    max_extra_phases: int | None = None
+    overlong_fraction: float = 0.0
+    old_logprobs: OldLogprobs = "rollout"
+
+    @property
+    def needs_critic(self) -> bool:
+        """Whether a value network judges every token, instead of siblings each response."""
+        return self.advantages == "gae"
+
+
+ALGORITHMS: dict[str, Algorithm] = {
+    # as TRL has it by default; its paper averages over sequences of their token means
+    "grpo": Algorithm("arXiv 2402.03300"),
+    "dr_grpo": Algorithm(
+        "arXiv 2503.20783", advantage_normalisation="none", aggregation="constant"
+    ),
+    # 4,096 of 20,480 tokens are its overlong buffer; it does not bound the phases
+    "dapo": Algorithm(
+        "arXiv 2503.14476", clip_high=0.28, max_extra_phases=4, overlong_fraction=0.2
+    ),
+    "gspo": Algorithm(
+        "arXiv 2507.18071",
+        policy_loss="sequence_clipped",
+        aggregation="sequence",
+        clip_low=3e-4,
+        clip_high=4e-4,
+        # bounds this narrow are less than engine and trainer differ by in bfloat16
+        old_logprobs="recomputed",
+    ),
+    "rloo": Algorithm(
+        "arXiv 2402.14740",
+        advantages="leave_one_out",
+        advantage_normalisation="none",
+        policy_loss="reinforce",
+        aggregation="sequence_sum",
+        clip_low=1.0,
+        clip_high=math.inf,
+    ),
+    "ppo": Algorithm("arXiv 1707.06347", advantages="gae", advantage_normalisation="batch"),
+}
+
+_OF_THE_TABLE = (
+    *("clip_low", "clip_high", "advantage_normalisation", "aggregation"),
+    *("max_extra_phases", "old_logprobs"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class AlgorithmConfig:
+    """What is optimised. A field of None has the value of the algorithm's paper.
+
+    `name` is grpo, dr_grpo, dapo, gspo, rloo or ppo. `aggregation` of the loss: `token`
+    averages over all tokens of an optimizer step, `sequence` over sequences of their token
+    means, `sequence_sum` over sequences of their token sums, `constant` divides these sums
+    by sequences · Sampling.max_new_tokens. `advantage_normalisation` divides by the std of
+    the group, or of the batch with ppo. `old_logprobs` are the denominators of the ratio:
+    `rollout` takes what the engine recorded of the policy at hand, `emission` what the
+    policy that drew each token gave it (an older one where tokens are reused), `recomputed`
+    (gspo's) the trainer's own scores before the first update: in bfloat16 its passes round
+    otherwise than the engine's, so that on-policy ratios of `rollout` are not 1. `correction`
+    weighs tokens by how far that score is from the emission: `none`, `token_tis:C`,
+    `sequence_tis:C`, `token_mask:LOW:HIGH` or `sequence_mask:LOW:HIGH`
+    (`rl.learner.importance_correction`). `mask_truncated` leaves responses that met the length
+    limit out of the loss (their rewards still count in the group's mean). `max_extra_phases` bounds
+    dapo's dynamic sampling. A reward falls by up to 1 over the last `overlong_buffer_tokens` before
+    the length limit; 0 is off.
+    """
+
+    name: Name = "grpo"
+    clip_low: float | None = None
+    clip_high: float | None = None
+    kl_coefficient: float = 0.0
+    kl_estimator: KLEstimator = "k3"
+    advantage_normalisation: Normalisation | None = None
+    aggregation: Aggregation | None = None
+    old_logprobs: OldLogprobs | None = None
+    correction: str = "none"
+    mask_truncated: bool = False
+    max_extra_phases: int | None = None
+    overlong_buffer_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        for field, hint in typing.get_type_hints(AlgorithmConfig).items():
+            _check_choice(field, hint, getattr(self, field))
+        if self.clip_low is not None and not 0 <= self.clip_low <= 1:
+            raise ValueError(f"clip_low must be in [0, 1] (1 is no clipping), got {self.clip_low}")
+        if self.clip_high is not None and not self.clip_high >= 0:
+            raise ValueError(f"clip_high must be 0 or more, got {self.clip_high}")
+        if not (self.kl_coefficient >= 0 and math.isfinite(self.kl_coefficient)):
+            raise ValueError(f"kl_coefficient must be 0 or positive, got {self.kl_coefficient}")
+        for field in ("max_extra_phases", "overlong_buffer_tokens"):
+            value = getattr(self, field)
+            if value is not None and value < 0:
+                raise ValueError(f"{field} must be 0 or more, got {value}")
+        self._check_fit()
+
+    def _check_fit(self) -> None:
+        """Refuse settings that would have no effect, or that contradict each other."""
+        paper = ALGORITHMS[self.name]
+        for field in ("clip_low", "clip_high"):
+            if paper.policy_loss == "reinforce" and getattr(self, field) is not None:
+                raise ValueError(
+                    f"{field} has no meaning for {self.name}, whose loss is not clipped, got "
+                    f"{getattr(self, field)}: leave it out, or choose another name"
+                )
+        if self.max_extra_phases is not None and paper.max_extra_phases is None:
+            raise ValueError(
+                f"max_extra_phases is of dynamic sampling, which {self.name} has not, got "
+                f'{self.max_extra_phases}: leave it out, or set name = "dapo"'
+            )
+        known = NORMALISATIONS[paper.advantages]
+        if self.advantage_normalisation not in (None, *known):
+            raise ValueError(
+                f"advantage_normalisation of {self.name} must be {' or '.join(known)}, got "
+                f"{self.advantage_normalisation!r}"
+            )
+        if self.importance is not None and self.old_logprobs not in (None, "recomputed"):
+            raise ValueError(
+                f"correction = {self.correction!r} compares the trainer's own scores with the "
+                f"emission, got old_logprobs = {self.old_logprobs!r}: leave old_logprobs out, or "
+                'set it to "recomputed"'
+            )
+
+    @functools.cached_property
+    def importance(self) -> Correction | None:
+        """`correction`, read; None for `none`."""
+        return parse_correction(self.correction)
+
+    @functools.cached_property
+    def resolved(self) -> Algorithm:
+        """The algorithm of that name, with what this configuration changes of it."""
+        changes: dict[str, Any] = {
+            field: getattr(self, field)
+            for field in _OF_THE_TABLE
+            if getattr(self, field) is not None
+        }
+        if self.importance is not None:
+            changes["old_logprobs"] = "recomputed"
+        return dataclasses.replace(ALGORITHMS[self.name], **changes)
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.kl_coefficient > 0
+
+    def overlong_tokens(self, max_new_tokens: int) -> int:
+        """Over how many tokens before the limit a reward falls; 0 is off."""
+        if self.overlong_buffer_tokens is not None:
+            return self.overlong_buffer_tokens
+        return int(self.resolved.overlong_fraction * max_new_tokens)
+
+
+def _check_choice(field: str, hint: Any, value: Any) -> None:
+    """Raise ValueError for a value that is none of those which a Literal names."""
+    literals = [hint, *typing.get_args(hint)]
+    names = [n for h in literals if typing.get_origin(h) is Literal for n in typing.get_args(h)]
+    if names and value is not None and value not in names:
+        raise ValueError(f"{field} must be one of {', '.join(names)}, got {value!r}")
+
+
+@dataclasses.dataclass(frozen=True)
+class CriticConfig:
+    """PPO's value network: its optimizer's rate, and how it judges tokens.
+
+    `gamma` discounts later rewards, `gae_lambda` mixes one-step (0) and whole-response
+    (1) estimates; below 1, a critic that still says 0 makes long responses look bad. A
+    value's step away from the one before the update is clipped at `value_clip`. All else
+    of its optimizer is as in the section Optimizer.
+    """
+
+    learning_rate: float = 1e-5
+    gamma: float = 1.0
+    gae_lambda: float = 1.0
+    value_clip: float = 0.2
+
+    def __post_init__(self) -> None:
+        if not (self.learning_rate >= 0 and math.isfinite(self.learning_rate)):
+            raise ValueError(f"learning_rate must be 0 or positive, got {self.learning_rate}")
+        for field in ("gamma", "gae_lambda"):
+            if not 0 <= getattr(self, field) <= 1:
+                raise ValueError(f"{field} must be in [0, 1], got {getattr(self, field)}")
+        if not self.value_clip > 0:
+            raise ValueError(
+                f"value_clip must be positive (1e999 is no clipping), got {self.value_clip}"
+            )

@@ -1,0 +1,256 @@
+"""PPO's critic: the policy's trunk with a scalar head, which learns what a response will earn.
+
+It starts from the policy with a head of zeros and shares nothing with it afterwards. It
+reads the same packed micro-batches: the value of a token is taken where the token is
+predicted. Its jitted steps mirror those of `rl.learner.trainer`, one shape for a whole run.
+Axes: B rows, T positions, E samples, M their response tokens, D model width.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from models import transformer
+from models.config import ModelConfig
+from models.transformer import Params, ParamSpec, param_specs
+from rl.learner import gradient_accumulation, micro_batches
+from rl.learner.advantages import gae, whiten
+from rl.learner.gradient_accumulation import Accumulator, Health, Report
+from rl.learner.logprobs import cast_for_training, keep_pace, place, unwatched
+from rl.learner.losses import LossInputs, TokenStatistics, token_weights
+from rl.learner.micro_batches import Judgement, MicroBatch, Sample
+from rl.learner.optimizer import CriticState, OptimizerConfig, learning_rate, make_optimizer, settle
+from rl.learner.policy_losses import clipped_value_loss
+from rl.learner.train_spec import Recipe
+from rl.packing import Shape
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Critic:
+    """Weights of a critic: a policy without its language head, and the value head."""
+
+    trunk: Params
+    head_D: jax.Array
+
+
+def critic_specs(model: ModelConfig) -> Critic:
+    """The tree of `ParamSpec`, as `models.transformer.param_specs` has it."""
+    trunk = dataclasses.replace(param_specs(model), head_DV=None)
+    head_D = ParamSpec((model.d_model,), (None,), 0.0)
+    return Critic(trunk, head_D)  # type: ignore[arg-type]
+
+
+def optimizer_of(recipe: Recipe) -> OptimizerConfig:
+    """The policy's optimizer with the critic's learning rate."""
+    return dataclasses.replace(recipe.optimizer, learning_rate=recipe.critic.learning_rate)
+
+
+def init(policy: Params, recipe: Recipe) -> CriticState:
+    """A critic that says 0 everywhere; the policy is copied."""
+    trunk = dataclasses.replace(policy, head_DV=None)
+    trunk = jax.tree.map(lambda p: jnp.array(p, jnp.float32, copy=True), trunk)
+    params = Critic(trunk, jnp.zeros(recipe.model.d_model, jnp.float32))
+    optimizer = make_optimizer(optimizer_of(recipe), recipe.total_steps)
+    return settle(CriticState(params, optimizer.init(params)))
+
+
+def values(params: Critic, batch: MicroBatch, recipe: Recipe) -> jax.Array:
+    """V = hidden · head where each response token is predicted; float32 [E, M].
+
+    Beyond a sample's end they mean nothing.
+    """
+    hidden_BTD = transformer.hidden(
+        recipe.model,
+        cast_for_training(params.trunk, recipe.trainer.dtype),
+        batch.tokens_BT,
+        batch.packing,
+        remat=recipe.trainer.rematerialises,
+    )
+    values_BT = jnp.sum(hidden_BTD.astype(jnp.float32) * params.head_D, axis=-1)
+    return values_BT.reshape(-1)[batch.index_EM]
+
+
+def value_loss(
+    values_BT: jax.Array, inputs: LossInputs, normaliser: jax.Array, clip: float
+) -> tuple[jax.Array, tuple[TokenStatistics, jax.Array]]:
+    """Σ clipped value loss / normaliser, its statistics, and which rows are finite.
+
+    Arrays as in `rl.learner.losses`; the normaliser counts the optimizer step's tokens.
+    """
+    assert inputs.critic is not None, "a critic learns from what it was told"
+    mask_BT = inputs.mask_BT
+    values_BT = jnp.where(mask_BT, values_BT, 0.0)
+    loss_BT, clipped_BT = clipped_value_loss(
+        values_BT, inputs.critic.values_BT, inputs.critic.returns_BT, clip
+    )
+    finite_B = jnp.all(jnp.isfinite(loss_BT) | ~mask_BT, axis=1)
+    per_token = {
+        "critic/value_loss": loss_BT,
+        "critic/clip_fraction": clipped_BT.astype(jnp.float32),
+        "critic/value_mean": values_BT,
+    }
+    sums = {name: jnp.sum(jnp.where(mask_BT, x, 0.0)) for name, x in per_token.items()}
+    total = jnp.sum(jnp.where(mask_BT, loss_BT, 0.0) * token_weights(mask_BT, normaliser, "token"))
+    sums |= {"tokens": jnp.sum(mask_BT, dtype=jnp.float32), "loss": total}
+    return total, (jax.lax.stop_gradient(TokenStatistics(sums, {})), finite_B)
+
+
+@partial(jax.jit, static_argnames=("recipe",))
+def start(*, recipe: Recipe) -> Accumulator:
+    """An empty accumulator."""
+    names = ("critic/value_loss", "critic/clip_fraction", "critic/value_mean", "tokens", "loss")
+    nothing = TokenStatistics({name: jnp.zeros((), jnp.float32) for name in names}, {})
+    return gradient_accumulation.zeros(critic_specs(recipe.model), nothing)
+
+
+@partial(jax.jit, static_argnames=("recipe",), donate_argnames=("accumulator",))
+def accumulate(
+    params: Critic,
+    accumulator: Accumulator,
+    batch: MicroBatch,
+    normaliser: jax.Array,
+    *,
+    recipe: Recipe,
+) -> tuple[Accumulator, Health]:
+    """Add a micro-batch's gradient to the accumulator, in float32."""
+
+    def loss_of(params: Critic) -> tuple[jax.Array, tuple[TokenStatistics, jax.Array]]:
+        values_EM = values(params, batch, recipe)
+        return value_loss(values_EM, batch.inputs, normaliser, recipe.critic.value_clip)
+
+    gradients, (statistics, finite_B) = jax.grad(loss_of, has_aux=True)(params)
+    specs = critic_specs(recipe.model)
+    return gradient_accumulation.add(accumulator, gradients, statistics, finite_B, specs)
+
+
+@partial(jax.jit, static_argnames=("recipe",))
+def inspect(accumulator: Accumulator, step: jax.Array, *, recipe: Recipe) -> Report:
+    """As `rl.learner.trainer.inspect`; `step` is the policy's, which steps along."""
+    lr = learning_rate(optimizer_of(recipe), recipe.total_steps, step)
+    return gradient_accumulation.report(accumulator, lr)
+
+
+@partial(jax.jit, static_argnames=("recipe",), donate_argnames=("state",))
+def apply(
+    state: CriticState, gradients: Critic, commit: jax.Array, *, recipe: Recipe
+) -> CriticState:
+    """One step of the optimizer; with `commit` False the state as it was (for `warm_up`)."""
+    optimizer = make_optimizer(optimizer_of(recipe), recipe.total_steps)
+    changes, opt_state = optimizer.update(gradients, state.opt_state, state.params)
+    params = optax.apply_updates(state.params, changes)
+    after = CriticState(
+        gradient_accumulation.laid_out(critic_specs(recipe.model), params), opt_state
+    )
+    return jax.tree.map(lambda new, old: jnp.where(commit, new, old), after, state)
+
+
+@partial(jax.jit, static_argnames=("recipe",))
+def score(params: Critic, batch: MicroBatch, *, recipe: Recipe) -> jax.Array:
+    """`values` without gradients, compiled once."""
+    return values(params, batch, recipe)
+
+
+def programs(
+    state: CriticState, plain: MicroBatch, judged: MicroBatch, step: jax.Array, recipe: Recipe
+) -> list[Any]:
+    """The steps above, lowered for `rl.learner.trainer.warm_up` to compile.
+
+    `plain` and `judged` are empty micro-batches without and with what a critic says.
+    """
+    total = start(recipe=recipe)
+    return [
+        inspect.lower(total, step, recipe=recipe),
+        apply.lower(state, total.gradients, np.bool_(False), recipe=recipe),
+        accumulate.lower(state.params, total, judged, np.float32(1), recipe=recipe),
+        score.lower(state.params, plain, recipe=recipe),
+    ]
+
+
+def run_once(
+    state: CriticState, plain: MicroBatch, judged: MicroBatch, step: jax.Array, recipe: Recipe
+) -> CriticState:
+    """Run each step on nothing; the state comes back unchanged, the one given is donated."""
+    score(state.params, plain, recipe=recipe)
+    total, _ = accumulate(state.params, start(recipe=recipe), judged, np.float32(1), recipe=recipe)
+    inspect(total, step, recipe=recipe)
+    return apply(state, total.gradients, np.bool_(False), recipe=recipe)
+
+
+def score_samples(
+    params: Critic,
+    samples: Sequence[Sample],
+    shape: Shape,
+    recipe: Recipe,
+    on_pass: Callable[[], None] = unwatched,
+) -> list[np.ndarray]:
+    """The value of each sample's response tokens, float32 [num_tokens]; one fetch."""
+    packed = micro_batches.micro_batches(samples, shape)
+    scored: list[jax.Array] = []
+    for p in packed:
+        scored.append(score(params, place(p.batch), recipe=recipe))
+        keep_pace(scored, on_pass)
+    result: list[np.ndarray] = [np.empty(0, np.float32)] * len(samples)
+    for p, values_EM in zip(packed, jax.device_get(scored), strict=True):
+        for e, i in enumerate(p.sample_indices):
+            result[i] = values_EM[e, : samples[i].trajectory.num_tokens]
+    return result
+
+
+def judge(
+    params: Critic,
+    samples: list[Sample],
+    shape: Shape,
+    recipe: Recipe,
+    on_pass: Callable[[], None] = unwatched,
+) -> tuple[list[Sample], dict[str, float]]:
+    """Samples with advantages, returns and values of each token, and how well these were foreseen.
+
+    The reward is earned at the last token. Explained variance is 1 − Var(returns −
+    values) / Var(returns) over all tokens, left out where all returns are equal.
+    """
+    if not samples:
+        return samples, {}
+    settings = recipe.critic
+    scored = score_samples(params, samples, shape, recipe, on_pass)
+    lengths_E = np.array([len(v) for v in scored])
+    rewards_E = np.array([s.trajectory.reward for s in samples], np.float64)
+    mask_EM = np.arange(lengths_E.max()) < lengths_E[:, None]
+    values_EM = np.zeros(mask_EM.shape, np.float32)
+    values_EM[mask_EM] = np.concatenate(scored)
+    advantages_EM, returns_EM = gae(
+        rewards_E, values_EM, lengths_E, gamma=settings.gamma, gae_lambda=settings.gae_lambda
+    )
+    if recipe.algorithm.resolved.advantage_normalisation == "batch":
+        advantages_EM = whiten(advantages_EM, mask_EM)
+    judged = [
+        dataclasses.replace(
+            s, judgement=Judgement(advantages_EM[e, :n], returns_EM[e, :n], values_EM[e, :n])
+        )
+        for e, (s, n) in enumerate(zip(samples, lengths_E, strict=True))
+    ]
+    returns, errors = returns_EM[mask_EM], (returns_EM - values_EM)[mask_EM]
+    metrics = {"critic/return_mean": float(returns.mean(dtype=np.float64))}
+    if (variance := float(returns.var(dtype=np.float64))) > 0:
+        explained = 1 - float(errors.var(dtype=np.float64)) / variance
+        metrics["critic/explained_variance"] = explained
+    return judged, metrics
+
+
+def metrics_of(reports: Sequence[Report]) -> dict[str, float]:
+    """Means over the tokens of all optimizer steps; `lr` is the last."""
+    sums = gradient_accumulation.summed(reports).sums
+    tokens = max(float(sums["tokens"]), 1.0)
+    means = {name: float(x) / tokens for name, x in sums.items() if name.startswith("critic/")}
+    return means | {
+        "critic/grad_norm": float(np.mean([r.grad_norm for r in reports])),
+        "critic/lr": float(reports[-1].lr),
+    }

@@ -1,0 +1,171 @@
+"""Log-probabilities of given tokens under a policy, without batch × length × vocabulary.
+
+The distribution is the sampler's (after temperature, top-k and top-p), by the
+same `spec.sampling`. `token_logprobs` is what training differentiates; `score`
+and `score_samples` are for references, old policies and checks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from models import transformer
+from models.sharding import RULES, constrain
+from models.transformer import Params
+from rl.learner import micro_batches
+from rl.learner.micro_batches import MicroBatch
+from rl.learner.train_spec import Recipe
+from spec.sampling import SamplingConfig, log_probs
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Processing:
+    """Temperature (float32), top-k (int32) and top-p (float32) as traced scalars."""
+
+    temperature: Any
+    top_k: Any
+    top_p: Any
+
+    @classmethod
+    def of(cls, sampling: SamplingConfig) -> Processing:
+        return cls(
+            np.float32(sampling.temperature), np.int32(sampling.top_k), np.float32(sampling.top_p)
+        )
+
+
+def cast(params: Params, dtype: Any) -> Params:
+    """The parameters in `dtype`; the same arrays where they have it already."""
+    return jax.tree.map(lambda p: p.astype(dtype), params)
+
+
+def cast_for_training(params: Params, dtype: Any) -> Params:
+    """As `cast`, without the embedding, whose rows the forward pass rounds.
+
+    So its gradient, a sum over all positions that hold a token, is summed in the master's dtype.
+    """
+    return dataclasses.replace(cast(params, dtype), embedding_VD=params.embedding_VD)
+
+
+def token_logprobs(
+    params: Params, batch: MicroBatch, processing: Processing, recipe: Recipe
+) -> tuple[jax.Array, jax.Array]:
+    """Log-probability of each sample's response tokens, and entropy there; float32 [E, M] twice.
+
+    Beyond a sample's end they mean nothing. Logits exist for
+    `Trainer.logprob_chunk_tokens` positions at a time, in the backward pass too.
+    Gradients flow through the log-probabilities alone.
+    """
+    dtype = recipe.trainer.dtype
+    hidden_BTD = transformer.hidden(
+        recipe.model,
+        cast_for_training(params, dtype),
+        batch.tokens_BT,
+        batch.packing,
+        remat=recipe.trainer.rematerialises,
+    )
+    # the head stays in its master's dtype until inside the loop, where autodiff
+    # sums its gradient over chunks: in bfloat16 that sum would lose digits
+    head = dataclasses.replace(params, layers=())
+
+    def chunk(x: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        hidden_BCD, targets_BC = x
+        logits_BCV = transformer.head(cast(head, dtype), hidden_BCD)
+        logits_BCV = constrain(logits_BCV, "batch", None, "vocab")
+        temperature, top_k, top_p = (
+            jnp.broadcast_to(p, targets_BC.shape)
+            for p in (processing.temperature, processing.top_k, processing.top_p)
+        )
+        logprobs_BC, entropy_BC = log_probs(logits_BCV, targets_BC, temperature, top_k, top_p)
+        return logprobs_BC, jax.lax.stop_gradient(entropy_BC)
+
+    chunk_tokens = recipe.trainer.logprob_chunk_tokens
+    logprobs_BT, entropy_BT = _map_chunks(chunk, hidden_BTD, batch.targets_BT, chunk_tokens)
+    return logprobs_BT.reshape(-1)[batch.index_EM], entropy_BT.reshape(-1)[batch.index_EM]
+
+
+def _map_chunks(
+    chunk: Any, hidden_BTD: jax.Array, targets_BT: jax.Array, chunk_tokens: int
+) -> tuple[jax.Array, jax.Array]:
+    """Apply `chunk` to equal slices of the T axis, one after the other, and join its results.
+
+    Rows stay whole, so that a batch split over devices stays where it is.
+    """
+    B, T, D = hidden_BTD.shape
+    count = -(-T // max(1, chunk_tokens // B))
+    size = -(-T // count)
+    over = count * size - T
+    hidden_BTD = jnp.pad(hidden_BTD, ((0, 0), (0, over), (0, 0)))
+    targets_BT = jnp.pad(targets_BT, ((0, 0), (0, over)))
+    slices = (
+        hidden_BTD.reshape(B, count, size, D).swapaxes(0, 1),
+        targets_BT.reshape(B, count, size).swapaxes(0, 1),
+    )
+    results = jax.lax.map(jax.checkpoint(chunk), slices)
+    logprobs_BT, entropy_BT = (x.swapaxes(0, 1).reshape(B, -1)[:, :T] for x in results)
+    return logprobs_BT, entropy_BT
+
+
+@partial(jax.jit, static_argnames=("recipe",))
+def score(
+    params: Params, batch: MicroBatch, processing: Processing, *, recipe: Recipe
+) -> tuple[jax.Array, jax.Array]:
+    """`token_logprobs` without gradients, compiled once."""
+    return token_logprobs(params, batch, processing, recipe)
+
+
+def unwatched() -> None:
+    """Nobody is told of a pass."""
+
+
+def keep_pace(passes: Sequence[Any], on_pass: Callable[[], None]) -> None:
+    """Wait for the last pass but one, and tell: devices keep one more to do.
+
+    Otherwise all passes would be handed over at once, and nothing could come between them.
+    """
+    jax.block_until_ready(passes[-2:-1])
+    on_pass()
+
+
+def batch_ways() -> int:
+    """Over how many parts the mesh in use splits a batch; 1 without a mesh."""
+    sizes = jax.sharding.get_abstract_mesh().shape
+    return int(np.prod([sizes.get(axis, 1) for axis in RULES["batch"] or ()]))
+
+
+def place(batch: Any) -> Any:
+    """Host arrays onto the devices, split by rows under the mesh in use."""
+    mesh = jax.sharding.get_mesh()
+    if mesh.empty:
+        return jax.device_put(batch)
+    return jax.device_put(batch, NamedSharding(mesh, PartitionSpec(RULES["batch"])))
+
+
+def score_samples(
+    params: Params,
+    samples: Sequence[micro_batches.Sample],
+    shape: micro_batches.Shape,
+    sampling: SamplingConfig,
+    recipe: Recipe,
+    on_pass: Callable[[], None] = unwatched,
+) -> list[np.ndarray]:
+    """Log-probabilities of each sample's response tokens, float32 [num_tokens]; one fetch."""
+    packed = micro_batches.micro_batches(samples, shape)
+    processing = Processing.of(sampling)
+    scored: list[jax.Array] = []
+    for p in packed:
+        scored.append(score(params, place(p.batch), processing, recipe=recipe)[0])
+        keep_pace(scored, on_pass)
+    result: list[np.ndarray] = [np.empty(0, np.float32)] * len(samples)
+    for p, logprobs_EM in zip(packed, jax.device_get(scored), strict=True):
+        for e, i in enumerate(p.sample_indices):
+            result[i] = logprobs_EM[e, : samples[i].trajectory.num_tokens]
+    return result

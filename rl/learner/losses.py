@@ -1,0 +1,268 @@
+"""The policy-gradient objective as functions of per-token arrays [B, T].
+
+Here B counts samples and T their response tokens, end token included (the [E, M]
+of `rl.learner.micro_batches`). What is summed is divided by a normaliser that the caller takes
+over the whole optimizer step, so that micro-batches add up to the full batch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+
+from rl.learner.algorithms import Aggregation, Algorithm, AlgorithmConfig, KLEstimator
+from rl.learner.importance_correction import Correction, importance_weights
+from rl.learner.policy_losses import policy_loss
+from rl.trajectory import Origin
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class CriticInputs:
+    """What a critic said of each token before the update, and what it is to learn; [B, T]."""
+
+    advantages_BT: jax.Array
+    returns_BT: jax.Array
+    values_BT: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LossInputs:
+    """What the loss compares the policy with; float32 [B, T], `mask_BT` bool, `advantages_B` [B].
+
+    Where the mask is False the other arrays may hold anything finite. `origins_BT` (int32) say
+    how the tokens came to be (`rl.trajectory.Origin`). `critic` is set
+    where a critic judged the tokens: its advantages then stand for `advantages_B`.
+    """
+
+    mask_BT: jax.Array
+    advantages_B: jax.Array
+    rollout_logprobs_BT: jax.Array
+    old_logprobs_BT: jax.Array
+    reference_logprobs_BT: jax.Array
+    emission_logprobs_BT: jax.Array
+    origins_BT: jax.Array
+    critic: CriticInputs | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TokenStatistics:
+    """Sums and maxima over the response tokens of a micro-batch: they add up, means do not."""
+
+    sums: dict[str, jax.Array]
+    maxima: dict[str, jax.Array]
+
+
+def kl_estimate(
+    logprobs_BT: jax.Array, reference_logprobs_BT: jax.Array, estimator: KLEstimator
+) -> jax.Array:
+    """Estimates of KL(policy ‖ reference) per token, in nats; with d = ref − logp:
+
+    k1 = −d (unbiased; as a loss its expected gradient is 0), k2 = d²/2 (as a loss,
+    the gradient of the KL), k3 = exp(d) − 1 − d (unbiased, never negative). Source:
+    J. Schulman, "Approximating KL divergence", joschu.net/blog/kl-approx.html.
+    """
+    d_BT = reference_logprobs_BT - logprobs_BT
+    if estimator == "k1":
+        return -d_BT
+    if estimator == "k2":
+        return 0.5 * d_BT * d_BT
+    if estimator == "k3":
+        return jnp.expm1(d_BT) - d_BT
+    raise ValueError(f"estimator must be 'k1', 'k2' or 'k3', got {estimator!r}")
+
+
+def token_weights(mask_BT: jax.Array, normaliser: jax.Array, aggregation: Aggregation) -> jax.Array:
+    """The weight of each token in the loss; the sum of weight · loss is the aggregate.
+
+    "sequence": mask / (tokens of its row) / normaliser; rows without tokens weigh
+    nothing. All others: mask / normaliser. The normaliser is that of `normaliser_of`,
+    over the whole optimizer step. Raises ValueError for an unknown name.
+    """
+    if aggregation in ("token", "sequence_sum", "constant"):
+        return mask_BT / normaliser
+    if aggregation == "sequence":
+        tokens_B = jnp.sum(mask_BT, axis=1)
+        return mask_BT / jnp.maximum(tokens_B, 1)[:, None] / normaliser
+    raise ValueError(
+        "aggregation must be 'token', 'sequence', 'sequence_sum' or 'constant', got "
+        f"{aggregation!r}"
+    )
+
+
+def normaliser_of(
+    num_tokens: int, num_sequences: int, aggregation: Aggregation, max_new_tokens: int
+) -> float:
+    """What `token_weights` divides by, for an optimizer step of so many tokens and sequences.
+
+    "token": the tokens (DAPO, arXiv 2503.14476); "sequence" and "sequence_sum": the
+    sequences (GRPO's paper, arXiv 2402.03300; RLOO, 2402.14740); "constant": sequences ·
+    max_new_tokens, whatever their length (Dr. GRPO, 2503.20783).
+    """
+    if aggregation == "token":
+        return float(num_tokens)
+    return float(num_sequences * (max_new_tokens if aggregation == "constant" else 1))
+
+
+def loss(
+    config: AlgorithmConfig,
+    logprobs_BT: jax.Array,
+    entropy_BT: jax.Array,
+    inputs: LossInputs,
+    normaliser: jax.Array,
+    unmoved: jax.Array | bool = False,
+) -> tuple[jax.Array, tuple[TokenStatistics, jax.Array]]:
+    """Σ weight · (importance · policy loss + coefficient · KL), statistics, which rows are finite.
+
+    The importance is 1 without a correction. `unmoved`: the policy has not been updated with this
+    batch yet, so that `recomputed` denominators are these very log-probs, whatever they round to.
+    Returns (scalar, (statistics, finite_B bool)).
+    """
+    algorithm, mask_BT = config.resolved, inputs.mask_BT
+    # masked tokens are replaced before any exp: 0 · inf would be NaN in the gradient
+    logprobs_BT, old_BT, rollout_BT, reference_BT, emission_BT = (
+        jnp.where(mask_BT, x, 0.0)
+        for x in (
+            logprobs_BT,
+            inputs.old_logprobs_BT,
+            inputs.rollout_logprobs_BT,
+            inputs.reference_logprobs_BT,
+            inputs.emission_logprobs_BT,
+        )
+    )
+    if algorithm.old_logprobs == "recomputed":
+        old_BT = jnp.where(unmoved, jax.lax.stop_gradient(logprobs_BT), old_BT)
+    advantages_BT = inputs.advantages_B[:, None]
+    if inputs.critic is not None:
+        advantages_BT = inputs.critic.advantages_BT
+    loss_BT, ratio_BT = policy_loss(algorithm, logprobs_BT, old_BT, advantages_BT, mask_BT)
+    per_token = _policy_statistics(algorithm, ratio_BT, advantages_BT) | {"entropy": entropy_BT}
+    if config.importance is not None:
+        importance_BT, cut_BT = importance_weights(config.importance, old_BT, emission_BT, mask_BT)
+        loss_BT = importance_BT * loss_BT
+        per_token |= _correction_statistics(config.importance, importance_BT, cut_BT)
+    if config.needs_reference:
+        kl_BT = kl_estimate(logprobs_BT, reference_BT, config.kl_estimator)
+        loss_BT = loss_BT + config.kl_coefficient * kl_BT
+        per_token["kl"] = kl_BT
+    weight_BT = token_weights(mask_BT, normaliser, algorithm.aggregation)
+    finite_B = jnp.all(jnp.isfinite(loss_BT) | ~mask_BT, axis=1)
+    total = jnp.sum(jnp.where(mask_BT, loss_BT, 0.0) * weight_BT)
+    mismatch = _mismatch_statistics(logprobs_BT, rollout_BT)
+    statistics = _reduce(per_token | mismatch, mask_BT)
+    statistics.sums["loss"] = total
+    statistics.sums.update(_by_origin(logprobs_BT - emission_BT, inputs.origins_BT, mask_BT))
+    return total, (jax.lax.stop_gradient(statistics), finite_B)
+
+
+def _policy_statistics(
+    algorithm: Algorithm, ratio_BT: jax.Array, advantages_BT: jax.Array
+) -> dict[str, jax.Array]:
+    """Where the clip took the gradient away: below for A < 0, above for A > 0."""
+    low_BT = (ratio_BT < 1 - algorithm.clip_low) & (advantages_BT < 0)
+    high_BT = (ratio_BT > 1 + algorithm.clip_high) & (advantages_BT > 0)
+    return {
+        "clip_ratio/low_mean": low_BT.astype(jnp.float32),
+        "clip_ratio/high_mean": high_BT.astype(jnp.float32),
+        "clip_ratio/region_mean": (low_BT | high_BT).astype(jnp.float32),
+        "ratio/mean": ratio_BT,
+    }
+
+
+def _correction_statistics(
+    correction: Correction, weight_BT: jax.Array, cut_BT: jax.Array
+) -> dict[str, jax.Array]:
+    name = "truncated" if correction.kind == "tis" else "masked"
+    return {
+        "correction/weight_mean": weight_BT,
+        f"correction/{name}_fraction": cut_BT.astype(jnp.float32),
+    }
+
+
+def _mismatch_statistics(logprobs_BT: jax.Array, rollout_BT: jax.Array) -> dict[str, jax.Array]:
+    """How far the trainer is from the sampler: |d| and exp(d) − 1 − d, d = trainer − sampler.
+
+    The latter's mean estimates KL(sampler ‖ trainer).
+    """
+    d_BT = logprobs_BT - rollout_BT
+    return {
+        "sampling/sampling_logp_difference/mean": jnp.abs(d_BT),
+        "mismatch_kl": jnp.expm1(d_BT) - d_BT,
+    }
+
+
+def _by_origin(d_BT: jax.Array, origins_BT: jax.Array, mask_BT: jax.Array) -> dict[str, jax.Array]:
+    """Sums of exp(d) − 1 − d over the tokens of each origin, and their counts.
+
+    With d = trainer − emission their ratio estimates KL(emission ‖ trainer) at those tokens.
+    """
+    sums = {}
+    for origin in Origin:
+        these_BT = mask_BT & (origins_BT == int(origin))
+        kl_BT = jnp.where(these_BT, jnp.expm1(d_BT) - d_BT, 0.0)
+        sums[f"{BY_ORIGIN}{origin.name.lower()}"] = jnp.sum(kl_BT)
+        sums[f"{COUNT}{origin.name.lower()}"] = jnp.sum(these_BT, dtype=jnp.float32)
+    return sums
+
+
+BY_ORIGIN, COUNT = "emission_kl/", "emission_tokens/"
+MAXIMA = {  # metric → (statistic, sign): the largest of sign · statistic
+    "sampling/sampling_logp_difference/max": ("sampling/sampling_logp_difference/mean", 1.0),
+    "ratio/max": ("ratio/mean", 1.0),
+    "ratio/min": ("ratio/mean", -1.0),
+}
+MISMATCH = (  # meaningful only while the policy is still the one that sampled
+    "sampling/sampling_logp_difference/mean",
+    "sampling/sampling_logp_difference/max",
+    "mismatch_kl",
+    *(f"{BY_ORIGIN}{origin.name.lower()}" for origin in Origin),
+)
+
+
+def _reduce(per_token: Mapping[str, jax.Array], mask_BT: jax.Array) -> TokenStatistics:
+    sums = {name: jnp.sum(jnp.where(mask_BT, x, 0.0)) for name, x in per_token.items()}
+    sums["tokens"] = jnp.sum(mask_BT, dtype=jnp.float32)
+    maxima = {
+        metric: jnp.max(jnp.where(mask_BT, sign * per_token[name], -jnp.inf))
+        for metric, (name, sign) in MAXIMA.items()
+    }
+    return TokenStatistics(sums, maxima)
+
+
+def zero_statistics(config: AlgorithmConfig) -> TokenStatistics:
+    """The neutral element of `add_statistics`, with the names that `loss` gives."""
+    zero = jnp.zeros((), jnp.float32)
+    shape = jnp.zeros((1, 1), jnp.float32)
+    origins = jnp.zeros((1, 1), jnp.int32)
+    inputs = LossInputs(shape > 0, shape[0], shape, shape, shape, shape, origins)
+    _, (statistics, _) = loss(config, shape, shape, inputs, zero + 1)
+    return statistics
+
+
+def add_statistics(left: TokenStatistics, right: TokenStatistics) -> TokenStatistics:
+    """Statistics of two disjoint sets of tokens together."""
+    return TokenStatistics(
+        jax.tree.map(jnp.add, left.sums, right.sums),
+        jax.tree.map(jnp.maximum, left.maxima, right.maxima),
+    )
+
+
+def metrics_of(statistics: TokenStatistics) -> dict[str, float]:
+    """Means over tokens, maxima and the summed loss, under TRL's names; host floats."""
+    sums = {name: float(value) for name, value in statistics.sums.items()}
+    tokens = max(sums["tokens"], 1.0)
+    means = {
+        name: value / (1.0 if name == "loss" else tokens)
+        for name, value in sums.items()
+        if name != "tokens" and not name.startswith((BY_ORIGIN, COUNT))
+    }
+    for origin in (o.name.lower() for o in Origin):  # origins without tokens have no mean
+        if count := sums[f"{COUNT}{origin}"]:
+            means[f"{BY_ORIGIN}{origin}"] = sums[f"{BY_ORIGIN}{origin}"] / count
+    extremes = {m: float(statistics.maxima[m]) * sign for m, (_, sign) in MAXIMA.items()}
+    return means | extremes

@@ -1,0 +1,199 @@
+"""Trajectories become micro-batches of one fixed shape (`rl.packing`), with what the loss needs.
+
+Invariants: every response token is trained once, the end token included; padding
+never has weight; every micro-batch has the same shape, so that one compilation
+serves them all. Plain numpy on the host.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from models.attention import Packing
+from rl import packing
+from rl.learner.losses import CriticInputs, LossInputs
+from rl.packing import Response, Row, Shape
+from rl.trajectory import Trajectory
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Judgement:
+    """What a critic makes of each token of a response; float32 [num_tokens]."""
+
+    advantages: np.ndarray
+    returns: np.ndarray
+    values: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Sample:
+    """A trajectory with what training adds to it; log-probs are float32 [num_tokens].
+
+    `old_logprobs` of None stands for those of the rollout, `reference_logprobs` of
+    None for no reference, `judgement` of None for no critic.
+    """
+
+    trajectory: Trajectory
+    advantage: float
+    old_logprobs: np.ndarray | None = None
+    reference_logprobs: np.ndarray | None = None
+    judgement: Judgement | None = None
+
+    @property
+    def name(self) -> str:
+        t = self.trajectory
+        return f"request {t.request_id} (group {t.group_id}, sample {t.sample_index})"
+
+    @property
+    def response(self) -> Response:
+        t = self.trajectory
+        return Response(self.name, t.group_id, t.prompt_ids, t.response_ids)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class MicroBatch:
+    """What the device gets. Rows b of T positions; samples e with response tokens m < T.
+
+    `targets_BT` are the tokens that the positions predict; `index_EM` says where in
+    the flattened [B · T] each sample's response tokens are predicted (0 beyond its
+    end); the loss works on [E, M].
+    """
+
+    tokens_BT: jax.Array
+    targets_BT: jax.Array
+    packing: Packing
+    index_EM: jax.Array
+    inputs: LossInputs
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Packed:
+    """A micro-batch of numpy arrays, the samples in its first rows, the positions in use."""
+
+    batch: MicroBatch
+    sample_indices: np.ndarray
+    used_positions: int
+
+
+def select(
+    trajectories: Sequence[Trajectory], advantages: np.ndarray, *, mask_truncated: bool = False
+) -> list[Sample]:
+    """The samples that are in the loss, in order.
+
+    Left out: responses without a reward (they could not be scored), and truncated
+    ones where `mask_truncated`. Raises ValueError for unequal lengths, and for an
+    empty prompt or response, whose tokens nothing could predict.
+    """
+    if len(trajectories) != len(advantages):
+        raise ValueError(
+            f"expected an advantage per trajectory, got {len(advantages)} for {len(trajectories)}"
+        )
+    samples = []
+    for trajectory, advantage in zip(trajectories, advantages, strict=True):
+        sample = Sample(trajectory, float(advantage))
+        if not len(trajectory.prompt_ids) or not trajectory.num_tokens:
+            raise ValueError(
+                f"{sample.name} has {len(trajectory.prompt_ids)} prompt and "
+                f"{trajectory.num_tokens} response tokens: expected at least one of each"
+            )
+        if trajectory.reward is None or (mask_truncated and trajectory.truncated):
+            continue
+        samples.append(sample)
+    return samples
+
+
+def minibatch_indices(
+    group_ids: Sequence[int], num_minibatches: int, seed: Sequence[int]
+) -> list[np.ndarray]:
+    """Samples of each optimizer step of an epoch: whole groups, in a seeded order.
+
+    A function of its arguments alone, for resuming. Fewer groups than minibatches
+    give as many minibatches as there are groups.
+    """
+    ids = np.asarray(group_ids)
+    if num_minibatches == 1:
+        return [np.arange(len(ids))] if len(ids) else []
+    groups = np.random.default_rng(list(seed)).permutation(np.unique(ids))
+    parts = np.array_split(groups, num_minibatches)
+    return [np.flatnonzero(np.isin(ids, part)) for part in parts if len(part)]
+
+
+def micro_batches(samples: Sequence[Sample], shape: Shape) -> list[Packed]:
+    """Pack samples into as few rows as a greedy search finds, rows into micro-batches.
+
+    Raises ValueError where a prompt and response do not fit a row.
+    """
+    responses = [sample.response for sample in samples]
+    return [_pack(samples, responses, rows, shape) for rows in packing.plan(responses, shape)]
+
+
+def empty(shape: Shape, *, judged: bool = False) -> MicroBatch:
+    """A micro-batch without samples; `judged` has room for what a critic says."""
+    B, T, E = shape.rows, shape.length, shape.samples
+
+    def ints_BT() -> np.ndarray:
+        return np.zeros((B, T), np.int32)
+
+    def floats_EM() -> np.ndarray:
+        return np.zeros((E, T), np.float32)
+
+    inputs = LossInputs(
+        mask_BT=np.zeros((E, T), bool),
+        advantages_B=np.zeros(E, np.float32),
+        rollout_logprobs_BT=floats_EM(),
+        old_logprobs_BT=floats_EM(),
+        reference_logprobs_BT=floats_EM(),
+        emission_logprobs_BT=floats_EM(),
+        origins_BT=np.zeros((E, T), np.int32),
+        critic=CriticInputs(floats_EM(), floats_EM(), floats_EM()) if judged else None,
+    )
+    rows = Packing(ints_BT(), ints_BT(), ints_BT())
+    return MicroBatch(ints_BT(), ints_BT(), rows, np.zeros((E, T), np.int32), inputs)
+
+
+def _pack(
+    samples: Sequence[Sample], responses: Sequence[Response], rows: Sequence[Row], shape: Shape
+) -> Packed:
+    layout = packing.lay_out(responses, rows, shape)
+    order = layout.order.tolist()
+    batch = dataclasses.replace(
+        empty(shape, judged=samples[order[0]].judgement is not None),
+        tokens_BT=layout.tokens_BT,
+        targets_BT=layout.targets_BT,
+        packing=layout.packing,
+    )
+    for e, (i, start) in enumerate(zip(order, layout.starts.tolist(), strict=True)):
+        _state(batch, e, samples[i], start + np.arange(samples[i].trajectory.num_tokens))
+    return Packed(batch, layout.order, layout.used_positions)
+
+
+def _state(batch: MicroBatch, e: int, sample: Sample, index: np.ndarray) -> None:
+    """Row e of what the loss needs; `index` says where the sample's tokens are predicted."""
+    t, n = sample.trajectory, len(index)
+    batch.index_EM[e, :n] = index
+    inputs = batch.inputs
+    inputs.mask_BT[e, :n] = True
+    inputs.advantages_B[e] = sample.advantage
+    inputs.rollout_logprobs_BT[e, :n] = t.logprobs
+    old = t.logprobs if sample.old_logprobs is None else sample.old_logprobs
+    inputs.old_logprobs_BT[e, :n] = old
+    inputs.emission_logprobs_BT[e, :n] = t.emission_logprobs
+    inputs.origins_BT[e, :n] = t.origins
+    if sample.reference_logprobs is not None:
+        inputs.reference_logprobs_BT[e, :n] = sample.reference_logprobs
+    if sample.judgement is not None:
+        assert inputs.critic is not None, "all samples are judged, or none"
+        inputs.critic.advantages_BT[e, :n] = sample.judgement.advantages
+        inputs.critic.returns_BT[e, :n] = sample.judgement.returns
+        inputs.critic.values_BT[e, :n] = sample.judgement.values
+
+
+def padding_fraction(packed: Sequence[Packed]) -> float:
+    """The share of the device's positions that holds no token."""
+    positions = sum(p.batch.tokens_BT.size for p in packed)
+    return 1.0 - sum(p.used_positions for p in packed) / positions if positions else 0.0

@@ -1,0 +1,136 @@
+"""AdamW with a schedule and clipping, and the state that training carries."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from models.transformer import Params
+
+Schedule = Literal["constant", "linear", "cosine"]
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW. The schedule ends at the run's last optimizer step; `max_grad_norm` None is off."""
+
+    learning_rate: float = 1e-6
+    schedule: Schedule = "constant"
+    warmup_steps: int = 0
+    weight_decay: float = 0.0
+    max_grad_norm: float | None = 1.0
+    b1: float = 0.9
+    b2: float = 0.999
+    eps: float = 1e-8
+
+    def __post_init__(self) -> None:
+        if not self.learning_rate >= 0:
+            raise ValueError(f"learning_rate must be 0 or positive, got {self.learning_rate}")
+        if self.schedule not in ("constant", "linear", "cosine"):
+            raise ValueError(
+                f"schedule must be 'constant', 'linear' or 'cosine', got {self.schedule!r}"
+            )
+        if self.warmup_steps < 0:
+            raise ValueError(f"warmup_steps must be 0 or more, got {self.warmup_steps}")
+        if not self.weight_decay >= 0:
+            raise ValueError(f"weight_decay must be 0 or positive, got {self.weight_decay}")
+        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
+            raise ValueError(
+                f"max_grad_norm must be positive, or None for no clipping, got {self.max_grad_norm}"
+            )
+        if not (0 <= self.b1 < 1 and 0 <= self.b2 < 1):
+            raise ValueError(f"b1 and b2 must be in [0, 1), got {self.b1} and {self.b2}")
+        if not self.eps > 0:
+            raise ValueError(f"eps must be positive, got {self.eps}")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class CriticState:
+    """A critic's float32 weights (`rl.learner.critic.Critic`), and optax's state for them."""
+
+    params: Any
+    opt_state: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """Optimizer steps taken (int32), the float32 master parameters, and optax's state.
+
+    `critic` is None for algorithms without one. `behind`, in checkpoints of runs whose rollouts
+    run ahead: the weights that answer the step to come; None while a run trains. `drafter`, in
+    checkpoints of runs with a learned one: its training state (`spec.eagle.training`).
+    """
+
+    step: jax.Array
+    params: Params
+    opt_state: Any
+    critic: CriticState | None = None
+    behind: Params | None = None
+    drafter: Any = None
+
+
+def learning_rate(config: OptimizerConfig, total_steps: int, step: jax.Array) -> jax.Array:
+    """peak · min(1, (step + 1) / warm-up) · decay(x), x the share of the rest that is done.
+
+    decay: 1, 1 − x, or (1 + cos πx) / 2. The first step's rate is above 0.
+    """
+    warmup = config.warmup_steps
+    rise = jnp.minimum(1.0, (step + 1) / warmup) if warmup else 1.0
+    done = jnp.clip((step - warmup) / max(total_steps - warmup, 1), 0.0, 1.0)
+    decay = {
+        "constant": jnp.ones_like(done),
+        "linear": 1.0 - done,
+        "cosine": 0.5 * (1.0 + jnp.cos(jnp.pi * done)),
+    }[config.schedule]
+    return config.learning_rate * rise * decay
+
+
+def make_optimizer(config: OptimizerConfig, total_steps: int) -> optax.GradientTransformation:
+    """Clipping by the global norm, then AdamW; vectors (norms and biases) are not decayed."""
+    adamw = optax.adamw(
+        lambda step: learning_rate(config, total_steps, step),
+        b1=config.b1,
+        b2=config.b2,
+        eps=config.eps,
+        weight_decay=config.weight_decay,
+        mask=lambda params: jax.tree.map(lambda weight: weight.ndim > 1, params),
+    )
+    if config.max_grad_norm is None:
+        return adamw
+    return optax.chain(optax.clip_by_global_norm(config.max_grad_norm), adamw)
+
+
+def init_state(params: Params, optimizer: optax.GradientTransformation) -> TrainState:
+    """The state before the first step, in float32, laid out as the parameters are.
+
+    It takes the parameters over: a float32 tree is not copied, and the first
+    update donates its buffers.
+    """
+    params = jax.tree.map(lambda p: p.astype(jnp.float32), params)
+    return settle(TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params)))
+
+
+def settle(tree: Any) -> Any:
+    """The same arrays with shardings spelt as jit spells them, scalars on every device.
+
+    P(None) and P() mean the same, yet calls with the one do not find the program
+    compiled for the other. Without a mesh in use there is nothing to do.
+    """
+    mesh = jax.sharding.get_mesh()
+    if mesh.empty:
+        return tree
+
+    def one(x: jax.Array) -> jax.Array:
+        entries = list(x.sharding.spec) if isinstance(x.sharding, NamedSharding) else []
+        while entries and entries[-1] is None:
+            entries.pop()
+        return jax.device_put(x, NamedSharding(mesh, PartitionSpec(*entries)))
+
+    return jax.tree.map(one, tree)

@@ -1,0 +1,324 @@
+"""What a training run consists of: its sections, and the inputs they name.
+
+Nothing here touches a device, so that `--dry_run` can open and check all of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import math
+from pathlib import Path
+
+from models import hf, tokenizer
+from models.config import ModelConfig
+from models.sharding import MeshConfig
+from models.tokenizer import Tokenizer
+from rl.checkpoint.checkpointer import CheckpointConfig
+from rl.config.loader import resolve_path
+from rl.data.prompts import encode_prompt
+from rl.data.tasks import Example, Task, TaskConfig, open_tasks
+from rl.drafter_training.config import DrafterConfig, shape_of
+from rl.engine.config import EngineConfig
+from rl.learner.algorithms import AlgorithmConfig, CriticConfig
+from rl.learner.optimizer import OptimizerConfig
+from rl.learner.train_spec import Recipe, TrainerConfig
+from rl.metrics.writer import MetricsConfig
+from rl.rewards.config import RewardConfig, validate
+from rl.runtime.waits import HANG_LIMIT_S
+from rl.speculation import draft_model
+from rl.speculation.draft_model import DraftModelConfig
+from rl.speculation.reuse import ReuseConfig, check_coupling
+from rl.speculation.sources import SpeculationConfig
+from rl.workers.workers import SchedConfig
+from spec.budget.bandit_budget import TunerConfig
+from spec.eagle.data_buffer import DataBufferConfig
+from spec.eagle.model import EagleConfig
+from spec.eagle.training import DrafterTrainingConfig
+from spec.sampling import SamplingConfig
+
+Prompt = tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class RunConfig:
+    """Where a run lives, how long it is, and the seed of its data order and noise.
+
+    What shows no sign of life for `hang_limit_s` hangs: it is named, and the run ends or does
+    without it; compiling has `compile_limit_s` for each program. Asked to stop, a run that has not
+    come to its next save within `stop_limit_s` ends without one.
+    """
+
+    directory: str | None = None  # None: runs/NAME_OF_CONFIG, numbered
+    steps: int = 100
+    seed: int = 0
+    hang_limit_s: float = HANG_LIMIT_S
+    compile_limit_s: float = 3600.0
+    stop_limit_s: float = 8.0
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise ValueError(f"steps must be at least 1, got {self.steps}")
+        for field in ("hang_limit_s", "compile_limit_s", "stop_limit_s"):
+            if not 0 < getattr(self, field) < math.inf:
+                raise ValueError(f"{field} must be above 0 and finite, got {getattr(self, field)}")
+        if not 0 <= self.seed < 2**31:
+            raise ValueError(f"seed must be in 0 … 2³¹−1, got {self.seed}")
+
+
+@dataclasses.dataclass(frozen=True)
+class PolicyConfig:
+    """The policy to start from: a Hugging Face folder with its tokenizer."""
+
+    directory: str = "policies/tiny"
+
+
+@dataclasses.dataclass(frozen=True)
+class RolloutConfig:
+    """What one step generates: `group_size` responses to each of `prompts_per_step` prompts.
+
+    Examples whose prompt has more than `max_prompt_tokens` are left out of the
+    run; how many is said at the start. Last epoch's responses, for drafts and reuse,
+    take `cache_bytes` of memory, compressed; what is beyond goes to the run folder.
+    """
+
+    prompts_per_step: int = 16
+    group_size: int = 8
+    max_prompt_tokens: int = 256
+    cache_bytes: int = 2**30
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            if getattr(self, field.name) < 1:
+                raise ValueError(
+                    f"{field.name} must be at least 1, got {getattr(self, field.name)}"
+                )
+
+    @property
+    def num_requests(self) -> int:
+        return self.prompts_per_step * self.group_size
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """Everything that `python -m rl.train` can be told."""
+
+    run: RunConfig
+    policy: PolicyConfig
+    task: TaskConfig
+    reward: RewardConfig
+    rollout: RolloutConfig
+    sampling: SamplingConfig
+    engine: EngineConfig
+    sched: SchedConfig
+    speculation: SpeculationConfig
+    tuner: TunerConfig
+    drafter: DrafterConfig
+    draft_model: DraftModelConfig
+    drafter_training: DrafterTrainingConfig
+    data_buffer: DataBufferConfig
+    reuse: ReuseConfig
+    algorithm: AlgorithmConfig
+    critic: CriticConfig
+    trainer: TrainerConfig
+    optimizer: OptimizerConfig
+    mesh: MeshConfig
+    checkpoint: CheckpointConfig
+    metrics: MetricsConfig
+
+    @property
+    def longest_tokens(self) -> int:
+        """Prompt and response together, at most."""
+        return self.rollout.max_prompt_tokens + self.sampling.max_new_tokens
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Inputs:
+    """What the configuration names, opened and checked; `task` holds the usable examples."""
+
+    policy: Path
+    model: ModelConfig
+    tokenizer: Tokenizer
+    task: Task
+    left_out: int
+
+    @functools.cached_property
+    def shape_name(self) -> str:
+        """Names the shape of the policy and its vocabulary: whose tokens cached responses hold."""
+        words = sorted(self.tokenizer.backend.get_vocab().items())
+        digest = hashlib.sha256(repr((self.model, words)).encode()).hexdigest()
+        return f"{self.model.architecture}-{digest[:16]}"
+
+    def encode(self, example: Example, config: TaskConfig) -> Prompt:
+        return encode_prompt(self.tokenizer, example, config.system_prompt, config.prompt_suffix)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Subset:
+    """Some examples of a task."""
+
+    task: Task
+    indices: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, index: int) -> Example:
+        return self.task[self.indices[index]]
+
+
+def open_inputs(config: TrainConfig) -> Inputs:
+    """Open policy, tokenizer and tasks, and check that they fit together.
+
+    Raises ValueError or FileNotFoundError with expected, got and mend.
+    """
+    policy, model, words = open_policy(config.policy.directory)
+    check_lengths(config, model)
+    check_algorithm(config)
+    check_pipeline(config)
+    drafter_shape(config, model)
+    if config.speculation.asks_model:
+        draft_model.check(config.draft_model, model, words, config.longest_tokens)
+    check_tuner(config)
+    validate(config.reward)
+    task = open_tasks(config.task, config.run.seed)
+    inputs = Inputs(policy, model, words, task, 0)
+    limit = config.rollout.max_prompt_tokens
+    lengths = [len(inputs.encode(task[i], config.task)) for i in range(len(task))]
+    usable = tuple(i for i, n in enumerate(lengths) if n <= limit)
+    if not usable:
+        raise ValueError(
+            f"every one of {len(task)} prompts is longer than Rollout.max_prompt_tokens={limit} "
+            f"(the shortest has {min(lengths)}): raise the limit"
+        )
+    most_phases = 1 + (config.algorithm.resolved.max_extra_phases or 0)
+    check_coupling(
+        config.reuse,
+        len(usable),
+        most_phases * config.rollout.prompts_per_step,
+        config.rollout.group_size,
+    )
+    if len(usable) == len(task):
+        return inputs
+    return dataclasses.replace(inputs, task=_Subset(task, usable), left_out=len(task) - len(usable))
+
+
+def open_policy(directory: str) -> tuple[Path, ModelConfig, Tokenizer]:
+    """A policy's folder, shape and tokenizer; the shape names an end token.
+
+    Raises ValueError or FileNotFoundError where they are missing or do not fit together.
+    """
+    policy = resolve_path(directory)
+    model = hf.check(policy)
+    words = tokenizer.load(policy)
+    tokenizer.check_vocabulary(words, model)
+    if not model.eos_token_ids:
+        model = dataclasses.replace(model, eos_token_ids=tuple(words.eos_token_ids))
+    if not model.eos_token_ids:
+        raise ValueError(
+            f"neither {policy}/config.json nor its tokenizer names an end token: no response could "
+            "end; set eos_token_id in config.json"
+        )
+    return policy, model, words
+
+
+def check_lengths(config: TrainConfig, model: ModelConfig) -> None:
+    """Raise ValueError where the longest prompt and response do not fit the policy."""
+    longest = config.longest_tokens
+    if longest > model.max_positions:
+        raise ValueError(
+            f"Rollout.max_prompt_tokens={config.rollout.max_prompt_tokens} and "
+            f"Sampling.max_new_tokens={config.sampling.max_new_tokens} make {longest} positions, "
+            f"the policy has {model.max_positions}: lower one of them"
+        )
+
+
+def check_algorithm(config: TrainConfig) -> None:
+    """Raise ValueError where the algorithm could not learn from what a step generates."""
+    name, size = config.algorithm.name, config.rollout.group_size
+    if size < 2 and not config.algorithm.resolved.needs_critic:
+        raise ValueError(
+            f"Algorithm.name={name!r} compares the responses to a prompt with one another: "
+            f"expected Rollout.group_size of 2 or more, got {size}; raise it, or set "
+            'Algorithm.name = "ppo"'
+        )
+    limit = config.sampling.max_new_tokens
+    if (buffer := config.algorithm.overlong_tokens(limit)) > limit:
+        raise ValueError(
+            f"expected Algorithm.overlong_buffer_tokens of at most Sampling.max_new_tokens="
+            f"{limit}, got {buffer}: lower it"
+        )
+
+
+def drafter_shape(config: TrainConfig, model: ModelConfig) -> EagleConfig | None:
+    """What the run's learned drafter is; None without one. Raises as `shape_of` does."""
+    if not config.speculation.learns:
+        return None
+    return shape_of(config.drafter, config.drafter_training, model)
+
+
+def check_tuner(config: TrainConfig) -> None:
+    """Raise ValueError where the bandit's arms are larger than trees get."""
+    if config.speculation.budget != "bandit":
+        return
+    most, tuner = config.engine.max_nodes - 1, config.tuner
+    if max(tuner.verify_tokens) > most:
+        raise ValueError(
+            f"expected Tuner.verify_tokens of at most Engine.max_nodes − 1 = {most}, got "
+            f"{tuner.verify_tokens}: lower them, or raise Engine.max_nodes"
+        )
+    asked = {
+        "Drafter.max_depth": (config.speculation.learns, config.drafter.max_depth),
+        "DraftModel.max_depth": (config.speculation.asks_model, config.draft_model.max_depth),
+    }
+    for name, (is_asked, deepest) in asked.items():
+        if is_asked and max(tuner.depths) > deepest:
+            raise ValueError(
+                f"expected Tuner.depths of at most {name}={deepest}, got {tuner.depths}: lower "
+                f"them, or raise {name}"
+            )
+
+
+def check_pipeline(config: TrainConfig) -> None:
+    """Raise ValueError where rollouts cannot run ahead of training."""
+    if config.sched.mode != "pipeline":
+        return
+    if config.algorithm.resolved.max_extra_phases is not None:
+        raise ValueError(
+            f"Algorithm.name={config.algorithm.name!r} asks for more prompts once rewards are "
+            'known, and Sched.mode="pipeline" asks a step ahead: choose another algorithm, or '
+            'Sched.mode = "sync"'
+        )
+    if config.reuse.enabled:
+        raise ValueError(
+            f'Sched.mode="pipeline" reuses nothing yet, got Reuse.mode={config.reuse.mode!r}: set '
+            'Reuse.mode = "off" (responses of last epoch still serve as drafts), or Sched.mode = '
+            '"sync"'
+        )
+
+
+def remarks(config: TrainConfig, inputs: Inputs) -> list[str]:
+    """What is to be known of a run before it begins, though nothing of it is wrong."""
+    found = []
+    if not config.speculation.enabled:
+        found.append(
+            "speculation: off in this configuration; configs/epochs_tiny.gin is a short run with it"
+        )
+    if config.trainer.minibatches > (groups := config.rollout.prompts_per_step):
+        found.append(
+            f"Trainer.minibatches={config.trainer.minibatches} becomes {groups}: a minibatch holds "
+            "whole groups, and a step has Rollout.prompts_per_step of them"
+        )
+    if inputs.left_out:
+        found.append(f"{inputs.left_out} examples are left out: prompt too long")
+    return found
+
+
+def recipe(config: TrainConfig, model: ModelConfig) -> Recipe:
+    """The static part of the training steps."""
+    minibatches = min(config.trainer.minibatches, config.rollout.prompts_per_step)
+    steps = config.run.steps * config.trainer.inner_updates * minibatches
+    return Recipe(
+        model, config.algorithm, config.trainer, config.optimizer, steps, critic=config.critic
+    )

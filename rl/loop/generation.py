@@ -1,0 +1,310 @@
+"""A step's responses: prompts → rollouts → rewards, in one phase or in as many as it takes.
+
+Dynamic sampling drops groups whose rewards are all equal, and generates others in
+further phases of the same step. Everything is a function of (configuration, data
+cursor, step, state), so the cursor is part of what a checkpoint keeps.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+
+from models.transformer import Params
+from rl.data.prompts import DataOrder, prompts_for_step
+from rl.data.tasks import Example
+from rl.engine.engine import Engine
+from rl.engine.speculate import Guesses
+from rl.engine.stats import EngineStats, joined
+from rl.learner import trainer
+from rl.learner.advantages import informative_groups
+from rl.learner.train_spec import Recipe
+from rl.loop.drafter_run import DrafterRun
+from rl.loop.experiment import Inputs, Prompt, TrainConfig
+from rl.metrics.writer import Timings
+from rl.packing import Shape
+from rl.rewards.pool import Job, RewardPool, Score
+from rl.rewards.process import RewardWorkerError
+from rl.runtime.progress import Progress
+from rl.runtime.signals import Stopped, Watch
+from rl.speculation import reuse
+from rl.speculation.reuse import Reuse
+from rl.speculation.sources import Speculation
+from rl.trajectory import Trajectory
+from rl.workers.workers import Workers
+from spec.reuse.rollout_cache import RolloutCache
+from spec.sampling import SamplingConfig
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class System:
+    """The parts of a run that live as long as it does."""
+
+    config: TrainConfig
+    inputs: Inputs
+    recipe: Recipe
+    shape: Shape
+    engine: Engine | Workers
+    cache: RolloutCache
+    speculation: Speculation
+    reuse: Reuse
+    rewards: RewardPool
+    order: DataOrder
+    reference: Params | None
+    drafter: DrafterRun | None
+    show: Progress
+    watch: Watch
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Prompts:
+    """Consecutive prompts of the data order: examples, their tokens, their numbers in the data."""
+
+    examples: tuple[Example, ...] = ()
+    tokens: tuple[Prompt, ...] = ()
+    numbers: tuple[int, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    def __add__(self, more: Prompts) -> Prompts:
+        return Prompts(
+            self.examples + more.examples, self.tokens + more.tokens, self.numbers + more.numbers
+        )
+
+    def take(self, places: Sequence[int]) -> Prompts:
+        """Those at these places."""
+        return Prompts(*(tuple(column[i] for i in places) for column in vars(self).values()))
+
+    @property
+    def keys(self) -> list[str]:
+        return [example.example_id for example in self.examples]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Phase:
+    """What one phase generated, and what was thought of it; lists in the order of the samples."""
+
+    trajectories: list[Trajectory]
+    scores: list[Score]
+    completions: list[str]
+    stats: EngineStats
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Rollouts(Phase):
+    """What one step generated in all its phases; group g answers `prompts.examples[g]`.
+
+    `used_groups` are those to train on: all of them without dynamic sampling.
+    """
+
+    prompts: Prompts
+    used_groups: frozenset[int]
+    metrics: dict[str, float]
+    num_asked: int  # of the prompts: those behind were asked by the step before
+    siblings: Sequence[Trajectory] = ()  # of the step before, in the groups of the prompts behind
+
+    @property
+    def used(self) -> np.ndarray:
+        """Which of the trajectories are trained on; bool [n]."""
+        return np.array([t.group_id in self.used_groups for t in self.trajectories])
+
+
+def generate(system: System, params: Params, cursor: int, step: int, timings: Timings) -> Rollouts:
+    """The responses of the step whose first prompt stands at `cursor` of the data order.
+
+    With dynamic sampling each further phase asks as many new prompts as groups are
+    missing, until none is or `max_extra_phases` are done. What a group is judged by is
+    its rewards as scored, before any length penalty.
+    """
+    wanted = system.config.rollout.prompts_per_step
+    extra = system.config.algorithm.resolved.max_extra_phases
+    prompts, phases = Prompts(), list[Phase]()
+    missing, used = wanted, frozenset(range(wanted))
+    while missing and len(phases) <= (extra or 0):
+        new = prompts_at(system, cursor + len(prompts), missing)
+        phases.append(generate_and_score(system, params, prompts, new, step, timings))
+        prompts += new
+        missing = 0
+        if extra is not None:
+            used = frozenset(_informative(phases))
+            missing = wanted - len(used)
+    trajectories = [t for p in phases for t in p.trajectories]
+    stats = joined([p.stats for p in phases])
+    metrics = system.reuse.metrics(stats, sum(t.num_tokens for t in trajectories), step)
+    coming = cursor + len(prompts) if step < system.config.run.steps else None
+    metrics |= remember(system, prompts.keys, trajectories, coming)
+    if extra is not None:
+        metrics |= {
+            "dynamic_sampling/phases": float(len(phases)),
+            "dynamic_sampling/generated_groups": float(len(prompts)),
+            "dynamic_sampling/used_groups": float(len(used)),
+        }
+    return Rollouts(
+        trajectories,
+        [s for p in phases for s in p.scores],
+        [c for p in phases for c in p.completions],
+        stats,
+        prompts,
+        used,
+        metrics,
+        len(prompts),
+    )
+
+
+def _informative(phases: Sequence[Phase]) -> set[int]:
+    """The groups so far whose rewards are not all equal."""
+    rewards = [t.reward for p in phases for t in p.trajectories]
+    return informative_groups(rewards, [t.group_id for p in phases for t in p.trajectories])
+
+
+def generate_and_score(
+    system: System, params: Params, before: Prompts, new: Prompts, step: int, timings: Timings
+) -> Phase:
+    """The responses to `new`; each goes to the reward workers the moment it ends.
+
+    `before` are the prompts that the step has had in earlier phases: groups are numbered,
+    and noise is named, as if all had been asked at once.
+    """
+    config, first = system.config, len(before)
+    system.speculation.settle()  # the cache has one reader at a time
+    # first samples first: siblings that start apart have something to draft from
+    requests = system.reuse.requests(
+        new.keys, new.tokens, new.numbers, config.rollout.group_size, before=before.keys
+    )
+    last = {r.request_id: r.cached.tokens for r in requests if r.cached is not None}
+    guesses = system.speculation.phase(new.keys, new.tokens, last)
+    scorer = Scorer(system)
+    scorer.examples.update(enumerate(new.examples))
+
+    def watch(finished: int, tokens: int) -> None:
+        system.show.rollout(finished, len(requests), tokens)
+        leave_if_asked(system)
+
+    drafter = system.drafter
+    weights, key = trainer.cast_params(params, system.engine.dtype), system.reuse.key(step)
+    if drafter is not None:
+        drafter.began(weights, step)
+    with timings.section("rollout"):
+        done = system.engine.run(
+            weights,
+            requests,
+            config.sampling,
+            key,
+            stop_token_ids=system.inputs.model.eos_token_ids,
+            policy_version=step - 1,
+            **_as_taken_by(system.engine, guesses, weights, config.sampling, key),
+            rule=system.reuse.rule(step),
+            catcher=None if drafter is None else drafter.catcher(step),
+            on_finish=scorer,
+            on_round=watch,
+        )
+    if drafter is not None:
+        with timings.section("drafter"):
+            drafter.after_rollout(system.engine, weights)
+    with timings.section("reward"):  # what is left of it once the last response has ended
+        done.sort(key=lambda t: (t.group_id, t.sample_index))
+        scored = [scorer.result(t) for t in done]
+    trajectories = [
+        dataclasses.replace(t, reward=score.total, group_id=t.group_id + first)
+        for t, (score, _) in zip(done, scored, strict=True)
+    ]
+    scores, texts = zip(*scored, strict=True)
+    return Phase(trajectories, list(scores), list(texts), system.engine.stats)
+
+
+def leave_if_asked(system: System, may_leave: bool = True) -> None:
+    """A sign of life. Raises Stopped where the run is to stop and the step can leave no trace.
+
+    Not once the drafter has learnt from it, nor where it may not leave for other reasons.
+    """
+    trained = system.drafter is not None and system.drafter.trained_this_step
+    if system.watch.asked() and may_leave and not trained:
+        raise Stopped
+
+
+class Scorer:
+    """Called with a response as it ends, it sends it to the reward workers; `examples` by group."""
+
+    def __init__(self, system: System) -> None:
+        self._tokenizer, self._rewards = system.inputs.tokenizer, system.rewards
+        self._check = partial(leave_if_asked, system)
+        self.examples: dict[int, Example] = {}
+        self._waiting: dict[int, tuple[Future[Score], str]] = {}
+
+    def __call__(self, t: Trajectory) -> None:
+        text = self._tokenizer.decode(t.response_ids.tolist())
+        job = Job(self.examples[t.group_id], text, tuple(t.response_ids.tolist()))
+        self._waiting[t.request_id] = self._rewards.submit(job), text
+
+    def result(self, t: Trajectory) -> tuple[Score, str]:
+        """The response's score, once it is there, and its text; raises Stopped if asked to."""
+        future, text = self._waiting.pop(t.request_id)
+        return self._rewards.result(future, self._check), text
+
+    def forget(self, *, before: int) -> None:
+        """Groups below this number have nothing to be scored any more."""
+        self.examples = {g: example for g, example in self.examples.items() if g >= before}
+
+
+def tell_failures(show: Progress, scores: Sequence[Score], step: int) -> None:
+    """Say how many samples could not be scored, and why.
+
+    Raises RewardWorkerError where that is all of a run's first step: it would learn nothing.
+    """
+    failures = [score.failure for score in scores if score.failure is not None]
+    if not failures:
+        return
+    kinds: dict[str, list[str]] = {}
+    for failure in failures:
+        kinds.setdefault(failure.split(": ")[0], []).append(failure)
+    told = "; ".join(f"{len(k)} of {len(scores)} samples: {k[0]}" for k in kinds.values())
+    if step == 1 and len(failures) == len(scores):
+        raise RewardWorkerError(f"no sample of the first step could be scored: {told}")
+    show.message(f"warning: step {step}: {told}")
+
+
+def _as_taken_by(
+    engine: Engine | Workers,
+    guesses: Guesses,
+    weights: Params,
+    sampling: SamplingConfig,
+    key: jax.Array,
+) -> dict[str, Any]:
+    """One engine takes guesses, several workers their maker."""
+    if isinstance(engine, Workers):
+        return {"guesses": guesses}
+    drafter, budget = guesses(engine.site(weights, sampling, key))
+    return {"drafter": drafter, "budget": budget}
+
+
+def remember(
+    system: System, keys: Sequence[str], trajectories: Sequence[Trajectory], coming: int | None
+) -> dict[str, float]:
+    """Keep a step's responses for the next epoch, and start on the history of a step to come.
+
+    That is the next one whose prompts are asked, from place `coming` of the data order.
+    """
+    speculation, scored = system.speculation, system.reuse.mode.enabled
+    if speculation.keeps_history or scored:
+        reuse.remember(system.cache, keys, trajectories, scored=scored)
+    metrics = speculation.history_metrics()
+    for problem in [*system.cache.new_problems(), *system.reuse.new_problems()]:
+        system.show.message(f"warning: {problem}")
+    if speculation.keeps_history and coming is not None:
+        prompts = prompts_at(system, coming, system.config.rollout.prompts_per_step)
+        speculation.prepare(dict(zip(prompts.keys, prompts.tokens, strict=True)))
+    return metrics if system.drafter is None else metrics | system.drafter.metrics()
+
+
+def prompts_at(system: System, cursor: int, count: int) -> Prompts:
+    """The prompts at places cursor … cursor+count−1 of the data order."""
+    examples = prompts_for_step(system.inputs.task, system.order, cursor, count)
+    tokens = tuple(system.inputs.encode(e, system.config.task) for e in examples)
+    return Prompts(examples, tokens, tuple(system.order.indices(cursor, count).tolist()))

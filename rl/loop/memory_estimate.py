@@ -1,0 +1,315 @@
+"""What a run takes of a device's memory, and whether the device has it.
+
+An estimate by arithmetic, of one device of each kind, before anything is compiled:
+
+    total = what stays + max(what training adds, what rollouts add)
+
+Arrays that exist for certain (weights, moments, gradients, keys and values) are counted shard by
+shard. What a program needs besides is counted by its largest arrays, times how many of them are
+alive at once as XLA compiled it on a CPU (`_COPIES`, `_LOGITS`, …;
+tests/rl/loop/test_memory_estimate.py holds them to what the compiler says). Kernels that never make
+an array, as on accelerators they may not, need less.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import subprocess
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from models import kv_cache, transformer
+from models.attention import CAUSAL_BLOCKS, LEAST_BLOCK_TOKENS
+from models.config import ModelConfig
+from models.sharding import shard_shape
+from rl import packing
+from rl.loop.experiment import TrainConfig, drafter_shape
+from spec.buckets import bucket
+
+_FLOAT32 = 4
+_LOGITS_TRAINING = 12  # of a chunk's logits: processing and its gradient
+_LOGITS_ROLLOUT = 4  # of a round's
+_SCORES_KEPT = 1.4  # of a layer's attention scores, for its gradient
+_SCORES_AT_WORK = 2.2  # while a layer is computed, or its gradient
+_LOSS_ARRAYS = 14  # [samples, positions] of a micro-batch: inputs and their gradients
+
+
+@dataclasses.dataclass(frozen=True)
+class Devices:
+    """How many devices there are, of how many bytes each (None: nobody says), and their types."""
+
+    count: int = 1
+    limit_bytes: int | None = None
+    is_cpu: bool = True
+    shared: bool = True  # one memory for all of them, as a host's virtual devices have
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """Bytes of one device by part; `certain` are arrays, whatever a compiler makes of the rest."""
+
+    parts: dict[str, int]
+    total: int
+    certain: int
+
+
+def estimate(config: TrainConfig, model: ModelConfig, devices: Devices) -> Estimate:
+    """The memory of one device, of those that hold most."""
+    itemsize = _itemsize(config, devices)
+    trainer, workers = _meshes(config, devices.count)
+    stays = _state(config, model, trainer)
+    training = _training(config, model, trainer, itemsize, devices)
+    rollouts = _rollouts(config, model, workers, itemsize)
+    apart = config.sched.mode == "pipeline" and trainer.count + workers.count <= devices.count
+    if not apart and itemsize == _FLOAT32 and trainer.sizes == workers.sizes:
+        rollouts["rollout weights"] = 0  # the master weights serve
+    if not apart:  # several workers of a device each have their own
+        each = -(-config.sched.workers // max(1, devices.count // workers.count))
+        rollouts = {name: size * each for name, size in rollouts.items()}
+    sure = {"gradients", "rollout weights", "KV cache"}
+    held = sum(stays.values())
+
+    def most(names: set[str] | None) -> int:
+        train, roll = (
+            sum(size for name, size in parts.items() if names is None or name in names)
+            for parts in (training, rollouts)
+        )
+        return max(held + train, roll) if apart else held + max(train, roll)
+
+    return Estimate(stays | training | rollouts, most(None), most(sure))
+
+
+def verdict(found: Estimate, devices: Devices) -> str | None:
+    """What to say of a run that may not fit; None where it does, or nobody knows.
+
+    Raises ValueError where the arrays that exist for certain exceed a device's memory.
+    """
+    if devices.limit_bytes is None:
+        return None
+    ways = devices.count if devices.shared else 1
+    total, certain, limit = found.total * ways, found.certain * ways, devices.limit_bytes
+    mend = (
+        "lower Engine.slots, Sampling.max_new_tokens or Trainer.micro_batch_tokens, set "
+        "Trainer.remat = True, split weights over more devices (Mesh.fsdp, Mesh.tensor), or take "
+        "a smaller policy"
+    )
+    if certain > limit:
+        raise ValueError(
+            f"expected a run that fits {limit / 2**30:.1f} GiB of memory, got weights, optimizer "
+            f"and keys and values of {certain / 2**30:.1f} GiB alone: {mend}"
+        )
+    if total > limit:
+        return (
+            f"this run may need {total / 2**30:.1f} GiB of memory where {limit / 2**30:.1f} GiB "
+            f"are there: {mend}"
+        )
+    return None
+
+
+def devices_of(found: Sequence[jax.Device]) -> Devices:
+    """What jax says of its devices, which it has opened; a CPU's memory is the host's."""
+    is_cpu = found[0].platform == "cpu"
+    stats: Any = None if is_cpu else found[0].memory_stats()
+    limit = _host_bytes() if is_cpu else (stats or {}).get("bytes_limit")
+    return Devices(len(found), limit, is_cpu, shared=is_cpu)
+
+
+def devices_unopened() -> Devices:
+    """What is known of the devices without opening one: NVIDIA's tool, else the host's memory."""
+    asked = (jax.config.jax_platforms or "").partition(",")[0]
+    if asked == "cpu":
+        return Devices(1, _host_bytes())
+    try:
+        command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+        sizes = [int(line) * 2**20 for line in done.stdout.split("\n") if line.strip()]
+    except (OSError, ValueError, subprocess.SubprocessError):
+        sizes = []
+    if sizes:
+        # jax takes three quarters of it, unless told otherwise
+        share = float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.75"))
+        return Devices(len(sizes), int(min(sizes) * share), is_cpu=False, shared=False)
+    return Devices(1, None if asked else _host_bytes())
+
+
+def _host_bytes() -> int | None:
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError):
+        return None
+
+
+# --- the parts ------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Mesh:
+    sizes: dict[str, int]
+
+    @property
+    def count(self) -> int:
+        return math.prod(self.sizes.values())
+
+    @property
+    def tensor(self) -> int:
+        return self.sizes["tensor"]
+
+    @property
+    def batch(self) -> int:
+        return self.sizes["data"] * self.sizes["fsdp"]
+
+
+def _itemsize(config: TrainConfig, devices: Devices) -> int:
+    """Bytes of a value in products."""
+    name = config.trainer.compute_dtype
+    return 2 if name == "bfloat16" or (name == "auto" and not devices.is_cpu) else _FLOAT32
+
+
+def _meshes(config: TrainConfig, count: int) -> tuple[_Mesh, _Mesh]:
+    """The trainer's mesh, and that of one rollout worker."""
+    sched, mesh = config.sched, config.mesh
+    own = sched.workers * sched.devices_per_worker
+    left = count - own if sched.mode == "pipeline" and own < count else count
+    inner = mesh.fsdp * mesh.tensor
+    data = max(1, left // inner) if mesh.data == -1 else mesh.data
+    trainer = _Mesh({"data": data, "fsdp": mesh.fsdp, "tensor": mesh.tensor})
+    if sched.mode == "sync" and sched.workers == 1:
+        return trainer, trainer
+    return trainer, _Mesh({"data": 1, "fsdp": 1, "tensor": sched.devices_per_worker})
+
+
+def _weights(model: ModelConfig, mesh: _Mesh, itemsize: int) -> int:
+    specs = jax.tree.leaves(transformer.param_specs(model))
+    return itemsize * sum(
+        math.prod(shard_shape(mesh.sizes, spec.shape, spec.axes)) for spec in specs
+    )
+
+
+def _state(config: TrainConfig, model: ModelConfig, mesh: _Mesh) -> dict[str, int]:
+    weights = _weights(model, mesh, _FLOAT32)
+    return {
+        "master weights": weights,
+        "Adam moments": 2 * weights,
+        "reference policy": weights if config.algorithm.needs_reference else 0,
+        "critic": 4 * weights if config.algorithm.resolved.needs_critic else 0,
+    }
+
+
+def _training(
+    config: TrainConfig, model: ModelConfig, mesh: _Mesh, itemsize: int, devices: Devices
+) -> dict[str, int]:
+    """What a micro-batch needs besides the state."""
+    trainer, weights = config.trainer, _weights(model, mesh, _FLOAT32)
+    shape = packing.batch_shape(
+        trainer.micro_batch_tokens, config.longest_tokens, row_multiple=mesh.batch
+    )
+    rows, length = shape.rows // mesh.batch, shape.length
+    tokens = rows * length
+    remat = not devices.is_cpu if trainer.remat == "auto" else trainer.remat
+    layer = tokens * itemsize * _values_of_layer(model, mesh.tensor)
+    scores = _FLOAT32 * rows * _causal_scores(model, length) // mesh.tensor
+    kept = tokens * itemsize * model.d_model if remat else layer + int(_SCORES_KEPT * scores)
+    mask = rows * length * length
+    whole = _weights(model, _Mesh(mesh.sizes | {"fsdp": 1}), itemsize) if mesh.batch > 1 else 0
+    chunk_tokens = min(trainer.logprob_chunk_tokens // mesh.batch or 1, tokens)
+    logits = _LOGITS_TRAINING * _FLOAT32 * chunk_tokens * model.vocab_size // mesh.tensor
+    at_work = layer + int(_SCORES_AT_WORK * scores)
+    return {
+        "gradients": 2 * weights,  # of all micro-batches so far, and of this one
+        "compute copies": weights * itemsize // _FLOAT32 if itemsize < _FLOAT32 else 0,
+        "gathered weights": whole if mesh.sizes["fsdp"] > 1 else 0,
+        "activations": model.num_layers * kept + mask,
+        "a layer's gradient, or logits": max(at_work, logits),
+        "loss arrays": _LOSS_ARRAYS * _FLOAT32 * shape.samples * length // mesh.batch,
+    }
+
+
+def _rollouts(
+    config: TrainConfig, model: ModelConfig, mesh: _Mesh, itemsize: int
+) -> dict[str, int]:
+    """What a phase needs at most: its largest buckets of slots, positions and nodes."""
+    engine = config.engine
+    slots = engine.slot_bucket(config.rollout.num_requests)
+    positions = engine.position_sizes(config.longest_tokens)[-1]
+    cache = _cache(config, model, mesh, slots, positions, itemsize)
+    nodes = max(engine.node_sizes(positions), default=1) if config.speculation.enabled else 1
+    rows = _shard(slots, mesh.batch)
+    passes = {
+        "a round": _pass(model, mesh, itemsize, rows, nodes, positions),
+        "prompts": _prompts(config, model, mesh, itemsize),
+    }
+    if config.reuse.enabled:
+        shape = engine.verify_shapes(config.longest_tokens)[0]
+        row = _shard(shape.rows, mesh.batch)
+        passes["cached responses"] = _pass(model, mesh, itemsize, row, shape.length, shape.length)
+    whole = _weights(model, _Mesh(mesh.sizes | {"fsdp": 1}), itemsize)
+    return {
+        "rollout weights": _weights(model, mesh, itemsize),
+        "gathered rollout weights": whole if mesh.sizes["fsdp"] > 1 else 0,
+        "KV cache": cache,
+        "a layer of the cache, as it grows": cache // model.num_layers,
+        "a round, prompts or cached responses": max(passes.values()),
+    }
+
+
+def _cache(
+    config: TrainConfig, model: ModelConfig, mesh: _Mesh, slots: int, positions: int, itemsize: int
+) -> int:
+    """Keys, values and features of so many rows."""
+    heads = (slots, model.num_kv_heads, positions, model.head_dim)
+    values = 2 * model.num_layers * math.prod(shard_shape(mesh.sizes, heads, kv_cache.AXES))
+    shape = drafter_shape(config, model) if config.speculation.learns else None
+    if shape is not None:
+        wide = (slots, 1, positions, model.d_model * (len(shape.feature_layers) + 1))
+        values += math.prod(shard_shape(mesh.sizes, wide, kv_cache.AXES))
+    return itemsize * values
+
+
+def _prompts(config: TrainConfig, model: ModelConfig, mesh: _Mesh, itemsize: int) -> int:
+    """A chunk of a few prompts, and the cache that it fills."""
+    engine = config.engine
+    length = bucket(config.rollout.max_prompt_tokens, engine.min_prompt_tokens)
+    chunk = min(length, engine.prefill_chunk_tokens)
+    rows = _shard(engine.prefill_rows, mesh.batch)
+    cache = _cache(config, model, mesh, engine.prefill_rows, length, itemsize)
+    return 2 * cache + _pass(model, mesh, itemsize, rows, chunk, length, logits=False)
+
+
+def _pass(
+    model: ModelConfig,
+    mesh: _Mesh,
+    itemsize: int,
+    rows: int,
+    nodes: int,
+    positions: int,
+    logits: bool = True,
+) -> int:
+    """The largest arrays of a forward pass over a cache: a layer's, its scores, the logits."""
+    heads = _shard(model.num_heads, mesh.tensor)
+    scores = _SCORES_AT_WORK * _FLOAT32 * rows * heads * nodes * positions
+    layer = rows * nodes * itemsize * _values_of_layer(model, mesh.tensor)
+    drawn = _LOGITS_ROLLOUT * _FLOAT32 * rows * nodes * _shard(model.vocab_size, mesh.tensor)
+    return max(int(scores) + layer, drawn if logits else 0)
+
+
+def _values_of_layer(model: ModelConfig, tensor: int) -> int:
+    """Values a token that the gradient of a layer keeps: each array as often as XLA does."""
+    split = 5 * model.d_ff + (5 * model.num_heads + 8 * model.num_kv_heads) * model.head_dim
+    return 5 * model.d_model + split // tensor
+
+
+def _causal_scores(model: ModelConfig, length: int) -> int:
+    """Attention scores of a row and layer, its queries in blocks (models/attention.py)."""
+    size = length // CAUSAL_BLOCKS
+    if length % CAUSAL_BLOCKS or size < LEAST_BLOCK_TOKENS:
+        return model.num_heads * length * length
+    return model.num_heads * sum(size * end for end in range(size, length + 1, size))
+
+
+def _shard(size: int, ways: int) -> int:
+    """What one device has of `size`; whole where it does not divide."""
+    return size // ways if size % ways == 0 else size

@@ -1,0 +1,96 @@
+"""Metrics and sample rows of one step, under TRL's names where TRL has one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from models.tokenizer import Tokenizer
+from rl.data.tasks import Example
+from rl.engine.stats import EngineStats, speculation_metrics
+from rl.metrics.diversity import distinct_1, self_bleu
+from rl.rewards.pool import Score
+from rl.trajectory import Trajectory
+
+
+def step_metrics(
+    trajectories: Sequence[Trajectory], scores: Sequence[Score], stats: EngineStats, step: int
+) -> dict[str, Any]:
+    """Lengths, rewards by function, failures, and the engine's counts.
+
+    Off-policyness is by how many updates the policy that drew a token is older than the one that
+    `step` starts from.
+    """
+    behind = step - 1 - np.concatenate([t.policy_versions for t in trajectories])
+    lengths = np.array([t.num_tokens for t in trajectories])
+    ended = np.array([not t.truncated for t in trajectories])
+    metrics: dict[str, Any] = {
+        "completions/mean_length": float(lengths.mean()),
+        "completions/min_length": int(lengths.min()),
+        "completions/max_length": int(lengths.max()),
+        "completions/clipped_ratio": float(1 - ended.mean()),
+        "completions/count": len(trajectories),
+        "rollout/off_policyness": float(behind.mean()),
+        "rollout/off_policyness/max": int(behind.max()),
+        "rollout/rounds": sum(stats.rounds.values()),
+        "rollout/fetches": stats.fetches,
+        "rollout/prefilled_tokens": stats.prefilled_tokens,
+        "rollout/preemptions": stats.preemptions,
+        "rollout/slot_use": _slot_use(stats),
+        "rollout/generated_tokens": stats.tokens + stats.verified.drawn_tokens,
+        "rollout_tokens": int(lengths.sum()),
+    }
+    if ended.any():
+        metrics["completions/mean_terminated_length"] = float(lengths[ended].mean())
+    for name in scores[0].values:
+        values = [s.values[name] for s in scores]
+        known = np.array([v for v in values if v is not None], np.float64)
+        if known.size:
+            metrics[f"rewards/{name}/mean"] = float(known.mean())
+            metrics[f"rewards/{name}/std"] = float(known.std(ddof=1)) if known.size > 1 else 0.0
+    responses, groups = [t.response_ids for t in trajectories], [t.group_id for t in trajectories]
+    metrics["diversity/distinct_1"] = distinct_1(responses)
+    if not math.isnan(likeness := self_bleu(responses, groups)):
+        metrics["diversity/self_bleu"] = likeness
+    metrics["rewards/failures"] = sum(s.failure is not None for s in scores)
+    return metrics | speculation_metrics(stats)
+
+
+def _slot_use(stats: EngineStats) -> float:
+    """Emitted tokens per slot and round: 1 where every slot of every round was busy."""
+    places = sum(slots * count for (slots, _, _), count in stats.rounds.items())
+    return stats.tokens / places if places else 0.0
+
+
+def sample_rows(
+    tokenizer: Tokenizer,
+    examples: Sequence[Example],
+    trajectories: Sequence[Trajectory],
+    completions: Sequence[str],
+    scores: Sequence[Score],
+    advantages: np.ndarray | None,
+) -> list[dict[str, Any]]:
+    """One row of samples.jsonl per trajectory; no `advantage` where each token has its own."""
+    known = [None] * len(trajectories) if advantages is None else advantages.tolist()
+    return [
+        {
+            "example_id": examples[t.group_id].example_id,
+            "sample_index": t.sample_index,
+            "prompt": tokenizer.decode(t.prompt_ids.tolist(), skip_special=False),
+            "completion": completion,
+            "answer": examples[t.group_id].answer,
+            "reward": score.total,
+            "rewards": dict(score.values),
+            "reward_failure": score.failure,
+            "advantage": advantage,
+            "logprob": float(t.logprobs.sum()),
+            "num_tokens": t.num_tokens,
+            "finish_reason": str(t.finish_reason),
+        }
+        for t, completion, score, advantage in zip(
+            trajectories, completions, scores, known, strict=True
+        )
+    ]

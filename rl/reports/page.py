@@ -1,0 +1,234 @@
+"""The page of a report: one HTML file that holds its pictures, table and samples.
+
+Everything that a run wrote, model text above all, is escaped, and the page's
+own policy lets no script run but the one below.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rl.reports.runs import Summary
+
+MAX_TEXT_CHARS = 20_000
+PREVIEW_CHARS = 110
+# Controls beyond ASCII's, and marks that change the direction of what follows.
+_INVISIBLE = re.compile("[\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+_SHOWN_ELSEWHERE = ("step", "prompt", "completion", "reward", "advantage", "finish_reason")
+
+_CSS = """
+:root { color-scheme: light; --ink: #222; --faint: #667; --line: #e2e2e8; --soft: #f6f6f9; }
+body { margin: 0 auto; max-width: 1180px; padding: 24px; color: var(--ink);
+  font: 15px/1.5 system-ui, sans-serif; }
+h1 { font-size: 24px; margin: 0 0 4px; overflow-wrap: anywhere; }
+h2 { font-size: 18px; margin: 36px 0 12px; }
+.faint { color: var(--faint); }
+.plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(480px, 100%), 1fr));
+  gap: 16px; }
+.plots figure { margin: 0; }
+.plots figcaption { color: var(--faint); font-size: 13px; padding: 4px 2px 0; }
+.plots img { width: 100%; box-sizing: border-box; height: auto; border: 1px solid var(--line);
+  border-radius: 6px; }
+.wide { overflow-x: auto; }
+table { border-collapse: collapse; font-size: 14px; }
+th, td { padding: 4px 14px 4px 0; text-align: right; white-space: nowrap;
+  border-bottom: 1px solid var(--line); font-variant-numeric: tabular-nums; }
+th { color: var(--faint); font-weight: 600; }
+th.name, td.name { text-align: left; white-space: normal; overflow-wrap: anywhere;
+  min-width: 11em; }
+.filter { display: flex; flex-wrap: wrap; gap: 12px; margin-bottom: 12px; align-items: center; }
+.filter select, .filter input { font: inherit; padding: 3px 6px; }
+.filter input { flex: 1 1 240px; }
+details { border: 1px solid var(--line); border-radius: 6px; margin-bottom: 8px; }
+details[hidden] { display: none; }
+summary { cursor: pointer; padding: 6px 12px; display: flex; flex-wrap: wrap; gap: 2px 14px; }
+summary span { white-space: nowrap; font-variant-numeric: tabular-nums; }
+summary .text { flex: 1 1 10em; min-width: 0; overflow: hidden; text-overflow: ellipsis;
+  color: var(--faint); }
+details > div { padding: 0 12px 10px; }
+pre { background: var(--soft); padding: 8px 10px; border-radius: 4px; margin: 2px 0 10px;
+  white-space: pre-wrap; overflow-wrap: anywhere; font-size: 13px; }
+.good { color: #00694a; } .bad { color: #b3261e; }
+"""
+
+# The viewer's filter: a run, a step, a text; nothing is fetched or stored.
+_SCRIPT = """
+"use strict";
+const samples = [...document.querySelectorAll("details.sample")];
+const run = document.getElementById("run"), step = document.getElementById("step");
+const text = document.getElementById("text"), count = document.getElementById("count");
+function show() {
+  const wanted = text.value.toLowerCase();
+  let shown = 0;
+  for (const sample of samples) {
+    const hit = (!run.value || sample.dataset.run === run.value)
+      && (!step.value || sample.dataset.step === step.value)
+      && (!wanted || sample.textContent.toLowerCase().includes(wanted));
+    sample.hidden = !hit;
+    shown += hit;
+  }
+  count.textContent = shown + " of " + samples.length;
+}
+for (const control of [run, step, text]) control.addEventListener("input", show);
+show();
+"""
+
+
+def page(
+    *,
+    title: str,
+    runs: Sequence[tuple[str, int, int]],
+    images: Sequence[tuple[str, bytes, str]],
+    summaries: Sequence[Summary],
+    samples: Sequence[tuple[str, Mapping[str, Any]]],
+) -> str:
+    """The whole page as text.
+
+    `runs`: (label, rows, last step); `images`: (file, PNG, caption); `samples`: (run label, row).
+    """
+    script = base64.b64encode(hashlib.sha256(_SCRIPT.encode()).digest()).decode()
+    policy = (
+        "default-src 'none'; img-src data:; style-src 'unsafe-inline'; "
+        f"script-src 'sha256-{script}'"
+    )
+    facts = "<br>".join(
+        f"<b>{_text(label)}</b>: {rows:,} steps recorded, the last is step {last:,}"
+        for label, rows, last in runs
+    )
+    plots = "\n".join(
+        f'<figure><img alt="{_text(name.removesuffix(".png"))}" '
+        f'src="data:image/png;base64,{base64.b64encode(png).decode()}">'
+        f"<figcaption>{_text(caption)}</figcaption></figure>"
+        for name, png, caption in images
+    )
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{policy}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{_text(title)} - run report</title>
+<style>{_CSS}</style>
+</head>
+<body>
+<h1>{_text(title)}</h1>
+<p class="faint">{facts}</p>
+<div class="plots">
+{plots}
+</div>
+<h2>First, last and best</h2>
+{_table(summaries, several=len(runs) > 1)}
+<h2>Samples</h2>
+{_viewer(samples)}
+</body>
+</html>
+"""
+
+
+def _table(summaries: Sequence[Summary], *, several: bool) -> str:
+    """One row a metric and run; best only where one end of the range is the good one."""
+    run_head = '<th class="name">run</th>' if several else ""
+    rows = []
+    previous = None
+    for line in summaries:
+        # names break behind their parts
+        name = "" if line.metric == previous else re.sub("([/_])", r"\1<wbr>", _text(line.metric))
+        previous = line.metric
+        run = f'<td class="name">{_text(line.label)}</td>' if several else ""
+        best = "" if line.best is None else f"{number(line.best)} (step {line.best_step})"
+        rows.append(
+            f'<tr><td class="name">{name}</td>{run}<td>{number(line.first)}</td>'
+            f"<td>{number(line.last)}</td><td>{best}</td>"
+            f"<td>{number(line.low)}</td><td>{number(line.high)}</td></tr>"
+        )
+    return (
+        f'<div class="wide"><table><thead><tr><th class="name">metric</th>{run_head}'
+        "<th>first</th><th>last</th><th>best</th><th>lowest</th><th>highest</th></tr></thead>"
+        f"<tbody>\n{chr(10).join(rows)}\n</tbody></table></div>"
+    )
+
+
+def _viewer(samples: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
+    if not samples:
+        return '<p class="faint">These runs recorded no samples.</p>'
+    labels = list(dict.fromkeys(label for label, _ in samples))
+    steps = sorted({row["step"] for _, row in samples})
+    return (
+        '<div class="filter">'
+        f'<label>run <select id="run"><option value="">all</option>{_options(labels)}</select>'
+        f'</label><label>step <select id="step"><option value="">all</option>{_options(steps)}'
+        '</select></label><input id="text" type="search" placeholder="search the text">'
+        '<span class="faint" id="count"></span></div>\n'
+        + "\n".join(_sample(label, row, several=len(labels) > 1) for label, row in samples)
+        + f"\n<script>{_SCRIPT}</script>"
+    )
+
+
+def _options(values: Sequence[Any]) -> str:
+    return "".join(f'<option value="{_text(v)}">{_text(v)}</option>' for v in values)
+
+
+def _sample(label: str, row: Mapping[str, Any], *, several: bool) -> str:
+    completion = _text(row.get("completion", ""))
+    preview = _text(" ".join(str(row.get("completion", ""))[: 4 * PREVIEW_CHARS].split()))
+    facts = [f"step {_text(row['step'])}"]
+    if several:
+        facts.insert(0, _text(label))
+    if "reward" in row:
+        facts.append(f"reward {_value(row['reward'])}")
+    advantage = row.get("advantage")
+    if isinstance(advantage, (int, float)):
+        kind = "good" if advantage > 0 else "bad" if advantage < 0 else "faint"
+        sign = "+" if advantage > 0 else ""
+        facts.append(f'<b class="{kind}">advantage {sign}{number(advantage)}</b>')
+    if "finish_reason" in row:
+        facts.append(_text(row["finish_reason"]))
+    spans = "".join(f"<span>{fact}</span>" for fact in facts)
+    rest = "; ".join(
+        f"{_text(name)}: {_value(value)}"
+        for name, value in row.items()
+        if name not in _SHOWN_ELSEWHERE
+    )
+    return (
+        f'<details class="sample" data-run="{_text(label)}" data-step="{_text(row["step"])}">'
+        f'<summary>{spans}<span class="text">{preview}</span></summary><div>'
+        f'<span class="faint">prompt</span><pre>{_text(row.get("prompt", ""))}</pre>'
+        f'<span class="faint">completion</span><pre>{completion}</pre>'
+        + (f'<span class="faint">{rest}</span>' if rest else "")
+        + "</div></details>"
+    )
+
+
+def number(value: float) -> str:
+    """Four digits that count, thousands apart: 0.4125, 15,320, 1.2e-06."""
+    try:
+        value = float(value)
+    except OverflowError:  # an integer of hundreds of digits
+        return "more than 1e308" if value > 0 else "less than -1e308"
+    return f"{value:,.0f}" if 1000 <= abs(value) < 1e15 else f"{value:.4g}"
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return number(value)
+    if isinstance(value, Mapping) and not any(isinstance(v, Mapping) for v in value.values()):
+        return ", ".join(f"{_text(name)} {_value(item)}" for name, item in value.items())
+    return _text(value if isinstance(value, str) else json.dumps(value))
+
+
+def _text(value: Any) -> str:
+    """Any value as HTML text: escaped, control characters visible, cut where it has no end."""
+    text = str(value)
+    cut = len(text) - MAX_TEXT_CHARS
+    if cut > 0:
+        text = text[:MAX_TEXT_CHARS] + f" ... and {cut:,} more characters"
+    clean = "".join(c if c >= " " or c in "\n\t" else chr(0x2400 + ord(c)) for c in text)
+    clean = _INVISIBLE.sub(lambda found: found[0].encode("unicode_escape").decode(), clean)
+    return html.escape(clean, quote=True)

@@ -1,0 +1,341 @@
+"""The pictures of a report: one panel a question, and an overview of all of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rl.reports.style import FAINT, INK, STYLE, plain_text, run_look
+from rl.reports.timeline_plot import RolloutTimeline
+
+if TYPE_CHECKING:
+    from rl.reports.runs import Run
+
+OVERVIEW_FILE = "report.png"
+
+# Steps' parts, in the order rollout, reward, score, update, checkpoint, then whatever comes.
+PART_COLORS = ("#4477AA", "#CCBB44", "#66CCEE", "#EE6677", "#AA3377", "#228833", "#997700")
+OTHER_COLOR = "#BBBBBB"
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """A panel of one metric over steps; `band` names the metrics that bound its shade."""
+
+    file: str
+    title: str
+    unit: str
+    metric: str
+    caption: str
+    band: tuple[str, str] | None = None
+    scale: float = 1.0
+
+    def shown(self, runs: Sequence[Run]) -> bool:
+        return any(run.has(self.metric) for run in runs)
+
+    def draw(self, ax: Any, runs: Sequence[Run], window: int) -> None:
+        for index, run in enumerate(runs):
+            color, style = run_look(index)
+            steps, values = run.steps, run.series(self.metric) * self.scale
+            bounds = [run.series(name) * self.scale for name in self.band or ()]
+            if len(runs) == 1 and bounds:
+                lone = {"edgecolor": color, "linewidth": 6} if len(steps) == 1 else {"linewidth": 0}
+                ax.fill_between(steps, *bounds, facecolor=color, alpha=0.13, **lone)
+            else:  # shades of several runs would cover each other
+                for bound in bounds:
+                    ax.plot(steps, trailing_mean(bound, window), ":", color=color, linewidth=0.9)
+            marker = "o" if len(steps) <= 15 else None
+            if window > 1:
+                ax.plot(steps, values, color=color, alpha=0.28, linewidth=0.9)
+                values = trailing_mean(values, window)
+            ax.plot(steps, values, style, color=color, linewidth=1.8, marker=marker, markersize=4)
+        notes = []
+        if window > 1:
+            notes.append(f"bold: mean of {window} steps")
+        if self.band is not None:
+            notes.append(f"{'shade' if len(runs) == 1 else 'dotted'}: min and max")
+        self._label(ax, ", ".join(notes))
+        if not any(np.nan_to_num(run.series(self.metric)).any() for run in runs):
+            ax.set_ylim(0, 1)  # zeros lie on the axis, not in the middle of a band about them
+
+    def _label(self, ax: Any, note: str) -> None:
+        from matplotlib.ticker import StrMethodFormatter
+
+        ax.set_title(self.title)
+        ax.set_title(note, loc="right", color=FAINT, fontsize=8, weight="normal")
+        ax.set_ylabel(self.unit)
+        _step_axis(ax)
+        if max(map(abs, ax.get_ylim())) >= 1000:
+            ax.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+        ax.margins(x=0.02)
+
+
+@dataclasses.dataclass(frozen=True)
+class TimeSplit:
+    """Where a step's seconds go: over steps for one run, as bars of means for several."""
+
+    file: str = "time.png"
+    title: str = "Time split"
+    caption: str = "Seconds of a step by part: generating, scoring what is left, learning, saving."
+
+    def shown(self, runs: Sequence[Run]) -> bool:
+        return any(run.has(name) for run in runs for name in run.time_sections())
+
+    def draw(self, ax: Any, runs: Sequence[Run], window: int) -> None:
+        ax.set_title(self.title)
+        names = sorted({n for run in runs for n in run.time_sections()}, key=_part_order(runs))
+        if len(runs) == 1:
+            self._over_steps(ax, runs[0], names)
+        else:
+            self._bars(ax, runs, names)
+        ax.legend(
+            loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=6, fontsize=8,
+            handlelength=1, handleheight=1, columnspacing=1.2, labelcolor=INK,
+        )  # fmt: skip
+
+    def _over_steps(self, ax: Any, run: Run, names: Sequence[str]) -> None:
+        parts = split(run, names)
+        edges = _step_edges(run.steps)
+        base = np.zeros(len(run.steps))
+        for index, (name, seconds) in enumerate(parts.items()):
+            top = base + seconds
+            look = {"color": part_color(name, index), "label": plain_text(name, 24)}
+            ax.stairs(top, edges, baseline=base, fill=True, **look)
+            base = top
+        # A first step that compiles would flatten all others.
+        ordinary = ordinary_steps(base)
+        above = np.flatnonzero(~ordinary)
+        if len(above) and base[ordinary].max() > 0:
+            ax.set_ylim(0, 1.25 * base[ordinary].max())
+            longest = above[np.argmax(base[above])]
+            note = f"off the scale: step {int(run.steps[longest])}, {base[longest]:.1f} s"
+            if len(above) > 1:
+                note += f", and {len(above) - 1} more"
+            ax.set_title(note, loc="right", color=FAINT, fontsize=8, weight="normal")
+        ax.set_ylabel("seconds per step")
+        _step_axis(ax)
+        ax.margins(x=0)
+        ax.grid(axis="x", visible=False)
+
+    def _bars(self, ax: Any, runs: Sequence[Run], names: Sequence[str]) -> None:
+        left = np.zeros(len(runs))
+        means = [mean_split(run, names) for run in runs]
+        parts = list(dict.fromkeys(part for one in means for part in one))
+        parts.sort(key=lambda part: part == "other")
+        for index, part in enumerate(parts):
+            widths = np.array([one.get(part, 0.0) for one in means])
+            color = part_color(part, index)
+            label = plain_text(part, 24)
+            ax.barh(range(len(runs)), widths, left=left, height=0.6, color=color, label=label)
+            left += widths
+        for place, total in enumerate(left):
+            ax.annotate(
+                f"{total:.3g} s", (total, place), xytext=(4, 0), textcoords="offset points",
+                va="center", color=INK, fontsize=8,
+            )  # fmt: skip
+        ax.set_yticks(range(len(runs)), [plain_text(run.label, 20) for run in runs])
+        ax.tick_params(axis="y", length=0)
+        ax.invert_yaxis()
+        ax.margins(x=0.12)
+        ax.set_xlabel("mean seconds per step, without steps of over 3 times the median")
+        ax.grid(axis="y", visible=False)
+
+
+Panel = Line | TimeSplit | RolloutTimeline
+PANELS: tuple[Panel, ...] = (
+    Line(
+        "reward.png",
+        "Reward",
+        "mean reward",
+        "reward",
+        "Mean reward over all responses of a step, as they were scored.",
+    ),
+    Line(
+        "failures.png",
+        "Responses without a score",
+        "responses per step",
+        "rewards/failures",
+        "Responses whose reward function raised, ran out of time or answered no number; the "
+        "samples below give the reasons.",
+    ),
+    Line(
+        "length.png",
+        "Response length",
+        "tokens",
+        "completions/mean_length",
+        "Mean tokens of a response; the bounds are the shortest and the longest of the step.",
+        band=("completions/min_length", "completions/max_length"),
+    ),
+    Line(
+        "entropy.png",
+        "Entropy",
+        "nats per token",
+        "entropy",
+        "How undecided the policy is about the next token; near 0 it has stopped exploring.",
+    ),
+    Line(
+        "clip.png",
+        "Clip fraction",
+        "% of tokens",
+        "clip_ratio/region_mean",
+        "Tokens that the update had moved so far that their gradient was cut off.",
+        scale=100.0,
+    ),
+    Line(
+        "throughput.png",
+        "Throughput",
+        "tokens per second",
+        "perf/throughput",
+        "Response tokens over the seconds of the whole step, learning included.",
+    ),
+    Line(
+        "spec_tokens.png",
+        "Tokens per round",
+        "tokens per request",
+        "spec/tokens_per_round",
+        "Tokens that a request gains in a round with guesses; plain decoding gains one.",
+    ),
+    Line(
+        "spec_accept.png",
+        "Guesses that were right",
+        "%",
+        "spec/accept_rate",
+        "Guessed tokens that the policy drew as well, of all that were tried.",
+        scale=100.0,
+    ),
+    Line(
+        "reused.png",
+        "Reused",
+        "% of response tokens",
+        "spec/reused_fraction",
+        "Tokens kept from the last epoch's response to the same prompt.",
+        scale=100.0,
+    ),
+    Line(
+        "self_bleu.png",
+        "How alike siblings are",
+        "Self-BLEU",
+        "diversity/self_bleu",
+        "Overlap of the responses to one prompt with one another; at 1 they are all the same.",
+    ),
+    TimeSplit(),
+    RolloutTimeline(),
+)
+CAPTIONS = {panel.file: panel.caption for panel in PANELS}
+
+
+def draw(runs: Sequence[Run], smooth_steps: int | None = None) -> dict[str, bytes]:
+    """File name -> PNG: the overview first, then each panel that some run has data for.
+
+    `smooth_steps` steps are averaged over the raw values; 1 is off, None goes by
+    the length of the run. {} where no run has anything to show.
+    """
+    import matplotlib
+
+    panels = [panel for panel in PANELS if panel.shown(runs)]
+    if not panels:
+        return {}
+    # One window for all runs: what is smoothed differently cannot be compared.
+    window = smooth_steps or automatic_window(max(len(run.rows) for run in runs))
+    with matplotlib.rc_context(STYLE):
+        images = {OVERVIEW_FILE: _figure(panels, runs, window, columns=2)}
+        for panel in panels:
+            images[panel.file] = _figure([panel], runs, window, columns=1)
+    return images
+
+
+def _figure(panels: Sequence[Panel], runs: Sequence[Run], window: int, columns: int) -> bytes:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+    from matplotlib.lines import Line2D
+
+    columns = min(columns, len(panels))
+    lines = -(-len(panels) // columns)
+    layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1, wspace=0.03, hspace=0.04)
+    figure = Figure(figsize=(6.2 * columns, 3.3 * lines + 0.3), layout=layout)
+    FigureCanvasAgg(figure)
+    for place, panel in enumerate(panels):
+        panel.draw(figure.add_subplot(lines, columns, place + 1), runs, window)
+    alone = [type(panel) for panel in panels] == [TimeSplit]
+    if len(runs) > 1 and not alone:
+        looks = [run_look(index) for index in range(len(runs))]
+        figure.legend(
+            [Line2D([], [], color=color, linestyle=style, linewidth=2.2) for color, style in looks],
+            [plain_text(run.label, 40) for run in runs],
+            loc="outside lower left",  # titles of neighbours stay in line
+            ncols=min(len(runs), 2 * columns),
+            labelcolor=INK,
+        )
+    elif columns > 1:
+        figure.suptitle(
+            plain_text(runs[0].label, 80), x=0.012, ha="left", fontsize=13, color=INK, weight="bold"
+        )
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png")
+    return buffer.getvalue()
+
+
+def part_color(part: str, index: int) -> str:
+    return OTHER_COLOR if part == "other" else PART_COLORS[index % len(PART_COLORS)]
+
+
+def automatic_window(steps: int) -> int:
+    """Steps averaged in a run of so many steps: none of a short run's."""
+    return 1 if steps < 40 else max(3, steps // 25)
+
+
+def trailing_mean(values: np.ndarray, window: int) -> np.ndarray:
+    """Mean of the finite ones of the last `window` values; nan where there is none. [n] -> [n]"""
+    finite = np.isfinite(values)
+    sums = np.concatenate([[0.0], np.cumsum(np.where(finite, values, 0.0))])
+    counts = np.concatenate([[0], np.cumsum(finite)])
+    ends = np.arange(1, len(values) + 1)
+    starts = np.maximum(ends - window, 0)
+    count = counts[ends] - counts[starts]
+    total = sums[ends] - sums[starts]
+    return np.where(count > 0, total / np.maximum(count, 1), np.nan)
+
+
+def split(run: Run, names: Sequence[str]) -> dict[str, np.ndarray]:
+    """Part -> seconds, float64 [rows], with what no part covers as `other` if it is over 1%."""
+    parts = {name.removeprefix("time/"): np.nan_to_num(run.series(name)) for name in names}
+    step_s = np.nan_to_num(run.series("step_time"))
+    other_s = step_s - sum(parts.values())
+    if np.median(other_s) > 0.01 * np.median(step_s):
+        parts["other"] = np.maximum(other_s, 0.0)
+    return parts
+
+
+def mean_split(run: Run, names: Sequence[str]) -> dict[str, float]:
+    """Part -> mean seconds over the steps that are not out of the ordinary."""
+    parts = split(run, names)
+    kept = ordinary_steps(sum(parts.values(), np.zeros(len(run.rows))))
+    return {name: float(seconds[kept].mean()) for name, seconds in parts.items()}
+
+
+def ordinary_steps(step_s: np.ndarray) -> np.ndarray:
+    """Which steps took at most 3 times the median, bool [rows]; one that compiles takes more."""
+    return step_s <= 3 * np.median(step_s)
+
+
+def _part_order(runs: Sequence[Run]) -> Callable[[str], int]:
+    order = list(dict.fromkeys(name for run in runs for name in run.time_sections()))
+    return order.index
+
+
+def _step_axis(ax: Any) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    ax.set_xlabel("training step")
+    ax.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True, min_n_ticks=1))
+
+
+def _step_edges(steps: np.ndarray) -> np.ndarray:
+    """Where the bar of each step begins and ends, gaps between steps split in half."""
+    middles = (steps[1:] + steps[:-1]) / 2
+    return np.concatenate([[steps[0] - 0.5], middles, [steps[-1] + 0.5]])

@@ -1,0 +1,184 @@
+"""Being asked to stop, and not coming on: both are seen by a thread that does nothing else.
+
+Python handles a signal between two lines of the main thread, which may be in a compilation or a
+device call for minutes, and nobody can end such a call. So signals go through a pipe to a thread
+of their own. It tells the main thread, and where that does not leave in time, ends the process:
+what was saved is whole at every moment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, Self
+
+from rl.runtime.waits import HANG_LIMIT_S, place_of
+
+EXIT_STOPPED = 75  # EX_TEMPFAIL: stopped by a signal, saved, can go on
+EXIT_HANGS = 1
+COMPILE_LIMIT_S = 3600.0
+SPEAKING_S = 1.0  # for the last words: a terminal may hang as well
+STARTING, SAVING, EXPORTING = "starting", "checkpoint", "export"  # parts with rules of their own
+
+
+class Stopped(Exception):
+    """The run was asked to stop; everything up to the last whole step is saved."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """Seconds without a sign of life, at work and while compiling; and to leave when asked to."""
+
+    hang_s: float = HANG_LIMIT_S
+    compile_s: float = COMPILE_LIMIT_S
+    stop_s: float = 8.0
+
+
+class Watch:
+    """What the main thread is at, and whether it was asked to stop.
+
+    Entered as a context manager it listens to SIGTERM and Ctrl-C. While the run is `starting`
+    there is nothing to save, and either ends the process at once. Later the main thread is told
+    through `check`, and has `Limits.stop_s` to leave; saving may take longer, as long as it goes
+    on. A second Ctrl-C ends all at once. `standing` gives the last step that is saved (0: none),
+    and words for it; `say` prints, and `close` takes a live display away before the last words.
+    """
+
+    def __init__(
+        self,
+        limits: Limits | None = None,
+        *,
+        saving: str = "the last whole step",
+        should_stop: Callable[[], bool] = lambda: False,
+        standing: Callable[[], tuple[int, str]] = lambda: (0, "nothing to save"),
+        say: Callable[[str], object] = lambda text: sys.stderr.write(text + "\n"),
+        close: Callable[[], object] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+        end: Callable[[int], object] = os._exit,
+    ) -> None:
+        self._limits, self._clock, self._end_process = limits or Limits(), clock, end
+        self._should_stop, self._standing = should_stop, standing
+        self._say, self._close = say, close
+        self._part, self._alive_s = STARTING, clock()
+        self._noted, self._saving = False, saving
+        self._asked_s: float | None = None
+        self._main = threading.get_ident()
+        self._over = threading.Event()
+        self._exits = contextlib.ExitStack()
+        self.signal = signal.SIGTERM  # that came last
+
+    # -- the main thread ----------------------------------------------------------------
+
+    def at(self, part: str) -> None:
+        """A part of the run begins: `rollout`, `reward`, `update`, `checkpoint` and others."""
+        if self._part == SAVING and self._asked_s is not None:
+            self._asked_s = self._clock()  # time to leave begins anew
+        self._part = part
+        self.alive()
+
+    def alive(self) -> None:
+        """A sign of life of the main thread."""
+        self._alive_s = self._clock()
+
+    def asked(self) -> bool:
+        """Whether the run is to stop; a sign of life as well."""
+        self.alive()
+        return self._noted or self._should_stop()
+
+    def check(self) -> None:
+        """A sign of life. Raises Stopped where the run is to stop."""
+        if self.asked():
+            raise Stopped
+
+    @property
+    def exit_status(self) -> int:
+        """Of a run that was stopped: 75 where it can go on, else what the signal stands for."""
+        return EXIT_STOPPED if self._standing()[0] else 128 + self.signal
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        """Python's own handler: the signal's number is in the pipe already."""
+        self._noted = True
+
+    # -- the thread that watches ----------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        reader, writer = os.pipe()
+        for fd in (reader, writer):
+            os.set_blocking(fd, False)
+            self._exits.callback(os.close, fd)
+        self._exits.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(writer))
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._exits.callback(signal.signal, number, signal.signal(number, self._note))
+        thread = threading.Thread(target=self._watch, args=(reader,), name="watch", daemon=True)
+        thread.start()
+        self._exits.callback(thread.join)
+        self._exits.callback(self._over.set)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._exits.close()
+
+    def _watch(self, reader: int) -> None:
+        tick_s = min(0.2, self._limits.hang_s / 4, self._limits.stop_s / 4)
+        while not self._over.is_set():
+            if select.select([reader], [], [], tick_s)[0]:
+                for number in os.read(reader, 64):
+                    self._signalled(signal.Signals(number))
+            self._judge()
+
+    def _signalled(self, number: signal.Signals) -> None:
+        if number not in (signal.SIGTERM, signal.SIGINT):
+            return  # others' handlers write to the pipe as well
+        first, self.signal = self._asked_s is None, number
+        if self._part == STARTING:
+            self._end(f"stopped before step {self._standing()[0] + 1}")
+        elif first:
+            self._asked_s = self._clock()
+            self._speak(f"stopping: saving {self._saving}...")
+        elif number == signal.SIGINT:
+            self._end("stopped at once")
+
+    def _judge(self) -> None:
+        """End the process where the main thread has not come on, or has not left, in time."""
+        now_s, limits, part = self._clock(), self._limits, self._part
+        silent_s = now_s - self._alive_s
+        if silent_s > (limits.compile_s if part in (STARTING, EXPORTING) else limits.hang_s):
+            where = place_of(self._main)
+            what = f"no sign of life for {silent_s:.1f} s from the main thread at {part} ({where})"
+            self._end(f"error: {what}", EXIT_HANGS)
+        elif self._asked_s is not None and part not in (SAVING, EXPORTING):
+            late_s = now_s - self._asked_s
+            if late_s > limits.stop_s:
+                self._end(f"stopped at {part}, which did not come to an end in {late_s:.1f} s")
+
+    def _end(self, text: str, status: int | None = None) -> None:
+        _, standing = self._standing()
+        status = self.exit_status if status is None else status
+        self._speak(f"{text}; {standing}", self._close)
+        self._over.set()
+        self._end_process(status)
+
+    def _speak(self, text: str, first: Callable[[], object] = lambda: None) -> None:
+        def speak() -> None:
+            first()
+            self._say(text)
+
+        speaker = threading.Thread(target=speak, daemon=True)
+        speaker.start()
+        speaker.join(SPEAKING_S)
+
+
+def leave(status: int) -> Any:
+    """End the process; threads that hang, and those that compile, are not waited for."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(status)

@@ -1,0 +1,151 @@
+"""What `python -m rl.simulate` finds: every policy on the same rollouts, as rows."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rl.metrics.writer import Row, read_samples
+from rl.simulation.config import SimulateRun, make_cluster
+from sched.policies.registry import make_scheduler
+from sched.request import Ask
+from sched.simulator.cluster import Record, Simulation
+from sched.simulator.worker import Pace
+from sched.simulator.workloads import Workload, asks_for, draw_lengths, recorded
+
+
+def lengths_of_run(folder: str | Path, step: int, scale: float) -> np.ndarray:
+    """Tokens of the responses of a run's step, times `scale`; int [groups, group size].
+
+    Raises ValueError where the run has no such step, or groups of several sizes.
+    """
+    rows = [row for row in read_samples(folder) if row["step"] == step]
+    if not rows:
+        raise ValueError(
+            f"expected samples of step {step} in {folder}, got none; mend: a run with "
+            "Metrics.samples_per_step=-1, and a step that it has"
+        )
+    groups: dict[str, list[int]] = {}
+    for row in rows:
+        length = max(1, round(scale * row["num_tokens"]))
+        groups.setdefault(row["example_id"], []).append(length)
+    return recorded(list(groups.values()))
+
+
+def rollout_of(config: SimulateRun, seed: int) -> tuple[Workload, np.ndarray]:
+    """A seed's rollout: drawn lengths, or those of the run that is named."""
+    workload, asked = config.workload, config.simulate
+    if asked.trace is None:
+        return workload, draw_lengths(workload, seed=seed)
+    lengths = lengths_of_run(asked.trace, asked.trace_step, asked.trace_scale)
+    workload = dataclasses.replace(
+        workload,
+        num_groups=len(lengths),
+        group_size=lengths.shape[1],
+        mean_tokens=float(lengths.mean()),
+        limit_tokens=int(max(lengths.max(), workload.limit_tokens)),
+    )
+    return workload, lengths
+
+
+def play_policy(
+    config: SimulateRun,
+    name: str,
+    seed: int,
+    asks: Sequence[Ask],
+    lengths: Mapping[int, int],
+    pace: Pace | None = None,
+    *,
+    keep_samples: bool = False,
+) -> Record:
+    """One policy on one rollout; `pace`: rounds with guesses, where they are not plain."""
+    cluster = make_cluster(config)
+    scheduler = make_scheduler(
+        name,
+        seed=seed,
+        chunk_tokens=config.simulate.chunk_tokens,
+        prefer_pool=cluster.instance.prefers_copy,
+        ranks_per_instance=config.cluster.ranks_per_instance,
+    )
+    simulation = Simulation(scheduler, cluster, lengths, pace=pace, keep_samples=keep_samples)
+    return simulation.run(asks)
+
+
+def play(config: SimulateRun) -> Iterator[tuple[Row, Record]]:
+    """Every policy on the rollout of every seed: (row of the table, its record)."""
+    for seed in config.simulate.seeds:
+        asks, by_number = asks_for(*rollout_of(config, seed), known=True)
+        first: Record | None = None
+        for name in config.simulate.policies:
+            record = play_policy(config, name, seed, asks, by_number, keep_samples=True)
+            first = first or record
+            yield _row(name, seed, record, first), record
+
+
+def _row(name: str, seed: int, record: Record, first: Record) -> Row:
+    return {
+        "policy": name,
+        "seed": seed,
+        "completion_s": record.completion_s,
+        "speedup": first.completion_s / record.completion_s,
+        "tokens_per_s": record.tokens_per_s,
+        "tail_s": record.tail_s,
+        "tail_reduction": 1 - record.tail_s / first.tail_s if first.tail_s else 0.0,
+        "idle_fraction": record.idle_fraction,
+        "preemptions": record.preemptions,
+        "migrations": record.migrations,
+        "prefilled_tokens": sum(w.prefilled_tokens for w in record.workers),
+        "copied_tokens": sum(w.copied_tokens for w in record.workers),
+    }
+
+
+def table(rows: Sequence[Mapping[str, object]]) -> str:
+    """Rows as aligned text: what a terminal shows."""
+    columns = (
+        ("policy", "policy", "{}"),
+        ("seed", "seed", "{}"),
+        ("completion_s", "seconds", "{:,.1f}"),
+        ("speedup", "speedup", "{:.2f}×"),
+        ("tokens_per_s", "tokens/s", "{:,.0f}"),
+        ("tail_s", "tail s", "{:,.1f}"),
+        ("idle_fraction", "idle", "{:.0%}"),
+        ("preemptions", "pre-empted", "{:,}"),
+        ("migrations", "migrated", "{:,}"),
+    )
+    lines = [[title for _, title, _ in columns]]
+    lines += [[form.format(row[key]) for key, _, form in columns] for row in rows]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(w) if i == 0 else cell.rjust(w)
+            for i, (cell, w) in enumerate(zip(line, widths, strict=True))
+        )
+        for line in lines
+    )
+
+
+def remarks(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What to read in the table: medians over seeds, and what Seer's order is for."""
+    by_policy: dict[str, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        by_policy.setdefault(row["policy"], []).append(row)
+    (first, mine), *_ = by_policy.items()
+    lines = [f"over {first}, medians of {len(mine)} seeds; tail: only the last tenth still runs"]
+    for name, of in by_policy.items():
+        speedup = statistics.median(row["speedup"] for row in of)
+        cut = statistics.median(row["tail_reduction"] for row in of)
+        lines.append(f"  {name}: {speedup:.2f}× as fast, tail shorter by {cut:.0%}")
+    if {"divided_fifo", "seer"} <= by_policy.keys():
+        pairs = list(zip(by_policy["divided_fifo"], by_policy["seer"], strict=True))
+        slower = sum(seer["completion_s"] > fifo["completion_s"] for fifo, seer in pairs)
+        shorter = sum(seer["tail_s"] < fifo["tail_s"] for fifo, seer in pairs)
+        lines.append(
+            f"  seer ends after divided_fifo in {slower} of {len(pairs)} seeds, its tail is "
+            f"shorter in {shorter}: probes cost it time, and long requests begin sooner"
+        )
+    return lines

@@ -1,0 +1,198 @@
+"""Rounds with guesses in the simulator, decided by the budgets and windows of `spec`.
+
+Here the two packages meet: a pace (`sched.simulator.worker.Pace`) asks the very objects that
+decide in an engine's rounds, `spec.budget.budget` and `spec.budget.window`, with seconds of the
+cost model in the place of measured ones, and with chances in the place of drafts.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from sched.simulator.roofline import Instance, RoundCost
+from sched.simulator.specactor import coupled_tokens
+from sched.simulator.worker import Neighbours, Plan
+from spec.budget.budget import Budget
+from spec.budget.window import WindowConfig, next_windows
+from spec.drafter import Drafts, LiveSlots
+from spec.round_times import RoundTimes
+
+
+@dataclasses.dataclass(frozen=True)
+class Lane:
+    """Requests with so many finished siblings, or more: the chances of their guesses, best first.
+
+    A chance is that of a guess and all above it, so that a tree's first n bring their sum.
+    """
+
+    finished_siblings: int
+    chances: tuple[float, ...]
+
+
+def chain_chances(p: float, window: int) -> tuple[float, ...]:
+    """A chain each of whose guesses is right with probability p."""
+    return tuple(p**i for i in range(1, window + 1))
+
+
+class CostTimes(RoundTimes):
+    """A cost model in the place of measured rounds; `draft_s` is what guesses take besides."""
+
+    def __init__(
+        self, cost: Callable[[int, int], RoundCost], draft_s: Callable[[int, int], float]
+    ) -> None:
+        super().__init__({})
+        self._cost, self._draft_s = cost, draft_s
+
+    def __call__(self, num_slots: int, num_nodes: int, num_positions: int) -> float:
+        draft_s = self._draft_s(num_slots, num_nodes) if num_nodes > 1 else 0.0
+        return self._cost(num_slots, num_nodes)(num_positions) + draft_s
+
+
+class Budgeted:
+    """Each worker's rounds are as large as its budget chooses; plain above `most_requests`.
+
+    `draft_s` are the seconds that guesses for so many requests take, in trees of so many nodes.
+    """
+
+    def __init__(
+        self,
+        instance: Instance,
+        lanes: Sequence[Lane],
+        make_budget: Callable[[RoundTimes], Budget],
+        sizes: Sequence[int],
+        *,
+        draft_s: Callable[[int, int], float] = lambda requests, nodes: 0.0,
+        most_requests: int = 2**30,
+    ) -> None:
+        self.num_lanes = len(lanes)
+        self._instance, self._sizes = instance, sizes
+        self._draft_s, self._most_requests = draft_s, most_requests
+        self._siblings = [lane.finished_siblings for lane in lanes]
+        self._make_budget = make_budget
+        self._budgets: dict[int, Budget] = {}
+        self._neighbours = Neighbours(instance.num_ranks)
+        widest = max(sizes) - 1
+        rows = [(lane.chances + (0.0,) * widest)[:widest] for lane in lanes]
+        self._chance_LN = np.array(rows, np.float32)
+        self._count_L = np.count_nonzero(self._chance_LN, axis=1)
+        self._tokens = {
+            n: tuple(1 + sum(lane.chances[: n - 1]) for lane in lanes) for n in (1, *sizes)
+        }
+        self._guesses = functools.lru_cache(4096)(self._make_guesses)
+
+    def lane(self, request_id: int, finished_siblings: int) -> int:
+        return bisect.bisect_right(self._siblings, finished_siblings) - 1
+
+    def changed(self, worker_id: int, num_running: int) -> None:
+        self._neighbours.changed(worker_id, num_running)
+
+    def plan(self, worker_id: int, counts: tuple[int, ...], positions: float) -> Plan:
+        batch, others = sum(counts), self._neighbours.others(worker_id)
+        nodes = 1
+        if batch <= self._most_requests:
+            live, drafts = self._guesses(counts)
+            budget = self._budget(worker_id)
+            nodes = budget.choose(live, drafts, self._sizes, batch, int(positions)).num_nodes
+        cost = self._instance.round_cost(batch, nodes, others)
+        if nodes > 1:
+            fixed_s = cost.fixed_s + self._draft_s(batch, nodes)
+            cost = dataclasses.replace(cost, fixed_s=fixed_s)
+        return Plan(cost, self._tokens[nodes])
+
+    def _budget(self, worker_id: int) -> Budget:
+        budget = self._budgets.get(worker_id)
+        if budget is None:
+
+            def cost(requests: int, nodes: int) -> RoundCost:
+                return self._instance.round_cost(
+                    requests, nodes, self._neighbours.others(worker_id)
+                )
+
+            budget = self._make_budget(CostTimes(cost, self._draft_s))
+            self._budgets[worker_id] = budget
+        return budget
+
+    def _make_guesses(self, counts: tuple[int, ...]) -> tuple[LiveSlots, Drafts]:
+        """Stand-ins for what runs: rows with the chances of their lanes, and no tokens."""
+        lanes_A = np.repeat(np.arange(len(counts)), counts)
+        chance_AN = self._chance_LN[lanes_A]
+        blank_AN = np.zeros(chance_AN.shape, np.int32)
+        drafts = Drafts(blank_AN, blank_AN, chance_AN, blank_AN, self._count_L[lanes_A])
+        A = np.arange(len(lanes_A))
+        return LiveSlots(A, A, A, A, A, A, A, np.zeros((len(A), 0), np.int32)), drafts
+
+
+@dataclasses.dataclass(frozen=True)
+class WindowMean:
+    """What a request's windows are like in the long run: guesses and tokens a round."""
+
+    guesses: float
+    tokens: float
+
+
+def window_mean(config: WindowConfig, p: float, found: float = 1.0) -> WindowMean:
+    """The stationary mean of `spec.budget.window` where each guess is right with probability p.
+
+    Guesses are found with probability `found`; a request without any keeps its window, and
+    gets its token by a plain round.
+    """
+    windows = np.array(_windows(config))
+    place = {int(w): i for i, w in enumerate(windows)}
+    grown = next_windows(config, windows, windows, windows)
+    reset = next_windows(config, windows, windows, np.zeros_like(windows))
+    share = np.zeros(len(windows))
+    share[0] = 1.0
+    right = p ** windows.astype(float)
+    while True:
+        after = np.zeros_like(share)
+        for i in range(len(windows)):
+            after[place[int(grown[i])]] += share[i] * right[i]
+            after[place[int(reset[i])]] += share[i] * (1 - right[i])
+        mixed = (share + after) / 2
+        if np.abs(mixed - share).max() < 1e-12:
+            break
+        share = mixed
+    tokens = sum(s * coupled_tokens(p, int(w)) for s, w in zip(share, windows, strict=True))
+    return WindowMean(found * float(share @ windows), 1 + found * (float(tokens) - 1))
+
+
+def _windows(config: WindowConfig) -> list[int]:
+    """All that a request can come to, in the order in which it does."""
+    found = [config.start_tokens]
+    while True:
+        window = np.array([found[-1]])
+        (after,) = next_windows(config, window, window, window).tolist()
+        if after == found[-1]:
+            return found
+        found.append(after)
+
+
+class Windowed:
+    """HistoSpec's windows, one lane: rounds of mean size, plain where that brings more.
+
+    The gate is that of `spec.budget.budget.Aimd`: trees where they take less than their tokens'
+    worth of plain rounds.
+    """
+
+    num_lanes = 1
+
+    def __init__(self, instance: Instance, mean: WindowMean) -> None:
+        self._instance, self._mean = instance, mean
+
+    def lane(self, request_id: int, finished_siblings: int) -> int:
+        return 0
+
+    def changed(self, worker_id: int, num_running: int) -> None:
+        pass
+
+    def plan(self, worker_id: int, counts: tuple[int, ...], positions: float) -> Plan:
+        plain = self._instance.round_cost(counts[0])
+        trees = self._instance.round_cost(counts[0], 1 + self._mean.guesses)
+        if trees(positions) < self._mean.tokens * plain(positions):
+            return Plan(trees, (self._mean.tokens,))
+        return Plan(plain, (1.0,))

@@ -1,0 +1,211 @@
+"""RhymeRL's figure 14 and table 2: steps in opposite orders, two tiers, history's drafts.
+
+A run of steps over a few epochs of the same prompts; the first epoch is only remembered. The
+baseline trains one step off as well, with a barrier. What is trained on has the devices that
+rollouts leave, and takes the share of the work that figure 2 gives. Ranks are as stable as
+figure 9 says: 16% of math's responses come to a higher group, 28% of code's. Figures 13 and 15
+have no numbers in the text but averages over models and lengths, figures 16 to 18 ranges.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from rl.simulation.config import SimulateRun, TrainingStepsConfig, make_cluster, make_instance
+from rl.simulation.draft_costs import Windowed, WindowMean, window_mean
+from rl.simulation.reproduction.rows import Figure, Ordering
+from sched.policies.group_fifo import GroupFifo
+from sched.policies.histopipe import HistoPipe, HistoPipeConfig
+from sched.policies.histopipe_allocation import Tau
+from sched.policies.step_order import Steps
+from sched.protocol import Scheduler
+from sched.request import Ask
+from sched.simulator.cluster import Cluster, Record, Simulation
+from sched.simulator.roofline import MODELS, Instance
+from sched.simulator.worker import Pace
+from sched.simulator.workloads import asks_for, draw_epochs, draw_lengths
+from spec.budget.window import WindowConfig
+
+ASSUMED = (
+    "cluster.workers",  # of the paper's 128 devices, two each
+    "workload.num_groups",
+    "workload.mean_tokens",
+    "training_steps.growth",
+)
+FIGURE_14 = {"math": (1.43, 1.10, 1.50), "code": (1.41, 1.08, 1.40)}
+# table 2: means over three datasets of math and two of code, by ranking groups
+MIGRATED = {"math": {8: 0.0276, 16: 0.0373}, "code": {8: 0.0265, 16: 0.0487}}
+LARGE_BATCHES = {"Qwen3-8B": (2, 2176), "Qwen2.5-32B": (4, 4928)}  # devices, rollouts a worker
+SUSTAINED = 1.83  # of HistoSpec at these: 1.80 to 1.86
+LARGE_LIMIT_TOKENS = 8192
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """Requests of every step, and how long they turn out."""
+
+    steps: Sequence[Sequence[Ask]]
+    lengths: dict[int, int]
+
+
+def draw_run(config: SimulateRun, seed: int) -> Run:
+    """Epochs in orders of their own; a prompt's past is its epoch before."""
+    asked, step = config.training_steps, config.workload
+    epoch = dataclasses.replace(step, num_groups=step.num_groups * asked.steps_per_epoch)
+    means = [step.mean_tokens * asked.growth**e for e in range(asked.epochs)]
+    drawn = draw_epochs(epoch, means, seed=seed)
+    rng, run = np.random.default_rng(seed), Run([], {})
+    steps: list[list[Ask]] = []
+    for e in range(1, asked.epochs):
+        for prompts in np.split(rng.permutation(epoch.num_groups), asked.steps_per_epoch):
+            steps.append([])
+            for prompt in prompts.tolist():
+                group = len(steps) * epoch.num_groups + prompt
+                past = tuple(drawn[e - 1, prompt].tolist())
+                for length in drawn[e, prompt].tolist():
+                    number = len(run.lengths)
+                    run.lengths[number] = length
+                    steps[-1].append(
+                        Ask(
+                            number,
+                            group,
+                            step.prompt_tokens,
+                            step.limit_tokens,
+                            None,
+                            past,
+                            len(steps) - 1,
+                        )
+                    )
+    return Run(steps, run.lengths)
+
+
+def history_windows(config: TrainingStepsConfig) -> WindowMean:
+    """HistoSpec's windows at the published acceptance and share of tokens found.
+
+    p is found by bisection. What history does not have comes a token a round without drafts, so
+    that of all rounds found / (found + tokens · (1 − found)) have some.
+    """
+    low, high = 0.0, 1.0
+    for _ in range(30):
+        p = (low + high) / 2
+        mean = window_mean(WindowConfig(), p)
+        accepted = (mean.tokens - 1) / mean.guesses
+        low, high = (p, high) if accepted < config.acceptance else (low, p)
+    tokens = window_mean(WindowConfig(), high).tokens
+    found = config.found_tokens / (config.found_tokens + tokens * (1 - config.found_tokens))
+    return window_mean(WindowConfig(), high, found)
+
+
+def profile(config: SimulateRun, instance: Instance, windows: WindowMean | None) -> Tau:
+    """τ(l, workers): a ranking group of responses of l tokens each, dealt to so many workers."""
+    step, groups = config.workload, config.training_steps.ranking_groups
+    requests = step.num_groups * step.group_size / groups
+    nodes, tokens = (1 + windows.guesses, windows.tokens) if windows else (1.0, 1.0)
+
+    def tau(length: float, workers: int) -> float:
+        batch = requests / workers
+        positions = batch * (step.prompt_tokens + length / 2)
+        return length / tokens * instance.round_seconds(batch, positions, nodes)
+
+    return tau
+
+
+def histopipe(config: SimulateRun, groups: int, tau: Tau | None, train_s: float) -> HistoPipe:
+    """Naive where `tau` is None."""
+    asked = config.training_steps
+    return HistoPipe(
+        HistoPipeConfig(
+            num_steps=(asked.epochs - 1) * asked.steps_per_epoch,
+            num_ranking_groups=groups,
+            epoch_prompts=config.workload.num_groups * asked.steps_per_epoch,
+            tau=tau,
+            train_s=train_s,
+        )
+    )
+
+
+def figures(config: SimulateRun) -> list[Figure | Ordering]:
+    task, calibrated = _task(config), config.simulate.calibrated
+    name, asked = f"{task.capitalize()}-14B", config.training_steps
+    rests = f"({asked.found_tokens:.0%} found, {asked.acceptance:.0%} accepted)"
+    steps = ("barrier", "hybrid", "two-tier", "drafted")
+    titles = ("hybrid pipeline", "+ two-tier", f"+ HistoSpec {rests}")
+    out: list[Figure | Ordering] = []
+    for i, (title, published) in enumerate(zip(titles, FIGURE_14[task], strict=True)):
+        out.append(Figure(name, title, published, steps[i + 1], steps[i], calibrated))
+        order = f"{steps[i + 1]} faster than {steps[i]}"
+        out.append(Ordering(name, order, published, steps[i + 1], steps[i], calibrated))
+    for groups, share in MIGRATED[task].items():
+        title = f"migrated, {groups} groups"
+        out.append(Figure(name, title, share, f"migrated {groups}", None, calibrated, True))
+    if task == "math":
+        out.append(Figure(name, "idle workers, barrier", 0.46, "idle", None, calibrated, True))
+        for model, (_, rollouts) in LARGE_BATCHES.items():
+            workload, title = f"{model}, {rollouts:,} a worker", f"HistoSpec (1.80 to 1.86) {rests}"
+            out.append(Figure(workload, title, SUSTAINED, f"{model} drafted", f"{model} plain"))
+    return out
+
+
+def _task(config: SimulateRun) -> str:
+    """By the ranking groups that the paper uses: 16 for math, 8 for code."""
+    return "math" if config.training_steps.ranking_groups == 16 else "code"
+
+
+def play(config: SimulateRun, seed: int) -> dict[str, float]:
+    """Rates of a run (1 / seconds to its last update), migrated shares, and large batches."""
+    run, cluster, asked = draw_run(config, seed), make_cluster(config), config.training_steps
+    windows, instance = history_windows(asked), make_instance(config)
+
+    def played(scheduler: Scheduler, train_s: float, pace: Pace | None = None) -> Record:
+        simulation = Simulation(scheduler, cluster, run.lengths, pace=pace)
+        return simulation.run_steps(run.steps, [train_s] * len(run.steps))
+
+    def barrier(train_s: float) -> Record:
+        return played(Steps(GroupFifo(seed=seed), "one_step_off"), train_s)
+
+    rollouts = barrier(0.0)
+    train_s = train_share(config) * rollouts.trained_s[-1] / len(run.steps)
+    found = {"idle": rollouts.idle_fraction, "barrier": 1 / barrier(train_s).trained_s[-1]}
+    for groups in MIGRATED["math"]:
+        scheduler = histopipe(config, groups, None, train_s)
+        seconds = played(scheduler, train_s).trained_s[-1]
+        found[f"migrated {groups}"] = scheduler.num_moved / len(run.lengths)
+        if groups == asked.ranking_groups:
+            found["hybrid"] = 1 / seconds
+    for name, drafts in (("two-tier", None), ("drafted", windows)):
+        scheduler = histopipe(
+            config, asked.ranking_groups, profile(config, instance, drafts), train_s
+        )
+        pace = Windowed(instance, drafts) if drafts else None
+        found[name] = 1 / played(scheduler, train_s, pace).trained_s[-1]
+    return found | (_large_batches(config, windows, seed) if _task(config) == "math" else {})
+
+
+def train_share(config: SimulateRun) -> float:
+    """Seconds of an update over those of a plain rollout, each on its own devices."""
+    rollout, asked = config.training_steps.rollout_share, config.cluster
+    devices = asked.workers * asked.devices_per_worker
+    return (1 - rollout) / rollout * devices / (config.training_steps.devices - devices)
+
+
+def _large_batches(config: SimulateRun, windows: WindowMean, seed: int) -> dict[str, float]:
+    """One worker with thousands of rollouts, plain and with drafts."""
+    found, step = {}, config.workload
+    for model, (devices, rollouts) in LARGE_BATCHES.items():
+        instance = dataclasses.replace(
+            make_instance(config), model=MODELS[model], num_devices=devices
+        )
+        workload = dataclasses.replace(
+            step,
+            num_groups=rollouts // step.group_size,
+            mean_tokens=step.mean_tokens * LARGE_LIMIT_TOKENS / step.limit_tokens,
+            limit_tokens=LARGE_LIMIT_TOKENS,
+        )
+        asks, lengths = asks_for(workload, draw_lengths(workload, seed=seed))
+        for name, pace in (("plain", None), ("drafted", Windowed(instance, windows))):
+            simulation = Simulation(GroupFifo(seed=seed), Cluster(instance, 1), lengths, pace=pace)
+            found[f"{model} {name}"] = 1 / simulation.run(asks).completion_s
+    return found

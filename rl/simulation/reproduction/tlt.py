@@ -1,0 +1,189 @@
+"""TLT's tables 2, 4, 7 and 8 and figure 14: tree drafts by batch, by device, and in one rollout.
+
+    speedup = tokens · plain / (verification + depth · drafter's step)
+
+all by the roofline: EAGLE's drafter is one layer of the model and its vocabulary's matrix, and
+a step of it guesses for `top_k` nodes a request. Table 4 is calibrated: with the plain rounds
+of tables 2 and 7 it gives `sched.simulator.roofline.Efficiency` for all papers, and tokens by
+guesses. Accepted tokens of table 4 are table 1's, of the 7B tables their own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from rl.simulation.compare import play_policy, rollout_of
+from rl.simulation.config import SimulateRun, TreeDraftsConfig, make_instance
+from rl.simulation.draft_costs import Budgeted, Lane
+from rl.simulation.reproduction.rows import Figure, Ordering
+from sched.simulator.roofline import ACCELERATORS, MODELS, Instance, ModelShape
+from sched.simulator.workloads import asks_for
+from spec.budget.budget import Goodput
+
+ASSUMED = (
+    "workload.mean_tokens",
+    "tree_drafts.positions",  # of a request in the tables' rounds
+    "tree_drafts.depth",  # as in table 4, where the text says none
+)
+VOCABULARY = 152_064  # of Qwen2.5, from its published configuration
+TABLE_4 = {
+    1: (3.22, 3.46, 3.56, 3.62),
+    2: (3.08, 3.28, 3.39, 3.38),
+    4: (3.01, 3.09, 3.13, 2.98),
+    8: (2.73, 2.63, 2.51, 2.27),
+    16: (2.67, 2.52, 2.24, 1.91),
+    32: (2.48, 2.23, 1.90, 1.70),
+}
+TABLE_2 = {
+    "B200": 2.33,
+    "H100": 2.61,
+    "A100": 2.79,
+    "RTX 5090": 2.91,
+    "RTX 4090": 2.87,
+    "RTX 3090": 3.22,
+}
+EAGLE_TOKENS = 6.53  # of the 7B model: tables 6 and 7
+TABLE_7 = {"EAGLE": (6.53, 2.24), "HASS": (6.67, 2.29), "EAGLE-3": (6.83, 2.55)}
+PLAIN_7 = 242.11  # tokens a second, two devices
+TABLE_8 = {  # tokens accepted and tokens a second, by drafter
+    "0.5B": (5.95, 363.87),
+    "0.5B, trained": (6.68, 408.51),
+    "0.5B, + OSD": (6.89, 421.35),
+    "EAGLE, untrained": (1.57, 130.34),
+    "EAGLE, + OSD": (6.77, 562.04),
+}
+SMALL, LARGE = "Qwen2.5-7B", "Qwen2.5-32B"
+
+
+def eagle(model: ModelShape) -> ModelShape:
+    """One layer of the model, and the matrix of its vocabulary."""
+    head = VOCABULARY * model.hidden
+    params = (model.active_params - head) / model.num_layers + head
+    return dataclasses.replace(
+        model,
+        name=f"EAGLE of {model.name}",
+        active_params=params,
+        weight_bytes=2 * params,
+        num_layers=1,
+        kv_bytes=model.kv_bytes / model.num_layers,
+        attention_operations=model.attention_operations / model.num_layers,
+    )
+
+
+def tree_lane(config: TreeDraftsConfig) -> Lane:
+    """Chances that bring the tokens of each size: the same for guesses between two sizes."""
+    chances: list[float] = []
+    for guesses, tokens in zip(config.guesses, config.tokens, strict=True):
+        more = guesses - len(chances)
+        chances += [(tokens - 1 - sum(chances)) / more] * more
+    return Lane(0, tuple(chances))
+
+
+def draft_seconds(config: TreeDraftsConfig, target: Instance, batch: int) -> float:
+    """Of a round's tree: `depth` steps of the drafter on the model's devices."""
+    drafter = dataclasses.replace(target, model=eagle(target.model))
+    return config.depth * drafter.round_seconds(batch, batch * config.positions, config.top_k)
+
+
+def speedup(
+    config: TreeDraftsConfig,
+    target: Instance,
+    batch: int,
+    guesses: int,
+    tokens: float,
+    draft_s: float,
+) -> float:
+    """Of rounds that verify so many guesses and bring so many tokens, over plain ones."""
+    positions = batch * config.positions
+    verify_s = target.round_seconds(batch, positions, 1 + guesses)
+    return tokens * target.round_seconds(batch, positions) / (verify_s + draft_s)
+
+
+def adaptive(config: SimulateRun) -> Budgeted:
+    """Trees of the size that pays most, below the threshold."""
+    instance, trees = make_instance(config), config.tree_drafts
+    return Budgeted(
+        instance,
+        [tree_lane(trees)],
+        Goodput,
+        [1 + n for n in trees.guesses],
+        draft_s=lambda requests, nodes: draft_seconds(trees, instance, requests),
+        most_requests=trees.most_requests,
+    )
+
+
+def figures(config: SimulateRun) -> list[Figure | Ordering]:
+    sizes = config.tree_drafts.guesses
+    micro = f"{LARGE}, table 4"
+    out: list[Figure | Ordering] = [
+        Figure(
+            micro, f"batch {batch}, {n} verified (8.67 accepted)", published, f"{batch} {n}", None,
+            True,
+        )
+        for batch, row in TABLE_4.items()
+        for n, published in zip(sizes, row, strict=True)
+    ]  # fmt: skip
+    for batch, row in TABLE_4.items():
+        best, worst = (sizes[row.index(of)] for of in (max(row), min(row)))
+        ratio = max(row) / min(row)
+        title = f"batch {batch}: {best} better than {worst}"
+        out.append(Ordering(micro, title, ratio, f"{batch} {best}", f"{batch} {worst}", True))
+    rollout = "trees below 32 requests (8.67 accepted)"
+    out.append(Figure(f"{LARGE}, figure 14", rollout, 2.44, "rollout"))
+    for device, published in TABLE_2.items():
+        title = f"on {device} ({EAGLE_TOKENS} accepted)"
+        out.append(Figure(f"{SMALL}, table 2", title, published, device))
+    devices = list(TABLE_2)
+    out.append(
+        Ordering(
+            f"{SMALL}, table 2", "RTX 3090 gains more than B200",
+            TABLE_2[devices[-1]] / TABLE_2[devices[0]], devices[-1], devices[0],
+        )
+    )  # fmt: skip
+    for name, (tokens, published) in TABLE_7.items():
+        title = f"{name} ({tokens} accepted)"
+        out.append(Figure(f"{SMALL}, table 7", title, published, name))
+    for name, (tokens, rate) in TABLE_8.items():
+        title = f"{name} ({tokens} accepted)"
+        out.append(Figure(f"{SMALL}, table 8", title, rate / PLAIN_7, name))
+    eagle_over, small = TABLE_7["EAGLE"][1], TABLE_8["0.5B, trained"][1] / PLAIN_7
+    table = f"{SMALL}, table 8"
+    return [
+        *out,
+        Ordering(table, "EAGLE faster than 0.5B", eagle_over / small, "EAGLE", "0.5B, trained"),
+        Ordering(
+            table, "plain faster than untrained EAGLE",
+            PLAIN_7 / TABLE_8["EAGLE, untrained"][1], "plain", "EAGLE, untrained",
+        ),
+    ]  # fmt: skip
+
+
+def play(config: SimulateRun, seed: int) -> dict[str, float]:
+    """Speedups; of these only the rollout's knows of the seed."""
+    trees, large = config.tree_drafts, make_instance(config)
+    found = {"plain": 1.0}
+    for batch in TABLE_4:
+        draft_s = draft_seconds(trees, large, batch)
+        for guesses, tokens in zip(trees.guesses, trees.tokens, strict=True):
+            found[f"{batch} {guesses}"] = speedup(trees, large, batch, guesses, tokens, draft_s)
+    most = trees.guesses[-1]
+    for device in TABLE_2:
+        one = dataclasses.replace(
+            large, device=ACCELERATORS[device], model=MODELS[SMALL], num_devices=1
+        )
+        draft_s = draft_seconds(trees, one, 1)
+        found[device] = speedup(trees, one, 1, most, EAGLE_TOKENS, draft_s)
+    two = dataclasses.replace(large, model=MODELS[SMALL], num_devices=2)
+    small = dataclasses.replace(two, model=MODELS["Qwen2.5-0.5B"])
+    by_eagle_s = draft_seconds(trees, two, 1)
+    by_small_s = trees.depth * small.round_seconds(1, trees.positions)
+    for name, (tokens, _) in (TABLE_7 | TABLE_8).items():
+        chain = name.startswith("0.5B")
+        found[name] = speedup(
+            trees, two, 1, trees.depth if chain else most, tokens,
+            by_small_s if chain else by_eagle_s,
+        )  # fmt: skip
+    asks, lengths = asks_for(*rollout_of(config, seed))
+    plain = play_policy(config, "group_fifo", seed, asks, lengths)
+    drafted = play_policy(config, "group_fifo", seed, asks, lengths, adaptive(config))
+    return found | {"rollout": plain.completion_s / drafted.completion_s}

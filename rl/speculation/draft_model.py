@@ -1,0 +1,124 @@
+"""A small model of the policy's tokenizer as a drafter: its folder, and its weights on devices."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from models import hf, tokenizer, transformer
+from models.config import ModelConfig
+from models.tokenizer import Tokenizer
+from rl.config.loader import resolve_path
+from rl.engine.model_runner import Replica
+from rl.engine.speculate import Site
+from spec.draft_model.drafter import Guess, SmallModelConfig, SmallModelDrafter
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftModelConfig:
+    """A small model that guesses, where `Speculation.sources` has `model`.
+
+    `directory` is its Hugging Face folder, with the policy's tokenizer. A round drafts a chain of
+    up to `max_depth` tokens for each request: the `likeliest`, until their chance falls below
+    `min_chance`, or its own draws with the policy's noise (`coupled`). It is not trained along.
+    """
+
+    directory: str | None = None
+    max_depth: int = 6
+    guess: Guess = "likeliest"
+    min_chance: float = 0.05
+
+    def __post_init__(self) -> None:
+        SmallModelConfig(max_draft_tokens=self.max_depth, min_chance=self.min_chance)
+        if self.guess not in ("likeliest", "coupled"):
+            raise ValueError(f"guess must be likeliest or coupled, got {self.guess!r}")
+
+
+def check(
+    config: DraftModelConfig, policy: ModelConfig, words: Tokenizer, longest_tokens: int
+) -> tuple[Path, ModelConfig]:
+    """Its folder and shape; no weights are read.
+
+    Raises ValueError or FileNotFoundError for a folder that is none, or does not fit the policy.
+    """
+    if config.directory is None:
+        raise ValueError(
+            "Speculation.sources names model, and DraftModel.directory is not set: name the folder "
+            "of a small model with the policy's tokenizer"
+        )
+    folder = resolve_path(config.directory)
+    model = hf.check(folder)
+    if model.vocab_size != policy.vocab_size:
+        raise ValueError(
+            f"{folder}: expected the policy's vocabulary of {policy.vocab_size}, got "
+            f"{model.vocab_size}: take a model of the same tokenizer, its embedding cut or padded"
+        )
+    if tokenizer.load(folder).backend.get_vocab() != words.backend.get_vocab():
+        raise ValueError(
+            f"{folder}: expected the policy's tokenizer, got one of other words: take a model of "
+            "the same family"
+        )
+    if model.max_positions < longest_tokens:
+        raise ValueError(
+            f"{folder} has {model.max_positions} positions, and Rollout.max_prompt_tokens and "
+            f"Sampling.max_new_tokens make {longest_tokens}: lower one of them"
+        )
+    return folder, model
+
+
+class DraftModel:
+    """One small model for all workers of a run. Any thread may call it."""
+
+    def __init__(
+        self, model: ModelConfig, params: transformer.Params, config: DraftModelConfig
+    ) -> None:
+        self.model, self.config = model, config
+        self._params = params
+        self._lock = threading.Lock()
+        self._placed: dict[int, transformer.Params] = {}  # by replica
+
+    @staticmethod
+    def load(config: DraftModelConfig) -> DraftModel:
+        """From its folder, which `check` has looked at."""
+        assert config.directory is not None
+        folder = resolve_path(config.directory)
+        return DraftModel(*hf.load_pretrained(folder, dtype=jnp.float32), config)
+
+    @property
+    def made_for(self) -> str:
+        """What its programs and their seconds depend on."""
+        return repr((self.model, self.config))
+
+    def drafter_at(self, site: Site) -> SmallModelDrafter:
+        """The drafter of one worker for one phase."""
+        replica, config = site.replica, self.config
+        likeliest = replica.context_tokens > 0  # such noise depends on the tokens themselves
+        return SmallModelDrafter(
+            self.model,
+            self._params_on(replica),
+            SmallModelConfig(
+                min_rows=replica.config.slot_bucket(1),
+                min_positions=replica.config.min_positions,
+                chunk_tokens=min(SmallModelConfig.chunk_tokens, replica.config.min_positions),
+                max_draft_tokens=config.max_depth,
+                min_chance=config.min_chance,
+            ),
+            policy=replica.model,
+            sampling=site.sampling,
+            key=site.key,
+            guess="likeliest" if likeliest else config.guess,
+            put=replica.put,
+            dtype=replica.dtype,
+        )
+
+    def _params_on(self, replica: Replica) -> transformer.Params:
+        with self._lock:
+            held = self._placed.get(id(replica))
+            if held is None:
+                cast = jax.tree.map(lambda x: x.astype(replica.dtype), self._params)
+                held = self._placed[id(replica)] = replica.place(cast, self.model)
+        return held

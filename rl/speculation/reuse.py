@@ -1,0 +1,225 @@
+"""Reuse across epochs: what a step's requests start from, and what is remembered of them.
+
+A run's `Reuse` makes the requests of a step, each with last epoch's response of the same
+(prompt, sample index) where there is one, and the rule that says how much of it stands.
+After scoring, the step's responses are what the next epoch starts from.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from rl.engine.stats import EngineStats
+from rl.trajectory import Request, Trajectory
+from spec.reuse import lenience
+from spec.reuse.lenience import parse_schedule
+from spec.reuse.prefix_rule import PrefixRule, parse_mode
+from spec.reuse.rollout_cache import CachedGroup, CachedResponse, RolloutCache, Scores
+from spec.sampling import step_key
+
+Prompt = tuple[int, ...]
+MOST_SAMPLES = 512  # of a group whose noise repeats: ids are example · 1024 + sample
+COUPLED_STEP = 0  # training steps count from 1: the noise that repeats is none of theirs
+
+
+@dataclasses.dataclass(frozen=True)
+class ReuseConfig:
+    """What becomes of last epoch's response to the same prompt by the same sample index.
+
+    `mode`: `off`; `lenient:λ` (SPEC-RL: a token stands with probability min(1, λ ·
+    p_new / p_old), up to the first that does not; λ a number, `e^0.5`, `inf`); its
+    ablations `delayed:λ` (the epoch before the last), `random` and `full`; `coupled`
+    (noise repeats from epoch to epoch, tokens stand while the policy draws them again;
+    `coupled:K` names it by the K tokens before instead of the position).
+    `schedule` moves λ: `constant`, `linear:END:STEPS`, `clip_fraction:TARGET`.
+
+    Every token of `coupled` is a draw of the current policy, and its joint law is exact (in
+    bfloat16 up to rounding) for any policy that was chosen without looking at the noise.
+    Training does look: updates learn from responses that this noise made, as with common
+    random numbers elsewhere.
+    It agrees best with Sampling.draw = "gumbel".
+    """
+
+    mode: str = "off"
+    schedule: str = "constant"
+
+    def __post_init__(self) -> None:
+        mode, schedule = parse_mode(self.mode), parse_schedule(self.schedule)
+        if schedule.name == "constant":
+            return
+        if mode.name not in ("lenient", "delayed"):
+            raise ValueError(
+                f"schedule {self.schedule!r} moves a lenience, mode {self.mode!r} has none: "
+                'choose lenient:λ or delayed:λ, or schedule = "constant"'
+            )
+        if not 0 < mode.lenience < math.inf and schedule.name == "clip_fraction":
+            raise ValueError(
+                f"schedule {self.schedule!r} needs a first lenience between 0 and inf, got "
+                f"{self.mode!r}"
+            )
+        if mode.lenience == math.inf:
+            raise ValueError(f"schedule {self.schedule!r} cannot start from {self.mode!r}")
+
+    @property
+    def enabled(self) -> bool:
+        return parse_mode(self.mode).enabled
+
+    @property
+    def epochs(self) -> int:
+        """How many epochs the rollout cache has to hold."""
+        return 1 + parse_mode(self.mode).back
+
+
+def check_coupling(
+    config: ReuseConfig, num_examples: int, prompts_per_step: int, group_size: int
+) -> None:
+    """Raise ValueError where noise that repeats could not be named by (example, sample index)."""
+    if not parse_mode(config.mode).couples_noise:
+        return
+    most_examples = 2**31 // (2 * MOST_SAMPLES)
+    if group_size > MOST_SAMPLES or num_examples > most_examples:
+        raise ValueError(
+            f'Reuse.mode="coupled" has names for {most_examples} examples with {MOST_SAMPLES} '
+            f"samples each, got {num_examples} with {group_size}"
+        )
+    if prompts_per_step > num_examples:
+        raise ValueError(
+            f'Reuse.mode="coupled" needs every example at most twice in a step (an epoch ends in '
+            f"it), got {prompts_per_step} prompts of {num_examples} examples: lower "
+            "Rollout.prompts_per_step"
+        )
+
+
+class Reuse:
+    """What a run carries from epoch to epoch, beside the cache itself."""
+
+    def __init__(self, config: ReuseConfig, cache: RolloutCache, *, seed: int, greedy: bool):
+        self.mode, self._schedule = parse_mode(config.mode), parse_schedule(config.schedule)
+        self._cache, self._seed, self._greedy = cache, seed, greedy
+        self._log_lenience = lenience.log(self.mode.lenience)
+        self._problems: list[str] = []
+
+    def key(self, step: int) -> jax.Array:
+        """The noise key of a step; with `coupled`, that of all steps."""
+        return step_key(self._seed, COUPLED_STEP if self.mode.couples_noise else step)
+
+    def rule(self, step: int) -> PrefixRule | None:
+        """How much of a cached response stands at this step; None where nothing is reused."""
+        if not self.mode.enabled:
+            return None
+        return PrefixRule(self.mode, self._at(step), self._seed, step, self._greedy)
+
+    def requests(
+        self,
+        keys: Sequence[str],
+        prompts: Sequence[Prompt],
+        numbers: Sequence[int],
+        size: int,
+        *,
+        before: Sequence[str] = (),
+    ) -> list[Request]:
+        """`size` requests to each prompt, with what they may reuse; first samples come first.
+
+        `keys` name the examples, `numbers` count them in the data set; `before` are the keys
+        that the step has asked in earlier phases. An example that comes twice in a step is
+        answered afresh the second time, with noise of its own.
+        """
+        again = [key in before or key in keys[:g] for g, key in enumerate(keys)]
+        cached = [
+            {} if twice else self._cached(key, prompt, size)
+            for key, prompt, twice in zip(keys, prompts, again, strict=True)
+        ]
+
+        def request(g: int, i: int) -> Request:
+            request_id = (len(before) + g) * size + i
+            if self.mode.couples_noise:
+                request_id = 2 * MOST_SAMPLES * numbers[g] + i + MOST_SAMPLES * again[g]
+            return Request(request_id, prompts[g], g, i, cached=cached[g].get(i))
+
+        return [request(g, i) for i in range(size) for g in range(len(prompts))]
+
+    def _cached(self, key: str, prompt: Prompt, size: int) -> Mapping[int, CachedResponse]:
+        """The responses that may be reused, by sample index."""
+        if not self.mode.enabled:
+            return {}
+        group = self._cache.get(key, self.mode.back)
+        if group is None:
+            return {}
+        if group.prompt_ids.tolist() != list(prompt):
+            self._problems.append(f"{key!r} is answered afresh: its cached prompt is another one")
+            return {}
+        usable = {r.sample_index: r for r in group.responses if r.scores is not None}
+        if len(usable) != size:
+            self._problems.append(
+                f"{key!r} has {len(usable)} cached responses where {size} are asked for: the "
+                "others are generated afresh"
+            )
+        return usable
+
+    def after_update(self, metrics: Mapping[str, float]) -> None:
+        """Move the lenience, by what the step's updates clipped."""
+        clipped = metrics.get("clip_ratio/region_mean")
+        if clipped is not None:
+            self._log_lenience = self._schedule.after(self._log_lenience, clipped)
+
+    def metrics(self, stats: EngineStats, num_tokens: int, step: int) -> dict[str, float]:
+        """How much of the step's `num_tokens` response tokens was reused."""
+        if not self.mode.enabled:
+            return {}
+        v = stats.verified
+        metrics = {
+            "spec/reused_fraction": v.kept_tokens / max(num_tokens, 1),
+            "spec/full_reuse_fraction": v.whole / max(v.responses, 1),
+            "spec/verified_prefix_tokens": v.kept_tokens / max(v.responses, 1),
+            "spec/cached_responses": float(v.responses),
+            "spec/cached_accept_rate": v.accept_rate,
+            "spec/prefix_pass_seconds": v.seconds,
+        }
+        if self.mode.name in ("lenient", "delayed"):
+            metrics["spec/lenience"] = math.exp(self._at(step))
+        return metrics
+
+    def new_problems(self) -> list[str]:
+        """What could not be reused since the last question: the first few, and a count."""
+        problems, self._problems = self._problems, []
+        more = [f"{len(problems) - 3} more prompts likewise"] if len(problems) > 4 else []
+        return problems[: 3 if more else 4] + more
+
+    def state(self) -> dict[str, Any]:
+        return {"log_lenience": self._log_lenience}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self._log_lenience = float(state.get("log_lenience", self._log_lenience))
+
+    def _at(self, step: int) -> float:
+        return self._schedule.at(self.mode.lenience, self._log_lenience, step)
+
+
+def remember(
+    cache: RolloutCache,
+    keys: Sequence[str],
+    trajectories: Sequence[Trajectory],
+    *,
+    scored: bool,
+) -> None:
+    """The step's responses are what the next epoch starts from; group g answered `keys[g]`."""
+    groups: dict[str, dict[int, Trajectory]] = {key: {} for key in keys}
+    for t in trajectories:
+        groups[keys[t.group_id]][t.sample_index] = t
+    for key, group in groups.items():
+        if not group:
+            continue
+        responses = [_cached(group[i], scored=scored) for i in sorted(group)]
+        prompt_ids = next(iter(group.values())).prompt_ids
+        cache.replace(key, CachedGroup(np.asarray(prompt_ids, np.int32), tuple(responses)))
+
+
+def _cached(t: Trajectory, *, scored: bool) -> CachedResponse:
+    scores = Scores(t.logprobs, t.emission_logprobs, t.policy_versions) if scored else None
+    return CachedResponse(t.sample_index, t.response_ids, t.reward or 0.0, scores)

@@ -1,0 +1,56 @@
+"""Short phases on made-up prompts: what the host compiles, it compiles before the first step."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from models.transformer import Params
+from rl.engine.engine import Engine
+from rl.speculation.device_drafters import NO_DRAFTERS, DeviceDrafters
+from rl.speculation.sources import Speculation, SpeculationConfig
+from rl.trajectory import Request
+from spec.budget.bandit_budget import TunerConfig
+from spec.budget.budget import TakeAll
+from spec.reuse.rollout_cache import CachedGroup, CachedResponse, RolloutCache
+from spec.round_times import RoundTimes
+from spec.sampling import SamplingConfig, step_key
+
+NAME = "rehearsal"
+NUM_TOKENS = 24  # of a response, at most
+
+
+def rehearse(
+    config: SpeculationConfig,
+    times: RoundTimes,
+    engine: Engine,
+    params: Params,
+    sampling: SamplingConfig,
+    drafters: DeviceDrafters = NO_DRAFTERS,
+    tuner: TunerConfig | None = None,
+) -> None:
+    """A phase that tries guesses and one with the budget of `config`, all sources asked.
+
+    Call it after the warm-up: it compiles no program of the device.
+    """
+    prompt, tokens = (0, 1), np.arange(8, dtype=np.int32) % 2
+    cached = tuple(CachedResponse(i, tokens, 0.0, None) for i in range(2))
+    cache = RolloutCache()
+    cache.replace(NAME, CachedGroup(np.asarray(prompt, np.int32), cached))
+    no_stop = (-1,) * max(1, len(engine.model.eos_token_ids))  # as many as there are: a shape
+    limit = min(NUM_TOKENS, sampling.max_new_tokens)
+    requests = [Request(i, prompt, 0, i, limit) for i in range(2)]
+    with Speculation(config, cache, drafters, tuner) as speculation:
+        speculation.times = times
+        for tried in (TakeAll(2), None):
+            guesses = speculation.phase([NAME], [prompt], dict.fromkeys(range(2), tokens))
+            key = step_key(0, 0)
+            drafter, budget = guesses(engine.site(params, sampling, key))
+            engine.run(
+                params,
+                requests,
+                sampling,
+                key,
+                stop_token_ids=no_stop,
+                drafter=drafter,
+                budget=tried or budget,
+            )

@@ -1,0 +1,112 @@
+"""What the engines of a run measured: two files of its folder, written and read here alone.
+
+    round_times.json   seconds of rounds by bucket, and what they were measured on
+    move_times.json    seconds of copies and of passes by tokens
+
+Nothing here touches a device, so that the simulator can read what a run wrote.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from models.folder import held, replace_file
+from sched.simulator.measured_costs import Profile
+from spec.round_times import RoundTimes
+
+ROUNDS_FILE, MOVES_FILE = "round_times.json", "move_times.json"
+FORMAT = 5  # of the first
+
+
+@dataclasses.dataclass(frozen=True)
+class MoveTimes:
+    """Seconds of (a copy, a pass) by the most tokens that they are for."""
+
+    seconds: Mapping[int, tuple[float, float]]
+
+    def prefers_copy(self, tokens: int) -> bool:
+        """Whether keys and values of so many tokens are had sooner from the host."""
+        size = min((n for n in self.seconds if n >= tokens), default=max(self.seconds))
+        copy_s, pass_s = self.seconds[size]
+        return copy_s < pass_s
+
+
+def write_rounds(path: Path, times: RoundTimes, made_for: Mapping[str, Any]) -> None:
+    """Keep `times` and what they were measured on, which `read_rounds` gives back."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    content = {"made_for": {"format": FORMAT} | dict(made_for), "rows": times.rows()}
+    replace_file(path, json.dumps(content, indent=1) + "\n")
+
+
+def read_rounds(path: Path, made_for: Mapping[str, Any] | None = None) -> RoundTimes | None:
+    """What `write_rounds` kept; None where there is nothing of our format, or of `made_for`.
+
+    Raises ValueError for a file that is damaged.
+    """
+    content = _read(path)
+    if content is None:
+        return None
+    try:
+        kept_for = content["made_for"]
+        if kept_for.get("format") != FORMAT:
+            return None
+        times = RoundTimes.from_rows(content["rows"])
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise _damaged(path, error) from error
+    return times if made_for is None or kept_for == {"format": FORMAT} | dict(made_for) else None
+
+
+def write_moves(path: Path, times: MoveTimes) -> None:
+    """Keep `times`, which `read_moves` gives back."""
+    replace_file(path, json.dumps([[n, *both] for n, both in times.seconds.items()]) + "\n")
+
+
+def read_moves(path: Path) -> MoveTimes | None:
+    """What `write_moves` kept, None where there is nothing. ValueError for a damaged file."""
+    rows = _read(path)
+    if rows is None:
+        return None
+    try:
+        return MoveTimes({int(n): (float(copy_s), float(pass_s)) for n, copy_s, pass_s in rows})
+    except (TypeError, ValueError) as error:
+        raise _damaged(path, error) from error
+
+
+def _read(path: Path) -> Any:
+    """The JSON at `path`; None where there is no such file."""
+    if not path.parent.is_dir():
+        return None
+    with held(path.parent) as folder:
+        if not folder.exists(path.name):
+            return None
+        try:
+            return json.loads(folder.read(path.name))
+        except (ValueError, RecursionError) as error:
+            raise _damaged(path, error) from error
+
+
+def _damaged(path: Path, error: Exception) -> ValueError:
+    return ValueError(f"{path} is damaged ({error}): delete it to measure anew")
+
+
+def read_profile(folder: Path) -> Profile:
+    """Rounds and moves of a run's worker. Raises ValueError where there are none, or damaged ones.
+
+    A budget that goes by measured times has rounds written, several workers have moves written.
+    """
+    rounds, moves = read_rounds(folder / ROUNDS_FILE), read_moves(folder / MOVES_FILE)
+    for path, found, written_with in (
+        (folder / ROUNDS_FILE, rounds, 'Speculation.budget = "goodput"'),
+        (folder / MOVES_FILE, moves, "Sched.workers above one"),
+    ):
+        if found is None:
+            raise ValueError(f"expected {path}, which runs with {written_with} write, found none")
+    assert rounds is not None and moves is not None
+    try:
+        return Profile(rounds.rounds, moves.seconds)
+    except ValueError as error:
+        raise ValueError(f"{folder} holds no profile that a run wrote ({error})") from error

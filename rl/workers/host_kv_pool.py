@@ -1,0 +1,86 @@
+"""Keys and values of requests that wait between two chunks, in the host's memory.
+
+One pool serves all workers of a process. A worker promises an entry before it lets others
+know of it; one who is told to take it waits for as long as the worker that promised is alive.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable
+
+from rl.runtime.waits import POLL_S
+from rl.trajectory import Begun
+
+
+@dataclasses.dataclass(frozen=True)
+class _Promise:
+    worker_id: int
+
+
+class KvPool:
+    """Half-done requests by number; `most_bytes` caps what their keys and values take.
+
+    Beyond the cap an entry is kept without keys and values: they are computed anew.
+    """
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most_bytes = most_bytes
+        self._entries: dict[int, Begun | _Promise] = {}
+        self._changed = threading.Condition()
+        self.num_bytes = 0
+        self.num_dropped = 0  # entries that came without keys and values for want of room
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def promise(self, request_id: int, worker_id: int) -> None:
+        """An entry is on its way from a worker."""
+        with self._changed:
+            assert request_id not in self._entries, f"request {request_id} is in the pool already"
+            self._entries[request_id] = _Promise(worker_id)
+
+    def withdraw(self, request_id: int, worker_id: int) -> None:
+        """The entry that this worker promised will not come."""
+        with self._changed:
+            assert self._entries.pop(request_id) == _Promise(worker_id), "it was promised"
+            self._changed.notify_all()
+
+    def withdraw_all(self, worker_id: int) -> None:
+        """Nothing that this worker has promised will come."""
+        promise = _Promise(worker_id)
+        with self._changed:
+            self._entries = {r: e for r, e in self._entries.items() if e != promise}
+            self._changed.notify_all()
+
+    def put(self, begun: Begun, worker_id: int) -> None:
+        """The entry that was promised; dropped where the promise was withdrawn meanwhile."""
+        request_id = begun.request.request_id
+        with self._changed:
+            if self._entries.get(request_id) != _Promise(worker_id):
+                return
+            size = begun.kv.num_bytes if begun.kv is not None else 0
+            if self.num_bytes + size > self._most_bytes:
+                begun, size = begun.without_kv(), 0
+                self.num_dropped += 1
+            self.num_bytes += size
+            self._entries[request_id] = begun
+            self._changed.notify_all()
+
+    def take(self, request_id: int, waits_for: Callable[[int], None]) -> Begun | None:
+        """Take an entry out; None where there is none, or what was promised will not come.
+
+        While it is only promised, `waits_for` is told by whom, again and again: what it raises
+        ends the waiting.
+        """
+        while True:
+            with self._changed:
+                entry = self._entries.get(request_id)
+                if not isinstance(entry, _Promise):
+                    self._entries.pop(request_id, None)
+                    if entry is not None and entry.kv is not None:
+                        self.num_bytes -= entry.kv.num_bytes
+                    return entry
+                self._changed.wait(POLL_S)
+            waits_for(entry.worker_id)

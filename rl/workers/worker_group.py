@@ -1,0 +1,254 @@
+"""Workers at work: a thread and an engine each, under one scheduler, for as long as it takes.
+
+Steps of requests are submitted while earlier ones may still run; a worker pulls the weights of
+a step when it begins with it. Results come back as responses end.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import threading
+from collections.abc import Callable, Mapping, MutableSequence, Sequence
+
+import jax
+
+from models import transformer
+from rl.drafter_training.spot_trainer import SpotTrainer
+from rl.engine.engine import Engine
+from rl.engine.speculate import Guesses, no_guesses
+from rl.engine.stats import EngineStats, joined
+from rl.runtime.waits import POLL_S, Hang
+from rl.trajectory import Request, Trajectory
+from rl.workers.coordinator import Aborted, Coordinator, Deferred, WorkerError, WorkerFeed
+from rl.workers.host_kv_pool import KvPool
+from sched.protocol import Scheduler
+from sched.simulator.replay import Decision
+from spec.eagle.batch import Catcher
+from spec.reuse.prefix_rule import PrefixRule
+from spec.sampling import SamplingConfig
+
+MOST_RESTARTS = 3  # of one engine in a session: what fails more often will not heal
+LEAVING_S = 5.0  # that workers have to end, once a rollout is given up
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StepSpec:
+    """What all requests of a step have in common. `params` are copied to a worker's devices."""
+
+    step: int
+    params: transformer.Params
+    sampling: SamplingConfig
+    key: jax.Array
+    stop_token_ids: Sequence[int]
+    policy_version: int = 0
+    rule: PrefixRule | None = None
+    guesses: Guesses = no_guesses
+    catcher: Catcher | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class SessionSize:
+    """What a worker holds, and whether one that raised or hangs is replaced.
+
+    A worker hangs that has something to do and shows no sign of life for `hang_limit_s`.
+    """
+
+    kv_tokens: int
+    max_requests: int
+    longest_tokens: int
+    pool_bytes: int
+    hang_limit_s: float
+    restart: bool = False
+    keeps_decisions: bool = True  # all of them: for as long as a rollout of one step takes
+
+
+class Session:
+    """Use it as a context manager: leaving it ends all workers, and waits for them.
+
+    A thread that hangs cannot be ended, so it is left behind, and what it worked with as well:
+    its place in `engines` is taken by a new engine of the same settings.
+    """
+
+    def __init__(
+        self,
+        engines: MutableSequence[Engine],
+        scheduler: Scheduler,
+        size: SessionSize,
+        clock: Callable[[], float],
+        spot: SpotTrainer | None = None,
+    ) -> None:
+        self._engines, self._size, self._spot = engines, size, spot
+        pool = KvPool(size.pool_bytes)
+        self._coordinator = Coordinator(scheduler, clock, pool, size.keeps_decisions)
+        self._threads: dict[int, threading.Thread] = {}
+        self._engine_of: dict[int, int] = {}
+        self._specs: dict[int, StepSpec] = {}
+        self._stats: collections.defaultdict[int, list[EngineStats]] = collections.defaultdict(list)
+
+    def __enter__(self) -> Session:
+        for i in range(len(self._engines)):
+            self._join(i)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._spot is not None:
+            self._spot.rollout_ended()
+        self._coordinator.close(abort=kind is not None)
+        limit_s = self._size.hang_limit_s
+        hung = self._end_threads(limit_s if kind is None else min(limit_s, LEAVING_S))
+        if self._spot is not None:
+            self._spot.dismiss()
+        if hung is not None and kind is None and not self._size.restart:
+            raise hung
+
+    @property
+    def decisions(self) -> list[Decision]:
+        return self._coordinator.decisions
+
+    def submit(
+        self,
+        spec: StepSpec,
+        requests: Sequence[Request],
+        past_tokens: Mapping[int, tuple[int, ...]] | None = None,
+    ) -> None:
+        """All requests of a step; ids are unique in a session.
+
+        `past_tokens` are the lengths of last epoch's responses, by group.
+        """
+        self._specs[spec.step] = spec
+        for table in (self._specs, self._stats):
+            for step in [s for s in table if s < spec.step - 1]:
+                del table[step]  # whoever begins with a step now has newer ones to do
+        limit = spec.sampling.max_new_tokens
+        self._coordinator.submit(spec.step, requests, limit, past_tokens or {})
+        if self._spot is not None:
+            self._spot.rollout_began()
+
+    def trained(self, step: int) -> None:
+        """The update of a step is done."""
+        self._coordinator.trained(step)
+
+    def next_result(self, timeout_s: float) -> Trajectory | Deferred | None:
+        """What has ended, or gone over into the next step; None where nothing has for so long.
+
+        Raises WorkerError where a worker raised, or hangs, and is not replaced.
+        """
+        result = self._coordinator.next_result(timeout_s)
+        if result is None:
+            result = self._coordinator.hung(self._size.hang_limit_s)
+        if not isinstance(result, WorkerError):
+            return result
+        worker_id = result.worker_id
+        if not self._coordinator.is_present(worker_id):
+            return None  # it was given up, and raised after that
+        engine = self._engine_of[worker_id]
+        failures = sum(e == engine for e in self._engine_of.values())
+        if not self._size.restart or failures > MOST_RESTARTS:
+            raise result
+        if not isinstance(result.__cause__, Hang):
+            self._threads[worker_id].join(LEAVING_S)  # it has raised, and is about to end
+        hangs = self._leave_behind(worker_id)
+        # its successor first, so that what it ran has somewhere to go
+        self._join(engine)
+        self._coordinator.lose(worker_id)
+        if self._spot is not None:
+            self._spot.lost(worker_id, hangs=hangs)
+        return None
+
+    def num_tokens(self, step: int) -> int:
+        """What all workers emitted in a step so far."""
+        return sum(stats.tokens for stats in self._stats[step])
+
+    def stats(self, step: int) -> EngineStats:
+        """What all workers counted in a step so far."""
+        return joined(self._stats[step]) if self._stats[step] else EngineStats()
+
+    def _end_threads(self, limit_s: float) -> WorkerError | None:
+        """Wait until the workers' threads have ended; who shows no sign of life is left behind.
+
+        Returns what the first of these was doing.
+        """
+        first = None
+        while alive := [w for w in self._threads if self._runs(w)]:
+            self._threads[alive[0]].join(POLL_S)
+            if (hung := self._coordinator.hung(limit_s, alive)) is not None:
+                first = first or hung
+                self._leave_behind(hung.worker_id)
+                self._coordinator.forget(hung.worker_id)
+        return first
+
+    def _runs(self, worker_id: int) -> bool:
+        return self._coordinator.is_present(worker_id) and self._threads[worker_id].is_alive()
+
+    def _leave_behind(self, worker_id: int) -> bool:
+        """A worker is given up; whether its thread may still be at its engine: nobody else is."""
+        place, hangs = self._engine_of[worker_id], self._threads[worker_id].is_alive()
+        if hangs:
+            self._engines[place] = dataclasses.replace(self._engines[place])
+        return hangs
+
+    def _join(self, engine: int) -> None:
+        worker_id, size, replica = len(self._threads), self._size, self._engines[engine]
+        if self._spot is not None:
+            self._spot.joined(worker_id)
+        inbox = self._coordinator.join(worker_id, size.kv_tokens, size.max_requests)
+        feed = WorkerFeed(
+            *(worker_id, inbox, self._coordinator),
+            *(size.max_requests, size.longest_tokens, size.kv_tokens),
+            spare=None if self._spot is None else _Spare(self._spot, worker_id, replica),
+        )
+        thread = threading.Thread(
+            target=self._work,
+            args=(worker_id, replica, feed),
+            name=f"worker-{worker_id}",
+            daemon=True,
+        )
+        self._threads[worker_id], self._engine_of[worker_id] = thread, engine
+        thread.start()
+
+    def _work(self, worker_id: int, engine: Engine, feed: WorkerFeed) -> None:
+        """A worker's thread: one phase of its engine for each step, fed by the coordinator."""
+        coordinator = self._coordinator
+        try:
+            while (step := feed.next_step()) is not None:
+                spec, stats = self._specs[step], EngineStats()
+                self._stats[step].append(stats)
+                coordinator.alive(worker_id, "receiving weights")
+                params = engine.place(spec.params)
+                drafter, budget = spec.guesses(engine.site(params, spec.sampling, spec.key))
+                engine.run(
+                    params,
+                    (),
+                    spec.sampling,
+                    spec.key,
+                    stop_token_ids=spec.stop_token_ids,
+                    policy_version=spec.policy_version,
+                    drafter=drafter,
+                    budget=budget,
+                    rule=spec.rule,
+                    feed=feed,
+                    catcher=spec.catcher,
+                    stats=stats,
+                    on_finish=lambda trajectory: coordinator.finished(worker_id, trajectory),
+                    on_round=lambda finished, tokens: coordinator.alive(worker_id),
+                )
+        except Aborted:
+            pass
+        except BaseException as error:
+            coordinator.failed(worker_id, error)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Spare:
+    """A worker's spare time, spent on the drafter."""
+
+    spot: SpotTrainer
+    worker_id: int
+    engine: Engine
+
+    def unit(self) -> bool:
+        return self.spot.spare(self.worker_id, self.engine)
+
+    def over(self) -> None:
+        self.spot.busy(self.worker_id)

@@ -1,0 +1,248 @@
+"""Several engines under one scheduler: a rollout whose requests run where it decides.
+
+Each worker is a thread with an engine on devices of its own. All talk to one coordinator,
+which tells the scheduler what happens, under a lock and with the time, and hands its answers
+out. Tokens do not depend on any of it: a request's are a function of its seed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+import typing
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+from models import transformer
+from models.config import ModelConfig
+from models.sharding import MeshConfig, make_mesh
+from rl.drafter_training.spot_trainer import SpotTrainer
+from rl.engine.config import EngineConfig
+from rl.engine.engine import Engine, OnFinish, OnRound
+from rl.engine.speculate import Guesses, no_guesses
+from rl.engine.stats import EngineStats
+from rl.runtime.waits import HANG_LIMIT_S, POLL_S
+from rl.trajectory import Request, Trajectory, longest_tokens
+from rl.workers.coordinator import Deferred
+from rl.workers.worker_group import Session, SessionSize, StepSpec
+from sched.policies.divided import PreferPool
+from sched.policies.registry import make_scheduler
+from sched.protocol import Scheduler
+from sched.simulator.replay import Decision
+from spec.eagle.batch import Catcher
+from spec.reuse.prefix_rule import PrefixRule
+from spec.sampling import SamplingConfig
+
+Mode = Literal["sync", "pipeline"]
+Policy = Literal["group_fifo", "divided_fifo", "seer", "histopipe"]  # not oracle: it looks ahead
+OnError = Literal["stop", "restart"]
+
+
+@dataclasses.dataclass(frozen=True)
+class SchedConfig:
+    """Rollout workers, and the scheduler that says what runs where; none of it changes a token.
+
+    `mode`: `sync` (a step's responses are of the policy that learns from them) or `pipeline`
+    (workers answer a step while the one before is learnt from, one update behind).
+
+    In `sync` with one worker rollouts run on the trainer's devices, as `Engine` says. Otherwise
+    workers have `devices_per_worker` devices each, in the order of the process's devices, in
+    `pipeline` the last of them; where there are not enough, workers of one device share them.
+    `histopipe`, which goes by the lengths of last epoch's responses, has workers go on to the
+    next step without waiting for one another, in `ranking_groups` groups. A worker's requests
+    take `kv_tokens` positions together at most (None: as many as its slots can need). Those that
+    wait between two chunks keep keys and values of `pool_bytes` on the host.
+    """
+
+    mode: Mode = "sync"
+    policy: Policy = "seer"
+    workers: int = 1
+    devices_per_worker: int = 1
+    chunk_tokens: int = 512
+    kv_tokens: int | None = None
+    pool_bytes: int = 2**33
+    ranking_groups: int = 8
+    on_error: OnError = "stop"  # or restart: the requests of a worker that raised go on elsewhere
+
+    def __post_init__(self) -> None:
+        for field, hint in (("mode", Mode), ("policy", Policy), ("on_error", OnError)):
+            known, value = typing.get_args(hint), getattr(self, field)
+            if value not in known:
+                raise ValueError(f"expected {field} of {', '.join(known)}, got {value!r}")
+        if self.policy == "histopipe" and self.mode != "pipeline":
+            raise ValueError(
+                "policy 'histopipe' lets workers run into the next step: set Sched.mode = "
+                f'"pipeline", got {self.mode!r}'
+            )
+        if min(self.workers, self.devices_per_worker, self.chunk_tokens, self.ranking_groups) < 1:
+            raise ValueError(
+                "expected at least one worker, device, token of a chunk and ranking group, got "
+                f"{self.workers}, {self.devices_per_worker}, {self.chunk_tokens} and "
+                f"{self.ranking_groups}"
+            )
+
+
+class Workers:
+    """Engines on devices of their own, and the scheduler's name: what rollouts are done with.
+
+    `seed` is the scheduler's; each rollout has a fresh one. A worker that shows no sign of life
+    for `hang_limit_s` has failed.
+    """
+
+    def __init__(
+        self,
+        engines: Sequence[Engine],
+        config: SchedConfig,
+        *,
+        seed: int = 0,
+        clock: Callable[[], float] = time.perf_counter,
+        prefer_pool: PreferPool = lambda tokens: True,
+        spot: SpotTrainer | None = None,
+        hang_limit_s: float = HANG_LIMIT_S,
+    ) -> None:
+        self.engines, self.config, self._seed = list(engines), config, seed
+        self.spot = spot  # what idle workers train
+        self.prefer_pool = prefer_pool  # of so many tokens: rather copied than computed anew
+        self._clock, self._hang_limit_s = clock, hang_limit_s
+        self.stats = EngineStats()
+        self.decisions: list[Decision] = []
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.engines[0].dtype
+
+    def run(
+        self,
+        params: transformer.Params,
+        requests: Sequence[Request],
+        sampling: SamplingConfig,
+        key: jax.Array,
+        *,
+        stop_token_ids: Sequence[int],
+        policy_version: int = 0,
+        guesses: Guesses = no_guesses,
+        rule: PrefixRule | None = None,
+        catcher: Catcher | None = None,
+        on_finish: OnFinish | None = None,
+        on_round: OnRound | None = None,
+    ) -> list[Trajectory]:
+        """Every request to its end; trajectories in the order of the requests.
+
+        Each worker asks `guesses` for a drafter and a budget of its own. `on_finish` is called
+        here, in the caller's thread, as responses end; so is `on_round`, now and then: what it
+        raises ends the rollout. Raises WorkerError where a worker raised, or hangs, and is not
+        replaced.
+        """
+        self.engines[0].check(requests, sampling)
+        spec = StepSpec(
+            *(0, params, sampling, key, stop_token_ids, policy_version),
+            rule=rule,
+            guesses=guesses,
+            catcher=catcher,
+        )
+        longest = longest_tokens(requests, sampling.max_new_tokens)
+        done: dict[int, Trajectory] = {}
+        session = self.session(self.make_scheduler(), len(requests), longest)
+        try:
+            with session:
+                session.submit(spec, requests)
+                while len(done) < len(requests):
+                    result = session.next_result(timeout_s=POLL_S)
+                    assert not isinstance(result, Deferred), "a rollout of one step defers nothing"
+                    if result is not None:
+                        done[result.request_id] = result
+                        if on_finish is not None:
+                            on_finish(result)
+                    if on_round is not None:
+                        on_round(len(done), session.num_tokens(0))
+        finally:
+            self.decisions, self.stats = session.decisions, session.stats(0)
+        return [done[r.request_id] for r in requests]
+
+    def make_scheduler(self) -> Scheduler:
+        """A fresh one of the configured policy, for a rollout."""
+        return make_scheduler(
+            self.config.policy,
+            seed=self._seed,
+            chunk_tokens=self.config.chunk_tokens,
+            prefer_pool=self.prefer_pool,
+        )
+
+    def session(
+        self,
+        scheduler: Scheduler,
+        max_requests: int,
+        longest_tokens: int,
+        *,
+        keeps_decisions: bool = True,
+    ) -> Session:
+        """The workers under a scheduler, for rollouts of up to so many requests of such length."""
+        config, slots = self.config, min(self.engines[0].config.slots, max_requests)
+        if config.kv_tokens is not None and config.kv_tokens < longest_tokens:
+            raise ValueError(
+                f"a request may come to {longest_tokens} positions, prompt and response, and a "
+                f"worker holds Sched.kv_tokens={config.kv_tokens}: raise it, or leave it out"
+            )
+        size = SessionSize(
+            kv_tokens=config.kv_tokens or slots * longest_tokens,
+            max_requests=slots,
+            longest_tokens=longest_tokens,
+            pool_bytes=config.pool_bytes,
+            hang_limit_s=self._hang_limit_s,
+            restart=config.on_error == "restart",
+            keeps_decisions=keeps_decisions,
+        )
+        return Session(self.engines, scheduler, size, self._clock, self.spot)
+
+
+def in_worker_thread(work: Callable[[], object]) -> None:
+    """Do something as a worker's thread would, which knows nothing of a trainer's mesh."""
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(work).result()
+
+
+def make_engines(
+    model: ModelConfig,
+    engine: EngineConfig,
+    config: SchedConfig,
+    *,
+    dtype: np.dtype,
+    context_tokens: int = 0,
+    feature_layers: tuple[int, ...] | None = None,
+) -> list[Engine]:
+    """An engine for each worker, on devices of its own as far as there are any.
+
+    Raises ValueError where workers of several devices do not fit into those of this process.
+    """
+    default, size = jax.local_devices()[0], config.devices_per_worker
+    _, devices = split_devices(config, jax.local_devices())
+    needed = config.workers * size
+    if size > 1 and needed > len(devices):
+        raise ValueError(
+            f"expected {needed} devices for Sched.workers={config.workers} of "
+            f"Sched.devices_per_worker={size}, got {len(devices)}; mend: fewer of either, or on a "
+            f"CPU XLA_FLAGS=--xla_force_host_platform_device_count={needed}"
+        )
+    engines = []
+    for i in range(config.workers):
+        mine = [devices[(i * size + j) % len(devices)] for j in range(size)]
+        place: dict[str, Any] = {"mesh": make_mesh(MeshConfig(data=1, tensor=size), mine)}
+        if size == 1:  # the default device's programs are there
+            place = {"device": None if mine[0] == default else mine[0]}
+        place |= {"context_tokens": context_tokens, "feature_layers": feature_layers}
+        engines.append(Engine(model, engine, dtype=dtype, number=i, **place))
+    return engines
+
+
+def split_devices(
+    config: SchedConfig, devices: Sequence[jax.Device]
+) -> tuple[Sequence[jax.Device], Sequence[jax.Device]]:
+    """Those of the trainer, and of the workers: apart in `pipeline`, as far as there are enough."""
+    needed = config.workers * config.devices_per_worker
+    if config.mode == "sync" or needed >= len(devices):
+        return devices, devices
+    return devices[:-needed], devices[-needed:]

@@ -1,0 +1,277 @@
+"""A cluster on a virtual clock, driven by the scheduler that would drive the real one.
+
+    lengths, a scheduler, workers → events in order of time → a record of the rollout
+
+Lengths are the truth that only the simulator knows; schedulers learn them from what ends.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import heapq
+import math
+from collections.abc import Mapping, Sequence
+
+from sched.protocol import (
+    ChunkDone,
+    Defer,
+    Event,
+    Finished,
+    Scheduler,
+    Start,
+    Submitted,
+    Trained,
+    WorkerJoined,
+)
+from sched.request import Ask
+from sched.simulator.roofline import Costs
+from sched.simulator.worker import Counters, Job, Pace, Plain, SimulatedWorker
+
+TRAINER = -1  # its events stand among those of the workers
+
+
+@dataclasses.dataclass(frozen=True)
+class Cluster:
+    """`num_workers` equal workers."""
+
+    instance: Costs
+    num_workers: int
+    max_requests: int = 1024
+    kv_tokens: int | None = None  # None: what fits beside the weights
+
+    @property
+    def kv_tokens_per_worker(self) -> int:
+        return self.instance.kv_tokens if self.kv_tokens is None else self.kv_tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """A worker from `begin_s` on: what ran there, and the positions it held.
+
+    `reached_positions` are those that it had come to just before.
+    """
+
+    begin_s: float
+    worker_id: int
+    num_running: int
+    num_queued: int
+    positions: float
+    reached_positions: float
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Record:
+    """What a simulated rollout was like."""
+
+    finish_s: Mapping[int, float]
+    tokens: int
+    workers: Sequence[Counters]
+    samples: Sequence[Sample]
+    migrations: int
+    trained_s: Sequence[float] = ()  # when each step's update was done, of a run of steps
+    deferred: int = 0
+
+    @property
+    def completion_s(self) -> float:
+        return max(self.finish_s.values(), default=0.0)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.completion_s
+
+    @property
+    def tail_s(self) -> float:
+        """Seconds in which only the last tenth of the requests runs (Seer, section 6.2.2)."""
+        ends = sorted(self.finish_s.values())
+        return ends[-1] - ends[math.ceil(0.9 * len(ends)) - 1] if ends else 0.0
+
+    @property
+    def idle_fraction(self) -> float:
+        busy = sum(w.busy_s for w in self.workers)
+        return 1 - busy / (len(self.workers) * self.completion_s)
+
+    @property
+    def preemptions(self) -> int:
+        return sum(w.preemptions for w in self.workers)
+
+
+class Simulation:
+    """One rollout: `run` plays it to its end."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        cluster: Cluster,
+        lengths: Mapping[int, int],
+        *,
+        pace: Pace | None = None,
+        keep_samples: bool = False,
+    ) -> None:
+        """`lengths`: tokens of each request, by its number; `pace`: what rounds are like."""
+        self._scheduler, self._cluster, self._lengths = scheduler, cluster, lengths
+        self._pace = pace = pace or Plain(cluster.instance)
+        kv_tokens = cluster.kv_tokens_per_worker
+        self._workers = [
+            SimulatedWorker(i, cluster.instance, pace, kv_tokens, cluster.max_requests)
+            for i in range(cluster.num_workers)
+        ]
+        self._asks: dict[int, Ask] = {}
+        self._generated: dict[int, int] = {}
+        self._ran_on: dict[int, int] = {}
+        self._heap: list[tuple[float, int, int]] = []  # (time, worker, version)
+        self._finish_s: dict[int, float] = {}
+        self._finished_of: collections.Counter[int] = collections.Counter()  # by group
+        self._samples: list[Sample] | None = [] if keep_samples else None
+        self._tokens = self._migrations = self._deferred = 0
+        # of a run of steps: what is left to submit, and to finish, and when updates were done
+        self._steps: list[Sequence[Ask]] = []
+        self._train_s: Sequence[float] = ()
+        self._step_of: dict[int, int] = {}
+        self._left: list[int] = []
+        self._trained_s: list[float] = []
+        self._training = False
+
+    def run(self, asks: Sequence[Ask]) -> Record:
+        """All requests from their submission at 0 to the end of the last.
+
+        Raises RuntimeError where the scheduler lets requests wait for ever.
+        """
+        self._begin(asks)
+        self._tell(Submitted(tuple(asks)), 0.0)
+        return self._to_the_end()
+
+    def run_steps(self, steps: Sequence[Sequence[Ask]], train_s: Sequence[float]) -> Record:
+        """Steps of training: rollouts of each, then `train_s` of its update, on other devices.
+
+        The scheduler is handed step s when the update of step s − 2 is done, the first two at
+        0, and is told of every update; it decides which rollouts may run.
+        """
+        self._begin([ask for asks in steps for ask in asks])
+        self._train_s, self._left = train_s, [len(asks) for asks in steps]
+        self._step_of = {ask.request_id: ask.step for asks in steps for ask in asks}
+        self._steps = list(steps[2:])
+        for asks in steps[:2]:
+            self._tell(Submitted(tuple(asks)), 0.0)
+        return self._to_the_end()
+
+    def _begin(self, asks: Sequence[Ask]) -> None:
+        self._asks = {ask.request_id: ask for ask in asks}
+        kv_tokens = self._cluster.kv_tokens_per_worker
+        for worker in self._workers:
+            joined = WorkerJoined(worker.worker_id, kv_tokens, self._cluster.max_requests)
+            self._tell(joined, 0.0)
+
+    def _to_the_end(self) -> Record:
+        while self._heap:
+            now_s, worker_id, version = heapq.heappop(self._heap)
+            if worker_id == TRAINER:
+                self._end_update(now_s)
+            elif version == self._workers[worker_id].version:
+                self._play(self._workers[worker_id], now_s)
+            if self._left:
+                self._begin_update(now_s)
+        if self._scheduler.num_unfinished:
+            raise RuntimeError(
+                f"{self._scheduler.num_unfinished} requests wait and nothing runs: "
+                "the scheduler has lost them"
+            )
+        return Record(
+            self._finish_s,
+            self._tokens,
+            [w.counters for w in self._workers],
+            self._samples or [],
+            self._migrations,
+            self._trained_s,
+            self._deferred,
+        )
+
+    def _begin_update(self, now_s: float) -> None:
+        """The trainer takes the next step whose rollouts are all there."""
+        step = len(self._trained_s)
+        if not self._training and step < len(self._left) and not self._left[step]:
+            self._training = True
+            heapq.heappush(self._heap, (now_s + self._train_s[step], TRAINER, step))
+
+    def _end_update(self, now_s: float) -> None:
+        self._training = False
+        self._trained_s.append(now_s)
+        if self._steps:
+            self._tell(Submitted(tuple(self._steps.pop(0))), now_s)
+        self._tell(Trained(len(self._trained_s) - 1), now_s)
+
+    def _play(self, worker: SimulatedWorker, now_s: float) -> None:
+        """What happens on `worker` at `now_s`, and what the scheduler makes of it."""
+        for job in worker.reach(now_s):
+            length = self._lengths[job.request_id]
+            self._generated[job.request_id] = job.generated_tokens
+            event: Event
+            if job.generated_tokens >= length:
+                self._finish_s[job.request_id] = now_s
+                self._finished_of[job.group_id] += 1
+                self._tokens += length
+                if self._left:
+                    self._left[self._step_of[job.request_id]] -= 1
+                event = Finished(job.request_id, worker.worker_id, job.chunk, length)
+            else:
+                event = ChunkDone(
+                    job.request_id, worker.worker_id, job.chunk, job.generated_tokens, True
+                )
+            self._tell(event, now_s)
+        self._schedule(worker)
+
+    def _tell(self, event: Event, now_s: float) -> None:
+        touched = dict[int, None]()
+        for action in self._scheduler.handle(event, now_s):
+            if isinstance(action, Defer):
+                self._defer(action)
+            else:
+                touched[self._start(action, now_s)] = None
+        for worker_id in touched:
+            self._schedule(self._workers[worker_id])
+
+    def _defer(self, action: Defer) -> None:
+        step = self._step_of[action.request_id]
+        self._deferred += 1
+        self._left[step] -= 1
+        self._left[step + 1] += 1
+        self._step_of[action.request_id] = step + 1
+
+    def _start(self, action: Start, now_s: float) -> int:
+        ask = self._asks[action.request_id]
+        generated = self._generated.get(action.request_id, 0)
+        worker = self._workers[action.worker_id]
+        worker.advance(now_s)
+        worker.start(
+            Job(
+                action.request_id,
+                ask.group_id,
+                ask.prompt_tokens,
+                generated,
+                min(action.max_tokens, self._lengths[action.request_id] - generated),
+                action.chunk,
+                self._pace.lane(action.request_id, self._finished_of[ask.group_id]),
+                action.kv,
+                action.reserved_tokens > 0,
+            )
+        )
+        before = self._ran_on.setdefault(action.request_id, action.worker_id)
+        self._migrations += before != action.worker_id
+        self._ran_on[action.request_id] = action.worker_id
+        return action.worker_id
+
+    def _schedule(self, worker: SimulatedWorker) -> None:
+        next_s = worker.next_s()
+        if next_s < math.inf:
+            heapq.heappush(self._heap, (next_s, worker.worker_id, worker.version))
+        if self._samples is not None:
+            self._samples.append(
+                Sample(
+                    worker.now_s,
+                    worker.worker_id,
+                    worker.num_running,
+                    worker.num_queued,
+                    worker.positions,
+                    worker.reached,
+                )
+            )

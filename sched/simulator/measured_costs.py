@@ -1,0 +1,80 @@
+"""A worker as an engine measured it, in the place of a roofline.
+
+    round(requests, nodes, positions) = a + b · 2 · positions / requests
+
+from the seconds of rounds in the least bucket of slots and nodes that holds them, measured at
+several cache lengths; caches are half full on average. Passes and copies are those of the
+measured sizes of tokens, in proportion beyond the largest.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from sched.simulator.roofline import RoundCost
+
+RoundSeconds = Mapping[tuple[int, int, int], float]  # (slots, nodes, positions of a slot)
+MoveSeconds = Mapping[int, tuple[float, float]]  # tokens → (a copy from the host, a pass)
+
+
+@dataclasses.dataclass(frozen=True)
+class Profile:
+    """What `sched.simulator.roofline.Instance` says of a worker, from tables; plain rounds at
+    least.
+
+    Raises ValueError for tables that are empty.
+    """
+
+    rounds: RoundSeconds
+    moves: MoveSeconds
+    num_ranks: int = 1
+
+    def __post_init__(self) -> None:
+        if not any(nodes == 1 for _, nodes, _ in self.rounds) or not self.moves:
+            raise ValueError(
+                f"expected seconds of plain rounds and of moves, got {len(self.rounds)} rounds and "
+                f"{len(self.moves)} moves"
+            )
+
+    @property
+    def kv_tokens(self) -> int:
+        """Positions that the engine's rows hold."""
+        return max(slots * positions for slots, _, positions in self.rounds)
+
+    def round_cost(
+        self, num_requests: float, num_nodes: float = 1.0, other_requests: float | None = None
+    ) -> RoundCost:
+        slots = _least({s for s, _, _ in self.rounds}, num_requests)
+        nodes = _least({n for s, n, _ in self.rounds if s == slots}, num_nodes)
+        points = sorted((p, t) for (s, n, p), t in self.rounds.items() if (s, n) == (slots, nodes))
+        (first, first_s), (last, last_s) = points[0], points[-1]
+        slope = max(0.0, (last_s - first_s) / (last - first)) if last > first else 0.0
+        # more requests than the largest bucket take turns
+        turns = max(1.0, num_requests / slots)
+        fixed_s = turns * max(0.0, first_s - slope * first)
+        return RoundCost(fixed_s, turns * slope * 2 / max(num_requests, 1))
+
+    def round_seconds(self, num_requests: float, positions: float, num_nodes: float = 1) -> float:
+        return self.round_cost(num_requests, num_nodes)(positions)
+
+    def prefill_seconds(self, tokens: int) -> float:
+        return self._moved(tokens)[1]
+
+    def copy_seconds(self, tokens: int) -> float:
+        return self._moved(tokens)[0]
+
+    def prefers_copy(self, tokens: int) -> bool:
+        copy_s, pass_s = self._moved(tokens)
+        return copy_s < pass_s
+
+    def _moved(self, tokens: int) -> tuple[float, float]:
+        size = _least(set(self.moves), tokens)
+        copy_s, pass_s = self.moves[size]
+        times = max(1.0, tokens / size)
+        return times * copy_s, times * pass_s
+
+
+def _least(sizes: set[int], wanted: float) -> int:
+    """The smallest that holds what is wanted, else the largest."""
+    return min((n for n in sizes if n >= wanted), default=max(sizes))

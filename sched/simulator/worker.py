@@ -1,0 +1,306 @@
+"""A worker of the simulator: a fluid of rounds between two changes of who runs.
+
+While nothing joins or leaves, n requests each gain `a` tokens a round, and a round's seconds
+are a line in the live positions (`cost_model.RoundCost`). So the next change is found in
+closed form, and a simulated rollout costs its changes, not its rounds. Requests of different
+acceptance run in lanes, each with its own tokens per round.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import heapq
+import math
+from typing import Protocol
+
+from sched.request import Kv
+from sched.simulator.roofline import Costs, RoundCost
+
+INFINITE = math.inf
+EPSILON_TOKENS = 1e-6  # of rounding: progress this close to a request's end has reached it
+WATERMARK = 0.01  # of the memory: so much must stay free when a request is admitted
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Job:
+    """A start at work: `todo_tokens` of it are left when it is admitted."""
+
+    request_id: int
+    group_id: int
+    prompt_tokens: int
+    generated_tokens: int
+    todo_tokens: int
+    chunk: int
+    lane: int
+    kv: Kv
+    reserved: bool
+    end: float = 0.0  # of its lane's progress, while it runs
+    running: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Plan:
+    """What rounds are like at present: their cost, and tokens per request and round, by lane."""
+
+    cost: RoundCost
+    tokens_per_round: tuple[float, ...]
+
+
+class Pace(Protocol):
+    """Decides the rounds of a worker whenever who runs there has changed."""
+
+    num_lanes: int
+
+    def lane(self, request_id: int, finished_siblings: int) -> int:
+        """The lane in which a request runs from its next start on."""
+        ...
+
+    def changed(self, worker_id: int, num_running: int) -> None:
+        """Told whenever who runs on a worker has changed; 0 where it is idle now."""
+        ...
+
+    def plan(self, worker_id: int, counts: tuple[int, ...], positions: float) -> Plan:
+        """`counts` of running requests by lane; not all are 0."""
+        ...
+
+
+class Neighbours:
+    """How many requests run on the ranks of each instance; consecutive workers are one."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
+        self._running: dict[int, int] = {}  # by worker
+        self._all: collections.Counter[int] = collections.Counter()  # by instance
+
+    def changed(self, worker_id: int, num_running: int) -> None:
+        self._all[worker_id // self._num_ranks] += num_running - self._running.get(worker_id, 0)
+        self._running[worker_id] = num_running
+
+    def others(self, worker_id: int) -> int:
+        """Those on the other ranks of its instance."""
+        return self._all[worker_id // self._num_ranks] - self._running.get(worker_id, 0)
+
+
+class Plain:
+    """Rounds without guesses."""
+
+    num_lanes = 1
+
+    def __init__(self, instance: Costs) -> None:
+        self._instance, self._neighbours = instance, Neighbours(instance.num_ranks)
+
+    def lane(self, request_id: int, finished_siblings: int) -> int:
+        return 0
+
+    def changed(self, worker_id: int, num_running: int) -> None:
+        self._neighbours.changed(worker_id, num_running)
+
+    def plan(self, worker_id: int, counts: tuple[int, ...], positions: float) -> Plan:
+        others = self._neighbours.others(worker_id)
+        return Plan(self._instance.round_cost(counts[0], 1, others), (1.0,))
+
+
+@dataclasses.dataclass(slots=True)
+class Counters:
+    """What a worker has done."""
+
+    busy_s: float = 0.0
+    tokens: float = 0.0
+    preemptions: int = 0
+    prefilled_tokens: int = 0
+    copied_tokens: int = 0
+
+
+def _current_entry(entry: tuple[float, int, Job]) -> bool:
+    """Whether the job has not been pre-empted since, and perhaps admitted anew."""
+    return entry[2].running and entry[0] == entry[2].end
+
+
+class SimulatedWorker:
+    """Runs what it is given; `advance` moves it in time, `next_s` says when something ends."""
+
+    def __init__(
+        self,
+        worker_id: int,
+        instance: Costs,
+        pace: Pace,
+        kv_tokens: int,
+        max_requests: int,
+    ) -> None:
+        self.worker_id, self._instance, self._pace = worker_id, instance, pace
+        self._kv_tokens, self._max_requests = kv_tokens, max_requests
+        self.counters = Counters()
+        self.positions = 0.0  # live ones
+        self.reached = 0.0  # positions before who runs there last changed
+        self.now_s = 0.0
+        self.version = 0  # grows with every change
+        self.counts = [0] * pace.num_lanes
+        self._progress = [0.0] * pace.num_lanes
+        self._ends: list[list[tuple[float, int, Job]]] = [[] for _ in range(pace.num_lanes)]
+        self._queue: collections.deque[Job] = collections.deque()
+        self._admitted: list[Job] = []  # those that may be pre-empted, the latest last
+        self._prompts: dict[int, int] = {}  # group → its requests here: a prompt is computed once
+        self._stall_s = 0.0  # of prefill, before rounds go on
+        self._plan: Plan | None = None
+        self._growth = 0.0  # positions a round
+        self._rounds: float | None = None  # to the next event, while nothing has changed
+
+    @property
+    def num_running(self) -> int:
+        return sum(self.counts)
+
+    @property
+    def num_queued(self) -> int:
+        return len(self._queue)
+
+    # -- what others do --------------------------------------------------------
+
+    def start(self, job: Job) -> None:
+        """Take a job at the present time; without a reservation it waits for room."""
+        if job.reserved:
+            self._admit(job)
+        else:
+            self._queue.append(job)
+        self._changed()
+
+    def advance(self, now_s: float) -> None:
+        """Move to `now_s`, which must not be beyond `next_s`."""
+        elapsed = now_s - self.now_s
+        self.now_s = now_s
+        if elapsed <= 0:
+            return
+        if not self.num_running:
+            self.reached = self.positions
+            return
+        self.counters.busy_s += elapsed
+        stalled = min(elapsed, self._stall_s)
+        self._stall_s -= stalled
+        self._run(self._current().cost.rounds(self.positions, self._growth, elapsed - stalled))
+
+    def next_s(self) -> float:
+        """When the next request ends, or memory is full, if nothing comes between."""
+        if not self.num_running:
+            return INFINITE
+        rounds, cost = self._rounds_to_event(), self._current().cost
+        return self.now_s + self._stall_s + cost.integral(self.positions, self._growth, rounds)
+
+    def reach(self, now_s: float) -> list[Job]:
+        """Move to `now_s`, which `next_s` gave; the jobs that end then."""
+        self.counters.busy_s += now_s - self.now_s
+        self.now_s, self._stall_s = now_s, 0.0
+        self._run(self._rounds_to_event())
+        ended: list[Job] = []
+        for lane, ends in enumerate(self._ends):
+            while ends and ends[0][0] <= self._progress[lane] + EPSILON_TOKENS:
+                entry = heapq.heappop(ends)
+                job = entry[2]
+                if _current_entry(entry):
+                    ended.append(job)
+                    self._leave(job)
+                    job.generated_tokens += job.todo_tokens
+        if not ended and self._admitted:
+            self._preempt()
+        self._changed()
+        return ended
+
+    # -- inside ------------------------------------------------------------------
+
+    def _current(self) -> Plan:
+        if self._plan is None:
+            self._plan = plan = self._pace.plan(self.worker_id, tuple(self.counts), self.positions)
+            self._growth = sum(
+                n * a for n, a in zip(self.counts, plan.tokens_per_round, strict=True)
+            )
+        return self._plan
+
+    def _run(self, rounds: float) -> None:
+        plan = self._current()
+        self._rounds = None
+        for lane, tokens in enumerate(plan.tokens_per_round):
+            self._progress[lane] += rounds * tokens
+        self.positions += rounds * self._growth
+        self.reached = self.positions
+        self.counters.tokens += rounds * self._growth
+
+    def _rounds_to_event(self) -> float:
+        if self._rounds is None:
+            self._rounds = self._find_rounds()
+        return self._rounds
+
+    def _find_rounds(self) -> float:
+        plan = self._current()
+        rounds = INFINITE
+        for lane, ends in enumerate(self._ends):
+            while ends and not _current_entry(ends[0]):
+                heapq.heappop(ends)
+            if ends:
+                left = ends[0][0] - self._progress[lane]
+                rounds = min(rounds, left / plan.tokens_per_round[lane])
+        if self._admitted and self.num_running > 1:
+            full = (self._kv_tokens - self.positions) / self._growth
+            rounds = min(rounds, full)
+        return max(rounds, 0.0)
+
+    def _changed(self) -> None:
+        while self._queue and self._has_room(self._queue[0]):
+            self._admit(self._queue.popleft())
+        self.version += 1
+        self._plan = self._rounds = None
+        self._pace.changed(self.worker_id, self.num_running)
+
+    def _has_room(self, job: Job) -> bool:
+        if not self.num_running:
+            return True
+        needed = job.prompt_tokens + job.generated_tokens + WATERMARK * self._kv_tokens
+        enough = self.positions + needed <= self._kv_tokens
+        return enough and self.num_running < self._max_requests
+
+    def _admit(self, job: Job) -> None:
+        total = job.prompt_tokens + job.generated_tokens
+        late_tokens = 0.0
+        if job.kv is Kv.PREFILL:
+            here = job.group_id in self._prompts
+            tokens = total - job.prompt_tokens if here else total
+            if tokens:
+                self._stall_s += self._instance.prefill_seconds(tokens)
+                self.counters.prefilled_tokens += tokens
+        elif job.kv is Kv.POOL:
+            # the copy runs beside the rounds of others; its request joins them later
+            self.counters.copied_tokens += total
+            copy_s = self._instance.copy_seconds(total)
+            late_tokens = copy_s / self._instance.round_seconds(self.num_running + 1, total)
+        self._prompts[job.group_id] = self._prompts.get(job.group_id, 0) + 1
+        self.counts[job.lane] += 1
+        self.positions += total
+        job.running = True
+        job.end = self._progress[job.lane] + job.todo_tokens + late_tokens
+        heapq.heappush(self._ends[job.lane], (job.end, job.request_id, job))
+        if not job.reserved:
+            self._admitted.append(job)
+
+    def _leave(self, job: Job) -> None:
+        job.running = False
+        self.counts[job.lane] -= 1
+        left = job.end - self._progress[job.lane]
+        done = job.todo_tokens - left  # fewer than 0 while its copy was under way
+        self.positions -= job.prompt_tokens + job.generated_tokens + done
+        if not self.num_running:
+            self.positions = 0.0
+        self._prompts[job.group_id] -= 1
+        if not self._prompts[job.group_id]:
+            del self._prompts[job.group_id]
+        if not job.reserved:
+            self._admitted.remove(job)
+
+    def _preempt(self) -> None:
+        """The latest that was admitted gives up its memory and waits, first of all."""
+        job = self._admitted[-1]
+        left = job.end - self._progress[job.lane]
+        self._leave(job)
+        done = max(0, min(job.todo_tokens - 1, int(job.todo_tokens - left)))
+        job.generated_tokens += done
+        job.todo_tokens -= done
+        job.kv = Kv.PREFILL
+        self.counters.preemptions += 1
+        self._queue.appendleft(job)

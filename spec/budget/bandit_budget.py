@@ -1,0 +1,188 @@
+"""The bandit as a budget: which drafters are asked, how deep they search, how much is verified.
+
+A round's reward is tokens a second, its seconds those of the measured table: unlike the paper's
+they do not come from the clock, so that decisions are a function of the tokens and of that
+table, and a resumed run decides as the first one did. Source: TLT sections 5.2 and 5.3.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import cast
+
+import numpy as np
+
+from spec.budget.bandit import BanditConfig, BegMab, Strategy
+from spec.budget.budget import Decision, OnHost, size_for
+from spec.budget.device_turns import DEVICE_SOURCES, LEARNED, DeviceDrafter
+from spec.budget.union import Union
+from spec.drafter import Drafts, LiveSlots
+from spec.outcome import Outcome
+from spec.retrieval.device_lookup import LookupOutcome
+from spec.round_times import RoundTimes
+
+PLAIN = Strategy("plain", (), 0, 0, 0)
+LOOKUP = "lookup"  # no drafter: the device by itself (spec/retrieval/device_lookup.py)
+
+
+@dataclasses.dataclass(frozen=True)
+class TunerConfig:
+    """What `Speculation.budget = "bandit"` chooses among, and how.
+
+    Range i of batch sizes begins with `thresholds[i]` and verifies `verify_tokens[i]` guesses a
+    request; a last threshold without such has plain decoding alone. In each range the arms are
+    every drafter by itself, all that find guesses in texts, all of them, and plain decoding; with
+    a drafter on the device once for each of `depths`; and where there are texts, guesses that the
+    device looks up in them, several rounds in a call (ours). With chance `epsilon` any of them is
+    taken, else the one with the best median of its last `window` rewards.
+    """
+
+    thresholds: tuple[int, ...] = (1, 9, 33)
+    verify_tokens: tuple[int, ...] = (15, 7)
+    depths: tuple[int, ...] = (3, 6)
+    epsilon: float = 0.1
+    window: int = 32
+
+    def __post_init__(self) -> None:
+        BanditConfig(self.thresholds, self.epsilon, self.window, everywhere=True)
+        descends = all(
+            a > b for a, b in zip(self.verify_tokens, self.verify_tokens[1:], strict=False)
+        )
+        if not self.verify_tokens or min(self.verify_tokens) < 1 or not descends:
+            raise ValueError(f"expected verify_tokens that descend, got {self.verify_tokens}")
+        if len(self.thresholds) - len(self.verify_tokens) not in (0, 1):
+            raise ValueError(
+                f"expected a threshold for each of verify_tokens, and at most one more, got "
+                f"{self.thresholds} and {self.verify_tokens}"
+            )
+        if not self.depths or min(self.depths) < 1:
+            raise ValueError(f"expected depths of at least 1, got {self.depths}")
+
+
+def strategies(config: TunerConfig, sources: Sequence[str], top_k: int) -> list[Strategy]:
+    """The arms for these drafters."""
+    found = tuple(s for s in sources if s not in DEVICE_SOURCES)
+    together = [found, tuple(sources)] if len(found) > 1 else [tuple(sources)]
+    choices = list(dict.fromkeys([*((s,) for s in sources), *together]))
+    arms = [PLAIN]
+    for tokens in config.verify_tokens:
+        for chosen in choices:
+            width = top_k if LEARNED in chosen else 0
+            for depth in config.depths if DEVICE_SOURCES.keys() & chosen else (0,):
+                name = "+".join(chosen) + (f" depth {depth}" if depth else "") + f" × {tokens}"
+                arms.append(Strategy(name, chosen, depth, width, tokens))
+        if {"last", "history", "group"} & set(found):
+            arms.append(Strategy(f"{LOOKUP} × {tokens}", (LOOKUP,), 0, 0, tokens))
+    return arms
+
+
+def node_counts(config: TunerConfig, num_slots: int) -> set[int]:
+    """Nodes of the trees that rounds of so many slots may have, before they are rounded up."""
+    least, most = _batch_size(1, num_slots), num_slots
+    ends = (*config.thresholds[1:], most + 1)
+    ranges = zip(config.thresholds, ends, config.verify_tokens, strict=False)
+    return {tokens + 1 for first, end, tokens in ranges if first <= most and least < end}
+
+
+def _batch_size(num_requests: int, num_slots: int) -> int:
+    """A round costs by its bucket of slots: it counts as more than half of them."""
+    return max(num_requests, num_slots // 2 + 1)
+
+
+def make_bandit(config: TunerConfig, sources: Sequence[str], top_k: int, seed: int) -> BegMab:
+    """A worker's tuner; it lives as long as the run."""
+    bandit = BanditConfig(config.thresholds, config.epsilon, config.window, everywhere=True)
+    return BegMab(strategies(config, sources, top_k), bandit, seed)
+
+
+class Tuned(OnHost):
+    """One phase's budget by a bandit that goes on from phase to phase."""
+
+    looks_up = True
+
+    def __init__(self, bandit: BegMab, times: RoundTimes, union: Union) -> None:
+        self._bandit, self._times, self._union = bandit, times, union
+        self._strategy, self._size = PLAIN, 1
+        self._chosen = False  # for the round at hand
+        self._looks = False  # the round at hand looks its guesses up
+        self._bucket, self._batch = (0, 0), 1  # slots, positions; requests
+
+    def ahead(
+        self, live: LiveSlots, sizes: Sequence[int], num_slots: int, num_positions: int
+    ) -> Decision | None:
+        self._choose(live, num_slots, num_positions)
+        self._looks = LOOKUP in self._strategy.sources
+        self._chosen = not self._looks
+        if not self._looks:
+            return None
+        self._size = self._lookup_size(self._strategy, sizes)
+        return Decision(self._size, 2**30, lookup=True)
+
+    def looked_up(self, live: LiveSlots, outcome: LookupOutcome) -> None:
+        """Of rounds that looked up, or of a probe: then it is what that arm would have brought."""
+        if not outcome.rounds:
+            return
+        strategy, size = self._strategy, self._size
+        if not self._looks:
+            arms = [s for s in self._bandit.candidates(self._batch) if LOOKUP in s.sources]
+            if not arms:
+                return
+            strategy, size = arms[0], outcome.right_AJ.shape[1] + 1
+        self._looks = False
+        round_s = self._times.lookup(self._bucket[0], size, self._bucket[1])
+        self._tell(strategy, round_s, outcome.accepted / outcome.rounds)
+
+    def skips(self, live: LiveSlots, num_slots: int, num_positions: int) -> frozenset[str]:
+        if not self._chosen:
+            self._choose(live, num_slots, num_positions)
+        self._chosen, strategy = False, self._strategy
+        if LOOKUP in strategy.sources:  # there are no texts, or no room: it is a plain round
+            self._record(np.zeros(len(live)), 1)
+        for name in DEVICE_SOURCES.keys() & strategy.sources:
+            cast(DeviceDrafter, self._union.named(name)).depth = strategy.depth
+        return frozenset(self._union.names) - frozenset(strategy.sources)
+
+    def limits(self, live: LiveSlots, num_slots: int) -> np.ndarray:
+        looks = LOOKUP in self._strategy.sources
+        return np.full(len(live), 0 if looks else self._strategy.verify_tokens, np.int32)
+
+    def choose(
+        self,
+        live: LiveSlots,
+        drafts: Drafts,
+        sizes: Sequence[int],
+        num_slots: int,
+        num_positions: int,
+    ) -> Decision:
+        # as many nodes as the strategy has: of each range one size is compiled
+        size = size_for(self._strategy.verify_tokens, sizes)
+        fits = size > self._strategy.verify_tokens
+        self._size = size if fits and drafts.count_A.any() else 1
+        return Decision(self._size)
+
+    def observe(self, live: LiveSlots, drafts: Drafts, outcome: Outcome) -> None:
+        accepted_A = outcome.right_AN.sum(axis=1) if outcome.tried else np.zeros(len(live))
+        self._record(accepted_A, self._size)
+
+    def _choose(self, live: LiveSlots, num_slots: int, num_positions: int) -> None:
+        self._bucket, self._batch = (num_slots, num_positions), _batch_size(len(live), num_slots)
+        self._strategy = self._bandit.select(self._batch)
+        if self._strategy == PLAIN:  # what it brings is known
+            self._record(np.zeros(len(live)), 1)
+
+    @staticmethod
+    def _lookup_size(strategy: Strategy, sizes: Sequence[int]) -> int:
+        return next((n for n in reversed(sizes) if n <= strategy.verify_tokens + 1), sizes[0])
+
+    def _record(self, accepted_A: np.ndarray, num_nodes: int) -> None:
+        (num_slots, num_positions), strategy = self._bucket, self._strategy
+        round_s = self._times(num_slots, num_nodes, num_positions)
+        if round_s is not None:
+            for name in strategy.sources:
+                round_s += self._times.draft(name, num_slots, strategy.depth, num_positions)
+        self._tell(strategy, round_s, float(accepted_A.mean()))
+
+    def _tell(self, strategy: Strategy, round_s: float | None, mean_accepted: float) -> None:
+        if round_s is not None:  # a bucket that was not measured teaches nothing
+            self._bandit.record(strategy, round_s, [mean_accepted] * self._batch, self._batch)

@@ -1,0 +1,71 @@
+"""Drafters that guess on the device: what they have in common, and where their guesses pay.
+
+The others read texts on the host while the device is at work; these take seconds of its own.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+
+from spec.drafter import Drafter, Drafts, LiveSlots, Source
+from spec.round_times import RoundTimes
+
+LEARNED, MODEL = "learned", "model"  # their names among the drafters
+DEVICE_SOURCES = {LEARNED: Source.LEARNED, MODEL: Source.MODEL}
+SHORTEST_WAIT, LONGEST_WAIT = 8, 64  # rounds
+
+
+class DeviceDrafter(Drafter, Protocol):
+    """A drafter whose seconds grow with its depth."""
+
+    depth: int  # guesses after one another, at most; may be set between two rounds
+
+
+class DraftTurns:
+    """Compares a round with a drafter's guesses to one without, by tokens a second.
+
+        (A + Σ s_a chance) / (round + drafts)
+            against   (A + Σ s_a chance of others) / (round + drafts of others)
+
+    A guess that others have too, with a lower chance, counts as the drafter's. After a round
+    that it did not pay for it is left out for 8, 16, … `LONGEST_WAIT` rounds.
+    """
+
+    def __init__(self) -> None:
+        self._wait, self._left = dict.fromkeys(DEVICE_SOURCES, 0), dict.fromkeys(DEVICE_SOURCES, 0)
+
+    def skips(self) -> frozenset[str]:
+        """Counts as a round."""
+        self._left = {name: max(left - 1, 0) for name, left in self._left.items()}
+        return frozenset(name for name, left in self._left.items() if left)
+
+    def judge(
+        self,
+        times: RoundTimes,
+        live: LiveSlots,
+        drafts: Drafts,
+        scale_A: np.ndarray,
+        bucket: tuple[int, int, int],
+    ) -> None:
+        """What a round of this (slots, nodes, positions) and its guesses say."""
+        num_slots, num_nodes, num_positions = bucket
+        round_s = times(*bucket)
+        if round_s is None:
+            return
+        real_AN = np.arange(drafts.max_nodes) < np.minimum(drafts.count_A, num_nodes - 1)[:, None]
+        worth_AN = np.where(real_AN, drafts.chance_AN, 0.0) * scale_A[:, None]
+        draft_s, own_worth = dict[str, float](), dict[str, float]()
+        for name, source in DEVICE_SOURCES.items():
+            own_AN, depths = drafts.sources_AN == source, times.draft_depths(name)
+            if depths and not self._left[name] and (own_AN & real_AN).any():
+                draft_s[name] = times.draft(name, num_slots, depths[-1], num_positions)
+                own_worth[name] = float(worth_AN[own_AN].sum())
+        all_s, brought = round_s + sum(draft_s.values()), len(live) + float(worth_AN.sum())
+        for name in draft_s:
+            if brought / all_s >= (brought - own_worth[name]) / (all_s - draft_s[name]):
+                self._wait[name] = 0
+            else:
+                self._wait[name] = min(max(2 * self._wait[name], SHORTEST_WAIT), LONGEST_WAIT)
+                self._left[name] = self._wait[name]

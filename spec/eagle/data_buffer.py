@@ -1,0 +1,283 @@
+"""The DataBuffer: sequences with the policy's hidden states, kept on the host across RL steps.
+
+While a step's long responses are still under way, only short ones have finished. So drafters
+learn from those and from long sequences of the step before, which are a little stale: one-step
+offset sampling (TLT, section 4.2). What the buffer holds never exceeds `max_bytes`; what has gone
+since `mark` is kept besides, which is as much again at most.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from spec.eagle.batch import Caught
+
+
+@dataclasses.dataclass(frozen=True)
+class DataBufferConfig:
+    """Most bytes held, share of drawn tokens from earlier steps, and how old these may be."""
+
+    max_bytes: int = 2**30
+    long_share: float = 0.5
+    max_age_steps: int = 1
+
+    def __post_init__(self) -> None:
+        if self.max_bytes < 1 or self.max_age_steps < 0:
+            raise ValueError(
+                "expected max_bytes >= 1 and max_age_steps >= 0, got "
+                f"{self.max_bytes} and {self.max_age_steps}"
+            )
+        if not 0.0 <= self.long_share <= 1.0:
+            raise ValueError(
+                f"expected long_share, a share of tokens, between 0 and 1, got {self.long_share}"
+            )
+
+
+class DataBuffer:
+    """Sequences by RL step; several threads may add to it and sample from it.
+
+    The newest step that was added to is the current one. What has to go first: sequences of the
+    oldest step; of an earlier step the shortest, since long ones are what the current partial
+    set lacks; of the current step the oldest. A newcomer that would be the first to go is
+    dropped, and nothing goes for its sake. Arrays that come out are read-only; a caller that
+    holds a sequence keeps its memory, evicted or not.
+    """
+
+    def __init__(self, config: DataBufferConfig) -> None:
+        self.config = config
+        self.dropped = 0  # refused: larger than the bound, too old, or first to go
+        self.evicted = 0  # had to go, for room or by age
+        self._lock = threading.Lock()
+        # each step's in the order in which they go: by length, the current step's by age
+        self._steps: dict[int, list[Caught]] = {}
+        self._newest_step = -1
+        self._num_bytes = 0
+        self._width, self._dtype = 0, np.dtype(np.float32)  # of what came last
+        self._marked = self._books()
+
+    @property
+    def num_bytes(self) -> int:
+        return self._num_bytes
+
+    @property
+    def num_sequences(self) -> int:
+        with self._lock:
+            return sum(map(len, self._steps.values()))
+
+    @property
+    def num_tokens(self) -> int:
+        with self._lock:
+            return sum(len(c.tokens_T) for held in self._steps.values() for c in held)
+
+    def wants(self, num_tokens: int, step: int) -> bool:
+        """Whether a sequence of `num_tokens` tokens of RL step `step` would be kept if it came now.
+
+        Its bytes are judged by the last one's width and dtype; the first is always wanted.
+        """
+        with self._lock:
+            num_bytes = _num_bytes(num_tokens, self._width, self._dtype)
+            return self._to_go(num_tokens, num_bytes, step) is not None
+
+    def add(self, caught: Caught, step: int) -> None:
+        """Copies a sequence of RL step `step` into the buffer, or counts it in `dropped`.
+
+        Raises ValueError where its arrays do not fit one another, or the width or dtype of what
+        is held.
+        """
+        _check(caught)
+        step = int(step)
+        num_tokens, width = len(caught.tokens_T), caught.caught_TW.shape[1]
+        dtype = caught.caught_TW.dtype
+        num_bytes = _num_bytes(num_tokens, width, dtype)
+        with self._lock:
+            if self._steps and (width, dtype) != (self._width, self._dtype):
+                raise ValueError(
+                    f"expected hidden states of width {self._width} in {self._dtype}, as the "
+                    f"buffer holds, got width {width} in {dtype}: use a buffer for each policy"
+                )
+            self._width, self._dtype = width, dtype
+            self._move_on(step)
+            to_go = self._to_go(num_tokens, num_bytes, step)
+            if to_go is None:
+                self.dropped += 1
+                return
+            for held_step, count in to_go.items():
+                self._evict(held_step, count)
+            # room is made before the copy: the bound holds at every moment
+            own, held = _owned(caught), self._steps.setdefault(step, [])
+            if step < self._newest_step:
+                bisect.insort(held, own, key=_length)
+            else:
+                held.append(own)
+            self._num_bytes += num_bytes
+
+    def mark(self) -> None:
+        """What is here now is what `undo` brings back."""
+        with self._lock:
+            self._marked = self._books()
+
+    def undo(self) -> None:
+        """All is again as it was at the last `mark`."""
+        with self._lock:
+            vars(self).update(self._marked)
+            self._marked = self._books()
+
+    def drop_before(self, step: int) -> None:
+        """Evicts all sequences of steps before `step`."""
+        with self._lock:
+            self._drop_before(step)
+
+    def sample(self, num_tokens: int, step: int, rng: np.random.Generator) -> list[Caught]:
+        """Sequences of `num_tokens` tokens or a little more, for a drafter trained in `step`.
+
+        1. `long_share` of the tokens: sequences of earlier steps, none twice, drawn in proportion
+           to their length among those longer than the longest of `step`, or among all where
+           none is. 2. The rest: of `step`, uniformly. 3. Where these are too few: more of 1, then
+           the other ones of earlier steps. Each part ends with the sequence that completes it.
+        A function of what is held and of `rng`. Source: TLT, section 4.2; the paper says that
+        long ones have priority, shares and weights are ours.
+        """
+        with self._lock:
+            now = list(self._steps.get(step, ()))
+            ages = range(self.config.max_age_steps, 0, -1)
+            before = [c for age in ages for c in self._steps.get(step - age, ())]
+        longest = max(map(_length, now), default=0)
+        lengths = np.asarray(list(map(_length, before)), np.float64)
+        # the largest of log(weight) + Gumbel noise, and so on: draws in proportion to weight
+        # without replacement
+        order = np.argsort(-(np.log(lengths) + rng.gumbel(size=len(before))), kind="stable")
+        least = longest if (lengths > longest).any() else 0
+        long = [before[i] for i in order if lengths[i] > least]
+        others = [before[i] for i in order if lengths[i] <= least]
+        now = [now[i] for i in rng.permutation(len(now))]
+        chosen = _first(long, self.config.long_share * num_tokens)
+        long = long[len(chosen) :]
+        for more in (now, long, others):
+            chosen += _first(more, num_tokens - sum(map(_length, chosen)))
+        return chosen
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps (rl.checkpoint.host_state); its arrays are the buffer's own."""
+        with self._lock:
+            pairs = [(s, c) for s in sorted(self._steps) for c in self._steps[s]]
+            return {
+                "newest_step": self._newest_step,
+                "dropped": self.dropped,
+                "evicted": self.evicted,
+                "width": self._width,
+                "dtype": self._dtype.name,  # npz keeps bytes, but not all dtypes of policies
+                "steps": [step for step, _ in pairs],
+                "prompt_tokens": [c.prompt_tokens for _, c in pairs],
+                "policy_versions": [c.policy_version for _, c in pairs],
+                "tokens": [c.tokens_T for _, c in pairs],
+                "caught": [c.caught_TW.view(np.uint8) for _, c in pairs],
+            }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Take over what `state` gave; whatever was here before is gone.
+
+        Under a tighter bound or age than it was saved with, what has to go goes.
+        """
+        dtype = np.dtype(state["dtype"])
+        with self._lock:
+            self._steps.clear()
+            self._num_bytes, self._newest_step = 0, -1
+            self._width, self._dtype = state["width"], dtype
+        self.dropped, self.evicted = state["dropped"], state["evicted"]
+        names = ("tokens", "prompt_tokens", "caught", "policy_versions", "steps")
+        for tokens, prompt, raw, version, step in zip(*(state[n] for n in names), strict=True):
+            self.add(Caught(tokens, prompt, raw.view(dtype), version), step)
+        with self._lock:
+            self._move_on(state["newest_step"])
+
+    # -- under the lock ----------------------------------------------------------
+
+    def _books(self) -> dict[str, Any]:
+        """All that additions change, in lists of their own; sequences never change."""
+        names = ("dropped", "evicted", "_newest_step", "_num_bytes", "_width", "_dtype")
+        steps = {step: list(held) for step, held in self._steps.items()}
+        return {name: getattr(self, name) for name in names} | {"_steps": steps}
+
+    def _to_go(self, num_tokens: int, num_bytes: int, step: int) -> dict[int, int] | None:
+        """How many of each step have to go for a newcomer; None where it would itself."""
+        if step < self._newest_step - self.config.max_age_steps:
+            return None
+        over = self._num_bytes + num_bytes - self.config.max_bytes
+        to_go: dict[int, int] = {}
+        for held_step in sorted({*self._steps, step}):
+            for caught in self._steps.get(held_step, ()):
+                comes_later = held_step == step < self._newest_step and _length(caught) > num_tokens
+                if over <= 0 or comes_later:
+                    break
+                over -= caught.num_bytes
+                to_go[held_step] = to_go.get(held_step, 0) + 1
+            if over > 0 and held_step == step:
+                return None
+        return to_go
+
+    def _move_on(self, step: int) -> None:
+        """`step` is the current one, if none is newer."""
+        if step > self._newest_step:
+            if self._newest_step in self._steps:
+                self._steps[self._newest_step].sort(key=_length)
+            self._newest_step = step
+            self._drop_before(step - self.config.max_age_steps)
+
+    def _drop_before(self, step: int) -> None:
+        for held_step in [s for s in self._steps if s < step]:
+            self._evict(held_step, len(self._steps[held_step]))
+
+    def _evict(self, step: int, count: int) -> None:
+        held = self._steps[step]
+        self._num_bytes -= sum(caught.num_bytes for caught in held[:count])
+        self.evicted += count
+        del held[:count]
+        if not held:
+            del self._steps[step]
+
+
+def _length(caught: Caught) -> int:
+    return len(caught.tokens_T)
+
+
+def _num_bytes(num_tokens: int, width: int, dtype: np.dtype) -> int:
+    return 4 * num_tokens + max(num_tokens - 1, 0) * width * dtype.itemsize
+
+
+def _first(sequences: Sequence[Caught], num_tokens: float) -> list[Caught]:
+    """The fewest leading sequences with that many tokens; all where these are too few."""
+    count, total = 0, 0
+    while count < len(sequences) and total < num_tokens:
+        total += _length(sequences[count])
+        count += 1
+    return list(sequences[:count])
+
+
+def _check(caught: Caught) -> None:
+    tokens, states = caught.tokens_T.shape, caught.caught_TW.shape
+    fits = len(tokens) == 1 and len(states) == 2 and states[0] == tokens[0] - 1 >= 0
+    if not fits or states[1] < 1:
+        raise ValueError(
+            f"expected tokens [T] and states [T − 1, W], T and W at least 1, got {tokens} and "
+            f"{states}"
+        )
+    if not 0 <= caught.prompt_tokens <= tokens[0]:
+        raise ValueError(
+            f"expected prompt_tokens among 0 … {tokens[0]}, got {caught.prompt_tokens}"
+        )
+
+
+def _owned(caught: Caught) -> Caught:
+    """Copies that nobody can write to."""
+    tokens_T = np.array(caught.tokens_T, np.int32, order="C")
+    caught_TW = np.array(caught.caught_TW, order="C")
+    tokens_T.setflags(write=False)
+    caught_TW.setflags(write=False)
+    # plain ints: a checkpoint refuses numpy's
+    return Caught(tokens_T, int(caught.prompt_tokens), caught_TW, int(caught.policy_version))

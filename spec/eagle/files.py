@@ -1,0 +1,179 @@
+"""Drafters in and out of the folders that serving engines read (spec/eagle/hf_layout.py).
+
+A folder holds what a drafter owns and, for engines that want them, copies of the policy's
+embedding and, in `eagle3`, of its head's columns of the draft tokens. `check` reads headers only.
+No pickle, no hub.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from models import hf_files, transformer
+from models.config import ModelConfig
+from models.hf_files import Stored
+from spec.eagle import hf_layout as eagle_layout
+from spec.eagle import model as eagle
+from spec.eagle.hf_layout import EMBEDDING, HEAD, MEMBERS, OFFSETS
+from spec.eagle.model import Drafter, EagleConfig
+
+
+def save(
+    directory: str | os.PathLike[str],
+    drafter: Drafter,
+    policy_config: ModelConfig,
+    policy: transformer.Params | None,
+    *,
+    variant: str = "",
+    max_shard_bytes: int = 2_000_000_000,
+) -> None:
+    """Write a drafter that `load` gives back bit for bit, and that SGLang and vLLM read.
+
+    With `policy` its embedding and (eagle3) its head's columns are written beside the drafter's
+    weights: engines need them, `load` does not. `variant` is a note of how it was trained; empty:
+    the design. Every tensor keeps its type. The folder is written beside its place and renamed
+    into it, so that a killed process never leaves half a drafter. Raises ValueError where
+    parameters, draft tokens, config or policy do not belong together, and where the folder is
+    another model's.
+    """
+    where, config = str(directory), drafter.config
+    entries, tree = eagle_layout.entries(config)
+    leaves: list[Any] = list(hf_files.fitting_leaves(drafter.params, entries, tree))
+    extra = _companions(drafter, policy, where)
+    beside = [eagle_layout.companions(config)[name] for name in extra]
+    leaves += hf_files.fitting_leaves(list(extra.values()), beside, jax.tree.structure([*extra]))
+    entries = [*entries, *beside]
+    dtype = jnp.dtype(drafter.params.fc_ED.dtype).name
+    content = eagle_layout.render(config, policy_config, dtype, variant or config.design)
+    back = eagle_layout.parse(content, policy_config, {e.name for e in entries}, where)
+    if back != config:
+        raise ValueError(
+            f"{where}: expected a drafter that its config.json can describe, got {config}, which "
+            f"would be read as {back}; make it with eagle.config_for"
+        )
+    _refuse_other_model(Path(directory))
+    with hf_files.replacing(directory) as folder:
+        hf_files.write_tensors(folder, entries, leaves, max_shard_bytes)
+        hf_files.write_json(folder / hf_files.CONFIG, content)
+
+
+def load(
+    directory: str | os.PathLike[str],
+    policy_config: ModelConfig,
+    policy: transformer.Params | None = None,
+    dtype: Any = None,
+) -> Drafter:
+    """Read a drafter of a policy; `dtype` None keeps each tensor's own.
+
+    A folder that `save` wrote says whether the head is the drafter's own. Of others it is, where
+    there is one, unless it equals the columns of `policy`'s. Raises FileNotFoundError or
+    ValueError as `check` does, and ValueError for a vocabulary map that leaves the policy's
+    vocabulary, does not ascend or contradicts t2d.
+    """
+    folder = Path(directory)
+    config, stored, foreign = _checked(folder, policy_config)
+    ids_U = _draft_ids(folder, stored, policy_config.vocab_size)
+    if config.own_head and foreign and policy is not None:
+        head_UD = hf_files.read_tensor(stored[HEAD])
+        config = dataclasses.replace(config, own_head=not _is_policys(head_UD, policy, ids_U))
+    entries, tree = eagle_layout.entries(config)
+    arrays = hf_files.read_tensors(entries, stored, dtype=dtype)
+    return Drafter(config, tree.unflatten(arrays), ids_U)
+
+
+def check(directory: str | os.PathLike[str], policy_config: ModelConfig) -> EagleConfig:
+    """The shape of a folder's drafter, from config.json and the headers; no weights are read.
+
+    A head in a folder that `save` did not write counts as the drafter's own here. Raises
+    FileNotFoundError for a missing folder or file, ValueError for a drafter of another policy
+    and for anything unknown, unsupported, missing, surplus or of the wrong shape or type.
+    """
+    return _checked(Path(directory), policy_config)[0]
+
+
+def _checked(folder: Path, policy: ModelConfig) -> tuple[EagleConfig, dict[str, Stored], bool]:
+    """Config, tensors by their names without prefix, and whether another program wrote them."""
+    content = hf_files.read_config(folder)
+    eagle_layout.design_of(content, str(folder))
+    stored: dict[str, Stored] = {}
+    for name, at in hf_files.headers(folder).items():
+        short = name.removeprefix("model.")
+        if short in stored:
+            raise ValueError(
+                f"{folder}: expected {short} once, got it with and without the prefix 'model.': "
+                "export again"
+            )
+        stored[short] = at
+    config = eagle_layout.parse(content, policy, stored.keys(), str(folder))
+    entries = eagle_layout.entries(config)[0]
+    for name, entry in eagle_layout.companions(config).items():
+        if name in stored or name == OFFSETS:
+            entries.append(entry)
+    hint = f"config.json and the weights must be of one {config.design} drafter"
+    hf_files.refuse_mismatch(folder, entries, stored, hint)
+    return config, stored, not content.get(eagle_layout.OURS)
+
+
+def _companions(
+    drafter: Drafter, policy: transformer.Params | None, where: str
+) -> dict[str, np.ndarray | jax.Array]:
+    """What is written beside the drafter's own weights, by name."""
+    config, ids_U = drafter.config, drafter.draft_ids_U
+    if (0 if ids_U is None else len(ids_U)) != config.draft_vocab_size:
+        raise ValueError(
+            f"{where}: expected draft_ids_U of draft_vocab_size={config.draft_vocab_size} tokens "
+            f"(None for 0), got {'None' if ids_U is None else len(ids_U)}"
+        )
+    found: dict[str, np.ndarray | jax.Array] = {}
+    if ids_U is not None:
+        found[OFFSETS], found[MEMBERS] = eagle_layout.map_of(ids_U, config.layer.vocab_size)
+        eagle_layout.ids_of(found[OFFSETS], config.layer.vocab_size, where)
+    if policy is not None:
+        shared = eagle.frozen(policy, None if ids_U is None else jnp.asarray(ids_U))
+        found[EMBEDDING] = shared.embedding_VD
+        if config.design == "eagle3" and not config.own_head:  # elsewhere vLLM refuses a head
+            found[HEAD] = shared.head_DU
+    return found
+
+
+def _draft_ids(folder: Path, stored: dict[str, Stored], vocab_size: int) -> np.ndarray | None:
+    if OFFSETS not in stored:
+        return None
+    ids_U = eagle_layout.ids_of(hf_files.read_tensor(stored[OFFSETS]), vocab_size, str(folder))
+    if MEMBERS in stored:
+        members = np.flatnonzero(hf_files.read_tensor(stored[MEMBERS]))
+        if not np.array_equal(members, ids_U):
+            raise ValueError(
+                f"{folder}: expected t2d to mark the {len(ids_U)} tokens that d2t gives, got "
+                f"{len(members)} marked, {len(np.intersect1d(members, ids_U))} of them in d2t; "
+                "copy both from one export"
+            )
+    return ids_U
+
+
+def _is_policys(head_UD: np.ndarray, policy: transformer.Params, ids_U: np.ndarray | None) -> bool:
+    """Whether a head is the policy's, as far as its own type can hold it."""
+    shared = eagle.frozen(policy, None if ids_U is None else jnp.asarray(ids_U))
+    return np.array_equal(
+        np.asarray(jax.device_get(shared.head_DU)).T.astype(head_UD.dtype), head_UD
+    )
+
+
+def _refuse_other_model(folder: Path) -> None:
+    """A drafter replaces a drafter: never the policy whose folder was given by mistake."""
+    if not (folder / hf_files.CONFIG).is_file():
+        return
+    try:
+        eagle_layout.design_of(hf_files.read_json(folder / hf_files.CONFIG), str(folder))
+    except ValueError as error:
+        raise ValueError(
+            f"expected a new folder or a drafter's to save to, got one that holds something else "
+            f"({error}): give another folder"
+        ) from error

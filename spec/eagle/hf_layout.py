@@ -1,0 +1,279 @@
+"""How serving engines name and describe drafters: names of tensors, entries of config.json.
+
+Layout `LlamaForCausalLMEagle` (design `eagle`; fc reads the embedding, then the hidden state) and
+`LlamaForCausalLMEagle3` (design `eagle3`), as SGLang and vLLM read them. A draft token i is the
+policy's token i + d2t[i]; t2d marks the policy's tokens that are draft tokens.
+
+`eagle_aux_hidden_state_layer_ids` name layers by their *inputs*: id j is what goes into layer j,
+the output of layer j − 1. So ids are our `feature_layers` + 1; the engines' own choice is
+2, n/2, n − 3. Some published folders count outputs, and their first id is 1; SGLang tells the two
+apart by that, and so does `parse` for folders that are not ours. What the engines have no entry
+for is under `reprise`; a folder without it can be read too.
+
+Both engines take the head of `eagle` from the policy and map no draft tokens there: own heads and
+smaller vocabularies are for `eagle3`. vLLM's `eagle` has no fc bias and refuses a folder with one;
+SGLang's always has one, at random where the folder does not give it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import numpy as np
+
+from models import hf, hf_config, hf_files
+from models.config import ModelConfig
+from models.hf_config import shown
+from models.hf_files import Entry
+from spec.eagle import model as eagle
+from spec.eagle.model import Design, Eagle, EagleConfig
+
+OURS = "reprise"
+EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
+OFFSETS, MEMBERS = "d2t", "t2d"
+_FC_BIAS = "fc.bias"
+_LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+
+ARCHITECTURES: dict[Design, str] = {
+    "eagle": "LlamaForCausalLMEagle",
+    "eagle3": "LlamaForCausalLMEagle3",
+}
+_DESIGNS: dict[str, Design] = {
+    **{name: design for design, name in ARCHITECTURES.items()},
+    "EagleLlamaForCausalLM": "eagle",  # vLLM's names of the same
+    "Eagle3LlamaForCausalLM": "eagle3",
+}
+_LAYER_PREFIX: dict[Design, str] = {"eagle": "layers.0.", "eagle3": "midlayer."}
+
+# Value that leaves the mathematics as it is in spec/eagle/model.py; absent counts as that value.
+_FIXED_OPTIONS: dict[str, Any] = {
+    "model_type": "llama",
+    "qkv_bias": False,
+    "is_causal": True,
+    "logit_scale": 1.0,
+    "add_para_norm": False,
+    "norm_before_residual": False,
+    "norm_before_fc": False,
+    "norm_output": False,
+    "fc_norm": False,
+    "parallel_drafting": False,
+}
+
+
+def entries(config: EagleConfig) -> tuple[list[Entry], Any]:
+    """The tensors of a drafter's own weights in the order of the leaves of `Eagle`, and the tree.
+
+    Linear layers are stored as [out, in].
+    """
+    specs = eagle.param_specs(config)
+    prefix = _LAYER_PREFIX[config.design]
+    names = {
+        "fc_ED": "fc.weight",
+        "fc_bias_D": _FC_BIAS,
+        "embedding_norm_D": prefix + "input_layernorm.weight",
+        "feature_norm_D": prefix + "hidden_norm.weight",
+        "final_norm_D": "norm.weight",
+        "head_DU": HEAD,
+    }
+    own = {f: None if getattr(specs, f) is None else name for f, name in names.items()}
+    return hf_files.entries_of(Eagle(layer=hf.layer_names(specs.layer, prefix), **own), specs)
+
+
+def companions(config: EagleConfig) -> dict[str, Entry]:
+    """Tensors beside the drafter's weights: copies of the policy's, and the vocabulary's map."""
+    V, D, U = config.layer.vocab_size, config.layer.d_model, config.num_draft_ids
+    found = {EMBEDDING: Entry(EMBEDDING, (V, D), ("vocab", "embed"))}
+    if not config.own_head:
+        found[HEAD] = Entry(HEAD, (U, D), ("embed", "vocab"), transposed=True)
+    if config.draft_vocab_size:
+        found[OFFSETS] = Entry(OFFSETS, (U,), (None,), dtypes=("I64", "I32"))
+        found[MEMBERS] = Entry(MEMBERS, (V,), (None,), dtypes=("BOOL",))
+    return found
+
+
+def map_of(draft_ids_U: np.ndarray, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
+    """d2t, int64 [U], and t2d, bool [V], of draft tokens."""
+    offsets_U = draft_ids_U.astype(np.int64) - np.arange(len(draft_ids_U))
+    return offsets_U, np.isin(np.arange(vocab_size), draft_ids_U)
+
+
+def ids_of(offsets_U: np.ndarray, vocab_size: int, where: str) -> np.ndarray:
+    """The draft tokens of d2t: i + d2t[i], int32 [U].
+
+    Raises ValueError where they leave the vocabulary or do not ascend.
+    """
+    ids_U = np.arange(len(offsets_U)) + offsets_U.astype(np.int64)
+    outside_U = (ids_U < 0) | (ids_U >= vocab_size)
+    if outside_U.any():
+        i = int(np.argmax(outside_U))
+        raise ValueError(
+            f"{where}: expected draft tokens among the policy's 0 … {vocab_size - 1}, got {i} + "
+            f"d2t[{i}] = {ids_U[i]}; give the policy the drafter was made for"
+        )
+    falls_U = np.diff(ids_U) <= 0
+    if falls_U.any():
+        i = int(np.argmax(falls_U))
+        raise ValueError(
+            f"{where}: expected ascending draft tokens, each once, got {ids_U[i]} and then "
+            f"{ids_U[i + 1]} at {i + 1}; d2t holds differences i + d2t[i], not tokens: export again"
+        )
+    return ids_U.astype(np.int32)
+
+
+def render(config: EagleConfig, policy: ModelConfig, dtype: str, variant: str) -> dict[str, Any]:
+    """The contents of config.json; `dtype` is the weights' name."""
+    ids = [layer + 1 for layer in config.feature_layers]
+    content, _ = hf_config.render(config.layer, dtype)
+    content |= {
+        "architectures": [ARCHITECTURES[config.design]],
+        "bias": config.fc_bias,
+        "draft_vocab_size": config.num_draft_ids,
+    }
+    if ids:  # SGLang reads the first of the two lists, vLLM the second
+        content |= {
+            "target_hidden_size": policy.d_model,
+            "eagle_config": {_LAYER_IDS: ids, "use_aux_hidden_state": True},
+            _LAYER_IDS: ids,
+        }
+    ours = {
+        "variant": variant,
+        "num_policy_layers": policy.num_layers,
+        "own_head": config.own_head,
+    }
+    return {**content, OURS: ours}
+
+
+def parse(
+    content: Mapping[str, Any], policy: ModelConfig, present: Collection[str], where: str
+) -> EagleConfig:
+    """The `EagleConfig` of a config.json, for a policy; `present` are the tensors' names.
+
+    Where config.json does not say, the fc has a bias, the drafter a head of its own and the
+    vocabulary a map if they are there. `where` names the folder in errors. Raises ValueError for
+    an unknown architecture, an unsupported option, a missing or malformed entry, and a drafter
+    of another policy.
+    """
+    design, ours = design_of(content, where), _ours(content, where)
+    wide = design == "eagle3"
+    aux = _object(content.get("eagle_config"), "eagle_config", where)
+    options = {
+        **dict.fromkeys(("use_aux_hidden_state", "use_input_layernorm_in_first_layer"), wide),
+        "use_last_layernorm": wide,
+        "use_mtp_layernorm": False,
+        "norm_before_fc": False,
+    }
+    hf_config.refuse_options(content, where, _FIXED_OPTIONS)
+    hf_config.refuse_options(aux, f"{where}: eagle_config", options)
+    if content.get("num_hidden_layers") != 1:
+        raise ValueError(
+            f"{where}: expected num_hidden_layers=1, got "
+            f"{shown(content.get('num_hidden_layers'))}: "
+            "drafters of more layers are not implemented; use one of a single layer"
+        )
+    layer = hf_config.parse({**content, "architectures": ["LlamaForCausalLM"]}, {}, where)
+    _refuse_other_policy(content, ours, layer, policy, where)
+    size = content.get("draft_vocab_size")
+    size = layer.vocab_size if size is None else size
+    all_tokens = size == layer.vocab_size and OFFSETS not in present
+    try:
+        return EagleConfig(
+            design,
+            dataclasses.replace(layer, tied_embeddings=False),
+            _feature_layers(content, aux, bool(ours), policy, where) if wide else (),
+            0 if all_tokens else hf_config.whole(size, "draft_vocab_size", where),
+            fc_bias=hf_config.yes_or_no(content, "bias", _FC_BIAS in present, where),
+            own_head=bool(ours.get("own_head", HEAD in present)),
+        )
+    except ValueError as error:
+        message = str(error)
+        raise ValueError(message if message.startswith(where) else f"{where}: {message}") from error
+
+
+def design_of(content: Mapping[str, Any], where: str) -> Design:
+    """The design that `architectures` names; ValueError for any other."""
+    names = content.get("architectures")
+    design = _DESIGNS.get(names[0]) if hf_config.is_one_name(names) else None
+    if design is None:
+        raise ValueError(
+            f"{where}: unknown architecture: expected one of {sorted(_DESIGNS)}, got "
+            f"{shown(names)}; other drafters are not supported"
+        )
+    return design
+
+
+def _object(value: Any, name: str, where: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping | None):
+        raise ValueError(f"{where}: expected {name} as an object, got {shown(value)}")
+    return value or {}
+
+
+def _ours(content: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    ours = _object(content.get(OURS), OURS, where)
+    if ours and not isinstance(ours.get("own_head"), bool):
+        raise ValueError(
+            f"{where}: expected {OURS}.own_head as true or false, got "
+            f"{shown(ours.get('own_head'))}: "
+            f"write it, or leave {OURS} out whole"
+        )
+    return ours
+
+
+def _refuse_other_policy(
+    content: Mapping[str, Any],
+    ours: Mapping[str, Any],
+    layer: ModelConfig,
+    policy: ModelConfig,
+    where: str,
+) -> None:
+    width = content.get("target_hidden_size")
+    facts = {
+        "hidden_size": (layer.d_model, policy.d_model),
+        "target_hidden_size": (policy.d_model if width is None else width, policy.d_model),
+        "vocab_size": (layer.vocab_size, policy.vocab_size),
+    }
+    if ours:
+        facts["num_policy_layers"] = (ours.get("num_policy_layers"), policy.num_layers)
+    if content.get("tie_word_embeddings"):
+        facts["tie_word_embeddings"] = (True, policy.tied_embeddings)
+    wrong = [
+        f"{name}={shown(got)} (expected {wanted})"
+        for name, (got, wanted) in facts.items()
+        if got != wanted
+    ]
+    if wrong:
+        raise ValueError(
+            f"{where}: a drafter of another policy: {', '.join(wrong)}; give the policy that it "
+            "was trained for, or train one for this policy"
+        )
+
+
+def _feature_layers(
+    content: Mapping[str, Any],
+    aux: Mapping[str, Any],
+    inputs: bool,
+    policy: ModelConfig,
+    where: str,
+) -> tuple[int, ...]:
+    """Outputs of the policy's layers from ids; with `inputs` they surely count inputs."""
+    n = policy.num_layers
+    ids = aux.get(_LAYER_IDS) or content.get(_LAYER_IDS)
+    if ids is None:
+        if n < 8:
+            raise ValueError(
+                f"{where}: expected {_LAYER_IDS} in eagle_config, got none, and the usual layers "
+                f"2, n/2, n − 3 are not three of a policy of {n}: write them"
+            )
+        return eagle.config_for(policy, "eagle3").feature_layers
+    if not isinstance(ids, list) or not ids or not all(type(i) is int for i in ids):
+        raise ValueError(f"{where}: expected {_LAYER_IDS} as a list of numbers, got {shown(ids)}")
+    shift = 1 if inputs or ids[0] != 1 else 0
+    layers = tuple(i - shift for i in ids)
+    if list(layers) != sorted(set(layers)) or layers[0] < 0 or layers[-1] >= n:
+        raise ValueError(
+            f"{where}: expected ascending {_LAYER_IDS} among {shift} … {n - 1 + shift} for a "
+            f"policy of {n} layers, got {shown(ids)}; give the policy that the drafter was "
+            "trained for"
+        )
+    return layers

@@ -1,0 +1,130 @@
+"""How far a drafter's outputs are from what the policy said, by steps of the unroll.
+
+Entry t's output o_t (spec.eagle.model) is judged against the policy's last hidden state f_{t+1}:
+
+    feature    mean over D of SmoothL1(o_t − f_{t+1})
+    token      −Σ_u p(u) log q(u)   (cross_entropy)   or   KL(q ‖ p)   (reverse_kl)
+
+with p = softmax(head(f_{t+1}) / temperature) and q = softmax(head'(o_t) / temperature) over the
+draft tokens, so that of a reduced vocabulary p is the policy's distribution restricted to it. The
+head is the policy's; head' is the drafter's own where it has one. J = steps, U = draft tokens.
+Sources: EAGLE arXiv 2401.15077; online speculative decoding arXiv 2310.07177 (reverse KL).
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+from spec.eagle import model as eagle
+from spec.eagle.model import Eagle, EagleConfig, Frozen
+
+Objective = Literal["cross_entropy", "reverse_kl"]
+
+
+def feature_sums(
+    outputs_JBTD: jax.Array, targets_BTD: jax.Array, counts_JBT: jax.Array
+) -> jax.Array:
+    """Σ over entries that count of mean_D SmoothL1(o − f), float32 [J].
+
+    SmoothL1(x) = x²/2 where |x| < 1, else |x| − 1/2.
+    """
+    x = jnp.abs(outputs_JBTD.astype(jnp.float32) - targets_BTD.astype(jnp.float32))
+    loss_JBT = jnp.mean(jnp.where(x < 1, 0.5 * x * x, x - 0.5), axis=-1)
+    return _sum_counted(loss_JBT, counts_JBT)
+
+
+def token_sums(
+    config: EagleConfig,
+    params: Eagle,
+    frozen: Frozen,
+    outputs_JBTD: jax.Array,
+    targets_BTD: jax.Array,
+    tokens_BT: jax.Array,
+    counts_JBT: jax.Array,
+    temperature: jax.Array,
+    *,
+    objective: Objective,
+    chunk_tokens: int,
+) -> dict[str, jax.Array]:
+    """Sums over the entries that count, each float32 [J]; `tokens_BT` are the tokens guessed at.
+
+    `loss` the token loss; `top1`, `top3` how often the token was among the first guesses, which
+    one that is no draft token never is; `agreement` Σ_u min(p, q), the chance that draws of p and
+    q that are coupled agree. Temperature 0 counts as 1. Logits are of at most `chunk_tokens`
+    entries at a time, in the backward pass too.
+    """
+    scale = 1 / jnp.where(temperature > 0, temperature, 1.0).astype(jnp.float32)
+    own_head_DU = frozen.head_DU if params.head_DU is None else params.head_DU
+
+    def chunk(part: tuple[jax.Array, ...]) -> dict[str, jax.Array]:
+        outputs_JBCD, targets_BCD, guessed_BC, counts_JBC = part
+        log_p_BCU = jax.nn.log_softmax(_policy_logits(frozen, targets_BCD) * scale)
+
+        def one(step: tuple[jax.Array, jax.Array]) -> dict[str, jax.Array]:
+            outputs_BCD, counts_BC = step
+            logits_BCU = eagle.logits(config, params, own_head_DU, outputs_BCD)
+            log_q_BCU = jax.nn.log_softmax(logits_BCU * scale)
+            each = _hits(jax.lax.stop_gradient(log_q_BCU), log_p_BCU, guessed_BC)
+            each["loss"] = _divergence(objective, log_q_BCU, log_p_BCU)
+            return {name: _sum_counted(x_BC, counts_BC) for name, x_BC in each.items()}
+
+        return jax.lax.map(jax.checkpoint(one), (outputs_JBCD, counts_JBC))
+
+    B, T = tokens_BT.shape
+    num_chunks = -(-T // max(1, chunk_tokens // B))
+    parts = (outputs_JBTD, targets_BTD, draft_ids_of(frozen, tokens_BT), counts_JBT)
+    parts = tuple(_sliced(x, axis, num_chunks) for x, axis in zip(parts, (2, 1, 1, 2), strict=True))
+    sums = jax.lax.map(jax.checkpoint(chunk), parts)
+    return {name: jnp.sum(x, axis=0) for name, x in sums.items()}
+
+
+def draft_ids_of(frozen: Frozen, tokens_BT: jax.Array) -> jax.Array:
+    """The drafter's numbers of the policy's tokens, −1 for those it has none for."""
+    if frozen.draft_ids_U is None:
+        return tokens_BT
+    V, U = frozen.embedding_VD.shape[0], frozen.head_DU.shape[1]
+    ids_V = jnp.full(V, -1, jnp.int32).at[frozen.draft_ids_U].set(jnp.arange(U, dtype=jnp.int32))
+    return jnp.take(ids_V, jnp.maximum(tokens_BT, 0), mode="clip")
+
+
+def _policy_logits(frozen: Frozen, last_hidden_BTD: jax.Array) -> jax.Array:
+    head_DU = frozen.head_DU
+    x_BTD = last_hidden_BTD.astype(head_DU.dtype)
+    return jnp.einsum("btd,du->btu", x_BTD, head_DU, preferred_element_type=jnp.float32)
+
+
+def _divergence(objective: Objective, log_q_BTU: jax.Array, log_p_BTU: jax.Array) -> jax.Array:
+    if objective == "cross_entropy":
+        return -jnp.sum(jnp.exp(log_p_BTU) * log_q_BTU, axis=-1)
+    return jnp.sum(jnp.exp(log_q_BTU) * (log_q_BTU - log_p_BTU), axis=-1)
+
+
+def _hits(
+    log_q_BTU: jax.Array, log_p_BTU: jax.Array, guessed_BT: jax.Array
+) -> dict[str, jax.Array]:
+    """Of each entry; of equally likely tokens the first is the better guess, as with argmax."""
+    here = jnp.maximum(guessed_BT, 0)[..., None]
+    chance_BT1 = jnp.take_along_axis(log_q_BTU, here, axis=-1)
+    first_BTU = jnp.arange(log_q_BTU.shape[-1]) < here
+    better_BTU = (log_q_BTU > chance_BT1) | ((log_q_BTU == chance_BT1) & first_BTU)
+    rank_BT = jnp.where(guessed_BT < 0, jnp.iinfo(jnp.int32).max, jnp.sum(better_BTU, axis=-1))
+    return {
+        "top1": (rank_BT < 1).astype(jnp.float32),
+        "top3": (rank_BT < 3).astype(jnp.float32),
+        "agreement": jnp.sum(jnp.exp(jnp.minimum(log_q_BTU, log_p_BTU)), axis=-1),
+    }
+
+
+def _sum_counted(x_BT: jax.Array, counts_BT: jax.Array) -> jax.Array:
+    return jnp.sum(jnp.where(counts_BT, x_BT, 0.0), axis=(-2, -1))
+
+
+def _sliced(x: jax.Array, axis: int, num_chunks: int) -> jax.Array:
+    """Equal slices of an axis, zeros behind the last; rows stay whole, on their devices."""
+    size = -(-x.shape[axis] // num_chunks)
+    over = [(0, num_chunks * size - n if i == axis else 0) for i, n in enumerate(x.shape)]
+    shape = (*x.shape[:axis], num_chunks, size, *x.shape[axis + 1 :])
+    return jnp.moveaxis(jnp.pad(x, over).reshape(shape), axis, 0)

@@ -1,0 +1,241 @@
+"""EAGLE-style drafters: one decoder layer over the policy's own hidden states.
+
+Entry t joins the policy's hidden states at t, f_t, with the token *after* it, x_{t+1}:
+
+    g_t = f_t (eagle)  or  fc(f_t) (eagle3: states of three layers)
+    o_t = layer(e(x_{t+1}), g_t | entries before)      p̂(x_{t+2} | x_{≤t+1}) = softmax(head(o_t))
+
+where e and the head are the policy's, frozen. Further guesses put o_t in the place of g_{t+1}.
+EAGLE and HASS share this architecture and differ in training (spec/eagle/training.py).
+Shapes as in docs/architecture.md; W = width of the caught states, U = draft vocabulary.
+Sources: EAGLE arXiv 2401.15077, HASS 2408.15766, EAGLE-3 2503.01840; TLT section 4.1.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from models import transformer
+from models.config import ModelConfig
+from models.transformer import Attend, Layer, ParamSpec, rms_norm
+
+Design = Literal["eagle", "eagle3"]
+
+
+@dataclasses.dataclass(frozen=True)
+class EagleConfig:
+    """Shape of a drafter for one policy.
+
+    `layer` is its decoder layer, a llama one whatever the policy is: serving engines read no
+    other. `feature_layers` are the layers of the policy whose outputs `eagle3` joins; `eagle`
+    reads the last hidden states, after the final norm, alone. `draft_vocab_size` below the
+    policy's guesses only among the tokens of a map (`Drafter.draft_ids_U`). With `own_head` the
+    head is trained, else it is the policy's.
+    """
+
+    design: Design
+    layer: ModelConfig
+    feature_layers: tuple[int, ...] = ()
+    draft_vocab_size: int = 0  # 0: all of the policy's
+    fc_bias: bool = False
+    own_head: bool = False
+
+    def __post_init__(self) -> None:
+        if self.layer.num_layers != 1:
+            raise ValueError(f"a drafter has one layer, got num_layers={self.layer.num_layers}")
+        if (self.design == "eagle3") != bool(self.feature_layers):
+            raise ValueError(
+                "expected feature_layers for eagle3 and none for eagle, got "
+                f"{self.feature_layers} for {self.design}"
+            )
+        if not 0 <= self.draft_vocab_size <= self.layer.vocab_size:
+            raise ValueError(
+                f"expected a draft_vocab_size up to the policy's {self.layer.vocab_size}, got "
+                f"{self.draft_vocab_size}"
+            )
+
+    @property
+    def num_draft_ids(self) -> int:
+        return self.draft_vocab_size or self.layer.vocab_size
+
+    @property
+    def caught_width(self) -> int:
+        """Width of what is caught of the policy at a position: `feature_layers`, then the last."""
+        return self.layer.d_model * (len(self.feature_layers) + 1)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Eagle:
+    """Trainable weights; the optional ones are None where the design has none.
+
+    `layer.attention_norm_D` is None: `eagle` has no norm there, `eagle3` one for each input.
+    """
+
+    fc_ED: Any
+    layer: Layer
+    fc_bias_D: Any = None
+    embedding_norm_D: Any = None
+    feature_norm_D: Any = None
+    final_norm_D: Any = None
+    head_DU: Any = None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    """What a drafter shares with the policy: its embedding, and its head over the draft tokens.
+
+    `draft_ids_U` is the vocabulary map (`Drafter.draft_ids_U`), by which training finds a token's
+    column.
+    """
+
+    embedding_VD: Any
+    head_DU: Any
+    draft_ids_U: Any = None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Drafter:
+    """A drafter as it is kept and exchanged: shape, trainable weights, vocabulary map.
+
+    `draft_ids_U` are the policy's tokens by the drafter's, int32; None: the same.
+    """
+
+    config: EagleConfig
+    params: Eagle
+    draft_ids_U: np.ndarray | None = None
+
+
+def config_for(
+    policy: ModelConfig,
+    design: Design = "eagle",
+    *,
+    draft_vocab_size: int = 0,
+    feature_layers: tuple[int, ...] | None = None,
+) -> EagleConfig:
+    """The drafter of a policy's own proportions.
+
+    `eagle3` joins the outputs of layers 1, n/2 − 1 and n − 4 of n, as its authors do; of small
+    policies, where these are not three, the first, the middle and the last but one.
+    """
+    n = policy.num_layers
+    layers: tuple[int, ...] = ()
+    if design == "eagle3":
+        layers = (1, n // 2 - 1, n - 4) if n >= 8 else (0, (n - 1) // 2, max(n - 2, 0))
+        layers = tuple(sorted(set(feature_layers or layers)))
+        if not 0 <= layers[0] <= layers[-1] < n:
+            raise ValueError(f"expected feature_layers among 0 … {n - 1}, got {layers}")
+    layer = dataclasses.replace(
+        policy,
+        architecture="llama",
+        num_layers=1,
+        qkv_bias=False,
+        qk_norm=False,
+        tied_embeddings=False,
+    )
+    size = 0 if draft_vocab_size >= policy.vocab_size else draft_vocab_size
+    return EagleConfig(design, layer, layers, size)
+
+
+def param_specs(config: EagleConfig) -> Eagle:
+    """The tree of `ParamSpec` from which initialisation, shardings and file names derive."""
+    D, wide = config.layer.d_model, config.design == "eagle3"
+    [layer] = transformer.param_specs(config.layer).layers
+    into = len(config.feature_layers) * D if wide else 2 * D
+    norm = ParamSpec((D,), (None,), None) if wide else None
+    if wide:  # attention reads the embedding and the feature side by side
+        double = {
+            name: dataclasses.replace(spec, shape=(2 * D, spec.shape[1]), scale=(2 * D) ** -0.5)
+            for name in ("query_DQ", "key_DP", "value_DP")
+            for spec in [getattr(layer, name)]
+        }
+        layer = dataclasses.replace(layer, **double)
+    head = ParamSpec((D, config.num_draft_ids), ("embed", "vocab"), D**-0.5)
+    return Eagle(
+        fc_ED=ParamSpec((into, D), (None, "embed"), into**-0.5),
+        layer=dataclasses.replace(layer, attention_norm_D=None),
+        fc_bias_D=ParamSpec((D,), (None,), 0.0) if config.fc_bias else None,
+        embedding_norm_D=norm,
+        feature_norm_D=norm,
+        final_norm_D=norm,
+        head_DU=head if config.own_head else None,
+    )
+
+
+def init(config: EagleConfig, key: jax.Array, dtype: Any = jnp.float32) -> Eagle:
+    """Random weights, as the policy's are made."""
+    return transformer.init_from(param_specs(config), key, dtype)
+
+
+def frozen(policy: transformer.Params, draft_ids_U: jax.Array | None) -> Frozen:
+    """The shared parts: the embedding, and the head's columns of the draft tokens."""
+    head, tied = policy.head_DV, policy.head_DV is None
+    head_DU = _columns(policy.embedding_VD if tied else head, draft_ids_U, transposed=tied)
+    return Frozen(policy.embedding_VD, head_DU, draft_ids_U)
+
+
+@partial(jax.jit, static_argnames="transposed")
+def _columns(head: jax.Array, ids_U: jax.Array | None, *, transposed: bool) -> jax.Array:
+    if ids_U is None:
+        return head.T if transposed else head
+    return jnp.take(head, ids_U, axis=0).T if transposed else jnp.take(head, ids_U, axis=1)
+
+
+def features(config: EagleConfig, params: Eagle, caught_BTW: jax.Array) -> jax.Array:
+    """g_t of caught hidden states: the last ones (eagle), or fc over the other layers' (eagle3)."""
+    D = config.layer.d_model
+    if config.design == "eagle":
+        return caught_BTW[..., -D:]
+    return _fc(params, caught_BTW[..., :-D].astype(params.fc_ED.dtype))
+
+
+def layer_outputs(
+    config: EagleConfig,
+    params: Eagle,
+    embedding_VD: jax.Array,
+    next_tokens_BT: jax.Array,
+    features_BTD: jax.Array,
+    positions_BT: jax.Array,
+    look: Attend,
+) -> jax.Array:
+    """o_t of entries (x_{t+1}, g_t) at rotary position t; `look` is as in `transformer.block`.
+
+    `features_BTD` are `features` of caught states, or earlier outputs in their place.
+    """
+    e_BTD = transformer.embed(embedding_VD, next_tokens_BT).astype(params.fc_ED.dtype)
+    g_BTD, eps = features_BTD.astype(e_BTD.dtype), config.layer.norm_eps
+    if config.design == "eagle":
+        x_BTD = looks_from = _fc(params, jnp.concatenate([e_BTD, g_BTD], axis=-1))
+    else:
+        x_BTD = g_BTD
+        normed = (
+            rms_norm(e_BTD, params.embedding_norm_D, eps),
+            rms_norm(g_BTD, params.feature_norm_D, eps),
+        )
+        looks_from = jnp.concatenate(normed, axis=-1)
+    rope = transformer.rope_turns(config.layer, positions_BT)
+    return transformer.block(config.layer, params.layer, x_BTD, rope, look, looks_from)
+
+
+def logits(
+    config: EagleConfig, params: Eagle, head_DU: jax.Array, outputs_BTD: jax.Array
+) -> jax.Array:
+    """Logits over the draft tokens, float32 [B, T, U]; its own head goes before the policy's."""
+    if params.head_DU is not None:
+        head_DU = params.head_DU
+    if config.design == "eagle3":
+        outputs_BTD = rms_norm(outputs_BTD, params.final_norm_D, config.layer.norm_eps)
+    head_DU = head_DU.astype(outputs_BTD.dtype)
+    return jnp.einsum("...d,du->...u", outputs_BTD, head_DU, preferred_element_type=jnp.float32)
+
+
+def _fc(params: Eagle, x_BTE: jax.Array) -> jax.Array:
+    y_BTD = x_BTE @ params.fc_ED
+    return y_BTD if params.fc_bias_D is None else y_BTD + params.fc_bias_D

@@ -1,0 +1,116 @@
+"""Sequences become batches of one fixed shape that drafters train on: packed, or one a row.
+
+A sequence longer than a row is cut into windows that overlap by two tokens: an entry is of three
+columns, so that each response token still counts exactly once. Rotary positions of a window are
+those of the whole sequence, but its entries attend within the window only: its first entries
+lack what came before. Windows and sequences in which nothing counts are left out.
+TLT, section 4.2 (Sequence Packing). Plain numpy.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from spec.eagle.batch import Caught, DrafterBatch
+
+OVERLAP_TOKENS = 2  # of a window with the next: entry t is of the columns t … t + 2
+
+
+@dataclasses.dataclass(frozen=True)
+class _Window:
+    """Tokens `start` … `stop` − 1 of sequence `index`; a whole sequence is one window."""
+
+    index: int
+    start: int
+    stop: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.stop - self.start
+
+
+def pack(
+    sequences: Sequence[Caught], num_rows: int, row_tokens: int, max_batches: int | None = None
+) -> list[DrafterBatch]:
+    """Several sequences a row, in few rows: the longest first, each into the first row with room.
+
+    Numpy batches [num_rows, row_tokens], all sequences in each once. Rows are dealt to the batches
+    in turn, so that each has long and short sequences; what is left of the last rows is padding.
+    Of more than `max_batches` the emptiest rows are left out.
+    Raises ValueError where states differ in width or dtype, or windows would not advance.
+    """
+    windows = _windows(sequences, row_tokens)
+    windows.sort(key=lambda w: -w.num_tokens)
+    free = np.full(len(windows), row_tokens)
+    rows: list[list[_Window]] = []
+    for window in windows:
+        r = int(np.argmax(free >= window.num_tokens))  # a row that is empty has room
+        if r == len(rows):
+            rows.append([])
+        rows[r].append(window)
+        free[r] -= window.num_tokens
+    if max_batches is not None:
+        fullest = np.argsort(free[: len(rows)], kind="stable")[: max_batches * num_rows]
+        rows = [rows[r] for r in sorted(fullest.tolist())]
+    return _batches(sequences, rows, num_rows, row_tokens)
+
+
+def pad(sequences: Sequence[Caught], num_rows: int, row_tokens: int) -> list[DrafterBatch]:
+    """One sequence (or window) a row, as they come: the baseline. Otherwise as `pack`."""
+    rows = [[window] for window in _windows(sequences, row_tokens)]
+    return _batches(sequences, rows, num_rows, row_tokens)
+
+
+def _windows(sequences: Sequence[Caught], row_tokens: int) -> list[_Window]:
+    if row_tokens <= OVERLAP_TOKENS:
+        raise ValueError(
+            f"expected row_tokens above {OVERLAP_TOKENS}, since what counts is of three tokens, "
+            f"got {row_tokens}"
+        )
+    found = []
+    for index, sequence in enumerate(sequences):
+        num_tokens = len(sequence.tokens_T)
+        for start in range(0, num_tokens - OVERLAP_TOKENS, row_tokens - OVERLAP_TOKENS):
+            stop = min(start + row_tokens, num_tokens)
+            if stop > sequence.prompt_tokens:
+                found.append(_Window(index, start, stop))
+    return found
+
+
+def _batches(
+    sequences: Sequence[Caught], rows: list[list[_Window]], num_rows: int, row_tokens: int
+) -> list[DrafterBatch]:
+    if num_rows < 1:
+        raise ValueError(f"expected num_rows >= 1, got {num_rows}")
+    kinds = {(s.caught_TW.shape[1], str(s.caught_TW.dtype)) for s in sequences}
+    if len(kinds) > 1:
+        raise ValueError(f"expected hidden states of one width and dtype, got {sorted(kinds)}")
+    num_batches = -(-len(rows) // num_rows)
+    return [
+        _batch(sequences, rows[i::num_batches], num_rows, row_tokens) for i in range(num_batches)
+    ]
+
+
+def _batch(
+    sequences: Sequence[Caught], rows: list[list[_Window]], num_rows: int, row_tokens: int
+) -> DrafterBatch:
+    shape, states = (num_rows, row_tokens), sequences[0].caught_TW
+    tokens_BT, positions_BT, sequence_BT = (np.zeros(shape, np.int32) for _ in range(3))
+    caught_BTW = np.zeros((*shape, states.shape[1]), states.dtype)
+    counts_BT = np.zeros(shape, np.bool_)
+    for b, row in enumerate(rows):
+        end = 0
+        for number, window in enumerate(row, 1):
+            source, begin, end = sequences[window.index], end, end + window.num_tokens
+            tokens_BT[b, begin:end] = source.tokens_T[window.start : window.stop]
+            # of a window that is cut off the last column's states are known, but nothing has them
+            caught_BTW[b, begin : end - 1] = source.caught_TW[window.start : window.stop - 1]
+            positions_BT[b, begin:end] = np.arange(window.start, window.stop)
+            sequence_BT[b, begin:end] = number
+            # entry t, whose token x_{t+2} is a response token of this window
+            first = max(window.start, source.prompt_tokens - OVERLAP_TOKENS)
+            counts_BT[b, begin + first - window.start : end - OVERLAP_TOKENS] = True
+    return DrafterBatch(tokens_BT, caught_BTW, positions_BT, sequence_BT, counts_BT)

@@ -1,0 +1,334 @@
+"""Training of EAGLE-style drafters: one workflow for EAGLE, HASS and EAGLE-3 (TLT section 4.1).
+
+    loss = Σ_j decay^j (feature_weight · feature_j + token_weight · token_j)
+
+over the steps j of the unroll (spec.eagle.unroll), each term the mean over the entries that
+count at j (spec.eagle.losses). Entry t joins f_t with x_{t+1}; its output is judged against
+f_{t+1} and the policy's distribution of x_{t+2}. The variants differ in these numbers only, and
+`eagle3` in the drafter's design. The policy's embedding and head are frozen.
+
+Steps are jitted here. A mesh is the caller's (`jax.set_mesh`), the batch split by rows, the
+parameters replicated or laid out by `eagle.param_specs`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from functools import partial
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from spec.eagle import losses as drafter_losses
+from spec.eagle import model as eagle
+from spec.eagle.batch import DrafterBatch
+from spec.eagle.losses import Objective
+from spec.eagle.model import Design, Eagle, EagleConfig, Frozen
+from spec.eagle.unroll import unrolled_outputs
+
+Variant = Literal["eagle", "hass", "eagle3"]
+Metrics = dict[str, jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class LossTerms:
+    """The numbers of a variant, with the source of each."""
+
+    source: str
+    feature_weight: float
+    token_weight: float
+    unroll_steps: int
+    unroll_decay: float
+
+
+VARIANTS: dict[str, LossTerms] = {
+    "eagle": LossTerms("arXiv 2401.15077", 1.0, 0.1, 1, 1.0),
+    # without its loss on the ten likeliest tokens alone
+    "hass": LossTerms("arXiv 2408.15766", 1.0, 0.1, 3, 1.0),
+    # the steps of the paper's test; the decay is of its authors' code
+    "eagle3": LossTerms("arXiv 2503.01840", 0.0, 1.0, 7, 0.8),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class DrafterTrainingConfig:
+    """How a drafter learns: what from (None: as the variant's paper has it), and AdamW.
+
+    `chunk_tokens` is the most entries whose logits are in memory at a time. The learning rate
+    rises over `warmup_steps` and is constant then: training goes on for as long as the policy's.
+    """
+
+    variant: Variant = "eagle"
+    objective: Objective = "cross_entropy"
+    feature_weight: float | None = None
+    token_weight: float | None = None
+    unroll_steps: int | None = None
+    unroll_decay: float | None = None
+    chunk_tokens: int = 4096
+    learning_rate: float = 3e-4
+    warmup_steps: int = 20
+    clip_norm: float = 0.5
+    b1: float = 0.9
+    b2: float = 0.95
+    weight_decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check_choice("variant", self.variant, tuple(VARIANTS))
+        _check_choice("objective", self.objective, ("cross_entropy", "reverse_kl"))
+        r = self.resolved
+        if self.variant == "eagle3" and r.feature_weight:
+            raise ValueError(
+                f"expected feature_weight 0 or None with eagle3, got {r.feature_weight}: its "
+                "states are not the policy's last ones; for a feature loss take eagle or hass"
+            )
+        weights = r.feature_weight, r.token_weight
+        if not (min(weights) >= 0 and 0 < sum(weights) < math.inf):
+            raise ValueError(
+                "expected feature_weight and token_weight >= 0 and finite, not both 0, got "
+                f"{r.feature_weight} and {r.token_weight}"
+            )
+        if r.unroll_steps < 1 or not 0 < r.unroll_decay < math.inf:
+            raise ValueError(
+                "expected unroll_steps >= 1 and a positive unroll_decay, got "
+                f"{r.unroll_steps} and {r.unroll_decay}"
+            )
+        if self.chunk_tokens < 1 or self.warmup_steps < 0:
+            raise ValueError(
+                "expected chunk_tokens >= 1 and warmup_steps >= 0, got "
+                f"{self.chunk_tokens} and {self.warmup_steps}"
+            )
+        if not (0 <= self.learning_rate < math.inf and 0 < self.clip_norm):
+            raise ValueError(
+                "expected a learning_rate of 0 or above and a positive clip_norm, got "
+                f"{self.learning_rate} and {self.clip_norm}"
+            )
+        if not (0 <= self.b1 < 1 and 0 <= self.b2 < 1 and self.weight_decay >= 0):
+            raise ValueError(
+                "expected b1 and b2 in [0, 1) and weight_decay >= 0, got "
+                f"{self.b1}, {self.b2}, {self.weight_decay}"
+            )
+
+    @property
+    def resolved(self) -> LossTerms:
+        """The variant's numbers, with what this configuration changes of them."""
+        names = ("feature_weight", "token_weight", "unroll_steps", "unroll_decay")
+        given = {name: getattr(self, name) for name in names}
+        changes: dict[str, Any] = {name: x for name, x in given.items() if x is not None}
+        return dataclasses.replace(VARIANTS[self.variant], **changes)
+
+    @property
+    def design(self) -> Design:
+        """The drafter's architecture that the variant trains."""
+        return "eagle3" if self.variant == "eagle3" else "eagle"
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DrafterState:
+    """A drafter in training: weights, optax's state, and steps applied (int32)."""
+
+    params: Eagle
+    optimizer: Any
+    step: jax.Array
+
+
+def loss(
+    config: EagleConfig,
+    training: DrafterTrainingConfig,
+    params: Eagle,
+    frozen: Frozen,
+    batch: DrafterBatch,
+    temperature: jax.Array,
+) -> tuple[jax.Array, Metrics]:
+    """The loss, and what it is made of.
+
+    loss = feature_weight · `feature_loss` + token_weight · `token_loss`, both summed over the
+    steps with their decay; `accuracy_top1`, `accuracy_top3` and `agreement` (spec.eagle.losses)
+    of step 0; `num_entries` that count at step 0, by which means over several batches are to be
+    weighted. With a head of its own `frozen` still holds the policy's: it is the teacher.
+
+    Raises ValueError where drafter, variant and frozen parts do not fit.
+    """
+    _check_fit(config, training, frozen)
+    terms = training.resolved
+    steps = range(terms.unroll_steps)
+    outputs_JBTD = unrolled_outputs(config, params, frozen.embedding_VD, batch, len(steps))
+    counts_JBT = _counts(batch, len(steps))
+    next_states_BTD = jnp.roll(batch.caught_BTW[..., -config.layer.d_model :], -1, axis=1)
+    sums = drafter_losses.token_sums(
+        config,
+        params,
+        frozen,
+        outputs_JBTD,
+        next_states_BTD,
+        jnp.roll(batch.tokens_BT, -2, axis=1),
+        counts_JBT,
+        jnp.asarray(temperature, jnp.float32),
+        objective=training.objective,
+        chunk_tokens=training.chunk_tokens,
+    )
+    num_J = jnp.sum(counts_JBT, axis=(1, 2))
+    decay_J = terms.unroll_decay ** jnp.arange(len(steps), dtype=jnp.float32)
+    share_J = decay_J / jnp.maximum(num_J, 1)
+    token_loss, feature_loss = share_J @ sums["loss"], jnp.zeros((), jnp.float32)
+    if config.design == "eagle":
+        feature_loss = share_J @ drafter_losses.feature_sums(
+            outputs_JBTD, next_states_BTD, counts_JBT
+        )
+    total = terms.feature_weight * feature_loss + terms.token_weight * token_loss
+    names = {"accuracy_top1": "top1", "accuracy_top3": "top3", "agreement": "agreement"}
+    metrics = {name: sums[key][0] / jnp.maximum(num_J[0], 1) for name, key in names.items()}
+    metrics |= {"loss": total, "token_loss": token_loss, "feature_loss": feature_loss}
+    return total, metrics | {"num_entries": num_J[0]}
+
+
+def _counts(batch: DrafterBatch, num_steps: int) -> jax.Array:
+    """Which entries count at each step: bool [J, B, T].
+
+    Entry t of step j began as entry t − j of step 0, which must be of the same sequence: a
+    window that was cut from a long one has another before it in its row, or none.
+    """
+    column_T = jnp.arange(batch.tokens_BT.shape[1])
+    sequence_BT = jnp.asarray(batch.sequence_BT)
+
+    def begun_BT(j: int) -> jax.Array:
+        return (column_T >= j) & (jnp.roll(sequence_BT, j, axis=1) == sequence_BT)
+
+    counts_BT = jnp.asarray(batch.counts_BT).astype(bool)
+    return jnp.stack([counts_BT & begun_BT(j) for j in range(num_steps)])
+
+
+@functools.cache
+def make_optimizer(training: DrafterTrainingConfig) -> optax.GradientTransformation:
+    """Clipping by the global norm, then AdamW; vectors (norms and biases) are not decayed."""
+
+    def learning_rate(step: jax.Array) -> jax.Array:
+        rise = jnp.minimum(1.0, (step + 1) / max(training.warmup_steps, 1))
+        return training.learning_rate * rise
+
+    adamw = optax.adamw(
+        learning_rate,
+        b1=training.b1,
+        b2=training.b2,
+        weight_decay=training.weight_decay,
+        mask=lambda params: jax.tree.map(lambda weight: weight.ndim > 1, params),
+    )
+    return optax.chain(optax.clip_by_global_norm(training.clip_norm), adamw)
+
+
+def init_state(
+    config: EagleConfig, training: DrafterTrainingConfig, key: jax.Array, dtype: Any = jnp.float32
+) -> DrafterState:
+    """A drafter of random weights before its first step."""
+    return state_of(training, eagle.init(config, key, dtype))
+
+
+def state_of(training: DrafterTrainingConfig, params: Eagle) -> DrafterState:
+    """The state before the first step of these weights, which it takes over (steps donate it)."""
+    return DrafterState(params, make_optimizer(training).init(params), jnp.zeros((), jnp.int32))
+
+
+@partial(jax.jit, static_argnames=("config", "training"))
+def gradients(
+    params: Eagle,
+    frozen: Frozen,
+    batch: DrafterBatch,
+    temperature: jax.Array,
+    *,
+    config: EagleConfig,
+    training: DrafterTrainingConfig,
+) -> tuple[Eagle, Metrics]:
+    """The loss's gradient and its metrics, with the gradient's norm before clipping, `grad_norm`.
+
+    Means of several batches' gradients weighted by `num_entries` are the gradient of all of them,
+    if every entry counts at all steps (prompts of more tokens than there are steps, and rows that
+    hold whole sequences: the first entries of a later window do not count at later steps).
+    """
+    return _gradients(params, frozen, batch, temperature, config, training)
+
+
+@partial(jax.jit, static_argnames=("training",), donate_argnames=("state",))
+def apply(
+    state: DrafterState, grads: Eagle, *, training: DrafterTrainingConfig
+) -> tuple[DrafterState, jax.Array]:
+    """One step of the optimizer; `state` is donated.
+
+    Also whether it was skipped, int32: of gradients whose norm is not finite the state stays as
+    it was.
+    """
+    return _apply(state, grads, training)
+
+
+@partial(jax.jit, static_argnames=("config", "training"), donate_argnames=("state",))
+def train_step(
+    state: DrafterState,
+    frozen: Frozen,
+    batch: DrafterBatch,
+    temperature: jax.Array,
+    *,
+    config: EagleConfig,
+    training: DrafterTrainingConfig,
+) -> tuple[DrafterState, Metrics]:
+    """`gradients`, then `apply`, whose answer is the metric `skipped`; `state` is donated."""
+    grads, metrics = _gradients(state.params, frozen, batch, temperature, config, training)
+    state, skipped = _apply(state, grads, training)
+    return state, metrics | {"skipped": skipped}
+
+
+def _gradients(
+    params: Eagle,
+    frozen: Frozen,
+    batch: DrafterBatch,
+    temperature: jax.Array,
+    config: EagleConfig,
+    training: DrafterTrainingConfig,
+) -> tuple[Eagle, Metrics]:
+    def loss_of(params: Eagle) -> tuple[jax.Array, Metrics]:
+        return loss(config, training, params, frozen, batch, temperature)
+
+    grads, metrics = jax.grad(loss_of, has_aux=True)(params)
+    return grads, metrics | {"grad_norm": _norm(grads)}
+
+
+def _apply(
+    state: DrafterState, grads: Eagle, training: DrafterTrainingConfig
+) -> tuple[DrafterState, jax.Array]:
+    changes, optimizer = make_optimizer(training).update(grads, state.optimizer, state.params)
+    after = DrafterState(optax.apply_updates(state.params, changes), optimizer, state.step + 1)
+    finite = jnp.isfinite(_norm(grads))
+    state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), after, state)
+    return state, 1 - finite.astype(jnp.int32)
+
+
+def _norm(grads: Eagle) -> jax.Array:
+    """√ of the sum of all squares, float32: not finite where any of them is not."""
+    squares = [jnp.sum(jnp.square(g.astype(jnp.float32))) for g in jax.tree.leaves(grads)]
+    return jnp.sqrt(jnp.sum(jnp.stack(squares)))
+
+
+def _check_fit(config: EagleConfig, training: DrafterTrainingConfig, frozen: Frozen) -> None:
+    if config.design != training.design:
+        raise ValueError(
+            f"expected a drafter of design {training.design} for variant={training.variant!r}, "
+            f"got {config.design}: change the drafter's design or DrafterTraining.variant"
+        )
+    num_columns, V = frozen.head_DU.shape[1], frozen.embedding_VD.shape[0]
+    if num_columns != config.num_draft_ids:
+        raise ValueError(
+            f"expected the policy's head over {config.num_draft_ids} draft tokens, got "
+            f"{num_columns} columns: make it by eagle.frozen(policy, draft_ids_U)"
+        )
+    if num_columns != V and frozen.draft_ids_U is None:
+        raise ValueError(
+            f"expected draft_ids_U with a head over {num_columns} of {V} tokens, got none: make "
+            "the frozen parts by eagle.frozen(policy, draft_ids_U)"
+        )
+
+
+def _check_choice(field: str, value: str, names: tuple[str, ...]) -> None:
+    if value not in names:
+        raise ValueError(f"{field} must be one of {', '.join(names)}, got {value!r}")

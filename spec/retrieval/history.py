@@ -1,0 +1,81 @@
+"""HistoSpec: drafts from the prompt's own responses of the last epoch (RhymeRL, section 5).
+
+The index of the next step's prompts is built while training runs (`build_index`, in a
+thread of its own: its kernels do not hold the interpreter lock), then handed to the
+drafter of that step. A branch weighs the sum of the rewards of the responses in it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+import numpy as np
+
+from spec.drafter import Drafts, LiveSlots, Source
+from spec.retrieval.suffix_drafter import NO_TREE, RequestFollowers, with_prompt_tail
+from spec.retrieval.suffix_forest import ProposalRule, SuffixForest
+from spec.reuse.rollout_cache import CachedGroup, RolloutCache
+
+# Section 5.4: a prefix of 7 tokens, shortened to 3 until it is found; one branch, down which the
+# context grows by up to the 32 guesses of its longest window.
+PAPER_RULE = ProposalRule(longest=7, shortest=3, rank_by="weight", max_children=1)
+# Trees are grown by chance, and the last 16 tokens tell as much of it as the whole branch: counts
+# of longer contexts are smaller (`contexts` of benchmarks/drafts.py).
+RULE = ProposalRule(
+    longest=16,
+    shortest=1,
+    rank_by="weight",
+    max_children=2,
+    prior=0.3,
+    min_chance=0.05,
+    path_tokens=0,
+)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class HistoryIndex:
+    """The trees of some prompts by key, and what they hold; prompts without history have none."""
+
+    forest: SuffixForest
+    trees: Mapping[str, int]
+    groups: Mapping[str, CachedGroup]
+
+    @property
+    def num_tokens(self) -> int:
+        return self.forest.num_tokens
+
+
+def build_index(
+    cache: RolloutCache, prompts: Mapping[str, np.ndarray], rule: ProposalRule = RULE
+) -> HistoryIndex:
+    """Index what the cache has of `prompts` (prompt ids by key), for drafters of this rule."""
+    forest = SuffixForest(rule.context_tokens)
+    trees, groups = {}, {}
+    for key, prompt in prompts.items():
+        group = cache.get(key)
+        if group is None:
+            continue
+        trees[key] = tree = forest.plant()
+        groups[key] = group
+        for r in group.responses:
+            forest.add(tree, with_prompt_tail(prompt, r.tokens, rule.longest), weight=r.reward)
+    return HistoryIndex(forest, trees, groups)
+
+
+class HistoryDrafter:
+    """Each request follows its prompt's tree; `keys` names the prompt of a group."""
+
+    def __init__(
+        self, index: HistoryIndex, keys: Mapping[int, str], rule: ProposalRule = RULE
+    ) -> None:
+        self._trees = {group: index.trees.get(key, NO_TREE) for group, key in keys.items()}
+        self._followers = RequestFollowers(index.forest, rule, Source.HISTORY)
+
+    def propose(self, live: LiveSlots, max_nodes_A: np.ndarray, max_nodes: int) -> Drafts:
+        groups = live.group_ids_A.tolist()
+        trees_A = np.fromiter((self._trees.get(g, NO_TREE) for g in groups), np.int64, len(groups))
+        return self._followers.propose(live, trees_A, max_nodes_A, max_nodes)
+
+    def finished(self, live: LiveSlots) -> None:
+        self._followers.forget(live.request_ids_A.tolist())

@@ -1,0 +1,52 @@
+"""Drafts from a request's own prompt and response: what followed the last tokens before?"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from spec.drafter import Drafts, LiveSlots, Source
+from spec.per_request import RequestIndex, with_room
+from spec.retrieval.suffix_drafter import NO_TREE, RequestFollowers
+from spec.retrieval.suffix_forest import ProposalRule, SuffixForest
+
+RULE = ProposalRule(longest=8, shortest=2, max_children=2, prior=0.5, min_chance=0.1, path_tokens=0)
+# Columns of what is kept of a request. KNOWN: tokens in its sequence.
+TREE, SEQUENCE, KNOWN = range(3)
+
+
+class NgramDrafter:
+    """A tree per live request, which holds its own text."""
+
+    def __init__(self, rule: ProposalRule = RULE) -> None:
+        self._forest = SuffixForest(rule.context_tokens)
+        self._followers = RequestFollowers(self._forest, rule, Source.OWN)
+        self._index = RequestIndex()
+        self._texts_F3 = np.empty((0, 3), np.int64)
+
+    def propose(self, live: LiveSlots, max_nodes_A: np.ndarray, max_nodes: int) -> Drafts:
+        which_A = self._index.of(live)
+        self._texts_F3 = with_room(self._texts_F3, self._index.size, NO_TREE)
+        for f in which_A[self._texts_F3[which_A, TREE] == NO_TREE].tolist():
+            tree = self._forest.plant()
+            self._texts_F3[f] = tree, self._forest.add(tree), 0
+        text_A3 = self._texts_F3[which_A]
+        tokens_T, offsets = new_tokens(live, text_A3[:, KNOWN])
+        self._forest.append_batch(text_A3[:, SEQUENCE], tokens_T, offsets)
+        self._texts_F3[which_A, KNOWN] = live.total_tokens_A
+        return self._followers.propose(live, text_A3[:, TREE], max_nodes_A, max_nodes)
+
+    def finished(self, live: LiveSlots) -> None:
+        ids = live.request_ids_A.tolist()
+        self._followers.forget(ids)
+        for f in self._index.forget(ids):
+            if self._texts_F3[f, TREE] != NO_TREE:
+                self._forest.uproot(int(self._texts_F3[f, TREE]))
+                self._texts_F3[f] = NO_TREE
+
+
+def new_tokens(live: LiveSlots, known_A: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """All requests' tokens from the known_A-th on, one after another, and where each begins."""
+    offsets = np.concatenate([[0], np.cumsum(live.total_tokens_A - known_A)])
+    of_T = np.repeat(np.arange(len(live)), np.diff(offsets))
+    at_T = np.arange(len(of_T)) - offsets[of_T] + known_A[of_T]
+    return live.tokens_BL[live.rows_A[of_T], at_T], offsets

@@ -1,0 +1,64 @@
+"""Live requests that follow trees of a suffix forest: what history, group and own text share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from spec.drafter import Drafts, LiveSlots, Source, no_drafts
+from spec.per_request import RequestIndex, with_room
+from spec.retrieval import suffix_kernels as kernels
+from spec.retrieval.suffix_forest import Followers, ProposalRule, SuffixForest
+
+NO_TREE = -1
+
+
+class RequestFollowers:
+    """One follower per live request in one forest; drafts from where they stand."""
+
+    def __init__(self, forest: SuffixForest, rule: ProposalRule, source: Source) -> None:
+        self.forest, self._rule, self._source = forest, rule, source
+        self._followers = Followers.of([])
+        self._index = RequestIndex()
+
+    def propose(
+        self, live: LiveSlots, trees_A: np.ndarray, max_nodes_A: np.ndarray, max_nodes: int
+    ) -> Drafts:
+        """Guesses for each request out of its tree; none where the tree is `NO_TREE`."""
+        drafts = no_drafts(len(live), max_nodes)
+        which_A = self._which(live, trees_A)
+        self.forest.follow(
+            self._followers,
+            live.tokens_BL,
+            live.rows_A,
+            live.total_tokens_A,
+            which_A,
+            self._rule.longest,
+        )
+        self.forest.propose(self._followers, self._rule, max_nodes_A, drafts, which_A)
+        drafts.sources_AN[:] = self._source
+        return drafts
+
+    def forget(self, request_ids: Iterable[int]) -> None:
+        """These requests have ended."""
+        for f in self._index.forget(request_ids):
+            self._followers.restart(f, NO_TREE)
+
+    def _which(self, live: LiveSlots, trees_A: np.ndarray) -> np.ndarray:
+        which_A = self._index.of(live)
+        old = self._followers
+        if len(old.trees_F) < self._index.size:
+            trees_F = with_room(old.trees_F, self._index.size, NO_TREE)
+            self._followers = Followers(
+                trees_F, with_room(old.state_FX, self._index.size, kernels.NONE)
+            )
+        stale_A = self._followers.trees_F[which_A] != trees_A
+        for a in np.nonzero(stale_A)[0].tolist():
+            self._followers.restart(int(which_A[a]), int(trees_A[a]))
+        return which_A
+
+
+def with_prompt_tail(prompt: np.ndarray, response: np.ndarray, num_tokens: int) -> np.ndarray:
+    """A response after the last `num_tokens` of its prompt: so its first tokens have a context."""
+    return np.concatenate([prompt[max(0, len(prompt) - num_tokens) :], response])

@@ -1,0 +1,404 @@
+"""A forest of suffix indexes: what followed this context before, in this tree's texts?
+
+forest = SuffixForest()
+tree = forest.plant()
+sequence = forest.add(tree, [5, 6, 7, 8])
+forest.append(sequence, [5, 6])                     # sequences of a tree grow in any order
+followers = Followers.of([tree])
+forest.follow(followers, tokens_BL, rows_F=[0], lengths_F=[2])
+forest.propose(followers, ProposalRule(shortest=1), max_nodes_F=[4], out=no_drafts(1, 4))
+
+A tree is a suffix automaton of all its sequences (matches never cross from one into
+another), with the number of occurrences of every context and the sum of the weights
+of the sequences they stand in. All trees share one arena, so that one call, which
+runs without the interpreter lock, serves many contexts of many trees.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import numpy as np
+
+from spec.retrieval import suffix_kernels as kernels
+from spec.retrieval import suffix_queries as queries
+from spec.retrieval.suffix_followers import Followers, ProposalRule
+from spec.retrieval.suffix_kernels import Arena
+
+if TYPE_CHECKING:  # it brings jax along
+    from spec.drafter import Drafts
+
+__all__ = ["Followers", "ProposalRule", "SuffixForest"]
+
+_GROWTH = 1.5  # of an array that is full
+_MOST = 2**31 - 1  # rows are numbered, and tokens counted, in int32
+
+
+class SuffixForest:
+    """Suffix automata that grow and shrink; contexts are counted up to `max_context` tokens.
+
+    Ids of trees and sequences are never reused. Calls may come from several threads;
+    they take turns. Memory that is freed serves later growth and is not returned.
+    """
+
+    def __init__(self, max_context: int = 32) -> None:
+        if max_context < 1:
+            raise ValueError(f"max_context must be at least 1, got {max_context}")
+        self.max_context = max_context
+        # A child of the longest context must be counted too.
+        self._depth = max_context + 1
+        self._lock = threading.Lock()
+        self._members: dict[int, dict[int, None]] = {}  # tree row → its live sequences, in order
+        self._free_trees: list[int] = []
+        self._free_sequences: list[int] = []
+        self._num_trees = self._num_sequences = 0  # rows ever used
+        self._held_tokens = self._held_sequences = 0  # in the automata, removed ones included
+        self._live_tokens = 0
+        states = np.empty((16, 8), np.int32)
+        self._arena = Arena(
+            states=states,
+            weights=states.view(np.float32),
+            edges=np.empty((8, 4), np.int32),
+            table=np.zeros(16, np.int64),
+            chunks=np.empty((4, kernels.CHUNK_TOKENS + 1), np.int32),
+            sequences=np.zeros((4, 8), np.int64),
+            rates=np.zeros(4, np.float32),
+            trees=np.zeros((4, 8), np.int64),
+            pools=np.array([[0, kernels.NONE, 0]] * 3, np.int64),
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all live sequences."""
+        return self._live_tokens
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all arrays, free room included."""
+        return sum(x.nbytes for name, x in self._arena._asdict().items() if name != "weights")
+
+    # --- trees and sequences --------------------------------------------------------------
+
+    def plant(self) -> int:
+        """A new, empty tree; its id."""
+        with self._lock:
+            self._make_room(tokens=1)
+            if self._free_trees:
+                row = self._free_trees.pop()
+            else:
+                row, self._num_trees = self._num_trees, self._num_trees + 1
+                self._grow_rows("trees", self._num_trees)
+            kernels.plant(self._arena, row)
+            self._members[row] = {}
+            return _id(row, self._arena.trees[row, kernels.TREE_GENERATION])
+
+    def uproot(self, tree: int) -> None:
+        """Forget a tree and its sequences; their ids are void from now on."""
+        with self._lock:
+            row = self._tree_row(tree)
+            self._live_tokens -= int(self._arena.trees[row, kernels.LIVE])
+            self._release(row)
+            members = self._members.pop(row)
+            kernels.uproot(self._arena, row, _indices(members))
+            for sequence in members:
+                self._retire(sequence)
+            self._free_trees.append(row)
+
+    def add(self, tree: int, tokens: Any = (), weight: float = 1.0) -> int:
+        """A new sequence of a tree, to which `append` may add; its id.
+
+        Each occurrence of a context in it adds `weight` (float32, finite) to the
+        context's weight.
+        """
+        if not math.isfinite(weight):
+            raise ValueError(f"weight must be finite, got {weight}")
+        tokens_T = _tokens(tokens)
+        with self._lock:
+            tree_row = self._tree_row(tree)
+            if self._free_sequences:
+                row = self._free_sequences.pop()
+            else:
+                row, self._num_sequences = self._num_sequences, self._num_sequences + 1
+                self._grow_rows("sequences", self._num_sequences)
+                self._grow_rows("rates", self._num_sequences)
+            generation = self._arena.sequences[row, kernels.SEQUENCE_GENERATION]
+            root = self._arena.trees[tree_row, kernels.ROOT]
+            none = kernels.NONE
+            self._arena.sequences[row] = (tree_row, root, root, 0, 0, none, none, generation)
+            self._arena.rates[row] = weight
+            self._arena.trees[tree_row, kernels.SEQUENCES] += 1
+            self._held_sequences += 1
+            self._members[tree_row][row] = None
+            if len(tokens_T):
+                self._append(np.array([row]), tokens_T, np.array([0, len(tokens_T)]))
+            return _id(row, generation)
+
+    def append(self, sequence: int, tokens: Any) -> None:
+        """Put tokens at the end of a sequence."""
+        self.append_batch([sequence], tokens, [0, len(tokens)])
+
+    def append_batch(self, sequences_S: Any, tokens_T: Any, offsets_S: Any) -> None:
+        """Sequence s gets `tokens_T[offsets_S[s]:offsets_S[s + 1]]`, in the order of the list."""
+        tokens_T, offsets_S = _tokens(tokens_T), _integers(offsets_S)
+        ids_S = _integers(sequences_S)
+        good = len(offsets_S) == len(ids_S) + 1 and offsets_S[0] >= 0
+        if not good or offsets_S[-1] > len(tokens_T) or (np.diff(offsets_S) < 0).any():
+            raise ValueError(
+                f"offsets must be {len(ids_S) + 1} numbers that do not fall, from 0 to at most "
+                f"{len(tokens_T)} (sequences + 1, tokens), got {offsets_S}"
+            )
+        with self._lock:
+            rows_S = ids_S & kernels.SLOT_MASK
+            generations = self._arena.sequences[:, kernels.SEQUENCE_GENERATION]
+            bad_S = (ids_S < 0) | (rows_S >= self._num_sequences)
+            bad_S |= generations[np.where(bad_S, 0, rows_S)] != ids_S >> 32
+            for sequence in ids_S[bad_S]:
+                self._sequence_row(int(sequence))  # raises, and names it
+            self._append(rows_S, tokens_T, offsets_S)
+
+    def remove(self, sequence: int) -> None:
+        """Forget a sequence. The tree is made anew when over half of its tokens are forgotten."""
+        with self._lock:
+            row = self._sequence_row(sequence)
+            arena = self._arena
+            tree_row = int(arena.sequences[row, kernels.TREE])
+            self._live_tokens -= int(arena.sequences[row, kernels.TOKENS])
+            kernels.remove(arena, self._depth, row)
+            del self._members[tree_row][row]
+            self._retire(row)
+            if arena.trees[tree_row, kernels.DEAD] > arena.trees[tree_row, kernels.LIVE]:
+                self._release(tree_row)
+                members = _indices(self._members[tree_row])
+                kernels.rebuild(arena, self._depth, tree_row, members)
+                self._held_tokens += int(arena.trees[tree_row, kernels.LIVE])
+                self._held_sequences += len(members)
+
+    # --- queries --------------------------------------------------------------------------
+
+    def count(self, tree: int, context: Any) -> int:
+        """How often a context of at most `max_context` tokens occurs in the tree's sequences."""
+        return self._occurrences(tree, context)[0]
+
+    def weight(self, tree: int, context: Any) -> float:
+        """The sum, over these occurrences, of their sequences' weights."""
+        return self._occurrences(tree, context)[1]
+
+    def follow(
+        self,
+        followers: Followers,
+        tokens_BL: np.ndarray,
+        rows_F: Any,
+        lengths_F: Any,
+        which_F: Any = None,
+        longest: int | None = None,
+    ) -> None:
+        """Bring followers up to date with their contexts and with their trees.
+
+        Follower `which_F[f]` (default: f) reads `tokens_BL[rows_F[f], :lengths_F[f]]`,
+        int32. Its match is then the longest suffix of that, of at most `longest` tokens
+        (always the same for a follower; default: `max_context`), that occurs in the live
+        sequences of its tree. What it has read before must not have changed; `restart` it
+        otherwise. O(1) a token, amortised; a tree that has shrunk, or in which the match
+        has occurred again, costs `longest`.
+        """
+        most = self.max_context if longest is None else longest
+        if not 1 <= most <= self.max_context:
+            raise ValueError(
+                f"longest must be in 1 … max_context={self.max_context}, got {longest}"
+            )
+        which_F = _which(followers, which_F)
+        rows_F, lengths_F = _integers(rows_F), _integers(lengths_F)
+        if tokens_BL.dtype != np.int32 or tokens_BL.ndim != 2:
+            raise ValueError(
+                f"tokens_BL must be int32 [rows, tokens], got {tokens_BL.dtype} {tokens_BL.shape}"
+            )
+        if not len(rows_F) == len(lengths_F) == len(which_F):
+            raise ValueError(
+                "expected one row and one length for each follower, got "
+                f"{len(rows_F)}, {len(lengths_F)} and {len(which_F)}"
+            )
+        tokens_BL = _writable(tokens_BL)
+        with self._lock:
+            bad = queries.follow(
+                self._arena, most, which_F, followers.trees_F, followers.state_FX,
+                tokens_BL, rows_F, lengths_F,
+            )  # fmt: skip
+        if bad != kernels.NONE:
+            self._raise_bad(
+                followers,
+                which_F[bad],
+                f"row {rows_F[bad]} of {len(tokens_BL)}, length "
+                f"{lengths_F[bad]} of {tokens_BL.shape[1]}",
+            )
+
+    def propose(
+        self,
+        followers: Followers,
+        rule: ProposalRule,
+        max_nodes_F: Any,
+        out: Drafts,
+        which_F: Any = None,
+    ) -> None:
+        """Write at most `max_nodes_F[f]` guesses for follower `which_F[f]` into row f of `out`.
+
+        Only the first `count_A[f]` entries of tokens, parents and chances are written.
+        Guesses come in the order of their chance, parents first: a row's first n are the
+        best n. A follower whose tree has shrunk since it last followed gets none.
+        """
+        which_F, max_nodes_F = _which(followers, which_F), _integers(max_nodes_F)
+        if len(max_nodes_F) != len(which_F) or len(out.count_A) < len(which_F):
+            raise ValueError(
+                f"expected {len(which_F)} limits and as many rows to write, got "
+                f"{len(max_nodes_F)} and {len(out.count_A)}"
+            )
+        if rule.longest > self.max_context:
+            raise ValueError(
+                f"longest={rule.longest} is beyond the forest's max_context={self.max_context}: "
+                "make the forest with a larger one"
+            )
+        by_weight, most = rule.rank_by == "weight", min(rule.context_tokens, self.max_context)
+        limits = rule.longest, rule.shortest, rule.max_children, by_weight
+        with self._lock:
+            bad = queries.propose(
+                self._arena, most, (*limits, float(rule.prior), float(rule.min_chance)),
+                which_F, followers.trees_F, followers.state_FX, max_nodes_F,
+                out.tokens_AN, out.parents_AN, out.chance_AN, out.count_A,
+            )  # fmt: skip
+        if bad != kernels.NONE:
+            self._raise_bad(followers, which_F[bad], "")
+
+    def _occurrences(self, tree: int, context: Any) -> tuple[int, float]:
+        tokens_T = _tokens(context)
+        if len(tokens_T) > self.max_context:
+            raise ValueError(
+                f"contexts are counted up to max_context={self.max_context} tokens, got "
+                f"{len(tokens_T)}"
+            )
+        with self._lock:
+            arena = self._arena
+            state, matched = queries.locate(arena, self._tree_row(tree), tokens_T)
+            if matched < len(tokens_T):
+                return 0, 0.0
+            count, weight = arena.states[state, kernels.COUNT], arena.weights[state, kernels.WEIGHT]
+            return int(count), float(weight)
+
+    def _raise_bad(self, followers: Followers, f: int, reading: str) -> NoReturn:
+        """A kernel stopped at follower f."""
+        if not 0 <= f < len(followers.trees_F):
+            raise ValueError(f"there is no follower {f}: there are {len(followers.trees_F)}")
+        tree = int(followers.trees_F[f])
+        if tree != kernels.NONE:
+            self._tree_row(tree)  # raises where it is gone
+        raise ValueError(f"follower {f} cannot read what there is not: {reading}")
+
+    # --- inside; the lock is held ---------------------------------------------------------
+
+    def _tree_row(self, tree: int) -> int:
+        row = tree & kernels.SLOT_MASK
+        generations = self._arena.trees[:, kernels.TREE_GENERATION]
+        if row not in self._members or generations[row] != tree >> 32:
+            raise ValueError(f"there is no tree {tree}: it was uprooted, or the id is not a tree's")
+        return row
+
+    def _sequence_row(self, sequence: int) -> int:
+        row = sequence & kernels.SLOT_MASK
+        generations = self._arena.sequences[:, kernels.SEQUENCE_GENERATION]
+        if not 0 <= row < self._num_sequences or generations[row] != sequence >> 32:
+            raise ValueError(
+                f"there is no sequence {sequence}: it was removed, or its tree was uprooted"
+            )
+        return row
+
+    def _retire(self, row: int) -> None:
+        self._arena.sequences[row, kernels.SEQUENCE_GENERATION] += 1
+        self._free_sequences.append(row)
+
+    def _release(self, tree_row: int) -> None:
+        """A tree's automaton is about to be emptied."""
+        record = self._arena.trees[tree_row]
+        self._held_tokens -= int(record[kernels.LIVE] + record[kernels.DEAD])
+        self._held_sequences -= int(record[kernels.SEQUENCES])
+
+    def _append(self, rows_S: np.ndarray, tokens_T: np.ndarray, offsets_S: np.ndarray) -> None:
+        added = int(offsets_S[-1] - offsets_S[0])
+        self._make_room(added, len(rows_S))
+        kernels.append(self._arena, self._depth, rows_S, tokens_T, offsets_S)
+        self._held_tokens += added
+        self._live_tokens += added
+
+    def _make_room(self, tokens: int, sequences: int = 0) -> None:
+        """Room for so many tokens at the end of so many sequences, at worst.
+
+        An automaton of n tokens in q sequences has at most 2n states, and at most n + 2q
+        edges that are not the first of their state: an edge outside the tree of longest
+        paths belongs to a suffix of its own, and at most 2q states have no edge.
+        """
+        pools = self._arena.pools
+        states, _, chunks = (pools[:, kernels.TAKEN] - pools[:, kernels.NUM_FREE]).tolist()
+        need = {
+            "states": states + 2 * tokens,
+            "edges": self._held_tokens + tokens + 2 * self._held_sequences,
+            "chunks": chunks + tokens // kernels.CHUNK_TOKENS + sequences,
+        }
+        if max(need.values()) > _MOST:
+            raise OverflowError(
+                f"a suffix forest numbers at most {_MOST:,} states, edges and chunks, got "
+                f"{self._held_tokens:,} tokens and {tokens:,} more: use several forests, or "
+                "index fewer responses"
+            )
+        for name, rows in need.items():
+            self._grow_rows(name, rows)
+        slots = len(self._arena.edges) * 3 // 2  # the table is never more than two thirds full
+        if len(self._arena.table) < slots:
+            table = np.zeros(1 << (slots - 1).bit_length(), np.int64)
+            kernels.rehash(self._arena.table, table)
+            self._arena = self._arena._replace(table=table)
+
+    def _grow_rows(self, name: str, need: int) -> None:
+        old = getattr(self._arena, name)
+        if need <= len(old):
+            return
+        new = np.empty((max(need, int(len(old) * _GROWTH)), *old.shape[1:]), old.dtype)
+        new[: len(old)] = old
+        if name in ("sequences", "trees"):
+            new[len(old) :] = 0
+        self._arena = self._arena._replace(**{name: new})
+        if name == "states":
+            self._arena = self._arena._replace(weights=new.view(np.float32))
+
+
+def _id(row: int, generation: Any) -> int:
+    return int(generation) << 32 | int(row)
+
+
+def _indices(rows: Any) -> np.ndarray:
+    return np.fromiter(rows, np.int64, len(rows))
+
+
+def _writable(x: np.ndarray) -> np.ndarray:
+    """Contiguous and writable: numba compiles anew for arrays that are not."""
+    x = np.ascontiguousarray(x)
+    return x if x.flags.writeable else x.copy()
+
+
+def _integers(values: Any) -> np.ndarray:
+    return _writable(np.asarray(values, np.int64).reshape(-1))
+
+
+def _tokens(tokens: Any) -> np.ndarray:
+    tokens_T = np.asarray(tokens)
+    if tokens_T.size == 0:
+        return np.empty(0, np.int32)
+    if tokens_T.ndim != 1 or tokens_T.dtype.kind not in "iu":
+        raise ValueError(
+            f"tokens must be a vector of integers, got {tokens_T.dtype} {tokens_T.shape}"
+        )
+    if tokens_T.min() < 0 or tokens_T.max() > 2**31 - 1:
+        raise ValueError(f"tokens must be in 0 … 2³¹−1, got {tokens_T.min()} … {tokens_T.max()}")
+    return _writable(tokens_T.astype(np.int32, copy=False))
+
+
+def _which(followers: Followers, which_F: Any) -> np.ndarray:
+    return np.arange(len(followers.trees_F)) if which_F is None else _integers(which_F)

@@ -1,0 +1,109 @@
+"""The packed verification pass: many cached responses in one forward pass, without padding.
+
+Rows hold several prompts, each computed once, followed by the responses to it
+(`models.attention.Packing`). The pass gives what the policy thinks of every response
+token and what it draws there, and the keys and values of all positions: the prefixes
+that stand go on from them, so that nothing is computed twice. R rows of T positions;
+X = R · T. Source: SPEC-RL, section 3.2.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from models import transformer
+from models.attention import Packing
+from models.config import ModelConfig
+from models.kv_cache import KVCache
+from models.sharding import constrain
+from spec import content_noise, sampling
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PackedResponses:
+    """Token inputs, the tokens that they predict, and whose noise draws there; int32 [R, T].
+
+    `noise_RT` is the position of the predicted token in its response; where noise goes by
+    content it is its context's hash (uint32), and `met_RT` the count (`spec.content_noise`). What
+    prompts and padding predict means nothing.
+    """
+
+    tokens_RT: jax.Array
+    targets_RT: jax.Array
+    packing: Packing
+    request_ids_RT: jax.Array
+    noise_RT: jax.Array
+    met_RT: jax.Array | None = None
+
+
+@partial(jax.jit, static_argnames=("config", "scheme", "chunk_tokens", "dtype", "feature_layers"))
+def verify_packed(
+    params: transformer.Params,
+    batch: PackedResponses,
+    key: jax.Array,
+    temperature: jax.Array,
+    top_k: jax.Array,
+    top_p: jax.Array,
+    *,
+    config: ModelConfig,
+    scheme: sampling.Draw,
+    chunk_tokens: int,
+    dtype: np.dtype,
+    feature_layers: tuple[int, ...] | None = None,
+) -> tuple[KVCache, jax.Array]:
+    """Keys and values of all positions, and int32 [4, R, T] of what is found at each.
+
+    That is: the token drawn, the bits of its log-prob, the bits of the target's, and whether
+    the target is possible. `chunk_tokens` positions have logits at a time. The cache that is
+    returned has one row of X positions. Compiled once for each [R, T].
+    """
+    R, T = batch.tokens_RT.shape
+    C = next(c for c in range(max(1, min(T, chunk_tokens // R)), 0, -1) if T % c == 0)
+    hidden_RTD, cache = transformer.hidden_and_cache(
+        config, params, batch.tokens_RT, batch.packing, dtype, feature_layers
+    )
+
+    def chunk(start: jax.Array) -> jax.Array:
+        def part(x_RT: jax.Array) -> jax.Array:
+            return jax.lax.dynamic_slice_in_dim(x_RT, start, C, axis=1)
+
+        targets_RC = part(batch.targets_RT)
+        logits_RCV = transformer.head(params, part(hidden_RTD))
+        logits_RCV = constrain(logits_RCV, "batch", None, "vocab")
+        requests_RC1 = sampling.request_keys(key, part(batch.request_ids_RT).reshape(-1))
+        noise_RC1 = part(batch.noise_RT).reshape(-1, 1)
+        if batch.met_RT is None:
+            keys_RC1 = sampling.position_keys(requests_RC1, noise_RC1)
+        else:
+            met_RC1 = part(batch.met_RT).reshape(-1, 1)
+            keys_RC1 = content_noise.content_keys(requests_RC1, noise_RC1, met_RC1)
+        keys_RC = keys_RC1.reshape(R, C)
+        warm_RC, k_RC, p_RC = (jnp.broadcast_to(x, (R, C)) for x in (temperature, top_k, top_p))
+        processed_RCV = sampling.processed_logits(logits_RCV, warm_RC, k_RC, p_RC)
+        drawn_RC, drawn_logprob_RC = sampling.draw(processed_RCV, keys_RC, warm_RC, scheme)
+        logprob_RC, possible_RC = sampling.given_log_probs(
+            logits_RCV, processed_RCV, targets_RC, warm_RC
+        )
+        possible_RC &= (warm_RC > 0) | (drawn_RC == targets_RC)
+        found = (drawn_RC, _bits(drawn_logprob_RC), _bits(logprob_RC), possible_RC)
+        return jnp.stack([x.astype(jnp.int32) for x in found])
+
+    found_I4RC = jax.lax.map(chunk, jnp.arange(0, T, C))
+    return cache, found_I4RC.transpose(1, 2, 0, 3).reshape(4, R, T)
+
+
+def _bits(x: jax.Array) -> jax.Array:
+    return jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)
+
+
+def unpack(found_4RT: jax.Array) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """(drawn, its log-probs, the targets' log-probs, possible) on the host, flat [X] each."""
+    found_4X = np.asarray(found_4RT).reshape(4, -1)
+    drawn_X, drawn_bits_X, bits_X, possible_X = found_4X
+    return drawn_X, drawn_bits_X.view(np.float32), bits_X.view(np.float32), possible_X > 0

@@ -1,0 +1,337 @@
+"""The engine's own promises: clear errors, shared prefill, buckets, counts, reuse."""
+
+import dataclasses
+import re
+
+import jax
+import numpy as np
+import pytest
+from tiny_engine import CONFIG, MODEL, make_params
+
+from rl.engine.config import EngineConfig
+from rl.engine.engine import Engine
+from rl.trajectory import FinishReason, Request
+from spec.buckets import bucket
+from spec.drafter import stack
+from spec.sampling import SamplingConfig, step_key
+from spec.tree import NO_DRAFT, Draft, chain
+
+SAMPLING = SamplingConfig(max_new_tokens=8)
+KEY = step_key(0, 0)
+
+
+PARAMS = make_params(0)
+
+
+def group(prompt, first_id, size, **options):
+    return [Request(first_id + i, prompt, sample_index=i, **options) for i in range(size)]
+
+
+def run(engine, requests, params=PARAMS, sampling=SAMPLING, stop=(), **options):
+    return engine.run(params, requests, sampling, KEY, stop_token_ids=stop, **options)
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return Engine(MODEL, CONFIG)
+
+
+# -- bad requests ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("requests", "message"),
+    [
+        ([Request(3, ())], r"request 3 has an empty prompt"),
+        ([Request(3, (1,)), Request(3, (2,))], r"request 3 comes twice"),
+        ([Request(-1, (1,))], r"request -1: ids must be in 0"),
+        ([Request(2**31, (1,))], r"ids must be in 0"),
+        ([Request(3, (1, 20))], r"request 3 has the token 20, outside .* vocabulary of 20"),
+        ([Request(3, (-4, 1))], r"request 3 has the token -4"),
+        ([Request(3, (1,), max_new_tokens=0)], r"request 3 has max_new_tokens=0"),
+        ([Request(3, (1,) * 57)], r"request 3 needs 65 positions \(57 of prompt and 8 new\).*64"),
+        ([Request(3, (1,) * 4, max_new_tokens=61)], r"needs 65 positions"),
+    ],
+)
+def test_bad_requests_name_themselves_before_any_device_work(requests, message):
+    fresh = Engine(MODEL, CONFIG)
+    with pytest.raises(ValueError, match=message):
+        run(fresh, [Request(1, (1,)), *requests])
+    assert not fresh._rows.allocated
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"slots": 0}, "slots must be at least 1, got 0"),
+        ({"rounds_per_fetch": 0}, "rounds_per_fetch"),
+        (
+            {"prefill_chunk_tokens": 4},
+            "prefill_chunk_tokens=4 must be at least min_prompt_tokens=8",
+        ),
+    ],
+)
+def test_bad_settings(change, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        dataclasses.replace(CONFIG, **change)
+
+
+class Scripted:
+    """A drafter that gives what `script(live, most)` says: a draft per live request."""
+
+    def __init__(self, script):
+        self.script, self.ended = script, []
+
+    def propose(self, live, max_nodes_A, max_nodes):
+        return stack(self.script(live, max_nodes_A.tolist()), max_nodes)
+
+    def finished(self, live):
+        left = live.remaining_tokens_A.tolist()
+        for a, request_id in enumerate(live.request_ids_A.tolist()):
+            self.ended.append((request_id, left[a], tuple(live.response(a).tolist())))
+
+
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        (lambda live, n: [NO_DRAFT], r"Scripted.propose gave 1 drafts for 2 requests"),
+        (lambda live, n: [chain([1])] * 3, r"gave 3 drafts for 2 requests"),
+        (lambda live, n: [Draft([1, 1], [-1, -1])] * 2, r"siblings"),
+        (lambda live, n: [Draft([1], [3])] * 2, r"parent 3"),
+    ],
+)
+def test_bad_drafts(engine, script, message):
+    with pytest.raises(ValueError, match=message):
+        run(engine, group((1, 2), 0, 2), drafter=Scripted(script))
+    # and the engine stays usable
+    assert len(run(engine, group((1, 2), 0, 2))) == 2
+
+
+def test_no_requests(engine):
+    assert run(engine, []) == []
+    assert engine.stats.tokens == engine.stats.fetches == 0
+
+
+# -- counts ------------------------------------------------------------------------
+
+
+def test_bucket():
+    assert [bucket(n, 4) for n in (0, 1, 4, 5, 8, 9)] == [4, 4, 4, 8, 8, 16]
+    assert bucket(9, 4, 12) == 12
+    assert bucket(7, 3) == 12
+
+
+def test_a_prompt_is_computed_once_for_its_group(engine):
+    run(engine, group((1, 2, 3, 4, 5), 0, 9) + group((6, 7, 8), 100, 5))
+    assert engine.stats.prefilled_tokens == 4 + 2
+    run(engine, group((9,), 0, 6))
+    assert engine.stats.prefilled_tokens == 0  # a prompt of one token is its own root
+
+
+def test_fetches_rounds_and_tokens_are_counted(engine):
+    got = run(engine, group((1, 2, 3), 0, 4))
+    assert [t.num_tokens for t in got] == [8] * 4
+    assert engine.stats.tokens == 32
+    assert engine.stats.fetches == 2  # 8 rounds, 4 between two fetches
+    assert engine.stats.rounds == {(4, 1, 32): 8}
+    assert engine.stats.drafted_nodes == engine.stats.accepted_tokens == 0
+
+
+def test_a_drafter_that_never_drafts_costs_a_fetch_a_round(engine):
+    drafter = Scripted(lambda live, n: [NO_DRAFT] * len(live))
+    got = run(engine, group((1, 2, 3), 0, 4), drafter=drafter)
+    assert engine.stats.fetches == 8
+    assert engine.stats.rounds == {(4, 1, 32): 8}
+    assert sorted(drafter.ended) == [(t.request_id, 0, tuple(t.response_ids)) for t in got]
+
+
+def test_drafters_see_the_live_requests(engine):
+    seen = []
+
+    def script(live, most):
+        left = live.remaining_tokens_A.tolist()
+        seen.append(list(zip(live.request_ids_A.tolist(), left, most, strict=True)))
+        assert all(len(live.response(a)) + n == 2 + r for a, (r, n, _) in enumerate(seen[-1]))
+        return [NO_DRAFT] * len(live)
+
+    requests = [Request(i, (5, 6), 7, i, max_new_tokens=2 + i) for i in range(2)]
+    run(engine, requests, drafter=Scripted(script))
+    # (request, tokens left, guesses allowed); nobody is asked for a last token
+    assert seen == [[(0, 2, 1), (1, 3, 2)], [(0, 1, 0), (1, 2, 1)]]
+
+
+def test_the_batch_shrinks_as_requests_end_and_slots_are_refilled():
+    engine = Engine(MODEL, dataclasses.replace(CONFIG, min_slots=2))
+    limits = [1, 1, 1, 12, 1, 12]
+    requests = [Request(i, (1, 2), max_new_tokens=n) for i, n in enumerate(limits)]
+    got = run(engine, requests)
+    assert [t.num_tokens for t in got] == limits
+    # four enter, three of them end at once; two more make three, one ends; two go on for 11
+    assert engine.stats.rounds == {(4, 1, 32): 2, (2, 1, 32): 11}
+
+
+def test_rows_that_waiting_siblings_need_survive_the_shrinking():
+    engine = Engine(MODEL, dataclasses.replace(CONFIG, min_slots=2))
+    prompts = [(1, 2, 3), (1, 2, 3), (4, 5), (4, 5), (4, 5)]
+    requests = [
+        Request(i, prompt, max_new_tokens=n)
+        for i, (prompt, n) in enumerate(zip(prompts, (12, 1, 1, 1, 12), strict=True))
+    ]
+    run(engine, requests)  # after a round: one busy, one waiting, and the batch is halved
+    assert engine.stats.rounds == {(4, 1, 32): 1, (2, 1, 32): 12}
+    assert engine.stats.prefilled_tokens == 2 + 1
+
+
+def test_the_cache_grows_with_the_longest_request():
+    engine = Engine(MODEL, dataclasses.replace(CONFIG, min_positions=16))
+    run(engine, group((1, 2), 0, 4, max_new_tokens=20))
+    assert {positions for _, _, positions in engine.stats.rounds} == {16, 32}
+
+
+@pytest.mark.parametrize(
+    ("longest", "sizes"),
+    [
+        (20, [64]),
+        (64, [64]),
+        (65, [64, 128]),
+        (129, [64, 128, 192]),
+        (180, [64, 128, 256]),  # a tree of 32 at the end goes beyond 192
+        (18_432, [64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384, 18_496]),
+    ],
+)
+def test_the_last_bucket_of_positions_is_what_the_longest_request_can_need(longest, sizes):
+    assert EngineConfig().position_sizes(longest) == sizes
+
+
+def test_the_last_bucket_is_that_of_the_longest_request_an_engine_was_told_of():
+    """A phase of shorter ones, after the warm-up or a longer phase, finds what is compiled."""
+    model = dataclasses.replace(MODEL, max_positions=256)
+    engine = Engine(model, dataclasses.replace(CONFIG, min_positions=16))
+    seen = []
+    for new_tokens in (60, 38):
+        run(engine, group((1, 2), 0, 4, max_new_tokens=new_tokens))
+        seen.append({positions for _, _, positions in engine.stats.rounds})
+    assert seen == [{16, 32, 64}, {16, 32, 64}]  # 62 positions, and 40: 48 would do alone
+    alone = Engine(model, dataclasses.replace(CONFIG, min_positions=16))
+    run(alone, group((1, 2), 0, 4, max_new_tokens=38))
+    assert {positions for _, _, positions in alone.stats.rounds} == {16, 32, 48}
+
+
+def test_a_request_that_ends_at_the_edge_of_the_cache_does_not_double_it():
+    """Its neighbour goes on for longer than it; only the warmed-up buckets are used."""
+    engine = Engine(MODEL, dataclasses.replace(CONFIG, max_nodes=1))
+    long, short = Request(0, (1,) * 31, max_new_tokens=2), Request(1, (1, 2), max_new_tokens=8)
+    got = run(engine, [long, short])
+    assert [t.num_tokens for t in got] == [2, 8]
+    assert {positions for _, _, positions in engine.stats.rounds} == {32}
+
+
+def test_prompts_in_chunks_that_do_not_divide_by_two():
+    """A bucket of prompt tokens cut short by a cache of odd size."""
+    odd = dataclasses.replace(
+        CONFIG, min_positions=21, max_nodes=1, min_prompt_tokens=12, prefill_chunk_tokens=12
+    )
+    prompt = tuple(np.random.default_rng(0).integers(0, 20, 20).tolist())
+    requests = group(prompt, 0, 2)
+    want = run(Engine(MODEL, CONFIG), requests)
+    got = run(Engine(MODEL, odd), requests)
+    assert [t.response_ids.tolist() for t in got] == [t.response_ids.tolist() for t in want]
+
+
+def test_no_tree_is_larger_than_max_nodes(engine):
+    odd = Engine(MODEL, dataclasses.replace(CONFIG, max_nodes=3))
+    run(odd, group((1, 2), 0, 4), drafter=Scripted(lambda live, n: [chain([1] * 9)] * len(live)))
+    assert {nodes for _, nodes, _ in odd.stats.rounds} == {3, 1}  # a last token has no guesses
+
+
+# -- phases ------------------------------------------------------------------------
+
+
+def test_on_finish_is_told_once_each_as_they_end(engine):
+    told, rounds = [], []
+    limits = [8, 1, 5, 3, 2]
+    requests = [Request(i, (1, 2), max_new_tokens=n) for i, n in enumerate(limits)]
+    got = run(
+        engine,
+        requests,
+        on_finish=told.append,
+        on_round=lambda done, tokens: rounds.append((done, tokens, len(told))),
+    )
+    assert sorted(t.request_id for t in told) == list(range(5))
+    assert {id(t) for t in told} == {id(t) for t in got}
+    assert told[0].request_id == 1 and told[-1].request_id == 0
+    assert all(done == so_far for done, _, so_far in rounds)
+    assert rounds[-1][:2] == (5, sum(limits))
+    assert len({done for done, _, _ in rounds}) > 2  # not all at the end
+
+
+def test_finish_reasons_versions_and_identity(engine):
+    requests = [Request(i, (i + 1, 2), group_id=i // 2, sample_index=i % 2) for i in range(8)]
+    got = run(engine, requests, stop=(4, 5, 6), policy_version=17)
+    for request, t in zip(requests, got, strict=True):
+        assert (t.request_id, t.group_id, t.sample_index) == (
+            request.request_id,
+            request.group_id,
+            request.sample_index,
+        )
+        assert t.prompt_ids.tolist() == list(request.prompt_ids)
+        assert t.policy_versions.tolist() == [17] * t.num_tokens
+        stops = [token in (4, 5, 6) for token in t.response_ids.tolist()]
+        assert not any(stops[:-1])
+        assert stops[-1] == (t.finish_reason is FinishReason.STOP)
+        assert stops[-1] or t.num_tokens == 8
+        assert t.logprobs.dtype == np.float32 and (t.logprobs <= 0).all()
+    assert {t.finish_reason for t in got} == set(FinishReason)
+
+
+def responses(trajectories):
+    return [(t.response_ids.tolist(), t.logprobs.tolist()) for t in trajectories]
+
+
+def test_a_used_engine_with_new_weights_equals_a_fresh_one(engine):
+    """Nothing of the old policy's cache is left, though the prompts are the same."""
+    requests = group((1, 2, 3, 4, 5), 0, 6)
+    old = run(engine, requests)
+    new = run(engine, requests, make_params(1))
+    fresh = run(Engine(MODEL, CONFIG), requests, make_params(1))
+    assert responses(new) == responses(fresh)
+    assert responses(new) != responses(old)
+    assert engine.stats.prefilled_tokens == 4
+
+
+def test_what_on_round_raises_ends_the_phase_and_the_engine_stays_usable(engine):
+    class Enough(Exception):
+        pass
+
+    def stop(done, tokens):
+        raise Enough
+
+    want = responses(run(engine, group((1, 2, 3), 0, 6)))
+    with pytest.raises(Enough):
+        run(engine, group((1, 2, 3), 0, 6), on_round=stop)
+    assert responses(run(engine, group((1, 2, 3), 0, 6))) == want
+
+
+def test_a_second_phase_compiles_nothing(engine):
+    requests = group((1, 2, 3), 0, 6) + group((7, 7), 50, 3)
+    run(engine, requests)
+    compiled = []
+
+    def listen(name, seconds, **_):
+        if name == "/jax/core/compile/backend_compile_duration":
+            compiled.append(name)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        cooler = SamplingConfig(temperature=0.5, top_k=3, top_p=0.8, max_new_tokens=6)
+        run(engine, requests, make_params(2), cooler)
+        assert not compiled
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def test_another_key_gives_other_tokens(engine):
+    requests = group((1, 2, 3), 0, 4)
+    other = engine.run(PARAMS, requests, SAMPLING, step_key(0, 1), stop_token_ids=())
+    assert responses(other) != responses(run(engine, requests))
+    assert len({tuple(t.response_ids.tolist()) for t in other}) == 4  # siblings differ

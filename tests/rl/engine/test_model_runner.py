@@ -1,0 +1,119 @@
+"""What a replica puts on the devices of a mesh: nothing whole on one of them, nothing twice."""
+
+import jax
+import numpy as np
+import pytest
+from tiny_engine import CONFIG
+
+from models import kv_cache, transformer
+from models.config import ModelConfig
+from models.sharding import MeshConfig, fitting_sharding, make_mesh
+from rl.engine import admission, cache_ops
+from rl.engine.engine import Engine
+from rl.speculation.learned_drafter import LearnedDrafter
+from rl.warm_up import compile_buckets
+from spec.draft_model import drafter as small_model
+from spec.eagle import model as eagle
+from spec.eagle.drafter import TreeConfig
+from spec.eagle.model import Drafter
+from spec.sampling import SamplingConfig, step_key
+
+MODEL = ModelConfig("qwen3", 32, 16, 2, 8, 8, 4, 16, qk_norm=True, max_positions=64)
+MESHES = {
+    "tensor=8": MeshConfig(tensor=8),
+    "fsdp=8": MeshConfig(fsdp=8, data=1),
+    "fsdp=2, tensor=4": MeshConfig(fsdp=2, tensor=4, data=1),
+}
+
+
+@pytest.fixture(params=MESHES, scope="module")
+def engine(request):
+    config = eagle.config_for(MODEL, "eagle")
+    mesh = make_mesh(MESHES[request.param], jax.devices()[:8])
+    options = {"mesh": mesh, "feature_layers": config.feature_layers}
+    return Engine(MODEL, CONFIG, **options)
+
+
+@pytest.fixture(scope="module")
+def params(engine):
+    return engine.place(transformer.init(MODEL, jax.random.key(0)))
+
+
+def misplaced(engine, tree):
+    """Shapes of rows that do not lie as the table says, each shard on its device alone."""
+
+    def as_said(x):
+        wanted = fitting_sharding(engine.mesh, x.shape, kv_cache.AXES)
+        shard = wanted.shard_shape(x.shape)
+        return x.sharding.is_equivalent_to(wanted, x.ndim) and all(
+            s.data.shape == shard for s in x.addressable_shards
+        )
+
+    return [x.shape for x in jax.tree.leaves(tree) if not as_said(x)]
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """All caches as they are made, before anybody moves them."""
+    caches, init = [], kv_cache.init
+
+    def spy(*args, **options):
+        caches.append(init(*args, **options))
+        return caches[-1]
+
+    monkeypatch.setattr(kv_cache, "init", spy)
+    return caches
+
+
+def test_caches_are_made_in_shards(engine, made):
+    with engine.mesh_context():
+        cache = engine.empty_cache(8, 32)
+        sizes = {x.sharding.shard_shape(x.shape) != x.shape for x in cache.keys + cache.values}
+    assert sizes == {True}  # the table splits them on all of these meshes
+    assert made and not misplaced(engine, (cache, made))
+
+
+def test_a_learned_drafters_cache_is_made_in_shards(engine, params, made):
+    config = eagle.config_for(MODEL, "eagle")
+    maker = LearnedDrafter(
+        Drafter(config, eagle.init(config, jax.random.key(0)), None), TreeConfig()
+    )
+    drafter = maker.drafter_at(engine.site(params, SamplingConfig(), step_key(0, 0)))
+    with engine.mesh_context():
+        drafter._empty(8, 32)
+    assert made and not misplaced(engine, made)
+
+
+def test_a_small_models_cache_is_made_in_shards(engine):
+    zero = engine.put(np.zeros((), np.float32))
+    with engine.mesh_context():
+        cache = small_model.empty_cache(zero, config=MODEL, num_rows=8, num_positions=32)
+        assert not misplaced(engine, cache)
+
+
+def test_rows_stay_in_shards_however_they_are_filled(engine, params):
+    prompts = ((1, 2, 3), (4, 5))
+    plan = admission.Plan((0, 1), prompts, ((0, 0), (1, 1)), ())
+    with engine.mesh_context():
+        tokens_PT = engine.put(np.zeros((CONFIG.prefill_rows, 8), np.int32))
+        assert not misplaced(
+            engine, cache_ops.prefill(params, tokens_PT, **engine.prefill_options())
+        )
+        cache, _ = engine.fill_rows(params, engine.empty_cache(8, 32), plan)
+        assert not misplaced(engine, cache)
+        cache, _ = engine.fill_rows(params, cache, admission.Plan((2,), (), (), ((0, 2),)))
+        assert not misplaced(engine, cache)
+        [kv] = engine.read_kv(cache, [0], [2])
+        assert not misplaced(engine, engine.insert_kv(cache, [(kv, 3)]))
+
+
+def test_steps_are_lowered_without_a_cache(engine, params):
+    """As many as a phase can need would not fit beside one another, nor the largest twice."""
+    with engine.mesh_context(), engine.shapes_only():
+        for B, S in ((8, 32), (64, 2**20)):
+            assert {type(x) for x in jax.tree.leaves(engine.empty_cache(B, S))} == {
+                jax.ShapeDtypeStruct
+            }
+        args, options = compile_buckets._decode(engine, params, SamplingConfig(), 8, 32)
+        cache_steps_lowered = compile_buckets.decode_rounds.lower(*args, **options)
+    assert cache_steps_lowered.compile()

@@ -1,0 +1,113 @@
+"""Who enters, and who is given up, by hand."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from tiny_engine import CONFIG, MODEL, make_params
+
+from rl.engine import preemption
+from rl.engine.engine import Engine
+from rl.engine.slot_table import SlotTable
+from rl.trajectory import Begun, Chunk, Prefix, Request
+from spec.budget.budget import Decision, TakeAll
+from spec.drafter import no_drafts
+from spec.sampling import SamplingConfig, step_key
+
+LIMIT = 10
+
+
+def table(*lengths, order=None):
+    """Rows with prompts of two tokens and responses of these lengths, of at most LIMIT."""
+    rows = SlotTable(len(lengths), 12)
+    for row in order or range(len(lengths)):
+        if lengths[row] is not None:
+            rows.enter(row, Request(row, (1, 2)), LIMIT)
+            rows.total_tokens_B[row] += lengths[row]
+    return rows
+
+
+def chunk(num_tokens=0, max_tokens=None):
+    prefix = None
+    if num_tokens:
+        zeros = np.zeros(num_tokens, np.int32)
+        prefix = Prefix(zeros, zeros, zeros, zeros, zeros, 0, None)
+    return Chunk(Begun(Request(9, (1, 2, 3)), prefix), max_tokens)
+
+
+def test_a_row_needs_what_a_fetch_adds_up_to_its_limit():
+    assert preemption.needed_B(table(0, 7, None, 10), 4).tolist() == [6, 12, 0, 12]
+
+
+@pytest.mark.parametrize(
+    ("budget", "count"), [(6, 0), (13, 0), (14, 1), (20, 1), (21, 2), (26, 3), (99, 3)]
+)
+def test_chunks_enter_while_they_fit_beside_what_runs(budget, count):
+    """The row needs 2 + 1 + 4; the chunks 3 + 4, 3 + 4, and 3 + 1 + 1 of the last one's limit."""
+    waiting = [chunk(), chunk(), chunk(1, max_tokens=1)]
+    assert preemption.num_fitting(waiting, table(1), 4, budget, LIMIT) == count
+
+
+def test_one_enters_where_nothing_runs():
+    assert preemption.num_fitting([chunk(), chunk()], table(None), 4, 3, LIMIT) == 1
+
+
+@pytest.mark.parametrize(
+    ("budget", "rows"), [(30, []), (21, []), (20, [1]), (14, [1]), (13, [1, 2]), (1, [1, 2])]
+)
+def test_the_newest_are_given_up_until_the_others_fit(budget, rows):
+    """Three rows of 2 + 1 + 4 each; row 0 came first, then row 2, then row 1."""
+    full = table(1, 1, 1, order=(0, 2, 1))
+    assert preemption.rows_to_give_up(full, 4, budget) == rows
+
+
+class Undecided:
+    """A drafter whose guesses are never tried."""
+
+    def propose(self, live, max_nodes_A, max_nodes):
+        return no_drafts(len(live), max_nodes)
+
+    def finished(self, live):
+        pass
+
+
+class Plain(TakeAll):
+    """A budget that decides for as many plain rounds as there may be."""
+
+    def choose(self, live, drafts, sizes, num_slots, num_positions):
+        return Decision(1, 99)
+
+
+@pytest.mark.parametrize("drafter", [None, Undecided()])
+def test_what_rows_hold_after_a_fetch_is_within_the_budget(drafter):
+    """Also where a fetch of plain rounds brings more than a tree's."""
+    config = dataclasses.replace(CONFIG, rounds_per_fetch=6, max_nodes=2)
+    held = []
+
+    class Watched(Engine):
+        def _retire_ended(self, feed):
+            held.append(int(self._table.total_tokens_B[self._table.busy_B].sum()))
+            return super()._retire_ended(feed)
+
+    class OneByOne:
+        most_requests, longest_tokens, kv_tokens = 4, 32, 30
+
+        def __init__(self):
+            self.waiting = [Chunk(Begun(Request(i, (1, 2, 3)))) for i in range(4)]
+
+        def take(self, *, wait):
+            return [self.waiting.pop()] if self.waiting else None
+
+    engine = Watched(MODEL, config)
+    engine.run(
+        make_params(),
+        [],
+        SamplingConfig(max_new_tokens=20),
+        step_key(0, 0),
+        stop_token_ids=(),
+        drafter=drafter,
+        budget=Plain(),
+        feed=OneByOne(),
+    )
+    assert engine.stats.preemptions > 0
+    assert 20 < max(held) <= OneByOne.kv_tokens

@@ -1,0 +1,143 @@
+"""Counts of a phase and its written timeline, by hand."""
+
+import json
+
+import numpy as np
+import pytest
+
+from rl.engine.stats import (
+    TIMELINE_FILE,
+    EngineStats,
+    RoundRecord,
+    host_share,
+    joined,
+    load_timeline,
+    save_timeline,
+    speculation_metrics,
+)
+from rl.reports import timeline_plot
+from spec.drafter import Source
+from spec.retrieval.device_lookup import LookupOutcome
+
+
+def record(began_s, nodes, ids, emitted):
+    """A round of 10 s: 1 of prompts, 2 of drafting, 1 of the call, 5 of the device, 1 of commit."""
+    marks = np.cumsum([began_s, 1, 2, 1, 5, 1]).astype(float).tolist()
+    n, emitted_A = len(ids), np.array(emitted)
+    rounds_A = np.ones(n, int) if nodes > 1 else emitted_A
+    return RoundRecord(*marks, 4, nodes, 64, np.array(ids), np.full(n, 7), rounds_A, emitted_A)
+
+
+def example():
+    stats = EngineStats(tokens=20)
+    stats.drafted_by_source[Source.GROUP], stats.accepted_by_source[Source.GROUP] = 8, 4
+    stats.drafted_by_source[Source.OWN], stats.accepted_by_source[Source.OWN] = 2, 1
+    stats.timeline += [
+        record(0, 1, [5, 6, 9], [4, 4, 4]),
+        record(10, 4, [5, 6, 9], [3, 1, 2]),
+        record(20, 4, [6], [2]),
+    ]
+    return stats
+
+
+def test_metrics_are_those_of_rounds_with_guesses():
+    metrics = speculation_metrics(example())
+    assert metrics == pytest.approx(
+        {
+            "spec/accept_rate": 5 / 10,
+            "spec/tokens_per_round": 8 / 4,
+            "spec/drafted_per_round": 10 / 4,
+            "spec/speculated_fraction": 5 / 20,
+            "spec/wasted_nodes": 5,
+            "spec/draft_seconds": 4,
+            "spec/verify_seconds": 10,
+            "spec/host_share": 8 / 18,
+            "spec/group/accept_rate": 4 / 8,
+            "spec/group/speculated_fraction": 4 / 20,
+            "spec/own/accept_rate": 1 / 2,
+            "spec/own/speculated_fraction": 1 / 20,
+        }
+    )
+
+
+def test_rounds_that_looked_their_guesses_up_count_one_by_one():
+    stats = EngineStats()
+    stats.looked_up(LookupOutcome(15, np.array([[7, 5, 4]]), np.array([[5, 4, 0]])))
+    assert (stats.tokens, stats.fetches) == (16, 1)
+    marks = [0.0, 1.0, 1.0, 2.0, 9.0, 10.0]
+    who = np.array([5, 6]), np.array([7, 7])
+    stats.timeline.append(RoundRecord(*marks, 4, 4, 64, *who, np.array([4, 3]), np.array([9, 7])))
+    metrics = speculation_metrics(stats)
+    assert metrics["spec/tokens_per_round"] == 16 / 7
+    assert metrics["spec/drafted_per_round"] == 15 / 7
+    assert metrics["spec/accept_rate"] == 9 / 15
+    assert metrics["spec/host_share"] == 2 / 9
+
+
+def test_a_phase_without_guesses_has_no_such_metrics():
+    stats = EngineStats(tokens=12)
+    stats.timeline.append(record(0, 1, [1], [4]))
+    assert speculation_metrics(stats) == {}
+    assert host_share([]) == 0.0
+
+
+def test_a_written_timeline_comes_back_and_the_newest_stays(tmp_path):
+    assert load_timeline(tmp_path) == (0, [])
+    save_timeline(tmp_path, 1, example().timeline[:1])
+    save_timeline(tmp_path, 2, example().timeline)
+    step, rounds = load_timeline(tmp_path)
+    assert step == 2 and [path.name for path in tmp_path.iterdir()] == [TIMELINE_FILE]
+    for a, b in zip(rounds, example().timeline, strict=True):
+        assert {k: np.asarray(v).tolist() for k, v in vars(a).items()} == {
+            k: np.asarray(v).tolist() for k, v in vars(b).items()
+        }
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"step": 1, "rounds": [{"began_s": 0}]}', "{}"])
+def test_a_foreign_timeline_is_named(tmp_path, text):
+    (tmp_path / TIMELINE_FILE).write_text(text)
+    with pytest.raises(ValueError, match=r"timeline\.json is not a timeline that a run wrote"):
+        load_timeline(tmp_path)
+
+
+def test_places_and_colours_of_the_picture():
+    assert timeline_plot.request_places(example().timeline) == {5: 0, 9: 1, 6: 2}
+    colors = [timeline_plot.bar_color(n) for n in (0, 1, 2, 3, 4, 5, 8, 9, 40)]
+    plain, bars = timeline_plot.PLAIN_COLOR, timeline_plot.BAR_COLORS
+    assert colors == [plain, plain, bars[0], *[bars[1]] * 2, *[bars[2]] * 2, *[bars[3]] * 2]
+
+
+def test_the_file_is_strict_json(tmp_path):
+    save_timeline(tmp_path, 3, example().timeline)
+    rows = json.loads((tmp_path / TIMELINE_FILE).read_text())
+    assert rows["rounds"][1]["emitted_A"] == [3, 1, 2]
+
+
+def test_the_counts_of_phases_join():
+    one, other = example(), EngineStats(fetches=3, tokens=5, prefilled_tokens=7)
+    other.rounds[(4, 1, 64)] = 2
+    other.verified.add(6, 4, 1)
+    assert joined([one]) is one
+    total = joined([one, other])
+    assert (total.fetches, total.tokens, total.prefilled_tokens) == (one.fetches + 3, 25, 7)
+    assert total.rounds == one.rounds + other.rounds and len(total.timeline) == 3
+    assert (total.drafted_nodes, total.accepted_tokens) == (10, 5)
+    assert (total.verified.responses, total.verified.tokens, total.verified.kept_tokens) == (
+        1,
+        6,
+        4,
+    )
+    assert one.tokens == 20 and other.tokens == 5 and len(one.timeline) == 3
+
+
+def test_workers_rounds_overlap_and_are_told_by_when_they_began():
+    one, other = EngineStats(tokens=1), EngineStats(tokens=2)
+    one.timeline += [record(0, 1, [1, 2], [1, 1]), record(20, 1, [1], [1])]
+    other.timeline += [record(5, 1, [3], [1]), record(25, 1, [2], [1])]
+    stats = joined([one, other])
+    assert [r.began_s for r in stats.timeline] == [0, 5, 20, 25]
+    assert stats.tokens == 3
+    # request 2 goes on at the other worker: it is alive in between
+    times_s, alive = timeline_plot.requests_alive(stats.timeline)
+    assert times_s == [0, 5, 15, 30, 35]
+    assert alive == [2, 3, 2, 1, 0]

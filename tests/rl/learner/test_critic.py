@@ -1,0 +1,284 @@
+"""PPO's critic: whose values where, what it learns, refusals, devices and compilations."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+from loop_runs import counted_compilations
+
+from models import transformer
+from models.config import ModelConfig
+from models.sharding import MeshConfig, make_mesh, param_shardings
+from rl.learner import critic, micro_batches, trainer
+from rl.learner import logprobs as scoring
+from rl.learner.algorithms import AlgorithmConfig, CriticConfig
+from rl.learner.critic import Critic, value_loss
+from rl.learner.losses import CriticInputs, LossInputs
+from rl.learner.micro_batches import Judgement
+from rl.learner.optimizer import OptimizerConfig, init_state, make_optimizer
+from rl.learner.train_spec import Recipe, TrainerConfig
+from rl.packing import Shape
+from rl.trajectory import FinishReason, Trajectory
+from spec.sampling import SamplingConfig
+
+MODEL = ModelConfig("qwen3", 16, 16, 1, 2, 2, 8, 32, qk_norm=True, eos_token_ids=(15,))
+RECIPE = Recipe(
+    MODEL,
+    algorithm=AlgorithmConfig(name="ppo"),
+    trainer=TrainerConfig(micro_batch_tokens=128, logprob_chunk_tokens=64, minibatches=2),
+    optimizer=OptimizerConfig(learning_rate=0.02),
+    total_steps=100,
+    critic=CriticConfig(learning_rate=0.05, gamma=1.0, gae_lambda=1.0, value_clip=10.0),
+)
+SAMPLING = SamplingConfig()
+SHAPE = Shape(8, 16, 32)
+
+
+def policy():
+    return transformer.init(MODEL, jax.random.key(0))
+
+
+def fresh_state(recipe=RECIPE, params=None):
+    params = policy() if params is None else params
+    judge = critic.init(params, recipe)
+    state = init_state(params, make_optimizer(recipe.optimizer, recipe.total_steps))
+    return dataclasses.replace(state, critic=judge)
+
+
+def some_trajectories(count=8, seed=0, max_response=12):
+    """Two groups or more, each of one prompt; 1 is earned by an even first token."""
+    rng = np.random.default_rng(seed)
+    prompts = [rng.integers(0, 15, n).astype(np.int32) for n in rng.integers(1, 5, -(-count // 4))]
+
+    def one(i, n):
+        response = rng.integers(0, 16, n).astype(np.int32)
+        logprobs, zeros = np.full(n, -2.7, np.float32), np.zeros(n, np.int32)
+        rest = prompts[i // 4], response, logprobs, zeros, zeros, FinishReason.STOP
+        reward = float(response[0] % 2 == 0)
+        return Trajectory(i, i // 4, i % 4, *rest, reward, emission_logprobs=logprobs)
+
+    return [one(i, n) for i, n in enumerate(rng.integers(2, max_response, count))]
+
+
+def run(state, trajectories, *, step=0, recipe=RECIPE, shape=SHAPE):
+    zeros = np.zeros(len(trajectories), np.float32)
+    rest = {"recipe": recipe, "shape": shape, "sampling": SAMPLING, "step": step}
+    return trainer.update(state, trajectories, zeros, **rest)
+
+
+def leaves(tree):
+    return [np.array(x) for x in jax.tree.leaves(tree)]
+
+
+def random_critic():
+    head_D = jax.random.normal(jax.random.key(1), (MODEL.d_model,))
+    return Critic(dataclasses.replace(policy(), head_DV=None), head_D)
+
+
+def select(trajectories):
+    return micro_batches.select(trajectories, np.zeros(len(trajectories), np.float32))
+
+
+def test_a_new_critic_says_zero_and_shares_no_buffer_with_the_policy():
+    params = policy()
+    state = critic.init(params, RECIPE)
+    samples = select(some_trajectories())
+    for values in critic.score_samples(state.params, samples, SHAPE, RECIPE):
+        assert not values.any()
+    jax.tree.map(lambda x: x.delete(), params)  # as a donation would
+    assert np.isfinite(leaves(state.params.trunk)[0]).all()
+
+
+def test_an_untied_policy_lends_its_trunk_without_its_head():
+    model = dataclasses.replace(MODEL, tied_embeddings=False)
+    state = critic.init(
+        transformer.init(model, jax.random.key(0)), dataclasses.replace(RECIPE, model=model)
+    )
+    assert state.params.trunk.head_DV is None
+    specs = jax.tree.leaves(critic.critic_specs(model))
+    assert [s.shape for s in specs] == [x.shape for x in jax.tree.leaves(state.params)]
+
+
+def test_values_are_taken_where_each_token_is_predicted():
+    judge, samples = random_critic(), select(some_trajectories())
+    packed = critic.score_samples(judge, samples, Shape(2, 64, 32), RECIPE)
+    for sample, values in zip(samples, packed, strict=True):
+        t = sample.trajectory
+        tokens_BT = np.concatenate([t.prompt_ids, t.response_ids])[None]
+        hidden_BTD = transformer.hidden(MODEL, judge.trunk, tokens_BT)
+        start = len(t.prompt_ids) - 1  # the last prompt token predicts the first of the response
+        wanted = (hidden_BTD[0] @ judge.head_D)[start : start + t.num_tokens]
+        np.testing.assert_allclose(values, wanted, atol=2e-5)
+        assert np.std(values) > 1e-3
+
+
+def test_judgements_by_hand():
+    """With gamma = lambda = 1 every return is the reward; advantages are whitened over all."""
+    judge, samples = random_critic(), select(some_trajectories())
+    values = critic.score_samples(judge, samples, SHAPE, RECIPE)
+    judged, metrics = critic.judge(judge, samples, SHAPE, RECIPE)
+    rewards = [s.trajectory.reward for s in samples]
+    assert {0.0, 1.0} == set(rewards)
+    raw = np.concatenate([r - v for r, v in zip(rewards, values, strict=True)])
+    got = np.concatenate([s.judgement.advantages for s in judged])
+    np.testing.assert_allclose(got, (raw - raw.mean()) / raw.std(ddof=1), atol=1e-4)
+    for sample, reward, v in zip(judged, rewards, values, strict=True):
+        np.testing.assert_allclose(sample.judgement.returns, reward, atol=1e-5)
+        np.testing.assert_array_equal(sample.judgement.values, v)
+    returns = np.concatenate([np.full(len(v), r) for r, v in zip(rewards, values, strict=True)])
+    wanted = 1 - raw.var() / returns.var()
+    assert metrics["critic/explained_variance"] == pytest.approx(wanted, rel=1e-4)
+
+
+def test_without_samples_or_differences_no_variance_is_claimed():
+    assert critic.judge(random_critic(), [], SHAPE, RECIPE) == ([], {})
+    same = [dataclasses.replace(t, reward=1.0) for t in some_trajectories()]
+    _, metrics = critic.judge(random_critic(), select(same), SHAPE, RECIPE)
+    assert metrics.keys() == {"critic/return_mean"}
+
+
+def test_value_loss_and_statistics_by_hand():
+    mask = jnp.array([[1, 1], [1, 0]], bool)
+    told = CriticInputs(
+        jnp.zeros((2, 2)), jnp.array([[2.0, 2.0], [0.0, 9.0]]), jnp.array([[1.0, 1.0], [0.0, 9.0]])
+    )
+    inputs = LossInputs(mask, jnp.zeros(2), *(jnp.zeros((2, 2)),) * 5, told)
+    values = jnp.array([[1.2, 1.8], [1.0, jnp.nan]])  # clip 0.5: kept, cut, and moved away
+    total, (statistics, finite_B) = value_loss(values, inputs, jnp.float32(3), 0.5)
+    assert float(total) == pytest.approx((0.32 + 0.125 + 0.5) / 3, rel=1e-5)
+    assert finite_B.tolist() == [True, True]
+    sums = {name: float(x) for name, x in statistics.sums.items()}
+    assert sums["critic/clip_fraction"] == 1 and sums["tokens"] == 3
+    assert sums["critic/value_mean"] == pytest.approx(4.0, rel=1e-6)
+
+
+def gradient_of(samples, shape):
+    judge = random_critic()
+    packed = micro_batches.micro_batches(samples, shape)
+    num_tokens = np.float32(sum(s.trajectory.num_tokens for s in samples))
+    total = critic.start(recipe=RECIPE)
+    for p in packed:
+        batch = scoring.place(p.batch)
+        total, _ = critic.accumulate(judge, total, batch, num_tokens, recipe=RECIPE)
+    return np.concatenate([x.ravel() for x in leaves(total.gradients)]), len(packed)
+
+
+def judged_samples():
+    def judgement(n):
+        zeros = np.zeros(n, np.float32)
+        return Judgement(zeros, np.linspace(-1, 1, n, dtype=np.float32), zeros)
+
+    samples = select(some_trajectories())
+    return [dataclasses.replace(s, judgement=judgement(s.trajectory.num_tokens)) for s in samples]
+
+
+def test_any_split_into_micro_batches_gives_the_same_gradient():
+    whole, one = gradient_of(judged_samples(), Shape(2, 64, 32))
+    split, some = gradient_of(judged_samples()[::-1], Shape(2, 16, 3))
+    assert one == 1 < some
+    assert np.linalg.norm(whole) > 0.01
+    assert np.linalg.norm(split - whole) <= 1e-6 * np.linalg.norm(whole)
+
+
+def test_the_critic_comes_to_foresee_what_a_response_earns():
+    recipe = dataclasses.replace(  # the policy stands still, so that its responses stay likely
+        RECIPE, optimizer=OptimizerConfig(learning_rate=0.0), critic=RECIPE.critic
+    )
+    state, explained = fresh_state(recipe), []
+    for step in range(12):
+        state, metrics = run(state, some_trajectories(32, seed=step % 2), step=step, recipe=recipe)
+        explained.append(metrics["critic/explained_variance"])
+        assert metrics["critic/lr"] == pytest.approx(0.05) and metrics["lr"] == 0
+    assert explained[0] == 0  # zeros explain nothing
+    assert np.mean(explained[-2:]) > 0.3
+    for old, new in zip(leaves(policy()), leaves(state.params), strict=True):
+        np.testing.assert_array_equal(old, new)
+
+
+def test_the_two_networks_learn_apart():
+    """Neither's gradient reaches the other, and each steps at its own rate."""
+    state = fresh_state()
+    before = leaves(state.critic.params), leaves(state.params)
+    quiet = dataclasses.replace(
+        RECIPE, critic=dataclasses.replace(RECIPE.critic, learning_rate=0.0)
+    )
+    state, metrics = run(state, some_trajectories(), recipe=quiet)
+    for old, new in zip(before[0], leaves(state.critic.params), strict=True):
+        np.testing.assert_array_equal(old, new)
+    assert any((a != b).any() for a, b in zip(before[1], leaves(state.params), strict=True))
+    assert int(state.step) == 2 == metrics["batch/optimizer_steps"]
+
+
+def test_values_that_are_not_finite_stop_both_networks():
+    state = fresh_state()
+    bad = dataclasses.replace(state.critic.params, head_D=state.critic.params.head_D + jnp.inf)
+    state = dataclasses.replace(state, critic=dataclasses.replace(state.critic, params=bad))
+    before = leaves(state)
+    with pytest.raises(trainer.NonFiniteUpdate, match="step 3.*not finite") as caught:
+        run(state, some_trajectories(), step=3)
+    assert caught.value.state is state
+    for old, new in zip(before, leaves(state), strict=True):
+        np.testing.assert_array_equal(new, old)
+
+
+def test_a_critic_gradient_that_overflows_is_named_as_the_critics():
+    trajectories = some_trajectories()
+    trajectories[2] = dataclasses.replace(trajectories[2], reward=1e30)
+    state = fresh_state()
+    before = leaves(state)
+    with pytest.raises(trainer.NonFiniteUpdate, match="the critic's .*Critic.learning_rate"):
+        run(state, trajectories)
+    for old, new in zip(before, leaves(state), strict=True):
+        np.testing.assert_array_equal(new, old)
+
+
+def test_a_state_without_a_critic_is_an_error():
+    state = dataclasses.replace(fresh_state(), critic=None)
+    with pytest.raises(ValueError, match="ppo needs a critic"):
+        run(state, some_trajectories())
+
+
+def test_nothing_compiles_after_warm_up():
+    shape = trainer.batch_shape(RECIPE, 48)
+    state = fresh_state()
+    before = leaves(state)
+    jax.clear_caches()  # or earlier tests would have warmed up for us
+    with counted_compilations() as found:
+        state = trainer.warm_up(state, shape, recipe=RECIPE)
+        compiled = len(found)
+        for old, new in zip(before, leaves(state), strict=True):
+            np.testing.assert_array_equal(new, old)
+        batches = set()
+        for step in range(4):
+            batch = some_trajectories(16, seed=step, max_response=4 + 12 * step)
+            state, metrics = run(state, batch, step=step, shape=shape)
+            batches.add(metrics["batch/micro_batches"])
+        assert found[compiled:] == []
+    # start, inspect, apply, accumulate of both, and the critic's score
+    assert compiled >= 9 and len(batches) > 1
+
+
+def test_eight_devices_give_what_one_gives():
+    if jax.device_count() < 8:
+        pytest.skip("needs 8 devices")
+    batch = some_trajectories()
+    one, wanted = run(fresh_state(), batch)
+    one, wanted = run(one, batch, step=1)
+    mesh = make_mesh(MeshConfig(data=1, fsdp=4, tensor=2), jax.devices()[:8])
+    with jax.set_mesh(mesh):
+        shardings = param_shardings(mesh, transformer.param_specs(MODEL))
+        state = fresh_state(params=jax.device_put(policy(), shardings))
+        layout = jax.tree.map(lambda x: x.sharding, state)
+        state, _ = run(state, batch)
+        assert jax.tree.map(lambda x: x.sharding, state) == layout
+        state, got = run(state, batch, step=1)
+    assert layout.critic.params.trunk.layers[0].query_DQ.spec == PartitionSpec("fsdp", "tensor")
+    for name in ("loss", "critic/value_loss", "critic/explained_variance"):
+        assert got[name] == pytest.approx(wanted[name], rel=1e-3, abs=1e-4)
+    for a, b in zip(leaves(one), leaves(state), strict=True):
+        np.testing.assert_allclose(b, a, atol=1e-4)

@@ -1,0 +1,219 @@
+"""Scoring gives the sampler's log-probs, in any chunking, and never holds all logits."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models import transformer
+from models.config import ModelConfig
+from rl.learner import logprobs as scoring
+from rl.learner import micro_batches
+from rl.learner.micro_batches import Sample
+from rl.learner.train_spec import Recipe, TrainerConfig
+from rl.packing import Shape
+from rl.trajectory import FinishReason, Trajectory
+from spec import sampling
+from spec.sampling import SamplingConfig
+
+MODEL = ModelConfig("qwen3", 16, 16, 1, 2, 1, 8, 32, qk_norm=True, tied_embeddings=True)
+PARAMS = jax.tree.map(lambda p: 2 * p, transformer.init(MODEL, jax.random.key(0)))
+P, T = 3, 12  # two prompts of 3 tokens, two responses of 9 to each
+TOKENS = np.array(jax.random.randint(jax.random.key(1), (4, T), 0, 16))
+TOKENS[1, :P], TOKENS[3, :P] = TOKENS[0, :P], TOKENS[2, :P]
+
+
+def sample_of(i, tokens, prompt_tokens, group=0):
+    n = len(tokens) - prompt_tokens
+    ids = np.split(np.asarray(tokens, np.int32), [prompt_tokens])
+    zeros = np.zeros(n, np.int32)
+    logprobs = np.zeros(n, np.float32)
+    rest = logprobs, zeros, zeros, FinishReason.STOP
+    return Sample(Trajectory(i, group, i, *ids, *rest, emission_logprobs=logprobs), 0.0)
+
+
+def packed(tokens):
+    """All four in one micro-batch, in their order; 2 · 20 positions and padding."""
+    samples = [sample_of(i, row, P, group=i // 2) for i, row in enumerate(tokens)]
+    [one] = micro_batches.micro_batches(samples, Shape(2, 22, 4))
+    assert (one.sample_indices.tolist(), one.used_positions) == ([0, 1, 2, 3], 40)
+    return one.batch
+
+
+def recipe_of(**fields):
+    return Recipe(MODEL, trainer=TrainerConfig(**fields))
+
+
+def processing_of(**fields):
+    return scoring.Processing.of(SamplingConfig(**fields))
+
+
+@jax.jit
+def drawn(processing):
+    """Every position's draw and its log-prob, as the engine makes them."""
+    logits = transformer.logits(MODEL, PARAMS, TOKENS)
+    keys = sampling.position_keys(
+        sampling.request_keys(sampling.step_key(0, 0), jnp.arange(4)),
+        jnp.broadcast_to(jnp.arange(T), (4, T)),
+    )
+    t, k, p = (jnp.full((4, T), x) for x in jax.tree.leaves(processing))
+    return sampling.draw(sampling.processed_logits(logits, t, k, p), keys, t, "cdf")
+
+
+CHUNKED = recipe_of(logprob_chunk_tokens=16)
+LOGPROBS = jax.jit(lambda tokens: jax.nn.log_softmax(transformer.logits(MODEL, PARAMS, tokens)))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        SamplingConfig(),
+        SamplingConfig(temperature=0.7, top_p=0.9),
+        SamplingConfig(temperature=1.3, top_k=5),
+        SamplingConfig(temperature=0.0),
+    ],
+)
+def test_scores_equal_the_samplers_logprobs(config):
+    processing = scoring.Processing.of(config)
+    tokens, emitted = drawn(processing)
+    # score the drawn token of one position at a time: put it behind its own prefix
+    for t in (P - 1, 5, T - 2):
+        given = TOKENS.copy()
+        given[:, t + 1] = tokens[:, t]
+        scored, _ = scoring.score(PARAMS, packed(given), processing, recipe=CHUNKED)
+        np.testing.assert_allclose(scored[:, t + 1 - P], emitted[:, t], atol=1e-5)
+
+
+def test_entropy_and_logprob_of_the_plain_distribution():
+    scored, entropy = scoring.score(PARAMS, packed(TOKENS), processing_of(), recipe=CHUNKED)
+    logprobs = np.array(LOGPROBS(TOKENS))[:, P - 1 : -1]
+    wanted = np.take_along_axis(logprobs, TOKENS[:, P:, None], axis=2)[..., 0]
+    np.testing.assert_allclose(scored[:, : T - P], wanted, atol=1e-5)
+    wanted = -np.sum(np.exp(logprobs) * logprobs, -1)
+    np.testing.assert_allclose(entropy[:, : T - P], wanted, atol=1e-5)
+
+
+WEIGHTS = np.sin(np.arange(4.0 * (T - P), dtype=np.float32)).reshape(4, T - P)
+
+
+@partial(jax.jit, static_argnames=("recipe",))
+@jax.value_and_grad
+def weighted(params, batch, processing, *, recipe):
+    logprobs, _ = scoring.token_logprobs(params, batch, processing, recipe)
+    return jnp.sum(logprobs[:, : T - P] * WEIGHTS)
+
+
+@jax.jit
+@jax.value_and_grad
+def unpacked(params, processing):
+    """The same from four whole sequences and all their logits at once."""
+    logits = transformer.logits(MODEL, params, TOKENS)[:, P - 1 : -1]
+    shape = (4, T - P)
+    rest = (jnp.full(shape, x) for x in jax.tree.leaves(processing))
+    return jnp.sum(sampling.log_probs(logits, TOKENS[:, P:], *rest)[0] * WEIGHTS)
+
+
+WHOLE = recipe_of(logprob_chunk_tokens=1000)
+
+
+@pytest.mark.parametrize("processing", [processing_of(), processing_of(temperature=0.7, top_p=0.9)])
+def test_packing_chunking_and_remat_change_neither_value_nor_gradient(processing):
+    value, gradient = unpacked(PARAMS, processing)
+    gradient = flat(gradient)
+    # 18 positions for 2 rows of 22: three slices of 8, the last with padding
+    for recipe in (WHOLE, recipe_of(logprob_chunk_tokens=18, remat=True)):
+        other, other_gradient = weighted(PARAMS, packed(TOKENS), processing, recipe=recipe)
+        assert float(other) == pytest.approx(float(value), rel=1e-5)
+        other_gradient = flat(other_gradient)
+        np.testing.assert_allclose(other_gradient, gradient, atol=1e-5 * np.max(np.abs(gradient)))
+
+
+def flat(tree):
+    return np.concatenate([np.ravel(x) for x in jax.tree.leaves(tree)])
+
+
+def largest_array(jaxpr) -> int:
+    """The most elements that any value of a program has, in its inner programs too."""
+    sizes = [v.aval.size for eqn in jaxpr.eqns for v in eqn.outvars if hasattr(v.aval, "size")]
+    inner = [
+        largest_array(getattr(x, "jaxpr", x))
+        for eqn in jaxpr.eqns
+        for value in eqn.params.values()
+        for x in (value if isinstance(value, (tuple, list)) else (value,))
+        if hasattr(x, "eqns") or hasattr(x, "jaxpr")
+    ]
+    return max(sizes + inner, default=0)
+
+
+def test_batch_by_length_by_vocabulary_is_never_alive():
+    model = ModelConfig("llama", 500, 8, 1, 1, 1, 8, 8)
+    params = jax.eval_shape(lambda key: transformer.init(model, key), jax.random.key(0))
+    batch = micro_batches.empty(Shape(2, 64, 32))
+
+    def of(params, chunk_tokens):
+        recipe = Recipe(model, trainer=TrainerConfig(logprob_chunk_tokens=chunk_tokens))
+        return jnp.sum(scoring.token_logprobs(params, batch, processing_of(), recipe)[0])
+
+    whole = jax.make_jaxpr(jax.grad(lambda p: of(p, 128)))(params)
+    chunked = jax.make_jaxpr(jax.grad(lambda p: of(p, 16)))(params)
+    assert largest_array(whole.jaxpr) >= 2 * 64 * 500  # the measure sees what it should
+    assert largest_array(chunked.jaxpr) < 2 * 64 * 500 / 4
+
+
+def test_bfloat16_compute_leaves_gradients_in_float32():
+    recipe = recipe_of(compute_dtype="bfloat16", logprob_chunk_tokens=18)
+    _, gradient = weighted(PARAMS, packed(TOKENS), processing_of(), recipe=recipe)
+    assert {g.dtype for g in jax.tree.leaves(gradient)} == {jnp.dtype("float32")}
+    a, b = flat(gradient), flat(weighted(PARAMS, packed(TOKENS), processing_of(), recipe=WHOLE)[1])
+    assert np.sum(a * b) / np.linalg.norm(a) / np.linalg.norm(b) > 0.999
+    assert np.max(np.abs(a - b)) > 0  # it did run in bfloat16
+
+
+QWEN2 = ModelConfig("qwen2", 16, 16, 1, 2, 1, 8, 32, qkv_bias=True, tied_embeddings=True)
+
+
+def test_gradients_of_a_frequent_token_and_of_biases_are_summed_in_float32():
+    """2,048 equal terms: a sum in bfloat16 stands still at 256 of them."""
+    params = transformer.init(QWEN2, jax.random.key(2))
+    tokens_BT = np.full((64, 32), 5, np.int32)
+
+    @partial(jax.jit, static_argnames=("dtype", "make"))
+    @partial(jax.grad, argnums=0)
+    def of(params, *, dtype, make=scoring.cast_for_training):
+        hidden_BTD = transformer.hidden(QWEN2, make(params, dtype), tokens_BT)
+        return jnp.sum(hidden_BTD[..., :3].astype(jnp.float32))
+
+    def norms(gradient):
+        [layer] = gradient.layers
+        embedding_D, bias_P = gradient.embedding_VD[5], layer.value_bias_P
+        return np.array([jnp.linalg.norm(embedding_D), jnp.linalg.norm(bias_P)])
+
+    wanted = norms(of(params, dtype=jnp.float32))
+    np.testing.assert_allclose(norms(of(params, dtype=jnp.bfloat16)), wanted, rtol=0.03)
+    rounded = norms(of(params, dtype=jnp.bfloat16, make=scoring.cast))
+    assert rounded[0] < 0.5 * wanted[0]  # what the test is for
+
+
+def test_samples_get_the_scores_of_their_own_tokens():
+    # prompt and response tokens of each; sample 3 is sample 0's sibling; three micro-batches
+    rng = np.random.default_rng(0)
+    rows = [rng.integers(0, 16, p + n) for p, n in [(3, 4), (1, 11), (5, 1), (3, 8), (2, 6)]]
+    rows[3][:3] = rows[0][:3]
+    samples = [
+        sample_of(i, x, p) for i, (x, p) in enumerate(zip(rows, [3, 1, 5, 3, 2], strict=True))
+    ]
+    shape = Shape(1, 14, 4)
+    assert len(micro_batches.micro_batches(samples, shape)) == 3
+    scores = scoring.score_samples(PARAMS, samples, shape, SamplingConfig(), CHUNKED)
+    ids = np.zeros((8, T), np.int32)
+    for i, row in enumerate(rows):
+        ids[i, : len(row)] = row
+    logprobs = np.array(LOGPROBS(ids))
+    for i, (sample, scored) in enumerate(zip(samples, scores, strict=True)):
+        start, n = len(sample.trajectory.prompt_ids), sample.trajectory.num_tokens
+        wanted = [logprobs[i, j - 1, ids[i, j]] for j in range(start, start + n)]
+        np.testing.assert_allclose(scored, wanted, atol=1e-5)

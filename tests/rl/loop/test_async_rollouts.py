@@ -1,0 +1,315 @@
+"""Rollouts that run ahead of training: whose weights answer what, and what is learnt from it."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import json
+import threading
+
+import numpy as np
+import pytest
+from loop_runs import compilations, finish
+
+from benchmarks import tiny_run
+from models import hf
+from rl.checkpoint import checkpointer
+from rl.config.loader import load
+from rl.data.prompts import DataOrder, prompts_for_step
+from rl.engine.engine import Engine
+from rl.learner import trainer
+from rl.learner.optimizer import TrainState
+from rl.loop import async_rollouts, train_loop
+from rl.loop.experiment import TrainConfig, open_inputs
+from rl.metrics.writer import read_metrics
+from rl.speculation import sources
+from rl.trajectory import Request
+from rl.workers.coordinator import WorkerError
+from rl.workers.workers import SchedConfig, Workers, split_devices
+from sched.ledger import Ledger
+from sched.policies.histopipe import HistoPipe
+from sched.protocol import ChunkDone, Defer, Submitted
+from spec.retrieval.last_response import AlignedDrafter
+from spec.sampling import step_key
+
+# one bucket of everything, so that who runs beside whom moves no bit
+PIPELINE = (
+    *("Sched.mode='pipeline'", "Sched.workers=2", "Sched.chunk_tokens=3", "Engine.slots=4"),
+    *("Engine.min_slots=4", "Run.steps=4", "Checkpoint.keep=10"),
+)
+SIZE = 8  # responses a step: 2 prompts, 4 each
+
+
+@pytest.fixture(scope="module")
+def tokens():
+    """By request id, of the run that is compared with."""
+    return {}
+
+
+@pytest.fixture(scope="module")
+def ahead(tiny, tokens, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ahead")
+    with noting(tokens):
+        return finish(tiny, folder, *PIPELINE), folder
+
+
+@contextlib.contextmanager
+def noting(tokens):
+    """The tokens that are scored meanwhile are noted, by request id."""
+    score = async_rollouts.Scorer.__call__
+
+    def noted(self, t):
+        tokens[t.request_id] = t.response_ids.tolist()
+        score(self, t)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(async_rollouts.Scorer, "__call__", noted)
+        yield
+
+
+def samples(done):
+    return [json.loads(line) for line in done.samples.splitlines()]
+
+
+def answers(config, inputs, params, step):
+    """What one engine answers a step with, by these weights and the pipeline's noise."""
+    order = DataOrder(len(inputs.task), config.run.seed)
+    examples = prompts_for_step(inputs.task, order, 2 * (step - 1), 2)
+    requests = [
+        Request((step - 1) * SIZE + 4 * g + i, inputs.encode(example, config.task), g, i)
+        for g, example in enumerate(examples)
+        for i in range(4)
+    ]
+    done = Engine(inputs.model, config.engine).run(
+        params,
+        requests,
+        config.sampling,
+        step_key(config.run.seed, async_rollouts.ALL_STEPS),
+        stop_token_ids=inputs.model.eos_token_ids,
+    )
+    return [inputs.tokenizer.decode(t.response_ids.tolist()) for t in done]
+
+
+@pytest.mark.parity
+def test_a_step_is_answered_by_weights_one_update_behind(tiny, ahead):
+    """Steps 1 and 2 by the first weights, step s by those after update s − 2."""
+    done, folder = ahead
+    config = load(TrainConfig, [tiny], [*PIPELINE, f"Run.directory={str(folder)!r}"])
+    inputs = open_inputs(config)
+    _, first = hf.load_pretrained(inputs.policy, None)
+
+    def after(step):
+        if step < 1:
+            return first
+        template = TrainState(None, first, ())
+        found = checkpointer.restore(folder / "checkpoints", template, step, subset=True)
+        return found.arrays.params
+
+    for step in range(1, 5):
+        got = [s["completion"] for s in samples(done) if s["step"] == step]
+        assert got == answers(config, inputs, after(step - 2), step)
+        if step > 2:  # by the step's own weights they would be others
+            assert got != answers(config, inputs, after(step - 1), step)
+    assert [row["rollout/off_policyness/max"] for row in done.rows] == [0, 1, 1, 1]
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_stopped_anywhere_and_resumed_gives_the_same_bits(tiny, ahead, tmp_path, steps):
+    """The weights that answer the step to come are part of a checkpoint."""
+    settings = (*PIPELINE, "Checkpoint.every_steps=0")
+    show = tiny_run.Recorder()
+    with pytest.raises(train_loop.Stopped):
+        tiny_run.train(
+            tiny, tmp_path, *settings, show=show, should_stop=lambda: len(show.rows) == steps
+        )
+    resumed = finish(tiny, tmp_path, *settings)
+    assert f"resuming after step {steps}" in resumed.show.messages
+    same_but_rounds = [
+        [{k: v for k, v in row.items() if not k.startswith("rollout/")} for row in d.rows]
+        for d in (resumed, ahead[0])
+    ]
+    assert same_but_rounds[0] == same_but_rounds[1]
+    assert resumed.samples == ahead[0].samples
+    for one, other in zip(resumed.leaves, ahead[0].leaves, strict=True):
+        assert one.tobytes() == other.tobytes()
+
+
+def test_guesses_change_nothing(tiny, ahead, tokens, tmp_path, monkeypatch):
+    """Found ones, and by hand: right ones for every second request, wrong ones for the others.
+
+    Found ones alone need not meet one token of so short a run of random weights.
+    """
+    known = {r: np.array(ids, np.int32) ^ ((r + 1) % 2) for r, ids in tokens.items()}
+    monkeypatch.setattr(sources, "NgramDrafter", lambda: AlignedDrafter(known))
+    guessed = {}
+    with noting(guessed):
+        done = finish(
+            tiny, tmp_path, *PIPELINE, "Speculation.budget='fixed:3'", "Engine.max_nodes=4"
+        )
+    assert guessed == {r: tokens[r] for r in guessed} and len(guessed) == 4 * SIZE
+    assert [s["completion"] for s in samples(done)] == [s["completion"] for s in samples(ahead[0])]
+    assert all(row["spec/tokens_per_round"] > 1 for row in done.rows)
+    assert all(0 < row["spec/accept_rate"] < 1 for row in done.rows)
+
+
+def test_rollouts_run_and_are_scored_while_an_update_runs(tiny, tmp_path, monkeypatch):
+    scored, enough = [], threading.Event()
+    score = async_rollouts.Scorer.__call__
+
+    def counted(self, t):
+        score(self, t)
+        scored.append(t)
+        if len(scored) == 2 * SIZE:
+            enough.set()
+
+    update, waited = trainer.update, []
+
+    def slow(*args, **options):
+        waited.append(enough.wait(timeout=120))  # for the answers to the next step
+        return update(*args, **options)
+
+    monkeypatch.setattr(async_rollouts.Scorer, "__call__", counted)
+    monkeypatch.setattr(trainer, "update", slow)
+    finish(tiny, tmp_path, *PIPELINE, "Run.steps=2")
+    assert waited == [True, True]
+
+
+# --- HistoPipe --------------------------------------------------------------------------
+
+
+def test_histopipe_trains_on_every_response(tiny, tmp_path):
+    """An epoch is three steps, so that half of the run goes by past lengths."""
+    settings = ("Sched.policy='histopipe'", "Sched.ranking_groups=2", "Run.steps=6")
+    done = finish(tiny, tmp_path, *PIPELINE, *settings)
+    counts = [row["completions/count"] for row in done.rows]
+    assert sum(counts) == 6 * SIZE
+    answered = collections.Counter((s["example_id"], s["sample_index"]) for s in samples(done))
+    assert set(answered.values()) == {2}, "six prompts, four samples, two epochs"
+    assert max(row["rollout/off_policyness/max"] for row in done.rows) <= 2
+
+
+class Deferring:
+    """Gives all to worker 0, step by step; request 4 goes on in the next step after 3 tokens."""
+
+    def __init__(self):
+        self._ledger, self._late = Ledger(), None
+
+    @property
+    def num_unfinished(self):
+        return self._ledger.num_unfinished
+
+    def handle(self, event, now_s):
+        waiting = self._ledger.apply(event)
+        worker = self._ledger.workers[0]
+        if isinstance(event, ChunkDone):
+            (self._late,) = waiting
+            self._late.pooled = False
+            return [Defer(self._late.ask.request_id)]
+        if isinstance(event, Submitted):
+            self._steps = [*getattr(self, "_steps", ()), waiting]
+        actions = []
+        if getattr(self, "_steps", ()) and not worker.running:
+            begun = self._steps.pop(0)
+            if self._late is not None:
+                begun.append(self._late)
+                self._late = None
+            for r in begun:
+                most = 3 if (r.ask.request_id, r.generated_tokens) == (4, 0) else 2**31
+                most = min(most, r.remaining_tokens)
+                actions.append(self._ledger.start(r, worker, most, reserve=False))
+        return actions
+
+
+@pytest.fixture
+def deferring(monkeypatch):
+    monkeypatch.setattr(async_rollouts, "step_scheduler", lambda *args, **options: Deferring())
+
+
+def test_what_goes_on_in_the_next_step_carries_its_versions(tiny, tmp_path, deferring, monkeypatch):
+    """And is compared with its siblings of the step before."""
+    seen = []
+    train_step = train_loop._advantages
+
+    def spy(config, rollouts, trajectories):
+        advantages, metrics = train_step(config, rollouts, trajectories)
+        seen.append((rollouts, advantages))
+        return advantages, metrics
+
+    monkeypatch.setattr(train_loop, "_advantages", spy)
+    settings = ("Sched.workers=1",)
+    done = finish(tiny, tmp_path, *PIPELINE, *settings)
+    assert [row["completions/count"] for row in done.rows] == [7, 9, 8, 8]
+    assert [row["rollout/carried"] for row in done.rows] == [0, 1, 0, 0]
+    (rollouts, advantages) = seen[1]
+    late = rollouts.trajectories[-1]
+    assert late.request_id == 4 and late.group_id == 2 and late.num_tokens > 3
+    assert late.policy_versions[:3].tolist() == [0, 0, 0]
+    siblings = [t for t in seen[0][0].trajectories if t.group_id == 1]
+    assert len(siblings) == 3
+    rewards = np.array([late.reward, *(t.reward for t in siblings)])
+    wanted = (late.reward - rewards.mean()) / (rewards.std(ddof=1) + 1e-4)
+    assert advantages[-1] == pytest.approx(wanted, rel=1e-2, abs=1e-3)
+    (row,) = [s for s in samples(done) if s["step"] == 2][-1:]
+    assert row["example_id"] == seen[0][0].prompts.examples[1].example_id
+
+
+# --- what cannot be ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (("Algorithm.name='dapo'",), "asks for more prompts once rewards are known"),
+        (("Reuse.mode='coupled'",), "reuses nothing yet"),
+        (("Sched.mode='ahead'",), "expected one of 'sync', 'pipeline', got str 'ahead'"),
+        (("Sched.mode='sync'", "Sched.policy='histopipe'"), 'set Sched.mode = "pipeline"'),
+    ],
+)
+def test_settings_that_cannot_be(tiny, tmp_path, settings, message):
+    with pytest.raises(ValueError, match=message):
+        finish(tiny, tmp_path, *PIPELINE, *settings)
+
+
+@pytest.mark.fault
+def test_a_worker_that_raises_ends_the_run_and_the_last_whole_step_is_saved(
+    tiny, ahead, tmp_path, monkeypatch
+):
+    engine_round = Engine._round
+
+    def failing(self, *args):
+        if self._phase.policy_version == 1:  # step 3, which is asked while step 2 is answered
+            raise RuntimeError("a device is gone")
+        engine_round(self, *args)
+
+    monkeypatch.setattr(Engine, "_round", failing)
+    with pytest.raises(WorkerError, match="a device is gone"):
+        tiny_run.train(tiny, tmp_path, *PIPELINE, "Checkpoint.every_steps=0")
+    monkeypatch.undo()
+    steps = [row["step"] for row in read_metrics(tmp_path)]
+    resumed = finish(tiny, tmp_path, *PIPELINE, "Checkpoint.every_steps=0")
+    if steps:
+        assert f"resuming after step {steps[-1]}" in resumed.show.messages
+    assert resumed.samples == ahead[0].samples
+
+
+def test_devices_are_shared_out():
+    devices = list(range(8))
+    ahead = SchedConfig(mode="pipeline", workers=2, devices_per_worker=2)
+    assert split_devices(ahead, devices) == ([0, 1, 2, 3], [4, 5, 6, 7])
+    assert split_devices(ahead, devices[:4]) == (devices[:4], devices[:4])
+    assert split_devices(SchedConfig(workers=2), devices) == (devices, devices)
+
+
+def test_the_policy_names_the_scheduler():
+    def made(policy):
+        team = Workers([], SchedConfig(mode="pipeline", policy=policy))
+        return async_rollouts.step_scheduler(team, num_steps=3, epoch_prompts=6)
+
+    assert isinstance(made("histopipe"), HistoPipe)
+    assert made("seer").num_unfinished == 0
+
+
+def test_nothing_compiles_after_warm_up(tiny, tmp_path, monkeypatch):
+    _, before, after = compilations(tiny, tmp_path, monkeypatch, *PIPELINE)
+    assert len(before) > 10
+    assert after == [], after

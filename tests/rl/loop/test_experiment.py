@@ -1,0 +1,208 @@
+"""What stops a run before any device is touched, and what it costs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from benchmarks import tiny_run
+from models import hf, tokenizer, transformer
+from rl.config.loader import ConfigError, load
+from rl.learner.algorithms import ALGORITHMS
+from rl.loop.experiment import TrainConfig, open_inputs, recipe, remarks
+from spec.eagle import files as eagle_files
+from spec.eagle import model as eagle
+
+
+def opened(tiny, *overrides):
+    return open_inputs(load(TrainConfig, [tiny], overrides))
+
+
+def save_policy(folder, **changes):
+    model = dataclasses.replace(tiny_run.MODEL, **changes)
+    hf.save_pretrained(folder, model, transformer.init(model, jax.random.key(0), jnp.float32))
+    tokenizer.save_character_tokenizer(folder, tiny_run.CHARACTERS)
+    return f"Policy.directory={str(folder)!r}"
+
+
+def test_inputs_open_and_encode(tiny):
+    inputs = opened(tiny)
+    assert (len(inputs.task), inputs.left_out) == (6, 0)
+    ids = inputs.encode(inputs.task[0], load(TrainConfig, [tiny]).task)
+    assert inputs.tokenizer.decode(ids) == "1+1="
+    assert inputs.model.eos_token_ids == (1,)
+
+
+def test_long_prompts_are_left_out_and_counted(tiny):
+    inputs = opened(tiny, "Rollout.max_prompt_tokens=4")  # "10+4=" and "5+5+5=" are longer
+    assert (len(inputs.task), inputs.left_out) == (4, 2)
+    assert [inputs.task[i].prompt for i in range(4)] == ["1+1=", "2+3=", "7=", "0+8="]
+
+
+def test_remarks_say_what_becomes_of_settings(tiny):
+    def said(*overrides):
+        config = load(TrainConfig, [tiny], overrides)
+        return config, "\n".join(remarks(config, open_inputs(config)))
+
+    _, text = said("Speculation.budget='goodput'")
+    assert text == ""
+    _, text = said("Rollout.max_prompt_tokens=4")
+    assert "speculation: off in this configuration" in text and "2 examples are left out" in text
+    config, text = said("Trainer.minibatches=32")
+    assert "Trainer.minibatches=32 becomes 2" in text  # two groups a step
+    assert recipe(config, tiny_run.MODEL).total_steps == 2 * config.run.steps
+
+
+@pytest.mark.parametrize(
+    ("override", "error", "message"),
+    [
+        (
+            "Rollout.max_prompt_tokens=1",
+            ValueError,
+            r"every one of 6 prompts is longer than Rollout.max_prompt_tokens=1 "
+            r"\(the shortest has 2\): raise the limit",
+        ),
+        (
+            "Sampling.max_new_tokens=57",
+            ValueError,
+            "max_prompt_tokens=8 and Sampling.max_new_tokens=57 make 65 positions, "
+            "the policy has 64: lower one of them",
+        ),
+        (
+            "Rollout.group_size=1",
+            ValueError,
+            "Algorithm.name='grpo' compares.*group_size of 2 or more, got 1; raise it, or set "
+            'Algorithm.name = "ppo"',
+        ),
+        (
+            "Algorithm.overlong_buffer_tokens=9",
+            ValueError,
+            "overlong_buffer_tokens of at most Sampling.max_new_tokens=8, got 9: lower it",
+        ),
+        ("Policy.directory='no/such/folder'", FileNotFoundError, "no/such/folder"),
+        ("Task.specs=('jsonl:no/such.jsonl',)", FileNotFoundError, "no/such.jsonl"),
+        ("Reward.functions=('no/such.py:f',)", FileNotFoundError, "no/such.py"),
+    ],
+)
+def test_what_does_not_fit_is_said_with_its_mend(tiny, override, error, message):
+    with pytest.raises(error, match=message):
+        opened(tiny, override)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_who_compares_siblings_needs_some(tiny, name):
+    settings = (f"Algorithm.name='{name}'", "Rollout.group_size=1")
+    if name == "ppo":
+        assert len(opened(tiny, *settings).task) == 6
+        return
+    with pytest.raises(ValueError, match=f"'{name}' compares"):
+        opened(tiny, *settings)
+
+
+def test_coupled_noise_counts_the_prompts_of_every_phase(tiny):
+    """6 examples: 2 prompts a step and 2 more phases are all of them, a third would repeat some."""
+    settings = ("Algorithm.name='dapo'", "Reuse.mode='coupled'")
+    opened(tiny, *settings, "Algorithm.max_extra_phases=2")
+    with pytest.raises(ValueError, match="got 8 prompts of 6 examples"):
+        opened(tiny, *settings, "Algorithm.max_extra_phases=3")
+
+
+def test_an_empty_data_set(tiny, tmp_path):
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text("\n\n")
+    with pytest.raises(ValueError, match="empty.jsonl: the data set is empty"):
+        opened(tiny, f"Task.specs=('jsonl:{empty}',)")
+
+
+def test_a_tokenizer_with_more_ids_than_the_policy_has_rows(tiny, tmp_path):
+    with pytest.raises(ValueError, match="does not fit the policy.*vocab_size=12.*ids up to 17"):
+        opened(tiny, save_policy(tmp_path / "small", vocab_size=12))
+
+
+def test_a_policy_folder_without_weights(tiny, tmp_path):
+    override = save_policy(tmp_path / "policy")
+    (tmp_path / "policy" / "model.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match="safetensors"):
+        opened(tiny, override)
+
+
+def test_the_tokenizer_names_the_end_token_where_the_config_does_not(tiny, tmp_path):
+    inputs = opened(tiny, save_policy(tmp_path / "policy", eos_token_ids=()))
+    assert inputs.model.eos_token_ids == (1,)
+
+
+def test_a_policy_that_could_never_end_a_response(tiny, tmp_path):
+    override = save_policy(tmp_path / "policy", eos_token_ids=())
+    settings = tmp_path / "policy" / "tokenizer_config.json"
+    kept = {k: v for k, v in json.loads(settings.read_text()).items() if k != "eos_token"}
+    settings.write_text(json.dumps(kept))
+    with pytest.raises(ValueError, match="names an end token.*set eos_token_id in config.json"):
+        opened(tiny, override)
+
+
+def test_a_reward_file_without_the_function(tiny, tmp_path):
+    shutil.copy(tiny.parent / "reward.py", tmp_path / "reward.py")
+    with pytest.raises(ValueError, match="no function 'digit'; did you mean digits"):
+        opened(tiny, f"Reward.functions=('{tmp_path}/reward.py:digit',)")
+
+
+@pytest.mark.parametrize("override", ["Run.steps=0", "Run.seed=-1", "Rollout.group_size=0"])
+def test_sections_refuse_values_that_make_no_run(tiny, override):
+    field = override.partition(".")[2].partition("=")[0]
+    with pytest.raises(ConfigError, match=f"{field} must be"):
+        load(TrainConfig, [tiny], [override])
+
+
+# --- the learned drafter ----------------------------------------------------------------
+
+LEARNED = ("Speculation.sources=('learned',)", "Speculation.budget='fixed:3'", "Engine.max_nodes=4")
+
+
+def save_drafter(folder, **changes):
+    """A drafter of the tiny policy, or of one that differs from it."""
+    policy = dataclasses.replace(tiny_run.MODEL, **changes)
+    shape = eagle.config_for(policy)
+    start = eagle.Drafter(shape, eagle.init(shape, jax.random.key(0)))
+    eagle_files.save(folder, start, policy, None)
+    return f"Drafter.directory={str(folder)!r}"
+
+
+def test_a_run_starts_from_a_drafters_folder(tiny, tmp_path):
+    opened(tiny, *LEARNED, save_drafter(tmp_path / "own"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"d_model": 32}, "hidden_size"),
+        ({"vocab_size": 25}, "vocab"),
+        ({"num_layers": 2}, "layers"),
+    ],
+)
+def test_a_drafter_of_another_policy_stops_before_any_device(tiny, tmp_path, changes, message):
+    with pytest.raises(ValueError, match=message):
+        opened(tiny, *LEARNED, save_drafter(tmp_path / "other", **changes))
+
+
+def test_a_drafter_of_another_design_stops_too(tiny, tmp_path):
+    with pytest.raises(ValueError, match="holds a drafter of design 'eagle'.*another variant"):
+        opened(tiny, *LEARNED, save_drafter(tmp_path / "d"), "DrafterTraining.variant='eagle3'")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("Tuner.verify_tokens=(9, 1)", r"Engine.max_nodes − 1 = 3, got \(9, 1\)"),
+        ("Tuner.depths=(3, 9)", r"Drafter.max_depth=6, got \(3, 9\)"),
+    ],
+)
+def test_a_tuner_beyond_the_engine_stops_too(tiny, override, message):
+    tuner = ("Speculation.budget='bandit'", "Tuner.thresholds=(1, 5)", "Tuner.verify_tokens=(3, 1)")
+    opened(tiny, *LEARNED, *tuner)
+    with pytest.raises(ValueError, match=message):
+        opened(tiny, *LEARNED, *tuner, override)

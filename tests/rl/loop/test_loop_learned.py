@@ -1,0 +1,154 @@
+"""Training with a learned drafter: the same tokens, a drafter that learns, and exact resumes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from types import SimpleNamespace
+
+import pytest
+from loop_runs import assert_same_bits, compilations, finish, learnt
+
+from benchmarks import tiny_run
+from rl.checkpoint.checkpointer import latest_whole_step
+from rl.loop import train_loop
+from rl.loop.drafter_run import DrafterRun
+from rl.rewards.pool import RewardPool
+
+LEARNED = (
+    "Speculation.sources=('group', 'own', 'learned')",
+    "Speculation.budget='fixed:3'",
+    "Engine.max_nodes=4",
+    "Drafter.max_depth=2",
+    "Drafter.top_k=2",
+    "Drafter.micro_batches=2",
+    "Drafter.batch_rows=1",
+    "Drafter.row_tokens=32",
+    "DrafterTraining.learning_rate=0.003",
+)
+AFTER = (*LEARNED, "Drafter.spot=False", "Drafter.steps_after_rollout=3", "Run.steps=4")
+LATE = ("Checkpoint.every_steps=0",)  # so that the stop has to save
+BANDIT = ("Speculation.budget='bandit'", "Tuner.thresholds=(1, 5)", "Tuner.verify_tokens=(3, 1)")
+BANDIT += ("Tuner.depths=(1, 2)",)
+WORKERS = ("Sched.workers=2", "Sched.chunk_tokens=3", "Engine.slots=4", "Engine.min_slots=4")
+
+
+def texts(done):
+    return [json.loads(line)["completion"] for line in done.samples.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def trained_after(tiny, tmp_path_factory):
+    return finish(tiny, tmp_path_factory.mktemp("after"), *AFTER)
+
+
+@pytest.mark.parity
+def test_a_learned_drafter_changes_no_reward_and_no_token(tiny, tmp_path, trained_after):
+    plain = finish(tiny, tmp_path, "Run.steps=4")
+    assert texts(plain) == texts(trained_after)
+    for ours, theirs in zip(plain.rows, trained_after.rows, strict=True):
+        assert learnt(ours) == pytest.approx(learnt(theirs), rel=1e-3, abs=1e-5)
+
+
+def test_it_learns_from_what_rollouts_bring(trained_after):
+    rows = trained_after.rows
+    assert [row["drafter/total_steps"] for row in rows] == [3, 6, 9, 12]
+    assert rows[-1]["drafter/loss"] < rows[0]["drafter/loss"]
+    assert rows[-1]["drafter/buffer_sequences"] > 0
+    assert sum(row.get("spec/learned/speculated_fraction", 0.0) for row in rows) > 0
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("more", [(), BANDIT], ids=["fixed", "bandit"])
+def test_stopped_and_resumed_gives_the_same_bits(tiny, tmp_path, trained_after, more):
+    """Drafter, its optimizer, its buffer and the tuner are in the checkpoint."""
+    whole = finish(tiny, tmp_path / "whole", *AFTER, *more) if more else trained_after
+    cut, show = tmp_path / "cut", tiny_run.Recorder()
+    if more:  # what decides is one table of seconds
+        cut.mkdir()
+        shutil.copy(tmp_path / "whole/round_times.json", cut)
+    with pytest.raises(train_loop.Stopped):
+        tiny_run.train(tiny, cut, *AFTER, *more, show=show, should_stop=lambda: len(show.rows) == 2)
+    resumed = finish(tiny, cut, *AFTER, *more)
+    assert "resuming after step 2" in resumed.show.messages
+    assert_same_bits(resumed, whole)
+
+
+@pytest.mark.fault
+def test_stopped_in_a_rollout_its_responses_are_caught_once(tiny, tmp_path, trained_after):
+    """Those of the step that is left half way are taken out of the buffer again."""
+    show = tiny_run.Recorder()
+    with pytest.raises(train_loop.Stopped):
+        tiny_run.train(
+            tiny, tmp_path, *AFTER, *LATE, show=show, should_stop=lambda: show.fetches >= 15
+        )
+    assert len(show.rows) == 1
+    assert_same_bits(finish(tiny, tmp_path, *AFTER, *LATE), trained_after)
+
+
+@pytest.mark.fault
+def test_a_step_that_the_drafter_has_learnt_from_is_brought_to_its_end(
+    tiny, tmp_path, trained_after, monkeypatch
+):
+    """The stop comes while its answers are scored; what the drafter has learnt cannot go back."""
+    show, trained = tiny_run.Recorder(), []
+    after_rollout, result = DrafterRun.after_rollout, RewardPool.result
+
+    def noted(self, *args):
+        after_rollout(self, *args)
+        trained.append(self.trainer.step)
+
+    def waited_for(self, future, on_wait):
+        on_wait()
+        return result(self, future, on_wait)
+
+    monkeypatch.setattr(DrafterRun, "after_rollout", noted)
+    monkeypatch.setattr(RewardPool, "result", waited_for)
+    with pytest.raises(train_loop.Stopped):
+        tiny_run.train(
+            tiny, tmp_path, *AFTER, *LATE, show=show, should_stop=lambda: len(trained) >= 2
+        )
+    assert len(show.rows) == len(trained) == 2
+    assert_same_bits(finish(tiny, tmp_path, *AFTER, *LATE), trained_after)
+
+
+def test_what_is_learnt_in_one_phase_of_a_step_counts_in_its_later_ones():
+    """Dynamic sampling has several rollouts a step, and none of them may be left after that."""
+    trainer = SimpleNamespace(step=0, begin=lambda step: None)
+    run = DrafterRun(None, trainer, None)
+    seen = []
+    for step in (1, 1, 2):
+        run.began({}, step)
+        seen.append(run.trained_this_step)
+        trainer.step += 3
+    assert seen == [False, True, False]
+
+
+@pytest.mark.parametrize("mode", [(), ("Sched.mode='pipeline'",)], ids=["sync", "pipeline"])
+def test_workers_train_it_in_their_spare_time(tiny, tmp_path, mode):
+    spot = (*LEARNED, *WORKERS, *mode, "Run.steps=6", "Drafter.checkpoint_every_steps=1")
+    done = finish(tiny, tmp_path, *spot)
+    assert done.rows[-1]["drafter/total_steps"] > 0
+    assert latest_whole_step(tmp_path / "drafter") > 0
+    if not mode:
+        plain = finish(tiny, tmp_path / "plain", "Run.steps=6")
+        assert texts(plain) == texts(done)
+
+
+def test_nothing_compiles_after_warm_up(tiny, tmp_path, monkeypatch):
+    """With every kind of drafter that there is."""
+    small = (
+        "Speculation.sources=('group', 'own', 'learned', 'model')",
+        f"DraftModel.directory={str(tiny.parent / 'policy')!r}",
+    )
+    settings = (*LEARNED, *small, *BANDIT, *WORKERS, "Engine.min_slots=2", "Run.steps=4")
+    _, before, after = compilations(tiny, tmp_path, monkeypatch, *settings)
+    assert len(before) > 10
+    assert after == []
+    rows = json.loads((tmp_path / "round_times.json").read_text())["rows"]
+    assert {"draft learned", "draft model"} < {row[0] for row in rows}
+
+
+def test_nothing_compiles_after_warm_up_with_one_engine(tiny, tmp_path, monkeypatch):
+    _, _, after = compilations(tiny, tmp_path, monkeypatch, *AFTER, "Run.steps=2")
+    assert after == []

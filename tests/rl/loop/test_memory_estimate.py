@@ -1,0 +1,180 @@
+"""The memory estimate: what it counts, that programs need about as much, and its verdict."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models import kv_cache, transformer
+from models.config import ModelConfig
+from rl.config.loader import load
+from rl.learner import micro_batches, trainer
+from rl.learner.logprobs import Processing
+from rl.loop import memory_estimate
+from rl.loop.experiment import TrainConfig, recipe
+from rl.loop.memory_estimate import Devices
+from spec import verify
+from spec.sampling import SamplingConfig
+from spec.tree import DraftTree
+
+FACTOR = 2.0  # between what is estimated of a program and what XLA says of it
+MODEL = ModelConfig("qwen3", 512, 64, 2, 4, 2, 16, 128, qk_norm=True, eos_token_ids=(1,))
+SETTINGS = (
+    "Rollout.max_prompt_tokens=64",
+    "Sampling.max_new_tokens=192",
+    "Trainer.micro_batch_tokens=1024",
+    "Trainer.logprob_chunk_tokens=256",
+    "Trainer.remat=False",
+    "Engine.slots=16",
+    "Engine.min_positions=256",
+    "Engine.max_nodes=8",
+    "Rollout.prompts_per_step=4",
+    "Rollout.group_size=4",
+    "Speculation.sources=('history',)",
+    "Speculation.budget='fixed:7'",
+)
+
+
+def setting(*overrides):
+    return load(TrainConfig, (), [*SETTINGS, *overrides])
+
+
+def parts(*overrides, devices=None, model=MODEL):
+    return memory_estimate.estimate(setting(*overrides), model, devices or Devices()).parts
+
+
+def test_arrays_that_exist_for_certain_are_counted_exactly():
+    found = parts("Algorithm.kl_coefficient=0.1")
+    weights = 4 * transformer.num_params(MODEL)
+    assert found["master weights"] == found["reference policy"] == weights
+    assert found["Adam moments"] == found["gradients"] == 2 * weights
+    assert found["rollout weights"] == 0, "the master weights serve"
+    cache = jax.eval_shape(lambda: kv_cache.init(MODEL, 16, 256, jnp.float32))
+    assert found["KV cache"] == sum(4 * x.size for x in jax.tree.leaves(cache))
+    assert parts("Algorithm.name='ppo'")["critic"] == 4 * weights
+
+
+def test_a_device_holds_its_shards():
+    whole, four = parts(), Devices(4)
+    split = parts("Mesh.fsdp=4", devices=four)
+    matrices = MODEL.vocab_size * MODEL.d_model * 4
+    assert split["master weights"] < whole["master weights"] / 4 + matrices / 4
+    assert split["KV cache"] == whole["KV cache"] / 4
+    assert split["gathered rollout weights"] == whole["master weights"]
+    heads = parts("Mesh.tensor=2", "Mesh.data=2", devices=four)
+    assert heads["KV cache"] == whole["KV cache"] / 4
+    # three slots do not divide: each device has all of them
+    three = parts("Mesh.fsdp=4", "Engine.slots=3", "Engine.min_slots=3", devices=four)
+    assert three["KV cache"] == whole["KV cache"] * 3 / 16
+
+
+def test_each_setting_moves_the_part_it_should():
+    plain = parts()
+    kept = "activations"
+    assert parts("Trainer.remat=True")[kept] < plain[kept] / 4
+    assert parts("Sampling.max_new_tokens=448")[kept] > 1.2 * plain[kept], "scores are quadratic"
+    at_work = "a layer's gradient, or logits"
+    assert parts("Trainer.logprob_chunk_tokens=1024")[at_work] > plain[at_work]
+    assert parts("Sampling.max_new_tokens=193")["KV cache"] > 1.2 * plain["KV cache"]
+    drawn = "a round, prompts or cached responses"
+    wide = dataclasses.replace(MODEL, vocab_size=8 * MODEL.vocab_size)
+    assert parts(model=wide)[drawn] > 3 * plain[drawn], "logits of every node of every slot"
+    learned = parts("Speculation.sources=('learned',)")
+    assert learned["KV cache"] > plain["KV cache"], "hidden states are kept"
+
+
+def test_remat_follows_the_backend():
+    assert not setting("Trainer.remat='auto'").trainer.rematerialises, "tests run on a CPU"
+    assert parts("Trainer.remat='auto'") == parts()
+    accelerator = Devices(1, None, is_cpu=False, shared=False)
+    found = parts("Trainer.remat='auto'", devices=accelerator)
+    assert found["activations"] < parts()["activations"] / 4
+
+
+def compiled_bytes(lowered):
+    found = lowered.compile().memory_analysis()
+    if found is None:
+        pytest.skip("this backend does not say")
+    return found
+
+
+def within(estimated, needed):
+    assert needed / FACTOR <= estimated <= needed * FACTOR, (estimated, needed)
+
+
+def shapes_of(tree):
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype), tree)
+
+
+def test_a_micro_batch_needs_what_is_estimated():
+    config = setting()
+    options = recipe(config, MODEL)
+    shape = trainer.batch_shape(options, config.longest_tokens)
+    params = jax.eval_shape(lambda: transformer.init(MODEL, jax.random.key(0)))
+    total = jax.eval_shape(lambda: trainer.start(recipe=options))
+    batch = shapes_of(micro_batches.empty(shape))
+    rest = (Processing.of(SamplingConfig()), np.float32(1), np.bool_(True))
+    found = compiled_bytes(trainer.accumulate.lower(params, total, batch, *rest, recipe=options))
+    parts_of = parts()
+    ours = (
+        "gradients",
+        "activations",
+        "a layer's gradient, or logits",
+        "loss arrays",
+        "compute copies",
+    )
+    weights = 4 * transformer.num_params(MODEL)
+    needed = found.temp_size_in_bytes + found.argument_size_in_bytes - weights
+    within(sum(parts_of[name] for name in ours), needed)
+
+
+@pytest.mark.parametrize("vocab_size", [512, 4096])
+def test_a_round_needs_what_is_estimated(vocab_size):
+    model = dataclasses.replace(MODEL, vocab_size=vocab_size)
+    B, N, S = 16, 8, 256
+    params = jax.eval_shape(lambda: transformer.init(model, jax.random.key(0)))
+    cache = jax.eval_shape(lambda: kv_cache.init(model, B, S, jnp.float32))
+    ints_B, floats_B = (jax.ShapeDtypeStruct((B,), t) for t in (jnp.int32, jnp.float32))
+    slots = verify.Slots(
+        *(ints_B,) * 4,
+        active=jax.ShapeDtypeStruct((B,), jnp.bool_),
+        keys=jax.eval_shape(lambda: jax.random.split(jax.random.key(0), B)),
+        temperature=floats_B,
+        top_k=ints_B,
+        top_p=floats_B,
+    )
+    tree = DraftTree(*(jax.ShapeDtypeStruct((B, N), jnp.int32),) * 2)
+    stop_E = jax.ShapeDtypeStruct((1,), jnp.int32)
+    found = compiled_bytes(
+        verify.verify_round.lower(
+            params, cache, slots, tree, stop_E, config=model, scheme=SamplingConfig().draw
+        )
+    )
+    part = "a round, prompts or cached responses"
+    config = setting("Engine.prefill_rows=1", "Engine.prefill_chunk_tokens=32")
+    estimated = memory_estimate.estimate(config, model, Devices()).parts[part]
+    within(estimated, found.temp_size_in_bytes)
+
+
+def test_the_verdict():
+    config = setting()
+    found = memory_estimate.estimate(config, MODEL, Devices())
+    assert found.certain < found.total
+
+    def said(limit, count=1, shared=False):
+        return memory_estimate.verdict(found, Devices(count, limit, shared=shared))
+
+    assert said(None) is None and said(found.total) is None
+    assert "may need" in said(found.total - 1)
+    assert said(found.total, count=2) is None
+    assert "may need" in said(found.total, count=2, shared=True)
+    with pytest.raises(ValueError, match="alone: lower Engine.slots"):
+        said(found.certain - 1)
+
+
+def test_the_host_says_what_a_cpu_has():
+    there = memory_estimate.devices_of(jax.devices())
+    assert there.count == jax.device_count() and there.limit_bytes > 2**20
+    assert memory_estimate.verdict(memory_estimate.estimate(setting(), MODEL, there), there) is None

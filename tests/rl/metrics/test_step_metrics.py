@@ -1,0 +1,133 @@
+"""Metrics and sample rows of one step, against numbers worked out by hand."""
+
+from __future__ import annotations
+
+import collections
+import math
+
+import numpy as np
+import pytest
+
+from rl.data.tasks import Example
+from rl.engine.stats import EngineStats
+from rl.metrics.step_metrics import sample_rows, step_metrics
+from rl.rewards.pool import Score
+from rl.trajectory import FinishReason, Trajectory
+
+
+class Letters:
+    """Decodes 0 as a, 1 as b and so on; 9 is special."""
+
+    def decode(self, ids, skip_special=True):
+        return "".join("" if i == 9 and skip_special else "abcdefghi$"[i] for i in ids)
+
+
+def trajectory(i, num_tokens, reason):
+    return Trajectory(
+        request_id=i,
+        group_id=i // 2,
+        sample_index=i % 2,
+        prompt_ids=np.array([9, 2, 1], np.int32),
+        response_ids=np.zeros(num_tokens, np.int32),
+        logprobs=np.full(num_tokens, -0.5, np.float32),
+        policy_versions=np.zeros(num_tokens, np.int32),
+        origins=np.zeros(num_tokens, np.uint8),
+        finish_reason=reason,
+        emission_logprobs=np.full(num_tokens, -0.5, np.float32),
+    )
+
+
+def stats(**changes):
+    # 10 rounds of 4 slots and 5 rounds of 2 slots: 50 places for a token
+    rounds = collections.Counter({(4, 1, 64): 10, (2, 1, 64): 5})
+    counts = {"fetches": 7, "tokens": 20, "prefilled_tokens": 6, "rounds": rounds}
+    return EngineStats(**(counts | changes))
+
+
+STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
+TRAJECTORIES = [trajectory(0, 2, STOP), trajectory(1, 4, STOP), trajectory(2, 9, LENGTH)]
+
+
+def scores(*values, failure=None):
+    return [Score({"digits": v}, 0.0 if v is None else v, None) for v in values[:-1]] + [
+        Score({"digits": values[-1]}, values[-1], failure)
+    ]
+
+
+def test_lengths_rewards_and_engine_counts():
+    row = step_metrics(TRAJECTORIES, scores(1.0, 0.0, 2.0), stats(), step=3)
+    assert row == {
+        "completions/mean_length": 5.0,
+        "completions/min_length": 2,
+        "completions/max_length": 9,
+        "completions/clipped_ratio": pytest.approx(1 / 3),
+        "completions/count": 3,
+        "completions/mean_terminated_length": 3.0,
+        "rollout/off_policyness": 2.0,
+        "rollout/off_policyness/max": 2,
+        "rollout/rounds": 15,
+        "rollout/fetches": 7,
+        "rollout/prefilled_tokens": 6,
+        "rollout/preemptions": 0,
+        "rollout/slot_use": 20 / 50,
+        "rollout/generated_tokens": 20,
+        "rollout_tokens": 15,
+        "diversity/distinct_1": 1 / 15,
+        "diversity/self_bleu": pytest.approx((math.exp(-1) + (1 / 1200) ** 0.25) / 2),
+        "rewards/digits/mean": 1.0,
+        "rewards/digits/std": 1.0,  # over n − 1
+        "rewards/failures": 0,
+    }
+
+
+def test_values_that_are_none_are_left_out_and_failures_are_counted():
+    row = step_metrics(
+        TRAJECTORIES, scores(None, 3.0, None, failure="digits/raised: x"), stats(), step=3
+    )
+    assert (row["rewards/digits/mean"], row["rewards/digits/std"]) == (3.0, 0.0)
+    assert row["rewards/failures"] == 1
+
+
+def test_a_function_without_any_value_has_no_mean():
+    row = step_metrics(TRAJECTORIES, scores(None, None, None), stats(), step=3)
+    assert not [name for name in row if name.startswith("rewards/digits")]
+
+
+def test_where_all_are_cut_there_is_no_terminated_length():
+    cut = [trajectory(i, 9, LENGTH) for i in range(3)]
+    row = step_metrics(
+        cut, scores(1.0, 1.0, 1.0), stats(tokens=0, rounds=collections.Counter()), step=3
+    )
+    assert "completions/mean_terminated_length" not in row
+    assert (row["completions/clipped_ratio"], row["rollout/slot_use"]) == (1.0, 0.0)
+
+
+def test_a_sample_row_holds_what_explains_its_reward():
+    examples = [Example("e0", "ca", "b", {}, "t"), Example("e1", "ca", None, {}, "t")]
+    failed = Score({"digits": None}, 0.0, "digits/raised: KeyError")
+    rows = sample_rows(
+        Letters(),
+        examples,
+        TRAJECTORIES,
+        ["aa", "aaaa", "aaaaaaaaa"],
+        [*scores(1.0, 0.5), failed],
+        np.array([0.5, -0.5, 0.0], np.float32),
+    )
+    assert rows[2] == {
+        "example_id": "e1",
+        "sample_index": 0,
+        "prompt": "$cb",  # special tokens are shown: they are what the policy read
+        "completion": "aaaaaaaaa",
+        "answer": None,
+        "reward": 0.0,
+        "rewards": {"digits": None},
+        "reward_failure": "digits/raised: KeyError",
+        "advantage": 0.0,
+        "logprob": -4.5,
+        "num_tokens": 9,
+        "finish_reason": "length",
+    }
+    assert [row["example_id"] for row in rows] == ["e0", "e0", "e1"]
+    assert [row["advantage"] for row in rows] == [0.5, -0.5, 0.0]
+    unjudged = sample_rows(Letters(), examples, TRAJECTORIES, ["", "", ""], scores(1, 1, 1), None)
+    assert [row["advantage"] for row in unjudged] == [None] * 3

@@ -1,0 +1,131 @@
+"""Rewards on trial: what would train on zeros is refused, or said, before a run."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rl import train
+from rl.data.answers import EXTRACTORS, expected_answer, extract_answer, with_marker
+from rl.data.tasks import open_task
+from rl.loop.generation import tell_failures
+from rl.rewards.check import check_rewards
+from rl.rewards.config import RewardConfig
+from rl.rewards.pool import Score
+from rl.rewards.process import RewardWorkerError
+
+PLUGINS = Path(__file__).parent / "plugins"
+GSM8K = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nNatalia sold 48+24 = 72 clips.\n#### {}"
+
+
+def file_task(path, *answers, query=""):
+    rows = [{"prompt": f"question {i}", "answer": answer} for i, answer in enumerate(answers)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return open_task(f"jsonl:{path}{query}", seed=0)
+
+
+def reward_file(path, body):
+    path.write_text(f"import time\n{body}\n")
+    return RewardConfig(functions=(f"{path}:score",), deadline_s=1.0)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("def score(response): return [1.0]", "score/raised: TypeError.*missing 1 required"),
+        ("def score(completions, **columns): return 'good'", "score/not_a_list: expected a list"),
+        ("def score(completions, **columns): return ['good']", "score/not_a_number"),
+        ("def score(completions, **columns):\n    while True: pass", "score/deadline: no result"),
+        ("import absent_module\ndef score(**columns): return [1.0]", "absent_module"),
+    ],
+)
+def test_functions_that_fail_are_refused_before_a_run(tmp_path, body, message):
+    config = reward_file(tmp_path / "mine.py", body)
+    with pytest.raises(ValueError, match=f"Reward.functions.*{message}"):
+        check_rewards(config, file_task(tmp_path / "a.jsonl", "4"))
+
+
+def test_a_function_of_the_users_is_called_once(tmp_path):
+    calls = tmp_path / "calls"
+    body = (
+        f"def score(completions, **columns):\n    open({str(calls)!r}, 'a').write(completions[0])"
+    )
+    config = reward_file(tmp_path / "mine.py", body + "\n    return [0.0]")
+    assert check_rewards(config, file_task(tmp_path / "a.jsonl", "4", "5", "6")) == []
+    assert calls.read_text() == "#### 4"
+
+
+@pytest.mark.parametrize("function", ["task", "exact_match", "math_verify"])
+def test_gsm8k_as_everyone_has_it_is_read_by_the_default(tmp_path, function):
+    task = file_task(tmp_path / "a.jsonl", GSM8K.format("72"), GSM8K.format("6"))
+    assert check_rewards(RewardConfig(functions=(function,)), task) == []
+
+
+def test_answers_that_nothing_could_meet_are_refused(tmp_path):
+    task = file_task(tmp_path / "a.jsonl", GSM8K.format("72"), GSM8K.format("6"))
+    boxed = RewardConfig(functions=("math_verify",), extract="boxed")
+    with pytest.raises(ValueError, match=r"2 of the first 2 .*\?answer_extract=hash"):
+        check_rewards(boxed, task)
+    mended = file_task(tmp_path / "a.jsonl", GSM8K.format("72"), query="?answer_extract=hash")
+    assert check_rewards(boxed, mended) == []
+    lines = file_task(tmp_path / "b.jsonl", "one\ntwo")
+    with pytest.raises(ValueError, match="Reward.extract='hash' reads 'one' of the answer"):
+        check_rewards(RewardConfig(), lines)
+    with pytest.raises(ValueError, match="cannot read the expected answer"):
+        check_rewards(boxed, file_task(tmp_path / "c.jsonl", "~"))
+
+
+def test_some_answers_that_cannot_be_met_are_a_warning(tmp_path):
+    task = file_task(tmp_path / "a.jsonl", "1", "two\nlines", None, "4")
+    (warning,) = check_rewards(RewardConfig(), task)
+    assert warning.startswith("1 of the first 3 answers cannot be met")
+    assert "a.jsonl#1" in warning
+
+
+def test_shipped_tasks_can_be_met():
+    for spec in (
+        "reasoning_gym:gcd",
+        "reasoning_gym:spell_backward",
+        "reasoning_gym:knights_knaves",
+    ):
+        assert check_rewards(RewardConfig(), open_task(spec, seed=0, size=16)) == []
+
+
+@pytest.mark.parametrize("name", EXTRACTORS)
+def test_markers_and_extractors_are_inverse(name):
+    for answer in ("4", r"\frac{1}{2}", "a b"):
+        assert extract_answer(name, with_marker(name, answer)) == answer
+        assert expected_answer(name, with_marker(name, answer)) == answer
+        assert expected_answer(name, answer) == answer
+
+
+def test_a_failing_reward_is_one_line_and_exit_2(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(Path(__file__).resolve().parents[3])
+    (tmp_path / "mine.py").write_text("def score(response): return [1.0]\n")
+    code = train.main(["--dry_run", f"--gin.Reward.functions=('{tmp_path}/mine.py:score',)"])
+    error = capsys.readouterr().err.strip().splitlines()
+    assert code == 2 and error[-1].startswith("error: Reward.functions: called on the first")
+    assert "TypeError" in error[-1]
+
+
+class Messages(list):
+    def message(self, text):
+        self.append(text)
+
+
+def test_failures_are_said_at_their_step_and_a_first_step_of_nothing_else_ends_the_run():
+    good, show = Score({"f": 1.0}, 1.0), Messages()
+    raised = Score({"f": None}, 0.0, "f/raised: TypeError: 'x'")
+    again = Score({"f": None}, 0.0, "f/raised: TypeError: 'y'")
+    late = Score({"f": None}, 0.0, "f/deadline: no result")
+    tell_failures(show, [good, good], 1)
+    assert show == []
+    tell_failures(show, [good, raised, late, again], 1)
+    tell_failures(show, [raised], 2)
+    told = "2 of 4 samples: f/raised: TypeError: 'x'; 1 of 4 samples: f/deadline: no result"
+    assert show == [
+        f"warning: step 1: {told}",
+        "warning: step 2: 1 of 1 samples: f/raised: TypeError: 'x'",
+    ]
+    with pytest.raises(RewardWorkerError, match="no sample of the first step.*2 of 2 samples"):
+        tell_failures(show, [raised, again], 1)

@@ -1,0 +1,203 @@
+"""Answer extraction, the built-in functions, and the checks before any worker starts."""
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rl.data.answers import extract_answer
+from rl.data.tasks import Example
+from rl.rewards.config import RewardConfig, validate
+from rl.rewards.functions import _number, exact_match, load, math_verify, task_reward
+from rl.rewards.pool import Job, RewardPool
+from rl.rewards.process import RewardWorkerError
+from rl.rewards.worker import read_result
+
+PLUGINS = Path(__file__).parent / "plugins"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("whole", "  4 \n", "4"),
+        ("whole", " \n", None),
+        ("last_line", "one\ntwo \n\n", "two"),
+        ("last_line", "\n \n", None),
+        ("boxed", r"so \boxed{1} or \boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
+        ("boxed", r"\boxed{\{1, 2\}} done", r"\{1, 2\}"),
+        ("boxed", r"\boxed{cut \frac{1}{2}", None),
+        ("boxed", "no marker", None),
+        ("boxed", r"\boxed{}", None),
+        ("answer_tag", "<answer>1</answer> no, <answer> 2 </answer>", "2"),
+        ("answer_tag", "<answer>1", None),
+        ("answer_tag", "1</answer>", None),
+        ("hash", "6 = 3*2\n#### 3\n#### 42 \nbye", "42"),
+        ("hash", "42", None),
+        ("hash", "####", None),
+    ],
+)
+def test_extraction(name, text, expected):
+    assert extract_answer(name, text) == expected
+
+
+def test_exact_match_ignores_case_and_spacing_only():
+    completions = ["#### New  york", "#### New York City", "New York", "#### x"]
+    answer = ["new York", "New York", "New York", None]
+    assert exact_match(completions, answer, extract="hash", other=[1]) == [1.0, 0.0, 0.0, None]
+
+
+def test_expected_answers_with_the_marker_are_read_as_completions_are():
+    gold = ["48/2 = 24\n#### 24"]
+    assert exact_match(["so\n#### 24"], gold, extract="hash") == [1.0]
+    assert exact_match(["so\n#### 48"], gold, extract="hash") == [0.0]
+    assert math_verify(["#### 24.0"], gold, extract="hash") == [1.0]
+    assert exact_match([r"\boxed{2}"], [r"It is \boxed{2}."], extract="boxed") == [1.0]
+
+
+def test_task_reward_uses_the_verifier_or_exact_match():
+    values = task_reward(
+        ["#### 1,000.0", "#### 999", "1000", "#### 1,000.0"],
+        answer=["1000", "1000", "1000", "1000"],
+        task=["reasoning_gym:chain_sum"] * 3 + ["jsonl:x.jsonl"],
+        metadata=[{}] * 4,
+        extract="hash",
+    )
+    # chain_sum compares numbers; a data file compares text; no marker is no answer.
+    assert values == [1.0, 0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("completion", "gold", "expected"),
+    [
+        (r"\boxed{\frac{1}{2}}", "0.5", 1.0),
+        (r"\boxed{1/2}", r"$\frac12$", 1.0),
+        (r"\boxed{x(x+2)}", "x^2+2x", 1.0),
+        (r"\boxed{3}", "4", 0.0),
+        ("4", "4", 0.0),  # no box, no answer
+        ("x", None, None),
+        (r"\boxed{__import__('os').getpid()}", "4", 0.0),
+    ],
+)
+def test_math_verify(completion, gold, expected):
+    assert math_verify([completion], [gold], extract="boxed") == [expected]
+
+
+def test_math_verify_keeps_text_from_parse_expr(monkeypatch):
+    import math_verify.parser
+
+    seen = []
+    monkeypatch.setattr(math_verify.parser, "parse_expr", lambda text, **_: seen.append(text))
+    verify = load("math_verify", "whole")
+    # The lone $ keeps the text from being read as LaTeX.
+    for text in ("print(1)", "2**3", "1+1", "it costs $ or so: (3+4)*5", "The answer is 12."):
+        verify("q", text, [], {"answer": "12"})
+    assert seen == []
+    math_verify.parser.parse("it costs $ or so: (3+4)*5")  # its default would have
+    assert seen != []
+
+
+def test_math_verify_says_when_the_expected_answer_is_unreadable():
+    with pytest.raises(ValueError, match="expected answer"):
+        math_verify([r"\boxed{1}"], [""], extract="boxed")
+
+
+def test_results_of_arrays_and_scalars_count_as_numbers():
+    assert read_result(np.array([0.25])) == (0.25, None, None)
+    assert read_result([np.float32(0.5)]) == (0.5, None, None)
+    assert read_result((1,)) == (1.0, None, None)
+    assert read_result([np.array([1.0, 2.0]).sum()]) == (3.0, None, None)
+    assert read_result("1")[1] == "not_a_list"
+    assert read_result([[1.0]])[1] == "not_a_number"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"functions": ()}, "empty"),
+        ({"functions": ("exactmatch",)}, "did you mean 'exact_match'"),
+        ({"functions": ("mine.py",)}, "PATH.py:function"),
+        ({"functions": ("task", "task")}, "twice"),
+        ({"weights": (1.0, 2.0)}, r"one per function \(1\), got 2"),
+        ({"weights": (float("nan"),)}, "finite"),
+        ({"extract": "boxd"}, "did you mean 'boxed'"),
+        ({"deadline_s": 0.0}, "positive"),
+        ({"workers": 0}, "at least 1"),
+        ({"on_failure": "ignore"}, "zero or skip"),
+        ({"memory_limit_mib": 1}, "at least 64"),
+    ],
+)
+def test_bad_values_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        RewardConfig(**changes)
+
+
+def test_a_home_that_does_not_exist_is_a_sentence():
+    with pytest.raises(ValueError, match="Reward.functions: ~nosuchuser/x.py:f: .*home"):
+        validate(RewardConfig(functions=("~nosuchuser/x.py:f",)))
+
+
+def test_workers_have_a_memory_limit_that_math_and_arrays_fit_into(tmp_path):
+    file = tmp_path / "mine.py"
+    body = "import numpy\ndef norm(completions, **columns):\n"
+    file.write_text(body + "    return [float(numpy.linalg.norm(numpy.ones((9, 9))))]\n")
+    config = RewardConfig(functions=("math_verify", f"{file}:norm"), extract="whole", workers=1)
+    assert config.memory_limit_mib is not None
+    example = Example("x#0", "q", "1/2", {}, "jsonl:x")
+    with RewardPool(config) as pool:
+        assert pool.submit(Job(example, "0.5")).result(timeout=60).total == 10.0
+    too_little = dataclasses.replace(config, memory_limit_mib=64)
+    with pytest.raises(RewardWorkerError, match="memory_limit_mib is 64: raise it|could not start"):
+        with RewardPool(too_little):
+            pass
+
+
+def test_numbers_are_what_sympy_would_make_of_them():
+    import sympy
+
+    for text in ("1", "0.5", ".5", "1.", "5E-310", "1E5", "123.4567890123456789012345"):
+        made, theirs = _number(text), sympy.Number(text)
+        assert made == theirs and type(made) is type(theirs)
+        assert getattr(made, "_prec", 0) == getattr(theirs, "_prec", 0)
+    for text in ("x", "1+1", "__import__('os')"):
+        with pytest.raises(ValueError, match="could not convert|not a valid|string-float"):
+            _number(text)
+
+
+def test_names_for_metrics():
+    assert RewardConfig(functions=("task", "/a/b.py:format")).names == ("task", "format")
+    same = RewardConfig(functions=("/a.py:f", "/b.py:f"))
+    assert same.names == ("/a.py:f", "/b.py:f")
+
+
+def test_user_files_are_checked_without_running_them(tmp_path):
+    def check(path, name):
+        validate(RewardConfig(functions=(f"{path}:{name}",)))
+
+    check(PLUGINS / "faults.py", "faulty")
+    check(PLUGINS / "broken_import.py", "score")  # would raise if it were executed
+    with pytest.raises(FileNotFoundError, match="no file"):
+        check(tmp_path / "absent.py", "f")
+    with pytest.raises(ValueError, match="did you mean faulty"):
+        check(PLUGINS / "faults.py", "fauly")
+    with pytest.raises(ValueError, match="async"):
+        check(PLUGINS / "faults.py", "later")
+    bad = tmp_path / "bad.py"
+    bad.write_text("def f(:\n")
+    with pytest.raises(ValueError, match="not valid Python"):
+        check(bad, "f")
+
+
+def test_the_worker_imports_nothing_heavy():
+    code = (
+        "import sys, rl.rewards.worker, rl.rewards.functions; "
+        "print(sorted(m for m in ('jax', 'numpy', 'reasoning_gym', 'math_verify', 'sympy', "
+        "'transformers', 'multiprocessing', 'pickle') if m in sys.modules))"
+    )
+    root = Path(__file__).resolve().parents[3]
+    shown = subprocess.run(
+        [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True
+    )
+    assert shown.stdout.strip() == "[]"

@@ -1,0 +1,270 @@
+"""The worker pool: every fault costs one sample, and everything else is unaffected."""
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from processes import runs
+
+from rl.data.tasks import Example
+from rl.rewards.config import RewardConfig
+from rl.rewards.pool import Job, RewardPool, Score, combine
+from rl.rewards.process import RewardWorkerError
+
+PLUGINS = Path(__file__).parent / "plugins"
+FAULTY = f"{PLUGINS / 'faults.py'}:faulty"
+HALF = f"{PLUGINS / 'faults.py'}:half"
+
+
+def job(completion, answer="4", prompt="2+2?", ids=(1, 2, 3), **columns):
+    example = Example("test#0", prompt, answer, columns, "jsonl:test.jsonl")
+    return Job(example, completion, ids)
+
+
+def config(*functions, **changes):
+    return RewardConfig(**{"functions": functions, "deadline_s": 20.0, "workers": 1} | changes)
+
+
+def wait_until(condition, limit_s=10.0):
+    stop = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < stop, "waited in vain"
+        time.sleep(0.01)
+
+
+FAULTS = {
+    "raise": "raised",
+    "sys_exit": "raised",
+    "hang": "deadline",
+    "os_exit": "died",
+    "kill": "died",
+    "length": "length",
+    "empty": "length",
+    "nan": "not_finite",
+    "inf": "not_finite",
+    "text": "not_a_number",
+    "not_a_list": "not_a_list",
+    "nothing": "not_a_list",
+}
+
+
+@pytest.fixture(scope="module")
+def stormy():
+    """All faults once, mixed with 50 good samples, on two workers."""
+    completions = [f"{'x' * (i % 7)}!" for i in range(50)]
+    for place, fault in enumerate(FAULTS):
+        completions.insert(4 * place + 2, fault)
+    completions += ["print", "read", "none", "true"]
+    with RewardPool(config(FAULTY, workers=2, deadline_s=3.0)) as pool:
+        futures = [pool.submit(job(completion)) for completion in completions]
+        scores = [future.result(timeout=60) for future in futures]
+        metrics = pool.metrics()
+    return completions, scores, pool, metrics
+
+
+def test_good_samples_are_unaffected_by_faults(stormy):
+    completions, scores, _, _ = stormy
+    good = [(c, s) for c, s in zip(completions, scores, strict=True) if c.endswith("!")]
+    assert len(good) == 50
+    for completion, score in good:
+        assert score == Score({"faulty": float(len(completion))}, float(len(completion)))
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_costs_its_sample_the_reward(stormy, fault):
+    completions, scores, _, _ = stormy
+    score = scores[completions.index(fault)]
+    assert score.total == 0.0
+    assert score.values == {"faulty": None}
+    assert score.failure.startswith(f"faulty/{FAULTS[fault]}: ")
+
+
+def test_faults_are_counted_by_kind_with_the_first_message(stormy):
+    _, _, pool, metrics = stormy
+    assert dict(pool.counters) == {
+        ("faulty", "raised"): 2,
+        ("faulty", "deadline"): 1,
+        ("faulty", "died"): 2,
+        ("faulty", "length"): 2,
+        ("faulty", "not_finite"): 2,
+        ("faulty", "not_a_number"): 1,
+        ("faulty", "not_a_list"): 2,
+    }
+    assert metrics["rewards/faulty/failures"] == 12
+    assert metrics["rewards/faulty/failures/died"] == 2
+    assert set(pool.messages) == set(pool.counters)
+    assert "deadline_s=3.0" in pool.messages["faulty", "deadline"]
+    assert pool.messages["faulty", "length"].startswith("expected 1 value for 1 completion, got")
+
+
+def test_printing_and_reading_cannot_touch_the_protocol(stormy):
+    completions, scores, _, _ = stormy
+    assert scores[completions.index("print")].total == 5.0
+    assert scores[completions.index("read")].total == 4.0  # an empty standard input
+
+
+def test_none_is_not_applicable_and_true_is_one(stormy):
+    completions, scores, _, _ = stormy
+    assert scores[completions.index("none")] == Score({"faulty": None}, None)
+    assert scores[completions.index("true")] == Score({"faulty": 1.0}, 1.0)
+
+
+def test_messages_say_where_a_scorer_raised_and_how_a_worker_died():
+    with RewardPool(config(FAULTY)) as pool:
+        raised = pool.submit(job("raise")).result(timeout=60)
+        exited = pool.submit(job("os_exit")).result(timeout=60)
+        killed = pool.submit(job("kill")).result(timeout=60)
+    assert "RuntimeError: scorer bug" in raised.failure and "faults.py:" in raised.failure
+    assert "exit status 7" in exited.failure
+    assert "SIGKILL" in killed.failure
+
+
+def test_skip_leaves_failed_samples_out():
+    with RewardPool(config(FAULTY, on_failure="skip")) as pool:
+        score = pool.submit(job("nan")).result(timeout=60)
+    assert score.total is None and score.failure is not None
+
+
+def test_a_failure_is_charged_to_the_function_that_ran():
+    with RewardPool(config(HALF, FAULTY, deadline_s=0.5, weights=(2.0, 3.0))) as pool:
+        good = pool.submit(job("xy")).result(timeout=60)
+        hung = pool.submit(job("hang")).result(timeout=60)
+        none = pool.submit(job("none")).result(timeout=60)
+    assert good == Score({"half": 0.5, "faulty": 2.0}, 2.0 * 0.5 + 3.0 * 2.0)
+    assert hung.total == 0.0 and hung.failure.startswith("faulty/deadline")
+    assert none == Score({"half": 0.5, "faulty": None}, 1.0)
+    assert dict(pool.counters) == {("faulty", "deadline"): 1}
+
+
+def test_a_scorer_over_the_memory_limit_fails_alone():
+    with RewardPool(config(FAULTY, memory_limit_mib=1024)) as pool:
+        memory = pool.submit(job("memory")).result(timeout=60)
+        after = pool.submit(job("xyz")).result(timeout=60)
+    assert memory.failure.startswith("faulty/raised: MemoryError")
+    assert after.total == 3.0
+
+
+def test_a_hung_scorer_is_killed_with_its_children(tmp_path):
+    pid_file = tmp_path / "pid"
+    function = f"{PLUGINS / 'faults.py'}:leaves_a_child"
+    with RewardPool(config(function, deadline_s=1.0)) as pool:
+        score = pool.submit(job(str(pid_file))).result(timeout=60)
+    assert score.failure.startswith("leaves_a_child/deadline")
+    child = int(pid_file.read_text())
+    wait_until(lambda: not runs(child))
+
+
+def test_submit_returns_at_once_and_scoring_starts_while_others_are_made():
+    with RewardPool(config(FAULTY, deadline_s=30.0, workers=2)) as pool:
+        hung = pool.submit(job("hang"))
+        quick = [pool.submit(job("x" * i)) for i in range(20)]
+        assert [future.result(timeout=20).total for future in quick] == list(range(20))
+        assert not hung.done()
+        start = time.monotonic()
+    assert time.monotonic() - start < 5.0  # close does not wait for the hung one
+    with pytest.raises(RuntimeError, match="closed"):
+        hung.result(timeout=1)
+
+
+def test_close_cancels_what_is_queued_and_ends_the_workers():
+    pool = RewardPool(config(FAULTY, deadline_s=30.0))
+    with pool:
+        first = pool.submit(job("hang"))
+        queued = pool.submit(job("x"))
+        wait_until(first.running)
+        pid = pool._workers[0]._process.pid
+    assert queued.cancelled()
+    assert not runs(pid)
+    with pytest.raises(RuntimeError, match="not open"):
+        pool.submit(job("x"))
+
+
+PARENT = """
+import sys, time
+from rl.rewards.config import RewardConfig
+from rl.rewards.pool import Job, RewardPool
+from rl.data.tasks import Example
+
+with RewardPool(RewardConfig(functions=(sys.argv[1],), deadline_s=60.0, workers=1)) as pool:
+    future = pool.submit(Job(Example("test#0", "q", "a", {}, "jsonl:x"), "hang"))
+    while not future.running():
+        time.sleep(0.01)
+    print(pool._workers[0]._process.pid, flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the parent-death signal is Linux's")
+def test_workers_do_not_outlive_a_killed_parent_even_in_a_hung_scorer():
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT, FAULTY],
+        cwd=Path(__file__).resolve().parents[3],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    worker = int(parent.stdout.readline())
+    time.sleep(0.2)  # well inside the scorer
+    assert runs(worker)
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    parent.stdout.close()
+    wait_until(lambda: not runs(worker))
+
+
+def test_user_functions_get_columns_ids_and_chats_as_trl_gives_them():
+    faults = PLUGINS / "faults.py"
+    with RewardPool(config(f"{faults}:sees")) as pool:
+        assert pool.submit(job("x", difficulty=10)).result(timeout=60).total == 10 + 3 + 4
+    with RewardPool(config(f"{faults}:chat")) as pool:
+        prompt = ({"role": "user", "content": "hi"},)
+        assert pool.submit(job("hello", prompt=prompt)).result(timeout=60).total == 1.0
+
+
+def test_an_import_error_in_the_users_file_is_told_at_the_start():
+    with pytest.raises(RewardWorkerError, match="a_module_that_does_not_exist"):
+        with RewardPool(config(f"{PLUGINS / 'broken_import.py'}:score", workers=2)):
+            pass
+
+
+def test_a_file_that_breaks_later_stops_the_run_instead_of_respawning_for_ever(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("import os\ndef f(**columns):\n    os._exit(1)\n")
+    with RewardPool(config(f"{file}:f")) as pool:
+        file.write_text("raise ValueError('edited meanwhile')\n")
+        assert pool.submit(job("x")).result(timeout=60).failure.startswith("f/died")
+        with pytest.raises(RewardWorkerError, match="edited meanwhile"):
+            pool.submit(job("y")).result(timeout=60)
+
+
+def test_a_task_that_cannot_be_opened_is_an_error_and_not_a_zero():
+    example = Example("x#0", "q", "1", {"metadata": {}}, "reasoning_gym:countdown")
+    with RewardPool(config("task")) as pool:
+        with pytest.raises(RewardWorkerError, match="refused"):
+            pool.submit(Job(example, "#### 1")).result(timeout=60)
+
+
+def test_a_worker_that_dies_while_idle_costs_nothing():
+    with RewardPool(config(FAULTY)) as pool:
+        assert pool.submit(job("x")).result(timeout=60).total == 1.0
+        pool._workers[0].kill()
+        assert pool.submit(job("xx")).result(timeout=60).total == 2.0
+    assert not pool.counters
+
+
+def test_columns_that_are_not_json_are_refused_at_submit():
+    with RewardPool(config("exact_match")) as pool:
+        with pytest.raises(TypeError, match="test#0.*JSON"):
+            pool.submit(job("x", when=object()))
+
+
+def test_combine_weighs_what_applies():
+    two = RewardConfig(functions=("exact_match", "math_verify"), weights=(1.0, 0.5))
+    ok = combine(two, [[1.0, None, None], [0.25, None, None]])
+    assert ok == Score({"exact_match": 1.0, "math_verify": 0.25}, 1.125)
+    assert combine(two, [[None, None, None], [1.0, None, None]]).total == 0.5
+    assert combine(two, [[None, None, None], [None, None, None]]).total is None
+    failed = combine(two, [[1.0, None, None], [None, "raised", "boom"]])
+    assert failed.total == 0.0 and failed.failure == "math_verify/raised: boom"

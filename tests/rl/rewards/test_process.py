@@ -1,0 +1,182 @@
+"""What a worker says is heard by the sample that it was asked about, within limits."""
+
+import os
+import signal
+import sys
+import threading
+import time
+from concurrent.futures import Future
+from pathlib import Path
+
+import pytest
+from processes import runs
+
+from rl.data.tasks import Example
+from rl.rewards import pool as pool_module
+from rl.rewards import process
+from rl.rewards.config import RewardConfig
+from rl.rewards.pool import Job, RewardPool, Score, combine
+from rl.rewards.process import RewardWorkerError
+
+FAULTS = Path(__file__).parent / "plugins" / "faults.py"
+EXAMPLE = Example("test#0", "2+2?", "4", {}, "jsonl:test.jsonl")
+
+
+def config(function, **changes):
+    fields = {"functions": (f"{FAULTS}:{function}",), "deadline_s": 5.0, "workers": 1}
+    return RewardConfig(**fields | changes)
+
+
+def scores_of(pool, completions):
+    futures = [pool.submit(Job(EXAMPLE, completion)) for completion in completions]
+    return [future.result(timeout=60) for future in futures]
+
+
+def ends_soon(pid, limit_s=10.0):
+    stop = time.monotonic() + limit_s
+    while runs(pid) and time.monotonic() < stop:
+        time.sleep(0.01)
+    return not runs(pid)
+
+
+def test_a_scorer_that_forks_and_returns_twice_gives_no_other_sample_its_score():
+    completions = ["x" * i for i in range(20)]
+    completions[3:3] = ["fork", "fork twice"]
+    with RewardPool(config("forks")) as pool:
+        scores = scores_of(pool, completions)
+        assert not pool.counters
+    assert [score.total for score in scores] == [len(c) for c in completions]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "junk\n",
+        "no end of line",
+        '{"outcomes": [[99.0, null, null]]}\n',
+        '{"ticket": "1-00", "outcomes": [[99.0, null, null]]}\n',
+        '{"fatal": "so it says"}\n',
+        "[" * 5000 + "\n",
+    ],
+)
+def test_text_on_the_pipe_costs_the_sample_that_wrote_it(text):
+    with RewardPool(config("scribbles")) as pool:
+        before, scribble, after = scores_of(pool, ["xx", f"now: {text}", "xxx"])
+    assert before.total == 2.0 and after.total == 3.0
+    assert scribble.total == 0.0 and scribble.failure.startswith("scribbles/protocol")
+
+
+def test_text_that_comes_later_costs_nobody():
+    with RewardPool(config("scribbles")) as pool:
+        (late,) = scores_of(pool, ["late: junk\n"])
+        time.sleep(0.5)
+        scores = scores_of(pool, ["x", "xx"])
+        assert not pool.counters
+    assert late.failure is None and [score.total for score in scores] == [1.0, 2.0]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_children_in_sessions_of_their_own_end_with_the_worker(tmp_path):
+    with RewardPool(config("leaves_daemons")) as pool:
+        (score,) = scores_of(pool, [str(tmp_path / "pid")])
+        assert score.total == 1.0
+        children = [int(path.read_text()) for path in sorted(tmp_path.iterdir())]
+        assert len(children) == 2 and all(map(runs, children))
+    assert all(map(ends_soon, children))
+
+
+@pytest.mark.parametrize("completion", ["x", "more than a pipe holds" * 10_000])
+def test_a_worker_that_was_stopped_while_idle_is_found_by_its_silence(monkeypatch, completion):
+    monkeypatch.setattr(process, "_LEAST_PULSE_S", 1.0)
+    with RewardPool(config("half", deadline_s=1.0), startup_s=120.0) as pool:
+        os.kill(pool._workers[0]._process.pid, signal.SIGSTOP)
+        began = time.monotonic()
+        (score,) = scores_of(pool, [completion])
+        assert time.monotonic() - began < 30.0  # far from the 120 s of a start
+        assert score.total == 0.5 and not pool.counters
+
+
+def test_a_worker_that_does_not_start_is_given_up(tmp_path):
+    (tmp_path / "slow.py").write_text("import time\ntime.sleep(60)\ndef f(**c): return [1.0]\n")
+    endless = RewardConfig(functions=(f"{tmp_path}/slow.py:f",), workers=1)
+    with pytest.raises(RewardWorkerError, match="could not start: no answer within its time"):
+        with RewardPool(endless, startup_s=1.0):
+            pass
+
+
+def test_a_start_that_hangs_outside_the_worker_is_given_up(monkeypatch):
+    let_go = threading.Event()
+    monkeypatch.setattr(process.WorkerProcess, "__init__", lambda *_: let_go.wait(30))
+    monkeypatch.setattr(pool_module, "_MARGIN_S", 0.2)
+    with pytest.raises(RewardWorkerError, match="did not start within 0 s"):
+        with RewardPool(config("half"), startup_s=0.1):
+            pass
+    let_go.set()
+
+
+class Odd(Exception):
+    """Of a kind that nobody expects."""
+
+
+@pytest.mark.parametrize("method", ["__init__", "wait_ready", "dispose"])
+def test_what_a_replacement_raises_is_told_to_later_samples(monkeypatch, method):
+    def fails(self, *arguments):
+        raise Odd("no")
+
+    with RewardPool(config("faulty")) as pool:
+        with monkeypatch.context() as patch:
+            patch.setattr(process.WorkerProcess, method, fails)
+            died = pool.submit(Job(EXAMPLE, "os_exit"))
+            later = [pool.submit(Job(EXAMPLE, "x")) for _ in range(3)]
+            assert died.result(timeout=60).failure.startswith("faulty/died")
+            for future in later:
+                with pytest.raises(RewardWorkerError, match="could not be .*no"):
+                    future.result(timeout=60)
+
+
+def test_what_asking_raises_is_its_samples_and_the_thread_goes_on(monkeypatch):
+    with RewardPool(config("half")) as pool:
+        with monkeypatch.context() as patch:
+            patch.setattr(process.WorkerProcess, "ask", lambda self, job: [][1])
+            with pytest.raises(IndexError):
+                pool.submit(Job(EXAMPLE, "x")).result(timeout=60)
+        assert scores_of(pool, ["x"])[0].total == 0.5
+
+
+def test_waiting_for_a_score_can_be_broken_off_and_has_an_end(monkeypatch):
+    class Asked(Exception):
+        pass
+
+    def stop():
+        raise Asked
+
+    with RewardPool(config("faulty", deadline_s=60.0)) as pool:
+        hung = pool.submit(Job(EXAMPLE, "hang"))
+        with pytest.raises(Asked):
+            pool.result(hung, stop)
+        monkeypatch.setattr(pool_module, "_MARGIN_S", 0.0)
+        pool.config = config("faulty", deadline_s=0.2)
+        pool._startup_s = 0.0
+        with pytest.raises(RewardWorkerError, match="has answered for"):
+            pool.result(Future())
+
+
+def test_sums_that_float32_does_not_hold_cost_their_sample():
+    two = RewardConfig(functions=("exact_match", "math_verify"), weights=(1.0, 1e10))
+    good = combine(two, [[1.0, None, None], [1e20, None, None]])
+    assert good == Score({"exact_match": 1.0, "math_verify": 1e20}, 1e30 + 1.0)
+    skip = RewardConfig(functions=two.functions, weights=two.weights, on_failure="skip")
+    for values in ([0.0, 1e30], [-3.4e38, -1e28], [3e38, 3e300]):
+        outcomes = [[value, None, None] for value in values]
+        score = combine(two, outcomes)
+        assert score.total == 0.0 and score.failure.startswith("sum/not_finite")
+        assert combine(skip, outcomes).total is None
+
+
+def test_huge_rewards_are_counted_as_failures():
+    heavy = config("huge", weights=(10.0,))
+    with RewardPool(heavy) as pool:
+        sums, value, good = scores_of(pool, ["1e38", "1e308", "1.5"])
+        assert dict(pool.counters) == {("sum", "not_finite"): 1, ("huge", "not_finite"): 1}
+        assert pool.metrics()["rewards/sum/failures"] == 1.0
+    assert sums.total == value.total == 0.0 and good.total == 15.0

@@ -1,0 +1,87 @@
+"""What is said where a process does not run on the devices that were meant."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+from rl.runtime import devices
+
+ROOT = Path(__file__).parents[3]
+NODE = ["/dev/nvidia0"]
+
+
+@pytest.mark.parametrize(
+    ("backend", "asked", "nodes", "plugins"),
+    [
+        ("cpu", None, [], []),
+        ("cpu", "", [], []),
+        ("cpu", "cpu", NODE, ["xla_cuda13"]),
+        ("gpu", None, NODE, ["xla_cuda13"]),
+        ("gpu", "cuda", NODE, []),
+        ("gpu", "cuda,cpu", NODE, []),
+        ("tpu", "tpu,cpu", [], []),
+    ],
+)
+def test_devices_that_were_meant_are_not_spoken_of(backend, asked, nodes, plugins):
+    assert devices.fallback(backend, asked, nodes, plugins) is None
+
+
+@pytest.mark.parametrize(
+    ("backend", "asked", "nodes", "plugins", "words"),
+    [
+        ("cpu", None, NODE, [], "on the CPU, though /dev/nvidia0 is there: install JAX"),
+        ("cpu", "", [], ["xla_cuda13"], "JAX's plug-in 'xla_cuda13' is installed"),
+        ("cpu", None, NODE, ["xla_cuda13"], "JAX_PLATFORMS=cpu if the CPU is meant"),
+        ("cpu", "cuda,cpu", [], [], "on the CPU, not on cuda, which JAX_PLATFORMS='cuda,cpu'"),
+        ("gpu", "tpu,cuda", [], [], "on the GPU, not on tpu"),
+    ],
+)
+def test_a_fallback_is_one_line(backend, asked, nodes, plugins, words):
+    text = devices.fallback(backend, asked, nodes, plugins)
+    assert words in text and "\n" not in text
+
+
+@pytest.mark.parametrize("platform", ["cuda", "no_such_platform"])
+def test_a_platform_that_is_not_there_is_one_line(platform, monkeypatch, tmp_path):
+    monkeypatch.setenv("JAX_PLATFORMS", platform)
+    command = [sys.executable, "-m", "rl.train", "--gin.Run.steps=1"]
+    done = subprocess.run(
+        [*command, f"--gin.Run.directory='{tmp_path / 'run'}'"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.count("\n") == 1 and f"JAX_PLATFORMS='{platform}'" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("environ", "named"),
+    [
+        ({"JAX_NUM_PROCESSES": "2"}, "JAX_NUM_PROCESSES=2"),
+        ({"JAX_COORDINATOR_ADDRESS": "host:1234"}, "JAX_COORDINATOR_ADDRESS"),
+        ({"OMPI_COMM_WORLD_SIZE": "8"}, "OMPI_COMM_WORLD_SIZE=8"),
+        ({"SLURM_STEP_NUM_TASKS": "4"}, "SLURM_STEP_NUM_TASKS=4"),
+        ({"TPU_WORKER_HOSTNAMES": "a,b"}, "TPU_WORKER_HOSTNAMES"),
+    ],
+)
+def test_one_process_of_several_is_refused(environ, named):
+    with pytest.raises(ValueError, match=f"expected one process, got {named}"):
+        devices.refuse_several_processes(environ)
+
+
+def test_one_process_is_accepted():
+    alone = {"JAX_NUM_PROCESSES": "1", "SLURM_NTASKS": "8", "TPU_WORKER_HOSTNAMES": "localhost"}
+    devices.refuse_several_processes(alone)
+
+
+def test_a_process_that_jax_knows_as_one_of_several_is_refused(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(ValueError, match="expected one process, got 2"):
+        devices.found()

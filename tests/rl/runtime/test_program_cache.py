@@ -1,0 +1,76 @@
+"""The folder of compiled programs is its user's alone, and stays within bounds."""
+
+from __future__ import annotations
+
+import os
+import stat
+
+import jax
+import pytest
+
+from rl.runtime import program_cache
+
+
+@pytest.fixture
+def unset(tmp_path, monkeypatch):
+    """No cache is set, as for a user; the home is ours."""
+    before = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", None)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    yield tmp_path / "cache"
+    jax.config.update("jax_compilation_cache_dir", before)
+
+
+def test_one_folder_for_all_runs_of_a_user(unset):
+    assert program_cache.keep() is None
+    folder = jax.config.jax_compilation_cache_dir
+    assert folder == str(program_cache.own_folder()) and folder.startswith(str(unset))
+    for path in (folder, unset / "reprise"):
+        assert stat.S_IMODE(os.stat(path).st_mode) == 0o700
+
+
+def test_what_the_user_has_set_wins(unset, tmp_path):
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path / "set"))
+    assert program_cache.keep() is None
+    assert jax.config.jax_compilation_cache_dir == str(tmp_path / "set")
+    assert not unset.exists()
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o770, 0o702])
+@pytest.mark.parametrize("level", ["cache", "reprise", "compiled"])
+def test_a_folder_that_others_can_write_to_is_not_used(unset, mode, level):
+    own = program_cache.own_folder()
+    {"cache": unset, "reprise": unset / "reprise", "compiled": own}[level].chmod(mode)
+    warning = program_cache.keep()
+    assert "can be written by others" in warning and "JAX_COMPILATION_CACHE_DIR" in warning
+    assert jax.config.jax_compilation_cache_dir is None
+
+
+def test_another_users_folder_a_link_and_a_file_are_not_used(unset, tmp_path, monkeypatch):
+    own = program_cache.own_folder()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+        assert "can be written by others" in program_cache.keep()
+    own.rmdir()
+    own.symlink_to(tmp_path)
+    assert "is no folder" in program_cache.keep()
+    own.unlink()
+    own.write_text("")
+    assert "is no folder" in program_cache.keep()
+    assert jax.config.jax_compilation_cache_dir is None
+
+
+def test_where_none_can_be_made_the_run_goes_on_without(unset, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file" / "cache"))
+    assert "every run compiles them anew" in program_cache.keep()
+
+
+def test_what_was_written_longest_ago_goes_first(tmp_path):
+    for i in range(5):
+        (tmp_path / str(i)).write_bytes(bytes(100))
+        os.utime(tmp_path / str(i), (0, i))
+    program_cache.prune(tmp_path, 350)
+    assert sorted(os.listdir(tmp_path)) == ["2", "3", "4"]
+    program_cache.prune(tmp_path, 350)
+    assert len(os.listdir(tmp_path)) == 3

@@ -1,0 +1,216 @@
+"""The progress display: its line, and that only a real terminal sees control codes."""
+
+from __future__ import annotations
+
+import ast
+import io
+import os
+import re
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+import rl
+from rl.runtime.progress import PlainProgress, RichProgress, format_step, progress, say, time_left
+
+ROW = {
+    "step": 7,
+    "reward": 0.4125,
+    "completions/mean_length": 187.26,
+    "entropy": 0.8314,
+    "perf/throughput": 15320.4,
+    "step_time": 4.207,
+    "kl": 0.1,
+}
+LINE = "step   7/200  reward  0.412  length   187.3  entropy  0.831     15,320 tok/s      4.21 s"
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_the_line_of_a_step():
+    assert format_step(ROW, 200) == LINE
+    assert format_step({"step": 7, "reward": None}) == "step     7  reward    nan"
+    assert format_step({"step": 7}, 9) == "step 7/9"
+
+
+def test_lines_of_one_run_are_equally_long():
+    small = ROW | {"step": 199, "reward": -1.0, "perf/throughput": 3.0, "step_time": 1234.5}
+    assert len(format_step(small, 200)) == len(format_step(ROW, 200))
+
+
+class Clock:
+    """Seconds that pass when they are told to."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def drive(shown) -> None:
+    with shown:
+        shown.message("resumed from [bold]step 6[/bold]\x1b[31m")
+        shown.phase(7, "rollout")
+        shown.rollout(0, 4, 0)
+        shown.rollout(4, 4, 900)
+        shown.step(ROW)
+
+
+def test_a_pipe_gets_plain_flushed_lines():
+    read_fd, write_fd = os.pipe()
+    with os.fdopen(write_fd, "w") as stream:
+        drive(progress(stream, total_steps=200))
+        text = os.read(read_fd, 65536).decode()  # before the stream is closed
+    os.close(read_fd)
+    assert text == f"resumed from [bold]step 6[/bold]\\x1b[31m\n{LINE}  about 14 min left\n"
+
+
+def test_a_pipe_hears_where_a_run_is_once_it_was_silent_for_long():
+    stream, clock = io.StringIO(), Clock()
+    with progress(stream, total_steps=20, clock=clock) as shown:
+        shown.phase(3, "rollout")
+        clock.now_s += 9
+        shown.rollout(1, 8, 100)
+        clock.now_s += 2
+        shown.rollout(2, 8, 1200)
+        shown.rollout(3, 8, 1300)
+        clock.now_s += 11
+        shown.phase(3, "update")
+        shown.step({"step": 3, "step_time": 20.0})
+        shown.step({"step": 4, "step_time": 40.0})
+        clock.now_s += 11
+        shown.phase(5, "rollout")
+        shown.step({"step": 20, "step_time": 40.0})
+    assert stream.getvalue().splitlines() == [
+        "step  3/20: rollout, 2/8 responses  1,200 tokens",
+        "step  3/20: update",
+        "step  3/20     20.00 s  about 6 min left",
+        "step  4/20     40.00 s  about 8 min left",
+        "step  5/20: rollout  about 8 min left",
+        "step 20/20     40.00 s",
+    ]
+
+
+def test_a_pipe_hears_how_far_a_compilation_is():
+    stream, clock = io.StringIO(), Clock()
+    with progress(stream, clock=clock) as shown:
+        shown.compiling("rollouts", 0, 19)
+        for done in range(1, 20):
+            clock.now_s += 2
+            shown.compiling("rollouts", done, 19)
+    assert stream.getvalue().splitlines() == [
+        "compiling rollouts: 19 programs",
+        "compiling rollouts: 5 of 19, 10 s",
+        "compiling rollouts: 10 of 19, 20 s",
+        "compiling rollouts: 15 of 19, 30 s",
+        "compiled rollouts: 19 programs in 38 s",
+    ]
+
+
+def test_an_evaluation_in_a_pipe_hears_its_responses():
+    stream, clock = io.StringIO(), Clock()
+    with progress(stream, clock=clock) as shown:
+        clock.now_s += 10
+        shown.rollout(5, 80, 999)
+    assert stream.getvalue() == "rollout, 5/80 responses  999 tokens\n"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(0.2, "1 s"), (89, "89 s"), (91, "2 min"), (5300, "88 min"), (7800, "2 h 10 min")],
+)
+def test_time_left_is_said_as_a_person_would(seconds, words):
+    assert time_left(seconds) == f"about {words} left"
+
+
+def test_all_that_commands_print_is_escaped():
+    """Whoever prints does it through `say`: names and messages come from outside."""
+    prints = [
+        f"{path.name}:{node.lineno}"
+        for path in sorted(Path(rl.__file__).parent.rglob("*.py"))
+        if path.parent.name != "warmstart"  # names nothing that comes from outside
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "print"
+    ]
+    assert prints == []
+
+
+def test_control_codes_and_marks_of_direction_are_escaped():
+    stream = io.StringIO()
+    say("a\x1b]0;title\x07\x1b[2Jb\u202ec\u2066d\x9b1m\r\n\té", stream)
+    assert stream.getvalue() == r"a\x1b]0;title\x07\x1b[2Jb\u202ec\u2066d\x9b1m\r" + "\n\té\n"
+
+
+@pytest.mark.parametrize("term", ["dumb", "unknown", "DUMB"])
+def test_a_dumb_terminal_gets_plain_lines(term):
+    stream = Terminal()
+    drive(progress(stream, total_steps=200, environ={"TERM": term}))
+    assert "\x1b" not in stream.getvalue() and LINE in stream.getvalue()
+
+
+def test_a_terminal_without_rich_gets_plain_lines(monkeypatch):
+    monkeypatch.setitem(sys.modules, "rich", None)
+    stream = Terminal()
+    assert isinstance(progress(stream, environ={"TERM": "xterm"}), PlainProgress)
+
+
+def test_letters_that_the_stream_lacks_do_not_stop_a_run():
+    raw = io.BytesIO()
+    stream = io.TextIOWrapper(raw, encoding="ascii")
+    with progress(stream) as shown:
+        shown.message("é\ud800")
+    assert raw.getvalue() == b"\\xe9\\ud800\n"
+
+
+def test_a_terminal_gets_the_lines_and_a_bar(monkeypatch):
+    pytest.importorskip("rich")
+    pty = pytest.importorskip("pty")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    main_fd, terminal_fd = pty.openpty()
+    chunks: list[bytes] = []
+    reader = threading.Thread(target=_drain, args=(main_fd, chunks))
+    reader.start()
+    stdout = sys.stdout
+    with os.fdopen(terminal_fd, "w") as stream:
+        shown = progress(stream, total_steps=200)
+        assert isinstance(shown, RichProgress)
+        with shown:
+            assert sys.stdout is stdout  # it is no terminal here: left alone
+            shown.message("resumed from [bold]step 6[/bold]")
+            shown.compiling("rollouts", 7, 19)
+            shown._bars.refresh()
+            shown.phase(7, "rollout")
+            shown.rollout(2, 4, 450)
+            shown._bars.refresh()
+            shown.phase(7, "update")
+            shown._bars.refresh()
+            shown.step(ROW)
+    reader.join(timeout=10)
+    os.close(main_fd)
+    text = b"".join(chunks).decode()
+    assert "resumed from [bold]step 6[/bold]" in text
+    assert "2/4 responses  450 tokens" in text and f"{LINE}  about 14 min left" in text
+    assert "compiling rollouts" in text and "7 of 19" in text
+    assert "step   7/200: rollout" in text and "step   7/200: update" in text
+    assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 1  # the cursor is given back
+    # The bar is gone after the step's line.
+    assert "responses" not in re.split(re.escape(LINE), text)[1]
+
+
+def _drain(fd: int, chunks: list[bytes]) -> None:
+    while True:
+        try:
+            chunk = os.read(fd, 4096)
+        except OSError:  # the other end is closed
+            return
+        if not chunk:
+            return
+        chunks.append(chunk)

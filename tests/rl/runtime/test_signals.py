@@ -1,0 +1,174 @@
+"""Signals and silence, seen by a thread of their own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+from rl.runtime.signals import EXPORTING, SAVING, Limits, Stopped, Watch
+from rl.runtime.waits import Hang, Patience, place_of, result_of
+
+TINY = Limits(hang_s=30.0, compile_s=30.0, stop_s=30.0)
+
+
+class Ended:
+    """Stands for the end of the process: with which status, and what was said."""
+
+    def __init__(self):
+        self.status, self.said, self.happened = None, [], threading.Event()
+
+    def __call__(self, status):
+        self.status = status
+        self.happened.set()
+
+
+def watching(limits=TINY, step=3):
+    ended = Ended()
+    standing = (step, f"step {step} stands") if step else (0, "nothing to save")
+    watch = Watch(limits, standing=lambda: standing, say=ended.said.append, end=ended)
+    return watch, ended
+
+
+def send(number):
+    os.kill(os.getpid(), number)
+
+
+def wait_for(condition):
+    until = time.monotonic() + 20
+    while not condition() and time.monotonic() < until:
+        time.sleep(0.01)
+    assert condition()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(("step", "status"), [(0, None), (3, 75)])
+def test_while_it_compiles_a_run_is_stopped_at_once(number, step, status):
+    watch, ended = watching(step=step)
+    with watch:
+        send(number)
+        assert ended.happened.wait(20)
+    words = "step 3 stands" if step else "nothing to save"
+    assert ended.said == [f"stopped before step {step + 1}; {words}"]
+    assert ended.status == (status or 128 + number)
+
+
+def test_a_step_under_way_is_told_and_then_left_in_time():
+    watch, ended = watching()
+    with watch:
+        watch.at("rollout")
+        watch.check()
+        send(signal.SIGTERM)
+        wait_for(lambda: ended.said)
+        with pytest.raises(Stopped):
+            watch.check()
+        send(signal.SIGTERM)  # once more changes nothing
+        time.sleep(0.3)
+    assert ended.said == ["stopping: saving the last whole step..."] and ended.status is None
+    assert watch.exit_status == 75
+
+
+def test_what_is_not_left_in_time_is_ended():
+    watch, ended = watching(Limits(hang_s=30.0, stop_s=0.2))
+    with watch:
+        watch.at("update")
+        send(signal.SIGTERM)
+        assert ended.happened.wait(20)
+    assert ended.status == 75
+    assert "stopped at update, which did not come to an end in 0." in ended.said[-1]
+    assert ended.said[-1].endswith("; step 3 stands")
+
+
+@pytest.mark.parametrize("part", [SAVING, EXPORTING])
+def test_what_saves_may_take_longer(part):
+    watch, ended = watching(Limits(hang_s=30.0, stop_s=0.2))
+    with watch:
+        watch.at(part)
+        send(signal.SIGTERM)
+        wait_for(lambda: ended.said)
+        time.sleep(0.6)
+        assert not ended.happened.is_set()
+        if part == SAVING:  # and the next part has its time from then on
+            watch.at("rollout")
+            with pytest.raises(Stopped):
+                watch.check()
+            assert ended.happened.wait(20)
+
+
+def test_a_second_ctrl_c_ends_at_once():
+    watch, ended = watching()
+    with watch:
+        watch.at(SAVING)
+        send(signal.SIGINT)
+        wait_for(lambda: ended.said)
+        send(signal.SIGINT)
+        assert ended.happened.wait(20)
+    assert ended.said[-1] == "stopped at once; step 3 stands"
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize(
+    "part", ["starting", "rollout", "reward", "update", "checkpoint", EXPORTING]
+)
+def test_a_main_thread_that_hangs_is_named_and_ended(part):
+    watch, ended = watching(Limits(hang_s=0.6, compile_s=0.6))
+    with watch:
+        watch.at(part)
+        for _ in range(4):  # signs of life beat the deadline
+            time.sleep(0.2)
+            watch.check()
+        assert not ended.happened.is_set()
+        assert ended.happened.wait(20)  # as in a device call that never comes back
+    assert ended.status == 1
+    assert f"from the main thread at {part} (tests/rl/runtime/test_signals.py:" in ended.said[-1]
+
+
+def test_a_terminal_that_hangs_does_not_keep_a_process():
+    ended, never = Ended(), threading.Event()
+    with Watch(say=lambda text: never.wait(60), end=ended):
+        send(signal.SIGTERM)
+        assert ended.happened.wait(20)
+    never.set()
+
+
+def test_handlers_are_as_before_once_it_is_over():
+    before = [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)]
+    with watching()[0]:
+        pass
+    assert [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)] == before
+
+
+@pytest.mark.fault
+def test_a_result_that_never_comes_is_a_hang_and_progress_is_none():
+    from concurrent.futures import Future
+
+    alive, beats = [], iter(range(8))
+    patience = Patience(0.2, lambda: alive.append(1))
+    began_s = time.monotonic()
+    with pytest.raises(Hang, match="MainThread waits for a copy: no sign of life for 0"):
+        result_of(Future(), "a copy", patience, lambda: next(beats, None))
+    assert len(alive) == 8 and time.monotonic() - began_s > 0.5
+    done: Future[int] = Future()
+    done.set_result(5)
+    assert result_of(done, "a number", Patience(0.0)) == 5
+
+
+def test_where_a_thread_is():
+    assert place_of(threading.get_ident()).startswith("rl/runtime/waits.py:")
+    assert place_of(-1) == "it has ended"
+
+
+def test_a_live_display_is_taken_away_before_the_last_words():
+    ended, happened = Ended(), []
+    watch = Watch(
+        say=lambda text: happened.append("words"),
+        close=lambda: happened.append("cleared"),
+        end=ended,
+    )
+    with watch:
+        send(signal.SIGINT)
+        assert ended.happened.wait(20)
+    assert happened == ["cleared", "words"]

@@ -1,0 +1,103 @@
+"""Every wait of a run has an end, and what is waited for is named."""
+
+from __future__ import annotations
+
+import threading
+import time
+from types import SimpleNamespace
+
+import jax.numpy as jnp
+import pytest
+
+from benchmarks import hangs, tiny_run
+from benchmarks.hangs import PLANTED, StandIn, plant
+from rl.checkpoint import checkpointer
+from rl.checkpoint.checkpointer import latest_whole_step
+from rl.loop import setup as run_setup
+from rl.runtime.waits import Hang, Patience
+from rl.speculation import sources
+from rl.workers import worker_group
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("wait", PLANTED)
+def test_what_hangs_is_ended_and_named(wait):
+    outcome = plant(wait)
+    assert outcome.ended_and_named, outcome
+
+
+@pytest.mark.parametrize(
+    "wait",
+    ["main thread: update", "worker: rounds", "save: its turn", "save: manifest"],
+)
+def test_what_ends_by_itself_does_not_count_as_ended(monkeypatch, wait):
+    """A wait that no deadline ends would be found: here it is over before the deadline."""
+    monkeypatch.setattr(hangs, "NEVER_S", 0.01)
+    outcome = plant(wait)
+    assert not outcome.ended_and_named, outcome
+
+
+@pytest.mark.fault
+def test_a_rollout_that_is_given_up_does_not_wait_for_a_worker_that_hangs(monkeypatch):
+    """It waits for less than a hang's limit: somebody has asked for the end."""
+    monkeypatch.setattr(worker_group, "LEAVING_S", 0.2)
+    monkeypatch.setattr(hangs, "LIMIT_S", 60.0)
+    never, begun = threading.Event(), time.monotonic()
+    team = hangs.team_of([StandIn("rounds", never)])
+    with pytest.raises(KeyboardInterrupt):
+        with team.session(team.make_scheduler(), 4, 8) as left:
+            hangs.submit(left)
+            raise KeyboardInterrupt
+    assert time.monotonic() - begun < 20
+    never.set()
+
+
+def test_a_worker_without_requests_is_ended_by_close():
+    """Nobody watches it, and it does not count as one that hangs."""
+    team = hangs.team_of([StandIn("nowhere", threading.Event())])
+    with team.session(team.make_scheduler(), 4, 8) as idle:
+        until = time.monotonic() + 3 * hangs.LIMIT_S
+        while time.monotonic() < until:
+            assert idle.next_result(0.05) is None
+        (thread,) = idle._threads.values()
+        assert thread.is_alive()
+    assert not thread.is_alive()
+
+
+@pytest.mark.fault
+def test_a_turn_is_waited_for_as_long_as_the_other_save_goes_on(tmp_path, monkeypatch):
+    alive, beats = [], iter(range(8))
+    other = SimpleNamespace(directory="there", _progress=lambda: next(beats, None))
+    monkeypatch.setattr(checkpointer, "_writer", other)
+    patience, began_s = Patience(0.2, lambda: alive.append(1)), time.monotonic()
+    with checkpointer.Checkpointer(tmp_path, patience=patience) as saver, checkpointer._writing:
+        with pytest.raises(Hang, match="waits for a save in there: no sign of life for 0"):
+            saver.save(1, {"x": jnp.zeros(2)})
+    assert len(alive) >= 8 and time.monotonic() - began_s > 0.5
+
+
+@pytest.mark.fault
+def test_an_index_that_hangs_ends_the_run_with_the_last_whole_step_saved(
+    tiny, tmp_path, monkeypatch
+):
+    never = threading.Event()
+
+    def impatient(*args, **options):
+        return sources.Speculation(*args, **options | {"patience": Patience(0.3)})
+
+    build, begun = sources.build_index, []
+
+    def hanging(*args):
+        if threading.current_thread() is not threading.main_thread():
+            begun.append(args)
+            if len(begun) == 2:  # in the second step, for the third
+                never.wait(60)
+        return build(*args)
+
+    monkeypatch.setattr(sources, "build_index", hanging)
+    monkeypatch.setattr(run_setup, "Speculation", impatient)
+    settings = ("Speculation.budget='fixed:1'", "Speculation.sources=('history',)")
+    with pytest.raises(Hang, match="waits for the index of the prompts' history"):
+        tiny_run.train(tiny, tmp_path, *settings, "Checkpoint.every_steps=0")
+    assert latest_whole_step(tmp_path / "checkpoints") == 2
+    never.set()

@@ -1,0 +1,259 @@
+"""Published against simulated: what the metric can tell apart, rows, and small experiments."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import statistics
+import types
+
+import pytest
+
+from rl import simulate
+from rl.config.loader import load
+from rl.simulation.config import PAPERS, GroupedDraftsConfig, SimulateRun, make_instance
+from rl.simulation.reproduction import rhymerl as reproduction_rhymerl
+from rl.simulation.reproduction import seer as reproduction_seer
+from rl.simulation.reproduction import specactor
+from rl.simulation.reproduction import table as reproduction
+from rl.simulation.reproduction import tlt as reproduction_tlt
+from rl.simulation.reproduction.rows import Figure, Ordering
+from rl.simulation.reproduction.table import (
+    FOLDER,
+    PHYSICAL,
+    configurations,
+    constants,
+    gain_error,
+    lines_of,
+    module_of,
+    reproduce,
+    rows_of,
+    summary,
+)
+from sched.simulator.roofline import MODELS
+from spec.budget.window import WindowConfig
+
+SHIPPED = dict(configurations())
+FIGURES = {name: module_of(c.simulate.reproduces).figures(c) for name, c in SHIPPED.items()}
+KEYS = ["paper", "workload", "row", "role", "published", "simulated", "low", "high", "null"]
+
+
+def test_an_error_is_that_of_the_gain():
+    assert gain_error(1.3, 1.3) == 0.0
+    assert gain_error(1.0, 1.3) == gain_error(1.0, 9.0) == 1.0  # no gain at all
+    assert gain_error(1.3**2, 1.3) == pytest.approx(1.0)  # twice the gain
+    assert gain_error(1 / 1.3, 1.3) == pytest.approx(2.0)  # the wrong sign
+    assert gain_error(0.75, 1 / 1.334) == pytest.approx(0.0, abs=0.01)
+
+
+@pytest.mark.parametrize("constant", [1.0, 1.04, 1.25, 1.5])
+def test_a_constant_fails_where_a_fifth_of_the_speedup_let_it_pass(constant):
+    """Seer's nine ratios: one of 1.5 is within a fifth of each of them."""
+    published = [x for of in reproduction_seer.TABLE_6.values() for x in of]
+    if constant == 1.5:
+        assert all(abs(constant / x - 1) < 0.2 for x in published)
+    assert statistics.median(gain_error(constant, x) for x in published) > 0.25
+
+
+def planted(values, **published):
+    """Rows of a paper of one speedup, one share and one ordering, from what seeds gave."""
+    figures = [
+        Figure("w", "speedup", 1.5, "fast", "slow", True),
+        Figure("w", "share", 0.4, "share", None, False, True),
+        Ordering("w", "fast faster than slow", 1.5, "fast", "slow"),
+    ]
+    paper = types.SimpleNamespace(figures=lambda config: figures)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reproduction, "module_of", lambda name: paper)
+        return list(rows_of(SHIPPED["tlt"], values, {("tlt", False): 1.2}))
+
+
+def seeds(*speedups, share=0.5):
+    return [{"fast": s, "slow": 1.0, "share": share} for s in speedups]
+
+
+def test_a_row_is_the_median_over_seeds_with_its_interval_and_the_null_beside_it():
+    speedup, share, order = planted(seeds(*(1 + i / 10 for i in range(11))))
+    assert (speedup.simulated, speedup.low, speedup.high) == pytest.approx((1.5, 1.1, 1.9))
+    assert (speedup.role, share.role) == ("calibrated", "predicted")
+    assert (speedup.null, share.null, order.null) == (1.2, 0.5, 1.0)
+    assert speedup.error(speedup.simulated) == pytest.approx(0.0, abs=1e-9)
+    assert share.error(share.simulated) == pytest.approx(10.0)  # points
+    assert list(speedup.as_json()) == KEYS and list(order.as_json()) == [*KEYS, "holds"]
+
+
+@pytest.mark.parametrize(
+    ("speedups", "holds"),
+    [
+        ([1.2] * 10, True),
+        ([1.2] * 9 + [0.9], True),  # nine of ten
+        ([1.2] * 8 + [0.9] * 2, False),
+        ([1.0] * 10, False),  # a constant orders nothing
+        ([0.9] * 10, False),
+    ],
+)
+def test_an_ordering_holds_where_nine_of_ten_seeds_say_so(speedups, holds):
+    assert planted(seeds(*speedups))[2].holds is holds
+
+
+def test_the_summary_tells_a_right_simulator_from_a_constant():
+    right, wrong = planted(seeds(1.5)), planted(seeds(1.0))
+    assert summary(right)["calibrated_median_gain_error"] == 0.0
+    assert summary(wrong)["calibrated_median_gain_error"] == 1.0
+    assert summary(wrong)["calibrated_null_median_gain_error"] == pytest.approx(0.5503)
+    assert summary(right)["predicted_median_share_error_points"] == pytest.approx(10.0)
+    assert summary(right)["predicted_orderings_held"] == 1
+    assert summary(wrong)["predicted_orderings_failed"] == ["tlt w: fast faster than slow"]
+
+
+def test_nulls_are_one_constant_a_paper_from_its_calibrated_rows_alone():
+    figures = [
+        ("p", Figure("w", "a", 2.0, "x", None, True)),
+        ("p", Figure("w", "b", 8.0, "x", None, True)),
+        ("p", Figure("w", "c", 99.0, "x")),
+        ("p", Figure("w", "d", 0.1, "x", None, True, True)),
+        ("q", Ordering("w", "e", 7.0, "x", "y", True)),
+    ]
+    nulls = reproduction._nulls(figures)
+    assert nulls == {("p", False): pytest.approx(4.0), ("p", True): 0.1}
+
+
+def test_the_text_says_what_is_calibrated_what_is_predicted_and_what_fails():
+    rows = planted(seeds(1.0, share=0.9))
+    text = "\n".join(lines_of(rows, [("tlt", SHIPPED["tlt"])]))
+    assert "calibrated" in text and "predicted" in text and "FAILS" in text
+    assert "published 1.5, simulated 1" in text and "published 0.4, simulated 0.9" in text
+    assert "efficiency.bandwidth 0.78" in text and "null model" in text
+
+
+def test_a_paper_has_one_calibrated_workload_and_predicts_others():
+    by_paper = {}
+    for name, config in SHIPPED.items():
+        for figure in FIGURES[name]:
+            of = by_paper.setdefault(config.simulate.reproduces, {True: set(), False: set()})
+            of[figure.calibrated].add(figure.workload)
+    assert set(by_paper) == set(PAPERS)
+    for paper, of in by_paper.items():
+        assert len(of[True]) == 1 and of[False] and not of[True] & of[False], paper
+    rows = [(f.workload, f.row) for figures in FIGURES.values() for f in figures]
+    assert len(set(rows)) == len(rows)
+
+
+def test_physical_constants_are_shared_by_all_papers():
+    shared = constants(list(SHIPPED.items()))["all papers"]
+    # how alike a prompt's responses are is RhymeRL's own for code: its figure 9
+    assert shared.pop("workload.group_share") == "0.85 / 0.97"
+    assert len(shared) == len(PHYSICAL) - 1 and not any("/" in value for value in shared.values())
+    for name in ("efficiency", "grouped_drafts", "specactor", "tree_drafts"):
+        assert len({repr(getattr(c, name)) for c in SHIPPED.values()}) == 1, name
+    others = [c.workload.group_share for n, c in SHIPPED.items() if n != "rhymerl_code"]
+    assert set(others) == {0.97}
+    assert {c.simulate.seeds for c in SHIPPED.values()} == {tuple(range(10))}
+
+
+def test_grouped_lanes_bring_the_published_tokens():
+    config = GroupedDraftsConfig()
+    lanes = reproduction_seer.grouped_lanes(config)
+    for lane, tokens in zip(lanes, config.paths_tokens, strict=True):
+        assert 1 + sum(lane.chances) == pytest.approx(tokens)
+        assert list(lane.chances) == sorted(lane.chances, reverse=True)
+
+
+def test_eagles_drafter_is_a_layer_and_a_vocabulary():
+    drafter = reproduction_tlt.eagle(MODELS["Qwen2.5-7B"])
+    assert drafter.num_layers == 1 and drafter.kv_bytes == MODELS["Qwen2.5-7B"].kv_bytes / 28
+    # 152,064 · 3,584 of the vocabulary, and a 28th of the rest
+    assert drafter.active_params == pytest.approx(545e6 + (7.07e9 - 545e6) / 28, rel=1e-3)
+    config = SHIPPED["tlt"].tree_drafts
+    lane = reproduction_tlt.tree_lane(config)
+    assert [1 + sum(lane.chances[:n]) for n in config.guesses] == pytest.approx(config.tokens)
+
+
+def test_windows_of_history_have_the_published_acceptance_and_share():
+    asked = SHIPPED["rhymerl_math"].training_steps
+    whole = reproduction_rhymerl.history_windows(dataclasses.replace(asked, found_tokens=1.0))
+    assert (whole.tokens - 1) / whole.guesses == pytest.approx(0.72, abs=1e-4)
+    assert whole.guesses < WindowConfig().most_tokens
+    for share in (0.75, 0.93):
+        some = reproduction_rhymerl.history_windows(dataclasses.replace(asked, found_tokens=share))
+        rounds = some.guesses / whole.guesses  # of all, those with drafts
+        assert rounds * whole.tokens / some.tokens == pytest.approx(share)
+
+
+def test_updates_take_the_published_share_of_the_work():
+    config = SHIPPED["rhymerl_math"]
+    # 91 : 9 of the work, on 96 and on 32 devices
+    assert reproduction_rhymerl.train_share(config) == pytest.approx(9 / 91 * 96 / 32)
+
+
+def test_the_ladder_picks_the_method_that_serves_the_batch():
+    config = SHIPPED["specactor_dapo"]
+    workload = dataclasses.replace(config.workload, num_groups=16)
+    config = dataclasses.replace(config, workload=workload)
+    hardware = dataclasses.replace(specactor.hardware_of(config), num_devices=20)
+    found, trace = specactor.ranked(hardware, specactor.trace_of(config, 0))
+    # as good as the larger one, and cheaper; n-grams are right too seldom
+    assert next(iter(found.drafters)) == "Qwen2.5-0.5B" and found.drafters["ngram"] is None
+    means = dict(zip(found.drafters, trace.acceptance_RM.mean(axis=0), strict=True))
+    # 256 draws each: five standard errors
+    spread = 5 * config.specactor.spread / 16
+    assert means["ngram"] == pytest.approx(0.2, abs=spread)
+    assert means["Qwen2.5-0.5B"] == pytest.approx(0.605, abs=spread)
+    # what is measured over 1,000 tokens is near the truth, and is not the truth
+    off = abs(trace.measured_R - trace.acceptance_RM[:, 0])
+    assert 0 < off.mean() < 0.02
+
+
+def test_plain_rounds_are_below_what_specactor_says_they_take():
+    instance = make_instance(SHIPPED["specactor_dapo"])
+    assert instance.round_seconds(1, 3000) < 13e-3
+
+
+SMALL = {
+    "seer_qwen2_vl": ("Workload.num_groups=40", "Cluster.workers=2"),
+    "seer_moonlight": ("Workload.num_groups=24", "Cluster.workers=2"),
+    "rhymerl_math": (
+        "Workload.num_groups=16",
+        "Cluster.workers=16",
+        "TrainingSteps.steps_per_epoch=2",
+        "TrainingSteps.epochs=2",
+    ),
+    "specactor_dapo": ("Workload.num_groups=16", "SpecActor.devices=20"),
+    "tlt": (),
+}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_a_small_experiment_has_all_that_its_rows_need(name):
+    config = load(SimulateRun, [FOLDER / f"{name}.gin"], SMALL[name])
+    module = module_of(config.simulate.reproduces)
+    found = module.play(config, 0)
+    for figure in module.figures(config):
+        value = figure.of(found)
+        assert -1 <= value <= 1 if getattr(figure, "is_share", False) else value > 0, figure
+
+
+def test_a_file_that_reproduces_prints_its_rows_whatever_the_processes(capsys):
+    config = load(SimulateRun, [FOLDER / "tlt.gin"], ["Simulate.seeds=(0, 1)"])
+    alone, spread = (list(reproduce([("tlt", config)], processes=n)) for n in (1, 2))
+    assert alone == spread
+    arguments = [f"--gin_file={FOLDER / 'tlt.gin'}", "--json", "--gin.Simulate.seeds=(0, 1)"]
+    assert simulate.main(arguments) == 0
+    printed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert printed == [row.as_json() for row in alone]
+    assert all(list(row) in (KEYS, [*KEYS, "holds"]) for row in printed)
+
+
+def test_all_that_is_shipped_is_played_and_printed(capsys, monkeypatch):
+    config = load(SimulateRun, [FOLDER / "tlt.gin"], ["Simulate.seeds=(3,)"])
+    monkeypatch.setattr(simulate, "configurations", lambda: [("tlt", config)])
+    monkeypatch.setattr(simulate.os, "cpu_count", lambda: 1)
+    assert simulate.main(["--reproduce"]) == 0
+    printed = capsys.readouterr().out
+    assert "trees below 32 requests" in printed and "2.44" in printed
+    assert "predicted: median error of the gain" in printed and "orderings hold" in printed
+
+
+def test_shipped_configurations_are_reproduced_as_they_are(capsys):
+    assert simulate.main(["--reproduce", "--gin.Workload.sigma=2.0"]) == 2
+    assert "plays the shipped configurations as they are" in capsys.readouterr().err

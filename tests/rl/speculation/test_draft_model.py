@@ -1,0 +1,91 @@
+"""A small model as a run's drafter: the same tokens, and folders that do not fit are refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+from loop_runs import finish, learnt
+
+from benchmarks import tiny_run
+from models import hf, tokenizer, transformer
+from rl.config.loader import load
+from rl.loop.experiment import TrainConfig, open_inputs
+from rl.speculation.draft_model import DraftModelConfig
+
+GUESSES = ("Speculation.budget='fixed:3'", "Engine.max_nodes=4", "DraftModel.max_depth=3")
+
+
+def asks(folder, *sources):
+    return f"Speculation.sources={(*sources, 'model')!r}", f"DraftModel.directory={str(folder)!r}"
+
+
+def save_model(folder, characters=tiny_run.CHARACTERS, **changes):
+    model = dataclasses.replace(tiny_run.MODEL, **changes)
+    hf.save_pretrained(folder, model, transformer.init(model, jax.random.key(5), jnp.float32))
+    tokenizer.save_character_tokenizer(folder, characters)
+    return folder
+
+
+def texts(done):
+    return [json.loads(line)["completion"] for line in done.samples.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def plain(tiny, tmp_path_factory):
+    return finish(tiny, tmp_path_factory.mktemp("plain"), "Run.steps=2")
+
+
+@pytest.mark.parity
+def test_the_policys_beginnings_guess_what_it_draws(tiny, tmp_path, plain):
+    """The folder that the run starts from is its draft model; its draws are the policy's."""
+    settings = (*GUESSES, *asks(tiny.parent / "policy"), "DraftModel.guess='coupled'")
+    got = finish(tiny, tmp_path, *settings, "Run.steps=2")
+    assert texts(got) == texts(plain)
+    for ours, theirs in zip(plain.rows, got.rows, strict=True):
+        assert learnt(ours) == pytest.approx(learnt(theirs), rel=1e-3, abs=1e-5)
+    # of 8 tokens three in four are guesses; in the first step they come from the policy itself
+    assert got.rows[0]["spec/model/speculated_fraction"] > 0.5
+
+
+@pytest.mark.parity
+def test_another_model_guesses_beside_siblings(tiny, tmp_path, plain):
+    other = save_model(tmp_path / "other", d_model=8, num_kv_heads=1)
+    settings = (*GUESSES, *asks(other, "group", "own"), "DraftModel.min_chance=0.0")
+    got = finish(tiny, tmp_path / "run", *settings, "Run.steps=2")
+    assert texts(got) == texts(plain)
+    assert got.rows[0]["spec/model/speculated_fraction"] < 0.5
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"vocab_size": 25}, "expected the policy's vocabulary of 24, got 25"),
+        ({"characters": "0123456789+=xyz"}, "expected the policy's tokenizer"),
+        ({"max_positions": 12}, "has 12 positions.*make 16"),
+    ],
+)
+def test_a_model_that_does_not_fit_stops_before_any_device(tiny, tmp_path, changes, message):
+    folder = save_model(tmp_path / "other", **changes)
+    with pytest.raises(ValueError, match=message):
+        open_inputs(load(TrainConfig, [tiny], [*GUESSES, *asks(folder)]))
+
+
+def test_so_does_none(tiny):
+    with pytest.raises(ValueError, match="DraftModel.directory is not set"):
+        open_inputs(load(TrainConfig, [tiny], [*GUESSES, "Speculation.sources=('model',)"]))
+
+
+def test_so_do_depths_beyond_it(tiny):
+    tuner = ("Speculation.budget='bandit'", "Tuner.thresholds=(1, 5)", "Tuner.verify_tokens=(3, 1)")
+    settings = (*GUESSES, *asks(tiny.parent / "policy"), *tuner, "Tuner.depths=(2, 4)")
+    with pytest.raises(ValueError, match=r"DraftModel.max_depth=3, got \(2, 4\)"):
+        open_inputs(load(TrainConfig, [tiny], settings))
+
+
+def test_unknown_ways_to_guess_are_refused():
+    with pytest.raises(ValueError, match="guess must be likeliest or coupled"):
+        DraftModelConfig(guess="best")

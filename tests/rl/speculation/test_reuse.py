@@ -1,0 +1,189 @@
+"""What a step's requests start from: names of noise, prompts and groups that changed, state."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+
+from rl.engine.stats import EngineStats
+from rl.speculation.reuse import MOST_SAMPLES, Reuse, ReuseConfig, check_coupling, remember
+from rl.trajectory import FinishReason, Trajectory
+from spec.reuse.rollout_cache import RolloutCache
+
+KEYS, PROMPTS, NUMBERS = ["a", "b"], [(1, 2, 3), (4, 5)], [7, 11]
+
+
+def answer(group, sample, tokens, prompt=None, version=3):
+    n = len(tokens)
+    logprobs = -np.arange(1, n + 1, dtype=np.float32)
+    prompt = PROMPTS[group] if prompt is None else prompt
+    return Trajectory(
+        request_id=10 * group + sample,
+        group_id=group,
+        sample_index=sample,
+        prompt_ids=np.asarray(prompt, np.int32),
+        response_ids=np.asarray(tokens, np.int32),
+        logprobs=logprobs,
+        policy_versions=np.full(n, version, np.int32),
+        origins=np.zeros(n, np.uint8),
+        finish_reason=FinishReason.STOP,
+        reward=0.5,
+        emission_logprobs=logprobs - 1,
+    )
+
+
+def make(mode="lenient:1", schedule="constant", cache=None, **options):
+    config = ReuseConfig(mode, schedule)
+    cache = RolloutCache(epochs=config.epochs) if cache is None else cache
+    return Reuse(config, cache, seed=3, greedy=False, **options), cache
+
+
+def group(number):
+    return [answer(g, i, [number, g, i]) for g in (0, 1) for i in (0, 1)]
+
+
+def requests(reuse, size=2, keys=KEYS, prompts=PROMPTS, numbers=NUMBERS):
+    return reuse.requests(keys, prompts, numbers, size)
+
+
+def tokens_of(request):
+    return None if request.cached is None else request.cached.tokens.tolist()
+
+
+def test_first_samples_come_first_and_each_gets_its_own_response():
+    reuse, cache = make()
+    assert [tokens_of(r) for r in requests(reuse)] == [None] * 4
+    remember(cache, KEYS, group(50), scored=True)
+    got = requests(reuse)
+    assert [(r.group_id, r.sample_index) for r in got] == [(0, 0), (1, 0), (0, 1), (1, 1)]
+    assert [tokens_of(r) for r in got] == [[50, 0, 0], [50, 1, 0], [50, 0, 1], [50, 1, 1]]
+    assert [r.request_id for r in got] == [0, 2, 1, 3]
+    scores = got[0].cached.scores
+    assert scores.logprobs.tolist() == [-1, -2, -3]
+    assert scores.emission_logprobs.tolist() == [-2, -3, -4]
+    assert scores.policy_versions.tolist() == [3, 3, 3]
+    assert reuse.new_problems() == []
+
+
+def test_delayed_reuse_takes_the_epoch_before_the_last():
+    reuse, cache = make("delayed:1")
+    remember(cache, KEYS, group(50), scored=True)
+    assert [tokens_of(r) for r in requests(reuse)] == [None] * 4
+    remember(cache, KEYS, group(60), scored=True)
+    assert tokens_of(requests(reuse)[0]) == [50, 0, 0]
+
+
+def test_a_changed_prompt_group_size_or_missing_score_is_told_and_answered_afresh():
+    reuse, cache = make()
+    remember(cache, KEYS, group(50), scored=True)
+    got = requests(reuse, prompts=[(1, 2, 9), (4, 5)])
+    assert [tokens_of(r) for r in got] == [None, [50, 1, 0], None, [50, 1, 1]]
+    [problem] = reuse.new_problems()
+    assert "'a'" in problem and "prompt is another" in problem
+    got = requests(reuse, size=3)
+    assert [r.cached is not None for r in got] == [True] * 4 + [False] * 2
+    problems = reuse.new_problems()
+    assert len(problems) == 2 and "'a' has 2 cached responses where 3 are asked for" in problems[0]
+    remember(cache, KEYS, group(50), scored=False)
+    assert not any(r.cached for r in requests(reuse))
+    assert len(reuse.new_problems()) == 2 and reuse.new_problems() == []
+
+
+def test_responses_of_another_policy_or_tokenizer_are_told_and_answered_afresh(tmp_path):
+    cache = RolloutCache(policy="tiny")
+    remember(cache, KEYS, group(50), scored=True)
+    other = RolloutCache(policy="large")
+    other.load_state(cache.state())
+    reuse, _ = make(cache=other)
+    assert not any(r.cached for r in requests(reuse))
+    problems = other.new_problems()
+    assert len(problems) == 2 and "like 'large', got 'tiny'" in problems[0]
+
+
+def test_many_problems_are_counted():
+    reuse, cache = make()
+    keys, n = [f"k{i}" for i in range(9)], 9
+    prompts = [(i + 1,) for i in range(n)]
+    answers = [answer(i, 0, [1], prompt=(99,)) for i in range(n)]
+    remember(cache, keys, answers, scored=True)
+    requests(reuse, 1, keys, prompts, list(range(n)))
+    assert len(problems := reuse.new_problems()) == 4 and problems[-1] == "6 more prompts likewise"
+
+
+def test_noise_has_the_names_of_example_and_sample_in_every_epoch():
+    reuse, _ = make("coupled")
+    ids = [r.request_id for r in requests(reuse)]
+    again = requests(reuse, keys=KEYS[::-1], prompts=PROMPTS[::-1], numbers=NUMBERS[::-1])
+    assert sorted(ids) == sorted(r.request_id for r in again) and len(set(ids)) == 4
+    of_a = {r.sample_index: r.request_id for r in requests(reuse) if r.group_id == 0}
+    assert of_a == {r.sample_index: r.request_id for r in again if r.group_id == 1}
+    # a group that grows keeps the names that it had
+    assert set(ids) < {r.request_id for r in requests(reuse, size=3)}
+    assert (reuse.key(1) == reuse.key(9)).all()
+    fresh, _ = make("lenient:1")
+    assert not (fresh.key(1) == fresh.key(9)).all() and not (fresh.key(1) == reuse.key(1)).all()
+
+
+@pytest.mark.parametrize("mode", ["coupled", "full"])
+def test_an_example_that_comes_twice_in_a_step_is_answered_afresh_the_second_time(mode):
+    reuse, cache = make(mode)
+    remember(cache, KEYS, group(50), scored=True)
+    got = requests(reuse, keys=["a", "b", "a"], prompts=[*PROMPTS, PROMPTS[0]], numbers=[7, 11, 7])
+    assert len({r.request_id for r in got}) == 6
+    assert [r.cached is not None for r in got] == [True, True, False] * 2
+
+
+def test_what_cannot_be_named_is_refused():
+    coupled = ReuseConfig("coupled")
+    check_coupling(coupled, 100, 50, 8)
+    check_coupling(ReuseConfig("full"), 10, 50, 9999)
+    for arguments in ((2**22, 5, 8), (100, 5, MOST_SAMPLES + 1)):
+        with pytest.raises(ValueError, match="has names for 2097152 examples with 512 samples"):
+            check_coupling(coupled, *arguments)
+    with pytest.raises(ValueError, match="at most twice in a step"):
+        check_coupling(coupled, 10, 11, 8)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"mode": "some"}, "mode must be one of off, lenient:LAMBDA"),
+        ({"mode": "lenient:1", "schedule": "cosine"}, "schedule must be one of constant"),
+        ({"mode": "full", "schedule": "linear:1:5"}, "mode 'full' has none"),
+        ({"mode": "lenient:0", "schedule": "clip_fraction:0.1"}, "between 0 and inf"),
+        ({"mode": "lenient:inf", "schedule": "linear:1:5"}, "cannot start from"),
+    ],
+)
+def test_bad_settings_are_named(settings, words):
+    with pytest.raises(ValueError, match=words):
+        ReuseConfig(**settings)
+
+
+def test_the_rule_of_a_step_and_the_state_that_it_takes():
+    assert make("off")[0].rule(1) is None
+    steered, _ = make("lenient:2", "clip_fraction:0.1")
+    assert steered.rule(1).log_lenience == pytest.approx(math.log(2))
+    steered.after_update({"clip_ratio/region_mean": 0.0})
+    steered.after_update({})  # a batch without a usable sample
+    after = steered.rule(2).log_lenience
+    assert after == pytest.approx(math.log(2) + 0.1)
+    other, _ = make("lenient:2", "clip_fraction:0.1")
+    other.load_state(steered.state())
+    assert other.rule(2) == dataclasses.replace(steered.rule(2))
+    linear, _ = make("lenient:1", "linear:3:2")
+    assert [math.exp(linear.rule(s).log_lenience) for s in (1, 2, 3)] == pytest.approx([1, 2, 3])
+
+
+def test_metrics():
+    stats = EngineStats()
+    for num_tokens, kept in ((10, 10), (10, 4), (10, 0)):
+        stats.verified.add(num_tokens, kept, int(kept < num_tokens))
+    got = make("lenient:2")[0].metrics(stats, 56, step=1)
+    assert got["spec/reused_fraction"] == 14 / 56
+    assert got["spec/full_reuse_fraction"] == 1 / 3
+    assert got["spec/verified_prefix_tokens"] == 14 / 3
+    assert got["spec/cached_accept_rate"] == 14 / 16  # two tokens were refused
+    assert got["spec/lenience"] == pytest.approx(2)
+    assert make("off")[0].metrics(stats, 56, step=1) == {}
+    assert "spec/lenience" not in make("coupled")[0].metrics(stats, 56, step=1)

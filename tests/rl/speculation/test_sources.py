@@ -1,0 +1,166 @@
+"""What a run remembers between phases: which drafters, whose history, what is kept."""
+
+import numpy as np
+import pytest
+
+from rl.speculation.reuse import remember
+from rl.speculation.sources import Speculation, SpeculationConfig
+from rl.trajectory import FinishReason, Trajectory
+from spec.budget.budget import Aimd, Goodput, TakeAll
+from spec.drafter import LiveSlots, Source
+from spec.reuse.rollout_cache import RolloutCache
+from spec.round_times import RoundTimes
+
+PROMPTS = {"a": (1, 2, 3), "b": (4, 5)}
+KEYS = list(PROMPTS)
+
+
+def answer(group, response, reward=1.0, sample=0):
+    n = len(response)
+    zeros = np.zeros(n, np.int32)
+    prompt = np.asarray(list(PROMPTS.values())[group], np.int32)
+    tokens = np.asarray(response, np.int32)
+    logprobs = zeros.astype(np.float32)
+    rest = logprobs, zeros, zeros, FinishReason.STOP, reward
+    return Trajectory(group, group, sample, prompt, tokens, *rest, emission_logprobs=logprobs)
+
+
+def live(group, response):
+    """One live request that has answered so far."""
+    prompt = list(PROMPTS.values())[group]
+    tokens = np.asarray([[*prompt, *response]], np.int32)
+    one = np.ones(1, np.int32)
+    return LiveSlots(
+        rows_A=0 * one,
+        request_ids_A=np.array([group]),
+        group_ids_A=np.array([group]),
+        sample_indices_A=0 * one,
+        prompt_tokens_A=len(prompt) * one,
+        total_tokens_A=tokens.shape[1] * one,
+        remaining_tokens_A=99 * one,
+        tokens_BL=tokens,
+    )
+
+
+def open_speculation(cache=None, **settings):
+    cache = RolloutCache() if cache is None else cache
+    speculation = Speculation(SpeculationConfig(**settings), cache)
+    speculation.times = RoundTimes({})
+    return speculation
+
+
+def learn(speculation, trajectories):
+    remember(speculation._cache, KEYS, trajectories, scored=False)
+    return speculation.history_metrics()
+
+
+def guesses(drafter, slots):
+    drafts = drafter.propose(slots, np.array([8], np.int32), 8)
+    n = int(drafts.count_A[0])
+    return drafts.tokens_AN[0, :n].tolist(), set(drafts.sources_AN[0, :n].tolist())
+
+
+def phase(speculation):
+    return speculation.phase(KEYS, list(PROMPTS.values()))(None)
+
+
+def test_answers_of_a_step_are_drafted_in_the_next_each_to_its_prompt():
+    with open_speculation(sources=("history",)) as speculation:
+        drafter, _ = phase(speculation)
+        assert guesses(drafter, live(0, [10])) == ([], set())
+        metrics = learn(speculation, [answer(0, [10, 11, 12]), answer(1, [20, 21])])
+        speculation.prepare(PROMPTS)
+        assert metrics["spec/history_bytes"] > 0
+        drafter, _ = phase(speculation)
+        assert guesses(drafter, live(0, [10])) == ([11, 12], {Source.HISTORY})
+        assert guesses(drafter, live(1, [20])) == ([21], {Source.HISTORY})
+        # replaced, not added to
+        metrics = learn(speculation, [answer(0, [10, 13])])
+        # what the phase before drafted from: five tokens, and their prompts' tails
+        assert metrics["spec/history_index_tokens"] == 5 + sum(map(len, PROMPTS.values()))
+        assert metrics["spec/history_index_seconds"] > 0
+        drafter, _ = phase(speculation)
+        assert guesses(drafter, live(0, [10]))[0] == [13]
+        assert guesses(drafter, live(1, [20]))[0] == [21]
+
+
+def test_the_device_is_handed_the_same_history_the_best_first():
+    with open_speculation(sources=("history", "own")) as speculation:
+        drafter, _ = phase(speculation)
+        assert drafter.texts is None  # nothing yet, and no siblings to come
+        better = answer(0, [10, 13], reward=2.0, sample=1)
+        learn(speculation, [answer(0, [10, 11, 12]), better])
+        speculation.prepare(PROMPTS)
+        drafter, _ = phase(speculation)
+        text_BL, *_ = drafter.texts.fill(live(0, [10]), 1)
+        tail = list(PROMPTS["a"])
+        want = [*tail, 10, 13, -1, *tail, 10, 11, 12, -1]
+        assert text_BL[0, : len(want) + 1].tolist() == [*want, -1]
+
+
+def test_an_index_that_was_built_for_other_prompts_is_not_used():
+    with open_speculation(sources=("history",)) as speculation:
+        phase(speculation)
+        learn(speculation, [answer(0, [10, 11])])
+        speculation.prepare({"b": PROMPTS["b"]})
+        drafter, _ = phase(speculation)
+        assert guesses(drafter, live(0, [10]))[0] == [11]
+
+
+def test_what_a_checkpoint_keeps_drafts_again():
+    cache, other = RolloutCache(), RolloutCache()
+    with open_speculation(cache, sources=("history",)) as speculation:
+        phase(speculation)
+        learn(speculation, [answer(0, [10, 11])])
+        speculation.prepare(PROMPTS)
+        speculation.settle()
+    other.load_state(cache.state())
+    with open_speculation(other, sources=("history",)) as resumed:
+        assert guesses(phase(resumed)[0], live(0, [10]))[0] == [11]
+
+
+def test_a_spilled_history_that_is_damaged_is_told_of_once_and_left_out(tmp_path):
+    cache = RolloutCache(1, tmp_path / "rollouts")
+    with open_speculation(cache, sources=("history",)) as speculation:
+        phase(speculation)
+        learn(speculation, [answer(0, [10, 11]), answer(1, [20, 21])])
+        phase(speculation)
+        files = [p for p in (tmp_path / "rollouts").rglob("*") if p.is_file()]
+        assert len(files) == 2
+        for path in files:
+            path.write_bytes(b"something else")
+        drafter, _ = phase(speculation)
+        problems = cache.new_problems()
+        assert len(problems) == 2 and all("cached responses to" in p for p in problems)
+        assert cache.new_problems() == []
+        assert guesses(drafter, live(0, [10])) == ([], set())
+
+
+@pytest.mark.parametrize(
+    ("policy", "kind"), [("fixed:3", TakeAll), ("aimd", Aimd), ("goodput", Goodput)]
+)
+def test_budgets_go_by_name(policy, kind):
+    with open_speculation(budget=policy) as speculation:
+        assert isinstance(phase(speculation)[1], kind)
+
+
+def test_off_drafts_nothing_and_keeps_nothing():
+    with open_speculation(budget="off", sources=()) as speculation:
+        assert phase(speculation) == (None, None)
+        assert speculation.history_metrics() == {} and not speculation.keeps_history
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"budget": "fixed"}, r"budget must be one of .*, got 'fixed'"),
+        ({"sources": ("history", "history")}, r"sources must be different ones of"),
+        ({"sources": ("web",)}, r"sources must be different ones of"),
+        ({"sources": ()}, r"no sources to draft from"),
+        ({"history_rule": "mine"}, r"history_rule must be ours or histospec, got 'mine'"),
+        ({"group_update_tokens": 0}, r"group_update_tokens must be at least 1, got 0"),
+    ],
+)
+def test_bad_settings_are_named(settings, words):
+    with pytest.raises(ValueError, match=words):
+        SpeculationConfig(**settings)

@@ -1,0 +1,77 @@
+"""After a rehearsal the host compiles nothing more; in a process of its own, which starts bare."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+
+SCRIPT = """
+import gc, sys
+import jax, numpy as np
+from numba.core.registry import CPUDispatcher
+from benchmarks.tiny_run import MODEL as model
+from models import transformer
+from rl.engine.engine import Engine
+from rl.engine.config import EngineConfig
+from rl.warm_up.host_kernels import rehearse
+from rl.speculation.reuse import remember
+from rl.speculation.sources import Speculation, SpeculationConfig
+from rl.trajectory import Request
+from spec.budget.budget import TakeAll
+from spec.round_times import RoundTimes
+from spec.reuse.rollout_cache import RolloutCache
+from spec.sampling import SamplingConfig, step_key
+
+params = transformer.init(model, jax.random.key(0))
+engine = Engine(model, EngineConfig(slots=4, min_slots=4, min_nodes=4, max_nodes=4))
+sampling, config = SamplingConfig(max_new_tokens=32), SpeculationConfig()
+sizes = [(4, 1, 64), (4, 4, 64)]
+times = RoundTimes({s: 1.0 for s in sizes}, {s: 1.0 for s in sizes if s[1] > 1})
+
+
+def compiled():
+    found = [x for x in gc.get_objects() if isinstance(x, CPUDispatcher)]
+    ours = [f for f in found if f.py_func.__module__.split(".")[0] in ("spec", "rl")]
+    return {(f.py_func.__module__, f.py_func.__name__, str(s)) for f in ours for s in f.signatures}
+
+
+if "rehearse" in sys.argv:
+    rehearse(config, times, engine, params, sampling)
+before = compiled()
+cache, prompts = RolloutCache(), [(1, 2, 3), (2, 3)]
+requests = [Request(g * 8 + i, prompts[g], g, i) for i in range(4) for g in range(2)]
+with Speculation(config, cache) as speculation:
+    speculation.times = times
+    done, last = [], {}
+    for step, own in enumerate((None, None, TakeAll(3))):
+        drafter, budget = speculation.phase(["a", "b"], prompts, last)(None)
+        done = engine.run(
+            params, requests, sampling, step_key(0, step),
+            stop_token_ids=model.eos_token_ids, drafter=drafter, budget=own or budget,
+        )
+        remember(cache, ["a", "b"], done, scored=False)
+        last = {t.request_id: t.response_ids for t in done}
+        speculation.prepare({"a": prompts[0], "b": prompts[1]})
+    speculation.settle()
+for name in sorted(compiled() - before):
+    print(*name)
+"""
+
+
+def compiled_late(*arguments):
+    command = [sys.executable, "-c", SCRIPT, *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ)
+    assert not done.returncode, done.stderr
+    return done.stdout.splitlines()
+
+
+@pytest.mark.slow
+def test_phases_compile_nothing_on_the_host_after_a_rehearsal():
+    assert len(compiled_late()) > 10  # without one, much
+    assert compiled_late("rehearse") == []

@@ -1,0 +1,50 @@
+"""Copies against passes: what is timed, and what a scheduler makes of it."""
+
+import itertools
+
+import pytest
+import tiny_team
+from tiny_team import PARAMS, assert_same_tokens, play, starts
+
+from rl.engine.engine import Engine
+from rl.warm_up.measured_run import read_moves
+from rl.warm_up.transfer_times import MoveTimes, measure
+from rl.workers.workers import SchedConfig, Workers
+from sched.request import Kv
+
+
+def test_the_sooner_of_the_two_by_bucket():
+    times = MoveTimes({7: (2.0, 1.0), 15: (2.0, 3.0)})
+    assert [times.prefers_copy(n) for n in (1, 7, 8, 15, 99)] == [False, False, True, True, True]
+
+
+@pytest.mark.parametrize(("copy_s", "pass_s"), [(1.0, 5.0), (5.0, 1.0)])
+def test_medians_of_what_the_clock_says(copy_s, pass_s, tmp_path):
+    """The clock stands still but for the two moves; a slow first one counts for nothing."""
+    now, first = [0.0], itertools.count()
+
+    class Timed(Engine):
+        def insert_kv(self, cache, entering):
+            now[0] += copy_s + 100 * (next(first) == 0)
+            return super().insert_kv(cache, entering)
+
+        def fill_rows(self, params, cache, plan):
+            now[0] += pass_s
+            return super().fill_rows(params, cache, plan)
+
+    engine = Timed(tiny_team.MODEL, tiny_team.CONFIG, clock=lambda: now[0])
+    times = measure(engine, PARAMS, max_requests=4, max_tokens=32, path=tmp_path / "moves")
+    assert times.seconds == {31: (copy_s, pass_s)}
+    assert read_moves(tmp_path / "moves") == times
+    assert times.prefers_copy(20) == (copy_s < pass_s)
+
+
+@pytest.mark.parity
+def test_what_is_computed_anew_goes_on_as_it_was():
+    engines = [Engine(tiny_team.MODEL, tiny_team.CONFIG) for _ in range(2)]
+    alone = {t.request_id: t for t in play(engines[0])}
+    config = SchedConfig(policy="divided_fifo", workers=2, chunk_tokens=2, kv_tokens=40)
+    team = Workers(engines, config, prefer_pool=lambda tokens: tokens > 8)
+    assert_same_tokens(play(team), alone)
+    later = [a for a in starts(team) if a.chunk > 1]
+    assert {a.kv for a in later} >= {Kv.POOL, Kv.PREFILL}

@@ -1,0 +1,355 @@
+"""Several workers under a scheduler: the same tokens as one engine's, whatever moves or dies."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_team import (
+    CONFIG,
+    MODEL,
+    assert_same_tokens,
+    play,
+    starts,
+    workers,
+)
+
+from models.kv_cache import KVCache
+from rl.engine.engine import Engine
+from rl.trajectory import Begun, HostKv, Request
+from rl.workers.coordinator import WorkerError
+from rl.workers.host_kv_pool import KvPool
+from rl.workers.workers import SchedConfig, Workers, make_engines
+from sched.policies.registry import make_scheduler
+from sched.protocol import ChunkDone, Finished
+from sched.request import Kv
+from sched.simulator.replay import replay
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("policy", ["group_fifo", "divided_fifo", "seer"])
+@pytest.mark.parametrize(("count", "chunk"), [(1, 3), (2, 1), (3, 5)])
+def test_tokens_are_those_of_one_engine(engines, alone, policy, count, chunk):
+    team = workers(engines, count, policy, chunk)
+    assert_same_tokens(play(team), alone)
+    assert team.stats.tokens == sum(len(t.response_ids) for t in alone.values())
+    assert {a.worker_id for a in starts(team)} == set(range(count))
+    chunks = sum(isinstance(d.event, ChunkDone) for d in team.decisions)
+    assert (chunks > 0) == (policy != "group_fifo")
+
+
+@pytest.mark.parity
+def test_chunks_that_move_come_from_the_pool(engines, alone):
+    team = workers(engines, 3, chunk=2, kv_tokens=40)
+    assert_same_tokens(play(team), alone)
+    later = [a for a in starts(team) if a.chunk > 1]
+    assert {a.kv for a in later} <= {Kv.POOL, Kv.HELD}
+    assert sum(a.kv is Kv.POOL for a in later) > 3
+    ran_on: dict[int, set[int]] = {}
+    for a in starts(team):
+        ran_on.setdefault(a.request_id, set()).add(a.worker_id)
+    assert max(map(len, ran_on.values())) > 1, "a request must move"
+
+
+def test_a_pool_without_room_has_keys_and_values_computed_anew(engines, alone):
+    team = workers(engines, 2, chunk=2, kv_tokens=30, pool_bytes=0)
+    assert_same_tokens(play(team), alone)
+    assert sum(a.kv is Kv.POOL for a in starts(team)) > 3
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("rounds", [1, 2])
+def test_what_a_full_worker_pre_empts_goes_on_as_it_was(engines, alone, rounds):
+    """`group_fifo` promises no room: rows are given up as others grow, and computed anew."""
+    config = dataclasses.replace(CONFIG, rounds_per_fetch=rounds)
+    held = []
+
+    class Watched(Engine):
+        def _round(self, *args):
+            table = self._table
+            super()._round(*args)
+            held.append(int(table.total_tokens_B[table.busy_B].sum()))
+
+    team = workers([Watched(MODEL, config), engines[0]], 2, "group_fifo", kv_tokens=40)
+    assert_same_tokens(play(team), alone)
+    assert team.stats.preemptions > 2
+    assert 20 < max(held) <= 40
+
+
+@pytest.mark.parametrize("policy", ["divided_fifo", "seer"])
+def test_nothing_is_pre_empted_where_chunks_are_reserved(engines, policy):
+    team = workers(engines, 2, policy, kv_tokens=40)
+    play(team)
+    assert team.stats.preemptions == 0
+
+
+def test_a_budget_that_holds_no_request_is_refused(engines):
+    with pytest.raises(ValueError, match="come to 21 positions.* holds Sched.kv_tokens=20: raise"):
+        play(workers(engines, 2, kv_tokens=20))
+
+
+@pytest.mark.parametrize("policy", ["group_fifo", "divided_fifo", "seer"])
+def test_the_simulator_decides_as_the_workers_did_given_their_durations(engines, policy):
+    team = workers(engines, 3, policy, kv_tokens=40)
+    done = play(team)
+
+    def scheduler():
+        return make_scheduler(policy, seed=0, chunk_tokens=3)
+
+    found = replay(scheduler(), team.decisions)
+    assert [(d.event, d.actions) for d in found] == [(d.event, d.actions) for d in team.decisions]
+    finished = [d.event.request_id for d in found if isinstance(d.event, Finished)]
+    assert sorted(finished) == sorted(t.request_id for t in done)
+    # a start that takes longer is reported later: the comparison can fail
+    late = list(team.decisions)
+    first = next(i for i, d in enumerate(late) if isinstance(d.event, Finished | ChunkDone))
+    late[first] = dataclasses.replace(late[first], now_s=late[first].now_s + 10)
+    try:
+        later = [d.event for d in replay(scheduler(), late)]
+    except KeyError:  # a start that the workers did not make
+        later = []
+    assert later != [d.event for d in found]
+
+
+class Failing(Engine):
+    """Raises in its third round, once."""
+
+    rounds = 0
+
+    def _round(self, *args):
+        self.rounds += 1
+        if self.rounds == 3:
+            raise RuntimeError("a device is gone")
+        super()._round(*args)
+
+
+@pytest.mark.fault
+def test_a_worker_that_raises_stops_the_rollout_and_names_its_requests(engines):
+    team = workers([Failing(MODEL, CONFIG), engines[0]], 2)
+    with pytest.raises(WorkerError, match=r"worker 0 failed on requests .*\d.*a device is gone"):
+        play(team)
+
+
+class Unreadable(Engine):
+    """Raises when the first request is to leave it, once: its chunk's end is known by then."""
+
+    failed = False
+
+    def read_kv(self, cache, rows, num_tokens):
+        if not self.failed:
+            self.failed = True
+            raise RuntimeError("a device is gone")
+        return super().read_kv(cache, rows, num_tokens)
+
+
+@pytest.mark.fault
+def test_a_worker_that_dies_between_a_report_and_its_copy_loses_nothing(engines, alone):
+    """What it reported and did not hand over is generated again, by whoever was told to go on."""
+    unreadable = Unreadable(MODEL, CONFIG)
+    team = workers(
+        [unreadable, engines[0], engines[1]], 3, chunk=2, kv_tokens=40, on_error="restart"
+    )
+    assert_same_tokens(play(team), alone)
+    assert unreadable.failed
+    assert {a.worker_id for a in starts(team)} >= {0, 1, 2, 3}
+
+
+@pytest.mark.fault
+def test_a_worker_that_always_raises_ends_the_rollout_at_last(engines):
+    class Broken(Engine):
+        def _round(self, *args):
+            raise RuntimeError("no device here")
+
+    team = workers([Broken(MODEL, CONFIG), engines[0]], 2, on_error="restart")
+    with pytest.raises(WorkerError, match="no device here"):
+        play(team)
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("policy", ["group_fifo", "divided_fifo", "seer"])
+def test_a_worker_that_raises_is_replaced_where_it_may_be(engines, alone, policy):
+    team = workers([Failing(MODEL, CONFIG), engines[0]], 2, policy, on_error="restart")
+    assert_same_tokens(play(team), alone)
+    assert {a.worker_id for a in starts(team)} >= {0, 1, 2}
+
+
+HANG_LIMIT_S = 3.0  # a round of these engines takes milliseconds
+
+
+def hanging(method, never):
+    """An engine that does not come back from the third call of a method, once."""
+
+    class Hanging(Engine):
+        calls = 0
+
+        def hang(self, *args, **options):
+            Hanging.calls += 1
+            if Hanging.calls == 3:
+                never.wait(60)
+            return getattr(Engine, method)(self, *args, **options)
+
+    setattr(Hanging, method, Hanging.hang)
+    return Hanging(MODEL, CONFIG)
+
+
+def team_with(first, engines, on_error):
+    config = SchedConfig(
+        policy="divided_fifo", workers=2, chunk_tokens=2, kv_tokens=40, on_error=on_error
+    )
+    return Workers([first, engines[0]], config, hang_limit_s=HANG_LIMIT_S)
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("method", ["_round", "read_kv", "insert_kv"])
+def test_a_worker_that_hangs_is_named_and_ends_the_rollout(engines, alone, method):
+    """In a device call, or in a copy to the host or back."""
+    never = threading.Event()
+    team = team_with(hanging(method, never), engines, "stop")
+    with pytest.raises(WorkerError, match=r"worker 0 failed on .*Hang: no sign of life for 3\."):
+        play(team)
+    never.set()
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("method", ["_round", "read_kv"])
+def test_a_worker_that_hangs_is_a_loss_where_it_may_be_replaced(engines, alone, method):
+    """What it says once it comes back is not listened to, and nobody else is at its engine."""
+    never = threading.Event()
+    hung = hanging(method, never)
+    team = team_with(hung, engines, "restart")
+    assert_same_tokens(play(team), alone)
+    assert {a.worker_id for a in starts(team)} == {0, 1, 2}
+    assert team.engines[0] is not hung
+    never.set()
+    assert_same_tokens(play(team), alone)
+
+
+def test_a_rollout_that_is_given_up_leaves_the_engines_usable(engines, alone):
+    class Stop(Exception):
+        pass
+
+    def stop(finished, tokens):
+        raise Stop
+
+    team = workers(engines, 2)
+    with pytest.raises(Stop):
+        play(team, on_round=stop)
+    seen = []
+    assert_same_tokens(play(team, on_finish=seen.append), alone)
+    assert sorted(t.request_id for t in seen) == sorted(alone)
+
+
+@pytest.mark.slow
+@pytest.mark.parity
+@pytest.mark.skipif(jax.device_count() != 8, reason="needs 8 (virtual) devices")
+@pytest.mark.parametrize(("count", "size"), [(4, 2), (8, 1)])
+def test_workers_on_eight_devices(alone, count, size):
+    config = SchedConfig(workers=count, devices_per_worker=size, chunk_tokens=3, kv_tokens=60)
+    engines = make_engines(MODEL, CONFIG, config, dtype=np.float32)
+    devices = [e.mesh.devices.flat if size > 1 else [e.device or jax.devices()[0]] for e in engines]
+    assert len({d for mine in devices for d in mine}) == 8
+    team = Workers(engines, config)
+    assert_same_tokens(play(team), alone)
+    found = replay(make_scheduler("seer", seed=0, chunk_tokens=3), team.decisions)
+    assert [(d.event, d.actions) for d in found] == [(d.event, d.actions) for d in team.decisions]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"on_error": "ignore"}, "expected on_error of stop, restart, got 'ignore'"),
+        ({"policy": "lifo"}, "expected policy of group_fifo"),
+        ({"policy": "oracle"}, "got 'oracle'"),
+        ({"workers": 0}, "expected at least one worker, device"),
+    ],
+)
+def test_settings_that_cannot_be(settings, message):
+    with pytest.raises(ValueError, match=message):
+        SchedConfig(**settings)
+
+
+def test_workers_of_more_devices_than_there_are():
+    config = SchedConfig(workers=5, devices_per_worker=2)
+    with pytest.raises(ValueError, match="expected 10 devices for .* got 8; mend: fewer"):
+        make_engines(MODEL, CONFIG, config, dtype=np.float32)
+
+
+# --- the pool ---------------------------------------------------------------------------
+
+
+def entry(request_id, tokens=2):
+    kv = HostKv(KVCache((np.zeros((1, 2, tokens)),), (np.zeros((1, tokens, 2)),)))
+    return Begun(Request(request_id, (1,)), None, kv)
+
+
+def take(pool, request_id):
+    return pool.take(request_id, lambda owner: None)
+
+
+def test_the_pool_gives_what_was_promised_and_counts_its_bytes():
+    pool = KvPool(100)
+    assert take(pool, 1) is None
+    pool.promise(1, 0)
+    pool.put(entry(1), 0)
+    assert pool.num_bytes == 64 and len(pool) == 1
+    pool.promise(2, 0)
+    pool.put(entry(2), 0)  # beyond the cap: without keys and values
+    assert (pool.num_bytes, pool.num_dropped) == (64, 1)
+    assert take(pool, 2).kv is None
+    assert take(pool, 1).kv.num_tokens == 2
+    assert pool.num_bytes == len(pool) == 0
+
+
+def test_who_takes_what_is_promised_waits_for_it():
+    pool, taken = KvPool(100), []
+    pool.promise(1, 0)
+    thread = threading.Thread(target=lambda: taken.append(take(pool, 1)))
+    thread.start()
+    pool.put(entry(1), 0)
+    thread.join()
+    assert taken[0].request.request_id == 1
+    pool.promise(1, 0)
+    thread = threading.Thread(target=lambda: taken.append(take(pool, 1)))
+    thread.start()
+    pool.withdraw_all(1)  # another worker's
+    assert len(pool) == 1
+    pool.withdraw_all(0)
+    thread.join()
+    assert taken[1] is None
+
+
+@settings(max_examples=50)
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=40))
+def test_the_pool_never_holds_more_than_it_may(ids):
+    pool, held = KvPool(150), set()
+    for request_id in ids:
+        if request_id in held:
+            assert take(pool, request_id) is not None
+            held.remove(request_id)
+        else:
+            pool.promise(request_id, 0)
+            pool.put(entry(request_id), 0)
+            held.add(request_id)
+        assert pool.num_bytes <= 150 and len(pool) == len(held)
+
+
+def test_a_promise_that_was_withdrawn_is_not_kept_any_more():
+    """A worker that was given up comes back with a copy; another has promised the same request."""
+    pool = KvPool(100)
+    pool.promise(1, 0)
+    pool.withdraw_all(0)
+    pool.promise(1, 2)
+    pool.put(entry(1), 0)
+    with pytest.raises(LookupError, match="still waits for worker 2"):
+        pool.take(1, still_waits)
+    pool.put(entry(1, tokens=1), 2)
+    assert take(pool, 1).kv.num_tokens == 1
+
+
+def still_waits(owner):
+    raise LookupError(f"still waits for worker {owner}")

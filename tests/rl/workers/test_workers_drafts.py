@@ -1,0 +1,137 @@
+"""Guesses and reuse on several workers: the same tokens as one engine's."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from tiny_team import (
+    KEY,
+    MODEL,
+    PARAMS,
+    PROMPTS,
+    REQUESTS,
+    SAMPLING,
+    STOP,
+    assert_same_tokens,
+    play,
+    workers,
+)
+
+from rl.trajectory import Request
+from spec.budget.budget import TakeAll
+from spec.drafter import stack
+from spec.retrieval.group import DraftServer, GroupDrafter
+from spec.reuse.prefix_rule import PrefixRule, parse_mode
+from spec.reuse.rollout_cache import CachedResponse, Scores
+from spec.sampling import SamplingConfig
+from spec.tree import chain
+
+FIXED = {"stop_token_ids": STOP, "policy_version": 7}
+
+
+class Told:
+    """Guesses what a request's tokens are going to be, and every third one wrong."""
+
+    def __init__(self, alone):
+        self._alone = alone
+
+    def propose(self, live, max_nodes_A, max_nodes):
+        def draft(a):
+            known = int(live.total_tokens_A[a] - live.prompt_tokens_A[a])
+            rest = self._alone[int(live.request_ids_A[a])].response_ids[known:].tolist()
+            count = int(max_nodes_A[a])
+            return chain(
+                [(t + (i % 3 == 2)) % MODEL.vocab_size for i, t in enumerate(rest)][:count]
+            )
+
+        return stack([draft(a) for a in range(len(live))], max_nodes)
+
+    def finished(self, live):
+        pass
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize(("count", "chunk"), [(2, 3), (3, 1)])
+def test_guesses_change_no_token(engines, alone, count, chunk):
+    team = workers(engines, count, chunk=chunk)
+    made = []
+
+    def guesses(site):
+        made.append(Told(alone))
+        return made[-1], TakeAll()
+
+    assert_same_tokens(play(team, guesses=guesses), alone)
+    assert len(made) == count, "each worker has a drafter of its own"
+    assert team.stats.accepted_tokens > (20 if chunk == 3 else -1)
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("shared", [True, False])
+def test_siblings_on_other_workers_are_drafted_from(engines, shared):
+    """Equal requests on two workers: with a server in common a drafter hears of all of them."""
+    greedy = SamplingConfig(max_new_tokens=16, temperature=0.0)
+    requests = [Request(i, PROMPTS[0], 0, i) for i in range(6)]
+    server = DraftServer() if shared else None
+    drafters = []
+
+    def guesses(site):
+        drafters.append(GroupDrafter(update_tokens=1, server=server))
+        return drafters[-1], TakeAll()
+
+    plain = engines[0].run(PARAMS, requests, greedy, KEY, stop_token_ids=STOP)
+    team = workers(engines, 2, chunk=4)
+    done = team.run(PARAMS, requests, greedy, KEY, stop_token_ids=STOP, guesses=guesses)
+    assert [t.response_ids.tolist() for t in done] == [t.response_ids.tolist() for t in plain]
+    assert len(drafters) == 2
+    heard = [{request for _, request in d._client._sequences} for d in drafters]
+    assert (set(range(len(requests))) in heard) == shared
+
+
+def with_cached(alone, wrong_at=5):
+    """Each request with its own response as last epoch's, with a token changed in every other."""
+
+    def one(r):
+        tokens = alone[r.request_id].response_ids.copy()
+        if r.request_id % 2 and len(tokens) > wrong_at:
+            tokens[wrong_at] = (tokens[wrong_at] + 1) % MODEL.vocab_size
+        old = np.full(len(tokens), -2.0, np.float32)
+        scores = Scores(old, old, np.full(len(tokens), 3, np.int32))
+        return dataclasses.replace(r, cached=CachedResponse(r.sample_index, tokens, 1.0, scores))
+
+    return [one(r) for r in REQUESTS]
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("policy", ["group_fifo", "seer"])
+@pytest.mark.parametrize("chunk", [1, 3])
+def test_coupled_reuse_changes_no_token(engines, alone, policy, chunk):
+    """Of responses that the noise repeats, what is drawn again stands."""
+    rule = PrefixRule(parse_mode("coupled"), 0.0, 0, 1)
+    team = workers(engines, 2, policy, chunk)
+    requests = with_cached(alone)
+    done = team.run(
+        PARAMS, requests, SAMPLING, KEY, stop_token_ids=STOP, policy_version=7, rule=rule
+    )
+    assert_same_tokens(done, alone)
+    found = team.stats.verified
+    assert found.responses == len(REQUESTS) and found.kept_tokens > 100
+
+
+@pytest.mark.parity
+def test_full_reuse_keeps_all_and_generates_the_rest(engines, alone):
+    rule = PrefixRule(parse_mode("full"), 0.0, 0, 1)
+    team = workers(engines, 3, chunk=2)
+    cut = [
+        dataclasses.replace(r, cached=dataclasses.replace(r.cached, tokens=r.cached.tokens[:4]))
+        for r in with_cached(alone, wrong_at=100)
+    ]
+    done = team.run(PARAMS, cut, SAMPLING, KEY, rule=rule, **FIXED)
+    one = engines[0].run(
+        PARAMS, cut, SAMPLING, KEY, stop_token_ids=STOP, policy_version=7, rule=rule
+    )
+    for t, wanted in zip(done, one, strict=True):
+        assert t.response_ids.tolist() == wanted.response_ids.tolist()
+        assert t.policy_versions.tolist() == wanted.policy_versions.tolist()
+        assert t.origins.tolist() == wanted.origins.tolist()

@@ -1,0 +1,176 @@
+"""HistoPipe and the steps of a pipeline, by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from sched.policies.group_fifo import GroupFifo
+from sched.policies.histopipe import HistoPipe, HistoPipeConfig
+from sched.policies.step_order import Steps
+from sched.protocol import (
+    ChunkDone,
+    Defer,
+    Finished,
+    Start,
+    Submitted,
+    Trained,
+    WorkerJoined,
+    WorkerLost,
+)
+from sched.request import Ask, Kv
+
+LIMIT = 1000
+
+
+def step(number, *past, size=1):
+    """A prompt of `size` requests for each of `past`; request 100·step + 10·prompt + sample."""
+    return Submitted(
+        tuple(
+            Ask(100 * number + 10 * p + i, 100 * number + p, 5, LIMIT, None, tokens, number)
+            for p, tokens in enumerate(past)
+            for i in range(size)
+        )
+    )
+
+
+def begun(workers, **config):
+    scheduler = HistoPipe(HistoPipeConfig(num_steps=9, **config))
+    for worker in range(workers):
+        assert scheduler.handle(WorkerJoined(worker, 10**6, 100), 0.0) == []
+    return scheduler
+
+
+def placed(actions):
+    return {a.request_id: a.worker_id for a in actions}
+
+
+def finish(scheduler, request_id, worker_id, tokens, chunk=1):
+    return scheduler.handle(Finished(request_id, worker_id, chunk, tokens), 0.0)
+
+
+def test_steps_go_to_the_workers_in_opposite_orders():
+    scheduler = begun(3, num_ranking_groups=3)
+    past = ((30,), (10,), (20,))
+    assert placed(scheduler.handle(step(0, *past), 0.0)) == {10: 0, 20: 1, 0: 2}
+    assert scheduler.handle(step(1, *past), 0.0) == []
+    # worker 0 is through with the shortest: it goes on to the longest of the next step
+    assert placed(finish(scheduler, 10, 0, 9)) == {100: 0}
+    assert placed(finish(scheduler, 20, 1, 9)) == {120: 1}
+
+
+def test_a_worker_runs_at_most_one_update_ahead():
+    scheduler = begun(1, num_ranking_groups=1)
+    for number in range(3):
+        actions = scheduler.handle(step(number, (10,)), 0.0)
+        assert placed(actions) == ({0: 0} if number == 0 else {})
+    assert placed(finish(scheduler, 0, 0, 9)) == {100: 0}
+    assert finish(scheduler, 100, 0, 9) == []  # step 2 needs the update of step 0
+    assert placed(scheduler.handle(Trained(0), 0.0)) == {200: 0}
+
+
+def test_without_a_past_prompts_are_dealt_as_they_come():
+    scheduler = begun(2, num_ranking_groups=2)
+    assert placed(scheduler.handle(step(0, (), ()), 0.0)) == {0: 0, 10: 1}
+
+
+def test_the_second_tier_gives_the_longest_more_workers():
+    scheduler = begun(4, num_ranking_groups=2, tau=lambda length, workers: length / workers)
+    past = ((10,), (10,), (100,), (100,), (100,), (100,), (10,), (10,))
+    found = placed(scheduler.handle(step(0, *past), 0.0))
+    assert [found[10 * p] for p in (0, 1, 6, 7)] == [0, 0, 0, 0]
+    assert sorted(found[10 * p] for p in (2, 3, 4, 5)) == [1, 1, 2, 3]
+
+
+def start_tokens(actions):
+    return {a.request_id: a.max_tokens for a in actions}
+
+
+def test_a_start_ends_where_a_response_would_be_an_outlier():
+    scheduler = begun(2, num_ranking_groups=2)
+    # 1.1 times the longest median of the group's prompts
+    actions = scheduler.handle(step(0, (10, 30), (90, 100)), 0.0)
+    assert start_tokens(actions) == {0: 22, 10: 105}
+    scheduler = begun(1, num_ranking_groups=1, migrate=False)
+    assert start_tokens(scheduler.handle(step(0, (10,)), 0.0)) == {0: LIMIT}
+
+
+def outlier(scheduler, request_id, worker_id, tokens, chunk=1):
+    return scheduler.handle(ChunkDone(request_id, worker_id, chunk, tokens, True), 0.0)
+
+
+def test_an_outlier_of_a_short_group_moves_to_a_longer_one():
+    scheduler = begun(2, num_ranking_groups=2, last_share=0.5, check_tokens=7)
+    scheduler.handle(step(0, (10,), (100,), size=2), 0.0)
+    # both of its group are still there: it goes on for a while
+    assert outlier(scheduler, 0, 0, 11) == [Start(0, 0, 2, 7, 0, Kv.HELD)]
+    assert finish(scheduler, 1, 0, 5) == []
+    # now it is the last: it goes to the other worker for good, and is computed anew there
+    assert outlier(scheduler, 0, 0, 18, chunk=2) == [Start(0, 1, 3, LIMIT - 18, 0, Kv.PREFILL)]
+    assert scheduler.num_moved == 1
+    finish(scheduler, 0, 1, 50, chunk=3)
+    assert scheduler.num_unfinished == 2
+
+
+def test_an_outlier_of_a_long_group_goes_on_in_the_next_step():
+    scheduler = begun(2, num_ranking_groups=2)
+    scheduler.handle(step(0, (10,), (100,)), 0.0)
+    assert outlier(scheduler, 10, 1, 111) == [Defer(10)]
+    # worker 1 is free, and the next step, in the opposite order, has its longest at worker 0
+    actions = scheduler.handle(step(1, (10,), (100,)), 0.0)
+    assert placed(actions) == {100: 1}
+    actions = finish(scheduler, 0, 0, 5)
+    assert placed(actions) == {110: 0, 10: 0}
+    assert start_tokens(actions)[10] == LIMIT - 111
+    assert {a.kv for a in actions} == {Kv.PREFILL}
+
+
+def test_an_outlier_finds_a_worker_in_a_next_step_whose_longest_group_has_lost_its_own():
+    scheduler = begun(2, num_ranking_groups=2)
+    scheduler.handle(step(0, (10,), (100,)), 0.0)
+    # the next step has its longest at worker 0
+    scheduler.handle(step(1, (10,), (100,)), 0.0)
+    scheduler.handle(WorkerLost(0), 0.0)
+    finish(scheduler, 0, 1, 5, chunk=2)  # it went on at worker 1
+    actions = outlier(scheduler, 10, 1, 111)
+    assert actions[0] == Defer(10)
+    assert placed(actions[1:]) == {100: 1, 110: 1, 10: 1}
+
+
+def test_beta_is_the_upper_quartile_of_growth():
+    scheduler = begun(1, num_ranking_groups=1)
+    scheduler.handle(step(0, *[(10,)] * 5), 0.0)
+    for prompt, tokens in enumerate((10, 20, 30, 40, 50)):
+        finish(scheduler, 10 * prompt, 0, tokens)
+    # growth of 1, 2, 3, 4 and 5: the quartile is 4
+    assert start_tokens(scheduler.handle(step(1, (10,)), 0.0)) == {100: 40}
+
+
+def test_a_step_must_be_whole_and_come_in_order():
+    with pytest.raises(ValueError, match="all requests of step 0, and workers before"):
+        begun(1).handle(step(1, (10,)), 0.0)
+    with pytest.raises(ValueError, match="all requests of step 0, and workers before"):
+        begun(0).handle(step(0, (10,)), 0.0)
+
+
+# --- steps around a scheduler that knows of none ----------------------------------------
+
+
+def test_sync_waits_for_the_update_and_one_step_off_for_the_one_before():
+    for mode, starts_before_update in (("sync", False), ("one_step_off", True)):
+        scheduler = Steps(GroupFifo(seed=0), mode)
+        scheduler.handle(WorkerJoined(0, 100, 10), 0.0)
+        assert placed(scheduler.handle(step(0, ()), 0.0)) == {0: 0}
+        assert scheduler.handle(step(1, ()), 0.0) == []
+        assert scheduler.handle(step(2, ()), 0.0) == []
+        actions = finish(scheduler, 0, 0, 5)
+        assert placed(actions) == ({100: 0} if starts_before_update else {})
+        actions += scheduler.handle(Trained(0), 0.0)
+        assert placed(actions) == {100: 0}
+        actions = finish(scheduler, 100, 0, 5)
+        assert placed(actions) == ({200: 0} if starts_before_update else {})
+        assert scheduler.num_unfinished == 1
+
+
+def test_a_mode_that_there_is_not():
+    with pytest.raises(ValueError, match="expected a mode of sync, one_step_off"):
+        Steps(GroupFifo(seed=0), "async")

@@ -1,0 +1,104 @@
+"""Every scheduler under random orders of events, deaths and restarts of workers.
+
+Each request finishes exactly once, memory is never promised twice, nothing starves.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from random_cluster import RandomCluster, random_steps, random_work
+
+from sched.policies.divided import Divided
+from sched.policies.group_fifo import GroupFifo
+from sched.policies.histopipe import HistoPipe, HistoPipeConfig
+from sched.policies.orders import Fifo
+from sched.policies.registry import ORDERS
+from sched.policies.step_order import Steps
+from sched.protocol import Finished
+
+SEQUENCES = 250  # of each scheduler
+
+
+def make(name, seed, chunk):
+    if name == "group_fifo":
+        return GroupFifo(seed=seed)
+    return Divided(ORDERS[name](seed), chunk_tokens=chunk)
+
+
+def play(scheduler, name, rng):
+    limit = int(rng.integers(2, 40))
+    asks, lengths = random_work(
+        rng,
+        groups=int(rng.integers(1, 6)),
+        size=int(rng.integers(1, 5)),
+        limit=limit,
+        known=name == "oracle",
+    )
+    cluster = RandomCluster(
+        scheduler,
+        asks,
+        lengths,
+        rng,
+        kv_tokens=3 + limit + int(rng.integers(0, 60)),
+        max_requests=int(rng.integers(1, 8)),
+        budgeted=name != "group_fifo",
+    )
+    cluster.play(workers=int(rng.integers(1, 4)), deaths=float(rng.choice([0, 0.02, 0.1])))
+
+
+@pytest.mark.parametrize("name", ["group_fifo", *ORDERS])
+def test_each_request_finishes_once_whatever_dies(name):
+    for seed in range(SEQUENCES):
+        rng = np.random.default_rng(seed)
+        play(make(name, seed, int(rng.integers(1, 12))), name, rng)
+
+
+@pytest.mark.parametrize("name", ["histopipe", "sync", "one_step_off"])
+def test_steps_finish_once_whatever_dies(name):
+    moved = 0
+    for seed in range(SEQUENCES):
+        rng = np.random.default_rng(seed)
+        steps = int(rng.integers(2, 6))
+        if name == "histopipe":
+            groups, share = int(rng.integers(1, 4)), float(rng.uniform(0.1, 1))
+            scheduler = HistoPipe(HistoPipeConfig(steps, groups, share))
+        else:
+            scheduler = Steps(GroupFifo(seed=seed), name)
+        asks, lengths = random_steps(
+            rng,
+            steps=steps,
+            groups=int(rng.integers(1, 5)),
+            size=int(rng.integers(1, 4)),
+            limit=int(rng.integers(2, 40)),
+        )
+        cluster = RandomCluster(
+            scheduler, asks, lengths, rng, kv_tokens=10**6, max_requests=99, budgeted=False
+        )
+        cluster.play(workers=int(rng.integers(1, 4)), deaths=float(rng.choice([0, 0.02, 0.1])))
+        moved += scheduler.num_moved if name == "histopipe" else 0
+    if name == "histopipe":
+        assert moved > 50, "outliers are to be met"
+
+
+class _Forgets(Divided):
+    def handle(self, event, now_s):
+        return [] if isinstance(event, Finished) else super().handle(event, now_s)
+
+
+class _Overbooks(Divided):
+    def handle(self, event, now_s):
+        for worker in self._ledger.workers.values():
+            worker.reserved_tokens = 0
+        return super().handle(event, now_s)
+
+
+@pytest.mark.parametrize("planted", [_Forgets, _Overbooks])
+def test_a_planted_fault_is_found(planted):
+    def all_seeds():
+        for seed in range(20):
+            rng = np.random.default_rng(seed)
+            play(planted(Fifo(), chunk_tokens=4), "divided_fifo", rng)
+
+    with pytest.raises(AssertionError):
+        all_seeds()

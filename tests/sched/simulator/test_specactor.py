@@ -1,0 +1,125 @@
+"""SpecActor's planner, reconfiguration, best-of-N and ladder, by hand and by enumeration."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from sched.simulator.ladder import Ladder
+from sched.simulator.specactor import (
+    Line,
+    assign_drafters,
+    best_request_plan,
+    coupled_tokens,
+    decoupled_tokens,
+    plan,
+    reconfigure,
+)
+
+
+def test_expected_tokens_of_a_window():
+    # one token: right with p, worth 1; wrong, worth the half of what the verifier draws
+    assert decoupled_tokens(0.6, 1) == pytest.approx(0.4 * 0.5 + 0.6)
+    assert decoupled_tokens(0.5, 2) == pytest.approx(0.5 * 0.5 + 0.25 * 1.0 + 2 * 0.25)
+    assert decoupled_tokens(1.0, 7) == 7 and decoupled_tokens(0.0, 7) == 0.5
+    assert coupled_tokens(0.5, 2) == pytest.approx(1.75)
+    assert coupled_tokens(1.0, 7) == 8 and coupled_tokens(0.0, 7) == 1
+
+
+def test_coupled_tokens_are_the_mean_of_draws():
+    rng = np.random.default_rng(0)
+    right = rng.random((200_000, 4)) < 0.7
+    run = np.cumprod(right, axis=1).sum(axis=1)
+    # 5 standard errors of the mean: a false alarm in 1.7 million
+    assert coupled_tokens(0.7, 4) == pytest.approx((run + 1).mean(), abs=5 * run.std() / 447)
+
+
+def draft(devices):
+    return Line(0.001, 0.1)
+
+
+def verify(devices, window):
+    return Line(0.02 * (window + 1) / devices, 1.0 / devices)
+
+
+def test_the_plan_is_the_best_of_all_that_are_looked_at():
+    for p, batch in itertools.product((0.3, 0.7, 0.95), (8, 64, 512)):
+        found = plan(batch, 16, (2, 4), draft, verify, p)
+        rates = {}
+        for g_v, w in itertools.product((2, 4), range(1, 33)):
+            for g_d in range(1, g_v + 1):
+                b = -(-(g_d + g_v) * batch // 16)
+                slope, fixed = 0.02 * (w + 1) / g_v / 0.001, 1 / g_v / 0.1
+                if w <= max(np.ceil(slope), np.ceil(fixed)):
+                    seconds = max(w * (0.001 * b + 0.1), 0.02 * (w + 1) / g_v * b + 1 / g_v)
+                    rates[g_d, g_v, w] = decoupled_tokens(p, w) / seconds
+        assert found.tokens_per_s == pytest.approx(max(rates.values()))
+        key = found.draft_devices, found.verify_devices, found.window
+        assert rates[key] == pytest.approx(found.tokens_per_s)
+
+
+def test_higher_acceptance_drafts_further_ahead():
+    windows = [plan(64, 16, (4,), draft, verify, p).window for p in (0.2, 0.6, 0.95)]
+    assert windows == sorted(windows) and windows[0] < windows[-1]
+
+
+def test_windows_stop_where_drafting_takes_as_long_as_verifying():
+    def slow(devices):
+        return Line(0.1, 0.5)
+
+    # V′/D′ = 0.2 (w+1), β/α = 2: no window beyond 2
+    assert plan(1, 2, (1,), slow, verify, 0.99).window <= 2
+
+
+def test_only_requests_below_the_average_are_planned_anew():
+    found = plan(64, 16, (4,), draft, verify, 0.8)
+    acceptance = {1: 0.9, 2: 0.8, 3: 0.1}
+    plans = reconfigure(acceptance, found, draft, verify)
+    assert plans.keys() == {3}
+    assert plans[3].window < found.window
+    assert reconfigure({}, found, draft, verify) == {}
+
+
+def test_what_is_hardly_accepted_is_not_drafted_ahead():
+    def verify_of(window):
+        return Line(0.0, 1.0)
+
+    cheap = Line(0.0, 0.01)
+    # at b = 1 a miss costs decoupled drafting half of what it brought
+    assert not best_request_plan(0.2, cheap, verify_of).decoupled
+    dear = Line(0.0, 0.9)
+    # drafting as slow as verifying: only beside it is there anything to gain
+    sure = best_request_plan(0.99, dear, verify_of)
+    assert sure.decoupled
+    hopeless = best_request_plan(0.0, dear, verify_of)
+    assert (hopeless.window, hopeless.tokens_per_s) == (0, 1.0)
+
+
+def test_freed_workers_draft_for_those_that_are_accepted_least():
+    acceptance = {1: 0.9, 2: 0.2, 3: 0.5}
+    added = assign_drafters(acceptance, ("small", "ngram"), [7, 8, 9], {"small": {1}}, {1: 5}, 2)
+    # ngram has none and gets 7; both have one, small gets 8; then ngram 9. Worker 1 is full
+    assert added == {
+        (2, "small"): 8,
+        (3, "small"): 8,
+        (2, "ngram"): 7,
+        (3, "ngram"): 7,
+        (1, "ngram"): 9,
+    }
+    assert assign_drafters({}, ("small",), [7], {}, {}, 2) == {}
+    assert assign_drafters(acceptance, ("small",), [], {}, {}, 2) == {}
+
+
+def test_the_ladder_picks_by_acceptance():
+    ladder = Ladder(
+        {"ngram": Line(0.0, 0.001), "small": Line(0.0, 0.2)},
+        lambda window: Line(0.0, 1.0),
+    )
+    assert ladder.speedup("ngram", 0.0) == 1.0
+    assert ladder.speedup("ngram", 0.9) > ladder.speedup("ngram", 0.5) > 1
+    assert ladder.speedup("ngram", 0.7) > ladder.speedup("small", 0.7)
+    assert ladder.best({"ngram": 0.3, "small": 0.8}) == "small"
+    assert ladder.best({"ngram": 0.8, "small": 0.8}) == "ngram"
+    assert ladder.rank({"ngram": 0.3, "small": 0.8}) == ["small", "ngram"]

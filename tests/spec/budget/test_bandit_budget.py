@@ -1,0 +1,198 @@
+"""The bandit as a budget: its arms, what it asks for, and what it is told."""
+
+import numpy as np
+import pytest
+from live_by_hand import live_slots
+
+from spec.budget.bandit_budget import (
+    PLAIN,
+    Tuned,
+    TunerConfig,
+    make_bandit,
+    node_counts,
+    strategies,
+)
+from spec.budget.budget import Decision
+from spec.budget.union import Union
+from spec.drafter import no_drafts, stack
+from spec.outcome import Outcome
+from spec.retrieval.device_lookup import LookupOutcome
+from spec.round_times import RoundTimes
+from spec.tree import chain
+
+CONFIG = TunerConfig(thresholds=(1, 5), verify_tokens=(3, 1), depths=(2, 4), epsilon=0.0)
+TIMES = RoundTimes(
+    {(4, n, 64): 1.0 + 0.25 * (n - 1) for n in (1, 2, 4)},
+    {},
+    {"learned": {(4, 1, 64): 0.2, (4, 5, 64): 1.0}, "model": {(4, 1, 64): 0.5, (4, 5, 64): 2.5}},
+)
+
+
+def names(config, sources):
+    return [s.name for s in strategies(config, sources, top_k=3)]
+
+
+def test_arms_are_every_drafter_alone_the_found_ones_and_all():
+    assert names(CONFIG, ("history", "own", "learned")) == [
+        "plain",
+        *(
+            f"{name} × {n}"
+            for n in (3, 1)
+            for name in (
+                "history",
+                "own",
+                "learned depth 2",
+                "learned depth 4",
+                "history+own",
+                "history+own+learned depth 2",
+                "history+own+learned depth 4",
+                "lookup",
+            )
+        ),
+    ]
+    assert names(CONFIG, ("own",)) == ["plain", "own × 3", "own × 1"]
+    assert [s.depth for s in strategies(CONFIG, ("learned",), 3)] == [0, 2, 4, 2, 4]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"thresholds": (2, 5)},
+        {"thresholds": (1, 5, 9, 20)},
+        {"verify_tokens": (3, 7)},
+        {"verify_tokens": ()},
+        {"depths": ()},
+        {"epsilon": 1.5},
+    ],
+)
+def test_what_cannot_be_is_refused(wrong):
+    with pytest.raises(ValueError, match="expected"):
+        TunerConfig(**{"thresholds": (1, 5), "verify_tokens": (3, 1)} | wrong)
+
+
+class Silent:
+    def propose(self, live, max_nodes_A, max_nodes):
+        return no_drafts(len(live), max_nodes)
+
+    def finished(self, live):
+        pass
+
+
+def tuned(sources=("history", "own")):
+    union = Union([Silent() for _ in sources], names=sources)
+    bandit = make_bandit(CONFIG, sources, 3, seed=0)
+    return Tuned(bandit, TIMES, union), bandit
+
+
+def play(budget, right, num_requests=3):
+    """One round: what is skipped, how much is asked for, and `right` guesses of each stand."""
+    live = live_slots(num_requests)
+    skipped = budget.skips(live, 4, 64)
+    limits = budget.limits(live, 4)
+    if not limits.any():
+        return skipped, 0
+    found = stack([chain(range(int(limits[0])))] * num_requests, 3)
+    decision = budget.choose(live, found, [2, 4], 4, 64)
+    right_AN = np.zeros(found.tokens_AN.shape, bool)
+    right_AN[:, : min(right, int(limits[0]))] = True
+    budget.observe(live, found, Outcome(True, right_AN, right_AN))
+    return skipped, decision
+
+
+def test_untried_arms_come_first_then_the_best():
+    budget, bandit = tuned()
+    seen = [play(budget, right=3) for _ in range(7)]
+    assert seen[0] == (frozenset({"history", "own"}), 0)  # plain
+    assert seen[1] == (frozenset({"own"}), Decision(4))
+    assert seen[2] == (frozenset({"history"}), Decision(4))
+    assert seen[3] == (frozenset(), Decision(4))
+    assert seen[4] == (frozenset({"history", "own"}), 0)  # nothing can be looked up here
+    # four tokens of three requests in 1.75 seconds; three arms are alike: the first of them
+    assert seen[5] == seen[6] == seen[1]
+    plain, history, *_ = bandit.candidates(3)
+    assert plain == PLAIN
+    assert bandit.median_reward(plain, 3) == pytest.approx(3 / 1.0)
+    assert bandit.median_reward(history, 3) == pytest.approx(4 * 3 / 1.75)
+
+
+def test_guesses_that_bring_nothing_leave_it_with_plain_decoding():
+    budget, _ = tuned()
+    for _ in range(5):
+        play(budget, right=0)
+    assert play(budget, right=0) == (frozenset({"history", "own"}), 0)
+
+
+def test_the_learned_drafters_seconds_count():
+    budget, bandit = tuned(("learned",))
+    for _ in range(3):
+        play(budget, right=2)
+    _, shallow, deep = bandit.candidates(3)
+    assert (shallow.depth, deep.depth) == (2, 4)
+    assert bandit.median_reward(shallow, 3) == pytest.approx(3 * 3 / (1.75 + 0.4))
+    assert bandit.median_reward(deep, 3) == pytest.approx(3 * 3 / (1.75 + 0.8))
+
+
+def test_a_small_model_has_depths_and_seconds_of_its_own():
+    budget, bandit = tuned(("learned", "model"))
+    for _ in range(7):
+        play(budget, right=2)
+    arms = bandit.candidates(3)
+    assert [(s.sources, s.depth, s.top_k) for s in arms[3:]] == [
+        (("model",), 2, 0),
+        (("model",), 4, 0),
+        (("learned", "model"), 2, 3),
+        (("learned", "model"), 4, 3),
+    ]
+    seconds = [9 / bandit.median_reward(s, 3) - 1.75 for s in arms[3:]]
+    assert seconds == pytest.approx([1.0, 2.0, 1.4, 2.8])
+    assert [budget._union.named(name).depth for name in ("learned", "model")] == [4, 4]
+
+
+def test_a_round_of_more_requests_is_of_another_range():
+    budget, bandit = tuned()
+    play(budget, right=1, num_requests=6)
+    assert play(budget, right=1, num_requests=6)[1] == Decision(2)
+    assert bandit.best(2) is None
+
+
+def test_of_each_range_one_size_is_needed():
+    config = TunerConfig(thresholds=(1, 5, 17), verify_tokens=(7, 3))
+    assert [node_counts(config, slots) for slots in (4, 8, 16, 32)] == [{8}, {4}, {4}, set()]
+    assert node_counts(config, 6) == {8, 4}  # 4 to 6 requests
+
+
+def test_a_batch_counts_as_more_than_half_of_its_slots():
+    """One request in a bucket of 16 is a round of the range of 9: what is compiled for it."""
+    config = TunerConfig(thresholds=(1, 5), verify_tokens=(3, 1), epsilon=0.0)
+    union = Union([Silent()], names=("own",))
+    times = RoundTimes({(16, n, 64): 1.0 for n in (1, 2, 4)})
+    budget = Tuned(make_bandit(config, ("own",), 3, 0), times, union)
+    live = live_slots(1)
+    budget.skips(live, 16, 64)
+    budget.skips(live, 16, 64)
+    assert budget.limits(live, 16).tolist() == [1]
+
+
+def looked_up(rounds, accepted):
+    reached = np.full((2, 3), rounds // 2)
+    right = np.zeros((2, 3), np.int64)
+    right[0, 0] = accepted
+    return LookupOutcome(6, reached, right)
+
+
+def test_lookups_are_an_arm_and_probes_tell_of_it_for_nothing():
+    times = RoundTimes({(4, n, 64): 1.75 for n in (1, 2, 4)}, {(4, 4, 64): 1.0})
+    bandit = make_bandit(CONFIG, ("history",), 3, seed=0)
+    budget = Tuned(bandit, times, Union([Silent()], names=("history",)))
+    live = live_slots(3)
+    assert budget.ahead(live, [4], 4, 64) is None  # plain
+    budget.skips(live, 4, 64)
+    budget.looked_up(live, looked_up(rounds=4, accepted=2))  # by a probe
+    _, history, lookup = bandit.candidates(3)
+    assert bandit.median_reward(lookup, 3) == pytest.approx(1.5 * 3 / 1.0)
+    assert budget.ahead(live, [4], 4, 64) is None  # history is untried
+    assert play(budget, right=0) == (frozenset(), Decision(4))
+    assert budget.ahead(live, [4], 4, 64) == Decision(4, 2**30, lookup=True)
+    budget.looked_up(live, looked_up(rounds=4, accepted=4))
+    assert bandit.median_reward(lookup, 3) == pytest.approx((4.5 + 6.0) / 2)
+    assert bandit.median_reward(history, 3) == pytest.approx(3 / 1.75)

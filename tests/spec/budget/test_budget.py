@@ -1,0 +1,239 @@
+"""Budgets by hand: windows, gates, and the size that buys the most tokens per second."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from drafts_by_hand import drafts
+
+from spec.budget.budget import Aimd, Goodput, Off, TakeAll, make_budget
+from spec.budget.window import WindowConfig, next_windows
+from spec.drafter import LiveSlots, no_drafts
+from spec.outcome import Outcome, of_round
+from spec.retrieval.device_lookup import LookupOutcome
+from spec.round_times import RoundTimes
+
+
+def live(num, first_id=0):
+    ids = np.arange(first_id, first_id + num)
+    return LiveSlots(ids, ids, ids, ids, ids, ids, ids, np.zeros((num, 2), np.int32))
+
+
+def chains(lengths, chance, width=15):
+    """A chain per request, each guess as likely as the one before times `chance`."""
+    out = no_drafts(len(lengths), width)
+    for a, n in enumerate(lengths):
+        out.parents_AN[a, :n] = np.arange(-1, n - 1)
+        out.chance_AN[a, :n] = chance ** np.arange(1, n + 1)
+        out.count_A[a] = n
+    return out
+
+
+def after(drafts, num_nodes, emitted):
+    """The outcome of a round of chains that emitted so many tokens a request."""
+    tried_A = np.minimum(drafts.count_A, num_nodes - 1)
+    nodes_N = np.arange(drafts.max_nodes)
+    right_AN = nodes_N < np.asarray(emitted)[:, None] - 1
+    return Outcome(num_nodes > 1, right_AN, nodes_N < tried_A[:, None])
+
+
+SIZES = [2, 4, 8, 16]
+FREE = RoundTimes({(b, n, 64): 1.0 for b in (1, 4, 32) for n in (1, *SIZES)})
+# a node costs half of what a plain round does
+DEAR = RoundTimes({(b, n, 64): 0.5 + 0.5 * n for b in (1, 4, 32) for n in (1, *SIZES)})
+
+
+def test_windows_by_hand():
+    config = WindowConfig()
+    windows = next_windows(
+        config, np.array([2, 4, 32, 8, 6]), np.array([2, 4, 32, 8, 0]), np.array([2, 3, 32, 0, 0])
+    )
+    assert windows.tolist() == [4, 2, 32, 2, 6]
+    with pytest.raises(ValueError, match="start_tokens <= most_tokens"):
+        WindowConfig(start_tokens=40)
+
+
+def test_off_and_fixed():
+    assert Off().limits(live(3), 4).tolist() == [0, 0, 0]
+    budget = TakeAll(5)
+    assert budget.limits(live(2), 4).tolist() == [5, 5]
+    assert budget.choose(live(2), chains([0, 0], 1.0), SIZES, 4, 64).num_nodes == 1
+    assert budget.choose(live(2), chains([3, 1], 1.0), SIZES, 4, 64).num_nodes == 4
+    assert budget.choose(live(2), chains([4, 1], 1.0), SIZES, 4, 64).num_nodes == 8
+    assert budget.choose(live(2), chains([15, 1], 1.0), [2, 4], 4, 64).num_nodes == 4
+
+
+def test_aimd_follows_each_request():
+    budget = Aimd()
+    drafts = chains([2, 2], 1.0)
+    assert budget.limits(live(2), 4).tolist() == [2, 2]
+    budget.observe(live(2), drafts, after(drafts, 4, [3, 2]))
+    assert budget.limits(live(2), 4).tolist() == [4, 2]
+    budget.observe(live(1), chains([4], 1.0), after(chains([4], 1.0), 8, [5]))
+    assert budget.limits(live(3), 4).tolist() == [6, 2, 2]
+    budget.observe(
+        live(1), chains([0], 1.0), after(chains([0], 1.0), 8, [1])
+    )  # nothing drafted, nothing learnt
+    budget.observe(live(1), chains([3], 1.0), after(chains([3], 1.0), 1, [1]))  # drafted, not tried
+    assert budget.limits(live(1), 4).tolist() == [6]
+
+
+def test_aimd_judges_a_tree_by_its_longest_path():
+    """Two branches of two guesses: no more than two can be right; siblings alone: one."""
+    budget = Aimd()
+    tree = drafts([(-1, 5, 0.6), (0, 6, 0.5), (-1, 7, 0.3), (2, 8, 0.2)], width=15)
+    tokens = np.array([[7, 8, 9]])
+
+    def observe(tree, num_nodes, emitted):
+        budget.observe(live(1), tree, of_round(tree, num_nodes, tokens, np.array([emitted])))
+        return budget.limits(live(1), 4).tolist()
+
+    assert observe(tree, 8, 3) == [4] and observe(tree, 8, 3) == [6]
+    assert observe(tree, 8, 2) == [2]  # the branch broke off after its first token
+    assert observe(tree, 4, 2) == [2]  # cut to three guesses the deepest path is of two still
+    siblings = drafts([(-1, 5, 0.6), (-1, 7, 0.3)], width=15)
+    assert observe(siblings, 4, 2) == [4] and observe(siblings, 4, 1) == [2]
+
+
+def test_aimd_closes_where_the_table_says_that_guesses_cost_more_than_they_bring():
+    budget = Aimd(DEAR)
+    drafts = chains([3] * 4, 1.0)
+    assert budget.choose(live(4), drafts, SIZES, 4, 64).num_nodes == 4  # nothing known yet
+    budget.observe(live(4), drafts, after(drafts, 4, [1, 1, 1, 1]))
+    got = [budget.choose(live(4), drafts, SIZES, 4, 64).num_nodes for _ in range(2 * Aimd.PROBE)]
+    assert got.count(4) == 2 and got.count(1) == len(got) - 2  # it looks again now and then
+    for _ in range(60):
+        budget.observe(live(4), drafts, after(drafts, 4, [4, 4, 4, 4]))
+    assert budget.choose(live(4), drafts, SIZES, 4, 64).num_nodes == 4
+
+
+def test_goodput_takes_all_where_nodes_are_free():
+    assert Goodput(FREE).choose(live(4), chains([15] * 4, 0.9), SIZES, 4, 64).num_nodes == 16
+    assert Goodput(FREE).choose(live(4), chains([3] * 4, 0.9), SIZES, 4, 64).num_nodes == 4
+
+
+def test_goodput_weighs_nodes_by_their_price():
+    """Rates are (1 + Σ chance) / (0.5 + N / 2): 0.9 → 1.9/1.5, then 3.44/2.5, then less."""
+    budget = Goodput(DEAR)
+    assert budget.choose(live(1), chains([15], 0.9), SIZES, 1, 64).num_nodes == 4
+    assert Goodput(DEAR).choose(live(1), chains([15], 0.4), SIZES, 1, 64).num_nodes == 1
+    # 3 % more are not worth leaving plain decoding for: 1.54 / 1.5
+    assert Goodput(DEAR).choose(live(1), chains([15], 0.54), [2], 1, 64).num_nodes == 1
+    # a request with none of its own pays for those that have: (2 + 0.9) / 2 / 1.5 < 1
+    assert Goodput(DEAR).choose(live(2), chains([15, 0], 0.9), [2], 4, 64).num_nodes == 1
+
+
+def test_goodput_learns_what_guesses_are_worth():
+    budget = Goodput(DEAR)
+    drafts = chains([3] * 4, 0.95)
+    assert budget.choose(live(4), drafts, SIZES, 4, 64).num_nodes == 4
+    for _ in range(20):
+        budget.observe(live(4), drafts, after(drafts, 4, [1, 1, 1, 4]))
+    wrong, right = budget.scale(live(4))[[0, 3]]
+    assert wrong < 0.2 and right > 0.9
+    newcomer = budget.scale(live(1, first_id=99))[0]
+    assert 0.2 < newcomer < 0.4  # starts from what all were worth: a quarter
+    assert budget.choose(live(4), drafts, SIZES, 4, 64).num_nodes == 1
+
+
+def test_goodput_learns_from_guesses_that_were_not_tried():
+    budget = Goodput(DEAR)
+    drafts = chains([3] * 4, 0.95)
+    for _ in range(20):
+        budget.observe(live(4), drafts, after(drafts, 4, [1, 1, 1, 1]))
+    assert budget.choose(live(4), drafts, SIZES, 4, 64).num_nodes == 1
+    seen_AN = np.arange(15) < np.array([[3]] * 4)
+    for _ in range(60):  # plain decoding draws what was guessed
+        budget.observe(live(4), drafts, Outcome(False, seen_AN, seen_AN))
+    assert budget.choose(live(4), drafts, SIZES, 4, 64).num_nodes == 4
+
+
+def test_goodput_asks_less_often_while_plain_decoding_wins():
+    budget = Goodput(DEAR)
+    rounds = [budget.choose(live(1), chains([15], 0.1), SIZES, 1, 64).num_rounds for _ in range(5)]
+    assert rounds == [8, 16, 32, 64, 64]
+    assert budget.choose(live(1), chains([15], 0.9), SIZES, 1, 64).num_nodes == 4
+    assert budget.choose(live(1), chains([15], 0.1), SIZES, 1, 64).num_rounds == 8
+
+
+def test_goodput_asks_for_no_drafts_while_it_waits():
+    budget, one = Goodput(DEAR), live(1)
+    start = int(one.total_tokens_A[0])
+    for _ in range(2):  # the last refusal is for 16 rounds
+        budget.choose(one, chains([15], 0.1), SIZES, 1, 64)
+
+    def asked(tokens, slots=1, request_id=int(one.request_ids_A[0])):
+        now = dataclasses.replace(
+            one, total_tokens_A=np.array([tokens]), request_ids_A=np.array([request_id])
+        )
+        return bool(budget.limits(now, slots).any())
+
+    assert not asked(start + 15) and asked(start + 16)
+    assert asked(start + 1, slots=2)  # another size of batch
+    assert asked(start + 1, request_id=99)  # the request that it waits with has ended
+
+
+LOOKUPS = RoundTimes(
+    {(4, n, 64): 0.5 + 0.5 * n for n in (1, *SIZES)}, {(4, n, 64): 0.8 + 0.2 * n for n in SIZES}
+)
+ALL_J = np.full((4, 15), 32)
+RIGHT = LookupOutcome(tried=1920, reached_AJ=ALL_J, right_AJ=ALL_J)
+WRONG = LookupOutcome(tried=1920, reached_AJ=ALL_J * (np.arange(15) == 0), right_AJ=0 * ALL_J)
+
+
+def test_goodput_lets_the_device_look_guesses_up_where_that_brings_more():
+    budget = Goodput(LOOKUPS)
+    budget.choose(live(4), no_drafts(4, 15), SIZES, 4, 64)
+    assert budget.ahead(live(4), SIZES, 4, 64) is None  # nothing known yet
+    for _ in range(8):
+        budget.looked_up(live(4), RIGHT)
+    choices = [budget.ahead(live(4), SIZES, 4, 64) for _ in range(20)]
+    assert {(c.num_nodes, c.lookup) for c in choices} == {(16, True)}
+    # now and then the drafter says what it would have guessed
+    assert [i for i, c in enumerate(choices) if c.ask] == [7, 15]
+    assert min(c.num_rounds for c in choices) > 1000
+    for _ in range(8):
+        budget.looked_up(live(4), WRONG)
+    assert budget.ahead(live(4), SIZES, 4, 64) is None
+    for _ in range(8):
+        budget.looked_up(live(4), RIGHT)
+    assert budget.ahead(live(4), SIZES, 4, 64).lookup
+    assert budget.ahead(live(4), [], 4, 64) is None  # nothing fits
+    budget = Goodput(DEAR)
+    budget.choose(live(4), no_drafts(4, 15), SIZES, 4, 64)
+    budget.looked_up(live(4), RIGHT)
+    assert budget.ahead(live(4), SIZES, 4, 64) is None  # nothing measured
+
+
+def test_goodput_prefers_trees_that_bring_more_than_looking_up():
+    budget, drafts = Goodput(LOOKUPS), chains([15] * 4, 0.9)
+    right_AJ = np.where(np.arange(15) == 0, 16, 0) + 0 * ALL_J
+    for _ in range(8):  # every second round brings one guess: 1.5 tokens at the price of 1.2
+        budget.looked_up(live(4), LookupOutcome(0, 2 * right_AJ, right_AJ))
+    assert budget.ahead(live(4), SIZES, 4, 64) is None  # what trees bring is not known yet
+    budget.choose(live(4), no_drafts(4, 15), SIZES, 4, 64)
+    assert budget.ahead(live(4), SIZES, 4, 64).num_nodes == 2
+    assert budget.choose(live(4), drafts, SIZES, 4, 64).num_nodes == 4  # 3.44 at that of 2.5
+    assert budget.ahead(live(4), SIZES, 4, 64) is None
+
+
+def test_goodput_needs_a_measured_plain_round():
+    with pytest.raises(KeyError, match="64 slots and 32 positions: measure"):
+        Goodput(FREE).choose(live(1), chains([1], 0.9), SIZES, 64, 32)
+
+
+def test_round_times_keep_their_rows():
+    times = RoundTimes.from_rows(DEAR.rows())
+    assert times(4, 8, 64) == DEAR(4, 8, 64) and times(4, 8, 65) is None
+    times = RoundTimes.from_rows(LOOKUPS.rows())
+    assert times.lookup(4, 8, 64) == LOOKUPS.lookup(4, 8, 64) and times.lookup(1, 8, 64) is None
+
+
+def test_names():
+    assert isinstance(make_budget("off", None), Off)
+    assert isinstance(make_budget("aimd", None), Aimd)
+    assert isinstance(make_budget("goodput", FREE), Goodput)
+    assert make_budget("fixed:7", None).limits(live(1), 1).tolist() == [7]
+    for bad in ("fixed", "fixed:", "fixed:0", "fixed:x", "best"):
+        with pytest.raises(ValueError, match="one of off, fixed:K, aimd, goodput"):
+            make_budget(bad, None)

@@ -1,0 +1,89 @@
+"""A drafter on the device is asked where its guesses pay for its seconds, by hand."""
+
+import numpy as np
+import pytest
+from live_by_hand import live_slots
+
+from spec.budget.device_turns import LEARNED, LONGEST_WAIT, MODEL, SHORTEST_WAIT, DraftTurns
+from spec.drafter import Source, no_drafts
+from spec.round_times import RoundTimes
+
+# a round of 4 nodes takes 2 seconds; the drafter takes 1 more
+TIMES = RoundTimes({(4, 4, 64): 2.0}, {}, {LEARNED: {(4, 3, 64): 1.0}})
+ONE = np.ones(2)
+
+
+def drafts(learned_chance, other_chance):
+    """A guess by the learned drafter and one by another for each of two requests."""
+    found = no_drafts(2, 3)
+    found.count_A[:] = 2
+    found.tokens_AN[:, :2] = [5, 6]
+    found.chance_AN[:, :2] = [learned_chance, other_chance]
+    found.sources_AN[:, :2] = [Source.LEARNED, Source.GROUP]
+    return found
+
+
+def judged(turns, found, times=TIMES, scale=ONE):
+    turns.judge(times, live_slots(2), found, scale, (4, 4, 64))
+    return bool(turns.skips())
+
+
+@pytest.mark.parametrize(
+    ("learned", "other", "sleeps"),
+    [
+        # with it (2 + 2·(0.9 + 0)) / 3 = 1.27 tokens a second, without 2 / 2
+        (0.9, 0.0, False),
+        # with it (2 + 2·0.4) / 3 = 0.93 against 1
+        (0.4, 0.0, True),
+        # without it (2 + 2·0.8) / 2 = 1.8; with it (2 + 2·(0.9 + 0.8)) / 3 is the same
+        (0.91, 0.8, False),
+        (0.89, 0.8, True),
+    ],
+)
+def test_it_sleeps_where_it_does_not_pay(learned, other, sleeps):
+    assert judged(DraftTurns(), drafts(learned, other)) is sleeps
+
+
+def test_what_guesses_were_worth_so_far_counts():
+    assert judged(DraftTurns(), drafts(0.9, 0.0), scale=0.4 * ONE)
+
+
+def test_sleeps_get_longer_and_end():
+    turns = DraftTurns()
+    slept = []
+    for _ in range(5):
+        turns.judge(TIMES, live_slots(2), drafts(0.1, 0.0), ONE, (4, 4, 64))
+        rounds = 0
+        while turns.skips():
+            rounds += 1
+        slept.append(rounds + 1)
+    assert slept == [SHORTEST_WAIT, 16, 32, LONGEST_WAIT, LONGEST_WAIT]
+    assert not judged(turns, drafts(0.9, 0.0))
+    assert judged(turns, drafts(0.1, 0.0)) and turns._left[LEARNED] < SHORTEST_WAIT
+
+
+def test_nothing_is_judged_without_its_guesses_or_its_seconds():
+    other = drafts(0.1, 0.5)
+    other.sources_AN[:] = Source.OWN
+    assert not judged(DraftTurns(), other)
+    assert not judged(DraftTurns(), drafts(0.1, 0.0), RoundTimes({(4, 4, 64): 2.0}))
+
+
+@pytest.mark.parametrize(
+    ("learned", "model", "sleeping"),
+    [
+        # all: (2 + 2·1.2) / 4 = 1.1 tokens a second; without one (2 + 2·0.6) / 3 = 1.07
+        (0.6, 0.6, set()),
+        # all: (2 + 2·1.3) / 4 = 1.15; without the model (2 + 2·0.9) / 3 = 1.27, so without it
+        (0.9, 0.4, {"model"}),
+        (0.4, 0.9, {"learned"}),
+        # all: (2 + 2·0.6) / 4 = 0.8; without one 2.6 / 3 = 0.87: each looks at itself alone
+        (0.3, 0.3, {"learned", "model"}),
+    ],
+)
+def test_each_of_two_is_compared_with_a_round_without_it(learned, model, sleeping):
+    times = RoundTimes({(4, 4, 64): 2.0}, {}, {n: {(4, 3, 64): 1.0} for n in (LEARNED, MODEL)})
+    found, turns = drafts(learned, model), DraftTurns()
+    found.sources_AN[:, 1] = Source.MODEL
+    turns.judge(times, live_slots(2), found, ONE, (4, 4, 64))
+    assert turns.skips() == sleeping

@@ -1,0 +1,104 @@
+"""Unions of draft trees by hand, and against a plain dictionary of paths."""
+
+import numpy as np
+import pytest
+from drafts_by_hand import drafts
+
+from spec.budget.union import ASKED_AGAIN, Union, merge
+from spec.drafter import Drafts, LiveSlots, Source
+from spec.outcome import of_plain
+
+
+def paths(tree: Drafts, a: int) -> dict[tuple[int, ...], float]:
+    found: list[tuple[int, ...]] = []
+    for i in range(tree.count_A[a]):
+        above = () if tree.parents_AN[a, i] < 0 else found[tree.parents_AN[a, i]]
+        found.append((*above, int(tree.tokens_AN[a, i])))
+    assert len(set(found)) == len(found)
+    return {p: float(tree.chance_AN[a, i]) for i, p in enumerate(found)}
+
+
+def test_by_hand():
+    one = drafts([(-1, 5, 0.5), (0, 6, 0.25)], [], source=1)
+    two = drafts([(-1, 7, 0.75), (-1, 5, 0.25), (1, 8, 0.125)], [(-1, 3, 0.5)], source=2)
+    got = merge([one, two], np.array([6, 6]))
+    assert got.tokens_AN[0, :4].tolist() == [7, 5, 6, 8]
+    assert got.parents_AN[0, :4].tolist() == [-1, -1, 1, 1]
+    assert got.chance_AN[0, :4].tolist() == [0.75, 0.5, 0.25, 0.125]
+    assert got.sources_AN[0, :4].tolist() == [2, 1, 1, 2]
+    assert got.count_A.tolist() == [4, 1]
+    assert paths(got, 1) == {(3,): 0.5}
+    cut = merge([one, two], np.array([2, 0]))
+    assert paths(cut, 0) == {(7,): 0.75, (5,): 0.5} and cut.count_A.tolist() == [2, 0]
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_against_a_dictionary(seed):
+    rng = np.random.default_rng(seed)
+
+    def tree():
+        nodes, seen = [], set()
+        for _ in range(rng.integers(0, 7)):
+            parent = int(rng.integers(-1, len(nodes)))
+            token = int(rng.integers(0, 3))
+            if (parent, token) not in seen:
+                seen.add((parent, token))
+                above = 1.0 if parent < 0 else nodes[parent][2]
+                nodes.append((parent, token, float(np.float32(above * rng.choice([0.5, 1.0])))))
+        return nodes
+
+    many = [drafts(tree(), tree()) for _ in range(3)]
+    most = rng.integers(0, 7, 2)
+    got = merge(many, most)
+    for a in range(2):
+        want: dict[tuple[int, ...], float] = {}
+        for d in many:
+            for path, chance in paths(d, a).items():
+                want[path] = max(want.get(path, 0.0), chance)
+        kept = paths(got, a)
+        assert len(kept) == min(most[a], len(want), 6)
+        assert all(want[p] == c for p, c in kept.items())
+        left = [c for p, c in want.items() if p not in kept]
+        assert not left or not kept or min(kept.values()) >= max(left)
+        assert list(kept.values()) == sorted(kept.values(), reverse=True)
+
+
+class One:
+    """Gives the same tree each time."""
+
+    def __init__(self, tree, source=Source.OTHER):
+        self.tree, self.source, self.asked, self.ended = tree, source, 0, 0
+
+    def propose(self, live, max_nodes_A, max_nodes):
+        self.asked += 1
+        return drafts(self.tree, source=self.source)
+
+    def finished(self, live):
+        self.ended += len(live)
+
+
+def test_union_asks_all_and_tells_all():
+    parts = [One([(-1, 4, 0.5)]), One([(-1, 9, 0.75)])]
+    ids = np.array([1])
+    live = LiveSlots(ids, ids, ids, ids, ids, ids, ids, np.zeros((2, 2), np.int32))
+    got = Union(parts).propose(live, np.array([5]), 6)
+    assert paths(got, 0) == {(9,): 0.75, (4,): 0.5}
+    Union(parts).finished(live)
+    assert [p.ended for p in parts] == [1, 1]
+
+
+def test_a_source_that_brings_nothing_is_asked_more_rarely():
+    good, bad = One([(-1, 4, 0.5)], Source.GROUP), One([(-1, 9, 0.75)], Source.OWN)
+    union, ids = Union([good, bad]), np.array([1])
+    live = LiveSlots(ids, ids, ids, ids, ids, ids, ids, np.zeros((2, 2), np.int32))
+    for _ in range(2 * ASKED_AGAIN):
+        guesses = union.propose(live, np.array([5]), 6)
+        union.judged(guesses, of_plain(guesses, np.array([[4]]), np.array([1])))
+    assert good.asked == 2 * ASKED_AGAIN
+    assert bad.asked == 3  # the first time, and whenever all are asked
+    for _ in range(6 * ASKED_AGAIN):  # none brings anything: all are asked
+        guesses = union.propose(live, np.array([5]), 6)
+        union.judged(guesses, of_plain(guesses, np.array([[7]]), np.array([1])))
+    before = good.asked, bad.asked
+    union.propose(live, np.array([5]), 6)
+    assert (good.asked, bad.asked) == (before[0] + 1, before[1] + 1)

@@ -1,0 +1,123 @@
+"""Which tokens the rows of a small model's cache are of, by hand."""
+
+import numpy as np
+import pytest
+
+from spec.draft_model.cached_rows import NOBODY, HeldRows
+from spec.drafter import LiveSlots
+
+
+def live(texts, prompt_tokens=1):
+    """Live requests by id."""
+    A = len(texts)
+    tokens_BL = np.zeros((A, 16), np.int32)
+    for row, text in zip(tokens_BL, texts.values(), strict=True):
+        row[: len(text)] = text
+    total_A = np.array([len(t) for t in texts.values()], np.int32)
+    return LiveSlots(
+        rows_A=np.arange(A),
+        request_ids_A=np.array(list(texts), np.int64),
+        group_ids_A=np.zeros(A, np.int64),
+        sample_indices_A=np.zeros(A, np.int64),
+        prompt_tokens_A=np.full(A, prompt_tokens, np.int32),
+        total_tokens_A=total_A,
+        remaining_tokens_A=16 - total_A,
+        tokens_BL=tokens_BL,
+    )
+
+
+def drafted(held, texts, *chains):
+    """Rows whose requests were followed, all computed, and drafted for."""
+    rows_A, _ = held.follow(live(texts))
+    held.known_B[rows_A] = [len(t) for t in texts.values()]
+    longest = max(map(len, chains))
+    tokens_AK = np.array([[*c, *[-9] * (longest - len(c))] for c in chains])
+    held.drafted(rows_A, tokens_AK, np.array([len(c) for c in chains]))
+    return rows_A
+
+
+def test_a_row_that_is_new_knows_nothing():
+    held = HeldRows(2, 16)
+    rows_A, outcome_A2 = held.follow(live({7: [1, 2, 3], 4: [5]}))
+    assert sorted(rows_A.tolist()) == [0, 1] and outcome_A2.tolist() == [[0, 0], [0, 0]]
+    assert held.known_B.tolist() == [0, 0]
+    assert held.filled_B[rows_A].tolist() == [3, 1]
+    assert held.tokens_BS[rows_A[0], :3].tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("now", "known", "right", "seen"),
+    [
+        ([1, 2, 6, 7, 8, 3], 4, 3, 3),  # all right: the last guess has no entry
+        ([1, 2, 6, 7, 9], 4, 2, 3),
+        ([1, 2, 9], 2, 0, 1),
+        ([1, 2, 6], 3, 1, 1),  # so far
+        ([1, 2, 9, 7, 8, 3, 3], 2, 0, 3),
+        ([1, 9, 6, 7, 8], 1, 0, 3),  # not what it was
+        ([1], 1, 0, 0),
+    ],
+)
+def test_entries_of_guesses_that_came_true_stay(now, known, right, seen):
+    held = HeldRows(2, 16)
+    rows_A = drafted(held, {7: [1, 2], 4: [5]}, [6, 7, 8], [5])
+    assert held.known_B[rows_A].tolist() == [4, 1]
+    again_A, outcome_A2 = held.follow(live({4: [5, 5], 7: now}))
+    assert again_A.tolist() == rows_A[::-1].tolist()
+    assert held.known_B[again_A].tolist() == [1, known]
+    assert outcome_A2.tolist() == [[1, 1], [right, seen]]
+    assert held.tokens_BS[again_A[1], : len(now)].tolist() == now
+    assert held.follow(live({7: now}))[1].tolist() == [[0, 0]]  # counted once
+
+
+def test_the_last_position_is_never_known():
+    """Longer chains of other rows may have written there."""
+    held = HeldRows(1, 6)
+    drafted(held, {7: [1, 2, 3]}, [4, 5, 6])
+    assert held.known_B.tolist() == [5] and held.filled_B.tolist() == [6]
+
+
+def test_free_rows_go_to_those_that_have_most_in_common_with_them():
+    held = HeldRows(3, 16)
+    texts = {1: [1, 2, 3, 4], 2: [1, 2, 9], 3: [8]}
+    row = dict(zip(texts, drafted(held, texts, [5], [5], [5]).tolist(), strict=True))
+    held.ended(live({1: texts[1], 2: texts[2]}))
+    rows_A, _ = held.follow(live({3: texts[3], 6: [1, 2, 9, 9]}))
+    assert rows_A.tolist() == [row[3], row[2]] and held.known_B[row[2]] == 3
+    rows_A, _ = held.follow(live({6: [1, 2, 9, 9], 3: texts[3], 7: [7]}))
+    assert rows_A.tolist() == [row[2], row[3], row[1]] and held.known_B[row[1]] == 0
+
+
+def test_rows_of_requests_that_are_away_are_taken_last():
+    held = HeldRows(3, 16)
+    texts = {1: [1, 2, 3, 4], 2: [4]}
+    first, second = drafted(held, texts, [5], [5]).tolist()
+    rows_A, _ = held.follow(live({9: [1, 2, 3]}))
+    [third] = rows_A.tolist()
+    assert {first, second, third} == {0, 1, 2} and held.known_B[third] == 0
+    assert held.has(live(texts)).all()
+    rows_A, _ = held.follow(live({9: [1, 2, 3], 8: [4, 4]}))
+    assert rows_A.tolist() == [third, second]
+    assert held.has(live({1: [1], 2: [4], 8: [4]})).tolist() == [True, False, True]
+    with pytest.raises(AssertionError, match="as many rows as requests"):
+        held.follow(live({9: [1], 8: [1], 7: [1], 6: [1]}))
+
+
+def test_fewer_rows_are_those_of_live_requests_and_the_best_known():
+    held = HeldRows(4, 16)
+    texts = {1: [1] * 3, 2: [2] * 5, 3: [3] * 4, 4: [4] * 6}
+    rows_A = drafted(held, texts, [5], [5], [5], [5])
+    held.ended(live({4: texts[4]}))
+    new, row_B = held.resized(3, 32, live({1: texts[1]}))
+    assert row_B.tolist() == rows_A[[0, 1, 2]].tolist()  # 4 is known further, and nobody's
+    assert new.owner_B.tolist() == [1, 2, 3] and new.known_B.tolist() == [3, 5, 4]
+    assert new.tokens_BS[1].tolist() == [2] * 5 + [5] + [0] * 26
+    back_A, outcome_A2 = new.follow(live({3: [3, 3, 3, 3, 5, 1], 2: [2] * 6}))
+    assert back_A.tolist() == [2, 1] and outcome_A2.tolist() == [[1, 1], [0, 1]]
+
+
+def test_more_rows_know_nothing():
+    held = HeldRows(1, 16)
+    drafted(held, {1: [1, 2]}, [5])
+    new, row_B = held.resized(2, 16, live({1: [1, 2]}))
+    assert row_B.tolist() == [0, 0] and new.known_B.tolist() == [2, 0]
+    assert new.owner_B.tolist() == [1, NOBODY]

@@ -1,0 +1,331 @@
+"""A small model's drafts against whole-sequence passes, whatever happens to its requests."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+from small_model_reference import (
+    CONFIG,
+    COOL,
+    KEY,
+    LONGEST,
+    MODEL,
+    ONE_BUCKET,
+    PARAMS,
+    POLICY,
+    ROWS,
+    SAMPLINGS,
+    Host,
+    V,
+    complaints,
+    history,
+    make_drafter,
+    slowly,
+)
+
+from models import transformer
+from models.sharding import MeshConfig, make_mesh, param_shardings
+from spec.draft_model import drafter as small_model
+from spec.draft_model.cached_rows import HeldRows
+from spec.draft_model.drafter import PRIOR_GUESSES, SmallModelDrafter
+from spec.drafter import Source
+from spec.sampling import SamplingConfig
+from spec.tree import PADDING
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_drafts_are_those_of_whole_passes_whatever_was_accepted(seed):
+    assert history(make_drafter(), seed) == []
+
+
+@pytest.mark.parametrize("name", SAMPLINGS)
+def test_coupled_drafts_are_draws_with_the_requests_own_noise(name):
+    drafter = make_drafter(ONE_BUCKET, draws=SAMPLINGS[name], guess="coupled")
+    assert history(drafter, 1, SAMPLINGS[name], "coupled") == []
+
+
+def test_entries_of_wrong_guesses_are_found_if_they_are_kept(monkeypatch):
+    monkeypatch.setattr(HeldRows, "roll_back", lambda *_: None)
+    found = history(make_drafter(), 0)
+    assert found and "not" in found[0]
+
+
+def test_texts_that_are_not_compared_are_found(monkeypatch):
+    """A row that another request takes over, and is believed to hold its prompt."""
+
+    def believing(self, rows_A, agreed_A):
+        self.known_B[rows_A] = np.minimum(self.known_B[rows_A], self.filled_B[rows_A])
+
+    monkeypatch.setattr(HeldRows, "roll_back", believing)
+    assert history(make_drafter(), 0)
+
+
+def test_at_temperature_0_chances_are_those_of_temperature_1():
+    host, draws = Host(), SamplingConfig(temperature=0.0, top_k=3)
+    host.enter(1, [4, 5, 6])
+    live, most_A = host.live(), np.array([4], np.int32)
+    drafts = make_drafter(draws=draws).propose(live, most_A, 7)
+    assert complaints(drafts, live, host, most_A, draws) == []
+    assert (drafts.sources_AN == Source.MODEL).all()
+
+
+def test_coupled_at_temperature_0_is_greedy():
+    host, draws = Host(), SamplingConfig(temperature=0.0)
+    host.enter(1, [4, 5, 6])
+    greedy, coupled = (
+        make_drafter(draws=draws, guess=guess).propose(host.live(), np.array([5]), 7)
+        for guess in ("likeliest", "coupled")
+    )
+    assert greedy.tokens_AN.tolist() == coupled.tokens_AN.tolist()
+
+
+# -- what a round computes ---------------------------------------------------------
+
+
+@pytest.fixture
+def computed(monkeypatch):
+    """The widths of the chunks that are computed."""
+    widths = []
+
+    def counting(params, cache, table_PX, **options):
+        widths.append(table_PX.shape[1] - 2)
+        return step(params, cache, table_PX, **options)
+
+    step = small_model.catch_up
+    monkeypatch.setattr(small_model, "catch_up", counting)
+    return widths
+
+
+def test_what_came_true_is_not_computed_again(computed):
+    host, drafter = Host(), make_drafter()
+    host.enter(1, [1, 2, 3, 4, 5, 6, 7])
+    host.enter(2, [3, 1])
+    most_A = np.full(2, 5, np.int32)
+    drafts = drafter.propose(host.live(), most_A, 7)
+    assert computed == [16]  # the first prompt: the second fits into a window
+    for accepted in (5, 5, 0, 3, 5):
+        for a, r in enumerate(host.rows):
+            tokens = drafts.tokens_AN[a].tolist()
+            host.texts[r] += [*tokens[:accepted], (tokens[accepted] + 1) % V]
+        live = host.live()
+        drafts = drafter.propose(live, most_A, 7)
+        assert complaints(drafts, live, host, most_A) == []
+    assert computed == [16]
+    host.texts[1] += [3] * 3  # more than a window holds, as plain rounds bring it
+    drafter.propose(host.live(), most_A, 7)
+    assert computed == [16, 4]
+
+
+def test_one_that_comes_back_has_its_tokens_still(computed):
+    host, drafter, most_A = Host(), make_drafter(), np.array([3], np.int32)
+    prompt = list(range(11))
+    host.enter(5, prompt)
+    drafter.propose(host.live(), most_A, 7)
+    drafter.finished(host.live())
+    text = host.leave(5)
+    host.enter(6, [1])
+    host.enter(5, prompt, [*text[11:], 3])
+    live = host.live()
+    most_A = np.array([3, 3], np.int32)
+    drafts = drafter.propose(live, most_A, 7)
+    assert computed == [16] and complaints(drafts, live, host, most_A) == []
+
+
+def test_nothing_is_asked_of_the_model_where_nothing_may_be_drafted(monkeypatch):
+    monkeypatch.setattr(small_model, "draft_chains", None)
+    host = Host()
+    host.enter(1, [2, 3])
+    drafts = make_drafter().propose(host.live(), np.array([0]), 7)
+    assert drafts.count_A.tolist() == [0]
+
+
+# -- chances -----------------------------------------------------------------------
+
+
+def test_chains_end_where_their_chance_is_small():
+    host = Host()
+    host.enter(1, [4, 5, 6])
+    host.enter(2, [9, 9])
+    live, most_A = host.live(), np.full(2, 5, np.int32)
+    whole = make_drafter().propose(live, most_A, 7).chance_AN
+    bound = float(np.sort(whole[:, :5].ravel())[5]) * 1.0001
+    cut = make_drafter(dataclasses.replace(CONFIG, min_chance=bound)).propose(live, most_A, 7)
+    assert cut.count_A.tolist() == (whole[:, :5] >= bound).sum(axis=1).tolist()
+    assert 0 < cut.count_A.sum() == 4
+    assert (cut.chance_AN[cut.tokens_AN != PADDING] >= bound).all()
+
+
+def test_coupled_chances_are_mean_acceptances_by_depth():
+    host, drafter, most_A = Host(), make_drafter(guess="coupled"), np.array([3], np.int32)
+    host.enter(1, [4, 5, 6])
+    prior, seen = CONFIG.coupled_chance, np.zeros((3, 2))
+    for accepted in (1, 3, 0, 2):
+        drafts = drafter.propose(host.live(), most_A, 7)
+        rate = (seen[:, 0] + PRIOR_GUESSES * prior) / (seen[:, 1] + PRIOR_GUESSES)
+        assert drafts.chance_AN[0, :3] == pytest.approx(np.cumprod(rate))
+        tokens = drafts.tokens_AN[0].tolist()
+        host.texts[1] += [*tokens[:accepted], (tokens[accepted] + 1) % V]
+        for depth in range(3):
+            seen[depth] += [depth < accepted, depth <= accepted]
+    drafter.finished(host.live())  # the last chain counts too
+    rate = (seen[:, 0] + PRIOR_GUESSES * prior) / (seen[:, 1] + PRIOR_GUESSES)
+    assert drafter._mean_chance()[:3] == pytest.approx(np.cumprod(rate))
+
+
+def test_coupled_chains_are_as_long_as_they_are_right():
+    config = dataclasses.replace(CONFIG, min_chance=0.5)
+    host, drafter = Host(), make_drafter(config, guess="coupled")
+    host.enter(1, [4])
+    lengths = []
+    for _ in range(12):
+        drafts = drafter.propose(host.live(), np.array([5]), 7)
+        lengths.append(int(drafts.count_A[0]))
+        host.texts[1] += [(int(drafts.tokens_AN[0, 0]) + 1) % V]
+    assert lengths[0] == 1 and set(lengths) == {1}  # 0.7² is less; one is always tried
+    host.enter(2, [5])
+    config = dataclasses.replace(CONFIG, min_chance=0.3)
+    drafter = make_drafter(config, guess="coupled")
+    for _ in range(8):
+        drafts = drafter.propose(host.live([2]), np.array([5]), 7)
+        lengths.append(int(drafts.count_A[0]))
+        host.texts[2] += drafts.tokens_AN[0, : drafts.count_A[0]].tolist()
+    assert lengths[-1] > lengths[12] == 3
+
+
+# -- devices and buckets -------------------------------------------------------------
+
+
+@pytest.fixture
+def compiled():
+    """A list that grows by one with every compilation."""
+    found = []
+
+    def listen(event, seconds, **_):
+        if event == "/jax/core/compile/backend_compile_duration":
+            found.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield found
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def warm_up(drafter):
+    """As the engine's does; how many programs there are."""
+    programs = list(drafter.programs(max_requests=ROWS, max_tokens=LONGEST))
+    for step, arguments in programs:
+        args, options = arguments()
+        jax.block_until_ready(step(*args, **options))
+    return len(programs)
+
+
+def test_nothing_compiles_after_warm_up(compiled):
+    """On a device that is not the default."""
+    device = jax.local_devices()[1]
+    drafter = make_drafter(
+        params=jax.device_put(PARAMS, device), put=lambda x: jax.device_put(x, device)
+    )
+    slowly([1], 1, 0, 1, COOL, "greedy")  # the reference compiles for itself
+    compiled.clear()
+    programs = warm_up(drafter)
+    # 2 buckets of rows, 2 of positions: a cache, a chain and 2 chunks in each, and
+    # 3 ways from one to another, there and back for rows, for keys and values
+    assert len(compiled) >= programs == 4 * 4 + 2 * 6
+    compiled.clear()
+    assert history(drafter, 2, rounds=20) == []
+    assert compiled == []
+    assert {d for x in jax.tree.leaves(drafter._cache) for d in x.devices()} == {device}
+    assert (drafter._cache.num_slots, drafter._cache.num_positions) == (8, LONGEST)
+
+
+def test_nor_on_a_mesh(compiled):
+    mesh = make_mesh(MeshConfig(data=2, tensor=2), jax.local_devices()[:4])
+    shardings = param_shardings(mesh, transformer.param_specs(MODEL))
+    drafter = make_drafter(
+        ONE_BUCKET,
+        params=jax.tree.map(jax.device_put, PARAMS, shardings),
+        put=lambda x: jax.device_put(x, NamedSharding(mesh, PartitionSpec())),
+    )
+    with jax.set_mesh(mesh):
+        slowly([1], 1, 0, 1, COOL, "greedy")
+        compiled.clear()
+        warm_up(drafter)
+        assert len(compiled) >= 4
+        compiled.clear()
+        assert history(drafter, 2) == []
+    assert compiled == []
+    assert {len(x.devices()) for x in jax.tree.leaves(drafter._cache)} == {4}
+
+
+def test_rows_follow_the_number_of_requests():
+    host, drafter, sizes = Host(), make_drafter(), []
+    for r in range(6):
+        host.enter(r, [r, 1, 2])
+    for leaving, coming in (((), ()), ((0, 1, 3), ()), ((), (7, 8))):
+        for r in leaving:
+            drafter.finished(host.live([r]))
+            host.leave(r)
+        for r in coming:
+            host.enter(r, [r, 1, 2])
+        live, most_A = host.live(), np.full(len(host.rows), 4, np.int32)
+        drafts = drafter.propose(live, most_A, 7)
+        assert complaints(drafts, live, host, most_A) == []
+        sizes.append(drafter._cache.num_slots)
+    assert sizes == [8, 4, 8]
+
+
+# -- refusals ------------------------------------------------------------------------
+
+
+def test_another_vocabulary_is_refused():
+    other = dataclasses.replace(POLICY, vocab_size=V + 1)
+    words = f"vocabulary of {V + 1}, got {V}: take one"
+    with pytest.raises(ValueError, match=words):
+        SmallModelDrafter(MODEL, PARAMS, policy=other, sampling=COOL, key=KEY)
+
+
+def test_another_way_to_guess_is_refused():
+    with pytest.raises(ValueError, match="guess must be 'likeliest' or 'coupled', got 'tree'"):
+        make_drafter(guess="tree")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"min_rows": 0}, "min_rows must be at least 1, got 0"),
+        ({"max_draft_tokens": 0}, "max_draft_tokens must be at least 1, got 0"),
+        ({"window_tokens": 17}, "expected window_tokens <= chunk_tokens <= min_positions, got 17"),
+        ({"chunk_tokens": 64}, "<= min_positions, got 2, 64, 32"),
+        ({"min_chance": 1.5}, r"expected min_chance in \[0, 1\]"),
+        ({"coupled_chance": 1.0}, r"coupled_chance in \(0, 1\), got 0.0, 1.0"),
+    ],
+)
+def test_bad_settings_are_named(change, words):
+    with pytest.raises(ValueError, match=words):
+        dataclasses.replace(CONFIG, **change)
+
+
+def test_rows_at_rest_and_chains_that_have_ended_are_written_nowhere():
+    B, S, W, most_B = 4, 32, 4, np.array([0, 5, 2, 0])
+    total_B = np.array([S, 9, 7, 3])
+    zeros = small_model.empty_cache(
+        np.zeros((), np.float32), config=MODEL, num_rows=B, num_positions=S
+    )
+    rng = np.random.default_rng(0)
+    held = jax.tree.map(lambda x: rng.normal(size=x.shape).astype(np.float32), zeros)
+    table_BX = np.zeros((B, W + 4), np.int32)
+    table_BX[:, W], table_BX[:, W + 3] = total_B, most_B
+    draws = small_model.Draws(
+        np.float32(1), np.int32(0), np.float32(1), np.float32(0), jax.random.key(0)
+    )
+    static = {"config": MODEL, "scheme": None, "window_tokens": W, "most_tokens": 6}
+    after, _ = small_model.draft_chains(
+        PARAMS, jax.tree.map(jax.numpy.asarray, held), table_BX, draws, **static
+    )
+    at_S = np.arange(S)
+    for got, old, axis in zip(after.values, held.values, (2,) * len(held.values), strict=True):
+        changed_BS = np.moveaxis(np.asarray(got) != old, axis, 1).reshape(B, S, -1).any(axis=2)
+        for b, (total, most) in enumerate(zip(total_B, most_B, strict=True)):
+            window = (at_S >= total - W) & (at_S < total + most - 1) & (most > 0)
+            np.testing.assert_array_equal(changed_BS[b], window)

@@ -1,0 +1,226 @@
+"""The DataBuffer: who has to go, and what is drawn."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from caught_by_hand import WIDTH, buffer, bytes_of, drawn, equal, held, lengths, mixed, sequence
+
+from spec.eagle.batch import Caught
+from spec.eagle.data_buffer import DataBufferConfig
+
+
+def test_sequences_are_copied_and_cannot_be_written_to():
+    kept, given_ = buffer(), sequence(6)
+    kept.add(given_, 0)
+    given_.tokens_T[:] = -1
+    given_.caught_TW[:] = -1
+    [got] = drawn(kept, 1, 0, 0)
+    assert equal(got, sequence(6))
+    for array in (got.tokens_T, got.caught_TW):
+        with pytest.raises(ValueError, match="read-only"):
+            array[0] = 1
+
+
+def test_numbers():
+    kept = buffer()
+    assert (kept.num_bytes, kept.num_sequences, kept.num_tokens) == (0, 0, 0)
+    for length in (1, 5, 9):
+        kept.add(sequence(length), 3)
+    assert (kept.num_sequences, kept.num_tokens) == (3, 15)
+    assert kept.num_bytes == 15 * 4 + (0 + 4 + 8) * WIDTH * 4
+
+
+def test_the_oldest_step_goes_first_its_shortest_first():
+    kept = buffer(bytes_of(8) + bytes_of(3) + bytes_of(5) + bytes_of(4), max_age_steps=2)
+    kept.add(sequence(5), 0)
+    for length in (8, 3):
+        kept.add(sequence(length), 1)
+    kept.add(sequence(4), 2)
+    assert held(kept) == [(0, 5), (1, 3), (1, 8), (2, 4)] and kept.evicted == 0
+    kept.add(sequence(5), 2)
+    assert held(kept) == [(1, 3), (1, 8), (2, 4), (2, 5)]
+    kept.add(sequence(3), 2)
+    assert held(kept) == [(1, 8), (2, 4), (2, 5), (2, 3)]
+    kept.add(sequence(8), 2)
+    assert held(kept) == [(2, 4), (2, 5), (2, 3), (2, 8)]
+    kept.add(sequence(6), 2)  # of the current step the oldest go, though another is shorter
+    assert held(kept) == [(2, 3), (2, 8), (2, 6)]
+    assert kept.dropped == 0 and kept.evicted == 5
+
+
+def test_who_comes_late_goes_by_its_length():
+    kept = buffer(bytes_of(4) + bytes_of(6) + bytes_of(7))
+    for length in (4, 6):
+        kept.add(sequence(length), 1)
+    kept.add(sequence(7), 2)
+    # 5 would need more than the one shorter makes room for, and would be next
+    assert [kept.wants(length, 1) for length in (3, 4, 5, 6)] == [False, True, False, True]
+    kept.add(sequence(3), 1)  # the shortest of all: what is held is worth more
+    assert held(kept) == [(1, 4), (1, 6), (2, 7)] and (kept.dropped, kept.evicted) == (1, 0)
+    kept.add(sequence(4, name=9), 1)  # as long: the older one goes
+    assert kept.state()["policy_versions"] == [9, 0, 0] and kept.evicted == 1
+
+
+def test_a_late_one_that_would_go_next_takes_nobody_along():
+    """Room for it would need both of the step, and it is the second to go."""
+    kept = buffer(bytes_of(3) + bytes_of(40) + bytes_of(7))
+    for length in (3, 40):
+        kept.add(sequence(length), 1)
+    kept.add(sequence(7), 2)
+    assert not kept.wants(20, 1)
+    kept.add(sequence(20), 1)
+    assert held(kept) == [(1, 3), (1, 40), (2, 7)] and (kept.dropped, kept.evicted) == (1, 0)
+
+
+def test_what_no_buffer_of_this_size_could_hold_is_counted():
+    kept = buffer(bytes_of(5))
+    kept.add(sequence(2), 0)
+    kept.add(sequence(6), 0)
+    assert held(kept) == [(0, 2)] and kept.dropped == 1
+    assert kept.wants(5, 0) and not kept.wants(6, 0)
+    kept.add(sequence(5), 0)
+    assert held(kept) == [(0, 5)] and (kept.dropped, kept.evicted) == (1, 1)
+
+
+def test_by_age():
+    kept = buffer()
+    for step in (0, 1):
+        kept.add(sequence(5 + step), step)
+    assert held(kept) == [(0, 5), (1, 6)]
+    kept.add(sequence(7), 2)
+    assert held(kept) == [(1, 6), (2, 7)] and kept.evicted == 1
+    assert not kept.wants(100, 0)
+    kept.add(sequence(100), 0)
+    assert held(kept) == [(1, 6), (2, 7)] and kept.dropped == 1
+    kept.drop_before(2)
+    assert held(kept) == [(2, 7)] and kept.num_bytes == bytes_of(7)
+    kept.add(sequence(8), 9)
+    assert held(kept) == [(9, 8)]
+
+
+def test_nothing_is_known_of_bytes_before_the_first():
+    kept = buffer(bytes_of(5))
+    assert kept.wants(20, 0)  # 80 bytes of tokens
+    kept.add(sequence(2), 0)
+    assert not kept.wants(20, 0)
+
+
+def test_another_width_or_dtype_is_refused_while_any_is_held():
+    kept = buffer()
+    kept.add(sequence(5), 0)
+    with pytest.raises(ValueError, match="width 4 in float32, .* got width 8 in float32"):
+        kept.add(sequence(5, width=8), 0)
+    with pytest.raises(ValueError, match="got width 4 in bfloat16"):
+        kept.add(sequence(5, dtype=jnp.bfloat16), 1)
+    assert held(kept) == [(0, 5)] and kept.dropped == 0
+    kept.drop_before(1)
+    kept.add(sequence(5, width=8), 1)
+    assert kept.num_bytes == sequence(5, width=8).num_bytes
+
+
+def test_arrays_that_do_not_fit_one_another_are_refused():
+    good = sequence(5)
+    for tokens, states, prompt in (
+        (good.tokens_T, good.caught_TW[:-1], 1),
+        (good.tokens_T[None], good.caught_TW, 1),
+        (good.tokens_T, good.caught_TW[0], 1),
+        (good.tokens_T[:0], good.caught_TW[:0], 0),
+        (good.tokens_T, good.caught_TW[:, :0], 1),
+    ):
+        with pytest.raises(ValueError, match="expected tokens"):
+            buffer().add(Caught(tokens, prompt, states, 0), 0)
+    for prompt in (-1, 6):
+        with pytest.raises(ValueError, match=f"prompt_tokens among 0 … 5, got {prompt}"):
+            buffer().add(Caught(good.tokens_T, prompt, good.caught_TW, 0), 0)
+
+
+def test_configurations():
+    with pytest.raises(ValueError, match="got 0 and 1"):
+        DataBufferConfig(0)
+    with pytest.raises(ValueError, match="got 5 and -1"):
+        DataBufferConfig(5, max_age_steps=-1)
+    for share in (-0.1, 1.1, float("nan")):
+        with pytest.raises(ValueError, match="between 0 and 1"):
+            DataBufferConfig(5, share)
+
+
+# -- what is drawn ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_half_of_the_tokens_are_of_long_ones_of_the_step_before(seed):
+    got = lengths(drawn(mixed(), 60, 2, seed))
+    before, now = [n for n in got if n > 20], [n for n in got if n <= 20]
+    assert len(set(got)) == len(got)
+    assert sum(before[:-1]) < 30 <= sum(before), "the fewest that make half of 60"
+    wanted = max(60 - sum(before), 0)
+    assert sum(now[:-1]) < max(wanted, 1) and sum(now) >= min(wanted, 35)
+    assert set(now) <= {4, 5, 6, 20}, "nothing of the step before that is as short"
+
+
+def test_one_side_fills_up_the_other():
+    """Long ones first; those of the step before that are short come last."""
+    got = lengths(drawn(mixed(), 10**6, 2, 0))
+    assert sorted(got) == [4, 5, 6, 10, 20, 20, *range(30, 110, 10)]
+    assert set(got[-2:]) == {10, 20}
+    only_now = mixed()
+    only_now.drop_before(2)
+    assert sorted(lengths(drawn(only_now, 10**6, 2, 0))) == [4, 5, 6, 20]
+    # at the beginning of a step nothing of it has finished, and any length is long
+    got = lengths(drawn(mixed(), 200, 2 + 1, 0))
+    assert set(got) <= {4, 5, 6, 20}
+    kept = buffer(long_share=0.0)
+    kept.add(sequence(50), 1)
+    assert lengths(drawn(kept, 20, 2, 0)) == [50]
+
+
+def test_no_long_ones():
+    kept = buffer()
+    for length in (5, 6, 7):
+        kept.add(sequence(length), 1)
+    kept.add(sequence(30), 2)
+    got = lengths(drawn(kept, 10, 2, 0))
+    assert set(got[:-1]) <= {5, 6, 7} and got[-1] == 30 and sum(got[:-1]) >= 5
+
+
+def test_neither_too_old_nor_of_later_steps():
+    kept = buffer(max_age_steps=2)
+    for step in range(4):
+        kept.add(sequence(10 + step), step)
+    assert sorted(lengths(drawn(kept, 10**6, 2, 0))) == [11, 12]
+    assert sorted(lengths(drawn(kept, 10**6, 3, 0))) == [11, 12, 13]
+    assert drawn(kept, 10**6, 9, 0) == []
+    assert drawn(kept, 0, 3, 0) == []
+
+
+@pytest.mark.parametrize(("share", "from_before"), [(0.0, 0), (0.25, 25), (1.0, 100)])
+def test_shares(share, from_before):
+    kept = buffer(long_share=share)
+    for name in range(200):
+        kept.add(sequence(2, name=name), 1)
+        kept.add(sequence(1, name=name), 2)
+    got = lengths(drawn(kept, 100, 2, 0))
+    assert got.count(2) * 2 == from_before + from_before % 2 and sum(got) in (100, 101)
+
+
+@pytest.mark.statistical
+def test_chances_are_lengths():
+    """First draws of lengths 10, 20, 30, 40 by multinomial counts; false alarm rate 1e-6.
+
+    Each count is within z = 5.2 standard deviations with probability 1 − 2e-7, and there are four.
+    """
+    kept = buffer(long_share=1.0)
+    for length in (10, 20, 30, 40):
+        kept.add(sequence(length), 0)
+    rng, rounds = np.random.default_rng(7), 4000
+    first = [lengths(kept.sample(1, 1, rng))[0] for _ in range(rounds)]
+    for length in (10, 20, 30, 40):
+        p = length / 100
+        assert abs(first.count(length) - rounds * p) < 5.2 * (rounds * p * (1 - p)) ** 0.5
+
+
+def test_the_same_rng_draws_the_same():
+    orders = {tuple(lengths(drawn(mixed(), 300, 2, seed))) for seed in range(10)}
+    assert len(orders) > 5
+    for seed in range(10):
+        assert lengths(drawn(mixed(), 300, 2, seed)) == lengths(drawn(mixed(), 300, 2, seed))

@@ -1,0 +1,351 @@
+"""Drafters in engines' folders: exact round trips, foreign folders, saves that fail."""
+
+import builtins
+import dataclasses
+import io
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from eagle_folders import (
+    DRAFTERS,
+    IDS,
+    POLICY,
+    D,
+    V,
+    assert_same,
+    drafter_of,
+    edit_config,
+    edit_weights,
+    foreign,
+    forward,
+    policy_params,
+    sequence,
+    weights,
+)
+from safetensors.numpy import load_file
+
+from models import hf, hf_files, transformer
+from models.config import Llama3RopeScaling
+from spec.eagle import files as eagle_files
+from spec.eagle import hf_layout as eagle_layout
+from spec.eagle import model as eagle
+from spec.eagle.model import Drafter
+
+
+@pytest.fixture(autouse=True)
+def full_precision():
+    # Accelerators multiply float32 in fewer bits unless told otherwise.
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("with_policy", [False, True])
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_saving_and_loading_again_is_bitwise_equal(name, with_policy, dtype, tmp_path):
+    drafter = drafter_of(**DRAFTERS[name], dtype=dtype)
+    policy = policy_params() if with_policy else None
+    eagle_files.save(tmp_path / "out", drafter, POLICY, policy)
+    assert eagle_files.check(tmp_path / "out", POLICY) == drafter.config
+    # Who the head belongs to does not depend on the policy at hand: training has moved it on.
+    for at_hand in (None, policy_params(seed=9)):
+        assert_same(eagle_files.load(tmp_path / "out", POLICY, at_hand), drafter)
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]  # no temporary folder left
+    assert json.loads((tmp_path / "out/config.json").read_text())["torch_dtype"] == dtype
+
+
+def test_a_layer_of_other_proportions_comes_back(tmp_path):
+    drafter = drafter_of("eagle3")
+    layer = dataclasses.replace(
+        drafter.config.layer,
+        num_heads=6,
+        num_kv_heads=3,
+        head_dim=4,
+        d_ff=10,
+        rope_theta=123.5,
+        rope_scaling=Llama3RopeScaling(8.0, 1.0, 4.0, 16),
+        norm_eps=3e-7,
+        max_positions=99,
+        bos_token_id=None,
+        eos_token_ids=(7,),
+        pad_token_id=None,
+    )
+    drafter = drafter_of("eagle3", layer=layer)
+    eagle_files.save(tmp_path / "out", drafter, POLICY, None)
+    assert_same(eagle_files.load(tmp_path / "out", POLICY), drafter)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_drafter_of_any_policy_comes_back(architecture, tied, tmp_path):
+    policy = dataclasses.replace(
+        POLICY,
+        architecture=architecture,
+        qkv_bias=architecture == "qwen2",
+        qk_norm=architecture == "qwen3",
+        tied_embeddings=tied,
+    )
+    config = eagle.config_for(policy, "eagle")
+    drafter = Drafter(config, weights(eagle.param_specs(config)))
+    eagle_files.save(tmp_path / "out", drafter, policy, policy_params(tied=tied))
+    assert_same(eagle_files.load(tmp_path / "out", policy), drafter)
+
+
+def test_loading_casts_weights_and_no_map(tmp_path):
+    drafter = drafter_of("eagle3", IDS, own_head=True)
+    eagle_files.save(tmp_path / "out", drafter, POLICY, None)
+    got = eagle_files.load(tmp_path / "out", POLICY, dtype=jnp.bfloat16)
+    rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16), drafter.params)
+    assert_same(got, dataclasses.replace(drafter, params=rounded))
+
+
+# Folders that other programs wrote.
+
+
+@pytest.mark.parametrize(("dtype", "prefix"), [("float32", ""), ("bfloat16", "model.")])
+@pytest.mark.parametrize("name", [name for name in DRAFTERS if "all of it" not in name])
+def test_a_foreign_folder_gives_the_same_forward_pass(name, prefix, dtype, tmp_path):
+    policy = policy_params(dtype=dtype)
+    drafter = drafter_of(**DRAFTERS[name], dtype=dtype)
+    eagle_files.save(tmp_path, drafter, POLICY, policy)
+    ids_U = np.arange(V) if drafter.draft_ids_U is None else drafter.draft_ids_U
+    head_UD = np.ascontiguousarray(np.asarray(policy.head_DV)[:, ids_U].T)
+    edit_weights(tmp_path, lambda t: t.setdefault("lm_head.weight", head_UD))
+    foreign(tmp_path, dtype, prefix)
+    loaded = eagle_files.load(tmp_path, POLICY, policy)
+    assert_same(loaded, drafter)
+    # With no policy at hand the head in the file is the drafter's own, and the same numbers.
+    alone = eagle_files.load(tmp_path, POLICY)
+    assert alone.config.own_head and alone.params.head_DU is not None
+    assert eagle_files.check(tmp_path, POLICY) == alone.config
+    expected = forward(drafter, policy, *sequence(4))
+    for got in (loaded, alone):
+        jax.tree.map(np.testing.assert_array_equal, forward(got, policy, *sequence(4)), expected)
+
+
+def test_a_rounded_copy_of_the_policys_head_is_the_policys(tmp_path):
+    policy = policy_params()
+    eagle_files.save(tmp_path, drafter_of("eagle3", IDS), POLICY, policy)
+    foreign(tmp_path, np.float16)
+    assert eagle_files.load(tmp_path, POLICY, policy).params.head_DU is None
+    other = eagle_files.load(tmp_path, POLICY, policy_params(seed=9))
+    assert other.config.own_head
+    np.testing.assert_array_equal(
+        np.asarray(other.params.head_DU).T,
+        load_file(tmp_path / "model.safetensors")["lm_head.weight"],
+    )
+
+
+def test_an_own_head_that_starts_as_the_policys_stays_its_own(tmp_path):
+    drafter, policy = drafter_of("eagle3", own_head=True), policy_params()
+    drafter = dataclasses.replace(
+        drafter, params=dataclasses.replace(drafter.params, head_DU=policy.head_DV)
+    )
+    eagle_files.save(tmp_path, drafter, POLICY, policy)
+    assert_same(eagle_files.load(tmp_path, POLICY, policy), drafter)
+
+
+def test_what_a_foreign_folder_leaves_out(tmp_path):
+    drafter = drafter_of("eagle3", fc_bias=True)
+    eagle_files.save(tmp_path, drafter, POLICY, None)
+    foreign(tmp_path)
+    edit_config(
+        tmp_path,
+        bias="absent",
+        draft_vocab_size="absent",
+        target_hidden_size="absent",
+        eagle_config="absent",
+        eagle_aux_hidden_state_layer_ids="absent",
+        architectures=["Eagle3LlamaForCausalLM"],
+    )
+    assert_same(eagle_files.load(tmp_path, POLICY), drafter)  # layers 1, n/2 − 1, n − 4
+    edit_config(tmp_path, bias=False)
+    with pytest.raises(ValueError, match=r"surplus: fc.bias"):
+        eagle_files.check(tmp_path, POLICY)
+
+
+@pytest.mark.parametrize(
+    ("ids", "layers"),
+    [
+        ([2, 5, 7], (1, 4, 6)),  # inputs
+        ([1, 4, 6], (1, 4, 6)),  # the first is 1: outputs
+        ([3, 4, 10], (2, 3, 9)),
+    ],
+)
+def test_layer_ids_of_foreign_folders(ids, layers, tmp_path):
+    eagle_files.save(tmp_path, drafter_of("eagle3"), POLICY, None)
+    foreign(tmp_path)
+    edit_config(tmp_path, eagle_config={"eagle_aux_hidden_state_layer_ids": ids})
+    assert eagle_files.check(tmp_path, POLICY).feature_layers == layers
+    edit_config(tmp_path, eagle_config="absent", eagle_aux_hidden_state_layer_ids=ids)
+    assert eagle_files.check(tmp_path, POLICY).feature_layers == layers
+
+
+def test_rotary_buffers_of_old_exports_are_ignored(tmp_path):
+    eagle_files.save(tmp_path, drafter_of(), POLICY, None)
+    name = "layers.0.self_attn.rotary_emb.inv_freq"
+    edit_weights(tmp_path, lambda t: t.update({name: np.zeros(3, np.float32)}))
+    eagle_files.load(tmp_path, POLICY)
+
+
+@pytest.mark.parametrize(
+    ("d2t", "message"),
+    [
+        ([0, 2, 2, 8, 16], r"among the policy's 0 … 19, got 4 \+ d2t\[4\] = 20"),
+        ([-1, 2, 2, 8, 15], r"got 0 \+ d2t\[0\] = -1"),
+        ([0, 2, 1, 8, 15], "ascending draft tokens, each once, got 3 and then 3 at 2"),
+        ([0, 2, 2, 8, 1], "got 11 and then 5 at 4"),
+        (
+            [0, 3, 4, 11, 15],
+            "expected t2d to mark the 5 tokens that d2t gives, got 5 marked, 3 of them",
+        ),
+    ],
+)
+def test_maps_that_lead_nowhere(d2t, message, tmp_path):
+    eagle_files.save(tmp_path, drafter_of("eagle3", IDS), POLICY, None)
+    edit_weights(tmp_path, lambda t: t.update({"d2t": np.array(d2t)}))
+    eagle_files.check(tmp_path, POLICY)  # headers alone do not tell
+    with pytest.raises(ValueError, match=message) as caught:
+        eagle_files.load(tmp_path, POLICY)
+    assert str(caught.value).startswith(str(tmp_path))
+
+
+def test_missing_files_are_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match="not downloaded"):
+        eagle_files.check(tmp_path / "nowhere", POLICY)
+    with pytest.raises(FileNotFoundError, match="no config.json"):
+        eagle_files.check(tmp_path, POLICY)
+    eagle_files.save(tmp_path / "out", drafter_of(), POLICY, None)
+    (tmp_path / "out/model.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match="expected model.safetensors or"):
+        eagle_files.load(tmp_path / "out", POLICY)
+    (tmp_path / "out/model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n")
+    with pytest.raises(ValueError, match="git-lfs"):
+        eagle_files.load(tmp_path / "out", POLICY)
+    (tmp_path / "out/config.json").write_text("{")
+    with pytest.raises(ValueError, match="config.json is not JSON"):
+        eagle_files.check(tmp_path / "out", POLICY)
+
+
+def test_no_pickle_is_opened(tmp_path, monkeypatch):
+    drafter, opened = drafter_of(), []
+    eagle_files.save(tmp_path, drafter, POLICY, None)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04N.")
+    really_open = io.open
+
+    def noting(path, *args, **kwargs):
+        opened.append(Path(path).name)
+        return really_open(path, *args, **kwargs)
+
+    monkeypatch.setattr(io, "open", noting)
+    monkeypatch.setattr(builtins, "open", noting)
+    assert_same(eagle_files.load(tmp_path, POLICY), drafter)  # passed over
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match="only torch files .pytorch_model.bin., which are"):
+        eagle_files.load(tmp_path, POLICY)
+    assert "config.json" in opened and "pytorch_model.bin" not in opened
+
+
+# Saving.
+
+
+@pytest.mark.parametrize("step", ["write_json", "write_tensors", "_swap"])
+def test_a_save_that_fails_leaves_the_old_drafter(step, tmp_path, monkeypatch):
+    old = drafter_of(seed=1)
+    eagle_files.save(tmp_path / "out", old, POLICY, None)
+
+    def full(*_):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(hf_files, step, full)
+    with pytest.raises(OSError, match="disk full"):
+        eagle_files.save(tmp_path / "out", drafter_of(seed=2), POLICY, policy_params())
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+    assert_same(eagle_files.load(tmp_path / "out", POLICY), old)
+
+
+def test_a_drafter_replaces_a_drafter(tmp_path):
+    eagle_files.save(tmp_path / "out", drafter_of("eagle3", IDS), POLICY, policy_params())
+    (tmp_path / "out/README.md").write_text("kept")
+    new = drafter_of(seed=2)
+    eagle_files.save(tmp_path / "out", new, POLICY, policy_params(), max_shard_bytes=500)
+    assert_same(eagle_files.load(tmp_path / "out", POLICY), new)
+    assert len(list((tmp_path / "out").glob("model-*.safetensors"))) > 2
+    assert not (tmp_path / "out/model.safetensors").exists()
+    assert (tmp_path / "out/README.md").read_text() == "kept"
+
+
+def test_a_policy_is_not_overwritten(tmp_path):
+    policy_config = dataclasses.replace(POLICY, num_layers=1)
+    policy = weights(transformer.param_specs(policy_config))
+    hf.save_pretrained(tmp_path / "out", policy_config, policy)
+    config = eagle.config_for(policy_config, "eagle")
+    drafter = Drafter(config, weights(eagle.param_specs(config)))
+    with pytest.raises(ValueError, match="new folder or a drafter's.*Qwen3ForCausalLM"):
+        eagle_files.save(tmp_path / "out", drafter, policy_config, policy)
+    assert hf.load_pretrained(tmp_path / "out")[0] == policy_config
+    with pytest.raises(ValueError, match="unknown architecture.*Qwen3ForCausalLM"):
+        eagle_files.load(tmp_path / "out", policy_config)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda d: dataclasses.replace(d, draft_ids_U=None), "draft_vocab_size=5 tokens.*got None"),
+        (lambda d: dataclasses.replace(d, draft_ids_U=IDS[:4]), "draft_vocab_size=5 tokens.*got 4"),
+        (lambda d: dataclasses.replace(d, draft_ids_U=IDS[::-1]), "ascending draft tokens"),
+        (lambda d: dataclasses.replace(d, draft_ids_U=IDS + 1), "0 … 19, got 4 .* = 20"),
+        (
+            lambda d: dataclasses.replace(
+                d, params=dataclasses.replace(d.params, fc_bias_D=jnp.zeros(8))
+            ),
+            "expected 12 tensors, got a tree of another form, of 13",
+        ),
+        (
+            lambda d: dataclasses.replace(
+                d, params=dataclasses.replace(d.params, final_norm_D=jnp.ones(9))
+            ),
+            r"norm.weight has shape \[9\], expected \[8\]",
+        ),
+        (
+            lambda d: dataclasses.replace(
+                d, config=dataclasses.replace(d.config, feature_layers=(6, 4, 1))
+            ),
+            "expected ascending",
+        ),
+        (
+            lambda d: dataclasses.replace(
+                d,
+                config=dataclasses.replace(
+                    d.config, layer=dataclasses.replace(d.config.layer, tied_embeddings=True)
+                ),
+            ),
+            "expected a drafter that its config.json can describe",
+        ),
+    ],
+)
+def test_what_does_not_belong_together_is_not_saved(change, message, tmp_path):
+    drafter = change(drafter_of("eagle3", IDS))
+    tied = dataclasses.replace(POLICY, tied_embeddings=True)
+    with pytest.raises(ValueError, match=message):
+        eagle_files.save(tmp_path / "out", drafter, tied, None)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_policy_must_have_the_drafters_vocabulary(tmp_path):
+    other = dataclasses.replace(policy_params(), embedding_VD=jnp.zeros((V + 1, D)))
+    with pytest.raises(ValueError, match=r"embed_tokens.weight has shape \[21, 8\]"):
+        eagle_files.save(tmp_path / "out", drafter_of(), POLICY, other)
+
+
+def test_draft_ids_and_offsets_are_inverse():
+    rng = np.random.default_rng(0)
+    for size in (1, 7, 50):
+        ids_U = np.sort(rng.choice(50, size, replace=False)).astype(np.int32)
+        offsets_U, members_V = eagle_layout.map_of(ids_U, 50)
+        np.testing.assert_array_equal(eagle_layout.ids_of(offsets_U, 50, ""), ids_U, strict=True)
+        np.testing.assert_array_equal(np.flatnonzero(members_V), ids_U)

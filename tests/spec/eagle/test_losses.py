@@ -1,0 +1,242 @@
+"""Token and feature losses by hand, the first guesses, vocabularies, temperatures, chunks."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from drafters_by_hand import drafter
+from hypothesis import given
+from hypothesis import strategies as st
+
+from models.config import ModelConfig
+from spec.eagle import losses as drafter_losses
+from spec.eagle import model as eagle
+from spec.eagle.losses import draft_ids_of, feature_sums
+from spec.eagle.model import Frozen
+
+# D = V = 2 with the identity as head: states are logits. Norm eps 0.
+TINY = ModelConfig("llama", 2, 2, 1, 1, 1, 2, 2, norm_eps=0.0)
+LOG3 = math.log(3)
+
+
+def identity(num_ids=2, width=2):
+    return Frozen(jnp.zeros((num_ids, width)), jnp.eye(width, num_ids))
+
+
+def sums(config, params, frozen, *arrays, temperature=1.0, **settings):
+    settings = {"objective": "cross_entropy", "chunk_tokens": 64} | settings
+    arrays = [jnp.asarray(x) for x in arrays]
+    got = jax.jit(
+        lambda *arrays: drafter_losses.token_sums(
+            config, params, frozen, *arrays, jnp.float32(temperature), **settings
+        )
+    )(*arrays)
+    return {name: np.asarray(x) for name, x in got.items()}
+
+
+def tiny(outputs, targets, tokens, counts=None, frozen=None, **settings):
+    """Sums with the design whose outputs go to the head as they are; [J, T, D], [T, D], [T]."""
+    outputs = np.asarray(outputs, np.float32)[:, None]
+    J, _, T, _ = outputs.shape
+    counts = np.ones((J, T), bool) if counts is None else np.asarray(counts, bool)
+    config = eagle.config_for(TINY)
+    targets, tokens = np.asarray(targets, np.float32)[None], np.asarray(tokens, np.int32)[None]
+    params = eagle.init(config, jax.random.key(0))
+    arrays = outputs, targets, tokens, counts[:, None]
+    return sums(config, params, frozen or identity(), *arrays, **settings)
+
+
+# q = (3/4, 1/4), p = (1/2, 1/2)
+def test_cross_entropy_by_hand():
+    got = tiny([[[LOG3, 0]]], [[0, 0]], [0])
+    assert got["loss"] == pytest.approx([-0.5 * math.log(3 / 4) - 0.5 * math.log(1 / 4)])
+
+
+def test_reverse_kl_by_hand():
+    got = tiny([[[LOG3, 0]]], [[0, 0]], [0], objective="reverse_kl")
+    assert got["loss"] == pytest.approx([0.75 * math.log(3 / 2) + 0.25 * math.log(1 / 2)])
+
+
+def test_the_directions_differ():
+    """KL(q ‖ p) is not KL(p ‖ q), which is the cross-entropy less p's own."""
+    forward = tiny([[[LOG3, 0]]], [[0, 0]], [0])["loss"] - math.log(2)
+    backward = tiny([[[LOG3, 0]]], [[0, 0]], [0], objective="reverse_kl")["loss"]
+    assert abs(forward - backward) > 0.01
+
+
+def test_agreement_by_hand():
+    got = tiny([[[LOG3, 0]]], [[0, 0]], [0])
+    assert got["agreement"] == pytest.approx([1 / 2 + 1 / 4])
+
+
+def test_smooth_l1_by_hand():
+    """½ · 0.5² and 2 − ½, over two dimensions."""
+    targets = jnp.array([[[1.0, -1.0]]])
+    outputs = jnp.array([[[[1.5, 1.0]]], [[[1.0, -1.0]]]])
+    got = feature_sums(outputs, targets, jnp.ones((2, 1, 1), bool))
+    assert np.asarray(got) == pytest.approx([(0.125 + 1.5) / 2, 0])
+
+
+def test_only_what_counts_is_summed_of_each_step():
+    outputs = [[[LOG3, 0], [0, 0], [5, 0]], [[0, LOG3], [0, 0], [5, 0]]]
+    counts = [[1, 1, 0], [0, 1, 0]]
+    got = tiny(outputs, [[0, 0]] * 3, [0, 1, 0], counts)
+    assert got["loss"] == pytest.approx([-0.5 * math.log(3 / 16) + math.log(2), math.log(2)])
+    assert got["top1"].tolist() == [1, 0]  # of equal chances the first token is the guess
+    assert got["top3"].tolist() == [2, 1]
+    assert got["agreement"] == pytest.approx([1.75, 1])
+
+
+def test_temperature_divides_the_logits_of_both():
+    outputs, targets = [[[2 * LOG3, 0]]], [[2 * math.log(4), 0]]  # at 2: (3/4, 1/4), (4/5, 1/5)
+    got = tiny(outputs, targets, [0], temperature=2.0)
+    wanted = -4 / 5 * math.log(3 / 4) - 1 / 5 * math.log(1 / 4)
+    assert got["loss"] == pytest.approx([wanted])
+    assert got["agreement"] == pytest.approx([3 / 4 + 1 / 5])
+
+
+def test_temperature_zero_is_one():
+    def loss(temperature):
+        return tiny([[[LOG3, 0.2]]], [[0.3, 0]], [0], temperature=temperature)["loss"].item()
+
+    assert loss(0.0) == loss(1.0) != loss(0.9)
+
+
+ranks = st.lists(st.integers(0, 4), min_size=5, max_size=5)  # ties are likely
+
+
+@given(ranks, st.integers(0, 4))
+def test_hits_are_those_of_a_stable_sort(logits, token):
+    log_q = np.asarray(logits, np.float32)
+    got = drafter_losses._hits(jnp.array(log_q), jnp.array(log_q), jnp.array(token))
+    order = np.argsort(-log_q, kind="stable").tolist()
+    assert got["top1"] == (order[0] == token)
+    assert got["top3"] == (token in order[:3])
+
+
+def five_tokens(draft_ids):
+    """Five tokens of which `draft_ids` may be guessed; a token's logit is its own dimension."""
+    policy = ModelConfig("llama", 5, 5, 1, 1, 1, 2, 2)
+    config = eagle.config_for(policy, draft_vocab_size=len(draft_ids))
+    head = np.eye(5, dtype=np.float32)[:, draft_ids]
+    frozen = Frozen(jnp.zeros((5, 5)), jnp.asarray(head), jnp.asarray(draft_ids, jnp.int32))
+    return config, eagle.init(config, jax.random.key(0)), frozen
+
+
+def test_of_a_reduced_vocabulary_the_policy_is_restricted_to_it():
+    """Draft tokens 1 and 4 with p ∝ (1, 3); what the others have does not matter."""
+    outputs = np.zeros((1, 1, 1, 5), np.float32)
+    for other in (0.0, 7.0):
+        targets = np.array([[[other, 0, other, 1, LOG3]]], np.float32)
+        arrays = outputs, targets, np.array([[4]]), np.ones((1, 1, 1), bool)
+        got = sums(*five_tokens([1, 4]), *arrays)
+        assert got["loss"] == pytest.approx([math.log(2)])
+        assert got["agreement"] == pytest.approx([1 / 4 + 1 / 2])
+
+
+def test_a_token_outside_the_draft_vocabulary_is_a_miss():
+    """The guess is token 4, by column 1; token 0 and 3 have no column."""
+    outputs = np.zeros((1, 1, 4, 5), np.float32)
+    outputs[..., 4] = 1.0
+    tokens = np.array([[4, 1, 0, 3]])
+    arrays = outputs, outputs[0], tokens, np.ones((1, 1, 4), bool)
+    got = sums(*five_tokens([1, 4]), *arrays)
+    assert got["top1"] == [1] and got["top3"] == [2]
+
+
+def test_the_map_need_not_be_in_order():
+    _, _, frozen = five_tokens([3, 0])
+    tokens = jnp.array([[0, 1, 2, 3, 4, -1]])
+    assert draft_ids_of(frozen, tokens).tolist() == [[1, -1, -1, 0, -1, 1]]
+
+
+def test_the_draft_vocabulary_is_not_the_policys():
+    """Without the map a token would be taken for a column."""
+    config, params, frozen = five_tokens([1, 4])
+    outputs = np.zeros((1, 1, 1, 5), np.float32)
+    outputs[..., 1] = 1.0  # column 0, which is token 1
+    arrays = outputs, outputs[0], np.array([[0]]), np.ones((1, 1, 1), bool)
+    assert sums(config, params, frozen, *arrays)["top1"] == [0]
+    planted = dataclasses.replace(frozen, draft_ids_U=None)
+    assert sums(config, params, planted, *arrays)["top1"] == [1]
+
+
+def test_an_own_head_is_the_students_alone():
+    config = dataclasses.replace(eagle.config_for(TINY), own_head=True)
+    params = eagle.init(config, jax.random.key(0))
+    params = dataclasses.replace(params, head_DU=jnp.array([[0.0, 1], [1, 0]]))  # exchanged
+    arrays = [np.asarray(x, np.float32) for x in ([[[[LOG3, 0]]]], [[[LOG3, 0]]])]
+    got = sums(config, params, identity(), *arrays, np.array([[0]]), np.ones((1, 1, 1), bool))
+    assert got["loss"] == pytest.approx([-3 / 4 * math.log(1 / 4) - 1 / 4 * math.log(3 / 4)])
+    assert got["top1"] == [0]
+
+
+@pytest.mark.parametrize(
+    ("design", "objective"), [("eagle", "reverse_kl"), ("eagle3", "cross_entropy")]
+)
+def test_chunks_change_neither_sums_nor_gradients(design, objective):
+    config, params, frozen = drafter(design, draft_vocab_size=6)
+    rng = np.random.default_rng(0)
+    J, B, T, D = 3, 2, 7, config.layer.d_model
+    outputs, targets = rng.normal(size=(J, B, T, D)), rng.normal(size=(B, T, D))
+    tokens, counts = rng.integers(0, 13, (B, T)), rng.random((J, B, T)) < 0.7
+
+    def of(outputs, chunk_tokens):
+        got = drafter_losses.token_sums(
+            config,
+            params,
+            frozen,
+            *(outputs, jnp.asarray(targets, jnp.float32), jnp.asarray(tokens), jnp.asarray(counts)),
+            jnp.float32(0.7),
+            objective=objective,
+            chunk_tokens=chunk_tokens,
+        )
+        return jnp.sum(got["loss"] * jnp.array([1.0, 2.0, 3.0])), got
+
+    of = jax.jit(jax.value_and_grad(of, has_aux=True), static_argnames="chunk_tokens")
+    (_, whole), whole_slope = of(jnp.asarray(outputs, jnp.float32), chunk_tokens=100)
+    assert np.abs(whole_slope).max() > 0.01
+    for chunk_tokens in (1, 6):  # a column, and of seven columns three, three and one
+        (_, got), slope = of(jnp.asarray(outputs, jnp.float32), chunk_tokens=chunk_tokens)
+        for name, x in got.items():
+            np.testing.assert_allclose(x, whole[name], rtol=1e-5, err_msg=name)
+        np.testing.assert_allclose(slope, whole_slope, atol=1e-6)
+
+
+def largest_array(jaxpr):
+    """Elements of the largest array that a program makes, in loops and calls too."""
+    largest = 0
+    for equation in jaxpr.eqns:
+        largest = max([largest, *(math.prod(v.aval.shape) for v in equation.outvars)])
+        for value in equation.params.values():
+            for inner in value if isinstance(value, tuple | list) else [value]:
+                inner = getattr(inner, "jaxpr", inner)
+                if hasattr(inner, "eqns"):
+                    largest = max(largest, largest_array(inner))
+    return largest
+
+
+def test_logits_of_all_entries_are_never_in_memory_at_once():
+    V, T = 1000, 64
+    config = eagle.config_for(ModelConfig("llama", V, 4, 1, 1, 1, 4, 4))
+    params = eagle.init(config, jax.random.key(0))
+    frozen = Frozen(jnp.zeros((V, 4)), jnp.ones((4, V)))
+    rest = jnp.zeros((1, T, 4)), jnp.zeros((1, T), int), jnp.ones((2, 1, T), bool)
+
+    def largest(chunk_tokens):
+        def loss(outputs):
+            settings = {"objective": "cross_entropy", "chunk_tokens": chunk_tokens}
+            got = drafter_losses.token_sums(
+                config, params, frozen, outputs, *rest, jnp.float32(1), **settings
+            )
+            return got["loss"].sum()
+
+        return largest_array(jax.make_jaxpr(jax.grad(loss))(jnp.zeros((2, 1, T, 4))).jaxpr)
+
+    assert largest(8) == 8 * V
+    assert largest(64) == 64 * V  # the check can fail

@@ -1,0 +1,192 @@
+"""Packed rows: each entry is one of its source, each response token counts once."""
+
+import collections
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spec.eagle.batch import Caught, DrafterBatch
+from spec.eagle.packing import pack, pad
+
+WIDTH = 3
+
+
+def sequence(name, length, prompt):
+    """Token i of sequence n is 1000 n + i; its states are that number, its half, and a third."""
+    tokens = 1000 * name + np.arange(length, dtype=np.int32)
+    states = tokens[:-1, None] / np.arange(1, WIDTH + 1)
+    return Caught(tokens, prompt, states.astype(np.float32), 0)
+
+
+def test_by_hand():
+    sequences = [sequence(1, 5, 3), sequence(2, 3, 2), sequence(3, 6, 0)]
+    [batch] = pack(sequences, 2, 8)
+    assert batch.tokens_BT.tolist() == [
+        [3000, 3001, 3002, 3003, 3004, 3005, 0, 0],
+        [1000, 1001, 1002, 1003, 1004, 2000, 2001, 2002],
+    ]
+    assert batch.sequence_BT.tolist() == [[1] * 6 + [0] * 2, [1] * 5 + [2] * 3]
+    assert batch.positions_BT.tolist() == [[0, 1, 2, 3, 4, 5, 0, 0], [0, 1, 2, 3, 4, 0, 1, 2]]
+    # x_{t+2} of the response: from 3003 on all that have two before; 1003 and 1004; 2002
+    assert batch.counts_BT.astype(int).tolist() == [
+        [1, 1, 1, 1, 0, 0, 0, 0],
+        [0, 1, 1, 0, 0, 1, 0, 0],
+    ]
+    assert batch.caught_BTW[:, :, 0].tolist() == [
+        [3000, 3001, 3002, 3003, 3004, 0, 0, 0],
+        [1000, 1001, 1002, 1003, 0, 2000, 2001, 0],
+    ]
+    assert batch.caught_BTW.dtype == np.float32 and batch.counts_BT.dtype == bool
+    padded = pad(sequences, 2, 8)
+    assert [b.tokens_BT[:, 0].tolist() for b in padded] == [[1000, 3000], [2000, 0]]
+
+
+def test_windows_of_a_long_sequence_by_hand():
+    [batch] = pad([sequence(1, 9, 4)], 4, 5)
+    # 0 … 4 predicts 1004, 3 … 7 predicts 1005 … 1007, 6 … 8 predicts 1008
+    assert batch.tokens_BT.tolist() == [
+        [1000, 1001, 1002, 1003, 1004],
+        [1003, 1004, 1005, 1006, 1007],
+        [1006, 1007, 1008, 0, 0],
+        [0] * 5,
+    ]
+    assert batch.counts_BT.astype(int).tolist() == [
+        [0, 0, 1, 0, 0],
+        [1, 1, 1, 0, 0],
+        [1, 0, 0, 0, 0],
+        [0] * 5,
+    ]
+    assert batch.positions_BT.tolist() == [
+        [0, 1, 2, 3, 4],
+        [3, 4, 5, 6, 7],
+        [6, 7, 8, 0, 0],
+        [0] * 5,
+    ]
+    assert batch.caught_BTW[:, :, 0].tolist() == [
+        [1000, 1001, 1002, 1003, 0],
+        [1003, 1004, 1005, 1006, 0],
+        [1006, 1007, 0, 0, 0],
+        [0] * 5,
+    ]
+
+
+def test_what_cannot_count_takes_no_room():
+    """A prompt alone, two tokens, one token; and the windows of a prompt."""
+    assert pack([sequence(1, 6, 6), sequence(2, 2, 1), sequence(3, 1, 1)], 2, 8) == []
+    assert pack([], 2, 8) == pad([], 2, 8) == []
+    [batch] = pad([sequence(1, 20, 18)], 2, 8)
+    assert batch.positions_BT[:, 0].tolist() == [12, 0] and batch.counts_BT.sum() == 2
+
+
+def check(sequences, batches, num_rows, row_tokens):
+    """Each counted entry is one of its source, at its place; returns how often tokens count."""
+    by_name = {int(s.tokens_T[0]) // 1000: s for s in sequences}
+    times = collections.Counter()
+    for batch in batches:
+        shape = (num_rows, row_tokens)
+        for field in ("tokens_BT", "positions_BT", "sequence_BT", "counts_BT"):
+            assert getattr(batch, field).shape == shape
+        assert batch.caught_BTW.shape == (*shape, WIDTH)
+        padding = batch.sequence_BT == 0
+        assert not batch.counts_BT[padding].any()
+        assert not batch.caught_BTW[padding].any() and not batch.positions_BT[padding].any()
+        for b, t in zip(*np.nonzero(batch.counts_BT), strict=True):
+            assert t + 2 < row_tokens
+            assert len(set(batch.sequence_BT[b, t : t + 3].tolist())) == 1
+            name, i = divmod(int(batch.tokens_BT[b, t]), 1000)
+            source = by_name[name]
+            assert source.prompt_tokens <= i + 2
+            assert (batch.tokens_BT[b, t : t + 3] == source.tokens_T[i : i + 3]).all()
+            assert (batch.caught_BTW[b, t : t + 2] == source.caught_TW[i : i + 2]).all()
+            assert batch.positions_BT[b, t] == i
+            times[name, i + 2] += 1
+        for row, numbers in zip(batch.positions_BT, batch.sequence_BT, strict=True):
+            for number in set(numbers.tolist()) - {0}:
+                [at] = np.nonzero(numbers == number)
+                assert (np.diff(at) == 1).all() and (np.diff(row[at]) == 1).all()
+    return times
+
+
+shapes = st.tuples(st.integers(1, 40), st.integers(0, 40))
+many = st.lists(shapes.map(lambda s: (s[0], min(s))), max_size=25)
+
+
+@settings(deadline=None)
+@given(many, st.integers(1, 4), st.integers(3, 45), st.sampled_from([pack, pad]))
+def test_every_response_token_counts_exactly_once(drawn, num_rows, row_tokens, function):
+    """Rows that are long enough, and shorter ones: windows overlap by what an entry needs."""
+    sequences = [sequence(n, length, prompt) for n, (length, prompt) in enumerate(drawn, 1)]
+    times = check(sequences, function(sequences, num_rows, row_tokens), num_rows, row_tokens)
+    should = {(n, i) for n, (length, p) in enumerate(drawn, 1) for i in range(max(p, 2), length)}
+    assert set(times) == should and set(times.values()) <= {1}
+
+
+@settings(deadline=None)
+@given(many, st.integers(1, 4), st.integers(3, 45))
+def test_rows_are_few(drawn, num_rows, row_tokens):
+    """First-fit: no two rows but one are half empty; and never more than one a sequence."""
+    sequences = [sequence(n, length, prompt) for n, (length, prompt) in enumerate(drawn, 1)]
+    packed = pack(sequences, num_rows, row_tokens)
+    used = np.concatenate([[0], *((b.sequence_BT > 0).sum(axis=1) for b in packed)])
+    assert ((0 < used) & (2 * used <= row_tokens)).sum() <= 1
+    assert len(packed) <= len(pad(sequences, num_rows, row_tokens))
+    assert len(packed) == -(-(used > 0).sum() // num_rows), "no batch more than needed"
+
+
+def test_the_check_finds_faults():
+    """Planted: an entry across two sequences, one of the prompt, states of a neighbour."""
+    sequences = [sequence(1, 5, 3), sequence(2, 5, 3)]
+    [batch] = pack(sequences, 1, 12)
+    assert sum(check(sequences, [batch], 1, 12).values()) == 4
+
+    def broken(field, change):
+        arrays = {f.name: getattr(batch, f.name).copy() for f in dataclasses.fields(batch)}
+        change(arrays[field])
+        return DrafterBatch(**arrays)
+
+    for field, change in (
+        ("counts_BT", lambda a: a.__setitem__((0, 3), True)),
+        ("counts_BT", lambda a: a.__setitem__((0, 0), True)),
+        ("counts_BT", lambda a: a.__setitem__((0, 10), True)),
+        ("caught_BTW", lambda a: a.__setitem__((0, 6), a[0, 5])),
+        ("positions_BT", lambda a: a.__setitem__((0, 6), 6)),
+    ):
+        with pytest.raises(AssertionError):
+            check(sequences, [broken(field, change)], 1, 12)
+
+
+def test_batches_have_long_and_short_rows():
+    """What a batch counts does not fall from the first to the last."""
+    sequences = [sequence(n, 3 + n, 0) for n in range(1, 61)]
+    counted = [
+        int(b.counts_BT.sum())
+        for b in pad(sorted(sequences, key=lambda s: -len(s.tokens_T)), 6, 64)
+    ]
+    assert len(counted) == 10 and max(counted) < 1.5 * min(counted)
+
+
+def test_the_policys_dtype_is_kept():
+    source = sequence(1, 5, 0)
+    source = dataclasses.replace(source, caught_TW=source.caught_TW.astype(jnp.bfloat16))
+    [batch] = pack([source], 1, 8)
+    assert batch.caught_BTW.dtype == jnp.bfloat16
+    with pytest.raises(ValueError, match="one width and dtype, got .*bfloat16.*float32"):
+        pack([source, sequence(2, 5, 0)], 1, 8)
+
+
+def test_sizes():
+    with pytest.raises(ValueError, match="row_tokens above 2, .* got 2"):
+        pack([sequence(1, 5, 0)], 1, 2)
+    with pytest.raises(ValueError, match="num_rows >= 1, got 0"):
+        pad([sequence(1, 5, 0)], 0, 8)
+
+
+def test_of_too_many_rows_the_emptiest_are_left_out():
+    sequences = [sequence(n, n, 2) for n in (9, 8, 7, 3)]
+    [batch] = pack(sequences, num_rows=2, row_tokens=10, max_batches=1)
+    assert sorted((batch.sequence_BT > 0).sum(axis=1).tolist()) == [9, 10]
+    assert len(pack(sequences, num_rows=2, row_tokens=10)) == 2

@@ -1,0 +1,430 @@
+"""Training of drafters: the loss and its gradient against drafting, steps, refusals, devices."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from drafters_by_hand import POLICY, as_float64, caught, drafter, packed, written_out_loss
+from jax.sharding import NamedSharding, PartitionSpec
+
+from models.config import ModelConfig
+from models.sharding import RULES, MeshConfig, make_mesh, param_shardings
+from spec.eagle import model as eagle
+from spec.eagle import training as training_module
+from spec.eagle.model import Frozen
+from spec.eagle.packing import pack
+from spec.eagle.training import (
+    DrafterTrainingConfig,
+    apply,
+    gradients,
+    init_state,
+    state_of,
+    train_step,
+)
+
+VARIANTS = ("eagle", "hass", "eagle3")
+ONE = np.float32(1)
+
+
+def short(variant, **settings):
+    """A training whose unroll is of three steps: each of eagle3's seven costs a compilation."""
+    steps = 1 if variant == "eagle" else 3
+    return DrafterTrainingConfig(variant, unroll_steps=steps, **settings)
+
+
+def leaves(tree):
+    return [np.array(x) for x in jax.tree.leaves(tree)]
+
+
+def bits(tree):
+    return [x.tobytes() for x in leaves(tree)]
+
+
+def some_sequences(config, prompt_tokens=1):
+    return [caught(config, n, prompt_tokens) for n in (9, 6, 11, 8)]
+
+
+def some_batch(config, prompt_tokens=1):
+    first, second, third, fourth = some_sequences(config, prompt_tokens)
+    return packed([[first, second], [third], [fourth], []], 16)
+
+
+LOSS = jax.jit(training_module.loss, static_argnums=(0, 1))
+
+
+# by hand
+
+
+def pass_through(design, **more):
+    """A drafter of width 2 whose layer adds nothing: an output is the feature that was read.
+
+    With `eagle3` of one layer's states fc keeps them, and the norm of (±1, ±1) is itself.
+    """
+    layers = {} if design == "eagle" else {"feature_layers": (0,)}
+    policy = ModelConfig("llama", 2, 2, 1, 1, 1, 2, 2, norm_eps=1e-12)
+    config = eagle.config_for(policy, design, **layers)
+    params = eagle.init(config, jax.random.key(0))
+    still = {"output_QD": jnp.zeros((2, 2)), "down_FD": jnp.zeros((2, 2))}
+    keep = jnp.concatenate([jnp.zeros((2, 2)), jnp.eye(2)]) if design == "eagle" else jnp.eye(2)
+    layer = dataclasses.replace(params.layer, **still)
+    params = dataclasses.replace(params, fc_ED=keep, layer=layer)
+    return config, params, Frozen(jnp.ones((2, 2)), jnp.diag(jnp.array([math.log(3), 0.0])))
+
+
+# The head makes (1, ·) the distribution (3/4, 1/4) and (−1, ·) (1/4, 3/4).
+NEAR, FAR = np.array([1.0, -1.0]), np.array([-1.0, -1.0])
+SAME = -3 / 4 * math.log(3 / 4) - 1 / 4 * math.log(1 / 4)
+OTHER = -3 / 4 * math.log(1 / 4) - 1 / 4 * math.log(3 / 4)
+# Between NEAR and FAR one of two dimensions is 2 apart
+APART = (2 - 0.5) / 2
+
+
+def by_hand(variant, **settings):
+    """States f_0 … f_3 = NEAR, FAR, FAR, NEAR of tokens 0, 0, 1, 1, 0.
+
+    Entries 0 … 2 count. At step j entry t's output is f_{t−j}, its target f_{t+1}: step 0 has
+    other, same, other; step 1, from entry 1, other, other; step 2, entry 2 alone, same.
+    """
+    training = DrafterTrainingConfig(variant, **settings)
+    config, params, frozen = pass_through(training.design)
+    s = caught(config, 5)
+    states = np.stack([NEAR, FAR, FAR, NEAR])
+    repeats = config.caught_width // 2
+    s = dataclasses.replace(
+        s,
+        tokens_T=np.array([0, 0, 1, 1, 0], np.int32),
+        caught_TW=np.tile(states, repeats).astype(np.float32),
+    )
+    _, metrics = LOSS(config, training, params, frozen, packed([[s]], 5), ONE)
+    return {name: float(x) for name, x in metrics.items()}
+
+
+def test_eagle_by_hand():
+    got = by_hand("eagle")
+    assert got["feature_loss"] == pytest.approx(2 / 3 * APART)
+    assert got["token_loss"] == pytest.approx((2 * OTHER + SAME) / 3)
+    assert got["loss"] == pytest.approx(2 / 3 * APART + 0.1 * (2 * OTHER + SAME) / 3)
+    assert got["num_entries"] == 3
+    # guesses are 0, 1, 1, the tokens 1, 1, 0
+    assert got["accuracy_top1"] == pytest.approx(1 / 3) and got["accuracy_top3"] == 1
+    assert got["agreement"] == pytest.approx((1 + 2 * 1 / 2) / 3)
+
+
+def test_hass_by_hand():
+    got = by_hand("hass")
+    assert got["feature_loss"] == pytest.approx((2 / 3 + 1 + 0) * APART)
+    token_loss = (2 * OTHER + SAME) / 3 + OTHER + SAME
+    assert got["token_loss"] == pytest.approx(token_loss)
+    assert got["loss"] == pytest.approx(5 / 3 * APART + 0.1 * token_loss)
+
+
+def test_eagle3_by_hand():
+    """Of its seven steps the last four have no entry in five tokens."""
+    got = by_hand("eagle3")
+    wanted = (2 * OTHER + SAME) / 3 + 0.8 * OTHER + 0.64 * SAME
+    assert got["loss"] == pytest.approx(wanted)
+    assert got["token_loss"] == pytest.approx(wanted) and got["feature_loss"] == 0
+
+
+def test_reverse_kl_by_hand():
+    """KL of (3/4, 1/4) to (1/4, 3/4) is ½ log 3, to itself 0."""
+    got = by_hand("hass", objective="reverse_kl")
+    assert got["token_loss"] == pytest.approx((2 / 3 + 1) * 0.5 * math.log(3))
+
+
+def test_what_is_given_overrides_the_variant():
+    got = by_hand("eagle", feature_weight=2.0, token_weight=3.0, unroll_steps=2, unroll_decay=0.5)
+    tokens = (2 * OTHER + SAME) / 3 + 0.5 * OTHER
+    assert got["loss"] == pytest.approx(2 * (2 / 3 + 0.5) * APART + 3 * tokens)
+
+
+# against drafting, in float64
+
+
+@pytest.mark.parametrize(
+    ("variant", "objective", "settings"),
+    [
+        ("hass", "cross_entropy", {"fc_bias": True}),
+        ("eagle3", "reverse_kl", {"draft_vocab_size": 6, "own_head": True, "fc_bias": True}),
+    ],
+)
+def test_loss_and_gradient_are_those_of_drafting(variant, objective, settings):
+    """The slope along a random direction against the reference's difference quotient."""
+    training = short(variant, objective=objective, token_weight=1.0, chunk_tokens=9)
+    config, params, frozen = drafter(training.design, **settings)
+    batch, temperature = some_batch(config, prompt_tokens=3), np.float32(1.3)
+    slope, metrics = gradients(params, frozen, batch, temperature, config=config, training=training)
+    assert all(np.abs(x).max() > 1e-5 for x in leaves(slope))
+
+    exact, exact_frozen = as_float64(params), as_float64(frozen)
+    rng = np.random.default_rng(0)
+    towards = jax.tree.map(lambda x: rng.normal(size=x.shape) / np.sqrt(x.size), exact)
+
+    def reference(step):
+        moved = jax.tree.map(lambda x, d: x + step * d, exact, towards)
+        sequences = some_sequences(config, prompt_tokens=3)
+        return written_out_loss(config, training, moved, exact_frozen, sequences, 1.3)
+
+    assert float(metrics["loss"]) == pytest.approx(reference(0.0), rel=1e-5)
+    along = sum(
+        np.sum(np.asarray(g, np.float64) * d)
+        for g, d in zip(jax.tree.leaves(slope), jax.tree.leaves(towards), strict=True)
+    )
+    wanted = (reference(1e-4) - reference(-1e-4)) / 2e-4
+    assert abs(wanted) > 1e-2
+    assert along == pytest.approx(wanted, rel=1e-3, abs=1e-4)
+
+
+@pytest.mark.parametrize("prompt_tokens", [1, 4])
+def test_what_does_not_count_does_not_matter(prompt_tokens):
+    """States behind the last that counts, padding, tokens behind the end of a sequence."""
+    config, params, frozen = drafter("eagle")
+    batch = some_batch(config, prompt_tokens)
+    junk = dataclasses.replace(
+        batch,
+        tokens_BT=np.where(batch.sequence_BT == 0, 7, batch.tokens_BT),
+        caught_BTW=np.where((batch.sequence_BT == 0)[..., None], 9.0, batch.caught_BTW),
+    )
+    settings = {"config": config, "training": DrafterTrainingConfig("hass")}
+    slope, metrics = gradients(params, frozen, batch, ONE, **settings)
+    other, found = gradients(params, frozen, junk, ONE, **settings)
+    # of a sequence of n tokens: those that guess at tokens 2 … n − 1, and of the response
+    assert metrics["num_entries"] == sum(n - max(prompt_tokens, 2) for n in (9, 6, 11, 8))
+    for a, b in zip(leaves((slope, metrics)), leaves((other, found)), strict=True):
+        np.testing.assert_allclose(b, a, atol=1e-6)
+
+
+def test_windows_learn_nothing_from_their_neighbours():
+    """What a sequence's entries learn from: no state of another one in the row, by gradient.
+
+    A long response is cut in two windows; the second, which begins in mid-response, shares a
+    row with a short response, and comes first in a row of its own kind too.
+    """
+    config, params, frozen = drafter("eagle")
+    long, short_one = caught(config, 30, 4), caught(config, 10, 4)
+    batches = pack([long, short_one], 1, 26)
+    one = next(b for b in batches if len(set(b.sequence_BT[0].tolist()) - {0}) == 2)
+    turned = jax.tree.map(lambda x: np.roll(x, -10, axis=1), one)  # the window at column 0
+    assert turned.positions_BT[0, 0] > 0 and turned.counts_BT[0, 0]
+
+    @jax.jit
+    def slope(caught_BTW, batch):
+        batch = dataclasses.replace(batch, caught_BTW=caught_BTW)
+        loss = partial(training_module.loss, config, short("hass"), params, frozen)
+        return loss(batch, ONE)[0]
+
+    for batch in (one, turned):
+        sequence_T = batch.sequence_BT[0]
+        for mine in (1, 2):
+            counts_BT = batch.counts_BT & (batch.sequence_BT == mine)
+            only = dataclasses.replace(batch, counts_BT=counts_BT)
+            slope_TW = np.asarray(jax.grad(slope)(jnp.asarray(batch.caught_BTW), only))[0]
+            assert np.abs(slope_TW[sequence_T == mine]).max() > 1e-3
+            assert not slope_TW[sequence_T != mine].any()
+
+
+def test_a_batch_without_entries_gives_zeros():
+    config, params, frozen = drafter("eagle")
+    batch = some_batch(config)
+    batch = dataclasses.replace(batch, counts_BT=np.zeros_like(batch.counts_BT))
+    settings = {"config": config, "training": DrafterTrainingConfig("hass")}
+    slope, metrics = gradients(params, frozen, batch, ONE, **settings)
+    assert not any(x.any() for x in leaves((slope, metrics)))
+
+
+def test_members_gradients_average_to_those_of_all():
+    """Weighted by `num_entries`, where prompts are longer than the unroll."""
+    config, params, frozen = drafter("eagle3")
+    training = short("eagle3")
+    run = partial(gradients, params, frozen, config=config, training=training)
+    batch = some_batch(config, prompt_tokens=4)
+    whole, metrics = run(batch, ONE)
+    parts = [run(jax.tree.map(lambda x, i=i: x[i : i + 2], batch), ONE) for i in (0, 2)]
+    shares = [float(m["num_entries"] / metrics["num_entries"]) for _, m in parts]
+    assert sum(shares) == pytest.approx(1) and shares[0] != 0.5
+    mean = jax.tree.map(lambda a, b: shares[0] * a + shares[1] * b, parts[0][0], parts[1][0])
+    for a, b in zip(leaves(mean), leaves(whole), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-6)
+    loss = sum(share * m["loss"] for share, (_, m) in zip(shares, parts, strict=True))
+    assert float(loss) == pytest.approx(float(metrics["loss"]), rel=1e-5)
+
+
+# steps
+
+
+def run_steps(variant, count, **settings):
+    """Losses of so many steps over one batch, and the last state."""
+    training = short(variant, **settings)
+    config, params, frozen = drafter(training.design, draft_vocab_size=9)
+    state, batch, losses = state_of(training, params), some_batch(config), []
+    for _ in range(count):
+        state, metrics = train_step(state, frozen, batch, ONE, config=config, training=training)
+        assert metrics["skipped"] == 0
+        losses.append(float(metrics["loss"]))
+    return losses, state
+
+
+@pytest.mark.parametrize(
+    ("variant", "objective"), [(v, "cross_entropy") for v in VARIANTS] + [("eagle", "reverse_kl")]
+)
+def test_training_lowers_the_loss(variant, objective):
+    settings = {"learning_rate": 0.02, "warmup_steps": 5, "clip_norm": 10.0, "token_weight": 1.0}
+    losses, state = run_steps(variant, 60, objective=objective, **settings)
+    assert losses[-1] < 0.75 * losses[0]
+    assert int(state.step) == 60
+
+
+def test_a_step_is_a_gradient_applied():
+    for variant in ("eagle", "eagle3"):
+        training = short(variant, weight_decay=0.1)
+        config, params, frozen = drafter(training.design)
+        settings, batch = {"config": config, "training": training}, some_batch(config)
+        one, other = (state_of(training, jax.tree.map(jnp.copy, params)) for _ in range(2))
+        for _ in range(2):
+            one, metrics = train_step(one, frozen, batch, ONE, **settings)
+            grads, parts = gradients(other.params, frozen, batch, ONE, **settings)
+            other, skipped = apply(other, grads, training=training)
+            for name, x in (parts | {"skipped": skipped}).items():
+                np.testing.assert_allclose(metrics[name], x, rtol=1e-5, err_msg=name)
+        starts = leaves(state_of(training, params))
+        for a, b, start in zip(leaves(one), leaves(other), starts, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
+            assert (a != start).any()
+
+
+def test_the_update_by_hand():
+    """Adam's first step is the rate times the sign, less decay, which vectors are spared."""
+    training = DrafterTrainingConfig(learning_rate=0.1, warmup_steps=4, weight_decay=0.5)
+    _, params, _ = drafter("eagle3")
+    grads = jax.tree.map(lambda x: jnp.where(x > 0, 3.0, -5.0), params)
+    before = leaves(params)
+    state, skipped = apply(state_of(training, params), grads, training=training)
+    assert int(state.step) == 1 and int(skipped) == 0
+    for old, new in zip(before, leaves(state.params), strict=True):
+        decayed = 0.5 * old if old.ndim > 1 else 0
+        wanted = old - 0.1 / 4 * (np.where(old > 0, 1, -1) + decayed)
+        np.testing.assert_allclose(new, wanted, rtol=1e-4, atol=1e-6)
+
+
+def test_gradients_are_clipped_by_their_norm():
+    """Adam's first moment after a step is (1 − b1) times the clipped gradient."""
+    training = DrafterTrainingConfig(clip_norm=0.5)
+    _, params, _ = drafter("eagle")
+    grads = jax.tree.map(jnp.ones_like, params)
+    norm = math.sqrt(sum(x.size for x in leaves(grads)))
+    state, _ = apply(state_of(training, params), grads, training=training)
+    moments = [x for x in leaves(state.optimizer) if x.ndim == 2 and x.max() > 1e-3]
+    assert moments
+    for x in moments:
+        np.testing.assert_allclose(x, 0.1 * 0.5 / norm, rtol=1e-5)
+
+
+@pytest.mark.parametrize("bad", [np.inf, np.nan])
+def test_a_step_that_is_not_finite_is_skipped(bad):
+    training = DrafterTrainingConfig()
+    config, params, frozen = drafter("eagle")
+    settings, batch = {"config": config, "training": training}, some_batch(config)
+    state = state_of(training, params)
+    state, _ = train_step(state, frozen, batch, ONE, **settings)
+    before = bits(state)
+    states = batch.caught_BTW.copy()
+    states[0, 3, -2] = bad
+    damaged = dataclasses.replace(batch, caught_BTW=states)
+    state, metrics = train_step(state, frozen, damaged, ONE, **settings)
+    assert metrics["skipped"] == 1 and not np.isfinite(metrics["loss"])
+    assert bits(state) == before
+    state, metrics = train_step(state, frozen, batch, ONE, **settings)
+    assert metrics["skipped"] == 0 and bits(state) != before and int(state.step) == 2
+
+
+def test_apply_skips_a_gradient_with_one_nan():
+    training = DrafterTrainingConfig()
+    _, params, _ = drafter("eagle")
+    grads = jax.tree.map(jnp.ones_like, params)
+    grads = dataclasses.replace(grads, fc_ED=grads.fc_ED.at[3, 2].set(jnp.nan))
+    state = state_of(training, params)
+    before = bits(state)
+    state, skipped = apply(state, grads, training=training)
+    assert int(skipped) == 1 and bits(state) == before
+
+
+def test_equal_shapes_compile_once():
+    training = DrafterTrainingConfig("hass", learning_rate=1.25e-4)  # in no other test
+    config, params, frozen = drafter("eagle")
+    counts = [f._cache_size() for f in (train_step, gradients, apply)]
+    state, settings = state_of(training, params), {"config": config, "training": training}
+    for i in range(3):
+        settings["training"] = DrafterTrainingConfig("hass", learning_rate=1.25e-4)  # an equal one
+        batch = packed([[caught(config, 5 + i), caught(config, 4)], [caught(config, 9 - i)]], 12)
+        state, _ = train_step(state, frozen, batch, np.float32(0.5 * i), **settings)
+        grads, _ = gradients(state.params, frozen, batch, np.float32(0.5 * i), **settings)
+        state, _ = apply(state, grads, training=settings["training"])
+    grown = [f._cache_size() for f in (train_step, gradients, apply)]
+    assert [n - m for n, m in zip(grown, counts, strict=True)] == [1, 1, 1]
+
+
+def test_a_new_drafter_starts_at_step_zero():
+    training = DrafterTrainingConfig()
+    config = eagle.config_for(POLICY)
+    state = init_state(config, training, jax.random.key(3), jnp.bfloat16)
+    same = eagle.init(config, jax.random.key(3), jnp.bfloat16)
+    assert bits(state.params) == bits(same) and int(state.step) == 0
+    assert state.step.dtype == jnp.int32
+    assert {x.dtype for x in jax.tree.leaves(state.params)} == {jnp.dtype(jnp.bfloat16)}
+
+
+def test_parts_that_do_not_fit_are_refused():
+    config, params, frozen = drafter("eagle", draft_vocab_size=6)
+    _, _, whole = drafter("eagle")
+    batch = some_batch(config)
+
+    def run(variant, frozen):
+        training_module.loss(config, DrafterTrainingConfig(variant), params, frozen, batch, ONE)
+
+    with pytest.raises(ValueError, match="design eagle3"):
+        run("eagle3", frozen)
+    with pytest.raises(ValueError, match="6 draft tokens, got 13"):
+        run("eagle", whole)
+    with pytest.raises(ValueError, match="expected draft_ids_U"):
+        run("eagle", dataclasses.replace(frozen, draft_ids_U=None))
+
+
+# devices
+
+
+@pytest.mark.parametrize(
+    ("variant", "mesh_config"),
+    [("hass", MeshConfig(data=2)), ("eagle3", MeshConfig(data=2, fsdp=2, tensor=2))],
+)
+def test_several_devices_give_what_one_gives(variant, mesh_config):
+    count = math.prod(dataclasses.astuple(mesh_config))
+    if jax.device_count() < count:
+        pytest.skip(f"needs {count} devices")
+    training = short(variant)
+    config, params, frozen = drafter(training.design)
+    batch, settings = some_batch(config), {"config": config, "training": training}
+    wanted, metrics = gradients(params, frozen, batch, ONE, **settings)
+    mesh = make_mesh(mesh_config, jax.devices()[:count])
+    with jax.set_mesh(mesh):
+        whole = NamedSharding(mesh, PartitionSpec())
+        by_specs = param_shardings(mesh, eagle.param_specs(config))
+        params = jax.device_put(params, whole if variant == "hass" else by_specs)
+        frozen = jax.device_put(frozen, whole)
+        batch = jax.device_put(batch, NamedSharding(mesh, PartitionSpec(RULES["batch"])))
+        got, found = gradients(params, frozen, batch, ONE, **settings)
+        state = state_of(training, jax.tree.map(jnp.copy, params))
+        state, skipped = apply(state, got, training=training)
+    assert int(skipped) == 0
+    for before, after in zip(jax.tree.leaves(params), jax.tree.leaves(state.params), strict=True):
+        assert after.sharding.is_equivalent_to(before.sharding, before.ndim)
+        assert len(after.sharding.device_set) == count
+    for name, x in metrics.items():
+        np.testing.assert_allclose(found[name], x, rtol=1e-5, err_msg=name)
+    for a, b in zip(leaves(got), leaves(wanted), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)

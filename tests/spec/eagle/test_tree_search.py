@@ -1,0 +1,246 @@
+"""Trees by the jitted search equal a search that is written out, path by path."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models import transformer
+from models.attention import attend, causal_mask
+from models.config import ModelConfig
+from spec import sampling
+from spec.eagle import model as eagle
+from spec.eagle import tree_search
+from spec.eagle.model import EagleConfig
+
+POLICY = ModelConfig(
+    "qwen3", 23, 16, 4, 4, 2, 8, 24, qk_norm=True, tied_embeddings=True, max_positions=64
+)
+S, B = 24, 3
+LENGTH_B = np.array([5, 9, 20])
+IDS = np.array([1, 2, 4, 5, 7, 8, 9, 11, 12, 17, 20, 21], np.int32)
+
+
+def make(design: str, ids: np.ndarray | None, seed: int = 0):
+    config = eagle.config_for(POLICY, design, draft_vocab_size=0 if ids is None else len(ids))
+    policy = transformer.init(POLICY, jax.random.key(seed))
+    params = eagle.init(config, jax.random.key(seed + 1))
+    frozen = eagle.frozen(policy, None if ids is None else jnp.asarray(ids))
+    # logits far apart, so that no order hangs on rounding
+    frozen = eagle.Frozen(frozen.embedding_VD * 20, frozen.head_DU * 20, frozen.draft_ids_U)
+    rng = np.random.default_rng(seed)
+    caught = rng.normal(size=(B, 1, S, config.caught_width)).astype(np.float32)
+    tokens = rng.integers(0, POLICY.vocab_size, (B, S + 1)).astype(np.int32)
+    return config, params, frozen, caught, tokens
+
+
+MOST = 26  # entries of a path
+
+
+@partial(jax.jit, static_argnames="config")
+def all_outputs(config: EagleConfig, params, embedding_VD, g_TD, next_T):
+    def look(q, k, v):
+        return attend(q, k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3), causal_mask(MOST))
+
+    positions_1T = jnp.arange(MOST)[None]
+    return eagle.layer_outputs(
+        config, params, embedding_VD, next_T[None], g_TD[None], positions_1T, look
+    )[0]
+
+
+def path_output(config: EagleConfig, params, frozen, caught_SW, tokens, length: int, path):
+    """o of the last entry of a path of guesses: everything computed anew, guess by guess."""
+    D = config.layer.d_model
+    g_TD, next_T = np.zeros((MOST, D), np.float32), np.zeros(MOST, np.int32)
+    g_TD[:length] = eagle.features(config, params, jnp.asarray(caught_SW[:length]))
+    next_T[:length] = tokens[1 : length + 1]
+    out_TD = g_TD
+    for n, guess in enumerate([None, *path]):
+        if guess is not None:
+            g_TD[length + n - 1], next_T[length + n - 1] = out_TD[length + n - 2], guess
+        out_TD = all_outputs(config, params, frozen.embedding_VD, g_TD, next_T)
+    return out_TD[length + len(path) - 1]
+
+
+def written_out(config, params, frozen, caught_SW, tokens, length, ids, *, K, depth, M):
+    """(token, parent, chance) of the best M candidates, parents numbered as they come."""
+    candidates: list[tuple[float, int, tuple[int, ...]]] = []  # sum, parent, path
+
+    def children(path, total, parent):
+        out = path_output(config, params, frozen, caught_SW, tokens, length, path)
+        logprob = jax.nn.log_softmax(eagle.logits(config, params, frozen.head_DU, out))
+        best = np.argsort(-np.asarray(logprob), kind="stable")[:K]
+        found = []
+        for at in best.tolist():
+            token = at if ids is None else int(ids[at])
+            found.append((total + float(logprob[at]), parent, (*path, token)))
+        return found
+
+    beams = [(0.0, -1, ())]
+    first = -1
+    for _ in range(depth):
+        new = []
+        for total, place, path in beams:
+            new += children(path, total, place)
+        first = len(candidates)
+        candidates += new
+        order = sorted(range(len(new)), key=lambda i: (-new[i][0], i))[:K]
+        beams = [(new[i][0], first + i, new[i][2]) for i in order]
+    order = sorted(range(len(candidates)), key=lambda i: (-candidates[i][0], i))[:M]
+    rank = {i: r for r, i in enumerate(order)}
+    return [
+        (candidates[i][2][-1], rank.get(candidates[i][1], -1), np.exp(candidates[i][0]))
+        for i in order
+    ]
+
+
+def drafted(config, params, frozen, caught, tokens, ids, *, K, depth, M, start_B=None, **more):
+    most = 4
+    cache = tree_search.empty_cache(config, B, S, K, most, jnp.float32)
+    start_B = np.zeros(B, np.int32) if start_B is None else start_B
+    C = 8
+    for first in range(0, int(LENGTH_B.max()), C):  # all but the window of the last entries
+        at_B = np.full(B, min(first, S - C), np.int32)
+        window = np.stack([tokens[b, at_B[b] + 1 : at_B[b] + 1 + C] for b in range(B)])
+        cache = tree_search.absorb(
+            params, frozen, cache, caught, jnp.asarray(window), jnp.asarray(at_B), config=config
+        )
+    start_B = np.maximum(LENGTH_B - 3, 0).astype(np.int32)
+    window = np.stack(
+        [np.pad(tokens[b], (0, C))[start_B[b] + 1 : start_B[b] + 1 + 4] for b in range(B)]
+    )
+    _, packed = tree_search.draft(
+        params,
+        frozen,
+        cache,
+        caught,
+        jnp.asarray(window),
+        jnp.asarray(start_B),
+        jnp.asarray(LENGTH_B),
+        jnp.int32(depth),
+        jnp.float32(1.0),
+        config=config,
+        top_k=K,
+        max_depth=most,
+        num_guesses=M,
+        **more,
+    )
+    return tree_search.unpack(packed)
+
+
+@pytest.mark.parametrize(
+    ("design", "ids", "K", "depth", "M"),
+    [
+        ("eagle", None, 3, 3, 12),
+        ("eagle3", None, 3, 3, 12),
+        ("eagle3", IDS, 3, 3, 12),
+        ("eagle", IDS, 1, 4, 4),
+        ("eagle", None, 2, 1, 5),
+    ],
+)
+def test_trees_are_those_of_a_search_that_is_written_out(design, ids, K, depth, M) -> None:
+    setup = make(design, ids)
+    tokens_BM, parents_BM, chance_BM, count_B = drafted(*setup, ids, K=K, depth=depth, M=M)
+    config, params, frozen, caught, tokens = setup
+    for b in range(B):
+        want = written_out(
+            config, params, frozen, caught[b, 0], tokens[b], LENGTH_B[b], ids, K=K, depth=depth, M=M
+        )
+        n = count_B[b]
+        assert n == len(want)
+        assert list(zip(tokens_BM[b, :n], parents_BM[b, :n], strict=True)) == [w[:2] for w in want]
+        np.testing.assert_allclose(chance_BM[b, :n], [w[2] for w in want], rtol=2e-3)
+
+
+def test_the_written_out_search_notices_a_wrong_pairing() -> None:
+    """The feature at t with the token at t, as public code has it, gives other trees."""
+    config, params, frozen, caught, tokens = make("eagle", None)
+    right = written_out(
+        config, params, frozen, caught[1, 0], tokens[1], LENGTH_B[1], None, K=3, depth=3, M=12
+    )
+    shifted = np.roll(tokens[1], 1)
+    wrong = written_out(
+        config, params, frozen, caught[1, 0], shifted, LENGTH_B[1], None, K=3, depth=3, M=12
+    )
+    assert [w[:2] for w in right] != [w[:2] for w in wrong]
+
+
+@pytest.mark.parametrize("scheme", ["cdf", "gumbel"])
+@pytest.mark.parametrize("ids", [None, IDS])
+def test_coupled_guesses_are_drawn_with_the_noise_of_their_positions(scheme, ids) -> None:
+    config, params, frozen, caught, tokens = make("eagle", ids, seed=3)
+    keys = sampling.request_keys(sampling.step_key(0, 0), jnp.arange(B))
+    noise = tree_search.Noise(
+        sampling.step_key(0, 0),
+        jnp.arange(B),
+        jnp.arange(B),
+        jnp.float32(0.7),
+        jnp.int32(0),
+        jnp.float32(1),
+    )
+    # a head that leaves something to chance
+    frozen = eagle.Frozen(frozen.embedding_VD, frozen.head_DU / 40, frozen.draft_ids_U)
+    tokens_BM, parents_BM, _, count_B = drafted(
+        config, params, frozen, caught, tokens, ids, K=1, depth=3, M=3, noise=noise, scheme=scheme
+    )
+    for b in range(B):
+        path: list[int] = []
+        for level in range(3):
+            out = path_output(config, params, frozen, caught[b, 0], tokens[b], LENGTH_B[b], path)
+            logits_U = eagle.logits(config, params, frozen.head_DU, out)
+            logits_V = jnp.full(POLICY.vocab_size, -jnp.inf)
+            logits_V = logits_V.at[jnp.arange(len(logits_U)) if ids is None else ids].set(logits_U)
+            drawn, _ = sampling.draw(
+                logits_V[None] / 0.7,
+                sampling.position_keys(keys[b : b + 1], jnp.array([[b + level]]))[0],
+                jnp.array([0.7]),
+                scheme,
+            )
+            path.append(int(drawn[0]))
+        assert tokens_BM[b].tolist() == path and parents_BM[b].tolist() == [-1, 0, 1]
+        assert count_B[b] == 3
+
+
+def test_a_deeper_search_compiles_nothing() -> None:
+    setup = make("eagle", None)
+    drafted(*setup, None, K=2, depth=2, M=6)
+    before = tree_search.draft._cache_size()
+    drafted(*setup, None, K=2, depth=4, M=6)
+    assert tree_search.draft._cache_size() == before
+
+
+def test_rows_at_rest_are_written_nowhere() -> None:
+    """Their window begins at the end of the cache; what others guess is as it was."""
+    config, params, frozen, caught, tokens = make("eagle", None)
+    most, C = 3, 4
+    window = jnp.asarray(tokens[:, 1 : 1 + C])
+    zeros = tree_search.empty_cache(config, B, S, 2, most, jnp.float32)
+    rng = np.random.default_rng(0)
+    held = jax.tree.map(lambda x: rng.normal(size=x.shape).astype(np.float32), zeros)
+
+    def run(step, start_B, *args, **options):
+        cache = jax.tree.map(jnp.asarray, held)
+        start = jnp.asarray(start_B, jnp.int32)
+        return step(params, frozen, cache, caught, window, start, *args, config=config, **options)
+
+    def draft(start_B):
+        args = jnp.asarray(LENGTH_B * 0 + C), jnp.int32(most), jnp.float32(1.0)
+        options = {"top_k": 2, "max_depth": most, "num_guesses": 5}
+        return run(tree_search.draft, start_B, *args, **options)
+
+    rest, end = 1, zeros.num_positions
+    start_B = np.where(np.arange(B) == rest, end, 0)
+    cache, packed = draft(start_B)
+    for after in (cache, run(tree_search.absorb, start_B)):
+        for got, old, axis in zip(
+            jax.tree.leaves(after), jax.tree.leaves(held), (3, 2), strict=True
+        ):
+            # behind S is room for the nodes of one call
+            changed = np.moveaxis(np.asarray(got) != old, axis, 1)[:, :S].reshape(B, -1).any(axis=1)
+            np.testing.assert_array_equal(changed, np.arange(B) != rest)
+    alone = draft(np.zeros(B))[1]
+    np.testing.assert_array_equal(np.delete(packed, rest, 0), np.delete(alone, rest, 0))

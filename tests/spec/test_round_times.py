@@ -1,0 +1,32 @@
+"""Tables of seconds: looked up by bucket, kept as rows."""
+
+import pytest
+
+from spec.round_times import RoundTimes
+
+TIMES = RoundTimes(
+    {(8, 1, 64): 1.0, (8, 4, 64): 2.0},
+    {(8, 4, 64): 1.5},
+    {"learned": {(8, 1, 64): 0.5, (8, 5, 64): 2.5, (4, 1, 64): 9.0}, "model": {(8, 2, 64): 7.0}},
+)
+
+
+def test_each_table_by_its_bucket():
+    assert TIMES(8, 4, 64) == 2.0 and TIMES(8, 2, 64) is None
+    assert TIMES.lookup(8, 4, 64) == 1.5 and TIMES.lookup(8, 1, 64) is None
+
+
+def test_depths_between_two_are_on_their_line():
+    found = [TIMES.draft("learned", 8, depth, 64) for depth in (1, 3, 5)]
+    assert found == pytest.approx([0.5, 1.5, 2.5])
+    assert TIMES.draft("learned", 4, 3, 64) == 9.0  # one point
+    assert TIMES.draft("learned", 16, 3, 64) == 0.0  # none
+    assert TIMES.draft("model", 8, 3, 64) == 7.0
+    assert TIMES.draft_depths("learned") == (1, 5) and TIMES.draft_depths("model") == (2,)
+    assert RoundTimes({}).draft_depths("learned") == ()
+
+
+def test_rows_and_back():
+    again = RoundTimes.from_rows(TIMES.rows())
+    assert again.rows() == TIMES.rows() and len(TIMES.rows()) == 7
+    assert {row[0] for row in TIMES.rows()} == {"round", "lookup", "draft learned", "draft model"}

@@ -1,0 +1,79 @@
+"""Tiny training runs in this process: what they leave, and what they compile."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+
+import jax
+import jax.monitoring
+import numpy as np
+
+from benchmarks import tiny_run
+from rl.loop import setup as run_setup
+from rl.metrics.writer import deterministic_view, read_metrics
+
+
+@dataclasses.dataclass(frozen=True)
+class Finished:
+    """What a run has left."""
+
+    leaves: list[np.ndarray]
+    rows: list[dict]
+    samples: bytes
+    show: tiny_run.Recorder
+
+
+def finish(tiny, folder, *overrides) -> Finished:
+    show = tiny_run.Recorder()
+    state = tiny_run.train(tiny, folder, *overrides, show=show)
+    rows = [deterministic_view(row) for row in read_metrics(folder)]
+    leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(state)]
+    return Finished(leaves, rows, (folder / "samples.jsonl").read_bytes(), show)
+
+
+def assert_same_bits(ours: Finished, theirs: Finished):
+    assert ours.rows == theirs.rows
+    assert ours.samples == theirs.samples
+    for one, other in zip(ours.leaves, theirs.leaves, strict=True):
+        assert one.tobytes() == other.tobytes()
+
+
+def learnt(row):
+    """What training knows of a step: all but how its tokens were come by."""
+    ours = ("spec/", "rollout/", "emission_kl/", "drafter/")
+    return {k: v for k, v in deterministic_view(row).items() if not k.startswith(ours)}
+
+
+@contextlib.contextmanager
+def counted_compilations():
+    """A list that grows by one at every request to XLA for a program, cached on disk or not."""
+    found: list[str] = []
+    active = True
+
+    def listen(event: str, duration_s: float, **details: object) -> None:
+        if active and event.endswith("backend_compile_duration"):
+            found.append(str(details.get("fun_name", event)))
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield found
+    finally:
+        active = False  # jax offers no public way to take a listener away
+
+
+def compilations(tiny, folder, monkeypatch, *overrides) -> tuple[Finished, list[str], list[str]]:
+    """A run from empty caches: what it left, and what it compiled up to warm-up and after it."""
+    jax.clear_caches()  # or earlier runs would have warmed up for us
+    at_warm_up: list[int] = []
+    build = run_setup.build
+
+    def counting_build(*args):
+        built = build(*args)
+        at_warm_up.append(len(found))
+        return built
+
+    monkeypatch.setattr(run_setup, "build", counting_build)
+    with counted_compilations() as found:
+        done = finish(tiny, folder, *overrides)
+    return done, found[: at_warm_up[0]], found[at_warm_up[0] :]

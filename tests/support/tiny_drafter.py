@@ -1,0 +1,72 @@
+"""A tiny engine's drafter, what it learns from, and its trainer."""
+
+import dataclasses
+
+import jax
+import numpy as np
+from tiny_team import CONFIG, MODEL, PARAMS
+
+from rl.drafter_training.config import DrafterConfig
+from rl.drafter_training.trainer import DrafterTrainer
+from rl.engine.engine import Engine
+from rl.speculation.learned_drafter import LearnedDrafter
+from spec.eagle import model as eagle
+from spec.eagle.batch import Caught
+from spec.eagle.data_buffer import DataBuffer, DataBufferConfig
+from spec.eagle.drafter import TreeConfig
+from spec.eagle.model import Drafter
+from spec.eagle.training import DrafterTrainingConfig
+
+TREE = TreeConfig(max_depth=2, top_k=2)
+DRAFTER = DrafterConfig(
+    max_depth=2,
+    top_k=2,
+    micro_batches=3,
+    batch_rows=1,
+    row_tokens=24,
+    swap_every_steps=2,
+    checkpoint_every_steps=2,
+)
+TRAINING = DrafterTrainingConfig(learning_rate=0.01, warmup_steps=0)
+
+
+def make_engine(**options):
+    return Engine(MODEL, CONFIG, feature_layers=(), **options)
+
+
+def make_learned(seed=0):
+    config = eagle.config_for(MODEL)
+    return LearnedDrafter(Drafter(config, eagle.init(config, jax.random.key(seed))), TREE)
+
+
+def filled_buffer(num_sequences=12, step=1, seed=0):
+    buffer, rng = DataBuffer(DataBufferConfig()), np.random.default_rng(seed)
+    for _ in range(num_sequences):
+        n = int(rng.integers(6, 20))
+        tokens = rng.integers(0, MODEL.vocab_size, n).astype(np.int32)
+        states = rng.normal(size=(n - 1, MODEL.d_model)).astype(np.float32)
+        buffer.add(Caught(tokens, 3, states, 0), step)
+    return buffer
+
+
+def make_trainer(buffer=None, checkpoints=None, **changes):
+    buffer = filled_buffer() if buffer is None else buffer
+    trainer = DrafterTrainer(
+        dataclasses.replace(DRAFTER, **changes),
+        TRAINING,
+        make_learned(),
+        buffer,
+        seed=3,
+        temperature=1.0,
+        checkpoints=checkpoints,
+    )
+    trainer.begin(1)
+    return trainer
+
+
+def bench_at(trainer, engine):
+    return trainer.bench(engine, engine.place(PARAMS))
+
+
+def bits(tree):
+    return [np.asarray(x).tobytes() for x in jax.tree.leaves(tree)]

@@ -1,0 +1,52 @@
+"""Some requests, and teams of tiny engines that answer them."""
+
+import dataclasses
+
+import pytest
+import tiny_engine
+from tiny_engine import make_params
+
+from rl.trajectory import Request
+from rl.workers.workers import SchedConfig, Workers
+from sched.protocol import Start
+from spec.sampling import SamplingConfig, step_key
+
+MODEL = dataclasses.replace(tiny_engine.MODEL, num_kv_heads=2)  # to be shared by two devices
+CONFIG = dataclasses.replace(tiny_engine.CONFIG, rounds_per_fetch=2)
+SAMPLING = SamplingConfig(max_new_tokens=16)
+STOP = (3,)
+KEY = step_key(0, 0)
+
+
+PARAMS = make_params(model=MODEL)
+PROMPTS = ((4, 5, 6), (7,), (8, 9, 10, 11, 12), (13, 14))
+REQUESTS = [Request(4 * g + i, PROMPTS[g], g, i) for i in range(4) for g in range(len(PROMPTS))]
+
+
+def workers(engines, count, policy="divided_fifo", chunk=3, kv_tokens=60, **options):
+    config = SchedConfig(
+        policy=policy, workers=count, chunk_tokens=chunk, kv_tokens=kv_tokens, **options
+    )
+    return Workers(engines[:count], config)
+
+
+def play(team, **options):
+    return team.run(
+        PARAMS, REQUESTS, SAMPLING, KEY, stop_token_ids=STOP, policy_version=7, **options
+    )
+
+
+def assert_same_tokens(done, alone):
+    assert [t.request_id for t in done] == [r.request_id for r in REQUESTS]
+    for t in done:
+        wanted = alone[t.request_id]
+        assert t.response_ids.tolist() == wanted.response_ids.tolist()
+        assert t.finish_reason == wanted.finish_reason
+        assert t.logprobs == pytest.approx(wanted.logprobs, abs=1e-5)
+        assert t.emission_logprobs == pytest.approx(wanted.logprobs, abs=1e-5)
+        assert (t.policy_versions == 7).all()
+        assert (t.group_id, t.sample_index) == (wanted.group_id, wanted.sample_index)
+
+
+def starts(team):
+    return [a for d in team.decisions for a in d.actions if isinstance(a, Start)]
