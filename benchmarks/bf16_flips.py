@@ -31,7 +31,7 @@ from rl.engine.config import EngineConfig
 from rl.engine.engine import Engine
 from rl.trajectory import Request, Trajectory
 from spec import sampling
-from spec.budget.budget import TakeAll
+from spec.budget.budget import FixedBudget
 from spec.sampling import SamplingConfig, step_key
 
 PACKAGES = ("jax", "jaxlib", "numpy")
@@ -192,7 +192,7 @@ def _phases(
     drafter = workloads.Replay(
         {t.request_id: t.response_ids for t in plain}, ACCEPTANCE, vocab_size
     )
-    return plain, run(drafter=drafter, budget=TakeAll())
+    return plain, run(drafter=drafter, budget=FixedBudget())
 
 
 def _named(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -26,12 +26,12 @@ from models import transformer
 from models.config import ModelConfig
 from rl.engine.config import EngineConfig
 from rl.engine.engine import Engine
-from rl.engine.speculate import Guesses, Site, no_guesses
+from rl.engine.speculate import DrafterContext, DrafterFactory, no_drafts
 from rl.speculation.learned_drafter import LearnedDrafter
 from rl.trajectory import Request, Trajectory
-from rl.workers.workers import SchedConfig, Workers
-from spec.budget.budget import Budget, Decision, TakeAll
-from spec.budget.union import Union
+from rl.workers.workers import MultiEngine, SchedConfig
+from spec.budget.budget import Budget, DraftDecision, FixedBudget
+from spec.budget.union import DrafterUnion
 from spec.drafter import Drafter, LiveSlots
 from spec.eagle import model as eagle
 from spec.eagle.drafter import TreeConfig
@@ -66,7 +66,7 @@ class Policy:
     def load() -> Policy:
         model, params = workloads.policy(workloads.BASE_POLICY)
         config = eagle.config_for(model, "eagle")
-        drafter = eagle.Drafter(config, eagle.init(config, jax.random.key(0)), None)
+        drafter = eagle.EagleWeights(config, eagle.init(config, jax.random.key(0)), None)
         return Policy(model, params, LearnedDrafter(drafter, TreeConfig(max_depth=3, top_k=2)))
 
     def engines(self, count: int, *, keeping: bool = False) -> list[Engine]:
@@ -101,15 +101,15 @@ def changed(tokens: np.ndarray, seed: int, vocab_size: int) -> np.ndarray:
     return tokens
 
 
-class Lookups(TakeAll):
-    """The device looks guesses up wherever trees fit."""
+class Lookups(FixedBudget):
+    """The device looks draft tokens up wherever trees fit."""
 
     looks_up = True
 
     def ahead(
         self, live: LiveSlots, sizes: Sequence[int], num_slots: int, num_positions: int
-    ) -> Decision | None:
-        return Decision(sizes[-1], lookup=True) if sizes else None
+    ) -> DraftDecision | None:
+        return DraftDecision(sizes[-1], lookup=True) if sizes else None
 
     def looked_up(self, live: LiveSlots, outcome: LookupOutcome) -> None:
         pass
@@ -150,19 +150,19 @@ class Case:
 
         return [one(r) for r in self.requests]
 
-    def guesses(self, rounds: str, learned: LearnedDrafter) -> Guesses:
+    def drafts(self, rounds: str, learned: LearnedDrafter) -> DrafterFactory:
         """What each worker drafts with."""
         if rounds in ("plain", "reuse"):
-            return no_guesses
+            return no_drafts
 
-        def at(site: Site) -> tuple[Drafter, Budget]:
+        def at(site: DrafterContext) -> tuple[Drafter, Budget]:
             keys = {r.group_id: str(r.group_id) for r in self.requests}
             history: Drafter = HistoryDrafter(self.index, keys)
             if rounds == "lookup":
-                return Union([history], LookupTexts(self.texts)), Lookups()
+                return DrafterUnion([history], LookupTexts(self.texts)), Lookups()
             if rounds == "learned":
-                return Union([history, learned.drafter_at(site)]), TakeAll()
-            return history, TakeAll()
+                return DrafterUnion([history, learned.drafter_at(site)]), FixedBudget()
+            return history, FixedBudget()
 
         return at
 
@@ -177,7 +177,7 @@ class Tally:
         self.gap, self.seconds = 0.0, 0.0
         self.differences: list[dict[str, Any]] = []
 
-    def add(self, policy: Policy, sampling: SamplingConfig, case: Case, team: Workers) -> None:
+    def add(self, policy: Policy, sampling: SamplingConfig, case: Case, team: MultiEngine) -> None:
         reuse = self.rounds == "reuse"
         requests = case.with_cached if reuse else case.requests
         mode = parse_mode("coupled")
@@ -188,7 +188,7 @@ class Tally:
             sampling,
             KEY,
             stop_token_ids=policy.model.eos_token_ids,
-            guesses=case.guesses(self.rounds, policy.learned),
+            drafts=case.drafts(self.rounds, policy.learned),
             rule=PrefixRule(mode, 0.0, 0, 0) if reuse else None,
         )
         self.seconds += time.perf_counter() - began_s
@@ -259,7 +259,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             mine = (keeping if rounds == "learned" else engines)[:count]
             for case in cases:
                 config = SchedConfig(workers=count, chunk_tokens=case.offset)
-                tally.add(policy, sampling, case, Workers(mine, config))
+                tally.add(policy, sampling, case, MultiEngine(mine, config))
             rows.append(tally.row())
             print({k: v for k, v in rows[-1].items() if k != "differences"}, file=sys.stderr)
     return {

@@ -41,7 +41,7 @@ def synthetic(
 
 
 def accepted_by_walk(tokens: Sequence[int], parents: Sequence[int], coming: np.ndarray) -> int:
-    """How many guesses of a tree (parents −1 at its root) are what comes."""
+    """How many draft tokens of a tree (parents −1 at its root) are what comes."""
     at, right = -1, 0
     for token in coming.tolist():
         found = next(

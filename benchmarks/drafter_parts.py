@@ -30,8 +30,8 @@ from rl.engine.engine import Engine
 from spec.budget.bandit import BanditConfig, BegMab, Strategy
 from spec.eagle import model as eagle
 from spec.eagle import training as drafter_training
-from spec.eagle.batch import Caught, DrafterBatch
-from spec.eagle.model import EagleConfig, Frozen
+from spec.eagle.batch import DrafterBatch, HiddenStates
+from spec.eagle.model import EagleConfig, SharedParams
 from spec.eagle.packing import pack, pad
 from spec.eagle.training import DrafterState, DrafterTrainingConfig
 from spec.sampling import SamplingConfig, step_key
@@ -67,12 +67,12 @@ def ratio(over: Sequence[float], under: Sequence[float]) -> float:
 class Collector:
     """Takes every response."""
 
-    sequences: list[Caught] = dataclasses.field(default_factory=list)
+    sequences: list[HiddenStates] = dataclasses.field(default_factory=list)
 
     def wants(self, num_tokens: int) -> bool:
         return True
 
-    def caught(self, sequence: Caught) -> None:
+    def caught(self, sequence: HiddenStates) -> None:
         self.sequences.append(sequence)
 
 
@@ -119,8 +119,8 @@ def packing(
 
 def compare_packing(
     config: EagleConfig,
-    frozen: Frozen,
-    sequences: Sequence[Caught],
+    frozen: SharedParams,
+    sequences: Sequence[HiddenStates],
     batch_sequences: int,
     row_tokens: int,
     repeats: int,
@@ -160,7 +160,7 @@ def compare_packing(
 
 
 def train(
-    config: EagleConfig, frozen: Frozen, state: DrafterState, batches: Sequence[DrafterBatch]
+    config: EagleConfig, frozen: SharedParams, state: DrafterState, batches: Sequence[DrafterBatch]
 ) -> DrafterState:
     """One update a batch; waits for the last."""
     for batch in batches:
@@ -170,7 +170,7 @@ def train(
     return jax.block_until_ready(state)
 
 
-def padded_batches(sequences: Sequence[Caught], batch_sequences: int) -> list[DrafterBatch]:
+def padded_batches(sequences: Sequence[HiddenStates], batch_sequences: int) -> list[DrafterBatch]:
     """Batches of rows with one sequence each, as long as their longest, rounded up."""
     batches = []
     for first in range(0, len(sequences), batch_sequences):
@@ -182,7 +182,7 @@ def padded_batches(sequences: Sequence[Caught], batch_sequences: int) -> list[Dr
 
 
 def packed_batches(
-    sequences: Sequence[Caught], batch_sequences: int, row_tokens: int
+    sequences: Sequence[HiddenStates], batch_sequences: int, row_tokens: int
 ) -> list[DrafterBatch]:
     """As many batches as `padded_batches` makes, or fewer, with as few rows as will do."""
     num_rows = len(pack(sequences, 1, row_tokens))
@@ -192,7 +192,7 @@ def packed_batches(
 
 def caught_responses(
     model: ModelConfig, params: transformer.Params, rows: Sequence[Any], group_size: int
-) -> list[Caught]:
+) -> list[HiddenStates]:
     """The policy's responses with its hidden states, in the order in which they ended."""
     requests = group_requests(rows, group_size)
     slots = min(64, len(requests))
@@ -203,18 +203,18 @@ def caught_responses(
     sampling = SamplingConfig(max_new_tokens=model.max_positions - longest)
     taken = Collector()
     stop = model.eos_token_ids
-    engine.run(params, requests, sampling, step_key(0, 1), stop_token_ids=stop, catcher=taken)
+    engine.run(params, requests, sampling, step_key(0, 1), stop_token_ids=stop, sink=taken)
     return taken.sequences
 
 
-def response_spread(responses: Sequence[Caught]) -> float:
+def response_spread(responses: Sequence[HiddenStates]) -> float:
     """The standard deviation of the logarithm of the lengths: sigma of their log-normal."""
     return float(np.std([np.log(len(s.tokens_T) - s.prompt_tokens) for s in responses]))
 
 
 def long_tailed(
-    responses: Sequence[Caught], sigma: float, longest_tokens: int, seed: int
-) -> list[Caught]:
+    responses: Sequence[HiddenStates], sigma: float, longest_tokens: int, seed: int
+) -> list[HiddenStates]:
     """Sequences with the prompts' lengths and log-normal responses; random tokens and states.
 
     Responses are scaled so that none makes a sequence longer than `longest_tokens`.
@@ -223,13 +223,13 @@ def long_tailed(
     prompts = [s.prompt_tokens for s in responses]
     draws = rng.lognormal(0.0, sigma, len(prompts))
     draws *= (longest_tokens - max(prompts)) / draws.max()
-    width = responses[0].caught_TW.shape[1]
+    width = responses[0].hidden_TW.shape[1]
     made = []
     for prompt_tokens, draw in zip(prompts, draws, strict=True):
         num_tokens = prompt_tokens + max(LEAST_RESPONSE_TOKENS, int(draw))
         tokens_T = rng.integers(0, 3, num_tokens).astype(np.int32)  # which ones costs nothing
         states_TW = rng.normal(size=(num_tokens - 1, width)).astype(np.float32)
-        made.append(Caught(tokens_T, prompt_tokens, states_TW, 0))
+        made.append(HiddenStates(tokens_T, prompt_tokens, states_TW, 0))
     return made
 
 
@@ -260,9 +260,9 @@ def tuner_gap(
 
         value(s) = (mean accept_lens + 1) · batch_size / mean round_s      gap = 1 − value / best
 
-    A round's seconds and each request's accepted guesses are drawn from what was measured of the
-    strategy. `best` is over all strategies that were measured, whether the tuner may choose them
-    for this batch size or not. `tuner_gap` is the median over seeds. Source: TLT, Algorithm 1.
+    A round's seconds and each request's accepted draft tokens are drawn from what was measured of
+    the strategy. `best` is over all strategies that were measured, whether the tuner may choose
+    them for this batch size or not. `tuner_gap` is the median over seeds. Source: TLT, Algorithm 1.
 
     Raises ValueError where a strategy lacks measurements.
     """
@@ -272,7 +272,7 @@ def tuner_gap(
     missing = [s.name for s in strategies if not (len(seconds[s]) and len(accepts[s]))]
     if missing:
         raise ValueError(
-            f"expected seconds and accepted guesses of each strategy, got none for {missing}: "
+            f"expected seconds and accepted drafts of each strategy, got none for {missing}: "
             "measure at least one round of each (plain decoding accepts 0)"
         )
     value = {s: (accepts[s].mean() + 1) * batch_size / seconds[s].mean() for s in strategies}

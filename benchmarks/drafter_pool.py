@@ -1,4 +1,4 @@
-"""Memory of compiled programs for several ways of guessing: apart and shared, or fused.
+"""Memory of compiled programs for several ways of drafting: apart and shared, or fused.
 
 Ours is what an engine compiles: rounds over trees by (slots, nodes, positions), searches by
 (slots, positions, top_k). A search takes its depth as an argument, so that strategies share it;
@@ -38,7 +38,7 @@ from spec.budget.bandit import BanditConfig, BegMab, Strategy
 from spec.eagle import model as eagle
 from spec.eagle import tree_search
 from spec.eagle.drafter import WINDOW_TOKENS, TreeConfig
-from spec.eagle.model import Drafter, Eagle, EagleConfig, Frozen
+from spec.eagle.model import EagleConfig, EagleParams, EagleWeights, SharedParams
 from spec.sampling import Draw, SamplingConfig, step_key
 from spec.tree import DraftTree
 from spec.verify import Slots
@@ -66,8 +66,8 @@ def fused_round(
     cache: KVCache,
     slots: Slots,
     stop_E: jax.Array,
-    weights: Eagle,
-    frozen: Frozen,
+    weights: EagleParams,
+    frozen: SharedParams,
     searched: KVCache,
     tokens_BC: jax.Array,
     start_B: jax.Array,
@@ -95,7 +95,7 @@ def fused_round(
         config=shape,
         top_k=top_k,
         max_depth=depth,
-        num_guesses=M,
+        num_draft_tokens=M,
         scheme=scheme,
     )
     root_B1 = jnp.zeros((len(packed), 1), jnp.int32)
@@ -182,7 +182,7 @@ def needed(
     strategies: Sequence[Strategy], ranges: BanditConfig, slots: Sequence[int]
 ) -> dict[str, set[Key]]:
     """The programs of each way, by name."""
-    guessing = [s for s in strategies if s.verify_tokens]
+    speculator = [s for s in strategies if s.verify_tokens]
     served = candidates(strategies, ranges, slots)
 
     def apart(B: int, chosen: Sequence[Strategy]) -> set[Key]:
@@ -190,13 +190,13 @@ def needed(
         return rounds | {("search", B, s.top_k) for s in chosen if s.verify_tokens}
 
     return {
-        "one_strategy": {("fused", B, strategies.index(guessing[0])) for B in slots},
-        "fused": {("fused", B, strategies.index(s)) for B in slots for s in guessing},
+        "one_strategy": {("fused", B, strategies.index(speculator[0])) for B in slots},
+        "fused": {("fused", B, strategies.index(s)) for B in slots for s in speculator},
         "fused_in_ranges": {
             ("fused", B, strategies.index(s)) for B in slots for s in served[B] if s.verify_tokens
         },
         "shared": set().union(*(apart(B, served[B]) for B in slots)),
-        "shared_every_bucket": set().union(*(apart(B, guessing) for B in slots)),
+        "shared_every_bucket": set().union(*(apart(B, speculator) for B in slots)),
     }
 
 
@@ -232,7 +232,7 @@ class Programs:
     def shape(self) -> EagleConfig:
         return eagle.config_for(self.model)
 
-    def weights(self) -> Eagle:
+    def weights(self) -> EagleParams:
         return eagle.init(self.shape, jax.random.key(0), self.params.final_norm_D.dtype)
 
     def _engine(self, B: int) -> Engine:
@@ -260,7 +260,7 @@ class Programs:
     def _search(self, engine: Engine, B: int, top_k: int) -> Any:
         """As the engine's warm-up has it, as deep as any strategy of that width goes."""
         depth = max(s.depth for s in self.strategies if s.top_k == top_k)
-        learned = LearnedDrafter(Drafter(self.shape, self.weights()), TreeConfig(depth, top_k))
+        learned = LearnedDrafter(EagleWeights(self.shape, self.weights()), TreeConfig(depth, top_k))
         drafter = learned.drafter_at(engine.site(self.params, self.sampling, step_key(0, 0)))
         [features] = engine.empty_cache(B, self.num_positions).features
         steps = {step: arguments for step, arguments in drafter.programs(lambda: features)}

@@ -20,7 +20,7 @@ from benchmarks import environment, tiny_run
 from models.transformer import Params
 from rl.config.loader import load
 from rl.drafter_training.spot_trainer import Span, SpotTrainer
-from rl.drafter_training.trainer import BufferCatcher, DrafterTrainer
+from rl.drafter_training.trainer import BufferSink, DrafterTrainer
 from rl.engine.config import EngineConfig
 from rl.engine.engine import Engine
 from rl.learner import trainer
@@ -31,11 +31,11 @@ from rl.loop.generation import System, prompts_at
 from rl.metrics.writer import Timings
 from rl.speculation.learned_drafter import LearnedDrafter
 from rl.trajectory import Request, Trajectory
-from rl.workers.workers import SchedConfig, Workers
+from rl.workers.workers import MultiEngine, SchedConfig
 from spec.eagle import model as eagle
 from spec.eagle.data_buffer import DataBuffer
 from spec.eagle.drafter import TreeConfig
-from spec.eagle.model import Drafter, Eagle
+from spec.eagle.model import EagleParams, EagleWeights
 from spec.sampling import SamplingConfig, step_key
 
 CONFIG = environment.ROOT / "configs/tiny_cpu.gin"
@@ -81,7 +81,7 @@ def accept_lengths(
     inputs = open_inputs(config)
     with tiny_run.opened(config, inputs) as (system, state):
         assert system.drafter is not None
-        learned, place = system.drafter.trainer.learned, train_loop.Place()
+        learned, place = system.drafter.trainer.learned, train_loop.RunPosition()
         engine = _engine(system, inputs)
         untrained = learned.drafter.params
         state, place, rows = _train(system, state, place, first_steps)
@@ -98,8 +98,8 @@ def accept_lengths(
 
 
 def _train(
-    system: System, state: TrainState, place: train_loop.Place, steps: int
-) -> tuple[TrainState, train_loop.Place, list[dict[str, Any]]]:
+    system: System, state: TrainState, place: train_loop.RunPosition, steps: int
+) -> tuple[TrainState, train_loop.RunPosition, list[dict[str, Any]]]:
     rows = []
     for _ in range(steps):
         timings = Timings(time.perf_counter)
@@ -117,7 +117,7 @@ class Asked:
         system: System,
         inputs: Inputs,
         state: TrainState,
-        place: train_loop.Place,
+        place: train_loop.RunPosition,
         *,
         max_nodes: int,
     ) -> Asked:
@@ -128,11 +128,11 @@ class Asked:
     system: System
     inputs: Inputs
     state: TrainState
-    place: train_loop.Place
+    place: train_loop.RunPosition
 
-    def accept_length(self, params: Eagle) -> float:
+    def accept_length(self, params: EagleParams) -> float:
         learned = self.system.drafter.trainer.learned  # type: ignore[union-attr]
-        drafter = LearnedDrafter(Drafter(learned.config, params, learned.draft_ids_U), TREE)
+        drafter = LearnedDrafter(EagleWeights(learned.config, params, learned.draft_ids_U), TREE)
         prompts = prompts_at(self.system, self.place.cursor, NUM_PROMPTS).tokens
         requests = [
             Request(g * GROUP + i, p, g, i) for g, p in enumerate(prompts) for i in range(GROUP)
@@ -151,7 +151,7 @@ class Asked:
 
 
 def accept_length(engine: Engine) -> float:
-    """Tokens a request and round with guesses, of the engine's last phase."""
+    """Tokens a request and round with draft tokens, of the engine's last phase."""
     rounds = [r for r in engine.stats.timeline if r.num_nodes > 1]
     return sum(int(r.emitted_A.sum()) for r in rounds) / sum(int(r.rounds_A.sum()) for r in rounds)
 
@@ -172,7 +172,7 @@ class SpotTeam:
         engine = EngineConfig(slots=8, min_slots=8, min_positions=384, rounds_per_fetch=4)
         self.engines = [Engine(inputs.model, engine, feature_layers=()) for _ in range(workers)]
         shape = eagle.config_for(inputs.model)
-        start = Drafter(shape, eagle.init(shape, jax.random.key(0)))
+        start = EagleWeights(shape, eagle.init(shape, jax.random.key(0)))
         self.trainer = DrafterTrainer(
             config.drafter,
             config.drafter_training,
@@ -183,9 +183,9 @@ class SpotTeam:
         )
         self.spot = SpotTrainer(self.trainer, 1, time.perf_counter)
         sched = SchedConfig(policy="seer", workers=workers, chunk_tokens=64)
-        self._team = Workers(self.engines, sched, spot=self.spot)
+        self._team = MultiEngine(self.engines, sched, spot=self.spot)
         self._inputs, self._params, self._config = inputs, params, config
-        self.trainer.warm_up(self.trainer.bench(self.engines[0], params))
+        self.trainer.warm_up(self.trainer.site(self.engines[0], params))
         self._rng = np.random.default_rng(0)
 
     def rollout(self, number: int, num_prompts: int = 4) -> tuple[list[Span], float]:
@@ -200,7 +200,7 @@ class SpotTeam:
             SamplingConfig(max_new_tokens=256),
             step_key(7, number),
             stop_token_ids=inputs.model.eos_token_ids,
-            catcher=BufferCatcher(self.trainer.buffer, number),
+            sink=BufferSink(self.trainer.buffer, number),
             on_finish=partial(_note, ended_s),
         )
         return self.spot.take_spans(), ended_s[-1]

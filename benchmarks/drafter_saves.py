@@ -29,7 +29,7 @@ from spec.eagle import model as eagle
 from spec.eagle import training as drafter_training
 from spec.eagle.data_buffer import DataBuffer, DataBufferConfig
 from spec.eagle.drafter import TreeConfig
-from spec.eagle.model import Drafter, EagleConfig, Frozen
+from spec.eagle.model import EagleConfig, EagleWeights, SharedParams
 
 # a drafter whose frozen parts are most of it, as those of large vocabularies are
 WIDE = ModelConfig(
@@ -73,7 +73,7 @@ def compare_saves(model: ModelConfig, scratch: Path, repeats: int) -> dict[str, 
     """What `DrafterTrainer.save` does, the same waiting for the disk, and a save of everything."""
     shape = eagle.config_for(model)
     shapes = (model.vocab_size, model.d_model), (model.d_model, model.vocab_size)
-    frozen = Frozen(*map(_random, shapes))  # as weights are: they do not compress
+    frozen = SharedParams(*map(_random, shapes))  # as weights are: they do not compress
     selective, waiting, full = (scratch / name for name in ("selective", "waiting", "full"))
     in_time = CheckpointConfig(asynchronous=False)
     with (
@@ -117,7 +117,9 @@ def compare_saves(model: ModelConfig, scratch: Path, repeats: int) -> dict[str, 
 
 
 def _trainer(shape: EagleConfig) -> DrafterTrainer:
-    learned = LearnedDrafter(Drafter(shape, eagle.init(shape, jax.random.key(0))), TreeConfig())
+    learned = LearnedDrafter(
+        EagleWeights(shape, eagle.init(shape, jax.random.key(0))), TreeConfig()
+    )
     buffer = DataBuffer(DataBufferConfig())
     trainer = DrafterTrainer(DrafterConfig(), TRAINING, learned, buffer, seed=0, temperature=1.0)
     grads = eagle.init(shape, jax.random.key(1))  # moments of zero would compress

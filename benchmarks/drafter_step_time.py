@@ -1,8 +1,8 @@
 """Seconds of training steps with spare-time training and without, for `benchmarks.drafter`.
 
-Two runs of the same configuration take turns, step by step; both guess with the drafter as it was
-at first, so that their work differs in the training alone. It wants workers that have devices of
-their own: on a CPU a process in which each device has one core (`in_own_process`).
+Two runs of the same configuration take turns, step by step; both draft with the drafter as it
+was at first, so that their work differs in the training alone. It wants workers that have devices
+of their own: on a CPU a process in which each device has one core (`in_own_process`).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ ONE_CORE_EACH = (
 class _Run:
     system: System
     state: TrainState
-    place: train_loop.Place
+    place: train_loop.RunPosition
     seconds: list[float]
 
     def step(self) -> float:
@@ -71,7 +71,7 @@ def step_time(steps: int) -> dict[str, Any]:
             system, state = stack.enter_context(tiny_run.opened(config, open_inputs(config)))
             assert system.drafter is not None
             system.drafter.trainer.learned.swap = _keep  # type: ignore[method-assign]
-            runs[name] = _Run(system, state, train_loop.Place(), [])
+            runs[name] = _Run(system, state, train_loop.RunPosition(), [])
         for turn in range(FIRST_STEPS + steps):
             for name in list(runs)[:: 1 if turn % 2 else -1]:
                 taken_s = runs[name].step()
@@ -92,7 +92,7 @@ def step_time(steps: int) -> dict[str, Any]:
 
 
 def _keep(params: Any) -> None:
-    """Instead of a swap: guesses stay what they were."""
+    """Instead of a swap: draft tokens stay what they were."""
 
 
 def in_own_process(steps: int) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Rollouts under the tuner, for `benchmarks.drafter`: with all drafters, and with each alone.
 
-The shipped policy answers the same prompts with the same noise under every way of guessing, in
+The shipped policy answers the same prompts with the same noise under every way of drafting, in
 turns: identical tokens. There is history (an epoch by the policy itself under other noise), and a
 drafter that was trained on it. `tuner_gap` compares the bandit's choice with the exhaustive best.
 """
@@ -20,7 +20,7 @@ import numpy as np
 
 from benchmarks import drafter_parts
 from models.transformer import Params
-from rl.drafter_training.trainer import BufferCatcher, DrafterTrainer
+from rl.drafter_training.trainer import BufferSink, DrafterTrainer
 from rl.engine.config import EngineConfig
 from rl.engine.engine import Engine
 from rl.loop.experiment import Inputs, TrainConfig
@@ -32,12 +32,12 @@ from rl.trajectory import Request, Trajectory
 from rl.warm_up import compile_buckets
 from rl.warm_up.round_times import load_or_measure
 from spec.budget.bandit import BanditConfig, Strategy
-from spec.budget.bandit_budget import Tuned, TunerConfig, strategies
-from spec.budget.union import Union
+from spec.budget.bandit_budget import BanditBudget, TunerConfig, strategies
+from spec.budget.union import DrafterUnion
 from spec.eagle import model as eagle
 from spec.eagle.data_buffer import DataBuffer
 from spec.eagle.drafter import TreeConfig
-from spec.eagle.model import Drafter
+from spec.eagle.model import EagleWeights
 from spec.reuse.rollout_cache import RolloutCache
 from spec.round_times import RoundTimes
 from spec.sampling import SamplingConfig, step_key
@@ -60,7 +60,9 @@ class _Ground:
         self._inputs = inputs
         self.engine = Engine(inputs.model, ENGINE, feature_layers=())
         shape = eagle.config_for(inputs.model)
-        self.learned = LearnedDrafter(Drafter(shape, eagle.init(shape, jax.random.key(0))), TREE)
+        self.learned = LearnedDrafter(
+            EagleWeights(shape, eagle.init(shape, jax.random.key(0))), TREE
+        )
         self.prompts = [inputs.encode(inputs.task[i], config.task) for i in range(PROMPTS)]
         self.keys = [f"p{i}" for i in range(PROMPTS)]
         self.cache = RolloutCache()
@@ -74,14 +76,14 @@ class _Ground:
             temperature=1.0,
         )
         trainer.begin(1)
-        past = self.run(step_key(50, 0), catcher=BufferCatcher(trainer.buffer, 1))
+        past = self.run(step_key(50, 0), sink=BufferSink(trainer.buffer, 1))
         remember(
             self.cache,
             self.keys,
             [dataclasses.replace(t, reward=1.0) for t in past],
             scored=False,
         )
-        trainer.run_steps(TRAINING_STEPS, trainer.bench(self.engine, params))
+        trainer.run_steps(TRAINING_STEPS, trainer.site(self.engine, params))
         trainer.publish()
         sizes = {"max_requests": PROMPTS * GROUP, "max_prompt_tokens": max(map(len, self.prompts))}
         compile_buckets.warm_up(
@@ -172,10 +174,10 @@ def _equal(ours: Sequence[Trajectory], theirs: Sequence[Trajectory]) -> bool:
     return all(a.response_ids.tolist() == b.response_ids.tolist() for a, b in pairs)
 
 
-class _Forced(Tuned):
+class _Forced(BanditBudget):
     """Always the same arm; what the bandit would be told of its rounds is kept."""
 
-    def __init__(self, strategy: Strategy, times: RoundTimes, union: Union) -> None:
+    def __init__(self, strategy: Strategy, times: RoundTimes, union: DrafterUnion) -> None:
         self._forced, self.told = strategy, list[tuple[float, float]]()
         super().__init__(self, times, union)  # type: ignore[arg-type]
 
@@ -203,7 +205,7 @@ def _gap(ground: _Ground) -> dict[str, Any]:
             site = ground.engine.site(ground.params, ground.sampling, key)
             with ground.speculation(SOURCES) as speculation:
                 union, _ = speculation.phase(ground.keys, ground.prompts)(site)
-                assert isinstance(union, Union)
+                assert isinstance(union, DrafterUnion)
                 forced = _Forced(arm, ground.times, union)
                 some = ground.requests([turn % PROMPTS])[:GAP_REQUESTS]
                 ground.run(key, some, drafter=union, budget=forced)

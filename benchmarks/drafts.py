@@ -2,7 +2,7 @@
 
 Texts are synthetic (16 of 8,000 tokens, vocabulary 32,000, phrases that recur) and real
 (groups of rollouts of the shipped policy). Measured: building an index, following a text
-token by token, and the guesses that turn out right when texts grow side by side, each
+token by token, and the draft tokens that turn out right when texts grow side by side, each
 drafted from its siblings and itself. With `--arctic_python PATH`, an interpreter that has
 ArcticInference's suffix decoding, the same replay runs on it, at the same budget and
 depth, in each of its settings; the best one is compared.
@@ -29,11 +29,11 @@ import numpy as np
 
 from benchmarks import environment
 from benchmarks.draft_texts import Group, accepted_by_walk, save_groups, synthetic
+from spec.acceptance import of_round
 from spec.budget.budget import Aimd
-from spec.budget.union import Union
+from spec.budget.union import DrafterUnion
 from spec.budget.window import WindowConfig
 from spec.drafter import Drafter, LiveSlots
-from spec.outcome import of_round
 from spec.retrieval import group as group_drafts
 from spec.retrieval import history, ngram, suffix_queries
 from spec.retrieval.group import GroupDrafter
@@ -196,7 +196,7 @@ def _live(
 
 def ours() -> Drafter:
     """What a first epoch drafts with."""
-    return Union([GroupDrafter(update_tokens=1), NgramDrafter()])
+    return DrafterUnion([GroupDrafter(update_tokens=1), NgramDrafter()])
 
 
 def mean_of(rows: Sequence[dict[str, float]]) -> dict[str, float]:
@@ -215,7 +215,8 @@ def replay_all(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def contexts(epochs: Sequence[Epoch]) -> dict[str, dict[str, float]]:
-    """Guesses that keep their whole context down a branch, or no more than their rule's `longest`.
+    """Draft tokens that keep their whole context down a branch, or no more than their rule's
+    `longest`.
 
     `histospec` is the paper's rule in its windows (seven tokens where contexts are cut),
     `history` ours, `all` joins history, siblings and own text, and `aimd_trees` gives these
@@ -238,7 +239,7 @@ def contexts(epochs: Sequence[Epoch]) -> dict[str, dict[str, float]]:
         def trees(epoch: Epoch, kept: Callable[..., ProposalRule] = kept) -> Drafter:
             siblings = GroupDrafter(kept(group_drafts.RULE), update_tokens=1)
             own = NgramDrafter(kept(ngram.RULE))
-            return Union([epoch.drafter(kept(history.RULE)), siblings, own])
+            return DrafterUnion([epoch.drafter(kept(history.RULE)), siblings, own])
 
         for name, rule in (("histospec", history.PAPER_RULE), ("history", history.RULE)):
             make = functools.partial(Epoch.drafter, rule=kept(rule))

@@ -33,7 +33,7 @@ from benchmarks.interleavings import trajectory
 from rl.checkpoint import checkpointer
 from rl.drafter_training.spot_trainer import SpotTrainer
 from rl.engine.config import EngineConfig
-from rl.loop.async_rollouts import Pipeline
+from rl.loop.async_rollouts import AsyncRollouts
 from rl.rewards import pool as rewards
 from rl.rewards.config import RewardConfig
 from rl.rewards.process import RewardWorkerError
@@ -44,8 +44,8 @@ from rl.speculation import sources
 from rl.trajectory import Request
 from rl.workers.coordinator import Coordinator, WorkerError
 from rl.workers.host_kv_pool import KvPool
-from rl.workers.worker_group import Session, StepSpec
-from rl.workers.workers import SchedConfig, Workers
+from rl.workers.worker_group import StepSpec, WorkerGroup
+from rl.workers.workers import MultiEngine, SchedConfig
 from sched.policies.registry import make_scheduler
 from sched.request import Kv
 from spec.reuse.rollout_cache import RolloutCache
@@ -109,7 +109,7 @@ class StandIn:
         self._at("weights")
 
     def site(self, *_: object) -> None:
-        """For guesses, of which there are none."""
+        """For draft tokens, of which there are none."""
 
     def mesh_context(self) -> Any:
         return contextlib.nullcontext()
@@ -169,7 +169,7 @@ def keys_and_values(never: Never) -> str:
     return NOT_ENDED if waiting.is_alive() else str(hung)
 
 
-def rollout(team: Workers) -> None:
+def rollout(team: MultiEngine) -> None:
     """All requests of a step, to their end."""
     missing = len(REQUESTS)
     with team.session(team.make_scheduler(), 4, 8) as session:
@@ -178,7 +178,7 @@ def rollout(team: Workers) -> None:
             missing -= session.next_result(POLL_S) is not None
 
 
-def submit(session: Session) -> None:
+def submit(session: WorkerGroup) -> None:
     """The requests of a step."""
     key = jax.random.key(0)
     session.submit(StepSpec(0, {}, SamplingConfig(max_new_tokens=4), key, ()), REQUESTS)
@@ -186,10 +186,10 @@ def submit(session: Session) -> None:
 
 def team_of(
     engines: Sequence[StandIn], spot: SpotTrainer | None = None, on_error: Any = "stop"
-) -> Workers:
+) -> MultiEngine:
     config = SchedConfig(policy="group_fifo", workers=len(engines), on_error=on_error)
     options: dict[str, Any] = {"spot": spot, "hang_limit_s": LIMIT_S}
-    return Workers(engines, config, **options)  # type: ignore[arg-type]
+    return MultiEngine(engines, config, **options)  # type: ignore[arg-type]
 
 
 # --- other threads -----------------------------------------------------------------------
@@ -205,13 +205,13 @@ def pipelines_thread(never: Never) -> str:
     )
     system: Any = SimpleNamespace(
         config=config,
-        engine=Workers([StandIn("nowhere", never)], config.sched),  # type: ignore[list-item]
+        engine=MultiEngine([StandIn("nowhere", never)], config.sched),  # type: ignore[list-item]
         inputs=SimpleNamespace(task=(), tokenizer=None),
         rewards=None,
         watch=SimpleNamespace(check=lambda: None),
         show=SimpleNamespace(rollout=lambda *_: None),
     )
-    pipeline = Pipeline(system, 1, None)
+    pipeline = AsyncRollouts(system, 1, None)
     pipeline._expected[1] = 1
     hangs = mock.patch.object(pipeline._session, "next_result", lambda _: never.wait(NEVER_S))
     with hangs, pipeline:

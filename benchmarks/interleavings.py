@@ -25,12 +25,12 @@ from typing import Any
 import numpy as np
 
 from benchmarks import environment
-from rl.trajectory import Begun, FinishReason, Prefix, Request, Trajectory
+from rl.trajectory import FinishReason, PartialRequest, Prefix, Request, Trajectory
 from rl.workers.coordinator import Aborted, Coordinator, Deferred, WorkerError
 from rl.workers.host_kv_pool import KvPool
 from sched.policies.histopipe import HistoPipe, HistoPipeConfig
 from sched.policies.registry import make_scheduler
-from sched.policies.step_order import Steps
+from sched.policies.step_order import StepOrder
 from sched.protocol import Scheduler, Start
 
 LENGTHS = (2, 9, 12, 5, 12, 3)  # of the responses, by request
@@ -39,7 +39,7 @@ SCHEDULERS: dict[str, Callable[[], Scheduler]] = {
     "group_fifo": lambda: make_scheduler("group_fifo", seed=0, chunk_tokens=CHUNK),
     "divided_fifo": lambda: make_scheduler("divided_fifo", seed=0, chunk_tokens=CHUNK),
     "seer": lambda: make_scheduler("seer", seed=0, chunk_tokens=CHUNK),
-    "seer, one step off": lambda: Steps(
+    "seer, one step off": lambda: StepOrder(
         make_scheduler("seer", seed=0, chunk_tokens=CHUNK), "one_step_off"
     ),
     "histopipe": lambda: HistoPipe(
@@ -312,9 +312,11 @@ def trajectory(request: Request, tokens: int) -> Trajectory:
     )
 
 
-def _begun(request: Request, tokens: int) -> Begun:
+def _begun(request: Request, tokens: int) -> PartialRequest:
     floats, ints = np.zeros(tokens, np.float32), np.zeros(tokens, np.int32)
-    return Begun(request, Prefix(ints, floats, floats, ints, ints.astype(np.uint8), 0, None))
+    return PartialRequest(
+        request, Prefix(ints, floats, floats, ints, ints.astype(np.uint8), 0, None)
+    )
 
 
 def interleaved(

@@ -1,7 +1,7 @@
 """One training run with reuse whose every phase is also done plainly, for `benchmarks.reuse`.
 
 In each step the same policy answers the same prompts three times: plainly (no reuse, no
-guesses), as the configuration says (this one is trained on), and once more so with the
+draft tokens), as the configuration says (this one is trained on), and once more so with the
 budget deciding by an accelerator's roofline. The first two are timed and take turns in
 coming first; of the third only the recorded rounds count. With `coupled`, plain tokens
 are the same tokens. Rewards are computed outside of the timed seconds.
@@ -22,7 +22,7 @@ import numpy as np
 
 from benchmarks import roofline, tiny_run
 from rl.ablation.grid import cells
-from rl.engine.speculate import Guesses, Site, no_guesses
+from rl.engine.speculate import DrafterContext, DrafterFactory, no_drafts
 from rl.engine.stats import EngineStats
 from rl.loop import train_loop
 from rl.loop.experiment import TrainConfig, open_inputs
@@ -50,12 +50,12 @@ class Turns:
         }
         buckets = compile_buckets.round_buckets(self._engine, self._config.sampling, **sizes)
         self._accelerator_times = roofline.round_times(PRICED, list(buckets))
-        self._guesses: Guesses = no_guesses
+        self._drafts: DrafterFactory = no_drafts
         phase = self._speculation.phase
 
-        def remembered(*asked: Any) -> Guesses:
-            self._guesses = phase(*asked)
-            return self._guesses
+        def remembered(*asked: Any) -> DrafterFactory:
+            self._drafts = phase(*asked)
+            return self._drafts
 
         self._speculation.phase = remembered  # type: ignore[method-assign]
         self.rows: list[dict[str, Any]] = []
@@ -96,12 +96,12 @@ class Turns:
             on_finish(trajectory)
         return found["reuse"]
 
-    def _decided_elsewhere(self, site: Site) -> tuple[Any, Any]:
+    def _decided_elsewhere(self, site: DrafterContext) -> tuple[Any, Any]:
         """The phase's drafter and budget, with the roofline's seconds."""
         mine = self._speculation.times
         self._speculation.times = self._accelerator_times
         try:
-            return self._guesses(site)
+            return self._drafts(site)
         finally:
             self._speculation.times = mine
 
@@ -136,7 +136,7 @@ def train_in_turns(config: TrainConfig) -> list[dict[str, Any]]:
     with tiny_run.opened(config, inputs) as (system, state):
         turns: Any = Turns(system)
         system = dataclasses.replace(system, engine=turns)
-        place = train_loop.Place()
+        place = train_loop.RunPosition()
         while place.step < config.run.steps:
             state, place, _ = train_loop.train_step(
                 system, state, place, Timings(time.perf_counter)

@@ -25,7 +25,7 @@ from benchmarks.workloads import BASE_POLICY, group_requests, policy, questions
 from rl.engine.config import EngineConfig
 from rl.engine.stats import EngineStats
 from rl.trajectory import Request
-from rl.workers.workers import SchedConfig, Workers, make_engines
+from rl.workers.workers import MultiEngine, SchedConfig, make_engines
 from sched.protocol import ChunkDone, Finished, Start
 from sched.request import Kv
 from sched.simulator.replay import replay
@@ -62,7 +62,7 @@ def finish_rounds(workers: Sequence[EngineStats]) -> dict[int, int]:
     return {request_id: rounds for request_id, (_, rounds) in ends.items()}
 
 
-def figures(team: Workers) -> dict[str, float]:
+def figures(team: MultiEngine) -> dict[str, float]:
     """One rollout in rounds, and what its scheduler decided."""
     ends = sorted(finish_rounds([engine.stats for engine in team.engines]).values())
     busy = [sum(e.stats.rounds.values()) for e in team.engines]
@@ -77,7 +77,7 @@ def figures(team: Workers) -> dict[str, float]:
     }
 
 
-def same_decisions(team: Workers) -> int:
+def same_decisions(team: MultiEngine) -> int:
     """How many of the decisions a simulation takes as well, given the measured durations."""
     pairs = zip(replay(team.make_scheduler(), team.decisions), team.decisions, strict=False)
     return sum((a.event, a.actions) == (b.event, b.actions) for a, b in pairs)
@@ -98,7 +98,7 @@ def measure(repeats: int) -> dict[str, Any]:
         for workload, stop in workloads.items():
             these = requests if workload == "tasks" else drawn_lengths(requests, repeat)
             for name in POLICIES:
-                team = Workers(engines, dataclasses.replace(config, policy=name), seed=repeat)
+                team = MultiEngine(engines, dataclasses.replace(config, policy=name), seed=repeat)
                 done = team.run(params, these, sampling, step_key(0, repeat), stop_token_ids=stop)
                 rows = found.setdefault(workload, {}).setdefault(name, [])
                 rows.append(figures(team))

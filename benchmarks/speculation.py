@@ -168,7 +168,7 @@ def project(bench: Bench, name: str, plain: dict[int, np.ndarray]) -> list[dict[
 
 
 def worst_batch(batches: Sequence[int], repeats: int) -> dict[str, Any]:
-    """The slowest ratio to plain over batch sizes; guesses are hardly ever right."""
+    """The slowest ratio to plain over batch sizes; draft tokens are hardly ever right."""
     model, params = workloads.random_policy(512, 4, 128, 512, 512)
     rows = []
     for batch in batches:

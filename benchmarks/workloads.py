@@ -19,7 +19,7 @@ from models import hf, transformer
 from models.config import ModelConfig
 from rl.rollout import generate
 from rl.trajectory import Request, Trajectory
-from spec.budget.union import Union
+from spec.budget.union import DrafterUnion
 from spec.drafter import Drafter, Drafts, LiveSlots, no_drafts
 from spec.retrieval.group import GroupDrafter
 from spec.retrieval.history import RULE, HistoryDrafter, build_index
@@ -87,7 +87,7 @@ def tiny(
     store = RolloutCache()
     for g, row in enumerate(rows):
         group = [t for t in past if t.group_id == g]
-        rewards = [float(_right(t, row["answer_ids"])) for t in group]
+        rewards = [float(_accepted(t, row["answer_ids"])) for t in group]
         store.replace(row["id"], of_group([t.response_ids for t in group], rewards))
     prompts = {row["id"]: np.asarray(row["prompt_ids"], np.int32) for row in rows}
     index = build_index(store, prompts, RULE)
@@ -107,16 +107,16 @@ def tiny(
         return LookupTexts(past, siblings=siblings) if past or siblings else None
 
     def union(*names: str) -> Callable[[Mapping[int, np.ndarray]], Drafter]:
-        return lambda _: Union([parts[n]() for n in names], texts(names))
+        return lambda _: DrafterUnion([parts[n]() for n in names], texts(names))
 
     drafters = {n: union(n) for n in parts}
     drafters |= {"first_epoch": union("group", "own"), "all": union("history", "group", "own")}
-    # guesses from the host alone, never looked up on the device
-    drafters["all_host"] = lambda _: Union([parts[n]() for n in ("history", "group", "own")])
+    # draft tokens from the host alone, never looked up on the device
+    drafters["all_host"] = lambda _: DrafterUnion([parts[n]() for n in ("history", "group", "own")])
     return Workload(name, model, params, requests, sampling, model.eos_token_ids, drafters, store)
 
 
-def _right(trajectory: Trajectory, answer_ids: Sequence[int]) -> bool:
+def _accepted(trajectory: Trajectory, answer_ids: Sequence[int]) -> bool:
     """Whether the response, its end token aside, ends with the answer."""
     text = trajectory.response_ids.tolist()[:-1]
     return text[-len(answer_ids) :] == list(answer_ids)
@@ -168,31 +168,31 @@ def replay(
 
     def drafter(tokens: Mapping[int, np.ndarray]) -> Drafter:
         made = Replay(tokens, acceptance, model.vocab_size)
-        return Union([made], LookupTexts(last=made.guesses, siblings=False))
+        return DrafterUnion([made], LookupTexts(last=made.drafts, siblings=False))
 
     drafters = {"replay": drafter}
     return Workload(name, model, params, requests, sampling, (), drafters)
 
 
 class Replay:
-    """Chains that follow the known tokens; each guess is right with `acceptance`."""
+    """Chains that follow the known tokens; each draft token is right with `acceptance`."""
 
     def __init__(self, tokens: Mapping[int, np.ndarray], acceptance: float, vocab: int) -> None:
         self._acceptance = acceptance
-        self.guesses: dict[int, np.ndarray] = {}
+        self.drafts: dict[int, np.ndarray] = {}
         for r, known in tokens.items():
             right = np.random.default_rng(r).random(len(known)) < acceptance
-            self.guesses[r] = np.where(right, known, (known + 1) % vocab)
+            self.drafts[r] = np.where(right, known, (known + 1) % vocab)
 
     def propose(self, live: LiveSlots, max_nodes_A: np.ndarray, max_nodes: int) -> Drafts:
         out = no_drafts(len(live), max_nodes)
-        out.chance_AN[:] = self._acceptance ** np.arange(1, max_nodes + 1)
+        out.prob_AN[:] = self._acceptance ** np.arange(1, max_nodes + 1)
         out.parents_AN[:] = np.arange(-1, max_nodes - 1)
         done = (live.total_tokens_A - live.prompt_tokens_A).tolist()
         for a, request_id in enumerate(live.request_ids_A.tolist()):
-            guesses = self.guesses[request_id][done[a] : done[a] + int(max_nodes_A[a])]
-            out.tokens_AN[a, : len(guesses)] = guesses
-            out.count_A[a] = len(guesses)
+            drafts = self.drafts[request_id][done[a] : done[a] + int(max_nodes_A[a])]
+            out.tokens_AN[a, : len(drafts)] = drafts
+            out.count_A[a] = len(drafts)
         return out
 
     def finished(self, live: LiveSlots) -> None:
@@ -200,7 +200,7 @@ class Replay:
 
 
 class Promising(Replay):
-    """As `Replay`, but it says that its guesses are right with `promised`."""
+    """As `Replay`, but it says that its draft tokens are right with `promised`."""
 
     def __init__(
         self, tokens: Mapping[int, np.ndarray], acceptance: float, promised: float, vocab: int
@@ -210,17 +210,17 @@ class Promising(Replay):
 
     def propose(self, live: LiveSlots, max_nodes_A: np.ndarray, max_nodes: int) -> Drafts:
         out = super().propose(live, max_nodes_A, max_nodes)
-        out.chance_AN[:] = self._promised ** np.arange(1, max_nodes + 1)
+        out.prob_AN[:] = self._promised ** np.arange(1, max_nodes + 1)
         return out
 
 
 def promising(
     acceptance: float, promised: float, vocab: int
 ) -> Callable[[Mapping[int, np.ndarray]], Drafter]:
-    """A maker of `Promising`, whose guesses the device can look up too."""
+    """A maker of `Promising`, whose draft tokens the device can look up too."""
 
     def drafter(tokens: Mapping[int, np.ndarray]) -> Drafter:
         made = Promising(tokens, acceptance, promised, vocab)
-        return Union([made], LookupTexts(last=made.guesses, siblings=False))
+        return DrafterUnion([made], LookupTexts(last=made.drafts, siblings=False))
 
     return drafter

@@ -64,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Job:
+class _Evaluation:
     """A checked command; `run` is None where --policy has the weights."""
 
     config: EvaluationConfig
@@ -74,7 +74,7 @@ class _Job:
     training_is_known: bool
 
 
-def _prepare(args: argparse.Namespace, overrides: Sequence[str]) -> _Job:
+def _prepare(args: argparse.Namespace, overrides: Sequence[str]) -> _Evaluation:
     """Open and check all that the command names; touches no device."""
     run = Path(args.run) if args.run else None
     training, config = _configurations(run, args.gin_file, overrides)
@@ -85,7 +85,9 @@ def _prepare(args: argparse.Namespace, overrides: Sequence[str]) -> _Job:
     config = evaluation.as_evaluation(config, args.policy or config.policy.directory)
     inputs = open_inputs(config)
     questions = evaluation.choose(inputs, config.evaluate, training)
-    return _Job(config, inputs, questions, None if args.policy else run, training is not None)
+    return _Evaluation(
+        config, inputs, questions, None if args.policy else run, training is not None
+    )
 
 
 def _configurations(
@@ -100,7 +102,7 @@ def _configurations(
     return load(TrainConfig, [saved]), load(EvaluationConfig, [saved, *files], overrides)
 
 
-def _run(args: argparse.Namespace, job: _Job) -> int:
+def _run(args: argparse.Namespace, job: _Evaluation) -> int:
     """Load the weights, ask, print."""
     from rl.checkpoint.checkpointer import NoWholeCheckpointError, StructureMismatchError
     from rl.loop.setup import run_mesh
@@ -141,7 +143,7 @@ def _run(args: argparse.Namespace, job: _Job) -> int:
     return 0
 
 
-def _weights(job: _Job, mesh: Any, show: Progress) -> tuple[Any, dict[str, Any]]:
+def _weights(job: _Evaluation, mesh: Any, show: Progress) -> tuple[Any, dict[str, Any]]:
     """The parameters, and where they come from."""
     import jax.numpy as jnp
 

@@ -31,7 +31,7 @@ from rl.learner.optimizer import TrainState
 from rl.loop import drafter_run
 from rl.loop.experiment import Inputs, TrainConfig, open_inputs
 from rl.runtime.progress import say
-from spec.eagle.model import Drafter
+from spec.eagle.model import EagleWeights
 from spec.eagle.training import DrafterState
 
 FOLDER = "drafter_model"  # in the folder of a finished run
@@ -129,7 +129,7 @@ def _configuration(run: Path) -> TrainConfig:
     return config
 
 
-def _most_trained(run: Path, inputs: Inputs, start: Drafter) -> tuple[_Found, Params | None]:
+def _most_trained(run: Path, inputs: Inputs, start: EagleWeights) -> tuple[_Found, Params | None]:
     """The drafter, and what it shares of the policy.
 
     A resumed run goes on from the same one: after a kill the drafter's own checkpoints may be
@@ -155,14 +155,14 @@ def _most_trained(run: Path, inputs: Inputs, start: Drafter) -> tuple[_Found, Pa
     raise NoWholeCheckpointError("\n".join(map(str, problems)), {})
 
 
-def _own(run: Path, start: Drafter) -> _Found:
+def _own(run: Path, start: EagleWeights) -> _Found:
     """From the drafter's own checkpoints."""
     folder = run / drafter_run.FOLDER
     found = checkpointer.restore(folder, _template(start), subset=True)
     return _Found(found.arrays, folder, found.warnings)
 
 
-def _of_run(run: Path, inputs: Inputs, start: Drafter) -> tuple[_Found, Params]:
+def _of_run(run: Path, inputs: Inputs, start: EagleWeights) -> tuple[_Found, Params]:
     """From the run's checkpoints, and the policy's embedding and head: no layers."""
     shared = dataclasses.replace(param_specs(inputs.model), layers=(), final_norm_D=None)
     shared = jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, jnp.float32), shared)
@@ -172,7 +172,7 @@ def _of_run(run: Path, inputs: Inputs, start: Drafter) -> tuple[_Found, Params]:
     return _Found(found.arrays.drafter, folder, found.warnings), found.arrays.params
 
 
-def _template(start: Drafter) -> Any:
+def _template(start: EagleWeights) -> Any:
     """A drafter's training state as far as it is exported."""
     params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), start.params)
     return DrafterState(params, (), jax.ShapeDtypeStruct((), "int32"))  # type: ignore[arg-type]
@@ -186,7 +186,7 @@ def _write(
     config: TrainConfig,
     inputs: Inputs,
     found: _Found,
-    start: Drafter,
+    start: EagleWeights,
     policy: Params | None,
     target: Path,
 ) -> Exported:

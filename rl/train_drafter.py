@@ -6,7 +6,7 @@
 A trace is a run folder (its samples.jsonl; a run with Metrics.samples_per_step = -1 writes all
 that it draws) or a file of lines {"prompt_ids": [...], "response_ids": [...]} or {"prompt": ...,
 "completion": ...}. Texts are tokenized again, which may give other tokens than were drawn. The
-hidden states are those of --policy: take the weights that the drafter is to guess for.
+hidden states are those of --policy: take the weights that the drafter is to draft for.
 
 A share of the prompts is held out; the drafter is judged on them before and after. OUT is a
 folder that serving engines read and runs start from (Drafter.directory); training goes on with
@@ -42,7 +42,7 @@ from rl.drafter_training import hidden_states
 from rl.drafter_training import traces as drafter_traces
 from rl.drafter_training.config import shape_of
 from rl.drafter_training.offline import OfflineConfig, OfflineTraining
-from rl.drafter_training.traces import Trace, num_tokens
+from rl.drafter_training.traces import DrafterTraces, num_tokens
 from rl.learner.train_spec import TrainerConfig
 from rl.loop.drafter_run import first_drafter
 from rl.loop.experiment import open_policy
@@ -97,14 +97,14 @@ def main(argv: Sequence[str]) -> int:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Job:
+class _Training:
     """A checked command."""
 
     config: OfflineConfig
     policy: Path
     model: ModelConfig
     shape: EagleConfig
-    trace: Trace
+    trace: DrafterTraces
     learnt: list[Response]
     held_out: list[Response]
     out: Path
@@ -113,7 +113,7 @@ class _Job:
     temperature: float
 
 
-def _prepare(args: argparse.Namespace, overrides: Sequence[str]) -> _Job:
+def _prepare(args: argparse.Namespace, overrides: Sequence[str]) -> _Training:
     """Open and check all that the command names; touches no device."""
     for name in ("trace", "policy", "out"):
         if not getattr(args, name):
@@ -141,7 +141,7 @@ def _prepare(args: argparse.Namespace, overrides: Sequence[str]) -> _Job:
     learnt, held_out = drafter_traces.hold_out(trace.responses, args.eval_share, args.seed)
     sizes = _sizes_bytes(learnt, shape, LEAST_VALUE_BYTES)
     hidden_states.check_room(sizes, config.data_buffer.max_bytes)
-    return _Job(
+    return _Training(
         config,
         policy,
         model,
@@ -156,7 +156,7 @@ def _prepare(args: argparse.Namespace, overrides: Sequence[str]) -> _Job:
     )
 
 
-def _print_plan(job: _Job) -> None:
+def _print_plan(job: _Training) -> None:
     trace, config, model = job.trace, job.config, job.model
     size = sum(math.prod(spec.shape) for spec in jax.tree.leaves(eagle.param_specs(job.shape)))
     tokens = sum(map(num_tokens, job.learnt))
@@ -185,13 +185,13 @@ def _sizes_bytes(responses: Sequence[Response], shape: EagleConfig, value_bytes:
     return [hidden_states.num_bytes(r, shape, value_bytes) for r in responses]
 
 
-def _run(job: _Job) -> int:
+def _run(job: _Training) -> int:
     """Train in this process; SIGTERM and Ctrl-C save what was learnt, and exit 75."""
     with Watch(Limits(hang_s=COMPILE_LIMIT_S), saving="what was learnt") as watch:
         return _train(job, watch)
 
 
-def _train(job: _Job, watch: Watch) -> int:
+def _train(job: _Training, watch: Watch) -> int:
     """What was learnt is written before it is judged."""
     try:
         devices.found()
@@ -220,7 +220,7 @@ def _train(job: _Job, watch: Watch) -> int:
     return EXIT_STOPPED if stopped else 0
 
 
-def _open(job: _Job) -> tuple[OfflineTraining, Params]:
+def _open(job: _Training) -> tuple[OfflineTraining, Params]:
     """Load the policy, and the drafter to start from."""
     dtype = TrainerConfig().dtype  # as runs compute
     max_bytes = job.config.data_buffer.max_bytes

@@ -119,7 +119,7 @@ class HostKv:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Begun:
+class PartialRequest:
     """A request with what it has of its response so far.
 
     Without `kv` keys and values are computed anew. A request without a `prefix` is at its
@@ -142,16 +142,16 @@ class Begun:
             return self.request.prompt_ids
         return (*self.request.prompt_ids, *self.prefix.response_ids.tolist())
 
-    def without_kv(self) -> Begun:
+    def without_kv(self) -> PartialRequest:
         """The same, its keys and values to be computed anew."""
         return dataclasses.replace(self, kv=None)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Chunk:
+class RequestChunk:
     """A request that is to run for `max_tokens` more; None: for all that it may have."""
 
-    begun: Begun
+    begun: PartialRequest
     max_tokens: int | None = None
 
 

@@ -17,20 +17,22 @@ from sched.protocol import (
     WorkerJoined,
     WorkerLost,
 )
-from sched.request import Group, Kv, Request, Status, Worker
+from sched.request import Group, Kv, RequestState, Status, Worker
 
 
 class Ledger:
     """Requests, groups and workers; `apply` returns the requests that an event set waiting."""
 
     def __init__(self) -> None:
-        self.requests: dict[int, Request] = {}
+        self.requests: dict[int, RequestState] = {}
         self.groups: dict[int, Group] = {}
         self.workers: dict[int, Worker] = {}
         self.num_unfinished = 0
-        self._held: Request | None = None  # its chunk has ended, and nothing has happened since
+        self._held: RequestState | None = (
+            None  # its chunk has ended, and nothing has happened since
+        )
 
-    def apply(self, event: Event) -> list[Request]:
+    def apply(self, event: Event) -> list[RequestState]:
         """Enter an event. Raises ValueError for a request or worker that is there already."""
         self._held = None
         if type(event) is Finished or type(event) is ChunkDone:
@@ -49,13 +51,13 @@ class Ledger:
         assert type(event) is Trained, event
         return []
 
-    def _submitted(self, event: Submitted) -> list[Request]:
+    def _submitted(self, event: Submitted) -> list[RequestState]:
         self._forget_finished()
         new = []
         for ask in event.asks:
             if ask.request_id in self.requests:
                 raise ValueError(f"request {ask.request_id} is there already")
-            request = self.requests[ask.request_id] = Request(ask)
+            request = self.requests[ask.request_id] = RequestState(ask)
             group = self.groups.get(ask.group_id)
             if group is None:
                 group = self.groups[ask.group_id] = Group(ask.group_id, ask.max_new_tokens)
@@ -83,7 +85,7 @@ class Ledger:
             return False
         return request.status is Status.RUNNING and request.chunk == event.chunk
 
-    def _reported(self, event: Finished | ChunkDone) -> list[Request]:
+    def _reported(self, event: Finished | ChunkDone) -> list[RequestState]:
         if not self.in_force(event):
             return []
         request = self.requests[event.request_id]
@@ -104,12 +106,12 @@ class Ledger:
         self.num_unfinished -= 1
         return []
 
-    def _release(self, request: Request) -> None:
+    def _release(self, request: RequestState) -> None:
         assert request.worker_id is not None
         worker = self.workers[request.worker_id]
         worker.reserved_tokens -= worker.running.pop(request.ask.request_id)
 
-    def _lost(self, worker: Worker) -> list[Request]:
+    def _lost(self, worker: Worker) -> list[RequestState]:
         """What ran there waits again, from where its last chunk ended."""
         lost = [self.requests[request_id] for request_id in worker.running]
         for request in lost:
@@ -117,7 +119,13 @@ class Ledger:
         return lost
 
     def start(
-        self, request: Request, worker: Worker, max_tokens: int, *, reserve: bool, pool: bool = True
+        self,
+        request: RequestState,
+        worker: Worker,
+        max_tokens: int,
+        *,
+        reserve: bool,
+        pool: bool = True,
     ) -> Start:
         """Promise `worker` to a waiting request; `reserve` room for all it may come to.
 

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Protocol
 
-from sched.request import Ask, Kv
+from sched.request import Kv, RequestSpec
 
 # --- events -----------------------------------------------------------------------------
 
@@ -19,7 +19,7 @@ from sched.request import Ask, Kv
 class Submitted:
     """Requests to be answered, groups together."""
 
-    asks: tuple[Ask, ...]
+    asks: tuple[RequestSpec, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

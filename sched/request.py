@@ -23,7 +23,7 @@ class Kv(enum.Enum):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Ask:
+class RequestSpec:
     """A request as it is submitted.
 
     `expected_tokens` is its length where an oracle knows it; `past_tokens` are the lengths of
@@ -49,10 +49,10 @@ class Ask:
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class Request:
+class RequestState:
     """A request on its way. `chunk` counts its starts, and tells a late report from a good one."""
 
-    ask: Ask
+    ask: RequestSpec
     generated_tokens: int = 0
     status: Status = Status.WAITING
     worker_id: int | None = None  # where it runs, or ran last

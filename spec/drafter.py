@@ -1,8 +1,8 @@
 """What drafters see and give: plain arrays on the host, one entry per live request.
 
-A drafter's guesses cost time when they are wrong, never correctness: the
+A drafter's draft tokens cost time when they are wrong, never correctness: the
 verification kernel emits what plain decoding would have (spec/verify.py). A = live
-requests, B = slots, L = tokens of a request, N = guesses.
+requests, B = slots, L = tokens of a request, N = draft tokens.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from spec.tree import PADDING, Draft, check_draft
 
 
 class Source(enum.IntEnum):
-    """Which text a guess was found in."""
+    """Which text a draft token was found in."""
 
     OTHER = 0
     HISTORY = 1  # the prompt's responses of the last epoch
@@ -63,17 +63,18 @@ class LiveSlots:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Drafts:
-    """A tree of guesses per live request, without its root; the first `count_A` of each are valid.
+    """A tree of draft tokens per live request, without its root; the first `count_A` of each are
+    valid.
 
-    `parents_AN` is −1 for a child of the root, else the index of an earlier guess.
-    `chance_AN` is the estimated probability that the guess and all above it are
-    right; guesses come in the order of worth, so that a tree's first n are a tree,
+    `parents_AN` is −1 for a child of the root, else the index of an earlier draft token.
+    `prob_AN` is the estimated probability that the draft token and all above it are
+    right; draft tokens come in the order of worth, so that a tree's first n are a tree,
     and the best of that size. `sources_AN` holds `Source` values.
     """
 
     tokens_AN: np.ndarray
     parents_AN: np.ndarray
-    chance_AN: np.ndarray
+    prob_AN: np.ndarray
     sources_AN: np.ndarray
     count_A: np.ndarray
 
@@ -83,7 +84,7 @@ class Drafts:
 
 
 def no_drafts(num_requests: int, max_nodes: int) -> Drafts:
-    """Room for `max_nodes` guesses a request, and none in it."""
+    """Room for `max_nodes` draft tokens a request, and none in it."""
     A, N = num_requests, max_nodes
     return Drafts(
         np.full((A, N), PADDING, np.int32),
@@ -102,7 +103,7 @@ def stack(drafts: Sequence[Draft], max_nodes: int) -> Drafts:
         check_draft(draft, n, f"request {a}")
         out.tokens_AN[a, :n] = draft.tokens[:n]
         out.parents_AN[a, :n] = draft.parents[:n]
-        out.chance_AN[a, :n] = 1.0
+        out.prob_AN[a, :n] = 1.0
         out.count_A[a] = n
     return out
 
@@ -112,7 +113,7 @@ def plant(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Trees of `num_nodes` (root included) for every slot: int32 tokens_BN, parents_BN.
 
-    Guesses beyond `num_nodes` − 1 are cut; slots without a request hold their root alone.
+    Draft tokens beyond `num_nodes` − 1 are cut; slots without a request hold their root alone.
     """
     tokens_BN = np.full((num_slots, num_nodes), PADDING, np.int32)
     parents_BN = np.zeros((num_slots, num_nodes), np.int32)
@@ -134,7 +135,7 @@ def _plant(  # type: ignore[no-untyped-def]
 class Drafter(Protocol):
     """Proposes drafts. The engine calls `propose` once a round, `finished` as requests end.
 
-    `max_nodes_A` is the most guesses that each request may get, at most `max_nodes`.
+    `max_nodes_A` is the most draft tokens that each request may get, at most `max_nodes`.
     """
 
     def propose(self, live: LiveSlots, max_nodes_A: np.ndarray, max_nodes: int) -> Drafts: ...

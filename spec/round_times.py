@@ -1,4 +1,4 @@
-"""What rounds cost: measured seconds by bucket, for whoever decides how much to guess."""
+"""What rounds cost: measured seconds by bucket, for whoever decides how much to draft."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Table = Mapping[tuple[int, int, int], float]
 class RoundTimes:
     """Seconds of a round by (slots, nodes, positions), as measured on this device and shape.
 
-    `lookup_seconds` are those of a round within a call that looks its guesses up;
+    `lookup_seconds` are those of a round within a call that looks its draft tokens up;
     `draft_seconds` what drafters on the device take besides, each by (slots, depth, positions).
     """
 
@@ -31,7 +31,7 @@ class RoundTimes:
 
     @property
     def rounds(self) -> Table:
-        """Those of rounds whose guesses, if any, came from the host."""
+        """Those of rounds whose draft tokens, if any, came from the host."""
         return dict(self._seconds)
 
     def __call__(self, num_slots: int, num_nodes: int, num_positions: int) -> float | None:

@@ -1,7 +1,7 @@
 """Draft trees: which tokens to try, as two small integer arrays.
 
-Node 0 is the root: the last committed token, not a guess. Every other node i is
-a guess for the position after its parent, with `parents[i] < i`. A padding node
+Node 0 is the root: the last committed token, not a draft token. Every other node i is
+a draft token for the position after its parent, with `parents[i] < i`. A padding node
 carries the token `PADDING`, which no draw can equal, so it is never accepted; its
 parent is the root. Siblings must differ in their tokens.
 """
@@ -48,15 +48,16 @@ def ancestors(parents_BN: jax.Array) -> jax.Array:
 
 
 def depths(ancestors_BNN: jax.Array) -> jax.Array:
-    """How many guesses lead to each node (the root: 0); int32 [B, N]."""
+    """How many draft tokens lead to each node (the root: 0); int32 [B, N]."""
     return jnp.sum(ancestors_BNN, axis=-1, dtype=jnp.int32) - 1
 
 
 @dataclasses.dataclass(frozen=True)
 class Draft:
-    """One slot's guesses on the host, without the root: `parents[i]` is −1 for a child of the root.
+    """One slot's draft tokens on the host, without the root: `parents[i]` is −1 for a child of the
+    root.
 
-    `tokens[i]` guesses the position after node `parents[i]`; parents come first.
+    `tokens[i]` draft tokens the position after node `parents[i]`; parents come first.
     """
 
     tokens: Sequence[int]

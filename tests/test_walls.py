@@ -28,7 +28,7 @@ MAY_IMPORT = {
 OURS = {*MAY_IMPORT, "benchmarks", "configs", "tests", "_reprise_sched"}
 CODE = (*MAY_IMPORT, "benchmarks", "tests")
 
-# What a pure state machine has no use for: clocks, chance, the outside world, threads.
+# What a pure state machine has no use for: clocks, probability, the outside world, threads.
 IMPURE = {
     *("time", "datetime", "calendar", "random", "secrets", "uuid", "os", "io", "sys", "pathlib"),
     *("shutil", "tempfile", "glob", "logging", "socket", "select", "selectors", "ssl", "signal"),
@@ -112,7 +112,7 @@ def walls(root: Path) -> list[str]:
 
 
 def sched_is_pure(root: Path) -> list[str]:
-    """sched uses numpy and the pure part of the standard library, and seeded chance only."""
+    """sched uses numpy and the pure part of the standard library, and seeded probability only."""
     complaints = []
     for relative, path in python_files(root, ("sched",)):
         exempt = STAND_IN[1] if relative == STAND_IN[0] else set()
@@ -124,11 +124,11 @@ def sched_is_pure(root: Path) -> list[str]:
         for node in ast.walk(tree):
             if isinstance(node, ast.Call) and getattr(node.func, "id", "") in IMPURE_BUILTINS:
                 complaints.append(f"{relative}:{node.lineno}: sched must not call {called(node)}()")
-            complaints += [f"{relative}:{node.lineno}: {c}" for c in unseeded_chance(node)]
+            complaints += [f"{relative}:{node.lineno}: {c}" for c in unseeded_prob(node)]
     return complaints
 
 
-def unseeded_chance(node: ast.AST) -> list[str]:
+def unseeded_prob(node: ast.AST) -> list[str]:
     """`np.random.x` other than the seeded generators; `default_rng()` without a seed."""
     owner = getattr(node, "value", None)
     if isinstance(node, ast.Attribute) and isinstance(owner, ast.Attribute):

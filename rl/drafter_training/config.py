@@ -1,4 +1,4 @@
-"""The learned drafter of a run: what it is, how it guesses, and when it is trained."""
+"""The learned drafter of a run: what it is, how it drafts, and when it is trained."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import dataclasses
 from models.config import ModelConfig
 from spec.eagle import files as eagle_files
 from spec.eagle import model as eagle
-from spec.eagle.drafter import Guess, TreeConfig
+from spec.eagle.drafter import Proposal, TreeConfig
 from spec.eagle.model import EagleConfig
 from spec.eagle.training import DrafterTrainingConfig
 
@@ -18,7 +18,7 @@ class DrafterConfig:
 
     It starts from the folder `directory` (`rl.export_drafter` writes such), or from random
     weights, over the `draft_vocab_size` most frequent tokens of the prompts (0: over all).
-    It searches `max_depth` levels of `top_k` nodes; `guess` is `likeliest` or `coupled`
+    It searches `max_depth` levels of `top_k` nodes; `proposal` is `likeliest` or `coupled`
     (`spec.eagle.drafter`).
 
     It is trained by workers that have nothing to do (`spot`) once `min_idle_workers` have not, and
@@ -32,7 +32,7 @@ class DrafterConfig:
     draft_vocab_size: int = 0
     max_depth: int = 6
     top_k: int = 4
-    guess: Guess = "likeliest"
+    proposal: Proposal = "likeliest"
     spot: bool = True
     min_idle_workers: int = 1
     steps_after_rollout: int = 0
@@ -43,7 +43,7 @@ class DrafterConfig:
     checkpoint_every_steps: int = 64
 
     def __post_init__(self) -> None:
-        TreeConfig(self.max_depth, self.top_k, self.guess)
+        TreeConfig(self.max_depth, self.top_k, self.proposal)
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             least = 0 if field.name in ("draft_vocab_size", "steps_after_rollout") else 1
@@ -52,7 +52,7 @@ class DrafterConfig:
 
     @property
     def tree(self) -> TreeConfig:
-        return TreeConfig(self.max_depth, self.top_k, self.guess)
+        return TreeConfig(self.max_depth, self.top_k, self.proposal)
 
 
 def shape_of(

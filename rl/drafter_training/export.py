@@ -13,7 +13,7 @@ from models.transformer import Params
 from rl.data.tokenizer_files import copy_tokenizer
 from spec.eagle import files as eagle_files
 from spec.eagle import hf_layout as eagle_layout
-from spec.eagle.model import Drafter
+from spec.eagle.model import EagleWeights
 
 
 def check_target(folder: Path) -> None:
@@ -32,7 +32,7 @@ def check_target(folder: Path) -> None:
 
 def write(
     folder: Path,
-    drafter: Drafter,
+    drafter: EagleWeights,
     model: ModelConfig,
     policy: Params | None,
     tokenizer: Path,

@@ -23,7 +23,7 @@ from rl import packing
 from rl.drafter_training.traces import num_tokens
 from rl.packing import Response, Row, Shape
 from spec.buckets import bucket
-from spec.eagle.batch import Caught
+from spec.eagle.batch import HiddenStates
 from spec.eagle.model import EagleConfig
 
 T = TypeVar("T")
@@ -50,13 +50,13 @@ def packed_states(
     return states_11XW[0, 0]
 
 
-def caught_of(
+def hidden_of(
     responses: Sequence[Response],
     params: Params,
     model: ModelConfig,
     drafter: EagleConfig,
     dtype: Any,
-) -> Iterator[Caught]:
+) -> Iterator[HiddenStates]:
     """Each sequence once, with its states in `dtype`, as the passes bring them: in any order."""
     options = {"config": model, "feature_layers": drafter.feature_layers, "dtype": np.dtype(dtype)}
     for some, rows, shape in _passes(responses):
@@ -69,7 +69,7 @@ def caught_of(
             # the last prompt token opens the response
             shared = states_XW[prompt_start : prompt_start + len(prompt_ids) - 1]
             own = states_XW[start : start + len(tokens)]
-            yield Caught(
+            yield HiddenStates(
                 np.concatenate([prompt_ids, tokens]),
                 len(prompt_ids),
                 np.concatenate([shared, own]),
@@ -80,7 +80,7 @@ def caught_of(
 def num_bytes(response: Response, drafter: EagleConfig, value_bytes: int) -> int:
     """What a sequence takes in a buffer, with its states of so many bytes a value."""
     n = num_tokens(response)
-    return 4 * n + (n - 1) * drafter.caught_width * value_bytes
+    return 4 * n + (n - 1) * drafter.hidden_width * value_bytes
 
 
 def check_room(sizes_bytes: Sequence[int], max_bytes: int) -> None:

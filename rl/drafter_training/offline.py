@@ -19,16 +19,16 @@ import numpy as np
 from models.config import ModelConfig
 from models.transformer import Params
 from rl.drafter_training.config import DrafterConfig
-from rl.drafter_training.hidden_states import caught_of, chunks, num_bytes, runs
+from rl.drafter_training.hidden_states import chunks, hidden_of, num_bytes, runs
 from rl.drafter_training.traces import num_tokens
 from rl.drafter_training.trainer import SUMS, DrafterTrainer
-from rl.engine.model_runner import Replica
+from rl.engine.model_runner import ModelRunner
 from rl.packing import Response
 from rl.speculation.learned_drafter import LearnedDrafter
 from spec.eagle import training as drafter_training
 from spec.eagle.batch import DrafterBatch
 from spec.eagle.data_buffer import DataBuffer, DataBufferConfig
-from spec.eagle.model import Drafter, Eagle, EagleConfig, Frozen
+from spec.eagle.model import EagleConfig, EagleParams, EagleWeights, SharedParams
 from spec.eagle.packing import pack
 from spec.eagle.training import DrafterTrainingConfig
 
@@ -51,8 +51,8 @@ class OfflineConfig:
 
 @partial(jax.jit, static_argnames=("config", "training"))
 def judged(
-    params: Eagle,
-    frozen: Frozen,
+    params: EagleParams,
+    frozen: SharedParams,
     batch: DrafterBatch,
     temperature: jax.Array,
     *,
@@ -71,7 +71,7 @@ class OfflineTraining:
         config: OfflineConfig,
         model: ModelConfig,
         params: Params,
-        start: Drafter,
+        start: EagleWeights,
         *,
         seed: int,
         temperature: float,
@@ -87,13 +87,13 @@ class OfflineTraining:
             temperature=temperature,
         )
         self._start, self._dtype = start, np.dtype(dtype)
-        self._bench = self.trainer.bench(Replica(model, dtype=dtype), params)
+        self._site = self.trainer.site(ModelRunner(model, dtype=dtype), params)
         self._caught = partial(
-            caught_of, params=params, model=model, drafter=start.config, dtype=dtype
+            hidden_of, params=params, model=model, drafter=start.config, dtype=dtype
         )
 
     @property
-    def drafter(self) -> Drafter:
+    def drafter(self) -> EagleWeights:
         """As it is now."""
         return dataclasses.replace(self._start, params=self.trainer.state.params)
 
@@ -117,7 +117,7 @@ class OfflineTraining:
                 due = -(-sum(map(num_tokens, chunk)) // self.config.step_tokens)
                 until = min(num_steps, trainer.step + due)
             while filled and trainer.step < until and not should_stop():
-                trained = trainer.run_steps(1, self._bench)
+                trained = trainer.run_steps(1, self._site)
                 assert trained, "every sequence has an entry that counts"
                 [row] = trainer.take_history()
                 on_step(trainer.step, row)
@@ -136,7 +136,7 @@ class OfflineTraining:
             for batch in pack(some, options.batch_rows, options.row_tokens):
                 metrics = judged(
                     self.trainer.state.params,
-                    self._bench.frozen,
+                    self._site.frozen,
                     batch,
                     self._temperature,
                     config=self._start.config,

@@ -17,8 +17,8 @@ import threading
 from collections.abc import Callable, Iterable
 
 from models.transformer import Params
-from rl.drafter_training.trainer import Bench, DrafterTrainer
-from rl.engine.model_runner import Replica
+from rl.drafter_training.trainer import DrafterTrainer, TrainSite
+from rl.engine.model_runner import ModelRunner
 from sched.policies.spot_training import Action, Halt, Join, Lead, Promote, SpotCoordinator
 
 
@@ -49,14 +49,14 @@ class SpotTrainer:
         self._idle: set[int] = set()
         self._params: Params | None = None
         self._runs = False
-        self._benches: dict[int, Bench] = {}  # by replica
+        self._sites: dict[int, TrainSite] = {}  # by replica
 
     def prepare(self, params: Params, rl_step: int) -> None:
         """A rollout by these weights is about to begin: what it brings is to be learnt from."""
         with self._lock:
             self.trainer.begin(rl_step)
             self._params = params
-            self._benches.clear()
+            self._sites.clear()
 
     def rollout_began(self) -> None:
         """Requests are where they are to run: who has none is idle.
@@ -90,7 +90,7 @@ class SpotTrainer:
                 self.trainer.abandon()
             self._act(self._states.lost(worker_id))
 
-    def spare(self, worker_id: int, replica: Replica) -> bool:
+    def spare(self, worker_id: int, runner: ModelRunner) -> bool:
         """One unit of a worker that has nothing else to do; False where there is none for it."""
         with self._lock:
             if worker_id not in self._idle:
@@ -102,8 +102,8 @@ class SpotTrainer:
         if leads is None:
             return False
         began_s, step = self._clock(), self.trainer.step
-        with replica.mesh_context():
-            kind = self.trainer.work(self._bench(replica), leads=leads)
+        with runner.mesh_context():
+            kind = self.trainer.work(self._site(runner), leads=leads)
         if kind is None:
             return False
         with self._lock:
@@ -128,15 +128,15 @@ class SpotTrainer:
             spans, self.spans = self.spans, []
         return spans
 
-    def _bench(self, replica: Replica) -> Bench:
+    def _site(self, runner: ModelRunner) -> TrainSite:
         with self._lock:
-            params, bench = self._params, self._benches.get(id(replica))
+            params, site = self._params, self._sites.get(id(runner))
         assert params is not None, "nobody trains before a rollout has begun"
-        if bench is None:
-            bench = self.trainer.bench(replica, replica.place(params))
+        if site is None:
+            site = self.trainer.site(runner, runner.place(params))
             with self._lock:
-                self._benches[id(replica)] = bench
-        return bench
+                self._sites[id(runner)] = site
+        return site
 
     def _act(self, actions: Iterable[Action]) -> None:
         for action in actions:

@@ -30,7 +30,7 @@ LEAST_TOKENS = 3  # what counts in training is of three tokens
 
 
 @dataclasses.dataclass(frozen=True)
-class Trace:
+class DrafterTraces:
     """Usable sequences; those left out, by why; and how many were texts.
 
     Responses of one group answer the same prompt.
@@ -47,7 +47,7 @@ def num_tokens(response: Response) -> int:
     return len(response.prompt_ids) + len(response.tokens)
 
 
-def read(paths: Sequence[Path], model: ModelConfig, words: Tokenizer) -> Trace:
+def read(paths: Sequence[Path], model: ModelConfig, words: Tokenizer) -> DrafterTraces:
     """The sequences of .jsonl files and of run folders' samples.jsonl, in their order.
 
     Left out are those of more tokens than the policy has positions, of fewer than three, and
@@ -80,7 +80,7 @@ def read(paths: Sequence[Path], model: ModelConfig, words: Tokenizer) -> Trace:
             f"nothing to learn from in {', '.join(map(str, paths))}: {too_short} sequences are too "
             f"short, {too_long} longer than the policy's {model.max_positions} positions"
         )
-    return Trace(tuple(found), too_long, too_short, num_texts)
+    return DrafterTraces(tuple(found), too_long, too_short, num_texts)
 
 
 def hold_out(

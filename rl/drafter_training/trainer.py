@@ -25,13 +25,13 @@ import numpy as np
 from models.transformer import Params
 from rl.checkpoint.checkpointer import Checkpointer
 from rl.drafter_training.config import DrafterConfig
-from rl.engine.model_runner import Replica
+from rl.engine.model_runner import ModelRunner
 from rl.speculation.learned_drafter import LearnedDrafter
 from spec.eagle import model as eagle
 from spec.eagle import training as drafter_training
-from spec.eagle.batch import Caught, DrafterBatch
+from spec.eagle.batch import DrafterBatch, HiddenStates
 from spec.eagle.data_buffer import DataBuffer
-from spec.eagle.model import Eagle, Frozen
+from spec.eagle.model import EagleParams, SharedParams
 from spec.eagle.packing import pack
 from spec.eagle.training import DrafterState, DrafterTrainingConfig
 
@@ -39,11 +39,11 @@ SUMS = ("loss", "accuracy_top1", "accuracy_top3", "agreement")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Bench:
+class TrainSite:
     """Where units are worked: a replica's devices, and what the policy shares there."""
 
-    replica: Replica
-    frozen: Frozen
+    runner: ModelRunner
+    frozen: SharedParams
 
 
 @dataclasses.dataclass(eq=False)
@@ -52,14 +52,14 @@ class _Step:
 
     todo: collections.deque[DrafterBatch]
     missing: int
-    total: Eagle | None = None
-    total_at: Replica | None = None
+    total: EagleParams | None = None
+    total_at: ModelRunner | None = None
     num_entries: float = 0.0
     sums: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
 
 
 @partial(jax.jit, donate_argnames="total")
-def add_weighted(total: Eagle | None, grads: Eagle, weight: jax.Array) -> Eagle:
+def add_weighted(total: EagleParams | None, grads: EagleParams, weight: jax.Array) -> EagleParams:
     """total + weight · grads; None is zero."""
     if total is None:
         return jax.tree.map(lambda g: weight * g, grads)
@@ -71,7 +71,7 @@ def copied(tree: Any) -> Any:
     return jax.tree.map(np.array, tree)
 
 
-class BufferCatcher:
+class BufferSink:
     """Responses of one RL step, on their way into the buffer."""
 
     def __init__(self, buffer: DataBuffer, step: int) -> None:
@@ -80,7 +80,7 @@ class BufferCatcher:
     def wants(self, num_tokens: int) -> bool:
         return self._buffer.wants(num_tokens, self._step)
 
-    def caught(self, sequence: Caught) -> None:
+    def caught(self, sequence: HiddenStates) -> None:
         self._buffer.add(sequence, self._step)
 
 
@@ -113,19 +113,19 @@ class DrafterTrainer:
         self._lock = threading.Lock()
         self._now: _Step | None = None
         self._state_lock = threading.RLock()  # steps donate the state
-        self._placed: dict[int, tuple[int, Eagle]] = {}  # by replica: weights as of a step
-        self._state_at: Replica | None = None  # None: on the process's default device
+        self._placed: dict[int, tuple[int, EagleParams]] = {}  # by replica: weights as of a step
+        self._state_at: ModelRunner | None = None  # None: on the process's default device
 
     def begin(self, rl_step: int) -> None:
         """Sequences of this RL step are the newest from now on."""
         self._rl_step = rl_step
 
-    def bench(self, replica: Replica, params: Params) -> Bench:
+    def site(self, runner: ModelRunner, params: Params) -> TrainSite:
         """A place to work at; `params` are the policy's, on the replica's devices."""
         ids = self.learned.draft_ids_U
-        return Bench(replica, eagle.frozen(params, None if ids is None else replica.put(ids)))
+        return TrainSite(runner, eagle.frozen(params, None if ids is None else runner.put(ids)))
 
-    def work(self, bench: Bench, *, leads: bool) -> str | None:
+    def work(self, site: TrainSite, *, leads: bool) -> str | None:
         """One unit: `gradient`, or `update` where all are there and it `leads`; None: neither."""
         with self._lock:
             if self._now is None:
@@ -136,10 +136,10 @@ class DrafterTrainer:
             batch = now.todo.popleft() if now.todo else None
             ready = batch is None and not now.missing and leads
         if batch is not None:
-            self._gradient(bench, now, batch)
+            self._gradient(site, now, batch)
             return "gradient"
         if ready:
-            self._update(bench.replica, now)
+            self._update(site.runner, now)
             return "update"
         return None
 
@@ -148,30 +148,30 @@ class DrafterTrainer:
         with self._lock:
             self._now = None
 
-    def run_steps(self, num_steps: int, bench: Bench) -> int:
+    def run_steps(self, num_steps: int, site: TrainSite) -> int:
         """So many steps at one place; fewer where there is nothing to learn from. How many."""
         first = self.step
-        while self.step < first + num_steps and self.work(bench, leads=True):
+        while self.step < first + num_steps and self.work(site, leads=True):
             pass
         return self.step - first
 
-    def warm_up(self, bench: Bench) -> None:
+    def warm_up(self, site: TrainSite) -> None:
         """Compile all that units at this place need; weights stay as they are."""
-        config, replica = self.learned.config, bench.replica
+        config, runner = self.learned.config, site.runner
         shape = (self.config.batch_rows, self.config.row_tokens)
         zeros_BT, none_BT = np.zeros(shape, np.int32), np.zeros(shape, bool)
-        caught_BTW = np.zeros((*shape, config.caught_width), replica.dtype)
-        batch = DrafterBatch(zeros_BT, caught_BTW, zeros_BT, zeros_BT, none_BT)
-        params = _moved(self.state.params, self._state_at, replica)
-        grads, _ = self._gradients(bench, params, batch)
+        hidden_BTW = np.zeros((*shape, config.hidden_width), runner.dtype)
+        batch = DrafterBatch(zeros_BT, hidden_BTW, zeros_BT, zeros_BT, none_BT)
+        params = _moved(self.state.params, self._state_at, runner)
+        grads, _ = self._gradients(site, params, batch)
         total = add_weighted(None, grads, np.float32(0))
         total = add_weighted(total, grads, np.float32(0))
-        state = jax.tree.map(replica.put, copied(self.state))  # the step donates it
+        state = jax.tree.map(runner.put, copied(self.state))  # the step donates it
         state, skipped = drafter_training.apply(state, total, training=self.training)
         jax.block_until_ready((state, skipped))
 
     def publish(self) -> None:
-        """Rollouts guess with the newest weights from their next round on."""
+        """Rollouts draft with the newest weights from their next round on."""
         with self._state_lock:
             self.learned.swap(copied(self.state.params))
 
@@ -225,9 +225,9 @@ class DrafterTrainer:
             return None
         return _Step(collections.deque(batches), len(batches))
 
-    def _gradient(self, bench: Bench, now: _Step, batch: DrafterBatch) -> None:
+    def _gradient(self, site: TrainSite, now: _Step, batch: DrafterBatch) -> None:
         try:
-            grads, metrics = self._gradients(bench, self._params_on(bench.replica), batch)
+            grads, metrics = self._gradients(site, self._params_on(site.runner), batch)
             found = {name: float(x) for name, x in jax.device_get(metrics).items()}
         except BaseException:
             with self._lock:
@@ -236,38 +236,40 @@ class DrafterTrainer:
         weight = found["num_entries"]
         with self._lock:
             if now.total is None:
-                now.total_at = bench.replica
+                now.total_at = site.runner
             at = now.total_at
             assert at is not None
             with at.mesh_context():  # programs are compiled for where they run
-                grads = _moved(grads, bench.replica, at)
+                grads = _moved(grads, site.runner, at)
                 now.total = add_weighted(now.total, grads, np.float32(weight))
             now.num_entries += weight
             now.sums.update({name: weight * found[name] for name in SUMS})
             now.missing -= 1
 
-    def _gradients(self, bench: Bench, params: Eagle, batch: DrafterBatch) -> tuple[Eagle, Any]:
+    def _gradients(
+        self, site: TrainSite, params: EagleParams, batch: DrafterBatch
+    ) -> tuple[EagleParams, Any]:
         return drafter_training.gradients(
             params,
-            bench.frozen,
-            jax.tree.map(bench.replica.argument, batch),
+            site.frozen,
+            jax.tree.map(site.runner.argument, batch),
             self._temperature,
             config=self.learned.config,
             training=self.training,
         )
 
-    def _update(self, replica: Replica, now: _Step) -> None:
+    def _update(self, runner: ModelRunner, now: _Step) -> None:
         """Only one worker leads, and all gradients are in: nobody else is at the state."""
         num_entries = max(now.num_entries, 1.0)
-        total = _moved(now.total, now.total_at, replica)
+        total = _moved(now.total, now.total_at, runner)
         mean = add_weighted(None, total, np.float32(1 / num_entries))
         with self._state_lock:
-            state = _moved(self.state, self._state_at, replica)
+            state = _moved(self.state, self._state_at, runner)
             state, skipped = drafter_training.apply(state, mean, training=self.training)
             row = {name: value / num_entries for name, value in now.sums.items()}
             row |= {"skipped": float(skipped), "num_entries": now.num_entries}
             with self._lock:
-                self.state, self._state_at, self._now = state, replica, None
+                self.state, self._state_at, self._now = state, runner, None
                 self.step += 1
                 self.history.append(row)
         if self.step % self.config.swap_every_steps == 0:
@@ -275,17 +277,17 @@ class DrafterTrainer:
         if self.step % self.config.checkpoint_every_steps == 0:
             self.save()
 
-    def _params_on(self, replica: Replica) -> Eagle:
+    def _params_on(self, runner: ModelRunner) -> EagleParams:
         with self._lock:
             step, params = self.step, self.state.params
-            held = self._placed.get(id(replica))
+            held = self._placed.get(id(runner))
             if held is None or held[0] != step:
-                held = step, _moved(params, self._state_at, replica)
-                self._placed[id(replica)] = held
+                held = step, _moved(params, self._state_at, runner)
+                self._placed[id(runner)] = held
         return held[1]
 
 
-def _moved(tree: Any, source: Replica | None, target: Replica | None) -> Any:
+def _moved(tree: Any, source: ModelRunner | None, target: ModelRunner | None) -> Any:
     """Arrays of one replica on another's devices; None: of the process's default device."""
     assert target is not None
     places = [(None, None) if r is None else (r.mesh, r.device) for r in (source, target)]

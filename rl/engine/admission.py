@@ -15,7 +15,7 @@ Prompt = tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class AdmissionPlan:
     """`rows[i]` is the row of request i; where its prompt comes from is in one of the lists.
 
     `prefill` are prompts to compute; `inserts` (prefilled index, row) and `copies`
@@ -35,7 +35,7 @@ def plan(
     free_rows: Sequence[int],
     held: Sequence[Prompt | None],
     wanted_later: Collection[Prompt] = (),
-) -> Plan:
+) -> AdmissionPlan:
     """Assign `prompts` (waiting requests, in order) to `free_rows`.
 
     `held[row]` is the prompt whose cache a row holds, whether busy or free;
@@ -67,4 +67,4 @@ def plan(
         else:
             inserts.append((prefill.setdefault(prompt, len(prefill)), row))
     assigned = tuple(r for r in rows if r is not None)
-    return Plan(assigned, tuple(prefill), tuple(inserts), tuple(copies))
+    return AdmissionPlan(assigned, tuple(prefill), tuple(inserts), tuple(copies))

@@ -81,5 +81,7 @@ class EngineConfig:
         return Shape(rows, length, rows * length), Shape(1, length, length)
 
     def lookup_sizes(self) -> list[int]:
-        """Buckets of nodes of rounds that look their guesses up: every second one is enough."""
+        """Buckets of nodes of rounds that look their draft tokens up: every second one is
+        enough.
+        """
         return self.node_sizes(self.max_nodes)[::2]

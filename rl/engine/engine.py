@@ -16,19 +16,19 @@ import numpy as np
 
 from models import transformer
 from rl.engine import preemption
-from rl.engine.model_runner import Replica
+from rl.engine.model_runner import ModelRunner
 from rl.engine.phase import Phase
-from rl.engine.prefix_verification import PrefixJudge, PrefixPasses
-from rl.engine.request_source import Feed
-from rl.engine.slot_cache import Rows
+from rl.engine.prefix_verification import PrefixRuleContext, PrefixVerifier
+from rl.engine.request_source import RequestSource
+from rl.engine.slot_cache import SlotCache
 from rl.engine.slot_table import SlotTable
-from rl.engine.speculate import Guessing, Site
+from rl.engine.speculate import DrafterContext, Speculator
 from rl.engine.stats import EngineStats, RoundRecord
-from rl.engine.waiting_queue import Waiting
+from rl.engine.waiting_queue import WaitingQueue
 from rl.trajectory import Request, Trajectory, longest_tokens
-from spec.budget.budget import Budget, Decision, TakeAll
+from spec.budget.budget import Budget, DraftDecision, FixedBudget
 from spec.drafter import Drafter, Drafts, LiveSlots, plant
-from spec.eagle.batch import Catcher
+from spec.eagle.batch import HiddenStateSink
 from spec.retrieval import device_lookup
 from spec.retrieval.device_lookup import Texts, lookup_rounds
 from spec.reuse.prefix_rule import PrefixRule
@@ -40,18 +40,20 @@ OnFinish = Callable[[Trajectory], None]
 OnRound = Callable[[int, int], None]  # (responses finished, tokens emitted) so far
 
 
-class Engine(Replica):
+class Engine(ModelRunner):
     """A replica of the policy on its devices: `run` takes requests to trajectories."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.stats = EngineStats()
-        self._rows = Rows(self)
+        self._rows = SlotCache(self)
         self._called_s = self._fetched_s = 0.0
 
-    def site(self, params: transformer.Params, sampling: SamplingConfig, key: jax.Array) -> Site:
+    def site(
+        self, params: transformer.Params, sampling: SamplingConfig, key: jax.Array
+    ) -> DrafterContext:
         """Where drafters of a phase work; `params` are placed here."""
-        return Site(self, params, sampling, key, lambda: self._rows.cache.features[0])
+        return DrafterContext(self, params, sampling, key, lambda: self._rows.cache.features[0])
 
     # -- the phase ---------------------------------------------------------
 
@@ -67,18 +69,18 @@ class Engine(Replica):
         drafter: Drafter | None = None,
         budget: Budget | None = None,
         rule: PrefixRule | None = None,
-        feed: Feed | None = None,
-        catcher: Catcher | None = None,
+        feed: RequestSource | None = None,
+        sink: HiddenStateSink | None = None,
         stats: EngineStats | None = None,
         on_finish: OnFinish | None = None,
         on_round: OnRound | None = None,
     ) -> list[Trajectory]:
         """Generate every request to its end; trajectories in the order of the requests.
 
-        `budget` decides each round how many of the drafter's guesses are tried; None
+        `budget` decides each round how many of the drafter's draft tokens are tried; None
         tries all. `rule` says how much of the requests' cached responses is kept; None
         uses none of them. `feed` brings requests while the phase runs, in chunks; their
-        trajectories are told to `on_finish` only. `catcher` takes responses with the policy's
+        trajectories are told to `on_finish` only. `sink` takes responses with the policy's
         hidden states, where these are kept (`feature_layers`). `stats` are counted on. `on_round`
         is called after every fetch; what it raises ends the phase, and the engine stays usable.
 
@@ -89,18 +91,18 @@ class Engine(Replica):
         self.stats = stats or EngineStats()
         done: dict[int, Trajectory] = {}
         stop_ids = np.asarray(sorted(stop_token_ids) or [-1], np.int32)
-        guessing = Guessing(self.config, drafter, budget or TakeAll(), self.stats)
+        speculator = Speculator(self.config, drafter, budget or FixedBudget(), self.stats)
         self._phase = Phase(
-            *(sampling, key, stop_ids, self.put(stop_ids), policy_version, guessing),
+            *(sampling, key, stop_ids, self.put(stop_ids), policy_version, speculator),
             kv_tokens=None if feed is None else feed.kv_tokens,
-            catcher=catcher,
+            sink=sink,
         )
         most_tokens = longest_tokens(requests, sampling.max_new_tokens)
         most_requests = len(requests)
         if feed is not None:
             most_tokens = max(most_tokens, feed.longest_tokens)
             most_requests += feed.most_requests
-        waiting = Waiting(self._passes(rule, most_tokens))
+        waiting = WaitingQueue(self._passes(rule, most_tokens))
         waiting.add(requests)
 
         def finish(ended: Sequence[Trajectory]) -> None:
@@ -126,7 +128,7 @@ class Engine(Replica):
     def _table(self) -> SlotTable:
         return self._rows.table
 
-    def _fed(self, feed: Feed | None, waiting: Waiting) -> bool:
+    def _fed(self, feed: RequestSource | None, waiting: WaitingQueue) -> bool:
         """Take what the feed has; whether it may have more."""
         if feed is None:
             return False
@@ -134,18 +136,20 @@ class Engine(Replica):
         waiting.add_fed(chunks or ())
         return chunks is not None
 
-    def _passes(self, rule: PrefixRule | None, most_tokens: int) -> PrefixPasses | None:
+    def _passes(self, rule: PrefixRule | None, most_tokens: int) -> PrefixVerifier | None:
         """Where cached responses wait, if they are of use."""
         if rule is None:
             return None
         phase = self._phase
-        judge = PrefixJudge(rule, phase.sampling, phase.key, phase.stop_ids, phase.policy_version)
-        return PrefixPasses(judge, self, most_tokens, self.stats.verified)
+        judge = PrefixRuleContext(
+            rule, phase.sampling, phase.key, phase.stop_ids, phase.policy_version
+        )
+        return PrefixVerifier(judge, self, most_tokens, self.stats.verified)
 
     # -- the beats ---------------------------------------------------------
 
     def _beat(
-        self, params: transformer.Params, waiting: Waiting, feed: Feed | None
+        self, params: transformer.Params, waiting: WaitingQueue, feed: RequestSource | None
     ) -> list[Trajectory]:
         """Admit, run one fetch's rounds, retire: the trajectories that ended."""
         began_s = self.clock()
@@ -159,10 +163,10 @@ class Engine(Replica):
         return ended
 
     def _round(self, params: transformer.Params, waiting: int, began_s: float) -> None:
-        guessing, ready_s = self._phase.guessing, self.clock()
+        speculator, ready_s = self._phase.speculator, self.clock()
         live = self._table.live()
-        room = self._room_for_trees(live) if guessing.drafter is not None else 0
-        drafts, decision = guessing.decide(live, len(self._table), self._positions, room)
+        room = self._room_for_trees(live) if speculator.drafter is not None else 0
+        drafts, decision = speculator.decide(live, len(self._table), self._positions, room)
         drafted_s = self.clock()
         if decision.lookup:
             tokens_BN, rounds_B, count_B = self._look_up(params, live, waiting, decision)
@@ -176,8 +180,8 @@ class Engine(Replica):
         rounds_A, emitted_A = rounds_B[live.rows_A], count_B[live.rows_A]
         if drafts is not None:
             tried = 1 if decision.lookup else decision.num_nodes
-            guessing.judge(live, drafts, tried, tokens_BN[live.rows_A], emitted_A)
-        guessing.judge_probe(self._table.live())
+            speculator.judge(live, drafts, tried, tokens_BN[live.rows_A], emitted_A)
+        speculator.judge_probe(self._table.live())
         self.stats.timeline.append(
             RoundRecord(
                 began_s=began_s,
@@ -196,7 +200,7 @@ class Engine(Replica):
             )
         )
 
-    def _admit(self, params: transformer.Params, waiting: Waiting) -> list[Trajectory]:
+    def _admit(self, params: transformer.Params, waiting: WaitingQueue) -> list[Trajectory]:
         """Fill the free rows; the trajectories that ended on the way."""
         rows, limit = self._rows, self._phase.sampling.max_new_tokens
         ended: list[Trajectory] = []
@@ -221,14 +225,14 @@ class Engine(Replica):
     @property
     def _fetch_tokens(self) -> int:
         """The most that a row gains in one fetch."""
-        guessing, rounds = self._phase.guessing, self.config.rounds_per_fetch
-        if guessing.drafter is None:
+        speculator, rounds = self._phase.speculator, self.config.rounds_per_fetch
+        if speculator.drafter is None:
             return rounds
-        if guessing.texts is not None:
+        if speculator.texts is not None:
             return self.config.max_nodes * rounds
         return max(self.config.max_nodes, rounds)  # a budget may decide for plain rounds
 
-    def _num_fitting(self, waiting: Waiting, free_rows: int) -> int:
+    def _num_fitting(self, waiting: WaitingQueue, free_rows: int) -> int:
         """How many of the requests that were fed can have a row now."""
         budget, limit = self._phase.kv_tokens, self._phase.sampling.max_new_tokens
         if budget is None:
@@ -239,12 +243,12 @@ class Engine(Replica):
     def _room_for_trees(self, live: LiveSlots) -> int:
         """Free cache positions of the longest row.
 
-        Where guesses pay and none fits any more, the cache grows a little before it has to.
+        Where draft tokens pay and none fits any more, the cache grows a little before it has to.
         """
         room = self._positions - self._table.longest_cached()
         timeline, needed_A = self.stats.timeline, live.total_tokens_A + live.remaining_tokens_A
-        guessed = bool(timeline) and timeline[-1].num_nodes > 1
-        if room < self.config.min_nodes and guessed and needed_A.max() > self._positions + 1:
+        drafted = bool(timeline) and timeline[-1].num_nodes > 1
+        if room < self.config.min_nodes and drafted and needed_A.max() > self._positions + 1:
             room += self._positions
             self._rows.grow(self._positions + 1)
         return room
@@ -271,14 +275,14 @@ class Engine(Replica):
         return self._commit(packed, drafted_B)
 
     def _look_up(
-        self, params: transformer.Params, live: LiveSlots, waiting: int, decision: Decision
+        self, params: transformer.Params, live: LiveSlots, waiting: int, decision: DraftDecision
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Several rounds whose guesses the device looks up; also returns what slots got.
+        """Several rounds whose draft tokens the device looks up; also returns what slots got.
 
         That is tokens_BX, and of each slot its rounds and how many tokens they brought.
         """
         table, N, R = self._table, decision.num_nodes, self.config.rounds_per_fetch
-        texts = self._phase.guessing.texts
+        texts = self._phase.speculator.texts
         assert texts is not None
         text_BL, context_BK, next_B = map(self.argument, texts.fill(live, len(table)))
         rounds = min(R, decision.num_rounds, (self._positions - table.longest_cached()) // N)
@@ -297,14 +301,14 @@ class Engine(Replica):
         tokens_BX, logprobs_BX, counts_BR, tried_BR = device_lookup.unpack(packed, R)
         self._fetched_s = self.clock()
         table.commit(tokens_BX, logprobs_BX, counts_BR, tried_BR > 0)
-        self._phase.guessing.judge_lookup(live, counts_BR[live.rows_A], tried_BR[live.rows_A], N)
+        self._phase.speculator.judge_lookup(live, counts_BR[live.rows_A], tried_BR[live.rows_A], N)
         self.stats.rounds[(len(table), N, self._positions)] += int(counts_BR.any(axis=0).sum())
         return tokens_BX, np.count_nonzero(counts_BR, axis=1), counts_BR.sum(axis=1)
 
     def _decode(
         self, params: transformer.Params, waiting: int, most_rounds: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Up to `most_rounds` rounds without guesses; returns (tokens_BN, count_B)."""
+        """Up to `most_rounds` rounds without draft tokens; returns (tokens_BN, count_B)."""
         table = self._table
         B = len(table)
         left_B = np.where(table.busy_B, table.limit_B - table.emitted_B, 0)
@@ -340,7 +344,7 @@ class Engine(Replica):
         self.stats.tokens += int(count_B.sum())
         return tokens_BN, count_B
 
-    def _retire_ended(self, feed: Feed | None) -> list[Trajectory]:
+    def _retire_ended(self, feed: RequestSource | None) -> list[Trajectory]:
         """Trajectories of the requests that the last round ended; their rows are free."""
         phase, table = self._phase, self._table
         rows = table.ended_rows(phase.stop_ids)
@@ -349,12 +353,12 @@ class Engine(Replica):
             assert feed is not None, "only what is fed comes in chunks"
             self._end_chunks(feed, rows[~whole].tolist())
         whole_rows = rows[whole].tolist()
-        phase.guessing.finished(table.view(rows[whole]))
-        if phase.catcher is not None:
-            self._rows.catch(whole_rows, phase.catcher, phase.policy_version)
+        phase.speculator.finished(table.view(rows[whole]))
+        if phase.sink is not None:
+            self._rows.catch(whole_rows, phase.sink, phase.policy_version)
         return [table.retire(b, phase.stop_ids, phase.policy_version) for b in whole_rows]
 
-    def _end_chunks(self, feed: Feed, rows: Sequence[int]) -> None:
+    def _end_chunks(self, feed: RequestSource, rows: Sequence[int]) -> None:
         """Requests have had what they might: each goes on here, or leaves with what it has."""
         table, leaving = self._table, []
         for row in rows:
@@ -365,7 +369,7 @@ class Engine(Replica):
             else:
                 leaving.append(row)
         if leaving:
-            self._phase.guessing.finished(table.view(np.array(leaving)))
+            self._phase.speculator.finished(table.view(np.array(leaving)))
         # as many at a time as are read in one call: who waits for one has it the sooner
         P = self.config.prefill_rows
         for first in range(0, len(leaving), P):

@@ -31,7 +31,7 @@ _placing = threading.Lock()
 
 
 @dataclasses.dataclass(eq=False, repr=False)
-class Replica:
+class ModelRunner:
     """What rounds, their warm-up and their timing have in common."""
 
     model: ModelConfig
@@ -95,7 +95,7 @@ class Replica:
         return self.config.position_sizes(self.longest_tokens)
 
     def fill_rows(
-        self, params: transformer.Params, cache: kv_cache.KVCache, plan: admission.Plan
+        self, params: transformer.Params, cache: kv_cache.KVCache, plan: admission.AdmissionPlan
     ) -> tuple[kv_cache.KVCache, int]:
         """Put prompts' keys and values where the plan wants them; also the tokens computed."""
         B, prefilled_tokens = cache.num_slots, 0

@@ -7,16 +7,16 @@ import dataclasses
 import jax
 import numpy as np
 
-from rl.engine.speculate import Guessing
-from spec.eagle.batch import Catcher
+from rl.engine.speculate import Speculator
+from spec.eagle.batch import HiddenStateSink
 from spec.sampling import SamplingConfig
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Phase:
-    """How tokens are drawn, by which policy, and who guesses.
+    """How tokens are drawn, by which policy, and who drafts.
 
-    `kv_tokens` is what rows may hold together (None: as much as there is); `catcher` takes
+    `kv_tokens` is what rows may hold together (None: as much as there is); `sink` takes
     responses with the policy's hidden states.
     """
 
@@ -25,6 +25,6 @@ class Phase:
     stop_ids: np.ndarray
     stop_E: jax.Array
     policy_version: int
-    guessing: Guessing
+    speculator: Speculator
     kv_tokens: int | None = None
-    catcher: Catcher | None = None
+    sink: HiddenStateSink | None = None

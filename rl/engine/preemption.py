@@ -15,10 +15,10 @@ from collections.abc import Iterable
 import numpy as np
 
 from rl.engine.phase import Phase
-from rl.engine.slot_cache import Rows
+from rl.engine.slot_cache import SlotCache
 from rl.engine.slot_table import SlotTable
-from rl.engine.waiting_queue import Waiting
-from rl.trajectory import Begun, Chunk
+from rl.engine.waiting_queue import WaitingQueue
+from rl.trajectory import PartialRequest, RequestChunk
 
 
 def needed_B(table: SlotTable, fetch_tokens: int) -> np.ndarray:
@@ -28,7 +28,11 @@ def needed_B(table: SlotTable, fetch_tokens: int) -> np.ndarray:
 
 
 def num_fitting(
-    chunks: Iterable[Chunk], table: SlotTable, fetch_tokens: int, budget: int, default_limit: int
+    chunks: Iterable[RequestChunk],
+    table: SlotTable,
+    fetch_tokens: int,
+    budget: int,
+    default_limit: int,
 ) -> int:
     """How many of the chunks, in order, can enter beside what runs; one, where nothing runs."""
     held, count = int(needed_B(table, fetch_tokens).sum()), 0
@@ -45,18 +49,18 @@ def num_fitting(
     return count
 
 
-def make_room(rows: Rows, waiting: Waiting, phase: Phase, fetch_tokens: int) -> int:
+def make_room(rows: SlotCache, waiting: WaitingQueue, phase: Phase, fetch_tokens: int) -> int:
     """Pre-empt what does not fit any more: it waits again, its entries are gone; how many."""
     if phase.kv_tokens is None:
         return 0
     table = rows.table
     given_up = rows_to_give_up(table, fetch_tokens, phase.kv_tokens)
     if given_up:
-        phase.guessing.finished(table.view(np.array(given_up)))
+        phase.speculator.finished(table.view(np.array(given_up)))
         for row in given_up:
             left = int(table.limit_B[row] - table.emitted_B[row])
-            begun = Begun(*table.leave(row, phase.policy_version))
-            waiting.fed.appendleft(Chunk(begun, left))
+            begun = PartialRequest(*table.leave(row, phase.policy_version))
+            waiting.fed.appendleft(RequestChunk(begun, left))
         rows.changed()
     return len(given_up)
 

@@ -16,10 +16,10 @@ import numpy as np
 from models.kv_cache import KVCache
 from models.transformer import Params
 from rl import packing
-from rl.engine.model_runner import Replica
+from rl.engine.model_runner import ModelRunner
 from rl.engine.stats import VerifiedPrefixes
 from rl.packing import Layout, Response, Row, Shape
-from rl.trajectory import Chunk, FinishReason, Origin, Prefix, Request, Trajectory, of_prefix
+from rl.trajectory import FinishReason, Origin, Prefix, Request, RequestChunk, Trajectory, of_prefix
 from spec import content_noise
 from spec.reuse import packed_verify
 from spec.reuse.packed_verify import PackedResponses, verify_packed
@@ -29,7 +29,7 @@ from spec.sampling import SamplingConfig
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Entering:
+class VerifiedRequest:
     """A request with its prefix, and where in the pass's one row its keys and values are.
 
     `positions` are those of all of its tokens but the last, which is the next tree's root.
@@ -43,7 +43,7 @@ class Entering:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class PrefixJudge:
+class PrefixRuleContext:
     """Which prefix a request starts with, given what the pass found of its cached response."""
 
     rule: PrefixRule
@@ -92,7 +92,7 @@ class PrefixJudge:
 class _Pass:
     """One pass to come: its rows hold some of the responses, which belong to the chunks."""
 
-    chunks: Sequence[Chunk]
+    chunks: Sequence[RequestChunk]
     responses: Sequence[Response]
     rows: Sequence[Row]
     shape: Shape
@@ -101,7 +101,7 @@ class _Pass:
         return sum(row.num_samples for row in self.rows)
 
 
-class PrefixPasses:
+class PrefixVerifier:
     """Requests whose cached responses wait to be verified, or stand and wait for a row.
 
     Which of those that come together share a pass is planned at once. A pass runs when rows are
@@ -111,18 +111,18 @@ class PrefixPasses:
 
     def __init__(
         self,
-        judge: PrefixJudge,
-        replica: Replica,
+        judge: PrefixRuleContext,
+        runner: ModelRunner,
         longest_tokens: int,
         counts: VerifiedPrefixes,
     ) -> None:
-        self._judge, self._replica, self._counts = judge, replica, counts
-        self._shapes = replica.config.verify_shapes(longest_tokens)
+        self._judge, self._runner, self._counts = judge, runner, counts
+        self._shapes = runner.config.verify_shapes(longest_tokens)
         self._passes: collections.deque[_Pass] = collections.deque()
-        self._ready: collections.deque[Entering] = collections.deque()
+        self._ready: collections.deque[VerifiedRequest] = collections.deque()
         self._packed: KVCache | None = None
 
-    def add(self, chunks: Sequence[Chunk]) -> None:
+    def add(self, chunks: Sequence[RequestChunk]) -> None:
         """Requests with cached responses that are to run so far."""
         responses = [_response(r, self._judge.usable(r)) for r in (c.begun.request for c in chunks)]
         for rows, shape in _rows_of_passes(responses, *self._shapes):
@@ -137,37 +137,37 @@ class PrefixPasses:
         assert self._packed is not None
         return self._packed
 
-    def take(self, params: Params, most: int) -> tuple[list[Trajectory], list[Entering]]:
+    def take(self, params: Params, most: int) -> tuple[list[Trajectory], list[VerifiedRequest]]:
         """Up to `most` requests that are ready for a row, after the next pass if there is none.
 
         Also the trajectories of those whose responses that pass has shown to be whole.
         """
         ended: list[Trajectory] = []
         if not self._ready:
-            began_s = self._replica.clock()
+            began_s = self._runner.clock()
             for e in self._verify(params):
                 if e.prefix.finish_reason is None:
                     self._ready.append(e)
                 else:
                     ended.append(of_prefix(e.request, e.prefix))
-            self._counts.seconds += self._replica.clock() - began_s
+            self._counts.seconds += self._runner.clock() - began_s
         count = min(most, len(self._ready))
         return ended, [self._ready.popleft() for _ in range(count)]
 
-    def _verify(self, params: Params) -> list[Entering]:
+    def _verify(self, params: Params) -> list[VerifiedRequest]:
         """Run the next pass."""
         planned = self._passes.popleft()
-        judge, replica, shape = self._judge, self._replica, planned.shape
+        judge, runner, shape = self._judge, self._runner, planned.shape
         layout = packing.lay_out(planned.responses, planned.rows, shape)
         inputs = self._inputs(planned, layout)
         self._packed, found = verify_packed(
             params,
-            jax.tree.map(replica.put, inputs),
+            jax.tree.map(runner.put, inputs),
             judge.key,
             np.float32(judge.sampling.temperature),
             np.int32(judge.sampling.top_k),
             np.float32(judge.sampling.top_p),
-            **replica.verify_packed_options(judge.sampling.draw),
+            **runner.verify_packed_options(judge.sampling.draw),
         )
         drawn_X, drawn_logprobs_X, logprobs_X, possible_X = packed_verify.unpack(found)
         entering = []
@@ -181,7 +181,7 @@ class PrefixPasses:
             positions = np.concatenate([in_prompt, in_response])
             most = planned.chunks[i].max_tokens
             left = None if most is None else most - len(prefix.response_ids)
-            entering.append(Entering(request, prefix, positions, left))
+            entering.append(VerifiedRequest(request, prefix, positions, left))
             drawn_tokens = len(prefix.response_ids) - prefix.reused_tokens
             self._counts.add(n, prefix.reused_tokens, drawn_tokens)
         self._counts.passes[shape.rows, shape.length] += 1
@@ -189,7 +189,7 @@ class PrefixPasses:
 
     def _inputs(self, planned: _Pass, layout: Layout) -> PackedResponses:
         """The pass's rows, and whose noise draws at each position."""
-        shape, context_tokens = layout.tokens_BT.shape, self._replica.context_tokens
+        shape, context_tokens = layout.tokens_BT.shape, self._runner.context_tokens
         ids_X, at_X, met_X = np.zeros((3, layout.tokens_BT.size), np.int32)
         name_X = at_X.astype(np.uint32)
         for i, start, _ in _places(layout):

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from rl.trajectory import Begun, Chunk
+from rl.trajectory import PartialRequest, RequestChunk
 
 
-class Feed(Protocol):
+class RequestSource(Protocol):
     """One worker's side of a rollout that others decide on.
 
     `most_requests` run at once at most, none of more than `longest_tokens` of prompt and
@@ -19,7 +19,7 @@ class Feed(Protocol):
     longest_tokens: int
     kv_tokens: int
 
-    def take(self, *, wait: bool) -> Sequence[Chunk] | None:
+    def take(self, *, wait: bool) -> Sequence[RequestChunk] | None:
         """What is to start now; None once nothing will come any more.
 
         `wait`: nothing runs, so come back only with something, or None.
@@ -30,6 +30,6 @@ class Feed(Protocol):
         """How many more tokens a request may have in its row; 0: it leaves the worker."""
         ...
 
-    def park(self, leaving: Sequence[Begun]) -> None:
+    def park(self, leaving: Sequence[PartialRequest]) -> None:
         """Take requests that leave, with their keys and values."""
         ...

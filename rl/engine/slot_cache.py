@@ -14,21 +14,21 @@ import numpy as np
 
 from models import kv_cache, transformer
 from rl.engine import admission, cache_ops
-from rl.engine.model_runner import Replica
-from rl.engine.prefix_verification import Entering
+from rl.engine.model_runner import ModelRunner
+from rl.engine.prefix_verification import VerifiedRequest
 from rl.engine.slot_table import SlotTable
-from rl.trajectory import Begun, Chunk, Request
+from rl.trajectory import PartialRequest, Request, RequestChunk
 from spec import cache_rows
-from spec.eagle.batch import Catcher, Caught
+from spec.eagle.batch import HiddenStates, HiddenStateSink
 from spec.sampling import SamplingConfig
 from spec.verify import Slots
 
 
-class Rows:
+class SlotCache:
     """A table and its cache; one of them lives as long as its engine and keeps its buffers."""
 
-    def __init__(self, replica: Replica) -> None:
-        self._replica = replica
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
         self.table = SlotTable(0, 0)
         self._cache: kv_cache.KVCache | None = None
         self._slots: Slots | None = None  # None: the host has changed the table
@@ -62,7 +62,7 @@ class Rows:
         """The device's copy of the table."""
         if self._slots is None:
             columns = self.table.device_columns(sampling.top_k)
-            arguments = self._replica.slot_arguments(columns, sampling, key, self.table.tokens_BL)
+            arguments = self._runner.slot_arguments(columns, sampling, key, self.table.tokens_BL)
             self._slots = cache_ops.make_slots(*arguments)
         return self._slots
 
@@ -83,7 +83,7 @@ class Rows:
         return prefilled
 
     def enter_prefixes(
-        self, packed: kv_cache.KVCache, entering: Sequence[Entering], default_limit: int
+        self, packed: kv_cache.KVCache, entering: Sequence[VerifiedRequest], default_limit: int
     ) -> None:
         """Requests with a prefix take free rows: keys and values are gathered from its pass."""
         table = self.table
@@ -97,7 +97,7 @@ class Rows:
         self._cache = cache_ops.gather_rows(self.cache, packed, index_BS, target_B, count)
 
     def enter_begun(
-        self, params: transformer.Params, chunks: Sequence[Chunk], default_limit: int
+        self, params: transformer.Params, chunks: Sequence[RequestChunk], default_limit: int
     ) -> int:
         """Requests that may have begun elsewhere take free rows; returns the tokens computed anew.
 
@@ -117,10 +117,10 @@ class Rows:
                 self._enter(row, c, default_limit)
         if entering:
             self.grow(max(kv.num_tokens for kv, _ in entering) + 1)
-            self._cache = self._replica.insert_kv(self.cache, entering)
+            self._cache = self._runner.insert_kv(self.cache, entering)
         return prefilled
 
-    def _enter(self, row: int, chunk: Chunk, default_limit: int) -> None:
+    def _enter(self, row: int, chunk: RequestChunk, default_limit: int) -> None:
         begun = chunk.begun
         self.table.enter(row, begun.request, default_limit, begun.prefix, chunk.max_tokens)
 
@@ -132,30 +132,30 @@ class Rows:
     ) -> tuple[tuple[int, ...], int]:
         self.grow(max(len(p) for p in prompts) + 1)
         plan = admission.plan(prompts, self.table.free_rows(), self.table.prompts, wanted_later)
-        self._cache, prefilled = self._replica.fill_rows(params, self.cache, plan)
+        self._cache, prefilled = self._runner.fill_rows(params, self.cache, plan)
         return plan.rows, prefilled
 
     # -- who leaves ------------------------------------------------------------------
 
-    def leave(self, rows: Sequence[int], policy_version: int) -> list[Begun]:
+    def leave(self, rows: Sequence[int], policy_version: int) -> list[PartialRequest]:
         """Requests leave with the keys and values of their tokens but the last, on the host."""
         lengths = self.table.cached_tokens_B[np.asarray(rows)].tolist()
-        kvs = self._replica.read_kv(self.cache, rows, lengths)
+        kvs = self._runner.read_kv(self.cache, rows, lengths)
         return [
-            Begun(*self.table.leave(row, policy_version), kv)
+            PartialRequest(*self.table.leave(row, policy_version), kv)
             for row, kv in zip(rows, kvs, strict=True)
         ]
 
-    def catch(self, rows: Sequence[int], catcher: Catcher, policy_version: int) -> None:
+    def catch(self, rows: Sequence[int], sink: HiddenStateSink, policy_version: int) -> None:
         """Give responses that have ended to the catcher, with the hidden states of their rows."""
         table = self.table
-        rows = [row for row in rows if catcher.wants(int(table.total_tokens_B[row]))]
+        rows = [row for row in rows if sink.wants(int(table.total_tokens_B[row]))]
         lengths = table.cached_tokens_B[np.asarray(rows, np.int64)].tolist()
-        found = self._replica.read_features(self.cache, rows, lengths)
-        for row, caught_TW in zip(rows, found, strict=True):
-            tokens_T = table.tokens_BL[row, : len(caught_TW) + 1].copy()
+        found = self._runner.read_features(self.cache, rows, lengths)
+        for row, hidden_TW in zip(rows, found, strict=True):
+            tokens_T = table.tokens_BL[row, : len(hidden_TW) + 1].copy()
             prompt_tokens = int(table.prompt_tokens_B[row])
-            catcher.caught(Caught(tokens_T, prompt_tokens, caught_TW, policy_version))
+            sink.caught(HiddenStates(tokens_T, prompt_tokens, hidden_TW, policy_version))
 
     # -- buckets -----------------------------------------------------------------------
 
@@ -164,11 +164,11 @@ class Rows:
 
         The present cache is kept where it fits.
         """
-        held, self._position_sizes = self._cache, self._replica.position_sizes(longest_tokens)
+        held, self._position_sizes = self._cache, self._runner.position_sizes(longest_tokens)
         num_positions = self._position_sizes[0]
         if held is None or (held.num_slots, held.num_positions) != (num_slots, num_positions):
             self._cache = held = None  # free it before there is another
-            self._cache = self._replica.empty_cache(num_slots, num_positions)
+            self._cache = self._runner.empty_cache(num_slots, num_positions)
         self.table = SlotTable(num_slots, longest_tokens + 1)  # a fetch may write one beyond
         self._slots = None
 
@@ -181,7 +181,7 @@ class Rows:
 
         Rows grow only where requests come while a phase runs.
         """
-        config, table = self._replica.config, self.table
+        config, table = self._runner.config, self.table
         while config.slot_bucket(num_requests) < len(table):
             half = config.slot_bucket(-(-len(table) // 2))
             order = table.most_useful(wanted_later)[:half]

@@ -112,7 +112,7 @@ class SlotTable:
     ) -> None:
         """Append what a fetch brought: each slot's tokens, `counts_BR` of them from round r.
 
-        Of a round that had guesses to try, all tokens but the last were accepted ones.
+        Of a round that had draft tokens to try, all tokens but the last were accepted ones.
         """
         _append(
             tokens_BN,

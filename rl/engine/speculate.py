@@ -1,4 +1,4 @@
-"""One phase's guessing: who is asked each round, what is tried, and what became of it."""
+"""One phase's drafting: who is asked each round, what is tried, and what became of it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import numpy as np
 
 from models.transformer import Params
 from rl.engine.config import EngineConfig
-from rl.engine.model_runner import Replica
+from rl.engine.model_runner import ModelRunner
 from rl.engine.stats import EngineStats
-from spec.budget.budget import Budget, Decision
-from spec.budget.union import Union
+from spec.acceptance import of_plain, of_round
+from spec.budget.budget import Budget, DraftDecision
+from spec.budget.union import DrafterUnion
 from spec.drafter import Drafter, Drafts, LiveSlots
-from spec.outcome import of_plain, of_round
 from spec.retrieval import device_lookup, lookup_probe
 from spec.retrieval.lookup_probe import LookupProbe
 from spec.retrieval.lookup_texts import LookupTexts
@@ -25,48 +25,51 @@ PROBE_EVERY = 4  # calls
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Site:
-    """Where a worker guesses in a phase: its devices, the policy's weights there, and its rows.
+class DrafterContext:
+    """Where a worker draft tokens in a phase: its devices, the policy's weights there, and its
+    rows.
 
     `features` gives the hidden states of the rows as they are now.
     """
 
-    replica: Replica
+    runner: ModelRunner
     params: Params
     sampling: SamplingConfig
     key: jax.Array
     features: Callable[[], jax.Array]
 
 
-Guesses = Callable[[Site], tuple[Drafter | None, Budget | None]]  # a worker's own, for one phase
+DrafterFactory = Callable[
+    [DrafterContext], tuple[Drafter | None, Budget | None]
+]  # a worker's own, for one phase
 
 
-def no_guesses(site: Site) -> tuple[Drafter | None, Budget | None]:
+def no_drafts(site: DrafterContext) -> tuple[Drafter | None, Budget | None]:
     """Plain decoding."""
     return None, None
 
 
-class Guessing:
-    """The drafter's guesses and the device's, as the budget wants them."""
+class Speculator:
+    """The drafter's draft tokens and the device's, as the budget wants them."""
 
     def __init__(
         self, config: EngineConfig, drafter: Drafter | None, budget: Budget, stats: EngineStats
     ) -> None:
         self.drafter, self.budget = drafter, budget
         self.texts: LookupTexts | None = None  # what the device may look up
-        if isinstance(drafter, Union) and budget.looks_up:
+        if isinstance(drafter, DrafterUnion) and budget.looks_up:
             self.texts = drafter.texts
         self._config, self._stats = config, stats
         self._probe: LookupProbe | None = None
 
     def decide(
         self, live: LiveSlots, num_slots: int, num_positions: int, room: int
-    ) -> tuple[Drafts | None, Decision]:
-        """The drafter's guesses, and how many of them are to be tried.
+    ) -> tuple[Drafts | None, DraftDecision]:
+        """The drafter's draft tokens, and how many of them are to be tried.
 
         `room` are the free cache positions of the longest row.
         """
-        plain = Decision(1, self._config.rounds_per_fetch)
+        plain = DraftDecision(1, self._config.rounds_per_fetch)
         if self.drafter is None:
             return None, plain
         sizes = self._config.node_sizes(room)
@@ -74,12 +77,12 @@ class Guessing:
         if ahead is not None and not ahead.ask:
             return None, ahead
         skipped = self.budget.skips(live, num_slots, num_positions)
-        # the last token of a response is never a guess: it comes with the one before
+        # the last token of a response is never a draft token: it comes with the one before
         most_A = np.minimum(self.budget.limits(live, num_slots), live.remaining_tokens_A - 1)
         most_A = np.minimum(most_A, (sizes[-1] if sizes else 1) - 1).astype(np.int32)
         if not most_A.any():
             return None, ahead or plain
-        if isinstance(self.drafter, Union):
+        if isinstance(self.drafter, DrafterUnion):
             self.drafter.skipped = skipped
         drafts = self.drafter.propose(live, most_A, self._config.max_nodes - 1)
         if len(drafts.count_A) != len(live):
@@ -95,7 +98,7 @@ class Guessing:
 
     def _ahead(
         self, live: LiveSlots, num_slots: int, num_positions: int, room: int
-    ) -> Decision | None:
+    ) -> DraftDecision | None:
         """What the device is to look up; where nothing, a probe says what that would bring."""
         # each of two rounds, at least, writes all of its nodes
         fitting = [n for n in self._config.lookup_sizes() if 2 * n <= room]
@@ -116,26 +119,28 @@ class Guessing:
         tokens_AN: np.ndarray,
         emitted_A: np.ndarray,
     ) -> None:
-        """Tell the budget what became of the guesses, and count those that were tried."""
+        """Tell the budget what became of the draft tokens, and count those that were tried."""
         if num_nodes == 1:
-            outcome = of_plain(drafts, tokens_AN, emitted_A)
+            acceptance = of_plain(drafts, tokens_AN, emitted_A)
         else:
-            outcome = of_round(drafts, num_nodes, tokens_AN, emitted_A)
-            self._stats.count(drafts, outcome)
-        self.budget.observe(live, drafts, outcome)
-        if isinstance(self.drafter, Union):
-            self.drafter.judged(drafts, outcome)
+            acceptance = of_round(drafts, num_nodes, tokens_AN, emitted_A)
+            self._stats.count(drafts, acceptance)
+        self.budget.observe(live, drafts, acceptance)
+        if isinstance(self.drafter, DrafterUnion):
+            self.drafter.judged(drafts, acceptance)
 
     def judge_lookup(
         self, live: LiveSlots, counts_AR: np.ndarray, tried_AR: np.ndarray, num_nodes: int
     ) -> None:
-        """The same of guesses that the device looked up."""
-        outcome = device_lookup.judge(counts_AR, tried_AR, num_nodes)
-        self.budget.looked_up(live, outcome)
-        self._stats.looked_up(outcome)
+        """The same of draft tokens that the device looked up."""
+        acceptance = device_lookup.judge(counts_AR, tried_AR, num_nodes)
+        self.budget.looked_up(live, acceptance)
+        self._stats.looked_up(acceptance)
 
     def judge_probe(self, live: LiveSlots) -> None:
-        """The same of guesses that the device would have looked up; `live` is after the round."""
+        """The same of draft tokens that the device would have looked up; `live` is after the
+        round.
+        """
         if self._probe is None:
             return
         judged = self._probe.judge(live, self._config.lookup_sizes()[-1])

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from models.folder import replace_file
+from spec.acceptance import Acceptance
 from spec.drafter import Drafts, Source
-from spec.outcome import Outcome
 from spec.retrieval.device_lookup import LookupOutcome
 
 TIMELINE_FILE = "timeline.json"
@@ -23,7 +23,7 @@ TIMELINE_FILE = "timeline.json"
 class RoundRecord:
     """One device call: its seconds on the engine's clock, its bucket, and who got what.
 
-    Up to `ready_s` prompts were computed and rows moved, up to `drafted_s` guesses were
+    Up to `ready_s` prompts were computed and rows moved, up to `drafted_s` draft tokens were
     made, up to `called_s` they were packed and the device was called, up to `fetched_s`
     it answered, up to `ended_s` tokens were committed. `num_nodes` 1 is plain decoding,
     of as many rounds as the most that a request emitted; `rounds_A` counts those in which a
@@ -91,7 +91,7 @@ class VerifiedPrefixes:
 class EngineStats:
     """Counts of one phase; `rounds[(slots, nodes, positions)]` prices it on other hardware.
 
-    `drafted_nodes` guesses were tried, `accepted_tokens` of them were right; the arrays
+    `drafted_nodes` draft tokens were tried, `accepted_tokens` of them were right; the arrays
     have one entry a `spec.drafter.Source`.
     """
 
@@ -107,18 +107,19 @@ class EngineStats:
     )
     timeline: list[RoundRecord] = dataclasses.field(default_factory=list)
 
-    def count(self, drafts: Drafts, outcome: Outcome) -> None:
-        """Add the guesses that a round tried."""
-        tried, right = drafts.sources_AN[outcome.checked_AN], drafts.sources_AN[outcome.right_AN]
-        self.drafted_by_source += np.bincount(tried, minlength=len(Source))
-        self.accepted_by_source += np.bincount(right, minlength=len(Source))
+    def count(self, drafts: Drafts, acceptance: Acceptance) -> None:
+        """Add the draft tokens that a round tried."""
+        verified = drafts.sources_AN[acceptance.observed_AN]
+        accepted = drafts.sources_AN[acceptance.accepted_AN]
+        self.drafted_by_source += np.bincount(verified, minlength=len(Source))
+        self.accepted_by_source += np.bincount(accepted, minlength=len(Source))
 
-    def looked_up(self, outcome: LookupOutcome) -> None:
-        """Add the guesses of a call that looked them up: their sources are not known."""
+    def looked_up(self, acceptance: LookupOutcome) -> None:
+        """Add the draft tokens of a call that looked them up: their sources are not known."""
         self.fetches += 1
-        self.tokens += outcome.rounds + outcome.accepted
-        self.drafted_by_source[Source.OTHER] += outcome.tried
-        self.accepted_by_source[Source.OTHER] += outcome.accepted
+        self.tokens += acceptance.rounds + acceptance.accepted
+        self.drafted_by_source[Source.OTHER] += acceptance.tried
+        self.accepted_by_source[Source.OTHER] += acceptance.accepted
 
     @property
     def drafted_nodes(self) -> int:
@@ -142,7 +143,8 @@ def joined(parts: Sequence[EngineStats]) -> EngineStats:
 
 
 def speculation_metrics(stats: EngineStats) -> dict[str, float]:
-    """How guesses fared in a phase, in all and by source; seconds are those of rounds with guesses.
+    """How draft tokens fared in a phase, in all and by source; seconds are those of rounds with
+    draft tokens.
 
     `tokens_per_round` is per request; `host_share` is the part of these rounds in which
     the host drafted, packed, called and committed. Empty where nothing was drafted.

@@ -7,20 +7,20 @@ import dataclasses
 from collections.abc import Collection, Sequence
 
 from rl.engine import admission
-from rl.engine.prefix_verification import PrefixPasses
-from rl.trajectory import Begun, Chunk, Request
+from rl.engine.prefix_verification import PrefixVerifier
+from rl.trajectory import PartialRequest, Request, RequestChunk
 
 
 @dataclasses.dataclass(frozen=True)
-class Waiting:
+class WaitingQueue:
     """Requests to be answered afresh, those with cached responses, and those that were fed.
 
     `cached` is None where cached responses are of no use.
     """
 
-    cached: PrefixPasses | None = None
+    cached: PrefixVerifier | None = None
     afresh: collections.deque[Request] = dataclasses.field(default_factory=collections.deque)
-    fed: collections.deque[Chunk] = dataclasses.field(default_factory=collections.deque)
+    fed: collections.deque[RequestChunk] = dataclasses.field(default_factory=collections.deque)
     # how many of `afresh` have each prompt: hashing all prompts at every beat would take long
     _prompts: collections.Counter[admission.Prompt] = dataclasses.field(
         default_factory=collections.Counter
@@ -40,7 +40,7 @@ class Waiting:
         self.afresh.extend(afresh)
         self._prompts.update(r.prompt_ids for r in afresh)
         if self.cached is not None:
-            self.cached.add([Chunk(Begun(r)) for r in requests if r.may_reuse])
+            self.cached.add([RequestChunk(PartialRequest(r)) for r in requests if r.may_reuse])
 
     def take_afresh(self, most: int) -> list[Request]:
         """The next ones, up to `most`."""
@@ -51,7 +51,7 @@ class Waiting:
                 del self._prompts[r.prompt_ids]
         return taken
 
-    def add_fed(self, chunks: Sequence[Chunk]) -> None:
+    def add_fed(self, chunks: Sequence[RequestChunk]) -> None:
         """Requests that come while it runs; one that has begun is past its cached response."""
         new = [c.begun.prefix is None and self._may_reuse(c.begun.request) for c in chunks]
         self.fed.extend(c for c, is_new in zip(chunks, new, strict=True) if not is_new)

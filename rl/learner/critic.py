@@ -26,10 +26,10 @@ from rl.learner.advantages import gae, whiten
 from rl.learner.gradient_accumulation import Accumulator, Health, Report
 from rl.learner.logprobs import cast_for_training, keep_pace, place, unwatched
 from rl.learner.losses import LossInputs, TokenStatistics, token_weights
-from rl.learner.micro_batches import Judgement, MicroBatch, Sample
+from rl.learner.micro_batches import CriticTargets, MicroBatch, TrainSample
 from rl.learner.optimizer import CriticState, OptimizerConfig, learning_rate, make_optimizer, settle
 from rl.learner.policy_losses import clipped_value_loss
-from rl.learner.train_spec import Recipe
+from rl.learner.train_spec import TrainSpec
 from rl.packing import Shape
 
 
@@ -49,12 +49,12 @@ def critic_specs(model: ModelConfig) -> Critic:
     return Critic(trunk, head_D)  # type: ignore[arg-type]
 
 
-def optimizer_of(recipe: Recipe) -> OptimizerConfig:
+def optimizer_of(recipe: TrainSpec) -> OptimizerConfig:
     """The policy's optimizer with the critic's learning rate."""
     return dataclasses.replace(recipe.optimizer, learning_rate=recipe.critic.learning_rate)
 
 
-def init(policy: Params, recipe: Recipe) -> CriticState:
+def init(policy: Params, recipe: TrainSpec) -> CriticState:
     """A critic that says 0 everywhere; the policy is copied."""
     trunk = dataclasses.replace(policy, head_DV=None)
     trunk = jax.tree.map(lambda p: jnp.array(p, jnp.float32, copy=True), trunk)
@@ -63,7 +63,7 @@ def init(policy: Params, recipe: Recipe) -> CriticState:
     return settle(CriticState(params, optimizer.init(params)))
 
 
-def values(params: Critic, batch: MicroBatch, recipe: Recipe) -> jax.Array:
+def values(params: Critic, batch: MicroBatch, recipe: TrainSpec) -> jax.Array:
     """V = hidden · head where each response token is predicted; float32 [E, M].
 
     Beyond a sample's end they mean nothing.
@@ -105,7 +105,7 @@ def value_loss(
 
 
 @partial(jax.jit, static_argnames=("recipe",))
-def start(*, recipe: Recipe) -> Accumulator:
+def start(*, recipe: TrainSpec) -> Accumulator:
     """An empty accumulator."""
     names = ("critic/value_loss", "critic/clip_fraction", "critic/value_mean", "tokens", "loss")
     nothing = TokenStatistics({name: jnp.zeros((), jnp.float32) for name in names}, {})
@@ -119,7 +119,7 @@ def accumulate(
     batch: MicroBatch,
     normaliser: jax.Array,
     *,
-    recipe: Recipe,
+    recipe: TrainSpec,
 ) -> tuple[Accumulator, Health]:
     """Add a micro-batch's gradient to the accumulator, in float32."""
 
@@ -133,7 +133,7 @@ def accumulate(
 
 
 @partial(jax.jit, static_argnames=("recipe",))
-def inspect(accumulator: Accumulator, step: jax.Array, *, recipe: Recipe) -> Report:
+def inspect(accumulator: Accumulator, step: jax.Array, *, recipe: TrainSpec) -> Report:
     """As `rl.learner.trainer.inspect`; `step` is the policy's, which steps along."""
     lr = learning_rate(optimizer_of(recipe), recipe.total_steps, step)
     return gradient_accumulation.report(accumulator, lr)
@@ -141,7 +141,7 @@ def inspect(accumulator: Accumulator, step: jax.Array, *, recipe: Recipe) -> Rep
 
 @partial(jax.jit, static_argnames=("recipe",), donate_argnames=("state",))
 def apply(
-    state: CriticState, gradients: Critic, commit: jax.Array, *, recipe: Recipe
+    state: CriticState, gradients: Critic, commit: jax.Array, *, recipe: TrainSpec
 ) -> CriticState:
     """One step of the optimizer; with `commit` False the state as it was (for `warm_up`)."""
     optimizer = make_optimizer(optimizer_of(recipe), recipe.total_steps)
@@ -154,13 +154,13 @@ def apply(
 
 
 @partial(jax.jit, static_argnames=("recipe",))
-def score(params: Critic, batch: MicroBatch, *, recipe: Recipe) -> jax.Array:
+def score(params: Critic, batch: MicroBatch, *, recipe: TrainSpec) -> jax.Array:
     """`values` without gradients, compiled once."""
     return values(params, batch, recipe)
 
 
 def programs(
-    state: CriticState, plain: MicroBatch, judged: MicroBatch, step: jax.Array, recipe: Recipe
+    state: CriticState, plain: MicroBatch, judged: MicroBatch, step: jax.Array, recipe: TrainSpec
 ) -> list[Any]:
     """The steps above, lowered for `rl.learner.trainer.warm_up` to compile.
 
@@ -176,7 +176,7 @@ def programs(
 
 
 def run_once(
-    state: CriticState, plain: MicroBatch, judged: MicroBatch, step: jax.Array, recipe: Recipe
+    state: CriticState, plain: MicroBatch, judged: MicroBatch, step: jax.Array, recipe: TrainSpec
 ) -> CriticState:
     """Run each step on nothing; the state comes back unchanged, the one given is donated."""
     score(state.params, plain, recipe=recipe)
@@ -187,9 +187,9 @@ def run_once(
 
 def score_samples(
     params: Critic,
-    samples: Sequence[Sample],
+    samples: Sequence[TrainSample],
     shape: Shape,
-    recipe: Recipe,
+    recipe: TrainSpec,
     on_pass: Callable[[], None] = unwatched,
 ) -> list[np.ndarray]:
     """The value of each sample's response tokens, float32 [num_tokens]; one fetch."""
@@ -207,11 +207,11 @@ def score_samples(
 
 def judge(
     params: Critic,
-    samples: list[Sample],
+    samples: list[TrainSample],
     shape: Shape,
-    recipe: Recipe,
+    recipe: TrainSpec,
     on_pass: Callable[[], None] = unwatched,
-) -> tuple[list[Sample], dict[str, float]]:
+) -> tuple[list[TrainSample], dict[str, float]]:
     """Samples with advantages, returns and values of each token, and how well these were foreseen.
 
     The reward is earned at the last token. Explained variance is 1 − Var(returns −
@@ -233,7 +233,7 @@ def judge(
         advantages_EM = whiten(advantages_EM, mask_EM)
     judged = [
         dataclasses.replace(
-            s, judgement=Judgement(advantages_EM[e, :n], returns_EM[e, :n], values_EM[e, :n])
+            s, judgement=CriticTargets(advantages_EM[e, :n], returns_EM[e, :n], values_EM[e, :n])
         )
         for e, (s, n) in enumerate(zip(samples, lengths_E, strict=True))
     ]

@@ -13,7 +13,7 @@ import numpy as np
 from models.sharding import constrain
 from rl.learner import losses
 from rl.learner.losses import TokenStatistics
-from rl.learner.micro_batches import Packed, Sample
+from rl.learner.micro_batches import Packed, TrainSample
 
 
 class NonFiniteUpdate(RuntimeError):
@@ -92,7 +92,7 @@ def check(
     state: Any,
     report: Report,
     health: Sequence[Health],
-    samples: Sequence[Sample],
+    samples: Sequence[TrainSample],
     packed: Sequence[Packed],
     where: str,
     *,

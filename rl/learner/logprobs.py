@@ -22,7 +22,7 @@ from models.sharding import RULES, constrain
 from models.transformer import Params
 from rl.learner import micro_batches
 from rl.learner.micro_batches import MicroBatch
-from rl.learner.train_spec import Recipe
+from rl.learner.train_spec import TrainSpec
 from spec.sampling import SamplingConfig, log_probs
 
 
@@ -56,7 +56,7 @@ def cast_for_training(params: Params, dtype: Any) -> Params:
 
 
 def token_logprobs(
-    params: Params, batch: MicroBatch, processing: Processing, recipe: Recipe
+    params: Params, batch: MicroBatch, processing: Processing, recipe: TrainSpec
 ) -> tuple[jax.Array, jax.Array]:
     """Log-probability of each sample's response tokens, and entropy there; float32 [E, M] twice.
 
@@ -116,7 +116,7 @@ def _map_chunks(
 
 @partial(jax.jit, static_argnames=("recipe",))
 def score(
-    params: Params, batch: MicroBatch, processing: Processing, *, recipe: Recipe
+    params: Params, batch: MicroBatch, processing: Processing, *, recipe: TrainSpec
 ) -> tuple[jax.Array, jax.Array]:
     """`token_logprobs` without gradients, compiled once."""
     return token_logprobs(params, batch, processing, recipe)
@@ -151,10 +151,10 @@ def place(batch: Any) -> Any:
 
 def score_samples(
     params: Params,
-    samples: Sequence[micro_batches.Sample],
+    samples: Sequence[micro_batches.TrainSample],
     shape: micro_batches.Shape,
     sampling: SamplingConfig,
-    recipe: Recipe,
+    recipe: TrainSpec,
     on_pass: Callable[[], None] = unwatched,
 ) -> list[np.ndarray]:
     """Log-probabilities of each sample's response tokens, float32 [num_tokens]; one fetch."""

@@ -21,7 +21,7 @@ from rl.trajectory import Trajectory
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Judgement:
+class CriticTargets:
     """What a critic makes of each token of a response; float32 [num_tokens]."""
 
     advantages: np.ndarray
@@ -30,7 +30,7 @@ class Judgement:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Sample:
+class TrainSample:
     """A trajectory with what training adds to it; log-probs are float32 [num_tokens].
 
     `old_logprobs` of None stands for those of the rollout, `reference_logprobs` of
@@ -41,7 +41,7 @@ class Sample:
     advantage: float
     old_logprobs: np.ndarray | None = None
     reference_logprobs: np.ndarray | None = None
-    judgement: Judgement | None = None
+    judgement: CriticTargets | None = None
 
     @property
     def name(self) -> str:
@@ -82,7 +82,7 @@ class Packed:
 
 def select(
     trajectories: Sequence[Trajectory], advantages: np.ndarray, *, mask_truncated: bool = False
-) -> list[Sample]:
+) -> list[TrainSample]:
     """The samples that are in the loss, in order.
 
     Left out: responses without a reward (they could not be scored), and truncated
@@ -95,7 +95,7 @@ def select(
         )
     samples = []
     for trajectory, advantage in zip(trajectories, advantages, strict=True):
-        sample = Sample(trajectory, float(advantage))
+        sample = TrainSample(trajectory, float(advantage))
         if not len(trajectory.prompt_ids) or not trajectory.num_tokens:
             raise ValueError(
                 f"{sample.name} has {len(trajectory.prompt_ids)} prompt and "
@@ -123,7 +123,7 @@ def minibatch_indices(
     return [np.flatnonzero(np.isin(ids, part)) for part in parts if len(part)]
 
 
-def micro_batches(samples: Sequence[Sample], shape: Shape) -> list[Packed]:
+def micro_batches(samples: Sequence[TrainSample], shape: Shape) -> list[Packed]:
     """Pack samples into as few rows as a greedy search finds, rows into micro-batches.
 
     Raises ValueError where a prompt and response do not fit a row.
@@ -157,7 +157,7 @@ def empty(shape: Shape, *, judged: bool = False) -> MicroBatch:
 
 
 def _pack(
-    samples: Sequence[Sample], responses: Sequence[Response], rows: Sequence[Row], shape: Shape
+    samples: Sequence[TrainSample], responses: Sequence[Response], rows: Sequence[Row], shape: Shape
 ) -> Packed:
     layout = packing.lay_out(responses, rows, shape)
     order = layout.order.tolist()
@@ -172,7 +172,7 @@ def _pack(
     return Packed(batch, layout.order, layout.used_positions)
 
 
-def _state(batch: MicroBatch, e: int, sample: Sample, index: np.ndarray) -> None:
+def _state(batch: MicroBatch, e: int, sample: TrainSample, index: np.ndarray) -> None:
     """Row e of what the loss needs; `index` says where the sample's tokens are predicted."""
     t, n = sample.trajectory, len(index)
     batch.index_EM[e, :n] = index

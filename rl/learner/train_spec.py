@@ -66,7 +66,7 @@ class TrainerConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class Recipe:
+class TrainSpec:
     """The model and the sections that training is made of; the one static argument of its steps.
 
     `total_steps` counts the optimizer steps that the whole run may make: schedules end there.

@@ -25,9 +25,9 @@ from rl.learner.algorithms import AlgorithmConfig
 from rl.learner.gradient_accumulation import Accumulator, Health, NonFiniteUpdate, Report
 from rl.learner.logprobs import Processing, place
 from rl.learner.losses import TokenStatistics
-from rl.learner.micro_batches import MicroBatch, Packed, Sample
+from rl.learner.micro_batches import MicroBatch, Packed, TrainSample
 from rl.learner.optimizer import TrainState, init_state, learning_rate, make_optimizer, settle
-from rl.learner.train_spec import Recipe, TrainerConfig
+from rl.learner.train_spec import TrainerConfig, TrainSpec
 from rl.packing import Shape
 from rl.runtime.parallel_compile import OnCompiled, compile_all, unwatched
 from rl.trajectory import Trajectory
@@ -37,7 +37,7 @@ OnPass = Callable[[bool], None]  # whether nothing of the batch is applied yet
 
 __all__ = [
     "NonFiniteUpdate",
-    "Recipe",
+    "TrainSpec",
     "TrainState",
     "TrainerConfig",
     "init_state",
@@ -47,7 +47,7 @@ __all__ = [
 
 
 @partial(jax.jit, static_argnames=("recipe",))
-def start(*, recipe: Recipe) -> Accumulator:
+def start(*, recipe: TrainSpec) -> Accumulator:
     """An empty accumulator."""
     nothing = losses.zero_statistics(recipe.algorithm)
     return gradient_accumulation.zeros(param_specs(recipe.model), nothing)
@@ -62,7 +62,7 @@ def accumulate(
     normaliser: jax.Array,
     unmoved: jax.Array,
     *,
-    recipe: Recipe,
+    recipe: TrainSpec,
 ) -> tuple[Accumulator, Health]:
     """Add a micro-batch's gradient to the accumulator, in float32; compiled once.
 
@@ -80,14 +80,16 @@ def accumulate(
 
 
 @partial(jax.jit, static_argnames=("recipe",))
-def inspect(accumulator: Accumulator, step: jax.Array, *, recipe: Recipe) -> Report:
+def inspect(accumulator: Accumulator, step: jax.Array, *, recipe: TrainSpec) -> Report:
     """The gradient's norm before clipping, the learning rate to come, and the statistics."""
     lr = learning_rate(recipe.optimizer, recipe.total_steps, step)
     return gradient_accumulation.report(accumulator, lr)
 
 
 @partial(jax.jit, static_argnames=("recipe",), donate_argnames=("state",))
-def apply(state: TrainState, gradients: Params, commit: jax.Array, *, recipe: Recipe) -> TrainState:
+def apply(
+    state: TrainState, gradients: Params, commit: jax.Array, *, recipe: TrainSpec
+) -> TrainState:
     """One step of the optimizer; with `commit` False the state as it was (for `warm_up`).
 
     Of the policy alone: the state is handed in without its critic.
@@ -112,7 +114,7 @@ def cast_params(params: Params, dtype: Any) -> Params:
     return _cast(params, dtype=jnp.dtype(dtype))
 
 
-def batch_shape(recipe: Recipe, max_tokens: int) -> Shape:
+def batch_shape(recipe: TrainSpec, max_tokens: int) -> Shape:
     """The shape of all micro-batches, under the mesh in use.
 
     `max_tokens` bounds prompt and response together.
@@ -123,7 +125,7 @@ def batch_shape(recipe: Recipe, max_tokens: int) -> Shape:
 
 
 def warm_up(
-    state: TrainState, shape: Shape, *, recipe: Recipe, told: OnCompiled = unwatched
+    state: TrainState, shape: Shape, *, recipe: TrainSpec, told: OnCompiled = unwatched
 ) -> TrainState:
     """Compile every step, in threads, and run each on nothing.
 
@@ -163,7 +165,7 @@ def update(
     trajectories: Sequence[Trajectory],
     advantages: np.ndarray,
     *,
-    recipe: Recipe,
+    recipe: TrainSpec,
     shape: Shape,
     sampling: SamplingConfig,
     step: int,
@@ -253,11 +255,11 @@ def update(
 
 def _judged(
     state: TrainState,
-    samples: list[Sample],
+    samples: list[TrainSample],
     shape: Shape,
-    recipe: Recipe,
+    recipe: TrainSpec,
     on_pass: Callable[[], None],
-) -> tuple[list[Sample], dict[str, float]]:
+) -> tuple[list[TrainSample], dict[str, float]]:
     """Samples with what the critic says of them, where the algorithm has one."""
     if not recipe.algorithm.resolved.needs_critic:
         return samples, {}
@@ -269,12 +271,12 @@ def _judged(
     return critic.judge(state.critic.params, samples, shape, recipe, on_pass)
 
 
-def _with_gradient(samples: list[Sample], algorithm: AlgorithmConfig) -> list[Sample]:
+def _with_gradient(samples: list[TrainSample], algorithm: AlgorithmConfig) -> list[TrainSample]:
     """The samples that move the policy; all of them where none does, for the statistics."""
     return [s for s in samples if _moves(s, algorithm)] or samples
 
 
-def _moves(sample: Sample, algorithm: AlgorithmConfig) -> bool:
+def _moves(sample: TrainSample, algorithm: AlgorithmConfig) -> bool:
     """Whether a sample has a gradient."""
     has_other_terms = algorithm.needs_reference or algorithm.resolved.needs_critic
     return has_other_terms or bool(sample.advantage)
@@ -282,13 +284,13 @@ def _moves(sample: Sample, algorithm: AlgorithmConfig) -> bool:
 
 def with_scores(
     params: Params,
-    samples: list[Sample],
+    samples: list[TrainSample],
     shape: Shape,
     sampling: SamplingConfig,
-    recipe: Recipe,
+    recipe: TrainSpec,
     reference: Params | None,
     on_pass: Callable[[], None] = logprobs.unwatched,
-) -> list[Sample]:
+) -> list[TrainSample]:
     """Samples with the log-probs under reference and current policy that the algorithm asks for.
 
     A batch of one optimizer step needs no `recomputed` ones: that step has them (`losses.loss`).
@@ -321,7 +323,7 @@ def with_scores(
 class _StepInputs:
     """What one optimizer step is made of."""
 
-    samples: Sequence[Sample]
+    samples: Sequence[TrainSample]
     packed: Sequence[Packed]
     normaliser: float
     num_tokens: int
@@ -332,7 +334,7 @@ class _StepInputs:
 
 
 def _optimizer_step(
-    state: TrainState, step: _StepInputs, recipe: Recipe, on_pass: Callable[[], None]
+    state: TrainState, step: _StepInputs, recipe: TrainSpec, on_pass: Callable[[], None]
 ) -> tuple[TrainState, Report, Report | None]:
     """Accumulate, fetch once, check, apply. Returns the new state and the reports on the host.
 

@@ -39,16 +39,16 @@ from rl.runtime.waits import POLL_S, Hang, place_of
 from rl.trajectory import Trajectory
 from rl.workers.coordinator import Deferred
 from rl.workers.worker_group import LEAVING_S, StepSpec
-from rl.workers.workers import Workers
+from rl.workers.workers import MultiEngine
 from sched.policies.histopipe import HistoPipe, HistoPipeConfig
-from sched.policies.step_order import Steps
+from sched.policies.step_order import StepOrder
 from sched.protocol import Scheduler
 from spec.sampling import step_key
 
 ALL_STEPS = 0  # requests are numbered over all steps: one noise key serves them
 
 
-def step_scheduler(workers: Workers, *, num_steps: int, epoch_prompts: int) -> Scheduler:
+def step_scheduler(workers: MultiEngine, *, num_steps: int, epoch_prompts: int) -> Scheduler:
     """The scheduler of a run's steps: HistoPipe, or another policy step by step."""
     config = workers.config
     if config.policy == "histopipe":
@@ -60,10 +60,10 @@ def step_scheduler(workers: Workers, *, num_steps: int, epoch_prompts: int) -> S
                 check_tokens=config.chunk_tokens,
             )
         )
-    return Steps(workers.make_scheduler(), "one_step_off")
+    return StepOrder(workers.make_scheduler(), "one_step_off")
 
 
-class Synchronous:
+class SyncRollouts:
     """A step's responses are of the policy that learns from them: nothing is kept for the next."""
 
     __call__ = staticmethod(generate)
@@ -78,26 +78,26 @@ class Synchronous:
 @contextlib.contextmanager
 def open_source(
     system: System, first_step: int, behind: Params | None, state: Mapping[str, Any]
-) -> Iterator[Synchronous | Pipeline]:
+) -> Iterator[SyncRollouts | AsyncRollouts]:
     """Where a run's responses come from, by `Sched.mode`, and what checkpoints hold of it.
 
     `first_step` is the next one to be trained; of a run that goes on, `behind` are the weights
     before the last update, and `state` is what the source said before.
     """
     if system.config.sched.mode == "sync":
-        yield Synchronous()
+        yield SyncRollouts()
         return
-    with Pipeline(system, first_step, behind) as pipeline:
+    with AsyncRollouts(system, first_step, behind) as pipeline:
         pipeline.load_state(state)
         yield pipeline
 
 
-class Pipeline:
+class AsyncRollouts:
     """Called as `rl.loop.generation.generate` is, once a step; a context manager."""
 
     def __init__(self, system: System, first_step: int, behind: Params | None) -> None:
         engine, config = system.engine, system.config
-        assert isinstance(engine, Workers)
+        assert isinstance(engine, MultiEngine)
         self._system, self._engine, self._first = system, engine, first_step
         self._weights: dict[int, Params] = {}  # by the step that they answer
         if behind is not None:
@@ -123,7 +123,7 @@ class Pipeline:
         self._received_s = time.monotonic()  # sign of life of the thread
         self._thread = threading.Thread(target=self._receive, name="pipeline", daemon=True)
 
-    def __enter__(self) -> Pipeline:
+    def __enter__(self) -> AsyncRollouts:
         self._session.__enter__()
         self._thread.start()
         return self
@@ -197,8 +197,8 @@ class Pipeline:
             step_key(config.run.seed, ALL_STEPS),
             system.inputs.model.eos_token_ids,
             policy_version=max(step - 2, 0),
-            guesses=system.speculation.phase(prompts.keys, prompts.tokens, first_group=first),
-            catcher=None if system.drafter is None else system.drafter.catcher(step),
+            drafts=system.speculation.phase(prompts.keys, prompts.tokens, first_group=first),
+            sink=None if system.drafter is None else system.drafter.sink(step),
         )
         if system.drafter is not None:
             system.drafter.began(self._weights[step], step)

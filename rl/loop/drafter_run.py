@@ -16,22 +16,22 @@ from models.transformer import Params
 from rl.checkpoint.checkpointer import CheckpointConfig, Checkpointer, NoWholeCheckpointError
 from rl.drafter_training.config import DrafterConfig, shape_of
 from rl.drafter_training.spot_trainer import SpotTrainer
-from rl.drafter_training.trainer import BufferCatcher, DrafterTrainer
+from rl.drafter_training.trainer import BufferSink, DrafterTrainer
 from rl.engine.engine import Engine
 from rl.loop.experiment import Inputs, TrainConfig
 from rl.runtime.waits import Patience
 from rl.speculation.learned_drafter import LearnedDrafter
-from rl.workers.workers import Workers, in_worker_thread
+from rl.workers.workers import MultiEngine, in_worker_thread
 from spec.eagle import files as eagle_files
 from spec.eagle import model as eagle
 from spec.eagle.data_buffer import DataBuffer
-from spec.eagle.model import Drafter
+from spec.eagle.model import EagleWeights
 from spec.eagle.training import DrafterState, DrafterTrainingConfig
 
 FOLDER = "drafter"  # in the run folder
 
 
-def open_drafter(config: TrainConfig, inputs: Inputs) -> Drafter:
+def open_drafter(config: TrainConfig, inputs: Inputs) -> EagleWeights:
     """The drafter that a run starts from; of a reduced vocabulary by the tokens of its prompts."""
     prompts = (inputs.encode(inputs.task[i], config.task) for i in range(len(inputs.task)))
     training, seed = config.drafter_training, config.run.seed
@@ -44,7 +44,7 @@ def first_drafter(
     model: ModelConfig,
     seed: int,
     texts: Iterable[Sequence[int] | np.ndarray],
-) -> Drafter:
+) -> EagleWeights:
     """The drafter to start from: of a folder, or of random weights.
 
     A reduced vocabulary is that of `texts`, which are not looked at otherwise.
@@ -54,7 +54,7 @@ def first_drafter(
     shape, ids_U = shape_of(options, training, model), None
     if shape.draft_vocab_size:
         ids_U = frequent_tokens(texts, model, shape.draft_vocab_size)
-    return Drafter(shape, eagle.init(shape, jax.random.key(seed)), ids_U)
+    return EagleWeights(shape, eagle.init(shape, jax.random.key(seed)), ids_U)
 
 
 def frequent_tokens(
@@ -77,9 +77,9 @@ class DrafterRun:
         self.trainer, self.spot = trainer, spot
         self._config, self._rl_step, self._first_step = config, 0, 0
 
-    def catcher(self, step: int) -> BufferCatcher:
+    def sink(self, step: int) -> BufferSink:
         """Who takes the responses of a step."""
-        return BufferCatcher(self.trainer.buffer, step)
+        return BufferSink(self.trainer.buffer, step)
 
     def began(self, params: Params, step: int) -> None:
         """Rollouts of a step begin, by these weights: once, or in each of its phases."""
@@ -95,13 +95,15 @@ class DrafterRun:
         """Whether it has learnt since the rollouts began; in spare time that is nobody's step."""
         return self.spot is None and self.trainer.step != self._first_step
 
-    def after_rollout(self, engine: Engine | Workers, weights: Params) -> None:
-        """Train for as many steps as are due; the next rollout guesses with what was learnt."""
+    def after_rollout(self, engine: Engine | MultiEngine, weights: Params) -> None:
+        """Train for as many steps as are due; the next rollout draft tokens with what was
+        learnt.
+        """
         steps, trainer = self._config.drafter.steps_after_rollout, self.trainer
         if steps:
             at(
                 _places(engine)[0],
-                lambda e: trainer.run_steps(steps, trainer.bench(e, e.place(weights))),
+                lambda e: trainer.run_steps(steps, trainer.site(e, e.place(weights))),
                 engine,
             )
         trainer.publish()
@@ -142,7 +144,7 @@ class DrafterRun:
 
 def open_run(
     config: TrainConfig,
-    drafter: Drafter,
+    drafter: EagleWeights,
     folder: Path,
     stack: ExitStack,
     clock: Callable[[], float],
@@ -179,25 +181,25 @@ def _kept(trainer: DrafterTrainer) -> Iterator[None]:
     trainer.save_last()
 
 
-def warm_up(run: DrafterRun, engine: Engine | Workers, weights: Params) -> None:
+def warm_up(run: DrafterRun, engine: Engine | MultiEngine, weights: Params) -> None:
     """Compile what training needs wherever it may go on."""
     trainer, places = run.trainer, _places(engine)
     for place in places if run.spot is not None else places[:1]:
-        at(place, lambda e: trainer.warm_up(trainer.bench(e, e.place(weights))), engine)
+        at(place, lambda e: trainer.warm_up(trainer.site(e, e.place(weights))), engine)
 
 
-def _places(engine: Engine | Workers) -> Sequence[Engine]:
-    return engine.engines if isinstance(engine, Workers) else [engine]
+def _places(engine: Engine | MultiEngine) -> Sequence[Engine]:
+    return engine.engines if isinstance(engine, MultiEngine) else [engine]
 
 
-def at(place: Engine, work: Callable[[Engine], Any], engine: Engine | Workers) -> None:
+def at(place: Engine, work: Callable[[Engine], Any], engine: Engine | MultiEngine) -> None:
     """Do what `engine` wants done at one place: on its only devices, or as a worker of it would."""
 
     def there() -> None:
         with place.mesh_context():
             work(place)
 
-    if isinstance(engine, Workers):
+    if isinstance(engine, MultiEngine):
         in_worker_thread(there)
     else:
         there()

@@ -16,7 +16,7 @@ from typing import Any
 
 from rl.data.tasks import Example, open_tasks
 from rl.loop.experiment import Inputs, TrainConfig
-from rl.rewards.pool import Job, RewardPool, Score
+from rl.rewards.pool import RewardPool, Score, ScoreJob
 from rl.trajectory import Request, Trajectory
 
 _CANDIDATES = 4  # questions looked at for each one wanted: training may hold some of them
@@ -71,7 +71,7 @@ class Questions:
 
 
 @dataclasses.dataclass(frozen=True)
-class Response:
+class EvalResponse:
     """What is kept of one response."""
 
     task: str
@@ -83,7 +83,7 @@ class Response:
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """1 − C(n−c, k) / C(n, k): the chance that k of n responses hold one of c correct ones.
+    """1 − C(n−c, k) / C(n, k): the probability that k of n responses hold one of c correct ones.
 
     Unbiased over n draws. Raises ValueError unless 0 ≤ c ≤ n and 1 ≤ k ≤ n.
     Source: arXiv 2107.03374, section 2.1.
@@ -96,7 +96,7 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
 
 
-def summarise(responses: Sequence[Response], config: EvaluateConfig) -> dict[str, Any]:
+def summarise(responses: Sequence[EvalResponse], config: EvaluateConfig) -> dict[str, Any]:
     """Means over responses; pass@k is the mean over prompts. Without a reward: not correct."""
     correct: collections.Counter[int] = collections.Counter()
     for r in responses:
@@ -174,7 +174,7 @@ def respond(
     params: Any,
     mesh: Any = None,
     on_round: Callable[[int, int], None] | None = None,
-) -> list[Response]:
+) -> list[EvalResponse]:
     """Generate and score `samples` responses to every example, in the order of the examples."""
     from rl.engine.engine import Engine
     from rl.learner.trainer import cast_params
@@ -192,7 +192,7 @@ def respond(
 
         def score(t: Trajectory) -> None:
             text = inputs.tokenizer.decode(t.response_ids.tolist())
-            job = Job(examples[t.group_id], text, tuple(t.response_ids.tolist()))
+            job = ScoreJob(examples[t.group_id], text, tuple(t.response_ids.tolist()))
             scores[t.request_id] = pool.submit(job)
 
         trajectories = engine.run(
@@ -206,7 +206,7 @@ def respond(
         )
         results = [pool.result(scores[t.request_id]) for t in trajectories]
     return [
-        Response(
+        EvalResponse(
             examples[t.group_id].task,
             t.group_id,
             s.total,
@@ -250,11 +250,11 @@ def load_checkpoint(run: Path, inputs: Inputs, mesh: Any) -> tuple[Any, int, tup
 def result(
     config: EvaluationConfig,
     questions: Questions,
-    responses: Sequence[Response],
+    responses: Sequence[EvalResponse],
     training_is_known: bool,
 ) -> dict[str, Any]:
     """The figures by task and over all, with what they depend on; plain JSON."""
-    by_task: dict[str, list[Response]] = {}
+    by_task: dict[str, list[EvalResponse]] = {}
     for response in responses:
         by_task.setdefault(response.task, []).append(response)
     tasks = {

@@ -23,7 +23,7 @@ from rl.drafter_training.config import DrafterConfig, shape_of
 from rl.engine.config import EngineConfig
 from rl.learner.algorithms import AlgorithmConfig, CriticConfig
 from rl.learner.optimizer import OptimizerConfig
-from rl.learner.train_spec import Recipe, TrainerConfig
+from rl.learner.train_spec import TrainerConfig, TrainSpec
 from rl.metrics.writer import MetricsConfig
 from rl.rewards.config import RewardConfig, validate
 from rl.runtime.waits import HANG_LIMIT_S
@@ -315,10 +315,10 @@ def remarks(config: TrainConfig, inputs: Inputs) -> list[str]:
     return found
 
 
-def recipe(config: TrainConfig, model: ModelConfig) -> Recipe:
+def recipe(config: TrainConfig, model: ModelConfig) -> TrainSpec:
     """The static part of the training steps."""
     minibatches = min(config.trainer.minibatches, config.rollout.prompts_per_step)
     steps = config.run.steps * config.trainer.inner_updates * minibatches
-    return Recipe(
+    return TrainSpec(
         model, config.algorithm, config.trainer, config.optimizer, steps, critic=config.critic
     )

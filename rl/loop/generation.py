@@ -20,16 +20,16 @@ from models.transformer import Params
 from rl.data.prompts import DataOrder, prompts_for_step
 from rl.data.tasks import Example
 from rl.engine.engine import Engine
-from rl.engine.speculate import Guesses
+from rl.engine.speculate import DrafterFactory
 from rl.engine.stats import EngineStats, joined
 from rl.learner import trainer
 from rl.learner.advantages import informative_groups
-from rl.learner.train_spec import Recipe
+from rl.learner.train_spec import TrainSpec
 from rl.loop.drafter_run import DrafterRun
 from rl.loop.experiment import Inputs, Prompt, TrainConfig
 from rl.metrics.writer import Timings
 from rl.packing import Shape
-from rl.rewards.pool import Job, RewardPool, Score
+from rl.rewards.pool import RewardPool, Score, ScoreJob
 from rl.rewards.process import RewardWorkerError
 from rl.runtime.progress import Progress
 from rl.runtime.signals import Stopped, Watch
@@ -37,7 +37,7 @@ from rl.speculation import reuse
 from rl.speculation.reuse import Reuse
 from rl.speculation.sources import Speculation
 from rl.trajectory import Trajectory
-from rl.workers.workers import Workers
+from rl.workers.workers import MultiEngine
 from spec.reuse.rollout_cache import RolloutCache
 from spec.sampling import SamplingConfig
 
@@ -48,9 +48,9 @@ class System:
 
     config: TrainConfig
     inputs: Inputs
-    recipe: Recipe
+    recipe: TrainSpec
     shape: Shape
-    engine: Engine | Workers
+    engine: Engine | MultiEngine
     cache: RolloutCache
     speculation: Speculation
     reuse: Reuse
@@ -88,7 +88,7 @@ class Prompts:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Phase:
+class SamplingPass:
     """What one phase generated, and what was thought of it; lists in the order of the samples."""
 
     trajectories: list[Trajectory]
@@ -98,7 +98,7 @@ class Phase:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Rollouts(Phase):
+class Rollouts(SamplingPass):
     """What one step generated in all its phases; group g answers `prompts.examples[g]`.
 
     `used_groups` are those to train on: all of them without dynamic sampling.
@@ -125,7 +125,7 @@ def generate(system: System, params: Params, cursor: int, step: int, timings: Ti
     """
     wanted = system.config.rollout.prompts_per_step
     extra = system.config.algorithm.resolved.max_extra_phases
-    prompts, phases = Prompts(), list[Phase]()
+    prompts, phases = Prompts(), list[SamplingPass]()
     missing, used = wanted, frozenset(range(wanted))
     while missing and len(phases) <= (extra or 0):
         new = prompts_at(system, cursor + len(prompts), missing)
@@ -158,7 +158,7 @@ def generate(system: System, params: Params, cursor: int, step: int, timings: Ti
     )
 
 
-def _informative(phases: Sequence[Phase]) -> set[int]:
+def _informative(phases: Sequence[SamplingPass]) -> set[int]:
     """The groups so far whose rewards are not all equal."""
     rewards = [t.reward for p in phases for t in p.trajectories]
     return informative_groups(rewards, [t.group_id for p in phases for t in p.trajectories])
@@ -166,7 +166,7 @@ def _informative(phases: Sequence[Phase]) -> set[int]:
 
 def generate_and_score(
     system: System, params: Params, before: Prompts, new: Prompts, step: int, timings: Timings
-) -> Phase:
+) -> SamplingPass:
     """The responses to `new`; each goes to the reward workers the moment it ends.
 
     `before` are the prompts that the step has had in earlier phases: groups are numbered,
@@ -179,7 +179,7 @@ def generate_and_score(
         new.keys, new.tokens, new.numbers, config.rollout.group_size, before=before.keys
     )
     last = {r.request_id: r.cached.tokens for r in requests if r.cached is not None}
-    guesses = system.speculation.phase(new.keys, new.tokens, last)
+    drafts = system.speculation.phase(new.keys, new.tokens, last)
     scorer = Scorer(system)
     scorer.examples.update(enumerate(new.examples))
 
@@ -199,9 +199,9 @@ def generate_and_score(
             key,
             stop_token_ids=system.inputs.model.eos_token_ids,
             policy_version=step - 1,
-            **_as_taken_by(system.engine, guesses, weights, config.sampling, key),
+            **_as_taken_by(system.engine, drafts, weights, config.sampling, key),
             rule=system.reuse.rule(step),
-            catcher=None if drafter is None else drafter.catcher(step),
+            sink=None if drafter is None else drafter.sink(step),
             on_finish=scorer,
             on_round=watch,
         )
@@ -216,7 +216,7 @@ def generate_and_score(
         for t, (score, _) in zip(done, scored, strict=True)
     ]
     scores, texts = zip(*scored, strict=True)
-    return Phase(trajectories, list(scores), list(texts), system.engine.stats)
+    return SamplingPass(trajectories, list(scores), list(texts), system.engine.stats)
 
 
 def leave_if_asked(system: System, may_leave: bool = True) -> None:
@@ -240,7 +240,7 @@ class Scorer:
 
     def __call__(self, t: Trajectory) -> None:
         text = self._tokenizer.decode(t.response_ids.tolist())
-        job = Job(self.examples[t.group_id], text, tuple(t.response_ids.tolist()))
+        job = ScoreJob(self.examples[t.group_id], text, tuple(t.response_ids.tolist()))
         self._waiting[t.request_id] = self._rewards.submit(job), text
 
     def result(self, t: Trajectory) -> tuple[Score, str]:
@@ -271,16 +271,16 @@ def tell_failures(show: Progress, scores: Sequence[Score], step: int) -> None:
 
 
 def _as_taken_by(
-    engine: Engine | Workers,
-    guesses: Guesses,
+    engine: Engine | MultiEngine,
+    drafts: DrafterFactory,
     weights: Params,
     sampling: SamplingConfig,
     key: jax.Array,
 ) -> dict[str, Any]:
-    """One engine takes guesses, several workers their maker."""
-    if isinstance(engine, Workers):
-        return {"guesses": guesses}
-    drafter, budget = guesses(engine.site(weights, sampling, key))
+    """One engine takes draft tokens, several workers their maker."""
+    if isinstance(engine, MultiEngine):
+        return {"drafts": drafts}
+    drafter, budget = drafts(engine.site(weights, sampling, key))
     return {"drafter": drafter, "budget": budget}
 
 

@@ -20,7 +20,7 @@ from rl.warm_up import compile_buckets, transfer_times
 from rl.warm_up.host_kernels import rehearse
 from rl.warm_up.measured_run import MOVES_FILE, ROUNDS_FILE
 from rl.warm_up.round_times import load_or_measure
-from rl.workers.workers import Workers, in_worker_thread, make_engines
+from rl.workers.workers import MultiEngine, in_worker_thread, make_engines
 from spec.budget.bandit_budget import node_counts
 from spec.sampling import step_key
 
@@ -32,7 +32,7 @@ def make_engine(
     dtype: np.dtype,
     context_tokens: int,
     drafter: DrafterRun | None = None,
-) -> Engine | Workers:
+) -> Engine | MultiEngine:
     """One engine on the trainer's devices, or several workers on devices of their own."""
     options: dict[str, Any] = {"dtype": dtype, "context_tokens": context_tokens}
     if drafter is not None:
@@ -42,7 +42,7 @@ def make_engine(
     engines = make_engines(inputs.model, config.engine, config.sched, **options)
     spot = None if drafter is None else drafter.spot
     limit_s = config.run.hang_limit_s
-    return Workers(engines, config.sched, seed=config.run.seed, spot=spot, hang_limit_s=limit_s)
+    return MultiEngine(engines, config.sched, seed=config.run.seed, spot=spot, hang_limit_s=limit_s)
 
 
 def node_sizes(config: TrainConfig) -> compile_buckets.NodeSizes | None:
@@ -65,14 +65,14 @@ def node_sizes(config: TrainConfig) -> compile_buckets.NodeSizes | None:
 
 def warm_up(
     config: TrainConfig,
-    engine: Engine | Workers,
+    engine: Engine | MultiEngine,
     weights: Params,
     speculation: Speculation,
     folder: Path,
     told: OnCompiled = unwatched,
 ) -> None:
     """Compile all that rollouts can need, and time what the budget and the scheduler decide by."""
-    if not isinstance(engine, Workers):
+    if not isinstance(engine, MultiEngine):
         _warm_up(config, engine, weights, speculation, folder, told)
         return
     in_worker_thread(partial(_warm_up, config, engine, weights, speculation, folder, told))
@@ -81,7 +81,7 @@ def warm_up(
 
 def _warm_up(
     config: TrainConfig,
-    engine: Engine | Workers,
+    engine: Engine | MultiEngine,
     weights: Params,
     speculation: Speculation,
     folder: Path,
@@ -94,7 +94,7 @@ def _warm_up(
     }
     drafters = speculation.drafters
     nodes = node_sizes(config)
-    engines = engine.engines if isinstance(engine, Workers) else [engine]
+    engines = engine.engines if isinstance(engine, MultiEngine) else [engine]
     for one in engines:
         placed = one.place(weights)
         compile_buckets.warm_up(
@@ -104,14 +104,14 @@ def _warm_up(
             speculative=speculative,
             lookup=lookup,
             reuse=config.reuse.enabled,
-            fed=isinstance(engine, Workers),
+            fed=isinstance(engine, MultiEngine),
             drafters=drafters,
             nodes=nodes,
             told=told,
             **sizes,
         )
     # workers are alike: the last one's times are those of all
-    if isinstance(engine, Workers):
+    if isinstance(engine, MultiEngine):
         most = {"max_requests": sizes["max_requests"], "max_tokens": config.longest_tokens}
         moves = transfer_times.measure(one, placed, **most, path=folder / MOVES_FILE)
         engine.prefer_pool = moves.prefers_copy

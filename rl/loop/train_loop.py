@@ -25,7 +25,7 @@ from rl.learner import trainer
 from rl.learner.advantages import overlong_penalties, response_advantages, reward_statistics
 from rl.learner.optimizer import TrainState
 from rl.loop import setup as run_setup
-from rl.loop.async_rollouts import Pipeline, Synchronous, open_source
+from rl.loop.async_rollouts import AsyncRollouts, SyncRollouts, open_source
 from rl.loop.experiment import Inputs, TrainConfig
 from rl.loop.generation import Rollouts, System, generate, leave_if_asked, tell_failures
 from rl.loop.run_folder import CHECKPOINTS, NEWEST_FILE
@@ -43,7 +43,7 @@ MOST_SKIPPED_STEPS = 5  # in a row under Trainer.on_nonfinite = "skip": it will 
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class RunPosition:
     """How far a run is: whole steps done, response tokens so far, prompts consumed of the data."""
 
     step: int = 0
@@ -112,7 +112,7 @@ def train(
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Written:
+class StepRecord:
     """What a step leaves in the run folder: a row of metrics, and its samples."""
 
     metrics: dict[str, Any]
@@ -123,10 +123,10 @@ class Written:
 def train_step(
     system: System,
     state: TrainState,
-    place: Place,
+    place: RunPosition,
     timings: Timings,
     generate: Callable[..., Rollouts] = generate,
-) -> tuple[TrainState, Place, Written]:
+) -> tuple[TrainState, RunPosition, StepRecord]:
     """One step: generate, score, compare, update.
 
     Returns the new state (the given one is donated), the place after the step, and what is
@@ -163,9 +163,9 @@ def train_step(
         None if config.algorithm.resolved.needs_critic else advantages,
     )
     tokens = place.num_tokens + int(row.pop("rollout_tokens"))
-    place = Place(step, tokens, place.cursor + rollouts.num_asked)
+    place = RunPosition(step, tokens, place.cursor + rollouts.num_asked)
     row |= rollouts.metrics | reward_metrics | penalty_metrics | update_metrics
-    return state, place, Written(row, samples, rollouts.stats)
+    return state, place, StepRecord(row, samples, rollouts.stats)
 
 
 def punish_length(
@@ -208,7 +208,7 @@ def _advantages(
 
 def _resume(
     checkpoints: Checkpointer, state: TrainState, system: System
-) -> tuple[Place, TrainState, dict[str, Any]]:
+) -> tuple[RunPosition, TrainState, dict[str, Any]]:
     """Place, state and host state: those of the newest whole checkpoint, else the start."""
     template = state
     if system.config.sched.mode == "pipeline":
@@ -221,7 +221,7 @@ def _resume(
     except NoWholeCheckpointError as error:
         if error.problems:
             raise
-        return Place(), state, {}
+        return RunPosition(), state, {}
     for warning in restored.warnings:
         system.show.message(f"warning: {warning}")
     system.show.message(f"resuming after step {restored.step}")
@@ -236,13 +236,13 @@ def _resume(
     host, done = restored.host, restored.step
     # checkpoints from before dynamic sampling hold no cursor: it followed from the step
     cursor = int(host.get("cursor", done * system.config.rollout.prompts_per_step))
-    return Place(done, int(host["num_tokens"]), cursor), restored.arrays, host
+    return RunPosition(done, int(host["num_tokens"]), cursor), restored.arrays, host
 
 
 @contextlib.contextmanager
 def _saving_when_stopped(
     system: System,
-    now: Callable[[], tuple[int, Place, TrainState]],
+    now: Callable[[], tuple[int, RunPosition, TrainState]],
     save: Callable[[], None],
     checkpoints: Checkpointer,
 ) -> Iterator[None]:
@@ -276,7 +276,7 @@ def _mark(system: System) -> None:
         system.drafter.trainer.buffer.mark()
 
 
-def _host_state(system: System, place: Place) -> dict[str, Any]:
+def _host_state(system: System, place: RunPosition) -> dict[str, Any]:
     """What a resumed run needs besides arrays, and besides what steps have learnt."""
     system.speculation.settle()
     return {
@@ -286,7 +286,7 @@ def _host_state(system: System, place: Place) -> dict[str, Any]:
     }
 
 
-def _learnt(system: System, source: Synchronous | Pipeline) -> dict[str, Any]:
+def _learnt(system: System, source: SyncRollouts | AsyncRollouts) -> dict[str, Any]:
     """What the host has learnt in whole steps; a step that is left half way is not to add to it."""
     return {
         "reuse": system.reuse.state(),

@@ -23,7 +23,7 @@ OTHER_COLOR = "#BBBBBB"
 
 
 @dataclasses.dataclass(frozen=True)
-class Line:
+class Curve:
     """A panel of one metric over steps; `band` names the metrics that bound its shade."""
 
     file: str
@@ -145,16 +145,16 @@ class TimeSplit:
         ax.grid(axis="y", visible=False)
 
 
-Panel = Line | TimeSplit | RolloutTimeline
+Panel = Curve | TimeSplit | RolloutTimeline
 PANELS: tuple[Panel, ...] = (
-    Line(
+    Curve(
         "reward.png",
         "Reward",
         "mean reward",
         "reward",
         "Mean reward over all responses of a step, as they were scored.",
     ),
-    Line(
+    Curve(
         "failures.png",
         "Responses without a score",
         "responses per step",
@@ -162,7 +162,7 @@ PANELS: tuple[Panel, ...] = (
         "Responses whose reward function raised, ran out of time or answered no number; the "
         "samples below give the reasons.",
     ),
-    Line(
+    Curve(
         "length.png",
         "Response length",
         "tokens",
@@ -170,14 +170,14 @@ PANELS: tuple[Panel, ...] = (
         "Mean tokens of a response; the bounds are the shortest and the longest of the step.",
         band=("completions/min_length", "completions/max_length"),
     ),
-    Line(
+    Curve(
         "entropy.png",
         "Entropy",
         "nats per token",
         "entropy",
         "How undecided the policy is about the next token; near 0 it has stopped exploring.",
     ),
-    Line(
+    Curve(
         "clip.png",
         "Clip fraction",
         "% of tokens",
@@ -185,21 +185,21 @@ PANELS: tuple[Panel, ...] = (
         "Tokens that the update had moved so far that their gradient was cut off.",
         scale=100.0,
     ),
-    Line(
+    Curve(
         "throughput.png",
         "Throughput",
         "tokens per second",
         "perf/throughput",
         "Response tokens over the seconds of the whole step, learning included.",
     ),
-    Line(
+    Curve(
         "spec_tokens.png",
         "Tokens per round",
         "tokens per request",
         "spec/tokens_per_round",
-        "Tokens that a request gains in a round with guesses; plain decoding gains one.",
+        "Tokens that a request gains in a round with drafts; plain decoding gains one.",
     ),
-    Line(
+    Curve(
         "spec_accept.png",
         "Guesses that were right",
         "%",
@@ -207,7 +207,7 @@ PANELS: tuple[Panel, ...] = (
         "Guessed tokens that the policy drew as well, of all that were tried.",
         scale=100.0,
     ),
-    Line(
+    Curve(
         "reused.png",
         "Reused",
         "% of response tokens",
@@ -215,7 +215,7 @@ PANELS: tuple[Panel, ...] = (
         "Tokens kept from the last epoch's response to the same prompt.",
         scale=100.0,
     ),
-    Line(
+    Curve(
         "self_bleu.png",
         "How alike siblings are",
         "Self-BLEU",

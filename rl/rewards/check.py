@@ -8,7 +8,7 @@ import time
 from rl.data.answers import expected_answer, extract_answer, with_marker
 from rl.data.tasks import Example, Task
 from rl.rewards.config import BUILT_IN, RewardConfig
-from rl.rewards.pool import Job, RewardPool, Score
+from rl.rewards.pool import RewardPool, Score, ScoreJob
 from rl.rewards.process import RewardWorkerError
 
 _MOST_ANSWERS = 64
@@ -90,7 +90,7 @@ def _scores(config: RewardConfig, examples: list[Example]) -> list[Score]:
     with RewardPool(config) as pool:
         for example in examples:
             answer = expected_answer(config.extract, example.answer or "")
-            job = Job(example, with_marker(config.extract, answer))
+            job = ScoreJob(example, with_marker(config.extract, answer))
             scores.append(pool.result(pool.submit(job)))
             if time.monotonic() > limit:
                 break

@@ -31,7 +31,7 @@ _POLL_S = 0.1
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Job:
+class ScoreJob:
     """One response to be scored; `completion_ids` are its token ids."""
 
     example: Example
@@ -109,7 +109,7 @@ class RewardPool:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def submit(self, job: Job) -> Future[Score]:
+    def submit(self, job: ScoreJob) -> Future[Score]:
         """Queue a sample; returns at once.
 
         Raises RuntimeError on a closed pool, TypeError for columns that are not JSON.
@@ -308,7 +308,7 @@ def combine(config: RewardConfig, outcomes: Sequence[Sequence[Any]]) -> Score:
     return Score(values, math.fsum(weighted) if weighted else None)
 
 
-def _job_body(job: Job) -> bytes:
+def _job_body(job: ScoreJob) -> bytes:
     example = job.example
     message = {
         "prompt": example.prompt,

@@ -29,7 +29,7 @@ from collections.abc import Mapping
 from typing import Any, BinaryIO
 
 # value, kind of failure, message: a value of None without a kind is "not applicable".
-Outcome = tuple[float | None, str | None, str | None]
+ScoreOutcome = tuple[float | None, str | None, str | None]
 
 LARGEST_REWARD = 3.4e38  # float32's; training would make infinities of more
 
@@ -102,7 +102,7 @@ def _prepare(functions: list, spec: str) -> None:
         function.prepare(spec)
 
 
-def _outcome(function: Any, job: Mapping[str, Any]) -> Outcome:
+def _outcome(function: Any, job: Mapping[str, Any]) -> ScoreOutcome:
     try:
         result = function(job["prompt"], job["completion"], job["completion_ids"], job["columns"])
     except BaseException as error:  # sys.exit() in a scorer costs one sample, not a worker
@@ -113,7 +113,7 @@ def _outcome(function: Any, job: Mapping[str, Any]) -> Outcome:
         return None, "raised", _describe(error)
 
 
-def read_result(result: Any) -> Outcome:
+def read_result(result: Any) -> ScoreOutcome:
     """Check what a function returned for one sample: a list of one finite number or None.
 
     Arrays and scalars of numpy and the like count as their Python values, True as 1.

@@ -212,7 +212,7 @@ def _responses(done: int, total: int, tokens: int) -> str:
 
 
 def time_left(seconds: float) -> str:
-    """So many seconds, as a guess is said: about 40 s, 9 min, 2 h 10 min left."""
+    """So many seconds, as a draft token is said: about 40 s, 9 min, 2 h 10 min left."""
     minutes = round(seconds / 60)
     if seconds < 90:
         return f"about {max(1, round(seconds))} s left"

@@ -13,9 +13,9 @@ import numpy as np
 from rl.metrics.writer import Row, read_samples
 from rl.simulation.config import SimulateRun, make_cluster
 from sched.policies.registry import make_scheduler
-from sched.request import Ask
+from sched.request import RequestSpec
 from sched.simulator.cluster import Record, Simulation
-from sched.simulator.worker import Pace
+from sched.simulator.worker import RoundModel
 from sched.simulator.workloads import Workload, asks_for, draw_lengths, recorded
 
 
@@ -57,13 +57,13 @@ def play_policy(
     config: SimulateRun,
     name: str,
     seed: int,
-    asks: Sequence[Ask],
+    asks: Sequence[RequestSpec],
     lengths: Mapping[int, int],
-    pace: Pace | None = None,
+    pace: RoundModel | None = None,
     *,
     keep_samples: bool = False,
 ) -> Record:
-    """One policy on one rollout; `pace`: rounds with guesses, where they are not plain."""
+    """One policy on one rollout; `pace`: rounds with draft tokens, where they are not plain."""
     cluster = make_cluster(config)
     scheduler = make_scheduler(
         name,

@@ -85,7 +85,7 @@ class GroupedDraftsConfig:
     paths_tokens: tuple[float, ...] = (1.85, 2.25, 2.59, 2.85)
     window: int = 8  # the longest chain
     paths: int = 4
-    lookup_s: float = 75e-6  # of the host, for the guesses of one request
+    lookup_s: float = 75e-6  # of the host, for the draft tokens of one request
 
     def __post_init__(self) -> None:
         lengths = {len(self.finished_siblings), len(self.chain_tokens), len(self.paths_tokens)}
@@ -109,7 +109,7 @@ class TrainingStepsConfig:
 
 @dataclasses.dataclass(frozen=True)
 class SpecActorConfig:
-    """SpecActor's drafters, and how often their guesses are right."""
+    """SpecActor's drafters, and how often their draft tokens are right."""
 
     devices: int = 256
     drafters: tuple[Model, ...] = ("Qwen2.5-0.5B", "Qwen2.5-1.5B")
@@ -123,18 +123,18 @@ class SpecActorConfig:
 
 @dataclasses.dataclass(frozen=True)
 class TreeDraftsConfig:
-    """TLT's tree drafts: tokens a round by guesses verified, the last of them table 1's."""
+    """TLT's tree drafts: tokens a round by draft tokens verified, the last of them table 1's."""
 
-    guesses: tuple[int, ...] = (16, 32, 48, 64)
+    drafts: tuple[int, ...] = (16, 32, 48, 64)
     tokens: tuple[float, ...] = (7.57, 8.43, 8.67, 8.67)  # fitted to table 4 but the last
     depth: int = 10  # steps of the drafter
     top_k: int = 8  # nodes of each of them
     positions: int = 1000  # of a request, where tables do not say
-    most_requests: int = 32  # that are guessed for
+    most_requests: int = 32  # that are drafted for
 
     def __post_init__(self) -> None:
-        if len(self.guesses) != len(self.tokens):
-            raise ValueError("expected tokens for each number of guesses")
+        if len(self.drafts) != len(self.tokens):
+            raise ValueError("expected tokens for each number of draft tokens")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,8 +1,8 @@
-"""Rounds with guesses in the simulator, decided by the budgets and windows of `spec`.
+"""Rounds with draft tokens in the simulator, decided by the budgets and windows of `spec`.
 
 Here the two packages meet: a pace (`sched.simulator.worker.Pace`) asks the very objects that
 decide in an engine's rounds, `spec.budget.budget` and `spec.budget.window`, with seconds of the
-cost model in the place of measured ones, and with chances in the place of drafts.
+cost model in the place of measured ones, and with probabilities in the place of drafts.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 
 from sched.simulator.roofline import Instance, RoundCost
 from sched.simulator.specactor import coupled_tokens
-from sched.simulator.worker import Neighbours, Plan
+from sched.simulator.worker import Neighbours, RoundPlan
 from spec.budget.budget import Budget
 from spec.budget.window import WindowConfig, next_windows
 from spec.drafter import Drafts, LiveSlots
@@ -24,23 +24,25 @@ from spec.round_times import RoundTimes
 
 
 @dataclasses.dataclass(frozen=True)
-class Lane:
-    """Requests with so many finished siblings, or more: the chances of their guesses, best first.
+class RequestClass:
+    """Requests with so many finished siblings, or more: the probabilities of their draft tokens,
+    best first.
 
-    A chance is that of a guess and all above it, so that a tree's first n bring their sum.
+    A probability is that of a draft token and all above it, so that a tree's first n bring their
+    sum.
     """
 
     finished_siblings: int
-    chances: tuple[float, ...]
+    probs: tuple[float, ...]
 
 
-def chain_chances(p: float, window: int) -> tuple[float, ...]:
-    """A chain each of whose guesses is right with probability p."""
+def chain_probs(p: float, window: int) -> tuple[float, ...]:
+    """A chain each of whose draft tokens is right with probability p."""
     return tuple(p**i for i in range(1, window + 1))
 
 
 class CostTimes(RoundTimes):
-    """A cost model in the place of measured rounds; `draft_s` is what guesses take besides."""
+    """A cost model in the place of measured rounds; `draft_s` is what draft tokens take besides."""
 
     def __init__(
         self, cost: Callable[[int, int], RoundCost], draft_s: Callable[[int, int], float]
@@ -56,13 +58,14 @@ class CostTimes(RoundTimes):
 class Budgeted:
     """Each worker's rounds are as large as its budget chooses; plain above `most_requests`.
 
-    `draft_s` are the seconds that guesses for so many requests take, in trees of so many nodes.
+    `draft_s` are the seconds that draft tokens for so many requests take, in trees of so many
+    nodes.
     """
 
     def __init__(
         self,
         instance: Instance,
-        lanes: Sequence[Lane],
+        lanes: Sequence[RequestClass],
         make_budget: Callable[[RoundTimes], Budget],
         sizes: Sequence[int],
         *,
@@ -77,13 +80,13 @@ class Budgeted:
         self._budgets: dict[int, Budget] = {}
         self._neighbours = Neighbours(instance.num_ranks)
         widest = max(sizes) - 1
-        rows = [(lane.chances + (0.0,) * widest)[:widest] for lane in lanes]
-        self._chance_LN = np.array(rows, np.float32)
-        self._count_L = np.count_nonzero(self._chance_LN, axis=1)
+        rows = [(lane.probs + (0.0,) * widest)[:widest] for lane in lanes]
+        self._prob_LN = np.array(rows, np.float32)
+        self._count_L = np.count_nonzero(self._prob_LN, axis=1)
         self._tokens = {
-            n: tuple(1 + sum(lane.chances[: n - 1]) for lane in lanes) for n in (1, *sizes)
+            n: tuple(1 + sum(lane.probs[: n - 1]) for lane in lanes) for n in (1, *sizes)
         }
-        self._guesses = functools.lru_cache(4096)(self._make_guesses)
+        self._drafts = functools.lru_cache(4096)(self._make_drafts)
 
     def lane(self, request_id: int, finished_siblings: int) -> int:
         return bisect.bisect_right(self._siblings, finished_siblings) - 1
@@ -91,18 +94,18 @@ class Budgeted:
     def changed(self, worker_id: int, num_running: int) -> None:
         self._neighbours.changed(worker_id, num_running)
 
-    def plan(self, worker_id: int, counts: tuple[int, ...], positions: float) -> Plan:
+    def plan(self, worker_id: int, counts: tuple[int, ...], positions: float) -> RoundPlan:
         batch, others = sum(counts), self._neighbours.others(worker_id)
         nodes = 1
         if batch <= self._most_requests:
-            live, drafts = self._guesses(counts)
+            live, drafts = self._drafts(counts)
             budget = self._budget(worker_id)
             nodes = budget.choose(live, drafts, self._sizes, batch, int(positions)).num_nodes
         cost = self._instance.round_cost(batch, nodes, others)
         if nodes > 1:
             fixed_s = cost.fixed_s + self._draft_s(batch, nodes)
             cost = dataclasses.replace(cost, fixed_s=fixed_s)
-        return Plan(cost, self._tokens[nodes])
+        return RoundPlan(cost, self._tokens[nodes])
 
     def _budget(self, worker_id: int) -> Budget:
         budget = self._budgets.get(worker_id)
@@ -117,28 +120,29 @@ class Budgeted:
             self._budgets[worker_id] = budget
         return budget
 
-    def _make_guesses(self, counts: tuple[int, ...]) -> tuple[LiveSlots, Drafts]:
-        """Stand-ins for what runs: rows with the chances of their lanes, and no tokens."""
+    def _make_drafts(self, counts: tuple[int, ...]) -> tuple[LiveSlots, Drafts]:
+        """Stand-ins for what runs: rows with the probabilities of their lanes, and no tokens."""
         lanes_A = np.repeat(np.arange(len(counts)), counts)
-        chance_AN = self._chance_LN[lanes_A]
-        blank_AN = np.zeros(chance_AN.shape, np.int32)
-        drafts = Drafts(blank_AN, blank_AN, chance_AN, blank_AN, self._count_L[lanes_A])
+        prob_AN = self._prob_LN[lanes_A]
+        blank_AN = np.zeros(prob_AN.shape, np.int32)
+        drafts = Drafts(blank_AN, blank_AN, prob_AN, blank_AN, self._count_L[lanes_A])
         A = np.arange(len(lanes_A))
         return LiveSlots(A, A, A, A, A, A, A, np.zeros((len(A), 0), np.int32)), drafts
 
 
 @dataclasses.dataclass(frozen=True)
 class WindowMean:
-    """What a request's windows are like in the long run: guesses and tokens a round."""
+    """What a request's windows are like in the long run: draft tokens and tokens a round."""
 
-    guesses: float
+    drafts: float
     tokens: float
 
 
 def window_mean(config: WindowConfig, p: float, found: float = 1.0) -> WindowMean:
-    """The stationary mean of `spec.budget.window` where each guess is right with probability p.
+    """The stationary mean of `spec.budget.window` where each draft token is right with probability
+    p.
 
-    Guesses are found with probability `found`; a request without any keeps its window, and
+    Draft tokens are found with probability `found`; a request without any keeps its window, and
     gets its token by a plain round.
     """
     windows = np.array(_windows(config))
@@ -190,9 +194,9 @@ class Windowed:
     def changed(self, worker_id: int, num_running: int) -> None:
         pass
 
-    def plan(self, worker_id: int, counts: tuple[int, ...], positions: float) -> Plan:
+    def plan(self, worker_id: int, counts: tuple[int, ...], positions: float) -> RoundPlan:
         plain = self._instance.round_cost(counts[0])
-        trees = self._instance.round_cost(counts[0], 1 + self._mean.guesses)
+        trees = self._instance.round_cost(counts[0], 1 + self._mean.drafts)
         if trees(positions) < self._mean.tokens * plain(positions):
-            return Plan(trees, (self._mean.tokens,))
-        return Plan(plain, (1.0,))
+            return RoundPlan(trees, (self._mean.tokens,))
+        return RoundPlan(plain, (1.0,))

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from rl.reports.style import STYLE
-from sched.simulator.cluster import Record, Sample
+from sched.simulator.cluster import Record, WorkerSample
 
 COLUMNS = 400  # of time
 MOST_WORKERS = 64  # rows of a panel
@@ -83,7 +83,7 @@ def grid(record: Record, until_s: float) -> tuple[np.ndarray, np.ndarray]:
     return running, positions
 
 
-def positions_at(samples: Sequence[Sample], times: np.ndarray) -> np.ndarray:
+def positions_at(samples: Sequence[WorkerSample], times: np.ndarray) -> np.ndarray:
     """Positions of one worker: between two samples a line from what it held to what it reached."""
     begins = [s.begin_s for s in samples]
     knots = np.repeat(begins, 2)

@@ -1,4 +1,4 @@
-"""The drafters of a run that guess on the workers' devices."""
+"""The drafters of a run that draft on the workers' devices."""
 
 from __future__ import annotations
 

@@ -13,29 +13,29 @@ from models import hf, tokenizer, transformer
 from models.config import ModelConfig
 from models.tokenizer import Tokenizer
 from rl.config.loader import resolve_path
-from rl.engine.model_runner import Replica
-from rl.engine.speculate import Site
-from spec.draft_model.drafter import Guess, SmallModelConfig, SmallModelDrafter
+from rl.engine.model_runner import ModelRunner
+from rl.engine.speculate import DrafterContext
+from spec.draft_model.drafter import Proposal, SmallModelConfig, SmallModelDrafter
 
 
 @dataclasses.dataclass(frozen=True)
 class DraftModelConfig:
-    """A small model that guesses, where `Speculation.sources` has `model`.
+    """A small model that drafts, where `Speculation.sources` has `model`.
 
     `directory` is its Hugging Face folder, with the policy's tokenizer. A round drafts a chain of
-    up to `max_depth` tokens for each request: the `likeliest`, until their chance falls below
-    `min_chance`, or its own draws with the policy's noise (`coupled`). It is not trained along.
+    up to `max_depth` tokens for each request: the `likeliest`, until their probability falls below
+    `min_prob`, or its own draws with the policy's noise (`coupled`). It is not trained along.
     """
 
     directory: str | None = None
     max_depth: int = 6
-    guess: Guess = "likeliest"
-    min_chance: float = 0.05
+    proposal: Proposal = "likeliest"
+    min_prob: float = 0.05
 
     def __post_init__(self) -> None:
-        SmallModelConfig(max_draft_tokens=self.max_depth, min_chance=self.min_chance)
-        if self.guess not in ("likeliest", "coupled"):
-            raise ValueError(f"guess must be likeliest or coupled, got {self.guess!r}")
+        SmallModelConfig(max_draft_tokens=self.max_depth, min_prob=self.min_prob)
+        if self.proposal not in ("likeliest", "coupled"):
+            raise ValueError(f"proposal must be likeliest or coupled, got {self.proposal!r}")
 
 
 def check(
@@ -93,32 +93,32 @@ class DraftModel:
         """What its programs and their seconds depend on."""
         return repr((self.model, self.config))
 
-    def drafter_at(self, site: Site) -> SmallModelDrafter:
+    def drafter_at(self, site: DrafterContext) -> SmallModelDrafter:
         """The drafter of one worker for one phase."""
-        replica, config = site.replica, self.config
-        likeliest = replica.context_tokens > 0  # such noise depends on the tokens themselves
+        runner, config = site.runner, self.config
+        likeliest = runner.context_tokens > 0  # such noise depends on the tokens themselves
         return SmallModelDrafter(
             self.model,
-            self._params_on(replica),
+            self._params_on(runner),
             SmallModelConfig(
-                min_rows=replica.config.slot_bucket(1),
-                min_positions=replica.config.min_positions,
-                chunk_tokens=min(SmallModelConfig.chunk_tokens, replica.config.min_positions),
+                min_rows=runner.config.slot_bucket(1),
+                min_positions=runner.config.min_positions,
+                chunk_tokens=min(SmallModelConfig.chunk_tokens, runner.config.min_positions),
                 max_draft_tokens=config.max_depth,
-                min_chance=config.min_chance,
+                min_prob=config.min_prob,
             ),
-            policy=replica.model,
+            policy=runner.model,
             sampling=site.sampling,
             key=site.key,
-            guess="likeliest" if likeliest else config.guess,
-            put=replica.put,
-            dtype=replica.dtype,
+            proposal="likeliest" if likeliest else config.proposal,
+            put=runner.put,
+            dtype=runner.dtype,
         )
 
-    def _params_on(self, replica: Replica) -> transformer.Params:
+    def _params_on(self, runner: ModelRunner) -> transformer.Params:
         with self._lock:
-            held = self._placed.get(id(replica))
+            held = self._placed.get(id(runner))
             if held is None:
-                cast = jax.tree.map(lambda x: x.astype(replica.dtype), self._params)
-                held = self._placed[id(replica)] = replica.place(cast, self.model)
+                cast = jax.tree.map(lambda x: x.astype(runner.dtype), self._params)
+                held = self._placed[id(runner)] = runner.place(cast, self.model)
         return held

@@ -1,4 +1,6 @@
-"""The learned drafter of a run: its weights, how rollouts guess with them, and how they change."""
+"""The learned drafter of a run: its weights, how rollouts draft with them, and how they
+change.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +11,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from rl.engine.model_runner import Replica
-from rl.engine.speculate import Site
+from rl.engine.model_runner import ModelRunner
+from rl.engine.speculate import DrafterContext
 from spec.eagle import model as eagle
 from spec.eagle.drafter import EagleDrafter, TreeConfig, Weights
-from spec.eagle.model import Drafter, Eagle
+from spec.eagle.model import EagleParams, EagleWeights
 
 
 class LearnedDrafter:
@@ -23,12 +25,12 @@ class LearnedDrafter:
     They have the same shapes, so that nothing is compiled.
     """
 
-    def __init__(self, drafter: Drafter, tree: TreeConfig) -> None:
+    def __init__(self, drafter: EagleWeights, tree: TreeConfig) -> None:
         self.config, self.draft_ids_U = drafter.config, drafter.draft_ids_U
         self.tree = tree
         self._lock = threading.Lock()
         self._params, self._version = drafter.params, 0
-        self._placed: dict[int, tuple[int, Eagle]] = {}  # by replica
+        self._placed: dict[int, tuple[int, EagleParams]] = {}  # by replica
 
     @property
     def version(self) -> int:
@@ -41,27 +43,27 @@ class LearnedDrafter:
         return repr((self.config, self.tree))
 
     @property
-    def drafter(self) -> Drafter:
+    def drafter(self) -> EagleWeights:
         """As it is now."""
-        return Drafter(self.config, self._params, self.draft_ids_U)
+        return EagleWeights(self.config, self._params, self.draft_ids_U)
 
-    def swap(self, params: Eagle) -> None:
+    def swap(self, params: EagleParams) -> None:
         """New weights; arrays that nobody donates."""
         with self._lock:
             self._params, self._version = params, self._version + 1
 
-    def drafter_at(self, site: Site) -> EagleDrafter:
+    def drafter_at(self, site: DrafterContext) -> EagleDrafter:
         """The drafter of one worker for one phase."""
-        replica = site.replica
-        ids = None if self.draft_ids_U is None else replica.put(self.draft_ids_U)
+        runner = site.runner
+        ids = None if self.draft_ids_U is None else runner.put(self.draft_ids_U)
         shared = eagle.frozen(site.params, ids)
 
         def weights() -> Weights:
-            return Weights(self._params_on(replica), shared)
+            return Weights(self._params_on(runner), shared)
 
         tree = self.tree
-        if replica.context_tokens:  # such noise depends on the tokens themselves
-            tree = dataclasses.replace(tree, guess="likeliest")
+        if runner.context_tokens:  # such noise depends on the tokens themselves
+            tree = dataclasses.replace(tree, proposal="likeliest")
         return EagleDrafter(
             self.config,
             weights,
@@ -69,22 +71,22 @@ class LearnedDrafter:
             site.sampling,
             site.key,
             features=site.features,
-            put=replica.argument,
-            zero_rows=replica.zero_rows,
-            dtype=replica.dtype,
-            num_guesses=replica.config.max_nodes - 1,
+            put=runner.argument,
+            zero_rows=runner.zero_rows,
+            dtype=runner.dtype,
+            num_draft_tokens=runner.config.max_nodes - 1,
         )
 
-    def _params_on(self, replica: Replica) -> Eagle:
+    def _params_on(self, runner: ModelRunner) -> EagleParams:
         with self._lock:
             version, params = self._version, self._params
-            held = self._placed.get(id(replica))
+            held = self._placed.get(id(runner))
         if held is None or held[0] != version:
-            held = version, jax.tree.map(lambda x: _on(replica, x), params)
+            held = version, jax.tree.map(lambda x: _on(runner, x), params)
             with self._lock:
-                self._placed[id(replica)] = held
+                self._placed[id(runner)] = held
         return held[1]
 
 
-def _on(replica: Replica, x: Any) -> jax.Array:
-    return replica.put(np.asarray(x).astype(replica.dtype))
+def _on(runner: ModelRunner, x: Any) -> jax.Array:
+    return runner.put(np.asarray(x).astype(runner.dtype))

@@ -18,14 +18,14 @@ from typing import Any, Literal
 
 import numpy as np
 
-from rl.engine.speculate import Guesses, Site, no_guesses
+from rl.engine.speculate import DrafterContext, DrafterFactory, no_drafts
 from rl.runtime.waits import Hang, Patience, result_of
 from rl.speculation.device_drafters import NO_DRAFTERS, DeviceDrafters
 from spec.budget.bandit import BegMab
-from spec.budget.bandit_budget import Tuned, TunerConfig, make_bandit
+from spec.budget.bandit_budget import BanditBudget, TunerConfig, make_bandit
 from spec.budget.budget import Budget, make_budget
 from spec.budget.device_turns import LEARNED, MODEL
-from spec.budget.union import Union
+from spec.budget.union import DrafterUnion
 from spec.drafter import Drafter
 from spec.retrieval import history
 from spec.retrieval.group import DraftServer, GroupDrafter
@@ -46,18 +46,18 @@ MOST_WORKERS = 2**16
 
 @dataclasses.dataclass(frozen=True)
 class SpeculationConfig:
-    """Where guesses come from, and how many a round tries; none of it changes a token.
+    """Where draft tokens come from, and how many a round tries; none of it changes a token.
 
     (In bfloat16 none but by rounding: docs/architecture.md, Exactness.)
 
-    `sources` are asked each round and their guesses joined: `last` (with Reuse: the response
+    `sources` are asked each round and their draft tokens joined: `last` (with Reuse: the response
     of last epoch by the same sample index, read on from where it stands), `history` (the prompt's
     responses of the last epoch), `group` (live siblings, told every
     `group_update_tokens` tokens), `own` (the request's own text), `learned` (a drafter that is
     trained along, see Drafter), `model` (a small model, see DraftModel). `budget` is `off`,
     `fixed:K`, `aimd`, `bandit` (see Tuner) or `goodput`; the last two also let the device look
-    guesses up in all found texts but `own`, several rounds in a call. `history_rule` is `ours`, or
-    `histospec` for RhymeRL's setting.
+    draft tokens up in all found texts but `own`, several rounds in a call. `history_rule` is
+    `ours`, or `histospec` for RhymeRL's setting.
     """
 
     budget: str = "goodput"
@@ -88,17 +88,19 @@ class SpeculationConfig:
 
     @property
     def learns(self) -> bool:
-        """Whether a learned drafter guesses: it needs the policy's hidden states."""
+        """Whether a learned drafter drafts: it needs the policy's hidden states."""
         return self.enabled and LEARNED in self.sources
 
     @property
     def asks_model(self) -> bool:
-        """Whether a small model guesses."""
+        """Whether a small model draft tokens."""
         return self.enabled and MODEL in self.sources
 
     @property
     def may_look_up(self) -> bool:
-        """Whether the device may look guesses up: it needs texts, and a budget that asks for it."""
+        """Whether the device may look draft tokens up: it needs texts, and a budget that asks for
+        it.
+        """
         texts = {"last", "history", "group"} & set(self.sources)
         return self.budget in ("goodput", BANDIT) and bool(texts)
 
@@ -144,7 +146,7 @@ class Speculation:
         last: Mapping[int, np.ndarray] | None = None,
         *,
         first_group: int = 0,
-    ) -> Guesses:
+    ) -> DrafterFactory:
         """A maker of drafters and budgets for one phase: each worker has its own.
 
         Group first_group + g answers `prompts[g]`, named `keys[g]`. `last` are last epoch's
@@ -152,20 +154,20 @@ class Speculation:
         by the drafters: the index of the prompts' history, and what siblings tell one another.
         """
         if not self.config.enabled:
-            return no_guesses
+            return no_drafts
         history = None
         if self.keeps_history:
             history = self._history(dict(zip(keys, prompts, strict=True)))
         names = dict(enumerate(keys, first_group))
-        return partial(self._guesses, names, last or {}, history, DraftServer())
+        return partial(self._drafts, names, last or {}, history, DraftServer())
 
-    def _guesses(
+    def _drafts(
         self,
         names: Mapping[int, str],
         last: Mapping[int, np.ndarray],
         history: _Built | None,
         server: DraftServer,
-        site: Site,
+        site: DrafterContext,
     ) -> tuple[Drafter | None, Budget | None]:
         parts: dict[str, Drafter] = {}
         for source in self.config.sources:
@@ -185,10 +187,10 @@ class Speculation:
         if not parts:
             return None, None
         texts = self._texts(names, last, history) if self.config.may_look_up else None
-        union = Union(list(parts.values()), texts, list(parts))
+        union = DrafterUnion(list(parts.values()), texts, list(parts))
         if self.config.budget == BANDIT:
             assert self.times is not None, "a bandit needs the measured seconds of a round"
-            return union, Tuned(self.bandit(site.replica.number), self.times, union)
+            return union, BanditBudget(self.bandit(site.runner.number), self.times, union)
         return union, make_budget(self.config.budget, self.times)
 
     def bandit(self, worker: int) -> BegMab:

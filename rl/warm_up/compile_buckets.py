@@ -60,7 +60,7 @@ def warm_up(
     """Compile what phases of these sizes can reach; returns the number of programs.
 
     Rounds of draft trees are compiled only where phases are to be `speculative`, those that
-    look their guesses up only where `lookup` is set as well, passes over cached responses
+    look their draft tokens up only where `lookup` is set as well, passes over cached responses
     where `reuse` is, moves between workers where phases are `fed`, and what
     `drafters` do. `nodes` says which sizes of trees rounds of so many slots have; None:
     all. `told` hears how many are compiled. Raises TooManyMappings where
@@ -86,7 +86,7 @@ def warm_up(
         if (learned := drafters.learned) is not None:
             programs += _learned_programs(engine, params, sampling, max_requests, most, learned)
             if not fed:  # else they leave with their rows
-                programs += _catch_programs(engine, max_requests, most)
+                programs += _hidden_state_programs(engine, max_requests, most)
         if (small := drafters.model) is not None:
             drafter = small.drafter_at(engine.site(params, sampling, step_key(0, 0)))
             rows = slot_sizes(engine, max_requests)[0]
@@ -195,7 +195,7 @@ def _learned_programs(
     most_positions: int,
     learned: LearnedDrafter,
 ) -> Iterator[Program]:
-    """Searches for guesses."""
+    """Searches for draft tokens."""
     drafter = learned.drafter_at(engine.site(params, sampling, step_key(0, 0)))
     for B in slot_sizes(engine, max_requests):
         for S in engine.position_sizes(most_positions):
@@ -203,7 +203,9 @@ def _learned_programs(
                 yield Program(step, arguments)
 
 
-def _catch_programs(engine: Engine, max_requests: int, most_positions: int) -> Iterator[Program]:
+def _hidden_state_programs(
+    engine: Engine, max_requests: int, most_positions: int
+) -> Iterator[Program]:
     """How hidden states leave for the host."""
     some = engine.config.prefill_rows
     for B in slot_sizes(engine, max_requests):

@@ -10,7 +10,7 @@ from rl.speculation.device_drafters import NO_DRAFTERS, DeviceDrafters
 from rl.speculation.sources import Speculation, SpeculationConfig
 from rl.trajectory import Request
 from spec.budget.bandit_budget import TunerConfig
-from spec.budget.budget import TakeAll
+from spec.budget.budget import FixedBudget
 from spec.reuse.rollout_cache import CachedGroup, CachedResponse, RolloutCache
 from spec.round_times import RoundTimes
 from spec.sampling import SamplingConfig, step_key
@@ -28,7 +28,7 @@ def rehearse(
     drafters: DeviceDrafters = NO_DRAFTERS,
     tuner: TunerConfig | None = None,
 ) -> None:
-    """A phase that tries guesses and one with the budget of `config`, all sources asked.
+    """A phase that tries draft tokens and one with the budget of `config`, all sources asked.
 
     Call it after the warm-up: it compiles no program of the device.
     """
@@ -41,10 +41,10 @@ def rehearse(
     requests = [Request(i, prompt, 0, i, limit) for i in range(2)]
     with Speculation(config, cache, drafters, tuner) as speculation:
         speculation.times = times
-        for tried in (TakeAll(2), None):
-            guesses = speculation.phase([NAME], [prompt], dict.fromkeys(range(2), tokens))
+        for tried in (FixedBudget(2), None):
+            drafts = speculation.phase([NAME], [prompt], dict.fromkeys(range(2), tokens))
             key = step_key(0, 0)
-            drafter, budget = guesses(engine.site(params, sampling, key))
+            drafter, budget = drafts(engine.site(params, sampling, key))
             engine.run(
                 params,
                 requests,

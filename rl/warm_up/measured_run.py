@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from models.folder import held, replace_file
-from sched.simulator.measured_costs import Profile
+from sched.simulator.measured_costs import MeasuredCosts
 from spec.round_times import RoundTimes
 
 ROUNDS_FILE, MOVES_FILE = "round_times.json", "move_times.json"
@@ -93,7 +93,7 @@ def _damaged(path: Path, error: Exception) -> ValueError:
     return ValueError(f"{path} is damaged ({error}): delete it to measure anew")
 
 
-def read_profile(folder: Path) -> Profile:
+def read_profile(folder: Path) -> MeasuredCosts:
     """Rounds and moves of a run's worker. Raises ValueError where there are none, or damaged ones.
 
     A budget that goes by measured times has rounds written, several workers have moves written.
@@ -107,6 +107,6 @@ def read_profile(folder: Path) -> Profile:
             raise ValueError(f"expected {path}, which runs with {written_with} write, found none")
     assert rounds is not None and moves is not None
     try:
-        return Profile(rounds.rounds, moves.seconds)
+        return MeasuredCosts(rounds.rounds, moves.seconds)
     except ValueError as error:
         raise ValueError(f"{folder} holds no profile that a run wrote ({error})") from error

@@ -18,7 +18,7 @@ from models.kv_cache import KVCache
 from rl.engine import cache_ops
 from rl.engine.engine import Engine
 from rl.engine.slot_table import SlotTable
-from rl.engine.speculate import Site
+from rl.engine.speculate import DrafterContext
 from rl.speculation.device_drafters import NO_DRAFTERS, DeviceDrafters
 from rl.speculation.draft_model import DraftModel
 from rl.speculation.learned_drafter import LearnedDrafter
@@ -26,7 +26,7 @@ from rl.trajectory import Request
 from rl.warm_up import compile_buckets
 from rl.warm_up.measured_run import read_rounds, write_rounds
 from spec.budget.device_turns import DeviceDrafter
-from spec.budget.union import Union
+from spec.budget.union import DrafterUnion
 from spec.drafter import LiveSlots, plant
 from spec.retrieval.device_lookup import Texts, lookup_rounds
 from spec.retrieval.device_lookup import unpack as unpack_lookup
@@ -86,8 +86,8 @@ def measure(
     All slots are busy and half of the positions live. A plain round is timed as the
     engine runs it, several to a fetch; a round of trees with its drafting (siblings and
     own text) and committing. Tree sizes take turns: what slows the machine for a while
-    slows all that a budget will compare. `lookup` times rounds that look their guesses up
-    as well, and the guesses of `drafters`: one deep, and as deep as they get.
+    slows all that a budget will compare. `lookup` times rounds that look their draft tokens up
+    as well, and the draft tokens of `drafters`: one deep, and as deep as they get.
     """
     nodes_of: dict[tuple[int, int], list[int]] = {}
     for B, N, S in buckets:
@@ -136,8 +136,8 @@ def _draft_seconds(
     cache: KVCache,
     host: _Host,
 ) -> dict[tuple[int, int, int], float]:
-    """Of its guesses for all rows of a cache, by (slots, depth, positions)."""
-    site = Site(engine, params, sampling, step_key(0, 0), lambda: cache.features[0])
+    """Of its draft tokens for all rows of a cache, by (slots, depth, positions)."""
+    site = DrafterContext(engine, params, sampling, step_key(0, 0), lambda: cache.features[0])
     drafter: DeviceDrafter = made_by.drafter_at(site)
     live, deepest, most = host.live(), drafter.depth, engine.config.max_nodes - 1
     tries: dict[int, list[float]] = {depth: [] for depth in sorted({1, deepest})}
@@ -160,13 +160,13 @@ class _Host:
 
     def __init__(self, engine: Engine, num_slots: int, num_positions: int) -> None:
         B, S = num_slots, num_positions
-        self._engine, self._drafter = engine, Union((GroupDrafter(), NgramDrafter()))
+        self._engine, self._drafter = engine, DrafterUnion((GroupDrafter(), NgramDrafter()))
         self._texts = LookupTexts()
         self._table = SlotTable(B, S + engine.config.max_nodes)
         for b in range(B):
             self._table.enter(b, Request(b, (0,) * (S // 4), b // 8, b % 8, S), S)
         rng = np.random.default_rng(0)
-        letters = min(16, engine.model.vocab_size)  # few, so that there is something to guess from
+        letters = min(16, engine.model.vocab_size)  # few, so that there is something to draft from
         self._table.tokens_BL[:] = rng.integers(0, letters, self._table.tokens_BL.shape)
 
     def draft(self, num_nodes: int) -> DraftTree:

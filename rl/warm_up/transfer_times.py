@@ -36,14 +36,16 @@ def measure(
         for S in engine.position_sizes(max_tokens):
             tokens = bucket(min(S, max_tokens) - 1, engine.config.min_prompt_tokens, S) - 1
             prompt = (0,) * (tokens + 1)
-            plan = admission.Plan((0,), (prompt,), ((0, 0),), ())
+            plan = admission.AdmissionPlan((0,), (prompt,), ((0, 0),), ())
             row = jax.tree.map(lambda x: np.asarray(x[0]), engine.empty_cache(1, tokens))
             kv = HostKv(row)
 
             def copied(cache: kv_cache.KVCache, kv: HostKv = kv) -> kv_cache.KVCache:
                 return engine.insert_kv(cache, [(kv, 0)])
 
-            def computed(cache: kv_cache.KVCache, plan: admission.Plan = plan) -> kv_cache.KVCache:
+            def computed(
+                cache: kv_cache.KVCache, plan: admission.AdmissionPlan = plan
+            ) -> kv_cache.KVCache:
                 return engine.fill_rows(params, cache, plan)[0]
 
             cache = engine.empty_cache(B, S)

@@ -124,7 +124,7 @@ def response(task_name: str, entry: Entry, style: Style) -> str:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Example:
+class SolvedExample:
     """A prompt (question and suffix), its response, and the entry that scores it.
 
     `stem` is the prompt cut down to the problem itself: `98, 58.` of a gcd question.
@@ -150,7 +150,9 @@ def dataset(task: WorkedTask, seed: int, size: int) -> Any:
     return reasoning_gym.create_dataset(task.name, seed=seed, size=size, **dict(task.options))
 
 
-def examples(tasks: Sequence[WorkedTask], seed: int, direct_fraction: float) -> Iterator[Example]:
+def examples(
+    tasks: Sequence[WorkedTask], seed: int, direct_fraction: float
+) -> Iterator[SolvedExample]:
     """A stream of examples, a function of the arguments alone.
 
     Tasks are drawn by their weights, and each response is direct with probability
@@ -166,4 +168,4 @@ def examples(tasks: Sequence[WorkedTask], seed: int, direct_fraction: float) -> 
         style: Style = "direct" if rng.random() < direct_fraction else "worked"
         entry, name = sources[which][index], tasks[which].name
         prompt = entry["question"] + PROMPT_SUFFIX
-        yield Example(name, stem(prompt), prompt, response(name, entry, style), entry)
+        yield SolvedExample(name, stem(prompt), prompt, response(name, entry, style), entry)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
 from rl.runtime.waits import Hang
-from rl.trajectory import Begun, Chunk, Request, Trajectory
+from rl.trajectory import PartialRequest, Request, RequestChunk, Trajectory
 from rl.workers.host_kv_pool import KvPool
 from sched.protocol import (
     Action,
@@ -31,8 +31,8 @@ from sched.protocol import (
     WorkerJoined,
     WorkerLost,
 )
-from sched.request import Ask, Kv
-from sched.simulator.replay import Decision
+from sched.request import Kv, RequestSpec
+from sched.simulator.replay import SchedulerDecision
 
 SPARE_POLL_S = 0.005  # between two looks at whether there is spare work
 
@@ -106,11 +106,13 @@ class Coordinator:
         self._began_s = clock()
         self._step_of: dict[int, int] = {}
         self._starts: dict[int, Start] = {}  # in force, of requests that run
-        self._begun: dict[int, Begun] = {}  # with what they began it, but for keys and values
+        self._begun: dict[
+            int, PartialRequest
+        ] = {}  # with what they began it, but for keys and values
         self._generated: collections.Counter[int] = collections.Counter()  # as last reported
         self._workers: dict[int, _Present] = {}
         self._results: queue.SimpleQueue[Result] = queue.SimpleQueue()
-        self.decisions: list[Decision] = []
+        self.decisions: list[SchedulerDecision] = []
         self._closed = self._aborted = False
 
     # -- what the caller says ---------------------------------------------------------
@@ -124,7 +126,7 @@ class Coordinator:
     ) -> None:
         """All requests of a step; `past_tokens` are lengths of last epoch's, by group."""
         asks = tuple(
-            Ask(
+            RequestSpec(
                 r.request_id,
                 r.group_id,
                 len(r.prompt_ids),
@@ -136,7 +138,7 @@ class Coordinator:
             for r in requests
         )
         with self._lock:
-            self._begun.update({r.request_id: Begun(r) for r in requests})
+            self._begun.update({r.request_id: PartialRequest(r) for r in requests})
             self._step_of.update({r.request_id: step for r in requests})
             self._tell(Submitted(asks))
 
@@ -213,7 +215,7 @@ class Coordinator:
         with self._lock:
             self._alive(worker_id, doing)
 
-    def chunk(self, worker_id: int, start: Start) -> Chunk:
+    def chunk(self, worker_id: int, start: Start) -> RequestChunk:
         """What a worker needs in order to obey a start."""
         request_id = start.request_id
         pooled = self._pool.take(request_id, lambda owner: self._waits_for(worker_id, owner))
@@ -225,7 +227,7 @@ class Coordinator:
             self._begun[request_id] = begun.without_kv()
             # what a lost worker had reported and not handed over is generated again
             again = self._generated[request_id] - begun.num_tokens
-        return Chunk(begun, start.max_tokens + again)
+        return RequestChunk(begun, start.max_tokens + again)
 
     def finished(self, worker_id: int, trajectory: Trajectory) -> None:
         request_id = trajectory.request_id
@@ -253,7 +255,7 @@ class Coordinator:
                     return action.max_tokens
         return 0
 
-    def park(self, worker_id: int, leaving: Sequence[Begun]) -> None:
+    def park(self, worker_id: int, leaving: Sequence[PartialRequest]) -> None:
         """Requests that leave a worker, with their keys and values."""
         self.alive(worker_id, "handing over requests")
         for begun in leaving:
@@ -291,7 +293,7 @@ class Coordinator:
         now_s = self._clock() - self._began_s
         actions = tuple(self._scheduler.handle(event, now_s))
         if self._keeps_decisions:
-            self.decisions.append(Decision(now_s, event, actions))
+            self.decisions.append(SchedulerDecision(now_s, event, actions))
         for action in actions:
             if isinstance(action, Defer):
                 self._step_of[action.request_id] += 1
@@ -338,7 +340,7 @@ class WorkerFeed:
         self._step = self._starts[0][0]
         return self._step
 
-    def take(self, *, wait: bool) -> Sequence[Chunk] | None:
+    def take(self, *, wait: bool) -> Sequence[RequestChunk] | None:
         self._receive(wait=wait)
         starts = []
         while self._starts and self._starts[0][0] <= self._step:
@@ -350,7 +352,7 @@ class WorkerFeed:
     def chunk_ended(self, request_id: int, response_tokens: int) -> int:
         return self._coordinator.chunk_ended(self._worker_id, request_id, response_tokens)
 
-    def park(self, leaving: Sequence[Begun]) -> None:
+    def park(self, leaving: Sequence[PartialRequest]) -> None:
         self._coordinator.park(self._worker_id, leaving)
 
     def _receive(self, *, wait: bool) -> None:

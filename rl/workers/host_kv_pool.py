@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 
 from rl.runtime.waits import POLL_S
-from rl.trajectory import Begun
+from rl.trajectory import PartialRequest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +27,7 @@ class KvPool:
 
     def __init__(self, most_bytes: int) -> None:
         self._most_bytes = most_bytes
-        self._entries: dict[int, Begun | _Promise] = {}
+        self._entries: dict[int, PartialRequest | _Promise] = {}
         self._changed = threading.Condition()
         self.num_bytes = 0
         self.num_dropped = 0  # entries that came without keys and values for want of room
@@ -54,7 +54,7 @@ class KvPool:
             self._entries = {r: e for r, e in self._entries.items() if e != promise}
             self._changed.notify_all()
 
-    def put(self, begun: Begun, worker_id: int) -> None:
+    def put(self, begun: PartialRequest, worker_id: int) -> None:
         """The entry that was promised; dropped where the promise was withdrawn meanwhile."""
         request_id = begun.request.request_id
         with self._changed:
@@ -68,7 +68,7 @@ class KvPool:
             self._entries[request_id] = begun
             self._changed.notify_all()
 
-    def take(self, request_id: int, waits_for: Callable[[int], None]) -> Begun | None:
+    def take(self, request_id: int, waits_for: Callable[[int], None]) -> PartialRequest | None:
         """Take an entry out; None where there is none, or what was promised will not come.
 
         While it is only promised, `waits_for` is told by whom, again and again: what it raises

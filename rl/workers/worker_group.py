@@ -16,15 +16,15 @@ import jax
 from models import transformer
 from rl.drafter_training.spot_trainer import SpotTrainer
 from rl.engine.engine import Engine
-from rl.engine.speculate import Guesses, no_guesses
+from rl.engine.speculate import DrafterFactory, no_drafts
 from rl.engine.stats import EngineStats, joined
 from rl.runtime.waits import POLL_S, Hang
 from rl.trajectory import Request, Trajectory
 from rl.workers.coordinator import Aborted, Coordinator, Deferred, WorkerError, WorkerFeed
 from rl.workers.host_kv_pool import KvPool
 from sched.protocol import Scheduler
-from sched.simulator.replay import Decision
-from spec.eagle.batch import Catcher
+from sched.simulator.replay import SchedulerDecision
+from spec.eagle.batch import HiddenStateSink
 from spec.reuse.prefix_rule import PrefixRule
 from spec.sampling import SamplingConfig
 
@@ -43,12 +43,12 @@ class StepSpec:
     stop_token_ids: Sequence[int]
     policy_version: int = 0
     rule: PrefixRule | None = None
-    guesses: Guesses = no_guesses
-    catcher: Catcher | None = None
+    drafts: DrafterFactory = no_drafts
+    sink: HiddenStateSink | None = None
 
 
 @dataclasses.dataclass(frozen=True)
-class SessionSize:
+class WorkerLimits:
     """What a worker holds, and whether one that raised or hangs is replaced.
 
     A worker hangs that has something to do and shows no sign of life for `hang_limit_s`.
@@ -63,7 +63,7 @@ class SessionSize:
     keeps_decisions: bool = True  # all of them: for as long as a rollout of one step takes
 
 
-class Session:
+class WorkerGroup:
     """Use it as a context manager: leaving it ends all workers, and waits for them.
 
     A thread that hangs cannot be ended, so it is left behind, and what it worked with as well:
@@ -74,7 +74,7 @@ class Session:
         self,
         engines: MutableSequence[Engine],
         scheduler: Scheduler,
-        size: SessionSize,
+        size: WorkerLimits,
         clock: Callable[[], float],
         spot: SpotTrainer | None = None,
     ) -> None:
@@ -86,7 +86,7 @@ class Session:
         self._specs: dict[int, StepSpec] = {}
         self._stats: collections.defaultdict[int, list[EngineStats]] = collections.defaultdict(list)
 
-    def __enter__(self) -> Session:
+    def __enter__(self) -> WorkerGroup:
         for i in range(len(self._engines)):
             self._join(i)
         return self
@@ -103,7 +103,7 @@ class Session:
             raise hung
 
     @property
-    def decisions(self) -> list[Decision]:
+    def decisions(self) -> list[SchedulerDecision]:
         return self._coordinator.decisions
 
     def submit(
@@ -189,18 +189,18 @@ class Session:
         return hangs
 
     def _join(self, engine: int) -> None:
-        worker_id, size, replica = len(self._threads), self._size, self._engines[engine]
+        worker_id, size, runner = len(self._threads), self._size, self._engines[engine]
         if self._spot is not None:
             self._spot.joined(worker_id)
         inbox = self._coordinator.join(worker_id, size.kv_tokens, size.max_requests)
         feed = WorkerFeed(
             *(worker_id, inbox, self._coordinator),
             *(size.max_requests, size.longest_tokens, size.kv_tokens),
-            spare=None if self._spot is None else _Spare(self._spot, worker_id, replica),
+            spare=None if self._spot is None else _Spare(self._spot, worker_id, runner),
         )
         thread = threading.Thread(
             target=self._work,
-            args=(worker_id, replica, feed),
+            args=(worker_id, runner, feed),
             name=f"worker-{worker_id}",
             daemon=True,
         )
@@ -216,7 +216,7 @@ class Session:
                 self._stats[step].append(stats)
                 coordinator.alive(worker_id, "receiving weights")
                 params = engine.place(spec.params)
-                drafter, budget = spec.guesses(engine.site(params, spec.sampling, spec.key))
+                drafter, budget = spec.drafts(engine.site(params, spec.sampling, spec.key))
                 engine.run(
                     params,
                     (),
@@ -228,7 +228,7 @@ class Session:
                     budget=budget,
                     rule=spec.rule,
                     feed=feed,
-                    catcher=spec.catcher,
+                    sink=spec.sink,
                     stats=stats,
                     on_finish=lambda trajectory: coordinator.finished(worker_id, trajectory),
                     on_round=lambda finished, tokens: coordinator.alive(worker_id),

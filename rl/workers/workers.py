@@ -23,17 +23,17 @@ from models.sharding import MeshConfig, make_mesh
 from rl.drafter_training.spot_trainer import SpotTrainer
 from rl.engine.config import EngineConfig
 from rl.engine.engine import Engine, OnFinish, OnRound
-from rl.engine.speculate import Guesses, no_guesses
+from rl.engine.speculate import DrafterFactory, no_drafts
 from rl.engine.stats import EngineStats
 from rl.runtime.waits import HANG_LIMIT_S, POLL_S
 from rl.trajectory import Request, Trajectory, longest_tokens
 from rl.workers.coordinator import Deferred
-from rl.workers.worker_group import Session, SessionSize, StepSpec
+from rl.workers.worker_group import StepSpec, WorkerGroup, WorkerLimits
 from sched.policies.divided import PreferPool
 from sched.policies.registry import make_scheduler
 from sched.protocol import Scheduler
-from sched.simulator.replay import Decision
-from spec.eagle.batch import Catcher
+from sched.simulator.replay import SchedulerDecision
+from spec.eagle.batch import HiddenStateSink
 from spec.reuse.prefix_rule import PrefixRule
 from spec.sampling import SamplingConfig
 
@@ -86,7 +86,7 @@ class SchedConfig:
             )
 
 
-class Workers:
+class MultiEngine:
     """Engines on devices of their own, and the scheduler's name: what rollouts are done with.
 
     `seed` is the scheduler's; each rollout has a fresh one. A worker that shows no sign of life
@@ -109,7 +109,7 @@ class Workers:
         self.prefer_pool = prefer_pool  # of so many tokens: rather copied than computed anew
         self._clock, self._hang_limit_s = clock, hang_limit_s
         self.stats = EngineStats()
-        self.decisions: list[Decision] = []
+        self.decisions: list[SchedulerDecision] = []
 
     @property
     def dtype(self) -> np.dtype:
@@ -124,15 +124,15 @@ class Workers:
         *,
         stop_token_ids: Sequence[int],
         policy_version: int = 0,
-        guesses: Guesses = no_guesses,
+        drafts: DrafterFactory = no_drafts,
         rule: PrefixRule | None = None,
-        catcher: Catcher | None = None,
+        sink: HiddenStateSink | None = None,
         on_finish: OnFinish | None = None,
         on_round: OnRound | None = None,
     ) -> list[Trajectory]:
         """Every request to its end; trajectories in the order of the requests.
 
-        Each worker asks `guesses` for a drafter and a budget of its own. `on_finish` is called
+        Each worker asks `draft tokens` for a drafter and a budget of its own. `on_finish` is called
         here, in the caller's thread, as responses end; so is `on_round`, now and then: what it
         raises ends the rollout. Raises WorkerError where a worker raised, or hangs, and is not
         replaced.
@@ -141,8 +141,8 @@ class Workers:
         spec = StepSpec(
             *(0, params, sampling, key, stop_token_ids, policy_version),
             rule=rule,
-            guesses=guesses,
-            catcher=catcher,
+            drafts=drafts,
+            sink=sink,
         )
         longest = longest_tokens(requests, sampling.max_new_tokens)
         done: dict[int, Trajectory] = {}
@@ -179,7 +179,7 @@ class Workers:
         longest_tokens: int,
         *,
         keeps_decisions: bool = True,
-    ) -> Session:
+    ) -> WorkerGroup:
         """The workers under a scheduler, for rollouts of up to so many requests of such length."""
         config, slots = self.config, min(self.engines[0].config.slots, max_requests)
         if config.kv_tokens is not None and config.kv_tokens < longest_tokens:
@@ -187,7 +187,7 @@ class Workers:
                 f"a request may come to {longest_tokens} positions, prompt and response, and a "
                 f"worker holds Sched.kv_tokens={config.kv_tokens}: raise it, or leave it out"
             )
-        size = SessionSize(
+        size = WorkerLimits(
             kv_tokens=config.kv_tokens or slots * longest_tokens,
             max_requests=slots,
             longest_tokens=longest_tokens,
@@ -196,7 +196,7 @@ class Workers:
             restart=config.on_error == "restart",
             keeps_decisions=keeps_decisions,
         )
-        return Session(self.engines, scheduler, size, self._clock, self.spot)
+        return WorkerGroup(self.engines, scheduler, size, self._clock, self.spot)
 
 
 def in_worker_thread(work: Callable[[], object]) -> None:

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from sched.ledger import Ledger
-from sched.policies.fleet import Fleet
+from sched.policies.fleet import WorkerHeap
 from sched.policies.orders import Order
 from sched.protocol import Action, ChunkDone, Event, Finished, WorkerJoined
-from sched.request import Request, Worker
+from sched.request import RequestState, Worker
 
 PreferPool = Callable[[int], bool]  # tokens so far → whether a copy is cheaper than prefill
 
@@ -28,8 +28,8 @@ class Divided:
             raise ValueError(f"expected chunk_tokens >= 1, got {chunk_tokens}")
         self._order, self._chunk_tokens, self._prefer_pool = order, chunk_tokens, prefer_pool
         self._ledger = Ledger()
-        self._fleet = Fleet(self._ledger.workers)
-        self._next: Request | None = None  # was picked, and found no room yet
+        self._fleet = WorkerHeap(self._ledger.workers)
+        self._next: RequestState | None = None  # was picked, and found no room yet
 
     @property
     def num_unfinished(self) -> int:
@@ -74,7 +74,7 @@ class Divided:
             self._fleet.changed(worker.worker_id)
             self._next = None
 
-    def _place(self, request: Request, tokens: int) -> Worker | None:
+    def _place(self, request: RequestState, tokens: int) -> Worker | None:
         """Where most is free; where it was before, as long as at least half of that is free."""
         best = self._fleet.least_loaded(tokens)
         if best is None or request.worker_id is None:
@@ -84,7 +84,7 @@ class Divided:
             return best
         return home if 2 * home.free_tokens >= best.free_tokens else best
 
-    def _refuse_what_never_fits(self, request: Request, max_tokens: int) -> None:
+    def _refuse_what_never_fits(self, request: RequestState, max_tokens: int) -> None:
         workers = self._ledger.workers.values()
         needed = request.total_tokens + max_tokens
         if workers and all(not w.running for w in workers):

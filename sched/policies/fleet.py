@@ -7,7 +7,7 @@ import heapq
 from sched.request import Worker
 
 
-class Fleet:
+class WorkerHeap:
     """Workers, the one with the most free positions first; ties go by number."""
 
     def __init__(self, workers: dict[int, Worker]) -> None:

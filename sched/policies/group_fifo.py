@@ -11,7 +11,7 @@ import numpy as np
 
 from sched.ledger import Ledger
 from sched.protocol import Action, Event
-from sched.request import Request, Worker
+from sched.request import RequestState, Worker
 
 
 class GroupFifo:
@@ -27,7 +27,7 @@ class GroupFifo:
         self._rng = np.random.default_rng(seed)
         self._ranks = ranks_per_instance
         self._ledger = Ledger()
-        self._waiting: dict[int, list[Request]] = {}  # group → requests that no worker has
+        self._waiting: dict[int, list[RequestState]] = {}  # group → requests that no worker has
         self._dealt = 0
         self._dealt_in: collections.Counter[int] = collections.Counter()  # by instance
 

@@ -31,7 +31,7 @@ from sched.protocol import (
     WorkerJoined,
     WorkerLost,
 )
-from sched.request import Request
+from sched.request import RequestState
 
 LEAST_GROWTH = 1.1  # β is never below
 
@@ -65,7 +65,7 @@ class _Share:
     index: int
     of: int  # ranking groups
     outlier_tokens: float  # longer ones are outliers: β · the longest median of its prompts
-    waiting: dict[int, list[Request]]
+    waiting: dict[int, list[RequestState]]
     size: int = 0
     num_unfinished: int = 0
 
@@ -82,8 +82,8 @@ class HistoPipe:
         self._left: collections.Counter[int] = collections.Counter()  # worker → requests there
         self._trained = -1  # steps whose weights can be had
         self._share_of: dict[int, _Share] = {}  # request → its ranking group
-        self._deferred: list[Request] = []  # whose next step is not there yet
-        self._homeless: list[Request] = []  # no worker is left for them
+        self._deferred: list[RequestState] = []  # whose next step is not there yet
+        self._homeless: list[RequestState] = []  # no worker is left for them
         self._moved: set[int] = set()  # of those that are not finished
         self.num_moved = 0
         self._growth: collections.deque[float] = collections.deque(maxlen=config.epoch_prompts)
@@ -119,13 +119,13 @@ class HistoPipe:
 
     # -- a step's plan -----------------------------------------------------------
 
-    def _plan(self, event: Submitted, requests: Sequence[Request]) -> None:
+    def _plan(self, event: Submitted, requests: Sequence[RequestState]) -> None:
         """Rank the step's prompts, cut them into groups, and deal these to the workers."""
         number = self._num_steps
         workers = sorted(self._ledger.workers)
         if {ask.step for ask in event.asks} != {number} or not workers:
             raise ValueError(f"expected all requests of step {number}, and workers before them")
-        prompts: dict[int, list[Request]] = {}
+        prompts: dict[int, list[RequestState]] = {}
         for request in requests:
             prompts.setdefault(request.ask.group_id, []).append(request)
         by_prompt = list(prompts.values())
@@ -151,7 +151,7 @@ class HistoPipe:
                     self._enter(request, share)
                     share.waiting[mine[place % len(mine)]].append(request)
 
-    def _enter(self, request: Request, share: _Share) -> None:
+    def _enter(self, request: RequestState, share: _Share) -> None:
         self._share_of[request.ask.request_id] = share
         share.size += 1
         share.num_unfinished += 1
@@ -176,7 +176,7 @@ class HistoPipe:
             if past:
                 self._growth.append(statistics.median(lengths) / statistics.median(past))
 
-    def _too_long(self, request: Request) -> list[Action]:
+    def _too_long(self, request: RequestState) -> list[Action]:
         """A request has outgrown its group: it moves, where it is among the last there."""
         share = self._share_of[request.ask.request_id]
         assert request.worker_id is not None
@@ -199,7 +199,7 @@ class HistoPipe:
         """Longer groups of the same step."""
         return [s for s in self._steps[share.step][share.index + 1 :] if s.waiting]
 
-    def _into_next_step(self, request: Request) -> list[Action]:
+    def _into_next_step(self, request: RequestState) -> list[Action]:
         step = self._share_of[request.ask.request_id].step + 1
         if step == self._num_steps:
             self._deferred.append(request)
@@ -208,7 +208,7 @@ class HistoPipe:
         longest = [share for share in self._steps[step] if share.waiting][-1:]
         return self._place(request, longest) if longest else self._rehouse([request])
 
-    def _place(self, request: Request, shares: Sequence[_Share]) -> list[Action]:
+    def _place(self, request: RequestState, shares: Sequence[_Share]) -> list[Action]:
         """To the worker of these groups that has least to do: at once, if it is that far."""
         options = [(self._load(w, s), w, s) for s in shares for w in s.waiting]
         if not options:
@@ -227,7 +227,7 @@ class HistoPipe:
 
     # -- workers that come and go -------------------------------------------------------
 
-    def _lost(self, worker_id: int, running: Sequence[Request]) -> list[Action]:
+    def _lost(self, worker_id: int, running: Sequence[RequestState]) -> list[Action]:
         """What it ran, and what waited for it, goes to the others of the step."""
         del self._at[worker_id], self._left[worker_id]
         lost = list(running)
@@ -238,7 +238,7 @@ class HistoPipe:
             share.size, share.num_unfinished = share.size - 1, share.num_unfinished - 1
         return self._rehouse(lost)
 
-    def _rehouse(self, requests: Iterable[Request]) -> list[Action]:
+    def _rehouse(self, requests: Iterable[RequestState]) -> list[Action]:
         actions: list[Action] = []
         for request in requests:
             step = self._share_of[request.ask.request_id].step
@@ -275,7 +275,7 @@ class HistoPipe:
     def _may_begin(self, step: int) -> bool:
         return step < self._num_steps and step - 2 <= self._trained
 
-    def _begin(self, request: Request, worker_id: int, share: _Share) -> Action:
+    def _begin(self, request: RequestState, worker_id: int, share: _Share) -> Action:
         self._left[worker_id] += 1
         if not self._config.migrate or request.ask.request_id in self._moved:
             return self._start(request, worker_id)
@@ -283,7 +283,7 @@ class HistoPipe:
         tokens = math.ceil(outlier) - request.generated_tokens
         return self._start(request, worker_id, max(tokens, 1 + request.prefix_tokens))
 
-    def _start(self, request: Request, worker_id: int, tokens: int = 2**31) -> Action:
+    def _start(self, request: RequestState, worker_id: int, tokens: int = 2**31) -> Action:
         worker = self._ledger.workers[worker_id]
         most = max(1, min(tokens, request.remaining_tokens))
         return self._ledger.start(request, worker, most, reserve=False)

@@ -13,17 +13,17 @@ from typing import Protocol
 
 import numpy as np
 
-from sched.request import Group, Request, Status
+from sched.request import Group, RequestState, Status
 
 
 class Order(Protocol):
     """Waiting requests, in the order in which they are to start."""
 
-    def push(self, request: Request, group: Group) -> None: ...
+    def push(self, request: RequestState, group: Group) -> None: ...
 
-    def unpop(self, request: Request, group: Group) -> None: ...
+    def unpop(self, request: RequestState, group: Group) -> None: ...
 
-    def pop(self) -> Request | None: ...
+    def pop(self) -> RequestState | None: ...
 
     def learnt(self, group: Group) -> None: ...
 
@@ -32,15 +32,15 @@ class Fifo:
     """As they came to wait: after a chunk a request goes behind all that wait."""
 
     def __init__(self) -> None:
-        self._waiting: collections.deque[Request] = collections.deque()
+        self._waiting: collections.deque[RequestState] = collections.deque()
 
-    def push(self, request: Request, group: Group) -> None:
+    def push(self, request: RequestState, group: Group) -> None:
         self._waiting.append(request)
 
-    def unpop(self, request: Request, group: Group) -> None:
+    def unpop(self, request: RequestState, group: Group) -> None:
         self._waiting.appendleft(request)
 
-    def pop(self) -> Request | None:
+    def pop(self) -> RequestState | None:
         return self._waiting.popleft() if self._waiting else None
 
     def learnt(self, group: Group) -> None:
@@ -51,9 +51,9 @@ class LongestKnown:
     """The longest first, by what is known beforehand (Seer's oracle: the true lengths)."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[int, int, Request]] = []
+        self._heap: list[tuple[int, int, RequestState]] = []
 
-    def push(self, request: Request, group: Group) -> None:
+    def push(self, request: RequestState, group: Group) -> None:
         known = request.ask.expected_tokens
         if known is None:
             raise ValueError(
@@ -64,7 +64,7 @@ class LongestKnown:
 
     unpop = push
 
-    def pop(self) -> Request | None:
+    def pop(self) -> RequestState | None:
         return heapq.heappop(self._heap)[2] if self._heap else None
 
     def learnt(self, group: Group) -> None:
@@ -85,14 +85,14 @@ class ContextAware:
         if not 0 <= explore <= 1:
             raise ValueError(f"expected explore in 0 … 1, got {explore}")
         self._explore, self._rng = explore, np.random.default_rng(seed)
-        self._probes: list[tuple[int, int, Request]] = []
+        self._probes: list[tuple[int, int, RequestState]] = []
         self._probe_of: dict[int, int] = {}  # group → request
-        self._waiting: dict[int, collections.deque[Request]] = {}
+        self._waiting: dict[int, collections.deque[RequestState]] = {}
         self._groups: dict[int, Group] = {}
         self._by_estimate: list[tuple[int, int]] = []  # (−L̂, group): stale ones are dropped
         self._by_service: list[tuple[int, int]] = []  # (tokens served, group): so too
 
-    def push(self, request: Request, group: Group) -> None:
+    def push(self, request: RequestState, group: Group) -> None:
         request_id, group_id = request.ask.request_id, group.group_id
         if self._probe_of.setdefault(group_id, request_id) == request_id:
             heapq.heappush(self._probes, (request.generated_tokens, request_id, request))
@@ -104,7 +104,7 @@ class ContextAware:
         if len(waiting) == 1:
             self.learnt(group)
 
-    def unpop(self, request: Request, group: Group) -> None:
+    def unpop(self, request: RequestState, group: Group) -> None:
         if self._probe_of[group.group_id] == request.ask.request_id:
             self.push(request, group)
             return
@@ -130,7 +130,7 @@ class ContextAware:
             self._by_estimate.clear()
             self._by_service.clear()
 
-    def pop(self) -> Request | None:
+    def pop(self) -> RequestState | None:
         if self._probes:
             return heapq.heappop(self._probes)[2]
         group_id = None

@@ -13,7 +13,7 @@ from sched.protocol import Action, Event, Finished, Scheduler, Submitted, Traine
 MODES = ("sync", "one_step_off")
 
 
-class Steps:
+class StepOrder:
     """Submits a step's requests to `scheduler` once all of the step before are finished."""
 
     def __init__(self, scheduler: Scheduler, mode: str) -> None:

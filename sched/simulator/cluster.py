@@ -24,9 +24,9 @@ from sched.protocol import (
     Trained,
     WorkerJoined,
 )
-from sched.request import Ask
+from sched.request import RequestSpec
 from sched.simulator.roofline import Costs
-from sched.simulator.worker import Counters, Job, Pace, Plain, SimulatedWorker
+from sched.simulator.worker import Counters, Plain, RoundModel, RunningStart, SimulatedWorker
 
 TRAINER = -1  # its events stand among those of the workers
 
@@ -46,7 +46,7 @@ class Cluster:
 
 
 @dataclasses.dataclass(frozen=True)
-class Sample:
+class WorkerSample:
     """A worker from `begin_s` on: what ran there, and the positions it held.
 
     `reached_positions` are those that it had come to just before.
@@ -67,7 +67,7 @@ class Record:
     finish_s: Mapping[int, float]
     tokens: int
     workers: Sequence[Counters]
-    samples: Sequence[Sample]
+    samples: Sequence[WorkerSample]
     migrations: int
     trained_s: Sequence[float] = ()  # when each step's update was done, of a run of steps
     deferred: int = 0
@@ -105,7 +105,7 @@ class Simulation:
         cluster: Cluster,
         lengths: Mapping[int, int],
         *,
-        pace: Pace | None = None,
+        pace: RoundModel | None = None,
         keep_samples: bool = False,
     ) -> None:
         """`lengths`: tokens of each request, by its number; `pace`: what rounds are like."""
@@ -116,23 +116,23 @@ class Simulation:
             SimulatedWorker(i, cluster.instance, pace, kv_tokens, cluster.max_requests)
             for i in range(cluster.num_workers)
         ]
-        self._asks: dict[int, Ask] = {}
+        self._asks: dict[int, RequestSpec] = {}
         self._generated: dict[int, int] = {}
         self._ran_on: dict[int, int] = {}
         self._heap: list[tuple[float, int, int]] = []  # (time, worker, version)
         self._finish_s: dict[int, float] = {}
         self._finished_of: collections.Counter[int] = collections.Counter()  # by group
-        self._samples: list[Sample] | None = [] if keep_samples else None
+        self._samples: list[WorkerSample] | None = [] if keep_samples else None
         self._tokens = self._migrations = self._deferred = 0
         # of a run of steps: what is left to submit, and to finish, and when updates were done
-        self._steps: list[Sequence[Ask]] = []
+        self._steps: list[Sequence[RequestSpec]] = []
         self._train_s: Sequence[float] = ()
         self._step_of: dict[int, int] = {}
         self._left: list[int] = []
         self._trained_s: list[float] = []
         self._training = False
 
-    def run(self, asks: Sequence[Ask]) -> Record:
+    def run(self, asks: Sequence[RequestSpec]) -> Record:
         """All requests from their submission at 0 to the end of the last.
 
         Raises RuntimeError where the scheduler lets requests wait for ever.
@@ -141,7 +141,7 @@ class Simulation:
         self._tell(Submitted(tuple(asks)), 0.0)
         return self._to_the_end()
 
-    def run_steps(self, steps: Sequence[Sequence[Ask]], train_s: Sequence[float]) -> Record:
+    def run_steps(self, steps: Sequence[Sequence[RequestSpec]], train_s: Sequence[float]) -> Record:
         """Steps of training: rollouts of each, then `train_s` of its update, on other devices.
 
         The scheduler is handed step s when the update of step s − 2 is done, the first two at
@@ -155,7 +155,7 @@ class Simulation:
             self._tell(Submitted(tuple(asks)), 0.0)
         return self._to_the_end()
 
-    def _begin(self, asks: Sequence[Ask]) -> None:
+    def _begin(self, asks: Sequence[RequestSpec]) -> None:
         self._asks = {ask.request_id: ask for ask in asks}
         kv_tokens = self._cluster.kv_tokens_per_worker
         for worker in self._workers:
@@ -243,7 +243,7 @@ class Simulation:
         worker = self._workers[action.worker_id]
         worker.advance(now_s)
         worker.start(
-            Job(
+            RunningStart(
                 action.request_id,
                 ask.group_id,
                 ask.prompt_tokens,
@@ -266,7 +266,7 @@ class Simulation:
             heapq.heappush(self._heap, (next_s, worker.worker_id, worker.version))
         if self._samples is not None:
             self._samples.append(
-                Sample(
+                WorkerSample(
                     worker.now_s,
                     worker.worker_id,
                     worker.num_running,

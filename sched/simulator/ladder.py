@@ -9,15 +9,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 
-from sched.simulator.specactor import Line, best_request_plan
+from sched.simulator.specactor import LinearTime, best_request_plan
 
 
 @dataclasses.dataclass(frozen=True)
 class Ladder:
     """`draft` gives each method's seconds per token; `verify` those of windows, 0 for plain."""
 
-    draft: Mapping[str, Line]
-    verify: Callable[[int], Line]
+    draft: Mapping[str, LinearTime]
+    verify: Callable[[int], LinearTime]
     batch: float = 1
 
     def speedup(self, method: str, p: float) -> float:

@@ -19,7 +19,7 @@ MoveSeconds = Mapping[int, tuple[float, float]]  # tokens → (a copy from the h
 
 
 @dataclasses.dataclass(frozen=True)
-class Profile:
+class MeasuredCosts:
     """What `sched.simulator.roofline.Instance` says of a worker, from tables; plain rounds at
     least.
 

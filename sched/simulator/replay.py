@@ -14,7 +14,7 @@ from sched.protocol import Action, ChunkDone, Event, Finished, Scheduler, Start
 
 
 @dataclasses.dataclass(frozen=True)
-class Decision:
+class SchedulerDecision:
     """What a scheduler was told when, and what it answered."""
 
     now_s: float
@@ -22,7 +22,7 @@ class Decision:
     actions: tuple[Action, ...]
 
 
-def replay(scheduler: Scheduler, decisions: Sequence[Decision]) -> list[Decision]:
+def replay(scheduler: Scheduler, decisions: Sequence[SchedulerDecision]) -> list[SchedulerDecision]:
     """What `scheduler` decides where every start takes as long, and ends, as it did for real.
 
     Requests and workers come when they came. Raises KeyError for a start that the real rollout
@@ -33,12 +33,12 @@ def replay(scheduler: Scheduler, decisions: Sequence[Decision]) -> list[Decision
     for number, d in enumerate(decisions):
         if not isinstance(d.event, Finished | ChunkDone):
             heapq.heappush(heap, (d.now_s, number, d.event))
-    found: list[Decision] = []
+    found: list[SchedulerDecision] = []
     number = len(decisions)
     while heap:
         now_s, _, event = heapq.heappop(heap)
         actions = tuple(scheduler.handle(event, now_s))
-        found.append(Decision(now_s, event, actions))
+        found.append(SchedulerDecision(now_s, event, actions))
         for action in actions:
             if isinstance(action, Start):
                 seconds, end = ends[_name(action)]
@@ -47,7 +47,9 @@ def replay(scheduler: Scheduler, decisions: Sequence[Decision]) -> list[Decision
     return found
 
 
-def _measured(decisions: Iterable[Decision]) -> dict[tuple[int, int, int], tuple[float, Event]]:
+def _measured(
+    decisions: Iterable[SchedulerDecision],
+) -> dict[tuple[int, int, int], tuple[float, Event]]:
     """(request, chunk, worker) → how long the start took, and with what it ended."""
     began: dict[tuple[int, int, int], float] = {}
     ends: dict[tuple[int, int, int], tuple[float, Event]] = {}

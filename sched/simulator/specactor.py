@@ -20,7 +20,7 @@ MOST_WINDOW = 32  # no plan drafts further ahead
 
 
 @dataclasses.dataclass(frozen=True)
-class Line:
+class LinearTime:
     """Seconds as a function of the batch: `per_request_s` · b + `fixed_s`."""
 
     per_request_s: float
@@ -30,12 +30,12 @@ class Line:
         return self.per_request_s * batch + self.fixed_s
 
 
-DraftTime = Callable[[int], Line]  # devices → seconds of one token
-VerifyTime = Callable[[int, int], Line]  # (devices, window) → seconds of a verification
+DraftTime = Callable[[int], LinearTime]  # devices → seconds of one token
+VerifyTime = Callable[[int, int], LinearTime]  # (devices, window) → seconds of a verification
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class DevicePlan:
     """Devices that draft and that verify, and the window; `tokens_per_s` of one request."""
 
     draft_devices: int
@@ -64,10 +64,12 @@ def coupled_tokens(p: float, window: int) -> float:
     return sum(p**a for a in range(window + 1))
 
 
-def chance_of(mean_tokens: float, window: int) -> float:
+def prob_of(mean_tokens: float, window: int) -> float:
     """The p at which a window brings `mean_tokens`, `coupled_tokens` inverted; by bisection."""
     if not 1 <= mean_tokens <= window + 1:
-        raise ValueError(f"expected 1 … {window + 1} tokens of {window} guesses, got {mean_tokens}")
+        raise ValueError(
+            f"expected 1 … {window + 1} tokens of {window} draft tokens, got {mean_tokens}"
+        )
     low, high = 0.0, 1.0
     for _ in range(60):
         middle = (low + high) / 2
@@ -84,14 +86,14 @@ def plan(
     draft: DraftTime,
     verify: VerifyTime,
     p: float,
-) -> Plan:
+) -> DevicePlan:
     """The fastest decoupled plan for `batch` requests on `num_devices` (Algorithm 1).
 
     `verify_sizes` are the devices that one copy of the model may take. A verifier shares
     g_d + g_v devices with its drafters, and with them the requests that fall to these. Windows
     beyond what keeps drafting and verification equally busy are not looked at.
     """
-    best = Plan(0, 0, 0, 0.0)
+    best = DevicePlan(0, 0, 0, 0.0)
     for verify_devices in verify_sizes:
         for draft_devices in range(1, verify_devices + 1):
             share = math.ceil((draft_devices + verify_devices) * batch / num_devices)
@@ -103,11 +105,11 @@ def plan(
                 seconds = max(window * drafting(share), verifying(share))
                 rate = decoupled_tokens(p, window) / seconds
                 if rate > best.tokens_per_s:
-                    best = Plan(draft_devices, verify_devices, window, rate)
+                    best = DevicePlan(draft_devices, verify_devices, window, rate)
     return best
 
 
-def _longest_window(drafting: Line, verifying: Line) -> int:
+def _longest_window(drafting: LinearTime, verifying: LinearTime) -> int:
     """max(⌈V′ / D′⌉, ⌈β / α⌉), where it has a meaning."""
     ratios = [
         above / below
@@ -121,7 +123,7 @@ def _longest_window(drafting: Line, verifying: Line) -> int:
 
 
 def reconfigure(
-    acceptance: Mapping[int, float], found: Plan, draft: DraftTime, verify: VerifyTime
+    acceptance: Mapping[int, float], found: DevicePlan, draft: DraftTime, verify: VerifyTime
 ) -> dict[int, RequestPlan]:
     """Window and mode of every request that is accepted less than the average (Algorithm 2)."""
     if not acceptance:
@@ -133,14 +135,14 @@ def reconfigure(
     return {request_id: plans[p] for request_id, p in below.items()}
 
 
-def own_plan(p: float, found: Plan, draft: DraftTime, verify: VerifyTime) -> RequestPlan:
+def own_plan(p: float, found: DevicePlan, draft: DraftTime, verify: VerifyTime) -> RequestPlan:
     """Window and mode of one request, on the devices of the plan of all."""
     drafting = draft(found.draft_devices)
     return best_request_plan(p, drafting, lambda window: verify(found.verify_devices, window))
 
 
 def best_request_plan(
-    p: float, drafting: Line, verify: Callable[[int], Line], batch: float = 1
+    p: float, drafting: LinearTime, verify: Callable[[int], LinearTime], batch: float = 1
 ) -> RequestPlan:
     """The better of the best coupled and the best decoupled window."""
     best = RequestPlan(0, False, 1 / verify(0)(batch))  # plain decoding

@@ -23,8 +23,8 @@ import numpy as np
 
 from sched.simulator.roofline import Instance
 from sched.simulator.specactor import (
-    Line,
-    Plan,
+    DevicePlan,
+    LinearTime,
     RequestPlan,
     assign_drafters,
     coupled_tokens,
@@ -37,7 +37,7 @@ PLAIN, COUPLED, DISAGGREGATED, DECOUPLED = "plain", "coupled", "disaggregated", 
 
 
 @dataclasses.dataclass(frozen=True)
-class Trace:
+class RequestTrace:
     """Tokens to come of each request, and how often each method's drafts are right for it.
 
     `measured_R` is the first method's as it is seen over a request's first tokens: what a
@@ -61,11 +61,13 @@ class Hardware:
     verifier: Instance
     drafters: Mapping[str, Instance | None]
 
-    def draft_line(self, method: str, devices: int, most_batch: int, positions: float) -> Line:
+    def draft_line(
+        self, method: str, devices: int, most_batch: int, positions: float
+    ) -> LinearTime:
         """Seconds of a drafted token, on so many devices that share the requests."""
         drafter = self.drafters[method]
         if drafter is None:
-            return Line(0.0, 0.0)
+            return LinearTime(0.0, 0.0)
 
         def seconds(batch: float) -> float:
             each = batch / devices
@@ -73,17 +75,19 @@ class Hardware:
 
         return _line(seconds, most_batch)
 
-    def verify_line(self, devices: int, window: int, most_batch: int, positions: float) -> Line:
+    def verify_line(
+        self, devices: int, window: int, most_batch: int, positions: float
+    ) -> LinearTime:
         """Seconds of a verification; each request holds `positions`."""
         instance = dataclasses.replace(self.verifier, num_devices=devices)
         return _line(lambda b: instance.round_seconds(b, b * positions, window + 1), most_batch)
 
 
-def _line(seconds: Callable[[float], float], most_batch: int) -> Line:
+def _line(seconds: Callable[[float], float], most_batch: int) -> LinearTime:
     """Through a batch of 1 and the largest one."""
     first_s, last_s = seconds(1), seconds(most_batch)
     slope = (last_s - first_s) / max(most_batch - 1, 1)
-    return Line(slope, max(first_s - slope, 0.0))
+    return LinearTime(slope, max(first_s - slope, 0.0))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,15 +99,17 @@ class Way:
     """
 
     mode: str
-    plan: Plan
+    plan: DevicePlan
     reconfigure: bool = False
     helpers: int = 0
 
 
-class SpeculativePhase:
+class SpecActorRollout:
     """One rollout; `seconds` plays it to its end."""
 
-    def __init__(self, hardware: Hardware, trace: Trace, way: Way, *, step_s: float = 0.5) -> None:
+    def __init__(
+        self, hardware: Hardware, trace: RequestTrace, way: Way, *, step_s: float = 0.5
+    ) -> None:
         self._hardware, self._trace, self._way, self._step_s = hardware, trace, way, step_s
         self._methods = list(hardware.drafters)
         shared = way.mode in (PLAIN, COUPLED)
@@ -127,7 +133,7 @@ class SpeculativePhase:
         self._set_tokens(np.arange(R))
         self._judged_R = np.full(R, not way.reconfigure)
 
-    def _draft_line(self, method: str, devices: int) -> Line:
+    def _draft_line(self, method: str, devices: int) -> LinearTime:
         return self._hardware.draft_line(method, devices, self._batch, self._positions)
 
     def _own_plans(self, requests: np.ndarray) -> None:
@@ -146,10 +152,10 @@ class SpeculativePhase:
             self._plans[p] = own_plan(p, self._way.plan, self._draft_of, self._verify_of)
         return self._plans[p]
 
-    def _draft_of(self, devices: int) -> Line:
+    def _draft_of(self, devices: int) -> LinearTime:
         return self._draft_line(self._methods[0], devices)
 
-    def _verify_of(self, devices: int, window: int) -> Line:
+    def _verify_of(self, devices: int, window: int) -> LinearTime:
         return self._hardware.verify_line(devices, window, self._batch, self._positions)
 
     def _set_tokens(self, requests: np.ndarray) -> None:

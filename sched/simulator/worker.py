@@ -23,7 +23,7 @@ WATERMARK = 0.01  # of the memory: so much must stay free when a request is admi
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class Job:
+class RunningStart:
     """A start at work: `todo_tokens` of it are left when it is admitted."""
 
     request_id: int
@@ -40,14 +40,14 @@ class Job:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Plan:
+class RoundPlan:
     """What rounds are like at present: their cost, and tokens per request and round, by lane."""
 
     cost: RoundCost
     tokens_per_round: tuple[float, ...]
 
 
-class Pace(Protocol):
+class RoundModel(Protocol):
     """Decides the rounds of a worker whenever who runs there has changed."""
 
     num_lanes: int
@@ -60,7 +60,7 @@ class Pace(Protocol):
         """Told whenever who runs on a worker has changed; 0 where it is idle now."""
         ...
 
-    def plan(self, worker_id: int, counts: tuple[int, ...], positions: float) -> Plan:
+    def plan(self, worker_id: int, counts: tuple[int, ...], positions: float) -> RoundPlan:
         """`counts` of running requests by lane; not all are 0."""
         ...
 
@@ -83,7 +83,7 @@ class Neighbours:
 
 
 class Plain:
-    """Rounds without guesses."""
+    """Rounds without draft tokens."""
 
     num_lanes = 1
 
@@ -96,9 +96,9 @@ class Plain:
     def changed(self, worker_id: int, num_running: int) -> None:
         self._neighbours.changed(worker_id, num_running)
 
-    def plan(self, worker_id: int, counts: tuple[int, ...], positions: float) -> Plan:
+    def plan(self, worker_id: int, counts: tuple[int, ...], positions: float) -> RoundPlan:
         others = self._neighbours.others(worker_id)
-        return Plan(self._instance.round_cost(counts[0], 1, others), (1.0,))
+        return RoundPlan(self._instance.round_cost(counts[0], 1, others), (1.0,))
 
 
 @dataclasses.dataclass(slots=True)
@@ -112,7 +112,7 @@ class Counters:
     copied_tokens: int = 0
 
 
-def _current_entry(entry: tuple[float, int, Job]) -> bool:
+def _current_entry(entry: tuple[float, int, RunningStart]) -> bool:
     """Whether the job has not been pre-empted since, and perhaps admitted anew."""
     return entry[2].running and entry[0] == entry[2].end
 
@@ -124,7 +124,7 @@ class SimulatedWorker:
         self,
         worker_id: int,
         instance: Costs,
-        pace: Pace,
+        pace: RoundModel,
         kv_tokens: int,
         max_requests: int,
     ) -> None:
@@ -137,12 +137,14 @@ class SimulatedWorker:
         self.version = 0  # grows with every change
         self.counts = [0] * pace.num_lanes
         self._progress = [0.0] * pace.num_lanes
-        self._ends: list[list[tuple[float, int, Job]]] = [[] for _ in range(pace.num_lanes)]
-        self._queue: collections.deque[Job] = collections.deque()
-        self._admitted: list[Job] = []  # those that may be pre-empted, the latest last
+        self._ends: list[list[tuple[float, int, RunningStart]]] = [
+            [] for _ in range(pace.num_lanes)
+        ]
+        self._queue: collections.deque[RunningStart] = collections.deque()
+        self._admitted: list[RunningStart] = []  # those that may be pre-empted, the latest last
         self._prompts: dict[int, int] = {}  # group → its requests here: a prompt is computed once
         self._stall_s = 0.0  # of prefill, before rounds go on
-        self._plan: Plan | None = None
+        self._plan: RoundPlan | None = None
         self._growth = 0.0  # positions a round
         self._rounds: float | None = None  # to the next event, while nothing has changed
 
@@ -156,7 +158,7 @@ class SimulatedWorker:
 
     # -- what others do --------------------------------------------------------
 
-    def start(self, job: Job) -> None:
+    def start(self, job: RunningStart) -> None:
         """Take a job at the present time; without a reservation it waits for room."""
         if job.reserved:
             self._admit(job)
@@ -185,12 +187,12 @@ class SimulatedWorker:
         rounds, cost = self._rounds_to_event(), self._current().cost
         return self.now_s + self._stall_s + cost.integral(self.positions, self._growth, rounds)
 
-    def reach(self, now_s: float) -> list[Job]:
+    def reach(self, now_s: float) -> list[RunningStart]:
         """Move to `now_s`, which `next_s` gave; the jobs that end then."""
         self.counters.busy_s += now_s - self.now_s
         self.now_s, self._stall_s = now_s, 0.0
         self._run(self._rounds_to_event())
-        ended: list[Job] = []
+        ended: list[RunningStart] = []
         for lane, ends in enumerate(self._ends):
             while ends and ends[0][0] <= self._progress[lane] + EPSILON_TOKENS:
                 entry = heapq.heappop(ends)
@@ -206,7 +208,7 @@ class SimulatedWorker:
 
     # -- inside ------------------------------------------------------------------
 
-    def _current(self) -> Plan:
+    def _current(self) -> RoundPlan:
         if self._plan is None:
             self._plan = plan = self._pace.plan(self.worker_id, tuple(self.counts), self.positions)
             self._growth = sum(
@@ -249,14 +251,14 @@ class SimulatedWorker:
         self._plan = self._rounds = None
         self._pace.changed(self.worker_id, self.num_running)
 
-    def _has_room(self, job: Job) -> bool:
+    def _has_room(self, job: RunningStart) -> bool:
         if not self.num_running:
             return True
         needed = job.prompt_tokens + job.generated_tokens + WATERMARK * self._kv_tokens
         enough = self.positions + needed <= self._kv_tokens
         return enough and self.num_running < self._max_requests
 
-    def _admit(self, job: Job) -> None:
+    def _admit(self, job: RunningStart) -> None:
         total = job.prompt_tokens + job.generated_tokens
         late_tokens = 0.0
         if job.kv is Kv.PREFILL:
@@ -279,7 +281,7 @@ class SimulatedWorker:
         if not job.reserved:
             self._admitted.append(job)
 
-    def _leave(self, job: Job) -> None:
+    def _leave(self, job: RunningStart) -> None:
         job.running = False
         self.counts[job.lane] -= 1
         left = job.end - self._progress[job.lane]

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from sched.request import Ask
+from sched.request import RequestSpec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +90,7 @@ def _lengths(z: np.ndarray, mu: float, workload: Workload) -> np.ndarray:
 
 def asks_for(
     workload: Workload, lengths: np.ndarray, *, known: bool = False
-) -> tuple[list[Ask], dict[int, int]]:
+) -> tuple[list[RequestSpec], dict[int, int]]:
     """Requests, first samples first, and their lengths by number; `known`: told to schedulers."""
     asks, by_number = [], {}
     size = workload.group_size
@@ -98,7 +98,9 @@ def asks_for(
         for group in range(workload.num_groups):
             number, length = group * size + sample, int(lengths[group, sample])
             expected = length if known else None
-            asks.append(Ask(number, group, workload.prompt_tokens, workload.limit_tokens, expected))
+            asks.append(
+                RequestSpec(number, group, workload.prompt_tokens, workload.limit_tokens, expected)
+            )
             by_number[number] = length
     return asks, by_number
 

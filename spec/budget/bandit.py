@@ -1,8 +1,8 @@
-"""BEG-MAB: which way of guessing the next round takes, learnt from the rounds before.
+"""BEG-MAB: which way of drafting the next round takes, learnt from the rounds before.
 
-Strategies are grouped by how many guesses they have verified; each group serves one range of
-batch sizes, many guesses where few requests are left. Within the range, ε-greedy over the median
-reward of a sliding window. Source: TLT, section 5.2, Algorithm 1.
+Strategies are grouped by how many draft tokens they have verified; each group serves one range of
+batch sizes, many draft tokens where few requests are left. Within the range, ε-greedy over the
+median reward of a sliding window. Source: TLT, section 5.2, Algorithm 1.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _WORDS = 2**64  # of the counter between two draws: what one draws, no other doe
 
 @dataclasses.dataclass(frozen=True)
 class Strategy:
-    """One arm: which drafters are asked, how deep and wide they guess, how much is verified.
+    """One arm: which drafters are asked, how deep and wide they draft, how much is verified.
 
-    Without `sources` nothing is guessed and `verify_tokens` is 0: plain decoding.
+    Without `sources` nothing is drafted and `verify_tokens` is 0: plain decoding.
     """
 
     name: str
@@ -48,12 +48,12 @@ class Strategy:
 
 @dataclasses.dataclass(frozen=True)
 class BanditConfig:
-    """First batch size of each range, chance to explore, rewards that a median is of.
+    """First batch size of each range, probability to explore, rewards that a median is of.
 
     `everywhere` (ours) makes plain decoding a candidate in all ranges instead of one of its own, so
-    that whether to guess is learnt as well. One threshold more than there are other groups then
-    gives it the last range alone: from there on nothing is guessed, as TLT's elastic activation
-    has it (section 5.1; there at 32 requests).
+    that whether to draft is learnt as well. One threshold more than there are other groups
+    then gives it the last range alone: from there on nothing is drafted, as TLT's elastic
+    activation has it (section 5.1; there at 32 requests).
     """
 
     thresholds: tuple[int, ...]
@@ -135,9 +135,9 @@ class BegMab:
     ) -> None:
         """What a round brought: ā = Σ accept_lens / batch_size + 1, r = ā · batch_size / elapsed_s.
 
-        `accept_lens` are the guesses accepted, by request (none for plain decoding), `batch_size`
-        what the strategy was selected for. Raises ValueError where it was not to be selected for
-        that, or no time has passed.
+        `accept_lens` are the draft tokens accepted, by request (none for plain decoding),
+        `batch_size` what the strategy was selected for. Raises ValueError where it was not to be
+        selected for that, or no time has passed.
         """
         if strategy not in self.candidates(batch_size):
             raise ValueError(

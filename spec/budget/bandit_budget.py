@@ -13,12 +13,12 @@ from typing import cast
 
 import numpy as np
 
+from spec.acceptance import Acceptance
 from spec.budget.bandit import BanditConfig, BegMab, Strategy
-from spec.budget.budget import Decision, OnHost, size_for
+from spec.budget.budget import DraftDecision, OnHost, size_for
 from spec.budget.device_turns import DEVICE_SOURCES, LEARNED, DeviceDrafter
-from spec.budget.union import Union
+from spec.budget.union import DrafterUnion
 from spec.drafter import Drafts, LiveSlots
-from spec.outcome import Outcome
 from spec.retrieval.device_lookup import LookupOutcome
 from spec.round_times import RoundTimes
 
@@ -30,12 +30,12 @@ LOOKUP = "lookup"  # no drafter: the device by itself (spec/retrieval/device_loo
 class TunerConfig:
     """What `Speculation.budget = "bandit"` chooses among, and how.
 
-    Range i of batch sizes begins with `thresholds[i]` and verifies `verify_tokens[i]` guesses a
-    request; a last threshold without such has plain decoding alone. In each range the arms are
-    every drafter by itself, all that find guesses in texts, all of them, and plain decoding; with
-    a drafter on the device once for each of `depths`; and where there are texts, guesses that the
-    device looks up in them, several rounds in a call (ours). With chance `epsilon` any of them is
-    taken, else the one with the best median of its last `window` rewards.
+    Range i of batch sizes begins with `thresholds[i]` and verifies `verify_tokens[i]` draft tokens
+    a request; a last threshold without such has plain decoding alone. In each range the arms are
+    every drafter by itself, all that find draft tokens in texts, all of them, and plain decoding;
+    with a drafter on the device once for each of `depths`; and where there are texts, draft tokens
+    that the device looks up in them, several rounds in a call (ours). With probability `epsilon`
+    any of them is taken, else the one with the best median of its last `window` rewards.
     """
 
     thresholds: tuple[int, ...] = (1, 9, 33)
@@ -96,42 +96,42 @@ def make_bandit(config: TunerConfig, sources: Sequence[str], top_k: int, seed: i
     return BegMab(strategies(config, sources, top_k), bandit, seed)
 
 
-class Tuned(OnHost):
+class BanditBudget(OnHost):
     """One phase's budget by a bandit that goes on from phase to phase."""
 
     looks_up = True
 
-    def __init__(self, bandit: BegMab, times: RoundTimes, union: Union) -> None:
+    def __init__(self, bandit: BegMab, times: RoundTimes, union: DrafterUnion) -> None:
         self._bandit, self._times, self._union = bandit, times, union
         self._strategy, self._size = PLAIN, 1
         self._chosen = False  # for the round at hand
-        self._looks = False  # the round at hand looks its guesses up
+        self._looks = False  # the round at hand looks its draft tokens up
         self._bucket, self._batch = (0, 0), 1  # slots, positions; requests
 
     def ahead(
         self, live: LiveSlots, sizes: Sequence[int], num_slots: int, num_positions: int
-    ) -> Decision | None:
+    ) -> DraftDecision | None:
         self._choose(live, num_slots, num_positions)
         self._looks = LOOKUP in self._strategy.sources
         self._chosen = not self._looks
         if not self._looks:
             return None
         self._size = self._lookup_size(self._strategy, sizes)
-        return Decision(self._size, 2**30, lookup=True)
+        return DraftDecision(self._size, 2**30, lookup=True)
 
-    def looked_up(self, live: LiveSlots, outcome: LookupOutcome) -> None:
+    def looked_up(self, live: LiveSlots, acceptance: LookupOutcome) -> None:
         """Of rounds that looked up, or of a probe: then it is what that arm would have brought."""
-        if not outcome.rounds:
+        if not acceptance.rounds:
             return
         strategy, size = self._strategy, self._size
         if not self._looks:
             arms = [s for s in self._bandit.candidates(self._batch) if LOOKUP in s.sources]
             if not arms:
                 return
-            strategy, size = arms[0], outcome.right_AJ.shape[1] + 1
+            strategy, size = arms[0], acceptance.accepted_AJ.shape[1] + 1
         self._looks = False
         round_s = self._times.lookup(self._bucket[0], size, self._bucket[1])
-        self._tell(strategy, round_s, outcome.accepted / outcome.rounds)
+        self._tell(strategy, round_s, acceptance.accepted / acceptance.rounds)
 
     def skips(self, live: LiveSlots, num_slots: int, num_positions: int) -> frozenset[str]:
         if not self._chosen:
@@ -154,15 +154,16 @@ class Tuned(OnHost):
         sizes: Sequence[int],
         num_slots: int,
         num_positions: int,
-    ) -> Decision:
+    ) -> DraftDecision:
         # as many nodes as the strategy has: of each range one size is compiled
         size = size_for(self._strategy.verify_tokens, sizes)
         fits = size > self._strategy.verify_tokens
         self._size = size if fits and drafts.count_A.any() else 1
-        return Decision(self._size)
+        return DraftDecision(self._size)
 
-    def observe(self, live: LiveSlots, drafts: Drafts, outcome: Outcome) -> None:
-        accepted_A = outcome.right_AN.sum(axis=1) if outcome.tried else np.zeros(len(live))
+    def observe(self, live: LiveSlots, drafts: Drafts, acceptance: Acceptance) -> None:
+        verified = acceptance.verified
+        accepted_A = acceptance.accepted_AN.sum(axis=1) if verified else np.zeros(len(live))
         self._record(accepted_A, self._size)
 
     def _choose(self, live: LiveSlots, num_slots: int, num_positions: int) -> None:

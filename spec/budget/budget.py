@@ -1,7 +1,7 @@
-"""How many guesses a round tries: the choice that buys the most tokens per second.
+"""How many draft tokens a round tries: the choice that buys the most tokens per second.
 
 A round of B slots and N nodes costs what the measured table says; it brings each
-request one token and the guesses that turn out right. Policies by name: `off`,
+request one token and the draft tokens that turn out right. Policies by name: `off`,
 `fixed:k`, `aimd` (HistoSpec's windows), `goodput` (ours), and in spec/budget/bandit_budget.py
 `bandit` (TLT's). A budget lives for one phase; what it is told is counts and a table, so that its
 decisions repeat. A = live requests, B = slots, N = nodes (root included), S = cache positions.
@@ -15,10 +15,10 @@ from typing import Protocol
 
 import numpy as np
 
-from spec.budget.device_turns import DraftTurns
+from spec.acceptance import Acceptance, deepest
+from spec.budget.device_turns import DeviceDraftGate
 from spec.budget.window import WindowConfig, next_windows
 from spec.drafter import Drafts, LiveSlots
-from spec.outcome import Outcome, deepest
 from spec.per_request import PerRequest, RequestIndex
 from spec.retrieval.device_lookup import LookupOutcome
 from spec.retrieval.lookup_rate import LookupRate
@@ -27,15 +27,15 @@ from spec.round_times import RoundTimes
 POLICIES = "off, fixed:K, aimd, goodput, bandit"
 BETTER = 1.03  # a mode is left only for one that promises this much more
 DECAY = 0.9  # of a request's acceptance counts, a round
-PRIOR_NODES = 2.0  # how many expected guesses the prior of a request weighs
+PRIOR_NODES = 2.0  # how many expected draft tokens the prior of a request weighs
 
 
 @dataclasses.dataclass(frozen=True)
-class Decision:
+class DraftDecision:
     """Trees of `num_nodes`; 1 is plain decoding, `num_rounds` rounds before the next question.
 
     `lookup`: chains that the device looks up, for as many rounds as a fetch may have; `ask`:
-    the drafter is asked as well, and its guesses are judged by what these rounds bring.
+    the drafter is asked as well, and its draft tokens are judged by what these rounds bring.
     """
 
     num_nodes: int
@@ -47,7 +47,7 @@ class Decision:
 class Budget(Protocol):
     """Told before drafting how much each request may get, after it what was found.
 
-    `looks_up`: whether it may let the device look guesses up.
+    `looks_up`: whether it may let the device look draft tokens up.
     """
 
     looks_up: bool
@@ -58,16 +58,20 @@ class Budget(Protocol):
 
     def ahead(
         self, live: LiveSlots, sizes: Sequence[int], num_slots: int, num_positions: int
-    ) -> Decision | None:
-        """Rounds whose guesses the device looks up, of one of `sizes`; None asks the drafter."""
+    ) -> DraftDecision | None:
+        """Rounds whose draft tokens the device looks up, of one of `sizes`; None asks the
+        drafter.
+        """
         ...
 
-    def looked_up(self, live: LiveSlots, outcome: LookupOutcome) -> None:
-        """How the guesses of such rounds fared, or would have (`spec.retrieval.lookup_probe`)."""
+    def looked_up(self, live: LiveSlots, acceptance: LookupOutcome) -> None:
+        """How the draft tokens of such rounds fared, or would have
+        (`spec.retrieval.lookup_probe`).
+        """
         ...
 
     def limits(self, live: LiveSlots, num_slots: int) -> np.ndarray:
-        """The most guesses that each live request may get; int [A]."""
+        """The most draft tokens that each live request may get; int [A]."""
         ...
 
     def choose(
@@ -77,24 +81,26 @@ class Budget(Protocol):
         sizes: Sequence[int],
         num_slots: int,
         num_positions: int,
-    ) -> Decision:
+    ) -> DraftDecision:
         """One of `sizes` (ascending, root included), or 1; their bucket is given."""
         ...
 
-    def observe(self, live: LiveSlots, drafts: Drafts, outcome: Outcome) -> None:
-        """What became of the guesses that `choose` was asked about."""
+    def observe(self, live: LiveSlots, drafts: Drafts, acceptance: Acceptance) -> None:
+        """What became of the draft tokens that `choose` was asked about."""
         ...
 
 
 def size_for(widest: int, sizes: Sequence[int]) -> int:
-    """The smallest size that holds the root and `widest` guesses, else the largest; 1 for none."""
+    """The smallest size that holds the root and `widest` draft tokens, else the largest; 1 for
+    none.
+    """
     if not widest or not sizes:
         return 1
     return next((n for n in sizes if n > widest), sizes[-1])
 
 
 class OnHost:
-    """Base of budgets that leave all guessing to the drafter."""
+    """Base of budgets that leave all drafting to the drafter."""
 
     looks_up = False
 
@@ -103,15 +109,15 @@ class OnHost:
 
     def ahead(
         self, live: LiveSlots, sizes: Sequence[int], num_slots: int, num_positions: int
-    ) -> Decision | None:
+    ) -> DraftDecision | None:
         return None
 
-    def looked_up(self, live: LiveSlots, outcome: LookupOutcome) -> None:
+    def looked_up(self, live: LiveSlots, acceptance: LookupOutcome) -> None:
         raise AssertionError("nothing was to be looked up")
 
 
 class Off(OnHost):
-    """Never a guess."""
+    """Never a draft token."""
 
     def limits(self, live: LiveSlots, num_slots: int) -> np.ndarray:
         return np.zeros(len(live), np.int32)
@@ -123,15 +129,15 @@ class Off(OnHost):
         sizes: Sequence[int],
         num_slots: int,
         num_positions: int,
-    ) -> Decision:
-        return Decision(1, 2**30)
+    ) -> DraftDecision:
+        return DraftDecision(1, 2**30)
 
-    def observe(self, live: LiveSlots, drafts: Drafts, outcome: Outcome) -> None:
+    def observe(self, live: LiveSlots, drafts: Drafts, acceptance: Acceptance) -> None:
         pass
 
 
-class TakeAll(OnHost):
-    """All guesses that there are, at most `most` a request."""
+class FixedBudget(OnHost):
+    """All draft tokens that there are, at most `most` a request."""
 
     def __init__(self, most: int = 2**30) -> None:
         self._most = most
@@ -146,17 +152,17 @@ class TakeAll(OnHost):
         sizes: Sequence[int],
         num_slots: int,
         num_positions: int,
-    ) -> Decision:
-        return Decision(size_for(int(drafts.count_A.max(initial=0)), sizes))
+    ) -> DraftDecision:
+        return DraftDecision(size_for(int(drafts.count_A.max(initial=0)), sizes))
 
-    def observe(self, live: LiveSlots, drafts: Drafts, outcome: Outcome) -> None:
+    def observe(self, live: LiveSlots, drafts: Drafts, acceptance: Acceptance) -> None:
         pass
 
 
 class Aimd(OnHost):
     """HistoSpec's windows, with its gate on the batch size (RhymeRL, section 5.4).
 
-    A window is the most guesses of a request. The paper drafts chains; a tree, which other
+    A window is the most draft tokens of a request. The paper drafts chains; a tree, which other
     sources bring, counts as accepted where its longest path is.
     A round is plain where the table says that at the acceptance seen so far trees of
     the wanted size would bring fewer tokens per second; every `PROBE` rounds the gate
@@ -182,22 +188,23 @@ class Aimd(OnHost):
         sizes: Sequence[int],
         num_slots: int,
         num_positions: int,
-    ) -> Decision:
+    ) -> DraftDecision:
         size = size_for(int(drafts.count_A.max(initial=0)), sizes)
         if self._times is None or size == 1 or not self._tokens_per_request:
-            return Decision(size)
+            return DraftDecision(size)
         plain_s = self._times(num_slots, 1, num_positions)
         tree_s = self._times(num_slots, size, num_positions)
         if plain_s is None or tree_s is None or tree_s < self._tokens_per_request * plain_s:
             self._closed = 0
-            return Decision(size)
+            return DraftDecision(size)
         self._closed += 1
-        return Decision(1 if self._closed % self.PROBE else size)
+        return DraftDecision(1 if self._closed % self.PROBE else size)
 
-    def observe(self, live: LiveSlots, drafts: Drafts, outcome: Outcome) -> None:
-        if not outcome.tried:
+    def observe(self, live: LiveSlots, drafts: Drafts, acceptance: Acceptance) -> None:
+        if not acceptance.verified:
             return
-        deepest_A, accepted_A = deepest(drafts, outcome.checked_AN), outcome.right_AN.sum(axis=1)
+        deepest_A = deepest(drafts, acceptance.observed_AN)
+        accepted_A = acceptance.accepted_AN.sum(axis=1)
         windows_A = next_windows(self._config, self._windows.get(live), deepest_A, accepted_A)
         self._windows.set(live, windows_A)
         mean = 1.0 + float(accepted_A.mean())
@@ -208,18 +215,18 @@ class Aimd(OnHost):
 class Goodput:
     """The tree size with the most expected tokens per second this round.
 
-    tokens(N) = A + Σ_a s_a Σ_{i<N} chance[a, i],  choice = argmax tokens(N) / seconds(B, N, S)
+    tokens(N) = A + Σ_a s_a Σ_{i<N} probability[a, i],  choice = argmax tokens(N) / seconds(B, N, S)
 
-    `s_a` is what a request's guesses were worth so far over what they promised, drawn
-    towards that of all requests; guesses that were not tried are judged by what was then
+    `s_a` is what a request's draft tokens were worth so far over what they promised, drawn
+    towards that of all requests; draft tokens that were not tried are judged by what was then
     drawn. A mode is left only for one that promises `BETTER`.
     While plain decoding wins, drafts are asked for after 8, 16, … `LONGEST_WAIT` rounds
     (and where the batch shrinks): they cost the host's time.
 
-    Rounds that look their guesses up compete by the same rate, their tokens by what they
+    Rounds that look their draft tokens up compete by the same rate, their tokens by what they
     brought so far (`LookupRate`), or would have where another way was taken. The drafter is
     asked first at every bucket of slots and, while looking up wins, every `ASK_AGAIN` calls
-    what it would have guessed.
+    what it would have drafted.
     """
 
     looks_up = True
@@ -238,7 +245,7 @@ class Goodput:
         self._lookup = LookupRate()
         self._tree_rate: dict[int, float] = {}  # by slots: of the last round, over plain decoding
         self._lookups = 0  # calls since the drafter was asked
-        self._turns = DraftTurns()
+        self._turns = DeviceDraftGate()
 
     def skips(self, live: LiveSlots, num_slots: int, num_positions: int) -> frozenset[str]:
         return self._turns.skips()
@@ -262,14 +269,14 @@ class Goodput:
         sizes: Sequence[int],
         num_slots: int,
         num_positions: int,
-    ) -> Decision:
+    ) -> DraftDecision:
         plain_s = self._times(num_slots, 1, num_positions)
         if plain_s is None:
             raise KeyError(
                 f"no measured time of a plain round of {num_slots} slots and {num_positions} "
                 "positions: measure the engine's rounds (rl.warm_up.round_times) before the phase"
             )
-        worth_N = self.scale(live) @ np.cumsum(drafts.chance_AN, axis=1)
+        worth_N = self.scale(live) @ np.cumsum(drafts.prob_AN, axis=1)
         best, best_rate = 1, 1.0
         widest = int(drafts.count_A.max(initial=0))
         for size in sizes:
@@ -288,17 +295,17 @@ class Goodput:
         self._speculating = best > 1 and (self._speculating or best_rate > BETTER)
         if self._speculating:
             self._plain_rounds, self._wait = 0, (0, 0)
-            return Decision(best)
+            return DraftDecision(best)
         shrunk = num_slots < self._wait[0]
         longer = min(2 * self._plain_rounds, self.LONGEST_WAIT)
         self._plain_rounds = self.SHORTEST_WAIT if shrunk else max(longer, self.SHORTEST_WAIT)
         self._wait = (num_slots, self._plain_rounds)
         self._asked_at.set(live, live.total_tokens_A)
-        return Decision(1, self._plain_rounds)
+        return DraftDecision(1, self._plain_rounds)
 
     def ahead(
         self, live: LiveSlots, sizes: Sequence[int], num_slots: int, num_positions: int
-    ) -> Decision | None:
+    ) -> DraftDecision | None:
         if not sizes or not self._lookup.mean:  # nothing was right yet
             return None
         plain_s = self._times(num_slots, 1, num_positions)
@@ -314,14 +321,14 @@ class Goodput:
         if tree_rate is None or rates[best] <= BETTER * max(1.0, tree_rate):
             return None
         self._lookups = (self._lookups + 1) % self.ASK_AGAIN
-        return Decision(best, 2**30, lookup=True, ask=not self._lookups)
+        return DraftDecision(best, 2**30, lookup=True, ask=not self._lookups)
 
-    def looked_up(self, live: LiveSlots, outcome: LookupOutcome) -> None:
-        self._lookup.observe(live, outcome)
+    def looked_up(self, live: LiveSlots, acceptance: LookupOutcome) -> None:
+        self._lookup.observe(live, acceptance)
 
-    def observe(self, live: LiveSlots, drafts: Drafts, outcome: Outcome) -> None:
-        hopes_A = np.where(outcome.checked_AN, drafts.chance_AN, 0.0).sum(axis=1)
-        hits_A = outcome.right_AN.sum(axis=1)
+    def observe(self, live: LiveSlots, drafts: Drafts, acceptance: Acceptance) -> None:
+        hopes_A = np.where(acceptance.observed_AN, drafts.prob_AN, 0.0).sum(axis=1)
+        hits_A = acceptance.accepted_AN.sum(axis=1)
         self._hits.set(live, DECAY * self._hits.get(live) + hits_A)
         self._hopes.set(live, DECAY * self._hopes.get(live) + hopes_A)
         self._all_hits = 0.99 * self._all_hits + float(hits_A.sum())
@@ -342,5 +349,5 @@ def make_budget(policy: str, times: RoundTimes | None) -> Budget:
         return Goodput(times)
     name, _, size = policy.partition(":")
     if name == "fixed" and size.isdecimal() and int(size) >= 1:
-        return TakeAll(int(size))
+        return FixedBudget(int(size))
     raise ValueError(f"budget must be one of {POLICIES}, got {policy!r}")

@@ -1,4 +1,5 @@
-"""Drafters that guess on the device: what they have in common, and where their guesses pay.
+"""Drafters that draft on the device: what they have in common, and where their draft tokens
+pay.
 
 The others read texts on the host while the device is at work; these take seconds of its own.
 """
@@ -20,17 +21,17 @@ SHORTEST_WAIT, LONGEST_WAIT = 8, 64  # rounds
 class DeviceDrafter(Drafter, Protocol):
     """A drafter whose seconds grow with its depth."""
 
-    depth: int  # guesses after one another, at most; may be set between two rounds
+    depth: int  # draft tokens after one another, at most; may be set between two rounds
 
 
-class DraftTurns:
-    """Compares a round with a drafter's guesses to one without, by tokens a second.
+class DeviceDraftGate:
+    """Compares a round with a drafter's draft tokens to one without, by tokens a second.
 
-        (A + Σ s_a chance) / (round + drafts)
-            against   (A + Σ s_a chance of others) / (round + drafts of others)
+        (A + Σ s_a probability) / (round + drafts)
+            against   (A + Σ s_a probability of others) / (round + drafts of others)
 
-    A guess that others have too, with a lower chance, counts as the drafter's. After a round
-    that it did not pay for it is left out for 8, 16, … `LONGEST_WAIT` rounds.
+    A draft token that others have too, with a lower probability, counts as the drafter's. After a
+    round that it did not pay for it is left out for 8, 16, … `LONGEST_WAIT` rounds.
     """
 
     def __init__(self) -> None:
@@ -49,13 +50,13 @@ class DraftTurns:
         scale_A: np.ndarray,
         bucket: tuple[int, int, int],
     ) -> None:
-        """What a round of this (slots, nodes, positions) and its guesses say."""
+        """What a round of this (slots, nodes, positions) and its draft tokens say."""
         num_slots, num_nodes, num_positions = bucket
         round_s = times(*bucket)
         if round_s is None:
             return
         real_AN = np.arange(drafts.max_nodes) < np.minimum(drafts.count_A, num_nodes - 1)[:, None]
-        worth_AN = np.where(real_AN, drafts.chance_AN, 0.0) * scale_A[:, None]
+        worth_AN = np.where(real_AN, drafts.prob_AN, 0.0) * scale_A[:, None]
         draft_s, own_worth = dict[str, float](), dict[str, float]()
         for name, source in DEVICE_SOURCES.items():
             own_AN, depths = drafts.sources_AN == source, times.draft_depths(name)

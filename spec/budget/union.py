@@ -1,6 +1,6 @@
-"""Several drafters as one: the union of their trees, the likeliest guesses first.
+"""Several drafters as one: the union of their trees, the likeliest draft tokens first.
 
-A guess that two drafters share counts once, with the higher of their chances, and
+A draft token that two drafters share counts once, with the higher of their probabilities, and
 belongs to the one that gave it. So the best of the union is never worth less than the
 best of any one of them.
 """
@@ -12,16 +12,18 @@ from collections.abc import Sequence
 import numba
 import numpy as np
 
+from spec.acceptance import Acceptance
 from spec.drafter import Drafter, Drafts, LiveSlots, Source, no_drafts
-from spec.outcome import Outcome
 from spec.retrieval.lookup_texts import LookupTexts
 
-WORTH_ASKING = 0.03  # right guesses a request and round; a source that brings fewer has to wait
+WORTH_ASKING = (
+    0.03  # right draft tokens a request and round; a source that brings fewer has to wait
+)
 ASKED_AGAIN = 16  # rounds
 MEMORY = 0.95  # of what sources brought, a round
 
 
-class Union:
+class DrafterUnion:
     """The drafter that asks all of `drafters`, those that bring next to nothing more rarely.
 
     `names` are what `skipped` calls them by: those named there are not asked.
@@ -34,17 +36,17 @@ class Union:
         names: Sequence[str] = (),
     ) -> None:
         assert drafters, "a union of nothing"
-        self.texts = texts  # what the device may look guesses up in
+        self.texts = texts  # what the device may look draft tokens up in
         self.names, self.skipped = tuple(names), frozenset[str]()
         self._drafters = tuple(drafters)
         self._asked = np.zeros(len(self._drafters))
-        self._right = np.zeros(len(self._drafters))
+        self._accepted = np.zeros(len(self._drafters))
         self._round = 0
         self._last: dict[int, int] = {}  # the drafters of the last round, and their sources
 
     def propose(self, live: LiveSlots, max_nodes_A: np.ndarray, max_nodes: int) -> Drafts:
         self._round += 1
-        worth_K = self._right >= WORTH_ASKING * self._asked
+        worth_K = self._accepted >= WORTH_ASKING * self._asked
         if self._round % ASKED_AGAIN == 0 or not worth_K.any():
             worth_K[:] = True
         if self.skipped:
@@ -62,12 +64,12 @@ class Union:
         """The drafter of that name, if there is one."""
         return dict(zip(self.names, self._drafters, strict=False)).get(name)
 
-    def judged(self, drafts: Drafts, outcome: Outcome) -> None:
-        """What became of the last round's guesses."""
-        right = np.bincount(drafts.sources_AN[outcome.right_AN], minlength=len(Source))
+    def judged(self, drafts: Drafts, acceptance: Acceptance) -> None:
+        """What became of the last round's draft tokens."""
+        right = np.bincount(drafts.sources_AN[acceptance.accepted_AN], minlength=len(Source))
         for k, source in self._last.items():
             self._asked[k] = MEMORY * self._asked[k] + len(drafts.count_A)
-            self._right[k] = MEMORY * self._right[k] + right[source]
+            self._accepted[k] = MEMORY * self._accepted[k] + right[source]
 
     def finished(self, live: LiveSlots) -> None:
         for drafter in self._drafters:
@@ -77,19 +79,19 @@ class Union:
 
 
 def merge(drafts: Sequence[Drafts], max_nodes_A: np.ndarray) -> Drafts:
-    """The union of each request's trees, cut to its `max_nodes_A` likeliest guesses."""
+    """The union of each request's trees, cut to its `max_nodes_A` likeliest draft tokens."""
     A, N = drafts[0].tokens_AN.shape
     out = no_drafts(A, N)
     _merge(
         np.stack([d.tokens_AN for d in drafts]),
         np.stack([d.parents_AN for d in drafts]),
-        np.stack([d.chance_AN for d in drafts]),
+        np.stack([d.prob_AN for d in drafts]),
         np.stack([d.sources_AN for d in drafts]),
         np.stack([d.count_A for d in drafts]),
         np.minimum(max_nodes_A, N).astype(np.int32),
         out.tokens_AN,
         out.parents_AN,
-        out.chance_AN,
+        out.prob_AN,
         out.sources_AN,
         out.count_A,
     )
@@ -100,20 +102,20 @@ def merge(drafts: Sequence[Drafts], max_nodes_A: np.ndarray) -> Drafts:
 def _merge(  # type: ignore[no-untyped-def]
     tokens_KAN,
     parents_KAN,
-    chance_KAN,
+    prob_KAN,
     sources_KAN,
     count_KA,
     most_A,
     out_tokens_AN,
     out_parents_AN,
-    out_chance_AN,
+    out_prob_AN,
     out_sources_AN,
     out_count_A,
 ):
     K, A, N = tokens_KAN.shape
     M = K * N  # nodes of a union at most
     token, parent = np.empty(M, np.int32), np.empty(M, np.int32)
-    chance, source = np.empty(M, np.float32), np.empty(M, np.uint8)
+    prob, source = np.empty(M, np.float32), np.empty(M, np.uint8)
     child, sibling = np.empty(M + 1, np.int32), np.empty(M, np.int32)  # child[0]: of the root
     here = np.empty(N, np.int32)  # where a source's nodes are in the union
     place = np.empty(M, np.int32)  # where the union's nodes are in the result
@@ -131,10 +133,10 @@ def _merge(  # type: ignore[no-untyped-def]
                 if node < 0:
                     node, size = size, size + 1
                     token[node], parent[node] = tokens_KAN[k, a, i], above
-                    chance[node], source[node] = -1.0, 0
+                    prob[node], source[node] = -1.0, 0
                     sibling[node], child[above + 1], child[node + 1] = child[above + 1], node, -1
-                if chance_KAN[k, a, i] > chance[node]:
-                    chance[node], source[node] = chance_KAN[k, a, i], sources_KAN[k, a, i]
+                if prob_KAN[k, a, i] > prob[node]:
+                    prob[node], source[node] = prob_KAN[k, a, i], sources_KAN[k, a, i]
                 here[i] = node
         # parents are worth at least as much as their children, and come first among equals
         chosen = min(most_A[a], size)
@@ -143,10 +145,10 @@ def _merge(  # type: ignore[no-untyped-def]
         for n in range(chosen):
             best = -1
             for node in range(size):
-                if place[node] < 0 and (best < 0 or chance[node] > chance[best]):
+                if place[node] < 0 and (best < 0 or prob[node] > prob[best]):
                     best = node
             place[best] = n
-            out_tokens_AN[a, n], out_chance_AN[a, n] = token[best], chance[best]
+            out_tokens_AN[a, n], out_prob_AN[a, n] = token[best], prob[best]
             out_parents_AN[a, n] = -1 if parent[best] < 0 else place[parent[best]]
             out_sources_AN[a, n] = source[best]
         out_count_A[a] = chosen

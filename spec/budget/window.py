@@ -26,10 +26,10 @@ class WindowConfig:
 def next_windows(
     config: WindowConfig, window_A: np.ndarray, deepest_A: np.ndarray, accepted_A: np.ndarray
 ) -> np.ndarray:
-    """Windows after a round: +step where as many guesses were right as the longest path has.
+    """Windows after a round: +step where as many draft tokens were right as the longest path has.
 
     Else back to start. Of a chain that is all of them; of a tree siblings cannot all be right.
-    A request without guesses keeps its window.
+    A request without draft tokens keeps its window.
     """
     grown_A = np.minimum(window_A + config.step_tokens, config.most_tokens)
     changed_A = np.where(accepted_A >= deepest_A, grown_A, config.start_tokens)

@@ -1,6 +1,6 @@
 """Whose keys and values lie in a small model's cache, token by token: the host's side of it.
 
-B = rows of the cache, S = its positions, A = live requests, K = guesses of a chain.
+B = rows of the cache, S = its positions, A = live requests, K = draft tokens of a chain.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ class HeldRows:
 
     def __init__(self, num_rows: int, num_positions: int) -> None:
         self.tokens_BS = np.zeros((num_rows, num_positions), np.int32)
-        self.filled_B = np.zeros(num_rows, np.int32)  # tokens, guesses included
+        self.filled_B = np.zeros(num_rows, np.int32)  # tokens, draft tokens included
         self.known_B = np.zeros(num_rows, np.int32)
         self.owner_B = np.full(num_rows, NOBODY, np.int64)
-        # where guesses of the last chain begin, and how many there are
+        # where draft tokens of the last chain begin, and how many there are
         self.drafted_at_B = np.zeros(num_rows, np.int32)
         self.drafted_B = np.zeros(num_rows, np.int32)
         self._row_of: dict[int, int] = {}
@@ -36,8 +36,8 @@ class HeldRows:
     def follow(self, live: LiveSlots) -> tuple[np.ndarray, np.ndarray]:
         """The rows of live requests, told of their tokens; also [A, 2] of the last chains.
 
-        That is how many guesses were right, and of how many that is known. There must be as many
-        rows as requests.
+        That is how many draft tokens were right, and of how many that is known. There must be as
+        many rows as requests.
         """
         rows_A = self._rows(live)
         agreed_A = np.zeros(len(live), np.int32)
@@ -53,17 +53,19 @@ class HeldRows:
         )
         at_A, drafted_A = self.drafted_at_B[rows_A], self.drafted_B[rows_A]
         seen_A = np.clip(total_A - at_A, 0, drafted_A)
-        right_A = np.clip(agreed_A - at_A, 0, seen_A)
+        accepted_A = np.clip(agreed_A - at_A, 0, seen_A)
         self.drafted_B[rows_A] = 0
         self.roll_back(rows_A, agreed_A)
-        return rows_A, np.stack([right_A, seen_A], axis=1)
+        return rows_A, np.stack([accepted_A, seen_A], axis=1)
 
     def roll_back(self, rows_A: np.ndarray, agreed_A: np.ndarray) -> None:
-        """Entries behind the first `agreed_A` tokens are of guesses that were wrong."""
+        """Entries behind the first `agreed_A` tokens are of draft tokens that were wrong."""
         self.known_B[rows_A] = np.minimum(self.known_B[rows_A], agreed_A)
 
     def drafted(self, rows_A: np.ndarray, tokens_AK: np.ndarray, count_A: np.ndarray) -> None:
-        """Chains were computed from the ends of these rows: entries of all but the last guess."""
+        """Chains were computed from the ends of these rows: entries of all but the last draft
+        token.
+        """
         total_A = self.filled_B[rows_A]
         a, k = np.nonzero(np.arange(tokens_AK.shape[1]) < count_A[:, None])
         self.tokens_BS[rows_A[a], total_A[a] + k] = tokens_AK[a, k]

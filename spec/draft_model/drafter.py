@@ -1,9 +1,9 @@
 """Drafts from a small model of the policy's tokenizer, which keeps a cache of its own.
 
 Each round: tokens that the cache lacks are run through the model, then a chain is drafted from
-every request's last token. Entries of guesses that come true are in the cache already; those of
-wrong guesses are overwritten. So a round costs one short pass and one a guess, and one fetch.
-Source: a small model as drafter, as SpecActor has among others; coupled draws are ours.
+every request's last token. Entries of draft tokens that come true are in the cache already; those
+of wrong draft tokens are overwritten. So a round costs one short pass and one a draft token, and
+one fetch. Source: a small model as drafter, as SpecActor has among others; coupled draws are ours.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from spec.drafter import Drafts, LiveSlots, Source, no_drafts
 from spec.sampling import SamplingConfig
 from spec.tree import PADDING
 
-Guess = Literal["likeliest", "coupled"]
+Proposal = Literal["likeliest", "coupled"]
 Put = Callable[[Any], jax.Array]
-PRIOR_GUESSES = 8  # what `coupled_chance` weighs beside what is seen
+PRIOR_DRAFTS = 8  # what `coupled_prob` weighs beside what is seen
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,8 +38,8 @@ class SmallModelConfig:
 
     Buckets of rows are `min_rows` · 2^i, of cache positions `min_positions` · 2^i. A chain's
     first pass has `window_tokens` a row; what a row lacks beyond them is computed in chunks of up
-    to `chunk_tokens`, about `pass_tokens` a pass. Chains have up to `max_draft_tokens` guesses
-    and end where their chance falls below `min_chance`. `coupled_chance` is that of a coupled
+    to `chunk_tokens`, about `pass_tokens` a pass. Chains have up to `max_draft_tokens` draft tokens
+    and end where their probability falls below `min_prob`. `coupled_prob` is that of a coupled
     draw before any was seen.
     """
 
@@ -49,8 +49,8 @@ class SmallModelConfig:
     chunk_tokens: int = 128
     pass_tokens: int = 512
     max_draft_tokens: int = 16
-    min_chance: float = 0.0
-    coupled_chance: float = 0.7
+    min_prob: float = 0.0
+    coupled_prob: float = 0.7
 
     def __post_init__(self) -> None:
         for name in ("min_rows", "window_tokens", "pass_tokens", "max_draft_tokens"):
@@ -61,10 +61,10 @@ class SmallModelConfig:
                 "expected window_tokens <= chunk_tokens <= min_positions, got "
                 f"{self.window_tokens}, {self.chunk_tokens}, {self.min_positions}"
             )
-        if not (0 <= self.min_chance <= 1 and 0 < self.coupled_chance < 1):
+        if not (0 <= self.min_prob <= 1 and 0 < self.coupled_prob < 1):
             raise ValueError(
-                "expected min_chance in [0, 1] and coupled_chance in (0, 1), got "
-                f"{self.min_chance}, {self.coupled_chance}"
+                "expected min_prob in [0, 1] and coupled_prob in (0, 1), got "
+                f"{self.min_prob}, {self.coupled_prob}"
             )
 
     @property
@@ -84,11 +84,11 @@ class SmallModelConfig:
 class SmallModelDrafter:
     """Chains of a small model: its `likeliest` tokens, or its own draws (`coupled`).
 
-    Coupled guesses are drawn with the noise that the policy will draw with (noise by position),
-    so that they are right wherever both distributions put the token at the same noise. A guess's
-    chance is, likeliest, the product of the model's probabilities at the sampling's temperature;
-    coupled, the product of the mean acceptances at each depth so far. Chains have `depth` guesses
-    at most, which may be changed between rounds.
+    Coupled draft tokens are drawn with the noise that the policy will draw with (noise by
+    position), so that they are right wherever both distributions put the token at the same noise. A
+    draft token's probability is, likeliest, the product of the model's probabilities at the
+    sampling's temperature; coupled, the product of the mean acceptances at each depth so far.
+    Chains have `depth` draft tokens at most, which may be changed between rounds.
 
     `model` must have the vocabulary of `policy`, else ValueError. `params` are on the device to
     which `put` takes host arrays; `dtype` is the cache's, None that of `params`. Call all methods
@@ -104,7 +104,7 @@ class SmallModelDrafter:
         policy: ModelConfig,
         sampling: SamplingConfig,
         key: jax.Array,
-        guess: Guess = "likeliest",
+        proposal: Proposal = "likeliest",
         put: Put = jax.device_put,
         dtype: Any = None,
     ) -> None:
@@ -113,27 +113,28 @@ class SmallModelDrafter:
                 f"expected a small model with the policy's vocabulary of {policy.vocab_size}, got "
                 f"{model.vocab_size}: take one of the same tokenizer, its embedding cut or padded"
             )
-        if guess not in ("likeliest", "coupled"):
-            raise ValueError(f"guess must be 'likeliest' or 'coupled', got {guess!r}")
+        if proposal not in ("likeliest", "coupled"):
+            raise ValueError(f"proposal must be 'likeliest' or 'coupled', got {proposal!r}")
         self.config = config or SmallModelConfig()
         self.depth = self.config.max_draft_tokens
         self._model, self._params, self._put = model, params, put
-        self._guess = guess
-        self._scheme = sampling.draw if guess == "coupled" else None
-        # coupled chains are cut by the host: the model's own probabilities are not their chance
-        min_chance = self.config.min_chance if guess == "likeliest" else 0.0
+        self._proposal = proposal
+        self._scheme = sampling.draw if proposal == "coupled" else None
+        # coupled chains are cut by the host: the model's own probabilities are not their
+        # probability
+        min_prob = self.config.min_prob if proposal == "likeliest" else 0.0
         self._draws = Draws(
             temperature=put(np.float32(sampling.temperature)),
             top_k=put(np.int32(sampling.top_k)),
             top_p=put(np.float32(sampling.top_p)),
-            min_chance=put(np.float32(min_chance)),
+            min_prob=put(np.float32(min_prob)),
             key=put(key),
         )
         self._zero = put(np.zeros((), dtype or params.embedding_VD.dtype))
         self._held = HeldRows(0, self.config.min_positions)
         self._cache: KVCache | None = None
-        self._right_K = np.zeros(self.config.max_draft_tokens, np.int64)
-        self._checked_K = np.zeros(self.config.max_draft_tokens, np.int64)
+        self._accepted_K = np.zeros(self.config.max_draft_tokens, np.int64)
+        self._observed_K = np.zeros(self.config.max_draft_tokens, np.int64)
 
     def propose(self, live: LiveSlots, max_nodes_A: np.ndarray, max_nodes: int) -> Drafts:
         drafts = no_drafts(len(live), max_nodes)
@@ -144,17 +145,17 @@ class SmallModelDrafter:
             return drafts
         some, most_A = live.take(asked_A), most_A[asked_A].astype(np.int32)
         self._fit(live, int((some.total_tokens_A + most_A).max()))
-        rows_A, outcome_A2 = self._held.follow(some)
-        self._judge(outcome_A2)
+        rows_A, acceptance_A2 = self._held.follow(some)
+        self._judge(acceptance_A2)
         self._catch_up(rows_A, some.total_tokens_A)
-        tokens_AK, chance_AK = self._draft(some, rows_A, most_A)
+        tokens_AK, prob_AK = self._draft(some, rows_A, most_A)
         count_A = np.minimum(most_A, tokens_AK.shape[1])
         self._held.drafted(rows_A, tokens_AK, count_A)
-        if self._guess == "coupled":
-            chance_AK = np.broadcast_to(self._mean_chance()[: tokens_AK.shape[1]], tokens_AK.shape)
+        if self._proposal == "coupled":
+            prob_AK = np.broadcast_to(self._mean_prob()[: tokens_AK.shape[1]], tokens_AK.shape)
         else:
-            count_A = np.minimum(count_A, (chance_AK >= self.config.min_chance).sum(axis=1))
-        return _fill(drafts, asked_A, tokens_AK, chance_AK, count_A)
+            count_A = np.minimum(count_A, (prob_AK >= self.config.min_prob).sum(axis=1))
+        return _fill(drafts, asked_A, tokens_AK, prob_AK, count_A)
 
     def finished(self, live: LiveSlots) -> None:
         held = live.take(self._held.has(live))
@@ -168,30 +169,32 @@ class SmallModelDrafter:
         """The jitted steps that so many live requests of up to `max_tokens` tokens can reach.
 
         Each with a maker of its arguments. Drafters of other phases on the same device find what
-        was compiled too, where `config`, `guess` and scheme of draws are the same.
+        was compiled too, where `config`, `proposal` and scheme of draws are the same.
         """
         for step, make, options in self._programs(max_requests, max_tokens):
             yield step, partial(_call, make, options)
 
-    # -- chances ---------------------------------------------------------------------
+    # -- probabilities ---------------------------------------------------------------------
 
-    def _judge(self, outcome_A2: np.ndarray) -> None:
-        """Count, by depth, chains that came so far, and those whose next guess was right."""
-        depth_K = np.arange(len(self._right_K))
-        right_A1, seen_A1 = outcome_A2[:, :1], outcome_A2[:, 1:]
-        self._right_K += (depth_K < right_A1).sum(axis=0)
-        self._checked_K += ((depth_K <= right_A1) & (depth_K < seen_A1)).sum(axis=0)
+    def _judge(self, acceptance_A2: np.ndarray) -> None:
+        """Count, by depth, chains that came so far, and those whose next draft token was right."""
+        depth_K = np.arange(len(self._accepted_K))
+        accepted_A1, seen_A1 = acceptance_A2[:, :1], acceptance_A2[:, 1:]
+        self._accepted_K += (depth_K < accepted_A1).sum(axis=0)
+        self._observed_K += ((depth_K <= accepted_A1) & (depth_K < seen_A1)).sum(axis=0)
 
-    def _mean_chance(self) -> np.ndarray:
-        prior = PRIOR_GUESSES * self.config.coupled_chance
-        rate_K = (self._right_K + prior) / (self._checked_K + PRIOR_GUESSES)
+    def _mean_prob(self) -> np.ndarray:
+        prior = PRIOR_DRAFTS * self.config.coupled_prob
+        rate_K = (self._accepted_K + prior) / (self._observed_K + PRIOR_DRAFTS)
         return np.cumprod(rate_K).astype(np.float32)
 
     def _longest_chain(self) -> int:
-        """Guesses that are worth having; one at least, or chances would never be known better."""
-        if self._guess == "likeliest":
+        """Draft tokens that are worth having; one at least, or probabilities would never be known
+        better.
+        """
+        if self._proposal == "likeliest":
             return self.depth
-        return max(1, int((self._mean_chance()[: self.depth] >= self.config.min_chance).sum()))
+        return max(1, int((self._mean_prob()[: self.depth] >= self.config.min_prob).sum()))
 
     # -- the cache -------------------------------------------------------------------
 
@@ -261,8 +264,8 @@ class SmallModelDrafter:
         self._cache, packed = draft_chains(
             self._params, cache, self._put(table_BX), self._draws, **self._chain_options()
         )
-        tokens_BK, chance_BK = unpack(packed)
-        return tokens_BK[rows_A], chance_BK[rows_A]
+        tokens_BK, prob_BK = unpack(packed)
+        return tokens_BK[rows_A], prob_BK[rows_A]
 
     def _chain_options(self) -> dict[str, Any]:
         return {
@@ -318,7 +321,7 @@ def _fill(
     drafts: Drafts,
     asked_A: np.ndarray,
     tokens_AK: np.ndarray,
-    chance_AK: np.ndarray,
+    prob_AK: np.ndarray,
     count_A: np.ndarray,
 ) -> Drafts:
     """Chains into the rows of drafts that asked for them."""
@@ -326,6 +329,6 @@ def _fill(
     valid_AK = np.arange(K) < count_A[:, None]
     drafts.tokens_AN[asked_A, :K] = np.where(valid_AK, tokens_AK[:, :K], PADDING)
     drafts.parents_AN[asked_A, :K] = np.where(valid_AK, np.arange(-1, K - 1), -1)
-    drafts.chance_AN[asked_A, :K] = np.where(valid_AK, chance_AK[:, :K], 0.0)
+    drafts.prob_AN[asked_A, :K] = np.where(valid_AK, prob_AK[:, :K], 0.0)
     drafts.count_A[asked_A] = count_A
     return drafts

@@ -1,7 +1,7 @@
-"""What a small model computes as a drafter: chunks of known tokens, and chains of guesses.
+"""What a small model computes as a drafter: chunks of known tokens, and chains of draft tokens.
 
 Its cache holds a row per request; B = rows, P = rows of one pass, C = tokens of a chunk,
-W = tokens of a chain's first pass, K = guesses of a chain. A row's tokens lie at their own
+W = tokens of a chain's first pass, K = draft tokens of a chain. A row's tokens lie at their own
 positions, entries behind those that are known are dead, and every pass overwrites what it
 needs before it looks at it.
 """
@@ -27,15 +27,15 @@ COLUMNS = ("total", "emitted", "request_id", "most")  # behind the W tokens of a
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Draws:
-    """How guesses are drawn, the same for all requests: scalars, and the phase's key.
+    """How draft tokens are drawn, the same for all requests: scalars, and the phase's key.
 
-    A chain ends where its chance falls below `min_chance`.
+    A chain ends where its probability falls below `min_prob`.
     """
 
     temperature: jax.Array
     top_k: jax.Array
     top_p: jax.Array
-    min_chance: jax.Array
+    min_prob: jax.Array
     key: jax.Array
 
 
@@ -80,15 +80,15 @@ def draft_chains(
     window_tokens: int,
     most_tokens: int,
 ) -> tuple[KVCache, jax.Array]:
-    """Chains of up to `most_tokens` guesses; `table_BX` holds W tokens and `COLUMNS` a row.
+    """Chains of up to `most_tokens` draft tokens; `table_BX` holds W tokens and `COLUMNS` a row.
 
     The first pass computes the last W of a row's `total` tokens (all, where there are fewer):
-    entries before these must be known. Each further pass computes the guess before. Chains end
-    together, once each has its `most` guesses or too small a chance. Without a `scheme` guesses
-    are the likeliest tokens, else draws with the noise of `request_id` at response positions
-    `emitted` …; their chance is the product of the model's own probabilities. Rows with a `most`
-    of 0 are at rest: written nowhere; nor is a row behind its `most`. Requires `total + most <= S`.
-    The result is packed, for `unpack`.
+    entries before these must be known. Each further pass computes the draft token before. Chains
+    end together, once each has its `most` draft tokens or too small a probability. Without a
+    `scheme` draft tokens are the likeliest tokens, else draws with the noise of `request_id` at
+    response positions `emitted` …; their probability is the product of the model's own
+    probabilities. Rows with a `most` of 0 are at rest: written nowhere; nor is a row behind its
+    `most`. Requires `total + most <= S`. The result is packed, for `unpack`.
     """
     B, W, K, S = table_BX.shape[0], window_tokens, most_tokens, cache.num_positions
     total_B, emitted_B, ids_B, most_B = table_BX[:, W:].T
@@ -98,42 +98,44 @@ def draft_chains(
     last_B11 = jnp.maximum(total_B - first_B - 1, 0)[:, None, None]
     hidden_B1D = jnp.take_along_axis(hidden_BWD, last_B11, axis=1)
 
-    def guess(k: jax.Array, hidden_B1D: jax.Array, drawn: tuple) -> tuple:
-        tokens_BK, chance_BK, chance_B = drawn
+    def draft_token(k: jax.Array, hidden_B1D: jax.Array, drawn: tuple) -> tuple:
+        tokens_BK, prob_BK, prob_B = drawn
         logits_B1V = constrain(transformer.head(params, hidden_B1D), "batch", None, "vocab")
         keys_B1 = sampling.position_keys(keys_B, (emitted_B + k)[:, None])
         token_B1, logprob_B1 = _draw(logits_B1V, keys_B1, draws, scheme)
-        chance_B = chance_B * jnp.exp(logprob_B1[:, 0])
+        prob_B = prob_B * jnp.exp(logprob_B1[:, 0])
         tokens_BK = jax.lax.dynamic_update_slice(tokens_BK, token_B1, (0, k))
-        chance_BK = jax.lax.dynamic_update_slice(chance_BK, chance_B[:, None], (0, k))
-        return tokens_BK, chance_BK, chance_B
+        prob_BK = jax.lax.dynamic_update_slice(prob_BK, prob_B[:, None], (0, k))
+        return tokens_BK, prob_BK, prob_B
 
     def more(carry: tuple) -> jax.Array:
-        k, _, (_, _, chance_B) = carry
-        return jnp.any((k < most_B) & (chance_B >= draws.min_chance))
+        k, _, (_, _, prob_B) = carry
+        return jnp.any((k < most_B) & (prob_B >= draws.min_prob))
 
     def step(carry: tuple) -> tuple:
         k, cache, drawn = carry
         token_B1 = jax.lax.dynamic_slice_in_dim(drawn[0], k - 1, 1, axis=1)
         at_B = jnp.where(k < most_B, total_B + k - 1, S)  # rows that have enough compute along
         hidden_B1D, cache = _pass(config, params, cache, token_B1, at_B)
-        return k + 1, cache, guess(k, hidden_B1D, drawn)
+        return k + 1, cache, draft_token(k, hidden_B1D, drawn)
 
     none = jnp.zeros((B, K), jnp.int32), jnp.zeros((B, K)), jnp.ones(B)
-    start = jnp.int32(1), cache, guess(jnp.int32(0), hidden_B1D, none)
-    k, cache, (tokens_BK, chance_BK, _) = jax.lax.while_loop(more, step, start)
-    bits_BK = jax.lax.bitcast_convert_type(chance_BK, jnp.int32)
+    start = jnp.int32(1), cache, draft_token(jnp.int32(0), hidden_B1D, none)
+    k, cache, (tokens_BK, prob_BK, _) = jax.lax.while_loop(more, step, start)
+    bits_BK = jax.lax.bitcast_convert_type(prob_BK, jnp.int32)
     count_B1 = jnp.broadcast_to(k, (B, 1))
     cache = jax.tree.map(kv_cache.pin, cache)  # a loop's results may come out on other shards
     return cache, jnp.concatenate([tokens_BK, bits_BK, count_B1], axis=1)
 
 
 def unpack(packed: jax.Array) -> tuple[np.ndarray, np.ndarray]:
-    """(tokens_BK, chance_BK) of the guesses that were made, on the host: waits for the device."""
+    """(tokens_BK, chance_BK) of the draft tokens that were made, on the host: waits for the
+    device.
+    """
     packed_BX = np.asarray(packed)
     K, count = packed_BX.shape[1] // 2, int(packed_BX[0, -1])
-    chance_BK = packed_BX[:, K : 2 * K].view(np.float32)
-    return packed_BX[:, :count], chance_BK[:, :count]
+    prob_BK = packed_BX[:, K : 2 * K].view(np.float32)
+    return packed_BX[:, :count], prob_BK[:, :count]
 
 
 def _pass(

@@ -10,31 +10,31 @@ import numpy as np
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Caught:
+class HiddenStates:
     """One prompt and response, and the policy's hidden states at all of its tokens but the last.
 
-    `tokens_T` int32, `caught_TW` [T − 1, W] in the policy's dtype (spec.eagle.model says what W
+    `tokens_T` int32, `hidden_TW` [T − 1, W] in the policy's dtype (spec.eagle.model says what W
     holds).
     """
 
     tokens_T: np.ndarray
     prompt_tokens: int
-    caught_TW: np.ndarray
+    hidden_TW: np.ndarray
     policy_version: int
 
     @property
     def num_bytes(self) -> int:
-        return self.tokens_T.nbytes + self.caught_TW.nbytes
+        return self.tokens_T.nbytes + self.hidden_TW.nbytes
 
 
-class Catcher(Protocol):
+class HiddenStateSink(Protocol):
     """Who takes sequences from rollouts. Any thread may call it."""
 
     def wants(self, num_tokens: int) -> bool:
         """Whether a sequence of so many tokens is of use: taking it from a device costs time."""
         ...
 
-    def caught(self, sequence: Caught) -> None: ...
+    def caught(self, sequence: HiddenStates) -> None: ...
 
 
 @jax.tree_util.register_dataclass
@@ -49,7 +49,7 @@ class DrafterBatch:
     """
 
     tokens_BT: Any
-    caught_BTW: Any
+    hidden_BTW: Any
     positions_BT: Any
     sequence_BT: Any
     counts_BT: Any

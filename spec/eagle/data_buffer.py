@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from spec.eagle.batch import Caught
+from spec.eagle.batch import HiddenStates
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +55,7 @@ class DataBuffer:
         self.evicted = 0  # had to go, for room or by age
         self._lock = threading.Lock()
         # each step's in the order in which they go: by length, the current step's by age
-        self._steps: dict[int, list[Caught]] = {}
+        self._steps: dict[int, list[HiddenStates]] = {}
         self._newest_step = -1
         self._num_bytes = 0
         self._width, self._dtype = 0, np.dtype(np.float32)  # of what came last
@@ -84,7 +84,7 @@ class DataBuffer:
             num_bytes = _num_bytes(num_tokens, self._width, self._dtype)
             return self._to_go(num_tokens, num_bytes, step) is not None
 
-    def add(self, caught: Caught, step: int) -> None:
+    def add(self, caught: HiddenStates, step: int) -> None:
         """Copies a sequence of RL step `step` into the buffer, or counts it in `dropped`.
 
         Raises ValueError where its arrays do not fit one another, or the width or dtype of what
@@ -92,8 +92,8 @@ class DataBuffer:
         """
         _check(caught)
         step = int(step)
-        num_tokens, width = len(caught.tokens_T), caught.caught_TW.shape[1]
-        dtype = caught.caught_TW.dtype
+        num_tokens, width = len(caught.tokens_T), caught.hidden_TW.shape[1]
+        dtype = caught.hidden_TW.dtype
         num_bytes = _num_bytes(num_tokens, width, dtype)
         with self._lock:
             if self._steps and (width, dtype) != (self._width, self._dtype):
@@ -133,7 +133,7 @@ class DataBuffer:
         with self._lock:
             self._drop_before(step)
 
-    def sample(self, num_tokens: int, step: int, rng: np.random.Generator) -> list[Caught]:
+    def sample(self, num_tokens: int, step: int, rng: np.random.Generator) -> list[HiddenStates]:
         """Sequences of `num_tokens` tokens or a little more, for a drafter trained in `step`.
 
         1. `long_share` of the tokens: sequences of earlier steps, none twice, drawn in proportion
@@ -176,7 +176,7 @@ class DataBuffer:
                 "prompt_tokens": [c.prompt_tokens for _, c in pairs],
                 "policy_versions": [c.policy_version for _, c in pairs],
                 "tokens": [c.tokens_T for _, c in pairs],
-                "caught": [c.caught_TW.view(np.uint8) for _, c in pairs],
+                "caught": [c.hidden_TW.view(np.uint8) for _, c in pairs],
             }
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -192,7 +192,7 @@ class DataBuffer:
         self.dropped, self.evicted = state["dropped"], state["evicted"]
         names = ("tokens", "prompt_tokens", "caught", "policy_versions", "steps")
         for tokens, prompt, raw, version, step in zip(*(state[n] for n in names), strict=True):
-            self.add(Caught(tokens, prompt, raw.view(dtype), version), step)
+            self.add(HiddenStates(tokens, prompt, raw.view(dtype), version), step)
         with self._lock:
             self._move_on(state["newest_step"])
 
@@ -242,7 +242,7 @@ class DataBuffer:
             del self._steps[step]
 
 
-def _length(caught: Caught) -> int:
+def _length(caught: HiddenStates) -> int:
     return len(caught.tokens_T)
 
 
@@ -250,7 +250,7 @@ def _num_bytes(num_tokens: int, width: int, dtype: np.dtype) -> int:
     return 4 * num_tokens + max(num_tokens - 1, 0) * width * dtype.itemsize
 
 
-def _first(sequences: Sequence[Caught], num_tokens: float) -> list[Caught]:
+def _first(sequences: Sequence[HiddenStates], num_tokens: float) -> list[HiddenStates]:
     """The fewest leading sequences with that many tokens; all where these are too few."""
     count, total = 0, 0
     while count < len(sequences) and total < num_tokens:
@@ -259,8 +259,8 @@ def _first(sequences: Sequence[Caught], num_tokens: float) -> list[Caught]:
     return list(sequences[:count])
 
 
-def _check(caught: Caught) -> None:
-    tokens, states = caught.tokens_T.shape, caught.caught_TW.shape
+def _check(caught: HiddenStates) -> None:
+    tokens, states = caught.tokens_T.shape, caught.hidden_TW.shape
     fits = len(tokens) == 1 and len(states) == 2 and states[0] == tokens[0] - 1 >= 0
     if not fits or states[1] < 1:
         raise ValueError(
@@ -273,11 +273,11 @@ def _check(caught: Caught) -> None:
         )
 
 
-def _owned(caught: Caught) -> Caught:
+def _owned(caught: HiddenStates) -> HiddenStates:
     """Copies that nobody can write to."""
     tokens_T = np.array(caught.tokens_T, np.int32, order="C")
-    caught_TW = np.array(caught.caught_TW, order="C")
+    hidden_TW = np.array(caught.hidden_TW, order="C")
     tokens_T.setflags(write=False)
-    caught_TW.setflags(write=False)
+    hidden_TW.setflags(write=False)
     # plain ints: a checkpoint refuses numpy's
-    return Caught(tokens_T, int(caught.prompt_tokens), caught_TW, int(caught.policy_version))
+    return HiddenStates(tokens_T, int(caught.prompt_tokens), hidden_TW, int(caught.policy_version))

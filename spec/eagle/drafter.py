@@ -1,7 +1,7 @@
 """A learned drafter as rollouts see it: LiveSlots in, Drafts out.
 
 Its keys and values follow from the hidden states that the engine keeps with each row. So
-wherever a row has come from, what its cache lacks is absorbed before the next guess; a row
+wherever a row has come from, what its cache lacks is absorbed before the next draft token; a row
 that was moved, or a cache that was resized, starts from nothing.
 """
 
@@ -18,12 +18,12 @@ import numpy as np
 from models.kv_cache import KVCache
 from spec.drafter import Drafts, LiveSlots, Source, no_drafts
 from spec.eagle import tree_search
-from spec.eagle.model import Eagle, EagleConfig, Frozen
+from spec.eagle.model import EagleConfig, EagleParams, SharedParams
 from spec.eagle.tree_search import Noise
 from spec.sampling import SamplingConfig
 
-Guess = Literal["likeliest", "coupled"]
-WINDOW_TOKENS = 32  # that a call which guesses absorbs first
+Proposal = Literal["likeliest", "coupled"]
+WINDOW_TOKENS = 32  # that a call which drafts absorbs first
 WIDE_TOKENS = 256  # that a call which only absorbs takes
 NO_REQUEST = -1
 
@@ -32,29 +32,29 @@ NO_REQUEST = -1
 class TreeConfig:
     """How an EAGLE drafter searches: `top_k` nodes a level, at most `max_depth` levels deep.
 
-    `guess` is `likeliest`, or `coupled`: the first child of a node is drawn with the noise of its
-    position, as the policy will draw (docs/architecture.md, "Learned drafters").
+    `proposal` is `likeliest`, or `coupled`: the first child of a node is drawn with the noise of
+    its position, as the policy will draw (docs/architecture.md, "Learned drafters").
     """
 
     max_depth: int = 6
     top_k: int = 4
-    guess: Guess = "likeliest"
+    proposal: Proposal = "likeliest"
 
     def __post_init__(self) -> None:
         if self.max_depth < 1 or self.top_k < 1:
             raise ValueError(
                 f"expected max_depth and top_k of at least 1, got {self.max_depth}, {self.top_k}"
             )
-        if self.guess not in (known := typing.get_args(Guess)):
-            raise ValueError(f"expected guess of {', '.join(known)}, got {self.guess!r}")
+        if self.proposal not in (known := typing.get_args(Proposal)):
+            raise ValueError(f"expected proposal of {', '.join(known)}, got {self.proposal!r}")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Weights:
     """A drafter on a worker's devices."""
 
-    params: Eagle
-    frozen: Frozen
+    params: EagleParams
+    frozen: SharedParams
 
 
 class EagleDrafter:
@@ -78,20 +78,20 @@ class EagleDrafter:
         put: Callable[[Any], Any],
         zero_rows: Callable[..., jax.Array],
         dtype: Any,
-        num_guesses: int,
+        num_draft_tokens: int,
     ) -> None:
         self.depth = tree.max_depth
         self._weights, self._tree = weights, tree
         self._config, self._sampling, self._key = config, sampling, key
         self._features, self._put, self._zero_rows = features, put, zero_rows
-        self._dtype, self._num_guesses = dtype, num_guesses
+        self._dtype, self._num_draft_tokens = dtype, num_draft_tokens
         self._cache: KVCache | None = None
         self._known_B = np.zeros(0, np.int32)  # entries that the cache has
         self._request_B = np.zeros(0, np.int64)
 
     def propose(self, live: LiveSlots, max_nodes_A: np.ndarray, max_nodes: int) -> Drafts:
-        caught_B1SW = self._features()
-        B, _, S, _ = caught_B1SW.shape
+        hidden_B1SW = self._features()
+        B, _, S, _ = hidden_B1SW.shape
         cache, weights = self._fitting_cache(B, S), self._weights()
         rows, length_A = live.rows_A, live.total_tokens_A - 1
         self._known_B[rows[self._request_B[rows] != live.request_ids_A]] = 0
@@ -99,11 +99,11 @@ class EagleDrafter:
         length_B = np.ones(B, np.int32)
         length_B[rows] = length_A
         while (length_A - self._known_B[rows]).max() > _window(S):
-            cache = self._absorb(weights, cache, caught_B1SW, live)
+            cache = self._absorb(weights, cache, hidden_B1SW, live)
         start_B = self._start(live, cache, S, _window(S))
         tokens_BC = _following(live, start_B, _window(S))
         self._cache, packed = tree_search.draft(
-            *self._shared(weights, cache, caught_B1SW, tokens_BC, start_B),
+            *self._shared(weights, cache, hidden_B1SW, tokens_BC, start_B),
             self._put(length_B),
             np.int32(self.depth),
             np.float32(self._sampling.temperature),
@@ -114,7 +114,7 @@ class EagleDrafter:
         return self._as_drafts(packed, live, max_nodes_A, max_nodes)
 
     def finished(self, live: LiveSlots) -> None:
-        rows = live.rows_A  # there may be more of them since the last guess
+        rows = live.rows_A  # there may be more of them since the last draft token
         self._request_B[rows[rows < len(self._request_B)]] = NO_REQUEST
 
     def programs(
@@ -186,13 +186,13 @@ class EagleDrafter:
             "config": self._config,
             "top_k": tree.top_k,
             "max_depth": tree.max_depth,
-            "num_guesses": self._num_guesses,
+            "num_guesses": self._num_draft_tokens,
             "scheme": self._sampling.draw,
         }
 
     @property
     def _coupled(self) -> bool:
-        return self._tree.guess == "coupled" and self._sampling.temperature > 0
+        return self._tree.proposal == "coupled" and self._sampling.temperature > 0
 
     def _noise(self, live: LiveSlots, num_slots: int) -> Noise | None:
         if not self._coupled:
@@ -231,14 +231,14 @@ class EagleDrafter:
     def _as_drafts(
         self, packed: jax.Array, live: LiveSlots, max_nodes_A: np.ndarray, max_nodes: int
     ) -> Drafts:
-        tokens_BM, parents_BM, chance_BM, count_B = tree_search.unpack(packed)
+        tokens_BM, parents_BM, prob_BM, count_B = tree_search.unpack(packed)
         rows, drafts = live.rows_A, no_drafts(len(live), max_nodes)
         n = min(max_nodes, tokens_BM.shape[1])
         count_A = np.minimum(np.minimum(count_B[rows], max_nodes_A), n)
         real_An = np.arange(n) < count_A[:, None]
         drafts.tokens_AN[:, :n][real_An] = tokens_BM[rows, :n][real_An]
         drafts.parents_AN[:, :n][real_An] = parents_BM[rows, :n][real_An]
-        drafts.chance_AN[:, :n][real_An] = chance_BM[rows, :n][real_An]
+        drafts.prob_AN[:, :n][real_An] = prob_BM[rows, :n][real_An]
         drafts.sources_AN[:] = Source.LEARNED
         drafts.count_A[:] = count_A
         return drafts

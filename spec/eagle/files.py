@@ -22,12 +22,12 @@ from models.hf_files import Stored
 from spec.eagle import hf_layout as eagle_layout
 from spec.eagle import model as eagle
 from spec.eagle.hf_layout import EMBEDDING, HEAD, MEMBERS, OFFSETS
-from spec.eagle.model import Drafter, EagleConfig
+from spec.eagle.model import EagleConfig, EagleWeights
 
 
 def save(
     directory: str | os.PathLike[str],
-    drafter: Drafter,
+    drafter: EagleWeights,
     policy_config: ModelConfig,
     policy: transformer.Params | None,
     *,
@@ -69,7 +69,7 @@ def load(
     policy_config: ModelConfig,
     policy: transformer.Params | None = None,
     dtype: Any = None,
-) -> Drafter:
+) -> EagleWeights:
     """Read a drafter of a policy; `dtype` None keeps each tensor's own.
 
     A folder that `save` wrote says whether the head is the drafter's own. Of others it is, where
@@ -85,7 +85,7 @@ def load(
         config = dataclasses.replace(config, own_head=not _is_policys(head_UD, policy, ids_U))
     entries, tree = eagle_layout.entries(config)
     arrays = hf_files.read_tensors(entries, stored, dtype=dtype)
-    return Drafter(config, tree.unflatten(arrays), ids_U)
+    return EagleWeights(config, tree.unflatten(arrays), ids_U)
 
 
 def check(directory: str | os.PathLike[str], policy_config: ModelConfig) -> EagleConfig:
@@ -122,7 +122,7 @@ def _checked(folder: Path, policy: ModelConfig) -> tuple[EagleConfig, dict[str, 
 
 
 def _companions(
-    drafter: Drafter, policy: transformer.Params | None, where: str
+    drafter: EagleWeights, policy: transformer.Params | None, where: str
 ) -> dict[str, np.ndarray | jax.Array]:
     """What is written beside the drafter's own weights, by name."""
     config, ids_U = drafter.config, drafter.draft_ids_U

@@ -28,7 +28,7 @@ from models.config import ModelConfig
 from models.hf_config import shown
 from models.hf_files import Entry
 from spec.eagle import model as eagle
-from spec.eagle.model import Design, Eagle, EagleConfig
+from spec.eagle.model import Design, EagleConfig, EagleParams
 
 OURS = "reprise"
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
@@ -63,7 +63,8 @@ _FIXED_OPTIONS: dict[str, Any] = {
 
 
 def entries(config: EagleConfig) -> tuple[list[Entry], Any]:
-    """The tensors of a drafter's own weights in the order of the leaves of `Eagle`, and the tree.
+    """The tensors of a drafter's own weights in the order of the leaves of `EagleParams`, and the
+    tree.
 
     Linear layers are stored as [out, in].
     """
@@ -78,7 +79,7 @@ def entries(config: EagleConfig) -> tuple[list[Entry], Any]:
         "head_DU": HEAD,
     }
     own = {f: None if getattr(specs, f) is None else name for f, name in names.items()}
-    return hf_files.entries_of(Eagle(layer=hf.layer_names(specs.layer, prefix), **own), specs)
+    return hf_files.entries_of(EagleParams(layer=hf.layer_names(specs.layer, prefix), **own), specs)
 
 
 def companions(config: EagleConfig) -> dict[str, Entry]:

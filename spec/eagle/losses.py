@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from spec.eagle import model as eagle
-from spec.eagle.model import Eagle, EagleConfig, Frozen
+from spec.eagle.model import EagleConfig, EagleParams, SharedParams
 
 Objective = Literal["cross_entropy", "reverse_kl"]
 
@@ -38,8 +38,8 @@ def feature_sums(
 
 def token_sums(
     config: EagleConfig,
-    params: Eagle,
-    frozen: Frozen,
+    params: EagleParams,
+    frozen: SharedParams,
     outputs_JBTD: jax.Array,
     targets_BTD: jax.Array,
     tokens_BT: jax.Array,
@@ -49,25 +49,25 @@ def token_sums(
     objective: Objective,
     chunk_tokens: int,
 ) -> dict[str, jax.Array]:
-    """Sums over the entries that count, each float32 [J]; `tokens_BT` are the tokens guessed at.
+    """Sums over the entries that count, each float32 [J]; `tokens_BT` are the tokens drafted at.
 
-    `loss` the token loss; `top1`, `top3` how often the token was among the first guesses, which
-    one that is no draft token never is; `agreement` Σ_u min(p, q), the chance that draws of p and
-    q that are coupled agree. Temperature 0 counts as 1. Logits are of at most `chunk_tokens`
-    entries at a time, in the backward pass too.
+    `loss` the token loss; `top1`, `top3` how often the token was among the first draft tokens,
+    which one that is no draft token never is; `agreement` Σ_u min(p, q), the probability that draws
+    of p and q that are coupled agree. Temperature 0 counts as 1. Logits are of at most
+    `chunk_tokens` entries at a time, in the backward pass too.
     """
     scale = 1 / jnp.where(temperature > 0, temperature, 1.0).astype(jnp.float32)
     own_head_DU = frozen.head_DU if params.head_DU is None else params.head_DU
 
     def chunk(part: tuple[jax.Array, ...]) -> dict[str, jax.Array]:
-        outputs_JBCD, targets_BCD, guessed_BC, counts_JBC = part
+        outputs_JBCD, targets_BCD, drafted_BC, counts_JBC = part
         log_p_BCU = jax.nn.log_softmax(_policy_logits(frozen, targets_BCD) * scale)
 
         def one(step: tuple[jax.Array, jax.Array]) -> dict[str, jax.Array]:
             outputs_BCD, counts_BC = step
             logits_BCU = eagle.logits(config, params, own_head_DU, outputs_BCD)
             log_q_BCU = jax.nn.log_softmax(logits_BCU * scale)
-            each = _hits(jax.lax.stop_gradient(log_q_BCU), log_p_BCU, guessed_BC)
+            each = _hits(jax.lax.stop_gradient(log_q_BCU), log_p_BCU, drafted_BC)
             each["loss"] = _divergence(objective, log_q_BCU, log_p_BCU)
             return {name: _sum_counted(x_BC, counts_BC) for name, x_BC in each.items()}
 
@@ -81,7 +81,7 @@ def token_sums(
     return {name: jnp.sum(x, axis=0) for name, x in sums.items()}
 
 
-def draft_ids_of(frozen: Frozen, tokens_BT: jax.Array) -> jax.Array:
+def draft_ids_of(frozen: SharedParams, tokens_BT: jax.Array) -> jax.Array:
     """The drafter's numbers of the policy's tokens, −1 for those it has none for."""
     if frozen.draft_ids_U is None:
         return tokens_BT
@@ -90,7 +90,7 @@ def draft_ids_of(frozen: Frozen, tokens_BT: jax.Array) -> jax.Array:
     return jnp.take(ids_V, jnp.maximum(tokens_BT, 0), mode="clip")
 
 
-def _policy_logits(frozen: Frozen, last_hidden_BTD: jax.Array) -> jax.Array:
+def _policy_logits(frozen: SharedParams, last_hidden_BTD: jax.Array) -> jax.Array:
     head_DU = frozen.head_DU
     x_BTD = last_hidden_BTD.astype(head_DU.dtype)
     return jnp.einsum("btd,du->btu", x_BTD, head_DU, preferred_element_type=jnp.float32)
@@ -103,14 +103,16 @@ def _divergence(objective: Objective, log_q_BTU: jax.Array, log_p_BTU: jax.Array
 
 
 def _hits(
-    log_q_BTU: jax.Array, log_p_BTU: jax.Array, guessed_BT: jax.Array
+    log_q_BTU: jax.Array, log_p_BTU: jax.Array, drafted_BT: jax.Array
 ) -> dict[str, jax.Array]:
-    """Of each entry; of equally likely tokens the first is the better guess, as with argmax."""
-    here = jnp.maximum(guessed_BT, 0)[..., None]
-    chance_BT1 = jnp.take_along_axis(log_q_BTU, here, axis=-1)
+    """Of each entry; of equally likely tokens the first is the better draft token, as with
+    argmax.
+    """
+    here = jnp.maximum(drafted_BT, 0)[..., None]
+    prob_BT1 = jnp.take_along_axis(log_q_BTU, here, axis=-1)
     first_BTU = jnp.arange(log_q_BTU.shape[-1]) < here
-    better_BTU = (log_q_BTU > chance_BT1) | ((log_q_BTU == chance_BT1) & first_BTU)
-    rank_BT = jnp.where(guessed_BT < 0, jnp.iinfo(jnp.int32).max, jnp.sum(better_BTU, axis=-1))
+    better_BTU = (log_q_BTU > prob_BT1) | ((log_q_BTU == prob_BT1) & first_BTU)
+    rank_BT = jnp.where(drafted_BT < 0, jnp.iinfo(jnp.int32).max, jnp.sum(better_BTU, axis=-1))
     return {
         "top1": (rank_BT < 1).astype(jnp.float32),
         "top3": (rank_BT < 3).astype(jnp.float32),

@@ -5,7 +5,7 @@ Entry t joins the policy's hidden states at t, f_t, with the token *after* it, x
     g_t = f_t (eagle)  or  fc(f_t) (eagle3: states of three layers)
     o_t = layer(e(x_{t+1}), g_t | entries before)      p̂(x_{t+2} | x_{≤t+1}) = softmax(head(o_t))
 
-where e and the head are the policy's, frozen. Further guesses put o_t in the place of g_{t+1}.
+where e and the head are the policy's, frozen. Further draft tokens put o_t in the place of g_{t+1}.
 EAGLE and HASS share this architecture and differ in training (spec/eagle/training.py).
 Shapes as in docs/architecture.md; W = width of the caught states, U = draft vocabulary.
 Sources: EAGLE arXiv 2401.15077, HASS 2408.15766, EAGLE-3 2503.01840; TLT section 4.1.
@@ -35,8 +35,8 @@ class EagleConfig:
     `layer` is its decoder layer, a llama one whatever the policy is: serving engines read no
     other. `feature_layers` are the layers of the policy whose outputs `eagle3` joins; `eagle`
     reads the last hidden states, after the final norm, alone. `draft_vocab_size` below the
-    policy's guesses only among the tokens of a map (`Drafter.draft_ids_U`). With `own_head` the
-    head is trained, else it is the policy's.
+    policy's draft tokens only among the tokens of a map (`EagleWeights.draft_ids_U`). With
+    `own_head` the head is trained, else it is the policy's.
     """
 
     design: Design
@@ -65,14 +65,14 @@ class EagleConfig:
         return self.draft_vocab_size or self.layer.vocab_size
 
     @property
-    def caught_width(self) -> int:
+    def hidden_width(self) -> int:
         """Width of what is caught of the policy at a position: `feature_layers`, then the last."""
         return self.layer.d_model * (len(self.feature_layers) + 1)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Eagle:
+class EagleParams:
     """Trainable weights; the optional ones are None where the design has none.
 
     `layer.attention_norm_D` is None: `eagle` has no norm there, `eagle3` one for each input.
@@ -89,11 +89,11 @@ class Eagle:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Frozen:
+class SharedParams:
     """What a drafter shares with the policy: its embedding, and its head over the draft tokens.
 
-    `draft_ids_U` is the vocabulary map (`Drafter.draft_ids_U`), by which training finds a token's
-    column.
+    `draft_ids_U` is the vocabulary map (`EagleWeights.draft_ids_U`), by which training finds a
+    token's column.
     """
 
     embedding_VD: Any
@@ -102,14 +102,14 @@ class Frozen:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Drafter:
+class EagleWeights:
     """A drafter as it is kept and exchanged: shape, trainable weights, vocabulary map.
 
     `draft_ids_U` are the policy's tokens by the drafter's, int32; None: the same.
     """
 
     config: EagleConfig
-    params: Eagle
+    params: EagleParams
     draft_ids_U: np.ndarray | None = None
 
 
@@ -144,7 +144,7 @@ def config_for(
     return EagleConfig(design, layer, layers, size)
 
 
-def param_specs(config: EagleConfig) -> Eagle:
+def param_specs(config: EagleConfig) -> EagleParams:
     """The tree of `ParamSpec` from which initialisation, shardings and file names derive."""
     D, wide = config.layer.d_model, config.design == "eagle3"
     [layer] = transformer.param_specs(config.layer).layers
@@ -158,7 +158,7 @@ def param_specs(config: EagleConfig) -> Eagle:
         }
         layer = dataclasses.replace(layer, **double)
     head = ParamSpec((D, config.num_draft_ids), ("embed", "vocab"), D**-0.5)
-    return Eagle(
+    return EagleParams(
         fc_ED=ParamSpec((into, D), (None, "embed"), into**-0.5),
         layer=dataclasses.replace(layer, attention_norm_D=None),
         fc_bias_D=ParamSpec((D,), (None,), 0.0) if config.fc_bias else None,
@@ -169,16 +169,16 @@ def param_specs(config: EagleConfig) -> Eagle:
     )
 
 
-def init(config: EagleConfig, key: jax.Array, dtype: Any = jnp.float32) -> Eagle:
+def init(config: EagleConfig, key: jax.Array, dtype: Any = jnp.float32) -> EagleParams:
     """Random weights, as the policy's are made."""
     return transformer.init_from(param_specs(config), key, dtype)
 
 
-def frozen(policy: transformer.Params, draft_ids_U: jax.Array | None) -> Frozen:
+def frozen(policy: transformer.Params, draft_ids_U: jax.Array | None) -> SharedParams:
     """The shared parts: the embedding, and the head's columns of the draft tokens."""
     head, tied = policy.head_DV, policy.head_DV is None
     head_DU = _columns(policy.embedding_VD if tied else head, draft_ids_U, transposed=tied)
-    return Frozen(policy.embedding_VD, head_DU, draft_ids_U)
+    return SharedParams(policy.embedding_VD, head_DU, draft_ids_U)
 
 
 @partial(jax.jit, static_argnames="transposed")
@@ -188,17 +188,17 @@ def _columns(head: jax.Array, ids_U: jax.Array | None, *, transposed: bool) -> j
     return jnp.take(head, ids_U, axis=0).T if transposed else jnp.take(head, ids_U, axis=1)
 
 
-def features(config: EagleConfig, params: Eagle, caught_BTW: jax.Array) -> jax.Array:
+def features(config: EagleConfig, params: EagleParams, hidden_BTW: jax.Array) -> jax.Array:
     """g_t of caught hidden states: the last ones (eagle), or fc over the other layers' (eagle3)."""
     D = config.layer.d_model
     if config.design == "eagle":
-        return caught_BTW[..., -D:]
-    return _fc(params, caught_BTW[..., :-D].astype(params.fc_ED.dtype))
+        return hidden_BTW[..., -D:]
+    return _fc(params, hidden_BTW[..., :-D].astype(params.fc_ED.dtype))
 
 
 def layer_outputs(
     config: EagleConfig,
-    params: Eagle,
+    params: EagleParams,
     embedding_VD: jax.Array,
     next_tokens_BT: jax.Array,
     features_BTD: jax.Array,
@@ -225,7 +225,7 @@ def layer_outputs(
 
 
 def logits(
-    config: EagleConfig, params: Eagle, head_DU: jax.Array, outputs_BTD: jax.Array
+    config: EagleConfig, params: EagleParams, head_DU: jax.Array, outputs_BTD: jax.Array
 ) -> jax.Array:
     """Logits over the draft tokens, float32 [B, T, U]; its own head goes before the policy's."""
     if params.head_DU is not None:
@@ -236,6 +236,6 @@ def logits(
     return jnp.einsum("...d,du->...u", outputs_BTD, head_DU, preferred_element_type=jnp.float32)
 
 
-def _fc(params: Eagle, x_BTE: jax.Array) -> jax.Array:
+def _fc(params: EagleParams, x_BTE: jax.Array) -> jax.Array:
     y_BTD = x_BTE @ params.fc_ED
     return y_BTD if params.fc_bias_D is None else y_BTD + params.fc_bias_D

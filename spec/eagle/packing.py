@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from spec.eagle.batch import Caught, DrafterBatch
+from spec.eagle.batch import DrafterBatch, HiddenStates
 
 OVERLAP_TOKENS = 2  # of a window with the next: entry t is of the columns t … t + 2
 
@@ -33,7 +33,10 @@ class _Window:
 
 
 def pack(
-    sequences: Sequence[Caught], num_rows: int, row_tokens: int, max_batches: int | None = None
+    sequences: Sequence[HiddenStates],
+    num_rows: int,
+    row_tokens: int,
+    max_batches: int | None = None,
 ) -> list[DrafterBatch]:
     """Several sequences a row, in few rows: the longest first, each into the first row with room.
 
@@ -58,13 +61,13 @@ def pack(
     return _batches(sequences, rows, num_rows, row_tokens)
 
 
-def pad(sequences: Sequence[Caught], num_rows: int, row_tokens: int) -> list[DrafterBatch]:
+def pad(sequences: Sequence[HiddenStates], num_rows: int, row_tokens: int) -> list[DrafterBatch]:
     """One sequence (or window) a row, as they come: the baseline. Otherwise as `pack`."""
     rows = [[window] for window in _windows(sequences, row_tokens)]
     return _batches(sequences, rows, num_rows, row_tokens)
 
 
-def _windows(sequences: Sequence[Caught], row_tokens: int) -> list[_Window]:
+def _windows(sequences: Sequence[HiddenStates], row_tokens: int) -> list[_Window]:
     if row_tokens <= OVERLAP_TOKENS:
         raise ValueError(
             f"expected row_tokens above {OVERLAP_TOKENS}, since what counts is of three tokens, "
@@ -81,11 +84,11 @@ def _windows(sequences: Sequence[Caught], row_tokens: int) -> list[_Window]:
 
 
 def _batches(
-    sequences: Sequence[Caught], rows: list[list[_Window]], num_rows: int, row_tokens: int
+    sequences: Sequence[HiddenStates], rows: list[list[_Window]], num_rows: int, row_tokens: int
 ) -> list[DrafterBatch]:
     if num_rows < 1:
         raise ValueError(f"expected num_rows >= 1, got {num_rows}")
-    kinds = {(s.caught_TW.shape[1], str(s.caught_TW.dtype)) for s in sequences}
+    kinds = {(s.hidden_TW.shape[1], str(s.hidden_TW.dtype)) for s in sequences}
     if len(kinds) > 1:
         raise ValueError(f"expected hidden states of one width and dtype, got {sorted(kinds)}")
     num_batches = -(-len(rows) // num_rows)
@@ -95,11 +98,11 @@ def _batches(
 
 
 def _batch(
-    sequences: Sequence[Caught], rows: list[list[_Window]], num_rows: int, row_tokens: int
+    sequences: Sequence[HiddenStates], rows: list[list[_Window]], num_rows: int, row_tokens: int
 ) -> DrafterBatch:
-    shape, states = (num_rows, row_tokens), sequences[0].caught_TW
+    shape, states = (num_rows, row_tokens), sequences[0].hidden_TW
     tokens_BT, positions_BT, sequence_BT = (np.zeros(shape, np.int32) for _ in range(3))
-    caught_BTW = np.zeros((*shape, states.shape[1]), states.dtype)
+    hidden_BTW = np.zeros((*shape, states.shape[1]), states.dtype)
     counts_BT = np.zeros(shape, np.bool_)
     for b, row in enumerate(rows):
         end = 0
@@ -107,10 +110,10 @@ def _batch(
             source, begin, end = sequences[window.index], end, end + window.num_tokens
             tokens_BT[b, begin:end] = source.tokens_T[window.start : window.stop]
             # of a window that is cut off the last column's states are known, but nothing has them
-            caught_BTW[b, begin : end - 1] = source.caught_TW[window.start : window.stop - 1]
+            hidden_BTW[b, begin : end - 1] = source.hidden_TW[window.start : window.stop - 1]
             positions_BT[b, begin:end] = np.arange(window.start, window.stop)
             sequence_BT[b, begin:end] = number
             # entry t, whose token x_{t+2} is a response token of this window
             first = max(window.start, source.prompt_tokens - OVERLAP_TOKENS)
             counts_BT[b, begin + first - window.start : end - OVERLAP_TOKENS] = True
-    return DrafterBatch(tokens_BT, caught_BTW, positions_BT, sequence_BT, counts_BT)
+    return DrafterBatch(tokens_BT, hidden_BTW, positions_BT, sequence_BT, counts_BT)

@@ -27,7 +27,7 @@ from spec.eagle import losses as drafter_losses
 from spec.eagle import model as eagle
 from spec.eagle.batch import DrafterBatch
 from spec.eagle.losses import Objective
-from spec.eagle.model import Design, Eagle, EagleConfig, Frozen
+from spec.eagle.model import Design, EagleConfig, EagleParams, SharedParams
 from spec.eagle.unroll import unrolled_outputs
 
 Variant = Literal["eagle", "hass", "eagle3"]
@@ -131,7 +131,7 @@ class DrafterTrainingConfig:
 class DrafterState:
     """A drafter in training: weights, optax's state, and steps applied (int32)."""
 
-    params: Eagle
+    params: EagleParams
     optimizer: Any
     step: jax.Array
 
@@ -139,8 +139,8 @@ class DrafterState:
 def loss(
     config: EagleConfig,
     training: DrafterTrainingConfig,
-    params: Eagle,
-    frozen: Frozen,
+    params: EagleParams,
+    frozen: SharedParams,
     batch: DrafterBatch,
     temperature: jax.Array,
 ) -> tuple[jax.Array, Metrics]:
@@ -158,7 +158,7 @@ def loss(
     steps = range(terms.unroll_steps)
     outputs_JBTD = unrolled_outputs(config, params, frozen.embedding_VD, batch, len(steps))
     counts_JBT = _counts(batch, len(steps))
-    next_states_BTD = jnp.roll(batch.caught_BTW[..., -config.layer.d_model :], -1, axis=1)
+    next_states_BTD = jnp.roll(batch.hidden_BTW[..., -config.layer.d_model :], -1, axis=1)
     sums = drafter_losses.token_sums(
         config,
         params,
@@ -227,21 +227,21 @@ def init_state(
     return state_of(training, eagle.init(config, key, dtype))
 
 
-def state_of(training: DrafterTrainingConfig, params: Eagle) -> DrafterState:
+def state_of(training: DrafterTrainingConfig, params: EagleParams) -> DrafterState:
     """The state before the first step of these weights, which it takes over (steps donate it)."""
     return DrafterState(params, make_optimizer(training).init(params), jnp.zeros((), jnp.int32))
 
 
 @partial(jax.jit, static_argnames=("config", "training"))
 def gradients(
-    params: Eagle,
-    frozen: Frozen,
+    params: EagleParams,
+    frozen: SharedParams,
     batch: DrafterBatch,
     temperature: jax.Array,
     *,
     config: EagleConfig,
     training: DrafterTrainingConfig,
-) -> tuple[Eagle, Metrics]:
+) -> tuple[EagleParams, Metrics]:
     """The loss's gradient and its metrics, with the gradient's norm before clipping, `grad_norm`.
 
     Means of several batches' gradients weighted by `num_entries` are the gradient of all of them,
@@ -253,7 +253,7 @@ def gradients(
 
 @partial(jax.jit, static_argnames=("training",), donate_argnames=("state",))
 def apply(
-    state: DrafterState, grads: Eagle, *, training: DrafterTrainingConfig
+    state: DrafterState, grads: EagleParams, *, training: DrafterTrainingConfig
 ) -> tuple[DrafterState, jax.Array]:
     """One step of the optimizer; `state` is donated.
 
@@ -266,7 +266,7 @@ def apply(
 @partial(jax.jit, static_argnames=("config", "training"), donate_argnames=("state",))
 def train_step(
     state: DrafterState,
-    frozen: Frozen,
+    frozen: SharedParams,
     batch: DrafterBatch,
     temperature: jax.Array,
     *,
@@ -280,14 +280,14 @@ def train_step(
 
 
 def _gradients(
-    params: Eagle,
-    frozen: Frozen,
+    params: EagleParams,
+    frozen: SharedParams,
     batch: DrafterBatch,
     temperature: jax.Array,
     config: EagleConfig,
     training: DrafterTrainingConfig,
-) -> tuple[Eagle, Metrics]:
-    def loss_of(params: Eagle) -> tuple[jax.Array, Metrics]:
+) -> tuple[EagleParams, Metrics]:
+    def loss_of(params: EagleParams) -> tuple[jax.Array, Metrics]:
         return loss(config, training, params, frozen, batch, temperature)
 
     grads, metrics = jax.grad(loss_of, has_aux=True)(params)
@@ -295,7 +295,7 @@ def _gradients(
 
 
 def _apply(
-    state: DrafterState, grads: Eagle, training: DrafterTrainingConfig
+    state: DrafterState, grads: EagleParams, training: DrafterTrainingConfig
 ) -> tuple[DrafterState, jax.Array]:
     changes, optimizer = make_optimizer(training).update(grads, state.optimizer, state.params)
     after = DrafterState(optax.apply_updates(state.params, changes), optimizer, state.step + 1)
@@ -304,13 +304,13 @@ def _apply(
     return state, 1 - finite.astype(jnp.int32)
 
 
-def _norm(grads: Eagle) -> jax.Array:
+def _norm(grads: EagleParams) -> jax.Array:
     """√ of the sum of all squares, float32: not finite where any of them is not."""
     squares = [jnp.sum(jnp.square(g.astype(jnp.float32))) for g in jax.tree.leaves(grads)]
     return jnp.sqrt(jnp.sum(jnp.stack(squares)))
 
 
-def _check_fit(config: EagleConfig, training: DrafterTrainingConfig, frozen: Frozen) -> None:
+def _check_fit(config: EagleConfig, training: DrafterTrainingConfig, frozen: SharedParams) -> None:
     if config.design != training.design:
         raise ValueError(
             f"expected a drafter of design {training.design} for variant={training.variant!r}, "

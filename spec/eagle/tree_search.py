@@ -1,13 +1,13 @@
-"""Trees of guesses by an EAGLE drafter, on the device: one call a round.
+"""Trees of draft tokens by an EAGLE drafter, on the device: one call a round.
 
     absorb   entries of tokens that were accepted since: their keys and values, no attention
-    draft    the last entry's guesses; then, level by level, the `top_k` best nodes so far are
-             expanded by `top_k` children each; of all these the best `num_guesses` are kept
+    draft    the last entry's draft tokens; then, level by level, the `top_k` best nodes so far are
+             expanded by `top_k` children each; of all these the best `num_draft_tokens` are kept
 
-What is best is the cumulative log-probability, so that the first n guesses are the best tree of
-n. Nodes that are expanded have keys and values of their own behind the row's positions.
+What is best is the cumulative log-probability, so that the first n draft tokens are the best tree
+of n. Nodes that are expanded have keys and values of their own behind the row's positions.
 A drafter's cache has one layer: B rows of S positions, then X = top_k · (max_depth − 1) columns.
-C = tokens of a window, P = candidates, M = guesses kept, U = draft vocabulary.
+C = tokens of a window, P = candidates, M = draft tokens kept, U = draft vocabulary.
 Sources: EAGLE-2 arXiv 2406.16858; TLT section 5.1 and its Figure 9.
 """
 
@@ -27,10 +27,10 @@ from models.attention import attend
 from models.kv_cache import KVCache
 from spec import sampling
 from spec.eagle import model as eagle
-from spec.eagle.model import Eagle, EagleConfig, Frozen
+from spec.eagle.model import EagleConfig, EagleParams, SharedParams
 from spec.tree import PADDING
 
-COUPLED_CHANCE = 0.8  # of a guess drawn with the position's own noise, among its siblings
+COUPLED_PROB = 0.8  # of a draft token drawn with the position's own noise, among its siblings
 
 
 @jax.tree_util.register_dataclass
@@ -70,10 +70,10 @@ def num_columns(top_k: int, max_depth: int) -> int:
 
 @partial(jax.jit, static_argnames="config", donate_argnames="cache")
 def absorb(
-    params: Eagle,
-    frozen: Frozen,
+    params: EagleParams,
+    frozen: SharedParams,
     cache: KVCache,
-    caught_B1SW: jax.Array,
+    hidden_B1SW: jax.Array,
     tokens_BC: jax.Array,
     start_B: jax.Array,
     *,
@@ -84,7 +84,7 @@ def absorb(
     `tokens_BC[:, j]` is the token after entry start + j. A row whose `start` is the end of
     the cache is at rest: it is written nowhere.
     """
-    return _absorb(config, params, frozen, cache, caught_B1SW, tokens_BC, start_B)[0]
+    return _absorb(config, params, frozen, cache, hidden_B1SW, tokens_BC, start_B)[0]
 
 
 @partial(
@@ -93,10 +93,10 @@ def absorb(
     donate_argnames="cache",
 )
 def draft(
-    params: Eagle,
-    frozen: Frozen,
+    params: EagleParams,
+    frozen: SharedParams,
     cache: KVCache,
-    caught_B1SW: jax.Array,
+    hidden_B1SW: jax.Array,
     tokens_BC: jax.Array,
     start_B: jax.Array,
     length_B: jax.Array,
@@ -107,52 +107,52 @@ def draft(
     config: EagleConfig,
     top_k: int,
     max_depth: int,
-    num_guesses: int,
+    num_draft_tokens: int,
     scheme: sampling.Draw = "cdf",
 ) -> tuple[KVCache, jax.Array]:
-    """Absorb a window that reaches entry length − 1, then guess `depth` levels from there.
+    """Absorb a window that reaches entry length − 1, then draft `depth` levels from there.
 
     `depth` is traced, at most `max_depth`. Log-probabilities are those at `temperature` (0: at
     1). With `noise` each node's first child is what the drafter draws with the noise of that
-    position, and has `COUPLED_CHANCE`; the others share the rest. Rows at rest are those of
-    `absorb`; nothing is to be read from what they guess. Returns the cache and int32
-    [B, 3 M + 1]: tokens, parents (−1: the root), bits of the chances, count.
+    position, and has `COUPLED_PROB`; the others share the rest. Rows at rest are those of
+    `absorb`; nothing is to be read from what they draft. Returns the cache and int32
+    [B, 3 M + 1]: tokens, parents (−1: the root), bits of the probabilities, count.
     """
-    S, last_B = caught_B1SW.shape[2], length_B - 1
-    guesser = _Guesser(config, params, frozen, temperature, noise, top_k, scheme)
-    cache, g_BCD = _absorb(config, params, frozen, cache, caught_B1SW, tokens_BC, start_B)
+    S, last_B = hidden_B1SW.shape[2], length_B - 1
+    drafter = _Drafting(config, params, frozen, temperature, noise, top_k, scheme)
+    cache, g_BCD = _absorb(config, params, frozen, cache, hidden_B1SW, tokens_BC, start_B)
     query_B1 = jnp.maximum(last_B - start_B, 0)[:, None]  # 0: a row at rest
     tokens_B1 = jnp.take_along_axis(tokens_BC, query_B1, axis=1)
     g_B1D = jnp.take_along_axis(g_BCD, query_B1[:, :, None], axis=1)
     committed_BS = jnp.arange(cache.num_positions) < jnp.minimum(length_B, S)[:, None]
-    o_B1D, cache = guesser.outputs(cache, tokens_B1, g_B1D, last_B, committed_BS[:, None], None)
-    beams, pool = guesser.first(o_B1D, cache.num_positions - S, max_depth)
+    o_B1D, cache = drafter.outputs(cache, tokens_B1, g_B1D, last_B, committed_BS[:, None], None)
+    beams, pool = drafter.first(o_B1D, cache.num_positions - S, max_depth)
 
     def expand(carry: tuple) -> tuple:
         level, cache, beams, pool = carry
-        cache, beams, pool = guesser.expand(level, cache, beams, pool, committed_BS, last_B, S)
+        cache, beams, pool = drafter.expand(level, cache, beams, pool, committed_BS, last_B, S)
         return level + 1, cache, beams, pool
 
     _, cache, _, pool = jax.lax.while_loop(
         lambda carry: carry[0] < depth, expand, (jnp.int32(1), cache, beams, pool)
     )
-    return cache, pool.best(num_guesses, frozen.draft_ids_U)
+    return cache, pool.best(num_draft_tokens, frozen.draft_ids_U)
 
 
 def unpack(packed: jax.Array) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """(tokens_BM, parents_BM, chance_BM, count_B) on the host: waits for the device."""
     packed_BX = np.asarray(packed)
     M = packed_BX.shape[1] // 3
-    chance_BM = packed_BX[:, 2 * M : 3 * M].view(np.float32)
-    return packed_BX[:, :M], packed_BX[:, M : 2 * M], chance_BM, packed_BX[:, 3 * M]
+    prob_BM = packed_BX[:, 2 * M : 3 * M].view(np.float32)
+    return packed_BX[:, :M], packed_BX[:, M : 2 * M], prob_BM, packed_BX[:, 3 * M]
 
 
 def _absorb(
     config: EagleConfig,
-    params: Eagle,
-    frozen: Frozen,
+    params: EagleParams,
+    frozen: SharedParams,
     cache: KVCache,
-    caught_B1SW: jax.Array,
+    hidden_B1SW: jax.Array,
     tokens_BC: jax.Array,
     start_B: jax.Array,
 ) -> tuple[KVCache, jax.Array]:
@@ -162,7 +162,7 @@ def _absorb(
     def window(rows_SW: jax.Array, start: jax.Array) -> jax.Array:
         return jax.lax.dynamic_slice_in_dim(rows_SW, start, C, axis=0)
 
-    g_BCD = eagle.features(config, params, jax.vmap(window)(caught_B1SW[:, 0], start_B))
+    g_BCD = eagle.features(config, params, jax.vmap(window)(hidden_B1SW[:, 0], start_B))
 
     def look(q_BCHh: jax.Array, k_BCKh: jax.Array, v_BCKh: jax.Array) -> jax.Array:
         [keys], [values] = cache.keys, cache.values
@@ -214,10 +214,10 @@ class _Pool:
             put(self.at_BP, at_BN), put(self.parents_BP, parents_BN), put(self.sum_BP, sum_BN)
         )
 
-    def best(self, num_guesses: int, draft_ids_U: jax.Array | None) -> jax.Array:
+    def best(self, num_draft_tokens: int, draft_ids_U: jax.Array | None) -> jax.Array:
         """The best candidates, packed; a parent is never worth less than its child."""
         B, P = self.at_BP.shape
-        M = min(num_guesses, P)
+        M = min(num_draft_tokens, P)
         sum_BM, chosen_BM = jax.lax.top_k(self.sum_BP, M)
         rank_BP = jnp.zeros((B, P), jnp.int32)
         rank_BP = jax.vmap(lambda rank, at: rank.at[at].set(jnp.arange(M)))(rank_BP, chosen_BM)
@@ -231,18 +231,18 @@ class _Pool:
             jnp.where(real_BM, ranked_BM, -1),
             jax.lax.bitcast_convert_type(jnp.exp(sum_BM), jnp.int32),
         )
-        wide = [jnp.pad(x, ((0, 0), (0, num_guesses - M)), constant_values=-1) for x in parts]
+        wide = [jnp.pad(x, ((0, 0), (0, num_draft_tokens - M)), constant_values=-1) for x in parts]
         count_B1 = jnp.sum(real_BM, axis=1, keepdims=True, dtype=jnp.int32)
         return jnp.concatenate([*wide, count_B1], axis=1)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Guesser:
+class _Drafting:
     """One call's constants."""
 
     config: EagleConfig
-    params: Eagle
-    frozen: Frozen
+    params: EagleParams
+    frozen: SharedParams
     temperature: jax.Array
     noise: Noise | None
     top_k: int
@@ -293,7 +293,7 @@ class _Guesser:
         return at_BNK, logprob_BNK
 
     def first(self, o_B1D: jax.Array, num_columns: int, max_depth: int) -> tuple[_Beams, _Pool]:
-        """The guesses for the next position."""
+        """The draft tokens for the next position."""
         B, K = len(o_B1D), self.num_children
         at_B1K, logprob_B1K = self.children(jnp.int32(0), o_B1D)
         at_BK, sum_BK = at_B1K[:, 0], logprob_B1K[:, 0]
@@ -343,7 +343,7 @@ class _Guesser:
         return cache, beams, pool
 
     def _coupled(self, logits_BNU: jax.Array, noise: Noise, level: jax.Array) -> jax.Array:
-        """log of `COUPLED_CHANCE` for what the position's noise draws; the others share the rest.
+        """log of `COUPLED_PROB` for what the position's noise draws; the others share the rest.
 
         Noise goes by the policy's tokens: the drafter's are in the same order.
         """
@@ -364,8 +364,8 @@ class _Guesser:
         others_BNU = jnp.where(drawn_BNU, -jnp.inf, jax.nn.log_softmax(processed_BNU))
         rest_BN1 = jax.nn.logsumexp(others_BNU, axis=-1, keepdims=True)
         rest_BN1 = jnp.maximum(rest_BN1, jnp.finfo(jnp.float32).min)  # nothing else is possible
-        others_BNU = others_BNU - rest_BN1 + jnp.log1p(-COUPLED_CHANCE)
-        return jnp.where(drawn_BNU, jnp.log(COUPLED_CHANCE), others_BNU)
+        others_BNU = others_BNU - rest_BN1 + jnp.log1p(-COUPLED_PROB)
+        return jnp.where(drawn_BNU, jnp.log(COUPLED_PROB), others_BNU)
 
 
 def _policy_ids(at: jax.Array, draft_ids_U: jax.Array | None) -> jax.Array:

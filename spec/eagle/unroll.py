@@ -1,7 +1,7 @@
 """The forward pass of a drafter's training: what it puts out where it reads its own outputs.
 
-A draft of several guesses feeds outputs back. Step j is the j-th such entry of a draft, for the
-drafts from all entries at once (EAGLE-3's training-time test; HASS's harmonised contexts):
+A draft of several draft tokens feeds outputs back. Step j is the j-th such entry of a draft, for
+the drafts from all entries at once (EAGLE-3's training-time test; HASS's harmonised contexts):
 
     step 0     entry t reads (g_t, x_{t+1}) and looks at the entries ≤ t
     step j     entry t reads (o^{j−1}_{t−1}, x_{t+1}) and looks at the entries ≤ t − j of step 0,
@@ -24,21 +24,21 @@ import jax.numpy as jnp
 from models.attention import CAUSAL_BLOCKS, LEAST_BLOCK_TOKENS, NEGATIVE
 from spec.eagle import model as eagle
 from spec.eagle.batch import DrafterBatch
-from spec.eagle.model import Eagle, EagleConfig
+from spec.eagle.model import EagleConfig, EagleParams
 
 Entries = list[tuple[jax.Array, jax.Array]]  # of each step, rotated keys and values [B, T, K, h]
 
 
 def unrolled_outputs(
     config: EagleConfig,
-    params: Eagle,
+    params: EagleParams,
     embedding_VD: jax.Array,
     batch: DrafterBatch,
     num_steps: int,
 ) -> jax.Array:
     """o^j_t of steps j < `num_steps`, [J, B, T, D] in the parameters' dtype."""
     next_BT = jnp.roll(batch.tokens_BT, -1, axis=1)
-    features_BTD = eagle.features(config, params, batch.caught_BTW)
+    features_BTD = eagle.features(config, params, batch.hidden_BTW)
     entries: Entries = []
     outputs = []
     for _ in range(num_steps):

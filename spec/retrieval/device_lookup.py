@@ -1,8 +1,8 @@
-"""Several rounds in one device call: each looks its guesses up in texts that the device holds.
+"""Several rounds in one device call: each looks its draft tokens up in texts that the device holds.
 
 A drafter on the host costs a transfer and a call a round. Here the host sends texts (last
 epoch's responses, siblings) once; each round finds where a request's last tokens occur in
-its text and guesses what followed there. Guesses are chains, and cruder than those of the
+its text and drafts what followed there. Draft tokens are chains, and cruder than those of the
 suffix index; `spec.verify` makes them exact all the same. L = tokens of a text, K = tokens
 of a context, R = rounds of a call, N = nodes of a round, X = R · N.
 """
@@ -32,7 +32,7 @@ LEAST_MATCH = 2  # tokens
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Texts:
-    """What B slots look their guesses up in.
+    """What B slots look their draft tokens up in.
 
     `text_BL` has PADDING between and behind its pieces, `context_BK` a request's last
     tokens, `next_B` the place of the token that is expected next, L where none is.
@@ -70,10 +70,10 @@ def chains(text_BL: jax.Array, start_B: jax.Array, num_nodes: int) -> DraftTree:
     B, L = text_BL.shape
     N = num_nodes
     at_BN = start_B[:, None] + jnp.arange(N - 1)
-    guess_BN = jnp.take_along_axis(text_BL, jnp.minimum(at_BN, L - 1), axis=1)
-    # a guess behind a gap is no child of the gap: nothing equals PADDING
-    guess_BN = jnp.where(at_BN < L, guess_BN, PADDING)
-    tokens_BN = jnp.concatenate([jnp.zeros((B, 1), jnp.int32), guess_BN], axis=1)
+    draft_BN = jnp.take_along_axis(text_BL, jnp.minimum(at_BN, L - 1), axis=1)
+    # a draft token behind a gap is no child of the gap: nothing equals PADDING
+    draft_BN = jnp.where(at_BN < L, draft_BN, PADDING)
+    tokens_BN = jnp.concatenate([jnp.zeros((B, 1), jnp.int32), draft_BN], axis=1)
     return DraftTree(tokens_BN, jnp.broadcast_to(jnp.arange(-1, N - 1, dtype=jnp.int32), (B, N)))
 
 
@@ -106,7 +106,7 @@ def lookup_rounds(
 
     Ends early as `decode_rounds` does. Requires room for N entries behind each active
     slot at every round. Returns cache, slots, and packed what was emitted: int32 [B,
-    2 X + 2 R] of tokens, bits of log-probs, tokens a round, guesses a round.
+    2 X + 2 R] of tokens, bits of log-probs, tokens a round, draft tokens a round.
     """
     B, N, R = slots.active.shape[0], num_nodes, max_rounds
     active_before = jnp.sum(slots.active)
@@ -159,15 +159,15 @@ def lookup_rounds(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LookupOutcome:
-    """How looked-up guesses of A requests fared, by their place in the chain.
+    """How looked-up draft tokens of A requests fared, by their place in the chain.
 
-    In `reached_AJ` rounds the guesses before place j were right, in `right_AJ` of these the
-    one at j too. `tried` counts guesses.
+    In `reached_AJ` rounds the draft tokens before place j were right, in `accepted_AJ` of these the
+    one at j too. `tried` counts draft tokens.
     """
 
     tried: int
     reached_AJ: np.ndarray
-    right_AJ: np.ndarray
+    accepted_AJ: np.ndarray
 
     @property
     def rounds(self) -> int:
@@ -175,11 +175,11 @@ class LookupOutcome:
 
     @property
     def accepted(self) -> int:
-        return int(self.right_AJ.sum())
+        return int(self.accepted_AJ.sum())
 
 
 def judge(counts_AR: np.ndarray, tried_AR: np.ndarray, num_nodes: int) -> LookupOutcome:
-    """What `unpack` says of these requests' guesses."""
+    """What `unpack` says of these requests' draft tokens."""
     longer_AN = (counts_AR[:, :, None] > np.arange(num_nodes)).sum(axis=1)
     return LookupOutcome(int(tried_AR.sum()), longer_AN[:, :-1], longer_AN[:, 1:])
 

@@ -19,9 +19,7 @@ from spec.per_request import RequestIndex, with_room
 from spec.retrieval.suffix_drafter import NO_TREE, RequestFollowers
 from spec.retrieval.suffix_forest import ProposalRule, SuffixForest
 
-RULE = ProposalRule(
-    longest=16, shortest=1, max_children=3, prior=0.3, min_chance=0.05, path_tokens=0
-)
+RULE = ProposalRule(longest=16, shortest=1, max_children=3, prior=0.3, min_prob=0.05, path_tokens=0)
 NEVER_S = float("inf")
 
 
@@ -78,7 +76,7 @@ class DraftServer:
 
 
 class DraftClient:
-    """The index of the registered groups, and guesses out of it."""
+    """The index of the registered groups, and draft tokens out of it."""
 
     def __init__(self, rule: ProposalRule = RULE) -> None:
         self._forest = SuffixForest(rule.context_tokens)
@@ -119,13 +117,13 @@ class DraftClient:
             self._forest.append_batch(sequences, np.concatenate(pieces), offsets)
 
     def batch_speculate(self, live: LiveSlots, max_nodes_A: np.ndarray, max_nodes: int) -> Drafts:
-        """Guesses for all live requests at once."""
+        """Draft tokens for all live requests at once."""
         groups = live.group_ids_A.tolist()
         trees_A = np.fromiter((self._trees.get(g, NO_TREE) for g in groups), np.int64, len(groups))
         return self._followers.propose(live, trees_A, max_nodes_A, max_nodes)
 
     def forget_requests(self, request_ids: Sequence[int]) -> None:
-        """These need no guesses any more; their tokens stay."""
+        """These need no draft tokens any more; their tokens stay."""
         self._followers.forget(request_ids)
 
 

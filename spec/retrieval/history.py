@@ -18,17 +18,17 @@ from spec.retrieval.suffix_forest import ProposalRule, SuffixForest
 from spec.reuse.rollout_cache import CachedGroup, RolloutCache
 
 # Section 5.4: a prefix of 7 tokens, shortened to 3 until it is found; one branch, down which the
-# context grows by up to the 32 guesses of its longest window.
+# context grows by up to the 32 draft tokens of its longest window.
 PAPER_RULE = ProposalRule(longest=7, shortest=3, rank_by="weight", max_children=1)
-# Trees are grown by chance, and the last 16 tokens tell as much of it as the whole branch: counts
-# of longer contexts are smaller (`contexts` of benchmarks/drafts.py).
+# Trees are grown by probability, and the last 16 tokens tell as much of it as the whole branch:
+# counts of longer contexts are smaller (`contexts` of benchmarks/drafts.py).
 RULE = ProposalRule(
     longest=16,
     shortest=1,
     rank_by="weight",
     max_children=2,
     prior=0.3,
-    min_chance=0.05,
+    min_prob=0.05,
     path_tokens=0,
 )
 

@@ -1,7 +1,7 @@
 """Drafts from the request's own response of last epoch, read on from where it stands.
 
 Where noise repeats from epoch to epoch (`coupled`), and where a prefix has been cut
-(`lenient`), the old response goes on being a good guess behind a token that differs: at
+(`lenient`), the old response goes on being a good draft token behind a token that differs: at
 the same place where a token was replaced, a few places further where some were put in
 or left out. F = requests known, L = tokens of a response.
 """
@@ -17,7 +17,10 @@ from spec.drafter import Drafts, LiveSlots, Source, no_drafts
 from spec.tree import PADDING
 
 REACH = 16  # how far the old text is searched for the last two tokens, to either side
-FOUND, LOST = 0.95, 0.5  # chance of the first guess, where the last token was met and where not
+FOUND, LOST = (
+    0.95,
+    0.5,
+)  # probability of the first draft token, where the last token was met and where not
 NEXT = 0.98  # of each further one
 
 
@@ -48,7 +51,7 @@ class AlignedDrafter:
             np.asarray(max_nodes_A, np.int32),
             drafts.tokens_AN,
             drafts.parents_AN,
-            drafts.chance_AN,
+            drafts.prob_AN,
             drafts.count_A,
         )
         drafts.sources_AN[:] = Source.LAST
@@ -71,7 +74,7 @@ def _read_on(  # type: ignore[no-untyped-def]
     most_A,
     tokens_AN,
     parents_AN,
-    chance_AN,
+    prob_AN,
     count_A,
 ):
     for a in range(len(rows_A)):
@@ -88,13 +91,13 @@ def _read_on(  # type: ignore[no-untyped-def]
                     shift_F[f], found = shift, True
                     break
         at = emitted + shift_F[f]
-        chance = FOUND if found else LOST
+        prob = FOUND if found else LOST
         for n in range(min(most_A[a], tokens_AN.shape[1])):
             if at + n < 0 or at + n >= length_F[f]:
                 break
             tokens_AN[a, n], parents_AN[a, n] = text_FL[f, at + n], n - 1
-            chance_AN[a, n] = chance
-            chance *= NEXT
+            prob_AN[a, n] = prob
+            prob *= NEXT
             count_A[a] = n + 1
 
 

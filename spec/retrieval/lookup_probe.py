@@ -1,4 +1,4 @@
-"""What looked-up guesses would have brought, of tokens that were drawn another way.
+"""What looked-up draft tokens would have brought, of tokens that were drawn another way.
 
 A probe keeps texts as they are now; once its requests have grown, it replays the device's
 rule (`spec.retrieval.device_lookup.find`, `chains`) on their new tokens. So the budget learns what
@@ -40,7 +40,7 @@ class LookupProbe:
         start_A = self.total_tokens_A[mine_A]
         if int((known.total_tokens_A - start_A).sum()) < LEAST_TOKENS * len(known):
             return None
-        reached_AJ, right_AJ = np.zeros((2, len(known), num_nodes - 1), np.int64)
+        reached_AJ, accepted_AJ = np.zeros((2, len(known), num_nodes - 1), np.int64)
         tried = _replay(
             self.text_AL[mine_A],
             self.next_A[mine_A],
@@ -49,9 +49,9 @@ class LookupProbe:
             start_A,
             known.total_tokens_A,
             reached_AJ,
-            right_AJ,
+            accepted_AJ,
         )
-        return known, LookupOutcome(tried, reached_AJ, right_AJ)
+        return known, LookupOutcome(tried, reached_AJ, accepted_AJ)
 
 
 def probe(texts: LookupTexts, live: LiveSlots, num_slots: int) -> LookupProbe:
@@ -64,9 +64,9 @@ def probe(texts: LookupTexts, live: LiveSlots, num_slots: int) -> LookupProbe:
 
 @numba.njit(cache=True, nogil=True)
 def _replay(  # type: ignore[no-untyped-def]
-    text_AL, next_A, tokens_BL, rows_A, start_A, end_A, reached_AJ, right_AJ
+    text_AL, next_A, tokens_BL, rows_A, start_A, end_A, reached_AJ, accepted_AJ
 ):
-    tried, L, most = 0, text_AL.shape[1], right_AJ.shape[1]
+    tried, L, most = 0, text_AL.shape[1], accepted_AJ.shape[1]
     for a in range(len(rows_A)):
         text_L, tokens_L = text_AL[a], tokens_BL[rows_A[a]]
         at, end, following = start_A[a], end_A[a], next_A[a]
@@ -79,7 +79,7 @@ def _replay(  # type: ignore[no-untyped-def]
                     break
                 hits += 1
             reached_AJ[a, :hits] += 1
-            right_AJ[a, :hits] += 1
+            accepted_AJ[a, :hits] += 1
             if at + hits == end:
                 break  # what comes next is not known
             if hits < most:

@@ -1,4 +1,4 @@
-"""The texts that the device looks guesses up in: what a request's prompt was answered with."""
+"""The texts that the device looks draft tokens up in: what a request's prompt was answered with."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class LookupTexts:
         return np.concatenate(pieces)
 
     def finished(self, live: LiveSlots) -> None:
-        """These responses have ended: siblings go on guessing from them."""
+        """These responses have ended: siblings go on drafting from them."""
         for a, group in enumerate(live.group_ids_A.tolist()):
             if self._siblings:
                 settled = self._of(group, live, a)

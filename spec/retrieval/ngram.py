@@ -9,7 +9,7 @@ from spec.per_request import RequestIndex, with_room
 from spec.retrieval.suffix_drafter import NO_TREE, RequestFollowers
 from spec.retrieval.suffix_forest import ProposalRule, SuffixForest
 
-RULE = ProposalRule(longest=8, shortest=2, max_children=2, prior=0.5, min_chance=0.1, path_tokens=0)
+RULE = ProposalRule(longest=8, shortest=2, max_children=2, prior=0.5, min_prob=0.1, path_tokens=0)
 # Columns of what is kept of a request. KNOWN: tokens in its sequence.
 TREE, SEQUENCE, KNOWN = range(3)
 

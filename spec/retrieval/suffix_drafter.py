@@ -25,7 +25,7 @@ class RequestFollowers:
     def propose(
         self, live: LiveSlots, trees_A: np.ndarray, max_nodes_A: np.ndarray, max_nodes: int
     ) -> Drafts:
-        """Guesses for each request out of its tree; none where the tree is `NO_TREE`."""
+        """Draft tokens for each request out of its tree; none where the tree is `NO_TREE`."""
         drafts = no_drafts(len(live), max_nodes)
         which_A = self._which(live, trees_A)
         self.forest.follow(

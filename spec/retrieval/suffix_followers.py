@@ -1,4 +1,6 @@
-"""What a caller hands to a suffix forest: the rule of its guesses, the contexts that it follows."""
+"""What a caller hands to a suffix forest: the rule of its draft tokens, the contexts that it
+follows.
+"""
 
 from __future__ import annotations
 
@@ -14,20 +16,20 @@ from spec.retrieval import suffix_kernels as kernels
 
 @dataclasses.dataclass(frozen=True)
 class ProposalRule:
-    """How guesses are chosen.
+    """How draft tokens are chosen.
 
     The context is the match, cut to its last `longest` tokens, or the longest shorter
     one that has a live continuation, of at least `shortest` tokens. Each context's
     `max_children` best children are candidates: by `rank_by`, then by count, then by
-    smaller token. Candidates are taken in the order of their chance, the product of
-    count(child) / (count(context) + prior) along the path, at least `min_chance`;
+    smaller token. Candidates are taken in the order of their probability, the product of
+    count(child) / (count(context) + prior) along the path, at least `min_prob`;
     equals in the order in which they became candidates. `max_children` of 1 gives a
     chain.
 
-    Below the first guess the context is the match and all guesses above it: a draft goes
-    down one branch. Beyond `context_tokens`, the match and `path_tokens` guesses (or beyond
+    Below the first draft token the context is the match and all draft tokens above it: a draft goes
+    down one branch. Beyond `context_tokens`, the match and `path_tokens` draft tokens (or beyond
     the forest's `max_context`), it loses its first tokens. `path_tokens` of 0 chooses every
-    guess by its last `longest` tokens.
+    draft token by its last `longest` tokens.
 
     HistoSpec (RhymeRL, section 5.3): `ProposalRule(7, 3, 1, "weight")`.
     """
@@ -37,7 +39,7 @@ class ProposalRule:
     max_children: int = 1
     rank_by: Literal["count", "weight"] = "count"
     prior: float = 0.0
-    min_chance: float = 0.0
+    min_prob: float = 0.0
     path_tokens: int = 32
 
     def __post_init__(self) -> None:
@@ -54,12 +56,12 @@ class ProposalRule:
             raise ValueError(f"rank_by must be 'count' or 'weight', got {self.rank_by!r}")
         if not (self.prior >= 0 and math.isfinite(self.prior)):
             raise ValueError(f"prior must be finite and at least 0, got {self.prior}")
-        if not self.min_chance <= 1:
-            raise ValueError(f"min_chance must be at most 1, got {self.min_chance}")
+        if not self.min_prob <= 1:
+            raise ValueError(f"min_prob must be at most 1, got {self.min_prob}")
 
     @property
     def context_tokens(self) -> int:
-        """The longest context of a guess: what the forest's `max_context` should be."""
+        """The longest context of a draft token: what the forest's `max_context` should be."""
         return self.longest + self.path_tokens
 
 

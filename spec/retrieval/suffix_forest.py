@@ -241,10 +241,11 @@ class SuffixForest:
         out: Drafts,
         which_F: Any = None,
     ) -> None:
-        """Write at most `max_nodes_F[f]` guesses for follower `which_F[f]` into row f of `out`.
+        """Write at most `max_nodes_F[f]` draft tokens for follower `which_F[f]` into row f of
+        `out`.
 
-        Only the first `count_A[f]` entries of tokens, parents and chances are written.
-        Guesses come in the order of their chance, parents first: a row's first n are the
+        Only the first `count_A[f]` entries of tokens, parents and probabilities are written.
+        Draft tokens come in the order of their probability, parents first: a row's first n are the
         best n. A follower whose tree has shrunk since it last followed gets none.
         """
         which_F, max_nodes_F = _which(followers, which_F), _integers(max_nodes_F)
@@ -262,9 +263,9 @@ class SuffixForest:
         limits = rule.longest, rule.shortest, rule.max_children, by_weight
         with self._lock:
             bad = queries.propose(
-                self._arena, most, (*limits, float(rule.prior), float(rule.min_chance)),
+                self._arena, most, (*limits, float(rule.prior), float(rule.min_prob)),
                 which_F, followers.trees_F, followers.state_FX, max_nodes_F,
-                out.tokens_AN, out.parents_AN, out.chance_AN, out.count_A,
+                out.tokens_AN, out.parents_AN, out.prob_AN, out.count_A,
             )  # fmt: skip
         if bad != kernels.NONE:
             self._raise_bad(followers, which_F[bad], "")

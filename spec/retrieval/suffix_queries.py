@@ -1,6 +1,6 @@
 """Kernels that read a suffix forest: look contexts up, follow live ones, propose what comes next.
 
-F = followers, N = guesses, B = rows of text, L = tokens of a row.
+F = followers, N = draft tokens, B = rows of text, L = tokens of a row.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import numpy as np
 from spec.retrieval import suffix_kernels as k
 from spec.retrieval.suffix_kernels import child_of, inlined, kernel, part, trim
 
-# Columns of a guess in the pool.
+# Columns of a draft token in the pool.
 _STATE, _MATCHED, _TOKEN, _PARENT = range(4)
 
 
@@ -134,59 +134,62 @@ def _next_child(a, by_weight, node, after_value, after_count, after_token):
 
 
 @part
-def _enqueue(order_N, chance_N, size, room, chance):
-    """Queue a guess of this chance: (its place in the pool or NONE, the new size).
+def _enqueue(order_N, prob_N, size, room, prob):
+    """Queue a draft token of this probability: (its place in the pool or NONE, the new size).
 
-    `order_N` lists the pool's places: the queued ones by chance, worst first and the
+    `order_N` lists the pool's places: the queued ones by probability, worst first and the
     earlier ones last among equals, then the unused ones. No more than `room` are kept.
     """
     if size == room:
-        if chance <= chance_N[order_N[0]]:
+        if prob <= prob_N[order_N[0]]:
             return np.int64(k.NONE), size
         place, i = order_N[0], 0
-        while i + 1 < size and chance_N[order_N[i + 1]] < chance:
+        while i + 1 < size and prob_N[order_N[i + 1]] < prob:
             order_N[i] = order_N[i + 1]
             i += 1
     else:
         place, i = order_N[size], size
-        while i > 0 and chance_N[order_N[i - 1]] >= chance:
+        while i > 0 and prob_N[order_N[i - 1]] >= prob:
             order_N[i] = order_N[i - 1]
             i -= 1
         size += 1
-    order_N[i], chance_N[place] = place, chance
+    order_N[i], prob_N[place] = place, prob
     return place, size
 
 
 @part
-def _expand(a, most, rule, node, matched, chance, parent, pool, size, room):
+def _expand(a, most, rule, node, matched, prob, parent, pool, size, room):
     """Queue the best children of a context: (how many live ones were seen, the new size)."""
-    _, _, max_children, by_weight, prior, min_chance = rule
-    order_N, chance_N, guess_NX = pool
+    _, _, max_children, by_weight, prior, min_prob = rule
+    order_N, prob_N, draft_NX = pool
     total = a.states[node, k.COUNT] + prior
     value, count, token, found = np.inf, np.int64(0), np.int64(0), 0
-    # By count, chances fall in the order of the children, so that the first `room` are enough.
+    # By count, probabilities fall in the order of the children, so that the first `room` are
+    # enough.
     while found < max_children and (by_weight or found < room):
         state, value, token = _next_child(a, by_weight, node, value, count, token)
         if state == k.NONE:
             break
         found += 1
         count = np.int64(a.states[state, k.COUNT])
-        of_child = chance * (count / total)
-        if of_child < min_chance:
+        of_child = prob * (count / total)
+        if of_child < min_prob:
             continue
-        place, size = _enqueue(order_N, chance_N, size, room, of_child)
+        place, size = _enqueue(order_N, prob_N, size, room, of_child)
         if place != k.NONE:
-            guess = guess_NX[place]
-            guess[_STATE], guess[_MATCHED] = trim(a.states, state, matched + 1, most)
-            guess[_TOKEN], guess[_PARENT] = token, parent
+            draft = draft_NX[place]
+            draft[_STATE], draft[_MATCHED] = trim(a.states, state, matched + 1, most)
+            draft[_TOKEN], draft[_PARENT] = token, parent
     return found, size
 
 
 @part
-def _draft(a, most, rule, root, node, matched, pool, room, tokens_N, parents_N, chance_out_N):
-    """Best-first guesses from a context, or from its longest live shorter one; their number."""
+def _draft(a, most, rule, root, node, matched, pool, room, tokens_N, parents_N, prob_out_N):
+    """Best-first draft tokens from a context, or from its longest live shorter one; their
+    number.
+    """
     longest, shortest = rule[0], rule[1]
-    order_N, chance_N, guess_NX = pool
+    order_N, prob_N, draft_NX = pool
     node, matched = trim(a.states, node, matched, longest)
     size, no_parent = np.int64(0), np.int64(k.NONE)
     while room > 0 and matched >= shortest:
@@ -199,27 +202,27 @@ def _draft(a, most, rule, root, node, matched, pool, room, tokens_N, parents_N, 
     while size > 0:
         size -= 1
         place = order_N[size]
-        guess, chance = guess_NX[place], chance_N[place]
-        node, matched = guess[_STATE], guess[_MATCHED]
-        tokens_N[drafted], parents_N[drafted] = guess[_TOKEN], guess[_PARENT]
-        chance_out_N[drafted] = chance
+        draft, prob = draft_NX[place], prob_N[place]
+        node, matched = draft[_STATE], draft[_MATCHED]
+        tokens_N[drafted], parents_N[drafted] = draft[_TOKEN], draft[_PARENT]
+        prob_out_N[drafted] = prob
         drafted += 1
         if drafted < room:
             _, size = _expand(
-                a, most, rule, node, matched, chance, drafted - 1, pool, size, room - drafted
+                a, most, rule, node, matched, prob, drafted - 1, pool, size, room - drafted
             )
     return drafted
 
 
 @kernel
 def propose(
-    a, most, rule, which_F, ids_F, followers_FX, max_nodes_F, tokens_FN, parents_FN, chance_FN,
+    a, most, rule, which_F, ids_F, followers_FX, max_nodes_F, tokens_FN, parents_FN, prob_FN,
     count_F, stamp=k.STAMP,
 ):  # fmt: skip
-    """Write each follower's guesses; NONE, or the first f whose tree is gone, or that is none.
+    """Write each follower's draft tokens; NONE, or the first f whose tree is gone, or that is none.
 
-    `rule` is (longest, shortest, max_children, by_weight, prior, min_chance). A
-    follower whose tree has shrunk since it last followed gets no guess.
+    `rule` is (longest, shortest, max_children, by_weight, prior, min_prob). A
+    follower whose tree has shrunk since it last followed gets no draft token.
     """
     N = tokens_FN.shape[1]
     pool = np.arange(N), np.empty(N), np.empty((N, 4), np.int64)
@@ -239,6 +242,6 @@ def propose(
         node = _settle(a.states, follower[k.AT], matched)
         count_F[f] = _draft(
             a, most, rule, a.trees[row, k.ROOT], node, matched, pool, room,
-            tokens_FN[f], parents_FN[f], chance_FN[f],
+            tokens_FN[f], parents_FN[f], prob_FN[f],
         )  # fmt: skip
     return k.NONE

@@ -12,7 +12,7 @@ from models import transformer
 from models.config import ModelConfig
 from spec.budget.bandit import BanditConfig, Strategy
 from spec.eagle import model as eagle
-from spec.eagle.batch import Caught
+from spec.eagle.batch import HiddenStates
 
 MODEL = ModelConfig("qwen3", 20, 8, 1, 2, 1, 4, 8, qk_norm=True, max_positions=64)
 
@@ -20,7 +20,7 @@ MODEL = ModelConfig("qwen3", 20, 8, 1, 2, 1, 4, 8, qk_norm=True, max_positions=6
 def sequence(prompt_tokens, response_tokens, width=8):
     num_tokens = prompt_tokens + response_tokens
     states = np.ones((num_tokens - 1, width), np.float32)
-    return Caught(np.full(num_tokens, 3, np.int32), prompt_tokens, states, 0)
+    return HiddenStates(np.full(num_tokens, 3, np.int32), prompt_tokens, states, 0)
 
 
 def sequences(*response_tokens, prompt_tokens=6):
@@ -101,10 +101,11 @@ def test_long_tailed_lengths():
     lengths = np.array([len(s.tokens_T) for s in made])
     responses = lengths - np.array(prompts)
     assert responses.max() == 300 - 9 and lengths.max() <= 300
-    # one seed, so no chance: 1000 draws' spread is within 0.04 of theirs, were it not for floors
+    # one seed, so no probability: 1000 draws' spread is within 0.04 of theirs, were it not for
+    # floors
     assert abs(drafter_parts.response_spread(made) - 0.5) < 0.04
     assert np.mean(responses) > 1.05 * np.median(responses)
-    assert all(s.caught_TW.shape == (len(s.tokens_T) - 1, 8) for s in made)
+    assert all(s.hidden_TW.shape == (len(s.tokens_T) - 1, 8) for s in made)
     again = drafter_parts.long_tailed([sequence(p, 7) for p in prompts], 0.5, 300, seed=4)
     assert [len(s.tokens_T) for s in again] != lengths.tolist()
 
@@ -122,7 +123,7 @@ def test_the_policys_own_responses_are_caught_whole():
     starts = sorted(s.tokens_T[: s.prompt_tokens].tolist() for s in found)
     assert starts == [[4, 5, 6]] * 3 + [[7, 8]] * 3
     for s in found:
-        assert s.caught_TW.shape == (len(s.tokens_T) - 1, 8)
+        assert s.hidden_TW.shape == (len(s.tokens_T) - 1, 8)
         ended = s.tokens_T[-1] == 1
         assert ended or len(s.tokens_T) - s.prompt_tokens == 16 - 3
 
@@ -151,7 +152,8 @@ def test_rounds_that_never_vary_leave_no_gap():
 
 
 def test_a_median_that_misses_what_is_rare_leaves_its_gap():
-    # one request; 30 guesses every tenth round are 4 tokens a round, 2 guesses always are 3
+    # one request; 30 draft tokens every tenth round are 4 tokens a round, 2 draft tokens always are
+    # 3
     rare = {SLOW: [0] * 9 + [30], FAST: [2]}
     found = gap({SLOW: [1.0], FAST: [1.0]}, rare, batch_size=1, rounds=300)
     assert found["tuner_gap"] == found["tuner_gap_p95"] == pytest.approx(1 - 3 / 4)
@@ -168,7 +170,7 @@ def test_the_best_counts_though_it_may_not_be_chosen():
 
 
 def test_a_few_rounds_of_noise_leave_more_of_a_gap_than_many():
-    """Fixed seeds: no chance of a false alarm."""
+    """Fixed seeds: no probability of a false alarm."""
     rng = np.random.default_rng(0)
     round_s = {s: rng.lognormal(0, 0.3, 50) for s in (SLOW, FAST)}
     accept_lens = {SLOW: rng.poisson(2, 99), FAST: rng.poisson(3, 99)}

@@ -106,7 +106,7 @@ def busy(programs, B, lengths):
 
 @pytest.mark.parametrize("chosen", [DEEP, SMALL], ids=lambda s: s.name)
 def test_fused_and_apart_emit_the_same(programs, chosen):
-    B = 256  # one in ten draws is guessed, by chance
+    B = 256  # one in ten draws is drafted, by probability
     lengths = np.random.default_rng(2).integers(1, 14, B).astype(np.int32)
     engine, cache, slots = busy(programs, B, lengths)
     args, options = programs.fused_arguments(engine, B, chosen)
@@ -126,18 +126,18 @@ def test_fused_and_apart_emit_the_same(programs, chosen):
         config=programs.shape,
         top_k=chosen.top_k,
         max_depth=3,
-        num_guesses=7,
+        num_draft_tokens=7,
     )
-    tokens_BM, parents_BM, chance_BM, count_B = tree_search.unpack(packed)
+    tokens_BM, parents_BM, prob_BM, count_B = tree_search.unpack(packed)
     sources_BM = np.zeros(tokens_BM.shape, np.uint8)
-    drafts = Drafts(tokens_BM, parents_BM, chance_BM, sources_BM, count_B)
+    drafts = Drafts(tokens_BM, parents_BM, prob_BM, sources_BM, count_B)
     tree = DraftTree(*plant(drafts, np.arange(B), B, chosen.verify_tokens + 1))
     _, _, apart = verify.verify_round(
         params, cache, slots(), tree, stop_E, **engine.verify_options("cdf")
     )
     (tokens_BN, logprobs_BN, count_B), wanted = verify.unpack(fused), verify.unpack(apart)
     assert count_B.tolist() == wanted[2].tolist()
-    assert count_B.min() >= 1 and count_B.max() >= 3, "guesses of guesses were accepted"
+    assert count_B.min() >= 1 and count_B.max() >= 3, "drafts of drafts were accepted"
     valid_BN = np.arange(tokens_BN.shape[1]) < count_B[:, None]
     assert tokens_BN[valid_BN].tolist() == wanted[0][valid_BN].tolist()
     np.testing.assert_allclose(logprobs_BN[valid_BN], wanted[1][valid_BN], rtol=1e-4, atol=1e-5)

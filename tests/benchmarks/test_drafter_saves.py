@@ -57,7 +57,7 @@ def test_every_save_is_a_whole_checkpoint_of_what_it_says(saved):
         checkpointer.restore(full, trainer.state)
     shape = (MODEL.vocab_size, MODEL.d_model)
     parts = [drafter_saves._random(s) for s in (shape, shape[::-1])]
-    everything = {"drafter": trainer.state, "frozen": eagle.Frozen(*parts)}
+    everything = {"drafter": trainer.state, "frozen": eagle.SharedParams(*parts)}
     restored = checkpointer.restore(full, everything)
     newest["full"] = restored.step
     np.testing.assert_array_equal(restored.arrays["frozen"].head_DU, parts[1])

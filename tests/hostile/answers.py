@@ -18,7 +18,7 @@ from rl.data import reasoning_gym_tasks
 from rl.data.answers import with_marker
 from rl.data.tasks import Example, open_task
 from rl.rewards.config import RewardConfig
-from rl.rewards.pool import Job, RewardPool, Score
+from rl.rewards.pool import RewardPool, Score, ScoreJob
 from rl.rewards.process import RewardWorkerError
 
 SPY = Path(__file__).with_name("spy.py")
@@ -193,7 +193,7 @@ def run(budget: int, num_bombs: int = len(BOMBS), workers: int = 1) -> dict[str,
         )
         with RewardPool(config, startup_s=60.0) as pool:
             for case in its_cases:
-                job = Job(case.example, with_marker(EXTRACT, case.text))
+                job = ScoreJob(case.example, with_marker(EXTRACT, case.text))
                 began = time.monotonic()
                 try:
                     score = pool.result(pool.submit(job))

@@ -23,7 +23,7 @@ def make_inputs(folder: Path) -> Path:
     """The smallest run, and a drafter of its policy beside it; returns the configuration."""
     tiny = tiny_run.make_inputs(folder)
     shape = eagle.config_for(tiny_run.MODEL)
-    start = eagle.Drafter(shape, eagle.init(shape, jax.random.key(0)))
+    start = eagle.EagleWeights(shape, eagle.init(shape, jax.random.key(0)))
     eagle_files.save(folder / "drafter", start, tiny_run.MODEL, None)
     return tiny
 

@@ -6,7 +6,7 @@ import pytest
 
 from rl.data.tasks import Example
 from rl.rewards.config import RewardConfig
-from rl.rewards.pool import Job, RewardPool
+from rl.rewards.pool import RewardPool, ScoreJob
 from tests.hostile import answers
 
 SPY = Path(answers.__file__).with_name("spy.py")
@@ -23,7 +23,7 @@ def test_the_spy_sees_what_must_not_happen():
     functions = tuple(f"{SPY}:{name}" for name in ("begin", "planted", "seen"))
     example = Example("x#0", "q", "1", {}, "jsonl:x")
     with RewardPool(RewardConfig(functions=functions, workers=1)) as pool:
-        jobs = [pool.submit(Job(example, text)) for text in ("evaluate", "write", "nothing")]
+        jobs = [pool.submit(ScoreJob(example, text)) for text in ("evaluate", "write", "nothing")]
         seen = [job.result(timeout=60).values["seen"] for job in jobs]
     assert 1.0 <= seen[0] < 1e6  # compiled and executed
     assert seen[1:] == [1e6, 0.0]  # opened for writing; nothing

@@ -10,7 +10,7 @@ import dataclasses
 import numpy as np
 from parity_model import BASE, MODEL, SAMPLINGS, STEP_KEY, STOP
 
-from rl.trajectory import Begun, Chunk, Request
+from rl.trajectory import PartialRequest, Request, RequestChunk
 
 # one size of trees, and buckets of 32 and 64 positions: few programs
 CONFIG = dataclasses.replace(
@@ -50,7 +50,7 @@ class Chunks:
 
     def __init__(self, requests, seed):
         self._rng = np.random.default_rng(seed)
-        self._waiting = [Begun(r) for r in requests]
+        self._waiting = [PartialRequest(r) for r in requests]
         self._prompt_tokens = {r.request_id: len(r.prompt_ids) for r in requests}
         self._whole = {
             r.request_id for r in requests if len(r.prompt_ids) < 9 and self._rng.random() < 0.5
@@ -67,7 +67,7 @@ class Chunks:
         count = min(len(self._waiting), self.most_requests - self._running)
         begun, self._waiting = self._waiting[:count], self._waiting[count:]
         self._running += count
-        return [Chunk(b, self._first_length(b)) for b in begun]
+        return [RequestChunk(b, self._first_length(b)) for b in begun]
 
     def chunk_ended(self, request_id, response_tokens):
         offset = self._prompt_tokens[request_id] + response_tokens - 1

@@ -152,7 +152,9 @@ def sample(params, kernel, seed, scheme, propose=None, batches=BATCHES, context_
 
 
 def random_trees(seed):
-    """Trees of up to 7 guesses over all five tokens, bushes of all five children among them."""
+    """Trees of up to 7 draft tokens over all five tokens, bushes of all five children among
+    them.
+    """
     rng = np.random.default_rng(seed)
     drafts = [Draft([0, 1, 2, 3, 4, 0, 1], [-1, -1, -1, -1, -1, 2, 2]), chain([0] * 7), chain([])]
     while len(drafts) < 64:

@@ -17,7 +17,7 @@ from test_parity_reuse import changed, rule, with_cached
 from test_parity_small_model import SMALL, drafter
 
 from rl.engine.engine import Engine
-from spec.budget.budget import TakeAll
+from spec.budget.budget import FixedBudget
 from spec.draft_model.drafter import SmallModelConfig
 from spec.eagle import model as eagle
 
@@ -69,7 +69,7 @@ def test_plain(check, engine):
 
 
 def test_trees(check, engine, want):
-    assert 4 in check(engine, lambda: {"drafter": RandomTrees(want), "budget": TakeAll()})
+    assert 4 in check(engine, lambda: {"drafter": RandomTrees(want), "budget": FixedBudget()})
 
 
 def test_lookups(check, engine, want, chunked):
@@ -88,22 +88,22 @@ def test_a_small_model(check, engine, params):
 
 
 def test_a_learned_drafter_and_the_states_that_it_reads(check, keeping, params):
-    catchers = []
+    sinks = []
 
     def options():
-        catchers.append(Keeps())
+        sinks.append(Keeps())
         site = keeping.site(params, SAMPLINGS["plain"], STEP_KEY)
-        return {"drafter": learned("eagle").drafter_at(site), "catcher": catchers[-1]}
+        return {"drafter": learned("eagle").drafter_at(site), "catcher": sinks[-1]}
 
     assert 4 in check(keeping, options)
-    for catcher in catchers:
-        for caught in catcher.sequences:
-            n = len(caught.caught_TW)
+    for sink in sinks:
+        for caught in sink.sequences:
+            n = len(caught.hidden_TW)
             assert n == len(caught.tokens_T) - 1
             tokens = np.zeros((1, 64), np.int32)
             tokens[0, :n] = caught.tokens_T[:n]
             whole = np.asarray(hidden(MODEL, params, tokens))[0, :n]
-            np.testing.assert_allclose(caught.caught_TW[:, -MODEL.d_model :], whole, atol=1e-4)
+            np.testing.assert_allclose(caught.hidden_TW[:, -MODEL.d_model :], whole, atol=1e-4)
 
 
 def test_reuse(check, engine, want, chunked):

@@ -10,11 +10,11 @@ from parity_model import BASE, MODEL, SAMPLINGS, STEP_KEY, TOLERANCE, difference
 from models import transformer
 from rl.engine.engine import Engine
 from rl.speculation.learned_drafter import LearnedDrafter
-from spec.budget.budget import TakeAll
-from spec.budget.union import Union
+from spec.budget.budget import FixedBudget
+from spec.budget.union import DrafterUnion
 from spec.eagle import model as eagle
 from spec.eagle.drafter import TreeConfig
-from spec.eagle.model import Drafter
+from spec.eagle.model import EagleWeights
 from spec.retrieval.ngram import NgramDrafter
 
 pytestmark = pytest.mark.parity
@@ -24,7 +24,9 @@ def learned(design, tree=None, seed=0, draft_vocab_size=0):
     config = eagle.config_for(MODEL, design, draft_vocab_size=draft_vocab_size)
     ids = np.arange(2, 2 + draft_vocab_size, dtype=np.int32) if draft_vocab_size else None
     params = eagle.init(config, jax.random.key(seed))
-    return LearnedDrafter(Drafter(config, params, ids), tree or TreeConfig(max_depth=3, top_k=3))
+    return LearnedDrafter(
+        EagleWeights(config, params, ids), tree or TreeConfig(max_depth=3, top_k=3)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -57,12 +59,12 @@ def out_of_step(params, sequences, feature_layers):
     """The largest gap between caught states and those of a pass over the whole sequence."""
     worst = 0.0
     for s in sequences:
-        n = len(s.caught_TW)
+        n = len(s.hidden_TW)
         tokens = np.zeros((1, 64), np.int32)
         tokens[0, :n] = s.tokens_T[:n]
         last = np.asarray(hidden(MODEL, params, tokens))[0, :n]
-        worst = max(worst, float(np.abs(s.caught_TW[:, -MODEL.d_model :] - last).max()))
-        assert s.caught_TW.shape[1] == MODEL.d_model * (len(feature_layers) + 1)
+        worst = max(worst, float(np.abs(s.hidden_TW[:, -MODEL.d_model :] - last).max()))
+        assert s.hidden_TW.shape[1] == MODEL.d_model * (len(feature_layers) + 1)
     return worst
 
 
@@ -78,8 +80,8 @@ def test_alone(golden, rollout, params, keeping, design, name):
 
 
 @pytest.mark.parametrize("name", ["cool", "gumbel_cool"])
-def test_guesses_by_the_noise_of_their_positions(golden, rollout, params, keeping, name):
-    engine, tree = keeping("eagle"), TreeConfig(max_depth=4, top_k=2, guess="coupled")
+def test_drafts_by_the_noise_of_their_positions(golden, rollout, params, keeping, name):
+    engine, tree = keeping("eagle"), TreeConfig(max_depth=4, top_k=2, proposal="coupled")
     site = engine.site(params, SAMPLINGS[name], STEP_KEY)
     maker = learned("eagle", tree, draft_vocab_size=40)
     got = rollout(name, engine=engine, drafter=maker.drafter_at(site))
@@ -90,14 +92,14 @@ def test_guesses_by_the_noise_of_their_positions(golden, rollout, params, keepin
 def test_beside_others_with_weights_swapped_at_every_round(golden, rollout, params, keeping):
     engine, maker = keeping("eagle"), learned("eagle")
     site = engine.site(params, SAMPLINGS["plain"], STEP_KEY)
-    union = Union([NgramDrafter(), maker.drafter_at(site)], names=["own", "learned"])
+    union = DrafterUnion([NgramDrafter(), maker.drafter_at(site)], names=["own", "learned"])
     swaps = iter(range(1, 10_000))
 
     def swap(finished, tokens):
         union.skipped = frozenset([["own"], ["learned"], []][next(swaps) % 3])
         maker.swap(eagle.init(maker.config, jax.random.key(maker.version + 1)))
 
-    got = rollout("plain", engine=engine, drafter=union, budget=TakeAll(), on_round=swap)
+    got = rollout("plain", engine=engine, drafter=union, budget=FixedBudget(), on_round=swap)
     assert not differences(golden("plain"), got)
     assert maker.version > 10
 
@@ -105,33 +107,33 @@ def test_beside_others_with_weights_swapped_at_every_round(golden, rollout, para
 @pytest.mark.parametrize("design", ["eagle", "eagle3"])
 def test_caught_states_are_those_of_a_whole_pass(rollout, params, requests, keeping, design):
     """Over prefilled, copied, plainly decoded and speculated tokens, in a cache that grows."""
-    engine, catcher = keeping(design), Keeps()
+    engine, sink = keeping(design), Keeps()
     engine = Engine(
         MODEL, dataclasses.replace(BASE, min_positions=32), feature_layers=engine.feature_layers
     )
     site = engine.site(params, SAMPLINGS["plain"], STEP_KEY)
     drafter = NowAndThen(learned(design).drafter_at(site))
-    got = rollout("plain", engine=engine, drafter=drafter, catcher=catcher)
-    assert len(catcher.sequences) == len(requests)
-    by_tokens = {tuple(s.tokens_T.tolist()) for s in catcher.sequences}
+    got = rollout("plain", engine=engine, drafter=drafter, sink=sink)
+    assert len(sink.sequences) == len(requests)
+    by_tokens = {tuple(s.tokens_T.tolist()) for s in sink.sequences}
     whole = {(*t.prompt_ids.tolist(), *t.response_ids.tolist()) for t in got}
     assert by_tokens == whole
-    assert out_of_step(params, catcher.sequences, engine.feature_layers) < TOLERANCE
+    assert out_of_step(params, sink.sequences, engine.feature_layers) < TOLERANCE
     nodes = {n for _, n, _ in engine.stats.rounds}
     assert 1 in nodes and max(nodes) > 1
 
 
 def test_the_check_of_states_notices_one_that_is_out_of_step(rollout, params, keeping):
-    engine, catcher = keeping("eagle"), Keeps()
-    rollout("plain", engine=engine, catcher=catcher)
+    engine, sink = keeping("eagle"), Keeps()
+    rollout("plain", engine=engine, sink=sink)
     moved = [
-        dataclasses.replace(s, caught_TW=np.roll(s.caught_TW, 1, axis=0)) for s in catcher.sequences
+        dataclasses.replace(s, hidden_TW=np.roll(s.hidden_TW, 1, axis=0)) for s in sink.sequences
     ]
     assert out_of_step(params, moved, engine.feature_layers) > 100 * TOLERANCE
 
 
 class NowAndThen:
-    """Guesses in two rounds of three: what plain rounds bring must be absorbed later."""
+    """Draft tokens in two rounds of three: what plain rounds bring must be absorbed later."""
 
     def __init__(self, drafter):
         self.drafter, self.calls = drafter, 0
@@ -146,7 +148,9 @@ class NowAndThen:
 
 
 def test_absorbed_along_the_way_is_as_good_as_all_at_once(golden, rollout, params, keeping):
-    """What a drafter guesses is what one guesses that sees the rows for the first time."""
+    """What a drafter drafts is what one drafts that sees the rows for the first
+    time.
+    """
     engine, maker = keeping("eagle"), learned("eagle")
     site = engine.site(params, SAMPLINGS["plain"], STEP_KEY)
     same = []
@@ -169,5 +173,5 @@ def test_absorbed_along_the_way_is_as_good_as_all_at_once(golden, rollout, param
 
     drafter = NowAndThen(Compared(maker.drafter_at(site)))
     assert not differences(golden("plain"), rollout("plain", engine=engine, drafter=drafter))
-    # orders of near-equal guesses may turn by rounding
+    # orders of near-equal draft tokens may turn by rounding
     assert len(same) > 100 and np.mean(same) > 0.99

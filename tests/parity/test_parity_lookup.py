@@ -1,4 +1,4 @@
-"""Rounds whose guesses the device looks up: the tokens of plain decoding."""
+"""Rounds whose draft tokens the device looks up: the tokens of plain decoding."""
 
 import dataclasses
 
@@ -10,15 +10,15 @@ from test_parity_speculation import almost
 
 from rl.engine.engine import Engine
 from rl.trajectory import Origin
-from spec.budget.budget import Decision, TakeAll
-from spec.budget.union import Union
+from spec.budget.budget import DraftDecision, FixedBudget
+from spec.budget.union import DrafterUnion
 from spec.retrieval.lookup_texts import LookupTexts
 from spec.retrieval.ngram import NgramDrafter
 
 pytestmark = pytest.mark.parity
 
 
-class LookUp(TakeAll):
+class LookUp(FixedBudget):
     """Always the largest size that fits; where none does, the drafter is asked."""
 
     looks_up = True
@@ -28,7 +28,7 @@ class LookUp(TakeAll):
         self.outcomes = []
 
     def ahead(self, live, sizes, num_slots, num_positions):
-        return Decision(sizes[-1], lookup=True) if sizes else None
+        return DraftDecision(sizes[-1], lookup=True) if sizes else None
 
     def looked_up(self, live, outcome):
         self.outcomes.append(outcome)
@@ -38,7 +38,7 @@ def with_texts(golden, requests):
     past = {}
     for i, r in enumerate(requests):
         past.setdefault(r.group_id, []).append(almost(golden[r.request_id].response_ids, i))
-    return Union([NgramDrafter()], LookupTexts(past, num_tokens=1024))
+    return DrafterUnion([NgramDrafter()], LookupTexts(past, num_tokens=1024))
 
 
 @pytest.mark.parametrize("name", ["plain", "cool", "top_k", "greedy", "gumbel_cool"])
@@ -55,14 +55,14 @@ def test_the_same_tokens(golden, rollout, requests, engine, params, name):
 
 
 class LookUpAndAsk(LookUp):
-    """Asks the drafter every time as well, and keeps how its guesses were judged."""
+    """Asks the drafter every time as well, and keeps how its draft tokens were judged."""
 
     def __init__(self):
         super().__init__()
         self.judged = []
 
     def ahead(self, live, sizes, num_slots, num_positions):
-        return Decision(sizes[-1], lookup=True, ask=True) if sizes else None
+        return DraftDecision(sizes[-1], lookup=True, ask=True) if sizes else None
 
     def observe(self, live, drafts, outcome):
         self.judged.append(outcome)
@@ -70,7 +70,7 @@ class LookUpAndAsk(LookUp):
 
 def test_a_drafter_that_is_asked_beside_is_judged_by_what_came(golden, rollout, requests):
     want, budget = golden("plain"), LookUpAndAsk()
-    drafter = Union([Oracle(want)], with_texts(want, requests).texts)
+    drafter = DrafterUnion([Oracle(want)], with_texts(want, requests).texts)
     assert not differences(want, rollout("plain", drafter=drafter, budget=budget))
     beside = [o for o in budget.judged if not o.tried]
     assert len(beside) > 2 and sum(int(o.checked_AN.sum()) for o in beside) > 100
@@ -78,9 +78,9 @@ def test_a_drafter_that_is_asked_beside_is_judged_by_what_came(golden, rollout, 
 
 
 def test_wrong_texts_and_no_texts(golden, rollout, requests):
-    nothing = Union([NgramDrafter()], LookupTexts({}, siblings=False))
+    nothing = DrafterUnion([NgramDrafter()], LookupTexts({}, siblings=False))
     wrong = LookupTexts({g: [np.arange(40) % 7] for g in range(7)})
-    for drafter in (nothing, Union([NgramDrafter()], wrong)):
+    for drafter in (nothing, DrafterUnion([NgramDrafter()], wrong)):
         got = rollout("plain", drafter=drafter, budget=LookUp())
         assert not differences(golden("plain"), got)
 

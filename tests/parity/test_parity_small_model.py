@@ -10,7 +10,7 @@ from parity_drafters import origins_if_all_accepted
 from parity_model import BASE, MODEL, SAMPLINGS, STEP_KEY, TOLERANCE, differences, misscored
 
 from rl.engine.engine import Engine
-from spec.budget.union import Union
+from spec.budget.union import DrafterUnion
 from spec.draft_model.drafter import SmallModelConfig, SmallModelDrafter
 from spec.drafter import Source
 from spec.retrieval.ngram import NgramDrafter
@@ -35,12 +35,12 @@ def drafter(params, name, model=SMALL, config=CONFIG, **options):
     )
 
 
-@pytest.mark.parametrize("guess", ["likeliest", "coupled"])
+@pytest.mark.parametrize("proposal", ["likeliest", "coupled"])
 @pytest.mark.parametrize("name", ["plain", "greedy", "gumbel_cool"])
-def test_alone_and_beside_another(golden, rollout, engine, params, small_params, name, guess):
+def test_alone_and_beside_another(golden, rollout, engine, params, small_params, name, proposal):
     for with_others in (False, True):
-        small = drafter(small_params, name, guess=guess)
-        asked = Union([NgramDrafter(), small]) if with_others else small
+        small = drafter(small_params, name, proposal=proposal)
+        asked = DrafterUnion([NgramDrafter(), small]) if with_others else small
         got = rollout(name, drafter=asked)
         assert not differences(golden(name), got)
         drafted, accepted = engine.stats.drafted_by_source, engine.stats.accepted_by_source
@@ -52,8 +52,8 @@ def test_alone_and_beside_another(golden, rollout, engine, params, small_params,
 
 @pytest.mark.parametrize("name", ["plain", "cool", "gumbel", "gumbel_cool"])
 def test_the_policy_itself_drafts_what_it_then_draws(golden, rollout, engine, params, name):
-    """Coupled: only an end token among the guesses, or the limit, makes the others useless."""
-    got = rollout(name, drafter=drafter(params, name, MODEL, guess="coupled"))
+    """Coupled: only an end token among the draft tokens, or the limit, makes the others useless."""
+    got = rollout(name, drafter=drafter(params, name, MODEL, proposal="coupled"))
     assert not differences(golden(name), got)
     for t in got:
         want = origins_if_all_accepted(t.num_tokens, BASE.max_nodes)
@@ -61,7 +61,7 @@ def test_the_policy_itself_drafts_what_it_then_draws(golden, rollout, engine, pa
     assert engine.stats.accepted_tokens > 0.7 * engine.stats.tokens
 
 
-def test_likeliest_guesses_of_the_policy_itself_are_its_tokens_at_temperature_0(
+def test_likeliest_drafts_of_the_policy_itself_are_its_tokens_at_temperature_0(
     golden, rollout, engine, params
 ):
     got = rollout("greedy", drafter=drafter(params, "greedy", MODEL))

@@ -10,7 +10,7 @@ from parity_model import BASE, MODEL, SAMPLINGS, TOLERANCE, differences, misscor
 from rl.engine.engine import Engine
 from rl.trajectory import Origin
 from spec.budget.budget import make_budget
-from spec.budget.union import Union
+from spec.budget.union import DrafterUnion
 from spec.retrieval.group import GroupDrafter
 from spec.retrieval.history import PAPER_RULE, RULE, HistoryDrafter, build_index
 from spec.retrieval.ngram import NgramDrafter
@@ -63,7 +63,7 @@ def make(kind, golden, requests):
         "histospec": lambda: history(golden, requests, PAPER_RULE),
     }
     if kind == "all":
-        return Union([parts[k]() for k in ("history", "group", "own")])
+        return DrafterUnion([parts[k]() for k in ("history", "group", "own")])
     return parts[kind]()
 
 
@@ -109,8 +109,8 @@ def test_one_slot_and_a_cache_that_grows(golden, rollout, requests):
         assert not differences(golden("cool"), got)
 
 
-def test_guesses_go_on_where_the_cache_has_to_grow(golden, rollout, requests):
-    """Rounds without guesses bring a last token, no more."""
+def test_drafts_go_on_where_the_cache_has_to_grow(golden, rollout, requests):
+    """Rounds without draft tokens bring a last token, no more."""
     engine = Engine(MODEL, dataclasses.replace(BASE, min_positions=32))
     got = rollout("plain", requests, drafter=Oracle(golden("plain")), engine=engine)
     assert not differences(golden("plain"), got)

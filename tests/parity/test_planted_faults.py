@@ -52,7 +52,7 @@ def bushy(golden, rollout):
 
 @pytest.fixture(autouse=True)
 def drafters_that_go_on(monkeypatch):
-    """After a fault tokens differ: drafters then guess from what they know all the same."""
+    """After a fault tokens differ: drafters then draft from what they know all the same."""
 
     def coming(self, view):
         beyond = self.golden[view.request_id].beyond

@@ -15,7 +15,7 @@ from rl import evaluate
 from rl.config.loader import load
 from rl.data.tasks import Example
 from rl.loop import evaluation
-from rl.loop.evaluation import EvaluateConfig, EvaluationConfig, Response, pass_at_k, summarise
+from rl.loop.evaluation import EvalResponse, EvaluateConfig, EvaluationConfig, pass_at_k, summarise
 from rl.loop.experiment import Inputs, TrainConfig, open_inputs
 from rl.loop.train_loop import policy_params
 
@@ -72,10 +72,10 @@ def test_the_section_refuses_what_cannot_be(wrong):
 
 def test_a_summary_by_hand():
     responses = [
-        Response("t", 0, 1.0, 4, False, False),
-        Response("t", 0, 0.5, 8, True, False),
-        Response("t", 1, 0.0, 6, False, False),
-        Response("t", 1, None, 6, False, True),  # not scored: not correct, not in the mean
+        EvalResponse("t", 0, 1.0, 4, False, False),
+        EvalResponse("t", 0, 0.5, 8, True, False),
+        EvalResponse("t", 1, 0.0, 6, False, False),
+        EvalResponse("t", 1, None, 6, False, True),  # not scored: not correct, not in the mean
     ]
     assert summarise(responses, EvaluateConfig(samples=2)) == {
         "prompts": 2,

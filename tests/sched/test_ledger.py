@@ -9,9 +9,9 @@ import pytest
 
 from sched.policies.histopipe import HistoPipe, HistoPipeConfig
 from sched.policies.registry import make_scheduler
-from sched.policies.step_order import Steps
+from sched.policies.step_order import StepOrder
 from sched.protocol import ChunkDone, Defer, Finished, Start, Submitted, Trained, WorkerJoined
-from sched.request import Ask
+from sched.request import RequestSpec
 
 GROUPS, SIZE, LIMIT = 4, 3, 12
 
@@ -19,7 +19,7 @@ GROUPS, SIZE, LIMIT = 4, 3, 12
 def asks(step):
     first = step * GROUPS
     return tuple(
-        Ask(g * SIZE + i, g, 2, LIMIT, past_tokens=(3, 4, 5), step=step)
+        RequestSpec(g * SIZE + i, g, 2, LIMIT, past_tokens=(3, 4, 5), step=step)
         for g in range(first, first + GROUPS)
         for i in range(SIZE)
     )
@@ -79,7 +79,7 @@ def test_the_books_of_a_scheduler_do_not_grow_with_the_steps(name):
     if name == "histopipe":
         scheduler = histopipe()
     elif name == "steps":
-        scheduler = Steps(make_scheduler("seer", seed=0, chunk_tokens=4), "one_step_off")
+        scheduler = StepOrder(make_scheduler("seer", seed=0, chunk_tokens=4), "one_step_off")
     else:
         scheduler = make_scheduler(name, seed=0, chunk_tokens=4)
     sizes = play(scheduler, 100)

@@ -45,9 +45,9 @@ def test_host_and_device_hash_alike():
     )
 
 
-def some_tree(rng, guesses):
+def some_tree(rng, drafts):
     edges = []
-    for i in range(guesses):
+    for i in range(drafts):
         edge = int(rng.integers(-1, i)) if i else -1, int(rng.integers(0, 3))
         edges += [edge] if edge not in edges and edge[0] < len(edges) else []
     return Draft([t for _, t in edges], [p for p, _ in edges])

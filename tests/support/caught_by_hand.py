@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from spec.eagle.batch import Caught
+from spec.eagle.batch import HiddenStates
 from spec.eagle.data_buffer import DataBuffer, DataBufferConfig
 
 WIDTH = 4
@@ -12,7 +12,7 @@ def sequence(length, name=0, dtype=np.float32, width=WIDTH):
     """Tokens and states that tell which sequence they are of."""
     tokens = np.arange(length, dtype=np.int32) + 1000 * name
     states = np.repeat(tokens[:-1, None] / 64, width, axis=1).astype(dtype)
-    return Caught(tokens, length // 2, states, name)
+    return HiddenStates(tokens, length // 2, states, name)
 
 
 def bytes_of(length):
@@ -32,10 +32,10 @@ def held(buffer):
 def equal(a, b):
     return (
         (a.prompt_tokens, a.policy_version) == (b.prompt_tokens, b.policy_version)
-        and a.caught_TW.dtype == b.caught_TW.dtype
+        and a.hidden_TW.dtype == b.hidden_TW.dtype
         and a.tokens_T.tobytes() == b.tokens_T.tobytes()
-        and a.caught_TW.tobytes() == b.caught_TW.tobytes()
-        and a.caught_TW.shape == b.caught_TW.shape
+        and a.hidden_TW.tobytes() == b.hidden_TW.tobytes()
+        and a.hidden_TW.shape == b.hidden_TW.shape
     )
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from models import transformer
 from models.config import ModelConfig
 from spec.eagle import model as eagle
-from spec.eagle.batch import Caught, DrafterBatch
+from spec.eagle.batch import DrafterBatch, HiddenStates
 
 POLICY = ModelConfig("qwen3", 13, 8, 4, 4, 2, 6, 16, norm_eps=1e-3, qk_norm=True)
 DESIGNS = ("eagle", "eagle3")
@@ -44,13 +44,13 @@ def drafter(design, *, draft_vocab_size=0, seed=0, policy=POLICY, **changes):
 def caught(config, num_tokens, prompt_tokens=1, seed=0):
     rng = np.random.default_rng((seed, num_tokens))
     tokens_T = rng.integers(0, config.layer.vocab_size, num_tokens).astype(np.int32)
-    states_TW = rng.normal(size=(num_tokens - 1, config.caught_width)).astype(np.float32)
-    return Caught(tokens_T, prompt_tokens, states_TW, 0)
+    states_TW = rng.normal(size=(num_tokens - 1, config.hidden_width)).astype(np.float32)
+    return HiddenStates(tokens_T, prompt_tokens, states_TW, 0)
 
 
 def packed(rows, num_tokens, dtype=np.float32):
-    """A batch of rows of `Caught`, each padded to `num_tokens`."""
-    W = next(s.caught_TW.shape[1] for row in rows for s in row)
+    """A batch of rows of `HiddenStates`, each padded to `num_tokens`."""
+    W = next(s.hidden_TW.shape[1] for row in rows for s in row)
     B, T = len(rows), num_tokens
     tokens, positions, sequence = (np.zeros((B, T), np.int32) for _ in range(3))
     states, counts = np.zeros((B, T, W), dtype), np.zeros((B, T), bool)
@@ -64,7 +64,7 @@ def packed(rows, num_tokens, dtype=np.float32):
                 np.arange(n),
                 number,
             )
-            states[b, start : start + n - 1] = s.caught_TW
+            states[b, start : start + n - 1] = s.hidden_TW
             counts[b, here] = (np.arange(n) + 2 < n) & (np.arange(n) + 2 >= s.prompt_tokens)
             start += n
         assert start <= T
@@ -128,7 +128,7 @@ def entry(config, params, e_D, g_D, position, past):
 def drafted(config, params, embedding_VD, sequence, num_steps):
     """{(j, t): o^j_t} of one sequence, by drafting from each of its entries; float64 trees."""
     tokens, D = sequence.tokens_T, config.layer.d_model
-    states = sequence.caught_TW.astype(np.float64)
+    states = sequence.hidden_TW.astype(np.float64)
     if config.design == "eagle":
         features = states[:, -D:]
     else:
@@ -173,7 +173,7 @@ def written_out_loss(config, training, params, frozen, sequences, temperature=1.
         for (j, t), o in outputs.items():
             if not max(s.prompt_tokens, 2) <= t + 2 < len(s.tokens_T):
                 continue
-            f = s.caught_TW[t + 1, -D:].astype(np.float64)
+            f = s.hidden_TW[t + 1, -D:].astype(np.float64)
             log_p = log_softmax(f @ frozen.head_DU / temperature)
             log_q = log_softmax(draft_logits(config, params, own_head, o) / temperature)
             token = -np.exp(log_p) @ log_q

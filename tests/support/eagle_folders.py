@@ -11,7 +11,7 @@ from safetensors.numpy import load_file, save_file
 from models import attention, transformer
 from models.config import ModelConfig
 from spec.eagle import model as eagle
-from spec.eagle.model import Drafter
+from spec.eagle.model import EagleWeights
 
 V, D, N = 20, 8, 10
 POLICY = ModelConfig(
@@ -53,7 +53,7 @@ def weights(specs, seed=1, dtype=jnp.float32):
 def drafter_of(design="eagle", ids=None, *, seed=1, dtype=jnp.float32, **changes):
     config = eagle.config_for(POLICY, design, draft_vocab_size=0 if ids is None else len(ids))
     config = dataclasses.replace(config, **changes)
-    return Drafter(config, weights(eagle.param_specs(config), seed, dtype), ids)
+    return EagleWeights(config, weights(eagle.param_specs(config), seed, dtype), ids)
 
 
 def assert_same(got, expected):
@@ -152,7 +152,7 @@ def attend_by_hand(w, prefix, config, x_TE, positions_T):
     return out.reshape(T, H * h) @ w[f"{prefix}self_attn.o_proj.weight"].T
 
 
-def forward_by_hand(folder, policy, tokens_T, caught_TW, positions_T):
+def forward_by_hand(folder, policy, tokens_T, hidden_TW, positions_T):
     """Outputs and logits of a stored drafter, in float64; where it has no head, the policy's."""
     config = json.loads((folder / "config.json").read_text())
     w = {k: v.astype(np.float64) for k, v in load_file(folder / "model.safetensors").items()}
@@ -160,7 +160,7 @@ def forward_by_hand(folder, policy, tokens_T, caught_TW, positions_T):
     e_TD = w["embed_tokens.weight"][tokens_T]
     if wide:
         prefix = "midlayer."
-        x_TD = caught_TW[:, : 3 * D] @ w["fc.weight"].T + w.get("fc.bias", 0)
+        x_TD = hidden_TW[:, : 3 * D] @ w["fc.weight"].T + w.get("fc.bias", 0)
         into = [
             norm_by_hand(e_TD, w["midlayer.input_layernorm.weight"], eps),
             norm_by_hand(x_TD, w["midlayer.hidden_norm.weight"], eps),
@@ -168,7 +168,7 @@ def forward_by_hand(folder, policy, tokens_T, caught_TW, positions_T):
         into_TE = np.concatenate(into, -1)
     else:
         prefix = "layers.0."
-        both_TE = np.concatenate([e_TD, caught_TW[:, -D:]], -1)
+        both_TE = np.concatenate([e_TD, hidden_TW[:, -D:]], -1)
         into_TE = x_TD = both_TE @ w["fc.weight"].T + w.get("fc.bias", 0)
     x_TD = x_TD + attend_by_hand(w, prefix, config, into_TE, positions_T)
     y_TD = norm_by_hand(x_TD, w[prefix + "post_attention_layernorm.weight"], eps)
@@ -182,7 +182,7 @@ def forward_by_hand(folder, policy, tokens_T, caught_TW, positions_T):
     return x_TD, last_TD @ np.asarray(policy.head_DV, np.float64)[:, ids_U]
 
 
-def forward(drafter, policy, tokens_T, caught_TW, positions_T):
+def forward(drafter, policy, tokens_T, hidden_TW, positions_T):
     """The same by spec/eagle/model.py."""
 
     def look(q_BTHh, k_BTKh, v_BTKh):
@@ -191,7 +191,7 @@ def forward(drafter, policy, tokens_T, caught_TW, positions_T):
 
     config, params = drafter.config, drafter.params
     shared = eagle.frozen(policy, drafter.draft_ids_U)
-    g_BTD = eagle.features(config, params, jnp.asarray(caught_TW, jnp.float32)[None])
+    g_BTD = eagle.features(config, params, jnp.asarray(hidden_TW, jnp.float32)[None])
     o_BTD = eagle.layer_outputs(
         config,
         params,

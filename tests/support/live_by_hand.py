@@ -1,4 +1,4 @@
-"""Live requests for tests, and what a drafter guesses for them."""
+"""Live requests for tests, and what a drafter drafts for them."""
 
 import numpy as np
 
@@ -34,6 +34,6 @@ def live_texts(*rows, groups=None, prompt=2, first_id=0):
     )
 
 
-def guesses(drafter, view, most=4):
+def drafts(drafter, view, most=4):
     drafts = drafter.propose(view, np.full(len(view), most), most)
     return [drafts.tokens_AN[a, : drafts.count_A[a]].tolist() for a in range(len(view))]

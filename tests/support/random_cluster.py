@@ -19,7 +19,7 @@ from sched.protocol import (
     WorkerJoined,
     WorkerLost,
 )
-from sched.request import Ask, Kv
+from sched.request import Kv, RequestSpec
 
 
 @dataclasses.dataclass
@@ -133,7 +133,7 @@ class RandomCluster:
 
 def by_step(asks):
     """The asks of each step, steps in order; halves where there is one step only."""
-    steps: dict[int, list[Ask]] = {}
+    steps: dict[int, list[RequestSpec]] = {}
     for ask in asks:
         steps.setdefault(ask.step, []).append(ask)
     if len(steps) > 1:
@@ -152,7 +152,7 @@ def random_steps(rng, *, steps: int, groups: int, size: int, limit: int):
             for _ in range(size):
                 number, name = len(asks), step * groups + group
                 lengths[number] = int(np.clip(rng.normal(typical, limit / 4), 1, limit))
-                asks.append(Ask(number, name, 3, limit, None, tuple(map(int, past)), step))
+                asks.append(RequestSpec(number, name, 3, limit, None, tuple(map(int, past)), step))
     return asks, lengths
 
 
@@ -165,5 +165,5 @@ def random_work(rng, *, groups: int, size: int, limit: int, known: bool):
             typical = np.random.default_rng(group).integers(1, limit + 1)
             length = int(np.clip(rng.normal(typical, limit / 10), 1, limit))
             lengths[number] = length
-            asks.append(Ask(number, group, 3, limit, length if known else None))
+            asks.append(RequestSpec(number, group, 3, limit, length if known else None))
     return asks, lengths

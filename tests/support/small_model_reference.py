@@ -107,18 +107,18 @@ def _slow_step(tokens_L, length, request_id, t, temperature, top_k, top_p, *, sc
     """(likeliest, its probability, the draw) behind `length` tokens, by a pass over all of them."""
     logits_V = transformer.logits(MODEL, PARAMS, tokens_L[None])[0, length - 1]
     scale = jnp.where(temperature > 0, temperature, 1.0)
-    chance_V = jax.nn.softmax(logits_V / scale)
+    prob_V = jax.nn.softmax(logits_V / scale)
     cut_V = sampling.processed_logits(logits_V, temperature, top_k, top_p)
     key = jax.random.fold_in(jax.random.fold_in(KEY, request_id), t)
     drawn, _ = sampling.draw(cut_V[None], key[None], temperature[None], scheme)
-    return jnp.argmax(logits_V), jnp.max(chance_V), drawn[0]
+    return jnp.argmax(logits_V), jnp.max(prob_V), drawn[0]
 
 
 def slowly(text, prompt_tokens, request_id, count, draws, mode):
-    """(tokens, chances) of a chain behind a text."""
+    """(tokens, probabilities) of a chain behind a text."""
     tokens_L = np.zeros(LONGEST + 8, np.int32)
     tokens_L[: len(text)] = text
-    tokens, chances, chance = [], [], 1.0
+    tokens, probs, prob = [], [], 1.0
     for n in range(len(text), len(text) + count):
         likeliest, p, drawn = _slow_step(
             tokens_L,
@@ -130,11 +130,11 @@ def slowly(text, prompt_tokens, request_id, count, draws, mode):
             np.float32(draws.top_p),
             scheme=draws.draw,
         )
-        chance *= float(p)
+        prob *= float(p)
         tokens.append(int(likeliest if mode == "greedy" else drawn))
-        chances.append(chance)
+        probs.append(prob)
         tokens_L[n] = tokens[-1]
-    return tokens, chances
+    return tokens, probs
 
 
 def complaints(drafts, live, host, most_A, draws=COOL, mode="greedy", longest=5):
@@ -142,12 +142,12 @@ def complaints(drafts, live, host, most_A, draws=COOL, mode="greedy", longest=5)
     found = []
     for a, r in enumerate(live.request_ids_A.tolist()):
         n = min(int(most_A[a]), longest)
-        tokens, chances = slowly(host.texts[r], host.prompt_tokens[r], r, n, draws, mode)
+        tokens, probs = slowly(host.texts[r], host.prompt_tokens[r], r, n, draws, mode)
         got = drafts.tokens_AN[a]
         if got.tolist() != tokens + [PADDING] * (len(got) - n) or drafts.count_A[a] != n:
             found.append(f"request {r}: {got.tolist()}, not {tokens}")
-        elif mode == "greedy" and not np.allclose(drafts.chance_AN[a, :n], chances, atol=1e-4):
-            found.append(f"request {r}: chances {drafts.chance_AN[a]}, not {chances}")
+        elif mode == "greedy" and not np.allclose(drafts.prob_AN[a, :n], probs, atol=1e-4):
+            found.append(f"request {r}: probabilities {drafts.prob_AN[a]}, not {probs}")
         if drafts.parents_AN[a].tolist() != [*range(-1, n - 1), *[-1] * (len(got) - n)]:
             found.append(f"request {r}: parents {drafts.parents_AN[a].tolist()}")
     return found

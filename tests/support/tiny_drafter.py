@@ -11,10 +11,10 @@ from rl.drafter_training.trainer import DrafterTrainer
 from rl.engine.engine import Engine
 from rl.speculation.learned_drafter import LearnedDrafter
 from spec.eagle import model as eagle
-from spec.eagle.batch import Caught
+from spec.eagle.batch import HiddenStates
 from spec.eagle.data_buffer import DataBuffer, DataBufferConfig
 from spec.eagle.drafter import TreeConfig
-from spec.eagle.model import Drafter
+from spec.eagle.model import EagleWeights
 from spec.eagle.training import DrafterTrainingConfig
 
 TREE = TreeConfig(max_depth=2, top_k=2)
@@ -36,7 +36,7 @@ def make_engine(**options):
 
 def make_learned(seed=0):
     config = eagle.config_for(MODEL)
-    return LearnedDrafter(Drafter(config, eagle.init(config, jax.random.key(seed))), TREE)
+    return LearnedDrafter(EagleWeights(config, eagle.init(config, jax.random.key(seed))), TREE)
 
 
 def filled_buffer(num_sequences=12, step=1, seed=0):
@@ -45,7 +45,7 @@ def filled_buffer(num_sequences=12, step=1, seed=0):
         n = int(rng.integers(6, 20))
         tokens = rng.integers(0, MODEL.vocab_size, n).astype(np.int32)
         states = rng.normal(size=(n - 1, MODEL.d_model)).astype(np.float32)
-        buffer.add(Caught(tokens, 3, states, 0), step)
+        buffer.add(HiddenStates(tokens, 3, states, 0), step)
     return buffer
 
 
@@ -64,8 +64,8 @@ def make_trainer(buffer=None, checkpoints=None, **changes):
     return trainer
 
 
-def bench_at(trainer, engine):
-    return trainer.bench(engine, engine.place(PARAMS))
+def site_at(trainer, engine):
+    return trainer.site(engine, engine.place(PARAMS))
 
 
 def bits(tree):

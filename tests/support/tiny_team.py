@@ -7,7 +7,7 @@ import tiny_engine
 from tiny_engine import make_params
 
 from rl.trajectory import Request
-from rl.workers.workers import SchedConfig, Workers
+from rl.workers.workers import MultiEngine, SchedConfig
 from sched.protocol import Start
 from spec.sampling import SamplingConfig, step_key
 
@@ -27,7 +27,7 @@ def workers(engines, count, policy="divided_fifo", chunk=3, kv_tokens=60, **opti
     config = SchedConfig(
         policy=policy, workers=count, chunk_tokens=chunk, kv_tokens=kv_tokens, **options
     )
-    return Workers(engines[:count], config)
+    return MultiEngine(engines[:count], config)
 
 
 def play(team, **options):

@@ -20,12 +20,12 @@ from rl.simulation.reproduction.rows import Figure, Ordering
 from sched.policies.group_fifo import GroupFifo
 from sched.policies.histopipe import HistoPipe, HistoPipeConfig
 from sched.policies.histopipe_allocation import Tau
-from sched.policies.step_order import Steps
+from sched.policies.step_order import StepOrder
 from sched.protocol import Scheduler
-from sched.request import Ask
+from sched.request import RequestSpec
 from sched.simulator.cluster import Cluster, Record, Simulation
 from sched.simulator.roofline import MODELS, Instance
-from sched.simulator.worker import Pace
+from sched.simulator.worker import RoundModel
 from sched.simulator.workloads import asks_for, draw_epochs, draw_lengths
 from spec.budget.window import WindowConfig
 
@@ -44,21 +44,21 @@ LARGE_LIMIT_TOKENS = 8192
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
+class SimulatedRun:
     """Requests of every step, and how long they turn out."""
 
-    steps: Sequence[Sequence[Ask]]
+    steps: Sequence[Sequence[RequestSpec]]
     lengths: dict[int, int]
 
 
-def draw_run(config: SimulateRun, seed: int) -> Run:
+def draw_run(config: SimulateRun, seed: int) -> SimulatedRun:
     """Epochs in orders of their own; a prompt's past is its epoch before."""
     asked, step = config.training_steps, config.workload
     epoch = dataclasses.replace(step, num_groups=step.num_groups * asked.steps_per_epoch)
     means = [step.mean_tokens * asked.growth**e for e in range(asked.epochs)]
     drawn = draw_epochs(epoch, means, seed=seed)
-    rng, run = np.random.default_rng(seed), Run([], {})
-    steps: list[list[Ask]] = []
+    rng, run = np.random.default_rng(seed), SimulatedRun([], {})
+    steps: list[list[RequestSpec]] = []
     for e in range(1, asked.epochs):
         for prompts in np.split(rng.permutation(epoch.num_groups), asked.steps_per_epoch):
             steps.append([])
@@ -69,7 +69,7 @@ def draw_run(config: SimulateRun, seed: int) -> Run:
                     number = len(run.lengths)
                     run.lengths[number] = length
                     steps[-1].append(
-                        Ask(
+                        RequestSpec(
                             number,
                             group,
                             step.prompt_tokens,
@@ -79,7 +79,7 @@ def draw_run(config: SimulateRun, seed: int) -> Run:
                             len(steps) - 1,
                         )
                     )
-    return Run(steps, run.lengths)
+    return SimulatedRun(steps, run.lengths)
 
 
 def history_windows(config: TrainingStepsConfig) -> WindowMean:
@@ -92,7 +92,7 @@ def history_windows(config: TrainingStepsConfig) -> WindowMean:
     for _ in range(30):
         p = (low + high) / 2
         mean = window_mean(WindowConfig(), p)
-        accepted = (mean.tokens - 1) / mean.guesses
+        accepted = (mean.tokens - 1) / mean.drafts
         low, high = (p, high) if accepted < config.acceptance else (low, p)
     tokens = window_mean(WindowConfig(), high).tokens
     found = config.found_tokens / (config.found_tokens + tokens * (1 - config.found_tokens))
@@ -103,7 +103,7 @@ def profile(config: SimulateRun, instance: Instance, windows: WindowMean | None)
     """τ(l, workers): a ranking group of responses of l tokens each, dealt to so many workers."""
     step, groups = config.workload, config.training_steps.ranking_groups
     requests = step.num_groups * step.group_size / groups
-    nodes, tokens = (1 + windows.guesses, windows.tokens) if windows else (1.0, 1.0)
+    nodes, tokens = (1 + windows.drafts, windows.tokens) if windows else (1.0, 1.0)
 
     def tau(length: float, workers: int) -> float:
         batch = requests / workers
@@ -159,12 +159,12 @@ def play(config: SimulateRun, seed: int) -> dict[str, float]:
     run, cluster, asked = draw_run(config, seed), make_cluster(config), config.training_steps
     windows, instance = history_windows(asked), make_instance(config)
 
-    def played(scheduler: Scheduler, train_s: float, pace: Pace | None = None) -> Record:
+    def played(scheduler: Scheduler, train_s: float, pace: RoundModel | None = None) -> Record:
         simulation = Simulation(scheduler, cluster, run.lengths, pace=pace)
         return simulation.run_steps(run.steps, [train_s] * len(run.steps))
 
     def barrier(train_s: float) -> Record:
-        return played(Steps(GroupFifo(seed=seed), "one_step_off"), train_s)
+        return played(StepOrder(GroupFifo(seed=seed), "one_step_off"), train_s)
 
     rollouts = barrier(0.0)
     train_s = train_share(config) * rollouts.trained_s[-1] / len(run.steps)

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 
 from rl.simulation.compare import play_policy, rollout_of
 from rl.simulation.config import GroupedDraftsConfig, SimulateRun, make_instance
-from rl.simulation.draft_costs import Budgeted, Lane, chain_chances
+from rl.simulation.draft_costs import Budgeted, RequestClass, chain_probs
 from rl.simulation.reproduction.rows import Figure, Ordering
 from sched.simulator.roofline import Instance
-from sched.simulator.specactor import chance_of
+from sched.simulator.specactor import prob_of
 from sched.simulator.workloads import asks_for
-from spec.budget.budget import Goodput, TakeAll
+from spec.budget.budget import FixedBudget, Goodput
 
 ASSUMED = (
     "workload.mean_tokens",  # of the paper's first public version, from memory
@@ -31,27 +31,31 @@ ACCEPTED = "accepted: table 2"  # what rows with drafts rest on
 TAIL_CUT = 0.84  # by all of Seer: figure 8 has 75 to 93% over the three workloads
 
 
-def grouped_lanes(config: GroupedDraftsConfig) -> list[Lane]:
-    """Chances that bring the published tokens: a chain's, then what its other paths add."""
+def grouped_lanes(config: GroupedDraftsConfig) -> list[RequestClass]:
+    """Probabilities that bring the published tokens: a chain's, then what its other paths add."""
     lanes = []
     for siblings, chain, paths in zip(
         config.finished_siblings, config.chain_tokens, config.paths_tokens, strict=True
     ):
-        chances = chain_chances(chance_of(chain, config.window), config.window)
+        probs = chain_probs(prob_of(chain, config.window), config.window)
         others = (config.paths - 1) * config.window
         more = ((paths - chain) / others,) * others
-        lanes.append(Lane(siblings, tuple(sorted(chances + more, reverse=True))))
+        lanes.append(RequestClass(siblings, tuple(sorted(probs + more, reverse=True))))
     return lanes
 
 
 def drafted(
-    instance: Instance, config: GroupedDraftsConfig, lanes: Sequence[Lane], *, adapts: bool = True
+    instance: Instance,
+    config: GroupedDraftsConfig,
+    lanes: Sequence[RequestClass],
+    *,
+    adapts: bool = True,
 ) -> Budgeted:
     """Rounds as `Goodput` chooses them, or of whole chains; lookups are paid for."""
     return Budgeted(
         instance,
         lanes,
-        Goodput if adapts else lambda times: TakeAll(),
+        Goodput if adapts else lambda times: FixedBudget(),
         (2, 3, 4, 5, 7, 9, 17, 33) if adapts else (1 + config.window,),
         draft_s=lambda requests, nodes: requests * config.lookup_s,
     )
@@ -112,7 +116,7 @@ def play(config: SimulateRun, seed: int) -> dict[str, float]:
     }
     if config.cluster.model == STUDIED:
         chains = [
-            Lane(siblings, chain_chances(chance_of(tokens, grouped.window), grouped.window))
+            RequestClass(siblings, chain_probs(prob_of(tokens, grouped.window), grouped.window))
             for siblings, tokens in zip(
                 grouped.finished_siblings, grouped.chain_tokens, strict=True
             )

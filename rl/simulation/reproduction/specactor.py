@@ -16,7 +16,7 @@ from rl.simulation.config import SimulateRun, make_instance
 from rl.simulation.reproduction.rows import Figure, Ordering
 from sched.simulator.ladder import Ladder
 from sched.simulator.roofline import MODELS, Instance
-from sched.simulator.specactor import Plan, plan
+from sched.simulator.specactor import DevicePlan, plan
 from sched.simulator.specactor_rollout import (
     COUPLED,
     DECOUPLED,
@@ -24,8 +24,8 @@ from sched.simulator.specactor_rollout import (
     JUDGED_TOKENS,
     PLAIN,
     Hardware,
-    SpeculativePhase,
-    Trace,
+    RequestTrace,
+    SpecActorRollout,
     Way,
 )
 
@@ -50,7 +50,7 @@ def hardware_of(config: SimulateRun) -> Hardware:
     return Hardware(asked.devices, verifier, drafters | {"ngram": None})
 
 
-def trace_of(config: SimulateRun, seed: int) -> Trace:
+def trace_of(config: SimulateRun, seed: int) -> RequestTrace:
     """Groups in a drawn order; acceptance by request and method, drawn by beta laws."""
     workload, lengths = rollout_of(config, seed)
     rng, asked = np.random.default_rng(seed), config.specactor
@@ -63,10 +63,10 @@ def trace_of(config: SimulateRun, seed: int) -> Trace:
     means = [asked.acceptance] * len(asked.drafters) + [asked.ngram_acceptance]
     acceptance_RM = np.stack([drawn(m) for m in means], axis=1)
     measured_R = rng.binomial(JUDGED_TOKENS, acceptance_RM[:, 0]) / JUDGED_TOKENS
-    return Trace(lengths_R, acceptance_RM, measured_R, workload.prompt_tokens)
+    return RequestTrace(lengths_R, acceptance_RM, measured_R, workload.prompt_tokens)
 
 
-def ranked(hardware: Hardware, trace: Trace) -> tuple[Hardware, Trace]:
+def ranked(hardware: Hardware, trace: RequestTrace) -> tuple[Hardware, RequestTrace]:
     """The same with the methods in the order of the draft ladder: the first serves the batch."""
     size, methods = hardware.verifier.num_devices, list(hardware.drafters)
     batch = len(trace.lengths_R) * size // hardware.num_devices
@@ -86,7 +86,7 @@ def ranked(hardware: Hardware, trace: Trace) -> tuple[Hardware, Trace]:
     )
 
 
-def first_plan(hardware: Hardware, trace: Trace) -> Plan:
+def first_plan(hardware: Hardware, trace: RequestTrace) -> DevicePlan:
     """SpecActor's planner, for verifiers of the cluster's size."""
     batch, size = len(trace.lengths_R), hardware.verifier.num_devices
     positions = trace.prompt_tokens + float(trace.lengths_R.mean()) / 2
@@ -103,7 +103,7 @@ def first_plan(hardware: Hardware, trace: Trace) -> Plan:
     )
 
 
-def ways(found: Plan, helpers: int) -> dict[str, Way]:
+def ways(found: DevicePlan, helpers: int) -> dict[str, Way]:
     """The rows of figure 13, and the baselines of figure 11."""
     size = found.verify_devices
     together = dataclasses.replace(found, window=VANILLA_WINDOW)
@@ -168,13 +168,13 @@ def play(config: SimulateRun, seed: int) -> dict[str, float]:
     first = first_plan(hardware, trace)
     found: dict[str, float] = {}
     for name, way in ways(first, asked.requests_per_helper).items():
-        phase = SpeculativePhase(hardware, trace, way, step_s=asked.step_s)
+        phase = SpecActorRollout(hardware, trace, way, step_s=asked.step_s)
         found[name] = 1 / phase.seconds()
         if name == "plain":
             found["idle"] = phase.idle_fraction
     more = dataclasses.replace(hardware, num_devices=2 * hardware.num_devices)
     way = Way(PLAIN, first)
-    found["twice"] = 1 / SpeculativePhase(more, trace, way, step_s=asked.step_s).seconds()
+    found["twice"] = 1 / SpecActorRollout(more, trace, way, step_s=asked.step_s).seconds()
     step_s = {
         name: 1 - ROLLOUT_SHARE + ROLLOUT_SHARE * found["plain"] / found[name]
         for name in ("all", "vanilla", "twice")

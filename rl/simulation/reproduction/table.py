@@ -47,7 +47,7 @@ CALIBRATED, PREDICTED = "calibrated", "predicted"
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class ReproducedRow:
     """A published figure, and what the simulator and one constant say; `holds`: of orderings."""
 
     paper: str
@@ -95,7 +95,9 @@ def configurations(folder: Path = FOLDER) -> list[tuple[str, SimulateRun]]:
     return [(name, config) for name, config in found if config.simulate.reproduces]
 
 
-def reproduce(found: Sequence[tuple[str, SimulateRun]], *, processes: int = 1) -> Iterator[Row]:
+def reproduce(
+    found: Sequence[tuple[str, SimulateRun]], *, processes: int = 1
+) -> Iterator[ReproducedRow]:
     """Rows of these configurations, each as soon as its seeds are played."""
     tasks = [(config, seed) for _, config in found for seed in config.simulate.seeds]
     with contextlib.ExitStack() as stack:
@@ -144,7 +146,7 @@ def rows_of(
     config: SimulateRun,
     seeds: Sequence[Mapping[str, float]],
     nulls: Mapping[tuple[str, bool], float],
-) -> Iterator[Row]:
+) -> Iterator[ReproducedRow]:
     """Rows of one configuration from what each seed gave."""
     paper = config.simulate.reproduces
     assert paper is not None
@@ -154,7 +156,7 @@ def rows_of(
         values = [figure.of(found) for found in seeds]
         low, high = np.percentile(values, (10, 90)).tolist()
         null = 1.0 if is_order else nulls.get((paper, is_share), 0.5 if is_share else 1.0)
-        yield Row(
+        yield ReproducedRow(
             paper,
             figure.workload,
             figure.row,
@@ -189,7 +191,7 @@ def constants(found: Sequence[tuple[str, SimulateRun]]) -> dict[str, dict[str, s
     }
 
 
-def summary(rows: Sequence[Row]) -> dict[str, Any]:
+def summary(rows: Sequence[ReproducedRow]) -> dict[str, Any]:
     """Medians of errors, the simulator's and the null's, and which orderings hold; by role."""
     out: dict[str, Any] = {}
     for role in (PREDICTED, CALIBRATED):
@@ -217,7 +219,7 @@ def _median(values: Iterable[float]) -> float:
     return round(statistics.median(values), 4)
 
 
-def lines_of(rows: Sequence[Row], found: Sequence[tuple[str, SimulateRun]]) -> list[str]:
+def lines_of(rows: Sequence[ReproducedRow], found: Sequence[tuple[str, SimulateRun]]) -> list[str]:
     """The table, what fails, the constants that it rests on, and how good it is in all."""
     wide = max(len(row.row) for row in rows)
     form = f"{{:9}} {{:24}} {{:{wide}}} {{:10}} {{:>9}} {{:>9}} {{:>15}} {{:>6}} {{:>7}} {{:>7}}"
@@ -251,7 +253,7 @@ def lines_of(rows: Sequence[Row], found: Sequence[tuple[str, SimulateRun]]) -> l
     return lines
 
 
-def _is_far(row: Row) -> bool:
+def _is_far(row: ReproducedRow) -> bool:
     return row.error(row.simulated) > (15 if row.is_share else 0.5)
 
 

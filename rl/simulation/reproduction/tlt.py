@@ -3,9 +3,9 @@
     speedup = tokens · plain / (verification + depth · drafter's step)
 
 all by the roofline: EAGLE's drafter is one layer of the model and its vocabulary's matrix, and
-a step of it guesses for `top_k` nodes a request. Table 4 is calibrated: with the plain rounds
+a step of it drafts for `top_k` nodes a request. Table 4 is calibrated: with the plain rounds
 of tables 2 and 7 it gives `sched.simulator.roofline.Efficiency` for all papers, and tokens by
-guesses. Accepted tokens of table 4 are table 1's, of the 7B tables their own.
+draft tokens. Accepted tokens of table 4 are table 1's, of the 7B tables their own.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import dataclasses
 
 from rl.simulation.compare import play_policy, rollout_of
 from rl.simulation.config import SimulateRun, TreeDraftsConfig, make_instance
-from rl.simulation.draft_costs import Budgeted, Lane
+from rl.simulation.draft_costs import Budgeted, RequestClass
 from rl.simulation.reproduction.rows import Figure, Ordering
 from sched.simulator.roofline import ACCELERATORS, MODELS, Instance, ModelShape
 from sched.simulator.workloads import asks_for
@@ -70,13 +70,15 @@ def eagle(model: ModelShape) -> ModelShape:
     )
 
 
-def tree_lane(config: TreeDraftsConfig) -> Lane:
-    """Chances that bring the tokens of each size: the same for guesses between two sizes."""
-    chances: list[float] = []
-    for guesses, tokens in zip(config.guesses, config.tokens, strict=True):
-        more = guesses - len(chances)
-        chances += [(tokens - 1 - sum(chances)) / more] * more
-    return Lane(0, tuple(chances))
+def tree_lane(config: TreeDraftsConfig) -> RequestClass:
+    """Probabilities that bring the tokens of each size: the same for draft tokens between two
+    sizes.
+    """
+    probs: list[float] = []
+    for drafts, tokens in zip(config.drafts, config.tokens, strict=True):
+        more = drafts - len(probs)
+        probs += [(tokens - 1 - sum(probs)) / more] * more
+    return RequestClass(0, tuple(probs))
 
 
 def draft_seconds(config: TreeDraftsConfig, target: Instance, batch: int) -> float:
@@ -89,13 +91,13 @@ def speedup(
     config: TreeDraftsConfig,
     target: Instance,
     batch: int,
-    guesses: int,
+    drafts: int,
     tokens: float,
     draft_s: float,
 ) -> float:
-    """Of rounds that verify so many guesses and bring so many tokens, over plain ones."""
+    """Of rounds that verify so many draft tokens and bring so many tokens, over plain ones."""
     positions = batch * config.positions
-    verify_s = target.round_seconds(batch, positions, 1 + guesses)
+    verify_s = target.round_seconds(batch, positions, 1 + drafts)
     return tokens * target.round_seconds(batch, positions) / (verify_s + draft_s)
 
 
@@ -106,14 +108,14 @@ def adaptive(config: SimulateRun) -> Budgeted:
         instance,
         [tree_lane(trees)],
         Goodput,
-        [1 + n for n in trees.guesses],
+        [1 + n for n in trees.drafts],
         draft_s=lambda requests, nodes: draft_seconds(trees, instance, requests),
         most_requests=trees.most_requests,
     )
 
 
 def figures(config: SimulateRun) -> list[Figure | Ordering]:
-    sizes = config.tree_drafts.guesses
+    sizes = config.tree_drafts.drafts
     micro = f"{LARGE}, table 4"
     out: list[Figure | Ordering] = [
         Figure(
@@ -164,9 +166,9 @@ def play(config: SimulateRun, seed: int) -> dict[str, float]:
     found = {"plain": 1.0}
     for batch in TABLE_4:
         draft_s = draft_seconds(trees, large, batch)
-        for guesses, tokens in zip(trees.guesses, trees.tokens, strict=True):
-            found[f"{batch} {guesses}"] = speedup(trees, large, batch, guesses, tokens, draft_s)
-    most = trees.guesses[-1]
+        for drafts, tokens in zip(trees.drafts, trees.tokens, strict=True):
+            found[f"{batch} {drafts}"] = speedup(trees, large, batch, drafts, tokens, draft_s)
+    most = trees.drafts[-1]
     for device in TABLE_2:
         one = dataclasses.replace(
             large, device=ACCELERATORS[device], model=MODELS[SMALL], num_devices=1

@@ -500,7 +500,7 @@ def test_fields_with_a_closed_set_of_values_list_them():
         ("Sched.policy=ser", TrainConfig, "seer"),
         ("Sched.mode=pipelin", TrainConfig, "pipeline"),
         ("Sched.on_error=restrat", TrainConfig, "restart"),
-        ("Drafter.guess=likelyest", TrainConfig, "likeliest"),
+        ("Drafter.proposal=likelyest", TrainConfig, "likeliest"),
         ("Reward.extract=boxd", TrainConfig, "boxed"),
         ("Speculation.sources=('last', 'histroy')", TrainConfig, "history"),
         ("Cluster.device=H10", SimulateRun, "H100"),

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from benchmarks import tiny_run
 from models import transformer
 from rl.drafter_training import hidden_states
-from rl.drafter_training.hidden_states import caught_of, chunks, num_bytes, runs
+from rl.drafter_training.hidden_states import chunks, hidden_of, num_bytes, runs
 from rl.packing import Response
 from spec.eagle import model as eagle
 
@@ -60,14 +60,14 @@ def test_packed_states_are_those_of_each_sequence_alone(design, small_passes):
     responses = some_responses(
         [(0, 3, 2), (1, 1, 4), (0, 3, 3), (0, 3, 4), (2, 6, 7), (3, 4, 1), (1, 1, 2), (2, 6, 9)]
     )
-    found = list(caught_of(responses, params, MODEL, drafter, np.float32))
+    found = list(hidden_of(responses, params, MODEL, drafter, np.float32))
     wanted = {(*r.prompt_ids.tolist(), *r.tokens.tolist()): len(r.prompt_ids) for r in responses}
     assert sorted(tuple(c.tokens_T.tolist()) for c in found) == sorted(wanted)
     layers = [*drafter.feature_layers, MODEL.num_layers - 1]
     for caught in found:
         assert caught.prompt_tokens == wanted[tuple(caught.tokens_T.tolist())]
-        assert caught.tokens_T.dtype == np.int32 and caught.caught_TW.dtype == np.float32
-        states_TW = caught.caught_TW.copy()
+        assert caught.tokens_T.dtype == np.int32 and caught.hidden_TW.dtype == np.float32
+        states_TW = caught.hidden_TW.copy()
         # what comes of the layers before the last has not been through the last norm
         D = MODEL.d_model
         for i in range(len(layers) - 1):
@@ -85,7 +85,7 @@ def test_sizes_are_those_of_what_is_caught():
     responses = some_responses([(0, 3, 2), (1, 1, 4)])
     params = transformer.init(MODEL, jax.random.key(1))
     for dtype, value_bytes in ((np.float32, 4), ("bfloat16", 2)):
-        found = caught_of(responses, params, MODEL, drafter, dtype)
+        found = hidden_of(responses, params, MODEL, drafter, dtype)
         wanted = [num_bytes(r, drafter, value_bytes) for r in responses]
         assert sorted(c.num_bytes for c in found) == sorted(wanted)
 

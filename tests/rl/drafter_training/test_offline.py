@@ -10,7 +10,7 @@ from benchmarks import tiny_run
 from models import transformer
 from rl.drafter_training import offline as offline_drafter
 from rl.drafter_training.config import DrafterConfig
-from rl.drafter_training.hidden_states import caught_of, num_bytes
+from rl.drafter_training.hidden_states import hidden_of, num_bytes
 from rl.drafter_training.offline import OfflineConfig, OfflineTraining
 from rl.loop.drafter_run import first_drafter
 from rl.packing import Response
@@ -57,7 +57,7 @@ def computed(monkeypatch):
 
     def counting(some, **rest):
         times.append([r.name for r in some])
-        return caught_of(some, **rest)
+        return hidden_of(some, **rest)
 
     monkeypatch.setattr(offline_drafter, "caught_of", counting)
     return times
@@ -115,13 +115,13 @@ def test_judging_weighs_entries_alike_however_they_are_packed(params):
     """Against the sequences one a row, in one batch."""
     training = offline(params)
     drafter = training.drafter
-    caught = list(caught_of(responses(), params, MODEL, drafter.config, np.float32))
+    caught = list(hidden_of(responses(), params, MODEL, drafter.config, np.float32))
     [batch] = pad(caught, 16, 32)
     _, wanted = drafter_training.loss(
         drafter.config,
         TRAINING,
         drafter.params,
-        training._bench.frozen,
+        training._site.frozen,
         batch,
         np.float32(1),
     )

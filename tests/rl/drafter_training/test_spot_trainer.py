@@ -12,7 +12,7 @@ from tiny_drafter import make_engine, make_trainer
 from tiny_team import KEY, PARAMS, REQUESTS, SAMPLING, STOP, assert_same_tokens, workers
 
 from rl.drafter_training.spot_trainer import SpotTrainer
-from rl.drafter_training.trainer import BufferCatcher
+from rl.drafter_training.trainer import BufferSink
 from spec.eagle.data_buffer import DataBuffer, DataBufferConfig
 
 
@@ -89,7 +89,7 @@ def test_nothing_before_a_rollout_after_it_or_without_data(engines):
 def rollout(team, spot, requests=REQUESTS, **options):
     buffer = spot.trainer.buffer
     spot.prepare(PARAMS, 1)
-    catcher = BufferCatcher(buffer, 1)
+    sink = BufferSink(buffer, 1)
     return team.run(
         PARAMS,
         requests,
@@ -97,7 +97,7 @@ def rollout(team, spot, requests=REQUESTS, **options):
         KEY,
         stop_token_ids=STOP,
         policy_version=7,
-        catcher=catcher,
+        sink=sink,
         **options,
     )
 
@@ -136,10 +136,10 @@ def test_fifty_rollouts_that_end_at_any_moment_lose_nothing(engines, monkeypatch
     trainer, ended, late = spot.trainer, threading.Event(), []
     work, stop = trainer.work, spot.rollout_ended
 
-    def watched(bench, *, leads):
+    def watched(site, *, leads):
         if ended.is_set():
             late.append(leads)
-        return work(bench, leads=leads)
+        return work(site, leads=leads)
 
     def stopped():
         stop()

@@ -3,12 +3,12 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl.engine.admission import Plan, plan
+from rl.engine.admission import AdmissionPlan, plan
 
 A, B, C, D = (1,), (2, 2), (3,), (4,)
 
 
-def after(plan: Plan, held, free_rows):
+def after(plan: AdmissionPlan, held, free_rows):
     """What each row holds once the plan is carried out, copies before inserts."""
     rows = list(held)
     for source, target in plan.copies:
@@ -22,27 +22,31 @@ def after(plan: Plan, held, free_rows):
 
 def test_a_group_in_an_empty_table_is_computed_once():
     got = plan([A, A, A], [0, 1, 2, 3], [None] * 4)
-    assert got == Plan(rows=(0, 1, 2), prefill=(A,), inserts=((0, 0), (0, 1), (0, 2)), copies=())
+    assert got == AdmissionPlan(
+        rows=(0, 1, 2), prefill=(A,), inserts=((0, 0), (0, 1), (0, 2)), copies=()
+    )
 
 
 def test_prompts_are_computed_in_the_order_of_their_first_request():
     got = plan([B, A, B], [3, 1, 0], [None] * 4)
-    assert got == Plan(rows=(0, 1, 3), prefill=(B, A), inserts=((0, 0), (1, 1), (0, 3)), copies=())
+    assert got == AdmissionPlan(
+        rows=(0, 1, 3), prefill=(B, A), inserts=((0, 0), (1, 1), (0, 3)), copies=()
+    )
 
 
 def test_siblings_copy_from_a_busy_row():
     got = plan([A, B], [1, 2], [A, None, C])
-    assert got == Plan(rows=(1, 2), prefill=(B,), inserts=((0, 2),), copies=((0, 1),))
+    assert got == AdmissionPlan(rows=(1, 2), prefill=(B,), inserts=((0, 2),), copies=((0, 1),))
 
 
 def test_a_free_row_that_holds_the_prompt_needs_nothing():
     got = plan([A, B], [0, 1, 2], [C, B, A])
-    assert got == Plan(rows=(2, 1), prefill=(), inserts=(), copies=())
+    assert got == AdmissionPlan(rows=(2, 1), prefill=(), inserts=(), copies=())
 
 
 def test_siblings_copy_from_the_row_that_was_kept():
     got = plan([A, A], [0, 1], [A, B])
-    assert got == Plan(rows=(0, 1), prefill=(), inserts=(), copies=((0, 1),))
+    assert got == AdmissionPlan(rows=(0, 1), prefill=(), inserts=(), copies=((0, 1),))
 
 
 def test_rows_wanted_later_are_overwritten_last():
@@ -55,11 +59,11 @@ def test_rows_wanted_later_are_overwritten_last():
 def test_a_free_row_with_a_wanted_prompt_is_not_given_to_another():
     # row 0 holds what the second request wants; the first must not be put there
     got = plan([D, A], [0, 1], [A, None])
-    assert got == Plan(rows=(1, 0), prefill=(D,), inserts=((0, 1),), copies=())
+    assert got == AdmissionPlan(rows=(1, 0), prefill=(D,), inserts=((0, 1),), copies=())
 
 
 def test_nothing_to_admit():
-    assert plan([], [0], [A]) == Plan((), (), (), ())
+    assert plan([], [0], [A]) == AdmissionPlan((), (), (), ())
 
 
 PROMPT = st.sampled_from([A, B, C, D, (5, 5), (6,)])

@@ -156,7 +156,7 @@ def test_drafters_see_the_live_requests(engine):
 
     requests = [Request(i, (5, 6), 7, i, max_new_tokens=2 + i) for i in range(2)]
     run(engine, requests, drafter=Scripted(script))
-    # (request, tokens left, guesses allowed); nobody is asked for a last token
+    # (request, tokens left, draft tokens allowed); nobody is asked for a last token
     assert seen == [[(0, 2, 1), (1, 3, 2)], [(0, 1, 0), (1, 2, 1)]]
 
 
@@ -241,7 +241,7 @@ def test_prompts_in_chunks_that_do_not_divide_by_two():
 def test_no_tree_is_larger_than_max_nodes(engine):
     odd = Engine(MODEL, dataclasses.replace(CONFIG, max_nodes=3))
     run(odd, group((1, 2), 0, 4), drafter=Scripted(lambda live, n: [chain([1] * 9)] * len(live)))
-    assert {nodes for _, nodes, _ in odd.stats.rounds} == {3, 1}  # a last token has no guesses
+    assert {nodes for _, nodes, _ in odd.stats.rounds} == {3, 1}  # a last token has no draft tokens
 
 
 # -- phases ------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from rl.warm_up import compile_buckets
 from spec.draft_model import drafter as small_model
 from spec.eagle import model as eagle
 from spec.eagle.drafter import TreeConfig
-from spec.eagle.model import Drafter
+from spec.eagle.model import EagleWeights
 from spec.sampling import SamplingConfig, step_key
 
 MODEL = ModelConfig("qwen3", 32, 16, 2, 8, 8, 4, 16, qk_norm=True, max_positions=64)
@@ -76,7 +76,7 @@ def test_caches_are_made_in_shards(engine, made):
 def test_a_learned_drafters_cache_is_made_in_shards(engine, params, made):
     config = eagle.config_for(MODEL, "eagle")
     maker = LearnedDrafter(
-        Drafter(config, eagle.init(config, jax.random.key(0)), None), TreeConfig()
+        EagleWeights(config, eagle.init(config, jax.random.key(0)), None), TreeConfig()
     )
     drafter = maker.drafter_at(engine.site(params, SamplingConfig(), step_key(0, 0)))
     with engine.mesh_context():
@@ -93,7 +93,7 @@ def test_a_small_models_cache_is_made_in_shards(engine):
 
 def test_rows_stay_in_shards_however_they_are_filled(engine, params):
     prompts = ((1, 2, 3), (4, 5))
-    plan = admission.Plan((0, 1), prompts, ((0, 0), (1, 1)), ())
+    plan = admission.AdmissionPlan((0, 1), prompts, ((0, 0), (1, 1)), ())
     with engine.mesh_context():
         tokens_PT = engine.put(np.zeros((CONFIG.prefill_rows, 8), np.int32))
         assert not misplaced(
@@ -101,7 +101,7 @@ def test_rows_stay_in_shards_however_they_are_filled(engine, params):
         )
         cache, _ = engine.fill_rows(params, engine.empty_cache(8, 32), plan)
         assert not misplaced(engine, cache)
-        cache, _ = engine.fill_rows(params, cache, admission.Plan((2,), (), (), ((0, 2),)))
+        cache, _ = engine.fill_rows(params, cache, admission.AdmissionPlan((2,), (), (), ((0, 2),)))
         assert not misplaced(engine, cache)
         [kv] = engine.read_kv(cache, [0], [2])
         assert not misplaced(engine, engine.insert_kv(cache, [(kv, 3)]))

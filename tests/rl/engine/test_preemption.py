@@ -9,8 +9,8 @@ from tiny_engine import CONFIG, MODEL, make_params
 from rl.engine import preemption
 from rl.engine.engine import Engine
 from rl.engine.slot_table import SlotTable
-from rl.trajectory import Begun, Chunk, Prefix, Request
-from spec.budget.budget import Decision, TakeAll
+from rl.trajectory import PartialRequest, Prefix, Request, RequestChunk
+from spec.budget.budget import DraftDecision, FixedBudget
 from spec.drafter import no_drafts
 from spec.sampling import SamplingConfig, step_key
 
@@ -32,7 +32,7 @@ def chunk(num_tokens=0, max_tokens=None):
     if num_tokens:
         zeros = np.zeros(num_tokens, np.int32)
         prefix = Prefix(zeros, zeros, zeros, zeros, zeros, 0, None)
-    return Chunk(Begun(Request(9, (1, 2, 3)), prefix), max_tokens)
+    return RequestChunk(PartialRequest(Request(9, (1, 2, 3)), prefix), max_tokens)
 
 
 def test_a_row_needs_what_a_fetch_adds_up_to_its_limit():
@@ -62,7 +62,7 @@ def test_the_newest_are_given_up_until_the_others_fit(budget, rows):
 
 
 class Undecided:
-    """A drafter whose guesses are never tried."""
+    """A drafter whose draft tokens are never tried."""
 
     def propose(self, live, max_nodes_A, max_nodes):
         return no_drafts(len(live), max_nodes)
@@ -71,11 +71,11 @@ class Undecided:
         pass
 
 
-class Plain(TakeAll):
+class Plain(FixedBudget):
     """A budget that decides for as many plain rounds as there may be."""
 
     def choose(self, live, drafts, sizes, num_slots, num_positions):
-        return Decision(1, 99)
+        return DraftDecision(1, 99)
 
 
 @pytest.mark.parametrize("drafter", [None, Undecided()])
@@ -93,7 +93,7 @@ def test_what_rows_hold_after_a_fetch_is_within_the_budget(drafter):
         most_requests, longest_tokens, kv_tokens = 4, 32, 30
 
         def __init__(self):
-            self.waiting = [Chunk(Begun(Request(i, (1, 2, 3)))) for i in range(4)]
+            self.waiting = [RequestChunk(PartialRequest(Request(i, (1, 2, 3)))) for i in range(4)]
 
         def take(self, *, wait):
             return [self.waiting.pop()] if self.waiting else None

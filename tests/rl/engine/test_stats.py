@@ -40,7 +40,7 @@ def example():
     return stats
 
 
-def test_metrics_are_those_of_rounds_with_guesses():
+def test_metrics_are_those_of_rounds_with_drafts():
     metrics = speculation_metrics(example())
     assert metrics == pytest.approx(
         {
@@ -60,7 +60,7 @@ def test_metrics_are_those_of_rounds_with_guesses():
     )
 
 
-def test_rounds_that_looked_their_guesses_up_count_one_by_one():
+def test_rounds_that_looked_their_drafts_up_count_one_by_one():
     stats = EngineStats()
     stats.looked_up(LookupOutcome(15, np.array([[7, 5, 4]]), np.array([[5, 4, 0]])))
     assert (stats.tokens, stats.fetches) == (16, 1)
@@ -74,7 +74,7 @@ def test_rounds_that_looked_their_guesses_up_count_one_by_one():
     assert metrics["spec/host_share"] == 2 / 9
 
 
-def test_a_phase_without_guesses_has_no_such_metrics():
+def test_a_phase_without_drafts_has_no_such_metrics():
     stats = EngineStats(tokens=12)
     stats.timeline.append(record(0, 1, [1], [4]))
     assert speculation_metrics(stats) == {}

@@ -1,6 +1,6 @@
 """Who waits, and what is asked about them at every beat."""
 
-from rl.engine.waiting_queue import Waiting
+from rl.engine.waiting_queue import WaitingQueue
 from rl.trajectory import Request
 
 
@@ -19,7 +19,7 @@ def requests(count):
 
 
 def test_prompts_are_those_of_the_requests_that_wait():
-    waiting, order = Waiting(), requests(10)
+    waiting, order = WaitingQueue(), requests(10)
     waiting.add(order)
     while len(waiting):
         assert set(waiting.prompts) == {r.prompt_ids for r in order}
@@ -29,7 +29,7 @@ def test_prompts_are_those_of_the_requests_that_wait():
 
 
 def test_beats_do_not_hash_the_prompts_that_wait():
-    waiting = Waiting()
+    waiting = WaitingQueue()
     waiting.add(requests(1000))
     Prompt.hashed = 0
     for _ in range(100):

@@ -19,15 +19,15 @@ from rl.learner import logprobs as scoring
 from rl.learner.algorithms import AlgorithmConfig, CriticConfig
 from rl.learner.critic import Critic, value_loss
 from rl.learner.losses import CriticInputs, LossInputs
-from rl.learner.micro_batches import Judgement
+from rl.learner.micro_batches import CriticTargets
 from rl.learner.optimizer import OptimizerConfig, init_state, make_optimizer
-from rl.learner.train_spec import Recipe, TrainerConfig
+from rl.learner.train_spec import TrainerConfig, TrainSpec
 from rl.packing import Shape
 from rl.trajectory import FinishReason, Trajectory
 from spec.sampling import SamplingConfig
 
 MODEL = ModelConfig("qwen3", 16, 16, 1, 2, 2, 8, 32, qk_norm=True, eos_token_ids=(15,))
-RECIPE = Recipe(
+RECIPE = TrainSpec(
     MODEL,
     algorithm=AlgorithmConfig(name="ppo"),
     trainer=TrainerConfig(micro_batch_tokens=128, logprob_chunk_tokens=64, minibatches=2),
@@ -171,7 +171,7 @@ def gradient_of(samples, shape):
 def judged_samples():
     def judgement(n):
         zeros = np.zeros(n, np.float32)
-        return Judgement(zeros, np.linspace(-1, 1, n, dtype=np.float32), zeros)
+        return CriticTargets(zeros, np.linspace(-1, 1, n, dtype=np.float32), zeros)
 
     samples = select(some_trajectories())
     return [dataclasses.replace(s, judgement=judgement(s.trajectory.num_tokens)) for s in samples]

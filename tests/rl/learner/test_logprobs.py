@@ -13,8 +13,8 @@ from models import transformer
 from models.config import ModelConfig
 from rl.learner import logprobs as scoring
 from rl.learner import micro_batches
-from rl.learner.micro_batches import Sample
-from rl.learner.train_spec import Recipe, TrainerConfig
+from rl.learner.micro_batches import TrainSample
+from rl.learner.train_spec import TrainerConfig, TrainSpec
 from rl.packing import Shape
 from rl.trajectory import FinishReason, Trajectory
 from spec import sampling
@@ -33,7 +33,7 @@ def sample_of(i, tokens, prompt_tokens, group=0):
     zeros = np.zeros(n, np.int32)
     logprobs = np.zeros(n, np.float32)
     rest = logprobs, zeros, zeros, FinishReason.STOP
-    return Sample(Trajectory(i, group, i, *ids, *rest, emission_logprobs=logprobs), 0.0)
+    return TrainSample(Trajectory(i, group, i, *ids, *rest, emission_logprobs=logprobs), 0.0)
 
 
 def packed(tokens):
@@ -45,7 +45,7 @@ def packed(tokens):
 
 
 def recipe_of(**fields):
-    return Recipe(MODEL, trainer=TrainerConfig(**fields))
+    return TrainSpec(MODEL, trainer=TrainerConfig(**fields))
 
 
 def processing_of(**fields):
@@ -155,7 +155,7 @@ def test_batch_by_length_by_vocabulary_is_never_alive():
     batch = micro_batches.empty(Shape(2, 64, 32))
 
     def of(params, chunk_tokens):
-        recipe = Recipe(model, trainer=TrainerConfig(logprob_chunk_tokens=chunk_tokens))
+        recipe = TrainSpec(model, trainer=TrainerConfig(logprob_chunk_tokens=chunk_tokens))
         return jnp.sum(scoring.token_logprobs(params, batch, processing_of(), recipe)[0])
 
     whole = jax.make_jaxpr(jax.grad(lambda p: of(p, 128)))(params)

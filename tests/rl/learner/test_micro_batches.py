@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from models.attention import packed_mask
 from rl.learner import micro_batches
-from rl.learner.micro_batches import Sample
+from rl.learner.micro_batches import TrainSample
 from rl.packing import Shape
 from rl.trajectory import FinishReason, Trajectory
 
@@ -35,7 +35,7 @@ def trajectory(i, prompt, response, *, reward=1.0, finish=FinishReason.STOP, gro
 
 
 def sample(i, prompt, response, **fields):
-    return Sample(trajectory(i, prompt, response, **fields), float(i + 1))
+    return TrainSample(trajectory(i, prompt, response, **fields), float(i + 1))
 
 
 def sizes(packed):
@@ -63,7 +63,7 @@ def test_a_row_by_hand():
 
 
 def test_old_and_reference_logprobs_where_given():
-    given = Sample(
+    given = TrainSample(
         trajectory(0, [1], [2, 3]),
         1.0,
         old_logprobs=np.array([-7, -8], np.float32),
@@ -189,7 +189,7 @@ def test_a_group_too_large_for_a_row_is_split_and_its_prompt_repeated():
 
 def test_equal_bytes_are_not_equal_prompts():
     wide = dataclasses.replace(trajectory(1, [1], [2]), prompt_ids=np.array([1], np.int64))
-    samples = [sample(0, [1, 0], [2]), Sample(wide, 0.0)]
+    samples = [sample(0, [1, 0], [2]), TrainSample(wide, 0.0)]
     [packed] = micro_batches.micro_batches(samples, Shape(1, 4, 2))
     assert packed.batch.tokens_BT.tolist() == [[1, 0, 1, 0]]
     assert packed.batch.packing.prompt_BT.tolist() == [[1, 1, 2, 0]]

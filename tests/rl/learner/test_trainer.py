@@ -17,14 +17,14 @@ from rl.learner import micro_batches, trainer
 from rl.learner.advantages import group_advantages, reward_statistics
 from rl.learner.losses import AlgorithmConfig
 from rl.learner.optimizer import OptimizerConfig, init_state, learning_rate, make_optimizer
-from rl.learner.train_spec import Recipe, TrainerConfig
+from rl.learner.train_spec import TrainerConfig, TrainSpec
 from rl.packing import Shape
 from rl.rollout import generate
 from rl.trajectory import FinishReason, Request, Trajectory
 from spec.sampling import SamplingConfig, step_key
 
 MODEL = ModelConfig("qwen3", 16, 16, 1, 2, 2, 8, 32, qk_norm=True, eos_token_ids=(15,))
-RECIPE = Recipe(
+RECIPE = TrainSpec(
     MODEL,
     algorithm=AlgorithmConfig(mask_truncated=True),
     trainer=TrainerConfig(micro_batch_tokens=128, logprob_chunk_tokens=64),
@@ -135,7 +135,7 @@ def test_a_gradient_that_overflows_stops_too():
 
 
 def logprob_of(params, prompt, response):
-    sample = micro_batches.Sample(trajectory(0, prompt, response), 0.0)
+    sample = micro_batches.TrainSample(trajectory(0, prompt, response), 0.0)
     return scoring.score_samples(params, [sample], SHAPE, SAMPLING, RECIPE)[0]
 
 
@@ -271,7 +271,7 @@ jax.monitoring.register_event_duration_secs_listener(
 class Warm:
     """A warmed-up recipe with everything on: two updates of two minibatches, KL, own old scores."""
 
-    recipe: Recipe
+    recipe: TrainSpec
     shape: Shape
     state: object
     reference: object
@@ -449,7 +449,7 @@ def test_a_rewarded_token_becomes_likely():
         state, metrics = run(state, batch, advantages, step=step)
         assert metrics["sampling/sampling_logp_difference/max"] < 1e-4
         fractions.append(np.mean(rewards))
-    # 1/16 by chance. Seeded, so never a false alarm on one platform
+    # 1/16 by probability. Seeded, so never a false alarm on one platform
     assert np.mean(fractions[-3:]) > 3 * max(np.mean(fractions[:2]), 1 / 16)
 
 

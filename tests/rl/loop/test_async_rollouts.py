@@ -25,7 +25,7 @@ from rl.metrics.writer import read_metrics
 from rl.speculation import sources
 from rl.trajectory import Request
 from rl.workers.coordinator import WorkerError
-from rl.workers.workers import SchedConfig, Workers, split_devices
+from rl.workers.workers import MultiEngine, SchedConfig, split_devices
 from sched.ledger import Ledger
 from sched.policies.histopipe import HistoPipe
 from sched.protocol import ChunkDone, Defer, Submitted
@@ -134,19 +134,19 @@ def test_stopped_anywhere_and_resumed_gives_the_same_bits(tiny, ahead, tmp_path,
         assert one.tobytes() == other.tobytes()
 
 
-def test_guesses_change_nothing(tiny, ahead, tokens, tmp_path, monkeypatch):
+def test_drafts_change_nothing(tiny, ahead, tokens, tmp_path, monkeypatch):
     """Found ones, and by hand: right ones for every second request, wrong ones for the others.
 
     Found ones alone need not meet one token of so short a run of random weights.
     """
     known = {r: np.array(ids, np.int32) ^ ((r + 1) % 2) for r, ids in tokens.items()}
     monkeypatch.setattr(sources, "NgramDrafter", lambda: AlignedDrafter(known))
-    guessed = {}
-    with noting(guessed):
+    drafted = {}
+    with noting(drafted):
         done = finish(
             tiny, tmp_path, *PIPELINE, "Speculation.budget='fixed:3'", "Engine.max_nodes=4"
         )
-    assert guessed == {r: tokens[r] for r in guessed} and len(guessed) == 4 * SIZE
+    assert drafted == {r: tokens[r] for r in drafted} and len(drafted) == 4 * SIZE
     assert [s["completion"] for s in samples(done)] == [s["completion"] for s in samples(ahead[0])]
     assert all(row["spec/tokens_per_round"] > 1 for row in done.rows)
     assert all(0 < row["spec/accept_rate"] < 1 for row in done.rows)
@@ -302,7 +302,7 @@ def test_devices_are_shared_out():
 
 def test_the_policy_names_the_scheduler():
     def made(policy):
-        team = Workers([], SchedConfig(mode="pipeline", policy=policy))
+        team = MultiEngine([], SchedConfig(mode="pipeline", policy=policy))
         return async_rollouts.step_scheduler(team, num_steps=3, epoch_prompts=6)
 
     assert isinstance(made("histopipe"), HistoPipe)

@@ -167,7 +167,7 @@ def save_drafter(folder, **changes):
     """A drafter of the tiny policy, or of one that differs from it."""
     policy = dataclasses.replace(tiny_run.MODEL, **changes)
     shape = eagle.config_for(policy)
-    start = eagle.Drafter(shape, eagle.init(shape, jax.random.key(0)))
+    start = eagle.EagleWeights(shape, eagle.init(shape, jax.random.key(0)))
     eagle_files.save(folder, start, policy, None)
     return f"Drafter.directory={str(folder)!r}"
 

@@ -92,12 +92,12 @@ def test_samples_of_every_phase_have_noise_of_their_own(dapo):
     assert len(set(texts)) == len(texts) > 8
 
 
-def test_guesses_change_no_token_of_any_phase(tiny, dapo, tmp_path):
-    guesses = ("Speculation.budget='fixed:3'", "Engine.max_nodes=4", "Run.steps=4")
-    done = finish(tiny, tmp_path, *DAPO, rewarded_by(tiny, "lucky"), *guesses)
+def test_drafts_change_no_token_of_any_phase(tiny, dapo, tmp_path):
+    drafts = ("Speculation.budget='fixed:3'", "Engine.max_nodes=4", "Run.steps=4")
+    done = finish(tiny, tmp_path, *DAPO, rewarded_by(tiny, "lucky"), *drafts)
     texts = [[json.loads(x)["completion"] for x in r.samples.splitlines()] for r in (done, dapo)]
     assert texts[0] == texts[1]
-    # the third step has seen all six prompts: there is history to guess from
+    # the third step has seen all six prompts: there is history to draft from
     assert max(row.get("spec/history/speculated_fraction", 0.0) for row in done.rows) > 0
 
 

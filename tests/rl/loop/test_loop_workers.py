@@ -9,7 +9,7 @@ import pytest
 from loop_runs import compilations, finish, learnt
 
 WORKERS = ("Sched.workers=2", "Sched.chunk_tokens=3", "Engine.slots=4", "Engine.min_slots=4")
-GUESSES = ("Speculation.budget='fixed:3'", "Engine.max_nodes=4")
+DRAFTS = ("Speculation.budget='fixed:3'", "Engine.max_nodes=4")
 COUPLED = ("Reuse.mode='coupled'", "Sampling.draw='gumbel'")
 
 
@@ -20,8 +20,8 @@ def texts(done):
 @pytest.mark.parity
 @pytest.mark.parametrize(
     ("policy", "more"),
-    [("seer", ()), ("group_fifo", ()), ("seer", (*GUESSES, *COUPLED, "Run.steps=5"))],
-    ids=["seer", "group_fifo", "guesses and reuse"],
+    [("seer", ()), ("group_fifo", ()), ("seer", (*DRAFTS, *COUPLED, "Run.steps=5"))],
+    ids=["seer", "group_fifo", "drafts and reuse"],
 )
 def test_workers_change_no_reward_and_no_token(tiny, tmp_path, policy, more):
     """An epoch is three steps: with reuse, the last two have something to start from."""
@@ -52,7 +52,7 @@ def test_workers_beside_a_trainer_on_several_devices(tiny, tmp_path, more):
 
 
 def test_nothing_compiles_after_warm_up(tiny, tmp_path, monkeypatch):
-    settings = (*WORKERS, *GUESSES, *COUPLED, "Engine.min_slots=2", "Run.steps=5")
+    settings = (*WORKERS, *DRAFTS, *COUPLED, "Engine.min_slots=2", "Run.steps=5")
     _, before, after = compilations(tiny, tmp_path, monkeypatch, *settings)
     assert len(before) > 10
     assert after == []

@@ -30,7 +30,7 @@ def never_stopped(tiny, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def plain(tiny, tmp_path_factory):
-    """Five steps without guesses and without reuse: an epoch is three."""
+    """Five steps without draft tokens and without reuse: an epoch is three."""
     return finish(tiny, tmp_path_factory.mktemp("plain"), "Run.steps=5")
 
 
@@ -86,35 +86,37 @@ def test_stopped_anywhere_and_resumed_gives_the_same_bits(tiny, never_stopped, t
 # --- speculation ------------------------------------------------------------------------
 
 # 4 nodes, and a second epoch (there are few prompts), so that history is drafted from
-GUESSES = ("Speculation.budget='fixed:3'", "Engine.max_nodes=4", "Run.steps=5")
+DRAFTS = ("Speculation.budget='fixed:3'", "Engine.max_nodes=4", "Run.steps=5")
 
 
 @pytest.fixture(scope="module")
-def with_guesses(tiny, tmp_path_factory):
-    return finish(tiny, tmp_path_factory.mktemp("guesses"), *GUESSES)
+def with_drafts(tiny, tmp_path_factory):
+    return finish(tiny, tmp_path_factory.mktemp("drafts"), *DRAFTS)
 
 
-def test_speculation_changes_no_reward_and_no_token(plain, with_guesses):
-    for one, other in zip(plain.rows, with_guesses.rows, strict=True):
+def test_speculation_changes_no_reward_and_no_token(plain, with_drafts):
+    for one, other in zip(plain.rows, with_drafts.rows, strict=True):
         assert one["reward"] == other["reward"]
         assert learnt(one) == pytest.approx(learnt(other), rel=1e-3, abs=1e-5)
     texts = [
-        [json.loads(x)["completion"] for x in r.samples.splitlines()] for r in (plain, with_guesses)
+        [json.loads(x)["completion"] for x in r.samples.splitlines()] for r in (plain, with_drafts)
     ]
     assert texts[0] == texts[1]
-    accepted = [row.get("spec/history/speculated_fraction", 0.0) for row in with_guesses.rows]
+    accepted = [row.get("spec/history/speculated_fraction", 0.0) for row in with_drafts.rows]
     assert accepted[0] == 0.0 and max(accepted) > 0.0
-    assert with_guesses.rows[-1]["spec/history_bytes"] > 0
+    assert with_drafts.rows[-1]["spec/history_bytes"] > 0
 
 
-def test_stopped_and_resumed_with_guesses_gives_the_same_bits(tiny, with_guesses, tmp_path):
-    """The history is in the checkpoint: the same guesses, so the same passes, so the same bits."""
+def test_stopped_and_resumed_with_drafts_gives_the_same_bits(tiny, with_drafts, tmp_path):
+    """The history is in the checkpoint: the same draft tokens, so the same passes, so the same
+    bits.
+    """
     show = tiny_run.Recorder()
     with pytest.raises(train_loop.Stopped):
-        tiny_run.train(tiny, tmp_path, *GUESSES, show=show, should_stop=lambda: len(show.rows) == 4)
-    resumed = finish(tiny, tmp_path, *GUESSES)
+        tiny_run.train(tiny, tmp_path, *DRAFTS, show=show, should_stop=lambda: len(show.rows) == 4)
+    resumed = finish(tiny, tmp_path, *DRAFTS)
     assert "resuming after step 4" in resumed.show.messages
-    assert_same_bits(resumed, with_guesses)
+    assert_same_bits(resumed, with_drafts)
 
 
 # --- reuse ------------------------------------------------------------------------------
@@ -144,7 +146,7 @@ def test_lenience_zero_trains_as_without_reuse(tiny, plain, tmp_path):
         reusing("lenient:1", "Reuse.schedule='clip_fraction:0.1'", "Trainer.minibatches=2"),
         reusing("coupled", "Sampling.draw='gumbel'"),
         reusing("coupled:2", "Rollout.cache_bytes=1"),
-        reusing("random", *GUESSES[:2]),
+        reusing("random", *DRAFTS[:2]),
     ],
     ids=lambda s: s[0].partition("'")[2].strip("'"),
 )
@@ -183,19 +185,19 @@ def test_what_cannot_be_reused_is_said_and_generated_afresh(tiny, tmp_path):
 
 
 def test_goodput_keeps_its_table_in_the_run_folder(tiny, never_stopped, tmp_path):
-    guesses = ("Speculation.budget='goodput'", "Engine.max_nodes=2", "Run.steps=1")
-    finish(tiny, tmp_path, *guesses)
+    drafts = ("Speculation.budget='goodput'", "Engine.max_nodes=2", "Run.steps=1")
+    finish(tiny, tmp_path, *drafts)
     table = tmp_path / "round_times.json"
     kept = table.read_bytes()
     rows = json.loads(kept)["rows"]
-    # plain rounds, rounds of trees, rounds that look their guesses up
+    # plain rounds, rounds of trees, rounds that look their draft tokens up
     assert {tuple(row[:3]) for row in rows} == {
         ("round", 8, 1),
         ("round", 8, 2),
         ("lookup", 8, 2),
     }
     assert all(seconds > 0 for *_, seconds in rows)
-    finish(tiny, tmp_path, *guesses, "Run.steps=2")
+    finish(tiny, tmp_path, *drafts, "Run.steps=2")
     assert table.read_bytes() == kept
 
 

@@ -12,7 +12,7 @@ from rl.data.answers import extract_answer
 from rl.data.tasks import Example
 from rl.rewards.config import RewardConfig, validate
 from rl.rewards.functions import _number, exact_match, load, math_verify, task_reward
-from rl.rewards.pool import Job, RewardPool
+from rl.rewards.pool import RewardPool, ScoreJob
 from rl.rewards.process import RewardWorkerError
 from rl.rewards.worker import read_result
 
@@ -147,7 +147,7 @@ def test_workers_have_a_memory_limit_that_math_and_arrays_fit_into(tmp_path):
     assert config.memory_limit_mib is not None
     example = Example("x#0", "q", "1/2", {}, "jsonl:x")
     with RewardPool(config) as pool:
-        assert pool.submit(Job(example, "0.5")).result(timeout=60).total == 10.0
+        assert pool.submit(ScoreJob(example, "0.5")).result(timeout=60).total == 10.0
     too_little = dataclasses.replace(config, memory_limit_mib=64)
     with pytest.raises(RewardWorkerError, match="memory_limit_mib is 64: raise it|could not start"):
         with RewardPool(too_little):

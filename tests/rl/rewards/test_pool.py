@@ -11,7 +11,7 @@ from processes import runs
 
 from rl.data.tasks import Example
 from rl.rewards.config import RewardConfig
-from rl.rewards.pool import Job, RewardPool, Score, combine
+from rl.rewards.pool import RewardPool, Score, ScoreJob, combine
 from rl.rewards.process import RewardWorkerError
 
 PLUGINS = Path(__file__).parent / "plugins"
@@ -21,7 +21,7 @@ HALF = f"{PLUGINS / 'faults.py'}:half"
 
 def job(completion, answer="4", prompt="2+2?", ids=(1, 2, 3), **columns):
     example = Example("test#0", prompt, answer, columns, "jsonl:test.jsonl")
-    return Job(example, completion, ids)
+    return ScoreJob(example, completion, ids)
 
 
 def config(*functions, **changes):
@@ -243,7 +243,7 @@ def test_a_task_that_cannot_be_opened_is_an_error_and_not_a_zero():
     example = Example("x#0", "q", "1", {"metadata": {}}, "reasoning_gym:countdown")
     with RewardPool(config("task")) as pool:
         with pytest.raises(RewardWorkerError, match="refused"):
-            pool.submit(Job(example, "#### 1")).result(timeout=60)
+            pool.submit(ScoreJob(example, "#### 1")).result(timeout=60)
 
 
 def test_a_worker_that_dies_while_idle_costs_nothing():

@@ -15,7 +15,7 @@ from rl.data.tasks import Example
 from rl.rewards import pool as pool_module
 from rl.rewards import process
 from rl.rewards.config import RewardConfig
-from rl.rewards.pool import Job, RewardPool, Score, combine
+from rl.rewards.pool import RewardPool, Score, ScoreJob, combine
 from rl.rewards.process import RewardWorkerError
 
 FAULTS = Path(__file__).parent / "plugins" / "faults.py"
@@ -28,7 +28,7 @@ def config(function, **changes):
 
 
 def scores_of(pool, completions):
-    futures = [pool.submit(Job(EXAMPLE, completion)) for completion in completions]
+    futures = [pool.submit(ScoreJob(EXAMPLE, completion)) for completion in completions]
     return [future.result(timeout=60) for future in futures]
 
 
@@ -126,8 +126,8 @@ def test_what_a_replacement_raises_is_told_to_later_samples(monkeypatch, method)
     with RewardPool(config("faulty")) as pool:
         with monkeypatch.context() as patch:
             patch.setattr(process.WorkerProcess, method, fails)
-            died = pool.submit(Job(EXAMPLE, "os_exit"))
-            later = [pool.submit(Job(EXAMPLE, "x")) for _ in range(3)]
+            died = pool.submit(ScoreJob(EXAMPLE, "os_exit"))
+            later = [pool.submit(ScoreJob(EXAMPLE, "x")) for _ in range(3)]
             assert died.result(timeout=60).failure.startswith("faulty/died")
             for future in later:
                 with pytest.raises(RewardWorkerError, match="could not be .*no"):
@@ -139,7 +139,7 @@ def test_what_asking_raises_is_its_samples_and_the_thread_goes_on(monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(process.WorkerProcess, "ask", lambda self, job: [][1])
             with pytest.raises(IndexError):
-                pool.submit(Job(EXAMPLE, "x")).result(timeout=60)
+                pool.submit(ScoreJob(EXAMPLE, "x")).result(timeout=60)
         assert scores_of(pool, ["x"])[0].total == 0.5
 
 
@@ -151,7 +151,7 @@ def test_waiting_for_a_score_can_be_broken_off_and_has_an_end(monkeypatch):
         raise Asked
 
     with RewardPool(config("faulty", deadline_s=60.0)) as pool:
-        hung = pool.submit(Job(EXAMPLE, "hang"))
+        hung = pool.submit(ScoreJob(EXAMPLE, "hang"))
         with pytest.raises(Asked):
             pool.result(hung, stop)
         monkeypatch.setattr(pool_module, "_MARGIN_S", 0.0)

@@ -16,7 +16,7 @@ from rl.metrics.writer import MetricsWriter
 from rl.simulation.compare import SimulateRun, lengths_of_run, play, remarks, table
 from rl.simulation.figure import COLUMNS, grid, positions_at
 from sched.policies.registry import POLICIES, make_scheduler
-from sched.simulator.cluster import Sample
+from sched.simulator.cluster import WorkerSample
 
 SMALL = (
     *("Workload.num_groups=12", "Workload.group_size=4", "Workload.mean_tokens=300"),
@@ -140,8 +140,8 @@ def test_the_grid_of_a_record_is_what_ran_when():
 
 
 def test_positions_grow_between_two_samples():
-    samples = [Sample(1.0, 0, 2, 0, 100.0, 0.0), Sample(3.0, 0, 1, 0, 60.0, 140.0)]
-    samples.append(Sample(5.0, 0, 0, 0, 0.0, 80.0))
+    samples = [WorkerSample(1.0, 0, 2, 0, 100.0, 0.0), WorkerSample(3.0, 0, 1, 0, 60.0, 140.0)]
+    samples.append(WorkerSample(5.0, 0, 0, 0, 0.0, 80.0))
     found = positions_at(samples, np.array([0.0, 1.5, 2.0, 2.999999, 4.0, 6.0]))
     assert found == pytest.approx([0, 110, 120, 140, 70, 0], abs=1e-3)
 

@@ -10,18 +10,18 @@ import pytest
 from rl.simulation.draft_costs import (
     Budgeted,
     CostTimes,
-    Lane,
+    RequestClass,
     Windowed,
     WindowMean,
-    chain_chances,
+    chain_probs,
     window_mean,
 )
 from sched.simulator.roofline import Accelerator, Efficiency, Instance, ModelShape
 from sched.simulator.specactor import coupled_tokens
-from spec.budget.budget import Aimd, Goodput, TakeAll
+from spec.acceptance import Acceptance
+from spec.budget.budget import Aimd, FixedBudget, Goodput
 from spec.budget.window import WindowConfig
 from spec.drafter import Drafts, LiveSlots
-from spec.outcome import Outcome
 
 # a round takes 1 s for what it reads, with 0.05 s for every node (√ of the sum of squares)
 INSTANCE = Instance(
@@ -30,14 +30,14 @@ INSTANCE = Instance(
     1,
     Efficiency(1, 1, 0.0, 0, 1),
 )
-CHAIN = Lane(0, chain_chances(0.8, 8))
+CHAIN = RequestClass(0, chain_probs(0.8, 8))
 
 
 def goodput(lanes, sizes=(2, 4, 9), **more):
     return Budgeted(INSTANCE, lanes, Goodput, sizes, **more)
 
 
-def test_small_batches_guess_far_and_large_ones_not_at_all():
+def test_small_batches_draft_far_and_large_ones_not_at_all():
     pace = goodput([CHAIN])
     for batch, nodes in ((1, 9), (5, 4), (10, 4), (20, 2), (30, 1)):
         found = pace.plan(batch, (batch,), 100.0)  # a worker of its own: nothing is remembered
@@ -47,20 +47,22 @@ def test_small_batches_guess_far_and_large_ones_not_at_all():
 
 @pytest.mark.parametrize("counts", [(1, 0), (3, 3), (0, 9), (12, 1)])
 def test_the_choice_is_the_one_that_the_budget_of_an_engine_makes(counts):
-    lanes = [CHAIN, Lane(3, chain_chances(0.3, 8))]
+    lanes = [CHAIN, RequestClass(3, chain_probs(0.3, 8))]
     times = CostTimes(lambda b, n: INSTANCE.round_cost(b, n), lambda b, n: 0.0)
     A = np.arange(sum(counts))
     live = LiveSlots(A, A, A, A, A, A, A, np.zeros((len(A), 0), np.int32))
-    chances = [lane.chances for lane, n in zip(lanes, counts, strict=True) for _ in range(n)]
+    probs = [lane.probs for lane, n in zip(lanes, counts, strict=True) for _ in range(n)]
     blank = np.zeros((len(A), 8), np.int32)
-    drafts = Drafts(blank, blank, np.array(chances, np.float32), blank, np.full(len(A), 8))
+    drafts = Drafts(blank, blank, np.array(probs, np.float32), blank, np.full(len(A), 8))
     nodes = Goodput(times).choose(live, drafts, (2, 4, 9), len(A), 50).num_nodes
-    wanted = [1 + sum(lane.chances[: nodes - 1]) for lane in lanes]
+    wanted = [1 + sum(lane.probs[: nodes - 1]) for lane in lanes]
     assert goodput(lanes).plan(0, counts, 50.0).tokens_per_round == pytest.approx(wanted)
 
 
 def test_lanes_go_by_the_siblings_that_have_finished():
-    pace = goodput([Lane(0, (0.1,)), Lane(1, (0.5,)), Lane(5, (0.9,))], sizes=(2,))
+    pace = goodput(
+        [RequestClass(0, (0.1,)), RequestClass(1, (0.5,)), RequestClass(5, (0.9,))], sizes=(2,)
+    )
     assert [pace.lane(7, n) for n in (0, 1, 4, 5, 99)] == [0, 1, 1, 2, 2]
     assert pace.plan(0, (1, 1, 1), 0.0).tokens_per_round == pytest.approx((1.1, 1.5, 1.9))
 
@@ -72,8 +74,8 @@ def test_drafting_takes_its_time():
     assert too_slow.plan(0, (1,), 0.0).tokens_per_round == (1.0,)
 
 
-def test_a_fixed_budget_knows_no_load_and_a_threshold_no_guesses_above_it():
-    pace = Budgeted(INSTANCE, [CHAIN], lambda times: TakeAll(), (9,), most_requests=32)
+def test_a_fixed_budget_knows_no_load_and_a_threshold_no_drafts_above_it():
+    pace = Budgeted(INSTANCE, [CHAIN], lambda times: FixedBudget(), (9,), most_requests=32)
     assert pace.plan(0, (32,), 0.0).tokens_per_round == pytest.approx((coupled_tokens(0.8, 8),))
     assert pace.plan(0, (33,), 0.0).tokens_per_round == (1.0,)
 
@@ -82,35 +84,35 @@ def played_windows(rng, p, rounds, budget):
     """Windows that a budget of `spec` gives one request, round by round, and what they brought."""
     one = np.zeros(1, int)
     live = LiveSlots(one, one, one, one, one, one, one, np.zeros((1, 0), np.int32))
-    guesses = tokens = 0
+    drafts = tokens = 0
     for _ in range(rounds):
         window = int(budget.limits(live, 1)[0])
-        right_N = np.cumprod(rng.random(window) < p).astype(bool)
+        accepted_N = np.cumprod(rng.random(window) < p).astype(bool)
         blank = np.zeros((1, window), np.int32)
         chain = np.arange(-1, window - 1, dtype=np.int32)[None]
         drafts = Drafts(blank, chain, blank.astype(float), blank, np.array([window]))
         checked = np.ones((1, window), bool)
-        budget.observe(live, drafts, Outcome(True, right_N[None], checked))
-        guesses, tokens = guesses + window, tokens + 1 + int(right_N.sum())
-    return guesses / rounds, tokens / rounds
+        budget.observe(live, drafts, Acceptance(True, accepted_N[None], checked))
+        drafts, tokens = drafts + window, tokens + 1 + int(accepted_N.sum())
+    return drafts / rounds, tokens / rounds
 
 
 @pytest.mark.parametrize("p", [0.3, 0.9, 0.97])
 def test_windows_are_those_that_aimd_gives_on_the_same_outcomes(p):
     wanted = window_mean(WindowConfig(), p)
     batches = [played_windows(np.random.default_rng(s), p, 2000, Aimd()) for s in range(5)]
-    guesses, tokens = np.mean(batches, axis=0)
+    drafts, tokens = np.mean(batches, axis=0)
     # about 5 standard errors of the mean of five batches
     spread = 5 * np.std(batches, axis=0, ddof=1).max() / 5**0.5
-    assert guesses == pytest.approx(wanted.guesses, abs=spread + 0.02)
+    assert drafts == pytest.approx(wanted.drafts, abs=spread + 0.02)
     assert tokens == pytest.approx(wanted.tokens, abs=spread + 0.02)
 
 
 def test_windows_at_the_ends():
     assert window_mean(WindowConfig(), 0.0) == WindowMean(pytest.approx(2), pytest.approx(1))
-    assert window_mean(WindowConfig(), 1.0).guesses == pytest.approx(32)
+    assert window_mean(WindowConfig(), 1.0).drafts == pytest.approx(32)
     odd = window_mean(WindowConfig(2, 3, 9), 1.0)  # 2, 5, 8, and 9
-    assert odd.guesses == pytest.approx(9)
+    assert odd.drafts == pytest.approx(9)
     half = window_mean(WindowConfig(), 0.9, found=0.5)
     whole = window_mean(WindowConfig(), 0.9)
     assert half.tokens - 1 == pytest.approx((whole.tokens - 1) / 2)

@@ -16,7 +16,7 @@ from rl.config.loader import load
 from rl.loop.experiment import TrainConfig, open_inputs
 from rl.speculation.draft_model import DraftModelConfig
 
-GUESSES = ("Speculation.budget='fixed:3'", "Engine.max_nodes=4", "DraftModel.max_depth=3")
+DRAFTS = ("Speculation.budget='fixed:3'", "Engine.max_nodes=4", "DraftModel.max_depth=3")
 
 
 def asks(folder, *sources):
@@ -40,21 +40,21 @@ def plain(tiny, tmp_path_factory):
 
 
 @pytest.mark.parity
-def test_the_policys_beginnings_guess_what_it_draws(tiny, tmp_path, plain):
+def test_the_policys_beginnings_draft_what_it_draws(tiny, tmp_path, plain):
     """The folder that the run starts from is its draft model; its draws are the policy's."""
-    settings = (*GUESSES, *asks(tiny.parent / "policy"), "DraftModel.guess='coupled'")
+    settings = (*DRAFTS, *asks(tiny.parent / "policy"), "DraftModel.proposal='coupled'")
     got = finish(tiny, tmp_path, *settings, "Run.steps=2")
     assert texts(got) == texts(plain)
     for ours, theirs in zip(plain.rows, got.rows, strict=True):
         assert learnt(ours) == pytest.approx(learnt(theirs), rel=1e-3, abs=1e-5)
-    # of 8 tokens three in four are guesses; in the first step they come from the policy itself
+    # of 8 tokens three in four are draft tokens; in the first step they come from the policy itself
     assert got.rows[0]["spec/model/speculated_fraction"] > 0.5
 
 
 @pytest.mark.parity
-def test_another_model_guesses_beside_siblings(tiny, tmp_path, plain):
+def test_another_model_drafts_beside_siblings(tiny, tmp_path, plain):
     other = save_model(tmp_path / "other", d_model=8, num_kv_heads=1)
-    settings = (*GUESSES, *asks(other, "group", "own"), "DraftModel.min_chance=0.0")
+    settings = (*DRAFTS, *asks(other, "group", "own"), "DraftModel.min_prob=0.0")
     got = finish(tiny, tmp_path / "run", *settings, "Run.steps=2")
     assert texts(got) == texts(plain)
     assert got.rows[0]["spec/model/speculated_fraction"] < 0.5
@@ -71,21 +71,21 @@ def test_another_model_guesses_beside_siblings(tiny, tmp_path, plain):
 def test_a_model_that_does_not_fit_stops_before_any_device(tiny, tmp_path, changes, message):
     folder = save_model(tmp_path / "other", **changes)
     with pytest.raises(ValueError, match=message):
-        open_inputs(load(TrainConfig, [tiny], [*GUESSES, *asks(folder)]))
+        open_inputs(load(TrainConfig, [tiny], [*DRAFTS, *asks(folder)]))
 
 
 def test_so_does_none(tiny):
     with pytest.raises(ValueError, match="DraftModel.directory is not set"):
-        open_inputs(load(TrainConfig, [tiny], [*GUESSES, "Speculation.sources=('model',)"]))
+        open_inputs(load(TrainConfig, [tiny], [*DRAFTS, "Speculation.sources=('model',)"]))
 
 
 def test_so_do_depths_beyond_it(tiny):
     tuner = ("Speculation.budget='bandit'", "Tuner.thresholds=(1, 5)", "Tuner.verify_tokens=(3, 1)")
-    settings = (*GUESSES, *asks(tiny.parent / "policy"), *tuner, "Tuner.depths=(2, 4)")
+    settings = (*DRAFTS, *asks(tiny.parent / "policy"), *tuner, "Tuner.depths=(2, 4)")
     with pytest.raises(ValueError, match=r"DraftModel.max_depth=3, got \(2, 4\)"):
         open_inputs(load(TrainConfig, [tiny], settings))
 
 
-def test_unknown_ways_to_guess_are_refused():
-    with pytest.raises(ValueError, match="guess must be likeliest or coupled"):
-        DraftModelConfig(guess="best")
+def test_unknown_ways_to_draft_are_refused():
+    with pytest.raises(ValueError, match="proposal must be likeliest or coupled"):
+        DraftModelConfig(proposal="best")

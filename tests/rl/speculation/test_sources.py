@@ -6,7 +6,7 @@ import pytest
 from rl.speculation.reuse import remember
 from rl.speculation.sources import Speculation, SpeculationConfig
 from rl.trajectory import FinishReason, Trajectory
-from spec.budget.budget import Aimd, Goodput, TakeAll
+from spec.budget.budget import Aimd, FixedBudget, Goodput
 from spec.drafter import LiveSlots, Source
 from spec.reuse.rollout_cache import RolloutCache
 from spec.round_times import RoundTimes
@@ -54,7 +54,7 @@ def learn(speculation, trajectories):
     return speculation.history_metrics()
 
 
-def guesses(drafter, slots):
+def drafts(drafter, slots):
     drafts = drafter.propose(slots, np.array([8], np.int32), 8)
     n = int(drafts.count_A[0])
     return drafts.tokens_AN[0, :n].tolist(), set(drafts.sources_AN[0, :n].tolist())
@@ -67,21 +67,21 @@ def phase(speculation):
 def test_answers_of_a_step_are_drafted_in_the_next_each_to_its_prompt():
     with open_speculation(sources=("history",)) as speculation:
         drafter, _ = phase(speculation)
-        assert guesses(drafter, live(0, [10])) == ([], set())
+        assert drafts(drafter, live(0, [10])) == ([], set())
         metrics = learn(speculation, [answer(0, [10, 11, 12]), answer(1, [20, 21])])
         speculation.prepare(PROMPTS)
         assert metrics["spec/history_bytes"] > 0
         drafter, _ = phase(speculation)
-        assert guesses(drafter, live(0, [10])) == ([11, 12], {Source.HISTORY})
-        assert guesses(drafter, live(1, [20])) == ([21], {Source.HISTORY})
+        assert drafts(drafter, live(0, [10])) == ([11, 12], {Source.HISTORY})
+        assert drafts(drafter, live(1, [20])) == ([21], {Source.HISTORY})
         # replaced, not added to
         metrics = learn(speculation, [answer(0, [10, 13])])
         # what the phase before drafted from: five tokens, and their prompts' tails
         assert metrics["spec/history_index_tokens"] == 5 + sum(map(len, PROMPTS.values()))
         assert metrics["spec/history_index_seconds"] > 0
         drafter, _ = phase(speculation)
-        assert guesses(drafter, live(0, [10]))[0] == [13]
-        assert guesses(drafter, live(1, [20]))[0] == [21]
+        assert drafts(drafter, live(0, [10]))[0] == [13]
+        assert drafts(drafter, live(1, [20]))[0] == [21]
 
 
 def test_the_device_is_handed_the_same_history_the_best_first():
@@ -104,7 +104,7 @@ def test_an_index_that_was_built_for_other_prompts_is_not_used():
         learn(speculation, [answer(0, [10, 11])])
         speculation.prepare({"b": PROMPTS["b"]})
         drafter, _ = phase(speculation)
-        assert guesses(drafter, live(0, [10]))[0] == [11]
+        assert drafts(drafter, live(0, [10]))[0] == [11]
 
 
 def test_what_a_checkpoint_keeps_drafts_again():
@@ -116,7 +116,7 @@ def test_what_a_checkpoint_keeps_drafts_again():
         speculation.settle()
     other.load_state(cache.state())
     with open_speculation(other, sources=("history",)) as resumed:
-        assert guesses(phase(resumed)[0], live(0, [10]))[0] == [11]
+        assert drafts(phase(resumed)[0], live(0, [10]))[0] == [11]
 
 
 def test_a_spilled_history_that_is_damaged_is_told_of_once_and_left_out(tmp_path):
@@ -133,11 +133,11 @@ def test_a_spilled_history_that_is_damaged_is_told_of_once_and_left_out(tmp_path
         problems = cache.new_problems()
         assert len(problems) == 2 and all("cached responses to" in p for p in problems)
         assert cache.new_problems() == []
-        assert guesses(drafter, live(0, [10])) == ([], set())
+        assert drafts(drafter, live(0, [10])) == ([], set())
 
 
 @pytest.mark.parametrize(
-    ("policy", "kind"), [("fixed:3", TakeAll), ("aimd", Aimd), ("goodput", Goodput)]
+    ("policy", "kind"), [("fixed:3", FixedBudget), ("aimd", Aimd), ("goodput", Goodput)]
 )
 def test_budgets_go_by_name(policy, kind):
     with open_speculation(budget=policy) as speculation:

@@ -51,7 +51,7 @@ def test_the_file_is_used_where_it_fits_and_made_anew_where_it_does_not(params, 
         engine = Engine(MODEL, config, clock=ticking(step_s))
         return round_times.load_or_measure(path, engine, params, SAMPLING, lookup=True, **SIZES)
 
-    # a fetch of one tick holds four plain rounds, or as many that look guesses up
+    # a fetch of one tick holds four plain rounds, or as many that look draft tokens up
     assert load().rows() == [
         ["round", 2, 1, 16, 0.25],
         ["round", 2, 2, 16, 1.0],

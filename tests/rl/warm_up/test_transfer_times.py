@@ -9,7 +9,7 @@ from tiny_team import PARAMS, assert_same_tokens, play, starts
 from rl.engine.engine import Engine
 from rl.warm_up.measured_run import read_moves
 from rl.warm_up.transfer_times import MoveTimes, measure
-from rl.workers.workers import SchedConfig, Workers
+from rl.workers.workers import MultiEngine, SchedConfig
 from sched.request import Kv
 
 
@@ -44,7 +44,7 @@ def test_what_is_computed_anew_goes_on_as_it_was():
     engines = [Engine(tiny_team.MODEL, tiny_team.CONFIG) for _ in range(2)]
     alone = {t.request_id: t for t in play(engines[0])}
     config = SchedConfig(policy="divided_fifo", workers=2, chunk_tokens=2, kv_tokens=40)
-    team = Workers(engines, config, prefer_pool=lambda tokens: tokens > 8)
+    team = MultiEngine(engines, config, prefer_pool=lambda tokens: tokens > 8)
     assert_same_tokens(play(team), alone)
     later = [a for a in starts(team) if a.chunk > 1]
     assert {a.kv for a in later} >= {Kv.POOL, Kv.PREFILL}

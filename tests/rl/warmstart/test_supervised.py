@@ -183,7 +183,8 @@ def test_shipped_policy_loads_is_small_and_speaks_the_format():
     assert sum(p.stat().st_size for p in SHIPPED.rglob("*") if p.is_file()) <= 8_000_000
     assert 0.5e6 < transformer.num_params(model) < 2e6
     assert model.eos_token_ids == tok.eos_token_ids
-    # A worked solution is likely to it: under 1 nat a character, where a flat guess costs 4.6.
+    # A worked solution is likely to it: under 1 nat a character, where a flat draft token costs
+    # 4.6.
     pairs = [
         (tok.encode(e.prompt), [*tok.encode(e.response), tok.eos_token_ids[0]])
         for e in itertools.islice(solutions.examples(solutions.TASKS, 99, 0.0), 4)

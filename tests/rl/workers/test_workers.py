@@ -21,10 +21,10 @@ from tiny_team import (
 
 from models.kv_cache import KVCache
 from rl.engine.engine import Engine
-from rl.trajectory import Begun, HostKv, Request
+from rl.trajectory import HostKv, PartialRequest, Request
 from rl.workers.coordinator import WorkerError
 from rl.workers.host_kv_pool import KvPool
-from rl.workers.workers import SchedConfig, Workers, make_engines
+from rl.workers.workers import MultiEngine, SchedConfig, make_engines
 from sched.policies.registry import make_scheduler
 from sched.protocol import ChunkDone, Finished
 from sched.request import Kv
@@ -201,7 +201,7 @@ def team_with(first, engines, on_error):
     config = SchedConfig(
         policy="divided_fifo", workers=2, chunk_tokens=2, kv_tokens=40, on_error=on_error
     )
-    return Workers([first, engines[0]], config, hang_limit_s=HANG_LIMIT_S)
+    return MultiEngine([first, engines[0]], config, hang_limit_s=HANG_LIMIT_S)
 
 
 @pytest.mark.fault
@@ -253,7 +253,7 @@ def test_workers_on_eight_devices(alone, count, size):
     engines = make_engines(MODEL, CONFIG, config, dtype=np.float32)
     devices = [e.mesh.devices.flat if size > 1 else [e.device or jax.devices()[0]] for e in engines]
     assert len({d for mine in devices for d in mine}) == 8
-    team = Workers(engines, config)
+    team = MultiEngine(engines, config)
     assert_same_tokens(play(team), alone)
     found = replay(make_scheduler("seer", seed=0, chunk_tokens=3), team.decisions)
     assert [(d.event, d.actions) for d in found] == [(d.event, d.actions) for d in team.decisions]
@@ -284,7 +284,7 @@ def test_workers_of_more_devices_than_there_are():
 
 def entry(request_id, tokens=2):
     kv = HostKv(KVCache((np.zeros((1, 2, tokens)),), (np.zeros((1, tokens, 2)),)))
-    return Begun(Request(request_id, (1,)), None, kv)
+    return PartialRequest(Request(request_id, (1,)), None, kv)
 
 
 def take(pool, request_id):

@@ -1,4 +1,4 @@
-"""Guesses and reuse on several workers: the same tokens as one engine's."""
+"""Draft tokens and reuse on several workers: the same tokens as one engine's."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tiny_team import (
 )
 
 from rl.trajectory import Request
-from spec.budget.budget import TakeAll
+from spec.budget.budget import FixedBudget
 from spec.drafter import stack
 from spec.retrieval.group import DraftServer, GroupDrafter
 from spec.reuse.prefix_rule import PrefixRule, parse_mode
@@ -32,7 +32,7 @@ FIXED = {"stop_token_ids": STOP, "policy_version": 7}
 
 
 class Told:
-    """Guesses what a request's tokens are going to be, and every third one wrong."""
+    """Draft tokens what a request's tokens are going to be, and every third one wrong."""
 
     def __init__(self, alone):
         self._alone = alone
@@ -54,15 +54,15 @@ class Told:
 
 @pytest.mark.parity
 @pytest.mark.parametrize(("count", "chunk"), [(2, 3), (3, 1)])
-def test_guesses_change_no_token(engines, alone, count, chunk):
+def test_drafts_change_no_token(engines, alone, count, chunk):
     team = workers(engines, count, chunk=chunk)
     made = []
 
-    def guesses(site):
+    def drafts(site):
         made.append(Told(alone))
-        return made[-1], TakeAll()
+        return made[-1], FixedBudget()
 
-    assert_same_tokens(play(team, guesses=guesses), alone)
+    assert_same_tokens(play(team, drafts=drafts), alone)
     assert len(made) == count, "each worker has a drafter of its own"
     assert team.stats.accepted_tokens > (20 if chunk == 3 else -1)
 
@@ -76,13 +76,13 @@ def test_siblings_on_other_workers_are_drafted_from(engines, shared):
     server = DraftServer() if shared else None
     drafters = []
 
-    def guesses(site):
+    def drafts(site):
         drafters.append(GroupDrafter(update_tokens=1, server=server))
-        return drafters[-1], TakeAll()
+        return drafters[-1], FixedBudget()
 
     plain = engines[0].run(PARAMS, requests, greedy, KEY, stop_token_ids=STOP)
     team = workers(engines, 2, chunk=4)
-    done = team.run(PARAMS, requests, greedy, KEY, stop_token_ids=STOP, guesses=guesses)
+    done = team.run(PARAMS, requests, greedy, KEY, stop_token_ids=STOP, drafts=drafts)
     assert [t.response_ids.tolist() for t in done] == [t.response_ids.tolist() for t in plain]
     assert len(drafters) == 2
     heard = [{request for _, request in d._client._sequences} for d in drafters]

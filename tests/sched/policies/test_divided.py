@@ -7,13 +7,13 @@ import pytest
 from sched.policies.divided import Divided
 from sched.policies.orders import ContextAware, Fifo, LongestKnown
 from sched.protocol import ChunkDone, Finished, Start, Submitted, WorkerJoined, WorkerLost
-from sched.request import Ask, Kv
+from sched.request import Kv, RequestSpec
 
 
 def asks(*groups, prompt=2, limit=100, known=None):
     """One ask for each (group, request) in order of their numbers."""
     return tuple(
-        Ask(i, g, prompt, limit, known[i] if known else None) for i, g in enumerate(groups)
+        RequestSpec(i, g, prompt, limit, known[i] if known else None) for i, g in enumerate(groups)
     )
 
 
@@ -161,14 +161,14 @@ def test_names_and_settings_that_there_are_not():
     with pytest.raises(ValueError, match="explore in 0"):
         ContextAware(seed=0, explore=2)
     with pytest.raises(ValueError, match="at least one token"):
-        Ask(0, 0, 0, 5)
+        RequestSpec(0, 0, 0, 5)
 
 
 def test_what_is_through_is_forgotten_when_more_comes():
     """And a late report of it, from a worker that was lost, changes nothing."""
     scheduler, _ = begun(ContextAware(seed=0), [(0, 100, 8)], (), chunk=4)
     for step in range(50):
-        asks = tuple(Ask(10 * step + i, step, 2, 8) for i in range(3))
+        asks = tuple(RequestSpec(10 * step + i, step, 2, 8) for i in range(3))
         starts = scheduler.handle(Submitted(asks), 3.0 * step)
         assert len(starts) == 3
         for start in starts:

@@ -6,7 +6,7 @@ import pytest
 
 from sched.policies.group_fifo import GroupFifo
 from sched.protocol import Submitted, WorkerJoined, WorkerLost
-from sched.request import Ask
+from sched.request import RequestSpec
 
 
 def begun(workers, **more):
@@ -24,7 +24,7 @@ def workers_of(actions):
     return found
 
 
-ASKS = tuple(Ask(number, number // 4, 5, 10) for number in range(16))
+ASKS = tuple(RequestSpec(number, number // 4, 5, 10) for number in range(16))
 
 
 def test_a_group_stays_together():

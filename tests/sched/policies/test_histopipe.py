@@ -6,7 +6,7 @@ import pytest
 
 from sched.policies.group_fifo import GroupFifo
 from sched.policies.histopipe import HistoPipe, HistoPipeConfig
-from sched.policies.step_order import Steps
+from sched.policies.step_order import StepOrder
 from sched.protocol import (
     ChunkDone,
     Defer,
@@ -17,7 +17,7 @@ from sched.protocol import (
     WorkerJoined,
     WorkerLost,
 )
-from sched.request import Ask, Kv
+from sched.request import Kv, RequestSpec
 
 LIMIT = 1000
 
@@ -26,7 +26,7 @@ def step(number, *past, size=1):
     """A prompt of `size` requests for each of `past`; request 100·step + 10·prompt + sample."""
     return Submitted(
         tuple(
-            Ask(100 * number + 10 * p + i, 100 * number + p, 5, LIMIT, None, tokens, number)
+            RequestSpec(100 * number + 10 * p + i, 100 * number + p, 5, LIMIT, None, tokens, number)
             for p, tokens in enumerate(past)
             for i in range(size)
         )
@@ -157,7 +157,7 @@ def test_a_step_must_be_whole_and_come_in_order():
 
 def test_sync_waits_for_the_update_and_one_step_off_for_the_one_before():
     for mode, starts_before_update in (("sync", False), ("one_step_off", True)):
-        scheduler = Steps(GroupFifo(seed=0), mode)
+        scheduler = StepOrder(GroupFifo(seed=0), mode)
         scheduler.handle(WorkerJoined(0, 100, 10), 0.0)
         assert placed(scheduler.handle(step(0, ()), 0.0)) == {0: 0}
         assert scheduler.handle(step(1, ()), 0.0) == []
@@ -173,4 +173,4 @@ def test_sync_waits_for_the_update_and_one_step_off_for_the_one_before():
 
 def test_a_mode_that_there_is_not():
     with pytest.raises(ValueError, match="expected a mode of sync, one_step_off"):
-        Steps(GroupFifo(seed=0), "async")
+        StepOrder(GroupFifo(seed=0), "async")

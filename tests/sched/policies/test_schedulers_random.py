@@ -14,7 +14,7 @@ from sched.policies.group_fifo import GroupFifo
 from sched.policies.histopipe import HistoPipe, HistoPipeConfig
 from sched.policies.orders import Fifo
 from sched.policies.registry import ORDERS
-from sched.policies.step_order import Steps
+from sched.policies.step_order import StepOrder
 from sched.protocol import Finished
 
 SEQUENCES = 250  # of each scheduler
@@ -64,7 +64,7 @@ def test_steps_finish_once_whatever_dies(name):
             groups, share = int(rng.integers(1, 4)), float(rng.uniform(0.1, 1))
             scheduler = HistoPipe(HistoPipeConfig(steps, groups, share))
         else:
-            scheduler = Steps(GroupFifo(seed=seed), name)
+            scheduler = StepOrder(GroupFifo(seed=seed), name)
         asks, lengths = random_steps(
             rng,
             steps=steps,

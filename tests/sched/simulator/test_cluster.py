@@ -12,12 +12,12 @@ from sched.policies.group_fifo import GroupFifo
 from sched.policies.histopipe import HistoPipe, HistoPipeConfig
 from sched.policies.orders import Fifo
 from sched.policies.registry import POLICIES, make_scheduler
-from sched.policies.step_order import Steps
+from sched.policies.step_order import StepOrder
 from sched.protocol import Start, Submitted, WorkerJoined
-from sched.request import Ask, Kv
+from sched.request import Kv, RequestSpec
 from sched.simulator.cluster import Cluster, Simulation
 from sched.simulator.roofline import Accelerator, Efficiency, Instance, ModelShape
-from sched.simulator.worker import Plain, Plan
+from sched.simulator.worker import Plain, RoundPlan
 from sched.simulator.workloads import Workload, asks_for, draw_lengths, recorded
 
 # rounds of exactly 1 s: nothing but overhead, and prefill and copies take next to nothing
@@ -40,7 +40,7 @@ def fifo(chunk=10**6):
 
 
 def test_rounds_of_a_second_each_by_hand():
-    asks = [Ask(0, 0, 5, 100), Ask(1, 0, 5, 100), Ask(2, 1, 5, 100)]
+    asks = [RequestSpec(0, 0, 5, 100), RequestSpec(1, 0, 5, 100), RequestSpec(2, 1, 5, 100)]
     record = simulate(fifo(), asks, {0: 10, 1: 4, 2: 7})
     # two prompts are computed, one after the other, before the first round; a group's once
     assert record.finish_s == pytest.approx({1: 6.0, 2: 9.0, 0: 12.0})
@@ -51,20 +51,20 @@ def test_rounds_of_a_second_each_by_hand():
 
 
 def test_a_worker_that_has_nothing_left_is_idle():
-    asks = [Ask(0, 0, 5, 100), Ask(1, 1, 5, 100)]
+    asks = [RequestSpec(0, 0, 5, 100), RequestSpec(1, 1, 5, 100)]
     record = simulate(fifo(), asks, {0: 9, 1: 4}, workers=2)
     assert record.finish_s == pytest.approx({1: 5.0, 0: 10.0})
     assert record.idle_fraction == pytest.approx(5 / 20)
 
 
 def test_the_tail_is_when_only_the_last_tenth_runs():
-    asks = [Ask(i, i, 5, 1000) for i in range(20)]
+    asks = [RequestSpec(i, i, 5, 1000) for i in range(20)]
     record = simulate(fifo(), asks, {i: 10 * (i + 1) for i in range(20)})
     assert record.tail_s == pytest.approx(20.0)  # from the 18th end to the 20th
 
 
 def test_chunks_move_to_where_room_is_and_come_from_the_pool():
-    asks = [Ask(0, 0, 5, 100), Ask(1, 1, 5, 100), Ask(2, 2, 5, 100)]
+    asks = [RequestSpec(0, 0, 5, 100), RequestSpec(1, 1, 5, 100), RequestSpec(2, 2, 5, 100)]
     record = simulate(fifo(chunk=6), asks, {0: 20, 1: 3, 2: 20}, workers=2, kv_tokens=30)
     # the short one leaves its worker empty: one of the others moves there, and both stay
     assert record.migrations == 1
@@ -73,7 +73,7 @@ def test_chunks_move_to_where_room_is_and_come_from_the_pool():
 
 
 def test_without_room_the_latest_is_preempted_and_its_tokens_are_computed_again():
-    asks = [Ask(0, 0, 10, 100), Ask(1, 1, 10, 100)]
+    asks = [RequestSpec(0, 0, 10, 100), RequestSpec(1, 1, 10, 100)]
     record = simulate(GroupFifo(seed=0), asks, {0: 30, 1: 30}, kv_tokens=50)
     # together they have 50 positions after 15 rounds each; then one waits for the other
     assert record.preemptions == 1
@@ -95,9 +95,9 @@ def test_lanes_run_at_their_own_pace():
             pass
 
         def plan(self, worker_id, counts, positions):
-            return Plan(STEADY.round_cost(sum(counts)), (1.0, 2.5))
+            return RoundPlan(STEADY.round_cost(sum(counts)), (1.0, 2.5))
 
-    asks = [Ask(0, 0, 5, 100), Ask(1, 0, 5, 100)]
+    asks = [RequestSpec(0, 0, 5, 100), RequestSpec(1, 0, 5, 100)]
     record = simulate(fifo(), asks, {0: 20, 1: 20}, pace=TwoLanes())
     assert record.finish_s == pytest.approx({1: 9.0, 0: 21.0})
 
@@ -131,7 +131,7 @@ def test_the_fluid_agrees_with_single_rounds(seed):
         1,
         Efficiency(1, 1, 0.01, 0, 1),
     )
-    asks = [Ask(i, i, 7, 1000) for i in range(12)]
+    asks = [RequestSpec(i, i, 7, 1000) for i in range(12)]
     lengths = {i: int(n) for i, n in enumerate(rng.integers(1, 400, 12))}
     record = simulate(fifo(), asks, lengths, instance=instance)
     wanted = round_by_round(instance, asks, lengths, 10**6)
@@ -165,7 +165,7 @@ def test_a_scheduler_that_loses_requests_is_found():
             return []
 
     with pytest.raises(RuntimeError, match="1 requests wait and nothing runs"):
-        simulate(Lazy(), [Ask(0, 0, 5, 10)], {0: 5})
+        simulate(Lazy(), [RequestSpec(0, 0, 5, 10)], {0: 5})
 
 
 def test_lengths_have_the_mean_that_was_asked_for_and_groups_are_alike():
@@ -196,7 +196,7 @@ def test_workloads_that_cannot_be():
 
 def test_starts_without_a_reservation_wait_on_the_worker():
     scheduler = GroupFifo(seed=0)
-    asks = tuple(Ask(i, i, 40, 100) for i in range(3))
+    asks = tuple(RequestSpec(i, i, 40, 100) for i in range(3))
     scheduler.handle(WorkerJoined(0, 100, 10), 0.0)
     actions = scheduler.handle(Submitted(asks), 0.0)
     assert sorted(a.request_id for a in actions) == [0, 1, 2]
@@ -221,12 +221,12 @@ def test_ranks_read_the_experts_that_the_requests_of_their_instance_meet():
 
 
 def test_steps_overlap_with_the_update_before_as_their_mode_says():
-    steps = [[Ask(number, number, 5, 100, step=number)] for number in range(3)]
+    steps = [[RequestSpec(number, number, 5, 100, step=number)] for number in range(3)]
     lengths = {0: 9, 1: 9, 2: 9}
 
     def run(mode):
         cluster = Cluster(STEADY, 1, 10, 1000)
-        simulation = Simulation(Steps(GroupFifo(seed=0), mode), cluster, lengths)
+        simulation = Simulation(StepOrder(GroupFifo(seed=0), mode), cluster, lengths)
         return simulation.run_steps(steps, [4.0] * 3)
 
     # a prefill and 9 rounds of a second each, then an update of four
@@ -242,7 +242,7 @@ def test_histopipe_fills_up_what_one_step_leaves_empty():
         for prompt, tokens in past.items():
             n = 2 * number + prompt
             lengths[n] = tokens
-            asks.append(Ask(n, n, 5, 100, None, (tokens,), number))
+            asks.append(RequestSpec(n, n, 5, 100, None, (tokens,), number))
         steps.append(asks)
 
     def run(scheduler):
@@ -250,7 +250,7 @@ def test_histopipe_fills_up_what_one_step_leaves_empty():
             steps, [0.0] * 4
         )
 
-    barrier = run(Steps(GroupFifo(seed=0), "one_step_off"))
+    barrier = run(StepOrder(GroupFifo(seed=0), "one_step_off"))
     piped = run(HistoPipe(HistoPipeConfig(4, num_ranking_groups=2, migrate=False)))
     assert barrier.trained_s == pytest.approx([31.0, 62.0, 93.0, 124.0])
     assert piped.trained_s == pytest.approx([31.0, 42.0, 73.0, 84.0])
@@ -258,7 +258,7 @@ def test_histopipe_fills_up_what_one_step_leaves_empty():
 
 def test_what_is_deferred_counts_for_the_next_step():
     asks = [
-        [Ask(2 * s + p, 2 * s + p, 5, 1000, None, (10 + 90 * p,), s) for p in range(2)]
+        [RequestSpec(2 * s + p, 2 * s + p, 5, 1000, None, (10 + 90 * p,), s) for p in range(2)]
         for s in range(2)
     ]
     lengths = {0: 10, 1: 500, 2: 10, 3: 100}

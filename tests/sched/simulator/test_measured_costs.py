@@ -3,14 +3,14 @@
 import pytest
 
 from sched.policies.registry import make_scheduler
-from sched.request import Ask
+from sched.request import RequestSpec
 from sched.simulator.cluster import Cluster, Simulation
-from sched.simulator.measured_costs import Profile
+from sched.simulator.measured_costs import MeasuredCosts
 from sched.simulator.roofline import Costs
 
 ROUNDS = {(4, 1, 64): 2.0, (4, 1, 128): 3.0, (8, 1, 64): 5.0, (8, 1, 128): 5.0, (4, 4, 64): 9.0}
 MOVES = {15: (1.0, 2.0), 63: (4.0, 3.0)}
-MEASURED: Costs = Profile(ROUNDS, MOVES)
+MEASURED: Costs = MeasuredCosts(ROUNDS, MOVES)
 
 
 def test_rounds_are_a_line_in_the_positions():
@@ -35,8 +35,8 @@ def test_moves_go_by_the_least_size_that_holds_them():
 
 def test_a_simulation_runs_on_it():
     """Two requests of 10 and 20 tokens on one worker of two rows: 20 rounds of two seconds."""
-    flat = Profile({(2, 1, 64): 2.0}, {63: (0.0, 0.0)})
-    asks = [Ask(0, 0, 4, 30), Ask(1, 0, 4, 30)]
+    flat = MeasuredCosts({(2, 1, 64): 2.0}, {63: (0.0, 0.0)})
+    asks = [RequestSpec(0, 0, 4, 30), RequestSpec(1, 0, 4, 30)]
     scheduler = make_scheduler("group_fifo", seed=0, chunk_tokens=8)
     record = Simulation(scheduler, Cluster(flat, 1), {0: 10, 1: 20}).run(asks)
     assert record.finish_s == pytest.approx({0: 20.0, 1: 40.0})
@@ -44,6 +44,6 @@ def test_a_simulation_runs_on_it():
 
 def test_empty_tables_are_refused():
     with pytest.raises(ValueError, match="expected seconds of plain rounds and of moves"):
-        Profile({(4, 4, 64): 9.0}, MOVES)
+        MeasuredCosts({(4, 4, 64): 9.0}, MOVES)
     with pytest.raises(ValueError, match="got 5 rounds and 0 moves"):
-        Profile(ROUNDS, {})
+        MeasuredCosts(ROUNDS, {})

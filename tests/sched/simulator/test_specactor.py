@@ -9,7 +9,7 @@ import pytest
 
 from sched.simulator.ladder import Ladder
 from sched.simulator.specactor import (
-    Line,
+    LinearTime,
     assign_drafters,
     best_request_plan,
     coupled_tokens,
@@ -37,11 +37,11 @@ def test_coupled_tokens_are_the_mean_of_draws():
 
 
 def draft(devices):
-    return Line(0.001, 0.1)
+    return LinearTime(0.001, 0.1)
 
 
 def verify(devices, window):
-    return Line(0.02 * (window + 1) / devices, 1.0 / devices)
+    return LinearTime(0.02 * (window + 1) / devices, 1.0 / devices)
 
 
 def test_the_plan_is_the_best_of_all_that_are_looked_at():
@@ -67,7 +67,7 @@ def test_higher_acceptance_drafts_further_ahead():
 
 def test_windows_stop_where_drafting_takes_as_long_as_verifying():
     def slow(devices):
-        return Line(0.1, 0.5)
+        return LinearTime(0.1, 0.5)
 
     # V′/D′ = 0.2 (w+1), β/α = 2: no window beyond 2
     assert plan(1, 2, (1,), slow, verify, 0.99).window <= 2
@@ -84,12 +84,12 @@ def test_only_requests_below_the_average_are_planned_anew():
 
 def test_what_is_hardly_accepted_is_not_drafted_ahead():
     def verify_of(window):
-        return Line(0.0, 1.0)
+        return LinearTime(0.0, 1.0)
 
-    cheap = Line(0.0, 0.01)
+    cheap = LinearTime(0.0, 0.01)
     # at b = 1 a miss costs decoupled drafting half of what it brought
     assert not best_request_plan(0.2, cheap, verify_of).decoupled
-    dear = Line(0.0, 0.9)
+    dear = LinearTime(0.0, 0.9)
     # drafting as slow as verifying: only beside it is there anything to gain
     sure = best_request_plan(0.99, dear, verify_of)
     assert sure.decoupled
@@ -114,8 +114,8 @@ def test_freed_workers_draft_for_those_that_are_accepted_least():
 
 def test_the_ladder_picks_by_acceptance():
     ladder = Ladder(
-        {"ngram": Line(0.0, 0.001), "small": Line(0.0, 0.2)},
-        lambda window: Line(0.0, 1.0),
+        {"ngram": LinearTime(0.0, 0.001), "small": LinearTime(0.0, 0.2)},
+        lambda window: LinearTime(0.0, 1.0),
     )
     assert ladder.speedup("ngram", 0.0) == 1.0
     assert ladder.speedup("ngram", 0.9) > ladder.speedup("ngram", 0.5) > 1

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from sched.simulator.roofline import Accelerator, Efficiency, Instance, ModelShape
-from sched.simulator.specactor import Plan, coupled_tokens
+from sched.simulator.specactor import DevicePlan, coupled_tokens
 from sched.simulator.specactor_rollout import (
     COUPLED,
     DECOUPLED,
@@ -16,8 +16,8 @@ from sched.simulator.specactor_rollout import (
     JUDGED_TOKENS,
     PLAIN,
     Hardware,
-    SpeculativePhase,
-    Trace,
+    RequestTrace,
+    SpecActorRollout,
     Way,
 )
 
@@ -36,15 +36,15 @@ HARDWARE = Hardware(4, instance(1.0), {"small": instance(0.25), "ngram": None})
 def trace(lengths, p=0.8, others=0.5):
     lengths = np.array(lengths)
     acceptance = np.stack([np.full(len(lengths), p), np.full(len(lengths), others)], axis=1)
-    return Trace(lengths, acceptance, acceptance[:, 0], 5)
+    return RequestTrace(lengths, acceptance, acceptance[:, 0], 5)
 
 
 def seconds(way, lengths=(100, 100, 100, 100), **more):
-    return SpeculativePhase(HARDWARE, trace(lengths, **more), way, step_s=0.1).seconds()
+    return SpecActorRollout(HARDWARE, trace(lengths, **more), way, step_s=0.1).seconds()
 
 
 def test_every_way_takes_what_its_rounds_take():
-    found = Plan(1, 1, 4, 0.0)
+    found = DevicePlan(1, 1, 4, 0.0)
     assert seconds(Way(PLAIN, found)) == pytest.approx(100, abs=0.2)
     coupled = 100 / coupled_tokens(0.8, 4) * (4 * 0.25 + 1)
     assert seconds(Way(COUPLED, found)) == pytest.approx(coupled, abs=0.2)
@@ -64,17 +64,17 @@ def test_what_missed_is_in_no_verification_while_it_is_drafted_anew():
     device = dataclasses.replace(DEVICE, operations_per_s=1.0)
     slow = Instance(device, shape, 1, Efficiency(1, 1, 0.0, 0, 1))  # a second a node
     hardware = Hardware(2, slow, {"small": instance(1.0)})
-    found = Plan(1, 1, 2, 0.0)
+    found = DevicePlan(1, 1, 2, 0.0)
     mixed = dataclasses.replace(trace([100, 100], p=0.0), measured_R=np.zeros(2))
-    took = SpeculativePhase(hardware, mixed, Way(DECOUPLED, found), step_s=0.1).seconds()
+    took = SpecActorRollout(hardware, mixed, Way(DECOUPLED, found), step_s=0.1).seconds()
     # two requests share the verifier: T = 2 + V, V = 3 nodes · 2 requests · V / T
     assert took == pytest.approx(100 * 6, rel=0.05)
 
 
 def test_units_hold_a_verifier_and_where_they_are_apart_its_drafter():
-    found = Plan(1, 1, 4, 0.0)
+    found = DevicePlan(1, 1, 4, 0.0)
     for mode, units in ((PLAIN, 4), (COUPLED, 4), (DISAGGREGATED, 2), (DECOUPLED, 2)):
-        assert SpeculativePhase(HARDWARE, trace([5] * 4), Way(mode, found)).num_units == units
+        assert SpecActorRollout(HARDWARE, trace([5] * 4), Way(mode, found)).num_units == units
 
 
 def test_requests_below_the_average_get_plans_of_their_own():
@@ -82,19 +82,19 @@ def test_requests_below_the_average_get_plans_of_their_own():
     mixed = dataclasses.replace(
         trace([3000, 3000]), acceptance_RM=acceptance, measured_R=acceptance[:, 0]
     )
-    found = Plan(1, 1, 8, 0.0)
-    fixed = SpeculativePhase(HARDWARE, mixed, Way(DECOUPLED, found), step_s=1.0).seconds()
+    found = DevicePlan(1, 1, 8, 0.0)
+    fixed = SpecActorRollout(HARDWARE, mixed, Way(DECOUPLED, found), step_s=1.0).seconds()
     way = Way(DECOUPLED, found, reconfigure=True)
     # the second one is hardly ever right: after 1,000 tokens it is not drafted ahead for
-    saved = SpeculativePhase(HARDWARE, mixed, way, step_s=1.0).seconds()
+    saved = SpecActorRollout(HARDWARE, mixed, way, step_s=1.0).seconds()
     assert fixed * JUDGED_TOKENS / 3000 < saved < 0.7 * fixed
     # what is right counts as what was measured says: nothing changes where that is the same
     same = dataclasses.replace(mixed, measured_R=np.full(2, 0.5))
-    assert SpeculativePhase(HARDWARE, same, way, step_s=1.0).seconds() == fixed
+    assert SpecActorRollout(HARDWARE, same, way, step_s=1.0).seconds() == fixed
 
 
 def test_freed_units_help_with_what_is_accepted_better():
-    found = Plan(1, 1, 2, 0.0)
+    found = DevicePlan(1, 1, 2, 0.0)
     lengths = (10, 10, 10, 200)
     alone = seconds(Way(COUPLED, found), lengths, p=0.2, others=0.9)
     helped = seconds(Way(COUPLED, found, helpers=4), lengths, p=0.2, others=0.9)
@@ -108,15 +108,15 @@ def test_what_has_no_room_waits():
     hardware = Hardware(
         1, Instance(small, SHAPE, 1, Efficiency(1, 1, 1.0, 0, 1)), {"small": instance(0.25)}
     )
-    way = Way(PLAIN, Plan(0, 1, 0, 0.0))
+    way = Way(PLAIN, DevicePlan(0, 1, 0, 0.0))
     # two of 5 + 100 positions, and room for 110: first both, then the first, then the second
-    phase = SpeculativePhase(hardware, trace([100, 100]), way, step_s=0.1)
+    phase = SpecActorRollout(hardware, trace([100, 100]), way, step_s=0.1)
     assert phase.seconds() == pytest.approx(150, rel=0.02)
 
 
 def test_idle_units_are_counted():
-    phase = SpeculativePhase(
-        HARDWARE, trace([10, 10, 10, 40]), Way(PLAIN, Plan(0, 1, 0, 0.0)), step_s=0.1
+    phase = SpecActorRollout(
+        HARDWARE, trace([10, 10, 10, 40]), Way(PLAIN, DevicePlan(0, 1, 0, 0.0)), step_s=0.1
     )
     phase.seconds()
     assert phase.idle_fraction == pytest.approx(30 * 3 / 4 / 40, abs=0.01)

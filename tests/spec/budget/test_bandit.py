@@ -32,7 +32,7 @@ def names(strategies):
     return [s.name for s in strategies]
 
 
-def test_many_guesses_where_few_requests_are_left():
+def test_many_drafts_where_few_requests_are_left():
     mab = bandit()
     assert [names(mab.candidates(n)) for n in (1, 8, 9, 32, 33, 1000)] == [
         ["deep", "wide"],
@@ -152,7 +152,7 @@ def test_without_exploration_one_bad_round_decides_for_ever():
     assert after_a_bad_start(0.1)[-100:].count("deep") > 80
 
 
-# guesses accepted by a request on average, seconds a round: 100, 97, 89, 75, 70 per second
+# draft tokens accepted by a request on average, seconds a round: 100, 97, 89, 75, 70 per second
 ARMS = {
     "a": (3.0, 0.040),
     "b": (4.0, 0.0515),
@@ -165,7 +165,8 @@ ARMS = {
 def shortfall(seed, epsilon=0.1, batch_size=16):
     """1 − (what the best arm by 300 rounds brings a second) / (the most that any does).
 
-    Guesses accepted are Poisson, seconds log-normal, and one round in ten takes five times as long.
+    Draft tokens accepted are Poisson, seconds log-normal, and one round in ten takes five times as
+    long.
     """
     rng = np.random.default_rng([seed, 1])
     mab = bandit([strategy(name, 8) for name in ARMS], seed, (1,), epsilon=epsilon)
@@ -183,7 +184,7 @@ def shortfall(seed, epsilon=0.1, batch_size=16):
 def test_it_comes_within_five_percent_of_the_best():
     """After 300 rounds, for 200 seeds, of which at most 10 may miss.
 
-    Of 800 other seeds 6 missed, 0.75%; more than 10 of 200 then have a chance of 5e-7. Without
+    Of 800 other seeds 6 missed, 0.75%; more than 10 of 200 then have a probability of 5e-7. Without
     exploration 41 of 600 missed, 7%.
     """
     misses = [seed for seed in range(200) if shortfall(seed) > 0.05]

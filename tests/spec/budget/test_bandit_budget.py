@@ -4,18 +4,18 @@ import numpy as np
 import pytest
 from live_by_hand import live_slots
 
+from spec.acceptance import Acceptance
 from spec.budget.bandit_budget import (
     PLAIN,
-    Tuned,
+    BanditBudget,
     TunerConfig,
     make_bandit,
     node_counts,
     strategies,
 )
-from spec.budget.budget import Decision
-from spec.budget.union import Union
+from spec.budget.budget import DraftDecision
+from spec.budget.union import DrafterUnion
 from spec.drafter import no_drafts, stack
-from spec.outcome import Outcome
 from spec.retrieval.device_lookup import LookupOutcome
 from spec.round_times import RoundTimes
 from spec.tree import chain
@@ -79,13 +79,13 @@ class Silent:
 
 
 def tuned(sources=("history", "own")):
-    union = Union([Silent() for _ in sources], names=sources)
+    union = DrafterUnion([Silent() for _ in sources], names=sources)
     bandit = make_bandit(CONFIG, sources, 3, seed=0)
-    return Tuned(bandit, TIMES, union), bandit
+    return BanditBudget(bandit, TIMES, union), bandit
 
 
 def play(budget, right, num_requests=3):
-    """One round: what is skipped, how much is asked for, and `right` guesses of each stand."""
+    """One round: what is skipped, how much is asked for, and `right` draft tokens of each stand."""
     live = live_slots(num_requests)
     skipped = budget.skips(live, 4, 64)
     limits = budget.limits(live, 4)
@@ -93,9 +93,9 @@ def play(budget, right, num_requests=3):
         return skipped, 0
     found = stack([chain(range(int(limits[0])))] * num_requests, 3)
     decision = budget.choose(live, found, [2, 4], 4, 64)
-    right_AN = np.zeros(found.tokens_AN.shape, bool)
-    right_AN[:, : min(right, int(limits[0]))] = True
-    budget.observe(live, found, Outcome(True, right_AN, right_AN))
+    accepted_AN = np.zeros(found.tokens_AN.shape, bool)
+    accepted_AN[:, : min(right, int(limits[0]))] = True
+    budget.observe(live, found, Acceptance(True, accepted_AN, accepted_AN))
     return skipped, decision
 
 
@@ -103,9 +103,9 @@ def test_untried_arms_come_first_then_the_best():
     budget, bandit = tuned()
     seen = [play(budget, right=3) for _ in range(7)]
     assert seen[0] == (frozenset({"history", "own"}), 0)  # plain
-    assert seen[1] == (frozenset({"own"}), Decision(4))
-    assert seen[2] == (frozenset({"history"}), Decision(4))
-    assert seen[3] == (frozenset(), Decision(4))
+    assert seen[1] == (frozenset({"own"}), DraftDecision(4))
+    assert seen[2] == (frozenset({"history"}), DraftDecision(4))
+    assert seen[3] == (frozenset(), DraftDecision(4))
     assert seen[4] == (frozenset({"history", "own"}), 0)  # nothing can be looked up here
     # four tokens of three requests in 1.75 seconds; three arms are alike: the first of them
     assert seen[5] == seen[6] == seen[1]
@@ -115,7 +115,7 @@ def test_untried_arms_come_first_then_the_best():
     assert bandit.median_reward(history, 3) == pytest.approx(4 * 3 / 1.75)
 
 
-def test_guesses_that_bring_nothing_leave_it_with_plain_decoding():
+def test_drafts_that_bring_nothing_leave_it_with_plain_decoding():
     budget, _ = tuned()
     for _ in range(5):
         play(budget, right=0)
@@ -151,7 +151,7 @@ def test_a_small_model_has_depths_and_seconds_of_its_own():
 def test_a_round_of_more_requests_is_of_another_range():
     budget, bandit = tuned()
     play(budget, right=1, num_requests=6)
-    assert play(budget, right=1, num_requests=6)[1] == Decision(2)
+    assert play(budget, right=1, num_requests=6)[1] == DraftDecision(2)
     assert bandit.best(2) is None
 
 
@@ -164,9 +164,9 @@ def test_of_each_range_one_size_is_needed():
 def test_a_batch_counts_as_more_than_half_of_its_slots():
     """One request in a bucket of 16 is a round of the range of 9: what is compiled for it."""
     config = TunerConfig(thresholds=(1, 5), verify_tokens=(3, 1), epsilon=0.0)
-    union = Union([Silent()], names=("own",))
+    union = DrafterUnion([Silent()], names=("own",))
     times = RoundTimes({(16, n, 64): 1.0 for n in (1, 2, 4)})
-    budget = Tuned(make_bandit(config, ("own",), 3, 0), times, union)
+    budget = BanditBudget(make_bandit(config, ("own",), 3, 0), times, union)
     live = live_slots(1)
     budget.skips(live, 16, 64)
     budget.skips(live, 16, 64)
@@ -183,7 +183,7 @@ def looked_up(rounds, accepted):
 def test_lookups_are_an_arm_and_probes_tell_of_it_for_nothing():
     times = RoundTimes({(4, n, 64): 1.75 for n in (1, 2, 4)}, {(4, 4, 64): 1.0})
     bandit = make_bandit(CONFIG, ("history",), 3, seed=0)
-    budget = Tuned(bandit, times, Union([Silent()], names=("history",)))
+    budget = BanditBudget(bandit, times, DrafterUnion([Silent()], names=("history",)))
     live = live_slots(3)
     assert budget.ahead(live, [4], 4, 64) is None  # plain
     budget.skips(live, 4, 64)
@@ -191,8 +191,8 @@ def test_lookups_are_an_arm_and_probes_tell_of_it_for_nothing():
     _, history, lookup = bandit.candidates(3)
     assert bandit.median_reward(lookup, 3) == pytest.approx(1.5 * 3 / 1.0)
     assert budget.ahead(live, [4], 4, 64) is None  # history is untried
-    assert play(budget, right=0) == (frozenset(), Decision(4))
-    assert budget.ahead(live, [4], 4, 64) == Decision(4, 2**30, lookup=True)
+    assert play(budget, right=0) == (frozenset(), DraftDecision(4))
+    assert budget.ahead(live, [4], 4, 64) == DraftDecision(4, 2**30, lookup=True)
     budget.looked_up(live, looked_up(rounds=4, accepted=4))
     assert bandit.median_reward(lookup, 3) == pytest.approx((4.5 + 6.0) / 2)
     assert bandit.median_reward(history, 3) == pytest.approx(3 / 1.75)

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from drafts_by_hand import drafts
 
-from spec.budget.budget import Aimd, Goodput, Off, TakeAll, make_budget
+from spec.acceptance import Acceptance, of_round
+from spec.budget.budget import Aimd, FixedBudget, Goodput, Off, make_budget
 from spec.budget.window import WindowConfig, next_windows
 from spec.drafter import LiveSlots, no_drafts
-from spec.outcome import Outcome, of_round
 from spec.retrieval.device_lookup import LookupOutcome
 from spec.round_times import RoundTimes
 
@@ -19,12 +19,12 @@ def live(num, first_id=0):
     return LiveSlots(ids, ids, ids, ids, ids, ids, ids, np.zeros((num, 2), np.int32))
 
 
-def chains(lengths, chance, width=15):
-    """A chain per request, each guess as likely as the one before times `chance`."""
+def chains(lengths, prob, width=15):
+    """A chain per request, each draft token as likely as the one before times `probability`."""
     out = no_drafts(len(lengths), width)
     for a, n in enumerate(lengths):
         out.parents_AN[a, :n] = np.arange(-1, n - 1)
-        out.chance_AN[a, :n] = chance ** np.arange(1, n + 1)
+        out.prob_AN[a, :n] = prob ** np.arange(1, n + 1)
         out.count_A[a] = n
     return out
 
@@ -33,8 +33,8 @@ def after(drafts, num_nodes, emitted):
     """The outcome of a round of chains that emitted so many tokens a request."""
     tried_A = np.minimum(drafts.count_A, num_nodes - 1)
     nodes_N = np.arange(drafts.max_nodes)
-    right_AN = nodes_N < np.asarray(emitted)[:, None] - 1
-    return Outcome(num_nodes > 1, right_AN, nodes_N < tried_A[:, None])
+    accepted_AN = nodes_N < np.asarray(emitted)[:, None] - 1
+    return Acceptance(num_nodes > 1, accepted_AN, nodes_N < tried_A[:, None])
 
 
 SIZES = [2, 4, 8, 16]
@@ -55,7 +55,7 @@ def test_windows_by_hand():
 
 def test_off_and_fixed():
     assert Off().limits(live(3), 4).tolist() == [0, 0, 0]
-    budget = TakeAll(5)
+    budget = FixedBudget(5)
     assert budget.limits(live(2), 4).tolist() == [5, 5]
     assert budget.choose(live(2), chains([0, 0], 1.0), SIZES, 4, 64).num_nodes == 1
     assert budget.choose(live(2), chains([3, 1], 1.0), SIZES, 4, 64).num_nodes == 4
@@ -79,7 +79,7 @@ def test_aimd_follows_each_request():
 
 
 def test_aimd_judges_a_tree_by_its_longest_path():
-    """Two branches of two guesses: no more than two can be right; siblings alone: one."""
+    """Two branches of two draft tokens: no more than two can be right; siblings alone: one."""
     budget = Aimd()
     tree = drafts([(-1, 5, 0.6), (0, 6, 0.5), (-1, 7, 0.3), (2, 8, 0.2)], width=15)
     tokens = np.array([[7, 8, 9]])
@@ -90,12 +90,12 @@ def test_aimd_judges_a_tree_by_its_longest_path():
 
     assert observe(tree, 8, 3) == [4] and observe(tree, 8, 3) == [6]
     assert observe(tree, 8, 2) == [2]  # the branch broke off after its first token
-    assert observe(tree, 4, 2) == [2]  # cut to three guesses the deepest path is of two still
+    assert observe(tree, 4, 2) == [2]  # cut to three draft tokens the deepest path is of two still
     siblings = drafts([(-1, 5, 0.6), (-1, 7, 0.3)], width=15)
     assert observe(siblings, 4, 2) == [4] and observe(siblings, 4, 1) == [2]
 
 
-def test_aimd_closes_where_the_table_says_that_guesses_cost_more_than_they_bring():
+def test_aimd_closes_where_the_table_says_that_drafts_cost_more_than_they_bring():
     budget = Aimd(DEAR)
     drafts = chains([3] * 4, 1.0)
     assert budget.choose(live(4), drafts, SIZES, 4, 64).num_nodes == 4  # nothing known yet
@@ -113,7 +113,7 @@ def test_goodput_takes_all_where_nodes_are_free():
 
 
 def test_goodput_weighs_nodes_by_their_price():
-    """Rates are (1 + Σ chance) / (0.5 + N / 2): 0.9 → 1.9/1.5, then 3.44/2.5, then less."""
+    """Rates are (1 + Σ probability) / (0.5 + N / 2): 0.9 → 1.9/1.5, then 3.44/2.5, then less."""
     budget = Goodput(DEAR)
     assert budget.choose(live(1), chains([15], 0.9), SIZES, 1, 64).num_nodes == 4
     assert Goodput(DEAR).choose(live(1), chains([15], 0.4), SIZES, 1, 64).num_nodes == 1
@@ -123,7 +123,7 @@ def test_goodput_weighs_nodes_by_their_price():
     assert Goodput(DEAR).choose(live(2), chains([15, 0], 0.9), [2], 4, 64).num_nodes == 1
 
 
-def test_goodput_learns_what_guesses_are_worth():
+def test_goodput_learns_what_drafts_are_worth():
     budget = Goodput(DEAR)
     drafts = chains([3] * 4, 0.95)
     assert budget.choose(live(4), drafts, SIZES, 4, 64).num_nodes == 4
@@ -136,15 +136,15 @@ def test_goodput_learns_what_guesses_are_worth():
     assert budget.choose(live(4), drafts, SIZES, 4, 64).num_nodes == 1
 
 
-def test_goodput_learns_from_guesses_that_were_not_tried():
+def test_goodput_learns_from_drafts_that_were_not_tried():
     budget = Goodput(DEAR)
     drafts = chains([3] * 4, 0.95)
     for _ in range(20):
         budget.observe(live(4), drafts, after(drafts, 4, [1, 1, 1, 1]))
     assert budget.choose(live(4), drafts, SIZES, 4, 64).num_nodes == 1
     seen_AN = np.arange(15) < np.array([[3]] * 4)
-    for _ in range(60):  # plain decoding draws what was guessed
-        budget.observe(live(4), drafts, Outcome(False, seen_AN, seen_AN))
+    for _ in range(60):  # plain decoding draws what was drafted
+        budget.observe(live(4), drafts, Acceptance(False, seen_AN, seen_AN))
     assert budget.choose(live(4), drafts, SIZES, 4, 64).num_nodes == 4
 
 
@@ -177,11 +177,11 @@ LOOKUPS = RoundTimes(
     {(4, n, 64): 0.5 + 0.5 * n for n in (1, *SIZES)}, {(4, n, 64): 0.8 + 0.2 * n for n in SIZES}
 )
 ALL_J = np.full((4, 15), 32)
-RIGHT = LookupOutcome(tried=1920, reached_AJ=ALL_J, right_AJ=ALL_J)
-WRONG = LookupOutcome(tried=1920, reached_AJ=ALL_J * (np.arange(15) == 0), right_AJ=0 * ALL_J)
+RIGHT = LookupOutcome(tried=1920, reached_AJ=ALL_J, accepted_AJ=ALL_J)
+WRONG = LookupOutcome(tried=1920, reached_AJ=ALL_J * (np.arange(15) == 0), accepted_AJ=0 * ALL_J)
 
 
-def test_goodput_lets_the_device_look_guesses_up_where_that_brings_more():
+def test_goodput_lets_the_device_look_drafts_up_where_that_brings_more():
     budget = Goodput(LOOKUPS)
     budget.choose(live(4), no_drafts(4, 15), SIZES, 4, 64)
     assert budget.ahead(live(4), SIZES, 4, 64) is None  # nothing known yet
@@ -189,7 +189,7 @@ def test_goodput_lets_the_device_look_guesses_up_where_that_brings_more():
         budget.looked_up(live(4), RIGHT)
     choices = [budget.ahead(live(4), SIZES, 4, 64) for _ in range(20)]
     assert {(c.num_nodes, c.lookup) for c in choices} == {(16, True)}
-    # now and then the drafter says what it would have guessed
+    # now and then the drafter says what it would have drafted
     assert [i for i, c in enumerate(choices) if c.ask] == [7, 15]
     assert min(c.num_rounds for c in choices) > 1000
     for _ in range(8):
@@ -207,9 +207,9 @@ def test_goodput_lets_the_device_look_guesses_up_where_that_brings_more():
 
 def test_goodput_prefers_trees_that_bring_more_than_looking_up():
     budget, drafts = Goodput(LOOKUPS), chains([15] * 4, 0.9)
-    right_AJ = np.where(np.arange(15) == 0, 16, 0) + 0 * ALL_J
-    for _ in range(8):  # every second round brings one guess: 1.5 tokens at the price of 1.2
-        budget.looked_up(live(4), LookupOutcome(0, 2 * right_AJ, right_AJ))
+    accepted_AJ = np.where(np.arange(15) == 0, 16, 0) + 0 * ALL_J
+    for _ in range(8):  # every second round brings one draft token: 1.5 tokens at the price of 1.2
+        budget.looked_up(live(4), LookupOutcome(0, 2 * accepted_AJ, accepted_AJ))
     assert budget.ahead(live(4), SIZES, 4, 64) is None  # what trees bring is not known yet
     budget.choose(live(4), no_drafts(4, 15), SIZES, 4, 64)
     assert budget.ahead(live(4), SIZES, 4, 64).num_nodes == 2

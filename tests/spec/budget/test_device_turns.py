@@ -1,10 +1,10 @@
-"""A drafter on the device is asked where its guesses pay for its seconds, by hand."""
+"""A drafter on the device is asked where its draft tokens pay for its seconds, by hand."""
 
 import numpy as np
 import pytest
 from live_by_hand import live_slots
 
-from spec.budget.device_turns import LEARNED, LONGEST_WAIT, MODEL, SHORTEST_WAIT, DraftTurns
+from spec.budget.device_turns import LEARNED, LONGEST_WAIT, MODEL, SHORTEST_WAIT, DeviceDraftGate
 from spec.drafter import Source, no_drafts
 from spec.round_times import RoundTimes
 
@@ -13,12 +13,12 @@ TIMES = RoundTimes({(4, 4, 64): 2.0}, {}, {LEARNED: {(4, 3, 64): 1.0}})
 ONE = np.ones(2)
 
 
-def drafts(learned_chance, other_chance):
-    """A guess by the learned drafter and one by another for each of two requests."""
+def drafts(learned_prob, other_prob):
+    """A draft token by the learned drafter and one by another for each of two requests."""
     found = no_drafts(2, 3)
     found.count_A[:] = 2
     found.tokens_AN[:, :2] = [5, 6]
-    found.chance_AN[:, :2] = [learned_chance, other_chance]
+    found.prob_AN[:, :2] = [learned_prob, other_prob]
     found.sources_AN[:, :2] = [Source.LEARNED, Source.GROUP]
     return found
 
@@ -41,15 +41,15 @@ def judged(turns, found, times=TIMES, scale=ONE):
     ],
 )
 def test_it_sleeps_where_it_does_not_pay(learned, other, sleeps):
-    assert judged(DraftTurns(), drafts(learned, other)) is sleeps
+    assert judged(DeviceDraftGate(), drafts(learned, other)) is sleeps
 
 
-def test_what_guesses_were_worth_so_far_counts():
-    assert judged(DraftTurns(), drafts(0.9, 0.0), scale=0.4 * ONE)
+def test_what_drafts_were_worth_so_far_counts():
+    assert judged(DeviceDraftGate(), drafts(0.9, 0.0), scale=0.4 * ONE)
 
 
 def test_sleeps_get_longer_and_end():
-    turns = DraftTurns()
+    turns = DeviceDraftGate()
     slept = []
     for _ in range(5):
         turns.judge(TIMES, live_slots(2), drafts(0.1, 0.0), ONE, (4, 4, 64))
@@ -62,11 +62,11 @@ def test_sleeps_get_longer_and_end():
     assert judged(turns, drafts(0.1, 0.0)) and turns._left[LEARNED] < SHORTEST_WAIT
 
 
-def test_nothing_is_judged_without_its_guesses_or_its_seconds():
+def test_nothing_is_judged_without_its_drafts_or_its_seconds():
     other = drafts(0.1, 0.5)
     other.sources_AN[:] = Source.OWN
-    assert not judged(DraftTurns(), other)
-    assert not judged(DraftTurns(), drafts(0.1, 0.0), RoundTimes({(4, 4, 64): 2.0}))
+    assert not judged(DeviceDraftGate(), other)
+    assert not judged(DeviceDraftGate(), drafts(0.1, 0.0), RoundTimes({(4, 4, 64): 2.0}))
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_nothing_is_judged_without_its_guesses_or_its_seconds():
 )
 def test_each_of_two_is_compared_with_a_round_without_it(learned, model, sleeping):
     times = RoundTimes({(4, 4, 64): 2.0}, {}, {n: {(4, 3, 64): 1.0} for n in (LEARNED, MODEL)})
-    found, turns = drafts(learned, model), DraftTurns()
+    found, turns = drafts(learned, model), DeviceDraftGate()
     found.sources_AN[:, 1] = Source.MODEL
     turns.judge(times, live_slots(2), found, ONE, (4, 4, 64))
     assert turns.skips() == sleeping

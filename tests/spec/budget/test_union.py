@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from drafts_by_hand import drafts
 
-from spec.budget.union import ASKED_AGAIN, Union, merge
+from spec.acceptance import of_plain
+from spec.budget.union import ASKED_AGAIN, DrafterUnion, merge
 from spec.drafter import Drafts, LiveSlots, Source
-from spec.outcome import of_plain
 
 
 def paths(tree: Drafts, a: int) -> dict[tuple[int, ...], float]:
@@ -15,7 +15,7 @@ def paths(tree: Drafts, a: int) -> dict[tuple[int, ...], float]:
         above = () if tree.parents_AN[a, i] < 0 else found[tree.parents_AN[a, i]]
         found.append((*above, int(tree.tokens_AN[a, i])))
     assert len(set(found)) == len(found)
-    return {p: float(tree.chance_AN[a, i]) for i, p in enumerate(found)}
+    return {p: float(tree.prob_AN[a, i]) for i, p in enumerate(found)}
 
 
 def test_by_hand():
@@ -24,7 +24,7 @@ def test_by_hand():
     got = merge([one, two], np.array([6, 6]))
     assert got.tokens_AN[0, :4].tolist() == [7, 5, 6, 8]
     assert got.parents_AN[0, :4].tolist() == [-1, -1, 1, 1]
-    assert got.chance_AN[0, :4].tolist() == [0.75, 0.5, 0.25, 0.125]
+    assert got.prob_AN[0, :4].tolist() == [0.75, 0.5, 0.25, 0.125]
     assert got.sources_AN[0, :4].tolist() == [2, 1, 1, 2]
     assert got.count_A.tolist() == [4, 1]
     assert paths(got, 1) == {(3,): 0.5}
@@ -53,8 +53,8 @@ def test_against_a_dictionary(seed):
     for a in range(2):
         want: dict[tuple[int, ...], float] = {}
         for d in many:
-            for path, chance in paths(d, a).items():
-                want[path] = max(want.get(path, 0.0), chance)
+            for path, prob in paths(d, a).items():
+                want[path] = max(want.get(path, 0.0), prob)
         kept = paths(got, a)
         assert len(kept) == min(most[a], len(want), 6)
         assert all(want[p] == c for p, c in kept.items())
@@ -81,24 +81,24 @@ def test_union_asks_all_and_tells_all():
     parts = [One([(-1, 4, 0.5)]), One([(-1, 9, 0.75)])]
     ids = np.array([1])
     live = LiveSlots(ids, ids, ids, ids, ids, ids, ids, np.zeros((2, 2), np.int32))
-    got = Union(parts).propose(live, np.array([5]), 6)
+    got = DrafterUnion(parts).propose(live, np.array([5]), 6)
     assert paths(got, 0) == {(9,): 0.75, (4,): 0.5}
-    Union(parts).finished(live)
+    DrafterUnion(parts).finished(live)
     assert [p.ended for p in parts] == [1, 1]
 
 
 def test_a_source_that_brings_nothing_is_asked_more_rarely():
     good, bad = One([(-1, 4, 0.5)], Source.GROUP), One([(-1, 9, 0.75)], Source.OWN)
-    union, ids = Union([good, bad]), np.array([1])
+    union, ids = DrafterUnion([good, bad]), np.array([1])
     live = LiveSlots(ids, ids, ids, ids, ids, ids, ids, np.zeros((2, 2), np.int32))
     for _ in range(2 * ASKED_AGAIN):
-        guesses = union.propose(live, np.array([5]), 6)
-        union.judged(guesses, of_plain(guesses, np.array([[4]]), np.array([1])))
+        drafts = union.propose(live, np.array([5]), 6)
+        union.judged(drafts, of_plain(drafts, np.array([[4]]), np.array([1])))
     assert good.asked == 2 * ASKED_AGAIN
     assert bad.asked == 3  # the first time, and whenever all are asked
     for _ in range(6 * ASKED_AGAIN):  # none brings anything: all are asked
-        guesses = union.propose(live, np.array([5]), 6)
-        union.judged(guesses, of_plain(guesses, np.array([[7]]), np.array([1])))
+        drafts = union.propose(live, np.array([5]), 6)
+        union.judged(drafts, of_plain(drafts, np.array([[7]]), np.array([1])))
     before = good.asked, bad.asked
     union.propose(live, np.array([5]), 6)
     assert (good.asked, bad.asked) == (before[0] + 1, before[1] + 1)

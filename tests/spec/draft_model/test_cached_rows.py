@@ -38,8 +38,8 @@ def drafted(held, texts, *chains):
 
 def test_a_row_that_is_new_knows_nothing():
     held = HeldRows(2, 16)
-    rows_A, outcome_A2 = held.follow(live({7: [1, 2, 3], 4: [5]}))
-    assert sorted(rows_A.tolist()) == [0, 1] and outcome_A2.tolist() == [[0, 0], [0, 0]]
+    rows_A, acceptance_A2 = held.follow(live({7: [1, 2, 3], 4: [5]}))
+    assert sorted(rows_A.tolist()) == [0, 1] and acceptance_A2.tolist() == [[0, 0], [0, 0]]
     assert held.known_B.tolist() == [0, 0]
     assert held.filled_B[rows_A].tolist() == [3, 1]
     assert held.tokens_BS[rows_A[0], :3].tolist() == [1, 2, 3]
@@ -48,7 +48,7 @@ def test_a_row_that_is_new_knows_nothing():
 @pytest.mark.parametrize(
     ("now", "known", "right", "seen"),
     [
-        ([1, 2, 6, 7, 8, 3], 4, 3, 3),  # all right: the last guess has no entry
+        ([1, 2, 6, 7, 8, 3], 4, 3, 3),  # all right: the last draft token has no entry
         ([1, 2, 6, 7, 9], 4, 2, 3),
         ([1, 2, 9], 2, 0, 1),
         ([1, 2, 6], 3, 1, 1),  # so far
@@ -57,14 +57,14 @@ def test_a_row_that_is_new_knows_nothing():
         ([1], 1, 0, 0),
     ],
 )
-def test_entries_of_guesses_that_came_true_stay(now, known, right, seen):
+def test_entries_of_drafts_that_came_true_stay(now, known, right, seen):
     held = HeldRows(2, 16)
     rows_A = drafted(held, {7: [1, 2], 4: [5]}, [6, 7, 8], [5])
     assert held.known_B[rows_A].tolist() == [4, 1]
-    again_A, outcome_A2 = held.follow(live({4: [5, 5], 7: now}))
+    again_A, acceptance_A2 = held.follow(live({4: [5, 5], 7: now}))
     assert again_A.tolist() == rows_A[::-1].tolist()
     assert held.known_B[again_A].tolist() == [1, known]
-    assert outcome_A2.tolist() == [[1, 1], [right, seen]]
+    assert acceptance_A2.tolist() == [[1, 1], [right, seen]]
     assert held.tokens_BS[again_A[1], : len(now)].tolist() == now
     assert held.follow(live({7: now}))[1].tolist() == [[0, 0]]  # counted once
 
@@ -111,8 +111,8 @@ def test_fewer_rows_are_those_of_live_requests_and_the_best_known():
     assert row_B.tolist() == rows_A[[0, 1, 2]].tolist()  # 4 is known further, and nobody's
     assert new.owner_B.tolist() == [1, 2, 3] and new.known_B.tolist() == [3, 5, 4]
     assert new.tokens_BS[1].tolist() == [2] * 5 + [5] + [0] * 26
-    back_A, outcome_A2 = new.follow(live({3: [3, 3, 3, 3, 5, 1], 2: [2] * 6}))
-    assert back_A.tolist() == [2, 1] and outcome_A2.tolist() == [[1, 1], [0, 1]]
+    back_A, acceptance_A2 = new.follow(live({3: [3, 3, 3, 3, 5, 1], 2: [2] * 6}))
+    assert back_A.tolist() == [2, 1] and acceptance_A2.tolist() == [[1, 1], [0, 1]]
 
 
 def test_more_rows_know_nothing():

@@ -29,7 +29,7 @@ from models import transformer
 from models.sharding import MeshConfig, make_mesh, param_shardings
 from spec.draft_model import drafter as small_model
 from spec.draft_model.cached_rows import HeldRows
-from spec.draft_model.drafter import PRIOR_GUESSES, SmallModelDrafter
+from spec.draft_model.drafter import PRIOR_DRAFTS, SmallModelDrafter
 from spec.drafter import Source
 from spec.sampling import SamplingConfig
 from spec.tree import PADDING
@@ -42,11 +42,11 @@ def test_drafts_are_those_of_whole_passes_whatever_was_accepted(seed):
 
 @pytest.mark.parametrize("name", SAMPLINGS)
 def test_coupled_drafts_are_draws_with_the_requests_own_noise(name):
-    drafter = make_drafter(ONE_BUCKET, draws=SAMPLINGS[name], guess="coupled")
+    drafter = make_drafter(ONE_BUCKET, draws=SAMPLINGS[name], proposal="coupled")
     assert history(drafter, 1, SAMPLINGS[name], "coupled") == []
 
 
-def test_entries_of_wrong_guesses_are_found_if_they_are_kept(monkeypatch):
+def test_entries_of_wrong_drafts_are_found_if_they_are_kept(monkeypatch):
     monkeypatch.setattr(HeldRows, "roll_back", lambda *_: None)
     found = history(make_drafter(), 0)
     assert found and "not" in found[0]
@@ -62,7 +62,7 @@ def test_texts_that_are_not_compared_are_found(monkeypatch):
     assert history(make_drafter(), 0)
 
 
-def test_at_temperature_0_chances_are_those_of_temperature_1():
+def test_at_temperature_0_probs_are_those_of_temperature_1():
     host, draws = Host(), SamplingConfig(temperature=0.0, top_k=3)
     host.enter(1, [4, 5, 6])
     live, most_A = host.live(), np.array([4], np.int32)
@@ -75,8 +75,8 @@ def test_coupled_at_temperature_0_is_greedy():
     host, draws = Host(), SamplingConfig(temperature=0.0)
     host.enter(1, [4, 5, 6])
     greedy, coupled = (
-        make_drafter(draws=draws, guess=guess).propose(host.live(), np.array([5]), 7)
-        for guess in ("likeliest", "coupled")
+        make_drafter(draws=draws, proposal=proposal).propose(host.live(), np.array([5]), 7)
+        for proposal in ("likeliest", "coupled")
     )
     assert greedy.tokens_AN.tolist() == coupled.tokens_AN.tolist()
 
@@ -141,42 +141,42 @@ def test_nothing_is_asked_of_the_model_where_nothing_may_be_drafted(monkeypatch)
     assert drafts.count_A.tolist() == [0]
 
 
-# -- chances -----------------------------------------------------------------------
+# -- probabilities -----------------------------------------------------------------------
 
 
-def test_chains_end_where_their_chance_is_small():
+def test_chains_end_where_their_prob_is_small():
     host = Host()
     host.enter(1, [4, 5, 6])
     host.enter(2, [9, 9])
     live, most_A = host.live(), np.full(2, 5, np.int32)
-    whole = make_drafter().propose(live, most_A, 7).chance_AN
+    whole = make_drafter().propose(live, most_A, 7).prob_AN
     bound = float(np.sort(whole[:, :5].ravel())[5]) * 1.0001
-    cut = make_drafter(dataclasses.replace(CONFIG, min_chance=bound)).propose(live, most_A, 7)
+    cut = make_drafter(dataclasses.replace(CONFIG, min_prob=bound)).propose(live, most_A, 7)
     assert cut.count_A.tolist() == (whole[:, :5] >= bound).sum(axis=1).tolist()
     assert 0 < cut.count_A.sum() == 4
-    assert (cut.chance_AN[cut.tokens_AN != PADDING] >= bound).all()
+    assert (cut.prob_AN[cut.tokens_AN != PADDING] >= bound).all()
 
 
-def test_coupled_chances_are_mean_acceptances_by_depth():
-    host, drafter, most_A = Host(), make_drafter(guess="coupled"), np.array([3], np.int32)
+def test_coupled_probs_are_mean_acceptances_by_depth():
+    host, drafter, most_A = Host(), make_drafter(proposal="coupled"), np.array([3], np.int32)
     host.enter(1, [4, 5, 6])
-    prior, seen = CONFIG.coupled_chance, np.zeros((3, 2))
+    prior, seen = CONFIG.coupled_prob, np.zeros((3, 2))
     for accepted in (1, 3, 0, 2):
         drafts = drafter.propose(host.live(), most_A, 7)
-        rate = (seen[:, 0] + PRIOR_GUESSES * prior) / (seen[:, 1] + PRIOR_GUESSES)
-        assert drafts.chance_AN[0, :3] == pytest.approx(np.cumprod(rate))
+        rate = (seen[:, 0] + PRIOR_DRAFTS * prior) / (seen[:, 1] + PRIOR_DRAFTS)
+        assert drafts.prob_AN[0, :3] == pytest.approx(np.cumprod(rate))
         tokens = drafts.tokens_AN[0].tolist()
         host.texts[1] += [*tokens[:accepted], (tokens[accepted] + 1) % V]
         for depth in range(3):
             seen[depth] += [depth < accepted, depth <= accepted]
     drafter.finished(host.live())  # the last chain counts too
-    rate = (seen[:, 0] + PRIOR_GUESSES * prior) / (seen[:, 1] + PRIOR_GUESSES)
-    assert drafter._mean_chance()[:3] == pytest.approx(np.cumprod(rate))
+    rate = (seen[:, 0] + PRIOR_DRAFTS * prior) / (seen[:, 1] + PRIOR_DRAFTS)
+    assert drafter._mean_prob()[:3] == pytest.approx(np.cumprod(rate))
 
 
 def test_coupled_chains_are_as_long_as_they_are_right():
-    config = dataclasses.replace(CONFIG, min_chance=0.5)
-    host, drafter = Host(), make_drafter(config, guess="coupled")
+    config = dataclasses.replace(CONFIG, min_prob=0.5)
+    host, drafter = Host(), make_drafter(config, proposal="coupled")
     host.enter(1, [4])
     lengths = []
     for _ in range(12):
@@ -185,8 +185,8 @@ def test_coupled_chains_are_as_long_as_they_are_right():
         host.texts[1] += [(int(drafts.tokens_AN[0, 0]) + 1) % V]
     assert lengths[0] == 1 and set(lengths) == {1}  # 0.7² is less; one is always tried
     host.enter(2, [5])
-    config = dataclasses.replace(CONFIG, min_chance=0.3)
-    drafter = make_drafter(config, guess="coupled")
+    config = dataclasses.replace(CONFIG, min_prob=0.3)
+    drafter = make_drafter(config, proposal="coupled")
     for _ in range(8):
         drafts = drafter.propose(host.live([2]), np.array([5]), 7)
         lengths.append(int(drafts.count_A[0]))
@@ -285,9 +285,9 @@ def test_another_vocabulary_is_refused():
         SmallModelDrafter(MODEL, PARAMS, policy=other, sampling=COOL, key=KEY)
 
 
-def test_another_way_to_guess_is_refused():
-    with pytest.raises(ValueError, match="guess must be 'likeliest' or 'coupled', got 'tree'"):
-        make_drafter(guess="tree")
+def test_another_way_to_draft_is_refused():
+    with pytest.raises(ValueError, match="proposal must be 'likeliest' or 'coupled', got 'tree'"):
+        make_drafter(proposal="tree")
 
 
 @pytest.mark.parametrize(
@@ -297,8 +297,8 @@ def test_another_way_to_guess_is_refused():
         ({"max_draft_tokens": 0}, "max_draft_tokens must be at least 1, got 0"),
         ({"window_tokens": 17}, "expected window_tokens <= chunk_tokens <= min_positions, got 17"),
         ({"chunk_tokens": 64}, "<= min_positions, got 2, 64, 32"),
-        ({"min_chance": 1.5}, r"expected min_chance in \[0, 1\]"),
-        ({"coupled_chance": 1.0}, r"coupled_chance in \(0, 1\), got 0.0, 1.0"),
+        ({"min_prob": 1.5}, r"expected min_prob in \[0, 1\]"),
+        ({"coupled_prob": 1.0}, r"coupled_prob in \(0, 1\), got 0.0, 1.0"),
     ],
 )
 def test_bad_settings_are_named(change, words):

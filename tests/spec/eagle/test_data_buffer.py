@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from caught_by_hand import WIDTH, buffer, bytes_of, drawn, equal, held, lengths, mixed, sequence
 
-from spec.eagle.batch import Caught
+from spec.eagle.batch import HiddenStates
 from spec.eagle.data_buffer import DataBufferConfig
 
 
@@ -13,10 +13,10 @@ def test_sequences_are_copied_and_cannot_be_written_to():
     kept, given_ = buffer(), sequence(6)
     kept.add(given_, 0)
     given_.tokens_T[:] = -1
-    given_.caught_TW[:] = -1
+    given_.hidden_TW[:] = -1
     [got] = drawn(kept, 1, 0, 0)
     assert equal(got, sequence(6))
-    for array in (got.tokens_T, got.caught_TW):
+    for array in (got.tokens_T, got.hidden_TW):
         with pytest.raises(ValueError, match="read-only"):
             array[0] = 1
 
@@ -121,17 +121,17 @@ def test_another_width_or_dtype_is_refused_while_any_is_held():
 def test_arrays_that_do_not_fit_one_another_are_refused():
     good = sequence(5)
     for tokens, states, prompt in (
-        (good.tokens_T, good.caught_TW[:-1], 1),
-        (good.tokens_T[None], good.caught_TW, 1),
-        (good.tokens_T, good.caught_TW[0], 1),
-        (good.tokens_T[:0], good.caught_TW[:0], 0),
-        (good.tokens_T, good.caught_TW[:, :0], 1),
+        (good.tokens_T, good.hidden_TW[:-1], 1),
+        (good.tokens_T[None], good.hidden_TW, 1),
+        (good.tokens_T, good.hidden_TW[0], 1),
+        (good.tokens_T[:0], good.hidden_TW[:0], 0),
+        (good.tokens_T, good.hidden_TW[:, :0], 1),
     ):
         with pytest.raises(ValueError, match="expected tokens"):
-            buffer().add(Caught(tokens, prompt, states, 0), 0)
+            buffer().add(HiddenStates(tokens, prompt, states, 0), 0)
     for prompt in (-1, 6):
         with pytest.raises(ValueError, match=f"prompt_tokens among 0 … 5, got {prompt}"):
-            buffer().add(Caught(good.tokens_T, prompt, good.caught_TW, 0), 0)
+            buffer().add(HiddenStates(good.tokens_T, prompt, good.hidden_TW, 0), 0)
 
 
 def test_configurations():
@@ -204,7 +204,7 @@ def test_shares(share, from_before):
 
 
 @pytest.mark.statistical
-def test_chances_are_lengths():
+def test_probs_are_lengths():
     """First draws of lengths 10, 20, 30, 40 by multinomial counts; false alarm rate 1e-6.
 
     Each count is within z = 5.2 standard deviations with probability 1 − 2e-7, and there are four.

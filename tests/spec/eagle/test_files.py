@@ -33,7 +33,7 @@ from models.config import Llama3RopeScaling
 from spec.eagle import files as eagle_files
 from spec.eagle import hf_layout as eagle_layout
 from spec.eagle import model as eagle
-from spec.eagle.model import Drafter
+from spec.eagle.model import EagleWeights
 
 
 @pytest.fixture(autouse=True)
@@ -90,7 +90,7 @@ def test_the_drafter_of_any_policy_comes_back(architecture, tied, tmp_path):
         tied_embeddings=tied,
     )
     config = eagle.config_for(policy, "eagle")
-    drafter = Drafter(config, weights(eagle.param_specs(config)))
+    drafter = EagleWeights(config, weights(eagle.param_specs(config)))
     eagle_files.save(tmp_path / "out", drafter, policy, policy_params(tied=tied))
     assert_same(eagle_files.load(tmp_path / "out", policy), drafter)
 
@@ -284,7 +284,7 @@ def test_a_policy_is_not_overwritten(tmp_path):
     policy = weights(transformer.param_specs(policy_config))
     hf.save_pretrained(tmp_path / "out", policy_config, policy)
     config = eagle.config_for(policy_config, "eagle")
-    drafter = Drafter(config, weights(eagle.param_specs(config)))
+    drafter = EagleWeights(config, weights(eagle.param_specs(config)))
     with pytest.raises(ValueError, match="new folder or a drafter's.*Qwen3ForCausalLM"):
         eagle_files.save(tmp_path / "out", drafter, policy_config, policy)
     assert hf.load_pretrained(tmp_path / "out")[0] == policy_config

@@ -26,7 +26,7 @@ from safetensors.numpy import load_file
 
 from spec.eagle import files as eagle_files
 from spec.eagle import model as eagle
-from spec.eagle.model import Drafter
+from spec.eagle.model import EagleWeights
 
 
 @pytest.fixture(autouse=True)
@@ -135,9 +135,9 @@ def test_the_head_of_a_tied_policy_is_its_embedding(tmp_path):
 def test_stored_tensors_mean_what_engines_take_them_for(name, T, tmp_path):
     drafter, policy = drafter_of(**DRAFTERS[name]), policy_params()
     eagle_files.save(tmp_path, drafter, POLICY, policy)
-    tokens_T, caught_TW, positions_T = sequence(T)
-    expected = forward_by_hand(tmp_path, policy, tokens_T, caught_TW, positions_T)
-    got = forward(eagle_files.load(tmp_path, POLICY), policy, tokens_T, caught_TW, positions_T)
+    tokens_T, hidden_TW, positions_T = sequence(T)
+    expected = forward_by_hand(tmp_path, policy, tokens_T, hidden_TW, positions_T)
+    got = forward(eagle_files.load(tmp_path, POLICY), policy, tokens_T, hidden_TW, positions_T)
     for a, b in zip(got, expected, strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
     assert got[1].shape == (T, drafter.config.num_draft_ids)
@@ -150,9 +150,9 @@ def test_the_halves_of_the_inputs_matter(design, tmp_path):
     eagle_files.save(tmp_path, drafter, POLICY, policy)
     name = "fc.weight" if design == "eagle" else "midlayer.self_attn.q_proj.weight"
     edit_weights(tmp_path, lambda t: t.update({name: np.roll(t[name], D, axis=1)}))
-    tokens_T, caught_TW, positions_T = sequence(6)
-    expected = forward_by_hand(tmp_path, policy, tokens_T, caught_TW, positions_T)
-    got = forward(drafter, policy, tokens_T, caught_TW, positions_T)
+    tokens_T, hidden_TW, positions_T = sequence(6)
+    expected = forward_by_hand(tmp_path, policy, tokens_T, hidden_TW, positions_T)
+    got = forward(drafter, policy, tokens_T, hidden_TW, positions_T)
     assert np.abs(np.asarray(got[0]) - expected[0]).max() > 1e-2
 
 
@@ -253,7 +253,7 @@ def test_a_small_policy_needs_layer_ids(tmp_path):
     small = dataclasses.replace(POLICY, num_layers=4)
     config = eagle.config_for(small, "eagle3")
     assert config.feature_layers == (0, 1, 2)
-    drafter = Drafter(config, weights(eagle.param_specs(config)))
+    drafter = EagleWeights(config, weights(eagle.param_specs(config)))
     eagle_files.save(tmp_path, drafter, small, None)
     assert_same(eagle_files.load(tmp_path, small), drafter)
     edit_config(tmp_path, eagle_config="absent", eagle_aux_hidden_state_layer_ids="absent")

@@ -1,4 +1,4 @@
-"""Token and feature losses by hand, the first guesses, vocabularies, temperatures, chunks."""
+"""Token and feature losses by hand, the first draft tokens, vocabularies, temperatures, chunks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from models.config import ModelConfig
 from spec.eagle import losses as drafter_losses
 from spec.eagle import model as eagle
 from spec.eagle.losses import draft_ids_of, feature_sums
-from spec.eagle.model import Frozen
+from spec.eagle.model import SharedParams
 
 # D = V = 2 with the identity as head: states are logits. Norm eps 0.
 TINY = ModelConfig("llama", 2, 2, 1, 1, 1, 2, 2, norm_eps=0.0)
@@ -25,7 +25,7 @@ LOG3 = math.log(3)
 
 
 def identity(num_ids=2, width=2):
-    return Frozen(jnp.zeros((num_ids, width)), jnp.eye(width, num_ids))
+    return SharedParams(jnp.zeros((num_ids, width)), jnp.eye(width, num_ids))
 
 
 def sums(config, params, frozen, *arrays, temperature=1.0, **settings):
@@ -87,7 +87,10 @@ def test_only_what_counts_is_summed_of_each_step():
     counts = [[1, 1, 0], [0, 1, 0]]
     got = tiny(outputs, [[0, 0]] * 3, [0, 1, 0], counts)
     assert got["loss"] == pytest.approx([-0.5 * math.log(3 / 16) + math.log(2), math.log(2)])
-    assert got["top1"].tolist() == [1, 0]  # of equal chances the first token is the guess
+    assert got["top1"].tolist() == [
+        1,
+        0,
+    ]  # of equal probabilities the first token is the draft token
     assert got["top3"].tolist() == [2, 1]
     assert got["agreement"] == pytest.approx([1.75, 1])
 
@@ -120,11 +123,11 @@ def test_hits_are_those_of_a_stable_sort(logits, token):
 
 
 def five_tokens(draft_ids):
-    """Five tokens of which `draft_ids` may be guessed; a token's logit is its own dimension."""
+    """Five tokens of which `draft_ids` may be drafted; a token's logit is its own dimension."""
     policy = ModelConfig("llama", 5, 5, 1, 1, 1, 2, 2)
     config = eagle.config_for(policy, draft_vocab_size=len(draft_ids))
     head = np.eye(5, dtype=np.float32)[:, draft_ids]
-    frozen = Frozen(jnp.zeros((5, 5)), jnp.asarray(head), jnp.asarray(draft_ids, jnp.int32))
+    frozen = SharedParams(jnp.zeros((5, 5)), jnp.asarray(head), jnp.asarray(draft_ids, jnp.int32))
     return config, eagle.init(config, jax.random.key(0)), frozen
 
 
@@ -140,7 +143,7 @@ def test_of_a_reduced_vocabulary_the_policy_is_restricted_to_it():
 
 
 def test_a_token_outside_the_draft_vocabulary_is_a_miss():
-    """The guess is token 4, by column 1; token 0 and 3 have no column."""
+    """The draft token is token 4, by column 1; token 0 and 3 have no column."""
     outputs = np.zeros((1, 1, 4, 5), np.float32)
     outputs[..., 4] = 1.0
     tokens = np.array([[4, 1, 0, 3]])
@@ -225,7 +228,7 @@ def test_logits_of_all_entries_are_never_in_memory_at_once():
     V, T = 1000, 64
     config = eagle.config_for(ModelConfig("llama", V, 4, 1, 1, 1, 4, 4))
     params = eagle.init(config, jax.random.key(0))
-    frozen = Frozen(jnp.zeros((V, 4)), jnp.ones((4, V)))
+    frozen = SharedParams(jnp.zeros((V, 4)), jnp.ones((4, V)))
     rest = jnp.zeros((1, T, 4)), jnp.zeros((1, T), int), jnp.ones((2, 1, T), bool)
 
     def largest(chunk_tokens):

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spec.eagle.batch import Caught, DrafterBatch
+from spec.eagle.batch import DrafterBatch, HiddenStates
 from spec.eagle.packing import pack, pad
 
 WIDTH = 3
@@ -19,7 +19,7 @@ def sequence(name, length, prompt):
     """Token i of sequence n is 1000 n + i; its states are that number, its half, and a third."""
     tokens = 1000 * name + np.arange(length, dtype=np.int32)
     states = tokens[:-1, None] / np.arange(1, WIDTH + 1)
-    return Caught(tokens, prompt, states.astype(np.float32), 0)
+    return HiddenStates(tokens, prompt, states.astype(np.float32), 0)
 
 
 def test_by_hand():
@@ -36,11 +36,11 @@ def test_by_hand():
         [1, 1, 1, 1, 0, 0, 0, 0],
         [0, 1, 1, 0, 0, 1, 0, 0],
     ]
-    assert batch.caught_BTW[:, :, 0].tolist() == [
+    assert batch.hidden_BTW[:, :, 0].tolist() == [
         [3000, 3001, 3002, 3003, 3004, 0, 0, 0],
         [1000, 1001, 1002, 1003, 0, 2000, 2001, 0],
     ]
-    assert batch.caught_BTW.dtype == np.float32 and batch.counts_BT.dtype == bool
+    assert batch.hidden_BTW.dtype == np.float32 and batch.counts_BT.dtype == bool
     padded = pad(sequences, 2, 8)
     assert [b.tokens_BT[:, 0].tolist() for b in padded] == [[1000, 3000], [2000, 0]]
 
@@ -66,7 +66,7 @@ def test_windows_of_a_long_sequence_by_hand():
         [6, 7, 8, 0, 0],
         [0] * 5,
     ]
-    assert batch.caught_BTW[:, :, 0].tolist() == [
+    assert batch.hidden_BTW[:, :, 0].tolist() == [
         [1000, 1001, 1002, 1003, 0],
         [1003, 1004, 1005, 1006, 0],
         [1006, 1007, 0, 0, 0],
@@ -90,10 +90,10 @@ def check(sequences, batches, num_rows, row_tokens):
         shape = (num_rows, row_tokens)
         for field in ("tokens_BT", "positions_BT", "sequence_BT", "counts_BT"):
             assert getattr(batch, field).shape == shape
-        assert batch.caught_BTW.shape == (*shape, WIDTH)
+        assert batch.hidden_BTW.shape == (*shape, WIDTH)
         padding = batch.sequence_BT == 0
         assert not batch.counts_BT[padding].any()
-        assert not batch.caught_BTW[padding].any() and not batch.positions_BT[padding].any()
+        assert not batch.hidden_BTW[padding].any() and not batch.positions_BT[padding].any()
         for b, t in zip(*np.nonzero(batch.counts_BT), strict=True):
             assert t + 2 < row_tokens
             assert len(set(batch.sequence_BT[b, t : t + 3].tolist())) == 1
@@ -101,7 +101,7 @@ def check(sequences, batches, num_rows, row_tokens):
             source = by_name[name]
             assert source.prompt_tokens <= i + 2
             assert (batch.tokens_BT[b, t : t + 3] == source.tokens_T[i : i + 3]).all()
-            assert (batch.caught_BTW[b, t : t + 2] == source.caught_TW[i : i + 2]).all()
+            assert (batch.hidden_BTW[b, t : t + 2] == source.hidden_TW[i : i + 2]).all()
             assert batch.positions_BT[b, t] == i
             times[name, i + 2] += 1
         for row, numbers in zip(batch.positions_BT, batch.sequence_BT, strict=True):
@@ -171,9 +171,9 @@ def test_batches_have_long_and_short_rows():
 
 def test_the_policys_dtype_is_kept():
     source = sequence(1, 5, 0)
-    source = dataclasses.replace(source, caught_TW=source.caught_TW.astype(jnp.bfloat16))
+    source = dataclasses.replace(source, hidden_TW=source.hidden_TW.astype(jnp.bfloat16))
     [batch] = pack([source], 1, 8)
-    assert batch.caught_BTW.dtype == jnp.bfloat16
+    assert batch.hidden_BTW.dtype == jnp.bfloat16
     with pytest.raises(ValueError, match="one width and dtype, got .*bfloat16.*float32"):
         pack([source, sequence(2, 5, 0)], 1, 8)
 

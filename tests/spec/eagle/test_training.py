@@ -17,7 +17,7 @@ from models.config import ModelConfig
 from models.sharding import RULES, MeshConfig, make_mesh, param_shardings
 from spec.eagle import model as eagle
 from spec.eagle import training as training_module
-from spec.eagle.model import Frozen
+from spec.eagle.model import SharedParams
 from spec.eagle.packing import pack
 from spec.eagle.training import (
     DrafterTrainingConfig,
@@ -74,7 +74,7 @@ def pass_through(design, **more):
     keep = jnp.concatenate([jnp.zeros((2, 2)), jnp.eye(2)]) if design == "eagle" else jnp.eye(2)
     layer = dataclasses.replace(params.layer, **still)
     params = dataclasses.replace(params, fc_ED=keep, layer=layer)
-    return config, params, Frozen(jnp.ones((2, 2)), jnp.diag(jnp.array([math.log(3), 0.0])))
+    return config, params, SharedParams(jnp.ones((2, 2)), jnp.diag(jnp.array([math.log(3), 0.0])))
 
 
 # The head makes (1, ·) the distribution (3/4, 1/4) and (−1, ·) (1/4, 3/4).
@@ -95,11 +95,11 @@ def by_hand(variant, **settings):
     config, params, frozen = pass_through(training.design)
     s = caught(config, 5)
     states = np.stack([NEAR, FAR, FAR, NEAR])
-    repeats = config.caught_width // 2
+    repeats = config.hidden_width // 2
     s = dataclasses.replace(
         s,
         tokens_T=np.array([0, 0, 1, 1, 0], np.int32),
-        caught_TW=np.tile(states, repeats).astype(np.float32),
+        hidden_TW=np.tile(states, repeats).astype(np.float32),
     )
     _, metrics = LOSS(config, training, params, frozen, packed([[s]], 5), ONE)
     return {name: float(x) for name, x in metrics.items()}
@@ -111,7 +111,7 @@ def test_eagle_by_hand():
     assert got["token_loss"] == pytest.approx((2 * OTHER + SAME) / 3)
     assert got["loss"] == pytest.approx(2 / 3 * APART + 0.1 * (2 * OTHER + SAME) / 3)
     assert got["num_entries"] == 3
-    # guesses are 0, 1, 1, the tokens 1, 1, 0
+    # draft tokens are 0, 1, 1, the tokens 1, 1, 0
     assert got["accuracy_top1"] == pytest.approx(1 / 3) and got["accuracy_top3"] == 1
     assert got["agreement"] == pytest.approx((1 + 2 * 1 / 2) / 3)
 
@@ -189,12 +189,12 @@ def test_what_does_not_count_does_not_matter(prompt_tokens):
     junk = dataclasses.replace(
         batch,
         tokens_BT=np.where(batch.sequence_BT == 0, 7, batch.tokens_BT),
-        caught_BTW=np.where((batch.sequence_BT == 0)[..., None], 9.0, batch.caught_BTW),
+        hidden_BTW=np.where((batch.sequence_BT == 0)[..., None], 9.0, batch.hidden_BTW),
     )
     settings = {"config": config, "training": DrafterTrainingConfig("hass")}
     slope, metrics = gradients(params, frozen, batch, ONE, **settings)
     other, found = gradients(params, frozen, junk, ONE, **settings)
-    # of a sequence of n tokens: those that guess at tokens 2 … n − 1, and of the response
+    # of a sequence of n tokens: those that draft tokens 2 … n − 1, and of the response
     assert metrics["num_entries"] == sum(n - max(prompt_tokens, 2) for n in (9, 6, 11, 8))
     for a, b in zip(leaves((slope, metrics)), leaves((other, found)), strict=True):
         np.testing.assert_allclose(b, a, atol=1e-6)
@@ -214,8 +214,8 @@ def test_windows_learn_nothing_from_their_neighbours():
     assert turned.positions_BT[0, 0] > 0 and turned.counts_BT[0, 0]
 
     @jax.jit
-    def slope(caught_BTW, batch):
-        batch = dataclasses.replace(batch, caught_BTW=caught_BTW)
+    def slope(hidden_BTW, batch):
+        batch = dataclasses.replace(batch, hidden_BTW=hidden_BTW)
         loss = partial(training_module.loss, config, short("hass"), params, frozen)
         return loss(batch, ONE)[0]
 
@@ -224,7 +224,7 @@ def test_windows_learn_nothing_from_their_neighbours():
         for mine in (1, 2):
             counts_BT = batch.counts_BT & (batch.sequence_BT == mine)
             only = dataclasses.replace(batch, counts_BT=counts_BT)
-            slope_TW = np.asarray(jax.grad(slope)(jnp.asarray(batch.caught_BTW), only))[0]
+            slope_TW = np.asarray(jax.grad(slope)(jnp.asarray(batch.hidden_BTW), only))[0]
             assert np.abs(slope_TW[sequence_T == mine]).max() > 1e-3
             assert not slope_TW[sequence_T != mine].any()
 
@@ -333,9 +333,9 @@ def test_a_step_that_is_not_finite_is_skipped(bad):
     state = state_of(training, params)
     state, _ = train_step(state, frozen, batch, ONE, **settings)
     before = bits(state)
-    states = batch.caught_BTW.copy()
+    states = batch.hidden_BTW.copy()
     states[0, 3, -2] = bad
-    damaged = dataclasses.replace(batch, caught_BTW=states)
+    damaged = dataclasses.replace(batch, hidden_BTW=states)
     state, metrics = train_step(state, frozen, damaged, ONE, **settings)
     assert metrics["skipped"] == 1 and not np.isfinite(metrics["loss"])
     assert bits(state) == before

@@ -31,9 +31,9 @@ def make(design: str, ids: np.ndarray | None, seed: int = 0):
     params = eagle.init(config, jax.random.key(seed + 1))
     frozen = eagle.frozen(policy, None if ids is None else jnp.asarray(ids))
     # logits far apart, so that no order hangs on rounding
-    frozen = eagle.Frozen(frozen.embedding_VD * 20, frozen.head_DU * 20, frozen.draft_ids_U)
+    frozen = eagle.SharedParams(frozen.embedding_VD * 20, frozen.head_DU * 20, frozen.draft_ids_U)
     rng = np.random.default_rng(seed)
-    caught = rng.normal(size=(B, 1, S, config.caught_width)).astype(np.float32)
+    caught = rng.normal(size=(B, 1, S, config.hidden_width)).astype(np.float32)
     tokens = rng.integers(0, POLICY.vocab_size, (B, S + 1)).astype(np.int32)
     return config, params, frozen, caught, tokens
 
@@ -52,26 +52,28 @@ def all_outputs(config: EagleConfig, params, embedding_VD, g_TD, next_T):
     )[0]
 
 
-def path_output(config: EagleConfig, params, frozen, caught_SW, tokens, length: int, path):
-    """o of the last entry of a path of guesses: everything computed anew, guess by guess."""
+def path_output(config: EagleConfig, params, frozen, hidden_SW, tokens, length: int, path):
+    """o of the last entry of a path of draft tokens: everything computed anew, draft token by
+    draft token.
+    """
     D = config.layer.d_model
     g_TD, next_T = np.zeros((MOST, D), np.float32), np.zeros(MOST, np.int32)
-    g_TD[:length] = eagle.features(config, params, jnp.asarray(caught_SW[:length]))
+    g_TD[:length] = eagle.features(config, params, jnp.asarray(hidden_SW[:length]))
     next_T[:length] = tokens[1 : length + 1]
     out_TD = g_TD
-    for n, guess in enumerate([None, *path]):
-        if guess is not None:
-            g_TD[length + n - 1], next_T[length + n - 1] = out_TD[length + n - 2], guess
+    for n, draft in enumerate([None, *path]):
+        if draft is not None:
+            g_TD[length + n - 1], next_T[length + n - 1] = out_TD[length + n - 2], draft
         out_TD = all_outputs(config, params, frozen.embedding_VD, g_TD, next_T)
     return out_TD[length + len(path) - 1]
 
 
-def written_out(config, params, frozen, caught_SW, tokens, length, ids, *, K, depth, M):
-    """(token, parent, chance) of the best M candidates, parents numbered as they come."""
+def written_out(config, params, frozen, hidden_SW, tokens, length, ids, *, K, depth, M):
+    """(token, parent, probability) of the best M candidates, parents numbered as they come."""
     candidates: list[tuple[float, int, tuple[int, ...]]] = []  # sum, parent, path
 
     def children(path, total, parent):
-        out = path_output(config, params, frozen, caught_SW, tokens, length, path)
+        out = path_output(config, params, frozen, hidden_SW, tokens, length, path)
         logprob = jax.nn.log_softmax(eagle.logits(config, params, frozen.head_DU, out))
         best = np.argsort(-np.asarray(logprob), kind="stable")[:K]
         found = []
@@ -126,7 +128,7 @@ def drafted(config, params, frozen, caught, tokens, ids, *, K, depth, M, start_B
         config=config,
         top_k=K,
         max_depth=most,
-        num_guesses=M,
+        num_draft_tokens=M,
         **more,
     )
     return tree_search.unpack(packed)
@@ -144,7 +146,7 @@ def drafted(config, params, frozen, caught, tokens, ids, *, K, depth, M, start_B
 )
 def test_trees_are_those_of_a_search_that_is_written_out(design, ids, K, depth, M) -> None:
     setup = make(design, ids)
-    tokens_BM, parents_BM, chance_BM, count_B = drafted(*setup, ids, K=K, depth=depth, M=M)
+    tokens_BM, parents_BM, prob_BM, count_B = drafted(*setup, ids, K=K, depth=depth, M=M)
     config, params, frozen, caught, tokens = setup
     for b in range(B):
         want = written_out(
@@ -153,7 +155,7 @@ def test_trees_are_those_of_a_search_that_is_written_out(design, ids, K, depth, 
         n = count_B[b]
         assert n == len(want)
         assert list(zip(tokens_BM[b, :n], parents_BM[b, :n], strict=True)) == [w[:2] for w in want]
-        np.testing.assert_allclose(chance_BM[b, :n], [w[2] for w in want], rtol=2e-3)
+        np.testing.assert_allclose(prob_BM[b, :n], [w[2] for w in want], rtol=2e-3)
 
 
 def test_the_written_out_search_notices_a_wrong_pairing() -> None:
@@ -171,7 +173,7 @@ def test_the_written_out_search_notices_a_wrong_pairing() -> None:
 
 @pytest.mark.parametrize("scheme", ["cdf", "gumbel"])
 @pytest.mark.parametrize("ids", [None, IDS])
-def test_coupled_guesses_are_drawn_with_the_noise_of_their_positions(scheme, ids) -> None:
+def test_coupled_drafts_are_drawn_with_the_noise_of_their_positions(scheme, ids) -> None:
     config, params, frozen, caught, tokens = make("eagle", ids, seed=3)
     keys = sampling.request_keys(sampling.step_key(0, 0), jnp.arange(B))
     noise = tree_search.Noise(
@@ -182,8 +184,8 @@ def test_coupled_guesses_are_drawn_with_the_noise_of_their_positions(scheme, ids
         jnp.int32(0),
         jnp.float32(1),
     )
-    # a head that leaves something to chance
-    frozen = eagle.Frozen(frozen.embedding_VD, frozen.head_DU / 40, frozen.draft_ids_U)
+    # a head that leaves something to probability
+    frozen = eagle.SharedParams(frozen.embedding_VD, frozen.head_DU / 40, frozen.draft_ids_U)
     tokens_BM, parents_BM, _, count_B = drafted(
         config, params, frozen, caught, tokens, ids, K=1, depth=3, M=3, noise=noise, scheme=scheme
     )
@@ -214,7 +216,7 @@ def test_a_deeper_search_compiles_nothing() -> None:
 
 
 def test_rows_at_rest_are_written_nowhere() -> None:
-    """Their window begins at the end of the cache; what others guess is as it was."""
+    """Their window begins at the end of the cache; what others draft is as it was."""
     config, params, frozen, caught, tokens = make("eagle", None)
     most, C = 3, 4
     window = jnp.asarray(tokens[:, 1 : 1 + C])

@@ -53,7 +53,7 @@ def same_token(batch):
 
 def next_state(batch):
     """Planted: f_{t+1} with x_{t+1}."""
-    return dataclasses.replace(batch, caught_BTW=np.roll(batch.caught_BTW, -1, axis=1))
+    return dataclasses.replace(batch, hidden_BTW=np.roll(batch.hidden_BTW, -1, axis=1))
 
 
 def later_position(batch):
@@ -122,10 +122,10 @@ def test_later_entries_are_not_seen(design):
     batch = packed([[s]], 9)
 
     def of_states(states):
-        changed = dataclasses.replace(batch, caught_BTW=states)
+        changed = dataclasses.replace(batch, hidden_BTW=states)
         return unrolled_outputs(config, params, frozen.embedding_VD, changed, STEPS)[:, 0].sum(-1)
 
-    slope = jax.jit(jax.jacrev(of_states))(batch.caught_BTW)
+    slope = jax.jit(jax.jacrev(of_states))(batch.hidden_BTW)
     slope_JTS = np.abs(slope[:, :, 0]).sum(-1)
     t, state = np.arange(8)[:, None], np.arange(9)[None]
     for j in range(STEPS):

@@ -1,4 +1,4 @@
-"""Looking guesses up in texts: by hand, and against a plain search."""
+"""Looking draft tokens up in texts: by hand, and against a plain search."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -71,10 +71,10 @@ def test_chains_end_with_their_piece():
 
 
 def test_outcome_by_hand():
-    # a slot of chains of 3, 3 and 0 guesses: all right, one right, none to try; a slot at rest
+    # a slot of chains of 3, 3 and 0 draft tokens: all right, one right, none to try; a slot at rest
     got = judge(np.array([[4, 2, 1], [0, 0, 0]]), np.array([[3, 3, 0], [0, 0, 0]]), 4)
     assert got.reached_AJ.tolist() == [[3, 2, 1], [0, 0, 0]]
-    assert got.right_AJ.tolist() == [[2, 1, 1], [0, 0, 0]]
+    assert got.accepted_AJ.tolist() == [[2, 1, 1], [0, 0, 0]]
     assert (got.tried, got.rounds, got.accepted) == (6, 3, 4)
 
 

@@ -1,8 +1,8 @@
-"""Seer's interface by hand: logs, fetches, time to live, and guesses from siblings."""
+"""Seer's interface by hand: logs, fetches, time to live, and draft tokens from siblings."""
 
 import numpy as np
 import pytest
-from live_by_hand import guesses, ids, live_texts
+from live_by_hand import drafts, ids, live_texts
 
 from spec.retrieval.group import DraftClient, DraftServer, GroupDrafter, Update
 from spec.retrieval.ngram import NgramDrafter
@@ -47,50 +47,50 @@ def test_a_client_follows_registered_groups_until_their_time_is_over():
 def test_a_sibling_behind_is_given_what_the_one_ahead_said():
     drafter = GroupDrafter(CHAIN, update_tokens=1)
     ahead, behind = [50, 51, 1, 2, 3, 4, 9], [50, 51]
-    assert guesses(drafter, live_texts(ahead, behind)) == [[], [1, 2, 3, 4]]
-    assert guesses(drafter, live_texts(ahead, [50, 51, 1, 2])) == [[], [3, 4, 9]]
+    assert drafts(drafter, live_texts(ahead, behind)) == [[], [1, 2, 3, 4]]
+    assert drafts(drafter, live_texts(ahead, [50, 51, 1, 2])) == [[], [3, 4, 9]]
     # another group knows nothing of it
-    assert guesses(drafter, live_texts([50, 51, 1, 2], groups=[1], first_id=7)) == [[]]
+    assert drafts(drafter, live_texts([50, 51, 1, 2], groups=[1], first_id=7)) == [[]]
 
 
 def test_a_finished_sibling_goes_on_helping_and_its_end_is_known():
     drafter = GroupDrafter(CHAIN, update_tokens=5)
     one = live_texts([50, 51, 1, 2, 0])
-    guesses(drafter, one)
-    assert guesses(drafter, live_texts([50, 51, 1], first_id=3)) == [[2, 0]]
+    drafts(drafter, one)
+    assert drafts(drafter, live_texts([50, 51, 1], first_id=3)) == [[2, 0]]
     # of a request that has ended the rest is sent, however short
     other = GroupDrafter(CHAIN, update_tokens=100)
-    guesses(other, one)
-    assert guesses(other, live_texts([50, 51, 1], first_id=3)) == [[]]
+    drafts(other, one)
+    assert drafts(other, live_texts([50, 51, 1], first_id=3)) == [[]]
     other.finished(one)
-    assert guesses(other, live_texts([50, 51, 1], first_id=3)) == [[2, 0]]
+    assert drafts(other, live_texts([50, 51, 1], first_id=3)) == [[2, 0]]
 
 
 def test_the_more_frequent_branch_comes_first():
     drafter = GroupDrafter(CHAIN, update_tokens=1)
     rows = ([50, 51, 1, 7], [50, 51, 1, 8], [50, 51, 1, 8])
-    guesses(drafter, live_texts(*rows))
-    assert guesses(drafter, live_texts([50, 51, 1], first_id=9))[0][0] == 8
+    drafts(drafter, live_texts(*rows))
+    assert drafts(drafter, live_texts([50, 51, 1], first_id=9))[0][0] == 8
 
 
 def test_own_text_repeats_itself():
     rule = ProposalRule(longest=4, shortest=2)
     drafter = NgramDrafter(rule)
-    assert guesses(drafter, live_texts([1, 2, 3, 4, 1, 2], [5, 6, 7]), most=2) == [[3, 4], []]
-    assert guesses(drafter, live_texts([1, 2, 3, 4, 1, 2, 3], [5, 6, 7, 5, 6]), most=2) == [
+    assert drafts(drafter, live_texts([1, 2, 3, 4, 1, 2], [5, 6, 7]), most=2) == [[3, 4], []]
+    assert drafts(drafter, live_texts([1, 2, 3, 4, 1, 2, 3], [5, 6, 7, 5, 6]), most=2) == [
         [4, 1],
         [7, 5],
     ]
     drafter.finished(live_texts([1, 2, 3, 4, 1, 2, 3]))
     # the id may be another request's in a later phase
-    assert guesses(drafter, live_texts([9, 9, 8, 8]), most=2) == [[]]
+    assert drafts(drafter, live_texts([9, 9, 8, 8]), most=2) == [[]]
 
 
 def test_more_requests_than_followers_at_first():
     drafter = GroupDrafter(CHAIN, update_tokens=1)
     rows = [[50, 51, i, i + 1, i + 2] for i in range(200)]
-    guesses(drafter, live_texts(*rows))
-    got = guesses(drafter, live_texts(*[row[:3] for row in rows], first_id=1000), most=1)
+    drafts(drafter, live_texts(*rows))
+    got = drafts(drafter, live_texts(*[row[:3] for row in rows], first_id=1000), most=1)
     assert got == [[i + 1] for i in range(200)]
     drafter.finished(live_texts(*[row[:3] for row in rows], first_id=1000))
-    assert guesses(drafter, live_texts([50, 51, 7], first_id=5000), most=1) == [[8]]
+    assert drafts(drafter, live_texts([50, 51, 7], first_id=5000), most=1) == [[8]]

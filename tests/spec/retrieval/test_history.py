@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from live_by_hand import guesses, ids, live_texts
+from live_by_hand import drafts, ids, live_texts
 
 from spec.budget.window import WindowConfig
 from spec.retrieval.history import PAPER_RULE, HistoryDrafter, build_index
@@ -21,10 +21,10 @@ def test_history_prefers_the_branch_of_the_largest_reward_sum():
     def drafter():
         return HistoryDrafter(index, {0: "p", 1: "q"}, rule)
 
-    assert guesses(drafter(), live_texts([50, 51], [50, 51], groups=[0, 1])) == [[1, 2, 7], []]
+    assert drafts(drafter(), live_texts([50, 51], [50, 51], groups=[0, 1])) == [[1, 2, 7], []]
     store.replace("p", of_group(tokens, [0.5, 0.25, 0.5]))
     index = build_index(store, {"p": ids(50, 51)}, rule)
-    assert guesses(drafter(), live_texts([50, 51, 1], groups=[0])) == [[2, 8]]
+    assert drafts(drafter(), live_texts([50, 51, 1], groups=[0])) == [[2, 8]]
 
 
 def test_a_draft_stays_with_the_response_that_it_began_in():
@@ -36,7 +36,7 @@ def test_a_draft_stays_with_the_response_that_it_began_in():
 
     def after(rule):
         drafter = HistoryDrafter(build_index(store, {"p": ids(50)}, rule), {0: "p"}, rule)
-        return guesses(drafter, live_texts([50, 1, 2, 3], prompt=1), most=22)
+        return drafts(drafter, live_texts([50, 1, 2, 3], prompt=1), most=22)
 
     assert after(PAPER_RULE) == [mine[3:].tolist()]
     forgetful = dataclasses.replace(PAPER_RULE, path_tokens=0)

@@ -24,11 +24,11 @@ def live(response, request_id=5):
     )
 
 
-def guesses(drafter, response, most=3, **who):
+def propose(drafter, response, most=3, **who):
     drafts = drafter.propose(live(response, **who), np.array([most]), 4)
     n = int(drafts.count_A[0])
     assert drafts.parents_AN[0, :n].tolist() == list(range(-1, n - 1))
-    return drafts.tokens_AN[0, :n].tolist(), drafts.chance_AN[0, :n].tolist(), drafts
+    return drafts.tokens_AN[0, :n].tolist(), drafts.prob_AN[0, :n].tolist(), drafts
 
 
 @pytest.fixture
@@ -37,34 +37,34 @@ def drafter():
 
 
 def test_it_goes_on_in_place(drafter):
-    tokens, chances, drafts = guesses(drafter, [])
+    tokens, probs, drafts = propose(drafter, [])
     assert tokens == [10, 11, 12]
-    assert chances == pytest.approx([FOUND, FOUND * NEXT, FOUND * NEXT**2])
+    assert probs == pytest.approx([FOUND, FOUND * NEXT, FOUND * NEXT**2])
     assert set(drafts.sources_AN[0].tolist()) == {Source.LAST}
-    assert guesses(drafter, OLD[:6])[0] == [16, 17]
-    assert guesses(drafter, OLD)[0] == []
-    assert guesses(drafter, OLD[:2], most=9)[0] == [12, 13, 14, 15]  # room for four
-    assert guesses(drafter, OLD[:2], most=0)[0] == []
+    assert propose(drafter, OLD[:6])[0] == [16, 17]
+    assert propose(drafter, OLD)[0] == []
+    assert propose(drafter, OLD[:2], most=9)[0] == [12, 13, 14, 15]  # room for four
+    assert propose(drafter, OLD[:2], most=0)[0] == []
 
 
 def test_behind_a_token_that_was_replaced_it_goes_on_at_the_same_place(drafter):
-    tokens, chances, _ = guesses(drafter, [10, 11, 99])
-    assert tokens == [13, 14, 15] and chances[0] == pytest.approx(LOST)
-    tokens, chances, _ = guesses(drafter, [10, 11, 99, 13])
-    assert tokens == [14, 15, 16] and chances[0] == pytest.approx(FOUND)
+    tokens, probs, _ = propose(drafter, [10, 11, 99])
+    assert tokens == [13, 14, 15] and probs[0] == pytest.approx(LOST)
+    tokens, probs, _ = propose(drafter, [10, 11, 99, 13])
+    assert tokens == [14, 15, 16] and probs[0] == pytest.approx(FOUND)
 
 
 def test_behind_tokens_that_were_put_in_or_left_out_it_is_found_again(drafter):
     put_in = [10, 11, 98, 99, 12]
-    assert guesses(drafter, put_in)[0] == [15, 16, 17]  # one token is not enough
-    tokens, chances, _ = guesses(drafter, [*put_in, 13])
-    assert tokens == [14, 15, 16] and chances[0] == pytest.approx(FOUND)
+    assert propose(drafter, put_in)[0] == [15, 16, 17]  # one token is not enough
+    tokens, probs, _ = propose(drafter, [*put_in, 13])
+    assert tokens == [14, 15, 16] and probs[0] == pytest.approx(FOUND)
     left_out = AlignedDrafter({5: np.asarray(OLD, np.int32)})
-    assert guesses(left_out, [10, 13, 14])[0] == [15, 16, 17]
-    assert guesses(left_out, [10, 13, 14, 15])[0] == [16, 17]  # and it stays found
+    assert propose(left_out, [10, 13, 14])[0] == [15, 16, 17]
+    assert propose(left_out, [10, 13, 14, 15])[0] == [16, 17]  # and it stays found
 
 
 def test_a_request_without_an_old_response_gets_nothing(drafter):
-    assert guesses(drafter, [10], request_id=9)[0] == []
-    assert guesses(drafter, [8], request_id=6)[0] == []
-    assert guesses(AlignedDrafter({}), [])[0] == []
+    assert propose(drafter, [10], request_id=9)[0] == []
+    assert propose(drafter, [8], request_id=6)[0] == []
+    assert propose(AlignedDrafter({}), [])[0] == []

@@ -39,7 +39,7 @@ def test_by_hand():
     # 4 5 6 are right, 7 comes for nothing; 8 is wrong (0 comes); the text goes on with 9, and
     # ends (9 comes for nothing); the last 9 has nothing to go by
     assert known.request_ids_A.tolist() == [0]
-    assert got.reached_AJ.tolist() == [[4, 2, 1]] and got.right_AJ.tolist() == [[2, 1, 1]]
+    assert got.reached_AJ.tolist() == [[4, 2, 1]] and got.accepted_AJ.tolist() == [[2, 1, 1]]
 
 
 def test_too_early_and_too_late():
@@ -47,14 +47,14 @@ def test_too_early_and_too_late():
     assert start.judge(live([[4] * (LEAST_TOKENS - 1)] * 2), 4) is None
     known, _ = start.judge(live([[4] * LEAST_TOKENS] * 2, ids=[7, 1]), 4)
     assert known.request_ids_A.tolist() == [1]  # the other one has ended
-    known, outcome = start.judge(live([[4]], ids=[9]), 4)
-    assert len(known) == 0 and outcome.rounds == 0
+    known, acceptance = start.judge(live([[4]], ids=[9]), 4)
+    assert len(known) == 0 and acceptance.rounds == 0
 
 
 def test_what_follows_the_known_tokens_is_left_open():
     start = probe(texts([4, 5, 6, 7, 8, 9, 10, 11, 12]), live([[]]), 1)
     _, got = start.judge(live([[4, 5, 6, 7, 8, 9, 10, 11]]), 16)
-    assert got.right_AJ[0].tolist() == [1] * 8 + [0] * 7
+    assert got.accepted_AJ[0].tolist() == [1] * 8 + [0] * 7
     assert got.reached_AJ[0].tolist() == [1] * 8 + [0] * 7
 
 
@@ -79,7 +79,7 @@ def test_as_the_device_would(seed):
     first = int(rng.integers(1, L + 1))
     start = dataclasses.replace(start, text_AL=text_L[None], next_A=np.array([first]))
     _, got = start.judge(live([response]), N)
-    reached_J, right_J, tried = np.zeros(N - 1, int), np.zeros(N - 1, int), 0
+    reached_J, accepted_J, tried = np.zeros(N - 1, int), np.zeros(N - 1, int), 0
     said, at, following = [*PROMPT, *response], len(PROMPT), first
     while at < len(said):
         context = [NO_TOKEN] * CONTEXT_TOKENS + said[:at]
@@ -90,18 +90,18 @@ def test_as_the_device_would(seed):
                 jnp.asarray([following]),
             )
         )
-        guesses = np.asarray(chains(jnp.asarray(text_L)[None], place, N).tokens_BN)[0, 1:]
+        drafts = np.asarray(chains(jnp.asarray(text_L)[None], place, N).tokens_BN)[0, 1:]
         hits = 0
-        while hits < N - 1 and at + hits < len(said) and guesses[hits] == said[at + hits]:
+        while hits < N - 1 and at + hits < len(said) and drafts[hits] == said[at + hits]:
             hits += 1
         reached_J[:hits] += 1
-        right_J[:hits] += 1
+        accepted_J[:hits] += 1
         if at + hits == len(said):
             break
         reached_J[hits : hits + 1] += 1
-        tried += int((guesses != PADDING).sum())
+        tried += int((drafts != PADDING).sum())
         at += hits + 1
         following = int(place[0]) + hits + 1 if int(place[0]) < L else L
     assert got.reached_AJ[0].tolist() == reached_J.tolist()
-    assert got.right_AJ[0].tolist() == right_J.tolist()
+    assert got.accepted_AJ[0].tolist() == accepted_J.tolist()
     assert got.tried == tried

@@ -1,4 +1,4 @@
-"""The suffix forest by hand: counts, matches, guesses, growth, removal, errors."""
+"""The suffix forest by hand: counts, matches, draft tokens, growth, removal, errors."""
 
 import collections
 import dataclasses
@@ -32,12 +32,12 @@ def follower_of(forest, tree, context):
 
 
 def proposed(forest, tree, context, rule, max_nodes=8):
-    """[(token, parent, chance)] and the match."""
+    """[(token, parent, probability)] and the match."""
     followers, out = follower_of(forest, tree, context), no_drafts(1, max_nodes)
     forest.propose(followers, rule, [max_nodes], out)
     n = out.count_A[0]
     assert (out.tokens_AN[0, n:] == PADDING).all()  # what is not proposed is not written
-    columns = out.tokens_AN[0, :n], out.parents_AN[0, :n], out.chance_AN[0, :n]
+    columns = out.tokens_AN[0, :n], out.parents_AN[0, :n], out.prob_AN[0, :n]
     return list(zip(*(c.tolist() for c in columns), strict=True)), followers.matched_F[0]
 
 
@@ -96,11 +96,13 @@ def test_equal_weights_are_ranked_by_count_then_by_token():
 
 
 def test_all_children_of_the_best_weights_are_candidates():
-    """Two guesses of three by chance, although the likelier ones have the smaller weights."""
+    """Two draft tokens of three by probability, although the likelier ones have the smaller
+    weights.
+    """
     texts = [[1, 2]] * 3 + [[1, 3]] * 2 + [[1, 4]]
     forest, tree, _ = grown(*texts, weights=[-1.0] * 5 + [1.0])
-    guesses, _ = proposed(forest, tree, [1], ProposalRule(7, 1, 3, "weight"), 2)
-    assert [t for t, _, _ in guesses] == [2, 3]
+    drafts, _ = proposed(forest, tree, [1], ProposalRule(7, 1, 3, "weight"), 2)
+    assert [t for t, _, _ in drafts] == [2, 3]
 
 
 def test_a_best_first_tree():
@@ -112,7 +114,7 @@ def test_a_best_first_tree():
     assert [(t, p) for t, p, _ in got] == [(2, -1), (3, 0), (5, -1), (4, 0), (6, 2)]
     assert sorted(got) == sorted([want[0], want[1], want[2], (5, -1, 0.25), (6, 2, 0.25)])
     assert proposed(forest, tree, [1], ProposalRule(7, 1, 2), 3)[0] == got[:3]
-    assert len(proposed(forest, tree, [1], ProposalRule(7, 1, 2, min_chance=0.5))[0]) == 2
+    assert len(proposed(forest, tree, [1], ProposalRule(7, 1, 2, min_prob=0.5))[0]) == 2
 
 
 def test_a_text_that_ends_in_the_context_falls_back_to_what_goes_on():
@@ -135,13 +137,15 @@ def test_contexts_are_cut_to_max_context():
 
 
 def test_a_draft_goes_down_one_branch():
-    """Guesses are chosen by the match and all guesses above them, whatever `longest` cuts off."""
+    """Draft tokens are chosen by the match and all draft tokens above them, whatever `longest`
+    cuts off.
+    """
     texts = [1, 2, 5, 6, 7, 8], [3, 4, 5, 6, 7, 9], [3, 4, 5, 6, 7, 9]
     forest, tree, _ = grown(*texts, max_context=6)
     rule = ProposalRule(longest=2, shortest=2)
     assert rule.context_tokens == 34
     assert [t for t, _, _ in proposed(forest, tree, [1, 2], rule, 6)[0]] == [5, 6, 7, 8]
-    # two tokens know nothing of where the draft began, three forget it after the first guess
+    # two tokens know nothing of where the draft began, three forget it after the first draft token
     for path_tokens in (0, 1):
         short = dataclasses.replace(rule, path_tokens=path_tokens)
         assert [t for t, _, _ in proposed(forest, tree, [1, 2], short, 6)[0]] == [5, 6, 7, 9]
@@ -200,7 +204,7 @@ def test_proposing_after_growth_uses_the_counts_of_now():
     forest.add(tree, [6, 1, 2, 4])
     forest.add(tree, [6, 1, 2, 4])
     forest.propose(followers, ProposalRule(), [1], out)
-    assert (out.tokens_AN[0, 0], out.chance_AN[0, 0]) == (4, np.float32(2 / 3))
+    assert (out.tokens_AN[0, 0], out.prob_AN[0, 0]) == (4, np.float32(2 / 3))
     forest.remove(first)
     forest.propose(followers, ProposalRule(), [1], out)
     assert out.count_A[0] == 0  # it has to follow first

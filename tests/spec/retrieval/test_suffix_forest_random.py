@@ -61,7 +61,7 @@ class Brute:
         return [(t, count) for t, count, _ in nexts[: rule.max_children]]
 
     def propose(self, found, context, rule, max_nodes):
-        """(token, parent, chance) of each guess."""
+        """(token, parent, probability) of each draft token."""
         length = min(self.match(found, context), rule.longest)
         most = min(self.most, rule.longest + rule.path_tokens)
         while length >= rule.shortest:
@@ -73,12 +73,12 @@ class Brute:
             return []
         waiting, drafted, born = [], [], 0
 
-        def expand(context, chance, parent):
+        def expand(context, prob, parent):
             nonlocal born
             total = found[context][0] + rule.prior
             for token, count in self.children(found, context, rule):
-                of_child = chance * (count / total)
-                if of_child >= rule.min_chance:
+                of_child = prob * (count / total)
+                if of_child >= rule.min_prob:
                     after = (context + bytes([token]))[-most:]
                     waiting.append((-of_child, born, token, parent, after))
                     born += 1
@@ -231,7 +231,7 @@ class Program:
             matched = brute.match(found[tree], context)
             assert self.followers.matched_F[f] == matched
             got = list(
-                zip(out.tokens_AN[i, :n], out.parents_AN[i, :n], out.chance_AN[i, :n], strict=True)
+                zip(out.tokens_AN[i, :n], out.parents_AN[i, :n], out.prob_AN[i, :n], strict=True)
             )
             assert got == brute.propose(found[tree], context, rule, limits[i])
         self.check_counts(found)

@@ -84,12 +84,12 @@ def test_coupled_tokens_stand_while_they_are_drawn_again():
 @pytest.mark.parametrize(("lenience", "log_ratio"), [(1.0, -0.7), (2.0, -1.2), (0.5, 0.3)])
 def test_a_token_stands_with_the_probability_of_equation_3(lenience, log_ratio):
     """20,000 requests; false-alarm rate 1e-6, two-sided by the binomial law."""
-    chance = min(1.0, lenience * math.exp(log_ratio))
+    prob = min(1.0, lenience * math.exp(log_ratio))
     ours = rule(f"lenient:{lenience}")
     one, found = cached([5], [-1.0]), verified([-1.0 + log_ratio], [5])
     n = 20_000
     kept = sum(ours.kept(r, one, found) for r in range(n))
-    low, high = binom.interval(1 - FALSE_ALARM, n, chance)
+    low, high = binom.interval(1 - FALSE_ALARM, n, prob)
     assert low <= kept <= high
 
 

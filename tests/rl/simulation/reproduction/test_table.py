@@ -155,8 +155,8 @@ def test_grouped_lanes_bring_the_published_tokens():
     config = GroupedDraftsConfig()
     lanes = reproduction_seer.grouped_lanes(config)
     for lane, tokens in zip(lanes, config.paths_tokens, strict=True):
-        assert 1 + sum(lane.chances) == pytest.approx(tokens)
-        assert list(lane.chances) == sorted(lane.chances, reverse=True)
+        assert 1 + sum(lane.probs) == pytest.approx(tokens)
+        assert list(lane.probs) == sorted(lane.probs, reverse=True)
 
 
 def test_eagles_drafter_is_a_layer_and_a_vocabulary():
@@ -166,17 +166,17 @@ def test_eagles_drafter_is_a_layer_and_a_vocabulary():
     assert drafter.active_params == pytest.approx(545e6 + (7.07e9 - 545e6) / 28, rel=1e-3)
     config = SHIPPED["tlt"].tree_drafts
     lane = reproduction_tlt.tree_lane(config)
-    assert [1 + sum(lane.chances[:n]) for n in config.guesses] == pytest.approx(config.tokens)
+    assert [1 + sum(lane.probs[:n]) for n in config.drafts] == pytest.approx(config.tokens)
 
 
 def test_windows_of_history_have_the_published_acceptance_and_share():
     asked = SHIPPED["rhymerl_math"].training_steps
     whole = reproduction_rhymerl.history_windows(dataclasses.replace(asked, found_tokens=1.0))
-    assert (whole.tokens - 1) / whole.guesses == pytest.approx(0.72, abs=1e-4)
-    assert whole.guesses < WindowConfig().most_tokens
+    assert (whole.tokens - 1) / whole.drafts == pytest.approx(0.72, abs=1e-4)
+    assert whole.drafts < WindowConfig().most_tokens
     for share in (0.75, 0.93):
         some = reproduction_rhymerl.history_windows(dataclasses.replace(asked, found_tokens=share))
-        rounds = some.guesses / whole.guesses  # of all, those with drafts
+        rounds = some.drafts / whole.drafts  # of all, those with drafts
         assert rounds * whole.tokens / some.tokens == pytest.approx(share)
 
 
