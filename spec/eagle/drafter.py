@@ -186,7 +186,7 @@ class EagleDrafter:
             "config": self._config,
             "top_k": tree.top_k,
             "max_depth": tree.max_depth,
-            "num_guesses": self._num_draft_tokens,
+            "num_draft_tokens": self._num_draft_tokens,
             "scheme": self._sampling.draw,
         }
 

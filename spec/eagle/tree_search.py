@@ -89,7 +89,7 @@ def absorb(
 
 @partial(
     jax.jit,
-    static_argnames=("config", "top_k", "max_depth", "num_guesses", "scheme"),
+    static_argnames=("config", "top_k", "max_depth", "num_draft_tokens", "scheme"),
     donate_argnames="cache",
 )
 def draft(

@@ -93,7 +93,7 @@ def test_a_learned_drafter_and_the_states_that_it_reads(check, keeping, params):
     def options():
         sinks.append(Keeps())
         site = keeping.site(params, SAMPLINGS["plain"], STEP_KEY)
-        return {"drafter": learned("eagle").drafter_at(site), "catcher": sinks[-1]}
+        return {"drafter": learned("eagle").drafter_at(site), "sink": sinks[-1]}
 
     assert 4 in check(keeping, options)
     for sink in sinks:

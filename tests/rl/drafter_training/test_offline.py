@@ -59,7 +59,7 @@ def computed(monkeypatch):
         times.append([r.name for r in some])
         return hidden_of(some, **rest)
 
-    monkeypatch.setattr(offline_drafter, "caught_of", counting)
+    monkeypatch.setattr(offline_drafter, "hidden_of", counting)
     return times
 
 

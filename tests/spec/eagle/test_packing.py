@@ -152,7 +152,7 @@ def test_the_check_finds_faults():
         ("counts_BT", lambda a: a.__setitem__((0, 3), True)),
         ("counts_BT", lambda a: a.__setitem__((0, 0), True)),
         ("counts_BT", lambda a: a.__setitem__((0, 10), True)),
-        ("caught_BTW", lambda a: a.__setitem__((0, 6), a[0, 5])),
+        ("hidden_BTW", lambda a: a.__setitem__((0, 6), a[0, 5])),
         ("positions_BT", lambda a: a.__setitem__((0, 6), 6)),
     ):
         with pytest.raises(AssertionError):

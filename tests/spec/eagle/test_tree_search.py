@@ -231,7 +231,7 @@ def test_rows_at_rest_are_written_nowhere() -> None:
 
     def draft(start_B):
         args = jnp.asarray(LENGTH_B * 0 + C), jnp.int32(most), jnp.float32(1.0)
-        options = {"top_k": 2, "max_depth": most, "num_guesses": 5}
+        options = {"top_k": 2, "max_depth": most, "num_draft_tokens": 5}
         return run(tree_search.draft, start_B, *args, **options)
 
     rest, end = 1, zeros.num_positions
