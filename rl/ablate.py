@@ -32,9 +32,8 @@ from rl.ablation.table import figure, markdown
 from rl.config.loader import ConfigError, add_field_arguments, list_fields, load, parse_command_line
 from rl.config.loader import dump as dump_config
 from rl.loop.experiment import open_inputs
+from rl.runtime.exit_codes import EXIT_FAILED, EXIT_STOPPED, EXIT_USAGE
 from rl.runtime.progress import say
-from rl.runtime.signals import EXIT_STOPPED
-from rl.train import EXIT_FAILED, EXIT_USAGE
 
 
 def main(argv: Sequence[str]) -> int:

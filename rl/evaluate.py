@@ -29,11 +29,10 @@ from rl.config.loader import (
 from rl.loop import evaluation
 from rl.loop.evaluation import EvaluationConfig, Questions
 from rl.loop.experiment import Inputs, TrainConfig, open_inputs
+from rl.runtime.exit_codes import EXIT_FAILED, EXIT_USAGE
 from rl.runtime.progress import Progress, progress, say
 
 DEFAULT_CONFIG = "configs/tiny_cpu.gin"
-EXIT_USAGE = 2
-EXIT_FAILED = 1
 
 
 def main(argv: Sequence[str]) -> int:

@@ -12,30 +12,17 @@ config.gin and what it names must be where they were.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import jax
-import jax.numpy as jnp
-
-from models import hf
-from models.transformer import Params, param_specs
-from rl.checkpoint import checkpointer
 from rl.checkpoint.checkpointer import NoWholeCheckpointError, StructureMismatchError
 from rl.config.loader import ConfigError, load, parse_command_line
 from rl.drafter_training import export as drafter_folder
-from rl.learner.optimizer import TrainState
-from rl.loop import drafter_run
-from rl.loop.experiment import Inputs, TrainConfig, open_inputs
+from rl.loop import drafter_export
+from rl.loop.experiment import TrainConfig, open_inputs
+from rl.runtime.exit_codes import EXIT_USAGE
 from rl.runtime.progress import say
-from spec.eagle.model import EagleWeights
-from spec.eagle.training import DrafterState
-
-FOLDER = "drafter_model"  # in the folder of a finished run
-EXIT_USAGE = 2
 
 
 def main(argv: Sequence[str]) -> int:
@@ -55,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         config = _configuration(run)
         drafter_folder.check_target(out)
-        exported = export(config, open_inputs(config), run, out)
+        exported = drafter_export.export(config, open_inputs(config), run, out)
     except (
         ConfigError,
         ValueError,
@@ -74,47 +61,6 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-@dataclasses.dataclass(frozen=True)
-class Exported:
-    """What was exported, for how many steps it was trained, and by which checkpoints."""
-
-    text: str
-    num_steps: int
-    source: Path
-    warnings: tuple[str, ...]
-
-
-def export(config: TrainConfig, inputs: Inputs, run: Path, target: Path) -> Exported:
-    """Write the drafter of a run, wherever the run stands, to `target`.
-
-    Raises NoWholeCheckpointError, StructureMismatchError, and as `drafter_folder.write` does.
-    """
-    start = drafter_run.open_drafter(config, inputs)
-    found, policy = _most_trained(run, inputs, start)
-    return _write(config, inputs, found, start, policy, target)
-
-
-def export_finished(
-    config: TrainConfig, inputs: Inputs, run: Path, policy: Params, target: Path
-) -> Exported:
-    """The same of a run that has just ended by these weights: its drafter was saved last."""
-    start = drafter_run.open_drafter(config, inputs)
-    return _write(config, inputs, _own(run, start), start, policy, target)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Found:
-    """A drafter's training state without the optimizer's, and the checkpoints it is from."""
-
-    state: Any
-    source: Path
-    warnings: tuple[str, ...]
-
-    @property
-    def num_steps(self) -> int:
-        return int(self.state.step)
-
-
 def _configuration(run: Path) -> TrainConfig:
     saved = run / "config.gin"
     if not saved.is_file():
@@ -127,73 +73,6 @@ def _configuration(run: Path) -> TrainConfig:
             "name a run with one, or train one on what this run wrote: python -m rl.train_drafter"
         )
     return config
-
-
-def _most_trained(run: Path, inputs: Inputs, start: EagleWeights) -> tuple[_Found, Params | None]:
-    """The drafter, and what it shares of the policy.
-
-    A resumed run goes on from the same one: after a kill the drafter's own checkpoints may be
-    behind the run's or ahead of them.
-    """
-    own, both = None, None
-    problems = []
-    try:
-        own = _own(run, start)
-    except NoWholeCheckpointError as error:
-        problems.append(error)
-    try:
-        both = _of_run(run, inputs, start)
-    except NoWholeCheckpointError as error:
-        problems.append(error)
-    if both is not None:
-        found, policy = both
-        if own is not None and own.num_steps >= found.num_steps:
-            found = own
-        return found, policy
-    if own is not None:
-        return own, _finished_policy(run)
-    raise NoWholeCheckpointError("\n".join(map(str, problems)), {})
-
-
-def _own(run: Path, start: EagleWeights) -> _Found:
-    """From the drafter's own checkpoints."""
-    folder = run / drafter_run.FOLDER
-    found = checkpointer.restore(folder, _template(start), subset=True)
-    return _Found(found.arrays, folder, found.warnings)
-
-
-def _of_run(run: Path, inputs: Inputs, start: EagleWeights) -> tuple[_Found, Params]:
-    """From the run's checkpoints, and the policy's embedding and head: no layers."""
-    shared = dataclasses.replace(param_specs(inputs.model), layers=(), final_norm_D=None)
-    shared = jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, jnp.float32), shared)
-    template = TrainState(None, shared, (), drafter=_template(start))  # type: ignore[arg-type]
-    folder = run / "checkpoints"
-    found = checkpointer.restore(folder, template, subset=True)
-    return _Found(found.arrays.drafter, folder, found.warnings), found.arrays.params
-
-
-def _template(start: EagleWeights) -> Any:
-    """A drafter's training state as far as it is exported."""
-    params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), start.params)
-    return DrafterState(params, (), jax.ShapeDtypeStruct((), "int32"))  # type: ignore[arg-type]
-
-
-def _finished_policy(run: Path) -> Params | None:
-    return hf.load_pretrained(run / "policy")[1] if (run / "policy").is_dir() else None
-
-
-def _write(
-    config: TrainConfig,
-    inputs: Inputs,
-    found: _Found,
-    start: EagleWeights,
-    policy: Params | None,
-    target: Path,
-) -> Exported:
-    drafter = dataclasses.replace(start, params=found.state.params)
-    variant = config.drafter_training.variant
-    text = drafter_folder.write(target, drafter, inputs.model, policy, inputs.policy, variant)
-    return Exported(text, found.num_steps, found.source, found.warnings)
 
 
 if __name__ == "__main__":

@@ -23,13 +23,12 @@ from rl.config.loader import (
     load,
     parse_command_line,
 )
+from rl.runtime.exit_codes import EXIT_USAGE
 from rl.runtime.progress import say
 from rl.simulation.compare import play, remarks, table
 from rl.simulation.config import SimulateRun
 from rl.simulation.figure import figure
 from rl.simulation.reproduction.table import configurations, lines_of, reproduce
-
-EXIT_USAGE = 2
 
 
 def main(argv: Sequence[str]) -> int:

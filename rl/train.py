@@ -32,12 +32,11 @@ from rl.loop.experiment import Inputs, TrainConfig, open_inputs, remarks
 from rl.metrics.writer import DamagedRowError, check_installed
 from rl.rewards.check import check_rewards
 from rl.runtime import devices, host_memory, program_cache
+from rl.runtime.exit_codes import EXIT_FAILED, EXIT_USAGE
 from rl.runtime.progress import progress, say
 from rl.runtime.signals import EXPORTING, Limits, Watch, leave
 
 DEFAULT_CONFIG = "configs/tiny_cpu.gin"
-EXIT_USAGE = 2
-EXIT_FAILED = 1
 
 
 def main(argv: Sequence[str]) -> int:
@@ -234,14 +233,14 @@ def _run(config: TrainConfig, inputs: Inputs, folder: Path, before: TrainConfig 
 def _export(config: TrainConfig, inputs: Inputs, folder: Path, params: Params) -> str:
     """The trained policy as a Hugging Face folder, and its drafter; says where they are."""
     from models.hf import save_pretrained
-    from rl import export_drafter
+    from rl.loop import drafter_export
 
     save_pretrained(folder / "policy", inputs.model, params)
     copy_tokenizer(inputs.policy, folder / "policy")
     text = f"the policy is in {folder / 'policy'}"
     if config.speculation.learns:
-        target = folder / export_drafter.FOLDER
-        export_drafter.export_finished(config, inputs, folder, params, target)
+        target = folder / drafter_export.FOLDER
+        drafter_export.export_finished(config, inputs, folder, params, target)
         text += f", its drafter in {target}"
     return text
 

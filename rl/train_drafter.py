@@ -48,14 +48,14 @@ from rl.loop.drafter_run import first_drafter
 from rl.loop.experiment import open_policy
 from rl.packing import Response
 from rl.runtime import devices
+from rl.runtime.exit_codes import EXIT_STOPPED, EXIT_USAGE
 from rl.runtime.progress import say
-from rl.runtime.signals import COMPILE_LIMIT_S, EXIT_STOPPED, SAVING, Limits, Watch, leave
+from rl.runtime.signals import COMPILE_LIMIT_S, SAVING, Limits, Watch, leave
 from spec.eagle import model as eagle
 from spec.eagle.model import EagleConfig
 from spec.eagle.packing import pack
 from spec.sampling import LEAST_TEMPERATURE
 
-EXIT_USAGE = 2
 SAY_EVERY_STEPS = 50
 LEAST_VALUE_BYTES = 2  # of the types that hidden states come in
 

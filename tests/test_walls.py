@@ -25,6 +25,45 @@ MAY_IMPORT = {
     "sched": {"sched"},
     "rl": {"models", "spec", "sched", "rl"},
 }
+# The sub-packages ("rooms") of a package, and which others of that package each may import;
+# "" is the package's own files. Every room may import itself, and every one of rl `rl.runtime`.
+ROOMS: dict[str, dict[str, set[str]]] = {
+    "models": {"": set()},
+    "spec": {
+        "": set(),
+        "reuse": {""},
+        "eagle": {""},
+        "draft_model": {""},
+        "retrieval": {"", "reuse"},
+        "budget": {"", "retrieval"},
+    },
+    "sched": {"": set(), "policies": {""}, "simulator": {""}},
+    "rl": {
+        "runtime": set(),
+        "config": set(),
+        "data": set(),
+        "checkpoint": set(),
+        "engine": set(),
+        "learner": set(),
+        "rewards": {"data"},
+        "metrics": {"data", "engine", "rewards"},
+        "reports": {"engine", "metrics"},
+        "speculation": {"config", "engine"},
+        "workers": {"engine"},
+        "warm_up": {"engine", "speculation"},
+        "warmstart": {"data", "rewards"},
+        "drafter_training": {"checkpoint", "data", "engine", "metrics", "speculation"},
+        "loop": {
+            *("checkpoint", "config", "data", "drafter_training", "engine", "learner"),
+            *("metrics", "rewards", "speculation", "warm_up", "workers"),
+        },
+        "simulation": {"config", "metrics", "reports", "warm_up"},
+        "ablation": {"config", "loop", "metrics", "reports"},
+    },
+}
+# Of rl's own files every room may import the records; the others are what users start, and
+# nothing imports them. They and they alone may import any room.
+RECORDS = {"trajectory", "packing"}
 OURS = {*MAY_IMPORT, "benchmarks", "configs", "tests", "_reprise_sched"}
 CODE = (*MAY_IMPORT, "benchmarks", "tests")
 
@@ -55,10 +94,16 @@ NOT_FOR_ENGINE = {
 
 @dataclasses.dataclass(frozen=True)
 class Import:
-    """One imported module: its absolute name and where it stands."""
+    """One import: the module's absolute name, where it stands, and what is taken from it."""
 
     name: str
     where: str
+    members: tuple[str, ...] = ()
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """What may be a module: `rl.engine.stats` of `from rl.engine import stats` too."""
+        return tuple(f"{self.name}.{member}" for member in self.members) or (self.name,)
 
     @property
     def top(self) -> str:
@@ -89,8 +134,9 @@ def imports(relative: str, tree: ast.Module) -> Iterator[Import]:
                 names = [".".join([*base, alias.name]) for alias in node.names]
         elif isinstance(node, ast.Call) and called(node) in ("import_module", "__import__"):
             names = [a.value for a in node.args[:1] if isinstance(a, ast.Constant)]
+        members = [a.name for a in node.names] if isinstance(node, ast.ImportFrom) else []
         for name in names:
-            yield Import(name, f"{relative}:{node.lineno}")
+            yield Import(name, f"{relative}:{node.lineno}", tuple(members))
 
 
 def called(node: ast.Call) -> str:
@@ -109,6 +155,33 @@ def walls(root: Path) -> list[str]:
         for found in imports(relative, parse(path))
         if found.top in OURS - MAY_IMPORT[relative.split("/")[0]]
     ]
+
+
+def rooms(root: Path) -> list[str]:
+    """Inside a package a room imports only what `ROOMS` and `RECORDS` say."""
+    return [
+        f"{found.where}: {relative} must not import {name}"
+        for relative, path in python_files(root, tuple(ROOMS))
+        for found in imports(relative, parse(path))
+        for name in found.modules
+        if not may_enter(relative, name)
+    ]
+
+
+def may_enter(relative: str, imported: str) -> bool:
+    package, *here = relative.removesuffix(".py").split("/")
+    top, *there = imported.split(".")
+    if top != package or not there:
+        return True
+    table = ROOMS[package]
+    if len(here) > 1 and here[0] not in table:
+        return False  # a new room needs a line in the table
+    own, other = (parts[0] if parts[0] in table else "" for parts in (here, there))
+    if package == "rl" and not other:
+        return there[0] in RECORDS or here == there
+    if package == "rl" and not own:
+        return here[0] not in RECORDS or other == "runtime"
+    return other in {own, *table[own]} or (package == "rl" and other == "runtime")
 
 
 def sched_is_pure(root: Path) -> list[str]:
@@ -182,7 +255,7 @@ def no_standard_names(root: Path) -> list[str]:
     return [f"{name} is named after a standard module" for name in files + folders]
 
 
-RULES = (walls, sched_is_pure, no_code_from_data, no_standard_names)
+RULES = (walls, rooms, sched_is_pure, no_code_from_data, no_standard_names)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
@@ -225,7 +298,27 @@ PLANTED = [
     (no_standard_names, "rl/queue.py", ""),
     (no_standard_names, "logging/a.py", ""),
 ]
+# A planted fault for every row of the table: each room enters one that it must not.
+PLANTED += [
+    (rooms, f"{package}/{room + '/' if room else ''}a.py", f"import {package}.{closed[0]}.b")
+    for package, table in ROOMS.items()
+    for room, allowed in table.items()
+    if (closed := sorted(set(table) - allowed - {room, "", "runtime"}))
+    and not (package == "rl" and not room)
+]
+PLANTED += [
+    (rooms, "rl/engine/a.py", "from rl import train"),
+    (rooms, "rl/train.py", "from rl.export_drafter import main"),
+    (rooms, "rl/engine/a.py", "def f():\n    from rl.rewards import pool"),
+    (rooms, "rl/trajectory.py", "from rl.engine.engine import Engine"),
+    (rooms, "rl/runtime/a.py", "from rl.config.loader import load"),
+    (rooms, "rl/attic/a.py", "from rl.engine import stats"),
+    (rooms, "spec/tree.py", "from spec.retrieval import ngram"),
+]
 INNOCENT = [
+    (rooms, "rl/train.py", "from rl.loop import train_loop\nfrom rl import trajectory"),
+    (rooms, "rl/engine/a.py", "from rl.runtime.waits import wait\nfrom . import b\nimport spec.x"),
+    (rooms, "spec/budget/a.py", "from spec.tree import Draft\nfrom spec.retrieval import group"),
     (
         walls,
         "spec/a.py",

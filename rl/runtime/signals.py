@@ -20,10 +20,9 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, Self
 
+from rl.runtime.exit_codes import EXIT_FAILED, EXIT_STOPPED
 from rl.runtime.waits import HANG_LIMIT_S, place_of
 
-EXIT_STOPPED = 75  # EX_TEMPFAIL: stopped by a signal, saved, can go on
-EXIT_HANGS = 1
 COMPILE_LIMIT_S = 3600.0
 SPEAKING_S = 1.0  # for the last words: a terminal may hang as well
 STARTING, SAVING, EXPORTING = "starting", "checkpoint", "export"  # parts with rules of their own
@@ -153,7 +152,7 @@ class Watch:
         if silent_s > (limits.compile_s if part in (STARTING, EXPORTING) else limits.hang_s):
             where = place_of(self._main)
             what = f"no sign of life for {silent_s:.1f} s from the main thread at {part} ({where})"
-            self._end(f"error: {what}", EXIT_HANGS)
+            self._end(f"error: {what}", EXIT_FAILED)
         elif self._asked_s is not None and part not in (SAVING, EXPORTING):
             late_s = now_s - self._asked_s
             if late_s > limits.stop_s:

@@ -10,11 +10,11 @@ import collections
 import dataclasses
 import threading
 from collections.abc import Callable, Mapping, MutableSequence, Sequence
+from typing import Protocol
 
 import jax
 
 from models import transformer
-from rl.drafter_training.spot_trainer import SpotTrainer
 from rl.engine.engine import Engine
 from rl.engine.speculate import DrafterFactory, no_drafts
 from rl.engine.stats import EngineStats, joined
@@ -47,6 +47,36 @@ class StepSpec:
     sink: HiddenStateSink | None = None
 
 
+class IdleWork(Protocol):
+    """Work for workers without requests (`drafter_training.spot_trainer`). Any thread may call
+    it.
+    """
+
+    def rollout_began(self) -> None:
+        """Requests are where they are to run: a worker that has none is idle."""
+        ...
+
+    def rollout_ended(self) -> None:
+        """No worker is idle any more; a unit of work that has begun is ended."""
+        ...
+
+    def joined(self, worker_id: int) -> None: ...
+
+    def lost(self, worker_id: int, *, hangs: bool = False) -> None: ...
+
+    def spare(self, worker_id: int, runner: Engine) -> bool:
+        """Do one unit on an idle worker's devices; False where there is none for it."""
+        ...
+
+    def busy(self, worker_id: int) -> None:
+        """A request has come for a worker that may have been idle."""
+        ...
+
+    def dismiss(self) -> None:
+        """The workers' threads have ended."""
+        ...
+
+
 @dataclasses.dataclass(frozen=True)
 class WorkerLimits:
     """What a worker holds, and whether one that raised or hangs is replaced.
@@ -76,7 +106,7 @@ class WorkerGroup:
         scheduler: Scheduler,
         size: WorkerLimits,
         clock: Callable[[], float],
-        spot: SpotTrainer | None = None,
+        spot: IdleWork | None = None,
     ) -> None:
         self._engines, self._size, self._spot = engines, size, spot
         pool = KvPool(size.pool_bytes)
@@ -243,7 +273,7 @@ class WorkerGroup:
 class _Spare:
     """A worker's spare time, spent on the drafter."""
 
-    spot: SpotTrainer
+    spot: IdleWork
     worker_id: int
     engine: Engine
 

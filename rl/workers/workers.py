@@ -20,7 +20,6 @@ import numpy as np
 from models import transformer
 from models.config import ModelConfig
 from models.sharding import MeshConfig, make_mesh
-from rl.drafter_training.spot_trainer import SpotTrainer
 from rl.engine.config import EngineConfig
 from rl.engine.engine import Engine, OnFinish, OnRound
 from rl.engine.speculate import DrafterFactory, no_drafts
@@ -28,7 +27,7 @@ from rl.engine.stats import EngineStats
 from rl.runtime.waits import HANG_LIMIT_S, POLL_S
 from rl.trajectory import Request, Trajectory, longest_tokens
 from rl.workers.coordinator import Deferred
-from rl.workers.worker_group import StepSpec, WorkerGroup, WorkerLimits
+from rl.workers.worker_group import IdleWork, StepSpec, WorkerGroup, WorkerLimits
 from sched.policies.divided import PreferPool
 from sched.policies.registry import make_scheduler
 from sched.protocol import Scheduler
@@ -101,7 +100,7 @@ class MultiEngine:
         seed: int = 0,
         clock: Callable[[], float] = time.perf_counter,
         prefer_pool: PreferPool = lambda tokens: True,
-        spot: SpotTrainer | None = None,
+        spot: IdleWork | None = None,
         hang_limit_s: float = HANG_LIMIT_S,
     ) -> None:
         self.engines, self.config, self._seed = list(engines), config, seed

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks import tiny_run
-from rl import export_drafter, report, train
+from rl import report, train
 from rl.checkpoint.checkpointer import Checkpointer
+from rl.loop import drafter_export
 from rl.loop.run_folder import OWN_NAMES
 
 SPILLS = ("Speculation.budget='fixed:1'", "Speculation.sources=('history',)")
@@ -179,7 +180,7 @@ def test_a_drafters_checkpoints_are_written_through_no_link(victim, tmp_path):
     with Checkpointer(tmp_path / "run" / "drafter") as saver:
         saver.save(1, {"x": jnp.ones(2)})
     assert contents(victim) == {"file": b"precious"}
-    assert export_drafter.FOLDER in OWN_NAMES and "drafter" in OWN_NAMES
+    assert drafter_export.FOLDER in OWN_NAMES and "drafter" in OWN_NAMES
 
 
 # --- folders that are no run's ----------------------------------------------------------
