@@ -17,6 +17,7 @@ from typing import Any
 
 from models import chat_template as chat_templates
 from models.config import ModelConfig
+from models.folder import Folder
 from models.hf_config import escaped, ids_of, shown
 from models.hf_files import read_json
 
@@ -112,6 +113,15 @@ def load(directory: str | os.PathLike[str]) -> Tokenizer:
         has_chat_template=bool(backend.chat_template),
         backend=backend,
     )
+
+
+def copy_files(source: Path, target: Path) -> None:
+    """Copy a tokenizer's vocabulary, settings and chat template from one folder to another."""
+    folder = Folder(target)
+    for file in source.iterdir():
+        named = "token" in file.name or file.name.startswith(("chat_template", "vocab", "merges"))
+        if named and file.suffix in (".json", ".jinja", ".model", ".txt"):
+            folder.replace(file.name, file.read_bytes())
 
 
 def check_vocabulary(tokenizer: Tokenizer, config: ModelConfig) -> None:

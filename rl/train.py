@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+from models.tokenizer import copy_files
 from models.transformer import Params, num_params
 from rl.config.loader import (
     ConfigError,
@@ -26,7 +27,6 @@ from rl.config.loader import (
     load,
     parse_command_line,
 )
-from rl.data.tokenizer_files import copy_tokenizer
 from rl.loop import memory_estimate, run_folder
 from rl.loop.experiment import Inputs, TrainConfig, open_inputs, remarks
 from rl.metrics.writer import DamagedRowError, check_installed
@@ -165,7 +165,7 @@ def _run(config: TrainConfig, inputs: Inputs, folder: Path, before: TrainConfig 
     from rl.loop.setup import run_mesh
     from rl.loop.train_loop import Stopped, policy_params, train
     from rl.rewards.process import RewardWorkerError
-    from rl.runtime.memory_mappings import TooManyMappings
+    from rl.runtime.parallel_compile import TooManyMappings
     from rl.runtime.waits import Hang
     from rl.workers.coordinator import WorkerError
 
@@ -236,7 +236,7 @@ def _export(config: TrainConfig, inputs: Inputs, folder: Path, params: Params) -
     from rl.loop import drafter_export
 
     save_pretrained(folder / "policy", inputs.model, params)
-    copy_tokenizer(inputs.policy, folder / "policy")
+    copy_files(inputs.policy, folder / "policy")
     text = f"the policy is in {folder / 'policy'}"
     if config.speculation.learns:
         target = folder / drafter_export.FOLDER

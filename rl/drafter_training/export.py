@@ -9,8 +9,8 @@ import jax
 
 from models import hf_files
 from models.config import ModelConfig
+from models.tokenizer import copy_files
 from models.transformer import Params
-from rl.data.tokenizer_files import copy_tokenizer
 from spec.eagle import files as eagle_files
 from spec.eagle import hf_layout as eagle_layout
 from spec.eagle.model import EagleWeights
@@ -44,7 +44,7 @@ def write(
     engines want (spec.eagle.files). Raises as `eagle_files.save` does.
     """
     eagle_files.save(folder, drafter, model, policy, variant=variant)
-    copy_tokenizer(tokenizer, folder)
+    copy_files(tokenizer, folder)
     config = drafter.config
     size = sum(leaf.size for leaf in jax.tree.leaves(drafter.params))
     some = "all" if drafter.draft_ids_U is None else f"{len(drafter.draft_ids_U):,} of"

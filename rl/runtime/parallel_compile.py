@@ -1,27 +1,37 @@
-"""Programs compiled before the first of them is needed, side by side."""
+"""Compile programs before the first of them is needed, several at a time.
+
+On CPU every compiled program takes memory mappings, which Linux limits for each process; where
+there are no more, XLA ends the process. So their number is checked as programs are compiled.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from pathlib import Path
 from typing import Any
-
-from rl.runtime import memory_mappings
 
 OnCompiled = Callable[[int, int], None]  # (programs compiled, all of them)
 CHECK_EVERY = 16  # programs
+LIMIT = Path("/proc/sys/vm/max_map_count")
+HELD = Path("/proc/self/maps")
+MOST_HELD = 0.9  # of the limit: compilation needs some for itself
+
+
+class TooManyMappings(RuntimeError):
+    """The memory mappings that Linux allows this process are nearly used up."""
 
 
 def unwatched(done: int, total: int) -> None:
-    """Nobody is told."""
+    """Ignore the progress of a compilation."""
 
 
 def compile_all(lowered: Iterable[Any], total: int, told: OnCompiled = unwatched) -> None:
-    """Compile `total` lowered steps in threads, while those behind them are still being lowered.
+    """Compile `total` lowered steps in threads, while later ones are still being lowered.
 
-    `told` hears in this thread how many are done. Raises TooManyMappings where they do not fit
-    into what Linux allows a process.
+    `told` is called in this thread with the number compiled. Raises TooManyMappings where they
+    do not fit into what Linux allows a process.
     """
     pool = ThreadPoolExecutor(os.cpu_count())
     compiled: list[Future[Any]] = []
@@ -31,7 +41,7 @@ def compile_all(lowered: Iterable[Any], total: int, told: OnCompiled = unwatched
         nonlocal done
         before, done = done, sum(future.done() for future in compiled)
         if done // CHECK_EVERY != before // CHECK_EVERY or 0 < done == total:
-            memory_mappings.check(f"{done} of {total} programs are compiled")
+            check_mappings(f"{done} of {total} programs are compiled")
         if done > before:
             told(done, total)
 
@@ -45,3 +55,18 @@ def compile_all(lowered: Iterable[Any], total: int, told: OnCompiled = unwatched
             look()
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def check_mappings(progress: str) -> None:
+    """Raise TooManyMappings, saying how to mend it, where nearly all mappings are in use."""
+    if not LIMIT.is_file():
+        return
+    limit = int(LIMIT.read_text(encoding="ascii"))
+    held = HELD.read_bytes().count(b"\n")
+    if held > MOST_HELD * limit:
+        raise TooManyMappings(
+            f"{progress}, and this process holds {held:,} of the {limit:,} memory mappings that "
+            f"Linux allows one (vm.max_map_count): XLA would crash. Allow more (sysctl -w "
+            f"vm.max_map_count={4 * limit}), or compile fewer buckets: a larger "
+            "Engine.min_positions, min_slots or min_nodes, a smaller Engine.max_nodes"
+        )

@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from rl.runtime import memory_mappings
-from rl.runtime.parallel_compile import compile_all
+from rl.runtime import parallel_compile
+from rl.runtime.parallel_compile import TooManyMappings, check_mappings, compile_all
 
 
 class Program:
@@ -58,8 +58,25 @@ def test_what_is_told_may_end_it():
 
 def test_programs_that_do_not_fit_are_named(monkeypatch):
     def full(progress: str) -> None:
-        raise memory_mappings.TooManyMappings(progress)
+        raise TooManyMappings(progress)
 
-    monkeypatch.setattr(memory_mappings, "check", full)
-    with pytest.raises(memory_mappings.TooManyMappings, match="2 of 2 programs"):
+    monkeypatch.setattr(parallel_compile, "check_mappings", full)
+    with pytest.raises(TooManyMappings, match="2 of 2 programs"):
         compile_all([Program(), Program()], 2)
+
+
+def test_held_mappings_are_compared_with_the_limit(tmp_path, monkeypatch):
+    limit, held = tmp_path / "limit", tmp_path / "maps"
+    monkeypatch.setattr(parallel_compile, "LIMIT", limit)
+    monkeypatch.setattr(parallel_compile, "HELD", held)
+    check_mappings("3 of 9 programs are compiled")  # a system without such a limit
+    limit.write_text("100\n")
+    held.write_text("a mapping\n" * 90)
+    check_mappings("3 of 9 programs are compiled")
+    held.write_text("a mapping\n" * 91)
+    with pytest.raises(TooManyMappings, match=r"3 of 9 .* 91 of the 100 .*max_map_count=400"):
+        check_mappings("3 of 9 programs are compiled")
+
+
+def test_this_process_holds_few_mappings():
+    check_mappings("nothing is compiled")
