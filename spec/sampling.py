@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -52,6 +52,32 @@ class SamplingConfig:
             raise ValueError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
         if self.draw not in ("cdf", "gumbel"):
             raise ValueError(f"draw must be 'cdf' or 'gumbel', got {self.draw!r}")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Processing:
+    """Temperature (float32), top-k (int32) and top-p (float32), traced: scalars, or [B] each."""
+
+    temperature: Any
+    top_k: Any
+    top_p: Any
+
+    @classmethod
+    def of(cls, sampling: SamplingConfig) -> Processing:
+        """The scalars of a configuration."""
+        return cls(
+            np.float32(sampling.temperature), np.int32(sampling.top_k), np.float32(sampling.top_p)
+        )
+
+    def broadcast(self, shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """(temperature, top_k, top_p) as arrays of this shape, whose first axis is B."""
+
+        def one(x: Any) -> jax.Array:
+            x = jnp.asarray(x)
+            return jnp.broadcast_to(x.reshape(x.shape + (1,) * (len(shape) - 1) * x.ndim), shape)
+
+        return one(self.temperature), one(self.top_k), one(self.top_p)
 
 
 def step_key(seed: int, step: int) -> jax.Array:

@@ -42,9 +42,7 @@ class Slots:
     limit: jax.Array
     active: jax.Array
     keys: jax.Array
-    temperature: jax.Array
-    top_k: jax.Array
-    top_p: jax.Array
+    processing: sampling.Processing
     contexts: Contexts | None = None
 
 
@@ -157,11 +155,8 @@ def verify(
     else:
         hash_BN, met_BN = content_noise.of_nodes(before, tree, slots.emitted, reach_BNN)
         keys_BN = content_noise.content_keys(slots.keys, hash_BN, met_BN)
-    temperature_BN, top_k_BN, top_p_BN = (
-        jnp.broadcast_to(x[:, None], depth_BN.shape)
-        for x in (slots.temperature, slots.top_k, slots.top_p)
-    )
-    processed_BNV = sampling.processed_logits(logits_BNV, temperature_BN, top_k_BN, top_p_BN)
+    temperature_BN, *cuts_BN = slots.processing.broadcast(depth_BN.shape)
+    processed_BNV = sampling.processed_logits(logits_BNV, temperature_BN, *cuts_BN)
     drawn_BN, logprobs_BN = sampling.draw(processed_BNV, keys_BN, temperature_BN, scheme)
     room_B = jnp.where(slots.active, slots.limit - slots.emitted, 0)
     path_BN, count_B = walk(tree, drawn_BN, room_B, stop_E)

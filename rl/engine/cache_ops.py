@@ -19,6 +19,7 @@ from models.kv_cache import KVCache, map_arrays
 from rl.trajectory import HostKv
 from spec.cache_rows import resize_layer
 from spec.content_noise import Contexts
+from spec.sampling import Processing
 from spec.verify import Slots
 
 # Columns of the integer table from which the device's slots are made.
@@ -32,13 +33,12 @@ def make_slots(
     """Device slots from the host's tables: `COLUMNS`, and (temperature, top_p)."""
     column = dict(zip(COLUMNS, ints_BC.T, strict=True))
     keys = jax.vmap(lambda r: jax.random.fold_in(key, r))(column.pop("request_id"))
-    active = column.pop("active") > 0
+    active, top_k_B = column.pop("active") > 0, column.pop("top_k")
     return Slots(
         **column,
         active=active,
         keys=keys,
-        temperature=floats_B2[:, 0],
-        top_p=floats_B2[:, 1],
+        processing=Processing(floats_B2[:, 0], top_k_B, floats_B2[:, 1]),
         contexts=contexts,
     )
 

@@ -25,7 +25,7 @@ from spec.reuse import packed_verify
 from spec.reuse.packed_verify import PackedResponses, verify_packed
 from spec.reuse.prefix_rule import PrefixRule, Verified
 from spec.reuse.rollout_cache import CachedResponse, Scores
-from spec.sampling import SamplingConfig
+from spec.sampling import Processing, SamplingConfig
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -164,9 +164,7 @@ class PrefixVerifier:
             params,
             jax.tree.map(runner.put, inputs),
             judge.key,
-            np.float32(judge.sampling.temperature),
-            np.int32(judge.sampling.top_k),
-            np.float32(judge.sampling.top_p),
+            Processing.of(judge.sampling),
             **runner.verify_packed_options(judge.sampling.draw),
         )
         drawn_X, drawn_logprobs_X, logprobs_X, possible_X = packed_verify.unpack(found)

@@ -23,23 +23,7 @@ from models.transformer import Params
 from rl.learner import micro_batches
 from rl.learner.micro_batches import MicroBatch
 from rl.learner.train_spec import TrainSpec
-from spec.sampling import SamplingConfig, log_probs
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Processing:
-    """Temperature (float32), top-k (int32) and top-p (float32) as traced scalars."""
-
-    temperature: Any
-    top_k: Any
-    top_p: Any
-
-    @classmethod
-    def of(cls, sampling: SamplingConfig) -> Processing:
-        return cls(
-            np.float32(sampling.temperature), np.int32(sampling.top_k), np.float32(sampling.top_p)
-        )
+from spec.sampling import Processing, SamplingConfig, log_probs
 
 
 def cast(params: Params, dtype: Any) -> Params:
@@ -80,11 +64,8 @@ def token_logprobs(
         hidden_BCD, targets_BC = x
         logits_BCV = transformer.head(cast(head, dtype), hidden_BCD)
         logits_BCV = constrain(logits_BCV, "batch", None, "vocab")
-        temperature, top_k, top_p = (
-            jnp.broadcast_to(p, targets_BC.shape)
-            for p in (processing.temperature, processing.top_k, processing.top_p)
-        )
-        logprobs_BC, entropy_BC = log_probs(logits_BCV, targets_BC, temperature, top_k, top_p)
+        processing_BC = processing.broadcast(targets_BC.shape)
+        logprobs_BC, entropy_BC = log_probs(logits_BCV, targets_BC, *processing_BC)
         return logprobs_BC, jax.lax.stop_gradient(entropy_BC)
 
     chunk_tokens = recipe.trainer.logprob_chunk_tokens

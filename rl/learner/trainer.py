@@ -23,7 +23,7 @@ from rl import packing
 from rl.learner import critic, gradient_accumulation, logprobs, losses, micro_batches
 from rl.learner.algorithms import AlgorithmConfig
 from rl.learner.gradient_accumulation import Accumulator, Health, NonFiniteUpdate, Report
-from rl.learner.logprobs import Processing, place
+from rl.learner.logprobs import place
 from rl.learner.losses import TokenStatistics
 from rl.learner.micro_batches import MicroBatch, Packed, TrainSample
 from rl.learner.optimizer import TrainState, init_state, learning_rate, make_optimizer, settle
@@ -31,7 +31,7 @@ from rl.learner.train_spec import TrainerConfig, TrainSpec
 from rl.packing import Shape
 from rl.runtime.parallel_compile import OnCompiled, compile_all, unwatched
 from rl.trajectory import Trajectory
-from spec.sampling import SamplingConfig
+from spec.sampling import Processing, SamplingConfig
 
 OnPass = Callable[[bool], None]  # whether nothing of the batch is applied yet
 

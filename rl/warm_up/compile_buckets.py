@@ -27,7 +27,7 @@ from spec.buckets import bucket
 from spec.retrieval.device_lookup import CONTEXT_TOKENS, NO_TOKEN, Texts, lookup_rounds
 from spec.retrieval.lookup_texts import NUM_TOKENS
 from spec.reuse.packed_verify import PackedResponses, verify_packed
-from spec.sampling import SamplingConfig, step_key
+from spec.sampling import Processing, SamplingConfig, step_key
 from spec.tree import PADDING, DraftTree
 from spec.verify import decode_rounds, verify_round
 
@@ -246,9 +246,8 @@ def _verify_packed(
     if engine.context_tokens:
         names = zeros().astype(np.uint32), zeros()
     batch = PackedResponses(zeros(), zeros(), packing, zeros(), *names)
-    draws = np.float32(sampling.temperature), np.int32(sampling.top_k), np.float32(sampling.top_p)
     options = engine.verify_packed_options(sampling.draw)
-    return (params, batch, step_key(0, 0), *draws), options
+    return (params, batch, step_key(0, 0), Processing.of(sampling)), options
 
 
 def _gather(engine: Engine, B: int, S: int, X: int) -> tuple[tuple, dict[str, Any]]:

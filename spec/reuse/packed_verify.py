@@ -47,9 +47,7 @@ def verify_packed(
     params: transformer.Params,
     batch: PackedResponses,
     key: jax.Array,
-    temperature: jax.Array,
-    top_k: jax.Array,
-    top_p: jax.Array,
+    processing: sampling.Processing,
     *,
     config: ModelConfig,
     scheme: sampling.Draw,
@@ -84,13 +82,13 @@ def verify_packed(
             met_RC1 = part(batch.met_RT).reshape(-1, 1)
             keys_RC1 = content_noise.content_keys(requests_RC1, noise_RC1, met_RC1)
         keys_RC = keys_RC1.reshape(R, C)
-        warm_RC, k_RC, p_RC = (jnp.broadcast_to(x, (R, C)) for x in (temperature, top_k, top_p))
-        processed_RCV = sampling.processed_logits(logits_RCV, warm_RC, k_RC, p_RC)
-        drawn_RC, drawn_logprob_RC = sampling.draw(processed_RCV, keys_RC, warm_RC, scheme)
+        temperature_RC, *cuts_RC = processing.broadcast((R, C))
+        processed_RCV = sampling.processed_logits(logits_RCV, temperature_RC, *cuts_RC)
+        drawn_RC, drawn_logprob_RC = sampling.draw(processed_RCV, keys_RC, temperature_RC, scheme)
         logprob_RC, possible_RC = sampling.given_log_probs(
-            logits_RCV, processed_RCV, targets_RC, warm_RC
+            logits_RCV, processed_RCV, targets_RC, temperature_RC
         )
-        possible_RC &= (warm_RC > 0) | (drawn_RC == targets_RC)
+        possible_RC &= (temperature_RC > 0) | (drawn_RC == targets_RC)
         found = (drawn_RC, _bits(drawn_logprob_RC), _bits(logprob_RC), possible_RC)
         return jnp.stack([x.astype(jnp.int32) for x in found])
 

@@ -119,9 +119,7 @@ def start_slots(key, first_id, context_tokens):
         limit=fill * LENGTH,
         active=fill > 0,
         keys=sampling.request_keys(key, first_id + jnp.arange(B)),
-        temperature=fill * jnp.float32(TEMPERATURE),
-        top_k=fill * TOP_K,
-        top_p=fill * jnp.float32(1),
+        processing=sampling.Processing(jnp.float32(TEMPERATURE), TOP_K, jnp.float32(1)),
         contexts=known,
     )
 

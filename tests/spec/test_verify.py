@@ -10,6 +10,7 @@ from models.config import ModelConfig
 from models.kv_cache import KVCache
 from spec.drafter import plant, stack
 from spec.retrieval.device_lookup import CONTEXT_TOKENS, Texts, lookup_rounds
+from spec.sampling import Processing, SamplingConfig
 from spec.tree import PADDING, Draft, DraftTree, ancestors, chain
 from spec.verify import (
     Emitted,
@@ -136,11 +137,9 @@ def make_slots(B, **columns):
         "limit": np.full(B, 5, np.int32),
         "active": np.ones(B, bool),
         "keys": jax.random.split(jax.random.key(0), B),
-        "temperature": np.ones(B, np.float32),
-        "top_k": np.zeros(B, np.int32),
-        "top_p": np.ones(B, np.float32),
+        "processing": Processing.of(SamplingConfig()),
     }
-    return Slots(**{name: jnp.asarray(value) for name, value in (base | columns).items()})
+    return Slots(**jax.tree.map(jnp.asarray, base | columns))
 
 
 def test_commit_of_a_round():

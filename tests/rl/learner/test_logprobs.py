@@ -18,7 +18,7 @@ from rl.learner.train_spec import TrainerConfig, TrainSpec
 from rl.packing import Shape
 from rl.trajectory import FinishReason, Trajectory
 from spec import sampling
-from spec.sampling import SamplingConfig
+from spec.sampling import Processing, SamplingConfig
 
 MODEL = ModelConfig("qwen3", 16, 16, 1, 2, 1, 8, 32, qk_norm=True, tied_embeddings=True)
 PARAMS = jax.tree.map(lambda p: 2 * p, transformer.init(MODEL, jax.random.key(0)))
@@ -49,7 +49,7 @@ def recipe_of(**fields):
 
 
 def processing_of(**fields):
-    return scoring.Processing.of(SamplingConfig(**fields))
+    return Processing.of(SamplingConfig(**fields))
 
 
 @jax.jit
@@ -78,7 +78,7 @@ LOGPROBS = jax.jit(lambda tokens: jax.nn.log_softmax(transformer.logits(MODEL, P
     ],
 )
 def test_scores_equal_the_samplers_logprobs(config):
-    processing = scoring.Processing.of(config)
+    processing = Processing.of(config)
     tokens, emitted = drawn(processing)
     # score the drawn token of one position at a time: put it behind its own prefix
     for t in (P - 1, 5, T - 2):

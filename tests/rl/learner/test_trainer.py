@@ -21,7 +21,7 @@ from rl.learner.train_spec import TrainerConfig, TrainSpec
 from rl.packing import Shape
 from rl.rollout import generate
 from rl.trajectory import FinishReason, Request, Trajectory
-from spec.sampling import SamplingConfig, step_key
+from spec.sampling import Processing, SamplingConfig, step_key
 
 MODEL = ModelConfig("qwen3", 16, 16, 1, 2, 2, 8, 32, qk_norm=True, eos_token_ids=(15,))
 RECIPE = TrainSpec(
@@ -79,7 +79,7 @@ def gradient_of(samples, shape):
     num_tokens = sum(s.trajectory.num_tokens for s in samples)
     accumulator = trainer.start(recipe=RECIPE)
     for p in packed:
-        batch, processing = scoring.place(p.batch), scoring.Processing.of(SAMPLING)
+        batch, processing = scoring.place(p.batch), Processing.of(SAMPLING)
         accumulator, _ = trainer.accumulate(
             params,
             accumulator,

@@ -11,12 +11,11 @@ from models import kv_cache, transformer
 from models.config import ModelConfig
 from rl.config.loader import load
 from rl.learner import micro_batches, trainer
-from rl.learner.logprobs import Processing
 from rl.loop import memory_estimate
 from rl.loop.experiment import TrainConfig, recipe
 from rl.loop.memory_estimate import Devices
 from spec import verify
-from spec.sampling import SamplingConfig
+from spec.sampling import Processing, SamplingConfig
 from spec.tree import DraftTree
 
 FACTOR = 2.0  # between what is estimated of a program and what XLA says of it
@@ -141,9 +140,7 @@ def test_a_round_needs_what_is_estimated(vocab_size):
         *(ints_B,) * 4,
         active=jax.ShapeDtypeStruct((B,), jnp.bool_),
         keys=jax.eval_shape(lambda: jax.random.split(jax.random.key(0), B)),
-        temperature=floats_B,
-        top_k=ints_B,
-        top_p=floats_B,
+        processing=Processing(floats_B, ints_B, floats_B),
     )
     tree = DraftTree(*(jax.ShapeDtypeStruct((B, N), jnp.int32),) * 2)
     stop_E = jax.ShapeDtypeStruct((1,), jnp.int32)
