@@ -1,9 +1,9 @@
 """What a learned drafter brings, and what its training costs: `python -m benchmarks.drafter --json`
 
-Accept lengths and waits are of real runs of the shipped policy (`drafter_runs.py`), rates of
-rollouts in turns with identical tokens (`drafter_tuner.py`), the parts of training timed or
-weighed by themselves (`drafter_parts.py`, `drafter_saves.py`, `drafter_pool.py`).
-`step_time_ratio` needs workers with devices of their own (`drafter_step_time.py`): null where one
+Accept lengths and waits are of real runs of the shipped policy (`runs.py`), rates of
+rollouts in turns with identical tokens (`tuner.py`), the parts of training timed or
+weighed by themselves (`parts.py`, `saves.py`, `pool.py`).
+`step_time_ratio` needs workers with devices of their own (`step_time.py`): null where one
 accelerator has to serve them all, or one core.
 """
 
@@ -19,15 +19,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks import (
-    drafter_parts,
-    drafter_pool,
-    drafter_runs,
-    drafter_saves,
-    drafter_step_time,
-    drafter_tuner,
-    environment,
-)
+from benchmarks import environment
+from benchmarks.drafter import parts, pool, runs, saves, step_time, tuner
 from models import hf
 from rl.config.loader import load
 from rl.loop.experiment import TrainConfig, open_inputs
@@ -58,18 +51,18 @@ def measure(first_steps: int, more_steps: int, rollouts: int, timed_steps: int) 
     inputs = open_inputs(config)
     _, params = hf.load_pretrained(inputs.policy, dtype=jnp.float32)
     figures: dict[str, Any] = {}
-    figures |= drafter_parts.packing()
+    figures |= parts.packing()
     with tempfile.TemporaryDirectory(dir=".") as scratch:
-        figures |= drafter_saves.checkpoint_stall(Path(scratch))
-    figures |= drafter_pool.pool_memory()
+        figures |= saves.checkpoint_stall(Path(scratch))
+    figures |= pool.pool_memory()
     jax.clear_caches()
-    figures |= drafter_runs.preemption_waits(inputs, params, config, rollouts=rollouts)
-    figures |= drafter_tuner.tuner(inputs, params, config)
-    if jax.default_backend() != "cpu" and len(jax.local_devices()) >= drafter_step_time.WORKERS:
-        figures |= drafter_step_time.step_time(timed_steps)
+    figures |= runs.preemption_waits(inputs, params, config, rollouts=rollouts)
+    figures |= tuner.tuner(inputs, params, config)
+    if jax.default_backend() != "cpu" and len(jax.local_devices()) >= step_time.WORKERS:
+        figures |= step_time.step_time(timed_steps)
     else:
-        figures |= drafter_step_time.in_own_process(timed_steps)
-    lengths, curve = drafter_runs.accept_lengths(first_steps, more_steps)
+        figures |= step_time.in_own_process(timed_steps)
+    lengths, curve = runs.accept_lengths(first_steps, more_steps)
     found = {
         f"accept_{k}": round(v, 4)
         for k, v in dataclasses.asdict(lengths).items()

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks.drafter_parts import TRAINING, in_turns, ratio
+from benchmarks.drafter.parts import TRAINING, in_turns, ratio
 from benchmarks.workloads import BASE_POLICY
 from models import hf
 from models.config import ModelConfig

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import drafter_pool
-from benchmarks.drafter_pool import Footprint, Programs
+from benchmarks.drafter import pool
+from benchmarks.drafter.pool import Footprint, Programs
 from models import transformer
 from models.config import ModelConfig
 from rl.engine import cache_ops
@@ -39,15 +39,15 @@ def programs():
 
 def test_buckets_serve_the_batch_sizes_below_them():
     strategies, ranges = (DEEP, FLAT, SMALL, PLAIN), BanditConfig((1, 5, 17))
-    found = drafter_pool.candidates(strategies, ranges, (4, 8, 16, 32))
+    found = pool.candidates(strategies, ranges, (4, 8, 16, 32))
     assert found == {4: [DEEP, FLAT], 8: [SMALL], 16: [SMALL], 32: [PLAIN]}
     # one bucket serves all sizes up to its own
-    assert drafter_pool.candidates(strategies, ranges, (6,)) == {6: [DEEP, FLAT, SMALL]}
+    assert pool.candidates(strategies, ranges, (6,)) == {6: [DEEP, FLAT, SMALL]}
 
 
 def test_the_programs_of_each_way():
     wide = strategy(3, 7, top_k=4)
-    found = drafter_pool.needed((DEEP, FLAT, wide, SMALL), BanditConfig((1, 5)), (4, 8))
+    found = pool.needed((DEEP, FLAT, wide, SMALL), BanditConfig((1, 5)), (4, 8))
     assert found["one_strategy"] == {("fused", 4, 0), ("fused", 8, 0)}
     assert found["fused"] == {("fused", B, i) for B in (4, 8) for i in range(4)}
     in_ranges = {("fused", 4, 0), ("fused", 4, 1), ("fused", 4, 2), ("fused", 8, 3)}
@@ -62,7 +62,7 @@ def test_the_programs_of_each_way():
 
 
 def test_plain_decoding_needs_none_of_them():
-    found = drafter_pool.needed((PLAIN, SMALL), BanditConfig((1, 5)), (4, 8))
+    found = pool.needed((PLAIN, SMALL), BanditConfig((1, 5)), (4, 8))
     assert found["fused"] == {("fused", 4, 1), ("fused", 8, 1)}
     assert found["fused_in_ranges"] == {("fused", 4, 1)}
     assert found["shared"] == {("round", 4, 4), ("search", 4, 2)}
@@ -78,7 +78,7 @@ def test_temporary_buffers_and_code_are_counted():
         return jnp.sum(jnp.sort(x))  # what is sorted has to lie somewhere
 
     small, large = (
-        drafter_pool.footprint(jax.jit(total).lower(np.zeros(n, np.float32)).compile())
+        pool.footprint(jax.jit(total).lower(np.zeros(n, np.float32)).compile())
         for n in (1000, 9000)
     )
     assert large.temp_bytes - small.temp_bytes == pytest.approx(4 * 8000, abs=256)
@@ -116,7 +116,7 @@ def test_fused_and_apart_emit_the_same(programs, chosen):
     sharp = dataclasses.replace(frozen, head_DU=20 * frozen.head_DU)  # no near ties
     copy = jax.tree.map(jnp.copy, cache)
     shared = (weights, sharp, searched, tokens_BC, start_B, heat)
-    *_, fused = drafter_pool.fused_round(params, copy, slots(), stop_E, *shared, **options)
+    *_, fused = pool.fused_round(params, copy, slots(), stop_E, *shared, **options)
 
     # the engine's own: a deeper drafter's cache, depth as an argument, trees by way of the host
     room = tree_search.empty_cache(programs.shape, B, S, chosen.top_k, 3, engine.dtype)
@@ -144,7 +144,7 @@ def test_fused_and_apart_emit_the_same(programs, chosen):
 
 
 def test_a_pool_is_the_sum_of_its_programs(programs):
-    found = drafter_pool.pool_memory(
+    found = pool.pool_memory(
         MODEL,
         programs.params,
         strategies=(DEEP, SMALL),
@@ -170,10 +170,10 @@ def test_a_pool_is_the_sum_of_its_programs(programs):
     ):
         ratio = pools[over]["total_bytes"] / pools[under]["total_bytes"]
         assert found[name] == pytest.approx(ratio, abs=1e-3)
-    single = drafter_pool.footprint(programs.lower(("round", 2, 8)).compile())
-    double = drafter_pool.footprint(programs.lower(("round", 4, 8)).compile())
+    single = pool.footprint(programs.lower(("round", 2, 8)).compile())
+    double = pool.footprint(programs.lower(("round", 4, 8)).compile())
     assert double.temp_bytes > 1.5 * single.temp_bytes
     apart = Footprint()
     for key in (("round", 2, 8), ("search", 2, 2), ("round", 4, 4), ("search", 4, 2)):
-        apart += drafter_pool.footprint(programs.lower(key).compile())
+        apart += pool.footprint(programs.lower(key).compile())
     assert pools["shared"]["temp_bytes"] == apart.temp_bytes

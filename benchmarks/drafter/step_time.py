@@ -100,7 +100,7 @@ def in_own_process(steps: int) -> dict[str, Any]:
     if jax.default_backend() != "cpu" or (os.cpu_count() or 1) < WORKERS:
         return {"step_time_ratio": None}
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.drafter_step_time", f"--steps={steps}", "--json"],
+        [sys.executable, "-m", "benchmarks.drafter.step_time", f"--steps={steps}", "--json"],
         cwd=environment.ROOT,
         env=os.environ | {"XLA_FLAGS": ONE_CORE_EACH},
         stdout=subprocess.PIPE,
@@ -119,7 +119,7 @@ def main() -> int:
     environment.add_output_flags(parser)
     arguments = parser.parse_args()
     figures = step_time(arguments.steps)
-    record = environment.record("benchmarks.drafter_step_time", ("jax", "jaxlib", "numpy", "numba"))
+    record = environment.record("benchmarks.drafter.step_time", ("jax", "jaxlib", "numpy", "numba"))
     environment.show({"benchmark": "drafter_step_time", **figures, **record}, arguments, figures)
     return 0
 

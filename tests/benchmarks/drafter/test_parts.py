@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import drafter_parts
+from benchmarks.drafter import parts
 from models import transformer
 from models.config import ModelConfig
 from spec.budget.bandit import BanditConfig, Strategy
@@ -41,21 +41,21 @@ def test_every_turn_begins_with_another_arm():
         order.append(name)
         return float(len(order))
 
-    found = drafter_parts.in_turns({n: lambda n=n: arm(n) for n in "abc"}, 4)
+    found = parts.in_turns({n: lambda n=n: arm(n) for n in "abc"}, 4)
     assert "".join(order) == "abc" + "bca" + "cab" + "abc"
     assert found == {"a": [1, 6, 8, 10], "b": [2, 4, 9, 11], "c": [3, 5, 7, 12]}
 
 
 def test_a_ratio_is_the_median_of_the_turns():
     # of the medians it would be 6 / 3, and a slow turn of both arms would count
-    assert drafter_parts.ratio([6, 2, 90], [2, 4, 3]) == 3
+    assert parts.ratio([6, 2, 90], [2, 4, 3]) == 3
 
 
 # -- packing
 
 
 def test_padded_rows_are_as_long_as_the_longest_of_their_own_batch():
-    batches = drafter_parts.padded_batches(sequences(4, 20, 3, 60, 10), 2)
+    batches = parts.padded_batches(sequences(4, 20, 3, 60, 10), 2)
     assert [b.tokens_BT.shape for b in batches] == [(2, 32), (2, 96), (2, 32)]
     assert entries(batches) == 4 + 20 + 3 + 60 + 10
     # not sorted: each batch has the sequences as they came
@@ -64,8 +64,8 @@ def test_padded_rows_are_as_long_as_the_longest_of_their_own_batch():
 
 def test_packed_batches_are_as_many_with_fewer_rows():
     made = sequences(4, 20, 3, 60, 10, 9, 8, 7)
-    padded = drafter_parts.padded_batches(made, 4)
-    packed = drafter_parts.packed_batches(made, 4, 96)
+    padded = parts.padded_batches(made, 4)
+    packed = parts.packed_batches(made, 4, 96)
     # 121 response tokens and 8 prompts of 6 are 169: two rows of 96
     assert [b.tokens_BT.shape for b in packed] == [(1, 96), (1, 96)]
     assert len(padded) == len(packed)
@@ -76,7 +76,7 @@ def test_the_same_work_on_both_sides_or_no_figure(monkeypatch):
     shape = eagle.config_for(MODEL)
     frozen = eagle.frozen(transformer.init(MODEL, jax.random.key(0)), None)
     made = sequences(4, 20, 3, 7)
-    row = drafter_parts.compare_packing(shape, frozen, made, 2, 32, 2)
+    row = parts.compare_packing(shape, frozen, made, 2, 32, 2)
     assert (row["packed"]["entries"], row["padded"]["entries"]) == (34, 34)
     assert row["packed"]["shapes"] == ["1x32", "1x32"]
     assert row["padded"]["shapes"] == ["2x32", "2x32"]
@@ -85,41 +85,39 @@ def test_the_same_work_on_both_sides_or_no_figure(monkeypatch):
     assert [len(found) for found in row["seconds"].values()] == [2, 2]
     assert (row["sequences"], row["mean_tokens"], row["longest_tokens"]) == (4, 14.5, 26)
 
-    packed_batches = drafter_parts.packed_batches
+    packed_batches = parts.packed_batches
     with monkeypatch.context() as patch:
-        patch.setattr(
-            drafter_parts, "packed_batches", lambda found, *a: packed_batches(found[1:], *a)
-        )
+        patch.setattr(parts, "packed_batches", lambda found, *a: packed_batches(found[1:], *a))
         with pytest.raises(AssertionError, match="the same work"):
-            drafter_parts.compare_packing(shape, frozen, made, 2, 32, 1)
+            parts.compare_packing(shape, frozen, made, 2, 32, 1)
 
 
 def test_long_tailed_lengths():
     prompts = [4, 9, 6, 5] * 250
-    made = drafter_parts.long_tailed([sequence(p, 7) for p in prompts], 0.5, 300, seed=3)
+    made = parts.long_tailed([sequence(p, 7) for p in prompts], 0.5, 300, seed=3)
     assert [s.prompt_tokens for s in made] == prompts
     lengths = np.array([len(s.tokens_T) for s in made])
     responses = lengths - np.array(prompts)
     assert responses.max() == 300 - 9 and lengths.max() <= 300
     # one seed, so no probability: 1000 draws' spread is within 0.04 of theirs, were it not for
     # floors
-    assert abs(drafter_parts.response_spread(made) - 0.5) < 0.04
+    assert abs(parts.response_spread(made) - 0.5) < 0.04
     assert np.mean(responses) > 1.05 * np.median(responses)
     assert all(s.hidden_TW.shape == (len(s.tokens_T) - 1, 8) for s in made)
-    again = drafter_parts.long_tailed([sequence(p, 7) for p in prompts], 0.5, 300, seed=4)
+    again = parts.long_tailed([sequence(p, 7) for p in prompts], 0.5, 300, seed=4)
     assert [len(s.tokens_T) for s in again] != lengths.tolist()
 
 
 def test_spread_of_lengths():
     made = sequences(round(math.e**2), round(math.e**6))
-    assert drafter_parts.response_spread(made) == pytest.approx(2, abs=0.03)
+    assert parts.response_spread(made) == pytest.approx(2, abs=0.03)
 
 
 def test_the_policys_own_responses_are_caught_whole():
     model = dataclasses.replace(MODEL, eos_token_ids=(1,), max_positions=16)
     params = transformer.init(model, jax.random.key(0))
     rows = [{"prompt_ids": [4, 5, 6]}, {"prompt_ids": [7, 8]}]
-    found = drafter_parts.caught_responses(model, params, rows, 3)
+    found = parts.caught_responses(model, params, rows, 3)
     starts = sorted(s.tokens_T[: s.prompt_tokens].tolist() for s in found)
     assert starts == [[4, 5, 6]] * 3 + [[7, 8]] * 3
     for s in found:
@@ -140,7 +138,7 @@ ALWAYS = BanditConfig((1,), epsilon=0.1, window=8)
 
 
 def gap(round_s, accept_lens, config=ALWAYS, batch_size=3, **more):
-    return drafter_parts.tuner_gap(
+    return parts.tuner_gap(
         round_s, accept_lens, config, batch_size, **{"rounds": 40, "seeds": 20, **more}
     )
 

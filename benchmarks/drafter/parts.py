@@ -4,7 +4,7 @@
     tuner_gap   how far BEG-MAB's choice is from the best there is, on measured rounds
 
 Speeds are ratios of turns that alternate, medians of them. Further parts: what a save holds up
-(`benchmarks.drafter_saves`), and memory of compiled programs (`benchmarks.drafter_pool`).
+(`benchmarks.drafter.saves`), and memory of compiled programs (`benchmarks.drafter.pool`).
 Sources: TLT sections 4.2, 5.2 and 6.4.
 """
 

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from benchmarks import drafter_parts
+from benchmarks.drafter import parts
 from models.transformer import Params
 from rl.drafter_training.trainer import BufferSink, DrafterTrainer
 from rl.engine.config import EngineConfig
@@ -212,7 +212,7 @@ def _gap(ground: _Ground) -> dict[str, Any]:
             told += forced.told
         seconds[arm], accepts[arm] = [s for s, _ in told], [a for _, a in told]
     bandit = BanditConfig((1,), TUNER.epsilon, TUNER.window, everywhere=True)
-    found = drafter_parts.tuner_gap(seconds, accepts, bandit, 1)  # of means over the requests
+    found = parts.tuner_gap(seconds, accepts, bandit, 1)  # of means over the requests
     arms = dict[str, dict[str, float]]()
     for arm, taken_s in seconds.items():
         accept = 1 + statistics.mean(accepts[arm])

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import drafter_saves
+from benchmarks.drafter import saves
 from models.config import ModelConfig
 from rl.checkpoint import checkpointer
 from spec.eagle import model as eagle
@@ -16,7 +16,7 @@ REPEATS = 2
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     folder = tmp_path_factory.mktemp("saves")
-    return folder, drafter_saves.checkpoint_stall(
+    return folder, saves.checkpoint_stall(
         folder, policies={"one": MODEL, "two": MODEL}, repeats=REPEATS
     )
 
@@ -42,7 +42,7 @@ def test_ours_leaves_out_the_frozen_parts_alone(saved):
 
 def test_every_save_is_a_whole_checkpoint_of_what_it_says(saved):
     folder, _ = saved
-    trainer = drafter_saves._trainer(eagle.config_for(MODEL))
+    trainer = saves._trainer(eagle.config_for(MODEL))
     turns = 3 * (1 + REPEATS)
     newest = {}
     for name in ("selective", "waiting"):
@@ -56,7 +56,7 @@ def test_every_save_is_a_whole_checkpoint_of_what_it_says(saved):
     with pytest.raises(checkpointer.StructureMismatchError):
         checkpointer.restore(full, trainer.state)
     shape = (MODEL.vocab_size, MODEL.d_model)
-    parts = [drafter_saves._random(s) for s in (shape, shape[::-1])]
+    parts = [saves._random(s) for s in (shape, shape[::-1])]
     everything = {"drafter": trainer.state, "frozen": eagle.SharedParams(*parts)}
     restored = checkpointer.restore(full, everything)
     newest["full"] = restored.step
