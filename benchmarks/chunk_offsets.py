@@ -155,13 +155,13 @@ class Case:
         if rounds in ("plain", "reuse"):
             return no_drafts
 
-        def at(site: DrafterContext) -> tuple[Drafter, Budget]:
+        def at(context: DrafterContext) -> tuple[Drafter, Budget]:
             keys = {r.group_id: str(r.group_id) for r in self.requests}
             history: Drafter = HistoryDrafter(self.index, keys)
             if rounds == "lookup":
                 return DrafterUnion([history], LookupTexts(self.texts)), Lookups()
             if rounds == "learned":
-                return DrafterUnion([history, learned.drafter_at(site)]), FixedBudget()
+                return DrafterUnion([history, learned.drafter_for(context)]), FixedBudget()
             return history, FixedBudget()
 
         return at

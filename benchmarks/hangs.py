@@ -108,7 +108,7 @@ class StandIn:
     def place(self, params: Any) -> None:
         self._at("weights")
 
-    def site(self, *_: object) -> None:
+    def drafter_context(self, *_: object) -> None:
         """For draft tokens, of which there are none."""
 
     def mesh_context(self) -> Any:

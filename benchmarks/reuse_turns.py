@@ -85,7 +85,9 @@ class Turns:
             found[name] = self._engine.run(params, requests, sampling, key, **ways[name], **fixed)
             seconds[name] = time.perf_counter() - began_s
             stats[name] = self._engine.stats
-        drafter, budget = self._decided_elsewhere(self._engine.site(params, sampling, key))
+        drafter, budget = self._decided_elsewhere(
+            self._engine.drafter_context(params, sampling, key)
+        )
         self._engine.run(
             params, requests, sampling, key, drafter=drafter, budget=budget, rule=rule, **fixed
         )
@@ -96,12 +98,12 @@ class Turns:
             on_finish(trajectory)
         return found["reuse"]
 
-    def _decided_elsewhere(self, site: DrafterContext) -> tuple[Any, Any]:
+    def _decided_elsewhere(self, context: DrafterContext) -> tuple[Any, Any]:
         """The phase's drafter and budget, with the roofline's seconds."""
         mine = self._speculation.times
         self._speculation.times = self._accelerator_times
         try:
-            return self._drafts(site)
+            return self._drafts(context)
         finally:
             self._speculation.times = mine
 

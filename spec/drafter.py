@@ -27,7 +27,7 @@ class Source(enum.IntEnum):
     OWN = 3  # the request's own prompt and response
     LAST = 4  # the response of last epoch by the same sample index
     LEARNED = 5  # a learned drafter
-    MODEL = 6  # a small model
+    MODEL = 6  # a draft model
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

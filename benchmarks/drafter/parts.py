@@ -72,7 +72,7 @@ class Collector:
     def wants(self, num_tokens: int) -> bool:
         return True
 
-    def caught(self, sequence: HiddenStates) -> None:
+    def add(self, sequence: HiddenStates) -> None:
         self.sequences.append(sequence)
 
 

@@ -261,7 +261,9 @@ class Programs:
         """As the engine's warm-up has it, as deep as any strategy of that width goes."""
         depth = max(s.depth for s in self.strategies if s.top_k == top_k)
         learned = LearnedDrafter(EagleWeights(self.shape, self.weights()), TreeConfig(depth, top_k))
-        drafter = learned.drafter_at(engine.site(self.params, self.sampling, step_key(0, 0)))
+        drafter = learned.drafter_for(
+            engine.drafter_context(self.params, self.sampling, step_key(0, 0))
+        )
         [features] = engine.empty_cache(B, self.num_positions).features
         steps = {step: arguments for step, arguments in drafter.programs(lambda: features)}
         args, options = steps[tree_search.draft]()

@@ -145,7 +145,7 @@ class Asked:
             sampling,
             key,
             stop_token_ids=self.inputs.model.eos_token_ids,
-            drafter=drafter.drafter_at(self.engine.site(weights, sampling, key)),
+            drafter=drafter.drafter_for(self.engine.drafter_context(weights, sampling, key)),
         )
         return accept_length(self.engine)
 
@@ -185,7 +185,7 @@ class SpotTeam:
         sched = SchedConfig(policy="seer", workers=workers, chunk_tokens=64)
         self._team = MultiEngine(self.engines, sched, spot=self.spot)
         self._inputs, self._params, self._config = inputs, params, config
-        self.trainer.warm_up(self.trainer.site(self.engines[0], params))
+        self.trainer.warm_up(self.trainer.context(self.engines[0], params))
         self._rng = np.random.default_rng(0)
 
     def rollout(self, number: int, num_prompts: int = 4) -> tuple[list[Span], float]:

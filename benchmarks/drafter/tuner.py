@@ -83,7 +83,7 @@ class _Ground:
             [dataclasses.replace(t, reward=1.0) for t in past],
             scored=False,
         )
-        trainer.run_steps(TRAINING_STEPS, trainer.site(self.engine, params))
+        trainer.run_steps(TRAINING_STEPS, trainer.context(self.engine, params))
         trainer.publish()
         sizes = {"max_requests": PROMPTS * GROUP, "max_prompt_tokens": max(map(len, self.prompts))}
         compile_buckets.warm_up(
@@ -144,8 +144,8 @@ def tuner(inputs: Inputs, params: Params, config: TrainConfig) -> dict[str, Any]
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
             options: dict[str, Any] = {}
             if name != "plain":
-                site = ground.engine.site(params, ground.sampling, key)
-                drafter, budget = ways[name].phase(ground.keys, ground.prompts)(site)
+                context = ground.engine.drafter_context(params, ground.sampling, key)
+                drafter, budget = ways[name].phase(ground.keys, ground.prompts)(context)
                 options = {"drafter": drafter, "budget": budget}
             began_s = time.perf_counter()
             found[name] = ground.run(key, **options)
@@ -202,9 +202,9 @@ def _gap(ground: _Ground) -> dict[str, Any]:
         told = list[tuple[float, float]]()
         for turn in range(3):
             key = step_key(52, turn)
-            site = ground.engine.site(ground.params, ground.sampling, key)
+            context = ground.engine.drafter_context(ground.params, ground.sampling, key)
             with ground.speculation(SOURCES) as speculation:
-                union, _ = speculation.phase(ground.keys, ground.prompts)(site)
+                union, _ = speculation.phase(ground.keys, ground.prompts)(context)
                 assert isinstance(union, DrafterUnion)
                 forced = _Forced(arm, ground.times, union)
                 some = ground.requests([turn % PROMPTS])[:GAP_REQUESTS]

@@ -14,11 +14,11 @@ from spec.eagle.training import DrafterTrainingConfig
 
 @dataclasses.dataclass(frozen=True)
 class DrafterConfig:
-    """A drafter that learns along, where `Speculation.sources` has `learned`.
+    """A drafter that is trained online, where `Speculation.sources` has `learned`.
 
     It starts from the folder `directory` (`rl.export_drafter` writes such), or from random
     weights, over the `draft_vocab_size` most frequent tokens of the prompts (0: over all).
-    It searches `max_depth` levels of `top_k` nodes; `proposal` is `likeliest` or `coupled`
+    It searches `max_depth` levels of `top_k` nodes; `proposal` is `likeliest` or `shared_noise`
     (`spec.eagle.drafter`).
 
     It is trained by workers that have nothing to do (`spot`) once `min_idle_workers` have not, and

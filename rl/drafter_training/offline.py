@@ -87,7 +87,7 @@ class OfflineTraining:
             temperature=temperature,
         )
         self._start, self._dtype = start, np.dtype(dtype)
-        self._site = self.trainer.site(ModelRunner(model, dtype=dtype), params)
+        self._context = self.trainer.context(ModelRunner(model, dtype=dtype), params)
         self._caught = partial(
             hidden_of, params=params, model=model, drafter=start.config, dtype=dtype
         )
@@ -117,7 +117,7 @@ class OfflineTraining:
                 due = -(-sum(map(num_tokens, chunk)) // self.config.step_tokens)
                 until = min(num_steps, trainer.step + due)
             while filled and trainer.step < until and not should_stop():
-                trained = trainer.run_steps(1, self._site)
+                trained = trainer.run_steps(1, self._context)
                 assert trained, "every sequence has an entry that counts"
                 [row] = trainer.take_history()
                 on_step(trainer.step, row)
@@ -136,7 +136,7 @@ class OfflineTraining:
             for batch in pack(some, options.batch_rows, options.row_tokens):
                 metrics = judged(
                     self.trainer.state.params,
-                    self._site.frozen,
+                    self._context.frozen,
                     batch,
                     self._temperature,
                     config=self._start.config,

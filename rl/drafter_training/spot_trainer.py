@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Iterable
 
 from models.transformer import Params
-from rl.drafter_training.trainer import DrafterTrainer, TrainSite
+from rl.drafter_training.trainer import DrafterTrainer, TrainContext
 from rl.engine.model_runner import ModelRunner
 from sched.policies.spot_training import Action, Halt, Join, Lead, Promote, SpotCoordinator
 
@@ -49,14 +49,14 @@ class SpotTrainer:
         self._idle: set[int] = set()
         self._params: Params | None = None
         self._runs = False
-        self._sites: dict[int, TrainSite] = {}  # by replica
+        self._contexts: dict[int, TrainContext] = {}  # by replica
 
     def prepare(self, params: Params, rl_step: int) -> None:
         """A rollout by these weights is about to begin: what it brings is to be learnt from."""
         with self._lock:
             self.trainer.begin(rl_step)
             self._params = params
-            self._sites.clear()
+            self._contexts.clear()
 
     def rollout_began(self) -> None:
         """Requests are where they are to run: who has none is idle.
@@ -103,7 +103,7 @@ class SpotTrainer:
             return False
         began_s, step = self._clock(), self.trainer.step
         with runner.mesh_context():
-            kind = self.trainer.work(self._site(runner), leads=leads)
+            kind = self.trainer.work(self._context(runner), leads=leads)
         if kind is None:
             return False
         with self._lock:
@@ -128,15 +128,15 @@ class SpotTrainer:
             spans, self.spans = self.spans, []
         return spans
 
-    def _site(self, runner: ModelRunner) -> TrainSite:
+    def _context(self, runner: ModelRunner) -> TrainContext:
         with self._lock:
-            params, site = self._params, self._sites.get(id(runner))
+            params, context = self._params, self._contexts.get(id(runner))
         assert params is not None, "nobody trains before a rollout has begun"
-        if site is None:
-            site = self.trainer.site(runner, runner.place(params))
+        if context is None:
+            context = self.trainer.context(runner, runner.place(params))
             with self._lock:
-                self._sites[id(runner)] = site
-        return site
+                self._contexts[id(runner)] = context
+        return context
 
     def _act(self, actions: Iterable[Action]) -> None:
         for action in actions:

@@ -39,7 +39,7 @@ SUMS = ("loss", "accuracy_top1", "accuracy_top3", "agreement")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class TrainSite:
+class TrainContext:
     """Where units are worked: a replica's devices, and what the policy shares there."""
 
     runner: ModelRunner
@@ -80,7 +80,7 @@ class BufferSink:
     def wants(self, num_tokens: int) -> bool:
         return self._buffer.wants(num_tokens, self._step)
 
-    def caught(self, sequence: HiddenStates) -> None:
+    def add(self, sequence: HiddenStates) -> None:
         self._buffer.add(sequence, self._step)
 
 
@@ -120,12 +120,12 @@ class DrafterTrainer:
         """Sequences of this RL step are the newest from now on."""
         self._rl_step = rl_step
 
-    def site(self, runner: ModelRunner, params: Params) -> TrainSite:
+    def context(self, runner: ModelRunner, params: Params) -> TrainContext:
         """A place to work at; `params` are the policy's, on the replica's devices."""
         ids = self.learned.draft_ids_U
-        return TrainSite(runner, eagle.frozen(params, None if ids is None else runner.put(ids)))
+        return TrainContext(runner, eagle.frozen(params, None if ids is None else runner.put(ids)))
 
-    def work(self, site: TrainSite, *, leads: bool) -> str | None:
+    def work(self, context: TrainContext, *, leads: bool) -> str | None:
         """One unit: `gradient`, or `update` where all are there and it `leads`; None: neither."""
         with self._lock:
             if self._now is None:
@@ -136,10 +136,10 @@ class DrafterTrainer:
             batch = now.todo.popleft() if now.todo else None
             ready = batch is None and not now.missing and leads
         if batch is not None:
-            self._gradient(site, now, batch)
+            self._gradient(context, now, batch)
             return "gradient"
         if ready:
-            self._update(site.runner, now)
+            self._update(context.runner, now)
             return "update"
         return None
 
@@ -148,22 +148,22 @@ class DrafterTrainer:
         with self._lock:
             self._now = None
 
-    def run_steps(self, num_steps: int, site: TrainSite) -> int:
+    def run_steps(self, num_steps: int, context: TrainContext) -> int:
         """So many steps at one place; fewer where there is nothing to learn from. How many."""
         first = self.step
-        while self.step < first + num_steps and self.work(site, leads=True):
+        while self.step < first + num_steps and self.work(context, leads=True):
             pass
         return self.step - first
 
-    def warm_up(self, site: TrainSite) -> None:
+    def warm_up(self, context: TrainContext) -> None:
         """Compile all that units at this place need; weights stay as they are."""
-        config, runner = self.learned.config, site.runner
+        config, runner = self.learned.config, context.runner
         shape = (self.config.batch_rows, self.config.row_tokens)
         zeros_BT, none_BT = np.zeros(shape, np.int32), np.zeros(shape, bool)
         hidden_BTW = np.zeros((*shape, config.hidden_width), runner.dtype)
         batch = DrafterBatch(zeros_BT, hidden_BTW, zeros_BT, zeros_BT, none_BT)
         params = _moved(self.state.params, self._state_at, runner)
-        grads, _ = self._gradients(site, params, batch)
+        grads, _ = self._gradients(context, params, batch)
         total = add_weighted(None, grads, np.float32(0))
         total = add_weighted(total, grads, np.float32(0))
         state = jax.tree.map(runner.put, copied(self.state))  # the step donates it
@@ -225,9 +225,9 @@ class DrafterTrainer:
             return None
         return _Step(collections.deque(batches), len(batches))
 
-    def _gradient(self, site: TrainSite, now: _Step, batch: DrafterBatch) -> None:
+    def _gradient(self, context: TrainContext, now: _Step, batch: DrafterBatch) -> None:
         try:
-            grads, metrics = self._gradients(site, self._params_on(site.runner), batch)
+            grads, metrics = self._gradients(context, self._params_on(context.runner), batch)
             found = {name: float(x) for name, x in jax.device_get(metrics).items()}
         except BaseException:
             with self._lock:
@@ -236,23 +236,23 @@ class DrafterTrainer:
         weight = found["num_entries"]
         with self._lock:
             if now.total is None:
-                now.total_at = site.runner
+                now.total_at = context.runner
             at = now.total_at
             assert at is not None
             with at.mesh_context():  # programs are compiled for where they run
-                grads = _moved(grads, site.runner, at)
+                grads = _moved(grads, context.runner, at)
                 now.total = add_weighted(now.total, grads, np.float32(weight))
             now.num_entries += weight
             now.sums.update({name: weight * found[name] for name in SUMS})
             now.missing -= 1
 
     def _gradients(
-        self, site: TrainSite, params: EagleParams, batch: DrafterBatch
+        self, context: TrainContext, params: EagleParams, batch: DrafterBatch
     ) -> tuple[EagleParams, Any]:
         return drafter_training.gradients(
             params,
-            site.frozen,
-            jax.tree.map(site.runner.argument, batch),
+            context.frozen,
+            jax.tree.map(context.runner.argument, batch),
             self._temperature,
             config=self.learned.config,
             training=self.training,

@@ -49,7 +49,7 @@ class Engine(ModelRunner):
         self._rows = SlotCache(self)
         self._called_s = self._fetched_s = 0.0
 
-    def site(
+    def drafter_context(
         self, params: transformer.Params, sampling: SamplingConfig, key: jax.Array
     ) -> DrafterContext:
         """Where drafters of a phase work; `params` are placed here."""

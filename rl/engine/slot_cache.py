@@ -155,7 +155,7 @@ class SlotCache:
         for row, hidden_TW in zip(rows, found, strict=True):
             tokens_T = table.tokens_BL[row, : len(hidden_TW) + 1].copy()
             prompt_tokens = int(table.prompt_tokens_B[row])
-            sink.caught(HiddenStates(tokens_T, prompt_tokens, hidden_TW, policy_version))
+            sink.add(HiddenStates(tokens_T, prompt_tokens, hidden_TW, policy_version))
 
     # -- buckets -----------------------------------------------------------------------
 

@@ -44,7 +44,7 @@ DrafterFactory = Callable[
 ]  # a worker's own, for one phase
 
 
-def no_drafts(site: DrafterContext) -> tuple[Drafter | None, Budget | None]:
+def no_drafts(context: DrafterContext) -> tuple[Drafter | None, Budget | None]:
     """Plain decoding."""
     return None, None
 

@@ -103,7 +103,7 @@ class DrafterRun:
         if steps:
             at(
                 _places(engine)[0],
-                lambda e: trainer.run_steps(steps, trainer.site(e, e.place(weights))),
+                lambda e: trainer.run_steps(steps, trainer.context(e, e.place(weights))),
                 engine,
             )
         trainer.publish()
@@ -185,7 +185,7 @@ def warm_up(run: DrafterRun, engine: Engine | MultiEngine, weights: Params) -> N
     """Compile what training needs wherever it may go on."""
     trainer, places = run.trainer, _places(engine)
     for place in places if run.spot is not None else places[:1]:
-        at(place, lambda e: trainer.warm_up(trainer.site(e, e.place(weights))), engine)
+        at(place, lambda e: trainer.warm_up(trainer.context(e, e.place(weights))), engine)
 
 
 def _places(engine: Engine | MultiEngine) -> Sequence[Engine]:

@@ -280,7 +280,7 @@ def _as_taken_by(
     """One engine takes draft tokens, several workers their maker."""
     if isinstance(engine, MultiEngine):
         return {"drafts": drafts}
-    drafter, budget = drafts(engine.site(weights, sampling, key))
+    drafter, budget = drafts(engine.drafter_context(weights, sampling, key))
     return {"drafter": drafter, "budget": budget}
 
 

@@ -1,4 +1,4 @@
-"""A small model of the policy's tokenizer as a drafter: its folder, and its weights on devices."""
+"""A draft model of the policy's tokenizer as a drafter: its folder, and its weights on devices."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from models.tokenizer import Tokenizer
 from rl.config.loader import resolve_path
 from rl.engine.model_runner import ModelRunner
 from rl.engine.speculate import DrafterContext
-from spec.draft_model.drafter import Proposal, SmallModelConfig, SmallModelDrafter
+from spec.draft_model.drafter import ChainConfig, DraftModelDrafter, Proposal
 
 
 @dataclasses.dataclass(frozen=True)
 class DraftModelConfig:
-    """A small model that drafts, where `Speculation.sources` has `model`.
+    """A draft model that drafts, where `Speculation.sources` has `model`.
 
     `directory` is its Hugging Face folder, with the policy's tokenizer. A round drafts a chain of
     up to `max_depth` tokens for each request: the `likeliest`, until their probability falls below
-    `min_prob`, or its own draws with the policy's noise (`coupled`). It is not trained along.
+    `min_prob`, or its own draws with the policy's noise (`shared_noise`). It is not trained along.
     """
 
     directory: str | None = None
@@ -33,9 +33,9 @@ class DraftModelConfig:
     min_prob: float = 0.05
 
     def __post_init__(self) -> None:
-        SmallModelConfig(max_draft_tokens=self.max_depth, min_prob=self.min_prob)
-        if self.proposal not in ("likeliest", "coupled"):
-            raise ValueError(f"proposal must be likeliest or coupled, got {self.proposal!r}")
+        ChainConfig(max_draft_tokens=self.max_depth, min_prob=self.min_prob)
+        if self.proposal not in ("likeliest", "shared_noise"):
+            raise ValueError(f"proposal must be likeliest or shared_noise, got {self.proposal!r}")
 
 
 def check(
@@ -48,7 +48,7 @@ def check(
     if config.directory is None:
         raise ValueError(
             "Speculation.sources names model, and DraftModel.directory is not set: name the folder "
-            "of a small model with the policy's tokenizer"
+            "of a draft model with the policy's tokenizer"
         )
     folder = resolve_path(config.directory)
     model = hf.check(folder)
@@ -71,7 +71,7 @@ def check(
 
 
 class DraftModel:
-    """One small model for all workers of a run. Any thread may call it."""
+    """One draft model for all workers of a run. Any thread may call it."""
 
     def __init__(
         self, model: ModelConfig, params: transformer.Params, config: DraftModelConfig
@@ -93,23 +93,23 @@ class DraftModel:
         """What its programs and their seconds depend on."""
         return repr((self.model, self.config))
 
-    def drafter_at(self, site: DrafterContext) -> SmallModelDrafter:
+    def drafter_for(self, context: DrafterContext) -> DraftModelDrafter:
         """The drafter of one worker for one phase."""
-        runner, config = site.runner, self.config
+        runner, config = context.runner, self.config
         likeliest = runner.context_tokens > 0  # such noise depends on the tokens themselves
-        return SmallModelDrafter(
+        return DraftModelDrafter(
             self.model,
             self._params_on(runner),
-            SmallModelConfig(
+            ChainConfig(
                 min_rows=runner.config.slot_bucket(1),
                 min_positions=runner.config.min_positions,
-                chunk_tokens=min(SmallModelConfig.chunk_tokens, runner.config.min_positions),
+                chunk_tokens=min(ChainConfig.chunk_tokens, runner.config.min_positions),
                 max_draft_tokens=config.max_depth,
                 min_prob=config.min_prob,
             ),
             policy=runner.model,
-            sampling=site.sampling,
-            key=site.key,
+            sampling=context.sampling,
+            key=context.key,
             proposal="likeliest" if likeliest else config.proposal,
             put=runner.put,
             dtype=runner.dtype,

@@ -52,11 +52,11 @@ class LearnedDrafter:
         with self._lock:
             self._params, self._version = params, self._version + 1
 
-    def drafter_at(self, site: DrafterContext) -> EagleDrafter:
+    def drafter_for(self, context: DrafterContext) -> EagleDrafter:
         """The drafter of one worker for one phase."""
-        runner = site.runner
+        runner = context.runner
         ids = None if self.draft_ids_U is None else runner.put(self.draft_ids_U)
-        shared = eagle.frozen(site.params, ids)
+        shared = eagle.frozen(context.params, ids)
 
         def weights() -> Weights:
             return Weights(self._params_on(runner), shared)
@@ -68,9 +68,9 @@ class LearnedDrafter:
             self.config,
             weights,
             tree,
-            site.sampling,
-            site.key,
-            features=site.features,
+            context.sampling,
+            context.key,
+            features=context.features,
             put=runner.argument,
             zero_rows=runner.zero_rows,
             dtype=runner.dtype,

@@ -54,7 +54,7 @@ class SpeculationConfig:
     of last epoch by the same sample index, read on from where it stands), `history` (the prompt's
     responses of the last epoch), `group` (live siblings, told every
     `group_update_tokens` tokens), `own` (the request's own text), `learned` (a drafter that is
-    trained along, see Drafter), `model` (a small model, see DraftModel). `budget` is `off`,
+    trained along, see Drafter), `model` (a draft model, see DraftModel). `budget` is `off`,
     `fixed:K`, `aimd`, `bandit` (see Tuner) or `goodput`; the last two also let the device look
     draft tokens up in all found texts but `own`, several rounds in a call. `history_rule` is
     `ours`, or `histospec` for RhymeRL's setting.
@@ -93,7 +93,7 @@ class SpeculationConfig:
 
     @property
     def asks_model(self) -> bool:
-        """Whether a small model draft tokens."""
+        """Whether a draft model draft tokens."""
         return self.enabled and MODEL in self.sources
 
     @property
@@ -167,7 +167,7 @@ class Speculation:
         last: Mapping[int, np.ndarray],
         history: _Built | None,
         server: DraftServer,
-        site: DrafterContext,
+        context: DrafterContext,
     ) -> tuple[Drafter | None, Budget | None]:
         parts: dict[str, Drafter] = {}
         for source in self.config.sources:
@@ -183,14 +183,14 @@ class Speculation:
             elif source == "own":
                 parts[source] = NgramDrafter()
             else:
-                parts[source] = self.drafters.by_name[source].drafter_at(site)
+                parts[source] = self.drafters.by_name[source].drafter_for(context)
         if not parts:
             return None, None
         texts = self._texts(names, last, history) if self.config.may_look_up else None
         union = DrafterUnion(list(parts.values()), texts, list(parts))
         if self.config.budget == BANDIT:
             assert self.times is not None, "a bandit needs the measured seconds of a round"
-            return union, BanditBudget(self.bandit(site.runner.number), self.times, union)
+            return union, BanditBudget(self.bandit(context.runner.number), self.times, union)
         return union, make_budget(self.config.budget, self.times)
 
     def bandit(self, worker: int) -> BegMab:

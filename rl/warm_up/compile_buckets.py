@@ -88,7 +88,7 @@ def warm_up(
             if not fed:  # else they leave with their rows
                 programs += _hidden_state_programs(engine, max_requests, most)
         if (small := drafters.model) is not None:
-            drafter = small.drafter_at(engine.site(params, sampling, step_key(0, 0)))
+            drafter = small.drafter_for(engine.drafter_context(params, sampling, step_key(0, 0)))
             rows = slot_sizes(engine, max_requests)[0]
             steps = drafter.programs(max_requests=rows, max_tokens=most)
             programs += [Program(step, arguments) for step, arguments in steps]
@@ -196,7 +196,7 @@ def _learned_programs(
     learned: LearnedDrafter,
 ) -> Iterator[Program]:
     """Searches for draft tokens."""
-    drafter = learned.drafter_at(engine.site(params, sampling, step_key(0, 0)))
+    drafter = learned.drafter_for(engine.drafter_context(params, sampling, step_key(0, 0)))
     for B in slot_sizes(engine, max_requests):
         for S in engine.position_sizes(most_positions):
             for step, arguments in drafter.programs(partial(_rows, engine, "features", B, S)):

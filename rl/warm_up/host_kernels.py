@@ -44,7 +44,7 @@ def rehearse(
         for tried in (FixedBudget(2), None):
             drafts = speculation.phase([NAME], [prompt], dict.fromkeys(range(2), tokens))
             key = step_key(0, 0)
-            drafter, budget = drafts(engine.site(params, sampling, key))
+            drafter, budget = drafts(engine.drafter_context(params, sampling, key))
             engine.run(
                 params,
                 requests,

@@ -137,8 +137,8 @@ def _draft_seconds(
     host: _Host,
 ) -> dict[tuple[int, int, int], float]:
     """Of its draft tokens for all rows of a cache, by (slots, depth, positions)."""
-    site = DrafterContext(engine, params, sampling, step_key(0, 0), lambda: cache.features[0])
-    drafter: DeviceDrafter = made_by.drafter_at(site)
+    context = DrafterContext(engine, params, sampling, step_key(0, 0), lambda: cache.features[0])
+    drafter: DeviceDrafter = made_by.drafter_for(context)
     live, deepest, most = host.live(), drafter.depth, engine.config.max_nodes - 1
     tries: dict[int, list[float]] = {depth: [] for depth in sorted({1, deepest})}
     for depth in list(tries) * (REPEATS + 1):

@@ -246,7 +246,9 @@ class WorkerGroup:
                 self._stats[step].append(stats)
                 coordinator.alive(worker_id, "receiving weights")
                 params = engine.place(spec.params)
-                drafter, budget = spec.drafts(engine.site(params, spec.sampling, spec.key))
+                drafter, budget = spec.drafts(
+                    engine.drafter_context(params, spec.sampling, spec.key)
+                )
                 engine.run(
                     params,
                     (),

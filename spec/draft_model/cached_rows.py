@@ -1,4 +1,4 @@
-"""Whose keys and values lie in a small model's cache, token by token: the host's side of it.
+"""Whose keys and values lie in a draft model's cache, token by token: the host's side of it.
 
 B = rows of the cache, S = its positions, A = live requests, K = draft tokens of a chain.
 """
@@ -13,7 +13,7 @@ from spec.drafter import LiveSlots
 NOBODY = -1
 
 
-class HeldRows:
+class CachedRows:
     """Rows of tokens; the cache holds the entries of `tokens_BS[b, :known_B[b]]`.
 
     A row outlives its request. Who gets it keeps what the two texts have in common: a request
@@ -86,7 +86,7 @@ class HeldRows:
 
     def resized(
         self, num_rows: int, num_positions: int, live: LiveSlots
-    ) -> tuple[HeldRows, np.ndarray]:
+    ) -> tuple[CachedRows, np.ndarray]:
         """A table of another size, and which row each of its rows was, int32 [B].
 
         Where it has fewer rows, those of live requests are kept, then the ones known furthest.
@@ -96,7 +96,7 @@ class HeldRows:
         order_B = np.lexsort((-self.known_B, self.owner_B == NOBODY, ~is_live_B))[:num_rows]
         if num_rows >= len(self):
             order_B = np.arange(len(self))
-        new, n = HeldRows(num_rows, num_positions), len(order_B)
+        new, n = CachedRows(num_rows, num_positions), len(order_B)
         S = min(num_positions, self.tokens_BS.shape[1])
         new.tokens_BS[:n, :S] = self.tokens_BS[order_B, :S]
         for name in ("filled_B", "known_B", "owner_B", "drafted_at_B", "drafted_B"):

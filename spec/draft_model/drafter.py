@@ -1,9 +1,9 @@
-"""Drafts from a small model of the policy's tokenizer, which keeps a cache of its own.
+"""Drafts from a draft model of the policy's tokenizer, which keeps a cache of its own.
 
 Each round: tokens that the cache lacks are run through the model, then a chain is drafted from
 every request's last token. Entries of draft tokens that come true are in the cache already; those
 of wrong draft tokens are overwritten. So a round costs one short pass and one a draft token, and
-one fetch. Source: a small model as drafter, as SpecActor has among others; coupled draws are ours.
+one fetch. Source: a draft model as drafter, as SpecActor has among others; coupled draws are ours.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from models.config import ModelConfig
 from models.kv_cache import KVCache
 from spec import cache_rows
 from spec.buckets import bucket, buckets
-from spec.draft_model.cached_rows import HeldRows
+from spec.draft_model.cached_rows import CachedRows
 from spec.draft_model.steps import COLUMNS, Draws, catch_up, draft_chains, empty_cache, unpack
 from spec.drafter import Drafts, LiveSlots, Source, no_drafts
 from spec.sampling import SamplingConfig
 from spec.tree import PADDING
 
-Proposal = Literal["likeliest", "coupled"]
+Proposal = Literal["likeliest", "shared_noise"]
 Put = Callable[[Any], jax.Array]
-PRIOR_DRAFTS = 8  # what `coupled_prob` weighs beside what is seen
+PRIOR_DRAFTS = 8  # what `shared_noise_prob` weighs beside what is seen
 
 
 @dataclasses.dataclass(frozen=True)
-class SmallModelConfig:
-    """How a small model uses its devices, and how long its chains are.
+class ChainConfig:
+    """How a draft model uses its devices, and how long its chains are.
 
     Buckets of rows are `min_rows` · 2^i, of cache positions `min_positions` · 2^i. A chain's
     first pass has `window_tokens` a row; what a row lacks beyond them is computed in chunks of up
     to `chunk_tokens`, about `pass_tokens` a pass. Chains have up to `max_draft_tokens` draft tokens
-    and end where their probability falls below `min_prob`. `coupled_prob` is that of a coupled
+    and end where their probability falls below `min_prob`. `shared_noise_prob` is that of a coupled
     draw before any was seen.
     """
 
@@ -50,7 +50,7 @@ class SmallModelConfig:
     pass_tokens: int = 512
     max_draft_tokens: int = 16
     min_prob: float = 0.0
-    coupled_prob: float = 0.7
+    shared_noise_prob: float = 0.7
 
     def __post_init__(self) -> None:
         for name in ("min_rows", "window_tokens", "pass_tokens", "max_draft_tokens"):
@@ -61,10 +61,10 @@ class SmallModelConfig:
                 "expected window_tokens <= chunk_tokens <= min_positions, got "
                 f"{self.window_tokens}, {self.chunk_tokens}, {self.min_positions}"
             )
-        if not (0 <= self.min_prob <= 1 and 0 < self.coupled_prob < 1):
+        if not (0 <= self.min_prob <= 1 and 0 < self.shared_noise_prob < 1):
             raise ValueError(
-                "expected min_prob in [0, 1] and coupled_prob in (0, 1), got "
-                f"{self.min_prob}, {self.coupled_prob}"
+                "expected min_prob in [0, 1] and shared_noise_prob in (0, 1), got "
+                f"{self.min_prob}, {self.shared_noise_prob}"
             )
 
     @property
@@ -81,8 +81,8 @@ class SmallModelConfig:
         return min(num_rows, max(1, self.pass_tokens // width))
 
 
-class SmallModelDrafter:
-    """Chains of a small model: its `likeliest` tokens, or its own draws (`coupled`).
+class DraftModelDrafter:
+    """Chains of a draft model: its `likeliest` tokens, or its own draws (`shared_noise`).
 
     Coupled draft tokens are drawn with the noise that the policy will draw with (noise by
     position), so that they are right wherever both distributions put the token at the same noise. A
@@ -99,7 +99,7 @@ class SmallModelDrafter:
         self,
         model: ModelConfig,
         params: transformer.Params,
-        config: SmallModelConfig | None = None,
+        config: ChainConfig | None = None,
         *,
         policy: ModelConfig,
         sampling: SamplingConfig,
@@ -110,16 +110,16 @@ class SmallModelDrafter:
     ) -> None:
         if model.vocab_size != policy.vocab_size:
             raise ValueError(
-                f"expected a small model with the policy's vocabulary of {policy.vocab_size}, got "
+                f"expected a draft model with the policy's vocabulary of {policy.vocab_size}, got "
                 f"{model.vocab_size}: take one of the same tokenizer, its embedding cut or padded"
             )
-        if proposal not in ("likeliest", "coupled"):
-            raise ValueError(f"proposal must be 'likeliest' or 'coupled', got {proposal!r}")
-        self.config = config or SmallModelConfig()
+        if proposal not in ("likeliest", "shared_noise"):
+            raise ValueError(f"proposal must be 'likeliest' or 'shared_noise', got {proposal!r}")
+        self.config = config or ChainConfig()
         self.depth = self.config.max_draft_tokens
         self._model, self._params, self._put = model, params, put
         self._proposal = proposal
-        self._scheme = sampling.draw if proposal == "coupled" else None
+        self._scheme = sampling.draw if proposal == "shared_noise" else None
         # coupled chains are cut by the host: the model's own probabilities are not their
         # probability
         min_prob = self.config.min_prob if proposal == "likeliest" else 0.0
@@ -131,7 +131,7 @@ class SmallModelDrafter:
             key=put(key),
         )
         self._zero = put(np.zeros((), dtype or params.embedding_VD.dtype))
-        self._held = HeldRows(0, self.config.min_positions)
+        self._held = CachedRows(0, self.config.min_positions)
         self._cache: KVCache | None = None
         self._accepted_K = np.zeros(self.config.max_draft_tokens, np.int64)
         self._observed_K = np.zeros(self.config.max_draft_tokens, np.int64)
@@ -151,7 +151,7 @@ class SmallModelDrafter:
         tokens_AK, prob_AK = self._draft(some, rows_A, most_A)
         count_A = np.minimum(most_A, tokens_AK.shape[1])
         self._held.drafted(rows_A, tokens_AK, count_A)
-        if self._proposal == "coupled":
+        if self._proposal == "shared_noise":
             prob_AK = np.broadcast_to(self._mean_prob()[: tokens_AK.shape[1]], tokens_AK.shape)
         else:
             count_A = np.minimum(count_A, (prob_AK >= self.config.min_prob).sum(axis=1))
@@ -184,7 +184,7 @@ class SmallModelDrafter:
         self._observed_K += ((depth_K <= accepted_A1) & (depth_K < seen_A1)).sum(axis=0)
 
     def _mean_prob(self) -> np.ndarray:
-        prior = PRIOR_DRAFTS * self.config.coupled_prob
+        prior = PRIOR_DRAFTS * self.config.shared_noise_prob
         rate_K = (self._accepted_K + prior) / (self._observed_K + PRIOR_DRAFTS)
         return np.cumprod(rate_K).astype(np.float32)
 
@@ -204,7 +204,7 @@ class SmallModelDrafter:
         rows = bucket(len(live), config.min_rows)
         if self._cache is None:
             positions = bucket(num_positions, config.min_positions)
-            self._held, self._cache = HeldRows(rows, positions), self._empty(rows, positions)
+            self._held, self._cache = CachedRows(rows, positions), self._empty(rows, positions)
             return
         while len(self._held) != rows:
             now = len(self._held)

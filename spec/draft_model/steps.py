@@ -1,4 +1,4 @@
-"""What a small model computes as a drafter: chunks of known tokens, and chains of draft tokens.
+"""What a draft model computes as a drafter: chunks of known tokens, and chains of draft tokens.
 
 Its cache holds a row per request; B = rows, P = rows of one pass, C = tokens of a chunk,
 W = tokens of a chain's first pass, K = draft tokens of a chain. A row's tokens lie at their own

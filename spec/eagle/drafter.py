@@ -22,7 +22,7 @@ from spec.eagle.model import EagleConfig, EagleParams, SharedParams
 from spec.eagle.tree_search import Noise
 from spec.sampling import SamplingConfig
 
-Proposal = Literal["likeliest", "coupled"]
+Proposal = Literal["likeliest", "shared_noise"]
 WINDOW_TOKENS = 32  # that a call which drafts absorbs first
 WIDE_TOKENS = 256  # that a call which only absorbs takes
 NO_REQUEST = -1
@@ -32,8 +32,8 @@ NO_REQUEST = -1
 class TreeConfig:
     """How an EAGLE drafter searches: `top_k` nodes a level, at most `max_depth` levels deep.
 
-    `proposal` is `likeliest`, or `coupled`: the first child of a node is drawn with the noise of
-    its position, as the policy will draw (docs/architecture.md, "Learned drafters").
+    `proposal` is `likeliest`, or `shared_noise`: the first child of a node is drawn with the noise
+    of its position, as the policy will draw (docs/architecture.md, "Learned drafters").
     """
 
     max_depth: int = 6
@@ -130,7 +130,7 @@ class EagleDrafter:
 
         def drafting() -> tuple[tuple, dict[str, Any]]:
             args = shared(_window(S))
-            noise = self._noise_of(zeros_B, zeros_B) if self._coupled else None
+            noise = self._noise_of(zeros_B, zeros_B) if self._shares_noise else None
             scalars = np.int32(1), np.float32(1.0)
             return (*args, self._put(np.ones(B, np.int32)), *scalars, noise), self._options()
 
@@ -191,11 +191,11 @@ class EagleDrafter:
         }
 
     @property
-    def _coupled(self) -> bool:
-        return self._tree.proposal == "coupled" and self._sampling.temperature > 0
+    def _shares_noise(self) -> bool:
+        return self._tree.proposal == "shared_noise" and self._sampling.temperature > 0
 
     def _noise(self, live: LiveSlots, num_slots: int) -> Noise | None:
-        if not self._coupled:
+        if not self._shares_noise:
             return None
         ids_B, emitted_B = np.zeros(num_slots, np.int32), np.zeros(num_slots, np.int32)
         ids_B[live.rows_A] = live.request_ids_A

@@ -30,7 +30,7 @@ from spec.eagle import model as eagle
 from spec.eagle.model import EagleConfig, EagleParams, SharedParams
 from spec.tree import PADDING
 
-COUPLED_PROB = 0.8  # of a draft token drawn with the position's own noise, among its siblings
+SHARED_NOISE_PROB = 0.8  # of a draft token drawn with the position's own noise, among its siblings
 
 
 @jax.tree_util.register_dataclass
@@ -114,7 +114,7 @@ def draft(
 
     `depth` is traced, at most `max_depth`. Log-probabilities are those at `temperature` (0: at
     1). With `noise` each node's first child is what the drafter draws with the noise of that
-    position, and has `COUPLED_PROB`; the others share the rest. Rows at rest are those of
+    position, and has `SHARED_NOISE_PROB`; the others share the rest. Rows at rest are those of
     `absorb`; nothing is to be read from what they draft. Returns the cache and int32
     [B, 3 M + 1]: tokens, parents (−1: the root), bits of the probabilities, count.
     """
@@ -288,7 +288,7 @@ class _Drafting:
             scaled_BNU = logits_BNU / jnp.where(self.temperature <= 0, 1.0, self.temperature)
             logprob_BNU = jax.nn.log_softmax(scaled_BNU)
         else:
-            logprob_BNU = self._coupled(logits_BNU, self.noise, level)
+            logprob_BNU = self._shares_noise(logits_BNU, self.noise, level)
         logprob_BNK, at_BNK = jax.lax.top_k(logprob_BNU, self.num_children)
         return at_BNK, logprob_BNK
 
@@ -342,8 +342,9 @@ class _Drafting:
         )
         return cache, beams, pool
 
-    def _coupled(self, logits_BNU: jax.Array, noise: Noise, level: jax.Array) -> jax.Array:
-        """log of `COUPLED_PROB` for what the position's noise draws; the others share the rest.
+    def _shares_noise(self, logits_BNU: jax.Array, noise: Noise, level: jax.Array) -> jax.Array:
+        """log of `SHARED_NOISE_PROB` for what the position's noise draws; the others share the
+        rest.
 
         Noise goes by the policy's tokens: the drafter's are in the same order.
         """
@@ -364,8 +365,8 @@ class _Drafting:
         others_BNU = jnp.where(drawn_BNU, -jnp.inf, jax.nn.log_softmax(processed_BNU))
         rest_BN1 = jax.nn.logsumexp(others_BNU, axis=-1, keepdims=True)
         rest_BN1 = jnp.maximum(rest_BN1, jnp.finfo(jnp.float32).min)  # nothing else is possible
-        others_BNU = others_BNU - rest_BN1 + jnp.log1p(-COUPLED_PROB)
-        return jnp.where(drawn_BNU, jnp.log(COUPLED_PROB), others_BNU)
+        others_BNU = others_BNU - rest_BN1 + jnp.log1p(-SHARED_NOISE_PROB)
+        return jnp.where(drawn_BNU, jnp.log(SHARED_NOISE_PROB), others_BNU)
 
 
 def _policy_ids(at: jax.Array, draft_ids_U: jax.Array | None) -> jax.Array:

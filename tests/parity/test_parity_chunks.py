@@ -11,14 +11,14 @@ import pytest
 from parity_chunks import CONFIG, SEEDS, in_chunks, make_requests
 from parity_drafters import RandomTrees
 from parity_model import MODEL, SAMPLINGS, STEP_KEY, differences, naive_rollout
+from test_parity_draft_model import SMALL, drafter
 from test_parity_learned import Keeps, hidden, learned
 from test_parity_lookup import LookUp, with_texts
 from test_parity_reuse import changed, rule, with_cached
-from test_parity_small_model import SMALL, drafter
 
 from rl.engine.engine import Engine
 from spec.budget.budget import FixedBudget
-from spec.draft_model.drafter import SmallModelConfig
+from spec.draft_model.drafter import ChainConfig
 from spec.eagle import model as eagle
 
 pytestmark = pytest.mark.parity
@@ -79,9 +79,9 @@ def test_lookups(check, engine, want, chunked):
     assert 4 in check(engine, options)
 
 
-def test_a_small_model(check, engine, params):
+def test_a_draft_model(check, engine, params):
     small = dataclasses.replace(params, layers=params.layers[:1])
-    config = SmallModelConfig(
+    config = ChainConfig(
         min_rows=8, min_positions=32, window_tokens=4, chunk_tokens=32, max_draft_tokens=3
     )
     assert 4 in check(engine, lambda: {"drafter": drafter(small, "plain", SMALL, config)})
@@ -92,8 +92,8 @@ def test_a_learned_drafter_and_the_states_that_it_reads(check, keeping, params):
 
     def options():
         sinks.append(Keeps())
-        site = keeping.site(params, SAMPLINGS["plain"], STEP_KEY)
-        return {"drafter": learned("eagle").drafter_at(site), "sink": sinks[-1]}
+        context = keeping.drafter_context(params, SAMPLINGS["plain"], STEP_KEY)
+        return {"drafter": learned("eagle").drafter_for(context), "sink": sinks[-1]}
 
     assert 4 in check(keeping, options)
     for sink in sinks:

@@ -48,7 +48,7 @@ class Keeps:
     def wants(self, num_tokens):
         return True
 
-    def caught(self, sequence):
+    def add(self, sequence):
         self.sequences.append(sequence)
 
 
@@ -72,8 +72,8 @@ def out_of_step(params, sequences, feature_layers):
 @pytest.mark.parametrize("design", ["eagle", "eagle3"])
 def test_alone(golden, rollout, params, keeping, design, name):
     engine = keeping(design)
-    site = engine.site(params, SAMPLINGS[name], STEP_KEY)
-    got = rollout(name, engine=engine, drafter=learned(design).drafter_at(site))
+    context = engine.drafter_context(params, SAMPLINGS[name], STEP_KEY)
+    got = rollout(name, engine=engine, drafter=learned(design).drafter_for(context))
     assert not differences(golden(name), got)
     assert engine.stats.accepted_tokens > 0
     assert max(misscored(params, got, SAMPLINGS[name]).values()) < TOLERANCE
@@ -81,18 +81,18 @@ def test_alone(golden, rollout, params, keeping, design, name):
 
 @pytest.mark.parametrize("name", ["cool", "gumbel_cool"])
 def test_drafts_by_the_noise_of_their_positions(golden, rollout, params, keeping, name):
-    engine, tree = keeping("eagle"), TreeConfig(max_depth=4, top_k=2, proposal="coupled")
-    site = engine.site(params, SAMPLINGS[name], STEP_KEY)
+    engine, tree = keeping("eagle"), TreeConfig(max_depth=4, top_k=2, proposal="shared_noise")
+    context = engine.drafter_context(params, SAMPLINGS[name], STEP_KEY)
     maker = learned("eagle", tree, draft_vocab_size=40)
-    got = rollout(name, engine=engine, drafter=maker.drafter_at(site))
+    got = rollout(name, engine=engine, drafter=maker.drafter_for(context))
     assert not differences(golden(name), got)
     assert engine.stats.accepted_tokens > 0
 
 
 def test_beside_others_with_weights_swapped_at_every_round(golden, rollout, params, keeping):
     engine, maker = keeping("eagle"), learned("eagle")
-    site = engine.site(params, SAMPLINGS["plain"], STEP_KEY)
-    union = DrafterUnion([NgramDrafter(), maker.drafter_at(site)], names=["own", "learned"])
+    context = engine.drafter_context(params, SAMPLINGS["plain"], STEP_KEY)
+    union = DrafterUnion([NgramDrafter(), maker.drafter_for(context)], names=["own", "learned"])
     swaps = iter(range(1, 10_000))
 
     def swap(finished, tokens):
@@ -111,8 +111,8 @@ def test_caught_states_are_those_of_a_whole_pass(rollout, params, requests, keep
     engine = Engine(
         MODEL, dataclasses.replace(BASE, min_positions=32), feature_layers=engine.feature_layers
     )
-    site = engine.site(params, SAMPLINGS["plain"], STEP_KEY)
-    drafter = NowAndThen(learned(design).drafter_at(site))
+    context = engine.drafter_context(params, SAMPLINGS["plain"], STEP_KEY)
+    drafter = NowAndThen(learned(design).drafter_for(context))
     got = rollout("plain", engine=engine, drafter=drafter, sink=sink)
     assert len(sink.sequences) == len(requests)
     by_tokens = {tuple(s.tokens_T.tolist()) for s in sink.sequences}
@@ -152,7 +152,7 @@ def test_absorbed_along_the_way_is_as_good_as_all_at_once(golden, rollout, param
     time.
     """
     engine, maker = keeping("eagle"), learned("eagle")
-    site = engine.site(params, SAMPLINGS["plain"], STEP_KEY)
+    context = engine.drafter_context(params, SAMPLINGS["plain"], STEP_KEY)
     same = []
 
     class Compared:
@@ -161,7 +161,7 @@ def test_absorbed_along_the_way_is_as_good_as_all_at_once(golden, rollout, param
 
         def propose(self, live, max_nodes_A, max_nodes):
             drafts = self.drafter.propose(live, max_nodes_A, max_nodes)
-            fresh = maker.drafter_at(site).propose(live, max_nodes_A, max_nodes)
+            fresh = maker.drafter_for(context).propose(live, max_nodes_A, max_nodes)
             for got_N, want_N, n in zip(
                 drafts.tokens_AN, fresh.tokens_AN, drafts.count_A, strict=True
             ):
@@ -171,7 +171,7 @@ def test_absorbed_along_the_way_is_as_good_as_all_at_once(golden, rollout, param
         def finished(self, live):
             self.drafter.finished(live)
 
-    drafter = NowAndThen(Compared(maker.drafter_at(site)))
+    drafter = NowAndThen(Compared(maker.drafter_for(context)))
     assert not differences(golden("plain"), rollout("plain", engine=engine, drafter=drafter))
     # orders of near-equal draft tokens may turn by rounding
     assert len(same) > 100 and np.mean(same) > 0.99

@@ -64,8 +64,8 @@ def make_trainer(buffer=None, checkpoints=None, **changes):
     return trainer
 
 
-def site_at(trainer, engine):
-    return trainer.site(engine, engine.place(PARAMS))
+def context_at(trainer, engine):
+    return trainer.context(engine, engine.place(PARAMS))
 
 
 def bits(tree):

@@ -121,7 +121,7 @@ def test_judging_weighs_entries_alike_however_they_are_packed(params):
         drafter.config,
         TRAINING,
         drafter.params,
-        training._site.frozen,
+        training._context.frozen,
         batch,
         np.float32(1),
     )

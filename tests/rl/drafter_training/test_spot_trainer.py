@@ -136,10 +136,10 @@ def test_fifty_rollouts_that_end_at_any_moment_lose_nothing(engines, monkeypatch
     trainer, ended, late = spot.trainer, threading.Event(), []
     work, stop = trainer.work, spot.rollout_ended
 
-    def watched(site, *, leads):
+    def watched(context, *, leads):
         if ended.is_set():
             late.append(leads)
-        return work(site, leads=leads)
+        return work(context, leads=leads)
 
     def stopped():
         stop()

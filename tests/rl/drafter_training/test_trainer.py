@@ -7,7 +7,7 @@ import random
 import jax
 import numpy as np
 import pytest
-from tiny_drafter import DRAFTER, bits, filled_buffer, make_engine, make_trainer, site_at
+from tiny_drafter import DRAFTER, bits, context_at, filled_buffer, make_engine, make_trainer
 
 from rl.checkpoint import checkpointer
 from rl.checkpoint.checkpointer import CheckpointConfig, Checkpointer
@@ -25,7 +25,7 @@ def engine():
 def four_steps(engine):
     """What four steps at one place come to."""
     trainer = make_trainer()
-    assert trainer.run_steps(4, site_at(trainer, engine)) == 4
+    assert trainer.run_steps(4, context_at(trainer, engine)) == 4
     return trainer
 
 
@@ -56,25 +56,25 @@ def test_rows_are_taken_under_the_lock_that_updates_add_them_under():
 
 def test_nothing_caught_is_nothing_to_do(engine):
     trainer = make_trainer(DataBuffer(DataBufferConfig()))
-    site = site_at(trainer, engine)
-    assert trainer.work(site, leads=True) is None and trainer.run_steps(3, site) == 0
+    context = context_at(trainer, engine)
+    assert trainer.work(context, leads=True) is None and trainer.run_steps(3, context) == 0
 
 
 def test_a_step_is_its_micro_batches_and_one_update(engine):
     trainer = make_trainer()
-    site = site_at(trainer, engine)
-    kinds = [trainer.work(site, leads=True) for _ in range(2 * (DRAFTER.micro_batches + 1))]
+    context = context_at(trainer, engine)
+    kinds = [trainer.work(context, leads=True) for _ in range(2 * (DRAFTER.micro_batches + 1))]
     one = ["gradient"] * DRAFTER.micro_batches + ["update"]
     assert kinds == one * 2 and trainer.step == 2
 
 
 def test_a_member_computes_gradients_and_leaves_the_update_to_the_leader(engine, four_steps):
     trainer = make_trainer()
-    site = site_at(trainer, engine)
+    context = context_at(trainer, engine)
     for _ in range(4):
-        while trainer.work(site, leads=False):
+        while trainer.work(context, leads=False):
             pass
-        assert trainer.work(site, leads=True) == "update"
+        assert trainer.work(context, leads=True) == "update"
     assert bits(trainer.state) == bits(four_steps.state)
 
 
@@ -82,11 +82,11 @@ def test_work_on_several_devices_is_that_on_one(four_steps):
     """Units go round three places, one of them on another device; so does the lead."""
     trainer = make_trainer()
     places = [make_engine(), make_engine(device=jax.devices()[1]), make_engine()]
-    sites, turn = [site_at(trainer, e) for e in places], 0
+    contexts, turn = [context_at(trainer, e) for e in places], 0
     while trainer.step < 4:
-        site = sites[turn % 3]
-        with site.runner.mesh_context():
-            assert trainer.work(site, leads=True) is not None
+        context = contexts[turn % 3]
+        with context.runner.mesh_context():
+            assert trainer.work(context, leads=True) is not None
         turn += 1
     for ours, theirs in zip(
         jax.tree.leaves(trainer.state), jax.tree.leaves(four_steps.state), strict=True
@@ -96,7 +96,7 @@ def test_work_on_several_devices_is_that_on_one(four_steps):
 
 def test_a_worker_that_fails_leaves_its_micro_batch_to_others(engine, four_steps, monkeypatch):
     trainer, gradients = make_trainer(), drafter_training.gradients
-    site, fails = site_at(trainer, engine), random.Random(0)
+    context, fails = context_at(trainer, engine), random.Random(0)
 
     def sometimes(*args, **options):
         if fails.random() < 0.4:
@@ -107,7 +107,7 @@ def test_a_worker_that_fails_leaves_its_micro_batch_to_others(engine, four_steps
     failed = 0
     while trainer.step < 4:
         try:
-            trainer.work(site, leads=True)
+            trainer.work(context, leads=True)
         except RuntimeError:
             failed += 1
     assert failed > 2
@@ -123,9 +123,9 @@ def test_saved_and_loaded_in_the_middle_of_a_step_goes_on_with_the_same_bits(
     """What was computed of the step is computed again; state and buffer are those that were."""
     with Checkpointer(tmp_path, CheckpointConfig(keep=1)) as checkpoints:
         first = make_trainer(checkpoints=checkpoints)
-        site = site_at(first, engine)
-        first.run_steps(2, site)  # the second step saves
-        first.work(site, leads=True)
+        context = context_at(first, engine)
+        first.run_steps(2, context)  # the second step saves
+        first.work(context, leads=True)
         checkpoints.wait()
         buffer, second = DataBuffer(DataBufferConfig()), make_trainer()
         buffer.load_state(first.buffer.state())
@@ -133,20 +133,20 @@ def test_saved_and_loaded_in_the_middle_of_a_step_goes_on_with_the_same_bits(
     second.buffer = buffer
     second.load(restored.arrays, restored.step)
     assert (second.step, restored.host) == (2, {"step": 2})
-    second.run_steps(2, site_at(second, engine))
+    second.run_steps(2, context_at(second, engine))
     assert bits(second.state) == bits(four_steps.state)
 
 
 def test_weights_are_swapped_every_few_steps_into_buffers_of_their_own(engine):
     trainer = make_trainer()
-    site, learned = site_at(trainer, engine), trainer.learned
-    trainer.run_steps(1, site)
+    context, learned = context_at(trainer, engine), trainer.learned
+    trainer.run_steps(1, context)
     assert learned.version == 0
-    trainer.run_steps(1, site)
+    trainer.run_steps(1, context)
     assert learned.version == 1
     swapped = bits(learned.drafter.params)
     assert swapped == bits(trainer.state.params)
-    trainer.run_steps(1, site)  # donates what it had
+    trainer.run_steps(1, context)  # donates what it had
     assert bits(learned.drafter.params) == swapped != bits(trainer.state.params)
 
 
@@ -155,7 +155,7 @@ def test_a_save_is_left_out_while_another_directory_is_written(engine, tmp_path)
     with Checkpointer(tmp_path, CheckpointConfig(keep=1)) as checkpoints:
         trainer = make_trainer(checkpoints=checkpoints)
         with checkpointer._writing:  # the run's own checkpoint
-            trainer.run_steps(2, site_at(trainer, engine))
+            trainer.run_steps(2, context_at(trainer, engine))
         assert checkpoints.latest_whole_step() is None
         trainer.save()
         assert checkpoints.latest_whole_step() == 2
@@ -165,12 +165,12 @@ def test_after_a_warm_up_nothing_compiles(engine):
     from loop_runs import counted_compilations
 
     trainer = make_trainer()
-    site = site_at(trainer, engine)
+    context = context_at(trainer, engine)
     before = bits(trainer.state)
-    trainer.warm_up(site)
+    trainer.warm_up(context)
     assert bits(trainer.state) == before
     with counted_compilations() as found:
-        trainer.run_steps(3, site)
+        trainer.run_steps(3, context)
         trainer.publish()
     assert found == []
 
@@ -180,5 +180,5 @@ def test_the_catcher_names_the_step():
     sink = BufferSink(buffer, 5)
     assert sink.wants(10) and not BufferSink(buffer, 2).wants(10)
     [one, *_] = buffer.sample(10, 4, np.random.default_rng(0))
-    sink.caught(one)
+    sink.add(one)
     assert set(buffer.state()["steps"]) == {4, 5}

@@ -12,7 +12,7 @@ from rl.engine import admission, cache_ops
 from rl.engine.engine import Engine
 from rl.speculation.learned_drafter import LearnedDrafter
 from rl.warm_up import compile_buckets
-from spec.draft_model import drafter as small_model
+from spec.draft_model import drafter as draft_model
 from spec.eagle import model as eagle
 from spec.eagle.drafter import TreeConfig
 from spec.eagle.model import EagleWeights
@@ -78,16 +78,16 @@ def test_a_learned_drafters_cache_is_made_in_shards(engine, params, made):
     maker = LearnedDrafter(
         EagleWeights(config, eagle.init(config, jax.random.key(0)), None), TreeConfig()
     )
-    drafter = maker.drafter_at(engine.site(params, SamplingConfig(), step_key(0, 0)))
+    drafter = maker.drafter_for(engine.drafter_context(params, SamplingConfig(), step_key(0, 0)))
     with engine.mesh_context():
         drafter._empty(8, 32)
     assert made and not misplaced(engine, made)
 
 
-def test_a_small_models_cache_is_made_in_shards(engine):
+def test_a_draft_models_cache_is_made_in_shards(engine):
     zero = engine.put(np.zeros((), np.float32))
     with engine.mesh_context():
-        cache = small_model.empty_cache(zero, config=MODEL, num_rows=8, num_positions=32)
+        cache = draft_model.empty_cache(zero, config=MODEL, num_rows=8, num_positions=32)
         assert not misplaced(engine, cache)
 
 

@@ -1,4 +1,4 @@
-"""A small model as a run's drafter: the same tokens, and folders that do not fit are refused."""
+"""A draft model as a run's drafter: the same tokens, and folders that do not fit are refused."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def plain(tiny, tmp_path_factory):
 @pytest.mark.parity
 def test_the_policys_beginnings_draft_what_it_draws(tiny, tmp_path, plain):
     """The folder that the run starts from is its draft model; its draws are the policy's."""
-    settings = (*DRAFTS, *asks(tiny.parent / "policy"), "DraftModel.proposal='coupled'")
+    settings = (*DRAFTS, *asks(tiny.parent / "policy"), "DraftModel.proposal='shared_noise'")
     got = finish(tiny, tmp_path, *settings, "Run.steps=2")
     assert texts(got) == texts(plain)
     for ours, theirs in zip(plain.rows, got.rows, strict=True):
@@ -87,5 +87,5 @@ def test_so_do_depths_beyond_it(tiny):
 
 
 def test_unknown_ways_to_draft_are_refused():
-    with pytest.raises(ValueError, match="proposal must be likeliest or coupled"):
+    with pytest.raises(ValueError, match="proposal must be likeliest or shared_noise"):
         DraftModelConfig(proposal="best")

@@ -58,7 +58,7 @@ def test_drafts_change_no_token(engines, alone, count, chunk):
     team = workers(engines, count, chunk=chunk)
     made = []
 
-    def drafts(site):
+    def drafts(context):
         made.append(Told(alone))
         return made[-1], FixedBudget()
 
@@ -76,7 +76,7 @@ def test_siblings_on_other_workers_are_drafted_from(engines, shared):
     server = DraftServer() if shared else None
     drafters = []
 
-    def drafts(site):
+    def drafts(context):
         drafters.append(GroupDrafter(update_tokens=1, server=server))
         return drafters[-1], FixedBudget()
 

@@ -132,7 +132,7 @@ def test_the_learned_drafters_seconds_count():
     assert bandit.median_reward(deep, 3) == pytest.approx(3 * 3 / (1.75 + 0.8))
 
 
-def test_a_small_model_has_depths_and_seconds_of_its_own():
+def test_a_draft_model_has_depths_and_seconds_of_its_own():
     budget, bandit = tuned(("learned", "model"))
     for _ in range(7):
         play(budget, right=2)

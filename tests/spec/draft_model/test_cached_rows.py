@@ -1,9 +1,9 @@
-"""Which tokens the rows of a small model's cache are of, by hand."""
+"""Which tokens the rows of a draft model's cache are of, by hand."""
 
 import numpy as np
 import pytest
 
-from spec.draft_model.cached_rows import NOBODY, HeldRows
+from spec.draft_model.cached_rows import NOBODY, CachedRows
 from spec.drafter import LiveSlots
 
 
@@ -37,7 +37,7 @@ def drafted(held, texts, *chains):
 
 
 def test_a_row_that_is_new_knows_nothing():
-    held = HeldRows(2, 16)
+    held = CachedRows(2, 16)
     rows_A, acceptance_A2 = held.follow(live({7: [1, 2, 3], 4: [5]}))
     assert sorted(rows_A.tolist()) == [0, 1] and acceptance_A2.tolist() == [[0, 0], [0, 0]]
     assert held.known_B.tolist() == [0, 0]
@@ -58,7 +58,7 @@ def test_a_row_that_is_new_knows_nothing():
     ],
 )
 def test_entries_of_drafts_that_came_true_stay(now, known, right, seen):
-    held = HeldRows(2, 16)
+    held = CachedRows(2, 16)
     rows_A = drafted(held, {7: [1, 2], 4: [5]}, [6, 7, 8], [5])
     assert held.known_B[rows_A].tolist() == [4, 1]
     again_A, acceptance_A2 = held.follow(live({4: [5, 5], 7: now}))
@@ -71,13 +71,13 @@ def test_entries_of_drafts_that_came_true_stay(now, known, right, seen):
 
 def test_the_last_position_is_never_known():
     """Longer chains of other rows may have written there."""
-    held = HeldRows(1, 6)
+    held = CachedRows(1, 6)
     drafted(held, {7: [1, 2, 3]}, [4, 5, 6])
     assert held.known_B.tolist() == [5] and held.filled_B.tolist() == [6]
 
 
 def test_free_rows_go_to_those_that_have_most_in_common_with_them():
-    held = HeldRows(3, 16)
+    held = CachedRows(3, 16)
     texts = {1: [1, 2, 3, 4], 2: [1, 2, 9], 3: [8]}
     row = dict(zip(texts, drafted(held, texts, [5], [5], [5]).tolist(), strict=True))
     held.ended(live({1: texts[1], 2: texts[2]}))
@@ -88,7 +88,7 @@ def test_free_rows_go_to_those_that_have_most_in_common_with_them():
 
 
 def test_rows_of_requests_that_are_away_are_taken_last():
-    held = HeldRows(3, 16)
+    held = CachedRows(3, 16)
     texts = {1: [1, 2, 3, 4], 2: [4]}
     first, second = drafted(held, texts, [5], [5]).tolist()
     rows_A, _ = held.follow(live({9: [1, 2, 3]}))
@@ -103,7 +103,7 @@ def test_rows_of_requests_that_are_away_are_taken_last():
 
 
 def test_fewer_rows_are_those_of_live_requests_and_the_best_known():
-    held = HeldRows(4, 16)
+    held = CachedRows(4, 16)
     texts = {1: [1] * 3, 2: [2] * 5, 3: [3] * 4, 4: [4] * 6}
     rows_A = drafted(held, texts, [5], [5], [5], [5])
     held.ended(live({4: texts[4]}))
@@ -116,7 +116,7 @@ def test_fewer_rows_are_those_of_live_requests_and_the_best_known():
 
 
 def test_more_rows_know_nothing():
-    held = HeldRows(1, 16)
+    held = CachedRows(1, 16)
     drafted(held, {1: [1, 2]}, [5])
     new, row_B = held.resized(2, 16, live({1: [1, 2]}))
     assert row_B.tolist() == [0, 0] and new.known_B.tolist() == [2, 0]

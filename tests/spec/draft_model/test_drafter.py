@@ -1,12 +1,11 @@
-"""A small model's drafts against whole-sequence passes, whatever happens to its requests."""
+"""A draft model's drafts against whole-sequence passes, whatever happens to its requests."""
 
 import dataclasses
 
 import jax
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
-from small_model_reference import (
+from draft_model_reference import (
     CONFIG,
     COOL,
     KEY,
@@ -24,12 +23,13 @@ from small_model_reference import (
     make_drafter,
     slowly,
 )
+from jax.sharding import NamedSharding, PartitionSpec
 
 from models import transformer
 from models.sharding import MeshConfig, make_mesh, param_shardings
-from spec.draft_model import drafter as small_model
-from spec.draft_model.cached_rows import HeldRows
-from spec.draft_model.drafter import PRIOR_DRAFTS, SmallModelDrafter
+from spec.draft_model import drafter as draft_model
+from spec.draft_model.cached_rows import CachedRows
+from spec.draft_model.drafter import PRIOR_DRAFTS, DraftModelDrafter
 from spec.drafter import Source
 from spec.sampling import SamplingConfig
 from spec.tree import PADDING
@@ -41,13 +41,13 @@ def test_drafts_are_those_of_whole_passes_whatever_was_accepted(seed):
 
 
 @pytest.mark.parametrize("name", SAMPLINGS)
-def test_coupled_drafts_are_draws_with_the_requests_own_noise(name):
-    drafter = make_drafter(ONE_BUCKET, draws=SAMPLINGS[name], proposal="coupled")
-    assert history(drafter, 1, SAMPLINGS[name], "coupled") == []
+def test_drafts_of_shared_noise_are_draws_with_the_requests_own_noise(name):
+    drafter = make_drafter(ONE_BUCKET, draws=SAMPLINGS[name], proposal="shared_noise")
+    assert history(drafter, 1, SAMPLINGS[name], "shared_noise") == []
 
 
 def test_entries_of_wrong_drafts_are_found_if_they_are_kept(monkeypatch):
-    monkeypatch.setattr(HeldRows, "roll_back", lambda *_: None)
+    monkeypatch.setattr(CachedRows, "roll_back", lambda *_: None)
     found = history(make_drafter(), 0)
     assert found and "not" in found[0]
 
@@ -58,7 +58,7 @@ def test_texts_that_are_not_compared_are_found(monkeypatch):
     def believing(self, rows_A, agreed_A):
         self.known_B[rows_A] = np.minimum(self.known_B[rows_A], self.filled_B[rows_A])
 
-    monkeypatch.setattr(HeldRows, "roll_back", believing)
+    monkeypatch.setattr(CachedRows, "roll_back", believing)
     assert history(make_drafter(), 0)
 
 
@@ -71,14 +71,14 @@ def test_at_temperature_0_probs_are_those_of_temperature_1():
     assert (drafts.sources_AN == Source.MODEL).all()
 
 
-def test_coupled_at_temperature_0_is_greedy():
+def test_shared_noise_at_temperature_0_is_greedy():
     host, draws = Host(), SamplingConfig(temperature=0.0)
     host.enter(1, [4, 5, 6])
-    greedy, coupled = (
+    greedy, shared = (
         make_drafter(draws=draws, proposal=proposal).propose(host.live(), np.array([5]), 7)
-        for proposal in ("likeliest", "coupled")
+        for proposal in ("likeliest", "shared_noise")
     )
-    assert greedy.tokens_AN.tolist() == coupled.tokens_AN.tolist()
+    assert greedy.tokens_AN.tolist() == shared.tokens_AN.tolist()
 
 
 # -- what a round computes ---------------------------------------------------------
@@ -93,8 +93,8 @@ def computed(monkeypatch):
         widths.append(table_PX.shape[1] - 2)
         return step(params, cache, table_PX, **options)
 
-    step = small_model.catch_up
-    monkeypatch.setattr(small_model, "catch_up", counting)
+    step = draft_model.catch_up
+    monkeypatch.setattr(draft_model, "catch_up", counting)
     return widths
 
 
@@ -134,7 +134,7 @@ def test_one_that_comes_back_has_its_tokens_still(computed):
 
 
 def test_nothing_is_asked_of_the_model_where_nothing_may_be_drafted(monkeypatch):
-    monkeypatch.setattr(small_model, "draft_chains", None)
+    monkeypatch.setattr(draft_model, "draft_chains", None)
     host = Host()
     host.enter(1, [2, 3])
     drafts = make_drafter().propose(host.live(), np.array([0]), 7)
@@ -157,10 +157,10 @@ def test_chains_end_where_their_prob_is_small():
     assert (cut.prob_AN[cut.tokens_AN != PADDING] >= bound).all()
 
 
-def test_coupled_probs_are_mean_acceptances_by_depth():
-    host, drafter, most_A = Host(), make_drafter(proposal="coupled"), np.array([3], np.int32)
+def test_shared_noise_probs_are_mean_acceptances_by_depth():
+    host, drafter, most_A = Host(), make_drafter(proposal="shared_noise"), np.array([3], np.int32)
     host.enter(1, [4, 5, 6])
-    prior, seen = CONFIG.coupled_prob, np.zeros((3, 2))
+    prior, seen = CONFIG.shared_noise_prob, np.zeros((3, 2))
     for accepted in (1, 3, 0, 2):
         drafts = drafter.propose(host.live(), most_A, 7)
         rate = (seen[:, 0] + PRIOR_DRAFTS * prior) / (seen[:, 1] + PRIOR_DRAFTS)
@@ -174,9 +174,9 @@ def test_coupled_probs_are_mean_acceptances_by_depth():
     assert drafter._mean_prob()[:3] == pytest.approx(np.cumprod(rate))
 
 
-def test_coupled_chains_are_as_long_as_they_are_right():
+def test_shared_noise_chains_are_as_long_as_they_are_right():
     config = dataclasses.replace(CONFIG, min_prob=0.5)
-    host, drafter = Host(), make_drafter(config, proposal="coupled")
+    host, drafter = Host(), make_drafter(config, proposal="shared_noise")
     host.enter(1, [4])
     lengths = []
     for _ in range(12):
@@ -186,7 +186,7 @@ def test_coupled_chains_are_as_long_as_they_are_right():
     assert lengths[0] == 1 and set(lengths) == {1}  # 0.7² is less; one is always tried
     host.enter(2, [5])
     config = dataclasses.replace(CONFIG, min_prob=0.3)
-    drafter = make_drafter(config, proposal="coupled")
+    drafter = make_drafter(config, proposal="shared_noise")
     for _ in range(8):
         drafts = drafter.propose(host.live([2]), np.array([5]), 7)
         lengths.append(int(drafts.count_A[0]))
@@ -282,11 +282,13 @@ def test_another_vocabulary_is_refused():
     other = dataclasses.replace(POLICY, vocab_size=V + 1)
     words = f"vocabulary of {V + 1}, got {V}: take one"
     with pytest.raises(ValueError, match=words):
-        SmallModelDrafter(MODEL, PARAMS, policy=other, sampling=COOL, key=KEY)
+        DraftModelDrafter(MODEL, PARAMS, policy=other, sampling=COOL, key=KEY)
 
 
 def test_another_way_to_draft_is_refused():
-    with pytest.raises(ValueError, match="proposal must be 'likeliest' or 'coupled', got 'tree'"):
+    with pytest.raises(
+        ValueError, match="proposal must be 'likeliest' or 'shared_noise', got 'tree'"
+    ):
         make_drafter(proposal="tree")
 
 
@@ -298,7 +300,7 @@ def test_another_way_to_draft_is_refused():
         ({"window_tokens": 17}, "expected window_tokens <= chunk_tokens <= min_positions, got 17"),
         ({"chunk_tokens": 64}, "<= min_positions, got 2, 64, 32"),
         ({"min_prob": 1.5}, r"expected min_prob in \[0, 1\]"),
-        ({"coupled_prob": 1.0}, r"coupled_prob in \(0, 1\), got 0.0, 1.0"),
+        ({"shared_noise_prob": 1.0}, r"shared_noise_prob in \(0, 1\), got 0.0, 1.0"),
     ],
 )
 def test_bad_settings_are_named(change, words):
@@ -309,18 +311,18 @@ def test_bad_settings_are_named(change, words):
 def test_rows_at_rest_and_chains_that_have_ended_are_written_nowhere():
     B, S, W, most_B = 4, 32, 4, np.array([0, 5, 2, 0])
     total_B = np.array([S, 9, 7, 3])
-    zeros = small_model.empty_cache(
+    zeros = draft_model.empty_cache(
         np.zeros((), np.float32), config=MODEL, num_rows=B, num_positions=S
     )
     rng = np.random.default_rng(0)
     held = jax.tree.map(lambda x: rng.normal(size=x.shape).astype(np.float32), zeros)
     table_BX = np.zeros((B, W + 4), np.int32)
     table_BX[:, W], table_BX[:, W + 3] = total_B, most_B
-    draws = small_model.Draws(
+    draws = draft_model.Draws(
         np.float32(1), np.int32(0), np.float32(1), np.float32(0), jax.random.key(0)
     )
     static = {"config": MODEL, "scheme": None, "window_tokens": W, "most_tokens": 6}
-    after, _ = small_model.draft_chains(
+    after, _ = draft_model.draft_chains(
         PARAMS, jax.tree.map(jax.numpy.asarray, held), table_BX, draws, **static
     )
     at_S = np.arange(S)

@@ -173,7 +173,7 @@ def test_the_written_out_search_notices_a_wrong_pairing() -> None:
 
 @pytest.mark.parametrize("scheme", ["cdf", "gumbel"])
 @pytest.mark.parametrize("ids", [None, IDS])
-def test_coupled_drafts_are_drawn_with_the_noise_of_their_positions(scheme, ids) -> None:
+def test_drafts_of_shared_noise_are_drawn_with_the_noise_of_their_positions(scheme, ids) -> None:
     config, params, frozen, caught, tokens = make("eagle", ids, seed=3)
     keys = sampling.request_keys(sampling.step_key(0, 0), jnp.arange(B))
     noise = tree_search.Noise(

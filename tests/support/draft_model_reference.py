@@ -1,4 +1,4 @@
-"""A tiny small model, drafts by whole-sequence passes, and random lives of requests."""
+"""A tiny draft model, drafts by whole-sequence passes, and random lives of requests."""
 
 import dataclasses
 from functools import partial
@@ -10,7 +10,7 @@ import numpy as np
 from models import transformer
 from models.config import ModelConfig
 from spec import sampling
-from spec.draft_model.drafter import SmallModelConfig, SmallModelDrafter
+from spec.draft_model.drafter import ChainConfig, DraftModelDrafter
 from spec.drafter import LiveSlots
 from spec.sampling import SamplingConfig
 from spec.tree import PADDING
@@ -27,7 +27,7 @@ MODEL = ModelConfig(
     d_ff=8,
 )
 POLICY = dataclasses.replace(MODEL, num_layers=3)
-CONFIG = SmallModelConfig(
+CONFIG = ChainConfig(
     min_rows=4,
     min_positions=32,
     window_tokens=2,
@@ -58,7 +58,7 @@ PARAMS = make_params()
 
 
 def make_drafter(config=CONFIG, *, params=PARAMS, draws=COOL, **options):
-    return SmallModelDrafter(
+    return DraftModelDrafter(
         MODEL, params, config, policy=POLICY, sampling=draws, key=KEY, **options
     )
 

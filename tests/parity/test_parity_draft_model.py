@@ -1,6 +1,6 @@
-"""A small model that drafts: the tokens of plain decoding; where it is the policy, its draws.
+"""A draft model that drafts: the tokens of plain decoding; where it is the policy, its draws.
 
-The small model of most tests is the policy's first layer: often right, often wrong.
+The draft model of most tests is the policy's first layer: often right, often wrong.
 """
 
 import dataclasses
@@ -11,14 +11,14 @@ from parity_model import BASE, MODEL, SAMPLINGS, STEP_KEY, TOLERANCE, difference
 
 from rl.engine.engine import Engine
 from spec.budget.union import DrafterUnion
-from spec.draft_model.drafter import SmallModelConfig, SmallModelDrafter
+from spec.draft_model.drafter import ChainConfig, DraftModelDrafter
 from spec.drafter import Source
 from spec.retrieval.ngram import NgramDrafter
 
 pytestmark = pytest.mark.parity
 
 SMALL = dataclasses.replace(MODEL, num_layers=1)
-CONFIG = SmallModelConfig(
+CONFIG = ChainConfig(
     min_rows=8, min_positions=64, window_tokens=4, chunk_tokens=32, pass_tokens=128
 )
 
@@ -30,12 +30,12 @@ def small_params(params):
 
 def drafter(params, name, model=SMALL, config=CONFIG, **options):
     sampling = SAMPLINGS[name]
-    return SmallModelDrafter(
+    return DraftModelDrafter(
         model, params, config, policy=MODEL, sampling=sampling, key=STEP_KEY, **options
     )
 
 
-@pytest.mark.parametrize("proposal", ["likeliest", "coupled"])
+@pytest.mark.parametrize("proposal", ["likeliest", "shared_noise"])
 @pytest.mark.parametrize("name", ["plain", "greedy", "gumbel_cool"])
 def test_alone_and_beside_another(golden, rollout, engine, params, small_params, name, proposal):
     for with_others in (False, True):
@@ -53,7 +53,7 @@ def test_alone_and_beside_another(golden, rollout, engine, params, small_params,
 @pytest.mark.parametrize("name", ["plain", "cool", "gumbel", "gumbel_cool"])
 def test_the_policy_itself_drafts_what_it_then_draws(golden, rollout, engine, params, name):
     """Coupled: only an end token among the draft tokens, or the limit, makes the others useless."""
-    got = rollout(name, drafter=drafter(params, name, MODEL, proposal="coupled"))
+    got = rollout(name, drafter=drafter(params, name, MODEL, proposal="shared_noise"))
     assert not differences(golden(name), got)
     for t in got:
         want = origins_if_all_accepted(t.num_tokens, BASE.max_nodes)
