@@ -1,31 +1,22 @@
 """Who runs where and when: schedulers as pure state machines.
 
-No jax, no clock, no I/O, no threads: the time is an argument, decisions are
-return values, so a simulator and a real rollout can drive the same objects.
+No jax, no clock, no I/O, no threads: the time is an argument, decisions are return values, so
+that a simulator and a real rollout drive the same objects.
 
-The standard library has a module of this name. `_reprise_sched.py` makes this
-package win; code that wanted the other one finds its public names here too.
+The standard library has a module of this name. An installed Reprise extends that module by
+this folder (`_reprise_sched.py`), and this file is not run. In a checkout that is not installed
+this folder comes first on the import path: then the standard module is executed here, so that
+every name of it is there as well, and pickles as `sched.…`.
 """
 
-__all__ = ["Event", "scheduler"]
+import sys
+from importlib.machinery import PathFinder
+from sysconfig import get_path
 
-
-def __getattr__(name: str) -> object:
-    """`scheduler` and `Event` of the standard module, loaded when first asked for."""
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    # Executed under its own name but not registered: what it defines pickles as `sched.…`.
-    from importlib.machinery import PathFinder
-    from importlib.util import module_from_spec
-    from sysconfig import get_path
-
-    spec = PathFinder.find_spec("sched", [get_path("stdlib")])
-    if spec is None or spec.loader is None:
-        raise AttributeError(
-            f"sched.{name}: expected the standard module sched in {get_path('stdlib')}, got none; "
-            "mend: use a Python with a complete standard library"
-        )
-    standard = module_from_spec(spec)
-    spec.loader.exec_module(standard)
-    globals().update(scheduler=standard.scheduler, Event=standard.Event)
-    return globals()[name]
+_standard = PathFinder.find_spec("sched", [get_path("stdlib")])
+if _standard is None or _standard.loader is None:
+    raise ImportError(
+        f"expected the standard module sched in {get_path('stdlib')}, got none; "
+        "mend: use a Python with a complete standard library"
+    )
+_standard.loader.exec_module(sys.modules[__name__])

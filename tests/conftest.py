@@ -72,7 +72,15 @@ def make_checkout_copy() -> Callable[[Path], Path]:
             if (ROOT / name).is_dir():
                 shutil.copytree(ROOT / name, folder / name, ignore=ignored)
         for path in ROOT.iterdir():
-            if path.is_file() and path.suffix in (".toml", ".md", ".py", ".pth", ".txt", ""):
+            if path.is_file() and path.suffix in (
+                ".toml",
+                ".md",
+                ".py",
+                ".pth",
+                ".start",
+                ".txt",
+                "",
+            ):
                 shutil.copy(path, folder)
         return folder
 

@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "models": {"models"},
     "spec": {"models", "spec"},
     "sched": {"sched"},
-    "rl": {"models", "spec", "sched", "rl"},
+    "rl": {"models", "spec", "sched", "rl", "_reprise_sched"},  # it extends `sched`
 }
 # The sub-packages ("rooms") of a package, and which others of that package each may import;
 # "" is the package's own files. Every room may import itself, and every one of rl `rl.runtime`.
@@ -76,8 +76,8 @@ IMPURE = {
 }
 IMPURE_BUILTINS = {"open", "print", "input"}
 SEEDED_NUMPY = {"Generator", "default_rng", "SeedSequence", "PCG64", "Philox", "BitGenerator"}
-# The stand-in for the standard module of the same name has to find that module.
-STAND_IN = ("sched/__init__.py", {"importlib", "sysconfig"})
+# The extension of the standard module of the same name has to find that module.
+STAND_IN = ("sched/__init__.py", {"importlib", "sys", "sysconfig"})
 
 # The engine runs where only these, and what they bring along, are installed.
 ENGINE_NEEDS = {"jax", "jaxlib", "numpy", "numba", "optax", "orbax", "safetensors"}
