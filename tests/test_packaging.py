@@ -5,18 +5,26 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import re
+import shutil
 import subprocess
+import sys
 import tomllib
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
+from installed import execute, install_into, site_packages
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+import rl
+
 ROOT = Path(__file__).parents[1]
 PYTHONS = ("3.11", "3.12", "3.13")
+PACKAGES = ("models", "spec", "sched", "rl")
+HOOK = {"_reprise_sched.py", "reprise-sched.pth", "reprise-sched.start"}
 PIN = re.compile(
     r"[A-Za-z0-9][A-Za-z0-9._-]*==[0-9][A-Za-z0-9.]*(; python_version [<>=]+ '3\.\d+')?"
 )
@@ -100,11 +108,12 @@ def test_the_wheel_holds_the_packages_and_nothing_else(build_wheel, checkout_cop
     with zipfile.ZipFile(build_wheel(checkout_copy, "wheel")) as wheel:
         names = [name for name in wheel.namelist() if ".dist-info/" not in name]
         info = {name.partition(".dist-info/")[2] for name in wheel.namelist()}
-    packages = {"models", "spec", "sched", "rl"}
+    packages = set(PACKAGES)
     tops = {name.partition("/")[0] for name in names}
-    hook = {"_reprise_sched.py", "reprise-sched.pth"}
-    assert packages | hook <= tops <= packages | hook | {"configs", "policies"}
+    assert packages | HOOK <= tops <= packages | HOOK | {"configs", "policies"}
     assert "licenses/LICENSE" in info and "METADATA" in info
+    assert {f"{package}/py.typed" for package in packages} <= set(names)
+    assert not [name for name in names if name.startswith("rl/warmstart")]  # of a checkout only
     for folder in ("configs", "policies"):  # data, found beside the packages
         files = [p for p in (checkout_copy / folder).rglob("*") if p.is_file()]
         assert {p.relative_to(checkout_copy).as_posix() for p in files} <= set(names)
@@ -113,8 +122,95 @@ def test_the_wheel_holds_the_packages_and_nothing_else(build_wheel, checkout_cop
 def test_an_editable_install_points_at_the_checkout(build_wheel, checkout_copy):
     with zipfile.ZipFile(build_wheel(checkout_copy, "editable")) as wheel:
         names = {name for name in wheel.namelist() if ".dist-info/" not in name}
-        assert names == {"_reprise.pth", "_reprise_sched.py", "reprise-sched.pth"}
-        assert Path(wheel.read("_reprise.pth").decode().strip()).samefile(checkout_copy)
+        assert names == {"_reprise_rl.pth", *HOOK}
+        assert Path(wheel.read("_reprise_rl.pth").decode().strip()).samefile(checkout_copy)
+
+
+def test_the_version_is_that_of_the_wheel(build_wheel, checkout_copy):
+    wheel = build_wheel(checkout_copy, "wheel")
+    assert wheel.name.startswith(f"{project()['name'].replace('-', '_')}-{rl.__version__}-")
+
+
+# Imports of everything that is installed, where nothing else is.
+
+PUBLIC = """
+from models.hf import load_pretrained
+from models.transformer import logits
+from rl import ablate, evaluate, export_drafter, report, simulate, train, train_drafter
+from rl.rollout import generate
+for command in ablate, evaluate, export_drafter, report, simulate, train, train_drafter:
+    assert callable(command.main)
+"""
+# Imports every module, and every public name of it; prints those that need another project's
+# package, which only some Pythons have, and how many modules came through.
+EVERY_MODULE = """
+import importlib, pkgutil, sys
+missing, num_imported = set(), 0
+for package in "models", "spec", "sched", "rl":
+    for found in pkgutil.walk_packages(importlib.import_module(package).__path__, package + "."):
+        try:
+            module = importlib.import_module(found.name)
+        except ModuleNotFoundError as error:
+            assert error.name.partition(".")[0] not in ("models", "spec", "sched", "rl"), error
+            missing.add(error.name.partition(".")[0])
+        else:
+            [getattr(module, name) for name in getattr(module, "__all__", dir(module))]
+            num_imported += 1
+print(num_imported, *sorted(missing))
+"""
+
+
+def find_python(version: str) -> str | None:
+    """A Python of this version: this one, one of the path, or one beside this one's."""
+    if version == f"{sys.version_info.major}.{sys.version_info.minor}":
+        return sys.executable
+    beside = Path(sys.base_prefix).parent.glob(f"*{version}*/bin/python{version}")
+    candidates = [shutil.which(f"python{version}"), *map(str, sorted(beside))]
+    check = f"import sys, venv; assert sys.version.startswith('{version}.')"
+    for python in filter(None, candidates):
+        if not subprocess.run([python, "-c", check], capture_output=True, timeout=60).returncode:
+            return python
+    return None
+
+
+@pytest.fixture(scope="module", params=["3.11", "3.13"])
+def python_of_wheel(request, tmp_path_factory, build_wheel, checkout_copy):
+    """A Python with the wheel and, where it is the one that runs this, all that it needs."""
+    python = find_python(request.param)
+    if python is None:
+        pytest.skip(f"no Python {request.param} found on the path or beside {sys.base_prefix}")
+    folder = tmp_path_factory.mktemp("env") / "env"
+    installed = install_into(folder, build_wheel(checkout_copy, "wheel"), python)
+    if python == sys.executable:
+        needs = site_packages(folder) / "zz_needs.pth"
+        needs.write_text(f"{Path(np.__file__).parents[1]}\n")
+    return installed
+
+
+def test_every_public_name_of_the_wheel_is_imported(python_of_wheel, tmp_path):
+    folder = site_packages(python_of_wheel.parents[1])
+    has_needs = (folder / "zz_needs.pth").exists()
+    sources = [folder / package for package in PACKAGES]
+    (tmp_path / "empty").mkdir()
+    compiles = [python_of_wheel, "-W", "error", "-m", "compileall", "-q", *sources]
+    assert not execute(compiles, tmp_path / "empty")
+    told = execute([python_of_wheel, "-c", EVERY_MODULE], tmp_path / "empty")
+    num_imported, *missing = told.split()
+    num_modules = sum(len([*source.rglob("*.py")]) for source in sources)
+    if has_needs:
+        assert not missing and int(num_imported) == num_modules - len(PACKAGES)
+        execute([python_of_wheel, "-c", PUBLIC], tmp_path / "empty")
+    else:  # modules that need the standard library only
+        assert int(num_imported) > 30, "mend: import other projects' packages where they are used"
+    assert not list((tmp_path / "empty").iterdir())
+
+
+def test_the_wheel_in_a_folder_with_models_of_its_own(python_of_wheel, tmp_path):
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "__init__.py").touch()
+    with pytest.raises(AssertionError, match=r"expected Reprise's package 'models' in .*, got "):
+        execute([python_of_wheel, "-c", "import rl"], tmp_path)
+    execute([python_of_wheel, "-P", "-c", "import rl, models, spec, sched.protocol"], tmp_path)
 
 
 def make_dry_run(target: str, *arguments: str, at: Path) -> str:
