@@ -8,7 +8,6 @@ after every run.
 
 from __future__ import annotations
 
-import argparse
 import csv
 import io
 import os
@@ -29,8 +28,8 @@ from rl.ablation.grid import (
     reward_curves,
 )
 from rl.ablation.table import figure, markdown
-from rl.config.loader import ConfigError, add_field_arguments, list_fields, load, parse_command_line
-from rl.config.loader import dump as dump_config
+from rl.config.command_line import config_parser, parse_command_line
+from rl.config.loader import ConfigError, dump, load
 from rl.loop.experiment import open_inputs
 from rl.runtime.exit_codes import EXIT_FAILED, EXIT_STOPPED, EXIT_USAGE
 from rl.runtime.progress import say
@@ -38,18 +37,11 @@ from rl.runtime.progress import say
 
 def main(argv: Sequence[str]) -> int:
     """Parse, check the whole grid, run what is not done; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m rl.ablate",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add_field_arguments(parser)
+    parser = config_parser("rl.ablate", __doc__, files=False)
     parser.add_argument("gin_file", nargs="?", help="a configuration with an Ablation section")
     parser.add_argument("--dry_run", action="store_true", help="check everything, run nothing")
     parser.add_argument("--table", action="store_true", help="write the table of what is done")
     args, overrides = parse_command_line(parser, argv, AblationRun)
-    if args.list is not None:
-        return list_fields(AblationRun, args.list)
     if args.gin_file is None:
         parser.error("expected a file: python -m rl.ablate configs/ablations/lenience.gin")
     try:
@@ -113,7 +105,7 @@ def _train(folder: Path, cell: Cell, stop: _Stop) -> int:
     cell.folder.mkdir(parents=True, exist_ok=True)
     config = folder / "configs" / f"{cell.folder.name}.gin"
     config.parent.mkdir(exist_ok=True)
-    replace_file(config, dump_config(cell.config))
+    replace_file(config, dump(cell.config))
     command = [sys.executable, "-m", "rl.train", f"--gin_file={config}"]
     command += ["--resume"] if cell.begun else []
     with subprocess.Popen(command, env=dict(os.environ)) as stop.child:

@@ -19,13 +19,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rl.config.loader import (
-    ConfigError,
-    add_config_arguments,
-    list_fields,
-    load,
-    parse_command_line,
-)
+from rl.config.command_line import config_parser, parse_command_line
+from rl.config.loader import ConfigError, load
 from rl.loop import evaluation
 from rl.loop.evaluation import EvaluationConfig, Questions
 from rl.loop.experiment import Inputs, TrainConfig, open_inputs
@@ -37,12 +32,7 @@ DEFAULT_CONFIG = "configs/tiny_cpu.gin"
 
 def main(argv: Sequence[str]) -> int:
     """Parse, check, ask, print; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m rl.evaluate",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add_config_arguments(parser)
+    parser = config_parser("rl.evaluate", __doc__)
     parser.add_argument("--policy", metavar="DIR", help="evaluate this Hugging Face folder")
     parser.add_argument(
         "--run",
@@ -52,8 +42,6 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print the result as one JSON line too")
     parser.add_argument("--output", metavar="FILE", help="write the result to FILE, as JSON")
     args, overrides = parse_command_line(parser, argv, EvaluationConfig)
-    if args.list is not None:
-        return list_fields(EvaluationConfig, args.list)
     try:
         job = _prepare(args, overrides)
     except (ConfigError, ValueError, OSError, ImportError) as error:

@@ -17,7 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rl.checkpoint.checkpointer import NoWholeCheckpointError, StructureMismatchError
-from rl.config.loader import ConfigError, load, parse_command_line
+from rl.config.command_line import parse_command_line
+from rl.config.loader import ConfigError, load
 from rl.drafter_training import export as drafter_folder
 from rl.loop import drafter_export
 from rl.loop.experiment import TrainConfig, open_inputs
@@ -35,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("run", metavar="RUN", help="a run folder")
     parser.add_argument("out", metavar="OUT", help="a new folder, or a drafter's to replace")
-    args, overrides = parse_command_line(parser, argv)
+    args, overrides = parse_command_line(parser, argv, TrainConfig)
     if overrides:
         parser.error("a run brings its own configuration: --gin.Section.field has no place here")
     run, out = Path(args.run), Path(args.out).absolute()

@@ -8,7 +8,6 @@ simulated ones instead.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
@@ -16,13 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from models.folder import replace_file
-from rl.config.loader import (
-    ConfigError,
-    add_config_arguments,
-    list_fields,
-    load,
-    parse_command_line,
-)
+from rl.config.command_line import config_parser, parse_command_line
+from rl.config.loader import ConfigError, load
 from rl.runtime.exit_codes import EXIT_USAGE
 from rl.runtime.progress import say
 from rl.simulation.compare import play, remarks, table
@@ -33,12 +27,7 @@ from rl.simulation.reproduction.table import configurations, lines_of, reproduce
 
 def main(argv: Sequence[str]) -> int:
     """Parse, play what is asked for, write what came of it; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m rl.simulate",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add_config_arguments(parser)
+    parser = config_parser("rl.simulate", __doc__)
     parser.add_argument(
         "--reproduce",
         action="store_true",
@@ -46,8 +35,6 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--json", action="store_true", help="print JSON lines, no table")
     args, overrides = parse_command_line(parser, argv, SimulateRun)
-    if args.list is not None:
-        return list_fields(SimulateRun, args.list)
     try:
         if args.reproduce:
             if args.gin_file or overrides:

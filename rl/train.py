@@ -8,7 +8,6 @@ it learned one. Ctrl-C and SIGTERM save the last whole step and exit with 75.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import signal
 import sys
@@ -19,14 +18,8 @@ from pathlib import Path
 
 from models.tokenizer import copy_files
 from models.transformer import Params, num_params
-from rl.config.loader import (
-    ConfigError,
-    add_config_arguments,
-    dump,
-    list_fields,
-    load,
-    parse_command_line,
-)
+from rl.config.command_line import config_parser, parse_command_line
+from rl.config.loader import ConfigError, dump, load
 from rl.loop import memory_estimate, run_folder
 from rl.loop.experiment import Inputs, TrainConfig, open_inputs, remarks
 from rl.metrics.writer import DamagedRowError, check_installed
@@ -42,12 +35,7 @@ DEFAULT_CONFIG = "configs/tiny_cpu.gin"
 def main(argv: Sequence[str]) -> int:
     """Parse, resolve, check, run; returns the exit code."""
     host_memory.bound_arenas()
-    parser = argparse.ArgumentParser(
-        prog="python -m rl.train",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add_config_arguments(parser)
+    parser = config_parser("rl.train", __doc__)
     parser.add_argument("--dry_run", action="store_true", help="check everything, touch no device")
     parser.add_argument("--resume", action="store_true", help="go on with the run in Run.directory")
     parser.add_argument(
@@ -56,8 +44,6 @@ def main(argv: Sequence[str]) -> int:
         help="with --resume: go on although task, reward, policy or the like differ",
     )
     args, overrides = parse_command_line(parser, argv, TrainConfig)
-    if args.list is not None:
-        return list_fields(TrainConfig, args.list)
     try:
         devices.refuse_several_processes()
         config, before = _resolve(args.gin_file or [], overrides, resume=args.resume)

@@ -29,14 +29,8 @@ import jax.numpy as jnp
 from models import hf
 from models.config import ModelConfig
 from models.transformer import Params, num_params
-from rl.config.loader import (
-    ConfigError,
-    add_config_arguments,
-    dump,
-    list_fields,
-    load,
-    parse_command_line,
-)
+from rl.config.command_line import config_parser, parse_command_line
+from rl.config.loader import ConfigError, dump, load
 from rl.drafter_training import export as drafter_folder
 from rl.drafter_training import hidden_states
 from rl.drafter_training import traces as drafter_traces
@@ -62,12 +56,7 @@ LEAST_VALUE_BYTES = 2  # of the types that hidden states come in
 
 def main(argv: Sequence[str]) -> int:
     """Parse, check, train, judge, write; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m rl.train_drafter",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add_config_arguments(parser)
+    parser = config_parser("rl.train_drafter", __doc__)
     parser.add_argument("trace", nargs="*", metavar="TRACE", help="a run folder or .jsonl file")
     parser.add_argument("--policy", metavar="DIR", help="the policy whose states it learns from")
     parser.add_argument("--out", metavar="DIR", help="a new folder, or a drafter's to replace")
@@ -83,8 +72,6 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--dry_run", action="store_true", help="check everything, touch no device")
     args, overrides = parse_command_line(parser, argv, OfflineConfig)
-    if args.list is not None:
-        return list_fields(OfflineConfig, args.list)
     try:
         job = _prepare(args, overrides)
     except (ConfigError, ValueError, OSError, ImportError) as error:

@@ -1,8 +1,8 @@
 """`.gin` text to bindings: gin-config's parser, its grammar and nothing else.
 
 Nothing is imported, called or looked up on behalf of a file: `%macro` and
-`@reference` become inert markers, and it is for `rl.config.loader` to judge them.
-What is read is bounded: a file may include others, and those again.
+`@reference` become inert markers, which `rl.config.loader` expands or refuses.
+How much is read is bounded, since a file may include others, and those again.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Reference:
 
 
 class _Delegate:
-    """What gin's parser builds for `%macro` and `@reference`: inert markers."""
+    """Tells gin's parser to build inert markers for `%macro` and `@reference`."""
 
     def macro(self, name: str) -> Macro:
         return Macro(name)
@@ -53,7 +53,7 @@ class _Delegate:
 
 
 def read_files(paths: Iterable[Path]) -> list[Binding]:
-    """The bindings of files in their order, those of included files in their places.
+    """Return the bindings of files in order, those of an included file where it is included.
 
     Raises ConfigError for what cannot be parsed or read, and beyond `MAX_FILES`,
     `MAX_INCLUDE_DEPTH` and `MAX_TEXT_BYTES`.
@@ -63,7 +63,7 @@ def read_files(paths: Iterable[Path]) -> list[Binding]:
 
 
 class _Text:
-    """The text of one configuration's files, and how much of it there may still be."""
+    """Reads the files of one configuration, within the bounds on their number and size."""
 
     def __init__(self) -> None:
         self._files, self._bytes = 0, 0
@@ -123,7 +123,7 @@ def _read_file(path: Path, including: tuple[Path, ...], text: _Text) -> list[Bin
 
 
 def _statements(path: Path, text: str) -> Iterable[Any]:
-    """gin's statements of a file; every way it can fail becomes a ConfigError."""
+    """Return gin's statements of a file; every way it can fail becomes a ConfigError."""
     from gin import config_parser as grammar
 
     try:
@@ -145,7 +145,7 @@ def _statements(path: Path, text: str) -> Iterable[Any]:
 
 
 def _refuse_many_strings(text: str) -> None:
-    """SyntaxError for more strings side by side than anyone writes: gin is quadratic in them."""
+    """Raise SyntaxError for very many strings side by side: gin takes quadratic time."""
     joined = 0
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.STRING:
@@ -158,7 +158,7 @@ def _refuse_many_strings(text: str) -> None:
 
 
 def read_override(override: str) -> Binding:
-    """`Section.field=value`; a value outside gin's grammar is its own text."""
+    """Return the binding of `Section.field=value`; a value outside gin's grammar is text."""
     name, equals, text = override.partition("=")
     name, text = name.strip(), text.strip()
     if not equals or not text or not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)?", name):

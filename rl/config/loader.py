@@ -12,16 +12,15 @@ a second and not a queue slot.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import inspect
 import re
-import sys
 import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from models.hf_config import shown
 from rl.config.grammar import Binding, Macro, Reference, read_files, read_override
 from rl.config.values import (
     ConfigError,
@@ -32,32 +31,19 @@ from rl.config.values import (
     has_half_a_pair,
     literal,
     nearest,
-    shown,
     spell,
 )
-from rl.runtime.progress import printable, say
 
 PROJECT_ROOT = Path(__file__).resolve().parents[2]
 
-MAX_VALUES = 10_000  # in a configuration, its macros in their places
-MAX_DEPTH = 32  # of lists and macros in one another
+MAX_VALUES = 10_000  # in a configuration, with macros expanded
+MAX_DEPTH = 32  # of nested lists and macros
 
 C = TypeVar("C")
 
 
-@dataclasses.dataclass(frozen=True)
-class _Section:
-    schema_field: str
-    cls: type
-    hints: Mapping[str, Any]
-    default: object | None  # an instance, where the schema gives one
-
-
-# --- public ---------------------------------------------------------------------------
-
-
 def load(schema: type[C], files: Sequence[str | Path] = (), overrides: Sequence[str] = ()) -> C:
-    """The configuration that `files`, then `overrides`, make of `schema`'s defaults.
+    """Return `schema` with its defaults, changed by `files` and then by `overrides`.
 
     Later files win over earlier ones, overrides (`"Sampling.temperature=0.7"`)
     over files. A macro (`NAME = value`, used as `%NAME`) has its last value
@@ -76,10 +62,10 @@ def load(schema: type[C], files: Sequence[str | Path] = (), overrides: Sequence[
         if "." in binding.name:
             section, field = _known_name(sections, binding)
             value = macros.expand(binding.value, binding.where, ())
-            value = _checked(value, sections[section], section, field, binding.where)
-            bound[section][field] = dataclasses.replace(binding, value=value)
+            value = section.checked(value, field, binding.where)
+            bound[section.name][field] = dataclasses.replace(binding, value=value)
     macros.refuse_unused(sections)
-    built = {s.schema_field: _build(name, s, bound[name]) for name, s in sections.items()}
+    built = {s.schema_field: s.build(bound[s.name]) for s in sections.values()}
     try:
         return schema(**built)
     except ValueError as error:
@@ -87,22 +73,21 @@ def load(schema: type[C], files: Sequence[str | Path] = (), overrides: Sequence[
 
 
 def dump(config: Any) -> str:
-    """The whole configuration as `.gin` text: `load(type(config), [dumped], []) == config`."""
+    """Return the whole configuration as `.gin` text that `load` reads back as an equal one."""
     blocks = []
     for name, section in sorted(_sections(type(config)).items()):
         values = getattr(config, section.schema_field)
         lines = [f"# {doc}"] if (doc := _doc(section.cls).partition("\n")[0]) else []
-        for field in _fields(section.cls):
-            value = getattr(values, field.name)
+        for field in section.fields:
             # A value that could not be read back must not be written.
-            value = _checked(value, section, name, field.name, "dump")
+            value = section.checked(getattr(values, field.name), field.name, "dump")
             lines.append(f"{name}.{field.name} = {literal(value)}")
         blocks.append("\n".join(lines) + "\n")
     return "\n".join(blocks)
 
 
 def describe(schema: type, only: str = "") -> str:
-    """Help text: every section and field, or those of section `only`, with type and default.
+    """Return help on every field, or on those of section `only`, with types and defaults.
 
     Raises ConfigError where there is no such section.
     """
@@ -116,13 +101,10 @@ def describe(schema: type, only: str = "") -> str:
     for name, section in sorted(sections.items()):
         if only not in ("", name):
             continue
-        lines = [
-            name,
-            *(f"    {line}".rstrip() for line in _doc(section.cls).splitlines()),
-        ]
+        lines = [name, *(f"    {line}".rstrip() for line in _doc(section.cls).splitlines())]
         comments = _field_comments(section.cls)
-        for field in _fields(section.cls):
-            default = _default(section, field)
+        for field in section.fields:
+            default = section.default(field)
             value = "required" if default is dataclasses.MISSING else f"= {literal(default)}"
             lines.append(f"  {name}.{field.name}: {spell(section.hints[field.name])} {value}")
             if field.name in comments:
@@ -131,105 +113,16 @@ def describe(schema: type, only: str = "") -> str:
     return "\n\n".join(blocks) + "\n"
 
 
-def list_fields(schema: type, only: str) -> int:
-    """Print what `describe` says, as `--list` asks; returns the exit code."""
-    try:
-        say(describe(schema, only).rstrip())
-    except ConfigError as error:
-        say(f"error: {error}", sys.stderr)
-        return 2
-    return 0
+def fields_called(field: str, schema: type) -> list[str]:
+    """Return the full names, `Section.field`, of all fields of `schema` with this name."""
+    return [f"{name}.{field}" for name, s in _sections(schema).items() if field in s.hints]
 
 
 def resolve_path(path: str | Path) -> Path:
-    """`path` as it stands if it exists, else under the project root if it exists there."""
+    """Return `path` itself if it exists, else below the project root if it exists there."""
     path = Path(path).expanduser()
     in_project = PROJECT_ROOT / path
     return in_project if not path.exists() and in_project.exists() else path
-
-
-def add_config_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds `--gin_file`, `--gin.Section.field` and `--list` to a command's parser."""
-    parser.add_argument(
-        "--gin_file",
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="a configuration file; may be repeated, later ones win",
-    )
-    add_field_arguments(parser)
-
-
-def add_field_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds `--gin.Section.field` and `--list` to a command's parser."""
-    parser.allow_abbrev = False  # `--gin` must not pass for `--gin_file`
-    # For usage and help: `split_overrides` takes the real ones before argparse sees them.
-    parser.add_argument(
-        "--gin.Section.field",
-        metavar="VALUE",
-        help="set one field, wins over files; as --gin.Run.steps=50",
-    )
-    parser.add_argument(
-        "--list",
-        nargs="?",
-        const="",
-        metavar="SECTION",
-        help="show the fields of a section, or of all of them, with types and defaults",
-    )
-
-
-def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """`argv` as (overrides for `load`, the other arguments).
-
-    `--gin.A.b=1` and `--gin.A.b 1` both give `A.b=1`.
-    """
-    overrides, rest = [], []
-    arguments = iter(argv)
-    for argument in arguments:
-        if argument == "--":
-            rest += ["--", *arguments]
-        elif not argument.startswith("--gin."):
-            rest.append(argument)
-        else:
-            name, equals, value = argument.removeprefix("--gin.").partition("=")
-            if not equals:
-                value = next(arguments, "--")
-                if value.startswith("--"):
-                    raise ConfigError(f"{argument} has no value; write {argument}=value")
-            overrides.append(f"{name}={value}")
-    return overrides, rest
-
-
-def parse_command_line(
-    parser: argparse.ArgumentParser, argv: Sequence[str], schema: type | None = None
-) -> tuple[argparse.Namespace, list[str]]:
-    """Parses `argv` into (the parser's own arguments, overrides for `load`).
-
-    Exits as argparse does, with the nearest match, on a flag nobody knows: one of the command's,
-    or a field of `schema`.
-    """
-    try:
-        overrides, rest = split_overrides(argv)
-    except ConfigError as error:
-        parser.error(str(error))
-    arguments, unknown = parser.parse_known_args(rest)
-    if unknown:
-        hint = _meant(unknown[0], parser, schema)
-        parser.error(printable(f"unknown argument {unknown[0]}.{hint}", sys.stderr))
-    return arguments, overrides
-
-
-def _meant(argument: str, parser: argparse.ArgumentParser, schema: type | None) -> str:
-    """The hint at what an unknown argument may have been meant as."""
-    flag, equals, value = argument.partition("=")
-    name = flag.removeprefix("--")
-    if re.fullmatch(r"[A-Z]\w*\.\w+", name):
-        return f" Did you mean --gin.{name}{equals}{value}?"
-    sections = _sections(schema) if schema else {}
-    homes = [f"--gin.{n}.{name}" for n, s in sections.items() if name in s.hints]
-    if homes:
-        return f" Did you mean {' or '.join(home + equals + value for home in homes)}?"
-    return nearest(flag, re.findall(r"--[\w-]+", parser.format_help()))
 
 
 def _existing(file: str | Path) -> Path:
@@ -242,11 +135,77 @@ def _existing(file: str | Path) -> Path:
     return path
 
 
-# --- names, macros and types ----------------------------------------------------------
+# --- sections -------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Section:
+    """One section of a schema: its name is that of the class without `Config`."""
+
+    name: str
+    schema_field: str
+    cls: type
+    hints: Mapping[str, Any]
+    instance: object | None  # whose values are the defaults, where the schema gives one
+
+    @property
+    def fields(self) -> list[dataclasses.Field[Any]]:
+        return [field for field in dataclasses.fields(self.cls) if field.init]
+
+    def default(self, field: dataclasses.Field[Any]) -> object:
+        if self.instance is not None:
+            return getattr(self.instance, field.name)
+        if field.default_factory is not dataclasses.MISSING:
+            return field.default_factory()
+        return field.default
+
+    def checked(self, value: object, field: str, where: str) -> object:
+        """Return `value` as the field's type; ConfigError, with an example, for another type."""
+        hint = self.hints[field]
+        try:
+            return coerce(value, hint)
+        except Mismatch:
+            example = next(self.default(f) for f in self.fields if f.name == field)
+            if example is dataclasses.MISSING or example is None:
+                example = self.example(field)
+            near = ""
+            known = [choice for choice in choices(hint) if isinstance(choice, str)]
+            for word in value if isinstance(value, (list, tuple)) else (value,):
+                if isinstance(word, str) and word not in known:
+                    near = near or nearest(word, known)
+            raise ConfigError(
+                f"{where}: {self.name}.{field}: expected {spell(hint)}, got "
+                f"{type(value).__name__} {shown(value, 200)}.{near} "
+                f"For example {self.name}.{field} = {literal(example)}"
+            ) from None
+
+    def example(self, field: str) -> object:
+        """Return a plausible value: from the section's `EXAMPLES`, else any of the field's type."""
+        examples: Mapping[str, object] = getattr(self.cls, "EXAMPLES", {})
+        return examples[field] if field in examples else example_of(self.hints[field])
+
+    def build(self, bound: Mapping[str, Binding]) -> Any:
+        """Make the section from its bindings; ConfigError for what is unset or refused."""
+        for field in self.fields:
+            if field.name not in bound and self.default(field) is dataclasses.MISSING:
+                name = f"{self.name}.{field.name}"
+                raise ConfigError(
+                    f"{name} is not set and has no default; "
+                    f"add, for example, {name} = {literal(self.example(field.name))}"
+                )
+        values = {field: binding.value for field, binding in bound.items()}
+        try:
+            if self.instance is None:
+                return self.cls(**values)
+            return dataclasses.replace(self.instance, **values)  # type: ignore[type-var]
+        except ValueError as error:
+            named = [b for f, b in bound.items() if re.search(rf"\b{f}\b", str(error))]
+            places = [f"\n  {b.name} is set at {b.where}" for b in named or bound.values()]
+            raise ConfigError(f"{self.name}: {error}{''.join(places)}") from error
 
 
 def _sections(schema: type) -> dict[str, _Section]:
-    """Section name (class name less `Config`) -> section, in the schema's order."""
+    """Return the sections of a schema by name, in the schema's order."""
     hints = typing.get_type_hints(schema)
     sections: dict[str, _Section] = {}
     for field in dataclasses.fields(schema):
@@ -259,56 +218,43 @@ def _sections(schema: type) -> dict[str, _Section]:
         default: Any = None if field.default is dataclasses.MISSING else field.default
         if field.default_factory is not dataclasses.MISSING and field.default_factory is not cls:
             default = field.default_factory()
-        sections[name] = _Section(field.name, cls, typing.get_type_hints(cls), default)
+        sections[name] = _Section(name, field.name, cls, typing.get_type_hints(cls), default)
     return sections
 
 
-def _fields(cls: type) -> list[dataclasses.Field[Any]]:
-    return [field for field in dataclasses.fields(cls) if field.init]
-
-
-def _default(section: _Section, field: dataclasses.Field[Any]) -> object:
-    if section.default is not None:
-        return getattr(section.default, field.name)
-    if field.default_factory is not dataclasses.MISSING:
-        return field.default_factory()
-    return field.default
-
-
-def _known_name(sections: Mapping[str, _Section], binding: Binding) -> tuple[str, str]:
-    section, _, field = binding.name.rpartition(".")
-    if section not in sections:
-        hint = nearest(section, sections) or _home_of(field, sections)
+def _known_name(sections: Mapping[str, _Section], binding: Binding) -> tuple[_Section, str]:
+    name, _, field = binding.name.rpartition(".")
+    if name not in sections:
+        hint = nearest(name, sections) or _home_of(field, sections)
         raise ConfigError(
-            f"{binding.where}: no section {section}.{hint} Sections: {', '.join(sorted(sections))}"
+            f"{binding.where}: no section {name}.{hint} Sections: {', '.join(sorted(sections))}"
         )
-    names = [f.name for f in _fields(sections[section].cls)]
+    names = [f.name for f in sections[name].fields]
     if field not in names:
-        hint = nearest(field, names, f"{section}.") or _home_of(field, sections)
+        hint = nearest(field, names, f"{name}.") or _home_of(field, sections)
         raise ConfigError(
-            f"{binding.where}: no field {section}.{field}.{hint} "
-            f"Fields of {section}: {', '.join(names)}"
+            f"{binding.where}: no field {name}.{field}.{hint} Fields of {name}: {', '.join(names)}"
         )
-    return section, field
+    return sections[name], field
 
 
 def _home_of(field: str, sections: Mapping[str, _Section]) -> str:
-    homes = [f"{n}.{field}" for n, s in sections.items() if field in s.hints]
+    homes = [f"{name}.{field}" for name, s in sections.items() if field in s.hints]
     return f" Did you mean {' or '.join(homes)}?" if homes else ""
 
 
 class _Macros:
-    """The macros of a configuration by name, which of them were used, and how much they made."""
+    """The macros of a configuration: which were used, and how many values they expanded to."""
 
     def __init__(self, macros: Mapping[str, Binding]) -> None:
         self._macros = macros
         self._used: set[str] = set()
-        self._values = 0
+        self._num_values = 0
 
     def expand(self, value: object, where: str, via: tuple[str, ...], depth: int = 0) -> object:
-        """`value` with every macro replaced by its value; `via` names the macros it is part of."""
-        self._values += 1
-        if self._values > MAX_VALUES or depth > MAX_DEPTH:
+        """Replace every macro in `value` by its own value; `via` names the macros around it."""
+        self._num_values += 1
+        if self._num_values > MAX_VALUES or depth > MAX_DEPTH:
             raise ConfigError(
                 f"{where}: expected at most {MAX_VALUES} values in a configuration, macros in "
                 f"their places, and lists and macros at most {MAX_DEPTH} deep, got more: "
@@ -331,14 +277,14 @@ class _Macros:
         if isinstance(value, str) and has_half_a_pair(value):
             raise ConfigError(
                 f"{where}: expected text of whole characters, got half of a surrogate pair in "
-                f"{shown(value)}"
+                f"{shown(value, 200)}"
             )
         if isinstance(value, (list, tuple)):
             return type(value)(self.expand(item, where, via, depth + 1) for item in value)
         return value
 
     def refuse_unused(self, sections: Mapping[str, _Section]) -> None:
-        """`steps = 3` is a macro to gin: without this, a forgotten section would pass unseen."""
+        """Raise ConfigError for `steps = 3`, a macro to gin: its section was forgotten."""
         for name, macro in self._macros.items():
             if name not in self._used:
                 raise ConfigError(
@@ -347,61 +293,14 @@ class _Macros:
                 )
 
 
-def _checked(value: object, section: _Section, name: str, field: str, where: str) -> object:
-    hint = section.hints[field]
-    try:
-        return coerce(value, hint)
-    except Mismatch:
-        example = next(_default(section, f) for f in _fields(section.cls) if f.name == field)
-        if example is dataclasses.MISSING or example is None:
-            example = _example(section, field)
-        near = ""
-        known = [choice for choice in choices(hint) if isinstance(choice, str)]
-        for word in value if isinstance(value, (list, tuple)) else (value,):
-            if isinstance(word, str) and word not in known:
-                near = near or nearest(word, known)
-        raise ConfigError(
-            f"{where}: {name}.{field}: expected {spell(hint)}, got {type(value).__name__} "
-            f"{shown(value)}.{near} For example {name}.{field} = {literal(example)}"
-        ) from None
-
-
-def _example(section: _Section, field: str) -> object:
-    """A value that could be meant: of the section's `EXAMPLES`, else any of the field's type."""
-    examples: Mapping[str, object] = getattr(section.cls, "EXAMPLES", {})
-    return examples[field] if field in examples else example_of(section.hints[field])
-
-
-# --- building and describing ----------------------------------------------------------
-
-
-def _build(name: str, section: _Section, bound: Mapping[str, Binding]) -> Any:
-    for field in _fields(section.cls):
-        if field.name not in bound and _default(section, field) is dataclasses.MISSING:
-            example = literal(_example(section, field.name))
-            raise ConfigError(
-                f"{name}.{field.name} is not set and has no default; "
-                f"add, for example, {name}.{field.name} = {example}"
-            )
-    values = {field: binding.value for field, binding in bound.items()}
-    try:
-        if section.default is None:
-            return section.cls(**values)
-        return dataclasses.replace(section.default, **values)  # type: ignore[type-var]
-    except ValueError as error:
-        named = [b for f, b in bound.items() if re.search(rf"\b{f}\b", str(error))]
-        places = [f"\n  {b.name} is set at {b.where}" for b in named or bound.values()]
-        raise ConfigError(f"{name}: {error}{''.join(places)}") from error
-
-
 def _doc(cls: type) -> str:
-    """The docstring, unless dataclass made it up."""
+    """Return the class's docstring, unless dataclass generated it."""
     doc = inspect.getdoc(cls) or ""
     return "" if doc.startswith(f"{cls.__name__}(") else doc
 
 
 def _field_comments(cls: type) -> dict[str, str]:
-    """The comment behind each field in the source, where the source can be had."""
+    """Return the comment behind each field in the source, where the source is available."""
     try:
         source = inspect.getsource(cls)
     except (OSError, TypeError):

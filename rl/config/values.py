@@ -18,7 +18,10 @@ class Mismatch(Exception):
 
 
 def coerce(value: Any, hint: Any) -> Any:
-    """`value` as `hint`: an int serves as a float, a list as a tuple, nothing else is bent."""
+    """Return `value` as `hint`: an int serves as a float, a list as a tuple; nothing else does.
+
+    Raises Mismatch for a value of another type.
+    """
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if hint in (bool, int, str, types.NoneType):
         if type(value) is hint:
@@ -30,7 +33,7 @@ def coerce(value: Any, hint: Any) -> Any:
         if any(type(value) is type(a) and value == a for a in args):
             return value
     elif origin in (typing.Union, types.UnionType):
-        if type(value) in args:  # before any bending: 1 of `float | int` is an int
+        if type(value) in args:  # before any conversion: 1 of `float | int` is an int
             return value
         for member in args:
             try:
@@ -51,18 +54,18 @@ def coerce(value: Any, hint: Any) -> Any:
 
 
 def has_half_a_pair(text: str) -> bool:
-    """Whether text holds half of a surrogate pair: no file and no tokenizer can take it."""
+    """Return whether text holds half of a surrogate pair, which no file or tokenizer takes."""
     return any("\ud800" <= character <= "\udfff" for character in set(text))
 
 
 def choices(hint: Any) -> tuple[Any, ...]:
-    """The values that the Literals of a type name."""
+    """Return the values that the Literals of a type name."""
     args = typing.get_args(hint)
     return args if typing.get_origin(hint) is Literal else sum(map(choices, args), ())
 
 
 def spell(hint: Any) -> str:
-    """A type in words."""
+    """Return a type in words."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is Literal:
         return "one of " + ", ".join(map(repr, args))
@@ -74,7 +77,7 @@ def spell(hint: Any) -> str:
 
 
 def example_of(hint: Any) -> Any:
-    """Some value of a type."""
+    """Return some value of a type."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is Literal:
         return args[0]
@@ -86,7 +89,7 @@ def example_of(hint: Any) -> Any:
 
 
 def literal(value: object) -> str:
-    """`value` in gin's grammar, which has no word for infinity."""
+    """Return `value` in gin's grammar, which has no word for infinity."""
     if isinstance(value, tuple):
         return "(" + ", ".join(map(literal, value)) + ("," if len(value) == 1 else "") + ")"
     if isinstance(value, float):
@@ -96,14 +99,8 @@ def literal(value: object) -> str:
     return repr(value)
 
 
-def shown(value: object, most: int = 200) -> str:
-    """A value as errors print it: escaped, and cut where it is long."""
-    text = repr(value)
-    return text if len(text) <= most else f"{text[:most]}… ({len(text)} characters)"
-
-
 def nearest(name: str, names: Iterable[str], prefix: str = "") -> str:
-    """The hint at the likeliest of `names`, with its leading space, or nothing."""
+    """Return a hint at the closest of `names`, with a leading space; '' where none is close."""
     by_lower = {n.lower(): n for n in names}
     close = difflib.get_close_matches(name.lower(), by_lower, n=1)
     return f" Did you mean {prefix}{by_lower[close[0]]}?" if close else ""

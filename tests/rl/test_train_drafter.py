@@ -168,7 +168,8 @@ def test_rows_that_hold_no_entry_are_refused(policy, trace, tmp_path, capsys):
 
 
 def test_list_shows_the_three_sections(capsys):
-    assert train_drafter.main(["--list"]) == 0
+    with pytest.raises(SystemExit, match="^0$"):
+        train_drafter.main(["--list"])
     out = capsys.readouterr().out
     assert "Drafter.batch_rows" in out and "DrafterTraining.variant" in out
     assert "DataBuffer.max_bytes" in out and "Run.steps" not in out

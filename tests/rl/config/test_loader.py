@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 
 from rl.ablation.grid import AblationRun
 from rl.config import loader as config_lib
-from rl.config.loader import ConfigError, describe, dump, load, resolve_path, split_overrides
+from rl.config.command_line import config_parser, parse_command_line, split_overrides
+from rl.config.loader import ConfigError, describe, dump, load, resolve_path
 from rl.drafter_training.offline import OfflineConfig
 from rl.loop.evaluation import EvaluationConfig
 from rl.loop.experiment import TrainConfig
@@ -371,18 +372,17 @@ def test_describe_gives_type_default_and_comment():
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(prog="train")
-    config_lib.add_config_arguments(made)
+    made = config_parser("train", None)
     made.add_argument("--dry_run", action="store_true")
     return made
 
 
 def test_the_command_line_is_split():
     argv = "--gin_file a --dry_run --gin.Run.steps=3 --gin.Run.name -1 --gin_file=b".split()
-    arguments, overrides = config_lib.parse_command_line(parser(), argv)
+    arguments, overrides = parse_command_line(parser(), argv, Schema)
     assert arguments.gin_file == ["a", "b"] and arguments.dry_run
     assert overrides == ["Run.steps=3", "Run.name=-1"]
-    assert config_lib.parse_command_line(parser(), [])[0].gin_file == []
+    assert parse_command_line(parser(), [], Schema)[0].gin_file == []
     assert split_overrides(["--", "--gin.A.b=1"]) == ([], ["--", "--gin.A.b=1"])
 
 
@@ -402,7 +402,7 @@ def test_the_command_line_is_split():
 )
 def test_unknown_flags_stop_with_the_nearest(argv, words, capsys):
     with pytest.raises(SystemExit) as caught:
-        config_lib.parse_command_line(parser(), argv, Schema)
+        parse_command_line(parser(), argv, Schema)
     assert caught.value.code == 2 and words in capsys.readouterr().err
 
 
@@ -411,15 +411,20 @@ def test_help_shows_how_a_field_is_set():
     assert "[--gin.Section.field VALUE]" in usage and "[--list [SECTION]]" in usage
 
 
+def listed(section: str, capsys) -> tuple[int, str]:
+    with pytest.raises(SystemExit) as caught:
+        parse_command_line(parser(), ["--list", section], Schema)
+    printed = capsys.readouterr()
+    return caught.value.code or 0, printed.out + printed.err
+
+
 def test_one_section_is_listed(capsys):
-    assert config_lib.list_fields(Schema, "Run") == 0
-    one = capsys.readouterr().out
-    assert "Run.steps: int" in one and "Rollout." not in one
-    assert config_lib.list_fields(Schema, "") == 0
-    every = capsys.readouterr().out
-    assert one.strip() in every and "Rollout." in every
-    assert config_lib.list_fields(Schema, "run") == 2
-    assert "Did you mean Run?" in capsys.readouterr().err
+    code, one = listed("Run", capsys)
+    assert code == 0 and "Run.steps: int" in one and "Rollout." not in one
+    code, every = listed("", capsys)
+    assert code == 0 and one.strip() in every and "Rollout." in every
+    code, error = listed("run", capsys)
+    assert code == 2 and "Did you mean Run?" in error
 
 
 def test_examples_in_errors_work():
@@ -457,7 +462,7 @@ def test_reading_a_configuration_imports_no_framework():
     code = (
         "import sys\n"
         "for name in ('tensorflow', 'torch', 'jax'): sys.modules[name] = None\n"
-        "import rl.config.loader as c\n"
+        "import rl.config.command_line as c\n"
         "assert 'gin' not in sys.modules\n"
         "assert c.split_overrides([]) == ([], [])\n"
         "from rl.config.grammar import read_override\n"
