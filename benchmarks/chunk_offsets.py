@@ -30,20 +30,18 @@ from rl.engine.speculate import DrafterContext, DrafterFactory, no_drafts
 from rl.speculation.learned_drafter import LearnedDrafter
 from rl.trajectory import Request, Trajectory
 from rl.workers.workers import MultiEngine, SchedConfig
-from spec.budget.budget import Budget, DraftDecision, FixedBudget
+from spec.budget.budget import Budget, FixedBudget
 from spec.budget.union import DrafterUnion
-from spec.drafter import Drafter, LiveSlots
+from spec.drafter import Drafter
 from spec.eagle import model as eagle
 from spec.eagle.drafter import TreeConfig
-from spec.retrieval.device_lookup import LookupOutcome
 from spec.retrieval.history import RULE, HistoryDrafter, HistoryIndex, build_index
-from spec.retrieval.lookup_texts import LookupTexts
 from spec.reuse.prefix_rule import PrefixRule, parse_mode
 from spec.reuse.rollout_cache import CachedResponse, RolloutCache, of_group
 from spec.sampling import SamplingConfig, step_key
 
 PACKAGES = ("jax", "jaxlib", "numpy", "numba")
-ROUNDS = ("plain", "tree", "lookup", "learned", "reuse")
+ROUNDS = ("plain", "tree", "learned", "reuse")
 KEY = step_key(0, 1)
 BUCKETS = (64, 128, 256)
 BEYOND = 16  # tokens that the longest response has behind its first chunk
@@ -101,20 +99,6 @@ def changed(tokens: np.ndarray, seed: int, vocab_size: int) -> np.ndarray:
     return tokens
 
 
-class Lookups(FixedBudget):
-    """The device looks draft tokens up wherever trees fit."""
-
-    looks_up = True
-
-    def ahead(
-        self, live: LiveSlots, sizes: Sequence[int], num_slots: int, num_positions: int
-    ) -> DraftDecision | None:
-        return DraftDecision(sizes[-1], lookup=True) if sizes else None
-
-    def looked_up(self, live: LiveSlots, outcome: LookupOutcome) -> None:
-        pass
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class Case:
     """The requests of one chunk length, what each must give, and what drafts come from."""
@@ -158,8 +142,6 @@ class Case:
         def at(context: DrafterContext) -> tuple[Drafter, Budget]:
             keys = {r.group_id: str(r.group_id) for r in self.requests}
             history: Drafter = HistoryDrafter(self.index, keys)
-            if rounds == "lookup":
-                return DrafterUnion([history], LookupTexts(self.texts)), Lookups()
             if rounds == "learned":
                 return DrafterUnion([history, learned.drafter_for(context)]), FixedBudget()
             return history, FixedBudget()

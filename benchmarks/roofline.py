@@ -43,4 +43,4 @@ def phase_seconds(instance: Instance, stats: EngineStats) -> tuple[float, float]
 def round_times(instance: Instance, buckets: Sequence[tuple[int, int, int]]) -> RoundTimes:
     """The table that a budget would have measured there; caches half full."""
     seconds = {(b, n, s): instance.round_seconds(b, b * s / 2, n) for b, n, s in buckets}
-    return RoundTimes(seconds, {key: value for key, value in seconds.items() if key[1] > 1})
+    return RoundTimes(seconds)

@@ -78,11 +78,9 @@ def open_bench(workload: Workload, config: EngineConfig) -> Bench:
     engine = Engine(workload.model, config)
     longest = max(len(r.prompt_ids) for r in workload.requests)
     sizes = {"max_requests": len(workload.requests), "max_prompt_tokens": longest}
-    compile_buckets.warm_up(
-        engine, workload.params, workload.sampling, speculative=True, lookup=True, **sizes
-    )
+    compile_buckets.warm_up(engine, workload.params, workload.sampling, speculative=True, **sizes)
     buckets = list(compile_buckets.round_buckets(engine, workload.sampling, **sizes))
-    times = round_times.measure(engine, workload.params, workload.sampling, buckets, lookup=True)
+    times = round_times.measure(engine, workload.params, workload.sampling, buckets)
     return Bench(workload, engine, times, buckets)
 
 
@@ -224,7 +222,6 @@ def measure(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
         add(f"base_{drafter}", bench, drafter)
     add("first_epoch", bench, "first_epoch")
     add("history", bench, "all")
-    add("base_host_only", bench, "all_host")
     if arguments.late_steps:
         late, before = late_policies(arguments.late_steps, scratch)
         bench = open_bench(workloads.tiny("late", late, before, *size), config)

@@ -23,7 +23,6 @@ from spec.budget.union import DrafterUnion
 from spec.drafter import Drafter, Drafts, LiveSlots, no_drafts
 from spec.retrieval.group import GroupDrafter
 from spec.retrieval.history import RULE, HistoryDrafter, build_index
-from spec.retrieval.lookup_texts import LookupTexts
 from spec.retrieval.ngram import NgramDrafter
 from spec.reuse.rollout_cache import RolloutCache, of_group
 from spec.sampling import SamplingConfig, step_key
@@ -98,21 +97,11 @@ def tiny(
         "history": lambda: HistoryDrafter(index, keys),
     }
 
-    found = {g: store.get(key) for g, key in keys.items()}
-    answers = {g: responses.best_first for g, responses in found.items() if responses}
-
-    def texts(names: Sequence[str]) -> LookupTexts | None:
-        past = answers if "history" in names else {}
-        siblings = "group" in names
-        return LookupTexts(past, siblings=siblings) if past or siblings else None
-
     def union(*names: str) -> Callable[[Mapping[int, np.ndarray]], Drafter]:
-        return lambda _: DrafterUnion([parts[n]() for n in names], texts(names))
+        return lambda _: DrafterUnion([parts[n]() for n in names])
 
     drafters = {n: union(n) for n in parts}
     drafters |= {"first_epoch": union("group", "own"), "all": union("history", "group", "own")}
-    # draft tokens from the host alone, never looked up on the device
-    drafters["all_host"] = lambda _: DrafterUnion([parts[n]() for n in ("history", "group", "own")])
     return Workload(name, model, params, requests, sampling, model.eos_token_ids, drafters, store)
 
 
@@ -167,8 +156,7 @@ def replay(
     sampling = SamplingConfig(max_new_tokens=longest)
 
     def drafter(tokens: Mapping[int, np.ndarray]) -> Drafter:
-        made = Replay(tokens, acceptance, model.vocab_size)
-        return DrafterUnion([made], LookupTexts(last=made.drafts, siblings=False))
+        return DrafterUnion([Replay(tokens, acceptance, model.vocab_size)])
 
     drafters = {"replay": drafter}
     return Workload(name, model, params, requests, sampling, (), drafters)
@@ -217,10 +205,5 @@ class Promising(Replay):
 def promising(
     acceptance: float, promised: float, vocab: int
 ) -> Callable[[Mapping[int, np.ndarray]], Drafter]:
-    """A maker of `Promising`, whose draft tokens the device can look up too."""
-
-    def drafter(tokens: Mapping[int, np.ndarray]) -> Drafter:
-        made = Promising(tokens, acceptance, promised, vocab)
-        return DrafterUnion([made], LookupTexts(last=made.drafts, siblings=False))
-
-    return drafter
+    """A maker of `Promising`."""
+    return lambda tokens: DrafterUnion([Promising(tokens, acceptance, promised, vocab)])

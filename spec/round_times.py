@@ -11,17 +11,15 @@ Table = Mapping[tuple[int, int, int], float]
 class RoundTimes:
     """Seconds of a round by (slots, nodes, positions), as measured on this device and shape.
 
-    `lookup_seconds` are those of a round within a call that looks its draft tokens up;
-    `draft_seconds` what drafters on the device take besides, each by (slots, depth, positions).
+    `draft_seconds` are what drafters on the device take besides, each by (slots, depth, positions).
     """
 
     def __init__(
         self,
         seconds: Table,
-        lookup_seconds: Table | None = None,
         draft_seconds: Mapping[str, Table] | None = None,
     ) -> None:
-        self._seconds, self._lookup = dict(seconds), dict(lookup_seconds or {})
+        self._seconds = dict(seconds)
         self._drafts = {name: dict(table) for name, table in (draft_seconds or {}).items()}
         # (depth, seconds), ascending, by (drafter, slots, positions)
         self._depths: dict[tuple[str, int, int], list[tuple[int, float]]] = {}
@@ -37,9 +35,6 @@ class RoundTimes:
     def __call__(self, num_slots: int, num_nodes: int, num_positions: int) -> float | None:
         return self._seconds.get((num_slots, num_nodes, num_positions))
 
-    def lookup(self, num_slots: int, num_nodes: int, num_positions: int) -> float | None:
-        return self._lookup.get((num_slots, num_nodes, num_positions))
-
     def draft(self, name: str, num_slots: int, depth: int, num_positions: int) -> float:
         """Between two measured depths as the line through them; 0 where none is measured."""
         at = self._depths.get((name, num_slots, num_positions))
@@ -54,20 +49,21 @@ class RoundTimes:
 
     def rows(self) -> list[list[str | float]]:
         """[table, slots, nodes or depth, positions, seconds] each: what a run folder keeps."""
-        tables = {"round": self._seconds, "lookup": self._lookup}
+        tables = {"round": self._seconds}
         tables |= {f"draft {name}": table for name, table in self._drafts.items()}
         return [[name, *at, t] for name, table in tables.items() for at, t in sorted(table.items())]
 
     @staticmethod
     def from_rows(rows: Sequence[Sequence[str | float]]) -> RoundTimes:
         """What `rows` gave. Raises ValueError for counts or seconds that nobody measured."""
-        tables: dict[str, dict[tuple[int, int, int], float]] = {"round": {}, "lookup": {}}
+        tables: dict[str, dict[tuple[int, int, int], float]] = {"round": {}}
         for name, b, n, s, taken_s in rows:
             if any(type(count) is not int or count < 1 for count in (b, n, s)):
                 raise ValueError(f"expected counts of 1 or more, got {[name, b, n, s]}")
             if type(taken_s) is not float or not 0 < taken_s < MOST_SECONDS:
                 raise ValueError(f"expected seconds of a round, got {taken_s!r}")
             tables.setdefault(str(name), {})[int(b), int(n), int(s)] = float(taken_s)
-        rounds, lookups = tables.pop("round"), tables.pop("lookup")
+        rounds = tables.pop("round")
+        tables.pop("lookup", None)  # older runs timed another kind of round too
         drafts = {name.removeprefix("draft "): table for name, table in tables.items()}
-        return RoundTimes(rounds, lookups, drafts)
+        return RoundTimes(rounds, drafts)

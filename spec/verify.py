@@ -129,13 +129,10 @@ def verify(
     tree: DraftTree,
     stop_E: jax.Array,
     scheme: sampling.Draw,
-    *,
-    chains: bool = False,
 ) -> tuple[KVCache, Slots, Emitted]:
     """One round: forward over the trees, draw at every node, walk, compact the cache.
 
-    The trees' root tokens are taken from `slots`. Where all trees are `chains`, accepted
-    entries lie in order as they are. Requires `length + N <= S` in every active slot.
+    The trees' root tokens are taken from `slots`. Requires `length + N <= S` in every active slot.
     Source: docs/architecture.md, "The round".
     """
     N = tree.tokens_BN.shape[1]
@@ -160,7 +157,7 @@ def verify(
     drawn_BN, logprobs_BN = sampling.draw(processed_BNV, keys_BN, temperature_BN, scheme)
     room_B = jnp.where(slots.active, slots.limit - slots.emitted, 0)
     path_BN, count_B = walk(tree, drawn_BN, room_B, stop_E)
-    if N > 1 and not chains:
+    if N > 1:
         cache = kv_cache.compact(cache, start_B, path_BN)
     emitted = Emitted(
         jnp.take_along_axis(drawn_BN, path_BN, axis=1),

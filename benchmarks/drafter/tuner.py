@@ -91,7 +91,6 @@ class _Ground:
             params,
             self.sampling,
             speculative=True,
-            lookup=True,
             drafters=DeviceDrafters(self.learned),
             **sizes,
         )
@@ -102,7 +101,6 @@ class _Ground:
                 self.engine,
                 params,
                 self.sampling,
-                lookup=True,
                 drafters=DeviceDrafters(self.learned),
                 **sizes,
             )

@@ -79,9 +79,3 @@ class EngineConfig:
         length = max(bucket(longest_tokens, self.min_positions), self.verify_row_tokens)
         rows = max(1, self.verify_tokens // length)
         return Shape(rows, length, rows * length), Shape(1, length, length)
-
-    def lookup_sizes(self) -> list[int]:
-        """Buckets of nodes of rounds that look their draft tokens up: every second one is
-        enough.
-        """
-        return self.node_sizes(self.max_nodes)[::2]

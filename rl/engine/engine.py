@@ -26,11 +26,9 @@ from rl.engine.speculate import DrafterContext, Speculator
 from rl.engine.stats import EngineStats, RoundRecord
 from rl.engine.waiting_queue import WaitingQueue
 from rl.trajectory import Request, Trajectory, longest_tokens
-from spec.budget.budget import Budget, DraftDecision, FixedBudget
+from spec.budget.budget import Budget, FixedBudget
 from spec.drafter import Drafter, Drafts, LiveSlots, plant
 from spec.eagle.batch import HiddenStateSink
-from spec.retrieval import device_lookup
-from spec.retrieval.device_lookup import Texts, lookup_rounds
 from spec.reuse.prefix_rule import PrefixRule
 from spec.sampling import SamplingConfig
 from spec.tree import DraftTree
@@ -168,9 +166,7 @@ class Engine(ModelRunner):
         room = self._room_for_trees(live) if speculator.drafter is not None else 0
         drafts, decision = speculator.decide(live, len(self._table), self._positions, room)
         drafted_s = self.clock()
-        if decision.lookup:
-            tokens_BN, rounds_B, count_B = self._look_up(params, live, waiting, decision)
-        elif decision.num_nodes > 1:
+        if decision.num_nodes > 1:
             assert drafts is not None
             tokens_BN, count_B = self._verify(params, live, drafts, decision.num_nodes)
             rounds_B = np.minimum(count_B, 1)
@@ -179,9 +175,8 @@ class Engine(ModelRunner):
             rounds_B = count_B
         rounds_A, emitted_A = rounds_B[live.rows_A], count_B[live.rows_A]
         if drafts is not None:
-            tried = 1 if decision.lookup else decision.num_nodes
-            speculator.judge(live, drafts, tried, tokens_BN[live.rows_A], emitted_A)
-        speculator.judge_probe(self._table.live())
+            tokens_AN = tokens_BN[live.rows_A]
+            speculator.judge(live, drafts, decision.num_nodes, tokens_AN, emitted_A)
         self.stats.timeline.append(
             RoundRecord(
                 began_s=began_s,
@@ -228,8 +223,6 @@ class Engine(ModelRunner):
         speculator, rounds = self._phase.speculator, self.config.rounds_per_fetch
         if speculator.drafter is None:
             return rounds
-        if speculator.texts is not None:
-            return self.config.max_nodes * rounds
         return max(self.config.max_nodes, rounds)  # a budget may decide for plain rounds
 
     def _num_fitting(self, waiting: WaitingQueue, free_rows: int) -> int:
@@ -274,37 +267,6 @@ class Engine(ModelRunner):
         self.stats.rounds[(B, num_nodes, self._positions)] += 1
         return self._commit(packed, drafted_B)
 
-    def _look_up(
-        self, params: transformer.Params, live: LiveSlots, waiting: int, decision: DraftDecision
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Several rounds whose draft tokens the device looks up; also returns what slots got.
-
-        That is tokens_BX, and of each slot its rounds and how many tokens they brought.
-        """
-        table, N, R = self._table, decision.num_nodes, self.config.rounds_per_fetch
-        texts = self._phase.speculator.texts
-        assert texts is not None
-        text_BL, context_BK, next_B = map(self.argument, texts.fill(live, len(table)))
-        rounds = min(R, decision.num_rounds, (self._positions - table.longest_cached()) // N)
-        cache, slots, packed = lookup_rounds(
-            params,
-            self._rows.cache,
-            self._device_slots(),
-            self._phase.stop_E,
-            Texts(text_BL, context_BK, next_B),
-            np.int32(rounds),
-            np.int32(self._stop_after(waiting)),
-            **self.lookup_options(self._phase.sampling.draw, N),
-        )
-        self._rows.stepped(cache, slots)
-        self._called_s = self.clock()
-        tokens_BX, logprobs_BX, counts_BR, tried_BR = device_lookup.unpack(packed, R)
-        self._fetched_s = self.clock()
-        table.commit(tokens_BX, logprobs_BX, counts_BR, tried_BR > 0)
-        self._phase.speculator.judge_lookup(live, counts_BR[live.rows_A], tried_BR[live.rows_A], N)
-        self.stats.rounds[(len(table), N, self._positions)] += int(counts_BR.any(axis=0).sum())
-        return tokens_BX, np.count_nonzero(counts_BR, axis=1), counts_BR.sum(axis=1)
-
     def _decode(
         self, params: transformer.Params, waiting: int, most_rounds: int
     ) -> tuple[np.ndarray, np.ndarray]:
@@ -339,7 +301,7 @@ class Engine(ModelRunner):
         self._called_s = self.clock()
         tokens_BN, logprobs_BN, count_B = unpack(packed)
         self._fetched_s = self.clock()
-        self._table.commit(tokens_BN, logprobs_BN, count_B[:, None], drafted_B[:, None])
+        self._table.commit(tokens_BN, logprobs_BN, count_B, drafted_B)
         self.stats.fetches += 1
         self.stats.tokens += int(count_B.sum())
         return tokens_BN, count_B

@@ -179,10 +179,6 @@ class ModelRunner:
     def _cache_options(self) -> dict[str, Any]:
         return {"dtype": self.dtype, "feature_layers": self.feature_layers}
 
-    def lookup_options(self, scheme: Draw, num_nodes: int) -> dict[str, Any]:
-        """The static arguments of `lookup_rounds`."""
-        return self.decode_options(scheme) | {"num_nodes": num_nodes}
-
     def slot_arguments(
         self,
         ints_BC: np.ndarray,

@@ -107,18 +107,18 @@ class SlotTable:
         self,
         tokens_BN: np.ndarray,
         logprobs_BN: np.ndarray,
-        counts_BR: np.ndarray,
-        drafted_BR: np.ndarray,
+        count_B: np.ndarray,
+        drafted_B: np.ndarray,
     ) -> None:
-        """Append what a fetch brought: each slot's tokens, `counts_BR` of them from round r.
+        """Append what a fetch brought: the first `count_B` of each slot's tokens.
 
-        Of a round that had draft tokens to try, all tokens but the last were accepted ones.
+        Where a slot had draft tokens, all of them but the last were accepted ones.
         """
         _append(
             tokens_BN,
             logprobs_BN,
-            counts_BR,
-            drafted_BR,
+            count_B,
+            drafted_B,
             self.tokens_BL,
             self.logprobs_BL,
             self.origins_BL,
@@ -229,16 +229,12 @@ PLAIN, ACCEPTED, BONUS = int(Origin.PLAIN), int(Origin.ACCEPTED), int(Origin.BON
 
 @numba.njit(cache=True, nogil=True)
 def _append(  # type: ignore[no-untyped-def]
-    tokens_BN, logprobs_BN, counts_BR, drafted_BR, tokens_BL, logprobs_BL, origins_BL, total_B
+    tokens_BN, logprobs_BN, count_B, drafted_B, tokens_BL, logprobs_BL, origins_BL, total_B
 ):
     for b in range(len(total_B)):
-        n = 0
-        for r in range(counts_BR.shape[1]):
-            end = n + counts_BR[b, r]
-            while n < end:
-                at = total_B[b] + n
-                tokens_BL[b, at], logprobs_BL[b, at] = tokens_BN[b, n], logprobs_BN[b, n]
-                origin = BONUS if n == end - 1 else ACCEPTED
-                origins_BL[b, at] = origin if drafted_BR[b, r] else PLAIN
-                n += 1
-        total_B[b] += n
+        for n in range(count_B[b]):
+            at = total_B[b] + n
+            tokens_BL[b, at], logprobs_BL[b, at] = tokens_BN[b, n], logprobs_BN[b, n]
+            origin = BONUS if n == count_B[b] - 1 else ACCEPTED
+            origins_BL[b, at] = origin if drafted_B[b] else PLAIN
+        total_B[b] += count_B[b]

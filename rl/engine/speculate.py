@@ -16,12 +16,7 @@ from spec.acceptance import of_plain, of_round
 from spec.budget.budget import Budget, DraftDecision
 from spec.budget.union import DrafterUnion
 from spec.drafter import Drafter, Drafts, LiveSlots
-from spec.retrieval import device_lookup, lookup_probe
-from spec.retrieval.lookup_probe import LookupProbe
-from spec.retrieval.lookup_texts import LookupTexts
 from spec.sampling import SamplingConfig
-
-PROBE_EVERY = 4  # calls
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -50,17 +45,13 @@ def no_drafts(context: DrafterContext) -> tuple[Drafter | None, Budget | None]:
 
 
 class Speculator:
-    """The drafter's draft tokens and the device's, as the budget wants them."""
+    """The drafter's draft tokens, as many as the budget wants."""
 
     def __init__(
         self, config: EngineConfig, drafter: Drafter | None, budget: Budget, stats: EngineStats
     ) -> None:
         self.drafter, self.budget = drafter, budget
-        self.texts: LookupTexts | None = None  # what the device may look up
-        if isinstance(drafter, DrafterUnion) and budget.looks_up:
-            self.texts = drafter.texts
         self._config, self._stats = config, stats
-        self._probe: LookupProbe | None = None
 
     def decide(
         self, live: LiveSlots, num_slots: int, num_positions: int, room: int
@@ -73,15 +64,12 @@ class Speculator:
         if self.drafter is None:
             return None, plain
         sizes = self._config.node_sizes(room)
-        ahead = self._ahead(live, num_slots, num_positions, room)
-        if ahead is not None and not ahead.ask:
-            return None, ahead
         skipped = self.budget.skips(live, num_slots, num_positions)
         # the last token of a response is never a draft token: it comes with the one before
         most_A = np.minimum(self.budget.limits(live, num_slots), live.remaining_tokens_A - 1)
         most_A = np.minimum(most_A, (sizes[-1] if sizes else 1) - 1).astype(np.int32)
         if not most_A.any():
-            return None, ahead or plain
+            return None, plain
         if isinstance(self.drafter, DrafterUnion):
             self.drafter.skipped = skipped
         drafts = self.drafter.propose(live, most_A, self._config.max_nodes - 1)
@@ -91,25 +79,8 @@ class Speculator:
                 f"{len(live)} requests: expected one each"
             )
         decision = self.budget.choose(live, drafts, sizes, num_slots, num_positions)
-        if ahead is not None:
-            return drafts, ahead
         rounds = min(decision.num_rounds, plain.num_rounds)
         return drafts, dataclasses.replace(decision, num_rounds=rounds)
-
-    def _ahead(
-        self, live: LiveSlots, num_slots: int, num_positions: int, room: int
-    ) -> DraftDecision | None:
-        """What the device is to look up; where nothing, a probe says what that would bring."""
-        # each of two rounds, at least, writes all of its nodes
-        fitting = [n for n in self._config.lookup_sizes() if 2 * n <= room]
-        if self.texts is None or not fitting:
-            return None
-        ahead = self.budget.ahead(live, fitting, num_slots, num_positions)
-        if ahead is not None:
-            self._probe = None
-        elif self._probe is None and self._stats.fetches % PROBE_EVERY == 0:
-            self._probe = lookup_probe.probe(self.texts, live, num_slots)
-        return ahead
 
     def judge(
         self,
@@ -128,25 +99,6 @@ class Speculator:
         self.budget.observe(live, drafts, acceptance)
         if isinstance(self.drafter, DrafterUnion):
             self.drafter.judged(drafts, acceptance)
-
-    def judge_lookup(
-        self, live: LiveSlots, counts_AR: np.ndarray, tried_AR: np.ndarray, num_nodes: int
-    ) -> None:
-        """The same of draft tokens that the device looked up."""
-        acceptance = device_lookup.judge(counts_AR, tried_AR, num_nodes)
-        self.budget.looked_up(live, acceptance)
-        self._stats.looked_up(acceptance)
-
-    def judge_probe(self, live: LiveSlots) -> None:
-        """The same of draft tokens that the device would have looked up; `live` is after the
-        round.
-        """
-        if self._probe is None:
-            return
-        judged = self._probe.judge(live, self._config.lookup_sizes()[-1])
-        if judged is not None:
-            self._probe = None
-            self.budget.looked_up(*judged)
 
     def finished(self, live: LiveSlots) -> None:
         """These requests have ended."""

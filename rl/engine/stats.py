@@ -14,7 +14,6 @@ import numpy as np
 from models.folder import replace_file
 from spec.acceptance import Acceptance
 from spec.drafter import Drafts, Source
-from spec.retrieval.device_lookup import LookupOutcome
 
 TIMELINE_FILE = "timeline.json"
 
@@ -113,13 +112,6 @@ class EngineStats:
         accepted = drafts.sources_AN[acceptance.accepted_AN]
         self.drafted_by_source += np.bincount(verified, minlength=len(Source))
         self.accepted_by_source += np.bincount(accepted, minlength=len(Source))
-
-    def looked_up(self, acceptance: LookupOutcome) -> None:
-        """Add the draft tokens of a call that looked them up: their sources are not known."""
-        self.fetches += 1
-        self.tokens += acceptance.rounds + acceptance.accepted
-        self.drafted_by_source[Source.OTHER] += acceptance.tried
-        self.accepted_by_source[Source.OTHER] += acceptance.accepted
 
     @property
     def drafted_nodes(self) -> int:

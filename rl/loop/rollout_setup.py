@@ -54,11 +54,10 @@ def node_sizes(config: TrainConfig) -> compile_buckets.NodeSizes | None:
         return None
     engine, tuner = config.engine, config.tuner
     sizes = engine.node_sizes(engine.max_nodes)
-    looked_up = set(engine.lookup_sizes()) if config.speculation.may_look_up else set()
 
     def nodes(num_slots: int) -> set[int]:
         wanted = node_counts(tuner, num_slots)
-        return {next(n for n in sizes if n >= count) for count in wanted} | looked_up
+        return {next(n for n in sizes if n >= count) for count in wanted}
 
     return nodes
 
@@ -87,7 +86,7 @@ def _warm_up(
     folder: Path,
     told: OnCompiled,
 ) -> None:
-    speculative, lookup = config.speculation.enabled, config.speculation.may_look_up
+    speculative = config.speculation.enabled
     sizes: dict[str, Any] = {
         "max_requests": config.rollout.num_requests,
         "max_prompt_tokens": config.rollout.max_prompt_tokens,
@@ -102,7 +101,6 @@ def _warm_up(
             placed,
             config.sampling,
             speculative=speculative,
-            lookup=lookup,
             reuse=config.reuse.enabled,
             fed=isinstance(engine, MultiEngine),
             drafters=drafters,
@@ -118,7 +116,7 @@ def _warm_up(
     if speculative:
         path, sampling = folder / ROUNDS_FILE, config.sampling
         speculation.times = load_or_measure(
-            path, one, placed, sampling, lookup=lookup, drafters=drafters, nodes=nodes, **sizes
+            path, one, placed, sampling, drafters=drafters, nodes=nodes, **sizes
         )
         rehearse(
             config.speculation, speculation.times, one, placed, sampling, drafters, config.tuner

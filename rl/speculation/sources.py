@@ -31,7 +31,6 @@ from spec.retrieval import history
 from spec.retrieval.group import DraftServer, GroupDrafter
 from spec.retrieval.history import HistoryDrafter, HistoryIndex, build_index
 from spec.retrieval.last_response import AlignedDrafter
-from spec.retrieval.lookup_texts import LookupTexts
 from spec.retrieval.ngram import NgramDrafter
 from spec.reuse.rollout_cache import RolloutCache
 from spec.round_times import RoundTimes
@@ -55,9 +54,8 @@ class SpeculationConfig:
     responses of the last epoch), `group` (live siblings, told every
     `group_update_tokens` tokens), `own` (the request's own text), `learned` (a drafter that is
     trained along, see Drafter), `model` (a draft model, see DraftModel). `budget` is `off`,
-    `fixed:K`, `aimd`, `bandit` (see Tuner) or `goodput`; the last two also let the device look
-    draft tokens up in all found texts but `own`, several rounds in a call. `history_rule` is
-    `ours`, or `histospec` for RhymeRL's setting.
+    `fixed:K`, `aimd`, `bandit` (see Tuner) or `goodput`. `history_rule` is `ours`, or `histospec`
+    for RhymeRL's setting.
     """
 
     budget: str = "goodput"
@@ -96,19 +94,10 @@ class SpeculationConfig:
         """Whether a draft model draft tokens."""
         return self.enabled and MODEL in self.sources
 
-    @property
-    def may_look_up(self) -> bool:
-        """Whether the device may look draft tokens up: it needs texts, and a budget that asks for
-        it.
-        """
-        texts = {"last", "history", "group"} & set(self.sources)
-        return self.budget in ("goodput", BANDIT) and bool(texts)
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Built:
     index: HistoryIndex
-    past: Mapping[str, Sequence[np.ndarray]]  # the same responses as texts, the best first
     keys: frozenset[str]
     seconds: float
 
@@ -186,8 +175,7 @@ class Speculation:
                 parts[source] = self.drafters.by_name[source].drafter_for(context)
         if not parts:
             return None, None
-        texts = self._texts(names, last, history) if self.config.may_look_up else None
-        union = DrafterUnion(list(parts.values()), texts, list(parts))
+        union = DrafterUnion(list(parts.values()), list(parts))
         if self.config.budget == BANDIT:
             assert self.times is not None, "a bandit needs the measured seconds of a round"
             return union, BanditBudget(self.bandit(context.runner.number), self.times, union)
@@ -210,19 +198,9 @@ class Speculation:
     def load_state(self, state: Mapping[str, Any]) -> None:
         for worker, learnt in state.get("bandits", {}).items():
             if self.config.budget == BANDIT:
-                self.bandit(int(worker)).load_state(learnt)
-
-    def _texts(
-        self, names: Mapping[int, str], last: Mapping[int, np.ndarray], history: _Built | None
-    ) -> LookupTexts | None:
-        """What the device may look up: the same last responses, history and siblings."""
-        past, sources = {}, self.config.sources
-        if history is not None:
-            past = {g: history.past[k] for g, k in names.items() if k in history.past}
-        own, siblings = last if "last" in sources else {}, "group" in sources
-        if not (past or own or siblings):
-            return None
-        return LookupTexts(past, last=own, siblings=siblings)
+                # older checkpoints hold an arm that there is no more
+                kept = [w for w in learnt["windows"] if not w["strategy"].startswith("lookup × ")]
+                self.bandit(int(worker)).load_state({**learnt, "windows": kept})
 
     def history_metrics(self) -> dict[str, float]:
         """What the phase drafted from, and what the cache holds by now."""
@@ -274,5 +252,4 @@ class Speculation:
         began_s = time.perf_counter()
         arrays = {key: np.asarray(ids, np.int32) for key, ids in prompts.items()}
         index = build_index(self._cache, arrays, self._rule)
-        past = {key: group.best_first for key, group in index.groups.items()}
-        return _Built(index, past, frozenset(prompts), time.perf_counter() - began_s)
+        return _Built(index, frozenset(prompts), time.perf_counter() - began_s)

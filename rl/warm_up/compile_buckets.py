@@ -24,11 +24,9 @@ from rl.runtime.parallel_compile import OnCompiled, compile_all, unwatched
 from rl.speculation.device_drafters import NO_DRAFTERS, DeviceDrafters
 from rl.speculation.learned_drafter import LearnedDrafter
 from spec.buckets import bucket
-from spec.retrieval.device_lookup import CONTEXT_TOKENS, NO_TOKEN, Texts, lookup_rounds
-from spec.retrieval.lookup_texts import NUM_TOKENS
 from spec.reuse.packed_verify import PackedResponses, verify_packed
 from spec.sampling import Processing, SamplingConfig, step_key
-from spec.tree import PADDING, DraftTree
+from spec.tree import DraftTree
 from spec.verify import decode_rounds, verify_round
 
 NodeSizes = Callable[[int], Collection[int]]  # of trees, by slots
@@ -50,7 +48,6 @@ def warm_up(
     max_requests: int,
     max_prompt_tokens: int,
     speculative: bool = False,
-    lookup: bool = False,
     reuse: bool = False,
     fed: bool = False,
     drafters: DeviceDrafters = NO_DRAFTERS,
@@ -59,9 +56,8 @@ def warm_up(
 ) -> int:
     """Compile what phases of these sizes can reach; returns the number of programs.
 
-    Rounds of draft trees are compiled only where phases are to be `speculative`, those that
-    look their draft tokens up only where `lookup` is set as well, passes over cached responses
-    where `reuse` is, moves between workers where phases are `fed`, and what
+    Rounds of draft trees are compiled only where phases are to be `speculative`, passes over
+    cached responses where `reuse` is set, moves between workers where phases are `fed`, and what
     `drafters` do. `nodes` says which sizes of trees rounds of so many slots have; None:
     all. `told` hears how many are compiled. Raises TooManyMappings where
     the programs do not fit into what Linux allows a process.
@@ -80,9 +76,6 @@ def warm_up(
                 if bucket[1] > 1:
                     arguments = partial(_verify, engine, params, sampling, *bucket)
                     programs.append(Program(verify_round, arguments))
-                if lookup and bucket[1] in engine.config.lookup_sizes():
-                    arguments = partial(_look_up, engine, params, sampling, *bucket)
-                    programs.append(Program(lookup_rounds, arguments))
         if (learned := drafters.learned) is not None:
             programs += _learned_programs(engine, params, sampling, max_requests, most, learned)
             if not fed:  # else they leave with their rows
@@ -298,17 +291,6 @@ def _verify(
     parents_BN = np.broadcast_to(np.arange(-1, N - 1, dtype=np.int32), (B, N))
     tree = DraftTree(engine.argument(np.zeros((B, N), np.int32)), engine.argument(parents_BN))
     return (params, cache, slots, tree, stop_E), engine.verify_options(sampling.draw)
-
-
-def _look_up(
-    engine: Engine, params: transformer.Params, sampling: SamplingConfig, B: int, N: int, S: int
-) -> tuple[tuple, dict[str, Any]]:
-    (_, cache, slots, stop_E, rounds, stop_after), _ = _decode(engine, params, sampling, B, S)
-    text_BL = np.full((B, NUM_TOKENS), PADDING, np.int32)
-    context_BK, next_B = np.full((B, CONTEXT_TOKENS), NO_TOKEN, np.int32), np.zeros(B, np.int32)
-    texts = Texts(*map(engine.argument, (text_BL, context_BK, next_B)))
-    options = engine.lookup_options(sampling.draw, N)
-    return (params, cache, slots, stop_E, texts, rounds, stop_after), options
 
 
 def _insert(engine: Engine, B: int, S: int, T: int) -> tuple[tuple, dict[str, Any]]:

@@ -28,10 +28,7 @@ from rl.warm_up.measured_run import read_rounds, write_rounds
 from spec.budget.device_turns import DeviceDrafter
 from spec.budget.union import DrafterUnion
 from spec.drafter import LiveSlots, plant
-from spec.retrieval.device_lookup import Texts, lookup_rounds
-from spec.retrieval.device_lookup import unpack as unpack_lookup
 from spec.retrieval.group import GroupDrafter
-from spec.retrieval.lookup_texts import LookupTexts
 from spec.retrieval.ngram import NgramDrafter
 from spec.round_times import RoundTimes
 from spec.sampling import SamplingConfig, step_key
@@ -39,8 +36,6 @@ from spec.tree import DraftTree
 from spec.verify import decode_rounds, unpack, verify_round
 
 REPEATS = 7
-LARGE_ROUND = 128  # nodes of all slots: from here on a call of few rounds tells enough
-FEW_ROUNDS = 4
 LEAST_SECONDS = 1e-9
 
 
@@ -52,7 +47,6 @@ def load_or_measure(
     *,
     max_requests: int,
     max_prompt_tokens: int,
-    lookup: bool = False,
     drafters: DeviceDrafters = NO_DRAFTERS,
     nodes: compile_buckets.NodeSizes | None = None,
 ) -> RoundTimes:
@@ -63,11 +57,11 @@ def load_or_measure(
     """
     sizes = max_requests, max_prompt_tokens
     buckets = list(compile_buckets.round_buckets(engine, sampling, *sizes, nodes))
-    made_for = _made_for(engine, buckets, lookup, drafters)
+    made_for = _made_for(engine, buckets, drafters)
     kept = read_rounds(path, made_for)
     if kept is not None:
         return kept
-    times = measure(engine, params, sampling, buckets, lookup=lookup, drafters=drafters)
+    times = measure(engine, params, sampling, buckets, drafters=drafters)
     write_rounds(path, times, made_for)
     return times
 
@@ -78,7 +72,6 @@ def measure(
     sampling: SamplingConfig,
     buckets: list[tuple[int, int, int]],
     *,
-    lookup: bool = False,
     drafters: DeviceDrafters = NO_DRAFTERS,
 ) -> RoundTimes:
     """Median seconds of a round of each (slots, nodes, positions), its fetch included.
@@ -86,22 +79,18 @@ def measure(
     All slots are busy and half of the positions live. A plain round is timed as the
     engine runs it, several to a fetch; a round of trees with its drafting (siblings and
     own text) and committing. Tree sizes take turns: what slows the machine for a while
-    slows all that a budget will compare. `lookup` times rounds that look their draft tokens up
-    as well, and the draft tokens of `drafters`: one deep, and as deep as they get.
+    slows all that a budget will compare. The draft tokens of `drafters` are timed too: one deep,
+    and as deep as they get.
     """
     nodes_of: dict[tuple[int, int], list[int]] = {}
     for B, N, S in buckets:
         nodes_of.setdefault((B, S), []).append(N)
     seconds: dict[tuple[int, int, int], float] = {}
     draft_seconds: dict[str, dict[tuple[int, int, int], float]] = {}
-    lookup_seconds: dict[tuple[int, int, int], float] = {}
     with engine.mesh_context():
         for (B, S), sizes in nodes_of.items():
             cache, host = engine.empty_cache(B, S), _Host(engine, B, S)
             tries: dict[int, list[float]] = {N: [] for N in sizes}
-            looked_up: dict[int, list[float]] = {
-                N: [] for N in engine.config.lookup_sizes() if lookup and N in sizes
-            }
             for N in sizes * (REPEATS + 1):
                 slots = _busy_slots(engine, sampling, B, S)
                 jax.block_until_ready((cache, slots))
@@ -114,18 +103,11 @@ def measure(
                 else:
                     cache, rounds = _plain_rounds(engine, params, sampling, cache, slots)
                 tries[N].append((engine.clock() - began_s) / rounds)
-                if N in looked_up:
-                    slots = _busy_slots(engine, sampling, B, S)
-                    jax.block_until_ready((cache, slots))
-                    began_s = engine.clock()
-                    cache, rounds = _lookup_rounds(engine, params, sampling, cache, slots, N, host)
-                    looked_up[N].append((engine.clock() - began_s) / rounds)
             seconds |= {(B, N, S): _median(tries[N][1:]) for N in sizes}
-            lookup_seconds |= {(B, N, S): _median(t[1:]) for N, t in looked_up.items()}
             for name, drafter in drafters.by_name.items():
                 found = _draft_seconds(engine, params, sampling, drafter, cache, host)
                 draft_seconds.setdefault(name, {}).update(found)
-    return RoundTimes(seconds, lookup_seconds, draft_seconds)
+    return RoundTimes(seconds, draft_seconds)
 
 
 def _draft_seconds(
@@ -161,7 +143,6 @@ class _Host:
     def __init__(self, engine: Engine, num_slots: int, num_positions: int) -> None:
         B, S = num_slots, num_positions
         self._engine, self._drafter = engine, DrafterUnion((GroupDrafter(), NgramDrafter()))
-        self._texts = LookupTexts()
         self._table = SlotTable(B, S + engine.config.max_nodes)
         for b in range(B):
             self._table.enter(b, Request(b, (0,) * (S // 4), b // 8, b % 8, S), S)
@@ -179,14 +160,11 @@ class _Host:
     def live(self) -> LiveSlots:
         return self._table.live()
 
-    def texts(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        return self._texts.fill(self._table.live(), len(self._table))
-
     def commit(self, packed: jax.Array) -> None:
         tokens_BN, logprobs_BN, count_B = unpack(packed)
         full = self._table.total_tokens_B.max() >= self._table.tokens_BL.shape[1] - 1
         one_B = np.zeros_like(count_B) if full else np.ones_like(count_B)
-        self._table.commit(tokens_BN, logprobs_BN, one_B[:, None], count_B[:, None] > 1)
+        self._table.commit(tokens_BN, logprobs_BN, one_B, count_B > 1)
 
 
 def _busy_slots(engine: Engine, sampling: SamplingConfig, B: int, S: int) -> Any:
@@ -213,27 +191,6 @@ def _tree_round(
     return cache, packed
 
 
-def _lookup_rounds(
-    engine: Engine, params: Any, sampling: SamplingConfig, cache: Any, slots: Any, N: int, host: Any
-) -> tuple[Any, int]:
-    B, S = slots.active.shape[0], cache.num_positions
-    most = FEW_ROUNDS if B * N >= LARGE_ROUND else engine.config.rounds_per_fetch
-    rounds = min(most, engine.config.rounds_per_fetch, S // 2 // N)
-    text_BL, context_BK, next_B = map(engine.argument, host.texts())
-    cache, _, packed = lookup_rounds(
-        params,
-        cache,
-        slots,
-        _no_stop(engine),
-        Texts(text_BL, context_BK, next_B),
-        np.int32(rounds),
-        np.int32(B),
-        **engine.lookup_options(sampling.draw, N),
-    )
-    unpack_lookup(packed, engine.config.rounds_per_fetch)
-    return cache, max(rounds, 1)
-
-
 def _plain_rounds(
     engine: Engine, params: Any, sampling: SamplingConfig, cache: Any, slots: Any
 ) -> tuple[Any, int]:
@@ -254,7 +211,6 @@ def _plain_rounds(
 def _made_for(
     engine: Engine,
     buckets: list[tuple[int, int, int]],
-    lookup: bool,
     drafters: DeviceDrafters,
 ) -> dict[str, Any]:
     """What a table holds for: another device, policy shape or bucket list needs another."""
@@ -266,7 +222,6 @@ def _made_for(
         "dtype": str(engine.dtype),
         "context_tokens": engine.context_tokens,
         "rounds_per_fetch": engine.config.rounds_per_fetch,
-        "lookup": lookup,
         "drafters": {name: d.made_for for name, d in drafters.by_name.items()},
         "buckets": [list(bucket) for bucket in buckets],
     }

@@ -15,15 +15,13 @@ import numpy as np
 
 from spec.acceptance import Acceptance
 from spec.budget.bandit import BanditConfig, BegMab, Strategy
-from spec.budget.budget import DraftDecision, OnHost, size_for
+from spec.budget.budget import DraftDecision, size_for
 from spec.budget.device_turns import DEVICE_SOURCES, LEARNED, DeviceDrafter
 from spec.budget.union import DrafterUnion
 from spec.drafter import Drafts, LiveSlots
-from spec.retrieval.device_lookup import LookupOutcome
 from spec.round_times import RoundTimes
 
 PLAIN = Strategy("plain", (), 0, 0, 0)
-LOOKUP = "lookup"  # no drafter: the device by itself (spec/retrieval/device_lookup.py)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,9 +31,8 @@ class TunerConfig:
     Range i of batch sizes begins with `thresholds[i]` and verifies `verify_tokens[i]` draft tokens
     a request; a last threshold without such has plain decoding alone. In each range the arms are
     every drafter by itself, all that find draft tokens in texts, all of them, and plain decoding;
-    with a drafter on the device once for each of `depths`; and where there are texts, draft tokens
-    that the device looks up in them, several rounds in a call (ours). With probability `epsilon`
-    any of them is taken, else the one with the best median of its last `window` rewards.
+    with a drafter on the device once for each of `depths`. With probability `epsilon` any of them
+    is taken, else the one with the best median of its last `window` rewards.
     """
 
     thresholds: tuple[int, ...] = (1, 9, 33)
@@ -72,8 +69,6 @@ def strategies(config: TunerConfig, sources: Sequence[str], top_k: int) -> list[
             for depth in config.depths if DEVICE_SOURCES.keys() & chosen else (0,):
                 name = "+".join(chosen) + (f" depth {depth}" if depth else "") + f" × {tokens}"
                 arms.append(Strategy(name, chosen, depth, width, tokens))
-        if {"last", "history", "group"} & set(found):
-            arms.append(Strategy(f"{LOOKUP} × {tokens}", (LOOKUP,), 0, 0, tokens))
     return arms
 
 
@@ -96,56 +91,25 @@ def make_bandit(config: TunerConfig, sources: Sequence[str], top_k: int, seed: i
     return BegMab(strategies(config, sources, top_k), bandit, seed)
 
 
-class BanditBudget(OnHost):
+class BanditBudget:
     """One phase's budget by a bandit that goes on from phase to phase."""
-
-    looks_up = True
 
     def __init__(self, bandit: BegMab, times: RoundTimes, union: DrafterUnion) -> None:
         self._bandit, self._times, self._union = bandit, times, union
         self._strategy, self._size = PLAIN, 1
-        self._chosen = False  # for the round at hand
-        self._looks = False  # the round at hand looks its draft tokens up
         self._bucket, self._batch = (0, 0), 1  # slots, positions; requests
 
-    def ahead(
-        self, live: LiveSlots, sizes: Sequence[int], num_slots: int, num_positions: int
-    ) -> DraftDecision | None:
-        self._choose(live, num_slots, num_positions)
-        self._looks = LOOKUP in self._strategy.sources
-        self._chosen = not self._looks
-        if not self._looks:
-            return None
-        self._size = self._lookup_size(self._strategy, sizes)
-        return DraftDecision(self._size, 2**30, lookup=True)
-
-    def looked_up(self, live: LiveSlots, acceptance: LookupOutcome) -> None:
-        """Of rounds that looked up, or of a probe: then it is what that arm would have brought."""
-        if not acceptance.rounds:
-            return
-        strategy, size = self._strategy, self._size
-        if not self._looks:
-            arms = [s for s in self._bandit.candidates(self._batch) if LOOKUP in s.sources]
-            if not arms:
-                return
-            strategy, size = arms[0], acceptance.accepted_AJ.shape[1] + 1
-        self._looks = False
-        round_s = self._times.lookup(self._bucket[0], size, self._bucket[1])
-        self._tell(strategy, round_s, acceptance.accepted / acceptance.rounds)
-
     def skips(self, live: LiveSlots, num_slots: int, num_positions: int) -> frozenset[str]:
-        if not self._chosen:
-            self._choose(live, num_slots, num_positions)
-        self._chosen, strategy = False, self._strategy
-        if LOOKUP in strategy.sources:  # there are no texts, or no room: it is a plain round
+        self._bucket, self._batch = (num_slots, num_positions), _batch_size(len(live), num_slots)
+        self._strategy = strategy = self._bandit.select(self._batch)
+        if strategy == PLAIN:  # what it brings is known
             self._record(np.zeros(len(live)), 1)
         for name in DEVICE_SOURCES.keys() & strategy.sources:
             cast(DeviceDrafter, self._union.named(name)).depth = strategy.depth
         return frozenset(self._union.names) - frozenset(strategy.sources)
 
     def limits(self, live: LiveSlots, num_slots: int) -> np.ndarray:
-        looks = LOOKUP in self._strategy.sources
-        return np.full(len(live), 0 if looks else self._strategy.verify_tokens, np.int32)
+        return np.full(len(live), self._strategy.verify_tokens, np.int32)
 
     def choose(
         self,
@@ -166,24 +130,11 @@ class BanditBudget(OnHost):
         accepted_A = acceptance.accepted_AN.sum(axis=1) if verified else np.zeros(len(live))
         self._record(accepted_A, self._size)
 
-    def _choose(self, live: LiveSlots, num_slots: int, num_positions: int) -> None:
-        self._bucket, self._batch = (num_slots, num_positions), _batch_size(len(live), num_slots)
-        self._strategy = self._bandit.select(self._batch)
-        if self._strategy == PLAIN:  # what it brings is known
-            self._record(np.zeros(len(live)), 1)
-
-    @staticmethod
-    def _lookup_size(strategy: Strategy, sizes: Sequence[int]) -> int:
-        return next((n for n in reversed(sizes) if n <= strategy.verify_tokens + 1), sizes[0])
-
     def _record(self, accepted_A: np.ndarray, num_nodes: int) -> None:
         (num_slots, num_positions), strategy = self._bucket, self._strategy
         round_s = self._times(num_slots, num_nodes, num_positions)
-        if round_s is not None:
+        if round_s is not None:  # a bucket that was not measured teaches nothing
             for name in strategy.sources:
                 round_s += self._times.draft(name, num_slots, strategy.depth, num_positions)
-        self._tell(strategy, round_s, float(accepted_A.mean()))
-
-    def _tell(self, strategy: Strategy, round_s: float | None, mean_accepted: float) -> None:
-        if round_s is not None:  # a bucket that was not measured teaches nothing
+            mean_accepted = float(accepted_A.mean())
             self._bandit.record(strategy, round_s, [mean_accepted] * self._batch, self._batch)

@@ -20,8 +20,6 @@ from spec.budget.device_turns import DeviceDraftGate
 from spec.budget.window import WindowConfig, next_windows
 from spec.drafter import Drafts, LiveSlots
 from spec.per_request import PerRequest, RequestIndex
-from spec.retrieval.device_lookup import LookupOutcome
-from spec.retrieval.lookup_rate import LookupRate
 from spec.round_times import RoundTimes
 
 POLICIES = "off, fixed:K, aimd, goodput, bandit"
@@ -32,42 +30,17 @@ PRIOR_NODES = 2.0  # how many expected draft tokens the prior of a request weigh
 
 @dataclasses.dataclass(frozen=True)
 class DraftDecision:
-    """Trees of `num_nodes`; 1 is plain decoding, `num_rounds` rounds before the next question.
-
-    `lookup`: chains that the device looks up, for as many rounds as a fetch may have; `ask`:
-    the drafter is asked as well, and its draft tokens are judged by what these rounds bring.
-    """
+    """Trees of `num_nodes`; 1 is plain decoding, `num_rounds` rounds before the next question."""
 
     num_nodes: int
     num_rounds: int = 1
-    lookup: bool = False
-    ask: bool = False
 
 
 class Budget(Protocol):
-    """Told before drafting how much each request may get, after it what was found.
-
-    `looks_up`: whether it may let the device look draft tokens up.
-    """
-
-    looks_up: bool
+    """Told before drafting how much each request may get, after it what was found."""
 
     def skips(self, live: LiveSlots, num_slots: int, num_positions: int) -> frozenset[str]:
         """The drafters, by name, that are not to be asked in this round."""
-        ...
-
-    def ahead(
-        self, live: LiveSlots, sizes: Sequence[int], num_slots: int, num_positions: int
-    ) -> DraftDecision | None:
-        """Rounds whose draft tokens the device looks up, of one of `sizes`; None asks the
-        drafter.
-        """
-        ...
-
-    def looked_up(self, live: LiveSlots, acceptance: LookupOutcome) -> None:
-        """How the draft tokens of such rounds fared, or would have
-        (`spec.retrieval.lookup_probe`).
-        """
         ...
 
     def limits(self, live: LiveSlots, num_slots: int) -> np.ndarray:
@@ -99,24 +72,14 @@ def size_for(widest: int, sizes: Sequence[int]) -> int:
     return next((n for n in sizes if n > widest), sizes[-1])
 
 
-class OnHost:
-    """Base of budgets that leave all drafting to the drafter."""
-
-    looks_up = False
+class AsksAll:
+    """Base of budgets that leave no drafter out."""
 
     def skips(self, live: LiveSlots, num_slots: int, num_positions: int) -> frozenset[str]:
         return frozenset()
 
-    def ahead(
-        self, live: LiveSlots, sizes: Sequence[int], num_slots: int, num_positions: int
-    ) -> DraftDecision | None:
-        return None
 
-    def looked_up(self, live: LiveSlots, acceptance: LookupOutcome) -> None:
-        raise AssertionError("nothing was to be looked up")
-
-
-class Off(OnHost):
+class Off(AsksAll):
     """Never a draft token."""
 
     def limits(self, live: LiveSlots, num_slots: int) -> np.ndarray:
@@ -136,7 +99,7 @@ class Off(OnHost):
         pass
 
 
-class FixedBudget(OnHost):
+class FixedBudget(AsksAll):
     """All draft tokens that there are, at most `most` a request."""
 
     def __init__(self, most: int = 2**30) -> None:
@@ -159,7 +122,7 @@ class FixedBudget(OnHost):
         pass
 
 
-class Aimd(OnHost):
+class Aimd(AsksAll):
     """HistoSpec's windows, with its gate on the batch size (RhymeRL, section 5.4).
 
     A window is the most draft tokens of a request. The paper drafts chains; a tree, which other
@@ -222,16 +185,9 @@ class Goodput:
     drawn. A mode is left only for one that promises `BETTER`.
     While plain decoding wins, drafts are asked for after 8, 16, … `LONGEST_WAIT` rounds
     (and where the batch shrinks): they cost the host's time.
-
-    Rounds that look their draft tokens up compete by the same rate, their tokens by what they
-    brought so far (`LookupRate`), or would have where another way was taken. The drafter is
-    asked first at every bucket of slots and, while looking up wins, every `ASK_AGAIN` calls
-    what it would have drafted.
     """
 
-    looks_up = True
     SHORTEST_WAIT, LONGEST_WAIT = 8, 64
-    ASK_AGAIN = 8
 
     def __init__(self, times: RoundTimes) -> None:
         self._times = times
@@ -242,9 +198,6 @@ class Goodput:
         self._speculating = False
         self._plain_rounds = 0
         self._wait = (0, 0)  # drafts are not asked for at these slots for so many rounds
-        self._lookup = LookupRate()
-        self._tree_rate: dict[int, float] = {}  # by slots: of the last round, over plain decoding
-        self._lookups = 0  # calls since the drafter was asked
         self._turns = DeviceDraftGate()
 
     def skips(self, live: LiveSlots, num_slots: int, num_positions: int) -> frozenset[str]:
@@ -291,7 +244,6 @@ class Goodput:
                 break
         bucket = num_slots, best, num_positions
         self._turns.judge(self._times, live, drafts, self.scale(live), bucket)
-        self._tree_rate[num_slots] = best_rate
         self._speculating = best > 1 and (self._speculating or best_rate > BETTER)
         if self._speculating:
             self._plain_rounds, self._wait = 0, (0, 0)
@@ -302,29 +254,6 @@ class Goodput:
         self._wait = (num_slots, self._plain_rounds)
         self._asked_at.set(live, live.total_tokens_A)
         return DraftDecision(1, self._plain_rounds)
-
-    def ahead(
-        self, live: LiveSlots, sizes: Sequence[int], num_slots: int, num_positions: int
-    ) -> DraftDecision | None:
-        if not sizes or not self._lookup.mean:  # nothing was right yet
-            return None
-        plain_s = self._times(num_slots, 1, num_positions)
-        brought = self._lookup.tokens_per_round(live, sizes)
-        rates = {
-            n: tokens * plain_s / lookup_s
-            for n, tokens in zip(sizes, brought, strict=True)
-            if plain_s and (lookup_s := self._times.lookup(num_slots, n, num_positions))
-        }
-        if not rates:
-            return None
-        best, tree_rate = max(rates, key=rates.__getitem__), self._tree_rate.get(num_slots)
-        if tree_rate is None or rates[best] <= BETTER * max(1.0, tree_rate):
-            return None
-        self._lookups = (self._lookups + 1) % self.ASK_AGAIN
-        return DraftDecision(best, 2**30, lookup=True, ask=not self._lookups)
-
-    def looked_up(self, live: LiveSlots, acceptance: LookupOutcome) -> None:
-        self._lookup.observe(live, acceptance)
 
     def observe(self, live: LiveSlots, drafts: Drafts, acceptance: Acceptance) -> None:
         hopes_A = np.where(acceptance.observed_AN, drafts.prob_AN, 0.0).sum(axis=1)

@@ -14,7 +14,6 @@ import numpy as np
 
 from spec.acceptance import Acceptance
 from spec.drafter import Drafter, Drafts, LiveSlots, Source, no_drafts
-from spec.retrieval.lookup_texts import LookupTexts
 
 WORTH_ASKING = (
     0.03  # right draft tokens a request and round; a source that brings fewer has to wait
@@ -32,11 +31,9 @@ class DrafterUnion:
     def __init__(
         self,
         drafters: Sequence[Drafter],
-        texts: LookupTexts | None = None,
         names: Sequence[str] = (),
     ) -> None:
         assert drafters, "a union of nothing"
-        self.texts = texts  # what the device may look draft tokens up in
         self.names, self.skipped = tuple(names), frozenset[str]()
         self._drafters = tuple(drafters)
         self._asked = np.zeros(len(self._drafters))
@@ -74,8 +71,6 @@ class DrafterUnion:
     def finished(self, live: LiveSlots) -> None:
         for drafter in self._drafters:
             drafter.finished(live)
-        if self.texts is not None:
-            self.texts.finished(live)
 
 
 def merge(drafts: Sequence[Drafts], max_nodes_A: np.ndarray) -> Drafts:

@@ -15,7 +15,7 @@ import numpy as np
 from spec.drafter import Drafts, LiveSlots, Source
 from spec.retrieval.suffix_drafter import NO_TREE, RequestFollowers, with_prompt_tail
 from spec.retrieval.suffix_forest import ProposalRule, SuffixForest
-from spec.reuse.rollout_cache import CachedGroup, RolloutCache
+from spec.reuse.rollout_cache import RolloutCache
 
 # Section 5.4: a prefix of 7 tokens, shortened to 3 until it is found; one branch, down which the
 # context grows by up to the 32 draft tokens of its longest window.
@@ -35,11 +35,10 @@ RULE = ProposalRule(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class HistoryIndex:
-    """The trees of some prompts by key, and what they hold; prompts without history have none."""
+    """The trees of some prompts by key, in one forest; prompts without history have none."""
 
     forest: SuffixForest
     trees: Mapping[str, int]
-    groups: Mapping[str, CachedGroup]
 
     @property
     def num_tokens(self) -> int:
@@ -51,16 +50,15 @@ def build_index(
 ) -> HistoryIndex:
     """Index what the cache has of `prompts` (prompt ids by key), for drafters of this rule."""
     forest = SuffixForest(rule.context_tokens)
-    trees, groups = {}, {}
+    trees = {}
     for key, prompt in prompts.items():
         group = cache.get(key)
         if group is None:
             continue
         trees[key] = tree = forest.plant()
-        groups[key] = group
         for r in group.responses:
             forest.add(tree, with_prompt_tail(prompt, r.tokens, rule.longest), weight=r.reward)
-    return HistoryIndex(forest, trees, groups)
+    return HistoryIndex(forest, trees)
 
 
 class HistoryDrafter:

@@ -69,11 +69,6 @@ class CachedGroup:
     def num_tokens(self) -> int:
         return sum(len(r.tokens) for r in self.responses)
 
-    @property
-    def best_first(self) -> list[np.ndarray]:
-        """The responses by falling reward."""
-        return [r.tokens for r in sorted(self.responses, key=lambda r: -r.reward)]
-
 
 def of_group(tokens: Sequence[np.ndarray], rewards: Sequence[float | None]) -> CachedGroup:
     """A group as history alone needs it; a missing reward counts 0."""

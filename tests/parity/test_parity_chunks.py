@@ -13,7 +13,6 @@ from parity_drafters import RandomTrees
 from parity_model import MODEL, SAMPLINGS, STEP_KEY, differences, naive_rollout
 from test_parity_draft_model import SMALL, drafter
 from test_parity_learned import Keeps, hidden, learned
-from test_parity_lookup import LookUp, with_texts
 from test_parity_reuse import changed, rule, with_cached
 
 from rl.engine.engine import Engine
@@ -70,13 +69,6 @@ def test_plain(check, engine):
 
 def test_trees(check, engine, want):
     assert 4 in check(engine, lambda: {"drafter": RandomTrees(want), "budget": FixedBudget()})
-
-
-def test_lookups(check, engine, want, chunked):
-    def options():
-        return {"drafter": with_texts(want, chunked), "budget": LookUp()}
-
-    assert 4 in check(engine, options)
 
 
 def test_a_draft_model(check, engine, params):

@@ -10,14 +10,12 @@ import pytest
 from parity_chunks import CONFIG, SEEDS, in_chunks, make_requests
 from parity_drafters import Bushy, Overrunning, RandomTrees
 from parity_model import MODEL, SAMPLINGS, TOLERANCE, differences, misscored, naive_rollout
-from test_parity_lookup import LookUp, with_texts
 
 import rl.engine.engine
 from models import kv_cache, transformer
 from rl.engine import cache_ops
 from rl.engine.engine import Engine
 from spec import sampling, verify
-from spec.retrieval import device_lookup
 
 pytestmark = pytest.mark.parity
 
@@ -33,7 +31,7 @@ def plant(monkeypatch, golden):
 
         return jax.jit(
             anew,
-            static_argnames=("config", "scheme", "max_rounds", "num_nodes"),
+            static_argnames=("config", "scheme", "max_rounds"),
             donate_argnums=(1, 2),
         )
 
@@ -41,7 +39,6 @@ def plant(monkeypatch, golden):
         monkeypatch.setattr(module, name, fault)
         monkeypatch.setattr(rl.engine.engine, "verify_round", fresh(verify.verify_round))
         monkeypatch.setattr(rl.engine.engine, "decode_rounds", fresh(verify.decode_rounds))
-        monkeypatch.setattr(rl.engine.engine, "lookup_rounds", fresh(device_lookup.lookup_rounds))
 
     return put
 
@@ -172,7 +169,7 @@ def test_prompts_of_the_wrong_row(golden, rollout, monkeypatch):
     assert differences(golden("plain"), rollout("plain"))
 
 
-@pytest.mark.parametrize("kind", ["plain", "trees", "lookups"])
+@pytest.mark.parametrize("kind", ["plain", "trees"])
 def test_rows_at_rest_that_are_written_to(params, plant, kind):
     """Windows that do not fit are moved to the row's end, as `dynamic_update_slice` does."""
     requests = make_requests()
@@ -199,7 +196,6 @@ def test_rows_at_rest_that_are_written_to(params, plant, kind):
         options = {
             "plain": {},
             "trees": {"drafter": RandomTrees(want)},
-            "lookups": {"drafter": with_texts(want, requests), "budget": LookUp()},
         }[kind]
         return differences(want, in_chunks(engine, params, "plain", requests, seed, **options)[0])
 

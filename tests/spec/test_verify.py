@@ -9,7 +9,6 @@ from models import transformer
 from models.config import ModelConfig
 from models.kv_cache import KVCache
 from spec.drafter import plant, stack
-from spec.retrieval.device_lookup import CONTEXT_TOKENS, Texts, lookup_rounds
 from spec.sampling import Processing, SamplingConfig
 from spec.tree import PADDING, Draft, DraftTree, ancestors, chain
 from spec.verify import (
@@ -179,15 +178,10 @@ def rounds(kind, params, cache, slots):
         parents_BN = np.tile(np.asarray([-1, 0, 0, 1], np.int32), (B, 1))
         tree = DraftTree(np.ones((B, num_nodes), np.int32), parents_BN)
         return verify_round(params, cache, slots, tree, stop_E, **static)[0]
-    if kind == "plain":
-        return decode_rounds(params, cache, slots, stop_E, *counts, **static, max_rounds=3)[0]
-    context_BK = np.ones((B, CONTEXT_TOKENS), np.int32)
-    texts = Texts(np.ones((B, 32), np.int32), context_BK, np.zeros(B, np.int32))
-    static |= {"num_nodes": num_nodes, "max_rounds": 3}
-    return lookup_rounds(params, cache, slots, stop_E, texts, *counts, **static)[0]
+    return decode_rounds(params, cache, slots, stop_E, *counts, **static, max_rounds=3)[0]
 
 
-@pytest.mark.parametrize("kind", ["plain", "trees", "lookups"])
+@pytest.mark.parametrize("kind", ["plain", "trees"])
 def test_rows_at_rest_are_written_nowhere(kind):
     """Wherever they end, and where rounds go on after a row has come to rest."""
     params = transformer.init(TINY, jax.random.key(0))

@@ -17,7 +17,6 @@ from rl.engine.stats import (
 )
 from rl.reports import timeline_plot
 from spec.drafter import Source
-from spec.retrieval.device_lookup import LookupOutcome
 
 
 def record(began_s, nodes, ids, emitted):
@@ -58,20 +57,6 @@ def test_metrics_are_those_of_rounds_with_drafts():
             "spec/own/speculated_fraction": 1 / 20,
         }
     )
-
-
-def test_rounds_that_looked_their_drafts_up_count_one_by_one():
-    stats = EngineStats()
-    stats.looked_up(LookupOutcome(15, np.array([[7, 5, 4]]), np.array([[5, 4, 0]])))
-    assert (stats.tokens, stats.fetches) == (16, 1)
-    marks = [0.0, 1.0, 1.0, 2.0, 9.0, 10.0]
-    who = np.array([5, 6]), np.array([7, 7])
-    stats.timeline.append(RoundRecord(*marks, 4, 4, 64, *who, np.array([4, 3]), np.array([9, 7])))
-    metrics = speculation_metrics(stats)
-    assert metrics["spec/tokens_per_round"] == 16 / 7
-    assert metrics["spec/drafted_per_round"] == 15 / 7
-    assert metrics["spec/accept_rate"] == 9 / 15
-    assert metrics["spec/host_share"] == 2 / 9
 
 
 def test_a_phase_without_drafts_has_no_such_metrics():

@@ -84,20 +84,6 @@ def test_answers_of_a_step_are_drafted_in_the_next_each_to_its_prompt():
         assert drafts(drafter, live(1, [20]))[0] == [21]
 
 
-def test_the_device_is_handed_the_same_history_the_best_first():
-    with open_speculation(sources=("history", "own")) as speculation:
-        drafter, _ = phase(speculation)
-        assert drafter.texts is None  # nothing yet, and no siblings to come
-        better = answer(0, [10, 13], reward=2.0, sample=1)
-        learn(speculation, [answer(0, [10, 11, 12]), better])
-        speculation.prepare(PROMPTS)
-        drafter, _ = phase(speculation)
-        text_BL, *_ = drafter.texts.fill(live(0, [10]), 1)
-        tail = list(PROMPTS["a"])
-        want = [*tail, 10, 13, -1, *tail, 10, 11, 12, -1]
-        assert text_BL[0, : len(want) + 1].tolist() == [*want, -1]
-
-
 def test_an_index_that_was_built_for_other_prompts_is_not_used():
     with open_speculation(sources=("history",)) as speculation:
         phase(speculation)

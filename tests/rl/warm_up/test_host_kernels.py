@@ -23,7 +23,7 @@ from rl.warm_up.host_kernels import rehearse
 from rl.speculation.reuse import remember
 from rl.speculation.sources import Speculation, SpeculationConfig
 from rl.trajectory import Request
-from spec.budget.budget import TakeAll
+from spec.budget.budget import FixedBudget
 from spec.round_times import RoundTimes
 from spec.reuse.rollout_cache import RolloutCache
 from spec.sampling import SamplingConfig, step_key
@@ -32,7 +32,7 @@ params = transformer.init(model, jax.random.key(0))
 engine = Engine(model, EngineConfig(slots=4, min_slots=4, min_nodes=4, max_nodes=4))
 sampling, config = SamplingConfig(max_new_tokens=32), SpeculationConfig()
 sizes = [(4, 1, 64), (4, 4, 64)]
-times = RoundTimes({s: 1.0 for s in sizes}, {s: 1.0 for s in sizes if s[1] > 1})
+times = RoundTimes({s: 1.0 for s in sizes})
 
 
 def compiled():
@@ -49,7 +49,7 @@ requests = [Request(g * 8 + i, prompts[g], g, i) for i in range(4) for g in rang
 with Speculation(config, cache) as speculation:
     speculation.times = times
     done, last = [], {}
-    for step, own in enumerate((None, None, TakeAll(3))):
+    for step, own in enumerate((None, None, FixedBudget(3))):
         drafter, budget = speculation.phase(["a", "b"], prompts, last)(None)
         done = engine.run(
             params, requests, sampling, step_key(0, step),

@@ -24,7 +24,6 @@ from spec.round_times import RoundTimes
 
 TIMES = RoundTimes(
     {(4, 1, 64): 0.5, (4, 1, 128): 1.0},
-    {(4, 2, 64): 7.0},
     {"eagle": {(4, 3, 64): 0.125, (4, 1, 64): 0.1}},
 )
 MOVES = MoveTimes({15: (0.25, 0.5)})
@@ -55,7 +54,7 @@ def test_both_files_come_back_as_they_were_written(tmp_path):
     assert read_moves(tmp_path / MOVES_FILE) == MOVES
 
 
-def test_a_profile_is_rounds_without_lookups_and_moves(tmp_path):
+def test_a_profile_holds_the_plain_rounds_and_the_moves(tmp_path):
     write(tmp_path)
     found = read_profile(tmp_path)
     assert found.rounds == {(4, 1, 64): 0.5, (4, 1, 128): 1.0}

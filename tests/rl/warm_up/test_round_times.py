@@ -49,13 +49,12 @@ def test_the_file_is_used_where_it_fits_and_made_anew_where_it_does_not(params, 
 
     def load(config=CONFIG, step_s=1.0):
         engine = Engine(MODEL, config, clock=ticking(step_s))
-        return round_times.load_or_measure(path, engine, params, SAMPLING, lookup=True, **SIZES)
+        return round_times.load_or_measure(path, engine, params, SAMPLING, **SIZES)
 
-    # a fetch of one tick holds four plain rounds, or as many that look draft tokens up
+    # a fetch of one tick holds four plain rounds
     assert load().rows() == [
         ["round", 2, 1, 16, 0.25],
         ["round", 2, 2, 16, 1.0],
-        ["lookup", 2, 2, 16, 0.25],
     ]
     assert load(step_s=5.0)(2, 2, 16) == 1.0  # kept
     assert json.loads(path.read_text())["made_for"]["buckets"] == [[2, 1, 16], [2, 2, 16]]
@@ -63,7 +62,6 @@ def test_the_file_is_used_where_it_fits_and_made_anew_where_it_does_not(params, 
     assert load(other, step_s=5.0).rows() == [
         ["round", 2, 1, 16, 2.5],
         ["round", 2, 2, 16, 5.0],
-        ["lookup", 2, 2, 16, 2.5],
     ]
 
 

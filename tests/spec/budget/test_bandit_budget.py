@@ -16,14 +16,12 @@ from spec.budget.bandit_budget import (
 from spec.budget.budget import DraftDecision
 from spec.budget.union import DrafterUnion
 from spec.drafter import no_drafts, stack
-from spec.retrieval.device_lookup import LookupOutcome
 from spec.round_times import RoundTimes
 from spec.tree import chain
 
 CONFIG = TunerConfig(thresholds=(1, 5), verify_tokens=(3, 1), depths=(2, 4), epsilon=0.0)
 TIMES = RoundTimes(
     {(4, n, 64): 1.0 + 0.25 * (n - 1) for n in (1, 2, 4)},
-    {},
     {"learned": {(4, 1, 64): 0.2, (4, 5, 64): 1.0}, "model": {(4, 1, 64): 0.5, (4, 5, 64): 2.5}},
 )
 
@@ -46,7 +44,6 @@ def test_arms_are_every_drafter_alone_the_found_ones_and_all():
                 "history+own",
                 "history+own+learned depth 2",
                 "history+own+learned depth 4",
-                "lookup",
             )
         ),
     ]
@@ -106,9 +103,8 @@ def test_untried_arms_come_first_then_the_best():
     assert seen[1] == (frozenset({"own"}), DraftDecision(4))
     assert seen[2] == (frozenset({"history"}), DraftDecision(4))
     assert seen[3] == (frozenset(), DraftDecision(4))
-    assert seen[4] == (frozenset({"history", "own"}), 0)  # nothing can be looked up here
     # four tokens of three requests in 1.75 seconds; three arms are alike: the first of them
-    assert seen[5] == seen[6] == seen[1]
+    assert seen[4] == seen[5] == seen[6] == seen[1]
     plain, history, *_ = bandit.candidates(3)
     assert plain == PLAIN
     assert bandit.median_reward(plain, 3) == pytest.approx(3 / 1.0)
@@ -171,28 +167,3 @@ def test_a_batch_counts_as_more_than_half_of_its_slots():
     budget.skips(live, 16, 64)
     budget.skips(live, 16, 64)
     assert budget.limits(live, 16).tolist() == [1]
-
-
-def looked_up(rounds, accepted):
-    reached = np.full((2, 3), rounds // 2)
-    right = np.zeros((2, 3), np.int64)
-    right[0, 0] = accepted
-    return LookupOutcome(6, reached, right)
-
-
-def test_lookups_are_an_arm_and_probes_tell_of_it_for_nothing():
-    times = RoundTimes({(4, n, 64): 1.75 for n in (1, 2, 4)}, {(4, 4, 64): 1.0})
-    bandit = make_bandit(CONFIG, ("history",), 3, seed=0)
-    budget = BanditBudget(bandit, times, DrafterUnion([Silent()], names=("history",)))
-    live = live_slots(3)
-    assert budget.ahead(live, [4], 4, 64) is None  # plain
-    budget.skips(live, 4, 64)
-    budget.looked_up(live, looked_up(rounds=4, accepted=2))  # by a probe
-    _, history, lookup = bandit.candidates(3)
-    assert bandit.median_reward(lookup, 3) == pytest.approx(1.5 * 3 / 1.0)
-    assert budget.ahead(live, [4], 4, 64) is None  # history is untried
-    assert play(budget, right=0) == (frozenset(), DraftDecision(4))
-    assert budget.ahead(live, [4], 4, 64) == DraftDecision(4, 2**30, lookup=True)
-    budget.looked_up(live, looked_up(rounds=4, accepted=4))
-    assert bandit.median_reward(lookup, 3) == pytest.approx((4.5 + 6.0) / 2)
-    assert bandit.median_reward(history, 3) == pytest.approx(3 / 1.75)

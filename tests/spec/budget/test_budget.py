@@ -10,7 +10,6 @@ from spec.acceptance import Acceptance, of_round
 from spec.budget.budget import Aimd, FixedBudget, Goodput, Off, make_budget
 from spec.budget.window import WindowConfig, next_windows
 from spec.drafter import LiveSlots, no_drafts
-from spec.retrieval.device_lookup import LookupOutcome
 from spec.round_times import RoundTimes
 
 
@@ -173,50 +172,6 @@ def test_goodput_asks_for_no_drafts_while_it_waits():
     assert asked(start + 1, request_id=99)  # the request that it waits with has ended
 
 
-LOOKUPS = RoundTimes(
-    {(4, n, 64): 0.5 + 0.5 * n for n in (1, *SIZES)}, {(4, n, 64): 0.8 + 0.2 * n for n in SIZES}
-)
-ALL_J = np.full((4, 15), 32)
-RIGHT = LookupOutcome(tried=1920, reached_AJ=ALL_J, accepted_AJ=ALL_J)
-WRONG = LookupOutcome(tried=1920, reached_AJ=ALL_J * (np.arange(15) == 0), accepted_AJ=0 * ALL_J)
-
-
-def test_goodput_lets_the_device_look_drafts_up_where_that_brings_more():
-    budget = Goodput(LOOKUPS)
-    budget.choose(live(4), no_drafts(4, 15), SIZES, 4, 64)
-    assert budget.ahead(live(4), SIZES, 4, 64) is None  # nothing known yet
-    for _ in range(8):
-        budget.looked_up(live(4), RIGHT)
-    choices = [budget.ahead(live(4), SIZES, 4, 64) for _ in range(20)]
-    assert {(c.num_nodes, c.lookup) for c in choices} == {(16, True)}
-    # now and then the drafter says what it would have drafted
-    assert [i for i, c in enumerate(choices) if c.ask] == [7, 15]
-    assert min(c.num_rounds for c in choices) > 1000
-    for _ in range(8):
-        budget.looked_up(live(4), WRONG)
-    assert budget.ahead(live(4), SIZES, 4, 64) is None
-    for _ in range(8):
-        budget.looked_up(live(4), RIGHT)
-    assert budget.ahead(live(4), SIZES, 4, 64).lookup
-    assert budget.ahead(live(4), [], 4, 64) is None  # nothing fits
-    budget = Goodput(DEAR)
-    budget.choose(live(4), no_drafts(4, 15), SIZES, 4, 64)
-    budget.looked_up(live(4), RIGHT)
-    assert budget.ahead(live(4), SIZES, 4, 64) is None  # nothing measured
-
-
-def test_goodput_prefers_trees_that_bring_more_than_looking_up():
-    budget, drafts = Goodput(LOOKUPS), chains([15] * 4, 0.9)
-    accepted_AJ = np.where(np.arange(15) == 0, 16, 0) + 0 * ALL_J
-    for _ in range(8):  # every second round brings one draft token: 1.5 tokens at the price of 1.2
-        budget.looked_up(live(4), LookupOutcome(0, 2 * accepted_AJ, accepted_AJ))
-    assert budget.ahead(live(4), SIZES, 4, 64) is None  # what trees bring is not known yet
-    budget.choose(live(4), no_drafts(4, 15), SIZES, 4, 64)
-    assert budget.ahead(live(4), SIZES, 4, 64).num_nodes == 2
-    assert budget.choose(live(4), drafts, SIZES, 4, 64).num_nodes == 4  # 3.44 at that of 2.5
-    assert budget.ahead(live(4), SIZES, 4, 64) is None
-
-
 def test_goodput_needs_a_measured_plain_round():
     with pytest.raises(KeyError, match="64 slots and 32 positions: measure"):
         Goodput(FREE).choose(live(1), chains([1], 0.9), SIZES, 64, 32)
@@ -225,8 +180,6 @@ def test_goodput_needs_a_measured_plain_round():
 def test_round_times_keep_their_rows():
     times = RoundTimes.from_rows(DEAR.rows())
     assert times(4, 8, 64) == DEAR(4, 8, 64) and times(4, 8, 65) is None
-    times = RoundTimes.from_rows(LOOKUPS.rows())
-    assert times.lookup(4, 8, 64) == LOOKUPS.lookup(4, 8, 64) and times.lookup(1, 8, 64) is None
 
 
 def test_names():

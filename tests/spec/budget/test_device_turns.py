@@ -9,7 +9,7 @@ from spec.drafter import Source, no_drafts
 from spec.round_times import RoundTimes
 
 # a round of 4 nodes takes 2 seconds; the drafter takes 1 more
-TIMES = RoundTimes({(4, 4, 64): 2.0}, {}, {LEARNED: {(4, 3, 64): 1.0}})
+TIMES = RoundTimes({(4, 4, 64): 2.0}, {LEARNED: {(4, 3, 64): 1.0}})
 ONE = np.ones(2)
 
 
@@ -82,7 +82,7 @@ def test_nothing_is_judged_without_its_drafts_or_its_seconds():
     ],
 )
 def test_each_of_two_is_compared_with_a_round_without_it(learned, model, sleeping):
-    times = RoundTimes({(4, 4, 64): 2.0}, {}, {n: {(4, 3, 64): 1.0} for n in (LEARNED, MODEL)})
+    times = RoundTimes({(4, 4, 64): 2.0}, {n: {(4, 3, 64): 1.0} for n in (LEARNED, MODEL)})
     found, turns = drafts(learned, model), DeviceDraftGate()
     found.sources_AN[:, 1] = Source.MODEL
     turns.judge(times, live_slots(2), found, ONE, (4, 4, 64))
