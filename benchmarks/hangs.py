@@ -138,7 +138,7 @@ def spare_time(never: Never) -> str:
         buffer=SimpleNamespace(num_sequences=1),
         step=0,
         begin=lambda step: None,
-        bench=lambda *_: None,
+        context=lambda *_: None,
         work=lambda *_, leads: never.wait(NEVER_S),
         abandon=lambda: None,
     )

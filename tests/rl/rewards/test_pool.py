@@ -185,11 +185,11 @@ def test_close_cancels_what_is_queued_and_ends_the_workers():
 PARENT = """
 import sys, time
 from rl.rewards.config import RewardConfig
-from rl.rewards.pool import Job, RewardPool
+from rl.rewards.pool import RewardPool, ScoreJob
 from rl.data.tasks import Example
 
 with RewardPool(RewardConfig(functions=(sys.argv[1],), deadline_s=60.0, workers=1)) as pool:
-    future = pool.submit(Job(Example("test#0", "q", "a", {}, "jsonl:x"), "hang"))
+    future = pool.submit(ScoreJob(Example("test#0", "q", "a", {}, "jsonl:x"), "hang"))
     while not future.running():
         time.sleep(0.01)
     print(pool._workers[0]._process.pid, flush=True)

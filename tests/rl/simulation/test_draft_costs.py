@@ -84,7 +84,7 @@ def played_windows(rng, p, rounds, budget):
     """Windows that a budget of `spec` gives one request, round by round, and what they brought."""
     one = np.zeros(1, int)
     live = LiveSlots(one, one, one, one, one, one, one, np.zeros((1, 0), np.int32))
-    drafts = tokens = 0
+    drafted = tokens = 0
     for _ in range(rounds):
         window = int(budget.limits(live, 1)[0])
         accepted_N = np.cumprod(rng.random(window) < p).astype(bool)
@@ -93,8 +93,8 @@ def played_windows(rng, p, rounds, budget):
         drafts = Drafts(blank, chain, blank.astype(float), blank, np.array([window]))
         checked = np.ones((1, window), bool)
         budget.observe(live, drafts, Acceptance(True, accepted_N[None], checked))
-        drafts, tokens = drafts + window, tokens + 1 + int(accepted_N.sum())
-    return drafts / rounds, tokens / rounds
+        drafted, tokens = drafted + window, tokens + 1 + int(accepted_N.sum())
+    return drafted / rounds, tokens / rounds
 
 
 @pytest.mark.parametrize("p", [0.3, 0.9, 0.97])
