@@ -245,7 +245,7 @@ def _save_that_hangs(part: str, never: Never) -> Iterator[tuple[checkpointer.Che
     """A save that does not go on in the background, and a folder beside its own."""
     with tempfile.TemporaryDirectory() as folder:
         saver = checkpointer.Checkpointer(Path(folder, "one"), patience=Patience(LIMIT_S))
-        where = checkpointer.checkpoint_manifest if part == "write_manifest" else saver._orbax
+        where = checkpointer.manifest if part == "write_manifest" else saver._orbax
         written = getattr(where, part)
 
         def hang(*args: Any) -> Any:

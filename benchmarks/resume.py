@@ -31,7 +31,7 @@ import numpy as np
 
 from benchmarks import environment, tiny_run
 from models import transformer
-from rl.checkpoint import checkpointer
+from rl.checkpoint import reader
 from rl.learner.optimizer import OptimizerConfig, init_state, make_optimizer
 from rl.metrics.writer import deterministic_view, read_metrics
 
@@ -127,7 +127,7 @@ def final_state(run: Path) -> tuple[int, dict[str, bytes]]:
     # the structure alone matters here, not the values of the optimizer's section
     params = transformer.init(tiny_run.MODEL, jax.random.key(0), jnp.float32)
     template = init_state(params, make_optimizer(OptimizerConfig(), 1))
-    restored = checkpointer.restore(run / "checkpoints", template, subset=True)
+    restored = reader.restore(run / "checkpoints", template, subset=True)
     arrays = {
         jax.tree_util.keystr(path): np.asarray(leaf).tobytes()
         for path, leaf in jax.tree_util.tree_leaves_with_path(restored.arrays)

@@ -91,7 +91,7 @@ def _configurations(
 
 def _run(args: argparse.Namespace, job: _Evaluation) -> int:
     """Load the weights, ask, print."""
-    from rl.checkpoint.checkpointer import NoWholeCheckpointError, StructureMismatchError
+    from rl.checkpoint.reader import NoWholeCheckpointError, StructureMismatchError
     from rl.loop.setup import run_mesh
     from rl.rewards.process import RewardWorkerError
     from rl.runtime import devices

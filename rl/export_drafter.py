@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rl.checkpoint.checkpointer import NoWholeCheckpointError, StructureMismatchError
+from rl.checkpoint.reader import NoWholeCheckpointError, StructureMismatchError
 from rl.config.command_line import parse_command_line
 from rl.config.loader import ConfigError, load
 from rl.drafter_training import export as drafter_folder

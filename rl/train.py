@@ -146,7 +146,7 @@ def _run(config: TrainConfig, inputs: Inputs, folder: Path, before: TrainConfig 
     """
     import jax
 
-    from rl.checkpoint.checkpointer import NoWholeCheckpointError, StructureMismatchError
+    from rl.checkpoint.reader import NoWholeCheckpointError, StructureMismatchError
     from rl.learner.trainer import NonFiniteUpdate
     from rl.loop.setup import run_mesh
     from rl.loop.train_loop import Stopped, policy_params, train

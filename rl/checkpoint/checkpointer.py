@@ -10,10 +10,11 @@ Invariants:
   under another name and comes in by one rename. So a kill at any moment leaves
   the one before usable, and damage is found before a value is used.
 - `save` returns once the values are off the device (donating them then is safe);
-  writing and hashing go on in one background thread, whose errors surface at the
+  one background thread writes and hashes them, and its errors surface at the
   next `save`, `wait` or `close`.
 - What is restored is bitwise what was saved, on the shardings of the template.
 - Nothing is written or deleted through a link (models.folder).
+- `rl.checkpoint.reader` reads checkpoints without a Checkpointer, also beside a run that writes.
 
 The directory must be a file system with atomic renames, shared by all hosts.
 """
@@ -36,58 +37,28 @@ from typing import Any
 import jax
 
 from models.folder import Folder
-from rl.checkpoint import folders as checkpoint_folders
-from rl.checkpoint import host_state as checkpoint_host
-from rl.checkpoint import manifest as checkpoint_manifest
-from rl.checkpoint.folders import list_steps, step_folder, working_folder
-from rl.checkpoint.manifest import Content, Problem
-from rl.checkpoint.reader import (
-    FILES_FOLDER,
-    NoWholeCheckpointError,
-    PyTree,
-    Restored,
-    StructureMismatchError,
-    describe,
-    flatten,
-    latest_whole_step,
-    restore,
-    verify,
-    verify_all,
-)
+from rl.checkpoint import folders, host_state, manifest
+from rl.checkpoint.manifest import Content
+from rl.checkpoint.reader import FILES_FOLDER, PyTree, Restored, describe, flatten, restore
 from rl.runtime import host_memory
 from rl.runtime.waits import POLL_S, Hang, Patience, result_of
 
 _BARRIER_TIMEOUT_S = 1200
 _log = logging.getLogger(__name__)
-# Orbax tells saves apart by a counter of the process: a second one that begins while the first
-# is being written makes the first wait for ever.
+# Orbax numbers the saves of a process: a second one that begins while the first is being written
+# makes the first wait for ever. So only one checkpointer writes arrays at a time.
 _writing = threading.Lock()
-_writer: Checkpointer | None = None  # who had that turn last
-# What the disk may refuse, and how the libraries word it.
+_writer: Checkpointer | None = None  # the last one that took the lock
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO)
-
-__all__ = [
-    "CheckpointConfig",
-    "Checkpointer",
-    "NoWholeCheckpointError",
-    "Problem",
-    "Restored",
-    "SaveError",
-    "StructureMismatchError",
-    "latest_whole_step",
-    "restore",
-    "verify",
-    "verify_all",
-]
 
 
 class SaveError(OSError):
-    """A disk that does not take a checkpoint: why, and which one stands."""
+    """The disk refused a checkpoint; the message says why and which one is the newest."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LinkedFiles:
-    """Files of a folder that never change, and what they hold: kept by a link, and not read."""
+    """Files of a folder that never change, with their contents: hard-linked, and not read."""
 
     folder: Folder
     contents: Mapping[str, Content]
@@ -126,9 +97,8 @@ class Checkpointer:
     """The one writer of a checkpoint directory. Use it as a context manager.
 
     Opening tidies up after a killed run, and raises RuntimeError while another
-    process writes to the directory. To read only, `restore` and `verify_all` do
-    without a Checkpointer, also beside a run that is writing. `committed` is told each step
-    that counts, in the background thread.
+    process writes to the directory. `committed` is called in the background thread with each
+    step whose checkpoint is complete.
     """
 
     def __init__(
@@ -153,20 +123,20 @@ class Checkpointer:
         self.config = config or CheckpointConfig()
         self._committed = committed
         self._patience, self._hangs = patience or Patience(), False
-        self._done = 0  # parts of saves so far
+        self._parts_done = 0  # of all saves so far
         self._saves = 0
         self._pending: concurrent.futures.Future[None] | None = None
         self._lock = None
         if _primary():
             self._lock = _take_lock(self._folder)
-            checkpoint_folders.recover(self._folder)
+            folders.recover(self._folder)
         # OCDBT, Orbax's default, keeps memory at every save: tensorstore leaks its specs.
         handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False)
-        # What is left to do at the end is OCDBT's, and warns where there is none.
+        # Only OCDBT has something to finalize; without it Orbax warns.
         handler.finalize = lambda directory: None  # type: ignore[method-assign]
         host_memory.bound_file_threads()
         self._orbax = ocp.AsyncCheckpointer(handler)
-        logging.getLogger("absl").addFilter(_unless_told)  # once, however often
+        logging.getLogger("absl").addFilter(_is_not_disk_error)  # a second time changes nothing
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
 
     def save(
@@ -176,21 +146,20 @@ class Checkpointer:
         host: dict[str, Any] | None = None,
         files: LinkedFiles | None = None,
     ) -> None:
-        """Saves a pytree of jax arrays, host state (see `checkpoint_host.encode`) and files.
+        """Save a pytree of jax arrays, host state (see `host_state.encode`) and files.
 
-        Waits for the save before it, if that is still being written. `host` is
-        copied; both may be changed or donated afterwards, and `files` deleted. A step that
-        exists is replaced; later ones are set aside (`checkpoint_folders.publish`).
-        Raises TypeError or ValueError for what cannot be saved, SaveError where the disk
-        does not take it, Hang where the save before it does not go on, and whatever that one
-        met in the background.
+        Waits for the previous save to end. `host` is copied; afterwards both may be changed or
+        donated, and `files` deleted. A step that exists is replaced; later ones are set aside
+        (`folders.publish`). Raises TypeError or ValueError for what cannot be saved, SaveError
+        where the disk refuses it, Hang where the previous save makes no progress, and whatever
+        error that one met in the background.
         """
         self.wait()
         self._take_turn()
         self._save(step, arrays, host, files)
 
     def save_if_free(self, step: int, arrays: PyTree, host: dict[str, Any] | None = None) -> bool:
-        """As `save`; False, and nothing is done, where another save would have to be waited for."""
+        """Save unless another save would have to be waited for; return whether it was saved."""
         if self._pending is not None and not self._pending.done():
             return False
         if not _writing.acquire(blocking=False):
@@ -206,45 +175,36 @@ class Checkpointer:
     def _save(
         self, step: int, arrays: PyTree, host: dict[str, Any] | None, files: LinkedFiles | None
     ) -> None:
-        """It has the turn, which is given back once the arrays are written."""
+        """Begin a save while holding `_writing`, which `_commit` releases."""
+        import orbax.checkpoint as ocp
+
         global _writer
         _writer = self
         try:
-            self._start(step, arrays, host, files)
+            if step < 0:
+                raise ValueError(f"expected a step of 0 or more, got {step}")
+            flat = flatten(arrays, concrete=True)
+            state = host_state.encode(host or {})
+            working = folders.working_folder(self.directory, step)
+            self._saves += 1
+            known: dict[str, Content] = {}
+            with self._disk_errors(step):
+                if _primary():
+                    known = self._begin(working.name, files)
+            _barrier(f"begin-{self._saves}")
+            extra = {"step": step, "processes": jax.process_count(), "arrays": describe(flat)}
+            with self._disk_errors(step):  # returns once the values are on the host
+                self._orbax.save(working / "arrays", args=ocp.args.PyTreeSave(flat))
+            commit = (step, state, extra, known, self._saves)
+            self._pending = self._thread.submit(self._commit, *commit)
         except BaseException:
             _writing.release()
             raise
         if not self.config.asynchronous:
             self.wait()
 
-    def _start(
-        self, step: int, arrays: PyTree, host: dict[str, Any] | None, files: LinkedFiles | None
-    ) -> None:
-        import orbax.checkpoint as ocp
-
-        if step < 0:
-            raise ValueError(f"expected a step of 0 or more, got {step}")
-        flat = flatten(arrays, concrete=True)
-        state = checkpoint_host.encode(host or {})
-        working = working_folder(self.directory, step)
-        self._saves += 1
-        known: dict[str, Content] = {}
-        with self._told(step):
-            if _primary():
-                known = self._begin(working.name, files)
-        _barrier(f"begin-{self._saves}")
-        extra = {
-            "step": step,
-            "processes": jax.process_count(),
-            "arrays": describe(flat),
-        }
-        # Returns once the values are on the host; Orbax writes them in the background.
-        with self._told(step):
-            self._orbax.save(working / "arrays", args=ocp.args.PyTreeSave(flat))
-        self._pending = self._thread.submit(self._commit, step, state, extra, known, self._saves)
-
     def _take_turn(self) -> None:
-        """Wait until no other directory's arrays are being written by this process."""
+        """Wait until this process writes the arrays of no other directory."""
         seen, since_s = None, time.monotonic()
         while not _writing.acquire(timeout=POLL_S):
             other = _writer
@@ -260,37 +220,30 @@ class Checkpointer:
                 )
 
     def wait(self) -> None:
-        """Returns once the last save counts; raises what it met in the background."""
+        """Wait until the last save is complete; raises the error it met in the background."""
         if self._pending is None:
             return
         patience = Patience(0.0) if self._hangs else self._patience
         try:
             result_of(self._pending, f"a save in {self.directory}", patience, self._progress)
         except Hang:
-            self._hangs = True  # it was waited for long enough
+            self._hangs = True  # do not wait for it again
             raise
         finally:
-            if self._pending.done():  # not so when a signal ends the waiting, or it hangs
+            if self._pending.done():  # it is not where a signal ends the waiting, or it hangs
                 self._pending = None
 
     def _progress(self) -> tuple[int, int]:
-        """Changes as long as a save goes on: parts that are done, bytes of the part at hand."""
-        return self._done, checkpoint_folders.written_bytes(self.directory)
+        """Return the parts done and the bytes of the present one: they change while it is alive."""
+        return self._parts_done, folders.written_bytes(self.directory)
 
-    def restore(
-        self, template: PyTree, step: int | None = None, *, subset: bool = False
-    ) -> Restored:
-        """As `restore` of this module, after the save in progress."""
+    def restore(self, template: PyTree) -> Restored:
+        """Wait for the save in progress, then `reader.restore` the newest whole checkpoint."""
         self.wait()
-        return restore(self.directory, template, step, subset=subset)
-
-    def latest_whole_step(self) -> int | None:
-        """As `latest_whole_step` of this module, after the save in progress."""
-        self.wait()
-        return latest_whole_step(self.directory)
+        return restore(self.directory, template)
 
     def close(self) -> None:
-        """Finishes the save in progress and lets go of the directory. Raises as `wait`."""
+        """Finish the save in progress and release the directory. Raises as `wait` does."""
         try:
             self.wait()
         finally:
@@ -314,7 +267,7 @@ class Checkpointer:
             error.add_note(f"The last save of {self.directory} failed as well: {also}")
 
     def _begin(self, name: str, files: LinkedFiles | None) -> dict[str, Content]:
-        """Make an empty working folder with its linked files; what they hold, by their names."""
+        """Make a working folder with its linked files; return their contents by name."""
         self._folder.check_in_place()  # Orbax writes by path
         if self._folder.exists(name):
             self._folder.remove(name)
@@ -329,28 +282,28 @@ class Checkpointer:
     def _commit(
         self,
         step: int,
-        state: checkpoint_host.HostState,
+        state: host_state.HostState,
         extra: dict[str, Any],
         known: Mapping[str, Content],
         save: int,
     ) -> None:
-        """Background: arrays, host state, manifest, rename, in this order."""
-        working = working_folder(self.directory, step)
+        """Write arrays, host state and manifest, then rename; in the background thread."""
+        working = folders.working_folder(self.directory, step)
         try:
-            with self._told(step):
+            with self._disk_errors(step):
                 try:
                     self._orbax.wait_until_finished()
                 finally:
                     _writing.release()
-                self._done += 1
-                checkpoint_host.write(working / "host", jax.process_index(), state)
+                self._parts_done += 1
+                host_state.write(working / "host", jax.process_index(), state)
                 _barrier(f"written-{save}")
                 if _primary():
-                    checkpoint_manifest.write_manifest(working, extra, known)
-                    self._done += 1
-                    checkpoint_folders.publish(self._folder, step)
+                    manifest.write_manifest(working, extra, known)
+                    self._parts_done += 1
+                    folders.publish(self._folder, step)
                     self._committed(step)
-                    checkpoint_folders.retire(self._folder, self.config.keep)
+                    folders.retire(self._folder, self.config.keep)
                 _barrier(f"committed-{save}")
             host_memory.give_back()
         except BaseException as error:
@@ -361,8 +314,8 @@ class Checkpointer:
             raise
 
     @contextlib.contextmanager
-    def _told(self, step: int) -> Iterator[None]:
-        """What the disk refuses as a SaveError, in one line; other errors as they are."""
+    def _disk_errors(self, step: int) -> Iterator[None]:
+        """Raise a SaveError of one line where the disk refuses; other errors pass as they are."""
         try:
             yield
         except Exception as error:
@@ -371,8 +324,8 @@ class Checkpointer:
                 raise
             whole = [
                 s
-                for s in list_steps(self._folder)
-                if not checkpoint_manifest.verify(step_folder(self.directory, s), contents=False)
+                for s in folders.list_steps(self._folder)
+                if not manifest.verify(folders.step_folder(self.directory, s), contents=False)
             ]
             stands = f"the newest whole one is of step {whole[0]}" if whole else "there is none"
             what = "what follows" if step in whole else "the checkpoint of"
@@ -386,7 +339,7 @@ def _primary() -> bool:
 
 
 def _barrier(key: str) -> None:
-    """Waits for all processes through the coordinator: safe off the main thread."""
+    """Wait for all processes through the coordinator, which is safe off the main thread."""
     if jax.process_count() > 1:
         from orbax.checkpoint import multihost
 
@@ -394,13 +347,13 @@ def _barrier(key: str) -> None:
         wait(key=f"reprise-checkpoint-{key}", timeout_ms=_BARRIER_TIMEOUT_S * 1000)
 
 
-def _unless_told(record: logging.LogRecord) -> bool:
-    """Not what Orbax logs with pages of traceback, and a SaveError says in one line."""
+def _is_not_disk_error(record: logging.LogRecord) -> bool:
+    """Drop the pages of traceback that Orbax logs where a SaveError takes one line."""
     return not (record.exc_info and _disk_refuses(record.exc_info[1]))
 
 
 def _disk_refuses(error: BaseException | None) -> str | None:
-    """Why, where a disk stands behind an error; libraries put it in words of their own."""
+    """Return why, where the disk is behind an error; libraries wrap it in words of their own."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
             return os.strerror(error.errno)
@@ -412,7 +365,7 @@ def _disk_refuses(error: BaseException | None) -> str | None:
 
 
 def _take_lock(folder: Folder) -> Any:
-    """Keeps a second writer out. The lock ends with this process, however it ends."""
+    """Lock a second writer out. The lock ends with this process, however it ends."""
     try:
         file = folder.lock(".lock")
     except OSError as error:

@@ -2,9 +2,9 @@
 
     step_00000020/            counts, if its manifest says it is whole
     .working-step_00000040/   being filled; becomes step_00000040 by one rename
-    .replaced-step_00000020/  an older try at step 20, until the new one is in
+    .replaced-step_00000020/  an older save of step 20, until the new one is in place
     .trash-step_00000000/     being deleted
-    abandoned-step_00000060/  past the point from which a run went on differently
+    abandoned-step_00000060/  later than a step that was saved again
 
 Invariant: a kill at any moment leaves the newest committed step in its place or,
 between the two renames of a replacement, under a name that `recover` puts back.
@@ -21,7 +21,7 @@ import stat
 from pathlib import Path
 
 from models.folder import Folder
-from rl.checkpoint import manifest as checkpoint_manifest
+from rl.checkpoint import manifest
 
 _STEP = re.compile(r"step_(\d{8,})")
 _WORKING, _REPLACED, _TRASH = ".working-", ".replaced-", ".trash-"
@@ -37,7 +37,7 @@ def working_folder(directory: Path, step: int) -> Path:
 
 
 def list_steps(directory: Path | Folder) -> list[int]:
-    """Steps that have a folder (a link is none), whole or not, newest first."""
+    """Return the steps that have a folder (a link does not count), whole or not, newest first."""
     if isinstance(directory, Folder):
         names = [name for name in directory.names() if directory.is_folder(name)]
     else:
@@ -49,7 +49,7 @@ def list_steps(directory: Path | Folder) -> list[int]:
 
 
 def written_bytes(directory: Path) -> int:
-    """What the folders that are being filled hold; files may come and go meanwhile."""
+    """Return the bytes in the folders that are being filled, whose files may come and go."""
     total = 0
     for folder, _, names in os.walk(directory):
         if _WORKING in folder:
@@ -60,7 +60,7 @@ def written_bytes(directory: Path) -> int:
 
 
 def recover(directory: Folder) -> None:
-    """Tidies up after a killed run: deletes unfinished folders, undoes half a replacement."""
+    """Tidy up after a killed run: delete unfinished folders, undo half a replacement."""
     for name in directory.names():
         if name.startswith(_REPLACED):
             original = name.removeprefix(_REPLACED)
@@ -75,7 +75,7 @@ def recover(directory: Folder) -> None:
 
 
 def publish(directory: Folder, step: int) -> None:
-    """Makes the working folder of `step`, manifest included, its checkpoint.
+    """Make the working folder of `step`, manifest included, its checkpoint.
 
     Later steps belong to a past that this save departs from; they are set aside,
     so that the newest step is always that of the newest save.
@@ -94,10 +94,9 @@ def publish(directory: Folder, step: int) -> None:
 
 
 def retire(directory: Folder, keep: int) -> None:
-    """Deletes all steps older than the `keep` newest that look whole.
+    """Delete all steps older than the `keep` newest that are whole by names and sizes.
 
-    Call it only once the newest step is whole: that one is kept whatever its
-    state. The look is at names and sizes, not contents.
+    Call it only once the newest step is whole: that one is kept whatever its state.
     """
     kept = 0
     for step in list_steps(directory):
@@ -106,7 +105,7 @@ def retire(directory: Folder, keep: int) -> None:
             trash = f"{_TRASH}{folder.name}"
             directory.rename(folder.name, trash)
             directory.remove(trash)
-        elif kept == 0 or not checkpoint_manifest.verify(folder, contents=False):
+        elif kept == 0 or not manifest.verify(folder, contents=False):
             kept += 1
 
 

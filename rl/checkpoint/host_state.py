@@ -20,24 +20,23 @@ _KINDS = "biufcSUmM"  # dtype kinds that npz keeps without pickle
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class HostState:
-    """Host state that no longer shares memory with the trainer."""
+    """Encoded host state, which shares no memory with the trainer."""
 
     text: str
     arrays: dict[str, Any]  # numpy arrays by their name in the npz
 
 
 def encode(host: dict[str, Any]) -> HostState:
-    """Copies nested dicts and lists of plain data and numpy arrays.
+    """Copy nested dicts and lists of plain data and numpy arrays.
 
-    Raises TypeError that names the path of the first value that would not come
-    back as it was.
+    Raises TypeError, which names its path, for a value that would not come back as it was.
     """
     arrays: dict[str, np.ndarray] = {}
     return HostState(json.dumps(_plain(host, "host", arrays)), arrays)
 
 
 def write(folder: Path, process: int, state: HostState) -> None:
-    """Writes process_{process}.json, and .npz if there are arrays."""
+    """Write process_{process}.json, and .npz if there are arrays."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"process_{process}.json").write_text(state.text, encoding="utf-8")
     if state.arrays:
@@ -45,7 +44,7 @@ def write(folder: Path, process: int, state: HostState) -> None:
 
 
 def read(folder: Path, process: int) -> dict[str, Any]:
-    """Reads what `write` wrote. Raises FileNotFoundError if this process wrote none."""
+    """Read what `write` wrote. Raises FileNotFoundError if this process wrote none."""
     path = folder / f"process_{process}.json"
     if not path.exists():
         raise FileNotFoundError(

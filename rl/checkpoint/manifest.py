@@ -1,4 +1,4 @@
-"""A SHA-256 manifest beside a folder's files: which bytes belong there.
+"""A manifest of sizes and SHA-256 of all files of a folder.
 
 Invariant: a folder is *whole* when its manifest is byte for byte what was
 written and lists exactly the files that are there, each with its size and
@@ -52,10 +52,9 @@ class Content:
 def write_manifest(
     folder: Path, extra: dict[str, Any] | None = None, known: Mapping[str, Content] | None = None
 ) -> None:
-    """Records every file of `folder` durably; `extra` is JSON kept beside the list.
+    """Record every file of `folder` durably; `extra` is JSON kept beside the list.
 
     Files whose content is `known`, by their name relative to the folder, are not read.
-
     Each file and folder is flushed to the disk first, then the manifest comes in
     with one atomic rename. Raises OSError, and ValueError for links.
     """
@@ -72,16 +71,17 @@ def write_manifest(
         "files": dict(zip(names, entries, strict=True)),
     }
     for parent, _, _ in os.walk(folder):
-        sync_folder(Path(parent))
+        inner = Folder(parent)
+        inner.sync()
+        inner.close()
     replace_file(folder / MANIFEST_NAME, _encode(payload))
-    sync_folder(folder)
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Returns the manifest as written: `format`, `extra`, `files`.
+    """Return the manifest as written: `format`, `extra`, `files`.
 
-    Raises ManifestError when it is missing or a link, differs in any byte from what its
-    own hash says, or holds what no writer wrote.
+    Raises ManifestError when it is missing or a link, does not match its own hash in every byte,
+    or holds what no writer wrote.
     """
     try:
         raw = Folder(folder).read(MANIFEST_NAME)
@@ -110,11 +110,10 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return payload
 
 
-def verify(folder: Path, *, contents: bool = True, surplus_ok: bool = False) -> list[Problem]:
-    """Everything wrong with `folder` against its manifest; empty when it is whole.
+def verify(folder: Path, *, contents: bool = True) -> list[Problem]:
+    """Return everything wrong with `folder` against its manifest; empty when it is whole.
 
     `contents=False` compares names and sizes without reading the files.
-    `surplus_ok` allows files that the manifest does not list.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -123,30 +122,23 @@ def verify(folder: Path, *, contents: bool = True, surplus_ok: bool = False) -> 
         listed = read_manifest(folder)["files"]
     except ManifestError as error:
         return [Problem(folder, MANIFEST_NAME, str(error))]
-    present = list_files(folder)
-    found = set(present)
-    problems = [
-        Problem(folder, name, "listed in the manifest, but missing")
-        for name in listed
-        if name not in found
-    ]
-    if not surplus_ok:
-        problems += [
-            Problem(folder, name, "not listed in the manifest")
-            for name in present
-            if name not in listed
-        ]
-    names = [name for name in present if name in listed]
+    present = set(list_files(folder))
+    names = sorted({*listed, *present})
+
+    def fault(name: str) -> str | None:
+        if name not in listed:
+            return "not listed in the manifest"
+        if name not in present:
+            return "listed in the manifest, but missing"
+        return _fault(folder / name, listed[name], contents)
+
     with concurrent.futures.ThreadPoolExecutor(_HASH_THREADS) as pool:
-        faults = pool.map(lambda name: _fault(folder / name, listed[name], contents), names)
-        problems += [
-            Problem(folder, name, fault) for name, fault in zip(names, faults, strict=True) if fault
-        ]
-    return sorted(problems, key=lambda problem: problem.file)
+        faults = pool.map(fault, names)
+        return [Problem(folder, n, found) for n, found in zip(names, faults, strict=True) if found]
 
 
 def list_files(folder: Path) -> list[str]:
-    """Names of all files under `folder` except its manifest, relative, sorted."""
+    """Return the relative names of all files and links below `folder` but its manifest, sorted."""
     names = []
     for parent, folders, files in os.walk(folder):
         links = [name for name in folders if os.path.islink(os.path.join(parent, name))]
@@ -154,17 +146,8 @@ def list_files(folder: Path) -> list[str]:
     return sorted(name for name in names if name != MANIFEST_NAME)
 
 
-def sync_folder(folder: Path) -> None:
-    """Flushes the entries of a folder to the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _durable(path: Path, known: Content | None) -> dict[str, Any]:
-    """The entry of a file that is flushed to the disk."""
+    """Flush a file to the disk and return its entry."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
     return _entry(path) if known is None else {"bytes": known.num_bytes, "sha256": known.sha256}

@@ -1,6 +1,6 @@
 """Reading checkpoints: the newest whole one, verified file by file before use.
 
-Reading changes nothing, so that it may run beside a run that is writing.
+Reading changes nothing, so that it may happen beside a run that is writing.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rl.checkpoint import host_state as checkpoint_host
-from rl.checkpoint import manifest as checkpoint_manifest
+from rl.checkpoint import host_state, manifest
 from rl.checkpoint.folders import list_steps, step_folder
 from rl.checkpoint.manifest import Problem
 
@@ -39,9 +38,9 @@ class StructureMismatchError(ValueError):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Restored:
-    """What a checkpoint held; `warnings` name the damaged ones that were skipped.
+    """The contents of a checkpoint; `warnings` name the damaged ones that were skipped.
 
-    `files` is the folder of linked files, those in `damaged_files` are not what was linked.
+    `files` is the folder of linked files; those in `damaged_files` differ from what was linked.
     """
 
     step: int
@@ -59,23 +58,22 @@ def restore(
     *,
     subset: bool = False,
 ) -> Restored:
-    """Restores the newest whole checkpoint (or exactly `step`), verified before use.
+    """Restore the newest whole checkpoint (or exactly `step`), verified before use.
 
-    `template` leaves are jax arrays or jax.ShapeDtypeStructs; arrays come back in
-    its structure and on its shardings (none given: the first local device), tied to
-    their devices where the template's are.
-    `subset` allows it to ask for fewer arrays than were saved (a policy alone).
-    Raises NoWholeCheckpointError, or StructureMismatchError naming the first
-    paths that differ.
+    `template` leaves are jax arrays or jax.ShapeDtypeStructs; arrays come back in its structure
+    and on its shardings (the first local device where it has none), committed to their devices
+    where the template's are. `subset` allows it to ask for fewer arrays than were saved (a
+    policy alone). Raises NoWholeCheckpointError, or StructureMismatchError naming the first paths
+    that differ.
     """
     directory = Path(directory).absolute()
     chosen, warnings, damaged = _choose(directory, step)
     folder = step_folder(directory, chosen)
     wanted = flatten(template, concrete=False)
-    saved = checkpoint_manifest.read_manifest(folder)["extra"]["arrays"]
+    saved = manifest.read_manifest(folder)["extra"]["arrays"]
     _check_structure(folder, describe(wanted), saved, subset=subset)
     flat = _read_arrays(folder / "arrays", wanted)
-    host = checkpoint_host.read(folder / "host", jax.process_index())
+    host = host_state.read(folder / "host", jax.process_index())
     treedef = jax.tree.structure(template)
     tree = treedef.unflatten([flat[path] for path in wanted])
     files = folder / FILES_FOLDER
@@ -83,30 +81,17 @@ def restore(
     return Restored(chosen, tree, host, warnings, files if has_files else None, damaged)
 
 
-def latest_whole_step(directory: Path | str) -> int | None:
-    """The step that `restore` would take, or None. Reads and hashes its files."""
-    for step in list_steps(Path(directory)):
-        if not verify(directory, step):
-            return step
-    return None
+def problems_of(directory: Path | str, step: int) -> tuple[list[Problem], list[Problem]]:
+    """Return what is wrong with the checkpoint of `step`, and with its linked files.
 
-
-def verify(directory: Path | str, step: int) -> list[Problem]:
-    """Everything wrong with the checkpoint of `step`; empty when it is whole.
-
-    Linked files are not part of that: what is lost of them is told by `restore`.
+    The checkpoint is whole where the first list is empty: linked files can be done without.
     """
-    return _found(directory, step)[0]
-
-
-def _found(directory: Path | str, step: int) -> tuple[list[Problem], list[Problem]]:
-    """Problems of the checkpoint of `step` itself, and of its linked files."""
     folder = step_folder(Path(directory), step)
-    found = checkpoint_manifest.verify(folder)
+    found = manifest.verify(folder)
     linked = [p for p in found if p.file.startswith(f"{FILES_FOLDER}/")]
     problems = [p for p in found if p not in linked]
     if not problems:
-        extra = checkpoint_manifest.read_manifest(folder)["extra"]
+        extra = manifest.read_manifest(folder)["extra"]
         arrays = extra.get("arrays")
         what = ""
         if extra.get("step") != step:
@@ -114,20 +99,12 @@ def _found(directory: Path | str, step: int) -> tuple[list[Problem], list[Proble
         elif not isinstance(arrays, dict) or any(type(x) is not str for x in arrays.values()):
             what = "expected a manifest that describes arrays"
         if what:
-            problems = [Problem(folder, checkpoint_manifest.MANIFEST_NAME, what)]
+            problems = [Problem(folder, manifest.MANIFEST_NAME, what)]
     return problems, linked
 
 
-def verify_all(directory: Path | str) -> dict[int, list[Problem]]:
-    """`verify` of every step, newest first."""
-    return {step: verify(directory, step) for step in list_steps(Path(directory))}
-
-
 def _choose(directory: Path, step: int | None) -> tuple[int, tuple[str, ...], frozenset[str]]:
-    """The step to restore, what to tell of the ones skipped, and its damaged linked files.
-
-    The step is the same on all hosts.
-    """
+    """Choose a step, the same on all hosts; return it, warnings and its damaged linked files."""
     if jax.process_count() == 1:
         return _choose_here(directory, step)
     from jax.experimental import multihost_utils
@@ -153,7 +130,7 @@ def _choose_here(directory: Path, step: int | None) -> tuple[int, tuple[str, ...
     candidates = list_steps(directory) if step is None else [step]
     problems: dict[int, list[Problem]] = {}
     for candidate in candidates:
-        problems[candidate], linked = _found(directory, candidate)
+        problems[candidate], linked = problems_of(directory, candidate)
         if not problems[candidate]:
             skipped = [step for step in problems if step != candidate]
             warnings = tuple(f"skipped a damaged checkpoint: {_tell(problems[s])}" for s in skipped)
@@ -178,7 +155,7 @@ def _tell(problems: list[Problem]) -> str:
 
 
 def flatten(tree: PyTree, *, concrete: bool) -> dict[str, Any]:
-    """Leaves by path (`jax.tree_util.keystr`), so that Orbax sees one flat dict."""
+    """Return the leaves by path (`jax.tree_util.keystr`): Orbax is given one flat dict."""
     flat: dict[str, Any] = {}
     kinds = jax.Array if concrete else (jax.Array, jax.ShapeDtypeStruct)
     for keys, leaf in jax.tree_util.tree_leaves_with_path(tree):
@@ -201,6 +178,7 @@ def flatten(tree: PyTree, *, concrete: bool) -> dict[str, Any]:
 
 
 def describe(flat: dict[str, Any]) -> dict[str, str]:
+    """Return dtype and shape of each leaf as text, like `float32[4, 8]`."""
     return {path: f"{leaf.dtype.name}{list(leaf.shape)}" for path, leaf in flat.items()}
 
 
@@ -240,7 +218,7 @@ def _read_arrays(folder: Path, wanted: dict[str, Any]) -> dict[str, jax.Array]:
 
 
 def _free_as(template: Any, restored: jax.Array) -> jax.Array:
-    """`restored`, tied to its device only where the template is: jit compiles for each apart."""
+    """Return `restored`, committed to a device only where the template is: jit tells them apart."""
     if getattr(template, "committed", True):
         return restored
     return jnp.array(np.asarray(restored))

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 
 from models import hf
 from models.transformer import Params, param_specs
-from rl.checkpoint import checkpointer
-from rl.checkpoint.checkpointer import NoWholeCheckpointError
+from rl.checkpoint import reader
+from rl.checkpoint.reader import NoWholeCheckpointError
 from rl.drafter_training import export as drafter_folder
 from rl.learner.optimizer import TrainState
 from rl.loop import drafter_run
@@ -93,7 +93,7 @@ def _most_trained(run: Path, inputs: Inputs, start: EagleWeights) -> tuple[_Foun
 def _own(run: Path, start: EagleWeights) -> _Found:
     """From the drafter's own checkpoints."""
     folder = run / drafter_run.FOLDER
-    found = checkpointer.restore(folder, _template(start), subset=True)
+    found = reader.restore(folder, _template(start), subset=True)
     return _Found(found.arrays, folder, found.warnings)
 
 
@@ -103,7 +103,7 @@ def _of_run(run: Path, inputs: Inputs, start: EagleWeights) -> tuple[_Found, Par
     shared = jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, jnp.float32), shared)
     template = TrainState(None, shared, (), drafter=_template(start))  # type: ignore[arg-type]
     folder = run / "checkpoints"
-    found = checkpointer.restore(folder, template, subset=True)
+    found = reader.restore(folder, template, subset=True)
     return _Found(found.arrays.drafter, folder, found.warnings), found.arrays.params
 
 

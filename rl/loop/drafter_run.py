@@ -13,7 +13,8 @@ import numpy as np
 from models.config import ModelConfig
 from models.folder import Folder
 from models.transformer import Params
-from rl.checkpoint.checkpointer import CheckpointConfig, Checkpointer, NoWholeCheckpointError
+from rl.checkpoint.checkpointer import CheckpointConfig, Checkpointer
+from rl.checkpoint.reader import NoWholeCheckpointError
 from rl.drafter_training.config import DrafterConfig, shape_of
 from rl.drafter_training.spot_trainer import SpotTrainer
 from rl.drafter_training.trainer import BufferSink, DrafterTrainer

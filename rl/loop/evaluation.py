@@ -229,7 +229,7 @@ def load_checkpoint(run: Path, inputs: Inputs, mesh: Any) -> tuple[Any, int, tup
 
     from models.sharding import param_shardings
     from models.transformer import param_specs
-    from rl.checkpoint.checkpointer import restore
+    from rl.checkpoint.reader import restore
     from rl.learner.optimizer import TrainState
 
     specs = param_specs(inputs.model)

@@ -18,8 +18,9 @@ import numpy as np
 
 from models.folder import Folder
 from models.transformer import Params
-from rl.checkpoint.checkpointer import Checkpointer, LinkedFiles, NoWholeCheckpointError
+from rl.checkpoint.checkpointer import Checkpointer, LinkedFiles
 from rl.checkpoint.manifest import Content
+from rl.checkpoint.reader import NoWholeCheckpointError
 from rl.engine.stats import EngineStats, save_timeline
 from rl.learner import trainer
 from rl.learner.advantages import overlong_penalties, response_advantages, reward_statistics

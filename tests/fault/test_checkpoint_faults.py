@@ -18,9 +18,10 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from whole_steps import whole_steps
 
 from models.folder import Folder
-from rl.checkpoint import checkpointer
+from rl.checkpoint import checkpointer, reader
 from rl.checkpoint import manifest as checkpoint_manifest
 from rl.checkpoint.checkpointer import CheckpointConfig, Checkpointer, LinkedFiles
 from rl.checkpoint.manifest import Content
@@ -44,7 +45,7 @@ def save_steps(directory: Path, *steps: int, **options: int) -> None:
             saver.save(step, content(step), host(step))
 
 
-def assert_is_step(restored: checkpointer.Restored, step: int) -> None:
+def assert_is_step(restored: reader.Restored, step: int) -> None:
     assert restored.step == step
     for name, expected in content(step).items():
         assert np.asarray(restored.arrays[name]).tobytes() == np.asarray(expected).tobytes()
@@ -78,12 +79,12 @@ def test_every_damaged_file_is_found_and_the_previous_checkpoint_used(tmp_path, 
         good = (folder / name).read_bytes()
         for _ in range(1 if damage is Path.unlink else 3):
             damage(folder / name)
-            restored = checkpointer.restore(tmp_path, TEMPLATE)
+            restored = reader.restore(tmp_path, TEMPLATE)
             assert_is_step(restored, 4)
             (warning,) = restored.warnings
             assert str(folder / name) in warning
             (folder / name).write_bytes(good)
-    assert_is_step(checkpointer.restore(tmp_path, TEMPLATE), 8)
+    assert_is_step(reader.restore(tmp_path, TEMPLATE), 8)
 
 
 def test_every_byte_of_a_manifest_matters(tmp_path):
@@ -118,33 +119,32 @@ def test_surplus_linked_and_exchanged_files_are_found(tmp_path):
     folder = tmp_path / "step_00000008"
     surplus = folder / "arrays" / "more"
     surplus.write_text("")
-    assert "not listed" in checkpointer.restore(tmp_path, TEMPLATE).warnings[0]
-    assert checkpoint_manifest.verify(folder, surplus_ok=True) == []
+    assert "not listed" in reader.restore(tmp_path, TEMPLATE).warnings[0]
     surplus.unlink()
     outside = tmp_path / "outside"
     shutil.move(folder / "host" / "process_0.json", outside)
     (folder / "host" / "process_0.json").symlink_to(outside)
-    assert "found a link" in checkpointer.restore(tmp_path, TEMPLATE).warnings[0]
+    assert "found a link" in reader.restore(tmp_path, TEMPLATE).warnings[0]
 
 
 def test_a_checkpoint_under_another_name_is_not_used(tmp_path):
     save_steps(tmp_path, 4)
     shutil.copytree(tmp_path / "step_00000004", tmp_path / "step_00000012")
-    restored = checkpointer.restore(tmp_path, TEMPLATE)
+    restored = reader.restore(tmp_path, TEMPLATE)
     assert_is_step(restored, 4)
     assert "manifest of step 12, found one of step 4" in restored.warnings[0]
 
 
 def test_nothing_whole_is_one_error_that_lists_each(tmp_path):
-    with pytest.raises(checkpointer.NoWholeCheckpointError, match="found none") as caught:
-        checkpointer.restore(tmp_path / "absent", TEMPLATE)
+    with pytest.raises(reader.NoWholeCheckpointError, match="found none") as caught:
+        reader.restore(tmp_path / "absent", TEMPLATE)
     assert caught.value.problems == {}
     save_steps(tmp_path, 4, 8)
     flip(next((tmp_path / "step_00000004" / "arrays").glob("*/0.0")))
     (tmp_path / "step_00000008" / "host" / "process_0.npz").unlink()
-    assert checkpointer.latest_whole_step(tmp_path) is None
-    with pytest.raises(checkpointer.NoWholeCheckpointError) as caught:
-        checkpointer.restore(tmp_path, TEMPLATE)
+    assert whole_steps(tmp_path) == []
+    with pytest.raises(reader.NoWholeCheckpointError) as caught:
+        reader.restore(tmp_path, TEMPLATE)
     text = str(caught.value)
     assert "step 4:" in text and "expected SHA-256" in text
     assert "step 8:" in text and "process_0.npz: listed in the manifest, but missing" in text
@@ -153,12 +153,12 @@ def test_nothing_whole_is_one_error_that_lists_each(tmp_path):
 
 def test_a_step_asked_for_by_number_is_never_exchanged_for_another(tmp_path):
     save_steps(tmp_path, 4, 8)
-    assert_is_step(checkpointer.restore(tmp_path, TEMPLATE, step=4), 4)
+    assert_is_step(reader.restore(tmp_path, TEMPLATE, step=4), 4)
     (tmp_path / "step_00000008" / checkpoint_manifest.MANIFEST_NAME).unlink()
-    with pytest.raises(checkpointer.NoWholeCheckpointError, match=r"besides: \[4\]"):
-        checkpointer.restore(tmp_path, TEMPLATE, step=8)
-    with pytest.raises(checkpointer.NoWholeCheckpointError, match="found none"):
-        checkpointer.restore(tmp_path, TEMPLATE, step=5)
+    with pytest.raises(reader.NoWholeCheckpointError, match=r"besides: \[4\]"):
+        reader.restore(tmp_path, TEMPLATE, step=8)
+    with pytest.raises(reader.NoWholeCheckpointError, match="found none"):
+        reader.restore(tmp_path, TEMPLATE, step=5)
 
 
 def test_background_errors_surface_at_the_next_call_and_the_next_save_works(tmp_path, monkeypatch):
@@ -180,7 +180,7 @@ def test_background_errors_surface_at_the_next_call_and_the_next_save_works(tmp_
             saver.wait()  # told once
         monkeypatch.setattr(checkpoint_manifest, "write_manifest", real)
         saver.save(4, content(4), host(4))
-    assert_is_step(checkpointer.restore(tmp_path, TEMPLATE), 4)
+    assert_is_step(reader.restore(tmp_path, TEMPLATE), 4)
 
 
 def test_closing_after_an_error_keeps_that_error_and_tells_of_the_save(tmp_path, monkeypatch):
@@ -219,10 +219,8 @@ def test_a_disk_that_refuses_is_one_line_that_says_what_stands(tmp_path, monkeyp
     assert "\n" not in text and "the newest whole one is of step 1" in text
     assert f"step 2 could not be written to {tmp_path}: " in text
     assert ("No space left" in text) or ("Read-only" in text)
-    assert checkpointer.latest_whole_step(tmp_path) == 1
-    assert_is_step(
-        checkpointer.Restored(1, checkpointer.restore(tmp_path, TEMPLATE).arrays, host(1)), 1
-    )
+    assert whole_steps(tmp_path) == [1]
+    assert_is_step(reader.Restored(1, reader.restore(tmp_path, TEMPLATE).arrays, host(1)), 1)
 
 
 def test_errors_that_are_no_disks_stay_as_they_are(tmp_path, monkeypatch):
@@ -262,7 +260,7 @@ FORGERIES = {
 def test_a_forged_manifest_falls_back_as_other_damage_does(two_steps, tmp_path, change):
     shutil.copytree(two_steps, tmp_path, dirs_exist_ok=True)
     forge(tmp_path / "step_00000008", change)
-    restored = checkpointer.restore(tmp_path, TEMPLATE)
+    restored = reader.restore(tmp_path, TEMPLATE)
     assert_is_step(restored, 4)
     assert len(restored.warnings) == 1
 
@@ -279,10 +277,10 @@ def test_a_manifest_that_is_a_link_or_a_pipe_is_refused(two_steps, tmp_path):
     manifest = tmp_path / "c" / "step_00000008" / checkpoint_manifest.MANIFEST_NAME
     shutil.move(manifest, tmp_path / "the_same")
     manifest.symlink_to(tmp_path / "the_same")
-    assert_is_step(checkpointer.restore(tmp_path / "c", TEMPLATE), 4)
+    assert_is_step(reader.restore(tmp_path / "c", TEMPLATE), 4)
     manifest.unlink()
     os.mkfifo(manifest)
-    assert_is_step(checkpointer.restore(tmp_path / "c", TEMPLATE), 4)
+    assert_is_step(reader.restore(tmp_path / "c", TEMPLATE), 4)
 
 
 # --- files that a checkpoint links ---------------------------------------------------------
@@ -301,8 +299,8 @@ def spilled_cache(run: Path, groups: int = 3) -> RolloutCache:
     return cache
 
 
-def restored_cache(run: Path) -> tuple[RolloutCache, checkpointer.Restored]:
-    restored = checkpointer.restore(run / "checkpoints", TEMPLATE)
+def restored_cache(run: Path) -> tuple[RolloutCache, reader.Restored]:
+    restored = reader.restore(run / "checkpoints", TEMPLATE)
     cache = RolloutCache(1, run / "rollouts")
     files = None if restored.files is None else Folder(restored.files)
     cache.load_state(restored.host["c"], files, restored.damaged_files)
@@ -384,7 +382,7 @@ def test_a_crash_at_each_file_system_change_leaves_a_whole_checkpoint(tmp_path, 
             restored = reopened.restore(TEMPLATE)
         value = restored.host["step"]
         assert (restored.step, value) in {(4, 4), (3, 3), (3, 30)} and restored.warnings == ()
-        assert_is_step(checkpointer.Restored(value, restored.arrays, restored.host), value)
+        assert_is_step(reader.Restored(value, restored.arrays, restored.host), value)
         assert not [e.name for e in directory.iterdir() if e.name[0] == "." and e.name != ".lock"]
         if not crashed:
             assert (restored.step, value) == (3, 30)
@@ -411,13 +409,13 @@ KILL_LOOP = """
     def victim(directory, pipe):
         from test_checkpoint_faults import TEMPLATE, assert_is_step, content, host
         from rl.checkpoint.checkpointer import Checkpointer, CheckpointConfig
+        from whole_steps import whole_steps
         saver = Checkpointer(directory, CheckpointConfig(keep=1))
-        step = saver.latest_whole_step()
-        if step is not None:
+        step = max(whole_steps(directory), default=0)
+        if step:
             restored = saver.restore(TEMPLATE)
             assert restored.warnings == (), restored.warnings
             assert_is_step(restored, step)
-        step = 0 if step is None else step
         os.write(pipe, f"{step}\\n".encode())
         while True:
             step += 1
@@ -456,7 +454,8 @@ KILL_LOOP = """
 
 
 def run_python(script: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    path = os.pathsep.join(map(str, (ROOT, ROOT / "tests" / "support")))
+    environment = os.environ | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-c", textwrap.dedent(script), *map(str, arguments)]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
 
@@ -466,6 +465,6 @@ def test_kill_minus_nine_at_random_moments_loses_nothing_that_was_saved(tmp_path
     done = run_python(KILL_LOOP, Path(__file__).parent, tmp_path, seed, 10)
     assert done.returncode == 0, f"seed {seed}\n{done.stderr}"
     last = int(done.stdout.split()[-1])
-    restored = checkpointer.restore(tmp_path, TEMPLATE)
+    restored = reader.restore(tmp_path, TEMPLATE)
     assert restored.step in (last, last + 1) and last > 0
     assert_is_step(restored, restored.step)

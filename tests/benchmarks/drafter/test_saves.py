@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.drafter import saves
 from models.config import ModelConfig
-from rl.checkpoint import checkpointer
+from rl.checkpoint import reader
 from spec.eagle import model as eagle
 
 MODEL = ModelConfig("llama", 64, 16, 1, 2, 1, 8, 16)
@@ -46,19 +46,19 @@ def test_every_save_is_a_whole_checkpoint_of_what_it_says(saved):
     turns = 3 * (1 + REPEATS)
     newest = {}
     for name in ("selective", "waiting"):
-        restored = checkpointer.restore(folder / "one" / name, trainer.state)
+        restored = reader.restore(folder / "one" / name, trainer.state)
         newest[name] = restored.step
         for a, b in zip(
             jax.tree.leaves(restored.arrays), jax.tree.leaves(trainer.state), strict=True
         ):
             np.testing.assert_array_equal(a, b)
     full = folder / "one" / "full"
-    with pytest.raises(checkpointer.StructureMismatchError):
-        checkpointer.restore(full, trainer.state)
+    with pytest.raises(reader.StructureMismatchError):
+        reader.restore(full, trainer.state)
     shape = (MODEL.vocab_size, MODEL.d_model)
     parts = [saves._random(s) for s in (shape, shape[::-1])]
     everything = {"drafter": trainer.state, "frozen": eagle.SharedParams(*parts)}
-    restored = checkpointer.restore(full, everything)
+    restored = reader.restore(full, everything)
     newest["full"] = restored.step
     np.testing.assert_array_equal(restored.arrays["frozen"].head_DU, parts[1])
     # all saves were taken: none was left out since another was still being written

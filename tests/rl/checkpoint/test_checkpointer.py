@@ -16,9 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from whole_steps import whole_steps
 
-from rl.checkpoint import checkpointer
 from rl.checkpoint import manifest as checkpoint_manifest
+from rl.checkpoint import reader
 from rl.checkpoint.checkpointer import CheckpointConfig, Checkpointer
 from rl.runtime import host_memory
 
@@ -73,7 +74,7 @@ def test_any_pytree_comes_back_bitwise(tmp_path):
     state = make_state()
     with Checkpointer(tmp_path) as saver:
         saver.save(3, state)
-    restored = checkpointer.restore(tmp_path, shapes_of(state))
+    restored = reader.restore(tmp_path, shapes_of(state))
     assert (restored.step, restored.host, restored.warnings) == (3, {}, ())
     assert_same_bits(restored.arrays, state)
 
@@ -103,7 +104,7 @@ def test_adamw_goes_on_as_if_never_stopped(tmp_path):
     with Checkpointer(tmp_path) as saver:
         saver.save(1, train)
     template = jax.eval_shape(lambda p: (p, optimizer.init(p)), params)
-    resumed = checkpointer.restore(tmp_path, template).arrays
+    resumed = reader.restore(tmp_path, template).arrays
     for _ in range(2):
         train, resumed = update(*train), update(*resumed)
     assert_same_bits(resumed, train)
@@ -121,7 +122,7 @@ def test_arrays_may_be_donated_and_host_changed_once_save_returns(tmp_path):
             a = step(step(a))
             a.block_until_ready()
     for i in range(4):
-        restored = checkpointer.restore(tmp_path, {"a": a}, step=i)
+        restored = reader.restore(tmp_path, {"a": a}, step=i)
         np.testing.assert_array_equal(restored.arrays["a"], np.full((256, 1024), 2.0 * i))
         assert restored.host["cursor"] == [i]
         np.testing.assert_array_equal(restored.host["cache"], np.full(3, i, np.int32))
@@ -145,7 +146,7 @@ def test_host_state_keeps_values_and_types(tmp_path):
     }
     with Checkpointer(tmp_path) as saver:
         saver.save(0, {"x": jnp.ones(1)}, host)
-    got = checkpointer.restore(tmp_path, {"x": jnp.ones(1)}).host
+    got = reader.restore(tmp_path, {"x": jnp.ones(1)}).host
     for old in (host, got):
         old["mt"]["state"]["key"] = old["mt"]["state"]["key"].tobytes()
         cache = old.pop("cache")
@@ -171,7 +172,7 @@ def test_host_state_keeps_values_and_types(tmp_path):
 def test_host_state_that_would_change_is_refused(tmp_path, host, path):
     with Checkpointer(tmp_path) as saver, pytest.raises(TypeError, match=path):
         saver.save(0, {"x": jnp.ones(1)}, host)
-    assert checkpointer.latest_whole_step(tmp_path) is None
+    assert whole_steps(tmp_path) == []
 
 
 @pytest.mark.parametrize(
@@ -194,8 +195,8 @@ def test_another_model_is_told_by_its_first_differing_paths(tmp_path):
     with Checkpointer(tmp_path) as saver:
         saver.save(0, saved)
     template = {"w": jnp.ones((4, 16)), "b": jnp.ones(3, jnp.bfloat16), "new": jnp.ones(2)}
-    with pytest.raises(checkpointer.StructureMismatchError) as caught:
-        checkpointer.restore(tmp_path, template)
+    with pytest.raises(reader.StructureMismatchError) as caught:
+        reader.restore(tmp_path, template)
     text = str(caught.value)
     assert "4 of 4 arrays" in text
     assert "['w']: expected float32[4, 16], got float32[4, 8]" in text
@@ -209,11 +210,11 @@ def test_a_subset_restores_the_policy_alone(tmp_path):
     with Checkpointer(tmp_path) as saver:
         saver.save(0, {"params": state, "momentum": jnp.ones((5, 5))})
     template = {"params": state}
-    with pytest.raises(checkpointer.StructureMismatchError, match="momentum"):
-        checkpointer.restore(tmp_path, template)
-    assert_same_bits(checkpointer.restore(tmp_path, template, subset=True).arrays, template)
-    with pytest.raises(checkpointer.StructureMismatchError, match="other"):
-        checkpointer.restore(tmp_path, {"other": jnp.ones(1)}, subset=True)
+    with pytest.raises(reader.StructureMismatchError, match="momentum"):
+        reader.restore(tmp_path, template)
+    assert_same_bits(reader.restore(tmp_path, template, subset=True).arrays, template)
+    with pytest.raises(reader.StructureMismatchError, match="other"):
+        reader.restore(tmp_path, {"other": jnp.ones(1)}, subset=True)
 
 
 def test_keeps_the_newest_and_touches_nothing_else(tmp_path):
@@ -225,7 +226,7 @@ def test_keeps_the_newest_and_touches_nothing_else(tmp_path):
     with Checkpointer(directory, CheckpointConfig(keep=2)) as saver:
         for step in (1, 2, 3):
             saver.save(step, {"x": jnp.full(2, float(step))})
-            assert saver.latest_whole_step() == step
+            assert whole_steps(saver)[0] == step
     names = sorted(entry.name for entry in directory.iterdir())
     # a link is no checkpoint: it is left alone
     assert names == [".lock", "step_00000000", "step_00000002", "step_00000003", "step_notes"]
@@ -239,10 +240,7 @@ def test_a_damaged_checkpoint_does_not_count_as_kept(tmp_path):
         saver.wait()
         (tmp_path / "step_00000002" / checkpoint_manifest.MANIFEST_NAME).unlink()
         saver.save(3, {"x": jnp.ones(2)})
-    assert [s for s, problems in checkpointer.verify_all(tmp_path).items() if not problems] == [
-        3,
-        1,
-    ]
+    assert whole_steps(tmp_path) == [3, 1]
 
 
 def test_saving_a_step_again_replaces_it_and_sets_later_ones_aside(tmp_path):
@@ -250,10 +248,10 @@ def test_saving_a_step_again_replaces_it_and_sets_later_ones_aside(tmp_path):
         for step in (1, 2, 3):
             saver.save(step, {"x": jnp.full(2, float(step))})
         saver.save(2, {"x": jnp.full(2, 20.0)})
-    restored = checkpointer.restore(tmp_path, {"x": jnp.ones(2)})
+    restored = reader.restore(tmp_path, {"x": jnp.ones(2)})
     assert restored.step == 2
     np.testing.assert_array_equal(restored.arrays["x"], [20.0, 20.0])
-    assert list(checkpointer.verify_all(tmp_path)) == [2, 1]
+    assert whole_steps(tmp_path) == [2, 1]
     assert (tmp_path / "abandoned-step_00000003" / checkpoint_manifest.MANIFEST_NAME).exists()
 
 
@@ -267,16 +265,16 @@ def test_save_returns_before_the_disk_is_done(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint_manifest, "write_manifest", slow)
     with Checkpointer(tmp_path) as saver:
         saver.save(1, {"x": jnp.ones(2)})
-        assert checkpointer.latest_whole_step(tmp_path) is None  # and save has returned
+        assert whole_steps(tmp_path) == []  # and save has returned
         gate.set()
         saver.wait()
-        assert checkpointer.latest_whole_step(tmp_path) == 1
+        assert whole_steps(tmp_path) == [1]
 
 
 def test_a_synchronous_save_counts_when_it_returns(tmp_path):
     with Checkpointer(tmp_path, CheckpointConfig(asynchronous=False)) as saver:
         saver.save(1, {"x": jnp.ones(2)})
-        assert checkpointer.latest_whole_step(tmp_path) == 1
+        assert whole_steps(tmp_path) == [1]
 
 
 def test_config_says_when_a_step_is_due():
@@ -297,7 +295,8 @@ SHARDED = """
     import sys
     import jax, jax.numpy as jnp, numpy as np
     from jax.sharding import NamedSharding, PartitionSpec as P, SingleDeviceSharding
-    from rl.checkpoint import checkpointer as checkpoint
+    from rl.checkpoint.checkpointer import Checkpointer
+    from rl.checkpoint.reader import restore
     assert jax.device_count() == 8
     mesh = jax.make_mesh((4, 2), ("fsdp", "tensor"))
     turned = jax.make_mesh((2, 4), ("fsdp", "tensor"))
@@ -305,13 +304,13 @@ SHARDED = """
               "b": np.arange(16, dtype=np.float32), "n": np.int32(5)}
     specs = {"w": P("fsdp", "tensor"), "b": P("tensor"), "n": P()}
     on = lambda mesh: {k: NamedSharding(mesh, specs[k]) for k in values}
-    with checkpoint.Checkpointer(sys.argv[1]) as saver:
+    with Checkpointer(sys.argv[1]) as saver:
         saver.save(1, jax.device_put(values, on(mesh)))
     one = {k: SingleDeviceSharding(jax.devices()[3]) for k in values}
     for shardings in (on(mesh), on(turned), one):
         template = {k: jax.ShapeDtypeStruct(np.shape(v), v.dtype, sharding=shardings[k])
                     for k, v in values.items()}
-        got = checkpoint.restore(sys.argv[1], template).arrays
+        got = restore(sys.argv[1], template).arrays
         for k, v in values.items():
             assert got[k].sharding == shardings[k], (k, got[k].sharding)
             assert np.asarray(got[k]).tobytes() == v.tobytes(), k
@@ -348,7 +347,7 @@ def test_two_directories_are_written_in_turn(tmp_path):
         for thread in threads:
             thread.join(60)
         assert not any(thread.is_alive() for thread in threads)
-        assert (one.latest_whole_step(), other.latest_whole_step()) == (7, 7)
+        assert (whole_steps(one), whole_steps(other)) == ([7], [7])
 
 
 def test_few_threads_write_files(tmp_path):

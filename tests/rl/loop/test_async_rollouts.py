@@ -13,7 +13,7 @@ from loop_runs import compilations, finish
 
 from benchmarks import tiny_run
 from models import hf
-from rl.checkpoint import checkpointer
+from rl.checkpoint import reader
 from rl.config.loader import load
 from rl.data.prompts import DataOrder, prompts_for_step
 from rl.engine.engine import Engine
@@ -102,7 +102,7 @@ def test_a_step_is_answered_by_weights_one_update_behind(tiny, ahead):
         if step < 1:
             return first
         template = TrainState(None, first, ())
-        found = checkpointer.restore(folder / "checkpoints", template, step, subset=True)
+        found = reader.restore(folder / "checkpoints", template, step, subset=True)
         return found.arrays.params
 
     for step in range(1, 5):

@@ -10,7 +10,7 @@ import pytest
 from loop_runs import assert_same_bits, compilations, finish, learnt
 
 from benchmarks import tiny_run
-from rl.checkpoint.checkpointer import NoWholeCheckpointError
+from rl.checkpoint.reader import NoWholeCheckpointError
 from rl.config.loader import load
 from rl.loop import setup as run_setup
 from rl.loop import train_loop
