@@ -1,8 +1,8 @@
-"""What drafters see and give: plain arrays on the host, one entry per live request.
+"""The contract of drafters: plain arrays on the host, one entry per live request.
 
-A drafter's draft tokens cost time when they are wrong, never correctness: the
-verification kernel emits what plain decoding would have (spec/verify.py). A = live
-requests, B = slots, L = tokens of a request, N = draft tokens.
+A draft token that is rejected costs time, never correctness: the verification kernel
+emits what plain decoding would have emitted (spec/verify.py). A = live requests,
+B = slots, L = tokens of a request, N = draft tokens.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numba
 import numpy as np
@@ -19,7 +19,7 @@ from spec.tree import PADDING, Draft, check_draft
 
 
 class Source(enum.IntEnum):
-    """Which text a draft token was found in."""
+    """The origin of a draft token."""
 
     OTHER = 0
     HISTORY = 1  # the prompt's responses of the last epoch
@@ -34,7 +34,7 @@ class Source(enum.IntEnum):
 class LiveSlots:
     """The live requests; `tokens_BL[rows_A[a], :total_tokens_A[a]]` is prompt and response of a.
 
-    `tokens_BL` is the engine's own table: to be read, during the call only.
+    `tokens_BL` is the engine's own table: read it during the call only, and never write to it.
     """
 
     rows_A: np.ndarray
@@ -56,20 +56,19 @@ class LiveSlots:
         return self.tokens_BL[self.rows_A[a], self.prompt_tokens_A[a] : self.total_tokens_A[a]]
 
     def take(self, chosen_A: np.ndarray) -> LiveSlots:
-        """Those that a mask or an index array chooses."""
+        """Return the requests that a mask or an index array chooses."""
         columns = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         return LiveSlots(**{k: v if k == "tokens_BL" else v[chosen_A] for k, v in columns.items()})
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Drafts:
-    """A tree of draft tokens per live request, without its root; the first `count_A` of each are
-    valid.
+class Drafts(NamedTuple):
+    """A tree of draft tokens for each live request, without its root; `count_A` of each are valid.
 
     `parents_AN` is −1 for a child of the root, else the index of an earlier draft token.
-    `prob_AN` is the estimated probability that the draft token and all above it are
-    right; draft tokens come in the order of worth, so that a tree's first n are a tree,
-    and the best of that size. `sources_AN` holds `Source` values.
+    `prob_AN` is the estimated probability that the draft token and all its ancestors are
+    accepted. Draft tokens come in descending order of it, so that a tree's first n are a tree,
+    and the best of that size. `sources_AN` holds `Source` values. A named tuple, so that compiled
+    functions take it whole.
     """
 
     tokens_AN: np.ndarray
@@ -84,7 +83,7 @@ class Drafts:
 
 
 def no_drafts(num_requests: int, max_nodes: int) -> Drafts:
-    """Room for `max_nodes` draft tokens a request, and none in it."""
+    """Return empty drafts with room for `max_nodes` draft tokens a request."""
     A, N = num_requests, max_nodes
     return Drafts(
         np.full((A, N), PADDING, np.int32),
@@ -96,7 +95,10 @@ def no_drafts(num_requests: int, max_nodes: int) -> Drafts:
 
 
 def stack(drafts: Sequence[Draft], max_nodes: int) -> Drafts:
-    """Hand-made drafts as arrays, cut to `max_nodes`; raises ValueError where one is no tree."""
+    """Return hand-made drafts as arrays, cut to `max_nodes`.
+
+    Raises ValueError if one is not a tree.
+    """
     out = no_drafts(len(drafts), max_nodes)
     for a, draft in enumerate(drafts):
         n = min(len(draft.tokens), max_nodes)
@@ -111,9 +113,9 @@ def stack(drafts: Sequence[Draft], max_nodes: int) -> Drafts:
 def plant(
     drafts: Drafts, rows_A: np.ndarray, num_slots: int, num_nodes: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Trees of `num_nodes` (root included) for every slot: int32 tokens_BN, parents_BN.
+    """Return int32 (tokens_BN, parents_BN): a tree of `num_nodes`, root included, for every slot.
 
-    Draft tokens beyond `num_nodes` − 1 are cut; slots without a request hold their root alone.
+    Draft tokens beyond `num_nodes` − 1 are cut; slots without a request have only a root.
     """
     tokens_BN = np.full((num_slots, num_nodes), PADDING, np.int32)
     parents_BN = np.zeros((num_slots, num_nodes), np.int32)

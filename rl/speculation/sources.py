@@ -30,7 +30,7 @@ from spec.drafter import Drafter
 from spec.retrieval import history
 from spec.retrieval.group import DraftServer, GroupDrafter
 from spec.retrieval.history import HistoryDrafter, HistoryIndex, build_index
-from spec.retrieval.last_response import AlignedDrafter
+from spec.retrieval.last_response import LastResponseDrafter
 from spec.retrieval.ngram import NgramDrafter
 from spec.reuse.rollout_cache import RolloutCache
 from spec.round_times import RoundTimes
@@ -162,7 +162,7 @@ class Speculation:
         for source in self.config.sources:
             if source == "last":
                 if last:
-                    parts[source] = AlignedDrafter(last)
+                    parts[source] = LastResponseDrafter(last)
             elif source == "history":
                 assert history is not None
                 parts[source] = HistoryDrafter(history.index, names, self._rule)

@@ -1,4 +1,4 @@
-"""A forest of suffix indexes: what followed this context before, in this tree's texts?
+"""A forest of suffix indexes, which find what followed a context in the texts of a tree.
 
 forest = SuffixForest()
 tree = forest.plant()
@@ -10,7 +10,7 @@ forest.propose(followers, ProposalRule(shortest=1), max_nodes_F=[4], out=no_draf
 
 A tree is a suffix automaton of all its sequences (matches never cross from one into
 another), with the number of occurrences of every context and the sum of the weights
-of the sequences they stand in. All trees share one arena, so that one call, which
+of the sequences they occur in. All trees share one arena, so that one call, which
 runs without the interpreter lock, serves many contexts of many trees.
 """
 
@@ -18,17 +18,15 @@ from __future__ import annotations
 
 import math
 import threading
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 
+from spec.drafter import Drafts
 from spec.retrieval import suffix_kernels as kernels
 from spec.retrieval import suffix_queries as queries
-from spec.retrieval.suffix_followers import Followers, ProposalRule
 from spec.retrieval.suffix_kernels import Arena
-
-if TYPE_CHECKING:  # it brings jax along
-    from spec.drafter import Drafts
+from spec.retrieval.suffix_queries import Followers, ProposalRule
 
 __all__ = ["Followers", "ProposalRule", "SuffixForest"]
 
@@ -37,10 +35,10 @@ _MOST = 2**31 - 1  # rows are numbered, and tokens counted, in int32
 
 
 class SuffixForest:
-    """Suffix automata that grow and shrink; contexts are counted up to `max_context` tokens.
+    """A set of growing and shrinking automata that count contexts of up to `max_context` tokens.
 
-    Ids of trees and sequences are never reused. Calls may come from several threads;
-    they take turns. Memory that is freed serves later growth and is not returned.
+    Ids of trees and sequences are never reused. Calls from several threads take turns. Freed
+    memory serves later growth and is not returned.
     """
 
     def __init__(self, max_context: int = 32) -> None:
@@ -71,18 +69,18 @@ class SuffixForest:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all live sequences."""
+        """The number of tokens of all live sequences."""
         return self._live_tokens
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all arrays, free room included."""
+        """The size of all arrays, free room included."""
         return sum(x.nbytes for name, x in self._arena._asdict().items() if name != "weights")
 
     # --- trees and sequences --------------------------------------------------------------
 
     def plant(self) -> int:
-        """A new, empty tree; its id."""
+        """Make an empty tree and return its id."""
         with self._lock:
             self._make_room(tokens=1)
             if self._free_trees:
@@ -95,7 +93,7 @@ class SuffixForest:
             return _id(row, self._arena.trees[row, kernels.TREE_GENERATION])
 
     def uproot(self, tree: int) -> None:
-        """Forget a tree and its sequences; their ids are void from now on."""
+        """Forget a tree and its sequences; their ids become invalid."""
         with self._lock:
             row = self._tree_row(tree)
             self._live_tokens -= int(self._arena.trees[row, kernels.LIVE])
@@ -107,7 +105,7 @@ class SuffixForest:
             self._free_trees.append(row)
 
     def add(self, tree: int, tokens: Any = (), weight: float = 1.0) -> int:
-        """A new sequence of a tree, to which `append` may add; its id.
+        """Make a sequence of a tree, to which `append` may add, and return its id.
 
         Each occurrence of a context in it adds `weight` (float32, finite) to the
         context's weight.
@@ -136,11 +134,11 @@ class SuffixForest:
             return _id(row, generation)
 
     def append(self, sequence: int, tokens: Any) -> None:
-        """Put tokens at the end of a sequence."""
+        """Append tokens to a sequence."""
         self.append_batch([sequence], tokens, [0, len(tokens)])
 
     def append_batch(self, sequences_S: Any, tokens_T: Any, offsets_S: Any) -> None:
-        """Sequence s gets `tokens_T[offsets_S[s]:offsets_S[s + 1]]`, in the order of the list."""
+        """Append `tokens_T[offsets_S[s]:offsets_S[s + 1]]` to each sequence s in turn."""
         tokens_T, offsets_S = _tokens(tokens_T), _integers(offsets_S)
         ids_S = _integers(sequences_S)
         good = len(offsets_S) == len(ids_S) + 1 and offsets_S[0] >= 0
@@ -159,7 +157,7 @@ class SuffixForest:
             self._append(rows_S, tokens_T, offsets_S)
 
     def remove(self, sequence: int) -> None:
-        """Forget a sequence. The tree is made anew when over half of its tokens are forgotten."""
+        """Forget a sequence. The tree is rebuilt once over half of its tokens are forgotten."""
         with self._lock:
             row = self._sequence_row(sequence)
             arena = self._arena
@@ -178,11 +176,11 @@ class SuffixForest:
     # --- queries --------------------------------------------------------------------------
 
     def count(self, tree: int, context: Any) -> int:
-        """How often a context of at most `max_context` tokens occurs in the tree's sequences."""
+        """Count a context of at most `max_context` tokens in the tree's sequences."""
         return self._occurrences(tree, context)[0]
 
     def weight(self, tree: int, context: Any) -> float:
-        """The sum, over these occurrences, of their sequences' weights."""
+        """Sum the sequences' weights over the occurrences of a context."""
         return self._occurrences(tree, context)[1]
 
     def follow(
@@ -199,9 +197,9 @@ class SuffixForest:
         Follower `which_F[f]` (default: f) reads `tokens_BL[rows_F[f], :lengths_F[f]]`,
         int32. Its match is then the longest suffix of that, of at most `longest` tokens
         (always the same for a follower; default: `max_context`), that occurs in the live
-        sequences of its tree. What it has read before must not have changed; `restart` it
-        otherwise. O(1) a token, amortised; a tree that has shrunk, or in which the match
-        has occurred again, costs `longest`.
+        sequences of its tree. What it has read before must not have changed; otherwise
+        `restart` it. Costs O(1) a token, amortised, and `longest` if the tree has shrunk or
+        the match has occurred again.
         """
         most = self.max_context if longest is None else longest
         if not 1 <= most <= self.max_context:
@@ -226,12 +224,9 @@ class SuffixForest:
                 tokens_BL, rows_F, lengths_F,
             )  # fmt: skip
         if bad != kernels.NONE:
-            self._raise_bad(
-                followers,
-                which_F[bad],
-                f"row {rows_F[bad]} of {len(tokens_BL)}, length "
-                f"{lengths_F[bad]} of {tokens_BL.shape[1]}",
-            )
+            B, L = tokens_BL.shape
+            reading = f"row {rows_F[bad]} of {B}, length {lengths_F[bad]} of {L}"
+            self._raise_bad(followers, which_F[bad], reading)
 
     def propose(
         self,
@@ -241,12 +236,11 @@ class SuffixForest:
         out: Drafts,
         which_F: Any = None,
     ) -> None:
-        """Write at most `max_nodes_F[f]` draft tokens for follower `which_F[f]` into row f of
-        `out`.
+        """Write at most `max_nodes_F[f]` draft tokens of follower `which_F[f]` into row f of `out`.
 
-        Only the first `count_A[f]` entries of tokens, parents and probabilities are written.
-        Draft tokens come in the order of their probability, parents first: a row's first n are the
-        best n. A follower whose tree has shrunk since it last followed gets none.
+        Only the first `count_A[f]` entries of tokens, parents and probabilities are written, by
+        descending probability, parents first. A follower whose tree has shrunk since it last
+        followed gets none.
         """
         which_F, max_nodes_F = _which(followers, which_F), _integers(max_nodes_F)
         if len(max_nodes_F) != len(which_F) or len(out.count_A) < len(which_F):
@@ -259,14 +253,10 @@ class SuffixForest:
                 f"longest={rule.longest} is beyond the forest's max_context={self.max_context}: "
                 "make the forest with a larger one"
             )
-        by_weight, most = rule.rank_by == "weight", min(rule.context_tokens, self.max_context)
-        limits = rule.longest, rule.shortest, rule.max_children, by_weight
+        limits = rule.limits(self.max_context)
+        trees_F, state_FX = followers.trees_F, followers.state_FX
         with self._lock:
-            bad = queries.propose(
-                self._arena, most, (*limits, float(rule.prior), float(rule.min_prob)),
-                which_F, followers.trees_F, followers.state_FX, max_nodes_F,
-                out.tokens_AN, out.parents_AN, out.prob_AN, out.count_A,
-            )  # fmt: skip
+            bad = queries.propose(self._arena, limits, which_F, trees_F, state_FX, max_nodes_F, out)
         if bad != kernels.NONE:
             self._raise_bad(followers, which_F[bad], "")
 
@@ -286,7 +276,7 @@ class SuffixForest:
             return int(count), float(weight)
 
     def _raise_bad(self, followers: Followers, f: int, reading: str) -> NoReturn:
-        """A kernel stopped at follower f."""
+        """Raise ValueError for follower f, at which a kernel stopped."""
         if not 0 <= f < len(followers.trees_F):
             raise ValueError(f"there is no follower {f}: there are {len(followers.trees_F)}")
         tree = int(followers.trees_F[f])
@@ -317,7 +307,7 @@ class SuffixForest:
         self._free_sequences.append(row)
 
     def _release(self, tree_row: int) -> None:
-        """A tree's automaton is about to be emptied."""
+        """Subtract what a tree's automaton holds, which is about to be emptied."""
         record = self._arena.trees[tree_row]
         self._held_tokens -= int(record[kernels.LIVE] + record[kernels.DEAD])
         self._held_sequences -= int(record[kernels.SEQUENCES])
@@ -330,7 +320,7 @@ class SuffixForest:
         self._live_tokens += added
 
     def _make_room(self, tokens: int, sequences: int = 0) -> None:
-        """Room for so many tokens at the end of so many sequences, at worst.
+        """Make room for this many tokens at the end of this many sequences, at worst.
 
         An automaton of n tokens in q sequences has at most 2n states, and at most n + 2q
         edges that are not the first of their state: an edge outside the tree of longest
@@ -379,7 +369,7 @@ def _indices(rows: Any) -> np.ndarray:
 
 
 def _writable(x: np.ndarray) -> np.ndarray:
-    """Contiguous and writable: numba compiles anew for arrays that are not."""
+    """Return a contiguous, writable array: numba compiles again for arrays that are not."""
     x = np.ascontiguousarray(x)
     return x if x.flags.writeable else x.copy()
 

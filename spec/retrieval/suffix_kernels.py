@@ -1,12 +1,13 @@
-"""Kernels of the suffix forest: one arena of arrays, suffix automata that grow and shrink in it.
+"""Kernels of the suffix forest: suffix automata that grow and shrink in one arena of arrays.
 
-A state stands for contexts that end at the same places of a tree's text: the
+A state stands for the contexts that end at the same positions of a tree's text: the
 suffixes of its longest one that are longer than its link's. `COUNT` and the weight
 in column `WEIGHT` (float32 bits) hold for contexts of up to `depth` tokens. A
-state's first edge is inline; the others hang in a list from `MORE`, and a hash
+state's first edge is inline; the others form a list that starts at `MORE`, and a hash
 table of their (state, token) finds them in O(1).
 
-Python calls kernels, which numba caches; kernels call parts, which become a part of them.
+Python calls kernels, which numba caches; kernels call parts, which are compiled into them.
+S = sequences, T = tokens.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ import numba
 import numpy as np
 
 kernel = numba.njit(cache=True, nogil=True, error_model="numpy")
-# Parts own no array. Without `_nrt` numba would count references to all of them, atomically, which
-# takes twice as long as all else.
+# Parts own no array. With `_nrt` numba would count references to each, atomically, which takes
+# twice as long as everything else.
 _PART = {"nogil": True, "error_model": "numpy", "_nrt": False, "no_cfunc_wrapper": True}
 part = numba.njit(no_cpython_wrapper=True, **_PART)
 inlined = numba.njit(no_cpython_wrapper=True, forceinline=True, **_PART)
-# numba's cache does not see that code in another file has changed. A kernel elsewhere that uses
-# these parts takes this number as a default argument, which is a part of its signature.
+# numba's cache does not notice changes in other files. A kernel elsewhere that uses these parts
+# takes this number as a default argument, which belongs to its signature.
 STAMP = zlib.crc32(Path(__file__).read_bytes())
 
 NONE = -1
@@ -41,7 +42,7 @@ ROOT, STATES, LIVE, DEAD, GROWN, SHRUNK, SEQUENCES, TREE_GENERATION = range(8)
 # Rows and columns of `pools` [3, 3] int64: how many were ever taken, the free list, its length.
 STATE_POOL, EDGE_POOL, CHUNK_POOL = range(3)
 TAKEN, FREE, NUM_FREE = range(3)
-# Columns of a follower. SEEN: how often its match occurred when it last followed.
+# Columns of a follower. SEEN: the count of its match when it last followed.
 AT, MATCH, POSITION, SEEN_GROWN, SEEN_SHRUNK, SEEN = range(6)
 
 CHUNK_TOKENS = 31  # of the 32 columns of `chunks`; column 0 is the next chunk
@@ -49,7 +50,7 @@ SLOT_MASK = 0xFFFFFFFF  # an id is generation << 32 | row
 
 
 class Arena(NamedTuple):
-    """A forest's arrays. `weights` is `states` as float32; `rates` are the sequences' weights;
+    """The arrays of a forest. `weights` is `states` as float32; `rates` are the sequences' weights;
     `table` holds hash << 32 | edge + 1, 0 where it is empty.
     """
 
@@ -69,7 +70,7 @@ class Arena(NamedTuple):
 
 @inlined
 def _take(pools, pool, records, next_column):
-    """A record from the free list, or one never used: the caller has made room."""
+    """Return a record of the free list, or one never used: the caller has made room."""
     record = pools[pool, FREE]
     if record >= 0:
         pools[pool, FREE] = records[record, next_column]
@@ -89,7 +90,7 @@ def _put_back(pools, pool, records, next_column, record):
 
 @inlined
 def _hash(state, token):
-    """31 bits of (state, token)."""
+    """Return 31 hash bits of (state, token)."""
     x = (np.uint64(state) << np.uint64(32)) | np.uint64(token)
     x *= np.uint64(0x9E3779B97F4A7C15)
     x ^= x >> np.uint64(32)
@@ -98,29 +99,29 @@ def _hash(state, token):
 
 
 @inlined
-def _edge(edges, table, state, token):
-    """The listed edge of `state` with `token`, or NONE. Linear probing."""
-    mask = table.shape[0] - 1
+def _edge(a, state, token):
+    """Return the listed edge of `state` with `token`, or NONE. Linear probing."""
+    mask = a.table.shape[0] - 1
     code = _hash(state, token)
     slot = code & mask
-    while table[slot] != 0:
-        if table[slot] >> 32 == code:
-            edge = (table[slot] & SLOT_MASK) - 1
-            if edges[edge, SOURCE] == state and edges[edge, LABEL] == token:
+    while a.table[slot] != 0:
+        if a.table[slot] >> 32 == code:
+            edge = (a.table[slot] & SLOT_MASK) - 1
+            if a.edges[edge, SOURCE] == state and a.edges[edge, LABEL] == token:
                 return edge
         slot = (slot + 1) & mask
     return NONE
 
 
 @inlined
-def child_of(states, edges, table, state, token):
-    """Where `token` leads from `state`, or NONE."""
-    if states[state, TOKEN] == token:
-        return np.int64(states[state, TARGET])
-    if states[state, MORE] == NONE:
+def child_of(a, state, token):
+    """Return the state that `token` leads to from `state`, or NONE."""
+    if a.states[state, TOKEN] == token:
+        return np.int64(a.states[state, TARGET])
+    if a.states[state, MORE] == NONE:
         return np.int64(NONE)
-    edge = _edge(edges, table, state, token)
-    return np.int64(NONE) if edge == NONE else np.int64(edges[edge, GOAL])
+    edge = _edge(a, state, token)
+    return np.int64(NONE) if edge == NONE else np.int64(a.edges[edge, GOAL])
 
 
 @inlined
@@ -133,29 +134,31 @@ def _insert(table, code, edge):
 
 
 @inlined
-def _add_edge(states, edges, table, pools, state, token, target):
-    """A new edge; `state` has none with this token."""
+def _add_edge(a, state, token, target):
+    """Add an edge; `state` has none with this token."""
+    states, edges = a.states, a.edges
     if states[state, TOKEN] == NONE:
         states[state, TOKEN], states[state, TARGET] = token, target
         return
-    edge = _take(pools, EDGE_POOL, edges, NEXT_EDGE)
+    edge = _take(a.pools, EDGE_POOL, edges, NEXT_EDGE)
     edges[edge, SOURCE], edges[edge, LABEL], edges[edge, GOAL] = state, token, target
     edges[edge, NEXT_EDGE] = states[state, MORE]
     states[state, MORE] = edge
-    _insert(table, _hash(state, token), edge)
+    _insert(a.table, _hash(state, token), edge)
 
 
 @inlined
-def _redirect(states, edges, table, state, token, target):
-    if states[state, TOKEN] == token:
-        states[state, TARGET] = target
+def _redirect(a, state, token, target):
+    if a.states[state, TOKEN] == token:
+        a.states[state, TARGET] = target
     else:
-        edges[_edge(edges, table, state, token), GOAL] = target
+        a.edges[_edge(a, state, token), GOAL] = target
 
 
 @part
-def _drop_edges(states, edges, table, pools, state):
+def _drop_edges(a, state):
     """Free the listed edges of `state`; the table closes its gaps (backward shift)."""
+    states, edges, table = a.states, a.edges, a.table
     mask = table.shape[0] - 1
     edge = np.int64(states[state, MORE])
     while edge != NONE:
@@ -172,7 +175,7 @@ def _drop_edges(states, edges, table, pools, state):
             slot = (slot + 1) & mask
         table[gap] = 0
         following = np.int64(edges[edge, NEXT_EDGE])
-        _put_back(pools, EDGE_POOL, edges, NEXT_EDGE, edge)
+        _put_back(a.pools, EDGE_POOL, edges, NEXT_EDGE, edge)
         edge = following
 
 
@@ -188,67 +191,69 @@ def rehash(old, new):
 
 
 @inlined
-def _new_state(states, weights, pools, trees, tree, length):
-    state = _take(pools, STATE_POOL, states, NEXT)
-    states[state, LENGTH], states[state, COUNT], weights[state, WEIGHT] = length, 0, 0.0
+def _new_state(a, tree, length):
+    states = a.states
+    state = _take(a.pools, STATE_POOL, states, NEXT)
+    states[state, LENGTH], states[state, COUNT], a.weights[state, WEIGHT] = length, 0, 0.0
     states[state, LINK] = states[state, TOKEN] = states[state, MORE] = NONE
-    states[state, NEXT] = trees[tree, STATES]
-    trees[tree, STATES] = state
+    states[state, NEXT] = a.trees[tree, STATES]
+    a.trees[tree, STATES] = state
     return state
 
 
 @part
-def _clone(states, weights, edges, table, pools, trees, tree, p, token, q):
-    """Split the contexts of up to LENGTH(p) + 1 tokens off `q`: the same ends so far, hence the
-    same count, weight and edges.
+def _clone(a, tree, p, token, q):
+    """Split the contexts of up to LENGTH(p) + 1 tokens off `q`: they have occurred at the same
+    positions so far, hence have the same count, weight and edges.
     """
-    clone = _new_state(states, weights, pools, trees, tree, states[p, LENGTH] + 1)
+    states = a.states
+    clone = _new_state(a, tree, states[p, LENGTH] + 1)
     states[clone, LINK], states[clone, COUNT] = states[q, LINK], states[q, COUNT]
-    weights[clone, WEIGHT] = weights[q, WEIGHT]
+    a.weights[clone, WEIGHT] = a.weights[q, WEIGHT]
     states[clone, TOKEN], states[clone, TARGET] = states[q, TOKEN], states[q, TARGET]
     edge = np.int64(states[q, MORE])
     while edge != NONE:
-        label, goal = edges[edge, LABEL], edges[edge, GOAL]
-        _add_edge(states, edges, table, pools, clone, label, goal)
-        edge = np.int64(edges[edge, NEXT_EDGE])
+        _add_edge(a, clone, a.edges[edge, LABEL], a.edges[edge, GOAL])
+        edge = np.int64(a.edges[edge, NEXT_EDGE])
     states[q, LINK] = clone
-    while p != NONE and child_of(states, edges, table, p, token) == q:
-        _redirect(states, edges, table, p, token, clone)
+    while p != NONE and child_of(a, p, token) == q:
+        _redirect(a, p, token, clone)
         p = np.int64(states[p, LINK])
     return clone
 
 
 @inlined
-def _extend(states, weights, edges, table, pools, trees, tree, last, token):
-    """The state of a sequence after one more token; `last` is that before.
+def _extend(a, tree, last, token):
+    """Return the state of a sequence after one more token; `last` is that before.
 
     The online suffix automaton (Blumer et al. 1985), for several sequences: where the
     transition exists already, its target serves, split if it stands for more.
     """
-    q = child_of(states, edges, table, last, token)
+    states = a.states
+    q = child_of(a, last, token)
     if q != NONE:
         if states[q, LENGTH] == states[last, LENGTH] + 1:
             return q
-        return _clone(states, weights, edges, table, pools, trees, tree, last, token, q)
-    state = _new_state(states, weights, pools, trees, tree, states[last, LENGTH] + 1)
+        return _clone(a, tree, last, token, q)
+    state = _new_state(a, tree, states[last, LENGTH] + 1)
     p = last
     while p != NONE:
-        q = child_of(states, edges, table, p, token)
+        q = child_of(a, p, token)
         if q != NONE:
             break
-        _add_edge(states, edges, table, pools, p, token, state)
+        _add_edge(a, p, token, state)
         p = np.int64(states[p, LINK])
     if p == NONE:
-        q = trees[tree, ROOT]
+        q = a.trees[tree, ROOT]
     elif states[q, LENGTH] != states[p, LENGTH] + 1:
-        q = _clone(states, weights, edges, table, pools, trees, tree, p, token, q)
+        q = _clone(a, tree, p, token, q)
     states[state, LINK] = q
     return state
 
 
 @inlined
 def trim(states, node, matched, most):
-    """The context cut to its last `most` tokens: (state, tokens)."""
+    """Return (state, tokens) of the context cut to its last `most` tokens."""
     if matched > most:
         matched = most
         while states[states[node, LINK], LENGTH] >= most:
@@ -258,7 +263,7 @@ def trim(states, node, matched, most):
 
 @inlined
 def _mark(states, weights, root, node, count, weight):
-    """Add to all contexts that end here, the empty one excepted."""
+    """Add to the count and weight of all contexts that end here, except the empty one."""
     while node != root:
         states[node, COUNT] += count
         weights[node, WEIGHT] = weights[node, WEIGHT] + weight if states[node, COUNT] else 0.0
@@ -267,9 +272,8 @@ def _mark(states, weights, root, node, count, weight):
 
 @part
 def _grow(a, depth, sequence, tokens, start, stop):
-    """Put `tokens[start:stop]` at the end of a sequence of the automaton (not of the chunks)."""
-    states, weights, edges, table = a.states, a.weights, a.edges, a.table
-    pools, trees = a.pools, a.trees
+    """Append `tokens[start:stop]` to a sequence in the automaton (not in the chunks)."""
+    states, weights, trees = a.states, a.weights, a.trees
     tree = a.sequences[sequence, TREE]
     root = trees[tree, ROOT]
     weight = a.rates[sequence]
@@ -277,13 +281,13 @@ def _grow(a, depth, sequence, tokens, start, stop):
     matched = a.sequences[sequence, MATCHED]
     for i in range(start, stop):
         token = tokens[i]
-        last = _extend(states, weights, edges, table, pools, trees, tree, last, token)
+        last = _extend(a, tree, last, token)
         if states[states[last, LINK], LENGTH] < depth:
             node, matched = last, min(np.int64(states[last, LENGTH]), depth)
         else:
             # `last` stands for longer contexts only. Where a split has left `node` on the longer
             # part, `trim` goes up to the right one.
-            node = child_of(states, edges, table, node, token)
+            node = child_of(a, node, token)
             node, matched = trim(states, node, matched + 1, depth)
         _mark(states, weights, root, node, 1, weight)
     a.sequences[sequence, LAST], a.sequences[sequence, NODE] = last, node
@@ -296,17 +300,17 @@ def _grow(a, depth, sequence, tokens, start, stop):
 
 @kernel
 def plant(a, tree):
-    """A root for an empty tree."""
+    """Give an empty tree its root."""
     a.trees[tree, :GROWN] = 0
     a.trees[tree, SEQUENCES] = 0
     a.trees[tree, STATES] = NONE
-    root = _new_state(a.states, a.weights, a.pools, a.trees, tree, 0)
+    root = _new_state(a, tree, 0)
     a.trees[tree, ROOT], a.trees[tree, STATES] = root, NONE
 
 
 @kernel
 def append(a, depth, sequences_S, tokens_T, offsets_S):
-    """Sequence s gets `tokens_T[offsets_S[s]:offsets_S[s + 1]]`."""
+    """Append `tokens_T[offsets_S[s]:offsets_S[s + 1]]` to sequence s."""
     for s in range(len(sequences_S)):
         sequence = sequences_S[s]
         record = a.sequences[sequence]
@@ -330,14 +334,14 @@ def append(a, depth, sequences_S, tokens_T, offsets_S):
 
 @kernel
 def remove(a, depth, sequence):
-    """Take a sequence's counts and weights back, and free its chunks."""
+    """Subtract a sequence's counts and weights, and free its chunks."""
     states, record = a.states, a.sequences[sequence]
     tree = record[TREE]
     root = a.trees[tree, ROOT]
     node, matched, left, chunk = root, np.int64(0), record[TOKENS], record[FIRST_CHUNK]
     while left > 0:
         for i in range(min(left, CHUNK_TOKENS)):
-            node = child_of(states, a.edges, a.table, node, a.chunks[chunk, 1 + i])
+            node = child_of(a, node, a.chunks[chunk, 1 + i])
             node, matched = trim(states, node, matched + 1, depth)
             _mark(states, a.weights, root, node, -1, -a.rates[sequence])
         left -= CHUNK_TOKENS
@@ -353,15 +357,15 @@ def remove(a, depth, sequence):
 
 @kernel
 def clear(a, tree):
-    """Free all states of a tree but its root, which forgets everything."""
+    """Free all states of a tree but its root, which is emptied."""
     root = a.trees[tree, ROOT]
     state = a.trees[tree, STATES]
     while state != NONE:
         following = np.int64(a.states[state, NEXT])
-        _drop_edges(a.states, a.edges, a.table, a.pools, state)
+        _drop_edges(a, state)
         _put_back(a.pools, STATE_POOL, a.states, NEXT, state)
         state = following
-    _drop_edges(a.states, a.edges, a.table, a.pools, root)
+    _drop_edges(a, root)
     a.states[root, TOKEN] = a.states[root, MORE] = NONE
     a.states[root, COUNT], a.weights[root, WEIGHT] = 0, 0.0
     a.trees[tree, STATES] = NONE
@@ -371,10 +375,10 @@ def clear(a, tree):
 
 @kernel
 def rebuild(a, depth, tree, sequences_S):
-    """Make a tree anew from its live sequences."""
+    """Rebuild a tree from its live sequences."""
     clear(a, tree)
     a.trees[tree, SEQUENCES] = len(sequences_S)
-    one = np.int64(1)  # a literal would compile `_grow` anew
+    one = np.int64(1)  # a literal would compile `_grow` a second time
     for sequence in sequences_S:
         record = a.sequences[sequence]
         record[LAST] = record[NODE] = a.trees[tree, ROOT]
@@ -388,7 +392,7 @@ def rebuild(a, depth, tree, sequences_S):
 
 @kernel
 def uproot(a, tree, sequences_S):
-    """Give back all that a tree holds; its versions and generation stay ahead of old readers."""
+    """Free all that a tree holds; its versions and generation go on rising."""
     for sequence in sequences_S:
         chunk = a.sequences[sequence, FIRST_CHUNK]
         while chunk != NONE:

@@ -1,12 +1,18 @@
-"""Kernels that read a suffix forest: look contexts up, follow live ones, propose what comes next.
+"""Queries of a suffix forest: look contexts up, follow live ones, propose what comes next.
 
 F = followers, N = draft tokens, B = rows of text, L = tokens of a row.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
 import numpy as np
 
+from spec.drafter import Drafts
 from spec.retrieval import suffix_kernels as k
 from spec.retrieval.suffix_kernels import child_of, inlined, kernel, part, trim
 
@@ -14,9 +20,118 @@ from spec.retrieval.suffix_kernels import child_of, inlined, kernel, part, trim
 _STATE, _MATCHED, _TOKEN, _PARENT = range(4)
 
 
+class Limits(NamedTuple):
+    """A `ProposalRule` as kernels read it; `most` is the longest context of a draft token."""
+
+    longest: int
+    shortest: int
+    max_children: int
+    by_weight: bool
+    prior: float
+    min_prob: float
+    most: int
+
+
+@dataclasses.dataclass(frozen=True)
+class ProposalRule:
+    """A rule by which draft tokens are chosen.
+
+    The context is the match, cut to its last `longest` tokens, or the longest shorter
+    one that has a live continuation, of at least `shortest` tokens. Each context's
+    `max_children` best children are candidates: by `rank_by`, then by count, then by
+    smaller token. Candidates are taken in the order of their probability, the product of
+    count(child) / (count(context) + prior) along the path, at least `min_prob`;
+    equals in the order in which they became candidates. `max_children` of 1 gives a
+    chain.
+
+    Below the first draft token the context is the match and all draft tokens above it: a draft goes
+    down one branch. Beyond `context_tokens`, the match and `path_tokens` draft tokens (or beyond
+    the forest's `max_context`), it loses its first tokens. `path_tokens` of 0 chooses every
+    draft token by its last `longest` tokens.
+
+    HistoSpec (RhymeRL, section 5.3): `ProposalRule(7, 3, 1, "weight")`.
+    """
+
+    longest: int = 32
+    shortest: int = 1
+    max_children: int = 1
+    rank_by: Literal["count", "weight"] = "count"
+    prior: float = 0.0
+    min_prob: float = 0.0
+    path_tokens: int = 32
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.shortest <= self.longest or self.longest < 1:
+            raise ValueError(
+                "expected 0 ≤ shortest ≤ longest and longest ≥ 1, got "
+                f"shortest={self.shortest}, longest={self.longest}"
+            )
+        if self.path_tokens < 0:
+            raise ValueError(f"path_tokens must be 0 or more, got {self.path_tokens}")
+        if self.max_children < 1:
+            raise ValueError(f"max_children must be at least 1 (a chain), got {self.max_children}")
+        if self.rank_by not in ("count", "weight"):
+            raise ValueError(f"rank_by must be 'count' or 'weight', got {self.rank_by!r}")
+        if not (self.prior >= 0 and math.isfinite(self.prior)):
+            raise ValueError(f"prior must be finite and at least 0, got {self.prior}")
+        if not self.min_prob <= 1:
+            raise ValueError(f"min_prob must be at most 1, got {self.min_prob}")
+
+    @property
+    def context_tokens(self) -> int:
+        """The longest context of a draft token, which the forest's `max_context` should allow."""
+        return self.longest + self.path_tokens
+
+    def limits(self, max_context: int) -> tuple[int, int, int, bool, float, float, int]:
+        """Return the `Limits` for a forest of that `max_context`, as a plain tuple."""
+        most, by_weight = (
+            min(self.longest + self.path_tokens, max_context),
+            self.rank_by == "weight",
+        )
+        counts = self.longest, self.shortest, self.max_children
+        return *counts, by_weight, float(self.prior), float(self.min_prob), most
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Followers:
+    """The states of F live contexts, each in one tree; the caller owns the arrays.
+
+    `trees_F` are tree ids, −1 for none; `state_FX` is the forest's own.
+    """
+
+    trees_F: np.ndarray
+    state_FX: np.ndarray
+
+    @classmethod
+    def of(cls, trees_F: Sequence[int] | np.ndarray) -> Followers:
+        """Return followers that have read nothing yet."""
+        trees_F = np.array(trees_F, np.int64)
+        return cls(trees_F, np.full((len(trees_F), 6), k.NONE, np.int64))
+
+    def restart(self, f: int, tree: int) -> None:
+        """Follow another context, or another tree, from now on."""
+        self.trees_F[f] = tree
+        self.state_FX[f] = k.NONE
+
+    @property
+    def matched_F(self) -> np.ndarray:
+        """Tokens of each context's longest match when it last followed; 0 before that."""
+        return np.maximum(self.state_FX[:, k.MATCH], 0)
+
+
+class _Pool(NamedTuple):
+    """Candidates. `order_N` lists the pool's entries: the queued ones by probability, worst first
+    and the earlier ones last among equals, then the unused ones.
+    """
+
+    order_N: np.ndarray
+    prob_N: np.ndarray
+    draft_NX: np.ndarray
+
+
 @inlined
 def _row_of(trees, tree):
-    """The row of a tree's id, or NONE where that tree is gone."""
+    """Return the row of a tree's id, or NONE where that tree is gone."""
     row = tree & k.SLOT_MASK
     if tree < 0 or row >= len(trees) or trees[row, k.TREE_GENERATION] != tree >> 32:
         return k.NONE
@@ -25,53 +140,55 @@ def _row_of(trees, tree):
 
 @inlined
 def _settle(states, node, matched):
-    """The state of the same context after states were split: it may be a shorter one now."""
+    """Return the state of the same context after splits: it may be a shorter one now."""
     while matched > 0 and matched <= states[states[node, k.LINK], k.LENGTH]:
         node = np.int64(states[node, k.LINK])
     return node
 
 
 @inlined
-def _step(states, edges, table, root, node, matched, token, most):
-    """The longest live match after one more token, from that before; O(1) amortised."""
+def _step(a, root, node, matched, token, most):
+    """Return the longest live match after one more token, from that before; O(1) amortised."""
     if token < 0:
         return root, np.int64(0)
     while True:
-        target = child_of(states, edges, table, node, token)
-        if target != k.NONE and states[target, k.COUNT] > 0:
-            return trim(states, target, matched + 1, most)
+        target = child_of(a, node, token)
+        if target != k.NONE and a.states[target, k.COUNT] > 0:
+            return trim(a.states, target, matched + 1, most)
         if node == root:
             return root, np.int64(0)
-        node = np.int64(states[node, k.LINK])
-        matched = np.int64(states[node, k.LENGTH])
+        node = np.int64(a.states[node, k.LINK])
+        matched = np.int64(a.states[node, k.LENGTH])
 
 
 @kernel
 def locate(a, row, tokens_T, stamp=k.STAMP):
-    """(state, tokens) of the longest live suffix of `tokens_T`."""
+    """Return (state, tokens) of the longest live suffix of `tokens_T`."""
     root = a.trees[row, k.ROOT]
     node, matched = root, np.int64(0)
     for token in tokens_T:
-        node, matched = _step(a.states, a.edges, a.table, root, node, matched, token, len(tokens_T))
+        node, matched = _step(a, root, node, matched, token, len(tokens_T))
     return node, matched
 
 
 @part
 def _outgrown(a, root, node, matched, follower, last_token):
-    """Whether a tree's growth can have given this context a longer match: only where its present
-    match has occurred once more.
+    """True if a tree's growth can have given this context a longer match: its present match has
+    occurred once more.
     """
     if matched > 0:
         return a.states[node, k.COUNT] != follower[k.SEEN]
     if last_token < 0:
         return False
-    return child_of(a.states, a.edges, a.table, root, last_token) != k.NONE
+    return child_of(a, root, last_token) != k.NONE
 
 
 @kernel
 def follow(a, most, which_F, ids_F, followers_FX, tokens_BL, rows_F, lengths_F, stamp=k.STAMP):
-    """Bring followers up to `tokens_BL[rows_F[f], :lengths_F[f]]`; NONE, or the first f whose
-    tree is gone or whose index is out of range. An id of NONE follows nothing.
+    """Bring followers up to `tokens_BL[rows_F[f], :lengths_F[f]]`.
+
+    Returns NONE, or the first f whose tree is gone or whose index is out of range. An id of NONE
+    follows nothing.
     """
     B, L = tokens_BL.shape
     for f in range(len(which_F)):
@@ -85,16 +202,16 @@ def follow(a, most, which_F, ids_F, followers_FX, tokens_BL, rows_F, lengths_F, 
             return f
         root, text_L, length = a.trees[row, k.ROOT], tokens_BL[rows_F[f]], lengths_F[f]
         node, matched, start = follower[k.AT], follower[k.MATCH], follower[k.POSITION]
-        afresh = start < 0 or start > length or length - start >= most
-        afresh = afresh or follower[k.SEEN_SHRUNK] != a.trees[row, k.SHRUNK]
-        if not afresh and follower[k.SEEN_GROWN] != a.trees[row, k.GROWN]:
+        restart = start < 0 or start > length or length - start >= most
+        restart = restart or follower[k.SEEN_SHRUNK] != a.trees[row, k.SHRUNK]
+        if not restart and follower[k.SEEN_GROWN] != a.trees[row, k.GROWN]:
             node = _settle(a.states, node, matched)
             last_token = text_L[start - 1] if start > 0 else k.NONE
-            afresh = matched < most and _outgrown(a, root, node, matched, follower, last_token)
-        if afresh:
+            restart = matched < most and _outgrown(a, root, node, matched, follower, last_token)
+        if restart:
             node, matched, start = root, np.int64(0), max(0, length - most)
         for i in range(start, length):
-            node, matched = _step(a.states, a.edges, a.table, root, node, matched, text_L[i], most)
+            node, matched = _step(a, root, node, matched, text_L[i], most)
         follower[k.AT], follower[k.MATCH], follower[k.POSITION] = node, matched, length
         follower[k.SEEN_GROWN] = a.trees[row, k.GROWN]
         follower[k.SEEN_SHRUNK] = a.trees[row, k.SHRUNK]
@@ -104,7 +221,7 @@ def follow(a, most, which_F, ids_F, followers_FX, tokens_BL, rows_F, lengths_F, 
 
 @inlined
 def _before(value, count, token, other_value, other_count, other_token):
-    """The order of siblings: larger value, then larger count, then smaller token."""
+    """Order siblings: larger value, then larger count, then smaller token."""
     if value != other_value:
         return value > other_value
     if count != other_count:
@@ -114,7 +231,7 @@ def _before(value, count, token, other_value, other_count, other_token):
 
 @part
 def _next_child(a, by_weight, node, after_value, after_count, after_token):
-    """(state, value, token) of the best live child that comes after the given one; or NONE."""
+    """Return (state, value, token) of the best live child after the given one, or NONE."""
     state, value, count, token = np.int64(k.NONE), 0.0, np.int64(0), np.int64(0)
     target, label = np.int64(a.states[node, k.TARGET]), np.int64(a.states[node, k.TOKEN])
     edge = np.int64(a.states[node, k.MORE])
@@ -134,66 +251,61 @@ def _next_child(a, by_weight, node, after_value, after_count, after_token):
 
 
 @part
-def _enqueue(order_N, prob_N, size, room, prob):
-    """Queue a draft token of this probability: (its place in the pool or NONE, the new size).
+def _enqueue(pool, size, room, prob):
+    """Queue a draft token of this probability: (its entry of the pool or NONE, the new size).
 
-    `order_N` lists the pool's places: the queued ones by probability, worst first and the
-    earlier ones last among equals, then the unused ones. No more than `room` are kept.
+    No more than `room` are kept.
     """
+    order_N, prob_N = pool.order_N, pool.prob_N
     if size == room:
         if prob <= prob_N[order_N[0]]:
             return np.int64(k.NONE), size
-        place, i = order_N[0], 0
+        entry, i = order_N[0], 0
         while i + 1 < size and prob_N[order_N[i + 1]] < prob:
             order_N[i] = order_N[i + 1]
             i += 1
     else:
-        place, i = order_N[size], size
+        entry, i = order_N[size], size
         while i > 0 and prob_N[order_N[i - 1]] >= prob:
             order_N[i] = order_N[i - 1]
             i -= 1
         size += 1
-    order_N[i], prob_N[place] = place, prob
-    return place, size
+    order_N[i], prob_N[entry] = entry, prob
+    return entry, size
 
 
 @part
-def _expand(a, most, rule, node, matched, prob, parent, pool, size, room):
-    """Queue the best children of a context: (how many live ones were seen, the new size)."""
-    _, _, max_children, by_weight, prior, min_prob = rule
-    order_N, prob_N, draft_NX = pool
-    total = a.states[node, k.COUNT] + prior
+def _expand(a, rule, node, matched, prob, parent, pool, size, room):
+    """Queue the best children of a context: (the number of live ones seen, the new size)."""
+    total = a.states[node, k.COUNT] + rule.prior
     value, count, token, found = np.inf, np.int64(0), np.int64(0), 0
     # By count, probabilities fall in the order of the children, so that the first `room` are
     # enough.
-    while found < max_children and (by_weight or found < room):
-        state, value, token = _next_child(a, by_weight, node, value, count, token)
+    while found < rule.max_children and (rule.by_weight or found < room):
+        state, value, token = _next_child(a, rule.by_weight, node, value, count, token)
         if state == k.NONE:
             break
         found += 1
         count = np.int64(a.states[state, k.COUNT])
         of_child = prob * (count / total)
-        if of_child < min_prob:
+        if of_child < rule.min_prob:
             continue
-        place, size = _enqueue(order_N, prob_N, size, room, of_child)
-        if place != k.NONE:
-            draft = draft_NX[place]
-            draft[_STATE], draft[_MATCHED] = trim(a.states, state, matched + 1, most)
+        entry, size = _enqueue(pool, size, room, of_child)
+        if entry != k.NONE:
+            draft = pool.draft_NX[entry]
+            draft[_STATE], draft[_MATCHED] = trim(a.states, state, matched + 1, rule.most)
             draft[_TOKEN], draft[_PARENT] = token, parent
     return found, size
 
 
 @part
-def _draft(a, most, rule, root, node, matched, pool, room, tokens_N, parents_N, prob_out_N):
-    """Best-first draft tokens from a context, or from its longest live shorter one; their
-    number.
-    """
-    longest, shortest = rule[0], rule[1]
-    order_N, prob_N, draft_NX = pool
-    node, matched = trim(a.states, node, matched, longest)
+def _draft(a, rule, root, node, matched, pool, room, out, f):
+    """Write row f of `out` best first, from a context or from its longest live shorter one."""
+    tokens_N, parents_N, prob_N = out.tokens_AN[f], out.parents_AN[f], out.prob_AN[f]
+    node, matched = trim(a.states, node, matched, rule.longest)
     size, no_parent = np.int64(0), np.int64(k.NONE)
-    while room > 0 and matched >= shortest:
-        found, size = _expand(a, most, rule, node, matched, 1.0, no_parent, pool, size, room)
+    while room > 0 and matched >= rule.shortest:
+        found, size = _expand(a, rule, node, matched, 1.0, no_parent, pool, size, room)
         if found > 0 or node == root:
             break
         node = np.int64(a.states[node, k.LINK])
@@ -201,35 +313,33 @@ def _draft(a, most, rule, root, node, matched, pool, room, tokens_N, parents_N, 
     drafted = np.int64(0)
     while size > 0:
         size -= 1
-        place = order_N[size]
-        draft, prob = draft_NX[place], prob_N[place]
+        entry = pool.order_N[size]
+        draft, prob = pool.draft_NX[entry], pool.prob_N[entry]
         node, matched = draft[_STATE], draft[_MATCHED]
         tokens_N[drafted], parents_N[drafted] = draft[_TOKEN], draft[_PARENT]
-        prob_out_N[drafted] = prob
+        prob_N[drafted] = prob
         drafted += 1
         if drafted < room:
-            _, size = _expand(
-                a, most, rule, node, matched, prob, drafted - 1, pool, size, room - drafted
-            )
-    return drafted
+            parent, left = drafted - 1, room - drafted
+            _, size = _expand(a, rule, node, matched, prob, parent, pool, size, left)
+    out.count_A[f] = drafted
 
 
 @kernel
-def propose(
-    a, most, rule, which_F, ids_F, followers_FX, max_nodes_F, tokens_FN, parents_FN, prob_FN,
-    count_F, stamp=k.STAMP,
-):  # fmt: skip
-    """Write each follower's draft tokens; NONE, or the first f whose tree is gone, or that is none.
+def propose(a, rule, which_F, ids_F, followers_FX, max_nodes_F, out, stamp=k.STAMP):
+    """Write each follower's draft tokens.
 
-    `rule` is (longest, shortest, max_children, by_weight, prior, min_prob). A
-    follower whose tree has shrunk since it last followed gets no draft token.
+    Returns NONE, or the first f whose tree is gone or whose index is out of range. `rule` and
+    `out` are `Limits` and `Drafts` as plain tuples, which are faster to pass. A follower whose
+    tree has shrunk since it last followed gets no draft token.
     """
-    N = tokens_FN.shape[1]
-    pool = np.arange(N), np.empty(N), np.empty((N, 4), np.int64)
+    limits, drafts = Limits(*rule), Drafts(*out)
+    N = drafts.tokens_AN.shape[1]
+    pool = _Pool(np.arange(N), np.empty(N), np.empty((N, 4), np.int64))
     for f in range(len(which_F)):
         if not 0 <= which_F[f] < len(ids_F):
             return f
-        count_F[f] = 0
+        drafts.count_A[f] = 0
         follower, tree = followers_FX[which_F[f]], ids_F[which_F[f]]
         if tree == k.NONE:
             continue
@@ -240,8 +350,5 @@ def propose(
             continue
         matched, room = follower[k.MATCH], min(np.int64(max_nodes_F[f]), N)
         node = _settle(a.states, follower[k.AT], matched)
-        count_F[f] = _draft(
-            a, most, rule, a.trees[row, k.ROOT], node, matched, pool, room,
-            tokens_FN[f], parents_FN[f], prob_FN[f],
-        )  # fmt: skip
+        _draft(a, limits, a.trees[row, k.ROOT], node, matched, pool, room, drafts, f)
     return k.NONE

@@ -29,7 +29,7 @@ from rl.workers.workers import MultiEngine, SchedConfig, split_devices
 from sched.ledger import Ledger
 from sched.policies.histopipe import HistoPipe
 from sched.protocol import ChunkDone, Defer, Submitted
-from spec.retrieval.last_response import AlignedDrafter
+from spec.retrieval.last_response import LastResponseDrafter
 from spec.sampling import step_key
 
 # one bucket of everything, so that who runs beside whom moves no bit
@@ -140,7 +140,7 @@ def test_drafts_change_nothing(tiny, ahead, tokens, tmp_path, monkeypatch):
     Found ones alone need not meet one token of so short a run of random weights.
     """
     known = {r: np.array(ids, np.int32) ^ ((r + 1) % 2) for r, ids in tokens.items()}
-    monkeypatch.setattr(sources, "NgramDrafter", lambda: AlignedDrafter(known))
+    monkeypatch.setattr(sources, "NgramDrafter", lambda: LastResponseDrafter(known))
     drafted = {}
     with noting(drafted):
         done = finish(

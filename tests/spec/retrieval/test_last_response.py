@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from spec.drafter import LiveSlots, Source
-from spec.retrieval.last_response import FOUND, LOST, NEXT, AlignedDrafter
+from spec.retrieval.last_response import FOUND, LOST, NEXT, LastResponseDrafter
 
 OLD = [10, 11, 12, 13, 14, 15, 16, 17]
 
@@ -33,7 +33,7 @@ def propose(drafter, response, most=3, **who):
 
 @pytest.fixture
 def drafter():
-    return AlignedDrafter({5: np.asarray(OLD, np.int32), 6: np.asarray([7], np.int32)})
+    return LastResponseDrafter({5: np.asarray(OLD, np.int32), 6: np.asarray([7], np.int32)})
 
 
 def test_it_goes_on_in_place(drafter):
@@ -59,7 +59,7 @@ def test_behind_tokens_that_were_put_in_or_left_out_it_is_found_again(drafter):
     assert propose(drafter, put_in)[0] == [15, 16, 17]  # one token is not enough
     tokens, probs, _ = propose(drafter, [*put_in, 13])
     assert tokens == [14, 15, 16] and probs[0] == pytest.approx(FOUND)
-    left_out = AlignedDrafter({5: np.asarray(OLD, np.int32)})
+    left_out = LastResponseDrafter({5: np.asarray(OLD, np.int32)})
     assert propose(left_out, [10, 13, 14])[0] == [15, 16, 17]
     assert propose(left_out, [10, 13, 14, 15])[0] == [16, 17]  # and it stays found
 
@@ -67,4 +67,4 @@ def test_behind_tokens_that_were_put_in_or_left_out_it_is_found_again(drafter):
 def test_a_request_without_an_old_response_gets_nothing(drafter):
     assert propose(drafter, [10], request_id=9)[0] == []
     assert propose(drafter, [8], request_id=6)[0] == []
-    assert propose(AlignedDrafter({}), [])[0] == []
+    assert propose(LastResponseDrafter({}), [])[0] == []

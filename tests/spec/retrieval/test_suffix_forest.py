@@ -269,8 +269,8 @@ def test_equal_calls_give_equal_arrays():
 
     one, other = run(), run()
     assert one.count_A.min() > 0
-    for field in dataclasses.fields(one):
-        np.testing.assert_array_equal(getattr(one, field.name), getattr(other, field.name))
+    for one_X, other_X in zip(one, other, strict=True):
+        np.testing.assert_array_equal(one_X, other_X)
 
 
 def test_threads_take_turns():
