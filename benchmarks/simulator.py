@@ -18,7 +18,7 @@ from benchmarks import environment
 from sched.policies.registry import make_scheduler
 from sched.simulator.cluster import Cluster, Simulation
 from sched.simulator.roofline import ACCELERATORS, MODELS, Instance
-from sched.simulator.workloads import Workload, asks_for, draw_lengths
+from sched.simulator.workloads import Workload, draw_lengths, make_requests
 
 PACKAGES = ("numpy",)
 CHUNK_TOKENS = 8192
@@ -43,7 +43,7 @@ def peak_bytes() -> int:
 def measure(case: str, repeats: int) -> dict[str, Any]:
     """Seconds of each repeat, and what was simulated."""
     workload, cluster = CASES[case]
-    asks, lengths = asks_for(workload, draw_lengths(workload, seed=0))
+    requests, lengths = make_requests(workload, draw_lengths(workload, seed=0))
     seconds = []
     for _ in range(repeats):
         scheduler = make_scheduler(
@@ -53,11 +53,11 @@ def measure(case: str, repeats: int) -> dict[str, Any]:
             prefer_pool=cluster.instance.prefers_copy,
         )
         start = time.perf_counter()
-        record = Simulation(scheduler, cluster, lengths).run(asks)
+        record = Simulation(scheduler, cluster, lengths).run(requests)
         seconds.append(time.perf_counter() - start)
     return {
         "case": case,
-        "requests": len(asks),
+        "requests": len(requests),
         "workers": cluster.num_workers,
         "limit_tokens": workload.limit_tokens,
         "seconds": round(sorted(seconds)[len(seconds) // 2], 2),

@@ -1,8 +1,7 @@
-"""The books of a scheduler: every event is entered here, every start is made here.
+"""The books of a scheduler: it enters every event here and makes every start here.
 
-Invariants, asserted: a request runs on one worker at a time; what is reserved on a worker
-never exceeds what it holds. A report of a start that is no longer in force (its worker was
-lost meanwhile) is ignored.
+Asserted invariants: a request runs on one worker at a time, and what is reserved on a worker
+never exceeds what it holds. Reports of a start whose worker was lost meanwhile are ignored.
 """
 
 from __future__ import annotations
@@ -21,19 +20,20 @@ from sched.request import Group, Kv, RequestState, Status, Worker
 
 
 class Ledger:
-    """Requests, groups and workers; `apply` returns the requests that an event set waiting."""
+    """The requests, groups and workers that a scheduler knows of."""
 
     def __init__(self) -> None:
         self.requests: dict[int, RequestState] = {}
         self.groups: dict[int, Group] = {}
         self.workers: dict[int, Worker] = {}
         self.num_unfinished = 0
-        self._held: RequestState | None = (
-            None  # its chunk has ended, and nothing has happened since
-        )
+        self._held: RequestState | None = None  # its chunk ended with the latest event
 
     def apply(self, event: Event) -> list[RequestState]:
-        """Enter an event. Raises ValueError for a request or worker that is there already."""
+        """Enter an event; return the requests that it set waiting.
+
+        Raises ValueError for a request or a worker that is there already.
+        """
         self._held = None
         if type(event) is Finished or type(event) is ChunkDone:
             return self._reported(event)
@@ -54,44 +54,44 @@ class Ledger:
     def _submitted(self, event: Submitted) -> list[RequestState]:
         self._forget_finished()
         new = []
-        for ask in event.asks:
-            if ask.request_id in self.requests:
-                raise ValueError(f"request {ask.request_id} is there already")
-            request = self.requests[ask.request_id] = RequestState(ask)
-            group = self.groups.get(ask.group_id)
+        for spec in event.requests:
+            if spec.request_id in self.requests:
+                raise ValueError(f"request {spec.request_id} is there already")
+            request = self.requests[spec.request_id] = RequestState(spec)
+            group = self.groups.get(spec.group_id)
             if group is None:
-                group = self.groups[ask.group_id] = Group(ask.group_id, ask.max_new_tokens)
+                group = self.groups[spec.group_id] = Group(spec.group_id, spec.max_new_tokens)
             group.num_unfinished += 1
             new.append(request)
         self.num_unfinished += len(new)
         return new
 
     def _forget_finished(self) -> None:
-        """Groups that are through: a run of many steps would fill memory with them."""
+        """Drop finished groups, which would fill the memory of a run of many steps."""
         over = {g for g, group in self.groups.items() if not group.num_unfinished}
         if over:
-            kept = {r: x for r, x in self.requests.items() if x.ask.group_id not in over}
+            kept = {r: x for r, x in self.requests.items() if x.group_id not in over}
             groups = {g: group for g, group in self.groups.items() if g not in over}
-            # in place: others hold these very tables
+            # in place: schedulers hold these very tables
             self.requests.clear()
             self.requests.update(kept)
             self.groups.clear()
             self.groups.update(groups)
 
-    def in_force(self, event: Finished | ChunkDone) -> bool:
-        """Whether it reports of the request's present start, on a worker that is not lost."""
+    def is_current(self, event: Finished | ChunkDone) -> bool:
+        """Return whether a report is of the request's latest start, on a worker that lives."""
         request = self.requests.get(event.request_id)
         if request is None:
             return False
         return request.status is Status.RUNNING and request.chunk == event.chunk
 
     def _reported(self, event: Finished | ChunkDone) -> list[RequestState]:
-        if not self.in_force(event):
+        if not self.is_current(event):
             return []
         request = self.requests[event.request_id]
         assert request.worker_id == event.worker_id, (request, event)
         assert event.generated_tokens >= request.generated_tokens, (request, event)
-        group = self.groups[request.ask.group_id]
+        group = self.groups[request.group_id]
         group.served_tokens += event.generated_tokens - request.generated_tokens
         group.longest_tokens = max(group.longest_tokens, event.generated_tokens)
         request.generated_tokens = event.generated_tokens
@@ -109,10 +109,10 @@ class Ledger:
     def _release(self, request: RequestState) -> None:
         assert request.worker_id is not None
         worker = self.workers[request.worker_id]
-        worker.reserved_tokens -= worker.running.pop(request.ask.request_id)
+        worker.reserved_tokens -= worker.running.pop(request.request_id)
 
     def _lost(self, worker: Worker) -> list[RequestState]:
-        """What ran there waits again, from where its last chunk ended."""
+        """Set the worker's requests waiting, from where their last chunks ended."""
         lost = [self.requests[request_id] for request_id in worker.running]
         for request in lost:
             request.status = Status.WAITING
@@ -127,9 +127,9 @@ class Ledger:
         reserve: bool,
         pool: bool = True,
     ) -> Start:
-        """Promise `worker` to a waiting request; `reserve` room for all it may come to.
+        """Start a waiting request on `worker`; `reserve` room for all that it may come to.
 
-        `pool`: take keys and values from there, where they are; else compute them again.
+        `pool` takes its keys and values from the pool if they are there, instead of recomputing.
         """
         assert request.status is Status.WAITING and max_tokens > 0, request
         reserved = request.total_tokens + max_tokens if reserve else 0
@@ -137,10 +137,8 @@ class Ledger:
         kv = Kv.POOL if request.pooled and pool else Kv.PREFILL
         if request is self._held and request.worker_id == worker.worker_id:
             kv = Kv.HELD
-        worker.running[request.ask.request_id] = reserved
+        worker.running[request.request_id] = reserved
         worker.reserved_tokens += reserved
         request.status, request.worker_id = Status.RUNNING, worker.worker_id
         request.chunk += 1
-        return Start(
-            request.ask.request_id, worker.worker_id, request.chunk, max_tokens, reserved, kv
-        )
+        return Start(request.request_id, worker.worker_id, request.chunk, max_tokens, reserved, kv)

@@ -1,4 +1,4 @@
-"""What a scheduler is told, and what it answers.
+"""The events that a scheduler is told of, and the actions that it answers with.
 
 A scheduler is a state machine: `handle(event, now_s)` returns actions. It reads no clock and
 starts nothing by itself, so that real workers and the simulator drive the same objects.
@@ -19,12 +19,12 @@ from sched.request import Kv, RequestSpec
 class Submitted:
     """Requests to be answered, groups together."""
 
-    asks: tuple[RequestSpec, ...]
+    requests: tuple[RequestSpec, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WorkerJoined:
-    """A worker that holds nothing yet, with room for so many positions and requests."""
+    """A new worker, with room for `kv_tokens` positions and `max_requests` requests."""
 
     worker_id: int
     kv_tokens: int
@@ -33,16 +33,16 @@ class WorkerJoined:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WorkerLost:
-    """A worker died with all that it held; what the pool holds is left."""
+    """A worker died with all keys and values that it held; those in the pool remain."""
 
     worker_id: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ChunkDone:
-    """A request has had the tokens that its start allowed, and has not ended.
+    """A request has used up the tokens of its start without ending.
 
-    `generated_tokens` are all that it has so far. The worker holds nothing of it any more.
+    `generated_tokens` counts all of its starts. The worker holds nothing of it any more.
     """
 
     request_id: int
@@ -54,7 +54,7 @@ class ChunkDone:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Finished:
-    """A request has ended: by an end token, or at its limit."""
+    """A request has ended, by an end token or at its limit."""
 
     request_id: int
     worker_id: int
@@ -64,7 +64,7 @@ class Finished:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Trained:
-    """The update of a training step is done: its weights can be had."""
+    """The update of a training step is done, and its weights are available."""
 
     step: int
 
@@ -76,10 +76,10 @@ Event = Submitted | WorkerJoined | WorkerLost | ChunkDone | Finished | Trained
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Start:
-    """Run a request on a worker for at most `max_tokens`, from where it is.
+    """Run a request on a worker for at most `max_tokens` more tokens.
 
-    `reserved_tokens` positions are promised to it there; 0 leaves it to the worker when it
-    is admitted, and whether it is pre-empted.
+    `reserved_tokens` positions are reserved for it there; with 0 the worker decides when to
+    admit it, and may preempt it.
     """
 
     request_id: int
@@ -92,7 +92,7 @@ class Start:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Defer:
-    """A request goes on in the next step, with what it has."""
+    """Resume a request in the next step, with the tokens that it has."""
 
     request_id: int
 
@@ -100,11 +100,20 @@ class Defer:
 Action = Start | Defer
 
 
+@dataclasses.dataclass(frozen=True)
+class SchedulerDecision:
+    """An event, its time, and the actions that a scheduler answered with."""
+
+    now_s: float
+    event: Event
+    actions: tuple[Action, ...]
+
+
 class Scheduler(Protocol):
-    """Who runs where and when."""
+    """Decides which request runs on which worker, and when."""
 
     def handle(self, event: Event, now_s: float) -> Sequence[Action]:
-        """What is to be done after `event`; time never goes backwards."""
+        """Return what to do after `event`; `now_s` never decreases."""
         ...
 
     @property

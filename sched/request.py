@@ -15,20 +15,20 @@ class Status(enum.Enum):
 
 
 class Kv(enum.Enum):
-    """How a worker comes by the keys and values of what a request has so far."""
+    """How a worker gets the keys and values of a request's tokens so far."""
 
-    PREFILL = "prefill"  # the prompt, and all tokens so far, are computed anew
-    POOL = "pool"  # they are copied from the host's pool
-    HELD = "held"  # it has them still: the chunk before has ended there this moment
+    PREFILL = "prefill"  # compute them, for the prompt and all tokens so far
+    POOL = "pool"  # copy them from the host's pool
+    HELD = "held"  # keep them: the chunk before ended there this very moment
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RequestSpec:
     """A request as it is submitted.
 
-    `expected_tokens` is its length where an oracle knows it; `past_tokens` are the lengths of
-    the last epoch's responses to its prompt. `step` is the training step that asks. It may
-    begin with `prefix_tokens` at once, those of a response that may be reused among them.
+    `expected_tokens` is the response's length if an oracle knows it, `past_tokens` are the
+    lengths of the last epoch's responses to the same prompt, `step` is the training step that
+    the request belongs to. A response that may be reused can give it `prefix_tokens` at once.
     """
 
     request_id: int
@@ -50,9 +50,9 @@ class RequestSpec:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class RequestState:
-    """A request on its way. `chunk` counts its starts, and tells a late report from a good one."""
+    """A request in progress. `chunk` counts its starts, so that late reports are recognized."""
 
-    ask: RequestSpec
+    spec: RequestSpec
     generated_tokens: int = 0
     status: Status = Status.WAITING
     worker_id: int | None = None  # where it runs, or ran last
@@ -60,17 +60,25 @@ class RequestState:
     pooled: bool = False  # keys and values of all tokens so far are in the pool
 
     @property
+    def request_id(self) -> int:
+        return self.spec.request_id
+
+    @property
+    def group_id(self) -> int:
+        return self.spec.group_id
+
+    @property
     def remaining_tokens(self) -> int:
-        return self.ask.max_new_tokens - self.generated_tokens
+        return self.spec.max_new_tokens - self.generated_tokens
 
     @property
     def prefix_tokens(self) -> int:
-        """That its next start may begin with, beyond what it has."""
-        return 0 if self.generated_tokens else self.ask.prefix_tokens
+        """Tokens that its next start may add at once."""
+        return 0 if self.generated_tokens else self.spec.prefix_tokens
 
     @property
     def total_tokens(self) -> int:
-        return self.ask.prompt_tokens + self.generated_tokens
+        return self.spec.prompt_tokens + self.generated_tokens
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -81,18 +89,18 @@ class Group:
     max_new_tokens: int
     num_unfinished: int = 0
     num_finished: int = 0
-    longest_tokens: int = 0  # that a request of it has come to so far
-    served_tokens: int = 0  # generated for it so far
+    longest_tokens: int = 0  # its longest response so far
+    served_tokens: int = 0  # all that it has generated
 
     @property
     def estimated_tokens(self) -> int:
-        """L̂ = the longest so far; the limit until a request has finished (Seer, section 4.3)."""
+        """L̂: the longest so far, or the limit while none has finished (Seer, section 4.3)."""
         return self.longest_tokens if self.num_finished else self.max_new_tokens
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Worker:
-    """A rollout instance: what it can hold, and what is promised of that."""
+    """A rollout instance: what it can hold, and what is reserved."""
 
     worker_id: int
     kv_tokens: int

@@ -1,4 +1,4 @@
-"""What `python -m rl.simulate` finds: every policy on the same rollouts, as rows."""
+"""Every policy on the same simulated rollouts, as rows of a table (`python -m rl.simulate`)."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from sched.policies.registry import make_scheduler
 from sched.request import RequestSpec
 from sched.simulator.cluster import Record, Simulation
 from sched.simulator.worker import RoundModel
-from sched.simulator.workloads import Workload, asks_for, draw_lengths, recorded
+from sched.simulator.workloads import Workload, draw_lengths, make_requests
 
 
 def lengths_of_run(folder: str | Path, step: int, scale: float) -> np.ndarray:
-    """Tokens of the responses of a run's step, times `scale`; int [groups, group size].
+    """Return the tokens of the responses of a run's step, times `scale`; int [groups, size].
 
     Raises ValueError where the run has no such step, or groups of several sizes.
     """
@@ -34,15 +34,18 @@ def lengths_of_run(folder: str | Path, step: int, scale: float) -> np.ndarray:
     for row in rows:
         length = max(1, round(scale * row["num_tokens"]))
         groups.setdefault(row["example_id"], []).append(length)
-    return recorded(list(groups.values()))
+    sizes = {len(lengths) for lengths in groups.values()}
+    if len(sizes) != 1:
+        raise ValueError(f"expected groups of one size, got sizes {sorted(sizes)}")
+    return np.asarray(list(groups.values()), np.int64)
 
 
 def rollout_of(config: SimulateRun, seed: int) -> tuple[Workload, np.ndarray]:
-    """A seed's rollout: drawn lengths, or those of the run that is named."""
-    workload, asked = config.workload, config.simulate
-    if asked.trace is None:
+    """Return a seed's rollout: drawn lengths, or those of the run that is named."""
+    workload, simulate = config.workload, config.simulate
+    if simulate.trace is None:
         return workload, draw_lengths(workload, seed=seed)
-    lengths = lengths_of_run(asked.trace, asked.trace_step, asked.trace_scale)
+    lengths = lengths_of_run(simulate.trace, simulate.trace_step, simulate.trace_scale)
     workload = dataclasses.replace(
         workload,
         num_groups=len(lengths),
@@ -57,13 +60,13 @@ def play_policy(
     config: SimulateRun,
     name: str,
     seed: int,
-    asks: Sequence[RequestSpec],
+    requests: Sequence[RequestSpec],
     lengths: Mapping[int, int],
-    pace: RoundModel | None = None,
+    round_model: RoundModel | None = None,
     *,
     keep_samples: bool = False,
 ) -> Record:
-    """One policy on one rollout; `pace`: rounds with draft tokens, where they are not plain."""
+    """Play one policy on one rollout; `round_model`: rounds with drafts; None: plain rounds."""
     cluster = make_cluster(config)
     scheduler = make_scheduler(
         name,
@@ -72,17 +75,19 @@ def play_policy(
         prefer_pool=cluster.instance.prefers_copy,
         ranks_per_instance=config.cluster.ranks_per_instance,
     )
-    simulation = Simulation(scheduler, cluster, lengths, pace=pace, keep_samples=keep_samples)
-    return simulation.run(asks)
+    simulation = Simulation(
+        scheduler, cluster, lengths, round_model=round_model, keep_samples=keep_samples
+    )
+    return simulation.run(requests)
 
 
 def play(config: SimulateRun) -> Iterator[tuple[Row, Record]]:
-    """Every policy on the rollout of every seed: (row of the table, its record)."""
+    """Yield (row of the table, its record) of every policy on the rollout of every seed."""
     for seed in config.simulate.seeds:
-        asks, by_number = asks_for(*rollout_of(config, seed), known=True)
+        requests, by_number = make_requests(*rollout_of(config, seed), known=True)
         first: Record | None = None
         for name in config.simulate.policies:
-            record = play_policy(config, name, seed, asks, by_number, keep_samples=True)
+            record = play_policy(config, name, seed, requests, by_number, keep_samples=True)
             first = first or record
             yield _row(name, seed, record, first), record
 
@@ -105,7 +110,7 @@ def _row(name: str, seed: int, record: Record, first: Record) -> Row:
 
 
 def table(rows: Sequence[Mapping[str, object]]) -> str:
-    """Rows as aligned text: what a terminal shows."""
+    """Return the rows as aligned text for a terminal."""
     columns = (
         ("policy", "policy", "{}"),
         ("seed", "seed", "{}"),
@@ -130,7 +135,7 @@ def table(rows: Sequence[Mapping[str, object]]) -> str:
 
 
 def remarks(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What to read in the table: medians over seeds, and what Seer's order is for."""
+    """Return lines that say what the table shows: medians over seeds, and Seer's trade."""
     by_policy: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
         by_policy.setdefault(row["policy"], []).append(row)

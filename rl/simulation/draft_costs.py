@@ -1,8 +1,8 @@
 """Rounds with draft tokens in the simulator, decided by the budgets and windows of `spec`.
 
-Here the two packages meet: a pace (`sched.simulator.worker.Pace`) asks the very objects that
-decide in an engine's rounds, `spec.budget.budget` and `spec.budget.window`, with seconds of the
-cost model in the place of measured ones, and with probabilities in the place of drafts.
+Here the two packages meet: a `sched.simulator.worker.RoundModel` asks the very objects that decide
+in an engine's rounds, `spec.budget.budget` and `spec.budget.window`, with a roofline's seconds
+instead of measured ones, and with probabilities instead of drafts.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from sched.simulator.roofline import Instance, RoundCost
-from sched.simulator.specactor import coupled_tokens
+from sched.simulator.specactor import sequential_tokens
 from sched.simulator.worker import Neighbours, RoundPlan
 from spec.budget.budget import Budget
 from spec.budget.window import WindowConfig, next_windows
@@ -161,7 +161,7 @@ def window_mean(config: WindowConfig, p: float, found: float = 1.0) -> WindowMea
         if np.abs(mixed - share).max() < 1e-12:
             break
         share = mixed
-    tokens = sum(s * coupled_tokens(p, int(w)) for s, w in zip(share, windows, strict=True))
+    tokens = sum(s * sequential_tokens(p, int(w)) for s, w in zip(share, windows, strict=True))
     return WindowMean(found * float(share @ windows), 1 + found * (float(tokens) - 1))
 
 

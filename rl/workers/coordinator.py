@@ -25,6 +25,7 @@ from sched.protocol import (
     Event,
     Finished,
     Scheduler,
+    SchedulerDecision,
     Start,
     Submitted,
     Trained,
@@ -32,7 +33,6 @@ from sched.protocol import (
     WorkerLost,
 )
 from sched.request import Kv, RequestSpec
-from sched.simulator.replay import SchedulerDecision
 
 SPARE_POLL_S = 0.005  # between two looks at whether there is spare work
 

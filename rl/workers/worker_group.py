@@ -22,8 +22,7 @@ from rl.runtime.waits import POLL_S, Hang
 from rl.trajectory import Request, Trajectory
 from rl.workers.coordinator import Aborted, Coordinator, Deferred, WorkerError, WorkerFeed
 from rl.workers.host_kv_pool import KvPool
-from sched.protocol import Scheduler
-from sched.simulator.replay import SchedulerDecision
+from sched.protocol import Scheduler, SchedulerDecision
 from spec.eagle.batch import HiddenStateSink
 from spec.reuse.prefix_rule import PrefixRule
 from spec.sampling import SamplingConfig

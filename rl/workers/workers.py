@@ -30,8 +30,7 @@ from rl.workers.coordinator import Deferred
 from rl.workers.worker_group import IdleWork, StepSpec, WorkerGroup, WorkerLimits
 from sched.policies.divided import PreferPool
 from sched.policies.registry import make_scheduler
-from sched.protocol import Scheduler
-from sched.simulator.replay import SchedulerDecision
+from sched.protocol import Scheduler, SchedulerDecision
 from spec.eagle.batch import HiddenStateSink
 from spec.reuse.prefix_rule import PrefixRule
 from spec.sampling import SamplingConfig

@@ -37,7 +37,7 @@ class GroupFifo:
 
     def handle(self, event: Event, now_s: float) -> list[Action]:
         for request in self._ledger.apply(event):
-            self._waiting.setdefault(request.ask.group_id, []).append(request)
+            self._waiting.setdefault(request.group_id, []).append(request)
         if not self._ledger.workers or not self._waiting:
             return []
         instances: dict[int, list[Worker]] = {}

@@ -83,7 +83,7 @@ class HistoPipe:
         self._trained = -1  # steps whose weights can be had
         self._share_of: dict[int, _Share] = {}  # request → its ranking group
         self._deferred: list[RequestState] = []  # whose next step is not there yet
-        self._homeless: list[RequestState] = []  # no worker is left for them
+        self._unassigned: list[RequestState] = []  # no worker is left for them
         self._moved: set[int] = set()  # of those that are not finished
         self.num_moved = 0
         self._growth: collections.deque[float] = collections.deque(maxlen=config.epoch_prompts)
@@ -95,7 +95,7 @@ class HistoPipe:
 
     def handle(self, event: Event, now_s: float) -> list[Action]:
         actions: list[Action] = []
-        if isinstance(event, Finished | ChunkDone) and not self._ledger.in_force(event):
+        if isinstance(event, Finished | ChunkDone) and not self._ledger.is_current(event):
             return []
         waiting = self._ledger.apply(event)
         if isinstance(event, Submitted):
@@ -106,8 +106,8 @@ class HistoPipe:
             self._trained = max(self._trained, event.step)
         elif isinstance(event, WorkerJoined):
             self._at[event.worker_id] = -1
-            homeless, self._homeless = self._homeless, []
-            actions += self._rehouse(homeless)
+            unassigned, self._unassigned = self._unassigned, []
+            actions += self._reassign(unassigned)
         elif isinstance(event, WorkerLost):
             actions += self._lost(event.worker_id, waiting)
         elif isinstance(event, Finished):
@@ -123,13 +123,13 @@ class HistoPipe:
         """Rank the step's prompts, cut them into groups, and deal these to the workers."""
         number = self._num_steps
         workers = sorted(self._ledger.workers)
-        if {ask.step for ask in event.asks} != {number} or not workers:
+        if {spec.step for spec in event.requests} != {number} or not workers:
             raise ValueError(f"expected all requests of step {number}, and workers before them")
         prompts: dict[int, list[RequestState]] = {}
         for request in requests:
-            prompts.setdefault(request.ask.group_id, []).append(request)
+            prompts.setdefault(request.group_id, []).append(request)
         by_prompt = list(prompts.values())
-        past = [p[0].ask.past_tokens for p in by_prompt]
+        past = [p[0].spec.past_tokens for p in by_prompt]
         known = all(past)
         keys = [statistics.median(p) if known else 0.0 for p in past]
         N = min(self._config.num_ranking_groups, len(workers), len(prompts))
@@ -152,7 +152,7 @@ class HistoPipe:
                     share.waiting[mine[place % len(mine)]].append(request)
 
     def _enter(self, request: RequestState, share: _Share) -> None:
-        self._share_of[request.ask.request_id] = share
+        self._share_of[request.request_id] = share
         share.size += 1
         share.num_unfinished += 1
 
@@ -169,7 +169,7 @@ class HistoPipe:
         self._left[event.worker_id] -= 1
         self._share_of.pop(event.request_id).num_unfinished -= 1
         self._moved.discard(event.request_id)
-        group, past = request.ask.group_id, request.ask.past_tokens
+        group, past = request.group_id, request.spec.past_tokens
         self._lengths.setdefault(group, []).append(event.generated_tokens)
         if not self._ledger.groups[group].num_unfinished:
             lengths = self._lengths.pop(group)
@@ -178,7 +178,7 @@ class HistoPipe:
 
     def _too_long(self, request: RequestState) -> list[Action]:
         """A request has outgrown its group: it moves, where it is among the last there."""
-        share = self._share_of[request.ask.request_id]
+        share = self._share_of[request.request_id]
         assert request.worker_id is not None
         if share.num_unfinished > math.ceil(self._config.last_share * share.size):
             return [self._start(request, request.worker_id, self._config.check_tokens)]
@@ -186,33 +186,33 @@ class HistoPipe:
         nowhere = not self._longer(share) if same_step else share.step + 1 == self._config.num_steps
         if nowhere:
             return [self._start(request, request.worker_id)]
-        self._moved.add(request.ask.request_id)
+        self._moved.add(request.request_id)
         self.num_moved += 1
         self._left[request.worker_id] -= 1
         share.num_unfinished -= 1
         request.pooled = False  # the paper computes keys and values anew
         if same_step:
             return self._place(request, self._longer(share))
-        return [Defer(request.ask.request_id), *self._into_next_step(request)]
+        return [Defer(request.request_id), *self._into_next_step(request)]
 
     def _longer(self, share: _Share) -> list[_Share]:
         """Longer groups of the same step."""
         return [s for s in self._steps[share.step][share.index + 1 :] if s.waiting]
 
     def _into_next_step(self, request: RequestState) -> list[Action]:
-        step = self._share_of[request.ask.request_id].step + 1
+        step = self._share_of[request.request_id].step + 1
         if step == self._num_steps:
             self._deferred.append(request)
             return []
-        self._share_of[request.ask.request_id] = self._steps[step][-1]
+        self._share_of[request.request_id] = self._steps[step][-1]
         longest = [share for share in self._steps[step] if share.waiting][-1:]
-        return self._place(request, longest) if longest else self._rehouse([request])
+        return self._place(request, longest) if longest else self._reassign([request])
 
     def _place(self, request: RequestState, shares: Sequence[_Share]) -> list[Action]:
         """To the worker of these groups that has least to do: at once, if it is that far."""
         options = [(self._load(w, s), w, s) for s in shares for w in s.waiting]
         if not options:
-            self._homeless.append(request)
+            self._unassigned.append(request)
             return []
         _, worker_id, share = min(options, key=lambda o: o[:2])
         self._enter(request, share)
@@ -234,14 +234,14 @@ class HistoPipe:
         for share in (s for step in self._steps.values() for s in step):
             lost += share.waiting.pop(worker_id, [])
         for request in lost:
-            share = self._share_of[request.ask.request_id]
+            share = self._share_of[request.request_id]
             share.size, share.num_unfinished = share.size - 1, share.num_unfinished - 1
-        return self._rehouse(lost)
+        return self._reassign(lost)
 
-    def _rehouse(self, requests: Iterable[RequestState]) -> list[Action]:
+    def _reassign(self, requests: Iterable[RequestState]) -> list[Action]:
         actions: list[Action] = []
         for request in requests:
-            step = self._share_of[request.ask.request_id].step
+            step = self._share_of[request.request_id].step
             shares = [s for s in self._steps[step] if s.waiting]
             if not shares and self._at:
                 self._steps[step][-1].waiting.update({w: [] for w in self._at})
@@ -277,9 +277,9 @@ class HistoPipe:
 
     def _begin(self, request: RequestState, worker_id: int, share: _Share) -> Action:
         self._left[worker_id] += 1
-        if not self._config.migrate or request.ask.request_id in self._moved:
+        if not self._config.migrate or request.request_id in self._moved:
             return self._start(request, worker_id)
-        outlier = min(share.outlier_tokens, request.ask.max_new_tokens)
+        outlier = min(share.outlier_tokens, request.spec.max_new_tokens)
         tokens = math.ceil(outlier) - request.generated_tokens
         return self._start(request, worker_id, max(tokens, 1 + request.prefix_tokens))
 

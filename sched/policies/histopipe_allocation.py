@@ -1,9 +1,9 @@
-"""How many workers each ranking group gets: HistoPipe's second tier (RhymeRL, section 6.4).
+"""The number of workers of each ranking group: HistoPipe's second tier (RhymeRL, section 6.4).
 
-    target time of group n:  t(n) = t0 + d·n,   the least d that the workers allow
+    target time of group n:  t(n) = t0 + d·n,   with the least d that the workers allow
 
-so that times grow evenly from the shortest group to the longest, which is what two
-consecutive steps in opposite orders fill up.
+Times then grow evenly from the shortest group to the longest, and two consecutive steps in
+opposite orders fill each other's gaps.
 """
 
 from __future__ import annotations
@@ -20,35 +20,43 @@ def allocate(
     num_workers: int,
     tau: Tau,
     *,
-    least: int = 1,
-    most: int | None = None,
     train_s: float = 0.0,
     precision_s: float = 1.0,
 ) -> list[int]:
-    """Workers of each ranking group, by binary search over d (the paper's figure 12).
+    """Return the workers of each ranking group, by binary search over d (the paper's figure 12).
 
-    `lengths` are the groups' mean lengths, shortest first; each gets `least` to `most`
-    workers. t0 is the shortest group's time with the fewest workers (the figure has the most,
-    which gives short groups many, against its text), and at least `train_s`, so that it is not
-    done before the weights of the next step can be. What the search leaves over goes to the
-    longest groups. Raises ValueError where not every group can get `least`.
+    `lengths` are the groups' mean lengths, shortest first. t0 is the shortest group's time with
+    one worker (the figure has the most workers, which gives short groups many, against its
+    text), and at least `train_s`, so that it is not done before the weights of the next step can
+    be. Workers that the search leaves over go to the longest groups. Raises ValueError where
+    there are fewer workers than groups.
     """
     N = len(lengths)
-    if num_workers < N * least:
+    if num_workers < N:
         raise ValueError(
-            f"expected at least {least} of the workers for each of {N} ranking groups, got "
+            f"expected at least 1 of the workers for each of {N} ranking groups, got "
             f"{num_workers} workers; mend: fewer ranking groups"
         )
-    most = num_workers - (N - 1) * least if most is None else most
-    t0 = max(tau(lengths[0], least), train_s)
-    plan, low, high = None, 0.0, max(tau(lengths[-1], least) - t0, 0.0) / max(N - 1, 1)
-    while plan is None:  # the figure's upper end may ask for too much of the groups between
-        plan = _affordable(high, lengths, num_workers, tau, t0, least, most)
-        if plan is None:
-            low, high = high, 2 * high + precision_s
+    most = num_workers - (N - 1)
+    t0 = max(tau(lengths[0], 1), train_s)
+
+    def affordable(d: float) -> list[int] | None:
+        """Return the fewest workers that meet every target, or None if there are too few."""
+        plan = []
+        for n, length in enumerate(lengths):
+            target_s = t0 + n * d
+            workers = next((k for k in range(1, most + 1) if tau(length, k) <= target_s), None)
+            if workers is None:
+                return None
+            plan.append(workers)
+        return plan if sum(plan) <= num_workers else None
+
+    low, high = 0.0, max(tau(lengths[-1], 1) - t0, 0.0) / max(N - 1, 1)
+    while (plan := affordable(high)) is None:  # groups between the ends may need a larger d
+        low, high = high, 2 * high + precision_s
     while high - low > precision_s:
         middle = (low + high) / 2
-        found = _affordable(middle, lengths, num_workers, tau, t0, least, most)
+        found = affordable(middle)
         if found is None:
             low = middle
         else:
@@ -58,28 +66,8 @@ def allocate(
     return plan
 
 
-def _affordable(
-    d: float,
-    lengths: Sequence[float],
-    num_workers: int,
-    tau: Tau,
-    t0: float,
-    least: int,
-    most: int,
-) -> list[int] | None:
-    """The fewest workers with which every group meets its target; None where they do not do."""
-    plan = []
-    for n, length in enumerate(lengths):
-        target_s = t0 + n * d
-        workers = next((k for k in range(least, most + 1) if tau(length, k) <= target_s), None)
-        if workers is None:
-            return None
-        plan.append(workers)
-    return plan if sum(plan) <= num_workers else None
-
-
 def evenly(num_groups: int, num_workers: int) -> list[int]:
-    """The first tier alone: workers in equal parts, the first groups one more if need be."""
+    """Return the first tier's allocation: equal parts, one worker more for the first groups."""
     whole, rest = divmod(num_workers, num_groups)
     if not whole:
         raise ValueError(f"expected a worker for each of {num_groups} ranking groups")
@@ -87,7 +75,7 @@ def evenly(num_groups: int, num_workers: int) -> list[int]:
 
 
 def ranking_groups(keys: Sequence[float], num_groups: int) -> list[list[int]]:
-    """Indices of `keys` in `num_groups` parts of equal size, lowest keys first."""
+    """Return the indices of `keys` in `num_groups` parts of equal size, lowest keys first."""
     order = sorted(range(len(keys)), key=lambda i: (keys[i], i))
     edges = [math.ceil(len(order) * n / num_groups) for n in range(num_groups + 1)]
     return [order[a:b] for a, b in itertools.pairwise(edges)]

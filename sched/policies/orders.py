@@ -1,7 +1,7 @@
 """Which waiting request is next: orders for divided rollouts.
 
 An order holds waiting requests only. `push` puts one in (new, or back after a chunk), `pop`
-takes the next one out, `unpop` gives it back where it found no room, `learnt` tells of a
+takes the next one out, `put_back` gives it back where it found no room, `group_changed` tells of a
 group one of whose requests has finished.
 """
 
@@ -21,11 +21,11 @@ class Order(Protocol):
 
     def push(self, request: RequestState, group: Group) -> None: ...
 
-    def unpop(self, request: RequestState, group: Group) -> None: ...
+    def put_back(self, request: RequestState, group: Group) -> None: ...
 
     def pop(self) -> RequestState | None: ...
 
-    def learnt(self, group: Group) -> None: ...
+    def group_changed(self, group: Group) -> None: ...
 
 
 class Fifo:
@@ -37,13 +37,13 @@ class Fifo:
     def push(self, request: RequestState, group: Group) -> None:
         self._waiting.append(request)
 
-    def unpop(self, request: RequestState, group: Group) -> None:
+    def put_back(self, request: RequestState, group: Group) -> None:
         self._waiting.appendleft(request)
 
     def pop(self) -> RequestState | None:
         return self._waiting.popleft() if self._waiting else None
 
-    def learnt(self, group: Group) -> None:
+    def group_changed(self, group: Group) -> None:
         pass
 
 
@@ -54,20 +54,20 @@ class LongestKnown:
         self._heap: list[tuple[int, int, RequestState]] = []
 
     def push(self, request: RequestState, group: Group) -> None:
-        known = request.ask.expected_tokens
+        known = request.spec.expected_tokens
         if known is None:
             raise ValueError(
-                f"request {request.ask.request_id}: expected its length to be known, got none; "
+                f"request {request.request_id}: expected its length to be known, got none; "
                 "mend: submit it with expected_tokens, or choose the order seer"
             )
-        heapq.heappush(self._heap, (-known, request.ask.request_id, request))
+        heapq.heappush(self._heap, (-known, request.request_id, request))
 
-    unpop = push
+    put_back = push
 
     def pop(self) -> RequestState | None:
         return heapq.heappop(self._heap)[2] if self._heap else None
 
-    def learnt(self, group: Group) -> None:
+    def group_changed(self, group: Group) -> None:
         pass
 
 
@@ -93,7 +93,7 @@ class ContextAware:
         self._by_service: list[tuple[int, int]] = []  # (tokens served, group): so too
 
     def push(self, request: RequestState, group: Group) -> None:
-        request_id, group_id = request.ask.request_id, group.group_id
+        request_id, group_id = request.request_id, group.group_id
         if self._probe_of.setdefault(group_id, request_id) == request_id:
             heapq.heappush(self._probes, (request.generated_tokens, request_id, request))
             return
@@ -102,18 +102,18 @@ class ContextAware:
         (waiting.appendleft if request.generated_tokens else waiting.append)(request)
         self._groups[group_id] = group
         if len(waiting) == 1:
-            self.learnt(group)
+            self.group_changed(group)
 
-    def unpop(self, request: RequestState, group: Group) -> None:
-        if self._probe_of[group.group_id] == request.ask.request_id:
+    def put_back(self, request: RequestState, group: Group) -> None:
+        if self._probe_of[group.group_id] == request.request_id:
             self.push(request, group)
             return
         waiting = self._waiting[group.group_id]
         waiting.appendleft(request)
         if len(waiting) == 1:
-            self.learnt(group)
+            self.group_changed(group)
 
-    def learnt(self, group: Group) -> None:
+    def group_changed(self, group: Group) -> None:
         if not group.num_unfinished:
             self._forget(group.group_id)
         if not self._waiting.get(group.group_id):

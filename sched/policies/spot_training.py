@@ -1,21 +1,20 @@
 """Opportunistic drafter training: which idle rollout workers train, and who leads them.
 
-A state machine like the schedulers (sched/protocol.py): each event answers with what is to be
-done, and nothing happens by itself. Source: TLT, section 4.2, Worker Coordinator.
+A state machine like the schedulers (sched/protocol.py): every event is answered with actions,
+and nothing happens by itself. Source: TLT, section 4.2, Worker Coordinator.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Mapping
 
 # --- actions ----------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Lead:
-    """Set up a training session for the worker's data-parallel group, and train."""
+    """Set up a training session, and train."""
 
     worker_id: int
 
@@ -30,14 +29,14 @@ class Join:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Halt:
-    """Stop training at once; say `idle` when that is done and there is no work."""
+    """Stop training at once; report `idle` when that is done and there is no work."""
 
     worker_id: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Promote:
-    """The session's leader has left: this member takes it over."""
+    """Take over the session, whose leader has left."""
 
     worker_id: int
 
@@ -48,7 +47,7 @@ Action = Lead | Join | Halt | Promote
 
 
 class WorkerState(enum.Enum):
-    """What a worker is at."""
+    """What a worker is doing."""
 
     BUSY = "busy"  # it serves the rollout, starts up, or winds a halted training down
     IDLE = "idle"  # it has no work, and has released its memory
@@ -59,49 +58,43 @@ class SpotCoordinator:
     """Idle workers train while a rollout runs and there is data; a worker with work never does.
 
     Once `min_idle_workers` have no work, those that train included, all idle ones are promoted:
-    in each data-parallel group the one that has been idle longest leads, the others join. A
-    session goes on, and takes members, when that number falls again. `group_of` gives the groups
-    by worker (default: all are one). A session whose leader leaves is taken over by the member
-    that joined first.
+    the one that has been idle longest leads, the others join. The session continues, and takes
+    new members, when that number falls again. If the leader leaves, the member that joined
+    first takes over.
 
-    Workers tell of every transition: `idle` when they have neither work nor training left, also
-    after a `Halt`; `work_arrived` when they get work. Events that cannot be are AssertionErrors.
+    Workers report every transition: `idle` when they have neither work nor training left, also
+    after a `Halt`; `work_arrived` when they get work. Impossible events are AssertionErrors.
     """
 
-    def __init__(
-        self, min_idle_workers: int = 1, group_of: Mapping[int, int] | None = None
-    ) -> None:
+    def __init__(self, min_idle_workers: int = 1) -> None:
         if min_idle_workers < 1:
             raise ValueError(f"expected min_idle_workers >= 1, got {min_idle_workers}")
-        self._min_idle_workers, self._group_of = min_idle_workers, group_of
-        self._states: dict[int, WorkerState] = {}  # by when they came to them
-        self._sessions: dict[int, list[int]] = {}  # group → members, the leader first
+        self._min_idle_workers = min_idle_workers
+        self._states: dict[int, WorkerState] = {}  # in the order in which workers entered them
+        self._members: list[int] = []  # of the session, the leader first; empty: none runs
         self._rollout_runs = self._has_data = False
 
     def state(self, worker_id: int) -> WorkerState:
         return self._states[worker_id]
 
-    def leader(self, group: int = 0) -> int | None:
-        """Of the group's session; None where none runs."""
-        return next(iter(self._sessions.get(group, ())), None)
+    def leader(self) -> int | None:
+        """Return the session's leader, or None if no session runs."""
+        return next(iter(self._members), None)
 
-    def members(self, group: int = 0) -> tuple[int, ...]:
-        """Of the group's session, the leader first; empty where none runs."""
-        return tuple(self._sessions.get(group, ()))
+    def members(self) -> tuple[int, ...]:
+        """Return the session's members, the leader first; empty if no session runs."""
+        return tuple(self._members)
 
     # --- events -------------------------------------------------------------------------
 
     def joined(self, worker_id: int) -> list[Action]:
-        """A worker starts up: it counts as busy until it says that it is idle."""
+        """A worker starts up; it counts as busy until it reports that it is idle."""
         assert worker_id not in self._states, f"worker {worker_id} has joined before"
-        assert self._group_of is None or worker_id in self._group_of, (
-            f"worker {worker_id} is of no data-parallel group"
-        )
         self._enter(worker_id, WorkerState.BUSY)
         return []
 
     def lost(self, worker_id: int) -> list[Action]:
-        """A worker died; there is nobody to halt."""
+        """A worker died, so that nobody needs to be halted."""
         actions = self._leave(worker_id)
         del self._states[worker_id]
         return actions
@@ -113,7 +106,7 @@ class SpotCoordinator:
         return self._promote()
 
     def work_arrived(self, worker_id: int) -> list[Action]:
-        """A worker has requests. Of a busy one this is no transition: it has more of them."""
+        """A worker has requests; a busy one may get more of them."""
         self._expect(worker_id, *WorkerState)
         actions: list[Action] = []
         if self._states[worker_id] is WorkerState.TRAINING:
@@ -122,26 +115,23 @@ class SpotCoordinator:
         return actions
 
     def rollout_began(self) -> list[Action]:
-        """Nobody is promoted yet: who is idle now is about to get work, if it has not."""
+        """A rollout starts; nobody is promoted yet, since idle workers are about to get work."""
         assert not self._rollout_runs, "the rollout before has not ended"
         self._rollout_runs = True
         return []
 
     def rollout_ended(self) -> list[Action]:
-        """All training halts."""
+        """The rollout is over, and all training halts."""
         assert self._rollout_runs, "no rollout runs"
         self._rollout_runs = False
         return self._halt_all()
 
     def data_ready(self, is_ready: bool) -> list[Action]:
-        """Whether there are sequences to train on."""
+        """There are sequences to train on, or no longer."""
         self._has_data = is_ready
         return self._promote() if is_ready else self._halt_all()
 
     # --- transitions --------------------------------------------------------------------
-
-    def _group(self, worker_id: int) -> int:
-        return 0 if self._group_of is None else self._group_of[worker_id]
 
     def _expect(self, worker_id: int, *states: WorkerState) -> None:
         state = self._states.get(worker_id)
@@ -155,39 +145,31 @@ class SpotCoordinator:
         self._states[worker_id] = state
 
     def _leave(self, worker_id: int) -> list[Action]:
-        """Takes a worker out of its session, if it is in one."""
+        """Take a worker out of the session, if it is in it."""
         self._expect(worker_id, *WorkerState)
-        group = self._group(worker_id)
-        members = self._sessions.get(group, [])
-        if worker_id not in members:
+        if worker_id not in self._members:
             return []
-        led = members[0] == worker_id
-        members.remove(worker_id)
-        if not members:
-            del self._sessions[group]
-        return [Promote(members[0])] if led and members else []
+        led = self.leader() == worker_id
+        self._members.remove(worker_id)
+        return [Promote(self._members[0])] if led and self._members else []
 
     def _promote(self) -> list[Action]:
-        """All idle workers train, where they may: in a session that runs, or one of their own."""
-        if not (self._rollout_runs and self._has_data):
-            return []
+        """Let all idle workers train, if they may: in a running session, or in a new one."""
         idle = [w for w, state in self._states.items() if state is WorkerState.IDLE]
-        num_unused = len(idle) + sum(map(len, self._sessions.values()))
+        too_few = not self._members and len(idle) < self._min_idle_workers
+        if too_few or not (self._rollout_runs and self._has_data):
+            return []
         actions: list[Action] = []
         for worker_id in idle:
-            group = self._group(worker_id)
-            if group not in self._sessions and num_unused < self._min_idle_workers:
-                continue
-            members = self._sessions.setdefault(group, [])
-            actions.append(Join(worker_id, members[0]) if members else Lead(worker_id))
-            members.append(worker_id)
+            leader = self.leader()
+            actions.append(Lead(worker_id) if leader is None else Join(worker_id, leader))
+            self._members.append(worker_id)
             self._enter(worker_id, WorkerState.TRAINING)
         return actions
 
     def _halt_all(self) -> list[Action]:
-        """Members before their leader: nobody is left without one, and none is promoted."""
-        halted = [w for members in self._sessions.values() for w in reversed(members)]
-        self._sessions.clear()
+        """Halt the members before their leader, so that none is promoted."""
+        halted, self._members = self._members[::-1], []
         for worker_id in halted:
             self._enter(worker_id, WorkerState.BUSY)
         return [Halt(worker_id) for worker_id in halted]

@@ -26,7 +26,7 @@ class StepOrder:
 
     @property
     def num_unfinished(self) -> int:
-        return self._scheduler.num_unfinished + sum(len(s.asks) for s in self._waiting)
+        return self._scheduler.num_unfinished + sum(len(s.requests) for s in self._waiting)
 
     def handle(self, event: Event, now_s: float) -> list[Action]:
         actions: list[Action] = []

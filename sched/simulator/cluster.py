@@ -105,18 +105,18 @@ class Simulation:
         cluster: Cluster,
         lengths: Mapping[int, int],
         *,
-        pace: RoundModel | None = None,
+        round_model: RoundModel | None = None,
         keep_samples: bool = False,
     ) -> None:
-        """`lengths`: tokens of each request, by its number; `pace`: what rounds are like."""
+        """`lengths`: tokens of each request, by its number; `round_model`: what rounds are like."""
         self._scheduler, self._cluster, self._lengths = scheduler, cluster, lengths
-        self._pace = pace = pace or Plain(cluster.instance)
+        self._round_model = round_model = round_model or Plain(cluster.instance)
         kv_tokens = cluster.kv_tokens_per_worker
         self._workers = [
-            SimulatedWorker(i, cluster.instance, pace, kv_tokens, cluster.max_requests)
+            SimulatedWorker(i, cluster.instance, round_model, kv_tokens, cluster.max_requests)
             for i in range(cluster.num_workers)
         ]
-        self._asks: dict[int, RequestSpec] = {}
+        self._requests: dict[int, RequestSpec] = {}
         self._generated: dict[int, int] = {}
         self._ran_on: dict[int, int] = {}
         self._heap: list[tuple[float, int, int]] = []  # (time, worker, version)
@@ -132,13 +132,13 @@ class Simulation:
         self._trained_s: list[float] = []
         self._training = False
 
-    def run(self, asks: Sequence[RequestSpec]) -> Record:
+    def run(self, requests: Sequence[RequestSpec]) -> Record:
         """All requests from their submission at 0 to the end of the last.
 
         Raises RuntimeError where the scheduler lets requests wait for ever.
         """
-        self._begin(asks)
-        self._tell(Submitted(tuple(asks)), 0.0)
+        self._begin(requests)
+        self._tell(Submitted(tuple(requests)), 0.0)
         return self._to_the_end()
 
     def run_steps(self, steps: Sequence[Sequence[RequestSpec]], train_s: Sequence[float]) -> Record:
@@ -147,16 +147,16 @@ class Simulation:
         The scheduler is handed step s when the update of step s − 2 is done, the first two at
         0, and is told of every update; it decides which rollouts may run.
         """
-        self._begin([ask for asks in steps for ask in asks])
-        self._train_s, self._left = train_s, [len(asks) for asks in steps]
-        self._step_of = {ask.request_id: ask.step for asks in steps for ask in asks}
+        self._begin([spec for requests in steps for spec in requests])
+        self._train_s, self._left = train_s, [len(requests) for requests in steps]
+        self._step_of = {spec.request_id: spec.step for requests in steps for spec in requests}
         self._steps = list(steps[2:])
-        for asks in steps[:2]:
-            self._tell(Submitted(tuple(asks)), 0.0)
+        for requests in steps[:2]:
+            self._tell(Submitted(tuple(requests)), 0.0)
         return self._to_the_end()
 
-    def _begin(self, asks: Sequence[RequestSpec]) -> None:
-        self._asks = {ask.request_id: ask for ask in asks}
+    def _begin(self, requests: Sequence[RequestSpec]) -> None:
+        self._requests = {spec.request_id: spec for spec in requests}
         kv_tokens = self._cluster.kv_tokens_per_worker
         for worker in self._workers:
             joined = WorkerJoined(worker.worker_id, kv_tokens, self._cluster.max_requests)
@@ -238,19 +238,19 @@ class Simulation:
         self._step_of[action.request_id] = step + 1
 
     def _start(self, action: Start, now_s: float) -> int:
-        ask = self._asks[action.request_id]
+        spec = self._requests[action.request_id]
         generated = self._generated.get(action.request_id, 0)
         worker = self._workers[action.worker_id]
         worker.advance(now_s)
         worker.start(
             RunningStart(
                 action.request_id,
-                ask.group_id,
-                ask.prompt_tokens,
+                spec.group_id,
+                spec.prompt_tokens,
                 generated,
                 min(action.max_tokens, self._lengths[action.request_id] - generated),
                 action.chunk,
-                self._pace.lane(action.request_id, self._finished_of[ask.group_id]),
+                self._round_model.lane(action.request_id, self._finished_of[spec.group_id]),
                 action.kv,
                 action.reserved_tokens > 0,
             )

@@ -6,20 +6,10 @@ took on a real worker are all that a simulation needs in order to decide the sam
 
 from __future__ import annotations
 
-import dataclasses
 import heapq
 from collections.abc import Iterable, Sequence
 
-from sched.protocol import Action, ChunkDone, Event, Finished, Scheduler, Start
-
-
-@dataclasses.dataclass(frozen=True)
-class SchedulerDecision:
-    """What a scheduler was told when, and what it answered."""
-
-    now_s: float
-    event: Event
-    actions: tuple[Action, ...]
+from sched.protocol import ChunkDone, Event, Finished, Scheduler, SchedulerDecision, Start
 
 
 def replay(scheduler: Scheduler, decisions: Sequence[SchedulerDecision]) -> list[SchedulerDecision]:

@@ -181,7 +181,7 @@ class RoundCost:
 
 
 class Costs(Protocol):
-    """Seconds and room of one worker: what a simulation asks."""
+    """The seconds and the room of one worker, as a simulation needs them."""
 
     @property
     def num_ranks(self) -> int: ...

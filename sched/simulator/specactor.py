@@ -1,13 +1,13 @@
-"""SpecActor's plans: how many devices draft, how far ahead, who is drafted for how.
+"""SpecActor's plans: how many devices draft, how far ahead, and which drafter serves whom.
 
-Section 4 of the paper. Drafting a token for b requests takes D(b) seconds, verifying
-windows of w tokens V_w(b), both lines in b. A drafted token is right with probability p.
+Section 4 of the paper. Drafting a token for b requests takes D(b) seconds, verifying windows of
+w tokens V_w(b); both are lines in b. A draft token is accepted with probability p.
 
-    coupled:    draft w tokens, then verify:   tokens / (w·D + V_w)
-    decoupled:  draft on while verifying:      τ_w / max(w·D, V_w)
+    sequential:  draft w tokens, then verify:   tokens / (w·D + V_w)      (the paper: coupled)
+    decoupled:   draft on while verifying:      τ_w / max(w·D, V_w)
 
-A miss throws away the window that was drafted ahead, so that decoupled a partial acceptance
-counts half:  τ_w = Σ_{a<w} p^a (1−p) (a+1)/2 + w p^w.
+A rejection throws away the window that was drafted ahead, so that in decoupled drafting a
+partial acceptance counts half:  τ_w = Σ_{a<w} p^a (1−p) (a+1)/2 + w p^w.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class DevicePlan:
 
 @dataclasses.dataclass(frozen=True)
 class RequestPlan:
-    """How one request is drafted for."""
+    """The window and the mode of one request."""
 
     window: int
     decoupled: bool
@@ -54,18 +54,18 @@ class RequestPlan:
 
 
 def decoupled_tokens(p: float, window: int) -> float:
-    """τ_w, the tokens that a window brings while the next one is drafted already."""
+    """Return τ_w, the tokens of a window while the next one is drafted already."""
     partial = sum(p**a * (1 - p) * (a + 1) / 2 for a in range(window))
     return partial + window * p**window
 
 
-def coupled_tokens(p: float, window: int) -> float:
-    """Tokens of a window that is drafted, then verified: the verifier's own one included."""
+def sequential_tokens(p: float, window: int) -> float:
+    """Return the tokens of a window that is drafted, then verified; one is the verifier's own."""
     return sum(p**a for a in range(window + 1))
 
 
 def prob_of(mean_tokens: float, window: int) -> float:
-    """The p at which a window brings `mean_tokens`, `coupled_tokens` inverted; by bisection."""
+    """Return the p at which a window brings `mean_tokens`: `sequential_tokens` inverted."""
     if not 1 <= mean_tokens <= window + 1:
         raise ValueError(
             f"expected 1 … {window + 1} tokens of {window} draft tokens, got {mean_tokens}"
@@ -73,9 +73,8 @@ def prob_of(mean_tokens: float, window: int) -> float:
     low, high = 0.0, 1.0
     for _ in range(60):
         middle = (low + high) / 2
-        low, high = (
-            (middle, high) if coupled_tokens(middle, window) < mean_tokens else (low, middle)
-        )
+        is_low = sequential_tokens(middle, window) < mean_tokens
+        low, high = (middle, high) if is_low else (low, middle)
     return high
 
 
@@ -87,11 +86,11 @@ def plan(
     verify: VerifyTime,
     p: float,
 ) -> DevicePlan:
-    """The fastest decoupled plan for `batch` requests on `num_devices` (Algorithm 1).
+    """Return the fastest decoupled plan for `batch` requests on `num_devices` (Algorithm 1).
 
     `verify_sizes` are the devices that one copy of the model may take. A verifier shares
     g_d + g_v devices with its drafters, and with them the requests that fall to these. Windows
-    beyond what keeps drafting and verification equally busy are not looked at.
+    beyond what keeps drafting and verification equally busy are not considered.
     """
     best = DevicePlan(0, 0, 0, 0.0)
     for verify_devices in verify_sizes:
@@ -110,7 +109,7 @@ def plan(
 
 
 def _longest_window(drafting: LinearTime, verifying: LinearTime) -> int:
-    """max(⌈V′ / D′⌉, ⌈β / α⌉), where it has a meaning."""
+    """Return max(⌈V′ / D′⌉, ⌈β / α⌉), of the ratios that are defined."""
     ratios = [
         above / below
         for above, below in (
@@ -122,21 +121,8 @@ def _longest_window(drafting: LinearTime, verifying: LinearTime) -> int:
     return math.ceil(max(ratios, default=MOST_WINDOW))
 
 
-def reconfigure(
-    acceptance: Mapping[int, float], found: DevicePlan, draft: DraftTime, verify: VerifyTime
-) -> dict[int, RequestPlan]:
-    """Window and mode of every request that is accepted less than the average (Algorithm 2)."""
-    if not acceptance:
-        return {}
-    mean = math.fsum(acceptance.values()) / len(acceptance)
-    below = {request_id: p for request_id, p in acceptance.items() if p < mean}
-    # requests of equal acceptance have equal plans
-    plans = {p: own_plan(p, found, draft, verify) for p in set(below.values())}
-    return {request_id: plans[p] for request_id, p in below.items()}
-
-
 def own_plan(p: float, found: DevicePlan, draft: DraftTime, verify: VerifyTime) -> RequestPlan:
-    """Window and mode of one request, on the devices of the plan of all."""
+    """Return one request's window and mode, on the devices of the common plan (Algorithm 2)."""
     drafting = draft(found.draft_devices)
     return best_request_plan(p, drafting, lambda window: verify(found.verify_devices, window))
 
@@ -144,17 +130,35 @@ def own_plan(p: float, found: DevicePlan, draft: DraftTime, verify: VerifyTime) 
 def best_request_plan(
     p: float, drafting: LinearTime, verify: Callable[[int], LinearTime], batch: float = 1
 ) -> RequestPlan:
-    """The better of the best coupled and the best decoupled window."""
+    """Return the better of the best sequential and the best decoupled window."""
     best = RequestPlan(0, False, 1 / verify(0)(batch))  # plain decoding
     for window in range(1, MOST_WINDOW + 1):
         draft_s, verify_s = window * drafting(batch), verify(window)(batch)
-        coupled = coupled_tokens(p, window) / (draft_s + verify_s)
+        sequential = sequential_tokens(p, window) / (draft_s + verify_s)
         decoupled = decoupled_tokens(p, window) / max(draft_s, verify_s)
-        if coupled > best.tokens_per_s:
-            best = RequestPlan(window, False, coupled)
+        if sequential > best.tokens_per_s:
+            best = RequestPlan(window, False, sequential)
         if decoupled > best.tokens_per_s:
             best = RequestPlan(window, True, decoupled)
     return best
+
+
+def rank_methods(
+    acceptance: Mapping[str, float],
+    draft: Mapping[str, LinearTime],
+    verify: Callable[[int], LinearTime],
+    batch: float = 1,
+) -> list[str]:
+    """Return the drafting methods, the fastest first: the draft ladder of section 4.2.
+
+    `acceptance` is each method's p. The ladder needs drafting and verification seconds only, so
+    that it is made beforehand; the acceptance observed lately then picks the method. Ties go to
+    the first.
+    """
+    return sorted(
+        acceptance,
+        key=lambda m: -best_request_plan(acceptance[m], draft[m], verify, batch).tokens_per_s,
+    )
 
 
 def assign_drafters(
@@ -165,11 +169,11 @@ def assign_drafters(
     load: Mapping[int, int],
     most_batch: int,
 ) -> dict[tuple[int, str], int]:
-    """Which freed worker drafts for which request by which method (Algorithm 3).
+    """Return {(request, method): freed worker that drafts for it}, as added (Algorithm 3).
 
     Freed workers go to the method that has fewest; then each method's workers take requests,
-    those that are accepted least first, up to `most_batch` each. Returns {(request, method):
-    worker} of what is added; `serving` and `load` are what is there already.
+    those with the lowest acceptance first, up to `most_batch` each. `serving` and `load` are the
+    workers of each method and their requests so far.
     """
     workers = {method: set(serving.get(method, ())) for method in methods}
     loads = dict(load)

@@ -6,7 +6,7 @@ worth. A unit is the devices that hold one copy of the model, and those of its d
 has its own. Ways of drafting are those of SpecActor's figure 13:
 
     plain          no drafts
-    coupled        draft w tokens, then verify them, on the same devices
+    sequential        draft w tokens, then verify them, on the same devices
     disaggregated  the same on devices of their own: one waits while the other works
     decoupled      draft on while verifying (sched.simulator.specactor)
 
@@ -27,13 +27,13 @@ from sched.simulator.specactor import (
     LinearTime,
     RequestPlan,
     assign_drafters,
-    coupled_tokens,
     own_plan,
+    sequential_tokens,
 )
 
-JUDGED_TOKENS = 1000  # after so many a request's acceptance is taken as measured
+OBSERVED_TOKENS = 1000  # after so many a request's acceptance is taken as measured
 SETTLING = 4  # turns in which the seconds of verifications and who is in them settle
-PLAIN, COUPLED, DISAGGREGATED, DECOUPLED = "plain", "coupled", "disaggregated", "decoupled"
+PLAIN, SEQUENTIAL, DISAGGREGATED, DECOUPLED = "plain", "sequential", "disaggregated", "decoupled"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +112,7 @@ class SpecActorRollout:
     ) -> None:
         self._hardware, self._trace, self._way, self._step_s = hardware, trace, way, step_s
         self._methods = list(hardware.drafters)
-        shared = way.mode in (PLAIN, COUPLED)
+        shared = way.mode in (PLAIN, SEQUENTIAL)
         per_unit = way.plan.verify_devices + (0 if shared else way.plan.draft_devices)
         self.num_units = hardware.num_devices // per_unit
         R = len(trace.lengths_R)
@@ -131,7 +131,7 @@ class SpecActorRollout:
         self._mean_acceptance = float(trace.measured_R.mean())
         self._tokens_R, self._ahead_R = np.ones(R), np.zeros(R)
         self._set_tokens(np.arange(R))
-        self._judged_R = np.full(R, not way.reconfigure)
+        self._observed_R = np.full(R, not way.reconfigure)
 
     def _draft_line(self, method: str, devices: int) -> LinearTime:
         return self._hardware.draft_line(method, devices, self._batch, self._positions)
@@ -186,11 +186,11 @@ class SpecActorRollout:
             alive_R = left_R > 0
             held_R = np.where(alive_R, trace.prompt_tokens + trace.lengths_R - left_R, 0.0)
             runs_R = alive_R & self._fits(held_R)
-            judged_R = alive_R & ~self._judged_R
-            judged_R &= held_R - trace.prompt_tokens >= JUDGED_TOKENS
-            if judged_R.any():
-                self._judged_R |= judged_R
-                self._own_plans(np.flatnonzero(judged_R))
+            observed_R = alive_R & ~self._observed_R
+            observed_R &= held_R - trace.prompt_tokens >= OBSERVED_TOKENS
+            if observed_R.any():
+                self._observed_R |= observed_R
+                self._own_plans(np.flatnonzero(observed_R))
             batch_U = np.bincount(self._unit_R, runs_R, self.num_units)
             busy = int((np.bincount(self._unit_R, alive_R, self.num_units) > 0).sum())
             if not busy:
@@ -291,8 +291,8 @@ class SpecActorRollout:
 def _helper_rate(
     verifier: Instance, draft_s: float, p: float, batch: int, positions: float
 ) -> float:
-    """Tokens per second of one request at the best coupled window of a helper."""
+    """Tokens per second of one request at the best sequential window of a helper."""
     return max(
-        coupled_tokens(p, w) / (w * draft_s + verifier.round_seconds(batch, positions, w + 1))
+        sequential_tokens(p, w) / (w * draft_s + verifier.round_seconds(batch, positions, w + 1))
         for w in (1, 2, 4, 8)
     )

@@ -124,21 +124,21 @@ class SimulatedWorker:
         self,
         worker_id: int,
         instance: Costs,
-        pace: RoundModel,
+        round_model: RoundModel,
         kv_tokens: int,
         max_requests: int,
     ) -> None:
-        self.worker_id, self._instance, self._pace = worker_id, instance, pace
+        self.worker_id, self._instance, self._round_model = worker_id, instance, round_model
         self._kv_tokens, self._max_requests = kv_tokens, max_requests
         self.counters = Counters()
         self.positions = 0.0  # live ones
         self.reached = 0.0  # positions before who runs there last changed
         self.now_s = 0.0
         self.version = 0  # grows with every change
-        self.counts = [0] * pace.num_lanes
-        self._progress = [0.0] * pace.num_lanes
+        self.counts = [0] * round_model.num_lanes
+        self._progress = [0.0] * round_model.num_lanes
         self._ends: list[list[tuple[float, int, RunningStart]]] = [
-            [] for _ in range(pace.num_lanes)
+            [] for _ in range(round_model.num_lanes)
         ]
         self._queue: collections.deque[RunningStart] = collections.deque()
         self._admitted: list[RunningStart] = []  # those that may be pre-empted, the latest last
@@ -210,7 +210,9 @@ class SimulatedWorker:
 
     def _current(self) -> RoundPlan:
         if self._plan is None:
-            self._plan = plan = self._pace.plan(self.worker_id, tuple(self.counts), self.positions)
+            self._plan = plan = self._round_model.plan(
+                self.worker_id, tuple(self.counts), self.positions
+            )
             self._growth = sum(
                 n * a for n, a in zip(self.counts, plan.tokens_per_round, strict=True)
             )
@@ -249,7 +251,7 @@ class SimulatedWorker:
             self._admit(self._queue.popleft())
         self.version += 1
         self._plan = self._rounds = None
-        self._pace.changed(self.worker_id, self.num_running)
+        self._round_model.changed(self.worker_id, self.num_running)
 
     def _has_room(self, job: RunningStart) -> bool:
         if not self.num_running:

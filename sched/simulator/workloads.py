@@ -1,9 +1,9 @@
-"""Lengths of responses: drawn like those that the papers describe, or recorded.
+"""Response lengths, drawn like those that the papers describe.
 
     length = clip(exp(μ + σ·(√ρ·z_group + √(1−ρ)·z_response)), 1, limit)
 
-with ρ the share of the variance of log-lengths that lies between groups, and μ such that
-the mean of what is drawn is the one asked for.
+where ρ is the share of the variance of log-lengths that lies between groups, and μ is such that
+the lengths drawn have the mean that was asked for.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from sched.request import RequestSpec
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """The requests of one rollout. `sigma` and `group_share` are σ and ρ.
+    """The requests of one rollout; `sigma` and `group_share` are σ and ρ.
 
-    ρ is the one at which 16% of responses come to a higher one of eight ranks than the median
-    of their prompt's last epoch does (RhymeRL, figure 9: math); σ was fitted to SpecActor's
-    share of idle time and to Seer's Moonlight.
+    With this ρ, 16% of responses are longer than the median of their prompt's last epoch by at
+    least one of eight ranks (RhymeRL, figure 9: math). σ was fitted to SpecActor's share of idle
+    time and to Seer's Moonlight.
     """
 
     num_groups: int
@@ -47,67 +47,51 @@ class Workload:
 
 
 def draw_lengths(workload: Workload, *, seed: int) -> np.ndarray:
-    """Tokens of every response; int [groups, group size]."""
-    rng = np.random.default_rng(seed)
-    shape = (workload.num_groups, workload.group_size)
-    between = rng.standard_normal((workload.num_groups, 1))
-    share = workload.group_share
-    z = np.sqrt(share) * between + np.sqrt(1 - share) * rng.standard_normal(shape)
-    return _with_mean(z, workload)
+    """Return the tokens of every response; int [groups, group size]."""
+    return draw_epochs(workload, [workload.mean_tokens], seed=seed)[0]
 
 
-def _with_mean(z: np.ndarray, workload: Workload) -> np.ndarray:
-    """Lengths of the scores `z`, with the workload's mean."""
-    low, high = -20.0, float(np.log(workload.limit_tokens)) + 20.0
-    for _ in range(60):
-        middle = (low + high) / 2
-        mean = _lengths(z, middle, workload).mean()
-        low, high = (middle, high) if mean < workload.mean_tokens else (low, middle)
-    return _lengths(z, high, workload)
-
-
-def draw_epochs(
-    workload: Workload,
-    means: Sequence[float],
-    *,
-    seed: int,
-) -> np.ndarray:
-    """Lengths over epochs of these means, z_group kept; int [epochs, groups, group size]."""
+def draw_epochs(workload: Workload, means: Sequence[float], *, seed: int) -> np.ndarray:
+    """Return lengths over epochs of these means, with one z_group; int [epochs, groups, size]."""
     rng = np.random.default_rng(seed)
     share, shape = workload.group_share, (workload.num_groups, workload.group_size)
     between = rng.standard_normal((workload.num_groups, 1))
     epochs = []
     for mean in means:
         z = np.sqrt(share) * between + np.sqrt(1 - share) * rng.standard_normal(shape)
-        epochs.append(_with_mean(z, dataclasses.replace(workload, mean_tokens=mean)))
+        epochs.append(_lengths_of_mean(z, mean, workload))
     return np.stack(epochs)
 
 
-def _lengths(z: np.ndarray, mu: float, workload: Workload) -> np.ndarray:
-    raw = np.exp(np.minimum(mu + workload.sigma * z, 40.0))
-    return np.clip(np.rint(raw), 1, workload.limit_tokens).astype(np.int64)
+def _lengths_of_mean(z: np.ndarray, mean_tokens: float, workload: Workload) -> np.ndarray:
+    """Return the lengths for the normal deviates `z`, with μ found by bisection."""
+
+    def lengths(mu: float) -> np.ndarray:
+        raw = np.exp(np.minimum(mu + workload.sigma * z, 40.0))
+        return np.clip(np.rint(raw), 1, workload.limit_tokens).astype(np.int64)
+
+    low, high = -20.0, float(np.log(workload.limit_tokens)) + 20.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if lengths(middle).mean() < mean_tokens else (low, middle)
+    return lengths(high)
 
 
-def asks_for(
+def make_requests(
     workload: Workload, lengths: np.ndarray, *, known: bool = False
 ) -> tuple[list[RequestSpec], dict[int, int]]:
-    """Requests, first samples first, and their lengths by number; `known`: told to schedulers."""
-    asks, by_number = [], {}
+    """Return the requests, first samples first, and their lengths by number.
+
+    `known` tells schedulers the lengths.
+    """
+    requests, by_number = [], {}
     size = workload.group_size
     for sample in range(size):
         for group in range(workload.num_groups):
             number, length = group * size + sample, int(lengths[group, sample])
             expected = length if known else None
-            asks.append(
+            requests.append(
                 RequestSpec(number, group, workload.prompt_tokens, workload.limit_tokens, expected)
             )
             by_number[number] = length
-    return asks, by_number
-
-
-def recorded(lengths_by_group: Sequence[Sequence[int]]) -> np.ndarray:
-    """Lengths of a real run, groups of one size. Raises ValueError where sizes differ."""
-    sizes = {len(group) for group in lengths_by_group}
-    if len(sizes) != 1:
-        raise ValueError(f"expected groups of one size, got sizes {sorted(sizes)}")
-    return np.asarray(lengths_by_group, np.int64)
+    return requests, by_number

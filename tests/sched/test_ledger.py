@@ -16,7 +16,7 @@ from sched.request import RequestSpec
 GROUPS, SIZE, LIMIT = 4, 3, 12
 
 
-def asks(step):
+def requests(step):
     first = step * GROUPS
     return tuple(
         RequestSpec(g * SIZE + i, g, 2, LIMIT, past_tokens=(3, 4, 5), step=step)
@@ -49,7 +49,7 @@ def play(scheduler, steps):
     for worker in range(2):
         tell(WorkerJoined(worker, 100, 4))
     for step in range(steps):
-        tell(Submitted(asks(step)))
+        tell(Submitted(requests(step)))
         while waiting:
             start = waiting.popleft()
             if isinstance(start, Defer):

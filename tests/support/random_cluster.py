@@ -29,12 +29,12 @@ class Running:
 
 
 class RandomCluster:
-    def __init__(self, scheduler, asks, lengths, rng, *, kv_tokens, max_requests, budgeted):
+    def __init__(self, scheduler, requests, lengths, rng, *, kv_tokens, max_requests, budgeted):
         self.scheduler, self.lengths, self.rng = scheduler, lengths, rng
-        self.asks = {ask.request_id: ask for ask in asks}
+        self.requests = {spec.request_id: spec for spec in requests}
         self.kv_tokens, self.max_requests, self.budgeted = kv_tokens, max_requests, budgeted
         self.workers: dict[int, dict[int, Running]] = {}
-        self.generated = dict.fromkeys(self.asks, 0)  # of whole chunks
+        self.generated = dict.fromkeys(self.requests, 0)  # of whole chunks
         self.pooled: set[int] = set()
         self.finished: list[int] = []
         self.now_s, self.next_worker = 0.0, 0
@@ -43,14 +43,14 @@ class RandomCluster:
     def play(self, *, workers: int, deaths: float) -> None:
         for _ in range(workers):
             self.join()
-        self.step_of = {ask.request_id: ask.step for ask in self.asks.values()}
+        self.step_of = {spec.request_id: spec.step for spec in self.requests.values()}
         self.updates = 0
-        for asks in by_step(self.asks.values()):
-            self.tell(Submitted(asks))
+        for requests in by_step(self.requests.values()):
+            self.tell(Submitted(requests))
         steps = 0
-        while len(self.finished) < len(self.asks):
+        while len(self.finished) < len(self.requests):
             steps += 1
-            assert steps < 100 * len(self.asks) + 1000, "starved"
+            assert steps < 100 * len(self.requests) + 1000, "starved"
             self.train()
             self.now_s += float(self.rng.exponential())
             if self.rng.random() < deaths:
@@ -64,7 +64,7 @@ class RandomCluster:
 
     def train(self) -> None:
         """The update of the next step, where all its requests have finished."""
-        unfinished = {self.step_of[r] for r in self.asks if r not in self.finished}
+        unfinished = {self.step_of[r] for r in self.requests if r not in self.finished}
         if unfinished and self.updates < min(unfinished):
             self.updates += 1
             self.tell(Trained(self.updates - 1))
@@ -113,29 +113,29 @@ class RandomCluster:
                 self.obey(action)
 
     def obey(self, action) -> None:
-        request_id, ask = action.request_id, self.asks[action.request_id]
+        request_id, spec = action.request_id, self.requests[action.request_id]
         assert request_id not in self.finished
         assert all(request_id not in running for running in self.workers.values()), "runs twice"
         worker = self.workers[action.worker_id]
         generated = self.generated[request_id]
-        assert 0 < action.max_tokens <= ask.max_new_tokens - generated
+        assert 0 < action.max_tokens <= spec.max_new_tokens - generated
         assert action.kv is not Kv.POOL or request_id in self.pooled
         assert action.kv is not Kv.HELD or self.held == (request_id, action.worker_id)
         worker[request_id] = Running(action, generated)
         if self.budgeted:
             assert len(worker) <= self.max_requests
             most = sum(
-                self.asks[r].prompt_tokens + x.generated + x.start.max_tokens
+                self.requests[r].prompt_tokens + x.generated + x.start.max_tokens
                 for r, x in worker.items()
             )
             assert most <= self.kv_tokens, "what runs may come to exceed the memory"
 
 
-def by_step(asks):
-    """The asks of each step, steps in order; halves where there is one step only."""
+def by_step(requests):
+    """The requests of each step, steps in order; halves where there is one step only."""
     steps: dict[int, list[RequestSpec]] = {}
-    for ask in asks:
-        steps.setdefault(ask.step, []).append(ask)
+    for spec in requests:
+        steps.setdefault(spec.step, []).append(spec)
     if len(steps) > 1:
         return [tuple(step) for step in steps.values()]
     (only,) = steps.values()
@@ -143,27 +143,29 @@ def by_step(asks):
 
 
 def random_steps(rng, *, steps: int, groups: int, size: int, limit: int):
-    """(asks, lengths) of several steps, each prompt with what its last epoch was like."""
-    asks, lengths = [], {}
+    """(requests, lengths) of several steps, each prompt with what its last epoch was like."""
+    requests, lengths = [], {}
     for step in range(steps):
         for group in range(groups):
             typical = int(rng.integers(1, limit + 1))
             past = tuple(np.clip(rng.normal(typical, limit / 10, size), 1, limit).astype(int))
             for _ in range(size):
-                number, name = len(asks), step * groups + group
+                number, name = len(requests), step * groups + group
                 lengths[number] = int(np.clip(rng.normal(typical, limit / 4), 1, limit))
-                asks.append(RequestSpec(number, name, 3, limit, None, tuple(map(int, past)), step))
-    return asks, lengths
+                requests.append(
+                    RequestSpec(number, name, 3, limit, None, tuple(map(int, past)), step)
+                )
+    return requests, lengths
 
 
 def random_work(rng, *, groups: int, size: int, limit: int, known: bool):
-    """(asks, lengths): groups of requests whose lengths are alike."""
-    asks, lengths = [], {}
+    """(requests, lengths): groups of requests whose lengths are alike."""
+    requests, lengths = [], {}
     for sample in range(size):
         for group in range(groups):
             number = group * size + sample
             typical = np.random.default_rng(group).integers(1, limit + 1)
             length = int(np.clip(rng.normal(typical, limit / 10), 1, limit))
             lengths[number] = length
-            asks.append(RequestSpec(number, group, 3, limit, length if known else None))
-    return asks, lengths
+            requests.append(RequestSpec(number, group, 3, limit, length if known else None))
+    return requests, lengths

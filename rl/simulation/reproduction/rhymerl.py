@@ -26,7 +26,7 @@ from sched.request import RequestSpec
 from sched.simulator.cluster import Cluster, Record, Simulation
 from sched.simulator.roofline import MODELS, Instance
 from sched.simulator.worker import RoundModel
-from sched.simulator.workloads import asks_for, draw_epochs, draw_lengths
+from sched.simulator.workloads import draw_epochs, draw_lengths, make_requests
 from spec.budget.window import WindowConfig
 
 ASSUMED = (
@@ -159,8 +159,10 @@ def play(config: SimulateRun, seed: int) -> dict[str, float]:
     run, cluster, asked = draw_run(config, seed), make_cluster(config), config.training_steps
     windows, instance = history_windows(asked), make_instance(config)
 
-    def played(scheduler: Scheduler, train_s: float, pace: RoundModel | None = None) -> Record:
-        simulation = Simulation(scheduler, cluster, run.lengths, pace=pace)
+    def played(
+        scheduler: Scheduler, train_s: float, round_model: RoundModel | None = None
+    ) -> Record:
+        simulation = Simulation(scheduler, cluster, run.lengths, round_model=round_model)
         return simulation.run_steps(run.steps, [train_s] * len(run.steps))
 
     def barrier(train_s: float) -> Record:
@@ -179,8 +181,8 @@ def play(config: SimulateRun, seed: int) -> dict[str, float]:
         scheduler = histopipe(
             config, asked.ranking_groups, profile(config, instance, drafts), train_s
         )
-        pace = Windowed(instance, drafts) if drafts else None
-        found[name] = 1 / played(scheduler, train_s, pace).trained_s[-1]
+        round_model = Windowed(instance, drafts) if drafts else None
+        found[name] = 1 / played(scheduler, train_s, round_model).trained_s[-1]
     return found | (_large_batches(config, windows, seed) if _task(config) == "math" else {})
 
 
@@ -204,8 +206,10 @@ def _large_batches(config: SimulateRun, windows: WindowMean, seed: int) -> dict[
             mean_tokens=step.mean_tokens * LARGE_LIMIT_TOKENS / step.limit_tokens,
             limit_tokens=LARGE_LIMIT_TOKENS,
         )
-        asks, lengths = asks_for(workload, draw_lengths(workload, seed=seed))
-        for name, pace in (("plain", None), ("drafted", Windowed(instance, windows))):
-            simulation = Simulation(GroupFifo(seed=seed), Cluster(instance, 1), lengths, pace=pace)
-            found[f"{model} {name}"] = 1 / simulation.run(asks).completion_s
+        requests, lengths = make_requests(workload, draw_lengths(workload, seed=seed))
+        for name, round_model in (("plain", None), ("drafted", Windowed(instance, windows))):
+            simulation = Simulation(
+                GroupFifo(seed=seed), Cluster(instance, 1), lengths, round_model=round_model
+            )
+            found[f"{model} {name}"] = 1 / simulation.run(requests).completion_s
     return found

@@ -14,7 +14,7 @@ from rl.simulation.draft_costs import Budgeted, RequestClass, chain_probs
 from rl.simulation.reproduction.rows import Figure, Ordering
 from sched.simulator.roofline import Instance
 from sched.simulator.specactor import prob_of
-from sched.simulator.workloads import asks_for
+from sched.simulator.workloads import make_requests
 from spec.budget.budget import FixedBudget, Goodput
 
 ASSUMED = (
@@ -106,9 +106,9 @@ def figures(config: SimulateRun) -> list[Figure | Ordering]:
 def play(config: SimulateRun, seed: int) -> dict[str, float]:
     """Rates of one rollout (1 / seconds), and its tails."""
     instance, grouped = make_instance(config), config.grouped_drafts
-    asks, lengths = asks_for(*rollout_of(config, seed), known=True)
+    requests, lengths = make_requests(*rollout_of(config, seed), known=True)
     lanes = grouped_lanes(grouped)
-    paces: dict[str, tuple[str, Budgeted | None]] = {
+    round_models: dict[str, tuple[str, Budgeted | None]] = {
         "baseline": ("group_fifo", None),
         "divided": ("divided_fifo", None),
         "context": ("seer", None),
@@ -121,12 +121,12 @@ def play(config: SimulateRun, seed: int) -> dict[str, float]:
                 grouped.finished_siblings, grouped.chain_tokens, strict=True
             )
         ]
-        paces["oracle"] = ("oracle", None)
-        paces["alone"] = ("seer", drafted(instance, grouped, lanes[:1]))
-        paces["fixed"] = ("seer", drafted(instance, grouped, chains, adapts=False))
+        round_models["oracle"] = ("oracle", None)
+        round_models["alone"] = ("seer", drafted(instance, grouped, lanes[:1]))
+        round_models["fixed"] = ("seer", drafted(instance, grouped, chains, adapts=False))
     found, tails = {}, {}
-    for name, (policy, pace) in paces.items():
-        record = play_policy(config, policy, seed, asks, lengths, pace)
+    for name, (policy, round_model) in round_models.items():
+        record = play_policy(config, policy, seed, requests, lengths, round_model)
         found[name], tails[name] = 1 / record.completion_s, record.tail_s
     cuts = {f"tail cut, {name}": 1 - tail_s / tails["baseline"] for name, tail_s in tails.items()}
     seconds = {f"{name}'s tail": tail_s for name, tail_s in tails.items()}

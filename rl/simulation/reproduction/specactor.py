@@ -14,15 +14,14 @@ import numpy as np
 from rl.simulation.compare import rollout_of
 from rl.simulation.config import SimulateRun, make_instance
 from rl.simulation.reproduction.rows import Figure, Ordering
-from sched.simulator.ladder import Ladder
 from sched.simulator.roofline import MODELS, Instance
-from sched.simulator.specactor import DevicePlan, plan
+from sched.simulator.specactor import DevicePlan, plan, rank_methods
 from sched.simulator.specactor_rollout import (
-    COUPLED,
     DECOUPLED,
     DISAGGREGATED,
-    JUDGED_TOKENS,
+    OBSERVED_TOKENS,
     PLAIN,
+    SEQUENTIAL,
     Hardware,
     RequestTrace,
     SpecActorRollout,
@@ -62,22 +61,22 @@ def trace_of(config: SimulateRun, seed: int) -> RequestTrace:
 
     means = [asked.acceptance] * len(asked.drafters) + [asked.ngram_acceptance]
     acceptance_RM = np.stack([drawn(m) for m in means], axis=1)
-    measured_R = rng.binomial(JUDGED_TOKENS, acceptance_RM[:, 0]) / JUDGED_TOKENS
+    measured_R = rng.binomial(OBSERVED_TOKENS, acceptance_RM[:, 0]) / OBSERVED_TOKENS
     return RequestTrace(lengths_R, acceptance_RM, measured_R, workload.prompt_tokens)
 
 
 def ranked(hardware: Hardware, trace: RequestTrace) -> tuple[Hardware, RequestTrace]:
-    """The same with the methods in the order of the draft ladder: the first serves the batch."""
+    """Return both with the methods in the order of the draft ladder; the first serves the batch."""
     size, methods = hardware.verifier.num_devices, list(hardware.drafters)
     batch = len(trace.lengths_R) * size // hardware.num_devices
     positions = trace.prompt_tokens + float(trace.lengths_R.mean()) / 2
-    ladder = Ladder(
+    means = trace.acceptance_RM.mean(axis=0)
+    order = rank_methods(
+        dict(zip(methods, means.tolist(), strict=True)),
         {name: hardware.draft_line(name, size, batch, positions) for name in methods},
         lambda window: hardware.verify_line(size, window, batch, positions),
         batch,
     )
-    means = trace.acceptance_RM.mean(axis=0)
-    order = ladder.rank(dict(zip(methods, means.tolist(), strict=True)))
     columns = [methods.index(name) for name in order]
     drafters = {name: hardware.drafters[name] for name in order}
     return (
@@ -110,7 +109,7 @@ def ways(found: DevicePlan, helpers: int) -> dict[str, Way]:
     apart = dataclasses.replace(together, draft_devices=size)
     return {
         "plain": Way(PLAIN, found),
-        "vanilla": Way(COUPLED, together),
+        "vanilla": Way(SEQUENTIAL, together),
         "disaggregated": Way(DISAGGREGATED, apart),
         "decoupled": Way(DECOUPLED, found),
         "reconfigured": Way(DECOUPLED, found, reconfigure=True),

@@ -17,7 +17,7 @@ from rl.simulation.config import SimulateRun, TreeDraftsConfig, make_instance
 from rl.simulation.draft_costs import Budgeted, RequestClass
 from rl.simulation.reproduction.rows import Figure, Ordering
 from sched.simulator.roofline import ACCELERATORS, MODELS, Instance, ModelShape
-from sched.simulator.workloads import asks_for
+from sched.simulator.workloads import make_requests
 from spec.budget.budget import Goodput
 
 ASSUMED = (
@@ -185,7 +185,7 @@ def play(config: SimulateRun, seed: int) -> dict[str, float]:
             trees, two, 1, trees.depth if chain else most, tokens,
             by_small_s if chain else by_eagle_s,
         )  # fmt: skip
-    asks, lengths = asks_for(*rollout_of(config, seed))
-    plain = play_policy(config, "group_fifo", seed, asks, lengths)
-    drafted = play_policy(config, "group_fifo", seed, asks, lengths, adaptive(config))
+    requests, lengths = make_requests(*rollout_of(config, seed))
+    plain = play_policy(config, "group_fifo", seed, requests, lengths)
+    drafted = play_policy(config, "group_fifo", seed, requests, lengths, adaptive(config))
     return found | {"rollout": plain.completion_s / drafted.completion_s}

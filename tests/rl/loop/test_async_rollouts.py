@@ -204,7 +204,7 @@ class Deferring:
         if isinstance(event, ChunkDone):
             (self._late,) = waiting
             self._late.pooled = False
-            return [Defer(self._late.ask.request_id)]
+            return [Defer(self._late.request_id)]
         if isinstance(event, Submitted):
             self._steps = [*getattr(self, "_steps", ()), waiting]
         actions = []
@@ -214,7 +214,7 @@ class Deferring:
                 begun.append(self._late)
                 self._late = None
             for r in begun:
-                most = 3 if (r.ask.request_id, r.generated_tokens) == (4, 0) else 2**31
+                most = 3 if (r.request_id, r.generated_tokens) == (4, 0) else 2**31
                 most = min(most, r.remaining_tokens)
                 actions.append(self._ledger.start(r, worker, most, reserve=False))
         return actions

@@ -86,6 +86,10 @@ def test_lengths_of_a_run_are_those_of_its_step(tmp_path):
     config = load(SimulateRun, [], [*SMALL, f"Simulate.trace={str(tmp_path)!r}"])
     (row, _), *_ = play(config)
     assert row["completion_s"] * row["tokens_per_s"] == pytest.approx(2 * (10 + 11 + 12))
+    with MetricsWriter(tmp_path / "odd", tensorboard=False, samples_per_step=-1) as writer:
+        writer.write_samples(1, [{"example_id": example, "num_tokens": 1} for example in "aab"])
+    with pytest.raises(ValueError, match=r"groups of one size, got sizes \[1, 2\]"):
+        lengths_of_run(tmp_path / "odd", 1, 1.0)
 
 
 def test_a_simulation_loads_neither_a_trainer_nor_jax():

@@ -17,7 +17,7 @@ from rl.simulation.draft_costs import (
     window_mean,
 )
 from sched.simulator.roofline import Accelerator, Efficiency, Instance, ModelShape
-from sched.simulator.specactor import coupled_tokens
+from sched.simulator.specactor import sequential_tokens
 from spec.acceptance import Acceptance
 from spec.budget.budget import Aimd, FixedBudget, Goodput
 from spec.budget.window import WindowConfig
@@ -38,10 +38,12 @@ def goodput(lanes, sizes=(2, 4, 9), **more):
 
 
 def test_small_batches_draft_far_and_large_ones_not_at_all():
-    pace = goodput([CHAIN])
+    round_model = goodput([CHAIN])
     for batch, nodes in ((1, 9), (5, 4), (10, 4), (20, 2), (30, 1)):
-        found = pace.plan(batch, (batch,), 100.0)  # a worker of its own: nothing is remembered
-        assert found.tokens_per_round == pytest.approx((coupled_tokens(0.8, nodes - 1),)), batch
+        found = round_model.plan(
+            batch, (batch,), 100.0
+        )  # a worker of its own: nothing is remembered
+        assert found.tokens_per_round == pytest.approx((sequential_tokens(0.8, nodes - 1),)), batch
         assert found.cost(100.0) == pytest.approx(math.hypot(1.0, 0.05 * batch * nodes))
 
 
@@ -60,11 +62,11 @@ def test_the_choice_is_the_one_that_the_budget_of_an_engine_makes(counts):
 
 
 def test_lanes_go_by_the_siblings_that_have_finished():
-    pace = goodput(
+    round_model = goodput(
         [RequestClass(0, (0.1,)), RequestClass(1, (0.5,)), RequestClass(5, (0.9,))], sizes=(2,)
     )
-    assert [pace.lane(7, n) for n in (0, 1, 4, 5, 99)] == [0, 1, 1, 2, 2]
-    assert pace.plan(0, (1, 1, 1), 0.0).tokens_per_round == pytest.approx((1.1, 1.5, 1.9))
+    assert [round_model.lane(7, n) for n in (0, 1, 4, 5, 99)] == [0, 1, 1, 2, 2]
+    assert round_model.plan(0, (1, 1, 1), 0.0).tokens_per_round == pytest.approx((1.1, 1.5, 1.9))
 
 
 def test_drafting_takes_its_time():
@@ -75,13 +77,15 @@ def test_drafting_takes_its_time():
 
 
 def test_a_fixed_budget_knows_no_load_and_a_threshold_no_drafts_above_it():
-    pace = Budgeted(INSTANCE, [CHAIN], lambda times: FixedBudget(), (9,), most_requests=32)
-    assert pace.plan(0, (32,), 0.0).tokens_per_round == pytest.approx((coupled_tokens(0.8, 8),))
-    assert pace.plan(0, (33,), 0.0).tokens_per_round == (1.0,)
+    round_model = Budgeted(INSTANCE, [CHAIN], lambda times: FixedBudget(), (9,), most_requests=32)
+    assert round_model.plan(0, (32,), 0.0).tokens_per_round == pytest.approx(
+        (sequential_tokens(0.8, 8),)
+    )
+    assert round_model.plan(0, (33,), 0.0).tokens_per_round == (1.0,)
 
 
 def played_windows(rng, p, rounds, budget):
-    """Windows that a budget of `spec` gives one request, round by round, and what they brought."""
+    """Return the mean window that a budget of `spec` gives one request, and its mean tokens."""
     one = np.zeros(1, int)
     live = LiveSlots(one, one, one, one, one, one, one, np.zeros((1, 0), np.int32))
     drafted = tokens = 0
@@ -119,6 +123,8 @@ def test_windows_at_the_ends():
 
 
 def test_a_gate_keeps_rounds_plain_where_trees_bring_less():
-    pace = Windowed(INSTANCE, WindowMean(3.0, 2.0))
-    assert pace.plan(0, (5,), 0.0).tokens_per_round == (2.0,)  # 20 nodes: 1 s
-    assert pace.plan(0, (20,), 0.0).tokens_per_round == (1.0,)  # 80 nodes: 4 s, for twice as much
+    round_model = Windowed(INSTANCE, WindowMean(3.0, 2.0))
+    assert round_model.plan(0, (5,), 0.0).tokens_per_round == (2.0,)  # 20 nodes: 1 s
+    assert round_model.plan(0, (20,), 0.0).tokens_per_round == (
+        1.0,
+    )  # 80 nodes: 4 s, for twice as much

@@ -37,13 +37,13 @@ def test_a_step_is_not_planned_to_be_shorter_than_its_training():
     assert allocate([10, 25, 60], 6, shared_work, train_s=30, precision_s=0.01) == [1, 2, 3]
 
 
-def test_what_is_left_over_goes_to_the_longest():
-    assert sum(allocate([1, 1, 1], 20, shared_work, most=3)) == 20
+def test_workers_left_over_go_to_the_longest_groups():
+    assert allocate([1, 1, 1], 5, shared_work) == [1, 2, 2]
 
 
 def test_too_few_workers():
-    with pytest.raises(ValueError, match="at least 2 of the workers for each of 3"):
-        allocate([1, 2, 3], 5, shared_work, least=2)
+    with pytest.raises(ValueError, match="at least 1 of the workers for each of 3"):
+        allocate([1, 2, 3], 2, shared_work)
 
 
 @given(st.lists(st.floats(1, 1e4), min_size=1, max_size=8), st.integers(0, 40), st.floats(0, 100))

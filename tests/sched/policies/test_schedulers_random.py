@@ -28,7 +28,7 @@ def make(name, seed, chunk):
 
 def play(scheduler, name, rng):
     limit = int(rng.integers(2, 40))
-    asks, lengths = random_work(
+    requests, lengths = random_work(
         rng,
         groups=int(rng.integers(1, 6)),
         size=int(rng.integers(1, 5)),
@@ -37,7 +37,7 @@ def play(scheduler, name, rng):
     )
     cluster = RandomCluster(
         scheduler,
-        asks,
+        requests,
         lengths,
         rng,
         kv_tokens=3 + limit + int(rng.integers(0, 60)),
@@ -65,7 +65,7 @@ def test_steps_finish_once_whatever_dies(name):
             scheduler = HistoPipe(HistoPipeConfig(steps, groups, share))
         else:
             scheduler = StepOrder(GroupFifo(seed=seed), name)
-        asks, lengths = random_steps(
+        requests, lengths = random_steps(
             rng,
             steps=steps,
             groups=int(rng.integers(1, 5)),
@@ -73,7 +73,7 @@ def test_steps_finish_once_whatever_dies(name):
             limit=int(rng.integers(2, 40)),
         )
         cluster = RandomCluster(
-            scheduler, asks, lengths, rng, kv_tokens=10**6, max_requests=99, budgeted=False
+            scheduler, requests, lengths, rng, kv_tokens=10**6, max_requests=99, budgeted=False
         )
         cluster.play(workers=int(rng.integers(1, 4)), deaths=float(rng.choice([0, 0.02, 0.1])))
         moved += scheduler.num_moved if name == "histopipe" else 0

@@ -10,9 +10,9 @@ from sched.policies.spot_training import Halt, Join, Lead, Promote, SpotCoordina
 BUSY, IDLE, TRAINING = WorkerState.BUSY, WorkerState.IDLE, WorkerState.TRAINING
 
 
-def begun(workers=3, min_idle_workers=1, group_of=None, data=True):
+def begun(workers=3, min_idle_workers=1, data=True):
     """A rollout runs, all have work, and there is data."""
-    coordinator = SpotCoordinator(min_idle_workers, group_of)
+    coordinator = SpotCoordinator(min_idle_workers)
     assert coordinator.data_ready(data) == []
     for worker in range(workers):
         assert coordinator.joined(worker) == []
@@ -37,14 +37,6 @@ def test_nobody_before_the_threshold():
     # below it again: the session goes on, and takes members
     assert c.work_arrived(1) == [Halt(1)] and c.work_arrived(3) == [Halt(3)]
     assert c.state(2) is TRAINING and c.idle(0) == [Join(0, 2)]
-
-
-def test_groups_have_sessions_of_their_own():
-    c = begun(4, min_idle_workers=2, group_of={0: 7, 1: 7, 2: 8, 3: 8})
-    assert c.idle(3) == [] and c.idle(0) == [Lead(3), Lead(0)]
-    assert c.idle(1) == [Join(1, 0)] and c.idle(2) == [Join(2, 3)]
-    assert (c.leader(7), c.leader(8), c.leader(9)) == (0, 3, None)
-    assert c.work_arrived(3) == [Halt(3), Promote(2)] and c.members(7) == (0, 1)
 
 
 def test_work_halts_a_member_at_once():
@@ -102,23 +94,22 @@ def test_who_is_lost_was_idle_or_busy():
 @pytest.mark.parametrize(
     "event",
     [
-        lambda c: c.idle(0),  # is idle already
+        lambda c: (c.data_ready(False), c.idle(0), c.idle(0)),  # is idle already
         lambda c: c.idle(1),  # trains: it has to be halted first
         lambda c: c.idle(9),
         lambda c: c.lost(9),
         lambda c: c.work_arrived(9),
         lambda c: c.joined(2),
-        lambda c: c.joined(3),  # is of no group
         lambda c: c.rollout_began(),
         lambda c: (c.rollout_ended(), c.rollout_ended()),
     ],
 )
-def test_what_cannot_be(event):
-    c = begun(4, min_idle_workers=3, group_of={0: 0, 1: 1, 2: 1, 3: 1})
+def test_impossible_events_are_refused(event):
+    c = begun(4, min_idle_workers=3)
     for worker in (1, 2, 3):
         c.idle(worker)
-    c.work_arrived(2), c.work_arrived(3), c.idle(0)
-    assert [c.state(w) for w in range(4)] == [IDLE, TRAINING, BUSY, BUSY]
+    c.work_arrived(2), c.work_arrived(3)
+    assert [c.state(w) for w in range(4)] == [BUSY, TRAINING, BUSY, BUSY]
     with pytest.raises(AssertionError):
         event(c)
 
@@ -136,7 +127,6 @@ class Fleet:
     """Workers that do as they are told. What a coordinator tells them wrongly fails here."""
 
     coordinator: SpotCoordinator
-    group_of: dict[int, int]
     min_idle: int
     states: dict[int, WorkerState] = dataclasses.field(default_factory=dict)
     leaders: dict[int, int] = dataclasses.field(default_factory=dict)  # of those that train
@@ -194,22 +184,17 @@ class Fleet:
         for worker, leader in self.leaders.items():
             assert self.states[worker] is TRAINING and self.runs and self.data
             assert self.leaders.get(leader) == leader, "a member without a live leader"
-            assert self.group_of[worker] == self.group_of[leader]
-        leaders = [self.group_of[leader] for leader in set(self.leaders.values())]
-        assert len(leaders) == len(set(leaders)), "two leaders in a group"
+        assert len(set(self.leaders.values())) <= 1, "two leaders"
         c = self.coordinator
         assert {w: c.state(w) for w in self.states} == self.states
-        for group in set(self.group_of.values()):
-            members = {w for w in self.leaders if self.group_of[w] == group}
-            assert set(c.members(group)) == members and len(c.members(group)) == len(members)
-            assert c.leader(group) == (self.leaders[min(members)] if members else None)
+        assert sorted(c.members()) == sorted(self.leaders)
+        assert c.leader() == next(iter(self.leaders.values()), None)
 
     def check_nobody_is_left_out(self):
         idle = [w for w, state in self.states.items() if state is IDLE]
         if self.runs and self.data:
             assert not idle or len(idle) + len(self.leaders) < self.min_idle
-            led = {self.group_of[w] for w in self.leaders}
-            assert not led & {self.group_of[w] for w in idle}
+            assert not (self.leaders and idle)
 
 
 EVENTS = ["joined", "lost", "idle", "idle", "idle", "work", "work", "rollout", "data"]
@@ -217,9 +202,8 @@ EVENTS = ["joined", "lost", "idle", "idle", "idle", "work", "work", "rollout", "
 
 def play(seed, make=SpotCoordinator, events=300):
     rng = np.random.default_rng(seed)
-    group_of = {worker: int(rng.integers(1 + seed % 3)) for worker in range(6)}
     min_idle = int(rng.integers(1, 5))
-    fleet = Fleet(make(min_idle, group_of), group_of, min_idle)
+    fleet = Fleet(make(min_idle), min_idle)
     for worker in range(4):
         fleet.play("joined", worker)
     fleet.play("rollout", 0), fleet.play("data", 0)

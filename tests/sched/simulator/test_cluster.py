@@ -18,7 +18,7 @@ from sched.request import Kv, RequestSpec
 from sched.simulator.cluster import Cluster, Simulation
 from sched.simulator.roofline import Accelerator, Efficiency, Instance, ModelShape
 from sched.simulator.worker import Plain, RoundPlan
-from sched.simulator.workloads import Workload, asks_for, draw_lengths, recorded
+from sched.simulator.workloads import Workload, draw_lengths, make_requests
 
 # rounds of exactly 1 s: nothing but overhead, and prefill and copies take next to nothing
 STEADY = Instance(
@@ -30,9 +30,9 @@ STEADY = Instance(
 # a prefill is a pass and takes its overhead as well: 1 s
 
 
-def simulate(scheduler, asks, lengths, *, workers=1, kv_tokens=10**6, requests=100, **more):
-    cluster = Cluster(more.pop("instance", STEADY), workers, requests, kv_tokens)
-    return Simulation(scheduler, cluster, lengths, keep_samples=True, **more).run(asks)
+def simulate(scheduler, requests, lengths, *, workers=1, kv_tokens=10**6, max_requests=100, **more):
+    cluster = Cluster(more.pop("instance", STEADY), workers, max_requests, kv_tokens)
+    return Simulation(scheduler, cluster, lengths, keep_samples=True, **more).run(requests)
 
 
 def fifo(chunk=10**6):
@@ -40,8 +40,8 @@ def fifo(chunk=10**6):
 
 
 def test_rounds_of_a_second_each_by_hand():
-    asks = [RequestSpec(0, 0, 5, 100), RequestSpec(1, 0, 5, 100), RequestSpec(2, 1, 5, 100)]
-    record = simulate(fifo(), asks, {0: 10, 1: 4, 2: 7})
+    requests = [RequestSpec(0, 0, 5, 100), RequestSpec(1, 0, 5, 100), RequestSpec(2, 1, 5, 100)]
+    record = simulate(fifo(), requests, {0: 10, 1: 4, 2: 7})
     # two prompts are computed, one after the other, before the first round; a group's once
     assert record.finish_s == pytest.approx({1: 6.0, 2: 9.0, 0: 12.0})
     assert record.tokens == 21 and record.completion_s == pytest.approx(12.0)
@@ -51,21 +51,21 @@ def test_rounds_of_a_second_each_by_hand():
 
 
 def test_a_worker_that_has_nothing_left_is_idle():
-    asks = [RequestSpec(0, 0, 5, 100), RequestSpec(1, 1, 5, 100)]
-    record = simulate(fifo(), asks, {0: 9, 1: 4}, workers=2)
+    requests = [RequestSpec(0, 0, 5, 100), RequestSpec(1, 1, 5, 100)]
+    record = simulate(fifo(), requests, {0: 9, 1: 4}, workers=2)
     assert record.finish_s == pytest.approx({1: 5.0, 0: 10.0})
     assert record.idle_fraction == pytest.approx(5 / 20)
 
 
 def test_the_tail_is_when_only_the_last_tenth_runs():
-    asks = [RequestSpec(i, i, 5, 1000) for i in range(20)]
-    record = simulate(fifo(), asks, {i: 10 * (i + 1) for i in range(20)})
+    requests = [RequestSpec(i, i, 5, 1000) for i in range(20)]
+    record = simulate(fifo(), requests, {i: 10 * (i + 1) for i in range(20)})
     assert record.tail_s == pytest.approx(20.0)  # from the 18th end to the 20th
 
 
 def test_chunks_move_to_where_room_is_and_come_from_the_pool():
-    asks = [RequestSpec(0, 0, 5, 100), RequestSpec(1, 1, 5, 100), RequestSpec(2, 2, 5, 100)]
-    record = simulate(fifo(chunk=6), asks, {0: 20, 1: 3, 2: 20}, workers=2, kv_tokens=30)
+    requests = [RequestSpec(0, 0, 5, 100), RequestSpec(1, 1, 5, 100), RequestSpec(2, 2, 5, 100)]
+    record = simulate(fifo(chunk=6), requests, {0: 20, 1: 3, 2: 20}, workers=2, kv_tokens=30)
     # the short one leaves its worker empty: one of the others moves there, and both stay
     assert record.migrations == 1
     assert sum(w.copied_tokens for w in record.workers) == 5 + 6
@@ -73,8 +73,8 @@ def test_chunks_move_to_where_room_is_and_come_from_the_pool():
 
 
 def test_without_room_the_latest_is_preempted_and_its_tokens_are_computed_again():
-    asks = [RequestSpec(0, 0, 10, 100), RequestSpec(1, 1, 10, 100)]
-    record = simulate(GroupFifo(seed=0), asks, {0: 30, 1: 30}, kv_tokens=50)
+    requests = [RequestSpec(0, 0, 10, 100), RequestSpec(1, 1, 10, 100)]
+    record = simulate(GroupFifo(seed=0), requests, {0: 30, 1: 30}, kv_tokens=50)
     # together they have 50 positions after 15 rounds each; then one waits for the other
     assert record.preemptions == 1
     assert record.workers[0].prefilled_tokens == 20 + 25
@@ -97,16 +97,16 @@ def test_lanes_run_at_their_own_pace():
         def plan(self, worker_id, counts, positions):
             return RoundPlan(STEADY.round_cost(sum(counts)), (1.0, 2.5))
 
-    asks = [RequestSpec(0, 0, 5, 100), RequestSpec(1, 0, 5, 100)]
-    record = simulate(fifo(), asks, {0: 20, 1: 20}, pace=TwoLanes())
+    requests = [RequestSpec(0, 0, 5, 100), RequestSpec(1, 0, 5, 100)]
+    record = simulate(fifo(), requests, {0: 20, 1: 20}, round_model=TwoLanes())
     assert record.finish_s == pytest.approx({1: 9.0, 0: 21.0})
 
 
-def round_by_round(instance, asks, lengths, kv_tokens):
+def round_by_round(instance, requests, lengths, kv_tokens):
     """One worker that admits all at once, a round at a time: what the fluid stands for."""
-    left, positions = dict(lengths), sum(a.prompt_tokens for a in asks)
-    total = {a.request_id: a.prompt_tokens for a in asks}
-    now_s = sum(instance.prefill_seconds(a.prompt_tokens) for a in asks)
+    left, positions = dict(lengths), sum(a.prompt_tokens for a in requests)
+    total = {a.request_id: a.prompt_tokens for a in requests}
+    now_s = sum(instance.prefill_seconds(a.prompt_tokens) for a in requests)
     finish_s = {}
     while left:
         now_s += instance.round_seconds(len(left), positions)
@@ -131,10 +131,10 @@ def test_the_fluid_agrees_with_single_rounds(seed):
         1,
         Efficiency(1, 1, 0.01, 0, 1),
     )
-    asks = [RequestSpec(i, i, 7, 1000) for i in range(12)]
+    requests = [RequestSpec(i, i, 7, 1000) for i in range(12)]
     lengths = {i: int(n) for i, n in enumerate(rng.integers(1, 400, 12))}
-    record = simulate(fifo(), asks, lengths, instance=instance)
-    wanted = round_by_round(instance, asks, lengths, 10**6)
+    record = simulate(fifo(), requests, lengths, instance=instance)
+    wanted = round_by_round(instance, requests, lengths, 10**6)
     assert record.finish_s == pytest.approx(wanted, rel=0.01)
 
 
@@ -142,11 +142,11 @@ def test_the_fluid_agrees_with_single_rounds(seed):
 def test_every_policy_finishes_all_within_memory_and_repeats(name):
     workload = Workload(30, 4, 60, 400, prompt_tokens=10)
     lengths = draw_lengths(workload, seed=1)
-    asks, by_number = asks_for(workload, lengths, known=True)
+    requests, by_number = make_requests(workload, lengths, known=True)
 
     def run():
         scheduler = make_scheduler(name, seed=3, chunk_tokens=50)
-        return simulate(scheduler, asks, by_number, workers=3, kv_tokens=1000)
+        return simulate(scheduler, requests, by_number, workers=3, kv_tokens=1000)
 
     record, again = run(), run()
     assert record.finish_s == again.finish_s
@@ -178,10 +178,10 @@ def test_lengths_have_the_mean_that_was_asked_for_and_groups_are_alike():
     assert between / (between + logs.var(axis=1, ddof=1).mean()) == pytest.approx(0.8, abs=0.05)
     assert (draw_lengths(workload, seed=0) == lengths).all()
     assert (draw_lengths(workload, seed=1) != lengths).any()
-    asks, by_number = asks_for(workload, lengths)
-    assert [a.group_id for a in asks[:3]] == [0, 1, 2] and asks[0].expected_tokens is None
+    requests, by_number = make_requests(workload, lengths)
+    assert [a.group_id for a in requests[:3]] == [0, 1, 2] and requests[0].expected_tokens is None
     assert by_number[8 * 5 + 3] == lengths[5, 3]
-    assert collections.Counter(a.group_id for a in asks) == dict.fromkeys(range(400), 8)
+    assert collections.Counter(a.group_id for a in requests) == dict.fromkeys(range(400), 8)
 
 
 def test_workloads_that_cannot_be():
@@ -189,16 +189,13 @@ def test_workloads_that_cannot_be():
         Workload(1, 1, 50, 50)
     with pytest.raises(ValueError, match="group_share in 0"):
         Workload(1, 1, 5, 50, group_share=2)
-    with pytest.raises(ValueError, match="groups of one size"):
-        recorded([[1, 2], [3]])
-    assert recorded([[1, 2], [3, 4]]).tolist() == [[1, 2], [3, 4]]
 
 
 def test_starts_without_a_reservation_wait_on_the_worker():
     scheduler = GroupFifo(seed=0)
-    asks = tuple(RequestSpec(i, i, 40, 100) for i in range(3))
+    requests = tuple(RequestSpec(i, i, 40, 100) for i in range(3))
     scheduler.handle(WorkerJoined(0, 100, 10), 0.0)
-    actions = scheduler.handle(Submitted(asks), 0.0)
+    actions = scheduler.handle(Submitted(requests), 0.0)
     assert sorted(a.request_id for a in actions) == [0, 1, 2]
     assert all(isinstance(a, Start) and a.reserved_tokens == 0 for a in actions)
     assert {a.kv for a in actions} == {Kv.PREFILL}
@@ -208,13 +205,13 @@ def test_starts_without_a_reservation_wait_on_the_worker():
 def test_ranks_read_the_experts_that_the_requests_of_their_instance_meet():
     shape = ModelShape("experts", 0.0, 100, 1, 1.0, 0.0, 0, 80, 4, 1)
     device = Accelerator("x", 1e30, 10.0, 1e6, 1e30)
-    pace = Plain(Instance(device, shape, 1, Efficiency(1, 1, 0, 0, 1), num_ranks=2))
+    round_model = Plain(Instance(device, shape, 1, Efficiency(1, 1, 0, 0, 1), num_ranks=2))
     for worker_id, running in ((0, 1), (1, 3), (2, 5)):
-        pace.changed(worker_id, running)
+        round_model.changed(worker_id, running)
     # ranks 0 and 1 are one instance: half of the experts that four requests meet
-    assert pace.plan(0, (1,), 0.0).cost(0.0) == pytest.approx((20 + 40 * (1 - 0.75**4)) / 10)
-    pace.changed(1, 0)
-    assert pace.plan(0, (1,), 0.0).cost(0.0) == pytest.approx((20 + 40 * 0.25) / 10)
+    assert round_model.plan(0, (1,), 0.0).cost(0.0) == pytest.approx((20 + 40 * (1 - 0.75**4)) / 10)
+    round_model.changed(1, 0)
+    assert round_model.plan(0, (1,), 0.0).cost(0.0) == pytest.approx((20 + 40 * 0.25) / 10)
 
 
 # --- steps of training ------------------------------------------------------------------
@@ -238,12 +235,12 @@ def test_histopipe_fills_up_what_one_step_leaves_empty():
     """Two workers, a long and a short group each step: together they have the same to do."""
     past, lengths, steps = {0: 10, 1: 30}, {}, []
     for number in range(4):
-        asks = []
+        requests = []
         for prompt, tokens in past.items():
             n = 2 * number + prompt
             lengths[n] = tokens
-            asks.append(RequestSpec(n, n, 5, 100, None, (tokens,), number))
-        steps.append(asks)
+            requests.append(RequestSpec(n, n, 5, 100, None, (tokens,), number))
+        steps.append(requests)
 
     def run(scheduler):
         return Simulation(scheduler, Cluster(STEADY, 2, 10, 1000), lengths).run_steps(
@@ -257,7 +254,7 @@ def test_histopipe_fills_up_what_one_step_leaves_empty():
 
 
 def test_what_is_deferred_counts_for_the_next_step():
-    asks = [
+    requests = [
         [RequestSpec(2 * s + p, 2 * s + p, 5, 1000, None, (10 + 90 * p,), s) for p in range(2)]
         for s in range(2)
     ]
@@ -265,7 +262,7 @@ def test_what_is_deferred_counts_for_the_next_step():
     simulation = Simulation(
         HistoPipe(HistoPipeConfig(2, num_ranking_groups=2)), Cluster(STEADY, 2, 10, 10**4), lengths
     )
-    record = simulation.run_steps(asks, [0.0] * 2)
+    record = simulation.run_steps(requests, [0.0] * 2)
     assert record.deferred == 1
     # step 0 ends without request 1, which ran to 111 of its 500 tokens in 112 s
     assert record.trained_s[0] == pytest.approx(112.0)

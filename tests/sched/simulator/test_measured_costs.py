@@ -36,9 +36,9 @@ def test_moves_go_by_the_least_size_that_holds_them():
 def test_a_simulation_runs_on_it():
     """Two requests of 10 and 20 tokens on one worker of two rows: 20 rounds of two seconds."""
     flat = MeasuredCosts({(2, 1, 64): 2.0}, {63: (0.0, 0.0)})
-    asks = [RequestSpec(0, 0, 4, 30), RequestSpec(1, 0, 4, 30)]
+    requests = [RequestSpec(0, 0, 4, 30), RequestSpec(1, 0, 4, 30)]
     scheduler = make_scheduler("group_fifo", seed=0, chunk_tokens=8)
-    record = Simulation(scheduler, Cluster(flat, 1), {0: 10, 1: 20}).run(asks)
+    record = Simulation(scheduler, Cluster(flat, 1), {0: 10, 1: 20}).run(requests)
     assert record.finish_s == pytest.approx({0: 20.0, 1: 40.0})
 
 

@@ -7,15 +7,15 @@ import itertools
 import numpy as np
 import pytest
 
-from sched.simulator.ladder import Ladder
 from sched.simulator.specactor import (
     LinearTime,
     assign_drafters,
     best_request_plan,
-    coupled_tokens,
     decoupled_tokens,
+    own_plan,
     plan,
-    reconfigure,
+    rank_methods,
+    sequential_tokens,
 )
 
 
@@ -24,8 +24,8 @@ def test_expected_tokens_of_a_window():
     assert decoupled_tokens(0.6, 1) == pytest.approx(0.4 * 0.5 + 0.6)
     assert decoupled_tokens(0.5, 2) == pytest.approx(0.5 * 0.5 + 0.25 * 1.0 + 2 * 0.25)
     assert decoupled_tokens(1.0, 7) == 7 and decoupled_tokens(0.0, 7) == 0.5
-    assert coupled_tokens(0.5, 2) == pytest.approx(1.75)
-    assert coupled_tokens(1.0, 7) == 8 and coupled_tokens(0.0, 7) == 1
+    assert sequential_tokens(0.5, 2) == pytest.approx(1.75)
+    assert sequential_tokens(1.0, 7) == 8 and sequential_tokens(0.0, 7) == 1
 
 
 def test_coupled_tokens_are_the_mean_of_draws():
@@ -33,7 +33,7 @@ def test_coupled_tokens_are_the_mean_of_draws():
     right = rng.random((200_000, 4)) < 0.7
     run = np.cumprod(right, axis=1).sum(axis=1)
     # 5 standard errors of the mean: a false alarm in 1.7 million
-    assert coupled_tokens(0.7, 4) == pytest.approx((run + 1).mean(), abs=5 * run.std() / 447)
+    assert sequential_tokens(0.7, 4) == pytest.approx((run + 1).mean(), abs=5 * run.std() / 447)
 
 
 def draft(devices):
@@ -73,13 +73,9 @@ def test_windows_stop_where_drafting_takes_as_long_as_verifying():
     assert plan(1, 2, (1,), slow, verify, 0.99).window <= 2
 
 
-def test_only_requests_below_the_average_are_planned_anew():
+def test_a_request_that_is_accepted_less_drafts_less_far_ahead():
     found = plan(64, 16, (4,), draft, verify, 0.8)
-    acceptance = {1: 0.9, 2: 0.8, 3: 0.1}
-    plans = reconfigure(acceptance, found, draft, verify)
-    assert plans.keys() == {3}
-    assert plans[3].window < found.window
-    assert reconfigure({}, found, draft, verify) == {}
+    assert own_plan(0.1, found, draft, verify).window < found.window
 
 
 def test_what_is_hardly_accepted_is_not_drafted_ahead():
@@ -112,14 +108,14 @@ def test_freed_workers_draft_for_those_that_are_accepted_least():
     assert assign_drafters(acceptance, ("small",), [], {}, {}, 2) == {}
 
 
-def test_the_ladder_picks_by_acceptance():
-    ladder = Ladder(
-        {"ngram": LinearTime(0.0, 0.001), "small": LinearTime(0.0, 0.2)},
-        lambda window: LinearTime(0.0, 1.0),
-    )
-    assert ladder.speedup("ngram", 0.0) == 1.0
-    assert ladder.speedup("ngram", 0.9) > ladder.speedup("ngram", 0.5) > 1
-    assert ladder.speedup("ngram", 0.7) > ladder.speedup("small", 0.7)
-    assert ladder.best({"ngram": 0.3, "small": 0.8}) == "small"
-    assert ladder.best({"ngram": 0.8, "small": 0.8}) == "ngram"
-    assert ladder.rank({"ngram": 0.3, "small": 0.8}) == ["small", "ngram"]
+def test_the_ladder_ranks_methods_by_what_they_gain_at_their_acceptance():
+    draft = {"ngram": LinearTime(0.0, 0.001), "small": LinearTime(0.0, 0.2)}
+
+    def rank(ngram, small):
+        return rank_methods(
+            {"ngram": ngram, "small": small}, draft, lambda window: LinearTime(0.0, 1.0)
+        )
+
+    assert rank(0.3, 0.8) == ["small", "ngram"]
+    assert rank(0.7, 0.7) == rank(0.8, 0.8) == ["ngram", "small"]
+    assert rank(0.0, 0.0) == ["ngram", "small"], "neither gains: the first"

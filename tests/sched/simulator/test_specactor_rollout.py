@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from sched.simulator.roofline import Accelerator, Efficiency, Instance, ModelShape
-from sched.simulator.specactor import DevicePlan, coupled_tokens
+from sched.simulator.specactor import DevicePlan, sequential_tokens
 from sched.simulator.specactor_rollout import (
-    COUPLED,
     DECOUPLED,
     DISAGGREGATED,
-    JUDGED_TOKENS,
+    OBSERVED_TOKENS,
     PLAIN,
+    SEQUENTIAL,
     Hardware,
     RequestTrace,
     SpecActorRollout,
@@ -46,16 +46,16 @@ def seconds(way, lengths=(100, 100, 100, 100), **more):
 def test_every_way_takes_what_its_rounds_take():
     found = DevicePlan(1, 1, 4, 0.0)
     assert seconds(Way(PLAIN, found)) == pytest.approx(100, abs=0.2)
-    coupled = 100 / coupled_tokens(0.8, 4) * (4 * 0.25 + 1)
-    assert seconds(Way(COUPLED, found)) == pytest.approx(coupled, abs=0.2)
+    sequential = 100 / sequential_tokens(0.8, 4) * (4 * 0.25 + 1)
+    assert seconds(Way(SEQUENTIAL, found)) == pytest.approx(sequential, abs=0.2)
     # half of the devices draft: the same rounds, as batches cost nothing here
-    assert seconds(Way(DISAGGREGATED, found)) == pytest.approx(coupled, abs=0.2)
+    assert seconds(Way(DISAGGREGATED, found)) == pytest.approx(sequential, abs=0.2)
     # of windows drafted ahead, the drafting is hidden: those after a whole one and its next token
     ahead = 0.8**5 / (1 - 0.8**4 + 0.8**5)
-    tokens = (1 - ahead) * coupled_tokens(0.8, 4) + ahead * coupled_tokens(0.8, 3)
+    tokens = (1 - ahead) * sequential_tokens(0.8, 4) + ahead * sequential_tokens(0.8, 3)
     decoupled = 100 / tokens * ((1 - ahead) * 2 + ahead * 1)
     assert seconds(Way(DECOUPLED, found)) == pytest.approx(decoupled, abs=0.2)
-    assert decoupled < coupled
+    assert decoupled < sequential
 
 
 def test_what_missed_is_in_no_verification_while_it_is_drafted_anew():
@@ -73,7 +73,7 @@ def test_what_missed_is_in_no_verification_while_it_is_drafted_anew():
 
 def test_units_hold_a_verifier_and_where_they_are_apart_its_drafter():
     found = DevicePlan(1, 1, 4, 0.0)
-    for mode, units in ((PLAIN, 4), (COUPLED, 4), (DISAGGREGATED, 2), (DECOUPLED, 2)):
+    for mode, units in ((PLAIN, 4), (SEQUENTIAL, 4), (DISAGGREGATED, 2), (DECOUPLED, 2)):
         assert SpecActorRollout(HARDWARE, trace([5] * 4), Way(mode, found)).num_units == units
 
 
@@ -87,7 +87,7 @@ def test_requests_below_the_average_get_plans_of_their_own():
     way = Way(DECOUPLED, found, reconfigure=True)
     # the second one is hardly ever right: after 1,000 tokens it is not drafted ahead for
     saved = SpecActorRollout(HARDWARE, mixed, way, step_s=1.0).seconds()
-    assert fixed * JUDGED_TOKENS / 3000 < saved < 0.7 * fixed
+    assert fixed * OBSERVED_TOKENS / 3000 < saved < 0.7 * fixed
     # what is right counts as what was measured says: nothing changes where that is the same
     same = dataclasses.replace(mixed, measured_R=np.full(2, 0.5))
     assert SpecActorRollout(HARDWARE, same, way, step_s=1.0).seconds() == fixed
@@ -96,11 +96,11 @@ def test_requests_below_the_average_get_plans_of_their_own():
 def test_freed_units_help_with_what_is_accepted_better():
     found = DevicePlan(1, 1, 2, 0.0)
     lengths = (10, 10, 10, 200)
-    alone = seconds(Way(COUPLED, found), lengths, p=0.2, others=0.9)
-    helped = seconds(Way(COUPLED, found, helpers=4), lengths, p=0.2, others=0.9)
+    alone = seconds(Way(SEQUENTIAL, found), lengths, p=0.2, others=0.9)
+    helped = seconds(Way(SEQUENTIAL, found, helpers=4), lengths, p=0.2, others=0.9)
     assert helped < 0.6 * alone
-    useless = seconds(Way(COUPLED, found, helpers=4), lengths, p=0.9, others=0.0)
-    assert useless == pytest.approx(seconds(Way(COUPLED, found), lengths, p=0.9), abs=0.2)
+    useless = seconds(Way(SEQUENTIAL, found, helpers=4), lengths, p=0.9, others=0.0)
+    assert useless == pytest.approx(seconds(Way(SEQUENTIAL, found), lengths, p=0.9), abs=0.2)
 
 
 def test_what_has_no_room_waits():
