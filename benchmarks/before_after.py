@@ -55,7 +55,7 @@ class Rollouts:
 
     def run(self, way: str) -> dict:
         """Seconds of one phase."""
-        from spec.budget.budget import Goodput
+        from spec.budget.goodput import Goodput
 
         drafter = budget = None
         if way == "history":

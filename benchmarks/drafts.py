@@ -29,10 +29,9 @@ import numpy as np
 
 from benchmarks import environment
 from benchmarks.draft_texts import Group, accepted_by_walk, save_groups, synthetic
-from spec.acceptance import of_round
-from spec.budget.budget import Aimd
+from spec.acceptance import round_acceptance
+from spec.budget.aimd import Aimd, WindowConfig
 from spec.budget.union import DrafterUnion
-from spec.budget.window import WindowConfig
 from spec.drafter import Drafter, LiveSlots
 from spec.retrieval import group as group_drafts
 from spec.retrieval import history, ngram, suffix_queries
@@ -163,7 +162,8 @@ def replay(
         if aimd:
             emitted_A = totals_A[alive_A] - before_A
             coming_AN = tokens_BL[alive_A[:, None], np.minimum(before_A[:, None] + steps_N, L - 1)]
-            aimd.observe(live, drafts, of_round(drafts, num_nodes + 1, coming_AN, emitted_A))
+            acceptance = round_acceptance(drafts, num_nodes + 1, coming_AN, emitted_A)
+            aimd.observe(live, drafts, acceptance)
         ended = totals_A[alive_A] >= ends_A[alive_A]
         if ended.any():
             drafter.finished(_live(group, tokens_BL, alive_A[ended], totals_A, ends_A))

@@ -32,7 +32,8 @@ from rl.engine.stats import RoundRecord, host_seconds, speculation_metrics
 from rl.trajectory import Trajectory
 from rl.warm_up import compile_buckets, round_times
 from sched.simulator.roofline import Instance
-from spec.budget.budget import Budget, Goodput
+from spec.budget.budget import Budget
+from spec.budget.goodput import Goodput
 from spec.round_times import RoundTimes
 from spec.sampling import step_key
 

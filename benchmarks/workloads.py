@@ -162,7 +162,7 @@ def replay(
     return Workload(name, model, params, requests, sampling, (), drafters)
 
 
-class Replay:
+class Replay(Drafter):
     """Chains that follow the known tokens; each draft token is right with `acceptance`."""
 
     def __init__(self, tokens: Mapping[int, np.ndarray], acceptance: float, vocab: int) -> None:

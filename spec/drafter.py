@@ -82,6 +82,19 @@ class Drafts(NamedTuple):
         return self.tokens_AN.shape[1]
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Acceptance:
+    """Which draft tokens were accepted; bool [A, N] as in their `Drafts`.
+
+    `accepted_AN` is the path that a request's next tokens took, `observed_AN` the draft tokens for
+    which that is known. `verified`: a round verified them; otherwise plain decoding went past.
+    """
+
+    verified: bool
+    accepted_AN: np.ndarray
+    observed_AN: np.ndarray
+
+
 def no_drafts(num_requests: int, max_nodes: int) -> Drafts:
     """Return empty drafts with room for `max_nodes` draft tokens a request."""
     A, N = num_requests, max_nodes
@@ -135,11 +148,21 @@ def _plant(  # type: ignore[no-untyped-def]
 
 
 class Drafter(Protocol):
-    """Proposes drafts. The engine calls `propose` once a round, `finished` as requests end.
+    """Proposes drafts; the engine calls `propose` once a round.
 
-    `max_nodes_A` is the most draft tokens that each request may get, at most `max_nodes`.
+    `skipped` names the drafters that a union of several is not to ask in the next round.
     """
 
-    def propose(self, live: LiveSlots, max_nodes_A: np.ndarray, max_nodes: int) -> Drafts: ...
+    skipped: frozenset[str] = frozenset()
 
-    def finished(self, live: LiveSlots) -> None: ...
+    def propose(self, live: LiveSlots, max_nodes_A: np.ndarray, max_nodes: int) -> Drafts:
+        """Draft up to `max_nodes_A` tokens for each live request, at most `max_nodes`."""
+        ...
+
+    def observe(self, drafts: Drafts, acceptance: Acceptance) -> None:
+        """Learn what was accepted of the last drafts."""
+        return
+
+    def finished(self, live: LiveSlots) -> None:
+        """Forget these requests, which have ended."""
+        return

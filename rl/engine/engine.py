@@ -176,7 +176,7 @@ class Engine(ModelRunner):
         rounds_A, emitted_A = rounds_B[live.rows_A], count_B[live.rows_A]
         if drafts is not None:
             tokens_AN = tokens_BN[live.rows_A]
-            speculator.judge(live, drafts, decision.num_nodes, tokens_AN, emitted_A)
+            speculator.observe(live, drafts, decision.num_nodes, tokens_AN, emitted_A)
         self.stats.timeline.append(
             RoundRecord(
                 began_s=began_s,

@@ -12,9 +12,8 @@ from models.transformer import Params
 from rl.engine.config import EngineConfig
 from rl.engine.model_runner import ModelRunner
 from rl.engine.stats import EngineStats
-from spec.acceptance import of_plain, of_round
+from spec.acceptance import plain_acceptance, round_acceptance
 from spec.budget.budget import Budget, DraftDecision
-from spec.budget.union import DrafterUnion
 from spec.drafter import Drafter, Drafts, LiveSlots
 from spec.sampling import SamplingConfig
 
@@ -70,8 +69,7 @@ class Speculator:
         most_A = np.minimum(most_A, (sizes[-1] if sizes else 1) - 1).astype(np.int32)
         if not most_A.any():
             return None, plain
-        if isinstance(self.drafter, DrafterUnion):
-            self.drafter.skipped = skipped
+        self.drafter.skipped = skipped
         drafts = self.drafter.propose(live, most_A, self._config.max_nodes - 1)
         if len(drafts.count_A) != len(live):
             raise ValueError(
@@ -82,7 +80,7 @@ class Speculator:
         rounds = min(decision.num_rounds, plain.num_rounds)
         return drafts, dataclasses.replace(decision, num_rounds=rounds)
 
-    def judge(
+    def observe(
         self,
         live: LiveSlots,
         drafts: Drafts,
@@ -90,15 +88,15 @@ class Speculator:
         tokens_AN: np.ndarray,
         emitted_A: np.ndarray,
     ) -> None:
-        """Tell the budget what became of the draft tokens, and count those that were tried."""
+        """Tell budget and drafter which draft tokens were accepted, and count the verified ones."""
         if num_nodes == 1:
-            acceptance = of_plain(drafts, tokens_AN, emitted_A)
+            acceptance = plain_acceptance(drafts, tokens_AN, emitted_A)
         else:
-            acceptance = of_round(drafts, num_nodes, tokens_AN, emitted_A)
+            acceptance = round_acceptance(drafts, num_nodes, tokens_AN, emitted_A)
             self._stats.count(drafts, acceptance)
         self.budget.observe(live, drafts, acceptance)
-        if isinstance(self.drafter, DrafterUnion):
-            self.drafter.judged(drafts, acceptance)
+        assert self.drafter is not None, "its drafts were verified"
+        self.drafter.observe(drafts, acceptance)
 
     def finished(self, live: LiveSlots) -> None:
         """These requests have ended."""

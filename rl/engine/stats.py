@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 
 from models.folder import replace_file
-from spec.acceptance import Acceptance
-from spec.drafter import Drafts, Source
+from spec.drafter import Acceptance, Drafts, Source
 
 TIMELINE_FILE = "timeline.json"
 

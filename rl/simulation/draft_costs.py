@@ -1,7 +1,7 @@
 """Rounds with draft tokens in the simulator, decided by the budgets and windows of `spec`.
 
 Here the two packages meet: a `sched.simulator.worker.RoundModel` asks the very objects that decide
-in an engine's rounds, `spec.budget.budget` and `spec.budget.window`, with a roofline's seconds
+in an engine's rounds, `spec.budget.budget` and `spec.budget.aimd`, with a roofline's seconds
 instead of measured ones, and with probabilities instead of drafts.
 """
 
@@ -17,8 +17,8 @@ import numpy as np
 from sched.simulator.roofline import Instance, RoundCost
 from sched.simulator.specactor import sequential_tokens
 from sched.simulator.worker import Neighbours, RoundPlan
+from spec.budget.aimd import WindowConfig, next_windows
 from spec.budget.budget import Budget
-from spec.budget.window import WindowConfig, next_windows
 from spec.drafter import Drafts, LiveSlots
 from spec.round_times import RoundTimes
 
@@ -139,7 +139,7 @@ class WindowMean:
 
 
 def window_mean(config: WindowConfig, p: float, found: float = 1.0) -> WindowMean:
-    """The stationary mean of `spec.budget.window` where each draft token is right with probability
+    """The stationary mean of `spec.budget.aimd` where each draft token is right with probability
     p.
 
     Draft tokens are found with probability `found`; a request without any keeps its window, and
@@ -179,7 +179,7 @@ def _windows(config: WindowConfig) -> list[int]:
 class Windowed:
     """HistoSpec's windows, one lane: rounds of mean size, plain where that brings more.
 
-    The gate is that of `spec.budget.budget.Aimd`: trees where they take less than their tokens'
+    The gate is that of `spec.budget.aimd.Aimd`: trees where they take less than their tokens'
     worth of plain rounds.
     """
 

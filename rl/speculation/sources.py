@@ -23,8 +23,9 @@ from rl.runtime.waits import Hang, Patience, result_of
 from rl.speculation.device_drafters import NO_DRAFTERS, DeviceDrafters
 from spec.budget.bandit import BegMab
 from spec.budget.bandit_budget import BanditBudget, TunerConfig, make_bandit
-from spec.budget.budget import Budget, make_budget
-from spec.budget.device_turns import LEARNED, MODEL
+from spec.budget.budget import Budget
+from spec.budget.by_name import make_budget
+from spec.budget.device_gate import LEARNED, MODEL
 from spec.budget.union import DrafterUnion
 from spec.drafter import Drafter
 from spec.retrieval import history

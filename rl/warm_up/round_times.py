@@ -25,7 +25,7 @@ from rl.speculation.learned_drafter import LearnedDrafter
 from rl.trajectory import Request
 from rl.warm_up import compile_buckets
 from rl.warm_up.measured_run import read_rounds, write_rounds
-from spec.budget.device_turns import DeviceDrafter
+from spec.budget.device_gate import DeviceDrafter
 from spec.budget.union import DrafterUnion
 from spec.drafter import LiveSlots, plant
 from spec.retrieval.group import GroupDrafter

@@ -13,12 +13,11 @@ from typing import cast
 
 import numpy as np
 
-from spec.acceptance import Acceptance
 from spec.budget.bandit import BanditConfig, BegMab, Strategy
-from spec.budget.budget import DraftDecision, size_for
-from spec.budget.device_turns import DEVICE_SOURCES, LEARNED, DeviceDrafter
+from spec.budget.budget import Budget, DraftDecision, size_for
+from spec.budget.device_gate import DEVICE_SOURCES, LEARNED, DeviceDrafter
 from spec.budget.union import DrafterUnion
-from spec.drafter import Drafts, LiveSlots
+from spec.drafter import Acceptance, Drafts, LiveSlots
 from spec.round_times import RoundTimes
 
 PLAIN = Strategy("plain", (), 0, 0, 0)
@@ -26,13 +25,13 @@ PLAIN = Strategy("plain", (), 0, 0, 0)
 
 @dataclasses.dataclass(frozen=True)
 class TunerConfig:
-    """What `Speculation.budget = "bandit"` chooses among, and how.
+    """The choices of `Speculation.budget = "bandit"`, and how they are made.
 
     Range i of batch sizes begins with `thresholds[i]` and verifies `verify_tokens[i]` draft tokens
-    a request; a last threshold without such has plain decoding alone. In each range the arms are
-    every drafter by itself, all that find draft tokens in texts, all of them, and plain decoding;
-    with a drafter on the device once for each of `depths`. With probability `epsilon` any of them
-    is taken, else the one with the best median of its last `window` rewards.
+    a request; one threshold more than that adds a range of plain decoding alone. In each range the
+    arms are every drafter by itself, all that read texts, all of them, and plain decoding; an arm
+    with a drafter on the device exists once for each of `depths`. With probability `epsilon` a
+    random arm is taken, else the one with the best median of its last `window` rewards.
     """
 
     thresholds: tuple[int, ...] = (1, 9, 33)
@@ -58,7 +57,7 @@ class TunerConfig:
 
 
 def strategies(config: TunerConfig, sources: Sequence[str], top_k: int) -> list[Strategy]:
-    """The arms for these drafters."""
+    """Return the arms for these drafters."""
     found = tuple(s for s in sources if s not in DEVICE_SOURCES)
     together = [found, tuple(sources)] if len(found) > 1 else [tuple(sources)]
     choices = list(dict.fromkeys([*((s,) for s in sources), *together]))
@@ -73,7 +72,7 @@ def strategies(config: TunerConfig, sources: Sequence[str], top_k: int) -> list[
 
 
 def node_counts(config: TunerConfig, num_slots: int) -> set[int]:
-    """Nodes of the trees that rounds of so many slots may have, before they are rounded up."""
+    """Return the tree sizes of rounds of this many slots, before they are rounded up."""
     least, most = _batch_size(1, num_slots), num_slots
     ends = (*config.thresholds[1:], most + 1)
     ranges = zip(config.thresholds, ends, config.verify_tokens, strict=False)
@@ -81,18 +80,18 @@ def node_counts(config: TunerConfig, num_slots: int) -> set[int]:
 
 
 def _batch_size(num_requests: int, num_slots: int) -> int:
-    """A round costs by its bucket of slots: it counts as more than half of them."""
+    """Return the batch size that a round counts as: its cost is that of its bucket of slots."""
     return max(num_requests, num_slots // 2 + 1)
 
 
 def make_bandit(config: TunerConfig, sources: Sequence[str], top_k: int, seed: int) -> BegMab:
-    """A worker's tuner; it lives as long as the run."""
+    """Return a worker's bandit, which lives as long as the run."""
     bandit = BanditConfig(config.thresholds, config.epsilon, config.window, everywhere=True)
     return BegMab(strategies(config, sources, top_k), bandit, seed)
 
 
-class BanditBudget:
-    """One phase's budget by a bandit that goes on from phase to phase."""
+class BanditBudget(Budget):
+    """The budget of one rollout, by a bandit that learns from rollout to rollout."""
 
     def __init__(self, bandit: BegMab, times: RoundTimes, union: DrafterUnion) -> None:
         self._bandit, self._times, self._union = bandit, times, union
@@ -102,7 +101,7 @@ class BanditBudget:
     def skips(self, live: LiveSlots, num_slots: int, num_positions: int) -> frozenset[str]:
         self._bucket, self._batch = (num_slots, num_positions), _batch_size(len(live), num_slots)
         self._strategy = strategy = self._bandit.select(self._batch)
-        if strategy == PLAIN:  # what it brings is known
+        if strategy == PLAIN:  # its reward is known
             self._record(np.zeros(len(live)), 1)
         for name in DEVICE_SOURCES.keys() & strategy.sources:
             cast(DeviceDrafter, self._union.named(name)).depth = strategy.depth
@@ -119,7 +118,7 @@ class BanditBudget:
         num_slots: int,
         num_positions: int,
     ) -> DraftDecision:
-        # as many nodes as the strategy has: of each range one size is compiled
+        # as many nodes as the strategy has: one size of each range is compiled
         size = size_for(self._strategy.verify_tokens, sizes)
         fits = size > self._strategy.verify_tokens
         self._size = size if fits and drafts.count_A.any() else 1
@@ -133,7 +132,7 @@ class BanditBudget:
     def _record(self, accepted_A: np.ndarray, num_nodes: int) -> None:
         (num_slots, num_positions), strategy = self._bucket, self._strategy
         round_s = self._times(num_slots, num_nodes, num_positions)
-        if round_s is not None:  # a bucket that was not measured teaches nothing
+        if round_s is not None:  # nothing is learned from a bucket that was not measured
             for name in strategy.sources:
                 round_s += self._times.draft(name, num_slots, strategy.depth, num_positions)
             mean_accepted = float(accepted_A.mean())

@@ -1,8 +1,8 @@
 """Several drafters as one: the union of their trees, the likeliest draft tokens first.
 
-A draft token that two drafters share counts once, with the higher of their probabilities, and
-belongs to the one that gave it. So the best of the union is never worth less than the
-best of any one of them.
+A draft token that two drafters share counts once, with the higher of their probabilities and the
+source that gave it. So the best of the union is worth at least the best of any one of them.
+K = drafters, A = live requests, N = draft tokens.
 """
 
 from __future__ import annotations
@@ -12,29 +12,22 @@ from collections.abc import Sequence
 import numba
 import numpy as np
 
-from spec.acceptance import Acceptance
-from spec.drafter import Drafter, Drafts, LiveSlots, Source, no_drafts
+from spec.drafter import Acceptance, Drafter, Drafts, LiveSlots, Source, no_drafts
 
-WORTH_ASKING = (
-    0.03  # right draft tokens a request and round; a source that brings fewer has to wait
-)
+WORTH_ASKING = 0.03  # accepted draft tokens a request and round; with fewer a drafter has to wait
 ASKED_AGAIN = 16  # rounds
-MEMORY = 0.95  # of what sources brought, a round
+DECAY = 0.95  # of the counts of each drafter, a round
 
 
-class DrafterUnion:
-    """The drafter that asks all of `drafters`, those that bring next to nothing more rarely.
+class DrafterUnion(Drafter):
+    """Asks all of `drafters`, those that bring next to nothing more rarely.
 
-    `names` are what `skipped` calls them by: those named there are not asked.
+    `names` are the names that `skipped` may have.
     """
 
-    def __init__(
-        self,
-        drafters: Sequence[Drafter],
-        names: Sequence[str] = (),
-    ) -> None:
+    def __init__(self, drafters: Sequence[Drafter], names: Sequence[str] = ()) -> None:
         assert drafters, "a union of nothing"
-        self.names, self.skipped = tuple(names), frozenset[str]()
+        self.names = tuple(names)
         self._drafters = tuple(drafters)
         self._asked = np.zeros(len(self._drafters))
         self._accepted = np.zeros(len(self._drafters))
@@ -58,15 +51,14 @@ class DrafterUnion:
         return drafts[0] if len(drafts) == 1 else merge(drafts, max_nodes_A)
 
     def named(self, name: str) -> Drafter | None:
-        """The drafter of that name, if there is one."""
+        """Return the drafter of that name, if there is one."""
         return dict(zip(self.names, self._drafters, strict=False)).get(name)
 
-    def judged(self, drafts: Drafts, acceptance: Acceptance) -> None:
-        """What became of the last round's draft tokens."""
-        right = np.bincount(drafts.sources_AN[acceptance.accepted_AN], minlength=len(Source))
+    def observe(self, drafts: Drafts, acceptance: Acceptance) -> None:
+        accepted = np.bincount(drafts.sources_AN[acceptance.accepted_AN], minlength=len(Source))
         for k, source in self._last.items():
-            self._asked[k] = MEMORY * self._asked[k] + len(drafts.count_A)
-            self._accepted[k] = MEMORY * self._accepted[k] + right[source]
+            self._asked[k] = DECAY * self._asked[k] + len(drafts.count_A)
+            self._accepted[k] = DECAY * self._accepted[k] + accepted[source]
 
     def finished(self, live: LiveSlots) -> None:
         for drafter in self._drafters:
@@ -74,76 +66,54 @@ class DrafterUnion:
 
 
 def merge(drafts: Sequence[Drafts], max_nodes_A: np.ndarray) -> Drafts:
-    """The union of each request's trees, cut to its `max_nodes_A` likeliest draft tokens."""
+    """Return the union of each request's trees, cut to its `max_nodes_A` likeliest draft tokens."""
     A, N = drafts[0].tokens_AN.shape
     out = no_drafts(A, N)
-    _merge(
-        np.stack([d.tokens_AN for d in drafts]),
-        np.stack([d.parents_AN for d in drafts]),
-        np.stack([d.prob_AN for d in drafts]),
-        np.stack([d.sources_AN for d in drafts]),
-        np.stack([d.count_A for d in drafts]),
-        np.minimum(max_nodes_A, N).astype(np.int32),
-        out.tokens_AN,
-        out.parents_AN,
-        out.prob_AN,
-        out.sources_AN,
-        out.count_A,
-    )
+    trees = Drafts(*map(np.stack, zip(*drafts, strict=True)))
+    _merge(trees, np.minimum(max_nodes_A, N).astype(np.int32), out)
     return out
 
 
 @numba.njit(cache=True, nogil=True)
-def _merge(  # type: ignore[no-untyped-def]
-    tokens_KAN,
-    parents_KAN,
-    prob_KAN,
-    sources_KAN,
-    count_KA,
-    most_A,
-    out_tokens_AN,
-    out_parents_AN,
-    out_prob_AN,
-    out_sources_AN,
-    out_count_A,
-):
-    K, A, N = tokens_KAN.shape
+def _merge(trees, most_A, out):  # type: ignore[no-untyped-def]
+    """Write the union of K drafters' `trees`, whose arrays have a leading axis K."""
+    K, A, N = trees.tokens_AN.shape
     M = K * N  # nodes of a union at most
     token, parent = np.empty(M, np.int32), np.empty(M, np.int32)
     prob, source = np.empty(M, np.float32), np.empty(M, np.uint8)
     child, sibling = np.empty(M + 1, np.int32), np.empty(M, np.int32)  # child[0]: of the root
-    here = np.empty(N, np.int32)  # where a source's nodes are in the union
-    place = np.empty(M, np.int32)  # where the union's nodes are in the result
+    here = np.empty(N, np.int32)  # where a drafter's nodes are in the union
+    rank = np.empty(M, np.int32)  # where the union's nodes are in the result
     for a in range(A):
         size = 0
         child[0] = -1
         for k in range(K):
-            for i in range(count_KA[k, a]):
-                above = -1
-                if parents_KAN[k, a, i] >= 0:
-                    above = here[parents_KAN[k, a, i]]
+            for i in range(trees.count_A[k, a]):
+                above = trees.parents_AN[k, a, i]
+                if above >= 0:
+                    above = here[above]
                 node = child[above + 1]
-                while node >= 0 and token[node] != tokens_KAN[k, a, i]:
+                while node >= 0 and token[node] != trees.tokens_AN[k, a, i]:
                     node = sibling[node]
                 if node < 0:
                     node, size = size, size + 1
-                    token[node], parent[node] = tokens_KAN[k, a, i], above
+                    token[node], parent[node] = trees.tokens_AN[k, a, i], above
                     prob[node], source[node] = -1.0, 0
                     sibling[node], child[above + 1], child[node + 1] = child[above + 1], node, -1
-                if prob_KAN[k, a, i] > prob[node]:
-                    prob[node], source[node] = prob_KAN[k, a, i], sources_KAN[k, a, i]
+                if trees.prob_AN[k, a, i] > prob[node]:
+                    prob[node], source[node] = trees.prob_AN[k, a, i], trees.sources_AN[k, a, i]
                 here[i] = node
-        # parents are worth at least as much as their children, and come first among equals
+        # a parent's probability is at least its children's, and it comes first among equals
         chosen = min(most_A[a], size)
         for n in range(size):
-            place[n] = -1
+            rank[n] = -1
         for n in range(chosen):
             best = -1
             for node in range(size):
-                if place[node] < 0 and (best < 0 or prob[node] > prob[best]):
+                if rank[node] < 0 and (best < 0 or prob[node] > prob[best]):
                     best = node
-            place[best] = n
-            out_tokens_AN[a, n], out_prob_AN[a, n] = token[best], prob[best]
-            out_parents_AN[a, n] = -1 if parent[best] < 0 else place[parent[best]]
-            out_sources_AN[a, n] = source[best]
-        out_count_A[a] = chosen
+            rank[best] = n
+            out.tokens_AN[a, n], out.prob_AN[a, n] = token[best], prob[best]
+            out.parents_AN[a, n] = -1 if parent[best] < 0 else rank[parent[best]]
+            out.sources_AN[a, n] = source[best]
+        out.count_A[a] = chosen

@@ -23,7 +23,7 @@ from spec import cache_rows
 from spec.buckets import bucket, buckets
 from spec.draft_model.cached_rows import CachedRows
 from spec.draft_model.steps import COLUMNS, Draws, catch_up, draft_chains, empty_cache, unpack
-from spec.drafter import Drafts, LiveSlots, Source, no_drafts
+from spec.drafter import Drafter, Drafts, LiveSlots, Source, no_drafts
 from spec.sampling import SamplingConfig
 from spec.tree import PADDING
 
@@ -81,7 +81,7 @@ class ChainConfig:
         return min(num_rows, max(1, self.pass_tokens // width))
 
 
-class DraftModelDrafter:
+class DraftModelDrafter(Drafter):
     """Chains of a draft model: its `likeliest` tokens, or its own draws (`shared_noise`).
 
     Coupled draft tokens are drawn with the noise that the policy will draw with (noise by

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from models.kv_cache import KVCache
-from spec.drafter import Drafts, LiveSlots, Source, no_drafts
+from spec.drafter import Drafter, Drafts, LiveSlots, Source, no_drafts
 from spec.eagle import tree_search
 from spec.eagle.model import EagleConfig, EagleParams, SharedParams
 from spec.eagle.tree_search import Noise
@@ -57,7 +57,7 @@ class Weights:
     frozen: SharedParams
 
 
-class EagleDrafter:
+class EagleDrafter(Drafter):
     """The drafter of one worker for one phase.
 
     `features` gives the hidden states of the engine's rows as they are now, [B, 1, S, W]; `put`

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from spec.drafter import Drafts, LiveSlots, Source
+from spec.drafter import Drafter, Drafts, LiveSlots, Source
 from spec.per_request import RequestIndex, with_room
 from spec.retrieval.suffix_drafter import NO_TREE, RequestFollowers
 from spec.retrieval.suffix_forest import ProposalRule, SuffixForest
@@ -127,7 +127,7 @@ class DraftClient:
         self._followers.forget(request_ids)
 
 
-class GroupDrafter:
+class GroupDrafter(Drafter):
     """Feeds a server with the live requests' tokens, `update_tokens` at a time, and drafts.
 
     `server` is shared by the drafters of several workers; None: one of its own.

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from spec.drafter import Drafts, LiveSlots, Source
+from spec.drafter import Drafter, Drafts, LiveSlots, Source
 from spec.retrieval.suffix_drafter import NO_TREE, RequestFollowers, with_prompt_tail
 from spec.retrieval.suffix_forest import ProposalRule, SuffixForest
 from spec.reuse.rollout_cache import RolloutCache
@@ -61,7 +61,7 @@ def build_index(
     return HistoryIndex(forest, trees)
 
 
-class HistoryDrafter:
+class HistoryDrafter(Drafter):
     """Each request follows its prompt's tree; `keys` names the prompt of a group."""
 
     def __init__(

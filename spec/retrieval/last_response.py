@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numba
 import numpy as np
 
-from spec.drafter import Drafts, LiveSlots, Source, no_drafts
+from spec.drafter import Drafter, Drafts, LiveSlots, Source, no_drafts
 from spec.tree import PADDING
 
 REACH = 16  # how far the old response is searched for the last two tokens, to either side
@@ -30,7 +30,7 @@ class _Texts(NamedTuple):
     shift_F: np.ndarray
 
 
-class LastResponseDrafter:
+class LastResponseDrafter(Drafter):
     """Drafts a chain a request out of `cached`: last epoch's response by request id."""
 
     def __init__(self, cached: Mapping[int, np.ndarray]) -> None:
@@ -57,9 +57,6 @@ class LastResponseDrafter:
         )
         drafts.sources_AN[:] = Source.LAST
         return drafts
-
-    def finished(self, live: LiveSlots) -> None:
-        """Keep everything: a rollout's requests are known from its start."""
 
 
 @numba.njit(cache=True, nogil=True)

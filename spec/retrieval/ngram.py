@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from spec.drafter import Drafts, LiveSlots, Source
+from spec.drafter import Drafter, Drafts, LiveSlots, Source
 from spec.per_request import RequestIndex, with_room
 from spec.retrieval.suffix_drafter import NO_TREE, RequestFollowers
 from spec.retrieval.suffix_forest import ProposalRule, SuffixForest
@@ -14,7 +14,7 @@ RULE = ProposalRule(longest=8, shortest=2, max_children=2, prior=0.5, min_prob=0
 TREE, SEQUENCE, KNOWN = range(3)
 
 
-class NgramDrafter:
+class NgramDrafter(Drafter):
     """A tree per live request, which holds its own text."""
 
     def __init__(self, rule: ProposalRule = RULE) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from parity_model import MODEL
 
 from rl.trajectory import Origin
-from spec.drafter import LiveSlots, stack
+from spec.drafter import Drafter, LiveSlots, stack
 from spec.tree import NO_DRAFT, Draft, chain
 
 V = MODEL.vocab_size
@@ -38,7 +38,7 @@ class View(NamedTuple):
     response_ids: list[int]
 
 
-class Knowing:
+class Knowing(Drafter):
     """Base: knows every request's tokens; counts calls and who finished."""
 
     def __init__(self, golden, seed: int = 0) -> None:

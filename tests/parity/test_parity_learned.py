@@ -12,6 +12,7 @@ from rl.engine.engine import Engine
 from rl.speculation.learned_drafter import LearnedDrafter
 from spec.budget.budget import FixedBudget
 from spec.budget.union import DrafterUnion
+from spec.drafter import Drafter
 from spec.eagle import model as eagle
 from spec.eagle.drafter import TreeConfig
 from spec.eagle.model import EagleWeights
@@ -132,7 +133,7 @@ def test_the_check_of_states_notices_one_that_is_out_of_step(rollout, params, ke
     assert out_of_step(params, moved, engine.feature_layers) > 100 * TOLERANCE
 
 
-class NowAndThen:
+class NowAndThen(Drafter):
     """Draft tokens in two rounds of three: what plain rounds bring must be absorbed later."""
 
     def __init__(self, drafter):
@@ -155,7 +156,7 @@ def test_absorbed_along_the_way_is_as_good_as_all_at_once(golden, rollout, param
     context = engine.drafter_context(params, SAMPLINGS["plain"], STEP_KEY)
     same = []
 
-    class Compared:
+    class Compared(Drafter):
         def __init__(self, drafter):
             self.drafter = drafter
 

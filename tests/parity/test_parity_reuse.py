@@ -20,7 +20,7 @@ from test_parity_speculation import TIMES, make
 from rl.engine import cache_ops
 from rl.engine.engine import Engine
 from rl.trajectory import FinishReason, Origin
-from spec.budget.budget import make_budget
+from spec.budget.by_name import make_budget
 from spec.reuse.lenience import log
 from spec.reuse.prefix_rule import PrefixRule, parse_mode
 from spec.reuse.rollout_cache import CachedResponse, Scores

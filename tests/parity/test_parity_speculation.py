@@ -9,7 +9,7 @@ from parity_model import BASE, MODEL, SAMPLINGS, TOLERANCE, differences, misscor
 
 from rl.engine.engine import Engine
 from rl.trajectory import Origin
-from spec.budget.budget import make_budget
+from spec.budget.by_name import make_budget
 from spec.budget.union import DrafterUnion
 from spec.retrieval.group import GroupDrafter
 from spec.retrieval.history import PAPER_RULE, RULE, HistoryDrafter, build_index

@@ -1,29 +1,30 @@
-"""What became of draft tokens, by hand."""
+"""Accepted draft tokens, by hand."""
 
 import numpy as np
 from drafts_by_hand import drafts
 
-from spec.acceptance import deepest, of_plain, of_round
+from spec.acceptance import longest_paths, plain_acceptance, round_acceptance
 
 
-def test_outcomes_by_hand():
+def test_acceptance_by_hand():
     tree = drafts([(-1, 5, 1.0), (-1, 6, 0.5), (1, 7, 0.4), (2, 5, 0.3)], [(-1, 5, 1.0)], [])
     tokens, emitted = np.array([[6, 7, 9], [4, 0, 0], [1, 0, 0]]), np.array([3, 1, 1])
-    got = of_round(tree, 4, tokens, emitted)
+    got = round_acceptance(tree, 4, tokens, emitted)
     assert got.verified and np.argwhere(got.accepted_AN).tolist() == [[0, 1], [0, 2]]
     assert got.observed_AN.sum(axis=1).tolist() == [3, 1, 0]
     # the last token of a round is no draft token, even if it equals one
-    ended = of_round(tree, 4, tokens, np.array([2, 1, 1]))
+    ended = round_acceptance(tree, 4, tokens, np.array([2, 1, 1]))
     assert np.argwhere(ended.accepted_AN).tolist() == [[0, 1]]
     # all that plain decoding draws may have been drafted
-    got = of_plain(tree, tokens, np.array([2, 1, 1]))
+    got = plain_acceptance(tree, tokens, np.array([2, 1, 1]))
     assert not got.verified and np.argwhere(got.accepted_AN).tolist() == [[0, 1], [0, 2]]
     # the fourth draft token of the first request is for its third token, which is not known yet
     assert np.argwhere(got.observed_AN).tolist() == [[0, 0], [0, 1], [0, 2], [1, 0]]
 
 
-def test_the_longest_path_of_what_was_checked():
+def test_the_longest_path_of_what_was_verified():
     tree = drafts([(-1, 5, 1.0), (-1, 6, 0.5), (1, 7, 0.4), (2, 5, 0.3)], [(-1, 5, 1.0)], [])
     tokens, emitted = np.array([[6, 7, 9]] * 3), np.array([3, 1, 1])
-    assert deepest(tree, of_round(tree, 5, tokens, emitted).observed_AN).tolist() == [3, 1, 0]
-    assert deepest(tree, of_round(tree, 3, tokens, emitted).observed_AN).tolist() == [1, 1, 0]
+    for num_nodes, longest in ((5, [3, 1, 0]), (3, [1, 1, 0])):
+        acceptance = round_acceptance(tree, num_nodes, tokens, emitted)
+        assert longest_paths(tree, acceptance.observed_AN).tolist() == longest

@@ -27,7 +27,7 @@ from sched.simulator.cluster import Cluster, Record, Simulation
 from sched.simulator.roofline import MODELS, Instance
 from sched.simulator.worker import RoundModel
 from sched.simulator.workloads import draw_epochs, draw_lengths, make_requests
-from spec.budget.window import WindowConfig
+from spec.budget.aimd import WindowConfig
 
 ASSUMED = (
     "cluster.workers",  # of the paper's 128 devices, two each

@@ -15,7 +15,8 @@ from rl.simulation.reproduction.rows import Figure, Ordering
 from sched.simulator.roofline import Instance
 from sched.simulator.specactor import prob_of
 from sched.simulator.workloads import make_requests
-from spec.budget.budget import FixedBudget, Goodput
+from spec.budget.budget import FixedBudget
+from spec.budget.goodput import Goodput
 
 ASSUMED = (
     "workload.mean_tokens",  # of the paper's first public version, from memory

@@ -18,7 +18,7 @@ from rl.simulation.draft_costs import Budgeted, RequestClass
 from rl.simulation.reproduction.rows import Figure, Ordering
 from sched.simulator.roofline import ACCELERATORS, MODELS, Instance, ModelShape
 from sched.simulator.workloads import make_requests
-from spec.budget.budget import Goodput
+from spec.budget.goodput import Goodput
 
 ASSUMED = (
     "workload.mean_tokens",

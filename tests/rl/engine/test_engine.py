@@ -12,7 +12,7 @@ from rl.engine.config import EngineConfig
 from rl.engine.engine import Engine
 from rl.trajectory import FinishReason, Request
 from spec.buckets import bucket
-from spec.drafter import stack
+from spec.drafter import Drafter, stack
 from spec.sampling import SamplingConfig, step_key
 from spec.tree import NO_DRAFT, Draft, chain
 
@@ -76,7 +76,7 @@ def test_bad_settings(change, message):
         dataclasses.replace(CONFIG, **change)
 
 
-class Scripted:
+class Scripted(Drafter):
     """A drafter that gives what `script(live, most)` says: a draft per live request."""
 
     def __init__(self, script):

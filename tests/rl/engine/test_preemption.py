@@ -11,7 +11,7 @@ from rl.engine.engine import Engine
 from rl.engine.slot_table import SlotTable
 from rl.trajectory import PartialRequest, Prefix, Request, RequestChunk
 from spec.budget.budget import DraftDecision, FixedBudget
-from spec.drafter import no_drafts
+from spec.drafter import Drafter, no_drafts
 from spec.sampling import SamplingConfig, step_key
 
 LIMIT = 10
@@ -61,7 +61,7 @@ def test_the_newest_are_given_up_until_the_others_fit(budget, rows):
     assert preemption.rows_to_give_up(full, 4, budget) == rows
 
 
-class Undecided:
+class Undecided(Drafter):
     """A drafter whose draft tokens are never tried."""
 
     def propose(self, live, max_nodes_A, max_nodes):

@@ -18,10 +18,10 @@ from rl.simulation.draft_costs import (
 )
 from sched.simulator.roofline import Accelerator, Efficiency, Instance, ModelShape
 from sched.simulator.specactor import sequential_tokens
-from spec.acceptance import Acceptance
-from spec.budget.budget import Aimd, FixedBudget, Goodput
-from spec.budget.window import WindowConfig
-from spec.drafter import Drafts, LiveSlots
+from spec.budget.aimd import Aimd, WindowConfig
+from spec.budget.budget import FixedBudget
+from spec.budget.goodput import Goodput
+from spec.drafter import Acceptance, Drafts, LiveSlots
 
 # a round takes 1 s for what it reads, with 0.05 s for every node (√ of the sum of squares)
 INSTANCE = Instance(

@@ -6,7 +6,9 @@ import pytest
 from rl.speculation.reuse import remember
 from rl.speculation.sources import Speculation, SpeculationConfig
 from rl.trajectory import FinishReason, Trajectory
-from spec.budget.budget import Aimd, FixedBudget, Goodput
+from spec.budget.aimd import Aimd
+from spec.budget.budget import FixedBudget
+from spec.budget.goodput import Goodput
 from spec.drafter import LiveSlots, Source
 from spec.reuse.rollout_cache import RolloutCache
 from spec.round_times import RoundTimes

@@ -21,7 +21,7 @@ from tiny_team import (
 
 from rl.trajectory import Request
 from spec.budget.budget import FixedBudget
-from spec.drafter import stack
+from spec.drafter import Drafter, stack
 from spec.retrieval.group import DraftServer, GroupDrafter
 from spec.reuse.prefix_rule import PrefixRule, parse_mode
 from spec.reuse.rollout_cache import CachedResponse, Scores
@@ -31,7 +31,7 @@ from spec.tree import chain
 FIXED = {"stop_token_ids": STOP, "policy_version": 7}
 
 
-class Told:
+class Told(Drafter):
     """Draft tokens what a request's tokens are going to be, and every third one wrong."""
 
     def __init__(self, alone):

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 from live_by_hand import live_slots
 
-from spec.acceptance import Acceptance
 from spec.budget.bandit_budget import (
     PLAIN,
     BanditBudget,
@@ -15,7 +14,7 @@ from spec.budget.bandit_budget import (
 )
 from spec.budget.budget import DraftDecision
 from spec.budget.union import DrafterUnion
-from spec.drafter import no_drafts, stack
+from spec.drafter import Acceptance, Drafter, no_drafts, stack
 from spec.round_times import RoundTimes
 from spec.tree import chain
 
@@ -67,7 +66,7 @@ def test_what_cannot_be_is_refused(wrong):
         TunerConfig(**{"thresholds": (1, 5), "verify_tokens": (3, 1)} | wrong)
 
 
-class Silent:
+class Silent(Drafter):
     def propose(self, live, max_nodes_A, max_nodes):
         return no_drafts(len(live), max_nodes)
 

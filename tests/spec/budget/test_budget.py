@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 from drafts_by_hand import drafts
 
-from spec.acceptance import Acceptance, of_round
-from spec.budget.budget import Aimd, FixedBudget, Goodput, Off, make_budget
-from spec.budget.window import WindowConfig, next_windows
+from spec.acceptance import Acceptance, round_acceptance
+from spec.budget.aimd import Aimd, WindowConfig, next_windows
+from spec.budget.budget import FixedBudget
+from spec.budget.by_name import make_budget
+from spec.budget.goodput import Goodput
 from spec.drafter import LiveSlots, no_drafts
 from spec.round_times import RoundTimes
 
@@ -53,7 +55,7 @@ def test_windows_by_hand():
 
 
 def test_off_and_fixed():
-    assert Off().limits(live(3), 4).tolist() == [0, 0, 0]
+    assert make_budget("off", None).limits(live(3), 4).tolist() == [0, 0, 0]
     budget = FixedBudget(5)
     assert budget.limits(live(2), 4).tolist() == [5, 5]
     assert budget.choose(live(2), chains([0, 0], 1.0), SIZES, 4, 64).num_nodes == 1
@@ -77,14 +79,15 @@ def test_aimd_follows_each_request():
     assert budget.limits(live(1), 4).tolist() == [6]
 
 
-def test_aimd_judges_a_tree_by_its_longest_path():
+def test_aimd_compares_acceptance_with_the_longest_path_of_a_tree():
     """Two branches of two draft tokens: no more than two can be right; siblings alone: one."""
     budget = Aimd()
     tree = drafts([(-1, 5, 0.6), (0, 6, 0.5), (-1, 7, 0.3), (2, 8, 0.2)], width=15)
     tokens = np.array([[7, 8, 9]])
 
     def observe(tree, num_nodes, emitted):
-        budget.observe(live(1), tree, of_round(tree, num_nodes, tokens, np.array([emitted])))
+        acceptance = round_acceptance(tree, num_nodes, tokens, np.array([emitted]))
+        budget.observe(live(1), tree, acceptance)
         return budget.limits(live(1), 4).tolist()
 
     assert observe(tree, 8, 3) == [4] and observe(tree, 8, 3) == [6]
@@ -183,7 +186,6 @@ def test_round_times_keep_their_rows():
 
 
 def test_names():
-    assert isinstance(make_budget("off", None), Off)
     assert isinstance(make_budget("aimd", None), Aimd)
     assert isinstance(make_budget("goodput", FREE), Goodput)
     assert make_budget("fixed:7", None).limits(live(1), 1).tolist() == [7]

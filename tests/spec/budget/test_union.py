@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from drafts_by_hand import drafts
 
-from spec.acceptance import of_plain
+from spec.acceptance import plain_acceptance
 from spec.budget.union import ASKED_AGAIN, DrafterUnion, merge
-from spec.drafter import Drafts, LiveSlots, Source
+from spec.drafter import Drafter, Drafts, LiveSlots, Source
 
 
 def paths(tree: Drafts, a: int) -> dict[tuple[int, ...], float]:
@@ -63,7 +63,7 @@ def test_against_a_dictionary(seed):
         assert list(kept.values()) == sorted(kept.values(), reverse=True)
 
 
-class One:
+class One(Drafter):
     """Gives the same tree each time."""
 
     def __init__(self, tree, source=Source.OTHER):
@@ -93,12 +93,12 @@ def test_a_source_that_brings_nothing_is_asked_more_rarely():
     live = LiveSlots(ids, ids, ids, ids, ids, ids, ids, np.zeros((2, 2), np.int32))
     for _ in range(2 * ASKED_AGAIN):
         drafts = union.propose(live, np.array([5]), 6)
-        union.judged(drafts, of_plain(drafts, np.array([[4]]), np.array([1])))
+        union.observe(drafts, plain_acceptance(drafts, np.array([[4]]), np.array([1])))
     assert good.asked == 2 * ASKED_AGAIN
     assert bad.asked == 3  # the first time, and whenever all are asked
     for _ in range(6 * ASKED_AGAIN):  # none brings anything: all are asked
         drafts = union.propose(live, np.array([5]), 6)
-        union.judged(drafts, of_plain(drafts, np.array([[7]]), np.array([1])))
+        union.observe(drafts, plain_acceptance(drafts, np.array([[7]]), np.array([1])))
     before = good.asked, bad.asked
     union.propose(live, np.array([5]), 6)
     assert (good.asked, bad.asked) == (before[0] + 1, before[1] + 1)

@@ -4,7 +4,7 @@ import dataclasses
 
 from live_by_hand import drafts, ids, live_texts
 
-from spec.budget.window import WindowConfig
+from spec.budget.aimd import WindowConfig
 from spec.retrieval.history import PAPER_RULE, HistoryDrafter, build_index
 from spec.retrieval.suffix_forest import ProposalRule
 from spec.reuse.rollout_cache import RolloutCache, of_group

@@ -31,7 +31,7 @@ from rl.simulation.reproduction.table import (
     summary,
 )
 from sched.simulator.roofline import MODELS
-from spec.budget.window import WindowConfig
+from spec.budget.aimd import WindowConfig
 
 SHIPPED = dict(configurations())
 FIGURES = {name: module_of(c.simulate.reproduces).figures(c) for name, c in SHIPPED.items()}

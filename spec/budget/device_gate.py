@@ -1,7 +1,7 @@
-"""Drafters that draft on the device: what they have in common, and where their draft tokens
-pay.
+"""Drafters that draft on the device, and the gate that asks them only where it pays.
 
-The others read texts on the host while the device is at work; these take seconds of its own.
+Other drafters read texts on the host while the device is at work; these take device time.
+A = live requests, N = draft tokens.
 """
 
 from __future__ import annotations
@@ -10,39 +10,40 @@ from typing import Protocol
 
 import numpy as np
 
+from spec.budget.budget import Backoff
 from spec.drafter import Drafter, Drafts, LiveSlots, Source
 from spec.round_times import RoundTimes
 
-LEARNED, MODEL = "learned", "model"  # their names among the drafters
+LEARNED, MODEL = "learned", "model"  # names of drafters
 DEVICE_SOURCES = {LEARNED: Source.LEARNED, MODEL: Source.MODEL}
-SHORTEST_WAIT, LONGEST_WAIT = 8, 64  # rounds
 
 
 class DeviceDrafter(Drafter, Protocol):
     """A drafter whose seconds grow with its depth."""
 
-    depth: int  # draft tokens after one another, at most; may be set between two rounds
+    depth: int  # the most draft tokens on a path; may be set between two rounds
 
 
 class DeviceDraftGate:
-    """Compares a round with a drafter's draft tokens to one without, by tokens a second.
+    """Compares a round with a drafter's draft tokens to one without them, by tokens a second.
 
         (A + Σ s_a probability) / (round + drafts)
             against   (A + Σ s_a probability of others) / (round + drafts of others)
 
     A draft token that others have too, with a lower probability, counts as the drafter's. After a
-    round that it did not pay for it is left out for 8, 16, … `LONGEST_WAIT` rounds.
+    round for which it did not pay it is left out for a `Backoff`.
     """
 
     def __init__(self) -> None:
-        self._wait, self._left = dict.fromkeys(DEVICE_SOURCES, 0), dict.fromkeys(DEVICE_SOURCES, 0)
+        self._waits = {name: Backoff() for name in DEVICE_SOURCES}
+        self._left = dict.fromkeys(DEVICE_SOURCES, 0)  # rounds of the present wait
 
     def skips(self) -> frozenset[str]:
-        """Counts as a round."""
+        """Return the drafters to leave out of the round that begins now."""
         self._left = {name: max(left - 1, 0) for name, left in self._left.items()}
         return frozenset(name for name, left in self._left.items() if left)
 
-    def judge(
+    def observe(
         self,
         times: RoundTimes,
         live: LiveSlots,
@@ -50,7 +51,7 @@ class DeviceDraftGate:
         scale_A: np.ndarray,
         bucket: tuple[int, int, int],
     ) -> None:
-        """What a round of this (slots, nodes, positions) and its draft tokens say."""
+        """Compare for a round of this (slots, nodes, positions), with these draft tokens."""
         num_slots, num_nodes, num_positions = bucket
         round_s = times(*bucket)
         if round_s is None:
@@ -63,10 +64,9 @@ class DeviceDraftGate:
             if depths and not self._left[name] and (own_AN & real_AN).any():
                 draft_s[name] = times.draft(name, num_slots, depths[-1], num_positions)
                 own_worth[name] = float(worth_AN[own_AN].sum())
-        all_s, brought = round_s + sum(draft_s.values()), len(live) + float(worth_AN.sum())
+        all_s, tokens = round_s + sum(draft_s.values()), len(live) + float(worth_AN.sum())
         for name in draft_s:
-            if brought / all_s >= (brought - own_worth[name]) / (all_s - draft_s[name]):
-                self._wait[name] = 0
+            if tokens / all_s >= (tokens - own_worth[name]) / (all_s - draft_s[name]):
+                self._waits[name] = Backoff()
             else:
-                self._wait[name] = min(max(2 * self._wait[name], SHORTEST_WAIT), LONGEST_WAIT)
-                self._left[name] = self._wait[name]
+                self._left[name] = self._waits[name].lengthen()

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 from live_by_hand import live_slots
 
-from spec.budget.device_turns import LEARNED, LONGEST_WAIT, MODEL, SHORTEST_WAIT, DeviceDraftGate
+from spec.budget.budget import Backoff
+from spec.budget.device_gate import LEARNED, MODEL, DeviceDraftGate
 from spec.drafter import Source, no_drafts
 from spec.round_times import RoundTimes
 
@@ -23,9 +24,9 @@ def drafts(learned_prob, other_prob):
     return found
 
 
-def judged(turns, found, times=TIMES, scale=ONE):
-    turns.judge(times, live_slots(2), found, scale, (4, 4, 64))
-    return bool(turns.skips())
+def sleeps_after(gate, found, times=TIMES, scale=ONE):
+    gate.observe(times, live_slots(2), found, scale, (4, 4, 64))
+    return bool(gate.skips())
 
 
 @pytest.mark.parametrize(
@@ -41,32 +42,32 @@ def judged(turns, found, times=TIMES, scale=ONE):
     ],
 )
 def test_it_sleeps_where_it_does_not_pay(learned, other, sleeps):
-    assert judged(DeviceDraftGate(), drafts(learned, other)) is sleeps
+    assert sleeps_after(DeviceDraftGate(), drafts(learned, other)) is sleeps
 
 
 def test_what_drafts_were_worth_so_far_counts():
-    assert judged(DeviceDraftGate(), drafts(0.9, 0.0), scale=0.4 * ONE)
+    assert sleeps_after(DeviceDraftGate(), drafts(0.9, 0.0), scale=0.4 * ONE)
 
 
 def test_sleeps_get_longer_and_end():
-    turns = DeviceDraftGate()
+    gate = DeviceDraftGate()
     slept = []
     for _ in range(5):
-        turns.judge(TIMES, live_slots(2), drafts(0.1, 0.0), ONE, (4, 4, 64))
+        gate.observe(TIMES, live_slots(2), drafts(0.1, 0.0), ONE, (4, 4, 64))
         rounds = 0
-        while turns.skips():
+        while gate.skips():
             rounds += 1
         slept.append(rounds + 1)
-    assert slept == [SHORTEST_WAIT, 16, 32, LONGEST_WAIT, LONGEST_WAIT]
-    assert not judged(turns, drafts(0.9, 0.0))
-    assert judged(turns, drafts(0.1, 0.0)) and turns._left[LEARNED] < SHORTEST_WAIT
+    assert slept == [Backoff.SHORTEST, 16, 32, Backoff.LONGEST, Backoff.LONGEST]
+    assert not sleeps_after(gate, drafts(0.9, 0.0))
+    assert sleeps_after(gate, drafts(0.1, 0.0)) and gate._left[LEARNED] < Backoff.SHORTEST
 
 
 def test_nothing_is_judged_without_its_drafts_or_its_seconds():
     other = drafts(0.1, 0.5)
     other.sources_AN[:] = Source.OWN
-    assert not judged(DeviceDraftGate(), other)
-    assert not judged(DeviceDraftGate(), drafts(0.1, 0.0), RoundTimes({(4, 4, 64): 2.0}))
+    assert not sleeps_after(DeviceDraftGate(), other)
+    assert not sleeps_after(DeviceDraftGate(), drafts(0.1, 0.0), RoundTimes({(4, 4, 64): 2.0}))
 
 
 @pytest.mark.parametrize(
@@ -83,7 +84,7 @@ def test_nothing_is_judged_without_its_drafts_or_its_seconds():
 )
 def test_each_of_two_is_compared_with_a_round_without_it(learned, model, sleeping):
     times = RoundTimes({(4, 4, 64): 2.0}, {n: {(4, 3, 64): 1.0} for n in (LEARNED, MODEL)})
-    found, turns = drafts(learned, model), DeviceDraftGate()
+    found, gate = drafts(learned, model), DeviceDraftGate()
     found.sources_AN[:, 1] = Source.MODEL
-    turns.judge(times, live_slots(2), found, ONE, (4, 4, 64))
-    assert turns.skips() == sleeping
+    gate.observe(times, live_slots(2), found, ONE, (4, 4, 64))
+    assert gate.skips() == sleeping

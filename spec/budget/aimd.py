@@ -1,0 +1,99 @@
+"""HistoSpec's draft windows: additive increase, reset on a rejection (RhymeRL, section 5.4).
+
+A = live requests.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from spec.acceptance import longest_paths
+from spec.budget.budget import Budget, DraftDecision, size_for
+from spec.drafter import Acceptance, Drafts, LiveSlots
+from spec.per_request import PerRequest, RequestIndex
+from spec.round_times import RoundTimes
+
+DECAY = 0.9  # of the mean tokens a request, a round
+
+
+@dataclasses.dataclass(frozen=True)
+class WindowConfig:
+    """The first window, what a fully accepted draft adds, and the largest window; in tokens."""
+
+    start_tokens: int = 2
+    step_tokens: int = 2
+    most_tokens: int = 32
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.start_tokens <= self.most_tokens or self.step_tokens < 0:
+            raise ValueError(
+                "expected 1 <= start_tokens <= most_tokens and step_tokens >= 0, got "
+                f"{self.start_tokens}, {self.most_tokens}, {self.step_tokens}"
+            )
+
+
+def next_windows(
+    config: WindowConfig, window_A: np.ndarray, longest_A: np.ndarray, accepted_A: np.ndarray
+) -> np.ndarray:
+    """Return the windows after a round: one step more if the whole longest path was accepted.
+
+    Otherwise the window starts again. A request without draft tokens keeps its window.
+    """
+    grown_A = np.minimum(window_A + config.step_tokens, config.most_tokens)
+    changed_A = np.where(accepted_A >= longest_A, grown_A, config.start_tokens)
+    return np.where(longest_A > 0, changed_A, window_A)
+
+
+class Aimd(Budget):
+    """HistoSpec's windows, with its gate on the batch size (RhymeRL, section 5.4).
+
+    A window is the most draft tokens of a request. The paper drafts chains; a tree of other
+    drafters counts as accepted if its longest path is. A round is plain where the table says
+    that, at the acceptance seen so far, trees of the wanted size bring fewer tokens per second.
+    Every `PROBE` rounds the gate opens once, to observe the acceptance again.
+    """
+
+    PROBE = 32
+
+    def __init__(self, times: RoundTimes | None = None, window: WindowConfig | None = None) -> None:
+        self._config = window or WindowConfig()
+        self._times = times
+        self._windows = PerRequest(RequestIndex(), self._config.start_tokens)
+        self._tokens_per_request = 0.0  # of a round of trees, decayed mean
+        self._closed = 0
+
+    def limits(self, live: LiveSlots, num_slots: int) -> np.ndarray:
+        return self._windows.get(live).astype(np.int32)
+
+    def choose(
+        self,
+        live: LiveSlots,
+        drafts: Drafts,
+        sizes: Sequence[int],
+        num_slots: int,
+        num_positions: int,
+    ) -> DraftDecision:
+        size = size_for(int(drafts.count_A.max(initial=0)), sizes)
+        if self._times is None or size == 1 or not self._tokens_per_request:
+            return DraftDecision(size)
+        plain_s = self._times(num_slots, 1, num_positions)
+        tree_s = self._times(num_slots, size, num_positions)
+        if plain_s is None or tree_s is None or tree_s < self._tokens_per_request * plain_s:
+            self._closed = 0
+            return DraftDecision(size)
+        self._closed += 1
+        return DraftDecision(1 if self._closed % self.PROBE else size)
+
+    def observe(self, live: LiveSlots, drafts: Drafts, acceptance: Acceptance) -> None:
+        if not acceptance.verified:
+            return
+        longest_A = longest_paths(drafts, acceptance.observed_AN)
+        accepted_A = acceptance.accepted_AN.sum(axis=1)
+        windows_A = next_windows(self._config, self._windows.get(live), longest_A, accepted_A)
+        self._windows.set(live, windows_A)
+        mean = 1.0 + float(accepted_A.mean())
+        old = self._tokens_per_request or mean
+        self._tokens_per_request = DECAY * old + (1 - DECAY) * mean

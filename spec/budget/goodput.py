@@ -1,0 +1,104 @@
+"""The budget that buys the most tokens per second, by a table of measured round times.
+
+A round of B slots and N nodes costs what the table says; it brings each request one token and its
+accepted draft tokens. A = live requests, N = nodes (root included), S = cache positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from spec.budget.budget import Backoff, Budget, DraftDecision
+from spec.budget.device_gate import DeviceDraftGate
+from spec.drafter import Acceptance, Drafts, LiveSlots
+from spec.per_request import PerRequest, RequestIndex
+from spec.round_times import RoundTimes
+
+BETTER = 1.03  # a mode is left only for one that promises this much more
+DECAY, ALL_DECAY = 0.9, 0.99  # of the acceptance counts of a request, and of all, a round
+PRIOR_NODES = 2.0  # expected draft tokens that the prior of a request weighs
+
+
+class Goodput(Budget):
+    """Chooses the tree size with the most expected tokens per second.
+
+    tokens(N) = A + Σ_a s_a Σ_{i<N} probability[a, i],  choice = argmax tokens(N) / seconds(B, N, S)
+
+    `s_a` is the ratio of accepted to expected draft tokens of a request so far, shrunk towards
+    that of all requests; draft tokens that were not verified are compared with what was then
+    drawn. A mode is left only for one that promises `BETTER`. Drafts cost the host's time: while
+    plain decoding wins, they are asked for after a `Backoff`, or once the batch shrinks.
+    """
+
+    def __init__(self, times: RoundTimes) -> None:
+        self._times = times
+        index = RequestIndex()
+        self._accepted, self._expected = PerRequest(index, 0.0), PerRequest(index, 0.0)
+        self._asked_at = PerRequest(index, np.inf)  # tokens of a request when drafts were refused
+        self._all_accepted = self._all_expected = 0.0
+        self._speculating = False
+        self._wait, self._waiting_slots = Backoff(), 0  # no drafts at this number of slots
+        self._gate = DeviceDraftGate()
+
+    def skips(self, live: LiveSlots, num_slots: int, num_positions: int) -> frozenset[str]:
+        return self._gate.skips()
+
+    def limits(self, live: LiveSlots, num_slots: int) -> np.ndarray:
+        passed_A = live.total_tokens_A - self._asked_at.get(live)
+        waiting = self._waiting_slots == num_slots and 0 <= passed_A.max() < self._wait.rounds
+        return np.full(len(live), 0 if waiting else 2**30, np.int32)
+
+    def scale(self, live: LiveSlots) -> np.ndarray:
+        """s_a = (accepted + prior · s) / (expected + prior), with s that of all requests."""
+        overall = (self._all_accepted + PRIOR_NODES) / (self._all_expected + PRIOR_NODES)
+        accepted_A, expected_A = self._accepted.get(live), self._expected.get(live)
+        return (accepted_A + PRIOR_NODES * overall) / (expected_A + PRIOR_NODES)
+
+    def choose(
+        self,
+        live: LiveSlots,
+        drafts: Drafts,
+        sizes: Sequence[int],
+        num_slots: int,
+        num_positions: int,
+    ) -> DraftDecision:
+        plain_s = self._times(num_slots, 1, num_positions)
+        if plain_s is None:
+            raise KeyError(
+                f"no measured time of a plain round of {num_slots} slots and {num_positions} "
+                "positions: measure the engine's rounds (rl.warm_up.round_times) before the phase"
+            )
+        worth_N = self.scale(live) @ np.cumsum(drafts.prob_AN, axis=1)
+        best, best_rate = 1, 1.0
+        widest = int(drafts.count_A.max(initial=0))
+        for size in sizes:
+            tree_s = self._times(num_slots, size, num_positions)
+            if tree_s is None or not widest:
+                continue
+            worth = worth_N[min(size - 1, drafts.max_nodes) - 1]
+            rate = (len(live) + worth) / len(live) * plain_s / tree_s
+            if rate > best_rate:
+                best, best_rate = size, rate
+            if size > widest:
+                break
+        bucket = num_slots, best, num_positions
+        self._gate.observe(self._times, live, drafts, self.scale(live), bucket)
+        self._speculating = best > 1 and (self._speculating or best_rate > BETTER)
+        if self._speculating:
+            self._wait, self._waiting_slots = Backoff(), 0
+            return DraftDecision(best)
+        if num_slots < self._waiting_slots:
+            self._wait = Backoff()
+        self._waiting_slots = num_slots
+        self._asked_at.set(live, live.total_tokens_A)
+        return DraftDecision(1, self._wait.lengthen())
+
+    def observe(self, live: LiveSlots, drafts: Drafts, acceptance: Acceptance) -> None:
+        expected_A = np.where(acceptance.observed_AN, drafts.prob_AN, 0.0).sum(axis=1)
+        accepted_A = acceptance.accepted_AN.sum(axis=1)
+        self._accepted.set(live, DECAY * self._accepted.get(live) + accepted_A)
+        self._expected.set(live, DECAY * self._expected.get(live) + expected_A)
+        self._all_accepted = ALL_DECAY * self._all_accepted + float(accepted_A.sum())
+        self._all_expected = ALL_DECAY * self._all_expected + float(expected_A.sum())
