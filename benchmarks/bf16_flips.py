@@ -32,7 +32,8 @@ from rl.engine.engine import Engine
 from rl.trajectory import Request, Trajectory
 from spec import sampling
 from spec.budget.budget import FixedBudget
-from spec.sampling import SamplingConfig, step_key
+from spec.config import SamplingConfig
+from spec.sampling import step_key
 
 PACKAGES = ("jax", "jaxlib", "numpy")
 DTYPES = ("float32", "bfloat16")

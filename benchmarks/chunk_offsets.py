@@ -29,16 +29,18 @@ from rl.engine.engine import Engine
 from rl.engine.speculate import DrafterContext, DrafterFactory, no_drafts
 from rl.speculation.learned_drafter import LearnedDrafter
 from rl.trajectory import Request, Trajectory
-from rl.workers.workers import MultiEngine, SchedConfig
+from rl.workers.config import SchedConfig
+from rl.workers.workers import MultiEngine
 from spec.budget.budget import Budget, FixedBudget
 from spec.budget.union import DrafterUnion
+from spec.config import SamplingConfig
 from spec.drafter import Drafter
 from spec.eagle import model as eagle
-from spec.eagle.drafter import TreeConfig
+from spec.eagle.config import TreeConfig
 from spec.retrieval.history import RULE, HistoryDrafter, HistoryIndex, build_index
 from spec.reuse.prefix_rule import PrefixRule, parse_mode
 from spec.reuse.rollout_cache import CachedResponse, RolloutCache, of_group
-from spec.sampling import SamplingConfig, step_key
+from spec.sampling import step_key
 
 PACKAGES = ("jax", "jaxlib", "numpy", "numba")
 ROUNDS = ("plain", "tree", "learned", "reuse")

@@ -42,14 +42,15 @@ from rl.runtime.signals import EXPORTING, SAVING, STARTING, Limits, Watch
 from rl.runtime.waits import POLL_S, Hang, Patience
 from rl.speculation import sources
 from rl.trajectory import Request
+from rl.workers.config import SchedConfig
 from rl.workers.coordinator import Coordinator, WorkerError
 from rl.workers.host_kv_pool import KvPool
 from rl.workers.worker_group import StepSpec, WorkerGroup
-from rl.workers.workers import MultiEngine, SchedConfig
+from rl.workers.workers import MultiEngine
 from sched.policies.registry import make_scheduler
 from sched.request import Kv
+from spec.config import SamplingConfig
 from spec.reuse.rollout_cache import RolloutCache
-from spec.sampling import SamplingConfig
 
 LIMIT_S = 0.3
 ENDED_S = 20.0  # with all that is around it, on a machine that does other things as well

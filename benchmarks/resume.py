@@ -32,7 +32,8 @@ import numpy as np
 from benchmarks import environment, tiny_run
 from models import transformer
 from rl.checkpoint import reader
-from rl.learner.optimizer import OptimizerConfig, init_state, make_optimizer
+from rl.learner.config import OptimizerConfig
+from rl.learner.optimizer import init_state, make_optimizer
 from rl.metrics.writer import deterministic_view, read_metrics
 
 _POLL_S = 0.002

@@ -25,9 +25,11 @@ import numpy as np
 from benchmarks import environment
 from benchmarks.workloads import BASE_POLICY
 from models import hf
-from rl.checkpoint.checkpointer import CheckpointConfig, Checkpointer, LinkedFiles
+from rl.checkpoint.checkpointer import Checkpointer, LinkedFiles
+from rl.checkpoint.config import CheckpointConfig
 from rl.checkpoint.manifest import Content
-from rl.learner.optimizer import OptimizerConfig, TrainState, init_state, make_optimizer
+from rl.learner.config import OptimizerConfig
+from rl.learner.optimizer import TrainState, init_state, make_optimizer
 from rl.runtime import host_memory
 from spec.reuse.rollout_cache import RolloutCache, of_group
 

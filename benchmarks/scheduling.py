@@ -25,12 +25,14 @@ from benchmarks.workloads import BASE_POLICY, group_requests, policy, questions
 from rl.engine.config import EngineConfig
 from rl.engine.stats import EngineStats
 from rl.trajectory import Request
-from rl.workers.workers import MultiEngine, SchedConfig, make_engines
+from rl.workers.config import SchedConfig
+from rl.workers.workers import MultiEngine, make_engines
 from sched.protocol import ChunkDone, Finished, Start
 from sched.request import Kv
 from sched.simulator.replay import replay
 from sched.simulator.workloads import Workload, draw_lengths
-from spec.sampling import SamplingConfig, step_key
+from spec.config import SamplingConfig
+from spec.sampling import step_key
 
 PACKAGES = ("jax", "jaxlib", "numpy", "numba")
 POLICIES = ("group_fifo", "divided_fifo", "seer")

@@ -20,12 +20,13 @@ from models.config import ModelConfig
 from rl.rollout import generate
 from rl.trajectory import Request, Trajectory
 from spec.budget.union import DrafterUnion
+from spec.config import SamplingConfig
 from spec.drafter import Drafter, Drafts, LiveSlots, no_drafts
 from spec.retrieval.group import GroupDrafter
 from spec.retrieval.history import RULE, HistoryDrafter, build_index
 from spec.retrieval.ngram import NgramDrafter
 from spec.reuse.rollout_cache import RolloutCache, of_group
-from spec.sampling import SamplingConfig, step_key
+from spec.sampling import step_key
 
 PROMPTS = ROOT / "benchmarks" / "data" / "tiny_prompts.json"
 BASE_POLICY = ROOT / "policies" / "tiny"

@@ -12,9 +12,9 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from models.layout import causal_block_tokens
+
 NEGATIVE = -1e30  # finite, so that a row that may attend to nothing stays finite
-CAUSAL_BLOCKS = 4
-LEAST_BLOCK_TOKENS = 64  # shorter rows are one block
 
 
 @jax.tree_util.register_dataclass
@@ -90,13 +90,9 @@ def attend(
 def attend_causally(
     q_BTHh: jax.Array, k_BKhT: jax.Array, v_BKTh: jax.Array, mask_BTT: jax.Array
 ) -> jax.Array:
-    """`attend` where no position sees a later one, a block of queries after the other.
-
-    Blocks skip the keys behind them: 5/8 of the products, with `CAUSAL_BLOCKS` of 4.
-    """
+    """`attend` where no position sees a later one, a block of queries after the other."""
     T = q_BTHh.shape[1]
-    size = T // CAUSAL_BLOCKS
-    if T % CAUSAL_BLOCKS or size < LEAST_BLOCK_TOKENS:
+    if (size := causal_block_tokens(T)) == T:
         return attend(q_BTHh, k_BKhT, v_BKTh, mask_BTT)
 
     def block(end: int) -> jax.Array:

@@ -67,3 +67,19 @@ class ModelConfig:
     @property
     def queries_per_kv(self) -> int:
         return self.num_heads // self.num_kv_heads
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshConfig:
+    """How many devices along each mesh axis; data=-1 takes what the others leave."""
+
+    data: int = -1
+    fsdp: int = 1
+    tensor: int = 1
+
+    def __post_init__(self) -> None:
+        if self.fsdp < 1 or self.tensor < 1 or (self.data < 1 and self.data != -1):
+            raise ValueError(
+                f"mesh sizes must be positive (data may be -1 for 'the rest'), got "
+                f"data={self.data} fsdp={self.fsdp} tensor={self.tensor}"
+            )

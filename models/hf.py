@@ -10,16 +10,17 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
 from models import hf_config, hf_files
 from models.config import ModelConfig
 from models.hf_files import Entry, Stored
-from models.transformer import Layer, Params, param_specs
+from models.params import Layer, Params, param_specs
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
 
 _LAYER_NAMES = {
     "attention_norm_D": "input_layernorm.weight",
@@ -52,8 +53,10 @@ def load_pretrained(
     """
     config, stored = _checked(Path(directory))
     _refuse_other_head(config, stored)
-    entries, tree = _entries(config)
-    return config, tree.unflatten(hf_files.read_tensors(entries, stored, mesh, dtype))
+    import jax
+
+    tensors = hf_files.read_tensors(_entries(config), stored, mesh, dtype)
+    return config, jax.tree.structure(param_specs(config)).unflatten(tensors)
 
 
 def check(directory: str | os.PathLike[str]) -> ModelConfig:
@@ -79,11 +82,13 @@ def save_pretrained(
     process never leaves half a policy. Other files of an existing folder (its
     tokenizer) are kept. Raises ValueError where the parameters do not fit the config.
     """
-    entries, tree = _entries(config)
+    import jax
+
+    entries, tree = _entries(config), jax.tree.structure(param_specs(config))
     leaves = hf_files.fitting_leaves(params, entries, tree)
     with hf_files.replacing(directory) as folder:
         hf_files.write_tensors(folder, entries, leaves, max_shard_bytes)
-        hf, generation = hf_config.render(config, jnp.dtype(leaves[0].dtype).name)
+        hf, generation = hf_config.render(config, np.dtype(leaves[0].dtype).name)
         hf_files.write_json(folder / hf_files.CONFIG, hf)
         hf_files.write_json(folder / "generation_config.json", generation)
 
@@ -98,8 +103,8 @@ def layer_names(layer: Layer, prefix: str) -> Layer:
     )
 
 
-def _entries(config: ModelConfig) -> tuple[list[Entry], Any]:
-    """Every tensor of a policy in the order of the leaves of `Params`, and the tree's shape."""
+def _entries(config: ModelConfig) -> list[Entry]:
+    """Every tensor of a policy in the order of the leaves of `Params`."""
     specs = param_specs(config)
     names = Params(
         embedding_VD=_EMBEDDING,
@@ -123,7 +128,7 @@ def _checked(folder: Path) -> tuple[ModelConfig, dict[str, Stored]]:
             f"headers of the weights name, got {config.num_layers}: config.json and the weights "
             "must come from one export"
         )
-    entries = _entries(config)[0]
+    entries = _entries(config)
     hint = (
         "set tie_word_embeddings if the head is the embedding"
         if [e.name for e in entries if e.name not in stored] == [_HEAD]

@@ -14,16 +14,17 @@ import os
 import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
 from models.folder import Folder
 from models.hf_config import escaped, shown
-from models.sharding import fitting_sharding
+from models.params import leaves
+
+if TYPE_CHECKING:
+    import jax
+    from jax.sharding import Mesh
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -54,21 +55,18 @@ class Stored:
     dtype: str
 
 
-def entries_of(
-    names: Any, specs: Any, as_they_lie: Collection[str] = ()
-) -> tuple[list[Entry], Any]:
-    """A tree of names and one of `ParamSpec` as entries in the order of the leaves, and the tree.
+def entries_of(names: Any, specs: Any, as_they_lie: Collection[str] = ()) -> list[Entry]:
+    """A tree of names and one of `ParamSpec` as entries in the order of the leaves.
 
     Files hold linear layers as [out, in], we as [in, out]: matrices are transposed, except those
     named in `as_they_lie`.
     """
-    leaves, tree = jax.tree.flatten(specs)
     entries = []
-    for name, spec in zip(jax.tree.leaves(names), leaves, strict=True):
+    for name, spec in zip(leaves(names), leaves(specs), strict=True):
         transposed = len(spec.shape) == 2 and name not in as_they_lie
         shape = spec.shape[::-1] if transposed else spec.shape
         entries.append(Entry(name, shape, spec.axes, transposed))
-    return entries, tree
+    return entries
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -156,6 +154,8 @@ def read_tensors(
 
     `dtype` None keeps each tensor's own. Host memory holds one tensor at a time.
     """
+    from models import transformer  # noqa: F401, registers the trees of weights with jax
+
     arrays: dict[str, jax.Array] = {}
     for path in sorted({stored[entry.name].path for entry in entries}):
         with _opened(path) as file:
@@ -168,20 +168,23 @@ def read_tensors(
 
 def fitting_leaves(params: Any, entries: Sequence[Entry], tree: Any) -> list[jax.Array]:
     """The leaves of `params`; ValueError where they are not those of the entries."""
-    leaves, got = jax.tree.flatten(params)
+    import jax
+
+    weights, got = jax.tree.flatten(params)
     if got != tree:
         raise ValueError(
             f"the parameters are not those of the config: expected {len(entries)} tensors, got a "
-            f"tree of another form, of {len(leaves)}: save them with the config they were made with"
+            f"tree of another form, of {len(weights)}: save them with the config they were made "
+            "with"
         )
-    for entry, leaf in zip(entries, leaves, strict=True):
+    for entry, leaf in zip(entries, weights, strict=True):
         shape = leaf.shape[::-1] if entry.transposed else leaf.shape
         if tuple(shape) != entry.shape:
             raise ValueError(
                 f"{entry.name} has shape {list(shape)}, expected {list(entry.shape)}: save the "
                 "parameters with the config they were made with"
             )
-    return leaves
+    return weights
 
 
 @contextlib.contextmanager
@@ -216,12 +219,13 @@ def write_tensors(
     folder: Path, entries: Sequence[Entry], leaves: Sequence[Any], max_shard_bytes: int
 ) -> None:
     """One file, or several of at most `max_shard_bytes` (one tensor may exceed it) and an index."""
+    import jax
     from safetensors.numpy import save_file
 
     shards: list[list[int]] = [[]]
     filled_bytes, total_bytes = 0, 0
     for i, leaf in enumerate(leaves):
-        size_bytes = math.prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize
+        size_bytes = math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize
         if shards[-1] and filled_bytes + size_bytes > max_shard_bytes:
             shards.append([])
             filled_bytes = 0
@@ -333,6 +337,11 @@ def _some(title: str, items: list[str], most: int = 6) -> str:
 
 def _place(host: np.ndarray, entry: Entry, mesh: Mesh | None, dtype: Any) -> jax.Array:
     """A stored tensor in our layout and type, on its shards."""
+    import jax
+    import jax.numpy as jnp
+
+    from models.sharding import fitting_sharding
+
     host = host.T if entry.transposed else host
     host = host if dtype is None else host.astype(jnp.dtype(dtype), copy=False)
     if mesh is None:

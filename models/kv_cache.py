@@ -21,9 +21,9 @@ import jax
 import jax.numpy as jnp
 
 from models.config import ModelConfig
+from models.layout import CACHE_AXES
 from models.sharding import constrain
 
-AXES = ("batch", "kv_heads", None, None)  # of keys, values and features alike
 KEY_AXIS, VALUE_AXIS = 3, 2  # where positions lie in a layer's keys, and in values and features
 
 
@@ -96,7 +96,7 @@ def bytes_per_token(config: ModelConfig, itemsize: int) -> int:
 
 def pin(rows: jax.Array) -> jax.Array:
     """Keep a layer's keys, values or features on the shards that the table gives them."""
-    return constrain(rows, *AXES)
+    return constrain(rows, *CACHE_AXES)
 
 
 def write_keys(keys_BKhS: jax.Array, new_BNKh: jax.Array, start_B: jax.Array) -> jax.Array:

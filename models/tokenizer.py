@@ -198,23 +198,26 @@ def _require_files(folder: Path) -> None:
 
 
 def _backend(folder: Path) -> Any:
-    # transformers prints advice about a missing torch at import; we use none of its models.
-    silence = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
-    before = os.environ.get(silence)
-    os.environ[silence] = "1"
-    try:
-        from transformers import AutoTokenizer, PreTrainedTokenizerFast
-    finally:
-        if before is None:
-            del os.environ[silence]
-        else:
-            os.environ[silence] = before
     # A folder that names no family of tokenizers means its tokenizer.json as it stands. Where
     # config.json says qwen2, AutoTokenizer takes that family's class and the file's rules are lost.
     generic = (folder / "tokenizer.json").is_file() and _read_json(
         folder / "tokenizer_config.json"
     ).get("tokenizer_class") in ("PreTrainedTokenizerFast", "TokenizersBackend")
-    loader = PreTrainedTokenizerFast if generic else AutoTokenizer
+    # transformers prints advice about a missing torch at import; we use none of its models.
+    silence = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
+    before = os.environ.get(silence)
+    os.environ[silence] = "1"
+    try:
+        import transformers
+
+        # each is loaded on its own; AutoTokenizer brings all families along
+        name = "PreTrainedTokenizerFast" if generic else "AutoTokenizer"
+        loader = getattr(transformers, name)
+    finally:
+        if before is None:
+            del os.environ[silence]
+        else:
+            os.environ[silence] = before
     with _as_value_error(f"transformers cannot read the tokenizer in {folder}"):
         return loader.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
 

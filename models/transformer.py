@@ -10,7 +10,6 @@ Shape legend in docs/architecture.md; Q = H·h and P = K·h are flattened heads.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable
 from functools import partial
@@ -30,90 +29,13 @@ from models.attention import (
 )
 from models.config import ModelConfig
 from models.kv_cache import KVCache
+from models.params import Layer, Params, ParamSpec, param_specs
 from models.sharding import constrain
 
+for _weights in (Layer, Params):
+    jax.tree_util.register_dataclass(_weights)
+
 FEW_ROWS = 32  # of hidden states; more go through the ordinary product
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Layer:
-    """Weights of one decoder layer; the optional ones are None where the architecture has none."""
-
-    attention_norm_D: Any
-    query_DQ: Any
-    key_DP: Any
-    value_DP: Any
-    output_QD: Any
-    mlp_norm_D: Any
-    gate_DF: Any
-    up_DF: Any
-    down_FD: Any
-    query_bias_Q: Any = None
-    key_bias_P: Any = None
-    value_bias_P: Any = None
-    query_norm_h: Any = None
-    key_norm_h: Any = None
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Params:
-    """Weights of a policy; `head_DV` is None where it is the embedding transposed."""
-
-    embedding_VD: Any
-    layers: tuple[Layer, ...]
-    final_norm_D: Any
-    head_DV: Any = None
-
-
-@dataclasses.dataclass(frozen=True)
-class ParamSpec:
-    """What is known of a weight before it exists: everything else derives from it.
-
-    `axes` are logical names that `models.sharding` maps to mesh axes; `scale` is
-    the standard deviation at initialisation, None for ones and 0 for zeros.
-    """
-
-    shape: tuple[int, ...]
-    axes: tuple[str | None, ...]
-    scale: float | None
-
-
-def param_specs(config: ModelConfig) -> Params:
-    """The tree of `ParamSpec` from which initialisation, shardings and file names derive."""
-    D, F, V, h = config.d_model, config.d_ff, config.vocab_size, config.head_dim
-    Q, P = config.num_heads * h, config.num_kv_heads * h
-    into, out = D**-0.5, (2 * config.num_layers) ** -0.5
-
-    def matrix(rows: int, cols: int, axes: tuple[str, str], scale: float) -> ParamSpec:
-        return ParamSpec((rows, cols), axes, scale)
-
-    def vector(size: int, axis: str | None, scale: float | None) -> ParamSpec:
-        return ParamSpec((size,), (axis,), scale)
-
-    layer = Layer(
-        attention_norm_D=vector(D, None, None),
-        query_DQ=matrix(D, Q, ("embed", "heads"), into),
-        key_DP=matrix(D, P, ("embed", "kv_heads"), into),
-        value_DP=matrix(D, P, ("embed", "kv_heads"), into),
-        output_QD=matrix(Q, D, ("heads", "embed"), Q**-0.5 * out),
-        mlp_norm_D=vector(D, None, None),
-        gate_DF=matrix(D, F, ("embed", "mlp"), into),
-        up_DF=matrix(D, F, ("embed", "mlp"), into),
-        down_FD=matrix(F, D, ("mlp", "embed"), F**-0.5 * out),
-        query_bias_Q=vector(Q, "heads", 0.0) if config.qkv_bias else None,
-        key_bias_P=vector(P, "kv_heads", 0.0) if config.qkv_bias else None,
-        value_bias_P=vector(P, "kv_heads", 0.0) if config.qkv_bias else None,
-        query_norm_h=vector(h, None, None) if config.qk_norm else None,
-        key_norm_h=vector(h, None, None) if config.qk_norm else None,
-    )
-    return Params(
-        embedding_VD=matrix(V, D, ("vocab", "embed"), 0.02),
-        layers=(layer,) * config.num_layers,
-        final_norm_D=vector(D, None, None),
-        head_DV=None if config.tied_embeddings else matrix(D, V, ("embed", "vocab"), into),
-    )
 
 
 def init(config: ModelConfig, key: jax.Array, dtype: jnp.dtype = jnp.float32) -> Params:
@@ -132,10 +54,6 @@ def init_from(specs: Any, key: jax.Array, dtype: jnp.dtype = jnp.float32) -> Any
 
     keys = jax.random.split(key, len(leaves))
     return tree.unflatten([one(spec, k) for spec, k in zip(leaves, keys, strict=True)])
-
-
-def num_params(config: ModelConfig) -> int:
-    return sum(math.prod(spec.shape) for spec in jax.tree.leaves(param_specs(config)))
 
 
 def rope_frequencies(config: ModelConfig) -> jax.Array:

@@ -11,10 +11,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from models.attention import Packing
+if TYPE_CHECKING:
+    from models.attention import Packing
+
 
 SAMPLES_PER_ROW = 16  # a micro-batch holds at most this many responses for each of its rows
 ROW_MULTIPLE_TOKENS = 64  # rows are a multiple of this long
@@ -153,6 +156,8 @@ def _fill_rows(responses: Sequence[Response], shape: Shape) -> list[Row]:
 
 def lay_out(responses: Sequence[Response], rows: Sequence[Row], shape: Shape) -> Layout:
     """The arrays of one micro-batch of `plan`; rows that it does not fill are padding."""
+    from models.attention import Packing
+
     tokens_BT, targets_BT, positions_BT, prompt_BT, branch_BT = np.zeros(
         (5, shape.rows, shape.length), np.int32
     )

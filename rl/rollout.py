@@ -18,8 +18,9 @@ from models.config import ModelConfig
 from rl.engine.engine import Engine, OnFinish, OnRound
 from rl.trajectory import Request, Trajectory
 from spec.budget.budget import Budget
+from spec.config import SamplingConfig
 from spec.drafter import Drafter
-from spec.sampling import SamplingConfig, step_key
+from spec.sampling import step_key
 
 
 def generate(

@@ -16,15 +16,15 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+from models.params import Params, num_params
 from models.tokenizer import copy_files
-from models.transformer import Params, num_params
 from rl.config.command_line import config_parser, parse_command_line
 from rl.config.loader import ConfigError, dump, load
 from rl.loop import memory_estimate, run_folder
 from rl.loop.experiment import Inputs, TrainConfig, open_inputs, remarks
 from rl.metrics.writer import DamagedRowError, check_installed
 from rl.rewards.check import check_rewards
-from rl.runtime import devices, host_memory, program_cache
+from rl.runtime import devices, host_memory
 from rl.runtime.exit_codes import EXIT_FAILED, EXIT_USAGE
 from rl.runtime.progress import progress, say
 from rl.runtime.signals import EXPORTING, Limits, Watch, leave
@@ -151,6 +151,7 @@ def _run(config: TrainConfig, inputs: Inputs, folder: Path, before: TrainConfig 
     from rl.loop.setup import run_mesh
     from rl.loop.train_loop import Stopped, policy_params, train
     from rl.rewards.process import RewardWorkerError
+    from rl.runtime import program_cache
     from rl.runtime.parallel_compile import TooManyMappings
     from rl.runtime.waits import Hang
     from rl.workers.coordinator import WorkerError

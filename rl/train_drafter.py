@@ -28,7 +28,8 @@ import jax.numpy as jnp
 
 from models import hf
 from models.config import ModelConfig
-from models.transformer import Params, num_params
+from models.params import num_params
+from models.transformer import Params
 from rl.config.command_line import config_parser, parse_command_line
 from rl.config.loader import ConfigError, dump, load
 from rl.drafter_training import export as drafter_folder
@@ -37,7 +38,7 @@ from rl.drafter_training import traces as drafter_traces
 from rl.drafter_training.config import shape_of
 from rl.drafter_training.offline import OfflineConfig, OfflineTraining
 from rl.drafter_training.traces import DrafterTraces, num_tokens
-from rl.learner.train_spec import TrainerConfig
+from rl.learner.config import TrainerConfig
 from rl.loop.drafter_run import first_drafter
 from rl.loop.experiment import open_policy
 from rl.packing import Response
@@ -45,10 +46,10 @@ from rl.runtime import devices
 from rl.runtime.exit_codes import EXIT_STOPPED, EXIT_USAGE
 from rl.runtime.progress import say
 from rl.runtime.signals import COMPILE_LIMIT_S, SAVING, Limits, Watch, leave
+from spec.config import LEAST_TEMPERATURE
 from spec.eagle import model as eagle
-from spec.eagle.model import EagleConfig
+from spec.eagle.config import EagleConfig
 from spec.eagle.packing import pack
-from spec.sampling import LEAST_TEMPERATURE
 
 SAY_EVERY_STEPS = 50
 LEAST_VALUE_BYTES = 2  # of the types that hidden states come in

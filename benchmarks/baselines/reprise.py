@@ -15,7 +15,8 @@ from rl.engine.config import EngineConfig
 from rl.engine.engine import Engine
 from rl.rollout import generate
 from rl.trajectory import Request, Trajectory
-from spec.sampling import SamplingConfig, step_key
+from spec.config import SamplingConfig
+from spec.sampling import step_key
 
 
 def model_config(shape: Shape) -> ModelConfig:

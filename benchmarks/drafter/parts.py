@@ -27,14 +27,17 @@ from models.config import ModelConfig
 from rl.drafter_training.config import DrafterConfig
 from rl.engine.config import EngineConfig
 from rl.engine.engine import Engine
-from spec.budget.bandit import BanditConfig, BegMab, Strategy
+from spec.budget.bandit import BegMab, Strategy
+from spec.budget.config import BanditConfig
+from spec.config import SamplingConfig
 from spec.eagle import model as eagle
 from spec.eagle import training as drafter_training
 from spec.eagle.batch import DrafterBatch, HiddenStates
-from spec.eagle.model import EagleConfig, SharedParams
+from spec.eagle.config import DrafterTrainingConfig, EagleConfig
+from spec.eagle.model import SharedParams
 from spec.eagle.packing import pack, pad
-from spec.eagle.training import DrafterState, DrafterTrainingConfig
-from spec.sampling import SamplingConfig, step_key
+from spec.eagle.training import DrafterState
+from spec.sampling import step_key
 
 TRAINING = DrafterTrainingConfig()
 PADDED_MULTIPLE = 32  # padded rows are of so many tokens, or twice as many, …: few programs

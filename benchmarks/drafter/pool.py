@@ -34,12 +34,15 @@ from rl.engine.config import EngineConfig
 from rl.engine.engine import Engine
 from rl.speculation.learned_drafter import LearnedDrafter
 from spec import verify
-from spec.budget.bandit import BanditConfig, BegMab, Strategy
+from spec.budget.bandit import BegMab, Strategy
+from spec.budget.config import BanditConfig
+from spec.config import Draw, SamplingConfig
 from spec.eagle import model as eagle
 from spec.eagle import tree_search
-from spec.eagle.drafter import WINDOW_TOKENS, TreeConfig
-from spec.eagle.model import EagleConfig, EagleParams, EagleWeights, SharedParams
-from spec.sampling import Draw, SamplingConfig, step_key
+from spec.eagle.config import EagleConfig, TreeConfig
+from spec.eagle.drafter import WINDOW_TOKENS
+from spec.eagle.model import EagleParams, EagleWeights, SharedParams
+from spec.sampling import step_key
 from spec.tree import DraftTree
 from spec.verify import Slots
 

@@ -31,12 +31,14 @@ from rl.loop.generation import System, prompts_at
 from rl.metrics.writer import Timings
 from rl.speculation.learned_drafter import LearnedDrafter
 from rl.trajectory import Request, Trajectory
-from rl.workers.workers import MultiEngine, SchedConfig
+from rl.workers.config import SchedConfig
+from rl.workers.workers import MultiEngine
+from spec.config import SamplingConfig
 from spec.eagle import model as eagle
+from spec.eagle.config import TreeConfig
 from spec.eagle.data_buffer import DataBuffer
-from spec.eagle.drafter import TreeConfig
 from spec.eagle.model import EagleParams, EagleWeights
-from spec.sampling import SamplingConfig, step_key
+from spec.sampling import step_key
 
 CONFIG = environment.ROOT / "configs/tiny_cpu.gin"
 SETTINGS = (

@@ -21,15 +21,16 @@ from benchmarks.drafter.parts import TRAINING, in_turns, ratio
 from benchmarks.workloads import BASE_POLICY
 from models import hf
 from models.config import ModelConfig
-from rl.checkpoint.checkpointer import CheckpointConfig, Checkpointer
+from rl.checkpoint.checkpointer import Checkpointer
+from rl.checkpoint.config import CheckpointConfig
 from rl.drafter_training.config import DrafterConfig
 from rl.drafter_training.trainer import DrafterTrainer
 from rl.speculation.learned_drafter import LearnedDrafter
 from spec.eagle import model as eagle
 from spec.eagle import training as drafter_training
-from spec.eagle.data_buffer import DataBuffer, DataBufferConfig
-from spec.eagle.drafter import TreeConfig
-from spec.eagle.model import EagleConfig, EagleWeights, SharedParams
+from spec.eagle.config import DataBufferConfig, EagleConfig, TreeConfig
+from spec.eagle.data_buffer import DataBuffer
+from spec.eagle.model import EagleWeights, SharedParams
 
 # a drafter whose frozen parts are most of it, as those of large vocabularies are
 WIDE = ModelConfig(

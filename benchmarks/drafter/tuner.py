@@ -24,23 +24,26 @@ from rl.drafter_training.trainer import BufferSink, DrafterTrainer
 from rl.engine.config import EngineConfig
 from rl.engine.engine import Engine
 from rl.loop.experiment import Inputs, TrainConfig
+from rl.speculation.config import SpeculationConfig
 from rl.speculation.device_drafters import NO_DRAFTERS, DeviceDrafters
 from rl.speculation.learned_drafter import LearnedDrafter
 from rl.speculation.reuse import remember
-from rl.speculation.sources import Speculation, SpeculationConfig
+from rl.speculation.sources import Speculation
 from rl.trajectory import Request, Trajectory
 from rl.warm_up import compile_buckets
 from rl.warm_up.round_times import load_or_measure
-from spec.budget.bandit import BanditConfig, Strategy
-from spec.budget.bandit_budget import BanditBudget, TunerConfig, strategies
+from spec.budget.bandit import Strategy
+from spec.budget.bandit_budget import BanditBudget, strategies
+from spec.budget.config import BanditConfig, TunerConfig
 from spec.budget.union import DrafterUnion
+from spec.config import SamplingConfig
 from spec.eagle import model as eagle
+from spec.eagle.config import TreeConfig
 from spec.eagle.data_buffer import DataBuffer
-from spec.eagle.drafter import TreeConfig
 from spec.eagle.model import EagleWeights
 from spec.reuse.rollout_cache import RolloutCache
 from spec.round_times import RoundTimes
-from spec.sampling import SamplingConfig, step_key
+from spec.sampling import step_key
 
 ENGINE = EngineConfig(slots=32, min_slots=4, min_positions=384, min_nodes=4, max_nodes=8)
 TUNER = TunerConfig(thresholds=(1, 5), verify_tokens=(7, 3), depths=(2, 4))

@@ -38,6 +38,7 @@ import jax
 
 from models.folder import Folder
 from rl.checkpoint import folders, host_state, manifest
+from rl.checkpoint.config import CheckpointConfig
 from rl.checkpoint.manifest import Content
 from rl.checkpoint.reader import FILES_FOLDER, PyTree, Restored, describe, flatten, restore
 from rl.runtime import host_memory
@@ -62,35 +63,6 @@ class LinkedFiles:
 
     folder: Folder
     contents: Mapping[str, Content]
-
-
-@dataclasses.dataclass(frozen=True)
-class CheckpointConfig:
-    """When checkpoints are written and how many are kept.
-
-    `every_steps` of 0 means only at the end of a run. `asynchronous` false waits
-    for the disk at every save.
-    """
-
-    every_steps: int = 20
-    keep: int = 2
-    asynchronous: bool = True
-
-    def __post_init__(self) -> None:
-        if self.every_steps < 0:
-            raise ValueError(
-                f"Checkpoint.every_steps: expected 0 (only at the end) or more, "
-                f"got {self.every_steps}"
-            )
-        if self.keep < 1:
-            raise ValueError(
-                f"Checkpoint.keep: expected at least 1, got {self.keep}: "
-                "the newest checkpoint is never deleted"
-            )
-
-    def due(self, step: int) -> bool:
-        """Whether a run saves after `step`, its last step aside."""
-        return self.every_steps > 0 and step > 0 and step % self.every_steps == 0
 
 
 class Checkpointer:

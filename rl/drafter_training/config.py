@@ -5,11 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from models.config import ModelConfig
-from spec.eagle import files as eagle_files
-from spec.eagle import model as eagle
-from spec.eagle.drafter import Proposal, TreeConfig
-from spec.eagle.model import EagleConfig
-from spec.eagle.training import DrafterTrainingConfig
+from spec.eagle.config import DrafterTrainingConfig, EagleConfig, Proposal, TreeConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +58,9 @@ def shape_of(
 
     Raises FileNotFoundError or ValueError for a folder that is none, or of another policy's.
     """
+    from spec.eagle import files as eagle_files
+    from spec.eagle import model as eagle
+
     if options.directory is None:
         return eagle.config_for(model, training.design, draft_vocab_size=options.draft_vocab_size)
     shape = eagle_files.check(options.directory, model)

@@ -24,7 +24,7 @@ from rl.drafter_training.traces import num_tokens
 from rl.packing import Response, Row, Shape
 from spec.buckets import bucket
 from spec.eagle.batch import HiddenStates
-from spec.eagle.model import EagleConfig
+from spec.eagle.config import EagleConfig
 
 T = TypeVar("T")
 PASS_TOKENS = 8192  # of a forward pass, or one sequence

@@ -27,10 +27,10 @@ from rl.packing import Response
 from rl.speculation.learned_drafter import LearnedDrafter
 from spec.eagle import training as drafter_training
 from spec.eagle.batch import DrafterBatch
-from spec.eagle.data_buffer import DataBuffer, DataBufferConfig
-from spec.eagle.model import EagleConfig, EagleParams, EagleWeights, SharedParams
+from spec.eagle.config import DataBufferConfig, DrafterTrainingConfig, EagleConfig
+from spec.eagle.data_buffer import DataBuffer
+from spec.eagle.model import EagleParams, EagleWeights, SharedParams
 from spec.eagle.packing import pack
-from spec.eagle.training import DrafterTrainingConfig
 
 JUDGED_STEPS = 8  # held-out sequences are packed and judged for so many steps' tokens at a time
 

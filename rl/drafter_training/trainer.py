@@ -30,10 +30,11 @@ from rl.speculation.learned_drafter import LearnedDrafter
 from spec.eagle import model as eagle
 from spec.eagle import training as drafter_training
 from spec.eagle.batch import DrafterBatch, HiddenStates
+from spec.eagle.config import DrafterTrainingConfig
 from spec.eagle.data_buffer import DataBuffer
 from spec.eagle.model import EagleParams, SharedParams
 from spec.eagle.packing import pack
-from spec.eagle.training import DrafterState, DrafterTrainingConfig
+from spec.eagle.training import DrafterState
 
 SUMS = ("loss", "accuracy_top1", "accuracy_top3", "agreement")
 

@@ -27,10 +27,10 @@ from rl.engine.stats import EngineStats, RoundRecord
 from rl.engine.waiting_queue import WaitingQueue
 from rl.trajectory import Request, Trajectory, longest_tokens
 from spec.budget.budget import Budget, FixedBudget
+from spec.config import SamplingConfig
 from spec.drafter import Drafter, Drafts, LiveSlots, plant
 from spec.eagle.batch import HiddenStateSink
 from spec.reuse.prefix_rule import PrefixRule
-from spec.sampling import SamplingConfig
 from spec.tree import DraftTree
 from spec.verify import Slots, decode_rounds, unpack, verify_round
 

@@ -22,8 +22,8 @@ from rl.engine.config import EngineConfig
 from rl.trajectory import HostKv, Request, check_requests
 from spec import content_noise
 from spec.buckets import bucket
+from spec.config import Draw, SamplingConfig
 from spec.content_noise import Contexts
-from spec.sampling import Draw, SamplingConfig
 
 T = TypeVar("T")
 # jax lists an array's shards when it is first read: two threads at once see half of them
@@ -73,7 +73,7 @@ class ModelRunner:
     def zero_rows(self, shape: Sequence[int], dtype: Any) -> Any:
         """Zeroed keys, values or features of rows, each device's shard made on it."""
         if self.mesh is not None:
-            place: Sharding | None = fitting_sharding(self.mesh, shape, kv_cache.AXES)
+            place: Sharding | None = fitting_sharding(self.mesh, shape, kv_cache.CACHE_AXES)
         else:
             place = None if self.device is None else SingleDeviceSharding(self.device)
         if self._shapes_only:
@@ -239,7 +239,7 @@ class ModelRunner:
         """Keys or values of rows, on the shards where a cache has them."""
         if self.mesh is None:
             return jax.device_put(x, self.device)
-        return jax.device_put(x, fitting_sharding(self.mesh, x.shape, kv_cache.AXES))
+        return jax.device_put(x, fitting_sharding(self.mesh, x.shape, kv_cache.CACHE_AXES))
 
     def mesh_context(self) -> Any:
         if self.mesh is not None:

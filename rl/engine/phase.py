@@ -8,8 +8,8 @@ import jax
 import numpy as np
 
 from rl.engine.speculate import Speculator
+from spec.config import SamplingConfig
 from spec.eagle.batch import HiddenStateSink
-from spec.sampling import SamplingConfig
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

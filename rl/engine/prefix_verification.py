@@ -21,11 +21,12 @@ from rl.engine.stats import VerifiedPrefixes
 from rl.packing import Layout, Response, Row, Shape
 from rl.trajectory import FinishReason, Origin, Prefix, Request, RequestChunk, Trajectory, of_prefix
 from spec import content_noise
+from spec.config import SamplingConfig
 from spec.reuse import packed_verify
 from spec.reuse.packed_verify import PackedResponses, verify_packed
 from spec.reuse.prefix_rule import PrefixRule, Verified
 from spec.reuse.rollout_cache import CachedResponse, Scores
-from spec.sampling import Processing, SamplingConfig
+from spec.sampling import Processing
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

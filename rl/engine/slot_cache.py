@@ -19,8 +19,8 @@ from rl.engine.prefix_verification import VerifiedRequest
 from rl.engine.slot_table import SlotTable
 from rl.trajectory import PartialRequest, Request, RequestChunk
 from spec import cache_rows
+from spec.config import SamplingConfig
 from spec.eagle.batch import HiddenStates, HiddenStateSink
-from spec.sampling import SamplingConfig
 from spec.verify import Slots
 
 

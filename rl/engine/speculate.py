@@ -14,8 +14,8 @@ from rl.engine.model_runner import ModelRunner
 from rl.engine.stats import EngineStats
 from spec.acceptance import plain_acceptance, round_acceptance
 from spec.budget.budget import Budget, DraftDecision
+from spec.config import SamplingConfig
 from spec.drafter import Drafter, Drafts, LiveSlots
-from spec.sampling import SamplingConfig
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -23,13 +23,13 @@ from models.config import ModelConfig
 from models.transformer import Params, ParamSpec, param_specs
 from rl.learner import gradient_accumulation, micro_batches
 from rl.learner.advantages import gae, whiten
+from rl.learner.config import OptimizerConfig, TrainSpec
 from rl.learner.gradient_accumulation import Accumulator, Health, Report
 from rl.learner.logprobs import cast_for_training, keep_pace, place, unwatched
 from rl.learner.losses import LossInputs, TokenStatistics, token_weights
 from rl.learner.micro_batches import CriticTargets, MicroBatch, TrainSample
-from rl.learner.optimizer import CriticState, OptimizerConfig, learning_rate, make_optimizer, settle
+from rl.learner.optimizer import CriticState, learning_rate, make_optimizer, settle
 from rl.learner.policy_losses import clipped_value_loss
-from rl.learner.train_spec import TrainSpec
 from rl.packing import Shape
 
 

@@ -7,53 +7,12 @@ loss. As in verl's rollout correction (verl.readthedocs.io, "Rollout Correction"
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
 
-FORMS = "none, token_tis:C, sequence_tis:C, token_mask:LOW:HIGH or sequence_mask:LOW:HIGH"
-
-
-@dataclasses.dataclass(frozen=True)
-class Correction:
-    """`tis` truncates ratios at `high`; `mask` drops what is outside `low` … `high`.
-
-    Of each token's ratio, or of the product over its sequence.
-    """
-
-    level: Literal["token", "sequence"]
-    kind: Literal["tis", "mask"]
-    low: float
-    high: float
-
-
-def parse_correction(text: str) -> Correction | None:
-    """`token_tis:2`, `sequence_mask:0.5:2` and their like; None for `none`. Raises ValueError."""
-    if text == "none":
-        return None
-    name, *numbers = text.split(":")
-    level, _, kind = name.partition("_")
-    try:
-        values = [float(number) for number in numbers]
-    except ValueError:
-        values = []
-    if (
-        level not in ("token", "sequence")
-        or len(values) != {"tis": 1, "mask": 2}.get(kind)
-        or not all(math.isfinite(v) for v in values)
-    ):
-        raise ValueError(
-            f"correction must be {FORMS}, got {text!r}: for example correction = "
-            '"token_tis:2" or "sequence_mask:0.5:2"'
-        )
-    low, high = (0.0, *values)[-2:]
-    if not 0 <= low < high:
-        wanted = "a positive C" if kind == "tis" else "0 <= LOW < HIGH"
-        raise ValueError(f"correction {text!r} must have {wanted}, got {numbers}")
-    return Correction(level, kind, low, high)  # type: ignore[arg-type]
+from rl.learner.algorithms import Correction
 
 
 def importance_weights(

@@ -18,12 +18,14 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from models import transformer
-from models.sharding import RULES, constrain
+from models.layout import RULES
+from models.sharding import constrain
 from models.transformer import Params
 from rl.learner import micro_batches
+from rl.learner.config import TrainSpec
 from rl.learner.micro_batches import MicroBatch
-from rl.learner.train_spec import TrainSpec
-from spec.sampling import Processing, SamplingConfig, log_probs
+from spec.config import SamplingConfig
+from spec.sampling import Processing, log_probs
 
 
 def cast(params: Params, dtype: Any) -> Params:

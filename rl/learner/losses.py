@@ -13,8 +13,8 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 
-from rl.learner.algorithms import Aggregation, Algorithm, AlgorithmConfig, KLEstimator
-from rl.learner.importance_correction import Correction, importance_weights
+from rl.learner.algorithms import Aggregation, Algorithm, AlgorithmConfig, Correction, KLEstimator
+from rl.learner.importance_correction import importance_weights
 from rl.learner.policy_losses import policy_loss
 from rl.trajectory import Origin
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,42 +11,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from models.transformer import Params
-
-Schedule = Literal["constant", "linear", "cosine"]
-
-
-@dataclasses.dataclass(frozen=True)
-class OptimizerConfig:
-    """AdamW. The schedule ends at the run's last optimizer step; `max_grad_norm` None is off."""
-
-    learning_rate: float = 1e-6
-    schedule: Schedule = "constant"
-    warmup_steps: int = 0
-    weight_decay: float = 0.0
-    max_grad_norm: float | None = 1.0
-    b1: float = 0.9
-    b2: float = 0.999
-    eps: float = 1e-8
-
-    def __post_init__(self) -> None:
-        if not self.learning_rate >= 0:
-            raise ValueError(f"learning_rate must be 0 or positive, got {self.learning_rate}")
-        if self.schedule not in ("constant", "linear", "cosine"):
-            raise ValueError(
-                f"schedule must be 'constant', 'linear' or 'cosine', got {self.schedule!r}"
-            )
-        if self.warmup_steps < 0:
-            raise ValueError(f"warmup_steps must be 0 or more, got {self.warmup_steps}")
-        if not self.weight_decay >= 0:
-            raise ValueError(f"weight_decay must be 0 or positive, got {self.weight_decay}")
-        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
-            raise ValueError(
-                f"max_grad_norm must be positive, or None for no clipping, got {self.max_grad_norm}"
-            )
-        if not (0 <= self.b1 < 1 and 0 <= self.b2 < 1):
-            raise ValueError(f"b1 and b2 must be in [0, 1), got {self.b1} and {self.b2}")
-        if not self.eps > 0:
-            raise ValueError(f"eps must be positive, got {self.eps}")
+from rl.learner.config import OptimizerConfig
 
 
 @jax.tree_util.register_dataclass

@@ -22,16 +22,17 @@ from models.transformer import Params, param_specs
 from rl import packing
 from rl.learner import critic, gradient_accumulation, logprobs, losses, micro_batches
 from rl.learner.algorithms import AlgorithmConfig
+from rl.learner.config import TrainerConfig, TrainSpec
 from rl.learner.gradient_accumulation import Accumulator, Health, NonFiniteUpdate, Report
 from rl.learner.logprobs import place
 from rl.learner.losses import TokenStatistics
 from rl.learner.micro_batches import MicroBatch, Packed, TrainSample
 from rl.learner.optimizer import TrainState, init_state, learning_rate, make_optimizer, settle
-from rl.learner.train_spec import TrainerConfig, TrainSpec
 from rl.packing import Shape
 from rl.runtime.parallel_compile import OnCompiled, compile_all, unwatched
 from rl.trajectory import Trajectory
-from spec.sampling import Processing, SamplingConfig
+from spec.config import SamplingConfig
+from spec.sampling import Processing
 
 OnPass = Callable[[bool], None]  # whether nothing of the batch is applied yet
 

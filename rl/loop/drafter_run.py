@@ -13,7 +13,8 @@ import numpy as np
 from models.config import ModelConfig
 from models.folder import Folder
 from models.transformer import Params
-from rl.checkpoint.checkpointer import CheckpointConfig, Checkpointer
+from rl.checkpoint.checkpointer import Checkpointer
+from rl.checkpoint.config import CheckpointConfig
 from rl.checkpoint.reader import NoWholeCheckpointError
 from rl.drafter_training.config import DrafterConfig, shape_of
 from rl.drafter_training.spot_trainer import SpotTrainer
@@ -25,9 +26,10 @@ from rl.speculation.learned_drafter import LearnedDrafter
 from rl.workers.workers import MultiEngine, in_worker_thread
 from spec.eagle import files as eagle_files
 from spec.eagle import model as eagle
+from spec.eagle.config import DrafterTrainingConfig
 from spec.eagle.data_buffer import DataBuffer
 from spec.eagle.model import EagleWeights
-from spec.eagle.training import DrafterState, DrafterTrainingConfig
+from spec.eagle.training import DrafterState
 
 FOLDER = "drafter"  # in the run folder
 

@@ -12,31 +12,24 @@ import math
 from pathlib import Path
 
 from models import hf, tokenizer
-from models.config import ModelConfig
-from models.sharding import MeshConfig
+from models.config import MeshConfig, ModelConfig
 from models.tokenizer import Tokenizer
-from rl.checkpoint.checkpointer import CheckpointConfig
+from rl.checkpoint.config import CheckpointConfig
 from rl.config.loader import resolve_path
 from rl.data.prompts import encode_prompt
 from rl.data.tasks import Example, Task, TaskConfig, open_tasks
 from rl.drafter_training.config import DrafterConfig, shape_of
 from rl.engine.config import EngineConfig
 from rl.learner.algorithms import AlgorithmConfig, CriticConfig
-from rl.learner.optimizer import OptimizerConfig
-from rl.learner.train_spec import TrainerConfig, TrainSpec
+from rl.learner.config import OptimizerConfig, TrainerConfig, TrainSpec
 from rl.metrics.writer import MetricsConfig
 from rl.rewards.config import RewardConfig, validate
 from rl.runtime.waits import HANG_LIMIT_S
-from rl.speculation import draft_model
-from rl.speculation.draft_model import DraftModelConfig
-from rl.speculation.reuse import ReuseConfig, check_coupling
-from rl.speculation.sources import SpeculationConfig
-from rl.workers.workers import SchedConfig
-from spec.budget.bandit_budget import TunerConfig
-from spec.eagle.data_buffer import DataBufferConfig
-from spec.eagle.model import EagleConfig
-from spec.eagle.training import DrafterTrainingConfig
-from spec.sampling import SamplingConfig
+from rl.speculation.config import DraftModelConfig, ReuseConfig, SpeculationConfig, check_coupling
+from rl.workers.config import SchedConfig
+from spec.budget.config import TunerConfig
+from spec.config import SamplingConfig
+from spec.eagle.config import DataBufferConfig, DrafterTrainingConfig, EagleConfig
 
 Prompt = tuple[int, ...]
 
@@ -179,6 +172,8 @@ def open_inputs(config: TrainConfig) -> Inputs:
     check_pipeline(config)
     drafter_shape(config, model)
     if config.speculation.asks_model:
+        from rl.speculation import draft_model
+
         draft_model.check(config.draft_model, model, words, config.longest_tokens)
     check_tuner(config)
     validate(config.reward)

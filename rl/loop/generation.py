@@ -24,7 +24,7 @@ from rl.engine.speculate import DrafterFactory
 from rl.engine.stats import EngineStats, joined
 from rl.learner import trainer
 from rl.learner.advantages import informative_groups
-from rl.learner.train_spec import TrainSpec
+from rl.learner.config import TrainSpec
 from rl.loop.drafter_run import DrafterRun
 from rl.loop.experiment import Inputs, Prompt, TrainConfig
 from rl.metrics.writer import Timings
@@ -38,8 +38,8 @@ from rl.speculation.reuse import Reuse
 from rl.speculation.sources import Speculation
 from rl.trajectory import Trajectory
 from rl.workers.workers import MultiEngine
+from spec.config import SamplingConfig
 from spec.reuse.rollout_cache import RolloutCache
-from spec.sampling import SamplingConfig
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -18,17 +18,17 @@ import math
 import os
 import subprocess
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import jax
-
-from models import kv_cache, transformer
-from models.attention import CAUSAL_BLOCKS, LEAST_BLOCK_TOKENS
 from models.config import ModelConfig
-from models.sharding import shard_shape
+from models.layout import CACHE_AXES, causal_block_tokens, shard_shape
+from models.params import leaves, param_specs
 from rl import packing
 from rl.loop.experiment import TrainConfig, drafter_shape
 from spec.buckets import bucket
+
+if TYPE_CHECKING:
+    import jax
 
 _FLOAT32 = 4
 _LOGITS_TRAINING = 12  # of a chunk's logits: processing and its gradient
@@ -120,7 +120,7 @@ def devices_of(found: Sequence[jax.Device]) -> Devices:
 
 def devices_unopened() -> Devices:
     """What is known of the devices without opening one: NVIDIA's tool, else the host's memory."""
-    asked = (jax.config.jax_platforms or "").partition(",")[0]
+    asked = os.environ.get("JAX_PLATFORMS", "").partition(",")[0]
     if asked == "cpu":
         return Devices(1, _host_bytes())
     try:
@@ -183,7 +183,7 @@ def _meshes(config: TrainConfig, count: int) -> tuple[_Mesh, _Mesh]:
 
 
 def _weights(model: ModelConfig, mesh: _Mesh, itemsize: int) -> int:
-    specs = jax.tree.leaves(transformer.param_specs(model))
+    specs = leaves(param_specs(model))
     return itemsize * sum(
         math.prod(shard_shape(mesh.sizes, spec.shape, spec.axes)) for spec in specs
     )
@@ -261,11 +261,11 @@ def _cache(
 ) -> int:
     """Keys, values and features of so many rows."""
     heads = (slots, model.num_kv_heads, positions, model.head_dim)
-    values = 2 * model.num_layers * math.prod(shard_shape(mesh.sizes, heads, kv_cache.AXES))
+    values = 2 * model.num_layers * math.prod(shard_shape(mesh.sizes, heads, CACHE_AXES))
     shape = drafter_shape(config, model) if config.speculation.learns else None
     if shape is not None:
         wide = (slots, 1, positions, model.d_model * (len(shape.feature_layers) + 1))
-        values += math.prod(shard_shape(mesh.sizes, wide, kv_cache.AXES))
+        values += math.prod(shard_shape(mesh.sizes, wide, CACHE_AXES))
     return itemsize * values
 
 
@@ -303,10 +303,8 @@ def _values_of_layer(model: ModelConfig, tensor: int) -> int:
 
 
 def _causal_scores(model: ModelConfig, length: int) -> int:
-    """Attention scores of a row and layer, its queries in blocks (models/attention.py)."""
-    size = length // CAUSAL_BLOCKS
-    if length % CAUSAL_BLOCKS or size < LEAST_BLOCK_TOKENS:
-        return model.num_heads * length * length
+    """Attention scores of a row and layer, its queries in blocks (models.layout)."""
+    size = causal_block_tokens(length)
     return model.num_heads * sum(size * end for end in range(size, length + 1, size))
 
 

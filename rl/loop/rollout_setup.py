@@ -15,13 +15,14 @@ from rl.engine.engine import Engine
 from rl.loop.drafter_run import DrafterRun
 from rl.loop.experiment import Inputs, TrainConfig
 from rl.runtime.parallel_compile import OnCompiled, unwatched
-from rl.speculation.sources import BANDIT, Speculation
+from rl.speculation.sources import Speculation
 from rl.warm_up import compile_buckets, transfer_times
 from rl.warm_up.host_kernels import rehearse
 from rl.warm_up.measured_run import MOVES_FILE, ROUNDS_FILE
 from rl.warm_up.round_times import load_or_measure
 from rl.workers.workers import MultiEngine, in_worker_thread, make_engines
 from spec.budget.bandit_budget import node_counts
+from spec.budget.config import BANDIT
 from spec.sampling import step_key
 
 

@@ -6,8 +6,10 @@ import importlib.metadata
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import jax
+if TYPE_CHECKING:
+    import jax
 
 FAMILIES = {"cuda": "gpu", "rocm": "gpu"}  # platforms under the name that JAX gives their devices
 NODES = ("nvidia[0-9]*", "kfd", "accel[0-9]*")  # in /dev: NVIDIA's, AMD's and Google's devices
@@ -39,6 +41,8 @@ def found() -> Sequence[jax.Device]:
     Raises ValueError where the platform that was asked for is not there, and in one process of
     several.
     """
+    import jax
+
     try:
         devices = jax.devices()
     except (RuntimeError, AssertionError) as error:  # an unknown `cuda` is a bare assertion
@@ -55,6 +59,8 @@ def found() -> Sequence[jax.Device]:
 
 def warning() -> str | None:
     """Why this process may not run where it was meant to; None where all is well."""
+    import jax
+
     installed = [plugin.name for plugin in importlib.metadata.entry_points(group="jax_plugins")]
     nodes = sorted(str(path) for pattern in NODES for path in Path("/dev").glob(pattern))
     return fallback(jax.default_backend(), jax.config.jax_platforms, nodes, installed)

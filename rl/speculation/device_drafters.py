@@ -6,7 +6,7 @@ import dataclasses
 
 from rl.speculation.draft_model import DraftModel
 from rl.speculation.learned_drafter import LearnedDrafter
-from spec.budget.device_gate import LEARNED, MODEL
+from spec.budget.config import LEARNED, MODEL
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 from pathlib import Path
 
@@ -15,27 +14,9 @@ from models.tokenizer import Tokenizer
 from rl.config.loader import resolve_path
 from rl.engine.model_runner import ModelRunner
 from rl.engine.speculate import DrafterContext
-from spec.draft_model.drafter import ChainConfig, DraftModelDrafter, Proposal
-
-
-@dataclasses.dataclass(frozen=True)
-class DraftModelConfig:
-    """A draft model that drafts, where `Speculation.sources` has `model`.
-
-    `directory` is its Hugging Face folder, with the policy's tokenizer. A round drafts a chain of
-    up to `max_depth` tokens for each request: the `likeliest`, until their probability falls below
-    `min_prob`, or its own draws with the policy's noise (`shared_noise`). It is not trained along.
-    """
-
-    directory: str | None = None
-    max_depth: int = 6
-    proposal: Proposal = "likeliest"
-    min_prob: float = 0.05
-
-    def __post_init__(self) -> None:
-        ChainConfig(max_draft_tokens=self.max_depth, min_prob=self.min_prob)
-        if self.proposal not in ("likeliest", "shared_noise"):
-            raise ValueError(f"proposal must be likeliest or shared_noise, got {self.proposal!r}")
+from rl.speculation.config import DraftModelConfig
+from spec.draft_model.config import ChainConfig
+from spec.draft_model.drafter import DraftModelDrafter
 
 
 def check(

@@ -14,7 +14,8 @@ import numpy as np
 from rl.engine.model_runner import ModelRunner
 from rl.engine.speculate import DrafterContext
 from spec.eagle import model as eagle
-from spec.eagle.drafter import EagleDrafter, TreeConfig, Weights
+from spec.eagle.config import TreeConfig
+from spec.eagle.drafter import EagleDrafter, Weights
 from spec.eagle.model import EagleParams, EagleWeights
 
 

@@ -7,7 +7,6 @@ After scoring, the step's responses are what the next epoch starts from.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,6 +15,7 @@ import jax
 import numpy as np
 
 from rl.engine.stats import EngineStats
+from rl.speculation.config import MOST_SAMPLES, ReuseConfig
 from rl.trajectory import Request, Trajectory
 from spec.reuse import lenience
 from spec.reuse.lenience import parse_schedule
@@ -24,76 +24,7 @@ from spec.reuse.rollout_cache import CachedGroup, CachedResponse, RolloutCache, 
 from spec.sampling import step_key
 
 Prompt = tuple[int, ...]
-MOST_SAMPLES = 512  # of a group whose noise repeats: ids are example · 1024 + sample
 COUPLED_STEP = 0  # training steps count from 1: the noise that repeats is none of theirs
-
-
-@dataclasses.dataclass(frozen=True)
-class ReuseConfig:
-    """What becomes of last epoch's response to the same prompt by the same sample index.
-
-    `mode`: `off`; `lenient:λ` (SPEC-RL: a token stands with probability min(1, λ ·
-    p_new / p_old), up to the first that does not; λ a number, `e^0.5`, `inf`); its
-    ablations `delayed:λ` (the epoch before the last), `random` and `full`; `coupled`
-    (noise repeats from epoch to epoch, tokens stand while the policy draws them again;
-    `coupled:K` names it by the K tokens before instead of the position).
-    `schedule` moves λ: `constant`, `linear:END:STEPS`, `clip_fraction:TARGET`.
-
-    Every token of `coupled` is a draw of the current policy, and its joint law is exact (in
-    bfloat16 up to rounding) for any policy that was chosen without looking at the noise.
-    Training does look: updates learn from responses that this noise made, as with common
-    random numbers elsewhere.
-    It agrees best with Sampling.draw = "gumbel".
-    """
-
-    mode: str = "off"
-    schedule: str = "constant"
-
-    def __post_init__(self) -> None:
-        mode, schedule = parse_mode(self.mode), parse_schedule(self.schedule)
-        if schedule.name == "constant":
-            return
-        if mode.name not in ("lenient", "delayed"):
-            raise ValueError(
-                f"schedule {self.schedule!r} moves a lenience, mode {self.mode!r} has none: "
-                'choose lenient:λ or delayed:λ, or schedule = "constant"'
-            )
-        if not 0 < mode.lenience < math.inf and schedule.name == "clip_fraction":
-            raise ValueError(
-                f"schedule {self.schedule!r} needs a first lenience between 0 and inf, got "
-                f"{self.mode!r}"
-            )
-        if mode.lenience == math.inf:
-            raise ValueError(f"schedule {self.schedule!r} cannot start from {self.mode!r}")
-
-    @property
-    def enabled(self) -> bool:
-        return parse_mode(self.mode).enabled
-
-    @property
-    def epochs(self) -> int:
-        """How many epochs the rollout cache has to hold."""
-        return 1 + parse_mode(self.mode).back
-
-
-def check_coupling(
-    config: ReuseConfig, num_examples: int, prompts_per_step: int, group_size: int
-) -> None:
-    """Raise ValueError where noise that repeats could not be named by (example, sample index)."""
-    if not parse_mode(config.mode).couples_noise:
-        return
-    most_examples = 2**31 // (2 * MOST_SAMPLES)
-    if group_size > MOST_SAMPLES or num_examples > most_examples:
-        raise ValueError(
-            f'Reuse.mode="coupled" has names for {most_examples} examples with {MOST_SAMPLES} '
-            f"samples each, got {num_examples} with {group_size}"
-        )
-    if prompts_per_step > num_examples:
-        raise ValueError(
-            f'Reuse.mode="coupled" needs every example at most twice in a step (an epoch ends in '
-            f"it), got {prompts_per_step} prompts of {num_examples} examples: lower "
-            "Rollout.prompts_per_step"
-        )
 
 
 class Reuse:

@@ -14,18 +14,19 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from rl.engine.speculate import DrafterContext, DrafterFactory, no_drafts
 from rl.runtime.waits import Hang, Patience, result_of
+from rl.speculation.config import SpeculationConfig
 from rl.speculation.device_drafters import NO_DRAFTERS, DeviceDrafters
 from spec.budget.bandit import BegMab
-from spec.budget.bandit_budget import BanditBudget, TunerConfig, make_bandit
+from spec.budget.bandit_budget import BanditBudget, make_bandit
 from spec.budget.budget import Budget
 from spec.budget.by_name import make_budget
-from spec.budget.device_gate import LEARNED, MODEL
+from spec.budget.config import BANDIT, LEARNED, MODEL, TunerConfig
 from spec.budget.union import DrafterUnion
 from spec.drafter import Drafter
 from spec.retrieval import history
@@ -36,64 +37,8 @@ from spec.retrieval.ngram import NgramDrafter
 from spec.reuse.rollout_cache import RolloutCache
 from spec.round_times import RoundTimes
 
-SourceName = Literal["last", "history", "group", "own", "learned", "model"]
-FOUND: tuple[SourceName, ...] = ("last", "history", "group", "own")
-SOURCES: tuple[SourceName, ...] = (*FOUND, "learned", "model")
 Prompt = Sequence[int]
-BANDIT = "bandit"
 MOST_WORKERS = 2**16
-
-
-@dataclasses.dataclass(frozen=True)
-class SpeculationConfig:
-    """Where draft tokens come from, and how many a round tries; none of it changes a token.
-
-    (In bfloat16 none but by rounding: docs/architecture.md, Exactness.)
-
-    `sources` are asked each round and their draft tokens joined: `last` (with Reuse: the response
-    of last epoch by the same sample index, read on from where it stands), `history` (the prompt's
-    responses of the last epoch), `group` (live siblings, told every
-    `group_update_tokens` tokens), `own` (the request's own text), `learned` (a drafter that is
-    trained along, see Drafter), `model` (a draft model, see DraftModel). `budget` is `off`,
-    `fixed:K`, `aimd`, `bandit` (see Tuner) or `goodput`. `history_rule` is `ours`, or `histospec`
-    for RhymeRL's setting.
-    """
-
-    budget: str = "goodput"
-    sources: tuple[SourceName, ...] = FOUND
-    history_rule: Literal["ours", "histospec"] = "ours"
-    group_update_tokens: int = 4
-
-    def __post_init__(self) -> None:
-        if self.budget != BANDIT:
-            make_budget(self.budget, RoundTimes({}))
-        unknown = [s for s in self.sources if s not in SOURCES]
-        if unknown or len(set(self.sources)) != len(self.sources):
-            raise ValueError(
-                f"sources must be different ones of {', '.join(SOURCES)}, got {self.sources}"
-            )
-        if not self.sources and self.budget != "off":
-            raise ValueError('no sources to draft from: name some, or set budget = "off"')
-        if self.history_rule not in ("ours", "histospec"):
-            raise ValueError(f"history_rule must be ours or histospec, got {self.history_rule!r}")
-        if self.group_update_tokens < 1:
-            raise ValueError(
-                f"group_update_tokens must be at least 1, got {self.group_update_tokens}"
-            )
-
-    @property
-    def enabled(self) -> bool:
-        return self.budget != "off"
-
-    @property
-    def learns(self) -> bool:
-        """Whether a learned drafter drafts: it needs the policy's hidden states."""
-        return self.enabled and LEARNED in self.sources
-
-    @property
-    def asks_model(self) -> bool:
-        """Whether a draft model draft tokens."""
-        return self.enabled and MODEL in self.sources
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

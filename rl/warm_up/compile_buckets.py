@@ -24,8 +24,9 @@ from rl.runtime.parallel_compile import OnCompiled, compile_all, unwatched
 from rl.speculation.device_drafters import NO_DRAFTERS, DeviceDrafters
 from rl.speculation.learned_drafter import LearnedDrafter
 from spec.buckets import bucket
+from spec.config import SamplingConfig
 from spec.reuse.packed_verify import PackedResponses, verify_packed
-from spec.sampling import Processing, SamplingConfig, step_key
+from spec.sampling import Processing, step_key
 from spec.tree import DraftTree
 from spec.verify import decode_rounds, verify_round
 

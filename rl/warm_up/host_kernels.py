@@ -6,14 +6,16 @@ import numpy as np
 
 from models.transformer import Params
 from rl.engine.engine import Engine
+from rl.speculation.config import SpeculationConfig
 from rl.speculation.device_drafters import NO_DRAFTERS, DeviceDrafters
-from rl.speculation.sources import Speculation, SpeculationConfig
+from rl.speculation.sources import Speculation
 from rl.trajectory import Request
-from spec.budget.bandit_budget import TunerConfig
 from spec.budget.budget import FixedBudget
+from spec.budget.config import TunerConfig
+from spec.config import SamplingConfig
 from spec.reuse.rollout_cache import CachedGroup, CachedResponse, RolloutCache
 from spec.round_times import RoundTimes
-from spec.sampling import SamplingConfig, step_key
+from spec.sampling import step_key
 
 NAME = "rehearsal"
 NUM_TOKENS = 24  # of a response, at most

@@ -27,11 +27,12 @@ from rl.warm_up import compile_buckets
 from rl.warm_up.measured_run import read_rounds, write_rounds
 from spec.budget.device_gate import DeviceDrafter
 from spec.budget.union import DrafterUnion
+from spec.config import SamplingConfig
 from spec.drafter import LiveSlots, plant
 from spec.retrieval.group import GroupDrafter
 from spec.retrieval.ngram import NgramDrafter
 from spec.round_times import RoundTimes
-from spec.sampling import SamplingConfig, step_key
+from spec.sampling import step_key
 from spec.tree import DraftTree
 from spec.verify import decode_rounds, unpack, verify_round
 

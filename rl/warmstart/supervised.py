@@ -30,6 +30,7 @@ import optax
 
 from models import hf, tokenizer, transformer
 from models.config import ModelConfig
+from models.params import num_params
 from rl.warmstart import solutions
 from rl.warmstart.evaluation import TaskReport, evaluate, show
 
@@ -230,7 +231,7 @@ def run(config: WarmstartConfig) -> list[TaskReport]:
     params = transformer.init(model, jax.random.key(config.seed))
     optim = optimizer(config)
     state = optim.init(params)
-    print(f"{transformer.num_params(model):,} parameters, tasks:", flush=True)
+    print(f"{num_params(model):,} parameters, tasks:", flush=True)
     for task in solutions.TASKS:
         print(f"  {task.spec}", flush=True)
 

@@ -23,9 +23,9 @@ from rl.trajectory import Request, Trajectory
 from rl.workers.coordinator import Aborted, Coordinator, Deferred, WorkerError, WorkerFeed
 from rl.workers.host_kv_pool import KvPool
 from sched.protocol import Scheduler, SchedulerDecision
+from spec.config import SamplingConfig
 from spec.eagle.batch import HiddenStateSink
 from spec.reuse.prefix_rule import PrefixRule
-from spec.sampling import SamplingConfig
 
 MOST_RESTARTS = 3  # of one engine in a session: what fails more often will not heal
 LEAVING_S = 5.0  # that workers have to end, once a rollout is given up

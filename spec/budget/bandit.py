@@ -17,6 +17,8 @@ from typing import Any
 
 import numpy as np
 
+from spec.budget.config import BanditConfig
+
 _WORDS = 2**64  # of the counter between two draws: what one draws, no other does
 
 
@@ -43,34 +45,6 @@ class Strategy:
             raise ValueError(
                 f"strategy {self.name!r}: expected sources and verify_tokens, or neither for plain "
                 f"decoding, got {self.sources} and {self.verify_tokens}"
-            )
-
-
-@dataclasses.dataclass(frozen=True)
-class BanditConfig:
-    """First batch size of each range, probability to explore, rewards that a median is of.
-
-    `everywhere` (ours) makes plain decoding a candidate in all ranges instead of one of its own, so
-    that whether to draft is learnt as well. One threshold more than there are other groups
-    then gives it the last range alone: from there on nothing is drafted, as TLT's elastic
-    activation has it (section 5.1; there at 32 requests).
-    """
-
-    thresholds: tuple[int, ...]
-    epsilon: float = 0.1
-    window: int = 32
-    everywhere: bool = False
-
-    def __post_init__(self) -> None:
-        ascends = all(a < b for a, b in itertools.pairwise(self.thresholds))
-        if self.thresholds[:1] != (1,) or not ascends:
-            raise ValueError(
-                f"expected thresholds that begin with 1 and ascend, got {self.thresholds}"
-            )
-        if not 0.0 <= self.epsilon <= 1.0 or self.window < 1:
-            raise ValueError(
-                "expected epsilon between 0 and 1 and a window of at least 1, got "
-                f"{self.epsilon} and {self.window}"
             )
 
 

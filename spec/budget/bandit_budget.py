@@ -7,53 +7,20 @@ table, and a resumed run decides as the first one did. Source: TLT sections 5.2 
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import cast
 
 import numpy as np
 
-from spec.budget.bandit import BanditConfig, BegMab, Strategy
+from spec.budget.bandit import BegMab, Strategy
 from spec.budget.budget import Budget, DraftDecision, size_for
-from spec.budget.device_gate import DEVICE_SOURCES, LEARNED, DeviceDrafter
+from spec.budget.config import LEARNED, BanditConfig, TunerConfig
+from spec.budget.device_gate import DEVICE_SOURCES, DeviceDrafter
 from spec.budget.union import DrafterUnion
 from spec.drafter import Acceptance, Drafts, LiveSlots
 from spec.round_times import RoundTimes
 
 PLAIN = Strategy("plain", (), 0, 0, 0)
-
-
-@dataclasses.dataclass(frozen=True)
-class TunerConfig:
-    """The choices of `Speculation.budget = "bandit"`, and how they are made.
-
-    Range i of batch sizes begins with `thresholds[i]` and verifies `verify_tokens[i]` draft tokens
-    a request; one threshold more than that adds a range of plain decoding alone. In each range the
-    arms are every drafter by itself, all that read texts, all of them, and plain decoding; an arm
-    with a drafter on the device exists once for each of `depths`. With probability `epsilon` a
-    random arm is taken, else the one with the best median of its last `window` rewards.
-    """
-
-    thresholds: tuple[int, ...] = (1, 9, 33)
-    verify_tokens: tuple[int, ...] = (15, 7)
-    depths: tuple[int, ...] = (3, 6)
-    epsilon: float = 0.1
-    window: int = 32
-
-    def __post_init__(self) -> None:
-        BanditConfig(self.thresholds, self.epsilon, self.window, everywhere=True)
-        descends = all(
-            a > b for a, b in zip(self.verify_tokens, self.verify_tokens[1:], strict=False)
-        )
-        if not self.verify_tokens or min(self.verify_tokens) < 1 or not descends:
-            raise ValueError(f"expected verify_tokens that descend, got {self.verify_tokens}")
-        if len(self.thresholds) - len(self.verify_tokens) not in (0, 1):
-            raise ValueError(
-                f"expected a threshold for each of verify_tokens, and at most one more, got "
-                f"{self.thresholds} and {self.verify_tokens}"
-            )
-        if not self.depths or min(self.depths) < 1:
-            raise ValueError(f"expected depths of at least 1, got {self.depths}")
 
 
 def strategies(config: TunerConfig, sources: Sequence[str], top_k: int) -> list[Strategy]:

@@ -11,10 +11,10 @@ from typing import Protocol
 import numpy as np
 
 from spec.budget.budget import Backoff
+from spec.budget.config import LEARNED, MODEL
 from spec.drafter import Drafter, Drafts, LiveSlots, Source
 from spec.round_times import RoundTimes
 
-LEARNED, MODEL = "learned", "model"  # names of drafters
 DEVICE_SOURCES = {LEARNED: Source.LEARNED, MODEL: Source.MODEL}
 
 

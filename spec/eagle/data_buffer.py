@@ -9,7 +9,6 @@ since `mark` is kept besides, which is as much again at most.
 from __future__ import annotations
 
 import bisect
-import dataclasses
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -17,26 +16,7 @@ from typing import Any
 import numpy as np
 
 from spec.eagle.batch import HiddenStates
-
-
-@dataclasses.dataclass(frozen=True)
-class DataBufferConfig:
-    """Most bytes held, share of drawn tokens from earlier steps, and how old these may be."""
-
-    max_bytes: int = 2**30
-    long_share: float = 0.5
-    max_age_steps: int = 1
-
-    def __post_init__(self) -> None:
-        if self.max_bytes < 1 or self.max_age_steps < 0:
-            raise ValueError(
-                "expected max_bytes >= 1 and max_age_steps >= 0, got "
-                f"{self.max_bytes} and {self.max_age_steps}"
-            )
-        if not 0.0 <= self.long_share <= 1.0:
-            raise ValueError(
-                f"expected long_share, a share of tokens, between 0 and 1, got {self.long_share}"
-            )
+from spec.eagle.config import DataBufferConfig
 
 
 class DataBuffer:

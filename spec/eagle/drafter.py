@@ -8,45 +8,23 @@ that was moved, or a cache that was resized, starts from nothing.
 from __future__ import annotations
 
 import dataclasses
-import typing
 from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import numpy as np
 
 from models.kv_cache import KVCache
+from spec.config import SamplingConfig
 from spec.drafter import Drafter, Drafts, LiveSlots, Source, no_drafts
 from spec.eagle import tree_search
-from spec.eagle.model import EagleConfig, EagleParams, SharedParams
+from spec.eagle.config import EagleConfig, TreeConfig
+from spec.eagle.model import EagleParams, SharedParams
 from spec.eagle.tree_search import Noise
-from spec.sampling import SamplingConfig
 
-Proposal = Literal["likeliest", "shared_noise"]
 WINDOW_TOKENS = 32  # that a call which drafts absorbs first
 WIDE_TOKENS = 256  # that a call which only absorbs takes
 NO_REQUEST = -1
-
-
-@dataclasses.dataclass(frozen=True)
-class TreeConfig:
-    """How an EAGLE drafter searches: `top_k` nodes a level, at most `max_depth` levels deep.
-
-    `proposal` is `likeliest`, or `shared_noise`: the first child of a node is drawn with the noise
-    of its position, as the policy will draw (docs/architecture.md, "Learned drafters").
-    """
-
-    max_depth: int = 6
-    top_k: int = 4
-    proposal: Proposal = "likeliest"
-
-    def __post_init__(self) -> None:
-        if self.max_depth < 1 or self.top_k < 1:
-            raise ValueError(
-                f"expected max_depth and top_k of at least 1, got {self.max_depth}, {self.top_k}"
-            )
-        if self.proposal not in (known := typing.get_args(Proposal)):
-            raise ValueError(f"expected proposal of {', '.join(known)}, got {self.proposal!r}")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -21,8 +21,9 @@ from models.config import ModelConfig
 from models.hf_files import Stored
 from spec.eagle import hf_layout as eagle_layout
 from spec.eagle import model as eagle
+from spec.eagle.config import EagleConfig
 from spec.eagle.hf_layout import EMBEDDING, HEAD, MEMBERS, OFFSETS
-from spec.eagle.model import EagleConfig, EagleWeights
+from spec.eagle.model import EagleWeights
 
 
 def save(
@@ -44,7 +45,7 @@ def save(
     another model's.
     """
     where, config = str(directory), drafter.config
-    entries, tree = eagle_layout.entries(config)
+    entries, tree = eagle_layout.entries(config), _tree(config)
     leaves: list[Any] = list(hf_files.fitting_leaves(drafter.params, entries, tree))
     extra = _companions(drafter, policy, where)
     beside = [eagle_layout.companions(config)[name] for name in extra]
@@ -83,9 +84,12 @@ def load(
     if config.own_head and foreign and policy is not None:
         head_UD = hf_files.read_tensor(stored[HEAD])
         config = dataclasses.replace(config, own_head=not _is_policys(head_UD, policy, ids_U))
-    entries, tree = eagle_layout.entries(config)
-    arrays = hf_files.read_tensors(entries, stored, dtype=dtype)
-    return EagleWeights(config, tree.unflatten(arrays), ids_U)
+    arrays = hf_files.read_tensors(eagle_layout.entries(config), stored, dtype=dtype)
+    return EagleWeights(config, _tree(config).unflatten(arrays), ids_U)
+
+
+def _tree(config: EagleConfig) -> Any:
+    return jax.tree.structure(eagle.param_specs(config))
 
 
 def check(directory: str | os.PathLike[str], policy_config: ModelConfig) -> EagleConfig:
@@ -112,7 +116,7 @@ def _checked(folder: Path, policy: ModelConfig) -> tuple[EagleConfig, dict[str, 
             )
         stored[short] = at
     config = eagle_layout.parse(content, policy, stored.keys(), str(folder))
-    entries = eagle_layout.entries(config)[0]
+    entries = eagle_layout.entries(config)
     for name, entry in eagle_layout.companions(config).items():
         if name in stored or name == OFFSETS:
             entries.append(entry)

@@ -28,7 +28,8 @@ from models.config import ModelConfig
 from models.hf_config import shown
 from models.hf_files import Entry
 from spec.eagle import model as eagle
-from spec.eagle.model import Design, EagleConfig, EagleParams
+from spec.eagle.config import Design, EagleConfig
+from spec.eagle.model import EagleParams
 
 OURS = "reprise"
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
@@ -62,9 +63,8 @@ _FIXED_OPTIONS: dict[str, Any] = {
 }
 
 
-def entries(config: EagleConfig) -> tuple[list[Entry], Any]:
-    """The tensors of a drafter's own weights in the order of the leaves of `EagleParams`, and the
-    tree.
+def entries(config: EagleConfig) -> list[Entry]:
+    """The tensors of a drafter's own weights in the order of the leaves of `EagleParams`.
 
     Linear layers are stored as [out, in].
     """

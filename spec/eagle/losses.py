@@ -13,15 +13,12 @@ Sources: EAGLE arXiv 2401.15077; online speculative decoding arXiv 2310.07177 (r
 
 from __future__ import annotations
 
-from typing import Literal
-
 import jax
 import jax.numpy as jnp
 
 from spec.eagle import model as eagle
-from spec.eagle.model import EagleConfig, EagleParams, SharedParams
-
-Objective = Literal["cross_entropy", "reverse_kl"]
+from spec.eagle.config import EagleConfig, Objective
+from spec.eagle.model import EagleParams, SharedParams
 
 
 def feature_sums(

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,50 +24,7 @@ import numpy as np
 from models import transformer
 from models.config import ModelConfig
 from models.transformer import Attend, Layer, ParamSpec, rms_norm
-
-Design = Literal["eagle", "eagle3"]
-
-
-@dataclasses.dataclass(frozen=True)
-class EagleConfig:
-    """Shape of a drafter for one policy.
-
-    `layer` is its decoder layer, a llama one whatever the policy is: serving engines read no
-    other. `feature_layers` are the layers of the policy whose outputs `eagle3` joins; `eagle`
-    reads the last hidden states, after the final norm, alone. `draft_vocab_size` below the
-    policy's draft tokens only among the tokens of a map (`EagleWeights.draft_ids_U`). With
-    `own_head` the head is trained, else it is the policy's.
-    """
-
-    design: Design
-    layer: ModelConfig
-    feature_layers: tuple[int, ...] = ()
-    draft_vocab_size: int = 0  # 0: all of the policy's
-    fc_bias: bool = False
-    own_head: bool = False
-
-    def __post_init__(self) -> None:
-        if self.layer.num_layers != 1:
-            raise ValueError(f"a drafter has one layer, got num_layers={self.layer.num_layers}")
-        if (self.design == "eagle3") != bool(self.feature_layers):
-            raise ValueError(
-                "expected feature_layers for eagle3 and none for eagle, got "
-                f"{self.feature_layers} for {self.design}"
-            )
-        if not 0 <= self.draft_vocab_size <= self.layer.vocab_size:
-            raise ValueError(
-                f"expected a draft_vocab_size up to the policy's {self.layer.vocab_size}, got "
-                f"{self.draft_vocab_size}"
-            )
-
-    @property
-    def num_draft_ids(self) -> int:
-        return self.draft_vocab_size or self.layer.vocab_size
-
-    @property
-    def hidden_width(self) -> int:
-        """Width of what is caught of the policy at a position: `feature_layers`, then the last."""
-        return self.layer.d_model * (len(self.feature_layers) + 1)
+from spec.eagle.config import Design, EagleConfig
 
 
 @jax.tree_util.register_dataclass

@@ -15,9 +15,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,104 +25,11 @@ import optax
 from spec.eagle import losses as drafter_losses
 from spec.eagle import model as eagle
 from spec.eagle.batch import DrafterBatch
-from spec.eagle.losses import Objective
-from spec.eagle.model import Design, EagleConfig, EagleParams, SharedParams
+from spec.eagle.config import DrafterTrainingConfig, EagleConfig
+from spec.eagle.model import EagleParams, SharedParams
 from spec.eagle.unroll import unrolled_outputs
 
-Variant = Literal["eagle", "hass", "eagle3"]
 Metrics = dict[str, jax.Array]
-
-
-@dataclasses.dataclass(frozen=True)
-class LossTerms:
-    """The numbers of a variant, with the source of each."""
-
-    source: str
-    feature_weight: float
-    token_weight: float
-    unroll_steps: int
-    unroll_decay: float
-
-
-VARIANTS: dict[str, LossTerms] = {
-    "eagle": LossTerms("arXiv 2401.15077", 1.0, 0.1, 1, 1.0),
-    # without its loss on the ten likeliest tokens alone
-    "hass": LossTerms("arXiv 2408.15766", 1.0, 0.1, 3, 1.0),
-    # the steps of the paper's test; the decay is of its authors' code
-    "eagle3": LossTerms("arXiv 2503.01840", 0.0, 1.0, 7, 0.8),
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class DrafterTrainingConfig:
-    """How a drafter learns: what from (None: as the variant's paper has it), and AdamW.
-
-    `chunk_tokens` is the most entries whose logits are in memory at a time. The learning rate
-    rises over `warmup_steps` and is constant then: training goes on for as long as the policy's.
-    """
-
-    variant: Variant = "eagle"
-    objective: Objective = "cross_entropy"
-    feature_weight: float | None = None
-    token_weight: float | None = None
-    unroll_steps: int | None = None
-    unroll_decay: float | None = None
-    chunk_tokens: int = 4096
-    learning_rate: float = 3e-4
-    warmup_steps: int = 20
-    clip_norm: float = 0.5
-    b1: float = 0.9
-    b2: float = 0.95
-    weight_decay: float = 0.0
-
-    def __post_init__(self) -> None:
-        _check_choice("variant", self.variant, tuple(VARIANTS))
-        _check_choice("objective", self.objective, ("cross_entropy", "reverse_kl"))
-        r = self.resolved
-        if self.variant == "eagle3" and r.feature_weight:
-            raise ValueError(
-                f"expected feature_weight 0 or None with eagle3, got {r.feature_weight}: its "
-                "states are not the policy's last ones; for a feature loss take eagle or hass"
-            )
-        weights = r.feature_weight, r.token_weight
-        if not (min(weights) >= 0 and 0 < sum(weights) < math.inf):
-            raise ValueError(
-                "expected feature_weight and token_weight >= 0 and finite, not both 0, got "
-                f"{r.feature_weight} and {r.token_weight}"
-            )
-        if r.unroll_steps < 1 or not 0 < r.unroll_decay < math.inf:
-            raise ValueError(
-                "expected unroll_steps >= 1 and a positive unroll_decay, got "
-                f"{r.unroll_steps} and {r.unroll_decay}"
-            )
-        if self.chunk_tokens < 1 or self.warmup_steps < 0:
-            raise ValueError(
-                "expected chunk_tokens >= 1 and warmup_steps >= 0, got "
-                f"{self.chunk_tokens} and {self.warmup_steps}"
-            )
-        if not (0 <= self.learning_rate < math.inf and 0 < self.clip_norm):
-            raise ValueError(
-                "expected a learning_rate of 0 or above and a positive clip_norm, got "
-                f"{self.learning_rate} and {self.clip_norm}"
-            )
-        if not (0 <= self.b1 < 1 and 0 <= self.b2 < 1 and self.weight_decay >= 0):
-            raise ValueError(
-                "expected b1 and b2 in [0, 1) and weight_decay >= 0, got "
-                f"{self.b1}, {self.b2}, {self.weight_decay}"
-            )
-
-    @property
-    def resolved(self) -> LossTerms:
-        """The variant's numbers, with what this configuration changes of them."""
-        names = ("feature_weight", "token_weight", "unroll_steps", "unroll_decay")
-        given = {name: getattr(self, name) for name in names}
-        changes: dict[str, Any] = {name: x for name, x in given.items() if x is not None}
-        return dataclasses.replace(VARIANTS[self.variant], **changes)
-
-    @property
-    def design(self) -> Design:
-        """The drafter's architecture that the variant trains."""
-        return "eagle3" if self.variant == "eagle3" else "eagle"
 
 
 @jax.tree_util.register_dataclass
@@ -327,8 +233,3 @@ def _check_fit(config: EagleConfig, training: DrafterTrainingConfig, frozen: Sha
             f"expected draft_ids_U with a head over {num_columns} of {V} tokens, got none: make "
             "the frozen parts by eagle.frozen(policy, draft_ids_U)"
         )
-
-
-def _check_choice(field: str, value: str, names: tuple[str, ...]) -> None:
-    if value not in names:
-        raise ValueError(f"{field} must be one of {', '.join(names)}, got {value!r}")

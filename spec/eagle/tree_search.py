@@ -27,7 +27,8 @@ from models.attention import attend
 from models.kv_cache import KVCache
 from spec import sampling
 from spec.eagle import model as eagle
-from spec.eagle.model import EagleConfig, EagleParams, SharedParams
+from spec.eagle.config import EagleConfig
+from spec.eagle.model import EagleParams, SharedParams
 from spec.tree import PADDING
 
 SHARED_NOISE_PROB = 0.8  # of a draft token drawn with the position's own noise, among its siblings

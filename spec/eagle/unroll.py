@@ -21,10 +21,12 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from models.attention import CAUSAL_BLOCKS, LEAST_BLOCK_TOKENS, NEGATIVE
+from models.attention import NEGATIVE
+from models.layout import causal_block_tokens
 from spec.eagle import model as eagle
 from spec.eagle.batch import DrafterBatch
-from spec.eagle.model import EagleConfig, EagleParams
+from spec.eagle.config import EagleConfig
+from spec.eagle.model import EagleParams
 
 Entries = list[tuple[jax.Array, jax.Array]]  # of each step, rotated keys and values [B, T, K, h]
 
@@ -58,9 +60,7 @@ def unrolled_outputs(
 def _look(q_BTHh: jax.Array, entries: Entries, sequence_BT: jax.Array) -> jax.Array:
     """Attention of the last step, a block of entries after the other, as `attend_causally`."""
     T = q_BTHh.shape[1]
-    size = T // CAUSAL_BLOCKS
-    if T % CAUSAL_BLOCKS or size < LEAST_BLOCK_TOKENS:
-        size = T
+    size = causal_block_tokens(T)
     blocks = [
         _attend(end - size, end, q_BTHh, entries, sequence_BT) for end in range(size, T + 1, size)
     ]

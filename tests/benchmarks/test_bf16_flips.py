@@ -10,7 +10,8 @@ import pytest
 from benchmarks import bf16_flips, workloads
 from rl.rollout import generate
 from rl.trajectory import Request
-from spec.sampling import SamplingConfig, step_key
+from spec.config import SamplingConfig
+from spec.sampling import step_key
 
 KEY = step_key(0, 1)
 

@@ -23,7 +23,8 @@ from whole_steps import whole_steps
 from models.folder import Folder
 from rl.checkpoint import checkpointer, reader
 from rl.checkpoint import manifest as checkpoint_manifest
-from rl.checkpoint.checkpointer import CheckpointConfig, Checkpointer, LinkedFiles
+from rl.checkpoint.checkpointer import Checkpointer, LinkedFiles
+from rl.checkpoint.config import CheckpointConfig
 from rl.checkpoint.manifest import Content
 from spec.reuse.rollout_cache import RolloutCache, of_group
 

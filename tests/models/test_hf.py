@@ -303,7 +303,7 @@ PUBLISHED = {
 def test_published_configs_are_read(name, head_dim, num_params):
     config = hf_config.parse(PUBLISHED[name], {}, name)
     assert config.head_dim == head_dim
-    assert transformer.num_params(config) == num_params
+    assert count_params(config) == num_params
     rendered, generation = hf_config.render(config, "bfloat16")
     assert hf_config.parse(rendered, generation, name) == config
 

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from models import hf, sharding, transformer
-from models.sharding import MeshConfig
+from models.config import MeshConfig
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 

@@ -20,7 +20,7 @@ from models.config import ModelConfig
 from rl.engine.config import EngineConfig
 from rl.trajectory import FinishReason, Request
 from spec import sampling
-from spec.sampling import SamplingConfig
+from spec.config import SamplingConfig
 
 MODEL = ModelConfig(
     architecture="qwen3",

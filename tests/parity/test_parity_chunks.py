@@ -17,7 +17,7 @@ from test_parity_reuse import changed, rule, with_cached
 
 from rl.engine.engine import Engine
 from spec.budget.budget import FixedBudget
-from spec.draft_model.drafter import ChainConfig
+from spec.draft_model.config import ChainConfig
 from spec.eagle import model as eagle
 
 pytestmark = pytest.mark.parity

@@ -11,7 +11,8 @@ from parity_model import BASE, MODEL, SAMPLINGS, STEP_KEY, TOLERANCE, difference
 
 from rl.engine.engine import Engine
 from spec.budget.union import DrafterUnion
-from spec.draft_model.drafter import ChainConfig, DraftModelDrafter
+from spec.draft_model.config import ChainConfig
+from spec.draft_model.drafter import DraftModelDrafter
 from spec.drafter import Source
 from spec.retrieval.ngram import NgramDrafter
 

@@ -14,7 +14,7 @@ from spec.budget.budget import FixedBudget
 from spec.budget.union import DrafterUnion
 from spec.drafter import Drafter
 from spec.eagle import model as eagle
-from spec.eagle.drafter import TreeConfig
+from spec.eagle.config import TreeConfig
 from spec.eagle.model import EagleWeights
 from spec.retrieval.ngram import NgramDrafter
 

@@ -9,7 +9,8 @@ from parity_drafters import Bushy
 from parity_model import BASE, MODEL, SAMPLINGS, STEP_KEY, STOP, TOLERANCE, differences, misscored
 
 from models import transformer
-from models.sharding import MeshConfig, make_mesh, param_shardings
+from models.config import MeshConfig
+from models.sharding import make_mesh, param_shardings
 from rl.engine.engine import Engine
 from rl.trajectory import FinishReason, Origin
 

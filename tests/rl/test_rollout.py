@@ -10,7 +10,8 @@ from rl.engine.config import EngineConfig
 from rl.engine.engine import Engine
 from rl.rollout import generate
 from rl.trajectory import FinishReason, Request
-from spec.sampling import SamplingConfig, step_key
+from spec.config import SamplingConfig
+from spec.sampling import step_key
 
 MODEL = dataclasses.replace(tiny_engine.MODEL, eos_token_ids=(4, 5, 6))
 SAMPLING = SamplingConfig(max_new_tokens=12)

@@ -10,7 +10,7 @@ import pytest
 from scipy.stats import chi2
 
 from spec import sampling
-from spec.sampling import SamplingConfig
+from spec.config import SamplingConfig
 
 FALSE_ALARM = 1e-6  # of each statistical test; seeds are fixed, so a pass stays a pass
 PROCESSED = jax.jit(sampling.processed_logits)

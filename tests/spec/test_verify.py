@@ -8,8 +8,9 @@ import pytest
 from models import transformer
 from models.config import ModelConfig
 from models.kv_cache import KVCache
+from spec.config import SamplingConfig
 from spec.drafter import plant, stack
-from spec.sampling import Processing, SamplingConfig
+from spec.sampling import Processing
 from spec.tree import PADDING, Draft, DraftTree, ancestors, chain
 from spec.verify import (
     Emitted,

@@ -3,7 +3,8 @@
 import numpy as np
 
 from spec.eagle.batch import HiddenStates
-from spec.eagle.data_buffer import DataBuffer, DataBufferConfig
+from spec.eagle.config import DataBufferConfig
+from spec.eagle.data_buffer import DataBuffer
 
 WIDTH = 4
 

@@ -10,9 +10,10 @@ import numpy as np
 from models import transformer
 from models.config import ModelConfig
 from spec import sampling
-from spec.draft_model.drafter import ChainConfig, DraftModelDrafter
+from spec.config import SamplingConfig
+from spec.draft_model.config import ChainConfig
+from spec.draft_model.drafter import DraftModelDrafter
 from spec.drafter import LiveSlots
-from spec.sampling import SamplingConfig
 from spec.tree import PADDING
 
 V, LONGEST, ROWS = 17, 64, 6

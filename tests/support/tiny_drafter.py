@@ -12,10 +12,9 @@ from rl.engine.engine import Engine
 from rl.speculation.learned_drafter import LearnedDrafter
 from spec.eagle import model as eagle
 from spec.eagle.batch import HiddenStates
-from spec.eagle.data_buffer import DataBuffer, DataBufferConfig
-from spec.eagle.drafter import TreeConfig
+from spec.eagle.config import DataBufferConfig, DrafterTrainingConfig, TreeConfig
+from spec.eagle.data_buffer import DataBuffer
 from spec.eagle.model import EagleWeights
-from spec.eagle.training import DrafterTrainingConfig
 
 TREE = TreeConfig(max_depth=2, top_k=2)
 DRAFTER = DrafterConfig(

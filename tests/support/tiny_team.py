@@ -7,9 +7,11 @@ import tiny_engine
 from tiny_engine import make_params
 
 from rl.trajectory import Request
-from rl.workers.workers import MultiEngine, SchedConfig
+from rl.workers.config import SchedConfig
+from rl.workers.workers import MultiEngine
 from sched.protocol import Start
-from spec.sampling import SamplingConfig, step_key
+from spec.config import SamplingConfig
+from spec.sampling import step_key
 
 MODEL = dataclasses.replace(tiny_engine.MODEL, num_kv_heads=2)  # to be shared by two devices
 CONFIG = dataclasses.replace(tiny_engine.CONFIG, rounds_per_fetch=2)

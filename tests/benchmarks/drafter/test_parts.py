@@ -10,7 +10,8 @@ import pytest
 from benchmarks.drafter import parts
 from models import transformer
 from models.config import ModelConfig
-from spec.budget.bandit import BanditConfig, Strategy
+from spec.budget.bandit import Strategy
+from spec.budget.config import BanditConfig
 from spec.eagle import model as eagle
 from spec.eagle.batch import HiddenStates
 

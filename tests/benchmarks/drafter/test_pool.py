@@ -13,7 +13,8 @@ from models import transformer
 from models.config import ModelConfig
 from rl.engine import cache_ops
 from spec import verify
-from spec.budget.bandit import BanditConfig, Strategy
+from spec.budget.bandit import Strategy
+from spec.budget.config import BanditConfig
 from spec.drafter import Drafts, plant
 from spec.eagle import tree_search
 from spec.sampling import step_key

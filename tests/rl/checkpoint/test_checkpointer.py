@@ -20,7 +20,8 @@ from whole_steps import whole_steps
 
 from rl.checkpoint import manifest as checkpoint_manifest
 from rl.checkpoint import reader
-from rl.checkpoint.checkpointer import CheckpointConfig, Checkpointer
+from rl.checkpoint.checkpointer import Checkpointer
+from rl.checkpoint.config import CheckpointConfig
 from rl.runtime import host_memory
 
 ROOT = Path(__file__).parents[3]

@@ -15,9 +15,8 @@ from rl.drafter_training.offline import OfflineConfig, OfflineTraining
 from rl.loop.drafter_run import first_drafter
 from rl.packing import Response
 from spec.eagle import training as drafter_training
-from spec.eagle.data_buffer import DataBufferConfig
+from spec.eagle.config import DataBufferConfig, DrafterTrainingConfig
 from spec.eagle.packing import pad
-from spec.eagle.training import DrafterTrainingConfig
 
 MODEL = tiny_run.MODEL
 TRAINING = DrafterTrainingConfig(learning_rate=0.01, warmup_steps=1)

@@ -13,7 +13,8 @@ from tiny_team import KEY, PARAMS, REQUESTS, SAMPLING, STOP, assert_same_tokens,
 
 from rl.drafter_training.spot_trainer import SpotTrainer
 from rl.drafter_training.trainer import BufferSink
-from spec.eagle.data_buffer import DataBuffer, DataBufferConfig
+from spec.eagle.config import DataBufferConfig
+from spec.eagle.data_buffer import DataBuffer
 
 
 def clock():

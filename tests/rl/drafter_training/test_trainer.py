@@ -11,10 +11,12 @@ from tiny_drafter import DRAFTER, bits, context_at, filled_buffer, make_engine, 
 from whole_steps import whole_steps
 
 from rl.checkpoint import checkpointer
-from rl.checkpoint.checkpointer import CheckpointConfig, Checkpointer
+from rl.checkpoint.checkpointer import Checkpointer
+from rl.checkpoint.config import CheckpointConfig
 from rl.drafter_training.trainer import BufferSink
 from spec.eagle import training as drafter_training
-from spec.eagle.data_buffer import DataBuffer, DataBufferConfig
+from spec.eagle.config import DataBufferConfig
+from spec.eagle.data_buffer import DataBuffer
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,9 @@ from rl.engine.config import EngineConfig
 from rl.engine.engine import Engine
 from rl.trajectory import FinishReason, Request
 from spec.buckets import bucket
+from spec.config import SamplingConfig
 from spec.drafter import Drafter, stack
-from spec.sampling import SamplingConfig, step_key
+from spec.sampling import step_key
 from spec.tree import NO_DRAFT, Draft, chain
 
 SAMPLING = SamplingConfig(max_new_tokens=8)

@@ -6,17 +6,18 @@ import pytest
 from tiny_engine import CONFIG
 
 from models import kv_cache, transformer
-from models.config import ModelConfig
-from models.sharding import MeshConfig, fitting_sharding, make_mesh
+from models.config import MeshConfig, ModelConfig
+from models.sharding import fitting_sharding, make_mesh
 from rl.engine import admission, cache_ops
 from rl.engine.engine import Engine
 from rl.speculation.learned_drafter import LearnedDrafter
 from rl.warm_up import compile_buckets
+from spec.config import SamplingConfig
 from spec.draft_model import drafter as draft_model
 from spec.eagle import model as eagle
-from spec.eagle.drafter import TreeConfig
+from spec.eagle.config import TreeConfig
 from spec.eagle.model import EagleWeights
-from spec.sampling import SamplingConfig, step_key
+from spec.sampling import step_key
 
 MODEL = ModelConfig("qwen3", 32, 16, 2, 8, 8, 4, 16, qk_norm=True, max_positions=64)
 MESHES = {
@@ -43,7 +44,7 @@ def misplaced(engine, tree):
     """Shapes of rows that do not lie as the table says, each shard on its device alone."""
 
     def as_said(x):
-        wanted = fitting_sharding(engine.mesh, x.shape, kv_cache.AXES)
+        wanted = fitting_sharding(engine.mesh, x.shape, kv_cache.CACHE_AXES)
         shard = wanted.shard_shape(x.shape)
         return x.sharding.is_equivalent_to(wanted, x.ndim) and all(
             s.data.shape == shard for s in x.addressable_shards

@@ -11,8 +11,9 @@ from rl.engine.engine import Engine
 from rl.engine.slot_table import SlotTable
 from rl.trajectory import PartialRequest, Prefix, Request, RequestChunk
 from spec.budget.budget import DraftDecision, FixedBudget
+from spec.config import SamplingConfig
 from spec.drafter import Drafter, no_drafts
-from spec.sampling import SamplingConfig, step_key
+from spec.sampling import step_key
 
 LIMIT = 10
 

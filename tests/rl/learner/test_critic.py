@@ -12,19 +12,19 @@ from jax.sharding import PartitionSpec
 from loop_runs import counted_compilations
 
 from models import transformer
-from models.config import ModelConfig
-from models.sharding import MeshConfig, make_mesh, param_shardings
+from models.config import MeshConfig, ModelConfig
+from models.sharding import make_mesh, param_shardings
 from rl.learner import critic, micro_batches, trainer
 from rl.learner import logprobs as scoring
 from rl.learner.algorithms import AlgorithmConfig, CriticConfig
+from rl.learner.config import OptimizerConfig, TrainerConfig, TrainSpec
 from rl.learner.critic import Critic, value_loss
 from rl.learner.losses import CriticInputs, LossInputs
 from rl.learner.micro_batches import CriticTargets
-from rl.learner.optimizer import OptimizerConfig, init_state, make_optimizer
-from rl.learner.train_spec import TrainerConfig, TrainSpec
+from rl.learner.optimizer import init_state, make_optimizer
 from rl.packing import Shape
 from rl.trajectory import FinishReason, Trajectory
-from spec.sampling import SamplingConfig
+from spec.config import SamplingConfig
 
 MODEL = ModelConfig("qwen3", 16, 16, 1, 2, 2, 8, 32, qk_norm=True, eos_token_ids=(15,))
 RECIPE = TrainSpec(

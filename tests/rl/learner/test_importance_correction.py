@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from rl.learner import losses
-from rl.learner.algorithms import AlgorithmConfig
-from rl.learner.importance_correction import Correction, importance_weights, parse_correction
+from rl.learner.algorithms import AlgorithmConfig, Correction, parse_correction
+from rl.learner.importance_correction import importance_weights
 from rl.learner.losses import LossInputs
 
 # ratios 4, 1/2 and 1, then padding; and 1/4 alone

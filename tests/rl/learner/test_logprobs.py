@@ -13,12 +13,13 @@ from models import transformer
 from models.config import ModelConfig
 from rl.learner import logprobs as scoring
 from rl.learner import micro_batches
+from rl.learner.config import TrainerConfig, TrainSpec
 from rl.learner.micro_batches import TrainSample
-from rl.learner.train_spec import TrainerConfig, TrainSpec
 from rl.packing import Shape
 from rl.trajectory import FinishReason, Trajectory
 from spec import sampling
-from spec.sampling import Processing, SamplingConfig
+from spec.config import SamplingConfig
+from spec.sampling import Processing
 
 MODEL = ModelConfig("qwen3", 16, 16, 1, 2, 1, 8, 32, qk_norm=True, tied_embeddings=True)
 PARAMS = jax.tree.map(lambda p: 2 * p, transformer.init(MODEL, jax.random.key(0)))

@@ -10,18 +10,19 @@ import numpy as np
 import pytest
 
 from models import transformer
-from models.config import ModelConfig
-from models.sharding import MeshConfig, make_mesh, param_shardings
+from models.config import MeshConfig, ModelConfig
+from models.sharding import make_mesh, param_shardings
 from rl.learner import logprobs as scoring
 from rl.learner import micro_batches, trainer
 from rl.learner.advantages import group_advantages, reward_statistics
+from rl.learner.config import OptimizerConfig, TrainerConfig, TrainSpec
 from rl.learner.losses import AlgorithmConfig
-from rl.learner.optimizer import OptimizerConfig, init_state, learning_rate, make_optimizer
-from rl.learner.train_spec import TrainerConfig, TrainSpec
+from rl.learner.optimizer import init_state, learning_rate, make_optimizer
 from rl.packing import Shape
 from rl.rollout import generate
 from rl.trajectory import FinishReason, Request, Trajectory
-from spec.sampling import Processing, SamplingConfig, step_key
+from spec.config import SamplingConfig
+from spec.sampling import Processing, step_key
 
 MODEL = ModelConfig("qwen3", 16, 16, 1, 2, 2, 8, 32, qk_norm=True, eos_token_ids=(15,))
 RECIPE = TrainSpec(

@@ -24,8 +24,9 @@ from rl.loop.experiment import TrainConfig, open_inputs
 from rl.metrics.writer import read_metrics
 from rl.speculation import sources
 from rl.trajectory import Request
+from rl.workers.config import SchedConfig
 from rl.workers.coordinator import WorkerError
-from rl.workers.workers import MultiEngine, SchedConfig, split_devices
+from rl.workers.workers import MultiEngine, split_devices
 from sched.ledger import Ledger
 from sched.policies.histopipe import HistoPipe
 from sched.protocol import ChunkDone, Defer, Submitted

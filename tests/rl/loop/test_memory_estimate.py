@@ -9,13 +9,15 @@ import pytest
 
 from models import kv_cache, transformer
 from models.config import ModelConfig
+from models.params import num_params
 from rl.config.loader import load
 from rl.learner import micro_batches, trainer
 from rl.loop import memory_estimate
 from rl.loop.experiment import TrainConfig, recipe
 from rl.loop.memory_estimate import Devices
 from spec import verify
-from spec.sampling import Processing, SamplingConfig
+from spec.config import SamplingConfig
+from spec.sampling import Processing
 from spec.tree import DraftTree
 
 FACTOR = 2.0  # between what is estimated of a program and what XLA says of it
@@ -46,7 +48,7 @@ def parts(*overrides, devices=None, model=MODEL):
 
 def test_arrays_that_exist_for_certain_are_counted_exactly():
     found = parts("Algorithm.kl_coefficient=0.1")
-    weights = 4 * transformer.num_params(MODEL)
+    weights = 4 * num_params(MODEL)
     assert found["master weights"] == found["reference policy"] == weights
     assert found["Adam moments"] == found["gradients"] == 2 * weights
     assert found["rollout weights"] == 0, "the master weights serve"
@@ -124,7 +126,7 @@ def test_a_micro_batch_needs_what_is_estimated():
         "loss arrays",
         "compute copies",
     )
-    weights = 4 * transformer.num_params(MODEL)
+    weights = 4 * num_params(MODEL)
     needed = found.temp_size_in_bytes + found.argument_size_in_bytes - weights
     within(sum(parts_of[name] for name in ours), needed)
 

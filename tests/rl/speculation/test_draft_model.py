@@ -14,7 +14,7 @@ from benchmarks import tiny_run
 from models import hf, tokenizer, transformer
 from rl.config.loader import load
 from rl.loop.experiment import TrainConfig, open_inputs
-from rl.speculation.draft_model import DraftModelConfig
+from rl.speculation.config import DraftModelConfig
 
 DRAFTS = ("Speculation.budget='fixed:3'", "Engine.max_nodes=4", "DraftModel.max_depth=3")
 

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from rl.engine.stats import EngineStats
-from rl.speculation.reuse import MOST_SAMPLES, Reuse, ReuseConfig, check_coupling, remember
+from rl.speculation.config import MOST_SAMPLES, ReuseConfig, check_coupling
+from rl.speculation.reuse import Reuse, remember
 from rl.trajectory import FinishReason, Trajectory
 from spec.reuse.rollout_cache import RolloutCache
 

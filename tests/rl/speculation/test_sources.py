@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
+from rl.speculation.config import SpeculationConfig
 from rl.speculation.reuse import remember
-from rl.speculation.sources import Speculation, SpeculationConfig
+from rl.speculation.sources import Speculation
 from rl.trajectory import FinishReason, Trajectory
 from spec.budget.aimd import Aimd
 from spec.budget.budget import FixedBudget

@@ -13,7 +13,7 @@ from models.config import ModelConfig
 from rl.engine.config import EngineConfig
 from rl.engine.engine import Engine
 from rl.warm_up import compile_buckets, round_times
-from spec.sampling import SamplingConfig
+from spec.config import SamplingConfig
 
 MODEL = ModelConfig("llama", 20, 16, 1, 2, 1, 8, 16, max_positions=64)
 CONFIG = EngineConfig(

@@ -9,7 +9,8 @@ from tiny_team import PARAMS, assert_same_tokens, play, starts
 from rl.engine.engine import Engine
 from rl.warm_up.measured_run import read_moves
 from rl.warm_up.transfer_times import MoveTimes, measure
-from rl.workers.workers import MultiEngine, SchedConfig
+from rl.workers.config import SchedConfig
+from rl.workers.workers import MultiEngine
 from sched.request import Kv
 
 

@@ -11,6 +11,7 @@ import optax
 import pytest
 
 from models import hf, tokenizer, transformer
+from models.params import num_params
 from rl.config.loader import PROJECT_ROOT
 from rl.warmstart import evaluation as warmstart_check
 from rl.warmstart import solutions
@@ -181,7 +182,7 @@ def test_shipped_policy_loads_is_small_and_speaks_the_format():
     tok = tokenizer.load(SHIPPED)
     tokenizer.check_vocabulary(tok, model)
     assert sum(p.stat().st_size for p in SHIPPED.rglob("*") if p.is_file()) <= 8_000_000
-    assert 0.5e6 < transformer.num_params(model) < 2e6
+    assert 0.5e6 < num_params(model) < 2e6
     assert model.eos_token_ids == tok.eos_token_ids
     # A worked solution is likely to it: under 1 nat a character, where a flat draft token costs
     # 4.6.

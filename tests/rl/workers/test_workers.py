@@ -22,9 +22,10 @@ from tiny_team import (
 from models.kv_cache import KVCache
 from rl.engine.engine import Engine
 from rl.trajectory import HostKv, PartialRequest, Request
+from rl.workers.config import SchedConfig
 from rl.workers.coordinator import WorkerError
 from rl.workers.host_kv_pool import KvPool
-from rl.workers.workers import MultiEngine, SchedConfig, make_engines
+from rl.workers.workers import MultiEngine, make_engines
 from sched.policies.registry import make_scheduler
 from sched.protocol import ChunkDone, Finished
 from sched.request import Kv

@@ -21,11 +21,11 @@ from tiny_team import (
 
 from rl.trajectory import Request
 from spec.budget.budget import FixedBudget
+from spec.config import SamplingConfig
 from spec.drafter import Drafter, stack
 from spec.retrieval.group import DraftServer, GroupDrafter
 from spec.reuse.prefix_rule import PrefixRule, parse_mode
 from spec.reuse.rollout_cache import CachedResponse, Scores
-from spec.sampling import SamplingConfig
 from spec.tree import chain
 
 FIXED = {"stop_token_ids": STOP, "policy_version": 7}

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from rl.checkpoint import host_state as checkpoint_host
-from spec.budget.bandit import BanditConfig, BegMab, Strategy
+from spec.budget.bandit import BegMab, Strategy
+from spec.budget.config import BanditConfig
 
 
 def strategy(name, verify_tokens):

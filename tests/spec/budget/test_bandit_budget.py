@@ -4,15 +4,9 @@ import numpy as np
 import pytest
 from live_by_hand import live_slots
 
-from spec.budget.bandit_budget import (
-    PLAIN,
-    BanditBudget,
-    TunerConfig,
-    make_bandit,
-    node_counts,
-    strategies,
-)
+from spec.budget.bandit_budget import PLAIN, BanditBudget, make_bandit, node_counts, strategies
 from spec.budget.budget import DraftDecision
+from spec.budget.config import TunerConfig
 from spec.budget.union import DrafterUnion
 from spec.drafter import Acceptance, Drafter, no_drafts, stack
 from spec.round_times import RoundTimes

@@ -26,12 +26,13 @@ from draft_model_reference import (
 from jax.sharding import NamedSharding, PartitionSpec
 
 from models import transformer
-from models.sharding import MeshConfig, make_mesh, param_shardings
+from models.config import MeshConfig
+from models.sharding import make_mesh, param_shardings
+from spec.config import SamplingConfig
 from spec.draft_model import drafter as draft_model
 from spec.draft_model.cached_rows import CachedRows
 from spec.draft_model.drafter import PRIOR_DRAFTS, DraftModelDrafter
 from spec.drafter import Source
-from spec.sampling import SamplingConfig
 from spec.tree import PADDING
 
 

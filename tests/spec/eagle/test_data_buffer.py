@@ -6,7 +6,7 @@ import pytest
 from caught_by_hand import WIDTH, buffer, bytes_of, drawn, equal, held, lengths, mixed, sequence
 
 from spec.eagle.batch import HiddenStates
-from spec.eagle.data_buffer import DataBufferConfig
+from spec.eagle.config import DataBufferConfig
 
 
 def test_sequences_are_copied_and_cannot_be_written_to():

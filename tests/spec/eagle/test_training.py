@@ -13,20 +13,15 @@ import pytest
 from drafters_by_hand import POLICY, as_float64, caught, drafter, packed, written_out_loss
 from jax.sharding import NamedSharding, PartitionSpec
 
-from models.config import ModelConfig
-from models.sharding import RULES, MeshConfig, make_mesh, param_shardings
+from models.config import MeshConfig, ModelConfig
+from models.layout import RULES
+from models.sharding import make_mesh, param_shardings
 from spec.eagle import model as eagle
 from spec.eagle import training as training_module
+from spec.eagle.config import DrafterTrainingConfig
 from spec.eagle.model import SharedParams
 from spec.eagle.packing import pack
-from spec.eagle.training import (
-    DrafterTrainingConfig,
-    apply,
-    gradients,
-    init_state,
-    state_of,
-    train_step,
-)
+from spec.eagle.training import apply, gradients, init_state, state_of, train_step
 
 VARIANTS = ("eagle", "hass", "eagle3")
 ONE = np.float32(1)

@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from spec.eagle.training import DrafterTrainingConfig
+from spec.eagle.config import DrafterTrainingConfig
 
 VARIANTS = ("eagle", "hass", "eagle3")
 

@@ -15,7 +15,7 @@ from models.config import ModelConfig
 from spec import sampling
 from spec.eagle import model as eagle
 from spec.eagle import tree_search
-from spec.eagle.model import EagleConfig
+from spec.eagle.config import EagleConfig
 
 POLICY = ModelConfig(
     "qwen3", 23, 16, 4, 4, 2, 8, 24, qk_norm=True, tied_embeddings=True, max_positions=64

@@ -1,16 +1,12 @@
-"""Everything static that a compiled training step depends on, as one hashable value."""
+"""Training as users set it, and the one static value that a compiled training step depends on."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import Any, Literal
 
-import jax
-import jax.numpy as jnp
-
 from models.config import ModelConfig
 from rl.learner.algorithms import AlgorithmConfig, CriticConfig
-from rl.learner.optimizer import OptimizerConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +51,9 @@ class TrainerConfig:
     @property
     def dtype(self) -> Any:
         """What matrix products run in. Asks jax for its backend where it says auto."""
+        import jax
+        import jax.numpy as jnp
+
         if self.compute_dtype == "auto":
             return jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
         return jnp.dtype(self.compute_dtype)
@@ -62,7 +61,46 @@ class TrainerConfig:
     @property
     def rematerialises(self) -> bool:
         """Whether layers are computed again. Asks jax for its backend where it says auto."""
+        import jax
+
         return jax.default_backend() != "cpu" if self.remat == "auto" else self.remat
+
+
+Schedule = Literal["constant", "linear", "cosine"]
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW. The schedule ends at the run's last optimizer step; `max_grad_norm` None is off."""
+
+    learning_rate: float = 1e-6
+    schedule: Schedule = "constant"
+    warmup_steps: int = 0
+    weight_decay: float = 0.0
+    max_grad_norm: float | None = 1.0
+    b1: float = 0.9
+    b2: float = 0.999
+    eps: float = 1e-8
+
+    def __post_init__(self) -> None:
+        if not self.learning_rate >= 0:
+            raise ValueError(f"learning_rate must be 0 or positive, got {self.learning_rate}")
+        if self.schedule not in ("constant", "linear", "cosine"):
+            raise ValueError(
+                f"schedule must be 'constant', 'linear' or 'cosine', got {self.schedule!r}"
+            )
+        if self.warmup_steps < 0:
+            raise ValueError(f"warmup_steps must be 0 or more, got {self.warmup_steps}")
+        if not self.weight_decay >= 0:
+            raise ValueError(f"weight_decay must be 0 or positive, got {self.weight_decay}")
+        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
+            raise ValueError(
+                f"max_grad_norm must be positive, or None for no clipping, got {self.max_grad_norm}"
+            )
+        if not (0 <= self.b1 < 1 and 0 <= self.b2 < 1):
+            raise ValueError(f"b1 and b2 must be in [0, 1), got {self.b1} and {self.b2}")
+        if not self.eps > 0:
+            raise ValueError(f"eps must be positive, got {self.eps}")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,72 @@
+"""How arrays lie on a mesh and in blocks: plain arithmetic, without jax.
+
+Mesh axes: `data` (copies of the weights), `fsdp` (batch, and weights split over it), `tensor`
+(heads, feed-forward and vocabulary).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+AXES = ("data", "fsdp", "tensor")
+Entry = str | tuple[str, ...] | None  # the mesh axes of one dimension
+
+RULES: dict[str, Entry] = {
+    "batch": ("data", "fsdp"),
+    "embed": "fsdp",
+    "heads": "tensor",
+    "kv_heads": "tensor",
+    "mlp": "tensor",
+    "vocab": "tensor",
+}
+CACHE_AXES = ("batch", "kv_heads", None, None)  # of cached keys, values and features alike
+CAUSAL_BLOCKS = 4
+LEAST_BLOCK_TOKENS = 64  # shorter rows are one block
+
+
+def mesh_axes(axes: Sequence[str | None]) -> list[Entry]:
+    """Return the mesh axes of each dimension of an array with these logical axes.
+
+    Raises ValueError where two dimensions would use the same mesh axis.
+    """
+    entries = [None if axis is None else RULES[axis] for axis in axes]
+    used = [name for entry in entries for name in _names(entry)]
+    if len(used) != len(set(used)):
+        raise ValueError(f"logical axes {tuple(axes)} map to {entries}: a mesh axis is used twice")
+    return entries
+
+
+def fitting_axes(
+    sizes: Mapping[str, int], shape: Sequence[int], axes: Sequence[str | None]
+) -> list[Entry]:
+    """`mesh_axes`, with dimensions that do not divide left whole; `sizes` of the mesh axes."""
+    return [
+        entry if (ways := _ways(sizes, entry)) > 1 and size % ways == 0 else None
+        for size, entry in zip(shape, mesh_axes(axes), strict=True)
+    ]
+
+
+def shard_shape(
+    sizes: Mapping[str, int], shape: Sequence[int], axes: Sequence[str | None]
+) -> tuple[int, ...]:
+    """Return what one device holds of an array, on a mesh of these sizes by axis."""
+    entries = fitting_axes(sizes, shape, axes)
+    return tuple(n // _ways(sizes, entry) for n, entry in zip(shape, entries, strict=True))
+
+
+def causal_block_tokens(num_tokens: int) -> int:
+    """Return the length of the blocks of queries of causal attention; `num_tokens` for one block.
+
+    Blocks skip the keys behind them: 5/8 of the products, with `CAUSAL_BLOCKS` of 4.
+    """
+    size = num_tokens // CAUSAL_BLOCKS
+    return num_tokens if num_tokens % CAUSAL_BLOCKS or size < LEAST_BLOCK_TOKENS else size
+
+
+def _names(entry: Entry) -> tuple[str, ...]:
+    return () if entry is None else (entry,) if isinstance(entry, str) else entry
+
+
+def _ways(sizes: Mapping[str, int], entry: Entry) -> int:
+    return math.prod(sizes[name] for name in _names(entry))

@@ -1,0 +1,158 @@
+"""Speculation and reuse as users set them: sections Speculation, DraftModel and Reuse."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Literal
+
+from spec.budget.config import LEARNED, MODEL, parse_budget
+from spec.draft_model.config import ChainConfig, Proposal
+from spec.reuse.lenience import parse_schedule
+from spec.reuse.prefix_rule import parse_mode
+
+SourceName = Literal["last", "history", "group", "own", "learned", "model"]
+FOUND: tuple[SourceName, ...] = ("last", "history", "group", "own")
+SOURCES: tuple[SourceName, ...] = (*FOUND, "learned", "model")
+
+
+@dataclasses.dataclass(frozen=True)
+class SpeculationConfig:
+    """Where draft tokens come from, and how many a round tries; none of it changes a token.
+
+    (In bfloat16 none but by rounding: docs/architecture.md, Exactness.)
+
+    `sources` are asked each round and their draft tokens joined: `last` (with Reuse: the response
+    of last epoch by the same sample index, read on from where it stands), `history` (the prompt's
+    responses of the last epoch), `group` (live siblings, told every
+    `group_update_tokens` tokens), `own` (the request's own text), `learned` (a drafter that is
+    trained along, see Drafter), `model` (a draft model, see DraftModel). `budget` is `off`,
+    `fixed:K`, `aimd`, `bandit` (see Tuner) or `goodput`. `history_rule` is `ours`, or `histospec`
+    for RhymeRL's setting.
+    """
+
+    budget: str = "goodput"
+    sources: tuple[SourceName, ...] = FOUND
+    history_rule: Literal["ours", "histospec"] = "ours"
+    group_update_tokens: int = 4
+
+    def __post_init__(self) -> None:
+        parse_budget(self.budget)
+        unknown = [s for s in self.sources if s not in SOURCES]
+        if unknown or len(set(self.sources)) != len(self.sources):
+            raise ValueError(
+                f"sources must be different ones of {', '.join(SOURCES)}, got {self.sources}"
+            )
+        if not self.sources and self.budget != "off":
+            raise ValueError('no sources to draft from: name some, or set budget = "off"')
+        if self.history_rule not in ("ours", "histospec"):
+            raise ValueError(f"history_rule must be ours or histospec, got {self.history_rule!r}")
+        if self.group_update_tokens < 1:
+            raise ValueError(
+                f"group_update_tokens must be at least 1, got {self.group_update_tokens}"
+            )
+
+    @property
+    def enabled(self) -> bool:
+        return self.budget != "off"
+
+    @property
+    def learns(self) -> bool:
+        """Whether a learned drafter drafts: it needs the policy's hidden states."""
+        return self.enabled and LEARNED in self.sources
+
+    @property
+    def asks_model(self) -> bool:
+        """Whether a draft model draft tokens."""
+        return self.enabled and MODEL in self.sources
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftModelConfig:
+    """A draft model that drafts, where `Speculation.sources` has `model`.
+
+    `directory` is its Hugging Face folder, with the policy's tokenizer. A round drafts a chain of
+    up to `max_depth` tokens for each request: the `likeliest`, until their probability falls below
+    `min_prob`, or its own draws with the policy's noise (`shared_noise`). It is not trained along.
+    """
+
+    directory: str | None = None
+    max_depth: int = 6
+    proposal: Proposal = "likeliest"
+    min_prob: float = 0.05
+
+    def __post_init__(self) -> None:
+        ChainConfig(max_draft_tokens=self.max_depth, min_prob=self.min_prob)
+        if self.proposal not in ("likeliest", "shared_noise"):
+            raise ValueError(f"proposal must be likeliest or shared_noise, got {self.proposal!r}")
+
+
+MOST_SAMPLES = 512  # of a group whose noise repeats: ids are example · 1024 + sample
+
+
+@dataclasses.dataclass(frozen=True)
+class ReuseConfig:
+    """What becomes of last epoch's response to the same prompt by the same sample index.
+
+    `mode`: `off`; `lenient:λ` (SPEC-RL: a token stands with probability min(1, λ ·
+    p_new / p_old), up to the first that does not; λ a number, `e^0.5`, `inf`); its
+    ablations `delayed:λ` (the epoch before the last), `random` and `full`; `coupled`
+    (noise repeats from epoch to epoch, tokens stand while the policy draws them again;
+    `coupled:K` names it by the K tokens before instead of the position).
+    `schedule` moves λ: `constant`, `linear:END:STEPS`, `clip_fraction:TARGET`.
+
+    Every token of `coupled` is a draw of the current policy, and its joint law is exact (in
+    bfloat16 up to rounding) for any policy that was chosen without looking at the noise.
+    Training does look: updates learn from responses that this noise made, as with common
+    random numbers elsewhere.
+    It agrees best with Sampling.draw = "gumbel".
+    """
+
+    mode: str = "off"
+    schedule: str = "constant"
+
+    def __post_init__(self) -> None:
+        mode, schedule = parse_mode(self.mode), parse_schedule(self.schedule)
+        if schedule.name == "constant":
+            return
+        if mode.name not in ("lenient", "delayed"):
+            raise ValueError(
+                f"schedule {self.schedule!r} moves a lenience, mode {self.mode!r} has none: "
+                'choose lenient:λ or delayed:λ, or schedule = "constant"'
+            )
+        if not 0 < mode.lenience < math.inf and schedule.name == "clip_fraction":
+            raise ValueError(
+                f"schedule {self.schedule!r} needs a first lenience between 0 and inf, got "
+                f"{self.mode!r}"
+            )
+        if mode.lenience == math.inf:
+            raise ValueError(f"schedule {self.schedule!r} cannot start from {self.mode!r}")
+
+    @property
+    def enabled(self) -> bool:
+        return parse_mode(self.mode).enabled
+
+    @property
+    def epochs(self) -> int:
+        """How many epochs the rollout cache has to hold."""
+        return 1 + parse_mode(self.mode).back
+
+
+def check_coupling(
+    config: ReuseConfig, num_examples: int, prompts_per_step: int, group_size: int
+) -> None:
+    """Raise ValueError where noise that repeats could not be named by (example, sample index)."""
+    if not parse_mode(config.mode).couples_noise:
+        return
+    most_examples = 2**31 // (2 * MOST_SAMPLES)
+    if group_size > MOST_SAMPLES or num_examples > most_examples:
+        raise ValueError(
+            f'Reuse.mode="coupled" has names for {most_examples} examples with {MOST_SAMPLES} '
+            f"samples each, got {num_examples} with {group_size}"
+        )
+    if prompts_per_step > num_examples:
+        raise ValueError(
+            f'Reuse.mode="coupled" needs every example at most twice in a step (an epoch ends in '
+            f"it), got {prompts_per_step} prompts of {num_examples} examples: lower "
+            "Rollout.prompts_per_step"
+        )

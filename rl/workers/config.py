@@ -1,0 +1,55 @@
+"""Rollout workers and their scheduler as users set them."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from typing import Literal
+
+Mode = Literal["sync", "pipeline"]
+Policy = Literal["group_fifo", "divided_fifo", "seer", "histopipe"]  # not oracle: it looks ahead
+OnError = Literal["stop", "restart"]
+
+
+@dataclasses.dataclass(frozen=True)
+class SchedConfig:
+    """Rollout workers, and the scheduler that says what runs where; none of it changes a token.
+
+    `mode`: `sync` (a step's responses are of the policy that learns from them) or `pipeline`
+    (workers answer a step while the one before is learnt from, one update behind).
+
+    In `sync` with one worker rollouts run on the trainer's devices, as `Engine` says. Otherwise
+    workers have `devices_per_worker` devices each, in the order of the process's devices, in
+    `pipeline` the last of them; where there are not enough, workers of one device share them.
+    `histopipe`, which goes by the lengths of last epoch's responses, has workers go on to the
+    next step without waiting for one another, in `ranking_groups` groups. A worker's requests
+    take `kv_tokens` positions together at most (None: as many as its slots can need). Those that
+    wait between two chunks keep keys and values of `pool_bytes` on the host.
+    """
+
+    mode: Mode = "sync"
+    policy: Policy = "seer"
+    workers: int = 1
+    devices_per_worker: int = 1
+    chunk_tokens: int = 512
+    kv_tokens: int | None = None
+    pool_bytes: int = 2**33
+    ranking_groups: int = 8
+    on_error: OnError = "stop"  # or restart: the requests of a worker that raised go on elsewhere
+
+    def __post_init__(self) -> None:
+        for field, hint in (("mode", Mode), ("policy", Policy), ("on_error", OnError)):
+            known, value = typing.get_args(hint), getattr(self, field)
+            if value not in known:
+                raise ValueError(f"expected {field} of {', '.join(known)}, got {value!r}")
+        if self.policy == "histopipe" and self.mode != "pipeline":
+            raise ValueError(
+                "policy 'histopipe' lets workers run into the next step: set Sched.mode = "
+                f'"pipeline", got {self.mode!r}'
+            )
+        if min(self.workers, self.devices_per_worker, self.chunk_tokens, self.ranking_groups) < 1:
+            raise ValueError(
+                "expected at least one worker, device, token of a chunk and ranking group, got "
+                f"{self.workers}, {self.devices_per_worker}, {self.chunk_tokens} and "
+                f"{self.ranking_groups}"
+            )

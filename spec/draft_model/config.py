@@ -1,0 +1,57 @@
+"""A draft model as a drafter, as callers set it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+Proposal = Literal["likeliest", "shared_noise"]
+
+
+@dataclasses.dataclass(frozen=True)
+class ChainConfig:
+    """How a draft model uses its devices, and how long its chains are.
+
+    Buckets of rows are `min_rows` · 2^i, of cache positions `min_positions` · 2^i. A chain's
+    first pass has `window_tokens` a row; what a row lacks beyond them is computed in chunks of up
+    to `chunk_tokens`, about `pass_tokens` a pass. Chains have up to `max_draft_tokens` draft tokens
+    and end where their probability falls below `min_prob`. `shared_noise_prob` is that of a coupled
+    draw before any was seen.
+    """
+
+    min_rows: int = 4
+    min_positions: int = 256
+    window_tokens: int = 4
+    chunk_tokens: int = 128
+    pass_tokens: int = 512
+    max_draft_tokens: int = 16
+    min_prob: float = 0.0
+    shared_noise_prob: float = 0.7
+
+    def __post_init__(self) -> None:
+        for name in ("min_rows", "window_tokens", "pass_tokens", "max_draft_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if not self.window_tokens <= self.chunk_tokens <= self.min_positions:
+            raise ValueError(
+                "expected window_tokens <= chunk_tokens <= min_positions, got "
+                f"{self.window_tokens}, {self.chunk_tokens}, {self.min_positions}"
+            )
+        if not (0 <= self.min_prob <= 1 and 0 < self.shared_noise_prob < 1):
+            raise ValueError(
+                "expected min_prob in [0, 1] and shared_noise_prob in (0, 1), got "
+                f"{self.min_prob}, {self.shared_noise_prob}"
+            )
+
+    @property
+    def chunk_widths(self) -> list[int]:
+        """Widths of chunks, smallest first: quarters of one another, all beyond the window."""
+        widths, width = [self.chunk_tokens], self.chunk_tokens // 4
+        while width > self.window_tokens:
+            widths.append(width)
+            width //= 4
+        return widths[::-1]
+
+    def pass_rows(self, width: int, num_rows: int) -> int:
+        """Rows of a pass over chunks of `width`."""
+        return min(num_rows, max(1, self.pass_tokens // width))
