@@ -16,6 +16,7 @@ from safetensors.numpy import load_file, save_file
 
 from models import hf, hf_config, hf_files, transformer
 from models.config import Llama3RopeScaling, ModelConfig
+from models.params import num_params as count_params
 
 LOGITS = jax.jit(transformer.logits, static_argnums=0)
 GOLDEN = Path(__file__).parents[1] / "golden"
