@@ -412,7 +412,7 @@ KILL_LOOP = """
         from rl.checkpoint.checkpointer import Checkpointer, CheckpointConfig
         from whole_steps import whole_steps
         saver = Checkpointer(directory, CheckpointConfig(keep=1))
-        step = max(whole_steps(directory), default=0)
+        step = max(whole_steps(saver), default=0)
         if step:
             restored = saver.restore(TEMPLATE)
             assert restored.warnings == (), restored.warnings
