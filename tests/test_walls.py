@@ -51,7 +51,6 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "speculation": {"config", "engine"},
         "workers": {"engine"},
         "warm_up": {"engine", "speculation"},
-        "warmstart": {"data", "rewards"},
         "drafter_training": {"checkpoint", "data", "engine", "metrics", "speculation"},
         "loop": {
             *("checkpoint", "config", "data", "drafter_training", "engine", "learner"),

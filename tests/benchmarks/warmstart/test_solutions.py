@@ -6,9 +6,9 @@ import re
 
 import pytest
 
+from benchmarks.warmstart import solutions
 from rl.data import tasks
 from rl.data.answers import extract_answer
-from rl.warmstart import solutions
 
 NUM_ENTRIES = 200
 

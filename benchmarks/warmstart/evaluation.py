@@ -1,4 +1,4 @@
-"""How good the policy of the warm start is: sampled answers to held-out questions, scored."""
+"""Sample the warm start's policy on held-out questions and score its answers."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.warmstart import solutions
 from models import kv_cache, tokenizer, transformer
 from models.config import ModelConfig
 from rl.data.answers import extract_answer
-from rl.warmstart import solutions
 
 EVAL_ROWS = 64  # prompts sampled at once
 
@@ -28,10 +28,7 @@ def sample(
     key: jax.Array,
     max_new_tokens: int,
 ) -> jax.Array:
-    """Responses at temperature 1, int32 [B, max_new_tokens], pad after the end token.
-
-    A plain loop for this command's own checks; RL has the engine.
-    """
+    """Sample responses at temperature 1, int32 [B, max_new_tokens], pad after the end token."""
     B, P = prompts_BP.shape
     S = P + max_new_tokens
     column_S = jnp.arange(S)
@@ -65,7 +62,7 @@ def sample(
 
 @dataclasses.dataclass(frozen=True)
 class TaskReport:
-    """What sampling one task gave: mean reward, response lengths in tokens, and how they ended."""
+    """Mean rewards of one task's sampled responses, their lengths, and how many were cut off."""
 
     task: str
     reward: float
@@ -84,7 +81,7 @@ def evaluate(
     max_new_tokens: int,
     seed: int,
 ) -> list[TaskReport]:
-    """Sample each task's held-out prompts and score them as RL would; the last is all tasks."""
+    """Sample and score each task's held-out prompts as RL would; the last report is of all."""
     sources = [
         solutions.dataset(task, solutions.FIRST_SEED, num_prompts) for task in solutions.TASKS
     ]
@@ -110,7 +107,7 @@ def evaluate(
 def _score(
     source: Any, entry: solutions.Entry, ids: np.ndarray, tok: tokenizer.Tokenizer
 ) -> tuple[float, bool, int, bool]:
-    """Reward, whether there was working, tokens with the end token, whether it was cut off."""
+    """Return the reward, if it was worked, its tokens with the end token, and if it was cut off."""
     ends = np.flatnonzero(np.isin(ids, tok.eos_token_ids))
     length = int(ends[0]) + 1 if len(ends) else len(ids)
     text = tok.decode(ids[:length])
@@ -134,7 +131,7 @@ def _report(name: str, rows: Sequence[tuple[float, bool, int, bool]]) -> TaskRep
 
 
 def show(reports: Sequence[TaskReport]) -> None:
-    """One line a task."""
+    """Print one line per task."""
     for r in reports:
         lengths = "/".join(str(q) for q in r.length_quantiles_tokens)
         print(

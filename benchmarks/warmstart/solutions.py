@@ -57,7 +57,7 @@ TASKS: tuple[WorkedTask, ...] = (
 
 
 def gcd_steps(entry: Entry) -> list[str]:
-    """Euclid by subtraction: `a-b=c` with a ≥ b, then the same of b and c.
+    """Subtract as Euclid did: `a-b=c` with a ≥ b, then the same with b and c.
 
     Ends with c = 0 (the answer is b) or c = 1 (the answer is 1). The number of
     lines is the sum of the partial quotients, hence the long tail.
@@ -73,7 +73,7 @@ def gcd_steps(entry: Entry) -> list[str]:
 
 
 def chain_sum_steps(entry: Entry) -> list[str]:
-    """The sum rewritten with its first two terms added: `4-1-7`, then `3-7`."""
+    """Rewrite the sum with its first two terms added: `4-1-7`, then `3-7`."""
     running, *rest = entry["metadata"]["expression"].split()
     lines = []
     while rest:
@@ -84,7 +84,7 @@ def chain_sum_steps(entry: Entry) -> list[str]:
 
 
 def count_bits_steps(entry: Entry) -> list[str]:
-    """Repeated halving: `n=2*h+bit`, then the count of 1 bits so far after a blank."""
+    """Halve repeatedly: `n=2*h+bit`, then the count of 1 bits so far after a blank."""
     number, count = entry["metadata"]["number"], 0
     lines = []
     while number:
@@ -110,14 +110,14 @@ WRITERS: dict[str, Callable[[Entry], list[str]]] = {
 
 
 def response(task_name: str, entry: Entry, style: Style) -> str:
-    """The worked or direct response to an entry, without an end token.
+    """Return the worked or direct response to an entry, without an end token.
 
     Raises ValueError for a task that has no writer.
     """
     if task_name not in WRITERS:
         raise ValueError(
             f"no worked solutions for task {task_name!r}: expected one of {sorted(WRITERS)}; "
-            "add a writer to rl/warmstart/solutions.py"
+            "add a writer to benchmarks/warmstart/solutions.py"
         )
     steps = WRITERS[task_name](entry) if style == "worked" else []
     return "\n".join([*steps, f"{ANSWER_MARK}{entry['answer']}"])
@@ -138,13 +138,13 @@ class SolvedExample:
 
 
 def stem(prompt: str) -> str:
-    """The problem of a question of `TASKS`: what follows its lead, up to the end of a sentence."""
+    """Return the bare problem of a question of `TASKS`, without the sentences around it."""
     problem = re.split(r": (?=\d|\w+\n$)|the number ", prompt)[-1]
     return problem.replace(" Give only the GCD as your final answer.", "")
 
 
 def dataset(task: WorkedTask, seed: int, size: int) -> Any:
-    """The reasoning-gym data set of `task`: entries and `score_answer`."""
+    """Return the reasoning-gym data set of `task`: entries and `score_answer`."""
     import reasoning_gym
 
     return reasoning_gym.create_dataset(task.name, seed=seed, size=size, **dict(task.options))
@@ -153,7 +153,7 @@ def dataset(task: WorkedTask, seed: int, size: int) -> Any:
 def examples(
     tasks: Sequence[WorkedTask], seed: int, direct_fraction: float
 ) -> Iterator[SolvedExample]:
-    """A stream of examples, a function of the arguments alone.
+    """Yield examples, a function of the arguments alone.
 
     Tasks are drawn by their weights, and each response is direct with probability
     `direct_fraction`. Two seeds share no reasoning-gym seed; a stream ends after a

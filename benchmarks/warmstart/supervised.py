@@ -1,9 +1,9 @@
 """Make the base policy that ships: a small decoder, taught worked solutions, stopped early.
 
-    python -m rl.warmstart.supervised --output policies/tiny --seed 0
+    python -m benchmarks.warmstart.supervised --output policies/tiny --seed 0
 
-Plain next-token training on the responses of `rl.warmstart.solutions`: first a drill (the bare
-problem and its worked solution: short, so that most tokens teach something), then
+Plain next-token training on the responses of `benchmarks.warmstart.solutions`: first a drill (the
+bare problem and its worked solution: short, so that most tokens teach something), then
 the questions as RL asks them, in both styles, until sampling at temperature 1 earns
 `stop_at_reward` on average: good enough that GRPO has something to reward, poor
 enough that it has somewhere to go. The run is a function of its settings, up to the
@@ -28,11 +28,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from benchmarks.warmstart import solutions
+from benchmarks.warmstart.evaluation import TaskReport, evaluate, show
 from models import hf, tokenizer, transformer
 from models.config import ModelConfig
 from models.params import num_params
-from rl.warmstart import solutions
-from rl.warmstart.evaluation import TaskReport, evaluate, show
 
 # Printable ASCII and the newline: what the questions are made of.
 CHARACTERS = "\n" + "".join(chr(code) for code in range(32, 127))
@@ -106,14 +106,14 @@ def model_config(config: WarmstartConfig, tok: tokenizer.Tokenizer) -> ModelConf
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Batch:
-    """Right-padded sequences, int32 [B, T], and which tokens count in the loss, bool [B, T]."""
+    """Right-padded tokens, int32 [B, T], and the mask of those in the loss, bool [B, T]."""
 
     tokens_BT: np.ndarray
     in_loss_BT: np.ndarray
 
 
 def pack(pairs: Sequence[tuple[list[int], list[int]]], pad_id: int) -> Batch:
-    """(prompt ids, response ids) pairs as one batch; the response alone counts in the loss."""
+    """Pack pairs of prompt and response ids into a batch; only responses are in the loss."""
     longest = max(len(p) + len(r) for p, r in pairs)
     width = next(width for width in WIDTHS_TOKENS if width >= longest)
     tokens_BT = np.full((len(pairs), width), pad_id, np.int32)
@@ -125,7 +125,7 @@ def pack(pairs: Sequence[tuple[list[int], list[int]]], pad_id: int) -> Batch:
 
 
 def step_batches(config: WarmstartConfig, tok: tokenizer.Tokenizer) -> Iterator[list[Batch]]:
-    """What each step trains on: its examples, sorted by length and cut into batches.
+    """Yield each step's examples, sorted by length and cut into batches.
 
     The drill comes first. Examples longer than `DRILL_TOKENS` or the largest width are left out.
     """
@@ -182,8 +182,8 @@ def loss_and_grads(
     in_loss_BT: jax.Array,
     num_counted: float,
 ) -> tuple[jax.Array, transformer.Params]:
-    """Sum of −log p over the tokens that count, in nats, over `num_counted`; and its gradient."""
-    # What wraps around to the last column is the first, a prompt's token: it weighs nothing.
+    """Return Σ −log p / `num_counted` over the tokens in the loss, in nats, and its gradient."""
+    # The first column wraps around to the last; it is a prompt token and has no weight.
     targets_BT = jnp.roll(tokens_BT, -1, axis=1)
     weight_BT = jnp.roll(in_loss_BT, -1, axis=1).astype(jnp.float32)
 
@@ -199,7 +199,7 @@ def loss_and_grads(
 def apply_update(
     update: Any, params: transformer.Params, state: Any, parts: list[transformer.Params]
 ) -> tuple[transformer.Params, Any]:
-    """One step of the optimizer whose `update` this is, by the sum of the batches' gradients."""
+    """Apply one optimizer step with the sum of the batches' gradients."""
     grads = jax.tree.map(lambda *leaves: sum(leaves), *parts)
     changes, state = update(grads, state, params)
     return optax.apply_updates(params, changes), state
@@ -208,7 +208,7 @@ def apply_update(
 def train_step(
     model: ModelConfig, update: Any, params: transformer.Params, state: Any, step: list[Batch]
 ) -> tuple[transformer.Params, Any, float]:
-    """One step over all tokens of `step`; returns (params, state, mean loss in nats)."""
+    """Train on all tokens of `step`; return (params, state, mean loss in nats)."""
     num_counted = float(sum(batch.in_loss_BT.sum() for batch in step))
     parts = [
         loss_and_grads(model, params, batch.tokens_BT, batch.in_loss_BT, num_counted)
@@ -274,7 +274,7 @@ def write_report(
     train_s: float,
     reports: Sequence[TaskReport],
 ) -> None:
-    """Leave settings and measurements beside the weights, in `warmstart.json`."""
+    """Write settings and measurements beside the weights, to `warmstart.json`."""
     content = {
         "settings": dataclasses.asdict(config),
         "steps_run": step,
@@ -288,8 +288,10 @@ def write_report(
 
 
 def parse(arguments: Sequence[str]) -> WarmstartConfig:
-    """Settings from `--name value` pairs; every field of `WarmstartConfig` is one."""
-    parser = argparse.ArgumentParser(prog="python -m rl.warmstart.supervised", description=__doc__)
+    """Parse `--name value` pairs into settings; every field of `WarmstartConfig` is a flag."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.warmstart.supervised", description=__doc__
+    )
     for field in dataclasses.fields(WarmstartConfig):
         kind = type(field.default)
         parser.add_argument(f"--{field.name}", type=kind, default=field.default)

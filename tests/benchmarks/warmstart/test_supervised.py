@@ -10,12 +10,12 @@ import numpy as np
 import optax
 import pytest
 
+from benchmarks.warmstart import evaluation as warmstart_check
+from benchmarks.warmstart import solutions
+from benchmarks.warmstart import supervised as warmstart
 from models import hf, tokenizer, transformer
 from models.params import num_params
 from rl.config.loader import PROJECT_ROOT
-from rl.warmstart import evaluation as warmstart_check
-from rl.warmstart import solutions
-from rl.warmstart import supervised as warmstart
 
 SHIPPED = PROJECT_ROOT / "policies" / "tiny"
 TINY = warmstart.WarmstartConfig(
