@@ -35,7 +35,7 @@ from rl.loop.generation import (
 )
 from rl.metrics.writer import Timings
 from rl.runtime.signals import Stopped
-from rl.runtime.waits import POLL_S, Hang, place_of
+from rl.runtime.waits import POLL_S, Hang, code_line
 from rl.trajectory import Trajectory
 from rl.workers.coordinator import Deferred
 from rl.workers.worker_group import LEAVING_S, StepSpec
@@ -256,7 +256,7 @@ class AsyncRollouts:
         limit_s = self._system.config.run.hang_limit_s
         silent_s = time.monotonic() - self._received_s
         if silent_s > limit_s:
-            where = place_of(self._thread.ident or 0)
+            where = code_line(self._thread.ident or 0)
             raise Hang(f"no sign of life for {silent_s:.1f} s from the pipeline's thread ({where})")
 
     def _rollouts(self, step: int) -> Rollouts:

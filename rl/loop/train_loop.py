@@ -31,7 +31,7 @@ from rl.loop.experiment import Inputs, TrainConfig
 from rl.loop.generation import Rollouts, System, generate, leave_if_asked, tell_failures
 from rl.loop.run_folder import CHECKPOINTS, NEWEST_FILE
 from rl.metrics.step_metrics import sample_rows, step_metrics
-from rl.metrics.writer import Timings, open_metrics
+from rl.metrics.writer import MetricsWriter, Timings
 from rl.rewards.process import RewardWorkerError
 from rl.runtime.progress import Progress
 from rl.runtime.signals import SAVING, Stopped, Watch
@@ -72,7 +72,7 @@ def train(
                 committed=lambda step: run.replace(NEWEST_FILE, f"{step}\n"),
             )
         )
-        metrics = stack.enter_context(open_metrics(config.metrics, folder))
+        metrics = stack.enter_context(MetricsWriter(folder, config.metrics))
         system, state = stack.enter_context(
             run_setup.opened(config, inputs, folder, show=show, watch=watch, clock=clock)
         )
@@ -307,7 +307,7 @@ def _spilled(cache: RolloutCache) -> LinkedFiles | None:
 def _begins(show: Progress, watch: Watch, step: int, part: str) -> None:
     """A part of a step begins."""
     watch.at(part)
-    show.phase(step, part)
+    show.part(step, part)
 
 
 def _in_a_row(skipped: int, row: Mapping[str, Any], step: int) -> int:

@@ -1,6 +1,6 @@
-"""How varied a batch of responses is: Distinct-1 and Self-BLEU, on token ids.
+"""Diversity of a batch of responses: Distinct-1 and Self-BLEU, on token ids.
 
-Host arithmetic on small samples: both look at the first `MOST_TOKENS` of a response.
+Both look at the first `MOST_TOKENS` of a response.
 """
 
 from __future__ import annotations
@@ -14,25 +14,23 @@ import numpy as np
 Ngrams = collections.Counter[tuple[int, ...]]
 MOST_TOKENS = 512
 ORDER = 4  # the longest n-grams of BLEU
-FLOOR = 0.1  # matches that a count of 0 stands for (smoothing 1 of Chen and Cherry, 2014)
+FLOOR = 0.1  # stands for a count of 0 matches (smoothing 1 of Chen and Cherry, 2014)
 
 
 def distinct_1(responses: Sequence[np.ndarray]) -> float:
-    """Different tokens over all tokens of the batch.
-
-    Source: Li et al., arXiv 1510.03055.
-    """
+    """Return different tokens over all tokens of the batch. Source: Li et al., arXiv 1510.03055."""
     tokens = np.concatenate([r[:MOST_TOKENS] for r in responses])
     return len(np.unique(tokens)) / max(len(tokens), 1)
 
 
 def self_bleu(responses: Sequence[np.ndarray], group_ids: Sequence[int]) -> float:
-    """Mean BLEU-4 of each response against its siblings; 1 where all of a group are the same.
+    """Return the mean BLEU-4 of responses against their siblings; 1 where all siblings are equal.
 
-    BLEU = min(1, e^(1 − r/c)) · exp(mean over n of log p_n): p_n the n-grams that some sibling
-    has too (each counted as often as the sibling with the most has it), r the sibling length
-    closest to c. Orders that a response is too short for are left out; responses without
-    siblings too. nan where there are none. Source: Zhu et al., arXiv 1802.01886.
+    BLEU = min(1, e^(1 − r/c)) · exp(mean over n of log p_n), with p_n the share of the response's
+    n-grams that a sibling has too (each counted at most as often as in the sibling that has it
+    most), c the response's length and r the sibling length closest to it. Orders that a response
+    is too short for are left out, and so are responses without siblings; nan where all of them
+    are. Source: Zhu et al., arXiv 1802.01886.
     """
     groups: dict[int, list[list[int]]] = {}
     for response, group in zip(responses, group_ids, strict=True):
@@ -40,11 +38,11 @@ def self_bleu(responses: Sequence[np.ndarray], group_ids: Sequence[int]) -> floa
     scores: list[float] = []
     for siblings in groups.values():
         if len(siblings) > 1:
-            scores += _of_group(siblings)
+            scores += _group_bleu(siblings)
     return float(np.mean(scores)) if scores else math.nan
 
 
-def _of_group(group: list[list[int]]) -> list[float]:
+def _group_bleu(group: list[list[int]]) -> list[float]:
     counts = [[_ngrams(r, n) for n in range(1, ORDER + 1)] for r in group]
     most = [_two_highest([c[n] for c in counts]) for n in range(ORDER)]
     scores = []
@@ -64,7 +62,7 @@ def _of_group(group: list[list[int]]) -> list[float]:
 
 
 def _two_highest(counts: list[Ngrams]) -> dict[tuple[int, ...], tuple[int, int, int]]:
-    """By n-gram: the highest count, the response that has it, and the highest of the others."""
+    """Return by n-gram the highest count, its response, and the highest count of the others."""
     most: dict[tuple[int, ...], tuple[int, int, int]] = {}
     for i, of_one in enumerate(counts):
         for gram, count in of_one.items():

@@ -19,12 +19,12 @@ from rl.trajectory import Trajectory
 def step_metrics(
     trajectories: Sequence[Trajectory], scores: Sequence[Score], stats: EngineStats, step: int
 ) -> dict[str, Any]:
-    """Lengths, rewards by function, failures, and the engine's counts.
+    """Return lengths, rewards by function, failures, diversity and the engine's counts.
 
-    Off-policyness is by how many updates the policy that drew a token is older than the one that
+    Off-policyness is the number of updates between the policy that drew a token and the one that
     `step` starts from.
     """
-    behind = step - 1 - np.concatenate([t.policy_versions for t in trajectories])
+    staleness = step - 1 - np.concatenate([t.policy_versions for t in trajectories])
     lengths = np.array([t.num_tokens for t in trajectories])
     ended = np.array([not t.truncated for t in trajectories])
     metrics: dict[str, Any] = {
@@ -33,8 +33,8 @@ def step_metrics(
         "completions/max_length": int(lengths.max()),
         "completions/clipped_ratio": float(1 - ended.mean()),
         "completions/count": len(trajectories),
-        "rollout/off_policyness": float(behind.mean()),
-        "rollout/off_policyness/max": int(behind.max()),
+        "rollout/off_policyness": float(staleness.mean()),
+        "rollout/off_policyness/max": int(staleness.max()),
         "rollout/rounds": sum(stats.rounds.values()),
         "rollout/fetches": stats.fetches,
         "rollout/prefilled_tokens": stats.prefilled_tokens,
@@ -53,16 +53,16 @@ def step_metrics(
             metrics[f"rewards/{name}/std"] = float(known.std(ddof=1)) if known.size > 1 else 0.0
     responses, groups = [t.response_ids for t in trajectories], [t.group_id for t in trajectories]
     metrics["diversity/distinct_1"] = distinct_1(responses)
-    if not math.isnan(likeness := self_bleu(responses, groups)):
-        metrics["diversity/self_bleu"] = likeness
+    if not math.isnan(bleu := self_bleu(responses, groups)):
+        metrics["diversity/self_bleu"] = bleu
     metrics["rewards/failures"] = sum(s.failure is not None for s in scores)
     return metrics | speculation_metrics(stats)
 
 
 def _slot_use(stats: EngineStats) -> float:
-    """Emitted tokens per slot and round: 1 where every slot of every round was busy."""
-    places = sum(slots * count for (slots, _, _), count in stats.rounds.items())
-    return stats.tokens / places if places else 0.0
+    """Return emitted tokens per slot and round: 1 where every slot was busy in every round."""
+    slot_rounds = sum(slots * count for (slots, _, _), count in stats.rounds.items())
+    return stats.tokens / slot_rounds if slot_rounds else 0.0
 
 
 def sample_rows(
@@ -73,7 +73,7 @@ def sample_rows(
     scores: Sequence[Score],
     advantages: np.ndarray | None,
 ) -> list[dict[str, Any]]:
-    """One row of samples.jsonl per trajectory; no `advantage` where each token has its own."""
+    """Return a row of samples.jsonl per trajectory; `advantages` None where tokens have their own."""
     known = [None] * len(trajectories) if advantages is None else advantages.tolist()
     return [
         {

@@ -1,4 +1,4 @@
-"""What a run writes down: metrics.jsonl, samples.jsonl, TensorBoard, timings.
+"""The records of a run: metrics.jsonl, samples.jsonl, TensorBoard, timings.
 
 Invariant: after a kill at any moment, `truncate_to_step` of the step that is
 resumed from leaves the files that a run stopped cleanly at that step would
@@ -44,7 +44,7 @@ Row = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class MetricsConfig:
-    """Where metrics go besides metrics.jsonl, and how many samples are kept."""
+    """Where metrics go in addition to metrics.jsonl, and how many samples are kept."""
 
     tensorboard: bool = True  # TensorBoard events in RUN/tensorboard
     wandb_project: str | None = None  # also log to this Weights & Biases project
@@ -58,11 +58,11 @@ class MetricsConfig:
 
 
 class DamagedRowError(ValueError):
-    """A row that is not the last of its file, and not as a run writes it."""
+    """A damaged row that is not the last of its file."""
 
 
 class MetricsWriter:
-    """Appends one row a step to the files of a run folder; a context manager.
+    """Appends one row per step to the files of a run folder; a context manager.
 
     `write` takes numbers: Python, numpy or jax scalars. Rows are strict JSON, so
     a value that is not finite is written as null. `write_samples` takes any JSON
@@ -75,24 +75,19 @@ class MetricsWriter:
     (with the mend) where tensorboardX or wandb is asked for and missing.
     """
 
-    def __init__(
-        self,
-        directory: str | Path,
-        *,
-        tensorboard: bool = True,
-        wandb_project: str | None = None,
-        samples_per_step: int = 8,
-    ) -> None:
+    def __init__(self, directory: str | Path, config: MetricsConfig | None = None) -> None:
+        config = config or MetricsConfig()
         self._folder = Folder(directory, create=True)
-        self._samples_per_step = samples_per_step
+        self._samples_per_step = config.samples_per_step
         self._files: dict[str, BinaryIO] = {}
         for name in ROW_FILES:
             _keep_rows(self._folder, name, lambda step: True)
-        self._tensorboard: Any = self._open_tensorboard(None) if tensorboard else None
-        self._wandb: Any = _open_wandb(self._folder, wandb_project) if wandb_project else None
+        self._tensorboard: Any = self._open_tensorboard(None) if config.tensorboard else None
+        project = config.wandb_project
+        self._wandb: Any = _open_wandb(self._folder, project) if project else None
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> Row:
-        """Writes one row and returns it: {"step": step, name: number or None, ...}."""
+        """Write one row and return it: {"step": step, name: number or None, ...}."""
         numbers = {name: _number(name, value) for name, value in metrics.items()}
         row: Row = {"step": int(step)} | numbers | {"step": int(step)}
         self._append(METRICS_FILE, row)
@@ -106,13 +101,13 @@ class MetricsWriter:
         return row
 
     def write_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
-        """Writes `samples_per_step` of a step's samples, evenly spread over their order."""
+        """Write `samples_per_step` of a step's samples, evenly spread over their order."""
         for index in spread(len(samples), self._samples_per_step):
             row = {"step": int(step)} | _plain(samples[index]) | {"step": int(step)}
             self._append(SAMPLES_FILE, row)
 
     def truncate_to_step(self, step: int) -> None:
-        """Removes the rows of every step after `step`, as if they had never been written."""
+        """Remove the rows of every step after `step`, as if they had never been written."""
         self._close_files()
         for name in ROW_FILES:
             _keep_rows(self._folder, name, lambda row_step: row_step <= step)
@@ -156,22 +151,12 @@ class MetricsWriter:
         except ModuleNotFoundError as error:
             raise ModuleNotFoundError(_NEEDS_TENSORBOARD) from error
         # purge_step tells TensorBoard to hide what a killed run wrote after its checkpoint.
-        # The suffix, because two writers of one second would share, and empty, one file.
+        # Without the suffix two writers of one second would share, and truncate, one file.
         return SummaryWriter(
             str(self._folder.folder(TENSORBOARD_FOLDER).path),
             purge_step=purge_step,
             filename_suffix=f".{uuid.uuid4().hex[:8]}",
         )
-
-
-def open_metrics(config: MetricsConfig, directory: str | Path) -> MetricsWriter:
-    """The writer that a `Metrics` section describes."""
-    return MetricsWriter(
-        directory,
-        tensorboard=config.tensorboard,
-        wandb_project=config.wandb_project,
-        samples_per_step=config.samples_per_step,
-    )
 
 
 def check_installed(config: MetricsConfig) -> None:
@@ -183,23 +168,24 @@ def check_installed(config: MetricsConfig) -> None:
 
 
 def read_metrics(path: str | Path) -> list[Row]:
-    """The rows of a metrics.jsonl, or of a run folder's; a torn last line is left out.
+    """Return the rows of a metrics.jsonl, or of a run folder's; a torn last line is left out.
 
     Raises FileNotFoundError where there is none, ValueError for a damaged row.
     """
     path = Path(path)
-    return [row for _, row in _rows(path / METRICS_FILE if path.is_dir() else path)]
+    path = path / METRICS_FILE if path.is_dir() else path
+    return [row for _, row in _rows(path, path.read_bytes())]
 
 
 def read_samples(path: str | Path) -> list[Row]:
-    """The rows of a samples.jsonl, or of a run folder's; [] where there is none."""
+    """Return the rows of a samples.jsonl, or of a run folder's; [] where there is none."""
     path = Path(path)
     path = path / SAMPLES_FILE if path.is_dir() else path
-    return [row for _, row in _rows(path)] if path.exists() else []
+    return [row for _, row in _rows(path, path.read_bytes())] if path.exists() else []
 
 
 def deterministic_view(row: Mapping[str, Any]) -> Row:
-    """`row` without what the clock decides: `time/*`, `perf/*` and `WALL_CLOCK_NAMES`."""
+    """Return `row` without the metrics that depend on the clock."""
     return {
         name: value
         for name, value in row.items()
@@ -208,18 +194,18 @@ def deterministic_view(row: Mapping[str, Any]) -> Row:
 
 
 def spread(total: int, wanted: int) -> list[int]:
-    """`wanted` indices evenly spread over range(total); -1 wants all of them."""
+    """Return `wanted` indices evenly spread over range(total), or all of them for -1."""
     if wanted < 0 or wanted >= total:
         return list(range(total))
     return [index * total // wanted for index in range(wanted)]
 
 
 class Timings:
-    """Seconds spent in named parts of a step, by the clock that is handed in.
+    """Measures the seconds spent in named parts of a step, by the given clock.
 
     `with timings.section("rollout"): ...` adds to `time/rollout`. A part entered
     twice adds up; a part that raises counts too. Parts should not nest: the
-    report stacks them. `began` is told the name of each part as it begins.
+    report stacks them. `began` is called with the name of each part as it begins.
     """
 
     def __init__(
@@ -239,19 +225,15 @@ class Timings:
             self._seconds[name] = self._seconds.get(name, 0.0) + elapsed_s
 
     def seconds(self) -> dict[str, float]:
-        """{"time/NAME": seconds}, in the order of first entry."""
+        """Return {"time/NAME": seconds}, in the order of first entry."""
         return {f"time/{name}": elapsed_s for name, elapsed_s in self._seconds.items()}
 
 
 # --- files ------------------------------------------------------------------------------
 
 
-def _rows(path: Path) -> Iterator[tuple[bytes, Row]]:
-    """(line as it stands, its row) of a file; a torn last line is left out."""
-    return _parsed(path, path.read_bytes())
-
-
-def _parsed(path: Path, content: bytes) -> Iterator[tuple[bytes, Row]]:
+def _rows(path: Path, content: bytes) -> Iterator[tuple[bytes, Row]]:
+    """Yield each line of a file's content with its row; a torn last line is left out."""
     lines = content.splitlines(keepends=True)
     for number, line in enumerate(lines, start=1):
         try:
@@ -269,11 +251,11 @@ def _parsed(path: Path, content: bytes) -> Iterator[tuple[bytes, Row]]:
 
 
 def _keep_rows(folder: Folder, name: str, wanted: Callable[[int], bool]) -> None:
-    """Rewrites a file of rows to those wanted, whole lines only, in one atomic step."""
+    """Rewrite a file to the rows of wanted steps, whole lines only, in one atomic step."""
     if not folder.exists(name):
         return
     content = folder.read(name)
-    rows = _parsed(folder.path / name, content)
+    rows = _rows(folder.path / name, content)
     # A whole last row may lack its newline: one more row must not be glued to it.
     kept = b"".join(line.removesuffix(b"\n") + b"\n" for line, row in rows if wanted(row["step"]))
     if kept != content:
@@ -281,7 +263,7 @@ def _keep_rows(folder: Folder, name: str, wanted: Callable[[int], bool]) -> None
 
 
 def _number(name: str, value: Any) -> int | float | None:
-    """A Python number of a Python, numpy or jax scalar; None for one that is not finite."""
+    """Return a Python, numpy or jax scalar as a Python number; None for one that is not finite."""
     if hasattr(value, "item") and getattr(value, "size", 1) == 1:
         value = value.item()
     if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -290,7 +272,7 @@ def _number(name: str, value: Any) -> int | float | None:
 
 
 def _plain(value: Any) -> Any:
-    """`value` as strict JSON: numpy and jax values as Python's, non-finite numbers as null."""
+    """Return `value` as strict JSON data: numpy and jax values converted, non-finite as None."""
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -315,12 +297,12 @@ _NEEDS_WANDB = (
 def _is_installed(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except ValueError:  # imported already, by hand: a test's
+    except ValueError:  # a test has put a module there by hand
         return module in sys.modules
 
 
 def _open_wandb(folder: Folder, project: str) -> Any:
-    """A Weights & Biases run whose id lives in the run folder, so that resuming continues it."""
+    """Open a Weights & Biases run; its id is kept in the folder, so that resuming continues it."""
     try:
         import wandb
     except ModuleNotFoundError as error:

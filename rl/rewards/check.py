@@ -1,4 +1,4 @@
-"""Rewards on trial, before a run: is every function callable, and can the answers be paid?"""
+"""Checks of the rewards before a run: every function works, and right answers are paid."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _MOST_S = 20.0
 
 
 def check_rewards(config: RewardConfig, task: Task) -> list[str]:
-    """Call every function as a run will, in a worker, within the deadline; returns warnings.
+    """Call every function as a run will, in a worker, within the deadline; return warnings.
 
     The user's functions get the first example, with its own answer as the completion. The
-    built-in ones get the first 64, each of which they should pay: an answer that none could
-    meet is warned of. Raises ValueError where a function fails, or where no answer can be met.
+    built-in ones get the first 64, each of which they should pay: answers that no response could
+    meet give a warning. Raises ValueError where a function fails, or no answer can be met.
     """
     try:
         own = [name for name in config.functions if name not in BUILT_IN]
@@ -38,8 +38,8 @@ def check_rewards(config: RewardConfig, task: Task) -> list[str]:
 
 
 def _unpaid_answers(config: RewardConfig, task: Task) -> list[str]:
-    places = range(min(_MOST_ANSWERS, len(task)))
-    examples = [example for i in places if (example := task[i]).answer is not None]
+    first = (task[i] for i in range(min(_MOST_ANSWERS, len(task))))
+    examples = [example for example in first if example.answer is not None]
     scores = _scores(config, examples)
     reasons = {
         example.example_id: reason
@@ -48,16 +48,16 @@ def _unpaid_answers(config: RewardConfig, task: Task) -> list[str]:
     }
     if not reasons:
         return []
-    first, reason = next(iter(reasons.items()))
+    example_id, reason = next(iter(reasons.items()))
     count = f"{len(reasons)} of the first {len(scores)}"
-    text = f"{count} answers cannot be met by any response, for example {first}: {reason}"
+    text = f"{count} answers cannot be met by any response, for example {example_id}: {reason}"
     if len(reasons) == len(scores):
         raise ValueError(text)
     return [text]
 
 
 def _why_unpaid(config: RewardConfig, example: Example, score: Score) -> str | None:
-    """Why a response that gives the example's own answer would not be paid; None if it would."""
+    """Return why a response with the example's own answer is not paid; None where it is."""
     assert example.answer is not None
     expected = expected_answer(config.extract, example.answer)
     for name, marker in (("hash", "####"), ("answer_tag", "</answer>")):
@@ -84,7 +84,7 @@ def _short(text: str) -> str:
 
 
 def _scores(config: RewardConfig, examples: list[Example]) -> list[Score]:
-    """What the examples' own answers are paid; fewer where they take too long."""
+    """Score the examples' own answers; fewer of them where they take too long."""
     limit = time.monotonic() + _MOST_S
     scores: list[Score] = []
     with RewardPool(config) as pool:
@@ -98,7 +98,7 @@ def _scores(config: RewardConfig, examples: list[Example]) -> list[Score]:
 
 
 def _only(config: RewardConfig, functions: list[str]) -> RewardConfig:
-    """The same for some of the functions, in one worker."""
+    """Return the configuration of some of the functions, in one worker."""
     weights = dict(zip(config.functions, config.full_weights, strict=True))
     kept = tuple(weights[name] for name in functions)
     return dataclasses.replace(config, functions=tuple(functions), weights=kept, workers=1)

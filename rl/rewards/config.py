@@ -1,4 +1,4 @@
-"""What scores a response, and the checks that need no worker."""
+"""Section `Reward`, and the checks of its functions that need no worker."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class RewardConfig:
       `f(prompts, completions, completion_ids, **columns) -> list[float | None]`.
     weights: one per function; empty means all ones.
     extract: how the built-in functions find the answer in a completion (rl.data.answers).
-    deadline_s: for one sample, all functions together.
-    on_failure: what a scorer that raises, hangs, dies or answers nonsense costs its sample:
-      `zero`: the reward is 0; `skip`: the sample is left out of the advantages.
+    deadline_s: of one sample, for all functions together.
+    on_failure: where a scorer raises, hangs, dies or answers nonsense, with `zero` the reward of
+      its sample is 0, with `skip` the sample is left out of the advantages.
     memory_limit_mib: address space of each worker, which libraries reserve more of than they
       use; None means no limit.
     """
@@ -87,7 +87,7 @@ class RewardConfig:
 
 
 def display_names(functions: Sequence[str]) -> tuple[str, ...]:
-    """`PATH.py:f` is shown as `f`, or in full where another function is called f too."""
+    """Shorten `PATH.py:f` to `f`, except where another function is called f too."""
     short = [function.rpartition(":")[2] for function in functions]
     return tuple(
         name if short.count(name) == 1 else function
@@ -96,7 +96,7 @@ def display_names(functions: Sequence[str]) -> tuple[str, ...]:
 
 
 def split_user_function(function: str) -> tuple[Path, str]:
-    """`PATH.py:name` → (absolute path, name)."""
+    """Split `PATH.py:name` into the absolute path and the name."""
     path, _, name = function.rpartition(":")
     try:
         return Path(path).expanduser().absolute(), name
@@ -151,7 +151,7 @@ def _check_user_file(path: Path, name: str) -> None:
 
 
 def _defined_names(tree: ast.Module) -> dict[str, ast.stmt]:
-    """Top-level names that may be functions: definitions, imports and assignments."""
+    """Return the top-level names that may be functions: definitions, imports and assignments."""
     defined: dict[str, ast.stmt] = {}
     for node in tree.body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):

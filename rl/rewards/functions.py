@@ -29,14 +29,14 @@ Values = Sequence[float | None]
 
 @dataclasses.dataclass(frozen=True)
 class RewardFunction:
-    """A function and what has to happen before its deadline may run.
+    """A function and the preparation that its deadline does not cover.
 
     `prepare(task_spec)` does the slow first steps (imports, opening a task); it is
     called once for each spec. `is_user` functions see chat prompts as TRL shows them.
     """
 
     function: Callable[..., Values]
-    prepare: Callable[[str], None]
+    prepare: Callable[[str], object] = lambda spec: None
     is_user: bool = False
 
     def __call__(
@@ -59,23 +59,23 @@ class RewardFunction:
 
 
 def load(function: str, extract: str) -> RewardFunction:
-    """A reward function by name; a user's file is imported here.
+    """Return a reward function by name, importing a user's file.
 
     Raises what the user's file raises, and ValueError where it lacks the function.
     """
     if function == "task":
-        return RewardFunction(functools.partial(task_reward, extract=extract), _prepare_task)
+        return RewardFunction(functools.partial(task_reward, extract=extract), _open_source)
     if function == "exact_match":
-        return RewardFunction(functools.partial(exact_match, extract=extract), _nothing)
+        return RewardFunction(functools.partial(exact_match, extract=extract))
     if function == "math_verify":
         return RewardFunction(functools.partial(math_verify, extract=extract), _prepare_math)
-    return RewardFunction(_load_user_function(*split_user_function(function)), _nothing, True)
+    return RewardFunction(_load_user_function(*split_user_function(function)), is_user=True)
 
 
 def exact_match(
     completions: Sequence[str], answer: Sequence[str | None], *, extract: str, **columns: Any
 ) -> Values:
-    """1 where the extracted answer equals the column `answer`, case and spacing aside, else 0.
+    """Return 1 where the extracted answer equals `answer` but for case and spacing, else 0.
 
     An answer that holds the marker of `extract` is read as completions are.
     """
@@ -102,7 +102,7 @@ def task_reward(
     extract: str,
     **columns: Any,
 ) -> Values:
-    """The task's own verifier: reasoning-gym's score, 0 to 1; exact match for data files."""
+    """Return the task's own score: reasoning-gym's, 0 to 1; exact match for data files."""
     values: list[float | None] = []
     for row, (completion, gold, spec) in enumerate(zip(completions, answer, task, strict=True)):
         source = _open_source(spec)
@@ -127,14 +127,14 @@ def _open_source(spec: str) -> reasoning_gym_tasks.Procedural | None:
 def math_verify(
     completions: Sequence[str], answer: Sequence[str | None], *, extract: str, **columns: Any
 ) -> Values:
-    """1 where math-verify finds the extracted answer equal to the column `answer`, else 0.
+    """Return 1 where math-verify finds the extracted answer equal to `answer`, else 0.
 
     Raises ValueError for an `answer` that is not mathematics: no response could be right.
     Source: math-verify 0.9, its LaTeX grammar alone (its other parser is sympy's `parse_expr`,
-    which evaluates text), with numbers built here. tests/hostile holds what that comes to:
-    no part of an answer is compiled or evaluated. Its equality is generous: units, words
-    behind a number and subscripts of numbers do not count (`1_0` is 1), nor does the name in
-    `x = 3`. Its SIGALRM time-outs are off: the pool's deadline stands.
+    which evaluates text), with numbers built here, so that no part of an answer is compiled or
+    evaluated (tests/hostile checks it). Its equality is generous: units, words behind a number
+    and subscripts of numbers do not count (`1_0` is 1), nor does the name in `x = 3`. Its SIGALRM
+    time-outs are off: the pool has a deadline.
     """
     from math_verify import verify
 
@@ -167,9 +167,9 @@ def _parse_math(text: str) -> list[Any]:
 
 @functools.cache
 def _math_parser() -> Callable[..., list[Any]]:
-    """math-verify's `parse`, whose LaTeX grammar gives its numbers to `_number`.
+    """Return math-verify's `parse` with its numbers read by `_number`.
 
-    It would hand them to sympy.Number, which evaluates text.
+    It would give them to sympy.Number, which evaluates text.
     """
     from latex2sympy2_extended import latex2sympy2
     from math_verify import parse
@@ -180,25 +180,17 @@ def _math_parser() -> Callable[..., list[Any]]:
 
 
 def _number(text: str) -> Any:
-    """A sympy number; raises ValueError for what is none."""
+    """Read a sympy number; raises ValueError for any other text."""
     import sympy
 
     return sympy.Integer(int(text)) if text.isdecimal() else sympy.Float(text)
-
-
-def _nothing(spec: str) -> None:
-    del spec
-
-
-def _prepare_task(spec: str) -> None:
-    _open_source(spec)
 
 
 def _prepare_math(spec: str) -> None:
     del spec
     import logging
 
-    # It warns at every start that its time-outs are off. They are, on purpose.
+    # It warns at every start that its time-outs are off, which is on purpose.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     # The first parse builds its grammar, the first comparison imports half of sympy.
     math_verify(["x(x+2)"], ["x^2+2x"], extract="whole")
@@ -213,7 +205,7 @@ def _load_user_function(path: Path, name: str) -> Callable[..., Values]:
 
 @functools.cache
 def _user_module(path: Path) -> types.ModuleType:
-    """A user's file, imported once however many of its functions score."""
+    """Import a user's file, once for all of its functions."""
     spec = importlib.util.spec_from_file_location(f"reprise_reward_{path.stem}", path)
     if spec is None or spec.loader is None:
         raise ValueError(f"{path} cannot be imported as Python; expected a .py file")
@@ -225,7 +217,7 @@ def _user_module(path: Path) -> types.ModuleType:
 
 @functools.lru_cache(maxsize=64)
 def _accepted_names(function: Callable[..., Values]) -> frozenset[str] | None:
-    """Keyword names that a function takes; None means any."""
+    """Return the keyword names that a function takes; None means any."""
     parameters = inspect.signature(function).parameters.values()
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return None

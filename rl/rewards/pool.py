@@ -1,9 +1,9 @@
-"""Scoring in worker processes: submit returns at once, and nothing is ever lost.
+"""Scoring in worker processes: `submit` returns at once, and every future is answered.
 
-Every future gets a score, an error that names the mend, or is cancelled by `close`.
-A scorer that raises, hangs, dies or answers nonsense costs its one sample a reward
-by `RewardConfig.on_failure`, is counted, and its worker is replaced where needed.
-One job is one sample: functions are called with lists of length one.
+A future gets a score or an error that names the mend, or is cancelled by `close`. A scorer that
+raises, hangs, dies or answers nonsense costs its one sample a reward by `RewardConfig.on_failure`,
+is counted, and its worker is replaced where needed. One job is one sample: functions are called
+with lists of length one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rl.rewards.worker import LARGEST_REWARD
 
 # A worker that dies before a sample's scoring starts is not that sample's fault.
 _MAX_ATTEMPTS = 3
-_MARGIN_S = 30.0  # beyond what limits add up to: starting a process, reaping one
+_MARGIN_S = 30.0  # beyond the sum of the limits: starting a process, reaping one
 _POLL_S = 0.1
 
 
@@ -82,7 +82,7 @@ class RewardPool:
         self._threads: list[threading.Thread] = []
         self._error: RewardWorkerError | None = None
         self._closed = False
-        self._answered_s = 0.0  # on the monotonic clock: when a sample was last done with
+        self._answered_s = 0.0  # on the monotonic clock: when a sample was last finished
 
     def __enter__(self) -> RewardPool:
         """Start the workers; raises RewardWorkerError where one cannot load its functions."""
@@ -126,10 +126,10 @@ class RewardPool:
         return future
 
     def result(self, future: Future[Score], on_wait: Callable[[], None] | None = None) -> Score:
-        """A submitted sample's score; `on_wait` is called while it is waited for, and may raise.
+        """Wait for a sample's score; `on_wait` is called meanwhile, and may raise.
 
-        Raises what the future does, and RewardWorkerError where workers have been answering
-        nothing for longer than all their limits together.
+        Raises what the future does, and RewardWorkerError where no worker has answered for longer
+        than all their limits together.
         """
         began = time.monotonic()
         limits = 2 * self._startup_s + max(self.config.deadline_s, _MARGIN_S) + _MARGIN_S
@@ -144,7 +144,7 @@ class RewardPool:
         return future.result()
 
     def metrics(self) -> dict[str, float]:
-        """`rewards/{function}/failures` since the start, and one entry per kind seen."""
+        """Return `rewards/{function}/failures` since the start, and an entry per kind seen."""
         with self._lock:
             counts = dict(self.counters)
         metrics = {f"rewards/{name}/failures": 0.0 for name in self.config.names}
@@ -156,7 +156,7 @@ class RewardPool:
         return metrics
 
     def close(self) -> None:
-        """Kill the workers, cancel what is queued; what is being scored raises RuntimeError."""
+        """Kill the workers and cancel queued samples; the ones being scored raise RuntimeError."""
         with self._lock:
             self._closed = True
             workers = list(self._workers.values())
@@ -178,7 +178,7 @@ class RewardPool:
                 item[1].cancel()
 
     def _supervise(self, slot: int, ready: Future[None]) -> None:
-        """One thread per worker: starts it, feeds it, replaces it. Nothing ends it but `close`."""
+        """Start, feed and replace the worker of `slot`, in a thread that only `close` ends."""
         try:
             self._start(slot)
         except BaseException as error:
@@ -192,7 +192,7 @@ class RewardPool:
                 continue
             try:
                 score = self._ask(slot, job)
-            except BaseException as error:  # it is the caller's to hear of
+            except BaseException as error:  # for the caller
                 future.set_exception(error)
             else:
                 future.set_result(score)
@@ -209,7 +209,7 @@ class RewardPool:
         worker.wait_ready()
 
     def _stop(self, slot: int) -> None:
-        """Raises nothing: what cannot be ended or closed is left behind."""
+        """End the worker of `slot`. Raises nothing: one that cannot be ended is left behind."""
         with self._lock:
             worker = self._workers.pop(slot, None)
         try:
@@ -219,7 +219,7 @@ class RewardPool:
             self._fail(RewardWorkerError(f"a reward worker could not be ended: {error!r}"))
 
     def _refill(self, slot: int) -> None:
-        """A worker where there is none. Raises nothing: later samples hear why there is none."""
+        """Start a worker where there is none. Raises nothing: later samples get the error."""
         if slot in self._workers or self._closed or self._error is not None:
             return
         try:
@@ -280,7 +280,7 @@ class RewardPool:
 
 
 def combine(config: RewardConfig, outcomes: Sequence[Sequence[Any]]) -> Score:
-    """Outcomes (value, failure kind, message) of all functions → one score.
+    """Combine the outcomes (value, failure kind, message) of all functions into a score.
 
     total = Σ_k w_k · v_k over the v_k that are not None (TRL's rule). After any failure
     it is 0 under `zero` and None under `skip`, whatever the other functions say. A sum

@@ -1,7 +1,7 @@
 """One reward worker process, seen from the parent: start, ask, kill.
 
-Invariants: `ask` returns or raises within its limits, whatever the worker does, and what
-it returns was said about that sample: every line carries the ticket of its question.
+Invariants: `ask` returns or raises within its limits, whatever the worker does, and its answer
+belongs to that sample: every line carries the ticket of its question.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rl.rewards.config import BUILT_IN, RewardConfig, split_user_function
 
 MARK = "REPRISE_REWARD_WORKER"  # in the environment of a worker and of all that it starts
 _LEAST_PULSE_S = 5.0  # a loaded machine may be slow to say that it has a sample
-_REAP_S = 10.0  # what is killed is gone by then, unless the kernel cannot let go of it
+_REAP_S = 10.0  # a killed process is gone by then, unless it is stuck in the kernel
 _LONGEST_LINE_BYTES = 1 << 20
 
 
@@ -34,7 +34,7 @@ class RewardWorkerError(RuntimeError):
 
 
 class WorkerStopped(Exception):
-    """The worker died, hung or talked nonsense while it had a sample.
+    """The worker died, hung or broke the protocol while it had a sample.
 
     `kind` is `died`, `deadline` or `protocol`; `function` is the number of the function
     that was running, or None before the first one had started.
@@ -121,7 +121,7 @@ class WorkerProcess:
             raise WorkerStopped("protocol", function, f"unreadable answer: {error!r}") from error
 
     def _ticket(self) -> str:
-        """Names a question: its number, and what no earlier answer can hold."""
+        """Return a name for a question: its number and a nonce that no earlier answer can hold."""
         self._num_asked += 1
         return f"{self._num_asked}-{secrets.token_hex(8)}"
 
@@ -166,7 +166,7 @@ class WorkerProcess:
                 raise self._died() from None
 
     def _read(self, ticket: str, limit: float) -> dict[str, Any]:
-        """The next line, which has to be an answer to that question."""
+        """Read the next line, which has to answer that question."""
         while (end := self._buffer.find(b"\n")) < 0:
             if len(self._buffer) > _LONGEST_LINE_BYTES:
                 raise WorkerStopped("protocol", None, "it wrote without end on its pipe")
@@ -185,7 +185,7 @@ class WorkerProcess:
         raise WorkerStopped("protocol", None, f"not an answer to this sample: {line[:80]!r}")
 
     def _died(self) -> WorkerStopped:
-        code = self._end()  # a worker that closed its pipe is of no use either
+        code = self._end()  # one that only closed its pipe is killed
         how = f"signal {_signal_name(-code)}" if code < 0 else f"exit status {code}"
         return WorkerStopped("died", None, f"the worker process ended: {how}")
 
@@ -206,7 +206,7 @@ def _question(ticket: str, body: bytes) -> bytes:
 
 
 def _checked(outcomes: Any, num_functions: int) -> list[list[Any]]:
-    """[[value, failure kind, message], ...] as it should be; raises ValueError."""
+    """Check that outcomes are [[value, failure kind, message], ...]; raises ValueError."""
     if len(outcomes) != num_functions:
         raise ValueError(f"expected {num_functions} outcomes, got {len(outcomes)}")
     for value, kind, message in outcomes:
@@ -237,7 +237,7 @@ def _process_ids() -> list[int]:
 
 
 def _environment(pid: int) -> list[bytes]:
-    """What a process was started with; nothing of one that has ended or is not ours."""
+    """Return the environment of a process; [] where it has ended or is another user's."""
     try:
         return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:
@@ -265,7 +265,7 @@ def _setup_line(config: RewardConfig, tasks: tuple[str, ...]) -> bytes:
 
 
 def _worker_environment(mark: str) -> dict[str, str]:
-    """Our packages on the path, one thread each, and hands off the accelerators."""
+    """Return an environment with our packages on the path, one thread, and no accelerator."""
     root = str(Path(__file__).resolve().parents[2])
     paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
     return {

@@ -9,9 +9,9 @@ out  {"ticket", "at": null}           it has the sample
 out  {"ticket", "at": k}              function k starts; the first one starts the deadline
 out  {"ticket", "outcomes": [[value, kind, message], ...]} | {"ticket", "fatal": message}
 
-Every answer carries the ticket of its question. A child that a scorer forks and lets
-return ends here, unheard. Standard output is moved to standard error first: a scorer that
-prints cannot harm the protocol. The process ends when its input does, or its parent.
+Every answer carries the ticket of its question. A child that a scorer forks, and that returns
+here, ends without an answer. Standard output goes to standard error, so that a scorer that
+prints cannot harm the protocol. The process ends when its input or its parent does.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ LARGEST_REWARD = 3.4e38  # float32's; training would make infinities of more
 
 
 def main() -> int:
-    """Serve until the input ends; 0 then, 1 where the functions cannot be loaded."""
+    """Serve until the input ends; return 0, or 1 where the functions cannot be loaded."""
     reader, pipe = _private_pipes()
     ticket, setup = _question(reader.readline())
     writer = Writer(pipe)
@@ -60,13 +60,13 @@ def main() -> int:
 
 
 class Writer:
-    """Answers, as long as this is the process that was asked."""
+    """Sends answers, as long as this is the process that was asked."""
 
     def __init__(self, pipe: BinaryIO) -> None:
         self._pipe, self._pid = pipe, os.getpid()
 
     def send(self, ticket: str, **answer: Any) -> None:
-        if os.getpid() != self._pid:  # forked by a scorer, and let to return
+        if os.getpid() != self._pid:  # forked by a scorer
             os._exit(0)
         self._pipe.write(json.dumps({"ticket": ticket} | answer).encode() + b"\n")
         self._pipe.flush()
@@ -145,14 +145,14 @@ def _shown(value: Any) -> str:
 
 
 def _describe(error: BaseException) -> str:
-    """Type, message and the innermost line, on one line."""
+    """Return the type, message and innermost line of an error, on one line."""
     frames = traceback.extract_tb(error.__traceback__)
     where = f" (at {frames[-1].filename}:{frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {error}"[:500] + where
 
 
 def _memory_hint(error: BaseException, setup: Mapping[str, Any]) -> str:
-    """A library that finds no memory at its import says so in many ways."""
+    """Return a hint where an error looks like a lack of memory; libraries word it in many ways."""
     limit = setup["memory_limit_mib"]
     signs = ("allocate", "MemoryError", "failed to map", "can't start new thread")
     if limit is None or not any(sign in repr(error) for sign in signs):
@@ -161,7 +161,7 @@ def _memory_hint(error: BaseException, setup: Mapping[str, Any]) -> str:
 
 
 def _private_pipes() -> tuple[BinaryIO, BinaryIO]:
-    """Keep the protocol's two pipes; give user code an empty input and stderr to print to."""
+    """Keep the protocol's two pipes; give user code an empty input, and stderr as its output."""
     reader, writer = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)

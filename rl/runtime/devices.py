@@ -1,4 +1,4 @@
-"""The devices of this process, and whether they are those that were meant."""
+"""The devices of this process, and a warning where they are not the intended ones."""
 
 from __future__ import annotations
 
@@ -11,18 +11,16 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import jax
 
-FAMILIES = {"cuda": "gpu", "rocm": "gpu"}  # platforms under the name that JAX gives their devices
-NODES = ("nvidia[0-9]*", "kfd", "accel[0-9]*")  # in /dev: NVIDIA's, AMD's and Google's devices
+FAMILIES = {"cuda": "gpu", "rocm": "gpu"}  # platforms, and the name that JAX gives their devices
+NODES = ("nvidia[0-9]*", "kfd", "accel[0-9]*")  # in /dev: devices of NVIDIA, AMD and Google
 INSTALL = "install JAX for it (pip install -e '.[cuda]' or '.[tpu]')"
-
-
 ONE_PROCESS = "a run is one process, on the devices of one host"
 
 
 def refuse_several_processes(environ: Mapping[str, str] = os.environ) -> None:
     """Raise ValueError where a launcher has started this as one process of several.
 
-    Looks at what `jax.distributed.initialize` would: no device is opened.
+    Reads the environment variables that `jax.distributed.initialize` would; opens no device.
     """
     counts = ("JAX_NUM_PROCESSES", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
     several = [f"{name}={environ[name]}" for name in counts if environ.get(name, "1") != "1"]
@@ -36,10 +34,9 @@ def refuse_several_processes(environ: Mapping[str, str] = os.environ) -> None:
 
 
 def found() -> Sequence[jax.Device]:
-    """All devices.
+    """Return all devices.
 
-    Raises ValueError where the platform that was asked for is not there, and in one process of
-    several.
+    Raises ValueError where the requested platform is missing, and in one process of several.
     """
     import jax
 
@@ -58,7 +55,7 @@ def found() -> Sequence[jax.Device]:
 
 
 def warning() -> str | None:
-    """Why this process may not run where it was meant to; None where all is well."""
+    """Return why this process may not run where it was meant to; None where all is well."""
     import jax
 
     installed = [plugin.name for plugin in importlib.metadata.entry_points(group="jax_plugins")]
@@ -69,9 +66,9 @@ def warning() -> str | None:
 def fallback(
     backend: str, asked: str | None, nodes: Sequence[str], plugins: Sequence[str]
 ) -> str | None:
-    """What to say of a process on `backend` where an accelerator was asked for, or is there.
+    """Return the warning for a process on `backend` beside an accelerator, or None.
 
-    `asked` is JAX_PLATFORMS, `nodes` are files of devices, `plugins` JAX's for accelerators.
+    `asked` is JAX_PLATFORMS, `nodes` are device files, `plugins` are JAX's for accelerators.
     """
     first = (asked or "").partition(",")[0]
     if first:

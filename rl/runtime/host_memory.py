@@ -1,8 +1,8 @@
-"""What the C library keeps of memory that was given back, and how it lets go of it.
+"""Bounds on the freed memory that the C library keeps.
 
-Every save runs in threads of its own. glibc gives threads arenas, as many as eight a core, each
-of which keeps the most that was ever in it: a run would grow by them for hundreds of saves. With
-two arenas that are trimmed after each save it does not. Elsewhere than with glibc nothing is done.
+Every save runs in threads of its own. glibc gives threads arenas, up to eight per core, and each
+keeps the most that was ever in it: a run would grow by them for hundreds of saves. With two
+arenas that are trimmed after each save it does not. Without glibc nothing is done.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ _log = logging.getLogger(__name__)
 
 
 def bound_arenas() -> None:
-    """For threads from now on, unless MALLOC_ARENA_MAX says otherwise: call it before any device
-    is used, whose threads would have arenas already.
+    """Bound the arenas of threads to come, unless MALLOC_ARENA_MAX is set.
+
+    Call it before any device is used, whose threads would have arenas already.
     """
     if "MALLOC_ARENA_MAX" not in os.environ and (mallopt := _glibc("mallopt")):
         mallopt(_M_ARENA_MAX, _ARENAS)
@@ -29,8 +30,8 @@ def bound_arenas() -> None:
 def bound_file_threads() -> None:
     """Bound the files that tensorstore writes at once, and so its threads.
 
-    Orbax says 128 and has no option; each thread of them that ever ran keeps some 140 KiB, and
-    over hundreds of saves they all do. Nothing, where a version of Orbax says it elsewhere.
+    Orbax sets 128 and has no option; each thread that ever ran keeps some 140 KiB, and over
+    hundreds of saves all of them run. Does nothing where a version of Orbax sets it elsewhere.
     """
     try:
         from orbax.checkpoint._src.serialization import tensorstore_utils

@@ -1,6 +1,6 @@
-"""Where compiled programs are kept: one folder of the user's, for all runs. None in run folders.
+"""The persistent cache of compiled programs: one folder of the user's, for all runs.
 
-What jax finds there it loads as machine code, so it must be what this user wrote: the folder is
+jax loads what it finds there as machine code, so only this user may write to it: the folder is
 made for its owner alone (0700), and not used where it is another's, a link, or open to others.
 `JAX_COMPILATION_CACHE_DIR` wins over all of this.
 """
@@ -21,7 +21,7 @@ _LEAST_SECONDS = 0.1  # of a compilation that is worth keeping
 
 
 def keep() -> str | None:
-    """Have jax keep what it compiles; returns what to tell where that cannot be."""
+    """Have jax keep what it compiles; return a warning where it cannot, else None."""
     if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", _LEAST_SECONDS)
     if jax.config.jax_compilation_cache_dir is not None:
@@ -39,10 +39,10 @@ def keep() -> str | None:
 
 
 def own_folder() -> Path:
-    """REPRISE/HOST in the user's cache folder, made where it is missing.
+    """Return the folder `reprise/compiled-HOST` of the user's cache, made where it is missing.
 
-    Raises PermissionError where it, or what it lies in, is not the user's alone; OSError where
-    it cannot be made.
+    Raises PermissionError where it, or a folder it lies in, is not the user's alone, and OSError
+    where it cannot be made.
     """
     base = os.environ.get("XDG_CACHE_HOME", "")
     cache = Path(base) if os.path.isabs(base) else Path.home() / ".cache"
@@ -65,7 +65,7 @@ def own_folder() -> Path:
 
 
 def prune(folder: Path, most_bytes: int) -> None:
-    """Delete the files that were written longest ago, until the rest are `most_bytes` at most."""
+    """Delete the oldest files until the rest are `most_bytes` at most."""
     files = []
     for entry in os.scandir(folder):
         with contextlib.suppress(FileNotFoundError):  # another run prunes as well
@@ -81,7 +81,7 @@ def prune(folder: Path, most_bytes: int) -> None:
 
 
 def _host() -> str:
-    """Names the kind of processor: a home may be shared by machines of several kinds."""
+    """Return a name for the kind of processor: machines of several kinds may share a home."""
     words = [platform.machine()]
     with contextlib.suppress(OSError):
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")

@@ -1,4 +1,4 @@
-"""What a run says while it runs: one line a step, what it is at, and how long it will take.
+"""The display of a run: a line per step, the part of the step at work, and the time left.
 
 On anything but a terminal the lines are plain text: no control code ever
 reaches a pipe, a file or a dumb terminal.
@@ -12,41 +12,10 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping
-from types import TracebackType
-from typing import Any, Protocol, Self, TextIO
+from typing import Any, Self, TextIO
 
-SILENCE_S = 10.0  # in a pipe: after so long a line says where the run is
-RECENT_STEPS = 10  # that the time left is judged by
-
-
-class Progress(Protocol):
-    """Told what happens; shows it. Close it, or use it as a context manager."""
-
-    def step(self, row: Mapping[str, Any]) -> None:
-        """A training step is over; `row` is its row of metrics.jsonl."""
-
-    def phase(self, step: int, name: str) -> None:
-        """A part of a step begins: `rollout`, `reward`, `update`, `checkpoint` and others."""
-
-    def rollout(self, done: int, total: int, tokens: int) -> None:
-        """`done` of `total` responses of this step are finished, with `tokens` generated."""
-
-    def compiling(self, what: str, done: int, total: int) -> None:
-        """`done` of the `total` programs of `what` are compiled."""
-
-    def message(self, text: str) -> None:
-        """Something to be read once."""
-
-    def close(self) -> None: ...
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None: ...
+SILENCE_S = 10.0  # in a pipe, after this long without a line, one says where the run is
+RECENT_STEPS = 10  # that the time left is estimated from
 
 
 def progress(
@@ -56,7 +25,7 @@ def progress(
     environ: Mapping[str, str] = os.environ,
     clock: Callable[[], float] = time.monotonic,
 ) -> Progress:
-    """A live display where `stream` (default: stderr) is a terminal and rich is there.
+    """Return a live display where `stream` (default: stderr) is a terminal and rich is installed.
 
     Plain lines otherwise: into a pipe or a file, with TERM=dumb, without rich.
     """
@@ -70,8 +39,8 @@ def progress(
     return PlainProgress(stream, total_steps, clock)
 
 
-class _Watched:
-    """What both displays know: where the run is, and how long it will take."""
+class Progress:
+    """Shows what happens in a run. Close it, or use it as a context manager."""
 
     def __init__(
         self,
@@ -83,10 +52,11 @@ class _Watched:
         self._said_s = clock()
         self._recent_s: collections.deque[float] = collections.deque(maxlen=RECENT_STEPS)
         self._left = ""  # of the run, as of the last step
-        self._place = ""  # the step and part of it at hand
+        self._part = ""  # the present step and part of it
         self._compiling_since_s = 0.0
 
     def step(self, row: Mapping[str, Any]) -> None:
+        """Show a finished training step; `row` is its row of metrics.jsonl."""
         self._recent_s.append(float(row.get("step_time") or 0.0))
         self._left = ""
         if self._total_steps is not None and (steps := self._total_steps - row["step"]) > 0:
@@ -94,14 +64,26 @@ class _Watched:
         line = format_step(row, self._total_steps)
         self.message(f"{line}  {self._left}" if self._left else line)
 
-    def phase(self, step: int, name: str) -> None:
-        self._place = f"{_step_of(step, self._total_steps)}: {name}"
+    def part(self, step: int, name: str) -> None:
+        """Show that a part of a step begins: `rollout`, `reward`, `update`, `checkpoint`, …"""
+        self._part = f"{_step_of(step, self._total_steps)}: {name}"
 
-    def message(self, text: str) -> None:
+    def rollout(self, done: int, total: int, tokens: int) -> None:
+        """Show that `done` of the step's `total` responses are finished, with `tokens` tokens."""
         raise NotImplementedError
 
+    def compiling(self, what: str, done: int, total: int) -> None:
+        """Show that `done` of the `total` programs of `what` are compiled."""
+        raise NotImplementedError
+
+    def message(self, text: str) -> None:
+        """Show a line of text once."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """End the display."""
+
     def _compiled(self, what: str, done: int, total: int) -> str:
-        """How far a compilation is."""
         if done == 0:
             self._compiling_since_s = self._clock()
             return f"compiling {what}: {total} programs"
@@ -110,9 +92,6 @@ class _Watched:
             return f"compiled {what}: {total} programs in {seconds:.0f} s"
         return f"compiling {what}: {done} of {total}, {seconds:.0f} s"
 
-    def close(self) -> None:
-        """Nothing to give back."""
-
     def __enter__(self) -> Self:
         return self
 
@@ -120,15 +99,15 @@ class _Watched:
         self.close()
 
 
-class PlainProgress(_Watched):
-    """One flushed line a step, one a message, and where a run is after ten silent seconds."""
+class PlainProgress(Progress):
+    """Prints flushed lines: steps, messages, and where the run is after ten silent seconds."""
 
-    def phase(self, step: int, name: str) -> None:
-        super().phase(step, name)
-        self._say_if_silent(f"{self._place}  {self._left}".rstrip())
+    def part(self, step: int, name: str) -> None:
+        super().part(step, name)
+        self._say_if_silent(f"{self._part}  {self._left}".rstrip())
 
     def rollout(self, done: int, total: int, tokens: int) -> None:
-        self._say_if_silent(f"{self._place or 'rollout'}, {_responses(done, total, tokens)}")
+        self._say_if_silent(f"{self._part or 'rollout'}, {_responses(done, total, tokens)}")
 
     def compiling(self, what: str, done: int, total: int) -> None:
         text = self._compiled(what, done, total)
@@ -146,8 +125,8 @@ class PlainProgress(_Watched):
             self.message(text)
 
 
-class RichProgress(_Watched):
-    """The same lines, above a bar that names the part of the step at hand, and the time left."""
+class RichProgress(Progress):
+    """Prints lines above a bar that shows the part of the step at work and the time left."""
 
     def __init__(self, stream: TextIO, *args: Any, **options: Any) -> None:
         super().__init__(stream, *args, **options)
@@ -165,7 +144,7 @@ class RichProgress(_Watched):
             console=self._console,
             refresh_per_second=4,
             transient=True,
-            # What goes to a file must go on doing so: only terminals are woven in.
+            # Redirect terminals only: what goes to a file must keep going there.
             redirect_stdout=sys.stdout.isatty(),
             redirect_stderr=sys.stderr.isatty(),
         )
@@ -176,12 +155,12 @@ class RichProgress(_Watched):
         self._bars.update(self._task, visible=False, refresh=True)
         super().step(row)
 
-    def phase(self, step: int, name: str) -> None:
-        super().phase(step, name)
-        self._show(self._place)
+    def part(self, step: int, name: str) -> None:
+        super().part(step, name)
+        self._show(self._part)
 
     def rollout(self, done: int, total: int, tokens: int) -> None:
-        self._show(self._place or "rollout", _responses(done, total, tokens), done, total)
+        self._show(self._part or "rollout", _responses(done, total, tokens), done, total)
 
     def compiling(self, what: str, done: int, total: int) -> None:
         text = self._compiled(what, done, total)
@@ -194,7 +173,7 @@ class RichProgress(_Watched):
     def _show(
         self, description: str, counts: str = "", done: int = 0, total: int | None = None
     ) -> None:
-        """The bar: of `done` and `total`, or one that moves; seconds are those of its words."""
+        """Draw the bar, a moving one where `total` is None; a new description restarts its clock."""
         if self._bars.tasks[0].description != description:
             self._bars.reset(self._task, total=total, description=description)
         state: dict[str, Any] = {"completed": done, "total": total, "counts": counts}
@@ -212,7 +191,7 @@ def _responses(done: int, total: int, tokens: int) -> str:
 
 
 def time_left(seconds: float) -> str:
-    """So many seconds, as a draft token is said: about 40 s, 9 min, 2 h 10 min left."""
+    """Return seconds as a person would say them: about 40 s, 9 min, 2 h 10 min left."""
     minutes = round(seconds / 60)
     if seconds < 90:
         return f"about {max(1, round(seconds))} s left"
@@ -232,7 +211,7 @@ _COLUMNS = (
 
 
 def format_step(row: Mapping[str, Any], total_steps: int | None = None) -> str:
-    """One line of the metrics that a person watches; metrics that are not there are left out."""
+    """Return the line of a step: the metrics that a person watches, as far as `row` has them."""
     parts = [_step_of(row["step"], total_steps)]
     for name, form in _COLUMNS:
         if name in row:
@@ -248,7 +227,7 @@ def _step_of(step: int, total_steps: int | None) -> str:
 
 
 def printable(text: str, stream: TextIO) -> str:
-    """`text` with control codes and marks of direction escaped, in letters that `stream` has."""
+    """Escape control codes, marks of direction, and letters that `stream` cannot encode."""
     clean = "".join(
         c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text
     )
@@ -257,10 +236,10 @@ def printable(text: str, stream: TextIO) -> str:
 
 
 def say(text: object, stream: TextIO | None = None) -> None:
-    """Print a line to `stream` (default: stdout), as `printable` has it, at once.
+    """Print a line, made `printable`, to `stream` (default: stdout) at once.
 
-    All that commands print goes through here: names of files, tensors and tasks, and messages
-    about them, come from outside.
+    Everything that commands print goes through here, since names of files, tensors and tasks
+    come from outside.
     """
     stream = sys.stdout if stream is None else stream
     stream.write(printable(str(text), stream) + "\n")  # one write: lines of threads do not mix

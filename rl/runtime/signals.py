@@ -1,8 +1,8 @@
-"""Being asked to stop, and not coming on: both are seen by a thread that does nothing else.
+"""Stop signals and hangs, both noticed by a thread that does nothing else.
 
 Python handles a signal between two lines of the main thread, which may be in a compilation or a
-device call for minutes, and nobody can end such a call. So signals go through a pipe to a thread
-of their own. It tells the main thread, and where that does not leave in time, ends the process:
+device call for minutes, and such a call cannot be ended. So signals go through a pipe to a thread
+of their own. It tells the main thread, and ends the process where that does not leave in time:
 what was saved is whole at every moment.
 """
 
@@ -21,10 +21,10 @@ from types import FrameType
 from typing import Any, Self
 
 from rl.runtime.exit_codes import EXIT_FAILED, EXIT_STOPPED
-from rl.runtime.waits import HANG_LIMIT_S, place_of
+from rl.runtime.waits import HANG_LIMIT_S, code_line
 
 COMPILE_LIMIT_S = 3600.0
-SPEAKING_S = 1.0  # for the last words: a terminal may hang as well
+SPEAKING_S = 1.0  # for the last message: a terminal may hang as well
 STARTING, SAVING, EXPORTING = "starting", "checkpoint", "export"  # parts with rules of their own
 
 
@@ -34,7 +34,7 @@ class Stopped(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """Seconds without a sign of life, at work and while compiling; and to leave when asked to."""
+    """Seconds allowed without a sign of life, at work and while compiling, and to leave."""
 
     hang_s: float = HANG_LIMIT_S
     compile_s: float = COMPILE_LIMIT_S
@@ -42,13 +42,14 @@ class Limits:
 
 
 class Watch:
-    """What the main thread is at, and whether it was asked to stop.
+    """Watches the main thread for hangs, and the process for SIGTERM and Ctrl-C.
 
-    Entered as a context manager it listens to SIGTERM and Ctrl-C. While the run is `starting`
-    there is nothing to save, and either ends the process at once. Later the main thread is told
-    through `check`, and has `Limits.stop_s` to leave; saving may take longer, as long as it goes
-    on. A second Ctrl-C ends all at once. `standing` gives the last step that is saved (0: none),
-    and words for it; `say` prints, and `close` takes a live display away before the last words.
+    It is active while it is entered as a context manager. While the run is `starting` there is
+    nothing to save, and a signal ends the process at once. Later the main thread is told through
+    `check`, and has `Limits.stop_s` to leave; saving may take longer, as long as it makes
+    progress. A second Ctrl-C ends the process at once. `standing` returns the last saved step
+    (0: none) and a description of it; `say` prints, and `close` removes a live display before
+    the last message.
     """
 
     def __init__(
@@ -72,38 +73,38 @@ class Watch:
         self._main = threading.get_ident()
         self._over = threading.Event()
         self._exits = contextlib.ExitStack()
-        self.signal = signal.SIGTERM  # that came last
+        self.signal = signal.SIGTERM  # the last one that came
 
     # -- the main thread ----------------------------------------------------------------
 
     def at(self, part: str) -> None:
-        """A part of the run begins: `rollout`, `reward`, `update`, `checkpoint` and others."""
+        """Begin a part of the run: `rollout`, `reward`, `update`, `checkpoint` and others."""
         if self._part == SAVING and self._asked_s is not None:
-            self._asked_s = self._clock()  # time to leave begins anew
+            self._asked_s = self._clock()  # the time to leave restarts
         self._part = part
         self.alive()
 
     def alive(self) -> None:
-        """A sign of life of the main thread."""
+        """Give a sign of life of the main thread."""
         self._alive_s = self._clock()
 
     def asked(self) -> bool:
-        """Whether the run is to stop; a sign of life as well."""
+        """Return whether the run is to stop; a sign of life as well."""
         self.alive()
         return self._noted or self._should_stop()
 
     def check(self) -> None:
-        """A sign of life. Raises Stopped where the run is to stop."""
+        """Give a sign of life; raise Stopped where the run is to stop."""
         if self.asked():
             raise Stopped
 
     @property
     def exit_status(self) -> int:
-        """Of a run that was stopped: 75 where it can go on, else what the signal stands for."""
+        """The status of a stopped run: 75 where it can be resumed, else that of the signal."""
         return EXIT_STOPPED if self._standing()[0] else 128 + self.signal
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        """Python's own handler: the signal's number is in the pipe already."""
+        """Handle a signal in Python, whose number is in the pipe already."""
         self._noted = True
 
     # -- the thread that watches ----------------------------------------------------------
@@ -131,7 +132,7 @@ class Watch:
             if select.select([reader], [], [], tick_s)[0]:
                 for number in os.read(reader, 64):
                     self._signalled(signal.Signals(number))
-            self._judge()
+            self._check_limits()
 
     def _signalled(self, number: signal.Signals) -> None:
         if number not in (signal.SIGTERM, signal.SIGINT):
@@ -145,12 +146,12 @@ class Watch:
         elif number == signal.SIGINT:
             self._end("stopped at once")
 
-    def _judge(self) -> None:
-        """End the process where the main thread has not come on, or has not left, in time."""
+    def _check_limits(self) -> None:
+        """End the process where the main thread made no progress, or did not leave, in time."""
         now_s, limits, part = self._clock(), self._limits, self._part
         silent_s = now_s - self._alive_s
         if silent_s > (limits.compile_s if part in (STARTING, EXPORTING) else limits.hang_s):
-            where = place_of(self._main)
+            where = code_line(self._main)
             what = f"no sign of life for {silent_s:.1f} s from the main thread at {part} ({where})"
             self._end(f"error: {what}", EXIT_FAILED)
         elif self._asked_s is not None and part not in (SAVING, EXPORTING):
@@ -176,7 +177,7 @@ class Watch:
 
 
 def leave(status: int) -> Any:
-    """End the process; threads that hang, and those that compile, are not waited for."""
+    """End the process without waiting for threads that hang or compile."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()

@@ -1,6 +1,6 @@
-"""Waiting for another thread, with a deadline: what hangs is named, not waited for.
+"""Waiting for another thread with a deadline, so that a hang is named instead of waited for.
 
-A deadline is beaten by progress: it runs from the last sign of life, not from the beginning.
+Progress extends a deadline: it runs from the last sign of life, not from the beginning.
 """
 
 from __future__ import annotations
@@ -16,23 +16,21 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 HANG_LIMIT_S = 600.0  # where nothing else is said: Run.hang_limit_s says otherwise
-POLL_S = 0.05  # between two looks at whether there is progress, or whether to go on
+POLL_S = 0.05  # between two checks for progress
 T = TypeVar("T")
-
-
 ROOT = Path(__file__).parents[2]
 
 
 @dataclasses.dataclass(frozen=True)
 class Patience:
-    """How long without progress something is waited for; `alive` is called while there is some."""
+    """How long to wait without progress; `alive` is called whenever there is some."""
 
     hang_limit_s: float = HANG_LIMIT_S
     alive: Callable[[], object] = lambda: None
 
 
 class Hang(RuntimeError):
-    """Something that was waited for shows no sign of life; says who waits for what, since when."""
+    """A wait without any sign of life; the message says who waits for what, and how long."""
 
 
 def result_of(
@@ -41,7 +39,7 @@ def result_of(
     patience: Patience,
     progress: Callable[[], Any] = lambda: None,
 ) -> T:
-    """The future's result. Raises Hang once `progress` has said the same for too long."""
+    """Return the future's result. Raises Hang once `progress` has not changed for too long."""
     seen, since_s = progress(), time.monotonic()
     while not wait([future], min(POLL_S, patience.hang_limit_s)).done:
         now, now_s = progress(), time.monotonic()
@@ -54,8 +52,8 @@ def result_of(
     return future.result()
 
 
-def place_of(thread_id: int) -> str:
-    """Where a thread is: the innermost line of ours, or where it left us for others' code."""
+def code_line(thread_id: int) -> str:
+    """Return the line of code a thread is at: the innermost of ours, else the innermost."""
     frame = sys._current_frames().get(thread_id)
     if frame is None:
         return "it has ended"

@@ -18,7 +18,7 @@ from rl.ablation.grid import (
 )
 from rl.ablation.table import figure, markdown
 from rl.config.loader import ConfigError, dump
-from rl.metrics.writer import MetricsWriter
+from rl.metrics.writer import MetricsConfig, MetricsWriter
 
 GRID = """
 Ablation.variants = (
@@ -105,7 +105,7 @@ def test_a_row_of_the_table(grid, tmp_path):
         }
         for step in range(1, 7)
     ]
-    with MetricsWriter(cell.folder, tensorboard=False) as writer:
+    with MetricsWriter(cell.folder, MetricsConfig(tensorboard=False)) as writer:
         for row in rows:
             writer.write(row["step"], row)
     assert cell.steps_done == 6 and not cell.done  # its policy is not written yet

@@ -16,7 +16,7 @@ from rl.config.loader import ConfigError, dump, load
 from rl.loop import run_folder
 from rl.loop.experiment import TrainConfig
 from rl.loop.run_folder import CHECKPOINTS, CONFIG_FILE, MARKER_FILE, NEWEST_FILE
-from rl.metrics.writer import MetricsWriter
+from rl.metrics.writer import MetricsConfig, MetricsWriter
 from rl.warm_up.measured_run import FORMAT
 from spec.round_times import RoundTimes
 
@@ -36,7 +36,7 @@ def run(config, tmp_path):
     """A run's folder after two steps, with a checkpoint of the second."""
     folder = tmp_path / "run"
     run_folder.begin(config, None).close()
-    with MetricsWriter(folder, tensorboard=False) as metrics:
+    with MetricsWriter(folder, MetricsConfig(tensorboard=False)) as metrics:
         for step in (1, 2):
             metrics.write_samples(step, [{"prompt": "p"}])
             metrics.write(step, {"reward": 0.5})

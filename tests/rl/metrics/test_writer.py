@@ -18,7 +18,6 @@ from rl.metrics.writer import (
     MetricsWriter,
     Timings,
     deterministic_view,
-    open_metrics,
     read_metrics,
     read_samples,
     spread,
@@ -26,7 +25,7 @@ from rl.metrics.writer import (
 
 
 def writer(directory: Path, **options) -> MetricsWriter:
-    return MetricsWriter(directory, tensorboard=False, **options)
+    return MetricsWriter(directory, MetricsConfig(tensorboard=False, **options))
 
 
 def files(directory: Path) -> dict[str, bytes]:
@@ -159,8 +158,8 @@ def test_kill_between_the_new_file_and_its_name_loses_nothing(tmp_path, monkeypa
 
 def test_kill_dash_nine_loses_no_written_row(tmp_path):
     code = (
-        "import os, signal, sys\nfrom rl.metrics.writer import MetricsWriter\n"
-        "out = MetricsWriter(sys.argv[1], tensorboard=False)\n"
+        "import os, signal, sys\nfrom rl.metrics.writer import MetricsConfig, MetricsWriter\n"
+        "out = MetricsWriter(sys.argv[1], MetricsConfig(tensorboard=False))\n"
         "for step in range(5): out.write(step, {'reward': step})\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
@@ -194,7 +193,7 @@ def test_timings_add_up_by_the_given_clock():
 
 def test_tensorboard_gets_the_finite_scalars_and_resumes_after_the_checkpoint(tmp_path):
     tensorboardX = pytest.importorskip("tensorboardX")
-    with MetricsWriter(tmp_path, tensorboard=True) as out:
+    with MetricsWriter(tmp_path) as out:
         out.write(1, {"reward": 0.5, "kl": float("nan")})
         out.write(2, {"reward": 0.75})
         out.truncate_to_step(1)
@@ -229,7 +228,7 @@ def _events(tensorboardX, folder: Path) -> list:
 def test_a_missing_package_is_named_with_the_mend(tmp_path, monkeypatch, config, module):
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ModuleNotFoundError, match=f"pip install {module}.*or set Metrics"):
-        open_metrics(config, tmp_path)
+        MetricsWriter(tmp_path, config)
 
 
 def test_wandb_gets_the_rows_and_keeps_its_run_over_a_resume(tmp_path, monkeypatch):
@@ -244,7 +243,7 @@ def test_wandb_gets_the_rows_and_keeps_its_run_over_a_resume(tmp_path, monkeypat
     monkeypatch.setitem(sys.modules, "wandb", fake)
     config = MetricsConfig(tensorboard=False, wandb_project="p")
     for step in (1, 2):
-        with open_metrics(config, tmp_path) as out:
+        with MetricsWriter(tmp_path, config) as out:
             out.write(step, {"reward": 0.5, "kl": float("inf")})
     assert logged == [(1, {"reward": 0.5}), (2, {"reward": 0.5})]
     assert len(ids) == 2 and ids[0] == ids[1]

@@ -56,7 +56,7 @@ class Clock:
 def drive(shown) -> None:
     with shown:
         shown.message("resumed from [bold]step 6[/bold]\x1b[31m")
-        shown.phase(7, "rollout")
+        shown.part(7, "rollout")
         shown.rollout(0, 4, 0)
         shown.rollout(4, 4, 900)
         shown.step(ROW)
@@ -74,18 +74,18 @@ def test_a_pipe_gets_plain_flushed_lines():
 def test_a_pipe_hears_where_a_run_is_once_it_was_silent_for_long():
     stream, clock = io.StringIO(), Clock()
     with progress(stream, total_steps=20, clock=clock) as shown:
-        shown.phase(3, "rollout")
+        shown.part(3, "rollout")
         clock.now_s += 9
         shown.rollout(1, 8, 100)
         clock.now_s += 2
         shown.rollout(2, 8, 1200)
         shown.rollout(3, 8, 1300)
         clock.now_s += 11
-        shown.phase(3, "update")
+        shown.part(3, "update")
         shown.step({"step": 3, "step_time": 20.0})
         shown.step({"step": 4, "step_time": 40.0})
         clock.now_s += 11
-        shown.phase(5, "rollout")
+        shown.part(5, "rollout")
         shown.step({"step": 20, "step_time": 40.0})
     assert stream.getvalue().splitlines() == [
         "step  3/20: rollout, 2/8 responses  1,200 tokens",
@@ -186,10 +186,10 @@ def test_a_terminal_gets_the_lines_and_a_bar(monkeypatch):
             shown.message("resumed from [bold]step 6[/bold]")
             shown.compiling("rollouts", 7, 19)
             shown._bars.refresh()
-            shown.phase(7, "rollout")
+            shown.part(7, "rollout")
             shown.rollout(2, 4, 450)
             shown._bars.refresh()
-            shown.phase(7, "update")
+            shown.part(7, "update")
             shown._bars.refresh()
             shown.step(ROW)
     reader.join(timeout=10)

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from rl.runtime.signals import EXPORTING, SAVING, Limits, Stopped, Watch
-from rl.runtime.waits import Hang, Patience, place_of, result_of
+from rl.runtime.waits import Hang, Patience, code_line, result_of
 
 TINY = Limits(hang_s=30.0, compile_s=30.0, stop_s=30.0)
 
@@ -157,8 +157,8 @@ def test_a_result_that_never_comes_is_a_hang_and_progress_is_none():
 
 
 def test_where_a_thread_is():
-    assert place_of(threading.get_ident()).startswith("rl/runtime/waits.py:")
-    assert place_of(-1) == "it has ended"
+    assert code_line(threading.get_ident()).startswith("rl/runtime/waits.py:")
+    assert code_line(-1) == "it has ended"
 
 
 def test_a_live_display_is_taken_away_before_the_last_words():

@@ -12,7 +12,7 @@ import pytest
 
 from rl import simulate
 from rl.config.loader import load
-from rl.metrics.writer import MetricsWriter
+from rl.metrics.writer import MetricsConfig, MetricsWriter
 from rl.simulation.compare import SimulateRun, lengths_of_run, play, remarks, table
 from rl.simulation.figure import COLUMNS, grid, positions_at
 from sched.policies.registry import POLICIES, make_scheduler
@@ -73,7 +73,7 @@ def test_what_cannot_be_simulated_is_said(override, message, tmp_path, capsys, m
 
 
 def test_lengths_of_a_run_are_those_of_its_step(tmp_path):
-    with MetricsWriter(tmp_path, tensorboard=False, samples_per_step=-1) as writer:
+    with MetricsWriter(tmp_path, MetricsConfig(tensorboard=False, samples_per_step=-1)) as writer:
         for step in (1, 2):
             rows = [
                 {"example_id": example, "num_tokens": 10 * step + i}
