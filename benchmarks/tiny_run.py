@@ -204,7 +204,7 @@ class Recorder:
     def step(self, row: Mapping[str, Any]) -> None:
         self.rows.append(row)
 
-    def phase(self, step: int, name: str) -> None:
+    def part(self, step: int, name: str) -> None:
         """Rows hold the seconds of every part."""
 
     def rollout(self, done: int, total: int, tokens: int) -> None:

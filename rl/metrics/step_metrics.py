@@ -73,7 +73,7 @@ def sample_rows(
     scores: Sequence[Score],
     advantages: np.ndarray | None,
 ) -> list[dict[str, Any]]:
-    """Return a row of samples.jsonl per trajectory; `advantages` None where tokens have their own."""
+    """Return a row of samples.jsonl per trajectory; `advantages` None where they are by token."""
     known = [None] * len(trajectories) if advantages is None else advantages.tolist()
     return [
         {

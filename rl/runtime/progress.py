@@ -173,7 +173,7 @@ class RichProgress(Progress):
     def _show(
         self, description: str, counts: str = "", done: int = 0, total: int | None = None
     ) -> None:
-        """Draw the bar, a moving one where `total` is None; a new description restarts its clock."""
+        """Draw the bar, moving where `total` is None; a new description restarts its clock."""
         if self._bars.tasks[0].description != description:
             self._bars.reset(self._task, total=total, description=description)
         state: dict[str, Any] = {"completed": done, "total": total, "counts": counts}
