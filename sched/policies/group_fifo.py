@@ -1,6 +1,6 @@
-"""Whole groups bound to a worker, as synchronous trainers do it: the baseline.
+"""The baseline: whole groups bound to a worker, as in synchronous trainers.
 
-All is handed out at once; each worker admits, and pre-empts, as its own memory allows.
+All requests are started at once; each worker admits and preempts them as its memory allows.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from sched.request import RequestState, Worker
 
 
 class GroupFifo:
-    """Groups are dealt in turn to the instances, in an order shuffled by `seed`.
+    """Deals groups in turn to the instances, in an order shuffled by `seed`.
 
     An instance is one worker, or `ranks_per_instance` consecutive ones, to which its requests
-    are dealt in turn. A worker that was lost leaves its requests to the others, in turn as well.
+    are dealt in turn. The requests of a lost worker are dealt to the others in the same way.
     """
 
     def __init__(self, *, seed: int, ranks_per_instance: int = 1) -> None:

@@ -1,13 +1,14 @@
 """HistoPipe: consecutive steps in opposite orders, without a barrier between them.
 
 RhymeRL, section 6. Prompts are ranked by the median length of their last epoch's responses
-and cut into ranking groups. Odd steps hand the groups to the workers shortest first, even
+and cut into ranking groups. Odd steps give the groups to the workers shortest first, even
 steps longest first, so that a worker with little to do in one step has much in the next.
-A worker goes on to the next step by itself, once it is through with its share and the
-weights are there: rollouts of step s need the update of step s − 2 (off-policyness 1).
+A worker begins the next step by itself, once it has finished its share and the weights are
+there: rollouts of step s need the update of step s − 2 (off-policyness 1).
 
-What turns out longer than β times the longest median of its group's prompts is moved: out of
-short groups to a worker of a longer group of the same step, out of long ones into the next.
+A response that grows longer than β times the longest median of its group's prompts is moved:
+from a short group to a worker of a longer group of the same step, from a long one into the next
+step.
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ LEAST_GROWTH = 1.1  # β is never below
 
 @dataclasses.dataclass(frozen=True)
 class HistoPipeConfig:
-    """`last_share` is α: outliers are looked for among the last of a group.
+    """`last_share` is α: only the last requests of a group to finish are moved.
 
-    β is the quantile `growth_quantile` of how much responses grew over the epoch before; it is
-    taken over as many prompts as an epoch has. What is too long is asked again after every
-    `check_tokens`. Nothing is deferred out of the last of `num_steps`. `tau` gives the two-tier
-    allocation; None deals workers out evenly.
+    β is the quantile `growth_quantile` of the growth of responses since the epoch before, over
+    as many prompts as an epoch has. A request that is too long but not among the last is checked
+    again after every `check_tokens`. No request leaves the last of `num_steps`. `tau` gives the
+    two-tier allocation; None deals workers out evenly.
     """
 
     num_steps: int
@@ -52,39 +53,40 @@ class HistoPipeConfig:
     growth_quantile: float = 0.75
     epoch_prompts: int = 8192
     check_tokens: int = 512
-    migrate: bool = True
     tau: Tau | None = None
     train_s: float = 0.0
 
 
 @dataclasses.dataclass(eq=False)
 class _Share:
-    """A ranking group of one step, and what its workers have not begun, by worker."""
+    """A ranking group of one step; `waiting` has the requests that its workers have not begun."""
 
     step: int
     index: int
-    of: int  # ranking groups
-    outlier_tokens: float  # longer ones are outliers: β · the longest median of its prompts
+    num_groups: int
+    outlier_tokens: float  # β · the longest median of its prompts; longer responses are outliers
     waiting: dict[int, list[RequestState]]
     size: int = 0
     num_unfinished: int = 0
 
 
 class HistoPipe:
-    """Steps must be submitted in order, each with all its requests at once."""
+    """The scheduler; steps must be submitted in order, each with all its requests at once."""
 
     def __init__(self, config: HistoPipeConfig) -> None:
         self._config = config
         self._ledger = Ledger()
-        self._steps: dict[int, list[_Share]] = {}  # those that are not through
+        self._steps: dict[int, list[_Share]] = {}  # unfinished ones
         self._num_steps = 0  # submitted so far
-        self._at: dict[int, int] = {}  # worker → the step that it is at
-        self._left: collections.Counter[int] = collections.Counter()  # worker → requests there
-        self._trained = -1  # steps whose weights can be had
+        self._at: dict[int, int] = {}  # worker → its current step
+        self._left: collections.Counter[int] = (
+            collections.Counter()
+        )  # worker → unfinished requests there
+        self._trained = -1  # the latest step whose weights are available
         self._share_of: dict[int, _Share] = {}  # request → its ranking group
-        self._deferred: list[RequestState] = []  # whose next step is not there yet
-        self._unassigned: list[RequestState] = []  # no worker is left for them
-        self._moved: set[int] = set()  # of those that are not finished
+        self._deferred: list[RequestState] = []  # waiting for a step that is not submitted yet
+        self._unassigned: list[RequestState] = []  # waiting for a worker: none is left
+        self._moved: set[int] = set()  # unfinished requests that were moved
         self.num_moved = 0
         self._growth: collections.deque[float] = collections.deque(maxlen=config.epoch_prompts)
         self._lengths: dict[int, list[int]] = {}  # prompt → its finished lengths
@@ -115,9 +117,7 @@ class HistoPipe:
         else:
             for request in waiting:
                 actions += self._too_long(request)
-        return actions + self._go_on()
-
-    # -- a step's plan -----------------------------------------------------------
+        return actions + self._begin_steps()
 
     def _plan(self, event: Submitted, requests: Sequence[RequestState]) -> None:
         """Rank the step's prompts, cut them into groups, and deal these to the workers."""
@@ -139,17 +139,17 @@ class HistoPipe:
             means = [statistics.fmean(keys[i] for i in group) for group in ranked]
             plan = allocate(means, len(workers), self._config.tau, train_s=self._config.train_s)
         if number % 2:
-            workers.reverse()  # longest groups to those that had the shortest
+            workers.reverse()  # the longest groups go to workers that had the shortest
         self._steps[number], self._num_steps = [], number + 1
         for index, members in enumerate(ranked):
             mine, workers = workers[: plan[index]], workers[plan[index] :]
             longest = max(keys[i] for i in members) if known else math.inf
             share = _Share(number, index, N, self._beta() * longest, {w: [] for w in mine})
             self._steps[number].append(share)
-            for place, i in enumerate(members):
+            for k, i in enumerate(members):
                 for request in by_prompt[i]:
                     self._enter(request, share)
-                    share.waiting[mine[place % len(mine)]].append(request)
+                    share.waiting[mine[k % len(mine)]].append(request)
 
     def _enter(self, request: RequestState, share: _Share) -> None:
         self._share_of[request.request_id] = share
@@ -161,8 +161,6 @@ class HistoPipe:
             return LEAST_GROWTH
         ordered = sorted(self._growth)
         return max(ordered[int(self._config.growth_quantile * (len(ordered) - 1))], LEAST_GROWTH)
-
-    # -- what happens ---------------------------------------------------------------
 
     def _finished(self, event: Finished) -> None:
         request = self._ledger.requests[event.request_id]
@@ -177,12 +175,12 @@ class HistoPipe:
                 self._growth.append(statistics.median(lengths) / statistics.median(past))
 
     def _too_long(self, request: RequestState) -> list[Action]:
-        """A request has outgrown its group: it moves, where it is among the last there."""
+        """Move a request that has outgrown its group, if it is among the last there."""
         share = self._share_of[request.request_id]
         assert request.worker_id is not None
         if share.num_unfinished > math.ceil(self._config.last_share * share.size):
             return [self._start(request, request.worker_id, self._config.check_tokens)]
-        same_step = share.index < share.of / 2
+        same_step = share.index < share.num_groups / 2
         nowhere = not self._longer(share) if same_step else share.step + 1 == self._config.num_steps
         if nowhere:
             return [self._start(request, request.worker_id)]
@@ -190,13 +188,13 @@ class HistoPipe:
         self.num_moved += 1
         self._left[request.worker_id] -= 1
         share.num_unfinished -= 1
-        request.pooled = False  # the paper computes keys and values anew
+        request.pooled = False  # as in the paper, keys and values are recomputed
         if same_step:
-            return self._place(request, self._longer(share))
+            return self._assign(request, self._longer(share))
         return [Defer(request.request_id), *self._into_next_step(request)]
 
     def _longer(self, share: _Share) -> list[_Share]:
-        """Longer groups of the same step."""
+        """Return the longer groups of the same step."""
         return [s for s in self._steps[share.step][share.index + 1 :] if s.waiting]
 
     def _into_next_step(self, request: RequestState) -> list[Action]:
@@ -206,10 +204,10 @@ class HistoPipe:
             return []
         self._share_of[request.request_id] = self._steps[step][-1]
         longest = [share for share in self._steps[step] if share.waiting][-1:]
-        return self._place(request, longest) if longest else self._reassign([request])
+        return self._assign(request, longest) if longest else self._reassign([request])
 
-    def _place(self, request: RequestState, shares: Sequence[_Share]) -> list[Action]:
-        """To the worker of these groups that has least to do: at once, if it is that far."""
+    def _assign(self, request: RequestState, shares: Sequence[_Share]) -> list[Action]:
+        """Give a request to the least loaded worker of these groups; start it if the step runs."""
         options = [(self._load(w, s), w, s) for s in shares for w in s.waiting]
         if not options:
             self._unassigned.append(request)
@@ -225,10 +223,8 @@ class HistoPipe:
     def _load(self, worker_id: int, share: _Share) -> int:
         return self._left[worker_id] + len(share.waiting[worker_id])
 
-    # -- workers that come and go -------------------------------------------------------
-
     def _lost(self, worker_id: int, running: Sequence[RequestState]) -> list[Action]:
-        """What it ran, and what waited for it, goes to the others of the step."""
+        """Give the requests of a lost worker to the others of the step."""
         del self._at[worker_id], self._left[worker_id]
         lost = list(running)
         for share in (s for step in self._steps.values() for s in step):
@@ -246,13 +242,11 @@ class HistoPipe:
             if not shares and self._at:
                 self._steps[step][-1].waiting.update({w: [] for w in self._at})
                 shares = self._steps[step][-1:]
-            actions += self._place(request, shares)
+            actions += self._assign(request, shares)
         return actions
 
-    # -- workers go on ----------------------------------------------------------------
-
-    def _go_on(self) -> list[Action]:
-        """Workers that are through with a step begin the next one that they may."""
+    def _begin_steps(self) -> list[Action]:
+        """Let workers that have finished a step begin the next one, if it may run."""
         actions: list[Action] = []
         for worker_id, at in self._at.items():
             while not self._left[worker_id] and self._may_begin(at + 1):
@@ -266,7 +260,7 @@ class HistoPipe:
         return actions
 
     def _forget_steps(self) -> None:
-        """Steps that are through, and whose requests no worker will ask for any more."""
+        """Drop finished steps whose requests no worker will begin any more."""
         begun = min(self._at.values(), default=-1)
         for step in [s for s in self._steps if s < begun]:
             if not any(share.num_unfinished for share in self._steps[step]):
@@ -277,7 +271,7 @@ class HistoPipe:
 
     def _begin(self, request: RequestState, worker_id: int, share: _Share) -> Action:
         self._left[worker_id] += 1
-        if not self._config.migrate or request.request_id in self._moved:
+        if request.request_id in self._moved:
             return self._start(request, worker_id)
         outlier = min(share.outlier_tokens, request.spec.max_new_tokens)
         tokens = math.ceil(outlier) - request.generated_tokens

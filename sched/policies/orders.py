@@ -1,8 +1,8 @@
-"""Which waiting request is next: orders for divided rollouts.
+"""Orders of the waiting requests of divided rollouts.
 
-An order holds waiting requests only. `push` puts one in (new, or back after a chunk), `pop`
-takes the next one out, `put_back` gives it back where it found no room, `group_changed` tells of a
-group one of whose requests has finished.
+An order holds waiting requests only. `push` adds one (new, or after a chunk), `pop` takes the
+next one out, `put_back` returns it where it found no room, and `group_changed` says that a
+request of a group has finished a chunk.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from sched.request import Group, RequestState, Status
 
 
 class Order(Protocol):
-    """Waiting requests, in the order in which they are to start."""
+    """The waiting requests in the order in which they are to start."""
 
     def push(self, request: RequestState, group: Group) -> None: ...
 
@@ -29,7 +29,7 @@ class Order(Protocol):
 
 
 class Fifo:
-    """As they came to wait: after a chunk a request goes behind all that wait."""
+    """First come, first served: after a chunk, a request goes behind all that wait."""
 
     def __init__(self) -> None:
         self._waiting: collections.deque[RequestState] = collections.deque()
@@ -48,7 +48,7 @@ class Fifo:
 
 
 class LongestKnown:
-    """The longest first, by what is known beforehand (Seer's oracle: the true lengths)."""
+    """The longest first, by lengths known beforehand (Seer's oracle)."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[int, int, RequestState]] = []
@@ -74,11 +74,11 @@ class LongestKnown:
 class ContextAware:
     """Seer's order (Algorithm 1).
 
-    The first request of each group is its probe. Probes go first, those that have generated
-    least before the others, so that short ones are out of the way and long ones show. Then
-    the rest, by the estimate of their group, L̂ = the longest that has finished, the limit
-    while none has. A share of `explore` of the picks goes to the group that has been served
-    least, against estimates that are wrong; the paper gives no figure.
+    The first request of each group is its probe. Probes go first, those with the fewest tokens
+    before the others, so that short ones finish early and long ones are recognized. The other
+    requests follow by the estimate of their group, L̂ = the longest so far, or the limit while
+    none has finished. As a guard against wrong estimates, a share of `explore` of the picks goes
+    to the group that has been served least; the paper gives no figure for it.
     """
 
     def __init__(self, *, seed: int, explore: float = 0.05) -> None:
@@ -89,8 +89,8 @@ class ContextAware:
         self._probe_of: dict[int, int] = {}  # group → request
         self._waiting: dict[int, collections.deque[RequestState]] = {}
         self._groups: dict[int, Group] = {}
-        self._by_estimate: list[tuple[int, int]] = []  # (−L̂, group): stale ones are dropped
-        self._by_service: list[tuple[int, int]] = []  # (tokens served, group): so too
+        self._by_estimate: list[tuple[int, int]] = []  # (−L̂, group), some outdated
+        self._by_service: list[tuple[int, int]] = []  # (tokens served, group), so too
 
     def push(self, request: RequestState, group: Group) -> None:
         request_id, group_id = request.request_id, group.group_id
@@ -98,7 +98,7 @@ class ContextAware:
             heapq.heappush(self._probes, (request.generated_tokens, request_id, request))
             return
         waiting = self._waiting.setdefault(group_id, collections.deque())
-        # what has begun goes on first: its keys and values take room in the pool
+        # requests with tokens go first: their keys and values take room in the pool
         (waiting.appendleft if request.generated_tokens else waiting.append)(request)
         self._groups[group_id] = group
         if len(waiting) == 1:
@@ -123,7 +123,7 @@ class ContextAware:
             heapq.heappush(self._by_service, (group.served_tokens, group.group_id))
 
     def _forget(self, group_id: int) -> None:
-        """A group that is through; what it has left in the heaps goes with the last one."""
+        """Drop a finished group; its entries in the heaps go with the last group."""
         for table in (self._probe_of, self._waiting, self._groups):
             table.pop(group_id, None)
         if not self._probe_of:

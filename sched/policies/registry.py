@@ -1,9 +1,9 @@
 """Schedulers of one rollout, by name.
 
-group_fifo      whole groups bound to a worker, which admits and pre-empts: synchronous trainers
-divided_fifo    chunks, as they come to wait
-seer            chunks, probes first, then the longest by what their group has shown
-oracle          chunks, the longest first, true lengths known
+group_fifo      whole groups bound to a worker, which admits and preempts: synchronous trainers
+divided_fifo    chunks, first come, first served
+seer            chunks, probes first, then the longest by the estimate of their group
+oracle          chunks, the longest first, by their true lengths
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ def make_scheduler(
     prefer_pool: PreferPool = lambda tokens: True,
     ranks_per_instance: int = 1,
 ) -> Scheduler:
-    """The scheduler of that name, for one rollout; workers are ranks where there are several.
+    """Return a new scheduler by its name, for one rollout.
 
-    Raises ValueError for a name that there is not.
+    Raises ValueError for an unknown name.
     """
     if name == "group_fifo":
         return GroupFifo(seed=seed, ranks_per_instance=ranks_per_instance)

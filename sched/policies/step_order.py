@@ -1,7 +1,7 @@
-"""Steps in turn: which of them may run, around a scheduler that knows of no steps.
+"""Training steps in turn, around a scheduler that knows of no steps.
 
-`sync`: a step's rollouts start when the update before is done. `one_step_off`: they start
-when the rollouts before are done, with weights that are one update behind.
+`sync`: a step's rollouts start when the update before is done. `one_step_off`: they start when
+the rollouts before are done, with weights that are one update old.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ MODES = ("sync", "one_step_off")
 
 
 class StepOrder:
-    """Submits a step's requests to `scheduler` once all of the step before are finished."""
+    """A scheduler that submits a step to `scheduler` once the step before is finished."""
 
     def __init__(self, scheduler: Scheduler, mode: str) -> None:
         if mode not in MODES:

@@ -1,8 +1,8 @@
-"""A cluster on a virtual clock, driven by the scheduler that would drive the real one.
+"""A cluster on a virtual clock, driven by the scheduler of real rollouts.
 
     lengths, a scheduler, workers → events in order of time → a record of the rollout
 
-Lengths are the truth that only the simulator knows; schedulers learn them from what ends.
+Only the simulator knows the lengths; schedulers learn them from requests that end.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from sched.request import RequestSpec
 from sched.simulator.roofline import Costs
 from sched.simulator.worker import Counters, Plain, RoundModel, RunningStart, SimulatedWorker
 
-TRAINER = -1  # its events stand among those of the workers
+TRAINER = -1  # its events are in the same heap as those of the workers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,29 +47,28 @@ class Cluster:
 
 @dataclasses.dataclass(frozen=True)
 class WorkerSample:
-    """A worker from `begin_s` on: what ran there, and the positions it held.
+    """The running requests of a worker from `begin_s` on, and the positions that they held.
 
-    `reached_positions` are those that it had come to just before.
+    `reached_positions` were held just before.
     """
 
     begin_s: float
     worker_id: int
     num_running: int
-    num_queued: int
     positions: float
     reached_positions: float
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Record:
-    """What a simulated rollout was like."""
+    """The measurements of a simulated rollout."""
 
     finish_s: Mapping[int, float]
     tokens: int
     workers: Sequence[Counters]
     samples: Sequence[WorkerSample]
     migrations: int
-    trained_s: Sequence[float] = ()  # when each step's update was done, of a run of steps
+    trained_s: Sequence[float] = ()  # end of each step's update, in a run of steps
     deferred: int = 0
 
     @property
@@ -82,7 +81,7 @@ class Record:
 
     @property
     def tail_s(self) -> float:
-        """Seconds in which only the last tenth of the requests runs (Seer, section 6.2.2)."""
+        """The seconds in which only the last tenth of the requests runs (Seer, section 6.2.2)."""
         ends = sorted(self.finish_s.values())
         return ends[-1] - ends[math.ceil(0.9 * len(ends)) - 1] if ends else 0.0
 
@@ -97,7 +96,7 @@ class Record:
 
 
 class Simulation:
-    """One rollout: `run` plays it to its end."""
+    """One simulated rollout, or one run of steps."""
 
     def __init__(
         self,
@@ -108,7 +107,7 @@ class Simulation:
         round_model: RoundModel | None = None,
         keep_samples: bool = False,
     ) -> None:
-        """`lengths`: tokens of each request, by its number; `round_model`: what rounds are like."""
+        """`lengths` are tokens by request number; without a `round_model` rounds are plain."""
         self._scheduler, self._cluster, self._lengths = scheduler, cluster, lengths
         self._round_model = round_model = round_model or Plain(cluster.instance)
         kv_tokens = cluster.kv_tokens_per_worker
@@ -124,7 +123,7 @@ class Simulation:
         self._finished_of: collections.Counter[int] = collections.Counter()  # by group
         self._samples: list[WorkerSample] | None = [] if keep_samples else None
         self._tokens = self._migrations = self._deferred = 0
-        # of a run of steps: what is left to submit, and to finish, and when updates were done
+        # of a run of steps: what is left to submit, and to finish, and the ends of updates
         self._steps: list[Sequence[RequestSpec]] = []
         self._train_s: Sequence[float] = ()
         self._step_of: dict[int, int] = {}
@@ -133,7 +132,7 @@ class Simulation:
         self._training = False
 
     def run(self, requests: Sequence[RequestSpec]) -> Record:
-        """All requests from their submission at 0 to the end of the last.
+        """Play all requests, submitted at 0, to the end of the last.
 
         Raises RuntimeError where the scheduler lets requests wait for ever.
         """
@@ -142,10 +141,10 @@ class Simulation:
         return self._to_the_end()
 
     def run_steps(self, steps: Sequence[Sequence[RequestSpec]], train_s: Sequence[float]) -> Record:
-        """Steps of training: rollouts of each, then `train_s` of its update, on other devices.
+        """Play training steps: the rollouts of each, then its update of `train_s` elsewhere.
 
-        The scheduler is handed step s when the update of step s − 2 is done, the first two at
-        0, and is told of every update; it decides which rollouts may run.
+        The scheduler gets step s when the update of step s − 2 is done, the first two at 0, and
+        is told of every update; it decides which rollouts may run.
         """
         self._begin([spec for requests in steps for spec in requests])
         self._train_s, self._left = train_s, [len(requests) for requests in steps]
@@ -187,7 +186,7 @@ class Simulation:
         )
 
     def _begin_update(self, now_s: float) -> None:
-        """The trainer takes the next step whose rollouts are all there."""
+        """Begin the next update, if its rollouts are all there."""
         step = len(self._trained_s)
         if not self._training and step < len(self._left) and not self._left[step]:
             self._training = True
@@ -201,7 +200,7 @@ class Simulation:
         self._tell(Trained(len(self._trained_s) - 1), now_s)
 
     def _play(self, worker: SimulatedWorker, now_s: float) -> None:
-        """What happens on `worker` at `now_s`, and what the scheduler makes of it."""
+        """Tell the scheduler of the requests of `worker` that end at `now_s`."""
         for job in worker.reach(now_s):
             length = self._lengths[job.request_id]
             self._generated[job.request_id] = job.generated_tokens
@@ -270,7 +269,6 @@ class Simulation:
                     worker.now_s,
                     worker.worker_id,
                     worker.num_running,
-                    worker.num_queued,
                     worker.positions,
                     worker.reached,
                 )

@@ -1,10 +1,10 @@
-"""A worker as an engine measured it, in the place of a roofline.
+"""The costs of a worker as an engine measured them, instead of by a roofline.
 
     round(requests, nodes, positions) = a + b · 2 · positions / requests
 
-from the seconds of rounds in the least bucket of slots and nodes that holds them, measured at
-several cache lengths; caches are half full on average. Passes and copies are those of the
-measured sizes of tokens, in proportion beyond the largest.
+from the seconds of rounds in the smallest bucket of slots and nodes that holds them, measured at
+several cache lengths; caches are half full on average. Prefill and copies take the time of the
+smallest measured size that holds the tokens, in proportion beyond the largest.
 """
 
 from __future__ import annotations
@@ -12,18 +12,17 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from sched.simulator.roofline import RoundCost
+from sched.simulator.roofline import Costs, RoundCost
 
 RoundSeconds = Mapping[tuple[int, int, int], float]  # (slots, nodes, positions of a slot)
 MoveSeconds = Mapping[int, tuple[float, float]]  # tokens → (a copy from the host, a pass)
 
 
 @dataclasses.dataclass(frozen=True)
-class MeasuredCosts:
-    """What `sched.simulator.roofline.Instance` says of a worker, from tables; plain rounds at
-    least.
+class MeasuredCosts(Costs):
+    """A worker's `Costs` from tables, which hold plain rounds at least.
 
-    Raises ValueError for tables that are empty.
+    Raises ValueError for empty tables.
     """
 
     rounds: RoundSeconds
@@ -39,7 +38,7 @@ class MeasuredCosts:
 
     @property
     def kv_tokens(self) -> int:
-        """Positions that the engine's rows hold."""
+        """The positions that the engine's rows hold."""
         return max(slots * positions for slots, _, positions in self.rounds)
 
     def round_cost(
@@ -55,18 +54,11 @@ class MeasuredCosts:
         fixed_s = turns * max(0.0, first_s - slope * first)
         return RoundCost(fixed_s, turns * slope * 2 / max(num_requests, 1))
 
-    def round_seconds(self, num_requests: float, positions: float, num_nodes: float = 1) -> float:
-        return self.round_cost(num_requests, num_nodes)(positions)
-
     def prefill_seconds(self, tokens: int) -> float:
         return self._moved(tokens)[1]
 
     def copy_seconds(self, tokens: int) -> float:
         return self._moved(tokens)[0]
-
-    def prefers_copy(self, tokens: int) -> bool:
-        copy_s, pass_s = self._moved(tokens)
-        return copy_s < pass_s
 
     def _moved(self, tokens: int) -> tuple[float, float]:
         size = _least(set(self.moves), tokens)
@@ -76,5 +68,5 @@ class MeasuredCosts:
 
 
 def _least(sizes: set[int], wanted: float) -> int:
-    """The smallest that holds what is wanted, else the largest."""
+    """Return the smallest size that holds what is wanted, else the largest."""
     return min((n for n in sizes if n >= wanted), default=max(sizes))

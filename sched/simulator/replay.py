@@ -1,7 +1,7 @@
-"""A rollout that was run for real, played again on a virtual clock with its measured durations.
+"""A real rollout, replayed on a virtual clock with its measured durations.
 
-What a scheduler decides is a function of what it is told when. So the seconds that each start
-took on a real worker are all that a simulation needs in order to decide the same.
+A scheduler's decisions are a function of its events and their times. The seconds that each start
+took on a real worker are therefore all that a simulation needs in order to decide the same.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from sched.protocol import ChunkDone, Event, Finished, Scheduler, SchedulerDecis
 
 
 def replay(scheduler: Scheduler, decisions: Sequence[SchedulerDecision]) -> list[SchedulerDecision]:
-    """What `scheduler` decides where every start takes as long, and ends, as it did for real.
+    """Return what `scheduler` decides if every start takes as long, and ends, as it really did.
 
-    Requests and workers come when they came. Raises KeyError for a start that the real rollout
-    did not make.
+    Requests and workers arrive when they really did. Raises KeyError for a start that the real
+    rollout did not make.
     """
     ends = _measured(decisions)
     heap: list[tuple[float, int, Event]] = []
@@ -40,7 +40,7 @@ def replay(scheduler: Scheduler, decisions: Sequence[SchedulerDecision]) -> list
 def _measured(
     decisions: Iterable[SchedulerDecision],
 ) -> dict[tuple[int, int, int], tuple[float, Event]]:
-    """(request, chunk, worker) → how long the start took, and with what it ended."""
+    """Return (request, chunk, worker) → the seconds of the start, and the event of its end."""
     began: dict[tuple[int, int, int], float] = {}
     ends: dict[tuple[int, int, int], tuple[float, Event]] = {}
     for d in decisions:

@@ -4,9 +4,9 @@
           + max(keys and values / bandwidth, their operations / peak) + exchanges + overhead
 
 Matrices and attention run one after the other, so that the bytes of one do not hide behind
-the operations of the other. Within the matrices bytes and operations overlap, but not wholly
-where both take long: hence the root. Peaks are the makers' dense bfloat16 figures;
-`Efficiency` says what share of them is reached.
+the operations of the other. Within the matrices bytes and operations overlap, but not fully
+where both take long: hence the root. Peaks are the makers' dense bfloat16 figures, of which
+`Efficiency` gives the share that is reached.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ ACCELERATORS = {
 
 @dataclasses.dataclass(frozen=True)
 class ModelShape:
-    """What rounds of a model cost.
+    """The sizes of a model that determine the cost of its rounds.
 
-    `active_params` are met by each node. With experts, `expert_bytes` of the `weight_bytes`
-    lie in them, and a node meets `experts_per_token` of `num_experts`. `attention_operations`
-    are those of one node with one position, `kv_bytes` those of one position, all layers;
-    `hidden` values of 16 bits are what layers hand on.
+    Each node meets `active_params`. With experts, `expert_bytes` of the `weight_bytes` lie in
+    them, and a node meets `experts_per_token` of `num_experts`. `attention_operations` are those
+    of one node with one position, `kv_bytes` those of one position, all layers; layers pass on
+    `hidden` values of 16 bits.
     """
 
     name: str
@@ -71,7 +71,10 @@ class ModelShape:
     experts_per_token: int = 1
 
     def moved_weight_bytes(self, num_nodes: float, num_ranks: int = 1) -> float:
-        """Weights that a rank reads in a round of so many nodes on all, experts drawn evenly."""
+        """Return the weights that a rank reads in a round of `num_nodes` on all ranks together.
+
+        Experts are drawn evenly.
+        """
         if not self.expert_bytes:
             return self.weight_bytes
         missed = (1 - self.experts_per_token / self.num_experts) ** num_nodes
@@ -81,7 +84,7 @@ class ModelShape:
 def dense(
     name: str, params: float, layers: int, heads: int, kv_heads: int, head_dim: int
 ) -> ModelShape:
-    """A dense model of 16-bit weights and cache; `params` without what is only looked up."""
+    """Return a dense model of 16-bit weights and cache; `params` without input embeddings."""
     return ModelShape(
         name,
         params,
@@ -126,7 +129,7 @@ MODELS = {
             kv_bytes=61 * 576 * 2,
             attention_operations=61 * 64 * 2 * (576 + 512),
             hidden=7168,
-            # but attention, shared experts and a dense layer of 9.3e9 parameters in 8 bits,
+            # all but attention, shared experts and a dense layer of 9.3e9 parameters in 8 bits,
             # and two vocabulary matrices in 16
             expert_bytes=0.986e12,
             num_experts=384,
@@ -138,12 +141,12 @@ MODELS = {
 
 @dataclasses.dataclass(frozen=True)
 class Efficiency:
-    """What is reached of the peaks, and what a round takes besides: the same for all models.
+    """The shares of the peaks that are reached, and the fixed seconds; one set for all models.
 
-    `layer_sync_s` is taken twice a layer where several devices share one, beside what the
-    bytes take. `bandwidth` is of memory and links, `overhead_s` of every round, a drafter's
-    too. Fitted to TLT's tables 2, 4 and 7 (plain rounds of 7B on one and two H100; speedups of
-    trees on 32B by batch): `operations` is at the edge of what was allowed.
+    `bandwidth` holds for memory and links. Every round takes `overhead_s`, a drafter's too, and
+    layers that several devices share take `layer_sync_s` twice, in addition to their bytes.
+    Fitted to TLT's tables 2, 4 and 7 (plain rounds of 7B on one and two H100; speedups of trees
+    on 32B by batch): `operations` is at the edge of the range that was allowed.
     """
 
     bandwidth: float = 0.78
@@ -155,7 +158,7 @@ class Efficiency:
 
 @dataclasses.dataclass(frozen=True)
 class RoundCost:
-    """Seconds of a round as a line in the live positions."""
+    """The seconds of a round as a line in the live positions."""
 
     fixed_s: float
     per_position_s: float
@@ -164,18 +167,18 @@ class RoundCost:
         return self.fixed_s + self.per_position_s * positions
 
     def integral(self, positions: float, growth: float, rounds: float) -> float:
-        """Seconds of so many rounds, each of which adds `growth` positions at its end."""
+        """Return the seconds of rounds that each add `growth` positions at their end."""
         base, slope = self._at(positions, growth)
         return rounds * (base + slope * rounds / 2)
 
     def rounds(self, positions: float, growth: float, seconds: float) -> float:
-        """The rounds that fit in so many seconds: the inverse of `integral`."""
+        """Return the rounds that fit in these seconds: the inverse of `integral`."""
         base, slope = self._at(positions, growth)
         # slope/2 · k² + base · k = seconds, in the form that loses no digits
         return 2 * seconds / (base + math.sqrt(base * base + 2 * slope * seconds))
 
     def _at(self, positions: float, growth: float) -> tuple[float, float]:
-        """Seconds half a round ago, and what a round adds to them."""
+        """Return the seconds half a round ago, and what a round adds to them."""
         slope = self.per_position_s * growth
         return self.fixed_s + self.per_position_s * positions - slope / 2, slope
 
@@ -193,23 +196,24 @@ class Costs(Protocol):
         self, num_requests: float, num_nodes: float = 1.0, other_requests: float | None = None
     ) -> RoundCost: ...
 
-    def round_seconds(
-        self, num_requests: float, positions: float, num_nodes: float = 1
-    ) -> float: ...
-
     def prefill_seconds(self, tokens: int) -> float: ...
 
     def copy_seconds(self, tokens: int) -> float: ...
 
-    def prefers_copy(self, tokens: int) -> bool: ...
+    def round_seconds(self, num_requests: float, positions: float, num_nodes: float = 1) -> float:
+        return self.round_cost(num_requests, num_nodes)(positions)
+
+    def prefers_copy(self, tokens: int) -> bool:
+        """Return whether copying keys and values from the host is faster than recomputing them."""
+        return self.copy_seconds(tokens) < self.prefill_seconds(tokens)
 
 
 @dataclasses.dataclass(frozen=True)
-class Instance:
-    """One worker's devices: a replica of a model, or one rank of it.
+class Instance(Costs):
+    """The devices of one worker, which holds a copy of a model, or one rank of a copy.
 
-    Of `num_ranks` ranks each has requests, cache and all but the experts of its own, and holds
-    its part of the experts, which meet the nodes of all ranks.
+    With `num_ranks` ranks, each has its own requests, cache and weights but its part of the
+    experts only, which meets the nodes of all ranks.
     """
 
     device: Accelerator
@@ -220,7 +224,7 @@ class Instance:
 
     @property
     def kv_tokens(self) -> int:
-        """Positions that fit beside the weights."""
+        """The positions that fit beside the weights."""
         room = self.efficiency.memory * self.num_devices * self.device.memory_bytes
         elsewhere = self.model.expert_bytes * (1 - 1 / self.num_ranks)
         return max(0, int((room - self.model.weight_bytes + elsewhere) / self.model.kv_bytes))
@@ -234,14 +238,14 @@ class Instance:
         return self.num_devices * self.device.operations_per_s * self.efficiency.operations
 
     def _linear_seconds(self, num_nodes: float, other_nodes: float) -> float:
-        """All but attention, for so many nodes, and those of the other ranks."""
+        """Return the seconds of all but attention, for these nodes and those of the other ranks."""
         moved = self.model.moved_weight_bytes(num_nodes + other_nodes, self.num_ranks)
         moved_s = moved / self._bytes_per_s
         computed_s = 2 * self.model.active_params * num_nodes / self._operations_per_s
         return math.hypot(moved_s, computed_s) + self._exchange_seconds(num_nodes)
 
     def _exchange_seconds(self, num_nodes: float) -> float:
-        """What devices tell each other, twice a layer: sums of all, or nodes to their experts."""
+        """Return the seconds of exchanges, two a layer: sums, or nodes to their experts."""
         devices, ranks = self.num_devices, self.num_ranks
         if devices * ranks == 1:
             return 0.0
@@ -257,7 +261,7 @@ class Instance:
     def round_cost(
         self, num_requests: float, num_nodes: float = 1.0, other_requests: float | None = None
     ) -> RoundCost:
-        """A round of `num_requests` trees of `num_nodes`, root included.
+        """Return the cost of a round of `num_requests` trees of `num_nodes`, root included.
 
         `other_requests` run on the other ranks; None: as many on each.
         """
@@ -273,19 +277,12 @@ class Instance:
             ),
         )
 
-    def round_seconds(self, num_requests: float, positions: float, num_nodes: float = 1) -> float:
-        return self.round_cost(num_requests, num_nodes)(positions)
-
     def prefill_seconds(self, tokens: int, rows: int = 1) -> float:
-        """A pass over `rows` of `tokens` each; a position attends to half of its row."""
+        """Return the seconds of `rows` of `tokens` each; a position attends to half of its row."""
         attention = rows * tokens * self.model.attention_operations * tokens / 2
         attention_s = attention / self._operations_per_s
         return self._linear_seconds(rows * tokens, 0.0) + attention_s + self.efficiency.overhead_s
 
     def copy_seconds(self, tokens: int) -> float:
-        """Keys and values of so many positions from the host."""
+        """Return the seconds of copying these positions' keys and values from the host."""
         return tokens * self.model.kv_bytes / (self.num_devices * self.device.host_bytes_per_s)
-
-    def prefers_copy(self, tokens: int) -> bool:
-        """Whether keys and values are had sooner from the host than by computing them."""
-        return self.copy_seconds(tokens) < self.prefill_seconds(tokens)

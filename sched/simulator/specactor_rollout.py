@@ -1,13 +1,13 @@
-"""A rollout with a drafter beside the model, under SpecActor's ways of using its devices.
+"""A rollout with a drafter beside the model, under SpecActor's modes of using its devices.
 
-A trace (lengths and acceptance of every request, by unit) is played in steps of `step_s`: in
-each, a unit's round takes what its batch costs, and brings each request what its acceptance is
-worth. A unit is the devices that hold one copy of the model, and those of its drafter where it
-has its own. Ways of drafting are those of SpecActor's figure 13:
+A trace (the lengths and the acceptance of all requests) is played in steps of `step_s`. In each,
+a unit's round takes the seconds that its batch costs, and gives each request the tokens that its
+acceptance is worth. A unit is the devices that hold one copy of the model, with those of its
+drafter where it has its own. Modes are those of SpecActor's figure 13:
 
     plain          no drafts
-    sequential        draft w tokens, then verify them, on the same devices
-    disaggregated  the same on devices of their own: one waits while the other works
+    sequential     draft w tokens, then verify them, on the same devices (the paper: coupled)
+    disaggregated  sequential, on devices of their own: one waits while the other works
     decoupled      draft on while verifying (sched.simulator.specactor)
 
 R = requests, U = units, M = methods of drafting.
@@ -31,17 +31,17 @@ from sched.simulator.specactor import (
     sequential_tokens,
 )
 
-OBSERVED_TOKENS = 1000  # after so many a request's acceptance is taken as measured
-SETTLING = 4  # turns in which the seconds of verifications and who is in them settle
+OBSERVED_TOKENS = 1000  # a request's acceptance counts as measured after these
+SETTLING_TURNS = 4  # in which verifications and their batches settle
 PLAIN, SEQUENTIAL, DISAGGREGATED, DECOUPLED = "plain", "sequential", "disaggregated", "decoupled"
 
 
 @dataclasses.dataclass(frozen=True)
 class RequestTrace:
-    """Tokens to come of each request, and how often each method's drafts are right for it.
+    """The length of each response, and the acceptance of each method's draft tokens for it.
 
-    `measured_R` is the first method's as it is seen over a request's first tokens: what a
-    reconfiguration goes by.
+    `measured_R` is the first method's acceptance as observed over a request's first tokens,
+    which reconfiguration relies on.
     """
 
     lengths_R: np.ndarray
@@ -52,9 +52,9 @@ class RequestTrace:
 
 @dataclasses.dataclass(frozen=True)
 class Hardware:
-    """`num_devices`, of which `verifier` takes several; a drafter's model by method.
+    """`num_devices`, of which `verifier` takes several, and each method's drafter.
 
-    None is a method on the host, which takes no time: n-grams.
+    None is a method on the host that takes no time: n-grams.
     """
 
     num_devices: int
@@ -64,7 +64,7 @@ class Hardware:
     def draft_line(
         self, method: str, devices: int, most_batch: int, positions: float
     ) -> LinearTime:
-        """Seconds of a drafted token, on so many devices that share the requests."""
+        """Return the seconds of a draft token, on `devices` that share the requests."""
         drafter = self.drafters[method]
         if drafter is None:
             return LinearTime(0.0, 0.0)
@@ -78,24 +78,24 @@ class Hardware:
     def verify_line(
         self, devices: int, window: int, most_batch: int, positions: float
     ) -> LinearTime:
-        """Seconds of a verification; each request holds `positions`."""
+        """Return the seconds of a verification; each request holds `positions`."""
         instance = dataclasses.replace(self.verifier, num_devices=devices)
         return _line(lambda b: instance.round_seconds(b, b * positions, window + 1), most_batch)
 
 
 def _line(seconds: Callable[[float], float], most_batch: int) -> LinearTime:
-    """Through a batch of 1 and the largest one."""
+    """Return the line through a batch of 1 and the largest one."""
     first_s, last_s = seconds(1), seconds(most_batch)
     slope = (last_s - first_s) / max(most_batch - 1, 1)
     return LinearTime(slope, max(first_s - slope, 0.0))
 
 
 @dataclasses.dataclass(frozen=True)
-class Way:
-    """How a rollout drafts: the method is the first of the hardware's.
+class Strategy:
+    """The mode and plan of a rollout, which drafts by the first method of its hardware.
 
-    `reconfigure`: requests that are accepted less than the average get plans of their own;
-    `helpers`: so many requests at most are drafted for by each unit that has become free.
+    `reconfigure` gives requests that are accepted less than the average plans of their own;
+    `helpers` is how many requests at most each unit that has become free drafts for.
     """
 
     mode: str
@@ -108,36 +108,43 @@ class SpecActorRollout:
     """One rollout; `seconds` plays it to its end."""
 
     def __init__(
-        self, hardware: Hardware, trace: RequestTrace, way: Way, *, step_s: float = 0.5
+        self, hardware: Hardware, trace: RequestTrace, strategy: Strategy, *, step_s: float = 0.5
     ) -> None:
-        self._hardware, self._trace, self._way, self._step_s = hardware, trace, way, step_s
+        self._hardware, self._trace, self._strategy, self._step_s = (
+            hardware,
+            trace,
+            strategy,
+            step_s,
+        )
         self._methods = list(hardware.drafters)
-        shared = way.mode in (PLAIN, SEQUENTIAL)
-        per_unit = way.plan.verify_devices + (0 if shared else way.plan.draft_devices)
+        shared = strategy.mode in (PLAIN, SEQUENTIAL)
+        per_unit = strategy.plan.verify_devices + (0 if shared else strategy.plan.draft_devices)
         self.num_units = hardware.num_devices // per_unit
         R = len(trace.lengths_R)
         self._unit_R = np.arange(R) * self.num_units // R
         self._start_U = np.searchsorted(self._unit_R, np.arange(self.num_units))
         self._batch = math.ceil(R / self.num_units)
-        draft_devices = way.plan.verify_devices if shared else way.plan.draft_devices
-        # of a request, in the mean of its life and of all
+        draft_devices = strategy.plan.verify_devices if shared else strategy.plan.draft_devices
+        # that a request holds, on average
         self._positions = trace.prompt_tokens + float(trace.lengths_R.mean()) / 2
         self._draft = self._draft_line(self._methods[0], draft_devices)
-        self._verifier = dataclasses.replace(hardware.verifier, num_devices=way.plan.verify_devices)
+        self._verifier = dataclasses.replace(
+            hardware.verifier, num_devices=strategy.plan.verify_devices
+        )
         self.idle_fraction = 0.0
-        self._window_R = np.full(R, 0 if way.mode == PLAIN else way.plan.window)
-        self._decoupled_R = np.full(R, way.mode == DECOUPLED)
+        self._window_R = np.full(R, 0 if strategy.mode == PLAIN else strategy.plan.window)
+        self._decoupled_R = np.full(R, strategy.mode == DECOUPLED)
         self._plans: dict[float, RequestPlan] = {}
         self._mean_acceptance = float(trace.measured_R.mean())
         self._tokens_R, self._ahead_R = np.ones(R), np.zeros(R)
         self._set_tokens(np.arange(R))
-        self._observed_R = np.full(R, not way.reconfigure)
+        self._observed_R = np.full(R, not strategy.reconfigure)
 
     def _draft_line(self, method: str, devices: int) -> LinearTime:
         return self._hardware.draft_line(method, devices, self._batch, self._positions)
 
     def _own_plans(self, requests: np.ndarray) -> None:
-        """Of those of `requests` that were accepted less than the average of all."""
+        """Give plans of their own to the `requests` that are accepted less than the average."""
         for r in requests:
             own = self._plan_of(round(float(self._trace.measured_R[r]), 2))
             if own is not None:
@@ -145,11 +152,11 @@ class SpecActorRollout:
         self._set_tokens(requests)
 
     def _plan_of(self, p: float) -> RequestPlan | None:
-        """Of a request with this acceptance; None: that of all."""
+        """Return the plan of a request with this acceptance; None: the common plan."""
         if p >= self._mean_acceptance:
             return None
         if p not in self._plans:
-            self._plans[p] = own_plan(p, self._way.plan, self._draft_of, self._verify_of)
+            self._plans[p] = own_plan(p, self._strategy.plan, self._draft_of, self._verify_of)
         return self._plans[p]
 
     def _draft_of(self, devices: int) -> LinearTime:
@@ -159,11 +166,11 @@ class SpecActorRollout:
         return self._hardware.verify_line(devices, window, self._batch, self._positions)
 
     def _set_tokens(self, requests: np.ndarray) -> None:
-        """Tokens of a window, and the share of windows that are drafted ahead.
+        """Set the tokens of a window, and the share of windows that are drafted ahead.
 
-        Verifying a whole window gives the token after it: what was drafted ahead is kept where
-        it begins with that one, which its own verification then need not find. With C(w) the
-        tokens of a window that is drafted anew, and c the share of those drafted ahead,
+        Verifying a whole window gives the token after it. The window that was drafted ahead is
+        kept if it begins with that token, which its own verification then need not find. With
+        C(w) the tokens of a fresh window, and c the share of windows drafted ahead,
 
             c = p^(w+1) / (1 − p^w + p^(w+1)),   tokens = (1 − c) · C(w) + c · C(w − 1)
         """
@@ -171,12 +178,12 @@ class SpecActorRollout:
         whole_R, left_R = p_R**w_R, np.maximum(1 - p_R, 1e-9)
         ahead_R = whole_R * p_R / (1 - whole_R + whole_R * p_R)
         ahead_R *= self._decoupled_R[requests] & (w_R > 0)
-        anew_R = (1 - p_R * whole_R) / left_R
+        fresh_R = (1 - p_R * whole_R) / left_R
         self._ahead_R[requests] = ahead_R
-        self._tokens_R[requests] = anew_R - ahead_R * whole_R
+        self._tokens_R[requests] = fresh_R - ahead_R * whole_R
 
     def seconds(self) -> float:
-        """From the first round to the end of the last request."""
+        """Return the seconds from the first round to the end of the last request."""
         trace, step_s = self._trace, self._step_s
         left_R = trace.lengths_R.astype(float)
         now_s, idle_s = 0.0, 0.0
@@ -196,7 +203,7 @@ class SpecActorRollout:
             if not busy:
                 break
             rate_R = self._rates(runs_R, np.where(runs_R, held_R, 0.0), batch_U)
-            if self._way.helpers and busy < self.num_units:
+            if self._strategy.helpers and busy < self.num_units:
                 if busy < busy_before or any(not alive_R[r] for r, _ in helping):
                     helping = self._assign(alive_R, helping)
                 self._help(rate_R, held_R, helping)
@@ -208,36 +215,36 @@ class SpecActorRollout:
         return now_s
 
     def _fits(self, held_R: np.ndarray) -> np.ndarray:
-        """Which requests have room on their unit: the first of each, as long as memory lasts."""
+        """Return which requests have room on their unit: the first ones, while memory lasts."""
         sums_R = np.cumsum(held_R)
         before_U = np.concatenate([[0.0], sums_R])[self._start_U]
         return sums_R - before_U[self._unit_R] <= self._verifier.kv_tokens
 
     def _rates(self, runs_R: np.ndarray, held_R: np.ndarray, batch_U: np.ndarray) -> np.ndarray:
-        """Tokens per second of each request."""
+        """Return the tokens per second of each request."""
         units_R, w_R = self._unit_R, self._window_R
         draft_U = np.array([self._draft(b) if b else 0.0 for b in batch_U])
-        if self._way.mode == DECOUPLED:
+        if self._strategy.mode == DECOUPLED:
             draft_R = w_R * draft_U[units_R]
-        else:  # all of a batch wait for its longest window
+        else:  # the whole batch waits for its longest window
             longest_U = np.zeros(self.num_units)
             np.maximum.at(longest_U, units_R, np.where(runs_R, w_R, 0))
             draft_R = (longest_U * draft_U)[units_R]
         nodes_R = w_R + 1.0 - self._ahead_R
         share_R = runs_R.astype(float)
-        for _ in range(1 if self._way.mode != DECOUPLED else SETTLING):
+        for _ in range(1 if self._strategy.mode != DECOUPLED else SETTLING_TURNS):
             verify_R = self._verify_seconds(share_R, share_R * nodes_R, share_R * held_R)[units_R]
-            anew_s, ahead_s = draft_R + verify_R, np.maximum(draft_R, verify_R)
-            round_R = anew_s + self._ahead_R * (ahead_s - anew_s)
-            if self._way.mode == DECOUPLED:
-                # while its next window is drafted, a request is in no verification
+            fresh_s, ahead_s = draft_R + verify_R, np.maximum(draft_R, verify_R)
+            round_R = fresh_s + self._ahead_R * (ahead_s - fresh_s)
+            if self._strategy.mode == DECOUPLED:
+                # a request is in no verification while its next window is drafted
                 share_R = runs_R * verify_R / np.maximum(round_R, 1e-9)
         return np.where(runs_R, self._tokens_R / np.maximum(round_R, 1e-9), 0.0)
 
     def _verify_seconds(
         self, share_R: np.ndarray, nodes_R: np.ndarray, held_R: np.ndarray
     ) -> np.ndarray:
-        """Of each unit's verifications, from its requests, their nodes and their positions."""
+        """Return each unit's verification time for its requests, their nodes and positions."""
         batch_U, nodes_U, positions_U = (
             np.bincount(self._unit_R, x_R, self.num_units) for x_R in (share_R, nodes_R, held_R)
         )
@@ -250,7 +257,7 @@ class SpecActorRollout:
     def _assign(
         self, alive_R: np.ndarray, helping: Mapping[tuple[int, str], int]
     ) -> dict[tuple[int, str], int]:
-        """Best-of-N: which free unit drafts and verifies for which request, by which method."""
+        """Return {(request, method): free unit that drafts and verifies for it}: best-of-N."""
         busy_U = np.bincount(self._unit_R, alive_R, self.num_units) > 0
         keep = {key: unit for key, unit in helping.items() if alive_R[key[0]]}
         serving: dict[str, set[int]] = {}
@@ -265,7 +272,9 @@ class SpecActorRollout:
             if not any((int(r), method) in keep for method in self._methods)
         }
         methods = self._methods[1:]
-        return keep | assign_drafters(waiting, methods, freed, serving, load, self._way.helpers)
+        return keep | assign_drafters(
+            waiting, methods, freed, serving, load, self._strategy.helpers
+        )
 
     def _help(
         self,
@@ -273,7 +282,7 @@ class SpecActorRollout:
         held_R: np.ndarray,
         helping: Mapping[tuple[int, str], int],
     ) -> None:
-        """A helped request goes at the rate of whichever unit is the furthest with it."""
+        """Raise the rates of helped requests to that of their fastest helper."""
         by_unit: dict[tuple[int, str], list[int]] = {}
         for (r, method), unit in helping.items():
             if held_R[r]:
@@ -291,7 +300,7 @@ class SpecActorRollout:
 def _helper_rate(
     verifier: Instance, draft_s: float, p: float, batch: int, positions: float
 ) -> float:
-    """Tokens per second of one request at the best sequential window of a helper."""
+    """Return the tokens per second of one request at a helper's best sequential window."""
     return max(
         sequential_tokens(p, w) / (w * draft_s + verifier.round_seconds(batch, positions, w + 1))
         for w in (1, 2, 4, 8)

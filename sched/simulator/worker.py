@@ -1,9 +1,9 @@
-"""A worker of the simulator: a fluid of rounds between two changes of who runs.
+"""A simulated worker: a fluid of rounds between two changes of the running requests.
 
 While nothing joins or leaves, n requests each gain `a` tokens a round, and a round's seconds
-are a line in the live positions (`cost_model.RoundCost`). So the next change is found in
-closed form, and a simulated rollout costs its changes, not its rounds. Requests of different
-acceptance run in lanes, each with its own tokens per round.
+are a line in the live positions (`roofline.RoundCost`). The next change is therefore found in
+closed form, and the cost of a simulation is in its changes, not in its rounds. Requests of
+different acceptance run in lanes, each with its own tokens per round.
 """
 
 from __future__ import annotations
@@ -17,14 +17,13 @@ from typing import Protocol
 from sched.request import Kv
 from sched.simulator.roofline import Costs, RoundCost
 
-INFINITE = math.inf
-EPSILON_TOKENS = 1e-6  # of rounding: progress this close to a request's end has reached it
-WATERMARK = 0.01  # of the memory: so much must stay free when a request is admitted
+EPSILON_TOKENS = 1e-6  # progress this close to a request's end has reached it
+WATERMARK = 0.01  # share of the memory that must stay free when a request is admitted
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class RunningStart:
-    """A start at work: `todo_tokens` of it are left when it is admitted."""
+    """A start on a worker; `todo_tokens` are left of it when it is admitted."""
 
     request_id: int
     group_id: int
@@ -41,32 +40,32 @@ class RunningStart:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RoundPlan:
-    """What rounds are like at present: their cost, and tokens per request and round, by lane."""
+    """The cost of a round at present, and the tokens per request and round of each lane."""
 
     cost: RoundCost
     tokens_per_round: tuple[float, ...]
 
 
 class RoundModel(Protocol):
-    """Decides the rounds of a worker whenever who runs there has changed."""
+    """Decides the rounds of a worker whenever its running requests have changed."""
 
     num_lanes: int
 
     def lane(self, request_id: int, finished_siblings: int) -> int:
-        """The lane in which a request runs from its next start on."""
+        """Return the lane in which a request runs from its next start on."""
         ...
 
     def changed(self, worker_id: int, num_running: int) -> None:
-        """Told whenever who runs on a worker has changed; 0 where it is idle now."""
+        """Take note of how many requests run on a worker; 0: it is idle."""
         ...
 
     def plan(self, worker_id: int, counts: tuple[int, ...], positions: float) -> RoundPlan:
-        """`counts` of running requests by lane; not all are 0."""
+        """Return the rounds of these `counts` of running requests by lane; not all are 0."""
         ...
 
 
 class Neighbours:
-    """How many requests run on the ranks of each instance; consecutive workers are one."""
+    """The running requests of each instance, which is `num_ranks` consecutive workers."""
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
@@ -78,7 +77,7 @@ class Neighbours:
         self._running[worker_id] = num_running
 
     def others(self, worker_id: int) -> int:
-        """Those on the other ranks of its instance."""
+        """Return the requests on the other ranks of the worker's instance."""
         return self._all[worker_id // self._num_ranks] - self._running.get(worker_id, 0)
 
 
@@ -103,7 +102,7 @@ class Plain:
 
 @dataclasses.dataclass(slots=True)
 class Counters:
-    """What a worker has done."""
+    """The totals of a worker."""
 
     busy_s: float = 0.0
     tokens: float = 0.0
@@ -112,13 +111,13 @@ class Counters:
     copied_tokens: int = 0
 
 
-def _current_entry(entry: tuple[float, int, RunningStart]) -> bool:
-    """Whether the job has not been pre-empted since, and perhaps admitted anew."""
+def _is_current(entry: tuple[float, int, RunningStart]) -> bool:
+    """Return False where the job has been preempted since, and perhaps admitted again."""
     return entry[2].running and entry[0] == entry[2].end
 
 
 class SimulatedWorker:
-    """Runs what it is given; `advance` moves it in time, `next_s` says when something ends."""
+    """A worker that `advance` moves in time; `next_s` is when its next request ends."""
 
     def __init__(
         self,
@@ -131,35 +130,29 @@ class SimulatedWorker:
         self.worker_id, self._instance, self._round_model = worker_id, instance, round_model
         self._kv_tokens, self._max_requests = kv_tokens, max_requests
         self.counters = Counters()
-        self.positions = 0.0  # live ones
-        self.reached = 0.0  # positions before who runs there last changed
+        self.positions = 0.0  # that running requests hold
+        self.reached = 0.0  # positions just before the last change of running requests
         self.now_s = 0.0
-        self.version = 0  # grows with every change
+        self.version = 0  # increases with every change
         self.counts = [0] * round_model.num_lanes
         self._progress = [0.0] * round_model.num_lanes
         self._ends: list[list[tuple[float, int, RunningStart]]] = [
             [] for _ in range(round_model.num_lanes)
         ]
         self._queue: collections.deque[RunningStart] = collections.deque()
-        self._admitted: list[RunningStart] = []  # those that may be pre-empted, the latest last
-        self._prompts: dict[int, int] = {}  # group → its requests here: a prompt is computed once
-        self._stall_s = 0.0  # of prefill, before rounds go on
+        self._admitted: list[RunningStart] = []  # those that may be preempted, the latest last
+        self._prompts: dict[int, int] = {}  # group → its requests here; a prompt is computed once
+        self._stall_s = 0.0  # of prefill, before rounds resume
         self._plan: RoundPlan | None = None
         self._growth = 0.0  # positions a round
-        self._rounds: float | None = None  # to the next event, while nothing has changed
+        self._rounds: float | None = None  # to the next event, until something changes
 
     @property
     def num_running(self) -> int:
         return sum(self.counts)
 
-    @property
-    def num_queued(self) -> int:
-        return len(self._queue)
-
-    # -- what others do --------------------------------------------------------
-
     def start(self, job: RunningStart) -> None:
-        """Take a job at the present time; without a reservation it waits for room."""
+        """Start a job now; without a reservation it waits for room."""
         if job.reserved:
             self._admit(job)
         else:
@@ -181,14 +174,14 @@ class SimulatedWorker:
         self._run(self._current().cost.rounds(self.positions, self._growth, elapsed - stalled))
 
     def next_s(self) -> float:
-        """When the next request ends, or memory is full, if nothing comes between."""
+        """Return when the next request ends, or memory is full, if nothing happens before."""
         if not self.num_running:
-            return INFINITE
+            return math.inf
         rounds, cost = self._rounds_to_event(), self._current().cost
         return self.now_s + self._stall_s + cost.integral(self.positions, self._growth, rounds)
 
     def reach(self, now_s: float) -> list[RunningStart]:
-        """Move to `now_s`, which `next_s` gave; the jobs that end then."""
+        """Move to `now_s`, which `next_s` gave; return the jobs that end then."""
         self.counters.busy_s += now_s - self.now_s
         self.now_s, self._stall_s = now_s, 0.0
         self._run(self._rounds_to_event())
@@ -197,7 +190,7 @@ class SimulatedWorker:
             while ends and ends[0][0] <= self._progress[lane] + EPSILON_TOKENS:
                 entry = heapq.heappop(ends)
                 job = entry[2]
-                if _current_entry(entry):
+                if _is_current(entry):
                     ended.append(job)
                     self._leave(job)
                     job.generated_tokens += job.todo_tokens
@@ -205,8 +198,6 @@ class SimulatedWorker:
             self._preempt()
         self._changed()
         return ended
-
-    # -- inside ------------------------------------------------------------------
 
     def _current(self) -> RoundPlan:
         if self._plan is None:
@@ -234,9 +225,9 @@ class SimulatedWorker:
 
     def _find_rounds(self) -> float:
         plan = self._current()
-        rounds = INFINITE
+        rounds = math.inf
         for lane, ends in enumerate(self._ends):
-            while ends and not _current_entry(ends[0]):
+            while ends and not _is_current(ends[0]):
                 heapq.heappop(ends)
             if ends:
                 left = ends[0][0] - self._progress[lane]
@@ -270,7 +261,7 @@ class SimulatedWorker:
                 self._stall_s += self._instance.prefill_seconds(tokens)
                 self.counters.prefilled_tokens += tokens
         elif job.kv is Kv.POOL:
-            # the copy runs beside the rounds of others; its request joins them later
+            # the copy overlaps with the rounds of others; its request joins them later
             self.counters.copied_tokens += total
             copy_s = self._instance.copy_seconds(total)
             late_tokens = copy_s / self._instance.round_seconds(self.num_running + 1, total)
@@ -287,7 +278,7 @@ class SimulatedWorker:
         job.running = False
         self.counts[job.lane] -= 1
         left = job.end - self._progress[job.lane]
-        done = job.todo_tokens - left  # fewer than 0 while its copy was under way
+        done = job.todo_tokens - left  # negative while its copy was under way
         self.positions -= job.prompt_tokens + job.generated_tokens + done
         if not self.num_running:
             self.positions = 0.0
@@ -298,7 +289,7 @@ class SimulatedWorker:
             self._admitted.remove(job)
 
     def _preempt(self) -> None:
-        """The latest that was admitted gives up its memory and waits, first of all."""
+        """Preempt the job that was admitted last, and put it first in the queue."""
         job = self._admitted[-1]
         left = job.end - self._progress[job.lane]
         self._leave(job)

@@ -25,7 +25,7 @@ from sched.simulator.specactor_rollout import (
     Hardware,
     RequestTrace,
     SpecActorRollout,
-    Way,
+    Strategy,
 )
 
 ASSUMED = (
@@ -102,18 +102,18 @@ def first_plan(hardware: Hardware, trace: RequestTrace) -> DevicePlan:
     )
 
 
-def ways(found: DevicePlan, helpers: int) -> dict[str, Way]:
+def strategies(found: DevicePlan, helpers: int) -> dict[str, Strategy]:
     """The rows of figure 13, and the baselines of figure 11."""
     size = found.verify_devices
     together = dataclasses.replace(found, window=VANILLA_WINDOW)
     apart = dataclasses.replace(together, draft_devices=size)
     return {
-        "plain": Way(PLAIN, found),
-        "vanilla": Way(SEQUENTIAL, together),
-        "disaggregated": Way(DISAGGREGATED, apart),
-        "decoupled": Way(DECOUPLED, found),
-        "reconfigured": Way(DECOUPLED, found, reconfigure=True),
-        "all": Way(DECOUPLED, found, reconfigure=True, helpers=helpers),
+        "plain": Strategy(PLAIN, found),
+        "vanilla": Strategy(SEQUENTIAL, together),
+        "disaggregated": Strategy(DISAGGREGATED, apart),
+        "decoupled": Strategy(DECOUPLED, found),
+        "reconfigured": Strategy(DECOUPLED, found, reconfigure=True),
+        "all": Strategy(DECOUPLED, found, reconfigure=True, helpers=helpers),
     }
 
 
@@ -166,14 +166,14 @@ def play(config: SimulateRun, seed: int) -> dict[str, float]:
     hardware, trace = ranked(hardware_of(config), trace_of(config, seed))
     first = first_plan(hardware, trace)
     found: dict[str, float] = {}
-    for name, way in ways(first, asked.requests_per_helper).items():
-        phase = SpecActorRollout(hardware, trace, way, step_s=asked.step_s)
+    for name, strategy in strategies(first, asked.requests_per_helper).items():
+        phase = SpecActorRollout(hardware, trace, strategy, step_s=asked.step_s)
         found[name] = 1 / phase.seconds()
         if name == "plain":
             found["idle"] = phase.idle_fraction
     more = dataclasses.replace(hardware, num_devices=2 * hardware.num_devices)
-    way = Way(PLAIN, first)
-    found["twice"] = 1 / SpecActorRollout(more, trace, way, step_s=asked.step_s).seconds()
+    strategy = Strategy(PLAIN, first)
+    found["twice"] = 1 / SpecActorRollout(more, trace, strategy, step_s=asked.step_s).seconds()
     step_s = {
         name: 1 - ROLLOUT_SHARE + ROLLOUT_SHARE * found["plain"] / found[name]
         for name in ("all", "vanilla", "twice")

@@ -248,7 +248,7 @@ def test_histopipe_fills_up_what_one_step_leaves_empty():
         )
 
     barrier = run(StepOrder(GroupFifo(seed=0), "one_step_off"))
-    piped = run(HistoPipe(HistoPipeConfig(4, num_ranking_groups=2, migrate=False)))
+    piped = run(HistoPipe(HistoPipeConfig(4, num_ranking_groups=2)))
     assert barrier.trained_s == pytest.approx([31.0, 62.0, 93.0, 124.0])
     assert piped.trained_s == pytest.approx([31.0, 42.0, 73.0, 84.0])
 
