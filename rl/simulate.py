@@ -1,8 +1,8 @@
 """`python -m rl.simulate`: a cluster's rollout under several schedulers, on a virtual clock.
 
-The schedulers are those of real runs; seconds are a roofline's, so that everything it
-prints is simulated. Writes `results.json` and `figure.png`. A configuration that says
-`Simulate.reproduces`, or `--reproduce` for all of these, prints published figures beside
+The schedulers are those of real runs; seconds are a roofline's, so that all results are
+simulated. Writes `results.json` and `figure.png`. With a configuration that has
+`Simulate.reproduces`, or with `--reproduce` for all of these, it prints published figures beside
 simulated ones instead.
 """
 
@@ -60,7 +60,7 @@ def _reproduce(found: Sequence[tuple[str, SimulateRun]], *, as_json: bool) -> in
         if as_json:
             say(json.dumps(row.as_json()))
         else:
-            say(f"{row.paper} {row.workload} {row.row}", sys.stderr)
+            say(f"{row.paper} {row.figure.workload} {row.figure.row}", sys.stderr)
     if not as_json:
         say("\n".join(lines_of(rows, found)))
     return 0

@@ -1,10 +1,10 @@
 """RhymeRL's figure 14 and table 2: steps in opposite orders, two tiers, history's drafts.
 
-A run of steps over a few epochs of the same prompts; the first epoch is only remembered. The
-baseline trains one step off as well, with a barrier. What is trained on has the devices that
-rollouts leave, and takes the share of the work that figure 2 gives. Ranks are as stable as
-figure 9 says: 16% of math's responses come to a higher group, 28% of code's. Figures 13 and 15
-have no numbers in the text but averages over models and lengths, figures 16 to 18 ranges.
+A run of steps over a few epochs of the same prompts; the first epoch is history only. The
+baseline trains one step off as well, with a barrier. Training has the devices that rollouts
+leave, and takes the share of the work that figure 2 gives. Ranks are as stable as figure 9 says:
+16% of math's responses move to a higher group, 28% of code's. For figures 13 and 15 the text
+gives averages over models and lengths only, for figures 16 to 18 ranges.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 
 from rl.simulation.config import SimulateRun, TrainingStepsConfig, make_cluster, make_instance
 from rl.simulation.draft_costs import Windowed, WindowMean, window_mean
-from rl.simulation.reproduction.rows import Figure, Ordering
+from rl.simulation.reproduction.rows import Entry, Figure, figures_of
 from sched.policies.group_fifo import GroupFifo
 from sched.policies.histopipe import HistoPipe, HistoPipeConfig
 from sched.policies.histopipe_allocation import Tau
@@ -45,22 +45,22 @@ LARGE_LIMIT_TOKENS = 8192
 
 @dataclasses.dataclass(frozen=True)
 class SimulatedRun:
-    """Requests of every step, and how long they turn out."""
+    """The requests of every step, and their lengths by number."""
 
     steps: Sequence[Sequence[RequestSpec]]
     lengths: dict[int, int]
 
 
 def draw_run(config: SimulateRun, seed: int) -> SimulatedRun:
-    """Epochs in orders of their own; a prompt's past is its epoch before."""
-    asked, step = config.training_steps, config.workload
-    epoch = dataclasses.replace(step, num_groups=step.num_groups * asked.steps_per_epoch)
-    means = [step.mean_tokens * asked.growth**e for e in range(asked.epochs)]
+    """Return a run of epochs, each in its own order; past lengths are those of the epoch before."""
+    settings, step = config.training_steps, config.workload
+    epoch = dataclasses.replace(step, num_groups=step.num_groups * settings.steps_per_epoch)
+    means = [step.mean_tokens * settings.growth**e for e in range(settings.epochs)]
     drawn = draw_epochs(epoch, means, seed=seed)
     rng, run = np.random.default_rng(seed), SimulatedRun([], {})
     steps: list[list[RequestSpec]] = []
-    for e in range(1, asked.epochs):
-        for prompts in np.split(rng.permutation(epoch.num_groups), asked.steps_per_epoch):
+    for e in range(1, settings.epochs):
+        for prompts in np.split(rng.permutation(epoch.num_groups), settings.steps_per_epoch):
             steps.append([])
             for prompt in prompts.tolist():
                 group = len(steps) * epoch.num_groups + prompt
@@ -83,10 +83,10 @@ def draw_run(config: SimulateRun, seed: int) -> SimulatedRun:
 
 
 def history_windows(config: TrainingStepsConfig) -> WindowMean:
-    """HistoSpec's windows at the published acceptance and share of tokens found.
+    """Return HistoSpec's mean windows at the published acceptance and share of tokens found.
 
-    p is found by bisection. What history does not have comes a token a round without drafts, so
-    that of all rounds found / (found + tokens · (1 − found)) have some.
+    p is found by bisection. Tokens that history does not have take a round each, without drafts,
+    so that a share of found / (found + tokens · (1 − found)) of all rounds has drafts.
     """
     low, high = 0.0, 1.0
     for _ in range(30):
@@ -100,7 +100,7 @@ def history_windows(config: TrainingStepsConfig) -> WindowMean:
 
 
 def profile(config: SimulateRun, instance: Instance, windows: WindowMean | None) -> Tau:
-    """τ(l, workers): a ranking group of responses of l tokens each, dealt to so many workers."""
+    """Return τ(l, workers): the seconds of a ranking group whose responses have l tokens each."""
     step, groups = config.workload, config.training_steps.ranking_groups
     requests = step.num_groups * step.group_size / groups
     nodes, tokens = (1 + windows.drafts, windows.tokens) if windows else (1.0, 1.0)
@@ -114,50 +114,58 @@ def profile(config: SimulateRun, instance: Instance, windows: WindowMean | None)
 
 
 def histopipe(config: SimulateRun, groups: int, tau: Tau | None, train_s: float) -> HistoPipe:
-    """Naive where `tau` is None."""
-    asked = config.training_steps
+    """Return a HistoPipe scheduler, with one tier if `tau` is None."""
+    settings = config.training_steps
     return HistoPipe(
         HistoPipeConfig(
-            num_steps=(asked.epochs - 1) * asked.steps_per_epoch,
+            num_steps=(settings.epochs - 1) * settings.steps_per_epoch,
             num_ranking_groups=groups,
-            epoch_prompts=config.workload.num_groups * asked.steps_per_epoch,
+            epoch_prompts=config.workload.num_groups * settings.steps_per_epoch,
             tau=tau,
             train_s=train_s,
         )
     )
 
 
-def figures(config: SimulateRun) -> list[Figure | Ordering]:
-    task, calibrated = _task(config), config.simulate.calibrated
-    name, asked = f"{task.capitalize()}-14B", config.training_steps
-    rests = f"({asked.found_tokens:.0%} found, {asked.acceptance:.0%} accepted)"
-    steps = ("barrier", "hybrid", "two-tier", "drafted")
-    titles = ("hybrid pipeline", "+ two-tier", f"+ HistoSpec {rests}")
-    out: list[Figure | Ordering] = []
-    for i, (title, published) in enumerate(zip(titles, FIGURE_14[task], strict=True)):
-        out.append(Figure(name, title, published, steps[i + 1], steps[i], calibrated))
-        order = f"{steps[i + 1]} faster than {steps[i]}"
-        out.append(Ordering(name, order, published, steps[i + 1], steps[i], calibrated))
-    for groups, share in MIGRATED[task].items():
-        title = f"migrated, {groups} groups"
-        out.append(Figure(name, title, share, f"migrated {groups}", None, calibrated, True))
-    if task == "math":
-        out.append(Figure(name, "idle workers, barrier", 0.46, "idle", None, calibrated, True))
-        for model, (_, rollouts) in LARGE_BATCHES.items():
-            workload, title = f"{model}, {rollouts:,} a worker", f"HistoSpec (1.80 to 1.86) {rests}"
-            out.append(Figure(workload, title, SUSTAINED, f"{model} drafted", f"{model} plain"))
-    return out
+def figures(config: SimulateRun) -> list[Figure]:
+    task, calibrated, settings = _task(config), config.simulate.calibrated, config.training_steps
+    name = f"{task.capitalize()}-14B"
+    rests = f"({settings.found_tokens:.0%} found, {settings.acceptance:.0%} accepted)"
+    hybrid, two_tier, drafted = FIGURE_14[task]
+    entries: list[Entry] = [
+        ("hybrid pipeline", hybrid, "hybrid", "barrier", "gain"),
+        ("hybrid faster than barrier", hybrid, "hybrid", "barrier", "order"),
+        ("+ two-tier", two_tier, "two-tier", "hybrid", "gain"),
+        ("two-tier faster than hybrid", two_tier, "two-tier", "hybrid", "order"),
+        (f"+ HistoSpec {rests}", drafted, "drafted", "two-tier", "gain"),
+        ("drafted faster than two-tier", drafted, "drafted", "two-tier", "order"),
+        *(
+            (f"migrated, {groups} groups", share, f"migrated {groups}", None, "share")
+            for groups, share in MIGRATED[task].items()
+        ),
+    ]
+    if task == "code":
+        return figures_of(name, entries, calibrated)
+    entries.append(("idle workers, barrier", 0.46, "idle", None, "share"))
+    title = f"HistoSpec (1.80 to 1.86) {rests}"
+    return figures_of(name, entries, calibrated) + [
+        Figure(
+            *(f"{model}, {rollouts:,} a worker", title, SUSTAINED),
+            *(f"{model} drafted", f"{model} plain"),
+        )
+        for model, (_, rollouts) in LARGE_BATCHES.items()
+    ]
 
 
 def _task(config: SimulateRun) -> str:
-    """By the ranking groups that the paper uses: 16 for math, 8 for code."""
+    """Return the task by the paper's number of ranking groups: 16 for math, 8 for code."""
     return "math" if config.training_steps.ranking_groups == 16 else "code"
 
 
 def play(config: SimulateRun, seed: int) -> dict[str, float]:
-    """Rates of a run (1 / seconds to its last update), migrated shares, and large batches."""
-    run, cluster, asked = draw_run(config, seed), make_cluster(config), config.training_steps
-    windows, instance = history_windows(asked), make_instance(config)
+    """Return the rates of a run (1 / seconds to its last update), and shares of it."""
+    run, cluster, settings = draw_run(config, seed), make_cluster(config), config.training_steps
+    windows, instance = history_windows(settings), make_instance(config)
 
     def played(
         scheduler: Scheduler, train_s: float, round_model: RoundModel | None = None
@@ -175,11 +183,11 @@ def play(config: SimulateRun, seed: int) -> dict[str, float]:
         scheduler = histopipe(config, groups, None, train_s)
         seconds = played(scheduler, train_s).trained_s[-1]
         found[f"migrated {groups}"] = scheduler.num_moved / len(run.lengths)
-        if groups == asked.ranking_groups:
+        if groups == settings.ranking_groups:
             found["hybrid"] = 1 / seconds
     for name, drafts in (("two-tier", None), ("drafted", windows)):
         scheduler = histopipe(
-            config, asked.ranking_groups, profile(config, instance, drafts), train_s
+            config, settings.ranking_groups, profile(config, instance, drafts), train_s
         )
         round_model = Windowed(instance, drafts) if drafts else None
         found[name] = 1 / played(scheduler, train_s, round_model).trained_s[-1]
@@ -187,14 +195,14 @@ def play(config: SimulateRun, seed: int) -> dict[str, float]:
 
 
 def train_share(config: SimulateRun) -> float:
-    """Seconds of an update over those of a plain rollout, each on its own devices."""
-    rollout, asked = config.training_steps.rollout_share, config.cluster
-    devices = asked.workers * asked.devices_per_worker
+    """Return the seconds of an update over those of a plain rollout, each on its own devices."""
+    rollout, settings = config.training_steps.rollout_share, config.cluster
+    devices = settings.workers * settings.devices_per_worker
     return (1 - rollout) / rollout * devices / (config.training_steps.devices - devices)
 
 
 def _large_batches(config: SimulateRun, windows: WindowMean, seed: int) -> dict[str, float]:
-    """One worker with thousands of rollouts, plain and with drafts."""
+    """Return the rates of one worker with thousands of rollouts, plain and with drafts."""
     found, step = {}, config.workload
     for model, (devices, rollouts) in LARGE_BATCHES.items():
         instance = dataclasses.replace(

@@ -1,7 +1,7 @@
 """Seer's table 6, figures 8, 10 and 11: divided rollouts, context-aware order, grouped drafts.
 
-The baseline deals whole groups to instances, and requests to the ranks of an instance. Figure 7
-has no numbers of its own in the text, figures 3, 9 and 12 are courses over time.
+The baseline deals whole groups to instances, and requests to the ranks of an instance. The text
+gives no numbers for figure 7, and figures 3, 9 and 12 are courses over time.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from rl.simulation.compare import play_policy, rollout_of
 from rl.simulation.config import GroupedDraftsConfig, SimulateRun, make_instance
 from rl.simulation.draft_costs import Budgeted, RequestClass, chain_probs
-from rl.simulation.reproduction.rows import Figure, Ordering
+from rl.simulation.reproduction.rows import Entry, Figure, figures_of
 from sched.simulator.roofline import Instance
 from sched.simulator.specactor import prob_of
 from sched.simulator.workloads import make_requests
@@ -28,12 +28,12 @@ TABLE_6 = {  # + divided, + context-aware, + grouped drafts
     "Kimi-K2": (1.35, 1.47, 1.77),
 }
 STUDIED = "Qwen2-VL-72B"  # the workload of figures 3, 8, 10 and 11, and of table 2's acceptance
-ACCEPTED = "accepted: table 2"  # what rows with drafts rest on
+ACCEPTED = "accepted: table 2"  # the source of the acceptance in rows with drafts
 TAIL_CUT = 0.84  # by all of Seer: figure 8 has 75 to 93% over the three workloads
 
 
 def grouped_lanes(config: GroupedDraftsConfig) -> list[RequestClass]:
-    """Probabilities that bring the published tokens: a chain's, then what its other paths add."""
+    """Return probabilities that give the published tokens: a chain's, then other paths'."""
     lanes = []
     for siblings, chain, paths in zip(
         config.finished_siblings, config.chain_tokens, config.paths_tokens, strict=True
@@ -52,7 +52,7 @@ def drafted(
     *,
     adapts: bool = True,
 ) -> Budgeted:
-    """Rounds as `Goodput` chooses them, or of whole chains; lookups are paid for."""
+    """Return rounds as `Goodput` chooses them, or of whole chains; lookups take `lookup_s`."""
     return Budgeted(
         instance,
         lanes,
@@ -62,50 +62,46 @@ def drafted(
     )
 
 
-def figures(config: SimulateRun) -> list[Figure | Ordering]:
-    """Of one of the three workloads."""
-    model, calibrated = config.cluster.model, config.simulate.calibrated
-    names = ("divided", "context", "grouped")
-    titles = ("+ divided rollout", "+ context-aware order", f"+ grouped drafts ({ACCEPTED})")
-    out: list[Figure | Ordering] = [
-        Figure(model, title, published, name, "baseline", calibrated)
-        for name, title, published in zip(names, titles, TABLE_6[model], strict=True)
-    ]
-    title = f"tail cut by all of it (75 to 93%; {ACCEPTED})"
-    out.append(Figure(model, title, TAIL_CUT, "tail cut, grouped", None, calibrated, True))
-    steps = zip(("baseline", *names), names, (1.0, *TABLE_6[model]), TABLE_6[model], strict=False)
-    for before, after, slower, faster in steps:
-        title = f"{after} faster than {before}"
-        out.append(Ordering(model, title, faster / slower, after, before, calibrated))
-    if model != STUDIED:
-        return out
-    return [
-        *out,
-        Figure(model, "baseline's tail (nearly half)", 0.5, "tail share", None, calibrated, True),
-        Figure(model, "tail cut, no context", 0.06, "tail cut, divided", None, calibrated, True),
-        Figure(model, "tail cut, context", 0.87, "tail cut, context", None, calibrated, True),
-        Figure(model, "share of the oracle", 0.95, "context", "oracle", calibrated, True),
-        Figure(model, f"drafts ({ACCEPTED})", 1.30, "grouped", "context", calibrated),
-        Figure(model, f"drafts, none shared ({ACCEPTED})", 1.19, "alone", "context", calibrated),
-        Figure(model, f"drafts, not adapted ({ACCEPTED})", 1.03, "fixed", "context", calibrated),
-        Ordering(model, "oracle faster than context", 1 / 0.95, "oracle", "context", calibrated),
-        Ordering(model, "shared faster than not", 1.3 / 1.19, "grouped", "alone", calibrated),
-        Ordering(model, "adapted faster than not", 1.3 / 1.03, "grouped", "fixed", calibrated),
-        Ordering(model, "none shared faster than none", 1.19, "alone", "context", calibrated),
-        Ordering(model, "not adapted faster than none", 1.03, "fixed", "context", calibrated),
-        Ordering(
-            model,
-            "context's tail shorter than without",
-            0.94 / 0.13,
-            "divided's tail",
-            "context's tail",
-            calibrated,
+def figures(config: SimulateRun) -> list[Figure]:
+    """Return the figures of one of the three workloads."""
+    model = config.cluster.model
+    divided, context, grouped = TABLE_6[model]
+    entries: list[Entry] = [
+        ("+ divided rollout", divided, "divided", "baseline", "gain"),
+        ("+ context-aware order", context, "context", "baseline", "gain"),
+        (f"+ grouped drafts ({ACCEPTED})", grouped, "grouped", "baseline", "gain"),
+        (
+            f"tail cut by all of it (75 to 93%; {ACCEPTED})",
+            *(TAIL_CUT, "tail cut, grouped", None, "share"),
         ),
+        ("divided faster than baseline", divided, "divided", "baseline", "order"),
+        ("context faster than divided", context / divided, "context", "divided", "order"),
+        ("grouped faster than context", grouped / context, "grouped", "context", "order"),
     ]
+    if model == STUDIED:
+        entries += [
+            ("baseline's tail (nearly half)", 0.5, "tail share", None, "share"),
+            ("tail cut, no context", 0.06, "tail cut, divided", None, "share"),
+            ("tail cut, context", 0.87, "tail cut, context", None, "share"),
+            ("share of the oracle", 0.95, "context", "oracle", "share"),
+            (f"drafts ({ACCEPTED})", 1.30, "grouped", "context", "gain"),
+            (f"drafts, none shared ({ACCEPTED})", 1.19, "alone", "context", "gain"),
+            (f"drafts, not adapted ({ACCEPTED})", 1.03, "fixed", "context", "gain"),
+            ("oracle faster than context", 1 / 0.95, "oracle", "context", "order"),
+            ("shared faster than not", 1.3 / 1.19, "grouped", "alone", "order"),
+            ("adapted faster than not", 1.3 / 1.03, "grouped", "fixed", "order"),
+            ("none shared faster than none", 1.19, "alone", "context", "order"),
+            ("not adapted faster than none", 1.03, "fixed", "context", "order"),
+            (
+                "context's tail shorter than without",
+                *(0.94 / 0.13, "divided's tail", "context's tail", "order"),
+            ),
+        ]
+    return figures_of(model, entries, config.simulate.calibrated)
 
 
 def play(config: SimulateRun, seed: int) -> dict[str, float]:
-    """Rates of one rollout (1 / seconds), and its tails."""
+    """Return the rates of one rollout (1 / seconds), and its tails."""
     instance, grouped = make_instance(config), config.grouped_drafts
     requests, lengths = make_requests(*rollout_of(config, seed), known=True)
     lanes = grouped_lanes(grouped)

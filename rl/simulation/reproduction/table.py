@@ -6,7 +6,7 @@ TLT's microbenchmark. All other workloads are predicted.
 
     error of a speedup   |log(simulated) / log(published) − 1|: of the gain, not of 1 + gain
     error of a share     |simulated − published|, in points
-    null                 what one constant a paper says: the geometric mean of its calibrated
+    null                 one constant for each paper: the geometric mean of its calibrated
                          speedups, the median of its calibrated shares (0.5 where it has none)
     an ordering          `holds` where nine of ten seeds are on the published side of 1
 
@@ -31,7 +31,7 @@ import numpy as np
 
 from rl.config.loader import PROJECT_ROOT, load
 from rl.simulation.config import PAPERS, SimulateRun
-from rl.simulation.reproduction.rows import Figure, Ordering
+from rl.simulation.reproduction.rows import Figure
 
 FOLDER = PROJECT_ROOT / "configs" / "sim"
 PHYSICAL = (  # one set for all papers, which no paper gives
@@ -48,30 +48,34 @@ CALIBRATED, PREDICTED = "calibrated", "predicted"
 
 @dataclasses.dataclass(frozen=True)
 class ReproducedRow:
-    """A published figure, and what the simulator and one constant say; `holds`: of orderings."""
+    """A published figure beside the simulator's, over seeds, and the null model's."""
 
     paper: str
-    workload: str
-    row: str
-    role: str
-    published: float
+    figure: Figure
     simulated: float
     low: float
     high: float
     null: float
-    is_share: bool = False
-    holds: bool | None = None
+
+    @property
+    def role(self) -> str:
+        return CALIBRATED if self.figure.calibrated else PREDICTED
+
+    @property
+    def holds(self) -> bool | None:
+        """Return whether an ordering holds; None for other figures."""
+        return self.low > 1 if self.figure.kind == "order" else None
 
     def error(self, said: float) -> float:
-        """Of what is said in the place of what was published: a ratio, or points of a share."""
-        if self.is_share:
-            return 100 * abs(said - self.published)
-        return gain_error(said, self.published)
+        """Return the error of `said` instead of the published figure: a ratio, or points."""
+        if self.figure.kind == "share":
+            return 100 * abs(said - self.figure.published)
+        return gain_error(said, self.figure.published)
 
     def as_json(self) -> dict[str, Any]:
-        row: dict[str, Any] = {
-            name: getattr(self, name) for name in ("paper", "workload", "row", "role", "published")
-        }
+        figure = self.figure
+        row: dict[str, Any] = {"paper": self.paper, "workload": figure.workload, "row": figure.row}
+        row |= {"role": self.role, "published": figure.published}
         row |= {
             name: round(getattr(self, name), 4) for name in ("simulated", "low", "high", "null")
         }
@@ -79,18 +83,18 @@ class ReproducedRow:
 
 
 def module_of(paper: str | None) -> ModuleType:
-    """`figures`, `play` and `ASSUMED` of a paper; loads jax, which other simulations do without."""
+    """Import a paper's `figures`, `play` and `ASSUMED`, and with them jax."""
     assert paper in PAPERS
     return importlib.import_module(f"rl.simulation.reproduction.{paper}")
 
 
 def gain_error(said: float, published: float) -> float:
-    """|log(said) / log(published) − 1|: 0 where right, 1 where it says that nothing is gained."""
+    """Return |log(said) / log(published) − 1|: 0 where right, 1 where `said` is no gain."""
     return abs(math.log(said) / math.log(published) - 1)
 
 
 def configurations(folder: Path = FOLDER) -> list[tuple[str, SimulateRun]]:
-    """(name, configuration) of every file that reproduces something."""
+    """Return (name, configuration) of every file that reproduces something."""
     found = [(path.stem, load(SimulateRun, [path])) for path in sorted(folder.glob("*.gin"))]
     return [(name, config) for name, config in found if config.simulate.reproduces]
 
@@ -98,7 +102,7 @@ def configurations(folder: Path = FOLDER) -> list[tuple[str, SimulateRun]]:
 def reproduce(
     found: Sequence[tuple[str, SimulateRun]], *, processes: int = 1
 ) -> Iterator[ReproducedRow]:
-    """Rows of these configurations, each as soon as its seeds are played."""
+    """Yield the rows of these configurations, each as soon as its seeds are played."""
     tasks = [(config, seed) for _, config in found for seed in config.simulate.seeds]
     with contextlib.ExitStack() as stack:
         played: Iterator[dict[str, float]]
@@ -120,8 +124,8 @@ def _play(config: SimulateRun, seed: int) -> dict[str, float]:
     return found
 
 
-def _everything() -> list[tuple[str, Figure | Ordering]]:
-    """(paper, figure) of all that ships: nulls do not depend on which files are played."""
+def _everything() -> list[tuple[str, Figure]]:
+    """Return (paper, figure) of all that ships; nulls do not depend on which files are played."""
     return [
         (config.simulate.reproduces, figure)
         for _, config in configurations()
@@ -130,49 +134,35 @@ def _everything() -> list[tuple[str, Figure | Ordering]]:
     ]
 
 
-def _nulls(everything: Iterable[tuple[str, Figure | Ordering]]) -> dict[tuple[str, bool], float]:
-    """The constant of each paper, by (paper, whether of shares)."""
-    values: dict[tuple[str, bool], list[float]] = {}
+def _nulls(everything: Iterable[tuple[str, Figure]]) -> dict[tuple[str, str], float]:
+    """Return the null model's constants, by paper and kind of figure."""
+    values: dict[tuple[str, str], list[float]] = {}
     for paper, figure in everything:
-        if isinstance(figure, Figure) and figure.calibrated:
-            values.setdefault((paper, figure.is_share), []).append(figure.published)
+        if figure.kind != "order" and figure.calibrated:
+            values.setdefault((paper, figure.kind), []).append(figure.published)
     return {
-        (paper, is_share): statistics.median(v) if is_share else statistics.geometric_mean(v)
-        for (paper, is_share), v in values.items()
+        (paper, kind): statistics.median(v) if kind == "share" else statistics.geometric_mean(v)
+        for (paper, kind), v in values.items()
     }
 
 
 def rows_of(
     config: SimulateRun,
     seeds: Sequence[Mapping[str, float]],
-    nulls: Mapping[tuple[str, bool], float],
+    nulls: Mapping[tuple[str, str], float],
 ) -> Iterator[ReproducedRow]:
-    """Rows of one configuration from what each seed gave."""
+    """Yield the rows of one configuration from the simulated values of each seed."""
     paper = config.simulate.reproduces
     assert paper is not None
     for figure in module_of(paper).figures(config):
-        is_order = isinstance(figure, Ordering)
-        is_share = not is_order and figure.is_share
         values = [figure.of(found) for found in seeds]
         low, high = np.percentile(values, (10, 90)).tolist()
-        null = 1.0 if is_order else nulls.get((paper, is_share), 0.5 if is_share else 1.0)
-        yield ReproducedRow(
-            paper,
-            figure.workload,
-            figure.row,
-            CALIBRATED if figure.calibrated else PREDICTED,
-            figure.published,
-            statistics.median(values),
-            low,
-            high,
-            null,
-            is_share,
-            low > 1 if is_order else None,
-        )
+        null = nulls.get((paper, figure.kind), 0.5 if figure.kind == "share" else 1.0)
+        yield ReproducedRow(paper, figure, statistics.median(values), low, high, null)
 
 
 def constants(found: Sequence[tuple[str, SimulateRun]]) -> dict[str, dict[str, str]]:
-    """By paper, and `all papers`: constants that no paper gives, and values derived from one."""
+    """Return the constants that no paper gives: {paper, or `all papers`: {name: values}}."""
 
     def value(config: SimulateRun, name: str) -> str:
         section, field = name.split(".")
@@ -192,25 +182,24 @@ def constants(found: Sequence[tuple[str, SimulateRun]]) -> dict[str, dict[str, s
 
 
 def summary(rows: Sequence[ReproducedRow]) -> dict[str, Any]:
-    """Medians of errors, the simulator's and the null's, and which orderings hold; by role."""
+    """Return median errors, the simulator's and the null's, and which orderings hold, by role."""
     out: dict[str, Any] = {}
     for role in (PREDICTED, CALIBRATED):
         mine = [row for row in rows if row.role == role]
-        orders = [row for row in mine if row.holds is not None]
-        figures = [row for row in mine if row.holds is None]
-        for kind, of in (
-            ("gain_error", [row for row in figures if not row.is_share]),
-            ("share_error_points", [row for row in figures if row.is_share]),
-        ):
+        for kind, title in (("gain", "gain_error"), ("share", "share_error_points")):
+            of = [row for row in mine if row.figure.kind == kind]
             if of:
-                out[f"{role}_median_{kind}"] = _median(row.error(row.simulated) for row in of)
-                out[f"{role}_null_median_{kind}"] = _median(row.error(row.null) for row in of)
-                out[f"{role}_rows_{kind}"] = len(of)
+                out[f"{role}_median_{title}"] = _median(row.error(row.simulated) for row in of)
+                out[f"{role}_null_median_{title}"] = _median(row.error(row.null) for row in of)
+                out[f"{role}_rows_{title}"] = len(of)
+        orders = [row for row in mine if row.holds is not None]
         if orders:
             out[f"{role}_orderings"] = len(orders)
             out[f"{role}_orderings_held"] = sum(bool(row.holds) for row in orders)
             out[f"{role}_orderings_failed"] = [
-                f"{row.paper} {row.workload}: {row.row}" for row in orders if not row.holds
+                f"{row.paper} {row.figure.workload}: {row.figure.row}"
+                for row in orders
+                if not row.holds
             ]
     return out
 
@@ -220,21 +209,27 @@ def _median(values: Iterable[float]) -> float:
 
 
 def lines_of(rows: Sequence[ReproducedRow], found: Sequence[tuple[str, SimulateRun]]) -> list[str]:
-    """The table, what fails, the constants that it rests on, and how good it is in all."""
-    wide = max(len(row.row) for row in rows)
+    """Return the table, the constants that it rests on, its failures, and its summary."""
+    wide = max(len(row.figure.row) for row in rows)
     form = f"{{:9}} {{:24}} {{:{wide}}} {{:10}} {{:>9}} {{:>9}} {{:>15}} {{:>6}} {{:>7}} {{:>7}}"
     titles = ("paper", "workload", "row", "role", "published", "simulated", "10th to 90th")
     lines = [form.format(*titles, "null", "error", "null's")]
+    bad = []
     for row in rows:
+        figure = row.figure
         if row.holds is None:
-            unit = "{:.0f} pt" if row.is_share else "{:.0%}"
-            scale = 1.0
-            errors = [unit.format(scale * row.error(x)) for x in (row.simulated, row.null)]
+            unit, most = ("{:.0f} pt", 15) if figure.kind == "share" else ("{:.0%}", 0.5)
+            errors = [unit.format(row.error(x)) for x in (row.simulated, row.null)]
+            if row.error(row.simulated) > most:
+                bad.append(
+                    f"  {row.role}: {row.paper}, {figure.workload}, {figure.row}: "
+                    f"published {figure.published:.3g}, simulated {row.simulated:.3g}"
+                )
         else:
             errors = ["holds" if row.holds else "FAILS", ""]
         lines.append(
             form.format(
-                *(row.paper, row.workload, row.row, row.role, f"{row.published:.3g}"),
+                *(row.paper, figure.workload, figure.row, row.role, f"{figure.published:.3g}"),
                 *(f"{row.simulated:.3f}", f"{row.low:.3f} … {row.high:.3f}", f"{row.null:.2f}"),
                 *errors,
             ).rstrip()
@@ -242,23 +237,12 @@ def lines_of(rows: Sequence[ReproducedRow], found: Sequence[tuple[str, SimulateR
     lines += ["", "Simulated by a roofline. Constants that no paper gives:"]
     for title, values in constants(found).items():
         lines.append(f"  {title}: " + ", ".join(f"{k} {v}" for k, v in values.items()))
-    bad = [row for row in rows if row.holds is None and _is_far(row)]
     lines += ["", "What fails (a gain wrong by more than half, a share by more than 15 points):"]
-    lines += [
-        f"  {row.role}: {row.paper}, {row.workload}, {row.row}: "
-        f"published {row.published:.3g}, simulated {row.simulated:.3g}"
-        for row in bad
-    ] or ["  nothing"]
-    lines += ["", *summary_lines(summary(rows))]
-    return lines
-
-
-def _is_far(row: ReproducedRow) -> bool:
-    return row.error(row.simulated) > (15 if row.is_share else 0.5)
+    return [*lines, *(bad or ["  nothing"]), "", *summary_lines(summary(rows))]
 
 
 def summary_lines(found: Mapping[str, Any]) -> list[str]:
-    """`summary` in words."""
+    """Return `summary` in words."""
     lines = []
     for role in (PREDICTED, CALIBRATED):
         words = []

@@ -2,10 +2,10 @@
 
     speedup = tokens · plain / (verification + depth · drafter's step)
 
-all by the roofline: EAGLE's drafter is one layer of the model and its vocabulary's matrix, and
-a step of it drafts for `top_k` nodes a request. Table 4 is calibrated: with the plain rounds
-of tables 2 and 7 it gives `sched.simulator.roofline.Efficiency` for all papers, and tokens by
-draft tokens. Accepted tokens of table 4 are table 1's, of the 7B tables their own.
+all by the roofline. EAGLE's drafter is one layer of the model and its vocabulary's matrix, and
+a step of it drafts for `top_k` nodes a request. Table 4 is calibrated: with the plain rounds of
+tables 2 and 7 it gives `sched.simulator.roofline.Efficiency` for all papers, and tokens by draft
+tokens. Accepted tokens are table 1's for table 4, and their own for the 7B tables.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import dataclasses
 from rl.simulation.compare import play_policy, rollout_of
 from rl.simulation.config import SimulateRun, TreeDraftsConfig, make_instance
 from rl.simulation.draft_costs import Budgeted, RequestClass
-from rl.simulation.reproduction.rows import Figure, Ordering
+from rl.simulation.reproduction.rows import Entry, Figure, figures_of
 from sched.simulator.roofline import ACCELERATORS, MODELS, Instance, ModelShape
 from sched.simulator.workloads import make_requests
 from spec.budget.goodput import Goodput
@@ -56,7 +56,7 @@ SMALL, LARGE = "Qwen2.5-7B", "Qwen2.5-32B"
 
 
 def eagle(model: ModelShape) -> ModelShape:
-    """One layer of the model, and the matrix of its vocabulary."""
+    """Return EAGLE's drafter: one layer of the model, and the matrix of its vocabulary."""
     head = VOCABULARY * model.hidden
     params = (model.active_params - head) / model.num_layers + head
     return dataclasses.replace(
@@ -71,9 +71,7 @@ def eagle(model: ModelShape) -> ModelShape:
 
 
 def tree_lane(config: TreeDraftsConfig) -> RequestClass:
-    """Probabilities that bring the tokens of each size: the same for draft tokens between two
-    sizes.
-    """
+    """Return probabilities that give the tokens of each size, equal between two sizes."""
     probs: list[float] = []
     for drafts, tokens in zip(config.drafts, config.tokens, strict=True):
         more = drafts - len(probs)
@@ -82,7 +80,7 @@ def tree_lane(config: TreeDraftsConfig) -> RequestClass:
 
 
 def draft_seconds(config: TreeDraftsConfig, target: Instance, batch: int) -> float:
-    """Of a round's tree: `depth` steps of the drafter on the model's devices."""
+    """Return the seconds of a round's trees: `depth` drafter steps on the model's devices."""
     drafter = dataclasses.replace(target, model=eagle(target.model))
     return config.depth * drafter.round_seconds(batch, batch * config.positions, config.top_k)
 
@@ -95,14 +93,14 @@ def speedup(
     tokens: float,
     draft_s: float,
 ) -> float:
-    """Of rounds that verify so many draft tokens and bring so many tokens, over plain ones."""
+    """Return the speedup of rounds that verify `drafts` and give `tokens`, over plain rounds."""
     positions = batch * config.positions
     verify_s = target.round_seconds(batch, positions, 1 + drafts)
     return tokens * target.round_seconds(batch, positions) / (verify_s + draft_s)
 
 
 def adaptive(config: SimulateRun) -> Budgeted:
-    """Trees of the size that pays most, below the threshold."""
+    """Return rounds with trees of the best size, up to the most requests that get any."""
     instance, trees = make_instance(config), config.tree_drafts
     return Budgeted(
         instance,
@@ -114,54 +112,50 @@ def adaptive(config: SimulateRun) -> Budgeted:
     )
 
 
-def figures(config: SimulateRun) -> list[Figure | Ordering]:
+def figures(config: SimulateRun) -> list[Figure]:
     sizes = config.tree_drafts.drafts
-    micro = f"{LARGE}, table 4"
-    out: list[Figure | Ordering] = [
-        Figure(
-            micro, f"batch {batch}, {n} verified (8.67 accepted)", published, f"{batch} {n}", None,
-            True,
-        )
+    micro: list[Entry] = [
+        (f"batch {batch}, {n} verified (8.67 accepted)", gain, f"{batch} {n}", None, "gain")
         for batch, row in TABLE_4.items()
-        for n, published in zip(sizes, row, strict=True)
-    ]  # fmt: skip
+        for n, gain in zip(sizes, row, strict=True)
+    ]
     for batch, row in TABLE_4.items():
         best, worst = (sizes[row.index(of)] for of in (max(row), min(row)))
-        ratio = max(row) / min(row)
         title = f"batch {batch}: {best} better than {worst}"
-        out.append(Ordering(micro, title, ratio, f"{batch} {best}", f"{batch} {worst}", True))
-    rollout = "trees below 32 requests (8.67 accepted)"
-    out.append(Figure(f"{LARGE}, figure 14", rollout, 2.44, "rollout"))
-    for device, published in TABLE_2.items():
-        title = f"on {device} ({EAGLE_TOKENS} accepted)"
-        out.append(Figure(f"{SMALL}, table 2", title, published, device))
-    devices = list(TABLE_2)
-    out.append(
-        Ordering(
-            f"{SMALL}, table 2", "RTX 3090 gains more than B200",
-            TABLE_2[devices[-1]] / TABLE_2[devices[0]], devices[-1], devices[0],
-        )
-    )  # fmt: skip
-    for name, (tokens, published) in TABLE_7.items():
-        title = f"{name} ({tokens} accepted)"
-        out.append(Figure(f"{SMALL}, table 7", title, published, name))
-    for name, (tokens, rate) in TABLE_8.items():
-        title = f"{name} ({tokens} accepted)"
-        out.append(Figure(f"{SMALL}, table 8", title, rate / PLAIN_7, name))
+        ratio = max(row) / min(row)
+        micro.append((title, ratio, f"{batch} {best}", f"{batch} {worst}", "order"))
+    devices: list[Entry] = [
+        (f"on {device} ({EAGLE_TOKENS} accepted)", gain, device, None, "gain")
+        for device, gain in TABLE_2.items()
+    ]
+    ratio = TABLE_2["RTX 3090"] / TABLE_2["B200"]
+    devices.append(("RTX 3090 gains more than B200", ratio, "RTX 3090", "B200", "order"))
     eagle_over, small = TABLE_7["EAGLE"][1], TABLE_8["0.5B, trained"][1] / PLAIN_7
-    table = f"{SMALL}, table 8"
+    untrained = PLAIN_7 / TABLE_8["EAGLE, untrained"][1]
+    drafters: list[Entry] = [
+        (f"{name} ({tokens} accepted)", rate / PLAIN_7, name, None, "gain")
+        for name, (tokens, rate) in TABLE_8.items()
+    ]
+    drafters += [
+        ("EAGLE faster than 0.5B", eagle_over / small, "EAGLE", "0.5B, trained", "order"),
+        ("plain faster than untrained EAGLE", untrained, "plain", "EAGLE, untrained", "order"),
+    ]
+    trained: list[Entry] = [
+        (f"{name} ({tokens} accepted)", gain, name, None, "gain")
+        for name, (tokens, gain) in TABLE_7.items()
+    ]
+    rollout = "trees below 32 requests (8.67 accepted)"
     return [
-        *out,
-        Ordering(table, "EAGLE faster than 0.5B", eagle_over / small, "EAGLE", "0.5B, trained"),
-        Ordering(
-            table, "plain faster than untrained EAGLE",
-            PLAIN_7 / TABLE_8["EAGLE, untrained"][1], "plain", "EAGLE, untrained",
-        ),
-    ]  # fmt: skip
+        *figures_of(f"{LARGE}, table 4", micro, calibrated=True),
+        Figure(f"{LARGE}, figure 14", rollout, 2.44, "rollout"),
+        *figures_of(f"{SMALL}, table 2", devices),
+        *figures_of(f"{SMALL}, table 7", trained),
+        *figures_of(f"{SMALL}, table 8", drafters),
+    ]
 
 
 def play(config: SimulateRun, seed: int) -> dict[str, float]:
-    """Speedups; of these only the rollout's knows of the seed."""
+    """Return the speedups, of which only the rollout's depends on the seed."""
     trees, large = config.tree_drafts, make_instance(config)
     found = {"plain": 1.0}
     for batch in TABLE_4:

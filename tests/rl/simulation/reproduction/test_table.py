@@ -17,7 +17,7 @@ from rl.simulation.reproduction import seer as reproduction_seer
 from rl.simulation.reproduction import specactor
 from rl.simulation.reproduction import table as reproduction
 from rl.simulation.reproduction import tlt as reproduction_tlt
-from rl.simulation.reproduction.rows import Figure, Ordering
+from rl.simulation.reproduction.rows import Figure
 from rl.simulation.reproduction.table import (
     FOLDER,
     PHYSICAL,
@@ -58,14 +58,14 @@ def test_a_constant_fails_where_a_fifth_of_the_speedup_let_it_pass(constant):
 def planted(values, **published):
     """Rows of a paper of one speedup, one share and one ordering, from what seeds gave."""
     figures = [
-        Figure("w", "speedup", 1.5, "fast", "slow", True),
-        Figure("w", "share", 0.4, "share", None, False, True),
-        Ordering("w", "fast faster than slow", 1.5, "fast", "slow"),
+        Figure("w", "speedup", 1.5, "fast", "slow", "gain", True),
+        Figure("w", "share", 0.4, "share", None, "share"),
+        Figure("w", "fast faster than slow", 1.5, "fast", "slow", "order"),
     ]
     paper = types.SimpleNamespace(figures=lambda config: figures)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reproduction, "module_of", lambda name: paper)
-        return list(rows_of(SHIPPED["tlt"], values, {("tlt", False): 1.2}))
+        return list(rows_of(SHIPPED["tlt"], values, {("tlt", "gain"): 1.2}))
 
 
 def seeds(*speedups, share=0.5):
@@ -108,14 +108,14 @@ def test_the_summary_tells_a_right_simulator_from_a_constant():
 
 def test_nulls_are_one_constant_a_paper_from_its_calibrated_rows_alone():
     figures = [
-        ("p", Figure("w", "a", 2.0, "x", None, True)),
-        ("p", Figure("w", "b", 8.0, "x", None, True)),
+        ("p", Figure("w", "a", 2.0, "x", None, "gain", True)),
+        ("p", Figure("w", "b", 8.0, "x", None, "gain", True)),
         ("p", Figure("w", "c", 99.0, "x")),
-        ("p", Figure("w", "d", 0.1, "x", None, True, True)),
-        ("q", Ordering("w", "e", 7.0, "x", "y", True)),
+        ("p", Figure("w", "d", 0.1, "x", None, "share", True)),
+        ("q", Figure("w", "e", 7.0, "x", "y", "order", True)),
     ]
     nulls = reproduction._nulls(figures)
-    assert nulls == {("p", False): pytest.approx(4.0), ("p", True): 0.1}
+    assert nulls == {("p", "gain"): pytest.approx(4.0), ("p", "share"): 0.1}
 
 
 def test_the_text_says_what_is_calibrated_what_is_predicted_and_what_fails():
@@ -230,7 +230,7 @@ def test_a_small_experiment_has_all_that_its_rows_need(name):
     found = module.play(config, 0)
     for figure in module.figures(config):
         value = figure.of(found)
-        assert -1 <= value <= 1 if getattr(figure, "is_share", False) else value > 0, figure
+        assert -1 <= value <= 1 if figure.kind == "share" else value > 0, figure
 
 
 def test_a_file_that_reproduces_prints_its_rows_whatever_the_processes(capsys):
