@@ -1,5 +1,5 @@
-# Both targets do their own set-up: Python >= 3.11 and make are enough.
-#   make train [ARGS="--gin.Run.steps=50"]     make test
+# Targets do their own set-up: Python >= 3.11 and make are enough.
+#   make train [ARGS="--gin.Run.steps=50"]     make test     make docs
 # Another Python: make PYTHON=python3.13 train. More test workers: make JOBS=8 test.
 
 PYTHON ?= python3
@@ -11,7 +11,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-com
 # then, and kept.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: train test parity lint types format bench clean
+.PHONY: train test parity lint types format bench docs clean
 
 train: $(INSTALLED)
 	$(BIN)/python -m rl.train $(ARGS)
@@ -37,8 +37,14 @@ format: $(INSTALLED)
 bench: $(INSTALLED)
 	$(BIN)/python -m benchmarks.rollout --json $(ARGS)
 
+# Every warning is an error: a link or an anchor that leads nowhere fails.
+docs: $(INSTALLED)
+	$(PIP) -e '.[docs]'
+	$(BIN)/python -m docs.generate --check
+	$(BIN)/python -m sphinx -q -W --keep-going -n -b html docs docs/_build
+
 clean:
-	rm -rf .venv .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist
+	rm -rf .venv .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist docs/_build
 
 # A pip of its own first: the one that comes with Python 3.11 takes twice as long.
 $(INSTALLED): pyproject.toml constraints.txt _reprise_sched.py reprise-sched.pth reprise-sched.start
