@@ -131,7 +131,7 @@ def code(text: str) -> str:
 def escaped(text: str) -> str:
     """Return text with the characters that Markdown would read outside of code spans escaped."""
     parts = re.split(r"(`[^`]*`)", text)
-    return "".join(p if p.startswith("`") else re.sub(r"([*<_\[\]|])", r"\\\1", p) for p in parts)
+    return "".join(p if p.startswith("`") else re.sub(r"([*<\[\]|])", r"\\\1", p) for p in parts)
 
 
 # --- results.md -----------------------------------------------------------------------

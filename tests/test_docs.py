@@ -92,6 +92,7 @@ def test_the_diff_of_a_how_to_applies_and_passes_its_check(path, tmp_path):
     for name in CODE:
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / name, tmp_path / name, ignore=ignored)
+    shutil.copy(ROOT / "_reprise_sched.py", tmp_path)  # makes it a checkout whose `sched` is found
     subprocess.run(["git", "apply", "-"], cwd=tmp_path, input=diff, text=True, check=True)
     python(["-c", check], tmp_path, PYTHONPATH=str(tmp_path))
 
@@ -161,6 +162,30 @@ def test_modules_that_pages_name_exist(path):
         if not (found and inside) and "/".join(parts) not in added:
             missing.append(name)
     assert missing == []
+
+
+@pytest.mark.parametrize("name", ["architecture.md", "findings.md"])
+def test_tests_that_pages_name_exist(name):
+    """As `path/test_x.py::test_name`, or `test_x.py::test_begins_with_…`."""
+    missing = []
+    for line in page(name).splitlines():
+        files: list[str] = []
+        for path, test in re.findall(r"`([\w/]+\.py)?(?:::)?(test_\w+)?(?:_?…)?`", line):
+            if path:
+                files = [
+                    p.read_text(encoding="utf-8") for p in (ROOT / "tests").rglob(Path(path).name)
+                ]
+            if test and not any(f"def {test}" in text for text in files):
+                missing.append(f"{path}::{test}")
+    assert missing == []
+
+
+def test_the_architecture_has_every_room():
+    text = page("architecture.md")
+    rooms = {p.parent.relative_to(ROOT).as_posix() for p in ROOT.glob("[rs]*/*/__init__.py")}
+    rooms = {room for room in rooms if room.partition("/")[0] in CODE}
+    headings = " ".join(re.findall(r"^##.*", text, re.MULTILINE))
+    assert rooms and [room for room in sorted(rooms) if room not in headings] == []
 
 
 def test_the_tree_of_the_readme_has_every_room():
