@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from pathlib import Path
 
 import jax
 import jax.monitoring
 import numpy as np
+import pytest
 
 from benchmarks import tiny_run
 from rl.loop import setup as run_setup
@@ -22,6 +24,7 @@ class Finished:
     rows: list[dict]
     samples: bytes
     show: tiny_run.Recorder
+    folder: Path
 
 
 def finish(tiny, folder, *overrides) -> Finished:
@@ -29,7 +32,7 @@ def finish(tiny, folder, *overrides) -> Finished:
     state = tiny_run.train(tiny, folder, *overrides, show=show)
     rows = [deterministic_view(row) for row in read_metrics(folder)]
     leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(state)]
-    return Finished(leaves, rows, (folder / "samples.jsonl").read_bytes(), show)
+    return Finished(leaves, rows, (folder / "samples.jsonl").read_bytes(), show, folder)
 
 
 def assert_same_bits(ours: Finished, theirs: Finished):
@@ -62,8 +65,12 @@ def counted_compilations():
         active = False  # jax offers no public way to take a listener away
 
 
-def compilations(tiny, folder, monkeypatch, *overrides) -> tuple[Finished, list[str], list[str]]:
-    """A run from empty caches: what it left, and what it compiled up to warm-up and after it."""
+def compilations(tiny, folder, *overrides) -> tuple[Finished, list[str], list[str]]:
+    """A run from empty caches: what it left, and what it compiled up to warm-up and after it.
+
+    Runs that follow compile again what they share with runs before it, so let one run serve
+    several tests.
+    """
     jax.clear_caches()  # or earlier runs would have warmed up for us
     at_warm_up: list[int] = []
     build = run_setup.build
@@ -73,7 +80,7 @@ def compilations(tiny, folder, monkeypatch, *overrides) -> tuple[Finished, list[
         at_warm_up.append(len(found))
         return built
 
-    monkeypatch.setattr(run_setup, "build", counting_build)
-    with counted_compilations() as found:
+    with pytest.MonkeyPatch.context() as patch, counted_compilations() as found:
+        patch.setattr(run_setup, "build", counting_build)
         done = finish(tiny, folder, *overrides)
     return done, found[: at_warm_up[0]], found[at_warm_up[0] :]

@@ -38,8 +38,20 @@ def texts(done):
 
 
 @pytest.fixture(scope="module")
-def trained_after(tiny, tmp_path_factory):
-    return finish(tiny, tmp_path_factory.mktemp("after"), *AFTER)
+def compiled(tiny, tmp_path_factory):
+    """A run with one engine from empty caches, and what it compiled up to warm-up and after."""
+    return compilations(tiny, tmp_path_factory.mktemp("after"), *AFTER)
+
+
+@pytest.fixture(scope="module")
+def trained_after(compiled):
+    return compiled[0]
+
+
+def test_nothing_compiles_after_warm_up_with_one_engine(compiled):
+    _, before, after = compiled
+    assert len(before) > 10
+    assert after == []
 
 
 @pytest.mark.parity
@@ -124,31 +136,37 @@ def test_what_is_learnt_in_one_phase_of_a_step_counts_in_its_later_ones():
     assert seen == [False, True, False]
 
 
-@pytest.mark.parametrize("mode", [(), ("Sched.mode='pipeline'",)], ids=["sync", "pipeline"])
-def test_workers_train_it_in_their_spare_time(tiny, tmp_path, mode):
-    spot = (*LEARNED, *WORKERS, *mode, "Run.steps=6", "Drafter.checkpoint_every_steps=1")
-    done = finish(tiny, tmp_path, *spot)
-    assert done.rows[-1]["drafter/total_steps"] > 0
-    assert whole_steps(tmp_path / "drafter")[0] > 0
-    if not mode:
-        plain = finish(tiny, tmp_path / "plain", "Run.steps=6")
-        assert texts(plain) == texts(done)
+SPOT = (*LEARNED, *WORKERS, "Run.steps=6", "Drafter.checkpoint_every_steps=1")
 
 
-def test_nothing_compiles_after_warm_up(tiny, tmp_path, monkeypatch):
-    """With every kind of drafter that there is."""
+@pytest.fixture(scope="module")
+def every_drafter(tiny, tmp_path_factory):
+    """A run of workers with every kind of drafter, from empty caches: its folder, and that."""
     small = (
         "Speculation.sources=('group', 'own', 'learned', 'model')",
         f"DraftModel.directory={str(tiny.parent / 'policy')!r}",
     )
-    settings = (*LEARNED, *small, *BANDIT, *WORKERS, "Engine.min_slots=2", "Run.steps=4")
-    _, before, after = compilations(tiny, tmp_path, monkeypatch, *settings)
+    folder = tmp_path_factory.mktemp("every_drafter")
+    settings = (*SPOT, *small, *BANDIT, "Engine.min_slots=2")
+    return folder, *compilations(tiny, folder, *settings)
+
+
+def test_nothing_compiles_after_warm_up_with_every_drafter(every_drafter):
+    folder, _, before, after = every_drafter
     assert len(before) > 10
     assert after == []
-    rows = json.loads((tmp_path / "round_times.json").read_text())["rows"]
+    rows = json.loads((folder / "round_times.json").read_text())["rows"]
     assert {"draft learned", "draft model"} < {row[0] for row in rows}
 
 
-def test_nothing_compiles_after_warm_up_with_one_engine(tiny, tmp_path, monkeypatch):
-    _, _, after = compilations(tiny, tmp_path, monkeypatch, *AFTER, "Run.steps=2")
-    assert after == []
+def test_workers_train_it_in_their_spare_time(tiny, every_drafter, tmp_path):
+    folder, done, _, _ = every_drafter
+    assert done.rows[-1]["drafter/total_steps"] > 0
+    assert whole_steps(folder / "drafter")[0] > 0
+    assert texts(finish(tiny, tmp_path, "Run.steps=6")) == texts(done)
+
+
+def test_workers_train_it_while_the_trainer_trains(tiny, tmp_path):
+    done = finish(tiny, tmp_path, *SPOT, "Sched.mode='pipeline'")
+    assert done.rows[-1]["drafter/total_steps"] > 0
+    assert whole_steps(tmp_path / "drafter")[0] > 0

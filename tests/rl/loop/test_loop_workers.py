@@ -17,23 +17,43 @@ def texts(done):
     return [json.loads(line)["completion"] for line in done.samples.splitlines()]
 
 
-@pytest.mark.parity
-@pytest.mark.parametrize(
-    ("policy", "more"),
-    [("seer", ()), ("group_fifo", ()), ("seer", (*DRAFTS, *COUPLED, "Run.steps=5"))],
-    ids=["seer", "group_fifo", "drafts and reuse"],
-)
-def test_workers_change_no_reward_and_no_token(tiny, tmp_path, policy, more):
-    """An epoch is three steps: with reuse, the last two have something to start from."""
-    one = finish(tiny, tmp_path / "one", *more)
-    several = finish(tiny, tmp_path / "several", *more, *WORKERS, f"Sched.policy='{policy}'")
+def assert_same_run(one, several):
     assert texts(one) == texts(several)
     for ours, theirs in zip(one.rows, several.rows, strict=True):
         assert learnt(ours) == pytest.approx(learnt(theirs), rel=1e-3, abs=1e-5)
-    if more:
-        assert several.rows[-1]["spec/reused_fraction"] > 0
-        drafted = [row.get("spec/tokens_per_round", 0.0) for row in several.rows]
-        assert max(drafted) > 1
+
+
+@pytest.fixture(scope="module")
+def compiled(tiny, tmp_path_factory):
+    """A run with drafts and reuse from empty caches, and what it compiled before and after."""
+    more = (*DRAFTS, *COUPLED, *WORKERS, "Engine.min_slots=2", "Run.steps=5")
+    return compilations(tiny, tmp_path_factory.mktemp("several"), *more)
+
+
+def test_nothing_compiles_after_warm_up(compiled):
+    _, before, after = compiled
+    assert len(before) > 10
+    assert after == []
+
+
+@pytest.mark.parity
+def test_workers_with_drafts_and_reuse_change_no_reward_and_no_token(tiny, compiled, tmp_path):
+    """An epoch is three steps: with reuse, the last two have something to start from."""
+    several = compiled[0]
+    assert_same_run(finish(tiny, tmp_path, *DRAFTS, *COUPLED, "Run.steps=5"), several)
+    assert several.rows[-1]["spec/reused_fraction"] > 0
+    assert max(row.get("spec/tokens_per_round", 0.0) for row in several.rows) > 1
+
+
+@pytest.fixture(scope="module")
+def one_engine(tiny, tmp_path_factory):
+    return finish(tiny, tmp_path_factory.mktemp("one"))
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("policy", ["seer", "group_fifo"])
+def test_workers_change_no_reward_and_no_token(tiny, one_engine, tmp_path, policy):
+    assert_same_run(one_engine, finish(tiny, tmp_path, *WORKERS, f"Sched.policy='{policy}'"))
 
 
 @pytest.mark.skipif(jax.device_count() != 8, reason="needs 8 (virtual) devices")
@@ -49,10 +69,3 @@ def test_workers_beside_a_trainer_on_several_devices(tiny, tmp_path, more):
     narrow = finish(tiny, tmp_path / "narrow", *once, "Mesh.fsdp=1")
     assert texts(wide) == texts(narrow)
     assert wide.rows[0]["loss"] == pytest.approx(narrow.rows[0]["loss"], rel=1e-3, abs=1e-5)
-
-
-def test_nothing_compiles_after_warm_up(tiny, tmp_path, monkeypatch):
-    settings = (*WORKERS, *DRAFTS, *COUPLED, "Engine.min_slots=2", "Run.steps=5")
-    _, before, after = compilations(tiny, tmp_path, monkeypatch, *settings)
-    assert len(before) > 10
-    assert after == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import jax
 import numpy as np
@@ -146,20 +147,24 @@ def test_lenience_zero_trains_as_without_reuse(tiny, plain, tmp_path):
         reusing("lenient:1", "Reuse.schedule='clip_fraction:0.1'", "Trainer.minibatches=2"),
         reusing("coupled", "Sampling.draw='gumbel'"),
         reusing("coupled:2", "Rollout.cache_bytes=1"),
-        reusing("random", *DRAFTS[:2]),
     ],
     ids=lambda s: s[0].partition("'")[2].strip("'"),
 )
 def test_reuse_stopped_and_resumed_gives_the_same_bits(tiny, tmp_path, settings):
     whole = finish(tiny, tmp_path / "whole", *settings)
+    assert_resumes_to_the_bit(tiny, tmp_path, settings, whole)
+
+
+def assert_resumes_to_the_bit(tiny, folder, settings, whole):
+    """A run that is stopped and resumed gives what `whole` gave, which has reused something."""
     assert reused(whole)[0] == 0 < max(reused(whole)[1:])
     show = tiny_run.Recorder()
     stop = len(whole.rows) - 2
     with pytest.raises(train_loop.Stopped):
         tiny_run.train(
-            tiny, tmp_path / "cut", *settings, show=show, should_stop=lambda: len(show.rows) == stop
+            tiny, folder / "cut", *settings, show=show, should_stop=lambda: len(show.rows) == stop
         )
-    resumed = finish(tiny, tmp_path / "cut", *settings)
+    resumed = finish(tiny, folder / "cut", *settings)
     assert f"resuming after step {stop}" in resumed.show.messages
     assert_same_bits(resumed, whole)
 
@@ -308,19 +313,30 @@ def test_eight_devices_give_the_rewards_of_one(tiny, never_stopped, tmp_path):
             assert ours[name] == pytest.approx(value, rel=1e-4, abs=1e-4), name
 
 
+BUCKETS = ("Engine.min_slots=4", "Sampling.max_new_tokens=24", "Run.steps=6")
+
+
+def test_nothing_compiles_after_warm_up_of_a_resumed_run(tiny, never_stopped, tmp_path):
+    shutil.copytree(never_stopped.folder, tmp_path / "run")
+    done, *compiled = compilations(tiny, tmp_path / "run", *BUCKETS, "Checkpoint.every_steps=2")
+    assert f"resuming after step {STEPS}" in done.show.messages
+    assert_warm_up_compiled_all(done.rows[STEPS:], *compiled)
+
+
 @pytest.mark.parametrize(
-    ("resumed", "mode"), [(True, "off"), (False, "random"), (False, "coupled:2")]
+    "more",
+    [("Reuse.mode='random'", *DRAFTS[:2]), ("Reuse.mode='coupled:2'",)],
+    ids=["random", "coupled:2"],
 )
-def test_nothing_compiles_after_warm_up_whatever_the_lengths(
-    tiny, resumed, mode, tmp_path, monkeypatch
-):
-    buckets = ("Engine.min_slots=4", "Sampling.max_new_tokens=24", f"Reuse.mode='{mode}'")
-    if resumed:
-        finish(tiny, tmp_path, *buckets, "Run.steps=1")
-    buckets += ("Run.steps=6",)
-    buckets += ("Checkpoint.every_steps=2",)
-    done, before, after = compilations(tiny, tmp_path, monkeypatch, *buckets)
-    lengths = {(r["completions/min_length"], r["completions/max_length"]) for r in done.rows}
+def test_reuse_compiles_nothing_after_warm_up_and_resumes_to_the_bit(tiny, tmp_path, more):
+    settings = (*BUCKETS, *more)
+    whole, *compiled = compilations(tiny, tmp_path / "whole", *settings)
+    assert_warm_up_compiled_all(whole.rows, *compiled)
+    assert_resumes_to_the_bit(tiny, tmp_path, settings, whole)
+
+
+def assert_warm_up_compiled_all(rows, before, after):
+    lengths = {(r["completions/min_length"], r["completions/max_length"]) for r in rows}
     assert len(lengths) > 1, "the lengths must vary"
     assert len(before) > 10, "the listener must hear of compilations"
     assert after == []
