@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -9,10 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from spec.drafter import Source
+
 ROOT = Path(__file__).parents[3]
 
 SCRIPT = """
-import gc, sys
+import gc, json
 import jax, numpy as np
 from numba.core.registry import CPUDispatcher
 from benchmarks.tiny_run import MODEL as model
@@ -41,9 +44,9 @@ def compiled():
     return {(f.py_func.__module__, f.py_func.__name__, str(s)) for f in ours for s in f.signatures}
 
 
-if "rehearse" in sys.argv:
-    rehearse(config, times, engine, params, sampling)
+rehearse(config, times, engine, params, sampling)
 before = compiled()
+drafted = 0
 cache, prompts = RolloutCache(), [(1, 2, 3), (2, 3)]
 requests = [Request(g * 8 + i, prompts[g], g, i) for i in range(4) for g in range(2)]
 with Speculation(config, cache) as speculation:
@@ -55,23 +58,23 @@ with Speculation(config, cache) as speculation:
             params, requests, sampling, step_key(0, step),
             stop_token_ids=model.eos_token_ids, drafter=drafter, budget=own or budget,
         )
+        drafted = drafted + engine.stats.drafted_by_source
         remember(cache, ["a", "b"], done, scored=False)
         last = {t.request_id: t.response_ids for t in done}
         speculation.prepare({"a": prompts[0], "b": prompts[1]})
     speculation.settle()
-for name in sorted(compiled() - before):
-    print(*name)
+late = sorted(compiled() - before)
+print(json.dumps({"rehearsed": len(before), "drafted": drafted.tolist(), "late": late}))
 """
-
-
-def compiled_late(*arguments):
-    command = [sys.executable, "-c", SCRIPT, *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ)
-    assert not done.returncode, done.stderr
-    return done.stdout.splitlines()
 
 
 @pytest.mark.slow
 def test_phases_compile_nothing_on_the_host_after_a_rehearsal():
-    assert len(compiled_late()) > 10  # without one, much
-    assert compiled_late("rehearse") == []
+    command = [sys.executable, "-c", SCRIPT]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ)
+    assert not done.returncode, done.stderr
+    found = json.loads(done.stdout)
+    assert found["rehearsed"] > 10
+    drafted = {Source(i).name for i, count in enumerate(found["drafted"]) if count}
+    assert drafted >= {"GROUP", "HISTORY"}, "the phases must draft"
+    assert found["late"] == []
