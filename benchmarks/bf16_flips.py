@@ -29,6 +29,7 @@ from models.config import ModelConfig
 from models.transformer import Params
 from rl.engine.config import EngineConfig
 from rl.engine.engine import Engine
+from rl.rollout import generate
 from rl.trajectory import Request, Trajectory
 from spec import sampling
 from spec.budget.budget import FixedBudget
@@ -188,7 +189,16 @@ def _phases(
     vocab_size: int,
 ) -> tuple[list[Trajectory], list[Trajectory]]:
     """Plain, and with drafts of the plain tokens; end tokens end nothing, so that both are long."""
-    run = functools.partial(engine.run, params, requests, settings, key, stop_token_ids=())
+    run = functools.partial(
+        generate,
+        engine.model,
+        params,
+        requests,
+        settings,
+        key=key,
+        engine=engine,
+        stop_token_ids=(),
+    )
     plain = run()
     drafter = workloads.Replay(
         {t.request_id: t.response_ids for t in plain}, ACCEPTANCE, vocab_size

@@ -26,7 +26,7 @@ from models import transformer
 from models.config import ModelConfig
 from rl.engine.config import EngineConfig
 from rl.engine.engine import Engine
-from rl.engine.speculate import DrafterContext, DrafterFactory, no_drafts
+from rl.engine.rollout_spec import DrafterContext, DrafterFactory, RolloutSpec, no_drafts
 from rl.speculation.learned_drafter import LearnedDrafter
 from rl.trajectory import Request, Trajectory
 from rl.workers.config import SchedConfig
@@ -166,15 +166,15 @@ class Tally:
         requests = case.with_cached if reuse else case.requests
         mode = parse_mode("coupled")
         began_s = time.perf_counter()
-        done = team.run(
+        spec = RolloutSpec(
             policy.params,
-            requests,
             sampling,
             KEY,
-            stop_token_ids=policy.model.eos_token_ids,
+            policy.model.eos_token_ids,
             drafts=case.drafts(self.rounds, policy.learned),
             rule=PrefixRule(mode, 0.0, 0, 0) if reuse else None,
         )
+        done = team.run(spec, requests)
         self.seconds += time.perf_counter() - began_s
         workload = Workload(
             *("chunks", policy.model, policy.params, tuple(case.requests), sampling),
@@ -224,8 +224,9 @@ def plain_responses(
     config = dataclasses.replace(CONFIG, slots=64, min_slots=64, min_positions=BUCKETS[-1])
     engine = Engine(policy.model, config)
     requests = [r for offset in offsets for r in requests_of(offset)]
-    stop = policy.model.eos_token_ids
-    done = engine.run(policy.params, requests, sampling, KEY, stop_token_ids=stop)
+    done = engine.run(
+        RolloutSpec(policy.params, sampling, KEY, policy.model.eos_token_ids), requests
+    )
     return {t.request_id: t for t in done}
 
 

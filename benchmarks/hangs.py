@@ -33,6 +33,7 @@ from benchmarks.interleavings import trajectory
 from rl.checkpoint import checkpointer
 from rl.drafter_training.spot_trainer import SpotTrainer
 from rl.engine.config import EngineConfig
+from rl.engine.rollout_spec import RolloutSpec
 from rl.loop.async_rollouts import AsyncRollouts
 from rl.rewards import pool as rewards
 from rl.rewards.config import RewardConfig
@@ -45,7 +46,7 @@ from rl.trajectory import Request
 from rl.workers.config import SchedConfig
 from rl.workers.coordinator import Coordinator, WorkerError
 from rl.workers.host_kv_pool import KvPool
-from rl.workers.worker_group import StepSpec, WorkerGroup
+from rl.workers.worker_group import WorkerGroup
 from rl.workers.workers import MultiEngine
 from sched.policies.registry import make_scheduler
 from sched.request import Kv
@@ -109,17 +110,14 @@ class StandIn:
     def place(self, params: Any) -> None:
         self._at("weights")
 
-    def drafter_context(self, *_: object) -> None:
-        """For draft tokens, of which there are none."""
-
     def mesh_context(self) -> Any:
         return contextlib.nullcontext()
 
-    def run(self, *_: object, feed: Any, on_finish: Callable[..., None], **__: object) -> None:
-        while (chunks := feed.take(wait=True)) is not None:
+    def run(self, *_: object, source: Any, on_finish: Callable[..., None], **__: object) -> None:
+        while (requests := source.take(wait=True)) is not None:
             self._at("rounds")
-            for chunk in chunks:
-                on_finish(trajectory(chunk.begun.request, 4))
+            for partial_request in requests:
+                on_finish(trajectory(partial_request.request, 4))
         self._at("end")
 
     def _at(self, part: str) -> None:
@@ -182,7 +180,7 @@ def rollout(team: MultiEngine) -> None:
 def submit(session: WorkerGroup) -> None:
     """The requests of a step."""
     key = jax.random.key(0)
-    session.submit(StepSpec(0, {}, SamplingConfig(max_new_tokens=4), key, ()), REQUESTS)
+    session.submit(0, RolloutSpec({}, SamplingConfig(max_new_tokens=4), key), REQUESTS)
 
 
 def team_of(

@@ -213,9 +213,9 @@ class Rollout:
             self.waited += 1
             raise
         self.taken[worker].pop()
-        tokens = chunk.begun.num_tokens
+        tokens = chunk.num_tokens
         assert chunk.max_tokens is not None
-        row = Row(chunk.begun.request, tokens, tokens + chunk.max_tokens)
+        row = Row(chunk.request, tokens, tokens + chunk.max_tokens)
         self.rows[worker][row.request.request_id] = row
         return True
 

@@ -14,7 +14,7 @@ import dataclasses
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,8 @@ import numpy as np
 
 from benchmarks import roofline, tiny_run
 from rl.ablation.grid import cells
-from rl.engine.speculate import DrafterContext, DrafterFactory, no_drafts
+from rl.engine.engine import OnFinish, OnRound
+from rl.engine.rollout_spec import DrafterContext, DrafterFactory, RolloutSpec, no_drafts
 from rl.engine.stats import EngineStats
 from rl.loop import train_loop
 from rl.loop.experiment import TrainConfig, open_inputs
@@ -65,32 +66,21 @@ class Turns:
 
     def run(
         self,
-        params: Any,
+        spec: RolloutSpec,
         requests: Sequence[Request],
-        sampling: Any,
-        key: Any,
         *,
-        drafter: Any,
-        budget: Any,
-        rule: Any,
-        on_finish: Callable[[Trajectory], None],
-        on_round: Any,
-        **fixed: Any,
+        on_finish: OnFinish,
+        on_round: OnRound,
     ) -> list[Trajectory]:
         seconds, found, stats = {}, {}, {}
-        ways = {"plain": {}, "reuse": {"drafter": drafter, "budget": budget, "rule": rule}}
+        ways = {"plain": dataclasses.replace(spec, drafts=no_drafts, rule=None), "reuse": spec}
         order = ["plain", "reuse"] if len(self.rows) % 2 else ["reuse", "plain"]
         for name in order:
             began_s = time.perf_counter()
-            found[name] = self._engine.run(params, requests, sampling, key, **ways[name], **fixed)
+            found[name] = self._engine.run(ways[name], requests)
             seconds[name] = time.perf_counter() - began_s
             stats[name] = self._engine.stats
-        drafter, budget = self._decided_elsewhere(
-            self._engine.drafter_context(params, sampling, key)
-        )
-        self._engine.run(
-            params, requests, sampling, key, drafter=drafter, budget=budget, rule=rule, **fixed
-        )
+        self._engine.run(dataclasses.replace(spec, drafts=self._decided_elsewhere), requests)
         stats["projected"] = self._engine.stats
         self._engine.stats = stats["reuse"]
         self.rows.append(_row(seconds, stats) | _differences(found["plain"], found["reuse"]))

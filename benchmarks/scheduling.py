@@ -23,6 +23,7 @@ import jax
 from benchmarks import environment
 from benchmarks.workloads import BASE_POLICY, group_requests, policy, questions
 from rl.engine.config import EngineConfig
+from rl.engine.rollout_spec import RolloutSpec
 from rl.engine.stats import EngineStats
 from rl.trajectory import Request
 from rl.workers.config import SchedConfig
@@ -101,7 +102,8 @@ def measure(repeats: int) -> dict[str, Any]:
             these = requests if workload == "tasks" else drawn_lengths(requests, repeat)
             for name in POLICIES:
                 team = MultiEngine(engines, dataclasses.replace(config, policy=name), seed=repeat)
-                done = team.run(params, these, sampling, step_key(0, repeat), stop_token_ids=stop)
+                spec = RolloutSpec(params, sampling, step_key(0, repeat), stop)
+                done = team.run(spec, these)
                 rows = found.setdefault(workload, {}).setdefault(name, [])
                 rows.append(figures(team))
                 same, decisions = same + same_decisions(team), decisions + len(team.decisions)

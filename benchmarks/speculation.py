@@ -28,6 +28,7 @@ from benchmarks import environment, near_ties, roofline, workloads
 from benchmarks.workloads import Workload
 from rl.engine.config import EngineConfig
 from rl.engine.engine import Engine
+from rl.engine.rollout_spec import RolloutSpec, draft_with
 from rl.engine.stats import RoundRecord, host_seconds, speculation_metrics
 from rl.trajectory import Trajectory
 from rl.warm_up import compile_buckets, round_times
@@ -58,15 +59,9 @@ class Bench:
 
     def phase(self, drafter: Any = None, budget: Budget | None = None) -> list[Trajectory]:
         w = self.workload
-        return self.engine.run(
-            w.params,
-            w.requests,
-            w.sampling,
-            KEY,
-            stop_token_ids=w.stop_token_ids,
-            drafter=drafter,
-            budget=budget,
-        )
+        drafts = draft_with(drafter, budget)
+        spec = RolloutSpec(w.params, w.sampling, KEY, w.stop_token_ids, drafts=drafts)
+        return self.engine.run(spec, w.requests)
 
     @property
     def records(self) -> list[RoundRecord]:

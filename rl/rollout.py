@@ -16,6 +16,7 @@ import jax
 from models import transformer
 from models.config import ModelConfig
 from rl.engine.engine import Engine, OnFinish, OnRound
+from rl.engine.rollout_spec import RolloutSpec, draft_with
 from rl.trajectory import Request, Trajectory
 from spec.budget.budget import Budget
 from spec.config import SamplingConfig
@@ -52,15 +53,12 @@ def generate(
     engine = engine or Engine(config, dtype=params.final_norm_D.dtype)
     if engine.model != config:
         raise ValueError("the engine was made for another model: make one with Engine(config)")
-    return engine.run(
+    spec = RolloutSpec(
         params,
-        requests,
         sampling or SamplingConfig(),
         step_key(0, 0) if key is None else key,
-        stop_token_ids=config.eos_token_ids if stop_token_ids is None else stop_token_ids,
-        policy_version=policy_version,
-        drafter=drafter,
-        budget=budget,
-        on_finish=on_finish,
-        on_round=on_round,
+        config.eos_token_ids if stop_token_ids is None else stop_token_ids,
+        policy_version,
+        draft_with(drafter, budget),
     )
+    return engine.run(spec, requests, on_finish=on_finish, on_round=on_round)

@@ -120,19 +120,25 @@ class HostKv:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PartialRequest:
-    """A request with what it has of its response so far.
+    """A request with the response that it has so far, which may get `max_tokens` more in its row.
 
-    Without `kv` keys and values are computed anew. A request without a `prefix` is at its
-    beginning.
+    Without a `prefix` there is no response yet, without `kv` its keys and values are recomputed.
+    `max_tokens` of None means all that the request may have.
     """
 
     request: Request
     prefix: Prefix | None = None
     kv: HostKv | None = None
+    max_tokens: int | None = None
+
+    @property
+    def may_reuse(self) -> bool:
+        """True if it can start from its cached response."""
+        return self.prefix is None and self.request.may_reuse
 
     @property
     def num_tokens(self) -> int:
-        """Of its response so far."""
+        """The length of the response so far."""
         return 0 if self.prefix is None else len(self.prefix.response_ids)
 
     @property
@@ -143,16 +149,8 @@ class PartialRequest:
         return (*self.request.prompt_ids, *self.prefix.response_ids.tolist())
 
     def without_kv(self) -> PartialRequest:
-        """The same, its keys and values to be computed anew."""
+        """Return this request without its keys and values, which are then recomputed."""
         return dataclasses.replace(self, kv=None)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class RequestChunk:
-    """A request that is to run for `max_tokens` more; None: for all that it may have."""
-
-    begun: PartialRequest
-    max_tokens: int | None = None
 
 
 def of_prefix(request: Request, prefix: Prefix) -> Trajectory:

@@ -27,6 +27,7 @@ from models.config import ModelConfig
 from rl.drafter_training.config import DrafterConfig
 from rl.engine.config import EngineConfig
 from rl.engine.engine import Engine
+from rl.engine.rollout_spec import RolloutSpec
 from spec.budget.bandit import BegMab, Strategy
 from spec.budget.config import BanditConfig
 from spec.config import SamplingConfig
@@ -205,8 +206,8 @@ def caught_responses(
     longest = max(len(r.prompt_ids) for r in requests)
     sampling = SamplingConfig(max_new_tokens=model.max_positions - longest)
     taken = Collector()
-    stop = model.eos_token_ids
-    engine.run(params, requests, sampling, step_key(0, 1), stop_token_ids=stop, sink=taken)
+    key, stop = step_key(0, 1), model.eos_token_ids
+    engine.run(RolloutSpec(params, sampling, key, stop, sink=taken), requests)
     return taken.sequences
 
 

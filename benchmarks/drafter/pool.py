@@ -32,6 +32,7 @@ from models.kv_cache import KVCache
 from rl.engine import cache_ops
 from rl.engine.config import EngineConfig
 from rl.engine.engine import Engine
+from rl.engine.rollout_spec import RolloutSpec
 from rl.speculation.learned_drafter import LearnedDrafter
 from spec import verify
 from spec.budget.bandit import BegMab, Strategy
@@ -264,9 +265,8 @@ class Programs:
         """As the engine's warm-up has it, as deep as any strategy of that width goes."""
         depth = max(s.depth for s in self.strategies if s.top_k == top_k)
         learned = LearnedDrafter(EagleWeights(self.shape, self.weights()), TreeConfig(depth, top_k))
-        drafter = learned.drafter_for(
-            engine.drafter_context(self.params, self.sampling, step_key(0, 0))
-        )
+        spec = RolloutSpec(self.params, self.sampling, step_key(0, 0))
+        drafter = learned.drafter_for(engine.drafter_context(spec))
         [features] = engine.empty_cache(B, self.num_positions).features
         steps = {step: arguments for step, arguments in drafter.programs(lambda: features)}
         args, options = steps[tree_search.draft]()

@@ -23,6 +23,7 @@ from rl.drafter_training.spot_trainer import Span, SpotTrainer
 from rl.drafter_training.trainer import BufferSink, DrafterTrainer
 from rl.engine.config import EngineConfig
 from rl.engine.engine import Engine
+from rl.engine.rollout_spec import RolloutSpec, draft_with
 from rl.learner import trainer
 from rl.learner.optimizer import TrainState
 from rl.loop import train_loop
@@ -141,14 +142,10 @@ class Asked:
         ]
         weights = trainer.cast_params(self.state.params, self.engine.dtype)
         sampling, key = self.system.config.sampling, step_key(99, self.place.step)
-        self.engine.run(
-            weights,
-            requests,
-            sampling,
-            key,
-            stop_token_ids=self.inputs.model.eos_token_ids,
-            drafter=drafter.drafter_for(self.engine.drafter_context(weights, sampling, key)),
-        )
+        stop = self.inputs.model.eos_token_ids
+        spec = RolloutSpec(weights, sampling, key, stop)
+        drafts = draft_with(drafter.drafter_for(self.engine.drafter_context(spec)))
+        self.engine.run(dataclasses.replace(spec, drafts=drafts), requests)
         return accept_length(self.engine)
 
 
@@ -196,15 +193,15 @@ class SpotTeam:
         examples = self._rng.integers(0, len(inputs.task), num_prompts).tolist()
         prompts = [inputs.encode(inputs.task[i], self._config.task) for i in examples]
         self.spot.prepare(self._params, number)
-        self._team.run(
+        spec = RolloutSpec(
             self._params,
-            [Request(4 * g + i, p, g, i) for g, p in enumerate(prompts) for i in range(4)],
             SamplingConfig(max_new_tokens=256),
             step_key(7, number),
-            stop_token_ids=inputs.model.eos_token_ids,
+            inputs.model.eos_token_ids,
             sink=BufferSink(self.trainer.buffer, number),
-            on_finish=partial(_note, ended_s),
         )
+        requests = [Request(4 * g + i, p, g, i) for g, p in enumerate(prompts) for i in range(4)]
+        self._team.run(spec, requests, on_finish=partial(_note, ended_s))
         return self.spot.take_spans(), ended_s[-1]
 
 

@@ -23,6 +23,7 @@ from models.transformer import Params
 from rl.drafter_training.trainer import BufferSink, DrafterTrainer
 from rl.engine.config import EngineConfig
 from rl.engine.engine import Engine
+from rl.engine.rollout_spec import RolloutSpec, draft_with
 from rl.loop.experiment import Inputs, TrainConfig
 from rl.speculation.config import SpeculationConfig
 from rl.speculation.device_drafters import NO_DRAFTERS, DeviceDrafters
@@ -115,14 +116,9 @@ class _Ground:
     def run(
         self, key: jax.Array, requests: Sequence[Request] | None = None, **options: Any
     ) -> list[Trajectory]:
-        return self.engine.run(
-            self.params,
-            self.requests() if requests is None else requests,
-            self.sampling,
-            key,
-            stop_token_ids=self._inputs.model.eos_token_ids,
-            **options,
-        )
+        stop = self._inputs.model.eos_token_ids
+        spec = RolloutSpec(self.params, self.sampling, key, stop, **options)
+        return self.engine.run(spec, self.requests() if requests is None else requests)
 
     def speculation(self, sources: Sequence[str], tuner: TunerConfig = TUNER) -> Speculation:
         config = SpeculationConfig(budget="bandit", sources=tuple(sources))  # type: ignore[arg-type]
@@ -145,9 +141,7 @@ def tuner(inputs: Inputs, params: Params, config: TrainConfig) -> dict[str, Any]
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
             options: dict[str, Any] = {}
             if name != "plain":
-                context = ground.engine.drafter_context(params, ground.sampling, key)
-                drafter, budget = ways[name].phase(ground.keys, ground.prompts)(context)
-                options = {"drafter": drafter, "budget": budget}
+                options = {"drafts": ways[name].phase(ground.keys, ground.prompts)}
             began_s = time.perf_counter()
             found[name] = ground.run(key, **options)
             if turn >= WARM_TURNS:
@@ -203,13 +197,14 @@ def _gap(ground: _Ground) -> dict[str, Any]:
         told = list[tuple[float, float]]()
         for turn in range(3):
             key = step_key(52, turn)
-            context = ground.engine.drafter_context(ground.params, ground.sampling, key)
+            spec = RolloutSpec(ground.params, ground.sampling, key)
+            context = ground.engine.drafter_context(spec)
             with ground.speculation(SOURCES) as speculation:
                 union, _ = speculation.phase(ground.keys, ground.prompts)(context)
                 assert isinstance(union, DrafterUnion)
                 forced = _Forced(arm, ground.times, union)
                 some = ground.requests([turn % PROMPTS])[:GAP_REQUESTS]
-                ground.run(key, some, drafter=union, budget=forced)
+                ground.run(key, some, drafts=draft_with(union, forced))
             told += forced.told
         seconds[arm], accepts[arm] = [s for s, _ in told], [a for _, a in told]
     bandit = BanditConfig((1,), TUNER.epsilon, TUNER.window, everywhere=True)

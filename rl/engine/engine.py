@@ -2,7 +2,7 @@
 
 Shapes come from a pool of buckets (slots, positions, nodes: powers of two), each compiled
 once; `rl.engine.slot_cache` holds the cache. There is one fetch per device call, and one device
-call is several rounds where no draft is wanted. The engine owns no weights: every phase is handed
+call is several rounds where no draft is wanted. The engine owns no weights: every rollout brings
 its own.
 """
 
@@ -10,27 +10,22 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import jax
 import numpy as np
 
-from models import transformer
 from rl.engine import preemption
 from rl.engine.model_runner import ModelRunner
-from rl.engine.phase import Phase
-from rl.engine.prefix_verification import PrefixRuleContext, PrefixVerifier
-from rl.engine.request_source import RequestSource
+from rl.engine.prefix_verification import PrefixVerifier
+from rl.engine.rollout_spec import DrafterContext, RequestSource, RolloutSpec
 from rl.engine.slot_cache import SlotCache
 from rl.engine.slot_table import SlotTable
-from rl.engine.speculate import DrafterContext, Speculator
+from rl.engine.speculate import Speculator
 from rl.engine.stats import EngineStats, RoundRecord
 from rl.engine.waiting_queue import WaitingQueue
 from rl.trajectory import Request, Trajectory, longest_tokens
-from spec.budget.budget import Budget, FixedBudget
-from spec.config import SamplingConfig
-from spec.drafter import Drafter, Drafts, LiveSlots, plant
-from spec.eagle.batch import HiddenStateSink
-from spec.reuse.prefix_rule import PrefixRule
+from spec.drafter import Drafts, LiveSlots, plant
 from spec.tree import DraftTree
 from spec.verify import Slots, decode_rounds, unpack, verify_round
 
@@ -39,7 +34,7 @@ OnRound = Callable[[int, int], None]  # (responses finished, tokens emitted) so 
 
 
 class Engine(ModelRunner):
-    """A replica of the policy on its devices: `run` takes requests to trajectories."""
+    """A policy's runner that takes requests to trajectories, one rollout at a time."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -47,74 +42,64 @@ class Engine(ModelRunner):
         self._rows = SlotCache(self)
         self._called_s = self._fetched_s = 0.0
 
-    def drafter_context(
-        self, params: transformer.Params, sampling: SamplingConfig, key: jax.Array
-    ) -> DrafterContext:
-        """Where drafters of a phase work; `params` are placed here."""
-        return DrafterContext(self, params, sampling, key, lambda: self._rows.cache.features[0])
+    @property
+    def engines(self) -> Sequence[Engine]:
+        return (self,)
 
-    # -- the phase ---------------------------------------------------------
+    def do(self, work: Callable[[], object]) -> None:
+        """Call `work` where rollouts run: in this thread."""
+        work()
+
+    def drafter_context(self, spec: RolloutSpec) -> DrafterContext:
+        """Return what drafters of a rollout on this engine are made from."""
+        return DrafterContext(self, spec, lambda: self._rows.cache.features[0])
+
+    # -- the rollout -------------------------------------------------------
 
     def run(
         self,
-        params: transformer.Params,
+        spec: RolloutSpec,
         requests: Sequence[Request],
-        sampling: SamplingConfig,
-        key: jax.Array,
         *,
-        stop_token_ids: Sequence[int],
-        policy_version: int = 0,
-        drafter: Drafter | None = None,
-        budget: Budget | None = None,
-        rule: PrefixRule | None = None,
-        feed: RequestSource | None = None,
-        sink: HiddenStateSink | None = None,
+        source: RequestSource | None = None,
         stats: EngineStats | None = None,
         on_finish: OnFinish | None = None,
         on_round: OnRound | None = None,
     ) -> list[Trajectory]:
         """Generate every request to its end; trajectories in the order of the requests.
 
-        `budget` decides each round how many of the drafter's draft tokens are tried; None
-        tries all. `rule` says how much of the requests' cached responses is kept; None
-        uses none of them. `feed` brings requests while the phase runs, in chunks; their
-        trajectories are told to `on_finish` only. `sink` takes responses with the policy's
-        hidden states, where these are kept (`feature_layers`). `stats` are counted on. `on_round`
-        is called after every fetch; what it raises ends the phase, and the engine stays usable.
+        `source` brings more requests while the rollout runs; their trajectories are passed to
+        `on_finish` only. Counts are added to `stats`. `on_round` is called after every fetch; what
+        it raises ends the rollout, and the engine stays usable.
 
         Raises ValueError, before any device work, for requests that cannot run:
         empty or too long prompts, tokens outside the vocabulary, repeated ids.
         """
-        self.check(requests, sampling)
+        self.check(requests, spec.sampling)
         self.stats = stats or EngineStats()
-        done: dict[int, Trajectory] = {}
-        stop_ids = np.asarray(sorted(stop_token_ids) or [-1], np.int32)
-        speculator = Speculator(self.config, drafter, budget or FixedBudget(), self.stats)
-        self._phase = Phase(
-            *(sampling, key, stop_ids, self.put(stop_ids), policy_version, speculator),
-            kv_tokens=None if feed is None else feed.kv_tokens,
-            sink=sink,
-        )
-        most_tokens = longest_tokens(requests, sampling.max_new_tokens)
         most_requests = len(requests)
-        if feed is not None:
-            most_tokens = max(most_tokens, feed.longest_tokens)
-            most_requests += feed.most_requests
-        waiting = WaitingQueue(self._passes(rule, most_tokens))
-        waiting.add(requests)
-
-        def finish(ended: Sequence[Trajectory]) -> None:
-            for trajectory in ended:
-                done[trajectory.request_id] = trajectory
-                if on_finish is not None:
-                    on_finish(trajectory)
-
+        most_tokens = longest_tokens(requests, spec.sampling.max_new_tokens)
+        if source is not None:
+            most_requests += source.most_requests
+            most_tokens = max(most_tokens, source.longest_tokens)
+        self._spec, self._source, self._stop_E = spec, source, self.put(spec.stop_ids)
+        drafting = spec.drafts(self.drafter_context(spec))
+        self._speculator = Speculator(self.config, drafting, self.stats)
+        cached = None
+        if spec.rule is not None:
+            cached = PrefixVerifier(spec, self, most_tokens, self.stats.verified)
+        self._waiting = WaitingQueue(cached)
+        self._waiting.add(requests)
+        done: dict[int, Trajectory] = {}
         with self.mesh_context():
             try:
                 # rows of an earlier policy hold nothing that is of use
                 self._rows.reset(self.config.slot_bucket(most_requests), most_tokens)
-                while self._fed(feed, waiting) or len(waiting) or self._table.num_busy:
-                    finish(self._beat(params, waiting, feed))
+                while self._receive() or len(self._waiting) or self._table.num_busy:
+                    for trajectory in self._advance():
+                        done[trajectory.request_id] = trajectory
+                        if on_finish is not None:
+                            on_finish(trajectory)
                     if on_round is not None:
                         on_round(len(done), self.stats.tokens)
             except BaseException:
@@ -126,57 +111,95 @@ class Engine(ModelRunner):
     def _table(self) -> SlotTable:
         return self._rows.table
 
-    def _fed(self, feed: RequestSource | None, waiting: WaitingQueue) -> bool:
-        """Take what the feed has; whether it may have more."""
-        if feed is None:
+    def _receive(self) -> bool:
+        """Queue what the source brings; return True if it may bring more."""
+        if self._source is None:
             return False
-        chunks = feed.take(wait=not (len(waiting) or self._table.num_busy))
-        waiting.add_fed(chunks or ())
-        return chunks is not None
+        requests = self._source.take(wait=not (len(self._waiting) or self._table.num_busy))
+        self._waiting.add_sourced(requests or ())
+        return requests is not None
 
-    def _passes(self, rule: PrefixRule | None, most_tokens: int) -> PrefixVerifier | None:
-        """Where cached responses wait, if they are of use."""
-        if rule is None:
-            return None
-        phase = self._phase
-        judge = PrefixRuleContext(
-            rule, phase.sampling, phase.key, phase.stop_ids, phase.policy_version
-        )
-        return PrefixVerifier(judge, self, most_tokens, self.stats.verified)
-
-    # -- the beats ---------------------------------------------------------
-
-    def _beat(
-        self, params: transformer.Params, waiting: WaitingQueue, feed: RequestSource | None
-    ) -> list[Trajectory]:
-        """Admit, run one fetch's rounds, retire: the trajectories that ended."""
+    def _advance(self) -> list[Trajectory]:
+        """Admit, run one fetch's rounds, retire; return the trajectories that ended."""
         began_s = self.clock()
-        ended = self._admit(params, waiting)
-        most = self._fetch_tokens
-        self.stats.preemptions += preemption.make_room(self._rows, waiting, self._phase, most)
-        self._rows.fit(self._table.num_busy + len(waiting), waiting.prompts)
+        ended = self._admit()
+        self._preempt()
+        self._rows.fit(self._table.num_busy + len(self._waiting), self._waiting.prompts)
         if self._table.num_busy:
-            self._round(params, len(waiting), began_s)
-            ended += self._retire_ended(feed)
+            self._round(began_s)
+            ended += self._retire_ended()
         return ended
 
-    def _round(self, params: transformer.Params, waiting: int, began_s: float) -> None:
-        speculator, ready_s = self._phase.speculator, self.clock()
-        live = self._table.live()
-        room = self._room_for_trees(live) if speculator.drafter is not None else 0
-        drafts, decision = speculator.decide(live, len(self._table), self._positions, room)
+    # -- admission ---------------------------------------------------------
+
+    def _admit(self) -> list[Trajectory]:
+        """Fill the free rows; return the trajectories whose cached responses were whole."""
+        rows, waiting, spec = self._rows, self._waiting, self._spec
+        limit, ended = spec.sampling.max_new_tokens, list[Trajectory]()
+        while len(waiting) and (free := len(self._table.free_rows())):
+            if waiting.sourced:
+                entering = [waiting.sourced.popleft() for _ in range(self._num_fitting(free))]
+                if not entering:
+                    break
+                self.stats.prefilled_tokens += rows.enter(spec.params, entering, limit)
+            elif waiting.cached:
+                over, verified = waiting.cached.take(free)
+                ended += over
+                if verified:
+                    rows.enter_verified(waiting.cached.packed, verified, limit)
+            else:
+                entering = waiting.take_new(free)
+                self.stats.prefilled_tokens += rows.enter(
+                    spec.params, entering, limit, waiting.prompts
+                )
+            rows.changed()
+        return ended
+
+    def _num_fitting(self, free_rows: int) -> int:
+        """How many of the sourced requests can have a row now."""
+        assert self._source is not None
+        first = itertools.islice(self._waiting.sourced, free_rows)
+        budget, limit = self._source.kv_tokens, self._spec.sampling.max_new_tokens
+        return preemption.num_fitting(first, self._table, self._fetch_tokens, budget, limit)
+
+    def _preempt(self) -> None:
+        """Rows that do not fit any more are freed, and their requests wait to be recomputed."""
+        if self._source is None:
+            return
+        table = self._table
+        rows = preemption.rows_to_preempt(table, self._fetch_tokens, self._source.kv_tokens)
+        if rows:
+            self._speculator.finished(table.view(np.array(rows)))
+            for row in rows:
+                self._waiting.sourced.appendleft(table.preempt(row, self._spec.policy_version))
+            self._rows.changed()
+        self.stats.preemptions += len(rows)
+
+    @property
+    def _fetch_tokens(self) -> int:
+        """The most tokens that a row gains in one fetch."""
+        rounds = self.config.rounds_per_fetch
+        # a budget may decide for plain rounds
+        return rounds if self._speculator.drafter is None else max(self.config.max_nodes, rounds)
+
+    # -- rounds ------------------------------------------------------------
+
+    def _round(self, began_s: float) -> None:
+        ready_s, live = self.clock(), self._table.live()
+        room = self._room_for_trees(live) if self._speculator.drafter is not None else 0
+        drafts, decision = self._speculator.decide(live, len(self._table), self._positions, room)
         drafted_s = self.clock()
         if decision.num_nodes > 1:
             assert drafts is not None
-            tokens_BN, count_B = self._verify(params, live, drafts, decision.num_nodes)
+            tokens_BN, count_B = self._verify(live, drafts, decision.num_nodes)
             rounds_B = np.minimum(count_B, 1)
         else:
-            tokens_BN, count_B = self._decode(params, waiting, decision.num_rounds)
+            tokens_BN, count_B = self._decode(decision.num_rounds)
             rounds_B = count_B
-        rounds_A, emitted_A = rounds_B[live.rows_A], count_B[live.rows_A]
+        emitted_A = count_B[live.rows_A]
         if drafts is not None:
             tokens_AN = tokens_BN[live.rows_A]
-            speculator.observe(live, drafts, decision.num_nodes, tokens_AN, emitted_A)
+            self._speculator.observe(live, drafts, decision.num_nodes, tokens_AN, emitted_A)
         self.stats.timeline.append(
             RoundRecord(
                 began_s=began_s,
@@ -190,48 +213,10 @@ class Engine(ModelRunner):
                 num_positions=self._positions,
                 request_ids_A=live.request_ids_A,
                 cached_tokens_A=live.total_tokens_A - 1,
-                rounds_A=rounds_A,
+                rounds_A=rounds_B[live.rows_A],
                 emitted_A=emitted_A,
             )
         )
-
-    def _admit(self, params: transformer.Params, waiting: WaitingQueue) -> list[Trajectory]:
-        """Fill the free rows; the trajectories that ended on the way."""
-        rows, limit = self._rows, self._phase.sampling.max_new_tokens
-        ended: list[Trajectory] = []
-        while len(waiting) and (free := len(self._table.free_rows())):
-            if waiting.fed:
-                entering = [waiting.fed.popleft() for _ in range(self._num_fitting(waiting, free))]
-                if not entering:
-                    break
-                self.stats.prefilled_tokens += rows.enter_begun(params, entering, limit)
-            elif waiting.cached:
-                over, entered = waiting.cached.take(params, free)
-                ended += over
-                if entered:
-                    rows.enter_prefixes(waiting.cached.packed, entered, limit)
-            else:
-                self.stats.prefilled_tokens += rows.enter_prompts(
-                    params, waiting.take_afresh(free), limit, waiting.prompts
-                )
-            rows.changed()
-        return ended
-
-    @property
-    def _fetch_tokens(self) -> int:
-        """The most that a row gains in one fetch."""
-        speculator, rounds = self._phase.speculator, self.config.rounds_per_fetch
-        if speculator.drafter is None:
-            return rounds
-        return max(self.config.max_nodes, rounds)  # a budget may decide for plain rounds
-
-    def _num_fitting(self, waiting: WaitingQueue, free_rows: int) -> int:
-        """How many of the requests that were fed can have a row now."""
-        budget, limit = self._phase.kv_tokens, self._phase.sampling.max_new_tokens
-        if budget is None:
-            return min(free_rows, len(waiting.fed))
-        first = itertools.islice(waiting.fed, free_rows)
-        return preemption.num_fitting(first, self._table, self._fetch_tokens, budget, limit)
 
     def _room_for_trees(self, live: LiveSlots) -> int:
         """Free cache positions of the longest row.
@@ -247,57 +232,57 @@ class Engine(ModelRunner):
         return room
 
     def _verify(
-        self, params: transformer.Params, live: LiveSlots, drafts: Drafts, num_nodes: int
+        self, live: LiveSlots, drafts: Drafts, num_nodes: int
     ) -> tuple[np.ndarray, np.ndarray]:
         """One round over trees of `num_nodes`; returns (tokens_BN, count_B) that slots got."""
-        B = len(self._table)
+        B, spec = len(self._table), self._spec
         tokens_BN, parents_BN = plant(drafts, live.rows_A, B, num_nodes)
         tree = DraftTree(self.argument(tokens_BN), self.argument(parents_BN))
-        cache, slots, packed = verify_round(
-            params,
+        found = verify_round(
+            spec.params,
             self._rows.cache,
             self._device_slots(),
             tree,
-            self._phase.stop_E,
-            **self.verify_options(self._phase.sampling.draw),
+            self._stop_E,
+            **self.verify_options(spec.sampling.draw),
         )
-        self._rows.stepped(cache, slots)
         drafted_B = np.zeros(B, bool)
         drafted_B[live.rows_A] = drafts.count_A > 0
         self.stats.rounds[(B, num_nodes, self._positions)] += 1
-        return self._commit(packed, drafted_B)
+        return self._commit(found, drafted_B)
 
-    def _decode(
-        self, params: transformer.Params, waiting: int, most_rounds: int
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def _decode(self, most_rounds: int) -> tuple[np.ndarray, np.ndarray]:
         """Up to `most_rounds` rounds without draft tokens; returns (tokens_BN, count_B)."""
-        table = self._table
+        table, spec = self._table, self._spec
         B = len(table)
         left_B = np.where(table.busy_B, table.limit_B - table.emitted_B, 0)
         rounds = min(most_rounds, int(left_B.max()))
         # a slot that ends on the way writes no further
         self._rows.grow(int((table.cached_tokens_B + np.minimum(left_B, rounds)).max()))
-        cache, slots, packed = decode_rounds(
-            params,
+        found = decode_rounds(
+            spec.params,
             self._rows.cache,
             self._device_slots(),
-            self._phase.stop_E,
+            self._stop_E,
             np.int32(rounds),
-            np.int32(self._stop_after(waiting)),
-            **self.decode_options(self._phase.sampling.draw),
+            np.int32(self._stop_after()),
+            **self.decode_options(spec.sampling.draw),
         )
-        self._rows.stepped(cache, slots)
-        tokens_BN, count_B = self._commit(packed, np.zeros(B, bool))
+        tokens_BN, count_B = self._commit(found, np.zeros(B, bool))
         self.stats.rounds[(B, 1, self._positions)] += int(count_B.max())
         return tokens_BN, count_B
 
-    def _stop_after(self, waiting: int) -> int:
+    def _stop_after(self) -> int:
         """Ended requests after which the host can refill slots, or the batch can shrink."""
         busy = self._table.num_busy
-        return max(1, busy // 8) if waiting else max(1, busy - len(self._table) // 2)
+        return max(1, busy // 8 if len(self._waiting) else busy - len(self._table) // 2)
 
-    def _commit(self, packed: jax.Array, drafted_B: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _commit(
+        self, found: tuple[Any, Slots, jax.Array], drafted_B: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
         """The call's one fetch: append each slot's tokens; returns (tokens_BN, count_B)."""
+        cache, slots, packed = found
+        self._rows.stepped(cache, slots)
         self._called_s = self.clock()
         tokens_BN, logprobs_BN, count_B = unpack(packed)
         self._fetched_s = self.clock()
@@ -306,36 +291,38 @@ class Engine(ModelRunner):
         self.stats.tokens += int(count_B.sum())
         return tokens_BN, count_B
 
-    def _retire_ended(self, feed: RequestSource | None) -> list[Trajectory]:
-        """Trajectories of the requests that the last round ended; their rows are free."""
-        phase, table = self._phase, self._table
-        rows = table.ended_rows(phase.stop_ids)
-        whole = np.array([table.is_whole(b, phase.stop_ids) for b in rows.tolist()], bool)
-        if not whole.all():
-            assert feed is not None, "only what is fed comes in chunks"
-            self._end_chunks(feed, rows[~whole].tolist())
-        whole_rows = rows[whole].tolist()
-        phase.speculator.finished(table.view(rows[whole]))
-        if phase.sink is not None:
-            self._rows.catch(whole_rows, phase.sink, phase.policy_version)
-        return [table.retire(b, phase.stop_ids, phase.policy_version) for b in whole_rows]
+    # -- retirement --------------------------------------------------------
 
-    def _end_chunks(self, feed: RequestSource, rows: Sequence[int]) -> None:
-        """Requests have had what they might: each goes on here, or leaves with what it has."""
+    def _retire_ended(self) -> list[Trajectory]:
+        """Free the rows of requests that the last round ended; return their trajectories."""
+        spec, table = self._spec, self._table
+        rows = table.ended_rows(spec.stop_ids)
+        whole = np.array([table.is_whole(b, spec.stop_ids) for b in rows.tolist()], bool)
+        if not whole.all():
+            assert self._source is not None, "only a source brings requests in chunks"
+            self._end_chunks(self._source, rows[~whole].tolist())
+        whole_rows = rows[whole].tolist()
+        self._speculator.finished(table.view(rows[whole]))
+        if spec.sink is not None:
+            self._rows.send(whole_rows, spec.sink, spec.policy_version)
+        return [table.retire(b, spec.stop_ids, spec.policy_version) for b in whole_rows]
+
+    def _end_chunks(self, source: RequestSource, rows: Sequence[int]) -> None:
+        """Each of these requests resumes here, or leaves with the tokens that it has."""
         table, leaving = self._table, []
         for row in rows:
             request_id = int(table.request_ids_B[row])
-            more = feed.chunk_ended(request_id, int(table.emitted_B[row]))
+            more = source.chunk_ended(request_id, int(table.emitted_B[row]))
             if more:
                 table.extend(row, more)
             else:
                 leaving.append(row)
         if leaving:
-            self._phase.speculator.finished(table.view(np.array(leaving)))
-        # as many at a time as are read in one call: who waits for one has it the sooner
+            self._speculator.finished(table.view(np.array(leaving)))
+        # as many at a time as are read in one call: a worker that waits for one has it sooner
         P = self.config.prefill_rows
         for first in range(0, len(leaving), P):
-            feed.park(self._rows.leave(leaving[first : first + P], self._phase.policy_version))
+            source.park(self._rows.leave(leaving[first : first + P], self._spec.policy_version))
         self._rows.changed()
 
     @property
@@ -343,4 +330,37 @@ class Engine(ModelRunner):
         return self._rows.num_positions
 
     def _device_slots(self) -> Slots:
-        return self._rows.slots(self._phase.sampling, self._phase.key)
+        return self._rows.slots(self._spec.sampling, self._spec.key)
+
+
+class RolloutEngine(Protocol):
+    """Answers requests: one engine, or several under a scheduler (`rl.workers`)."""
+
+    stats: EngineStats  # of the last rollout
+
+    @property
+    def dtype(self) -> np.dtype: ...
+
+    @property
+    def engines(self) -> Sequence[Engine]:
+        """One for each worker."""
+        ...
+
+    def do(self, work: Callable[[], object]) -> None:
+        """Call `work` as a rollout would: in a thread that compiles and places as it does."""
+        ...
+
+    def run(
+        self,
+        spec: RolloutSpec,
+        requests: Sequence[Request],
+        *,
+        on_finish: OnFinish | None = None,
+        on_round: OnRound | None = None,
+    ) -> list[Trajectory]:
+        """Generate every request to its end; trajectories in the order of the requests.
+
+        `on_finish` is called in the caller's thread as responses end; so is `on_round`, now and
+        then: what it raises ends the rollout.
+        """
+        ...

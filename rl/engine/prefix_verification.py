@@ -1,7 +1,7 @@
-"""Cached responses on their way into the engine: packed, verified, and cut where a rule says.
+"""Verification of cached responses: packed into passes, and cut where the rule says.
 
-What stands of a response, with the token that the same pass draws behind it, enters a
-row with its keys and values; a request that has its end in there never needs a row.
+What stays of a response, with the token that the same pass draws behind it, enters a
+row with its keys and values; a request whose response ends there never needs a row.
 """
 
 from __future__ import annotations
@@ -14,17 +14,24 @@ import jax
 import numpy as np
 
 from models.kv_cache import KVCache
-from models.transformer import Params
 from rl import packing
 from rl.engine.model_runner import ModelRunner
+from rl.engine.rollout_spec import RolloutSpec
 from rl.engine.stats import VerifiedPrefixes
 from rl.packing import Layout, Response, Row, Shape
-from rl.trajectory import FinishReason, Origin, Prefix, Request, RequestChunk, Trajectory, of_prefix
+from rl.trajectory import (
+    FinishReason,
+    Origin,
+    PartialRequest,
+    Prefix,
+    Request,
+    Trajectory,
+    of_prefix,
+)
 from spec import content_noise
-from spec.config import SamplingConfig
 from spec.reuse import packed_verify
 from spec.reuse.packed_verify import PackedResponses, verify_packed
-from spec.reuse.prefix_rule import PrefixRule, Verified
+from spec.reuse.prefix_rule import Verified
 from spec.reuse.rollout_cache import CachedResponse, Scores
 from spec.sampling import Processing
 
@@ -34,66 +41,17 @@ class VerifiedRequest:
     """A request with its prefix, and where in the pass's one row its keys and values are.
 
     `positions` are those of all of its tokens but the last, which is the next tree's root.
-    It may have `max_tokens` more in its row; None: all that it may have.
     """
 
-    request: Request
-    prefix: Prefix
+    partial: PartialRequest
     positions: np.ndarray
-    max_tokens: int | None
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class PrefixRuleContext:
-    """Which prefix a request starts with, given what the pass found of its cached response."""
-
-    rule: PrefixRule
-    sampling: SamplingConfig
-    key: jax.Array
-    stop_ids: np.ndarray
-    policy_version: int
-
-    def usable(self, request: Request) -> np.ndarray:
-        """The request's cached tokens, up to an end token and to its limit."""
-        assert request.cached is not None
-        tokens = request.cached.tokens[: self._limit(request)]
-        ends = np.nonzero(np.isin(tokens, self.stop_ids))[0]
-        return tokens[: ends[0] + 1] if len(ends) else tokens
-
-    def _limit(self, request: Request) -> int:
-        return request.max_new_tokens or self.sampling.max_new_tokens
-
-    def prefix(self, request: Request, verified: Verified) -> Prefix:
-        """What the rule keeps, and the token that was drawn behind it."""
-        cached = request.cached
-        assert cached is not None
-        num_tokens = len(verified.drawn)
-        cached = _first(cached, num_tokens)
-        kept = self.rule.kept(request.request_id, cached, verified)
-        drawn = slice(kept, kept + 1)  # empty where all of it is kept
-        tokens = np.concatenate([cached.tokens[:kept], verified.drawn[drawn]])
-        logprobs = np.concatenate([verified.logprobs[:kept], verified.drawn_logprobs[drawn]])
-        emission, versions = logprobs, np.full(len(tokens), self.policy_version, np.int32)
-        origin = Origin.ACCEPTED if self.rule.draws_own else Origin.REUSED
-        if not self.rule.draws_own and cached.scores is not None:
-            emission = logprobs.copy()
-            emission[:kept] = cached.scores.emission_logprobs[:kept]
-            versions[:kept] = cached.scores.policy_versions[:kept]
-        origins = np.full(len(tokens), Origin.BONUS, np.uint8)
-        origins[:kept] = origin
-        reason = None
-        if np.isin(tokens[-1], self.stop_ids):
-            reason = FinishReason.STOP
-        elif len(tokens) >= self._limit(request):
-            reason = FinishReason.LENGTH
-        return Prefix(tokens, logprobs, emission, versions, origins, kept, reason)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Pass:
-    """One pass to come: its rows hold some of the responses, which belong to the chunks."""
+    """A pass to come: its rows hold some of the requests' cached responses."""
 
-    chunks: Sequence[RequestChunk]
+    requests: Sequence[PartialRequest]
     responses: Sequence[Response]
     rows: Sequence[Row]
     shape: Shape
@@ -103,86 +61,86 @@ class _Pass:
 
 
 class PrefixVerifier:
-    """Requests whose cached responses wait to be verified, or stand and wait for a row.
+    """Requests whose cached responses wait to be verified, or are verified and wait for a row.
 
-    Which of those that come together share a pass is planned at once. A pass runs when rows are
-    free and nobody is ready to take them, so that no more than one pass's keys and values wait.
-    Its counts are added to `counts`.
+    Which of the requests that come together share a pass is planned at once. A pass runs when
+    rows are free and no request is ready for them, so that no more than one pass's keys and
+    values wait. Its counts are added to `counts`.
     """
 
     def __init__(
         self,
-        judge: PrefixRuleContext,
+        spec: RolloutSpec,
         runner: ModelRunner,
         longest_tokens: int,
         counts: VerifiedPrefixes,
     ) -> None:
-        self._judge, self._runner, self._counts = judge, runner, counts
+        self._spec, self._runner, self._counts = spec, runner, counts
         self._shapes = runner.config.verify_shapes(longest_tokens)
         self._passes: collections.deque[_Pass] = collections.deque()
         self._ready: collections.deque[VerifiedRequest] = collections.deque()
         self._packed: KVCache | None = None
 
-    def add(self, chunks: Sequence[RequestChunk]) -> None:
-        """Requests with cached responses that are to run so far."""
-        responses = [_response(r, self._judge.usable(r)) for r in (c.begun.request for c in chunks)]
+    def add(self, requests: Sequence[PartialRequest]) -> None:
+        """Queue requests that have cached responses and none of their own yet."""
+        responses = [_response(p.request, self._usable(p.request)) for p in requests]
         for rows, shape in _rows_of_passes(responses, *self._shapes):
-            self._passes.append(_Pass(chunks, responses, rows, shape))
+            self._passes.append(_Pass(requests, responses, rows, shape))
 
     def __len__(self) -> int:
         return sum(len(p) for p in self._passes) + len(self._ready)
 
     @property
     def packed(self) -> KVCache:
-        """Keys and values of those that `take` gave last, all in one row."""
+        """The keys and values, in one row, of the requests that `take` returned last."""
         assert self._packed is not None
         return self._packed
 
-    def take(self, params: Params, most: int) -> tuple[list[Trajectory], list[VerifiedRequest]]:
-        """Up to `most` requests that are ready for a row, after the next pass if there is none.
+    def take(self, most: int) -> tuple[list[Trajectory], list[VerifiedRequest]]:
+        """Return up to `most` requests that are ready for a row, after the next pass if none is.
 
-        Also the trajectories of those whose responses that pass has shown to be whole.
+        Also return the trajectories of requests whose responses that pass has shown to be whole.
         """
         ended: list[Trajectory] = []
         if not self._ready:
             began_s = self._runner.clock()
-            for e in self._verify(params):
-                if e.prefix.finish_reason is None:
-                    self._ready.append(e)
+            for verified in self._verify():
+                prefix = verified.partial.prefix
+                assert prefix is not None
+                if prefix.finish_reason is None:
+                    self._ready.append(verified)
                 else:
-                    ended.append(of_prefix(e.request, e.prefix))
+                    ended.append(of_prefix(verified.partial.request, prefix))
             self._counts.seconds += self._runner.clock() - began_s
         count = min(most, len(self._ready))
         return ended, [self._ready.popleft() for _ in range(count)]
 
-    def _verify(self, params: Params) -> list[VerifiedRequest]:
+    def _verify(self) -> list[VerifiedRequest]:
         """Run the next pass."""
         planned = self._passes.popleft()
-        judge, runner, shape = self._judge, self._runner, planned.shape
+        spec, runner, shape = self._spec, self._runner, planned.shape
         layout = packing.lay_out(planned.responses, planned.rows, shape)
-        inputs = self._inputs(planned, layout)
         self._packed, found = verify_packed(
-            params,
-            jax.tree.map(runner.put, inputs),
-            judge.key,
-            Processing.of(judge.sampling),
-            **runner.verify_packed_options(judge.sampling.draw),
+            spec.params,
+            jax.tree.map(runner.put, self._inputs(planned, layout)),
+            spec.key,
+            Processing.of(spec.sampling),
+            **runner.verify_packed_options(spec.sampling.draw),
         )
         drawn_X, drawn_logprobs_X, logprobs_X, possible_X = packed_verify.unpack(found)
         entering = []
         for i, start, prompt_start in _places(layout):
-            request, n = planned.chunks[i].begun.request, len(planned.responses[i].tokens)
+            p, n = planned.requests[i], len(planned.responses[i].tokens)
             at = slice(start, start + n)
             verified = Verified(logprobs_X[at], possible_X[at], drawn_X[at], drawn_logprobs_X[at])
-            prefix = judge.prefix(request, verified)
-            in_prompt = prompt_start + np.arange(len(request.prompt_ids) - 1)
-            in_response = start + np.arange(len(prefix.response_ids))
-            positions = np.concatenate([in_prompt, in_response])
-            most = planned.chunks[i].max_tokens
-            left = None if most is None else most - len(prefix.response_ids)
-            entering.append(VerifiedRequest(request, prefix, positions, left))
-            drawn_tokens = len(prefix.response_ids) - prefix.reused_tokens
-            self._counts.add(n, prefix.reused_tokens, drawn_tokens)
+            prefix = self._prefix(p.request, verified)
+            num_tokens = len(prefix.response_ids)
+            in_prompt = prompt_start + np.arange(len(p.request.prompt_ids) - 1)
+            positions = np.concatenate([in_prompt, start + np.arange(num_tokens)])
+            left = None if p.max_tokens is None else p.max_tokens - num_tokens
+            partial = PartialRequest(p.request, prefix, max_tokens=left)
+            entering.append(VerifiedRequest(partial, positions))
+            self._counts.add(n, prefix.reused_tokens, num_tokens - prefix.reused_tokens)
         self._counts.passes[shape.rows, shape.length] += 1
         return entering
 
@@ -192,7 +150,7 @@ class PrefixVerifier:
         ids_X, at_X, met_X = np.zeros((3, layout.tokens_BT.size), np.int32)
         name_X = at_X.astype(np.uint32)
         for i, start, _ in _places(layout):
-            response, request = planned.responses[i], planned.chunks[i].begun.request
+            response, request = planned.responses[i], planned.requests[i].request
             n = len(response.tokens)
             here = slice(start, start + n)
             ids_X[here], at_X[here] = request.request_id, np.arange(n)
@@ -205,6 +163,41 @@ class PrefixVerifier:
             return PackedResponses(*rows, name_X.reshape(shape), met_X.reshape(shape))
         return PackedResponses(*rows, at_X.reshape(shape))
 
+    def _usable(self, request: Request) -> np.ndarray:
+        """The request's cached tokens, up to an end token and to its limit."""
+        assert request.cached is not None
+        tokens = request.cached.tokens[: self._limit(request)]
+        ends = np.nonzero(np.isin(tokens, self._spec.stop_ids))[0]
+        return tokens[: ends[0] + 1] if len(ends) else tokens
+
+    def _limit(self, request: Request) -> int:
+        return request.max_new_tokens or self._spec.sampling.max_new_tokens
+
+    def _prefix(self, request: Request, verified: Verified) -> Prefix:
+        """The tokens that the rule keeps, and the one that was drawn behind them."""
+        rule, cached = self._spec.rule, request.cached
+        assert rule is not None and cached is not None
+        cached = _first(cached, len(verified.drawn))
+        kept = rule.kept(request.request_id, cached, verified)
+        drawn = slice(kept, kept + 1)  # empty where all of it is kept
+        tokens = np.concatenate([cached.tokens[:kept], verified.drawn[drawn]])
+        logprobs = np.concatenate([verified.logprobs[:kept], verified.drawn_logprobs[drawn]])
+        emission = logprobs
+        versions = np.full(len(tokens), self._spec.policy_version, np.int32)
+        origin = Origin.ACCEPTED if rule.draws_own else Origin.REUSED
+        if not rule.draws_own and cached.scores is not None:
+            emission = logprobs.copy()
+            emission[:kept] = cached.scores.emission_logprobs[:kept]
+            versions[:kept] = cached.scores.policy_versions[:kept]
+        origins = np.full(len(tokens), Origin.BONUS, np.uint8)
+        origins[:kept] = origin
+        reason = None
+        if np.isin(tokens[-1], self._spec.stop_ids):
+            reason = FinishReason.STOP
+        elif len(tokens) >= self._limit(request):
+            reason = FinishReason.LENGTH
+        return Prefix(tokens, logprobs, emission, versions, origins, kept, reason)
+
 
 def _response(request: Request, tokens: np.ndarray) -> Response:
     name, prompt_ids = f"request {request.request_id}", np.asarray(request.prompt_ids, np.int32)
@@ -214,7 +207,7 @@ def _response(request: Request, tokens: np.ndarray) -> Response:
 def _rows_of_passes(
     responses: Sequence[Response], whole: Shape, single: Shape
 ) -> Iterator[tuple[list[Row], Shape]]:
-    """The rows of every pass; where few are left over, one at a time."""
+    """Yield the rows of every pass; where few are left over, one row at a time."""
     for rows in packing.plan(responses, whole):
         if 2 * len(rows) > whole.rows:
             yield rows, whole
@@ -223,13 +216,12 @@ def _rows_of_passes(
 
 
 def _places(layout: Layout) -> Iterator[tuple[int, int, int]]:
-    """Each response's index, where it starts, and where its prompt does."""
+    """Yield each response's index, where it starts, and where its prompt starts."""
     columns = layout.order, layout.starts, layout.prompt_starts
     return zip(*(column.tolist() for column in columns), strict=True)
 
 
 def _first(cached: CachedResponse, num_tokens: int) -> CachedResponse:
-    """Its first tokens."""
     scores = cached.scores
     if scores is not None:
         scores = Scores(*(x[:num_tokens] for x in vars(scores).values()))

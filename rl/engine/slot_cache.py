@@ -1,12 +1,13 @@
-"""The rows of a phase: the host's table of them, the device's cache, and what moves both.
+"""The host's table of rows, the device's cache for them, and what moves both.
 
 The host's table is the truth about every slot; the device holds the cache and a copy of
-the table, made anew when the host has changed it. Sizes come from a pool of buckets
-(slots and positions: powers of two), each compiled once.
+the table, which is made again when the host has changed it. Sizes come from a pool of
+buckets (slots and positions: powers of two), each compiled once.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Sequence
 
 import jax
@@ -17,7 +18,7 @@ from rl.engine import admission, cache_ops
 from rl.engine.model_runner import ModelRunner
 from rl.engine.prefix_verification import VerifiedRequest
 from rl.engine.slot_table import SlotTable
-from rl.trajectory import PartialRequest, Request, RequestChunk
+from rl.trajectory import PartialRequest
 from spec import cache_rows
 from spec.config import SamplingConfig
 from spec.eagle.batch import HiddenStates, HiddenStateSink
@@ -25,7 +26,7 @@ from spec.verify import Slots
 
 
 class SlotCache:
-    """A table and its cache; one of them lives as long as its engine and keeps its buffers."""
+    """A table of slots and its cache; it lives as long as its engine and keeps its buffers."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
@@ -51,78 +52,64 @@ class SlotCache:
         return self.cache.num_positions
 
     def stepped(self, cache: kv_cache.KVCache, slots: Slots) -> None:
-        """A step consumed cache and slots, and gave these for them."""
+        """Take the cache and slots that a step returned for those that it consumed."""
         self._cache, self._slots = cache, slots
 
     def changed(self) -> None:
-        """The host has changed the table."""
+        """Note that the host has changed the table."""
         self._slots = None
 
     def slots(self, sampling: SamplingConfig, key: jax.Array) -> Slots:
-        """The device's copy of the table."""
+        """Return the device's copy of the table."""
         if self._slots is None:
             columns = self.table.device_columns(sampling.top_k)
             arguments = self._runner.slot_arguments(columns, sampling, key, self.table.tokens_BL)
             self._slots = cache_ops.make_slots(*arguments)
         return self._slots
 
-    # -- who enters ----------------------------------------------------------------
+    # -- requests enter ------------------------------------------------------------
 
-    def enter_prompts(
+    def enter(
         self,
         params: transformer.Params,
-        requests: Sequence[Request],
+        requests: Sequence[PartialRequest],
         default_limit: int,
-        wanted_later: Collection[admission.Prompt],
+        wanted_later: Collection[admission.Prompt] = (),
     ) -> int:
-        """Requests take free rows: prompts are computed, or copied; returns the tokens computed."""
-        prompts = [r.prompt_ids for r in requests]
-        rows, prefilled = self._fill(params, prompts, wanted_later)
-        for request, row in zip(requests, rows, strict=True):
-            self.table.enter(row, request, default_limit)
+        """Put requests into free rows; return the number of tokens that were prefilled.
+
+        Keys and values that come with a request are written; others are computed, or copied from
+        a row that holds the same prompt.
+        """
+        prefilled, brought = 0, [p for p in requests if p.kv is not None]
+        if others := [p for p in requests if p.kv is None]:
+            tokens = [p.token_ids for p in others]
+            rows, prefilled = self._fill(params, tokens, wanted_later)
+            for p, row in zip(others, rows, strict=True):
+                self.table.enter(row, p, default_limit)
+        if brought:
+            entries = []
+            for p, row in zip(brought, self.table.free_rows(), strict=False):
+                assert p.kv is not None
+                entries.append((p.kv, row))
+                self.table.enter(row, p, default_limit)
+            self.grow(max(kv.num_tokens for kv, _ in entries) + 1)
+            self._cache = self._runner.insert_kv(self.cache, entries)
         return prefilled
 
-    def enter_prefixes(
+    def enter_verified(
         self, packed: kv_cache.KVCache, entering: Sequence[VerifiedRequest], default_limit: int
     ) -> None:
-        """Requests with a prefix take free rows: keys and values are gathered from its pass."""
+        """Put verified requests into free rows; keys and values are gathered from their pass."""
         table = self.table
-        self.grow(max(len(e.positions) + 1 for e in entering))
+        self.grow(max(len(v.positions) + 1 for v in entering))
         index_BS = np.zeros((len(table), self.num_positions), np.int32)
         target_B = np.zeros(len(table), np.int32)
-        for i, (e, row) in enumerate(zip(entering, table.free_rows(), strict=False)):
-            index_BS[i, : len(e.positions)], target_B[i] = e.positions, row
-            table.enter(row, e.request, default_limit, e.prefix, e.max_tokens)
+        for i, (v, row) in enumerate(zip(entering, table.free_rows(), strict=False)):
+            index_BS[i, : len(v.positions)], target_B[i] = v.positions, row
+            table.enter(row, v.partial, default_limit)
         count = np.int32(len(entering))
         self._cache = cache_ops.gather_rows(self.cache, packed, index_BS, target_B, count)
-
-    def enter_begun(
-        self, params: transformer.Params, chunks: Sequence[RequestChunk], default_limit: int
-    ) -> int:
-        """Requests that may have begun elsewhere take free rows; returns the tokens computed anew.
-
-        Where their keys and values came along they are written, else they are computed.
-        """
-        anew = [c for c in chunks if c.begun.kv is None]
-        prefilled, entering = 0, []
-        if anew:
-            rows, prefilled = self._fill(params, [c.begun.token_ids for c in anew], ())
-            for c, row in zip(anew, rows, strict=True):
-                self._enter(row, c, default_limit)
-        free = self.table.free_rows()
-        for c in chunks:
-            if c.begun.kv is not None:
-                row = free.pop(0)
-                entering.append((c.begun.kv, row))
-                self._enter(row, c, default_limit)
-        if entering:
-            self.grow(max(kv.num_tokens for kv, _ in entering) + 1)
-            self._cache = self._runner.insert_kv(self.cache, entering)
-        return prefilled
-
-    def _enter(self, row: int, chunk: RequestChunk, default_limit: int) -> None:
-        begun = chunk.begun
-        self.table.enter(row, begun.request, default_limit, begun.prefix, chunk.max_tokens)
 
     def _fill(
         self,
@@ -135,19 +122,19 @@ class SlotCache:
         self._cache, prefilled = self._runner.fill_rows(params, self.cache, plan)
         return plan.rows, prefilled
 
-    # -- who leaves ------------------------------------------------------------------
+    # -- requests leave ----------------------------------------------------------------
 
     def leave(self, rows: Sequence[int], policy_version: int) -> list[PartialRequest]:
-        """Requests leave with the keys and values of their tokens but the last, on the host."""
+        """Free rows; return their requests, with keys and values of all tokens but the last."""
         lengths = self.table.cached_tokens_B[np.asarray(rows)].tolist()
         kvs = self._runner.read_kv(self.cache, rows, lengths)
         return [
-            PartialRequest(*self.table.leave(row, policy_version), kv)
+            dataclasses.replace(self.table.leave(row, policy_version), kv=kv)
             for row, kv in zip(rows, kvs, strict=True)
         ]
 
-    def catch(self, rows: Sequence[int], sink: HiddenStateSink, policy_version: int) -> None:
-        """Give responses that have ended to the catcher, with the hidden states of their rows."""
+    def send(self, rows: Sequence[int], sink: HiddenStateSink, policy_version: int) -> None:
+        """Send responses that have ended to the sink, with the hidden states of their rows."""
         table = self.table
         rows = [row for row in rows if sink.wants(int(table.total_tokens_B[row]))]
         lengths = table.cached_tokens_B[np.asarray(rows, np.int64)].tolist()
@@ -160,9 +147,9 @@ class SlotCache:
     # -- buckets -----------------------------------------------------------------------
 
     def reset(self, num_slots: int, longest_tokens: int) -> None:
-        """An empty table for prompts and responses of so many tokens, over the first positions.
+        """Start with an empty table and the smallest bucket of positions.
 
-        The present cache is kept where it fits.
+        Prompt and response have at most `longest_tokens`. A cache of that size is kept.
         """
         held, self._position_sizes = self._cache, self._runner.position_sizes(longest_tokens)
         num_positions = self._position_sizes[0]
@@ -173,13 +160,13 @@ class SlotCache:
         self._slots = None
 
     def drop(self) -> None:
-        """A step that failed may have consumed the cache."""
+        """Forget the cache: a step that failed may have consumed it."""
         self._cache = None
 
     def fit(self, num_requests: int, wanted_later: Collection[admission.Prompt]) -> None:
-        """Halve the rows while what is left fits into half of them; double them while it does not.
+        """Halve the rows while all requests fit into half of them; double them while they do not.
 
-        Rows grow only where requests come while a phase runs.
+        Rows grow only where requests come while a rollout runs.
         """
         config, table = self._runner.config, self.table
         while config.slot_bucket(num_requests) < len(table):

@@ -13,7 +13,15 @@ from collections.abc import Collection, Sequence
 import numba
 import numpy as np
 
-from rl.trajectory import FinishReason, Origin, Prefix, Request, Trajectory, of_prefix
+from rl.trajectory import (
+    FinishReason,
+    Origin,
+    PartialRequest,
+    Prefix,
+    Request,
+    Trajectory,
+    of_prefix,
+)
 from spec.drafter import LiveSlots
 
 Prompt = tuple[int, ...]
@@ -71,19 +79,9 @@ class SlotTable:
     def free_rows(self) -> list[int]:
         return [b for b, request in enumerate(self.requests) if request is None]
 
-    def enter(
-        self,
-        row: int,
-        request: Request,
-        default_limit: int,
-        prefix: Prefix | None = None,
-        max_tokens: int | None = None,
-    ) -> None:
-        """The request takes the row; keys and values are put there by the engine.
-
-        That is, those of its prompt and of the `prefix` that its response starts with. It
-        may have `max_tokens` more in this row; None: all that it may have.
-        """
+    def enter(self, row: int, partial: PartialRequest, default_limit: int) -> None:
+        """Put a request into a row; the engine puts its keys and values there."""
+        request, prefix = partial.request, partial.prefix
         n = end = len(request.prompt_ids)
         self.requests[row], self.prompts[row] = request, request.prompt_ids
         self.tokens_BL[row, :n] = request.prompt_ids
@@ -95,8 +93,8 @@ class SlotTable:
             self.origins_BL[row, n:end] = prefix.origins
         self.prompt_tokens_B[row], self.total_tokens_B[row] = n, end
         self.limit_B[row] = self.final_B[row] = request.max_new_tokens or default_limit
-        if max_tokens is not None:
-            self.extend(row, max_tokens)
+        if partial.max_tokens is not None:
+            self.extend(row, partial.max_tokens)
         self.busy_B[row] = True
         self._num_entered += 1
         self.entered_B[row] = self._num_entered
@@ -126,29 +124,35 @@ class SlotTable:
         )
 
     def ended_rows(self, stop_ids: np.ndarray) -> np.ndarray:
-        """Rows whose request has ended: an end token was drawn, or the limit is reached."""
+        """Return the rows whose request or chunk has ended, by an end token or by its limit."""
         last_B = self.tokens_BL[np.arange(len(self)), self.cached_tokens_B]
         stopped_B = (self.emitted_B > 0) & (last_B[:, None] == stop_ids).any(axis=1)
         return np.nonzero(self.busy_B & (stopped_B | (self.emitted_B >= self.limit_B)))[0]
 
     def extend(self, row: int, max_tokens: int) -> None:
-        """The row's request may have so many more tokens in it."""
+        """Let the row's request have `max_tokens` more tokens."""
         self.limit_B[row] = min(self.final_B[row], self.emitted_B[row] + max_tokens)
 
     def is_whole(self, row: int, stop_ids: np.ndarray) -> bool:
-        """Whether an ended row's response is; else it goes on in another row."""
+        """Return True if an ended row's response is whole, False if only its chunk ended."""
         last = self.tokens_BL[row, self.cached_tokens_B[row]]
         return bool(last in stop_ids or self.emitted_B[row] >= self.final_B[row])
 
     def retire(self, row: int, stop_ids: np.ndarray, policy_version: int) -> Trajectory:
-        """The request's trajectory; the row is free, and still holds its prompt."""
-        request, prefix = self.leave(row, policy_version)
-        stopped = prefix.response_ids[-1] in stop_ids
+        """Free the row, which still holds its prompt; return the request's trajectory."""
+        left = self.leave(row, policy_version)
+        assert left.prefix is not None
+        stopped = left.prefix.response_ids[-1] in stop_ids
         reason = FinishReason.STOP if stopped else FinishReason.LENGTH
-        return of_prefix(request, dataclasses.replace(prefix, finish_reason=reason))
+        return of_prefix(left.request, dataclasses.replace(left.prefix, finish_reason=reason))
 
-    def leave(self, row: int, policy_version: int) -> tuple[Request, Prefix]:
-        """A request and its response so far; the row is free, and still holds its prompt."""
+    def preempt(self, row: int, policy_version: int) -> PartialRequest:
+        """Free the row; return its request, which may have as many more tokens as it had left."""
+        left = int(self.limit_B[row] - self.emitted_B[row])
+        return dataclasses.replace(self.leave(row, policy_version), max_tokens=left)
+
+    def leave(self, row: int, policy_version: int) -> PartialRequest:
+        """Free the row, which still holds its prompt; return its request and response so far."""
         request, self.requests[row] = self.requests[row], None
         assert request is not None
         self.busy_B[row] = False
@@ -163,14 +167,15 @@ class SlotTable:
             versions[:known] = prefix.policy_versions
         origins = self.origins_BL[row, first:end].copy()
         reused = prefix.reused_tokens if prefix is not None else 0
-        return request, Prefix(response, logprobs, emission, versions, origins, reused, None)
+        response_so_far = Prefix(response, logprobs, emission, versions, origins, reused, None)
+        return PartialRequest(request, response_so_far)
 
     def live(self) -> LiveSlots:
-        """What drafters see of the busy rows."""
+        """Return what drafters see of the busy rows."""
         return self.view(np.nonzero(self.busy_B)[0])
 
     def view(self, rows: np.ndarray) -> LiveSlots:
-        """What drafters see of these rows, which must be busy."""
+        """Return what drafters see of these rows, which must be busy."""
         return LiveSlots(
             rows_A=rows.astype(np.int32),
             request_ids_A=self.request_ids_B[rows],
@@ -183,13 +188,13 @@ class SlotTable:
         )
 
     def most_useful(self, wanted: Collection[Prompt]) -> list[int]:
-        """All rows: the busy ones first, then those that hold a prompt that is `wanted`."""
+        """Return all rows: the busy ones first, then those that hold a `wanted` prompt."""
         pairs = zip(self.requests, self.prompts, strict=True)
         rank = [(request is None, prompt not in wanted) for request, prompt in pairs]
         return sorted(range(len(self)), key=rank.__getitem__)
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Row i becomes what row `rows[i]` was; the others are gone."""
+        """Make row i what row `rows[i]` was; the others are gone."""
         self.requests = [self.requests[b] for b in rows]
         self.prompts = [self.prompts[b] for b in rows]
         self.prefixes = [self.prefixes[b] for b in rows]
@@ -197,7 +202,7 @@ class SlotTable:
             setattr(self, name, getattr(self, name)[np.asarray(rows)])
 
     def widen(self, num_slots: int) -> None:
-        """Free rows behind those that there are."""
+        """Append free rows, up to `num_slots`."""
         more = num_slots - len(self)
         self.requests += [None] * more
         self.prompts += [None] * more

@@ -1,4 +1,4 @@
-"""What a rollout phase did, round by round: plain records for metrics, pictures and pricing."""
+"""What a rollout did, round by round: plain records for metrics, pictures and pricing."""
 
 from __future__ import annotations
 

@@ -1,62 +1,62 @@
-"""Requests of a phase that have no row yet."""
+"""Requests of a rollout that have no row yet."""
 
 from __future__ import annotations
 
 import collections
-import dataclasses
 from collections.abc import Collection, Sequence
 
 from rl.engine import admission
 from rl.engine.prefix_verification import PrefixVerifier
-from rl.trajectory import PartialRequest, Request, RequestChunk
+from rl.trajectory import PartialRequest, Request
 
 
-@dataclasses.dataclass(frozen=True)
 class WaitingQueue:
-    """Requests to be answered afresh, those with cached responses, and those that were fed.
+    """Three queues: `new` requests, `sourced` ones, and those whose cached responses are `cached`.
 
-    `cached` is None where cached responses are of no use.
+    A `RequestSource` brought the second, or they were preempted. `cached` is None where cached
+    responses are not used.
     """
 
-    cached: PrefixVerifier | None = None
-    afresh: collections.deque[Request] = dataclasses.field(default_factory=collections.deque)
-    fed: collections.deque[RequestChunk] = dataclasses.field(default_factory=collections.deque)
-    # how many of `afresh` have each prompt: hashing all prompts at every beat would take long
-    _prompts: collections.Counter[admission.Prompt] = dataclasses.field(
-        default_factory=collections.Counter
-    )
+    def __init__(self, cached: PrefixVerifier | None = None) -> None:
+        self.cached = cached
+        self.new: collections.deque[PartialRequest] = collections.deque()
+        self.sourced: collections.deque[PartialRequest] = collections.deque()
+        # how many of `new` have each prompt: hashing all prompts in every round takes long
+        self._prompts: collections.Counter[admission.Prompt] = collections.Counter()
 
     def __len__(self) -> int:
-        return len(self.afresh) + len(self.cached or ()) + len(self.fed)
+        return len(self.new) + len(self.cached or ()) + len(self.sourced)
 
     @property
     def prompts(self) -> Collection[admission.Prompt]:
-        """That rows had better go on holding."""
+        """The prompts of `new`: rows that hold them are overwritten last."""
         return self._prompts.keys()
 
     def add(self, requests: Sequence[Request]) -> None:
-        """The requests of the phase, all at once."""
-        afresh = [r for r in requests if not self._may_reuse(r)]
-        self.afresh.extend(afresh)
-        self._prompts.update(r.prompt_ids for r in afresh)
-        if self.cached is not None:
-            self.cached.add([RequestChunk(PartialRequest(r)) for r in requests if r.may_reuse])
+        """Queue the requests that the rollout began with."""
+        new = self._without_cached([PartialRequest(r) for r in requests])
+        self.new.extend(new)
+        self._prompts.update(p.request.prompt_ids for p in new)
 
-    def take_afresh(self, most: int) -> list[Request]:
-        """The next ones, up to `most`."""
-        taken = [self.afresh.popleft() for _ in range(min(most, len(self.afresh)))]
-        for r in taken:
-            self._prompts[r.prompt_ids] -= 1
-            if not self._prompts[r.prompt_ids]:
-                del self._prompts[r.prompt_ids]
+    def add_sourced(self, requests: Sequence[PartialRequest]) -> None:
+        """Queue requests that come while it runs."""
+        self.sourced.extend(self._without_cached(requests))
+
+    def take_new(self, most: int) -> list[PartialRequest]:
+        """Take the next of `new`, up to `most`."""
+        taken = [self.new.popleft() for _ in range(min(most, len(self.new)))]
+        for p in taken:
+            self._prompts[p.request.prompt_ids] -= 1
+            if not self._prompts[p.request.prompt_ids]:
+                del self._prompts[p.request.prompt_ids]
         return taken
 
-    def add_fed(self, chunks: Sequence[RequestChunk]) -> None:
-        """Requests that come while it runs; one that has begun is past its cached response."""
-        new = [c.begun.prefix is None and self._may_reuse(c.begun.request) for c in chunks]
-        self.fed.extend(c for c, is_new in zip(chunks, new, strict=True) if not is_new)
-        if self.cached is not None:
-            self.cached.add([c for c, is_new in zip(chunks, new, strict=True) if is_new])
+    def _without_cached(self, requests: Sequence[PartialRequest]) -> list[PartialRequest]:
+        """Queue the requests that start from a cached response, and return the others.
 
-    def _may_reuse(self, request: Request) -> bool:
-        return self.cached is not None and request.may_reuse
+        One that has tokens already is past its cached response.
+        """
+        if self.cached is None:
+            return list(requests)
+        self.cached.add([p for p in requests if p.may_reuse])
+        return [p for p in requests if not p.may_reuse]

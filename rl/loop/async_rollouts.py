@@ -22,6 +22,7 @@ import jax
 import numpy as np
 
 from models.transformer import Params
+from rl.engine.rollout_spec import RolloutSpec
 from rl.learner import trainer
 from rl.learner.optimizer import TrainState
 from rl.loop.generation import (
@@ -38,7 +39,7 @@ from rl.runtime.signals import Stopped
 from rl.runtime.waits import POLL_S, Hang, code_line
 from rl.trajectory import Trajectory
 from rl.workers.coordinator import Deferred
-from rl.workers.worker_group import LEAVING_S, StepSpec
+from rl.workers.worker_group import LEAVING_S
 from rl.workers.workers import MultiEngine
 from sched.policies.histopipe import HistoPipe, HistoPipeConfig
 from sched.policies.step_order import StepOrder
@@ -190,8 +191,7 @@ class AsyncRollouts:
             )
         ]
         self._engine.engines[0].check(requests, config.sampling)
-        spec = StepSpec(
-            step - self._first,
+        spec = RolloutSpec(
             self._weights[step],
             config.sampling,
             step_key(config.run.seed, ALL_STEPS),
@@ -207,7 +207,7 @@ class AsyncRollouts:
             self._step_of.update({r.request_id: step for r in requests})
             self._expected[step] += len(requests)
         past = {first + g: self._lengths.get(key, ()) for g, key in enumerate(prompts.keys)}
-        self._session.submit(spec, requests, past)
+        self._session.submit(step - self._first, spec, requests, past)
 
     # -- what comes back --------------------------------------------------------------
 

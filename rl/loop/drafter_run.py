@@ -19,11 +19,10 @@ from rl.checkpoint.reader import NoWholeCheckpointError
 from rl.drafter_training.config import DrafterConfig, shape_of
 from rl.drafter_training.spot_trainer import SpotTrainer
 from rl.drafter_training.trainer import BufferSink, DrafterTrainer
-from rl.engine.engine import Engine
+from rl.engine.engine import Engine, RolloutEngine
 from rl.loop.experiment import Inputs, TrainConfig
 from rl.runtime.waits import Patience
 from rl.speculation.learned_drafter import LearnedDrafter
-from rl.workers.workers import MultiEngine, in_worker_thread
 from spec.eagle import files as eagle_files
 from spec.eagle import model as eagle
 from spec.eagle.config import DrafterTrainingConfig
@@ -98,16 +97,16 @@ class DrafterRun:
         """Whether it has learnt since the rollouts began; in spare time that is nobody's step."""
         return self.spot is None and self.trainer.step != self._first_step
 
-    def after_rollout(self, engine: Engine | MultiEngine, weights: Params) -> None:
+    def after_rollout(self, engine: RolloutEngine, weights: Params) -> None:
         """Train for as many steps as are due; the next rollout draft tokens with what was
         learnt.
         """
         steps, trainer = self._config.drafter.steps_after_rollout, self.trainer
         if steps:
-            at(
-                _places(engine)[0],
-                lambda e: trainer.run_steps(steps, trainer.context(e, e.place(weights))),
+            do_at(
                 engine,
+                engine.engines[0],
+                lambda e: trainer.run_steps(steps, trainer.context(e, e.place(weights))),
             )
         trainer.publish()
 
@@ -184,25 +183,18 @@ def _kept(trainer: DrafterTrainer) -> Iterator[None]:
     trainer.save_last()
 
 
-def warm_up(run: DrafterRun, engine: Engine | MultiEngine, weights: Params) -> None:
-    """Compile what training needs wherever it may go on."""
-    trainer, places = run.trainer, _places(engine)
-    for place in places if run.spot is not None else places[:1]:
-        at(place, lambda e: trainer.warm_up(trainer.context(e, e.place(weights))), engine)
+def warm_up(run: DrafterRun, engine: RolloutEngine, weights: Params) -> None:
+    """Compile what training needs on every worker that may train."""
+    trainer = run.trainer
+    for worker in engine.engines if run.spot is not None else engine.engines[:1]:
+        do_at(engine, worker, lambda e: trainer.warm_up(trainer.context(e, e.place(weights))))
 
 
-def _places(engine: Engine | MultiEngine) -> Sequence[Engine]:
-    return engine.engines if isinstance(engine, MultiEngine) else [engine]
-
-
-def at(place: Engine, work: Callable[[Engine], Any], engine: Engine | MultiEngine) -> None:
-    """Do what `engine` wants done at one place: on its only devices, or as a worker of it would."""
+def do_at(engine: RolloutEngine, worker: Engine, work: Callable[[Engine], object]) -> None:
+    """Call `work` with one of the engine's workers, on its devices."""
 
     def there() -> None:
-        with place.mesh_context():
-            work(place)
+        with worker.mesh_context():
+            work(worker)
 
-    if isinstance(engine, MultiEngine):
-        in_worker_thread(there)
-    else:
-        there()
+    engine.do(there)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rl.data.tasks import Example, open_tasks
+from rl.engine.rollout_spec import RolloutSpec
 from rl.loop.experiment import Inputs, TrainConfig
 from rl.rewards.pool import RewardPool, Score, ScoreJob
 from rl.trajectory import Request, Trajectory
@@ -195,15 +196,13 @@ def respond(
             job = ScoreJob(examples[t.group_id], text, tuple(t.response_ids.tolist()))
             scores[t.request_id] = pool.submit(job)
 
-        trajectories = engine.run(
+        spec = RolloutSpec(
             cast_params(params, engine.dtype),
-            requests,
             config.sampling,
             step_key(config.evaluate.seed, 0),
-            stop_token_ids=inputs.model.eos_token_ids,
-            on_finish=score,
-            on_round=on_round,
+            inputs.model.eos_token_ids,
         )
+        trajectories = engine.run(spec, requests, on_finish=score, on_round=on_round)
         results = [pool.result(scores[t.request_id]) for t in trajectories]
     return [
         EvalResponse(

@@ -11,16 +11,14 @@ import dataclasses
 from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any
 
-import jax
 import numpy as np
 
 from models.transformer import Params
 from rl.data.prompts import DataOrder, prompts_for_step
 from rl.data.tasks import Example
-from rl.engine.engine import Engine
-from rl.engine.speculate import DrafterFactory
+from rl.engine.engine import RolloutEngine
+from rl.engine.rollout_spec import RolloutSpec
 from rl.engine.stats import EngineStats, joined
 from rl.learner import trainer
 from rl.learner.advantages import informative_groups
@@ -37,8 +35,6 @@ from rl.speculation import reuse
 from rl.speculation.reuse import Reuse
 from rl.speculation.sources import Speculation
 from rl.trajectory import Trajectory
-from rl.workers.workers import MultiEngine
-from spec.config import SamplingConfig
 from spec.reuse.rollout_cache import RolloutCache
 
 
@@ -50,7 +46,7 @@ class System:
     inputs: Inputs
     recipe: TrainSpec
     shape: Shape
-    engine: Engine | MultiEngine
+    engine: RolloutEngine
     cache: RolloutCache
     speculation: Speculation
     reuse: Reuse
@@ -188,23 +184,21 @@ def generate_and_score(
         leave_if_asked(system)
 
     drafter = system.drafter
-    weights, key = trainer.cast_params(params, system.engine.dtype), system.reuse.key(step)
+    weights = trainer.cast_params(params, system.engine.dtype)
     if drafter is not None:
         drafter.began(weights, step)
     with timings.section("rollout"):
-        done = system.engine.run(
+        spec = RolloutSpec(
             weights,
-            requests,
             config.sampling,
-            key,
-            stop_token_ids=system.inputs.model.eos_token_ids,
+            system.reuse.key(step),
+            system.inputs.model.eos_token_ids,
             policy_version=step - 1,
-            **_as_taken_by(system.engine, drafts, weights, config.sampling, key),
+            drafts=drafts,
             rule=system.reuse.rule(step),
             sink=None if drafter is None else drafter.sink(step),
-            on_finish=scorer,
-            on_round=watch,
         )
+        done = system.engine.run(spec, requests, on_finish=scorer, on_round=watch)
     if drafter is not None:
         with timings.section("drafter"):
             drafter.after_rollout(system.engine, weights)
@@ -268,20 +262,6 @@ def tell_failures(show: Progress, scores: Sequence[Score], step: int) -> None:
     if step == 1 and len(failures) == len(scores):
         raise RewardWorkerError(f"no sample of the first step could be scored: {told}")
     show.message(f"warning: step {step}: {told}")
-
-
-def _as_taken_by(
-    engine: Engine | MultiEngine,
-    drafts: DrafterFactory,
-    weights: Params,
-    sampling: SamplingConfig,
-    key: jax.Array,
-) -> dict[str, Any]:
-    """One engine takes draft tokens, several workers their maker."""
-    if isinstance(engine, MultiEngine):
-        return {"drafts": drafts}
-    drafter, budget = drafts(engine.drafter_context(weights, sampling, key))
-    return {"drafter": drafter, "budget": budget}
 
 
 def remember(

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from models.transformer import Params
-from rl.engine.engine import Engine
+from rl.engine.engine import Engine, RolloutEngine
 from rl.loop.drafter_run import DrafterRun
 from rl.loop.experiment import Inputs, TrainConfig
 from rl.runtime.parallel_compile import OnCompiled, unwatched
@@ -20,7 +20,7 @@ from rl.warm_up import compile_buckets, transfer_times
 from rl.warm_up.host_kernels import rehearse
 from rl.warm_up.measured_run import MOVES_FILE, ROUNDS_FILE
 from rl.warm_up.round_times import load_or_measure
-from rl.workers.workers import MultiEngine, in_worker_thread, make_engines
+from rl.workers.workers import MultiEngine, make_engines
 from spec.budget.bandit_budget import node_counts
 from spec.budget.config import BANDIT
 from spec.sampling import step_key
@@ -33,7 +33,7 @@ def make_engine(
     dtype: np.dtype,
     context_tokens: int,
     drafter: DrafterRun | None = None,
-) -> Engine | MultiEngine:
+) -> RolloutEngine:
     """One engine on the trainer's devices, or several workers on devices of their own."""
     options: dict[str, Any] = {"dtype": dtype, "context_tokens": context_tokens}
     if drafter is not None:
@@ -65,23 +65,20 @@ def node_sizes(config: TrainConfig) -> compile_buckets.NodeSizes | None:
 
 def warm_up(
     config: TrainConfig,
-    engine: Engine | MultiEngine,
+    engine: RolloutEngine,
     weights: Params,
     speculation: Speculation,
     folder: Path,
     told: OnCompiled = unwatched,
 ) -> None:
     """Compile all that rollouts can need, and time what the budget and the scheduler decide by."""
-    if not isinstance(engine, MultiEngine):
-        _warm_up(config, engine, weights, speculation, folder, told)
-        return
-    in_worker_thread(partial(_warm_up, config, engine, weights, speculation, folder, told))
+    engine.do(partial(_warm_up, config, engine, weights, speculation, folder, told))
     jax.block_until_ready(step_key(0, 0))  # in this thread, under the trainer's mesh
 
 
 def _warm_up(
     config: TrainConfig,
-    engine: Engine | MultiEngine,
+    engine: RolloutEngine,
     weights: Params,
     speculation: Speculation,
     folder: Path,
@@ -94,8 +91,7 @@ def _warm_up(
     }
     drafters = speculation.drafters
     nodes = node_sizes(config)
-    engines = engine.engines if isinstance(engine, MultiEngine) else [engine]
-    for one in engines:
+    for one in engine.engines:
         placed = one.place(weights)
         compile_buckets.warm_up(
             one,
@@ -103,7 +99,7 @@ def _warm_up(
             config.sampling,
             speculative=speculative,
             reuse=config.reuse.enabled,
-            fed=isinstance(engine, MultiEngine),
+            moves=isinstance(engine, MultiEngine),
             drafters=drafters,
             nodes=nodes,
             told=told,

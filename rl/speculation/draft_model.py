@@ -13,7 +13,7 @@ from models.config import ModelConfig
 from models.tokenizer import Tokenizer
 from rl.config.loader import resolve_path
 from rl.engine.model_runner import ModelRunner
-from rl.engine.speculate import DrafterContext
+from rl.engine.rollout_spec import DrafterContext
 from rl.speculation.config import DraftModelConfig
 from spec.draft_model.config import ChainConfig
 from spec.draft_model.drafter import DraftModelDrafter
@@ -89,8 +89,8 @@ class DraftModel:
                 min_prob=config.min_prob,
             ),
             policy=runner.model,
-            sampling=context.sampling,
-            key=context.key,
+            sampling=context.spec.sampling,
+            key=context.spec.key,
             proposal="likeliest" if likeliest else config.proposal,
             put=runner.put,
             dtype=runner.dtype,

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from rl.engine.model_runner import ModelRunner
-from rl.engine.speculate import DrafterContext
+from rl.engine.rollout_spec import DrafterContext
 from spec.eagle import model as eagle
 from spec.eagle.config import TreeConfig
 from spec.eagle.drafter import EagleDrafter, Weights
@@ -57,7 +57,7 @@ class LearnedDrafter:
         """The drafter of one worker for one phase."""
         runner = context.runner
         ids = None if self.draft_ids_U is None else runner.put(self.draft_ids_U)
-        shared = eagle.frozen(context.params, ids)
+        shared = eagle.frozen(context.spec.params, ids)
 
         def weights() -> Weights:
             return Weights(self._params_on(runner), shared)
@@ -69,8 +69,8 @@ class LearnedDrafter:
             self.config,
             weights,
             tree,
-            context.sampling,
-            context.key,
+            context.spec.sampling,
+            context.spec.key,
             features=context.features,
             put=runner.argument,
             zero_rows=runner.zero_rows,

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from rl.engine.speculate import DrafterContext, DrafterFactory, no_drafts
+from rl.engine.rollout_spec import DrafterContext, DrafterFactory, no_drafts
 from rl.runtime.waits import Hang, Patience, result_of
 from rl.speculation.config import SpeculationConfig
 from rl.speculation.device_drafters import NO_DRAFTERS, DeviceDrafters

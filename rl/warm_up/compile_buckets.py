@@ -19,6 +19,7 @@ from models import kv_cache, transformer
 from models.attention import Packing
 from rl.engine import cache_ops
 from rl.engine.engine import Engine
+from rl.engine.rollout_spec import DrafterContext, RolloutSpec
 from rl.packing import Shape
 from rl.runtime.parallel_compile import OnCompiled, compile_all, unwatched
 from rl.speculation.device_drafters import NO_DRAFTERS, DeviceDrafters
@@ -50,28 +51,28 @@ def warm_up(
     max_prompt_tokens: int,
     speculative: bool = False,
     reuse: bool = False,
-    fed: bool = False,
+    moves: bool = False,
     drafters: DeviceDrafters = NO_DRAFTERS,
     nodes: NodeSizes | None = None,
     told: OnCompiled = unwatched,
 ) -> int:
     """Compile what phases of these sizes can reach; returns the number of programs.
 
-    Rounds of draft trees are compiled only where phases are to be `speculative`, passes over
-    cached responses where `reuse` is set, moves between workers where phases are `fed`, and what
-    `drafters` do. `nodes` says which sizes of trees rounds of so many slots have; None:
-    all. `told` hears how many are compiled. Raises TooManyMappings where
-    the programs do not fit into what Linux allows a process.
+    Rounds of draft trees are compiled only where rollouts are `speculative`, passes over cached
+    responses only with `reuse`, what moves requests between workers only with `moves`. `nodes`
+    returns the sizes of the trees that rounds of so many slots have; None: all sizes. `told` is
+    called with the number of compiled programs. Raises TooManyMappings where the programs do not
+    fit into what Linux allows a process.
     """
     most = _most_positions(engine, sampling, max_prompt_tokens)
-    # what is fed without keys and values is computed anew, response and all
-    longest_prefill = most if fed else max_prompt_tokens
+    # a request that moves without keys and values is recomputed, response and all
+    longest_prefill = most if moves else max_prompt_tokens
     with engine.mesh_context():
         programs = list(
             _programs(engine, params, sampling, max_requests, max_prompt_tokens, longest_prefill)
         )
-        if fed:
-            programs += _feed_programs(engine, max_requests, most)
+        if moves:
+            programs += _move_programs(engine, max_requests, most)
         if speculative:
             for bucket in round_buckets(engine, sampling, max_requests, max_prompt_tokens, nodes):
                 if bucket[1] > 1:
@@ -79,10 +80,12 @@ def warm_up(
                     programs.append(Program(verify_round, arguments))
         if (learned := drafters.learned) is not None:
             programs += _learned_programs(engine, params, sampling, max_requests, most, learned)
-            if not fed:  # else they leave with their rows
+            if not moves:  # else they leave with their rows
                 programs += _hidden_state_programs(engine, max_requests, most)
         if (small := drafters.model) is not None:
-            drafter = small.drafter_for(engine.drafter_context(params, sampling, step_key(0, 0)))
+            drafter = small.drafter_for(
+                engine.drafter_context(RolloutSpec(params, sampling, step_key(0, 0)))
+            )
             rows = slot_sizes(engine, max_requests)[0]
             steps = drafter.programs(max_requests=rows, max_tokens=most)
             programs += [Program(step, arguments) for step, arguments in steps]
@@ -166,7 +169,7 @@ def _programs(
                     yield Program(cache_ops.resize_layer, arguments)
 
 
-def _feed_programs(engine: Engine, max_requests: int, most_positions: int) -> Iterator[Program]:
+def _move_programs(engine: Engine, max_requests: int, most_positions: int) -> Iterator[Program]:
     """How rows leave for the host and come back, and how a batch grows again."""
     positions = engine.position_sizes(most_positions)
     for B in slot_sizes(engine, max_requests):
@@ -190,11 +193,19 @@ def _learned_programs(
     learned: LearnedDrafter,
 ) -> Iterator[Program]:
     """Searches for draft tokens."""
-    drafter = learned.drafter_for(engine.drafter_context(params, sampling, step_key(0, 0)))
+    drafter = learned.drafter_for(
+        engine.drafter_context(RolloutSpec(params, sampling, step_key(0, 0)))
+    )
     for B in slot_sizes(engine, max_requests):
         for S in engine.position_sizes(most_positions):
             for step, arguments in drafter.programs(partial(_rows, engine, "features", B, S)):
                 yield Program(step, arguments)
+
+
+def _drafter_context(
+    engine: Engine, params: transformer.Params, sampling: SamplingConfig
+) -> DrafterContext:
+    return engine.drafter_context(RolloutSpec(params, sampling, step_key(0, 0)))
 
 
 def _hidden_state_programs(

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 
 from models.transformer import Params
 from rl.engine.engine import Engine
+from rl.engine.rollout_spec import RolloutSpec, draft_with
 from rl.speculation.config import SpeculationConfig
 from rl.speculation.device_drafters import NO_DRAFTERS, DeviceDrafters
 from rl.speculation.sources import Speculation
@@ -45,14 +48,7 @@ def rehearse(
         speculation.times = times
         for tried in (FixedBudget(2), None):
             drafts = speculation.phase([NAME], [prompt], dict.fromkeys(range(2), tokens))
-            key = step_key(0, 0)
-            drafter, budget = drafts(engine.drafter_context(params, sampling, key))
-            engine.run(
-                params,
-                requests,
-                sampling,
-                key,
-                stop_token_ids=no_stop,
-                drafter=drafter,
-                budget=tried or budget,
-            )
+            spec = RolloutSpec(params, sampling, step_key(0, 0), no_stop)
+            drafter, budget = drafts(engine.drafter_context(spec))
+            drafts = draft_with(drafter, tried or budget)
+            engine.run(dataclasses.replace(spec, drafts=drafts), requests)

@@ -17,12 +17,12 @@ from models import transformer
 from models.kv_cache import KVCache
 from rl.engine import cache_ops
 from rl.engine.engine import Engine
+from rl.engine.rollout_spec import DrafterContext, RolloutSpec
 from rl.engine.slot_table import SlotTable
-from rl.engine.speculate import DrafterContext
 from rl.speculation.device_drafters import NO_DRAFTERS, DeviceDrafters
 from rl.speculation.draft_model import DraftModel
 from rl.speculation.learned_drafter import LearnedDrafter
-from rl.trajectory import Request
+from rl.trajectory import PartialRequest, Request
 from rl.warm_up import compile_buckets
 from rl.warm_up.measured_run import read_rounds, write_rounds
 from spec.budget.device_gate import DeviceDrafter
@@ -120,7 +120,8 @@ def _draft_seconds(
     host: _Host,
 ) -> dict[tuple[int, int, int], float]:
     """Of its draft tokens for all rows of a cache, by (slots, depth, positions)."""
-    context = DrafterContext(engine, params, sampling, step_key(0, 0), lambda: cache.features[0])
+    spec = RolloutSpec(params, sampling, step_key(0, 0))
+    context = DrafterContext(engine, spec, lambda: cache.features[0])
     drafter: DeviceDrafter = made_by.drafter_for(context)
     live, deepest, most = host.live(), drafter.depth, engine.config.max_nodes - 1
     tries: dict[int, list[float]] = {depth: [] for depth in sorted({1, deepest})}
@@ -146,7 +147,8 @@ class _Host:
         self._engine, self._drafter = engine, DrafterUnion((GroupDrafter(), NgramDrafter()))
         self._table = SlotTable(B, S + engine.config.max_nodes)
         for b in range(B):
-            self._table.enter(b, Request(b, (0,) * (S // 4), b // 8, b % 8, S), S)
+            request = Request(b, (0,) * (S // 4), b // 8, b % 8, S)
+            self._table.enter(b, PartialRequest(request), S)
         rng = np.random.default_rng(0)
         letters = min(16, engine.model.vocab_size)  # few, so that there is something to draft from
         self._table.tokens_BL[:] = rng.integers(0, letters, self._table.tokens_BL.shape)

@@ -13,10 +13,9 @@ import dataclasses
 import queue
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Protocol
 
 from rl.runtime.waits import Hang
-from rl.trajectory import PartialRequest, Request, RequestChunk, Trajectory
+from rl.trajectory import PartialRequest, Request, Trajectory
 from rl.workers.host_kv_pool import KvPool
 from sched.protocol import (
     Action,
@@ -64,16 +63,16 @@ class Deferred:
 Result = Trajectory | Deferred | WorkerError
 
 
-class SpareTime(Protocol):
-    """What a worker does while it has no request."""
+@dataclasses.dataclass(frozen=True)
+class SpareTime:
+    """What a worker does while it has no request.
 
-    def unit(self) -> bool:
-        """A short piece of work; False where there is none now."""
-        ...
+    `unit` does a short piece of work and returns False where there is none now; `over` is called
+    once there is a request, or nothing will come any more.
+    """
 
-    def over(self) -> None:
-        """There is a request, or nothing will come any more."""
-        ...
+    unit: Callable[[], bool]
+    over: Callable[[], None]
 
 
 @dataclasses.dataclass(eq=False)
@@ -215,8 +214,8 @@ class Coordinator:
         with self._lock:
             self._alive(worker_id, doing)
 
-    def chunk(self, worker_id: int, start: Start) -> RequestChunk:
-        """What a worker needs in order to obey a start."""
+    def chunk(self, worker_id: int, start: Start) -> PartialRequest:
+        """Return the request that a worker is to start."""
         request_id = start.request_id
         pooled = self._pool.take(request_id, lambda owner: self._waits_for(worker_id, owner))
         with self._lock:
@@ -227,7 +226,7 @@ class Coordinator:
             self._begun[request_id] = begun.without_kv()
             # what a lost worker had reported and not handed over is generated again
             again = self._generated[request_id] - begun.num_tokens
-        return RequestChunk(begun, start.max_tokens + again)
+        return dataclasses.replace(begun, max_tokens=start.max_tokens + again)
 
     def finished(self, worker_id: int, trajectory: Trajectory) -> None:
         request_id = trajectory.request_id
@@ -306,12 +305,11 @@ class Coordinator:
         return actions
 
 
-class WorkerFeed:
-    """A worker's `rl.engine.request_source.Feed`: its inbox, and its way to the coordinator and the
-    pool.
+class WorkerSource:
+    """A worker's `rl.engine.rollout_spec.RequestSource`: its inbox, the coordinator and the pool.
 
-    What it takes is of the step that `next_step` gave last, or of earlier ones: of a request
-    of a later step it gives nothing until that step is begun.
+    Its requests are of the step that `next_step` returned last, or of earlier ones: a request of
+    a later step waits until that step is begun.
     """
 
     def __init__(
@@ -340,7 +338,7 @@ class WorkerFeed:
         self._step = self._starts[0][0]
         return self._step
 
-    def take(self, *, wait: bool) -> Sequence[RequestChunk] | None:
+    def take(self, *, wait: bool) -> Sequence[PartialRequest] | None:
         self._receive(wait=wait)
         starts = []
         while self._starts and self._starts[0][0] <= self._step:

@@ -10,40 +10,27 @@ import collections
 import dataclasses
 import threading
 from collections.abc import Callable, Mapping, MutableSequence, Sequence
+from functools import partial
 from typing import Protocol
 
-import jax
-
-from models import transformer
 from rl.engine.engine import Engine
-from rl.engine.speculate import DrafterFactory, no_drafts
+from rl.engine.rollout_spec import RolloutSpec
 from rl.engine.stats import EngineStats, joined
 from rl.runtime.waits import POLL_S, Hang
 from rl.trajectory import Request, Trajectory
-from rl.workers.coordinator import Aborted, Coordinator, Deferred, WorkerError, WorkerFeed
+from rl.workers.coordinator import (
+    Aborted,
+    Coordinator,
+    Deferred,
+    SpareTime,
+    WorkerError,
+    WorkerSource,
+)
 from rl.workers.host_kv_pool import KvPool
 from sched.protocol import Scheduler, SchedulerDecision
-from spec.config import SamplingConfig
-from spec.eagle.batch import HiddenStateSink
-from spec.reuse.prefix_rule import PrefixRule
 
 MOST_RESTARTS = 3  # of one engine in a session: what fails more often will not heal
 LEAVING_S = 5.0  # that workers have to end, once a rollout is given up
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class StepSpec:
-    """What all requests of a step have in common. `params` are copied to a worker's devices."""
-
-    step: int
-    params: transformer.Params
-    sampling: SamplingConfig
-    key: jax.Array
-    stop_token_ids: Sequence[int]
-    policy_version: int = 0
-    rule: PrefixRule | None = None
-    drafts: DrafterFactory = no_drafts
-    sink: HiddenStateSink | None = None
 
 
 class IdleWork(Protocol):
@@ -112,7 +99,7 @@ class WorkerGroup:
         self._coordinator = Coordinator(scheduler, clock, pool, size.keeps_decisions)
         self._threads: dict[int, threading.Thread] = {}
         self._engine_of: dict[int, int] = {}
-        self._specs: dict[int, StepSpec] = {}
+        self._specs: dict[int, RolloutSpec] = {}
         self._stats: collections.defaultdict[int, list[EngineStats]] = collections.defaultdict(list)
 
     def __enter__(self) -> WorkerGroup:
@@ -137,20 +124,22 @@ class WorkerGroup:
 
     def submit(
         self,
-        spec: StepSpec,
+        step: int,
+        spec: RolloutSpec,
         requests: Sequence[Request],
         past_tokens: Mapping[int, tuple[int, ...]] | None = None,
     ) -> None:
-        """All requests of a step; ids are unique in a session.
+        """Submit all requests of a step; ids are unique in a group's life.
 
-        `past_tokens` are the lengths of last epoch's responses, by group.
+        `spec.params` are copied to the devices of each worker. `past_tokens` are the lengths of
+        last epoch's responses, by group.
         """
-        self._specs[spec.step] = spec
+        self._specs[step] = spec
         for table in (self._specs, self._stats):
-            for step in [s for s in table if s < spec.step - 1]:
-                del table[step]  # whoever begins with a step now has newer ones to do
+            for old in [s for s in table if s < step - 1]:
+                del table[old]  # a worker that begins with a step now has a newer one
         limit = spec.sampling.max_new_tokens
-        self._coordinator.submit(spec.step, requests, limit, past_tokens or {})
+        self._coordinator.submit(step, requests, limit, past_tokens or {})
         if self._spot is not None:
             self._spot.rollout_began()
 
@@ -222,44 +211,41 @@ class WorkerGroup:
         if self._spot is not None:
             self._spot.joined(worker_id)
         inbox = self._coordinator.join(worker_id, size.kv_tokens, size.max_requests)
-        feed = WorkerFeed(
-            *(worker_id, inbox, self._coordinator),
-            *(size.max_requests, size.longest_tokens, size.kv_tokens),
-            spare=None if self._spot is None else _Spare(self._spot, worker_id, runner),
+        idle = None
+        if self._spot is not None:
+            idle = SpareTime(
+                partial(self._spot.spare, worker_id, runner), partial(self._spot.busy, worker_id)
+            )
+        source = WorkerSource(
+            worker_id,
+            inbox,
+            self._coordinator,
+            size.max_requests,
+            size.longest_tokens,
+            size.kv_tokens,
+            idle,
         )
         thread = threading.Thread(
             target=self._work,
-            args=(worker_id, runner, feed),
+            args=(worker_id, runner, source),
             name=f"worker-{worker_id}",
             daemon=True,
         )
         self._threads[worker_id], self._engine_of[worker_id] = thread, engine
         thread.start()
 
-    def _work(self, worker_id: int, engine: Engine, feed: WorkerFeed) -> None:
-        """A worker's thread: one phase of its engine for each step, fed by the coordinator."""
+    def _work(self, worker_id: int, engine: Engine, source: WorkerSource) -> None:
+        """A worker's thread: one rollout of its engine for each step."""
         coordinator = self._coordinator
         try:
-            while (step := feed.next_step()) is not None:
+            while (step := source.next_step()) is not None:
                 spec, stats = self._specs[step], EngineStats()
                 self._stats[step].append(stats)
                 coordinator.alive(worker_id, "receiving weights")
-                params = engine.place(spec.params)
-                drafter, budget = spec.drafts(
-                    engine.drafter_context(params, spec.sampling, spec.key)
-                )
                 engine.run(
-                    params,
+                    dataclasses.replace(spec, params=engine.place(spec.params)),
                     (),
-                    spec.sampling,
-                    spec.key,
-                    stop_token_ids=spec.stop_token_ids,
-                    policy_version=spec.policy_version,
-                    drafter=drafter,
-                    budget=budget,
-                    rule=spec.rule,
-                    feed=feed,
-                    sink=spec.sink,
+                    source=source,
                     stats=stats,
                     on_finish=lambda trajectory: coordinator.finished(worker_id, trajectory),
                     on_round=lambda finished, tokens: coordinator.alive(worker_id),
@@ -268,18 +254,3 @@ class WorkerGroup:
             pass
         except BaseException as error:
             coordinator.failed(worker_id, error)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Spare:
-    """A worker's spare time, spent on the drafter."""
-
-    spot: IdleWork
-    worker_id: int
-    engine: Engine
-
-    def unit(self) -> bool:
-        return self.spot.spare(self.worker_id, self.engine)
-
-    def over(self) -> None:
-        self.spot.busy(self.worker_id)

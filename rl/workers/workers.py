@@ -15,24 +15,20 @@ from typing import Any
 import jax
 import numpy as np
 
-from models import transformer
 from models.config import MeshConfig, ModelConfig
 from models.sharding import make_mesh
 from rl.engine.config import EngineConfig
 from rl.engine.engine import Engine, OnFinish, OnRound
-from rl.engine.speculate import DrafterFactory, no_drafts
+from rl.engine.rollout_spec import RolloutSpec
 from rl.engine.stats import EngineStats
 from rl.runtime.waits import HANG_LIMIT_S, POLL_S
 from rl.trajectory import Request, Trajectory, longest_tokens
 from rl.workers.config import SchedConfig
 from rl.workers.coordinator import Deferred
-from rl.workers.worker_group import IdleWork, StepSpec, WorkerGroup, WorkerLimits
+from rl.workers.worker_group import IdleWork, WorkerGroup, WorkerLimits
 from sched.policies.divided import PreferPool
 from sched.policies.registry import make_scheduler
 from sched.protocol import Scheduler, SchedulerDecision
-from spec.config import SamplingConfig
-from spec.eagle.batch import HiddenStateSink
-from spec.reuse.prefix_rule import PrefixRule
 
 
 class MultiEngine:
@@ -53,7 +49,8 @@ class MultiEngine:
         spot: IdleWork | None = None,
         hang_limit_s: float = HANG_LIMIT_S,
     ) -> None:
-        self.engines, self.config, self._seed = list(engines), config, seed
+        self.engines: list[Engine] = list(engines)
+        self.config, self._seed = config, seed
         self.spot = spot  # what idle workers train
         self.prefer_pool = prefer_pool  # of so many tokens: rather copied than computed anew
         self._clock, self._hang_limit_s = clock, hang_limit_s
@@ -64,41 +61,33 @@ class MultiEngine:
     def dtype(self) -> np.dtype:
         return self.engines[0].dtype
 
+    def do(self, work: Callable[[], object]) -> None:
+        """Call `work` as a worker's thread would, which knows nothing of a trainer's mesh."""
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(work).result()
+
     def run(
         self,
-        params: transformer.Params,
+        spec: RolloutSpec,
         requests: Sequence[Request],
-        sampling: SamplingConfig,
-        key: jax.Array,
         *,
-        stop_token_ids: Sequence[int],
-        policy_version: int = 0,
-        drafts: DrafterFactory = no_drafts,
-        rule: PrefixRule | None = None,
-        sink: HiddenStateSink | None = None,
         on_finish: OnFinish | None = None,
         on_round: OnRound | None = None,
     ) -> list[Trajectory]:
-        """Every request to its end; trajectories in the order of the requests.
+        """Generate every request to its end; trajectories in the order of the requests.
 
-        Each worker asks `draft tokens` for a drafter and a budget of its own. `on_finish` is called
-        here, in the caller's thread, as responses end; so is `on_round`, now and then: what it
-        raises ends the rollout. Raises WorkerError where a worker raised, or hangs, and is not
-        replaced.
+        `on_finish` is called in the caller's thread as responses end; so is `on_round`, now and
+        then: what it raises ends the rollout. Raises WorkerError where a worker raised, or hangs,
+        and is not replaced.
         """
+        sampling = spec.sampling
         self.engines[0].check(requests, sampling)
-        spec = StepSpec(
-            *(0, params, sampling, key, stop_token_ids, policy_version),
-            rule=rule,
-            drafts=drafts,
-            sink=sink,
-        )
         longest = longest_tokens(requests, sampling.max_new_tokens)
         done: dict[int, Trajectory] = {}
         session = self.session(self.make_scheduler(), len(requests), longest)
         try:
             with session:
-                session.submit(spec, requests)
+                session.submit(0, spec, requests)
                 while len(done) < len(requests):
                     result = session.next_result(timeout_s=POLL_S)
                     assert not isinstance(result, Deferred), "a rollout of one step defers nothing"
@@ -146,12 +135,6 @@ class MultiEngine:
             keeps_decisions=keeps_decisions,
         )
         return WorkerGroup(self.engines, scheduler, size, self._clock, self.spot)
-
-
-def in_worker_thread(work: Callable[[], object]) -> None:
-    """Do something as a worker's thread would, which knows nothing of a trainer's mesh."""
-    with ThreadPoolExecutor(1) as thread:
-        thread.submit(work).result()
 
 
 def make_engines(

@@ -52,11 +52,11 @@ def engine():
 @pytest.fixture(scope="session")
 def rollout(params, requests, engine, full_precision):
     """`rollout(name, …)`: trajectories under a sampling; anything else is the engine's own."""
+    import rollouts
     from parity_model import SAMPLINGS, STEP_KEY, STOP
 
     def run(name, these=None, *, engine=engine, params=params, **options):
         these = requests if these is None else these
-        config = SAMPLINGS[name]
-        return engine.run(params, these, config, STEP_KEY, stop_token_ids=STOP, **options)
+        return rollouts.run(engine, params, these, SAMPLINGS[name], STEP_KEY, STOP, **options)
 
     return run

@@ -8,15 +8,16 @@ from __future__ import annotations
 import dataclasses
 
 import numpy as np
+import rollouts
 from parity_model import BASE, MODEL, SAMPLINGS, STEP_KEY, STOP
 
-from rl.trajectory import PartialRequest, Request, RequestChunk
+from rl.trajectory import PartialRequest, Request
 
 # one size of trees, and buckets of 32 and 64 positions: few programs
 CONFIG = dataclasses.replace(
     BASE, min_positions=32, min_nodes=4, max_nodes=4, rounds_per_fetch=6, verify_tokens=256
 )
-SEEDS = (3, 0, 1)  # of the feed; rows rest at a full bucket in the first one
+SEEDS = (3, 0, 1)  # of the source; rows rest at a full bucket in the first one
 FULL = CONFIG.min_positions  # the first bucket of positions
 
 
@@ -39,7 +40,7 @@ def make_requests():
 
 
 class Chunks:
-    """A feed of chunks of 1 to 5 tokens, half of those that can end where the bucket does.
+    """A source of chunks of 1 to 5 tokens, half of those that can end where the bucket does.
 
     Requests go on in their row, or leave; some of these come back with their keys and values,
     others without. Half of those with short prompts are never interrupted: rounds go on while
@@ -67,7 +68,7 @@ class Chunks:
         count = min(len(self._waiting), self.most_requests - self._running)
         begun, self._waiting = self._waiting[:count], self._waiting[count:]
         self._running += count
-        return [RequestChunk(b, self._first_length(b)) for b in begun]
+        return [dataclasses.replace(p, max_tokens=self._first_length(p)) for p in begun]
 
     def chunk_ended(self, request_id, response_tokens):
         offset = self._prompt_tokens[request_id] + response_tokens - 1
@@ -95,21 +96,17 @@ class Chunks:
 
 def in_chunks(engine, params, name, requests, seed, **options):
     """Trajectories, and the offsets at which chunks ended."""
-    feed, done = Chunks(requests, seed), []
+    source, done = Chunks(requests, seed), []
 
     def finish(trajectory):
-        feed.finished(trajectory)
+        source.finished(trajectory)
         done.append(trajectory)
 
-    engine.run(
-        params,
-        [],
-        SAMPLINGS[name],
-        STEP_KEY,
-        stop_token_ids=STOP,
-        feed=feed,
+    rollouts.run(
+        *(engine, params, [], SAMPLINGS[name], STEP_KEY, STOP),
+        source=source,
         on_finish=finish,
         **options,
     )
     assert len(done) == len(requests)
-    return done, feed.offsets
+    return done, source.offsets

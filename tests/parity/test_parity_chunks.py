@@ -16,6 +16,7 @@ from test_parity_learned import Keeps, hidden, learned
 from test_parity_reuse import changed, rule, with_cached
 
 from rl.engine.engine import Engine
+from rl.engine.rollout_spec import RolloutSpec
 from spec.budget.budget import FixedBudget
 from spec.draft_model.config import ChainConfig
 from spec.eagle import model as eagle
@@ -84,7 +85,7 @@ def test_a_learned_drafter_and_the_states_that_it_reads(check, keeping, params):
 
     def options():
         sinks.append(Keeps())
-        context = keeping.drafter_context(params, SAMPLINGS["plain"], STEP_KEY)
+        context = keeping.drafter_context(RolloutSpec(params, SAMPLINGS["plain"], STEP_KEY))
         return {"drafter": learned("eagle").drafter_for(context), "sink": sinks[-1]}
 
     assert 4 in check(keeping, options)

@@ -9,6 +9,7 @@ from parity_model import BASE, MODEL, SAMPLINGS, STEP_KEY, TOLERANCE, difference
 
 from models import transformer
 from rl.engine.engine import Engine
+from rl.engine.rollout_spec import RolloutSpec
 from rl.speculation.learned_drafter import LearnedDrafter
 from spec.budget.budget import FixedBudget
 from spec.budget.union import DrafterUnion
@@ -73,7 +74,7 @@ def out_of_step(params, sequences, feature_layers):
 @pytest.mark.parametrize("design", ["eagle", "eagle3"])
 def test_alone(golden, rollout, params, keeping, design, name):
     engine = keeping(design)
-    context = engine.drafter_context(params, SAMPLINGS[name], STEP_KEY)
+    context = engine.drafter_context(RolloutSpec(params, SAMPLINGS[name], STEP_KEY))
     got = rollout(name, engine=engine, drafter=learned(design).drafter_for(context))
     assert not differences(golden(name), got)
     assert engine.stats.accepted_tokens > 0
@@ -83,7 +84,7 @@ def test_alone(golden, rollout, params, keeping, design, name):
 @pytest.mark.parametrize("name", ["cool", "gumbel_cool"])
 def test_drafts_by_the_noise_of_their_positions(golden, rollout, params, keeping, name):
     engine, tree = keeping("eagle"), TreeConfig(max_depth=4, top_k=2, proposal="shared_noise")
-    context = engine.drafter_context(params, SAMPLINGS[name], STEP_KEY)
+    context = engine.drafter_context(RolloutSpec(params, SAMPLINGS[name], STEP_KEY))
     maker = learned("eagle", tree, draft_vocab_size=40)
     got = rollout(name, engine=engine, drafter=maker.drafter_for(context))
     assert not differences(golden(name), got)
@@ -92,7 +93,7 @@ def test_drafts_by_the_noise_of_their_positions(golden, rollout, params, keeping
 
 def test_beside_others_with_weights_swapped_at_every_round(golden, rollout, params, keeping):
     engine, maker = keeping("eagle"), learned("eagle")
-    context = engine.drafter_context(params, SAMPLINGS["plain"], STEP_KEY)
+    context = engine.drafter_context(RolloutSpec(params, SAMPLINGS["plain"], STEP_KEY))
     union = DrafterUnion([NgramDrafter(), maker.drafter_for(context)], names=["own", "learned"])
     swaps = iter(range(1, 10_000))
 
@@ -112,7 +113,7 @@ def test_caught_states_are_those_of_a_whole_pass(rollout, params, requests, keep
     engine = Engine(
         MODEL, dataclasses.replace(BASE, min_positions=32), feature_layers=engine.feature_layers
     )
-    context = engine.drafter_context(params, SAMPLINGS["plain"], STEP_KEY)
+    context = engine.drafter_context(RolloutSpec(params, SAMPLINGS["plain"], STEP_KEY))
     drafter = NowAndThen(learned(design).drafter_for(context))
     got = rollout("plain", engine=engine, drafter=drafter, sink=sink)
     assert len(sink.sequences) == len(requests)
@@ -153,7 +154,7 @@ def test_absorbed_along_the_way_is_as_good_as_all_at_once(golden, rollout, param
     time.
     """
     engine, maker = keeping("eagle"), learned("eagle")
-    context = engine.drafter_context(params, SAMPLINGS["plain"], STEP_KEY)
+    context = engine.drafter_context(RolloutSpec(params, SAMPLINGS["plain"], STEP_KEY))
     same = []
 
     class Compared(Drafter):

@@ -12,6 +12,7 @@ from models import transformer
 from models.config import MeshConfig
 from models.sharding import make_mesh, param_shardings
 from rl.engine.engine import Engine
+from rl.engine.rollout_spec import RolloutSpec
 from rl.trajectory import FinishReason, Origin
 
 pytestmark = pytest.mark.parity
@@ -128,7 +129,7 @@ def test_recorded_log_probabilities_equal_fresh_scoring(rollout, params, name):
 
 def test_end_tokens_are_those_of_the_call(golden, engine, params, requests):
     """Without any, every response runs to its limit, over what would have ended it."""
-    got = engine.run(params, requests, SAMPLINGS["plain"], STEP_KEY, stop_token_ids=())
+    got = engine.run(RolloutSpec(params, SAMPLINGS["plain"], STEP_KEY), requests)
     for t, request in zip(got, requests, strict=True):
         n = request.max_new_tokens or 24
         assert tuple(t.response_ids.tolist()) == golden("plain")[t.request_id].beyond[:n]

@@ -3,6 +3,7 @@
 import dataclasses
 
 import pytest
+import rollouts
 import tiny_engine
 from tiny_engine import make_params
 
@@ -33,9 +34,7 @@ def workers(engines, count, policy="divided_fifo", chunk=3, kv_tokens=60, **opti
 
 
 def play(team, **options):
-    return team.run(
-        PARAMS, REQUESTS, SAMPLING, KEY, stop_token_ids=STOP, policy_version=7, **options
-    )
+    return rollouts.run(team, PARAMS, REQUESTS, SAMPLING, KEY, STOP, policy_version=7, **options)
 
 
 def assert_same_tokens(done, alone):

@@ -13,6 +13,7 @@ from tiny_team import KEY, PARAMS, REQUESTS, SAMPLING, STOP, assert_same_tokens,
 
 from rl.drafter_training.spot_trainer import SpotTrainer
 from rl.drafter_training.trainer import BufferSink
+from rl.engine.rollout_spec import RolloutSpec
 from spec.eagle.config import DataBufferConfig
 from spec.eagle.data_buffer import DataBuffer
 
@@ -91,16 +92,8 @@ def rollout(team, spot, requests=REQUESTS, **options):
     buffer = spot.trainer.buffer
     spot.prepare(PARAMS, 1)
     sink = BufferSink(buffer, 1)
-    return team.run(
-        PARAMS,
-        requests,
-        SAMPLING,
-        KEY,
-        stop_token_ids=STOP,
-        policy_version=7,
-        sink=sink,
-        **options,
-    )
+    spec = RolloutSpec(PARAMS, SAMPLING, KEY, STOP, policy_version=7, sink=sink)
+    return team.run(spec, requests, **options)
 
 
 def with_spot(engines, count, spot):
@@ -114,7 +107,7 @@ def test_rollouts_are_what_they_were_and_catch_what_is_learnt_from(engines):
     alone = {
         t.request_id: t
         for t in workers(engines, 1).run(
-            PARAMS, REQUESTS, SAMPLING, KEY, stop_token_ids=STOP, policy_version=7
+            RolloutSpec(PARAMS, SAMPLING, KEY, STOP, policy_version=7), REQUESTS
         )
     }
     spot = make_spot(buffer=DataBuffer(DataBufferConfig()))

@@ -6,6 +6,7 @@ import re
 import jax
 import numpy as np
 import pytest
+import rollouts
 from tiny_engine import CONFIG, MODEL, make_params
 
 from rl.engine.config import EngineConfig
@@ -29,7 +30,7 @@ def group(prompt, first_id, size, **options):
 
 
 def run(engine, requests, params=PARAMS, sampling=SAMPLING, stop=(), **options):
-    return engine.run(params, requests, sampling, KEY, stop_token_ids=stop, **options)
+    return rollouts.run(engine, params, requests, sampling, KEY, stop, **options)
 
 
 @pytest.fixture(scope="module")
@@ -333,6 +334,6 @@ def test_a_second_phase_compiles_nothing(engine):
 
 def test_another_key_gives_other_tokens(engine):
     requests = group((1, 2, 3), 0, 4)
-    other = engine.run(PARAMS, requests, SAMPLING, step_key(0, 1), stop_token_ids=())
+    other = rollouts.run(engine, PARAMS, requests, SAMPLING, step_key(0, 1))
     assert responses(other) != responses(run(engine, requests))
     assert len({tuple(t.response_ids.tolist()) for t in other}) == 4  # siblings differ

@@ -10,6 +10,7 @@ from models.config import MeshConfig, ModelConfig
 from models.sharding import fitting_sharding, make_mesh
 from rl.engine import admission, cache_ops
 from rl.engine.engine import Engine
+from rl.engine.rollout_spec import RolloutSpec
 from rl.speculation.learned_drafter import LearnedDrafter
 from rl.warm_up import compile_buckets
 from spec.config import SamplingConfig
@@ -79,7 +80,8 @@ def test_a_learned_drafters_cache_is_made_in_shards(engine, params, made):
     maker = LearnedDrafter(
         EagleWeights(config, eagle.init(config, jax.random.key(0)), None), TreeConfig()
     )
-    drafter = maker.drafter_for(engine.drafter_context(params, SamplingConfig(), step_key(0, 0)))
+    spec = RolloutSpec(params, SamplingConfig(), step_key(0, 0))
+    drafter = maker.drafter_for(engine.drafter_context(spec))
     with engine.mesh_context():
         drafter._empty(8, 32)
     assert made and not misplaced(engine, made)

@@ -1,4 +1,4 @@
-"""Who enters, and who is given up, by hand."""
+"""Which requests enter, and which rows are preempted, by hand."""
 
 import dataclasses
 
@@ -8,8 +8,9 @@ from tiny_engine import CONFIG, MODEL, make_params
 
 from rl.engine import preemption
 from rl.engine.engine import Engine
+from rl.engine.rollout_spec import RolloutSpec, draft_with
 from rl.engine.slot_table import SlotTable
-from rl.trajectory import PartialRequest, Prefix, Request, RequestChunk
+from rl.trajectory import PartialRequest, Prefix, Request
 from spec.budget.budget import DraftDecision, FixedBudget
 from spec.config import SamplingConfig
 from spec.drafter import Drafter, no_drafts
@@ -23,7 +24,7 @@ def table(*lengths, order=None):
     rows = SlotTable(len(lengths), 12)
     for row in order or range(len(lengths)):
         if lengths[row] is not None:
-            rows.enter(row, Request(row, (1, 2)), LIMIT)
+            rows.enter(row, PartialRequest(Request(row, (1, 2))), LIMIT)
             rows.total_tokens_B[row] += lengths[row]
     return rows
 
@@ -33,7 +34,7 @@ def chunk(num_tokens=0, max_tokens=None):
     if num_tokens:
         zeros = np.zeros(num_tokens, np.int32)
         prefix = Prefix(zeros, zeros, zeros, zeros, zeros, 0, None)
-    return RequestChunk(PartialRequest(Request(9, (1, 2, 3)), prefix), max_tokens)
+    return PartialRequest(Request(9, (1, 2, 3)), prefix, max_tokens=max_tokens)
 
 
 def test_a_row_needs_what_a_fetch_adds_up_to_its_limit():
@@ -56,10 +57,10 @@ def test_one_enters_where_nothing_runs():
 @pytest.mark.parametrize(
     ("budget", "rows"), [(30, []), (21, []), (20, [1]), (14, [1]), (13, [1, 2]), (1, [1, 2])]
 )
-def test_the_newest_are_given_up_until_the_others_fit(budget, rows):
+def test_the_newest_rows_are_preempted_until_the_others_fit(budget, rows):
     """Three rows of 2 + 1 + 4 each; row 0 came first, then row 2, then row 1."""
     full = table(1, 1, 1, order=(0, 2, 1))
-    assert preemption.rows_to_give_up(full, 4, budget) == rows
+    assert preemption.rows_to_preempt(full, 4, budget) == rows
 
 
 class Undecided(Drafter):
@@ -86,29 +87,22 @@ def test_what_rows_hold_after_a_fetch_is_within_the_budget(drafter):
     held = []
 
     class Watched(Engine):
-        def _retire_ended(self, feed):
+        def _retire_ended(self):
             held.append(int(self._table.total_tokens_B[self._table.busy_B].sum()))
-            return super()._retire_ended(feed)
+            return super()._retire_ended()
 
     class OneByOne:
         most_requests, longest_tokens, kv_tokens = 4, 32, 30
 
         def __init__(self):
-            self.waiting = [RequestChunk(PartialRequest(Request(i, (1, 2, 3)))) for i in range(4)]
+            self.waiting = [PartialRequest(Request(i, (1, 2, 3))) for i in range(4)]
 
         def take(self, *, wait):
             return [self.waiting.pop()] if self.waiting else None
 
     engine = Watched(MODEL, config)
-    engine.run(
-        make_params(),
-        [],
-        SamplingConfig(max_new_tokens=20),
-        step_key(0, 0),
-        stop_token_ids=(),
-        drafter=drafter,
-        budget=Plain(),
-        feed=OneByOne(),
-    )
+    sampling = SamplingConfig(max_new_tokens=20)
+    spec = RolloutSpec(make_params(), sampling, step_key(0, 0), drafts=draft_with(drafter, Plain()))
+    engine.run(spec, [], source=OneByOne())
     assert engine.stats.preemptions > 0
     assert 20 < max(held) <= OneByOne.kv_tokens

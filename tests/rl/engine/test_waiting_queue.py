@@ -1,4 +1,4 @@
-"""Who waits, and what is asked about them at every beat."""
+"""Waiting requests, and what each round asks about their prompts."""
 
 from rl.engine.waiting_queue import WaitingQueue
 from rl.trajectory import Request
@@ -23,17 +23,17 @@ def test_prompts_are_those_of_the_requests_that_wait():
     waiting.add(order)
     while len(waiting):
         assert set(waiting.prompts) == {r.prompt_ids for r in order}
-        assert waiting.take_afresh(3) == order[:3]
+        assert [p.request for p in waiting.take_new(3)] == order[:3]
         order = order[3:]
-    assert not waiting.prompts and not waiting.take_afresh(3)
+    assert not waiting.prompts and not waiting.take_new(3)
 
 
-def test_beats_do_not_hash_the_prompts_that_wait():
+def test_rounds_do_not_hash_the_prompts_that_wait():
     waiting = WaitingQueue()
     waiting.add(requests(1000))
     Prompt.hashed = 0
     for _ in range(100):
         assert (3, 7) in waiting.prompts and (1000, 7) not in waiting.prompts
     assert Prompt.hashed == 0
-    waiting.take_afresh(10)
+    waiting.take_new(10)
     assert Prompt.hashed < 100

@@ -17,6 +17,7 @@ from rl.checkpoint import reader
 from rl.config.loader import load
 from rl.data.prompts import DataOrder, prompts_for_step
 from rl.engine.engine import Engine
+from rl.engine.rollout_spec import RolloutSpec
 from rl.learner import trainer
 from rl.learner.optimizer import TrainState
 from rl.loop import async_rollouts, train_loop
@@ -88,13 +89,9 @@ def answers(config, inputs, params, step):
         for g, example in enumerate(examples)
         for i in range(4)
     ]
-    done = Engine(inputs.model, config.engine).run(
-        params,
-        requests,
-        config.sampling,
-        step_key(config.run.seed, async_rollouts.ALL_STEPS),
-        stop_token_ids=inputs.model.eos_token_ids,
-    )
+    key = step_key(config.run.seed, async_rollouts.ALL_STEPS)
+    spec = RolloutSpec(params, config.sampling, key, inputs.model.eos_token_ids)
+    done = Engine(inputs.model, config.engine).run(spec, requests)
     return [inputs.tokenizer.decode(t.response_ids.tolist()) for t in done]
 
 
@@ -285,7 +282,7 @@ def test_a_worker_that_raises_ends_the_run_and_the_last_whole_step_is_saved(
     engine_round = Engine._round
 
     def failing(self, *args):
-        if self._phase.policy_version == 1:  # step 3, which is asked while step 2 is answered
+        if self._spec.policy_version == 1:  # step 3, which is asked while step 2 is answered
             raise RuntimeError("a device is gone")
         engine_round(self, *args)
 

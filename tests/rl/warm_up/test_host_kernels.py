@@ -25,6 +25,7 @@ from rl.engine.config import EngineConfig
 from rl.warm_up.host_kernels import rehearse
 from rl.speculation.reuse import remember
 from rl.speculation.sources import Speculation, SpeculationConfig
+from rl.rollout import generate
 from rl.trajectory import Request
 from spec.budget.budget import FixedBudget
 from spec.round_times import RoundTimes
@@ -54,9 +55,9 @@ with Speculation(config, cache) as speculation:
     done, last = [], {}
     for step, own in enumerate((None, None, FixedBudget(3))):
         drafter, budget = speculation.phase(["a", "b"], prompts, last)(None)
-        done = engine.run(
-            params, requests, sampling, step_key(0, step),
-            stop_token_ids=model.eos_token_ids, drafter=drafter, budget=own or budget,
+        done = generate(
+            model, params, requests, sampling, key=step_key(0, step), engine=engine,
+            drafter=drafter, budget=own or budget,
         )
         drafted = drafted + engine.stats.drafted_by_source
         remember(cache, ["a", "b"], done, scored=False)

@@ -6,6 +6,7 @@ import dataclasses
 
 import numpy as np
 import pytest
+import rollouts
 from tiny_team import (
     KEY,
     MODEL,
@@ -19,6 +20,7 @@ from tiny_team import (
     workers,
 )
 
+from rl.engine.rollout_spec import RolloutSpec
 from rl.trajectory import Request
 from spec.budget.budget import FixedBudget
 from spec.config import SamplingConfig
@@ -27,8 +29,6 @@ from spec.retrieval.group import DraftServer, GroupDrafter
 from spec.reuse.prefix_rule import PrefixRule, parse_mode
 from spec.reuse.rollout_cache import CachedResponse, Scores
 from spec.tree import chain
-
-FIXED = {"stop_token_ids": STOP, "policy_version": 7}
 
 
 class Told(Drafter):
@@ -80,9 +80,9 @@ def test_siblings_on_other_workers_are_drafted_from(engines, shared):
         drafters.append(GroupDrafter(update_tokens=1, server=server))
         return drafters[-1], FixedBudget()
 
-    plain = engines[0].run(PARAMS, requests, greedy, KEY, stop_token_ids=STOP)
+    plain = rollouts.run(engines[0], PARAMS, requests, greedy, KEY, STOP)
     team = workers(engines, 2, chunk=4)
-    done = team.run(PARAMS, requests, greedy, KEY, stop_token_ids=STOP, drafts=drafts)
+    done = rollouts.run(team, PARAMS, requests, greedy, KEY, STOP, drafts=drafts)
     assert [t.response_ids.tolist() for t in done] == [t.response_ids.tolist() for t in plain]
     assert len(drafters) == 2
     heard = [{request for _, request in d._client._sequences} for d in drafters]
@@ -111,9 +111,8 @@ def test_coupled_reuse_changes_no_token(engines, alone, policy, chunk):
     rule = PrefixRule(parse_mode("coupled"), 0.0, 0, 1)
     team = workers(engines, 2, policy, chunk)
     requests = with_cached(alone)
-    done = team.run(
-        PARAMS, requests, SAMPLING, KEY, stop_token_ids=STOP, policy_version=7, rule=rule
-    )
+    spec = RolloutSpec(PARAMS, SAMPLING, KEY, STOP, policy_version=7, rule=rule)
+    done = team.run(spec, requests)
     assert_same_tokens(done, alone)
     found = team.stats.verified
     assert found.responses == len(REQUESTS) and found.kept_tokens > 100
@@ -127,10 +126,8 @@ def test_full_reuse_keeps_all_and_generates_the_rest(engines, alone):
         dataclasses.replace(r, cached=dataclasses.replace(r.cached, tokens=r.cached.tokens[:4]))
         for r in with_cached(alone, wrong_at=100)
     ]
-    done = team.run(PARAMS, cut, SAMPLING, KEY, rule=rule, **FIXED)
-    one = engines[0].run(
-        PARAMS, cut, SAMPLING, KEY, stop_token_ids=STOP, policy_version=7, rule=rule
-    )
+    spec = RolloutSpec(PARAMS, SAMPLING, KEY, STOP, policy_version=7, rule=rule)
+    done, one = team.run(spec, cut), engines[0].run(spec, cut)
     for t, wanted in zip(done, one, strict=True):
         assert t.response_ids.tolist() == wanted.response_ids.tolist()
         assert t.policy_versions.tolist() == wanted.policy_versions.tolist()

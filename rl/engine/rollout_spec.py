@@ -1,0 +1,101 @@
+"""What a rollout is asked for: the policy and sampling of all its requests, and who drafts.
+
+Requests that come while it runs are brought by a `RequestSource`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import jax
+import numpy as np
+
+from models.transformer import Params
+from rl.engine.model_runner import ModelRunner
+from rl.trajectory import PartialRequest
+from spec.budget.budget import Budget
+from spec.config import SamplingConfig
+from spec.drafter import Drafter
+from spec.eagle.batch import HiddenStateSink
+from spec.reuse.prefix_rule import PrefixRule
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class DrafterContext:
+    """The worker that a drafter is made for: its devices, its rollout, and its cache.
+
+    `spec.params` lie on those devices; `features` returns the hidden states that the cache holds.
+    """
+
+    runner: ModelRunner
+    spec: RolloutSpec
+    features: Callable[[], jax.Array]
+
+
+Drafting = tuple[Drafter | None, Budget | None]
+DrafterFactory = Callable[[DrafterContext], Drafting]  # called once for each worker and rollout
+
+
+def no_drafts(context: DrafterContext) -> Drafting:
+    """Decode plainly."""
+    return None, None
+
+
+def draft_with(drafter: Drafter | None, budget: Budget | None = None) -> DrafterFactory:
+    """Return a factory for a rollout of one engine: it has this drafter and this budget."""
+    return lambda context: (drafter, budget)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RolloutSpec:
+    """The policy, the sampling and the noise of all requests of a rollout, and how they draft.
+
+    `drafts` makes each worker's drafter and budget; without a budget all draft tokens are
+    verified. `rule` says how much of the requests' cached responses is kept; without one they are
+    not used. `sink` receives finished responses with the policy's hidden states, from engines
+    that keep them.
+    """
+
+    params: Params
+    sampling: SamplingConfig
+    key: jax.Array
+    stop_token_ids: Sequence[int] = ()
+    policy_version: int = 0
+    drafts: DrafterFactory = no_drafts
+    rule: PrefixRule | None = None
+    sink: HiddenStateSink | None = None
+
+    @functools.cached_property
+    def stop_ids(self) -> np.ndarray:
+        """The end tokens as an array that is never empty; int32 [E]."""
+        return np.asarray(sorted(self.stop_token_ids) or [-1], np.int32)
+
+
+class RequestSource(Protocol):
+    """Brings one engine its requests while a rollout runs, and takes those that leave unfinished.
+
+    At most `most_requests` run at once, none with more than `longest_tokens` of prompt and
+    response together; all that run hold at most `kv_tokens` cache positions.
+    """
+
+    most_requests: int
+    longest_tokens: int
+    kv_tokens: int
+
+    def take(self, *, wait: bool) -> Sequence[PartialRequest] | None:
+        """Return the requests to start now; None once no more will come.
+
+        With `wait` nothing else runs: return only with a request, or with None.
+        """
+        ...
+
+    def chunk_ended(self, request_id: int, response_tokens: int) -> int:
+        """Return how many more tokens a request may have in its row; at 0 it leaves the worker."""
+        ...
+
+    def park(self, leaving: Sequence[PartialRequest]) -> None:
+        """Take requests that leave, with their keys and values."""
+        ...
