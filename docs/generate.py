@@ -151,7 +151,7 @@ COMBINE: dict[str, Callable[[list[Any]], Any]] = {
     "all": all,
     "median": statistics.median,
 }
-WORDS = {">=": "≥ ", ">": "> ", "<=": "≤ ", "<": "< ", "==": ""}
+WORDS = {">=": "≥\u00a0", ">": ">\u00a0", "<=": "≤\u00a0", "<": "<\u00a0", "==": ""}
 
 
 def results() -> str:

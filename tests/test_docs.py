@@ -123,7 +123,10 @@ def test_met_and_missed_are_computed():
 def test_the_readme_shows_rows_of_the_results():
     shown = [line.split(" | ") for line in README.splitlines() if line.startswith("| ")]
     rows = [[cell.strip("| ") for cell in cells] for cells in shown if cells[0] != "| what"]
-    known = [[what, figure, goal, mark] for _, (what, _, figure, goal, mark, _) in generate.rows()]
+    known = [
+        [what, figure, goal.replace("\u00a0", " "), mark]
+        for _, (what, _, figure, goal, mark, _) in generate.rows()
+    ]
     assert 5 <= len(rows) <= 10
     assert [row for row in rows if row not in known] == []
     assert {row[3] for row in rows} == {"met", "**missed**"}
@@ -140,6 +143,23 @@ def test_paths_that_pages_name_exist(path):
     named |= {path.parent / link for link in re.findall(r"\]\(([^)#:]+)[)#]", text)}
     made = {ROOT / "docs" / "_build"}
     assert [str(p) for p in sorted(named) if not p.exists() and p not in made] == []
+
+
+def test_headings_that_pages_link_to_exist():
+    def anchors(path: Path) -> set[str]:
+        headings = re.findall(r"^#+ (.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+        return {
+            re.sub(r"[^\w\- ]", "", text).strip().lower().replace(" ", "-") for text in headings
+        }
+
+    missing = []
+    for path in PAGES:
+        for link, anchor in re.findall(
+            r"\]\(([^)#:]*)#([^)]+)\)", path.read_text(encoding="utf-8")
+        ):
+            if anchor not in anchors(path.parent / link if link else path):
+                missing.append(f"{path.name}: {link}#{anchor}")
+    assert missing == []
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda p: p.name)
