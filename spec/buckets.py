@@ -1,10 +1,10 @@
-"""Sizes that shapes come in: powers of two of the smallest, so that few are compiled."""
+"""Sizes of shapes: the smallest times powers of two, so that few programs are compiled."""
 
 from __future__ import annotations
 
 
 def bucket(size: int, smallest: int, largest: int | None = None) -> int:
-    """The least of smallest · 2^i that holds `size`, at most `largest`."""
+    """Return the least smallest · 2^i that is at least `size`, but at most `largest`."""
     value = smallest
     while value < size:
         value *= 2
@@ -12,7 +12,7 @@ def bucket(size: int, smallest: int, largest: int | None = None) -> int:
 
 
 def buckets(size: int, smallest: int) -> list[int]:
-    """All of them up to that of `size`, smallest first."""
+    """Return all buckets up to that of `size`, smallest first."""
     sizes = [smallest]
     while sizes[-1] < size:
         sizes.append(2 * sizes[-1])

@@ -1,4 +1,4 @@
-"""Rows of a cache for another bucket: chosen, cut or padded, one array after the other."""
+"""Rows of a cache moved to another bucket: chosen, cut or padded, one array after the other."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from models.kv_cache import KVCache, map_arrays, pin
 
 @partial(jax.jit, static_argnames=("num_positions", "axis"))
 def resize_layer(rows: jax.Array, row_B: jax.Array, *, num_positions: int, axis: int) -> jax.Array:
-    """One array with rows `row_B`, cut or padded to `num_positions` along `axis`."""
+    """Return one array with rows `row_B`, cut or padded to `num_positions` along `axis`."""
     rows = jnp.take(rows, row_B, axis=0, mode="clip")
     size = rows.shape[axis]
     if size >= num_positions:
@@ -23,10 +23,10 @@ def resize_layer(rows: jax.Array, row_B: jax.Array, *, num_positions: int, axis:
 
 
 def resize(cache: KVCache, row_B: jax.Array, num_positions: int) -> KVCache:
-    """The cache whose row b is row `row_B[b]`, cut or padded to `num_positions`.
+    """Return the cache whose row b is row `row_B[b]`, cut or padded to `num_positions`.
 
-    Consumes `cache`: each of its buffers is deleted once it is copied, so that there are
-    never two whole caches.
+    Consumes `cache`: each of its buffers is deleted once it is copied, so that two whole caches
+    never exist.
     """
 
     def one(rows: jax.Array, axis: int) -> jax.Array:

@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spec.tails import moved_on, tails
 from spec.tree import DraftTree
 
 NO_TOKEN = -1  # before the first token
@@ -95,7 +94,9 @@ def advance(
 ) -> Contexts:
     """After `count` tokens more, drawn at these hashes; `emitted` counts those before them."""
     X = contexts.seen_BX.shape[1]
-    tail_BK = moved_on(contexts.tail_BK, tokens_BN, count_B)
+    both_BX = jnp.concatenate([contexts.tail_BK, tokens_BN], axis=1)
+    at_BK = count_B[:, None] + jnp.arange(contexts.tail_BK.shape[1])
+    tail_BK = jnp.take_along_axis(both_BX, at_BK, axis=1)
     new_N = jnp.arange(hash_BN.shape[1])
     at_BN = jnp.where(new_N < count_B[:, None], emitted_B[:, None] + new_N, X)
     rows_B1 = jnp.arange(len(count_B))[:, None]
@@ -114,8 +115,10 @@ def of_rows(
     at_BX = prompt_tokens_B[:, None] + np.arange(room)
     inside_BX = at_BX < total_tokens_B[:, None]
     seen_BX = np.take_along_axis(hash_BL, np.minimum(at_BX, hash_BL.shape[1] - 1), axis=1)
-    tail_BK = tails(tokens_BL, total_tokens_B, num_context, NO_TOKEN)
-    return tail_BK, np.where(inside_BX, seen_BX, 0).astype(np.uint32)
+    at_BK = total_tokens_B[:, None] - num_context + np.arange(num_context)
+    last_BK = np.take_along_axis(tokens_BL, np.maximum(at_BK, 0), axis=1)
+    last_BK = np.where(at_BK >= 0, last_BK, NO_TOKEN).astype(np.int32)
+    return last_BK, np.where(inside_BX, seen_BX, 0).astype(np.uint32)
 
 
 def of_response(

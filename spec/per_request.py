@@ -1,4 +1,4 @@
-"""Small numbers for live requests: what is kept of each is then a row of an array."""
+"""State of each live request, as rows of arrays. A = live requests, F = rows."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from spec.drafter import LiveSlots
 
 
 class RequestIndex:
-    """A number below `size` for each request; those that `forget` gives back are used again.
+    """A row number below `size` for each request; numbers of forgotten requests are used again.
 
-    The live requests seldom change between two rounds: the answer of the last is kept.
+    The live requests seldom change between two rounds, so the last answer is cached.
     """
 
     def __init__(self) -> None:
@@ -23,7 +23,7 @@ class RequestIndex:
         self._answer_A = np.empty(0, np.int64)
 
     def of(self, live: LiveSlots) -> np.ndarray:
-        """The number of each live request, int64 [A]; it is given one where it has none."""
+        """Return the number of each live request, int64 [A]; new requests are given one."""
         ids_A = live.request_ids_A
         if not np.array_equal(ids_A, self._asked_A):
             self._answer_A = np.fromiter(map(self._number, ids_A.tolist()), np.int64, len(ids_A))
@@ -31,7 +31,7 @@ class RequestIndex:
         return self._answer_A
 
     def forget(self, request_ids: Iterable[int]) -> list[int]:
-        """These requests have ended; the numbers that they had."""
+        """Forget requests that have ended; return the numbers that they had."""
         had = [self._numbers.pop(r) for r in request_ids if r in self._numbers]
         self._free += had
         if had:
@@ -49,7 +49,7 @@ class RequestIndex:
 
 
 def with_room(rows_F: np.ndarray, size: int, fill: float) -> np.ndarray:
-    """`rows_F` where it has `size` rows, else a longer copy, `fill` in what is new."""
+    """Return `rows_F` if it has `size` rows, else a longer copy whose new rows are `fill`."""
     if len(rows_F) >= size:
         return rows_F
     longer = np.full((max(size, 2 * len(rows_F)), *rows_F.shape[1:]), fill, rows_F.dtype)
@@ -58,7 +58,7 @@ def with_room(rows_F: np.ndarray, size: int, fill: float) -> np.ndarray:
 
 
 class PerRequest:
-    """A number per request, kept by its id; what is new starts at `start`."""
+    """A number per request, kept by its id; new requests start at `start`."""
 
     def __init__(self, index: RequestIndex, start: float) -> None:
         self._index, self._start = index, start

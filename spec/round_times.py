@@ -1,4 +1,4 @@
-"""What rounds cost: measured seconds by bucket, for whoever decides how much to draft."""
+"""Measured seconds of rounds by bucket, by which budgets decide how much to draft."""
 
 from __future__ import annotations
 
@@ -9,16 +9,13 @@ Table = Mapping[tuple[int, int, int], float]
 
 
 class RoundTimes:
-    """Seconds of a round by (slots, nodes, positions), as measured on this device and shape.
+    """Seconds of a round by (slots, nodes, positions), measured on this device and shape.
 
-    `draft_seconds` are what drafters on the device take besides, each by (slots, depth, positions).
+    `draft_seconds` are the additional seconds of each drafter on the device, by (slots, depth,
+    positions).
     """
 
-    def __init__(
-        self,
-        seconds: Table,
-        draft_seconds: Mapping[str, Table] | None = None,
-    ) -> None:
+    def __init__(self, seconds: Table, draft_seconds: Mapping[str, Table] | None = None) -> None:
         self._seconds = dict(seconds)
         self._drafts = {name: dict(table) for name, table in (draft_seconds or {}).items()}
         # (depth, seconds), ascending, by (drafter, slots, positions)
@@ -29,14 +26,14 @@ class RoundTimes:
 
     @property
     def rounds(self) -> Table:
-        """Those of rounds whose draft tokens, if any, came from the host."""
+        """The seconds of rounds without drafting on the device."""
         return dict(self._seconds)
 
     def __call__(self, num_slots: int, num_nodes: int, num_positions: int) -> float | None:
         return self._seconds.get((num_slots, num_nodes, num_positions))
 
     def draft(self, name: str, num_slots: int, depth: int, num_positions: int) -> float:
-        """Between two measured depths as the line through them; 0 where none is measured."""
+        """Interpolate the seconds between the measured depths; 0 if none is measured."""
         at = self._depths.get((name, num_slots, num_positions))
         if not at:
             return 0.0
@@ -44,18 +41,18 @@ class RoundTimes:
         return t0 if d0 == d1 else t0 + (t1 - t0) * (depth - d0) / (d1 - d0)
 
     def draft_depths(self, name: str) -> tuple[int, ...]:
-        """Those that were measured, ascending."""
+        """Return the measured depths of a drafter, ascending."""
         return tuple(sorted({depth for _, depth, _ in self._drafts.get(name, ())}))
 
     def rows(self) -> list[list[str | float]]:
-        """[table, slots, nodes or depth, positions, seconds] each: what a run folder keeps."""
+        """Return rows of [table, slots, nodes or depth, positions, seconds], for a run folder."""
         tables = {"round": self._seconds}
         tables |= {f"draft {name}": table for name, table in self._drafts.items()}
         return [[name, *at, t] for name, table in tables.items() for at, t in sorted(table.items())]
 
     @staticmethod
     def from_rows(rows: Sequence[Sequence[str | float]]) -> RoundTimes:
-        """What `rows` gave. Raises ValueError for counts or seconds that nobody measured."""
+        """Read what `rows` returned; raises ValueError for impossible counts or seconds."""
         tables: dict[str, dict[tuple[int, int, int], float]] = {"round": {}}
         for name, b, n, s, taken_s in rows:
             if any(type(count) is not int or count < 1 for count in (b, n, s)):

@@ -1,9 +1,9 @@
-"""Where logits become tokens: token(r, t) = draw(processed_logits(r, t), noise(r, t)).
+"""The sampler: token(r, t) = draw(processed_logits(r, t), noise(r, t)).
 
 The noise depends on the request's identity and the position of the token in its
 response, and on nothing else. So a rollout is a function of its seed, however it
-was batched, split or drafted, as far as its logits are: those of bfloat16 passes round
-by shape (docs/architecture.md, Exactness). All arithmetic here is float32.
+was batched, split or drafted, if its logits are: bfloat16 passes round by shape
+(docs/architecture.md, Exactness). All arithmetic here is float32.
 """
 
 from __future__ import annotations
@@ -48,24 +48,24 @@ class Processing:
 
 
 def step_key(seed: int, step: int) -> jax.Array:
-    """The key of one rollout phase: fold_in(key(seed), step)."""
+    """Return the key of one rollout: fold_in(key(seed), step)."""
     return jax.random.fold_in(jax.random.key(seed, impl=KEY_IMPL), step)
 
 
 def request_keys(key: jax.Array, request_ids_B: jax.Array) -> jax.Array:
-    """fold_in(step_key, request_id) for every request; a key array [B]."""
+    """Return fold_in(step_key, request_id) for every request; a key array [B]."""
     return jax.vmap(lambda r: jax.random.fold_in(key, r))(request_ids_B)
 
 
 def position_keys(keys_B: jax.Array, positions_BN: jax.Array) -> jax.Array:
-    """fold_in(request_key, t) for every node; a key array [B, N]."""
+    """Return fold_in(request_key, t) for every node; a key array [B, N]."""
     return jax.vmap(lambda k, ts: jax.vmap(lambda t: jax.random.fold_in(k, t))(ts))(
         keys_B, positions_BN
     )
 
 
 def _threshold(values_V: jax.Array, enough: jax.Array, weights_V: jax.Array) -> jax.Array:
-    """The largest x such that Σ weights[values ≥ x] ≥ enough, per row, without sorting.
+    """Return values ≥ x, for the largest x with Σ weights[values ≥ x] ≥ enough, without sorting.
 
     Bisection over the 2³² float32 values in their integer order: 32 reductions
     instead of a sort of the vocabulary.
@@ -94,7 +94,7 @@ def _threshold(values_V: jax.Array, enough: jax.Array, weights_V: jax.Array) -> 
 def processed_logits(
     logits_V: jax.Array, temperature: jax.Array, top_k: jax.Array, top_p: jax.Array
 ) -> jax.Array:
-    """Logits after temperature, then top-k, then top-p; float32, −inf where cut.
+    """Return logits after temperature, then top-k, then top-p; float32, −inf where cut.
 
     `logits_V` is [..., V]; the parameters have the leading shape and are traced,
     so that changing them compiles nothing. top-p keeps the smallest set of most
@@ -119,14 +119,14 @@ def processed_logits(
 
 
 def uniforms(keys: jax.Array) -> jax.Array:
-    """Two uniforms in [0, 1) per key, [..., 2]: 32 random bits for a block, 32 for inside it."""
+    """Return two uniforms in [0, 1) per key, [..., 2]: for a block and for the token inside it."""
     flat = jax.vmap(lambda k: jax.random.bits(k, (2,), jnp.uint32))(keys.reshape(-1))
     u = flat.reshape(*keys.shape, 2).astype(jnp.float32) * np.float32(2**-32)
     return jnp.minimum(u, np.float32(1 - 2**-24))  # the largest values round up to 1
 
 
 def _first_above(mass_N: jax.Array, upto_N: jax.Array, target: jax.Array) -> jax.Array:
-    """The first index of positive mass whose cumulative mass exceeds the target, else the last.
+    """Return the first index of positive mass with cumulative mass above the target, else the last.
 
     A scan in parallel rounds each entry on its own, so that the cumulative mass may
     move by an ulp where the mass is 0: looking at `upto` alone would draw there.
@@ -139,17 +139,17 @@ def _first_above(mass_N: jax.Array, upto_N: jax.Array, target: jax.Array) -> jax
 
 
 def block_tokens(vocab_size: int) -> int:
-    """Tokens of a block of the `cdf` draw, W: a power of two of about √V."""
+    """Return the tokens of a block of the `cdf` draw, W: a power of two of about √V."""
     return 2 ** math.ceil(math.log2(vocab_size) / 2)
 
 
 def _draw_cdf(mass_V: jax.Array, keys: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """A block by its cumulative mass, then a token of it by another; also the total mass.
+    """Draw a block by its cumulative mass, then a token of it; return also the total mass.
 
-    In each the first whose cumulative mass exceeds uniform · total: V/W + W additions in
-    sequence instead of V. Each search has a uniform of its own. One for both would leave
-    the second what float32 keeps of a difference, 2⁻²⁴ of all mass: too coarse for rare
-    tokens. A token of mass 0 is never drawn.
+    Each search takes the first entry whose cumulative mass exceeds uniform · total: V/W + W
+    additions in sequence instead of V. Each has a uniform of its own: one for both would leave
+    the second the float32 difference, 2⁻²⁴ of all mass, which is too coarse for rare tokens.
+    A token of mass 0 is never drawn.
     """
     V = mass_V.shape[-1]
     W = block_tokens(V)
@@ -167,7 +167,7 @@ def _draw_cdf(mass_V: jax.Array, keys: jax.Array) -> tuple[jax.Array, jax.Array]
 
 
 def _draw_gumbel(logits_V: jax.Array, keys: jax.Array) -> jax.Array:
-    """argmax over tokens of logit + Gumbel(r, t, token)."""
+    """Return the argmax over tokens of logit + Gumbel(r, t, token)."""
     V = logits_V.shape[-1]
     noise = jax.vmap(lambda k: jax.random.gumbel(k, (V,), jnp.float32, mode="high"))(
         keys.reshape(-1)
@@ -178,7 +178,7 @@ def _draw_gumbel(logits_V: jax.Array, keys: jax.Array) -> jax.Array:
 def draw(
     logits_V: jax.Array, keys: jax.Array, temperature: jax.Array, scheme: Draw
 ) -> tuple[jax.Array, jax.Array]:
-    """Tokens and their log-probabilities from processed logits [..., V] and one key per row.
+    """Draw tokens from processed logits [..., V], one key per row; return their log-probs too.
 
     Rows of temperature 0 take the argmax (the first of equals). Log-probabilities
     are those of the processed distribution; at temperature 0, those of the
@@ -207,12 +207,12 @@ def log_probs(
     top_k: jax.Array,
     top_p: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """Log-probability of given tokens, and entropy, under the processed distribution.
+    """Return the log-probability of given tokens, and the entropy, of the processed distribution.
 
-    What training scores with; equals `draw`'s log-probability of an emitted token.
-    A given token that top-k or top-p would cut now (the policy has moved, or it
-    sat at the threshold) is put back into its row, so that its log-probability and
-    gradient stay finite. `logits_V` [..., V], the rest [...]; returns two [...].
+    Training uses it; it equals `draw`'s log-probability of an emitted token. A given token that
+    top-k or top-p would cut now (the policy has changed, or it was at the threshold) is put back
+    into its row, so that its log-probability and gradient stay finite. `logits_V` is [..., V],
+    the rest [...]; returns two [...].
     """
     raw_V = logits_V.astype(jnp.float32) / jnp.where(temperature <= 0, 1.0, temperature)[..., None]
     cut_V = jax.lax.stop_gradient(processed_logits(logits_V, temperature, top_k, top_p))
@@ -229,7 +229,7 @@ def log_probs(
 def given_log_probs(
     logits_V: jax.Array, processed_V: jax.Array, tokens: jax.Array, temperature: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Log-probability of given tokens, as `log_probs` has it, and whether they can be drawn.
+    """Return the log-probability of given tokens, as `log_probs`, and if they can be drawn.
 
     `processed_V` are the processed `logits_V`, both [..., V]. A token that was cut is put back
     into its row, so that its log-probability is finite. Returns (float32 [...], bool [...]).

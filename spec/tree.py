@@ -1,4 +1,4 @@
-"""Draft trees: which tokens to try, as two small integer arrays.
+"""Draft trees: the tokens to verify, as two small integer arrays.
 
 Node 0 is the root: the last committed token, not a draft token. Every other node i is
 a draft token for the position after its parent, with `parents[i] < i`. A padding node
@@ -27,12 +27,12 @@ class DraftTree:
 
 
 def roots(last_token_B: jax.Array) -> DraftTree:
-    """Trees that hold the root alone: plain decoding."""
+    """Return trees that have only a root: plain decoding."""
     return DraftTree(last_token_B[:, None], jnp.full((last_token_B.shape[0], 1), -1, jnp.int32))
 
 
 def ancestors(parents_BN: jax.Array) -> jax.Array:
-    """mask[b, i, j]: node j is node i or one of its ancestors; bool [B, N, N].
+    """Return mask[b, i, j]: node j is node i or one of its ancestors; bool [B, N, N].
 
     The closure of the parent relation by squaring: log₂ N products.
     """
@@ -48,16 +48,15 @@ def ancestors(parents_BN: jax.Array) -> jax.Array:
 
 
 def depths(ancestors_BNN: jax.Array) -> jax.Array:
-    """How many draft tokens lead to each node (the root: 0); int32 [B, N]."""
+    """Return the number of draft tokens on the way to each node (the root: 0); int32 [B, N]."""
     return jnp.sum(ancestors_BNN, axis=-1, dtype=jnp.int32) - 1
 
 
 @dataclasses.dataclass(frozen=True)
 class Draft:
-    """One slot's draft tokens on the host, without the root: `parents[i]` is −1 for a child of the
-    root.
+    """The draft of one slot on the host, without the root; parents come before their children.
 
-    `tokens[i]` draft tokens the position after node `parents[i]`; parents come first.
+    `tokens[i]` is for the position after node `parents[i]`, which is −1 for a child of the root.
     """
 
     tokens: Sequence[int]
@@ -65,7 +64,7 @@ class Draft:
 
 
 def chain(tokens: Sequence[int]) -> Draft:
-    """A draft without branches."""
+    """Return a draft without branches."""
     return Draft(tokens, range(-1, len(tokens) - 1))
 
 
@@ -73,9 +72,9 @@ NO_DRAFT = Draft((), ())
 
 
 def check_draft(draft: Draft, num_nodes: int, name: str) -> None:
-    """Raise ValueError where the first `num_nodes` of a draft are no tree.
+    """Raise ValueError unless a draft's first `num_nodes` are a tree.
 
-    A parent must come before its child, siblings must differ in their tokens.
+    A parent must come before its child, and siblings must differ in their tokens.
     """
     edges = list(zip(draft.parents[:num_nodes], draft.tokens[:num_nodes], strict=True))
     for i, (parent, token) in enumerate(edges):

@@ -28,12 +28,12 @@ from spec.tree import DraftTree, ancestors, depths, roots
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Slots:
-    """Device state of B slots; each array has one entry a slot.
+    """The device state of B slots; each array has one entry a slot.
 
-    `length` counts live cache positions, `emitted` the response tokens so far,
-    `limit` how many there may be. `keys` are the requests' noise keys; with `contexts`
-    noise goes by content, else by position. A slot that is not `active` is at rest: it
-    computes along, emits nothing, and its row of the cache is written nowhere.
+    `length` counts live cache positions, `emitted` the response tokens so far, `limit` is their
+    largest number. `keys` are the requests' noise keys; with `contexts` noise is keyed by content,
+    else by position. A slot that is not `active` takes part in the computation but emits nothing,
+    and its row of the cache is never written.
     """
 
     last_token: jax.Array
@@ -49,7 +49,7 @@ class Slots:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Emitted:
-    """What one round emitted: `tokens_BN`, `logprobs_BN`, the first `count_B` of each row valid."""
+    """The tokens of one round; the first `count_B` of each row are valid."""
 
     tokens_BN: jax.Array
     logprobs_BN: jax.Array
@@ -57,20 +57,20 @@ class Emitted:
 
 
 def pack(emitted: Emitted) -> jax.Array:
-    """One array for one transfer: int32 [B, 2 N + 1] of tokens, bits of log-probs, count."""
+    """Pack for one transfer: int32 [B, 2 N + 1] of tokens, bits of log-probs, count."""
     bits_BN = jax.lax.bitcast_convert_type(emitted.logprobs_BN.astype(jnp.float32), jnp.int32)
     return jnp.concatenate([emitted.tokens_BN, bits_BN, emitted.count_B[:, None]], axis=1)
 
 
 def unpack(packed: jax.Array) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(tokens_BN, logprobs_BN, count_B) on the host: waits for the device."""
+    """Return (tokens_BN, logprobs_BN, count_B) on the host; waits for the device."""
     packed_BX = np.asarray(packed)
     N = packed_BX.shape[1] // 2
     return packed_BX[:, :N], packed_BX[:, N : 2 * N].view(np.float32), packed_BX[:, 2 * N]
 
 
 def node_mask(length_B: jax.Array, ancestors_BNN: jax.Array, num_positions: int) -> jax.Array:
-    """mask[b, n, s]: position s is committed, or holds an ancestor of node n; bool [B, N, S]."""
+    """Return mask[b, n, s]: position s is committed or an ancestor of node n; bool [B, N, S]."""
     N = ancestors_BNN.shape[1]
     committed_BS = jnp.arange(num_positions) < length_B[:, None]
     if N == 1:
@@ -87,7 +87,7 @@ def node_mask(length_B: jax.Array, ancestors_BNN: jax.Array, num_positions: int)
 def walk(
     tree: DraftTree, drawn_BN: jax.Array, room_B: jax.Array, stop_E: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """The nodes whose draws are emitted, from the root along children that equal the draw.
+    """Find the nodes whose draws are emitted, from the root along children that equal the draw.
 
     Stops after an end token, after `room` tokens, and where no child equals the
     draw. Returns (path_BN, count_B): draws at path[0 … count−1] are emitted; path
@@ -130,7 +130,7 @@ def verify(
     stop_E: jax.Array,
     scheme: sampling.Draw,
 ) -> tuple[KVCache, Slots, Emitted]:
-    """One round: forward over the trees, draw at every node, walk, compact the cache.
+    """Run one round: forward over the trees, draw at every node, walk, compact the cache.
 
     The trees' root tokens are taken from `slots`. Requires `length + N <= S` in every active slot.
     Source: docs/architecture.md, "The round".
@@ -139,7 +139,7 @@ def verify(
     tree = DraftTree(tree.tokens_BN.at[:, 0].set(slots.last_token), tree.parents_BN)
     reach_BNN = ancestors(tree.parents_BN)
     depth_BN = depths(reach_BNN)
-    # a slot at rest is written nowhere: its prompt, or its request, may be taken up again
+    # inactive slots are never written: their prompt, or their request, may be resumed
     start_B = jnp.where(slots.active, slots.length, cache.num_positions)
     mask_BNS = node_mask(start_B, reach_BNN, cache.num_positions)
     hidden_BND, cache = transformer.hidden_with_cache(
@@ -173,7 +173,7 @@ def verify(
 
 
 def _advance(slots: Slots, emitted: Emitted, stop_E: jax.Array) -> Slots:
-    """Commit what a round emitted; a slot whose response ended is no longer active."""
+    """Commit the tokens of a round; a slot whose response ended is no longer active."""
     last_B = jnp.take_along_axis(
         emitted.tokens_BN, jnp.maximum(emitted.count_B - 1, 0)[:, None], axis=1
     )[:, 0]
@@ -200,7 +200,7 @@ def verify_round(
     config: ModelConfig,
     scheme: sampling.Draw,
 ) -> tuple[KVCache, Slots, jax.Array]:
-    """`verify`, compiled once per bucket (slots, nodes, positions); its `Emitted` is packed."""
+    """Run `verify`, compiled once per bucket (slots, nodes, positions); its `Emitted` is packed."""
     cache, slots, emitted = verify(config, params, cache, slots, tree, stop_E, scheme)
     return cache, slots, pack(emitted)
 
@@ -222,11 +222,11 @@ def decode_rounds(
     scheme: sampling.Draw,
     max_rounds: int,
 ) -> tuple[KVCache, Slots, jax.Array]:
-    """Up to `num_rounds` rounds without drafts on the device, between two fetches.
+    """Run up to `num_rounds` rounds without drafts on the device, between two fetches.
 
-    Ends early once `stop_after` slots have finished (there is work to refill them
-    with) or none is active. The packed result's N axis is the round: a slot emits in
-    each round until it ends, so that its first `count` entries are its tokens.
+    Ends early once `stop_after` slots have finished (requests wait for them) or none is active.
+    The packed result's N axis is the round: a slot emits in each round until it ends, so its
+    first `count` entries are its tokens.
     """
     B = slots.active.shape[0]
     active_before = jnp.sum(slots.active)

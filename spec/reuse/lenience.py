@@ -1,6 +1,6 @@
-"""How SPEC-RL's lenience moves over a run: schedules by name, as pure functions of plain numbers.
+"""Schedules of SPEC-RL's lenience over a run, by name, as pure functions of plain numbers.
 
-The paper holds it constant; the other two are ours.
+The paper keeps it constant; the other two are ours.
 """
 
 from __future__ import annotations
@@ -10,16 +10,17 @@ import math
 from typing import Literal
 
 SCHEDULES = "constant, linear:END:STEPS, clip_fraction:TARGET"
-GAIN = 0.1  # of log λ a step, at most
-LARGEST_LOG = 2.0  # that `clip_fraction` goes to; the smallest is its negative
+GAIN = 0.1  # the largest change of log λ a step
+LARGEST_LOG = 2.0  # log λ of `clip_fraction`; the smallest is its negative
 
 
 @dataclasses.dataclass(frozen=True)
 class LenienceSchedule:
-    """`linear` goes from the first lenience to `end` in `steps`; `clip_fraction` is steered.
+    """The course of the lenience λ.
 
-    That one raises log λ while the policy's clip fraction is below `target`, and lowers it
-    above: by `GAIN` · (target − fraction) / max(target, fraction).
+    `linear` moves from the first lenience to `end` in `steps`. `clip_fraction` changes log λ by
+    `GAIN` · (target − fraction) / max(target, fraction), where `fraction` is the policy's clip
+    fraction.
     """
 
     name: Literal["constant", "linear", "clip_fraction"]
@@ -28,14 +29,14 @@ class LenienceSchedule:
     target: float = 0.0
 
     def at(self, first: float, log_lenience: float, step: int) -> float:
-        """log λ of a step (from 1 on); `log_lenience` is what `after` gave last, or log first."""
+        """Return log λ of a step (from 1 on); `log_lenience` is that of `after`, or log first."""
         if self.name != "linear":
             return log_lenience
         part = min(1.0, (step - 1) / self.steps)
         return log(first + (self.end - first) * part)
 
     def after(self, log_lenience: float, clip_fraction: float) -> float:
-        """What log λ is after a step whose updates clipped this fraction of the tokens."""
+        """Return log λ after a step whose updates clipped this fraction of the tokens."""
         if self.name != "clip_fraction":
             return log_lenience
         error = (self.target - clip_fraction) / max(self.target, clip_fraction)
@@ -43,12 +44,12 @@ class LenienceSchedule:
 
 
 def log(lenience: float) -> float:
-    """log λ; −∞ at 0."""
+    """Return log λ; −∞ at 0."""
     return math.log(lenience) if lenience else -math.inf
 
 
 def parse_schedule(text: str) -> LenienceSchedule:
-    """The schedule of that name; raises ValueError for a name or number that there is not."""
+    """Return the schedule of that name; raises ValueError for an unknown name or a bad number."""
     name, *values = text.split(":")
     try:
         if text == "constant":

@@ -1,10 +1,10 @@
 """The packed verification pass: many cached responses in one forward pass, without padding.
 
 Rows hold several prompts, each computed once, followed by the responses to it
-(`models.attention.Packing`). The pass gives what the policy thinks of every response
-token and what it draws there, and the keys and values of all positions: the prefixes
-that stand go on from them, so that nothing is computed twice. R rows of T positions;
-X = R · T. Source: SPEC-RL, section 3.2.
+(`models.attention.Packing`). The pass returns the policy's log-probability of every response
+token, the token that it draws there, and the keys and values of all positions, from which
+accepted prefixes are continued without recomputing them. R = rows, T = positions of each,
+C = positions of a chunk, X = R · T. Source: SPEC-RL, section 3.2.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from spec import content_noise, sampling
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PackedResponses:
-    """Token inputs, the tokens that they predict, and whose noise draws there; int32 [R, T].
+    """Input tokens, the tokens that they predict, and the noise of the draws there; int32 [R, T].
 
-    `noise_RT` is the position of the predicted token in its response; where noise goes by
-    content it is its context's hash (uint32), and `met_RT` the count (`spec.content_noise`). What
-    prompts and padding predict means nothing.
+    `noise_RT` is the position of the predicted token in its response; where noise is keyed by
+    content it is its context's hash (uint32), and `met_RT` the count (`spec.content_noise`). The
+    targets of prompts and padding are ignored.
     """
 
     tokens_RT: jax.Array
@@ -55,11 +55,11 @@ def verify_packed(
     dtype: np.dtype,
     feature_layers: tuple[int, ...] | None = None,
 ) -> tuple[KVCache, jax.Array]:
-    """Keys and values of all positions, and int32 [4, R, T] of what is found at each.
+    """Return a cache with one row of X positions, and an int32 [4, R, T] for `unpack`.
 
-    That is: the token drawn, the bits of its log-prob, the bits of the target's, and whether
-    the target is possible. `chunk_tokens` positions have logits at a time. The cache that is
-    returned has one row of X positions. Compiled once for each [R, T].
+    That holds the drawn token, the bits of its log-prob, the bits of the target's, and if the
+    target is possible. `chunk_tokens` positions have logits at a time. Compiled once for each
+    [R, T].
     """
     R, T = batch.tokens_RT.shape
     C = next(c for c in range(max(1, min(T, chunk_tokens // R)), 0, -1) if T % c == 0)
@@ -101,7 +101,7 @@ def _bits(x: jax.Array) -> jax.Array:
 
 
 def unpack(found_4RT: jax.Array) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """(drawn, its log-probs, the targets' log-probs, possible) on the host, flat [X] each."""
+    """Return (drawn, its log-probs, the targets' log-probs, possible) on the host, [X] each."""
     found_4X = np.asarray(found_4RT).reshape(4, -1)
     drawn_X, drawn_bits_X, bits_X, possible_X = found_4X
     return drawn_X, drawn_bits_X.view(np.float32), bits_X.view(np.float32), possible_X > 0

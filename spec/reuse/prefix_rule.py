@@ -1,8 +1,8 @@
-"""Verified prefixes of last epoch's responses: how much of each is kept (SPEC-RL).
+"""Rules for the length of the prefix that is kept of a response of the last epoch (SPEC-RL).
 
 One packed pass (`spec.reuse.packed_verify`) computes, at each token of a cached response, its
-log-probability under the policy at hand and the token that this policy draws there. A
-mode says how many tokens stand; the draw behind them comes from the same pass. Modes by
+log-probability under the current policy and the token that this policy draws there. The mode
+decides how many tokens are kept; the draw behind them comes from the same pass. Modes by
 name: `off`, `lenient:λ`, `delayed:λ`, `random`, `full`, `coupled`, `coupled:K`.
 """
 
@@ -17,7 +17,7 @@ import numpy as np
 from spec.reuse.rollout_cache import CachedResponse
 
 MODES = "off, lenient:LAMBDA, delayed:LAMBDA, random, full, coupled, coupled:K"
-ACCEPTANCE = 0x5BEC  # sets the stream of acceptance draws apart from all others of a seed
+ACCEPTANCE = 0x5BEC  # separates the acceptance draws from all other streams of a seed
 
 Name = Literal["off", "lenient", "delayed", "random", "full", "coupled"]
 NAMES: dict[str, Name] = {name: name for name in get_args(Name)}
@@ -25,16 +25,16 @@ NAMES: dict[str, Name] = {name: name for name in get_args(Name)}
 
 @dataclasses.dataclass(frozen=True)
 class ReuseMode:
-    """Which response is verified, and by what rule; `lenience` is that of the first step.
+    """The response that is verified, and the rule; `lenience` is that of the first step.
 
     `lenient` and `delayed` keep a token with probability min(1, λ · p_new / p_old), up to the
     first that is not kept; `delayed` takes the response of the epoch before the last. λ is a
-    number, `e^X`, or `inf`: 0 keeps nothing, 1 is the rule of speculative sampling (but for
+    number, `e^X`, or `inf`: 0 keeps nothing, 1 is the rule of speculative sampling (except for
     the token behind the prefix, which is drawn from the whole new policy), `inf` keeps all.
     `random` keeps a uniformly drawn number of tokens, `full` keeps all of them.
-    `coupled` keeps tokens while they are what the policy at hand draws itself: noise repeats
-    from epoch to epoch (`rl.speculation.reuse`), so that most are. `coupled:K` has noise that goes
-    by the K tokens before (`spec.content_noise`) instead of the position.
+    `coupled` keeps tokens while they equal the current policy's own draws: noise repeats from
+    epoch to epoch (`rl.speculation.reuse`), so that most do. `coupled:K` keys the noise by the K
+    tokens before (`spec.content_noise`) instead of by position.
 
     Source: SPEC-RL, sections 3.1 and 4.3; `coupled` is ours (docs/architecture.md).
     """
@@ -53,15 +53,14 @@ class ReuseMode:
 
     @property
     def back(self) -> int:
-        """How many epochs before the last one the cached response is from."""
+        """The number of epochs between the cached response's and the last one."""
         return int(self.name == "delayed")
 
 
 def parse_mode(text: str) -> ReuseMode:
-    """The mode of that name.
+    """Return the mode of that name.
 
-    Raises ValueError for a name that there is not, a lenience that is no number of 0 or
-    more, a K that is none of 1 or more.
+    Raises ValueError for an unknown name, a lenience below 0 or a K below 1.
     """
     first, colon, value = text.partition(":")
     name = NAMES.get(first)
@@ -84,12 +83,12 @@ def parse_mode(text: str) -> ReuseMode:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Verified:
-    """What the pass found at each of a response's tokens; [num_tokens] each.
+    """The packed pass at each token of a response; [num_tokens] each.
 
-    `logprobs` of the cached tokens under the policy at hand are finite even where top-k or
-    top-p cuts the token now; `possible` says where neither does (at temperature 0: where it
-    is the most likely one). `drawn` is the token that the policy draws there with its own
-    noise, `drawn_logprobs` its log-probability.
+    `logprobs` of the cached tokens under the current policy are finite even where top-k or
+    top-p cuts the token now; `possible` is true where neither does (at temperature 0: where it
+    is the most likely one). `drawn` is the policy's own draw there, `drawn_logprobs` its
+    log-probability.
     """
 
     logprobs: np.ndarray
@@ -102,8 +101,8 @@ class Verified:
 class PrefixRule:
     """The rule of one mode at one step; its draws are a function of (seed, step, request).
 
-    `log_lenience` is that of the step; `greedy` says that the policy takes the most likely
-    token, so that p_new and p_old are 0 or 1.
+    `log_lenience` is that of the step; `greedy`: the policy takes the most likely token, so that
+    p_new and p_old are 0 or 1.
     """
 
     mode: ReuseMode
@@ -117,7 +116,7 @@ class PrefixRule:
         return self.mode.name == "coupled"
 
     def kept(self, request_id: int, cached: CachedResponse, verified: Verified) -> int:
-        """The length of the prefix that stands, 0 … num_tokens."""
+        """Return the length of the prefix that is kept, 0 … num_tokens."""
         num_tokens = len(cached.tokens)
         if not num_tokens or self.mode.name == "full":
             return num_tokens

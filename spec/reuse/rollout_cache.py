@@ -2,9 +2,9 @@
 
 History drafts (RhymeRL, section 5.3) and prefix reuse (SPEC-RL, section 3.2) read from
 it; every epoch refreshes it. Groups are kept as compressed blobs. Beyond `memory_bytes`
-the least recently needed ones go to files of a folder, one each, that are never written to
-again: a checkpoint links them instead of reading them. A file that is damaged or not ours is
-named in `problems`, and its prompt is answered afresh.
+the least recently used ones are spilled to files of a folder, one each, which never change: a
+checkpoint links them instead of reading them. A file that is damaged or not ours is named in
+`problems`, and its prompt is answered from scratch.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class CacheFileError(ValueError):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Scores:
-    """Of each token of a response: what reuse has to know; [num_tokens] each.
+    """The log-probabilities and policy versions of a response's tokens; [num_tokens] each.
 
     `logprobs` (float32) are under the policy of the epoch that the response is cached from,
-    `emission_logprobs` and `policy_versions` (int32) of the policy that drew the token,
-    which is an older one where it was reused.
+    `emission_logprobs` and `policy_versions` (int32) those of the policy that drew the token,
+    which is older if the token was reused.
     """
 
     logprobs: np.ndarray
@@ -71,14 +71,14 @@ class CachedGroup:
 
 
 def of_group(tokens: Sequence[np.ndarray], rewards: Sequence[float | None]) -> CachedGroup:
-    """A group as history alone needs it; a missing reward counts 0."""
+    """Make a group without scores, which history needs; a missing reward counts 0."""
     pairs = enumerate(zip(tokens, rewards, strict=True))
     responses = tuple(CachedResponse(i, t, 0.0 if r is None else float(r)) for i, (t, r) in pairs)
     return CachedGroup(np.empty(0, np.int32), responses)
 
 
 def encode(key: str, group: CachedGroup, policy: str = "") -> bytes:
-    """MAGIC | CRC-32 | size of the JSON | JSON (key, policy, lengths, …) | deflated arrays."""
+    """Return MAGIC | CRC-32 | size of the JSON | JSON (key, policy, …) | deflated arrays."""
     responses = group.responses
     scores = [r.scores for r in responses if r.scores is not None]
     assert len(scores) in (0, len(responses)), "all responses of a group are scored, or none"
@@ -93,7 +93,7 @@ def encode(key: str, group: CachedGroup, policy: str = "") -> bytes:
     text = json.dumps(header).encode()
     arrays = [np.asarray(x, "<i4") for x in (group.prompt_ids, *(r.tokens for r in responses))]
     arrays += [np.asarray(s.policy_versions, "<i4") for s in scores]
-    # most of the second kind repeat the first, which compression sees
+    # most emission log-probs equal the log-probs, which compresses well
     arrays += [np.asarray(s.logprobs, "<f4").view("<i4") for s in scores]
     arrays += [np.asarray(s.emission_logprobs, "<f4").view("<i4") for s in scores]
     packed = zlib.compress(np.concatenate(arrays).tobytes(), 1)
@@ -102,9 +102,9 @@ def encode(key: str, group: CachedGroup, policy: str = "") -> bytes:
 
 
 def decode(blob: bytes, key: str, policy: str = "", vocab_size: int = 2**31) -> CachedGroup:
-    """What `encode` was given.
+    """Return what `encode` was given.
 
-    Raises CacheFileError where the blob is damaged, or of another prompt, policy or vocabulary.
+    Raises CacheFileError if the blob is damaged, or of another prompt, policy or vocabulary.
     """
     if len(blob) < _HEADER or blob[:4] != MAGIC:
         raise CacheFileError("expected a blob of the rollout cache, got something else")
@@ -151,7 +151,7 @@ class _Header:
 
     @staticmethod
     def read(text: bytes) -> _Header:
-        """Raises ValueError, TypeError or KeyError for what `encode` does not write."""
+        """Parse; raises ValueError, TypeError or KeyError for what `encode` does not write."""
         row = json.loads(text)
         header = _Header(**{f.name: row[f.name] for f in dataclasses.fields(_Header)})
         counts = (*header.samples, *header.lengths)
@@ -167,7 +167,7 @@ class _Header:
 
 
 def _inflated(packed: bytes, least: int) -> np.ndarray:
-    """int32 [at least `least`]; never more than a prompt beyond them. Raises CacheFileError."""
+    """Inflate to int32 [`least` … `least` + the longest prompt]; raises CacheFileError."""
     most_bytes = 4 * (least + _MOST_PROMPT_TOKENS)
     try:
         raw = zlib.decompressobj().decompress(packed, most_bytes + 1)
@@ -180,7 +180,7 @@ def _inflated(packed: bytes, least: int) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class SpilledFile:
-    """A file of the cache's folder, named by its place and its content: it never changes."""
+    """A file of the cache's folder, named by its entry and its content: it never changes."""
 
     name: str
     num_bytes: int
@@ -190,9 +190,9 @@ class SpilledFile:
 class RolloutCache:
     """Groups by prompt key: `replace` after each epoch, `get` before the next.
 
-    With `epochs` 2 the group that was replaced last can be had as well (`back=1`). `policy`
-    names the shape of policy and tokenizer: groups of another one are problems. Without a
-    `folder` nothing is evicted, whatever the cap.
+    With `epochs` 2 the group that was replaced last is kept too (`back=1`). `policy` names the
+    shape of policy and tokenizer: groups of another one are problems. Without a `folder` nothing
+    is spilled, whatever the cap.
     """
 
     def __init__(
@@ -211,58 +211,58 @@ class RolloutCache:
         self.num_bytes = 0  # of blobs in memory
         self._blobs: collections.OrderedDict[str, bytes] = collections.OrderedDict()
         self._spilled: dict[str, SpilledFile] = {}
-        self._before: dict[str, bytes | None] = {}  # what was replaced since `mark`, by place
+        self._before: dict[str, bytes | None] = {}  # what was replaced since `mark`, by entry
 
     def __len__(self) -> int:
         return len(self._blobs) + len(self._spilled)
 
     def replace(self, key: str, group: CachedGroup) -> None:
-        """The prompt's group of the last epoch is now this."""
+        """Make this the prompt's group of the last epoch."""
         for back in range(self.epochs - 1, 0, -1):
-            older = self._blob(_place(key, back - 1))
+            older = self._blob(_entry_name(key, back - 1))
             if older is not None:
-                self._replace(_place(key, back), older)
-        self._replace(_place(key, 0), encode(key, group, self.policy))
+                self._replace(_entry_name(key, back), older)
+        self._replace(_entry_name(key, 0), encode(key, group, self.policy))
 
     def mark(self) -> None:
-        """What is here now is what `undo` brings back."""
+        """Remember the present groups, which `undo` restores."""
         self._before.clear()
 
     def undo(self) -> None:
-        """Every group is again what it was at the last `mark`."""
-        for place, blob in self._before.items():
+        """Restore every group of the last `mark`."""
+        for entry, blob in self._before.items():
             if blob is None:
-                self._forget(place)
+                self._forget(entry)
             else:
-                self._put(place, blob)
+                self._put(entry, blob)
         self._before.clear()
 
-    def _replace(self, place: str, blob: bytes) -> None:
-        if place not in self._before:
-            self._before[place] = self._blob(place)
-        self._put(place, blob)
+    def _replace(self, entry: str, blob: bytes) -> None:
+        if entry not in self._before:
+            self._before[entry] = self._blob(entry)
+        self._put(entry, blob)
 
     def get(self, key: str, back: int = 0) -> CachedGroup | None:
-        """The prompt's group of `back` epochs before the last; None where there is none to read."""
+        """Return the prompt's group of `back` epochs before the last; None if none can be read."""
         assert 0 <= back < self.epochs
-        place = _place(key, back)
-        blob = self._blob(place)
+        entry = _entry_name(key, back)
+        blob = self._blob(entry)
         if blob is None:
             return None
         try:
             return decode(blob, key, self.policy, self.vocab_size)
         except CacheFileError as error:
             self.problems.append(f"cached responses to {key!r} are skipped: {error}")
-            self._forget(place)
+            self._forget(entry)
             return None
 
     def new_problems(self) -> list[str]:
-        """What went wrong since the last question; those prompts are answered afresh."""
+        """Return the problems since the last call; their prompts are answered from scratch."""
         new, self.problems = self.problems, []
         return new
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps beside `spilled`: places, from the least recently needed on.
+        """Return what a checkpoint keeps beside `spilled`: entries, least recently used first.
 
         Spilled blobs are not read: `files` names them.
         """
@@ -276,12 +276,12 @@ class RolloutCache:
         }
 
     def spilled(self) -> dict[str, SpilledFile]:
-        """The files that are there, by place; a missing one is a problem."""
-        for place, file in list(self._spilled.items()):
+        """Return the files that exist, by entry; a missing one is a problem."""
+        for entry, file in list(self._spilled.items()):
             assert self.folder is not None
             if not self.folder.is_file(file.name):
-                self.problems.append(f"cached responses to {place!r} are skipped: no {file.name}")
-                self._forget(place)
+                self.problems.append(f"cached responses to {entry!r} are skipped: no {file.name}")
+                self._forget(entry)
         return dict(self._spilled)
 
     def load_state(
@@ -290,65 +290,61 @@ class RolloutCache:
         source: Folder | None = None,
         damaged: Collection[str] = (),
     ) -> None:
-        """Take over what `state` gave; whatever was here before is gone.
+        """Replace everything by what `state` returned.
 
-        Spilled files are linked from `source`, those named in `damaged` aside: these are problems.
+        Spilled files are linked from `source`, except for those named in `damaged`, which are
+        problems.
         """
         self._clear()
-        for place, name, num_bytes, sha256 in state.get("files", ()):
+        for entry, name, num_bytes, sha256 in state.get("files", ()):
             if name in damaged or source is None or not source.is_file(name):
-                self.problems.append(f"cached responses to {place!r} are skipped: {name} is lost")
+                self.problems.append(f"cached responses to {entry!r} are skipped: {name} is lost")
             elif self.folder is None:
-                self._put(place, source.read(name))
+                self._put(entry, source.read(name))
             else:
                 self.folder.link(source, name)
-                self._spilled[place] = SpilledFile(name, num_bytes, sha256)
+                self._spilled[entry] = SpilledFile(name, num_bytes, sha256)
         data, start = state["blobs"].tobytes(), 0
-        for place, size in zip(state["keys"], state["sizes"], strict=True):
-            self._put(place, data[start : start + size])
+        for entry, size in zip(state["keys"], state["sizes"], strict=True):
+            self._put(entry, data[start : start + size])
             start += size
 
     # -- memory and disk -------------------------------------------------------
 
-    def _put(self, place: str, blob: bytes) -> None:
-        self._forget(place)
-        self._blobs[place] = blob
+    def _put(self, entry: str, blob: bytes) -> None:
+        self._forget(entry)
+        self._blobs[entry] = blob
         self.num_bytes += len(blob)
         while self.folder is not None and self.num_bytes > self.memory_bytes:
             oldest, old = self._blobs.popitem(last=False)
             self.num_bytes -= len(old)
             self._spilled[oldest] = _spill(self.folder, oldest, old)
 
-    def _blob(self, place: str) -> bytes | None:
-        """The blob, which is now the most recently needed."""
-        if place in self._spilled:
-            blob = self._read(place)
-            if blob is None:
-                self._forget(place)
-            else:
-                self._put(place, blob)
+    def _blob(self, entry: str) -> bytes | None:
+        """Return the blob, which becomes the most recently used."""
+        if entry in self._spilled:
+            assert self.folder is not None
+            try:
+                blob = self.folder.read(self._spilled[entry].name)
+            except OSError as error:
+                self.problems.append(f"cached responses to {entry!r} are skipped: {error}")
+                self._forget(entry)
+                return None
+            self._put(entry, blob)  # which may spill it again
             return blob
-        if place in self._blobs:
-            self._blobs.move_to_end(place)
-        return self._blobs.get(place)
+        if entry in self._blobs:
+            self._blobs.move_to_end(entry)
+        return self._blobs.get(entry)
 
-    def _read(self, place: str) -> bytes | None:
-        assert self.folder is not None
-        try:
-            return self.folder.read(self._spilled[place].name)
-        except OSError as error:
-            self.problems.append(f"cached responses to {place!r} are skipped: {error}")
-            return None
-
-    def _forget(self, place: str) -> None:
-        file = self._spilled.pop(place, None)
+    def _forget(self, entry: str) -> None:
+        file = self._spilled.pop(entry, None)
         if file is not None and self.folder is not None:
             with contextlib.suppress(FileNotFoundError):
                 self.folder.remove(file.name)
-        self.num_bytes -= len(self._blobs.pop(place, b""))
+        self.num_bytes -= len(self._blobs.pop(entry, b""))
 
     def _clear(self) -> None:
-        """Forget all; files of a process that was killed go as well."""
+        """Forget everything, files of a killed process included."""
         for name in self.folder.names() if self.folder is not None else ():
             if name.endswith(_ENDING):
                 self.folder.remove(name)  # type: ignore[union-attr]
@@ -357,18 +353,18 @@ class RolloutCache:
         self.num_bytes = 0
 
 
-def _spill(folder: Folder, place: str, blob: bytes) -> SpilledFile:
-    """Write a file that is there whole, or not at all."""
+def _spill(folder: Folder, entry: str, blob: bytes) -> SpilledFile:
+    """Write a file that exists whole or not at all."""
     digest = hashlib.sha256(blob).hexdigest()
-    where = hashlib.sha256(place.encode()).hexdigest()[:16]
+    where = hashlib.sha256(entry.encode()).hexdigest()[:16]
     file = SpilledFile(f"{where}-{digest}{_ENDING}", len(blob), digest)
-    if folder.exists(file.name):  # of a process that was killed
+    if folder.exists(file.name):  # of a killed process
         folder.remove(file.name)
     with folder.create(file.name) as out:
         out.write(blob)
     return file
 
 
-def _place(key: str, back: int) -> str:
-    """Where a group lies: keys of examples hold no NUL."""
+def _entry_name(key: str, back: int) -> str:
+    """Return the name of a group's entry; keys of examples have no NUL."""
     return key if not back else f"{key}\0{back}"
