@@ -20,8 +20,7 @@ from models import kv_cache, transformer
 from models.config import ModelConfig
 from models.kv_cache import KVCache
 from models.sharding import constrain
-from spec import content_noise, sampling
-from spec.content_noise import Contexts
+from spec import sampling
 from spec.tree import DraftTree, ancestors, depths, roots
 
 
@@ -31,9 +30,8 @@ class Slots:
     """The device state of B slots; each array has one entry a slot.
 
     `length` counts live cache positions, `emitted` the response tokens so far, `limit` is their
-    largest number. `keys` are the requests' noise keys; with `contexts` noise is keyed by content,
-    else by position. A slot that is not `active` takes part in the computation but emits nothing,
-    and its row of the cache is never written.
+    largest number. `keys` are the requests' noise keys. A slot that is not `active` takes part in
+    the computation but emits nothing, and its row of the cache is never written.
     """
 
     last_token: jax.Array
@@ -43,7 +41,6 @@ class Slots:
     active: jax.Array
     keys: jax.Array
     processing: sampling.Processing
-    contexts: Contexts | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -146,12 +143,7 @@ def verify(
         config, params, cache, tree.tokens_BN, start_B[:, None] + depth_BN, start_B, mask_BNS
     )
     logits_BNV = constrain(transformer.head(params, hidden_BND), "batch", None, "vocab")
-    before = slots.contexts
-    if before is None:
-        keys_BN = sampling.position_keys(slots.keys, slots.emitted[:, None] + depth_BN)
-    else:
-        hash_BN, met_BN = content_noise.of_nodes(before, tree, slots.emitted, reach_BNN)
-        keys_BN = content_noise.content_keys(slots.keys, hash_BN, met_BN)
+    keys_BN = sampling.position_keys(slots.keys, slots.emitted[:, None] + depth_BN)
     temperature_BN, *cuts_BN = slots.processing.broadcast(depth_BN.shape)
     processed_BNV = sampling.processed_logits(logits_BNV, temperature_BN, *cuts_BN)
     drawn_BN, logprobs_BN = sampling.draw(processed_BNV, keys_BN, temperature_BN, scheme)
@@ -164,12 +156,7 @@ def verify(
         jnp.take_along_axis(logprobs_BN, path_BN, axis=1),
         count_B,
     )
-    after = _advance(slots, emitted, stop_E)
-    if before is not None:
-        at_BN = jnp.take_along_axis(hash_BN, path_BN, axis=1)
-        met = content_noise.advance(before, at_BN, emitted.tokens_BN, count_B, slots.emitted)
-        after = dataclasses.replace(after, contexts=met)
-    return cache, after, emitted
+    return cache, _advance(slots, emitted, stop_E), emitted
 
 
 def _advance(slots: Slots, emitted: Emitted, stop_E: jax.Array) -> Slots:

@@ -18,7 +18,6 @@ from models.config import ModelConfig
 from models.kv_cache import KVCache, map_arrays
 from rl.trajectory import HostKv
 from spec.cache_rows import resize_layer
-from spec.content_noise import Contexts
 from spec.sampling import Processing
 from spec.verify import Slots
 
@@ -27,9 +26,7 @@ COLUMNS = ("last_token", "length", "emitted", "limit", "active", "request_id", "
 
 
 @jax.jit
-def make_slots(
-    ints_BC: jax.Array, floats_B2: jax.Array, key: jax.Array, contexts: Contexts | None = None
-) -> Slots:
+def make_slots(ints_BC: jax.Array, floats_B2: jax.Array, key: jax.Array) -> Slots:
     """Device slots from the host's tables: `COLUMNS`, and (temperature, top_p)."""
     column = dict(zip(COLUMNS, ints_BC.T, strict=True))
     keys = jax.vmap(lambda r: jax.random.fold_in(key, r))(column.pop("request_id"))
@@ -39,7 +36,6 @@ def make_slots(
         active=active,
         keys=keys,
         processing=Processing(floats_B2[:, 0], top_k_B, floats_B2[:, 1]),
-        contexts=contexts,
     )
 
 

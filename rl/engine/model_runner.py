@@ -20,10 +20,8 @@ from models.sharding import fitting_sharding, param_shardings
 from rl.engine import admission, cache_ops
 from rl.engine.config import EngineConfig
 from rl.trajectory import HostKv, Request, check_requests
-from spec import content_noise
 from spec.buckets import bucket
 from spec.config import Draw, SamplingConfig
-from spec.content_noise import Contexts
 
 T = TypeVar("T")
 # jax lists an array's shards when it is first read: two threads at once see half of them
@@ -42,7 +40,6 @@ class ModelRunner:
     # without a mesh: None is the process's default. What is put on a named device is bound to it,
     # all of it: a program is compiled anew for a mixture
     device: jax.Device | None = None
-    context_tokens: int = 0  # 0: noise goes by position, else by so many tokens before
     # None: hidden states are not kept, else those after these layers and the last ones
     feature_layers: tuple[int, ...] | None = None
     clock: Callable[[], float] = time.perf_counter
@@ -57,13 +54,6 @@ class ModelRunner:
     def check(self, requests: Sequence[Request], sampling: SamplingConfig) -> None:
         """Raise ValueError for requests that cannot run."""
         check_requests(self.model, requests, sampling.max_new_tokens)
-        if self.context_tokens and any(
-            (r.max_new_tokens or 0) > sampling.max_new_tokens for r in requests
-        ):
-            raise ValueError(
-                "a request has a max_new_tokens of its own beyond that of the sampling, "
-                f"{sampling.max_new_tokens}: noise that goes by content has room for no more"
-            )
 
     def empty_cache(self, num_slots: int, num_positions: int) -> kv_cache.KVCache:
         """A cache on this replica's devices, never whole on one of several."""
@@ -180,32 +170,12 @@ class ModelRunner:
         return {"dtype": self.dtype, "feature_layers": self.feature_layers}
 
     def slot_arguments(
-        self,
-        ints_BC: np.ndarray,
-        sampling: SamplingConfig,
-        key: jax.Array,
-        tokens_BL: np.ndarray | None = None,
+        self, ints_BC: np.ndarray, sampling: SamplingConfig, key: jax.Array
     ) -> tuple[Any, ...]:
-        """The arguments of `cache_steps.make_slots` for a table with its columns.
-
-        `tokens_BL` are the rows' tokens, on which noise that goes by content depends; None
-        takes any, for trials.
-        """
+        """The arguments of `cache_ops.make_slots` for a table with its columns."""
         floats_B2 = np.empty((len(ints_BC), 2), np.float32)
         floats_B2[:] = sampling.temperature, sampling.top_p
-        known = None
-        if self.context_tokens:
-            column = dict(zip(cache_ops.COLUMNS, ints_BC.T, strict=True))
-            length_B, emitted_B = column["length"], column["emitted"]
-            if tokens_BL is None:
-                tokens_BL = np.zeros((len(ints_BC), int(length_B.max()) + 1), np.int32)
-            room = bucket(sampling.max_new_tokens, 64)
-            total_B = length_B + 1
-            rows = content_noise.of_rows(
-                tokens_BL, total_B - emitted_B, total_B, self.context_tokens, room
-            )
-            known = Contexts(*map(self.put, rows))
-        return self.put(ints_BC), self.put(floats_B2), self.put(key), known
+        return self.put(ints_BC), self.put(floats_B2), self.put(key)
 
     def argument(self, x: np.ndarray) -> Any:
         """A host array of one call. Without a mesh jit takes it in less time than a `put`."""

@@ -28,7 +28,6 @@ from rl.trajectory import (
     Trajectory,
     of_prefix,
 )
-from spec import content_noise
 from spec.reuse import packed_verify
 from spec.reuse.packed_verify import PackedResponses, verify_packed
 from spec.reuse.prefix_rule import Verified
@@ -146,22 +145,20 @@ class PrefixVerifier:
 
     def _inputs(self, planned: _Pass, layout: Layout) -> PackedResponses:
         """The pass's rows, and whose noise draws at each position."""
-        shape, context_tokens = layout.tokens_BT.shape, self._runner.context_tokens
-        ids_X, at_X, met_X = np.zeros((3, layout.tokens_BT.size), np.int32)
-        name_X = at_X.astype(np.uint32)
+        shape = layout.tokens_BT.shape
+        ids_X, position_X = np.zeros((2, layout.tokens_BT.size), np.int32)
         for i, start, _ in _places(layout):
             response, request = planned.responses[i], planned.requests[i].request
             n = len(response.tokens)
             here = slice(start, start + n)
-            ids_X[here], at_X[here] = request.request_id, np.arange(n)
-            if context_tokens:
-                name_X[here], met_X[here] = content_noise.of_response(
-                    response.prompt_ids, response.tokens, context_tokens
-                )
-        rows = (layout.tokens_BT, layout.targets_BT, layout.packing, ids_X.reshape(shape))
-        if context_tokens:
-            return PackedResponses(*rows, name_X.reshape(shape), met_X.reshape(shape))
-        return PackedResponses(*rows, at_X.reshape(shape))
+            ids_X[here], position_X[here] = request.request_id, np.arange(n)
+        return PackedResponses(
+            layout.tokens_BT,
+            layout.targets_BT,
+            layout.packing,
+            ids_X.reshape(shape),
+            position_X.reshape(shape),
+        )
 
     def _usable(self, request: Request) -> np.ndarray:
         """The request's cached tokens, up to an end token and to its limit."""

@@ -63,7 +63,7 @@ class SlotCache:
         """Return the device's copy of the table."""
         if self._slots is None:
             columns = self.table.device_columns(sampling.top_k)
-            arguments = self._runner.slot_arguments(columns, sampling, key, self.table.tokens_BL)
+            arguments = self._runner.slot_arguments(columns, sampling, key)
             self._slots = cache_ops.make_slots(*arguments)
         return self._slots
 

@@ -31,11 +31,10 @@ def make_engine(
     inputs: Inputs,
     mesh: Mesh | None,
     dtype: np.dtype,
-    context_tokens: int,
     drafter: DrafterRun | None = None,
 ) -> RolloutEngine:
     """One engine on the trainer's devices, or several workers on devices of their own."""
-    options: dict[str, Any] = {"dtype": dtype, "context_tokens": context_tokens}
+    options: dict[str, Any] = {"dtype": dtype}
     if drafter is not None:
         options["feature_layers"] = drafter.trainer.learned.config.feature_layers
     if config.sched.workers == 1 and config.sched.mode == "sync":

@@ -99,9 +99,7 @@ def build(
     state = dataclasses.replace(state, critic=judge)
     greedy = config.sampling.temperature == 0
     reuse = Reuse(config.reuse, cache, seed=config.run.seed, greedy=greedy)
-    engine = rollout_setup.make_engine(
-        config, inputs, mesh, recipe.trainer.dtype, reuse.mode.context_tokens, drafter
-    )
+    engine = rollout_setup.make_engine(config, inputs, mesh, recipe.trainer.dtype, drafter)
     shape = trainer.batch_shape(recipe, config.longest_tokens)
     weights = trainer.cast_params(state.params, engine.dtype)
     told = partial(_compiled, show, watch, "rollouts")

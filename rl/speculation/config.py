@@ -97,8 +97,7 @@ class ReuseConfig:
     `mode`: `off`; `lenient:λ` (SPEC-RL: a token stands with probability min(1, λ ·
     p_new / p_old), up to the first that does not; λ a number, `e^0.5`, `inf`); its
     ablations `delayed:λ` (the epoch before the last), `random` and `full`; `coupled`
-    (noise repeats from epoch to epoch, tokens stand while the policy draws them again;
-    `coupled:K` names it by the K tokens before instead of the position).
+    (noise repeats from epoch to epoch, tokens stand while the policy draws them again).
     `schedule` moves λ: `constant`, `linear:END:STEPS`, `clip_fraction:TARGET`.
 
     Every token of `coupled` is a draw of the current policy, and its joint law is exact (in

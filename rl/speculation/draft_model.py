@@ -77,7 +77,6 @@ class DraftModel:
     def drafter_for(self, context: DrafterContext) -> DraftModelDrafter:
         """The drafter of one worker for one phase."""
         runner, config = context.runner, self.config
-        likeliest = runner.context_tokens > 0  # such noise depends on the tokens themselves
         return DraftModelDrafter(
             self.model,
             self._params_on(runner),
@@ -91,7 +90,7 @@ class DraftModel:
             policy=runner.model,
             sampling=context.spec.sampling,
             key=context.spec.key,
-            proposal="likeliest" if likeliest else config.proposal,
+            proposal=config.proposal,
             put=runner.put,
             dtype=runner.dtype,
         )

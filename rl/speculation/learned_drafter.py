@@ -4,7 +4,6 @@ change.
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 from typing import Any
 
@@ -62,13 +61,10 @@ class LearnedDrafter:
         def weights() -> Weights:
             return Weights(self._params_on(runner), shared)
 
-        tree = self.tree
-        if runner.context_tokens:  # such noise depends on the tokens themselves
-            tree = dataclasses.replace(tree, proposal="likeliest")
         return EagleDrafter(
             self.config,
             weights,
-            tree,
+            self.tree,
             context.spec.sampling,
             context.spec.key,
             features=context.features,

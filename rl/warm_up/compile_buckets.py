@@ -247,10 +247,7 @@ def _verify_packed(
         return engine.put(np.zeros((shape.rows, shape.length), np.int32))
 
     packing = Packing(zeros(), zeros(), zeros())
-    names: tuple[jax.Array, ...] = (zeros(),)
-    if engine.context_tokens:
-        names = zeros().astype(np.uint32), zeros()
-    batch = PackedResponses(zeros(), zeros(), packing, zeros(), *names)
+    batch = PackedResponses(zeros(), zeros(), packing, zeros(), zeros())
     options = engine.verify_packed_options(sampling.draw)
     return (params, batch, step_key(0, 0), Processing.of(sampling)), options
 

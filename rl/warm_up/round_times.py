@@ -223,7 +223,6 @@ def _made_for(
         "devices": jax.device_count(),
         "model": repr(engine.model),
         "dtype": str(engine.dtype),
-        "context_tokens": engine.context_tokens,
         "rounds_per_fetch": engine.config.rounds_per_fetch,
         "drafters": {name: d.made_for for name, d in drafters.by_name.items()},
         "buckets": [list(bucket) for bucket in buckets],

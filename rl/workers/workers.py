@@ -143,7 +143,6 @@ def make_engines(
     config: SchedConfig,
     *,
     dtype: np.dtype,
-    context_tokens: int = 0,
     feature_layers: tuple[int, ...] | None = None,
 ) -> list[Engine]:
     """An engine for each worker, on devices of its own as far as there are any.
@@ -165,7 +164,7 @@ def make_engines(
         place: dict[str, Any] = {"mesh": make_mesh(MeshConfig(data=1, tensor=size), mine)}
         if size == 1:  # the default device's programs are there
             place = {"device": None if mine[0] == default else mine[0]}
-        place |= {"context_tokens": context_tokens, "feature_layers": feature_layers}
+        place["feature_layers"] = feature_layers
         engines.append(Engine(model, engine, dtype=dtype, number=i, **place))
     return engines
 

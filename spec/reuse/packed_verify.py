@@ -21,7 +21,7 @@ from models.attention import Packing
 from models.config import ModelConfig
 from models.kv_cache import KVCache
 from models.sharding import constrain
-from spec import content_noise, sampling
+from spec import sampling
 
 
 @jax.tree_util.register_dataclass
@@ -29,17 +29,15 @@ from spec import content_noise, sampling
 class PackedResponses:
     """Input tokens, the tokens that they predict, and the noise of the draws there; int32 [R, T].
 
-    `noise_RT` is the position of the predicted token in its response; where noise is keyed by
-    content it is its context's hash (uint32), and `met_RT` the count (`spec.content_noise`). The
-    targets of prompts and padding are ignored.
+    `position_RT` is that of the predicted token in its response. The targets of prompts and
+    padding are ignored.
     """
 
     tokens_RT: jax.Array
     targets_RT: jax.Array
     packing: Packing
     request_ids_RT: jax.Array
-    noise_RT: jax.Array
-    met_RT: jax.Array | None = None
+    position_RT: jax.Array
 
 
 @partial(jax.jit, static_argnames=("config", "scheme", "chunk_tokens", "dtype", "feature_layers"))
@@ -74,14 +72,9 @@ def verify_packed(
         targets_RC = part(batch.targets_RT)
         logits_RCV = transformer.head(params, part(hidden_RTD))
         logits_RCV = constrain(logits_RCV, "batch", None, "vocab")
-        requests_RC1 = sampling.request_keys(key, part(batch.request_ids_RT).reshape(-1))
-        noise_RC1 = part(batch.noise_RT).reshape(-1, 1)
-        if batch.met_RT is None:
-            keys_RC1 = sampling.position_keys(requests_RC1, noise_RC1)
-        else:
-            met_RC1 = part(batch.met_RT).reshape(-1, 1)
-            keys_RC1 = content_noise.content_keys(requests_RC1, noise_RC1, met_RC1)
-        keys_RC = keys_RC1.reshape(R, C)
+        request_keys_X = sampling.request_keys(key, part(batch.request_ids_RT).reshape(-1))
+        position_RC1 = part(batch.position_RT).reshape(-1, 1)
+        keys_RC = sampling.position_keys(request_keys_X, position_RC1).reshape(R, C)
         temperature_RC, *cuts_RC = processing.broadcast((R, C))
         processed_RCV = sampling.processed_logits(logits_RCV, temperature_RC, *cuts_RC)
         drawn_RC, drawn_logprob_RC = sampling.draw(processed_RCV, keys_RC, temperature_RC, scheme)

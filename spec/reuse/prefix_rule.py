@@ -3,7 +3,7 @@
 One packed pass (`spec.reuse.packed_verify`) computes, at each token of a cached response, its
 log-probability under the current policy and the token that this policy draws there. The mode
 decides how many tokens are kept; the draw behind them comes from the same pass. Modes by
-name: `off`, `lenient:λ`, `delayed:λ`, `random`, `full`, `coupled`, `coupled:K`.
+name: `off`, `lenient:λ`, `delayed:λ`, `random`, `full`, `coupled`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 
 from spec.reuse.rollout_cache import CachedResponse
 
-MODES = "off, lenient:LAMBDA, delayed:LAMBDA, random, full, coupled, coupled:K"
+MODES = "off, lenient:LAMBDA, delayed:LAMBDA, random, full, coupled"
 ACCEPTANCE = 0x5BEC  # separates the acceptance draws from all other streams of a seed
 
 Name = Literal["off", "lenient", "delayed", "random", "full", "coupled"]
@@ -33,15 +33,13 @@ class ReuseMode:
     the token behind the prefix, which is drawn from the whole new policy), `inf` keeps all.
     `random` keeps a uniformly drawn number of tokens, `full` keeps all of them.
     `coupled` keeps tokens while they equal the current policy's own draws: noise repeats from
-    epoch to epoch (`rl.speculation.reuse`), so that most do. `coupled:K` keys the noise by the K
-    tokens before (`spec.content_noise`) instead of by position.
+    epoch to epoch (`rl.speculation.reuse`), so that most do.
 
     Source: SPEC-RL, sections 3.1 and 4.3; `coupled` is ours (docs/architecture.md).
     """
 
     name: Name
     lenience: float = 1.0
-    context_tokens: int = 0
 
     @property
     def enabled(self) -> bool:
@@ -60,7 +58,7 @@ class ReuseMode:
 def parse_mode(text: str) -> ReuseMode:
     """Return the mode of that name.
 
-    Raises ValueError for an unknown name, a lenience below 0 or a K below 1.
+    Raises ValueError for an unknown name or a lenience below 0.
     """
     first, colon, value = text.partition(":")
     name = NAMES.get(first)
@@ -74,8 +72,6 @@ def parse_mode(text: str) -> ReuseMode:
                 f"lenience must be a number of 0 or more, e^X or inf, got {value!r} in {text!r}"
             )
         return ReuseMode(name, lenience)
-    if name == "coupled" and value.isdecimal() and int(value) >= 1:
-        return ReuseMode(name, context_tokens=int(value))
     if name in ("off", "random", "full", "coupled") and not colon:
         return ReuseMode(name)
     raise ValueError(f"mode must be one of {MODES}, got {text!r}")

@@ -17,8 +17,7 @@ from scipy.stats import chi2
 
 from models import kv_cache, transformer
 from models.config import ModelConfig
-from spec import content_noise, sampling, verify
-from spec.content_noise import Contexts
+from spec import sampling, verify
 from spec.drafter import plant, stack
 from spec.tree import Draft, DraftTree, chain, roots
 from spec.verify import Slots
@@ -60,11 +59,11 @@ def kernel():
 
 @pytest.fixture(scope="module")
 def plain(params, kernel):
-    """`plain(scheme, seed, context_tokens)`: what is sampled without drafts."""
+    """`plain(scheme, seed)`: what is sampled without drafts."""
 
     @functools.cache
-    def run(scheme, seed, context_tokens):
-        return sample(params, kernel, seed, scheme, context_tokens=context_tokens)
+    def run(scheme, seed):
+        return sample(params, kernel, seed, scheme)
 
     return run
 
@@ -106,12 +105,8 @@ def fresh_kernel():
     return jax.jit(kernel, static_argnames="scheme", donate_argnums=(1, 2))
 
 
-def start_slots(key, first_id, context_tokens):
+def start_slots(key, first_id):
     fill = jnp.ones(B, jnp.int32)
-    known = None
-    if context_tokens:
-        rows = np.full((B, 1), FIRST), np.ones(B, int), np.ones(B, int)
-        known = Contexts(*map(jnp.asarray, content_noise.of_rows(*rows, context_tokens, LENGTH)))
     return Slots(
         last_token=fill * FIRST,
         length=fill * 0,
@@ -120,18 +115,14 @@ def start_slots(key, first_id, context_tokens):
         active=fill > 0,
         keys=sampling.request_keys(key, first_id + jnp.arange(B)),
         processing=sampling.Processing(jnp.float32(TEMPERATURE), TOP_K, jnp.float32(1)),
-        contexts=known,
     )
 
 
-def sample(params, kernel, seed, scheme, propose=None, batches=BATCHES, context_tokens=0):
-    """Three tokens of `batches` × 4,096 requests; `propose(batch, round)` gives packed trees.
-
-    Noise goes by the last `context_tokens` tokens, if any.
-    """
+def sample(params, kernel, seed, scheme, propose=None, batches=BATCHES):
+    """Three tokens of `batches` × 4,096 requests; `propose(batch, round)` gives packed trees."""
     rows = []
     for batch in range(batches):
-        slots = start_slots(sampling.step_key(seed, 0), batch * B, context_tokens)
+        slots = start_slots(sampling.step_key(seed, 0), batch * B)
         cache = kv_cache.init(MODEL, B, POSITIONS, jnp.float32)
         tokens_BT, emitted_B = np.zeros((B, LENGTH), np.int64), np.zeros(B, int)
         for turn in range(LENGTH):
@@ -197,59 +188,38 @@ def test_the_law_is_worth_testing(law):
 
 @pytest.mark.parametrize("scheme", ["cdf", "gumbel"])
 def test_plain_decoding_and_any_drafts_have_the_exact_law(params, law, kernel, plain, scheme):
-    plain_RT = plain(scheme, 1, 0)
+    plain_RT = plain(scheme, 1)
     assert not g_test_fails(plain_RT, law)
     assert not g_test_fails(sample(params, kernel, 2, scheme, random_trees(0)), law)
     drafted_RT = sample(params, kernel, 1, scheme, drafts_from_the_answer(plain_RT))
     np.testing.assert_array_equal(drafted_RT, plain_RT)
 
 
-@pytest.mark.parametrize("context_tokens", [1, 2])
-def test_noise_that_goes_by_content_has_the_exact_law(params, law, kernel, plain, context_tokens):
-    options = {"context_tokens": context_tokens}
-    plain_RT = plain("cdf", 1, context_tokens)
-    assert not g_test_fails(plain_RT, law)
-    assert not g_test_fails(sample(params, kernel, 2, "cdf", random_trees(0), **options), law)
-    drafts = drafts_from_the_answer(plain_RT)
-    np.testing.assert_array_equal(sample(params, kernel, 1, "cdf", drafts, **options), plain_RT)
-
-
-@pytest.mark.parametrize("context_tokens", [0, 1])
-def test_another_policy_with_the_same_noise_has_its_own_exact_law(
-    law, kernel, plain, context_tokens
-):
+def test_another_policy_with_the_same_noise_has_its_own_exact_law(law, kernel, plain):
     """Last epoch's noise and responses, as drafts, say nothing of what this policy may give."""
-    options = {"context_tokens": context_tokens}
     moved = make_params(MODEL, scale=1.4, seed=4)
-    past_RT = plain("gumbel", 1, context_tokens)
+    past_RT = plain("gumbel", 1)
     drafts = drafts_from_the_answer(past_RT)
-    now_RT = sample(moved, kernel, 1, "gumbel", drafts, **options)
+    now_RT = sample(moved, kernel, 1, "gumbel", drafts)
     assert not g_test_fails(now_RT, law_of(moved))
     assert g_test_fails(now_RT, law)
     # coupled: the two agree more often than two rollouts with noise of their own
-    other_RT = sample(moved, kernel, 2, "gumbel", **options)
+    other_RT = sample(moved, kernel, 2, "gumbel")
     assert (now_RT[:, 0] == past_RT[:, 0]).mean() > (other_RT[:, 0] == past_RT[:, 0]).mean() + 0.1
 
 
 def test_a_policy_that_was_chosen_by_looking_at_the_noise_has_not(law, plain):
     """The caveat of noise that repeats: here the noise of a request decides who answers it."""
-    past_RT, fresh_RT = plain("cdf", 1, 0), plain("cdf", 2, 0)
+    past_RT, fresh_RT = plain("cdf", 1), plain("cdf", 2)
     chosen_RT = np.where((past_RT[:, 0] == 0)[:, None], past_RT, fresh_RT)
     assert g_test_fails(chosen_RT, law)
-
-
-def test_planted_contexts_that_are_not_counted(params, law, monkeypatch):
-    original = content_noise.content_keys
-    monkeypatch.setattr(content_noise, "content_keys", lambda k, h, c: original(k, h, c * 0))
-    tokens_RT = sample(params, fresh_kernel(), 1, "cdf", context_tokens=1)
-    assert g_test_fails(tokens_RT, law)
 
 
 def test_the_test_has_power(law, plain):
     """A law that is off by a tenth in one of its conditionals is rejected."""
     wrong = law.reshape(V, V, V).copy()
     wrong = 0.9 * wrong + 0.1 * wrong[:, :, ::-1]
-    assert g_test_fails(plain("cdf", 1, 0), wrong.reshape(-1))
+    assert g_test_fails(plain("cdf", 1), wrong.reshape(-1))
 
 
 def test_planted_noise_reused_between_positions(params, law, monkeypatch):

@@ -10,7 +10,6 @@ from parity_model import (
     SAMPLINGS,
     STOP,
     TOLERANCE,
-    Golden,
     differences,
     misscored,
     naive_rollout,
@@ -210,39 +209,3 @@ def test_a_truncated_response_goes_on_where_the_limit_has_grown(golden, rollout,
     longer = [t for t in got if t.num_tokens > 4]
     assert longer and {t.finish_reason for t in got} == set(FinishReason)
     assert all((t.origins[:4] == Origin.REUSED).all() for t in longer)
-
-
-@pytest.fixture(scope="module")
-def by_content():
-    return Engine(MODEL, PASSES, context_tokens=2)
-
-
-@pytest.mark.parametrize("name", ["plain", "gumbel"])
-def test_noise_that_goes_by_content_gives_the_same_tokens_every_way(
-    golden, rollout, requests, by_content, name
-):
-    plain = rollout(name, engine=by_content)
-    assert differences(golden(name), plain)  # other noise than that by position
-    want = {
-        t.request_id: Golden(
-            tuple(t.response_ids.tolist()),
-            tuple(t.logprobs.tolist()),
-            t.finish_reason,
-            tuple(t.response_ids.tolist()),
-        )
-        for t in plain
-    }
-    drafted = rollout(name, engine=by_content, drafter=make("all", want, requests))
-    assert not differences(want, drafted) and by_content.stats.accepted_tokens > 0
-    given = with_cached(requests, lambda r: changed(want, r))
-    reused = rollout(name, given, engine=by_content, rule=rule("coupled:2"))
-    assert not differences(want, reused)
-    assert 0 < by_content.stats.verified.kept_tokens < by_content.stats.verified.tokens
-
-
-def test_noise_that_goes_by_content_has_room_for_the_samplings_limit_alone(
-    rollout, requests, by_content
-):
-    more = dataclasses.replace(requests[0], max_new_tokens=99)
-    with pytest.raises(ValueError, match="beyond that of the sampling, 24"):
-        rollout("plain", [more], engine=by_content)

@@ -146,7 +146,7 @@ def test_lenience_zero_trains_as_without_reuse(tiny, plain, tmp_path):
         reusing("delayed:e^1", "Reuse.schedule='linear:1:4'", steps=8),
         reusing("lenient:1", "Reuse.schedule='clip_fraction:0.1'", "Trainer.minibatches=2"),
         reusing("coupled", "Sampling.draw='gumbel'"),
-        reusing("coupled:2", "Rollout.cache_bytes=1"),
+        reusing("full", "Rollout.cache_bytes=1"),
     ],
     ids=lambda s: s[0].partition("'")[2].strip("'"),
 )
@@ -325,8 +325,8 @@ def test_nothing_compiles_after_warm_up_of_a_resumed_run(tiny, never_stopped, tm
 
 @pytest.mark.parametrize(
     "more",
-    [("Reuse.mode='random'", *DRAFTS[:2]), ("Reuse.mode='coupled:2'",)],
-    ids=["random", "coupled:2"],
+    [("Reuse.mode='random'", *DRAFTS[:2]), ("Reuse.mode='coupled'",)],
+    ids=["random", "coupled"],
 )
 def test_reuse_compiles_nothing_after_warm_up_and_resumes_to_the_bit(tiny, tmp_path, more):
     settings = (*BUCKETS, *more)
