@@ -1,8 +1,10 @@
 """Attention, in one function: whole sequences (training) and trees over a cache (rollouts).
 
-Shape legend in docs/architecture.md. Scores and softmax are float32 whatever the
-inputs are. `attend` is the one place where an accelerator kernel may be put in; the
-code here is the portable path.
+Scores and softmax are float32 whatever the inputs are. `attend` is the one place where an
+accelerator kernel may be put in; the code here is the portable path.
+
+Shape suffixes: B rows, T queries, S keys, H heads, K key/value heads, M = T·H/K queries of one
+key/value head, h head size.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ NEGATIVE = -1e30  # finite, so that a row that may attend to nothing stays finit
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Packing:
-    """Several prompts in a row, each followed by responses that do not see one another.
+    """Packed rows: several prompts, each followed by responses that do not see one another.
 
     `positions_BT` are rotary positions; `prompt_BT` numbers the prompts of a row
     (0: padding), `branch_BT` is 0 for tokens that all responses to the prompt share
@@ -33,10 +35,10 @@ class Packing:
 
 
 def precision_of(x: jax.Array) -> jax.lax.Precision | None:
-    """The precision of products of x's dtype: float32 is float32 on every backend.
+    """Return the precision of products of x's dtype: float32 is float32 on every backend.
 
-    Accelerators would else multiply float32 in TF32 or in passes of bfloat16. Other dtypes
-    have their backend's.
+    Accelerators would multiply float32 in TF32 or in passes of bfloat16 by default. Other dtypes
+    keep their backend's precision (None).
     """
     return jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
 
@@ -90,7 +92,10 @@ def attend(
 def attend_causally(
     q_BTHh: jax.Array, k_BKhT: jax.Array, v_BKTh: jax.Array, mask_BTT: jax.Array
 ) -> jax.Array:
-    """`attend` where no position sees a later one, a block of queries after the other."""
+    """Compute `attend` where no position sees a later one, in blocks of queries; [B, T, H, h].
+
+    A block of queries skips the keys behind it.
+    """
     T = q_BTHh.shape[1]
     if (size := causal_block_tokens(T)) == T:
         return attend(q_BTHh, k_BKhT, v_BKTh, mask_BTT)

@@ -1,10 +1,10 @@
 """Chat templates, rendered in a process of their own.
 
 A template is a Jinja program that came with a folder. transformers' sandbox keeps it away from
-Python and from files; nothing there bounds what it computes, and `"a" * 10**10` is one product. So
-it runs in a child process that has `MEMORY_BYTES` more than it started with, `DEADLINE_S` for each
-prompt and `MAX_CHARACTERS` to answer with; a child that overstays is killed, and the next prompt
-gets a new one. One child serves all tokenizers of a process.
+Python and from files, but does not bound its computation: `"a" * 10**10` is one product. So it
+runs in a child process that has `MEMORY_BYTES` more than it started with, `DEADLINE_S` for each
+prompt and `MAX_CHARACTERS` for its answer; a child that takes longer is killed, and the next
+prompt gets a new one. One child serves all tokenizers of a process.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ MAX_CHARACTERS = 2**22  # of a prompt; the longest contexts of today are as many
 
 
 class Renderer:
-    """The child process: started when first asked, again after it was killed. Any thread may ask.
+    """The child process, started when it is needed; any thread may use it.
 
-    `deadline_s` is whole seconds.
+    `deadline_s` is in whole seconds.
     """
 
     def __init__(self, deadline_s: int = DEADLINE_S) -> None:
@@ -40,7 +40,7 @@ class Renderer:
         self._child: subprocess.Popen[bytes] | None = None
 
     def render(self, template: str, messages: Sequence[Mapping[str, Any]], **names: Any) -> str:
-        """The text of a conversation; `names` are what the template may call by name.
+        """Render a conversation as text; `names` are the other variables of the template.
 
         Raises ValueError where the template fails, and where it exceeds a bound.
         """
@@ -53,7 +53,7 @@ class Renderer:
         return str(answer["text"])
 
     def close(self) -> None:
-        """End the child, if there is one."""
+        """End the child process, if there is one."""
         child, self._child = self._child, None
         if child is not None:
             child.kill()
@@ -63,7 +63,7 @@ class Renderer:
                 try:
                     pipe.close()
                 except OSError:
-                    pass  # what was not sent to a child that is gone
+                    pass  # a part of a request to a child that has ended
 
     def _answer(self, line: bytes) -> bytes:
         if self._child is None:
@@ -103,7 +103,7 @@ def _started(deadline_s: int) -> subprocess.Popen[bytes]:
 
 
 def _read_line(child: subprocess.Popen[bytes], timeout_s: float) -> bytes:
-    """A line of the child's; empty if it ends, or none is whole in time."""
+    """Read a line of the child's; empty where it ends, or sends no whole line in time."""
     assert child.stdout is not None
     until, pieces = time.monotonic() + timeout_s, [b""]
     with selectors.DefaultSelector() as selector:
@@ -122,16 +122,16 @@ def _read_line(child: subprocess.Popen[bytes], timeout_s: float) -> bytes:
 
 
 def _serve(deadline_s: int) -> None:
-    """Answer lines of JSON until there are no more."""
+    """Answer requests, one JSON object per line, until the input ends."""
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever prints, prints elsewhere
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # prints must not mix with answers
     from transformers.utils.chat_template_utils import render_jinja_template
 
     _limit_memory()
     answers.write(b"ready\n")
     answers.flush()
     for line in sys.stdin.buffer:
-        signal.alarm(deadline_s)  # nobody catches it: it ends the process
+        signal.alarm(deadline_s)  # it is not caught, and ends the process
         answer = _rendered(render_jinja_template, line)
         signal.alarm(0)
         answers.write(json.dumps(answer).encode() + b"\n")
@@ -146,7 +146,7 @@ def _rendered(render: Any, line: bytes) -> dict[str, str]:
             chat_template=request["template"],
             **request["names"],
         )
-    except Exception as error:  # of many types, and all the template's doing
+    except Exception as error:  # of many types, all caused by the template
         return {"error": ascii(f"{type(error).__name__}: {str(error)[:300]}")[1:-1]}
     if len(texts[0]) > MAX_CHARACTERS:
         return {"error": f"expected at most {MAX_CHARACTERS} characters, got {len(texts[0])}"}
@@ -157,7 +157,7 @@ def _limit_memory() -> None:
     import resource
 
     statm = Path("/proc/self/statm")
-    if statm.exists():  # elsewhere the deadline has to do
+    if statm.exists():  # elsewhere only the deadline bounds it
         mapped = int(statm.read_text().split()[0]) * resource.getpagesize()
         limit = mapped + MEMORY_BYTES
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))

@@ -1,4 +1,4 @@
-"""What a policy is: the shape of a dense decoder, without any weights.
+"""The configuration of a policy: the shape of a dense decoder, without its weights.
 
 One dataclass covers Llama 3.x, Qwen2/2.5 and Qwen3 dense; the architectures
 differ in three facts (`qkv_bias`, `qk_norm`, `rope_scaling`), not in code.
@@ -64,14 +64,10 @@ class ModelConfig:
                     f"eos token {token_id} is outside the vocabulary of {self.vocab_size}"
                 )
 
-    @property
-    def queries_per_kv(self) -> int:
-        return self.num_heads // self.num_kv_heads
-
 
 @dataclasses.dataclass(frozen=True)
 class MeshConfig:
-    """How many devices along each mesh axis; data=-1 takes what the others leave."""
+    """The number of devices along each mesh axis; data=-1 takes those that the others leave."""
 
     data: int = -1
     fsdp: int = 1

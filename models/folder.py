@@ -1,9 +1,9 @@
-"""A folder held by a handle: whatever is done in it is done there, and never through a link.
+"""A folder held by a handle, through which files are read and written without following links.
 
 A run folder may come from somebody else, and be full of links. So every file of a run is opened
 by one name below a handle (`dir_fd`) without following links: nothing is created, appended to,
-replaced or deleted anywhere else. What is opened is a plain file, so that a pipe or a device under
-a file's name holds nobody up.
+replaced or deleted anywhere else. Only plain files are opened, so that a pipe or a device under a
+file's name blocks nobody.
 
 POSIX only (Linux, macOS): Windows has no `dir_fd`, and `rl.checkpoint.checkpointer` no lock there.
 """
@@ -29,13 +29,13 @@ class LinkError(OSError):
 
 
 class Folder:
-    """A folder that is there, by its handle; `path` is for messages and for libraries.
+    """An existing folder, by its handle; `path` is for messages and for libraries.
 
     Names are of entries of this very folder: one part, no separators.
     """
 
     def __init__(self, path: Path | str, *, create: bool = False) -> None:
-        """Open `path`, which its owner may have given as a link. Raises OSError."""
+        """Open `path`, which may be a link, since the user names it. Raises OSError."""
         path = Path(path).absolute()
         if create:
             path.mkdir(parents=True, exist_ok=True)
@@ -49,7 +49,7 @@ class Folder:
         self._closing()
 
     def folder(self, name: str, *, create: bool = True) -> Folder:
-        """A folder of this folder. Raises LinkError for anything else of that name."""
+        """Open a folder of this folder. Raises LinkError for anything else of that name."""
         if create:
             with contextlib.suppress(FileExistsError):
                 os.mkdir(_plain(name), dir_fd=self._handle)
@@ -62,7 +62,7 @@ class Folder:
         return sorted(os.listdir(self._handle))
 
     def kind(self, name: str) -> int | None:
-        """The type bits of an entry (stat.S_IFREG, …; a link is a link); None where none is."""
+        """Return the type bits of an entry (stat.S_IFREG, …), without following links, or None."""
         try:
             found = os.stat(_plain(name), dir_fd=self._handle, follow_symlinks=False)
         except FileNotFoundError:
@@ -82,15 +82,14 @@ class Folder:
         return os.stat(_plain(name), dir_fd=self._handle, follow_symlinks=False).st_size
 
     def read(self, name: str) -> bytes:
-        """The content of a plain file. Raises OSError."""
+        """Return the content of a plain file. Raises OSError."""
         with self._file(name, os.O_RDONLY, "rb") as file:
             return file.read()
 
     def replace(self, name: str, content: bytes | str) -> None:
         """Write a file (text as UTF-8), durably and in one atomic step: all of it, or as it was.
 
-        What stood there before, a link as well, is gone without having been opened. Raises
-        OSError.
+        Whatever had that name, a link as well, is replaced without being opened. Raises OSError.
         """
         temporary = f".{_plain(name)}.tmp"
         if self.exists(temporary):  # of a killed process
@@ -108,13 +107,13 @@ class Folder:
         self.sync()
 
     def create(self, name: str) -> BinaryIO:
-        """A new plain file to write to. Raises FileExistsError."""
+        """Make a plain file to write to. Raises FileExistsError."""
         return self._file(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, "wb")
 
     def append(self, name: str) -> BinaryIO:
-        """A file to append to, unbuffered, made where there is none.
+        """Open a file to append to, unbuffered; make it where there is none.
 
-        One that has a second name somewhere (a hard link) becomes a file of its own first.
+        One that has a second name somewhere (a hard link) is replaced by a copy first.
         """
         if self.is_file(name):
             if os.stat(name, dir_fd=self._handle, follow_symlinks=False).st_nlink > 1:
@@ -122,9 +121,9 @@ class Folder:
         return self._file(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, "ab", buffering=0)
 
     def lock(self, name: str) -> BinaryIO | None:
-        """A file locked by this process for as long as it is open; None where another has it.
+        """Open and lock a file for as long as it is open; None where another process has it.
 
-        Raises OSError where the file cannot be had, or the file system has no locks.
+        Raises OSError where the file cannot be opened, or the file system has no locks.
         """
         file = self._file(name, os.O_RDWR | os.O_CREAT, "r+b", buffering=0)
         try:
@@ -141,7 +140,7 @@ class Folder:
         os.replace(_plain(name), _plain(new), src_dir_fd=self._handle, dst_dir_fd=self._handle)
 
     def remove(self, name: str) -> None:
-        """Delete an entry with all that is in it; of a link only the link."""
+        """Delete an entry with all of its contents; of a link only the link."""
         if self.is_folder(name):
             shutil.rmtree(name, dir_fd=self._handle)
         else:
@@ -169,7 +168,7 @@ class Folder:
         os.fsync(self._handle)
 
     def check_in_place(self) -> None:
-        """Raise LinkError where `path` leads elsewhere: what libraries write would go there."""
+        """Raise LinkError where `path` now leads elsewhere: libraries write by path."""
         held = os.fstat(self._handle)
         try:
             found = os.stat(self.path)
@@ -207,21 +206,18 @@ class Folder:
 
 
 def replace_file(path: Path, content: bytes | str) -> None:
-    """`Folder.replace` in the folder that `path` names. Raises OSError."""
-    folder = Folder(path.parent)
-    try:
+    """Write a file with `Folder.replace` in the folder that `path` names. Raises OSError."""
+    with held(path.parent) as folder:
         folder.replace(path.name, content)
-    finally:
-        folder.close()
 
 
 @contextlib.contextmanager
-def held(place: Folder | Path | str, *, create: bool = False) -> Iterator[Folder]:
-    """`place` as a handle: one that is given stays open, one of a path is closed at the end."""
-    if isinstance(place, Folder):
-        yield place
+def held(where: Folder | Path | str, *, create: bool = False) -> Iterator[Folder]:
+    """Yield a folder as a handle; a handle of ours is closed at the end, a given one stays open."""
+    if isinstance(where, Folder):
+        yield where
         return
-    folder = Folder(place, create=create)
+    folder = Folder(where, create=create)
     try:
         yield folder
     finally:

@@ -60,7 +60,7 @@ def load_pretrained(
 
 
 def check(directory: str | os.PathLike[str]) -> ModelConfig:
-    """The config of a folder whose tensors all have the right names, shapes and types.
+    """Return the config of a folder whose tensors all have the right names, shapes and types.
 
     Reads config.json and the headers of the safetensors files, no weights. Raises
     FileNotFoundError for a missing folder or file, ValueError for anything in them
@@ -78,7 +78,7 @@ def save_pretrained(
 ) -> None:
     """Write a policy that `load_pretrained` and `transformers` read, bit for bit.
 
-    The folder is written beside its place and renamed into it, so that a killed
+    The folder is written under another name and renamed, so that a killed
     process never leaves half a policy. Other files of an existing folder (its
     tokenizer) are kept. Raises ValueError where the parameters do not fit the config.
     """
@@ -94,7 +94,7 @@ def save_pretrained(
 
 
 def layer_names(layer: Layer, prefix: str) -> Layer:
-    """The stored names of a layer's weights, None where it has none."""
+    """Return the stored names of a layer's weights, None where it has none."""
     return Layer(
         **{
             field: None if getattr(layer, field) is None else prefix + name
@@ -112,7 +112,7 @@ def _entries(config: ModelConfig) -> list[Entry]:
         final_norm_D="model.norm.weight",
         head_DV=None if specs.head_DV is None else _HEAD,
     )
-    return hf_files.entries_of(names, specs, as_they_lie={_EMBEDDING})
+    return hf_files.entries_of(names, specs, untransposed={_EMBEDDING})
 
 
 def _checked(folder: Path) -> tuple[ModelConfig, dict[str, Stored]]:

@@ -1,10 +1,9 @@
 """Hugging Face's config.json to a `ModelConfig` and back.
 
-What would change the mathematics and is not implemented here is refused by name;
-what does not (initializer_range, dropout, use_cache, …) is passed over.
-`transformers` 5 keeps the rotary numbers in `rope_parameters` and the type in
-`dtype`, older versions in `rope_scaling`, `rope_theta` and `torch_dtype`: both
-are read, both are written.
+Options that would change the mathematics and are not implemented are refused by name; others
+(initializer_range, dropout, use_cache, …) are ignored. `transformers` 5 keeps the rotary numbers
+in `rope_parameters` and the type in `dtype`, older versions in `rope_scaling`, `rope_theta` and
+`torch_dtype`: both are read, both are written.
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ from typing import Any, TypeGuard
 from models.config import Architecture, Llama3RopeScaling, ModelConfig
 
 MOST = 2**31 - 1  # of any size in config.json: positions and ids are int32 on devices
-_FLOAT32 = (1.2e-38, 3.4e38)  # what float32 holds with all its digits
+_FLOAT32 = (1.2e-38, 3.4e38)  # the range of normal float32 numbers
 
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """What a Hugging Face class implies when its config.json does not say."""
+    """The values that a Hugging Face class implies where its config.json has none."""
 
     model_class: str
     architecture: Architecture
@@ -40,7 +39,7 @@ FAMILIES = {
     )
 }
 
-# Value that leaves the mathematics as it is implemented here; absent counts as that value.
+# The value that is implemented of each option, which is also its default.
 _FIXED_OPTIONS: dict[str, Any] = {
     "attention_bias": False,
     "mlp_bias": False,
@@ -52,7 +51,7 @@ _FIXED_OPTIONS: dict[str, Any] = {
 
 
 def parse(hf: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
-    """The `ModelConfig` of a config.json and a generation_config.json (may be empty).
+    """Return the `ModelConfig` of a config.json and a generation_config.json (may be empty).
 
     End tokens are generation_config's where it has them, as in `generate`. `where`
     names the folder in errors. Raises ValueError for an unknown architecture or
@@ -105,7 +104,7 @@ def parse(hf: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> M
 
 
 def render(config: ModelConfig, dtype: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The contents of config.json and generation_config.json; `dtype` is the weights' name.
+    """Return the contents of config.json and generation_config.json; `dtype` names the weights'.
 
     Raises ValueError for a config that no supported Hugging Face class can hold.
     """
@@ -175,14 +174,14 @@ def _family(hf: Mapping[str, Any], where: str) -> Family:
 
 
 def is_one_name(names: Any) -> TypeGuard[list[str]]:
-    """Whether this is what `architectures` is in every folder: a list of one string."""
+    """Return whether `architectures` is as in every folder: a list of one string."""
     return isinstance(names, list) and len(names) == 1 and isinstance(names[0], str)
 
 
 def refuse_options(
     hf: Mapping[str, Any], where: str, fixed: Mapping[str, Any] = _FIXED_OPTIONS
 ) -> None:
-    """ValueError for options with another value than the one that is implemented."""
+    """Raise ValueError for options with another value than the one that is implemented."""
     wrong = [
         f"{name}={shown(hf[name])} (expected {value!r})"
         for name, value in fixed.items()
@@ -204,7 +203,7 @@ def refuse_options(
 
 
 def _rope(hf: Mapping[str, Any], where: str) -> tuple[float, Llama3RopeScaling | None]:
-    """Base and scaling; `rope_scaling` goes before `rope_parameters`, as in transformers."""
+    """Return base and scaling; `rope_scaling` wins over `rope_parameters`, as in transformers."""
     rope = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
     if not isinstance(rope, Mapping):
         raise ValueError(f"{where}: expected the rope parameters as an object, got {shown(rope)}")
@@ -237,7 +236,7 @@ def _rope(hf: Mapping[str, Any], where: str) -> tuple[float, Llama3RopeScaling |
 
 
 def shown(value: Any, most: int = 80) -> str:
-    """A value of a file as errors print it: escaped, and cut where it is long."""
+    """Return a value of a file as errors print it: escaped, and cut where it is long."""
     try:
         text = repr(value)
     except (RecursionError, ValueError):  # nested too deeply; more digits than Python prints
@@ -246,12 +245,12 @@ def shown(value: Any, most: int = 80) -> str:
 
 
 def escaped(text: str, most: int = 80) -> str:
-    """Text of a file, or of a library that quotes one, as errors print it: without quotes."""
+    """Return text of a file, or of a library that quotes one, as errors print it: unquoted."""
     return repr(text[:most])[1:-1] + (f"… ({len(text)} characters)" if len(text) > most else "")
 
 
 def yes_or_no(content: Mapping[str, Any], name: str, default: bool, where: str) -> bool:
-    """An entry that is true or false; absent and null are the default. ValueError for others."""
+    """Read an entry that is true or false, by default `default`; ValueError for other values."""
     value = content.get(name)
     if not isinstance(value, bool | None):
         raise ValueError(
@@ -262,7 +261,7 @@ def yes_or_no(content: Mapping[str, Any], name: str, default: bool, where: str) 
 
 
 def whole(value: Any, name: str, where: str) -> int:
-    """A positive whole number that int32 holds. ValueError for anything else."""
+    """Check for a positive whole number that int32 holds; ValueError for anything else."""
     if type(value) is not int or value < 1:
         raise ValueError(f"{where}: expected {name} as a positive whole number, got {shown(value)}")
     if value > MOST:
@@ -271,7 +270,7 @@ def whole(value: Any, name: str, where: str) -> int:
 
 
 def ids_of(value: Any, where: str) -> tuple[int, ...]:
-    """The token ids of `eos_token_id`: none, one or a list. ValueError for anything else."""
+    """Read the token ids of `eos_token_id`: none, one or a list; ValueError for anything else."""
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if not all(type(i) is int for i in ids):
         raise ValueError(
@@ -295,7 +294,7 @@ def _number(value: Any, name: str, where: str) -> float:
 
 
 def _id(value: Any, name: str, where: str) -> int | None:
-    """A token id; −1 is how old exports say that there is none."""
+    """Read a token id; old exports write −1 where there is none."""
     if value is not None and (type(value) is not int or not -1 <= value <= MOST):
         raise ValueError(f"{where}: expected {name} as a token id or null, got {shown(value)}")
     return None if value == -1 else value

@@ -1,6 +1,6 @@
-"""Folders of config.json and safetensors: headers, tensors in and out, the swap of a folder.
+"""Folders of config.json and safetensors: headers, tensors in and out, replacing a folder.
 
-What the tensors mean is the caller's (models/hf.py: policies; spec/eagle/files.py: drafters).
+Callers know what the tensors mean (models/hf.py: policies; spec/eagle/files.py: drafters).
 Weights are streamed tensor by tensor. No pickle, no hub.
 """
 
@@ -36,7 +36,7 @@ MAX_HEADER_BYTES = 100_000_000  # safetensors' own bound
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """One tensor: its name and shape in the file, and how it lies in our trees."""
+    """One tensor: its name and shape in the file, and its layout in our trees."""
 
     name: str
     shape: tuple[int, ...]
@@ -47,7 +47,7 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """What a safetensors header says of a tensor."""
+    """A tensor's entry in a safetensors header."""
 
     path: Path
     name: str
@@ -55,22 +55,22 @@ class Stored:
     dtype: str
 
 
-def entries_of(names: Any, specs: Any, as_they_lie: Collection[str] = ()) -> list[Entry]:
-    """A tree of names and one of `ParamSpec` as entries in the order of the leaves.
+def entries_of(names: Any, specs: Any, untransposed: Collection[str] = ()) -> list[Entry]:
+    """Return entries, in the order of the leaves, for a tree of names and one of `ParamSpec`.
 
     Files hold linear layers as [out, in], we as [in, out]: matrices are transposed, except those
-    named in `as_they_lie`.
+    named in `untransposed`.
     """
     entries = []
     for name, spec in zip(leaves(names), leaves(specs), strict=True):
-        transposed = len(spec.shape) == 2 and name not in as_they_lie
+        transposed = len(spec.shape) == 2 and name not in untransposed
         shape = spec.shape[::-1] if transposed else spec.shape
         entries.append(Entry(name, shape, spec.axes, transposed))
     return entries
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The folder's config.json; FileNotFoundError where one of the two is missing."""
+    """Read the folder's config.json; FileNotFoundError where one of the two is missing."""
     if not folder.is_dir():
         raise FileNotFoundError(
             f"expected a local Hugging Face folder, got {str(folder)!r}, which is not a directory: "
@@ -83,7 +83,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def headers(folder: Path) -> dict[str, Stored]:
-    """Every tensor of a folder's safetensors files, by name; no weights are read.
+    """Return every tensor of a folder's safetensors files by name; no weights are read.
 
     Raises FileNotFoundError for missing files, ValueError for damaged ones.
     """
@@ -104,7 +104,7 @@ def headers(folder: Path) -> dict[str, Stored]:
 def refuse_mismatch(
     folder: Path, entries: Sequence[Entry], stored: Mapping[str, Stored], hint: str
 ) -> None:
-    """One ValueError for all tensors that are missing, surplus, or of the wrong shape or type."""
+    """Raise one ValueError for all tensors that are missing, surplus, or wrong in shape or type."""
     expected = {entry.name: entry for entry in entries}
     missing = [name for name in expected if name not in stored]
     # Some old exports carry the rotary frequencies, which follow from the config.
@@ -125,21 +125,16 @@ def refuse_mismatch(
         for entry in there
         if stored[entry.name].dtype not in entry.dtypes
     ]
-    problems = (
-        [_some(f"missing {'tensor' if len(missing) == 1 else 'tensors'}", missing)]
-        if missing
-        else []
-    )
-    problems += [_some("surplus", surplus)] if surplus else []
-    problems += [_some("wrong", wrong)] if wrong else []
-    if problems:
+    tensors = "missing tensor" if len(missing) == 1 else "missing tensors"
+    titled = ((tensors, missing), ("surplus", surplus), ("wrong", wrong))
+    if problems := [_some(title, names) for title, names in titled if names]:
         raise ValueError(
             f"{folder}: the weights do not fit {CONFIG}: {'; '.join(problems)}; {hint}"
         )
 
 
 def read_tensor(stored: Stored) -> np.ndarray:
-    """One tensor as it lies in its file."""
+    """Read one tensor in the layout of its file."""
     with _opened(stored.path) as file:
         return np.asarray(file.get_tensor(stored.name))
 
@@ -150,7 +145,7 @@ def read_tensors(
     mesh: Mesh | None = None,
     dtype: Any = None,
 ) -> list[jax.Array]:
-    """The entries' tensors in our layout; with a mesh each goes straight onto its shards.
+    """Read the entries' tensors in our layout; with a mesh each goes straight onto its shards.
 
     `dtype` None keeps each tensor's own. Host memory holds one tensor at a time.
     """
@@ -167,7 +162,7 @@ def read_tensors(
 
 
 def fitting_leaves(params: Any, entries: Sequence[Entry], tree: Any) -> list[jax.Array]:
-    """The leaves of `params`; ValueError where they are not those of the entries."""
+    """Return the leaves of `params`; ValueError where they do not fit the entries."""
     import jax
 
     weights, got = jax.tree.flatten(params)
@@ -189,11 +184,11 @@ def fitting_leaves(params: Any, entries: Sequence[Entry], tree: Any) -> list[jax
 
 @contextlib.contextmanager
 def replacing(directory: str | os.PathLike[str]) -> Iterator[Path]:
-    """A new folder beside `directory`, renamed into its place if the block ends without error.
+    """Yield a new folder that replaces `directory` if the block ends without error.
 
-    A killed process never leaves half a folder there. Files of an existing folder other than
-    config and weights (its tokenizer) are kept. Raises NotADirectoryError for a file or a link,
-    which would be replaced and not what it points to.
+    It is made beside `directory` and renamed, so that a killed process never leaves half a folder
+    there. Files of an existing folder other than config and weights (its tokenizer) are kept.
+    Raises NotADirectoryError for a file, and for a link, which itself would be replaced.
     """
     target = Path(directory).absolute()
     if target.is_symlink() or (target.exists() and not target.is_dir()):
@@ -218,7 +213,7 @@ def replacing(directory: str | os.PathLike[str]) -> Iterator[Path]:
 def write_tensors(
     folder: Path, entries: Sequence[Entry], leaves: Sequence[Any], max_shard_bytes: int
 ) -> None:
-    """One file, or several of at most `max_shard_bytes` (one tensor may exceed it) and an index."""
+    """Write one file, or an index and several, of at most `max_shard_bytes` or of one tensor."""
     import jax
     from safetensors.numpy import save_file
 
@@ -238,7 +233,7 @@ def write_tensors(
         tensors = {}
         for i in shard:
             host = np.asarray(jax.device_get(leaves[i]))
-            # safetensors writes a transposed view's memory as it lies, hence the copy.
+            # safetensors writes the memory of a transposed view, hence the copy.
             tensors[entries[i].name] = np.ascontiguousarray(
                 host.T if entries[i].transposed else host
             )
@@ -252,7 +247,7 @@ def write_tensors(
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; ValueError for anything else, and beyond `MAX_JSON_BYTES`."""
+    """Read the object in a JSON file; ValueError for other content, and over `MAX_JSON_BYTES`."""
     if (size := path.stat().st_size) > MAX_JSON_BYTES:
         raise ValueError(
             f"{path}: expected at most {MAX_JSON_BYTES} bytes of JSON, got {size}: copy it again"
@@ -311,7 +306,7 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def _refuse_repeated_names(path: Path) -> None:
-    """A header may name a tensor twice; safetensors takes the last, other readers the first."""
+    """Raise ValueError for a tensor named twice: readers differ in which one they take."""
     with path.open("rb") as file:
         size = min(int.from_bytes(file.read(8), "little"), MAX_HEADER_BYTES)
         text = file.read(size)
@@ -336,7 +331,7 @@ def _some(title: str, items: list[str], most: int = 6) -> str:
 
 
 def _place(host: np.ndarray, entry: Entry, mesh: Mesh | None, dtype: Any) -> jax.Array:
-    """A stored tensor in our layout and type, on its shards."""
+    """Put a stored tensor, in our layout and type, on its shards."""
     import jax
     import jax.numpy as jnp
 
@@ -351,7 +346,7 @@ def _place(host: np.ndarray, entry: Entry, mesh: Mesh | None, dtype: Any) -> jax
 
 
 def _left_out(folder: str, names: list[str]) -> list[str]:
-    """Links, and files that saving writes anew or that would be stale beside it."""
+    """Name the files not to keep: links, and those that are written or would be stale."""
     own = {CONFIG, "generation_config.json", INDEX}
     return [
         n

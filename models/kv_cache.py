@@ -3,12 +3,14 @@
 Keys are kept transposed, `[slot, kv_head, head_dim, position]`: both products of
 attention then read the cache along its rows (q·K and w·V need no transposed operand).
 
-Where a drafter wants them, the policy's hidden states are kept by position too: `features`,
-one array `[slot, 1, position, width]`, so that all that moves rows moves them along.
+For a drafter that reads them, the policy's hidden states are kept by position too: `features`,
+one array `[slot, 1, position, width]`, so that whatever moves rows moves them along.
 
-Rows are independent. `length_B` (kept by the engine) says how many positions of
-a row are live; what lies behind is dead and masked. Writes are in place when the
-buffers are donated.
+Rows are independent. `length_B` (kept by the engine) is the number of live positions of a row;
+those after it are dead and masked. Writes are in place when the buffers are donated.
+
+Shape suffixes: B slots, S positions, N tree nodes, L layers, D model width, K key/value heads,
+h head size, W feature width.
 """
 
 from __future__ import annotations
@@ -57,9 +59,9 @@ def init(
     feature_layers: tuple[int, ...] | None = None,
     zeros: Callable[..., Any] = jnp.zeros,
 ) -> KVCache:
-    """A zeroed cache of `num_slots` rows of `num_positions`; None keeps no features.
+    """Return a zeroed cache; with `feature_layers` None it keeps no features.
 
-    `zeros(shape, dtype)` makes each array where it is to lie.
+    `zeros(shape, dtype)` makes each array, on the devices that are to hold it.
     """
     B, K, S, h = num_slots, config.num_kv_heads, num_positions, config.head_dim
     features: tuple[jax.Array, ...] = ()
@@ -75,7 +77,7 @@ def init(
 
 
 def map_arrays(one: Callable[..., Any], cache: KVCache, *more: KVCache) -> KVCache:
-    """`one(array, *arrays of the others, axis)` for every array; `axis` is where positions lie."""
+    """Map `one(array, *arrays of the others, axis)` over all arrays; `axis` is of positions."""
 
     def each(name: str, axis: int) -> tuple[Any, ...]:
         columns = zip(*(getattr(c, name) for c in (cache, *more)), strict=True)
@@ -89,31 +91,26 @@ def map_arrays(one: Callable[..., Any], cache: KVCache, *more: KVCache) -> KVCac
     )
 
 
-def bytes_per_token(config: ModelConfig, itemsize: int) -> int:
-    """Cache bytes of one token: 2 · layers · kv_heads · head_dim · itemsize."""
-    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * itemsize
-
-
 def pin(rows: jax.Array) -> jax.Array:
-    """Keep a layer's keys, values or features on the shards that the table gives them."""
+    """Pin a layer's keys, values or features to the sharding of models.layout."""
     return constrain(rows, *CACHE_AXES)
 
 
 def write_keys(keys_BKhS: jax.Array, new_BNKh: jax.Array, start_B: jax.Array) -> jax.Array:
-    """Put N new keys at positions `start … start+N−1` of each row; none where they do not fit."""
+    """Write N new keys at `start … start+N−1` of each row; drop those of rows they do not fit."""
     return _write(keys_BKhS, new_BNKh.transpose(0, 2, 3, 1), start_B, KEY_AXIS)
 
 
 def write_values(values_BKSh: jax.Array, new_BNKh: jax.Array, start_B: jax.Array) -> jax.Array:
-    """Put N new values at positions `start … start+N−1` of each row; none where they do not fit."""
+    """Write N new values at `start … start+N−1` of each row; drop those of rows they do not fit."""
     return _write(values_BKSh, new_BNKh.transpose(0, 2, 1, 3), start_B, VALUE_AXIS)
 
 
 def _write(rows: jax.Array, new: jax.Array, start_B: jax.Array, axis: int) -> jax.Array:
-    """One window a row, along `axis`; a window that does not lie inside its row is dropped.
+    """Write one window per row along `axis`; drop a window that does not lie inside its row.
 
-    Unlike `dynamic_update_slice`, which would move it: rows at rest, whose start is the row's
-    end, are written nowhere.
+    (`dynamic_update_slice` would shift it.) So rows at rest, whose start is their end, stay as
+    they are.
     """
     dims = jax.lax.ScatterDimensionNumbers(
         update_window_dims=(0, 1, 2),
@@ -132,9 +129,8 @@ def _write(rows: jax.Array, new: jax.Array, start_B: jax.Array, axis: int) -> ja
 def compact(cache: KVCache, start_B: jax.Array, path_BN: jax.Array) -> KVCache:
     """Move entry `start + path[j]` to `start + j` for every j < N.
 
-    `path` lists the accepted nodes of a tree whose entries were written at
-    `start`; what it holds beyond their count is dead after the move. Rows whose
-    entries did not fit are left as they are.
+    `path_BN` lists the accepted nodes of a tree whose entries were written at `start_B`; entries
+    beyond their count are dead after the move. Rows whose entries did not fit stay as they are.
     """
     N = path_BN.shape[1]
 

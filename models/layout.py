@@ -1,4 +1,4 @@
-"""How arrays lie on a mesh and in blocks: plain arithmetic, without jax.
+"""The layout of arrays on a mesh and in blocks: plain arithmetic, without jax.
 
 Mesh axes: `data` (copies of the weights), `fsdp` (batch, and weights split over it), `tensor`
 (heads, feed-forward and vocabulary).
@@ -40,7 +40,7 @@ def mesh_axes(axes: Sequence[str | None]) -> list[Entry]:
 def fitting_axes(
     sizes: Mapping[str, int], shape: Sequence[int], axes: Sequence[str | None]
 ) -> list[Entry]:
-    """`mesh_axes`, with dimensions that do not divide left whole; `sizes` of the mesh axes."""
+    """Return `mesh_axes` without those that do not divide their dimension; `sizes` by mesh axis."""
     return [
         entry if (ways := _ways(sizes, entry)) > 1 and size % ways == 0 else None
         for size, entry in zip(shape, mesh_axes(axes), strict=True)

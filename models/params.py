@@ -1,7 +1,8 @@
-"""The weights of a policy as a tree, and what is known of each before it exists.
+"""The weights of a policy as a tree, and the specification of each weight.
 
 `models.transformer` registers the trees with jax; nothing here needs it.
-Shape legend in docs/architecture.md; Q = H·h and P = K·h are flattened heads.
+Shape suffixes: V vocabulary, D model width, F feed-forward width, h head size, Q = H·h all query
+heads, P = K·h all key/value heads.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class Params:
 
 @dataclasses.dataclass(frozen=True)
 class ParamSpec:
-    """What is known of a weight before it exists: everything else derives from it.
+    """Shape, axes and initial scale of a weight, from which everything else is derived.
 
     `axes` are logical names that `models.sharding` maps to mesh axes; `scale` is
     the standard deviation at initialisation, None for ones and 0 for zeros.
@@ -57,7 +58,7 @@ class ParamSpec:
 
 
 def param_specs(config: ModelConfig) -> Params:
-    """The tree of `ParamSpec` from which initialisation, shardings and file names derive."""
+    """Return the tree of `ParamSpec` that initialisation, shardings and file names derive from."""
     D, F, V, h = config.d_model, config.d_ff, config.vocab_size, config.head_dim
     Q, P = config.num_heads * h, config.num_kv_heads * h
     into, out = D**-0.5, (2 * config.num_layers) ** -0.5
@@ -105,4 +106,5 @@ def leaves(tree: Any) -> list[Any]:
 
 
 def num_params(config: ModelConfig) -> int:
+    """Return the number of weights of a policy."""
     return sum(math.prod(spec.shape) for spec in leaves(param_specs(config)))

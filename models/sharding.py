@@ -1,9 +1,7 @@
-"""One table from logical axes to mesh axes, for training and rollouts alike.
+"""Meshes and shardings from the table of models.layout, for training and rollouts alike.
 
-Mesh axes: `data` (replicas), `fsdp` (batch, and weights split over it), `tensor`
-(heads, feed-forward and vocabulary). Nothing here holds a device: meshes are
-made by `make_mesh` and handed on; `constrain` reads the mesh that the caller has
-set with `jax.set_mesh`, and does nothing where there is none.
+Nothing here holds a device: meshes are made by `make_mesh` and passed on; `constrain` reads the
+mesh that the caller has set with `jax.set_mesh`, and does nothing where there is none.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from models.layout import AXES, fitting_axes, mesh_axes
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[Any]) -> Mesh:
-    """A mesh of `devices` in the shape of the config; an error says which counts would fit."""
+    """Make a mesh of `devices` in the shape of the config; ValueError where they do not fit it."""
     inner = config.fsdp * config.tensor
     data = len(devices) // inner if config.data == -1 else config.data
     if data < 1 or data * inner != len(devices):
@@ -33,22 +31,22 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any]) -> Mesh:
 
 
 def partition_spec(axes: Sequence[str | None]) -> PartitionSpec:
-    """`mesh_axes` as jax spells it."""
+    """Return `mesh_axes` as a PartitionSpec."""
     return PartitionSpec(*mesh_axes(axes))
 
 
 def fitting_sharding(mesh: Mesh, shape: Sequence[int], axes: Sequence[str | None]) -> NamedSharding:
-    """The sharding of an array, with dimensions that do not divide left whole."""
+    """Return the sharding of an array; dimensions that do not divide are not split."""
     return NamedSharding(mesh, PartitionSpec(*fitting_axes(mesh.shape, shape, axes)))
 
 
 def param_shardings(mesh: Mesh, specs: Any) -> Any:
-    """Shardings of a tree of `ParamSpec` (anything with `.shape` and `.axes`)."""
+    """Return the shardings of a tree of `ParamSpec` (anything with `.shape` and `.axes`)."""
     return jax.tree.map(lambda spec: fitting_sharding(mesh, spec.shape, spec.axes), specs)
 
 
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
-    """Pin an activation's layout to the table, under the mesh that the caller has set."""
+    """Pin an activation to the sharding of its logical axes, under the mesh that is set."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
         return x

@@ -43,7 +43,7 @@ class Tokenizer:
     backend: Any = dataclasses.field(repr=False)
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text; no special token is added.
+        """Return the ids of a text; no special token is added.
 
         Raises ValueError for text with half a surrogate pair, and where the tokenizer's own
         rules fail.
@@ -54,7 +54,7 @@ class Tokenizer:
             return list(self.backend.encode(text, add_special_tokens=False))
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
-        """Text of ids, without the special tokens unless asked for; spaces stay as they are.
+        """Return the text of ids, with spaces as they are, and special tokens only on request.
 
         Raises ValueError where the tokenizer's own rules fail.
         """
@@ -69,7 +69,7 @@ class Tokenizer:
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
     ) -> list[int]:
-        """Ids of a conversation of `{"role", "content"}` in the tokenizer's template.
+        """Return the ids of a conversation of `{"role", "content"}` in the tokenizer's template.
 
         Raises ValueError where the tokenizer has no template, and where it fails or exceeds
         the bounds of models/chat_template.py.
@@ -91,7 +91,7 @@ class Tokenizer:
 
 
 def load(directory: str | os.PathLike[str]) -> Tokenizer:
-    """The tokenizer of a local Hugging Face folder.
+    """Load the tokenizer of a local Hugging Face folder.
 
     Raises FileNotFoundError where the folder or its vocabulary is missing, and
     ValueError where transformers cannot read it.
@@ -224,9 +224,9 @@ def _backend(folder: Path) -> Any:
 
 @contextlib.contextmanager
 def _as_value_error(problem: str) -> Iterator[None]:
-    """Whatever a tokenizer raises, which is of many types, as a ValueError that says what failed.
+    """Raise any error of a tokenizer, which may be of many types, as a ValueError of `problem`.
 
-    Panics of its Rust code are no Exceptions: a regular expression that backtracks without end.
+    Panics of its Rust code (a regular expression that backtracks without end) are no Exceptions.
     """
     try:
         yield
@@ -243,7 +243,7 @@ def _generation_eos(folder: Path) -> tuple[int, ...]:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file, empty where there is no file."""
+    """Read the object in a JSON file; empty where there is no file."""
     return read_json(path) if path.is_file() else {}
 
 

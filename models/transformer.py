@@ -5,7 +5,12 @@ tree nodes per slot against a cache (prefill, decode, verify). Both run the same
 `block`. Matrix products run in the parameters' dtype (float32 in full precision on
 every backend), norms, softmax and logits in float32. Layers are unrolled, so that
 each keeps a cache buffer of its own.
-Shape legend in docs/architecture.md; Q = H·h and P = K·h are flattened heads.
+
+Nothing here is compiled on its own: callers jit their steps. The one exception is the layer
+(`_whole_layer`, `_cached_layer`), which is jitted so that all layers of a step share one trace.
+
+Shape suffixes: B rows or slots, T tokens, N tree nodes, S positions, V vocabulary, D model width,
+H heads, K key/value heads, h head size, Q = H·h, P = K·h, W feature width.
 """
 
 from __future__ import annotations
@@ -39,12 +44,12 @@ FEW_ROWS = 32  # of hidden states; more go through the ordinary product
 
 
 def init(config: ModelConfig, key: jax.Array, dtype: jnp.dtype = jnp.float32) -> Params:
-    """Random weights: normal with the spec's scale, ones for norms, zeros for biases."""
+    """Return random weights: normal with the spec's scale, ones for norms, zeros for biases."""
     return init_from(param_specs(config), key, dtype)
 
 
 def init_from(specs: Any, key: jax.Array, dtype: jnp.dtype = jnp.float32) -> Any:
-    """The same for any tree of `ParamSpec`."""
+    """Return random weights, as `init` does, for any tree of `ParamSpec`."""
     leaves, tree = jax.tree.flatten(specs)
 
     def one(spec: ParamSpec, leaf_key: jax.Array) -> jax.Array:
@@ -57,7 +62,7 @@ def init_from(specs: Any, key: jax.Array, dtype: jnp.dtype = jnp.float32) -> Any
 
 
 def rope_frequencies(config: ModelConfig) -> jax.Array:
-    """Angular frequency of each pair, θ^(−2i/h), with Llama 3's scaling where the config has it.
+    """Return the angular frequency of each pair, θ^(−2i/h), with Llama 3's scaling if configured.
 
     Wavelengths beyond original/low are slowed by `factor`, those below
     original/high are kept, and between them the two are mixed linearly.
@@ -75,7 +80,7 @@ def rope_frequencies(config: ModelConfig) -> jax.Array:
 
 
 def rms_norm(x_D: jax.Array, weight_D: jax.Array, eps: float) -> jax.Array:
-    """x / √(mean(x²) + eps) · weight, over the last axis, in float32."""
+    """Return x / √(mean(x²) + eps) · weight over the last axis, computed in float32; [..., D]."""
     x = x_D.astype(jnp.float32)
     x = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
     return (x * weight_D.astype(jnp.float32)).astype(x_D.dtype)
@@ -111,14 +116,15 @@ def block(
     x_BTD: jax.Array,
     rope: tuple[jax.Array, jax.Array],
     look: Attend,
-    looks_from_BTE: jax.Array | None = None,
+    input_BTE: jax.Array | None = None,
 ) -> jax.Array:
-    """One decoder layer; `look(q_BTHh, k_BTKh, v_BTKh) -> o_BTHh` is what differs by caller.
+    """Apply one decoder layer to x; [B, T, D].
 
-    Attention reads `looks_from_BTE`; None is the normed x.
+    `look(q_BTHh, k_BTKh, v_BTKh) -> o_BTHh` is the caller's attention. Queries, keys and values
+    are projected from `input_BTE`, or from the normed x where it is None.
     """
     B, T, _ = x_BTD.shape
-    y = looks_from_BTE
+    y = input_BTE
     if y is None:
         y = rms_norm(x_BTD, layer.attention_norm_D, config.norm_eps)
     q, k, v = (_product(y, w) for w in (layer.query_DQ, layer.key_DP, layer.value_DP))
@@ -141,13 +147,13 @@ def block(
 
 
 def embed(embedding_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
-    """The tokens' embeddings, [B, T, D]; padding takes those of token 0."""
+    """Return the embeddings of tokens, [B, T, D]; negative ids (padding) get that of token 0."""
     x_BTD = jnp.take(embedding_VD, jnp.maximum(tokens_BT, 0), axis=0, mode="clip")
     return constrain(x_BTD, "batch", None, None)
 
 
 def rope_turns(config: ModelConfig, positions_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Cosine and sine of each pair's angle at each position; two [B, T, h/2]."""
+    """Return cosine and sine of each pair's angle at each position; two [B, T, h/2]."""
     angle = positions_BT[..., None].astype(jnp.float32) * rope_frequencies(config)
     return jax.lax.platform_dependent(angle, cpu=_turns_once, default=_turns)
 
@@ -157,8 +163,8 @@ def _turns(angle: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _turns_once(angle: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The same, in a branch: XLA's CPU would else compute them for every head in every layer."""
-    # angles are never negative
+    """Compute `_turns` in a branch: else XLA's CPU does it for every head in every layer."""
+    # Angles are never negative: the first branch is always taken.
     return jax.lax.cond(angle.reshape(-1)[0] >= 0, _turns, lambda a: (a, a), angle)
 
 
@@ -170,12 +176,11 @@ def hidden(
     *,
     remat: bool = False,
 ) -> jax.Array:
-    """Final hidden states after the last norm; [B, T, D].
+    """Return the hidden states after the last norm; [B, T, D].
 
-    Rows are single right-padded sequences, or hold what `packing` says. `remat`
-    recomputes each layer in the backward pass instead of keeping its activations.
-    The embedding may have another dtype than the rest: its rows are rounded once taken, and its
-    gradient is summed in its own.
+    Rows are single right-padded sequences, or packed by `packing`. `remat` recomputes each layer
+    in the backward pass instead of keeping its activations. The embedding may have another dtype
+    than the rest: its rows are rounded after the lookup, and its gradient is summed in its own.
     """
     return _hidden_and_entries(config, params, tokens_BT, packing, remat=remat)[0]
 
@@ -188,7 +193,7 @@ def hidden_and_cache(
     dtype: Any,
     feature_layers: tuple[int, ...] | None = None,
 ) -> tuple[jax.Array, KVCache]:
-    """`hidden`, and the entries of all B · T positions, in a cache of one row."""
+    """Return `hidden`, [B, T, D], and a cache of one row with all B · T positions."""
     hidden_BTD, entries = _hidden_and_entries(config, params, tokens_BT, packing)
     K, h = config.num_kv_heads, config.head_dim
     features: tuple[jax.Array, ...] = ()
@@ -212,12 +217,10 @@ def _hidden_and_entries(
     *,
     remat: bool = False,
 ) -> tuple[jax.Array, list[tuple[jax.Array, jax.Array, jax.Array]]]:
-    """Final hidden states, and every layer's (k_BTKh, v_BTKh, output)."""
+    """Return the final hidden states, and every layer's (k_BTKh, v_BTKh, output_BTD)."""
     if packing is None:
-        positions_BT, mask_BTS = (
-            jnp.arange(tokens_BT.shape[1])[None],
-            causal_mask(tokens_BT.shape[1]),
-        )
+        T = tokens_BT.shape[1]
+        positions_BT, mask_BTS = jnp.arange(T)[None], causal_mask(T)
     else:
         positions_BT, mask_BTS = packing.positions_BT, packed_mask(packing)
     rope = rope_turns(config, positions_BT)
@@ -243,12 +246,11 @@ def hidden_with_cache(
     start_B: jax.Array,
     mask_BNS: jax.Array,
 ) -> tuple[jax.Array, KVCache]:
-    """Hidden states of N nodes per slot, and the cache with their entries written.
+    """Return the hidden states of N nodes per slot, [B, N, D], and the cache with their entries.
 
-    Entries go to `start … start+N−1` of each row; node n then attends where
-    `mask_BNS` allows (its own entry included). `positions_BN` are the rotary
-    positions. A row where `start + N > S` is written nowhere, and what comes of its nodes
-    means nothing. Returns ([B, N, D], cache).
+    Entries go to `start … start+N−1` of each row; node n then attends where `mask_BNS` allows
+    (its own entry included). `positions_BN` are the rotary positions. A row where `start + N > S`
+    is not written, and the hidden states of its nodes are meaningless.
     """
     rope = rope_turns(config, positions_BN)
     keys, values, outputs = list(cache.keys), list(cache.values), []
@@ -266,7 +268,7 @@ def hidden_with_cache(
     return x_BND, KVCache(tuple(keys), tuple(values), features, cache.feature_layers)
 
 
-# Layers are alike: as functions of their own they are traced and lowered once for all of them.
+# Layers have equal shapes: as jitted functions they are traced and lowered once for all of them.
 
 
 @partial(jax.jit, static_argnames="config")
@@ -277,7 +279,7 @@ def _whole_layer(
     rope: tuple[jax.Array, jax.Array],
     mask_BTT: jax.Array,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    """A layer over whole rows; also its (k_BTKh, v_BTKh)."""
+    """Apply a layer to whole rows; return [B, T, D] and its (k_BTKh, v_BTKh)."""
     entries = []
 
     def look(q_BTHh: jax.Array, k_BTKh: jax.Array, v_BTKh: jax.Array) -> jax.Array:
@@ -299,7 +301,7 @@ def _cached_layer(
     start_B: jax.Array,
     mask_BNS: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """A layer over N nodes of every slot; also its keys and values with theirs written."""
+    """Apply a layer to N nodes of every slot; return [B, N, D] and the layer's keys and values."""
     written = []
 
     def look(q_BNHh: jax.Array, k_BNKh: jax.Array, v_BNKh: jax.Array) -> jax.Array:
@@ -317,7 +319,7 @@ def _tied_logits(hidden_D: jax.Array, embedding_VD: jax.Array) -> jax.Array:
 
 
 def _tied_logits_cpu(hidden_D: jax.Array, embedding_VD: jax.Array) -> jax.Array:
-    """The same with the embedding on the left while there are few rows.
+    """Compute `_tied_logits` with the embedding on the left where there are few rows.
 
     XLA's CPU product is slow where the right operand is contracted along its rows;
     the barrier keeps it from swapping the operands back.
@@ -332,7 +334,7 @@ def _tied_logits_cpu(hidden_D: jax.Array, embedding_VD: jax.Array) -> jax.Array:
 
 
 def head(params: Params, hidden_D: jax.Array) -> jax.Array:
-    """Logits of hidden states, float32; [..., D] to [..., V]."""
+    """Return the logits of hidden states, float32; [..., D] to [..., V]."""
     if params.head_DV is None:
         return jax.lax.platform_dependent(
             hidden_D, params.embedding_VD, cpu=_tied_logits_cpu, default=_tied_logits
@@ -341,5 +343,5 @@ def head(params: Params, hidden_D: jax.Array) -> jax.Array:
 
 
 def logits(config: ModelConfig, params: Params, tokens_BT: jax.Array) -> jax.Array:
-    """Next-token logits at every position of right-padded sequences; float32 [B, T, V]."""
+    """Return next-token logits at every position of right-padded sequences; float32 [B, T, V]."""
     return head(params, hidden(config, params, tokens_BT))

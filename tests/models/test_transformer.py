@@ -178,7 +178,9 @@ def test_grouped_queries_equal_repeated_key_value_heads():
 
     def repeat(x):
         heads = np.reshape(x, (*x.shape[:-1], QWEN2.num_kv_heads, QWEN2.head_dim))
-        return np.repeat(heads, QWEN2.queries_per_kv, axis=-2).reshape(*x.shape[:-1], -1)
+        return np.repeat(heads, QWEN2.num_heads // QWEN2.num_kv_heads, axis=-2).reshape(
+            *x.shape[:-1], -1
+        )
 
     fields = ("key_DP", "value_DP", "key_bias_P", "value_bias_P")
     layers = tuple(

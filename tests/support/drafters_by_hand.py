@@ -112,7 +112,7 @@ def entry(config, params, e_D, g_D, position, past):
     k = np.stack([_rotated(row, position, c.rope_theta) for row in k])
     own, heads = (k, v), []
     for i in range(c.num_heads):
-        j = i // c.queries_per_kv
+        j = i // (c.num_heads // c.num_kv_heads)
         q_h = _rotated(q[i], position, c.rope_theta)
         scores = np.array([q_h @ keys[j] for keys, _ in [*past, own]]) / np.sqrt(c.head_dim)
         weights = np.exp(scores - scores.max())
