@@ -104,7 +104,7 @@ def layer_names(layer: Layer, prefix: str) -> Layer:
 
 
 def _entries(config: ModelConfig) -> list[Entry]:
-    """Every tensor of a policy in the order of the leaves of `Params`."""
+    """Return every tensor of a policy in the order of the leaves of `Params`."""
     specs = param_specs(config)
     names = Params(
         embedding_VD=_EMBEDDING,
