@@ -86,7 +86,9 @@ def test_lengths_of_a_run_are_those_of_its_step(tmp_path):
     config = load(SimulateRun, [], [*SMALL, f"Simulate.trace={str(tmp_path)!r}"])
     (row, _), *_ = play(config)
     assert row["completion_s"] * row["tokens_per_s"] == pytest.approx(2 * (10 + 11 + 12))
-    with MetricsWriter(tmp_path / "odd", tensorboard=False, samples_per_step=-1) as writer:
+    with MetricsWriter(
+        tmp_path / "odd", MetricsConfig(tensorboard=False, samples_per_step=-1)
+    ) as writer:
         writer.write_samples(1, [{"example_id": example, "num_tokens": 1} for example in "aab"])
     with pytest.raises(ValueError, match=r"groups of one size, got sizes \[1, 2\]"):
         lengths_of_run(tmp_path / "odd", 1, 1.0)
@@ -144,8 +146,8 @@ def test_the_grid_of_a_record_is_what_ran_when():
 
 
 def test_positions_grow_between_two_samples():
-    samples = [WorkerSample(1.0, 0, 2, 0, 100.0, 0.0), WorkerSample(3.0, 0, 1, 0, 60.0, 140.0)]
-    samples.append(WorkerSample(5.0, 0, 0, 0, 0.0, 80.0))
+    samples = [WorkerSample(1.0, 0, 2, 100.0, 0.0), WorkerSample(3.0, 0, 1, 60.0, 140.0)]
+    samples.append(WorkerSample(5.0, 0, 0, 0.0, 80.0))
     found = positions_at(samples, np.array([0.0, 1.5, 2.0, 2.999999, 4.0, 6.0]))
     assert found == pytest.approx([0, 110, 120, 140, 70, 0], abs=1e-3)
 
