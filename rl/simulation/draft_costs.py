@@ -16,7 +16,7 @@ import numpy as np
 
 from sched.simulator.roofline import Instance, RoundCost
 from sched.simulator.specactor import sequential_tokens
-from sched.simulator.worker import Neighbours, RoundPlan
+from sched.simulator.worker import RoundModel, RoundPlan
 from spec.budget.aimd import WindowConfig, next_windows
 from spec.budget.budget import Budget
 from spec.drafter import Drafts, LiveSlots
@@ -25,11 +25,10 @@ from spec.round_times import RoundTimes
 
 @dataclasses.dataclass(frozen=True)
 class RequestClass:
-    """Requests with so many finished siblings, or more: the probabilities of their draft tokens,
-    best first.
+    """Requests with at least `finished_siblings`: probabilities of their draft tokens, best first.
 
-    A probability is that of a draft token and all above it, so that a tree's first n bring their
-    sum.
+    A probability is that of accepting a draft token and all above it, so that a tree's first n
+    give their sum.
     """
 
     finished_siblings: int
@@ -37,12 +36,12 @@ class RequestClass:
 
 
 def chain_probs(p: float, window: int) -> tuple[float, ...]:
-    """A chain each of whose draft tokens is right with probability p."""
+    """Return the probabilities of a chain whose draft tokens are each accepted with p."""
     return tuple(p**i for i in range(1, window + 1))
 
 
 class CostTimes(RoundTimes):
-    """A cost model in the place of measured rounds; `draft_s` is what draft tokens take besides."""
+    """Round times by a roofline instead of measured ones, with `draft_s` for drafting added."""
 
     def __init__(
         self, cost: Callable[[int, int], RoundCost], draft_s: Callable[[int, int], float]
@@ -55,10 +54,10 @@ class CostTimes(RoundTimes):
         return self._cost(num_slots, num_nodes)(num_positions) + draft_s
 
 
-class Budgeted:
-    """Each worker's rounds are as large as its budget chooses; plain above `most_requests`.
+class Budgeted(RoundModel):
+    """Rounds as large as each worker's budget chooses; plain rounds above `most_requests`.
 
-    `draft_s` are the seconds that draft tokens for so many requests take, in trees of so many
+    `draft_s` gives the seconds of drafting for a number of requests, in trees of a number of
     nodes.
     """
 
@@ -72,13 +71,12 @@ class Budgeted:
         draft_s: Callable[[int, int], float] = lambda requests, nodes: 0.0,
         most_requests: int = 2**30,
     ) -> None:
-        self.num_lanes = len(lanes)
-        self._instance, self._sizes = instance, sizes
+        super().__init__(instance)
+        self.num_lanes, self._sizes = len(lanes), sizes
         self._draft_s, self._most_requests = draft_s, most_requests
         self._siblings = [lane.finished_siblings for lane in lanes]
         self._make_budget = make_budget
         self._budgets: dict[int, Budget] = {}
-        self._neighbours = Neighbours(instance.num_ranks)
         widest = max(sizes) - 1
         rows = [(lane.probs + (0.0,) * widest)[:widest] for lane in lanes]
         self._prob_LN = np.array(rows, np.float32)
@@ -91,11 +89,8 @@ class Budgeted:
     def lane(self, request_id: int, finished_siblings: int) -> int:
         return bisect.bisect_right(self._siblings, finished_siblings) - 1
 
-    def changed(self, worker_id: int, num_running: int) -> None:
-        self._neighbours.changed(worker_id, num_running)
-
     def plan(self, worker_id: int, counts: tuple[int, ...], positions: float) -> RoundPlan:
-        batch, others = sum(counts), self._neighbours.others(worker_id)
+        batch, others = sum(counts), self.others(worker_id)
         nodes = 1
         if batch <= self._most_requests:
             live, drafts = self._drafts(counts)
@@ -112,16 +107,14 @@ class Budgeted:
         if budget is None:
 
             def cost(requests: int, nodes: int) -> RoundCost:
-                return self._instance.round_cost(
-                    requests, nodes, self._neighbours.others(worker_id)
-                )
+                return self._instance.round_cost(requests, nodes, self.others(worker_id))
 
             budget = self._make_budget(CostTimes(cost, self._draft_s))
             self._budgets[worker_id] = budget
         return budget
 
     def _make_drafts(self, counts: tuple[int, ...]) -> tuple[LiveSlots, Drafts]:
-        """Stand-ins for what runs: rows with the probabilities of their lanes, and no tokens."""
+        """Return stand-ins for running requests: probabilities of their lanes, no tokens."""
         lanes_A = np.repeat(np.arange(len(counts)), counts)
         prob_AN = self._prob_LN[lanes_A]
         blank_AN = np.zeros(prob_AN.shape, np.int32)
@@ -132,31 +125,30 @@ class Budgeted:
 
 @dataclasses.dataclass(frozen=True)
 class WindowMean:
-    """What a request's windows are like in the long run: draft tokens and tokens a round."""
+    """A request's draft tokens and tokens a round, in the long run."""
 
     drafts: float
     tokens: float
 
 
 def window_mean(config: WindowConfig, p: float, found: float = 1.0) -> WindowMean:
-    """The stationary mean of `spec.budget.aimd` where each draft token is right with probability
-    p.
+    """Return the stationary mean of `spec.budget.aimd` if draft tokens are each accepted with p.
 
     Draft tokens are found with probability `found`; a request without any keeps its window, and
     gets its token by a plain round.
     """
     windows = np.array(_windows(config))
-    place = {int(w): i for i, w in enumerate(windows)}
+    index = {int(w): i for i, w in enumerate(windows)}
     grown = next_windows(config, windows, windows, windows)
     reset = next_windows(config, windows, windows, np.zeros_like(windows))
     share = np.zeros(len(windows))
     share[0] = 1.0
-    right = p ** windows.astype(float)
+    accepted = p ** windows.astype(float)
     while True:
         after = np.zeros_like(share)
         for i in range(len(windows)):
-            after[place[int(grown[i])]] += share[i] * right[i]
-            after[place[int(reset[i])]] += share[i] * (1 - right[i])
+            after[index[int(grown[i])]] += share[i] * accepted[i]
+            after[index[int(reset[i])]] += share[i] * (1 - accepted[i])
         mixed = (share + after) / 2
         if np.abs(mixed - share).max() < 1e-12:
             break
@@ -166,7 +158,7 @@ def window_mean(config: WindowConfig, p: float, found: float = 1.0) -> WindowMea
 
 
 def _windows(config: WindowConfig) -> list[int]:
-    """All that a request can come to, in the order in which it does."""
+    """Return all windows that a request can grow to, in ascending order."""
     found = [config.start_tokens]
     while True:
         window = np.array([found[-1]])
@@ -176,23 +168,16 @@ def _windows(config: WindowConfig) -> list[int]:
         found.append(after)
 
 
-class Windowed:
-    """HistoSpec's windows, one lane: rounds of mean size, plain where that brings more.
+class Windowed(RoundModel):
+    """HistoSpec's windows: rounds of their mean size, plain rounds where these are faster.
 
     The gate is that of `spec.budget.aimd.Aimd`: trees where they take less than their tokens'
     worth of plain rounds.
     """
 
-    num_lanes = 1
-
     def __init__(self, instance: Instance, mean: WindowMean) -> None:
-        self._instance, self._mean = instance, mean
-
-    def lane(self, request_id: int, finished_siblings: int) -> int:
-        return 0
-
-    def changed(self, worker_id: int, num_running: int) -> None:
-        pass
+        super().__init__(instance)
+        self._mean = mean
 
     def plan(self, worker_id: int, counts: tuple[int, ...], positions: float) -> RoundPlan:
         plain = self._instance.round_cost(counts[0])

@@ -1,9 +1,4 @@
-"""Orders of the waiting requests of divided rollouts.
-
-An order holds waiting requests only. `push` adds one (new, or after a chunk), `pop` takes the
-next one out, `put_back` returns it where it found no room, and `group_changed` says that a
-request of a group has finished a chunk.
-"""
+"""Orders of the waiting requests of divided rollouts."""
 
 from __future__ import annotations
 
@@ -17,18 +12,23 @@ from sched.request import Group, RequestState, Status
 
 
 class Order(Protocol):
-    """The waiting requests in the order in which they are to start."""
+    """The waiting requests, and only these, in the order in which they are to start."""
 
-    def push(self, request: RequestState, group: Group) -> None: ...
+    def push(self, request: RequestState, group: Group) -> None:
+        """Add a request, new or after a chunk."""
 
-    def put_back(self, request: RequestState, group: Group) -> None: ...
+    def put_back(self, request: RequestState, group: Group) -> None:
+        """Return the request that `pop` gave, and that no worker had room for."""
 
-    def pop(self) -> RequestState | None: ...
+    def pop(self) -> RequestState | None:
+        """Take out the next request; None: nothing waits."""
 
-    def group_changed(self, group: Group) -> None: ...
+    def group_changed(self, group: Group) -> None:
+        """Take note that a request of the group has ended, or reached the end of a chunk."""
+        return None
 
 
-class Fifo:
+class Fifo(Order):
     """First come, first served: after a chunk, a request goes behind all that wait."""
 
     def __init__(self) -> None:
@@ -43,11 +43,8 @@ class Fifo:
     def pop(self) -> RequestState | None:
         return self._waiting.popleft() if self._waiting else None
 
-    def group_changed(self, group: Group) -> None:
-        pass
 
-
-class LongestKnown:
+class LongestKnown(Order):
     """The longest first, by lengths known beforehand (Seer's oracle)."""
 
     def __init__(self) -> None:
@@ -67,11 +64,8 @@ class LongestKnown:
     def pop(self) -> RequestState | None:
         return heapq.heappop(self._heap)[2] if self._heap else None
 
-    def group_changed(self, group: Group) -> None:
-        pass
 
-
-class ContextAware:
+class ContextAware(Order):
     """Seer's order (Algorithm 1).
 
     The first request of each group is its probe. Probes go first, those with the fewest tokens

@@ -26,7 +26,7 @@ from sched.protocol import (
 )
 from sched.request import RequestSpec
 from sched.simulator.roofline import Costs
-from sched.simulator.worker import Counters, Plain, RoundModel, RunningStart, SimulatedWorker
+from sched.simulator.worker import Counters, RoundModel, RunningStart, SimulatedWorker
 
 TRAINER = -1  # its events are in the same heap as those of the workers
 
@@ -109,7 +109,7 @@ class Simulation:
     ) -> None:
         """`lengths` are tokens by request number; without a `round_model` rounds are plain."""
         self._scheduler, self._cluster, self._lengths = scheduler, cluster, lengths
-        self._round_model = round_model = round_model or Plain(cluster.instance)
+        self._round_model = round_model = round_model or RoundModel(cluster.instance)
         kv_tokens = cluster.kv_tokens_per_worker
         self._workers = [
             SimulatedWorker(i, cluster.instance, round_model, kv_tokens, cluster.max_requests)

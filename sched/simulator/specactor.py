@@ -121,12 +121,6 @@ def _longest_window(drafting: LinearTime, verifying: LinearTime) -> int:
     return math.ceil(max(ratios, default=MOST_WINDOW))
 
 
-def own_plan(p: float, found: DevicePlan, draft: DraftTime, verify: VerifyTime) -> RequestPlan:
-    """Return one request's window and mode, on the devices of the common plan (Algorithm 2)."""
-    drafting = draft(found.draft_devices)
-    return best_request_plan(p, drafting, lambda window: verify(found.verify_devices, window))
-
-
 def best_request_plan(
     p: float, drafting: LinearTime, verify: Callable[[int], LinearTime], batch: float = 1
 ) -> RequestPlan:

@@ -16,6 +16,7 @@ R = requests, U = units, M = methods of drafting.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping
 
@@ -27,7 +28,7 @@ from sched.simulator.specactor import (
     LinearTime,
     RequestPlan,
     assign_drafters,
-    own_plan,
+    best_request_plan,
     sequential_tokens,
 )
 
@@ -110,12 +111,8 @@ class SpecActorRollout:
     def __init__(
         self, hardware: Hardware, trace: RequestTrace, strategy: Strategy, *, step_s: float = 0.5
     ) -> None:
-        self._hardware, self._trace, self._strategy, self._step_s = (
-            hardware,
-            trace,
-            strategy,
-            step_s,
-        )
+        self._hardware, self._trace = hardware, trace
+        self._strategy, self._step_s = strategy, step_s
         self._methods = list(hardware.drafters)
         shared = strategy.mode in (PLAIN, SEQUENTIAL)
         per_unit = strategy.plan.verify_devices + (0 if shared else strategy.plan.draft_devices)
@@ -134,7 +131,7 @@ class SpecActorRollout:
         self.idle_fraction = 0.0
         self._window_R = np.full(R, 0 if strategy.mode == PLAIN else strategy.plan.window)
         self._decoupled_R = np.full(R, strategy.mode == DECOUPLED)
-        self._plans: dict[float, RequestPlan] = {}
+        self._plan_of = functools.cache(self._own_plan)
         self._mean_acceptance = float(trace.measured_R.mean())
         self._tokens_R, self._ahead_R = np.ones(R), np.zeros(R)
         self._set_tokens(np.arange(R))
@@ -146,24 +143,22 @@ class SpecActorRollout:
     def _own_plans(self, requests: np.ndarray) -> None:
         """Give plans of their own to the `requests` that are accepted less than the average."""
         for r in requests:
-            own = self._plan_of(round(float(self._trace.measured_R[r]), 2))
-            if own is not None:
+            p = round(float(self._trace.measured_R[r]), 2)
+            if p < self._mean_acceptance:
+                own = self._plan_of(p)
                 self._window_R[r], self._decoupled_R[r] = own.window, own.decoupled
         self._set_tokens(requests)
 
-    def _plan_of(self, p: float) -> RequestPlan | None:
-        """Return the plan of a request with this acceptance; None: the common plan."""
-        if p >= self._mean_acceptance:
-            return None
-        if p not in self._plans:
-            self._plans[p] = own_plan(p, self._strategy.plan, self._draft_of, self._verify_of)
-        return self._plans[p]
-
-    def _draft_of(self, devices: int) -> LinearTime:
-        return self._draft_line(self._methods[0], devices)
-
-    def _verify_of(self, devices: int, window: int) -> LinearTime:
-        return self._hardware.verify_line(devices, window, self._batch, self._positions)
+    def _own_plan(self, p: float) -> RequestPlan:
+        """Return a request's window and mode on the devices of the common plan (Algorithm 2)."""
+        devices = self._strategy.plan
+        return best_request_plan(
+            p,
+            self._draft_line(self._methods[0], devices.draft_devices),
+            lambda window: self._hardware.verify_line(
+                devices.verify_devices, window, self._batch, self._positions
+            ),
+        )
 
     def _set_tokens(self, requests: np.ndarray) -> None:
         """Set the tokens of a window, and the share of windows that are drafted ahead.

@@ -12,7 +12,6 @@ import collections
 import dataclasses
 import heapq
 import math
-from typing import Protocol
 
 from sched.request import Kv
 from sched.simulator.roofline import Costs, RoundCost
@@ -46,58 +45,37 @@ class RoundPlan:
     tokens_per_round: tuple[float, ...]
 
 
-class RoundModel(Protocol):
-    """Decides the rounds of a worker whenever its running requests have changed."""
+class RoundModel:
+    """Decides the rounds of all workers of one instance type: here, rounds without drafts.
 
-    num_lanes: int
-
-    def lane(self, request_id: int, finished_siblings: int) -> int:
-        """Return the lane in which a request runs from its next start on."""
-        ...
-
-    def changed(self, worker_id: int, num_running: int) -> None:
-        """Take note of how many requests run on a worker; 0: it is idle."""
-        ...
-
-    def plan(self, worker_id: int, counts: tuple[int, ...], positions: float) -> RoundPlan:
-        """Return the rounds of these `counts` of running requests by lane; not all are 0."""
-        ...
-
-
-class Neighbours:
-    """The running requests of each instance, which is `num_ranks` consecutive workers."""
-
-    def __init__(self, num_ranks: int) -> None:
-        self._num_ranks = num_ranks
-        self._running: dict[int, int] = {}  # by worker
-        self._all: collections.Counter[int] = collections.Counter()  # by instance
-
-    def changed(self, worker_id: int, num_running: int) -> None:
-        self._all[worker_id // self._num_ranks] += num_running - self._running.get(worker_id, 0)
-        self._running[worker_id] = num_running
-
-    def others(self, worker_id: int) -> int:
-        """Return the requests on the other ranks of the worker's instance."""
-        return self._all[worker_id // self._num_ranks] - self._running.get(worker_id, 0)
-
-
-class Plain:
-    """Rounds without draft tokens."""
+    `plan` is asked again whenever the running requests of a worker have changed. An instance is
+    `instance.num_ranks` consecutive workers, each of which reads the experts that all meet.
+    """
 
     num_lanes = 1
 
     def __init__(self, instance: Costs) -> None:
-        self._instance, self._neighbours = instance, Neighbours(instance.num_ranks)
+        self._instance = instance
+        self._running: collections.Counter[int] = collections.Counter()  # by worker
+        self._together: collections.Counter[int] = collections.Counter()  # by instance
 
     def lane(self, request_id: int, finished_siblings: int) -> int:
+        """Return the lane in which a request runs from its next start on."""
         return 0
 
     def changed(self, worker_id: int, num_running: int) -> None:
-        self._neighbours.changed(worker_id, num_running)
+        """Take note of how many requests run on a worker; 0: it is idle."""
+        instance_id = worker_id // self._instance.num_ranks
+        self._together[instance_id] += num_running - self._running[worker_id]
+        self._running[worker_id] = num_running
+
+    def others(self, worker_id: int) -> int:
+        """Return the requests on the other ranks of the worker's instance."""
+        return self._together[worker_id // self._instance.num_ranks] - self._running[worker_id]
 
     def plan(self, worker_id: int, counts: tuple[int, ...], positions: float) -> RoundPlan:
-        others = self._neighbours.others(worker_id)
-        return RoundPlan(self._instance.round_cost(counts[0], 1, others), (1.0,))
+        """Return the rounds of these `counts` of running requests by lane; not all are 0."""
+        return RoundPlan(self._instance.round_cost(counts[0], 1, self.others(worker_id)), (1.0,))
 
 
 @dataclasses.dataclass(slots=True)

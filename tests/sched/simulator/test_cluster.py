@@ -17,7 +17,7 @@ from sched.protocol import Start, Submitted, WorkerJoined
 from sched.request import Kv, RequestSpec
 from sched.simulator.cluster import Cluster, Simulation
 from sched.simulator.roofline import Accelerator, Efficiency, Instance, ModelShape
-from sched.simulator.worker import Plain, RoundPlan
+from sched.simulator.worker import RoundModel, RoundPlan
 from sched.simulator.workloads import Workload, draw_lengths, make_requests
 
 # rounds of exactly 1 s: nothing but overhead, and prefill and copies take next to nothing
@@ -84,21 +84,18 @@ def test_without_room_the_latest_is_preempted_and_its_tokens_are_computed_again(
     assert max(s.positions for s in record.samples) <= 50 + 1e-6
 
 
-def test_lanes_run_at_their_own_pace():
-    class TwoLanes:
+def test_lanes_run_at_their_own_speed():
+    class TwoLanes(RoundModel):
         num_lanes = 2
 
         def lane(self, request_id, finished_siblings):
             return request_id
 
-        def changed(self, worker_id, num_running):
-            pass
-
         def plan(self, worker_id, counts, positions):
             return RoundPlan(STEADY.round_cost(sum(counts)), (1.0, 2.5))
 
     requests = [RequestSpec(0, 0, 5, 100), RequestSpec(1, 0, 5, 100)]
-    record = simulate(fifo(), requests, {0: 20, 1: 20}, round_model=TwoLanes())
+    record = simulate(fifo(), requests, {0: 20, 1: 20}, round_model=TwoLanes(STEADY))
     assert record.finish_s == pytest.approx({1: 9.0, 0: 21.0})
 
 
@@ -199,13 +196,13 @@ def test_starts_without_a_reservation_wait_on_the_worker():
     assert sorted(a.request_id for a in actions) == [0, 1, 2]
     assert all(isinstance(a, Start) and a.reserved_tokens == 0 for a in actions)
     assert {a.kv for a in actions} == {Kv.PREFILL}
-    assert Plain(STEADY).plan(0, (2,), 5.0).tokens_per_round == (1.0,)
+    assert RoundModel(STEADY).plan(0, (2,), 5.0).tokens_per_round == (1.0,)
 
 
 def test_ranks_read_the_experts_that_the_requests_of_their_instance_meet():
     shape = ModelShape("experts", 0.0, 100, 1, 1.0, 0.0, 0, 80, 4, 1)
     device = Accelerator("x", 1e30, 10.0, 1e6, 1e30)
-    round_model = Plain(Instance(device, shape, 1, Efficiency(1, 1, 0, 0, 1), num_ranks=2))
+    round_model = RoundModel(Instance(device, shape, 1, Efficiency(1, 1, 0, 0, 1), num_ranks=2))
     for worker_id, running in ((0, 1), (1, 3), (2, 5)):
         round_model.changed(worker_id, running)
     # ranks 0 and 1 are one instance: half of the experts that four requests meet

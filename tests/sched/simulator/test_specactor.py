@@ -12,7 +12,6 @@ from sched.simulator.specactor import (
     assign_drafters,
     best_request_plan,
     decoupled_tokens,
-    own_plan,
     plan,
     rank_methods,
     sequential_tokens,
@@ -75,7 +74,9 @@ def test_windows_stop_where_drafting_takes_as_long_as_verifying():
 
 def test_a_request_that_is_accepted_less_drafts_less_far_ahead():
     found = plan(64, 16, (4,), draft, verify, 0.8)
-    assert own_plan(0.1, found, draft, verify).window < found.window
+    drafting = draft(found.draft_devices)
+    own = best_request_plan(0.1, drafting, lambda window: verify(found.verify_devices, window))
+    assert own.window < found.window
 
 
 def test_what_is_hardly_accepted_is_not_drafted_ahead():
