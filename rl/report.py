@@ -1,6 +1,6 @@
-"""`python -m rl.report RUN...`: what happened in one or several runs, as PNG and one HTML page.
+"""`python -m rl.report RUN...`: a report on one or several runs, as PNG and one HTML page.
 
-Reads metrics.jsonl and samples.jsonl of each run folder, and nothing else.
+It reads metrics.jsonl, samples.jsonl and timeline.json of each run folder.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PAGE_FILE = "index.html"
 
 
 def pick_samples(samples: Sequence[Row], wanted: int) -> list[Row]:
-    """At most `wanted` samples, evenly spread, the last one among them; -1 is all."""
+    """Pick at most `wanted` samples, evenly spread, the last one among them; -1 picks all."""
     total = len(samples)
     return [samples[total - 1 - index] for index in reversed(spread(total, wanted))]
 
@@ -28,7 +28,7 @@ def pick_samples(samples: Sequence[Row], wanted: int) -> list[Row]:
 def write_report(
     runs: Sequence[Run], output: Path, *, smooth_steps: int | None = None, max_samples: int = 60
 ) -> list[Path]:
-    """Writes the overview PNG, one PNG a panel, and the page; returns their paths, page first.
+    """Write the overview PNG, a PNG per panel, and the page; return their paths, page first.
 
     Raises ReportError where the runs hold nothing that can be drawn.
     """
@@ -62,7 +62,7 @@ def write_report(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command; returns 0, or 2 with a message where there is nothing to report."""
+    """Run the command; return 0, or 2 with a message where there is nothing to report."""
     parser = argparse.ArgumentParser(prog="python -m rl.report", description=__doc__)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run folder; several are overlaid")
     parser.add_argument("--output", metavar="DIR", help="default: report/ in the first run folder")
@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--smooth",
         type=int,
         metavar="STEPS",
-        help="draw the mean of so many steps over the raw values; 1 is off; default: by length",
+        help="draw means of this many steps over the raw values; 1 is off; default: by length",
     )
     parser.add_argument(
         "--samples", type=int, default=60, metavar="N", help="samples a run on the page; -1: all"

@@ -62,6 +62,9 @@ def load(schema: type[C], files: Sequence[str | Path] = (), overrides: Sequence[
         if "." in binding.name:
             section, field = _known_name(sections, binding)
             value = macros.expand(binding.value, binding.where, ())
+            if field in section.retired:
+                section.refuse_change(field, value, binding.where)
+                continue
             value = section.checked(value, field, binding.where)
             bound[section.name][field] = dataclasses.replace(binding, value=value)
     macros.refuse_unused(sections)
@@ -149,6 +152,19 @@ class _Section:
     instance: object | None  # whose values are the defaults, where the schema gives one
 
     @property
+    def retired(self) -> Mapping[str, object]:
+        """Former fields with their defaults, which the configuration of an older run still sets."""
+        return getattr(self.cls, "RETIRED", {})
+
+    def refuse_change(self, field: str, value: object, where: str) -> None:
+        """Raise ConfigError where a former field has another value than its default."""
+        if value != self.retired[field]:
+            raise ConfigError(
+                f"{where}: {self.name}.{field} is no longer a field: expected its former default "
+                f"{literal(self.retired[field])}, got {shown(value, 200)}; delete this line"
+            )
+
+    @property
     def fields(self) -> list[dataclasses.Field[Any]]:
         return [field for field in dataclasses.fields(self.cls) if field.init]
 
@@ -230,7 +246,7 @@ def _known_name(sections: Mapping[str, _Section], binding: Binding) -> tuple[_Se
             f"{binding.where}: no section {name}.{hint} Sections: {', '.join(sorted(sections))}"
         )
     names = [f.name for f in sections[name].fields]
-    if field not in names:
+    if field not in names and field not in sections[name].retired:
         hint = nearest(field, names, f"{name}.") or _home_of(field, sections)
         raise ConfigError(
             f"{binding.where}: no field {name}.{field}.{hint} Fields of {name}: {', '.join(names)}"

@@ -1,6 +1,6 @@
-"""Finding the answer in a completion, by the name of a convention.
+"""Extraction of the answer from a completion, by the name of a convention.
 
-Each extractor gives the stripped answer, or None where its marker is absent: no
+Each extractor returns the stripped answer, or None where its marker is absent: no
 answer, which scores 0. The last marker counts; a model may think aloud before it.
 """
 
@@ -11,18 +11,18 @@ from typing import Literal
 
 
 def whole(text: str) -> str | None:
-    """All of the text."""
+    """Return all of the text."""
     return text.strip()
 
 
 def last_line(text: str) -> str | None:
-    """The last line that is not blank."""
+    """Return the last line that is not blank."""
     lines = text.split("\n")
     return next((line.strip() for line in reversed(lines) if line.strip()), None)
 
 
 def boxed(text: str) -> str | None:
-    r"""What the last `\boxed{...}` holds, inner braces balanced."""
+    r"""Return the content of the last `\boxed{...}`, inner braces balanced."""
     start = text.rfind(r"\boxed{")
     if start < 0:
         return None
@@ -41,14 +41,14 @@ def boxed(text: str) -> str | None:
 
 
 def answer_tag(text: str) -> str | None:
-    """What the last `<answer>...</answer>` holds."""
+    """Return the content of the last `<answer>...</answer>`."""
     end = text.rfind("</answer>")
     start = text.rfind("<answer>", 0, end) if end >= 0 else -1
     return text[start + len("<answer>") : end].strip() if start >= 0 else None
 
 
 def hash_mark(text: str) -> str | None:
-    """The rest of the line after the last `####`."""
+    """Return the rest of the line after the last `####`."""
     start = text.rfind("####")
     return text[start + 4 :].split("\n", 1)[0].strip() if start >= 0 else None
 
@@ -69,12 +69,12 @@ def extract_answer(name: str, text: str) -> str | None:
 
 
 def expected_answer(name: str, answer: str) -> str:
-    """What a completion has to come to: an answer with the marker is read as completions are."""
+    """Return the answer to compare with; one with the marker is read as completions are."""
     return extract_answer(name, answer) or answer
 
 
 def with_marker(name: str, answer: str) -> str:
-    """A completion that gives the answer, and nothing else, by the convention `name`."""
+    """Return a completion that is nothing but the answer, by the convention `name`."""
     marked = {
         "boxed": f"\\boxed{{{answer}}}",
         "answer_tag": f"<answer>{answer}</answer>",

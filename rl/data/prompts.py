@@ -1,4 +1,4 @@
-"""Which examples a step trains on, and how a prompt becomes tokens.
+"""The examples that a step trains on, and the tokens of their prompts.
 
 Invariant: the order is a pure function of (seed, cursor). The cursor, a count of
 examples consumed so far, is all that a checkpoint keeps of it.
@@ -20,7 +20,7 @@ from rl.data.tasks import Example, Message, Task
 class DataOrder:
     """A new permutation of all examples in every epoch.
 
-    Place c of the sequence is example π_e(c mod n) with e = c // n, and π_e drawn
+    Position c of the sequence is example π_e(c mod n) with e = c // n, and π_e drawn
     from (seed, e). Batches run over epoch ends without dropping or repeating.
     """
 
@@ -36,11 +36,11 @@ class DataOrder:
             raise ValueError(f"the data seed must be 0 or more, got {self.seed}")
 
     def epoch(self, cursor: int) -> int:
-        """The epoch that the example at `cursor` belongs to."""
+        """Return the epoch of the example at `cursor`."""
         return cursor // self.num_examples
 
     def indices(self, cursor: int, count: int) -> np.ndarray:
-        """Example indices at places cursor … cursor+count−1, int64 [count].
+        """Return the example indices at positions cursor … cursor+count−1, int64 [count].
 
         Raises ValueError for a negative cursor or count.
         """
@@ -58,7 +58,7 @@ class DataOrder:
 @functools.lru_cache(maxsize=4)
 def _permutation(num_examples: int, seed: int, epoch: int) -> np.ndarray:
     # NumPy promises its bit streams, not Generator.permutation, across releases:
-    # so we sort raw 64-bit words (ties are as good as impossible and fall stably).
+    # so we sort raw 64-bit words (ties are practically impossible, and the sort is stable).
     words = np.random.Philox(np.random.SeedSequence([seed, epoch])).random_raw(num_examples)
     order = np.argsort(words, kind="stable").astype(np.int64)
     order.flags.writeable = False
@@ -66,7 +66,7 @@ def _permutation(num_examples: int, seed: int, epoch: int) -> np.ndarray:
 
 
 def prompts_for_step(task: Task, order: DataOrder, cursor: int, count: int) -> tuple[Example, ...]:
-    """The `count` examples of the step that starts at `cursor`; the next cursor is cursor + count.
+    """Return the `count` examples of the step at `cursor`; the next cursor is cursor + count.
 
     Raises ValueError where the order was made for another number of examples.
     """
@@ -79,7 +79,7 @@ def prompts_for_step(task: Task, order: DataOrder, cursor: int, count: int) -> t
 
 
 class PromptTokenizer(Protocol):
-    """What prompts need of models.tokenizer."""
+    """The part of models.tokenizer that prompts need."""
 
     @property
     def has_chat_template(self) -> bool: ...
@@ -97,11 +97,11 @@ def encode_prompt(
     system_prompt: str | None = None,
     suffix: str = "",
 ) -> tuple[int, ...]:
-    """Token ids of an example's prompt.
+    """Return the token ids of an example's prompt.
 
-    With a chat template: system prompt (unless the example brings its own), the
-    example's messages, `suffix` at the end of the last one, once. Without: the same texts
-    joined by blank lines. Raises ValueError, which names the example, for a prompt that
+    With a chat template they are the system prompt (unless the example has its own) and the
+    example's messages, the last one ending with `suffix` once; without, the same texts joined
+    by blank lines. Raises ValueError, which names the example, for a prompt that
     encodes to nothing or cannot be encoded, and for assistant turns without a chat
     template to mark them.
     """
@@ -133,7 +133,7 @@ def _messages(example: Example, system_prompt: str | None, suffix: str) -> list[
         messages = [{"role": "user", "content": example.prompt}]
     else:
         messages = [dict(message) for message in example.prompt]
-    if not messages[-1]["content"].endswith(suffix):  # many files end their prompts themselves
+    if not messages[-1]["content"].endswith(suffix):  # many data files include the suffix
         messages[-1]["content"] += suffix
     if system_prompt is not None and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system_prompt})

@@ -1,4 +1,4 @@
-"""Procedural tasks from reasoning-gym: which ones are safe, and how a spec sets them.
+"""Procedural tasks from reasoning-gym: the safe ones, and their configuration by a spec.
 
 Invariants: entry i is a function of (seed, i) alone, in every process; no scorer
 here hands the model's text to `eval`, `exec` or sympy's `parse_expr`; rewards are 0 to 1,
@@ -24,12 +24,11 @@ from typing import Any
 PREFIX = "reasoning_gym:"
 REVIEWED_VERSION = "0.1.25"
 
-# Each entry was judged against that version by reading its `score_answer`
-# and everything that calls, and by a probe: the same seed gives the same entries
-# in any order and under any PYTHONHASHSEED, and an entry's own answer scores 1.0
-# after a trip through JSON (but base_conversion's of 0, which is empty: set min_value=1),
-# and no garbage scores 1. The tests repeat the probe with `eval`, `exec` and
-# `parse_expr` booby-trapped while scoring.
+# Each entry was reviewed in that version by reading its `score_answer` and everything
+# it calls, and by a probe: the same seed gives the same entries in any order and under
+# any PYTHONHASHSEED, an entry's own answer scores 1.0 after a trip through JSON (except
+# base_conversion's of 0, which is empty: set min_value=1), and no garbage scores 1. The
+# tests repeat the probe with `eval`, `exec` and `parse_expr` booby-trapped while scoring.
 _EQUALITY = (  # the base class: equality, or the share of the text that is the answer
     *("acre", "aiw", "arc_1d", "base_conversion", "basic_arithmetic", "binary_alternation"),
     *("caesar_cipher", "count_bits", "count_primes", "course_schedule", "gcd", "largest_island"),
@@ -52,8 +51,8 @@ _NUMBERS = (  # their own scorer, which reads numbers by int, float, Decimal or 
 )
 SAFE_TASKS = tuple(sorted(_EQUALITY + _STRINGS + _NUMBERS))
 
-# What stands in an answer that may be paid at all, where the task's own scorer also pays
-# for answers with something else in them, or finds the answer inside other text.
+# The form of answers that may be paid, where the task's own scorer also pays for other
+# text around the answer.
 _DECIMAL = r"[+-]?([0-9]{1,3}(,[0-9]{3})+|[0-9]+)(\.[0-9]*)?"
 _FRACTION = (
     r"(\$\s*)?(-?[0-9]+\s*/\s*[0-9]+|\\d?frac\s*\{\s*[0-9]+\s*\}\s*\{\s*[0-9]+\s*\})(\s*\$)?"
@@ -72,15 +71,15 @@ _FORMS: Mapping[str, re.Pattern[str]] = {
         "quantum_lock": r"[ABC](\s*(→|->|,)?\s*[ABC])*",
     }.items()
 }
-# Partial marks of these are for a part of the answer's text, or for the answer within other
-# text: they pay 1 or 0.
+# These pay 1 or 0: their partial marks are for a part of the answer's text, or for the answer
+# within other text.
 EXACT_TASKS = frozenset(_EQUALITY) | {
     *("chain_sum", "fraction_simplification", "gsm_symbolic", "knights_knaves"),
     *("products", "spell_backward"),
 }
 
-# The most that a spec may set a number to. A field is a count, of what a question holds or
-# of how many digits a number has, unless it is listed: those are numbers in the question.
+# The largest numbers that a spec may set. A field counts parts of a question or digits of a
+# number, unless it is listed: those are numbers in the question.
 _MOST = 1_000
 _MOST_OF: Mapping[str, int] = {
     **dict.fromkeys(("min_value", "max_value", "min_factor", "max_factor", "max_delta"), 10**12),
@@ -113,7 +112,7 @@ REFUSED_TASKS: Mapping[str, str] = types.MappingProxyType(
 
 
 def check_name(name: str) -> None:
-    """Raise ValueError unless `name` is on the allow-list; says why, or the nearest match."""
+    """Raise ValueError, with the reason or the nearest match, for a name off the allow-list."""
     if name in SAFE_TASKS:
         return
     if name in REFUSED_TASKS:
@@ -146,9 +145,10 @@ class Procedural:
         return json.loads(json.dumps(entry, default=str))
 
     def score(self, answer: str, entry: Mapping[str, Any]) -> float:
-        """0 to 1 for an extracted answer: the task's own verifier, and 1 for what is right only.
+        """Score an extracted answer from 0 to 1, with 1 for right answers only.
 
-        Of `EXACT_TASKS` 1 or 0. Text that the verifier cannot read is a wrong answer: 0.
+        The score is that of the task's own verifier, 1 or 0 for `EXACT_TASKS`. Text that the
+        verifier cannot read is a wrong answer: 0.
         """
         entry = dict(entry)
         form = _FORMS.get(self.name)
@@ -177,7 +177,7 @@ def _decimal(text: str) -> decimal.Decimal:
 def open_procedural(
     name: str, query: Mapping[str, str], seed: int = 0, size: int = 1
 ) -> Procedural:
-    """Build a task by name; `query` holds text values for its config's fields.
+    """Open a task by name; `query` holds text values for its config's fields.
 
     Raises ValueError for a task off the allow-list, an unknown field or a value of
     the wrong type, ImportError where reasoning-gym is not installed.
@@ -188,9 +188,7 @@ def open_procedural(
     values: dict[str, Any] = {}
     for field, text in query.items():
         if field == "seed":
-            raise ValueError(
-                f"{PREFIX}{name}?seed={text}: set Run.seed or Task.seed_offset instead"
-            )
+            raise ValueError(f"{PREFIX}{name}?seed={text}: set Run.seed instead")
         if field not in fields:
             close = difflib.get_close_matches(field, fields, n=1)
             mend = f"did you mean {close[0]}?" if close else f"it has {', '.join(sorted(fields))}"
@@ -208,7 +206,7 @@ def open_procedural(
 
 
 def _check_size(value: Any, name: str, field: str) -> None:
-    """Raise ValueError for what would fill the memory before a question is asked."""
+    """Raise ValueError for numbers so large that questions would fill the memory."""
     numbers = value if isinstance(value, list | tuple) else [value]
     most = _MOST_OF.get(f"{name}?{field}", _MOST_OF.get(field, _MOST))
     for number in numbers:

@@ -17,7 +17,7 @@ import json
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 from urllib.parse import unquote
 
 from rl.data import reasoning_gym_tasks
@@ -33,7 +33,7 @@ MOST_PROMPT_CHARACTERS = 1_000_000
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Example:
-    """One prompt and what is needed to judge a response to it.
+    """One prompt and what is needed to score a response to it.
 
     `example_id` is the same in every epoch and every resumed run. `prompt` is the
     question as text, or chat messages. `columns` is JSON-able: what the task's
@@ -61,14 +61,15 @@ class TaskConfig:
     """Section `Task`: what to train on.
 
     `size` counts the generated examples of each procedural task. With `weights`,
-    one per spec, each place of the mixture draws its task with that probability;
+    one per spec, each position of the mixture draws its task with that probability;
     without, the mixture holds every example of every task once.
     """
+
+    RETIRED: ClassVar = {"seed_offset": 0}
 
     specs: tuple[str, ...] = ("reasoning_gym:gcd",)
     weights: tuple[float, ...] = ()
     size: int = 1000
-    seed_offset: int = 0
     system_prompt: str | None = None
     prompt_suffix: str = ""
 
@@ -93,7 +94,7 @@ class TaskConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """`kind:target?key=value&...`, taken apart."""
+    """The parts of a spec, `kind:target?key=value&...`."""
 
     text: str
     kind: str
@@ -102,7 +103,7 @@ class Spec:
 
 
 def parse_spec(text: str) -> Spec:
-    """Take a spec apart; raises ValueError for an unknown kind, a bad query or task name."""
+    """Parse a spec; raises ValueError for an unknown kind, a bad query or task name."""
     _check_text(text, "a task", MOST_SPEC_CHARACTERS)
     head, _, tail = text.partition("?")
     kind, colon, target = head.partition(":")
@@ -134,14 +135,13 @@ def open_task(spec: str, seed: int, size: int = 1000) -> Task:
 
 
 def open_tasks(config: TaskConfig, seed: int) -> Task:
-    """Open all specs of a section, mixed in a seeded order."""
-    seed = seed + config.seed_offset
+    """Open all tasks of a section, mixed in a seeded order."""
     tasks = [open_task(spec, seed, config.size) for spec in config.specs]
     return tasks[0] if len(tasks) == 1 else Mixture(tasks, config.weights, seed)
 
 
 class Mixture:
-    """Several tasks as one: place i holds (task, index), fixed by the seed.
+    """Several tasks as one, in an order fixed by the seed.
 
     A task that is drawn more often than it is long starts again from its first example.
     """
@@ -162,16 +162,16 @@ class Mixture:
             order.sort(key=lambda _: rng.random())
         drawn = [0] * len(tasks)
         self._tasks = list(tasks)
-        self._places: list[tuple[int, int]] = []
+        self._order: list[tuple[int, int]] = []  # task, index in it
         for number in order:
-            self._places.append((number, drawn[number] % lengths[number]))
+            self._order.append((number, drawn[number] % lengths[number]))
             drawn[number] += 1
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._order)
 
     def __getitem__(self, index: int) -> Example:
-        number, inner = self._places[index]
+        number, inner = self._order[index]
         return self._tasks[number][inner]
 
 
@@ -210,7 +210,7 @@ def _num_examples(text: str, spec: Spec) -> int:
 
 
 def _check_text(text: str, where: str, most_characters: int) -> None:
-    """Raise ValueError for text that is too long, or that no tokenizer can read."""
+    """Raise ValueError for text that is too long, or not Unicode."""
     if len(text) > most_characters:
         raise ValueError(
             f"{where}: expected at most {most_characters:,} characters, got {len(text):,}"
@@ -224,13 +224,13 @@ def _check_text(text: str, where: str, most_characters: int) -> None:
         ) from error
 
 
-# Names that reward functions receive anyway; a data column may not take them over.
+# Names of arguments of reward functions, which a data column may not have.
 _TAKEN_COLUMNS = ("prompts", "completions", "completion_ids", "task")
 _FILE_KEYS = ("prompt", "answer", "answer_extract")
 
 
 def _open_file(spec: Spec, seed: int, size: int) -> Task:
-    del seed, size  # a file is what it is
+    del seed, size  # they matter to generated tasks
     for key in spec.query:
         if key not in _FILE_KEYS:
             raise ValueError(f"{spec.text}: unknown key {key!r}, expected {', '.join(_FILE_KEYS)}")

@@ -123,7 +123,7 @@ def summarise(responses: Sequence[EvalResponse], config: EvaluateConfig) -> dict
 def as_evaluation(config: EvaluationConfig, policy: str) -> EvaluationConfig:
     """The configuration whose inputs are this evaluation's: its seed, enough questions, no mix."""
     task = dataclasses.replace(
-        config.task, weights=(), size=_CANDIDATES * config.evaluate.num_prompts, seed_offset=0
+        config.task, weights=(), size=_CANDIDATES * config.evaluate.num_prompts
     )
     return dataclasses.replace(
         config,

@@ -1,7 +1,7 @@
 """The page of a report: one HTML file that holds its pictures, table and samples.
 
 Everything that a run wrote, model text above all, is escaped, and the page's
-own policy lets no script run but the one below.
+content policy allows only the script below.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def page(
     summaries: Sequence[Summary],
     samples: Sequence[tuple[str, Mapping[str, Any]]],
 ) -> str:
-    """The whole page as text.
+    """Return the whole page as text.
 
     `runs`: (label, rows, last step); `images`: (file, PNG, caption); `samples`: (run label, row).
     """
@@ -133,12 +133,12 @@ def page(
 
 
 def _table(summaries: Sequence[Summary], *, several: bool) -> str:
-    """One row a metric and run; best only where one end of the range is the good one."""
+    """Return the table of summaries, with a column for the run where there are several."""
     run_head = '<th class="name">run</th>' if several else ""
     rows = []
     previous = None
     for line in summaries:
-        # names break behind their parts
+        # allow line breaks between the parts of a name
         name = "" if line.metric == previous else re.sub("([/_])", r"\1<wbr>", _text(line.metric))
         previous = line.metric
         run = f'<td class="name">{_text(line.label)}</td>' if several else ""
@@ -207,7 +207,7 @@ def _sample(label: str, row: Mapping[str, Any], *, several: bool) -> str:
 
 
 def number(value: float) -> str:
-    """Four digits that count, thousands apart: 0.4125, 15,320, 1.2e-06."""
+    """Format a number with four significant digits or in thousands: 0.4125, 15,320, 1.2e-06."""
     try:
         value = float(value)
     except OverflowError:  # an integer of hundreds of digits
@@ -224,7 +224,7 @@ def _value(value: Any) -> str:
 
 
 def _text(value: Any) -> str:
-    """Any value as HTML text: escaped, control characters visible, cut where it has no end."""
+    """Return a value as HTML text: escaped, control characters visible, cut where it is long."""
     text = str(value)
     cut = len(text) - MAX_TEXT_CHARS
     if cut > 0:

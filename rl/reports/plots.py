@@ -1,4 +1,4 @@
-"""The pictures of a report: one panel a question, and an overview of all of them."""
+"""The pictures of a report: a panel per question, and an overview of all panels."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 OVERVIEW_FILE = "report.png"
 
-# Steps' parts, in the order rollout, reward, score, update, checkpoint, then whatever comes.
+# Of the parts of a step: rollout, reward, score, update, checkpoint, then any others.
 PART_COLORS = ("#4477AA", "#CCBB44", "#66CCEE", "#EE6677", "#AA3377", "#228833", "#997700")
 OTHER_COLOR = "#BBBBBB"
 
 
 @dataclasses.dataclass(frozen=True)
 class Curve:
-    """A panel of one metric over steps; `band` names the metrics that bound its shade."""
+    """A panel of one metric over steps; `band` names the metrics of its lower and upper bound."""
 
     file: str
     title: str
@@ -76,11 +76,13 @@ class Curve:
 
 @dataclasses.dataclass(frozen=True)
 class TimeSplit:
-    """Where a step's seconds go: over steps for one run, as bars of means for several."""
+    """A panel of the seconds of each part of a step: over steps for one run, else bars of means."""
 
     file: str = "time.png"
     title: str = "Time split"
-    caption: str = "Seconds of a step by part: generating, scoring what is left, learning, saving."
+    caption: str = (
+        "Seconds of a step by part: generating, scoring the last responses, learning, saving."
+    )
 
     def shown(self, runs: Sequence[Run]) -> bool:
         return any(run.has(name) for run in runs for name in run.time_sections())
@@ -106,7 +108,7 @@ class TimeSplit:
             look = {"color": part_color(name, index), "label": plain_text(name, 24)}
             ax.stairs(top, edges, baseline=base, fill=True, **look)
             base = top
-        # A first step that compiles would flatten all others.
+        # A first step that compiles would make all others look flat.
         ordinary = ordinary_steps(base)
         above = np.flatnonzero(~ordinary)
         if len(above) and base[ordinary].max() > 0:
@@ -132,9 +134,9 @@ class TimeSplit:
             label = plain_text(part, 24)
             ax.barh(range(len(runs)), widths, left=left, height=0.6, color=color, label=label)
             left += widths
-        for place, total in enumerate(left):
+        for line, total in enumerate(left):
             ax.annotate(
-                f"{total:.3g} s", (total, place), xytext=(4, 0), textcoords="offset points",
+                f"{total:.3g} s", (total, line), xytext=(4, 0), textcoords="offset points",
                 va="center", color=INK, fontsize=8,
             )  # fmt: skip
         ax.set_yticks(range(len(runs)), [plain_text(run.label, 20) for run in runs])
@@ -152,14 +154,14 @@ PANELS: tuple[Panel, ...] = (
         "Reward",
         "mean reward",
         "reward",
-        "Mean reward over all responses of a step, as they were scored.",
+        "Mean reward over all responses of a step, before any shaping.",
     ),
     Curve(
         "failures.png",
         "Responses without a score",
         "responses per step",
         "rewards/failures",
-        "Responses whose reward function raised, ran out of time or answered no number; the "
+        "Responses whose reward function raised, ran out of time or returned no number; the "
         "samples below give the reasons.",
     ),
     Curve(
@@ -175,14 +177,14 @@ PANELS: tuple[Panel, ...] = (
         "Entropy",
         "nats per token",
         "entropy",
-        "How undecided the policy is about the next token; near 0 it has stopped exploring.",
+        "Entropy of the next token; near 0 the policy has stopped exploring.",
     ),
     Curve(
         "clip.png",
         "Clip fraction",
         "% of tokens",
         "clip_ratio/region_mean",
-        "Tokens that the update had moved so far that their gradient was cut off.",
+        "Tokens whose gradient was clipped because the update had moved them too far.",
         scale=100.0,
     ),
     Curve(
@@ -201,10 +203,10 @@ PANELS: tuple[Panel, ...] = (
     ),
     Curve(
         "spec_accept.png",
-        "Guesses that were right",
+        "Accepted draft tokens",
         "%",
         "spec/accept_rate",
-        "Guessed tokens that the policy drew as well, of all that were tried.",
+        "Draft tokens that the policy drew as well, of all that were verified.",
         scale=100.0,
     ),
     Curve(
@@ -217,10 +219,10 @@ PANELS: tuple[Panel, ...] = (
     ),
     Curve(
         "self_bleu.png",
-        "How alike siblings are",
+        "Similarity of siblings",
         "Self-BLEU",
         "diversity/self_bleu",
-        "Overlap of the responses to one prompt with one another; at 1 they are all the same.",
+        "Overlap of the responses to one prompt; at 1 they are all the same.",
     ),
     TimeSplit(),
     RolloutTimeline(),
@@ -229,17 +231,17 @@ CAPTIONS = {panel.file: panel.caption for panel in PANELS}
 
 
 def draw(runs: Sequence[Run], smooth_steps: int | None = None) -> dict[str, bytes]:
-    """File name -> PNG: the overview first, then each panel that some run has data for.
+    """Return PNGs by file name: the overview, then each panel that some run has data for.
 
-    `smooth_steps` steps are averaged over the raw values; 1 is off, None goes by
-    the length of the run. {} where no run has anything to show.
+    Curves are means of `smooth_steps` steps over the raw values; 1 is off, None depends on the
+    length of the runs. {} where no run has anything to show.
     """
     import matplotlib
 
     panels = [panel for panel in PANELS if panel.shown(runs)]
     if not panels:
         return {}
-    # One window for all runs: what is smoothed differently cannot be compared.
+    # One window for all runs, so that they can be compared.
     window = smooth_steps or automatic_window(max(len(run.rows) for run in runs))
     with matplotlib.rc_context(STYLE):
         images = {OVERVIEW_FILE: _figure(panels, runs, window, columns=2)}
@@ -259,8 +261,8 @@ def _figure(panels: Sequence[Panel], runs: Sequence[Run], window: int, columns: 
     layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1, wspace=0.03, hspace=0.04)
     figure = Figure(figsize=(6.2 * columns, 3.3 * lines + 0.3), layout=layout)
     FigureCanvasAgg(figure)
-    for place, panel in enumerate(panels):
-        panel.draw(figure.add_subplot(lines, columns, place + 1), runs, window)
+    for number, panel in enumerate(panels, start=1):
+        panel.draw(figure.add_subplot(lines, columns, number), runs, window)
     alone = [type(panel) for panel in panels] == [TimeSplit]
     if len(runs) > 1 and not alone:
         looks = [run_look(index) for index in range(len(runs))]
@@ -285,12 +287,12 @@ def part_color(part: str, index: int) -> str:
 
 
 def automatic_window(steps: int) -> int:
-    """Steps averaged in a run of so many steps: none of a short run's."""
+    """Return how many steps to average in a run of `steps` steps; 1 for a short run."""
     return 1 if steps < 40 else max(3, steps // 25)
 
 
 def trailing_mean(values: np.ndarray, window: int) -> np.ndarray:
-    """Mean of the finite ones of the last `window` values; nan where there is none. [n] -> [n]"""
+    """Return the means of the finite among the last `window` values, nan where none is; [n]."""
     finite = np.isfinite(values)
     sums = np.concatenate([[0.0], np.cumsum(np.where(finite, values, 0.0))])
     counts = np.concatenate([[0], np.cumsum(finite)])
@@ -302,7 +304,7 @@ def trailing_mean(values: np.ndarray, window: int) -> np.ndarray:
 
 
 def split(run: Run, names: Sequence[str]) -> dict[str, np.ndarray]:
-    """Part -> seconds, float64 [rows], with what no part covers as `other` if it is over 1%."""
+    """Return the seconds by part, float64 [rows]; the rest is `other` if it is over 1%."""
     parts = {name.removeprefix("time/"): np.nan_to_num(run.series(name)) for name in names}
     step_s = np.nan_to_num(run.series("step_time"))
     other_s = step_s - sum(parts.values())
@@ -312,14 +314,14 @@ def split(run: Run, names: Sequence[str]) -> dict[str, np.ndarray]:
 
 
 def mean_split(run: Run, names: Sequence[str]) -> dict[str, float]:
-    """Part -> mean seconds over the steps that are not out of the ordinary."""
+    """Return the mean seconds by part over the ordinary steps."""
     parts = split(run, names)
     kept = ordinary_steps(sum(parts.values(), np.zeros(len(run.rows))))
     return {name: float(seconds[kept].mean()) for name, seconds in parts.items()}
 
 
 def ordinary_steps(step_s: np.ndarray) -> np.ndarray:
-    """Which steps took at most 3 times the median, bool [rows]; one that compiles takes more."""
+    """Mask the steps of at most 3 times the median, bool [rows]; one that compiles takes more."""
     return step_s <= 3 * np.median(step_s)
 
 
@@ -336,6 +338,6 @@ def _step_axis(ax: Any) -> None:
 
 
 def _step_edges(steps: np.ndarray) -> np.ndarray:
-    """Where the bar of each step begins and ends, gaps between steps split in half."""
+    """Return the edges of each step's bar, in the middle between neighbouring steps."""
     middles = (steps[1:] + steps[:-1]) / 2
     return np.concatenate([[steps[0] - 0.5], middles, [steps[-1] + 0.5]])

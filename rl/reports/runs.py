@@ -1,4 +1,4 @@
-"""Runs as a report reads them: their metrics as columns, and a summary of each."""
+"""The runs of a report: their metrics as columns, and a summary of each."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 from rl.engine.stats import RoundRecord, load_timeline
 from rl.metrics.writer import METRICS_FILE, Row, read_metrics, read_samples
 
-MOST = 1e100  # of a metric that is drawn: axes are made by adding and squaring
+MOST = 1e100  # of a metric that is drawn: matplotlib adds and squares values for its axes
 
 
 class ReportError(ValueError):
@@ -26,7 +26,7 @@ class Run:
     label: str
     rows: list[Row]
     samples: list[Row]
-    timeline: Sequence[RoundRecord] = ()  # of the phase of `timeline_step`
+    timeline: Sequence[RoundRecord] = ()  # of the rollout of `timeline_step`
     timeline_step: int = 0
 
     @property
@@ -42,14 +42,14 @@ class Run:
         return bool(np.isfinite(self.series(metric)).any())
 
     def time_sections(self) -> list[str]:
-        """The `time/*` metrics, in the order of a step."""
+        """Return the `time/*` metrics in the order of a step."""
         names = {name for row in self.rows for name in row if name.startswith("time/")}
         return sorted(names, key=lambda name: (_STEP_ORDER.get(name, len(_STEP_ORDER)), name))
 
 
 _STEP_ORDER = {
-    f"time/{part}": place
-    for place, part in enumerate(("rollout", "reward", "score", "update", "checkpoint"))
+    f"time/{part}": number
+    for number, part in enumerate(("rollout", "reward", "score", "update", "checkpoint"))
 }
 
 
@@ -61,13 +61,13 @@ class Summary:
     label: str
     first: float
     last: float
-    best: float | None  # None where neither high nor low is good in itself
+    best: float | None  # None where neither high nor low values are better
     best_step: int | None
     low: float
     high: float
 
 
-# Metrics of the table, and which end of their range is the good one.
+# Metrics of the table, and the better end of their range.
 _DIRECTIONS: dict[str, Literal["max", "min", ""]] = {
     "reward": "max",
     "reward_std": "",
@@ -91,7 +91,7 @@ _DIRECTIONS: dict[str, Literal["max", "min", ""]] = {
 
 
 def load_runs(paths: Sequence[str | Path]) -> list[Run]:
-    """The runs behind run folders (or metrics.jsonl files).
+    """Load the runs of run folders (or metrics.jsonl files).
 
     Raises ReportError for a folder without metrics, or with no row yet.
     """
@@ -102,7 +102,7 @@ def load_runs(paths: Sequence[str | Path]) -> list[Run]:
             raise ReportError(
                 f"{folder}: no {METRICS_FILE} here; give the folder of a run (Run.directory)"
             )
-        rows = {row["step"]: row for row in read_metrics(folder)}  # of one step the last counts
+        rows = {row["step"]: row for row in read_metrics(folder)}  # the last row of a step counts
         if not rows:
             raise ReportError(f"{folder / METRICS_FILE} has no rows yet: no step has finished")
         try:
@@ -115,7 +115,7 @@ def load_runs(paths: Sequence[str | Path]) -> list[Run]:
 
 
 def run_labels(folders: Sequence[Path]) -> list[str]:
-    """The shortest ends of the paths that tell the runs apart."""
+    """Return the shortest ends of the paths that tell the runs apart."""
     parts = [folder.resolve().parts for folder in folders]
     for length in range(1, max(map(len, parts)) + 1):
         labels = ["/".join(p[-length:]) for p in parts]
@@ -125,7 +125,7 @@ def run_labels(folders: Sequence[Path]) -> list[str]:
 
 
 def summarize(runs: Sequence[Run]) -> list[Summary]:
-    """First, last and best of each metric and run, metrics in a fixed order, runs within."""
+    """Return a line per metric, in a fixed order, and run."""
     rewards = sorted(
         {name for run in runs for row in run.rows for name in row if _is_reward_mean(name)}
     )
@@ -139,15 +139,15 @@ def summarize(runs: Sequence[Run]) -> list[Summary]:
                 continue
             kept = values[finite]
             best = {"max": np.argmax, "min": np.argmin}.get(direction)
-            place = None if best is None else int(best(kept))
+            index = None if best is None else int(best(kept))
             lines.append(
                 Summary(
                     metric=metric,
                     label=run.label,
                     first=float(kept[0]),
                     last=float(kept[-1]),
-                    best=None if place is None else float(kept[place]),
-                    best_step=None if place is None else int(run.steps[finite[place]]),
+                    best=None if index is None else float(kept[index]),
+                    best_step=None if index is None else int(run.steps[finite[index]]),
                     low=float(kept.min()),
                     high=float(kept.max()),
                 )
@@ -160,6 +160,6 @@ def _is_reward_mean(name: str) -> bool:
 
 
 def _float(value: Any) -> float:
-    """The number that a metric is; nan where it is none, or none that can be drawn."""
+    """Return a metric as a number; nan where it is none, or too large to draw."""
     drawn = isinstance(value, (int, float)) and abs(value) < MOST
     return float(value) if drawn else float("nan")

@@ -1,8 +1,8 @@
-"""How all pictures of a report look: colours, lines, labels."""
+"""The style of all pictures of a report: colours, lines, labels."""
 
 from __future__ import annotations
 
-# Okabe and Ito's colours, which colour-blind readers can tell apart; black and yellow left out.
+# Okabe and Ito's colours, which colour-blind readers can tell apart, without black and yellow.
 RUN_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#7F7F7F")
 RUN_STYLES = ("-", "--", ":", "-.")
 INK, FAINT = "#222222", "#666666"
@@ -32,13 +32,13 @@ STYLE = {
 
 
 def run_look(index: int) -> tuple[str, str]:
-    """Colour and line style of the index-th run."""
+    """Return colour and line style of the index-th run."""
     style = RUN_STYLES[index // len(RUN_COLORS) % len(RUN_STYLES)]
     return RUN_COLORS[index % len(RUN_COLORS)], style
 
 
 def plain_text(text: str, limit: int) -> str:
-    """A label that matplotlib takes literally, cut at its front (ends tell runs apart)."""
+    """Return a label that matplotlib shows literally, cut at its front (ends tell runs apart)."""
     clean = "".join(c if c.isprintable() else "?" for c in text)
     short = clean if len(clean) <= limit else "…" + clean[1 - limit :]
     # a leading `_` would hide the label from legends

@@ -1,4 +1,4 @@
-"""The picture of one rollout phase: which request ran when, beside how many, and how fast."""
+"""The picture of one rollout: when each request ran, among how many, and how fast."""
 
 from __future__ import annotations
 
@@ -17,22 +17,23 @@ if TYPE_CHECKING:
     from rl.reports.runs import Run
 
 PLAIN_COLOR = "#BBBBBB"
-BAR_COLORS = ("#A6CFE8", "#56A0CC", "#0072B2", "#00416A")  # 2, 3–4, 5–8 and more tokens a round
-BAR_LABELS = ("1 token a round", "2", "3–4", "5–8", "9 or more")
+BAR_COLORS = ("#A6CFE8", "#56A0CC", "#0072B2", "#00416A")  # 2, 3–4, 5–8 and more tokens per round
+BAR_LABELS = ("1 token per round", "2", "3–4", "5–8", "9 or more")
 
 
 @dataclasses.dataclass(frozen=True)
 class RolloutTimeline:
-    """Of one run a bar per request, coloured by tokens a round; of several the requests alive.
+    """A panel of the last recorded rollout, compilation and prompts included.
 
-    The last phase that a run has written down, compilation and prompts included.
+    For one run it draws a bar per request, coloured by tokens per round, for several runs the
+    number of requests alive.
     """
 
     file: str = "rollout.png"
-    title: str = "Rollout phase"
+    title: str = "Rollout"
     caption: str = (
-        "Requests of the last phase that was written down; the number under way dips where rows "
-        "pass from one request to the next."
+        "Requests of the last recorded rollout; the number alive dips where a slot passes from one "
+        "request to the next."
     )
 
     def shown(self, runs: Sequence[Run]) -> bool:
@@ -40,7 +41,7 @@ class RolloutTimeline:
 
     def draw(self, ax: Any, runs: Sequence[Run], window: int) -> None:
         ax.set_title(self.title)
-        ax.set_xlabel("seconds since the phase began")
+        ax.set_xlabel("seconds since the rollout began")
         if len(runs) == 1:
             self._bars(ax, runs[0])
             return
@@ -55,7 +56,7 @@ class RolloutTimeline:
         from matplotlib.collections import LineCollection
         from matplotlib.patches import Patch
 
-        places = request_places(run.timeline)
+        line_of = request_lines(run.timeline)
         lines, colors = [], []
         for r in run.timeline:
             began_s, ended_s = _span(run.timeline, r)
@@ -63,14 +64,14 @@ class RolloutTimeline:
             for request_id, tokens in zip(
                 r.request_ids_A.tolist(), per_round.tolist(), strict=True
             ):
-                y = places[request_id]
+                y = line_of[request_id]
                 lines.append([(began_s, y), (ended_s, y)])
                 colors.append(bar_color(int(tokens)))
-        height = max(0.6, 150 / max(len(places), 1))
+        height = max(0.6, 150 / max(len(line_of), 1))
         ax.add_collection(LineCollection(lines, colors=colors, linewidths=min(height, 6)))
-        ax.set_ylim(len(places) - 0.5, -0.5)
+        ax.set_ylim(len(line_of) - 0.5, -0.5)
         ax.set_xlim(0, max(_span(run.timeline, r)[1] for r in run.timeline) or 1)
-        ax.set_ylabel("a line a request, by start and end")
+        ax.set_ylabel("one line per request, by start and end")
         ax.grid(visible=False)
         beside = ax.twinx()
         _draw_alive(beside, run.timeline, "#D55E00", "-")
@@ -91,8 +92,8 @@ class RolloutTimeline:
         ax.set_title(f"step {run.timeline_step}", loc="right", color=FAINT, fontsize=8)
 
 
-def request_places(rounds: Sequence[RoundRecord]) -> dict[int, int]:
-    """Request id → its line in the picture: by first round, then by last."""
+def request_lines(rounds: Sequence[RoundRecord]) -> dict[int, int]:
+    """Return the line of each request id: ordered by first round, then by last."""
     first: dict[int, int] = {}
     last: dict[int, int] = {}
     for i, r in enumerate(rounds):
@@ -100,11 +101,11 @@ def request_places(rounds: Sequence[RoundRecord]) -> dict[int, int]:
             first.setdefault(request_id, i)
             last[request_id] = i
     order = sorted(first, key=lambda request_id: (first[request_id], last[request_id], request_id))
-    return {request_id: place for place, request_id in enumerate(order)}
+    return {request_id: line for line, request_id in enumerate(order)}
 
 
 def bar_color(tokens: int) -> str:
-    """The colour of a round that brought a request so many tokens."""
+    """Return the colour of a round that gave a request `tokens` tokens."""
     if tokens <= 1:
         return PLAIN_COLOR
     return BAR_COLORS[min((tokens - 1).bit_length() - 1, len(BAR_COLORS) - 1)]
@@ -121,9 +122,9 @@ def _draw_alive(ax: Any, rounds: Sequence[RoundRecord], color: str, style: str) 
 
 
 def requests_alive(rounds: Sequence[RoundRecord]) -> tuple[list[float], list[int]]:
-    """Seconds since the phase began, and how many requests are under way from then on.
+    """Return seconds since the rollout began, and the number of requests alive from then on.
 
-    A request is from its first round to its last, on whatever worker.
+    A request is alive from its first round to its last, on any worker.
     """
     spans: dict[int, tuple[float, float]] = {}
     for r in rounds:

@@ -122,7 +122,7 @@ def test_without_a_run_nothing_is_left_out(tiny):
 
 
 def test_generated_questions_come_from_another_seed_than_trainings(tiny):
-    specs = ("Task.specs=('reasoning_gym:gcd',)", "Task.size=50", "Task.seed_offset=3")
+    specs = ("Task.specs=('reasoning_gym:gcd',)", "Task.size=50")
     limits = ("Rollout.max_prompt_tokens=500", "Policy.directory='policies/tiny'")
     training = load(TrainConfig, [tiny], (*specs, *limits))
     config = load(EvaluationConfig, [tiny], (*specs, *limits, "Evaluate.num_prompts=40"))

@@ -167,10 +167,10 @@ def test_one_run_gives_pictures_and_a_page_beside_it(tmp_path, capsys):
     assert "These runs recorded no samples." in page.text
 
 
-def test_the_last_rollout_phase_is_drawn_for_one_run_and_for_several(tmp_path):
+def test_the_last_rollout_is_drawn_for_one_run_and_for_several(tmp_path):
     folders = [make_run(tmp_path / name, [0.5]) for name in "abc"]
     for folder in folders[:2]:
-        save_timeline(folder, 1, [phase_round(0, 1, [3, 4]), phase_round(2, 4, [4])])
+        save_timeline(folder, 1, [rollout_round(0, 1, [3, 4]), rollout_round(2, 4, [4])])
     for runs in (folders[:1], folders):
         report.write_report(load_runs(runs), tmp_path / "out")
         assert (tmp_path / "out" / "rollout.png").read_bytes().startswith(PNG)
@@ -272,7 +272,7 @@ def test_every_plot_has_a_caption_of_one_sentence(tmp_path):
     assert all(text.endswith(".") and ". " not in text for text in report_plots.CAPTIONS.values())
 
 
-def phase_round(began_s: float, num_nodes: int, ids: list[int]) -> RoundRecord:
+def rollout_round(began_s: float, num_nodes: int, ids: list[int]) -> RoundRecord:
     marks = [began_s + 0.25 * i for i in range(6)]
     alive = np.array(ids)
     emitted_A, one_A = np.full(len(ids), num_nodes), np.ones(len(ids), int)

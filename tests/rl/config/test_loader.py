@@ -368,6 +368,12 @@ def test_describe_gives_type_default_and_comment():
     assert "Data.task: str required" in describe(Required)
 
 
+def test_a_former_field_is_read_with_its_default_only():
+    assert load(TrainConfig, [], ["Task.seed_offset=0"]) == load(TrainConfig)
+    with pytest.raises(ConfigError, match="Task.seed_offset is no longer a field.* default 0, got"):
+        load(TrainConfig, [], ["Task.seed_offset=3"])
+
+
 # --- command line -----------------------------------------------------------------------
 
 

@@ -79,7 +79,7 @@ def test_query_values_are_typed():
         ("reasoning_gym:gcd?max_valu=9", "did you mean max_value"),
         ("reasoning_gym:gcd?max_value=many", "expected int, got 'many'"),
         ("reasoning_gym:gcd?max_value=0", "max_value must be > min_value"),
-        ("reasoning_gym:gcd?seed=1", "Task.seed_offset"),
+        ("reasoning_gym:gcd?seed=1", "Run.seed"),
         ("reasoning_gym:gcd?size=0", "size must be"),
         ("reasoning_gym:gcd?size=99999999999999", "from 1 to 1,000,000, got '99999999999999'"),
         ("reasoning_gym:gcd?size=" + "9" * 5000, "from 1 to 1,000,000"),
@@ -301,7 +301,7 @@ def test_a_mixture_holds_every_example_once(two_files):
     assert firsts != sorted(firsts)  # interleaved
     again = open_tasks(TaskConfig(specs=two_files), seed=0)
     assert [again[index].prompt for index in range(60)] == prompts
-    other = open_tasks(TaskConfig(specs=two_files, seed_offset=1), seed=0)
+    other = open_tasks(TaskConfig(specs=two_files), seed=1)
     assert [other[index].prompt for index in range(60)] != prompts
 
 

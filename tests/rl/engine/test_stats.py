@@ -86,7 +86,7 @@ def test_a_foreign_timeline_is_named(tmp_path, text):
 
 
 def test_places_and_colours_of_the_picture():
-    assert timeline_plot.request_places(example().timeline) == {5: 0, 9: 1, 6: 2}
+    assert timeline_plot.request_lines(example().timeline) == {5: 0, 9: 1, 6: 2}
     colors = [timeline_plot.bar_color(n) for n in (0, 1, 2, 3, 4, 5, 8, 9, 40)]
     plain, bars = timeline_plot.PLAIN_COLOR, timeline_plot.BAR_COLORS
     assert colors == [plain, plain, bars[0], *[bars[1]] * 2, *[bars[2]] * 2, *[bars[3]] * 2]
