@@ -30,7 +30,7 @@ from rl.engine.rollout_spec import DrafterContext, DrafterFactory, RolloutSpec, 
 from rl.speculation.learned_drafter import LearnedDrafter
 from rl.trajectory import Request, Trajectory
 from rl.workers.config import SchedConfig
-from rl.workers.workers import MultiEngine
+from rl.workers.multi_engine import MultiEngine
 from spec.budget.budget import Budget, FixedBudget
 from spec.budget.union import DrafterUnion
 from spec.config import SamplingConfig

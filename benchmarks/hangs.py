@@ -46,8 +46,8 @@ from rl.trajectory import Request
 from rl.workers.config import SchedConfig
 from rl.workers.coordinator import Coordinator, WorkerError
 from rl.workers.host_kv_pool import KvPool
+from rl.workers.multi_engine import MultiEngine
 from rl.workers.worker_group import WorkerGroup
-from rl.workers.workers import MultiEngine
 from sched.policies.registry import make_scheduler
 from sched.request import Kv
 from spec.config import SamplingConfig

@@ -288,7 +288,7 @@ class Rollout:
         books = self.coordinator
         left = 0
         if not self.aborted:
-            left = len(books._begun) + len(books._starts) + len(books._step_of) + len(self.pool)
+            left = len(books._partial) + len(books._starts) + len(books._step_of) + len(self.pool)
         wanted = set() if self.aborted else set(self.requests)
         return collections.Counter(
             results_lost=len(wanted - set(self.results)),

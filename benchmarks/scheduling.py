@@ -27,7 +27,7 @@ from rl.engine.rollout_spec import RolloutSpec
 from rl.engine.stats import EngineStats
 from rl.trajectory import Request
 from rl.workers.config import SchedConfig
-from rl.workers.workers import MultiEngine, make_engines
+from rl.workers.multi_engine import MultiEngine, make_engines
 from sched.protocol import ChunkDone, Finished, Start
 from sched.request import Kv
 from sched.simulator.replay import replay

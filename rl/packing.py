@@ -2,7 +2,7 @@
 
 A row holds several prompts, each computed once, followed by the responses to it,
 which do not see one another (`models.attention.Packing`). The last prompt token
-opens every response anew, since it predicts the first token of each: so a response
+opens every response again, since it predicts the first token of each: so a response
 of n tokens takes n positions, its prompt of P takes P − 1 more, once per row.
 Training and the verification of cached responses use the same rows. Plain numpy.
 """
@@ -34,7 +34,7 @@ class Shape:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Response:
-    """What is packed: a response's tokens, and the prompt that it shares with its group."""
+    """A response's tokens, and the prompt that it shares with its group."""
 
     name: str
     group_id: int
@@ -44,7 +44,7 @@ class Response:
 
 @dataclasses.dataclass(eq=False)
 class Row:
-    """What goes into one row: (prompt's shared positions, its responses), in order."""
+    """The content of one row: (a prompt's shared positions, its responses), in order."""
 
     free: int
     parts: list[tuple[int, list[int]]] = dataclasses.field(default_factory=list)
@@ -59,7 +59,7 @@ class Layout:
     """Rows of int32 [B, T], and where in the flattened [B · T] the responses lie.
 
     `targets_BT` are the tokens that the positions predict. Response `order[e]` is predicted at
-    `starts[e]` and the places behind it, its prompt begins at `prompt_starts[e]`.
+    `starts[e]` and the positions after it, its prompt begins at `prompt_starts[e]`.
     """
 
     tokens_BT: np.ndarray

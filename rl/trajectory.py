@@ -19,7 +19,7 @@ from spec.reuse.rollout_cache import CachedResponse
 
 
 class Origin(enum.IntEnum):
-    """How a response token came to be."""
+    """The way in which a response token was generated."""
 
     PLAIN = 0  # drawn at the root of a tree that held no draft
     ACCEPTED = 1  # a draft that equalled the draw
@@ -154,8 +154,8 @@ class PartialRequest:
 
 
 def of_prefix(request: Request, prefix: Prefix) -> Trajectory:
-    """The trajectory of a request whose whole response is its prefix."""
-    assert prefix.finish_reason is not None, "the response goes on"
+    """Return the trajectory of a request whose whole response is its prefix."""
+    assert prefix.finish_reason is not None, "the response has not ended"
     return Trajectory(
         request_id=request.request_id,
         group_id=request.group_id,
@@ -171,7 +171,7 @@ def of_prefix(request: Request, prefix: Prefix) -> Trajectory:
 
 
 def longest_tokens(requests: Sequence[Request], max_new_tokens: int) -> int:
-    """Prompt and response tokens of the longest request; `max_new_tokens` where it names none."""
+    """Return the tokens of the longest request: prompt, and response limit or `max_new_tokens`."""
     return max(
         (len(r.prompt_ids) + (r.max_new_tokens or max_new_tokens) for r in requests), default=0
     )

@@ -33,7 +33,7 @@ from rl.metrics.writer import Timings
 from rl.speculation.learned_drafter import LearnedDrafter
 from rl.trajectory import Request, Trajectory
 from rl.workers.config import SchedConfig
-from rl.workers.workers import MultiEngine
+from rl.workers.multi_engine import MultiEngine
 from spec.config import SamplingConfig
 from spec.eagle import model as eagle
 from spec.eagle.config import TreeConfig

@@ -27,7 +27,7 @@ COLUMNS = ("last_token", "length", "emitted", "limit", "active", "request_id", "
 
 @jax.jit
 def make_slots(ints_BC: jax.Array, floats_B2: jax.Array, key: jax.Array) -> Slots:
-    """Device slots from the host's tables: `COLUMNS`, and (temperature, top_p)."""
+    """Make device slots from the host's tables: `COLUMNS`, and (temperature, top_p)."""
     column = dict(zip(COLUMNS, ints_BC.T, strict=True))
     keys = jax.vmap(lambda r: jax.random.fold_in(key, r))(column.pop("request_id"))
     active, top_k_B = column.pop("active") > 0, column.pop("top_k")
@@ -49,9 +49,9 @@ def prefill(
     dtype: np.dtype,
     feature_layers: tuple[int, ...] | None = None,
 ) -> KVCache:
-    """Keys and values of P prompts, right-padded to T positions, `chunk_tokens` at a time.
+    """Compute keys and values of P prompts, right-padded to T positions, `chunk_tokens` at a time.
 
-    What the padding leaves behind a prompt's length is dead. Chunks are as large as
+    Entries beyond a prompt's length are dead. Chunks are as large as
     they can be while they divide T.
     """
     P, T = tokens_PT.shape
@@ -81,7 +81,7 @@ def prefill(
 def insert_rows(
     cache: KVCache, new: KVCache, source_B: jax.Array, target_B: jax.Array, count: jax.Array
 ) -> KVCache:
-    """Row `target[i]` starts with row `source[i]` of `new`, for i < count."""
+    """Write row `source[i]` of `new` to the start of row `target[i]`, for i < count."""
 
     def one(rows: jax.Array, new: jax.Array, i: jax.Array) -> jax.Array:
         row = jax.lax.dynamic_slice_in_dim(new, source_B[i], 1, axis=0)
@@ -94,7 +94,7 @@ def insert_rows(
 def copy_rows(
     cache: KVCache, source_B: jax.Array, target_B: jax.Array, count: jax.Array
 ) -> KVCache:
-    """Row `target[i]` becomes row `source[i]`, for i < count in turn."""
+    """Copy row `source[i]` to row `target[i]`, for i < count in turn."""
 
     def one(rows: jax.Array, i: jax.Array) -> jax.Array:
         row = jax.lax.dynamic_slice_in_dim(rows, source_B[i], 1, axis=0)
@@ -107,9 +107,9 @@ def copy_rows(
 def gather_rows(
     cache: KVCache, packed: KVCache, index_BS: jax.Array, target_B: jax.Array, count: jax.Array
 ) -> KVCache:
-    """Row `target[i]` gets positions `index_BS[i]` of `packed`'s one row, for i < count.
+    """Copy positions `index_BS[i]` of `packed`'s one row to row `target[i]`, for i < count.
 
-    What the index holds beyond a row's live positions is dead.
+    Index entries beyond a row's live positions are dead.
     """
 
     def one(rows: jax.Array, packed: jax.Array, axis: int, i: jax.Array) -> jax.Array:
@@ -126,7 +126,7 @@ def _each(
 
 
 def read_rows(cache: KVCache, row_P: np.ndarray, num_tokens: Sequence[int]) -> list[HostKv]:
-    """The first `num_tokens[i]` positions of row `row_P[i]`, on the host: one fetch for all.
+    """Fetch the first `num_tokens[i]` positions of row `row_P[i]` to the host, all at once.
 
     Rows of `row_P` beyond `num_tokens` are padding: read, and left out.
     """
@@ -144,7 +144,7 @@ def read_rows(cache: KVCache, row_P: np.ndarray, num_tokens: Sequence[int]) -> l
 
 
 def read_features(cache: KVCache, row_P: np.ndarray, num_tokens: Sequence[int]) -> list[np.ndarray]:
-    """The same of the hidden states alone: [T, W] each."""
+    """Return the hidden states of rows' first tokens, on the host; [T, W] each."""
     [features] = cache.features
     size = {"num_positions": cache.num_positions, "axis": kv_cache.VALUE_AXIS}
     rows_P1SW = jax.device_get(resize_layer(features, jax.device_put(row_P), **size))
@@ -152,7 +152,7 @@ def read_features(cache: KVCache, row_P: np.ndarray, num_tokens: Sequence[int]) 
 
 
 def stacked(kvs: Sequence[HostKv], num_rows: int, num_positions: int) -> KVCache:
-    """Host rows padded to one shape, as host arrays: what `insert_rows` takes from a device."""
+    """Return host rows padded to one shape, as `insert_rows` takes them once on the device."""
 
     def stack(*arrays: Any) -> np.ndarray:
         *rows, axis = arrays

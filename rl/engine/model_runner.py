@@ -1,4 +1,4 @@
-"""A policy on its devices: the static arguments of its steps, and what is put there."""
+"""A policy on its devices: the static arguments of its steps, and the arrays put there."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ _placing = threading.Lock()
 
 @dataclasses.dataclass(eq=False, repr=False)
 class ModelRunner:
-    """What rounds, their warm-up and their timing have in common."""
+    """A policy's shape and settings on one worker's devices."""
 
     model: ModelConfig
     config: EngineConfig = dataclasses.field(default_factory=EngineConfig)
     _: dataclasses.KW_ONLY
     dtype: Any = jnp.float32
     mesh: Mesh | None = None
-    # without a mesh: None is the process's default. What is put on a named device is bound to it,
-    # all of it: a program is compiled anew for a mixture
+    # without a mesh: None is the process's default. Arrays put on a named device are bound to it;
+    # a mixture of bound and free arrays would compile another program
     device: jax.Device | None = None
     # None: hidden states are not kept, else those after these layers and the last ones
     feature_layers: tuple[int, ...] | None = None
@@ -56,12 +56,12 @@ class ModelRunner:
         check_requests(self.model, requests, sampling.max_new_tokens)
 
     def empty_cache(self, num_slots: int, num_positions: int) -> kv_cache.KVCache:
-        """A cache on this replica's devices, never whole on one of several."""
+        """Return an empty cache on these devices, never whole on one of several."""
         size = num_slots, num_positions, self.dtype, self.feature_layers
         return kv_cache.init(self.model, *size, self.zero_rows)
 
     def zero_rows(self, shape: Sequence[int], dtype: Any) -> Any:
-        """Zeroed keys, values or features of rows, each device's shard made on it."""
+        """Return zeroed keys, values or features of rows, each device's shard made on it."""
         if self.mesh is not None:
             place: Sharding | None = fitting_sharding(self.mesh, shape, kv_cache.CACHE_AXES)
         else:
@@ -72,7 +72,7 @@ class ModelRunner:
 
     @contextlib.contextmanager
     def shapes_only(self) -> Iterator[None]:
-        """Caches that are made inside take no memory: what steps are lowered on needs none."""
+        """Inside, empty caches are shapes without memory, which steps can be lowered on."""
         before, self._shapes_only = self._shapes_only, True
         try:
             yield
@@ -80,14 +80,14 @@ class ModelRunner:
             self._shapes_only = before
 
     def position_sizes(self, longest_tokens: int) -> list[int]:
-        """Buckets of positions, smallest first; from now on made for so many tokens at least."""
+        """Return the buckets of positions, smallest first, for the longest request so far."""
         self.longest_tokens = max(self.longest_tokens, longest_tokens)
         return self.config.position_sizes(self.longest_tokens)
 
     def fill_rows(
         self, params: transformer.Params, cache: kv_cache.KVCache, plan: admission.AdmissionPlan
     ) -> tuple[kv_cache.KVCache, int]:
-        """Put prompts' keys and values where the plan wants them; also the tokens computed."""
+        """Fill rows with prompts as planned; return the cache and the number of tokens computed."""
         B, prefilled_tokens = cache.num_slots, 0
         if plan.copies:
             cache = cache_ops.copy_rows(cache, *_pairs(plan.copies, B))
@@ -123,13 +123,13 @@ class ModelRunner:
     def read_kv(
         self, cache: kv_cache.KVCache, rows: Sequence[int], num_tokens: Sequence[int]
     ) -> list[HostKv]:
-        """Keys and values of the rows' first tokens, on the host."""
+        """Return keys and values of the rows' first tokens, on the host."""
         return self._read(cache_ops.read_rows, cache, rows, num_tokens)
 
     def read_features(
         self, cache: kv_cache.KVCache, rows: Sequence[int], num_tokens: Sequence[int]
     ) -> list[np.ndarray]:
-        """Hidden states of the rows' first tokens, on the host; [T, W] each."""
+        """Return hidden states of the rows' first tokens, on the host; [T, W] each."""
         return self._read(cache_ops.read_features, cache, rows, num_tokens)
 
     def _read(
@@ -139,7 +139,6 @@ class ModelRunner:
         rows: Sequence[int],
         num_tokens: Sequence[int],
     ) -> list[T]:
-        """As many rows a call as prefill has."""
         P, found = self.config.prefill_rows, list[T]()
         for first in range(0, len(rows), P):
             row_P, some = np.zeros(P, np.int32), slice(first, first + P)
@@ -148,7 +147,7 @@ class ModelRunner:
         return found
 
     def prefill_options(self) -> dict[str, Any]:
-        """The static arguments of `cache_steps.prefill`."""
+        """The static arguments of `cache_ops.prefill`."""
         chunk_tokens = self.config.prefill_chunk_tokens
         return {"config": self.model, "chunk_tokens": chunk_tokens} | self._cache_options()
 
@@ -172,13 +171,13 @@ class ModelRunner:
     def slot_arguments(
         self, ints_BC: np.ndarray, sampling: SamplingConfig, key: jax.Array
     ) -> tuple[Any, ...]:
-        """The arguments of `cache_ops.make_slots` for a table with its columns."""
+        """Return the arguments of `cache_ops.make_slots` for a table with its columns."""
         floats_B2 = np.empty((len(ints_BC), 2), np.float32)
         floats_B2[:] = sampling.temperature, sampling.top_p
         return self.put(ints_BC), self.put(floats_B2), self.put(key)
 
     def argument(self, x: np.ndarray) -> Any:
-        """A host array of one call. Without a mesh jit takes it in less time than a `put`."""
+        """Return a host array as one call's argument: without a mesh jit is faster than `put`."""
         return x if self.mesh is None else self.put(x)
 
     def put(self, x: Any) -> jax.Array:
@@ -189,9 +188,9 @@ class ModelRunner:
     def place(
         self, params: transformer.Params, model: ModelConfig | None = None
     ) -> transformer.Params:
-        """Weights from wherever they are on this replica's devices; any thread may call it.
+        """Put weights, the policy's or those of another `model`, on these devices.
 
-        They are the policy's, or those of another `model`.
+        Any thread may call it.
         """
         with _placing:
             return self._place(params, model or self.model)
@@ -206,7 +205,7 @@ class ModelRunner:
         return jax.tree.map(jax.device_put, params, shardings)
 
     def put_kv(self, x: np.ndarray) -> jax.Array:
-        """Keys or values of rows, on the shards where a cache has them."""
+        """Put keys or values of rows on the shards where a cache has them."""
         if self.mesh is None:
             return jax.device_put(x, self.device)
         return jax.device_put(x, fitting_sharding(self.mesh, x.shape, kv_cache.CACHE_AXES))
@@ -214,7 +213,7 @@ class ModelRunner:
     def mesh_context(self) -> Any:
         if self.mesh is not None:
             return jax.set_mesh(self.mesh)
-        return jax.default_device(self.device)  # None too: a thread may be at another replica's
+        return jax.default_device(self.device)  # None too: a thread may be at another runner's
 
 
 def _pairs(

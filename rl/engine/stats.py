@@ -1,4 +1,4 @@
-"""What a rollout did, round by round: plain records for metrics, pictures and pricing."""
+"""Records of what a rollout did, round by round: for metrics, pictures and pricing."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ def _per_source() -> np.ndarray:
 
 @dataclasses.dataclass
 class VerifiedPrefixes:
-    """Counts of cached responses: how many tokens were verified, in passes of how many positions.
+    """Counts of cached responses, their tokens and the passes that verified them.
 
-    `kept_tokens` of the `tokens` stand, `drawn_tokens` came with the passes behind them, and
-    `whole` of the `responses` stand as they were;
-    `passes[(rows, positions)]` prices them on other hardware.
+    `kept_tokens` of the `tokens` were kept, `whole` of the `responses` entirely; `drawn_tokens`
+    were drawn after them by the same passes. `passes[(rows, positions)]` prices the passes on
+    other hardware.
     """
 
     responses: int = 0
@@ -67,12 +67,10 @@ class VerifiedPrefixes:
     )
 
     def __add__(self, more: VerifiedPrefixes) -> VerifiedPrefixes:
-        """Of two phases together."""
         pairs = ((getattr(self, f.name), getattr(more, f.name)) for f in dataclasses.fields(self))
         return VerifiedPrefixes(*(mine + other for mine, other in pairs))
 
     def add(self, num_tokens: int, kept_tokens: int, drawn_tokens: int) -> None:
-        """One more response."""
         self.responses += 1
         self.whole += kept_tokens == num_tokens
         self.tokens += num_tokens
@@ -81,16 +79,15 @@ class VerifiedPrefixes:
 
     @property
     def accept_rate(self) -> float:
-        """Tokens that stand, over tokens that were decided on: the rest was never asked about."""
+        """Return kept tokens over tokens decided on: none after the first rejected one was."""
         return self.kept_tokens / max(self.kept_tokens + self.responses - self.whole, 1)
 
 
 @dataclasses.dataclass
 class EngineStats:
-    """Counts of one phase; `rounds[(slots, nodes, positions)]` prices it on other hardware.
+    """Counts of one rollout; `rounds[(slots, nodes, positions)]` prices it on other hardware.
 
-    `drafted_nodes` draft tokens were tried, `accepted_tokens` of them were right; the arrays
-    have one entry a `spec.drafter.Source`.
+    The arrays, of verified and of accepted draft tokens, have one entry a `spec.drafter.Source`.
     """
 
     fetches: int = 0
@@ -106,7 +103,7 @@ class EngineStats:
     timeline: list[RoundRecord] = dataclasses.field(default_factory=list)
 
     def count(self, drafts: Drafts, acceptance: Acceptance) -> None:
-        """Add the draft tokens that a round tried."""
+        """Add the draft tokens that a round verified."""
         verified = drafts.sources_AN[acceptance.observed_AN]
         accepted = drafts.sources_AN[acceptance.accepted_AN]
         self.drafted_by_source += np.bincount(verified, minlength=len(Source))
@@ -122,7 +119,7 @@ class EngineStats:
 
 
 def joined(parts: Sequence[EngineStats]) -> EngineStats:
-    """The counts of several phases together, their rounds by when they began; one as it is."""
+    """Return the counts of several rollouts together, with their rounds by start time."""
     total = parts[0]
     for more in parts[1:]:
         total = EngineStats(
@@ -134,22 +131,22 @@ def joined(parts: Sequence[EngineStats]) -> EngineStats:
 
 
 def speculation_metrics(stats: EngineStats) -> dict[str, float]:
-    """How draft tokens fared in a phase, in all and by source; seconds are those of rounds with
-    draft tokens.
+    """Return the acceptance of draft tokens in a rollout, in all and by source.
 
-    `tokens_per_round` is per request; `host_share` is the part of these rounds in which
-    the host drafted, packed, called and committed. Empty where nothing was drafted.
+    Only rounds with draft tokens count. `tokens_per_round` is per request; `host_share` is the
+    part of these rounds in which the host drafted, packed, called and committed. Empty where
+    nothing was drafted.
     """
     rounds = [r for r in stats.timeline if r.num_nodes > 1]
     if not rounds:
         return {}
     drafted, accepted = stats.drafted_nodes, stats.accepted_tokens
-    places = sum(int(r.rounds_A.sum()) for r in rounds)
+    requests = sum(int(r.rounds_A.sum()) for r in rounds)
     emitted = sum(int(r.emitted_A.sum()) for r in rounds)
     metrics = {
         "spec/accept_rate": accepted / max(drafted, 1),
-        "spec/tokens_per_round": emitted / places,
-        "spec/drafted_per_round": drafted / places,
+        "spec/tokens_per_round": emitted / requests,
+        "spec/drafted_per_round": drafted / requests,
         "spec/speculated_fraction": accepted / max(stats.tokens, 1),
         "spec/wasted_nodes": float(drafted - accepted),
         "spec/draft_seconds": sum(r.drafted_s - r.ready_s for r in rounds),
@@ -157,27 +154,25 @@ def speculation_metrics(stats: EngineStats) -> dict[str, float]:
         "spec/host_share": host_share(rounds),
     }
     for source in Source:
-        tried = int(stats.drafted_by_source[source])
-        if tried:
-            name = source.name.lower()
-            right = int(stats.accepted_by_source[source])
-            metrics[f"spec/{name}/accept_rate"] = right / tried
-            metrics[f"spec/{name}/speculated_fraction"] = right / max(stats.tokens, 1)
+        if verified := int(stats.drafted_by_source[source]):
+            name, accepted = source.name.lower(), int(stats.accepted_by_source[source])
+            metrics[f"spec/{name}/accept_rate"] = accepted / verified
+            metrics[f"spec/{name}/speculated_fraction"] = accepted / max(stats.tokens, 1)
     return metrics
 
 
 def host_share(rounds: Sequence[RoundRecord]) -> float:
-    """Seconds in which the device waited for the host, over all seconds after admission."""
+    """Return the seconds in which the device waited for the host, over all after admission."""
     return host_seconds(rounds) / max(sum(r.ended_s - r.ready_s for r in rounds), 1e-9)
 
 
 def host_seconds(rounds: Sequence[RoundRecord]) -> float:
-    """Seconds of drafting, packing, calling and committing."""
+    """Return the seconds of drafting, packing, calling and committing."""
     return sum(r.called_s - r.ready_s + r.ended_s - r.fetched_s for r in rounds)
 
 
 def save_timeline(folder: Path, step: int, rounds: Sequence[RoundRecord]) -> None:
-    """Write the rounds of a step's phase to the run folder, over those of the step before."""
+    """Write the rounds of a step to the run folder, over those of the step before."""
     rows = [
         {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in vars(r).items()}
         for r in rounds
@@ -186,9 +181,9 @@ def save_timeline(folder: Path, step: int, rounds: Sequence[RoundRecord]) -> Non
 
 
 def load_timeline(folder: Path) -> tuple[int, list[RoundRecord]]:
-    """(step, rounds) of the last phase that was written down; (0, []) where there is none.
+    """Return (step, rounds) as last saved; (0, []) where nothing is.
 
-    Raises ValueError for a file that is not of `save_timeline`.
+    Raises ValueError for a file that `save_timeline` did not write.
     """
     path = folder / TIMELINE_FILE
     if not path.is_file():
@@ -203,7 +198,7 @@ def load_timeline(folder: Path) -> tuple[int, list[RoundRecord]]:
 
 
 def _record(row: Mapping[str, Any]) -> RoundRecord:
-    """The round that `row` holds; raises KeyError, TypeError or ValueError where it holds none."""
+    """Return the round in `row`; raise KeyError, TypeError or ValueError if it holds none."""
     columns: dict[str, Any] = {}
     for field in dataclasses.fields(RoundRecord):
         value = row[field.name]

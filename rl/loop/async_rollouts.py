@@ -39,8 +39,8 @@ from rl.runtime.signals import Stopped
 from rl.runtime.waits import POLL_S, Hang, code_line
 from rl.trajectory import Trajectory
 from rl.workers.coordinator import Deferred
+from rl.workers.multi_engine import MultiEngine
 from rl.workers.worker_group import LEAVING_S
-from rl.workers.workers import MultiEngine
 from sched.policies.histopipe import HistoPipe, HistoPipeConfig
 from sched.policies.step_order import StepOrder
 from sched.protocol import Scheduler

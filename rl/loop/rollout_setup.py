@@ -20,7 +20,7 @@ from rl.warm_up import compile_buckets, transfer_times
 from rl.warm_up.host_kernels import rehearse
 from rl.warm_up.measured_run import MOVES_FILE, ROUNDS_FILE
 from rl.warm_up.round_times import load_or_measure
-from rl.workers.workers import MultiEngine, make_engines
+from rl.workers.multi_engine import MultiEngine, make_engines
 from spec.budget.bandit_budget import node_counts
 from spec.budget.config import BANDIT
 from spec.sampling import step_key

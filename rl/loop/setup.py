@@ -33,7 +33,7 @@ from rl.speculation.device_drafters import DeviceDrafters
 from rl.speculation.draft_model import DraftModel
 from rl.speculation.reuse import Reuse
 from rl.speculation.sources import Speculation
-from rl.workers.workers import split_devices
+from rl.workers.multi_engine import split_devices
 from spec.reuse.rollout_cache import RolloutCache
 
 

@@ -1,4 +1,4 @@
-"""Short phases on made-up prompts: what the host compiles, it compiles before the first step."""
+"""Compile the host's kernels before the first step, by short rollouts of made-up prompts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def rehearse(
     drafters: DeviceDrafters = NO_DRAFTERS,
     tuner: TunerConfig | None = None,
 ) -> None:
-    """A phase that tries draft tokens and one with the budget of `config`, all sources asked.
+    """Run a rollout that verifies draft tokens, and one with the budget of `config`.
 
     Call it after the warm-up: it compiles no program of the device.
     """
@@ -46,9 +46,9 @@ def rehearse(
     requests = [Request(i, prompt, 0, i, limit) for i in range(2)]
     with Speculation(config, cache, drafters, tuner) as speculation:
         speculation.times = times
-        for tried in (FixedBudget(2), None):
+        for fixed in (FixedBudget(2), None):
             drafts = speculation.phase([NAME], [prompt], dict.fromkeys(range(2), tokens))
             spec = RolloutSpec(params, sampling, step_key(0, 0), no_stop)
             drafter, budget = drafts(engine.drafter_context(spec))
-            drafts = draft_with(drafter, tried or budget)
+            drafts = draft_with(drafter, fixed or budget)
             engine.run(dataclasses.replace(spec, drafts=drafts), requests)

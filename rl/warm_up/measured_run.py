@@ -1,4 +1,4 @@
-"""What the engines of a run measured: two files of its folder, written and read here alone.
+"""The measurements of a run's engines: two files of its folder, written and read here alone.
 
     round_times.json   seconds of rounds by bucket, and what they were measured on
     move_times.json    seconds of copies and of passes by tokens
@@ -29,21 +29,21 @@ class MoveTimes:
     seconds: Mapping[int, tuple[float, float]]
 
     def prefers_copy(self, tokens: int) -> bool:
-        """Whether keys and values of so many tokens are had sooner from the host."""
+        """Return True if copying this many tokens from the host is faster than recomputing them."""
         size = min((n for n in self.seconds if n >= tokens), default=max(self.seconds))
         copy_s, pass_s = self.seconds[size]
         return copy_s < pass_s
 
 
 def write_rounds(path: Path, times: RoundTimes, made_for: Mapping[str, Any]) -> None:
-    """Keep `times` and what they were measured on, which `read_rounds` gives back."""
+    """Write `times` and what they were measured on, for `read_rounds`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     content = {"made_for": {"format": FORMAT} | dict(made_for), "rows": times.rows()}
     replace_file(path, json.dumps(content, indent=1) + "\n")
 
 
 def read_rounds(path: Path, made_for: Mapping[str, Any] | None = None) -> RoundTimes | None:
-    """What `write_rounds` kept; None where there is nothing of our format, or of `made_for`.
+    """Return what `write_rounds` wrote; None if nothing is of this format and `made_for`.
 
     Raises ValueError for a file that is damaged.
     """
@@ -61,12 +61,12 @@ def read_rounds(path: Path, made_for: Mapping[str, Any] | None = None) -> RoundT
 
 
 def write_moves(path: Path, times: MoveTimes) -> None:
-    """Keep `times`, which `read_moves` gives back."""
+    """Write `times` for `read_moves`."""
     replace_file(path, json.dumps([[n, *both] for n, both in times.seconds.items()]) + "\n")
 
 
 def read_moves(path: Path) -> MoveTimes | None:
-    """What `write_moves` kept, None where there is nothing. ValueError for a damaged file."""
+    """Return what `write_moves` wrote, or None. Raises ValueError for a damaged file."""
     rows = _read(path)
     if rows is None:
         return None
@@ -94,7 +94,7 @@ def _damaged(path: Path, error: Exception) -> ValueError:
 
 
 def read_profile(folder: Path) -> MeasuredCosts:
-    """Rounds and moves of a run's worker. Raises ValueError where there are none, or damaged ones.
+    """Return rounds and moves of a run's worker. Raises ValueError for missing or damaged files.
 
     A budget that goes by measured times has rounds written, several workers have moves written.
     """

@@ -1,12 +1,13 @@
 """The seconds of a round by bucket, measured once per device and shape, kept in the run folder.
 
-What `goodput` and `aimd` budgets decide by. The file makes their decisions repeat in
-a resumed run; delete it to measure anew.
+`goodput` and `aimd` budgets decide by them. The file makes their decisions repeat in a
+resumed run; delete it to measure again.
 """
 
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,6 @@ import jax
 import numpy as np
 
 from models import transformer
-from models.kv_cache import KVCache
 from rl.engine import cache_ops
 from rl.engine.engine import Engine
 from rl.engine.rollout_spec import DrafterContext, RolloutSpec
@@ -28,13 +28,13 @@ from rl.warm_up.measured_run import read_rounds, write_rounds
 from spec.budget.device_gate import DeviceDrafter
 from spec.budget.union import DrafterUnion
 from spec.config import SamplingConfig
-from spec.drafter import LiveSlots, plant
+from spec.drafter import plant
 from spec.retrieval.group import GroupDrafter
 from spec.retrieval.ngram import NgramDrafter
 from spec.round_times import RoundTimes
 from spec.sampling import step_key
 from spec.tree import DraftTree
-from spec.verify import decode_rounds, unpack, verify_round
+from spec.verify import Slots, decode_rounds, unpack, verify_round
 
 REPEATS = 7
 LEAST_SECONDS = 1e-9
@@ -51,7 +51,7 @@ def load_or_measure(
     drafters: DeviceDrafters = NO_DRAFTERS,
     nodes: compile_buckets.NodeSizes | None = None,
 ) -> RoundTimes:
-    """The table in `path` where it was made for this device and these shapes, else a new one.
+    """Return the table in `path` if it was made for this device and these shapes, else a new one.
 
     Call it after the warm-up: what is not compiled would be timed with its compilation.
     Raises ValueError for a file that is damaged.
@@ -75,14 +75,15 @@ def measure(
     *,
     drafters: DeviceDrafters = NO_DRAFTERS,
 ) -> RoundTimes:
-    """Median seconds of a round of each (slots, nodes, positions), its fetch included.
+    """Return the median seconds of a round of each (slots, nodes, positions), its fetch included.
 
     All slots are busy and half of the positions live. A plain round is timed as the
     engine runs it, several to a fetch; a round of trees with its drafting (siblings and
     own text) and committing. Tree sizes take turns: what slows the machine for a while
-    slows all that a budget will compare. The draft tokens of `drafters` are timed too: one deep,
+    slows all that a budget will compare. The drafts of `drafters` are timed too, one token deep
     and as deep as they get.
     """
+    spec = RolloutSpec(params, sampling, step_key(0, 0))
     nodes_of: dict[tuple[int, int], list[int]] = {}
     for B, N, S in buckets:
         nodes_of.setdefault((B, S), []).append(N)
@@ -90,133 +91,112 @@ def measure(
     draft_seconds: dict[str, dict[tuple[int, int, int], float]] = {}
     with engine.mesh_context():
         for (B, S), sizes in nodes_of.items():
-            cache, host = engine.empty_cache(B, S), _Host(engine, B, S)
-            tries: dict[int, list[float]] = {N: [] for N in sizes}
-            for N in sizes * (REPEATS + 1):
-                slots = _busy_slots(engine, sampling, B, S)
-                jax.block_until_ready((cache, slots))
-                began_s = engine.clock()
-                if N > 1:
-                    tree = host.draft(N)
-                    cache, packed = _tree_round(engine, params, sampling, cache, slots, tree)
-                    host.commit(packed)
-                    rounds = 1
-                else:
-                    cache, rounds = _plain_rounds(engine, params, sampling, cache, slots)
-                tries[N].append((engine.clock() - began_s) / rounds)
-            seconds |= {(B, N, S): _median(tries[N][1:]) for N in sizes}
+            rounds = _Rounds(engine, spec, B, S)
+            tries = [(N, rounds.seconds(N)) for N in sizes * (REPEATS + 1)]
+            seconds |= {(B, N, S): taken_s for N, taken_s in _medians(tries).items()}
             for name, drafter in drafters.by_name.items():
-                found = _draft_seconds(engine, params, sampling, drafter, cache, host)
-                draft_seconds.setdefault(name, {}).update(found)
+                found = rounds.draft_seconds(drafter)
+                times = {(B, depth, S): taken_s for depth, taken_s in found.items()}
+                draft_seconds.setdefault(name, {}).update(times)
     return RoundTimes(seconds, draft_seconds)
 
 
-def _draft_seconds(
-    engine: Engine,
-    params: transformer.Params,
-    sampling: SamplingConfig,
-    made_by: LearnedDrafter | DraftModel,
-    cache: KVCache,
-    host: _Host,
-) -> dict[tuple[int, int, int], float]:
-    """Of its draft tokens for all rows of a cache, by (slots, depth, positions)."""
-    spec = RolloutSpec(params, sampling, step_key(0, 0))
-    context = DrafterContext(engine, spec, lambda: cache.features[0])
-    drafter: DeviceDrafter = made_by.drafter_for(context)
-    live, deepest, most = host.live(), drafter.depth, engine.config.max_nodes - 1
-    tries: dict[int, list[float]] = {depth: [] for depth in sorted({1, deepest})}
-    for depth in list(tries) * (REPEATS + 1):
-        drafter.depth = depth
-        began_s = engine.clock()
-        drafter.propose(live, np.full(len(live), most, np.int32), most)
-        tries[depth].append(engine.clock() - began_s)
-    B, S = cache.num_slots, cache.num_positions
-    return {(B, depth, S): _median(t[1:]) for depth, t in tries.items()}
+def _medians(tries: Sequence[tuple[int, float]]) -> dict[int, float]:
+    """Median seconds of each size without its first try, positive whatever the clock did."""
+    by_size: dict[int, list[float]] = {}
+    for size, taken_s in tries:
+        by_size.setdefault(size, []).append(taken_s)
+    return {n: max(float(statistics.median(s[1:])), LEAST_SECONDS) for n, s in by_size.items()}
 
 
-def _median(seconds: list[float]) -> float:
-    """Positive, whatever the clock did meanwhile."""
-    return max(float(statistics.median(seconds)), LEAST_SECONDS)
+class _Rounds:
+    """Rounds of one bucket, for B busy slots whose requests have random texts."""
 
-
-class _Host:
-    """What the host does beside a round of trees, for B requests with random texts."""
-
-    def __init__(self, engine: Engine, num_slots: int, num_positions: int) -> None:
+    def __init__(self, engine: Engine, spec: RolloutSpec, num_slots: int, num_positions: int):
         B, S = num_slots, num_positions
-        self._engine, self._drafter = engine, DrafterUnion((GroupDrafter(), NgramDrafter()))
+        self._engine, self._spec = engine, spec
+        self._drafter = DrafterUnion((GroupDrafter(), NgramDrafter()))
+        self._cache = engine.empty_cache(B, S)
+        self._stop_E = engine.put(np.full(max(1, len(engine.model.eos_token_ids)), -1, np.int32))
         self._table = SlotTable(B, S + engine.config.max_nodes)
         for b in range(B):
             request = Request(b, (0,) * (S // 4), b // 8, b % 8, S)
             self._table.enter(b, PartialRequest(request), S)
-        rng = np.random.default_rng(0)
         letters = min(16, engine.model.vocab_size)  # few, so that there is something to draft from
-        self._table.tokens_BL[:] = rng.integers(0, letters, self._table.tokens_BL.shape)
+        rng, shape = np.random.default_rng(0), self._table.tokens_BL.shape
+        self._table.tokens_BL[:] = rng.integers(0, letters, shape)
 
-    def draft(self, num_nodes: int) -> DraftTree:
-        """Trees of `num_nodes` whose last node is never right, whatever was drafted."""
+    def seconds(self, num_nodes: int) -> float:
+        """Time one round of trees, or a fetch of plain rounds divided by their number."""
+        slots = self._busy_slots()
+        jax.block_until_ready((self._cache, slots))
+        began_s = self._engine.clock()
+        rounds = self._tree_round(slots, num_nodes) if num_nodes > 1 else self._plain_rounds(slots)
+        return (self._engine.clock() - began_s) / rounds
+
+    def draft_seconds(self, made_by: LearnedDrafter | DraftModel) -> dict[int, float]:
+        """Median seconds of the drafts of all rows, by depth: one, and the deepest."""
+        context = DrafterContext(self._engine, self._spec, lambda: self._cache.features[0])
+        drafter: DeviceDrafter = made_by.drafter_for(context)
         live, most = self._table.live(), self._engine.config.max_nodes - 1
+        tries = []
+        for depth in sorted({1, drafter.depth}) * (REPEATS + 1):
+            drafter.depth = depth
+            began_s = self._engine.clock()
+            drafter.propose(live, np.full(len(live), most, np.int32), most)
+            tries.append((depth, self._engine.clock() - began_s))
+        return _medians(tries)
+
+    def _tree_round(self, slots: Slots, num_nodes: int) -> int:
+        """Draft, verify and commit; the last node is never accepted, whatever was drafted."""
+        table, engine = self._table, self._engine
+        live, most = table.live(), engine.config.max_nodes - 1
         drafts = self._drafter.propose(live, np.full(len(live), most, np.int32), most)
-        tokens_BN, parents_BN = plant(drafts, live.rows_A, len(self._table), num_nodes)
-        return DraftTree(self._engine.argument(tokens_BN), self._engine.argument(parents_BN))
-
-    def live(self) -> LiveSlots:
-        return self._table.live()
-
-    def commit(self, packed: jax.Array) -> None:
-        tokens_BN, logprobs_BN, count_B = unpack(packed)
-        full = self._table.total_tokens_B.max() >= self._table.tokens_BL.shape[1] - 1
+        tokens_BN, parents_BN = plant(drafts, live.rows_A, len(table), num_nodes)
+        tree = DraftTree(engine.argument(tokens_BN), engine.argument(parents_BN))
+        options = engine.verify_options(self._spec.sampling.draw)
+        arguments = self._spec.params, self._cache, slots, tree, self._stop_E
+        self._cache, _, packed = verify_round(*arguments, **options)
+        emitted_BN, logprobs_BN, count_B = unpack(packed)
+        full = table.total_tokens_B.max() >= table.tokens_BL.shape[1] - 1
         one_B = np.zeros_like(count_B) if full else np.ones_like(count_B)
-        self._table.commit(tokens_BN, logprobs_BN, one_B, count_B > 1)
+        table.commit(emitted_BN, logprobs_BN, one_B, count_B > 1)
+        return 1
 
+    def _plain_rounds(self, slots: Slots) -> int:
+        rounds = self._engine.config.rounds_per_fetch
+        self._cache, _, packed = decode_rounds(
+            self._spec.params,
+            self._cache,
+            slots,
+            self._stop_E,
+            np.int32(rounds),
+            np.int32(len(self._table)),
+            **self._engine.decode_options(self._spec.sampling.draw),
+        )
+        unpack(packed)
+        return rounds
 
-def _busy_slots(engine: Engine, sampling: SamplingConfig, B: int, S: int) -> Any:
-    ints_BC = np.zeros((B, len(cache_ops.COLUMNS)), np.int32)
-    column = {name: i for i, name in enumerate(cache_ops.COLUMNS)}
-    ints_BC[:, column["length"]] = S // 2
-    ints_BC[:, column["limit"]] = 2**30
-    ints_BC[:, column["active"]] = 1
-    ints_BC[:, column["request_id"]] = np.arange(B)
-    ints_BC[:, column["top_k"]] = sampling.top_k
-    return cache_ops.make_slots(*engine.slot_arguments(ints_BC, sampling, step_key(0, 0)))
-
-
-def _no_stop(engine: Engine) -> jax.Array:
-    return engine.put(np.full(max(1, len(engine.model.eos_token_ids)), -1, np.int32))
-
-
-def _tree_round(
-    engine: Engine, params: Any, sampling: SamplingConfig, cache: Any, slots: Any, tree: DraftTree
-) -> tuple[Any, jax.Array]:
-    cache, _, packed = verify_round(
-        params, cache, slots, tree, _no_stop(engine), **engine.verify_options(sampling.draw)
-    )
-    return cache, packed
-
-
-def _plain_rounds(
-    engine: Engine, params: Any, sampling: SamplingConfig, cache: Any, slots: Any
-) -> tuple[Any, int]:
-    rounds = engine.config.rounds_per_fetch
-    cache, _, packed = decode_rounds(
-        params,
-        cache,
-        slots,
-        _no_stop(engine),
-        np.int32(rounds),
-        np.int32(slots.active.shape[0]),
-        **engine.decode_options(sampling.draw),
-    )
-    unpack(packed)
-    return cache, rounds
+    def _busy_slots(self) -> Slots:
+        B, sampling = len(self._table), self._spec.sampling
+        columns: dict[str, Any] = {
+            "length": self._cache.num_positions // 2,
+            "limit": 2**30,
+            "active": 1,
+            "request_id": np.arange(B),
+            "top_k": sampling.top_k,
+        }
+        ints_BC = np.zeros((B, len(cache_ops.COLUMNS)), np.int32)
+        for name, values in columns.items():
+            ints_BC[:, cache_ops.COLUMNS.index(name)] = values
+        arguments = self._engine.slot_arguments(ints_BC, sampling, self._spec.key)
+        return cache_ops.make_slots(*arguments)
 
 
 def _made_for(
-    engine: Engine,
-    buckets: list[tuple[int, int, int]],
-    drafters: DeviceDrafters,
+    engine: Engine, buckets: list[tuple[int, int, int]], drafters: DeviceDrafters
 ) -> dict[str, Any]:
-    """What a table holds for: another device, policy shape or bucket list needs another."""
+    """What a table was measured for: another device, policy shape or bucket list needs another."""
     device = jax.devices()[0]
     return {
         "device": f"{device.platform}: {device.device_kind}",

@@ -1,7 +1,7 @@
-"""What it costs a worker to get a half-done request: a copy from the host, or a pass over it.
+"""The seconds in which a worker takes over an unfinished request: by a copy, or by recomputing it.
 
 Measured once, after the warm-up, on one row of every bucket of tokens; a scheduler asks which of
-the two is sooner done (RhymeRL computes anew, Seer copies).
+the two is faster (RhymeRL recomputes, Seer copies).
 """
 
 from __future__ import annotations

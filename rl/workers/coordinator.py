@@ -1,14 +1,13 @@
-"""Where workers meet: the scheduler is told here, and obeyed.
+"""The coordinator of workers: tells the scheduler what happens, and carries out its actions.
 
 scheduler ← events ← coordinator → starts → inbox of a worker → engine
-                                 ↑                              │ chunk ended: go on here, or
+                                 ↑                              │ chunk ended: resume here, or
                                  └─ finished, chunk done ───────┘ leave to the pool
 """
 
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
 import queue
 import threading
@@ -33,13 +32,11 @@ from sched.protocol import (
 )
 from sched.request import Kv, RequestSpec
 
-SPARE_POLL_S = 0.005  # between two looks at whether there is spare work
-
 Inbox = queue.SimpleQueue[tuple[int, Start] | None]  # (step, start); None: nothing more will come
 
 
 class WorkerError(RuntimeError):
-    """A worker's thread raised, or does not come back; names what ran there."""
+    """A worker's thread raised, or hangs; the message names the requests that ran there."""
 
     def __init__(self, worker_id: int, request_ids: Sequence[int], error: BaseException) -> None:
         shown = ", ".join(map(str, request_ids)) or "none"
@@ -50,12 +47,12 @@ class WorkerError(RuntimeError):
 
 
 class Aborted(Exception):
-    """The rollout was given up while this worker ran, or this worker was."""
+    """The rollout was aborted while this worker ran, or this worker was declared lost."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Deferred:
-    """A request has gone over into the next step, half done."""
+    """A request was deferred into the next step, unfinished."""
 
     request_id: int
 
@@ -63,33 +60,21 @@ class Deferred:
 Result = Trajectory | Deferred | WorkerError
 
 
-@dataclasses.dataclass(frozen=True)
-class SpareTime:
-    """What a worker does while it has no request.
-
-    `unit` does a short piece of work and returns False where there is none now; `over` is called
-    once there is a request, or nothing will come any more.
-    """
-
-    unit: Callable[[], bool]
-    over: Callable[[], None]
-
-
 @dataclasses.dataclass(eq=False)
 class _Present:
-    """A worker that is there: what it is to start, and its last sign of life."""
+    """A worker that has joined: its inbox, and its last sign of life."""
 
     inbox: Inbox
     alive_s: float
-    doing: str | None = None  # None: it waits for something to start
+    doing: str | None = None  # None: it waits for a request
 
 
 class Coordinator:
-    """The one place where the scheduler is told and obeyed; any thread may call it.
+    """Passes events to the scheduler and its actions to workers; any thread may call it.
 
-    An event, what the scheduler answers, and the books here change under one lock: whoever
-    comes next finds all three or none of them. Reports of a worker that is lost raise Aborted
-    in its thread and change nothing; what it ran is with others by then.
+    An event, the scheduler's answer and the state here change under one lock: other threads see
+    all three or none of them. Reports of a worker that is lost raise Aborted in its thread and
+    change nothing; its requests are with other workers by then.
     """
 
     def __init__(
@@ -105,16 +90,14 @@ class Coordinator:
         self._began_s = clock()
         self._step_of: dict[int, int] = {}
         self._starts: dict[int, Start] = {}  # in force, of requests that run
-        self._begun: dict[
-            int, PartialRequest
-        ] = {}  # with what they began it, but for keys and values
+        self._partial: dict[int, PartialRequest] = {}  # as last started, without keys and values
         self._generated: collections.Counter[int] = collections.Counter()  # as last reported
         self._workers: dict[int, _Present] = {}
         self._results: queue.SimpleQueue[Result] = queue.SimpleQueue()
         self.decisions: list[SchedulerDecision] = []
         self._closed = self._aborted = False
 
-    # -- what the caller says ---------------------------------------------------------
+    # -- called by the owner -----------------------------------------------------------
 
     def submit(
         self,
@@ -123,7 +106,7 @@ class Coordinator:
         default_limit: int,
         past_tokens: Mapping[int, tuple[int, ...]],
     ) -> None:
-        """All requests of a step; `past_tokens` are lengths of last epoch's, by group."""
+        """Submit all requests of a step; `past_tokens`: lengths of last epoch's, by group."""
         asks = tuple(
             RequestSpec(
                 r.request_id,
@@ -137,16 +120,17 @@ class Coordinator:
             for r in requests
         )
         with self._lock:
-            self._begun.update({r.request_id: PartialRequest(r) for r in requests})
+            self._partial.update({r.request_id: PartialRequest(r) for r in requests})
             self._step_of.update({r.request_id: step for r in requests})
             self._tell(Submitted(asks))
 
     def trained(self, step: int) -> None:
+        """Tell the scheduler that the update of a step is done."""
         with self._lock:
             self._tell(Trained(step))
 
     def join(self, worker_id: int, kv_tokens: int, max_requests: int) -> Inbox:
-        """A worker is there; what it is to start comes into its inbox."""
+        """Add a worker; return the inbox that its starts come into."""
         with self._lock:
             inbox: Inbox = queue.SimpleQueue()
             self._workers[worker_id] = _Present(inbox, self._clock())
@@ -156,7 +140,7 @@ class Coordinator:
         return inbox
 
     def lose(self, worker_id: int) -> None:
-        """A worker is gone with what it ran, which goes on elsewhere from its last chunk."""
+        """Remove a worker; its requests resume elsewhere from their last chunks."""
         with self._lock:
             del self._workers[worker_id]
             self._starts = {r: s for r, s in self._starts.items() if s.worker_id != worker_id}
@@ -164,20 +148,20 @@ class Coordinator:
             self._tell(WorkerLost(worker_id))
 
     def is_present(self, worker_id: int) -> bool:
-        """Whether a worker has joined and is not lost."""
+        """Return True if a worker has joined and is not lost."""
         return worker_id in self._workers
 
     def next_result(self, timeout_s: float) -> Result | None:
-        """What a worker has to say to the caller; None where none has for so long."""
+        """Return the next result of a worker; None if there is none for `timeout_s`."""
         try:
             return self._results.get(timeout=timeout_s)
         except queue.Empty:
             return None
 
     def hung(self, limit_s: float, among: Collection[int] | None = None) -> WorkerError | None:
-        """A worker that has shown no sign of life for `limit_s` while it had something to do.
+        """Return an error for a worker without a sign of life for `limit_s` while it had work.
 
-        Once all is closed that is whoever has not ended; `among` are those that have not.
+        After `close` any worker of `among` counts, those whose threads have not ended.
         """
         with self._lock:
             now_s = self._clock()
@@ -191,7 +175,7 @@ class Coordinator:
         return None
 
     def close(self, *, abort: bool = False) -> None:
-        """Nothing will come any more; `abort`: what runs is to end as well."""
+        """No more requests will come; with `abort` running ones end too."""
         with self._lock:
             self._closed, self._aborted = True, abort
             for worker in self._workers.values():
@@ -199,17 +183,17 @@ class Coordinator:
                 worker.alive_s = self._clock()  # time to end begins now
 
     def forget(self, worker_id: int) -> None:
-        """Once all is closed: a worker does not end, and is not listened to any more."""
+        """After `close`: ignore a worker that does not end."""
         with self._lock:
             del self._workers[worker_id]
             self._pool.withdraw_all(worker_id)
 
-    # -- what workers say -------------------------------------------------------------
+    # -- called by workers -------------------------------------------------------------
 
     def alive(self, worker_id: int, doing: str | None = "generating") -> None:
-        """A sign of life; `doing` None: the worker waits for something to start.
+        """Note a sign of life; with `doing` None the worker waits for a request.
 
-        Raises Aborted in a worker's thread once all is given up, or this worker is.
+        Raises Aborted in a worker's thread once the rollout is aborted, or this worker is lost.
         """
         with self._lock:
             self._alive(worker_id, doing)
@@ -220,26 +204,26 @@ class Coordinator:
         pooled = self._pool.take(request_id, lambda owner: self._waits_for(worker_id, owner))
         with self._lock:
             self._alive(worker_id, "generating")
-            begun = pooled or self._begun[request_id]
-            if start.kv is not Kv.POOL:
-                begun = begun.without_kv()
-            self._begun[request_id] = begun.without_kv()
+            partial = pooled or self._partial[request_id]
+            self._partial[request_id] = partial.without_kv()
             # what a lost worker had reported and not handed over is generated again
-            again = self._generated[request_id] - begun.num_tokens
-        return dataclasses.replace(begun, max_tokens=start.max_tokens + again)
+            again = self._generated[request_id] - partial.num_tokens
+        kv = partial.kv if start.kv is Kv.POOL else None
+        return dataclasses.replace(partial, kv=kv, max_tokens=start.max_tokens + again)
 
     def finished(self, worker_id: int, trajectory: Trajectory) -> None:
+        """Report a request's whole trajectory."""
         request_id = trajectory.request_id
         with self._lock:
             self._alive(worker_id, "generating")
             chunk = self._starts.pop(request_id).chunk
-            del self._begun[request_id], self._generated[request_id], self._step_of[request_id]
+            del self._partial[request_id], self._generated[request_id], self._step_of[request_id]
             # first: whatever becomes of the others, this one is done
             self._results.put(trajectory)
             self._tell(Finished(request_id, worker_id, chunk, trajectory.num_tokens))
 
     def chunk_ended(self, worker_id: int, request_id: int, response_tokens: int) -> int:
-        """How many tokens more the request may have where it is; 0: it must leave."""
+        """Return how many more tokens the request may have where it is; at 0 it must leave."""
         with self._lock:
             self._alive(worker_id, "generating")
             # before others can be told to take it
@@ -255,13 +239,13 @@ class Coordinator:
         return 0
 
     def park(self, worker_id: int, leaving: Sequence[PartialRequest]) -> None:
-        """Requests that leave a worker, with their keys and values."""
+        """Put requests that leave a worker, with their keys and values, into the pool."""
         self.alive(worker_id, "handing over requests")
-        for begun in leaving:
-            self._pool.put(begun, worker_id)
+        for partial in leaving:
+            self._pool.put(partial, worker_id)
 
     def failed(self, worker_id: int, error: BaseException) -> None:
-        """A worker's thread is about to end with `error`."""
+        """Report that a worker's thread is about to end with `error`."""
         with self._lock:
             if worker_id in self._workers:
                 self._pool.withdraw_all(worker_id)
@@ -276,7 +260,7 @@ class Coordinator:
         worker.alive_s, worker.doing = self._clock(), doing
 
     def _waits_for(self, worker_id: int, owner: int) -> None:
-        """A worker waits for what another copies: it is as alive as that one is."""
+        """A worker that waits for another's copy is as alive as that one."""
         with self._lock:
             if self._aborted or worker_id not in self._workers:
                 raise Aborted
@@ -303,86 +287,3 @@ class Coordinator:
                 step = self._step_of[action.request_id]
                 self._workers[action.worker_id].inbox.put((step, action))
         return actions
-
-
-class WorkerSource:
-    """A worker's `rl.engine.rollout_spec.RequestSource`: its inbox, the coordinator and the pool.
-
-    Its requests are of the step that `next_step` returned last, or of earlier ones: a request of
-    a later step waits until that step is begun.
-    """
-
-    def __init__(
-        self,
-        worker_id: int,
-        inbox: Inbox,
-        coordinator: Coordinator,
-        most_requests: int,
-        longest_tokens: int,
-        kv_tokens: int,
-        spare: SpareTime | None = None,
-    ) -> None:
-        self._spare = spare
-        self.most_requests, self.longest_tokens = most_requests, longest_tokens
-        self.kv_tokens = kv_tokens
-        self._worker_id, self._coordinator = worker_id, coordinator
-        self._inbox, self._step = inbox, 0
-        self._starts: collections.deque[tuple[int, Start]] = collections.deque()
-        self._closed = False
-
-    def next_step(self) -> int | None:
-        """The step of the first start that waits here, waiting for one; None: none will come."""
-        self._receive(wait=True)
-        if not self._starts:
-            return None
-        self._step = self._starts[0][0]
-        return self._step
-
-    def take(self, *, wait: bool) -> Sequence[PartialRequest] | None:
-        self._receive(wait=wait)
-        starts = []
-        while self._starts and self._starts[0][0] <= self._step:
-            starts.append(self._starts.popleft()[1])
-        if not starts and (self._starts or self._closed):
-            return None
-        return [self._coordinator.chunk(self._worker_id, start) for start in starts]
-
-    def chunk_ended(self, request_id: int, response_tokens: int) -> int:
-        return self._coordinator.chunk_ended(self._worker_id, request_id, response_tokens)
-
-    def park(self, leaving: Sequence[PartialRequest]) -> None:
-        self._coordinator.park(self._worker_id, leaving)
-
-    def _receive(self, *, wait: bool) -> None:
-        """Everything that is in the inbox; with `wait`, something at least."""
-        try:
-            while not self._closed:
-                start = self._next(wait=wait and not self._starts)
-                if start is None:
-                    self._closed = True
-                else:
-                    self._starts.append(start)
-        except queue.Empty:
-            pass
-
-    def _next(self, *, wait: bool) -> tuple[int, Start] | None:
-        """What is next in the inbox; while nothing is, the worker's spare time is made use of."""
-        if not wait:
-            return self._inbox.get_nowait()
-        alive = self._coordinator.alive
-        if self._spare is None:
-            alive(self._worker_id, None)
-            start = self._inbox.get()  # ended by `close`
-            alive(self._worker_id)
-            return start
-        try:
-            while True:
-                with contextlib.suppress(queue.Empty):
-                    return self._inbox.get_nowait()
-                alive(self._worker_id, "training the drafter")
-                if not self._spare.unit():
-                    alive(self._worker_id, None)
-                    with contextlib.suppress(queue.Empty):
-                        return self._inbox.get(timeout=SPARE_POLL_S)
-        finally:
-            self._spare.over()

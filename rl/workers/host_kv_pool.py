@@ -1,7 +1,7 @@
 """Keys and values of requests that wait between two chunks, in the host's memory.
 
-One pool serves all workers of a process. A worker promises an entry before it lets others
-know of it; one who is told to take it waits for as long as the worker that promised is alive.
+One pool serves all workers of a process. A worker promises an entry before it announces it;
+a worker that is told to take it waits for as long as the one that promised it is alive.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ class _Promise:
 
 
 class KvPool:
-    """Half-done requests by number; `most_bytes` caps what their keys and values take.
+    """Unfinished requests by id, whose keys and values take at most `most_bytes`.
 
-    Beyond the cap an entry is kept without keys and values: they are computed anew.
+    Beyond the cap an entry is kept without keys and values, which are then recomputed.
     """
 
     def __init__(self, most_bytes: int) -> None:
@@ -36,43 +36,43 @@ class KvPool:
         return len(self._entries)
 
     def promise(self, request_id: int, worker_id: int) -> None:
-        """An entry is on its way from a worker."""
+        """Announce an entry that a worker will put."""
         with self._changed:
             assert request_id not in self._entries, f"request {request_id} is in the pool already"
             self._entries[request_id] = _Promise(worker_id)
 
     def withdraw(self, request_id: int, worker_id: int) -> None:
-        """The entry that this worker promised will not come."""
+        """Take back this worker's promise of an entry."""
         with self._changed:
             assert self._entries.pop(request_id) == _Promise(worker_id), "it was promised"
             self._changed.notify_all()
 
     def withdraw_all(self, worker_id: int) -> None:
-        """Nothing that this worker has promised will come."""
+        """Take back all of this worker's promises."""
         promise = _Promise(worker_id)
         with self._changed:
             self._entries = {r: e for r, e in self._entries.items() if e != promise}
             self._changed.notify_all()
 
-    def put(self, begun: PartialRequest, worker_id: int) -> None:
-        """The entry that was promised; dropped where the promise was withdrawn meanwhile."""
-        request_id = begun.request.request_id
+    def put(self, partial: PartialRequest, worker_id: int) -> None:
+        """Put the entry that was promised; it is dropped if the promise was withdrawn meanwhile."""
+        request_id = partial.request.request_id
         with self._changed:
             if self._entries.get(request_id) != _Promise(worker_id):
                 return
-            size = begun.kv.num_bytes if begun.kv is not None else 0
+            size = partial.kv.num_bytes if partial.kv is not None else 0
             if self.num_bytes + size > self._most_bytes:
-                begun, size = begun.without_kv(), 0
+                partial, size = partial.without_kv(), 0
                 self.num_dropped += 1
             self.num_bytes += size
-            self._entries[request_id] = begun
+            self._entries[request_id] = partial
             self._changed.notify_all()
 
     def take(self, request_id: int, waits_for: Callable[[int], None]) -> PartialRequest | None:
-        """Take an entry out; None where there is none, or what was promised will not come.
+        """Remove and return an entry; None if there is none, or its promise is withdrawn.
 
-        While it is only promised, `waits_for` is told by whom, again and again: what it raises
-        ends the waiting.
+        While it is only promised, `waits_for` is called with the worker that promised it, again
+        and again: what it raises ends the wait.
         """
         while True:
             with self._changed:

@@ -1,7 +1,7 @@
-"""Workers at work: a thread and an engine each, under one scheduler, for as long as it takes.
+"""One engine per thread under a shared scheduler, until the group is closed.
 
-Steps of requests are submitted while earlier ones may still run; a worker pulls the weights of
-a step when it begins with it. Results come back as responses end.
+Steps of requests are submitted while earlier ones may still run; a worker copies the weights of
+a step when it begins it. Results come back as responses end.
 """
 
 from __future__ import annotations
@@ -10,80 +10,26 @@ import collections
 import dataclasses
 import threading
 from collections.abc import Callable, Mapping, MutableSequence, Sequence
-from functools import partial
-from typing import Protocol
 
 from rl.engine.engine import Engine
 from rl.engine.rollout_spec import RolloutSpec
 from rl.engine.stats import EngineStats, joined
 from rl.runtime.waits import POLL_S, Hang
 from rl.trajectory import Request, Trajectory
-from rl.workers.coordinator import (
-    Aborted,
-    Coordinator,
-    Deferred,
-    SpareTime,
-    WorkerError,
-    WorkerSource,
-)
+from rl.workers.coordinator import Aborted, Coordinator, Deferred, WorkerError
 from rl.workers.host_kv_pool import KvPool
+from rl.workers.worker_source import IdleWork, WorkerLimits, WorkerSource
 from sched.protocol import Scheduler, SchedulerDecision
 
-MOST_RESTARTS = 3  # of one engine in a session: what fails more often will not heal
-LEAVING_S = 5.0  # that workers have to end, once a rollout is given up
-
-
-class IdleWork(Protocol):
-    """Work for workers without requests (`drafter_training.spot_trainer`). Any thread may call
-    it.
-    """
-
-    def rollout_began(self) -> None:
-        """Requests are where they are to run: a worker that has none is idle."""
-        ...
-
-    def rollout_ended(self) -> None:
-        """No worker is idle any more; a unit of work that has begun is ended."""
-        ...
-
-    def joined(self, worker_id: int) -> None: ...
-
-    def lost(self, worker_id: int, *, hangs: bool = False) -> None: ...
-
-    def spare(self, worker_id: int, runner: Engine) -> bool:
-        """Do one unit on an idle worker's devices; False where there is none for it."""
-        ...
-
-    def busy(self, worker_id: int) -> None:
-        """A request has come for a worker that may have been idle."""
-        ...
-
-    def dismiss(self) -> None:
-        """The workers' threads have ended."""
-        ...
-
-
-@dataclasses.dataclass(frozen=True)
-class WorkerLimits:
-    """What a worker holds, and whether one that raised or hangs is replaced.
-
-    A worker hangs that has something to do and shows no sign of life for `hang_limit_s`.
-    """
-
-    kv_tokens: int
-    max_requests: int
-    longest_tokens: int
-    pool_bytes: int
-    hang_limit_s: float
-    restart: bool = False
-    keeps_decisions: bool = True  # all of them: for as long as a rollout of one step takes
+MOST_RESTARTS = 3  # of one engine in a group: what fails more often will not heal
+LEAVING_S = 5.0  # that workers have to end, once a rollout is aborted
 
 
 class WorkerGroup:
-    """Use it as a context manager: leaving it ends all workers, and waits for them.
+    """Worker threads and their engines; a context manager that ends all workers on exit.
 
-    A thread that hangs cannot be ended, so it is left behind, and what it worked with as well:
-    its place in `engines` is taken by a new engine of the same settings.
+    A thread that hangs cannot be ended. It is abandoned together with its engine, which a new
+    engine of the same settings replaces in `engines`.
     """
 
     def __init__(
@@ -144,11 +90,11 @@ class WorkerGroup:
             self._spot.rollout_began()
 
     def trained(self, step: int) -> None:
-        """The update of a step is done."""
+        """Tell the scheduler that the update of a step is done."""
         self._coordinator.trained(step)
 
     def next_result(self, timeout_s: float) -> Trajectory | Deferred | None:
-        """What has ended, or gone over into the next step; None where nothing has for so long.
+        """Return the next response, or the next request that was deferred; None after `timeout_s`.
 
         Raises WorkerError where a worker raised, or hangs, and is not replaced.
         """
@@ -159,14 +105,14 @@ class WorkerGroup:
             return result
         worker_id = result.worker_id
         if not self._coordinator.is_present(worker_id):
-            return None  # it was given up, and raised after that
+            return None  # it was lost, and raised after that
         engine = self._engine_of[worker_id]
         failures = sum(e == engine for e in self._engine_of.values())
         if not self._size.restart or failures > MOST_RESTARTS:
             raise result
         if not isinstance(result.__cause__, Hang):
             self._threads[worker_id].join(LEAVING_S)  # it has raised, and is about to end
-        hangs = self._leave_behind(worker_id)
+        hangs = self._abandon(worker_id)
         # its successor first, so that what it ran has somewhere to go
         self._join(engine)
         self._coordinator.lose(worker_id)
@@ -175,35 +121,35 @@ class WorkerGroup:
         return None
 
     def num_tokens(self, step: int) -> int:
-        """What all workers emitted in a step so far."""
+        """Return the tokens that all workers emitted in a step so far."""
         return sum(stats.tokens for stats in self._stats[step])
 
     def stats(self, step: int) -> EngineStats:
-        """What all workers counted in a step so far."""
+        """Return the counts of all workers in a step so far."""
         return joined(self._stats[step]) if self._stats[step] else EngineStats()
 
     def _end_threads(self, limit_s: float) -> WorkerError | None:
-        """Wait until the workers' threads have ended; who shows no sign of life is left behind.
+        """Wait until the workers' threads have ended; abandon those without a sign of life.
 
-        Returns what the first of these was doing.
+        Returns the error of the first of these.
         """
         first = None
         while alive := [w for w in self._threads if self._runs(w)]:
             self._threads[alive[0]].join(POLL_S)
             if (hung := self._coordinator.hung(limit_s, alive)) is not None:
                 first = first or hung
-                self._leave_behind(hung.worker_id)
+                self._abandon(hung.worker_id)
                 self._coordinator.forget(hung.worker_id)
         return first
 
     def _runs(self, worker_id: int) -> bool:
         return self._coordinator.is_present(worker_id) and self._threads[worker_id].is_alive()
 
-    def _leave_behind(self, worker_id: int) -> bool:
-        """A worker is given up; whether its thread may still be at its engine: nobody else is."""
-        place, hangs = self._engine_of[worker_id], self._threads[worker_id].is_alive()
+    def _abandon(self, worker_id: int) -> bool:
+        """Replace a worker's engine if its thread may still use it, which is returned."""
+        i, hangs = self._engine_of[worker_id], self._threads[worker_id].is_alive()
         if hangs:
-            self._engines[place] = dataclasses.replace(self._engines[place])
+            self._engines[i] = dataclasses.replace(self._engines[i])
         return hangs
 
     def _join(self, engine: int) -> None:
@@ -211,20 +157,7 @@ class WorkerGroup:
         if self._spot is not None:
             self._spot.joined(worker_id)
         inbox = self._coordinator.join(worker_id, size.kv_tokens, size.max_requests)
-        idle = None
-        if self._spot is not None:
-            idle = SpareTime(
-                partial(self._spot.spare, worker_id, runner), partial(self._spot.busy, worker_id)
-            )
-        source = WorkerSource(
-            worker_id,
-            inbox,
-            self._coordinator,
-            size.max_requests,
-            size.longest_tokens,
-            size.kv_tokens,
-            idle,
-        )
+        source = WorkerSource(worker_id, inbox, self._coordinator, size, runner, self._spot)
         thread = threading.Thread(
             target=self._work,
             args=(worker_id, runner, source),

@@ -9,7 +9,7 @@ from tiny_engine import make_params
 
 from rl.trajectory import Request
 from rl.workers.config import SchedConfig
-from rl.workers.workers import MultiEngine
+from rl.workers.multi_engine import MultiEngine
 from sched.protocol import Start
 from spec.config import SamplingConfig
 from spec.sampling import step_key

@@ -27,7 +27,7 @@ from rl.speculation import sources
 from rl.trajectory import Request
 from rl.workers.config import SchedConfig
 from rl.workers.coordinator import WorkerError
-from rl.workers.workers import MultiEngine, split_devices
+from rl.workers.multi_engine import MultiEngine, split_devices
 from sched.ledger import Ledger
 from sched.policies.histopipe import HistoPipe
 from sched.protocol import ChunkDone, Defer, Submitted

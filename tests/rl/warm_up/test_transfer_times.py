@@ -10,7 +10,7 @@ from rl.engine.engine import Engine
 from rl.warm_up.measured_run import read_moves
 from rl.warm_up.transfer_times import MoveTimes, measure
 from rl.workers.config import SchedConfig
-from rl.workers.workers import MultiEngine
+from rl.workers.multi_engine import MultiEngine
 from sched.request import Kv
 
 

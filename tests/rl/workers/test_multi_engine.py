@@ -25,7 +25,7 @@ from rl.trajectory import HostKv, PartialRequest, Request
 from rl.workers.config import SchedConfig
 from rl.workers.coordinator import WorkerError
 from rl.workers.host_kv_pool import KvPool
-from rl.workers.workers import MultiEngine, make_engines
+from rl.workers.multi_engine import MultiEngine, make_engines
 from sched.policies.registry import make_scheduler
 from sched.protocol import ChunkDone, Finished
 from sched.request import Kv

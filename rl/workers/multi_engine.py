@@ -1,8 +1,8 @@
-"""Several engines under one scheduler: a rollout whose requests run where it decides.
+"""Several engines under one scheduler, which decides where and when requests run.
 
-Each worker is a thread with an engine on devices of its own. All talk to one coordinator,
-which tells the scheduler what happens, under a lock and with the time, and hands its answers
-out. Tokens do not depend on any of it: a request's are a function of its seed.
+Each worker is a thread with an engine on devices of its own. One coordinator tells the scheduler
+what happens and when, under a lock, and passes its actions on. Tokens depend on none of it: those
+of a request are a function of its seed.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from rl.runtime.waits import HANG_LIMIT_S, POLL_S
 from rl.trajectory import Request, Trajectory, longest_tokens
 from rl.workers.config import SchedConfig
 from rl.workers.coordinator import Deferred
-from rl.workers.worker_group import IdleWork, WorkerGroup, WorkerLimits
+from rl.workers.worker_group import WorkerGroup
+from rl.workers.worker_source import IdleWork, WorkerLimits
 from sched.policies.divided import PreferPool
 from sched.policies.registry import make_scheduler
 from sched.protocol import Scheduler, SchedulerDecision
 
 
 class MultiEngine:
-    """Engines on devices of their own, and the scheduler's name: what rollouts are done with.
+    """Engines on devices of their own; each rollout runs under a new scheduler.
 
-    `seed` is the scheduler's; each rollout has a fresh one. A worker that shows no sign of life
-    for `hang_limit_s` has failed.
+    `seed` is the scheduler's. A worker that shows no sign of life for `hang_limit_s` has failed.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class MultiEngine:
         self.engines: list[Engine] = list(engines)
         self.config, self._seed = config, seed
         self.spot = spot  # what idle workers train
-        self.prefer_pool = prefer_pool  # of so many tokens: rather copied than computed anew
+        self.prefer_pool = prefer_pool  # True: copy this many tokens rather than recompute them
         self._clock, self._hang_limit_s = clock, hang_limit_s
         self.stats = EngineStats()
         self.decisions: list[SchedulerDecision] = []
@@ -74,12 +74,7 @@ class MultiEngine:
         on_finish: OnFinish | None = None,
         on_round: OnRound | None = None,
     ) -> list[Trajectory]:
-        """Generate every request to its end; trajectories in the order of the requests.
-
-        `on_finish` is called in the caller's thread as responses end; so is `on_round`, now and
-        then: what it raises ends the rollout. Raises WorkerError where a worker raised, or hangs,
-        and is not replaced.
-        """
+        """See `RolloutEngine.run`. Raises WorkerError if a worker raised, or hangs, for good."""
         sampling = spec.sampling
         self.engines[0].check(requests, sampling)
         longest = longest_tokens(requests, sampling.max_new_tokens)
@@ -102,7 +97,7 @@ class MultiEngine:
         return [done[r.request_id] for r in requests]
 
     def make_scheduler(self) -> Scheduler:
-        """A fresh one of the configured policy, for a rollout."""
+        """Return a new scheduler of the configured policy, for one rollout."""
         return make_scheduler(
             self.config.policy,
             seed=self._seed,
@@ -118,7 +113,7 @@ class MultiEngine:
         *,
         keeps_decisions: bool = True,
     ) -> WorkerGroup:
-        """The workers under a scheduler, for rollouts of up to so many requests of such length."""
+        """Return the workers under a scheduler, for rollouts of up to `max_requests` requests."""
         config, slots = self.config, min(self.engines[0].config.slots, max_requests)
         if config.kv_tokens is not None and config.kv_tokens < longest_tokens:
             raise ValueError(
@@ -145,7 +140,7 @@ def make_engines(
     dtype: np.dtype,
     feature_layers: tuple[int, ...] | None = None,
 ) -> list[Engine]:
-    """An engine for each worker, on devices of its own as far as there are any.
+    """Return an engine for each worker, on devices of its own as far as there are any.
 
     Raises ValueError where workers of several devices do not fit into those of this process.
     """
@@ -161,18 +156,18 @@ def make_engines(
     engines = []
     for i in range(config.workers):
         mine = [devices[(i * size + j) % len(devices)] for j in range(size)]
-        place: dict[str, Any] = {"mesh": make_mesh(MeshConfig(data=1, tensor=size), mine)}
+        options: dict[str, Any] = {"mesh": make_mesh(MeshConfig(data=1, tensor=size), mine)}
         if size == 1:  # the default device's programs are there
-            place = {"device": None if mine[0] == default else mine[0]}
-        place["feature_layers"] = feature_layers
-        engines.append(Engine(model, engine, dtype=dtype, number=i, **place))
+            options = {"device": None if mine[0] == default else mine[0]}
+        options["feature_layers"] = feature_layers
+        engines.append(Engine(model, engine, dtype=dtype, number=i, **options))
     return engines
 
 
 def split_devices(
     config: SchedConfig, devices: Sequence[jax.Device]
 ) -> tuple[Sequence[jax.Device], Sequence[jax.Device]]:
-    """Those of the trainer, and of the workers: apart in `pipeline`, as far as there are enough."""
+    """Return the trainer's devices and the workers': apart in `pipeline`, if there are enough."""
     needed = config.workers * config.devices_per_worker
     if config.mode == "sync" or needed >= len(devices):
         return devices, devices

@@ -1,0 +1,144 @@
+"""One worker's side of a rollout: its limits, its requests, and its work while it has none."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import queue
+from collections.abc import Sequence
+from typing import Protocol
+
+from rl.engine.engine import Engine
+from rl.trajectory import PartialRequest
+from rl.workers.coordinator import Coordinator, Inbox
+from sched.protocol import Start
+
+IDLE_POLL_S = 0.005  # between two looks at whether there is idle work
+
+
+class IdleWork(Protocol):
+    """Work for workers without requests (`rl.drafter_training`); any thread may call it."""
+
+    def rollout_began(self) -> None:
+        """Requests are assigned: from now on a worker that has none is idle."""
+        ...
+
+    def rollout_ended(self) -> None:
+        """No worker is idle any more; return once no unit of work runs."""
+        ...
+
+    def joined(self, worker_id: int) -> None: ...
+
+    def lost(self, worker_id: int, *, hangs: bool = False) -> None: ...
+
+    def spare(self, worker_id: int, runner: Engine) -> bool:
+        """Do one unit of work on an idle worker's devices; return False if there is none."""
+        ...
+
+    def busy(self, worker_id: int) -> None:
+        """A request has come for a worker that may have been idle."""
+        ...
+
+    def dismiss(self) -> None:
+        """The workers' threads have ended."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class WorkerLimits:
+    """What each worker may hold, and whether one that raised or hangs is replaced (`restart`).
+
+    A worker hangs if it has work and shows no sign of life for `hang_limit_s`.
+    """
+
+    kv_tokens: int
+    max_requests: int
+    longest_tokens: int
+    pool_bytes: int
+    hang_limit_s: float
+    restart: bool = False
+    keeps_decisions: bool = True  # all of them: for as long as a rollout of one step takes
+
+
+class WorkerSource:
+    """A worker's `rl.engine.rollout_spec.RequestSource`: its inbox, the coordinator and the pool.
+
+    Its requests are of the step that `next_step` returned last, or of earlier ones: a request of
+    a later step waits until that step is begun.
+    """
+
+    def __init__(
+        self,
+        worker_id: int,
+        inbox: Inbox,
+        coordinator: Coordinator,
+        limits: WorkerLimits,
+        engine: Engine,
+        idle_work: IdleWork | None = None,
+    ) -> None:
+        self.most_requests, self.longest_tokens = limits.max_requests, limits.longest_tokens
+        self.kv_tokens = limits.kv_tokens
+        self._engine, self._idle_work = engine, idle_work
+        self._worker_id, self._coordinator = worker_id, coordinator
+        self._inbox, self._step = inbox, 0
+        self._starts: collections.deque[tuple[int, Start]] = collections.deque()
+        self._closed = False
+
+    def next_step(self) -> int | None:
+        """Wait for a start and return its step; None once no more will come."""
+        self._receive(wait=True)
+        if not self._starts:
+            return None
+        self._step = self._starts[0][0]
+        return self._step
+
+    def take(self, *, wait: bool) -> Sequence[PartialRequest] | None:
+        """Return the requests to start now; None once no more will come for this step."""
+        self._receive(wait=wait)
+        starts = []
+        while self._starts and self._starts[0][0] <= self._step:
+            starts.append(self._starts.popleft()[1])
+        if not starts and (self._starts or self._closed):
+            return None
+        return [self._coordinator.chunk(self._worker_id, start) for start in starts]
+
+    def chunk_ended(self, request_id: int, response_tokens: int) -> int:
+        return self._coordinator.chunk_ended(self._worker_id, request_id, response_tokens)
+
+    def park(self, leaving: Sequence[PartialRequest]) -> None:
+        self._coordinator.park(self._worker_id, leaving)
+
+    def _receive(self, *, wait: bool) -> None:
+        """Empty the inbox; with `wait`, wait for a start if there is none."""
+        try:
+            while not self._closed:
+                start = self._next(wait=wait and not self._starts)
+                if start is None:
+                    self._closed = True
+                else:
+                    self._starts.append(start)
+        except queue.Empty:
+            pass
+
+    def _next(self, *, wait: bool) -> tuple[int, Start] | None:
+        """The next start of the inbox; idle work is done while it is empty."""
+        if not wait:
+            return self._inbox.get_nowait()
+        alive, idle_work = self._coordinator.alive, self._idle_work
+        if idle_work is None:
+            alive(self._worker_id, None)
+            start = self._inbox.get()  # ended by `close`
+            alive(self._worker_id)
+            return start
+        try:
+            while True:
+                with contextlib.suppress(queue.Empty):
+                    return self._inbox.get_nowait()
+                alive(self._worker_id, "training the drafter")
+                if not idle_work.spare(self._worker_id, self._engine):
+                    alive(self._worker_id, None)
+                    with contextlib.suppress(queue.Empty):
+                        return self._inbox.get(timeout=IDLE_POLL_S)
+        finally:
+            idle_work.busy(self._worker_id)
