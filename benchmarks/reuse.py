@@ -23,7 +23,8 @@ from typing import Any
 
 from benchmarks import environment
 from benchmarks.reuse_turns import PRICED
-from rl.ablation.grid import Cell, cells, folder_name, read_cell
+from rl.ablation.grid import Cell, cells, folder_name
+from rl.ablation.results import read_cell
 from rl.loop.experiment import open_inputs
 
 CONFIG = environment.ROOT / "configs/ablations/lenience.gin"

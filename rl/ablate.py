@@ -1,8 +1,8 @@
 """`python -m rl.ablate FILE`: train every variant of a grid with every seed; one table, one figure.
 
 FILE is a training configuration with an `Ablation` section. Runs are processes of
-`python -m rl.train`, one after the other, each in a folder of its own; a grid that was
-stopped goes on where it was. `table.csv`, `table.md` and `figure.png` are written anew
+`python -m rl.train`, one after the other, each in a folder of its own; the same command
+resumes a grid that was stopped. `table.csv`, `table.md` and `figure.png` are written
 after every run.
 """
 
@@ -18,16 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from models.folder import replace_file
-from rl.ablation.grid import (
-    COLUMNS,
-    AblationRun,
-    Cell,
-    by_variant,
-    cells,
-    read_cell,
-    reward_curves,
-)
-from rl.ablation.table import figure, markdown
+from rl.ablation.grid import AblationRun, Cell, cells
+from rl.ablation.results import COLUMNS, by_variant, figure, markdown, read_cell, reward_curves
 from rl.config.command_line import config_parser, parse_command_line
 from rl.config.loader import ConfigError, dump, load
 from rl.loop.experiment import open_inputs
@@ -36,7 +28,7 @@ from rl.runtime.progress import say
 
 
 def main(argv: Sequence[str]) -> int:
-    """Parse, check the whole grid, run what is not done; returns the exit code."""
+    """Parse, check the whole grid, run what is not done; return the exit code."""
     parser = config_parser("rl.ablate", __doc__, files=False)
     parser.add_argument("gin_file", nargs="?", help="a configuration with an Ablation section")
     parser.add_argument("--dry_run", action="store_true", help="check everything, run nothing")
@@ -64,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 class _Stop:
-    """SIGTERM and Ctrl-C end the grid: the run at hand is told to save, and no other begins."""
+    """Ends the grid at SIGTERM and Ctrl-C: the present run is told to save, and no other begins."""
 
     def __init__(self) -> None:
         self.asked = False
@@ -101,7 +93,7 @@ def _run_all(folder: Path, found: Sequence[Cell], num_examples: int) -> int:
 
 
 def _train(folder: Path, cell: Cell, stop: _Stop) -> int:
-    """The run as a process of its own; programs are shared by all runs of the grid."""
+    """Train in a process of its own; return its exit code."""
     cell.folder.mkdir(parents=True, exist_ok=True)
     config = folder / "configs" / f"{cell.folder.name}.gin"
     config.parent.mkdir(exist_ok=True)

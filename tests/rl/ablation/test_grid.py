@@ -6,17 +6,16 @@ import math
 import pytest
 
 from benchmarks import tiny_run
-from rl.ablation.grid import (
+from rl.ablation.grid import AblationConfig, cells, folder_name
+from rl.ablation.results import (
     COLUMNS,
-    AblationConfig,
     Spread,
     by_variant,
-    cells,
-    folder_name,
+    figure,
+    markdown,
     read_cell,
     reward_curves,
 )
-from rl.ablation.table import figure, markdown
 from rl.config.loader import ConfigError, dump
 from rl.metrics.writer import MetricsConfig, MetricsWriter
 
