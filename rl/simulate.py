@@ -21,12 +21,10 @@ from rl.runtime.exit_codes import EXIT_USAGE
 from rl.runtime.progress import say
 from rl.simulation.compare import play, remarks, table
 from rl.simulation.config import SimulateRun
-from rl.simulation.figure import figure
-from rl.simulation.reproduction.table import configurations, lines_of, reproduce
 
 
 def main(argv: Sequence[str]) -> int:
-    """Parse, play what is asked for, write what came of it; returns the exit code."""
+    """Parse the command line, play and report it; return the exit code."""
     parser = config_parser("rl.simulate", __doc__)
     parser.add_argument(
         "--reproduce",
@@ -42,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
                     "--reproduce plays the shipped configurations as they are, got others; mend: "
                     "leave --reproduce away, a file that says Simulate.reproduces is enough"
                 )
-            return _reproduce(configurations(), as_json=args.json)
+            return _reproduce(None, as_json=args.json)
         config = load(SimulateRun, args.gin_file, overrides)
         name = Path(args.gin_file[-1]).stem if args.gin_file else "default"
         if config.simulate.reproduces:
@@ -53,8 +51,11 @@ def main(argv: Sequence[str]) -> int:
         return EXIT_USAGE
 
 
-def _reproduce(found: Sequence[tuple[str, SimulateRun]], *, as_json: bool) -> int:
-    rows = []
+def _reproduce(found: list[tuple[str, SimulateRun]] | None, *, as_json: bool) -> int:
+    """Print the rows of these configurations; None: of all that ship."""
+    from rl.simulation.reproduction.table import configurations, lines_of, reproduce
+
+    found, rows = configurations() if found is None else found, []
     for row in reproduce(found, processes=os.cpu_count() or 1):
         rows.append(row)
         if as_json:
@@ -67,6 +68,8 @@ def _reproduce(found: Sequence[tuple[str, SimulateRun]], *, as_json: bool) -> in
 
 
 def _play(config: SimulateRun, name: str, *, as_json: bool) -> int:
+    from rl.simulation.figure import figure
+
     folder = Path(config.simulate.directory or Path("runs") / f"simulate-{name}")
     folder.mkdir(parents=True, exist_ok=True)
     found = list(play(config))
@@ -74,9 +77,9 @@ def _play(config: SimulateRun, name: str, *, as_json: bool) -> int:
     result = {"simulated": True, "rows": rows}
     replace_file(folder / "results.json", json.dumps(result, indent=1) + "\n")
     last = found[-len(config.simulate.policies) :]
-    seed, asked = config.simulate.seeds[-1], config.cluster
-    hardware = asked.profile or f"{asked.model} on {asked.device}, by a roofline"
-    title = f"Simulated: {hardware}; {asked.workers} workers, seed {seed}"
+    seed, cluster = config.simulate.seeds[-1], config.cluster
+    hardware = cluster.profile or f"{cluster.model} on {cluster.device}, by a roofline"
+    title = f"Simulated: {hardware}; {cluster.workers} workers, seed {seed}"
     figure({row["policy"]: record for row, record in last}, folder / "figure.png", title)
     if as_json:
         say(json.dumps(result))

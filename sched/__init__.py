@@ -1,4 +1,4 @@
-"""Who runs where and when: schedulers as pure state machines.
+"""Schedulers as pure state machines: which request runs on which worker, and when.
 
 No jax, no clock, no I/O, no threads: the time is an argument, decisions are return values, so
 that a simulator and a real rollout drive the same objects.

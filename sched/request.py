@@ -1,4 +1,4 @@
-"""What a scheduler knows of a request, of its group, and of a worker."""
+"""The state of requests, groups and workers, as a scheduler knows it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import enum
 
 
 class Status(enum.Enum):
-    """Where a request is in its life."""
+    """The stages of a request's life."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -15,7 +15,7 @@ class Status(enum.Enum):
 
 
 class Kv(enum.Enum):
-    """How a worker gets the keys and values of a request's tokens so far."""
+    """The source of the keys and values of a request's tokens so far."""
 
     PREFILL = "prefill"  # compute them, for the prompt and all tokens so far
     POOL = "pool"  # copy them from the host's pool

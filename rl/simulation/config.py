@@ -1,4 +1,4 @@
-"""What `python -m rl.simulate` is asked for: the sections of its configuration."""
+"""The configuration sections of `python -m rl.simulate`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     Device: TypeAlias = str
     Model: TypeAlias = str
     Policy: TypeAlias = str
-else:  # names of tables, which only a running program knows
+else:  # names in tables, which only a running program knows
     Device, Model = Literal[tuple(ACCELERATORS)], Literal[tuple(MODELS)]
     Policy = Literal[POLICIES]
 
@@ -25,12 +25,12 @@ PAPERS = ("seer", "rhymerl", "specactor", "tlt")
 
 @dataclasses.dataclass(frozen=True)
 class ClusterConfig:
-    """The workers: `devices_per_worker` devices hold one replica of `model`.
+    """The workers: `devices_per_worker` devices hold one copy of `model`.
 
     `profile` is the folder of a training run with several workers whose budget was `goodput`: a
     worker is as fast as its engine measured there, and `device` and `model` do not count.
-    With `ranks_per_instance` above one a worker is a rank: so many consecutive ones share a
-    replica's experts, and each has requests and cache of its own.
+    With `ranks_per_instance` above one a worker is a rank: that many consecutive ones share a
+    copy's experts, and each has its own requests and cache.
     """
 
     profile: str | None = None
@@ -39,8 +39,8 @@ class ClusterConfig:
     workers: int = 8
     devices_per_worker: int = 1
     ranks_per_instance: int = 1
-    max_requests: int = 1024  # that run on a worker at once
-    kv_tokens: int | None = None  # positions a worker holds; None: what fits beside the weights
+    max_requests: int = 1024  # running on a worker at once
+    kv_tokens: int | None = None  # positions of a worker; None: as many as fit beside the weights
 
     def __post_init__(self) -> None:
         if min(self.workers, self.devices_per_worker, self.max_requests) < 1:
@@ -54,10 +54,10 @@ class ClusterConfig:
 
 @dataclasses.dataclass(frozen=True)
 class SimulateConfig:
-    """Which policies play the same rollouts, one for each seed; the first is compared with.
+    """The policies, compared with the first of them, on the same rollouts, one for each seed.
 
     `trace` is the folder of a training run: lengths are those of its step `trace_step`, times
-    `trace_scale`, instead of drawn ones. `reproduces`: the paper whose published figures are
+    `trace_scale`, instead of drawn ones. `reproduces` is the paper whose published figures are
     simulated instead, and printed beside them; `calibrated`: constants were fitted to them.
     """
 
@@ -78,14 +78,14 @@ class SimulateConfig:
 
 @dataclasses.dataclass(frozen=True)
 class GroupedDraftsConfig:
-    """Seer's drafts: tokens a round by finished siblings, of one chain and of several paths."""
+    """Seer's drafts: tokens a round by finished siblings, for one chain and for several paths."""
 
     finished_siblings: tuple[int, ...] = (0, 1, 5, 15)
     chain_tokens: tuple[float, ...] = (1.70, 2.04, 2.32, 2.53)
     paths_tokens: tuple[float, ...] = (1.85, 2.25, 2.59, 2.85)
     window: int = 8  # the longest chain
     paths: int = 4
-    lookup_s: float = 75e-6  # of the host, for the draft tokens of one request
+    lookup_s: float = 75e-6  # on the host, for one request's draft tokens
 
     def __post_init__(self) -> None:
         lengths = {len(self.finished_siblings), len(self.chain_tokens), len(self.paths_tokens)}
@@ -95,42 +95,42 @@ class GroupedDraftsConfig:
 
 @dataclasses.dataclass(frozen=True)
 class TrainingStepsConfig:
-    """A run of steps over epochs of the same prompts, as RhymeRL trains."""
+    """A run of steps over epochs of the same prompts, as in RhymeRL."""
 
     steps_per_epoch: int = 8
     epochs: int = 3  # the first is history only
     growth: float = 1.02  # of the mean length from epoch to epoch
     ranking_groups: int = 16
-    devices: int = 128  # those that train included
+    devices: int = 128  # including those that train
     rollout_share: float = 0.91  # of the work of a step: figure 2
-    acceptance: float = 0.72  # of history's drafts: 65 to 79%, figure 17
-    found_tokens: float = 0.93  # share of tokens in stretches that history has: figure 6
+    acceptance: float = 0.72  # of draft tokens from history: 65 to 79%, figure 17
+    found_tokens: float = 0.93  # share of the tokens that history has: figure 6
 
 
 @dataclasses.dataclass(frozen=True)
 class SpecActorConfig:
-    """SpecActor's drafters, and how often their draft tokens are right."""
+    """SpecActor's drafters and the acceptance of their draft tokens."""
 
     devices: int = 256
     drafters: tuple[Model, ...] = ("Qwen2.5-0.5B", "Qwen2.5-1.5B")
     acceptance: float = 0.605  # mean over requests
     spread: float = 0.1  # its standard deviation over requests
     ngram_acceptance: float = 0.2
-    drafter_overhead_s: float = 2.3e-3  # of a drafted token, in the place of Efficiency.overhead_s
+    drafter_overhead_s: float = 2.3e-3  # of a draft token, instead of Efficiency.overhead_s
     requests_per_helper: int = 8
     step_s: float = 2.0  # of the simulation
 
 
 @dataclasses.dataclass(frozen=True)
 class TreeDraftsConfig:
-    """TLT's tree drafts: tokens a round by draft tokens verified, the last of them table 1's."""
+    """TLT's tree drafts: tokens a round by draft tokens verified."""
 
     drafts: tuple[int, ...] = (16, 32, 48, 64)
-    tokens: tuple[float, ...] = (7.57, 8.43, 8.67, 8.67)  # fitted to table 4 but the last
-    depth: int = 10  # steps of the drafter
-    top_k: int = 8  # nodes of each of them
-    positions: int = 1000  # of a request, where tables do not say
-    most_requests: int = 32  # that are drafted for
+    tokens: tuple[float, ...] = (7.57, 8.43, 8.67, 8.67)  # fitted to table 4; the last is table 1's
+    depth: int = 10  # drafter steps
+    top_k: int = 8  # nodes of each step
+    positions: int = 1000  # of a request, where the tables do not say
+    most_requests: int = 32  # with more running, rounds are plain
 
     def __post_init__(self) -> None:
         if len(self.drafts) != len(self.tokens):
@@ -139,7 +139,7 @@ class TreeDraftsConfig:
 
 @dataclasses.dataclass(frozen=True)
 class SimulateRun:
-    """A simulation: who plays, on what, and how long the responses are."""
+    """A simulation: policies, hardware and response lengths."""
 
     simulate: SimulateConfig = dataclasses.field(default_factory=SimulateConfig)
     cluster: ClusterConfig = dataclasses.field(default_factory=ClusterConfig)
@@ -164,14 +164,14 @@ class SimulateRun:
 
 
 def make_cluster(config: SimulateRun) -> Cluster:
-    """The workers that a configuration asks for."""
+    """Return the workers that a configuration describes."""
     asked = config.cluster
     costs = make_instance(config) if asked.profile is None else read_profile(Path(asked.profile))
     return Cluster(costs, asked.workers, asked.max_requests, asked.kv_tokens)
 
 
 def make_instance(config: SimulateRun) -> Instance:
-    """A worker by its device's and its model's figures."""
+    """Return a worker by the figures of its device and model."""
     asked = config.cluster
     return Instance(
         ACCELERATORS[asked.device],

@@ -1,4 +1,4 @@
-"""The picture of a simulated rollout: who ran when, and how full memory was, policy by policy."""
+"""A picture of a simulated rollout: running requests and memory over time, by policy."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import numpy as np
 from rl.reports.style import STYLE
 from sched.simulator.cluster import Record, WorkerSample
 
-COLUMNS = 400  # of time
-MOST_WORKERS = 64  # rows of a panel
+COLUMNS = 400  # of time bins
+MOST_WORKERS = 64  # in a panel
 
 
 def figure(records: Mapping[str, Record], path: Path, title: str) -> None:
-    """A panel a policy: running requests by worker and time; below, positions held by all.
+    """Draw a panel for each policy, running requests by worker, and one of all positions held.
 
-    A dashed line stands where the last tenth of the requests is left, a whole one at the end.
+    A dashed line marks where the last tenth of the requests is left, a solid one the end.
     """
     import matplotlib
 
@@ -68,7 +68,7 @@ def figure(records: Mapping[str, Record], path: Path, title: str) -> None:
 
 
 def grid(record: Record, until_s: float) -> tuple[np.ndarray, np.ndarray]:
-    """(running requests, positions held) by worker and time; float [workers, COLUMNS] each."""
+    """Return (running requests, positions held) by worker and time; float [workers, COLUMNS]."""
     shape = (len(record.workers), COLUMNS)
     times = np.linspace(0, until_s, COLUMNS)
     running, positions = np.zeros(shape), np.zeros(shape)
@@ -84,7 +84,7 @@ def grid(record: Record, until_s: float) -> tuple[np.ndarray, np.ndarray]:
 
 
 def positions_at(samples: Sequence[WorkerSample], times: np.ndarray) -> np.ndarray:
-    """Positions of one worker: between two samples a line from what it held to what it reached."""
+    """Return one worker's positions, on lines from what it held to what it next reached."""
     begins = [s.begin_s for s in samples]
     knots = np.repeat(begins, 2)
     values = np.array([x for s in samples for x in (s.reached_positions, s.positions)])

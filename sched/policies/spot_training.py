@@ -47,7 +47,7 @@ Action = Lead | Join | Halt | Promote
 
 
 class WorkerState(enum.Enum):
-    """What a worker is doing."""
+    """The activities of a worker."""
 
     BUSY = "busy"  # it serves the rollout, starts up, or winds a halted training down
     IDLE = "idle"  # it has no work, and has released its memory

@@ -69,7 +69,7 @@ def test_lanes_go_by_the_siblings_that_have_finished():
     assert round_model.plan(0, (1, 1, 1), 0.0).tokens_per_round == pytest.approx((1.1, 1.5, 1.9))
 
 
-def test_drafting_takes_its_time():
+def test_rounds_include_the_seconds_of_drafting():
     slow = goodput([CHAIN], sizes=(3,), draft_s=lambda requests, nodes: 0.1 * (nodes - 1))
     assert slow.plan(0, (1,), 0.0).cost(0.0) == pytest.approx(math.hypot(1, 0.15) + 0.2)
     too_slow = goodput([CHAIN], sizes=(3,), draft_s=lambda requests, nodes: 5.0)

@@ -50,7 +50,7 @@ def test_fifo_sends_a_request_behind_all_others_after_a_chunk():
     assert names(scheduler.handle(Finished(1, 0, 1, 3), 2.0)) == [(2, 0)]
 
 
-def test_a_chunk_goes_on_where_it_is_without_a_copy():
+def test_a_chunk_continues_on_its_worker_without_a_copy():
     scheduler, _ = begun(Fifo(), [(0, 60, 9), (1, 70, 9)], requests(0))
     assert scheduler.handle(ChunkDone(0, 1, 1, 10, True), 1.0) == [Start(0, 1, 2, 10, 22, Kv.HELD)]
 
@@ -64,7 +64,7 @@ def test_it_moves_where_there_is_twice_the_room():
     assert scheduler.handle(ChunkDone(5, 1, 1, 10, True), 2.0) == [Start(5, 0, 2, 10, 22, Kv.POOL)]
 
 
-def test_a_chunk_goes_on_elsewhere_from_the_pool_where_it_is_there_and_cheaper():
+def test_a_chunk_continues_elsewhere_from_the_pool_if_that_is_cheaper():
     for pooled, cheaper, kv in [
         (True, True, Kv.POOL),
         (True, False, Kv.PREFILL),
@@ -100,7 +100,7 @@ def test_seer_probes_first_the_shortest_of_them_before_others():
     assert names(scheduler.handle(ChunkDone(2, 0, 1, 1, True), 2.0)) == [(2, 0)]
 
 
-def test_seer_takes_the_longest_group_and_one_that_knows_nothing_for_the_longest():
+def test_seer_takes_the_longest_group_and_counts_unknown_ones_as_longest():
     order = ContextAware(seed=0, explore=0)
     scheduler, actions = begun(order, [(0, 36, 3)], requests(0, 0, 1, 1, 2, 2))
     assert names(actions) == [(0, 0), (2, 0), (4, 0)]
@@ -137,7 +137,7 @@ def test_the_oracle_takes_the_longest_by_what_is_known():
         begun(LongestKnown(), [(0, 36, 3)], requests(0))
 
 
-def test_what_ran_on_a_lost_worker_runs_again_from_its_last_chunk():
+def test_requests_of_a_lost_worker_run_again_from_their_last_chunk():
     scheduler, _ = begun(Fifo(), [(0, 40, 9)], requests(0))
     scheduler.handle(ChunkDone(0, 0, 1, 10, True), 1.0)
     assert scheduler.handle(WorkerLost(0), 2.0) == []
@@ -150,12 +150,12 @@ def test_what_ran_on_a_lost_worker_runs_again_from_its_last_chunk():
     assert scheduler.num_unfinished == 0
 
 
-def test_a_chunk_that_fits_no_worker_is_said_so():
+def test_a_chunk_that_fits_no_worker_is_an_error():
     with pytest.raises(ValueError, match="needs 12 positions.* holds 11; mend"):
         begun(Fifo(), [(0, 11, 9)], requests(0))
 
 
-def test_names_and_settings_that_there_are_not():
+def test_unknown_names_and_settings_are_refused():
     with pytest.raises(ValueError, match="chunk_tokens >= 1"):
         Divided(Fifo(), chunk_tokens=0)
     with pytest.raises(ValueError, match="explore in 0"):
@@ -164,7 +164,7 @@ def test_names_and_settings_that_there_are_not():
         RequestSpec(0, 0, 0, 5)
 
 
-def test_what_is_through_is_forgotten_when_more_comes():
+def test_finished_groups_are_dropped_when_more_come():
     """And a late report of it, from a worker that was lost, changes nothing."""
     scheduler, _ = begun(ContextAware(seed=0), [(0, 100, 8)], (), chunk=4)
     for step in range(50):

@@ -39,7 +39,7 @@ def test_on_ranks_a_group_stays_within_its_instance():
     assert sorted(map(tuple, found.values())) == [(0, 1, 0, 1)] * 2 + [(2, 3, 2, 3)] * 2
 
 
-def test_the_rank_that_is_left_takes_what_its_instance_had():
+def test_the_rank_that_is_left_takes_the_requests_of_its_instance():
     scheduler = begun(2, ranks_per_instance=2)
     scheduler.handle(Submitted(ASKS[:4]), 0.0)
     assert {a.worker_id for a in scheduler.handle(WorkerLost(0), 0.0)} == {1}

@@ -109,7 +109,7 @@ def test_an_outlier_of_a_short_group_moves_to_a_longer_one():
     assert scheduler.num_unfinished == 2
 
 
-def test_an_outlier_of_a_long_group_goes_on_in_the_next_step():
+def test_an_outlier_of_a_long_group_resumes_in_the_next_step():
     scheduler = begun(2, num_ranking_groups=2)
     scheduler.handle(step(0, (10,), (100,)), 0.0)
     assert outlier(scheduler, 10, 1, 111) == [Defer(10)]
@@ -169,6 +169,6 @@ def test_sync_waits_for_the_update_and_one_step_off_for_the_one_before():
         assert scheduler.num_unfinished == 1
 
 
-def test_a_mode_that_there_is_not():
+def test_an_unknown_mode_is_refused():
     with pytest.raises(ValueError, match="expected a mode of sync, one_step_off"):
         StepOrder(GroupFifo(seed=0), "async")

@@ -41,7 +41,7 @@ def test_workers_left_over_go_to_the_longest_groups():
     assert allocate([1, 1, 1], 5, shared_work) == [1, 2, 2]
 
 
-def test_too_few_workers():
+def test_too_few_workers_are_an_error():
     with pytest.raises(ValueError, match="at least 1 of the workers for each of 3"):
         allocate([1, 2, 3], 2, shared_work)
 

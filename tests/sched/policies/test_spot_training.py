@@ -28,7 +28,7 @@ def test_the_first_idle_worker_leads_and_later_ones_join():
     assert c.leader() == 1 and c.members() == (1, 0, 2)
 
 
-def test_nobody_before_the_threshold():
+def test_nobody_trains_below_the_threshold():
     c = begun(4, min_idle_workers=3)
     assert c.idle(2) == c.idle(0) == [] and c.state(2) is IDLE
     assert c.work_arrived(0) == [] and c.state(0) is BUSY
@@ -83,7 +83,7 @@ def test_nothing_trains_without_data():
     assert c.idle(1) == [Lead(1)]
 
 
-def test_who_is_lost_was_idle_or_busy():
+def test_idle_and_busy_workers_may_be_lost():
     c = begun(3, min_idle_workers=2)
     c.idle(0)
     assert c.lost(0) == c.lost(1) == [] and c.idle(2) == []

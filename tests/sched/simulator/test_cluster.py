@@ -181,7 +181,7 @@ def test_lengths_have_the_mean_that_was_asked_for_and_groups_are_alike():
     assert collections.Counter(a.group_id for a in requests) == dict.fromkeys(range(400), 8)
 
 
-def test_workloads_that_cannot_be():
+def test_impossible_workloads_are_refused():
     with pytest.raises(ValueError, match="mean_tokens < limit_tokens"):
         Workload(1, 1, 50, 50)
     with pytest.raises(ValueError, match="group_share in 0"):
@@ -250,7 +250,7 @@ def test_histopipe_fills_up_what_one_step_leaves_empty():
     assert piped.trained_s == pytest.approx([31.0, 42.0, 73.0, 84.0])
 
 
-def test_what_is_deferred_counts_for_the_next_step():
+def test_deferred_requests_count_for_the_next_step():
     requests = [
         [RequestSpec(2 * s + p, 2 * s + p, 5, 1000, None, (10 + 90 * p,), s) for p in range(2)]
         for s in range(2)

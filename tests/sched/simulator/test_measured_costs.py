@@ -33,7 +33,7 @@ def test_moves_go_by_the_least_size_that_holds_them():
     assert MEASURED.kv_tokens == 8 * 128
 
 
-def test_a_simulation_runs_on_it():
+def test_a_simulation_runs_on_measured_costs():
     """Two requests of 10 and 20 tokens on one worker of two rows: 20 rounds of two seconds."""
     flat = MeasuredCosts({(2, 1, 64): 2.0}, {63: (0.0, 0.0)})
     requests = [RequestSpec(0, 0, 4, 30), RequestSpec(1, 0, 4, 30)]

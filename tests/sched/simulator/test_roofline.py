@@ -34,7 +34,7 @@ def test_a_round_is_its_matrices_and_its_attention():
     assert ONE.round_seconds(2, 60, 12) == pytest.approx(0.5 + math.hypot(0.2, 0.48) + 2.4)
 
 
-def test_what_fits_beside_the_weights():
+def test_the_cache_has_the_room_beside_the_weights():
     assert ONE.kv_tokens == 120  # (500 − 20) / 4
     assert Instance(SLOW, SMALL, 2, PLAIN).kv_tokens == 245
     experts = ModelShape("experts", 10.0, 600.0, 2, 4.0, 3.0, 5, expert_bytes=400.0)
@@ -43,7 +43,7 @@ def test_what_fits_beside_the_weights():
     assert Instance(SLOW, ModelShape("big", 1, 600, 1, 1, 1, 1), 1, PLAIN).kv_tokens == 0
 
 
-def test_prefill_and_copies():
+def test_seconds_of_prefill_and_copies():
     # 5 tokens: 5·20 / 1000 with 20 / 100; then attention, 5·3·2.5 / 1000
     assert ONE.prefill_seconds(5) == pytest.approx(0.5 + math.hypot(0.2, 0.1) + 0.0375)
     assert ONE.prefill_seconds(100) == pytest.approx(0.5 + math.hypot(0.2, 2.0) + 15)

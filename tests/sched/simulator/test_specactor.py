@@ -27,7 +27,7 @@ def test_expected_tokens_of_a_window():
     assert sequential_tokens(1.0, 7) == 8 and sequential_tokens(0.0, 7) == 1
 
 
-def test_coupled_tokens_are_the_mean_of_draws():
+def test_sequential_tokens_are_the_mean_of_draws():
     rng = np.random.default_rng(0)
     right = rng.random((200_000, 4)) < 0.7
     run = np.cumprod(right, axis=1).sum(axis=1)
@@ -43,7 +43,7 @@ def verify(devices, window):
     return LinearTime(0.02 * (window + 1) / devices, 1.0 / devices)
 
 
-def test_the_plan_is_the_best_of_all_that_are_looked_at():
+def test_the_plan_is_the_best_of_all_that_are_considered():
     for p, batch in itertools.product((0.3, 0.7, 0.95), (8, 64, 512)):
         found = plan(batch, 16, (2, 4), draft, verify, p)
         rates = {}
@@ -79,7 +79,7 @@ def test_a_request_that_is_accepted_less_drafts_less_far_ahead():
     assert own.window < found.window
 
 
-def test_what_is_hardly_accepted_is_not_drafted_ahead():
+def test_requests_that_are_hardly_accepted_are_not_drafted_ahead():
     def verify_of(window):
         return LinearTime(0.0, 1.0)
 

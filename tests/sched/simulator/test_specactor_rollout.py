@@ -43,7 +43,7 @@ def seconds(strategy, lengths=(100, 100, 100, 100), **more):
     return SpecActorRollout(HARDWARE, trace(lengths, **more), strategy, step_s=0.1).seconds()
 
 
-def test_every_way_takes_what_its_rounds_take():
+def test_every_mode_takes_the_seconds_of_its_rounds():
     found = DevicePlan(1, 1, 4, 0.0)
     assert seconds(Strategy(PLAIN, found)) == pytest.approx(100, abs=0.2)
     sequential = 100 / sequential_tokens(0.8, 4) * (4 * 0.25 + 1)
@@ -58,7 +58,7 @@ def test_every_way_takes_what_its_rounds_take():
     assert decoupled < sequential
 
 
-def test_what_missed_is_in_no_verification_while_it_is_drafted_anew():
+def test_a_rejected_request_is_in_no_verification_while_it_drafts_again():
     """Verifying takes as long as the nodes it has; nobody is right, so half wait for drafts."""
     shape = ModelShape("y", 0.5, 0.0, 1, 1.0, 0.0, 0)
     device = dataclasses.replace(DEVICE, operations_per_s=1.0)
@@ -103,7 +103,7 @@ def test_freed_units_help_with_what_is_accepted_better():
     assert useless == pytest.approx(seconds(Strategy(SEQUENTIAL, found), lengths, p=0.9), abs=0.2)
 
 
-def test_what_has_no_room_waits():
+def test_requests_without_room_wait():
     small = dataclasses.replace(DEVICE, memory_bytes=110.0)
     hardware = Hardware(
         1, Instance(small, SHAPE, 1, Efficiency(1, 1, 1.0, 0, 1)), {"small": instance(0.25)}

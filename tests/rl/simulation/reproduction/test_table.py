@@ -246,7 +246,7 @@ def test_a_file_that_reproduces_prints_its_rows_whatever_the_processes(capsys):
 
 def test_all_that_is_shipped_is_played_and_printed(capsys, monkeypatch):
     config = load(SimulateRun, [FOLDER / "tlt.gin"], ["Simulate.seeds=(3,)"])
-    monkeypatch.setattr(simulate, "configurations", lambda: [("tlt", config)])
+    monkeypatch.setattr(reproduction, "configurations", lambda: [("tlt", config)])
     monkeypatch.setattr(simulate.os, "cpu_count", lambda: 1)
     assert simulate.main(["--reproduce"]) == 0
     printed = capsys.readouterr().out
