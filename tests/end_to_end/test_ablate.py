@@ -75,7 +75,7 @@ def test_a_grid_is_stopped_resumed_and_read(grid, capsys, monkeypatch):
     assert "another configuration" in capsys.readouterr().err
 
 
-def test_what_is_wrong_is_said_before_anything_runs(grid, capsys):
+def test_errors_are_named_before_anything_runs(grid, capsys):
     assert call_main(ablate.main, *arguments(grid, "--gin.Ablation.seed=(1,)")) == 2
     assert "Did you mean Ablation.seeds?" in capsys.readouterr().err
     with pytest.raises(SystemExit) as left:

@@ -152,7 +152,7 @@ def test_nothing_whole_is_one_error_that_lists_each(tmp_path):
     assert sorted(caught.value.problems) == [4, 8]
 
 
-def test_a_step_asked_for_by_number_is_never_exchanged_for_another(tmp_path):
+def test_a_requested_step_is_never_replaced_by_another(tmp_path):
     save_steps(tmp_path, 4, 8)
     assert_is_step(reader.restore(tmp_path, TEMPLATE, step=4), 4)
     (tmp_path / "step_00000008" / checkpoint_manifest.MANIFEST_NAME).unlink()
@@ -206,7 +206,7 @@ def test_closing_after_an_error_keeps_that_error_and_tells_of_the_save(tmp_path,
     ],
     ids=["full", "read-only", "as tensorstore says it"],
 )
-def test_a_disk_that_refuses_is_one_line_that_says_what_stands(tmp_path, monkeypatch, error):
+def test_a_disk_error_is_one_line_that_names_the_newest_checkpoint(tmp_path, monkeypatch, error):
     with pytest.raises(checkpointer.SaveError) as caught, Checkpointer(tmp_path) as saver:
         saver.save(1, content(1))
         saver.wait()
@@ -224,7 +224,7 @@ def test_a_disk_that_refuses_is_one_line_that_says_what_stands(tmp_path, monkeyp
     assert_is_step(reader.Restored(1, reader.restore(tmp_path, TEMPLATE).arrays, host(1)), 1)
 
 
-def test_errors_that_are_no_disks_stay_as_they_are(tmp_path, monkeypatch):
+def test_errors_that_are_not_the_disks_are_raised_unchanged(tmp_path, monkeypatch):
     with pytest.raises(ZeroDivisionError), Checkpointer(tmp_path) as saver:
         monkeypatch.setattr(saver._orbax, "wait_until_finished", lambda: 1 / 0)
         saver.save(1, content(1))

@@ -19,7 +19,7 @@ def test_hostile_answers_execute_nothing_write_nothing_and_end():
     assert counts == {"executions": 0, "hangs": 0, "tracebacks": 0, "outside_writes": 0}
 
 
-def test_the_spy_sees_what_must_not_happen():
+def test_the_spy_sees_forbidden_effects():
     functions = tuple(f"{SPY}:{name}" for name in ("begin", "planted", "seen"))
     example = Example("x#0", "q", "1", {}, "jsonl:x")
     with RewardPool(RewardConfig(functions=functions, workers=1)) as pool:

@@ -24,7 +24,7 @@ def tiny(tmp_path_factory):
 
 
 @pytest.mark.parametrize("kind", corpus.CLASSES)
-def test_a_draw_of_the_corpus(kind, tiny):
+def test_a_sample_of_the_corpus(kind, tiny):
     counts = watch.count(corpus.cases(kind, tiny, BUDGETS[kind]))
     bad = counts.outside_writes + counts.executions + counts.hangs + counts.tracebacks
     assert bad + counts.accepted_though_wrong == 0, "\n".join(counts.seen)
@@ -98,7 +98,7 @@ def lookup(folder):
         (lambda folder: None, "accepted_though_wrong"),
     ],
 )
-def test_what_must_not_happen_is_seen(fault, counted):
+def test_forbidden_effects_are_detected(fault, counted):
     counts = watch.count(
         [Case("planted", fault, refused=True)], limit_s=1.0 if fault is hang else 30
     )

@@ -232,7 +232,7 @@ ODD_DIRECTORIES = {
 
 @pytest.mark.parametrize("dry", [(), ("--dry_run",)], ids=["", "dry_run"])
 @pytest.mark.parametrize("case", ODD_DIRECTORIES)
-def test_a_directory_that_cannot_be_is_one_line(tiny, tmp_path, capsys, monkeypatch, case, dry):
+def test_an_impossible_directory_is_one_line(tiny, tmp_path, capsys, monkeypatch, case, dry):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("precious")
     (tmp_path / "dangling").symlink_to(tmp_path / "nothing")

@@ -31,7 +31,7 @@ def unharmed(outside) -> bool:
     return len(files) == 2 and all(p.read_text() == "precious" for p in files)
 
 
-def test_files_come_whole_and_go(folder):
+def test_files_are_written_read_listed_and_removed(folder):
     folder.replace("a", "text")
     folder.replace("a", b"bytes")
     with folder.append("b") as file:
@@ -106,7 +106,7 @@ def test_a_pipe_or_a_folder_in_place_of_a_file_is_refused_at_once(folder, call):
         call(folder)
 
 
-def test_names_are_of_this_folder(folder):
+def test_names_with_a_path_are_refused(folder):
     for name in ("", ".", "..", "../x", "/etc/passwd", "a/b", "a\0b"):
         with pytest.raises(ValueError, match="name of an entry"):
             folder.replace(name, "x")
@@ -114,7 +114,7 @@ def test_names_are_of_this_folder(folder):
             folder.folder(name)
 
 
-def test_what_was_moved_away_is_not_written_by_its_path(folder, victim):
+def test_a_folder_that_was_moved_away_is_not_written_by_its_path(folder, victim):
     folder.check_in_place()
     folder.path.rename(folder.path.with_name("moved"))
     with pytest.raises(LinkError, match="no longer"):
@@ -152,7 +152,7 @@ def test_a_file_is_linked_or_copied(folder, tmp_path, monkeypatch):
     assert folder.read("y") == b"content" and os.stat(folder.path / "y").st_nlink == 1
 
 
-def test_a_lock_is_one_processs(folder):
+def test_only_one_process_holds_a_lock(folder):
     script = "import sys; from models.folder import Folder; print(Folder(sys.argv[1]).lock('x'))"
 
     def other() -> str:
@@ -164,14 +164,14 @@ def test_a_lock_is_one_processs(folder):
     assert other() != "None"
 
 
-def test_handles_are_given_back(tmp_path):
+def test_handles_are_closed(tmp_path):
     before = len(os.listdir("/dev/fd"))
     for _ in range(50):
         Folder(tmp_path).folder("inner").replace("x", "y")
     assert len(os.listdir("/dev/fd")) <= before + 1
 
 
-def test_new_files_are_as_the_umask_says(folder):
+def test_new_files_follow_the_umask(folder):
     before = os.umask(0o027)
     try:
         folder.replace("x", "y")

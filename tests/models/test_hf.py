@@ -427,7 +427,7 @@ def test_other_number_types_are_named(tmp_path):
         hf.check(folder)
 
 
-def test_head_of_a_tied_folder(tmp_path):
+def test_a_tied_folder_may_repeat_its_embedding_as_the_head(tmp_path):
     folder = copy_of("llama3_tied", tmp_path)
     edit_weights(folder, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"]}))
     config, params = hf.load_pretrained(folder)  # a duplicate is tolerated

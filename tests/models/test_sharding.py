@@ -43,7 +43,7 @@ def test_sizes_below_one_are_refused():
         MeshConfig(data=-2)
 
 
-def test_table_and_collisions():
+def test_logical_axes_map_to_mesh_axes_without_repeats():
     assert sharding.partition_spec(("embed", "mlp")) == P("fsdp", "tensor")
     assert sharding.partition_spec(("batch", None, "vocab")) == P(("data", "fsdp"), None, "tensor")
     for axes in (("embed", "embed"), ("heads", "mlp"), ("batch", "embed")):

@@ -177,7 +177,7 @@ def test_a_template_that_fails_or_takes_too_much_is_a_value_error(
         loaded.apply_chat_template([{"role": "user", "content": "a"}])
 
 
-def test_a_template_that_was_killed_is_followed_by_others(hurried, tmp_path):
+def test_templates_render_after_one_was_killed(hurried, tmp_path):
     bomb = with_template(
         tmp_path / "bomb", "{% for i in range(9**5) %}{{ 'a' * 10**9 }}{% endfor %}"
     )

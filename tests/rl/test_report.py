@@ -209,7 +209,7 @@ GOOD_ROUND = json.dumps(
         '{"step": 1, "rounds": [' + GOOD_ROUND.replace("}", ', "more": 1}') + "]}",
     ],
 )
-def test_a_hostile_timeline_is_a_sentence(tmp_path, capsys, content):
+def test_a_hostile_timeline_is_one_error(tmp_path, capsys, content):
     folder = make_run(tmp_path / "run", [0.5])
     (folder / "timeline.json").write_text(content)
     assert report.main([str(folder)]) == 2
@@ -246,7 +246,7 @@ def test_hostile_numbers_and_names_are_left_out_or_taken_literally(tmp_path, cap
 
 
 @pytest.mark.parametrize("row", ['{"step": 1' + "0" * 400 + "}", '{"step": -1}', "[" * 100_000])
-def test_hostile_rows_are_a_sentence(tmp_path, capsys, row):
+def test_hostile_rows_are_one_error(tmp_path, capsys, row):
     folder = make_run(tmp_path / "run", [0.5])
     (folder / "metrics.jsonl").write_text(row + '\n{"step": 2, "reward": 1.0}\n')
     assert report.main([str(folder)]) == 2

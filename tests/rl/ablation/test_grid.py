@@ -49,7 +49,7 @@ def test_every_variant_with_every_seed_seed_by_seed(grid, tmp_path):
     assert not any(c.begun or c.done or c.steps_done for c in found)
 
 
-def test_what_is_wrong_with_a_variant_is_said_before_anything_runs(grid, tmp_path):
+def test_faulty_variants_are_named_before_anything_runs(grid, tmp_path):
     text = grid.read_text()
     for bad, words in (
         ("Reuse.mod = 'off'", "variant 'lenient 1': .*no field Reuse.mod"),
@@ -129,7 +129,7 @@ def row(name, seed, tokens, reward):
 ROWS = [row("plain", 0, 100.0, 0.5), row("a|b", 0, 40.0, 0.75), row("plain", 1, 100.0, 1.0)]
 
 
-def test_seeds_are_put_together():
+def test_rows_are_summarised_over_seeds():
     spreads = by_variant(ROWS)
     assert list(spreads) == ["plain", "a|b"]
     assert spreads["plain"]["final_reward"] == Spread(0.75, pytest.approx(0.5 / math.sqrt(2)))
@@ -149,7 +149,7 @@ def test_the_table_and_the_figure(tmp_path):
     assert (tmp_path / "figure.png").read_bytes()[:4] == b"\x89PNG"
 
 
-def test_columns_that_say_nothing_of_these_runs_are_left_out():
+def test_columns_without_values_are_left_out():
     bare = [r | {"reused_fraction": math.nan, "verify_s": 0.0, "epochs": 0.01} for r in ROWS]
     text = markdown(by_variant(bare))
     head = text.splitlines()[0]
@@ -168,7 +168,7 @@ def test_rewards_by_step_are_means_over_the_seeds_that_have_one(grid, tmp_path):
     assert reward_curves(found[::2]) == {"plain": ([1, 2], [0.5, 1.0])}
 
 
-def test_what_runs_ahead_has_no_rollout_seconds_to_compare():
+def test_async_rollouts_have_no_rollout_seconds_to_compare():
     ahead = row("ahead", 0, 90.0, 0.5) | {"rollout_s": math.nan}
     (line,) = [x for x in markdown(by_variant([*ROWS, ahead])).splitlines() if "ahead" in x]
     assert line.split(" | ")[:3] == ["| ahead", "0.90", ""]

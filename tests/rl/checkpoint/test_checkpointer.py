@@ -89,7 +89,7 @@ def test_template_of_arrays_and_shapes_without_sharding(tmp_path):
         assert_same_bits(saver.restore(bare).arrays, state)
 
 
-def test_adamw_goes_on_as_if_never_stopped(tmp_path):
+def test_adamw_resumes_bitwise(tmp_path):
     params = {"w": jnp.linspace(0.0, 1.0, 6).reshape(2, 3), "b": jnp.zeros((3,))}
     schedule = optax.linear_schedule(1e-2, 0.0, 10)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule))

@@ -145,7 +145,7 @@ def test_a_bare_word_of_the_command_line_is_a_string(text):
     assert load(Schema, (), [f"Run.directory={text}"]).run.directory == text
 
 
-def test_overrides_speak_gin_too():
+def test_overrides_use_the_grammar_of_gin():
     got = load(
         Schema, (), ["Run.name=None", "Run.directory='q'", "Rollout.draw=gumbel", "Run.steps=-3"]
     )
@@ -262,7 +262,7 @@ def test_required_fields():
     assert load(Required, (), ["Data.task=gcd"]).data.task == "gcd"
 
 
-def test_what_files_include_is_bounded(tmp_path):
+def test_includes_are_bounded(tmp_path):
     for i in range(28):  # 2**27 reads, were they all read
         text = f"include 'f{i + 1}.gin'\n" * 2 if i < 27 else "Run.steps = 1\n"
         write(tmp_path / f"f{i}.gin", text)
@@ -276,7 +276,7 @@ def test_what_files_include_is_bounded(tmp_path):
     assert "at most 262144 bytes" in refusal(files=(large, large))
 
 
-def test_what_macros_make_is_bounded(tmp_path):
+def test_macro_expansion_is_bounded(tmp_path):
     laughs = "m0 = (1, 1, 1, 1, 1, 1, 1, 1, 1, 1)\n" + "".join(
         f"m{i + 1} = (" + f"%m{i}, " * 10 + ")\n" for i in range(10)
     )
@@ -290,7 +290,7 @@ def test_strings_side_by_side_are_bounded(tmp_path):
     assert "strings side by side" in file_refusal(tmp_path, "Run.name = " + "'x' " * 10_000)
 
 
-def test_text_is_of_whole_characters(tmp_path):
+def test_half_surrogate_pairs_are_refused(tmp_path):
     message = file_refusal(tmp_path, 'Run.name = "a\\ud800"\n')
     assert "bad.gin:1: expected text of whole characters" in message and message.isprintable()
 

@@ -49,7 +49,7 @@ def test_every_variant_of_an_ablation_is_a_configuration(path, tmp_path):
     assert len({dump(cell.config) for cell in found}) == len(found)
 
 
-def test_there_is_the_configuration_that_runs_without_arguments():
+def test_the_default_configuration_exists():
     assert ROOT / "configs" / "tiny_cpu.gin" in CONFIGS
 
 

@@ -316,7 +316,7 @@ def test_weights_set_the_share_of_each_task(two_files):
     assert ordered == [f"a{i % 30}" for i in range(num_a)]  # in order, then again
 
 
-def test_task_config_refuses_what_cannot_be():
+def test_invalid_task_configs_are_refused():
     with pytest.raises(ValueError, match="one per spec"):
         TaskConfig(weights=(1.0, 2.0))
     with pytest.raises(ValueError, match="positive"):

@@ -18,7 +18,7 @@ def test_distinct_1():
     assert distinct_1(arrays([7] * (2 * MOST_TOKENS))) == 1 / MOST_TOKENS
 
 
-def test_the_same_and_the_different():
+def test_self_bleu_of_equal_and_of_different_responses():
     assert self_bleu(arrays([1, 2, 3, 4, 5], [1, 2, 3, 4, 5]), [0, 0]) == pytest.approx(1.0)
     assert self_bleu(arrays([1], [1]), [0, 0]) == pytest.approx(1.0)  # no longer n-grams
     # one match of nothing: the floor, over the n-grams that there are
@@ -27,7 +27,7 @@ def test_the_same_and_the_different():
     assert self_bleu(arrays([1, 2, 3, 4], [5, 6, 7, 8]), [0, 0]) == pytest.approx(want)
 
 
-def test_matches_are_clipped_and_short_responses_pay():
+def test_matches_are_clipped_and_short_responses_are_penalised():
     got = self_bleu(arrays([1, 1, 1], [1, 2, 1, 1, 1, 1], [9]), [0, 0, 0])
     wanted = [
         1.0,  # 1, 1 1 and 1 1 1 are all in the second; the third is as near in length: 1 < 3

@@ -93,7 +93,7 @@ def test_a_function_without_any_value_has_no_mean():
     assert not [name for name in row if name.startswith("rewards/digits")]
 
 
-def test_where_all_are_cut_there_is_no_terminated_length():
+def test_no_terminated_length_where_all_responses_are_truncated():
     cut = [trajectory(i, 9, LENGTH) for i in range(3)]
     row = step_metrics(
         cut, scores(1.0, 1.0, 1.0), stats(tokens=0, rounds=collections.Counter()), step=3

@@ -134,7 +134,7 @@ def test_bad_values_are_refused(changes, message):
         RewardConfig(**changes)
 
 
-def test_a_home_that_does_not_exist_is_a_sentence():
+def test_an_unknown_home_directory_is_named():
     with pytest.raises(ValueError, match="Reward.functions: ~nosuchuser/x.py:f: .*home"):
         validate(RewardConfig(functions=("~nosuchuser/x.py:f",)))
 

@@ -96,7 +96,7 @@ def test_a_worker_that_was_stopped_while_idle_is_found_by_its_silence(monkeypatc
         assert score.total == 0.5 and not pool.counters
 
 
-def test_a_worker_that_does_not_start_is_given_up(tmp_path):
+def test_a_worker_that_does_not_start_is_an_error(tmp_path):
     (tmp_path / "slow.py").write_text("import time\ntime.sleep(60)\ndef f(**c): return [1.0]\n")
     endless = RewardConfig(functions=(f"{tmp_path}/slow.py:f",), workers=1)
     with pytest.raises(RewardWorkerError, match="could not start: no answer within its time"):
@@ -104,7 +104,7 @@ def test_a_worker_that_does_not_start_is_given_up(tmp_path):
             pass
 
 
-def test_a_start_that_hangs_outside_the_worker_is_given_up(monkeypatch):
+def test_a_start_that_hangs_outside_the_worker_is_an_error(monkeypatch):
     let_go = threading.Event()
     monkeypatch.setattr(process.WorkerProcess, "__init__", lambda *_: let_go.wait(30))
     monkeypatch.setattr(pool_module, "_MARGIN_S", 0.2)
@@ -119,7 +119,7 @@ class Odd(Exception):
 
 
 @pytest.mark.parametrize("method", ["__init__", "wait_ready", "dispose"])
-def test_what_a_replacement_raises_is_told_to_later_samples(monkeypatch, method):
+def test_later_samples_get_the_error_of_a_failed_replacement(monkeypatch, method):
     def fails(self, *arguments):
         raise Odd("no")
 
@@ -134,7 +134,7 @@ def test_what_a_replacement_raises_is_told_to_later_samples(monkeypatch, method)
                     future.result(timeout=60)
 
 
-def test_what_asking_raises_is_its_samples_and_the_thread_goes_on(monkeypatch):
+def test_an_error_while_asking_fails_one_sample_and_the_thread_continues(monkeypatch):
     with RewardPool(config("half")) as pool:
         with monkeypatch.context() as patch:
             patch.setattr(process.WorkerProcess, "ask", lambda self, job: [][1])
@@ -143,7 +143,7 @@ def test_what_asking_raises_is_its_samples_and_the_thread_goes_on(monkeypatch):
         assert scores_of(pool, ["x"])[0].total == 0.5
 
 
-def test_waiting_for_a_score_can_be_broken_off_and_has_an_end(monkeypatch):
+def test_waiting_for_a_score_can_be_interrupted_and_times_out(monkeypatch):
     class Asked(Exception):
         pass
 

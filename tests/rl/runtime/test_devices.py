@@ -27,7 +27,7 @@ NODE = ["/dev/nvidia0"]
         ("tpu", "tpu,cpu", [], []),
     ],
 )
-def test_devices_that_were_meant_are_not_spoken_of(backend, asked, nodes, plugins):
+def test_intended_devices_give_no_warning(backend, asked, nodes, plugins):
     assert devices.fallback(backend, asked, nodes, plugins) is None
 
 
@@ -47,7 +47,7 @@ def test_a_fallback_is_one_line(backend, asked, nodes, plugins, words):
 
 
 @pytest.mark.parametrize("platform", ["cuda", "no_such_platform"])
-def test_a_platform_that_is_not_there_is_one_line(platform, monkeypatch, tmp_path):
+def test_a_missing_platform_is_one_line(platform, monkeypatch, tmp_path):
     monkeypatch.setenv("JAX_PLATFORMS", platform)
     command = [sys.executable, "-m", "rl.train", "--gin.Run.steps=1"]
     done = subprocess.run(

@@ -34,7 +34,7 @@ print(rss_mib() - before)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's")
-def test_threads_leave_less_behind():
+def test_threads_leave_less_memory_behind():
     def grown_mib(mode: str) -> float:
         command = [sys.executable, "-c", GROWN, mode]
         return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
@@ -44,7 +44,7 @@ def test_threads_leave_less_behind():
     assert grown_mib("bound") < max(grown_mib("as it is"), 4.0)
 
 
-def test_nothing_is_done_elsewhere(monkeypatch):
+def test_nothing_is_done_without_glibc(monkeypatch):
     monkeypatch.setattr(sys, "platform", "darwin")
     host_memory.bound_arenas()
     host_memory.give_back()

@@ -42,12 +42,12 @@ def test_programs_are_compiled_while_others_are_lowered():
     compile_all(lowered(), 2)
 
 
-def test_a_program_that_does_not_compile_ends_it():
+def test_a_failed_compilation_ends_all_of_them():
     with pytest.raises(ValueError, match="no such operation"):
         compile_all([Program(), Program(ValueError("no such operation")), Program()], 3)
 
 
-def test_what_is_told_may_end_it():
+def test_a_progress_callback_may_end_compilation():
     def stop(done: int, total: int) -> None:
         if done:
             raise KeyboardInterrupt

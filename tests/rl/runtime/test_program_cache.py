@@ -29,7 +29,7 @@ def test_one_folder_for_all_runs_of_a_user(unset):
         assert stat.S_IMODE(os.stat(path).st_mode) == 0o700
 
 
-def test_what_the_user_has_set_wins(unset, tmp_path):
+def test_the_users_settings_win(unset, tmp_path):
     jax.config.update("jax_compilation_cache_dir", str(tmp_path / "set"))
     assert program_cache.keep() is None
     assert jax.config.jax_compilation_cache_dir == str(tmp_path / "set")
@@ -60,13 +60,13 @@ def test_another_users_folder_a_link_and_a_file_are_not_used(unset, tmp_path, mo
     assert jax.config.jax_compilation_cache_dir is None
 
 
-def test_where_none_can_be_made_the_run_goes_on_without(unset, tmp_path, monkeypatch):
+def test_a_run_works_without_a_program_cache(unset, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file" / "cache"))
     assert "every run compiles them anew" in program_cache.keep()
 
 
-def test_what_was_written_longest_ago_goes_first(tmp_path):
+def test_the_oldest_programs_are_pruned_first(tmp_path):
     for i in range(5):
         (tmp_path / str(i)).write_bytes(bytes(100))
         os.utime(tmp_path / str(i), (0, i))

@@ -56,7 +56,7 @@ def test_while_it_compiles_a_run_is_stopped_at_once(number, step, status):
     assert ended.status == (status or 128 + number)
 
 
-def test_a_step_under_way_is_told_and_then_left_in_time():
+def test_a_running_step_is_told_and_then_left_in_time():
     watch, ended = watching()
     with watch:
         watch.at("rollout")
@@ -71,7 +71,7 @@ def test_a_step_under_way_is_told_and_then_left_in_time():
     assert watch.exit_status == 75
 
 
-def test_what_is_not_left_in_time_is_ended():
+def test_a_step_that_is_not_left_in_time_is_ended():
     watch, ended = watching(Limits(hang_s=30.0, stop_s=0.2))
     with watch:
         watch.at("update")
@@ -83,7 +83,7 @@ def test_what_is_not_left_in_time_is_ended():
 
 
 @pytest.mark.parametrize("part", [SAVING, EXPORTING])
-def test_what_saves_may_take_longer(part):
+def test_saving_may_take_longer(part):
     watch, ended = watching(Limits(hang_s=30.0, stop_s=0.2))
     with watch:
         watch.at(part)
@@ -134,7 +134,7 @@ def test_a_terminal_that_hangs_does_not_keep_a_process():
     never.set()
 
 
-def test_handlers_are_as_before_once_it_is_over():
+def test_signal_handlers_are_restored():
     before = [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)]
     with watching()[0]:
         pass
@@ -142,7 +142,7 @@ def test_handlers_are_as_before_once_it_is_over():
 
 
 @pytest.mark.fault
-def test_a_result_that_never_comes_is_a_hang_and_progress_is_none():
+def test_a_wait_without_progress_is_a_hang_and_one_with_progress_is_none():
     from concurrent.futures import Future
 
     alive, beats = [], iter(range(8))
@@ -156,12 +156,12 @@ def test_a_result_that_never_comes_is_a_hang_and_progress_is_none():
     assert result_of(done, "a number", Patience(0.0)) == 5
 
 
-def test_where_a_thread_is():
+def test_the_code_line_of_a_thread():
     assert code_line(threading.get_ident()).startswith("rl/runtime/waits.py:")
     assert code_line(-1) == "it has ended"
 
 
-def test_a_live_display_is_taken_away_before_the_last_words():
+def test_a_live_display_is_closed_before_the_last_message():
     ended, happened = Ended(), []
     watch = Watch(
         say=lambda text: happened.append("words"),

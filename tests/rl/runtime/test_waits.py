@@ -21,7 +21,7 @@ from rl.workers import worker_group
 
 @pytest.mark.fault
 @pytest.mark.parametrize("wait", PLANTED)
-def test_what_hangs_is_ended_and_named(wait):
+def test_a_hang_is_ended_and_named(wait):
     outcome = plant(wait)
     assert outcome.ended_and_named, outcome
 
@@ -38,7 +38,7 @@ def test_what_ends_by_itself_does_not_count_as_ended(monkeypatch, wait):
 
 
 @pytest.mark.fault
-def test_a_rollout_that_is_given_up_does_not_wait_for_a_worker_that_hangs(monkeypatch):
+def test_an_abandoned_rollout_does_not_wait_for_a_hanging_worker(monkeypatch):
     """It waits for less than a hang's limit: somebody has asked for the end."""
     monkeypatch.setattr(worker_group, "LEAVING_S", 0.2)
     monkeypatch.setattr(hangs, "LIMIT_S", 60.0)
@@ -65,7 +65,7 @@ def test_a_worker_without_requests_is_ended_by_close():
 
 
 @pytest.mark.fault
-def test_a_turn_is_waited_for_as_long_as_the_other_save_goes_on(tmp_path, monkeypatch):
+def test_a_save_waits_while_another_makes_progress(tmp_path, monkeypatch):
     alive, beats = [], iter(range(8))
     other = SimpleNamespace(directory="there", _progress=lambda: next(beats, None))
     monkeypatch.setattr(checkpointer, "_writer", other)
