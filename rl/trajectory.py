@@ -17,6 +17,8 @@ from models.config import ModelConfig
 from models.kv_cache import KVCache
 from spec.reuse.rollout_cache import CachedResponse
 
+Prompt = tuple[int, ...]  # token ids
+
 
 class Origin(enum.IntEnum):
     """The way in which a response token was generated."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Sequence
 
-Prompt = tuple[int, ...]
+from rl.trajectory import Prompt
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,7 +18,7 @@ from rl.engine import admission, cache_ops
 from rl.engine.model_runner import ModelRunner
 from rl.engine.prefix_verification import VerifiedRequest
 from rl.engine.slot_table import SlotTable
-from rl.trajectory import PartialRequest
+from rl.trajectory import PartialRequest, Prompt
 from spec import cache_rows
 from spec.config import SamplingConfig
 from spec.eagle.batch import HiddenStates, HiddenStateSink
@@ -74,7 +74,7 @@ class SlotCache:
         params: transformer.Params,
         requests: Sequence[PartialRequest],
         default_limit: int,
-        wanted_later: Collection[admission.Prompt] = (),
+        wanted_later: Collection[Prompt] = (),
     ) -> int:
         """Put requests into free rows; return the number of tokens that were prefilled.
 
@@ -114,8 +114,8 @@ class SlotCache:
     def _fill(
         self,
         params: transformer.Params,
-        prompts: Sequence[admission.Prompt],
-        wanted_later: Collection[admission.Prompt],
+        prompts: Sequence[Prompt],
+        wanted_later: Collection[Prompt],
     ) -> tuple[tuple[int, ...], int]:
         self.grow(max(len(p) for p in prompts) + 1)
         plan = admission.plan(prompts, self.table.free_rows(), self.table.prompts, wanted_later)
@@ -163,7 +163,7 @@ class SlotCache:
         """Forget the cache: a step that failed may have consumed it."""
         self._cache = None
 
-    def fit(self, num_requests: int, wanted_later: Collection[admission.Prompt]) -> None:
+    def fit(self, num_requests: int, wanted_later: Collection[Prompt]) -> None:
         """Halve the rows while all requests fit into half of them; double them while they do not.
 
         Rows grow only where requests come while a rollout runs.

@@ -18,13 +18,13 @@ from rl.trajectory import (
     Origin,
     PartialRequest,
     Prefix,
+    Prompt,
     Request,
     Trajectory,
     of_prefix,
 )
 from spec.drafter import LiveSlots
 
-Prompt = tuple[int, ...]
 ARRAYS = (
     *("tokens_BL", "logprobs_BL", "origins_BL", "prompt_tokens_B", "total_tokens_B", "limit_B"),
     *("final_B", "busy_B", "entered_B", "request_ids_B", "group_ids_B", "sample_indices_B"),

@@ -5,9 +5,8 @@ from __future__ import annotations
 import collections
 from collections.abc import Collection, Sequence
 
-from rl.engine import admission
 from rl.engine.prefix_verification import PrefixVerifier
-from rl.trajectory import PartialRequest, Request
+from rl.trajectory import PartialRequest, Prompt, Request
 
 
 class WaitingQueue:
@@ -22,13 +21,13 @@ class WaitingQueue:
         self.new: collections.deque[PartialRequest] = collections.deque()
         self.sourced: collections.deque[PartialRequest] = collections.deque()
         # how many of `new` have each prompt: hashing all prompts in every round takes long
-        self._prompts: collections.Counter[admission.Prompt] = collections.Counter()
+        self._prompts: collections.Counter[Prompt] = collections.Counter()
 
     def __len__(self) -> int:
         return len(self.new) + len(self.cached or ()) + len(self.sourced)
 
     @property
-    def prompts(self) -> Collection[admission.Prompt]:
+    def prompts(self) -> Collection[Prompt]:
         """The prompts of `new`: rows that hold them are overwritten last."""
         return self._prompts.keys()
 

@@ -31,8 +31,6 @@ from spec.budget.config import TunerConfig
 from spec.config import SamplingConfig
 from spec.eagle.config import DataBufferConfig, DrafterTrainingConfig, EagleConfig
 
-Prompt = tuple[int, ...]
-
 
 @dataclasses.dataclass(frozen=True)
 class RunConfig:
@@ -143,7 +141,7 @@ class Inputs:
         digest = hashlib.sha256(repr((self.model, words)).encode()).hexdigest()
         return f"{self.model.architecture}-{digest[:16]}"
 
-    def encode(self, example: Example, config: TaskConfig) -> Prompt:
+    def encode(self, example: Example, config: TaskConfig) -> tuple[int, ...]:
         return encode_prompt(self.tokenizer, example, config.system_prompt, config.prompt_suffix)
 
 

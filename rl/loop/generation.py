@@ -24,7 +24,7 @@ from rl.learner import trainer
 from rl.learner.advantages import informative_groups
 from rl.learner.config import TrainSpec
 from rl.loop.drafter_run import DrafterRun
-from rl.loop.experiment import Inputs, Prompt, TrainConfig
+from rl.loop.experiment import Inputs, TrainConfig
 from rl.metrics.writer import Timings
 from rl.packing import Shape
 from rl.rewards.pool import RewardPool, Score, ScoreJob
@@ -34,7 +34,7 @@ from rl.runtime.signals import Stopped, Watch
 from rl.speculation import reuse
 from rl.speculation.reuse import Reuse
 from rl.speculation.sources import Speculation
-from rl.trajectory import Trajectory
+from rl.trajectory import Prompt, Trajectory
 from spec.reuse.rollout_cache import RolloutCache
 
 

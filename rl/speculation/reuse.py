@@ -16,14 +16,13 @@ import numpy as np
 
 from rl.engine.stats import EngineStats
 from rl.speculation.config import MOST_SAMPLES, ReuseConfig
-from rl.trajectory import Request, Trajectory
+from rl.trajectory import Prompt, Request, Trajectory
 from spec.reuse import lenience
 from spec.reuse.lenience import parse_schedule
 from spec.reuse.prefix_rule import PrefixRule, parse_mode
 from spec.reuse.rollout_cache import CachedGroup, CachedResponse, RolloutCache, Scores
 from spec.sampling import step_key
 
-Prompt = tuple[int, ...]
 COUPLED_STEP = 0  # training steps count from 1: the noise that repeats is none of theirs
 
 

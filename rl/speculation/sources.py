@@ -22,6 +22,7 @@ from rl.engine.rollout_spec import DrafterContext, DrafterFactory, no_drafts
 from rl.runtime.waits import Hang, Patience, result_of
 from rl.speculation.config import SpeculationConfig
 from rl.speculation.device_drafters import NO_DRAFTERS, DeviceDrafters
+from rl.trajectory import Prompt
 from spec.budget.bandit import BegMab
 from spec.budget.bandit_budget import BanditBudget, make_bandit
 from spec.budget.budget import Budget
@@ -37,7 +38,6 @@ from spec.retrieval.ngram import NgramDrafter
 from spec.reuse.rollout_cache import RolloutCache
 from spec.round_times import RoundTimes
 
-Prompt = Sequence[int]
 MOST_WORKERS = 2**16
 
 
