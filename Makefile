@@ -39,7 +39,7 @@ bench: $(INSTALLED)
 
 # Every warning is an error: a link or an anchor that leads nowhere fails.
 docs: $(INSTALLED)
-	$(PIP) -e '.[docs]'
+	$(PIP) --build-constraint constraints.txt -e '.[docs]'
 	$(BIN)/python -m docs.generate --check
 	$(BIN)/python -m sphinx -q -W --keep-going -n -b html docs docs/_build
 

@@ -1,0 +1,1 @@
+"""The documentation, and the tool that generates parts of it."""
