@@ -52,13 +52,13 @@ class Turns:
         buckets = compile_buckets.round_buckets(self._engine, self._config.sampling, **sizes)
         self._accelerator_times = roofline.round_times(PRICED, list(buckets))
         self._drafts: DrafterFactory = no_drafts
-        phase = self._speculation.phase
+        phase = self._speculation.drafter_factory
 
         def remembered(*asked: Any) -> DrafterFactory:
             self._drafts = phase(*asked)
             return self._drafts
 
-        self._speculation.phase = remembered  # type: ignore[method-assign]
+        self._speculation.drafter_factory = remembered  # type: ignore[method-assign]
         self.rows: list[dict[str, Any]] = []
 
     def __getattr__(self, name: str) -> Any:

@@ -2,11 +2,11 @@
 
     python -m rl.export_drafter runs/tlt_tiny_cpu-1 drafter
 
-The run may be going on, stopped or finished, which leaves the same in RUN/drafter_model. Of its
-whole checkpoints the one whose drafter was trained for longest counts: the drafter's own in
-RUN/drafter, or the run's. Copies of the policy's embedding and head are those of the run's newest
-checkpoint, or of RUN/policy, or left out. OUT gets the tokenizer's files too. The run's
-config.gin and what it names must be where they were.
+The run may still be running, stopped or finished; a finished run leaves the same in
+RUN/drafter_model. The export takes the whole checkpoint whose drafter was trained longest: the
+drafter's own in RUN/drafter, or the run's. Copies of the policy's embedding and head are those of
+the run's newest checkpoint, or of RUN/policy, or left out. OUT gets the tokenizer's files too. The
+run's config.gin and the files it names must be where they were.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rl.runtime.progress import say
 
 
 def main(argv: Sequence[str]) -> int:
-    """Parse, check, export, print; returns the exit code."""
+    """Parse, check, export and print; return the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m rl.export_drafter",
         description=__doc__,

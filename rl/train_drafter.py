@@ -1,17 +1,17 @@
-"""`python -m rl.train_drafter`: train a learned drafter on what a policy has written.
+"""`python -m rl.train_drafter`: train a learned drafter on responses that a policy has written.
 
     python -m rl.train_drafter runs/tiny_cpu-1 --policy runs/tiny_cpu-1/policy --out drafter
     python -m rl.train_drafter a.jsonl b.jsonl --policy DIR --out drafter --steps 5000
 
 A trace is a run folder (its samples.jsonl; a run with Metrics.samples_per_step = -1 writes all
-that it draws) or a file of lines {"prompt_ids": [...], "response_ids": [...]} or {"prompt": ...,
+responses) or a file of lines {"prompt_ids": [...], "response_ids": [...]} or {"prompt": ...,
 "completion": ...}. Texts are tokenized again, which may give other tokens than were drawn. The
-hidden states are those of --policy: take the weights that the drafter is to draft for.
+hidden states are those of --policy: give the weights that the drafter will draft for.
 
-A share of the prompts is held out; the drafter is judged on them before and after. OUT is a
-folder that serving engines read and runs start from (Drafter.directory); training goes on with
-it the same way, with a new optimizer. Ctrl-C and SIGTERM save what was learnt, then exit 75.
-One device; of the section Drafter only what steps are made of counts.
+A share of the prompts is held out; the drafter is evaluated on them before and after. OUT is a
+folder that serving engines read and runs start from (Drafter.directory); training can be continued
+from it the same way, with a new optimizer. Ctrl-C and SIGTERM save the drafter, then exit 75.
+Uses one device; from the section Drafter only the sizes of a step matter.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ from spec.eagle.config import EagleConfig
 from spec.eagle.packing import pack
 
 SAY_EVERY_STEPS = 50
-LEAST_VALUE_BYTES = 2  # of the types that hidden states come in
+LEAST_VALUE_BYTES = 2  # of the types of hidden states
 
 
 def main(argv: Sequence[str]) -> int:
-    """Parse, check, train, judge, write; returns the exit code."""
+    """Parse, check, train, evaluate and write; return the exit code."""
     parser = config_parser("rl.train_drafter", __doc__)
     parser.add_argument("trace", nargs="*", metavar="TRACE", help="a run folder or .jsonl file")
     parser.add_argument("--policy", metavar="DIR", help="the policy whose states it learns from")
@@ -86,14 +86,14 @@ def main(argv: Sequence[str]) -> int:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Training:
-    """A checked command."""
+    """A command whose arguments and inputs have been checked."""
 
     config: OfflineConfig
     policy: Path
     model: ModelConfig
     shape: EagleConfig
     trace: DrafterTraces
-    learnt: list[Response]
+    learned: list[Response]
     held_out: list[Response]
     out: Path
     steps: int
@@ -102,7 +102,7 @@ class _Training:
 
 
 def _prepare(args: argparse.Namespace, overrides: Sequence[str]) -> _Training:
-    """Open and check all that the command names; touches no device."""
+    """Open and check everything that the command names, without touching a device."""
     for name in ("trace", "policy", "out"):
         if not getattr(args, name):
             flag = "a TRACE" if name == "trace" else f"--{name} DIR"
@@ -122,12 +122,12 @@ def _prepare(args: argparse.Namespace, overrides: Sequence[str]) -> _Training:
     config = load(OfflineConfig, args.gin_file, overrides)
     out = Path(args.out).absolute()
     drafter_folder.check_target(out)
-    pack([], config.drafter.batch_rows, config.drafter.row_tokens)  # refuses rows without room
+    pack([], config.drafter.batch_rows, config.drafter.row_tokens)  # refuses rows that are short
     policy, model, words = open_policy(args.policy)
     shape = shape_of(config.drafter, config.drafter_training, model)
     trace = drafter_traces.read([Path(p) for p in args.trace], model, words)
-    learnt, held_out = drafter_traces.hold_out(trace.responses, args.eval_share, args.seed)
-    sizes = _sizes_bytes(learnt, shape, LEAST_VALUE_BYTES)
+    learned, held_out = drafter_traces.hold_out(trace.responses, args.eval_share, args.seed)
+    sizes = _sizes_bytes(learned, shape, LEAST_VALUE_BYTES)
     hidden_states.check_room(sizes, config.data_buffer.max_bytes)
     return _Training(
         config,
@@ -135,7 +135,7 @@ def _prepare(args: argparse.Namespace, overrides: Sequence[str]) -> _Training:
         model,
         shape,
         trace,
-        learnt,
+        learned,
         held_out,
         out,
         args.steps,
@@ -147,8 +147,8 @@ def _prepare(args: argparse.Namespace, overrides: Sequence[str]) -> _Training:
 def _print_plan(job: _Training) -> None:
     trace, config, model = job.trace, job.config, job.model
     size = sum(math.prod(spec.shape) for spec in jax.tree.leaves(eagle.param_specs(job.shape)))
-    tokens = sum(map(num_tokens, job.learnt))
-    most_mib = sum(_sizes_bytes(job.learnt, job.shape, 4)) / 2**20
+    tokens = sum(map(num_tokens, job.learned))
+    most_mib = sum(_sizes_bytes(job.learned, job.shape, 4)) / 2**20
     epochs = job.steps * config.step_tokens / tokens
     start = config.drafter.directory or "random weights"
     left_out = f"left out: {trace.too_long} too long, {trace.too_short} too short"
@@ -174,13 +174,12 @@ def _sizes_bytes(responses: Sequence[Response], shape: EagleConfig, value_bytes:
 
 
 def _run(job: _Training) -> int:
-    """Train in this process; SIGTERM and Ctrl-C save what was learnt, and exit 75."""
+    """Train in this process; SIGTERM and Ctrl-C save the drafter, and exit 75."""
     with Watch(Limits(hang_s=COMPILE_LIMIT_S), saving="what was learnt") as watch:
         return _train(job, watch)
 
 
 def _train(job: _Training, watch: Watch) -> int:
-    """What was learnt is written before it is judged."""
     try:
         devices.found()
         training, policy = _open(job)
@@ -190,9 +189,9 @@ def _train(job: _Training, watch: Watch) -> int:
     if warning := devices.warning():
         say(f"warning: {warning}", sys.stderr)
     if job.held_out:
-        say(f"before  {_said(training.judge(job.held_out))}")
+        say(f"before  {_said(training.evaluate(job.held_out))}")
     watch.at("training")
-    done = training.train(job.learnt, job.steps, watch.asked, _Speaker(job.steps))
+    done = training.train(job.learned, job.steps, watch.asked, _Speaker(job.steps))
     if not done:
         say("stopped before the first step: nothing is saved", sys.stderr)
         return EXIT_STOPPED
@@ -201,7 +200,7 @@ def _train(job: _Training, watch: Watch) -> int:
     text = drafter_folder.write(job.out, training.drafter, job.model, policy, job.policy, variant)
     stopped = done < job.steps
     if job.held_out and not stopped:
-        say(f"after   {_said(training.judge(job.held_out))}")
+        say(f"after   {_said(training.evaluate(job.held_out))}")
     say(f"drafter {job.out}: {text}, {done:,} of {job.steps:,} steps")
     say(f"start   {drafter_folder.start_command(job.out)} --gin.DrafterTraining.variant={variant}")
     say("        with learned among the Speculation.sources of the run")
@@ -209,13 +208,13 @@ def _train(job: _Training, watch: Watch) -> int:
 
 
 def _open(job: _Training) -> tuple[OfflineTraining, Params]:
-    """Load the policy, and the drafter to start from."""
+    """Load the policy and the drafter to start from."""
     dtype = TrainerConfig().dtype  # as runs compute
     max_bytes = job.config.data_buffer.max_bytes
-    sizes = _sizes_bytes(job.learnt, job.shape, jnp.dtype(dtype).itemsize)
+    sizes = _sizes_bytes(job.learned, job.shape, jnp.dtype(dtype).itemsize)
     hidden_states.check_room(sizes, max_bytes)
     _, params = hf.load_pretrained(job.policy, dtype=dtype)
-    texts = (response.tokens for response in job.learnt)
+    texts = (response.tokens for response in job.learned)
     options, training = job.config.drafter, job.config.drafter_training
     start = first_drafter(options, training, job.model, job.seed, texts)
     arguments = {"seed": job.seed, "temperature": job.temperature, "dtype": dtype}
@@ -223,7 +222,7 @@ def _open(job: _Training) -> tuple[OfflineTraining, Params]:
 
 
 class _Speaker:
-    """Prints a line every so many steps: means over those since the last one."""
+    """Prints means over the last steps every `SAY_EVERY_STEPS`."""
 
     def __init__(self, num_steps: int) -> None:
         self._num_steps = num_steps

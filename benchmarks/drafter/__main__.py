@@ -1,10 +1,9 @@
-"""What a learned drafter brings, and what its training costs: `python -m benchmarks.drafter --json`
+"""Gains and costs of a learned drafter: `python -m benchmarks.drafter --json`
 
-Accept lengths and waits are of real runs of the shipped policy (`runs.py`), rates of
-rollouts in turns with identical tokens (`tuner.py`), the parts of training timed or
-weighed by themselves (`parts.py`, `saves.py`, `pool.py`).
-`step_time_ratio` needs workers with devices of their own (`step_time.py`): null where one
-accelerator has to serve them all, or one core.
+Accept lengths and waits are measured in real runs of the shipped policy (`runs.py`), rates in
+rollouts that take turns with identical tokens (`tuner.py`), the parts of training in isolation
+(`parts.py`, `saves.py`, `pool.py`). `step_time_ratio` needs workers with devices of their own
+(`step_time.py`): it is null if all share one accelerator or one core.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ def main() -> int:
 
 
 def measure(first_steps: int, more_steps: int, rollouts: int, timed_steps: int) -> dict[str, Any]:
-    """All figures, those that are timed first."""
+    """Measure all figures, the timed ones first."""
     config = load(TrainConfig, [SPOT])
     inputs = open_inputs(config)
     _, params = hf.load_pretrained(inputs.policy, dtype=jnp.float32)

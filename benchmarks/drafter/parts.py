@@ -1,4 +1,4 @@
-"""What the parts of drafter training bring, each by itself; `benchmarks.drafter` runs them.
+"""Parts of drafter training, measured in isolation; `benchmarks.drafter` runs them.
 
     packing     training of packed rows against padded ones, the same sequences
     tuner_gap   how far BEG-MAB's choice is from the best there is, on measured rounds
@@ -41,7 +41,7 @@ from spec.eagle.training import DrafterState
 from spec.sampling import step_key
 
 TRAINING = DrafterTrainingConfig()
-PADDED_MULTIPLE = 32  # padded rows are of so many tokens, or twice as many, …: few programs
+PADDED_MULTIPLE = 32  # padded rows have this many tokens, or twice as many, …: few programs
 LEAST_RESPONSE_TOKENS = 4
 
 
@@ -49,7 +49,7 @@ LEAST_RESPONSE_TOKENS = 4
 
 
 def in_turns(arms: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, list[float]]:
-    """What each arm gives, `repeats` times; every turn begins with another arm."""
+    """Call each arm `repeats` times, in turns that begin with another arm each."""
     names = list(arms)
     found: dict[str, list[float]] = {name: [] for name in names}
     for turn in range(repeats):
@@ -97,7 +97,7 @@ def packing(
     tokens as a step of `DrafterConfig` has.
     """
     model, params = policy(folder)
-    responses = caught_responses(model, params, questions(num_prompts), group_size)
+    responses = responses_with_states(model, params, questions(num_prompts), group_size)
     sigma = response_spread(responses)
     sequences = long_tailed(responses, sigma, row_tokens, seed)
     shape = eagle.config_for(model)
@@ -129,13 +129,14 @@ def compare_packing(
     row_tokens: int,
     repeats: int,
 ) -> dict[str, Any]:
-    """Both ways over all of the sequences in turns, the making of the batches included."""
+    """Train on all sequences packed and padded, in turns; times include making the batches."""
     make: dict[str, Callable[[], list[DrafterBatch]]] = {
         "packed": lambda: packed_batches(sequences, batch_sequences, row_tokens),
         "padded": lambda: padded_batches(sequences, batch_sequences),
     }
     states = {
-        name: drafter_training.init_state(config, TRAINING, jax.random.key(0)) for name in make
+        name: drafter_training.state_of(TRAINING, eagle.init(config, jax.random.key(0)))
+        for name in make
     }
 
     def arm(name: str) -> float:
@@ -166,11 +167,12 @@ def compare_packing(
 def train(
     config: EagleConfig, frozen: SharedParams, state: DrafterState, batches: Sequence[DrafterBatch]
 ) -> DrafterState:
-    """One update a batch; waits for the last."""
+    """Do one update per batch, and wait for the last."""
     for batch in batches:
-        state, _ = drafter_training.train_step(
-            state, frozen, batch, np.float32(1), config=config, training=TRAINING
+        grads, _ = drafter_training.gradients(
+            state.params, frozen, batch, np.float32(1), config=config, training=TRAINING
         )
+        state, _ = drafter_training.apply(state, grads, training=TRAINING)
     return jax.block_until_ready(state)
 
 
@@ -188,13 +190,13 @@ def padded_batches(sequences: Sequence[HiddenStates], batch_sequences: int) -> l
 def packed_batches(
     sequences: Sequence[HiddenStates], batch_sequences: int, row_tokens: int
 ) -> list[DrafterBatch]:
-    """As many batches as `padded_batches` makes, or fewer, with as few rows as will do."""
+    """Make at most as many batches as `padded_batches`, with as few rows as suffice."""
     num_rows = len(pack(sequences, 1, row_tokens))
     num_batches = -(-len(sequences) // batch_sequences)
     return pack(sequences, -(-num_rows // num_batches), row_tokens)
 
 
-def caught_responses(
+def responses_with_states(
     model: ModelConfig, params: transformer.Params, rows: Sequence[Any], group_size: int
 ) -> list[HiddenStates]:
     """The policy's responses with its hidden states, in the order in which they ended."""
@@ -260,7 +262,7 @@ def tuner_gap(
     rounds: int = 300,
     seeds: int = 200,
 ) -> dict[str, float]:
-    """How much slower than the best strategy BEG-MAB's best is, after so many rounds.
+    """Return how much slower than the best strategy BEG-MAB's choice is after some rounds.
 
         value(s) = (mean accept_lens + 1) · batch_size / mean round_s      gap = 1 − value / best
 

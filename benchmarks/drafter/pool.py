@@ -37,12 +37,13 @@ from rl.speculation.learned_drafter import LearnedDrafter
 from spec import verify
 from spec.budget.bandit import BegMab, Strategy
 from spec.budget.config import BanditConfig
-from spec.config import Draw, SamplingConfig
+from spec.config import SamplingConfig
 from spec.eagle import model as eagle
 from spec.eagle import tree_search
 from spec.eagle.config import EagleConfig, TreeConfig
 from spec.eagle.drafter import WINDOW_TOKENS
-from spec.eagle.model import EagleParams, EagleWeights, SharedParams
+from spec.eagle.model import DeviceWeights, EagleParams, EagleWeights
+from spec.eagle.tree_search import Search, Window
 from spec.sampling import step_key
 from spec.tree import DraftTree
 from spec.verify import Slots
@@ -62,7 +63,7 @@ Key = tuple[str, int, int]
 
 @partial(
     jax.jit,
-    static_argnames=("config", "shape", "depth", "top_k", "num_nodes", "scheme"),
+    static_argnames=("config", "search"),
     donate_argnames=("cache", "slots", "searched"),
 )
 def fused_round(
@@ -70,50 +71,38 @@ def fused_round(
     cache: KVCache,
     slots: Slots,
     stop_E: jax.Array,
-    weights: EagleParams,
-    frozen: SharedParams,
+    weights: DeviceWeights,
     searched: KVCache,
     tokens_BC: jax.Array,
     start_B: jax.Array,
     temperature: jax.Array,
     *,
     config: ModelConfig,
-    shape: EagleConfig,
-    depth: int,
-    top_k: int,
-    num_nodes: int,
-    scheme: Draw,
+    search: Search,
 ) -> tuple[KVCache, Slots, KVCache, jax.Array]:
-    """One program of one strategy: `eagle_draft.draft`, then `verify.verify_round`."""
-    M = num_nodes - 1
+    """Run `tree_search.draft`, then `verify.verify_round`, as one program of one strategy."""
+    M = search.num_draft_tokens
     searched, packed = tree_search.draft(
         weights,
-        frozen,
         searched,
-        cache.features[0],
-        tokens_BC,
-        start_B,
+        Window(cache.features[0], tokens_BC, start_B),
         slots.length,
-        jnp.int32(depth),
+        jnp.int32(search.max_depth),
         temperature,
-        config=shape,
-        top_k=top_k,
-        max_depth=depth,
-        num_draft_tokens=M,
-        scheme=scheme,
+        search=search,
     )
     root_B1 = jnp.zeros((len(packed), 1), jnp.int32)
     tree = DraftTree(
         jnp.concatenate([root_B1, packed[:, :M]], axis=1),
         jnp.concatenate([root_B1 - 1, packed[:, M : 2 * M] + 1], axis=1),
     )
-    cache, slots, emitted = verify.verify(config, params, cache, slots, tree, stop_E, scheme)
+    cache, slots, emitted = verify.verify(config, params, cache, slots, tree, stop_E, search.scheme)
     return cache, slots, searched, verify.pack(emitted)
 
 
 @dataclasses.dataclass(frozen=True)
 class Footprint:
-    """What one or more programs have for themselves."""
+    """Memory that one or more programs have for themselves."""
 
     programs: int = 0
     code_bytes: int = 0
@@ -207,7 +196,7 @@ def needed(
 def candidates(
     strategies: Sequence[Strategy], ranges: BanditConfig, slots: Sequence[int]
 ) -> dict[int, list[Strategy]]:
-    """What may be chosen for the batch sizes of each bucket of slots."""
+    """Return the strategies that may be chosen for the batch sizes of each bucket of slots."""
     tuner = BegMab(strategies, ranges, 0)
     found = {}
     for least, B in zip((0, *sorted(slots)), sorted(slots), strict=False):
@@ -227,7 +216,7 @@ class Programs:
     sampling: SamplingConfig = dataclasses.field(default_factory=SamplingConfig)
 
     def lower(self, key: Key) -> Any:
-        """One program, not compiled yet."""
+        """Lower one program, without compiling it."""
         kind, B, x = key
         make = {"round": self._round, "search": self._search, "fused": self._fused}
         return make[kind](self._engine(B), B, x)
@@ -240,7 +229,7 @@ class Programs:
         return eagle.init(self.shape, jax.random.key(0), self.params.final_norm_D.dtype)
 
     def _engine(self, B: int) -> Engine:
-        """With room for the largest trees, as one that serves all strategies has it."""
+        """Make an engine with room for the largest trees of all strategies."""
         most_nodes = max(s.verify_tokens for s in self.strategies) + 1
         config = EngineConfig(
             slots=B, min_slots=B, min_positions=self.num_positions, max_nodes=most_nodes
@@ -262,7 +251,7 @@ class Programs:
         return verify.verify_round.lower(params, cache, slots, tree, stop_E, **options)
 
     def _search(self, engine: Engine, B: int, top_k: int) -> Any:
-        """As the engine's warm-up has it, as deep as any strategy of that width goes."""
+        """Lower the search that warm-up compiles, as deep as any strategy of that width goes."""
         depth = max(s.depth for s in self.strategies if s.top_k == top_k)
         learned = LearnedDrafter(EagleWeights(self.shape, self.weights()), TreeConfig(depth, top_k))
         spec = RolloutSpec(self.params, self.sampling, step_key(0, 0))
@@ -279,19 +268,15 @@ class Programs:
     def fused_arguments(
         self, engine: Engine, B: int, strategy: Strategy
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Of `fused_round`, for rows at rest."""
-        top_k, depth, S = strategy.top_k, strategy.depth, self.num_positions
-        searched = tree_search.empty_cache(self.shape, B, S, top_k, depth, engine.dtype)
+        """Return the arguments of `fused_round`, for rows at rest."""
+        S, num_draft_tokens = self.num_positions, strategy.verify_tokens
+        scheme = self.sampling.draw
+        search = Search(self.shape, strategy.top_k, strategy.depth, num_draft_tokens, scheme)
+        searched = tree_search.empty_cache(search, B, S, engine.dtype)
         tokens_BC = np.zeros((B, min(WINDOW_TOKENS, S)), np.int32)
         args = (
             *self._rows(engine, B),
-            *(self.weights(), eagle.frozen(self.params, None), searched),
+            *(DeviceWeights(self.weights(), eagle.frozen(self.params, None)), searched),
             *(tokens_BC, np.zeros(B, np.int32), np.float32(self.sampling.temperature)),
         )
-        options = engine.verify_options(self.sampling.draw) | {
-            "shape": self.shape,
-            "depth": depth,
-            "top_k": top_k,
-            "num_nodes": strategy.verify_tokens + 1,
-        }
-        return args, options
+        return args, {"config": self.model, "search": search}

@@ -62,7 +62,7 @@ NUM_PROMPTS, GROUP = 8, 8
 
 @dataclasses.dataclass(frozen=True)
 class AcceptLengths:
-    """Of drafters on the policy as it is after some steps of training."""
+    """Accept lengths of drafters with the policy as it is after some steps of training."""
 
     first_steps: int
     more_steps: int
@@ -124,7 +124,7 @@ class Asked:
         *,
         max_nodes: int,
     ) -> Asked:
-        """With an engine of its own."""
+        """Return the same with a new engine."""
         return Asked(_engine(system, inputs, max_nodes), system, inputs, state, place)
 
     engine: Engine
@@ -150,7 +150,7 @@ class Asked:
 
 
 def accept_length(engine: Engine) -> float:
-    """Tokens a request and round with draft tokens, of the engine's last phase."""
+    """Tokens a request and round with draft tokens, of the engine's last rollout."""
     rounds = [r for r in engine.stats.timeline if r.num_nodes > 1]
     return sum(int(r.emitted_A.sum()) for r in rounds) / sum(int(r.rounds_A.sum()) for r in rounds)
 
@@ -163,7 +163,7 @@ def _engine(system: System, inputs: Inputs, max_nodes: int = 64) -> Engine:
 
 
 class SpotTeam:
-    """Workers that share this machine's devices and train a drafter in their spare time."""
+    """Workers that share this machine's devices and train a drafter while idle."""
 
     def __init__(
         self, inputs: Inputs, params: Params, config: TrainConfig, *, workers: int = 4
@@ -208,7 +208,7 @@ class SpotTeam:
 def preemption_waits(
     inputs: Inputs, params: Params, config: TrainConfig, *, rollouts: int
 ) -> dict[str, float]:
-    """How long rollouts' ends were waited for, in drafter steps, where workers train meanwhile."""
+    """Measure waits for the ends of rollouts, in drafter steps, while workers train."""
     team, waits_s, spans = SpotTeam(inputs, params, config), list[float](), list[Span]()
     for number in range(rollouts):
         found, ended_s = team.rollout(number)
@@ -237,7 +237,7 @@ def spot_rollout(
     Times are seconds since its first round.
     """
     team = SpotTeam(inputs, params, config)
-    team.rollout(0)  # compiles, and catches what is learnt from
+    team.rollout(0)  # compiles, and fills the buffer
     spans, ended_s = team.rollout(1, num_prompts=8)
     rounds = [(i, r) for i, engine in enumerate(team.engines) for r in engine.stats.timeline]
     first_s = min(r.began_s for _, r in rounds)

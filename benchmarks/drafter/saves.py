@@ -1,7 +1,7 @@
-"""What a save of a drafter holds training up: selective and in the background, against all of it.
+"""Delay of training by a save: selective and in the background, against a save of everything.
 
 Ours is `DrafterTrainer.save`: what is trained and the optimizer's state, copied off the device,
-then written by a thread while training goes on. The other way writes the frozen embedding and
+then written by a thread while training continues. The other way writes the frozen embedding and
 head as well and waits for the disk. Counted is how long the call takes; that training may be
 slower while a thread writes is not. Source: TLT, sections 4.2 and 6.4, Figure 17 (a).
 """
@@ -71,7 +71,7 @@ def checkpoint_stall(
 
 
 def compare_saves(model: ModelConfig, scratch: Path, repeats: int) -> dict[str, Any]:
-    """What `DrafterTrainer.save` does, the same waiting for the disk, and a save of everything."""
+    """Time `DrafterTrainer.save`, the same waiting for the disk, and a save of everything."""
     shape = eagle.config_for(model)
     shapes = (model.vocab_size, model.d_model), (model.d_model, model.vocab_size)
     frozen = SharedParams(*map(_random, shapes))  # as weights are: they do not compress

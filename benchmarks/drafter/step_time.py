@@ -1,4 +1,4 @@
-"""Seconds of training steps with spare-time training and without, for `benchmarks.drafter`.
+"""Seconds of training steps with spot training and without, for `benchmarks.drafter`.
 
 Two runs of the same configuration take turns, step by step; both draft with the drafter as it
 was at first, so that their work differs in the training alone. It wants workers that have devices
@@ -96,7 +96,7 @@ def _keep(params: Any) -> None:
 
 
 def in_own_process(steps: int) -> dict[str, Any]:
-    """The same where this process's devices share cores; null where there are too few cores."""
+    """Measure in a process whose devices have a core each; null if there are too few cores."""
     if jax.default_backend() != "cpu" or (os.cpu_count() or 1) < WORKERS:
         return {"step_time_ratio": None}
     done = subprocess.run(

@@ -35,7 +35,7 @@ from rl.warm_up import compile_buckets
 from rl.warm_up.round_times import load_or_measure
 from spec.budget.bandit import Strategy
 from spec.budget.bandit_budget import BanditBudget, strategies
-from spec.budget.config import BanditConfig, TunerConfig
+from spec.budget.config import LEARNED, BanditConfig, TunerConfig
 from spec.budget.union import DrafterUnion
 from spec.config import SamplingConfig
 from spec.eagle import model as eagle
@@ -95,7 +95,7 @@ class _Ground:
             params,
             self.sampling,
             speculative=True,
-            drafters=DeviceDrafters(self.learned),
+            drafters={LEARNED: self.learned},
             **sizes,
         )
         with tempfile.TemporaryDirectory() as folder:
@@ -105,7 +105,7 @@ class _Ground:
                 self.engine,
                 params,
                 self.sampling,
-                drafters=DeviceDrafters(self.learned),
+                drafters={LEARNED: self.learned},
                 **sizes,
             )
 
@@ -122,7 +122,7 @@ class _Ground:
 
     def speculation(self, sources: Sequence[str], tuner: TunerConfig = TUNER) -> Speculation:
         config = SpeculationConfig(budget="bandit", sources=tuple(sources))  # type: ignore[arg-type]
-        drafters = DeviceDrafters(self.learned) if "learned" in sources else NO_DRAFTERS
+        drafters: DeviceDrafters = {LEARNED: self.learned} if LEARNED in sources else NO_DRAFTERS
         speculation = Speculation(config, self.cache, drafters, tuner)
         speculation.times = self.times
         return speculation
@@ -141,7 +141,7 @@ def tuner(inputs: Inputs, params: Params, config: TrainConfig) -> dict[str, Any]
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
             options: dict[str, Any] = {}
             if name != "plain":
-                options = {"drafts": ways[name].phase(ground.keys, ground.prompts)}
+                options = {"drafts": ways[name].drafter_factory(ground.keys, ground.prompts)}
             began_s = time.perf_counter()
             found[name] = ground.run(key, **options)
             if turn >= WARM_TURNS:
@@ -200,7 +200,7 @@ def _gap(ground: _Ground) -> dict[str, Any]:
             spec = RolloutSpec(ground.params, ground.sampling, key)
             context = ground.engine.drafter_context(spec)
             with ground.speculation(SOURCES) as speculation:
-                union, _ = speculation.phase(ground.keys, ground.prompts)(context)
+                union, _ = speculation.drafter_factory(ground.keys, ground.prompts)(context)
                 assert isinstance(union, DrafterUnion)
                 forced = _Forced(arm, ground.times, union)
                 some = ground.requests([turn % PROMPTS])[:GAP_REQUESTS]

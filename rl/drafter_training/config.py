@@ -1,4 +1,4 @@
-"""The learned drafter of a run: what it is, how it drafts, and when it is trained."""
+"""Settings of a run's learned drafter: its shape, its search, and when it is trained."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from spec.eagle.config import DrafterTrainingConfig, EagleConfig, Proposal, Tree
 
 @dataclasses.dataclass(frozen=True)
 class DrafterConfig:
-    """A drafter that is trained online, where `Speculation.sources` has `learned`.
+    """A drafter that is trained online, if `Speculation.sources` has `learned`.
 
-    It starts from the folder `directory` (`rl.export_drafter` writes such), or from random
-    weights, over the `draft_vocab_size` most frequent tokens of the prompts (0: over all).
+    It starts from the folder `directory` (as `rl.export_drafter` writes), or from random weights
+    over the `draft_vocab_size` most frequent tokens of the prompts (0: over all tokens).
     It searches `max_depth` levels of `top_k` nodes; `proposal` is `likeliest` or `shared_noise`
     (`spec.eagle.drafter`).
 
-    It is trained by workers that have nothing to do (`spot`) once `min_idle_workers` have not, and
-    for `steps_after_rollout` steps after each rollout. A step is `micro_batches` of `batch_rows`
-    rows of `row_tokens`; a worker to whom work comes finishes its micro-batch at most. Rollouts
-    take the new weights up every `swap_every_steps`, and at the end of each rollout; every
-    `checkpoint_every_steps` they are saved.
+    With `spot`, idle workers train it once `min_idle_workers` are idle; it also trains for
+    `steps_after_rollout` steps after each rollout. A step is `micro_batches` of `batch_rows` rows
+    of `row_tokens`; a worker that gets requests finishes at most its micro-batch. Rollouts use the
+    new weights every `swap_every_steps` and after each rollout; they are saved every
+    `checkpoint_every_steps`.
     """
 
     directory: str | None = None
@@ -54,9 +54,9 @@ class DrafterConfig:
 def shape_of(
     options: DrafterConfig, training: DrafterTrainingConfig, model: ModelConfig
 ) -> EagleConfig:
-    """The drafter that training starts from: its shape alone, no weights are read.
+    """Return the shape of the drafter that training starts from, without reading weights.
 
-    Raises FileNotFoundError or ValueError for a folder that is none, or of another policy's.
+    Raises FileNotFoundError or ValueError for a folder without a drafter of this policy.
     """
     from spec.eagle import files as eagle_files
     from spec.eagle import model as eagle

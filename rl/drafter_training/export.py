@@ -1,4 +1,4 @@
-"""Folders of drafters that were trained here: what may be written over, and what goes in."""
+"""Folders of trained drafters: which may be overwritten, and what is written to them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from spec.eagle.model import EagleWeights
 
 
 def check_target(folder: Path) -> None:
-    """Raise ValueError where writing to `folder` would harm what is not a drafter of ours."""
+    """Raise ValueError if `folder` holds anything but a drafter that was exported here."""
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return
     if not folder.is_dir():
@@ -38,10 +38,10 @@ def write(
     tokenizer: Path,
     variant: str,
 ) -> str:
-    """Write a drafter of the policy `model`, the tokenizer beside it; says what it is.
+    """Write a drafter of the policy `model` with the tokenizer, and return a description.
 
-    Of `policy` only embedding and head are needed; None leaves the copies out that serving
-    engines want (spec.eagle.files). Raises as `eagle_files.save` does.
+    Only `policy`'s embedding and head are needed; None leaves out the copies for serving engines
+    (spec.eagle.files). Raises as `eagle_files.save` does.
     """
     eagle_files.save(folder, drafter, model, policy, variant=variant)
     copy_files(tokenizer, folder)
@@ -52,7 +52,7 @@ def write(
 
 
 def start_command(folder: Path, gin_file: Path | None = None) -> str:
-    """The command of a run that starts from the drafter; with a run's config as `gin_file`."""
+    """Return the command of a run that starts from the drafter, with a run's config if given."""
     words = ["python", "-m", "rl.train"]
     if gin_file is not None:  # the new run gets a folder of its own
         words += [f"--gin_file={gin_file}", "--gin.Run.directory=None"]

@@ -1,8 +1,8 @@
-"""The policy's hidden states over sequences that are there: what drafters learn from offline.
+"""The policy's hidden states over recorded sequences, from which drafters learn offline.
 
-Sequences of like lengths share rows, and responses to one prompt the prompt (rl.packing); the
-states come to the host pass by pass. What does not fit the host at once is gone through chunk by
-chunk, each a part of the trace that fits, in a new order in each epoch.
+Sequences of similar lengths share rows, and responses to one prompt share it (rl.packing); the
+states come to the host pass by pass. If they do not fit the host at once, training visits chunks
+of the trace that do, in a new order in each epoch.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from spec.eagle.config import EagleConfig
 
 T = TypeVar("T")
 PASS_TOKENS = 8192  # of a forward pass, or one sequence
-LEAST_ROW_TOKENS = 256  # rows are this long, or twice, four times, ...
-PLANNED_PASSES = 8  # sequences are laid out for so many passes at a time
+LEAST_ROW_TOKENS = 256  # rows have this many tokens, or twice, four times, ...
+PLANNED_PASSES = 8  # sequences are laid out for this many passes at a time
 
 
 @partial(jax.jit, static_argnames=("config", "feature_layers", "dtype"))
@@ -42,7 +42,7 @@ def packed_states(
     feature_layers: tuple[int, ...],
     dtype: np.dtype,
 ) -> jax.Array:
-    """The hidden states that EAGLE reads, at all positions of packed rows, [B · T, W]."""
+    """Return the hidden states that EAGLE reads, at all positions of packed rows, [B · T, W]."""
     _, cache = transformer.hidden_and_cache(
         config, params, tokens_BT, packed, dtype, feature_layers
     )
@@ -57,7 +57,7 @@ def hidden_of(
     drafter: EagleConfig,
     dtype: Any,
 ) -> Iterator[HiddenStates]:
-    """Each sequence once, with its states in `dtype`, as the passes bring them: in any order."""
+    """Yield each sequence once with its states in `dtype`, in the order of the passes."""
     options = {"config": model, "feature_layers": drafter.feature_layers, "dtype": np.dtype(dtype)}
     for some, rows, shape in _passes(responses):
         layout = packing.lay_out(some, rows, shape)
@@ -78,13 +78,13 @@ def hidden_of(
 
 
 def num_bytes(response: Response, drafter: EagleConfig, value_bytes: int) -> int:
-    """What a sequence takes in a buffer, with its states of so many bytes a value."""
+    """Return a sequence's size in a buffer, with states of `value_bytes` a value."""
     n = num_tokens(response)
     return 4 * n + (n - 1) * drafter.hidden_width * value_bytes
 
 
 def check_room(sizes_bytes: Sequence[int], max_bytes: int) -> None:
-    """Raise ValueError where a sequence does not fit the buffer by itself."""
+    """Raise ValueError if a sequence does not fit the buffer by itself."""
     if (largest := max(sizes_bytes)) > max_bytes:
         raise ValueError(
             f"expected DataBuffer.max_bytes of at least {largest:,}, which the longest sequence "
@@ -95,7 +95,7 @@ def check_room(sizes_bytes: Sequence[int], max_bytes: int) -> None:
 def chunks(
     responses: Sequence[Response], sizes_bytes: Sequence[int], max_bytes: int, seed: int, epoch: int
 ) -> Iterator[list[Response]]:
-    """All sequences once, in an order of the epoch's, in parts of at most `max_bytes`.
+    """Yield all sequences once, in the epoch's own order, in parts of at most `max_bytes`.
 
     Raises as `check_room` does.
     """
@@ -114,7 +114,7 @@ def chunks(
 def _passes(
     responses: Sequence[Response],
 ) -> Iterator[tuple[list[Response], list[Row], Shape]]:
-    """Each pass's rows, and the sequences that they refer to."""
+    """Yield each pass's rows, with the sequences that they refer to."""
 
     def row_tokens(response: Response) -> int:
         return bucket(num_tokens(response) - 1, LEAST_ROW_TOKENS)
@@ -123,14 +123,14 @@ def _passes(
     for length, alike in itertools.groupby(ordered, key=row_tokens):
         rows = max(1, PASS_TOKENS // length)
         shape = Shape(rows, length, rows * length)
-        # planning takes time with the square of what is planned
+        # planning takes quadratic time
         for some in runs(alike, num_tokens, PLANNED_PASSES * rows * length):
             for planned in packing.plan(some, shape):
                 yield some, planned, shape
 
 
 def runs(items: Iterable[T], size: Callable[[T], int], most: int) -> Iterator[list[T]]:
-    """Consecutive items, a run as soon as its sizes come to `most`; the last may be smaller."""
+    """Yield runs of consecutive items whose sizes come to `most`; the last may be smaller."""
     run: list[T] = []
     filled = 0
     for item in items:

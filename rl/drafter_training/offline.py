@@ -1,7 +1,7 @@
-"""Training of a drafter without rollouts, on sequences that are there.
+"""Training of a drafter without rollouts, on recorded sequences.
 
-The steps are those of a run's drafter (rl.drafter_training.trainer); a buffer that holds one chunk
-of the trace at a time stands in for the rollouts. One process's default device.
+The steps are those of a run's drafter (rl.drafter_training.trainer), on the default device; the
+buffer is filled with one chunk of the trace at a time in place of rollouts.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from spec.eagle.data_buffer import DataBuffer
 from spec.eagle.model import EagleParams, EagleWeights, SharedParams
 from spec.eagle.packing import pack
 
-JUDGED_STEPS = 8  # held-out sequences are packed and judged for so many steps' tokens at a time
+EVALUATED_STEPS = 8  # held-out sequences are packed for this many steps' tokens at a time
 
 
 @dataclasses.dataclass(frozen=True)
 class OfflineConfig:
-    """A drafter, how it learns, and how much of the trace's hidden states the host keeps."""
+    """A drafter, its training, and how much of the trace's hidden states the host keeps."""
 
     drafter: DrafterConfig
     drafter_training: DrafterTrainingConfig
@@ -45,12 +45,12 @@ class OfflineConfig:
 
     @property
     def step_tokens(self) -> int:
-        """Tokens of a step at most."""
+        """Most tokens of a step."""
         return self.drafter.micro_batches * self.drafter.batch_rows * self.drafter.row_tokens
 
 
 @partial(jax.jit, static_argnames=("config", "training"))
-def judged(
+def evaluated(
     params: EagleParams,
     frozen: SharedParams,
     batch: DrafterBatch,
@@ -59,12 +59,12 @@ def judged(
     config: EagleConfig,
     training: DrafterTrainingConfig,
 ) -> drafter_training.Metrics:
-    """The metrics of `drafter_training.loss`, and no gradients."""
+    """Return the metrics of `drafter_training.loss`, without gradients."""
     return drafter_training.loss(config, training, params, frozen, batch, temperature)[1]
 
 
 class OfflineTraining:
-    """Trains `start` for a policy whose weights are `params`, in the dtype that it computes in."""
+    """Training of `start` for a policy with the weights `params`, in the policy's dtype."""
 
     def __init__(
         self,
@@ -88,13 +88,13 @@ class OfflineTraining:
         )
         self._start, self._dtype = start, np.dtype(dtype)
         self._context = self.trainer.context(ModelRunner(model, dtype=dtype), params)
-        self._caught = partial(
+        self._hidden_of = partial(
             hidden_of, params=params, model=model, drafter=start.config, dtype=dtype
         )
 
     @property
     def drafter(self) -> EagleWeights:
-        """As it is now."""
+        """The drafter with its present weights."""
         return dataclasses.replace(self._start, params=self.trainer.state.params)
 
     def train(
@@ -104,9 +104,9 @@ class OfflineTraining:
         should_stop: Callable[[], bool],
         on_step: Callable[[int, dict[str, float]], None],
     ) -> int:
-        """Train up to so many steps, fewer where it is asked to stop; how many.
+        """Train up to `num_steps` in all, fewer if asked to stop; return the steps trained.
 
-        Hidden states are computed once if all fit `DataBuffer.max_bytes`; else chunk by chunk,
+        Hidden states are computed once if all fit `DataBuffer.max_bytes`; otherwise chunk by chunk,
         with as many steps on each as it has tokens for. Raises as `chunks` does.
         """
         trainer = self.trainer
@@ -125,16 +125,16 @@ class OfflineTraining:
                 break
         return trainer.step
 
-    def judge(self, responses: Sequence[Response]) -> dict[str, float]:
-        """Loss, accuracies and agreement over all entries of sequences that are not learnt from."""
+    def evaluate(self, responses: Sequence[Response]) -> dict[str, float]:
+        """Return loss, accuracies and agreement over all entries of held-out sequences."""
         sums, num_entries, options = collections.Counter[str](), 0.0, self.config.drafter
         for some in runs(
-            self._caught(responses),
+            self._hidden_of(responses),
             lambda sequence: len(sequence.tokens_T),
-            JUDGED_STEPS * self.config.step_tokens,
+            EVALUATED_STEPS * self.config.step_tokens,
         ):
             for batch in pack(some, options.batch_rows, options.row_tokens):
-                metrics = judged(
+                metrics = evaluated(
                     self.trainer.state.params,
                     self._context.frozen,
                     batch,
@@ -155,11 +155,11 @@ class OfflineTraining:
             )
 
     def _fill(self, chunk: Sequence[Response], visit: int, should_stop: Callable[[], bool]) -> bool:
-        """The chunk in the buffer, in the place of the one before; False where it was stopped."""
+        """Replace the buffer's contents by a chunk; return False if asked to stop."""
         buffer = self.trainer.buffer
         buffer.drop_before(visit)
         self.trainer.begin(visit)
-        for sequence in self._caught(chunk):
+        for sequence in self._hidden_of(chunk):
             if should_stop():
                 return False
             buffer.add(sequence, visit)

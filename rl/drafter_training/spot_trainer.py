@@ -1,13 +1,13 @@
-"""What workers do in a rollout's long tail: they train the drafter on their own devices.
+"""Spot training: in a rollout's long tail, idle workers train the drafter on their own devices.
 
     worker has no request left ─→ idle ─→ sched.policies.spot_training: lead, join, or wait
                                             │
                           units of rl.drafter_training.trainer, one after the other
                                             │
-    a request comes, or the rollout ends ─→ busy, after the unit at hand
+    a request comes, or the rollout ends ─→ busy, after the current unit
 
-A worker asks between two units whether there is something else to do, so that a rollout never
-waits for longer than a unit. Source: TLT section 4.2.
+A worker checks for requests between two units, so a rollout waits for one unit at most.
+Source: TLT section 4.2.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from collections.abc import Callable, Iterable
 from models.transformer import Params
 from rl.drafter_training.trainer import DrafterTrainer, TrainContext
 from rl.engine.model_runner import ModelRunner
+from rl.speculation.device_drafters import PerRunner
 from sched.policies.spot_training import Action, Halt, Join, Lead, Promote, SpotCoordinator
 
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """A unit of spare-time training, by the clock of the run."""
+    """A unit of spot training, by the clock of the run."""
 
     worker_id: int
     kind: str  # gradient or update
@@ -34,7 +35,7 @@ class Span:
 
 
 class SpotTrainer:
-    """Spare-time training of one drafter by the workers of a run. Any thread may call it."""
+    """Spot training of one drafter by the workers of a run. Any thread may call it."""
 
     def __init__(
         self, trainer: DrafterTrainer, min_idle_workers: int, clock: Callable[[], float]
@@ -44,24 +45,24 @@ class SpotTrainer:
         self._clock, self._lock = clock, threading.Lock()
         self._min_idle_workers = min_idle_workers
         self._states = SpotCoordinator(min_idle_workers)
-        self._leads: dict[int, bool] = {}  # workers that train, and whether they lead
+        self._leads: dict[int, bool] = {}  # whether each training worker leads
         self._present: set[int] = set()
         self._idle: set[int] = set()
         self._params: Params | None = None
         self._runs = False
-        self._contexts: dict[int, TrainContext] = {}  # by replica
+        self._contexts = PerRunner[TrainContext]()
 
     def prepare(self, params: Params, rl_step: int) -> None:
-        """A rollout by these weights is about to begin: what it brings is to be learnt from."""
+        """Take the weights of the rollout that is about to begin, and its RL step."""
         with self._lock:
             self.trainer.begin(rl_step)
             self._params = params
             self._contexts.clear()
 
     def rollout_began(self) -> None:
-        """Requests are where they are to run: who has none is idle.
+        """Begin a rollout, once its requests are assigned: workers without any are idle.
 
-        Where rollouts run ahead one may begin before the one before has ended.
+        With asynchronous rollouts the next one may begin before the last has ended.
         """
         with self._lock:
             assert self._params is not None, "prepare comes first"
@@ -70,7 +71,7 @@ class SpotTrainer:
                 self._act(self._states.rollout_began())
 
     def rollout_ended(self) -> None:
-        """All have stopped, or will after the unit at hand."""
+        """Stop training; workers finish their current unit."""
         with self._lock:
             if self._runs:
                 self._runs = False
@@ -82,7 +83,7 @@ class SpotTrainer:
             self._act(self._states.joined(worker_id))
 
     def lost(self, worker_id: int, *, hangs: bool = False) -> None:
-        """A worker is gone; one that `hangs` may have taken a share of the step at hand along."""
+        """Remove a worker; one that `hangs` may hold a micro-batch of the current step."""
         with self._lock:
             self._present.remove(worker_id)
             self._idle.discard(worker_id)
@@ -91,7 +92,7 @@ class SpotTrainer:
             self._act(self._states.lost(worker_id))
 
     def spare(self, worker_id: int, runner: ModelRunner) -> bool:
-        """One unit of a worker that has nothing else to do; False where there is none for it."""
+        """Do one unit for a worker without requests; return False if there is none for it."""
         with self._lock:
             if worker_id not in self._idle:
                 self._idle.add(worker_id)
@@ -111,38 +112,35 @@ class SpotTrainer:
         return True
 
     def dismiss(self) -> None:
-        """The workers' threads have ended."""
+        """Remove all workers, whose threads have ended."""
         for worker_id in list(self._present):
             self.lost(worker_id)
 
     def busy(self, worker_id: int) -> None:
-        """Something has come for a worker that may have been idle."""
+        """Note that a worker, which may have been idle, has requests again."""
         with self._lock:
             if worker_id in self._idle:
                 self._idle.discard(worker_id)
                 self._act(self._states.work_arrived(worker_id))
 
     def take_spans(self) -> list[Span]:
-        """Those since the last call."""
+        """Return the spans since the last call."""
         with self._lock:
             spans, self.spans = self.spans, []
         return spans
 
     def _context(self, runner: ModelRunner) -> TrainContext:
-        with self._lock:
-            params, context = self._params, self._contexts.get(id(runner))
-        assert params is not None, "nobody trains before a rollout has begun"
-        if context is None:
-            context = self.trainer.context(runner, runner.place(params))
-            with self._lock:
-                self._contexts[id(runner)] = context
-        return context
+        params = self._params
+        assert params is not None, "prepare comes first"
+        return self._contexts.get(
+            runner, lambda: self.trainer.context(runner, runner.place(params))
+        )
 
     def _act(self, actions: Iterable[Action]) -> None:
         for action in actions:
             if isinstance(action, Halt):
                 self._leads.pop(action.worker_id, None)
-                self._idle.discard(action.worker_id)  # it says so anew
+                self._idle.discard(action.worker_id)  # it reports again that it is idle
             elif isinstance(action, Lead | Promote):
                 self._leads[action.worker_id] = True
             else:

@@ -1,13 +1,13 @@
-"""Traces that drafters learn from offline: prompts and responses, out of .jsonl files.
+"""Prompts and responses in .jsonl files, on which drafters are trained offline.
 
 A line is an object of one of two kinds:
 
-    {"prompt_ids": [...], "response_ids": [...]}      tokens, the end token with them
+    {"prompt_ids": [...], "response_ids": [...]}      tokens, with the end token
     {"prompt": "...", "completion": "..."}            texts, as in a run's samples.jsonl
 
-Texts are tokenized again, prompt and completion each for itself: a response may come out in other
-tokens than it was drawn in. A completion with `finish_reason` "stop" gets the policy's first end
-token, which texts have lost. Other columns are passed over. Plain numpy.
+Texts are tokenized again, prompt and completion separately, which may give other tokens than were
+drawn. A completion with `finish_reason` "stop" gets the policy's first end token, which texts lack.
+Other columns are ignored. Plain numpy.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from rl.metrics.writer import SAMPLES_FILE
 from rl.packing import Response
 
 IDS = "prompt_ids", "response_ids"
-LEAST_TOKENS = 3  # what counts in training is of three tokens
+LEAST_TOKENS = 3  # an entry of training spans three tokens
 
 
 @dataclasses.dataclass(frozen=True)
 class DrafterTraces:
-    """Usable sequences; those left out, by why; and how many were texts.
+    """Usable sequences, the numbers left out, and how many were texts.
 
     Responses of one group answer the same prompt.
     """
@@ -43,18 +43,17 @@ class DrafterTraces:
 
 
 def num_tokens(response: Response) -> int:
-    """Prompt and response together."""
+    """Return the tokens of prompt and response together."""
     return len(response.prompt_ids) + len(response.tokens)
 
 
 def read(paths: Sequence[Path], model: ModelConfig, words: Tokenizer) -> DrafterTraces:
-    """The sequences of .jsonl files and of run folders' samples.jsonl, in their order.
+    """Read the sequences of .jsonl files and of run folders' samples.jsonl, in their order.
 
-    Left out are those of more tokens than the policy has positions, of fewer than three, and
-    without prompt or response. A torn last line, as a run that is going on may have, is passed
-    over.
-    Raises FileNotFoundError where there is no such file, and ValueError for damaged lines, tokens
-    that the policy does not have, and where nothing is left.
+    Sequences with more tokens than the policy has positions, with fewer than three, and without
+    prompt or response are left out. A torn last line, as in the folder of a live run, is ignored.
+    Raises FileNotFoundError for a missing file, and ValueError for damaged lines, tokens that the
+    policy does not have, and if nothing is left.
     """
     groups: dict[tuple[int, ...], int] = {}
     found: list[Response] = []
@@ -86,11 +85,11 @@ def read(paths: Sequence[Path], model: ModelConfig, words: Tokenizer) -> Drafter
 def hold_out(
     responses: Sequence[Response], share: float, seed: int
 ) -> tuple[list[Response], list[Response]]:
-    """(those to learn from, at least `share` of the tokens to judge by), in their order.
+    """Split into (training, held-out) sequences, the latter with at least `share` of the tokens.
 
-    Prompts are held out whole, with all responses to them, and so that one is left to learn from;
-    responses where there is one prompt only. A function of (responses, share, seed).
-    Raises ValueError where there are fewer than two.
+    Whole prompts are held out, with all responses to them, and at least one is left for training;
+    with a single prompt, responses are held out. A function of (responses, share, seed).
+    Raises ValueError for fewer than two sequences.
     """
     if not share:
         return list(responses), []
@@ -129,7 +128,7 @@ def _file(path: Path) -> Path:
 
 
 def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(where it stands, the object of a line); blank lines and a torn last one are left out."""
+    """Yield (file and line, object) of each line but blank ones and a torn last one."""
     with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():

@@ -1,13 +1,12 @@
-"""Training of the run's drafter, in units small enough to stop between.
+"""Training of the run's drafter, in units between which a worker can stop.
 
-A step is the gradients of a few micro-batches, whoever computes them, then one update:
+A step is the gradients of a few micro-batches, by any workers, then one update:
 
     buffer → sequences → packed micro-batches ─┬─ gradients (any worker) ─┐
                                                └─ gradients (any worker) ─┴→ update → swap, save
 
-Whoever has to go does so between two units: at most one micro-batch is waited for, and what
-was computed so far stays. Gradients are weighted by the entries that count.
-Source: TLT section 4.2.
+A worker that has to leave finishes at most one micro-batch, and the gradients so far are kept.
+Gradients are weighted by the entries that count. Source: TLT section 4.2.
 """
 
 from __future__ import annotations
@@ -26,6 +25,7 @@ from models.transformer import Params
 from rl.checkpoint.checkpointer import Checkpointer
 from rl.drafter_training.config import DrafterConfig
 from rl.engine.model_runner import ModelRunner
+from rl.speculation.device_drafters import PerRunner
 from rl.speculation.learned_drafter import LearnedDrafter
 from spec.eagle import model as eagle
 from spec.eagle import training as drafter_training
@@ -41,7 +41,7 @@ SUMS = ("loss", "accuracy_top1", "accuracy_top3", "agreement")
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TrainContext:
-    """Where units are worked: a replica's devices, and what the policy shares there."""
+    """A worker's devices, and the policy's shared parameters there."""
 
     runner: ModelRunner
     frozen: SharedParams
@@ -49,7 +49,7 @@ class TrainContext:
 
 @dataclasses.dataclass(eq=False)
 class _Step:
-    """A step under way: micro-batches nobody has taken, and the sum of the gradients so far."""
+    """The current step: micro-batches that nobody has taken, and the sum of the gradients."""
 
     todo: collections.deque[DrafterBatch]
     missing: int
@@ -61,19 +61,19 @@ class _Step:
 
 @partial(jax.jit, donate_argnames="total")
 def add_weighted(total: EagleParams | None, grads: EagleParams, weight: jax.Array) -> EagleParams:
-    """total + weight · grads; None is zero."""
+    """Return total + weight · grads; None is zero."""
     if total is None:
         return jax.tree.map(lambda g: weight * g, grads)
     return jax.tree.map(lambda t, g: t + weight * g, total, grads)
 
 
 def copied(tree: Any) -> Any:
-    """The same on the host, in memory of their own."""
+    """Return a copy on the host."""
     return jax.tree.map(np.array, tree)
 
 
 class BufferSink:
-    """Responses of one RL step, on their way into the buffer."""
+    """Adds the responses of one RL step to the buffer."""
 
     def __init__(self, buffer: DataBuffer, step: int) -> None:
         self._buffer, self._step = buffer, step
@@ -86,9 +86,9 @@ class BufferSink:
 
 
 class DrafterTrainer:
-    """Trains `learned`'s weights. Any thread may call it.
+    """Training of `learned`'s weights. Any thread may call it.
 
-    Micro-batches of a step are a function of (seed, step, what the buffer holds).
+    The micro-batches of a step are a function of (seed, step, the buffer's contents).
     """
 
     def __init__(
@@ -107,27 +107,27 @@ class DrafterTrainer:
         params = jax.tree.map(jnp.asarray, copied(learned.drafter.params))
         self.state = drafter_training.state_of(training, params)
         self.step = 0
-        self.history: list[dict[str, float]] = []  # a row for each step since it was taken last
+        self.history: list[dict[str, float]] = []  # a row per step since `take_history`
         self._seed, self._temperature = seed, np.float32(temperature)
         self._rl_step = 0
         self._saved_step: int | None = None
         self._lock = threading.Lock()
         self._now: _Step | None = None
         self._state_lock = threading.RLock()  # steps donate the state
-        self._placed: dict[int, tuple[int, EagleParams]] = {}  # by replica: weights as of a step
+        self._on_devices = PerRunner[EagleParams]()
         self._state_at: ModelRunner | None = None  # None: on the process's default device
 
     def begin(self, rl_step: int) -> None:
-        """Sequences of this RL step are the newest from now on."""
+        """Set the current RL step, whose sequences are the newest."""
         self._rl_step = rl_step
 
     def context(self, runner: ModelRunner, params: Params) -> TrainContext:
-        """A place to work at; `params` are the policy's, on the replica's devices."""
+        """Return what units on a runner need; `params` are the policy's, on its devices."""
         ids = self.learned.draft_ids_U
         return TrainContext(runner, eagle.frozen(params, None if ids is None else runner.put(ids)))
 
     def work(self, context: TrainContext, *, leads: bool) -> str | None:
-        """One unit: `gradient`, or `update` where all are there and it `leads`; None: neither."""
+        """Do one unit, and return `gradient`, `update` (if this worker `leads`), or None."""
         with self._lock:
             if self._now is None:
                 self._now = self._plan()
@@ -145,19 +145,19 @@ class DrafterTrainer:
         return None
 
     def abandon(self) -> None:
-        """Begin the step at hand anew: who had a share of it does not come back."""
+        """Restart the current step, since a worker with one of its micro-batches is gone."""
         with self._lock:
             self._now = None
 
     def run_steps(self, num_steps: int, context: TrainContext) -> int:
-        """So many steps at one place; fewer where there is nothing to learn from. How many."""
+        """Run steps on one runner, and return how many: fewer if the buffer has no data."""
         first = self.step
         while self.step < first + num_steps and self.work(context, leads=True):
             pass
         return self.step - first
 
     def warm_up(self, context: TrainContext) -> None:
-        """Compile all that units at this place need; weights stay as they are."""
+        """Compile the programs of units on this runner; weights stay as they are."""
         config, runner = self.learned.config, context.runner
         shape = (self.config.batch_rows, self.config.row_tokens)
         zeros_BT, none_BT = np.zeros(shape, np.int32), np.zeros(shape, bool)
@@ -172,14 +172,14 @@ class DrafterTrainer:
         jax.block_until_ready((state, skipped))
 
     def publish(self) -> None:
-        """Rollouts draft with the newest weights from their next round on."""
+        """Let rollouts draft with the newest weights from their next round on."""
         with self._state_lock:
             self.learned.swap(copied(self.state.params))
 
     def save(self) -> None:
-        """Write the newest state in the background, unless any other is still being written.
+        """Write the newest state in the background, unless another save is still being written.
 
-        That is all that is trained, and the optimizer's state: the policy's share is not.
+        The state holds the trained weights and the optimizer's, not the policy's shared ones.
         """
         if self.checkpoints is not None:
             with self._state_lock:
@@ -187,7 +187,7 @@ class DrafterTrainer:
                     self._saved_step = self.step
 
     def save_last(self) -> None:
-        """Write the newest state unless it is written, and wait until it counts."""
+        """Write the newest state, if it is not yet, and wait for it."""
         if self.checkpoints is not None:
             with self._state_lock:
                 if self._saved_step != self.step:
@@ -196,18 +196,18 @@ class DrafterTrainer:
             self.checkpoints.wait()
 
     def snapshot(self) -> tuple[DrafterState, int]:
-        """A copy of the state, and its step."""
+        """Return a copy of the state, and its step."""
         with self._state_lock:
             return jax.device_put(copied(self.state)), self.step
 
     def load(self, state: DrafterState, step: int) -> None:
-        """Go on from a state that was saved."""
+        """Continue from a saved state."""
         self.state, self.step, self._now, self._state_at = state, step, None, None
-        self._placed.clear()
+        self._on_devices.clear()
         self.publish()
 
     def take_history(self) -> list[dict[str, float]]:
-        """The rows of the steps since the last call."""
+        """Return the rows of the steps since the last call."""
         with self._lock:
             history, self.history = self.history, []
         return history
@@ -215,11 +215,11 @@ class DrafterTrainer:
     # -- units ------------------------------------------------------------------------
 
     def _plan(self) -> _Step | None:
-        """The next step's micro-batches; None where nothing was caught yet."""
+        """Return the next step's micro-batches; None if the buffer has no data."""
         config = self.config
         rng = np.random.default_rng([self._seed, self.step])
         num_tokens = config.micro_batches * config.batch_rows * config.row_tokens
-        # a little more than fits: what makes no full row is left out
+        # a little more than fits: the emptiest rows are left out
         sequences = self.buffer.sample(num_tokens * 9 // 8, self._rl_step, rng)
         batches = pack(sequences, config.batch_rows, config.row_tokens, config.micro_batches)
         if not batches:
@@ -260,7 +260,7 @@ class DrafterTrainer:
         )
 
     def _update(self, runner: ModelRunner, now: _Step) -> None:
-        """Only one worker leads, and all gradients are in: nobody else is at the state."""
+        """Update the state, which no other worker uses now: one leads, and all gradients are in."""
         num_entries = max(now.num_entries, 1.0)
         total = _moved(now.total, now.total_at, runner)
         mean = add_weighted(None, total, np.float32(1 / num_entries))
@@ -280,18 +280,14 @@ class DrafterTrainer:
 
     def _params_on(self, runner: ModelRunner) -> EagleParams:
         with self._lock:
-            step, params = self.step, self.state.params
-            held = self._placed.get(id(runner))
-            if held is None or held[0] != step:
-                held = step, _moved(params, self._state_at, runner)
-                self._placed[id(runner)] = held
-        return held[1]
+            step, params, source = self.step, self.state.params, self._state_at
+        return self._on_devices.get(runner, lambda: _moved(params, source, runner), step)
 
 
 def _moved(tree: Any, source: ModelRunner | None, target: ModelRunner | None) -> Any:
-    """Arrays of one replica on another's devices; None: of the process's default device."""
+    """Return arrays of one runner on another's devices; None: the process's default device."""
     assert target is not None
-    places = [(None, None) if r is None else (r.mesh, r.device) for r in (source, target)]
-    if places[0] == places[1]:
+    devices = [(None, None) if r is None else (r.mesh, r.device) for r in (source, target)]
+    if devices[0] == devices[1]:
         return tree
     return jax.tree.map(lambda x: target.put(np.asarray(x)), tree)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from models.optimizer import clipped_adamw
 from models.transformer import Params
 from rl.learner.config import OptimizerConfig
 
@@ -58,18 +59,15 @@ def learning_rate(config: OptimizerConfig, total_steps: int, step: jax.Array) ->
 
 
 def make_optimizer(config: OptimizerConfig, total_steps: int) -> optax.GradientTransformation:
-    """Clipping by the global norm, then AdamW; vectors (norms and biases) are not decayed."""
-    adamw = optax.adamw(
+    """AdamW as `config` wants it, over a run of `total_steps` optimizer steps."""
+    return clipped_adamw(
         lambda step: learning_rate(config, total_steps, step),
         b1=config.b1,
         b2=config.b2,
         eps=config.eps,
         weight_decay=config.weight_decay,
-        mask=lambda params: jax.tree.map(lambda weight: weight.ndim > 1, params),
+        max_grad_norm=config.max_grad_norm,
     )
-    if config.max_grad_norm is None:
-        return adamw
-    return optax.chain(optax.clip_by_global_norm(config.max_grad_norm), adamw)
 
 
 def init_state(params: Params, optimizer: optax.GradientTransformation) -> TrainState:

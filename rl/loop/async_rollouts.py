@@ -197,7 +197,9 @@ class AsyncRollouts:
             step_key(config.run.seed, ALL_STEPS),
             system.inputs.model.eos_token_ids,
             policy_version=max(step - 2, 0),
-            drafts=system.speculation.phase(prompts.keys, prompts.tokens, first_group=first),
+            drafts=system.speculation.drafter_factory(
+                prompts.keys, prompts.tokens, first_group=first
+            ),
             sink=None if system.drafter is None else system.drafter.sink(step),
         )
         if system.drafter is not None:

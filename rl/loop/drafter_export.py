@@ -1,4 +1,4 @@
-"""A run's learned drafter written as a folder for serving engines, wherever the run stands."""
+"""Export of a run's learned drafter to a folder for serving engines, from any state of the run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FOLDER = "drafter_model"  # in the folder of a finished run
 
 @dataclasses.dataclass(frozen=True)
 class Exported:
-    """What was exported, for how many steps it was trained, and by which checkpoints."""
+    """Description of an exported drafter, its steps of training, and the checkpoints it is from."""
 
     text: str
     num_steps: int
@@ -34,7 +34,7 @@ class Exported:
 
 
 def export(config: TrainConfig, inputs: Inputs, run: Path, target: Path) -> Exported:
-    """Write the drafter of a run, wherever the run stands, to `target`.
+    """Write the drafter of a running, stopped or finished run to `target`.
 
     Raises NoWholeCheckpointError, StructureMismatchError, and as `drafter_folder.write` does.
     """
@@ -46,7 +46,7 @@ def export(config: TrainConfig, inputs: Inputs, run: Path, target: Path) -> Expo
 def export_finished(
     config: TrainConfig, inputs: Inputs, run: Path, policy: Params, target: Path
 ) -> Exported:
-    """The same of a run that has just ended by these weights: its drafter was saved last."""
+    """Write the drafter of a run that has just ended with these weights of the policy."""
     start = drafter_run.open_drafter(config, inputs)
     return _write(config, inputs, _own(run, start), start, policy, target)
 
@@ -65,9 +65,9 @@ class _Found:
 
 
 def _most_trained(run: Path, inputs: Inputs, start: EagleWeights) -> tuple[_Found, Params | None]:
-    """The drafter, and what it shares of the policy.
+    """Return the drafter, and the policy's parameters that it shares.
 
-    A resumed run goes on from the same one: after a kill the drafter's own checkpoints may be
+    A resumed run continues from the same one: after a kill the drafter's own checkpoints may be
     behind the run's or ahead of them.
     """
     own, both = None, None
@@ -91,14 +91,14 @@ def _most_trained(run: Path, inputs: Inputs, start: EagleWeights) -> tuple[_Foun
 
 
 def _own(run: Path, start: EagleWeights) -> _Found:
-    """From the drafter's own checkpoints."""
+    """Read the drafter's own checkpoints."""
     folder = run / drafter_run.FOLDER
     found = reader.restore(folder, _template(start), subset=True)
     return _Found(found.arrays, folder, found.warnings)
 
 
 def _of_run(run: Path, inputs: Inputs, start: EagleWeights) -> tuple[_Found, Params]:
-    """From the run's checkpoints, and the policy's embedding and head: no layers."""
+    """Read the run's checkpoints: drafter, and the policy's embedding and head without layers."""
     shared = dataclasses.replace(param_specs(inputs.model), layers=(), final_norm_D=None)
     shared = jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, jnp.float32), shared)
     template = TrainState(None, shared, (), drafter=_template(start))  # type: ignore[arg-type]
@@ -108,7 +108,7 @@ def _of_run(run: Path, inputs: Inputs, start: EagleWeights) -> tuple[_Found, Par
 
 
 def _template(start: EagleWeights) -> Any:
-    """A drafter's training state as far as it is exported."""
+    """Return the structure of a drafter's training state without the optimizer's."""
     params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), start.params)
     return DrafterState(params, (), jax.ShapeDtypeStruct((), "int32"))  # type: ignore[arg-type]
 

@@ -1,4 +1,4 @@
-"""A run's learned drafter: opened, checked, given to rollouts, trained and kept."""
+"""The learned drafter of a run: opened, trained beside the policy, and saved."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ FOLDER = "drafter"  # in the run folder
 
 
 def open_drafter(config: TrainConfig, inputs: Inputs) -> EagleWeights:
-    """The drafter that a run starts from; of a reduced vocabulary by the tokens of its prompts."""
+    """Return the drafter that a run starts from; prompts decide on a reduced vocabulary."""
     prompts = (inputs.encode(inputs.task[i], config.task) for i in range(len(inputs.task)))
     training, seed = config.drafter_training, config.run.seed
     return first_drafter(config.drafter, training, inputs.model, seed, prompts)
@@ -47,9 +47,9 @@ def first_drafter(
     seed: int,
     texts: Iterable[Sequence[int] | np.ndarray],
 ) -> EagleWeights:
-    """The drafter to start from: of a folder, or of random weights.
+    """Return the drafter to start from: that of a folder, or one of random weights.
 
-    A reduced vocabulary is that of `texts`, which are not looked at otherwise.
+    A reduced vocabulary has the most frequent tokens of `texts`, which are not read otherwise.
     """
     if options.directory is not None:
         return eagle_files.load(options.directory, model)
@@ -62,7 +62,7 @@ def first_drafter(
 def frequent_tokens(
     texts: Iterable[Sequence[int] | np.ndarray], model: ModelConfig, size: int
 ) -> np.ndarray:
-    """The tokens that texts have most often, end tokens before all; ascending int32 [size]."""
+    """Return the end tokens and the most frequent tokens of texts, ascending int32 [size]."""
     counts_V = np.zeros(model.vocab_size, np.int64)
     for tokens in texts:
         np.add.at(counts_V, np.asarray(tokens), 1)
@@ -71,7 +71,7 @@ def frequent_tokens(
 
 
 class DrafterRun:
-    """What a run does about its drafter, step by step. Made by `open_run`."""
+    """Training of a run's drafter, step by step. Made by `open_run`."""
 
     def __init__(
         self, config: TrainConfig, trainer: DrafterTrainer, spot: SpotTrainer | None
@@ -80,11 +80,11 @@ class DrafterRun:
         self._config, self._rl_step, self._first_step = config, 0, 0
 
     def sink(self, step: int) -> BufferSink:
-        """Who takes the responses of a step."""
+        """Return the sink for the responses of a step."""
         return BufferSink(self.trainer.buffer, step)
 
     def began(self, params: Params, step: int) -> None:
-        """Rollouts of a step begin, by these weights: once, or in each of its phases."""
+        """Note that a rollout of a step begins with these weights; a step may have several."""
         if step != self._rl_step:
             self._rl_step, self._first_step = step, self.trainer.step
         if self.spot is None:
@@ -94,13 +94,11 @@ class DrafterRun:
 
     @property
     def trained_this_step(self) -> bool:
-        """Whether it has learnt since the rollouts began; in spare time that is nobody's step."""
+        """True if it trained since the step's rollouts began; spot training belongs to no step."""
         return self.spot is None and self.trainer.step != self._first_step
 
     def after_rollout(self, engine: RolloutEngine, weights: Params) -> None:
-        """Train for as many steps as are due; the next rollout draft tokens with what was
-        learnt.
-        """
+        """Train `steps_after_rollout` steps, and publish the weights for the next rollout."""
         steps, trainer = self._config.drafter.steps_after_rollout, self.trainer
         if steps:
             do_at(
@@ -111,7 +109,7 @@ class DrafterRun:
         trainer.publish()
 
     def metrics(self) -> dict[str, float]:
-        """Of the steps since the last call, on average; and what there is to learn from."""
+        """Return means over the steps since the last call, and the buffer's size."""
         rows, buffer = self.trainer.take_history(), self.trainer.buffer
         means = {
             f"drafter/{name}": float(np.mean([row[name] for row in rows]))
@@ -125,12 +123,12 @@ class DrafterRun:
         }
 
     def saved(self) -> tuple[DrafterState, dict[str, Any]]:
-        """What a run's checkpoint holds of it among its arrays, and besides."""
+        """Return what a run's checkpoint keeps: arrays, and plain state."""
         state, step = self.trainer.snapshot()
         return state, {"step": step, "buffer": self.trainer.buffer.state()}
 
     def load(self, arrays: DrafterState, state: dict[str, Any], *, exact: bool) -> None:
-        """Go on from a run's checkpoint, or where that is not to be `exact`, from a newer one."""
+        """Continue from a run's checkpoint, or unless `exact` from a newer one of its own."""
         self.trainer.buffer.load_state(state["buffer"])
         step = int(state["step"])
         if not exact and self.trainer.checkpoints is not None:
@@ -152,9 +150,9 @@ def open_run(
     clock: Callable[[], float],
     alive: Callable[[], object] = lambda: None,
 ) -> DrafterRun:
-    """A drafter's training, whose checkpoints go into the run folder: the last as `stack` ends.
+    """Open a drafter's training; its last checkpoint is written when `stack` closes.
 
-    `alive` is called while a save that is waited for goes on.
+    `alive` is called while a save is waited for.
     """
     options, patience = config.drafter, Patience(config.run.hang_limit_s, alive)
     keeps = CheckpointConfig(keep=2, asynchronous=config.checkpoint.asynchronous)
@@ -178,7 +176,7 @@ def open_run(
 
 @contextmanager
 def _kept(trainer: DrafterTrainer) -> Iterator[None]:
-    """What was learnt last is on the disk when a run is done; errors end it as they are."""
+    """Save the last state when a run is done without an error."""
     yield
     trainer.save_last()
 

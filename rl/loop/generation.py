@@ -175,7 +175,7 @@ def generate_and_score(
         new.keys, new.tokens, new.numbers, config.rollout.group_size, before=before.keys
     )
     last = {r.request_id: r.cached.tokens for r in requests if r.cached is not None}
-    drafts = system.speculation.phase(new.keys, new.tokens, last)
+    drafts = system.speculation.drafter_factory(new.keys, new.tokens, last)
     scorer = Scorer(system)
     scorer.examples.update(enumerate(new.examples))
 

@@ -29,11 +29,12 @@ from rl.runtime import devices
 from rl.runtime.progress import Progress
 from rl.runtime.signals import Watch
 from rl.runtime.waits import Patience
-from rl.speculation.device_drafters import DeviceDrafters
+from rl.speculation.device_drafters import DeviceDrafterSource
 from rl.speculation.draft_model import DraftModel
 from rl.speculation.reuse import Reuse
 from rl.speculation.sources import Speculation
 from rl.workers.multi_engine import split_devices
+from spec.budget.config import LEARNED, MODEL
 from spec.reuse.rollout_cache import RolloutCache
 
 
@@ -59,13 +60,13 @@ def opened(
             vocab_size=inputs.model.vocab_size,
             epochs=config.reuse.epochs,
         )
-        drafter, model = None, None
+        drafter, drafters = None, dict[str, DeviceDrafterSource]()
         if config.speculation.learns:
             start = drafter_run.open_drafter(config, inputs)
             drafter = drafter_run.open_run(config, start, folder, stack, clock, watch.alive)
+            drafters[LEARNED] = drafter.trainer.learned
         if config.speculation.asks_model:
-            model = DraftModel.load(config.draft_model)
-        drafters = DeviceDrafters(None if drafter is None else drafter.trainer.learned, model)
+            drafters[MODEL] = DraftModel.load(config.draft_model)
         patience = Patience(config.run.hang_limit_s, watch.alive)
         speculation = stack.enter_context(
             Speculation(

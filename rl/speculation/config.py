@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import typing
 from typing import Literal
 
 from spec.budget.config import LEARNED, MODEL, parse_budget
@@ -11,29 +12,27 @@ from spec.draft_model.config import ChainConfig, Proposal
 from spec.reuse.lenience import parse_schedule
 from spec.reuse.prefix_rule import parse_mode
 
-SourceName = Literal["last", "history", "group", "own", "learned", "model"]
-FOUND: tuple[SourceName, ...] = ("last", "history", "group", "own")
-SOURCES: tuple[SourceName, ...] = (*FOUND, "learned", "model")
+SourceName = Literal["last", "history", "histospec", "group", "own", "learned", "model"]
+SOURCES: tuple[SourceName, ...] = typing.get_args(SourceName)
+MOST_SAMPLES = 512  # of a group with repeated noise: ids are example · 1024 + sample
 
 
 @dataclasses.dataclass(frozen=True)
 class SpeculationConfig:
-    """Where draft tokens come from, and how many a round tries; none of it changes a token.
+    """The sources of draft tokens, and the budget of a round. Neither changes a token.
 
-    (In bfloat16 none but by rounding: docs/architecture.md, Exactness.)
+    (In bfloat16 only by rounding: docs/architecture.md, Exactness.)
 
-    `sources` are asked each round and their draft tokens joined: `last` (with Reuse: the response
-    of last epoch by the same sample index, read on from where it stands), `history` (the prompt's
-    responses of the last epoch), `group` (live siblings, told every
-    `group_update_tokens` tokens), `own` (the request's own text), `learned` (a drafter that is
-    trained along, see Drafter), `model` (a draft model, see DraftModel). `budget` is `off`,
-    `fixed:K`, `aimd`, `bandit` (see Tuner) or `goodput`. `history_rule` is `ours`, or `histospec`
-    for RhymeRL's setting.
+    All `sources` draft in each round, and their drafts are joined: `last` (with Reuse: last epoch's
+    response by the same sample index), `history` (the prompt's responses of the last epoch;
+    `histospec` in its place: the same by RhymeRL's rule), `group` (live siblings, which tell each
+    other every `group_update_tokens` tokens), `own` (the request's own text), `learned` (a drafter
+    that is trained online, see Drafter), `model` (a draft model, see DraftModel). `budget` is
+    `off`, `fixed:K`, `aimd`, `bandit` (see Tuner) or `goodput`.
     """
 
     budget: str = "goodput"
-    sources: tuple[SourceName, ...] = FOUND
-    history_rule: Literal["ours", "histospec"] = "ours"
+    sources: tuple[SourceName, ...] = ("last", "history", "group", "own")
     group_update_tokens: int = 4
 
     def __post_init__(self) -> None:
@@ -45,8 +44,8 @@ class SpeculationConfig:
             )
         if not self.sources and self.budget != "off":
             raise ValueError('no sources to draft from: name some, or set budget = "off"')
-        if self.history_rule not in ("ours", "histospec"):
-            raise ValueError(f"history_rule must be ours or histospec, got {self.history_rule!r}")
+        if {"history", "histospec"} <= set(self.sources):
+            raise ValueError("sources must have history or histospec, not both")
         if self.group_update_tokens < 1:
             raise ValueError(
                 f"group_update_tokens must be at least 1, got {self.group_update_tokens}"
@@ -58,22 +57,28 @@ class SpeculationConfig:
 
     @property
     def learns(self) -> bool:
-        """Whether a learned drafter drafts: it needs the policy's hidden states."""
+        """True if a learned drafter drafts: it needs the policy's hidden states."""
         return self.enabled and LEARNED in self.sources
 
     @property
     def asks_model(self) -> bool:
-        """Whether a draft model draft tokens."""
+        """True if a draft model drafts."""
         return self.enabled and MODEL in self.sources
+
+    @property
+    def history_source(self) -> str | None:
+        """The source that drafts from the prompts' history; None if there is none."""
+        found = [name for name in ("history", "histospec") if name in self.sources]
+        return found[0] if self.enabled and found else None
 
 
 @dataclasses.dataclass(frozen=True)
 class DraftModelConfig:
-    """A draft model that drafts, where `Speculation.sources` has `model`.
+    """A smaller model that drafts, if `Speculation.sources` has `model`. It is not trained.
 
     `directory` is its Hugging Face folder, with the policy's tokenizer. A round drafts a chain of
     up to `max_depth` tokens for each request: the `likeliest`, until their probability falls below
-    `min_prob`, or its own draws with the policy's noise (`shared_noise`). It is not trained along.
+    `min_prob`, or its own draws with the policy's noise (`shared_noise`).
     """
 
     directory: str | None = None
@@ -87,22 +92,19 @@ class DraftModelConfig:
             raise ValueError(f"proposal must be likeliest or shared_noise, got {self.proposal!r}")
 
 
-MOST_SAMPLES = 512  # of a group whose noise repeats: ids are example · 1024 + sample
-
-
 @dataclasses.dataclass(frozen=True)
 class ReuseConfig:
-    """What becomes of last epoch's response to the same prompt by the same sample index.
+    """Reuse of last epoch's response to the same prompt by the same sample index.
 
-    `mode`: `off`; `lenient:λ` (SPEC-RL: a token stands with probability min(1, λ ·
-    p_new / p_old), up to the first that does not; λ a number, `e^0.5`, `inf`); its
+    `mode`: `off`; `lenient:λ` (SPEC-RL: a token is kept with probability min(1, λ ·
+    p_new / p_old), up to the first that is not; λ a number, `e^0.5`, `inf`); its
     ablations `delayed:λ` (the epoch before the last), `random` and `full`; `coupled`
-    (noise repeats from epoch to epoch, tokens stand while the policy draws them again).
-    `schedule` moves λ: `constant`, `linear:END:STEPS`, `clip_fraction:TARGET`.
+    (noise repeats from epoch to epoch, tokens are kept while the policy draws them again).
+    `schedule` changes λ: `constant`, `linear:END:STEPS`, `clip_fraction:TARGET`.
 
     Every token of `coupled` is a draw of the current policy, and its joint law is exact (in
     bfloat16 up to rounding) for any policy that was chosen without looking at the noise.
-    Training does look: updates learn from responses that this noise made, as with common
+    Training does look: updates learn from responses made with this noise, as with common
     random numbers elsewhere.
     It agrees best with Sampling.draw = "gumbel".
     """
@@ -133,14 +135,14 @@ class ReuseConfig:
 
     @property
     def epochs(self) -> int:
-        """How many epochs the rollout cache has to hold."""
+        """The number of epochs that the rollout cache has to hold."""
         return 1 + parse_mode(self.mode).back
 
 
 def check_coupling(
     config: ReuseConfig, num_examples: int, prompts_per_step: int, group_size: int
 ) -> None:
-    """Raise ValueError where noise that repeats could not be named by (example, sample index)."""
+    """Raise ValueError if (example, sample index) cannot key the noise that repeats."""
     if not parse_mode(config.mode).couples_noise:
         return
     most_examples = 2**31 // (2 * MOST_SAMPLES)

@@ -1,26 +1,52 @@
-"""The drafters of a run that draft on the workers' devices."""
+"""Drafters of a run that draft on the workers' devices, and what they cache per device."""
 
 from __future__ import annotations
 
-import dataclasses
+import threading
+from collections.abc import Callable, Mapping
+from typing import Generic, Protocol, TypeVar
 
-from rl.speculation.draft_model import DraftModel
-from rl.speculation.learned_drafter import LearnedDrafter
-from spec.budget.config import LEARNED, MODEL
+from rl.engine.model_runner import ModelRunner
+from rl.engine.rollout_spec import DrafterContext
+from spec.budget.device_gate import DeviceDrafter
+
+T = TypeVar("T")
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class DeviceDrafters:
-    """Those that there are, for all workers."""
-
-    learned: LearnedDrafter | None = None
-    model: DraftModel | None = None
+class DeviceDrafterSource(Protocol):
+    """One drafter of a run, shared by all workers."""
 
     @property
-    def by_name(self) -> dict[str, LearnedDrafter | DraftModel]:
-        named: dict[str, LearnedDrafter | DraftModel | None]
-        named = {LEARNED: self.learned, MODEL: self.model}
-        return {name: drafter for name, drafter in named.items() if drafter is not None}
+    def made_for(self) -> str:
+        """A text that changes with its programs and their times."""
+        ...
+
+    def drafter_for(self, context: DrafterContext) -> DeviceDrafter:
+        """Return the drafter of one worker for one rollout."""
+        ...
 
 
-NO_DRAFTERS = DeviceDrafters()
+DeviceDrafters = Mapping[str, DeviceDrafterSource]  # by their names among the sources
+NO_DRAFTERS: DeviceDrafters = {}
+
+
+class PerRunner(Generic[T]):
+    """One value per model runner, such as weights on its devices. Any thread may use it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._held: dict[int, tuple[object, T]] = {}
+
+    def get(self, runner: ModelRunner, make: Callable[[], T], version: object = None) -> T:
+        """Return the runner's value; `make` it if there is none of this `version` yet."""
+        with self._lock:
+            held = self._held.get(id(runner))
+        if held is None or held[0] != version:
+            held = version, make()
+            with self._lock:
+                self._held[id(runner)] = held
+        return held[1]
+
+    def clear(self) -> None:
+        with self._lock:
+            self._held.clear()

@@ -1,8 +1,7 @@
-"""A draft model of the policy's tokenizer as a drafter: its folder, and its weights on devices."""
+"""The draft model of a run: its folder, checked, and its weights on the workers' devices."""
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 
 import jax
@@ -15,6 +14,7 @@ from rl.config.loader import resolve_path
 from rl.engine.model_runner import ModelRunner
 from rl.engine.rollout_spec import DrafterContext
 from rl.speculation.config import DraftModelConfig
+from rl.speculation.device_drafters import PerRunner
 from spec.draft_model.config import ChainConfig
 from spec.draft_model.drafter import DraftModelDrafter
 
@@ -22,9 +22,9 @@ from spec.draft_model.drafter import DraftModelDrafter
 def check(
     config: DraftModelConfig, policy: ModelConfig, words: Tokenizer, longest_tokens: int
 ) -> tuple[Path, ModelConfig]:
-    """Its folder and shape; no weights are read.
+    """Return the model's folder and shape, without reading weights.
 
-    Raises ValueError or FileNotFoundError for a folder that is none, or does not fit the policy.
+    Raises ValueError or FileNotFoundError if the folder holds no model or does not fit the policy.
     """
     if config.directory is None:
         raise ValueError(
@@ -52,30 +52,29 @@ def check(
 
 
 class DraftModel:
-    """One draft model for all workers of a run. Any thread may call it."""
+    """The draft model that all workers of a run share. Any thread may call it."""
 
     def __init__(
         self, model: ModelConfig, params: transformer.Params, config: DraftModelConfig
     ) -> None:
         self.model, self.config = model, config
         self._params = params
-        self._lock = threading.Lock()
-        self._placed: dict[int, transformer.Params] = {}  # by replica
+        self._on_devices = PerRunner[transformer.Params]()
 
     @staticmethod
     def load(config: DraftModelConfig) -> DraftModel:
-        """From its folder, which `check` has looked at."""
+        """Read the model from its folder, which `check` has passed."""
         assert config.directory is not None
         folder = resolve_path(config.directory)
         return DraftModel(*hf.load_pretrained(folder, dtype=jnp.float32), config)
 
     @property
     def made_for(self) -> str:
-        """What its programs and their seconds depend on."""
+        """A text that changes with its programs and their times."""
         return repr((self.model, self.config))
 
     def drafter_for(self, context: DrafterContext) -> DraftModelDrafter:
-        """The drafter of one worker for one phase."""
+        """Return the drafter of one worker for one rollout."""
         runner, config = context.runner, self.config
         return DraftModelDrafter(
             self.model,
@@ -96,9 +95,8 @@ class DraftModel:
         )
 
     def _params_on(self, runner: ModelRunner) -> transformer.Params:
-        with self._lock:
-            held = self._placed.get(id(runner))
-            if held is None:
-                cast = jax.tree.map(lambda x: x.astype(runner.dtype), self._params)
-                held = self._placed[id(runner)] = runner.place(cast, self.model)
-        return held
+        def placed() -> transformer.Params:
+            cast = jax.tree.map(lambda x: x.astype(runner.dtype), self._params)
+            return runner.place(cast, self.model)
+
+        return self._on_devices.get(runner, placed)

@@ -1,28 +1,26 @@
-"""The learned drafter of a run: its weights, how rollouts draft with them, and how they
-change.
-"""
+"""The learned drafter of a run: its weights, which change, and the drafters that workers use."""
 
 from __future__ import annotations
 
 import threading
-from typing import Any
 
 import jax
 import numpy as np
 
 from rl.engine.model_runner import ModelRunner
 from rl.engine.rollout_spec import DrafterContext
+from rl.speculation.device_drafters import PerRunner
 from spec.eagle import model as eagle
 from spec.eagle.config import TreeConfig
-from spec.eagle.drafter import EagleDrafter, Weights
-from spec.eagle.model import EagleParams, EagleWeights
+from spec.eagle.drafter import EagleDrafter
+from spec.eagle.model import DeviceWeights, EagleParams, EagleWeights
 
 
 class LearnedDrafter:
-    """One drafter for all workers of a run. Any thread may call it.
+    """The drafter that all workers of a run share. Any thread may call it.
 
-    `swap` puts new weights in the place of the old: workers take them up between two rounds.
-    They have the same shapes, so that nothing is compiled.
+    `swap` replaces the weights; workers use the new ones from their next round on. These have the
+    same shapes, so that nothing is compiled.
     """
 
     def __init__(self, drafter: EagleWeights, tree: TreeConfig) -> None:
@@ -30,60 +28,49 @@ class LearnedDrafter:
         self.tree = tree
         self._lock = threading.Lock()
         self._params, self._version = drafter.params, 0
-        self._placed: dict[int, tuple[int, EagleParams]] = {}  # by replica
+        self._on_devices = PerRunner[EagleParams]()
 
     @property
     def version(self) -> int:
-        """How often weights have been swapped."""
+        """The number of times that weights have been swapped."""
         return self._version
 
     @property
     def made_for(self) -> str:
-        """What its programs and their seconds depend on."""
+        """A text that changes with its programs and their times."""
         return repr((self.config, self.tree))
 
     @property
     def drafter(self) -> EagleWeights:
-        """As it is now."""
+        """The drafter with its newest weights."""
         return EagleWeights(self.config, self._params, self.draft_ids_U)
 
     def swap(self, params: EagleParams) -> None:
-        """New weights; arrays that nobody donates."""
+        """Replace the weights by arrays that nobody donates."""
         with self._lock:
             self._params, self._version = params, self._version + 1
 
     def drafter_for(self, context: DrafterContext) -> EagleDrafter:
-        """The drafter of one worker for one phase."""
+        """Return the drafter of one worker for one rollout."""
         runner = context.runner
         ids = None if self.draft_ids_U is None else runner.put(self.draft_ids_U)
         shared = eagle.frozen(context.spec.params, ids)
-
-        def weights() -> Weights:
-            return Weights(self._params_on(runner), shared)
-
         return EagleDrafter(
             self.config,
-            weights,
+            lambda: DeviceWeights(self._params_on(runner), shared),
             self.tree,
             context.spec.sampling,
             context.spec.key,
             features=context.features,
-            put=runner.argument,
-            zero_rows=runner.zero_rows,
-            dtype=runner.dtype,
+            runner=runner,
             num_draft_tokens=runner.config.max_nodes - 1,
         )
 
     def _params_on(self, runner: ModelRunner) -> EagleParams:
         with self._lock:
             version, params = self._version, self._params
-            held = self._placed.get(id(runner))
-        if held is None or held[0] != version:
-            held = version, jax.tree.map(lambda x: _on(runner, x), params)
-            with self._lock:
-                self._placed[id(runner)] = held
-        return held[1]
 
+        def placed() -> EagleParams:
+            return jax.tree.map(lambda x: runner.put(np.asarray(x).astype(runner.dtype)), params)
 
-def _on(runner: ModelRunner, x: Any) -> jax.Array:
-    return runner.put(np.asarray(x).astype(runner.dtype))
+        return self._on_devices.get(runner, placed, version)

@@ -1,8 +1,8 @@
-"""Reuse across epochs: what a step's requests start from, and what is remembered of them.
+"""Reuse across epochs: requests that start from the last epoch's responses.
 
 A run's `Reuse` makes the requests of a step, each with last epoch's response of the same
-(prompt, sample index) where there is one, and the rule that says how much of it stands.
-After scoring, the step's responses are what the next epoch starts from.
+(prompt, sample index) if there is one, and the rule that decides how much of it is kept.
+After scoring, `remember` keeps the step's responses for the next epoch.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from spec.reuse.prefix_rule import PrefixRule, parse_mode
 from spec.reuse.rollout_cache import CachedGroup, CachedResponse, RolloutCache, Scores
 from spec.sampling import step_key
 
-COUPLED_STEP = 0  # training steps count from 1: the noise that repeats is none of theirs
+COUPLED_STEP = 0  # of noise that repeats; training steps count from 1
 
 
 class Reuse:
-    """What a run carries from epoch to epoch, beside the cache itself."""
+    """Reuse in a run: makes requests from the cache, and adapts the lenience."""
 
     def __init__(self, config: ReuseConfig, cache: RolloutCache, *, seed: int, greedy: bool):
         self.mode, self._schedule = parse_mode(config.mode), parse_schedule(config.schedule)
@@ -36,11 +36,11 @@ class Reuse:
         self._problems: list[str] = []
 
     def key(self, step: int) -> jax.Array:
-        """The noise key of a step; with `coupled`, that of all steps."""
+        """Return the noise key of a step; with `coupled` all steps have the same."""
         return step_key(self._seed, COUPLED_STEP if self.mode.couples_noise else step)
 
     def rule(self, step: int) -> PrefixRule | None:
-        """How much of a cached response stands at this step; None where nothing is reused."""
+        """Return the rule that decides how much of a cached response is kept; None: no reuse."""
         if not self.mode.enabled:
             return None
         return PrefixRule(self.mode, self._at(step), self._seed, step, self._greedy)
@@ -54,11 +54,11 @@ class Reuse:
         *,
         before: Sequence[str] = (),
     ) -> list[Request]:
-        """`size` requests to each prompt, with what they may reuse; first samples come first.
+        """Return `size` requests to each prompt with what they may reuse, first samples first.
 
-        `keys` name the examples, `numbers` count them in the data set; `before` are the keys
-        that the step has asked in earlier phases. An example that comes twice in a step is
-        answered afresh the second time, with noise of its own.
+        `keys` name the examples, `numbers` count them in the data set; `before` are the keys of
+        earlier sampling passes of the step. The second time that a step has an example, it is
+        answered without reuse, and with noise of its own.
         """
         again = [key in before or key in keys[:g] for g, key in enumerate(keys)]
         cached = [
@@ -75,7 +75,7 @@ class Reuse:
         return [request(g, i) for i in range(size) for g in range(len(prompts))]
 
     def _cached(self, key: str, prompt: Prompt, size: int) -> Mapping[int, CachedResponse]:
-        """The responses that may be reused, by sample index."""
+        """Return the responses that may be reused, by sample index."""
         if not self.mode.enabled:
             return {}
         group = self._cache.get(key, self.mode.back)
@@ -93,13 +93,13 @@ class Reuse:
         return usable
 
     def after_update(self, metrics: Mapping[str, float]) -> None:
-        """Move the lenience, by what the step's updates clipped."""
+        """Adapt the lenience to the share of tokens that the step's updates clipped."""
         clipped = metrics.get("clip_ratio/region_mean")
         if clipped is not None:
             self._log_lenience = self._schedule.after(self._log_lenience, clipped)
 
     def metrics(self, stats: EngineStats, num_tokens: int, step: int) -> dict[str, float]:
-        """How much of the step's `num_tokens` response tokens was reused."""
+        """Return metrics of the reuse in a step with `num_tokens` response tokens."""
         if not self.mode.enabled:
             return {}
         v = stats.verified
@@ -116,7 +116,7 @@ class Reuse:
         return metrics
 
     def new_problems(self) -> list[str]:
-        """What could not be reused since the last question: the first few, and a count."""
+        """Return the responses that could not be reused since the last call: few, and a count."""
         problems, self._problems = self._problems, []
         more = [f"{len(problems) - 3} more prompts likewise"] if len(problems) > 4 else []
         return problems[: 3 if more else 4] + more
@@ -138,7 +138,7 @@ def remember(
     *,
     scored: bool,
 ) -> None:
-    """The step's responses are what the next epoch starts from; group g answered `keys[g]`."""
+    """Keep a step's responses for the next epoch; group g answered `keys[g]`."""
     groups: dict[str, dict[int, Trajectory]] = {key: {} for key in keys}
     for t in trajectories:
         groups[keys[t.group_id]][t.sample_index] = t

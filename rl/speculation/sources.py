@@ -1,9 +1,9 @@
 """Speculative rollouts of a training run: which drafters, which budget, and their history.
 
-One step:  phase (drafter and budget for its rollouts)  →  its responses enter the rollout
-cache (`rl.speculation.reuse.remember`)  →  prepare (the index of the next step's prompts is built
-in a thread while the update runs). Drafts never change a token (in bfloat16: none but by
-rounding, docs/architecture.md), so nothing here can change what is learnt.
+In each step `drafter_factory` makes drafters and budgets for its rollouts, whose responses then
+enter the rollout cache (`rl.speculation.reuse.remember`); `prepare` builds the index of the next
+step's prompts in a thread while the update runs. Drafts never change a token (in bfloat16 only by
+rounding, docs/architecture.md), so nothing here can change what is learned.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from rl.engine.rollout_spec import DrafterContext, DrafterFactory, no_drafts
 from rl.runtime.waits import Hang, Patience, result_of
 from rl.speculation.config import SpeculationConfig
 from rl.speculation.device_drafters import NO_DRAFTERS, DeviceDrafters
+from rl.speculation.learned_drafter import LearnedDrafter
 from rl.trajectory import Prompt
 from spec.budget.bandit import BegMab
 from spec.budget.bandit_budget import BanditBudget, make_bandit
@@ -38,6 +39,7 @@ from spec.retrieval.ngram import NgramDrafter
 from spec.reuse.rollout_cache import RolloutCache
 from spec.round_times import RoundTimes
 
+HISTORY_RULES = {"history": history.RULE, "histospec": history.PAPER_RULE}
 MOST_WORKERS = 2**16
 
 
@@ -49,7 +51,7 @@ class _Built:
 
 
 class Speculation:
-    """What a run remembers between the phases of its rollouts. Use it as a context manager."""
+    """Drafters of a run's rollouts, and what they keep between them. A context manager."""
 
     def __init__(
         self,
@@ -62,19 +64,18 @@ class Speculation:
         patience: Patience | None = None,
     ) -> None:
         asked = {LEARNED: config.learns, MODEL: config.asks_model}
-        assert drafters.by_name.keys() == {n for n in asked if asked[n]}, "those that are asked"
+        assert drafters.keys() == {n for n in asked if asked[n]}, "those that the sources name"
         self.config, self.drafters = config, drafters
         self.times: RoundTimes | None = None  # to be set once it is measured
         self._cache, self._patience = cache, patience or Patience()
-        self._rule = history.PAPER_RULE if config.history_rule == "histospec" else history.RULE
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="history")
         self._building: Future[_Built] | None = None
-        self._used: _Built | None = None  # by the phase that runs, or the last one
+        self._used: _Built | None = None  # by the current rollout, or the last one
         self._tuner, self._seed = tuner or TunerConfig(), seed
         self._bandits: dict[int, BegMab] = {}  # by worker
         self._lock = threading.Lock()
 
-    def phase(
+    def drafter_factory(
         self,
         keys: Sequence[str],
         prompts: Sequence[Prompt],
@@ -82,25 +83,25 @@ class Speculation:
         *,
         first_group: int = 0,
     ) -> DrafterFactory:
-        """A maker of drafters and budgets for one phase: each worker has its own.
+        """Return a maker of drafters and budgets for one rollout: each worker has its own.
 
-        Group first_group + g answers `prompts[g]`, named `keys[g]`. `last` are last epoch's
-        responses by request id, where requests may reuse them. All that is built here is shared
-        by the drafters: the index of the prompts' history, and what siblings tell one another.
+        Group first_group + g answers `prompts[g]`, whose key is `keys[g]`. `last` are last epoch's
+        responses by request id, if requests may reuse them. The drafters share what is built here:
+        the index of the prompts' history, and the server through which siblings tell each other.
         """
         if not self.config.enabled:
             return no_drafts
-        history = None
+        index = None
         if self.keeps_history:
-            history = self._history(dict(zip(keys, prompts, strict=True)))
+            index = self._history(dict(zip(keys, prompts, strict=True))).index
         names = dict(enumerate(keys, first_group))
-        return partial(self._drafts, names, last or {}, history, DraftServer())
+        return partial(self._drafts, names, last or {}, index, DraftServer())
 
     def _drafts(
         self,
         names: Mapping[int, str],
         last: Mapping[int, np.ndarray],
-        history: _Built | None,
+        index: HistoryIndex | None,
         server: DraftServer,
         context: DrafterContext,
     ) -> tuple[Drafter | None, Budget | None]:
@@ -109,16 +110,16 @@ class Speculation:
             if source == "last":
                 if last:
                     parts[source] = LastResponseDrafter(last)
-            elif source == "history":
-                assert history is not None
-                parts[source] = HistoryDrafter(history.index, names, self._rule)
+            elif source in HISTORY_RULES:
+                assert index is not None
+                parts[source] = HistoryDrafter(index, names, HISTORY_RULES[source])
             elif source == "group":
                 tokens = self.config.group_update_tokens
                 parts[source] = GroupDrafter(update_tokens=tokens, server=server)
             elif source == "own":
                 parts[source] = NgramDrafter()
             else:
-                parts[source] = self.drafters.by_name[source].drafter_for(context)
+                parts[source] = self.drafters[source].drafter_for(context)
         if not parts:
             return None, None
         union = DrafterUnion(list(parts.values()), list(parts))
@@ -128,31 +129,31 @@ class Speculation:
         return union, make_budget(self.config.budget, self.times)
 
     def bandit(self, worker: int) -> BegMab:
-        """A worker's tuner."""
+        """Return a worker's tuner."""
         with self._lock:
             if worker not in self._bandits:
-                learned = self.drafters.learned
-                top_k = 0 if learned is None else learned.tree.top_k
+                learned = self.drafters.get(LEARNED)
+                top_k = learned.tree.top_k if isinstance(learned, LearnedDrafter) else 0
                 seed = self._seed * MOST_WORKERS + worker
                 self._bandits[worker] = make_bandit(self._tuner, self.config.sources, top_k, seed)
             return self._bandits[worker]
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps: what the workers' tuners have learnt."""
+        """Return what a checkpoint keeps: the state of the workers' tuners."""
         return {"bandits": {str(w): bandit.state() for w, bandit in self._bandits.items()}}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        for worker, learnt in state.get("bandits", {}).items():
+        for worker, saved in state.get("bandits", {}).items():
             if self.config.budget == BANDIT:
                 # older checkpoints hold an arm that there is no more
-                kept = [w for w in learnt["windows"] if not w["strategy"].startswith("lookup × ")]
-                self.bandit(int(worker)).load_state({**learnt, "windows": kept})
+                kept = [w for w in saved["windows"] if not w["strategy"].startswith("lookup × ")]
+                self.bandit(int(worker)).load_state({**saved, "windows": kept})
 
     def history_metrics(self) -> dict[str, float]:
-        """What the phase drafted from, and what the cache holds by now."""
+        """Return metrics of the rollout's history, and of the cache."""
         if not self.keeps_history:
             return {}
-        assert self._used is not None, "a phase has been"
+        assert self._used is not None, "drafter_factory comes first"
         return {
             "spec/history_bytes": float(self._cache.num_bytes),
             "spec/history_index_tokens": float(self._used.index.num_tokens),
@@ -160,7 +161,7 @@ class Speculation:
         }
 
     def prepare(self, next_prompts: Mapping[str, Prompt]) -> None:
-        """Start on the index of the next step, whose prompts are given by key."""
+        """Start to build the index of the next step, whose prompts are given by key."""
         self._building = self._thread.submit(self._build, dict(next_prompts))
 
     def settle(self) -> None:
@@ -171,12 +172,12 @@ class Speculation:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # what is being built is of no use any more; a process that ends does not wait for it
+        # a process that ends does not wait for an index that nobody will use
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     @property
     def keeps_history(self) -> bool:
-        return self.config.enabled and "history" in self.config.sources
+        return self.config.history_source is not None
 
     def _history(self, prompts: Mapping[str, Prompt]) -> _Built:
         built = self._built()
@@ -191,11 +192,12 @@ class Speculation:
         try:
             return result_of(self._building, "the index of the prompts' history", self._patience)
         except Hang:
-            self._building = None  # given up: what is saved after this does not wait for it again
+            self._building = None  # so that a save after this does not wait for it again
             raise
 
     def _build(self, prompts: Mapping[str, Prompt]) -> _Built:
-        began_s = time.perf_counter()
+        began_s, source = time.perf_counter(), self.config.history_source
+        assert source is not None
         arrays = {key: np.asarray(ids, np.int32) for key, ids in prompts.items()}
-        index = build_index(self._cache, arrays, self._rule)
+        index = build_index(self._cache, arrays, HISTORY_RULES[source])
         return _Built(index, frozenset(prompts), time.perf_counter() - began_s)

@@ -24,7 +24,10 @@ from rl.engine.rollout_spec import RolloutSpec
 from rl.packing import Shape
 from rl.runtime.parallel_compile import OnCompiled, compile_all, unwatched
 from rl.speculation.device_drafters import NO_DRAFTERS, DeviceDrafters
+from rl.speculation.draft_model import DraftModel
+from rl.speculation.learned_drafter import LearnedDrafter
 from spec.buckets import bucket
+from spec.budget.config import LEARNED, MODEL
 from spec.config import SamplingConfig
 from spec.reuse.packed_verify import PackedResponses, verify_packed
 from spec.sampling import Processing, step_key
@@ -79,7 +82,7 @@ def warm_up(
                 if shape[1] > 1
             ]
         programs += pool.drafts(drafters)
-        if drafters.learned is not None and not moves:  # else they leave with their rows
+        if LEARNED in drafters and not moves:  # else they leave with their rows
             programs += pool.hidden_states()
         if reuse:
             programs += pool.reuse()
@@ -191,13 +194,13 @@ class Pool:
         context = self.engine.drafter_context(
             RolloutSpec(self.params, self.sampling, step_key(0, 0))
         )
-        if drafters.learned is not None:
-            drafter = drafters.learned.drafter_for(context)
+        if isinstance(learned := drafters.get(LEARNED), LearnedDrafter):
+            drafter = learned.drafter_for(context)
             for B, S in self.buckets:
                 for step, arguments in drafter.programs(partial(self._rows, "features", B, S)):
                     yield Program(step, arguments)
-        if drafters.model is not None:
-            steps = drafters.model.drafter_for(context).programs(
+        if isinstance(model := drafters.get(MODEL), DraftModel):
+            steps = model.drafter_for(context).programs(
                 max_requests=self.slots[0], max_tokens=self.longest_tokens
             )
             for step, arguments in steps:

@@ -47,7 +47,7 @@ def rehearse(
     with Speculation(config, cache, drafters, tuner) as speculation:
         speculation.times = times
         for fixed in (FixedBudget(2), None):
-            drafts = speculation.phase([NAME], [prompt], dict.fromkeys(range(2), tokens))
+            drafts = speculation.drafter_factory([NAME], [prompt], dict.fromkeys(range(2), tokens))
             spec = RolloutSpec(params, sampling, step_key(0, 0), no_stop)
             drafter, budget = drafts(engine.drafter_context(spec))
             drafts = draft_with(drafter, fixed or budget)

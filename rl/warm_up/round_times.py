@@ -19,13 +19,10 @@ from rl.engine import cache_ops
 from rl.engine.engine import Engine
 from rl.engine.rollout_spec import DrafterContext, RolloutSpec
 from rl.engine.slot_table import SlotTable
-from rl.speculation.device_drafters import NO_DRAFTERS, DeviceDrafters
-from rl.speculation.draft_model import DraftModel
-from rl.speculation.learned_drafter import LearnedDrafter
+from rl.speculation.device_drafters import NO_DRAFTERS, DeviceDrafters, DeviceDrafterSource
 from rl.trajectory import PartialRequest, Request
 from rl.warm_up import compile_buckets
 from rl.warm_up.measured_run import read_rounds, write_rounds
-from spec.budget.device_gate import DeviceDrafter
 from spec.budget.union import DrafterUnion
 from spec.config import SamplingConfig
 from spec.drafter import plant
@@ -94,7 +91,7 @@ def measure(
             rounds = _Rounds(engine, spec, B, S)
             tries = [(N, rounds.seconds(N)) for N in sizes * (REPEATS + 1)]
             seconds |= {(B, N, S): taken_s for N, taken_s in _medians(tries).items()}
-            for name, drafter in drafters.by_name.items():
+            for name, drafter in drafters.items():
                 found = rounds.draft_seconds(drafter)
                 times = {(B, depth, S): taken_s for depth, taken_s in found.items()}
                 draft_seconds.setdefault(name, {}).update(times)
@@ -134,10 +131,10 @@ class _Rounds:
         rounds = self._tree_round(slots, num_nodes) if num_nodes > 1 else self._plain_rounds(slots)
         return (self._engine.clock() - began_s) / rounds
 
-    def draft_seconds(self, made_by: LearnedDrafter | DraftModel) -> dict[int, float]:
+    def draft_seconds(self, made_by: DeviceDrafterSource) -> dict[int, float]:
         """Median seconds of the drafts of all rows, by depth: one, and the deepest."""
         context = DrafterContext(self._engine, self._spec, lambda: self._cache.features[0])
-        drafter: DeviceDrafter = made_by.drafter_for(context)
+        drafter = made_by.drafter_for(context)
         live, most = self._table.live(), self._engine.config.max_nodes - 1
         tries = []
         for depth in sorted({1, drafter.depth}) * (REPEATS + 1):
@@ -204,6 +201,6 @@ def _made_for(
         "model": repr(engine.model),
         "dtype": str(engine.dtype),
         "rounds_per_fetch": engine.config.rounds_per_fetch,
-        "drafters": {name: d.made_for for name, d in drafters.by_name.items()},
+        "drafters": {name: d.made_for for name, d in drafters.items()},
         "buckets": [list(bucket) for bucket in buckets],
     }

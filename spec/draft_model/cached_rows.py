@@ -1,4 +1,4 @@
-"""Whose keys and values lie in a draft model's cache, token by token: the host's side of it.
+"""The host's record of the tokens whose keys and values a draft model's cache holds.
 
 B = rows of the cache, S = its positions, A = live requests, K = draft tokens of a chain.
 """
@@ -16,8 +16,8 @@ NOBODY = -1
 class CachedRows:
     """Rows of tokens; the cache holds the entries of `tokens_BS[b, :known_B[b]]`.
 
-    A row outlives its request. Who gets it keeps what the two texts have in common: a request
-    that comes back its own tokens, a sibling the prompt.
+    A row outlives its request. The next request in it keeps the prefix that the two texts share: a
+    request that returns its own tokens, a sibling the prompt.
     """
 
     def __init__(self, num_rows: int, num_positions: int) -> None:
@@ -25,7 +25,7 @@ class CachedRows:
         self.filled_B = np.zeros(num_rows, np.int32)  # tokens, draft tokens included
         self.known_B = np.zeros(num_rows, np.int32)
         self.owner_B = np.full(num_rows, NOBODY, np.int64)
-        # where draft tokens of the last chain begin, and how many there are
+        # first position and number of the last chain's draft tokens
         self.drafted_at_B = np.zeros(num_rows, np.int32)
         self.drafted_B = np.zeros(num_rows, np.int32)
         self._row_of: dict[int, int] = {}
@@ -34,10 +34,10 @@ class CachedRows:
         return len(self.owner_B)
 
     def follow(self, live: LiveSlots) -> tuple[np.ndarray, np.ndarray]:
-        """The rows of live requests, told of their tokens; also [A, 2] of the last chains.
+        """Write the live requests' tokens to their rows; return the rows, and int [A, 2].
 
-        That is how many draft tokens were right, and of how many that is known. There must be as
-        many rows as requests.
+        The latter is how many draft tokens of the last chain were accepted, and of how many that is
+        known. There must be as many rows as requests.
         """
         rows_A = self._rows(live)
         agreed_A = np.zeros(len(live), np.int32)
@@ -59,13 +59,11 @@ class CachedRows:
         return rows_A, np.stack([accepted_A, seen_A], axis=1)
 
     def roll_back(self, rows_A: np.ndarray, agreed_A: np.ndarray) -> None:
-        """Entries behind the first `agreed_A` tokens are of draft tokens that were wrong."""
+        """Forget entries behind the first `agreed_A` tokens: their drafts were rejected."""
         self.known_B[rows_A] = np.minimum(self.known_B[rows_A], agreed_A)
 
     def drafted(self, rows_A: np.ndarray, tokens_AK: np.ndarray, count_A: np.ndarray) -> None:
-        """Chains were computed from the ends of these rows: entries of all but the last draft
-        token.
-        """
+        """Append chains to these rows; the cache has the entries of all but the last token."""
         total_A = self.filled_B[rows_A]
         a, k = np.nonzero(np.arange(tokens_AK.shape[1]) < count_A[:, None])
         self.tokens_BS[rows_A[a], total_A[a] + k] = tokens_AK[a, k]
@@ -74,23 +72,23 @@ class CachedRows:
         self.drafted_at_B[rows_A], self.drafted_B[rows_A] = total_A, count_A
 
     def ended(self, live: LiveSlots) -> None:
-        """These requests need their rows no longer."""
+        """Free the rows of these requests."""
         for request_id in live.request_ids_A.tolist():
             row = self._row_of.pop(request_id, None)
             if row is not None:
                 self.owner_B[row] = NOBODY
 
     def has(self, live: LiveSlots) -> np.ndarray:
-        """Which of these have a row; bool [A]."""
+        """Return which of these requests have a row, bool [A]."""
         return np.array([r in self._row_of for r in live.request_ids_A.tolist()], bool)
 
     def resized(
         self, num_rows: int, num_positions: int, live: LiveSlots
     ) -> tuple[CachedRows, np.ndarray]:
-        """A table of another size, and which row each of its rows was, int32 [B].
+        """Return a table of another size, and which row each of its rows was, int32 [B].
 
-        Where it has fewer rows, those of live requests are kept, then the ones known furthest.
-        Rows that are new know nothing.
+        With fewer rows, those of live requests are kept, then those with the most known entries.
+        New rows know nothing.
         """
         is_live_B = np.isin(self.owner_B, live.request_ids_A)
         order_B = np.lexsort((-self.known_B, self.owner_B == NOBODY, ~is_live_B))[:num_rows]
@@ -116,9 +114,9 @@ class CachedRows:
         return np.array([self._row_of[r] for r in live.request_ids_A.tolist()], np.int64)
 
     def _best_free(self, tokens_T: np.ndarray, live: LiveSlots) -> int:
-        """The free row that has most in common with a text; of equals that which knows least.
+        """Return the free row that shares the longest prefix with a text, then knows least.
 
-        Rows of requests that are away are taken where no other is free.
+        Rows of requests that are not live now are taken only if no other is free.
         """
         common_B = np.minimum(_common(self.tokens_BS, self.filled_B, tokens_T), self.known_B)
         is_live_B = np.isin(self.owner_B, live.request_ids_A)
@@ -131,7 +129,7 @@ class CachedRows:
 def _follow(  # type: ignore[no-untyped-def]
     tokens_BL, rows_A, total_A, held_A, held_BS, filled_B, agreed_A
 ):
-    """Write each request's tokens to its row; agreed_A: how many of what was there are the same."""
+    """Write each request's tokens to its row; agreed_A: the length of the prefix they share."""
     for a in range(len(rows_A)):
         text, held, b = tokens_BL[rows_A[a]], held_BS[held_A[a]], held_A[a]
         k, end = 0, min(total_A[a], filled_B[b])
@@ -144,7 +142,7 @@ def _follow(  # type: ignore[no-untyped-def]
 
 @numba.njit(cache=True, nogil=True)
 def _common(held_BS, filled_B, tokens_T):  # type: ignore[no-untyped-def]
-    """How many first tokens of each row are those of a text; int32 [B]."""
+    """Return the length of the prefix that each row shares with a text, int32 [B]."""
     out_B = np.zeros(len(held_BS), np.int32)
     for b in range(len(held_BS)):
         end = min(len(tokens_T), filled_B[b])

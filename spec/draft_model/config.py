@@ -10,13 +10,13 @@ Proposal = Literal["likeliest", "shared_noise"]
 
 @dataclasses.dataclass(frozen=True)
 class ChainConfig:
-    """How a draft model uses its devices, and how long its chains are.
+    """Sizes of a draft model's passes and chains.
 
     Buckets of rows are `min_rows` · 2^i, of cache positions `min_positions` · 2^i. A chain's
-    first pass has `window_tokens` a row; what a row lacks beyond them is computed in chunks of up
-    to `chunk_tokens`, about `pass_tokens` a pass. Chains have up to `max_draft_tokens` draft tokens
-    and end where their probability falls below `min_prob`. `shared_noise_prob` is that of a coupled
-    draw before any was seen.
+    first pass has `window_tokens` a row; earlier tokens that a row lacks are computed in chunks of
+    up to `chunk_tokens`, about `pass_tokens` a pass. Chains have up to `max_draft_tokens` draft
+    tokens and end when their probability falls below `min_prob`. `shared_noise_prob` is the
+    acceptance assumed of a draw with shared noise before any was observed.
     """
 
     min_rows: int = 4
@@ -45,7 +45,7 @@ class ChainConfig:
 
     @property
     def chunk_widths(self) -> list[int]:
-        """Widths of chunks, smallest first: quarters of one another, all beyond the window."""
+        """Widths of chunks, smallest first, each a quarter of the next, all above the window."""
         widths, width = [self.chunk_tokens], self.chunk_tokens // 4
         while width > self.window_tokens:
             widths.append(width)
@@ -53,5 +53,5 @@ class ChainConfig:
         return widths[::-1]
 
     def pass_rows(self, width: int, num_rows: int) -> int:
-        """Rows of a pass over chunks of `width`."""
+        """Return the rows of a pass over chunks of `width`."""
         return min(num_rows, max(1, self.pass_tokens // width))

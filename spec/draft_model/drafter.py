@@ -1,13 +1,14 @@
-"""Drafts from a draft model of the policy's tokenizer, which keeps a cache of its own.
+"""Drafts from a smaller model with the policy's tokenizer, which has a cache of its own.
 
-Each round: tokens that the cache lacks are run through the model, then a chain is drafted from
-every request's last token. Entries of draft tokens that come true are in the cache already; those
-of wrong draft tokens are overwritten. So a round costs one short pass and one a draft token, and
-one fetch. Source: a draft model as drafter, as SpecActor has among others; coupled draws are ours.
+Each round runs the tokens that the cache lacks through the model, then drafts a chain from every
+request's last token. The entries of accepted draft tokens are in the cache already; those of
+rejected ones are overwritten. So a round costs one short pass, one pass a draft token, and one
+fetch. Source: the draft model of SpecActor and others; draws with shared noise are ours.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -25,24 +26,27 @@ from spec.draft_model.cached_rows import CachedRows
 from spec.draft_model.config import ChainConfig, Proposal
 from spec.draft_model.steps import COLUMNS, Draws, catch_up, draft_chains, empty_cache, unpack
 from spec.drafter import Drafter, Drafts, LiveSlots, Source, no_drafts
+from spec.sampling import Processing
 from spec.tree import PADDING
 
 Put = Callable[[Any], jax.Array]
-PRIOR_DRAFTS = 8  # what `shared_noise_prob` weighs beside what is seen
+Arguments = Callable[[], tuple[tuple, dict[str, Any]]]
+AXES = {"keys": kv_cache.KEY_AXIS, "values": kv_cache.VALUE_AXIS}
+PRIOR_DRAFTS = 8  # the weight of `shared_noise_prob`, in observed drafts
 
 
 class DraftModelDrafter(Drafter):
     """Chains of a draft model: its `likeliest` tokens, or its own draws (`shared_noise`).
 
-    Coupled draft tokens are drawn with the noise that the policy will draw with (noise by
-    position), so that they are right wherever both distributions put the token at the same noise. A
-    draft token's probability is, likeliest, the product of the model's probabilities at the
-    sampling's temperature; coupled, the product of the mean acceptances at each depth so far.
-    Chains have `depth` draft tokens at most, which may be changed between rounds.
+    Shared noise is the noise that the policy will draw with (by position), so that a draft is
+    accepted if both distributions map that noise to the same token. The probability of a
+    `likeliest` draft token is the product of the model's probabilities at the sampling's
+    temperature; with shared noise it is the product of the mean acceptances observed at each depth.
+    Chains have at most `depth` draft tokens, which may be changed between rounds.
 
-    `model` must have the vocabulary of `policy`, else ValueError. `params` are on the device to
-    which `put` takes host arrays; `dtype` is the cache's, None that of `params`. Call all methods
-    under the engine's mesh or default device. One drafter serves one phase of one worker.
+    `model` must have the vocabulary of `policy`, otherwise ValueError. `params` are on the device
+    to which `put` moves host arrays; `dtype` is the cache's, None that of `params`. Call all
+    methods under the engine's mesh or default device. One drafter serves one rollout of one worker.
     """
 
     def __init__(
@@ -70,16 +74,9 @@ class DraftModelDrafter(Drafter):
         self._model, self._params, self._put = model, params, put
         self._proposal = proposal
         self._scheme = sampling.draw if proposal == "shared_noise" else None
-        # coupled chains are cut by the host: the model's own probabilities are not their
-        # probability
+        # the host cuts chains of shared noise: the model does not know their probabilities
         min_prob = self.config.min_prob if proposal == "likeliest" else 0.0
-        self._draws = Draws(
-            temperature=put(np.float32(sampling.temperature)),
-            top_k=put(np.int32(sampling.top_k)),
-            top_p=put(np.float32(sampling.top_p)),
-            min_prob=put(np.float32(min_prob)),
-            key=put(key),
-        )
+        self._draws = jax.tree.map(put, Draws(Processing.of(sampling), np.float32(min_prob), key))
         self._zero = put(np.zeros((), dtype or params.embedding_VD.dtype))
         self._held = CachedRows(0, self.config.min_positions)
         self._cache: KVCache | None = None
@@ -87,6 +84,7 @@ class DraftModelDrafter(Drafter):
         self._observed_K = np.zeros(self.config.max_draft_tokens, np.int64)
 
     def propose(self, live: LiveSlots, max_nodes_A: np.ndarray, max_nodes: int) -> Drafts:
+        """Return a chain for each request that may have draft tokens."""
         drafts = no_drafts(len(live), max_nodes)
         drafts.sources_AN[:] = Source.MODEL
         most_A = np.minimum(max_nodes_A, min(max_nodes, self._longest_chain()))
@@ -96,7 +94,7 @@ class DraftModelDrafter(Drafter):
         some, most_A = live.take(asked_A), most_A[asked_A].astype(np.int32)
         self._fit(live, int((some.total_tokens_A + most_A).max()))
         rows_A, acceptance_A2 = self._held.follow(some)
-        self._judge(acceptance_A2)
+        self._observe(acceptance_A2)
         self._catch_up(rows_A, some.total_tokens_A)
         tokens_AK, prob_AK = self._draft(some, rows_A, most_A)
         count_A = np.minimum(most_A, tokens_AK.shape[1])
@@ -110,24 +108,32 @@ class DraftModelDrafter(Drafter):
     def finished(self, live: LiveSlots) -> None:
         held = live.take(self._held.has(live))
         if len(held):
-            self._judge(self._held.follow(held)[1])
+            self._observe(self._held.follow(held)[1])
             self._held.ended(held)
 
-    def programs(
-        self, *, max_requests: int, max_tokens: int
-    ) -> Iterator[tuple[Any, Callable[[], tuple[tuple, dict[str, Any]]]]]:
-        """The jitted steps that so many live requests of up to `max_tokens` tokens can reach.
+    def programs(self, *, max_requests: int, max_tokens: int) -> Iterator[tuple[Any, Arguments]]:
+        """Yield the jitted steps that such requests can reach, and makers of their arguments.
 
-        Each with a maker of its arguments. Drafters of other phases on the same device find what
-        was compiled too, where `config`, `proposal` and scheme of draws are the same.
+        Later drafters on the same device use the same programs if their `config`, `proposal` and
+        scheme of draws are equal.
         """
-        for step, make, options in self._programs(max_requests, max_tokens):
-            yield step, partial(_call, make, options)
+        rows = buckets(max_requests, self.config.min_rows)
+        sizes = buckets(max_tokens, self.config.min_positions)
+        for B, S in itertools.product(rows, sizes):
+            yield empty_cache, partial(self._empty_arguments, B, S)
+            yield draft_chains, partial(self._chain_arguments, B, S)
+            for C in self.config.chunk_widths:
+                yield catch_up, partial(self._chunk_arguments, B, S, C)
+            others = [(b, S) for b in (B // 2, 2 * B) if b in rows]
+            for b, s in [*others, *[(B, 2 * S)] * (2 * S in sizes)]:
+                for name in ("keys", "values"):
+                    resized = partial(self._resize_arguments, (B, S), (b, s), name)
+                    yield cache_rows.resize_layer, resized
 
     # -- probabilities ---------------------------------------------------------------------
 
-    def _judge(self, acceptance_A2: np.ndarray) -> None:
-        """Count, by depth, chains that came so far, and those whose next draft token was right."""
+    def _observe(self, acceptance_A2: np.ndarray) -> None:
+        """Count, by depth, chains accepted up to there, and those whose next token was accepted."""
         depth_K = np.arange(len(self._accepted_K))
         accepted_A1, seen_A1 = acceptance_A2[:, :1], acceptance_A2[:, 1:]
         self._accepted_K += (depth_K < accepted_A1).sum(axis=0)
@@ -139,9 +145,7 @@ class DraftModelDrafter(Drafter):
         return np.cumprod(rate_K).astype(np.float32)
 
     def _longest_chain(self) -> int:
-        """Draft tokens that are worth having; one at least, or probabilities would never be known
-        better.
-        """
+        """Return how many draft tokens are worth drafting: at least one, to keep observing."""
         if self._proposal == "likeliest":
             return self.depth
         return max(1, int((self._mean_prob()[: self.depth] >= self.config.min_prob).sum()))
@@ -149,7 +153,7 @@ class DraftModelDrafter(Drafter):
     # -- the cache -------------------------------------------------------------------
 
     def _fit(self, live: LiveSlots, num_positions: int) -> None:
-        """Rows and positions for the live requests: both from their buckets."""
+        """Resize the cache to the buckets of the live requests and their positions."""
         config = self.config
         rows = bucket(len(live), config.min_rows)
         if self._cache is None:
@@ -169,12 +173,11 @@ class DraftModelDrafter(Drafter):
         self._cache = cache_rows.resize(cache, self._put(row_B), num_positions)
 
     def _empty(self, num_rows: int, num_positions: int) -> KVCache:
-        return empty_cache(
-            self._zero, config=self._model, num_rows=num_rows, num_positions=num_positions
-        )
+        args, options = self._empty_arguments(num_rows, num_positions)
+        return empty_cache(*args, **options)
 
     def _catch_up(self, rows_A: np.ndarray, total_A: np.ndarray) -> None:
-        """Compute entries until no row lacks more than the window of its chain, the longest first.
+        """Compute entries until no row lacks more than its chain's window, the longest first.
 
         A chunk ends at the row's last token at the latest, so that it stays inside the cache.
         """
@@ -202,14 +205,14 @@ class DraftModelDrafter(Drafter):
     def _draft(
         self, live: LiveSlots, rows_A: np.ndarray, most_A: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Chains from the ends of these rows: (tokens_AK, chance_AK), the round's one fetch."""
+        """Return chains from the ends of these rows, (tokens_AK, prob_AK): the round's fetch."""
         held, W = self._held, self.config.window_tokens
         table_BX = np.zeros((len(held), W + len(COLUMNS)), np.int32)
         first_A = np.maximum(live.total_tokens_A - W, 0)
         table_BX[rows_A, :W] = held.tokens_BS[rows_A[:, None], first_A[:, None] + range(W)]
         emitted_A = live.total_tokens_A - live.prompt_tokens_A
         columns = live.total_tokens_A, emitted_A, live.request_ids_A, most_A
-        table_BX[rows_A, W:] = np.stack(columns, axis=1)  # other rows are at rest: most of 0
+        table_BX[rows_A, W:] = np.stack(columns, axis=1)  # other rows are at rest
         cache, self._cache = self._cache, None
         self._cache, packed = draft_chains(
             self._params, cache, self._put(table_BX), self._draws, **self._chain_options()
@@ -225,46 +228,27 @@ class DraftModelDrafter(Drafter):
             "most_tokens": self.config.max_draft_tokens,
         }
 
-    # -- programs --------------------------------------------------------------------
+    # -- arguments of the programs ---------------------------------------------------
 
-    def _programs(self, max_requests: int, max_tokens: int) -> Iterator[tuple]:
-        """(step, maker of its arguments, its static arguments), every one once."""
-        config = self.config
-        rows = buckets(max_requests, config.min_rows)
-        sizes = buckets(max_tokens, config.min_positions)
-        for B in rows:
-            for S in sizes:
-                options = {"config": self._model, "num_rows": B, "num_positions": S}
-                yield empty_cache, partial(tuple, (self._zero,)), options
-                yield draft_chains, partial(self._chain_arguments, B, S), self._chain_options()
-                for C in config.chunk_widths:
-                    make = partial(self._chunk_arguments, B, S, C)
-                    yield catch_up, make, {"config": self._model}
-                others = [(b, S) for b in (B // 2, 2 * B) if b in rows]
-                for b, s in [*others, *[(B, 2 * S)] * (2 * S in sizes)]:
-                    for name, axis in (
-                        ("keys", kv_cache.KEY_AXIS),
-                        ("values", kv_cache.VALUE_AXIS),
-                    ):
-                        make = partial(self._resize_arguments, B, S, b, name)
-                        yield cache_rows.resize_layer, make, {"num_positions": s, "axis": axis}
+    def _empty_arguments(self, B: int, S: int) -> tuple[tuple, dict[str, Any]]:
+        return (self._zero,), {"config": self._model, "num_rows": B, "num_positions": S}
 
-    def _chain_arguments(self, B: int, S: int) -> tuple:
+    def _chain_arguments(self, B: int, S: int) -> tuple[tuple, dict[str, Any]]:
         table_BX = np.zeros((B, self.config.window_tokens + len(COLUMNS)), np.int32)
         table_BX[:, self.config.window_tokens] = 1
-        return self._params, self._empty(B, S), self._put(table_BX), self._draws
+        args = self._params, self._empty(B, S), self._put(table_BX), self._draws
+        return args, self._chain_options()
 
-    def _chunk_arguments(self, B: int, S: int, C: int) -> tuple:
+    def _chunk_arguments(self, B: int, S: int, C: int) -> tuple[tuple, dict[str, Any]]:
         table_PX = np.zeros((self.config.pass_rows(C, B), 2 + C), np.int32)
-        return self._params, self._empty(B, S), self._put(table_PX)
+        return (self._params, self._empty(B, S), self._put(table_PX)), {"config": self._model}
 
-    def _resize_arguments(self, B: int, S: int, rows: int, name: str) -> tuple:
-        layer = getattr(self._empty(B, S), name)[0]
-        return layer, self._put(np.zeros(rows, np.int32))
-
-
-def _call(make: Callable[[], tuple], options: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    return make(), options
+    def _resize_arguments(
+        self, old: tuple[int, int], new: tuple[int, int], name: str
+    ) -> tuple[tuple, dict[str, Any]]:
+        layer, axis = getattr(self._empty(*old), name)[0], AXES[name]
+        args = layer, self._put(np.zeros(new[0], np.int32))
+        return args, {"num_positions": new[1], "axis": axis}
 
 
 def _fill(
@@ -274,7 +258,7 @@ def _fill(
     prob_AK: np.ndarray,
     count_A: np.ndarray,
 ) -> Drafts:
-    """Chains into the rows of drafts that asked for them."""
+    """Write chains to the drafts of the requests that asked for them."""
     K = int(count_A.max())
     valid_AK = np.arange(K) < count_A[:, None]
     drafts.tokens_AN[asked_A, :K] = np.where(valid_AK, tokens_AK[:, :K], PADDING)

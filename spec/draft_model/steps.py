@@ -1,15 +1,15 @@
-"""What a draft model computes as a drafter: chunks of known tokens, and chains of draft tokens.
+"""Device steps of a draft model: passes over chunks of known tokens, and chains of draft tokens.
 
-Its cache holds a row per request; B = rows, P = rows of one pass, C = tokens of a chunk,
+Its cache holds a row per request: B = rows, P = rows of one pass, C = tokens of a chunk,
 W = tokens of a chain's first pass, K = draft tokens of a chain. A row's tokens lie at their own
-positions, entries behind those that are known are dead, and every pass overwrites what it
-needs before it looks at it.
+positions. Entries behind the known ones are dead: every pass overwrites those it attends to.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ from models.config import ModelConfig
 from models.kv_cache import KVCache
 from models.sharding import constrain
 from spec import sampling
+from spec.sampling import Processing
 
 COLUMNS = ("total", "emitted", "request_id", "most")  # behind the W tokens of a row
 
@@ -27,15 +28,13 @@ COLUMNS = ("total", "emitted", "request_id", "most")  # behind the W tokens of a
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Draws:
-    """How draft tokens are drawn, the same for all requests: scalars, and the phase's key.
+    """Settings by which all requests' draft tokens are drawn; `key` is the rollout's.
 
-    A chain ends where its probability falls below `min_prob`.
+    Chains end once their probabilities have fallen below `min_prob`.
     """
 
-    temperature: jax.Array
-    top_k: jax.Array
-    top_p: jax.Array
-    min_prob: jax.Array
+    processing: Processing
+    min_prob: Any
     key: jax.Array
 
 
@@ -43,7 +42,7 @@ class Draws:
 def empty_cache(
     zero: jax.Array, *, config: ModelConfig, num_rows: int, num_positions: int
 ) -> KVCache:
-    """A cache of zeros in the dtype of a scalar 0, and where that lies."""
+    """Return a cache of zeros with the dtype and the device of the scalar `zero`."""
     cache = kv_cache.init(config, num_rows, num_positions, zero.dtype)
     return jax.tree.map(lambda rows: kv_cache.pin(rows + zero), cache)
 
@@ -82,12 +81,12 @@ def draft_chains(
 ) -> tuple[KVCache, jax.Array]:
     """Chains of up to `most_tokens` draft tokens; `table_BX` holds W tokens and `COLUMNS` a row.
 
-    The first pass computes the last W of a row's `total` tokens (all, where there are fewer):
-    entries before these must be known. Each further pass computes the draft token before. Chains
-    end together, once each has its `most` draft tokens or too small a probability. Without a
-    `scheme` draft tokens are the likeliest tokens, else draws with the noise of `request_id` at
+    The first pass computes the last W of a row's `total` tokens (all, if there are fewer): entries
+    before these must be known. Each further pass computes the last draft token. Chains end
+    together, once each has its `most` draft tokens or too small a probability. Without a `scheme`
+    draft tokens are the likeliest tokens, otherwise draws with the noise of `request_id` at
     response positions `emitted` …; their probability is the product of the model's own
-    probabilities. Rows with a `most` of 0 are at rest: written nowhere; nor is a row behind its
+    probabilities. Rows with a `most` of 0 are at rest and not written, nor is a row behind its
     `most`. Requires `total + most <= S`. The result is packed, for `unpack`.
     """
     B, W, K, S = table_BX.shape[0], window_tokens, most_tokens, cache.num_positions
@@ -115,7 +114,7 @@ def draft_chains(
     def step(carry: tuple) -> tuple:
         k, cache, drawn = carry
         token_B1 = jax.lax.dynamic_slice_in_dim(drawn[0], k - 1, 1, axis=1)
-        at_B = jnp.where(k < most_B, total_B + k - 1, S)  # rows that have enough compute along
+        at_B = jnp.where(k < most_B, total_B + k - 1, S)  # not written
         hidden_B1D, cache = _pass(config, params, cache, token_B1, at_B)
         return k + 1, cache, draft_token(k, hidden_B1D, drawn)
 
@@ -129,9 +128,7 @@ def draft_chains(
 
 
 def unpack(packed: jax.Array) -> tuple[np.ndarray, np.ndarray]:
-    """(tokens_BK, chance_BK) of the draft tokens that were made, on the host: waits for the
-    device.
-    """
+    """Return (tokens_BK, prob_BK) of the draft tokens on the host: waits for the device."""
     packed_BX = np.asarray(packed)
     K, count = packed_BX.shape[1] // 2, int(packed_BX[0, -1])
     prob_BK = packed_BX[:, K : 2 * K].view(np.float32)
@@ -145,7 +142,7 @@ def _pass(
     tokens_BC: jax.Array,
     start_B: jax.Array,
 ) -> tuple[jax.Array, KVCache]:
-    """Tokens at positions `start …` of their rows, each looking at all up to itself."""
+    """Run tokens at positions `start …` of their rows with causal attention."""
     positions_BC = start_B[:, None] + jnp.arange(tokens_BC.shape[1])
     mask_BCS = jnp.arange(cache.num_positions) <= positions_BC[..., None]
     return transformer.hidden_with_cache(
@@ -156,14 +153,13 @@ def _pass(
 def _draw(
     logits_B1V: jax.Array, keys_B1: jax.Array, draws: Draws, scheme: sampling.Draw | None
 ) -> tuple[jax.Array, jax.Array]:
-    """Tokens and their log-probabilities, both [B, 1]."""
-    temperature_B1, top_k_B1, top_p_B1 = (
-        jnp.broadcast_to(x, keys_B1.shape) for x in (draws.temperature, draws.top_k, draws.top_p)
-    )
+    """Return tokens and their log-probabilities, both [B, 1]."""
     if scheme is not None:
+        temperature_B1, top_k_B1, top_p_B1 = draws.processing.broadcast(keys_B1.shape)
         cut_B1V = sampling.processed_logits(logits_B1V, temperature_B1, top_k_B1, top_p_B1)
         return sampling.draw(cut_B1V, keys_B1, temperature_B1, scheme)
-    scale = jnp.where(draws.temperature <= 0, 1.0, draws.temperature)
+    temperature = draws.processing.temperature
+    scale = jnp.where(temperature <= 0, 1.0, temperature)
     logits_B1V = logits_B1V.astype(jnp.float32) / scale
     token_B1 = jnp.argmax(logits_B1V, axis=-1).astype(jnp.int32)
     total_B1 = jax.nn.logsumexp(logits_B1V, axis=-1)

@@ -1,4 +1,4 @@
-"""What drafters learn from: sequences with the policy's hidden states, packed into batches."""
+"""Training data of drafters: sequences with the policy's hidden states, and batches of them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class HiddenStates:
-    """One prompt and response, and the policy's hidden states at all of its tokens but the last.
+    """One prompt and response, with the policy's hidden states at all tokens but the last.
 
-    `tokens_T` int32, `hidden_TW` [T − 1, W] in the policy's dtype (spec.eagle.model says what W
-    holds).
+    `tokens_T` is int32, `hidden_TW` [T − 1, W] has the policy's dtype; W is
+    `EagleConfig.hidden_width`.
     """
 
     tokens_T: np.ndarray
@@ -28,10 +28,10 @@ class HiddenStates:
 
 
 class HiddenStateSink(Protocol):
-    """Who takes sequences from rollouts. Any thread may call it."""
+    """A receiver of the sequences of rollouts. Any thread may call it."""
 
     def wants(self, num_tokens: int) -> bool:
-        """Whether a sequence of so many tokens is of use: taking it from a device costs time."""
+        """Return whether a sequence of this length is worth copying from the device."""
         ...
 
     def add(self, sequence: HiddenStates) -> None: ...
@@ -40,12 +40,12 @@ class HiddenStateSink(Protocol):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DrafterBatch:
-    """Rows of sequences, one after another; [B, T] each, states [B, T, W].
+    """Rows of sequences, one after another; all [B, T], states [B, T, W].
 
     `sequence_BT` numbers the sequences of a row from 1 (0: padding), `positions_BT` the tokens of
-    a sequence from 0. Entry t (spec.eagle.model) is of the columns t … t + 2; `counts_BT` says for
-    which t its loss counts: all three columns are of one sequence, and x_{t+2} is a response token.
-    A sequence's last column has states of zero: they are not known.
+    a sequence from 0. Entry t (spec.eagle.model) spans the columns t … t + 2; `counts_BT` marks the
+    entries whose loss counts: all three columns belong to one sequence, and x_{t+2} is a response
+    token. The states of a sequence's last column are not known, and are zero.
     """
 
     tokens_BT: Any

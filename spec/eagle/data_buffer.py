@@ -1,9 +1,9 @@
 """The DataBuffer: sequences with the policy's hidden states, kept on the host across RL steps.
 
-While a step's long responses are still under way, only short ones have finished. So drafters
-learn from those and from long sequences of the step before, which are a little stale: one-step
-offset sampling (TLT, section 4.2). What the buffer holds never exceeds `max_bytes`; what has gone
-since `mark` is kept besides, which is as much again at most.
+While a step's long responses are still being generated, only short ones have finished. So drafters
+learn from these and from long sequences of the step before, which are slightly stale: one-step
+offset sampling (TLT, section 4.2). The buffer never holds more than `max_bytes`; for `undo` it
+keeps sequences evicted since `mark`, at most as many bytes again.
 """
 
 from __future__ import annotations
@@ -22,23 +22,22 @@ from spec.eagle.config import DataBufferConfig
 class DataBuffer:
     """Sequences by RL step; several threads may add to it and sample from it.
 
-    The newest step that was added to is the current one. What has to go first: sequences of the
-    oldest step; of an earlier step the shortest, since long ones are what the current partial
-    set lacks; of the current step the oldest. A newcomer that would be the first to go is
-    dropped, and nothing goes for its sake. Arrays that come out are read-only; a caller that
-    holds a sequence keeps its memory, evicted or not.
+    The newest step with a sequence is the current one. Sequences of the oldest step are evicted
+    first: of an earlier step the shortest, since the current step lacks long ones; of the current
+    step the oldest. A new sequence that would be evicted first is dropped, and evicts nothing.
+    Arrays are read-only; a caller that holds a sequence keeps its memory, evicted or not.
     """
 
     def __init__(self, config: DataBufferConfig) -> None:
         self.config = config
-        self.dropped = 0  # refused: larger than the bound, too old, or first to go
-        self.evicted = 0  # had to go, for room or by age
+        self.dropped = 0  # larger than the bound, too old, or first to be evicted
+        self.evicted = 0  # for room or by age
         self._lock = threading.Lock()
-        # each step's in the order in which they go: by length, the current step's by age
+        # each step's in the order of eviction: by length, the current step's by age
         self._steps: dict[int, list[HiddenStates]] = {}
         self._newest_step = -1
         self._num_bytes = 0
-        self._width, self._dtype = 0, np.dtype(np.float32)  # of what came last
+        self._width, self._dtype = 0, np.dtype(np.float32)  # of the newest sequence
         self._marked = self._books()
 
     @property
@@ -56,24 +55,23 @@ class DataBuffer:
             return sum(len(c.tokens_T) for held in self._steps.values() for c in held)
 
     def wants(self, num_tokens: int, step: int) -> bool:
-        """Whether a sequence of `num_tokens` tokens of RL step `step` would be kept if it came now.
+        """Return whether a sequence of `num_tokens` tokens of RL step `step` would be kept now.
 
-        Its bytes are judged by the last one's width and dtype; the first is always wanted.
+        Its size is estimated with the newest sequence's width and dtype.
         """
         with self._lock:
             num_bytes = _num_bytes(num_tokens, self._width, self._dtype)
-            return self._to_go(num_tokens, num_bytes, step) is not None
+            return self._evicted_for(num_tokens, num_bytes, step) is not None
 
-    def add(self, caught: HiddenStates, step: int) -> None:
-        """Copies a sequence of RL step `step` into the buffer, or counts it in `dropped`.
+    def add(self, sequence: HiddenStates, step: int) -> None:
+        """Copy a sequence of RL step `step` into the buffer, or count it in `dropped`.
 
-        Raises ValueError where its arrays do not fit one another, or the width or dtype of what
-        is held.
+        Raises ValueError if its arrays do not fit one another, or the sequences that are held.
         """
-        _check(caught)
+        _check(sequence)
         step = int(step)
-        num_tokens, width = len(caught.tokens_T), caught.hidden_TW.shape[1]
-        dtype = caught.hidden_TW.dtype
+        num_tokens, width = len(sequence.tokens_T), sequence.hidden_TW.shape[1]
+        dtype = sequence.hidden_TW.dtype
         num_bytes = _num_bytes(num_tokens, width, dtype)
         with self._lock:
             if self._steps and (width, dtype) != (self._width, self._dtype):
@@ -83,14 +81,14 @@ class DataBuffer:
                 )
             self._width, self._dtype = width, dtype
             self._move_on(step)
-            to_go = self._to_go(num_tokens, num_bytes, step)
-            if to_go is None:
+            evicted = self._evicted_for(num_tokens, num_bytes, step)
+            if evicted is None:
                 self.dropped += 1
                 return
-            for held_step, count in to_go.items():
+            for held_step, count in evicted.items():
                 self._evict(held_step, count)
             # room is made before the copy: the bound holds at every moment
-            own, held = _owned(caught), self._steps.setdefault(step, [])
+            own, held = _owned(sequence), self._steps.setdefault(step, [])
             if step < self._newest_step:
                 bisect.insort(held, own, key=_length)
             else:
@@ -98,12 +96,12 @@ class DataBuffer:
             self._num_bytes += num_bytes
 
     def mark(self) -> None:
-        """What is here now is what `undo` brings back."""
+        """Remember the present contents for `undo`."""
         with self._lock:
             self._marked = self._books()
 
     def undo(self) -> None:
-        """All is again as it was at the last `mark`."""
+        """Return to the contents at the last `mark`."""
         with self._lock:
             vars(self).update(self._marked)
             self._marked = self._books()
@@ -114,13 +112,14 @@ class DataBuffer:
             self._drop_before(step)
 
     def sample(self, num_tokens: int, step: int, rng: np.random.Generator) -> list[HiddenStates]:
-        """Sequences of `num_tokens` tokens or a little more, for a drafter trained in `step`.
+        """Draw sequences of `num_tokens` tokens or a little more, for a drafter trained in `step`.
 
-        1. `long_share` of the tokens: sequences of earlier steps, none twice, drawn in proportion
-           to their length among those longer than the longest of `step`, or among all where
-           none is. 2. The rest: of `step`, uniformly. 3. Where these are too few: more of 1, then
-           the other ones of earlier steps. Each part ends with the sequence that completes it.
-        A function of what is held and of `rng`. Source: TLT, section 4.2; the paper says that
+        1. `long_share` of the tokens: sequences of earlier steps, without replacement, with
+           probabilities proportional to their lengths, among those longer than the longest of
+           `step`, or among all if none is. 2. The rest: of `step`, uniformly. 3. If these are too
+           few: more of 1, then the others of earlier steps. Each part ends with the sequence that
+           completes it.
+        A function of the contents and of `rng`. Source: TLT, section 4.2; the paper says that
         long ones have priority, shares and weights are ours.
         """
         with self._lock:
@@ -129,8 +128,8 @@ class DataBuffer:
             before = [c for age in ages for c in self._steps.get(step - age, ())]
         longest = max(map(_length, now), default=0)
         lengths = np.asarray(list(map(_length, before)), np.float64)
-        # the largest of log(weight) + Gumbel noise, and so on: draws in proportion to weight
-        # without replacement
+        # in the order of log(weight) + Gumbel noise: draws proportional to weight, without
+        # replacement
         order = np.argsort(-(np.log(lengths) + rng.gumbel(size=len(before))), kind="stable")
         least = longest if (lengths > longest).any() else 0
         long = [before[i] for i in order if lengths[i] > least]
@@ -143,7 +142,7 @@ class DataBuffer:
         return chosen
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps (rl.checkpoint.host_state); its arrays are the buffer's own."""
+        """Return what a checkpoint keeps (rl.checkpoint.host_state), without copies."""
         with self._lock:
             pairs = [(s, c) for s in sorted(self._steps) for c in self._steps[s]]
             return {
@@ -160,9 +159,9 @@ class DataBuffer:
             }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Take over what `state` gave; whatever was here before is gone.
+        """Replace the contents by those that `state` returned.
 
-        Under a tighter bound or age than it was saved with, what has to go goes.
+        With a tighter bound or age than it was saved with, sequences are evicted.
         """
         dtype = np.dtype(state["dtype"])
         with self._lock:
@@ -179,30 +178,30 @@ class DataBuffer:
     # -- under the lock ----------------------------------------------------------
 
     def _books(self) -> dict[str, Any]:
-        """All that additions change, in lists of their own; sequences never change."""
+        """Return copies of all attributes that `add` changes; sequences never change."""
         names = ("dropped", "evicted", "_newest_step", "_num_bytes", "_width", "_dtype")
         steps = {step: list(held) for step, held in self._steps.items()}
         return {name: getattr(self, name) for name in names} | {"_steps": steps}
 
-    def _to_go(self, num_tokens: int, num_bytes: int, step: int) -> dict[int, int] | None:
-        """How many of each step have to go for a newcomer; None where it would itself."""
+    def _evicted_for(self, num_tokens: int, num_bytes: int, step: int) -> dict[int, int] | None:
+        """Return how many of each step to evict for a new sequence; None: drop the new one."""
         if step < self._newest_step - self.config.max_age_steps:
             return None
         over = self._num_bytes + num_bytes - self.config.max_bytes
-        to_go: dict[int, int] = {}
+        evicted: dict[int, int] = {}
         for held_step in sorted({*self._steps, step}):
-            for caught in self._steps.get(held_step, ()):
-                comes_later = held_step == step < self._newest_step and _length(caught) > num_tokens
-                if over <= 0 or comes_later:
+            for held in self._steps.get(held_step, ()):
+                longer = held_step == step < self._newest_step and _length(held) > num_tokens
+                if over <= 0 or longer:
                     break
-                over -= caught.num_bytes
-                to_go[held_step] = to_go.get(held_step, 0) + 1
+                over -= held.num_bytes
+                evicted[held_step] = evicted.get(held_step, 0) + 1
             if over > 0 and held_step == step:
                 return None
-        return to_go
+        return evicted
 
     def _move_on(self, step: int) -> None:
-        """`step` is the current one, if none is newer."""
+        """Make `step` the current one, if none is newer."""
         if step > self._newest_step:
             if self._newest_step in self._steps:
                 self._steps[self._newest_step].sort(key=_length)
@@ -215,15 +214,15 @@ class DataBuffer:
 
     def _evict(self, step: int, count: int) -> None:
         held = self._steps[step]
-        self._num_bytes -= sum(caught.num_bytes for caught in held[:count])
+        self._num_bytes -= sum(sequence.num_bytes for sequence in held[:count])
         self.evicted += count
         del held[:count]
         if not held:
             del self._steps[step]
 
 
-def _length(caught: HiddenStates) -> int:
-    return len(caught.tokens_T)
+def _length(sequence: HiddenStates) -> int:
+    return len(sequence.tokens_T)
 
 
 def _num_bytes(num_tokens: int, width: int, dtype: np.dtype) -> int:
@@ -231,7 +230,7 @@ def _num_bytes(num_tokens: int, width: int, dtype: np.dtype) -> int:
 
 
 def _first(sequences: Sequence[HiddenStates], num_tokens: float) -> list[HiddenStates]:
-    """The fewest leading sequences with that many tokens; all where these are too few."""
+    """Return the fewest leading sequences with that many tokens, or all."""
     count, total = 0, 0
     while count < len(sequences) and total < num_tokens:
         total += _length(sequences[count])
@@ -239,25 +238,26 @@ def _first(sequences: Sequence[HiddenStates], num_tokens: float) -> list[HiddenS
     return list(sequences[:count])
 
 
-def _check(caught: HiddenStates) -> None:
-    tokens, states = caught.tokens_T.shape, caught.hidden_TW.shape
+def _check(sequence: HiddenStates) -> None:
+    tokens, states = sequence.tokens_T.shape, sequence.hidden_TW.shape
     fits = len(tokens) == 1 and len(states) == 2 and states[0] == tokens[0] - 1 >= 0
     if not fits or states[1] < 1:
         raise ValueError(
             f"expected tokens [T] and states [T − 1, W], T and W at least 1, got {tokens} and "
             f"{states}"
         )
-    if not 0 <= caught.prompt_tokens <= tokens[0]:
+    if not 0 <= sequence.prompt_tokens <= tokens[0]:
         raise ValueError(
-            f"expected prompt_tokens among 0 … {tokens[0]}, got {caught.prompt_tokens}"
+            f"expected prompt_tokens among 0 … {tokens[0]}, got {sequence.prompt_tokens}"
         )
 
 
-def _owned(caught: HiddenStates) -> HiddenStates:
-    """Copies that nobody can write to."""
-    tokens_T = np.array(caught.tokens_T, np.int32, order="C")
-    hidden_TW = np.array(caught.hidden_TW, order="C")
+def _owned(sequence: HiddenStates) -> HiddenStates:
+    """Return a read-only copy."""
+    tokens_T = np.array(sequence.tokens_T, np.int32, order="C")
+    hidden_TW = np.array(sequence.hidden_TW, order="C")
     tokens_T.setflags(write=False)
     hidden_TW.setflags(write=False)
     # plain ints: a checkpoint refuses numpy's
-    return HiddenStates(tokens_T, int(caught.prompt_tokens), hidden_TW, int(caught.policy_version))
+    prompt_tokens, version = int(sequence.prompt_tokens), int(sequence.policy_version)
+    return HiddenStates(tokens_T, prompt_tokens, hidden_TW, version)

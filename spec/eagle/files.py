@@ -1,7 +1,7 @@
-"""Drafters in and out of the folders that serving engines read (spec/eagle/hf_layout.py).
+"""Save and load drafters in folders that serving engines read (spec/eagle/hf_layout.py).
 
-A folder holds what a drafter owns and, for engines that want them, copies of the policy's
-embedding and, in `eagle3`, of its head's columns of the draft tokens. `check` reads headers only.
+A folder holds a drafter's own weights and, for engines that need them, copies of the policy's
+embedding and, in `eagle3`, of its head's columns of the draft tokens. `check` reads only headers.
 No pickle, no hub.
 """
 
@@ -35,14 +35,13 @@ def save(
     variant: str = "",
     max_shard_bytes: int = 2_000_000_000,
 ) -> None:
-    """Write a drafter that `load` gives back bit for bit, and that SGLang and vLLM read.
+    """Write a drafter that `load` returns bit for bit, and that SGLang and vLLM read.
 
-    With `policy` its embedding and (eagle3) its head's columns are written beside the drafter's
-    weights: engines need them, `load` does not. `variant` is a note of how it was trained; empty:
-    the design. Every tensor keeps its type. The folder is written beside its place and renamed
-    into it, so that a killed process never leaves half a drafter. Raises ValueError where
-    parameters, draft tokens, config or policy do not belong together, and where the folder is
-    another model's.
+    With `policy` its embedding and (eagle3) its head's columns are written too: engines need them,
+    `load` does not. `variant` notes how it was trained; empty: the design. Every tensor keeps its
+    type. The folder is written under another name and renamed, so that a killed process never
+    leaves half a drafter. Raises ValueError if parameters, draft tokens, config or policy do not
+    fit each other, and if the folder holds another model.
     """
     where, config = str(directory), drafter.config
     entries, tree = eagle_layout.entries(config), _tree(config)
@@ -73,8 +72,8 @@ def load(
 ) -> EagleWeights:
     """Read a drafter of a policy; `dtype` None keeps each tensor's own.
 
-    A folder that `save` wrote says whether the head is the drafter's own. Of others it is, where
-    there is one, unless it equals the columns of `policy`'s. Raises FileNotFoundError or
+    A folder that `save` wrote says whether the head is the drafter's own. In other folders a head
+    is the drafter's own unless it equals the columns of `policy`'s. Raises FileNotFoundError or
     ValueError as `check` does, and ValueError for a vocabulary map that leaves the policy's
     vocabulary, does not ascend or contradicts t2d.
     """
@@ -93,9 +92,9 @@ def _tree(config: EagleConfig) -> Any:
 
 
 def check(directory: str | os.PathLike[str], policy_config: ModelConfig) -> EagleConfig:
-    """The shape of a folder's drafter, from config.json and the headers; no weights are read.
+    """Return the shape of a folder's drafter, from config.json and the headers of its tensors.
 
-    A head in a folder that `save` did not write counts as the drafter's own here. Raises
+    A head in a folder that `save` did not write counts as the drafter's own. Raises
     FileNotFoundError for a missing folder or file, ValueError for a drafter of another policy
     and for anything unknown, unsupported, missing, surplus or of the wrong shape or type.
     """
@@ -103,7 +102,7 @@ def check(directory: str | os.PathLike[str], policy_config: ModelConfig) -> Eagl
 
 
 def _checked(folder: Path, policy: ModelConfig) -> tuple[EagleConfig, dict[str, Stored], bool]:
-    """Config, tensors by their names without prefix, and whether another program wrote them."""
+    """Return config, tensors by names without prefix, and whether another program wrote them."""
     content = hf_files.read_config(folder)
     eagle_layout.design_of(content, str(folder))
     stored: dict[str, Stored] = {}
@@ -128,7 +127,7 @@ def _checked(folder: Path, policy: ModelConfig) -> tuple[EagleConfig, dict[str, 
 def _companions(
     drafter: EagleWeights, policy: transformer.Params | None, where: str
 ) -> dict[str, np.ndarray | jax.Array]:
-    """What is written beside the drafter's own weights, by name."""
+    """Return the tensors to write beside the drafter's own weights, by name."""
     config, ids_U = drafter.config, drafter.draft_ids_U
     if (0 if ids_U is None else len(ids_U)) != config.draft_vocab_size:
         raise ValueError(
@@ -163,7 +162,7 @@ def _draft_ids(folder: Path, stored: dict[str, Stored], vocab_size: int) -> np.n
 
 
 def _is_policys(head_UD: np.ndarray, policy: transformer.Params, ids_U: np.ndarray | None) -> bool:
-    """Whether a head is the policy's, as far as its own type can hold it."""
+    """Return whether a head is the policy's, compared in its own type."""
     shared = eagle.frozen(policy, None if ids_U is None else jnp.asarray(ids_U))
     return np.array_equal(
         np.asarray(jax.device_get(shared.head_DU)).T.astype(head_UD.dtype), head_UD
@@ -171,7 +170,7 @@ def _is_policys(head_UD: np.ndarray, policy: transformer.Params, ids_U: np.ndarr
 
 
 def _refuse_other_model(folder: Path) -> None:
-    """A drafter replaces a drafter: never the policy whose folder was given by mistake."""
+    """Raise ValueError if the folder holds a model that is not a drafter, such as the policy."""
     if not (folder / hf_files.CONFIG).is_file():
         return
     try:

@@ -1,18 +1,18 @@
-"""How serving engines name and describe drafters: names of tensors, entries of config.json.
+"""Names of tensors and entries of config.json by which serving engines know drafters.
 
 Layout `LlamaForCausalLMEagle` (design `eagle`; fc reads the embedding, then the hidden state) and
 `LlamaForCausalLMEagle3` (design `eagle3`), as SGLang and vLLM read them. A draft token i is the
 policy's token i + d2t[i]; t2d marks the policy's tokens that are draft tokens.
 
-`eagle_aux_hidden_state_layer_ids` name layers by their *inputs*: id j is what goes into layer j,
-the output of layer j − 1. So ids are our `feature_layers` + 1; the engines' own choice is
-2, n/2, n − 3. Some published folders count outputs, and their first id is 1; SGLang tells the two
-apart by that, and so does `parse` for folders that are not ours. What the engines have no entry
-for is under `reprise`; a folder without it can be read too.
+`eagle_aux_hidden_state_layer_ids` name layers by their *inputs*: id j is the input of layer j, the
+output of layer j − 1. So ids are our `feature_layers` + 1; the engines' default is 2, n/2, n − 3.
+Some published folders count outputs, and their first id is 1; SGLang tells the two apart by that,
+and so does `parse` for folders that are not ours. Facts for which the engines have no entry are
+under `reprise`; folders without it can be read too.
 
 Both engines take the head of `eagle` from the policy and map no draft tokens there: own heads and
 smaller vocabularies are for `eagle3`. vLLM's `eagle` has no fc bias and refuses a folder with one;
-SGLang's always has one, at random where the folder does not give it.
+SGLang's always has one, random if the folder does not give it.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ ARCHITECTURES: dict[Design, str] = {
 }
 _DESIGNS: dict[str, Design] = {
     **{name: design for design, name in ARCHITECTURES.items()},
-    "EagleLlamaForCausalLM": "eagle",  # vLLM's names of the same
+    "EagleLlamaForCausalLM": "eagle",  # vLLM's names
     "Eagle3LlamaForCausalLM": "eagle3",
 }
 _LAYER_PREFIX: dict[Design, str] = {"eagle": "layers.0.", "eagle3": "midlayer."}
 
-# Value that leaves the mathematics as it is in spec/eagle/model.py; absent counts as that value.
+# Values with which the model is that of spec/eagle/model.py; absent counts as that value.
 _FIXED_OPTIONS: dict[str, Any] = {
     "model_type": "llama",
     "qkv_bias": False,
@@ -64,7 +64,7 @@ _FIXED_OPTIONS: dict[str, Any] = {
 
 
 def entries(config: EagleConfig) -> list[Entry]:
-    """The tensors of a drafter's own weights in the order of the leaves of `EagleParams`.
+    """Return the tensors of a drafter's own weights in the order of `EagleParams`' leaves.
 
     Linear layers are stored as [out, in].
     """
@@ -83,7 +83,7 @@ def entries(config: EagleConfig) -> list[Entry]:
 
 
 def companions(config: EagleConfig) -> dict[str, Entry]:
-    """Tensors beside the drafter's weights: copies of the policy's, and the vocabulary's map."""
+    """Return tensors beside the drafter's weights: copies of the policy's, the vocabulary map."""
     V, D, U = config.layer.vocab_size, config.layer.d_model, config.num_draft_ids
     found = {EMBEDDING: Entry(EMBEDDING, (V, D), ("vocab", "embed"))}
     if not config.own_head:
@@ -95,15 +95,15 @@ def companions(config: EagleConfig) -> dict[str, Entry]:
 
 
 def map_of(draft_ids_U: np.ndarray, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """d2t, int64 [U], and t2d, bool [V], of draft tokens."""
+    """Return d2t, int64 [U], and t2d, bool [V], of draft tokens."""
     offsets_U = draft_ids_U.astype(np.int64) - np.arange(len(draft_ids_U))
     return offsets_U, np.isin(np.arange(vocab_size), draft_ids_U)
 
 
 def ids_of(offsets_U: np.ndarray, vocab_size: int, where: str) -> np.ndarray:
-    """The draft tokens of d2t: i + d2t[i], int32 [U].
+    """Return the draft tokens of d2t, i + d2t[i], int32 [U].
 
-    Raises ValueError where they leave the vocabulary or do not ascend.
+    Raises ValueError if they leave the vocabulary or do not ascend.
     """
     ids_U = np.arange(len(offsets_U)) + offsets_U.astype(np.int64)
     outside_U = (ids_U < 0) | (ids_U >= vocab_size)
@@ -124,7 +124,7 @@ def ids_of(offsets_U: np.ndarray, vocab_size: int, where: str) -> np.ndarray:
 
 
 def render(config: EagleConfig, policy: ModelConfig, dtype: str, variant: str) -> dict[str, Any]:
-    """The contents of config.json; `dtype` is the weights' name."""
+    """Return the contents of config.json; `dtype` is the name of the weights' type."""
     ids = [layer + 1 for layer in config.feature_layers]
     content, _ = hf_config.render(config.layer, dtype)
     content |= {
@@ -149,10 +149,10 @@ def render(config: EagleConfig, policy: ModelConfig, dtype: str, variant: str) -
 def parse(
     content: Mapping[str, Any], policy: ModelConfig, present: Collection[str], where: str
 ) -> EagleConfig:
-    """The `EagleConfig` of a config.json, for a policy; `present` are the tensors' names.
+    """Return the `EagleConfig` of a config.json, for a policy; `present` are the tensors' names.
 
-    Where config.json does not say, the fc has a bias, the drafter a head of its own and the
-    vocabulary a map if they are there. `where` names the folder in errors. Raises ValueError for
+    If config.json does not say so, tensors tell whether the fc has a bias, the drafter a head of
+    its own and the vocabulary a map. `where` names the folder in errors. Raises ValueError for
     an unknown architecture, an unsupported option, a missing or malformed entry, and a drafter
     of another policy.
     """
@@ -193,7 +193,7 @@ def parse(
 
 
 def design_of(content: Mapping[str, Any], where: str) -> Design:
-    """The design that `architectures` names; ValueError for any other."""
+    """Return the design that `architectures` names; raise ValueError for any other."""
     names = content.get("architectures")
     design = _DESIGNS.get(names[0]) if hf_config.is_one_name(names) else None
     if design is None:
@@ -257,7 +257,7 @@ def _feature_layers(
     policy: ModelConfig,
     where: str,
 ) -> tuple[int, ...]:
-    """Outputs of the policy's layers from ids; with `inputs` they surely count inputs."""
+    """Return the policy's layers of ids; with `inputs` these are known to count inputs."""
     n = policy.num_layers
     ids = aux.get(_LAYER_IDS) or content.get(_LAYER_IDS)
     if ids is None:

@@ -1,14 +1,14 @@
-"""How far a drafter's outputs are from what the policy said, by steps of the unroll.
+"""Losses of a drafter's outputs against the policy's states and tokens, by steps of the unroll.
 
-Entry t's output o_t (spec.eagle.model) is judged against the policy's last hidden state f_{t+1}:
+Entry t's output o_t (spec.eagle.model) is compared with the policy's last hidden state f_{t+1}:
 
     feature    mean over D of SmoothL1(o_t − f_{t+1})
-    token      −Σ_u p(u) log q(u)   (cross_entropy)   or   KL(q ‖ p)   (reverse_kl)
+    token      −Σ_u p(u) log q(u)
 
 with p = softmax(head(f_{t+1}) / temperature) and q = softmax(head'(o_t) / temperature) over the
 draft tokens, so that of a reduced vocabulary p is the policy's distribution restricted to it. The
 head is the policy's; head' is the drafter's own where it has one. J = steps, U = draft tokens.
-Sources: EAGLE arXiv 2401.15077; online speculative decoding arXiv 2310.07177 (reverse KL).
+Source: EAGLE arXiv 2401.15077.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import jax
 import jax.numpy as jnp
 
 from spec.eagle import model as eagle
-from spec.eagle.config import EagleConfig, Objective
+from spec.eagle.config import EagleConfig
 from spec.eagle.model import EagleParams, SharedParams
 
 
 def feature_sums(
     outputs_JBTD: jax.Array, targets_BTD: jax.Array, counts_JBT: jax.Array
 ) -> jax.Array:
-    """Σ over entries that count of mean_D SmoothL1(o − f), float32 [J].
+    """Return Σ over entries that count of mean_D SmoothL1(o − f), float32 [J].
 
     SmoothL1(x) = x²/2 where |x| < 1, else |x| − 1/2.
     """
@@ -43,15 +43,15 @@ def token_sums(
     counts_JBT: jax.Array,
     temperature: jax.Array,
     *,
-    objective: Objective,
     chunk_tokens: int,
 ) -> dict[str, jax.Array]:
-    """Sums over the entries that count, each float32 [J]; `tokens_BT` are the tokens drafted at.
+    """Return sums over the entries that count, each float32 [J].
 
-    `loss` the token loss; `top1`, `top3` how often the token was among the first draft tokens,
-    which one that is no draft token never is; `agreement` Σ_u min(p, q), the probability that draws
-    of p and q that are coupled agree. Temperature 0 counts as 1. Logits are of at most
-    `chunk_tokens` entries at a time, in the backward pass too.
+    `tokens_BT` are the tokens that entries draft. `loss` is the token loss; `top1` and `top3` count
+    entries whose token is among the first draft tokens (never one outside the draft vocabulary);
+    `agreement` is Σ_u min(p, q), the probability that draws of p and q from a maximal coupling
+    agree. Temperature 0 counts as 1. At most `chunk_tokens` entries have their logits in memory at
+    a time, in the backward pass too.
     """
     scale = 1 / jnp.where(temperature > 0, temperature, 1.0).astype(jnp.float32)
     own_head_DU = frozen.head_DU if params.head_DU is None else params.head_DU
@@ -65,7 +65,7 @@ def token_sums(
             logits_BCU = eagle.logits(config, params, own_head_DU, outputs_BCD)
             log_q_BCU = jax.nn.log_softmax(logits_BCU * scale)
             each = _hits(jax.lax.stop_gradient(log_q_BCU), log_p_BCU, drafted_BC)
-            each["loss"] = _divergence(objective, log_q_BCU, log_p_BCU)
+            each["loss"] = -jnp.sum(jnp.exp(log_p_BCU) * log_q_BCU, axis=-1)
             return {name: _sum_counted(x_BC, counts_BC) for name, x_BC in each.items()}
 
         return jax.lax.map(jax.checkpoint(one), (outputs_JBCD, counts_JBC))
@@ -79,7 +79,7 @@ def token_sums(
 
 
 def draft_ids_of(frozen: SharedParams, tokens_BT: jax.Array) -> jax.Array:
-    """The drafter's numbers of the policy's tokens, −1 for those it has none for."""
+    """Return the columns of the policy's tokens in the draft vocabulary, −1 for tokens outside."""
     if frozen.draft_ids_U is None:
         return tokens_BT
     V, U = frozen.embedding_VD.shape[0], frozen.head_DU.shape[1]
@@ -93,18 +93,10 @@ def _policy_logits(frozen: SharedParams, last_hidden_BTD: jax.Array) -> jax.Arra
     return jnp.einsum("btd,du->btu", x_BTD, head_DU, preferred_element_type=jnp.float32)
 
 
-def _divergence(objective: Objective, log_q_BTU: jax.Array, log_p_BTU: jax.Array) -> jax.Array:
-    if objective == "cross_entropy":
-        return -jnp.sum(jnp.exp(log_p_BTU) * log_q_BTU, axis=-1)
-    return jnp.sum(jnp.exp(log_q_BTU) * (log_q_BTU - log_p_BTU), axis=-1)
-
-
 def _hits(
     log_q_BTU: jax.Array, log_p_BTU: jax.Array, drafted_BT: jax.Array
 ) -> dict[str, jax.Array]:
-    """Of each entry; of equally likely tokens the first is the better draft token, as with
-    argmax.
-    """
+    """Return metrics of each entry; of equally likely tokens the first ranks higher."""
     here = jnp.maximum(drafted_BT, 0)[..., None]
     prob_BT1 = jnp.take_along_axis(log_q_BTU, here, axis=-1)
     first_BTU = jnp.arange(log_q_BTU.shape[-1]) < here
@@ -122,7 +114,7 @@ def _sum_counted(x_BT: jax.Array, counts_BT: jax.Array) -> jax.Array:
 
 
 def _sliced(x: jax.Array, axis: int, num_chunks: int) -> jax.Array:
-    """Equal slices of an axis, zeros behind the last; rows stay whole, on their devices."""
+    """Cut an axis in equal slices, padded with zeros; rows stay whole, on their devices."""
     size = -(-x.shape[axis] // num_chunks)
     over = [(0, num_chunks * size - n if i == axis else 0) for i, n in enumerate(x.shape)]
     shape = (*x.shape[:axis], num_chunks, size, *x.shape[axis + 1 :])

@@ -5,9 +5,9 @@ Entry t joins the policy's hidden states at t, f_t, with the token *after* it, x
     g_t = f_t (eagle)  or  fc(f_t) (eagle3: states of three layers)
     o_t = layer(e(x_{t+1}), g_t | entries before)      p̂(x_{t+2} | x_{≤t+1}) = softmax(head(o_t))
 
-where e and the head are the policy's, frozen. Further draft tokens put o_t in the place of g_{t+1}.
+where e and the head are the policy's, frozen. Further draft tokens use o_t as g_{t+1}.
 EAGLE and HASS share this architecture and differ in training (spec/eagle/training.py).
-Shapes as in docs/architecture.md; W = width of the caught states, U = draft vocabulary.
+Shapes as in docs/architecture.md; W = width of the hidden states, U = draft vocabulary.
 Sources: EAGLE arXiv 2401.15077, HASS 2408.15766, EAGLE-3 2503.01840; TLT section 4.1.
 """
 
@@ -30,7 +30,7 @@ from spec.eagle.config import Design, EagleConfig
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class EagleParams:
-    """Trainable weights; the optional ones are None where the design has none.
+    """Trainable weights; the optional ones are None in designs without them.
 
     `layer.attention_norm_D` is None: `eagle` has no norm there, `eagle3` one for each input.
     """
@@ -47,7 +47,7 @@ class EagleParams:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SharedParams:
-    """What a drafter shares with the policy: its embedding, and its head over the draft tokens.
+    """The policy's parts that a drafter uses: its embedding, and its head over the draft tokens.
 
     `draft_ids_U` is the vocabulary map (`EagleWeights.draft_ids_U`), by which training finds a
     token's column.
@@ -58,11 +58,20 @@ class SharedParams:
     draft_ids_U: Any = None
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DeviceWeights:
+    """A drafter on a worker's devices."""
+
+    params: EagleParams
+    frozen: SharedParams
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class EagleWeights:
-    """A drafter as it is kept and exchanged: shape, trainable weights, vocabulary map.
+    """A drafter as it is stored and exported: shape, trainable weights, vocabulary map.
 
-    `draft_ids_U` are the policy's tokens by the drafter's, int32; None: the same.
+    `draft_ids_U` maps the drafter's tokens to the policy's, int32; None: they are the same.
     """
 
     config: EagleConfig
@@ -77,10 +86,10 @@ def config_for(
     draft_vocab_size: int = 0,
     feature_layers: tuple[int, ...] | None = None,
 ) -> EagleConfig:
-    """The drafter of a policy's own proportions.
+    """Return the shape of a drafter with the policy's own proportions.
 
-    `eagle3` joins the outputs of layers 1, n/2 − 1 and n − 4 of n, as its authors do; of small
-    policies, where these are not three, the first, the middle and the last but one.
+    `eagle3` joins the outputs of layers 1, n/2 − 1 and n − 4 of n, as its authors do; for policies
+    with fewer than eight layers the first, the middle and the last but one.
     """
     n = policy.num_layers
     layers: tuple[int, ...] = ()
@@ -102,7 +111,7 @@ def config_for(
 
 
 def param_specs(config: EagleConfig) -> EagleParams:
-    """The tree of `ParamSpec` from which initialisation, shardings and file names derive."""
+    """Return the tree of `ParamSpec` from which initialisation, shardings and file names derive."""
     D, wide = config.layer.d_model, config.design == "eagle3"
     [layer] = transformer.param_specs(config.layer).layers
     into = len(config.feature_layers) * D if wide else 2 * D
@@ -127,12 +136,12 @@ def param_specs(config: EagleConfig) -> EagleParams:
 
 
 def init(config: EagleConfig, key: jax.Array, dtype: Any = jnp.float32) -> EagleParams:
-    """Random weights, as the policy's are made."""
+    """Return random weights, drawn as the policy's are."""
     return transformer.init_from(param_specs(config), key, dtype)
 
 
 def frozen(policy: transformer.Params, draft_ids_U: jax.Array | None) -> SharedParams:
-    """The shared parts: the embedding, and the head's columns of the draft tokens."""
+    """Return the parts shared with a policy."""
     head, tied = policy.head_DV, policy.head_DV is None
     head_DU = _columns(policy.embedding_VD if tied else head, draft_ids_U, transposed=tied)
     return SharedParams(policy.embedding_VD, head_DU, draft_ids_U)
@@ -146,7 +155,7 @@ def _columns(head: jax.Array, ids_U: jax.Array | None, *, transposed: bool) -> j
 
 
 def features(config: EagleConfig, params: EagleParams, hidden_BTW: jax.Array) -> jax.Array:
-    """g_t of caught hidden states: the last ones (eagle), or fc over the other layers' (eagle3)."""
+    """Return g_t of hidden states: the last ones (eagle), or fc over the other layers' (eagle3)."""
     D = config.layer.d_model
     if config.design == "eagle":
         return hidden_BTW[..., -D:]
@@ -162,9 +171,10 @@ def layer_outputs(
     positions_BT: jax.Array,
     look: Attend,
 ) -> jax.Array:
-    """o_t of entries (x_{t+1}, g_t) at rotary position t; `look` is as in `transformer.block`.
+    """Return o_t of entries (x_{t+1}, g_t) at rotary position t.
 
-    `features_BTD` are `features` of caught states, or earlier outputs in their place.
+    `features_BTD` are `features` of hidden states, or earlier outputs; `look` is the attention, as
+    in `transformer.block`.
     """
     e_BTD = transformer.embed(embedding_VD, next_tokens_BT).astype(params.fc_ED.dtype)
     g_BTD, eps = features_BTD.astype(e_BTD.dtype), config.layer.norm_eps
@@ -184,7 +194,7 @@ def layer_outputs(
 def logits(
     config: EagleConfig, params: EagleParams, head_DU: jax.Array, outputs_BTD: jax.Array
 ) -> jax.Array:
-    """Logits over the draft tokens, float32 [B, T, U]; its own head goes before the policy's."""
+    """Return logits over the draft tokens, float32 [B, T, U], by the drafter's own head if any."""
     if params.head_DU is not None:
         head_DU = params.head_DU
     if config.design == "eagle3":

@@ -1,10 +1,10 @@
-"""Sequences become batches of one fixed shape that drafters train on: packed, or one a row.
+"""Batches of one fixed shape for drafter training: sequences packed into rows, or one a row.
 
-A sequence longer than a row is cut into windows that overlap by two tokens: an entry is of three
-columns, so that each response token still counts exactly once. Rotary positions of a window are
-those of the whole sequence, but its entries attend within the window only: its first entries
-lack what came before. Windows and sequences in which nothing counts are left out.
-TLT, section 4.2 (Sequence Packing). Plain numpy.
+A sequence longer than a row is cut into windows that overlap by two tokens: an entry spans three
+columns, so each response token counts exactly once. Windows keep the rotary positions of the whole
+sequence, but their entries attend within the window only: the first ones lack earlier context.
+Windows and sequences without an entry that counts are left out.
+Source: TLT, section 4.2 (Sequence Packing). Plain numpy.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 
 from spec.eagle.batch import DrafterBatch, HiddenStates
 
-OVERLAP_TOKENS = 2  # of a window with the next: entry t is of the columns t … t + 2
+OVERLAP_TOKENS = 2  # of a window with the next: entry t spans the columns t … t + 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,12 +38,12 @@ def pack(
     row_tokens: int,
     max_batches: int | None = None,
 ) -> list[DrafterBatch]:
-    """Several sequences a row, in few rows: the longest first, each into the first row with room.
+    """Pack sequences into few rows: the longest first, each into the first row with room.
 
-    Numpy batches [num_rows, row_tokens], all sequences in each once. Rows are dealt to the batches
-    in turn, so that each has long and short sequences; what is left of the last rows is padding.
-    Of more than `max_batches` the emptiest rows are left out.
-    Raises ValueError where states differ in width or dtype, or windows would not advance.
+    Returns numpy batches [num_rows, row_tokens] that hold each sequence once. Rows are dealt to
+    the batches in turn, so that each has long and short sequences. With `max_batches` the emptiest
+    rows beyond them are left out.
+    Raises ValueError if states differ in width or dtype, or windows would not advance.
     """
     windows = _windows(sequences, row_tokens)
     windows.sort(key=lambda w: -w.num_tokens)
@@ -62,7 +62,7 @@ def pack(
 
 
 def pad(sequences: Sequence[HiddenStates], num_rows: int, row_tokens: int) -> list[DrafterBatch]:
-    """One sequence (or window) a row, as they come: the baseline. Otherwise as `pack`."""
+    """Put one sequence (or window) in each row, in their order: the baseline of `pack`."""
     rows = [[window] for window in _windows(sequences, row_tokens)]
     return _batches(sequences, rows, num_rows, row_tokens)
 
@@ -109,7 +109,7 @@ def _batch(
         for number, window in enumerate(row, 1):
             source, begin, end = sequences[window.index], end, end + window.num_tokens
             tokens_BT[b, begin:end] = source.tokens_T[window.start : window.stop]
-            # of a window that is cut off the last column's states are known, but nothing has them
+            # the last column's states are not used, even where the window is cut and they are known
             hidden_BTW[b, begin : end - 1] = source.hidden_TW[window.start : window.stop - 1]
             positions_BT[b, begin:end] = np.arange(window.start, window.stop)
             sequence_BT[b, begin:end] = number

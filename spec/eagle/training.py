@@ -3,12 +3,12 @@
     loss = Σ_j decay^j (feature_weight · feature_j + token_weight · token_j)
 
 over the steps j of the unroll (spec.eagle.unroll), each term the mean over the entries that
-count at j (spec.eagle.losses). Entry t joins f_t with x_{t+1}; its output is judged against
+count at j (spec.eagle.losses). Entry t joins f_t with x_{t+1}; its output is compared with
 f_{t+1} and the policy's distribution of x_{t+2}. The variants differ in these numbers only, and
 `eagle3` in the drafter's design. The policy's embedding and head are frozen.
 
-Steps are jitted here. A mesh is the caller's (`jax.set_mesh`), the batch split by rows, the
-parameters replicated or laid out by `eagle.param_specs`.
+The jitted steps are here. The mesh is the caller's (`jax.set_mesh`): the batch is split by rows,
+the parameters are replicated or laid out by `eagle.param_specs`.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from spec.eagle import losses as drafter_losses
-from spec.eagle import model as eagle
+from models.optimizer import clipped_adamw
+from spec.eagle import losses
 from spec.eagle.batch import DrafterBatch
 from spec.eagle.config import DrafterTrainingConfig, EagleConfig
 from spec.eagle.model import EagleParams, SharedParams
 from spec.eagle.unroll import unrolled_outputs
 
 Metrics = dict[str, jax.Array]
+MAX_GRAD_NORM, B1, B2 = 0.5, 0.9, 0.95  # of AdamW
 
 
 @jax.tree_util.register_dataclass
@@ -50,22 +51,21 @@ def loss(
     batch: DrafterBatch,
     temperature: jax.Array,
 ) -> tuple[jax.Array, Metrics]:
-    """The loss, and what it is made of.
+    """Return the loss and its metrics.
 
     loss = feature_weight · `feature_loss` + token_weight · `token_loss`, both summed over the
-    steps with their decay; `accuracy_top1`, `accuracy_top3` and `agreement` (spec.eagle.losses)
-    of step 0; `num_entries` that count at step 0, by which means over several batches are to be
-    weighted. With a head of its own `frozen` still holds the policy's: it is the teacher.
+    steps with their decay. `accuracy_top1`, `accuracy_top3` and `agreement` (spec.eagle.losses)
+    are those of step 0; `num_entries` that count at step 0 weight means over several batches.
+    `frozen` holds the policy's head, which is the teacher, even if the drafter has its own.
 
     Raises ValueError where drafter, variant and frozen parts do not fit.
     """
     _check_fit(config, training, frozen)
-    terms = training.resolved
-    steps = range(terms.unroll_steps)
-    outputs_JBTD = unrolled_outputs(config, params, frozen.embedding_VD, batch, len(steps))
-    counts_JBT = _counts(batch, len(steps))
+    terms, J = training.terms, training.terms.unroll_steps
+    outputs_JBTD = unrolled_outputs(config, params, frozen.embedding_VD, batch, J)
+    counts_JBT = _counts(batch, J)
     next_states_BTD = jnp.roll(batch.hidden_BTW[..., -config.layer.d_model :], -1, axis=1)
-    sums = drafter_losses.token_sums(
+    sums = losses.token_sums(
         config,
         params,
         frozen,
@@ -74,17 +74,14 @@ def loss(
         jnp.roll(batch.tokens_BT, -2, axis=1),
         counts_JBT,
         jnp.asarray(temperature, jnp.float32),
-        objective=training.objective,
         chunk_tokens=training.chunk_tokens,
     )
     num_J = jnp.sum(counts_JBT, axis=(1, 2))
-    decay_J = terms.unroll_decay ** jnp.arange(len(steps), dtype=jnp.float32)
+    decay_J = terms.unroll_decay ** jnp.arange(J, dtype=jnp.float32)
     share_J = decay_J / jnp.maximum(num_J, 1)
     token_loss, feature_loss = share_J @ sums["loss"], jnp.zeros((), jnp.float32)
     if config.design == "eagle":
-        feature_loss = share_J @ drafter_losses.feature_sums(
-            outputs_JBTD, next_states_BTD, counts_JBT
-        )
+        feature_loss = share_J @ losses.feature_sums(outputs_JBTD, next_states_BTD, counts_JBT)
     total = terms.feature_weight * feature_loss + terms.token_weight * token_loss
     names = {"accuracy_top1": "top1", "accuracy_top3": "top3", "agreement": "agreement"}
     metrics = {name: sums[key][0] / jnp.maximum(num_J[0], 1) for name, key in names.items()}
@@ -93,48 +90,32 @@ def loss(
 
 
 def _counts(batch: DrafterBatch, num_steps: int) -> jax.Array:
-    """Which entries count at each step: bool [J, B, T].
+    """Return which entries count at each step, bool [J, B, T].
 
-    Entry t of step j began as entry t − j of step 0, which must be of the same sequence: a
-    window that was cut from a long one has another before it in its row, or none.
+    Entry t of step j began as entry t − j of step 0, which must be of the same sequence: before a
+    window of a long sequence the row holds another sequence, or nothing.
     """
     column_T = jnp.arange(batch.tokens_BT.shape[1])
     sequence_BT = jnp.asarray(batch.sequence_BT)
 
-    def begun_BT(j: int) -> jax.Array:
+    def began_BT(j: int) -> jax.Array:
         return (column_T >= j) & (jnp.roll(sequence_BT, j, axis=1) == sequence_BT)
 
     counts_BT = jnp.asarray(batch.counts_BT).astype(bool)
-    return jnp.stack([counts_BT & begun_BT(j) for j in range(num_steps)])
+    return jnp.stack([counts_BT & began_BT(j) for j in range(num_steps)])
 
 
 @functools.cache
 def make_optimizer(training: DrafterTrainingConfig) -> optax.GradientTransformation:
-    """Clipping by the global norm, then AdamW; vectors (norms and biases) are not decayed."""
-
     def learning_rate(step: jax.Array) -> jax.Array:
         rise = jnp.minimum(1.0, (step + 1) / max(training.warmup_steps, 1))
         return training.learning_rate * rise
 
-    adamw = optax.adamw(
-        learning_rate,
-        b1=training.b1,
-        b2=training.b2,
-        weight_decay=training.weight_decay,
-        mask=lambda params: jax.tree.map(lambda weight: weight.ndim > 1, params),
-    )
-    return optax.chain(optax.clip_by_global_norm(training.clip_norm), adamw)
-
-
-def init_state(
-    config: EagleConfig, training: DrafterTrainingConfig, key: jax.Array, dtype: Any = jnp.float32
-) -> DrafterState:
-    """A drafter of random weights before its first step."""
-    return state_of(training, eagle.init(config, key, dtype))
+    return clipped_adamw(learning_rate, b1=B1, b2=B2, max_grad_norm=MAX_GRAD_NORM)
 
 
 def state_of(training: DrafterTrainingConfig, params: EagleParams) -> DrafterState:
-    """The state before the first step of these weights, which it takes over (steps donate it)."""
+    """Return the state before the first step; it takes `params` over, since steps donate them."""
     return DrafterState(params, make_optimizer(training).init(params), jnp.zeros((), jnp.int32))
 
 
@@ -148,51 +129,13 @@ def gradients(
     config: EagleConfig,
     training: DrafterTrainingConfig,
 ) -> tuple[EagleParams, Metrics]:
-    """The loss's gradient and its metrics, with the gradient's norm before clipping, `grad_norm`.
+    """Return the loss's gradient and its metrics, with the norm before clipping as `grad_norm`.
 
-    Means of several batches' gradients weighted by `num_entries` are the gradient of all of them,
-    if every entry counts at all steps (prompts of more tokens than there are steps, and rows that
-    hold whole sequences: the first entries of a later window do not count at later steps).
+    Gradients of several batches, averaged with the weights `num_entries`, are the gradient of all
+    of them if every entry counts at all steps: prompts have more tokens than there are steps, and
+    rows hold whole sequences (the first entries of a later window do not count at later steps).
     """
-    return _gradients(params, frozen, batch, temperature, config, training)
 
-
-@partial(jax.jit, static_argnames=("training",), donate_argnames=("state",))
-def apply(
-    state: DrafterState, grads: EagleParams, *, training: DrafterTrainingConfig
-) -> tuple[DrafterState, jax.Array]:
-    """One step of the optimizer; `state` is donated.
-
-    Also whether it was skipped, int32: of gradients whose norm is not finite the state stays as
-    it was.
-    """
-    return _apply(state, grads, training)
-
-
-@partial(jax.jit, static_argnames=("config", "training"), donate_argnames=("state",))
-def train_step(
-    state: DrafterState,
-    frozen: SharedParams,
-    batch: DrafterBatch,
-    temperature: jax.Array,
-    *,
-    config: EagleConfig,
-    training: DrafterTrainingConfig,
-) -> tuple[DrafterState, Metrics]:
-    """`gradients`, then `apply`, whose answer is the metric `skipped`; `state` is donated."""
-    grads, metrics = _gradients(state.params, frozen, batch, temperature, config, training)
-    state, skipped = _apply(state, grads, training)
-    return state, metrics | {"skipped": skipped}
-
-
-def _gradients(
-    params: EagleParams,
-    frozen: SharedParams,
-    batch: DrafterBatch,
-    temperature: jax.Array,
-    config: EagleConfig,
-    training: DrafterTrainingConfig,
-) -> tuple[EagleParams, Metrics]:
     def loss_of(params: EagleParams) -> tuple[jax.Array, Metrics]:
         return loss(config, training, params, frozen, batch, temperature)
 
@@ -200,9 +143,14 @@ def _gradients(
     return grads, metrics | {"grad_norm": _norm(grads)}
 
 
-def _apply(
-    state: DrafterState, grads: EagleParams, training: DrafterTrainingConfig
+@partial(jax.jit, static_argnames=("training",), donate_argnames=("state",))
+def apply(
+    state: DrafterState, grads: EagleParams, *, training: DrafterTrainingConfig
 ) -> tuple[DrafterState, jax.Array]:
+    """Take one optimizer step, and return int32 1 if it was skipped; `state` is donated.
+
+    A step is skipped, and the state stays as it was, if the norm of the gradient is not finite.
+    """
     changes, optimizer = make_optimizer(training).update(grads, state.optimizer, state.params)
     after = DrafterState(optax.apply_updates(state.params, changes), optimizer, state.step + 1)
     finite = jnp.isfinite(_norm(grads))
@@ -211,7 +159,7 @@ def _apply(
 
 
 def _norm(grads: EagleParams) -> jax.Array:
-    """√ of the sum of all squares, float32: not finite where any of them is not."""
+    """Return √ of the sum of all squares, float32: not finite if any of them is not."""
     squares = [jnp.sum(jnp.square(g.astype(jnp.float32))) for g in jax.tree.leaves(grads)]
     return jnp.sqrt(jnp.sum(jnp.stack(squares)))
 

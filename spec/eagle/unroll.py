@@ -1,16 +1,16 @@
-"""The forward pass of a drafter's training: what it puts out where it reads its own outputs.
+"""The forward pass of a drafter's training, in which the drafter reads its own outputs.
 
-A draft of several draft tokens feeds outputs back. Step j is the j-th such entry of a draft, for
+A draft of several tokens feeds outputs back. Step j computes the j-th such entry of a draft, for
 the drafts from all entries at once (EAGLE-3's training-time test; HASS's harmonised contexts):
 
-    step 0     entry t reads (g_t, x_{t+1}) and looks at the entries ≤ t
-    step j     entry t reads (o^{j−1}_{t−1}, x_{t+1}) and looks at the entries ≤ t − j of step 0,
-               and at entry t − j + i of each step i = 1 … j, its own the last
+    step 0     entry t reads (g_t, x_{t+1}) and attends to the entries ≤ t
+    step j     entry t reads (o^{j−1}_{t−1}, x_{t+1}) and attends to the entries ≤ t − j of step 0,
+               and to entry t − j + i of each step i = 1 … j, its own the last
 
-all within a sequence and at rotary position t. Where t − j lies before the first column of the
-sequence, or of the window of it, there is no such draft: what comes out there is finite, and no
-entry that counts sees it (spec.eagle.training). Gradients flow through the
-outputs fed back, as in EAGLE-3's code; HASS's stops them there. J = steps, `step` or index j.
+all within a sequence and at rotary position t. If t − j lies before the first column of the
+sequence, or of its window, there is no such draft: the output there is finite, and no entry that
+counts attends to it (spec.eagle.training). Gradients flow through the outputs fed back, as in
+EAGLE-3's code; HASS's stops them there. J = steps, `step` or index j.
 Sources: HASS arXiv 2408.15766, EAGLE-3 2503.01840; TLT section 4.1.
 """
 
@@ -28,7 +28,7 @@ from spec.eagle.batch import DrafterBatch
 from spec.eagle.config import EagleConfig
 from spec.eagle.model import EagleParams
 
-Entries = list[tuple[jax.Array, jax.Array]]  # of each step, rotated keys and values [B, T, K, h]
+Entries = list[tuple[jax.Array, jax.Array]]  # each step's rotated keys and values [B, T, K, h]
 
 
 def unrolled_outputs(
@@ -38,7 +38,7 @@ def unrolled_outputs(
     batch: DrafterBatch,
     num_steps: int,
 ) -> jax.Array:
-    """o^j_t of steps j < `num_steps`, [J, B, T, D] in the parameters' dtype."""
+    """Return o^j_t of steps j < `num_steps`, [J, B, T, D] in the parameters' dtype."""
     next_BT = jnp.roll(batch.tokens_BT, -1, axis=1)
     features_BTD = eagle.features(config, params, batch.hidden_BTW)
     entries: Entries = []
@@ -58,7 +58,7 @@ def unrolled_outputs(
 
 
 def _look(q_BTHh: jax.Array, entries: Entries, sequence_BT: jax.Array) -> jax.Array:
-    """Attention of the last step, a block of entries after the other, as `attend_causally`."""
+    """Attend from the last step, one block of entries at a time, as `attend_causally` does."""
     T = q_BTHh.shape[1]
     size = causal_block_tokens(T)
     blocks = [
@@ -67,15 +67,15 @@ def _look(q_BTHh: jax.Array, entries: Entries, sequence_BT: jax.Array) -> jax.Ar
     return jnp.concatenate(blocks, axis=1)
 
 
-# The scores are most of a step's memory: the backward pass computes them anew, block by block.
+# The scores are most of a step's memory: the backward pass recomputes them, block by block.
 @partial(jax.checkpoint, static_argnums=(0, 1))
 def _attend(
     start: int, end: int, q_BTHh: jax.Array, entries: Entries, sequence_BT: jax.Array
 ) -> jax.Array:
-    """Attention of the entries start … end − 1, of the last of `entries`' steps; [B, C, H, h]."""
+    """Attend from the entries start … end − 1 of the last step; [B, C, H, h]."""
     here, step = slice(start, end), len(entries) - 1
     (keys_BSKh, values_BSKh), *later = [(k[:, :end], v[:, :end]) for k, v in entries]
-    # entry t sees entry t − step + i of step i
+    # entry t attends to entry t − step + i of step i
     own = [
         tuple(jnp.roll(x, step - i, axis=1)[:, here] for x in entry)
         for i, entry in enumerate(later, start=1)

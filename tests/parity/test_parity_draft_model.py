@@ -1,6 +1,6 @@
 """A draft model that drafts: the tokens of plain decoding; where it is the policy, its draws.
 
-The draft model of most tests is the policy's first layer: often right, often wrong.
+The draft model of most tests is the policy's first layer: often accepted, often rejected.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""Learned drafters, whatever they have learnt: the tokens of plain decoding, and states in step."""
+"""Learned drafters with any weights: tokens of plain decoding, hidden states of whole passes."""
 
 import dataclasses
 
@@ -42,7 +42,7 @@ def keeping():
 
 
 class Keeps:
-    """A catcher that wants everything."""
+    """A sink that wants every sequence."""
 
     def __init__(self):
         self.sequences = []
@@ -58,7 +58,7 @@ hidden = jax.jit(transformer.hidden, static_argnums=0)
 
 
 def out_of_step(params, sequences, feature_layers):
-    """The largest gap between caught states and those of a pass over the whole sequence."""
+    """The largest gap between recorded states and those of a pass over the whole sequence."""
     worst = 0.0
     for s in sequences:
         n = len(s.hidden_TW)

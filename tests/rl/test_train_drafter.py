@@ -67,7 +67,7 @@ def said(line):
     return {name: float(words[words.index(name) + 1]) for name in names}
 
 
-def test_a_drafter_is_trained_judged_and_written(train, trace, tmp_path, policy, capsys):
+def test_a_drafter_is_trained_evaluated_and_written(train, trace, tmp_path, policy, capsys):
     arguments = (trace, trace / "ids.jsonl", "--steps", 60, "--gin.Drafter.draft_vocab_size=14")
     assert train(*arguments, "--eval_share=0.2") == 0
     lines = capsys.readouterr().out.splitlines()
@@ -95,7 +95,7 @@ def test_a_drafter_is_trained_judged_and_written(train, trace, tmp_path, policy,
 
     assert train(*arguments, f"--gin.Drafter.directory='{out}'", "--steps=1") == 0
     [again] = [said(x) for x in capsys.readouterr().out.splitlines() if x.startswith("before")]
-    assert again["loss"] < before["loss"]  # it goes on from there
+    assert again["loss"] < before["loss"]  # training continues from there
 
 
 def test_ctrl_c_saves_what_there_is(train, trace, tmp_path, monkeypatch, capsys):

@@ -65,7 +65,7 @@ def make_drafter(config=CONFIG, *, params=PARAMS, draws=COOL, **options):
 
 
 class Host:
-    """What an engine holds of its requests: a row each, which may change."""
+    """The requests of an engine: a row each, which may change."""
 
     def __init__(self, num_rows=ROWS):
         self.tokens_BL = np.zeros((num_rows, LONGEST), np.int32)
@@ -139,7 +139,7 @@ def slowly(text, prompt_tokens, request_id, count, draws, mode):
 
 
 def complaints(drafts, live, host, most_A, draws=COOL, mode="greedy", longest=5):
-    """Where drafts are not the chains that the slow way gives, a line each."""
+    """Return a line for each draft that is not the chain of whole-sequence passes."""
     found = []
     for a, r in enumerate(live.request_ids_A.tolist()):
         n = min(int(most_A[a]), longest)

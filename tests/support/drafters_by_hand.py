@@ -41,7 +41,7 @@ def drafter(design, *, draft_vocab_size=0, seed=0, policy=POLICY, **changes):
     return config, params, eagle.frozen(weights, ids_U)
 
 
-def caught(config, num_tokens, prompt_tokens=1, seed=0):
+def hidden_states(config, num_tokens, prompt_tokens=1, seed=0):
     rng = np.random.default_rng((seed, num_tokens))
     tokens_T = rng.integers(0, config.layer.vocab_size, num_tokens).astype(np.int32)
     states_TW = rng.normal(size=(num_tokens - 1, config.hidden_width)).astype(np.float32)
@@ -165,7 +165,7 @@ def draft_logits(config, params, head_DU, o_D):
 
 def written_out_loss(config, training, params, frozen, sequences, temperature=1.0):
     """The loss over all of the sequences; `params` and `frozen` are float64 trees."""
-    r, D = training.resolved, config.layer.d_model
+    r, D = training.terms, config.layer.d_model
     own_head = frozen.head_DU if params.head_DU is None else params.head_DU
     sums, counts = np.zeros(r.unroll_steps), np.zeros(r.unroll_steps)
     for s in sequences:
@@ -177,8 +177,6 @@ def written_out_loss(config, training, params, frozen, sequences, temperature=1.
             log_p = log_softmax(f @ frozen.head_DU / temperature)
             log_q = log_softmax(draft_logits(config, params, own_head, o) / temperature)
             token = -np.exp(log_p) @ log_q
-            if training.objective == "reverse_kl":
-                token = np.exp(log_q) @ (log_q - log_p)
             x = np.abs(o - f)
             feature = np.mean(np.where(x < 1, x * x / 2, x - 0.5))
             sums[j] += r.token_weight * token + r.feature_weight * feature

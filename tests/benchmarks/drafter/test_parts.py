@@ -1,4 +1,4 @@
-"""What the parts' figures are made of, by hand; no figure depends on a clock here."""
+"""The parts of the figures by hand, without a clock."""
 
 import dataclasses
 import math
@@ -118,7 +118,7 @@ def test_the_policys_own_responses_are_caught_whole():
     model = dataclasses.replace(MODEL, eos_token_ids=(1,), max_positions=16)
     params = transformer.init(model, jax.random.key(0))
     rows = [{"prompt_ids": [4, 5, 6]}, {"prompt_ids": [7, 8]}]
-    found = parts.caught_responses(model, params, rows, 3)
+    found = parts.responses_with_states(model, params, rows, 3)
     starts = sorted(s.tokens_T[: s.prompt_tokens].tolist() for s in found)
     assert starts == [[4, 5, 6]] * 3 + [[7, 8]] * 3
     for s in found:
@@ -181,7 +181,7 @@ def test_a_few_rounds_of_noise_leave_more_of_a_gap_than_many():
     assert found[0] == gap(round_s, accept_lens, config, batch_size=2, rounds=2, seeds=60)
 
 
-def test_what_was_not_measured_is_named():
+def test_missing_measurements_are_named():
     for round_s, accept_lens in (
         ({SLOW: [], FAST: [1.0]}, {SLOW: [1], FAST: [1]}),
         ({SLOW: [1.0], FAST: [1.0]}, {FAST: [1]}),

@@ -1,4 +1,4 @@
-"""Which programs each way needs, that they do the same, and what is counted of them."""
+"""Programs of each way to draft: which are needed, equal results, and their memory."""
 
 import dataclasses
 
@@ -111,23 +111,21 @@ def test_fused_and_apart_emit_the_same(programs, chosen):
     lengths = np.random.default_rng(2).integers(1, 14, B).astype(np.int32)
     engine, cache, slots = busy(programs, B, lengths)
     args, options = programs.fused_arguments(engine, B, chosen)
-    params, _, _, stop_E, weights, frozen, searched, tokens_BC, start_B, heat = args
+    params, _, _, stop_E, weights, searched, tokens_BC, start_B, heat = args
     # one of the policy's own tokens after each entry; its window holds the whole row
     tokens_BC = np.random.default_rng(1).integers(2, 20, tokens_BC.shape).astype(np.int32)
-    sharp = dataclasses.replace(frozen, head_DU=20 * frozen.head_DU)  # no near ties
+    sharp = dataclasses.replace(weights.frozen, head_DU=20 * weights.frozen.head_DU)
+    weights = dataclasses.replace(weights, frozen=sharp)  # no near ties
     copy = jax.tree.map(jnp.copy, cache)
-    shared = (weights, sharp, searched, tokens_BC, start_B, heat)
+    shared = (weights, searched, tokens_BC, start_B, heat)
     *_, fused = pool.fused_round(params, copy, slots(), stop_E, *shared, **options)
 
     # the engine's own: a deeper drafter's cache, depth as an argument, trees by way of the host
-    room = tree_search.empty_cache(programs.shape, B, S, chosen.top_k, 3, engine.dtype)
+    search = tree_search.Search(programs.shape, chosen.top_k, max_depth=3, num_draft_tokens=7)
+    room = tree_search.empty_cache(search, B, S, engine.dtype)
+    window = tree_search.Window(cache.features[0], tokens_BC, start_B)
     _, packed = tree_search.draft(
-        *(weights, sharp, room, cache.features[0], tokens_BC, start_B),
-        *(lengths, np.int32(chosen.depth), heat),
-        config=programs.shape,
-        top_k=chosen.top_k,
-        max_depth=3,
-        num_draft_tokens=7,
+        weights, room, window, lengths, np.int32(chosen.depth), heat, search=search
     )
     tokens_BM, parents_BM, prob_BM, count_B = tree_search.unpack(packed)
     sources_BM = np.zeros(tokens_BM.shape, np.uint8)

@@ -1,4 +1,4 @@
-"""What the saves write that are timed: ours what is trained, the other one all of it."""
+"""Contents of the timed saves: ours has what is trained, the other one everything."""
 
 import jax
 import numpy as np

@@ -80,7 +80,7 @@ def test_packed_states_are_those_of_each_sequence_alone(design, small_passes):
         )
 
 
-def test_sizes_are_those_of_what_is_caught():
+def test_sizes_are_those_of_the_sequences():
     drafter = eagle.config_for(MODEL, "eagle3")
     responses = some_responses([(0, 3, 2), (1, 1, 4)])
     params = transformer.init(MODEL, jax.random.key(1))

@@ -1,4 +1,4 @@
-"""Training on a trace: how often states are computed, what is held at a time, what is learnt."""
+"""Training on a trace: passes over the states, memory, and the lower loss."""
 
 from __future__ import annotations
 
@@ -68,13 +68,13 @@ def bits(drafter):
 
 def test_states_that_fit_are_computed_once_and_the_drafter_learns(params, computed):
     training, rows = offline(params), []
-    before = training.judge(responses())
+    before = training.evaluate(responses())
     assert training.train(responses(), 30, never, lambda step, row: rows.append((step, row))) == 30
     assert [step for step, _ in rows] == list(range(1, 31))
     assert len(computed) == 2  # for judging, and for training
     losses = [row["loss"] for _, row in rows]
     assert np.mean(losses[-5:]) < 0.8 * np.mean(losses[:5])
-    after = training.judge(responses())
+    after = training.evaluate(responses())
     assert after["loss"] < 0.8 * before["loss"] and after["agreement"] > before["agreement"]
 
     again = offline(params)
@@ -124,7 +124,7 @@ def test_judging_weighs_entries_alike_however_they_are_packed(params):
         batch,
         np.float32(1),
     )
-    got = training.judge(responses())
+    got = training.evaluate(responses())
     assert set(got) == {"loss", "accuracy_top1", "accuracy_top3", "agreement"}
     for name, value in got.items():
         assert value == pytest.approx(float(wanted[name]), rel=1e-5)

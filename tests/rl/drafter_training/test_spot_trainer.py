@@ -74,7 +74,7 @@ def test_too_few_idle_workers_do_nothing(engines):
     assert spot.spare(1, engines[1]) and spot.spare(0, engines[0])
 
 
-def test_nothing_before_a_rollout_after_it_or_without_data(engines):
+def test_no_training_before_or_after_a_rollout_or_without_data(engines):
     spot = make_spot()
     spot.joined(0)
     assert not spot.spare(0, engines[0])
@@ -120,12 +120,12 @@ def test_rollouts_are_what_they_were_and_catch_what_is_learnt_from(engines):
     for sequence in caught:  # some of a full row lack their end
         tokens = tuple(sequence.tokens_T.tolist())
         assert any(text[: len(tokens)] == tokens for text in texts)
-    assert spot.take_spans(), "there was spare time in six rollouts"
+    assert spot.take_spans(), "workers were idle in six rollouts"
 
 
 @pytest.mark.fault
 def test_fifty_rollouts_that_end_at_any_moment_lose_nothing(engines, monkeypatch):
-    """Of each worker at most the unit at hand goes on; no step and no sequence is lost."""
+    """Each worker finishes at most its current unit; no step and no sequence is lost."""
     spot, rng = make_spot(), random.Random(0)
     trainer, ended, late = spot.trainer, threading.Event(), []
     work, stop = trainer.work, spot.rollout_ended
@@ -163,8 +163,8 @@ def test_nobody_trains_before_requests_are_where_they_run(engines, monkeypatch):
         method(*args)
         now[0] = then
 
-    phases = {"prepare": "before", "rollout_began": "during", "rollout_ended": "after"}
-    for name, then in phases.items():
+    moments = {"prepare": "before", "rollout_began": "during", "rollout_ended": "after"}
+    for name, then in moments.items():
         monkeypatch.setattr(spot, name, partial(told, getattr(spot, name), then))
     team, work = with_spot(engines, 3, spot), spot.trainer.work
     monkeypatch.setattr(spot.trainer, "work", lambda *a, **o: seen.append(now[0]) or work(*a, **o))

@@ -76,7 +76,7 @@ def test_a_torn_last_line_is_passed_over(tmp_path, words):
         read([path], MODEL, words)
 
 
-def test_what_cannot_be_learnt_from_is_counted(tmp_path, words):
+def test_unusable_sequences_are_counted(tmp_path, words):
     n = MODEL.max_positions
     path = write(
         tmp_path / "a.jsonl",
@@ -129,12 +129,12 @@ def responses_of(groups):
 )
 def test_whole_prompts_are_held_out_as_many_as_asked_for(groups, share, seed):
     responses = responses_of(groups)
-    learnt, held = hold_out(responses, share, seed)
-    assert sorted([*learnt, *held], key=responses.index) == responses
-    for part in (learnt, held):
+    kept, held = hold_out(responses, share, seed)
+    assert sorted([*kept, *held], key=responses.index) == responses
+    for part in (kept, held):
         assert part and [responses.index(r) for r in part] == sorted(map(responses.index, part))
     names = [r.group_id if len(set(groups)) > 1 else r.name for r in responses]
-    sides = [{names[responses.index(r)] for r in part} for part in (learnt, held)]
+    sides = [{names[responses.index(r)] for r in part} for part in (kept, held)]
     assert not sides[0] & sides[1]
     enough = sum(map(num_tokens, held)) >= share * sum(map(num_tokens, responses))
     assert enough or len(sides[0]) == 1  # one prompt is left to learn from
@@ -143,8 +143,8 @@ def test_whole_prompts_are_held_out_as_many_as_asked_for(groups, share, seed):
 
 
 def test_no_more_is_held_out_than_asked_for():
-    learnt, held = hold_out(responses_of(range(20)), 0.1, 0)
-    assert (len(learnt), len(held)) == (18, 2)
+    kept, held = hold_out(responses_of(range(20)), 0.1, 0)
+    assert (len(kept), len(held)) == (18, 2)
     other = hold_out(responses_of(range(20)), 0.1, 1)[1]
     assert [r.name for r in other] != [r.name for r in held]
 

@@ -1,4 +1,4 @@
-"""A drafter's training in units: whoever works them, whenever it stops, the same state."""
+"""A drafter's training in units: the same state whichever workers do them, and after stops."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def engine():
 
 @pytest.fixture(scope="module")
 def four_steps(engine):
-    """What four steps at one place come to."""
+    """The state after four steps on one engine."""
     trainer = make_trainer()
     assert trainer.run_steps(4, context_at(trainer, engine)) == 4
     return trainer
@@ -57,7 +57,7 @@ def test_rows_are_taken_under_the_lock_that_updates_add_them_under():
     assert held == [[]]  # it was swapped while the lock was held
 
 
-def test_nothing_caught_is_nothing_to_do(engine):
+def test_an_empty_buffer_leaves_nothing_to_do(engine):
     trainer = make_trainer(DataBuffer(DataBufferConfig()))
     context = context_at(trainer, engine)
     assert trainer.work(context, leads=True) is None and trainer.run_steps(3, context) == 0
@@ -82,10 +82,10 @@ def test_a_member_computes_gradients_and_leaves_the_update_to_the_leader(engine,
 
 
 def test_work_on_several_devices_is_that_on_one(four_steps):
-    """Units go round three places, one of them on another device; so does the lead."""
+    """Three engines take turns, one of them on another device; so does the lead."""
     trainer = make_trainer()
-    places = [make_engine(), make_engine(device=jax.devices()[1]), make_engine()]
-    contexts, turn = [context_at(trainer, e) for e in places], 0
+    engines = [make_engine(), make_engine(device=jax.devices()[1]), make_engine()]
+    contexts, turn = [context_at(trainer, e) for e in engines], 0
     while trainer.step < 4:
         context = contexts[turn % 3]
         with context.runner.mesh_context():
@@ -123,7 +123,7 @@ def test_a_worker_that_fails_leaves_its_micro_batch_to_others(engine, four_steps
 def test_saved_and_loaded_in_the_middle_of_a_step_goes_on_with_the_same_bits(
     engine, four_steps, tmp_path
 ):
-    """What was computed of the step is computed again; state and buffer are those that were."""
+    """The current step is recomputed, from the same state and buffer."""
     with Checkpointer(tmp_path, CheckpointConfig(keep=1)) as checkpoints:
         first = make_trainer(checkpoints=checkpoints)
         context = context_at(first, engine)

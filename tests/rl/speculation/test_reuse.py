@@ -1,4 +1,4 @@
-"""What a step's requests start from: names of noise, prompts and groups that changed, state."""
+"""Requests with reuse: keys of noise, prompts and groups that changed, state."""
 
 import dataclasses
 import math
@@ -135,7 +135,7 @@ def test_an_example_that_comes_twice_in_a_step_is_answered_afresh_the_second_tim
     assert [r.cached is not None for r in got] == [True, True, False] * 2
 
 
-def test_what_cannot_be_named_is_refused():
+def test_noise_without_a_key_is_refused():
     coupled = ReuseConfig("coupled")
     check_coupling(coupled, 100, 50, 8)
     check_coupling(ReuseConfig("full"), 10, 50, 9999)

@@ -1,4 +1,4 @@
-"""What a run remembers between phases: which drafters, whose history, what is kept."""
+"""The drafters of a run, its history from step to step, and its checkpoints."""
 
 import numpy as np
 import pytest
@@ -63,62 +63,62 @@ def drafts(drafter, slots):
     return drafts.tokens_AN[0, :n].tolist(), set(drafts.sources_AN[0, :n].tolist())
 
 
-def phase(speculation):
-    return speculation.phase(KEYS, list(PROMPTS.values()))(None)
+def drafting(speculation):
+    return speculation.drafter_factory(KEYS, list(PROMPTS.values()))(None)
 
 
 def test_answers_of_a_step_are_drafted_in_the_next_each_to_its_prompt():
     with open_speculation(sources=("history",)) as speculation:
-        drafter, _ = phase(speculation)
+        drafter, _ = drafting(speculation)
         assert drafts(drafter, live(0, [10])) == ([], set())
         metrics = learn(speculation, [answer(0, [10, 11, 12]), answer(1, [20, 21])])
         speculation.prepare(PROMPTS)
         assert metrics["spec/history_bytes"] > 0
-        drafter, _ = phase(speculation)
+        drafter, _ = drafting(speculation)
         assert drafts(drafter, live(0, [10])) == ([11, 12], {Source.HISTORY})
         assert drafts(drafter, live(1, [20])) == ([21], {Source.HISTORY})
         # replaced, not added to
         metrics = learn(speculation, [answer(0, [10, 13])])
-        # what the phase before drafted from: five tokens, and their prompts' tails
+        # the last rollout's history: five tokens, and their prompts' tails
         assert metrics["spec/history_index_tokens"] == 5 + sum(map(len, PROMPTS.values()))
         assert metrics["spec/history_index_seconds"] > 0
-        drafter, _ = phase(speculation)
+        drafter, _ = drafting(speculation)
         assert drafts(drafter, live(0, [10]))[0] == [13]
         assert drafts(drafter, live(1, [20]))[0] == [21]
 
 
 def test_an_index_that_was_built_for_other_prompts_is_not_used():
     with open_speculation(sources=("history",)) as speculation:
-        phase(speculation)
+        drafting(speculation)
         learn(speculation, [answer(0, [10, 11])])
         speculation.prepare({"b": PROMPTS["b"]})
-        drafter, _ = phase(speculation)
+        drafter, _ = drafting(speculation)
         assert drafts(drafter, live(0, [10]))[0] == [11]
 
 
-def test_what_a_checkpoint_keeps_drafts_again():
+def test_a_restored_history_drafts_again():
     cache, other = RolloutCache(), RolloutCache()
     with open_speculation(cache, sources=("history",)) as speculation:
-        phase(speculation)
+        drafting(speculation)
         learn(speculation, [answer(0, [10, 11])])
         speculation.prepare(PROMPTS)
         speculation.settle()
     other.load_state(cache.state())
     with open_speculation(other, sources=("history",)) as resumed:
-        assert drafts(phase(resumed)[0], live(0, [10]))[0] == [11]
+        assert drafts(drafting(resumed)[0], live(0, [10]))[0] == [11]
 
 
 def test_a_spilled_history_that_is_damaged_is_told_of_once_and_left_out(tmp_path):
     cache = RolloutCache(1, tmp_path / "rollouts")
     with open_speculation(cache, sources=("history",)) as speculation:
-        phase(speculation)
+        drafting(speculation)
         learn(speculation, [answer(0, [10, 11]), answer(1, [20, 21])])
-        phase(speculation)
+        drafting(speculation)
         files = [p for p in (tmp_path / "rollouts").rglob("*") if p.is_file()]
         assert len(files) == 2
         for path in files:
             path.write_bytes(b"something else")
-        drafter, _ = phase(speculation)
+        drafter, _ = drafting(speculation)
         problems = cache.new_problems()
         assert len(problems) == 2 and all("cached responses to" in p for p in problems)
         assert cache.new_problems() == []
@@ -130,12 +130,12 @@ def test_a_spilled_history_that_is_damaged_is_told_of_once_and_left_out(tmp_path
 )
 def test_budgets_go_by_name(policy, kind):
     with open_speculation(budget=policy) as speculation:
-        assert isinstance(phase(speculation)[1], kind)
+        assert isinstance(drafting(speculation)[1], kind)
 
 
 def test_off_drafts_nothing_and_keeps_nothing():
     with open_speculation(budget="off", sources=()) as speculation:
-        assert phase(speculation) == (None, None)
+        assert drafting(speculation) == (None, None)
         assert speculation.history_metrics() == {} and not speculation.keeps_history
 
 
@@ -146,7 +146,7 @@ def test_off_drafts_nothing_and_keeps_nothing():
         ({"sources": ("history", "history")}, r"sources must be different ones of"),
         ({"sources": ("web",)}, r"sources must be different ones of"),
         ({"sources": ()}, r"no sources to draft from"),
-        ({"history_rule": "mine"}, r"history_rule must be ours or histospec, got 'mine'"),
+        ({"sources": ("history", "histospec")}, r"sources must have history or histospec"),
         ({"group_update_tokens": 0}, r"group_update_tokens must be at least 1, got 0"),
     ],
 )

@@ -54,7 +54,7 @@ with Speculation(config, cache) as speculation:
     speculation.times = times
     done, last = [], {}
     for step, own in enumerate((None, None, FixedBudget(3))):
-        drafter, budget = speculation.phase(["a", "b"], prompts, last)(None)
+        drafter, budget = speculation.drafter_factory(["a", "b"], prompts, last)(None)
         done = generate(
             model, params, requests, sampling, key=step_key(0, step), engine=engine,
             drafter=drafter, budget=own or budget,

@@ -1,4 +1,4 @@
-"""Which tokens the rows of a draft model's cache are of, by hand."""
+"""Tokens of the rows of a draft model's cache, by hand."""
 
 import numpy as np
 import pytest
@@ -46,9 +46,9 @@ def test_a_row_that_is_new_knows_nothing():
 
 
 @pytest.mark.parametrize(
-    ("now", "known", "right", "seen"),
+    ("now", "known", "accepted", "seen"),
     [
-        ([1, 2, 6, 7, 8, 3], 4, 3, 3),  # all right: the last draft token has no entry
+        ([1, 2, 6, 7, 8, 3], 4, 3, 3),  # all accepted: the last draft token has no entry
         ([1, 2, 6, 7, 9], 4, 2, 3),
         ([1, 2, 9], 2, 0, 1),
         ([1, 2, 6], 3, 1, 1),  # so far
@@ -57,14 +57,14 @@ def test_a_row_that_is_new_knows_nothing():
         ([1], 1, 0, 0),
     ],
 )
-def test_entries_of_drafts_that_came_true_stay(now, known, right, seen):
+def test_entries_of_accepted_drafts_stay(now, known, accepted, seen):
     held = CachedRows(2, 16)
     rows_A = drafted(held, {7: [1, 2], 4: [5]}, [6, 7, 8], [5])
     assert held.known_B[rows_A].tolist() == [4, 1]
     again_A, acceptance_A2 = held.follow(live({4: [5, 5], 7: now}))
     assert again_A.tolist() == rows_A[::-1].tolist()
     assert held.known_B[again_A].tolist() == [1, known]
-    assert acceptance_A2.tolist() == [[1, 1], [right, seen]]
+    assert acceptance_A2.tolist() == [[1, 1], [accepted, seen]]
     assert held.tokens_BS[again_A[1], : len(now)].tolist() == now
     assert held.follow(live({7: now}))[1].tolist() == [[0, 0]]  # counted once
 

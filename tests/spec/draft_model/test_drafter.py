@@ -33,6 +33,7 @@ from spec.draft_model import drafter as draft_model
 from spec.draft_model.cached_rows import CachedRows
 from spec.draft_model.drafter import PRIOR_DRAFTS, DraftModelDrafter
 from spec.drafter import Source
+from spec.sampling import Processing
 from spec.tree import PADDING
 
 
@@ -99,7 +100,7 @@ def computed(monkeypatch):
     return widths
 
 
-def test_what_came_true_is_not_computed_again(computed):
+def test_accepted_drafts_are_not_recomputed(computed):
     host, drafter = Host(), make_drafter()
     host.enter(1, [1, 2, 3, 4, 5, 6, 7])
     host.enter(2, [3, 1])
@@ -134,7 +135,7 @@ def test_one_that_comes_back_has_its_tokens_still(computed):
     assert computed == [16] and complaints(drafts, live, host, most_A) == []
 
 
-def test_nothing_is_asked_of_the_model_where_nothing_may_be_drafted(monkeypatch):
+def test_without_room_for_drafts_the_model_does_not_run(monkeypatch):
     monkeypatch.setattr(draft_model, "draft_chains", None)
     host = Host()
     host.enter(1, [2, 3])
@@ -175,7 +176,7 @@ def test_shared_noise_probs_are_mean_acceptances_by_depth():
     assert drafter._mean_prob()[:3] == pytest.approx(np.cumprod(rate))
 
 
-def test_shared_noise_chains_are_as_long_as_they_are_right():
+def test_shared_noise_chains_are_as_long_as_they_are_accepted():
     config = dataclasses.replace(CONFIG, min_prob=0.5)
     host, drafter = Host(), make_drafter(config, proposal="shared_noise")
     host.enter(1, [4])
@@ -184,7 +185,7 @@ def test_shared_noise_chains_are_as_long_as_they_are_right():
         drafts = drafter.propose(host.live(), np.array([5]), 7)
         lengths.append(int(drafts.count_A[0]))
         host.texts[1] += [(int(drafts.tokens_AN[0, 0]) + 1) % V]
-    assert lengths[0] == 1 and set(lengths) == {1}  # 0.7² is less; one is always tried
+    assert lengths[0] == 1 and set(lengths) == {1}  # 0.7² is less; one token is always drafted
     host.enter(2, [5])
     config = dataclasses.replace(CONFIG, min_prob=0.3)
     drafter = make_drafter(config, proposal="shared_noise")
@@ -319,9 +320,7 @@ def test_rows_at_rest_and_chains_that_have_ended_are_written_nowhere():
     held = jax.tree.map(lambda x: rng.normal(size=x.shape).astype(np.float32), zeros)
     table_BX = np.zeros((B, W + 4), np.int32)
     table_BX[:, W], table_BX[:, W + 3] = total_B, most_B
-    draws = draft_model.Draws(
-        np.float32(1), np.int32(0), np.float32(1), np.float32(0), jax.random.key(0)
-    )
+    draws = draft_model.Draws(Processing.of(SamplingConfig()), np.float32(0), jax.random.key(0))
     static = {"config": MODEL, "scheme": None, "window_tokens": W, "most_tokens": 6}
     after, _ = draft_model.draft_chains(
         PARAMS, jax.tree.map(jax.numpy.asarray, held), table_BX, draws, **static

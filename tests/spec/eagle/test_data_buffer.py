@@ -1,4 +1,4 @@
-"""The DataBuffer: who has to go, and what is drawn."""
+"""The DataBuffer: which sequences are evicted, and which are drawn."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -48,7 +48,7 @@ def test_the_oldest_step_goes_first_its_shortest_first():
     assert kept.dropped == 0 and kept.evicted == 5
 
 
-def test_who_comes_late_goes_by_its_length():
+def test_late_sequences_are_evicted_by_length():
     kept = buffer(bytes_of(4) + bytes_of(6) + bytes_of(7))
     for length in (4, 6):
         kept.add(sequence(length), 1)
@@ -72,7 +72,7 @@ def test_a_late_one_that_would_go_next_takes_nobody_along():
     assert held(kept) == [(1, 3), (1, 40), (2, 7)] and (kept.dropped, kept.evicted) == (1, 0)
 
 
-def test_what_no_buffer_of_this_size_could_hold_is_counted():
+def test_sequences_above_the_bound_are_counted():
     kept = buffer(bytes_of(5))
     kept.add(sequence(2), 0)
     kept.add(sequence(6), 0)
@@ -98,7 +98,7 @@ def test_by_age():
     assert held(kept) == [(9, 8)]
 
 
-def test_nothing_is_known_of_bytes_before_the_first():
+def test_every_size_is_wanted_before_the_first_sequence():
     kept = buffer(bytes_of(5))
     assert kept.wants(20, 0)  # 80 bytes of tokens
     kept.add(sequence(2), 0)

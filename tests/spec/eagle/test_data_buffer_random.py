@@ -57,7 +57,7 @@ def test_the_bound_holds_and_who_stays_is_who_should(added, max_bytes, max_age):
 
 @settings(deadline=None)
 @given(adds, adds, st.integers(1, 2500), st.integers(0, 2))
-def test_what_came_since_a_mark_can_be_taken_back(before, since, max_bytes, max_age):
+def test_additions_since_a_mark_can_be_undone(before, since, max_bytes, max_age):
     """And what had to go for it is there again."""
     kept = buffer(max_bytes, max_age_steps=max_age)
 
@@ -107,7 +107,7 @@ def test_a_checkpoint_changes_nothing(tmp_path_factory, added, max_bytes, step, 
     for _ in range(2):
         a, b = drawn(kept, 60, step, 5), drawn(other, 60, step, 5)
         assert len(a) == len(b) and all(map(equal, a, b))
-        for both in (kept, other):  # and goes on as it would have
+        for both in (kept, other):  # and behaves as it would have
             both.add(sequence(12, 500, dtype), step)
     assert held(kept) == held(other)
 
@@ -153,7 +153,7 @@ def test_several_threads():
     assert kept.num_bytes == sum(bytes_of(n) for _, n in held(kept)) <= kept.config.max_bytes
 
 
-def test_who_has_made_room_gets_it(monkeypatch):
+def test_room_is_made_and_filled_under_one_lock(monkeypatch):
     """Others come while a sequence is copied, and find the bound as tight as it is."""
     kept, owned, seen = buffer(2 * bytes_of(10)), data_buffer._owned, []
 

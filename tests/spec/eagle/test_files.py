@@ -149,7 +149,7 @@ def test_an_own_head_that_starts_as_the_policys_stays_its_own(tmp_path):
     assert_same(eagle_files.load(tmp_path, POLICY, policy), drafter)
 
 
-def test_what_a_foreign_folder_leaves_out(tmp_path):
+def test_defaults_of_a_foreign_folder(tmp_path):
     drafter = drafter_of("eagle3", fc_bias=True)
     eagle_files.save(tmp_path, drafter, POLICY, None)
     foreign(tmp_path)
@@ -328,7 +328,7 @@ def test_a_policy_is_not_overwritten(tmp_path):
         ),
     ],
 )
-def test_what_does_not_belong_together_is_not_saved(change, message, tmp_path):
+def test_parts_that_do_not_fit_are_not_saved(change, message, tmp_path):
     drafter = change(drafter_of("eagle3", IDS))
     tied = dataclasses.replace(POLICY, tied_embeddings=True)
     with pytest.raises(ValueError, match=message):

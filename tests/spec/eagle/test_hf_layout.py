@@ -1,4 +1,4 @@
-"""What engines find in a drafter's folder, the forward pass from it by hand, errors by name."""
+"""Contents of a drafter's folder, the forward pass from it by hand, errors by name."""
 
 import dataclasses
 import json

@@ -74,7 +74,7 @@ def test_windows_of_a_long_sequence_by_hand():
     ]
 
 
-def test_what_cannot_count_takes_no_room():
+def test_sequences_without_entries_that_count_take_no_room():
     """A prompt alone, two tokens, one token; and the windows of a prompt."""
     assert pack([sequence(1, 6, 6), sequence(2, 2, 1), sequence(3, 1, 1)], 2, 8) == []
     assert pack([], 2, 8) == pad([], 2, 8) == []
@@ -83,7 +83,7 @@ def test_what_cannot_count_takes_no_room():
 
 
 def check(sequences, batches, num_rows, row_tokens):
-    """Each counted entry is one of its source, at its place; returns how often tokens count."""
+    """Each counted entry is one of its source, at its position; returns how often tokens count."""
     by_name = {int(s.tokens_T[0]) // 1000: s for s in sequences}
     times = collections.Counter()
     for batch in batches:
@@ -160,7 +160,7 @@ def test_the_check_finds_faults():
 
 
 def test_batches_have_long_and_short_rows():
-    """What a batch counts does not fall from the first to the last."""
+    """Later batches have as many entries that count as the first."""
     sequences = [sequence(n, 3 + n, 0) for n in range(1, 61)]
     counted = [
         int(b.counts_BT.sum())
@@ -185,7 +185,7 @@ def test_sizes():
         pad([sequence(1, 5, 0)], 0, 8)
 
 
-def test_of_too_many_rows_the_emptiest_are_left_out():
+def test_the_emptiest_rows_beyond_max_batches_are_left_out():
     sequences = [sequence(n, n, 2) for n in (9, 8, 7, 3)]
     [batch] = pack(sequences, num_rows=2, row_tokens=10, max_batches=1)
     assert sorted((batch.sequence_BT > 0).sum(axis=1).tolist()) == [9, 10]

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from drafters_by_hand import POLICY, as_float64, caught, drafter, packed, written_out_loss
+from drafters_by_hand import as_float64, drafter, hidden_states, packed, written_out_loss
 from jax.sharding import NamedSharding, PartitionSpec
 
 from models.config import MeshConfig, ModelConfig
@@ -18,19 +18,24 @@ from models.layout import RULES
 from models.sharding import make_mesh, param_shardings
 from spec.eagle import model as eagle
 from spec.eagle import training as training_module
-from spec.eagle.config import DrafterTrainingConfig
+from spec.eagle.config import VARIANTS, DrafterTrainingConfig
 from spec.eagle.model import SharedParams
 from spec.eagle.packing import pack
-from spec.eagle.training import apply, gradients, init_state, state_of, train_step
+from spec.eagle.training import apply, gradients, state_of
 
-VARIANTS = ("eagle", "hass", "eagle3")
 ONE = np.float32(1)
+# eagle3 with three steps of its seven, each of which costs a compilation; hass with a token loss
+# of the feature loss's weight
+VARIANTS["short_eagle3"] = dataclasses.replace(VARIANTS["eagle3"], unroll_steps=3)
+VARIANTS["heavy_hass"] = dataclasses.replace(VARIANTS["hass"], token_weight=1.0)
 
 
-def short(variant, **settings):
-    """A training whose unroll is of three steps: each of eagle3's seven costs a compilation."""
-    steps = 1 if variant == "eagle" else 3
-    return DrafterTrainingConfig(variant, unroll_steps=steps, **settings)
+def step(state, frozen, batch, temperature, *, config, training):
+    """One update by one batch."""
+    options = {"config": config, "training": training}
+    grads, metrics = gradients(state.params, frozen, batch, temperature, **options)
+    state, skipped = apply(state, grads, training=training)
+    return state, metrics | {"skipped": skipped}
 
 
 def leaves(tree):
@@ -42,7 +47,7 @@ def bits(tree):
 
 
 def some_sequences(config, prompt_tokens=1):
-    return [caught(config, n, prompt_tokens) for n in (9, 6, 11, 8)]
+    return [hidden_states(config, n, prompt_tokens) for n in (9, 6, 11, 8)]
 
 
 def some_batch(config, prompt_tokens=1):
@@ -88,7 +93,7 @@ def by_hand(variant, **settings):
     """
     training = DrafterTrainingConfig(variant, **settings)
     config, params, frozen = pass_through(training.design)
-    s = caught(config, 5)
+    s = hidden_states(config, 5)
     states = np.stack([NEAR, FAR, FAR, NEAR])
     repeats = config.hidden_width // 2
     s = dataclasses.replace(
@@ -120,38 +125,26 @@ def test_hass_by_hand():
 
 
 def test_eagle3_by_hand():
-    """Of its seven steps the last four have no entry in five tokens."""
+    """The last four of its seven steps have no entry in five tokens."""
     got = by_hand("eagle3")
     wanted = (2 * OTHER + SAME) / 3 + 0.8 * OTHER + 0.64 * SAME
     assert got["loss"] == pytest.approx(wanted)
     assert got["token_loss"] == pytest.approx(wanted) and got["feature_loss"] == 0
 
 
-def test_reverse_kl_by_hand():
-    """KL of (3/4, 1/4) to (1/4, 3/4) is ½ log 3, to itself 0."""
-    got = by_hand("hass", objective="reverse_kl")
-    assert got["token_loss"] == pytest.approx((2 / 3 + 1) * 0.5 * math.log(3))
-
-
-def test_what_is_given_overrides_the_variant():
-    got = by_hand("eagle", feature_weight=2.0, token_weight=3.0, unroll_steps=2, unroll_decay=0.5)
-    tokens = (2 * OTHER + SAME) / 3 + 0.5 * OTHER
-    assert got["loss"] == pytest.approx(2 * (2 / 3 + 0.5) * APART + 3 * tokens)
-
-
 # against drafting, in float64
 
 
 @pytest.mark.parametrize(
-    ("variant", "objective", "settings"),
+    ("variant", "settings"),
     [
-        ("hass", "cross_entropy", {"fc_bias": True}),
-        ("eagle3", "reverse_kl", {"draft_vocab_size": 6, "own_head": True, "fc_bias": True}),
+        ("heavy_hass", {"fc_bias": True}),
+        ("short_eagle3", {"draft_vocab_size": 6, "own_head": True, "fc_bias": True}),
     ],
 )
-def test_loss_and_gradient_are_those_of_drafting(variant, objective, settings):
+def test_loss_and_gradient_are_those_of_drafting(variant, settings):
     """The slope along a random direction against the reference's difference quotient."""
-    training = short(variant, objective=objective, token_weight=1.0, chunk_tokens=9)
+    training = DrafterTrainingConfig(variant, chunk_tokens=9)
     config, params, frozen = drafter(training.design, **settings)
     batch, temperature = some_batch(config, prompt_tokens=3), np.float32(1.3)
     slope, metrics = gradients(params, frozen, batch, temperature, config=config, training=training)
@@ -177,7 +170,7 @@ def test_loss_and_gradient_are_those_of_drafting(variant, objective, settings):
 
 
 @pytest.mark.parametrize("prompt_tokens", [1, 4])
-def test_what_does_not_count_does_not_matter(prompt_tokens):
+def test_entries_that_do_not_count_change_nothing(prompt_tokens):
     """States behind the last that counts, padding, tokens behind the end of a sequence."""
     config, params, frozen = drafter("eagle")
     batch = some_batch(config, prompt_tokens)
@@ -196,13 +189,13 @@ def test_what_does_not_count_does_not_matter(prompt_tokens):
 
 
 def test_windows_learn_nothing_from_their_neighbours():
-    """What a sequence's entries learn from: no state of another one in the row, by gradient.
+    """By gradient, a sequence's entries depend on no state of another one in the row.
 
     A long response is cut in two windows; the second, which begins in mid-response, shares a
     row with a short response, and comes first in a row of its own kind too.
     """
     config, params, frozen = drafter("eagle")
-    long, short_one = caught(config, 30, 4), caught(config, 10, 4)
+    long, short_one = hidden_states(config, 30, 4), hidden_states(config, 10, 4)
     batches = pack([long, short_one], 1, 26)
     one = next(b for b in batches if len(set(b.sequence_BT[0].tolist()) - {0}) == 2)
     turned = jax.tree.map(lambda x: np.roll(x, -10, axis=1), one)  # the window at column 0
@@ -211,7 +204,7 @@ def test_windows_learn_nothing_from_their_neighbours():
     @jax.jit
     def slope(hidden_BTW, batch):
         batch = dataclasses.replace(batch, hidden_BTW=hidden_BTW)
-        loss = partial(training_module.loss, config, short("hass"), params, frozen)
+        loss = partial(training_module.loss, config, DrafterTrainingConfig("hass"), params, frozen)
         return loss(batch, ONE)[0]
 
     for batch in (one, turned):
@@ -236,7 +229,7 @@ def test_a_batch_without_entries_gives_zeros():
 def test_members_gradients_average_to_those_of_all():
     """Weighted by `num_entries`, where prompts are longer than the unroll."""
     config, params, frozen = drafter("eagle3")
-    training = short("eagle3")
+    training = DrafterTrainingConfig("short_eagle3")
     run = partial(gradients, params, frozen, config=config, training=training)
     batch = some_batch(config, prompt_tokens=4)
     whole, metrics = run(batch, ONE)
@@ -253,63 +246,35 @@ def test_members_gradients_average_to_those_of_all():
 # steps
 
 
-def run_steps(variant, count, **settings):
-    """Losses of so many steps over one batch, and the last state."""
-    training = short(variant, **settings)
+@pytest.mark.parametrize("variant", ["eagle", "heavy_hass", "short_eagle3"])
+def test_training_lowers_the_loss(variant):
+    training = DrafterTrainingConfig(variant, learning_rate=0.02, warmup_steps=5)
     config, params, frozen = drafter(training.design, draft_vocab_size=9)
     state, batch, losses = state_of(training, params), some_batch(config), []
-    for _ in range(count):
-        state, metrics = train_step(state, frozen, batch, ONE, config=config, training=training)
+    for _ in range(60):
+        state, metrics = step(state, frozen, batch, ONE, config=config, training=training)
         assert metrics["skipped"] == 0
         losses.append(float(metrics["loss"]))
-    return losses, state
-
-
-@pytest.mark.parametrize(
-    ("variant", "objective"), [(v, "cross_entropy") for v in VARIANTS] + [("eagle", "reverse_kl")]
-)
-def test_training_lowers_the_loss(variant, objective):
-    settings = {"learning_rate": 0.02, "warmup_steps": 5, "clip_norm": 10.0, "token_weight": 1.0}
-    losses, state = run_steps(variant, 60, objective=objective, **settings)
     assert losses[-1] < 0.75 * losses[0]
     assert int(state.step) == 60
 
 
-def test_a_step_is_a_gradient_applied():
-    for variant in ("eagle", "eagle3"):
-        training = short(variant, weight_decay=0.1)
-        config, params, frozen = drafter(training.design)
-        settings, batch = {"config": config, "training": training}, some_batch(config)
-        one, other = (state_of(training, jax.tree.map(jnp.copy, params)) for _ in range(2))
-        for _ in range(2):
-            one, metrics = train_step(one, frozen, batch, ONE, **settings)
-            grads, parts = gradients(other.params, frozen, batch, ONE, **settings)
-            other, skipped = apply(other, grads, training=training)
-            for name, x in (parts | {"skipped": skipped}).items():
-                np.testing.assert_allclose(metrics[name], x, rtol=1e-5, err_msg=name)
-        starts = leaves(state_of(training, params))
-        for a, b, start in zip(leaves(one), leaves(other), starts, strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
-            assert (a != start).any()
-
-
 def test_the_update_by_hand():
-    """Adam's first step is the rate times the sign, less decay, which vectors are spared."""
-    training = DrafterTrainingConfig(learning_rate=0.1, warmup_steps=4, weight_decay=0.5)
+    """Adam's first step is the rate times the sign; the rate rises over four steps."""
+    training = DrafterTrainingConfig(learning_rate=0.1, warmup_steps=4)
     _, params, _ = drafter("eagle3")
     grads = jax.tree.map(lambda x: jnp.where(x > 0, 3.0, -5.0), params)
     before = leaves(params)
     state, skipped = apply(state_of(training, params), grads, training=training)
     assert int(state.step) == 1 and int(skipped) == 0
     for old, new in zip(before, leaves(state.params), strict=True):
-        decayed = 0.5 * old if old.ndim > 1 else 0
-        wanted = old - 0.1 / 4 * (np.where(old > 0, 1, -1) + decayed)
+        wanted = old - 0.1 / 4 * np.where(old > 0, 1, -1)
         np.testing.assert_allclose(new, wanted, rtol=1e-4, atol=1e-6)
 
 
 def test_gradients_are_clipped_by_their_norm():
     """Adam's first moment after a step is (1 − b1) times the clipped gradient."""
-    training = DrafterTrainingConfig(clip_norm=0.5)
+    training = DrafterTrainingConfig()
     _, params, _ = drafter("eagle")
     grads = jax.tree.map(jnp.ones_like, params)
     norm = math.sqrt(sum(x.size for x in leaves(grads)))
@@ -326,15 +291,15 @@ def test_a_step_that_is_not_finite_is_skipped(bad):
     config, params, frozen = drafter("eagle")
     settings, batch = {"config": config, "training": training}, some_batch(config)
     state = state_of(training, params)
-    state, _ = train_step(state, frozen, batch, ONE, **settings)
+    state, _ = step(state, frozen, batch, ONE, **settings)
     before = bits(state)
     states = batch.hidden_BTW.copy()
     states[0, 3, -2] = bad
     damaged = dataclasses.replace(batch, hidden_BTW=states)
-    state, metrics = train_step(state, frozen, damaged, ONE, **settings)
+    state, metrics = step(state, frozen, damaged, ONE, **settings)
     assert metrics["skipped"] == 1 and not np.isfinite(metrics["loss"])
     assert bits(state) == before
-    state, metrics = train_step(state, frozen, batch, ONE, **settings)
+    state, metrics = step(state, frozen, batch, ONE, **settings)
     assert metrics["skipped"] == 0 and bits(state) != before and int(state.step) == 2
 
 
@@ -352,26 +317,20 @@ def test_apply_skips_a_gradient_with_one_nan():
 def test_equal_shapes_compile_once():
     training = DrafterTrainingConfig("hass", learning_rate=1.25e-4)  # in no other test
     config, params, frozen = drafter("eagle")
-    counts = [f._cache_size() for f in (train_step, gradients, apply)]
+    counts = [f._cache_size() for f in (gradients, apply)]
     state, settings = state_of(training, params), {"config": config, "training": training}
     for i in range(3):
         settings["training"] = DrafterTrainingConfig("hass", learning_rate=1.25e-4)  # an equal one
-        batch = packed([[caught(config, 5 + i), caught(config, 4)], [caught(config, 9 - i)]], 12)
-        state, _ = train_step(state, frozen, batch, np.float32(0.5 * i), **settings)
-        grads, _ = gradients(state.params, frozen, batch, np.float32(0.5 * i), **settings)
-        state, _ = apply(state, grads, training=settings["training"])
-    grown = [f._cache_size() for f in (train_step, gradients, apply)]
-    assert [n - m for n, m in zip(grown, counts, strict=True)] == [1, 1, 1]
-
-
-def test_a_new_drafter_starts_at_step_zero():
-    training = DrafterTrainingConfig()
-    config = eagle.config_for(POLICY)
-    state = init_state(config, training, jax.random.key(3), jnp.bfloat16)
-    same = eagle.init(config, jax.random.key(3), jnp.bfloat16)
-    assert bits(state.params) == bits(same) and int(state.step) == 0
-    assert state.step.dtype == jnp.int32
-    assert {x.dtype for x in jax.tree.leaves(state.params)} == {jnp.dtype(jnp.bfloat16)}
+        batch = packed(
+            [
+                [hidden_states(config, 5 + i), hidden_states(config, 4)],
+                [hidden_states(config, 9 - i)],
+            ],
+            12,
+        )
+        state, _ = step(state, frozen, batch, np.float32(0.5 * i), **settings)
+    grown = [f._cache_size() for f in (gradients, apply)]
+    assert [n - m for n, m in zip(grown, counts, strict=True)] == [1, 1]
 
 
 def test_parts_that_do_not_fit_are_refused():
@@ -395,13 +354,13 @@ def test_parts_that_do_not_fit_are_refused():
 
 @pytest.mark.parametrize(
     ("variant", "mesh_config"),
-    [("hass", MeshConfig(data=2)), ("eagle3", MeshConfig(data=2, fsdp=2, tensor=2))],
+    [("hass", MeshConfig(data=2)), ("short_eagle3", MeshConfig(data=2, fsdp=2, tensor=2))],
 )
 def test_several_devices_give_what_one_gives(variant, mesh_config):
     count = math.prod(dataclasses.astuple(mesh_config))
     if jax.device_count() < count:
         pytest.skip(f"needs {count} devices")
-    training = short(variant)
+    training = DrafterTrainingConfig(variant)
     config, params, frozen = drafter(training.design)
     batch, settings = some_batch(config), {"config": config, "training": training}
     wanted, metrics = gradients(params, frozen, batch, ONE, **settings)

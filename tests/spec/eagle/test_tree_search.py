@@ -16,6 +16,8 @@ from spec import sampling
 from spec.eagle import model as eagle
 from spec.eagle import tree_search
 from spec.eagle.config import EagleConfig
+from spec.eagle.model import DeviceWeights
+from spec.eagle.tree_search import Search, Window
 
 POLICY = ModelConfig(
     "qwen3", 23, 16, 4, 4, 2, 8, 24, qk_norm=True, tied_embeddings=True, max_positions=64
@@ -33,9 +35,9 @@ def make(design: str, ids: np.ndarray | None, seed: int = 0):
     # logits far apart, so that no order hangs on rounding
     frozen = eagle.SharedParams(frozen.embedding_VD * 20, frozen.head_DU * 20, frozen.draft_ids_U)
     rng = np.random.default_rng(seed)
-    caught = rng.normal(size=(B, 1, S, config.hidden_width)).astype(np.float32)
+    hidden = rng.normal(size=(B, 1, S, config.hidden_width)).astype(np.float32)
     tokens = rng.integers(0, POLICY.vocab_size, (B, S + 1)).astype(np.int32)
-    return config, params, frozen, caught, tokens
+    return config, params, frozen, hidden, tokens
 
 
 MOST = 26  # entries of a path
@@ -53,9 +55,7 @@ def all_outputs(config: EagleConfig, params, embedding_VD, g_TD, next_T):
 
 
 def path_output(config: EagleConfig, params, frozen, hidden_SW, tokens, length: int, path):
-    """o of the last entry of a path of draft tokens: everything computed anew, draft token by
-    draft token.
-    """
+    """o of the last entry of a path of draft tokens, recomputed token by token."""
     D = config.layer.d_model
     g_TD, next_T = np.zeros((MOST, D), np.float32), np.zeros(MOST, np.int32)
     g_TD[:length] = eagle.features(config, params, jnp.asarray(hidden_SW[:length]))
@@ -83,11 +83,10 @@ def written_out(config, params, frozen, hidden_SW, tokens, length, ids, *, K, de
         return found
 
     beams = [(0.0, -1, ())]
-    first = -1
     for _ in range(depth):
         new = []
-        for total, place, path in beams:
-            new += children(path, total, place)
+        for total, parent, path in beams:
+            new += children(path, total, parent)
         first = len(candidates)
         candidates += new
         order = sorted(range(len(new)), key=lambda i: (-new[i][0], i))[:K]
@@ -100,35 +99,29 @@ def written_out(config, params, frozen, hidden_SW, tokens, length, ids, *, K, de
     ]
 
 
-def drafted(config, params, frozen, caught, tokens, ids, *, K, depth, M, start_B=None, **more):
+def drafted(config, params, frozen, hidden, tokens, ids, *, K, depth, M, scheme="cdf", **more):
     most = 4
-    cache = tree_search.empty_cache(config, B, S, K, most, jnp.float32)
-    start_B = np.zeros(B, np.int32) if start_B is None else start_B
+    search = Search(config, K, most, M, scheme)
+    weights = DeviceWeights(params, frozen)
+    cache = tree_search.empty_cache(search, B, S, jnp.float32)
     C = 8
     for first in range(0, int(LENGTH_B.max()), C):  # all but the window of the last entries
         at_B = np.full(B, min(first, S - C), np.int32)
-        window = np.stack([tokens[b, at_B[b] + 1 : at_B[b] + 1 + C] for b in range(B)])
-        cache = tree_search.absorb(
-            params, frozen, cache, caught, jnp.asarray(window), jnp.asarray(at_B), config=config
-        )
+        following = np.stack([tokens[b, at_B[b] + 1 : at_B[b] + 1 + C] for b in range(B)])
+        window = Window(*map(jnp.asarray, (hidden, following, at_B)))
+        cache = tree_search.absorb(weights, cache, window, config=config)
     start_B = np.maximum(LENGTH_B - 3, 0).astype(np.int32)
-    window = np.stack(
+    following = np.stack(
         [np.pad(tokens[b], (0, C))[start_B[b] + 1 : start_B[b] + 1 + 4] for b in range(B)]
     )
     _, packed = tree_search.draft(
-        params,
-        frozen,
+        weights,
         cache,
-        caught,
-        jnp.asarray(window),
-        jnp.asarray(start_B),
+        Window(*map(jnp.asarray, (hidden, following, start_B))),
         jnp.asarray(LENGTH_B),
         jnp.int32(depth),
         jnp.float32(1.0),
-        config=config,
-        top_k=K,
-        max_depth=most,
-        num_draft_tokens=M,
+        search=search,
         **more,
     )
     return tree_search.unpack(packed)
@@ -147,10 +140,10 @@ def drafted(config, params, frozen, caught, tokens, ids, *, K, depth, M, start_B
 def test_trees_are_those_of_a_search_that_is_written_out(design, ids, K, depth, M) -> None:
     setup = make(design, ids)
     tokens_BM, parents_BM, prob_BM, count_B = drafted(*setup, ids, K=K, depth=depth, M=M)
-    config, params, frozen, caught, tokens = setup
+    config, params, frozen, hidden, tokens = setup
     for b in range(B):
         want = written_out(
-            config, params, frozen, caught[b, 0], tokens[b], LENGTH_B[b], ids, K=K, depth=depth, M=M
+            config, params, frozen, hidden[b, 0], tokens[b], LENGTH_B[b], ids, K=K, depth=depth, M=M
         )
         n = count_B[b]
         assert n == len(want)
@@ -160,13 +153,13 @@ def test_trees_are_those_of_a_search_that_is_written_out(design, ids, K, depth, 
 
 def test_the_written_out_search_notices_a_wrong_pairing() -> None:
     """The feature at t with the token at t, as public code has it, gives other trees."""
-    config, params, frozen, caught, tokens = make("eagle", None)
+    config, params, frozen, hidden, tokens = make("eagle", None)
     right = written_out(
-        config, params, frozen, caught[1, 0], tokens[1], LENGTH_B[1], None, K=3, depth=3, M=12
+        config, params, frozen, hidden[1, 0], tokens[1], LENGTH_B[1], None, K=3, depth=3, M=12
     )
     shifted = np.roll(tokens[1], 1)
     wrong = written_out(
-        config, params, frozen, caught[1, 0], shifted, LENGTH_B[1], None, K=3, depth=3, M=12
+        config, params, frozen, hidden[1, 0], shifted, LENGTH_B[1], None, K=3, depth=3, M=12
     )
     assert [w[:2] for w in right] != [w[:2] for w in wrong]
 
@@ -174,25 +167,23 @@ def test_the_written_out_search_notices_a_wrong_pairing() -> None:
 @pytest.mark.parametrize("scheme", ["cdf", "gumbel"])
 @pytest.mark.parametrize("ids", [None, IDS])
 def test_drafts_of_shared_noise_are_drawn_with_the_noise_of_their_positions(scheme, ids) -> None:
-    config, params, frozen, caught, tokens = make("eagle", ids, seed=3)
+    config, params, frozen, hidden, tokens = make("eagle", ids, seed=3)
     keys = sampling.request_keys(sampling.step_key(0, 0), jnp.arange(B))
     noise = tree_search.Noise(
         sampling.step_key(0, 0),
         jnp.arange(B),
         jnp.arange(B),
-        jnp.float32(0.7),
-        jnp.int32(0),
-        jnp.float32(1),
+        sampling.Processing(jnp.float32(0.7), jnp.int32(0), jnp.float32(1)),
     )
     # a head that leaves something to probability
     frozen = eagle.SharedParams(frozen.embedding_VD, frozen.head_DU / 40, frozen.draft_ids_U)
     tokens_BM, parents_BM, _, count_B = drafted(
-        config, params, frozen, caught, tokens, ids, K=1, depth=3, M=3, noise=noise, scheme=scheme
+        config, params, frozen, hidden, tokens, ids, K=1, depth=3, M=3, noise=noise, scheme=scheme
     )
     for b in range(B):
         path: list[int] = []
         for level in range(3):
-            out = path_output(config, params, frozen, caught[b, 0], tokens[b], LENGTH_B[b], path)
+            out = path_output(config, params, frozen, hidden[b, 0], tokens[b], LENGTH_B[b], path)
             logits_U = eagle.logits(config, params, frozen.head_DU, out)
             logits_V = jnp.full(POLICY.vocab_size, -jnp.inf)
             logits_V = logits_V.at[jnp.arange(len(logits_U)) if ids is None else ids].set(logits_U)
@@ -217,27 +208,27 @@ def test_a_deeper_search_compiles_nothing() -> None:
 
 def test_rows_at_rest_are_written_nowhere() -> None:
     """Their window begins at the end of the cache; what others draft is as it was."""
-    config, params, frozen, caught, tokens = make("eagle", None)
+    config, params, frozen, hidden, tokens = make("eagle", None)
     most, C = 3, 4
-    window = jnp.asarray(tokens[:, 1 : 1 + C])
-    zeros = tree_search.empty_cache(config, B, S, 2, most, jnp.float32)
+    search, weights = Search(config, 2, most, 5), DeviceWeights(params, frozen)
+    zeros = tree_search.empty_cache(search, B, S, jnp.float32)
     rng = np.random.default_rng(0)
     held = jax.tree.map(lambda x: rng.normal(size=x.shape).astype(np.float32), zeros)
 
     def run(step, start_B, *args, **options):
         cache = jax.tree.map(jnp.asarray, held)
         start = jnp.asarray(start_B, jnp.int32)
-        return step(params, frozen, cache, caught, window, start, *args, config=config, **options)
+        window = Window(hidden, jnp.asarray(tokens[:, 1 : 1 + C]), start)
+        return step(weights, cache, window, *args, **options)
 
     def draft(start_B):
         args = jnp.asarray(LENGTH_B * 0 + C), jnp.int32(most), jnp.float32(1.0)
-        options = {"top_k": 2, "max_depth": most, "num_draft_tokens": 5}
-        return run(tree_search.draft, start_B, *args, **options)
+        return run(tree_search.draft, start_B, *args, search=search)
 
     rest, end = 1, zeros.num_positions
     start_B = np.where(np.arange(B) == rest, end, 0)
     cache, packed = draft(start_B)
-    for after in (cache, run(tree_search.absorb, start_B)):
+    for after in (cache, run(tree_search.absorb, start_B, config=config)):
         for got, old, axis in zip(
             jax.tree.leaves(after), jax.tree.leaves(held), (3, 2), strict=True
         ):

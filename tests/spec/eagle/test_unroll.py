@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from drafters_by_hand import DESIGNS, as_float64, caught, drafted, drafter, packed
+from drafters_by_hand import DESIGNS, as_float64, drafted, drafter, hidden_states, packed
 
 from spec.eagle import unroll as drafter_unroll
 from spec.eagle.unroll import unrolled_outputs
@@ -35,7 +35,10 @@ def differences(got_JT, start, sequence, wanted, num_steps=STEPS):
 @pytest.mark.parametrize("design", DESIGNS)
 def test_every_step_is_what_drafting_gives(design, bias):
     config, params, frozen = drafter(design, fc_bias=bias)
-    rows = [[caught(config, 9), caught(config, 6)], [caught(config, 11, seed=1)]]
+    rows = [
+        [hidden_states(config, 9), hidden_states(config, 6)],
+        [hidden_states(config, 11, seed=1)],
+    ]
     got = outputs(config, params, frozen, packed(rows, 17))
     exact, embedding = as_float64(params), np.asarray(frozen.embedding_VD, np.float64)
     for b, row in enumerate(rows):
@@ -65,7 +68,7 @@ def later_position(batch):
 @pytest.mark.parametrize("design", DESIGNS)
 def test_a_wrong_pairing_is_seen_at_every_step(design, fault):
     config, params, frozen = drafter(design)
-    sequence = caught(config, 9)
+    sequence = hidden_states(config, 9)
     got = outputs(config, params, frozen, fault(packed([[sequence]], 9)))
     embedding = np.asarray(frozen.embedding_VD, np.float64)
     wanted = drafted(config, as_float64(params), embedding, sequence, STEPS)
@@ -75,7 +78,7 @@ def test_a_wrong_pairing_is_seen_at_every_step(design, fault):
 def alone_and_packed(design, batch_of=lambda batch: batch):
     """For each sequence its outputs alone and in one row with the others, where they are drafts."""
     config, params, frozen = drafter(design)
-    sequences = [caught(config, n) for n in (7, 5, 8)]
+    sequences = [hidden_states(config, n) for n in (7, 5, 8)]
     got = outputs(config, params, frozen, batch_of(packed([sequences], 24)))[:, 0]
     pairs, start = [], 0
     for s in sequences:
@@ -106,7 +109,10 @@ def test_neighbours_that_are_not_kept_apart_are_seen(design):
 @pytest.mark.parametrize("design", DESIGNS)
 def test_blocks_of_a_long_row_change_nothing(design):
     config, params, frozen = drafter(design)
-    rows = [[caught(config, 150), caught(config, 100)], [caught(config, 255, seed=3)]]
+    rows = [
+        [hidden_states(config, 150), hidden_states(config, 100)],
+        [hidden_states(config, 255, seed=3)],
+    ]
     in_blocks = outputs(config, params, frozen, packed(rows, 256))
     at_once = outputs(config, params, frozen, packed(rows, 257))  # is not a multiple of 4
     real = packed(rows, 256)
@@ -118,7 +124,7 @@ def test_blocks_of_a_long_row_change_nothing(design):
 def test_later_entries_are_not_seen(design):
     """Entry t of step j depends on all states up to t − j and on no other."""
     config, params, frozen = drafter(design)
-    s = caught(config, 9)
+    s = hidden_states(config, 9)
     batch = packed([[s]], 9)
 
     def of_states(states):
@@ -138,7 +144,7 @@ def test_later_entries_are_not_seen(design):
 @pytest.mark.parametrize("design", DESIGNS)
 def test_half_precision_stays_near(design):
     config, params, frozen = drafter(design)
-    batch = packed([[caught(config, 9)]], 9)
+    batch = packed([[hidden_states(config, 9)]], 9)
     half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
     got = OUTPUTS(config, half, frozen.embedding_VD, batch, 2)
     assert got.dtype == jnp.bfloat16
@@ -150,7 +156,7 @@ def test_half_precision_stays_near(design):
 def largest_kept(num_tokens):
     """Elements of the largest array that the forward pass keeps for the backward one."""
     config, params, frozen = drafter("eagle3")
-    batch = packed([[caught(config, 60)]], num_tokens)
+    batch = packed([[hidden_states(config, 60)]], num_tokens)
 
     def backward(params):
         def forward(params):
