@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import typing
-from typing import Literal
+from typing import ClassVar, Literal
 
 from spec.budget.config import LEARNED, MODEL, parse_budget
 from spec.draft_model.config import ChainConfig, Proposal
@@ -31,6 +31,7 @@ class SpeculationConfig:
     `off`, `fixed:K`, `aimd`, `bandit` (see Tuner) or `goodput`.
     """
 
+    RETIRED: ClassVar = {"history_rule": "ours"}  # "histospec" is a source of that name now
     budget: str = "goodput"
     sources: tuple[SourceName, ...] = ("last", "history", "group", "own")
     group_update_tokens: int = 4
