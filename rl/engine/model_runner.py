@@ -62,13 +62,10 @@ class ModelRunner:
 
     def zero_rows(self, shape: Sequence[int], dtype: Any) -> Any:
         """Return zeroed keys, values or features of rows, each device's shard made on it."""
-        if self.mesh is not None:
-            place: Sharding | None = fitting_sharding(self.mesh, shape, kv_cache.CACHE_AXES)
-        else:
-            place = None if self.device is None else SingleDeviceSharding(self.device)
+        sharding = self._cache_sharding(shape)
         if self._shapes_only:
-            return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
-        return jnp.zeros(shape, dtype, device=place)
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+        return jnp.zeros(shape, dtype, device=sharding)
 
     @contextlib.contextmanager
     def shapes_only(self) -> Iterator[None]:
@@ -206,9 +203,12 @@ class ModelRunner:
 
     def put_kv(self, x: np.ndarray) -> jax.Array:
         """Put keys or values of rows on the shards where a cache has them."""
-        if self.mesh is None:
-            return jax.device_put(x, self.device)
-        return jax.device_put(x, fitting_sharding(self.mesh, x.shape, kv_cache.CACHE_AXES))
+        return jax.device_put(x, self._cache_sharding(x.shape))
+
+    def _cache_sharding(self, shape: Sequence[int]) -> Sharding | None:
+        if self.mesh is not None:
+            return fitting_sharding(self.mesh, shape, kv_cache.CACHE_AXES)
+        return None if self.device is None else SingleDeviceSharding(self.device)
 
     def mesh_context(self) -> Any:
         if self.mesh is not None:

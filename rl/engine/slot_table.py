@@ -19,7 +19,6 @@ from rl.trajectory import (
     PartialRequest,
     Prefix,
     Prompt,
-    Request,
     Trajectory,
     of_prefix,
 )
@@ -39,9 +38,8 @@ class SlotTable:
 
     def __init__(self, num_slots: int, max_tokens: int) -> None:
         B, L = num_slots, max_tokens
-        self.requests: list[Request | None] = [None] * B
+        self.started: list[PartialRequest | None] = [None] * B  # with what a row's request began
         self.prompts: list[Prompt | None] = [None] * B  # whose cache a row holds
-        self.prefixes: list[Prefix | None] = [None] * B  # what the row's request started with
         self.tokens_BL = np.zeros((B, L), np.int32)
         self.logprobs_BL = np.zeros((B, L), np.float32)
         self.origins_BL = np.zeros((B, L), np.uint8)
@@ -57,7 +55,7 @@ class SlotTable:
         self.sample_indices_B = np.zeros(B, np.int64)
 
     def __len__(self) -> int:
-        return len(self.requests)
+        return len(self.busy_B)
 
     @property
     def num_busy(self) -> int:
@@ -77,15 +75,14 @@ class SlotTable:
         return int(self.cached_tokens_B[self.busy_B].max(initial=0))
 
     def free_rows(self) -> list[int]:
-        return [b for b, request in enumerate(self.requests) if request is None]
+        return np.nonzero(~self.busy_B)[0].tolist()
 
     def enter(self, row: int, partial: PartialRequest, default_limit: int) -> None:
         """Put a request into a row; the engine puts its keys and values there."""
         request, prefix = partial.request, partial.prefix
         n = end = len(request.prompt_ids)
-        self.requests[row], self.prompts[row] = request, request.prompt_ids
+        self.started[row], self.prompts[row] = partial, request.prompt_ids
         self.tokens_BL[row, :n] = request.prompt_ids
-        self.prefixes[row] = prefix
         if prefix is not None:
             end = n + len(prefix.response_ids)
             self.tokens_BL[row, n:end] = prefix.response_ids
@@ -153,14 +150,14 @@ class SlotTable:
 
     def leave(self, row: int, policy_version: int) -> PartialRequest:
         """Free the row, which still holds its prompt; return its request and response so far."""
-        request, self.requests[row] = self.requests[row], None
-        assert request is not None
+        started, self.started[row] = self.started[row], None
+        assert started is not None
         self.busy_B[row] = False
         first, end = int(self.prompt_tokens_B[row]), int(self.total_tokens_B[row])
         response = self.tokens_BL[row, first:end].copy()
         logprobs = self.logprobs_BL[row, first:end].copy()
         emission, versions = logprobs, np.full(len(response), policy_version, np.int32)
-        prefix = self.prefixes[row]
+        prefix = started.prefix
         if prefix is not None:
             known = len(prefix.response_ids)
             emission = np.concatenate([prefix.emission_logprobs, logprobs[known:]])
@@ -168,7 +165,7 @@ class SlotTable:
         origins = self.origins_BL[row, first:end].copy()
         reused = prefix.reused_tokens if prefix is not None else 0
         response_so_far = Prefix(response, logprobs, emission, versions, origins, reused, None)
-        return PartialRequest(request, response_so_far)
+        return PartialRequest(started.request, response_so_far)
 
     def live(self) -> LiveSlots:
         """Return what drafters see of the busy rows."""
@@ -189,24 +186,22 @@ class SlotTable:
 
     def most_useful(self, wanted: Collection[Prompt]) -> list[int]:
         """Return all rows: the busy ones first, then those that hold a `wanted` prompt."""
-        pairs = zip(self.requests, self.prompts, strict=True)
-        rank = [(request is None, prompt not in wanted) for request, prompt in pairs]
+        pairs = zip(self.busy_B.tolist(), self.prompts, strict=True)
+        rank = [(not busy, prompt not in wanted) for busy, prompt in pairs]
         return sorted(range(len(self)), key=rank.__getitem__)
 
     def keep(self, rows: Sequence[int]) -> None:
         """Make row i what row `rows[i]` was; the others are gone."""
-        self.requests = [self.requests[b] for b in rows]
+        self.started = [self.started[b] for b in rows]
         self.prompts = [self.prompts[b] for b in rows]
-        self.prefixes = [self.prefixes[b] for b in rows]
         for name in ARRAYS:
             setattr(self, name, getattr(self, name)[np.asarray(rows)])
 
     def widen(self, num_slots: int) -> None:
         """Append free rows, up to `num_slots`."""
         more = num_slots - len(self)
-        self.requests += [None] * more
+        self.started += [None] * more
         self.prompts += [None] * more
-        self.prefixes += [None] * more
         for name in ARRAYS:
             array = getattr(self, name)
             wider = np.zeros((num_slots, *array.shape[1:]), array.dtype)

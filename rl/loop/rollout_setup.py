@@ -17,7 +17,7 @@ from rl.loop.experiment import Inputs, TrainConfig
 from rl.runtime.parallel_compile import OnCompiled, unwatched
 from rl.speculation.sources import Speculation
 from rl.warm_up import compile_buckets, transfer_times
-from rl.warm_up.host_kernels import rehearse
+from rl.warm_up.host_kernels import compile_host_kernels
 from rl.warm_up.measured_run import MOVES_FILE, ROUNDS_FILE
 from rl.warm_up.round_times import load_or_measure
 from rl.workers.multi_engine import MultiEngine, make_engines
@@ -114,6 +114,6 @@ def _warm_up(
         speculation.times = load_or_measure(
             path, one, placed, sampling, drafters=drafters, nodes=nodes, **sizes
         )
-        rehearse(
+        compile_host_kernels(
             config.speculation, speculation.times, one, placed, sampling, drafters, config.tuner
         )

@@ -24,7 +24,7 @@ NAME = "rehearsal"
 NUM_TOKENS = 24  # of a response, at most
 
 
-def rehearse(
+def compile_host_kernels(
     config: SpeculationConfig,
     times: RoundTimes,
     engine: Engine,

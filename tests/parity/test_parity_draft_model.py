@@ -38,7 +38,7 @@ def drafter(params, name, model=SMALL, config=CONFIG, **options):
 
 @pytest.mark.parametrize("proposal", ["likeliest", "shared_noise"])
 @pytest.mark.parametrize("name", ["plain", "greedy", "gumbel_cool"])
-def test_alone_and_beside_another(golden, rollout, engine, params, small_params, name, proposal):
+def test_alone_and_with_others(golden, rollout, engine, params, small_params, name, proposal):
     for with_others in (False, True):
         small = drafter(small_params, name, proposal=proposal)
         asked = DrafterUnion([NgramDrafter(), small]) if with_others else small

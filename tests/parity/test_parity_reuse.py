@@ -89,7 +89,7 @@ def test_lenience_zero_is_plain_decoding(golden, rollout, requests, reusing, par
     assert counts.kept_tokens == counts.whole == 0 < counts.responses < len(requests)
 
 
-def test_without_a_rule_cached_responses_are_not_looked_at(golden, rollout, requests, engine):
+def test_without_a_rule_cached_responses_are_ignored(golden, rollout, requests, engine):
     got = rollout("plain", with_cached(requests, some_tokens), engine=engine)
     assert not differences(golden("plain"), got) and not engine.stats.verified.responses
 
@@ -127,7 +127,7 @@ def test_coupled_accepts_what_it_draws_itself(golden, rollout, requests, reusing
 
 @pytest.mark.parametrize("name", ["plain", "cool", "greedy"])
 @pytest.mark.parametrize("mode", ["lenient:e^1", "lenient:e^3", "random", "full", "lenient:inf"])
-def test_what_stands_stands_and_the_rest_is_decoded(rollout, requests, reusing, params, mode, name):
+def test_kept_prefixes_stay_and_the_rest_is_decoded(rollout, requests, reusing, params, mode, name):
     given = with_cached(requests, some_tokens)
     greedy = name == "greedy"
     got = rollout(name, given, engine=reusing, rule=rule(mode, greedy=greedy), policy_version=4)
@@ -201,7 +201,7 @@ def test_a_whole_response_that_ended_never_enters_a_row(golden, rollout, request
     assert reusing.stats.fetches == 0 and not reusing.stats.timeline
 
 
-def test_a_truncated_response_goes_on_where_the_limit_has_grown(golden, rollout, requests, reusing):
+def test_a_truncated_response_resumes_where_the_limit_has_grown(golden, rollout, requests, reusing):
     want = golden("plain")
     given = with_cached(requests, lambda r: want[r.request_id].beyond[:4])
     got = rollout("plain", given, engine=reusing, rule=rule("full"))

@@ -109,7 +109,7 @@ def test_one_slot_and_a_cache_that_grows(golden, rollout, requests):
         assert not differences(golden("cool"), got)
 
 
-def test_drafts_go_on_where_the_cache_has_to_grow(golden, rollout, requests):
+def test_drafts_continue_where_the_cache_has_to_grow(golden, rollout, requests):
     """Rounds without draft tokens bring a last token, no more."""
     engine = Engine(MODEL, dataclasses.replace(BASE, min_positions=32))
     got = rollout("plain", requests, drafter=Oracle(golden("plain")), engine=engine)

@@ -78,7 +78,7 @@ def tables(draw):
 
 
 @given(tables())
-def test_any_table(table):
+def test_every_request_gets_its_prompt_in_any_table(table):
     prompts, free, held, later = table
     got = plan(prompts, free, held, later)
     assert len(got.rows) == len(prompts) and len(set(got.rows)) == len(prompts)

@@ -249,7 +249,7 @@ def test_no_tree_is_larger_than_max_nodes(engine):
 # -- phases ------------------------------------------------------------------------
 
 
-def test_on_finish_is_told_once_each_as_they_end(engine):
+def test_on_finish_is_called_once_for_each_response_as_it_ends(engine):
     told, rounds = [], []
     limits = [8, 1, 5, 3, 2]
     requests = [Request(i, (1, 2), max_new_tokens=n) for i, n in enumerate(limits)]
@@ -301,7 +301,7 @@ def test_a_used_engine_with_new_weights_equals_a_fresh_one(engine):
     assert engine.stats.prefilled_tokens == 4
 
 
-def test_what_on_round_raises_ends_the_phase_and_the_engine_stays_usable(engine):
+def test_an_error_of_on_round_ends_the_rollout_and_the_engine_stays_usable(engine):
     class Enough(Exception):
         pass
 
@@ -314,7 +314,7 @@ def test_what_on_round_raises_ends_the_phase_and_the_engine_stays_usable(engine)
     assert responses(run(engine, group((1, 2, 3), 0, 6))) == want
 
 
-def test_a_second_phase_compiles_nothing(engine):
+def test_a_second_rollout_compiles_nothing(engine):
     requests = group((1, 2, 3), 0, 6) + group((7, 7), 50, 3)
     run(engine, requests)
     compiled = []

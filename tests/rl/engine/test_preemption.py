@@ -81,7 +81,7 @@ class Plain(FixedBudget):
 
 
 @pytest.mark.parametrize("drafter", [None, Undecided()])
-def test_what_rows_hold_after_a_fetch_is_within_the_budget(drafter):
+def test_rows_stay_within_the_budget_after_every_fetch(drafter):
     """Also where a fetch of plain rounds brings more than a tree's."""
     config = dataclasses.replace(CONFIG, rounds_per_fetch=6, max_nodes=2)
     held = []

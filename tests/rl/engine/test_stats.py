@@ -59,7 +59,7 @@ def test_metrics_are_those_of_rounds_with_drafts():
     )
 
 
-def test_a_phase_without_drafts_has_no_such_metrics():
+def test_a_rollout_without_drafts_has_no_speculation_metrics():
     stats = EngineStats(tokens=12)
     stats.timeline.append(record(0, 1, [1], [4]))
     assert speculation_metrics(stats) == {}
@@ -98,7 +98,7 @@ def test_the_file_is_strict_json(tmp_path):
     assert rows["rounds"][1]["emitted_A"] == [3, 1, 2]
 
 
-def test_the_counts_of_phases_join():
+def test_counts_of_rollouts_are_added():
     one, other = example(), EngineStats(fetches=3, tokens=5, prefilled_tokens=7)
     other.rounds[(4, 1, 64)] = 2
     other.verified.add(6, 4, 1)
@@ -115,7 +115,7 @@ def test_the_counts_of_phases_join():
     assert one.tokens == 20 and other.tokens == 5 and len(one.timeline) == 3
 
 
-def test_workers_rounds_overlap_and_are_told_by_when_they_began():
+def test_rounds_of_several_workers_are_sorted_by_their_start():
     one, other = EngineStats(tokens=1), EngineStats(tokens=2)
     one.timeline += [record(0, 1, [1, 2], [1, 1]), record(20, 1, [1], [1])]
     other.timeline += [record(5, 1, [3], [1]), record(25, 1, [2], [1])]

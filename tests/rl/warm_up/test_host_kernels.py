@@ -22,7 +22,7 @@ from benchmarks.tiny_run import MODEL as model
 from models import transformer
 from rl.engine.engine import Engine
 from rl.engine.config import EngineConfig
-from rl.warm_up.host_kernels import rehearse
+from rl.warm_up.host_kernels import compile_host_kernels
 from rl.speculation.reuse import remember
 from rl.speculation.sources import Speculation, SpeculationConfig
 from rl.rollout import generate
@@ -45,7 +45,7 @@ def compiled():
     return {(f.py_func.__module__, f.py_func.__name__, str(s)) for f in ours for s in f.signatures}
 
 
-rehearse(config, times, engine, params, sampling)
+compile_host_kernels(config, times, engine, params, sampling)
 before = compiled()
 drafted = 0
 cache, prompts = RolloutCache(), [(1, 2, 3), (2, 3)]
@@ -70,7 +70,7 @@ print(json.dumps({"rehearsed": len(before), "drafted": drafted.tolist(), "late":
 
 
 @pytest.mark.slow
-def test_phases_compile_nothing_on_the_host_after_a_rehearsal():
+def test_rollouts_compile_no_host_kernel_after_the_warm_up():
     command = [sys.executable, "-c", SCRIPT]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ)
     assert not done.returncode, done.stderr

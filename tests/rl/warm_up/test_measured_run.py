@@ -70,7 +70,7 @@ def test_a_profile_holds_the_plain_rounds_and_the_moves(tmp_path):
         (TIMES, MoveTimes({}), "expected seconds of plain rounds and of moves"),
     ],
 )
-def test_what_is_no_profile_is_said(tmp_path, times, moves, message):
+def test_files_without_a_profile_are_named(tmp_path, times, moves, message):
     write(tmp_path, times, moves)
     with pytest.raises(ValueError, match=message):
         read_profile(tmp_path)
@@ -85,7 +85,7 @@ def test_a_damaged_file_is_named(tmp_path, name, text):
         read_profile(tmp_path)
 
 
-def test_a_simulation_goes_by_it(tmp_path):
+def test_a_simulation_uses_the_profile(tmp_path):
     write(tmp_path)
     seconds = simulated(tmp_path)["seer"]["completion_s"]
     assert seconds > 20 * 0.25, "rounds take a quarter of a second at least"

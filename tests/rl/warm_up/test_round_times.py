@@ -44,7 +44,7 @@ def test_each_bucket_is_timed_and_a_plain_fetch_is_shared_by_its_rounds(params):
     assert times(4, 1, 16) is None
 
 
-def test_the_file_is_used_where_it_fits_and_made_anew_where_it_does_not(params, tmp_path):
+def test_the_file_is_used_where_it_fits_and_measured_again_elsewhere(params, tmp_path):
     path = tmp_path / "run" / "round_times.json"
 
     def load(config=CONFIG, step_s=1.0):

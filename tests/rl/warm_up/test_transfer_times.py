@@ -14,13 +14,13 @@ from rl.workers.multi_engine import MultiEngine
 from sched.request import Kv
 
 
-def test_the_sooner_of_the_two_by_bucket():
+def test_the_faster_of_copy_and_recomputation_by_bucket():
     times = MoveTimes({7: (2.0, 1.0), 15: (2.0, 3.0)})
     assert [times.prefers_copy(n) for n in (1, 7, 8, 15, 99)] == [False, False, True, True, True]
 
 
 @pytest.mark.parametrize(("copy_s", "pass_s"), [(1.0, 5.0), (5.0, 1.0)])
-def test_medians_of_what_the_clock_says(copy_s, pass_s, tmp_path):
+def test_medians_of_the_clock(copy_s, pass_s, tmp_path):
     """The clock stands still but for the two moves; a slow first one counts for nothing."""
     now, first = [0.0], itertools.count()
 
@@ -41,7 +41,7 @@ def test_medians_of_what_the_clock_says(copy_s, pass_s, tmp_path):
 
 
 @pytest.mark.parity
-def test_what_is_computed_anew_goes_on_as_it_was():
+def test_recomputed_requests_resume_with_the_same_tokens():
     engines = [Engine(tiny_team.MODEL, tiny_team.CONFIG) for _ in range(2)]
     alone = {t.request_id: t for t in play(engines[0])}
     config = SchedConfig(policy="divided_fifo", workers=2, chunk_tokens=2, kv_tokens=40)

@@ -57,7 +57,7 @@ def test_chunks_that_move_come_from_the_pool(engines, alone):
     assert max(map(len, ran_on.values())) > 1, "a request must move"
 
 
-def test_a_pool_without_room_has_keys_and_values_computed_anew(engines, alone):
+def test_a_full_pool_has_keys_and_values_recomputed(engines, alone):
     team = workers(engines, 2, chunk=2, kv_tokens=30, pool_bytes=0)
     assert_same_tokens(play(team), alone)
     assert sum(a.kv is Kv.POOL for a in starts(team)) > 3
@@ -65,7 +65,7 @@ def test_a_pool_without_room_has_keys_and_values_computed_anew(engines, alone):
 
 @pytest.mark.parity
 @pytest.mark.parametrize("rounds", [1, 2])
-def test_what_a_full_worker_pre_empts_goes_on_as_it_was(engines, alone, rounds):
+def test_preempted_requests_resume_with_the_same_tokens(engines, alone, rounds):
     """`group_fifo` promises no room: rows are given up as others grow, and computed anew."""
     config = dataclasses.replace(CONFIG, rounds_per_fetch=rounds)
     held = []
@@ -83,7 +83,7 @@ def test_what_a_full_worker_pre_empts_goes_on_as_it_was(engines, alone, rounds):
 
 
 @pytest.mark.parametrize("policy", ["divided_fifo", "seer"])
-def test_nothing_is_pre_empted_where_chunks_are_reserved(engines, policy):
+def test_nothing_is_preempted_where_chunks_are_reserved(engines, policy):
     team = workers(engines, 2, policy, kv_tokens=40)
     play(team)
     assert team.stats.preemptions == 0
@@ -218,7 +218,7 @@ def test_a_worker_that_hangs_is_named_and_ends_the_rollout(engines, alone, metho
 
 @pytest.mark.fault
 @pytest.mark.parametrize("method", ["_round", "read_kv"])
-def test_a_worker_that_hangs_is_a_loss_where_it_may_be_replaced(engines, alone, method):
+def test_a_worker_that_hangs_is_replaced_where_it_may_be(engines, alone, method):
     """What it says once it comes back is not listened to, and nobody else is at its engine."""
     never = threading.Event()
     hung = hanging(method, never)
@@ -230,7 +230,7 @@ def test_a_worker_that_hangs_is_a_loss_where_it_may_be_replaced(engines, alone, 
     assert_same_tokens(play(team), alone)
 
 
-def test_a_rollout_that_is_given_up_leaves_the_engines_usable(engines, alone):
+def test_an_aborted_rollout_leaves_the_engines_usable(engines, alone):
     class Stop(Exception):
         pass
 
@@ -269,12 +269,12 @@ def test_workers_on_eight_devices(alone, count, size):
         ({"workers": 0}, "expected at least one worker, device"),
     ],
 )
-def test_settings_that_cannot_be(settings, message):
+def test_wrong_settings_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         SchedConfig(**settings)
 
 
-def test_workers_of_more_devices_than_there_are():
+def test_more_devices_than_there_are_is_refused():
     config = SchedConfig(workers=5, devices_per_worker=2)
     with pytest.raises(ValueError, match="expected 10 devices for .* got 8; mend: fewer"):
         make_engines(MODEL, CONFIG, config, dtype=np.float32)
@@ -306,7 +306,7 @@ def test_the_pool_gives_what_was_promised_and_counts_its_bytes():
     assert pool.num_bytes == len(pool) == 0
 
 
-def test_who_takes_what_is_promised_waits_for_it():
+def test_a_promised_entry_is_waited_for():
     pool, taken = KvPool(100), []
     pool.promise(1, 0)
     thread = threading.Thread(target=lambda: taken.append(take(pool, 1)))
@@ -339,7 +339,7 @@ def test_the_pool_never_holds_more_than_it_may(ids):
         assert pool.num_bytes <= 150 and len(pool) == len(held)
 
 
-def test_a_promise_that_was_withdrawn_is_not_kept_any_more():
+def test_an_entry_whose_promise_was_withdrawn_is_dropped():
     """A worker that was given up comes back with a copy; another has promised the same request."""
     pool = KvPool(100)
     pool.promise(1, 0)
