@@ -208,6 +208,14 @@ def test_the_architecture_has_every_room():
     assert rooms and [room for room in sorted(rooms) if room not in headings] == []
 
 
+def test_the_architecture_has_every_source_and_budget():
+    from rl.speculation.config import SOURCES
+
+    text = page("architecture.md")
+    names = [*SOURCES, "off", "fixed:K", "goodput", "aimd", "bandit"]
+    assert [name for name in names if f"`{name}`" not in text] == []
+
+
 def test_the_tree_of_the_readme_has_every_room():
     (tree,) = [b for b in blocks(README, "") if b.startswith("models/")]
     shown: set[str] = set()
