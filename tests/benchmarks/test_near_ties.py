@@ -24,13 +24,15 @@ def test_gaps_to_both_neighbours_are_the_tokens_share_of_its_block(workload):
     W, V = sampling.block_tokens(w.model.vocab_size), w.model.vocab_size
     checked = 0
     for t in generate(w.model, w.params, w.requests, w.sampling, key=KEY):
+        prompt_ids = w.requests[t.request_id].prompt_ids
+        tokens_1T = np.zeros((1, 32), np.int32)  # one shape: eager passes compile for each
+        tokens_1T[0, : t.num_tokens + len(prompt_ids)] = [*prompt_ids, *t.response_ids]
+        logits_TV = np.asarray(transformer.logits(w.model, w.params, tokens_1T)[0], np.float64)
         for at, token in enumerate(t.response_ids.tolist()):
             block = range(token - token % W, min(token - token % W + W, V))
             if token in (block[0], block[-1]):
                 continue
-            prefix = [*w.requests[t.request_id].prompt_ids, *t.response_ids[:at].tolist()]
-            logits_V = transformer.logits(w.model, w.params, np.asarray([prefix], np.int32))[0, -1]
-            share_V = np.exp(np.asarray(logits_V, np.float64))
+            share_V = np.exp(logits_TV[len(prompt_ids) + at - 1])
             gaps = []
             for step in (-1, 1):
                 other = t.response_ids.copy()

@@ -20,7 +20,7 @@ SMALLER = {
     "schedulers.ipynb": "GROUPS, SHARES, SEEDS, MORE = 40, (0.0, 0.9), (0,), "
     "['Workload.num_groups=100']",
     "drafter.ipynb": "RL_STEPS, DRAFTER_STEPS, PROMPTS, MORE = 2, 2, 4, "
-    "['Sampling.max_new_tokens=64', 'Engine.slots=16', 'Engine.min_slots=16']",
+    "['Sampling.max_new_tokens=24', 'Engine.slots=16', 'Engine.min_slots=16']",
 }
 
 # what `plt.show()` would have shown is counted instead
