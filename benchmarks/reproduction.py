@@ -1,7 +1,7 @@
 """Published figures beside simulated ones, as a result: `python -m benchmarks.reproduction`
 
-The rows of `python -m rl.simulate --reproduce`, with the constants that no paper gives, and how
-good they are in all: median errors of the gain, those of a null model, orderings that hold.
+The rows of `python -m rl.simulate --reproduce`, the constants that no paper gives, and a summary:
+median errors of the gain, those of a null model, and the orderings that hold.
 """
 
 from __future__ import annotations

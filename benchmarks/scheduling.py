@@ -1,11 +1,12 @@
-"""What scheduling buys on real workers: `python -m benchmarks.scheduling --json`
+"""Schedulers compared on real workers: `python -m benchmarks.scheduling --json`
 
-The shipped policy on four workers of two virtual devices each, every scheduler in turn with the
-same requests and noise. Workers share this machine's cores, so that time is counted in rounds of
-each worker: a request's is that of its worker when it ended. Every rollout is played again on a
-virtual clock with its measured durations, and decisions are compared. Two workloads: the shipped
-tasks, and responses whose lengths are drawn beforehand with a long tail (end tokens are ignored
-there; the tokens are real). The tail is from the end of nine tenths of the requests to the last's.
+The shipped policy runs on four workers of two virtual devices each, under every scheduler in turn,
+with the same requests and noise. Workers share this machine's cores, so that time is counted in
+rounds of each worker: a request ends at the rounds that its worker has run by then. Every rollout
+is replayed on a virtual clock with its measured durations, and the decisions are compared. There
+are two workloads: the shipped tasks, and responses whose lengths are drawn beforehand with a long
+tail (end tokens are ignored there; the tokens are real). The tail lasts from the end of nine tenths
+of the requests to the end of the last.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ LENGTHS = Workload(GROUPS, GROUP_SIZE, mean_tokens=60, limit_tokens=LIMIT, group
 
 
 def drawn_lengths(requests: Sequence[Request], seed: int) -> list[Request]:
-    """The same requests, each to end at a length drawn for it."""
+    """Return the requests with limits, so that each ends at a length drawn for it."""
     lengths = draw_lengths(LENGTHS, seed=seed)
     return [
         dataclasses.replace(r, max_new_tokens=int(lengths[r.group_id, r.sample_index]))
@@ -53,7 +54,7 @@ def drawn_lengths(requests: Sequence[Request], seed: int) -> list[Request]:
 
 
 def finish_rounds(workers: Sequence[EngineStats]) -> dict[int, int]:
-    """By request: the rounds of its worker when it ended."""
+    """Return, by request, the rounds that its worker had run when it ended."""
     ends: dict[int, tuple[float, int]] = {}
     for stats in workers:
         rounds = 0
@@ -66,7 +67,7 @@ def finish_rounds(workers: Sequence[EngineStats]) -> dict[int, int]:
 
 
 def figures(team: MultiEngine) -> dict[str, float]:
-    """One rollout in rounds, and what its scheduler decided."""
+    """Return the measurements of a rollout in rounds, and counts of its decisions."""
     ends = sorted(finish_rounds([engine.stats for engine in team.engines]).values())
     busy = [sum(e.stats.rounds.values()) for e in team.engines]
     starts = [a for d in team.decisions for a in d.actions if isinstance(a, Start)]
@@ -81,13 +82,13 @@ def figures(team: MultiEngine) -> dict[str, float]:
 
 
 def same_decisions(team: MultiEngine) -> int:
-    """How many of the decisions a simulation takes as well, given the measured durations."""
+    """Return how many decisions a replay with the measured durations takes as well."""
     pairs = zip(replay(team.make_scheduler(), team.decisions), team.decisions, strict=False)
     return sum((a.event, a.actions) == (b.event, b.actions) for a, b in pairs)
 
 
 def measure(repeats: int) -> dict[str, Any]:
-    """Every policy on both workloads, `repeats` times each in turns; medians."""
+    """Run every policy on both workloads, `repeats` times in turn; return medians."""
     model, params = policy(BASE_POLICY)
     requests = group_requests(questions(GROUPS), GROUP_SIZE)
     sampling = SamplingConfig(max_new_tokens=LIMIT)

@@ -1,9 +1,9 @@
-"""How fast the simulator is, and what memory it takes: `python -m benchmarks.simulator --json`
+"""The simulator's speed and memory: `python -m benchmarks.simulator --json`
 
 One simulated rollout under Seer's scheduler, on one core; lengths are drawn beforehand and
 not timed. `long` is 6,400 requests of up to 98,304 tokens on 8 workers, `million` 1,000,000
-requests on 4,096 workers. Peak memory is that of the whole process, so that each case is
-best run in one of its own.
+requests on 4,096 workers. Peak memory is that of the whole process, so each case is best run in
+a process of its own.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ CASES = {
 
 
 def peak_bytes() -> int:
-    """The most memory that this process has held."""
+    """Return the most memory that this process has held."""
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return most if sys.platform == "darwin" else 1024 * most
 
 
 def measure(case: str, repeats: int) -> dict[str, Any]:
-    """Seconds of each repeat, and what was simulated."""
+    """Return the seconds of each repeat, and figures of the simulated rollout."""
     workload, cluster = CASES[case]
     requests, lengths = make_requests(workload, draw_lengths(workload, seed=0))
     seconds = []

@@ -50,6 +50,11 @@ class RequestTrace:
     measured_R: np.ndarray
     prompt_tokens: int
 
+    @property
+    def mean_positions(self) -> float:
+        """The positions that a request holds, averaged over its life and over all requests."""
+        return self.prompt_tokens + float(self.lengths_R.mean()) / 2
+
 
 @dataclasses.dataclass(frozen=True)
 class Hardware:
@@ -122,8 +127,7 @@ class SpecActorRollout:
         self._start_U = np.searchsorted(self._unit_R, np.arange(self.num_units))
         self._batch = math.ceil(R / self.num_units)
         draft_devices = strategy.plan.verify_devices if shared else strategy.plan.draft_devices
-        # that a request holds, on average
-        self._positions = trace.prompt_tokens + float(trace.lengths_R.mean()) / 2
+        self._positions = trace.mean_positions
         self._draft = self._draft_line(self._methods[0], draft_devices)
         self._verifier = dataclasses.replace(
             hardware.verifier, num_devices=strategy.plan.verify_devices

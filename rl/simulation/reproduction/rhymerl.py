@@ -10,7 +10,6 @@ gives averages over models and lengths only, for figures 16 to 18 ranges.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 
 import numpy as np
 
@@ -43,22 +42,18 @@ SUSTAINED = 1.83  # of HistoSpec at these: 1.80 to 1.86
 LARGE_LIMIT_TOKENS = 8192
 
 
-@dataclasses.dataclass(frozen=True)
-class SimulatedRun:
-    """The requests of every step, and their lengths by number."""
+def draw_run(config: SimulateRun, seed: int) -> tuple[list[list[RequestSpec]], dict[int, int]]:
+    """Return the requests of every step, and their lengths by number.
 
-    steps: Sequence[Sequence[RequestSpec]]
-    lengths: dict[int, int]
-
-
-def draw_run(config: SimulateRun, seed: int) -> SimulatedRun:
-    """Return a run of epochs, each in its own order; past lengths are those of the epoch before."""
+    Each epoch has its own order; past lengths are those of the epoch before.
+    """
     settings, step = config.training_steps, config.workload
     epoch = dataclasses.replace(step, num_groups=step.num_groups * settings.steps_per_epoch)
     means = [step.mean_tokens * settings.growth**e for e in range(settings.epochs)]
     drawn = draw_epochs(epoch, means, seed=seed)
-    rng, run = np.random.default_rng(seed), SimulatedRun([], {})
+    rng, lengths = np.random.default_rng(seed), dict[int, int]()
     steps: list[list[RequestSpec]] = []
+    sizes = step.prompt_tokens, step.limit_tokens
     for e in range(1, settings.epochs):
         for prompts in np.split(rng.permutation(epoch.num_groups), settings.steps_per_epoch):
             steps.append([])
@@ -66,20 +61,13 @@ def draw_run(config: SimulateRun, seed: int) -> SimulatedRun:
                 group = len(steps) * epoch.num_groups + prompt
                 past = tuple(drawn[e - 1, prompt].tolist())
                 for length in drawn[e, prompt].tolist():
-                    number = len(run.lengths)
-                    run.lengths[number] = length
-                    steps[-1].append(
-                        RequestSpec(
-                            number,
-                            group,
-                            step.prompt_tokens,
-                            step.limit_tokens,
-                            None,
-                            past,
-                            len(steps) - 1,
-                        )
+                    number = len(lengths)
+                    lengths[number] = length
+                    request = RequestSpec(
+                        number, group, *sizes, past_tokens=past, step=len(steps) - 1
                     )
-    return SimulatedRun(steps, run.lengths)
+                    steps[-1].append(request)
+    return steps, lengths
 
 
 def history_windows(config: TrainingStepsConfig) -> WindowMean:
@@ -164,25 +152,26 @@ def _task(config: SimulateRun) -> str:
 
 def play(config: SimulateRun, seed: int) -> dict[str, float]:
     """Return the rates of a run (1 / seconds to its last update), and shares of it."""
-    run, cluster, settings = draw_run(config, seed), make_cluster(config), config.training_steps
+    steps, lengths = draw_run(config, seed)
+    cluster, settings = make_cluster(config), config.training_steps
     windows, instance = history_windows(settings), make_instance(config)
 
     def played(
         scheduler: Scheduler, train_s: float, round_model: RoundModel | None = None
     ) -> Record:
-        simulation = Simulation(scheduler, cluster, run.lengths, round_model=round_model)
-        return simulation.run_steps(run.steps, [train_s] * len(run.steps))
+        simulation = Simulation(scheduler, cluster, lengths, round_model=round_model)
+        return simulation.run_steps(steps, [train_s] * len(steps))
 
     def barrier(train_s: float) -> Record:
         return played(StepOrder(GroupFifo(seed=seed), "one_step_off"), train_s)
 
     rollouts = barrier(0.0)
-    train_s = train_share(config) * rollouts.trained_s[-1] / len(run.steps)
+    train_s = train_share(config) * rollouts.trained_s[-1] / len(steps)
     found = {"idle": rollouts.idle_fraction, "barrier": 1 / barrier(train_s).trained_s[-1]}
     for groups in MIGRATED["math"]:
         scheduler = histopipe(config, groups, None, train_s)
         seconds = played(scheduler, train_s).trained_s[-1]
-        found[f"migrated {groups}"] = scheduler.num_moved / len(run.lengths)
+        found[f"migrated {groups}"] = scheduler.num_moved / len(lengths)
         if groups == settings.ranking_groups:
             found["hybrid"] = 1 / seconds
     for name, drafts in (("two-tier", None), ("drafted", windows)):
@@ -196,9 +185,9 @@ def play(config: SimulateRun, seed: int) -> dict[str, float]:
 
 def train_share(config: SimulateRun) -> float:
     """Return the seconds of an update over those of a plain rollout, each on its own devices."""
-    rollout, settings = config.training_steps.rollout_share, config.cluster
-    devices = settings.workers * settings.devices_per_worker
-    return (1 - rollout) / rollout * devices / (config.training_steps.devices - devices)
+    settings, cluster = config.training_steps, config.cluster
+    devices, rollout = cluster.workers * cluster.devices_per_worker, settings.rollout_share
+    return (1 - rollout) / rollout * devices / (settings.devices - devices)
 
 
 def _large_batches(config: SimulateRun, windows: WindowMean, seed: int) -> dict[str, float]:

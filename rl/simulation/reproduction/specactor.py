@@ -69,7 +69,7 @@ def ranked(hardware: Hardware, trace: RequestTrace) -> tuple[Hardware, RequestTr
     """Return both with the methods in the order of the draft ladder; the first serves the batch."""
     size, methods = hardware.verifier.num_devices, list(hardware.drafters)
     batch = len(trace.lengths_R) * size // hardware.num_devices
-    positions = trace.prompt_tokens + float(trace.lengths_R.mean()) / 2
+    positions = trace.mean_positions
     means = trace.acceptance_RM.mean(axis=0)
     order = rank_methods(
         dict(zip(methods, means.tolist(), strict=True)),
@@ -88,7 +88,7 @@ def ranked(hardware: Hardware, trace: RequestTrace) -> tuple[Hardware, RequestTr
 def first_plan(hardware: Hardware, trace: RequestTrace) -> DevicePlan:
     """Return the planner's plan, for verifiers of the cluster's size."""
     batch, size = len(trace.lengths_R), hardware.verifier.num_devices
-    positions = trace.prompt_tokens + float(trace.lengths_R.mean()) / 2
+    positions = trace.mean_positions
     most = (size + 1) * batch // hardware.num_devices
     return plan(
         batch,
