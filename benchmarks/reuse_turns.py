@@ -45,11 +45,9 @@ class Turns:
             system.speculation,
             system.config,
         )
-        sizes = {
-            "max_requests": self._config.rollout.num_requests,
-            "max_prompt_tokens": self._config.rollout.max_prompt_tokens,
-        }
-        buckets = compile_buckets.round_buckets(self._engine, self._config.sampling, **sizes)
+        rollout = self._config.rollout
+        reach = compile_buckets.Reach(rollout.num_requests, rollout.max_prompt_tokens)
+        buckets = compile_buckets.round_buckets(self._engine, self._config.sampling, reach)
         self._accelerator_times = roofline.round_times(PRICED, list(buckets))
         self._drafts: DrafterFactory = no_drafts
         phase = self._speculation.drafter_factory

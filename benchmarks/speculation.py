@@ -73,9 +73,9 @@ def open_bench(workload: Workload, config: EngineConfig) -> Bench:
     jax.clear_caches()
     engine = Engine(workload.model, config)
     longest = max(len(r.prompt_ids) for r in workload.requests)
-    sizes = {"max_requests": len(workload.requests), "max_prompt_tokens": longest}
-    compile_buckets.warm_up(engine, workload.params, workload.sampling, speculative=True, **sizes)
-    buckets = list(compile_buckets.round_buckets(engine, workload.sampling, **sizes))
+    reach = compile_buckets.Reach(len(workload.requests), longest, speculative=True)
+    compile_buckets.warm_up(engine, workload.params, workload.sampling, reach)
+    buckets = list(compile_buckets.round_buckets(engine, workload.sampling, reach))
     times = round_times.measure(engine, workload.params, workload.sampling, buckets)
     return Bench(workload, engine, times, buckets)
 

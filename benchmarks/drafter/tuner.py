@@ -89,25 +89,16 @@ class _Ground:
         )
         trainer.run_steps(TRAINING_STEPS, trainer.context(self.engine, params))
         trainer.publish()
-        sizes = {"max_requests": PROMPTS * GROUP, "max_prompt_tokens": max(map(len, self.prompts))}
-        compile_buckets.warm_up(
-            self.engine,
-            params,
-            self.sampling,
+        reach = compile_buckets.Reach(
+            PROMPTS * GROUP,
+            max(map(len, self.prompts)),
             speculative=True,
             drafters={LEARNED: self.learned},
-            **sizes,
         )
+        compile_buckets.warm_up(self.engine, params, self.sampling, reach)
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "rounds.json"
-            self.times: RoundTimes = load_or_measure(
-                path,
-                self.engine,
-                params,
-                self.sampling,
-                drafters={LEARNED: self.learned},
-                **sizes,
-            )
+            self.times = load_or_measure(path, self.engine, params, self.sampling, reach)
 
     def requests(self, groups: Sequence[int] | None = None) -> list[Request]:
         chosen = range(PROMPTS) if groups is None else groups

@@ -83,37 +83,32 @@ def _warm_up(
     folder: Path,
     told: OnCompiled,
 ) -> None:
-    speculative = config.speculation.enabled
-    sizes: dict[str, Any] = {
-        "max_requests": config.rollout.num_requests,
-        "max_prompt_tokens": config.rollout.max_prompt_tokens,
-    }
-    drafters = speculation.drafters
-    nodes = node_sizes(config)
+    reach = compile_buckets.Reach(
+        config.rollout.num_requests,
+        config.rollout.max_prompt_tokens,
+        speculative=config.speculation.enabled,
+        reuse=config.reuse.enabled,
+        moves=isinstance(engine, MultiEngine),
+        drafters=speculation.drafters,
+        nodes=node_sizes(config),
+    )
     for one in engine.engines:
         placed = one.place(weights)
-        compile_buckets.warm_up(
-            one,
-            placed,
-            config.sampling,
-            speculative=speculative,
-            reuse=config.reuse.enabled,
-            moves=isinstance(engine, MultiEngine),
-            drafters=drafters,
-            nodes=nodes,
-            told=told,
-            **sizes,
-        )
+        compile_buckets.warm_up(one, placed, config.sampling, reach, told)
     # workers are alike: the last one's times are those of all
     if isinstance(engine, MultiEngine):
-        most = {"max_requests": sizes["max_requests"], "max_tokens": config.longest_tokens}
+        most = {"max_requests": reach.max_requests, "max_tokens": config.longest_tokens}
         moves = transfer_times.measure(one, placed, **most, path=folder / MOVES_FILE)
         engine.prefer_pool = moves.prefers_copy
-    if speculative:
+    if reach.speculative:
         path, sampling = folder / ROUNDS_FILE, config.sampling
-        speculation.times = load_or_measure(
-            path, one, placed, sampling, drafters=drafters, nodes=nodes, **sizes
-        )
+        speculation.times = load_or_measure(path, one, placed, sampling, reach)
         compile_host_kernels(
-            config.speculation, speculation.times, one, placed, sampling, drafters, config.tuner
+            config.speculation,
+            speculation.times,
+            one,
+            placed,
+            sampling,
+            speculation.drafters,
+            config.tuner,
         )

@@ -23,7 +23,7 @@ from rl.engine.engine import Engine
 from rl.engine.rollout_spec import RolloutSpec
 from rl.packing import Shape
 from rl.runtime.parallel_compile import OnCompiled, compile_all, unwatched
-from rl.speculation.device_drafters import NO_DRAFTERS, DeviceDrafters
+from rl.speculation.device_drafters import DeviceDrafters
 from rl.speculation.draft_model import DraftModel
 from rl.speculation.learned_drafter import LearnedDrafter
 from spec.buckets import bucket
@@ -46,45 +46,46 @@ class Program:
     arguments: Callable[[], Arguments]
 
 
+@dataclasses.dataclass(frozen=True)
+class Reach:
+    """What rollouts can come to: their most requests, their longest prompt, and what they do.
+
+    Rounds of draft trees are compiled only where rollouts are `speculative`, passes over cached
+    responses only with `reuse`, what moves requests between workers only with `moves`. `nodes`
+    returns the sizes of the trees that rounds of so many slots have; None: all sizes.
+    """
+
+    max_requests: int
+    max_prompt_tokens: int
+    speculative: bool = False
+    reuse: bool = False
+    moves: bool = False
+    drafters: DeviceDrafters = dataclasses.field(default_factory=dict)
+    nodes: NodeSizes | None = None
+
+
 def warm_up(
     engine: Engine,
     params: transformer.Params,
     sampling: SamplingConfig,
-    *,
-    max_requests: int,
-    max_prompt_tokens: int,
-    speculative: bool = False,
-    reuse: bool = False,
-    moves: bool = False,
-    drafters: DeviceDrafters = NO_DRAFTERS,
-    nodes: NodeSizes | None = None,
+    reach: Reach,
     told: OnCompiled = unwatched,
 ) -> int:
-    """Compile what rollouts of these sizes can reach; return the number of programs.
+    """Compile what rollouts can reach; return the number of programs.
 
-    Rounds of draft trees are compiled only where rollouts are `speculative`, passes over cached
-    responses only with `reuse`, what moves requests between workers only with `moves`. `nodes`
-    returns the sizes of the trees that rounds of so many slots have; None: all sizes. `told` is
-    called with the number of compiled programs. Raises TooManyMappings where the programs do not
-    fit into what Linux allows a process.
+    `told` is called with the number of compiled programs. Raises TooManyMappings where the
+    programs do not fit into what Linux allows a process.
     """
-    sizes = max_requests, max_prompt_tokens
-    pool = Pool(engine, params, sampling, *sizes)
+    pool = Pool(engine, params, sampling, reach)
     with engine.mesh_context():
-        # a request that moves without keys and values is recomputed, response and all
-        programs = [*pool.plain(pool.longest_tokens if moves else max_prompt_tokens)]
-        if moves:
+        programs = [*pool.plain(), *pool.drafts()]
+        if reach.moves:
             programs += pool.moves()
-        if speculative:
-            programs += [
-                Program(verify_round, partial(pool.verify_arguments, *shape))
-                for shape in round_buckets(engine, sampling, *sizes, nodes)
-                if shape[1] > 1
-            ]
-        programs += pool.drafts(drafters)
-        if LEARNED in drafters and not moves:  # else they leave with their rows
+        if reach.speculative:
+            programs += pool.trees()
+        if LEARNED in reach.drafters and not reach.moves:  # else they leave with rows
             programs += pool.hidden_states()
-        if reuse:
+        if reach.reuse:
             programs += pool.reuse()
         compile_all(_lowered(engine, programs), len(programs), told)
         for program in programs:
@@ -101,18 +102,13 @@ def _lowered(engine: Engine, programs: Sequence[Program]) -> Iterator[Any]:
 
 
 def round_buckets(
-    engine: Engine,
-    sampling: SamplingConfig,
-    max_requests: int,
-    max_prompt_tokens: int,
-    nodes: NodeSizes | None = None,
+    engine: Engine, sampling: SamplingConfig, reach: Reach
 ) -> Iterator[tuple[int, int, int]]:
-    """Yield (slots, nodes, positions) of every round that rollouts of these sizes can reach."""
-    longest_tokens = max_prompt_tokens + sampling.max_new_tokens
-    for B in _slot_sizes(engine, max_requests):
-        for S in engine.position_sizes(longest_tokens):
+    """Yield (slots, nodes, positions) of every round that rollouts can reach."""
+    for B in _slot_sizes(engine, reach.max_requests):
+        for S in engine.position_sizes(reach.max_prompt_tokens + sampling.max_new_tokens):
             for N in (1, *engine.config.node_sizes(S)):
-                if N == 1 or nodes is None or N in nodes(B):
+                if N == 1 or reach.nodes is None or N in reach.nodes(B):
                     yield B, N, S
 
 
@@ -125,19 +121,18 @@ def _slot_sizes(engine: Engine, max_requests: int) -> list[int]:
 
 
 class Pool:
-    """The programs of rollouts of up to `max_requests`, by what needs them."""
+    """The programs of rollouts, by what needs them."""
 
     def __init__(
         self,
         engine: Engine,
         params: transformer.Params,
         sampling: SamplingConfig,
-        max_requests: int,
-        max_prompt_tokens: int,
+        reach: Reach,
     ) -> None:
-        self.engine, self.params, self.sampling = engine, params, sampling
-        self.longest_tokens = max_prompt_tokens + sampling.max_new_tokens
-        self.slots = _slot_sizes(engine, max_requests)
+        self.engine, self.params, self.sampling, self.reach = engine, params, sampling, reach
+        self.longest_tokens = reach.max_prompt_tokens + sampling.max_new_tokens
+        self.slots = _slot_sizes(engine, reach.max_requests)
         self.positions = engine.position_sizes(self.longest_tokens)
         self.buckets = [(B, S) for B in self.slots for S in self.positions]
         # the arrays of a cache that programs differ for, and the axis of their positions
@@ -147,14 +142,16 @@ class Pool:
 
     # -- programs ----------------------------------------------------------
 
-    def plain(self, longest_prefill: int) -> Iterator[Program]:
+    def plain(self) -> Iterator[Program]:
         """Yield what every rollout needs: prefill, plain rounds, and changes of the bucket."""
+        # a request that moves without keys and values is recomputed, response and all
+        longest = self.longest_tokens if self.reach.moves else self.reach.max_prompt_tokens
         smallest = self.engine.config.min_prompt_tokens
         prompts = sorted(
             {
                 bucket(n, smallest, S)
                 for S in self.positions
-                for n in range(1, longest_prefill)
+                for n in range(1, longest)
                 if n + 2 <= S
             }
         )
@@ -189,8 +186,15 @@ class Pool:
             some = self.engine.config.prefill_rows, S
             yield self._resize("features", (B, S), some, kv_cache.VALUE_AXIS)
 
-    def drafts(self, drafters: DeviceDrafters) -> Iterator[Program]:
+    def trees(self) -> Iterator[Program]:
+        """Yield the rounds of draft trees."""
+        for shape in round_buckets(self.engine, self.sampling, self.reach):
+            if shape[1] > 1:
+                yield Program(verify_round, partial(self._verify, *shape))
+
+    def drafts(self) -> Iterator[Program]:
         """Yield what drafters on the device run."""
+        drafters = self.reach.drafters
         context = self.engine.drafter_context(
             RolloutSpec(self.params, self.sampling, step_key(0, 0))
         )
@@ -230,13 +234,14 @@ class Pool:
         return self.engine.slot_arguments(ints_BC, self.sampling, step_key(0, 0)), {}
 
     def decode_arguments(self, B: int, S: int) -> Arguments:
+        """Return the arguments of `decode_rounds` for slots at rest."""
         engine = self.engine
         stop_E = engine.put(np.zeros(max(1, len(engine.model.eos_token_ids)), np.int32))
         slots = cache_ops.make_slots(*self._make_slots(B)[0])
         args = self.params, engine.empty_cache(B, S), slots, stop_E, np.int32(1), np.int32(1)
         return args, engine.decode_options(self.sampling.draw)
 
-    def verify_arguments(self, B: int, N: int, S: int) -> Arguments:
+    def _verify(self, B: int, N: int, S: int) -> Arguments:
         engine = self.engine
         (params, cache, slots, stop_E, _, _), _ = self.decode_arguments(B, S)
         parents_BN = np.broadcast_to(np.arange(-1, N - 1, dtype=np.int32), (B, N))

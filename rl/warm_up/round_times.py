@@ -42,24 +42,19 @@ def load_or_measure(
     engine: Engine,
     params: transformer.Params,
     sampling: SamplingConfig,
-    *,
-    max_requests: int,
-    max_prompt_tokens: int,
-    drafters: DeviceDrafters = NO_DRAFTERS,
-    nodes: compile_buckets.NodeSizes | None = None,
+    reach: compile_buckets.Reach,
 ) -> RoundTimes:
     """Return the table in `path` if it was made for this device and these shapes, else a new one.
 
     Call it after the warm-up: what is not compiled would be timed with its compilation.
     Raises ValueError for a file that is damaged.
     """
-    sizes = max_requests, max_prompt_tokens
-    buckets = list(compile_buckets.round_buckets(engine, sampling, *sizes, nodes))
-    made_for = _made_for(engine, buckets, drafters)
+    buckets = list(compile_buckets.round_buckets(engine, sampling, reach))
+    made_for = _made_for(engine, buckets, reach.drafters)
     kept = read_rounds(path, made_for)
     if kept is not None:
         return kept
-    times = measure(engine, params, sampling, buckets, drafters=drafters)
+    times = measure(engine, params, sampling, buckets, drafters=reach.drafters)
     write_rounds(path, times, made_for)
     return times
 

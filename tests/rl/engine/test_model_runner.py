@@ -117,8 +117,8 @@ def test_steps_are_lowered_without_a_cache(engine, params):
             assert {type(x) for x in jax.tree.leaves(engine.empty_cache(B, S))} == {
                 jax.ShapeDtypeStruct
             }
-        args, options = compile_buckets.Pool(
-            engine, params, SamplingConfig(), 8, 8
-        ).decode_arguments(8, 32)
+        reach = compile_buckets.Reach(8, 8)
+        pool = compile_buckets.Pool(engine, params, SamplingConfig(), reach)
+        args, options = pool.decode_arguments(8, 32)
         cache_steps_lowered = compile_buckets.decode_rounds.lower(*args, **options)
     assert cache_steps_lowered.compile()

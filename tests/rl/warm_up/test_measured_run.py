@@ -9,7 +9,7 @@ from rl.config.loader import load
 from rl.engine.engine import Engine
 from rl.simulation.compare import play
 from rl.simulation.config import SimulateRun
-from rl.warm_up import round_times, transfer_times
+from rl.warm_up import compile_buckets, round_times, transfer_times
 from rl.warm_up.measured_run import (
     MOVES_FILE,
     ROUNDS_FILE,
@@ -96,8 +96,8 @@ def test_a_folder_that_the_real_writers_wrote_can_be_simulated(tmp_path):
     now = iter(range(10**6))
     engine = Engine(tiny_team.MODEL, tiny_team.CONFIG, clock=lambda: 0.5 * next(now))
     path = tmp_path / ROUNDS_FILE
-    sizes = {"max_requests": 2, "max_prompt_tokens": 8}
-    times = round_times.load_or_measure(path, engine, tiny_team.PARAMS, tiny_team.SAMPLING, **sizes)
+    reach = compile_buckets.Reach(max_requests=2, max_prompt_tokens=8)
+    times = round_times.load_or_measure(path, engine, tiny_team.PARAMS, tiny_team.SAMPLING, reach)
     most = {"max_requests": 2, "max_tokens": 24}
     transfer_times.measure(engine, tiny_team.PARAMS, **most, path=tmp_path / MOVES_FILE)
     assert json.loads(path.read_text())["rows"] and read_profile(tmp_path).rounds == times.rounds

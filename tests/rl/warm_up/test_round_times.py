@@ -21,7 +21,7 @@ CONFIG = EngineConfig(
     prefill_rows=1,
 )  # fmt: skip
 SAMPLING = SamplingConfig(max_new_tokens=8)
-SIZES = {"max_requests": 2, "max_prompt_tokens": 8}
+REACH = compile_buckets.Reach(max_requests=2, max_prompt_tokens=8)
 
 
 def ticking(step_s=1.0):
@@ -37,7 +37,7 @@ def params():
 
 def test_each_bucket_is_timed_and_a_plain_fetch_is_shared_by_its_rounds(params):
     engine = Engine(MODEL, CONFIG, clock=ticking())
-    buckets = list(compile_buckets.round_buckets(engine, SAMPLING, **SIZES))
+    buckets = list(compile_buckets.round_buckets(engine, SAMPLING, REACH))
     assert buckets == [(2, 1, 16), (2, 2, 16)]
     times = round_times.measure(engine, params, SAMPLING, buckets)
     assert times(2, 2, 16) == 1.0 and times(2, 1, 16) == 1.0 / CONFIG.rounds_per_fetch
@@ -49,7 +49,7 @@ def test_the_file_is_used_where_it_fits_and_measured_again_elsewhere(params, tmp
 
     def load(config=CONFIG, step_s=1.0):
         engine = Engine(MODEL, config, clock=ticking(step_s))
-        return round_times.load_or_measure(path, engine, params, SAMPLING, **SIZES)
+        return round_times.load_or_measure(path, engine, params, SAMPLING, REACH)
 
     # a fetch of one tick holds four plain rounds
     assert load().rows() == [
@@ -71,14 +71,14 @@ def test_a_damaged_file_is_named(params, tmp_path, text):
     path.write_text(text)
     engine = Engine(MODEL, CONFIG, clock=ticking())
     if text == '{"made_for": {}}':  # of something else: made anew
-        assert round_times.load_or_measure(path, engine, params, SAMPLING, **SIZES).rows()
+        assert round_times.load_or_measure(path, engine, params, SAMPLING, REACH).rows()
         return
     with pytest.raises(ValueError, match=r"round_times\.json is damaged .*: delete it"):
-        round_times.load_or_measure(path, engine, params, SAMPLING, **SIZES)
+        round_times.load_or_measure(path, engine, params, SAMPLING, REACH)
 
 
 def test_measuring_leaves_the_engine_as_it_was(params):
     engine = Engine(MODEL, CONFIG)
-    buckets = list(compile_buckets.round_buckets(engine, SAMPLING, **SIZES))
+    buckets = list(compile_buckets.round_buckets(engine, SAMPLING, REACH))
     round_times.measure(engine, params, SAMPLING, buckets)
     assert engine.stats.fetches == 0 and not np.any(engine._rows.table.busy_B)
