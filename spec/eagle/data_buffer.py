@@ -49,11 +49,6 @@ class DataBuffer:
         with self._lock:
             return sum(map(len, self._steps.values()))
 
-    @property
-    def num_tokens(self) -> int:
-        with self._lock:
-            return sum(len(c.tokens_T) for held in self._steps.values() for c in held)
-
     def wants(self, num_tokens: int, step: int) -> bool:
         """Return whether a sequence of `num_tokens` tokens of RL step `step` would be kept now.
 
