@@ -35,7 +35,7 @@ _MOST = 2**31 - 1  # rows are numbered, and tokens counted, in int32
 
 
 class SuffixForest:
-    """A set of growing and shrinking automata that count contexts of up to `max_context` tokens.
+    """A set of growing automata that count contexts of up to `max_context` tokens.
 
     Ids of trees and sequences are never reused. Calls from several threads take turns. Freed
     memory serves later growth and is not returned.
@@ -48,29 +48,27 @@ class SuffixForest:
         # A child of the longest context must be counted too.
         self._depth = max_context + 1
         self._lock = threading.Lock()
-        self._members: dict[int, dict[int, None]] = {}  # tree row → its live sequences, in order
+        self._members: dict[int, list[int]] = {}  # tree row → its sequences
         self._free_trees: list[int] = []
         self._free_sequences: list[int] = []
         self._num_trees = self._num_sequences = 0  # rows ever used
-        self._held_tokens = self._held_sequences = 0  # in the automata, removed ones included
-        self._live_tokens = 0
+        self._num_tokens = self._live_sequences = 0
         states = np.empty((16, 8), np.int32)
         self._arena = Arena(
             states=states,
             weights=states.view(np.float32),
             edges=np.empty((8, 4), np.int32),
             table=np.zeros(16, np.int64),
-            chunks=np.empty((4, kernels.CHUNK_TOKENS + 1), np.int32),
-            sequences=np.zeros((4, 8), np.int64),
+            sequences=np.zeros((4, 5), np.int64),
             rates=np.zeros(4, np.float32),
-            trees=np.zeros((4, 8), np.int64),
-            pools=np.array([[0, kernels.NONE, 0]] * 3, np.int64),
+            trees=np.zeros((4, 4), np.int64),
+            pools=np.array([[0, kernels.NONE, 0]] * 2, np.int64),
         )
 
     @property
     def num_tokens(self) -> int:
-        """The number of tokens of all live sequences."""
-        return self._live_tokens
+        """The number of tokens of all sequences."""
+        return self._num_tokens
 
     @property
     def num_bytes(self) -> int:
@@ -89,19 +87,19 @@ class SuffixForest:
                 row, self._num_trees = self._num_trees, self._num_trees + 1
                 self._grow_rows("trees", self._num_trees)
             kernels.plant(self._arena, row)
-            self._members[row] = {}
+            self._members[row] = []
             return _id(row, self._arena.trees[row, kernels.TREE_GENERATION])
 
     def uproot(self, tree: int) -> None:
         """Forget a tree and its sequences; their ids become invalid."""
         with self._lock:
             row = self._tree_row(tree)
-            self._live_tokens -= int(self._arena.trees[row, kernels.LIVE])
-            self._release(row)
             members = self._members.pop(row)
-            kernels.uproot(self._arena, row, _indices(members))
-            for sequence in members:
-                self._retire(sequence)
+            self._num_tokens -= int(self._arena.trees[row, kernels.GROWN])
+            self._live_sequences -= len(members)
+            kernels.uproot(self._arena, row)
+            self._arena.sequences[members, kernels.SEQUENCE_GENERATION] += 1
+            self._free_sequences += members
             self._free_trees.append(row)
 
     def add(self, tree: int, tokens: Any = (), weight: float = 1.0) -> int:
@@ -123,12 +121,10 @@ class SuffixForest:
                 self._grow_rows("rates", self._num_sequences)
             generation = self._arena.sequences[row, kernels.SEQUENCE_GENERATION]
             root = self._arena.trees[tree_row, kernels.ROOT]
-            none = kernels.NONE
-            self._arena.sequences[row] = (tree_row, root, root, 0, 0, none, none, generation)
+            self._arena.sequences[row] = tree_row, root, root, 0, generation
             self._arena.rates[row] = weight
-            self._arena.trees[tree_row, kernels.SEQUENCES] += 1
-            self._held_sequences += 1
-            self._members[tree_row][row] = None
+            self._live_sequences += 1
+            self._members[tree_row].append(row)
             if len(tokens_T):
                 self._append(np.array([row]), tokens_T, np.array([0, len(tokens_T)]))
             return _id(row, generation)
@@ -156,23 +152,6 @@ class SuffixForest:
                 self._sequence_row(int(sequence))  # raises, and names it
             self._append(rows_S, tokens_T, offsets_S)
 
-    def remove(self, sequence: int) -> None:
-        """Forget a sequence. The tree is rebuilt once over half of its tokens are forgotten."""
-        with self._lock:
-            row = self._sequence_row(sequence)
-            arena = self._arena
-            tree_row = int(arena.sequences[row, kernels.TREE])
-            self._live_tokens -= int(arena.sequences[row, kernels.TOKENS])
-            kernels.remove(arena, self._depth, row)
-            del self._members[tree_row][row]
-            self._retire(row)
-            if arena.trees[tree_row, kernels.DEAD] > arena.trees[tree_row, kernels.LIVE]:
-                self._release(tree_row)
-                members = _indices(self._members[tree_row])
-                kernels.rebuild(arena, self._depth, tree_row, members)
-                self._held_tokens += int(arena.trees[tree_row, kernels.LIVE])
-                self._held_sequences += len(members)
-
     # --- queries --------------------------------------------------------------------------
 
     def count(self, tree: int, context: Any) -> int:
@@ -196,10 +175,10 @@ class SuffixForest:
 
         Follower `which_F[f]` (default: f) reads `tokens_BL[rows_F[f], :lengths_F[f]]`,
         int32. Its match is then the longest suffix of that, of at most `longest` tokens
-        (always the same for a follower; default: `max_context`), that occurs in the live
+        (always the same for a follower; default: `max_context`), that occurs in the
         sequences of its tree. What it has read before must not have changed; otherwise
-        `restart` it. Costs O(1) a token, amortised, and `longest` if the tree has shrunk or
-        the match has occurred again.
+        `restart` it. Costs O(1) a token, amortised, and `longest` if the match has occurred
+        again.
         """
         most = self.max_context if longest is None else longest
         if not 1 <= most <= self.max_context:
@@ -239,8 +218,8 @@ class SuffixForest:
         """Write at most `max_nodes_F[f]` draft tokens of follower `which_F[f]` into row f of `out`.
 
         Only the first `count_A[f]` entries of tokens, parents and probabilities are written, by
-        descending probability, parents first. A follower whose tree has shrunk since it last
-        followed gets none.
+        descending probability, parents first. A follower that has not followed yet gets
+        none.
         """
         which_F, max_nodes_F = _which(followers, which_F), _integers(max_nodes_F)
         if len(max_nodes_F) != len(which_F) or len(out.count_A) < len(which_F):
@@ -297,46 +276,31 @@ class SuffixForest:
         row = sequence & kernels.SLOT_MASK
         generations = self._arena.sequences[:, kernels.SEQUENCE_GENERATION]
         if not 0 <= row < self._num_sequences or generations[row] != sequence >> 32:
-            raise ValueError(
-                f"there is no sequence {sequence}: it was removed, or its tree was uprooted"
-            )
+            raise ValueError(f"there is no sequence {sequence}: its tree was uprooted")
         return row
-
-    def _retire(self, row: int) -> None:
-        self._arena.sequences[row, kernels.SEQUENCE_GENERATION] += 1
-        self._free_sequences.append(row)
-
-    def _release(self, tree_row: int) -> None:
-        """Subtract what a tree's automaton holds, which is about to be emptied."""
-        record = self._arena.trees[tree_row]
-        self._held_tokens -= int(record[kernels.LIVE] + record[kernels.DEAD])
-        self._held_sequences -= int(record[kernels.SEQUENCES])
 
     def _append(self, rows_S: np.ndarray, tokens_T: np.ndarray, offsets_S: np.ndarray) -> None:
         added = int(offsets_S[-1] - offsets_S[0])
-        self._make_room(added, len(rows_S))
+        self._make_room(added)
         kernels.append(self._arena, self._depth, rows_S, tokens_T, offsets_S)
-        self._held_tokens += added
-        self._live_tokens += added
+        self._num_tokens += added
 
-    def _make_room(self, tokens: int, sequences: int = 0) -> None:
-        """Make room for this many tokens at the end of this many sequences, at worst.
+    def _make_room(self, tokens: int) -> None:
+        """Make room for this many tokens, at worst.
 
         An automaton of n tokens in q sequences has at most 2n states, and at most n + 2q
         edges that are not the first of their state: an edge outside the tree of longest
         paths belongs to a suffix of its own, and at most 2q states have no edge.
         """
-        pools = self._arena.pools
-        states, _, chunks = (pools[:, kernels.TAKEN] - pools[:, kernels.NUM_FREE]).tolist()
+        taken, _, num_free = self._arena.pools[kernels.STATE_POOL].tolist()
         need = {
-            "states": states + 2 * tokens,
-            "edges": self._held_tokens + tokens + 2 * self._held_sequences,
-            "chunks": chunks + tokens // kernels.CHUNK_TOKENS + sequences,
+            "states": taken - num_free + 2 * tokens,
+            "edges": self._num_tokens + tokens + 2 * self._live_sequences,
         }
         if max(need.values()) > _MOST:
             raise OverflowError(
-                f"a suffix forest numbers at most {_MOST:,} states, edges and chunks, got "
-                f"{self._held_tokens:,} tokens and {tokens:,} more: use several forests, or "
+                f"a suffix forest numbers at most {_MOST:,} states and edges, got "
+                f"{self._num_tokens:,} tokens and {tokens:,} more: use several forests, or "
                 "index fewer responses"
             )
         for name, rows in need.items():
@@ -362,10 +326,6 @@ class SuffixForest:
 
 def _id(row: int, generation: Any) -> int:
     return int(generation) << 32 | int(row)
-
-
-def _indices(rows: Any) -> np.ndarray:
-    return np.fromiter(rows, np.int64, len(rows))
 
 
 def _writable(x: np.ndarray) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Kernels of the suffix forest: suffix automata that grow and shrink in one arena of arrays.
+"""Kernels of the suffix forest: suffix automata that grow in one arena of arrays.
 
 A state stands for the contexts that end at the same positions of a tree's text: the
 suffixes of its longest one that are longer than its link's. `COUNT` and the weight
@@ -34,18 +34,18 @@ NONE = -1
 LENGTH, LINK, COUNT, TOKEN, TARGET, MORE, NEXT, WEIGHT = range(8)
 # Columns of `edges` [edge, 4] int32.
 SOURCE, LABEL, GOAL, NEXT_EDGE = range(4)
-# Columns of `sequences` [sequence, 8] int64. LAST: the state of the whole sequence; NODE: that of
+# Columns of `sequences` [sequence, 5] int64. LAST: the state of the whole sequence; NODE: that of
 # its last MATCHED = min(tokens, depth) tokens.
-TREE, LAST, NODE, MATCHED, TOKENS, FIRST_CHUNK, LAST_CHUNK, SEQUENCE_GENERATION = range(8)
-# Columns of `trees` [tree, 8] int64. GROWN and SHRUNK are versions: they never go back.
-ROOT, STATES, LIVE, DEAD, GROWN, SHRUNK, SEQUENCES, TREE_GENERATION = range(8)
-# Rows and columns of `pools` [3, 3] int64: how many were ever taken, the free list, its length.
-STATE_POOL, EDGE_POOL, CHUNK_POOL = range(3)
+TREE, LAST, NODE, MATCHED, SEQUENCE_GENERATION = range(5)
+# Columns of `trees` [tree, 4] int64. STATES: the first state, NEXT links them; GROWN: tokens.
+ROOT, STATES, GROWN, TREE_GENERATION = range(4)
+# Rows and columns of `pools` [2, 3] int64: how many were ever taken, the free list, its length.
+STATE_POOL, EDGE_POOL = range(2)
 TAKEN, FREE, NUM_FREE = range(3)
 # Columns of a follower. SEEN: the count of its match when it last followed.
-AT, MATCH, POSITION, SEEN_GROWN, SEEN_SHRUNK, SEEN = range(6)
+FOLLOWER_COLUMNS = 5
+AT, MATCH, POSITION, SEEN_GROWN, SEEN = range(FOLLOWER_COLUMNS)
 
-CHUNK_TOKENS = 31  # of the 32 columns of `chunks`; column 0 is the next chunk
 SLOT_MASK = 0xFFFFFFFF  # an id is generation << 32 | row
 
 
@@ -58,7 +58,6 @@ class Arena(NamedTuple):
     weights: np.ndarray
     edges: np.ndarray
     table: np.ndarray
-    chunks: np.ndarray
     sequences: np.ndarray
     rates: np.ndarray
     trees: np.ndarray
@@ -262,17 +261,17 @@ def trim(states, node, matched, most):
 
 
 @inlined
-def _mark(states, weights, root, node, count, weight):
+def _mark(states, weights, root, node, weight):
     """Add to the count and weight of all contexts that end here, except the empty one."""
     while node != root:
-        states[node, COUNT] += count
-        weights[node, WEIGHT] = weights[node, WEIGHT] + weight if states[node, COUNT] else 0.0
+        states[node, COUNT] += 1
+        weights[node, WEIGHT] += weight
         node = np.int64(states[node, LINK])
 
 
 @part
 def _grow(a, depth, sequence, tokens, start, stop):
-    """Append `tokens[start:stop]` to a sequence in the automaton (not in the chunks)."""
+    """Append `tokens[start:stop]` to a sequence."""
     states, weights, trees = a.states, a.weights, a.trees
     tree = a.sequences[sequence, TREE]
     root = trees[tree, ROOT]
@@ -289,116 +288,35 @@ def _grow(a, depth, sequence, tokens, start, stop):
             # part, `trim` goes up to the right one.
             node = child_of(a, node, token)
             node, matched = trim(states, node, matched + 1, depth)
-        _mark(states, weights, root, node, 1, weight)
+        _mark(states, weights, root, node, weight)
     a.sequences[sequence, LAST], a.sequences[sequence, NODE] = last, node
     a.sequences[sequence, MATCHED] = matched
     states[root, COUNT] += stop - start
     weights[root, WEIGHT] += weight * (stop - start)
-    trees[tree, LIVE] += stop - start
     trees[tree, GROWN] += stop - start
 
 
 @kernel
 def plant(a, tree):
     """Give an empty tree its root."""
-    a.trees[tree, :GROWN] = 0
-    a.trees[tree, SEQUENCES] = 0
-    a.trees[tree, STATES] = NONE
-    root = _new_state(a, tree, 0)
-    a.trees[tree, ROOT], a.trees[tree, STATES] = root, NONE
+    a.trees[tree, STATES], a.trees[tree, GROWN] = NONE, 0
+    a.trees[tree, ROOT] = _new_state(a, tree, 0)
 
 
 @kernel
 def append(a, depth, sequences_S, tokens_T, offsets_S):
     """Append `tokens_T[offsets_S[s]:offsets_S[s + 1]]` to sequence s."""
     for s in range(len(sequences_S)):
-        sequence = sequences_S[s]
-        record = a.sequences[sequence]
-        for i in range(offsets_S[s], offsets_S[s + 1]):
-            place = record[TOKENS] % CHUNK_TOKENS
-            if place == 0:
-                chunk = _take(a.pools, CHUNK_POOL, a.chunks, 0)
-                a.chunks[chunk, 0] = NONE
-                if record[FIRST_CHUNK] == NONE:
-                    record[FIRST_CHUNK] = chunk
-                else:
-                    a.chunks[record[LAST_CHUNK], 0] = chunk
-                record[LAST_CHUNK] = chunk
-            a.chunks[record[LAST_CHUNK], 1 + place] = tokens_T[i]
-            record[TOKENS] += 1
-        _grow(a, depth, sequence, tokens_T, offsets_S[s], offsets_S[s + 1])
-
-
-# --- shrinking ----------------------------------------------------------------------------
+        _grow(a, depth, sequences_S[s], tokens_T, offsets_S[s], offsets_S[s + 1])
 
 
 @kernel
-def remove(a, depth, sequence):
-    """Subtract a sequence's counts and weights, and free its chunks."""
-    states, record = a.states, a.sequences[sequence]
-    tree = record[TREE]
-    root = a.trees[tree, ROOT]
-    node, matched, left, chunk = root, np.int64(0), record[TOKENS], record[FIRST_CHUNK]
-    while left > 0:
-        for i in range(min(left, CHUNK_TOKENS)):
-            node = child_of(a, node, a.chunks[chunk, 1 + i])
-            node, matched = trim(states, node, matched + 1, depth)
-            _mark(states, a.weights, root, node, -1, -a.rates[sequence])
-        left -= CHUNK_TOKENS
-        following = np.int64(a.chunks[chunk, 0])
-        _put_back(a.pools, CHUNK_POOL, a.chunks, 0, chunk)
-        chunk = following
-    states[root, COUNT] -= record[TOKENS]
-    a.weights[root, WEIGHT] -= a.rates[sequence] * record[TOKENS]
-    a.trees[tree, LIVE] -= record[TOKENS]
-    a.trees[tree, DEAD] += record[TOKENS]
-    a.trees[tree, SHRUNK] += 1
-
-
-@kernel
-def clear(a, tree):
-    """Free all states of a tree but its root, which is emptied."""
-    root = a.trees[tree, ROOT]
+def uproot(a, tree):
+    """Free all states and edges of a tree; its next generation outdates its id."""
     state = a.trees[tree, STATES]
     while state != NONE:
         following = np.int64(a.states[state, NEXT])
         _drop_edges(a, state)
         _put_back(a.pools, STATE_POOL, a.states, NEXT, state)
         state = following
-    _drop_edges(a, root)
-    a.states[root, TOKEN] = a.states[root, MORE] = NONE
-    a.states[root, COUNT], a.weights[root, WEIGHT] = 0, 0.0
-    a.trees[tree, STATES] = NONE
-    a.trees[tree, LIVE] = a.trees[tree, DEAD] = a.trees[tree, SEQUENCES] = 0
-    a.trees[tree, SHRUNK] += 1
-
-
-@kernel
-def rebuild(a, depth, tree, sequences_S):
-    """Rebuild a tree from its live sequences."""
-    clear(a, tree)
-    a.trees[tree, SEQUENCES] = len(sequences_S)
-    one = np.int64(1)  # a literal would compile `_grow` a second time
-    for sequence in sequences_S:
-        record = a.sequences[sequence]
-        record[LAST] = record[NODE] = a.trees[tree, ROOT]
-        record[MATCHED] = 0
-        left, chunk = record[TOKENS], record[FIRST_CHUNK]
-        while left > 0:
-            _grow(a, depth, sequence, a.chunks[chunk], one, one + min(left, CHUNK_TOKENS))
-            left -= CHUNK_TOKENS
-            chunk = np.int64(a.chunks[chunk, 0])
-
-
-@kernel
-def uproot(a, tree, sequences_S):
-    """Free all that a tree holds; its versions and generation go on rising."""
-    for sequence in sequences_S:
-        chunk = a.sequences[sequence, FIRST_CHUNK]
-        while chunk != NONE:
-            following = np.int64(a.chunks[chunk, 0])
-            _put_back(a.pools, CHUNK_POOL, a.chunks, 0, chunk)
-            chunk = following
-    clear(a, tree)
-    _put_back(a.pools, STATE_POOL, a.states, NEXT, a.trees[tree, ROOT])
     a.trees[tree, TREE_GENERATION] += 1

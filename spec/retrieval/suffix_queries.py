@@ -37,7 +37,7 @@ class ProposalRule:
     """A rule by which draft tokens are chosen.
 
     The context is the match, cut to its last `longest` tokens, or the longest shorter
-    one that has a live continuation, of at least `shortest` tokens. Each context's
+    one that has a continuation, of at least `shortest` tokens. Each context's
     `max_children` best children are candidates: by `rank_by`, then by count, then by
     smaller token. Candidates are taken in the order of their probability, the product of
     count(child) / (count(context) + prior) along the path, at least `min_prob`;
@@ -106,7 +106,7 @@ class Followers:
     def of(cls, trees_F: Sequence[int] | np.ndarray) -> Followers:
         """Return followers that have read nothing yet."""
         trees_F = np.array(trees_F, np.int64)
-        return cls(trees_F, np.full((len(trees_F), 6), k.NONE, np.int64))
+        return cls(trees_F, np.full((len(trees_F), k.FOLLOWER_COLUMNS), k.NONE, np.int64))
 
     def restart(self, f: int, tree: int) -> None:
         """Follow another context, or another tree, from now on."""
@@ -148,7 +148,7 @@ def _settle(states, node, matched):
 
 @inlined
 def _step(a, root, node, matched, token, most):
-    """Return the longest live match after one more token, from that before; O(1) amortised."""
+    """Return the longest match after one more token, from that before; O(1) amortised."""
     if token < 0:
         return root, np.int64(0)
     while True:
@@ -163,7 +163,7 @@ def _step(a, root, node, matched, token, most):
 
 @kernel
 def locate(a, row, tokens_T, stamp=k.STAMP):
-    """Return (state, tokens) of the longest live suffix of `tokens_T`."""
+    """Return (state, tokens) of the longest counted suffix of `tokens_T`."""
     root = a.trees[row, k.ROOT]
     node, matched = root, np.int64(0)
     for token in tokens_T:
@@ -203,7 +203,6 @@ def follow(a, most, which_F, ids_F, followers_FX, tokens_BL, rows_F, lengths_F, 
         root, text_L, length = a.trees[row, k.ROOT], tokens_BL[rows_F[f]], lengths_F[f]
         node, matched, start = follower[k.AT], follower[k.MATCH], follower[k.POSITION]
         restart = start < 0 or start > length or length - start >= most
-        restart = restart or follower[k.SEEN_SHRUNK] != a.trees[row, k.SHRUNK]
         if not restart and follower[k.SEEN_GROWN] != a.trees[row, k.GROWN]:
             node = _settle(a.states, node, matched)
             last_token = text_L[start - 1] if start > 0 else k.NONE
@@ -214,7 +213,6 @@ def follow(a, most, which_F, ids_F, followers_FX, tokens_BL, rows_F, lengths_F, 
             node, matched = _step(a, root, node, matched, text_L[i], most)
         follower[k.AT], follower[k.MATCH], follower[k.POSITION] = node, matched, length
         follower[k.SEEN_GROWN] = a.trees[row, k.GROWN]
-        follower[k.SEEN_SHRUNK] = a.trees[row, k.SHRUNK]
         follower[k.SEEN] = a.states[node, k.COUNT]
     return k.NONE
 
@@ -231,7 +229,7 @@ def _before(value, count, token, other_value, other_count, other_token):
 
 @part
 def _next_child(a, by_weight, node, after_value, after_count, after_token):
-    """Return (state, value, token) of the best live child after the given one, or NONE."""
+    """Return (state, value, token) of the best counted child after the given one, or NONE."""
     state, value, count, token = np.int64(k.NONE), 0.0, np.int64(0), np.int64(0)
     target, label = np.int64(a.states[node, k.TARGET]), np.int64(a.states[node, k.TOKEN])
     edge = np.int64(a.states[node, k.MORE])
@@ -276,7 +274,7 @@ def _enqueue(pool, size, room, prob):
 
 @part
 def _expand(a, rule, node, matched, prob, parent, pool, size, room):
-    """Queue the best children of a context: (the number of live ones seen, the new size)."""
+    """Queue the best children of a context: (the number of counted ones, the new size)."""
     total = a.states[node, k.COUNT] + rule.prior
     value, count, token, found = np.inf, np.int64(0), np.int64(0), 0
     # By count, probabilities fall in the order of the children, so that the first `room` are
@@ -300,7 +298,7 @@ def _expand(a, rule, node, matched, prob, parent, pool, size, room):
 
 @part
 def _draft(a, rule, root, node, matched, pool, room, out, f):
-    """Write row f of `out` best first, from a context or from its longest live shorter one."""
+    """Write row f of `out` best first, from a context or from its longest shorter one that has any."""
     tokens_N, parents_N, prob_N = out.tokens_AN[f], out.parents_AN[f], out.prob_AN[f]
     node, matched = trim(a.states, node, matched, rule.longest)
     size, no_parent = np.int64(0), np.int64(k.NONE)
@@ -330,8 +328,8 @@ def propose(a, rule, which_F, ids_F, followers_FX, max_nodes_F, out, stamp=k.STA
     """Write each follower's draft tokens.
 
     Returns NONE, or the first f whose tree is gone or whose index is out of range. `rule` and
-    `out` are `Limits` and `Drafts` as plain tuples, which are faster to pass. A follower whose
-    tree has shrunk since it last followed gets no draft token.
+    `out` are `Limits` and `Drafts` as plain tuples, which are faster to pass. A follower that
+    has not followed yet gets no draft token.
     """
     limits, drafts = Limits(*rule), Drafts(*out)
     N = drafts.tokens_AN.shape[1]
@@ -346,7 +344,7 @@ def propose(a, rule, which_F, ids_F, followers_FX, max_nodes_F, out, stamp=k.STA
         row = _row_of(a.trees, tree)
         if row == k.NONE:
             return f
-        if follower[k.POSITION] < 0 or follower[k.SEEN_SHRUNK] != a.trees[row, k.SHRUNK]:
+        if follower[k.POSITION] < 0:
             continue
         matched, room = follower[k.MATCH], min(np.int64(max_nodes_F[f]), N)
         node = _settle(a.states, follower[k.AT], matched)

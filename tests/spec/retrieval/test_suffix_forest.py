@@ -1,4 +1,4 @@
-"""The suffix forest by hand: counts, matches, draft tokens, growth, removal, errors."""
+"""The suffix forest by hand: counts, matches, draft tokens, growth, errors."""
 
 import collections
 import dataclasses
@@ -152,34 +152,15 @@ def test_a_draft_goes_down_one_branch():
 
 
 def test_followers_may_match_less_than_the_forest_counts():
-    forest, tree, (first, _) = grown([1, 2, 3, 4, 5], [9, 3, 4, 6])
+    forest, tree, _ = grown([1, 2, 3, 4, 5], [9, 3, 4, 6])
     followers, tokens_BL = Followers.of([tree]), np.array([[1, 2, 3, 4]], np.int32)
     for length in (2, 4):
         forest.follow(followers, tokens_BL, [0], [length], longest=2)
         assert followers.matched_F[0] == 2
-    forest.remove(first)
+    forest.add(tree, [9, 3, 4, 6])
     forest.follow(followers, tokens_BL, [0], [4], longest=2)
     forest.propose(followers, ProposalRule(2), [1], out := no_drafts(1, 1))
     assert (followers.matched_F[0], out.tokens_AN[0, 0]) == (2, 6)
-
-
-def test_removal_and_rebuilding():
-    forest, tree, (first, second, third) = grown([1, 2, 3, 4], [1, 2, 5], [1, 2, 5, 6])
-    followers = follower_of(forest, tree, [1, 2, 3])
-    assert followers.matched_F[0] == 3
-    forest.remove(first)  # 4 of 11 tokens: counted out
-    assert forest.count(tree, [1, 2]) == 2
-    assert proposed(forest, tree, [1, 2, 3], ProposalRule())[0] == []
-    tokens_BL = np.array([[1, 2, 3, 1, 2]], np.int32)
-    forest.follow(followers, tokens_BL, [0], [3])
-    assert followers.matched_F[0] == 0
-    forest.remove(third)  # 8 of 11: made anew
-    assert forest.num_tokens == 3
-    forest.follow(followers, tokens_BL, [0], [5])
-    assert followers.matched_F[0] == 2
-    assert forest.count(tree, [2, 5]) == 1
-    forest.append(second, [1])
-    assert forest.count(tree, [5, 1]) == 1
 
 
 def test_growth_reaches_followers_that_wait():
@@ -199,13 +180,13 @@ def test_growth_reaches_followers_that_wait():
 
 def test_proposing_after_growth_uses_the_counts_of_now():
     """Between following and proposing the match's state was split; its context was not lost."""
-    forest, tree, (first, _) = grown([5, 1, 2, 3], [9])
+    forest, tree, _ = grown([5, 1, 2, 3], [9])
     followers, out = follower_of(forest, tree, [1, 2]), no_drafts(1, 1)
     forest.add(tree, [6, 1, 2, 4])
     forest.add(tree, [6, 1, 2, 4])
     forest.propose(followers, ProposalRule(), [1], out)
     assert (out.tokens_AN[0, 0], out.prob_AN[0, 0]) == (4, np.float32(2 / 3))
-    forest.remove(first)
+    followers.restart(0, tree)
     forest.propose(followers, ProposalRule(), [1], out)
     assert out.count_A[0] == 0  # it has to follow first
 
@@ -239,17 +220,17 @@ def test_freed_memory_serves_again_and_old_ids_are_void():
 
 
 def test_wide_branching_and_the_largest_token():
-    """Every edge of a state with thousands of them is found, before and after half have gone."""
-    forest, tree, _ = grown()
+    """Every edge of a state with thousands of them is found, before and after others have gone."""
+    forest, other, _ = grown()
+    tree = forest.plant()
     tokens = np.unique(np.random.default_rng(1).integers(0, LARGEST, 3000)).tolist() + [LARGEST]
-    sequences = [forest.add(tree, [7, t, 8]) for t in tokens]
+    for t in tokens:
+        forest.add(tree, [7, t, 8])
+        forest.add(other, [6, t, 8])
     assert all(forest.count(tree, [7, t]) == 1 for t in tokens)
-    for sequence in sequences[::2]:
-        forest.remove(sequence)
-    for sequence in sequences[1::4]:  # made anew on the way
-        forest.remove(sequence)
-    left = {t for i, t in enumerate(tokens) if i % 4 == 3}
-    assert {t for t in tokens if forest.count(tree, [7, t])} == left
+    forest.uproot(other)
+    assert all(forest.count(tree, [7, t]) == 1 for t in tokens)
+    assert not any(forest.count(tree, [6, t]) for t in tokens)
 
 
 def test_equal_calls_give_equal_arrays():
@@ -339,7 +320,7 @@ def test_what_int32_cannot_number_is_refused_before_anything_grows(held):
     if held == "states":
         forest._arena.pools[kernels.STATE_POOL, kernels.TAKEN] = LARGEST - 5
     else:
-        forest._held_tokens = LARGEST - 4
+        forest._num_tokens = LARGEST - 4
     size = forest.num_bytes
     with pytest.raises(OverflowError, match=r"2,147,483,647 states.*3 more: use several forests"):
         forest.append(sequence, [1, 2, 3])

@@ -1,7 +1,7 @@
 """The suffix forest against a matcher that looks through all texts for each answer.
 
 The random programs (10,000 in all) plant and uproot trees, grow their sequences in
-turns, remove some, and keep their followers all along; every answer must be equal.
+turns, and keep their followers all along; every answer must be equal.
 """
 
 import collections
@@ -30,7 +30,7 @@ class Text:
 
 @dataclasses.dataclass
 class Brute:
-    """A tree: its live sequences by id."""
+    """A tree: its sequences by id."""
 
     most: int
     texts: dict[int, Text] = dataclasses.field(default_factory=dict)
@@ -189,12 +189,6 @@ class Program:
         for sequence, text in zip(sequences, texts, strict=True):
             self.trees[self.homes[sequence]].texts[sequence].tokens += text
 
-    def remove(self) -> None:
-        sequence = self.pick(self.homes)
-        if sequence is not None:
-            self.forest.remove(sequence)
-            del self.trees[self.homes.pop(sequence)].texts[sequence]
-
     def extend_context(self) -> None:
         row, text = self.next(ROWS), self.text()
         if self.lengths[row] + len(text) > ROOM:
@@ -252,7 +246,7 @@ class Program:
 
 
 P = Program
-KINDS = (*(P.add,) * 3, *(P.append,) * 4, *(P.append_batch,) * 2, *(P.remove,) * 2)
+KINDS = (*(P.add,) * 3, *(P.append,) * 4, *(P.append_batch,) * 2)
 KINDS += (*(P.extend_context,) * 5, *(P.check,) * 5, P.plant, P.uproot)
 
 
@@ -285,15 +279,14 @@ class Forgetful(SuffixForest):
 
 
 class Crossing(SuffixForest):
-    """A new sequence begins where the one before ended."""
+    """A new sequence begins where the one before in its tree ended."""
 
     def add(self, tree, tokens=(), weight=1.0):
+        before = self._members[tree & kernels.SLOT_MASK][-1:]
         sequence = super().add(tree, (), weight)
-        row = sequence & kernels.SLOT_MASK
-        if row > 0:
-            for column in (kernels.LAST, kernels.NODE, kernels.MATCHED):
-                of_last = self._arena.sequences[row - 1, column]
-                self._arena.sequences[row, column] = of_last
+        for column in (kernels.LAST, kernels.NODE, kernels.MATCHED) if before else ():
+            of_last = self._arena.sequences[before[0], column]
+            self._arena.sequences[sequence & kernels.SLOT_MASK, column] = of_last
         self.append(sequence, tokens)
         return sequence
 
