@@ -1,4 +1,4 @@
-"""How tokens are drawn, as users set it."""
+"""The configuration of sampling."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LEAST_TEMPERATURE = 1e-4  # divided by far less, logits overflow float32
 
 @dataclasses.dataclass(frozen=True)
 class SamplingConfig:
-    """How tokens are drawn from the policy.
+    """The distribution and the scheme that tokens are drawn by.
 
     temperature 0 takes the most likely token. top_k 0 and top_p 1 are off; ties at
     the threshold are all kept. `draw` names the scheme: `cdf` inverts the

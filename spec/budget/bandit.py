@@ -1,7 +1,7 @@
-"""BEG-MAB: which way of drafting the next round takes, learnt from the rounds before.
+"""BEG-MAB: a bandit that chooses how the next round drafts, from the rewards of past rounds.
 
-Strategies are grouped by how many draft tokens they have verified; each group serves one range of
-batch sizes, many draft tokens where few requests are left. Within the range, ε-greedy over the
+Strategies are grouped by the number of draft tokens that they verify; each group serves one range
+of batch sizes, many draft tokens where few requests are left. Within the range, ε-greedy over the
 median reward of a sliding window. Source: TLT, section 5.2, Algorithm 1.
 """
 
@@ -19,12 +19,12 @@ import numpy as np
 
 from spec.budget.config import BanditConfig
 
-_WORDS = 2**64  # of the counter between two draws: what one draws, no other does
+_WORDS = 2**64  # of the counter between two draws, so that draws never overlap
 
 
 @dataclasses.dataclass(frozen=True)
 class Strategy:
-    """One arm: which drafters are asked, how deep and wide they draft, how much is verified.
+    """One arm: the drafters that are asked, their depth and width, and the tokens to verify.
 
     Without `sources` nothing is drafted and `verify_tokens` is 0: plain decoding.
     """
@@ -59,10 +59,10 @@ class _Seen:
 class BegMab:
     """Algorithm 1, with windows for each strategy and range.
 
-    They differ from the paper's windows per strategy for `everywhere` arms alone: all others serve
-    one range. The paper does not say what the median of an empty window is; here a candidate
-    without a reward in this range is taken first, in the order of `strategies`. Decisions are a
-    function of the seed, of the draws so far and of what was recorded.
+    Only `everywhere` arms have other windows than in the paper: all others serve one range. The
+    paper does not define the median of an empty window; here a candidate without a reward in this
+    range is taken first, in the order of `strategies`. Decisions are a function of the seed, the
+    draws so far and the recorded rounds.
     """
 
     def __init__(self, strategies: Sequence[Strategy], config: BanditConfig, seed: int) -> None:
@@ -80,24 +80,24 @@ class BegMab:
         }
 
     def candidates(self, batch_size: int) -> tuple[Strategy, ...]:
-        """V: what may be chosen for so many requests."""
+        """Return V, the strategies for this many requests."""
         return self._candidates[self._bucket(batch_size)]
 
     def select(self, batch_size: int) -> Strategy:
-        """The strategy of the next round of `batch_size` requests."""
+        """Choose the strategy of the next round of `batch_size` requests."""
         candidates = self.candidates(batch_size)
         bucket = self._bucket(batch_size)
         untried = [s for s in candidates if not self._seen[bucket, s.name].rewards]
         if len(candidates) == 1 or untried:
             return (untried or candidates)[0]
-        # a generator of its own for each draw, so that its state is a number
+        # a generator for each draw, so that the state is a number
         bits = np.random.Philox(key=self._seed, counter=self._draws * _WORDS)
         self._draws += 1
         rng = np.random.Generator(bits)
         if rng.random() < self.config.epsilon:
             return candidates[int(rng.integers(len(candidates)))]
         best = self.best(batch_size)
-        assert best is not None, "all candidates have been tried"
+        assert best is not None, "all candidates have rewards"
         return best
 
     def record(
@@ -107,11 +107,10 @@ class BegMab:
         accept_lens: Sequence[float] | np.ndarray,
         batch_size: int,
     ) -> None:
-        """What a round brought: ā = Σ accept_lens / batch_size + 1, r = ā · batch_size / elapsed_s.
+        """Record a round: ā = Σ accept_lens / batch_size + 1, r = ā · batch_size / elapsed_s.
 
-        `accept_lens` are the draft tokens accepted, by request (none for plain decoding),
-        `batch_size` what the strategy was selected for. Raises ValueError where it was not to be
-        selected for that, or no time has passed.
+        `accept_lens` are the accepted draft tokens by request (0 for plain decoding), `batch_size`
+        is that of `select`. Raises ValueError for a strategy of another range or no time.
         """
         if strategy not in self.candidates(batch_size):
             raise ValueError(
@@ -127,24 +126,24 @@ class BegMab:
         seen.accepts.append(accept)
 
     def median_reward(self, strategy: Strategy, batch_size: int) -> float | None:
-        """Of the window of this range, tokens per second; None where it is empty."""
+        """Return the median tokens per second in this range's window; None if it is empty."""
         seen = self._seen[self._bucket(batch_size), strategy.name]
         return statistics.median(seen.rewards) if seen.rewards else None
 
     def median_accept(self, strategy: Strategy) -> float | None:
-        """Tokens per request and round, of the windows of all ranges; None before any round."""
+        """Return the median tokens per request and round over all ranges; None before any round."""
         windows = [seen.accepts for (_, name), seen in self._seen.items() if name == strategy.name]
         accepts = list(itertools.chain.from_iterable(windows))
         return statistics.median(accepts) if accepts else None
 
     def best(self, batch_size: int) -> Strategy | None:
-        """The candidate of the largest median reward, the first of equals; None before any."""
+        """Return the candidate of the largest median reward; None before any round."""
         medians = [(self.median_reward(s, batch_size), s) for s in self.candidates(batch_size)]
         known = [(median, s) for median, s in medians if median is not None]
         return max(known, key=lambda pair: pair[0])[1] if known else None
 
     def state(self) -> dict[str, Any]:
-        """Plain data: with it decisions go on as they would have."""
+        """Return plain data, from which later decisions are the same."""
         windows = [
             {
                 "bucket": bucket,
@@ -157,7 +156,7 @@ class BegMab:
         return {"seed": self._seed, "draws": self._draws, "windows": windows}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Take over what `state` gave. Raises ValueError where it is of other strategies."""
+        """Restore what `state` returned; raises ValueError if it is of other strategies."""
         found = {(w["bucket"], w["strategy"]): w for w in state["windows"]}
         if found.keys() != self._seen.keys():
             raise ValueError(
@@ -171,7 +170,7 @@ class BegMab:
                 kept.extend(found[key][name])
 
     def _bucket(self, batch_size: int) -> int:
-        """i with batch_size in B_i = [t_i, t_{i+1} − 1], the last without an end; from 0."""
+        """Return i with batch_size in B_i = [t_i, t_{i+1} − 1], the last without an end; from 0."""
         if batch_size < 1:
             raise ValueError(f"expected a batch of at least 1 request, got {batch_size}")
         return bisect.bisect_right(self.config.thresholds, batch_size) - 1
@@ -180,7 +179,7 @@ class BegMab:
 def _by_bucket(
     strategies: Sequence[Strategy], config: BanditConfig
 ) -> tuple[tuple[Strategy, ...], ...]:
-    """Candidates of each range: groups by `verify_tokens`, the most first, in the given order."""
+    """Return the candidates of each range: groups by `verify_tokens`, the most first."""
     sizes = {s.verify_tokens for s in strategies}
     plain = tuple(s for s in strategies if not s.verify_tokens) if config.everywhere else ()
     if plain and len(sizes) != len(config.thresholds):

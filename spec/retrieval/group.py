@@ -1,9 +1,9 @@
 """Seer's grouped drafts: siblings' tokens as they are generated (Seer, section 4.4).
 
-A server keeps each group's tokens as a log of updates; a client beside an engine
-fetches what it has not seen of the groups that it has registered, and speculates on an
-index of its own. Messages are plain data, so that the server can move behind a process
-boundary and serve many workers; here both live in one process.
+A server keeps each group's tokens as a log of updates; a client beside an engine fetches new
+updates of the groups that it has registered, and drafts from an index of its own. Messages are
+plain data, so that the server could move to another process and serve many workers; here both
+are in one process. A = live requests, F = rows of requests.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NEVER_S = float("inf")
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Update:
-    """Tokens of one request, the first of which comes after `previous_tokens` others."""
+    """New tokens of one request, which follow `previous_tokens` others."""
 
     group_id: int
     request_id: int
@@ -34,7 +34,7 @@ class Update:
 
 
 class DraftServer:
-    """All groups' tokens, as logs of updates; several workers' threads may share it."""
+    """The tokens of all groups as logs of updates; threads of several workers may share it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -44,8 +44,8 @@ class DraftServer:
     def update(self, update: Update) -> None:
         """Append a request's new tokens.
 
-        What is known already is left out, so that a message may come twice. Raises
-        ValueError where tokens before it are missing.
+        Known tokens are left out, so that a message may come twice. Raises ValueError if
+        tokens before it are missing.
         """
         name = update.group_id, update.request_id
         with self._lock:
@@ -63,7 +63,7 @@ class DraftServer:
                 self._lengths[name] = known + len(new)
 
     def fetch(self, seen: Mapping[int, int]) -> dict[int, list[Update]]:
-        """Each group's updates after the first `seen[group]`; groups without any are left out."""
+        """Return each group's updates after the first `seen[group]`, if there are any."""
         with self._lock:
             new = {group: self._logs.get(group, [])[count:] for group, count in seen.items()}
         return {group: updates for group, updates in new.items() if updates}
@@ -76,7 +76,7 @@ class DraftServer:
 
 
 class DraftClient:
-    """The index of the registered groups, and draft tokens out of it."""
+    """The index of the registered groups, and drafts from it."""
 
     def __init__(self, rule: ProposalRule = RULE) -> None:
         self._forest = SuffixForest(rule.context_tokens)
@@ -84,16 +84,16 @@ class DraftClient:
         self._trees: dict[int, int] = {}
         self._until_s: dict[int, float] = {}
         self._sequences: dict[tuple[int, int], int] = {}
-        self.seen: dict[int, int] = {}  # updates applied, by group: what `fetch` is asked with
+        self.seen: dict[int, int] = {}  # updates applied, by group, for `fetch`
 
     def register_group(self, group_id: int, ttl_s: float = NEVER_S, now_s: float = 0.0) -> None:
-        """Follow a group until `ttl_s` from now; a group that is followed is given more time."""
+        """Follow a group until `ttl_s` from now, or extend the time of a group that is followed."""
         self._until_s[group_id] = now_s + ttl_s
         if group_id not in self._trees:
             self._trees[group_id], self.seen[group_id] = self._forest.plant(), 0
 
     def expire(self, now_s: float) -> list[int]:
-        """Forget the groups whose time is over; returns them."""
+        """Forget the groups whose time is over, and return them."""
         over = [group for group, until_s in self._until_s.items() if until_s <= now_s]
         for group in over:
             self._forest.uproot(self._trees.pop(group))
@@ -102,7 +102,7 @@ class DraftClient:
         return over
 
     def apply(self, fetched: Mapping[int, Sequence[Update]]) -> None:
-        """Put what was fetched into the index; each request's tokens go to its own sequence."""
+        """Add fetched updates to the index; each request's tokens go to its own sequence."""
         sequences, pieces = [], []
         for group, updates in fetched.items():
             for update in updates:
@@ -117,20 +117,20 @@ class DraftClient:
             self._forest.append_batch(sequences, np.concatenate(pieces), offsets)
 
     def batch_speculate(self, live: LiveSlots, max_nodes_A: np.ndarray, max_nodes: int) -> Drafts:
-        """Draft tokens for all live requests at once."""
+        """Draft for all live requests at once."""
         groups = live.group_ids_A.tolist()
         trees_A = np.fromiter((self._trees.get(g, NO_TREE) for g in groups), np.int64, len(groups))
         return self._followers.propose(live, trees_A, max_nodes_A, max_nodes)
 
     def forget_requests(self, request_ids: Sequence[int]) -> None:
-        """These need no draft tokens any more; their tokens stay."""
+        """Stop drafting for these requests; their tokens stay in the index."""
         self._followers.forget(request_ids)
 
 
 class GroupDrafter(Drafter):
-    """Feeds a server with the live requests' tokens, `update_tokens` at a time, and drafts.
+    """Sends the live requests' tokens to a server, `update_tokens` at a time, and drafts.
 
-    `server` is shared by the drafters of several workers; None: one of its own.
+    `server` is shared by the drafters of several workers; None makes a server.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class GroupDrafter(Drafter):
         self._server, self._client = server or DraftServer(), DraftClient(rule)
         self._update_tokens, self._tail = update_tokens, rule.longest
         self._index = RequestIndex()
-        self._sent_F = np.empty(0, np.int64)  # tokens that the server has been told of
+        self._sent_F = np.empty(0, np.int64)  # tokens sent to the server
 
     def propose(self, live: LiveSlots, max_nodes_A: np.ndarray, max_nodes: int) -> Drafts:
         self._send(live, self._update_tokens)
@@ -155,7 +155,7 @@ class GroupDrafter(Drafter):
         self._sent_F[self._index.forget(ids)] = 0
 
     def _send(self, live: LiveSlots, at_least: int) -> None:
-        """Tell the server of the requests with so many new tokens; a prompt's tail comes first."""
+        """Send tokens of requests with `at_least` new ones, beginning with the prompt's tail."""
         tails_A = np.minimum(live.prompt_tokens_A, self._tail)
         lengths_A = live.total_tokens_A - live.prompt_tokens_A + tails_A
         which_A = self._index.of(live)

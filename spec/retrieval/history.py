@@ -1,8 +1,8 @@
 """HistoSpec: drafts from the prompt's own responses of the last epoch (RhymeRL, section 5).
 
-The index of the next step's prompts is built while training runs (`build_index`, in a
-thread of its own: its kernels do not hold the interpreter lock), then handed to the
-drafter of that step. A branch weighs the sum of the rewards of the responses in it.
+The index of the next step's prompts is built while training runs (`build_index`, in a thread:
+its kernels do not hold the interpreter lock), then given to the drafter of that step. The weight
+of a branch is the sum of the rewards of its responses.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from spec.retrieval.suffix_drafter import NO_TREE, RequestFollowers, with_prompt
 from spec.retrieval.suffix_forest import ProposalRule, SuffixForest
 from spec.reuse.rollout_cache import RolloutCache
 
-# Section 5.4: a prefix of 7 tokens, shortened to 3 until it is found; one branch, down which the
-# context grows by up to the 32 draft tokens of its longest window.
+# Section 5.4: a prefix of 7 tokens, shortened down to 3 until it is found; one branch, along which
+# the context grows by up to the 32 draft tokens of the longest window.
 PAPER_RULE = ProposalRule(longest=7, shortest=3, rank_by="weight", max_children=1)
-# Trees are grown by probability, and the last 16 tokens tell as much of it as the whole branch:
+# Trees grow by probability, which the last 16 tokens estimate as well as the whole branch does:
 # counts of longer contexts are smaller (`contexts` of benchmarks/drafts.py).
 RULE = ProposalRule(
     longest=16,
@@ -48,7 +48,7 @@ class HistoryIndex:
 def build_index(
     cache: RolloutCache, prompts: Mapping[str, np.ndarray], rule: ProposalRule = RULE
 ) -> HistoryIndex:
-    """Index what the cache has of `prompts` (prompt ids by key), for drafters of this rule."""
+    """Index the cached responses to `prompts` (prompt ids by key), for drafters of this rule."""
     forest = SuffixForest(rule.context_tokens)
     trees = {}
     for key, prompt in prompts.items():
@@ -62,7 +62,7 @@ def build_index(
 
 
 class HistoryDrafter(Drafter):
-    """Each request follows its prompt's tree; `keys` names the prompt of a group."""
+    """Drafts from the tree of each request's prompt; `keys` names the prompt of a group."""
 
     def __init__(
         self, index: HistoryIndex, keys: Mapping[int, str], rule: ProposalRule = RULE

@@ -19,7 +19,7 @@ from spec.tree import PADDING
 
 REACH = 16  # how far the old response is searched for the last two tokens, to either side
 FOUND, LOST = 0.95, 0.5  # probability of the first draft token, after a match and without one
-NEXT = 0.98  # of each further one
+NEXT = 0.98  # the factor of each further one
 
 
 class _Texts(NamedTuple):

@@ -1,4 +1,4 @@
-"""Drafts from a request's own prompt and response: what followed the last tokens before?"""
+"""Drafts from a request's own prompt and response, in which the last tokens occurred before."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from spec.retrieval.suffix_drafter import NO_TREE, RequestFollowers
 from spec.retrieval.suffix_forest import ProposalRule, SuffixForest
 
 RULE = ProposalRule(longest=8, shortest=2, max_children=2, prior=0.5, min_prob=0.1, path_tokens=0)
-# Columns of what is kept of a request. KNOWN: tokens in its sequence.
+# Columns of the state of a request. KNOWN: tokens in its sequence.
 TREE, SEQUENCE, KNOWN = range(3)
 
 
 class NgramDrafter(Drafter):
-    """A tree per live request, which holds its own text."""
+    """Drafts from a tree of each live request's own text."""
 
     def __init__(self, rule: ProposalRule = RULE) -> None:
         self._forest = SuffixForest(rule.context_tokens)
@@ -45,7 +45,7 @@ class NgramDrafter(Drafter):
 
 
 def new_tokens(live: LiveSlots, known_A: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """All requests' tokens from the known_A-th on, one after another, and where each begins."""
+    """Return the tokens from the known_A-th on, joined over requests, and the offset of each."""
     offsets = np.concatenate([[0], np.cumsum(live.total_tokens_A - known_A)])
     of_T = np.repeat(np.arange(len(live)), np.diff(offsets))
     at_T = np.arange(len(of_T)) - offsets[of_T] + known_A[of_T]

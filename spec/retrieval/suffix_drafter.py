@@ -1,4 +1,4 @@
-"""Live requests that follow trees of a suffix forest: what history, group and own text share."""
+"""Drafts of live requests from a suffix forest, for the history, group and n-gram drafters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NO_TREE = -1
 
 
 class RequestFollowers:
-    """One follower per live request in one forest; drafts from where they stand."""
+    """One follower for each live request in one forest, and drafts from their matches."""
 
     def __init__(self, forest: SuffixForest, rule: ProposalRule, source: Source) -> None:
         self.forest, self._rule, self._source = forest, rule, source
@@ -25,7 +25,7 @@ class RequestFollowers:
     def propose(
         self, live: LiveSlots, trees_A: np.ndarray, max_nodes_A: np.ndarray, max_nodes: int
     ) -> Drafts:
-        """Draft tokens for each request out of its tree; none where the tree is `NO_TREE`."""
+        """Draft for each request from its tree; nothing where the tree is `NO_TREE`."""
         drafts = no_drafts(len(live), max_nodes)
         which_A = self._which(live, trees_A)
         self.forest.follow(
@@ -41,7 +41,7 @@ class RequestFollowers:
         return drafts
 
     def forget(self, request_ids: Iterable[int]) -> None:
-        """These requests have ended."""
+        """Forget requests that have ended."""
         for f in self._index.forget(request_ids):
             self._followers.restart(f, NO_TREE)
 
@@ -60,5 +60,5 @@ class RequestFollowers:
 
 
 def with_prompt_tail(prompt: np.ndarray, response: np.ndarray, num_tokens: int) -> np.ndarray:
-    """A response after the last `num_tokens` of its prompt: so its first tokens have a context."""
+    """Join the last `num_tokens` of a prompt and a response, whose first tokens need a context."""
     return np.concatenate([prompt[max(0, len(prompt) - num_tokens) :], response])

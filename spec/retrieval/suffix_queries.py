@@ -298,7 +298,7 @@ def _expand(a, rule, node, matched, prob, parent, pool, size, room):
 
 @part
 def _draft(a, rule, root, node, matched, pool, room, out, f):
-    """Write row f of `out` best first, from a context or from its longest shorter one that has any."""
+    """Write row f of `out` best first, from a context or a shorter one that has children."""
     tokens_N, parents_N, prob_N = out.tokens_AN[f], out.parents_AN[f], out.prob_AN[f]
     node, matched = trim(a.states, node, matched, rule.longest)
     size, no_parent = np.int64(0), np.int64(k.NONE)
