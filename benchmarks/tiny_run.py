@@ -167,7 +167,7 @@ def opened(config: TrainConfig, inputs: Inputs) -> Iterator[tuple[System, TrainS
     """The parts of a run of any configuration, in a folder that does not outlive it."""
     with (
         tempfile.TemporaryDirectory() as folder,
-        run_setup.opened(
+        run_setup.build(
             config,
             inputs,
             Path(folder),

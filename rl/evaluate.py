@@ -26,6 +26,7 @@ from rl.loop.evaluation import EvaluationConfig, Questions
 from rl.loop.experiment import Inputs, TrainConfig, open_inputs
 from rl.runtime.exit_codes import EXIT_FAILED, EXIT_USAGE
 from rl.runtime.progress import Progress, progress, say
+from rl.runtime.run_files import CONFIG_FILE
 
 DEFAULT_CONFIG = "configs/tiny_cpu.gin"
 
@@ -83,7 +84,7 @@ def _configurations(
     """(what the run trained on, None where no run is named; the evaluation's own)."""
     if run is None:
         return None, load(EvaluationConfig, files or [DEFAULT_CONFIG], overrides)
-    saved = run / "config.gin"
+    saved = run / CONFIG_FILE
     if not saved.is_file():
         raise ConfigError(f"--run: expected a run folder, found no config.gin in {run}")
     return load(TrainConfig, [saved]), load(EvaluationConfig, [saved, *files], overrides)

@@ -24,6 +24,7 @@ from rl.loop import drafter_export
 from rl.loop.experiment import TrainConfig, open_inputs
 from rl.runtime.exit_codes import EXIT_USAGE
 from rl.runtime.progress import say
+from rl.runtime.run_files import CONFIG_FILE
 
 
 def main(argv: Sequence[str]) -> int:
@@ -63,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _configuration(run: Path) -> TrainConfig:
-    saved = run / "config.gin"
+    saved = run / CONFIG_FILE
     if not saved.is_file():
         raise ConfigError(f"expected a run folder, found no config.gin in {run}")
     config = load(TrainConfig, [saved])

@@ -14,6 +14,7 @@ from models.folder import Folder
 from rl.metrics.writer import Row, spread
 from rl.reports.runs import ReportError, Run, load_runs, summarize
 from rl.runtime.progress import say
+from rl.runtime.run_files import REPORT_FOLDER
 
 OVERVIEW_FILE = "report.png"
 PAGE_FILE = "index.html"
@@ -79,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.smooth is not None and arguments.smooth < 1:
         parser.error(f"--smooth {arguments.smooth}: expected at least 1 step")
     first = Path(arguments.runs[0])
-    default = (first.parent if first.is_file() else first) / "report"
+    default = (first.parent if first.is_file() else first) / REPORT_FOLDER
     try:
         written = write_report(
             load_runs(arguments.runs),

@@ -26,8 +26,9 @@ from rl.metrics.writer import DamagedRowError, check_installed
 from rl.rewards.check import check_rewards
 from rl.runtime import devices, host_memory
 from rl.runtime.exit_codes import EXIT_FAILED, EXIT_USAGE
-from rl.runtime.progress import progress, say
-from rl.runtime.signals import EXPORTING, Limits, Watch, leave
+from rl.runtime.progress import Progress, progress, say
+from rl.runtime.run_files import CONFIG_FILE, DRAFTER_MODEL, POLICY
+from rl.runtime.signals import EXPORTING, Limits, Stopped, Watch, leave
 
 DEFAULT_CONFIG = "configs/tiny_cpu.gin"
 
@@ -78,7 +79,7 @@ def _resolve(
     name = Path((files or [DEFAULT_CONFIG])[-1]).stem
     if resume:
         folder = Path(config.run.directory) if config.run.directory else _newest_run(name)
-        saved = folder / "config.gin"
+        saved = folder / CONFIG_FILE
         if not saved.exists():
             raise ConfigError(
                 f"--resume: expected a run in {folder}, found no config.gin there; name the run "
@@ -103,12 +104,12 @@ def _free_folder(name: str) -> Path:
 
 
 def _newest_run(name: str) -> Path:
-    found = [p for p in Path("runs").glob(f"{name}-*") if (p / "config.gin").exists()]
+    found = [p for p in Path("runs").glob(f"{name}-*") if (p / CONFIG_FILE).exists()]
     if not found:
         raise ConfigError(
             f"--resume: no run called {name}-N in ./runs; name one with --gin.Run.directory=…"
         )
-    return max(found, key=lambda p: (p / "config.gin").stat().st_mtime)
+    return max(found, key=lambda p: (p / CONFIG_FILE).stat().st_mtime)
 
 
 def _print_plan(config: TrainConfig, inputs: Inputs, folder: Path) -> int:
@@ -142,26 +143,17 @@ def _print_plan(config: TrainConfig, inputs: Inputs, folder: Path) -> int:
 def _run(config: TrainConfig, inputs: Inputs, folder: Path, before: TrainConfig | None) -> int:
     """Train in `folder`; SIGTERM and Ctrl-C save the last whole step, then exit 75.
 
-    Where there is none to go on from, with the status that the signal stands for.
+    Where there is none to resume from, with the status that the signal stands for.
     """
-    import jax
-
-    from rl.checkpoint.reader import NoWholeCheckpointError, StructureMismatchError
-    from rl.learner.trainer import NonFiniteUpdate
     from rl.loop.setup import run_mesh
-    from rl.loop.train_loop import Stopped, policy_params, train
-    from rl.rewards.process import RewardWorkerError
     from rl.runtime import program_cache
-    from rl.runtime.parallel_compile import TooManyMappings
-    from rl.runtime.waits import Hang
-    from rl.workers.coordinator import WorkerError
 
     try:
         run_mesh(config)
-        there = memory_estimate.devices_of(devices.found())
-        tight = memory_estimate.verdict(
-            memory_estimate.estimate(config, inputs.model, there), there
-        )
+        found = devices.found()
+        there = memory_estimate.devices_of(found)
+        needed = memory_estimate.estimate(config, inputs.model, there)
+        tight = memory_estimate.verdict(needed, there)
         lock = run_folder.begin(config, before)
     except (ValueError, OSError) as error:
         say(f"error: {error}", sys.stderr)
@@ -176,60 +168,67 @@ def _run(config: TrainConfig, inputs: Inputs, folder: Path, before: TrainConfig 
         Watch(limits, standing=standing, say=show.message, close=show.close) as watch,
     ):
         verb = "running" if before is None else "resuming"
-        show.message(f"{verb} in {folder} on {jax.devices()[0].device_kind} × {jax.device_count()}")
-        for warning in filter(None, (devices.warning(), unkept, tight)):
-            show.message(f"warning: {warning}")
-        for remark in remarks(config, inputs):
-            show.message(remark)
-        try:
-            state = train(
-                config,
-                inputs,
-                folder,
-                show=show,
-                watch=watch,
-                clock=time.perf_counter,
-            )
-        except Stopped:
-            step, words = standing()
-            show.message(f"stopped and saved; {words}" if step else f"stopped; {words}")
-            return watch.exit_status
-        except (
-            NonFiniteUpdate,
-            TooManyMappings,
-            RewardWorkerError,
-            WorkerError,
-            Hang,
-            NoWholeCheckpointError,
-            StructureMismatchError,
-            DamagedRowError,
-            OSError,  # a full disk, a link in the folder
-        ) as error:
-            show.message(f"error: {error}")
-            return EXIT_FAILED
-        try:
-            watch.at(EXPORTING)
-            places = _export(config, inputs, folder, policy_params(state))
-        except OSError as error:
-            show.message(f"error: the policy could not be written: {error}")
-            return EXIT_FAILED
-        show.message(f"done; {places}; python -m rl.report {folder}")
-    return 0
+        show.message(f"{verb} in {folder} on {found[0].device_kind} × {len(found)}")
+        for text in filter(None, (devices.warning(), unkept, tight)):
+            show.message(f"warning: {text}")
+        for text in remarks(config, inputs):
+            show.message(text)
+        return _train(config, inputs, folder, show, watch)
 
 
-def _export(config: TrainConfig, inputs: Inputs, folder: Path, params: Params) -> str:
-    """The trained policy as a Hugging Face folder, and its drafter; says where they are."""
+def _train(config: TrainConfig, inputs: Inputs, folder: Path, show: Progress, watch: Watch) -> int:
+    """Train and export; says how it ended and returns the exit status."""
+    from rl.checkpoint.reader import NoWholeCheckpointError, StructureMismatchError
+    from rl.learner.gradient_accumulation import NonFiniteUpdate
+    from rl.loop.train_loop import policy_params, train
+    from rl.rewards.process import RewardWorkerError
+    from rl.runtime.parallel_compile import TooManyMappings
+    from rl.runtime.waits import Hang
+    from rl.workers.coordinator import WorkerError
+
+    try:
+        state = train(config, inputs, folder, show=show, watch=watch, clock=time.perf_counter)
+    except Stopped:
+        step, words = run_folder.standing(folder)
+        show.message(f"stopped and saved; {words}" if step else f"stopped; {words}")
+        return watch.exit_status
+    except (
+        NonFiniteUpdate,
+        TooManyMappings,
+        RewardWorkerError,
+        WorkerError,
+        Hang,
+        NoWholeCheckpointError,
+        StructureMismatchError,
+        DamagedRowError,
+        OSError,  # a full disk, a link in the folder
+    ) as error:
+        show.message(f"error: {error}")
+        return EXIT_FAILED
+    watch.at(EXPORTING)
+    return _export(config, inputs, folder, policy_params(state), show)
+
+
+def _export(
+    config: TrainConfig, inputs: Inputs, folder: Path, params: Params, show: Progress
+) -> int:
+    """Write the trained policy as a Hugging Face folder, and its drafter; returns the status."""
     from models.hf import save_pretrained
     from rl.loop import drafter_export
 
-    save_pretrained(folder / "policy", inputs.model, params)
-    copy_files(inputs.policy, folder / "policy")
-    text = f"the policy is in {folder / 'policy'}"
-    if config.speculation.learns:
-        target = folder / drafter_export.FOLDER
-        drafter_export.export_finished(config, inputs, folder, params, target)
-        text += f", its drafter in {target}"
-    return text
+    try:
+        save_pretrained(folder / POLICY, inputs.model, params)
+        copy_files(inputs.policy, folder / POLICY)
+        text = f"the policy is in {folder / POLICY}"
+        if config.speculation.learns:
+            target = folder / DRAFTER_MODEL
+            drafter_export.export_finished(config, inputs, folder, params, target)
+            text += f", its drafter in {target}"
+    except OSError as error:
+        show.message(f"error: the policy could not be written: {error}")
+        return EXIT_FAILED
+    show.message(f"done; {text}; python -m rl.report {folder}")
+    return 0
 
 
 if __name__ == "__main__":

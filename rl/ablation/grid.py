@@ -14,7 +14,8 @@ from typing import ClassVar
 
 from rl.config.loader import ConfigError, dump, load
 from rl.loop.experiment import TrainConfig
-from rl.metrics.writer import METRICS_FILE, read_metrics
+from rl.metrics.writer import read_metrics
+from rl.runtime.run_files import CONFIG_FILE, METRICS_FILE, POLICY
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +68,7 @@ class Cell:
     @property
     def done(self) -> bool:
         """True once all steps are done and the policy is written."""
-        return self.steps_done >= self.config.run.steps and (self.folder / "policy").is_dir()
+        return self.steps_done >= self.config.run.steps and (self.folder / POLICY).is_dir()
 
     @property
     def steps_done(self) -> int:
@@ -77,7 +78,7 @@ class Cell:
 
     @property
     def begun(self) -> bool:
-        return (self.folder / "config.gin").is_file()
+        return (self.folder / CONFIG_FILE).is_file()
 
 
 def cells(files: Sequence[str | Path], overrides: Sequence[str], directory: Path) -> list[Cell]:
@@ -108,7 +109,7 @@ def _training_part(whole: AblationRun) -> TrainConfig:
 
 
 def _check_same(cell: Cell) -> None:
-    kept = cell.folder / "config.gin"
+    kept = cell.folder / CONFIG_FILE
     if cell.begun and kept.read_text(encoding="utf-8") != dump(cell.config):
         raise ConfigError(
             f"{cell.folder} holds a run of another configuration: name another folder with "

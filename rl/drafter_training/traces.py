@@ -22,8 +22,8 @@ import numpy as np
 
 from models.config import ModelConfig
 from models.tokenizer import Tokenizer
-from rl.metrics.writer import SAMPLES_FILE
 from rl.packing import Response
+from rl.runtime.run_files import SAMPLES_FILE
 
 IDS = "prompt_ids", "response_ids"
 LEAST_TOKENS = 3  # an entry of training spans three tokens

@@ -12,9 +12,8 @@ from typing import Any
 import numpy as np
 
 from models.folder import replace_file
+from rl.runtime.run_files import TIMELINE_FILE
 from spec.drafter import Acceptance, Drafts, Source
-
-TIMELINE_FILE = "timeline.json"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

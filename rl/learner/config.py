@@ -120,7 +120,7 @@ class TrainSpec:
     total_steps: int = 1
 
     @property
-    def scores_old(self) -> bool:
+    def recomputes_old(self) -> bool:
         """Whether batches are scored before their first update, for the later ones."""
         steps = self.trainer.inner_updates * self.trainer.minibatches
         return self.algorithm.resolved.old_logprobs == "recomputed" and steps > 1

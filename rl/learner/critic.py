@@ -2,7 +2,7 @@
 
 It starts from the policy with a head of zeros and shares nothing with it afterwards. It
 reads the same packed micro-batches: the value of a token is taken where the token is
-predicted. Its jitted steps mirror those of `rl.learner.trainer`, one shape for a whole run.
+predicted. Its steps are those of `rl.learner.gradient_accumulation`, as the policy's are.
 Axes: B rows, T positions, E samples, M their response tokens, D model width.
 """
 
@@ -16,19 +16,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from models import transformer
 from models.config import ModelConfig
 from models.transformer import Params, ParamSpec, param_specs
-from rl.learner import gradient_accumulation, micro_batches
+from rl.learner import gradient_accumulation
 from rl.learner.advantages import gae, whiten
 from rl.learner.config import OptimizerConfig, TrainSpec
-from rl.learner.gradient_accumulation import Accumulator, Health, Report
-from rl.learner.logprobs import cast_for_training, keep_pace, place, unwatched
+from rl.learner.gradient_accumulation import Network, Report, StepScalars
+from rl.learner.logprobs import by_sample, cast_for_training, unwatched
 from rl.learner.losses import LossInputs, TokenStatistics, token_weights
 from rl.learner.micro_batches import CriticTargets, MicroBatch, TrainSample
-from rl.learner.optimizer import CriticState, learning_rate, make_optimizer, settle
+from rl.learner.optimizer import CriticState, make_optimizer, settle
 from rl.learner.policy_losses import clipped_value_loss
 from rl.packing import Shape
 
@@ -104,115 +103,48 @@ def value_loss(
     return total, (jax.lax.stop_gradient(TokenStatistics(sums, {})), finite_B)
 
 
-@partial(jax.jit, static_argnames=("recipe",))
-def start(*, recipe: TrainSpec) -> Accumulator:
-    """An empty accumulator."""
+def _loss(params: Critic, batch: MicroBatch, scalars: StepScalars, recipe: TrainSpec) -> Any:
+    values_EM = values(params, batch, recipe)
+    return value_loss(values_EM, batch.inputs, scalars.num_tokens, recipe.critic.value_clip)
+
+
+def _no_statistics(_: TrainSpec) -> TokenStatistics:
     names = ("critic/value_loss", "critic/clip_fraction", "critic/value_mean", "tokens", "loss")
-    nothing = TokenStatistics({name: jnp.zeros((), jnp.float32) for name in names}, {})
-    return gradient_accumulation.zeros(critic_specs(recipe.model), nothing)
+    return TokenStatistics({name: jnp.zeros((), jnp.float32) for name in names}, {})
 
 
-@partial(jax.jit, static_argnames=("recipe",), donate_argnames=("accumulator",))
-def accumulate(
-    params: Critic,
-    accumulator: Accumulator,
-    batch: MicroBatch,
-    normaliser: jax.Array,
-    *,
-    recipe: TrainSpec,
-) -> tuple[Accumulator, Health]:
-    """Add a micro-batch's gradient to the accumulator, in float32."""
-
-    def loss_of(params: Critic) -> tuple[jax.Array, tuple[TokenStatistics, jax.Array]]:
-        values_EM = values(params, batch, recipe)
-        return value_loss(values_EM, batch.inputs, normaliser, recipe.critic.value_clip)
-
-    gradients, (statistics, finite_B) = jax.grad(loss_of, has_aux=True)(params)
-    specs = critic_specs(recipe.model)
-    return gradient_accumulation.add(accumulator, gradients, statistics, finite_B, specs)
+CRITIC = Network(critic_specs, _loss, optimizer_of, _no_statistics)
 
 
 @partial(jax.jit, static_argnames=("recipe",))
-def inspect(accumulator: Accumulator, step: jax.Array, *, recipe: TrainSpec) -> Report:
-    """As `rl.learner.trainer.inspect`; `step` is the policy's, which steps along."""
-    lr = learning_rate(optimizer_of(recipe), recipe.total_steps, step)
-    return gradient_accumulation.report(accumulator, lr)
-
-
-@partial(jax.jit, static_argnames=("recipe",), donate_argnames=("state",))
-def apply(
-    state: CriticState, gradients: Critic, commit: jax.Array, *, recipe: TrainSpec
-) -> CriticState:
-    """One step of the optimizer; with `commit` False the state as it was (for `warm_up`)."""
-    optimizer = make_optimizer(optimizer_of(recipe), recipe.total_steps)
-    changes, opt_state = optimizer.update(gradients, state.opt_state, state.params)
-    params = optax.apply_updates(state.params, changes)
-    after = CriticState(
-        gradient_accumulation.laid_out(critic_specs(recipe.model), params), opt_state
-    )
-    return jax.tree.map(lambda new, old: jnp.where(commit, new, old), after, state)
-
-
-@partial(jax.jit, static_argnames=("recipe",))
-def score(params: Critic, batch: MicroBatch, *, recipe: TrainSpec) -> jax.Array:
+def token_values(params: Critic, batch: MicroBatch, *, recipe: TrainSpec) -> jax.Array:
     """`values` without gradients, compiled once."""
     return values(params, batch, recipe)
 
 
-def programs(
-    state: CriticState, plain: MicroBatch, judged: MicroBatch, step: jax.Array, recipe: TrainSpec
-) -> list[Any]:
-    """The steps above, lowered for `rl.learner.trainer.warm_up` to compile.
-
-    `plain` and `judged` are empty micro-batches without and with what a critic says.
-    """
-    total = start(recipe=recipe)
-    return [
-        inspect.lower(total, step, recipe=recipe),
-        apply.lower(state, total.gradients, np.bool_(False), recipe=recipe),
-        accumulate.lower(state.params, total, judged, np.float32(1), recipe=recipe),
-        score.lower(state.params, plain, recipe=recipe),
-    ]
-
-
-def run_once(
-    state: CriticState, plain: MicroBatch, judged: MicroBatch, step: jax.Array, recipe: TrainSpec
-) -> CriticState:
-    """Run each step on nothing; the state comes back unchanged, the one given is donated."""
-    score(state.params, plain, recipe=recipe)
-    total, _ = accumulate(state.params, start(recipe=recipe), judged, np.float32(1), recipe=recipe)
-    inspect(total, step, recipe=recipe)
-    return apply(state, total.gradients, np.bool_(False), recipe=recipe)
-
-
-def score_samples(
+def sample_values(
     params: Critic,
     samples: Sequence[TrainSample],
     shape: Shape,
     recipe: TrainSpec,
     on_pass: Callable[[], None] = unwatched,
 ) -> list[np.ndarray]:
-    """The value of each sample's response tokens, float32 [num_tokens]; one fetch."""
-    packed = micro_batches.micro_batches(samples, shape)
-    scored: list[jax.Array] = []
-    for p in packed:
-        scored.append(score(params, place(p.batch), recipe=recipe))
-        keep_pace(scored, on_pass)
-    result: list[np.ndarray] = [np.empty(0, np.float32)] * len(samples)
-    for p, values_EM in zip(packed, jax.device_get(scored), strict=True):
-        for e, i in enumerate(p.sample_indices):
-            result[i] = values_EM[e, : samples[i].trajectory.num_tokens]
-    return result
+    """Return the value of each sample's response tokens, float32 [num_tokens]; one fetch."""
+
+    def run(batch: MicroBatch) -> jax.Array:
+        return token_values(params, batch, recipe=recipe)
+
+    return by_sample(run, samples, shape, on_pass)
 
 
-def judge(
+def evaluate(
     params: Critic,
     samples: list[TrainSample],
     shape: Shape,
     recipe: TrainSpec,
     on_pass: Callable[[], None] = unwatched,
 ) -> tuple[list[TrainSample], dict[str, float]]:
-    """Samples with advantages, returns and values of each token, and how well these were foreseen.
+    """Return the samples with advantages, returns and values of each token, and metrics of these.
 
     The reward is earned at the last token. Explained variance is 1 − Var(returns −
     values) / Var(returns) over all tokens, left out where all returns are equal.
@@ -220,20 +152,21 @@ def judge(
     if not samples:
         return samples, {}
     settings = recipe.critic
-    scored = score_samples(params, samples, shape, recipe, on_pass)
-    lengths_E = np.array([len(v) for v in scored])
+    found = sample_values(params, samples, shape, recipe, on_pass)
+    lengths_E = np.array([len(v) for v in found])
     rewards_E = np.array([s.trajectory.reward for s in samples], np.float64)
     mask_EM = np.arange(lengths_E.max()) < lengths_E[:, None]
     values_EM = np.zeros(mask_EM.shape, np.float32)
-    values_EM[mask_EM] = np.concatenate(scored)
+    values_EM[mask_EM] = np.concatenate(found)
     advantages_EM, returns_EM = gae(
         rewards_E, values_EM, lengths_E, gamma=settings.gamma, gae_lambda=settings.gae_lambda
     )
     if recipe.algorithm.resolved.advantage_normalisation == "batch":
         advantages_EM = whiten(advantages_EM, mask_EM)
-    judged = [
+    evaluated = [
         dataclasses.replace(
-            s, judgement=CriticTargets(advantages_EM[e, :n], returns_EM[e, :n], values_EM[e, :n])
+            s,
+            critic_targets=CriticTargets(advantages_EM[e, :n], returns_EM[e, :n], values_EM[e, :n]),
         )
         for e, (s, n) in enumerate(zip(samples, lengths_E, strict=True))
     ]
@@ -242,7 +175,7 @@ def judge(
     if (variance := float(returns.var(dtype=np.float64))) > 0:
         explained = 1 - float(errors.var(dtype=np.float64)) / variance
         metrics["critic/explained_variance"] = explained
-    return judged, metrics
+    return evaluated, metrics
 
 
 def metrics_of(reports: Sequence[Report]) -> dict[str, float]:

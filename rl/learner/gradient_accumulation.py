@@ -1,19 +1,32 @@
-"""Gradients of micro-batches added up, and the check that stands before they are applied."""
+"""The jitted steps of one optimizer step, and the check that stands before it is applied.
+
+    start → accumulate, once a micro-batch → inspect → check, on the host → apply
+
+Policy and critic share them: a `Network` says what differs, and is their static argument.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
+from models.config import ModelConfig
 from models.sharding import constrain
 from rl.learner import losses
+from rl.learner.config import OptimizerConfig, TrainSpec
 from rl.learner.losses import TokenStatistics
-from rl.learner.micro_batches import Packed, TrainSample
+from rl.learner.micro_batches import MicroBatch, Packed, TrainSample
+from rl.learner.optimizer import CriticState, TrainState, learning_rate, make_optimizer
+from spec.sampling import Processing
+
+State = TypeVar("State", TrainState, CriticState)
 
 
 class NonFiniteUpdate(RuntimeError):
@@ -57,35 +70,124 @@ class Report:
     statistics: TokenStatistics
 
 
-def laid_out(specs: Any, tree: Any) -> Any:
-    """Pin a tree shaped like these parameters' specs to the sharding table."""
-    return jax.tree.map(lambda spec, p: constrain(p, *spec.axes), specs, tree)
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class StepScalars:
+    """What the losses of one optimizer step share; traced.
+
+    `normaliser` divides the policy's loss and `num_tokens` the critic's. `unmoved`: the policy is
+    still the one that the batch began with (`rl.learner.losses.loss`).
+    """
+
+    processing: Processing
+    normaliser: Any
+    num_tokens: Any
+    unmoved: Any
 
 
-def zeros(specs: Any, statistics: TokenStatistics) -> Accumulator:
-    """An accumulator of nothing; `statistics` are neutral ones."""
-    gradients = jax.tree.map(lambda s: jnp.zeros(s.shape, jnp.float32), specs)
-    return Accumulator(laid_out(specs, gradients), statistics)
+@dataclasses.dataclass(frozen=True)
+class Network:
+    """The static part of one trained network: how its steps differ from another's.
+
+    `specs` is the tree of `ParamSpec`, `loss` returns (loss, (statistics, finite_B)) of one
+    micro-batch, `optimizer` the settings, `no_statistics` the neutral statistics of `loss`.
+    """
+
+    specs: Callable[[ModelConfig], Any]
+    loss: Callable[[Any, MicroBatch, StepScalars, TrainSpec], Any]
+    optimizer: Callable[[TrainSpec], OptimizerConfig]
+    no_statistics: Callable[[TrainSpec], TokenStatistics]
+
+    def constrain(self, recipe: TrainSpec, tree: Any) -> Any:
+        """Pin a tree shaped like the network's weights to the sharding table."""
+        specs = self.specs(recipe.model)
+        return jax.tree.map(lambda spec, p: constrain(p, *spec.axes), specs, tree)
 
 
-def add(
+_STATIC = ("network", "recipe")
+
+
+@partial(jax.jit, static_argnames=_STATIC)
+def start(*, network: Network, recipe: TrainSpec) -> Accumulator:
+    """Return an empty accumulator."""
+    specs = network.specs(recipe.model)
+    gradients = jax.tree.map(lambda spec: jnp.zeros(spec.shape, jnp.float32), specs)
+    return Accumulator(network.constrain(recipe, gradients), network.no_statistics(recipe))
+
+
+@partial(jax.jit, static_argnames=_STATIC, donate_argnames=("accumulator",))
+def accumulate(
+    params: Any,
     accumulator: Accumulator,
-    gradients: Any,
-    statistics: TokenStatistics,
-    finite_B: jax.Array,
-    specs: Any,
+    batch: MicroBatch,
+    scalars: StepScalars,
+    *,
+    network: Network,
+    recipe: TrainSpec,
 ) -> tuple[Accumulator, Health]:
-    """One more micro-batch."""
+    """Add a micro-batch's gradient to the accumulator, in float32; compiled once."""
+
+    def loss_of(params: Any) -> Any:
+        return network.loss(params, batch, scalars, recipe)
+
+    gradients, (statistics, finite_B) = jax.grad(loss_of, has_aux=True)(params)
     finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(gradients)]))
     total = jax.tree.map(jnp.add, accumulator.gradients, gradients)
     statistics = losses.add_statistics(accumulator.statistics, statistics)
-    return Accumulator(laid_out(specs, total), statistics), Health(finite_B, finite)
+    return Accumulator(network.constrain(recipe, total), statistics), Health(finite_B, finite)
 
 
-def report(accumulator: Accumulator, lr: jax.Array) -> Report:
-    """The gradient's norm before clipping, the learning rate to come, and the statistics."""
+@partial(jax.jit, static_argnames=_STATIC)
+def inspect(
+    accumulator: Accumulator, step: jax.Array, *, network: Network, recipe: TrainSpec
+) -> Report:
+    """Return the gradient's norm before clipping, the learning rate to come, and the statistics.
+
+    `step` counts the policy's optimizer steps; the critic's are as many.
+    """
+    lr = learning_rate(network.optimizer(recipe), recipe.total_steps, step)
     squares = [jnp.sum(g * g) for g in jax.tree.leaves(accumulator.gradients)]
     return Report(jnp.sqrt(sum(squares)), lr, accumulator.statistics)
+
+
+@partial(jax.jit, static_argnames=_STATIC, donate_argnames=("state",))
+def apply(
+    state: State, gradients: Any, commit: jax.Array, *, network: Network, recipe: TrainSpec
+) -> State:
+    """Make one step of the optimizer; with `commit` False return the state as it was.
+
+    A policy's state is handed in without its critic.
+    """
+    optimizer = make_optimizer(network.optimizer(recipe), recipe.total_steps)
+    changes, opt_state = optimizer.update(gradients, state.opt_state, state.params)
+    params = network.constrain(recipe, optax.apply_updates(state.params, changes))
+    stepped: dict[str, Any] = {"step": state.step + 1} if isinstance(state, TrainState) else {}
+    after = dataclasses.replace(state, params=params, opt_state=opt_state, **stepped)
+    return jax.tree.map(lambda new, old: jnp.where(commit, new, old), after, state)
+
+
+def lower(
+    state: State, batch: MicroBatch, scalars: StepScalars, step: jax.Array, **static: Any
+) -> list[Any]:
+    """Return `inspect`, `apply` and `accumulate`, lowered for the caller to compile."""
+    total = start(**static)
+    return [
+        inspect.lower(total, step, **static),
+        apply.lower(state, total.gradients, np.bool_(False), **static),
+        accumulate.lower(state.params, total, batch, scalars, **static),
+    ]
+
+
+def run_once(
+    state: State, batch: MicroBatch, scalars: StepScalars, step: jax.Array, **static: Any
+) -> State:
+    """Run each step on nothing; the state comes back unchanged, the one given is donated.
+
+    Calls find what was compiled; running them once proves it, and settles their buffers.
+    """
+    total, _ = accumulate(state.params, start(**static), batch, scalars, **static)
+    inspect(total, step, **static)
+    return apply(state, total.gradients, np.bool_(False), **static)
 
 
 def check(

@@ -1,8 +1,8 @@
 """Log-probabilities of given tokens under a policy, without batch × length × vocabulary.
 
 The distribution is the sampler's (after temperature, top-k and top-p), by the
-same `spec.sampling`. `token_logprobs` is what training differentiates; `score`
-and `score_samples` are for references, old policies and checks.
+same `spec.sampling`. `logprobs_and_entropy` is what training differentiates; `token_logprobs`
+and `sample_logprobs` are for references, old policies and checks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from models.sharding import constrain
 from models.transformer import Params
 from rl.learner import micro_batches
 from rl.learner.config import TrainSpec
-from rl.learner.micro_batches import MicroBatch
+from rl.learner.micro_batches import MicroBatch, TrainSample
+from rl.packing import Shape
 from spec.config import SamplingConfig
 from spec.sampling import Processing, log_probs
 
@@ -41,7 +42,7 @@ def cast_for_training(params: Params, dtype: Any) -> Params:
     return dataclasses.replace(cast(params, dtype), embedding_VD=params.embedding_VD)
 
 
-def token_logprobs(
+def logprobs_and_entropy(
     params: Params, batch: MicroBatch, processing: Processing, recipe: TrainSpec
 ) -> tuple[jax.Array, jax.Array]:
     """Log-probability of each sample's response tokens, and entropy there; float32 [E, M] twice.
@@ -98,11 +99,11 @@ def _map_chunks(
 
 
 @partial(jax.jit, static_argnames=("recipe",))
-def score(
+def token_logprobs(
     params: Params, batch: MicroBatch, processing: Processing, *, recipe: TrainSpec
 ) -> tuple[jax.Array, jax.Array]:
-    """`token_logprobs` without gradients, compiled once."""
-    return token_logprobs(params, batch, processing, recipe)
+    """`logprobs_and_entropy` without gradients, compiled once."""
+    return logprobs_and_entropy(params, batch, processing, recipe)
 
 
 def unwatched() -> None:
@@ -132,23 +133,40 @@ def place(batch: Any) -> Any:
     return jax.device_put(batch, NamedSharding(mesh, PartitionSpec(RULES["batch"])))
 
 
-def score_samples(
+def sample_logprobs(
     params: Params,
-    samples: Sequence[micro_batches.TrainSample],
-    shape: micro_batches.Shape,
+    samples: Sequence[TrainSample],
+    shape: Shape,
     sampling: SamplingConfig,
     recipe: TrainSpec,
     on_pass: Callable[[], None] = unwatched,
 ) -> list[np.ndarray]:
-    """Log-probabilities of each sample's response tokens, float32 [num_tokens]; one fetch."""
-    packed = micro_batches.micro_batches(samples, shape)
+    """Return log-probabilities of each sample's response tokens, float32 [num_tokens]."""
     processing = Processing.of(sampling)
-    scored: list[jax.Array] = []
+
+    def run(batch: MicroBatch) -> jax.Array:
+        return token_logprobs(params, batch, processing, recipe=recipe)[0]
+
+    return by_sample(run, samples, shape, on_pass)
+
+
+def by_sample(
+    run: Callable[[MicroBatch], jax.Array],
+    samples: Sequence[TrainSample],
+    shape: Shape,
+    on_pass: Callable[[], None],
+) -> list[np.ndarray]:
+    """Return what `run` gives of each sample's tokens, [num_tokens] each; one fetch.
+
+    `run` turns a micro-batch into an array [E, M]; `on_pass` is called as passes are done.
+    """
+    packed = micro_batches.micro_batches(samples, shape)
+    passes: list[jax.Array] = []
     for p in packed:
-        scored.append(score(params, place(p.batch), processing, recipe=recipe)[0])
-        keep_pace(scored, on_pass)
+        passes.append(run(place(p.batch)))
+        keep_pace(passes, on_pass)
     result: list[np.ndarray] = [np.empty(0, np.float32)] * len(samples)
-    for p, logprobs_EM in zip(packed, jax.device_get(scored), strict=True):
+    for p, found_EM in zip(packed, jax.device_get(passes), strict=True):
         for e, i in enumerate(p.sample_indices):
-            result[i] = logprobs_EM[e, : samples[i].trajectory.num_tokens]
+            result[i] = found_EM[e, : samples[i].trajectory.num_tokens]
     return result

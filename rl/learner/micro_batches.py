@@ -22,7 +22,7 @@ from rl.trajectory import Trajectory
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class CriticTargets:
-    """What a critic makes of each token of a response; float32 [num_tokens]."""
+    """A critic's advantage, return and value of each token of a response; float32 [num_tokens]."""
 
     advantages: np.ndarray
     returns: np.ndarray
@@ -34,14 +34,14 @@ class TrainSample:
     """A trajectory with what training adds to it; log-probs are float32 [num_tokens].
 
     `old_logprobs` of None stands for those of the rollout, `reference_logprobs` of
-    None for no reference, `judgement` of None for no critic.
+    None for no reference, `critic_targets` of None for no critic.
     """
 
     trajectory: Trajectory
     advantage: float
     old_logprobs: np.ndarray | None = None
     reference_logprobs: np.ndarray | None = None
-    judgement: CriticTargets | None = None
+    critic_targets: CriticTargets | None = None
 
     @property
     def name(self) -> str:
@@ -132,8 +132,8 @@ def micro_batches(samples: Sequence[TrainSample], shape: Shape) -> list[Packed]:
     return [_pack(samples, responses, rows, shape) for rows in packing.plan(responses, shape)]
 
 
-def empty(shape: Shape, *, judged: bool = False) -> MicroBatch:
-    """A micro-batch without samples; `judged` has room for what a critic says."""
+def empty(shape: Shape, *, with_critic: bool = False) -> MicroBatch:
+    """A micro-batch without samples; `with_critic` has room for the targets of a critic."""
     B, T, E = shape.rows, shape.length, shape.samples
 
     def ints_BT() -> np.ndarray:
@@ -150,7 +150,7 @@ def empty(shape: Shape, *, judged: bool = False) -> MicroBatch:
         reference_logprobs_BT=floats_EM(),
         emission_logprobs_BT=floats_EM(),
         origins_BT=np.zeros((E, T), np.int32),
-        critic=CriticInputs(floats_EM(), floats_EM(), floats_EM()) if judged else None,
+        critic=CriticInputs(floats_EM(), floats_EM(), floats_EM()) if with_critic else None,
     )
     rows = Packing(ints_BT(), ints_BT(), ints_BT())
     return MicroBatch(ints_BT(), ints_BT(), rows, np.zeros((E, T), np.int32), inputs)
@@ -162,17 +162,17 @@ def _pack(
     layout = packing.lay_out(responses, rows, shape)
     order = layout.order.tolist()
     batch = dataclasses.replace(
-        empty(shape, judged=samples[order[0]].judgement is not None),
+        empty(shape, with_critic=samples[order[0]].critic_targets is not None),
         tokens_BT=layout.tokens_BT,
         targets_BT=layout.targets_BT,
         packing=layout.packing,
     )
     for e, (i, start) in enumerate(zip(order, layout.starts.tolist(), strict=True)):
-        _state(batch, e, samples[i], start + np.arange(samples[i].trajectory.num_tokens))
+        _fill(batch, e, samples[i], start + np.arange(samples[i].trajectory.num_tokens))
     return Packed(batch, layout.order, layout.used_positions)
 
 
-def _state(batch: MicroBatch, e: int, sample: TrainSample, index: np.ndarray) -> None:
+def _fill(batch: MicroBatch, e: int, sample: TrainSample, index: np.ndarray) -> None:
     """Row e of what the loss needs; `index` says where the sample's tokens are predicted."""
     t, n = sample.trajectory, len(index)
     batch.index_EM[e, :n] = index
@@ -186,11 +186,11 @@ def _state(batch: MicroBatch, e: int, sample: TrainSample, index: np.ndarray) ->
     inputs.origins_BT[e, :n] = t.origins
     if sample.reference_logprobs is not None:
         inputs.reference_logprobs_BT[e, :n] = sample.reference_logprobs
-    if sample.judgement is not None:
-        assert inputs.critic is not None, "all samples are judged, or none"
-        inputs.critic.advantages_BT[e, :n] = sample.judgement.advantages
-        inputs.critic.returns_BT[e, :n] = sample.judgement.returns
-        inputs.critic.values_BT[e, :n] = sample.judgement.values
+    if sample.critic_targets is not None:
+        assert inputs.critic is not None, "all samples have targets of the critic, or none"
+        inputs.critic.advantages_BT[e, :n] = sample.critic_targets.advantages
+        inputs.critic.returns_BT[e, :n] = sample.critic_targets.returns
+        inputs.critic.values_BT[e, :n] = sample.critic_targets.values
 
 
 def padding_fraction(packed: Sequence[Packed]) -> float:

@@ -29,9 +29,22 @@ class CriticState:
 class TrainState:
     """Optimizer steps taken (int32), the float32 master parameters, and optax's state.
 
-    `critic` is None for algorithms without one. `behind`, in checkpoints of runs whose rollouts
-    run ahead: the weights that answer the step to come; None while a run trains. `drafter`, in
-    checkpoints of runs with a learned one: its training state (`spec.eagle.training`).
+    `critic` is None for algorithms without one.
+    """
+
+    step: jax.Array
+    params: Params
+    opt_state: Any
+    critic: CriticState | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SavedArrays:
+    """The arrays of a checkpoint: the training state, and what rollouts need beside it.
+
+    Field names are paths on the disk. `behind`, of runs whose rollouts run ahead: the stale
+    weights that answer the step to come. `drafter`, of runs with a learned one: its training state.
     """
 
     step: jax.Array
@@ -40,6 +53,14 @@ class TrainState:
     critic: CriticState | None = None
     behind: Params | None = None
     drafter: Any = None
+
+    @classmethod
+    def of(cls, state: TrainState, behind: Params | None, drafter: Any) -> SavedArrays:
+        return cls(**vars(state), behind=behind, drafter=drafter)
+
+    @property
+    def state(self) -> TrainState:
+        return TrainState(self.step, self.params, self.opt_state, self.critic)
 
 
 def learning_rate(config: OptimizerConfig, total_steps: int, step: jax.Array) -> jax.Array:

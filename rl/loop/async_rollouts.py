@@ -69,8 +69,8 @@ class SyncRollouts:
 
     __call__ = staticmethod(generate)
 
-    def saved(self, state: TrainState, step: int) -> TrainState:
-        return state
+    def stale_params(self, state: TrainState, step: int) -> None:
+        """Nothing runs ahead."""
 
     def state(self) -> dict[str, Any]:
         return {}
@@ -78,17 +78,17 @@ class SyncRollouts:
 
 @contextlib.contextmanager
 def open_source(
-    system: System, first_step: int, behind: Params | None, state: Mapping[str, Any]
+    system: System, first_step: int, stale_params: Params | None, state: Mapping[str, Any]
 ) -> Iterator[SyncRollouts | AsyncRollouts]:
     """Where a run's responses come from, by `Sched.mode`, and what checkpoints hold of it.
 
-    `first_step` is the next one to be trained; of a run that goes on, `behind` are the weights
+    `first_step` is the next one to be trained; of a resumed run, `stale_params` are the weights
     before the last update, and `state` is what the source said before.
     """
     if system.config.sched.mode == "sync":
         yield SyncRollouts()
         return
-    with AsyncRollouts(system, first_step, behind) as pipeline:
+    with AsyncRollouts(system, first_step, stale_params) as pipeline:
         pipeline.load_state(state)
         yield pipeline
 
@@ -96,13 +96,13 @@ def open_source(
 class AsyncRollouts:
     """Called as `rl.loop.generation.generate` is, once a step; a context manager."""
 
-    def __init__(self, system: System, first_step: int, behind: Params | None) -> None:
+    def __init__(self, system: System, first_step: int, stale_params: Params | None) -> None:
         engine, config = system.engine, system.config
         assert isinstance(engine, MultiEngine)
         self._system, self._engine, self._first = system, engine, first_step
         self._weights: dict[int, Params] = {}  # by the step that they answer
-        if behind is not None:
-            self._weights[first_step] = jax.tree.map(np.array, behind)
+        if stale_params is not None:
+            self._weights[first_step] = jax.tree.map(np.array, stale_params)
         scheduler = step_scheduler(
             engine,
             num_steps=config.run.steps - first_step + 1,
@@ -158,13 +158,10 @@ class AsyncRollouts:
         rollouts.metrics.update(remember(system, keys, own, coming if step + 2 <= last else None))
         return rollouts
 
-    def saved(self, state: TrainState, step: int) -> TrainState:
-        """What a checkpoint of `step` holds: its state, and the weights that answer the next."""
-        behind = self._weights[step + 1]
-        return dataclasses.replace(
-            state,
-            behind=jax.tree.map(lambda x, p: jax.device_put(x, p.sharding), behind, state.params),
-        )
+    def stale_params(self, state: TrainState, step: int) -> Params:
+        """The weights that answer the step after this one, for its checkpoint."""
+        stale = self._weights[step + 1]
+        return jax.tree.map(lambda x, p: jax.device_put(x, p.sharding), stale, state.params)
 
     # -- what goes out ----------------------------------------------------------------
 

@@ -14,13 +14,12 @@ from models.transformer import Params, param_specs
 from rl.checkpoint import reader
 from rl.checkpoint.reader import NoWholeCheckpointError
 from rl.drafter_training import export as drafter_folder
-from rl.learner.optimizer import TrainState
+from rl.learner.optimizer import SavedArrays
 from rl.loop import drafter_run
 from rl.loop.experiment import Inputs, TrainConfig
+from rl.runtime.run_files import CHECKPOINTS, DRAFTER, POLICY
 from spec.eagle.model import EagleWeights
 from spec.eagle.training import DrafterState
-
-FOLDER = "drafter_model"  # in the folder of a finished run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +91,7 @@ def _most_trained(run: Path, inputs: Inputs, start: EagleWeights) -> tuple[_Foun
 
 def _own(run: Path, start: EagleWeights) -> _Found:
     """Read the drafter's own checkpoints."""
-    folder = run / drafter_run.FOLDER
+    folder = run / DRAFTER
     found = reader.restore(folder, _template(start), subset=True)
     return _Found(found.arrays, folder, found.warnings)
 
@@ -101,8 +100,8 @@ def _of_run(run: Path, inputs: Inputs, start: EagleWeights) -> tuple[_Found, Par
     """Read the run's checkpoints: drafter, and the policy's embedding and head without layers."""
     shared = dataclasses.replace(param_specs(inputs.model), layers=(), final_norm_D=None)
     shared = jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, jnp.float32), shared)
-    template = TrainState(None, shared, (), drafter=_template(start))  # type: ignore[arg-type]
-    folder = run / "checkpoints"
+    template = SavedArrays(None, shared, (), drafter=_template(start))  # type: ignore[arg-type]
+    folder = run / CHECKPOINTS
     found = reader.restore(folder, template, subset=True)
     return _Found(found.arrays.drafter, folder, found.warnings), found.arrays.params
 
@@ -114,7 +113,7 @@ def _template(start: EagleWeights) -> Any:
 
 
 def _finished_policy(run: Path) -> Params | None:
-    return hf.load_pretrained(run / "policy")[1] if (run / "policy").is_dir() else None
+    return hf.load_pretrained(run / POLICY)[1] if (run / POLICY).is_dir() else None
 
 
 def _write(

@@ -21,6 +21,7 @@ from rl.drafter_training.spot_trainer import SpotTrainer
 from rl.drafter_training.trainer import BufferSink, DrafterTrainer
 from rl.engine.engine import Engine, RolloutEngine
 from rl.loop.experiment import Inputs, TrainConfig
+from rl.runtime.run_files import DRAFTER
 from rl.runtime.waits import Patience
 from rl.speculation.learned_drafter import LearnedDrafter
 from spec.eagle import files as eagle_files
@@ -29,8 +30,6 @@ from spec.eagle.config import DrafterTrainingConfig
 from spec.eagle.data_buffer import DataBuffer
 from spec.eagle.model import EagleWeights
 from spec.eagle.training import DrafterState
-
-FOLDER = "drafter"  # in the run folder
 
 
 def open_drafter(config: TrainConfig, inputs: Inputs) -> EagleWeights:
@@ -164,7 +163,7 @@ def open_run(
         seed=config.run.seed,
         temperature=config.sampling.temperature,
         checkpoints=stack.enter_context(
-            Checkpointer(Folder(folder).folder(FOLDER), keeps, patience)
+            Checkpointer(Folder(folder).folder(DRAFTER), keeps, patience)
         ),
     )
     stack.enter_context(_kept(trainer))

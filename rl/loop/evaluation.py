@@ -18,6 +18,7 @@ from rl.data.tasks import Example, open_tasks
 from rl.engine.rollout_spec import RolloutSpec
 from rl.loop.experiment import Inputs, TrainConfig
 from rl.rewards.pool import RewardPool, Score, ScoreJob
+from rl.runtime.run_files import CHECKPOINTS
 from rl.trajectory import Request, Trajectory
 
 _CANDIDATES = 4  # questions looked at for each one wanted: training may hold some of them
@@ -229,7 +230,7 @@ def load_checkpoint(run: Path, inputs: Inputs, mesh: Any) -> tuple[Any, int, tup
     from models.sharding import param_shardings
     from models.transformer import param_specs
     from rl.checkpoint.reader import restore
-    from rl.learner.optimizer import TrainState
+    from rl.learner.optimizer import SavedArrays
 
     specs = param_specs(inputs.model)
     here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
@@ -241,8 +242,8 @@ def load_checkpoint(run: Path, inputs: Inputs, mesh: Any) -> tuple[Any, int, tup
         specs,
         shardings,
     )
-    template = TrainState(None, params, ())  # type: ignore[arg-type]  # of the state, this alone
-    found = restore(run / "checkpoints", template, subset=True)
+    template = SavedArrays(None, params, ())  # type: ignore[arg-type]  # of the state, this alone
+    found = restore(run / CHECKPOINTS, template, subset=True)
     return found.arrays.params, found.step, found.warnings
 
 

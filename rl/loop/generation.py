@@ -22,11 +22,10 @@ from rl.engine.rollout_spec import RolloutSpec
 from rl.engine.stats import EngineStats, joined
 from rl.learner import trainer
 from rl.learner.advantages import informative_groups
-from rl.learner.config import TrainSpec
+from rl.learner.trainer import Learner
 from rl.loop.drafter_run import DrafterRun
 from rl.loop.experiment import Inputs, TrainConfig
 from rl.metrics.writer import Timings
-from rl.packing import Shape
 from rl.rewards.pool import RewardPool, Score, ScoreJob
 from rl.rewards.process import RewardWorkerError
 from rl.runtime.progress import Progress
@@ -44,15 +43,13 @@ class System:
 
     config: TrainConfig
     inputs: Inputs
-    recipe: TrainSpec
-    shape: Shape
+    learner: Learner
     engine: RolloutEngine
     cache: RolloutCache
     speculation: Speculation
     reuse: Reuse
     rewards: RewardPool
     order: DataOrder
-    reference: Params | None
     drafter: DrafterRun | None
     show: Progress
     watch: Watch

@@ -23,19 +23,20 @@ from rl.checkpoint import manifest as checkpoint_manifest
 from rl.checkpoint.folders import list_steps, step_folder
 from rl.config.loader import ConfigError, dump, resolve_path
 from rl.loop.experiment import TrainConfig
-from rl.metrics.writer import METRICS_FILE, ROW_FILES, read_metrics
-from rl.warm_up.measured_run import MOVES_FILE, ROUNDS_FILE, read_rounds
-
-CONFIG_FILE = "config.gin"
-MARKER_FILE = ".reprise"  # marks a run's folder, and is locked while the run is going on
-NEWEST_FILE = "newest_checkpoint"  # the step of the newest checkpoint that counted
-CHECKPOINTS, ROLLOUTS, POLICY = "checkpoints", "rollouts", "policy"
-DRAFTER_FOLDERS = ("drafter", "drafter_model")
-OWN_NAMES = (
-    *(CONFIG_FILE, MARKER_FILE, NEWEST_FILE, *ROW_FILES, ROUNDS_FILE, MOVES_FILE),
-    *("timeline.json", "wandb_id", "wandb", "tensorboard", "report"),
-    *(CHECKPOINTS, ROLLOUTS, POLICY, *DRAFTER_FOLDERS),
+from rl.metrics.writer import read_metrics
+from rl.runtime.run_files import (
+    CHECKPOINTS,
+    CONFIG_FILE,
+    DRAFTER_MODEL,
+    MARKER_FILE,
+    METRICS_FILE,
+    NEWEST_FILE,
+    OWN_NAMES,
+    POLICY,
+    ROUNDS_FILE,
 )
+from rl.warm_up.measured_run import read_rounds
+
 # Settings without which it is another experiment; what says only how fast, or where, is left out.
 _EXPERIMENT = ("Task", "Reward", "Policy", "Algorithm", "Critic", "Sampling", "Reuse")
 _EXPERIMENT_FIELDS = (
@@ -110,7 +111,7 @@ def check(config: TrainConfig, *, resume: bool) -> Path:
 def is_finished(folder: Path, config: TrainConfig) -> bool:
     """Whether all steps are behind the run and what it leaves is there."""
     steps = _whole_steps(folder / CHECKPOINTS)
-    left = [POLICY] + [DRAFTER_FOLDERS[1]] * config.speculation.learns
+    left = [POLICY] + [DRAFTER_MODEL] * config.speculation.learns
     return bool(steps) and steps[0] >= config.run.steps and all((folder / n).is_dir() for n in left)
 
 

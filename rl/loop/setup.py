@@ -1,4 +1,4 @@
-"""The parts of a run: opened, laid out on devices and compiled before its first step."""
+"""A run's parts: made, laid out on devices and compiled before its first step."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,30 +17,40 @@ from jax.sharding import Mesh
 from models import hf
 from models.folder import Folder
 from models.sharding import make_mesh
+from models.transformer import Params
 from rl.data.prompts import DataOrder
+from rl.engine.engine import Engine, RolloutEngine
 from rl.learner import critic, trainer
-from rl.learner.optimizer import TrainState
-from rl.loop import drafter_run, experiment, rollout_setup
+from rl.learner.config import TrainSpec
+from rl.learner.optimizer import TrainState, init_state, make_optimizer
+from rl.learner.trainer import Learner
+from rl.loop import drafter_run, experiment
 from rl.loop.drafter_run import DrafterRun
 from rl.loop.experiment import Inputs, TrainConfig
 from rl.loop.generation import System
-from rl.loop.run_folder import ROLLOUTS
 from rl.rewards.pool import RewardPool
 from rl.runtime import devices
+from rl.runtime.parallel_compile import OnCompiled
 from rl.runtime.progress import Progress
+from rl.runtime.run_files import MOVES_FILE, ROLLOUTS, ROUNDS_FILE
 from rl.runtime.signals import Watch
 from rl.runtime.waits import Patience
 from rl.speculation.device_drafters import DeviceDrafterSource
 from rl.speculation.draft_model import DraftModel
 from rl.speculation.reuse import Reuse
 from rl.speculation.sources import Speculation
-from rl.workers.multi_engine import split_devices
-from spec.budget.config import LEARNED, MODEL
+from rl.warm_up import compile_buckets, transfer_times
+from rl.warm_up.host_kernels import compile_host_kernels
+from rl.warm_up.round_times import load_or_measure
+from rl.workers.multi_engine import MultiEngine, make_engines, split_devices
+from spec.budget.bandit_budget import node_counts
+from spec.budget.config import BANDIT, LEARNED, MODEL
 from spec.reuse.rollout_cache import RolloutCache
+from spec.sampling import step_key
 
 
 @contextlib.contextmanager
-def opened(
+def build(
     config: TrainConfig,
     inputs: Inputs,
     folder: Path,
@@ -48,7 +59,10 @@ def opened(
     watch: Watch,
     clock: Callable[[], float],
 ) -> Iterator[tuple[System, TrainState]]:
-    """The parts of a run, warm, and its first state; the folder holds what is spilled and timed."""
+    """Make a run's parts, compile all that it can need, and yield them with its first state.
+
+    `folder` is the run's: what is spilled and timed goes there.
+    """
     with contextlib.ExitStack() as stack:
         mesh = run_mesh(config)
         if mesh is not None:
@@ -67,66 +81,79 @@ def opened(
             drafters[LEARNED] = drafter.trainer.learned
         if config.speculation.asks_model:
             drafters[MODEL] = DraftModel.load(config.draft_model)
-        patience = Patience(config.run.hang_limit_s, watch.alive)
         speculation = stack.enter_context(
             Speculation(
                 *(config.speculation, cache, drafters, config.tuner),
                 seed=config.run.seed,
-                patience=patience,
+                patience=Patience(config.run.hang_limit_s, watch.alive),
             )
         )
-        pool = stack.enter_context(RewardPool(config.reward, tasks=config.task.specs))
-        yield build(config, inputs, folder, mesh, pool, cache, speculation, drafter, show, watch)
+        rewards = stack.enter_context(RewardPool(config.reward, tasks=config.task.specs))
+        greedy = config.sampling.temperature == 0
+        reuse = Reuse(config.reuse, cache, seed=config.run.seed, greedy=greedy)
+        learner, state = _learner(config, inputs, mesh)
+        engine = _engine(config, inputs, mesh, learner.recipe, drafter)
+
+        def told(what: str, done: int, total: int) -> None:
+            watch.alive()
+            show.compiling(what, done, total)
+
+        weights = trainer.cast_params(state.params, engine.dtype)
+        _warm_up(config, engine, weights, speculation, folder, partial(told, "rollouts"))
+        if drafter is not None:
+            drafter_run.warm_up(drafter, engine, weights)
+        state = trainer.warm_up(
+            state, learner.shape, recipe=learner.recipe, told=partial(told, "training")
+        )
+        order = DataOrder(len(inputs.task), config.run.seed)
+        yield (
+            System(
+                config=config,
+                inputs=inputs,
+                learner=learner,
+                engine=engine,
+                cache=cache,
+                speculation=speculation,
+                reuse=reuse,
+                rewards=rewards,
+                order=order,
+                drafter=drafter,
+                show=show,
+                watch=watch,
+            ),
+            state,
+        )
 
 
-def build(
-    config: TrainConfig,
-    inputs: Inputs,
-    folder: Path,
-    mesh: Mesh | None,
-    pool: RewardPool,
-    cache: RolloutCache,
-    speculation: Speculation,
-    drafter: DrafterRun | None,
-    show: Progress,
-    watch: Watch,
-) -> tuple[System, TrainState]:
-    """Load the policy, lay out the training state, and compile all that the run can need."""
+def _learner(config: TrainConfig, inputs: Inputs, mesh: Mesh | None) -> tuple[Learner, TrainState]:
+    """Load the policy and lay out the training state."""
     recipe = experiment.recipe(config, inputs.model)
     _, params = hf.load_pretrained(inputs.policy, mesh, dtype=jnp.float32)
     reference = jax.tree.map(jnp.copy, params) if config.algorithm.needs_reference else None
-    judge = critic.init(params, recipe) if config.algorithm.resolved.needs_critic else None
-    state = trainer.init_state(params, trainer.make_optimizer(config.optimizer, recipe.total_steps))
-    state = dataclasses.replace(state, critic=judge)
-    greedy = config.sampling.temperature == 0
-    reuse = Reuse(config.reuse, cache, seed=config.run.seed, greedy=greedy)
-    engine = rollout_setup.make_engine(config, inputs, mesh, recipe.trainer.dtype, drafter)
+    values = critic.init(params, recipe) if config.algorithm.resolved.needs_critic else None
+    state = init_state(params, make_optimizer(config.optimizer, recipe.total_steps))
     shape = trainer.batch_shape(recipe, config.longest_tokens)
-    weights = trainer.cast_params(state.params, engine.dtype)
-    told = partial(_compiled, show, watch, "rollouts")
-    rollout_setup.warm_up(config, engine, weights, speculation, folder, told)
+    learner = Learner(recipe, shape, config.sampling, config.run.seed, reference)
+    return learner, dataclasses.replace(state, critic=values)
+
+
+def _engine(
+    config: TrainConfig,
+    inputs: Inputs,
+    mesh: Mesh | None,
+    recipe: TrainSpec,
+    drafter: DrafterRun | None,
+) -> RolloutEngine:
+    """One engine on the trainer's devices, or several workers on devices of their own."""
+    options: dict[str, Any] = {"dtype": recipe.trainer.dtype}
     if drafter is not None:
-        drafter_run.warm_up(drafter, engine, weights)
-    told = partial(_compiled, show, watch, "training")
-    state = trainer.warm_up(state, shape, recipe=recipe, told=told)
-    order = DataOrder(len(inputs.task), config.run.seed)
-    system = System(
-        config,
-        inputs,
-        recipe,
-        shape,
-        engine,
-        cache,
-        speculation,
-        reuse,
-        pool,
-        order,
-        reference,
-        drafter,
-        show,
-        watch,
-    )
-    return system, state
+        options["feature_layers"] = drafter.trainer.learned.config.feature_layers
+    if config.sched.workers == 1 and config.sched.mode == "sync":
+        return Engine(inputs.model, config.engine, mesh=mesh, **options)
+    engines = make_engines(inputs.model, config.engine, config.sched, **options)
+    spot = None if drafter is None else drafter.spot
+    limit_s = config.run.hang_limit_s
+    return MultiEngine(engines, config.sched, seed=config.run.seed, spot=spot, hang_limit_s=limit_s)
 
 
 def run_mesh(config: TrainConfig) -> Mesh | None:
@@ -143,7 +170,70 @@ def run_mesh(config: TrainConfig) -> Mesh | None:
     return make_mesh(config.mesh, available)
 
 
-def _compiled(show: Progress, watch: Watch, what: str, done: int, total: int) -> None:
-    """One more program is compiled."""
-    watch.alive()
-    show.compiling(what, done, total)
+def _node_sizes(config: TrainConfig) -> compile_buckets.NodeSizes | None:
+    """The sizes of trees that rounds can have, by slots; None: all.
+
+    A bandit has one for each range of batch sizes, so that fewer programs are kept.
+    """
+    if config.speculation.budget != BANDIT:
+        return None
+    engine, tuner = config.engine, config.tuner
+    sizes = engine.node_sizes(engine.max_nodes)
+
+    def nodes(num_slots: int) -> set[int]:
+        wanted = node_counts(tuner, num_slots)
+        return {next(n for n in sizes if n >= count) for count in wanted}
+
+    return nodes
+
+
+def _warm_up(
+    config: TrainConfig,
+    engine: RolloutEngine,
+    weights: Params,
+    speculation: Speculation,
+    folder: Path,
+    told: OnCompiled,
+) -> None:
+    """Compile all that rollouts can need, and time what the budget and the scheduler decide by."""
+    engine.do(partial(_warm_up_here, config, engine, weights, speculation, folder, told))
+    jax.block_until_ready(step_key(0, 0))  # in this thread, under the trainer's mesh
+
+
+def _warm_up_here(
+    config: TrainConfig,
+    engine: RolloutEngine,
+    weights: Params,
+    speculation: Speculation,
+    folder: Path,
+    told: OnCompiled,
+) -> None:
+    reach = compile_buckets.Reach(
+        config.rollout.num_requests,
+        config.rollout.max_prompt_tokens,
+        speculative=config.speculation.enabled,
+        reuse=config.reuse.enabled,
+        moves=isinstance(engine, MultiEngine),
+        drafters=speculation.drafters,
+        nodes=_node_sizes(config),
+    )
+    for one in engine.engines:
+        placed = one.place(weights)
+        compile_buckets.warm_up(one, placed, config.sampling, reach, told)
+    # workers are alike: the last one's times are those of all
+    if isinstance(engine, MultiEngine):
+        most = {"max_requests": reach.max_requests, "max_tokens": config.longest_tokens}
+        moves = transfer_times.measure(one, placed, **most, path=folder / MOVES_FILE)
+        engine.prefer_pool = moves.prefers_copy
+    if reach.speculative:
+        path, sampling = folder / ROUNDS_FILE, config.sampling
+        speculation.times = load_or_measure(path, one, placed, sampling, reach)
+        compile_host_kernels(
+            config.speculation,
+            speculation.times,
+            one,
+            placed,
+            sampling,
+            speculation.drafters,
+            config.tuner,
+        )

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import jax
 import numpy as np
@@ -24,16 +24,16 @@ from rl.checkpoint.reader import NoWholeCheckpointError
 from rl.engine.stats import EngineStats, save_timeline
 from rl.learner import trainer
 from rl.learner.advantages import overlong_penalties, response_advantages, reward_statistics
-from rl.learner.optimizer import TrainState
+from rl.learner.optimizer import SavedArrays, TrainState
 from rl.loop import setup as run_setup
 from rl.loop.async_rollouts import AsyncRollouts, SyncRollouts, open_source
 from rl.loop.experiment import Inputs, TrainConfig
 from rl.loop.generation import Rollouts, System, generate, leave_if_asked, tell_failures
-from rl.loop.run_folder import CHECKPOINTS, NEWEST_FILE
 from rl.metrics.step_metrics import sample_rows, step_metrics
 from rl.metrics.writer import MetricsWriter, Timings
 from rl.rewards.process import RewardWorkerError
 from rl.runtime.progress import Progress
+from rl.runtime.run_files import CHECKPOINTS, NEWEST_FILE
 from rl.runtime.signals import SAVING, Stopped, Watch
 from rl.runtime.waits import Hang, Patience
 from rl.trajectory import Trajectory
@@ -74,42 +74,99 @@ def train(
         )
         metrics = stack.enter_context(MetricsWriter(folder, config.metrics))
         system, state = stack.enter_context(
-            run_setup.opened(config, inputs, folder, show=show, watch=watch, clock=clock)
+            run_setup.build(config, inputs, folder, show=show, watch=watch, clock=clock)
         )
-        place, state, host = _resume(checkpoints, state, system)
-        metrics.truncate_to_step(place.step)
+        position, state, stale_params, host = _resume(checkpoints, state, system)
+        metrics.truncate_to_step(position.step)
         source = stack.enter_context(
-            open_source(system, place.step + 1, state.behind, host.get("source", {}))
+            open_source(system, position.step + 1, stale_params, host.get("source", {}))
         )
-        state = dataclasses.replace(state, behind=None, drafter=None)
-        saved, skipped = place.step, 0
-        learnt = _learnt(system, source)
-        _mark(system)
-
-        def save() -> None:
-            host = _host_state(system, place) | learnt
-            arrays = source.saved(state, place.step)
-            if system.drafter is not None:
-                drafter, host["drafter"] = system.drafter.saved()
-                arrays = dataclasses.replace(arrays, drafter=drafter)
-            checkpoints.save(place.step, arrays, host, _spilled(system.cache))
-
-        with _saving_when_stopped(system, lambda: (saved, place, state), save, checkpoints):
-            while (done := place.step) < config.run.steps:
-                timings = Timings(clock, partial(_begins, show, watch, place.step + 1))
-                state, place, wrote = train_step(system, state, place, timings, source)
-                done, learnt = place.step, _learnt(system, source)
-                _mark(system)
-                with timings.section("checkpoint"):
-                    if config.checkpoint.due(done) or done == config.run.steps:
-                        save_timeline(folder, done, wrote.stats.timeline)
-                        save()
-                        saved = done
-                row = wrote.metrics | {"num_tokens": place.num_tokens}
-                metrics.write_samples(done, wrote.samples)
-                show.step(metrics.write(done, row | _speed(row, timings.seconds())))
-                skipped = _in_a_row(skipped, row, done)
+        keeper = stack.enter_context(_Keeper(system, checkpoints, source, state, position))
+        skipped = 0
+        while position.step < config.run.steps:
+            timings = Timings(clock, partial(_begins, show, watch, position.step + 1))
+            state, position, record = train_step(system, state, position, timings, source)
+            keeper.whole_step(state, position)
+            done = position.step
+            with timings.section("checkpoint"):
+                if config.checkpoint.due(done) or done == config.run.steps:
+                    save_timeline(folder, done, record.stats.timeline)
+                    keeper.save()
+            row = record.metrics | {"num_tokens": position.num_tokens}
+            metrics.write_samples(done, record.samples)
+            show.step(metrics.write(done, row | _speed(row, timings.seconds())))
+            skipped = _in_a_row(skipped, row, done)
         return state
+
+
+class _Keeper:
+    """Saves the last whole step: when asked to, and before what ends the run goes on its way.
+
+    The step that was under way has left no trace; of one that ends for other reasons than being
+    asked to, what the drafter has learnt stays. Not where an update was refused after others of
+    its step had been applied: the whole step's buffers are gone then, and the newest checkpoint
+    stands.
+    """
+
+    def __init__(
+        self,
+        system: System,
+        checkpoints: Checkpointer,
+        source: SyncRollouts | AsyncRollouts,
+        state: TrainState,
+        position: RunPosition,
+    ) -> None:
+        self._system, self._checkpoints, self._source = system, checkpoints, source
+        self._saved_step = position.step
+        self.whole_step(state, position)
+
+    def whole_step(self, state: TrainState, position: RunPosition) -> None:
+        """Make this step the one that a step left half way goes back to."""
+        system = self._system
+        self._state, self._position = state, position
+        self._learnt = {
+            "reuse": system.reuse.state(),
+            "speculation": system.speculation.state(),
+            "source": self._source.state(),
+        }
+        system.cache.mark()
+        if system.drafter is not None:
+            system.drafter.trainer.buffer.mark()
+
+    def save(self) -> None:
+        system, position = self._system, self._position
+        system.speculation.settle()
+        host = {
+            "num_tokens": position.num_tokens,
+            "cursor": position.cursor,
+            "rollouts": system.cache.state(),
+            **self._learnt,
+        }
+        drafter = None
+        if system.drafter is not None:
+            drafter, host["drafter"] = system.drafter.saved()
+        stale_params = self._source.stale_params(self._state, position.step)
+        arrays = SavedArrays.of(self._state, stale_params, drafter)
+        self._checkpoints.save(position.step, arrays, host, _spilled(system.cache))
+        self._saved_step = position.step
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        ends = (Stopped, trainer.NonFiniteUpdate, RewardWorkerError, WorkerError, Hang)
+        if kind is None or not issubclass(kind, ends):
+            return
+        system = self._system
+        system.watch.at(SAVING)
+        system.speculation.settle()
+        system.cache.undo()
+        if system.drafter is not None:
+            system.drafter.trainer.buffer.undo()
+        whole = not any(x.is_deleted() for x in jax.tree.leaves(self._state))
+        if self._position.step > self._saved_step and whole:
+            self.save()
+        self._checkpoints.wait()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -124,36 +181,39 @@ class StepRecord:
 def train_step(
     system: System,
     state: TrainState,
-    place: RunPosition,
+    position: RunPosition,
     timings: Timings,
-    generate: Callable[..., Rollouts] = generate,
+    source: Callable[..., Rollouts] = generate,
 ) -> tuple[TrainState, RunPosition, StepRecord]:
     """One step: generate, score, compare, update.
 
-    Returns the new state (the given one is donated), the place after the step, and what is
-    to be written of it. `generate` is where responses come from.
+    Returns the new state (the given one is donated), the position after the step, and what is
+    to be written of it. `source` is where responses come from.
     """
-    config, step = system.config, place.step + 1
-    rollouts = generate(system, state.params, place.cursor, step, timings)
+    step = position.step + 1
+    rollouts = source(system, state.params, position.cursor, step, timings)
     tell_failures(system.show, rollouts.scores, step)
-    trajectories, penalty_metrics = punish_length(config, rollouts.trajectories)
-    advantages, reward_metrics = _advantages(config, rollouts, trajectories)
+    trajectories, penalties = punish_length(system.config, rollouts.trajectories)
+    advantages, rewards = _advantages(system.config, rollouts, trajectories)
     used = rollouts.used
     with timings.section("update"):
-        state, update_metrics = trainer.update(
+        state, updates = trainer.update(
             state,
             [t for t, use in zip(trajectories, used, strict=True) if use],
             advantages[used],
-            recipe=system.recipe,
-            shape=system.shape,
-            sampling=config.sampling,
-            step=step,
-            seed=config.run.seed,
-            reference=system.reference,
+            step,
+            system.learner,
             on_pass=partial(leave_if_asked, system),
             on_skip=lambda error: system.show.message(f"warning: skipped: {error}"),
         )
-    system.reuse.after_update(update_metrics)
+    system.reuse.after_update(updates)
+    record = _record(system, rollouts, advantages, step)
+    tokens = position.num_tokens + int(record.metrics.pop("rollout_tokens"))
+    record.metrics.update(rollouts.metrics | rewards | penalties | updates)
+    return state, RunPosition(step, tokens, position.cursor + rollouts.num_asked), record
+
+
+def _record(system: System, rollouts: Rollouts, advantages: np.ndarray, step: int) -> StepRecord:
     row = step_metrics(rollouts.trajectories, rollouts.scores, rollouts.stats, step)
     samples = sample_rows(
         system.inputs.tokenizer,
@@ -161,12 +221,9 @@ def train_step(
         rollouts.trajectories,
         rollouts.completions,
         rollouts.scores,
-        None if config.algorithm.resolved.needs_critic else advantages,
+        None if system.config.algorithm.resolved.needs_critic else advantages,
     )
-    tokens = place.num_tokens + int(row.pop("rollout_tokens"))
-    place = RunPosition(step, tokens, place.cursor + rollouts.num_asked)
-    row |= rollouts.metrics | reward_metrics | penalty_metrics | update_metrics
-    return state, place, StepRecord(row, samples, rollouts.stats)
+    return StepRecord(row, samples, rollouts.stats)
 
 
 def punish_length(
@@ -209,91 +266,35 @@ def _advantages(
 
 def _resume(
     checkpoints: Checkpointer, state: TrainState, system: System
-) -> tuple[RunPosition, TrainState, dict[str, Any]]:
-    """Place, state and host state: those of the newest whole checkpoint, else the start."""
-    template = state
+) -> tuple[RunPosition, TrainState, Params | None, dict[str, Any]]:
+    """Position, state, stale weights and host state of the newest whole checkpoint, or the start's.
+
+    Stale weights are those that answer the next step, where rollouts run ahead.
+    """
+    drafter, behind = system.drafter, None
     if system.config.sched.mode == "pipeline":
         behind = trainer.cast_params(state.params, system.engine.dtype)
-        template = dataclasses.replace(state, behind=behind)
-    if system.drafter is not None:
-        template = dataclasses.replace(template, drafter=system.drafter.trainer.state)
+    template = SavedArrays.of(state, behind, None if drafter is None else drafter.trainer.state)
     try:
         restored = checkpoints.restore(template)
     except NoWholeCheckpointError as error:
         if error.problems:
             raise
-        return RunPosition(), state, {}
+        return RunPosition(), state, None, {}
     for warning in restored.warnings:
         system.show.message(f"warning: {warning}")
     system.show.message(f"resuming after step {restored.step}")
-    if cached := restored.host.get("rollouts"):
+    host, done, arrays = restored.host, restored.step, restored.arrays
+    if cached := host.get("rollouts"):
         files = None if restored.files is None else Folder(restored.files)
         system.cache.load_state(cached, files, restored.damaged_files)
-    system.reuse.load_state(restored.host.get("reuse", {}))
-    system.speculation.load_state(restored.host.get("speculation", {}))
-    if system.drafter is not None:
-        exact = system.drafter.spot is None
-        system.drafter.load(restored.arrays.drafter, restored.host["drafter"], exact=exact)
-    host, done = restored.host, restored.step
+    system.reuse.load_state(host.get("reuse", {}))
+    system.speculation.load_state(host.get("speculation", {}))
+    if drafter is not None:
+        drafter.load(arrays.drafter, host["drafter"], exact=drafter.spot is None)
     # checkpoints from before dynamic sampling hold no cursor: it followed from the step
     cursor = int(host.get("cursor", done * system.config.rollout.prompts_per_step))
-    return RunPosition(done, int(host["num_tokens"]), cursor), restored.arrays, host
-
-
-@contextlib.contextmanager
-def _saving_when_stopped(
-    system: System,
-    now: Callable[[], tuple[int, RunPosition, TrainState]],
-    save: Callable[[], None],
-    checkpoints: Checkpointer,
-) -> Iterator[None]:
-    """Save the last whole step before what ends the run goes on its way.
-
-    The step that was under way has left no trace; of one that ends for other reasons than being
-    asked to, what the drafter has learnt stays. Not where an update was refused after others of
-    its step had been applied: the whole step's buffers are gone then, and the newest checkpoint
-    stands.
-    """
-    try:
-        yield
-    except (Stopped, trainer.NonFiniteUpdate, RewardWorkerError, WorkerError, Hang):
-        system.watch.at(SAVING)
-        saved, place, state = now()
-        system.speculation.settle()
-        system.cache.undo()
-        if system.drafter is not None:
-            system.drafter.trainer.buffer.undo()
-        whole = not any(x.is_deleted() for x in jax.tree.leaves(state))
-        if place.step > saved and whole:
-            save()
-        checkpoints.wait()
-        raise
-
-
-def _mark(system: System) -> None:
-    """A step is whole: it is what a step that is left half way goes back to."""
-    system.cache.mark()
-    if system.drafter is not None:
-        system.drafter.trainer.buffer.mark()
-
-
-def _host_state(system: System, place: RunPosition) -> dict[str, Any]:
-    """What a resumed run needs besides arrays, and besides what steps have learnt."""
-    system.speculation.settle()
-    return {
-        "num_tokens": place.num_tokens,
-        "cursor": place.cursor,
-        "rollouts": system.cache.state(),
-    }
-
-
-def _learnt(system: System, source: SyncRollouts | AsyncRollouts) -> dict[str, Any]:
-    """What the host has learnt in whole steps; a step that is left half way is not to add to it."""
-    return {
-        "reuse": system.reuse.state(),
-        "speculation": system.speculation.state(),
-        "source": source.state(),
-    }
+    return RunPosition(done, int(host["num_tokens"]), cursor), arrays.state, arrays.behind, host
 
 
 def _spilled(cache: RolloutCache) -> LinkedFiles | None:

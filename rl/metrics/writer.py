@@ -19,13 +19,14 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from models.folder import Folder
-
-METRICS_FILE = "metrics.jsonl"
-SAMPLES_FILE = "samples.jsonl"
-ROW_FILES = (METRICS_FILE, SAMPLES_FILE)
-TENSORBOARD_FOLDER = "tensorboard"
-WANDB_ID_FILE = "wandb_id"
-WANDB_FOLDER = "wandb"
+from rl.runtime.run_files import (
+    METRICS_FILE,
+    ROW_FILES,
+    SAMPLES_FILE,
+    TENSORBOARD_FOLDER,
+    WANDB_FOLDER,
+    WANDB_ID_FILE,
+)
 
 WALL_CLOCK_PREFIXES = ("time/", "perf/")
 WALL_CLOCK_NAMES = frozenset(

@@ -10,7 +10,8 @@ from typing import Any, Literal
 import numpy as np
 
 from rl.engine.stats import RoundRecord, load_timeline
-from rl.metrics.writer import METRICS_FILE, Row, read_metrics, read_samples
+from rl.metrics.writer import Row, read_metrics, read_samples
+from rl.runtime.run_files import METRICS_FILE
 
 MOST = 1e100  # of a metric that is drawn: matplotlib adds and squares values for its axes
 

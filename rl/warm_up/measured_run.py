@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from models.folder import held, replace_file
+from rl.runtime.run_files import MOVES_FILE, ROUNDS_FILE
 from sched.simulator.measured_costs import MeasuredCosts
 from spec.round_times import RoundTimes
 
-ROUNDS_FILE, MOVES_FILE = "round_times.json", "move_times.json"
 FORMAT = 5  # of the first
 
 

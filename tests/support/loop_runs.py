@@ -75,10 +75,11 @@ def compilations(tiny, folder, *overrides) -> tuple[Finished, list[str], list[st
     at_warm_up: list[int] = []
     build = run_setup.build
 
-    def counting_build(*args):
-        built = build(*args)
-        at_warm_up.append(len(found))
-        return built
+    @contextlib.contextmanager
+    def counting_build(*args, **options):
+        with build(*args, **options) as built:
+            at_warm_up.append(len(found))
+            yield built
 
     with pytest.MonkeyPatch.context() as patch, counted_compilations() as found:
         patch.setattr(run_setup, "build", counting_build)

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from rl.engine.stats import (
-    TIMELINE_FILE,
     EngineStats,
     RoundRecord,
     host_share,
@@ -16,6 +15,7 @@ from rl.engine.stats import (
     speculation_metrics,
 )
 from rl.reports import timeline_plot
+from rl.runtime.run_files import TIMELINE_FILE
 from spec.drafter import Source
 
 

@@ -15,16 +15,18 @@ from models import transformer
 from models.config import MeshConfig, ModelConfig
 from models.sharding import make_mesh, param_shardings
 from rl.learner import critic, micro_batches, trainer
-from rl.learner import logprobs as scoring
 from rl.learner.algorithms import AlgorithmConfig, CriticConfig
 from rl.learner.config import OptimizerConfig, TrainerConfig, TrainSpec
 from rl.learner.critic import Critic, value_loss
+from rl.learner.gradient_accumulation import StepScalars, accumulate, start
+from rl.learner.logprobs import place
 from rl.learner.losses import CriticInputs, LossInputs
 from rl.learner.micro_batches import CriticTargets
 from rl.learner.optimizer import init_state, make_optimizer
 from rl.packing import Shape
 from rl.trajectory import FinishReason, Trajectory
 from spec.config import SamplingConfig
+from spec.sampling import Processing
 
 MODEL = ModelConfig("qwen3", 16, 16, 1, 2, 2, 8, 32, qk_norm=True, eos_token_ids=(15,))
 RECIPE = TrainSpec(
@@ -67,8 +69,8 @@ def some_trajectories(count=8, seed=0, max_response=12):
 
 def run(state, trajectories, *, step=0, recipe=RECIPE, shape=SHAPE):
     zeros = np.zeros(len(trajectories), np.float32)
-    rest = {"recipe": recipe, "shape": shape, "sampling": SAMPLING, "step": step}
-    return trainer.update(state, trajectories, zeros, **rest)
+    learner = trainer.Learner(recipe, shape, SAMPLING)
+    return trainer.update(state, trajectories, zeros, step, learner)
 
 
 def leaves(tree):
@@ -88,7 +90,7 @@ def test_a_new_critic_says_zero_and_shares_no_buffer_with_the_policy():
     params = policy()
     state = critic.init(params, RECIPE)
     samples = select(some_trajectories())
-    for values in critic.score_samples(state.params, samples, SHAPE, RECIPE):
+    for values in critic.sample_values(state.params, samples, SHAPE, RECIPE):
         assert not values.any()
     jax.tree.map(lambda x: x.delete(), params)  # as a donation would
     assert np.isfinite(leaves(state.params.trunk)[0]).all()
@@ -106,7 +108,7 @@ def test_an_untied_policy_lends_its_trunk_without_its_head():
 
 def test_values_are_taken_where_each_token_is_predicted():
     judge, samples = random_critic(), select(some_trajectories())
-    packed = critic.score_samples(judge, samples, Shape(2, 64, 32), RECIPE)
+    packed = critic.sample_values(judge, samples, Shape(2, 64, 32), RECIPE)
     for sample, values in zip(samples, packed, strict=True):
         t = sample.trajectory
         tokens_BT = np.concatenate([t.prompt_ids, t.response_ids])[None]
@@ -117,28 +119,28 @@ def test_values_are_taken_where_each_token_is_predicted():
         assert np.std(values) > 1e-3
 
 
-def test_judgements_by_hand():
+def test_advantages_returns_and_values_by_hand():
     """With gamma = lambda = 1 every return is the reward; advantages are whitened over all."""
     judge, samples = random_critic(), select(some_trajectories())
-    values = critic.score_samples(judge, samples, SHAPE, RECIPE)
-    judged, metrics = critic.judge(judge, samples, SHAPE, RECIPE)
+    values = critic.sample_values(judge, samples, SHAPE, RECIPE)
+    evaluated, metrics = critic.evaluate(judge, samples, SHAPE, RECIPE)
     rewards = [s.trajectory.reward for s in samples]
     assert {0.0, 1.0} == set(rewards)
     raw = np.concatenate([r - v for r, v in zip(rewards, values, strict=True)])
-    got = np.concatenate([s.judgement.advantages for s in judged])
+    got = np.concatenate([s.critic_targets.advantages for s in evaluated])
     np.testing.assert_allclose(got, (raw - raw.mean()) / raw.std(ddof=1), atol=1e-4)
-    for sample, reward, v in zip(judged, rewards, values, strict=True):
-        np.testing.assert_allclose(sample.judgement.returns, reward, atol=1e-5)
-        np.testing.assert_array_equal(sample.judgement.values, v)
+    for sample, reward, v in zip(evaluated, rewards, values, strict=True):
+        np.testing.assert_allclose(sample.critic_targets.returns, reward, atol=1e-5)
+        np.testing.assert_array_equal(sample.critic_targets.values, v)
     returns = np.concatenate([np.full(len(v), r) for r, v in zip(rewards, values, strict=True)])
     wanted = 1 - raw.var() / returns.var()
     assert metrics["critic/explained_variance"] == pytest.approx(wanted, rel=1e-4)
 
 
 def test_without_samples_or_differences_no_variance_is_claimed():
-    assert critic.judge(random_critic(), [], SHAPE, RECIPE) == ([], {})
+    assert critic.evaluate(random_critic(), [], SHAPE, RECIPE) == ([], {})
     same = [dataclasses.replace(t, reward=1.0) for t in some_trajectories()]
-    _, metrics = critic.judge(random_critic(), select(same), SHAPE, RECIPE)
+    _, metrics = critic.evaluate(random_critic(), select(same), SHAPE, RECIPE)
     assert metrics.keys() == {"critic/return_mean"}
 
 
@@ -161,25 +163,28 @@ def gradient_of(samples, shape):
     judge = random_critic()
     packed = micro_batches.micro_batches(samples, shape)
     num_tokens = np.float32(sum(s.trajectory.num_tokens for s in samples))
-    total = critic.start(recipe=RECIPE)
+    scalars = StepScalars(Processing.of(SAMPLING), num_tokens, num_tokens, np.bool_(True))
+    total = start(network=critic.CRITIC, recipe=RECIPE)
     for p in packed:
-        batch = scoring.place(p.batch)
-        total, _ = critic.accumulate(judge, total, batch, num_tokens, recipe=RECIPE)
+        batch = place(p.batch)
+        total, _ = accumulate(judge, total, batch, scalars, network=critic.CRITIC, recipe=RECIPE)
     return np.concatenate([x.ravel() for x in leaves(total.gradients)]), len(packed)
 
 
-def judged_samples():
-    def judgement(n):
+def samples_with_targets():
+    def targets(n):
         zeros = np.zeros(n, np.float32)
         return CriticTargets(zeros, np.linspace(-1, 1, n, dtype=np.float32), zeros)
 
     samples = select(some_trajectories())
-    return [dataclasses.replace(s, judgement=judgement(s.trajectory.num_tokens)) for s in samples]
+    return [
+        dataclasses.replace(s, critic_targets=targets(s.trajectory.num_tokens)) for s in samples
+    ]
 
 
 def test_any_split_into_micro_batches_gives_the_same_gradient():
-    whole, one = gradient_of(judged_samples(), Shape(2, 64, 32))
-    split, some = gradient_of(judged_samples()[::-1], Shape(2, 16, 3))
+    whole, one = gradient_of(samples_with_targets(), Shape(2, 64, 32))
+    split, some = gradient_of(samples_with_targets()[::-1], Shape(2, 16, 3))
     assert one == 1 < some
     assert np.linalg.norm(whole) > 0.01
     assert np.linalg.norm(split - whole) <= 1e-6 * np.linalg.norm(whole)

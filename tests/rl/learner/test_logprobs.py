@@ -85,12 +85,13 @@ def test_scores_equal_the_samplers_logprobs(config):
     for t in (P - 1, 5, T - 2):
         given = TOKENS.copy()
         given[:, t + 1] = tokens[:, t]
-        scored, _ = scoring.score(PARAMS, packed(given), processing, recipe=CHUNKED)
+        scored, _ = scoring.token_logprobs(PARAMS, packed(given), processing, recipe=CHUNKED)
         np.testing.assert_allclose(scored[:, t + 1 - P], emitted[:, t], atol=1e-5)
 
 
 def test_entropy_and_logprob_of_the_plain_distribution():
-    scored, entropy = scoring.score(PARAMS, packed(TOKENS), processing_of(), recipe=CHUNKED)
+    batch, processing = packed(TOKENS), processing_of()
+    scored, entropy = scoring.token_logprobs(PARAMS, batch, processing, recipe=CHUNKED)
     logprobs = np.array(LOGPROBS(TOKENS))[:, P - 1 : -1]
     wanted = np.take_along_axis(logprobs, TOKENS[:, P:, None], axis=2)[..., 0]
     np.testing.assert_allclose(scored[:, : T - P], wanted, atol=1e-5)
@@ -104,7 +105,7 @@ WEIGHTS = np.sin(np.arange(4.0 * (T - P), dtype=np.float32)).reshape(4, T - P)
 @partial(jax.jit, static_argnames=("recipe",))
 @jax.value_and_grad
 def weighted(params, batch, processing, *, recipe):
-    logprobs, _ = scoring.token_logprobs(params, batch, processing, recipe)
+    logprobs, _ = scoring.logprobs_and_entropy(params, batch, processing, recipe)
     return jnp.sum(logprobs[:, : T - P] * WEIGHTS)
 
 
@@ -157,7 +158,7 @@ def test_batch_by_length_by_vocabulary_is_never_alive():
 
     def of(params, chunk_tokens):
         recipe = TrainSpec(model, trainer=TrainerConfig(logprob_chunk_tokens=chunk_tokens))
-        return jnp.sum(scoring.token_logprobs(params, batch, processing_of(), recipe)[0])
+        return jnp.sum(scoring.logprobs_and_entropy(params, batch, processing_of(), recipe)[0])
 
     whole = jax.make_jaxpr(jax.grad(lambda p: of(p, 128)))(params)
     chunked = jax.make_jaxpr(jax.grad(lambda p: of(p, 16)))(params)
@@ -209,7 +210,7 @@ def test_samples_get_the_scores_of_their_own_tokens():
     ]
     shape = Shape(1, 14, 4)
     assert len(micro_batches.micro_batches(samples, shape)) == 3
-    scores = scoring.score_samples(PARAMS, samples, shape, SamplingConfig(), CHUNKED)
+    scores = scoring.sample_logprobs(PARAMS, samples, shape, SamplingConfig(), CHUNKED)
     ids = np.zeros((8, T), np.int32)
     for i, row in enumerate(rows):
         ids[i, : len(row)] = row

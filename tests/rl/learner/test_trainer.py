@@ -16,6 +16,7 @@ from rl.learner import logprobs as scoring
 from rl.learner import micro_batches, trainer
 from rl.learner.advantages import group_advantages, reward_statistics
 from rl.learner.config import OptimizerConfig, TrainerConfig, TrainSpec
+from rl.learner.gradient_accumulation import StepScalars, accumulate, start
 from rl.learner.losses import AlgorithmConfig
 from rl.learner.optimizer import init_state, learning_rate, make_optimizer
 from rl.packing import Shape
@@ -64,9 +65,11 @@ def some_advantages(count=8, seed=0):
     return np.random.default_rng(seed).normal(size=count).astype(np.float32)
 
 
-def run(state, trajectories, advantages, *, step=0, **more):
-    settings = {"recipe": RECIPE, "shape": SHAPE, "sampling": SAMPLING} | more
-    return trainer.update(state, trajectories, advantages, step=step, **settings)
+def run(state, trajectories, advantages, *, step=0, on_pass=None, on_skip=None, **more):
+    learner = trainer.Learner(**{"recipe": RECIPE, "shape": SHAPE, "sampling": SAMPLING} | more)
+    told = {"on_pass": on_pass, "on_skip": on_skip}
+    told = {name: hears for name, hears in told.items() if hears is not None}
+    return trainer.update(state, trajectories, advantages, step, learner, **told)
 
 
 def leaves(tree):
@@ -78,18 +81,13 @@ def gradient_of(samples, shape):
     params = transformer.init(MODEL, jax.random.key(0))
     packed = micro_batches.micro_batches(samples, shape)
     num_tokens = sum(s.trajectory.num_tokens for s in samples)
-    accumulator = trainer.start(recipe=RECIPE)
+    static = {"network": trainer.POLICY, "recipe": RECIPE}
+    normaliser = np.float32(num_tokens)
+    scalars = StepScalars(Processing.of(SAMPLING), normaliser, normaliser, np.bool_(True))
+    accumulator = start(**static)
     for p in packed:
-        batch, processing = scoring.place(p.batch), Processing.of(SAMPLING)
-        accumulator, _ = trainer.accumulate(
-            params,
-            accumulator,
-            batch,
-            processing,
-            np.float32(num_tokens),
-            np.bool_(True),
-            recipe=RECIPE,
-        )
+        batch = scoring.place(p.batch)
+        accumulator, _ = accumulate(params, accumulator, batch, scalars, **static)
     return np.concatenate([x.ravel() for x in leaves(accumulator.gradients)]), len(packed)
 
 
@@ -137,7 +135,7 @@ def test_a_gradient_that_overflows_stops_too():
 
 def logprob_of(params, prompt, response):
     sample = micro_batches.TrainSample(trajectory(0, prompt, response), 0.0)
-    return scoring.score_samples(params, [sample], SHAPE, SAMPLING, RECIPE)[0]
+    return scoring.sample_logprobs(params, [sample], SHAPE, SAMPLING, RECIPE)[0]
 
 
 def test_the_end_token_is_trained():
@@ -251,7 +249,7 @@ def test_a_batch_without_a_usable_sample_is_no_step():
 def test_recorded_logprobs_make_the_first_ratio_one():
     batch, advantages = some_trajectories(), some_advantages()
     params = transformer.init(MODEL, jax.random.key(0))
-    own = scoring.score_samples(
+    own = scoring.sample_logprobs(
         params, micro_batches.select(batch, advantages), SHAPE, SAMPLING, RECIPE
     )
     batch = [dataclasses.replace(t, logprobs=x) for t, x in zip(batch, own, strict=True)]
@@ -335,7 +333,7 @@ def test_inner_updates_minibatches_recomputed_logprobs_and_a_reference(warm):
     assert metrics["kl"] > 0  # 0 in the first step, the policy then leaves the reference
     assert metrics["ratio/min"] < 1 < metrics["ratio/max"]
     # the mismatch is that of the policy that sampled, before it moved
-    first = scoring.score_samples(
+    first = scoring.sample_logprobs(
         warm.reference, micro_batches.select(batch, advantages), warm.shape, SAMPLING, warm.recipe
     )
     worst = max(np.max(np.abs(x + 2.7)) for x in first)
@@ -382,9 +380,10 @@ def test_old_and_reference_logprobs_are_each_policys_own(warm):
     samples = micro_batches.select(some_trajectories(), some_advantages())
     other = jax.tree.map(lambda p: 1.5 * p, warm.reference)
     rest = (warm.shape, SAMPLING, warm.recipe)
-    scored = trainer.with_scores(other, samples, *rest, warm.reference)
-    old = scoring.score_samples(other, samples, *rest)
-    reference = scoring.score_samples(warm.reference, samples, *rest)
+    learner = trainer.Learner(warm.recipe, warm.shape, SAMPLING, reference=warm.reference)
+    scored = trainer.with_logprobs(other, samples, learner)
+    old = scoring.sample_logprobs(other, samples, *rest)
+    reference = scoring.sample_logprobs(warm.reference, samples, *rest)
     for sample, x, y in zip(scored, old, reference, strict=True):
         np.testing.assert_array_equal(sample.old_logprobs, x)
         np.testing.assert_array_equal(sample.reference_logprobs, y)

@@ -12,6 +12,7 @@ from models.config import ModelConfig
 from models.params import num_params
 from rl.config.loader import load
 from rl.learner import micro_batches, trainer
+from rl.learner.gradient_accumulation import StepScalars, accumulate, start
 from rl.loop import memory_estimate
 from rl.loop.experiment import TrainConfig, recipe
 from rl.loop.memory_estimate import Devices
@@ -112,12 +113,14 @@ def shapes_of(tree):
 def test_a_micro_batch_needs_what_is_estimated():
     config = setting()
     options = recipe(config, MODEL)
+    static = {"network": trainer.POLICY, "recipe": options}
     shape = trainer.batch_shape(options, config.longest_tokens)
     params = jax.eval_shape(lambda: transformer.init(MODEL, jax.random.key(0)))
-    total = jax.eval_shape(lambda: trainer.start(recipe=options))
+    total = jax.eval_shape(lambda: start(**static))
     batch = shapes_of(micro_batches.empty(shape))
-    rest = (Processing.of(SamplingConfig()), np.float32(1), np.bool_(True))
-    found = compiled_bytes(trainer.accumulate.lower(params, total, batch, *rest, recipe=options))
+    one = np.float32(1)
+    scalars = StepScalars(Processing.of(SamplingConfig()), one, one, np.bool_(True))
+    found = compiled_bytes(accumulate.lower(params, total, batch, scalars, **static))
     parts_of = parts()
     ours = (
         "gradients",

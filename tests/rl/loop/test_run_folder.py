@@ -15,8 +15,8 @@ from rl.checkpoint.checkpointer import Checkpointer
 from rl.config.loader import ConfigError, dump, load
 from rl.loop import run_folder
 from rl.loop.experiment import TrainConfig
-from rl.loop.run_folder import CHECKPOINTS, CONFIG_FILE, MARKER_FILE, NEWEST_FILE
 from rl.metrics.writer import MetricsConfig, MetricsWriter
+from rl.runtime.run_files import CHECKPOINTS, CONFIG_FILE, MARKER_FILE, NEWEST_FILE
 from rl.warm_up.measured_run import FORMAT
 from spec.round_times import RoundTimes
 

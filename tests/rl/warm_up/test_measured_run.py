@@ -7,12 +7,11 @@ import tiny_team
 
 from rl.config.loader import load
 from rl.engine.engine import Engine
+from rl.runtime.run_files import MOVES_FILE, ROUNDS_FILE
 from rl.simulation.compare import play
 from rl.simulation.config import SimulateRun
 from rl.warm_up import compile_buckets, round_times, transfer_times
 from rl.warm_up.measured_run import (
-    MOVES_FILE,
-    ROUNDS_FILE,
     MoveTimes,
     read_moves,
     read_profile,
