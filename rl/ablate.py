@@ -81,7 +81,7 @@ def _run_all(folder: Path, found: Sequence[Cell], num_examples: int) -> int:
         say(title)
         code = EXIT_STOPPED if stop.asked else _train(folder, cell, stop)
         if code == EXIT_STOPPED or stop.asked:
-            say("stopped; the same command goes on", sys.stderr)
+            say("stopped; the same command resumes it", sys.stderr)
             return EXIT_STOPPED
         if code:
             say(f"error: {title} ended with {code}: see above", sys.stderr)

@@ -30,5 +30,5 @@ class CheckpointConfig:
             )
 
     def due(self, step: int) -> bool:
-        """Whether a run saves after `step`, its last step aside."""
+        """Return whether a run saves after `step`, regardless of its last step."""
         return self.every_steps > 0 and step > 0 and step % self.every_steps == 0

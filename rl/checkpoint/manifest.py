@@ -2,7 +2,7 @@
 
 Invariant: a folder is *whole* when its manifest is byte for byte what was
 written and lists exactly the files that are there, each with its size and
-SHA-256. `write_manifest` is the last write of whoever fills a folder, so that a
+SHA-256. `write_manifest` is the last write when a folder is filled, so that a
 folder without one is unfinished. Nothing here knows of jax or Orbax.
 """
 
@@ -43,7 +43,7 @@ class ManifestError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Content:
-    """What a file holds, as the manifest says it."""
+    """Size and hash of a file."""
 
     num_bytes: int
     sha256: str

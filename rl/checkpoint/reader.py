@@ -140,10 +140,10 @@ def _choose_here(directory: Path, step: int | None) -> tuple[int, tuple[str, ...
     if not candidates:
         raise NoWholeCheckpointError(f"expected a checkpoint in {directory}, found none", {})
     listing = "\n".join(f"  step {s}: {_tell(found)}" for s, found in problems.items())
-    mend = "start afresh, or bring back the files from a copy"
+    mend = "start a new run, or bring back the files from a copy"
     if step is not None:
         others = [s for s in list_steps(directory) if s != step]
-        mend = f"steps that are there besides: {others or 'none'}"
+        mend = f"other steps that are there: {others or 'none'}"
     raise NoWholeCheckpointError(
         f"expected a whole checkpoint in {directory}, got:\n{listing}\n{mend}", problems
     )

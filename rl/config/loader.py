@@ -153,7 +153,7 @@ class _Section:
 
     @property
     def retired(self) -> Mapping[str, object]:
-        """Former fields with their defaults, which the configuration of an older run still sets."""
+        """Former fields with their defaults, which older runs still set in their config.gin."""
         return getattr(self.cls, "RETIRED", {})
 
     def refuse_change(self, field: str, value: object, where: str) -> None:
@@ -216,8 +216,8 @@ class _Section:
             return dataclasses.replace(self.instance, **values)  # type: ignore[type-var]
         except ValueError as error:
             named = [b for f, b in bound.items() if re.search(rf"\b{f}\b", str(error))]
-            places = [f"\n  {b.name} is set at {b.where}" for b in named or bound.values()]
-            raise ConfigError(f"{self.name}: {error}{''.join(places)}") from error
+            lines = [f"\n  {b.name} is set at {b.where}" for b in named or bound.values()]
+            raise ConfigError(f"{self.name}: {error}{''.join(lines)}") from error
 
 
 def _sections(schema: type) -> dict[str, _Section]:

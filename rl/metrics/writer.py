@@ -45,7 +45,7 @@ Row = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class MetricsConfig:
-    """Where metrics go in addition to metrics.jsonl, and how many samples are kept."""
+    """Outputs of metrics in addition to metrics.jsonl, and the number of samples kept."""
 
     tensorboard: bool = True  # TensorBoard events in RUN/tensorboard
     wandb_project: str | None = None  # also log to this Weights & Biases project
@@ -246,7 +246,7 @@ def _rows(path: Path, content: bytes) -> Iterator[tuple[bytes, Row]]:
             if number == len(lines) and not line.endswith(b"\n"):
                 return
             raise DamagedRowError(
-                f"{path}:{number}: damaged row ({error}); delete this line to go on"
+                f"{path}:{number}: damaged row ({error}); delete this line to continue"
             ) from error
         yield line, row
 

@@ -1,4 +1,4 @@
-"""One reward worker process, seen from the parent: start, ask, kill.
+"""The parent's side of a reward worker process: start, ask, kill.
 
 Invariants: `ask` returns or raises within its limits, whatever the worker does, and its answer
 belongs to that sample: every line carries the ticket of its question.

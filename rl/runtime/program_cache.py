@@ -31,7 +31,7 @@ def keep() -> str | None:
         prune(folder, MOST_BYTES)
     except (OSError, RuntimeError) as error:  # a user without a home
         return (
-            f"compiled programs are not kept ({error}): every run compiles them anew; set "
+            f"compiled programs are not kept ({error}): every run compiles them again; set "
             "JAX_COMPILATION_CACHE_DIR to a folder of your own"
         )
     jax.config.update("jax_compilation_cache_dir", str(folder))

@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 
 @dataclasses.dataclass(frozen=True)
 class Patience:
-    """How long to wait without progress; `alive` is called whenever there is some."""
+    """The time to wait without progress; `alive` is called whenever there is some."""
 
     hang_limit_s: float = HANG_LIMIT_S
     alive: Callable[[], object] = lambda: None

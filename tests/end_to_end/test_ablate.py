@@ -52,7 +52,7 @@ def test_a_grid_is_stopped_resumed_and_read(grid, capsys, monkeypatch):
         os.killpg(process.pid, signal.SIGINT)  # Ctrl-C tells all
         output, _ = process.communicate(timeout=120)
     assert process.returncode == 75, output
-    assert "the same command goes on" in output
+    assert "the same command resumes it" in output
     for name, value in env.items():  # of the runs that it starts
         monkeypatch.setenv(name, value)
     assert call_main(ablate.main, *arguments(grid)) == 0

@@ -24,6 +24,8 @@ from rl.loop.evaluation import EvaluationConfig
 from rl.loop.experiment import TrainConfig
 from rl.simulation.config import SimulateRun
 
+GOLDEN = Path(__file__).parents[2] / "golden"
+
 
 @dataclasses.dataclass(frozen=True)
 class RunConfig:
@@ -372,6 +374,11 @@ def test_a_former_field_is_read_with_its_default_only():
     assert load(TrainConfig, [], ["Task.seed_offset=0"]) == load(TrainConfig)
     with pytest.raises(ConfigError, match="Task.seed_offset is no longer a field.* default 0, got"):
         load(TrainConfig, [], ["Task.seed_offset=3"])
+
+
+def test_the_configuration_that_an_older_run_wrote_is_read():
+    """A run is resumed with its own config.gin: a field that goes belongs into `RETIRED`."""
+    assert load(TrainConfig, [GOLDEN / "older_run.gin"]).run.steps > 0
 
 
 # --- command line -----------------------------------------------------------------------

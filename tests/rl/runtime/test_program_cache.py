@@ -63,7 +63,7 @@ def test_another_users_folder_a_link_and_a_file_are_not_used(unset, tmp_path, mo
 def test_a_run_works_without_a_program_cache(unset, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file" / "cache"))
-    assert "every run compiles them anew" in program_cache.keep()
+    assert "every run compiles them again" in program_cache.keep()
 
 
 def test_the_oldest_programs_are_pruned_first(tmp_path):
