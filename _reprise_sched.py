@@ -57,7 +57,7 @@ class ShadowFinder:
             return None
         ours, file = os.path.join(home, top), os.path.join(home, top, *rest)
         exists = os.path.isfile(file + ".py") or os.path.isfile(os.path.join(file, "__init__.py"))
-        found = [os.path.abspath(folder) for folder in path or ()]
+        found = [os.path.abspath(folder) for folder in path or () if isinstance(folder, str)]
         if not exists or os.path.join(ours, *rest[:-1]) in found:
             return None
         raise ModuleNotFoundError(
