@@ -72,7 +72,7 @@ class Layout:
 
 
 def batch_shape(micro_batch_tokens: int, max_tokens: int, *, row_multiple: int = 1) -> Shape:
-    """Rows that hold the longest prompt and response, about `micro_batch_tokens` positions in all.
+    """Return rows for the longest prompt and response, of about `micro_batch_tokens` in all.
 
     `row_multiple` is the ways of the mesh's batch axes: rows are a multiple of it,
     and at least that many. Raises ValueError for sizes below 1.
@@ -90,7 +90,7 @@ def batch_shape(micro_batch_tokens: int, max_tokens: int, *, row_multiple: int =
 
 
 def plan(responses: Sequence[Response], shape: Shape) -> list[list[Row]]:
-    """The responses in as few rows as a greedy search finds, the rows in micro-batches.
+    """Pack the responses into as few rows as a greedy search finds, the rows into micro-batches.
 
     Raises ValueError where a prompt and response do not fit a row.
     """
@@ -107,7 +107,7 @@ def plan(responses: Sequence[Response], shape: Shape) -> list[list[Row]]:
 
 
 def _fill_rows(responses: Sequence[Response], shape: Shape) -> list[Row]:
-    """Whole groups where they fit, largest first, into the fullest row that has the room.
+    """Put whole groups, largest first, into the fullest row that has room.
 
     A group that no single row holds is split, and its prompt computed once in each.
     """
@@ -155,7 +155,7 @@ def _fill_rows(responses: Sequence[Response], shape: Shape) -> list[Row]:
 
 
 def lay_out(responses: Sequence[Response], rows: Sequence[Row], shape: Shape) -> Layout:
-    """The arrays of one micro-batch of `plan`; rows that it does not fill are padding."""
+    """Return the arrays of one micro-batch of `plan`; rows that it does not fill are padding."""
     from models.attention import Packing
 
     tokens_BT, targets_BT, positions_BT, prompt_BT, branch_BT = np.zeros(

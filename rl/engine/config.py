@@ -50,11 +50,11 @@ class EngineConfig:
             )
 
     def slot_bucket(self, num_requests: int) -> int:
-        """The bucket of slots that holds so many requests, or the largest."""
+        """Return the bucket of slots that holds `num_requests`, or the largest."""
         return bucket(num_requests, self.min_slots, max(self.slots, self.min_slots))
 
     def position_sizes(self, longest_tokens: int) -> list[int]:
-        """Buckets of cache positions for prompts and responses of so many tokens, smallest first.
+        """Return the buckets of cache positions, smallest first, for requests of `longest_tokens`.
 
         They double, but the last one holds the longest request with a tree at its end, and
         less than `POSITIONS_MULTIPLE` more.
@@ -67,7 +67,7 @@ class EngineConfig:
         return sizes
 
     def node_sizes(self, room: int) -> list[int]:
-        """Buckets of tree nodes, smallest first, that fit into `room` cache positions."""
+        """Return the buckets of tree nodes, smallest first, that fit into `room` positions."""
         sizes, n = [], self.min_nodes
         while n < self.max_nodes:
             sizes.append(n)
@@ -75,7 +75,7 @@ class EngineConfig:
         return [n for n in (*sizes, self.max_nodes) if 1 < n <= room]
 
     def verify_shapes(self, longest_tokens: int) -> tuple[Shape, Shape]:
-        """The shape of a packed verification pass, and that of one row of it."""
+        """Return the shape of a packed verification pass, and that of one row of it."""
         length = max(bucket(longest_tokens, self.min_positions), self.verify_row_tokens)
         rows = max(1, self.verify_tokens // length)
         return Shape(rows, length, rows * length), Shape(1, length, length)

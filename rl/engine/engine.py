@@ -163,7 +163,7 @@ class Engine(ModelRunner):
         return preemption.num_fitting(first, self._table, self._fetch_tokens, budget, limit)
 
     def _preempt(self) -> None:
-        """Rows that do not fit any more are freed, and their requests wait to be recomputed."""
+        """Free rows that do not fit any more; their requests wait to be recomputed."""
         if self._source is None:
             return
         table = self._table
@@ -308,7 +308,7 @@ class Engine(ModelRunner):
         return [table.retire(b, spec.stop_ids, spec.policy_version) for b in whole_rows]
 
     def _end_chunks(self, source: RequestSource, rows: Sequence[int]) -> None:
-        """Each of these requests resumes here, or leaves with the tokens that it has."""
+        """Let each of these requests resume here, or leave with the tokens that it has."""
         table, leaving = self._table, []
         for row in rows:
             request_id = int(table.request_ids_B[row])
@@ -343,7 +343,7 @@ class RolloutEngine(Protocol):
 
     @property
     def engines(self) -> Sequence[Engine]:
-        """One for each worker."""
+        """Return the engine of each worker."""
         ...
 
     def do(self, work: Callable[[], object]) -> None:

@@ -144,21 +144,21 @@ class ModelRunner:
         return found
 
     def prefill_options(self) -> dict[str, Any]:
-        """The static arguments of `cache_ops.prefill`."""
+        """Return the static arguments of `cache_ops.prefill`."""
         chunk_tokens = self.config.prefill_chunk_tokens
         return {"config": self.model, "chunk_tokens": chunk_tokens} | self._cache_options()
 
     def decode_options(self, scheme: Draw) -> dict[str, Any]:
-        """The static arguments of `decode_rounds`."""
+        """Return the static arguments of `decode_rounds`."""
         max_rounds = self.config.rounds_per_fetch
         return {"config": self.model, "scheme": scheme, "max_rounds": max_rounds}
 
     def verify_options(self, scheme: Draw) -> dict[str, Any]:
-        """The static arguments of `verify_round`."""
+        """Return the static arguments of `verify_round`."""
         return {"config": self.model, "scheme": scheme}
 
     def verify_packed_options(self, scheme: Draw) -> dict[str, Any]:
-        """The static arguments of `verify_packed`; a pass has as many tokens as one of prefill."""
+        """Return the static arguments of `verify_packed`; a chunk has a prefill pass's tokens."""
         tokens = self.config.prefill_rows * self.config.prefill_chunk_tokens
         return self.verify_options(scheme) | {"chunk_tokens": tokens} | self._cache_options()
 
@@ -178,6 +178,7 @@ class ModelRunner:
         return x if self.mesh is None else self.put(x)
 
     def put(self, x: Any) -> jax.Array:
+        """Put an array whole on each of these devices."""
         if self.mesh is None:
             return jax.device_put(x, self.device)
         return jax.device_put(x, NamedSharding(self.mesh, PartitionSpec()))
@@ -211,6 +212,7 @@ class ModelRunner:
         return None if self.device is None else SingleDeviceSharding(self.device)
 
     def mesh_context(self) -> Any:
+        """Return the context that steps on these devices are called in."""
         if self.mesh is not None:
             return jax.set_mesh(self.mesh)
         return jax.default_device(self.device)  # None too: a thread may be at another runner's

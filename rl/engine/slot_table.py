@@ -63,7 +63,7 @@ class SlotTable:
 
     @property
     def cached_tokens_B(self) -> np.ndarray:
-        """Live cache positions: all tokens but the last."""
+        """Return the live cache positions: all tokens but the last."""
         return self.total_tokens_B - 1
 
     @property
@@ -71,7 +71,7 @@ class SlotTable:
         return self.total_tokens_B - self.prompt_tokens_B
 
     def longest_cached(self) -> int:
-        """Live cache positions of the longest busy row."""
+        """Return the live cache positions of the longest busy row."""
         return int(self.cached_tokens_B[self.busy_B].max(initial=0))
 
     def free_rows(self) -> list[int]:

@@ -28,7 +28,7 @@ class WaitingQueue:
 
     @property
     def prompts(self) -> Collection[Prompt]:
-        """The prompts of `new`: rows that hold them are overwritten last."""
+        """Return the prompts of `new`: rows that hold them are overwritten last."""
         return self._prompts.keys()
 
     def add(self, requests: Sequence[Request]) -> None:
