@@ -21,7 +21,7 @@ def test_stack_and_plant_by_hand():
     assert tokens_BN.dtype == parents_BN.dtype == np.int32
 
 
-def test_what_is_longer_is_cut():
+def test_longer_drafts_are_cut():
     drafts = stack([chain([7, 8, 9]), Draft([1, 2, 3], [-1, -1, 0])], 2)
     assert drafts.count_A.tolist() == [2, 2]
     tokens_BN, parents_BN = plant(drafts, np.array([0, 1]), 2, 2)
@@ -55,7 +55,7 @@ def test_a_fault_behind_the_cut_is_not_looked_at():
         (Draft([4, 5, 5], [-1, 0, 0]), "siblings"),
     ],
 )
-def test_what_is_no_tree_is_refused(draft, message):
+def test_drafts_that_are_not_trees_are_refused(draft, message):
     with pytest.raises(ValueError, match=message):
         stack([NO_DRAFT, draft], 3)
 

@@ -93,7 +93,7 @@ def test_plain_decoding_everywhere():
 
 
 @pytest.mark.statistical
-def test_how_often_it_explores():
+def test_the_bandit_explores_at_its_rate():
     """Of 4000 draws with ε = 0.2 each of three arms but the best comes 4000 · 0.05 times.
 
     Within z = 5.2 standard deviations each: false alarm rate 6e-7.
@@ -128,7 +128,7 @@ def play(mab, rates, rounds, rng, batch_size=4):
     return chosen
 
 
-def test_it_follows_a_change():
+def test_the_bandit_follows_a_change_of_rewards():
     """The best arm becomes the worst: half a window later it is left, and found again later."""
     mab = bandit([DEEP, WIDE], thresholds=(1,), window=8, seed=1)
     rng = np.random.default_rng(0)
@@ -242,7 +242,7 @@ def test_configurations():
         Strategy("x", (), 1, -1, 0)
 
 
-def test_what_cannot_be_recorded():
+def test_impossible_rounds_are_not_recorded():
     mab = bandit()
     with pytest.raises(ValueError, match=r"expected one of \['flat'\] for 20 requests, got 'deep'"):
         mab.record(DEEP, 1.0, [0] * 20, 20)

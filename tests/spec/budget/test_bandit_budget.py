@@ -55,7 +55,7 @@ def test_arms_are_every_drafter_alone_the_found_ones_and_all():
         {"epsilon": 1.5},
     ],
 )
-def test_what_cannot_be_is_refused(wrong):
+def test_impossible_tuner_settings_are_refused(wrong):
     with pytest.raises(ValueError, match="expected"):
         TunerConfig(**{"thresholds": (1, 5), "verify_tokens": (3, 1)} | wrong)
 
@@ -104,7 +104,7 @@ def test_untried_arms_come_first_then_the_best():
     assert bandit.median_reward(history, 3) == pytest.approx(4 * 3 / 1.75)
 
 
-def test_drafts_that_bring_nothing_leave_it_with_plain_decoding():
+def test_drafts_that_are_never_accepted_leave_plain_decoding():
     budget, _ = tuned()
     for _ in range(5):
         play(budget, right=0)

@@ -138,7 +138,7 @@ def test_goodput_learns_what_drafts_are_worth():
     assert budget.choose(live(4), drafts, SIZES, 4, 64).num_nodes == 1
 
 
-def test_goodput_learns_from_drafts_that_were_not_tried():
+def test_goodput_learns_from_drafts_that_were_not_verified():
     budget = Goodput(DEAR)
     drafts = chains([3] * 4, 0.95)
     for _ in range(20):

@@ -42,15 +42,15 @@ def sleeps_after(gate, found, times=TIMES, scale=ONE):
         (0.89, 0.8, True),
     ],
 )
-def test_it_sleeps_where_it_does_not_pay(learned, other, sleeps):
+def test_a_drafter_that_does_not_pay_is_left_out(learned, other, sleeps):
     assert sleeps_after(DeviceDraftGate(), drafts(learned, other)) is sleeps
 
 
-def test_what_drafts_were_worth_so_far_counts():
+def test_past_acceptance_of_drafts_counts():
     assert sleeps_after(DeviceDraftGate(), drafts(0.9, 0.0), scale=0.4 * ONE)
 
 
-def test_sleeps_get_longer_and_end():
+def test_waits_get_longer_and_end():
     gate = DeviceDraftGate()
     slept = []
     for _ in range(5):
@@ -64,7 +64,7 @@ def test_sleeps_get_longer_and_end():
     assert sleeps_after(gate, drafts(0.1, 0.0)) and gate._left[LEARNED] < Backoff.SHORTEST
 
 
-def test_nothing_is_judged_without_its_drafts_or_its_seconds():
+def test_drafters_without_drafts_or_seconds_are_not_compared():
     other = drafts(0.1, 0.5)
     other.sources_AN[:] = Source.OWN
     assert not sleeps_after(DeviceDraftGate(), other)

@@ -36,7 +36,7 @@ def drafter():
     return LastResponseDrafter({5: np.asarray(OLD, np.int32), 6: np.asarray([7], np.int32)})
 
 
-def test_it_goes_on_in_place(drafter):
+def test_it_continues_at_the_same_position(drafter):
     tokens, probs, drafts = propose(drafter, [])
     assert tokens == [10, 11, 12]
     assert probs == pytest.approx([FOUND, FOUND * NEXT, FOUND * NEXT**2])
@@ -47,14 +47,14 @@ def test_it_goes_on_in_place(drafter):
     assert propose(drafter, OLD[:2], most=0)[0] == []
 
 
-def test_behind_a_token_that_was_replaced_it_goes_on_at_the_same_place(drafter):
+def test_behind_a_replaced_token_it_continues_at_the_same_position(drafter):
     tokens, probs, _ = propose(drafter, [10, 11, 99])
     assert tokens == [13, 14, 15] and probs[0] == pytest.approx(LOST)
     tokens, probs, _ = propose(drafter, [10, 11, 99, 13])
     assert tokens == [14, 15, 16] and probs[0] == pytest.approx(FOUND)
 
 
-def test_behind_tokens_that_were_put_in_or_left_out_it_is_found_again(drafter):
+def test_behind_inserted_or_omitted_tokens_the_text_is_found_again(drafter):
     put_in = [10, 11, 98, 99, 12]
     assert propose(drafter, put_in)[0] == [15, 16, 17]  # one token is not enough
     tokens, probs, _ = propose(drafter, [*put_in, 13])

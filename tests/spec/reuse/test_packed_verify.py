@@ -101,7 +101,7 @@ def largest_error(found, alone):
 
 
 @pytest.mark.parametrize("chunk_tokens", [48, 12])  # all logits at once, and a part at a time
-def test_every_response_is_judged_as_if_it_were_alone(alone, chunk_tokens):
+def test_every_response_is_verified_as_if_it_were_alone(alone, chunk_tokens):
     _, found = run(chunk_tokens=chunk_tokens)
     assert largest_error(found, alone) < 1e-4
     for i, start in zip(LAYOUT.order.tolist(), LAYOUT.starts.tolist(), strict=True):

@@ -52,13 +52,13 @@ def test_modes_by_name():
 
 
 @pytest.mark.parametrize("text", ["lenient:1", "lenient:2", "delayed:1"])
-def test_what_got_likelier_always_stands(text):
+def test_tokens_that_became_likelier_are_kept(text):
     found = verified([-0.5, -0.9, -1.0, -0.1], [0, 0, 0, 0])
     kept = [rule(text, step=s).kept(9, EVEN, found) for s in range(50)]
     assert set(kept) == {4}
 
 
-def test_what_cannot_be_drawn_any_more_does_not_stand():
+def test_tokens_that_cannot_be_drawn_any_more_are_rejected():
     found = verified([-0.1] * 4, TOKENS, possible=[True, True, False, True])
     assert rule("lenient:9").kept(0, EVEN, found) == 2
     assert rule("lenient:inf").kept(0, EVEN, found) == 4  # the ablation keeps all

@@ -62,7 +62,7 @@ def equal(a: CachedGroup | None, b: CachedGroup | None) -> bool:
     st.lists(st.lists(st.integers(0, 2**31 - 1))),
     st.data(),
 )
-def test_a_blob_gives_back_what_it_was_made_of(key, lists, data):
+def test_decoding_a_blob_returns_the_encoded_group(key, lists, data):
     rewards = data.draw(
         st.lists(st.floats(allow_nan=False), min_size=len(lists), max_size=len(lists))
     )
@@ -214,11 +214,11 @@ def test_a_forged_blob_is_named_and_skipped(tmp_path, blob):
     assert cache.get("p") is None and len(cache.problems) == 1
 
 
-def test_what_is_forged_is_right_otherwise():
+def test_forged_blobs_are_valid_apart_from_the_forgery():
     assert decode(forged(GOOD, TOKENS), "p", "", vocab_size=100).num_tokens == 3
 
 
-def test_what_a_step_put_in_can_be_taken_back(tmp_path):
+def test_undo_restores_the_groups_before_a_step(tmp_path):
     """Also of the epoch before, and of files."""
     cache = RolloutCache(1, tmp_path, epochs=2)
     for value in (1, 2):
