@@ -7,18 +7,21 @@ and 1 for right answers only. Which task pays what is a table in docs/rewards.md
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import decimal
 import difflib
 import enum
 import functools
 import hashlib
+import importlib
 import importlib.metadata
 import json
 import re
+import sys
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 PREFIX = "reasoning_gym:"
@@ -216,12 +219,35 @@ def _check_size(value: Any, name: str, field: str) -> None:
             )
 
 
+class _LateModule(types.ModuleType):
+    """A module that is imported when something of it is first asked for."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(importlib.import_module(self.__name__), name)
+
+
+@contextlib.contextmanager
+def _late(name: str) -> Iterator[None]:
+    """Modules that import the module `name` in this block get one that is imported later."""
+    if name in sys.modules:
+        yield
+        return
+    sys.modules[name] = _LateModule(name)
+    try:
+        yield
+    finally:
+        del sys.modules[name]
+
+
 @functools.cache
 def _registered(name: str) -> tuple[type, type]:
     mend = f"pip install reasoning-gym=={REVIEWED_VERSION}"
     try:
         version = importlib.metadata.version("reasoning-gym")
-        from reasoning_gym.factory import DATASETS
+        with _late("cellpylib"):  # of a task that is not offered; brings matplotlib along
+            from reasoning_gym.factory import DATASETS
     except ImportError as error:  # PackageNotFoundError is one
         raise ImportError(f"{PREFIX}{name} needs the package reasoning-gym: {mend}") from error
     if version != REVIEWED_VERSION:  # another version's scorers may evaluate text
