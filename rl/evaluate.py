@@ -170,7 +170,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 def _origin(result: dict[str, Any]) -> str:
-    """Where the questions come from, and whether training has seen them."""
+    """Say where the questions come from, and whether training has seen them."""
     text = f"generated from seed {result['seed']} (files as they stand)"
     seen = {task: row["seen_in_training"] for task, row in result["tasks"].items()}
     if any(count is None for count in seen.values()):

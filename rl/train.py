@@ -113,7 +113,7 @@ def _newest_run(name: str) -> Path:
 
 
 def _print_plan(config: TrainConfig, inputs: Inputs, folder: Path) -> int:
-    """What would run, and in how much memory; returns the exit code."""
+    """Print what would run, and in how much memory; returns the exit code."""
     model, there = inputs.model, memory_estimate.devices_unopened()
     say(dump(config))
     say(f"# run folder    {folder}")

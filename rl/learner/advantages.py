@@ -63,7 +63,7 @@ def response_advantages(
 ) -> np.ndarray:
     """The advantage of each response by the named estimator; float32 [n].
 
-    "gae" compares no siblings: zeros here, the trainer's critic judges every token.
+    "gae" compares no siblings: zeros here, the trainer's critic gives every token its own.
     """
     if estimator == "gae":
         return np.zeros(len(rewards), np.float32)
@@ -122,7 +122,7 @@ def gae(
 
 
 def whiten(values_BT: np.ndarray, mask_BT: np.ndarray) -> np.ndarray:
-    """(x − mean) / (std + 1e-8) over all places of the mask, 0 elsewhere; float32 [B, T].
+    """(x − mean) / (std + 1e-8) over all positions of the mask, 0 elsewhere; float32 [B, T].
 
     The standard deviation has n − 1 in its denominator; equal values and a single one give 0.
     """
@@ -156,7 +156,7 @@ def _groups(
 
 
 def _differ(values: np.ndarray) -> bool:
-    """Whether they are not all equal: the mean of equal numbers may round away from them."""
+    """True if they are not all equal: the mean of equal numbers may round away from them."""
     return values.size > 1 and bool(values.min() != values.max())
 
 

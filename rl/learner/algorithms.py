@@ -72,10 +72,10 @@ def parse_correction(text: str) -> Correction | None:
 
 @dataclasses.dataclass(frozen=True)
 class Algorithm:
-    """What a name stands for, with the source of each value.
+    """The settings that a name stands for, with the source of each value.
 
     `max_extra_phases` None trains on groups without differences too; a number drops
-    them and generates others (dynamic sampling) in at most so many more phases.
+    them and generates others (dynamic sampling) in at most that many more passes.
     `overlong_fraction` is the share of max_new_tokens over which length is punished.
     """
 
@@ -92,7 +92,7 @@ class Algorithm:
 
     @property
     def needs_critic(self) -> bool:
-        """Whether a value network judges every token, instead of siblings each response."""
+        """True if a value network gives every token its advantage, instead of siblings."""
         return self.advantages == "gae"
 
 
@@ -135,7 +135,7 @@ _OF_THE_TABLE = (
 
 @dataclasses.dataclass(frozen=True)
 class AlgorithmConfig:
-    """What is optimised. A field of None has the value of the algorithm's paper.
+    """The objective. A field of None has the value of the algorithm's paper.
 
     `name` is grpo, dr_grpo, dapo, gspo, rloo or ppo. `aggregation` of the loss: `token`
     averages over all tokens of an optimizer step, `sequence` over sequences of their token
@@ -247,7 +247,7 @@ def _check_choice(field: str, hint: Any, value: Any) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class CriticConfig:
-    """PPO's value network: its optimizer's rate, and how it judges tokens.
+    """PPO's value network: its optimizer's rate, and how it values tokens.
 
     `gamma` discounts later rewards, `gae_lambda` mixes one-step (0) and whole-response
     (1) estimates; below 1, a critic that still says 0 makes long responses look bad. A

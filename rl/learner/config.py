@@ -11,7 +11,7 @@ from rl.learner.algorithms import AlgorithmConfig, CriticConfig
 
 @dataclasses.dataclass(frozen=True)
 class TrainerConfig:
-    """How a batch of trajectories becomes optimizer steps, and what they may use of the device.
+    """Settings of the update: optimizer steps of a batch, and their use of the device.
 
     A batch is gone through `inner_updates` times, in `minibatches` optimizer steps
     each (whole groups, shuffled). Micro-batches hold about `micro_batch_tokens`
@@ -50,7 +50,7 @@ class TrainerConfig:
 
     @property
     def dtype(self) -> Any:
-        """What matrix products run in. Asks jax for its backend where it says auto."""
+        """The dtype of matrix products; `auto` asks jax for its backend."""
         import jax
         import jax.numpy as jnp
 
@@ -60,7 +60,7 @@ class TrainerConfig:
 
     @property
     def rematerialises(self) -> bool:
-        """Whether layers are computed again. Asks jax for its backend where it says auto."""
+        """True if the backward pass recomputes layers; `auto` asks jax for its backend."""
         import jax
 
         return jax.default_backend() != "cpu" if self.remat == "auto" else self.remat
@@ -121,7 +121,7 @@ class TrainSpec:
 
     @property
     def recomputes_old(self) -> bool:
-        """Whether batches are scored before their first update, for the later ones."""
+        """True if a batch's log-probs are computed before its first update, for the later ones."""
         steps = self.trainer.inner_updates * self.trainer.minibatches
         return self.algorithm.resolved.old_logprobs == "recomputed" and steps > 1
 

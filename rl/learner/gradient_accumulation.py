@@ -54,7 +54,7 @@ class Accumulator:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Health:
-    """Whether each row's loss, and the gradient of the micro-batch as a whole, are finite."""
+    """Flags: each row's loss, and the gradient of the micro-batch as a whole, are finite."""
 
     loss_B: jax.Array
     gradient: jax.Array
@@ -63,7 +63,7 @@ class Health:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What the host looks at before an optimizer step is applied."""
+    """The figures that the host checks before an optimizer step is applied."""
 
     grad_norm: jax.Array
     lr: jax.Array
@@ -73,7 +73,7 @@ class Report:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class StepScalars:
-    """What the losses of one optimizer step share; traced.
+    """The scalars that the losses of one optimizer step share; traced.
 
     `normaliser` divides the policy's loss and `num_tokens` the critic's. `unmoved`: the policy is
     still the one that the batch began with (`rl.learner.losses.loss`).

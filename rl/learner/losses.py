@@ -22,7 +22,7 @@ from rl.trajectory import Origin
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class CriticInputs:
-    """What a critic said of each token before the update, and what it is to learn; [B, T]."""
+    """A critic's values before the update, advantages, and returns to learn; [B, T]."""
 
     advantages_BT: jax.Array
     returns_BT: jax.Array
@@ -32,11 +32,11 @@ class CriticInputs:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LossInputs:
-    """What the loss compares the policy with; float32 [B, T], `mask_BT` bool, `advantages_B` [B].
+    """The inputs of the loss beside the policy; float32 [B, T], `mask_BT` bool, `advantages_B` [B].
 
     Where the mask is False the other arrays may hold anything finite. `origins_BT` (int32) say
     how the tokens came to be (`rl.trajectory.Origin`). `critic` is set
-    where a critic judged the tokens: its advantages then stand for `advantages_B`.
+    where a critic valued the tokens: its advantages then stand for `advantages_B`.
     """
 
     mask_BT: jax.Array
@@ -98,7 +98,7 @@ def token_weights(mask_BT: jax.Array, normaliser: jax.Array, aggregation: Aggreg
 def normaliser_of(
     num_tokens: int, num_sequences: int, aggregation: Aggregation, max_new_tokens: int
 ) -> float:
-    """What `token_weights` divides by, for an optimizer step of so many tokens and sequences.
+    """Return the divisor of `token_weights`, for one optimizer step's tokens and sequences.
 
     "token": the tokens (DAPO, arXiv 2503.14476); "sequence" and "sequence_sum": the
     sequences (GRPO's paper, arXiv 2402.03300; RLOO, 2402.14740); "constant": sequences ·
@@ -163,7 +163,7 @@ def loss(
 def _policy_statistics(
     algorithm: Algorithm, ratio_BT: jax.Array, advantages_BT: jax.Array
 ) -> dict[str, jax.Array]:
-    """Where the clip took the gradient away: below for A < 0, above for A > 0."""
+    """Statistics of the clip, which takes the gradient away: below for A < 0, above for A > 0."""
     low_BT = (ratio_BT < 1 - algorithm.clip_low) & (advantages_BT < 0)
     high_BT = (ratio_BT > 1 + algorithm.clip_high) & (advantages_BT > 0)
     return {
@@ -185,7 +185,7 @@ def _correction_statistics(
 
 
 def _mismatch_statistics(logprobs_BT: jax.Array, rollout_BT: jax.Array) -> dict[str, jax.Array]:
-    """How far the trainer is from the sampler: |d| and exp(d) − 1 − d, d = trainer − sampler.
+    """The distance of the trainer from the sampler: |d| and exp(d) − 1 − d, d = trainer − sampler.
 
     The latter's mean estimates KL(sampler ‖ trainer).
     """

@@ -57,8 +57,9 @@ class TrainSample:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class MicroBatch:
-    """What the device gets. Rows b of T positions; samples e with response tokens m < T.
+    """A micro-batch as the device gets it.
 
+    Rows b of T positions; samples e with response tokens m < T.
     `targets_BT` are the tokens that the positions predict; `index_EM` says where in
     the flattened [B · T] each sample's response tokens are predicted (0 beyond its
     end); the loss works on [E, M].

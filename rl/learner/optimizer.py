@@ -102,7 +102,7 @@ def init_state(params: Params, optimizer: optax.GradientTransformation) -> Train
 
 
 def settle(tree: Any) -> Any:
-    """The same arrays with shardings spelt as jit spells them, scalars on every device.
+    """Return the arrays with shardings spelt as jit spells them, scalars on every device.
 
     P(None) and P() mean the same, yet calls with the one do not find the program
     compiled for the other. Without a mesh in use there is nothing to do.

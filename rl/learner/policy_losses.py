@@ -49,7 +49,7 @@ def sequence_clipped_policy_loss(
 def sequence_ratio(
     logprobs_BT: jax.Array, old_logprobs_BT: jax.Array, mask_BT: jax.Array
 ) -> jax.Array:
-    """exp(Σ mask·(logp − old) / Σ mask) of each row, at all its places; [B, T]."""
+    """exp(Σ mask·(logp − old) / Σ mask) of each row, at all its positions; [B, T]."""
     d_BT = jnp.where(mask_BT, logprobs_BT - old_logprobs_BT, 0.0)
     tokens_B1 = jnp.maximum(jnp.sum(mask_BT, axis=1, keepdims=True), 1)
     ratio_B1 = jnp.exp(jnp.sum(d_BT, axis=1, keepdims=True) / tokens_B1)

@@ -48,7 +48,7 @@ OnPass = Callable[[bool], None]  # whether nothing of the batch is applied yet
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Learner:
-    """What all updates of a run share; `seed` orders their minibatches.
+    """The settings that all updates of a run share; `seed` orders their minibatches.
 
     `sampling` is the distribution that responses are drawn from, `shape` that of all
     micro-batches, `reference` the policy of the KL term.
@@ -308,7 +308,7 @@ def _with_gradient(samples: list[TrainSample], algorithm: AlgorithmConfig) -> li
 
 
 def _moves(sample: TrainSample, algorithm: AlgorithmConfig) -> bool:
-    """Whether a sample has a gradient."""
+    """True if a sample has a gradient."""
     has_other_terms = algorithm.needs_reference or algorithm.resolved.needs_critic
     return has_other_terms or bool(sample.advantage)
 

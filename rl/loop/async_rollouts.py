@@ -5,7 +5,7 @@
 so that a step's responses come from weights one update behind (RhymeRL, section 4.2). Weights
 go to the host, by version; a worker pulls those of a step when it begins with it. Which weights
 answer which request is fixed beforehand, so that tokens do not depend on who is how fast. Only a
-request that HistoPipe moves into the next step goes on with newer weights; its tokens say so.
+request that HistoPipe moves into the next step resumes with newer weights; its tokens say so.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class SyncRollouts:
 def open_source(
     system: System, first_step: int, stale_params: Params | None, state: Mapping[str, Any]
 ) -> Iterator[SyncRollouts | AsyncRollouts]:
-    """Where a run's responses come from, by `Sched.mode`, and what checkpoints hold of it.
+    """Yield the source of a run's responses, by `Sched.mode`; checkpoints keep its state.
 
     `first_step` is the next one to be trained; of a resumed run, `stale_params` are the weights
     before the last update, and `state` is what the source said before.
@@ -259,7 +259,9 @@ class AsyncRollouts:
             raise Hang(f"no sign of life for {silent_s:.1f} s from the pipeline's thread ({where})")
 
     def _rollouts(self, step: int) -> Rollouts:
-        """What the step has come to; requests of the step before stand in groups behind its own."""
+        """Collect the step's responses; those that the step before deferred are groups at the
+        end.
+        """
         size = self._system.config.rollout.prompts_per_step
         first = (step - 1) * size
         prompts, before = self._prompts[step], self._prompts.get(step - 1)
@@ -288,7 +290,7 @@ class AsyncRollouts:
         )
 
     def _keep(self, step: int, own: Sequence[Trajectory]) -> None:
-        """What later steps need to know of this one's."""
+        """Record what later steps need of this one: lengths, and groups that are not whole."""
         groups: dict[int, list[Trajectory]] = {}
         for t in own:
             groups.setdefault(t.group_id, []).append(t)
@@ -303,7 +305,7 @@ class AsyncRollouts:
         self._scorer.forget(before=first)
 
     def state(self) -> dict[str, Any]:
-        """What a run that goes on has to know; requests between two steps are forgotten."""
+        """Return the state for a resumed run; requests between two steps are forgotten."""
         return {"lengths": {key: list(lengths) for key, lengths in self._lengths.items()}}
 
     def load_state(self, state: Mapping[str, Any]) -> None:

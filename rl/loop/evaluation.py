@@ -1,4 +1,4 @@
-"""What an evaluation is: its section, its questions, its responses, and pass@k.
+"""Evaluation of a policy: its section, its questions, its responses, and pass@k.
 
 The command is `rl.evaluate`. Nothing here prints.
 """
@@ -26,7 +26,7 @@ _CANDIDATES = 4  # questions looked at for each one wanted: training may hold so
 
 @dataclasses.dataclass(frozen=True)
 class EvaluateConfig:
-    """How a policy is evaluated: `samples` responses to each of `num_prompts` questions a task.
+    """The section of an evaluation: `samples` responses to each of `num_prompts` questions a task.
 
     A response counts as correct where its reward is at least `correct_at`. `ks` are
     those of pass@k; empty means the powers of two up to `samples`. `seed` draws the
@@ -66,7 +66,9 @@ class EvaluationConfig(TrainConfig):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Questions:
-    """What is asked: `examples` in order, by task; `seen` counts those that training holds."""
+    """The questions of an evaluation: `examples` in order, by task; `seen` counts those that
+    training holds.
+    """
 
     examples: tuple[Example, ...]
     seen: dict[str, int]
@@ -74,7 +76,7 @@ class Questions:
 
 @dataclasses.dataclass(frozen=True)
 class EvalResponse:
-    """What is kept of one response."""
+    """The figures of one response."""
 
     task: str
     prompt: int

@@ -1,4 +1,4 @@
-"""What a training run consists of: its sections, and the inputs they name.
+"""A training run as users set it: its sections, and the inputs they name.
 
 Nothing here touches a device, so that `--dry_run` can open and check all of it.
 """
@@ -34,7 +34,7 @@ from spec.eagle.config import DataBufferConfig, DrafterTrainingConfig, EagleConf
 
 @dataclasses.dataclass(frozen=True)
 class RunConfig:
-    """Where a run lives, how long it is, and the seed of its data order and noise.
+    """A run's folder, its length, and the seed of its data order and noise.
 
     What shows no sign of life for `hang_limit_s` hangs: it is named, and the run ends or does
     without it; compiling has `compile_limit_s` for each program. Asked to stop, a run that has not
@@ -67,7 +67,7 @@ class PolicyConfig:
 
 @dataclasses.dataclass(frozen=True)
 class RolloutConfig:
-    """What one step generates: `group_size` responses to each of `prompts_per_step` prompts.
+    """The rollouts of one step: `group_size` responses to each of `prompts_per_step` prompts.
 
     Examples whose prompt has more than `max_prompt_tokens` are left out of the
     run; how many is said at the start. Last epoch's responses, for drafts and reuse,
@@ -126,7 +126,9 @@ class TrainConfig:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Inputs:
-    """What the configuration names, opened and checked; `task` holds the usable examples."""
+    """The inputs that a configuration names, opened and checked; `task` holds the usable
+    examples.
+    """
 
     policy: Path
     model: ModelConfig
@@ -245,7 +247,7 @@ def check_algorithm(config: TrainConfig) -> None:
 
 
 def drafter_shape(config: TrainConfig, model: ModelConfig) -> EagleConfig | None:
-    """What the run's learned drafter is; None without one. Raises as `shape_of` does."""
+    """Return the shape of the run's learned drafter, None without one; raises as `shape_of`."""
     if not config.speculation.learns:
         return None
     return shape_of(config.drafter, config.drafter_training, model)
@@ -292,7 +294,7 @@ def check_pipeline(config: TrainConfig) -> None:
 
 
 def remarks(config: TrainConfig, inputs: Inputs) -> list[str]:
-    """What is to be known of a run before it begins, though nothing of it is wrong."""
+    """Return remarks on a run that are worth knowing before it begins; none is an error."""
     found = []
     if not config.speculation.enabled:
         found.append(

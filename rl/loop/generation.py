@@ -71,9 +71,8 @@ class Prompts:
             self.examples + more.examples, self.tokens + more.tokens, self.numbers + more.numbers
         )
 
-    def take(self, places: Sequence[int]) -> Prompts:
-        """Those at these places."""
-        return Prompts(*(tuple(column[i] for i in places) for column in vars(self).values()))
+    def take(self, indices: Sequence[int]) -> Prompts:
+        return Prompts(*(tuple(column[i] for i in indices) for column in vars(self).values()))
 
     @property
     def keys(self) -> list[str]:
@@ -82,7 +81,7 @@ class Prompts:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SamplingPass:
-    """What one phase generated, and what was thought of it; lists in the order of the samples."""
+    """One pass of sampling: responses and their scores; lists in the order of the samples."""
 
     trajectories: list[Trajectory]
     scores: list[Score]
@@ -92,7 +91,7 @@ class SamplingPass:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Rollouts(SamplingPass):
-    """What one step generated in all its phases; group g answers `prompts.examples[g]`.
+    """All passes of one step together; group g answers `prompts.examples[g]`.
 
     `used_groups` are those to train on: all of them without dynamic sampling.
     """
@@ -266,7 +265,7 @@ def remember(
 ) -> dict[str, float]:
     """Keep a step's responses for the next epoch, and start on the history of a step to come.
 
-    That is the next one whose prompts are asked, from place `coming` of the data order.
+    That is the next one whose prompts are asked, from position `coming` of the data order.
     """
     speculation, scored = system.speculation, system.reuse.mode.enabled
     if speculation.keeps_history or scored:
@@ -281,7 +280,7 @@ def remember(
 
 
 def prompts_at(system: System, cursor: int, count: int) -> Prompts:
-    """The prompts at places cursor … cursor+count−1 of the data order."""
+    """Return the prompts at positions cursor … cursor+count−1 of the data order."""
     examples = prompts_for_step(system.inputs.task, system.order, cursor, count)
     tokens = tuple(system.inputs.encode(e, system.config.task) for e in examples)
     return Prompts(examples, tokens, tuple(system.order.indices(cursor, count).tolist()))

@@ -1,4 +1,4 @@
-"""What a run takes of a device's memory, and whether the device has it.
+"""An estimate of a run's device memory, compared with what a device has.
 
 An estimate by arithmetic, of one device of each kind, before anything is compiled:
 
@@ -40,7 +40,7 @@ _LOSS_ARRAYS = 14  # [samples, positions] of a micro-batch: inputs and their gra
 
 @dataclasses.dataclass(frozen=True)
 class Devices:
-    """How many devices there are, of how many bytes each (None: nobody says), and their types."""
+    """The devices of a run: their count, bytes of each (None: unknown), and type."""
 
     count: int = 1
     limit_bytes: int | None = None
@@ -84,7 +84,7 @@ def estimate(config: TrainConfig, model: ModelConfig, devices: Devices) -> Estim
 
 
 def verdict(found: Estimate, devices: Devices) -> str | None:
-    """What to say of a run that may not fit; None where it does, or nobody knows.
+    """Return a warning for a run that may not fit; None where it does, or nobody knows.
 
     Raises ValueError where the arrays that exist for certain exceed a device's memory.
     """
@@ -111,7 +111,7 @@ def verdict(found: Estimate, devices: Devices) -> str | None:
 
 
 def devices_of(found: Sequence[jax.Device]) -> Devices:
-    """What jax says of its devices, which it has opened; a CPU's memory is the host's."""
+    """Describe devices that jax has opened; a CPU's memory is the host's."""
     is_cpu = found[0].platform == "cpu"
     stats: Any = None if is_cpu else found[0].memory_stats()
     limit = _host_bytes() if is_cpu else (stats or {}).get("bytes_limit")
@@ -119,7 +119,7 @@ def devices_of(found: Sequence[jax.Device]) -> Devices:
 
 
 def devices_unopened() -> Devices:
-    """What is known of the devices without opening one: NVIDIA's tool, else the host's memory."""
+    """Describe the devices without opening one: NVIDIA's tool, else the host's memory."""
     asked = os.environ.get("JAX_PLATFORMS", "").partition(",")[0]
     if asked == "cpu":
         return Devices(1, _host_bytes())
@@ -202,7 +202,7 @@ def _state(config: TrainConfig, model: ModelConfig, mesh: _Mesh) -> dict[str, in
 def _training(
     config: TrainConfig, model: ModelConfig, mesh: _Mesh, itemsize: int, devices: Devices
 ) -> dict[str, int]:
-    """What a micro-batch needs besides the state."""
+    """The bytes of a micro-batch, the state aside."""
     trainer, weights = config.trainer, _weights(model, mesh, _FLOAT32)
     shape = packing.batch_shape(
         trainer.micro_batch_tokens, config.longest_tokens, row_multiple=mesh.batch
@@ -231,7 +231,7 @@ def _training(
 def _rollouts(
     config: TrainConfig, model: ModelConfig, mesh: _Mesh, itemsize: int
 ) -> dict[str, int]:
-    """What a phase needs at most: its largest buckets of slots, positions and nodes."""
+    """The bytes of a rollout: its largest buckets of slots, positions and nodes."""
     engine = config.engine
     slots = engine.slot_bucket(config.rollout.num_requests)
     positions = engine.position_sizes(config.longest_tokens)[-1]
@@ -259,7 +259,7 @@ def _rollouts(
 def _cache(
     config: TrainConfig, model: ModelConfig, mesh: _Mesh, slots: int, positions: int, itemsize: int
 ) -> int:
-    """Keys, values and features of so many rows."""
+    """Bytes of the keys, values and features of `slots` rows."""
     heads = (slots, model.num_kv_heads, positions, model.head_dim)
     values = 2 * model.num_layers * math.prod(shard_shape(mesh.sizes, heads, CACHE_AXES))
     shape = drafter_shape(config, model) if config.speculation.learns else None
@@ -309,5 +309,5 @@ def _causal_scores(model: ModelConfig, length: int) -> int:
 
 
 def _shard(size: int, ways: int) -> int:
-    """What one device has of `size`; whole where it does not divide."""
+    """One device's part of `size`; all of it where it does not divide."""
     return size // ways if size % ways == 0 else size

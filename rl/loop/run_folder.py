@@ -1,8 +1,8 @@
-"""What may start or go on in a folder: looked at before anything is written, then locked.
+"""Which runs may start or resume in a folder: checked before anything is written, then locked.
 
 a new folder, or an empty one            a run may start
 a run without a step, by its marker      may start over
-a run                                    goes on with --resume, by the settings it began with
+a run                                    resumes with --resume, by the settings it began with
 anything else                            is refused, and stays as it is
 """
 
@@ -66,7 +66,7 @@ class Change:
 
 
 def changes(before: TrainConfig, now: TrainConfig) -> list[Change]:
-    """What differs between two configurations, the folder aside."""
+    """Return the differences between two configurations, the folder aside."""
     old, new = _lines(before), _lines(now)
     return [
         Change(field, old.get(field, "not set"), value)
@@ -88,7 +88,7 @@ def refuse_another_experiment(found: Sequence[Change], *, allow: bool) -> None:
 
 
 def check(config: TrainConfig, *, resume: bool) -> Path:
-    """The run's folder, where a run may start or go on there. Writes nothing.
+    """The run's folder, where a run may start or resume there. Writes nothing.
 
     Raises ConfigError, ValueError or OSError with what is in the way and how to mend it.
     """
@@ -109,7 +109,7 @@ def check(config: TrainConfig, *, resume: bool) -> Path:
 
 
 def is_finished(folder: Path, config: TrainConfig) -> bool:
-    """Whether all steps are behind the run and what it leaves is there."""
+    """True once all steps are done and what a run exports is there."""
     steps = _whole_steps(folder / CHECKPOINTS)
     left = [POLICY] + [DRAFTER_MODEL] * config.speculation.learns
     return bool(steps) and steps[0] >= config.run.steps and all((folder / n).is_dir() for n in left)
@@ -118,7 +118,7 @@ def is_finished(folder: Path, config: TrainConfig) -> bool:
 def begin(config: TrainConfig, before: TrainConfig | None) -> BinaryIO:
     """Take the folder for this process and write the configuration, from which a run resumes.
 
-    `before` is that of a run that goes on. Returns the lock, to be closed at the end. Raises as
+    `before` is that of a resumed run. Returns the lock, to be closed at the end. Raises as
     `check`, and ConfigError where another process has the run.
     """
     folder = Folder(check(config, resume=before is not None), create=True)

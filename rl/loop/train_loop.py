@@ -45,7 +45,7 @@ MOST_SKIPPED_STEPS = 5  # in a row under Trainer.on_nonfinite = "skip": it will 
 
 @dataclasses.dataclass(frozen=True)
 class RunPosition:
-    """How far a run is: whole steps done, response tokens so far, prompts consumed of the data."""
+    """The progress of a run: whole steps, response tokens, and prompts consumed of the data."""
 
     step: int = 0
     num_tokens: int = 0
@@ -100,12 +100,11 @@ def train(
 
 
 class _Keeper:
-    """Saves the last whole step: when asked to, and before what ends the run goes on its way.
+    """Saves the last whole step: when asked to, and before an error ends the run.
 
-    The step that was under way has left no trace; of one that ends for other reasons than being
-    asked to, what the drafter has learnt stays. Not where an update was refused after others of
-    its step had been applied: the whole step's buffers are gone then, and the newest checkpoint
-    stands.
+    A step that was under way leaves no trace, except that the drafter keeps what it has learnt
+    when an error ends the step. Nothing is saved after an update was refused once others of its
+    step had been applied: the whole step's buffers are gone then, and the newest checkpoint stands.
     """
 
     def __init__(
@@ -171,7 +170,7 @@ class _Keeper:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StepRecord:
-    """What a step leaves in the run folder: a row of metrics, and its samples."""
+    """One step as the run folder records it: a row of metrics, and its samples."""
 
     metrics: dict[str, Any]
     samples: list[dict[str, Any]]
@@ -312,7 +311,7 @@ def _begins(show: Progress, watch: Watch, step: int, part: str) -> None:
 
 
 def _in_a_row(skipped: int, row: Mapping[str, Any], step: int) -> int:
-    """So many steps in a row, this one included, had no update that was finite."""
+    """Return how many steps in a row, this one included, had no finite update."""
     if not row.get("update/skipped") or row["batch/optimizer_steps"]:
         return 0
     if skipped + 1 == MOST_SKIPPED_STEPS:
