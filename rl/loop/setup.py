@@ -74,18 +74,13 @@ def build(
             vocab_size=inputs.model.vocab_size,
             epochs=config.reuse.epochs,
         )
-        drafter, drafters = None, dict[str, DeviceDrafterSource]()
-        if config.speculation.learns:
-            start = drafter_run.open_drafter(config, inputs)
-            drafter = drafter_run.open_run(config, start, folder, stack, clock, watch.alive)
-            drafters[LEARNED] = drafter.trainer.learned
-        if config.speculation.asks_model:
-            drafters[MODEL] = DraftModel.load(config.draft_model)
+        patience = Patience(config.run.hang_limit_s, watch.alive)
+        drafter, drafters = _drafters(config, inputs, folder, stack, clock, watch)
         speculation = stack.enter_context(
             Speculation(
                 *(config.speculation, cache, drafters, config.tuner),
                 seed=config.run.seed,
-                patience=Patience(config.run.hang_limit_s, watch.alive),
+                patience=patience,
             )
         )
         rewards = stack.enter_context(RewardPool(config.reward, tasks=config.task.specs))
@@ -106,23 +101,31 @@ def build(
             state, learner.shape, recipe=learner.recipe, told=partial(told, "training")
         )
         order = DataOrder(len(inputs.task), config.run.seed)
-        yield (
-            System(
-                config=config,
-                inputs=inputs,
-                learner=learner,
-                engine=engine,
-                cache=cache,
-                speculation=speculation,
-                reuse=reuse,
-                rewards=rewards,
-                order=order,
-                drafter=drafter,
-                show=show,
-                watch=watch,
-            ),
-            state,
+        system = System(
+            *(config, inputs, learner, engine, cache, speculation, reuse, rewards, order, drafter),
+            show=show,
+            watch=watch,
         )
+        yield system, state
+
+
+def _drafters(
+    config: TrainConfig,
+    inputs: Inputs,
+    folder: Path,
+    stack: contextlib.ExitStack,
+    clock: Callable[[], float],
+    watch: Watch,
+) -> tuple[DrafterRun | None, dict[str, DeviceDrafterSource]]:
+    """The training of a learned drafter, if there is one, and all drafters on the device."""
+    drafter, drafters = None, dict[str, DeviceDrafterSource]()
+    if config.speculation.learns:
+        start = drafter_run.open_drafter(config, inputs)
+        drafter = drafter_run.open_run(config, start, folder, stack, clock, watch.alive)
+        drafters[LEARNED] = drafter.trainer.learned
+    if config.speculation.asks_model:
+        drafters[MODEL] = DraftModel.load(config.draft_model)
+    return drafter, drafters
 
 
 def _learner(config: TrainConfig, inputs: Inputs, mesh: Mesh | None) -> tuple[Learner, TrainState]:

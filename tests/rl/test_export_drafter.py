@@ -15,7 +15,7 @@ from models import hf, hf_files, tokenizer, transformer
 from rl import export_drafter, train
 from rl.checkpoint.checkpointer import Checkpointer
 from rl.config.loader import dump, load
-from rl.learner.optimizer import TrainState
+from rl.learner.optimizer import SavedArrays
 from rl.loop.drafter_run import open_drafter
 from rl.loop.experiment import TrainConfig, open_inputs
 from spec.eagle import files as eagle_files
@@ -58,7 +58,7 @@ class Run:
         """The run's own checkpoint; also the policy that it holds."""
         state = self.state(seed, num_steps)
         policy = transformer.init(tiny_run.MODEL, jax.random.key(seed + 100))
-        whole = TrainState(jnp.zeros((), jnp.int32), policy, {"m": jnp.ones(3)}, drafter=state)
+        whole = SavedArrays(jnp.zeros((), jnp.int32), policy, {"m": jnp.ones(3)}, drafter=state)
         with Checkpointer(self.folder / "checkpoints") as checkpoints:
             checkpoints.save(1, whole, {"num_tokens": 0})
         return state.params, policy
