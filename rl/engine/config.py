@@ -1,4 +1,4 @@
-"""How a rollout worker uses its devices, and the buckets that its shapes come in."""
+"""Settings of a rollout worker on its devices, and the buckets that its shapes come in."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ POSITIONS_MULTIPLE = 128  # what the last bucket of positions is rounded up to
 
 @dataclasses.dataclass(frozen=True)
 class EngineConfig:
-    """How a rollout worker uses its devices; none of it changes a token.
+    """Settings of a rollout worker on its devices; none of them changes a token.
 
     `slots` requests run at once; buckets of slots are `min_slots` · 2^i, of cache
     positions `min_positions` · 2^i up to what the longest request can need, of prompt

@@ -156,7 +156,7 @@ class Engine(ModelRunner):
         return ended
 
     def _num_fitting(self, free_rows: int) -> int:
-        """How many of the sourced requests can have a row now."""
+        """Return how many of the source's requests can have a row now."""
         assert self._source is not None
         first = itertools.islice(self._waiting.sourced, free_rows)
         budget, limit = self._source.kv_tokens, self._spec.sampling.max_new_tokens

@@ -1,4 +1,4 @@
-"""What a rollout is asked for: the policy and sampling of all its requests, and who drafts.
+"""A rollout to run: the policy and sampling of all its requests, and who drafts.
 
 Requests that come while it runs are brought by a `RequestSource`.
 """

@@ -48,7 +48,7 @@ class Program:
 
 @dataclasses.dataclass(frozen=True)
 class Reach:
-    """What rollouts can come to: their most requests, their longest prompt, and what they do.
+    """Bounds of the rollouts to come: their most requests, their longest prompt, and what they do.
 
     Rounds of draft trees are compiled only where rollouts are `speculative`, passes over cached
     responses only with `reuse`, what moves requests between workers only with `moves`. `nodes`

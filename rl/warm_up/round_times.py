@@ -188,7 +188,7 @@ class _Rounds:
 def _made_for(
     engine: Engine, buckets: list[tuple[int, int, int]], drafters: DeviceDrafters
 ) -> dict[str, Any]:
-    """What a table was measured for: another device, policy shape or bucket list needs another."""
+    """Return what a table was measured for: another device, policy shape or bucket list needs another."""
     device = jax.devices()[0]
     return {
         "device": f"{device.platform}: {device.device_kind}",

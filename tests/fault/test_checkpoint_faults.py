@@ -156,7 +156,7 @@ def test_a_requested_step_is_never_replaced_by_another(tmp_path):
     save_steps(tmp_path, 4, 8)
     assert_is_step(reader.restore(tmp_path, TEMPLATE, step=4), 4)
     (tmp_path / "step_00000008" / checkpoint_manifest.MANIFEST_NAME).unlink()
-    with pytest.raises(reader.NoWholeCheckpointError, match=r"besides: \[4\]"):
+    with pytest.raises(reader.NoWholeCheckpointError, match=r"other steps that are there: \[4\]"):
         reader.restore(tmp_path, TEMPLATE, step=8)
     with pytest.raises(reader.NoWholeCheckpointError, match="found none"):
         reader.restore(tmp_path, TEMPLATE, step=5)
