@@ -188,7 +188,7 @@ class _Rounds:
 def _made_for(
     engine: Engine, buckets: list[tuple[int, int, int]], drafters: DeviceDrafters
 ) -> dict[str, Any]:
-    """Return what a table was measured for: another device, policy shape or bucket list needs another."""
+    """Return the device, policy shape and buckets that a table is valid for."""
     device = jax.devices()[0]
     return {
         "device": f"{device.platform}: {device.device_kind}",

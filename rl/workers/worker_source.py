@@ -47,7 +47,7 @@ class IdleWork(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class WorkerLimits:
-    """The most that each worker may hold, and whether one that raised or hangs is replaced (`restart`).
+    """Bounds of each worker, and whether one that raised or hangs is replaced (`restart`).
 
     A worker hangs if it has work and shows no sign of life for `hang_limit_s`.
     """
