@@ -11,12 +11,16 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-com
 # then, and kept.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: train test parity lint types format bench docs clean
+.PHONY: train test pytest parity lint types format bench docs clean
 
 train: $(INSTALLED)
 	$(BIN)/python -m rl.train $(ARGS)
 
-test: lint types
+# Lint and types run beside the first tests, which start one worker after the other.
+test: $(INSTALLED)
+	@$(MAKE) --no-print-directory -j 2 lint types pytest
+
+pytest: $(INSTALLED)
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 
 # Tests compile plainly, which takes half the time; here parity meets the code that users get.

@@ -1,7 +1,7 @@
-"""A step's responses: prompts → rollouts → rewards, in one phase or in as many as it takes.
+"""A step's responses: prompts → rollouts → rewards, in one pass or in as many as it takes.
 
 Dynamic sampling drops groups whose rewards are all equal, and generates others in
-further phases of the same step. Everything is a function of (configuration, data
+further passes of the same step. Everything is a function of (configuration, data
 cursor, step, state), so the cursor is part of what a checkpoint keeps.
 """
 
@@ -111,37 +111,37 @@ class Rollouts(SamplingPass):
 def generate(system: System, params: Params, cursor: int, step: int, timings: Timings) -> Rollouts:
     """The responses of the step whose first prompt stands at `cursor` of the data order.
 
-    With dynamic sampling each further phase asks as many new prompts as groups are
+    With dynamic sampling each further pass asks as many new prompts as groups are
     missing, until none is or `max_extra_phases` are done. What a group is judged by is
     its rewards as scored, before any length penalty.
     """
     wanted = system.config.rollout.prompts_per_step
     extra = system.config.algorithm.resolved.max_extra_phases
-    prompts, phases = Prompts(), list[SamplingPass]()
+    prompts, passes = Prompts(), list[SamplingPass]()
     missing, used = wanted, frozenset(range(wanted))
-    while missing and len(phases) <= (extra or 0):
+    while missing and len(passes) <= (extra or 0):
         new = prompts_at(system, cursor + len(prompts), missing)
-        phases.append(generate_and_score(system, params, prompts, new, step, timings))
+        passes.append(generate_and_score(system, params, prompts, new, step, timings))
         prompts += new
         missing = 0
         if extra is not None:
-            used = frozenset(_informative(phases))
+            used = frozenset(_informative(passes))
             missing = wanted - len(used)
-    trajectories = [t for p in phases for t in p.trajectories]
-    stats = joined([p.stats for p in phases])
+    trajectories = [t for p in passes for t in p.trajectories]
+    stats = joined([p.stats for p in passes])
     metrics = system.reuse.metrics(stats, sum(t.num_tokens for t in trajectories), step)
     coming = cursor + len(prompts) if step < system.config.run.steps else None
     metrics |= remember(system, prompts.keys, trajectories, coming)
     if extra is not None:
         metrics |= {
-            "dynamic_sampling/phases": float(len(phases)),
+            "dynamic_sampling/phases": float(len(passes)),
             "dynamic_sampling/generated_groups": float(len(prompts)),
             "dynamic_sampling/used_groups": float(len(used)),
         }
     return Rollouts(
         trajectories,
-        [s for p in phases for s in p.scores],
-        [c for p in phases for c in p.completions],
+        [s for p in passes for s in p.scores],
+        [c for p in passes for c in p.completions],
         stats,
         prompts,
         used,
@@ -150,10 +150,10 @@ def generate(system: System, params: Params, cursor: int, step: int, timings: Ti
     )
 
 
-def _informative(phases: Sequence[SamplingPass]) -> set[int]:
+def _informative(passes: Sequence[SamplingPass]) -> set[int]:
     """The groups so far whose rewards are not all equal."""
-    rewards = [t.reward for p in phases for t in p.trajectories]
-    return informative_groups(rewards, [t.group_id for p in phases for t in p.trajectories])
+    rewards = [t.reward for p in passes for t in p.trajectories]
+    return informative_groups(rewards, [t.group_id for p in passes for t in p.trajectories])
 
 
 def generate_and_score(
@@ -161,7 +161,7 @@ def generate_and_score(
 ) -> SamplingPass:
     """The responses to `new`; each goes to the reward workers the moment it ends.
 
-    `before` are the prompts that the step has had in earlier phases: groups are numbered,
+    `before` are the prompts that the step has had in earlier passes: groups are numbered,
     and noise is named, as if all had been asked at once.
     """
     config, first = system.config, len(before)

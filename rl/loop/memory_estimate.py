@@ -1,12 +1,12 @@
 """An estimate of a run's device memory, compared with what a device has.
 
-An estimate by arithmetic, of one device of each kind, before anything is compiled:
+The estimate is arithmetic, for one device of each kind, before anything is compiled:
 
     total = what stays + max(what training adds, what rollouts add)
 
 Arrays that exist for certain (weights, moments, gradients, keys and values) are counted shard by
-shard. What a program needs besides is counted by its largest arrays, times how many of them are
-alive at once as XLA compiled it on a CPU (`_COPIES`, `_LOGITS`, …;
+shard. The temporary memory of a program is its largest arrays, times how many of them are alive at
+once as XLA compiled it on a CPU (`_COPIES`, `_LOGITS`, …;
 tests/rl/loop/test_memory_estimate.py holds them to what the compiler says). Kernels that never make
 an array, as on accelerators they may not, need less.
 """

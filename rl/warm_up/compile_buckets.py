@@ -52,7 +52,7 @@ class Reach:
 
     Rounds of draft trees are compiled only where rollouts are `speculative`, passes over cached
     responses only with `reuse`, what moves requests between workers only with `moves`. `nodes`
-    returns the sizes of the trees that rounds of so many slots have; None: all sizes.
+    returns the tree sizes that rounds of a number of slots can have; None allows all sizes.
     """
 
     max_requests: int
