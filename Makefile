@@ -3,7 +3,8 @@
 # Another Python: make PYTHON=python3.13 train. More test workers: make JOBS=8 test.
 
 PYTHON ?= python3
-JOBS ?= 2
+# For two cores: the third test worker runs while others wait for a process or a deadline.
+JOBS ?= 3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
