@@ -5,32 +5,33 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import textwrap
 
 import pytest
 
 # Our modules that are loaded, empty packages aside, then whether jax and numba are.
-REPORT = (
-    "import sys\n"
-    "ours = [m for n, m in sys.modules.items() if n.split('.')[0] in {ours!r}]\n"
-    "print(sum(not hasattr(m, '__path__') for m in ours), 'jax' in sys.modules, "
-    "'numba' in sys.modules)\n"
-)
-OURS = ("models", "spec", "sched", "rl")
-DRY_RUN = (
-    "import rl.train\n"
-    "def report(config):\n"
-    "    exec(REPORT)\n"
-    "    raise SystemExit\n"
-    "rl.train.open_inputs = report\n"
-    "rl.train.main(['--dry_run'])\n"
-)
+REPORT = """
+import sys
+tops = ("models", "spec", "sched", "rl")
+ours = [m for name, m in sys.modules.items() if name.split(".")[0] in tops]
+print(sum(not hasattr(m, "__path__") for m in ours), "jax" in sys.modules, "numba" in sys.modules)
+"""
+SIMULATE = "import rl.simulate\n" + REPORT
+# reports where the inputs would be opened
+DRY_RUN = f"""
+import rl.train
+def report(config):
+{textwrap.indent(REPORT, "    ")}
+    raise SystemExit
+rl.train.open_inputs = report
+rl.train.main(["--dry_run"])
+"""
 
 
 def loaded(code: str) -> tuple[int, bool, bool]:
     """(our modules, jax, numba) that a fresh process has loaded when it reports."""
-    report = REPORT.format(ours=OURS)
     done = subprocess.run(
-        [sys.executable, "-c", code.replace("exec(REPORT)", report.replace("\n", "\n    "))],
+        [sys.executable, "-c", code],
         env={**os.environ, "JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,
@@ -42,9 +43,7 @@ def loaded(code: str) -> tuple[int, bool, bool]:
 
 
 @pytest.mark.parametrize(
-    ("code", "most"),
-    [("import rl.simulate\nif True:\n    exec(REPORT)", 40), (DRY_RUN, 60)],
-    ids=["simulate", "dry_run"],
+    ("code", "most"), [(SIMULATE, 40), (DRY_RUN, 60)], ids=["simulate", "dry_run"]
 )
 def test_few_modules_and_no_machinery_are_loaded(code, most):
     count, jax, numba = loaded(code)
