@@ -181,8 +181,8 @@ class PrefixVerifier:
         logprobs = np.concatenate([verified.logprobs[:kept], verified.drawn_logprobs[drawn]])
         emission = logprobs
         versions = np.full(len(tokens), self._spec.policy_version, np.int32)
-        origin = Origin.ACCEPTED if rule.draws_own else Origin.REUSED
-        if not rule.draws_own and cached.scores is not None:
+        origin = Origin.ACCEPTED if rule.mode.couples_noise else Origin.REUSED
+        if not rule.mode.couples_noise and cached.scores is not None:
             emission = logprobs.copy()
             emission[:kept] = cached.scores.emission_logprobs[:kept]
             versions[:kept] = cached.scores.policy_versions[:kept]

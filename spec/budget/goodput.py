@@ -68,7 +68,7 @@ class Goodput(Budget):
         if plain_s is None:
             raise KeyError(
                 f"no measured time of a plain round of {num_slots} slots and {num_positions} "
-                "positions: measure the engine's rounds (rl.warm_up.round_times) before the phase"
+                "positions: measure the engine's rounds (rl.warm_up.round_times) before the rollout"
             )
         worth_N = self.scale(live) @ np.cumsum(drafts.prob_AN, axis=1)
         best, best_rate = 1, 1.0

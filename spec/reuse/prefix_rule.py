@@ -107,16 +107,12 @@ class PrefixRule:
     step: int
     greedy: bool = False
 
-    @property
-    def draws_own(self) -> bool:
-        return self.mode.name == "coupled"
-
     def kept(self, request_id: int, cached: CachedResponse, verified: Verified) -> int:
         """Return the length of the prefix that is kept, 0 … num_tokens."""
         num_tokens = len(cached.tokens)
         if not num_tokens or self.mode.name == "full":
             return num_tokens
-        if self.mode.name == "coupled":
+        if self.mode.couples_noise:
             return _first_false(verified.drawn == cached.tokens)
         draws = np.random.default_rng([self.seed, ACCEPTANCE, self.step, request_id])
         if self.mode.name == "random":

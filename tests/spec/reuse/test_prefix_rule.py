@@ -76,7 +76,7 @@ def test_coupled_tokens_stand_while_they_are_drawn_again():
     assert rule("coupled").kept(0, EVEN, verified([-9.0] * 4, [5, 6, 0, 8])) == 2
     assert rule("coupled").kept(0, EVEN, verified([-9.0] * 4, TOKENS)) == 4
     assert rule("coupled").kept(0, cached([], []), verified([], [])) == 0
-    assert rule("coupled").draws_own and not rule("lenient:1").draws_own
+    assert rule("coupled").mode.couples_noise and not rule("lenient:1").mode.couples_noise
 
 
 @pytest.mark.statistical
