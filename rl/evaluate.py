@@ -140,7 +140,7 @@ def _weights(job: _Evaluation, mesh: Any, show: Progress) -> tuple[Any, dict[str
     if job.run is None:
         params = hf.load_pretrained(job.inputs.policy, mesh, dtype=jnp.float32)[1]
         return params, {"policy": str(job.inputs.policy), "checkpoint_step": None}
-    params, step, warnings = evaluation.load_checkpoint(job.run, job.inputs, mesh)
+    params, step, warnings = evaluation.load_checkpoint(job.run, job.inputs.model, mesh)
     for warning in warnings:
         show.message(f"warning: {warning}")
     return params, {"policy": str(job.run), "checkpoint_step": step}

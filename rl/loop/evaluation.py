@@ -14,6 +14,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+from models.config import ModelConfig
 from rl.data.tasks import Example, open_tasks
 from rl.engine.rollout_spec import RolloutSpec
 from rl.loop.experiment import Inputs, TrainConfig
@@ -220,8 +221,10 @@ def respond(
     ]
 
 
-def load_checkpoint(run: Path, inputs: Inputs, mesh: Any) -> tuple[Any, int, tuple[str, ...]]:
-    """(parameters, step, warnings) of a run's newest whole checkpoint, on `mesh`.
+def load_checkpoint(
+    run: Path, model: ModelConfig, mesh: Any = None, step: int | None = None
+) -> tuple[Any, int, tuple[str, ...]]:
+    """(parameters, step, warnings) of a run's newest whole checkpoint, or of `step`, on `mesh`.
 
     Raises NoWholeCheckpointError, or StructureMismatchError where the policy folder
     has another shape than the run's.
@@ -234,7 +237,7 @@ def load_checkpoint(run: Path, inputs: Inputs, mesh: Any) -> tuple[Any, int, tup
     from rl.checkpoint.reader import restore
     from rl.learner.optimizer import SavedArrays
 
-    specs = param_specs(inputs.model)
+    specs = param_specs(model)
     here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     shardings = (
         jax.tree.map(lambda _: here, specs) if mesh is None else param_shardings(mesh, specs)
@@ -245,7 +248,7 @@ def load_checkpoint(run: Path, inputs: Inputs, mesh: Any) -> tuple[Any, int, tup
         shardings,
     )
     template = SavedArrays(None, params, ())  # type: ignore[arg-type]  # of the state, this alone
-    found = restore(run / CHECKPOINTS, template, subset=True)
+    found = restore(run / CHECKPOINTS, template, step, subset=True)
     return found.arrays.params, found.step, found.warnings
 
 

@@ -38,7 +38,9 @@ class RunConfig:
 
     What shows no sign of life for `hang_limit_s` hangs: it is named, and the run ends or does
     without it; compiling has `compile_limit_s` for each program. Asked to stop, a run that has not
-    come to its next save within `stop_limit_s` ends without one.
+    come to its next save within `stop_limit_s` ends without one. With `time_limit_s` a run saves
+    and ends before a step that, at the pace of the last one, would end later than that after the
+    start; `--resume` continues it, with as much time again.
     """
 
     directory: str | None = None  # None: runs/NAME_OF_CONFIG, numbered
@@ -47,13 +49,15 @@ class RunConfig:
     hang_limit_s: float = HANG_LIMIT_S
     compile_limit_s: float = 3600.0
     stop_limit_s: float = 8.0
+    time_limit_s: float | None = None  # None: until all steps are done
 
     def __post_init__(self) -> None:
         if self.steps < 1:
             raise ValueError(f"steps must be at least 1, got {self.steps}")
-        for field in ("hang_limit_s", "compile_limit_s", "stop_limit_s"):
-            if not 0 < getattr(self, field) < math.inf:
-                raise ValueError(f"{field} must be above 0 and finite, got {getattr(self, field)}")
+        for field in ("hang_limit_s", "compile_limit_s", "stop_limit_s", "time_limit_s"):
+            value = getattr(self, field)
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"{field} must be above 0 and finite, got {value}")
         if not 0 <= self.seed < 2**31:
             raise ValueError(f"seed must be in 0 … 2³¹−1, got {self.seed}")
 

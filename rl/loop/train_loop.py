@@ -27,7 +27,7 @@ from rl.learner.advantages import overlong_penalties, response_advantages, rewar
 from rl.learner.optimizer import SavedArrays, TrainState
 from rl.loop import setup as run_setup
 from rl.loop.async_rollouts import AsyncRollouts, SyncRollouts, open_source
-from rl.loop.experiment import Inputs, TrainConfig
+from rl.loop.experiment import Inputs, RunConfig, TrainConfig
 from rl.loop.generation import Rollouts, System, generate, leave_if_asked, tell_failures
 from rl.metrics.step_metrics import sample_rows, step_metrics
 from rl.metrics.writer import MetricsWriter, Timings
@@ -61,7 +61,11 @@ def train(
     watch: Watch,
     clock: Callable[[], float],
 ) -> TrainState:
-    """Run or resume in `folder`, up to `Run.steps`; raises Stopped where it was asked to stop."""
+    """Run or resume in `folder`, up to `Run.steps`.
+
+    Raises Stopped where it was asked to stop, and where `Run.time_limit_s` is used up.
+    """
+    began_s = clock()
     with contextlib.ExitStack() as stack:
         run = Folder(folder, create=True)
         checkpoints = stack.enter_context(
@@ -96,6 +100,8 @@ def train(
             metrics.write_samples(done, record.samples)
             show.step(metrics.write(done, row | _speed(row, timings.seconds())))
             skipped = _in_a_row(skipped, row, done)
+            if done < config.run.steps:
+                _stop_in_time(config.run, clock() - began_s, sum(timings.seconds().values()), show)
         return state
 
 
@@ -308,6 +314,13 @@ def _begins(show: Progress, watch: Watch, step: int, part: str) -> None:
     """A part of a step begins."""
     watch.at(part)
     show.part(step, part)
+
+
+def _stop_in_time(run: RunConfig, elapsed_s: float, step_s: float, show: Progress) -> None:
+    """Raise Stopped where another step of `step_s` would not end within the time limit."""
+    if run.time_limit_s is not None and elapsed_s + step_s > run.time_limit_s:
+        show.message(f"stopping: Run.time_limit_s={run.time_limit_s:g} leaves no time for a step")
+        raise Stopped
 
 
 def _in_a_row(skipped: int, row: Mapping[str, Any], step: int) -> int:

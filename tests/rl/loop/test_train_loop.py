@@ -84,6 +84,17 @@ def test_stopped_anywhere_and_resumed_gives_the_same_bits(tiny, never_stopped, t
         assert f"resuming after step {len(show.rows)}" in resumed.show.messages
 
 
+def test_parts_of_a_time_limit_give_the_same_bits(tiny, never_stopped, tmp_path):
+    limit = "Run.time_limit_s=0.001", "Checkpoint.every_steps=0"  # one step each
+    for part in (1, 2):
+        show = tiny_run.Recorder()
+        with pytest.raises(train_loop.Stopped):
+            tiny_run.train(tiny, tmp_path, *limit, show=show)
+        assert [row["step"] for row in show.rows] == [part]
+        assert "stopping: Run.time_limit_s=0.001 leaves no time for a step" in show.messages
+    assert_same_bits(finish(tiny, tmp_path, *limit), never_stopped)
+
+
 # --- speculation ------------------------------------------------------------------------
 
 # 4 nodes, and a second epoch (there are few prompts), so that history is drafted from
