@@ -3,6 +3,7 @@
     reasoning_gym:gcd?max_numbers=2&max_value=99     a seeded generator and its verifier
     jsonl:PATH?prompt=question&answer=solution       one JSON object a line
     parquet:PATH                                     the same, read by pyarrow
+    NAME=jsonl:PATH                                  any of them, under a name
 
 Invariant: a task is a pure sequence; `task[i]` depends on (spec, seed, i) alone.
 """
@@ -15,6 +16,7 @@ import difflib
 import itertools
 import json
 import random
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
@@ -38,7 +40,8 @@ class Example:
     `example_id` is the same in every epoch and every resumed run. `prompt` is the
     question as text, or chat messages. `columns` is JSON-able: what the task's
     verifier needs (reasoning-gym's `metadata`) and the data file's other columns.
-    Reward functions receive them with `answer` and `task` added over them.
+    Reward functions receive them with `answer` and `task` added over them. `task` is the
+    task's name, by default its spec; `spec` opens it (empty: `task` does).
     """
 
     example_id: str
@@ -46,6 +49,7 @@ class Example:
     answer: str | None
     columns: Mapping[str, Any]
     task: str
+    spec: str = ""
 
 
 class Task(Protocol):
@@ -60,6 +64,7 @@ class Task(Protocol):
 class TaskConfig:
     """Section `Task`: what to train on.
 
+    A spec is `kind:target?key=value`, or `NAME=kind:…` to have the task called NAME.
     `size` counts the generated examples of each procedural task. With `weights`,
     one per spec, each position of the mixture draws its task with that probability;
     without, the mixture holds every example of every task once.
@@ -88,15 +93,23 @@ class TaskConfig:
             )
         for field in ("system_prompt", "prompt_suffix"):
             _check_text(getattr(self, field) or "", f"Task.{field}", MOST_ADDED_CHARACTERS)
-        for spec in self.specs:
-            parse_spec(spec)
+        names = [parse_spec(spec).name for spec in self.specs]
+        if twice := {name for name in names if names.count(name) > 1}:
+            raise ValueError(
+                f"Task.specs: expected different names, got {min(twice)!r} twice; write one of "
+                "them OTHER_NAME=kind:…, or weigh a task with Task.weights"
+            )
+
+
+_NAMED = re.compile(r"([A-Za-z][A-Za-z0-9_-]*)=(.*)", re.DOTALL)
 
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """The parts of a spec, `kind:target?key=value&...`."""
+    """The parts of a spec, `kind:target?key=value&...` or `name=kind:...`."""
 
-    text: str
+    text: str  # all of it
+    name: str  # by default the text
     kind: str
     target: str
     query: Mapping[str, str]
@@ -105,7 +118,9 @@ class Spec:
 def parse_spec(text: str) -> Spec:
     """Parse a spec; raises ValueError for an unknown kind, a bad query or task name."""
     _check_text(text, "a task", MOST_SPEC_CHARACTERS)
-    head, _, tail = text.partition("?")
+    named = _NAMED.fullmatch(text)
+    name, source = named.groups() if named else (text, text)
+    head, _, tail = source.partition("?")
     kind, colon, target = head.partition(":")
     if not colon or kind not in _OPENERS or not target:
         close = difflib.get_close_matches(kind, _OPENERS, n=1)
@@ -122,7 +137,7 @@ def parse_spec(text: str) -> Spec:
         query[key] = unquote(value)  # not unquote_plus: `operators=+,-` means a plus
     if kind == "reasoning_gym":
         reasoning_gym_tasks.check_name(target)
-    return Spec(text, kind, target, query)
+    return Spec(text, name, kind, target, query)
 
 
 def open_task(spec: str, seed: int, size: int = 1000) -> Task:
@@ -196,7 +211,8 @@ class _ProceduralTask:
             prompt=entry["question"],
             answer=entry["answer"],
             columns={"metadata": entry["metadata"]},
-            task=self._spec.text,
+            task=self._spec.name,
+            spec=self._spec.text,
         )
 
 
@@ -304,7 +320,7 @@ def _file_example(spec: Spec, index: int, where: str, row: Mapping[str, Any]) ->
         if answer is None:
             raise ValueError(f"{where}: answer_extract={name} finds nothing in the answer")
     prompt = _prompt(row[prompt_column], where)
-    return Example(f"{spec.text}#{index}", prompt, answer, columns, spec.text)
+    return Example(f"{spec.text}#{index}", prompt, answer, columns, spec.name, spec.text)
 
 
 def _answer_text(value: Any, where: str) -> str | None:

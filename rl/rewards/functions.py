@@ -3,8 +3,9 @@
     f(prompts, completions, completion_ids, **columns) -> list[float | None]
 
 All arguments are lists with one entry per sample. `columns` holds `answer`, `task`
-and the example's other columns. None means "not applicable to this sample": the sum
-over functions leaves it out. A response without an answer scores 0.
+and the example's other columns; `task` is a name, and for the built-in functions the
+spec. None means "not applicable to this sample": the sum over functions leaves it out.
+A response without an answer scores 0.
 """
 
 from __future__ import annotations
@@ -40,9 +41,16 @@ class RewardFunction:
     is_user: bool = False
 
     def __call__(
-        self, prompt: Any, completion: str, completion_ids: list[int], columns: Mapping[str, Any]
+        self,
+        prompt: Any,
+        completion: str,
+        completion_ids: list[int],
+        columns: Mapping[str, Any],
+        spec: str,
     ) -> Values:
         """Score one sample: the function gets lists of length one."""
+        if not self.is_user:
+            columns = {**columns, "task": spec}
         completions: list[Any] = [completion]
         if self.is_user and not isinstance(prompt, str):
             completions = [[{"role": "assistant", "content": completion}]]

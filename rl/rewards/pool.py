@@ -315,6 +315,7 @@ def _job_body(job: ScoreJob) -> bytes:
         "completion": job.completion,
         "completion_ids": [int(token) for token in job.completion_ids],
         "columns": {**example.columns, "answer": example.answer, "task": example.task},
+        "spec": example.spec or example.task,
     }
     try:
         return json.dumps(message).encode()

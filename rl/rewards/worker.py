@@ -4,7 +4,7 @@
 
 in   {"ticket", "body": {"functions", "extract", "memory_limit_mib", "parent_pid", "tasks"}}
 out  {"ticket", "ready": true} | {"ticket", "fatal": message}
-in   {"ticket", "body": {"prompt", "completion", "completion_ids", "columns"}}     per sample
+in   {"ticket", "body": {"prompt", "completion", "completion_ids", "columns", "spec"}}
 out  {"ticket", "at": null}           it has the sample
 out  {"ticket", "at": k}              function k starts; the first one starts the deadline
 out  {"ticket", "outcomes": [[value, kind, message], ...]} | {"ticket", "fatal": message}
@@ -81,7 +81,7 @@ def _serve(
     functions: list, ticket: str, job: Mapping[str, Any], prepared: set[str], writer: Writer
 ) -> None:
     writer.send(ticket, at=None)
-    spec = job["columns"]["task"]
+    spec = job["spec"]
     if spec not in prepared:
         try:
             _prepare(functions, spec)
@@ -104,7 +104,7 @@ def _prepare(functions: list, spec: str) -> None:
 
 def _outcome(function: Any, job: Mapping[str, Any]) -> ScoreOutcome:
     try:
-        result = function(job["prompt"], job["completion"], job["completion_ids"], job["columns"])
+        result = function(**job)
     except BaseException as error:  # sys.exit() in a scorer costs one sample, not a worker
         return None, "raised", _describe(error)
     try:

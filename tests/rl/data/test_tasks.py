@@ -333,6 +333,23 @@ def test_invalid_task_configs_are_refused():
         TaskConfig(specs=())
     with pytest.raises(ValueError, match="did you mean"):
         TaskConfig(specs=("reasoning_gym:lmc",))
+    for specs in (("a=jsonl:x", "a=jsonl:y"), ("jsonl:x", "jsonl:x")):
+        with pytest.raises(ValueError, match=f"different names, got '{specs[0][:1]}.*twice"):
+            TaskConfig(specs=specs)
+
+
+def test_a_name_is_what_a_task_is_called(tmp_path):
+    path = write_lines(tmp_path / "a=b.jsonl", {"prompt": "2+2?", "answer": "4"})
+    example = open_task(f"easy-1=jsonl:{path}?answer=answer", seed=0)[0]
+    assert (example.task, example.prompt) == ("easy-1", "2+2?")
+    assert example.spec == f"easy-1=jsonl:{path}?answer=answer"
+    example = open_task("sums=reasoning_gym:chain_sum", seed=3, size=1)[0]
+    assert example.task == "sums"
+    assert example.prompt == open_task("reasoning_gym:chain_sum", seed=3, size=1)[0].prompt
+    assert parse_spec("jsonl:a=b").name == "jsonl:a=b"
+    for bad in ("1a=jsonl:x", "a b=jsonl:x", "=jsonl:x"):
+        with pytest.raises(ValueError, match="expected one of reasoning_gym"):
+            parse_spec(bad)
 
 
 def test_a_plus_in_a_query_is_a_plus():

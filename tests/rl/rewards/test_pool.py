@@ -246,6 +246,16 @@ def test_a_task_that_cannot_be_opened_is_an_error_and_not_a_zero():
             pool.submit(ScoreJob(example, "#### 1")).result(timeout=60)
 
 
+def test_a_named_task_is_opened_by_its_spec_and_shown_by_its_name(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("def named(task, **columns):\n    return [float(task == ['sums'])]\n")
+    spec = "sums=reasoning_gym:chain_sum"
+    example = Example("x#0", "q", "1000", {"metadata": {}}, "sums", spec)
+    with RewardPool(config("task", f"{file}:named"), tasks=(spec,)) as pool:
+        # chain_sum compares numbers, which a file's exact match does not
+        assert pool.submit(ScoreJob(example, "#### 1,000.0")).result(timeout=60).total == 2.0
+
+
 def test_a_worker_that_dies_while_idle_costs_nothing():
     with RewardPool(config(FAULTY)) as pool:
         assert pool.submit(job("x")).result(timeout=60).total == 1.0
