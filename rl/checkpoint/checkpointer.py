@@ -30,7 +30,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +70,8 @@ class Checkpointer:
 
     Opening tidies up after a killed run, and raises RuntimeError while another
     process writes to the directory. `committed` is called in the background thread with each
-    step whose checkpoint is complete.
+    step whose checkpoint is complete; then older ones are deleted, but never those that `spared`
+    returns.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class Checkpointer:
         patience: Patience | None = None,
         *,
         committed: Callable[[int], None] = lambda step: None,
+        spared: Callable[[], Collection[int]] = tuple,
     ) -> None:
         import orbax.checkpoint as ocp
 
@@ -93,7 +95,7 @@ class Checkpointer:
         )
         self.directory = self._folder.path
         self.config = config or CheckpointConfig()
-        self._committed = committed
+        self._committed, self._spared = committed, spared
         self._patience, self._hangs = patience or Patience(), False
         self._parts_done = 0  # of all saves so far
         self._saves = 0
@@ -275,7 +277,7 @@ class Checkpointer:
                     self._parts_done += 1
                     folders.publish(self._folder, step)
                     self._committed(step)
-                    folders.retire(self._folder, self.config.keep)
+                    folders.retire(self._folder, self.config.keep, self._spared())
                 _barrier(f"committed-{save}")
             host_memory.give_back()
         except BaseException as error:

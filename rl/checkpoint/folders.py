@@ -18,6 +18,7 @@ import logging
 import os
 import re
 import stat
+from collections.abc import Collection
 from pathlib import Path
 
 from models.folder import Folder
@@ -93,15 +94,18 @@ def publish(directory: Folder, step: int) -> None:
         directory.remove(replaced)
 
 
-def retire(directory: Folder, keep: int) -> None:
+def retire(directory: Folder, keep: int, spared: Collection[int] = ()) -> None:
     """Delete all steps older than the `keep` newest that are whole by names and sizes.
 
-    Call it only once the newest step is whole: that one is kept whatever its state.
+    Those in `spared` stay. Call it only once the newest step is whole: that one is kept whatever
+    its state.
     """
     kept = 0
     for step in list_steps(directory):
         folder = step_folder(directory.path, step)
         if kept >= keep:
+            if step in spared:
+                continue
             trash = f"{_TRASH}{folder.name}"
             directory.rename(folder.name, trash)
             directory.remove(trash)

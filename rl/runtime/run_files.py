@@ -5,7 +5,10 @@ from __future__ import annotations
 CONFIG_FILE = "config.gin"  # resolved; a run resumes from it
 MARKER_FILE = ".reprise"  # marks a run's folder, and is locked while the run is going on
 NEWEST_FILE = "newest_checkpoint"  # the step of the newest checkpoint that counted
-METRICS_FILE, SAMPLES_FILE = ROW_FILES = "metrics.jsonl", "samples.jsonl"
+METRICS_FILE, SAMPLES_FILE = "metrics.jsonl", "samples.jsonl"
+EVAL_SAMPLES_FILE = "eval_samples.jsonl"
+ROW_FILES = METRICS_FILE, SAMPLES_FILE, EVAL_SAMPLES_FILE
+EVALUATION_FILE = "evaluation.json"  # the best step by evaluation
 ROUNDS_FILE, MOVES_FILE = "round_times.json", "move_times.json"  # measured seconds
 TIMELINE_FILE = "timeline.json"  # of the last saved step's rollouts
 WANDB_ID_FILE = "wandb_id"
@@ -14,7 +17,8 @@ CHECKPOINTS, ROLLOUTS = "checkpoints", "rollouts"  # what a run resumes from; sp
 POLICY, DRAFTER_MODEL = "policy", "drafter_model"  # what a finished run exports
 DRAFTER = "drafter"  # the learned drafter's own checkpoints
 OWN_NAMES = (
-    *(CONFIG_FILE, MARKER_FILE, NEWEST_FILE, *ROW_FILES, ROUNDS_FILE, MOVES_FILE),
-    *(TIMELINE_FILE, WANDB_ID_FILE, WANDB_FOLDER, TENSORBOARD_FOLDER, REPORT_FOLDER),
+    *(CONFIG_FILE, MARKER_FILE, NEWEST_FILE, *ROW_FILES, EVALUATION_FILE),
+    *(ROUNDS_FILE, MOVES_FILE, TIMELINE_FILE, WANDB_ID_FILE),
+    *(WANDB_FOLDER, TENSORBOARD_FOLDER, REPORT_FOLDER),
     *(CHECKPOINTS, ROLLOUTS, POLICY, DRAFTER, DRAFTER_MODEL),
 )

@@ -1,0 +1,153 @@
+"""The best checkpoint of a run: the one whose evaluation was highest, which is never pruned.
+
+A run writes `evaluation.json` in its folder; this reads it, as a stranger's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from models.folder import Folder, held
+from rl.checkpoint.folders import list_steps
+from rl.runtime.run_files import CHECKPOINTS, EVALUATION_FILE
+
+
+@dataclasses.dataclass(frozen=True)
+class Best:
+    """The step whose evaluation was highest: the metric that says so, and its value."""
+
+    step: int
+    metric: str
+    value: float
+
+
+def read_best(run: Path | str) -> Best | None:
+    """Return the best step that a run has recorded; None where it has recorded none.
+
+    Raises ValueError for a file that no run writes.
+    """
+    with held(run) as folder:
+        found = read_record(folder).get("best")
+    return None if found is None else Best(**found)
+
+
+def read_record(folder: Folder) -> dict[str, Any]:
+    """Return a run's `evaluation.json`, checked; {} where there is none."""
+    if not folder.exists(EVALUATION_FILE):
+        return {}
+    where = folder.path / EVALUATION_FILE
+    try:
+        record = json.loads(folder.read(EVALUATION_FILE))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where}: expected JSON: {error}; delete the file to continue") from error
+    if not isinstance(record, dict) or type(record.get("asked")) is not str:
+        raise ValueError(f"{where} is not what a run writes; delete the file to continue")
+    best = record.get("best")
+    if best is None:
+        return record
+    is_whole = (
+        isinstance(best, dict)
+        and best.keys() == {"step", "metric", "value"}
+        and type(best.get("step")) is int
+        and best["step"] >= 0
+        and type(best.get("metric")) is str
+        and type(best.get("value")) in (int, float)
+        and math.isfinite(best["value"])
+    )
+    if not is_whole:
+        raise ValueError(f"{where}: expected a best step, got {str(best)[:80]!r}; delete the file")
+    return record
+
+
+def chosen_step(run: Path | str, text: str) -> int | None:
+    """Return the step that `newest` (None: the newest whole one), `best` or a number names.
+
+    Raises ValueError where the run has no such checkpoint.
+    """
+    if text == "newest":
+        return None
+    kept = list_steps(Path(run) / CHECKPOINTS)
+    if text == "best":
+        best = read_best(run)
+        if best is None:
+            raise ValueError(
+                f"{run} records no best step: expected a run that has been evaluated while it "
+                f"trained (Eval.every_steps); name one of its steps: {kept or 'none is kept'}"
+            )
+        step = best.step
+    elif text.isdecimal() and len(text) < 16:
+        step = int(text)
+    else:
+        raise ValueError(f"expected a step, newest or best, got {text[:80]!r}")
+    if step not in kept:
+        raise ValueError(
+            f"{run} has no checkpoint of step {step}: expected one of {kept or 'none is kept'}"
+        )
+    return step
+
+
+class BestRecord:
+    """Writes the best step once its checkpoint is whole. Any thread may call it.
+
+    `asked` identifies questions and sampling: a record of other ones is not continued.
+    """
+
+    def __init__(self, folder: Folder, asked: str) -> None:
+        self._folder, self._asked = folder, asked
+        self._lock = threading.Lock()
+        self._committed: set[int] = set()
+        self._candidate: Best | None = None
+        self._written: Best | None = None
+
+    @property
+    def best(self) -> Best | None:
+        """The best step so far, whether or not its checkpoint is whole yet."""
+        return self._candidate or self._written
+
+    def begin(self, step: int, evaluated: Sequence[Best]) -> bool:
+        """Continue after `step`: the best is that of the steps `evaluated` whose checkpoint stands.
+
+        Returns False where nothing is continued: at the start of a run, and where something else
+        was asked before.
+        """
+        same = read_record(self._folder).get("asked") == self._asked
+        kept = list_steps(self._folder.path / CHECKPOINTS)
+        standing = [b for b in evaluated if same and b.step <= step and b.step in kept]
+        with self._lock:
+            self._committed.update(kept)
+            self._written = max(standing, key=lambda b: (b.value, -b.step), default=None)
+            self._write()
+        return same
+
+    def found(self, best: Best) -> None:
+        """Note a better step, whose checkpoint may come later."""
+        with self._lock:
+            self._candidate = best
+            self._settle()
+
+    def committed(self, step: int) -> None:
+        """Note that the checkpoint of a step is whole."""
+        with self._lock:
+            self._committed.add(step)
+            self._settle()
+
+    def spared(self) -> set[int]:
+        """Return the steps that must not be pruned."""
+        with self._lock:
+            return {best.step for best in (self._written, self._candidate) if best is not None}
+
+    def _settle(self) -> None:
+        if self._candidate is not None and self._candidate.step in self._committed:
+            self._written, self._candidate = self._candidate, None
+            self._write()
+
+    def _write(self) -> None:
+        best = None if self._written is None else dataclasses.asdict(self._written)
+        record = {"asked": self._asked, "best": best}
+        self._folder.replace(EVALUATION_FILE, json.dumps(record, indent=2) + "\n")
