@@ -6,6 +6,7 @@ answer, which scores 0. The last marker counts; a model may think aloud before i
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Literal
 
@@ -53,13 +54,23 @@ def hash_mark(text: str) -> str | None:
     return text[start + 4 :].split("\n", 1)[0].strip() if start >= 0 else None
 
 
-Extractor = Literal["whole", "last_line", "boxed", "answer_tag", "hash"]
+def last_number(text: str) -> str | None:
+    """Return the last number, without thousands separators: `-1,250.5` is -1250.5."""
+    found = _NUMBER.findall(text)
+    return found[-1].replace(",", "") if found else None
+
+
+# A minus sign counts where no digit or letter is before it: `3-2` ends in 2, `= -2` in -2.
+_NUMBER = re.compile(r"(?:(?<![\w)])-)?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?", re.ASCII)
+
+Extractor = Literal["whole", "last_line", "boxed", "answer_tag", "hash", "last_number"]
 EXTRACTORS: Mapping[str, Callable[[str], str | None]] = {
     "whole": whole,
     "last_line": last_line,
     "boxed": boxed,
     "answer_tag": answer_tag,
     "hash": hash_mark,
+    "last_number": last_number,
 }
 
 

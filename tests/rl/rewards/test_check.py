@@ -93,7 +93,7 @@ def test_shipped_tasks_can_be_met():
 
 @pytest.mark.parametrize("name", EXTRACTORS)
 def test_markers_and_extractors_are_inverse(name):
-    for answer in ("4", r"\frac{1}{2}", "a b"):
+    for answer in ("4", "-1.5") if name == "last_number" else ("4", r"\frac{1}{2}", "a b"):
         assert extract_answer(name, with_marker(name, answer)) == answer
         assert expected_answer(name, with_marker(name, answer)) == answer
         assert expected_answer(name, answer) == answer
