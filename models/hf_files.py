@@ -54,6 +54,14 @@ class Stored:
     shape: tuple[int, ...]
     dtype: str
 
+    def opened(self) -> contextlib.AbstractContextManager[Any]:
+        """Open its file, from which tensors of the same path can be read."""
+        return _opened(self.path)
+
+    def read(self, file: Any) -> np.ndarray:
+        """Read its values in the layout of its file."""
+        return np.asarray(file.get_tensor(self.name))
+
 
 def entries_of(names: Any, specs: Any, untransposed: Collection[str] = ()) -> list[Entry]:
     """Return entries, in the order of the leaves, for a tree of names and one of `ParamSpec`.
@@ -135,8 +143,8 @@ def refuse_mismatch(
 
 def read_tensor(stored: Stored) -> np.ndarray:
     """Read one tensor in the layout of its file."""
-    with _opened(stored.path) as file:
-        return np.asarray(file.get_tensor(stored.name))
+    with stored.opened() as file:
+        return stored.read(file)
 
 
 def read_tensors(
@@ -152,12 +160,13 @@ def read_tensors(
     from models import transformer  # noqa: F401, registers the trees of weights with jax
 
     arrays: dict[str, jax.Array] = {}
-    for path in sorted({stored[entry.name].path for entry in entries}):
-        with _opened(path) as file:
+    first = {stored[entry.name].path: stored[entry.name] for entry in entries}
+    for path in sorted(first):
+        with first[path].opened() as file:
             for entry in entries:
                 at = stored[entry.name]
                 if at.path == path:
-                    arrays[entry.name] = _place(file.get_tensor(at.name), entry, mesh, dtype)
+                    arrays[entry.name] = _place(at.read(file), entry, mesh, dtype)
     return [arrays[entry.name] for entry in entries]
 
 

@@ -11,11 +11,13 @@ import contextlib
 import dataclasses
 import json
 import os
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from models import chat_template as chat_templates
+from models import gguf_header, gguf_policy, gguf_tokenizer
 from models.config import ModelConfig
 from models.folder import Folder
 from models.hf_config import escaped, ids_of, shown
@@ -91,12 +93,14 @@ class Tokenizer:
 
 
 def load(directory: str | os.PathLike[str]) -> Tokenizer:
-    """Load the tokenizer of a local Hugging Face folder.
+    """Load the tokenizer of a local Hugging Face folder, or of a GGUF file.
 
     Raises FileNotFoundError where the folder or its vocabulary is missing, and
     ValueError where transformers cannot read it.
     """
     folder = Path(directory)
+    if gguf_header.is_gguf(folder):
+        return _load_gguf(folder)
     _require_files(folder)
     backend = _backend(folder)
     own = [] if backend.eos_token_id is None else [int(backend.eos_token_id)]
@@ -116,8 +120,15 @@ def load(directory: str | os.PathLike[str]) -> Tokenizer:
 
 
 def copy_files(source: Path, target: Path) -> None:
-    """Copy a tokenizer's vocabulary, settings and chat template from one folder to another."""
+    """Copy a tokenizer's vocabulary, settings and chat template from one folder to another.
+
+    The source may be a GGUF file, whose tokenizer is written as a folder has it.
+    """
     folder = Folder(target)
+    if gguf_header.is_gguf(source):
+        for name, text in gguf_tokenizer.files(gguf_header.read(source)).items():
+            folder.replace(name, text)
+        return
     for file in source.iterdir():
         named = "token" in file.name or file.name.startswith(("chat_template", "vocab", "merges"))
         if named and file.suffix in (".json", ".jinja", ".model", ".txt"):
@@ -180,6 +191,16 @@ def save_character_tokenizer(
     if chat_template is not None:
         settings["chat_template"] = chat_template
     _write_json(folder / "tokenizer_config.json", settings)
+
+
+def _load_gguf(path: Path) -> Tokenizer:
+    header = gguf_header.read(path)
+    ends = {"eos_token_id": list(gguf_policy.end_tokens(header))}
+    with tempfile.TemporaryDirectory() as folder:
+        for name, text in gguf_tokenizer.files(header).items():
+            (Path(folder) / name).write_text(text, encoding="utf-8")
+        _write_json(Path(folder) / "generation_config.json", ends)
+        return load(folder)
 
 
 def _require_files(folder: Path) -> None:
