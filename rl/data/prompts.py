@@ -15,6 +15,8 @@ import numpy as np
 
 from rl.data.tasks import Example, Message, Task
 
+MOST_PASSED_OVER = 1000  # prompts in a row that are too long: hardly any would fit
+
 
 @dataclasses.dataclass(frozen=True)
 class DataOrder:

@@ -27,7 +27,7 @@ from rl.data.answers import EXTRACTORS, extract_answer
 
 Message = Mapping[str, str]  # {"role": ..., "content": ...}
 
-MOST_EXAMPLES = 1_000_000  # of a generated task: all of them are tokenized before a run starts
+MOST_EXAMPLES = 1_000_000  # of a generated task
 MOST_SPEC_CHARACTERS = 10_000
 MOST_ADDED_CHARACTERS = 100_000  # to every prompt, by the configuration
 MOST_PROMPT_CHARACTERS = 1_000_000
@@ -67,7 +67,9 @@ class TaskConfig:
     A spec is `kind:target?key=value`, or `NAME=kind:…` to have the task called NAME.
     `size` counts the generated examples of each procedural task. With `weights`,
     one per spec, each position of the mixture draws its task with that probability;
-    without, the mixture holds every example of every task once.
+    without, the mixture holds every example of every task once. More than
+    `stream_above_examples` examples are read, checked and tokenized as a run comes to them,
+    not before it.
     """
 
     RETIRED: ClassVar = {"seed_offset": 0}
@@ -77,6 +79,7 @@ class TaskConfig:
     size: int = 1000
     system_prompt: str | None = None
     prompt_suffix: str = ""
+    stream_above_examples: int = 20_000
 
     def __post_init__(self) -> None:
         if not self.specs:
@@ -90,6 +93,10 @@ class TaskConfig:
         if not 1 <= self.size <= MOST_EXAMPLES:
             raise ValueError(
                 f"Task.size must be 1 to {MOST_EXAMPLES:,} examples of each task, got {self.size}"
+            )
+        if self.stream_above_examples < 0:
+            raise ValueError(
+                f"Task.stream_above_examples: expected 0 or more, got {self.stream_above_examples}"
             )
         for field in ("system_prompt", "prompt_suffix"):
             _check_text(getattr(self, field) or "", f"Task.{field}", MOST_ADDED_CHARACTERS)

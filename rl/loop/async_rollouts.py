@@ -31,6 +31,7 @@ from rl.loop.generation import (
     Scorer,
     System,
     generate,
+    left_out,
     prompts_at,
     remember,
 )
@@ -148,14 +149,16 @@ class AsyncRollouts:
         if step > self._first:
             self._session.trained(step - 1 - self._first)
         if step < last:
-            self._submit(step + 1, cursor + size)
+            self._submit(step + 1, self._prompts[step].end)
         with timings.section("wait"):
             self._wait(step)
         with timings.section("reward"):
             rollouts = self._rollouts(step)
         own = [t for t in rollouts.trajectories if t.group_id < size]
-        keys, coming = rollouts.prompts.keys[:size], cursor + 2 * size
-        rollouts.metrics.update(remember(system, keys, own, coming if step + 2 <= last else None))
+        keys = rollouts.prompts.keys[:size]
+        after = self._prompts[step + 1].end if step + 2 <= last else None
+        rollouts.metrics.update(remember(system, keys, own, after))
+        rollouts.metrics.update(left_out(system, rollouts.cursor - cursor - size))
         return rollouts
 
     def stale_params(self, state: TrainState, step: int) -> Params:
@@ -265,6 +268,7 @@ class AsyncRollouts:
         size = self._system.config.rollout.prompts_per_step
         first = (step - 1) * size
         prompts, before = self._prompts[step], self._prompts.get(step - 1)
+        end = prompts.end
         done = self._finished.pop(step)
         carried = sorted({t.group_id for t in done if t.group_id < first})
         place = {first + g: g for g in range(size)}
@@ -285,7 +289,7 @@ class AsyncRollouts:
             prompts,
             frozenset(place.values()),
             {"rollout/carried": float(sum(t.group_id < first for t in done))},
-            num_asked=size,
+            cursor=end,
             siblings=[_moved(t, place) for t in siblings],
         )
 

@@ -31,10 +31,13 @@ from spec.eagle.data_buffer import DataBuffer
 from spec.eagle.model import EagleWeights
 from spec.eagle.training import DrafterState
 
+_VOCABULARY_PROMPTS = 20_000
+
 
 def open_drafter(config: TrainConfig, inputs: Inputs) -> EagleWeights:
-    """Return the drafter that a run starts from; prompts decide on a reduced vocabulary."""
-    prompts = (inputs.encode(inputs.task[i], config.task) for i in range(len(inputs.task)))
+    """Return the drafter that a run starts from; first prompts decide on a reduced vocabulary."""
+    first = range(min(len(inputs.task), _VOCABULARY_PROMPTS))
+    prompts = (inputs.encode(inputs.task[i], config.task) for i in first)
     training, seed = config.drafter_training, config.run.seed
     return first_drafter(config.drafter, training, inputs.model, seed, prompts)
 

@@ -16,7 +16,7 @@ from models.config import MeshConfig, ModelConfig
 from models.tokenizer import Tokenizer
 from rl.checkpoint.config import CheckpointConfig
 from rl.config.loader import resolve_path
-from rl.data.prompts import encode_prompt
+from rl.data.prompts import MOST_PASSED_OVER, DataOrder, encode_prompt
 from rl.data.tasks import Example, Task, TaskConfig, open_tasks
 from rl.drafter_training.config import DrafterConfig, shape_of
 from rl.engine.config import EngineConfig
@@ -74,7 +74,8 @@ class RolloutConfig:
     """The rollouts of one step: `group_size` responses to each of `prompts_per_step` prompts.
 
     Examples whose prompt has more than `max_prompt_tokens` are left out of the
-    run; how many is said at the start. Last epoch's responses, for drafts and reuse,
+    run; how many is said at the start, or by each step (`rollout/left_out_prompts`) if there are
+    more than `Task.stream_above_examples`. Last epoch's responses, for drafts and reuse,
     take `cache_bytes` of memory, compressed; what is beyond goes to the run folder.
     """
 
@@ -131,14 +132,14 @@ class TrainConfig:
 @dataclasses.dataclass(frozen=True, eq=False)
 class Inputs:
     """The inputs that a configuration names, opened and checked; `task` holds the usable
-    examples.
+    examples, or all of them where prompts are looked at as they come (`left_out` is None).
     """
 
     policy: Path
     model: ModelConfig
     tokenizer: Tokenizer
     task: Task
-    left_out: int
+    left_out: int | None
 
     @functools.cached_property
     def shape_name(self) -> str:
@@ -183,6 +184,8 @@ def open_inputs(config: TrainConfig) -> Inputs:
     validate(config.reward)
     task = open_tasks(config.task, config.run.seed)
     inputs = Inputs(policy, model, words, task, 0)
+    if len(task) > config.task.stream_above_examples:
+        return _open_stream(config, inputs)
     limit = config.rollout.max_prompt_tokens
     lengths = [len(inputs.encode(task[i], config.task)) for i in range(len(task))]
     usable = tuple(i for i, n in enumerate(lengths) if n <= limit)
@@ -191,16 +194,29 @@ def open_inputs(config: TrainConfig) -> Inputs:
             f"every one of {len(task)} prompts is longer than Rollout.max_prompt_tokens={limit} "
             f"(the shortest has {min(lengths)}): raise the limit"
         )
-    most_phases = 1 + (config.algorithm.resolved.max_extra_phases or 0)
-    check_coupling(
-        config.reuse,
-        len(usable),
-        most_phases * config.rollout.prompts_per_step,
-        config.rollout.group_size,
-    )
+    _check_coupling(config, len(usable))
     if len(usable) == len(task):
         return inputs
     return dataclasses.replace(inputs, task=_Subset(task, usable), left_out=len(task) - len(usable))
+
+
+def _open_stream(config: TrainConfig, inputs: Inputs) -> Inputs:
+    """Look at as many prompts as it takes to find one that fits, in the order of the run."""
+    task, limit = inputs.task, config.rollout.max_prompt_tokens
+    first = DataOrder(len(task), config.run.seed).indices(0, MOST_PASSED_OVER)
+    if not any(len(inputs.encode(task[int(i)], config.task)) <= limit for i in first):
+        raise ValueError(
+            f"the first {len(first)} prompts of the data order are longer than "
+            f"Rollout.max_prompt_tokens={limit}: raise the limit"
+        )
+    _check_coupling(config, len(task))
+    return dataclasses.replace(inputs, left_out=None)
+
+
+def _check_coupling(config: TrainConfig, num_examples: int) -> None:
+    phases = 1 + (config.algorithm.resolved.max_extra_phases or 0)
+    prompts = phases * config.rollout.prompts_per_step
+    check_coupling(config.reuse, num_examples, prompts, config.rollout.group_size)
 
 
 def open_policy(directory: str) -> tuple[Path, ModelConfig, Tokenizer]:
@@ -311,6 +327,11 @@ def remarks(config: TrainConfig, inputs: Inputs) -> list[str]:
         )
     if inputs.left_out:
         found.append(f"{inputs.left_out} examples are left out: prompt too long")
+    if inputs.left_out is None:
+        found.append(
+            f"{len(inputs.task):,} examples, above Task.stream_above_examples: they are read, "
+            "checked and tokenized as they come"
+        )
     return found
 
 

@@ -15,7 +15,7 @@ from functools import partial
 import numpy as np
 
 from models.transformer import Params
-from rl.data.prompts import DataOrder, prompts_for_step
+from rl.data.prompts import MOST_PASSED_OVER, DataOrder, prompts_for_step
 from rl.data.tasks import Example
 from rl.engine.engine import RolloutEngine
 from rl.engine.rollout_spec import RolloutSpec
@@ -57,22 +57,34 @@ class System:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Prompts:
-    """Consecutive prompts of the data order: examples, their tokens, their numbers in the data."""
+    """Consecutive prompts of the data order: examples, their tokens, their numbers in the data.
+
+    `end` is the position behind the last one; prompts that are too long were passed over.
+    """
 
     examples: tuple[Example, ...] = ()
     tokens: tuple[Prompt, ...] = ()
     numbers: tuple[int, ...] = ()
+    end: int = 0
 
     def __len__(self) -> int:
         return len(self.examples)
 
     def __add__(self, more: Prompts) -> Prompts:
         return Prompts(
-            self.examples + more.examples, self.tokens + more.tokens, self.numbers + more.numbers
+            self.examples + more.examples,
+            self.tokens + more.tokens,
+            self.numbers + more.numbers,
+            more.end,
         )
 
     def take(self, indices: Sequence[int]) -> Prompts:
-        return Prompts(*(tuple(column[i] for i in indices) for column in vars(self).values()))
+        return Prompts(
+            tuple(self.examples[i] for i in indices),
+            tuple(self.tokens[i] for i in indices),
+            tuple(self.numbers[i] for i in indices),
+            self.end,
+        )
 
     @property
     def keys(self) -> list[str]:
@@ -99,7 +111,7 @@ class Rollouts(SamplingPass):
     prompts: Prompts
     used_groups: frozenset[int]
     metrics: dict[str, float]
-    num_asked: int  # of the prompts: those behind were asked by the step before
+    cursor: int  # of the data order, behind the prompts that this step asked
     siblings: Sequence[Trajectory] = ()  # of the step before, in the groups of the prompts behind
 
     @property
@@ -117,10 +129,10 @@ def generate(system: System, params: Params, cursor: int, step: int, timings: Ti
     """
     wanted = system.config.rollout.prompts_per_step
     extra = system.config.algorithm.resolved.max_extra_phases
-    prompts, passes = Prompts(), list[SamplingPass]()
+    prompts, passes = Prompts(end=cursor), list[SamplingPass]()
     missing, used = wanted, frozenset(range(wanted))
     while missing and len(passes) <= (extra or 0):
-        new = prompts_at(system, cursor + len(prompts), missing)
+        new = prompts_at(system, prompts.end, missing)
         passes.append(generate_and_score(system, params, prompts, new, step, timings))
         prompts += new
         missing = 0
@@ -130,8 +142,9 @@ def generate(system: System, params: Params, cursor: int, step: int, timings: Ti
     trajectories = [t for p in passes for t in p.trajectories]
     stats = joined([p.stats for p in passes])
     metrics = system.reuse.metrics(stats, sum(t.num_tokens for t in trajectories), step)
-    coming = cursor + len(prompts) if step < system.config.run.steps else None
+    coming = prompts.end if step < system.config.run.steps else None
     metrics |= remember(system, prompts.keys, trajectories, coming)
+    metrics |= left_out(system, prompts.end - cursor - len(prompts))
     if extra is not None:
         metrics |= {
             "dynamic_sampling/phases": float(len(passes)),
@@ -146,7 +159,7 @@ def generate(system: System, params: Params, cursor: int, step: int, timings: Ti
         prompts,
         used,
         metrics,
-        len(prompts),
+        prompts.end,
     )
 
 
@@ -280,7 +293,29 @@ def remember(
 
 
 def prompts_at(system: System, cursor: int, count: int) -> Prompts:
-    """Return the prompts at positions cursor … cursor+count−1 of the data order."""
-    examples = prompts_for_step(system.inputs.task, system.order, cursor, count)
-    tokens = tuple(system.inputs.encode(e, system.config.task) for e in examples)
-    return Prompts(examples, tokens, tuple(system.order.indices(cursor, count).tolist()))
+    """Return the next `count` prompts from position `cursor` of the data order on.
+
+    Those of more than `Rollout.max_prompt_tokens` are passed over; there are none but in data
+    that is too large to be looked through beforehand.
+    """
+    inputs, limit = system.inputs, system.config.rollout.max_prompt_tokens
+    prompts, passed_over = Prompts(end=cursor), 0
+    while (missing := count - len(prompts)) > 0:
+        examples = prompts_for_step(inputs.task, system.order, prompts.end, missing)
+        tokens = tuple(inputs.encode(example, system.config.task) for example in examples)
+        numbers = tuple(system.order.indices(prompts.end, missing).tolist())
+        end = prompts.end + missing
+        fits = [i for i, ids in enumerate(tokens) if len(ids) <= limit]
+        prompts += Prompts(examples, tokens, numbers, end).take(fits)
+        passed_over = 0 if fits else passed_over + missing
+        if passed_over >= MOST_PASSED_OVER:
+            raise ValueError(
+                f"{passed_over} prompts in a row, up to {examples[-1].example_id}, are longer than "
+                f"Rollout.max_prompt_tokens={limit}: raise the limit"
+            )
+    return prompts
+
+
+def left_out(system: System, prompts: int) -> dict[str, float]:
+    """The metric of the prompts that a step passed over, where any may be."""
+    return {"rollout/left_out_prompts": float(prompts)} if system.inputs.left_out is None else {}

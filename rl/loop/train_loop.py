@@ -215,7 +215,7 @@ def train_step(
     record = _record(system, rollouts, advantages, step)
     tokens = position.num_tokens + int(record.metrics.pop("rollout_tokens"))
     record.metrics.update(rollouts.metrics | rewards | penalties | updates)
-    return state, RunPosition(step, tokens, position.cursor + rollouts.num_asked), record
+    return state, RunPosition(step, tokens, rollouts.cursor), record
 
 
 def _record(system: System, rollouts: Rollouts, advantages: np.ndarray, step: int) -> StepRecord:

@@ -44,6 +44,17 @@ def test_long_prompts_are_left_out_and_counted(tiny):
     assert [inputs.task[i].prompt for i in range(4)] == ["1+1=", "2+3=", "7=", "0+8="]
 
 
+def test_large_data_is_looked_at_as_it_comes(tiny):
+    stream = "Task.stream_above_examples=5"
+    inputs = opened(tiny, "Rollout.max_prompt_tokens=4", stream)
+    assert (len(inputs.task), inputs.left_out) == (6, None)
+    config = load(TrainConfig, [tiny], [stream])
+    assert "6 examples, above Task.stream_above" in "\n".join(remarks(config, inputs))
+    with pytest.raises(ValueError, match="first 1000 prompts of the data order are longer"):
+        opened(tiny, "Rollout.max_prompt_tokens=1", stream)
+    assert opened(tiny, "Task.stream_above_examples=6").left_out == 0
+
+
 def test_remarks_say_what_becomes_of_settings(tiny):
     def said(*overrides):
         config = load(TrainConfig, [tiny], overrides)

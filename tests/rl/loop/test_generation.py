@@ -1,10 +1,15 @@
-"""Scoring as a step of training sees it."""
+"""Prompts and scores as a step of training sees them."""
 
-import types
 from concurrent.futures import Future
+from types import SimpleNamespace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from rl.data.prompts import DataOrder
+from rl.data.tasks import Example
+from rl.loop import generation
 from rl.loop.generation import Scorer
 from rl.rewards.config import RewardConfig
 from rl.rewards.pool import RewardPool
@@ -13,8 +18,8 @@ from rl.runtime.signals import Stopped, Watch
 
 def test_a_run_that_is_asked_to_stop_does_not_wait_for_scores():
     asked = iter([False, True])
-    system = types.SimpleNamespace(
-        inputs=types.SimpleNamespace(tokenizer=None),
+    system = SimpleNamespace(
+        inputs=SimpleNamespace(tokenizer=None),
         rewards=RewardPool(RewardConfig()),
         watch=Watch(should_stop=lambda: next(asked)),
         drafter=None,
@@ -22,4 +27,35 @@ def test_a_run_that_is_asked_to_stop_does_not_wait_for_scores():
     scorer = Scorer(system)
     scorer._waiting[7] = Future(), "text"  # whose score never comes
     with pytest.raises(Stopped):
-        scorer.result(types.SimpleNamespace(request_id=7))
+        scorer.result(SimpleNamespace(request_id=7))
+
+
+PROMPTS = ["12", "12345", "1", "123456", "123", "1234567", "1234"]
+
+
+def streaming(prompts=PROMPTS, limit=4):
+    """As much of a run as prompts are drawn from; an id a character."""
+    examples = [Example(f"e#{i}", p, None, {}, "t") for i, p in enumerate(prompts)]
+    inputs = SimpleNamespace(task=examples, encode=lambda e, _: tuple(map(int, e.prompt)))
+    rollout = SimpleNamespace(max_prompt_tokens=limit)
+    config = SimpleNamespace(rollout=rollout, task=None)
+    return SimpleNamespace(inputs=inputs, config=config, order=DataOrder(len(prompts), 3))
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(0, 6), max_size=6))
+def test_prompts_that_are_too_long_are_passed_over_wherever_a_run_is_resumed(counts):
+    system, cursor, numbers = streaming(), 0, []
+    for count in counts:
+        prompts = generation.prompts_at(system, cursor, count)
+        assert len(prompts) == count
+        assert [e.example_id for e in prompts.examples] == [f"e#{n}" for n in prompts.numbers]
+        assert [len(ids) for ids in prompts.tokens] == [len(PROMPTS[n]) for n in prompts.numbers]
+        numbers, cursor = [*numbers, *prompts.numbers], prompts.end
+    order = system.order.indices(0, cursor).tolist()
+    assert numbers == [n for n in order if len(PROMPTS[n]) <= 4]
+
+
+def test_a_thousand_prompts_in_a_row_that_are_too_long_end_the_run():
+    with pytest.raises(ValueError, match="1000 prompts in a row, up to e#.*max_prompt_tokens=0"):
+        generation.prompts_at(streaming(limit=0), 5, 4)

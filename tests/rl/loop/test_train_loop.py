@@ -84,6 +84,22 @@ def test_stopped_anywhere_and_resumed_gives_the_same_bits(tiny, never_stopped, t
         assert f"resuming after step {len(show.rows)}" in resumed.show.messages
 
 
+def test_prompts_that_are_too_long_are_passed_over_as_they_come(tiny, tmp_path):
+    """2 of 6; stopped and resumed, the cursor knows of those that were."""
+    stream = ("Task.stream_above_examples=0", "Rollout.max_prompt_tokens=4")
+    whole = finish(tiny, tmp_path / "whole", *stream)
+    asked = [json.loads(line) for line in whole.samples.splitlines()]
+    prompts = [asked[i]["prompt"] for i in range(0, len(asked), 4)]
+    assert len(prompts) == 6 and set(prompts) == {"1+1=", "2+3=", "7=", "0+8="}
+    assert 2 <= sum(row["rollout/left_out_prompts"] for row in whole.rows) <= 4
+    show = tiny_run.Recorder()
+    with pytest.raises(train_loop.Stopped):
+        tiny_run.train(
+            tiny, tmp_path / "parts", *stream, show=show, should_stop=lambda: len(show.rows) == 2
+        )
+    assert_same_bits(finish(tiny, tmp_path / "parts", *stream), whole)
+
+
 def test_parts_of_a_time_limit_give_the_same_bits(tiny, never_stopped, tmp_path):
     limit = "Run.time_limit_s=0.001", "Checkpoint.every_steps=0"  # one step each
     for part in (1, 2):
