@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import importlib.metadata
 import json
-import os
-import platform
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from rl.runtime.environment import device, versions
 
 ROOT = Path(__file__).parents[1]
 _MEASURED = ("models", "spec", "sched", "rl", "benchmarks")
@@ -53,37 +52,6 @@ def show(
     width = max(map(len, figures), default=0)
     for name, value in figures.items():
         print(f"{name:{width}}  {value}")
-
-
-def versions(packages: Sequence[str]) -> dict[str, str]:
-    """The interpreter's version and those of the packages that are installed."""
-    found = {"python": platform.python_version()}
-    for name in packages:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
-
-
-def device() -> str:
-    """The accelerator jax runs on, or the processor and the cores this process may use."""
-    import jax
-
-    first = jax.devices()[0]
-    if first.platform != "cpu":
-        return f"{jax.device_count()} × {first.device_kind}"
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return f"CPU: {_processor()}, {cores} cores"
-
-
-def _processor() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.is_file():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
 
 
 def _without_paths(arguments: Sequence[str], hidden: Sequence[str]) -> list[str]:

@@ -38,6 +38,7 @@ _LAYER_NAMES = {
     "query_norm_h": "self_attn.q_norm.weight",
     "key_norm_h": "self_attn.k_norm.weight",
 }
+MAX_SHARD_BYTES = 2_000_000_000  # of a file of weights
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -74,7 +75,7 @@ def save_pretrained(
     config: ModelConfig,
     params: Params,
     *,
-    max_shard_bytes: int = 2_000_000_000,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
     """Write a policy that `load_pretrained` and `transformers` read, bit for bit.
 
@@ -82,15 +83,33 @@ def save_pretrained(
     process never leaves half a policy. Other files of an existing folder (its
     tokenizer) are kept. Raises ValueError where the parameters do not fit the config.
     """
+    with hf_files.replacing(directory) as folder:
+        write_into(folder, config, params, max_shard_bytes=max_shard_bytes)
+
+
+def write_into(
+    folder: Path,
+    config: ModelConfig,
+    params: Params,
+    *,
+    dtype: Any = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    generation: Mapping[str, Any] | None = None,
+) -> None:
+    """Write config, weights and generation_config.json into a new folder.
+
+    Weights are rounded once to `dtype`; None keeps it. `generation` has settings of `generate` in
+    addition to the end tokens. Raises ValueError where the parameters do not fit the config.
+    """
     import jax
 
     entries, tree = _entries(config), jax.tree.structure(param_specs(config))
     leaves = hf_files.fitting_leaves(params, entries, tree)
-    with hf_files.replacing(directory) as folder:
-        hf_files.write_tensors(folder, entries, leaves, max_shard_bytes)
-        hf, generation = hf_config.render(config, np.dtype(leaves[0].dtype).name)
-        hf_files.write_json(folder / hf_files.CONFIG, hf)
-        hf_files.write_json(folder / "generation_config.json", generation)
+    name = np.dtype(leaves[0].dtype if dtype is None else jax.numpy.dtype(dtype)).name
+    hf, tokens = hf_config.render(config, name)
+    hf_files.write_tensors(folder, entries, leaves, max_shard_bytes, dtype)
+    hf_files.write_json(folder / hf_files.CONFIG, hf)
+    hf_files.write_json(folder / hf_files.GENERATION, {**tokens, **(generation or {})})
 
 
 def layer_names(layer: Layer, prefix: str) -> Layer:
@@ -120,7 +139,7 @@ def _checked(folder: Path) -> tuple[ModelConfig, dict[str, Stored]]:
         hf, generation, stored = gguf_policy.load(folder)
     else:
         hf = hf_files.read_config(folder)
-        path = folder / "generation_config.json"
+        path = folder / hf_files.GENERATION
         generation = hf_files.read_json(path) if path.is_file() else {}
         stored = hf_files.headers(folder)
     config = hf_config.parse(hf, generation, str(folder))

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
 
 CONFIG = "config.json"
+GENERATION = "generation_config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 FLOATS = ("F32", "BF16", "F16")  # by safetensors' names
@@ -220,16 +221,26 @@ def replacing(directory: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def write_tensors(
-    folder: Path, entries: Sequence[Entry], leaves: Sequence[Any], max_shard_bytes: int
+    folder: Path,
+    entries: Sequence[Entry],
+    leaves: Sequence[Any],
+    max_shard_bytes: int,
+    dtype: Any = None,
 ) -> None:
-    """Write one file, or an index and several, of at most `max_shard_bytes` or of one tensor."""
+    """Write one file, or an index and several, of at most `max_shard_bytes` or of one tensor.
+
+    Tensors are rounded to `dtype`, to the nearest and ties to even; None keeps each one's own. Host
+    memory holds one file at a time, beside the leaves.
+    """
     import jax
+    import jax.numpy as jnp
     from safetensors.numpy import save_file
 
+    dtypes = [jnp.dtype(leaf.dtype if dtype is None else dtype) for leaf in leaves]
     shards: list[list[int]] = [[]]
     filled_bytes, total_bytes = 0, 0
     for i, leaf in enumerate(leaves):
-        size_bytes = math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize
+        size_bytes = math.prod(leaf.shape) * dtypes[i].itemsize
         if shards[-1] and filled_bytes + size_bytes > max_shard_bytes:
             shards.append([])
             filled_bytes = 0
@@ -244,7 +255,7 @@ def write_tensors(
             host = np.asarray(jax.device_get(leaves[i]))
             # safetensors writes the memory of a transposed view, hence the copy.
             tensors[entries[i].name] = np.ascontiguousarray(
-                host.T if entries[i].transposed else host
+                host.T if entries[i].transposed else host, dtypes[i]
             )
             weight_map[entries[i].name] = file
         save_file(tensors, folder / file, metadata={"format": "pt"})
@@ -356,7 +367,7 @@ def _place(host: np.ndarray, entry: Entry, mesh: Mesh | None, dtype: Any) -> jax
 
 def _left_out(folder: str, names: list[str]) -> list[str]:
     """Name the files not to keep: links, and those that are written or would be stale."""
-    own = {CONFIG, "generation_config.json", INDEX}
+    own = {CONFIG, GENERATION, INDEX}
     return [
         n
         for n in names

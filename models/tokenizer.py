@@ -130,9 +130,14 @@ def copy_files(source: Path, target: Path) -> None:
             folder.replace(name, text)
         return
     for file in source.iterdir():
-        named = "token" in file.name or file.name.startswith(("chat_template", "vocab", "merges"))
-        if named and file.suffix in (".json", ".jinja", ".model", ".txt"):
+        if is_own_file(file.name):
             folder.replace(file.name, file.read_bytes())
+
+
+def is_own_file(name: str) -> bool:
+    """Return whether a file of a Hugging Face folder belongs to its tokenizer."""
+    named = "token" in name or name.startswith(("chat_template", "vocab", "merges"))
+    return named and name.endswith((".json", ".jinja", ".model", ".txt"))
 
 
 def check_vocabulary(tokenizer: Tokenizer, config: ModelConfig) -> None:

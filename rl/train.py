@@ -17,10 +17,9 @@ from functools import partial
 from pathlib import Path
 
 from models.params import Params, num_params
-from models.tokenizer import copy_files
 from rl.config.command_line import config_parser, parse_command_line
 from rl.config.loader import ConfigError, dump, load
-from rl.loop import memory_estimate, run_folder
+from rl.loop import legs, memory_estimate, run_folder
 from rl.loop.experiment import Inputs, TrainConfig, open_inputs, remarks
 from rl.metrics.writer import DamagedRowError, check_installed
 from rl.rewards.check import check_rewards
@@ -169,6 +168,7 @@ def _run(config: TrainConfig, inputs: Inputs, folder: Path, before: TrainConfig 
     ):
         verb = "running" if before is None else "resuming"
         show.message(f"{verb} in {folder} on {found[0].device_kind} × {len(found)}")
+        legs.note(folder, standing()[0])
         for text in filter(None, (devices.warning(), unkept, tight)):
             show.message(f"warning: {text}")
         for text in remarks(config, inputs):
@@ -213,12 +213,11 @@ def _export(
     config: TrainConfig, inputs: Inputs, folder: Path, params: Params, show: Progress
 ) -> int:
     """Write the trained policy as a Hugging Face folder, and its drafter; returns the status."""
-    from models.hf import save_pretrained
-    from rl.loop import drafter_export
+    from rl.loop import drafter_export, policy_export
 
     try:
-        save_pretrained(folder / POLICY, inputs.model, params)
-        copy_files(inputs.policy, folder / POLICY)
+        source = folder, config.run.steps
+        policy_export.write_checkpoint(config, inputs, params, source, folder / POLICY)
         text = f"the policy is in {folder / POLICY}"
         if config.speculation.learns:
             target = folder / DRAFTER_MODEL

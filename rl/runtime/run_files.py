@@ -11,6 +11,7 @@ ROW_FILES = METRICS_FILE, SAMPLES_FILE, EVAL_SAMPLES_FILE
 EVALUATION_FILE = "evaluation.json"  # the best step by evaluation
 ROUNDS_FILE, MOVES_FILE = "round_times.json", "move_times.json"  # measured seconds
 TIMELINE_FILE = "timeline.json"  # of the last saved step's rollouts
+LEGS_FILE = "legs.jsonl"  # each start of the run: when, on what device, with which versions
 WANDB_ID_FILE = "wandb_id"
 TENSORBOARD_FOLDER, WANDB_FOLDER, REPORT_FOLDER = "tensorboard", "wandb", "report"
 CHECKPOINTS, ROLLOUTS = "checkpoints", "rollouts"  # what a run resumes from; spilled responses
@@ -18,7 +19,7 @@ POLICY, DRAFTER_MODEL = "policy", "drafter_model"  # what a finished run exports
 DRAFTER = "drafter"  # the learned drafter's own checkpoints
 OWN_NAMES = (
     *(CONFIG_FILE, MARKER_FILE, NEWEST_FILE, *ROW_FILES, EVALUATION_FILE),
-    *(ROUNDS_FILE, MOVES_FILE, TIMELINE_FILE, WANDB_ID_FILE),
+    *(ROUNDS_FILE, MOVES_FILE, TIMELINE_FILE, LEGS_FILE, WANDB_ID_FILE),
     *(WANDB_FOLDER, TENSORBOARD_FOLDER, REPORT_FOLDER),
     *(CHECKPOINTS, ROLLOUTS, POLICY, DRAFTER, DRAFTER_MODEL),
 )
