@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from models import hf_files
+from models import gguf_header, hf_files
 from models.config import ModelConfig
 from models.params import num_params
 from rl.config.loader import dump
@@ -66,8 +66,9 @@ class Form:
 def base_of(policy: Path) -> Base:
     """Read the name and what is known of the origin of a policy's folder or file."""
     path = policy.absolute()
-    if not path.is_dir():
-        return Base(path.stem)
+    if gguf_header.is_gguf(path):
+        licence = gguf_header.read(path).metadata.get("general.license")
+        return Base(path.stem, licence=licence if isinstance(licence, str) else None)
     config = hf_files.read_json(path / hf_files.CONFIG)
     front = _front_matter(path / CARD)
     cached = re.search(r"models--([^/]+)--([^/]+)/", f"{path}/")

@@ -147,7 +147,6 @@ def test_a_base_policy_is_known_by_its_own_files(tmp_path):
     assert model_card.base_of(own) == Base("own", "a/b", "apache-2.0")
     (own / "README.md").write_text("---\nlicense: apache-2.0\nno end")
     assert model_card.base_of(own) == Base("own")
-    assert model_card.base_of(tmp_path / "small.Q4_1.gguf") == Base("small.Q4_1")
 
 
 def test_legs_are_noted_and_rows_that_no_run_writes_left_out(tmp_path):
