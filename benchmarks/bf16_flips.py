@@ -14,6 +14,7 @@ read a token at a time, and the cache has another length.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import sys
 from collections.abc import Mapping, Sequence
@@ -151,6 +152,16 @@ def total_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return row
 
 
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Seeds, tokens of a response, the draws, and the nodes of the forced passes."""
+
+    seeds: int
+    new_tokens: int
+    draws: Sequence[sampling.Draw]
+    nodes: Sequence[int] = NODES
+
+
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     model, master = workloads.policy(workloads.BASE_POLICY)
     requests = workloads.group_requests(
@@ -159,18 +170,30 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     engine_config = EngineConfig(
         slots=len(requests), min_slots=len(requests), min_positions=256, min_nodes=8, max_nodes=8
     )
+    sizes = Sizes(arguments.seeds, arguments.new_tokens, arguments.draws)
+    return of_policy(model, master, requests, engine_config, sizes)
+
+
+def of_policy(
+    model: ModelConfig,
+    master: Params,
+    requests: Sequence[Request],
+    engine_config: EngineConfig,
+    sizes: Sizes,
+) -> dict[str, Any]:
+    """Rows of one policy, by type, draw and measure, and the named figures."""
     rows = []
     for dtype in DTYPES:
         params = jax.tree.map(lambda p, d=dtype: p.astype(d), master)
         engine = Engine(model, engine_config, dtype=jnp.dtype(dtype))
-        for scheme in arguments.draws:
-            settings = SamplingConfig(max_new_tokens=arguments.new_tokens, draw=scheme)
+        for scheme in sizes.draws:
+            settings = SamplingConfig(max_new_tokens=sizes.new_tokens, draw=scheme)
             found: dict[str, list[dict[str, Any]]] = {}
-            for seed in range(arguments.seeds):
+            for seed in range(sizes.seeds):
                 key = step_key(seed, 1)
                 pairs = _phases(engine, params, requests, settings, key, model.vocab_size)
                 found.setdefault("drafted", []).append(compare_drafted(*pairs))
-                for n in NODES:
+                for n in sizes.nodes:
                     row = compare_forced(model, params, pairs[0], key, n, scheme)
                     found.setdefault(f"forced_{n}", []).append(row)
             for measured, of_seeds in found.items():

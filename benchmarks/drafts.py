@@ -126,11 +126,16 @@ def follow(group: Group) -> dict[str, float]:
 
 
 def replay(
-    group: Group, make: Make, num_nodes: int = BUDGET_NODES, aimd: Aimd | None = None
+    group: Group,
+    make: Make,
+    num_nodes: int = BUDGET_NODES,
+    aimd: Aimd | None = None,
+    on_lookup: Callable[[int], object] = lambda right: None,
 ) -> dict[str, float]:
     """Texts grow side by side; each round each takes what was right of its draft, and one more.
 
-    With `aimd` a draft has the nodes of its request's window, `num_nodes` at most.
+    With `aimd` a draft has the nodes of its request's window, `num_nodes` at most. `on_lookup` is
+    told of each draft how many of its tokens were right.
     """
     drafter, steps_N = make(), np.arange(num_nodes + 1)
     A, L = len(group.texts), max(map(len, group.texts))
@@ -158,6 +163,7 @@ def replay(
             tokens, parents = drafts.tokens_AN[i, :n].tolist(), drafts.parents_AN[i, :n].tolist()
             right = accepted_by_walk(tokens, parents, tokens_BL[a, totals_A[a] : ends_A[a]])
             lookups, accepted, drafted = lookups + 1, accepted + right, drafted + n
+            on_lookup(right)
             totals_A[a] = min(totals_A[a] + right + 1, ends_A[a])
         if aimd:
             emitted_A = totals_A[alive_A] - before_A
