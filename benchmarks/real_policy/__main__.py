@@ -12,7 +12,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ NAMED: dict[str, Callable[[Any], dict[str, Any]]] = {
 
 def main() -> int:
     arguments = _parser().parse_args()
+    record = _record()  # of the code that is loaded, whatever is edited meanwhile
     parts = list(arguments.parts)
     if "parity" in parts and not arguments.torch_python:
         print("parity: expected --torch_python PATH, got none", file=sys.stderr)
@@ -43,7 +44,7 @@ def main() -> int:
     )
     ground = Ground(arguments.policy, arguments.questions, arguments.work, sizes)
     for part in parts:
-        _once(ground, part, arguments)
+        _once(ground, part, arguments, record)
     kept = {p: ground.work / f"{p}.json" for p in PARTS}
     found = {p: json.loads(path.read_text()) for p, path in kept.items() if path.is_file()}
     result = {
@@ -57,7 +58,7 @@ def main() -> int:
             "new_tokens": sizes.new_tokens,
         },
         **found,
-        **_record(),
+        **record,
     }
     figures = {k: v for p in found if p in NAMED for k, v in NAMED[p](found[p]).items()}
     environment.show(result, arguments, figures)
@@ -92,14 +93,15 @@ def _record() -> dict[str, Any]:
     return environment.record("benchmarks.real_policy", PACKAGES, hidden=hidden)
 
 
-def _once(ground: Ground, part: str, arguments: argparse.Namespace) -> None:
+def _once(
+    ground: Ground, part: str, arguments: argparse.Namespace, record: Mapping[str, Any]
+) -> None:
     """Measure one part, unless the working folder has its figures."""
     path = ground.work / f"{part}.json"
     if path.is_file():
         return
     began_s = time.perf_counter()
     figures = _measured(ground, part, arguments)
-    record = _record()
     made = {k: record[k] for k in ("commit", "uncommitted_changes", "device", "date")}
     path.write_text(json.dumps({**figures, "made": made}, indent=1) + "\n")
     print(f"{part}: {time.perf_counter() - began_s:.0f} s", file=sys.stderr, flush=True)

@@ -165,13 +165,13 @@ class Ground:
         return [self._reward(self.questions[t.group_id], t) for t in done]
 
     def _reward(self, question: Question, t: Trajectory) -> float | None:
-        if not question.of.scored:
+        if question.of.extract is None:
             return None
         example = question.example
         text = self.tokenizer.decode(t.response_ids)
         metadata = [example.columns["metadata"]]
         answer, task = [example.answer], [example.task]
-        return task_reward([text], answer, task, extract="hash", metadata=metadata)[0]
+        return task_reward([text], answer, task, extract=question.of.extract, metadata=metadata)[0]
 
     def updated(self, rate: float) -> Params:
         """Return the policy after one GRPO update from its own responses, at this learning rate.

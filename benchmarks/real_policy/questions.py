@@ -16,17 +16,19 @@ from rl.data.prompts import encode_prompt
 from rl.data.tasks import Example, TaskConfig, open_tasks
 
 SEED = 21
-ANSWER = "\nEnd your response with #### and the final answer."
 
 
 @dataclasses.dataclass(frozen=True)
 class QuestionSet:
-    """Tasks that take turns, the suffix of their prompts, and if responses can be scored."""
+    """Tasks that take turns, the suffix of their prompts, and how an answer is found for a reward.
+
+    `extract` names it as `Reward.extract` does; None: nothing scores these responses.
+    """
 
     name: str
     specs: tuple[str, ...]
     suffix: str = ""
-    scored: bool = False
+    extract: str | None = None
 
 
 def _file(name: str) -> str:
@@ -43,26 +45,25 @@ KINDS: dict[str, tuple[QuestionSet, ...]] = {
                 "reasoning_gym:count_bits?min_n=1&max_n=127",
             ),
             "\n",
-            scored=True,
+            extract="hash",
         ),
         QuestionSet(
             "words",
             ("reasoning_gym:spell_backward?min_word_len=3&max_word_len=7",),
             "\n",
-            scored=True,
+            extract="hash",
         ),
     ),
     "chat": (
         QuestionSet(
             "arithmetic",
             (
-                "reasoning_gym:chain_sum?min_terms=2&max_terms=3&min_digits=1&max_digits=2",
+                "reasoning_gym:chain_sum?min_terms=2&max_terms=2&min_digits=1&max_digits=2",
                 "reasoning_gym:gcd?min_numbers=2&max_numbers=2&min_value=2&max_value=30",
                 "reasoning_gym:basic_arithmetic?min_terms=2&max_terms=3&min_digits=1&max_digits=2",
                 "reasoning_gym:products?min_terms=2&max_terms=2&min_digits=1&max_digits=1",
             ),
-            ANSWER,
-            scored=True,
+            extract="last_number",
         ),
         QuestionSet(
             "words",
@@ -72,8 +73,7 @@ KINDS: dict[str, tuple[QuestionSet, ...]] = {
                 "reasoning_gym:word_sorting?min_words=3&max_words=4",
                 "reasoning_gym:sentence_reordering?min_words_in_sentence=3",
             ),
-            ANSWER,
-            scored=True,
+            extract="last_line",
         ),
         QuestionSet("writing", (_file("writing_questions.jsonl"),)),
         QuestionSet("code", (_file("code_questions.jsonl"),)),
