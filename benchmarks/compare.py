@@ -4,7 +4,8 @@
 
 One process a system, kept alive; they take turns, A B C A B C …, so that only one
 computes at a time and all see the same machine. All load one policy folder with
-the same random weights and generate the same prompts with log-probabilities. First
+the same random weights (or that of `--policy`, whose shape then counts) and generate
+the same prompts with log-probabilities. First
 each system's variants take turns, and the fastest one is what is compared. Ratios
 are taken pair by pair within a turn; the median counts. `greedy_agreement` is the
 share of tokens that equal ours at temperature 0: the work is the same. A system
@@ -115,14 +116,35 @@ def choose_variant(
     return max(speeds, key=lambda variant: speeds[variant]), speeds
 
 
+def shape_of(policy: Path, shape: Shape) -> Shape:
+    """The batch of `shape`, and the model of a policy's folder."""
+    model = hf.check(policy)
+    return dataclasses.replace(
+        shape,
+        layers=model.num_layers,
+        d_model=model.d_model,
+        heads=model.num_heads,
+        kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        d_ff=model.d_ff,
+        vocab=model.vocab_size,
+        tied=model.tied_embeddings,
+    )
+
+
 def compare(
-    pythons: dict[str, str], shape: Shape, repeats: int, choosing_repeats: int
+    pythons: dict[str, str],
+    shape: Shape,
+    repeats: int,
+    choosing_repeats: int,
+    folder: Path | None = None,
 ) -> dict[str, Any]:
     """One row: every system on this shape, `repeats` turns after all are warm."""
     children: list[Child] = []
     with tempfile.TemporaryDirectory() as scratch:
-        write_policy(shape, Path(scratch) / "policy")
-        policy = str(Path(scratch) / "policy")
+        policy = str(folder or Path(scratch) / "policy")
+        if folder is None:
+            write_policy(shape, Path(policy))
         try:
             systems: dict[str, dict[str, Any]] = {}
             for name, python in pythons.items():
@@ -200,6 +222,7 @@ def parse() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add_flags(parser, without=("batch",))
     parser.add_argument("--batches", type=int, nargs="+", default=[16, 64], help="a row for each")
+    parser.add_argument("--policy", type=Path, help="weights of a folder instead of random ones")
     parser.add_argument("--tunix_python", help="interpreter of an environment with google-tunix")
     parser.add_argument("--transformers_python", help="interpreter of one with torch, transformers")
     parser.add_argument("--repeats", type=int, default=9, help="turns; the medians count")
@@ -220,9 +243,11 @@ def main() -> int:
             print(f"{name} is left out: give --{name}_python to compare with it", file=sys.stderr)
     try:
         shapes = [from_flags(arguments, batch=batch) for batch in arguments.batches]
-    except ValueError as error:
+        if arguments.policy:
+            shapes = [shape_of(arguments.policy, shape) for shape in shapes]
+    except (ValueError, FileNotFoundError) as error:
         parser.error(str(error))
-    hidden = ("--tunix_python", "--transformers_python", "--output")
+    hidden = ("--policy", "--tunix_python", "--transformers_python", "--output")
     result = {
         "benchmark": "rollout_vs_others",
         **environment.record("benchmarks.compare", ("jax", "jaxlib", "numpy"), hidden=hidden),
@@ -230,7 +255,8 @@ def main() -> int:
         "rows": [],
     }
     for shape in shapes:
-        row = compare(pythons, shape, arguments.repeats, arguments.choosing_repeats)
+        repeats = arguments.repeats, arguments.choosing_repeats
+        row = compare(pythons, shape, *repeats, arguments.policy)
         result["rows"].append(row)
         if not arguments.json:
             show(row)

@@ -167,29 +167,49 @@ def results() -> str:
     for section in table["section"]:
         parts += ["", f"## {section['title']}", ""]
         parts += [section["text"].strip(), ""] if "text" in section else []
-        parts += ["| what | kind | figure | goal | | file |", "|---|---|---|---|---|---|"]
-        parts += ["| " + " | ".join(cells(row)) + " |" for row in section["row"]]
+        if "columns" in section:
+            titles, files = zip(*section["columns"], strict=True)
+            parts += ["| what | kind | " + " | ".join(titles) + " |"]
+            parts += ["|---|---|" + "---|" * len(titles)]
+            table_rows = [beside(row, files) for row in section["row"]]
+        else:
+            parts += ["| what | kind | figure | goal | | file |", "|---|---|---|---|---|---|"]
+            table_rows = [cells(row) for row in section["row"]]
+        parts += ["| " + " | ".join(row) + " |" for row in table_rows]
     return "\n".join(parts) + "\n"
 
 
 def rows() -> Iterator[tuple[Mapping[str, Any], list[str]]]:
-    """Yield every row of results.toml with its cells."""
+    """Yield every row of results.toml with its cells; those of columns once for each file."""
     table = tomllib.loads((DOCS / "results.toml").read_text(encoding="utf-8"))
     for section in table["section"]:
         for row in section["row"]:
-            yield row, cells(row)
+            for file in [f for _, f in section.get("columns", ())] or [row["file"]]:
+                one = {**row, "file": file}
+                yield one, cells(one)
+
+
+def beside(row: Mapping[str, Any], files: Sequence[str]) -> list[str]:
+    """Return the cells of a row that has no goal: what, kind, and the figure of each file."""
+    assert "goal" not in row, f"{row['what']}: figures of several files have no goal"
+    figures = [cells({**row, "file": file})[2] for file in files]
+    return [row["what"], row["kind"], *figures]
 
 
 def cells(row: Mapping[str, Any]) -> list[str]:
     """Return the cells of a row: what, kind, figure, goal, met or missed, file.
 
     `row["values"]` are paths into the file, `row["show"]` is the format of each (or one for
-    all), `row["goal"]` a comparison for each value ("" for none).
+    all), `row["goal"]` a comparison for each value ("" for none). With `row["gaps"]` a file may
+    lack a value: its figure is a dash.
     """
     data = json.loads((RESULTS / row["file"]).read_text(encoding="utf-8"))
-    values = [value_at(data, path) for path in row["values"]]
+    gaps = row.get("gaps", False)
+    values = [value_at(data, path, gaps=gaps) for path in row["values"]]
     formats = row["show"] if isinstance(row["show"], list) else [row["show"]] * len(values)
-    shown = [signed(f.format(v)) for f, v in zip(formats, values, strict=True)]
+    shown = [
+        "–" if v is None else signed(f.format(v)) for f, v in zip(formats, values, strict=True)
+    ]
     goals = row.get("goal", [])
     assert len(goals) in (0, len(values)), f"{row['what']}: a goal for each value"
     bounds, marks = [], []
@@ -213,12 +233,13 @@ def signed(text: str) -> str:
     return text.replace("-", "−") if re.match(r"-\d", text) else text
 
 
-def value_at(data: Any, path: str) -> Any:
+def value_at(data: Any, path: str, *, gaps: bool = False) -> Any:
     """Return the value at a path such as `max rows.*.seconds * 100`.
 
     Keys are separated by dots. `*` takes every entry of a list or object, `key=value` the entry
     of a list whose key has that value; entries without a key are left out. A word of `COMBINE` in
-    front makes one value of several, `* NUMBER` behind scales it.
+    front makes one value of several, `* NUMBER` behind scales it. With `gaps` a path that leads
+    nowhere gives None.
     """
     path, _, scale = path.partition(" * ")
     how, _, keys = path.partition(" ")
@@ -227,6 +248,8 @@ def value_at(data: Any, path: str) -> Any:
     found = [data]
     for key in keys.split("."):
         found = [entry for item in found for entry in entries(item, key)]
+    if gaps and not found:
+        return None
     value = COMBINE[how](found) if how else found[0]
     assert how or len(found) == 1, f"{path}: {len(found)} values"
     return value * float(scale) if scale else value

@@ -36,15 +36,20 @@ def model_config(shape: Shape) -> ModelConfig:
     )
 
 
-def make_engine(shape: Shape, min_positions: int | None = None) -> Engine:
-    """An engine of one batch; its cache has the shape's size, or doubles from `min_positions`."""
+def make_engine(
+    shape: Shape, min_positions: int | None = None, model: ModelConfig | None = None
+) -> Engine:
+    """An engine of one batch; its cache has the shape's size, or doubles from `min_positions`.
+
+    Without a `model` its policy is the shape's.
+    """
     config = EngineConfig(
         slots=shape.batch,
         min_slots=shape.batch,
         min_positions=min_positions or shape.cache,
         prefill_rows=16,
     )
-    return Engine(model_config(shape), config, dtype=jnp.dtype(shape.dtype))
+    return Engine(model or model_config(shape), config, dtype=jnp.dtype(shape.dtype))
 
 
 def make_requests(shape: Shape) -> list[Request]:
@@ -77,8 +82,8 @@ class Reprise:
     def prepare(self, shape: Shape, policy: str, variant: str) -> None:
         parts = 2 ** self.variants.index(variant)
         self.requests = make_requests(shape)
-        self.engine = make_engine(shape, shape.cache // parts)
-        _, self.params = hf.load_pretrained(policy, dtype=jnp.dtype(shape.dtype))
+        model, self.params = hf.load_pretrained(policy, dtype=jnp.dtype(shape.dtype))
+        self.engine = make_engine(shape, shape.cache // parts, model)
         jax.block_until_ready(self.params)
 
     def generate(self, seed: int, greedy: bool) -> tuple[list, list]:

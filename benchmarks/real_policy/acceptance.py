@@ -37,7 +37,7 @@ def measure(ground: Ground, temperatures: Sequence[float]) -> dict[str, Any]:
     rows: dict[str, Any] = {}
     for temperature in temperatures:
         now, past = (ground.responses(n, temperature=temperature) for n in (NOW, PAST))
-        name = f"temperature {temperature:g}"
+        name = f"temperature {temperature:g}".replace(".", "_")
         rows[name] = of_sources(
             ground, now, past, ("own", "group", "first_epoch", "history", "all")
         )

@@ -28,7 +28,7 @@ from spec.reuse.prefix_rule import PrefixRule, Verified, parse_mode
 from spec.reuse.rollout_cache import CachedResponse
 
 DRAWS: tuple[Draw, ...] = ("cdf", "gumbel")
-LENIENCES = ("lenient:1", "lenient:e^0.2", "lenient:e^0.5")
+LENIENCES = {"1": "lenient:1", "e^0_2": "lenient:e^0.2", "e^0_5": "lenient:e^0.5"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,16 +58,15 @@ def verify(
 
 
 def measure(ground: Ground, rates: Sequence[float]) -> dict[str, Any]:
-    """Return rows by draw and learning rate, and the metrics of the update."""
-    rows = []
+    """Return rows by draw and learning rate (0 in front), and the metrics of the update."""
+    rows: dict[str, dict[str, Any]] = {draw: {} for draw in DRAWS}
     for rate in (0.0, *rates):
         params = ground.updated(rate) if rate else ground.params
         for draw in DRAWS:
             found = verify(ground, params, ground.responses(NOW, draw), draw)
-            row = {"rate": rate, "draw": draw} | coupled(ground, found)
+            rows[draw][f"{rate:.0e}"] = row = coupled(ground, found)
             if draw == DRAWS[0]:  # lenience does not look at the draw
-                row["lenient"] = {name: lenient(ground, found, name) for name in LENIENCES}
-            rows.append(row)
+                row["lenient"] = {n: lenient(ground, found, m) for n, m in LENIENCES.items()}
     return {"update": ground.update_figures, "rows": rows}
 
 
@@ -131,9 +130,9 @@ def _by_set(
 def named(found: Mapping[str, Any]) -> dict[str, Any]:
     """Return the figures that people read."""
     shown = {}
-    for row in found["rows"]:
-        where = f"{row['draw']}, learning rate {row['rate']:g}"
-        shown |= {f"{k}, {where}": row[k]["value"] for k in ("agreement", "kept")}
-        for name, share in row.get("lenient", {}).items():
-            shown[f"kept by {name}, learning rate {row['rate']:g}"] = share["value"]
+    for draw, rows in found["rows"].items():
+        for rate, row in rows.items():
+            shown |= {f"{k}, {draw}, {rate}": row[k]["value"] for k in ("agreement", "kept")}
+            for name, share in row.get("lenient", {}).items():
+                shown[f"kept by {LENIENCES[name]}, {rate}"] = share["value"]
     return shown
