@@ -1,0 +1,142 @@
+"""Counts of a real policy's benchmark: planted differences are found, and nothing else is."""
+
+import dataclasses
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+
+from benchmarks import workloads
+from benchmarks.environment import ROOT
+from benchmarks.real_policy import acceptance, learned, one_update, parity, questions, statistic
+from benchmarks.real_policy.ground import NOW, Ground, Sizes
+from models import hf, tokenizer
+from spec.drafter import Acceptance, Drafter, no_drafts
+from spec.reuse.prefix_rule import Verified
+
+SIZES = Sizes(questions=2, group_size=2, new_tokens=12, slots=8)
+
+
+@pytest.fixture(scope="module")
+def ground(tmp_path_factory):
+    """A policy of one layer with the shipped tokenizer, asked a few of the shipped questions."""
+    folder = tmp_path_factory.mktemp("real_policy")
+    model, params = workloads.random_policy(99, 1, 32, 32, 256)
+    model = dataclasses.replace(model, eos_token_ids=(1,), pad_token_id=0)
+    hf.save_pretrained(folder / "policy", model, params)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(ROOT / "policies" / "tiny" / name, folder / "policy")
+    return Ground(folder / "policy", "tiny", folder / "work", SIZES)
+
+
+def test_responses_are_kept_and_other_sizes_refused(ground):
+    done = ground.responses(NOW)
+    again = Ground(ground.folder, "tiny", ground.work, SIZES)
+    again.__dict__["engine"] = None  # nothing is generated twice
+    for a, b in zip(done, again.responses(NOW), strict=True):
+        assert a.response_ids.tolist() == b.response_ids.tolist()
+        assert a.prompt_ids.tolist() == list(ground.questions[a.group_id].prompt_ids)
+        assert np.array_equal(a.logprobs, b.logprobs)
+    with pytest.raises(ValueError, match="give another --work"):
+        Ground(ground.folder, "tiny", ground.work, Sizes(questions=3))
+
+
+def test_a_policy_agrees_with_itself_and_another_one_does_not(ground):
+    done = ground.responses(NOW)
+    found = one_update.verify(ground, ground.params, done, "cdf")
+    row = one_update.coupled(ground, found)
+    assert row["agreement"]["value"] == row["kept"]["value"] == row["whole"] == 1.0
+    assert row["agreement"]["of"] == sum(t.num_tokens for t in done)
+    assert one_update.lenient(ground, found, "lenient:1")["value"] > 0.99
+    # one token of the last response drawn otherwise: what is behind it is lost too
+    cached, verified = found[max(found)]
+    drawn = verified.drawn.copy()
+    drawn[4] += 1
+    fields = verified.logprobs, verified.possible, drawn, verified.drawn_logprobs
+    planted = one_update.coupled(ground, found | {max(found): (cached, Verified(*fields))})
+    n = row["agreement"]["of"]
+    assert planted["agreement"]["value"] == pytest.approx(1 - 1 / n, abs=1e-5)
+    assert planted["kept"]["value"] == pytest.approx(1 - (len(drawn) - 4) / n, abs=1e-5)
+    moved = jax.tree.map(lambda p: 1.5 * p, ground.params)
+    other = one_update.coupled(ground, one_update.verify(ground, moved, done, "cdf"))
+    assert other["kept"]["value"] < 1 and other["mean_logprob_difference"] > 1e-3
+
+
+def test_greedy_tokens_that_differ_are_measured_by_their_logits(ground):
+    ids = [list(q.prompt_ids) for q in ground.questions[:2]]
+    answers = []
+    for tokens in ids:
+        text = list(tokens)
+        for _ in range(4):
+            text.append(int(parity.logits_of(ground, text)[-1].argmax()))
+        answers.append(text[len(tokens) :])
+    same = parity._greedy(ground, ids, answers, 4)
+    assert (same["greedy_equal"], same["greedy_gaps"]) == (2, [])
+    worst = int(parity.logits_of(ground, ids[0] + answers[0][:2])[-1].argmin())
+    planted = [answers[0][:2] + [worst, 0], answers[1]]
+    found = parity._greedy(ground, ids, planted, 4)
+    logits_V = parity.logits_of(ground, ids[0] + answers[0][:2])[-1]
+    assert found["greedy_equal"] == 1 and found["greedy_unexplained"] == 1
+    assert found["greedy_gaps"] == [pytest.approx(float(logits_V.max() - logits_V.min()))]
+
+
+def test_ends_of_greedy_responses():
+    assert parity._ended([5, 1, 0, 0], (1,)) == [5, 1]
+    assert parity._ended([5, 6, 7], (1,)) == [5, 6, 7]
+
+
+def test_accepted_tokens_by_depth():
+    found = acceptance.summary([np.array([0, 2]), np.array([1, 1, 3, 0])])
+    assert found["value"] == pytest.approx(7 / 6, abs=1e-4) and found["of"] == 6
+    assert found["by_depth"][:4] == [0.6667, 0.3333, 0.1667, 0.0]
+    low, high = found["interval"]
+    assert low == pytest.approx(1.0) and high == pytest.approx(1.25)
+
+
+def test_drafts_of_the_same_text_are_right_and_of_another_are_not(ground):
+    done = ground.by_question(ground.responses(NOW))[0]
+    group, past = acceptance._group(done), [t.response_ids for t in done]
+    right = acceptance._accepted(group, acceptance.makers(group, past)["last"])
+    wrong = acceptance._accepted(
+        group, acceptance.makers(group, [p * 0 + 98 for p in past])["last"]
+    )
+    assert right.sum() == sum(len(p) - 1 for p in past) > 0  # the first token is given
+    assert wrong.sum() <= sum((p == 98).sum() for p in past)
+
+
+def test_a_ratio_and_its_interval():
+    found = statistic.ratio([1, 1, 1], [2, 2, 2])
+    assert found == {"value": 0.5, "interval": [0.5, 0.5], "of": 6}
+    assert statistic.ratio([0], [0])["value"] is None
+
+
+class _Two(Drafter):
+    def propose(self, live, max_nodes_A, max_nodes):
+        return no_drafts(len(live), max_nodes)
+
+
+def test_accepted_draft_tokens_are_counted_by_question():
+    accepted = {}
+    counted = learned.Counted(_Two(), accepted)
+    live = type("Live", (), {"group_ids_A": np.array([3, 4]), "__len__": lambda self: 2})()
+    for path in ([[1, 1], [0, 0]], [[1, 0], [0, 0]]):
+        drafts = counted.propose(live, np.array([2, 2]), 2)
+        counted.observe(drafts, Acceptance(True, np.array(path, bool), np.ones((2, 2), bool)))
+    assert accepted == {3: [2, 1], 4: [0, 0]}
+
+
+@pytest.mark.parametrize("kind", questions.KINDS)
+def test_questions_are_the_same_every_time_and_all_different(kind):
+    words = tokenizer.load(ROOT / "policies" / "tiny")
+    first, again = (questions.ask(kind, words, 8) for _ in range(2))
+    assert [q.prompt_ids for q in first] == [q.prompt_ids for q in again]
+    assert len({q.asked for q in first}) == len(first) == 8 * len(questions.KINDS[kind])
+    assert questions.set_names(first) == [s.name for s in questions.KINDS[kind]]
+
+
+def test_the_files_of_questions_hold_questions():
+    for name in ("code_questions", "writing_questions"):
+        lines = (ROOT / "benchmarks" / "data" / f"{name}.jsonl").read_text().splitlines()
+        assert len({json.loads(line)["prompt"] for line in lines}) == 24
