@@ -200,8 +200,8 @@ def cells(row: Mapping[str, Any]) -> list[str]:
     """Return the cells of a row: what, kind, figure, goal, met or missed, file.
 
     `row["values"]` are paths into the file, `row["show"]` is the format of each (or one for
-    all), `row["goal"]` a comparison for each value ("" for none). With `row["gaps"]` a file may
-    lack a value: its figure is a dash.
+    all), `row["goal"]` a comparison for each value ("" for none), `row["join"]` stands between
+    figures. With `row["gaps"]` a file may lack a value: its figure is a dash.
     """
     data = json.loads((RESULTS / row["file"]).read_text(encoding="utf-8"))
     gaps = row.get("gaps", False)
@@ -221,7 +221,8 @@ def cells(row: Mapping[str, Any]) -> list[str]:
             shown_limit = form.format(int(limit) if isinstance(value, int) else limit)
             bounds.append(WORDS[relation] + signed(shown_limit))
     goal, mark = joined(bounds) or "none", joined(marks)
-    return [row["what"], row["kind"], "; ".join(shown), goal, mark, f"`{row['file']}`"]
+    figure = row.get("join", "; ").join(shown) if set(values) != {None} else "–"
+    return [row["what"], row["kind"], figure, goal, mark, f"`{row['file']}`"]
 
 
 def joined(texts: Sequence[str]) -> str:

@@ -120,6 +120,17 @@ def test_met_and_missed_are_computed():
         assert cells[4] == mark
 
 
+def test_figures_of_several_files_stand_beside_one_another(tmp_path, monkeypatch):
+    monkeypatch.setattr(generate, "RESULTS", tmp_path)
+    (tmp_path / "a.json").write_text(json.dumps({"x": {"value": 0.5, "interval": [0.25, 0.75]}}))
+    (tmp_path / "b.json").write_text(json.dumps({"other": 1}))
+    row = {"what": "x", "kind": "measured", "values": ["x.value", "x.interval.0", "x.interval.1"]}
+    row |= {"show": ["{:.1f}", " ({:.2f}", "–{:.2f})"], "join": "", "gaps": True}
+    assert generate.beside(row, ["a.json", "b.json"]) == ["x", "measured", "0.5 (0.25–0.75)", "–"]
+    with pytest.raises(AssertionError, match="no goal"):
+        generate.beside({**row, "goal": ["> 0", "", ""]}, ["a.json"])
+
+
 def test_the_readme_shows_rows_of_the_results():
     shown = [line.split(" | ") for line in README.splitlines() if line.startswith("| ")]
     rows = [[cell.strip("| ") for cell in cells] for cells in shown if cells[0] != "| what"]

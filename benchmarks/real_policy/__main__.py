@@ -53,7 +53,7 @@ def main() -> int:
         "parameters": num_params(ground.model),
         "questions": {
             "sets": [s.name for s in KINDS[ground.kind]],
-            "of_each": sizes.questions,
+            "asked": len(ground.questions),
             "group_size": sizes.group_size,
             "new_tokens": sizes.new_tokens,
         },
@@ -131,7 +131,8 @@ def _flips(ground: Ground, seeds: int) -> dict[str, Any]:
     slots = {"slots": len(requests), "min_slots": len(requests)}
     config = ground.engine_config(min_nodes=8, max_nodes=8, **slots)
     sizes = bf16_flips.Sizes(seeds, ground.sizes.new_tokens, ("cdf",), (1, 8))
-    return bf16_flips.of_policy(ground.model, ground.params, requests, config, sizes)
+    found = bf16_flips.of_policy(ground.model, ground.params, requests, config, sizes)
+    return {"responses": seeds * len(requests)} | found
 
 
 if __name__ == "__main__":
