@@ -11,10 +11,13 @@ tokenizer cannot be read from GGUF.
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from pathlib import Path
 
 from models import gguf_header, hf, tokenizer
+from models.folder import replace_file
+from models.gguf_header import Header
 from models.params import num_params
 
 
@@ -51,7 +54,17 @@ def convert(file: Path, folder: Path, dtype: str = "float32", words: Path | None
     config, params = hf.load_pretrained(file, dtype=dtype)
     hf.save_pretrained(folder, config, params)
     tokenizer.copy_files(source, folder)
+    if not (folder / "README.md").exists():
+        replace_file(folder / "README.md", _card(gguf_header.read(file)))
     return f"{config.architecture}, {num_params(config):,} parameters, {dtype}"
+
+
+def _card(header: Header) -> str:
+    """Return a README.md that keeps the licence that the file names, where it is a plain name."""
+    licence = header.metadata.get("general.license")
+    known = isinstance(licence, str) and re.fullmatch(r"[a-z0-9][a-z0-9.-]{0,40}", licence)
+    front = f"---\nlicense: {licence}\n---\n\n" if known else ""
+    return f"{front}A GGUF file as a Hugging Face folder, written by `python -m models.gguf`.\n"
 
 
 def main(argv: list[str]) -> int:

@@ -188,7 +188,11 @@ def _base_lines(base: Base, form: Form) -> list[str]:
 def _what(config: TrainConfig, base: Base, history: History, form: Form) -> list[str]:
     algorithm, rollout, sampling = config.algorithm, config.rollout, config.sampling
     resolved = vars(algorithm.resolved)
-    settings = [f"{name} {value}" for name, value in resolved.items() if name != "source"]
+    settings = [
+        f"{name} {value}"
+        for name, value in resolved.items()
+        if name != "source" and value is not None
+    ]
     weights = config.reward.full_weights
     rewards = [
         _spec(name) + ("" if weight == 1 else f" × {weight:g}")
@@ -244,9 +248,9 @@ def _where(history: History) -> list[str]:
 
 
 _FIGURES = (
-    ("mean reward", "reward"),
-    ("tokens a response", "completions/mean_length"),
-    ("responses cut at the limit", "completions/clipped_ratio"),
+    ("mean reward", "reward", 3),
+    ("tokens a response", "completions/mean_length", 1),
+    ("share of responses cut at the limit", "completions/clipped_ratio", 2),
 )
 
 
@@ -257,16 +261,20 @@ def _results(history: History) -> str:
         return "The run folder has no metrics of these steps."
     few = max(1, min(10, len(rows) // 2))
     ends = rows[:few], rows[-few:]
-    heads = [f"steps {part[0]['step']:,} to {part[-1]['step']:,}" for part in ends]
+    heads = [_steps(part[0]["step"], part[-1]["step"]) for part in ends]
     table = [["on the questions trained on", *heads]]
-    for title, name in _FIGURES:
+    for title, name, places in _FIGURES:
         means = [_mean(part, name) for part in ends]
         if None not in means:
-            table.append([title, *(f"{mean:.3f}" for mean in means)])
+            table.append([title, *(f"{mean:.{places}f}" for mean in means)])
     sections = [_table(table)]
     if evaluations:
         sections.append(_table(evaluations))
     return "\n\n".join(sections)
+
+
+def _steps(first: int, last: int) -> str:
+    return f"step {first:,}" if first == last else f"steps {first:,} to {last:,}"
 
 
 def _evaluations(rows: Sequence[Row]) -> list[list[str]]:

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import shutil
 
+import gguf_by_hand as by_hand
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -14,7 +15,8 @@ import pytest
 from safetensors.numpy import load_file
 
 from benchmarks import tiny_run
-from models import hf, hf_files, tokenizer, transformer
+from models import gguf, hf, hf_files, tokenizer, transformer
+from models.config import ModelConfig
 from rl import export
 from rl.checkpoint.checkpointer import Checkpointer
 from rl.config.loader import dump, load
@@ -106,7 +108,7 @@ def test_a_step_by_its_number_as_it_is(run):
     assert run.export("--step", "2", "--dtype", "float32") == 0
     assert_holds(run.out, run.params[2], np.float32)
     card = (run.out / "README.md").read_text()
-    assert "step 2" in card and "steps 1 to 1 | steps 2 to 2 |\n" in card  # none of later steps
+    assert "step 2" in card and "step 1 | step 2 |\n" in card  # none of later steps
 
 
 def test_the_best_step_by_the_runs_evaluations(run):
@@ -153,6 +155,20 @@ def test_a_policy_as_it_is(tiny, tmp_path, capsys):
     assert_holds(out, params, ml_dtypes.bfloat16)
     assert "It was not trained further." in (out / "README.md").read_text()
     assert f"{policy}, as they are" in capsys.readouterr().out
+
+
+def test_a_gguf_file_and_the_folder_made_of_it(tmp_path):
+    shape = ModelConfig("llama", 300, 4, 1, 2, 1, 2, 4, tied_embeddings=True)
+    words = by_hand.byte_vocabulary(300) | {"general.license": "apache-2.0"}
+    by_hand.write(tmp_path / "a.gguf", shape, by_hand.random_weights(shape), metadata=words)
+    _, params = hf.load_pretrained(tmp_path / "a.gguf")
+    gguf.convert(tmp_path / "a.gguf", tmp_path / "folder")
+    for name in ("a.gguf", "folder"):
+        out = tmp_path / f"out-{name}"
+        assert export.main([str(tmp_path / name), "--output", str(out)]) == 0
+        assert_holds(out, params, ml_dtypes.bfloat16)
+        assert tokenizer.load(out).has_chat_template
+        assert "Its own card says `apache-2.0`" in (out / "README.md").read_text()
 
 
 def test_the_policy_has_moved(run, tiny, tmp_path, capsys):
