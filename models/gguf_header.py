@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import struct
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
@@ -18,7 +19,8 @@ import numpy as np
 from models.hf_config import escaped, shown
 
 MAX_HEADER_BYTES = 64 * 2**20  # of metadata and tensor entries; 250,000 tokens with merges have 10
-MAX_STRINGS = 2**21  # of one array
+MAX_STRINGS = 2**21  # in all arrays
+MAX_TENSORS, MAX_PAIRS = 2**17, 2**16  # a model of 100 layers has 1,500 and 50
 _MAX_DIMENSIONS = 4
 _MAX_NAME_BYTES = 2**16 - 1  # of a key or a tensor, as the format says
 _VERSIONS = (2, 3)
@@ -26,7 +28,6 @@ _DEFAULT_ALIGNMENT = 32
 _ALIGNMENT = "general.alignment"
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 10: "Q", 11: "q", 12: "d"}
 _BOOL, _STRING, _ARRAY = 7, 8, 9
-_LEAST_BYTES = {"key-value pairs": 13, "tensors": 32}  # that one can take
 _COPY = "copy or download it again"
 
 
@@ -84,7 +85,7 @@ def read(path: Path) -> Header:
         )
     package()
     with path.open("rb") as file:
-        return _Reader(path, file, path.stat().st_size).header()
+        return _Reader(path, file, os.fstat(file.fileno()).st_size).header()
 
 
 class _Reader:
@@ -92,7 +93,7 @@ class _Reader:
 
     def __init__(self, path: Path, file: BinaryIO, size: int) -> None:
         self.path, self.file, self.size = path, file, size
-        self.position = 0
+        self.position = self.num_strings = 0
 
     def header(self) -> Header:
         num_tensors, num_pairs = self._begin()
@@ -126,13 +127,12 @@ class _Reader:
                 f"expected GGUF of version 2 or 3 in little-endian order, got {got}",
                 "convert the model again",
             )
-        return self._count("tensors"), self._count("key-value pairs")
+        return self._count("tensors", MAX_TENSORS), self._count("key-value pairs", MAX_PAIRS)
 
-    def _count(self, what: str) -> int:
-        count, least = self._number("Q", f"the number of {what}"), _LEAST_BYTES[what]
-        left = min(self.size, MAX_HEADER_BYTES) - self.position
-        if count * least > left:
-            self._fail(f"expected at most {left // least} {what} in what is left, got {count}")
+    def _count(self, what: str, most: int) -> int:
+        count = self._number("Q", f"the number of {what}")
+        if count > most:
+            self._fail(f"expected at most {most} {what}, got {count}")
         return int(count)
 
     def _name(self, what: str) -> str:
@@ -170,9 +170,10 @@ class _Reader:
         kind = self._number("I", f"the type of {what}")
         count = self._number("Q", f"the length of {what}")
         if kind == _STRING:
-            most = min((self.size - self.position) // 8, MAX_STRINGS)
+            most = min((self.size - self.position) // 8, MAX_STRINGS - self.num_strings)
             if count > most:
                 self._fail(f"expected at most {most} strings in {what}, got {count}")
+            self.num_strings += count
             return [self._string(f"a string of {what}") for _ in range(count)]
         if kind not in _NUMBERS and kind != _BOOL:
             self._fail(f"expected {what} as numbers or strings, got elements of type {kind}")

@@ -144,11 +144,12 @@ def stored_of(header: Header) -> dict[str, Stored]:
     heads = {"attn_q": values.size("attention.head_count")}
     heads["attn_k"] = values.size("attention.head_count_kv", heads["attn_q"])
     is_interleaved = values.architecture in _INTERLEAVED
+    for entry in {entry.kind: entry for entry in header.tensors.values()}.values():
+        _refuse_unreadable(header, entry)
     found: dict[str, Stored] = {}
     for entry in header.tensors.values():
         if entry.name == _ROPE_FACTORS:
             continue  # part of the config
-        _refuse_unreadable(header, entry)
         name, part = _hf_name(entry.name), entry.name.split(".")[-2:][0]
         if name in found:
             raise ValueError(

@@ -15,6 +15,7 @@ from models.gguf_header import Header
 from models.gguf_policy import token_id, tokens_of
 from models.hf_config import shown
 
+RULES, SETTINGS = "tokenizer.json", "tokenizer_config.json"
 MAX_ADDED = 2**16  # tokens that are no text: the largest vocabularies have thousands
 _TYPES = {"normal": 1, "unknown": 2, "control": 3, "user_defined": 4, "unused": 5, "byte": 6}
 _SPECIAL = (_TYPES["unknown"], _TYPES["control"])
@@ -89,8 +90,8 @@ def files(header: Header) -> dict[str, str]:
     backend = _backend(vocabulary, _merges(header, vocabulary), added, rules)
     backend.post_processor = _ends(header, named, vocabulary, rules)
     return {
-        "tokenizer.json": backend.to_str(),
-        "tokenizer_config.json": json.dumps(settings, indent=2, ensure_ascii=False) + "\n",
+        RULES: backend.to_str(),
+        SETTINGS: json.dumps(settings, indent=2, ensure_ascii=False) + "\n",
     }
 
 

@@ -87,7 +87,9 @@ def read_config(folder: Path) -> dict[str, Any]:
             "hf download Qwen/Qwen3-0.6B --local-dir downloads/Qwen3-0.6B"
         )
     if not (folder / CONFIG).is_file():
-        raise FileNotFoundError(f"no {CONFIG} in {folder}: give the folder that holds it")
+        files = sorted(folder.glob("*.gguf"))
+        other = f", or the GGUF file itself, {files[0].name}" if files else ""
+        raise FileNotFoundError(f"no {CONFIG} in {folder}: give the folder that holds it{other}")
     return read_json(folder / CONFIG)
 
 

@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from models import chat_template as chat_templates
 from models import gguf_header, gguf_policy, gguf_tokenizer
 from models.config import ModelConfig
 from models.folder import Folder
+from models.gguf_header import Header
 from models.hf_config import escaped, ids_of, shown
 from models.hf_files import read_json
 
@@ -100,23 +100,10 @@ def load(directory: str | os.PathLike[str]) -> Tokenizer:
     """
     folder = Path(directory)
     if gguf_header.is_gguf(folder):
-        return _load_gguf(folder)
+        header = gguf_header.read(folder)
+        return _wrapped(folder, _gguf_backend(header), gguf_policy.end_tokens(header))
     _require_files(folder)
-    backend = _backend(folder)
-    own = [] if backend.eos_token_id is None else [int(backend.eos_token_id)]
-    ids = backend.get_vocab().values()
-    if not ids:
-        raise ValueError(
-            f"{folder}: expected a tokenizer with a vocabulary, got one without any token: copy "
-            "tokenizer.json from where the policy came from"
-        )
-    return Tokenizer(
-        vocab_size=max(ids) + 1,
-        eos_token_ids=tuple(dict.fromkeys([*own, *_generation_eos(folder)])),
-        pad_token_id=None if backend.pad_token_id is None else int(backend.pad_token_id),
-        has_chat_template=bool(backend.chat_template),
-        backend=backend,
-    )
+    return _wrapped(folder, _backend(folder), _generation_eos(folder))
 
 
 def copy_files(source: Path, target: Path) -> None:
@@ -198,14 +185,21 @@ def save_character_tokenizer(
     _write_json(folder / "tokenizer_config.json", settings)
 
 
-def _load_gguf(path: Path) -> Tokenizer:
-    header = gguf_header.read(path)
-    ends = {"eos_token_id": list(gguf_policy.end_tokens(header))}
-    with tempfile.TemporaryDirectory() as folder:
-        for name, text in gguf_tokenizer.files(header).items():
-            (Path(folder) / name).write_text(text, encoding="utf-8")
-        _write_json(Path(folder) / "generation_config.json", ends)
-        return load(folder)
+def _wrapped(where: Path, backend: Any, ends: tuple[int, ...]) -> Tokenizer:
+    own = [] if backend.eos_token_id is None else [int(backend.eos_token_id)]
+    ids = backend.get_vocab().values()
+    if not ids:
+        raise ValueError(
+            f"{where}: expected a tokenizer with a vocabulary, got one without any token: copy "
+            "tokenizer.json from where the policy came from"
+        )
+    return Tokenizer(
+        vocab_size=max(ids) + 1,
+        eos_token_ids=tuple(dict.fromkeys([*own, *ends])),
+        pad_token_id=None if backend.pad_token_id is None else int(backend.pad_token_id),
+        has_chat_template=bool(backend.chat_template),
+        backend=backend,
+    )
 
 
 def _require_files(folder: Path) -> None:
@@ -229,6 +223,24 @@ def _backend(folder: Path) -> Any:
     generic = (folder / "tokenizer.json").is_file() and _read_json(
         folder / "tokenizer_config.json"
     ).get("tokenizer_class") in ("PreTrainedTokenizerFast", "TokenizersBackend")
+    # each is loaded on its own; AutoTokenizer brings all families along
+    loader = _of_transformers("PreTrainedTokenizerFast" if generic else "AutoTokenizer")
+    with _as_value_error(f"transformers cannot read the tokenizer in {folder}"):
+        return loader.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+
+
+def _gguf_backend(header: Header) -> Any:
+    from tokenizers import Tokenizer as Backend
+
+    files = gguf_tokenizer.files(header)
+    settings = json.loads(files[gguf_tokenizer.SETTINGS])
+    loader = _of_transformers(settings.pop("tokenizer_class"))
+    with _as_value_error(f"transformers cannot read the tokenizer in {header.path}"):
+        rules = Backend.from_str(files[gguf_tokenizer.RULES])
+        return loader(tokenizer_object=rules, **settings)
+
+
+def _of_transformers(name: str) -> Any:
     # transformers prints advice about a missing torch at import; we use none of its models.
     silence = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
     before = os.environ.get(silence)
@@ -236,16 +248,12 @@ def _backend(folder: Path) -> Any:
     try:
         import transformers
 
-        # each is loaded on its own; AutoTokenizer brings all families along
-        name = "PreTrainedTokenizerFast" if generic else "AutoTokenizer"
-        loader = getattr(transformers, name)
+        return getattr(transformers, name)
     finally:
         if before is None:
             del os.environ[silence]
         else:
             os.environ[silence] = before
-    with _as_value_error(f"transformers cannot read the tokenizer in {folder}"):
-        return loader.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
 
 
 @contextlib.contextmanager

@@ -58,6 +58,8 @@ def test_copied_files_load_the_same(written, tmp_path):
     tokenizer.copy_files(path, tmp_path / "folder")
     ours, copied = tokenizer.load(path), tokenizer.load(tmp_path / "folder")
     assert copied.backend.special_tokens_map == ours.backend.special_tokens_map
+    for text in texts(seed=3, count=100):
+        assert copied.encode(text) == ours.encode(text)
     rng = random.Random(1)
     for _ in range(50):
         messages, prompt = CHAT["conversation"](rng), rng.random() < 0.5
