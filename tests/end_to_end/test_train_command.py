@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import shutil
 
+import gguf_by_hand
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,10 +16,12 @@ import pytest
 from command_runs import call_main
 
 from benchmarks import tiny_run
-from models import hf, tokenizer
+from models import gguf, hf, tokenizer
 from rl import evaluate, export_drafter, report, train
 from rl.loop import memory_estimate, train_loop
 from rl.metrics.writer import deterministic_view, read_metrics, read_samples
+from rl.speculation import draft_model
+from rl.speculation.config import DraftModelConfig
 from spec.eagle import files as eagle_files
 from spec.eagle import model as eagle
 
@@ -111,6 +114,32 @@ def test_its_config_reruns_as_it_is(run, tmp_path):
         assert deterministic_view(ours) == deterministic_view(theirs)
     for file in ("samples.jsonl", "policy/model.safetensors"):
         assert (again / file).read_bytes() == (run / file).read_bytes()
+
+
+def test_a_gguf_file_and_a_folder_made_of_it_give_the_same_run(tiny, tmp_path, capsys):
+    file, folder = tmp_path / "policy.gguf", tmp_path / "policy"
+    model, params = hf.load_pretrained(tiny.parent / "policy", dtype=jnp.float32)
+    words = gguf_by_hand.character_vocabulary(tiny_run.CHARACTERS, model.vocab_size)
+    words["tokenizer.chat_template"] = TEMPLATE
+    gguf_by_hand.write(file, model, gguf_by_hand.by_name(model, params), metadata=words)
+    assert gguf.main([str(file), str(folder)]) == 0
+    runs = {policy: tmp_path / f"run_{policy.suffix}" for policy in (file, folder)}
+    for policy, run in runs.items():
+        named = f"--gin.Policy.directory='{policy}'"
+        assert run_train(f"--gin_file={tiny}", named, f"--gin.Run.directory='{run}'") == 0
+    for ours, theirs in zip(*map(read_metrics, runs.values()), strict=True):
+        assert deterministic_view(ours) == deterministic_view(theirs)
+    left = ("policy/model.safetensors", "policy/config.json", "policy/tokenizer.json")
+    for name in ("samples.jsonl", *left):
+        assert (runs[file] / name).read_bytes() == (runs[folder] / name).read_bytes()
+    chat = tokenizer.load(runs[file] / "policy").apply_chat_template([{"content": "1+1="}])
+    assert chat == [4, 13, 4, 14]
+    drafts = DraftModelConfig(directory=str(file))
+    assert draft_model.check(drafts, model, tokenizer.load(folder), 16) == (file, model)
+    capsys.readouterr()
+    asked = [f"--gin_file={tiny}", "--gin.Evaluate.samples=2", "--json", "--policy"]
+    assert evaluate.main([*asked, str(file)]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["policy"] == str(file)
 
 
 def test_a_folder_that_holds_a_run_is_not_written_over(run, tiny, capsys):

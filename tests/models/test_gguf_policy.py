@@ -11,7 +11,7 @@ import pytest
 from gguf_by_hand import KINDS
 
 from models import hf, transformer
-from models.config import ModelConfig
+from models.config import Llama3RopeScaling, ModelConfig
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 LOGITS = jax.jit(transformer.logits, static_argnums=0)
@@ -68,3 +68,119 @@ def test_a_type_may_be_asked_for(tmp_path):
     by_hand.write(tmp_path / "a.gguf", QWEN2, by_hand.random_weights(QWEN2), KINDS.Q8_0)
     _, params = hf.load_pretrained(tmp_path / "a.gguf", dtype="bfloat16")
     assert {leaf.dtype.name for leaf in jax.tree.leaves(params)} == {"bfloat16"}
+
+
+# Metadata without the architecture's name before it, what becomes of it, and what is said.
+REFUSED = {
+    "a mixture of experts": ({"expert_count": 8}, "llama.expert_count=8 .expected 0."),
+    "a sliding window": ({"attention.sliding_window": 4096}, "sliding_window=4096 .expected 0."),
+    "an unknown option": ({"logit_scale": 0.5}, "asks for what is not implemented: llama.logit_sc"),
+    "another scaling": ({"rope.scaling.type": "yarn"}, "scaling.type='yarn' .expected 'none'."),
+    "half a rotation": ({"rope.dimension_count": 8}, "rope.dimension_count as .* head, 16, got 8"),
+    "other values": ({"attention.value_length": 8}, "value_length as the size of a head, 16, got"),
+    "no width": ({"embedding_length": None}, "llama.embedding_length as a whole .* got None"),
+    "widths by layer": ({"feed_forward_length": [96, 48]}, "feed_forward_length as a whole number"),
+    "no heads": ({"attention.head_count": 0}, "head_count as a whole number from 1 to .* got 0"),
+    "a width in words": ({"context_length": "8"}, "context_length as a whole .* got '8'"),
+    "an endless norm": ({"attention.layer_norm_rms_epsilon": float("inf")}, "positive .* got inf"),
+    "other heads": ({"attention.head_count": 5}, "blk.0.attn_q.weight with rows for 5 heads"),
+    "another width": (
+        {"embedding_length": 32},
+        "has shape .64, 64., expected .64, 32.",
+    ),
+    "more layers": ({"block_count": 2**30}, "expected num_hidden_layers of at most the 20 tensors"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_not_implemented_or_does_not_fit_is_refused(case, tmp_path):
+    changes, message = REFUSED[case]
+    path = tmp_path / "a.gguf"
+    metadata = by_hand.plain_vocabulary(LLAMA.vocab_size)
+    metadata |= {f"llama.{key}": value for key, value in changes.items()}
+    by_hand.write(path, LLAMA, by_hand.random_weights(LLAMA), metadata=metadata)
+    with pytest.raises(ValueError, match=message) as caught:
+        hf.check(path)
+    assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_file_without_a_limit_of_its_own_gives_its_rows(tmp_path):
+    assert hf.check(written(tmp_path, {"vocab_size": 48})) == LLAMA
+    with pytest.raises(ValueError, match="embed_tokens.weight has shape .48, 64., expected .49, 6"):
+        hf.check(written(tmp_path, {"vocab_size": 49}))
+
+
+def written(folder, changes=None, **given):
+    path = folder / "a.gguf"
+    metadata = by_hand.plain_vocabulary(LLAMA.vocab_size)
+    metadata |= {f"llama.{key}": value for key, value in (changes or {}).items()}
+    by_hand.write(path, LLAMA, by_hand.random_weights(LLAMA), metadata=metadata, **given)
+    return path
+
+
+TENSORS = {
+    "one missing": ({"blk.1.ffn_up.weight": None}, "missing tensor: model.layers.1.mlp.up_proj"),
+    "one too many": (
+        {"blk.0.attn_q.bias": "vector"},
+        "surplus: model.layers.0.self_attn.q_p",
+    ),
+    "an unknown one": ({"blk.0.ssm_a": "vector"}, "surplus: blk.0.ssm_a;"),
+    "a layer too many": ({"blk.2.attn_norm.weight": "vector"}, "surplus: model.layers.2.input_la"),
+    "an odd layer": ({"blk.01.attn_norm.weight": "vector"}, "surplus: blk.01.attn_norm.weight"),
+    "two names": ({"model.norm.weight": "vector"}, "norm.weight under two names"),
+    "whole numbers": ({"output_norm.weight": "numbers"}, "type I32, which the installed gguf pack"),
+    "other factors": ({"rope_freqs.weight": "factors"}, "factors of Llama 3 .* got .3.0, 2.0"),
+    "factors of another size": ({"rope_freqs.weight": "vector"}, "each of 8 pairs .* shape .64."),
+}
+VALUES = {
+    "vector": (np.ones(64, np.float32), KINDS.F32),
+    "numbers": (np.ones(64, np.int32), KINDS.I32),
+    "factors": (np.array([3, 2, 1, 1, 1, 1, 1, 4], np.float32), KINDS.F32),
+}
+
+
+@pytest.mark.parametrize("case", TENSORS)
+def test_tensors_are_those_of_the_config(case, tmp_path):
+    changes, message = TENSORS[case]
+    tensors = {name: VALUES.get(value) for name, value in changes.items()}
+    path = written(tmp_path, tensors=tensors)
+    with pytest.raises(ValueError, match=message):
+        hf.check(path)
+
+
+def test_factors_of_one_are_no_scaling(tmp_path):
+    ones = (np.ones(8, np.float32), KINDS.F32)
+    assert hf.check(written(tmp_path, tensors={"rope_freqs.weight": ones})) == LLAMA
+
+
+@pytest.mark.parametrize("scaling", [(8.0, 1.0, 4.0, 8192), (32.0, 1.0, 4.0, 8192)])
+def test_llama3s_scaling_is_found_again(scaling, tmp_path):
+    """The heads, base and lengths of Llama 3.1 8B and 3.2 1B; the factors come from their rule."""
+    config = dataclasses.replace(
+        LLAMA,
+        head_dim=64,
+        rope_theta=500_000.0,
+        rope_scaling=Llama3RopeScaling(*scaling),
+        max_positions=131_072,
+    )
+    by_hand.write(tmp_path / "a.gguf", config, by_hand.random_weights(config))
+    assert hf.check(tmp_path / "a.gguf") == config
+    # another low factor gives other frequencies, and is refused rather than taken for this one
+    other = dataclasses.replace(config.rope_scaling, low_freq_factor=2.0)
+    config = dataclasses.replace(config, rope_scaling=other)
+    by_hand.write(tmp_path / "b.gguf", config, by_hand.random_weights(config))
+    with pytest.raises(ValueError, match="factors of Llama 3 .low 1, high 4., got .1.0"):
+        hf.check(tmp_path / "b.gguf")
+
+
+def test_another_architecture_is_named(tmp_path):
+    path = tmp_path / "a.gguf"
+    path.write_bytes(written(tmp_path).read_bytes().replace(b"llama", b"gemma"))
+    with pytest.raises(ValueError, match="as one of .'llama', 'qwen2', 'qwen3'., got 'gemma'"):
+        hf.check(path)
+
+
+def test_a_folder_with_a_gguf_file_in_it_says_to_name_the_file(tmp_path):
+    written(tmp_path)
+    with pytest.raises(FileNotFoundError, match="or the GGUF file itself, a.gguf"):
+        hf.check(tmp_path)

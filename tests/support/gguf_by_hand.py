@@ -100,6 +100,25 @@ def byte_vocabulary(num_tokens):
     }
 
 
+def character_vocabulary(characters, num_tokens):
+    """The ids of `save_character_tokenizer`, for characters that are their own bytes' names.
+
+    And one pair, since the writer leaves out lists of nothing.
+    """
+    tokens = ["<pad>", "<eos>", "<unk>", *characters, characters[:2]]
+    types = [CONTROL] * 3 + [1] * (len(characters) + 1) + [UNUSED] * (num_tokens - len(tokens))
+    tokens += [f"[PAD{i}]" for i in range(len(tokens), num_tokens)]
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": types,
+        "tokenizer.ggml.merges": [" ".join(characters[:2])],
+        "tokenizer.ggml.eos_token_id": 1,
+        "tokenizer.ggml.padding_token_id": 0,
+    }
+
+
 def plain_vocabulary(num_tokens):
     """As many tokens as asked, for policies whose tokenizer nobody uses."""
     return {
@@ -107,7 +126,6 @@ def plain_vocabulary(num_tokens):
         "tokenizer.ggml.pre": "gpt-2",
         "tokenizer.ggml.tokens": [f"t{i}" for i in range(num_tokens)],
         "tokenizer.ggml.token_type": [1] * num_tokens,
-        "tokenizer.ggml.merges": [],
     }
 
 
