@@ -34,7 +34,7 @@ DEFAULT_CONFIG = "configs/tiny_cpu.gin"
 def main(argv: Sequence[str]) -> int:
     """Parse, check, ask, print; returns the exit code."""
     parser = config_parser("rl.evaluate", __doc__)
-    parser.add_argument("--policy", metavar="DIR", help="evaluate this Hugging Face folder")
+    parser.add_argument("--policy", metavar="DIR", help="evaluate this folder or GGUF file")
     parser.add_argument(
         "--run",
         metavar="RUN",

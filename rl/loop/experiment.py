@@ -64,7 +64,7 @@ class RunConfig:
 
 @dataclasses.dataclass(frozen=True)
 class PolicyConfig:
-    """The policy to start from: a Hugging Face folder with its tokenizer."""
+    """The policy to start from: a Hugging Face folder with its tokenizer, or a GGUF file."""
 
     directory: str = "policies/tiny"
 
@@ -232,7 +232,7 @@ def open_policy(directory: str) -> tuple[Path, ModelConfig, Tokenizer]:
         model = dataclasses.replace(model, eos_token_ids=tuple(words.eos_token_ids))
     if not model.eos_token_ids:
         raise ValueError(
-            f"neither {policy}/config.json nor its tokenizer names an end token: no response could "
+            f"neither the config in {policy} nor its tokenizer names an end token: no response could "
             "end; set eos_token_id in config.json"
         )
     return policy, model, words

@@ -77,9 +77,9 @@ class SpeculationConfig:
 class DraftModelConfig:
     """A smaller model that drafts, if `Speculation.sources` has `model`. It is not trained.
 
-    `directory` is its Hugging Face folder, with the policy's tokenizer. A round drafts a chain of
-    up to `max_depth` tokens for each request: the `likeliest`, until their probability falls below
-    `min_prob`, or its own draws with the policy's noise (`shared_noise`).
+    `directory` is its Hugging Face folder or GGUF file, with the policy's tokenizer. A round
+    drafts a chain of up to `max_depth` tokens for each request: the `likeliest`, until their
+    probability falls below `min_prob`, or its own draws with the policy's noise (`shared_noise`).
     """
 
     directory: str | None = None
