@@ -232,8 +232,8 @@ def open_policy(directory: str) -> tuple[Path, ModelConfig, Tokenizer]:
         model = dataclasses.replace(model, eos_token_ids=tuple(words.eos_token_ids))
     if not model.eos_token_ids:
         raise ValueError(
-            f"neither the config in {policy} nor its tokenizer names an end token: no response could "
-            "end; set eos_token_id in config.json"
+            f"neither the config of {policy} nor its tokenizer names an end token: no response "
+            "could end; set eos_token_id in config.json"
         )
     return policy, model, words
 
