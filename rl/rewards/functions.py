@@ -22,7 +22,7 @@ from typing import Any
 
 from rl.data import reasoning_gym_tasks
 from rl.data.answers import expected_answer, extract_answer
-from rl.data.tasks import parse_spec
+from rl.data.specs import parse_spec
 from rl.rewards.config import split_user_function
 
 Values = Sequence[float | None]

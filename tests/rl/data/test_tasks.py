@@ -254,7 +254,7 @@ def test_bad_files_are_told_by_file_and_line(tmp_path, text, query, message):
     path = tmp_path / "a.jsonl"
     path.write_text(text)
     with pytest.raises(ValueError, match=message):
-        open_task(f"jsonl:{path}{query}", seed=0)
+        list(open_task(f"jsonl:{path}{query}", seed=0))
 
 
 def test_missing_and_unreadable_files(tmp_path):

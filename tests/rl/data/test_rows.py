@@ -1,0 +1,209 @@
+"""Rows by number: what the writers wrote, in any order; and files that are broken."""
+
+import datetime
+import decimal
+import json
+
+import datasets
+import numpy as np
+import pyarrow
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pyarrow import ipc, parquet
+
+from rl.data import rows
+from rl.data.files import Found, Search, find
+from rl.data.rows import JsonLines, open_rows, parse_object
+
+ROWS = [
+    {"prompt": f"é{i}", "answer": str(i), "more": {"n": i, "list": [i, None]}} for i in range(25)
+]
+
+
+def read(opened):
+    """All rows, the last one first."""
+    return [opened[i] for i in reversed(range(len(opened)))][::-1]
+
+
+# --- JSON lines -------------------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.sampled_from([b"", b" \t", b'{"a": 1}', b' {"a": "\xc3\xa9"}\r', b"{}"])),
+    st.booleans(),
+    st.integers(1, 9),
+)
+def test_lines_are_found_whatever_the_chunks(tmp_path_factory, lines, ends, chunk):
+    path = tmp_path_factory.mktemp("lines") / "a.jsonl"
+    path.write_bytes(b"\n".join(lines) + (b"\n" if ends else b""))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rows, "_CHUNK_BYTES", chunk)
+        opened = JsonLines(path)
+    wanted = [(i, json.loads(line)) for i, line in enumerate(lines, 1) if line.strip()]
+    assert read(opened) == [row for _, row in wanted]
+    assert [opened.where(i) for i in range(len(opened))] == [f"{path}:{i}" for i, _ in wanted]
+
+
+def test_several_files_are_one(tmp_path):
+    for name, part in (("a", ROWS[:3]), ("b", []), ("c", ROWS[3:])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+    opened = open_rows(find(str(tmp_path), None, Search(("jsonl",))))
+    assert read(opened) == ROWS
+    assert opened.where(3).endswith("c.jsonl:1")
+
+
+@pytest.mark.parametrize("chunk", [7, 2**20])
+def test_a_line_that_never_ends_is_refused(tmp_path, monkeypatch, chunk):
+    monkeypatch.setattr(rows, "MOST_ROW_BYTES", 100)
+    monkeypatch.setattr(rows, "_CHUNK_BYTES", chunk)
+    path = tmp_path / "a.jsonl"
+    for before in (b"", b'{"a": 1}\n{"b": 2}\n'):
+        path.write_bytes(before + b"x" * 99 + b"\n" + before)
+        JsonLines(path)
+        path.write_bytes(before + b"x" * 100 + b"\n" + before)
+        line = before.count(b"\n") + 1
+        with pytest.raises(ValueError, match=rf"a.jsonl:{line}: expected lines of at most 100 b"):
+            JsonLines(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b'{"a": NaN}', "NaN is not JSON"),
+        (b'{"a": -Infinity}', "-Infinity is not JSON"),
+        (b'{"a": 1e999}', "1e999 is too large"),
+        (b'{"a": {"b": 1, "b": 2}}', "'b' stands twice"),
+        (b'{"a": "\xff"}', "utf-8"),
+        ('{"a": 1}'.encode("utf-16"), "utf-8"),
+        (b"[" * 100_000, "recursion|Recursion|one JSON object"),
+        (b'{"a":' + b"[" * 101 + b"]" * 101 + b"}", "at most 100 lists and objects"),
+        (b"[1, 2]", "got list; a list of objects is read from JSON lines"),
+    ],
+)
+def test_what_is_not_a_row_is_refused(text, message):
+    with pytest.raises(ValueError, match=f"a:1: .*({message})"):
+        parse_object(text, "a:1", "expected one JSON object a line")
+
+
+def test_a_byte_order_mark_is_no_error():
+    assert parse_object(b'\xef\xbb\xbf{"a": 1}', "a:1", "") == {"a": 1}
+
+
+def test_a_file_for_each_row(tmp_path):
+    for i, row in enumerate(ROWS):
+        (tmp_path / f"{i:02d}.json").write_text(json.dumps(row))
+    opened = open_rows(find(str(tmp_path), None, Search(("json",))))
+    assert read(opened) == ROWS and opened.where(2) == str(tmp_path / "02.json")
+    (tmp_path / "02.json").write_bytes(b" " * (rows.MOST_ROW_BYTES + 1))
+    with pytest.raises(ValueError, match="02.json: expected at most"):
+        opened[2]
+
+
+# --- Arrow ------------------------------------------------------------------------------
+
+
+def test_parquet_by_row_groups(tmp_path, monkeypatch):
+    table = pyarrow.Table.from_pylist(ROWS)
+    parquet.write_table(table.slice(0, 12), tmp_path / "a.parquet", row_group_size=5)
+    parquet.write_table(table.slice(12), tmp_path / "b.parquet", row_group_size=4)
+    monkeypatch.setattr(rows, "CACHE_BYTES", 1000)  # two or three of seven groups
+    opened = open_rows(find(str(tmp_path), None, Search(("parquet",))))
+    assert read(opened) == ROWS
+    order = np.random.default_rng(0).permutation(25).tolist()
+    assert [opened[i] for i in order] == [ROWS[i] for i in order]
+    assert 1 <= len(opened._kept) < 7
+    assert opened.where(11) == f"{tmp_path}/a.parquet row 11"
+    assert opened.where(17) == f"{tmp_path}/b.parquet row 5"
+
+
+@pytest.mark.parametrize("new", [ipc.new_stream, ipc.new_file])
+def test_arrow_files_and_streams(tmp_path, new):
+    table = pyarrow.Table.from_pylist(ROWS)
+    with new(str(tmp_path / "a.arrow"), table.schema) as writer:
+        writer.write_table(table, max_chunksize=10)
+    opened = open_rows(Found("datasets", (tmp_path / "a.arrow",)))
+    assert read(opened) == ROWS and opened.where(24) == f"{tmp_path}/a.arrow row 24"
+
+
+def test_what_datasets_saves_is_read(tmp_path):
+    train, test = datasets.Dataset.from_list(ROWS), datasets.Dataset.from_list(ROWS[::-1])
+    train.save_to_disk(tmp_path / "one", num_shards=3)
+    both = datasets.DatasetDict(train=train, test=test.shuffle(seed=0).select(range(7)))
+    both.save_to_disk(tmp_path / "both")
+    search = Search(("datasets",))
+
+    def saved(name, split=None):
+        return read(open_rows(find(str(tmp_path / name), split, search)))
+
+    assert len(find(str(tmp_path / "one"), None, search).paths) == 3
+    assert saved("one") == saved("both") == saved("both", "train") == saved("both/train") == ROWS
+    assert saved("both", "test") == both["test"].to_list()
+    with pytest.raises(ValueError, match="splits train, test: choose with .split="):
+        saved("both", "dev")
+    with pytest.raises(ValueError, match="is one data set .* not 'test'"):
+        saved("one", "test")
+
+
+def test_values_become_plain_json(tmp_path):
+    day = datetime.date(2026, 1, 2)
+    row = {
+        "day": day,
+        "at": datetime.datetime(2026, 1, 2, 3, 4),
+        "price": decimal.Decimal("1.50"),
+        "scores": [1.5, float("nan"), float("inf")],
+        "deep": [{"day": day}],
+        "flag": True,
+    }
+    parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "a.parquet")
+    (got,) = read(open_rows(Found("parquet", (tmp_path / "a.parquet",))))
+    assert json.loads(json.dumps(got, allow_nan=False)) == got
+    assert got == {
+        "day": "2026-01-02",
+        "at": "2026-01-02 03:04:00",
+        "price": "1.50",
+        "scores": [1.5, None, None],
+        "deep": [{"day": "2026-01-02"}],
+        "flag": True,
+    }
+    parquet.write_table(pyarrow.table({"image": [{"bytes": b"\x89PNG"}]}), tmp_path / "b.parquet")
+    with pytest.raises(ValueError, match="b.parquet row 0: image: bytes: holds bytes"):
+        read(open_rows(Found("parquet", (tmp_path / "b.parquet",))))
+
+
+@pytest.mark.parametrize("form", ["parquet", "datasets"])
+@pytest.mark.parametrize("size", [0, 3, 40, -20])
+def test_a_file_that_is_cut_off_is_named(tmp_path, form, size):
+    path = tmp_path / "a"
+    table = pyarrow.Table.from_pylist(ROWS)
+    if form == "parquet":
+        parquet.write_table(table, path)
+    else:
+        with ipc.new_stream(str(path), table.schema) as writer:
+            writer.write_table(table)
+    path.write_bytes(path.read_bytes()[:size])
+    with pytest.raises(ValueError, match=f"{path}.*(not a readable|Parquet)"):
+        read(open_rows(Found(form, (path,))))
+
+
+def test_a_parquet_file_that_unpacks_to_too_much_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(rows, "MOST_GROUP_BYTES", 100)
+    parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match="a.parquet: .*row group 0 has .*row_group_size"):
+        open_rows(Found("parquet", (tmp_path / "a.parquet",)))
+
+
+def test_arrow_offsets_that_lie_are_refused(tmp_path):
+    """A column of text that is said to end far behind its characters."""
+    path, length = tmp_path / "a.arrow", 0x1234
+    table = pyarrow.table({"prompt": ["a" * length]})
+    with ipc.new_stream(str(path), table.schema) as writer:
+        writer.write_table(table)
+    right, lie = (np.array([0, end], "<i4").tobytes() for end in (length, 2**30))
+    before, found, after = path.read_bytes().rpartition(right)
+    assert found
+    path.write_bytes(before + lie + after)
+    opened = open_rows(Found("datasets", (path,)))
+    with pytest.raises(ValueError, match="a.arrow: not a readable Arrow"):
+        opened[0]
