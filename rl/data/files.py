@@ -7,18 +7,20 @@ Links to folders are followed where a path names them, never while looking aroun
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
 import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 SUFFIXES = {"jsonl": ".jsonl", "parquet": ".parquet", "json": ".json", "datasets": ".arrow"}
 
-MOST_FILES = 100_000
+MOST_FILES = 100_000  # of a task
+MOST_ENTRIES = 200_000  # of folders that are looked through for them
 MOST_JSON_BYTES = 2**24  # of a file that describes a saved data set
 
 _SPLITS = {
@@ -122,9 +124,7 @@ def _listed(folder: Path, suffix: str, search: Search) -> list[Path]:
     if not folder.is_dir():
         return []
     if search.deep:
-        walk = os.walk(folder)  # does not follow links
-        found = (Path(place, name) for place, _, names in walk for name in names)
-        return _sorted(found, suffix, search.skip)
+        return _sorted(_expand(folder, ("**", "*")), suffix, search.skip)
     if paths := _sorted(folder.iterdir(), suffix, search.skip):
         return paths
     inner = [p for p in folder.iterdir() if p.name == "data" or p.name.lower() in _SPLIT_OF]
@@ -134,11 +134,35 @@ def _listed(folder: Path, suffix: str, search: Search) -> list[Path]:
 def _matching(pattern: Path, split: str | None, search: Search) -> Found:
     plain = [any(c in part for c in "*[") for part in pattern.parts].index(True)
     base = Path(*pattern.parts[:plain])
-    rest = str(Path(*pattern.parts[plain:]))
-    paths = _sorted(base.glob(rest), "", search.skip) if base.is_dir() else []
+    found = _expand(base, pattern.parts[plain:]) if base.is_dir() else ()
+    paths = _sorted(found, "", search.skip)
     if not paths:
         raise FileNotFoundError(f"no file matches {pattern}; in {base} {_there(base)}")
     return Found(search.formats[0], _of_split(paths, base, split, asked=True))
+
+
+def _expand(base: Path, parts: Sequence[str]) -> Iterator[Path]:
+    """Yield what matches `parts` below a folder; `**` is any number of folders, links left out."""
+    seen, level = 0, [base]
+    for number, part in enumerate(parts):
+        following: list[Path] = []
+        while level:
+            folder = level.pop()
+            if part == "**":
+                following.append(folder)
+            for entry in os.scandir(folder):
+                seen += 1
+                if seen > MOST_ENTRIES:
+                    raise ValueError(f"{base}: more than {MOST_ENTRIES:,} files: name a part")
+                path, is_folder = Path(entry.path), entry.is_dir(follow_symlinks=part != "**")
+                if part == "**":
+                    level += [path] * is_folder
+                elif fnmatch.fnmatchcase(entry.name, part):
+                    if number == len(parts) - 1:
+                        yield path
+                    elif is_folder:
+                        following.append(path)
+        level = following
 
 
 def _sorted(found: Iterable[Path], suffix: str, skip: str | None) -> list[Path]:

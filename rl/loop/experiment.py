@@ -17,7 +17,7 @@ from models.tokenizer import Tokenizer
 from rl.checkpoint.config import CheckpointConfig
 from rl.config.loader import resolve_path
 from rl.data.prompts import MOST_PASSED_OVER, DataOrder, encode_prompt
-from rl.data.tasks import Example, Task, TaskConfig, open_tasks
+from rl.data.tasks import Example, Task, TaskConfig, data_digest, data_files, open_tasks
 from rl.drafter_training.config import DrafterConfig, shape_of
 from rl.engine.config import EngineConfig
 from rl.learner.algorithms import AlgorithmConfig, CriticConfig
@@ -140,6 +140,7 @@ class Inputs:
     tokenizer: Tokenizer
     task: Task
     left_out: int | None
+    data_digest: str = ""  # of the files that the task is read from
 
     @functools.cached_property
     def shape_name(self) -> str:
@@ -183,7 +184,7 @@ def open_inputs(config: TrainConfig) -> Inputs:
     check_tuner(config)
     validate(config.reward)
     task = open_tasks(config.task, config.run.seed)
-    inputs = Inputs(policy, model, words, task, 0)
+    inputs = Inputs(policy, model, words, task, 0, data_digest(config.task))
     if len(task) > config.task.stream_above_examples:
         return _open_stream(config, inputs)
     limit = config.rollout.max_prompt_tokens
@@ -325,6 +326,9 @@ def remarks(config: TrainConfig, inputs: Inputs) -> list[str]:
             f"Trainer.minibatches={config.trainer.minibatches} becomes {groups}: a minibatch holds "
             "whole groups, and a step has Rollout.prompts_per_step of them"
         )
+    for spec in config.task.specs:
+        if len(paths := data_files(spec)) > 1:
+            found.append(f"{spec}: {len(paths)} files, {paths[0]} … {paths[-1].name}")
     if inputs.left_out:
         found.append(f"{inputs.left_out} examples are left out: prompt too long")
     if inputs.left_out is None:

@@ -144,6 +144,7 @@ class _Keeper:
         host = {
             "num_tokens": position.num_tokens,
             "cursor": position.cursor,
+            "data": [len(system.inputs.task), system.inputs.data_digest],
             "rollouts": system.cache.state(),
             **self._learnt,
         }
@@ -297,6 +298,12 @@ def _resume(
     system.speculation.load_state(host.get("speculation", {}))
     if drafter is not None:
         drafter.load(arrays.drafter, host["drafter"], exact=drafter.spot is None)
+    now = [len(system.inputs.task), system.inputs.data_digest]
+    if (then := host.get("data", now)) != now:
+        system.show.message(
+            f"warning: the data is not that of step {done} ({then[0]:,} examples then, {now[0]:,} "
+            "now): until the next epoch some may come again, and others not at all"
+        )
     # checkpoints from before dynamic sampling hold no cursor: it followed from the step
     cursor = int(host.get("cursor", done * system.config.rollout.prompts_per_step))
     return RunPosition(done, int(host["num_tokens"]), cursor), arrays.state, arrays.behind, host

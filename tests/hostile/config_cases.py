@@ -79,6 +79,8 @@ def by_hand(tiny: Path) -> Iterator[Case]:
         "an unknown user's home": "Task.specs = ('jsonl:~nosuchuser/x',)\n",
         "a reward beside": f"Reward.functions = ('{CANARY}:f',)\n",
         "a file of devices": "Task.specs = ('jsonl:/dev/zero',)\n",
+        "a glob of everything": "Task.specs = ('jsonl:/**/no such file',)\n",
+        "a tree of everything": "Task.specs = ('json:/proc',)\n",
         "included device": "include '/dev/zero'\n",
         "included folder": "include '/'\n",
         "included NUL": "include 'a\\0b'\n",

@@ -7,7 +7,9 @@ import json
 import shutil
 from pathlib import Path
 
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from rl.ablation.grid import AblationRun, cells
 from rl.config.loader import dump, load
@@ -35,6 +37,25 @@ def stand_in(folder: Path) -> Path:
     shape["max_position_embeddings"] = 40_960
     (folder / "config.json").write_text(json.dumps(shape), encoding="utf-8")
     return folder
+
+
+PUBLISHED = {  # rows of what configurations expect in downloads/
+    "gsm8k/main/train-00000-of-00001.parquet": {"question": "2+2?", "answer": "2+2=4\n#### 4"},
+    "math/data/train-00000-of-00001.parquet": {
+        "problem": "Compute $1/2$.",
+        "level": "Level 1",
+        "type": "Algebra",
+        "solution": "It is $\\boxed{\\frac12}$.",
+    },
+}
+
+
+def publish(folder: Path) -> None:
+    """Write data sets as they come from the hub."""
+    for name, row in PUBLISHED.items():
+        path = folder / name
+        path.parent.mkdir(parents=True)
+        parquet.write_table(pyarrow.Table.from_pylist([row] * 40), path)
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs/ablations").glob("*.gin")), ids=str)
@@ -74,6 +95,7 @@ class TestConfig:
         if config.policy.directory.startswith("downloads/"):
             policy = PolicyConfig(str(stand_in(tmp_path / "policy")))
             config = dataclasses.replace(config, policy=policy)
+            publish(tmp_path / "downloads")
         inputs = open_inputs(config)
         assert len(inputs.task) >= config.rollout.prompts_per_step
         assert memory_estimate.estimate(config, inputs.model, memory_estimate.Devices()).total > 0

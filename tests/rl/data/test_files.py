@@ -94,6 +94,14 @@ def test_links_in_a_circle_end(tmp_path):
 
 
 def test_too_many_files_are_refused(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "MOST_ENTRIES", 3)
+        make(tmp_path / "x", "1.txt", "2.txt", "a.jsonl")
+        assert found(tmp_path / "x" / "*.jsonl", below=tmp_path) == ["x/a.jsonl"]
+        make(tmp_path / "x", "3.txt")
+        for pattern in ("*.jsonl", "**/*.jsonl"):
+            with pytest.raises(ValueError, match="x: more than 3 files: name a part"):
+                found(tmp_path / "x" / pattern)
     monkeypatch.setattr(files, "MOST_FILES", 2)
     with pytest.raises(ValueError, match="more than 2 files"):
         find(str(make(tmp_path, "a.jsonl", "b.jsonl", "c.jsonl")), None, JSONL)

@@ -44,6 +44,16 @@ def test_long_prompts_are_left_out_and_counted(tiny):
     assert [inputs.task[i].prompt for i in range(4)] == ["1+1=", "2+3=", "7=", "0+8="]
 
 
+def test_the_files_of_a_folder_are_named(tiny, tmp_path):
+    for name in "abc":
+        shutil.copy(tiny.parent / "task.jsonl", tmp_path / f"{name}.jsonl")
+    config = load(TrainConfig, [tiny], [f"Task.specs=('all=jsonl:{tmp_path}',)"])
+    inputs = open_inputs(config)
+    assert len(inputs.task) == 18
+    said = f"all=jsonl:{tmp_path}: 3 files, {tmp_path}/a.jsonl … c.jsonl"
+    assert said in remarks(config, inputs)
+
+
 def test_large_data_is_looked_at_as_it_comes(tiny):
     stream = "Task.stream_above_examples=5"
     inputs = opened(tiny, "Rollout.max_prompt_tokens=4", stream)

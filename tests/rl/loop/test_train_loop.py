@@ -97,7 +97,18 @@ def test_prompts_that_are_too_long_are_passed_over_as_they_come(tiny, tmp_path):
         tiny_run.train(
             tiny, tmp_path / "parts", *stream, show=show, should_stop=lambda: len(show.rows) == 2
         )
-    assert_same_bits(finish(tiny, tmp_path / "parts", *stream), whole)
+    resumed = finish(tiny, tmp_path / "parts", *stream)
+    assert_same_bits(resumed, whole)
+    assert not any("the data is not" in text for text in resumed.show.messages)
+
+
+def test_data_that_changed_is_told_of_when_a_run_resumes(tiny, never_stopped, tmp_path):
+    shutil.copytree(never_stopped.folder, tmp_path / "run")
+    lines = (tiny.parent / "task.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "fewer.jsonl").write_text("".join(lines[:-1]))
+    more = (f"Task.specs=('jsonl:{tmp_path / 'fewer.jsonl'}',)", "Run.steps=4")
+    said = finish(tiny, tmp_path / "run", *more).show.messages
+    assert any("the data is not that of step 3 (6 examples then, 5 now)" in text for text in said)
 
 
 def test_parts_of_a_time_limit_give_the_same_bits(tiny, never_stopped, tmp_path):
