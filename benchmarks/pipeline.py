@@ -21,7 +21,7 @@ from benchmarks.reuse import run
 from rl.ablation.grid import Cell, cells
 from rl.ablation.results import read_cell
 from rl.loop.experiment import open_inputs
-from rl.metrics.writer import read_metrics
+from rl.metrics.writer import read_metrics, step_rows
 
 CONFIG = Path(__file__).parents[1] / "configs" / "ablations" / "pipeline.gin"
 PACKAGES = ("jax", "jaxlib", "numpy", "optax")
@@ -35,7 +35,8 @@ def figures(found: Sequence[Cell], num_examples: int) -> dict[str, Any]:
     seeds = sorted({c.seed for c in found})
     rewards = {n: [float(rows[n, s]["final_reward"]) for s in seeds] for n in names}
     rows_of = {
-        n: [row for c in found if c.name == n for row in read_metrics(c.folder)] for n in names
+        n: [row for c in found if c.name == n for row in step_rows(read_metrics(c.folder))]
+        for n in names
     }
     oldest = {n: max(r["rollout/off_policyness/max"] for r in rows_of[n]) for n in names}
     carried = {

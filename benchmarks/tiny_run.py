@@ -139,6 +139,7 @@ Trainer.logprob_chunk_tokens = 64
 Optimizer.learning_rate = 0.01
 Mesh.data = 1
 Checkpoint.every_steps = 1
+Eval.num_prompts = 0
 Metrics.samples_per_step = -1
 """
 

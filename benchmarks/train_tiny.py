@@ -20,8 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import environment
+from rl.metrics.writer import read_metrics, step_rows
 
 WINDOW = 10
+ASKED = {"num_prompts": 100, "samples": 8, "temperature": 1.0}  # of each task
 PACKAGES = ("jax", "jaxlib", "numpy", "optax", "orbax-checkpoint", "reasoning-gym")
 
 
@@ -38,7 +40,7 @@ def run(seed: int, limit_s: float, steps: int | None, folder: Path) -> dict[str,
             arrived_s += [time.perf_counter() - start] * (_num_rows(folder) - len(arrived_s))
         process.terminate()
         code = process.wait()
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = step_rows(read_metrics(folder))
     assert len(rows) >= 2 * WINDOW, f"seed {seed}: {len(rows)} steps, exit code {code}"
     rewards = [row["reward"] for row in rows]
     means = [statistics.mean(rewards[i : i + WINDOW]) for i in range(len(rewards) - WINDOW + 1)]
@@ -62,14 +64,16 @@ def unseen_reward(*flags: str) -> float:
     """Mean reward on the evaluation's questions of the policy that the flags name."""
     with tempfile.TemporaryDirectory() as scratch:
         output = Path(scratch) / "evaluation.json"
-        command = [sys.executable, "-m", "rl.evaluate", *flags, "--output", str(output)]
+        asked = [f"--gin.Eval.{field}={value}" for field, value in ASKED.items()]
+        command = [sys.executable, "-m", "rl.evaluate", *flags, *asked, "--output", str(output)]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         return json.loads(output.read_text())["overall"]["mean_reward"]
 
 
 def _num_rows(folder: Path) -> int:
-    path = folder / "metrics.jsonl"
-    return path.read_bytes().count(b"\n") if path.exists() else 0
+    """The training steps so far: an evaluation before the first one has a row of its own."""
+    exists = (folder / "metrics.jsonl").exists()
+    return len(step_rows(read_metrics(folder))) if exists else 0
 
 
 def main() -> int:

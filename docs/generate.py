@@ -26,7 +26,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 COMMANDS = {
     "rl.train": "A training run.",
-    "rl.evaluate": "Everything of `rl.train`, and the section below.",
+    "rl.evaluate": "Everything of `rl.train`; its own section is `Eval`.",
     "rl.ablate": "Everything of `rl.train`, and the section below.",
     "rl.train_drafter": "Training a drafter offline, from the responses of finished runs.",
     "rl.simulate": "A simulated cluster. None of these settings affects training.",
@@ -74,13 +74,12 @@ def listing(command: str) -> str:
     from rl.ablation.grid import AblationRun
     from rl.config.loader import describe
     from rl.drafter_training.offline import OfflineConfig
-    from rl.loop.evaluation import EvaluationConfig
     from rl.loop.experiment import TrainConfig
     from rl.simulation.config import SimulateRun
 
     schemas: dict[str, type] = {
         "rl.train": TrainConfig,
-        "rl.evaluate": EvaluationConfig,
+        "rl.evaluate": TrainConfig,
         "rl.ablate": AblationRun,
         "rl.train_drafter": OfflineConfig,
         "rl.simulate": SimulateRun,

@@ -1,12 +1,13 @@
-"""`python -m rl.evaluate`: mean reward and pass@k of a policy on tasks.
+"""`python -m rl.evaluate`: mean reward and pass@k of a policy, with 95% intervals.
 
     python -m rl.evaluate --policy policies/tiny                the tasks of configs/tiny_cpu.gin
     python -m rl.evaluate --run runs/tiny_cpu-1                 the newest whole checkpoint
+    python -m rl.evaluate --run runs/tiny_cpu-1 --step best     the best one, or --step 100
     python -m rl.evaluate --run runs/tiny_cpu-1 --policy DIR    the same questions, other weights
 
-A run brings its own configuration: task, reward and sampling are the run's, unless
---gin.Section.field=value says otherwise. Questions are generated from another seed
-than training's, and those that training's examples hold too are left out.
+A run brings its own configuration: sets, reward and sampling are the run's, unless
+--gin.Eval.field=value says otherwise. Without Eval.sets the run's own tasks are asked: questions
+are generated from another seed than training's, and those that training holds are left out.
 """
 
 from __future__ import annotations
@@ -15,18 +16,25 @@ import argparse
 import dataclasses
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rl.checkpoint.best import chosen_step
 from rl.config.command_line import config_parser, parse_command_line
 from rl.config.loader import ConfigError, load
+from rl.data.tasks import open_tasks
 from rl.loop import evaluation
-from rl.loop.evaluation import EvaluationConfig, Questions
-from rl.loop.experiment import Inputs, TrainConfig, open_inputs
+from rl.loop.eval_sets import open_sets
+from rl.loop.evaluation import Answers, plus_minus
+from rl.loop.experiment import Inputs, TrainConfig, check_lengths, open_policy
+from rl.rewards.config import validate
 from rl.runtime.exit_codes import EXIT_FAILED, EXIT_USAGE
 from rl.runtime.progress import Progress, progress, say
 from rl.runtime.run_files import CONFIG_FILE
+
+OnRound = Callable[[int, int], None]
 
 DEFAULT_CONFIG = "configs/tiny_cpu.gin"
 
@@ -38,11 +46,14 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--run",
         metavar="RUN",
-        help="a run folder: its configuration, and its newest checkpoint",
+        help="a run folder: its configuration, and one of its checkpoints",
+    )
+    parser.add_argument(
+        "--step", default="newest", metavar="STEP", help="with --run: newest, best, or a kept step"
     )
     parser.add_argument("--json", action="store_true", help="print the result as one JSON line too")
     parser.add_argument("--output", metavar="FILE", help="write the result to FILE, as JSON")
-    args, overrides = parse_command_line(parser, argv, EvaluationConfig)
+    args, overrides = parse_command_line(parser, argv, TrainConfig)
     try:
         job = _prepare(args, overrides)
     except (ConfigError, ValueError, OSError, ImportError) as error:
@@ -53,12 +64,14 @@ def main(argv: Sequence[str]) -> int:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Evaluation:
-    """A checked command; `run` is None where --policy has the weights."""
+    """A checked command; `run` is None where --policy has the weights, `step` where the newest is
+    meant.
+    """
 
-    config: EvaluationConfig
+    config: TrainConfig
     inputs: Inputs
-    questions: Questions
     run: Path | None
+    step: int | None
     training_is_known: bool
 
 
@@ -68,26 +81,39 @@ def _prepare(args: argparse.Namespace, overrides: Sequence[str]) -> _Evaluation:
     training, config = _configurations(run, args.gin_file, overrides)
     if run is None and not args.policy:
         raise ConfigError("expected --policy DIR (a Hugging Face folder) or --run RUN, got neither")
+    if args.step != "newest" and (run is None or args.policy):
+        raise ConfigError("--step: expected a --run, whose checkpoint it names, and no --policy")
+    step = chosen_step(run, args.step) if run is not None else None
     if args.output and not Path(args.output).absolute().parent.is_dir():
         raise ConfigError(f"--output: there is no folder {Path(args.output).absolute().parent}")
-    config = evaluation.as_evaluation(config, args.policy or config.policy.directory)
-    inputs = open_inputs(config)
-    questions = evaluation.choose(inputs, config.evaluate, training)
-    return _Evaluation(
-        config, inputs, questions, None if args.policy else run, training is not None
+    if not config.eval.num_prompts:
+        raise ConfigError("Eval.num_prompts is 0, which evaluates nothing: set it to 1 or more")
+    policy, model, words = open_policy(args.policy or config.policy.directory)
+    check_lengths(config, model)
+    validate(config.reward)
+    inputs = Inputs(policy, model, words, (), 0)
+    evals = open_sets(
+        config.eval,
+        config.task,
+        config.eval_prompt_tokens,
+        lambda example: inputs.encode(example, config.task),
+        None if training is None else partial(open_tasks, training.task, training.run.seed),
+        keeps_seen=True,
     )
+    inputs = dataclasses.replace(inputs, evals=evals)
+    return _Evaluation(config, inputs, None if args.policy else run, step, training is not None)
 
 
 def _configurations(
     run: Path | None, files: Sequence[str], overrides: Sequence[str]
-) -> tuple[TrainConfig | None, EvaluationConfig]:
+) -> tuple[TrainConfig | None, TrainConfig]:
     """(what the run trained on, None where no run is named; the evaluation's own)."""
     if run is None:
-        return None, load(EvaluationConfig, files or [DEFAULT_CONFIG], overrides)
+        return None, load(TrainConfig, files or [DEFAULT_CONFIG], overrides)
     saved = run / CONFIG_FILE
     if not saved.is_file():
         raise ConfigError(f"--run: expected a run folder, found no config.gin in {run}")
-    return load(TrainConfig, [saved]), load(EvaluationConfig, [saved, *files], overrides)
+    return load(TrainConfig, [saved]), load(TrainConfig, [saved, *files], overrides)
 
 
 def _run(args: argparse.Namespace, job: _Evaluation) -> int:
@@ -97,7 +123,8 @@ def _run(args: argparse.Namespace, job: _Evaluation) -> int:
     from rl.rewards.process import RewardWorkerError
     from rl.runtime import devices
 
-    total = len(job.questions.examples) * job.config.evaluate.samples
+    evals = job.inputs.evals
+    total = evals.num_questions * job.config.eval.samples
     with progress() as show:
         try:
             mesh = run_mesh(job.config)
@@ -107,28 +134,40 @@ def _run(args: argparse.Namespace, job: _Evaluation) -> int:
             return EXIT_USAGE
         if warning := devices.warning():
             show.message(f"warning: {warning}")
-        show.message(f"{len(job.questions.examples)} questions, {total} responses")
+        for remark in evals.remarks():
+            show.message(remark)
+        show.message(f"{evals.num_questions} questions, {total} responses")
         try:
-            responses = evaluation.respond(
-                job.config,
-                job.inputs,
-                job.questions.examples,
-                params,
-                mesh,
-                lambda finished, tokens: show.rollout(finished, total, tokens),
+            answers = _ask(
+                job, params, mesh, lambda finished, tokens: show.rollout(finished, total, tokens)
             )
         except RewardWorkerError as error:
             show.message(f"error: {error}")
             return EXIT_FAILED
-    figures = source | evaluation.result(
-        job.config, job.questions, responses, job.training_is_known
-    )
+    figures = source | evaluation.result(job.config, answers, job.training_is_known)
     say(table(figures))
     if args.output:
         Path(args.output).write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
     if args.json:
         say(json.dumps(figures))
     return 0
+
+
+def _ask(job: _Evaluation, params: Any, mesh: Any, on_round: OnRound) -> list[Answers]:
+    """Return the answers of these weights, on an engine of their own."""
+    from rl.engine.engine import Engine
+    from rl.learner.trainer import cast_params
+    from rl.loop.experiment import recipe
+    from rl.loop.generation import Scorer
+    from rl.rewards.pool import RewardPool
+
+    config, inputs = job.config, job.inputs
+    dtype = recipe(config, inputs.model).trainer.dtype
+    engine = Engine(inputs.model, config.engine, dtype=dtype, mesh=mesh)
+    with RewardPool(config.reward, tasks=tuple(dict.fromkeys(inputs.evals.specs))) as pool:
+        scorer = Scorer(inputs.tokenizer, pool, lambda: None)
+        weights = cast_params(params, engine.dtype)
+        return evaluation.respond(engine, weights, config, inputs, scorer, on_round)
 
 
 def _weights(job: _Evaluation, mesh: Any, show: Progress) -> tuple[Any, dict[str, Any]]:
@@ -140,7 +179,7 @@ def _weights(job: _Evaluation, mesh: Any, show: Progress) -> tuple[Any, dict[str
     if job.run is None:
         params = hf.load_pretrained(job.inputs.policy, mesh, dtype=jnp.float32)[1]
         return params, {"policy": str(job.inputs.policy), "checkpoint_step": None}
-    params, step, warnings = evaluation.load_checkpoint(job.run, job.inputs.model, mesh)
+    params, step, warnings = evaluation.load_checkpoint(job.run, job.inputs.model, mesh, job.step)
     for warning in warnings:
         show.message(f"warning: {warning}")
     return params, {"policy": str(job.run), "checkpoint_step": step}
@@ -148,14 +187,14 @@ def _weights(job: _Evaluation, mesh: Any, show: Progress) -> tuple[Any, dict[str
 
 def table(result: dict[str, Any]) -> str:
     """A result for reading."""
-    ks = list(result["overall"]["pass_at_k"])
-    header = ["task", "prompts", "reward", *(f"pass@{k}" for k in ks), "length", "truncated"]
+    overall = result["overall"]
+    passes = [name for name in overall if name.startswith("pass@") and name[5:].isdecimal()]
+    header = ["set", "questions", "reward", *passes, "length", "truncated"]
     rows = [header]
-    for task, row in [*result["tasks"].items(), ("all", result["overall"])]:
-        reward = "-" if row["mean_reward"] is None else f"{row['mean_reward']:.3f}"
-        passes = [f"{row['pass_at_k'][k]:.3f}" for k in ks]
-        length, cut = f"{row['mean_length_tokens']:.1f}", f"{row['truncated_share']:.3f}"
-        rows.append([task, str(row["prompts"]), reward, *passes, length, cut])
+    for name, row in [*result["sets"].items(), ("all", overall)]:
+        figures = [plus_minus(row, figure) for figure in ("mean_reward", *passes)]
+        length, cut = f"{row['mean_length']:.1f}", f"{row['truncated']:.3f}"
+        rows.append([name, str(row["questions"]), *figures, length, cut])
     widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
     lines = [
         "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows
@@ -163,22 +202,26 @@ def table(result: dict[str, Any]) -> str:
     step = result["checkpoint_step"]
     head = [f"policy     {result['policy']}" + ("" if step is None else f", step {step}")]
     head += [f"questions  {_origin(result)}", ""]
-    tail = []
-    if failures := result["overall"]["reward_failures"]:
-        tail = [f"{failures} responses could not be scored; they count as not correct"]
+    tail = ["", "± is half of the 95% interval over questions; `all` weighs every set the same"]
+    if failures := overall["failures"]:
+        tail += [f"{failures} responses could not be scored; they count as not correct"]
     return "\n".join(head + lines + tail)
 
 
 def _origin(result: dict[str, Any]) -> str:
     """Say where the questions come from, and whether training has seen them."""
     text = f"generated from seed {result['seed']} (files as they stand)"
-    seen = {task: row["seen_in_training"] for task, row in result["tasks"].items()}
+    seen = {name: row["seen_in_training"] for name, row in result["sets"].items()}
     if any(count is None for count in seen.values()):
         return text + "; training's are not known: name them with --run"
-    held = [f"{task} ({count} prompts)" for task, count in seen.items() if count]
+    held = [
+        f"{count} of {result['sets'][name]['questions']} of {name}"
+        for name, count in seen.items()
+        if count
+    ]
     if not held:
         return text + ", none of them in training's examples"
-    return text + "; TRAINING SAW all that there are of " + ", ".join(held)
+    return text + "; TRAINING SAW " + ", ".join(held)
 
 
 if __name__ == "__main__":

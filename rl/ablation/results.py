@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from rl.ablation.grid import Cell
-from rl.metrics.writer import Row, read_metrics
+from rl.metrics.writer import Row, read_metrics, step_rows
 from rl.reports.style import RUN_COLORS, STYLE, plain_text, run_look
 
 COLUMNS = (
@@ -41,7 +41,7 @@ def read_cell(cell: Cell, num_examples: int) -> dict[str, float | str | int]:
     final reward is the mean over the last epoch, in which every prompt was answered once; reuse
     is from the second epoch on.
     """
-    rows = read_metrics(cell.folder)
+    rows = step_rows(read_metrics(cell.folder))
     # dynamic sampling takes as many prompts as it needs
     per_step = float(cell.config.rollout.prompts_per_step)
     prompts = [float(row.get("dynamic_sampling/generated_groups") or per_step) for row in rows]

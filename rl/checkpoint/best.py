@@ -125,6 +125,12 @@ class BestRecord:
             self._write()
         return same
 
+    def keep(self) -> None:
+        """Leave the record as it is: the run is not evaluated (any more)."""
+        best = read_record(self._folder).get("best")
+        if best is not None:
+            self._written = Best(**best)
+
     def found(self, best: Best) -> None:
         """Note a better step, whose checkpoint may come later."""
         with self._lock:

@@ -39,6 +39,8 @@ PROJECT_ROOT = Path(__file__).resolve().parents[2]
 MAX_VALUES = 10_000  # in a configuration, with macros expanded
 MAX_DEPTH = 32  # of nested lists and macros
 
+RENAMED_SECTIONS = {"Evaluate": "Eval"}
+
 C = TypeVar("C")
 
 
@@ -242,6 +244,8 @@ def _known_name(sections: Mapping[str, _Section], binding: Binding) -> tuple[_Se
     name, _, field = binding.name.rpartition(".")
     if name not in sections:
         hint = nearest(name, sections) or _home_of(field, sections)
+        if (now := RENAMED_SECTIONS.get(name)) in sections:
+            hint = f" {name} is now {now}: write {now}.{field}."
         raise ConfigError(
             f"{binding.where}: no section {name}.{hint} Sections: {', '.join(sorted(sections))}"
         )

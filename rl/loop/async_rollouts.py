@@ -16,6 +16,7 @@ import dataclasses
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -31,6 +32,7 @@ from rl.loop.generation import (
     Scorer,
     System,
     generate,
+    leave_if_asked,
     left_out,
     prompts_at,
     remember,
@@ -111,7 +113,9 @@ class AsyncRollouts:
         )
         most = config.rollout.num_requests, config.longest_tokens
         self._session = engine.session(scheduler, *most, keeps_decisions=False)
-        self._scorer = Scorer(system)
+        self._scorer = Scorer(
+            system.inputs.tokenizer, system.rewards, partial(leave_if_asked, system)
+        )
         self._prompts: dict[int, Prompts] = {}
         self._lengths: dict[str, tuple[int, ...]] = {}  # of the last responses, by prompt
         self._unfinished: dict[int, list[Trajectory]] = {}  # siblings of what went on, by group

@@ -1,224 +1,215 @@
-"""Evaluation of a policy: its section, its questions, its responses, and pass@k.
+"""Evaluations: the responses of a policy to named sets of questions, and what they come to.
 
-The command is `rl.evaluate`. Nothing here prints.
+A run evaluates the weights as they are after a step, on its own engine, with noise that is the same
+in every evaluation and unknown to training. Nothing of it reaches training: the data cursor, the
+cached responses, drafters and budgets are not touched, so that a run learns the same bits with and
+without it. `rl.evaluate` serves the same to any policy.
 """
 
 from __future__ import annotations
 
-import collections
 import dataclasses
-import json
-import math
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from models.config import ModelConfig
-from rl.data.tasks import Example, open_tasks
+from models.transformer import Params
+from rl.checkpoint.best import Best, BestRecord
+from rl.engine.engine import OnRound, RolloutEngine
 from rl.engine.rollout_spec import RolloutSpec
+from rl.learner import trainer
+from rl.loop.eval_sets import EvalConfig, EvalSet
 from rl.loop.experiment import Inputs, TrainConfig
-from rl.rewards.pool import RewardPool, Score, ScoreJob
+from rl.loop.generation import Scorer, System, leave_if_asked, told_failures
+from rl.metrics.eval_metrics import EvalResponse, overall_metrics, set_metrics
+from rl.metrics.step_metrics import sample_rows
+from rl.metrics.writer import MetricsWriter, Row
+from rl.rewards.pool import Score
 from rl.runtime.run_files import CHECKPOINTS
 from rl.trajectory import Request, Trajectory
+from spec.sampling import step_key
 
-_CANDIDATES = 4  # questions looked at for each one wanted: training may hold some of them
-
-
-@dataclasses.dataclass(frozen=True)
-class EvaluateConfig:
-    """The section of an evaluation: `samples` responses to each of `num_prompts` questions a task.
-
-    A response counts as correct where its reward is at least `correct_at`. `ks` are
-    those of pass@k; empty means the powers of two up to `samples`. `seed` draws the
-    questions and the noise.
-    """
-
-    samples: int = 8
-    num_prompts: int = 100
-    ks: tuple[int, ...] = ()
-    correct_at: float = 1.0
-    seed: int = 1_000_000_007
-
-    def __post_init__(self) -> None:
-        for field in ("samples", "num_prompts"):
-            if getattr(self, field) < 1:
-                raise ValueError(f"{field} must be at least 1, got {getattr(self, field)}")
-        wrong = [k for k in self.ks if not 1 <= k <= self.samples]
-        if wrong:
-            raise ValueError(
-                f"ks must be in 1 … samples={self.samples}, got {wrong}: pass@k needs k responses "
-                "to each question; raise samples"
-            )
-        if not 0 <= self.seed < 2**31:
-            raise ValueError(f"seed must be in 0 … 2³¹−1, got {self.seed}")
-
-    @property
-    def all_ks(self) -> tuple[int, ...]:
-        return self.ks or tuple(2**i for i in range(self.samples.bit_length()))
-
-
-@dataclasses.dataclass(frozen=True)
-class EvaluationConfig(TrainConfig):
-    """A run's configuration, and how to evaluate it."""
-
-    evaluate: EvaluateConfig
+EVAL_STEP = 2**31 - 1  # of the noise: no training step comes that far
+EVAL_SECONDS = "eval_s"  # the metric that every evaluation has
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Questions:
-    """The questions of an evaluation: `examples` in order, by task; `seen` counts those that
-    training holds.
-    """
+class Answers:
+    """The responses to one set, in the order of its questions, with their scores and texts."""
 
-    examples: tuple[Example, ...]
-    seen: dict[str, int]
+    asked: EvalSet
+    trajectories: list[Trajectory]
+    scores: list[Score]
+    texts: list[str]
 
-
-@dataclasses.dataclass(frozen=True)
-class EvalResponse:
-    """The figures of one response."""
-
-    task: str
-    prompt: int
-    reward: float | None
-    num_tokens: int
-    truncated: bool
-    failed: bool
-
-
-def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """1 − C(n−c, k) / C(n, k): the probability that k of n responses hold one of c correct ones.
-
-    Unbiased over n draws. Raises ValueError unless 0 ≤ c ≤ n and 1 ≤ k ≤ n.
-    Source: arXiv 2107.03374, section 2.1.
-    """
-    if not 0 <= num_correct <= num_samples or not 1 <= k <= num_samples:
-        raise ValueError(
-            f"expected 0 ≤ correct ≤ samples and 1 ≤ k ≤ samples, got correct={num_correct}, "
-            f"k={k}, samples={num_samples}"
-        )
-    return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
-
-
-def summarise(responses: Sequence[EvalResponse], config: EvaluateConfig) -> dict[str, Any]:
-    """Means over responses; pass@k is the mean over prompts. Without a reward: not correct."""
-    correct: collections.Counter[int] = collections.Counter()
-    for r in responses:
-        correct[r.prompt] += r.reward is not None and r.reward >= config.correct_at
-    rewards = [r.reward for r in responses if r.reward is not None]
-    return {
-        "prompts": len(correct),
-        "mean_reward": math.fsum(rewards) / len(rewards) if rewards else None,
-        "pass_at_k": {
-            str(k): math.fsum(pass_at_k(config.samples, c, k) for c in correct.values())
-            / len(correct)
-            for k in config.all_ks
-        },
-        "mean_length_tokens": sum(r.num_tokens for r in responses) / len(responses),
-        "truncated_share": sum(r.truncated for r in responses) / len(responses),
-        "reward_failures": sum(r.failed for r in responses),
-    }
-
-
-# --- what is asked ----------------------------------------------------------------------
-
-
-def as_evaluation(config: EvaluationConfig, policy: str) -> EvaluationConfig:
-    """The configuration whose inputs are this evaluation's: its seed, enough questions, no mix."""
-    task = dataclasses.replace(
-        config.task, weights=(), size=_CANDIDATES * config.evaluate.num_prompts
-    )
-    return dataclasses.replace(
-        config,
-        run=dataclasses.replace(config.run, seed=config.evaluate.seed),
-        policy=dataclasses.replace(config.policy, directory=policy),
-        task=task,
-    )
-
-
-def choose(inputs: Inputs, config: EvaluateConfig, training: TrainConfig | None) -> Questions:
-    """`num_prompts` different questions of each task, none of training's where there are others.
-
-    A task too small to have others keeps those that training saw, counted in `seen`.
-    """
-    seen = _prompts_of(training) if training is not None else frozenset()
-    unseen_by_task: dict[str, dict[str, Example]] = collections.defaultdict(dict)
-    seen_by_task: dict[str, dict[str, Example]] = collections.defaultdict(dict)
-    for index in range(len(inputs.task)):
-        example = inputs.task[index]
-        key = _key(example)
-        by_task = seen_by_task if key in seen else unseen_by_task
-        by_task[example.task].setdefault(key, example)
-    chosen: list[Example] = []
-    counts: dict[str, int] = {}
-    for task in sorted({*unseen_by_task, *seen_by_task}):
-        pool = unseen_by_task[task] or seen_by_task[task]
-        questions = list(pool.values())[: config.num_prompts]
-        counts[task] = 0 if unseen_by_task[task] else len(questions)
-        chosen += questions
-    return Questions(tuple(chosen), counts)
-
-
-def _prompts_of(training: TrainConfig) -> frozenset[str]:
-    task = open_tasks(training.task, training.run.seed)
-    return frozenset(_key(task[i]) for i in range(len(task)))
-
-
-def _key(example: Example) -> str:
-    return json.dumps(example.prompt, sort_keys=True)
-
-
-# --- asking -----------------------------------------------------------------------------
+    def metrics(self, config: EvalConfig) -> dict[str, float]:
+        """Return the figures of this set (`rl.metrics.eval_metrics.set_metrics`)."""
+        responses = [
+            EvalResponse(t.group_id, s.total, t.num_tokens, t.truncated, s.failure is not None)
+            for t, s in zip(self.trajectories, self.scores, strict=True)
+        ]
+        figures = set_metrics(responses, config.samples, config.all_ks, config.correct_at)
+        return figures | {"seen_in_training": self.asked.seen + self.asked.alike}
 
 
 def respond(
-    config: EvaluationConfig,
+    engine: RolloutEngine,
+    weights: Params,
+    config: TrainConfig,
     inputs: Inputs,
-    examples: Sequence[Example],
-    params: Any,
-    mesh: Any = None,
-    on_round: Callable[[int, int], None] | None = None,
-) -> list[EvalResponse]:
-    """Generate and score `samples` responses to every example, in the order of the examples."""
-    from rl.engine.engine import Engine
-    from rl.learner.trainer import cast_params
-    from rl.loop.experiment import recipe
-    from spec.sampling import step_key
-
-    n = config.evaluate.samples
-    engine = Engine(
-        inputs.model, config.engine, dtype=recipe(config, inputs.model).trainer.dtype, mesh=mesh
-    )
-    prompts = [inputs.encode(example, config.task) for example in examples]
+    scorer: Scorer,
+    on_round: OnRound | None = None,
+) -> list[Answers]:
+    """Generate and score `Eval.samples` responses to every question, all sets in one rollout."""
+    n, sets = config.eval.samples, inputs.evals.sets
+    examples = [example for s in sets for example in s.examples]
+    prompts = [prompt for s in sets for prompt in s.prompts]
     requests = [Request(p * n + i, prompts[p], p, i) for p in range(len(prompts)) for i in range(n)]
-    scores: dict[int, Future[Score]] = {}
-    with RewardPool(config.reward, tasks=config.task.specs) as pool:
+    scorer.examples.update(enumerate(examples))
+    spec = RolloutSpec(
+        weights,
+        config.eval.sampling(config.sampling),
+        step_key(config.eval.seed, EVAL_STEP),
+        inputs.model.eos_token_ids,
+    )
+    done = engine.run(spec, requests, on_finish=scorer, on_round=on_round)
+    scored = [scorer.result(t) for t in done]
+    answers, first = [], 0
+    for s in sets:
+        some = slice(first * n, (first + len(s.examples)) * n)
+        moved = [dataclasses.replace(t, group_id=t.group_id - first) for t in done[some]]
+        scores, texts = zip(*scored[some], strict=True)
+        answers.append(Answers(s, moved, list(scores), list(texts)))
+        first += len(s.examples)
+    return answers
 
-        def score(t: Trajectory) -> None:
-            text = inputs.tokenizer.decode(t.response_ids.tolist())
-            job = ScoreJob(examples[t.group_id], text, tuple(t.response_ids.tolist()))
-            scores[t.request_id] = pool.submit(job)
 
-        spec = RolloutSpec(
-            cast_params(params, engine.dtype),
-            config.sampling,
-            step_key(config.evaluate.seed, 0),
-            inputs.model.eos_token_ids,
-        )
-        trajectories = engine.run(spec, requests, on_finish=score, on_round=on_round)
-        results = [pool.result(scores[t.request_id]) for t in trajectories]
-    return [
-        EvalResponse(
-            examples[t.group_id].task,
-            t.group_id,
-            s.total,
-            t.num_tokens,
-            t.truncated,
-            s.failure is not None,
-        )
-        for t, s in zip(trajectories, results, strict=True)
-    ]
+def row_of(answers: Sequence[Answers], config: EvalConfig) -> dict[str, float]:
+    """Return the metrics of an evaluation, as a row of metrics.jsonl has them."""
+    by_set = {a.asked.name: a.metrics(config) for a in answers}
+    row = {f"eval/{name}": x for name, x in overall_metrics(list(by_set.values())).items()}
+    for name, figures in by_set.items():
+        row |= {f"eval/{name}/{figure}": value for figure, value in figures.items()}
+    return row
+
+
+class RunEvaluation:
+    """The evaluations of a run: which are due, what they say, and which step is the best.
+
+    `rows` are the run's so far, of which a resumed run has some: what they hold is not asked again.
+    """
+
+    def __init__(
+        self,
+        system: System,
+        best: BestRecord,
+        metrics: MetricsWriter,
+        clock: Callable[[], float],
+        rows: Sequence[Row],
+    ) -> None:
+        self._system, self._best, self._metrics, self._clock = system, best, metrics, clock
+        self._config, self._metric = system.config.eval, f"eval/{system.config.eval.best_by}"
+        self._sets = system.inputs.evals.sets
+        evaluated = [row for row in rows if EVAL_SECONDS in row]
+        self._done = {row["step"] for row in evaluated}
+        self._first: Mapping[str, Any] | None = None
+        if not self._sets:
+            best.keep()
+            return
+        bests = [self._as_best(row) for row in evaluated if row["step"]]
+        step = rows[-1]["step"] if rows else 0
+        if best.begin(step, [b for b in bests if b is not None]):
+            self._first = next((row for row in evaluated if row["step"] == 0), None)
+        elif evaluated:
+            system.show.message(
+                "warning: the sets of Eval, or how they are asked, have changed: figures from here "
+                "on are not those of before, and the best step is looked for anew"
+            )
+
+    def due(self, step: int) -> bool:
+        """Return whether the weights after `step` are to be evaluated now."""
+        last = self._system.config.run.steps
+        return bool(self._sets) and step not in self._done and self._config.due(step, last)
+
+    def __call__(self, params: Params, step: int) -> bool:
+        """Evaluate the weights after `step`; return whether none before were better.
+
+        Raises Stopped where the run is asked to stop meanwhile: it is then done on resuming.
+        """
+        system, config = self._system, self._system.config
+        system.watch.at("evaluation")
+        system.show.part(step, "evaluation")
+        began_s = self._clock()
+        total = system.inputs.evals.num_questions * config.eval.samples
+
+        def watch(finished: int, tokens: int) -> None:
+            system.show.rollout(finished, total, tokens)
+            leave_if_asked(system)
+
+        weights = trainer.cast_params(params, system.eval_engine.dtype)
+        check = partial(leave_if_asked, system)
+        scorer = Scorer(system.inputs.tokenizer, system.rewards, check)
+        answers = respond(system.eval_engine, weights, config, system.inputs, scorer, watch)
+        row = row_of(answers, config.eval) | {EVAL_SECONDS: self._clock() - began_s}
+        self._metrics.amend(step, row)
+        self._metrics.write_eval_samples(step, self._samples(answers))
+        self._done.add(step)
+        if told := told_failures([score for a in answers for score in a.scores]):
+            system.show.message(f"warning: evaluation after step {step}: {told}")
+        if step == 0:
+            self._first = row
+        found = self._as_best({"step": step} | row) if step else None
+        best = self._best.best
+        is_best = found is not None and (best is None or found.value > best.value)
+        if is_best:
+            assert found is not None
+            self._best.found(found)
+        self._tell(row, step)
+        return is_best
+
+    def _as_best(self, row: Mapping[str, Any]) -> Best | None:
+        value = row.get(self._metric)
+        return None if value is None else Best(row["step"], self._metric, float(value))
+
+    def _samples(self, answers: Sequence[Answers]) -> list[dict[str, Any]]:
+        tokenizer = self._system.inputs.tokenizer
+        return [
+            {"set": a.asked.name} | row
+            for a in answers
+            for row in sample_rows(
+                tokenizer, a.asked.examples, a.trajectories, a.texts, a.scores, None
+            )
+        ]
+
+    def _tell(self, row: Mapping[str, float], step: int) -> None:
+        """Say how it went: before training, in its course, or at its end compared with before."""
+        say, figure = self._system.show.message, self._config.best_by.rpartition("/")[2]
+        names = {s.name: f"eval/{s.name}/{figure}" for s in self._sets}
+        if len(names) > 1:
+            names["all"] = f"eval/{figure}"
+        best = self._best.best
+        tail = f"; best at step {best.step}" if best is not None else ""
+        if step == self._system.config.run.steps and self._first is not None:
+            for name, metric in names.items():
+                before, after = plus_minus(self._first, metric), plus_minus(row, metric)
+                say(f"eval {name}: {figure} {before} → {after}{tail}")
+            return
+        when = f"after step {step}" if step else "before training"
+        said = ", ".join(f"{name} {plus_minus(row, metric)}" for name, metric in names.items())
+        say(f"eval {when}: {figure}: {said}{tail}")
+
+
+def plus_minus(row: Mapping[str, Any], metric: str) -> str:
+    """Return a figure with half the width of its interval: 0.512 ± 0.061."""
+    values = [row.get(name) for name in (metric, f"{metric}_low", f"{metric}_high")]
+    if any(value is None for value in values):
+        return "-"
+    mean, low, high = (float(value) for value in values if value is not None)
+    return f"{mean:.3f} ± {(high - low) / 2:.3f}"
 
 
 def load_checkpoint(
@@ -229,7 +220,6 @@ def load_checkpoint(
     Raises NoWholeCheckpointError, or StructureMismatchError where the policy folder
     has another shape than the run's.
     """
-    import jax
     import jax.numpy as jnp
 
     from models.sharding import param_shardings
@@ -252,29 +242,22 @@ def load_checkpoint(
     return found.arrays.params, found.step, found.warnings
 
 
-def result(
-    config: EvaluationConfig,
-    questions: Questions,
-    responses: Sequence[EvalResponse],
-    training_is_known: bool,
-) -> dict[str, Any]:
-    """The figures by task and over all, with what they depend on; plain JSON."""
-    by_task: dict[str, list[EvalResponse]] = {}
-    for response in responses:
-        by_task.setdefault(response.task, []).append(response)
-    tasks = {
-        task: summarise(of_task, config.evaluate) | {"seen_in_training": questions.seen[task]}
-        for task, of_task in by_task.items()
-    }
-    if not training_is_known:
-        for row in tasks.values():
-            row["seen_in_training"] = None
+def result(config: TrainConfig, answers: Sequence[Answers], training_is_known: bool) -> Row:
+    """The figures by set and over all, with what they depend on; plain JSON."""
+    sets: dict[str, Row] = {}
+    for a in answers:
+        sets[a.asked.name] = a.metrics(config.eval) | {
+            "spec": a.asked.spec,
+            "left_out": a.asked.left_out if training_is_known else None,
+        }
+        if not training_is_known:
+            sets[a.asked.name]["seen_in_training"] = None
     return {
-        "samples_per_prompt": config.evaluate.samples,
-        "correct_at": config.evaluate.correct_at,
-        "seed": config.evaluate.seed,
-        "sampling": dataclasses.asdict(config.sampling),
+        "samples_per_prompt": config.eval.samples,
+        "correct_at": config.eval.correct_at,
+        "seed": config.eval.seed,
+        "sampling": dataclasses.asdict(config.eval.sampling(config.sampling)),
         "reward_functions": list(config.reward.functions),
-        "tasks": tasks,
-        "overall": summarise(responses, config.evaluate),
+        "sets": sets,
+        "overall": overall_metrics([a.metrics(config.eval) for a in answers]),
     }

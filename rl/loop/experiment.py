@@ -22,6 +22,7 @@ from rl.drafter_training.config import DrafterConfig, shape_of
 from rl.engine.config import EngineConfig
 from rl.learner.algorithms import AlgorithmConfig, CriticConfig
 from rl.learner.config import OptimizerConfig, TrainerConfig, TrainSpec
+from rl.loop.eval_sets import EvalConfig, EvalSets, open_sets
 from rl.metrics.writer import MetricsConfig
 from rl.rewards.config import RewardConfig, validate
 from rl.runtime.waits import HANG_LIMIT_S
@@ -120,6 +121,7 @@ class TrainConfig:
     trainer: TrainerConfig
     optimizer: OptimizerConfig
     mesh: MeshConfig
+    eval: EvalConfig
     checkpoint: CheckpointConfig
     metrics: MetricsConfig
 
@@ -128,11 +130,23 @@ class TrainConfig:
         """Prompt and response together, at most."""
         return self.rollout.max_prompt_tokens + self.sampling.max_new_tokens
 
+    @property
+    def eval_prompt_tokens(self) -> int:
+        """The longest prompt of an evaluation."""
+        return self.eval.max_prompt_tokens or self.rollout.max_prompt_tokens
+
+    @property
+    def longest_prompt_tokens(self) -> int:
+        """The longest prompt that the engine is given, in training or in an evaluation."""
+        evaluated = self.eval_prompt_tokens if self.eval.num_prompts else 0
+        return max(self.rollout.max_prompt_tokens, evaluated)
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Inputs:
     """The inputs that a configuration names, opened and checked; `task` holds the usable
     examples, or all of them where prompts are looked at as they come (`left_out` is None).
+    `evals` holds the questions of evaluations.
     """
 
     policy: Path
@@ -141,6 +155,7 @@ class Inputs:
     task: Task
     left_out: int | None
     data_digest: str = ""  # of the files that the task is read from
+    evals: EvalSets = dataclasses.field(default_factory=EvalSets)
 
     @functools.cached_property
     def shape_name(self) -> str:
@@ -185,9 +200,21 @@ def open_inputs(config: TrainConfig) -> Inputs:
     validate(config.reward)
     task = open_tasks(config.task, config.run.seed)
     inputs = Inputs(policy, model, words, task, 0, data_digest(config.task))
-    if len(task) > config.task.stream_above_examples:
-        return _open_stream(config, inputs)
-    limit = config.rollout.max_prompt_tokens
+    streams = len(task) > config.task.stream_above_examples
+    inputs = (_open_stream if streams else _open_whole)(config, inputs)
+    evals = open_sets(
+        config.eval,
+        config.task,
+        config.eval_prompt_tokens,
+        lambda example: inputs.encode(example, config.task),
+        lambda: inputs.task,
+    )
+    return dataclasses.replace(inputs, evals=evals)
+
+
+def _open_whole(config: TrainConfig, inputs: Inputs) -> Inputs:
+    """Look at all prompts, and keep those that fit."""
+    task, limit = inputs.task, config.rollout.max_prompt_tokens
     lengths = [len(inputs.encode(task[i], config.task)) for i in range(len(task))]
     usable = tuple(i for i, n in enumerate(lengths) if n <= limit)
     if not usable:
@@ -241,12 +268,18 @@ def open_policy(directory: str) -> tuple[Path, ModelConfig, Tokenizer]:
 
 def check_lengths(config: TrainConfig, model: ModelConfig) -> None:
     """Raise ValueError where the longest prompt and response do not fit the policy."""
-    longest = config.longest_tokens
-    if longest > model.max_positions:
+    if config.longest_tokens > model.max_positions:
         raise ValueError(
             f"Rollout.max_prompt_tokens={config.rollout.max_prompt_tokens} and "
-            f"Sampling.max_new_tokens={config.sampling.max_new_tokens} make {longest} positions, "
+            f"Sampling.max_new_tokens={config.sampling.max_new_tokens} make "
+            f"{config.longest_tokens} positions, "
             f"the policy has {model.max_positions}: lower one of them"
+        )
+    evaluated = config.longest_prompt_tokens + config.sampling.max_new_tokens
+    if evaluated > model.max_positions:
+        raise ValueError(
+            f"Eval.max_prompt_tokens={config.eval_prompt_tokens} and Sampling.max_new_tokens make "
+            f"{evaluated} positions, the policy has {model.max_positions}: lower one of them"
         )
 
 
@@ -336,7 +369,7 @@ def remarks(config: TrainConfig, inputs: Inputs) -> list[str]:
             f"{len(inputs.task):,} examples, above Task.stream_above_examples: they are read, "
             "checked and tokenized as they come"
         )
-    return found
+    return found + inputs.evals.remarks()
 
 
 def recipe(config: TrainConfig, model: ModelConfig) -> TrainSpec:

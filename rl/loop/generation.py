@@ -8,12 +8,13 @@ cursor, step, state), so the cursor is part of what a checkpoint keeps.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 
 import numpy as np
 
+from models.tokenizer import Tokenizer
 from models.transformer import Params
 from rl.data.prompts import MOST_PASSED_OVER, DataOrder, prompts_for_step
 from rl.data.tasks import Example
@@ -39,12 +40,16 @@ from spec.reuse.rollout_cache import RolloutCache
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class System:
-    """The parts of a run that live as long as it does."""
+    """The parts of a run that live as long as it does.
+
+    `eval_engine` is the engine, where it does not run ahead of training.
+    """
 
     config: TrainConfig
     inputs: Inputs
     learner: Learner
     engine: RolloutEngine
+    eval_engine: RolloutEngine
     cache: RolloutCache
     speculation: Speculation
     reuse: Reuse
@@ -185,7 +190,7 @@ def generate_and_score(
     )
     last = {r.request_id: r.cached.tokens for r in requests if r.cached is not None}
     drafts = system.speculation.drafter_factory(new.keys, new.tokens, last)
-    scorer = Scorer(system)
+    scorer = Scorer(system.inputs.tokenizer, system.rewards, partial(leave_if_asked, system))
     scorer.examples.update(enumerate(new.examples))
 
     def watch(finished: int, tokens: int) -> None:
@@ -235,9 +240,10 @@ def leave_if_asked(system: System, may_leave: bool = True) -> None:
 class Scorer:
     """Called with a response as it ends, it sends it to the reward workers; `examples` by group."""
 
-    def __init__(self, system: System) -> None:
-        self._tokenizer, self._rewards = system.inputs.tokenizer, system.rewards
-        self._check = partial(leave_if_asked, system)
+    def __init__(
+        self, tokenizer: Tokenizer, rewards: RewardPool, check: Callable[[], None]
+    ) -> None:
+        self._tokenizer, self._rewards, self._check = tokenizer, rewards, check
         self.examples: dict[int, Example] = {}
         self._waiting: dict[int, tuple[Future[Score], str]] = {}
 
@@ -247,7 +253,7 @@ class Scorer:
         self._waiting[t.request_id] = self._rewards.submit(job), text
 
     def result(self, t: Trajectory) -> tuple[Score, str]:
-        """The response's score, once it is there, and its text; raises Stopped if asked to."""
+        """The response's score, once it is there, and its text; `check` is called meanwhile."""
         future, text = self._waiting.pop(t.request_id)
         return self._rewards.result(future, self._check), text
 
@@ -261,16 +267,20 @@ def tell_failures(show: Progress, scores: Sequence[Score], step: int) -> None:
 
     Raises RewardWorkerError where that is all of a run's first step: it would learn nothing.
     """
-    failures = [score.failure for score in scores if score.failure is not None]
-    if not failures:
-        return
-    kinds: dict[str, list[str]] = {}
-    for failure in failures:
-        kinds.setdefault(failure.split(": ")[0], []).append(failure)
-    told = "; ".join(f"{len(k)} of {len(scores)} samples: {k[0]}" for k in kinds.values())
-    if step == 1 and len(failures) == len(scores):
+    told = told_failures(scores)
+    if step == 1 and all(score.failure is not None for score in scores):
         raise RewardWorkerError(f"no sample of the first step could be scored: {told}")
-    show.message(f"warning: step {step}: {told}")
+    if told:
+        show.message(f"warning: step {step}: {told}")
+
+
+def told_failures(scores: Sequence[Score]) -> str:
+    """Return how many samples could not be scored, and why; empty where all could."""
+    kinds: dict[str, list[str]] = {}
+    for failure in (score.failure for score in scores):
+        if failure is not None:
+            kinds.setdefault(failure.split(": ")[0], []).append(failure)
+    return "; ".join(f"{len(k)} of {len(scores)} samples: {k[0]}" for k in kinds.values())
 
 
 def remember(

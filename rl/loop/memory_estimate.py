@@ -234,7 +234,8 @@ def _rollouts(
     """The bytes of a rollout: its largest buckets of slots, positions and nodes."""
     engine = config.engine
     slots = engine.slot_bucket(config.rollout.num_requests)
-    positions = engine.position_sizes(config.longest_tokens)[-1]
+    longest_tokens = config.longest_prompt_tokens + config.sampling.max_new_tokens
+    positions = engine.position_sizes(longest_tokens)[-1]
     cache = _cache(config, model, mesh, slots, positions, itemsize)
     nodes = max(engine.node_sizes(positions), default=1) if config.speculation.enabled else 1
     rows = _shard(slots, mesh.batch)

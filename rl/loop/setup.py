@@ -83,11 +83,18 @@ def build(
                 patience=patience,
             )
         )
-        rewards = stack.enter_context(RewardPool(config.reward, tasks=config.task.specs))
+        specs = dict.fromkeys((*config.task.specs, *inputs.evals.specs))
+        rewards = stack.enter_context(RewardPool(config.reward, tasks=tuple(specs)))
         greedy = config.sampling.temperature == 0
         reuse = Reuse(config.reuse, cache, seed=config.run.seed, greedy=greedy)
         learner, state = _learner(config, inputs, mesh)
         engine = _engine(config, inputs, mesh, learner.recipe, drafter)
+        eval_engine = engine
+        if config.sched.mode == "pipeline" and inputs.evals.sets:
+            # its workers answer the next step meanwhile
+            eval_engine = Engine(
+                inputs.model, config.engine, dtype=learner.recipe.trainer.dtype, mesh=mesh
+            )
 
         def told(what: str, done: int, total: int) -> None:
             watch.alive()
@@ -95,6 +102,7 @@ def build(
 
         weights = trainer.cast_params(state.params, engine.dtype)
         _warm_up(config, engine, weights, speculation, folder, partial(told, "rollouts"))
+        warm_up_evaluation(config, inputs, eval_engine, weights, partial(told, "evaluation"))
         if drafter is not None:
             drafter_run.warm_up(drafter, engine, weights)
         state = trainer.warm_up(
@@ -102,7 +110,8 @@ def build(
         )
         order = DataOrder(len(inputs.task), config.run.seed)
         system = System(
-            *(config, inputs, learner, engine, cache, speculation, reuse, rewards, order, drafter),
+            *(config, inputs, learner, engine, eval_engine, cache, speculation, reuse, rewards),
+            *(order, drafter),
             show=show,
             watch=watch,
         )
@@ -211,9 +220,10 @@ def _warm_up_here(
     folder: Path,
     told: OnCompiled,
 ) -> None:
+    pipeline = config.sched.mode == "pipeline"  # evaluated on another engine
     reach = compile_buckets.Reach(
         config.rollout.num_requests,
-        config.rollout.max_prompt_tokens,
+        config.rollout.max_prompt_tokens if pipeline else config.longest_prompt_tokens,
         speculative=config.speculation.enabled,
         reuse=config.reuse.enabled,
         moves=isinstance(engine, MultiEngine),
@@ -225,7 +235,7 @@ def _warm_up_here(
         compile_buckets.warm_up(one, placed, config.sampling, reach, told)
     # workers are alike: the last one's times are those of all
     if isinstance(engine, MultiEngine):
-        most = {"max_requests": reach.max_requests, "max_tokens": config.longest_tokens}
+        most = {"max_requests": reach.max_requests, "max_tokens": one.longest_tokens}
         moves = transfer_times.measure(one, placed, **most, path=folder / MOVES_FILE)
         engine.prefer_pool = moves.prefers_copy
     if reach.speculative:
@@ -240,3 +250,23 @@ def _warm_up_here(
             speculation.drafters,
             config.tuner,
         )
+
+
+def warm_up_evaluation(
+    config: TrainConfig, inputs: Inputs, engine: RolloutEngine, weights: Params, told: OnCompiled
+) -> None:
+    """Compile what evaluations need and the engine's rollouts do not: more slots, or all of it."""
+    num_requests = inputs.evals.num_questions * config.eval.samples
+    slots = config.engine.slot_bucket
+    reached = config.rollout.num_requests if engine.engines[0].longest_tokens else 0
+    if not num_requests or (reached and slots(num_requests) <= slots(reached)):
+        return
+    reach = compile_buckets.Reach(
+        num_requests, config.longest_prompt_tokens, moves=isinstance(engine, MultiEngine)
+    )
+
+    def compile_here() -> None:
+        for one in engine.engines:
+            compile_buckets.warm_up(one, one.place(weights), config.sampling, reach, told)
+
+    engine.do(compile_here)

@@ -18,6 +18,7 @@ import numpy as np
 
 from models.folder import Folder
 from models.transformer import Params
+from rl.checkpoint.best import BestRecord
 from rl.checkpoint.checkpointer import Checkpointer, LinkedFiles
 from rl.checkpoint.manifest import Content
 from rl.checkpoint.reader import NoWholeCheckpointError
@@ -27,13 +28,14 @@ from rl.learner.advantages import overlong_penalties, response_advantages, rewar
 from rl.learner.optimizer import SavedArrays, TrainState
 from rl.loop import setup as run_setup
 from rl.loop.async_rollouts import AsyncRollouts, SyncRollouts, open_source
+from rl.loop.evaluation import RunEvaluation
 from rl.loop.experiment import Inputs, RunConfig, TrainConfig
 from rl.loop.generation import Rollouts, System, generate, leave_if_asked, tell_failures
 from rl.metrics.step_metrics import sample_rows, step_metrics
-from rl.metrics.writer import MetricsWriter, Timings
+from rl.metrics.writer import MetricsWriter, Timings, read_metrics
 from rl.rewards.process import RewardWorkerError
 from rl.runtime.progress import Progress
-from rl.runtime.run_files import CHECKPOINTS, NEWEST_FILE
+from rl.runtime.run_files import CHECKPOINTS, METRICS_FILE, NEWEST_FILE
 from rl.runtime.signals import SAVING, Stopped, Watch
 from rl.runtime.waits import Hang, Patience
 from rl.trajectory import Trajectory
@@ -68,12 +70,14 @@ def train(
     began_s = clock()
     with contextlib.ExitStack() as stack:
         run = Folder(folder, create=True)
+        best = BestRecord(run, inputs.evals.fingerprint(config.eval, config.sampling))
         checkpoints = stack.enter_context(
             Checkpointer(
                 run.folder(CHECKPOINTS),
                 config.checkpoint,
                 Patience(config.run.hang_limit_s, watch.alive),
-                committed=lambda step: run.replace(NEWEST_FILE, f"{step}\n"),
+                committed=partial(_committed, run, best),
+                spared=best.spared,
             )
         )
         metrics = stack.enter_context(MetricsWriter(folder, config.metrics))
@@ -82,10 +86,13 @@ def train(
         )
         position, state, stale_params, host = _resume(checkpoints, state, system)
         metrics.truncate_to_step(position.step)
+        rows = read_metrics(folder) if run.exists(METRICS_FILE) else []
+        evaluation = RunEvaluation(system, best, metrics, clock, rows)
         source = stack.enter_context(
             open_source(system, position.step + 1, stale_params, host.get("source", {}))
         )
         keeper = stack.enter_context(_Keeper(system, checkpoints, source, state, position))
+        keeper.evaluate_with(evaluation)
         skipped = 0
         while position.step < config.run.steps:
             timings = Timings(clock, partial(_begins, show, watch, position.step + 1))
@@ -99,6 +106,7 @@ def train(
             row = record.metrics | {"num_tokens": position.num_tokens}
             metrics.write_samples(done, record.samples)
             show.step(metrics.write(done, row | _speed(row, timings.seconds())))
+            keeper.evaluate_with(evaluation)
             skipped = _in_a_row(skipped, row, done)
             if done < config.run.steps:
                 _stop_in_time(config.run, clock() - began_s, sum(timings.seconds().values()), show)
@@ -155,6 +163,17 @@ class _Keeper:
         arrays = SavedArrays.of(self._state, stale_params, drafter)
         self._checkpoints.save(position.step, arrays, host, _spilled(system.cache))
         self._saved_step = position.step
+
+    def evaluate_with(self, evaluation: RunEvaluation) -> None:
+        """Evaluate the last whole step if that is due; a step that is the best is saved."""
+        step = self._position.step
+        if (
+            evaluation.due(step)
+            and evaluation(self._state.params, step)
+            and self._saved_step < step
+        ):
+            self._system.watch.at(SAVING)
+            self.save()
 
     def __enter__(self) -> Self:
         return self
@@ -315,6 +334,12 @@ def _spilled(cache: RolloutCache) -> LinkedFiles | None:
     if cache.folder is None or not files:
         return None
     return LinkedFiles(cache.folder, {f.name: Content(f.num_bytes, f.sha256) for f in files})
+
+
+def _committed(run: Folder, best: BestRecord, step: int) -> None:
+    """The checkpoint of a step is whole; called in the background."""
+    run.replace(NEWEST_FILE, f"{step}\n")
+    best.committed(step)
 
 
 def _begins(show: Progress, watch: Watch, step: int, part: str) -> None:

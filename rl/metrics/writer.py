@@ -20,6 +20,7 @@ from typing import Any, BinaryIO
 
 from models.folder import Folder
 from rl.runtime.run_files import (
+    EVAL_SAMPLES_FILE,
     METRICS_FILE,
     ROW_FILES,
     SAMPLES_FILE,
@@ -32,6 +33,7 @@ WALL_CLOCK_PREFIXES = ("time/", "perf/")
 WALL_CLOCK_NAMES = frozenset(
     {
         "step_time",
+        "eval_s",
         "spec/draft_seconds",
         "spec/verify_seconds",
         "spec/host_share",
@@ -89,9 +91,26 @@ class MetricsWriter:
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> Row:
         """Write one row and return it: {"step": step, name: number or None, ...}."""
-        numbers = {name: _number(name, value) for name, value in metrics.items()}
-        row: Row = {"step": int(step)} | numbers | {"step": int(step)}
+        row = _row(step, metrics)
         self._append(METRICS_FILE, row)
+        self._show(row)
+        return row
+
+    def amend(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Add metrics to the last row, if it is that of `step`, else write a row of their own."""
+        row = _row(step, metrics)
+        self._close_files()
+        content = self._folder.read(METRICS_FILE) if self._folder.exists(METRICS_FILE) else b""
+        *before, (_, last) = [(b"", Row()), *_rows(self._folder.path / METRICS_FILE, content)]
+        if last.get("step") != step:
+            self._append(METRICS_FILE, row)
+        else:
+            kept = b"".join(line for line, _ in before)
+            self._folder.replace(METRICS_FILE, kept + _line(last | row))
+        self._show(row)
+
+    def _show(self, row: Row) -> None:
+        """Pass a row on to TensorBoard and Weights & Biases."""
         finite = {k: v for k, v in row.items() if k != "step" and v is not None}
         if self._tensorboard is not None:
             for name, value in finite.items():
@@ -99,13 +118,19 @@ class MetricsWriter:
             self._tensorboard.flush()
         if self._wandb is not None:
             self._wandb.log(finite, step=row["step"])
-        return row
 
     def write_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
         """Write `samples_per_step` of a step's samples, evenly spread over their order."""
+        self._write_samples(SAMPLES_FILE, step, samples)
+
+    def write_eval_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        """Write as many of an evaluation's samples, to a file of their own."""
+        self._write_samples(EVAL_SAMPLES_FILE, step, samples)
+
+    def _write_samples(self, name: str, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
         for index in spread(len(samples), self._samples_per_step):
             row = {"step": int(step)} | _plain(samples[index]) | {"step": int(step)}
-            self._append(SAMPLES_FILE, row)
+            self._append(name, row)
 
     def truncate_to_step(self, step: int) -> None:
         """Remove the rows of every step after `step`, as if they had never been written."""
@@ -132,7 +157,7 @@ class MetricsWriter:
     def _append(self, name: str, row: Mapping[str, Any]) -> None:
         if name not in self._files:
             self._files[name] = self._folder.append(name)
-        line = json.dumps(row, allow_nan=False).encode() + b"\n"
+        line = _line(row)
         try:
             written = self._files[name].write(line)
         except OSError as error:
@@ -178,10 +203,16 @@ def read_metrics(path: str | Path) -> list[Row]:
     return [row for _, row in _rows(path, path.read_bytes())]
 
 
-def read_samples(path: str | Path) -> list[Row]:
+def step_rows(rows: Sequence[Row]) -> list[Row]:
+    """Return the rows of training steps: an evaluation before the first one is left out."""
+    evaluated = ("eval/", "eval_s")
+    return [r for r in rows if not all(n == "step" or n.startswith(evaluated) for n in r)]
+
+
+def read_samples(path: str | Path, name: str = SAMPLES_FILE) -> list[Row]:
     """Return the rows of a samples.jsonl, or of a run folder's; [] where there is none."""
     path = Path(path)
-    path = path / SAMPLES_FILE if path.is_dir() else path
+    path = path / name if path.is_dir() else path
     return [row for _, row in _rows(path, path.read_bytes())] if path.exists() else []
 
 
@@ -261,6 +292,15 @@ def _keep_rows(folder: Folder, name: str, wanted: Callable[[int], bool]) -> None
     kept = b"".join(line.removesuffix(b"\n") + b"\n" for line, row in rows if wanted(row["step"]))
     if kept != content:
         folder.replace(name, kept)
+
+
+def _row(step: int, metrics: Mapping[str, Any]) -> Row:
+    numbers = {name: _number(name, value) for name, value in metrics.items()}
+    return {"step": int(step)} | numbers | {"step": int(step)}
+
+
+def _line(row: Mapping[str, Any]) -> bytes:
+    return json.dumps(row, allow_nan=False).encode() + b"\n"
 
 
 def _number(name: str, value: Any) -> int | float | None:

@@ -74,12 +74,16 @@ class MultiEngine:
         on_finish: OnFinish | None = None,
         on_round: OnRound | None = None,
     ) -> list[Trajectory]:
-        """See `RolloutEngine.run`. Raises WorkerError if a worker raised, or hangs, for good."""
+        """See `RolloutEngine.run`. Raises WorkerError if a worker raised, or hangs, for good.
+
+        Idle workers train only in rollouts that are learnt from: those with a sink.
+        """
         sampling = spec.sampling
         self.engines[0].check(requests, sampling)
         longest = longest_tokens(requests, sampling.max_new_tokens)
         done: dict[int, Trajectory] = {}
-        session = self.session(self.make_scheduler(), len(requests), longest)
+        spot = None if spec.sink is None else self.spot
+        session = self._session(self.make_scheduler(), len(requests), longest, spot)
         try:
             with session:
                 session.submit(0, spec, requests)
@@ -114,6 +118,18 @@ class MultiEngine:
         keeps_decisions: bool = True,
     ) -> WorkerGroup:
         """Return the workers under a scheduler, for rollouts of up to `max_requests` requests."""
+        most = max_requests, longest_tokens
+        return self._session(scheduler, *most, self.spot, keeps_decisions=keeps_decisions)
+
+    def _session(
+        self,
+        scheduler: Scheduler,
+        max_requests: int,
+        longest_tokens: int,
+        spot: IdleWork | None,
+        *,
+        keeps_decisions: bool = True,
+    ) -> WorkerGroup:
         config, slots = self.config, min(self.engines[0].config.slots, max_requests)
         if config.kv_tokens is not None and config.kv_tokens < longest_tokens:
             raise ValueError(
@@ -129,7 +145,7 @@ class MultiEngine:
             restart=config.on_error == "restart",
             keeps_decisions=keeps_decisions,
         )
-        return WorkerGroup(self.engines, scheduler, size, self._clock, self.spot)
+        return WorkerGroup(self.engines, scheduler, size, self._clock, spot)
 
 
 def make_engines(

@@ -95,7 +95,7 @@ def test_the_policy_it_leaves_loads_and_has_moved(run, tiny):
 
 
 def test_the_policy_it_leaves_evaluates(run, capsys):
-    arguments = ["--run", str(run), "--gin.Evaluate.samples=2", "--json"]
+    arguments = ["--run", str(run), "--gin.Eval.num_prompts=4", "--json"]
     assert evaluate.main(arguments) == 0
     figures = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert figures["checkpoint_step"] == 3

@@ -1,10 +1,8 @@
-"""pass@k against enumeration, the choice of questions, and the command on folders and runs."""
+"""The command on folders and runs."""
 
 from __future__ import annotations
 
-import itertools
 import json
-import math
 import shutil
 
 import pytest
@@ -12,130 +10,26 @@ import pytest
 from benchmarks import tiny_run
 from models import hf, tokenizer
 from rl import evaluate
-from rl.config.loader import load
-from rl.data.tasks import Example
-from rl.loop import evaluation
-from rl.loop.evaluation import EvalResponse, EvaluateConfig, EvaluationConfig, pass_at_k, summarise
-from rl.loop.experiment import Inputs, TrainConfig, open_inputs
+from rl.checkpoint.best import read_best
 from rl.loop.train_loop import policy_params
+from rl.metrics.writer import read_metrics
 
 
 @pytest.fixture(scope="module")
 def run(tiny, tmp_path_factory):
-    """A finished run of one step, with its policy exported."""
+    """A finished run of two steps, evaluated as it trained, with its policy exported."""
     folder = tmp_path_factory.mktemp("run")
     (folder / "config.gin").write_text(tiny.read_text())
-    state = tiny_run.train(tiny, folder, "Run.steps=1")
+    asked = ("Eval.num_prompts=3", f"Eval.sets=('own=jsonl:{tiny.parent / 'task.jsonl'}',)")
+    state = tiny_run.train(tiny, folder, "Run.steps=2", *asked, "Eval.every_steps=1")
     hf.save_pretrained(folder / "policy", tiny_run.MODEL, policy_params(state))
     tokenizer.save_character_tokenizer(folder / "policy", tiny_run.CHARACTERS)
     return folder
 
 
-# --- pass@k -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("n", [1, 2, 6])
-def test_pass_at_k_is_the_share_of_subsets_with_a_correct_one(n):
-    for c, k in itertools.product(range(n + 1), range(1, n + 1)):
-        subsets = list(itertools.combinations([i < c for i in range(n)], k))
-        assert pass_at_k(n, c, k) == pytest.approx(sum(map(any, subsets)) / len(subsets))
-
-
-def test_pass_at_k_is_unbiased():
-    n, p = 5, 0.3
-    for k in (1, 2, 5):
-        mean = math.fsum(
-            math.comb(n, c) * p**c * (1 - p) ** (n - c) * pass_at_k(n, c, k) for c in range(n + 1)
-        )
-        assert mean == pytest.approx(1 - (1 - p) ** k)
-
-
-@pytest.mark.parametrize(("n", "c", "k"), [(4, 5, 1), (4, -1, 1), (4, 2, 5), (4, 2, 0)])
-def test_pass_at_k_refuses_what_cannot_be(n, c, k):
-    with pytest.raises(ValueError, match="expected 0 ≤ correct ≤ samples"):
-        pass_at_k(n, c, k)
-
-
-def test_the_powers_of_two_are_the_default_ks():
-    assert EvaluateConfig(samples=8).all_ks == (1, 2, 4, 8)
-    assert EvaluateConfig(samples=7).all_ks == (1, 2, 4)
-    assert EvaluateConfig(samples=7, ks=(1, 7)).all_ks == (1, 7)
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"samples": 0}, {"num_prompts": 0}, {"seed": -1}, {"samples": 4, "ks": (1, 8)}]
-)
-def test_the_section_refuses_what_cannot_be(wrong):
-    with pytest.raises(ValueError, match="must be"):
-        EvaluateConfig(**wrong)
-
-
-def test_a_summary_by_hand():
-    responses = [
-        EvalResponse("t", 0, 1.0, 4, False, False),
-        EvalResponse("t", 0, 0.5, 8, True, False),
-        EvalResponse("t", 1, 0.0, 6, False, False),
-        EvalResponse("t", 1, None, 6, False, True),  # not scored: not correct, not in the mean
-    ]
-    assert summarise(responses, EvaluateConfig(samples=2)) == {
-        "prompts": 2,
-        "mean_reward": 0.5,
-        "pass_at_k": {"1": 0.25, "2": 0.5},
-        "mean_length_tokens": 6.0,
-        "truncated_share": 0.25,
-        "reward_failures": 1,
-    }
-    lower = summarise(responses, EvaluateConfig(samples=2, correct_at=0.5))
-    assert lower["pass_at_k"] == {"1": 0.5, "2": 0.5}
-
-
-# --- what is asked ----------------------------------------------------------------------
-
-
-def example(task, prompt, i=0):
-    return Example(f"{task}#{i}", prompt, None, {}, task)
-
-
-def inputs_of(*examples):
-    return Inputs(None, tiny_run.MODEL, None, examples, 0)
-
-
-def test_questions_of_training_are_left_out_and_repeats_count_once(tiny):
-    training = load(TrainConfig, [tiny])
-    examples = [example("a", p) for p in ("1+1=", "9+9=", "9+9=", "8+8=", "7=", "6+6=")]
-    found = evaluation.choose(inputs_of(*examples), EvaluateConfig(num_prompts=2), training)
-    assert [e.prompt for e in found.examples] == ["9+9=", "8+8="]
-    assert found.seen == {"a": 0}
-
-
-def test_a_task_of_which_training_saw_all_is_asked_all_the_same_and_counted(tiny):
-    training = load(TrainConfig, [tiny])
-    examples = [example("small", "1+1="), example("large", "9="), example("large", "7=")]
-    found = evaluation.choose(inputs_of(*examples), EvaluateConfig(), training)
-    assert {(e.task, e.prompt) for e in found.examples} == {("small", "1+1="), ("large", "9=")}
-    assert found.seen == {"large": 0, "small": 1}
-
-
-def test_without_a_run_nothing_is_left_out(tiny):
-    examples = [example("a", "1+1="), example("a", "7=")]
-    assert len(evaluation.choose(inputs_of(*examples), EvaluateConfig(), None).examples) == 2
-
-
-def test_generated_questions_come_from_another_seed_than_trainings(tiny):
-    specs = ("Task.specs=('reasoning_gym:gcd',)", "Task.size=50")
-    limits = ("Rollout.max_prompt_tokens=500", "Policy.directory='policies/tiny'")
-    training = load(TrainConfig, [tiny], (*specs, *limits))
-    config = load(EvaluationConfig, [tiny], (*specs, *limits, "Evaluate.num_prompts=40"))
-    asked = evaluation.as_evaluation(config, "policies/tiny")
-    found = evaluation.choose(open_inputs(asked), asked.evaluate, training)
-    trained = {e.prompt for e in map(open_inputs(training).task.__getitem__, range(50))}
-    assert len(found.examples) == 40
-    assert not trained & {e.prompt for e in found.examples}
-
-
 # --- the command ------------------------------------------------------------------------
 
-SMALL = ("--gin.Evaluate.samples=2", "--gin.Sampling.temperature=0.8")
+SMALL = ("--gin.Eval.num_prompts=6", "--gin.Eval.samples=2", "--gin.Eval.temperature=0.8")
 
 
 def figures(capsys, *arguments):
@@ -148,14 +42,15 @@ def test_a_run_and_the_policy_that_it_exported_give_the_same_figures(run, tiny, 
     output = tmp_path / "figures.json"
     of_run, out = figures(capsys, "--run", str(run), "--output", str(output))
     assert json.loads(output.read_text()) == of_run
-    assert of_run["checkpoint_step"] == 1
+    assert of_run["checkpoint_step"] == 2
     assert of_run["policy"] == str(run)
     assert of_run["sampling"]["max_new_tokens"] == 8  # the run's own
     assert of_run["sampling"]["temperature"] == 0.8  # the command's
-    ((task, row),) = of_run["tasks"].items()
-    assert task in out and "pass@2" in out and f"{row['mean_reward']:.3f}" in out
-    assert (row["prompts"], row["seen_in_training"]) == (6, 6)
-    assert "TRAINING SAW all that there are of" in out
+    ((name, row),) = of_run["sets"].items()
+    assert name in out and "pass@2" in out and f"{row['mean_reward']:.3f} ± " in out
+    assert row["mean_reward_low"] < row["mean_reward"] < row["mean_reward_high"]
+    assert (row["questions"], row["seen_in_training"]) == (6, 6)
+    assert "TRAINING SAW 6 of 6 of task" in out
 
     of_policy, _ = figures(capsys, "--run", str(run), "--policy", str(run / "policy"))
     assert of_policy["checkpoint_step"] is None
@@ -164,11 +59,25 @@ def test_a_run_and_the_policy_that_it_exported_give_the_same_figures(run, tiny, 
     assert at_the_start["overall"] != of_run["overall"]
 
 
+def test_any_kept_step_is_evaluated_as_it_was_in_the_run(run, tiny, capsys):
+    """The same questions, weights and noise give the figures that the run wrote down."""
+    rows = {row["step"]: row for row in read_metrics(run)}
+    best = read_best(run).step
+    asked = f"--gin.Eval.sets=('own=jsonl:{tiny.parent / 'task.jsonl'}',)"
+    for step, wanted in (("1", 1), ("2", 2), ("best", best)):
+        arguments = ["--run", str(run), "--step", step, asked, "--gin.Eval.num_prompts=3", "--json"]
+        assert evaluate.main(arguments) == 0
+        found = json.loads(capsys.readouterr().out.splitlines()[-1])
+        assert found["checkpoint_step"] == wanted
+        for name, value in found["overall"].items():
+            assert rows[wanted][f"eval/{name}"] == value
+
+
 def test_the_newest_checkpoint_damaged(run, tmp_path, capsys):
     shutil.copytree(run, tmp_path / "run")
     for file in (tmp_path / "run" / "checkpoints").rglob("manifest.json"):
         file.unlink()
-    assert evaluate.main(["--run", str(tmp_path / "run")]) == 2
+    assert evaluate.main(["--run", str(tmp_path / "run"), SMALL[0]]) == 2
     assert "expected a whole checkpoint" in capsys.readouterr().err
 
 
@@ -179,8 +88,10 @@ def test_the_newest_checkpoint_damaged(run, tmp_path, capsys):
         (["--run", "no/such/run"], "found no config.gin in no/such/run"),
         (["--policy", "no/such/policy"], "no/such/policy"),
         (["--policy", "policies/tiny", "--output", "no/such/folder/x.json"], "no folder"),
-        (["--policy", "policies/tiny", "--gin.Evaluate.sample=3"], "Did you mean Evaluate.samples"),
-        (["--policy", "policies/tiny", "--gin.Evaluate.ks=(64,)"], "raise samples"),
+        (["--policy", "policies/tiny", "--gin.Eval.sample=3"], "Did you mean Eval.samples"),
+        (["--policy", "policies/tiny", "--gin.Evaluate.samples=3"], "Evaluate is now Eval"),
+        (["--policy", "policies/tiny", "--gin.Eval.num_prompts=0"], "which evaluates nothing"),
+        (["--policy", "policies/tiny", "--step", "best"], "--step: expected a --run"),
     ],
 )
 def test_errors_are_said_before_any_work(arguments, message, capsys):

@@ -20,7 +20,6 @@ from rl.config import loader as config_lib
 from rl.config.command_line import config_parser, parse_command_line, split_overrides
 from rl.config.loader import ConfigError, describe, dump, load, resolve_path
 from rl.drafter_training.offline import OfflineConfig
-from rl.loop.evaluation import EvaluationConfig
 from rl.loop.experiment import TrainConfig
 from rl.simulation.config import SimulateRun
 
@@ -493,7 +492,7 @@ TEXTS = {
     *("Ablation.directory", "Simulate.directory", "Simulate.trace", "Cluster.profile"),
     *("Task.specs", "Task.system_prompt", "Task.prompt_suffix", "Reward.functions"),
     *("Speculation.budget", "Reuse.mode", "Reuse.schedule", "Algorithm.correction"),
-    *("Metrics.wandb_project", "Ablation.variants"),
+    *("Metrics.wandb_project", "Ablation.variants", "Eval.sets", "Eval.best_by"),
 }
 
 
@@ -505,7 +504,7 @@ def _is_text(hint: object) -> bool:
 
 def test_fields_with_a_closed_set_of_values_list_them():
     found = set()
-    for schema in (TrainConfig, EvaluationConfig, AblationRun, SimulateRun, OfflineConfig):
+    for schema in (TrainConfig, AblationRun, SimulateRun, OfflineConfig):
         for name, section in config_lib._sections(schema).items():
             fields = (field for field, hint in section.hints.items() if _is_text(hint))
             found |= {f"{name}.{field}" for field in fields}

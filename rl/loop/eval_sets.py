@@ -1,0 +1,333 @@
+"""The questions of evaluations: their section, the named sets, and what training holds of them.
+
+Nothing here touches a device, so that `--dry_run` opens all of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import re
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from rl.data.columns import prompt_key
+from rl.data.prompts import DataOrder
+from rl.data.tasks import Example, Message, Task, TaskConfig, open_task, parse_spec
+from spec.config import LEAST_TEMPERATURE, SamplingConfig
+
+Prompt = tuple[int, ...]  # token ids
+Encode = Callable[[Example], Prompt]
+_Question = tuple[int, Example, Prompt]  # and where it stands in its task
+_LOOKED_AT = 20_000  # training examples at least
+_CANDIDATES = 4  # generated questions for each one wanted: training may hold some of them
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalConfig:
+    """Section `Eval`: what a policy is asked to see whether it gets better, and when.
+
+    A run is evaluated before its first step, after every `every_steps` steps (0: no further ones)
+    and after its last one. `sets` are tasks, `NAME=SPEC`; without any they are the run's own
+    generated tasks, with questions that training does not have. Up to `num_prompts` questions of
+    each set are asked `samples` times; 0 evaluates nothing. Temperature 0 is greedy. A response
+    is correct where its reward is at least `correct_at`; `ks` are those of pass@k, by default the
+    powers of two up to `samples`. The best step is the one with the highest `best_by`:
+    `mean_reward` or `pass@K` over all sets, or `NAME/mean_reward` of one.
+    """
+
+    every_steps: int = 50
+    sets: tuple[str, ...] = ()
+    num_prompts: int = 64  # of each set; files are drawn from by `seed`
+    samples: int = 1
+    temperature: float = 0.0  # the rest of the sampling is the run's
+    ks: tuple[int, ...] = ()
+    correct_at: float = 1.0
+    max_prompt_tokens: int | None = None  # None: Rollout.max_prompt_tokens
+    best_by: str = "mean_reward"
+    seed: int = 1_000_000_007  # of the questions and the noise
+
+    def __post_init__(self) -> None:
+        for field, least in (("every_steps", 0), ("num_prompts", 0), ("samples", 1)):
+            if getattr(self, field) < least:
+                raise ValueError(f"{field} must be at least {least}, got {getattr(self, field)}")
+        if self.max_prompt_tokens is not None and self.max_prompt_tokens < 1:
+            raise ValueError(f"max_prompt_tokens must be at least 1, got {self.max_prompt_tokens}")
+        t = self.temperature
+        if not (t == 0 or LEAST_TEMPERATURE <= t < math.inf):
+            raise ValueError(
+                f"temperature must be 0 (greedy) or at least {LEAST_TEMPERATURE}, got {t}"
+            )
+        if t == 0 and self.samples > 1:
+            raise ValueError(
+                f"samples={self.samples} greedy responses to a question would all be the same: "
+                "set temperature above 0, or samples = 1"
+            )
+        if wrong := [k for k in self.ks if not 1 <= k <= self.samples]:
+            raise ValueError(
+                f"ks must be in 1 … samples={self.samples}, got {wrong}: pass@k needs k responses "
+                "to each question; raise samples"
+            )
+        if not 0 <= self.seed < 2**31:
+            raise ValueError(f"seed must be in 0 … 2³¹−1, got {self.seed}")
+        if not math.isfinite(self.correct_at):
+            raise ValueError(f"correct_at must be finite, got {self.correct_at}")
+        split_names(self.sets)
+
+    @property
+    def all_ks(self) -> tuple[int, ...]:
+        return self.ks or tuple(2**i for i in range(self.samples.bit_length()))
+
+    def due(self, step: int, last_step: int) -> bool:
+        """Return whether a run is evaluated after `step`; 0 is before its first one."""
+        return step in (0, last_step) or (self.every_steps > 0 and step % self.every_steps == 0)
+
+    def sampling(self, run: SamplingConfig) -> SamplingConfig:
+        """Return the sampling of an evaluation of this run."""
+        return dataclasses.replace(run, temperature=self.temperature)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class EvalSet:
+    """A set's questions and their tokens.
+
+    Training holds `seen` of them word for word, and `alike` more but for case and spaces.
+    `too_long` ones were left out, and `left_out` that training holds.
+    """
+
+    name: str
+    spec: str
+    examples: tuple[Example, ...]
+    prompts: tuple[Prompt, ...]
+    seen: int = 0
+    alike: int = 0
+    too_long: int = 0
+    left_out: int = 0
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class EvalSets:
+    """The sets of a run's evaluations; `skipped` are sentences on tasks that make none."""
+
+    sets: tuple[EvalSet, ...] = ()
+    skipped: tuple[str, ...] = ()
+
+    @property
+    def num_questions(self) -> int:
+        return sum(len(s.examples) for s in self.sets)
+
+    @property
+    def specs(self) -> tuple[str, ...]:
+        return tuple(s.spec for s in self.sets)
+
+    def remarks(self) -> list[str]:
+        """Return sentences on questions that training holds, and on those left out."""
+        found = list(self.skipped)
+        for s in self.sets:
+            if s.seen or s.alike:
+                more = f", {s.alike} of them but for case and spaces" if s.alike else ""
+                found.append(
+                    f"{s.seen + s.alike} of {len(s.examples)} questions of set {s.name} are in "
+                    f"the training set{more}"
+                )
+            if s.too_long:
+                found.append(
+                    f"{s.too_long} questions of set {s.name} are left out: longer than "
+                    "Eval.max_prompt_tokens (Rollout.max_prompt_tokens where it is not set)"
+                )
+        return found
+
+    def fingerprint(self, config: EvalConfig, sampling: SamplingConfig) -> str:
+        """Identify questions, sampling and judgement: figures of equal ones can be compared."""
+        asked = [(s.name, s.prompts, [e.answer for e in s.examples]) for s in self.sets]
+        how = repr(config.sampling(sampling)), config.samples, config.seed, config.all_ks
+        judged = config.correct_at, config.best_by
+        return hashlib.sha256(json.dumps([asked, how, judged]).encode()).hexdigest()[:32]
+
+
+def split_names(sets: Sequence[str]) -> list[tuple[str, str]]:
+    """Return (name, spec) of each set; one without a name has its task's.
+
+    Raises ValueError where two have the same name.
+    """
+    pairs = [(_short_name(text), text) for text in sets]
+    names = [name for name, _ in pairs]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(
+            f"sets: expected every name once, got {', '.join(twice)} twice: write NAME=SPEC with "
+            "different names"
+        )
+    return pairs
+
+
+def _short_name(spec: str) -> str:
+    """Return a task's name, or one for a task that has none: gcd, or that of its file."""
+    parsed = parse_spec(spec)
+    if parsed.name != parsed.text:
+        return parsed.name
+    words = [Path(part).stem for part in reversed(Path(parsed.target).parts)]
+    clean = [re.sub(r"[^A-Za-z0-9_-]+", "_", word).strip("_") for word in words]  # no `*`
+    return next(filter(None, clean), "set")
+
+
+def _own_sets(task: TaskConfig) -> list[tuple[str, str]]:
+    """Return (name, spec) of the run's own tasks, numbered where they have one name."""
+    pairs: list[tuple[str, str]] = []
+    for spec in task.specs:
+        name, number = _short_name(spec), 1
+        while any(taken == (name if number == 1 else f"{name}-{number}") for taken, _ in pairs):
+            number += 1
+        pairs.append((name if number == 1 else f"{name}-{number}", spec))
+    return pairs
+
+
+def is_generated(spec: str) -> bool:
+    """Return whether a task makes up as many questions as are wanted, others for another seed."""
+    return parse_spec(spec).kind == "reasoning_gym"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TrainingPrompts:
+    """Hashes of the prompts that training holds: as they stand, and without case and spaces."""
+
+    exact: frozenset[int] = frozenset()
+    normalized: frozenset[int] = frozenset()
+
+    @staticmethod
+    def of(task: Task, most: int) -> TrainingPrompts:
+        """Look at the first `most` examples of a task."""
+        prompts = (task[i].prompt for i in range(min(len(task), most)))
+        pairs = [(hash(_exact(p)), hash(prompt_key(p))) for p in prompts]
+        return TrainingPrompts(frozenset(e for e, _ in pairs), frozenset(n for _, n in pairs))
+
+    def holds(self, prompt: str | tuple[Message, ...]) -> str | None:
+        """Return `seen` or `alike` where training holds a prompt, else None."""
+        if hash(_exact(prompt)) in self.exact:
+            return "seen"
+        return "alike" if hash(prompt_key(prompt)) in self.normalized else None
+
+
+def _exact(prompt: str | tuple[Message, ...]) -> str:
+    return json.dumps(prompt, sort_keys=True)
+
+
+def open_sets(
+    config: EvalConfig,
+    task: TaskConfig,
+    limit_tokens: int,
+    encode: Encode,
+    training: Callable[[], Task] | None,
+    *,
+    keeps_seen: bool = False,
+) -> EvalSets:
+    """Open the sets of an evaluation: those named, or the run's own generated tasks.
+
+    `training` opens what the run trains on, None where that is not known. Questions that it holds
+    are left out of generated sets, and counted in files. A task of which nothing else is left
+    is skipped, or kept with `keeps_seen`. Raises ValueError for a set without usable questions.
+    """
+    if not config.num_prompts:
+        return EvalSets()
+    named = bool(config.sets)
+    pairs = split_names(config.sets) if named else _own_sets(task)
+    skipped = []
+    if not named and training is not None and not keeps_seen:
+        skipped = [
+            f"not evaluated: {spec}, since training sees all of its questions; name others with "
+            "Eval.sets"
+            for _, spec in pairs
+            if not is_generated(spec)
+        ]
+        pairs = [(name, spec) for name, spec in pairs if is_generated(spec)]
+    held = TrainingPrompts()
+    if training is not None and pairs:
+        trained, most = training(), max(task.stream_above_examples, _LOOKED_AT)
+        held = TrainingPrompts.of(trained, most)
+        if len(trained) > most:
+            skipped.append(
+                f"questions of evaluations are compared with the first {most:,} of the "
+                f"{len(trained):,} training examples only (Task.stream_above_examples)"
+            )
+    opened = []
+    for name, spec in pairs:
+        found = _open_set(config, name, spec, limit_tokens, encode, held, keeps_seen)
+        if found.examples:
+            opened.append(found)
+        elif named or found.too_long:
+            raise ValueError(_why_empty(found, limit_tokens))
+        else:
+            skipped.append(f"not evaluated: {spec}, since training has all of its questions")
+    sets = EvalSets(tuple(opened), tuple(skipped))
+    check_best_by(config, [s.name for s in opened])
+    return sets
+
+
+def _open_set(
+    config: EvalConfig,
+    name: str,
+    spec: str,
+    limit_tokens: int,
+    encode: Encode,
+    held: TrainingPrompts,
+    keeps_seen: bool,
+) -> EvalSet:
+    generated = is_generated(spec)
+    task = open_task(spec, config.seed, _CANDIDATES * config.num_prompts)
+    order: Iterable[int] = range(len(task))
+    if not generated:
+        order = DataOrder(len(task), config.seed).indices(0, len(task)).tolist()
+    chosen, held_back = dict[str, _Question](), dict[str, _Question]()
+    too_long = 0
+    for index in order:
+        if len(chosen) == config.num_prompts:
+            break
+        example = task[index]
+        key = json.dumps([example.prompt, example.answer], sort_keys=True)
+        if key in chosen or key in held_back:
+            continue
+        tokens = encode(example)
+        if len(tokens) > limit_tokens:
+            too_long += 1
+        elif generated and held.holds(example.prompt):
+            held_back[key] = index, example, tokens
+        else:
+            chosen[key] = index, example, tokens
+    left_out = len(held_back)
+    if keeps_seen and not chosen:
+        chosen, left_out = dict(list(held_back.items())[: config.num_prompts]), 0
+    questions = sorted(chosen.values(), key=lambda question: question[0])
+    kinds = [held.holds(example.prompt) for _, example, _ in questions]
+    return EvalSet(
+        name,
+        spec,
+        tuple(example for _, example, _ in questions),
+        tuple(tokens for _, _, tokens in questions),
+        seen=kinds.count("seen"),
+        alike=kinds.count("alike"),
+        too_long=too_long,
+        left_out=left_out,
+    )
+
+
+def _why_empty(found: EvalSet, limit_tokens: int) -> str:
+    if found.too_long:
+        return (
+            f"Eval: every one of {found.too_long} prompts of set {found.name} is longer than "
+            f"{limit_tokens} tokens: raise Eval.max_prompt_tokens"
+        )
+    return (
+        f"Eval.sets: training holds all {found.left_out} questions of set {found.name} "
+        f"({found.spec}): name another task, or widen its ranges"
+    )
+
+
+def check_best_by(config: EvalConfig, names: Sequence[str]) -> None:
+    """Raise ValueError where `best_by` is no figure of an evaluation of these sets."""
+    figures = ["mean_reward", *(f"pass@{k}" for k in config.all_ks)]
+    known = figures + [f"{name}/{figure}" for name in names for figure in figures]
+    if names and config.best_by not in known:
+        raise ValueError(
+            f"Eval.best_by: expected one of {', '.join(known[:20])}, got {config.best_by[:200]!r}"
+        )
