@@ -59,6 +59,14 @@ def is_gguf(path: Path) -> bool:
     return path.is_file() or (path.suffix.lower() == ".gguf" and not path.is_dir())
 
 
+def printed(value: Any) -> str:
+    """Return a value of the metadata as errors print it: escaped, on one line, and cut."""
+    most = 8  # elements
+    if isinstance(value, np.ndarray | list) and len(value) > most:
+        return f"{shown(list(value[:most]))} and {len(value) - most} more"
+    return shown(value.tolist() if isinstance(value, np.ndarray) else value)
+
+
 def package() -> Any:
     """Return the `gguf` package; ModuleNotFoundError with the command that installs it."""
     try:
@@ -236,7 +244,7 @@ class _Reader:
     def _alignment(self, metadata: dict[str, Any]) -> int:
         alignment = metadata.get(_ALIGNMENT, _DEFAULT_ALIGNMENT)
         if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
-            self._fail(f"expected {_ALIGNMENT} as a power of two, got {shown(alignment)}")
+            self._fail(f"expected {_ALIGNMENT} as a power of two, got {printed(alignment)}")
         return alignment
 
     def _number(self, code: str, what: str) -> Any:

@@ -17,8 +17,8 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from models import gguf_header, hf_config
-from models.gguf_header import Header, TensorEntry
-from models.hf_config import MOST, escaped, shown
+from models.gguf_header import Header, TensorEntry, printed
+from models.hf_config import MOST, escaped
 from models.hf_files import Stored
 
 # GGUF's names, without the layer, beside Hugging Face's.
@@ -184,13 +184,13 @@ def tokens_of(header: Header) -> tuple[list[str], np.ndarray]:
     if not isinstance(tokens, list) or not tokens:
         raise ValueError(
             f"{header.path}: expected the vocabulary in tokenizer.ggml.tokens, got "
-            f"{shown(tokens)}: convert the model again, with its tokenizer"
+            f"{printed(tokens)}: convert the model again, with its tokenizer"
         )
     types = header.metadata.get("tokenizer.ggml.token_type", np.ones(len(tokens), np.int32))
     if not isinstance(types, np.ndarray) or types.dtype.kind not in "iu" or types.ndim != 1:
         raise ValueError(
             f"{header.path}: expected tokenizer.ggml.token_type as whole numbers, got "
-            f"{shown(types)}: convert the model again"
+            f"{printed(types)}: convert the model again"
         )
     if len(types) != len(tokens):
         raise ValueError(
@@ -210,7 +210,7 @@ def token_id(header: Header, name: str) -> int | None:
     if type(value) is not int or not 0 <= value < num_tokens:
         raise ValueError(
             f"{header.path}: expected {key} below the {num_tokens} tokens of the vocabulary, got "
-            f"{shown(value)}: convert the model again"
+            f"{printed(value)}: convert the model again"
         )
     return value
 
@@ -224,7 +224,7 @@ class _Values:
         if not isinstance(name, str) or name not in _ARCHITECTURES:
             raise ValueError(
                 f"{self.path}: unknown architecture: expected general.architecture as one of "
-                f"{sorted(_ARCHITECTURES)}, got {shown(name)}; other models are not supported"
+                f"{sorted(_ARCHITECTURES)}, got {printed(name)}; other models are not supported"
             )
         self.architecture: str = name
 
@@ -232,7 +232,7 @@ class _Values:
         """Raise ValueError for options that would change the mathematics, and for unknown ones."""
         metadata, prefix = self.header.metadata, f"{self.architecture}."
         wrong = [
-            f"{key}={shown(metadata[key])} (expected {fine[0]!r})"
+            f"{key}={printed(metadata[key])} (expected {fine[0]!r})"
             for key, fine in (("general.type", ("model",)), ("split.count", (1, 0)))
             if not isinstance(metadata.get(key, fine[0]), str | int)
             or metadata.get(key, fine[0]) not in fine
@@ -244,7 +244,7 @@ class _Values:
             if name not in _FIXED:
                 wrong.append(f"{escaped(key)} (unknown)")
             elif not isinstance(value, bool | int | float | str) or value != _FIXED[name]:
-                wrong.append(f"{key}={shown(value)} (expected {_FIXED[name]!r})")
+                wrong.append(f"{key}={printed(value)} (expected {_FIXED[name]!r})")
         if wrong:
             more = f" and {len(wrong) - 6} more" if len(wrong) > 6 else ""
             raise ValueError(
@@ -260,7 +260,7 @@ class _Values:
         if type(value) is not int or not 1 <= value <= MOST:
             raise ValueError(
                 f"{self.path}: expected {key} as a whole number from 1 to {MOST}, got "
-                f"{shown(value)}: convert the model again"
+                f"{printed(value)}: convert the model again"
             )
         return value
 
@@ -277,7 +277,7 @@ class _Values:
         value: Any = self.header.metadata.get(key, default)
         if type(value) not in (int, float) or not 0 < value < math.inf:
             raise ValueError(
-                f"{self.path}: expected {key} as a positive number, got {shown(value)}: convert "
+                f"{self.path}: expected {key} as a positive number, got {printed(value)}: convert "
                 "the model again"
             )
         return float(str(np.float32(value)))
@@ -348,7 +348,7 @@ def _rope_scaling(header: Header, theta: float, head_dim: int) -> Mapping[str, A
             }
     raise ValueError(
         f"{where}: expected the frequency factors of Llama 3 (low 1, high 4), got "
-        f"{shown(got.tolist())}; other scalings are not implemented"
+        f"{printed(got.tolist())}; other scalings are not implemented"
     )
 
 

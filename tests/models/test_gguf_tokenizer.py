@@ -1,5 +1,6 @@
 """Tokenizers in GGUF files: the ids of Hugging Face's own files, and refusals in a sentence."""
 
+import itertools
 import random
 import runpy
 from pathlib import Path
@@ -126,10 +127,29 @@ def test_whole_texts_begin_as_the_file_says(written):
 
 
 TOKENS, TYPES = WORDS[KEY + "tokens"], WORDS[KEY + "token_type"]
+LONG = TOKENS[:20] + ["a" * 200] + TOKENS[21:]
 REFUSED = {
     "another cut": ({"pre": "deepseek-llm"}, "pre as one of gpt-2, .*got 'deepseek-llm'"),
     "no cut": ({"pre": None}, "pre as one of .*got None"),
-    "another kind": ({"model": "llama"}, "model 'gpt2' .*got 'llama'.*--tokenizer"),
+    "a kind in numbers": ({"model": [1, 2]}, "model 'gpt2' .*got .1, 2."),
+    "another kind": ({"model": "rwkv"}, "model 'gpt2' .*got 'rwkv'.*--tokenizer"),
+    "no scores": ({"model": "llama"}, "ggml.scores as numbers, got None"),
+    "too few scores": (
+        {"model": "llama", "scores": [0.5]},
+        "score for each of 300 tokens, got .0.5.;?",
+    ),
+    "a score of nothing": (
+        {"model": "llama", "scores": [float("nan")] * 300},
+        "finite score for each of 300",
+    ),
+    "a long piece": (
+        {
+            "model": "llama",
+            "scores": [0.5] * 300,
+            "tokens": [*TOKENS[:20], "a" * 200, *TOKENS[21:]],
+        },
+        "tokens of at most 128 characters, .* got 200",
+    ),
     "no merges": ({"merges": None}, "merges as a list of texts, got None"),
     "an unknown merge": ({"merges": ["q q"]}, "all in the vocabulary, got 'q q'"),
     "half a merge": ({"merges": ["the"]}, "all in the vocabulary, got 'the'"),
@@ -150,6 +170,86 @@ def test_a_damaged_or_unknown_tokenizer_is_refused(case, written):
     with pytest.raises(ValueError, match=message) as caught:
         tokenizer.load(path)
     assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+# SentencePiece
+
+
+def pieces(seed):
+    """Tokens, types and scores: each piece is made of two others, and scores fall with its length.
+
+    Characters and their bytes as Llama 2 has them; a space is ▁.
+    """
+    rng = random.Random(seed)
+    texts = list("▁abcde1é\n")
+    found = dict.fromkeys(texts)
+    while len(found) < 60:
+        found[rng.choice(list(found)) + rng.choice(list(found))] = None
+    made = [text for text in found if text not in texts]
+    rng.shuffle(made)
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), *made, *texts]
+    types = [2, by_hand.CONTROL, by_hand.CONTROL] + [6] * 256 + [1] * (len(made) + len(texts))
+    scores = [0.0] * 259 + [-float(i) for i in range(len(made) + len(texts))]
+    return tokens, types, scores
+
+
+def llama_cpp_ids(text, tokens, scores):
+    """llama.cpp's own rule: the adjacent pair whose token has the highest score, leftmost first."""
+    ids = {token: i for i, token in enumerate(tokens)}
+    symbols = list("▁" + text.replace(" ", "▁"))
+    while True:
+        pairs = [a + b for a, b in itertools.pairwise(symbols)]
+        known = [i for i, pair in enumerate(pairs) if pair in ids]
+        if not known:
+            break
+        best = max(known, key=lambda i: (scores[ids[pairs[i]]], -i))
+        symbols[best : best + 2] = [pairs[best]]
+    found = []
+    for symbol in symbols:
+        found += [ids[symbol]] if symbol in ids else [3 + byte for byte in symbol.encode()]
+    return found
+
+
+@pytest.fixture
+def sentencepiece(tmp_path):
+    def write(seed, name="a.gguf", **changes):
+        tokens, types, scores = pieces(seed)
+        given = {"model": "llama", "pre": "default", "tokens": tokens, "token_type": types}
+        given |= {"scores": scores, "bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0}
+        metadata = {KEY + key: value for key, value in (given | changes).items()}
+        config = ModelConfig("llama", len(tokens), 4, 1, 2, 1, 2, 4, tied_embeddings=True)
+        path = tmp_path / name
+        by_hand.write(path, config, by_hand.random_weights(config), metadata=metadata)
+        return path, tokens, scores
+
+    return write
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_sentencepiece_gives_the_ids_of_llama_cpp(seed, sentencepiece):
+    path, tokens, scores = sentencepiece(seed)
+    words, draw = tokenizer.load(path), random.Random(seed)
+    assert words.eos_token_ids == (2,)
+    longer = 0
+    for _ in range(200):
+        parts = [*"abcde1é漢🙂  \n\t", *(token.replace("▁", " ") for token in tokens[259:])]
+        text = "".join(draw.choices(parts, k=draw.randint(1, 15)))
+        expected = llama_cpp_ids(text, tokens, scores)
+        assert words.encode(text) == expected
+        assert words.decode(expected) == text
+        longer += any(len(tokens[i]) > 2 for i in expected if i > 258)
+    assert longer > 100  # tokens of several merges
+
+
+def test_sentencepiece_begins_as_llama_2_does(sentencepiece):
+    path, tokens, _ = sentencepiece(0)
+    words = tokenizer.load(path)
+    assert words.backend("a")["input_ids"][0] == 1 and words.encode("a")[0] != 1
+    assert words.encode("</s>a")[:1] == [2]
+    path, _, _ = sentencepiece(0, "b.gguf", add_space_prefix=False, add_bos_token=False)
+    words = tokenizer.load(path)
+    assert words.backend("a")["input_ids"] == words.encode("a") == [tokens.index("a")]
+    assert words.decode(words.encode(" a")) == " a"
 
 
 def test_more_tokens_than_rows_do_not_fit(tmp_path):
