@@ -32,7 +32,7 @@ from rl.runtime.run_files import CONFIG_FILE
 
 def main(argv: Sequence[str]) -> int:
     """Parse, check, export and print; return the exit code."""
-    args = _parser().parse_args(argv)
+    args = command_line().parse_args(argv)
     try:
         lines = _export(args)
     except (
@@ -50,7 +50,8 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def command_line() -> argparse.ArgumentParser:
+    """Return the parser of the command's arguments."""
     parser = argparse.ArgumentParser(
         prog="python -m rl.export",
         description=__doc__,

@@ -19,7 +19,7 @@ from pathlib import Path
 from models.params import Params, num_params
 from rl.config.command_line import config_parser, parse_command_line
 from rl.config.loader import ConfigError, dump, load
-from rl.loop import legs, memory_estimate, run_folder
+from rl.loop import memory_estimate, run_folder
 from rl.loop.experiment import Inputs, TrainConfig, open_inputs, remarks
 from rl.metrics.writer import DamagedRowError, check_installed
 from rl.rewards.check import check_rewards
@@ -144,6 +144,7 @@ def _run(config: TrainConfig, inputs: Inputs, folder: Path, before: TrainConfig 
 
     Where there is none to resume from, with the status that the signal stands for.
     """
+    from rl.loop import legs
     from rl.loop.setup import run_mesh
     from rl.runtime import program_cache
 

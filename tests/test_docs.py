@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from docs import generate
+from rl import export
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
@@ -83,6 +84,23 @@ def test_getting_started_works_as_it_stands(tmp_path):
     assert "runs/own/policy" in use
     answer = python(["-c", use.replace("runs/own/policy", "policies/tiny")], ROOT)
     assert "####" in answer, "the policy answers what it was taught"
+
+
+@pytest.mark.slow
+def test_the_page_of_a_real_model_works_as_it_stands(tmp_path):
+    """Up to training: the policy that ships stands in for the one that is downloaded."""
+    text = page("real_model.md")
+    questions, reward, _ = blocks(text, "python")
+    (settings,) = [b for b in blocks(text, "") if b.startswith("Task.specs")]
+    (command,) = [b for b in blocks(text, "") if b.rstrip().endswith("--dry_run")]
+    (tmp_path / "rewards.py").write_text(reward)
+    (tmp_path / "own.gin").write_text(settings + 'Policy.directory = "policies/tiny"\n')
+    python(["-c", questions], tmp_path)
+    plan = dry_run(command, tmp_path)
+    assert "# examples      400" in plan and "are in the training set" not in plan
+    assert len((tmp_path / "unseen.jsonl").read_text().splitlines()) == 64
+    (exported,) = [b.split()[3:] for b in blocks(text, "") if b.startswith("python -m rl.export")]
+    assert export.command_line().parse_args(exported).step == "best"
 
 
 @pytest.mark.parametrize("path", HOW_TOS, ids=lambda p: p.stem)

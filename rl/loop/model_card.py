@@ -22,7 +22,7 @@ from models.params import num_params
 from rl.config.loader import dump
 from rl.loop.experiment import TrainConfig
 from rl.loop.legs import Leg
-from rl.metrics.writer import Row
+from rl.metrics.writer import Row, step_rows
 
 CARD = "README.md"
 MAX_CHARACTERS = 300  # of one text of a file
@@ -255,10 +255,16 @@ _FIGURES = (
 
 
 def _results(history: History) -> str:
-    rows = history.rows
-    evaluations = _evaluations(rows)
-    if not rows:
+    tables = [t for t in (_training(step_rows(history.rows)), _evaluations(history.rows)) if t]
+    if not tables:
         return "The run folder has no metrics of these steps."
+    return "\n\n".join(map(_table, tables))
+
+
+def _training(rows: Sequence[Row]) -> list[list[str]]:
+    """Return the figures of the first and the last steps, as a table."""
+    if not rows:
+        return []
     few = max(1, min(10, len(rows) // 2))
     ends = rows[:few], rows[-few:]
     heads = [_steps(part[0]["step"], part[-1]["step"]) for part in ends]
@@ -267,10 +273,7 @@ def _results(history: History) -> str:
         means = [_mean(part, name) for part in ends]
         if None not in means:
             table.append([title, *(f"{mean:.{places}f}" for mean in means)])
-    sections = [_table(table)]
-    if evaluations:
-        sections.append(_table(evaluations))
-    return "\n\n".join(sections)
+    return table
 
 
 def _steps(first: int, last: int) -> str:
@@ -278,17 +281,26 @@ def _steps(first: int, last: int) -> str:
 
 
 def _evaluations(rows: Sequence[Row]) -> list[list[str]]:
-    """Return the first and the last row with metrics of evaluations, as a table."""
+    """Return the first and the last evaluation, with 95% intervals, as a table."""
     evaluated = [row for row in rows if any(name.startswith("eval/") for name in row)]
     if not evaluated:
         return []
     ends = [evaluated[0], evaluated[-1]] if len(evaluated) > 1 else evaluated
-    table = [["evaluation", *(f"step {row['step']:,}" for row in ends)]]
-    for name in [n for n in evaluated[-1] if n.startswith("eval/")][: 2 * MOST_ITEMS]:
-        figures = [_number(row, name) for row in ends]
-        shown = ["" if figure is None else f"{figure:.4g}" for figure in figures]
-        table.append([text(name.removeprefix("eval/")), *shown])
+    heads = [_steps(row["step"], row["step"]) if row["step"] else "before training" for row in ends]
+    table = [["evaluation", *heads]]
+    bounds = re.compile("_(low|high)$")
+    names = [n for n in evaluated[-1] if n.startswith("eval/") and not bounds.search(n)]
+    for name in names[: 2 * MOST_ITEMS]:
+        table.append([text(name.removeprefix("eval/")), *(_figure(row, name) for row in ends)])
     return table
+
+
+def _figure(row: Row, name: str) -> str:
+    mean, low, high = (_number(row, n) for n in (name, f"{name}_low", f"{name}_high"))
+    if mean is None:
+        return ""
+    interval = "" if low is None or high is None else f" ({low:.3f} to {high:.3f})"
+    return (f"{mean:.3f}" if interval else f"{mean:.4g}") + interval
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:

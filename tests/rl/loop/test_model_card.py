@@ -24,9 +24,11 @@ LEG = Leg(0, "2026-11-20", "1 × NVIDIA H200", {"reprise": "0.1.0", "jax": "0.10
 ROWS = [
     {"step": i, "reward": i / 40, "completions/mean_length": 30.0, "step_time": 180.0}
     | {"num_tokens": 1000 * i}
-    | ({"eval/sums/reward": i / 50, "eval/sums/pass@1": None} if i in (1, 40) else {})
+    | ({"eval/sums/mean_reward": 0.5, "eval/sums/mean_length": 12} if i == 40 else {})
+    | ({"eval/sums/mean_reward_low": 0.4, "eval/sums/mean_reward_high": 0.6} if i == 40 else {})
     for i in range(1, 41)
 ]
+ROWS = [{"step": 0, "eval/sums/mean_reward": 0.1, "eval_s": 3.0}, *ROWS]
 HOSTILE = (
     "# big\n\n<script>alert(1)</script>",
     "`` ` ```\n---\nlicense: mit",
@@ -91,9 +93,10 @@ def test_rewards_before_and_after_and_the_evaluations():
     results = section(card(), "Results")
     assert "| steps 1 to 10 | steps 31 to 40 |" in results
     assert "| mean reward | 0.138 | 0.887 |" in results
-    assert "| evaluation | step 1 | step 40 |" in results
-    assert "| sums/reward | 0.02 | 0.8 |" in results
-    assert "| sums/pass\\@1 |  |  |" in results
+    assert "| evaluation | before training | step 40 |" in results
+    assert "| sums/mean\\_reward | 0.1 | 0.500 (0.400 to 0.600) |\n" in results
+    assert "| sums/mean\\_length |  | 12 |" in results
+    assert "low" not in results
     assert "cut at the limit" not in results  # no row has it
     assert "no metrics" in section(card(rows=[]), "Results")
 
