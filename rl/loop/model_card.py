@@ -91,7 +91,7 @@ def of_run(config: TrainConfig, base: Base, history: History, form: Form) -> str
         _front(base, name),
         f"# {title}\n\n{lead}",
         "## What was run\n\n" + "\n".join(_what(config, base, history, form)),
-        "## Results\n\n" + _results(history),
+        "## Results\n\n" + _results(config, history),
         _use(form),
         _licence(base),
         _settings(config),
@@ -254,11 +254,19 @@ _FIGURES = (
 )
 
 
-def _results(history: History) -> str:
+def _results(config: TrainConfig, history: History) -> str:
     tables = [t for t in (_training(step_rows(history.rows)), _evaluations(history.rows)) if t]
     if not tables:
         return "The run folder has no metrics of these steps."
-    return "\n\n".join(map(_table, tables))
+    ev = config.eval
+    sets = f" of {_listed(map(_spec, ev.sets))}" if ev.sets else ""
+    drawn = f"at temperature {ev.temperature:g}" if ev.temperature else "greedily"
+    how = (
+        f"Evaluations ask up to {ev.num_prompts:,} questions of a set{sets}, {drawn}, {ev.samples} "
+        f"times each; a response is correct from a reward of {ev.correct_at:g} on. In brackets: "
+        "95% intervals."
+    )
+    return "\n\n".join([*map(_table, tables), *([how] if _evaluations(history.rows) else [])])
 
 
 def _training(rows: Sequence[Row]) -> list[list[str]]:
