@@ -41,7 +41,7 @@ class Found:
 
 @dataclasses.dataclass(frozen=True)
 class Search:
-    """How to look for the files of a task.
+    """A description of the files that a task may have, and of where they lie.
 
     `formats`: what it may hold, the likeliest first. `places`: where in a folder published
     data lies. `deep`: in subfolders too. `skip`: no file with this word in its name.

@@ -228,11 +228,13 @@ class ParquetRows:
     def __init__(self, paths: Sequence[Path]) -> None:
         parquet = _pyarrow("parquet")
         self._groups: list[tuple[Path, int]] = []
+        self._footers: dict[Path, Any] = {}
         lengths: list[int] = []
         for path in paths:
-            with _readable(path, "parquet"), parquet.ParquetFile(path) as file:
-                for group in range(file.metadata.num_row_groups):
-                    about = file.metadata.row_group(group)
+            with _readable(path, "parquet"):
+                footer = self._footers[path] = parquet.read_metadata(path)
+                for group in range(footer.num_row_groups):
+                    about = footer.row_group(group)
                     if about.total_byte_size > MOST_GROUP_BYTES:
                         raise ValueError(
                             f"row group {group} has {about.total_byte_size:,} bytes, expected at "
@@ -243,6 +245,7 @@ class ParquetRows:
         self._ends = _ends(lengths)
         self._starts = _starts_in_file([path for path, _ in self._groups], lengths)
         self._kept: dict[int, Any] = {}  # the one used last at the end
+        self._kept_bytes = 0
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -259,14 +262,15 @@ class ParquetRows:
 
     def _unpacked(self, group: int) -> Any:
         with self._lock:
-            table = self._kept.pop(group, None)
-            if table is None:
+            if (table := self._kept.pop(group, None)) is None:
                 path, number = self._groups[group]
-                with _pyarrow("parquet").ParquetFile(path) as file:
+                parquet = _pyarrow("parquet")
+                with parquet.ParquetFile(path, metadata=self._footers[path]) as file:
                     table = file.read_row_group(number, use_threads=False)
+                self._kept_bytes += table.nbytes
             self._kept[group] = table
-            while len(self._kept) > 1 and sum(t.nbytes for t in self._kept.values()) > CACHE_BYTES:
-                del self._kept[next(iter(self._kept))]
+            while len(self._kept) > 1 and self._kept_bytes > CACHE_BYTES:
+                self._kept_bytes -= self._kept.pop(next(iter(self._kept))).nbytes
             return table
 
 
