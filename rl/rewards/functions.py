@@ -163,6 +163,7 @@ def math_verify(
 def _parse_math(text: str) -> list[Any]:
     from math_verify import LatexExtractionConfig
 
+    text = text.replace(r"\$", "")  # an amount of money, not the edge of a formula
     if not any(mark in text for mark in ("$", r"\boxed", r"\(", r"\[")):
         text = f"${text}$"
     return _math_parser()(

@@ -55,7 +55,9 @@ def publish(folder: Path) -> None:
     for name, row in PUBLISHED.items():
         path = folder / name
         path.parent.mkdir(parents=True)
-        parquet.write_table(pyarrow.Table.from_pylist([row] * 40), path)
+        for split in ("train", "test"):
+            rows = pyarrow.Table.from_pylist([row] * 40)
+            parquet.write_table(rows, path.with_name(path.name.replace("train", split)))
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs/ablations").glob("*.gin")), ids=str)

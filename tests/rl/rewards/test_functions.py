@@ -81,6 +81,8 @@ def test_task_reward_uses_the_verifier_or_exact_match():
         (r"\boxed{1/2}", r"$\frac12$", 1.0),
         (r"\boxed{x(x+2)}", "x^2+2x", 1.0),
         (r"\boxed{3}", "4", 0.0),
+        (r"\boxed{\$1,000}", "1000", 1.0),
+        (r"\boxed{5}", r"\$5", 1.0),
         ("4", "4", 0.0),  # no box, no answer
         ("x", None, None),
         (r"\boxed{__import__('os').getpid()}", "4", 0.0),
