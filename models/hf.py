@@ -1,4 +1,4 @@
-"""Policies in and out of Hugging Face folders: config.json and safetensors.
+"""Policies in and out of Hugging Face folders, and in from GGUF files.
 
 Weights are streamed tensor by tensor, each straight onto its shards. Hugging Face
 stores a linear layer as [out, in], we as [in, out]; everything else is the same
@@ -39,6 +39,7 @@ _LAYER_NAMES = {
     "key_norm_h": "self_attn.k_norm.weight",
 }
 MAX_SHARD_BYTES = 2_000_000_000  # of a file of weights
+_ONE_EXPORT = "the config and the weights must come from one export"
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -47,8 +48,8 @@ def load_pretrained(
 ) -> tuple[ModelConfig, Params]:
     """Read a policy; with a mesh every tensor goes straight onto its shards.
 
-    `dtype` None keeps each tensor's own. Host memory holds one tensor at a time.
-    A tied folder may carry an lm_head that equals its embedding. Raises
+    `dtype` None keeps each tensor's own, float32 from a GGUF file. Host memory holds one tensor at
+    a time. A tied folder may carry an lm_head that equals its embedding. Raises
     FileNotFoundError or ValueError as `check` does, and ValueError for a tied
     folder whose lm_head differs.
     """
@@ -61,9 +62,10 @@ def load_pretrained(
 
 
 def check(directory: str | os.PathLike[str]) -> ModelConfig:
-    """Return the config of a folder whose tensors all have the right names, shapes and types.
+    """Return the config of a policy whose tensors all have the right names, shapes and types.
 
-    Reads config.json and the headers of the safetensors files, no weights. Raises
+    Reads config.json and the headers of the safetensors files, or that of a GGUF file; no weights.
+    Raises
     FileNotFoundError for a missing folder or file, ValueError for anything in them
     that is unknown, unsupported, missing, surplus or of the wrong shape.
     """
@@ -146,14 +148,13 @@ def _checked(folder: Path) -> tuple[ModelConfig, dict[str, Stored]]:
     if config.num_layers > len(stored):  # before anything is made for each layer
         raise ValueError(
             f"{folder}: expected num_hidden_layers of at most the {len(stored)} tensors that the "
-            f"headers of the weights name, got {config.num_layers}: config.json and the weights "
-            "must come from one export"
+            f"headers of the weights name, got {config.num_layers}: {_ONE_EXPORT}"
         )
     entries = _entries(config)
     hint = (
         "set tie_word_embeddings if the head is the embedding"
         if [e.name for e in entries if e.name not in stored] == [_HEAD]
-        else "config.json and the weights must come from one export"
+        else _ONE_EXPORT
     )
     if config.tied_embeddings and _HEAD in stored:
         embedding = next(e for e in entries if e.name == _EMBEDDING)

@@ -140,7 +140,7 @@ def refuse_mismatch(
     titled = ((tensors, missing), ("surplus", surplus), ("wrong", wrong))
     if problems := [_some(title, names) for title, names in titled if names]:
         raise ValueError(
-            f"{folder}: the weights do not fit {CONFIG}: {'; '.join(problems)}; {hint}"
+            f"{folder}: the weights do not fit the config: {'; '.join(problems)}; {hint}"
         )
 
 
