@@ -61,6 +61,7 @@ def find(target: str, split: str | None, search: Search) -> Found:
     """
     path = Path(target).expanduser()  # RuntimeError: ~nobody
     if path.is_file():
+        _refuse_others(path, search)
         own = next((f for f in search.formats if path.name.endswith(SUFFIXES[f])), None)
         return Found(own or search.formats[0], _of_split([path], path.parent, split, asked=True))
     if path.is_dir():
@@ -68,6 +69,15 @@ def find(target: str, split: str | None, search: Search) -> Found:
     if any(character in target for character in "*["):
         return _matching(path, split, search)
     raise FileNotFoundError(f"there is no file or folder {path} (from {Path.cwd()})")
+
+
+def _refuse_others(path: Path, search: Search) -> None:
+    """Raise ValueError for a file that is certainly of another format."""
+    if path.suffix in (".gz", ".zst", ".bz2", ".xz", ".zip"):
+        raise ValueError(f"{path} is compressed: unpack it first, rows are read by their position")
+    for form in ("parquet", "datasets"):
+        if path.suffix == SUFFIXES[form] and form not in search.formats:
+            raise ValueError(f"{path} is a {path.suffix[1:]} file: write {form}:{path}")
 
 
 def digest(paths: Sequence[Path]) -> str:
@@ -137,7 +147,7 @@ def _matching(pattern: Path, split: str | None, search: Search) -> Found:
     found = _expand(base, pattern.parts[plain:]) if base.is_dir() else ()
     paths = _sorted(found, "", search.skip)
     if not paths:
-        raise FileNotFoundError(f"no file matches {pattern}; in {base} {_there(base)}")
+        raise FileNotFoundError(f"no file matches {pattern}; in {base} there {_there(base)}")
     return Found(search.formats[0], _of_split(paths, base, split, asked=True))
 
 

@@ -21,6 +21,7 @@ import numpy as np
 from rl.data.files import Found
 
 MOST_ROW_BYTES = 2**24  # of a line or a file of JSON
+MOST_LIST_BYTES = 2**28  # of a file with a list of rows, which is held in memory
 MOST_GROUP_BYTES = 2**32  # of a parquet row group, unpacked
 MOST_DEPTH = 100  # of lists and objects in a row
 CACHE_BYTES = 2**29  # of unpacked row groups
@@ -44,6 +45,8 @@ def open_rows(found: Found) -> Rows:
     if found.format == "jsonl":
         parts = [JsonLines(path) for path in found.paths]
         return parts[0] if len(parts) == 1 else Joined(parts)
+    if found.format == "json" and len(found.paths) == 1 and _is_list(found.paths[0]):
+        return JsonList(found.paths[0])
     readers: dict[str, Callable[[Sequence[Path]], Rows]] = {
         "json": JsonFiles,
         "parquet": ParquetRows,
@@ -159,13 +162,53 @@ class JsonFiles:
         return str(self._paths[index])
 
 
+class JsonList:
+    """A file with one list of JSON objects; it is held in memory."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        if (size := path.stat().st_size) > MOST_LIST_BYTES:
+            raise ValueError(
+                f"{path}: expected a list of at most {MOST_LIST_BYTES:,} bytes, got {size:,}: "
+                "write it as JSON lines"
+            )
+        self._rows = _parse(path.read_bytes(), str(path), "expected a list of JSON objects")
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return _object(self._rows[index], self.where(index))
+
+    def where(self, index: int) -> str:
+        return f"{self._path} row {index}"
+
+
+def _is_list(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(_CHUNK_BYTES).lstrip(b"\xef\xbb\xbf \t\r\n")[:1] == b"["
+
+
 def parse_object(text: bytes, where: str, expected: str) -> dict[str, Any]:
-    """Return a JSON object. Raises ValueError for anything else, and for what JSON forbids.
+    """Return a JSON object; raises ValueError for anything else."""
+    return _object(_parse(text, where, expected), where, text.count(b"[") + text.count(b"{"))
+
+
+def _object(row: Any, where: str, depth: int = MOST_DEPTH + 1) -> dict[str, Any]:
+    """Return the row if it is an object that is not too deep; `depth` is at least how deep."""
+    if not isinstance(row, dict):
+        mend = "; a list is read by json:FILE" if isinstance(row, list) else ""
+        raise ValueError(f"{where}: expected a JSON object, got {type(row).__name__}{mend}")
+    return row if depth <= MOST_DEPTH else plain(row, where)
+
+
+def _parse(text: bytes, where: str, expected: str) -> Any:
+    """Return what JSON text holds. Raises ValueError for what JSON forbids.
 
     That is NaN and infinities, a name twice in one object, text that is not UTF-8.
     """
     try:
-        row = json.loads(
+        return json.loads(
             text.decode("utf-8-sig"),
             parse_constant=_no_constant,
             parse_float=_finite,
@@ -173,12 +216,6 @@ def parse_object(text: bytes, where: str, expected: str) -> dict[str, Any]:
         )
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{where}: {expected}: {error}") from error
-    if not isinstance(row, dict):
-        mend = "; a list of objects is read from JSON lines" if isinstance(row, list) else ""
-        raise ValueError(f"{where}: expected a JSON object, got {type(row).__name__}{mend}")
-    if text.count(b"[") + text.count(b"{") > MOST_DEPTH:
-        return plain(row, where)
-    return row
 
 
 def _no_constant(name: str) -> None:

@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 
 from rl.data import files, reasoning_gym_tasks
-from rl.data.columns import Message, layout_of, read_row, search_of
+from rl.data.columns import RECIPES, Message, layout_of, read_row, search_of
 from rl.data.rows import open_rows
 from rl.data.specs import MOST_PROMPT_CHARACTERS, Spec, check_text, parse_spec
 
@@ -206,7 +206,13 @@ class _FileTask:
         if not len(self._rows):
             raise ValueError(f"{spec.text}: the data set is empty; expected at least one example")
         self._layout = layout_of(spec, self._rows[0])
-        self[0]  # so that a wrong column is told at once
+        try:
+            self[0]  # so that a wrong column is told at once
+        except ValueError as error:
+            if spec.kind not in RECIPES:
+                raise
+            mend = f"{spec.kind}: reads the published columns; for others write jsonl: or parquet:"
+            raise ValueError(f"{error} ({mend})") from error
 
     def __len__(self) -> int:
         return len(self._rows)

@@ -362,6 +362,8 @@ def remarks(config: TrainConfig, inputs: Inputs) -> list[str]:
     for spec in config.task.specs:
         if len(paths := data_files(spec)) > 1:
             found.append(f"{spec}: {len(paths)} files, {paths[0]} … {paths[-1].name}")
+        elif paths and str(paths[0]) not in spec:
+            found.append(f"{spec}: the file {paths[0]}")
     if inputs.left_out:
         found.append(f"{inputs.left_out} examples are left out: prompt too long")
     if inputs.left_out is None:

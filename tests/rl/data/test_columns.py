@@ -148,6 +148,9 @@ def test_gsm8k_as_published(tmp_path):
         ("2+2?", "4"),
     ]
     assert [e.prompt for e in open_task(f"test=gsm8k:{tmp_path}?split=test", seed=0)] == ["2+2?"]
+    (tmp_path / "other.jsonl").write_text(json.dumps({"prompt": "q", "answer": "#### 4"}))
+    with pytest.raises(ValueError, match="no column 'question'.*gsm8k: reads the published col"):
+        open_task(f"gsm8k:{tmp_path / 'other.jsonl'}", seed=0)
     with pytest.raises(ValueError, match="unknown key 'prompt', expected split"):
         open_task(f"gsm8k:{tmp_path}?prompt=question", seed=0)
 

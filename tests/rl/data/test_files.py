@@ -65,8 +65,8 @@ def test_globs_and_files_are_taken_as_named(tmp_path):
         ([], "", None, "there is nothing"),
         (["a.jsonl.gz"], "", None, "unpack what is compressed"),
         (["state.json"], "", None, "datasets:.* reads what save_to_disk"),
-        (["a.txt"], "*.jsonl", None, r"no file matches .*\*.jsonl; in .* is a.txt"),
-        (["a.txt"], "x/*.jsonl", None, "in .*x is no such folder"),
+        (["a.txt"], "*.jsonl", None, r"no file matches .*\*.jsonl; in .* there is a.txt"),
+        (["a.txt"], "x/*.jsonl", None, "in .*x there is no such folder"),
         ([], "x", None, "there is no file or folder"),
         (["test.jsonl", "dev.jsonl"], "", None, "splits test, validation: choose with .split="),
         (
@@ -75,6 +75,8 @@ def test_globs_and_files_are_taken_as_named(tmp_path):
             "test",
             "no file of the split 'test'.*: train, validation",
         ),
+        (["a.jsonl.gz"], "a.jsonl.gz", None, "is compressed: unpack it first"),
+        (["a.parquet"], "a.parquet", None, "is a parquet file: write parquet:.*a.parquet"),
         (["a.jsonl"], "a.jsonl", "test", "no file of the split 'test'.*none in a.jsonl"),
     ],
 )

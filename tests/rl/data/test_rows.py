@@ -79,7 +79,7 @@ def test_a_line_that_never_ends_is_refused(tmp_path, monkeypatch, chunk):
         ('{"a": 1}'.encode("utf-16"), "utf-8"),
         (b"[" * 100_000, "recursion|Recursion|one JSON object"),
         (b'{"a":' + b"[" * 101 + b"]" * 101 + b"}", "at most 100 lists and objects"),
-        (b"[1, 2]", "got list; a list of objects is read from JSON lines"),
+        (b"[1, 2]", "got list; a list is read by json:FILE"),
     ],
 )
 def test_what_is_not_a_row_is_refused(text, message):
@@ -99,6 +99,26 @@ def test_a_file_for_each_row(tmp_path):
     (tmp_path / "02.json").write_bytes(b" " * (rows.MOST_ROW_BYTES + 1))
     with pytest.raises(ValueError, match="02.json: expected at most"):
         opened[2]
+
+
+def test_a_list_of_rows_in_one_file(tmp_path, monkeypatch):
+    path = tmp_path / "a.json"
+    path.write_text(" \n" + json.dumps(ROWS, indent=1))
+    opened = open_rows(find(str(path), None, Search(("json",))))
+    assert read(opened) == ROWS and opened.where(3) == f"{path} row 3"
+    path.write_text("[{}, 3, " + '{"a":' * 102 + "1" + "}" * 102 + "]")
+    opened = open_rows(Found("json", (path,)))
+    assert opened[0] == {}
+    with pytest.raises(ValueError, match="a.json row 1: expected a JSON object, got int"):
+        opened[1]
+    with pytest.raises(ValueError, match="a.json row 2: .*at most 100 lists and objects"):
+        opened[2]
+    path.write_text("[{}")
+    with pytest.raises(ValueError, match="a.json: expected a list of JSON objects: "):
+        open_rows(Found("json", (path,)))
+    monkeypatch.setattr(rows, "MOST_LIST_BYTES", 2)
+    with pytest.raises(ValueError, match="a.json: expected a list of at most 2 bytes, got 3"):
+        open_rows(Found("json", (path,)))
 
 
 # --- Arrow ------------------------------------------------------------------------------
