@@ -1,6 +1,6 @@
 """`python -m rl.report RUN...`: a report on one or several runs, as PNG and one HTML page.
 
-It reads metrics.jsonl, samples.jsonl and timeline.json of each run folder.
+It reads metrics.jsonl, samples.jsonl, eval_samples.jsonl and timeline.json of each run folder.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from pathlib import Path
 
 from models.folder import Folder
 from rl.metrics.writer import Row, spread
+from rl.reports.evaluations import eval_lines
 from rl.reports.runs import ReportError, Run, load_runs, summarize
 from rl.runtime.progress import say
 from rl.runtime.run_files import REPORT_FOLDER
@@ -53,8 +54,12 @@ def write_report(
             if name != OVERVIEW_FILE
         ],
         summaries=summarize(runs),
+        evaluations=eval_lines(runs),
         samples=[
-            (run.label, row) for run in runs for row in pick_samples(run.samples, max_samples)
+            (run.label, row)
+            for run in runs
+            for samples in (run.samples, run.eval_samples)
+            for row in pick_samples(samples, max_samples)
         ],
     )
     # A model may emit half a surrogate pair, which UTF-8 does not have.
@@ -74,7 +79,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="draw means of this many steps over the raw values; 1 is off; default: by length",
     )
     parser.add_argument(
-        "--samples", type=int, default=60, metavar="N", help="samples a run on the page; -1: all"
+        "--samples",
+        type=int,
+        default=60,
+        metavar="N",
+        help="samples a run on the page, and as many of its evaluations; -1: all",
     )
     arguments = parser.parse_args(argv)
     if arguments.smooth is not None and arguments.smooth < 1:

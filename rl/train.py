@@ -120,6 +120,8 @@ def _print_plan(config: TrainConfig, inputs: Inputs, folder: Path) -> int:
     say(f"# examples      {len(inputs.task)}")
     first = inputs.task[0]
     say(f"# first         {str(first.prompt)[-100:]!r}, answer {str(first.answer)[-100:]!r}")
+    for asked in inputs.evals.sets:
+        say(f"# evaluation    {asked.name}: {len(asked.examples)} questions of {asked.spec}")
     say(f"# per step      {config.rollout.num_requests} responses")
     for field, value in vars(config.algorithm.resolved).items():
         say(f"# algorithm     {field:24s} {value}")

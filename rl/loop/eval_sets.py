@@ -38,7 +38,7 @@ class EvalConfig:
     `mean_reward` or `pass@K` over all sets, or `NAME/mean_reward` of one.
     """
 
-    every_steps: int = 50
+    every_steps: int = 40
     sets: tuple[str, ...] = ()
     num_prompts: int = 64  # of each set; files are drawn from by `seed`
     samples: int = 1

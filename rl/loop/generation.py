@@ -275,11 +275,15 @@ def tell_failures(show: Progress, scores: Sequence[Score], step: int) -> None:
 
 
 def told_failures(scores: Sequence[Score]) -> str:
-    """Return how many samples could not be scored, and why; empty where all could."""
+    """Return how many samples could not be scored, and why; empty where all could.
+
+    It is one line: a reward's message may quote the response.
+    """
     kinds: dict[str, list[str]] = {}
     for failure in (score.failure for score in scores):
         if failure is not None:
-            kinds.setdefault(failure.split(": ")[0], []).append(failure)
+            line = " ".join(failure.split())
+            kinds.setdefault(line.split(": ")[0], []).append(line)
     return "; ".join(f"{len(k)} of {len(scores)} samples: {k[0]}" for k in kinds.values())
 
 

@@ -20,6 +20,7 @@ from typing import BinaryIO
 
 from models.folder import Folder
 from rl.checkpoint import manifest as checkpoint_manifest
+from rl.checkpoint.best import read_record
 from rl.checkpoint.folders import list_steps, step_folder
 from rl.config.loader import ConfigError, dump, resolve_path
 from rl.loop.experiment import TrainConfig
@@ -228,6 +229,7 @@ def _check_can_go_on(folder: Folder) -> None:
             "--gin.Run.directory=…"
         )
     read_rounds(path / ROUNDS_FILE)
+    read_record(folder)
     rows = read_metrics(path) if folder.exists(METRICS_FILE) else []
     if not rows or _holds_steps(folder):
         return

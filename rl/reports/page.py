@@ -10,18 +10,20 @@ import base64
 import hashlib
 import html
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rl.reports.evaluations import EvalLine
     from rl.reports.runs import Summary
 
 MAX_TEXT_CHARS = 20_000
 PREVIEW_CHARS = 110
 # Controls beyond ASCII's, and marks that change the direction of what follows.
 _INVISIBLE = re.compile("[\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
-_SHOWN_ELSEWHERE = ("step", "prompt", "completion", "reward", "advantage", "finish_reason")
+_SHOWN_ELSEWHERE = ("step", "set", "prompt", "completion", "reward", "advantage", "finish_reason")
 
 _CSS = """
 :root { color-scheme: light; --ink: #222; --faint: #667; --line: #e2e2e8; --soft: #f6f6f9; }
@@ -87,6 +89,7 @@ def page(
     runs: Sequence[tuple[str, int, int]],
     images: Sequence[tuple[str, bytes, str]],
     summaries: Sequence[Summary],
+    evaluations: Sequence[EvalLine],
     samples: Sequence[tuple[str, Mapping[str, Any]]],
 ) -> str:
     """Return the whole page as text.
@@ -123,6 +126,7 @@ def page(
 <div class="plots">
 {plots}
 </div>
+{_evaluations(evaluations, several=len(runs) > 1)}
 <h2>First, last and best</h2>
 {_table(summaries, several=len(runs) > 1)}
 <h2>Samples</h2>
@@ -155,6 +159,36 @@ def _table(summaries: Sequence[Summary], *, several: bool) -> str:
     )
 
 
+def _evaluations(lines: Sequence[EvalLine], *, several: bool) -> str:
+    """Return the table of evaluations before and after training; empty where there are none."""
+    if not lines:
+        return ""
+    run_head = '<th class="name">run</th>' if several else ""
+    rows = []
+    for line in lines:
+        run = f'<td class="name">{_text(line.label)}</td>' if several else ""
+        seen = "" if math.isnan(line.seen) else number(line.seen)
+        before = "" if line.before is None else _interval(line.before)
+        rows.append(
+            f'<tr><td class="name">{_text(line.name)}</td>{run}<td>{_text(line.figure)}</td>'
+            f"<td>{number(line.questions)}</td><td>{seen}</td><td>{before}</td>"
+            f"<td>{_interval(line.after)}</td>"
+            f"<td>{number(line.best)} (step {line.best_step:,})</td></tr>"
+        )
+    return (
+        "<h2>Evaluation before and after training</h2>\n"
+        f'<div class="wide"><table><thead><tr><th class="name">set</th>{run_head}<th>figure</th>'
+        "<th>questions</th><th>of them in training</th><th>before</th><th>last</th><th>best</th>"
+        f"</tr></thead><tbody>\n{chr(10).join(rows)}\n</tbody></table></div>\n"
+        '<p class="faint">In brackets: 95% intervals over questions.</p>'
+    )
+
+
+def _interval(value: tuple[float, float, float]) -> str:
+    mean, low, high = map(number, value)
+    return f"{mean} [{low}, {high}]"
+
+
 def _viewer(samples: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
     if not samples:
         return '<p class="faint">These runs recorded no samples.</p>'
@@ -181,6 +215,8 @@ def _sample(label: str, row: Mapping[str, Any], *, several: bool) -> str:
     facts = [f"step {_text(row['step'])}"]
     if several:
         facts.insert(0, _text(label))
+    if "set" in row:
+        facts.append(f"evaluation {_text(row['set'])}")
     if "reward" in row:
         facts.append(f"reward {_value(row['reward'])}")
     advantage = row.get("advantage")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rl.reports.evaluations import EvalCurves
 from rl.reports.style import FAINT, INK, STYLE, plain_text, run_look
 from rl.reports.timeline_plot import RolloutTimeline
 
@@ -147,7 +148,7 @@ class TimeSplit:
         ax.grid(axis="y", visible=False)
 
 
-Panel = Curve | TimeSplit | RolloutTimeline
+Panel = Curve | TimeSplit | RolloutTimeline | EvalCurves
 PANELS: tuple[Panel, ...] = (
     Curve(
         "reward.png",
@@ -156,6 +157,7 @@ PANELS: tuple[Panel, ...] = (
         "reward",
         "Mean reward over all responses of a step, before any shaping.",
     ),
+    EvalCurves(),
     Curve(
         "failures.png",
         "Responses without a score",

@@ -10,8 +10,8 @@ from typing import Any, Literal
 import numpy as np
 
 from rl.engine.stats import RoundRecord, load_timeline
-from rl.metrics.writer import Row, read_metrics, read_samples
-from rl.runtime.run_files import METRICS_FILE
+from rl.metrics.writer import Row, read_metrics, read_samples, step_rows
+from rl.runtime.run_files import EVAL_SAMPLES_FILE, METRICS_FILE
 
 MOST = 1e100  # of a metric that is drawn: matplotlib adds and squares values for its axes
 
@@ -22,11 +22,17 @@ class ReportError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """One run folder, read: rows by ascending step, samples in the order written."""
+    """One run folder, read: rows by ascending step, samples in the order written.
+
+    `evals` are the rows that hold an evaluation; that before training has no other metrics, and is
+    not among `rows`.
+    """
 
     label: str
     rows: list[Row]
     samples: list[Row]
+    evals: Sequence[Row] = ()
+    eval_samples: Sequence[Row] = ()
     timeline: Sequence[RoundRecord] = ()  # of the rollout of `timeline_step`
     timeline_step: int = 0
 
@@ -38,6 +44,15 @@ class Run:
     def series(self, metric: str) -> np.ndarray:
         """float64 [rows]; nan where a row lacks the metric or holds null."""
         return np.array([_float(row.get(metric)) for row in self.rows], dtype=float)
+
+    @property
+    def eval_steps(self) -> np.ndarray:
+        """float64 [evals]."""
+        return np.array([row["step"] for row in self.evals], dtype=float)
+
+    def eval_series(self, metric: str) -> np.ndarray:
+        """float64 [evals]; nan where an evaluation lacks the metric."""
+        return np.array([_float(row.get(metric)) for row in self.evals], dtype=float)
 
     def has(self, metric: str) -> bool:
         return bool(np.isfinite(self.series(metric)).any())
@@ -87,6 +102,7 @@ _DIRECTIONS: dict[str, Literal["max", "min", ""]] = {
     "spec/host_share": "min",
     "perf/throughput": "max",
     "step_time": "min",
+    "eval_s": "",
     "num_tokens": "",
 }
 
@@ -104,14 +120,17 @@ def load_runs(paths: Sequence[str | Path]) -> list[Run]:
                 f"{folder}: no {METRICS_FILE} here; give the folder of a run (Run.directory)"
             )
         rows = {row["step"]: row for row in read_metrics(folder)}  # the last row of a step counts
-        if not rows:
+        if not step_rows(list(rows.values())):
             raise ReportError(f"{folder / METRICS_FILE} has no rows yet: no step has finished")
         try:
             step, timeline = load_timeline(folder)
         except ValueError as error:
             raise ReportError(str(error)) from error
         ordered = [rows[s] for s in sorted(rows)]
-        runs.append(Run(label, ordered, read_samples(folder), timeline, step))
+        evals = [row for row in ordered if "eval_s" in row]
+        asked = read_samples(folder, EVAL_SAMPLES_FILE)
+        samples = read_samples(folder)
+        runs.append(Run(label, step_rows(ordered), samples, evals, asked, timeline, step))
     return runs
 
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Self, TextIO
 
 SILENCE_S = 10.0  # in a pipe, after this long without a line, one says where the run is
+MOST_CHARACTERS = 4000  # of a message
 RECENT_STEPS = 10  # that the time left is estimated from
 
 
@@ -118,7 +119,7 @@ class PlainProgress(Progress):
 
     def message(self, text: str) -> None:
         self._said_s = self._clock()
-        say(text, self._stream)
+        say(cut(text), self._stream)
 
     def _say_if_silent(self, text: str) -> None:
         if self._clock() - self._said_s >= SILENCE_S:
@@ -180,7 +181,7 @@ class RichProgress(Progress):
         self._bars.update(self._task, visible=True, left=self._left, **state)
 
     def message(self, text: str) -> None:
-        self._console.print(printable(text, self._stream), soft_wrap=True)
+        self._console.print(printable(cut(text), self._stream), soft_wrap=True)
 
     def close(self) -> None:
         self._bars.stop()
@@ -224,6 +225,12 @@ def _step_of(step: int, total_steps: int | None) -> str:
     if total_steps is None:
         return f"step {step:>5}"
     return f"step {step:>{len(str(total_steps))}}/{total_steps}"
+
+
+def cut(text: str) -> str:
+    """Return a message of bounded length: it may quote what comes from outside."""
+    more = len(text) - MOST_CHARACTERS
+    return text if more <= 0 else f"{text[:MOST_CHARACTERS]} ... and {more:,} more characters"
 
 
 def printable(text: str, stream: TextIO) -> str:

@@ -312,6 +312,64 @@ def test_several_runs_are_overlaid_and_nothing_they_wrote_is_markup(tmp_path, ca
     assert not re.search(r"(src|href)=\"(?!data:)", text)
 
 
+def evaluated(folder: Path, *rewards: float, name: str = "gcd") -> Path:
+    """A run of two steps that was evaluated before the first one and after each."""
+    rows = []
+    for step, reward in enumerate(rewards):
+        row: dict = {"step": step} | ({"reward": reward} if step else {}) | {"eval_s": 1.0}
+        for key in (f"eval/{name}", "eval/other", "eval"):
+            row |= {f"{key}/mean_reward": reward, f"{key}/questions": 64}
+            row |= {
+                f"{key}/mean_reward_low": reward - 0.125,
+                f"{key}/mean_reward_high": reward + 0.25,
+            }
+        rows.append(row | {f"eval/{name}/seen_in_training": 12})
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def test_evaluations_have_a_plot_a_table_and_their_samples(tmp_path):
+    folder = evaluated(tmp_path / "run", 0.25, 0.75, 0.5)
+    sample = {"step": 2, "set": "gcd", "prompt": "p", "completion": NASTY, "reward": 0.5}
+    (folder / "eval_samples.jsonl").write_text(json.dumps(sample) + "\n")
+    assert report.main([str(folder)]) == 0
+    assert (folder / "report" / "evaluation.png").read_bytes().startswith(PNG)
+    text = (folder / "report" / "index.html").read_text(encoding="utf-8")
+    page = Page(text)
+    cells = re.findall(r"<td[^>]*>([^<]*)</td>", text.partition("Evaluation before and after")[2])
+    assert cells[:7] == [
+        "gcd", "mean_reward", "64", "12", "0.25 [0.125, 0.5]", "0.5 [0.375, 0.75]", "0.75 (step 1)"
+    ]  # fmt: skip
+    assert cells[7] == "other" and cells[14] == "all sets"
+    assert "2 steps recorded" in "".join(page.text), "the evaluation before is no step"
+    assert "evaluation gcd" in page.text and [t for t, _ in page.tags].count("script") == 1
+    (run,) = load_runs([folder])
+    assert run.steps.tolist() == [1, 2] and run.eval_steps.tolist() == [0, 1, 2]
+
+
+def test_evaluations_of_several_runs_and_of_one_step_are_drawn(tmp_path):
+    folders = [evaluated(tmp_path / "a", 0.25, 0.75), evaluated(tmp_path / "b", 0.5, 0.5)]
+    folders.append(make_run(tmp_path / "c", [0.5]))
+    report.write_report(load_runs(folders), tmp_path / "out")
+    assert (tmp_path / "out" / "evaluation.png").exists()
+    assert "all sets" in (tmp_path / "out" / "index.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", ["<script>alert(1)</script>", "$x$", "a/b", "\u202e", "x" * 5000])
+def test_names_of_sets_that_no_run_writes_are_not_shown(tmp_path, name):
+    folder = evaluated(tmp_path / "run", 0.25, 0.75, name=name)
+    assert report.main([str(folder)]) == 0
+    text = (folder / "report" / "index.html").read_text(encoding="utf-8")
+    assert name not in text.replace(report_page._SCRIPT, "")
+
+
+def test_a_run_that_was_evaluated_and_did_no_step_has_nothing_to_report(tmp_path, capsys):
+    folder = evaluated(tmp_path / "run", 0.25)
+    assert report.main([str(folder)]) == 2
+    assert "no step has finished" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("content", "words"),
     [

@@ -21,6 +21,7 @@ from rl.metrics.writer import (
     read_metrics,
     read_samples,
     spread,
+    step_rows,
 )
 
 
@@ -257,3 +258,27 @@ def test_the_section_checks_its_values():
 def test_a_row_without_newline_is_still_read_as_json(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "reward": 2}))
     assert read_metrics(tmp_path) == [{"step": 1, "reward": 2}]
+
+
+def test_an_evaluation_is_added_to_the_row_of_its_step_or_has_one_of_its_own(tmp_path):
+    config = MetricsConfig(tensorboard=False, samples_per_step=2)
+    with MetricsWriter(tmp_path, config) as out:
+        out.amend(0, {"eval/mean_reward": 0.5, "eval_s": 2.0})
+        out.write(1, {"reward": 0.25})
+        out.amend(1, {"eval/mean_reward": 0.75, "eval_s": 1.0})
+        out.write_eval_samples(1, [{"completion": str(i)} for i in range(4)])
+        out.write(2, {"reward": 0.5})
+    evaluated = {"step": 1, "reward": 0.25, "eval/mean_reward": 0.75}
+    rows = read_metrics(tmp_path)
+    assert [deterministic_view(row) for row in rows] == [
+        {"step": 0, "eval/mean_reward": 0.5},
+        evaluated,
+        {"step": 2, "reward": 0.5},
+    ]
+    assert [row["step"] for row in step_rows(rows)] == [1, 2]
+    samples = read_samples(tmp_path, "eval_samples.jsonl")
+    assert [row["completion"] for row in samples] == ["0", "2"] and read_samples(tmp_path) == []
+    with MetricsWriter(tmp_path, config) as out:  # resumed from step 0
+        out.truncate_to_step(0)
+    assert len(read_metrics(tmp_path)) == 1
+    assert read_samples(tmp_path, "eval_samples.jsonl") == []

@@ -146,6 +146,19 @@ def test_control_codes_and_marks_of_direction_are_escaped():
     assert stream.getvalue() == r"a\x1b]0;title\x07\x1b[2Jb\u202ec\u2066d\x9b1m\r" + "\n\té\n"
 
 
+@pytest.mark.parametrize("kind", [PlainProgress, RichProgress])
+def test_a_message_of_any_length_with_any_markup_is_one_plain_line(kind):
+    if kind is RichProgress:
+        pytest.importorskip("rich")
+    stream = io.StringIO()
+    hostile = "[link=http://x]a[/link]\x1b[31m\u202e:smile: " + "y" * 10**6
+    with kind(stream) as shown:
+        shown.message(hostile)
+    (line,) = [x for x in stream.getvalue().split("\n") if "http" in x]
+    assert r"[link=http://x]a[/link]\x1b[31m\u202e:smile: yyy" in line
+    assert line.rstrip().endswith("more characters") and len(line) < 5000
+
+
 @pytest.mark.parametrize("term", ["dumb", "unknown", "DUMB"])
 def test_a_dumb_terminal_gets_plain_lines(term):
     stream = Terminal()

@@ -354,3 +354,23 @@ def test_an_entry_whose_promise_was_withdrawn_is_dropped():
 
 def still_waits(owner):
     raise LookupError(f"still waits for worker {owner}")
+
+
+def test_idle_workers_train_only_in_rollouts_that_are_learnt_from(engines, alone):
+    """An evaluation leaves the drafter as it is: it has no sink."""
+    asked = []
+
+    class Spot:
+        def __getattr__(self, name):
+            return lambda *args, **options: asked.append(name)
+
+    class Sink:
+        def wants(self, num_tokens):
+            return False
+
+    team = workers(engines, 2)
+    team.spot = Spot()
+    assert_same_tokens(play(team), alone)
+    assert asked == []
+    assert_same_tokens(play(team, sink=Sink()), alone)
+    assert {"rollout_began", "joined", "rollout_ended"} <= set(asked)
