@@ -20,6 +20,7 @@ from pathlib import Path
 
 from models import hf
 from rl.checkpoint import best
+from rl.checkpoint.folders import list_steps
 from rl.checkpoint.reader import NoWholeCheckpointError, StructureMismatchError
 from rl.config.loader import ConfigError, load
 from rl.loop import evaluation, model_card, policy_export
@@ -27,7 +28,7 @@ from rl.loop.experiment import Inputs, TrainConfig, open_policy
 from rl.loop.policy_export import Layout
 from rl.runtime.exit_codes import EXIT_USAGE
 from rl.runtime.progress import say
-from rl.runtime.run_files import CONFIG_FILE
+from rl.runtime.run_files import CHECKPOINTS, CONFIG_FILE
 
 
 def main(argv: Sequence[str]) -> int:
@@ -109,9 +110,22 @@ def _export(args: argparse.Namespace) -> list[str]:
 def _export_run(run: Path, wanted: str, moved_to: str | None, target: Path, layout: Layout) -> str:
     step = best.chosen_step(run, wanted)
     config = load(TrainConfig, [run / CONFIG_FILE])
-    inputs = _opened(moved_to or config.policy.directory)
+    try:
+        inputs = _opened(moved_to or config.policy.directory)
+    except FileNotFoundError as error:
+        raise ConfigError(f"{error}; if the run's policy has moved, name it with --policy") from error
     policy_export.check_apart(target, inputs.policy, run)
-    params, found, warnings = evaluation.load_checkpoint(run, inputs.model, step=step)
+    kept = list_steps(run / CHECKPOINTS)
+    try:
+        params, found, warnings = evaluation.load_checkpoint(run, inputs.model, step=step)
+    except (OSError, ValueError) as error:
+        if gone := set(kept) - set(list_steps(run / CHECKPOINTS)):
+            raise NoWholeCheckpointError(
+                f"the run goes on, and removed its checkpoint of step {max(gone)} while it was "
+                "read: run the command again",
+                {},
+            ) from error
+        raise
     for warning in warnings:
         say(f"warning: {warning}", sys.stderr)
     policy_export.write_checkpoint(config, inputs, params, (run, found), target, layout)

@@ -21,6 +21,7 @@ from rl import export
 from rl.checkpoint.checkpointer import Checkpointer
 from rl.config.loader import dump, load
 from rl.learner.optimizer import SavedArrays
+from rl.loop import evaluation
 from rl.loop.experiment import TrainConfig
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
@@ -175,7 +176,8 @@ def test_the_policy_has_moved(run, tiny, tmp_path, capsys):
     text = (run.folder / "config.gin").read_text()
     (run.folder / "config.gin").write_text(text.replace(str(tiny.parent), str(tmp_path / "old")))
     assert run.export() == 2
-    assert "expected a local Hugging Face folder" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert "expected a local Hugging Face folder" in err and "name it with --policy" in err
     assert run.export("--policy", str(tiny.parent / "policy")) == 0
     assert_holds(run.out, run.params[4], ml_dtypes.bfloat16)
 
@@ -236,6 +238,17 @@ def test_a_damaged_checkpoint(run, capsys):
     assert run.export("--force") == 2
     assert "expected a whole checkpoint" in capsys.readouterr().err
     assert_holds(run.out, run.params[2], ml_dtypes.bfloat16)
+
+
+def test_a_checkpoint_that_the_run_removes_meanwhile(run, monkeypatch, capsys):
+    def read(*args, **options):
+        shutil.rmtree(run.folder / "checkpoints" / "step_00000004")
+        raise ValueError("NOT_FOUND: d/7")
+
+    monkeypatch.setattr(evaluation, "load_checkpoint", read)
+    assert run.export() == 2
+    assert "removed its checkpoint of step 4 while it was read" in capsys.readouterr().err
+    assert not run.out.exists()
 
 
 def test_a_run_without_a_checkpoint(run, capsys):
