@@ -113,7 +113,9 @@ def _export_run(run: Path, wanted: str, moved_to: str | None, target: Path, layo
     try:
         inputs = _opened(moved_to or config.policy.directory)
     except FileNotFoundError as error:
-        raise ConfigError(f"{error}; if the run's policy has moved, name it with --policy") from error
+        raise ConfigError(
+            f"{error}; if the run's policy has moved, name it with --policy"
+        ) from error
     policy_export.check_apart(target, inputs.policy, run)
     kept = list_steps(run / CHECKPOINTS)
     try:
