@@ -18,7 +18,6 @@ import numpy as np
 from models.gguf_header import Header, printed
 from models.gguf_policy import token_id, tokens_of
 
-RULES, SETTINGS = "tokenizer.json", "tokenizer_config.json"
 MAX_ADDED = 2**16  # tokens that are no text: the largest vocabularies have thousands
 # SentencePiece: tokens have about 16 characters; the pairs that make a token are all tried.
 MAX_PIECE_CHARACTERS, MAX_VOCABULARY_CHARACTERS = 128, 2**24
@@ -75,6 +74,18 @@ class _Vocabulary:
 def files(header: Header) -> dict[str, str]:
     """Return the content of tokenizer.json and tokenizer_config.json by their names.
 
+    Raises ValueError as `parts` does.
+    """
+    backend, settings = parts(header)
+    return {
+        "tokenizer.json": backend.to_str(),
+        "tokenizer_config.json": json.dumps(settings, indent=2, ensure_ascii=False) + "\n",
+    }
+
+
+def parts(header: Header) -> tuple[Any, dict[str, Any]]:
+    """Return the tokenizer of the `tokenizers` library and the settings of tokenizer_config.json.
+
     Raises ValueError for a kind of tokenizer that is not known, and for a damaged one.
     """
     from tokenizers import AddedToken
@@ -106,10 +117,7 @@ def files(header: Header) -> dict[str, str]:
             for text, special in vocabulary.added.items()
         ]
     )
-    return {
-        RULES: backend.to_str(),
-        SETTINGS: json.dumps(settings, indent=2, ensure_ascii=False) + "\n",
-    }
+    return backend, settings
 
 
 def _vocabulary(header: Header) -> _Vocabulary:

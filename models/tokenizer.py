@@ -230,13 +230,9 @@ def _backend(folder: Path) -> Any:
 
 
 def _gguf_backend(header: Header) -> Any:
-    from tokenizers import Tokenizer as Backend
-
-    files = gguf_tokenizer.files(header)
-    settings = json.loads(files[gguf_tokenizer.SETTINGS])
+    rules, settings = gguf_tokenizer.parts(header)
     loader = _of_transformers(settings.pop("tokenizer_class"))
     with _as_value_error(f"transformers cannot read the tokenizer in {header.path}"):
-        rules = Backend.from_str(files[gguf_tokenizer.RULES])
         return loader(tokenizer_object=rules, **settings)
 
 

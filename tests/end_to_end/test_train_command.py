@@ -137,8 +137,8 @@ def test_a_gguf_file_and_a_folder_made_of_it_give_the_same_run(tiny, tmp_path, c
     drafts = DraftModelConfig(directory=str(file))
     assert draft_model.check(drafts, model, tokenizer.load(folder), 16) == (file, model)
     capsys.readouterr()
-    asked = [f"--gin_file={tiny}", "--gin.Evaluate.samples=2", "--json", "--policy"]
-    assert evaluate.main([*asked, str(file)]) == 0
+    asked = [f"--gin_file={tiny}", "--gin.Eval.samples=2", "--gin.Eval.num_prompts=2", "--json"]
+    assert evaluate.main([*asked, "--policy", str(file)]) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["policy"] == str(file)
 
 
