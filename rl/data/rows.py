@@ -354,7 +354,9 @@ def _starts_in_file(paths: Sequence[Path], lengths: Sequence[int]) -> list[int]:
 
 
 def _arrow_row(one_row: Any, where: str) -> dict[str, Any]:
-    return plain(one_row.to_pylist()[0], where)
+    if not (rows := one_row.to_pylist()):
+        raise ValueError(f"{where} is not there, although the file says so")
+    return plain(rows[0], where)
 
 
 def _pyarrow(module: str) -> Any:

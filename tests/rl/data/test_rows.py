@@ -227,3 +227,36 @@ def test_arrow_offsets_that_lie_are_refused(tmp_path):
     opened = open_rows(Found("datasets", (path,)))
     with pytest.raises(ValueError, match="a.arrow: not a readable Arrow"):
         opened[0]
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet", "datasets"])
+def test_damaged_files_give_rows_or_a_sentence(tmp_path, form):
+    """Bytes changed, numbers made huge, pieces cut out: 150 files of each format."""
+    whole, damaged = tmp_path / "whole", tmp_path / "damaged"
+    table = pyarrow.Table.from_pylist(ROWS)
+    if form == "jsonl":
+        whole.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    elif form == "parquet":
+        parquet.write_table(table, whole, row_group_size=10)
+    else:
+        with ipc.new_stream(str(whole), table.schema) as writer:
+            writer.write_table(table, max_chunksize=10)
+    rng, refused = np.random.default_rng(0), 0
+    for _ in range(150):
+        data = bytearray(whole.read_bytes())
+        place = int(rng.integers(len(data)))
+        change = [bytes([rng.integers(256)]), b"\xff\xff\xff\x7f", b"\0\0\0\x40", b""]
+        data[place : place + int(rng.integers(1, 9))] = change[rng.integers(4)]
+        damaged.write_bytes(data)
+        try:
+            for row in read(open_rows(Found(form, (damaged,)))):
+                assert isinstance(row, dict)
+        except ValueError as error:
+            assert str(damaged) in str(error)
+            refused += 1
+    assert refused > 20
+
+
+def test_a_row_that_a_file_promises_and_does_not_have_is_refused():
+    with pytest.raises(ValueError, match="x row 3 is not there"):
+        rows._arrow_row(pyarrow.table({"a": []}), "x row 3")
