@@ -152,7 +152,7 @@ def keys_and_values(never: Never) -> str:
     pool = KvPool(0)
     books = Coordinator(make_scheduler("group_fifo", seed=0, chunk_tokens=4), time.monotonic, pool)
     inbox = books.join(0, 64, 4)
-    books.submit(0, REQUESTS, 4, {})
+    books.submit(0, REQUESTS, SamplingConfig(max_new_tokens=4), {})
     _, start = inbox.get_nowait()  # type: ignore[misc]
     books.join(1, 64, 4)
     pool.promise(start.request_id, 0)

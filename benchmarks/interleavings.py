@@ -32,6 +32,7 @@ from sched.policies.histopipe import HistoPipe, HistoPipeConfig
 from sched.policies.registry import make_scheduler
 from sched.policies.step_order import StepOrder
 from sched.protocol import Scheduler, Start
+from spec.config import SamplingConfig
 
 LENGTHS = (2, 9, 12, 5, 12, 3)  # of the responses, by request
 LIMIT, CHUNK, STEPS = 12, 4, 2
@@ -164,7 +165,7 @@ class Rollout:
             new = [Request(first + i, (1, 2), (first + i) // 2, i % 2) for i in range(len(LENGTHS))]
             self.requests |= {r.request_id: r for r in new}
             past = {r.group_id: (4, 4) for r in new}
-            self.coordinator.submit(step, new, LIMIT, past)
+            self.coordinator.submit(step, new, SamplingConfig(max_new_tokens=LIMIT), past)
         elif event == "trained":
             self.trained += 1
             self.coordinator.trained(self.trained - 1)

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,27 @@ MEMORY_BYTES = 2**30
 DEADLINE_S = 10
 START_S = 120.0  # of the imports of a new child, on a busy machine
 MAX_CHARACTERS = 2**22  # of a prompt; the longest contexts of today are as many
+# What the renderer and transformers set themselves.
+TAKEN = frozenset(
+    "messages conversation conversations template chat_template tools documents tokenize names "
+    "add_generation_prompt continue_final_message return_dict return_assistant_tokens_mask self "
+    "render raise_exception strftime_now".split()
+)
+
+
+def check_variables(variables: Iterable[str], specials: Iterable[str] = ()) -> None:
+    """Raise ValueError for names that a user may not give a template's variables."""
+    for name in variables:
+        if name in TAKEN or name in specials or name.endswith("_token"):
+            raise ValueError(
+                f"expected names of a chat template's own variables, such as enable_thinking, got "
+                f"{name[:80]!r}, which is set already: leave it out"
+            )
+        if not name.isidentifier():
+            raise ValueError(
+                f"expected names of a chat template's variables, such as enable_thinking, got "
+                f"{name[:80]!r}"
+            )
 
 
 class Renderer:

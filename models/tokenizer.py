@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,6 +23,7 @@ from models.folder import Folder
 from models.gguf_header import Header
 from models.hf_config import escaped, ids_of, shown
 from models.hf_files import read_json
+from models.token_text import TokenBytes, token_bytes
 
 PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
 
@@ -68,26 +70,48 @@ class Tokenizer:
                 )
             )
 
+    @functools.cached_property
+    def token_bytes(self) -> TokenBytes:
+        """The text of every token, by which stop strings are found."""
+        with _as_value_error("the tokenizer cannot decode its tokens"):
+            return token_bytes(self.backend, self.vocab_size)
+
+    @functools.cached_property
+    def chat_template(self) -> str:
+        """The source of the chat template; empty where there is none.
+
+        Raises ValueError where it cannot be chosen.
+        """
+        if not self.has_chat_template:
+            return ""
+        with _as_value_error("the tokenizer's chat template cannot be used"):
+            return str(self.backend.get_chat_template())
+
     def apply_chat_template(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        **variables: Any,
     ) -> list[int]:
         """Return the ids of a conversation of `{"role", "content"}` in the tokenizer's template.
 
-        Raises ValueError where the tokenizer has no template, and where it fails or exceeds
-        the bounds of models/chat_template.py.
+        `variables` are other variables of the template, such as `enable_thinking=False`.
+        Raises ValueError where the tokenizer has no template, where it fails or exceeds
+        the bounds of models/chat_template.py, and for variables that it has already.
         """
         if not self.has_chat_template:
             raise ValueError(
                 "expected a tokenizer with a chat template, got one without: add a "
                 "chat_template.jinja (or the key in tokenizer_config.json), or use plain prompts"
             )
-        with _as_value_error("the tokenizer's chat template cannot be used"):
-            template = self.backend.get_chat_template()
+        specials = self.backend.special_tokens_map
+        chat_templates.check_variables(variables, specials)
         text = chat_templates.SHARED.render(
-            template,
+            self.chat_template,
             messages,
             add_generation_prompt=add_generation_prompt,
-            **self.backend.special_tokens_map,
+            **specials,
+            **variables,
         )
         return self.encode(text)
 

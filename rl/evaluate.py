@@ -28,7 +28,7 @@ from rl.data.tasks import open_tasks
 from rl.loop import evaluation
 from rl.loop.eval_sets import open_sets
 from rl.loop.evaluation import Answers, plus_minus
-from rl.loop.experiment import Inputs, TrainConfig, check_lengths, open_policy
+from rl.loop.experiment import Inputs, TrainConfig, check_lengths, check_stops, open_policy
 from rl.rewards.config import validate
 from rl.runtime.exit_codes import EXIT_FAILED, EXIT_USAGE
 from rl.runtime.progress import Progress, progress, say
@@ -90,6 +90,7 @@ def _prepare(args: argparse.Namespace, overrides: Sequence[str]) -> _Evaluation:
         raise ConfigError("Eval.num_prompts is 0, which evaluates nothing: set it to 1 or more")
     policy, model, words = open_policy(args.policy or config.policy.directory)
     check_lengths(config, model)
+    check_stops(config.eval.sampling(config.sampling), model, words)
     validate(config.reward)
     inputs = Inputs(policy, model, words, (), 0)
     evals = open_sets(

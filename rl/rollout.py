@@ -15,6 +15,7 @@ import jax
 
 from models import transformer
 from models.config import ModelConfig
+from models.tokenizer import Tokenizer
 from rl.engine.engine import Engine, OnFinish, OnRound
 from rl.engine.rollout_spec import RolloutSpec, draft_with
 from rl.trajectory import Request, Trajectory
@@ -35,6 +36,7 @@ def generate(
     budget: Budget | None = None,
     engine: Engine | None = None,
     stop_token_ids: Sequence[int] | None = None,
+    tokenizer: Tokenizer | None = None,
     policy_version: int = 0,
     on_finish: OnFinish | None = None,
     on_round: OnRound | None = None,
@@ -44,7 +46,8 @@ def generate(
     The same policy, requests, sampling and `key` (default: `step_key(0, 0)`) give
     the same tokens, whatever the engine's settings, the drafter, or the company:
     in float32, and up to rounding in bfloat16 (docs/architecture.md, Exactness).
-    `stop_token_ids` default to the policy's end tokens. An `engine` that is handed
+    `stop_token_ids` default to the end tokens of the policy and of its `tokenizer`, which
+    `sampling.stop` needs; requests may have a sampling of their own. An `engine` that is handed
     in keeps its compiled steps and its buffers between calls; without one, a fresh
     one of default settings serves the call. `on_finish` is told of each trajectory
     the moment it ends, `on_round` of (responses finished, tokens emitted) after
@@ -53,12 +56,19 @@ def generate(
     engine = engine or Engine(config, dtype=params.final_norm_D.dtype)
     if engine.model != config:
         raise ValueError("the engine was made for another model: make one with Engine(config)")
+    if stop_token_ids is None:
+        stop_token_ids = (*config.eos_token_ids, *(tokenizer.eos_token_ids if tokenizer else ()))
+    samplings = [sampling or SamplingConfig(), *(r.sampling for r in requests if r.sampling)]
+    words = None
+    if tokenizer is not None and any(s.stop for s in samplings):
+        words = tokenizer.token_bytes
     spec = RolloutSpec(
         params,
-        sampling or SamplingConfig(),
+        samplings[0],
         step_key(0, 0) if key is None else key,
-        config.eos_token_ids if stop_token_ids is None else stop_token_ids,
+        stop_token_ids,
         policy_version,
         draft_with(drafter, budget),
+        words=words,
     )
     return engine.run(spec, requests, on_finish=on_finish, on_round=on_round)

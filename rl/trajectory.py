@@ -15,6 +15,7 @@ import numpy as np
 
 from models.config import ModelConfig
 from models.kv_cache import KVCache
+from spec.config import SamplingConfig
 from spec.reuse.rollout_cache import CachedResponse
 
 Prompt = tuple[int, ...]  # token ids
@@ -30,7 +31,7 @@ class Origin(enum.IntEnum):
 
 
 class FinishReason(enum.StrEnum):
-    STOP = "stop"  # an end token was drawn; it is the last response id
+    STOP = "stop"  # the last response id is an end token, or completes a stop string
     LENGTH = "length"  # max_new_tokens reached: truncated
 
 
@@ -40,6 +41,7 @@ class Request:
 
     `request_id` names the noise: the same id under the same step key draws the
     same uniforms wherever and whenever it runs. Ids are unique within a call.
+    `sampling` of None means that of the rollout, whose scheme of draws all requests have;
     `max_new_tokens` of None means the sampling's own limit. `cached` is an earlier response
     to the same prompt, whose prefix may be reused.
     """
@@ -50,10 +52,15 @@ class Request:
     sample_index: int = 0
     max_new_tokens: int | None = None
     cached: CachedResponse | None = None
+    sampling: SamplingConfig | None = None
 
     @property
     def may_reuse(self) -> bool:
         return self.cached is not None and len(self.cached.tokens) > 0
+
+    def limit(self, sampling: SamplingConfig) -> int:
+        """Return the most tokens of its response, in a rollout of this sampling."""
+        return self.max_new_tokens or (self.sampling or sampling).max_new_tokens
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -64,7 +71,8 @@ class Trajectory:
     those of the processed distribution (after temperature, top-k and top-p) of the
     policy at hand, in the pass that emitted the token, or that verified it where it was
     reused; `emission_logprobs` those of the policy that drew it, whose version
-    `policy_versions` int32 [n] holds; `origins` uint8 [n] hold `Origin` values.
+    `policy_versions` int32 [n] holds; `origins` uint8 [n] hold `Origin` values. `sampling` of
+    None means that of the rollout.
     """
 
     request_id: int
@@ -77,6 +85,7 @@ class Trajectory:
     origins: np.ndarray
     finish_reason: FinishReason
     reward: float | None = None
+    sampling: SamplingConfig | None = None
     emission_logprobs: np.ndarray = dataclasses.field(kw_only=True)
 
     @property
@@ -168,21 +177,29 @@ def of_prefix(request: Request, prefix: Prefix) -> Trajectory:
         policy_versions=prefix.policy_versions,
         origins=prefix.origins,
         finish_reason=prefix.finish_reason,
+        sampling=request.sampling,
         emission_logprobs=prefix.emission_logprobs,
     )
 
 
-def longest_tokens(requests: Sequence[Request], max_new_tokens: int) -> int:
-    """Return the tokens of the longest request: prompt, and response limit or `max_new_tokens`."""
-    return max(
-        (len(r.prompt_ids) + (r.max_new_tokens or max_new_tokens) for r in requests), default=0
-    )
+def longest_tokens(requests: Sequence[Request], sampling: SamplingConfig) -> int:
+    """Return the tokens of the longest request of a rollout: prompt, and response at most."""
+    return max((len(r.prompt_ids) + r.limit(sampling) for r in requests), default=0)
 
 
 def check_requests(
-    model: ModelConfig, requests: Sequence[Request], default_max_new_tokens: int
+    model: ModelConfig, requests: Sequence[Request], sampling: SamplingConfig
 ) -> None:
-    """Raise ValueError for requests that cannot run, before any device work."""
+    """Raise ValueError for requests that cannot run in a rollout of this sampling.
+
+    Before any device work.
+    """
+    samplings = {sampling, *(r.sampling for r in requests if r.sampling is not None)}
+    if outside := [i for s in samplings for i in s.stop_ids if i >= model.vocab_size]:
+        raise ValueError(
+            f"Sampling.stop_ids: expected ids of the policy's vocabulary of {model.vocab_size}, "
+            f"got {outside[0]}"
+        )
     seen: set[int] = set()
     for request in requests:
         name = f"request {request.request_id}"
@@ -199,11 +216,16 @@ def check_requests(
                 f"{name} has the token {low if low < 0 else high}, outside the policy's vocabulary "
                 f"of {model.vocab_size}: is the tokenizer the policy's own?"
             )
-        limit = default_max_new_tokens
-        if request.max_new_tokens is not None:
-            limit = request.max_new_tokens
-        if limit < 1:
-            raise ValueError(f"{name} has max_new_tokens={limit}: expected at least 1")
+        if request.max_new_tokens is not None and request.max_new_tokens < 1:
+            raise ValueError(
+                f"{name} has max_new_tokens={request.max_new_tokens}: expected at least 1"
+            )
+        if request.sampling is not None and request.sampling.draw != sampling.draw:
+            raise ValueError(
+                f"{name} has draw={request.sampling.draw!r}: expected that of the rollout, "
+                f"{sampling.draw!r}, in its sampling"
+            )
+        limit = request.limit(sampling)
         needed = len(request.prompt_ids) + limit
         if needed > model.max_positions:
             raise ValueError(

@@ -3,22 +3,36 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
+import functools
+import json
 import math
-from typing import Literal
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal
 
 Draw = Literal["cdf", "gumbel"]
 LEAST_TEMPERATURE = 1e-4  # divided by far less, logits overflow float32
+MOST_STOPS = 16  # strings of one task
+MOST_STOP_CHARACTERS = 100  # of each
+MOST_STOP_IDS = 64
+OF_TASKS = ("temperature", "top_k", "top_p", "max_new_tokens", "stop_ids", "stop")
+_HOW = 'for example "gsm: temperature=0.6, max_new_tokens=128"'
 
 
 @dataclasses.dataclass(frozen=True)
 class SamplingConfig:
-    """The distribution and the scheme that tokens are drawn by.
+    """The distribution and the scheme that tokens are drawn by, and where responses end.
 
     temperature 0 takes the most likely token. top_k 0 and top_p 1 are off; ties at
     the threshold are all kept. `draw` names the scheme: `cdf` inverts the
     cumulative distribution of blocks of tokens, then that inside the block, at one
     uniform each per position; `gumbel` takes the argmax of logits plus Gumbel noise
-    per token.
+    per token. A response ends with the first end token of the model or its tokenizer or
+    of `stop_ids`, with the first token that completes one of the strings in `stop`, or at
+    `max_new_tokens`. That token is part of the response, and so is its text.
+    `by_task` has other settings for tasks by name: "gsm: temperature=0.6, max_new_tokens=128";
+    values are JSON, and `stop` and `stop_ids` are added to those of all tasks.
     """
 
     temperature: float = 1.0
@@ -26,6 +40,9 @@ class SamplingConfig:
     top_p: float = 1.0
     max_new_tokens: int = 256
     draw: Draw = "cdf"
+    stop_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+    by_task: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         t = self.temperature
@@ -41,3 +58,151 @@ class SamplingConfig:
             raise ValueError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
         if self.draw not in ("cdf", "gumbel"):
             raise ValueError(f"draw must be 'cdf' or 'gumbel', got {self.draw!r}")
+        _check_stops(self.stop_ids, self.stop)
+        _ = self.tasks
+
+    @functools.cached_property
+    def tasks(self) -> Mapping[str, SamplingConfig]:
+        """The sampling of each task in `by_task`."""
+        found: dict[str, SamplingConfig] = {}
+        for text in self.by_task:
+            name, settings = _parsed(text)
+            if name in found:
+                raise ValueError(f"by_task: expected each task once, got {name[:80]!r} again")
+            for field in ("stop", "stop_ids"):
+                both = (*getattr(self, field), *settings.get(field, ()))
+                settings[field] = tuple(dict.fromkeys(both))
+            try:
+                found[name] = dataclasses.replace(self, by_task=(), **settings)
+            except ValueError as error:
+                raise ValueError(f"by_task, {name[:80]!r}: {error}") from error
+        return found
+
+    def of(self, task: str) -> SamplingConfig | None:
+        """Return a task's own sampling; None where it has that of all tasks."""
+        return self.tasks.get(task)
+
+    def at(self, temperature: float) -> SamplingConfig:
+        """Return this sampling with another temperature for all tasks, as evaluations have."""
+        by_task = []
+        for name, settings in map(_parsed, self.by_task):
+            rest = {key: value for key, value in settings.items() if key != "temperature"}
+            if rest:
+                pairs = ", ".join(f"{key}={json.dumps(value)}" for key, value in rest.items())
+                by_task.append(f"{name}: {pairs}")
+        return dataclasses.replace(self, temperature=temperature, by_task=tuple(by_task))
+
+    @property
+    def variants(self) -> tuple[SamplingConfig, ...]:
+        """That of all tasks, and those of single tasks."""
+        return (self, *self.tasks.values())
+
+    @property
+    def longest_new_tokens(self) -> int:
+        """The `max_new_tokens` of the task that may have most."""
+        return max(s.max_new_tokens for s in self.variants)
+
+    def check_stops(self, vocab_size: int, fewest_tokens: Callable[[str], int | None]) -> None:
+        """Raise ValueError for ends that no response can have.
+
+        `fewest_tokens` says how many tokens a response needs to hold a text; None: it cannot.
+        """
+        if outside := [i for i in self.stop_ids if i >= vocab_size]:
+            raise ValueError(
+                f"Sampling.stop_ids: expected ids of the policy's vocabulary of {vocab_size}, "
+                f"got {outside[0]}"
+            )
+        for text in self.stop:
+            fewest = fewest_tokens(text)
+            if fewest is None:
+                raise ValueError(
+                    f"Sampling.stop: no response can hold {text!r}: the policy's tokenizer has no "
+                    "tokens for it; leave it out"
+                )
+            if fewest > self.max_new_tokens:
+                raise ValueError(
+                    f"Sampling.stop: {text!r} takes {fewest} tokens and a response has at most "
+                    f"Sampling.max_new_tokens={self.max_new_tokens}: leave it out, or raise the "
+                    "limit"
+                )
+
+    def check_tasks(self, names: Iterable[str]) -> None:
+        """Raise ValueError where `by_task` names a task that is not among `names`."""
+        names = list(names)
+        for name in self.tasks:
+            if name not in names:
+                close = difflib.get_close_matches(name, names, n=1)
+                hint = f"; did you mean {close[0][:80]!r}?" if close else ""
+                raise ValueError(
+                    f"Sampling.by_task: expected names of tasks ({', '.join(names)[:300]}), got "
+                    f"{name[:80]!r}{hint} A task in Task.specs is named by NAME=kind:target"
+                )
+
+
+def _parsed(text: str) -> tuple[str, dict[str, Any]]:
+    """Return the task's name and its settings, of `NAME: key=JSON, key=JSON`."""
+    name, colon, tail = text.partition(": ")
+    if not name or not colon:
+        raise ValueError(
+            f"by_task: expected a task's name, a colon and a space, {_HOW}, got {text[:200]!r}"
+        )
+    settings: dict[str, Any] = {}
+    at, where = 0, f"by_task, {name[:80]!r}"
+    while at < len(tail) or not settings:
+        key = re.compile(r"\s*(\w+)\s*=\s*").match(tail, at)
+        if key is None or key[1] not in OF_TASKS or key[1] in settings:
+            raise ValueError(
+                f"{where}: expected one of {', '.join(OF_TASKS)}, each once, {_HOW}, got "
+                f"{tail[at:][:80]!r}"
+            )
+        try:
+            value, at = json.JSONDecoder(strict=False).raw_decode(tail, key.end())
+        except (ValueError, RecursionError):
+            raise ValueError(
+                f"{where}: expected {key[1]} to be JSON (a number, or a list of texts in double "
+                f'quotes: stop=["\\n\\n"]), got {tail[key.end() :][:80]!r}'
+            ) from None
+        settings[key[1]] = _typed(value, key[1], where)
+        end = re.compile(r"\s*(,|$)").match(tail, at)
+        if end is None:
+            raise ValueError(f"{where}: expected a comma, got {tail[at:][:80]!r}")
+        at = end.end()
+    return name, settings
+
+
+def _typed(value: Any, field: str, where: str) -> Any:
+    wanted: dict[str, type] = {"stop": str, "temperature": float, "top_p": float}
+    kind, many = wanted.get(field, int), field in ("stop", "stop_ids")
+    values = value if many and isinstance(value, list) else [value]
+    if kind is float:
+        values = [float(v) if type(v) is int and abs(v) < 2**53 else v for v in values]
+    if any(type(v) is not kind for v in values):
+        what = f"{kind.__name__} or a list of {kind.__name__}" if many else kind.__name__
+        raise ValueError(f"{where}: expected {field} to be {what}, got {str(value)[:80]!r}")
+    return tuple(values) if many else values[0]
+
+
+def _check_stops(stop_ids: tuple[int, ...], stop: tuple[str, ...]) -> None:
+    for name, given, most in (("stop_ids", stop_ids, MOST_STOP_IDS), ("stop", stop, MOST_STOPS)):
+        if len(given) > most:
+            raise ValueError(f"{name}: expected at most {most}, got {len(given)}")
+        if len(set(given)) < len(given):
+            twice = next(x for x in given if given.count(x) > 1)
+            raise ValueError(f"{name}: expected each once, got {twice!r} again: leave it out")
+    if any(i < 0 for i in stop_ids):
+        raise ValueError(f"stop_ids: expected ids of tokens, 0 or more, got {min(stop_ids)}")
+    for text in stop:
+        if not text:
+            raise ValueError(
+                "stop: expected texts, got an empty one, which every response has: leave it out"
+            )
+        if len(text) > MOST_STOP_CHARACTERS:
+            raise ValueError(
+                f"stop: expected at most {MOST_STOP_CHARACTERS} characters, got {len(text)}: "
+                f"{text[:40]!r}…"
+            )
+        if any("\ud800" <= c <= "\udfff" or c == "\ufffd" for c in text):
+            raise ValueError(
+                f"stop: expected whole characters, got {text!r}: half a character in it would "
+                "never be found"
+            )

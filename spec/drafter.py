@@ -15,6 +15,7 @@ from typing import NamedTuple, Protocol
 import numba
 import numpy as np
 
+from spec.config import SamplingConfig
 from spec.tree import PADDING, Draft, check_draft
 
 
@@ -35,6 +36,7 @@ class LiveSlots:
     """The live requests; `tokens_BL[rows_A[a], :total_tokens_A[a]]` is prompt and response of a.
 
     `tokens_BL` is the engine's own table: read it during the call only, and never write to it.
+    `processing_A3` holds temperature, top-k and top-p of each; None: those of the rollout.
     """
 
     rows_A: np.ndarray
@@ -45,6 +47,7 @@ class LiveSlots:
     total_tokens_A: np.ndarray
     remaining_tokens_A: np.ndarray
     tokens_BL: np.ndarray
+    processing_A3: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.rows_A)
@@ -58,7 +61,15 @@ class LiveSlots:
     def take(self, chosen_A: np.ndarray) -> LiveSlots:
         """Return the requests that a mask or an index array chooses."""
         columns = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return LiveSlots(**{k: v if k == "tokens_BL" else v[chosen_A] for k, v in columns.items()})
+        whole = ("tokens_BL",) if self.processing_A3 is not None else ("tokens_BL", "processing_A3")
+        return LiveSlots(**{k: v if k in whole else v[chosen_A] for k, v in columns.items()})
+
+    def processing(self, rollout: SamplingConfig) -> np.ndarray:
+        """Return temperature, top-k and top-p of each, in this rollout; float32 [A, 3]."""
+        if self.processing_A3 is not None:
+            return self.processing_A3
+        one = np.array([rollout.temperature, rollout.top_k, rollout.top_p], np.float32)
+        return np.broadcast_to(one, (len(self), 3))
 
 
 class Drafts(NamedTuple):

@@ -24,7 +24,10 @@ KEY_IMPL = "threefry2x32"  # named, so that a changed default of jax changes no 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Processing:
-    """Temperature (float32), top-k (int32) and top-p (float32), traced: scalars, or [B] each."""
+    """Temperature (float32), top-k (int32) and top-p (float32), traced.
+
+    Scalars, or arrays of the first axes of what they are used on.
+    """
 
     temperature: Any
     top_k: Any
@@ -37,12 +40,24 @@ class Processing:
             np.float32(sampling.temperature), np.int32(sampling.top_k), np.float32(sampling.top_p)
         )
 
+    @classmethod
+    def filled(cls, sampling: SamplingConfig, shape: tuple[int, ...]) -> Processing:
+        """Host arrays of a shape, all with the settings of a configuration."""
+        one = cls.of(sampling)
+        return cls(*(np.full(shape, x) for x in (one.temperature, one.top_k, one.top_p)))
+
+    def put(self, where: Any, sampling: SamplingConfig) -> None:
+        """Write a configuration's settings into host arrays, at these places of the flattened."""
+        one = Processing.of(sampling)
+        for name, array in vars(self).items():
+            array.reshape(-1)[where] = getattr(one, name)
+
     def broadcast(self, shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """(temperature, top_k, top_p) as arrays of this shape, whose first axis is B."""
+        """(temperature, top_k, top_p) as arrays of this shape, whose first axes are theirs."""
 
         def one(x: Any) -> jax.Array:
             x = jnp.asarray(x)
-            return jnp.broadcast_to(x.reshape(x.shape + (1,) * (len(shape) - 1) * x.ndim), shape)
+            return jnp.broadcast_to(x.reshape(x.shape + (1,) * (len(shape) - x.ndim)), shape)
 
         return one(self.temperature), one(self.top_k), one(self.top_p)
 

@@ -31,6 +31,7 @@ from models.config import ModelConfig
 from models.kv_cache import KVCache
 from rl.engine import cache_ops
 from rl.engine.config import EngineConfig
+from rl.engine.ending import padded_ids
 from rl.engine.engine import Engine
 from rl.engine.rollout_spec import RolloutSpec
 from rl.speculation.learned_drafter import LearnedDrafter
@@ -240,8 +241,9 @@ class Programs:
     def _rows(self, engine: Engine, B: int) -> tuple[Any, ...]:
         """Weights, cache, slots and end tokens of a round."""
         ints_BC = np.zeros((B, len(cache_ops.COLUMNS)), np.int32)
-        slots = cache_ops.make_slots(*engine.slot_arguments(ints_BC, self.sampling, step_key(0, 0)))
-        stop_E = np.zeros(max(1, len(self.model.eos_token_ids)), np.int32)
+        processing_B2 = np.ones((B, 2), np.float32)
+        slots = cache_ops.make_slots(*engine.slot_arguments(ints_BC, processing_B2, step_key(0, 0)))
+        stop_E = padded_ids(self.model.eos_token_ids)
         return self.params, engine.empty_cache(B, self.num_positions), slots, stop_E
 
     def _round(self, engine: Engine, B: int, num_nodes: int) -> Any:

@@ -99,7 +99,7 @@ def ask(kind: str, tokenizer: Tokenizer, count: int) -> list[Question]:
         tasks = [open_tasks(TaskConfig((s,), size=each), SEED) for s in question_set.specs]
         for i in range(count):
             example = tasks[i % len(tasks)][i // len(tasks)]
-            ids = encode_prompt(tokenizer, example, suffix=question_set.suffix)
+            ids = encode_prompt(tokenizer, example, TaskConfig(prompt_suffix=question_set.suffix))
             assert isinstance(example.prompt, str)
             found.append(Question(question_set, example, example.prompt + question_set.suffix, ids))
     return found

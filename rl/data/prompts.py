@@ -9,11 +9,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
-from rl.data.tasks import Example, Message, Task
+from rl.data.tasks import Example, Message, Task, TaskConfig
 
 MOST_PASSED_OVER = 1000  # prompts in a row that are too long: hardly any would fit
 
@@ -89,45 +89,47 @@ class PromptTokenizer(Protocol):
     def encode(self, text: str) -> list[int]: ...
 
     def apply_chat_template(
-        self, messages: Sequence[Message], add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool = True,
+        **variables: Any,
     ) -> list[int]: ...
 
 
 def encode_prompt(
-    tokenizer: PromptTokenizer,
-    example: Example,
-    system_prompt: str | None = None,
-    suffix: str = "",
+    tokenizer: PromptTokenizer, example: Example, config: TaskConfig
 ) -> tuple[int, ...]:
     """Return the token ids of an example's prompt.
 
-    With a chat template they are the system prompt (unless the example has its own) and the
-    example's messages, the last one ending with `suffix` once; without, the same texts joined
-    by blank lines. Raises ValueError, which names the example, for a prompt that
-    encodes to nothing or cannot be encoded, and for assistant turns without a chat
-    template to mark them.
+    In a chat template they are the system prompt (unless the example has its own) and the
+    example's messages, the last one ending with the suffix once; without, the same texts joined
+    by blank lines. `Task.chat` says for which prompts a tokenizer's template is used. Raises
+    ValueError, which names the example, for a prompt that encodes to nothing or cannot be
+    encoded, and for assistant turns without a chat template to mark them.
     """
-    messages = _messages(example, system_prompt, suffix)
+    messages = _messages(example, config.system_prompt, config.prompt_suffix)
+    plain = isinstance(example.prompt, str)
+    in_template = tokenizer.has_chat_template and config.uses_template(plain=plain)
     try:
-        ids = _encode_messages(tokenizer, messages)
+        if in_template:
+            variables = dict(config.chat_template_kwargs)
+            ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, **variables)
+        else:
+            ids = _encode_plainly(tokenizer, messages)
+        if not ids:
+            raise ValueError("the prompt encodes to no tokens")
     except ValueError as error:
         raise ValueError(f"{example.example_id}: {error}") from error
     return tuple(int(token) for token in ids)
 
 
-def _encode_messages(tokenizer: PromptTokenizer, messages: list[dict[str, str]]) -> list[int]:
-    if tokenizer.has_chat_template:
-        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
-    else:
-        if any(message["role"] not in ("system", "user") for message in messages):
-            raise ValueError(
-                "the prompt has assistant turns, but the tokenizer has no chat template to mark "
-                "them; use a chat tokenizer or text prompts"
-            )
-        ids = tokenizer.encode("\n\n".join(message["content"] for message in messages))
-    if not ids:
-        raise ValueError("the prompt encodes to no tokens")
-    return ids
+def _encode_plainly(tokenizer: PromptTokenizer, messages: list[dict[str, str]]) -> list[int]:
+    if any(message["role"] not in ("system", "user") for message in messages):
+        raise ValueError(
+            "the prompt has assistant turns, but no chat template to mark them: expected a "
+            'tokenizer with one and Task.chat other than "none", or text prompts'
+        )
+    return tokenizer.encode("\n\n".join(message["content"] for message in messages))
 
 
 def _messages(example: Example, system_prompt: str | None, suffix: str) -> list[dict[str, str]]:

@@ -12,19 +12,22 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import itertools
+import json
 import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import numpy as np
 
+from models.chat_template import check_variables
 from rl.data import files, reasoning_gym_tasks
 from rl.data.columns import RECIPES, Message, layout_of, read_row, search_of
 from rl.data.rows import open_rows
 from rl.data.specs import MOST_PROMPT_CHARACTERS, Spec, check_text, parse_spec
 
 MOST_EXAMPLES = 1_000_000  # of a generated task
+MOST_VARIABLES = 32  # of a chat template
 MOST_ADDED_CHARACTERS = 100_000  # to every prompt, by the configuration
 
 
@@ -64,7 +67,10 @@ class TaskConfig:
     one per spec, each position of the mixture draws its task with that probability;
     without, the mixture holds every example of every task once. More than
     `stream_above_examples` examples are read, checked and tokenized as a run comes to them,
-    not before it.
+    not before it. `chat` says which prompts are put into the tokenizer's chat template, if it
+    has one: `all` of them, a text as the user's message; those that are `messages`, and texts
+    as they stand; or `none`. The template is given `chat_template_kwargs`, for example
+    (("enable_thinking", False),).
     """
 
     RETIRED: ClassVar = {"seed_offset": 0}
@@ -75,6 +81,12 @@ class TaskConfig:
     system_prompt: str | None = None
     prompt_suffix: str = ""
     stream_above_examples: int = 20_000
+    chat: Literal["all", "messages", "none"] = "all"
+    chat_template_kwargs: tuple[tuple[str, bool | int | float | str | None], ...] = ()
+
+    def uses_template(self, *, plain: bool) -> bool:
+        """Return whether a prompt, plain text or messages, belongs into a chat template."""
+        return self.chat == "all" or (self.chat == "messages" and not plain)
 
     def __post_init__(self) -> None:
         if not self.specs:
@@ -93,6 +105,9 @@ class TaskConfig:
             raise ValueError(
                 f"Task.stream_above_examples: expected 0 or more, got {self.stream_above_examples}"
             )
+        if self.chat not in ("all", "messages", "none"):
+            raise ValueError(f"Task.chat must be 'all', 'messages' or 'none', got {self.chat!r}")
+        _check_variables(self.chat_template_kwargs)
         for field in ("system_prompt", "prompt_suffix"):
             check_text(getattr(self, field) or "", f"Task.{field}", MOST_ADDED_CHARACTERS)
         names = [parse_spec(spec).name for spec in self.specs]
@@ -195,6 +210,24 @@ def _num_examples(text: str, spec: Spec) -> int:
             f"got {text[:20]!r}"
         )
     return int(text)
+
+
+def _check_variables(pairs: Sequence[tuple[str, Any]]) -> None:
+    names = [name for name, _ in pairs]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"Task.chat_template_kwargs: expected each once, got {twice[0]!r} twice")
+    if len(names) > MOST_VARIABLES:
+        raise ValueError(
+            f"Task.chat_template_kwargs: expected at most {MOST_VARIABLES}, got {len(names)}"
+        )
+    try:
+        check_variables(names)
+        json.dumps(dict(pairs), allow_nan=False)
+    except ValueError as error:
+        raise ValueError(f"Task.chat_template_kwargs: {error}") from error
+    for name, value in pairs:
+        if isinstance(value, str):
+            check_text(value, f"Task.chat_template_kwargs, {name}", MOST_ADDED_CHARACTERS)
 
 
 class _FileTask:

@@ -78,7 +78,8 @@ class Engine(ModelRunner):
         self.check(requests, spec.sampling)
         self.stats = stats or EngineStats()
         most_requests = len(requests)
-        most_tokens = longest_tokens(requests, spec.sampling.max_new_tokens)
+        most_tokens = longest_tokens(requests, spec.sampling)
+        endings = spec.endings(requests)
         if source is not None:
             most_requests += source.most_requests
             most_tokens = max(most_tokens, source.longest_tokens)
@@ -87,14 +88,14 @@ class Engine(ModelRunner):
         self._speculator = Speculator(self.config, drafting, self.stats)
         cached = None
         if spec.rule is not None:
-            cached = PrefixVerifier(spec, self, most_tokens, self.stats.verified)
+            cached = PrefixVerifier(spec, self, most_tokens, endings, self.stats.verified)
         self._waiting = WaitingQueue(cached)
         self._waiting.add(requests)
         done: dict[int, Trajectory] = {}
         with self.mesh_context():
             try:
                 # rows of an earlier policy hold nothing that is of use
-                self._rows.reset(self.config.slot_bucket(most_requests), most_tokens)
+                self._rows.reset(self.config.slot_bucket(most_requests), most_tokens, endings)
                 while self._receive() or len(self._waiting) or self._table.num_busy:
                     for trajectory in self._advance():
                         done[trajectory.request_id] = trajectory
@@ -135,23 +136,21 @@ class Engine(ModelRunner):
     def _admit(self) -> list[Trajectory]:
         """Fill the free rows; return the trajectories whose cached responses were whole."""
         rows, waiting, spec = self._rows, self._waiting, self._spec
-        limit, ended = spec.sampling.max_new_tokens, list[Trajectory]()
+        ended = list[Trajectory]()
         while len(waiting) and (free := len(self._table.free_rows())):
             if waiting.sourced:
                 entering = [waiting.sourced.popleft() for _ in range(self._num_fitting(free))]
                 if not entering:
                     break
-                self.stats.prefilled_tokens += rows.enter(spec.params, entering, limit)
+                self.stats.prefilled_tokens += rows.enter(spec.params, entering)
             elif waiting.cached:
                 over, verified = waiting.cached.take(free)
                 ended += over
                 if verified:
-                    rows.enter_verified(waiting.cached.packed, verified, limit)
+                    rows.enter_verified(waiting.cached.packed, verified)
             else:
                 entering = waiting.take_new(free)
-                self.stats.prefilled_tokens += rows.enter(
-                    spec.params, entering, limit, waiting.prompts
-                )
+                self.stats.prefilled_tokens += rows.enter(spec.params, entering, waiting.prompts)
             rows.changed()
         return ended
 
@@ -159,8 +158,8 @@ class Engine(ModelRunner):
         """Return how many of the source's requests can have a row now."""
         assert self._source is not None
         first = itertools.islice(self._waiting.sourced, free_rows)
-        budget, limit = self._source.kv_tokens, self._spec.sampling.max_new_tokens
-        return preemption.num_fitting(first, self._table, self._fetch_tokens, budget, limit)
+        budget = self._source.kv_tokens
+        return preemption.num_fitting(first, self._table, self._fetch_tokens, budget)
 
     def _preempt(self) -> None:
         """Free rows that do not fit any more; their requests wait to be recomputed."""
@@ -284,9 +283,11 @@ class Engine(ModelRunner):
         cache, slots, packed = found
         self._rows.stepped(cache, slots)
         self._called_s = self.clock()
-        tokens_BN, logprobs_BN, count_B = unpack(packed)
+        tokens_BN, logprobs_BN, drawn_B = unpack(packed)
         self._fetched_s = self.clock()
-        self._table.commit(tokens_BN, logprobs_BN, count_B, drafted_B)
+        count_B = self._table.commit(tokens_BN, logprobs_BN, drawn_B, drafted_B)
+        if self._table.endings.unknown_to_device and self._table.stopped_B[count_B > 0].any():
+            self._rows.changed()  # the device goes on there
         self.stats.fetches += 1
         self.stats.tokens += int(count_B.sum())
         return tokens_BN, count_B
@@ -296,8 +297,8 @@ class Engine(ModelRunner):
     def _retire_ended(self) -> list[Trajectory]:
         """Free the rows of requests that the last round ended; return their trajectories."""
         spec, table = self._spec, self._table
-        rows = table.ended_rows(spec.stop_ids)
-        whole = np.array([table.is_whole(b, spec.stop_ids) for b in rows.tolist()], bool)
+        rows = table.ended_rows()
+        whole = np.array([table.is_whole(b) for b in rows.tolist()], bool)
         if not whole.all():
             assert self._source is not None, "only a source brings requests in chunks"
             self._end_chunks(self._source, rows[~whole].tolist())
@@ -305,7 +306,7 @@ class Engine(ModelRunner):
         self._speculator.finished(table.view(rows[whole]))
         if spec.sink is not None:
             self._rows.send(whole_rows, spec.sink, spec.policy_version)
-        return [table.retire(b, spec.stop_ids, spec.policy_version) for b in whole_rows]
+        return [table.retire(b, spec.policy_version) for b in whole_rows]
 
     def _end_chunks(self, source: RequestSource, rows: Sequence[int]) -> None:
         """Let each of these requests resume here, or leave with the tokens that it has."""
@@ -330,7 +331,7 @@ class Engine(ModelRunner):
         return self._rows.num_positions
 
     def _device_slots(self) -> Slots:
-        return self._rows.slots(self._spec.sampling, self._spec.key)
+        return self._rows.slots(self._spec.key)
 
 
 class RolloutEngine(Protocol):

@@ -53,7 +53,7 @@ class ModelRunner:
 
     def check(self, requests: Sequence[Request], sampling: SamplingConfig) -> None:
         """Raise ValueError for requests that cannot run."""
-        check_requests(self.model, requests, sampling.max_new_tokens)
+        check_requests(self.model, requests, sampling)
 
     def empty_cache(self, num_slots: int, num_positions: int) -> kv_cache.KVCache:
         """Return an empty cache on these devices, never whole on one of several."""
@@ -166,12 +166,10 @@ class ModelRunner:
         return {"dtype": self.dtype, "feature_layers": self.feature_layers}
 
     def slot_arguments(
-        self, ints_BC: np.ndarray, sampling: SamplingConfig, key: jax.Array
+        self, ints_BC: np.ndarray, processing_B2: np.ndarray, key: jax.Array
     ) -> tuple[Any, ...]:
-        """Return the arguments of `cache_ops.make_slots` for a table with its columns."""
-        floats_B2 = np.empty((len(ints_BC), 2), np.float32)
-        floats_B2[:] = sampling.temperature, sampling.top_p
-        return self.put(ints_BC), self.put(floats_B2), self.put(key)
+        """Return the arguments of `cache_ops.make_slots` for a table's columns."""
+        return self.put(ints_BC), self.put(processing_B2), self.put(key)
 
     def argument(self, x: np.ndarray) -> Any:
         """Return a host array as one call's argument: without a mesh jit is faster than `put`."""

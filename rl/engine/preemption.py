@@ -29,12 +29,11 @@ def num_fitting(
     table: SlotTable,
     fetch_tokens: int,
     budget: int,
-    default_limit: int,
 ) -> int:
     """Return how many waiting requests, in order, fit beside what runs; at least one alone."""
     held, count = int(needed_B(table, fetch_tokens).sum()), 0
     for p in waiting:
-        left = (p.request.max_new_tokens or default_limit) - p.num_tokens
+        left = p.request.limit(table.endings.sampling) - p.num_tokens
         if p.max_tokens is not None:
             left = min(left, p.max_tokens)
         held += len(p.request.prompt_ids) + p.num_tokens + min(fetch_tokens, left)

@@ -15,6 +15,7 @@ import numpy as np
 
 from models.kv_cache import KVCache
 from rl import packing
+from rl.engine.ending import Endings
 from rl.engine.model_runner import ModelRunner
 from rl.engine.rollout_spec import RolloutSpec
 from rl.engine.stats import VerifiedPrefixes
@@ -28,6 +29,7 @@ from rl.trajectory import (
     Trajectory,
     of_prefix,
 )
+from spec.config import SamplingConfig
 from spec.reuse import packed_verify
 from spec.reuse.packed_verify import PackedResponses, verify_packed
 from spec.reuse.prefix_rule import Verified
@@ -72,9 +74,10 @@ class PrefixVerifier:
         spec: RolloutSpec,
         runner: ModelRunner,
         longest_tokens: int,
+        endings: Endings,
         counts: VerifiedPrefixes,
     ) -> None:
-        self._spec, self._runner, self._counts = spec, runner, counts
+        self._spec, self._runner, self._endings, self._counts = spec, runner, endings, counts
         self._shapes = runner.config.verify_shapes(longest_tokens)
         self._passes: collections.deque[_Pass] = collections.deque()
         self._ready: collections.deque[VerifiedRequest] = collections.deque()
@@ -123,7 +126,6 @@ class PrefixVerifier:
             spec.params,
             jax.tree.map(runner.put, self._inputs(planned, layout)),
             spec.key,
-            Processing.of(spec.sampling),
             **runner.verify_packed_options(spec.sampling.draw),
         )
         drawn_X, drawn_logprobs_X, logprobs_X, possible_X = packed_verify.unpack(found)
@@ -147,28 +149,27 @@ class PrefixVerifier:
         """The pass's rows, and whose noise draws at each position."""
         shape = layout.tokens_BT.shape
         ids_X, position_X = np.zeros((2, layout.tokens_BT.size), np.int32)
+        processing = Processing.filled(SamplingConfig(), shape)
         for i, start, _ in _places(layout):
             response, request = planned.responses[i], planned.requests[i].request
             n = len(response.tokens)
             here = slice(start, start + n)
             ids_X[here], position_X[here] = request.request_id, np.arange(n)
+            processing.put(here, request.sampling or self._spec.sampling)
         return PackedResponses(
             layout.tokens_BT,
             layout.targets_BT,
             layout.packing,
             ids_X.reshape(shape),
             position_X.reshape(shape),
+            processing,
         )
 
     def _usable(self, request: Request) -> np.ndarray:
-        """The request's cached tokens, up to an end token and to its limit."""
+        """The request's cached tokens, up to where a response would end."""
         assert request.cached is not None
-        tokens = request.cached.tokens[: self._limit(request)]
-        ends = np.nonzero(np.isin(tokens, self._spec.stop_ids))[0]
-        return tokens[: ends[0] + 1] if len(ends) else tokens
-
-    def _limit(self, request: Request) -> int:
-        return request.max_new_tokens or self._spec.sampling.max_new_tokens
+        tokens = request.cached.tokens[: request.limit(self._spec.sampling)]
+        return tokens[: self._endings.read(self._endings.rule(request.sampling), tokens)[0]]
 
     def _prefix(self, request: Request, verified: Verified) -> Prefix:
         """The tokens that the rule keeps, and the one that was drawn behind them."""
@@ -189,9 +190,9 @@ class PrefixVerifier:
         origins = np.full(len(tokens), Origin.BONUS, np.uint8)
         origins[:kept] = origin
         reason = None
-        if np.isin(tokens[-1], self._spec.stop_ids):
+        if self._endings.read(self._endings.rule(request.sampling), tokens)[2]:
             reason = FinishReason.STOP
-        elif len(tokens) >= self._limit(request):
+        elif len(tokens) >= request.limit(self._spec.sampling):
             reason = FinishReason.LENGTH
         return Prefix(tokens, logprobs, emission, versions, origins, kept, reason)
 

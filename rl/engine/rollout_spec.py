@@ -13,9 +13,11 @@ from typing import Protocol
 import jax
 import numpy as np
 
+from models.token_text import TokenBytes
 from models.transformer import Params
+from rl.engine.ending import Endings, padded_ids
 from rl.engine.model_runner import ModelRunner
-from rl.trajectory import PartialRequest
+from rl.trajectory import PartialRequest, Request
 from spec.budget.budget import Budget
 from spec.config import SamplingConfig
 from spec.drafter import Drafter
@@ -53,6 +55,7 @@ def draft_with(drafter: Drafter | None, budget: Budget | None = None) -> Drafter
 class RolloutSpec:
     """The policy, the sampling and the noise of all requests of a rollout, and how they draft.
 
+    `words` is the text of the policy's tokens, which stop strings are found by.
     `drafts` makes each worker's drafter and budget; without a budget all draft tokens are
     verified. `rule` says how much of the requests' cached responses is kept; without one they are
     not used. `sink` receives finished responses with the policy's hidden states, from engines
@@ -67,11 +70,19 @@ class RolloutSpec:
     drafts: DrafterFactory = no_drafts
     rule: PrefixRule | None = None
     sink: HiddenStateSink | None = None
+    words: TokenBytes | None = None
 
     @functools.cached_property
     def stop_ids(self) -> np.ndarray:
-        """The end tokens as an array that is never empty; int32 [E]."""
-        return np.asarray(sorted(self.stop_token_ids) or [-1], np.int32)
+        """The end tokens of all requests, as the device knows them; int32 [E]."""
+        return padded_ids((*self.stop_token_ids, *self.sampling.stop_ids))
+
+    def endings(self, requests: Sequence[Request] = ()) -> Endings:
+        """Return where responses end. Raises ValueError for stop strings without `words`."""
+        endings = Endings(self.sampling, self.stop_token_ids, self.words)
+        for request in requests:
+            endings.rule(request.sampling)
+        return endings
 
 
 class RequestSource(Protocol):

@@ -15,12 +15,12 @@ import numpy as np
 
 from models import kv_cache, transformer
 from rl.engine import admission, cache_ops
+from rl.engine.ending import Endings
 from rl.engine.model_runner import ModelRunner
 from rl.engine.prefix_verification import VerifiedRequest
 from rl.engine.slot_table import SlotTable
 from rl.trajectory import PartialRequest, Prompt
 from spec import cache_rows
-from spec.config import SamplingConfig
 from spec.eagle.batch import HiddenStates, HiddenStateSink
 from spec.verify import Slots
 
@@ -59,11 +59,11 @@ class SlotCache:
         """Note that the host has changed the table."""
         self._slots = None
 
-    def slots(self, sampling: SamplingConfig, key: jax.Array) -> Slots:
+    def slots(self, key: jax.Array) -> Slots:
         """Return the device's copy of the table."""
         if self._slots is None:
-            columns = self.table.device_columns(sampling.top_k)
-            arguments = self._runner.slot_arguments(columns, sampling, key)
+            columns, processing_B2 = self.table.device_columns(), self.table.device_processing()
+            arguments = self._runner.slot_arguments(columns, processing_B2, key)
             self._slots = cache_ops.make_slots(*arguments)
         return self._slots
 
@@ -73,7 +73,6 @@ class SlotCache:
         self,
         params: transformer.Params,
         requests: Sequence[PartialRequest],
-        default_limit: int,
         wanted_later: Collection[Prompt] = (),
     ) -> int:
         """Put requests into free rows; return the number of tokens that were prefilled.
@@ -86,20 +85,18 @@ class SlotCache:
             tokens = [p.token_ids for p in others]
             rows, prefilled = self._fill(params, tokens, wanted_later)
             for p, row in zip(others, rows, strict=True):
-                self.table.enter(row, p, default_limit)
+                self.table.enter(row, p)
         if brought:
             entries = []
             for p, row in zip(brought, self.table.free_rows(), strict=False):
                 assert p.kv is not None
                 entries.append((p.kv, row))
-                self.table.enter(row, p, default_limit)
+                self.table.enter(row, p)
             self.grow(max(kv.num_tokens for kv, _ in entries) + 1)
             self._cache = self._runner.insert_kv(self.cache, entries)
         return prefilled
 
-    def enter_verified(
-        self, packed: kv_cache.KVCache, entering: Sequence[VerifiedRequest], default_limit: int
-    ) -> None:
+    def enter_verified(self, packed: kv_cache.KVCache, entering: Sequence[VerifiedRequest]) -> None:
         """Put verified requests into free rows; keys and values are gathered from their pass."""
         table = self.table
         self.grow(max(len(v.positions) + 1 for v in entering))
@@ -107,7 +104,7 @@ class SlotCache:
         target_B = np.zeros(len(table), np.int32)
         for i, (v, row) in enumerate(zip(entering, table.free_rows(), strict=False)):
             index_BS[i, : len(v.positions)], target_B[i] = v.positions, row
-            table.enter(row, v.partial, default_limit)
+            table.enter(row, v.partial)
         count = np.int32(len(entering))
         self._cache = cache_ops.gather_rows(self.cache, packed, index_BS, target_B, count)
 
@@ -146,7 +143,7 @@ class SlotCache:
 
     # -- buckets -----------------------------------------------------------------------
 
-    def reset(self, num_slots: int, longest_tokens: int) -> None:
+    def reset(self, num_slots: int, longest_tokens: int, endings: Endings) -> None:
         """Start with an empty table and the smallest bucket of positions.
 
         Prompt and response have at most `longest_tokens`. A cache of that size is kept.
@@ -156,7 +153,8 @@ class SlotCache:
         if held is None or (held.num_slots, held.num_positions) != (num_slots, num_positions):
             self._cache = held = None  # free it before there is another
             self._cache = self._runner.empty_cache(num_slots, num_positions)
-        self.table = SlotTable(num_slots, longest_tokens + 1)  # a fetch may write one beyond
+        # a fetch may write one beyond
+        self.table = SlotTable(num_slots, longest_tokens + 1, endings)
         self._slots = None
 
     def drop(self) -> None:

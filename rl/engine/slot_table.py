@@ -13,6 +13,7 @@ from collections.abc import Collection, Sequence
 import numba
 import numpy as np
 
+from rl.engine.ending import Endings
 from rl.trajectory import (
     FinishReason,
     Origin,
@@ -22,11 +23,13 @@ from rl.trajectory import (
     Trajectory,
     of_prefix,
 )
+from spec.config import SamplingConfig
 from spec.drafter import LiveSlots
 
 ARRAYS = (
     *("tokens_BL", "logprobs_BL", "origins_BL", "prompt_tokens_B", "total_tokens_B", "limit_B"),
     *("final_B", "busy_B", "entered_B", "request_ids_B", "group_ids_B", "sample_indices_B"),
+    *("rule_B", "state_B", "stopped_B", "processing_B3"),
 )
 
 
@@ -36,8 +39,9 @@ class SlotTable:
     The cache holds all of a row's tokens but the last, which is the next tree's root.
     """
 
-    def __init__(self, num_slots: int, max_tokens: int) -> None:
+    def __init__(self, num_slots: int, max_tokens: int, endings: Endings | None = None) -> None:
         B, L = num_slots, max_tokens
+        self.endings = endings or Endings(SamplingConfig())
         self.started: list[PartialRequest | None] = [None] * B  # with what a row's request began
         self.prompts: list[Prompt | None] = [None] * B  # whose cache a row holds
         self.tokens_BL = np.zeros((B, L), np.int32)
@@ -53,6 +57,10 @@ class SlotTable:
         self.request_ids_B = np.zeros(B, np.int64)
         self.group_ids_B = np.zeros(B, np.int64)
         self.sample_indices_B = np.zeros(B, np.int64)
+        self.rule_B = np.zeros(B, np.int32)  # of `endings`, and the state that its text is in
+        self.state_B = np.zeros(B, np.int32)
+        self.stopped_B = np.zeros(B, bool)  # by an end token or a stop string
+        self.processing_B3 = np.ones((B, 3), np.float32)  # temperature, top_k, top_p
 
     def __len__(self) -> int:
         return len(self.busy_B)
@@ -77,9 +85,10 @@ class SlotTable:
     def free_rows(self) -> list[int]:
         return np.nonzero(~self.busy_B)[0].tolist()
 
-    def enter(self, row: int, partial: PartialRequest, default_limit: int) -> None:
+    def enter(self, row: int, partial: PartialRequest) -> None:
         """Put a request into a row; the engine puts its keys and values there."""
-        request, prefix = partial.request, partial.prefix
+        request, prefix, endings = partial.request, partial.prefix, self.endings
+        sampling = request.sampling or endings.sampling
         n = end = len(request.prompt_ids)
         self.started[row], self.prompts[row] = partial, request.prompt_ids
         self.tokens_BL[row, :n] = request.prompt_ids
@@ -89,7 +98,10 @@ class SlotTable:
             self.logprobs_BL[row, n:end] = prefix.logprobs
             self.origins_BL[row, n:end] = prefix.origins
         self.prompt_tokens_B[row], self.total_tokens_B[row] = n, end
-        self.limit_B[row] = self.final_B[row] = request.max_new_tokens or default_limit
+        self.limit_B[row] = self.final_B[row] = request.limit(endings.sampling)
+        self.rule_B[row] = rule = endings.rule(request.sampling)
+        _, self.state_B[row], self.stopped_B[row] = endings.read(rule, self.tokens_BL[row, n:end])
+        self.processing_B3[row] = sampling.temperature, sampling.top_k, sampling.top_p
         if partial.max_tokens is not None:
             self.extend(row, partial.max_tokens)
         self.busy_B[row] = True
@@ -104,11 +116,14 @@ class SlotTable:
         logprobs_BN: np.ndarray,
         count_B: np.ndarray,
         drafted_B: np.ndarray,
-    ) -> None:
-        """Append what a fetch brought: the first `count_B` of each slot's tokens.
+    ) -> np.ndarray:
+        """Append what a fetch brought: the first `count_B` of each slot's tokens, up to its end.
 
-        Where a slot had draft tokens, all of them but the last were accepted ones.
+        Where a slot had draft tokens, all of them but the last were accepted ones. Returns how
+        many tokens each slot got: those behind the end of a response are dropped.
         """
+        count_B = count_B.copy()
+        self.endings.cut(tokens_BN, count_B, self.rule_B, self.state_B, self.stopped_B)
         _append(
             tokens_BN,
             logprobs_BN,
@@ -119,28 +134,25 @@ class SlotTable:
             self.origins_BL,
             self.total_tokens_B,
         )
+        return count_B
 
-    def ended_rows(self, stop_ids: np.ndarray) -> np.ndarray:
-        """Return the rows whose request or chunk has ended, by an end token or by its limit."""
-        last_B = self.tokens_BL[np.arange(len(self)), self.cached_tokens_B]
-        stopped_B = (self.emitted_B > 0) & (last_B[:, None] == stop_ids).any(axis=1)
-        return np.nonzero(self.busy_B & (stopped_B | (self.emitted_B >= self.limit_B)))[0]
+    def ended_rows(self) -> np.ndarray:
+        """Return the rows whose request or chunk has ended, by a stop or by its limit."""
+        return np.nonzero(self.busy_B & (self.stopped_B | (self.emitted_B >= self.limit_B)))[0]
 
     def extend(self, row: int, max_tokens: int) -> None:
         """Let the row's request have `max_tokens` more tokens."""
         self.limit_B[row] = min(self.final_B[row], self.emitted_B[row] + max_tokens)
 
-    def is_whole(self, row: int, stop_ids: np.ndarray) -> bool:
+    def is_whole(self, row: int) -> bool:
         """Return True if an ended row's response is whole, False if only its chunk ended."""
-        last = self.tokens_BL[row, self.cached_tokens_B[row]]
-        return bool(last in stop_ids or self.emitted_B[row] >= self.final_B[row])
+        return bool(self.stopped_B[row] or self.emitted_B[row] >= self.final_B[row])
 
-    def retire(self, row: int, stop_ids: np.ndarray, policy_version: int) -> Trajectory:
+    def retire(self, row: int, policy_version: int) -> Trajectory:
         """Free the row, which still holds its prompt; return the request's trajectory."""
         left = self.leave(row, policy_version)
         assert left.prefix is not None
-        stopped = left.prefix.response_ids[-1] in stop_ids
-        reason = FinishReason.STOP if stopped else FinishReason.LENGTH
+        reason = FinishReason.STOP if self.stopped_B[row] else FinishReason.LENGTH
         return of_prefix(left.request, dataclasses.replace(left.prefix, finish_reason=reason))
 
     def preempt(self, row: int, policy_version: int) -> PartialRequest:
@@ -182,6 +194,7 @@ class SlotTable:
             total_tokens_A=self.total_tokens_B[rows],
             remaining_tokens_A=(self.limit_B - self.emitted_B)[rows],
             tokens_BL=self.tokens_BL,
+            processing_A3=self.processing_B3[rows],
         )
 
     def most_useful(self, wanted: Collection[Prompt]) -> list[int]:
@@ -209,7 +222,7 @@ class SlotTable:
             setattr(self, name, wider)
         self.total_tokens_B[num_slots - more :] = 1
 
-    def device_columns(self, top_k: int) -> np.ndarray:
+    def device_columns(self) -> np.ndarray:
         """int32 [B, columns], in the order of `rl.engine.cache_ops.COLUMNS`."""
         last_B = self.tokens_BL[np.arange(len(self)), self.cached_tokens_B]
         columns = (
@@ -219,9 +232,13 @@ class SlotTable:
             self.limit_B,
             self.busy_B,
             np.where(self.busy_B, self.request_ids_B, 0),
-            np.full(len(self), top_k),
+            np.where(self.busy_B, self.processing_B3[:, 1], 0),
         )
         return np.stack(columns, axis=1).astype(np.int32)
+
+    def device_processing(self) -> np.ndarray:
+        """Temperature and top_p of each row; float32 [B, 2]. Free rows cut nothing."""
+        return np.where(self.busy_B[:, None], self.processing_B3[:, ::2], np.float32(1))
 
 
 PLAIN, ACCEPTED, BONUS = int(Origin.PLAIN), int(Origin.ACCEPTED), int(Origin.BONUS)

@@ -81,15 +81,18 @@ def informative_groups(rewards: Sequence[float | None], group_ids: Sequence[int]
 
 
 def overlong_penalties(
-    lengths: Sequence[int], max_new_tokens: int, buffer_tokens: int
+    lengths: Sequence[int],
+    max_new_tokens: int | Sequence[int],
+    buffer_tokens: int | Sequence[int],
 ) -> np.ndarray:
     """0 up to max_new_tokens − buffer, then linear to −1 at max_new_tokens; float64 [n].
 
-    Zeros for a buffer of 0. Source: DAPO, arXiv 2503.14476, equation 13, whose limit is
-    one that no response passes here.
+    Limits and buffers are one for all or one each; a buffer of 0 gives zeros. Source: DAPO,
+    arXiv 2503.14476, equation 13, whose limit is one that no response passes here.
     """
-    over = np.asarray(lengths, np.float64) - (max_new_tokens - buffer_tokens)
-    return -np.clip(over, 0, None) / buffer_tokens if buffer_tokens else np.zeros(len(over))
+    buffer = np.asarray(buffer_tokens, np.float64)
+    over = np.asarray(lengths, np.float64) - (np.asarray(max_new_tokens) - buffer)
+    return np.where(buffer > 0, -np.clip(over, 0, None) / np.maximum(buffer, 1), 0.0)
 
 
 def gae(

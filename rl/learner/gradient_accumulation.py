@@ -24,7 +24,6 @@ from rl.learner.config import OptimizerConfig, TrainSpec
 from rl.learner.losses import TokenStatistics
 from rl.learner.micro_batches import MicroBatch, Packed, TrainSample
 from rl.learner.optimizer import CriticState, TrainState, learning_rate, make_optimizer
-from spec.sampling import Processing
 
 State = TypeVar("State", TrainState, CriticState)
 
@@ -79,7 +78,6 @@ class StepScalars:
     still the one that the batch began with (`rl.learner.losses.loss`).
     """
 
-    processing: Processing
     normaliser: Any
     num_tokens: Any
     unmoved: Any

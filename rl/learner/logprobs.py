@@ -25,7 +25,6 @@ from rl.learner import micro_batches
 from rl.learner.config import TrainSpec
 from rl.learner.micro_batches import MicroBatch, TrainSample
 from rl.packing import Shape
-from spec.config import SamplingConfig
 from spec.sampling import Processing, log_probs
 
 
@@ -43,7 +42,7 @@ def cast_for_training(params: Params, dtype: Any) -> Params:
 
 
 def logprobs_and_entropy(
-    params: Params, batch: MicroBatch, processing: Processing, recipe: TrainSpec
+    params: Params, batch: MicroBatch, recipe: TrainSpec
 ) -> tuple[jax.Array, jax.Array]:
     """Log-probability of each sample's response tokens, and entropy there; float32 [E, M] twice.
 
@@ -63,8 +62,8 @@ def logprobs_and_entropy(
     # sums its gradient over chunks: in bfloat16 that sum would lose digits
     head = dataclasses.replace(params, layers=())
 
-    def chunk(x: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        hidden_BCD, targets_BC = x
+    def chunk(x: tuple[jax.Array, jax.Array, Processing]) -> tuple[jax.Array, jax.Array]:
+        hidden_BCD, targets_BC, processing = x
         logits_BCV = transformer.head(cast(head, dtype), hidden_BCD)
         logits_BCV = constrain(logits_BCV, "batch", None, "vocab")
         processing_BC = processing.broadcast(targets_BC.shape)
@@ -72,38 +71,38 @@ def logprobs_and_entropy(
         return logprobs_BC, jax.lax.stop_gradient(entropy_BC)
 
     chunk_tokens = recipe.trainer.logprob_chunk_tokens
-    logprobs_BT, entropy_BT = _map_chunks(chunk, hidden_BTD, batch.targets_BT, chunk_tokens)
+    rows = hidden_BTD, batch.targets_BT, batch.processing_BT
+    logprobs_BT, entropy_BT = _map_chunks(chunk, rows, chunk_tokens)
     return logprobs_BT.reshape(-1)[batch.index_EM], entropy_BT.reshape(-1)[batch.index_EM]
 
 
 def _map_chunks(
-    chunk: Any, hidden_BTD: jax.Array, targets_BT: jax.Array, chunk_tokens: int
+    chunk: Any, rows: tuple[jax.Array, jax.Array, Processing], chunk_tokens: int
 ) -> tuple[jax.Array, jax.Array]:
     """Apply `chunk` to equal slices of the T axis, one after the other, and join its results.
 
     Rows stay whole, so that a batch split over devices stays where it is.
     """
-    B, T, D = hidden_BTD.shape
+    B, T = rows[1].shape
     count = -(-T // max(1, chunk_tokens // B))
     size = -(-T // count)
     over = count * size - T
-    hidden_BTD = jnp.pad(hidden_BTD, ((0, 0), (0, over), (0, 0)))
-    targets_BT = jnp.pad(targets_BT, ((0, 0), (0, over)))
-    slices = (
-        hidden_BTD.reshape(B, count, size, D).swapaxes(0, 1),
-        targets_BT.reshape(B, count, size).swapaxes(0, 1),
-    )
-    results = jax.lax.map(jax.checkpoint(chunk), slices)
+
+    def slices(x_BT: jax.Array) -> jax.Array:
+        x_BT = jnp.pad(x_BT, ((0, 0), (0, over), *[(0, 0)] * (x_BT.ndim - 2)))
+        return x_BT.reshape(B, count, size, *x_BT.shape[2:]).swapaxes(0, 1)
+
+    results = jax.lax.map(jax.checkpoint(chunk), jax.tree.map(slices, rows))
     logprobs_BT, entropy_BT = (x.swapaxes(0, 1).reshape(B, -1)[:, :T] for x in results)
     return logprobs_BT, entropy_BT
 
 
 @partial(jax.jit, static_argnames=("recipe",))
 def token_logprobs(
-    params: Params, batch: MicroBatch, processing: Processing, *, recipe: TrainSpec
+    params: Params, batch: MicroBatch, *, recipe: TrainSpec
 ) -> tuple[jax.Array, jax.Array]:
     """`logprobs_and_entropy` without gradients, compiled once."""
-    return logprobs_and_entropy(params, batch, processing, recipe)
+    return logprobs_and_entropy(params, batch, recipe)
 
 
 def unwatched() -> None:
@@ -137,15 +136,13 @@ def sample_logprobs(
     params: Params,
     samples: Sequence[TrainSample],
     shape: Shape,
-    sampling: SamplingConfig,
     recipe: TrainSpec,
     on_pass: Callable[[], None] = unwatched,
 ) -> list[np.ndarray]:
     """Return log-probabilities of each sample's response tokens, float32 [num_tokens]."""
-    processing = Processing.of(sampling)
 
     def run(batch: MicroBatch) -> jax.Array:
-        return token_logprobs(params, batch, processing, recipe=recipe)[0]
+        return token_logprobs(params, batch, recipe=recipe)[0]
 
     return by_sample(run, samples, shape, on_pass)
 

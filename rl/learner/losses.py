@@ -96,17 +96,17 @@ def token_weights(mask_BT: jax.Array, normaliser: jax.Array, aggregation: Aggreg
 
 
 def normaliser_of(
-    num_tokens: int, num_sequences: int, aggregation: Aggregation, max_new_tokens: int
+    num_tokens: int, num_sequences: int, aggregation: Aggregation, limit_tokens: int
 ) -> float:
     """Return the divisor of `token_weights`, for one optimizer step's tokens and sequences.
 
     "token": the tokens (DAPO, arXiv 2503.14476); "sequence" and "sequence_sum": the
-    sequences (GRPO's paper, arXiv 2402.03300; RLOO, 2402.14740); "constant": sequences ·
-    max_new_tokens, whatever their length (Dr. GRPO, 2503.20783).
+    sequences (GRPO's paper, arXiv 2402.03300; RLOO, 2402.14740); "constant": the limits of all
+    sequences, whatever their length (Dr. GRPO, 2503.20783).
     """
     if aggregation == "token":
         return float(num_tokens)
-    return float(num_sequences * (max_new_tokens if aggregation == "constant" else 1))
+    return float(limit_tokens if aggregation == "constant" else num_sequences)
 
 
 def loss(

@@ -18,6 +18,8 @@ from rl import packing
 from rl.learner.losses import CriticInputs, LossInputs
 from rl.packing import Response, Row, Shape
 from rl.trajectory import Trajectory
+from spec.config import SamplingConfig
+from spec.sampling import Processing
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -33,12 +35,13 @@ class CriticTargets:
 class TrainSample:
     """A trajectory with what training adds to it; log-probs are float32 [num_tokens].
 
-    `old_logprobs` of None stands for those of the rollout, `reference_logprobs` of
-    None for no reference, `critic_targets` of None for no critic.
+    `sampling` is what its tokens were drawn by. `old_logprobs` of None stands for those of the
+    rollout, `reference_logprobs` of None for no reference, `critic_targets` of None for no critic.
     """
 
     trajectory: Trajectory
     advantage: float
+    sampling: SamplingConfig = dataclasses.field(default_factory=SamplingConfig)
     old_logprobs: np.ndarray | None = None
     reference_logprobs: np.ndarray | None = None
     critic_targets: CriticTargets | None = None
@@ -62,7 +65,8 @@ class MicroBatch:
     Rows b of T positions; samples e with response tokens m < T.
     `targets_BT` are the tokens that the positions predict; `index_EM` says where in
     the flattened [B · T] each sample's response tokens are predicted (0 beyond its
-    end); the loss works on [E, M].
+    end); the loss works on [E, M]. `processing_BT` is the distribution of each response token;
+    at prompts and padding it means nothing.
     """
 
     tokens_BT: jax.Array
@@ -70,6 +74,7 @@ class MicroBatch:
     packing: Packing
     index_EM: jax.Array
     inputs: LossInputs
+    processing_BT: Processing
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -82,9 +87,13 @@ class Packed:
 
 
 def select(
-    trajectories: Sequence[Trajectory], advantages: np.ndarray, *, mask_truncated: bool = False
+    trajectories: Sequence[Trajectory],
+    advantages: np.ndarray,
+    sampling: SamplingConfig | None = None,
+    *,
+    mask_truncated: bool = False,
 ) -> list[TrainSample]:
-    """The samples that are in the loss, in order.
+    """The samples that are in the loss, in order; `sampling` is that of trajectories without one.
 
     Left out: responses without a reward (they could not be scored), and truncated
     ones where `mask_truncated`. Raises ValueError for unequal lengths, and for an
@@ -96,7 +105,8 @@ def select(
         )
     samples = []
     for trajectory, advantage in zip(trajectories, advantages, strict=True):
-        sample = TrainSample(trajectory, float(advantage))
+        drawn_by = trajectory.sampling or sampling or SamplingConfig()
+        sample = TrainSample(trajectory, float(advantage), drawn_by)
         if not len(trajectory.prompt_ids) or not trajectory.num_tokens:
             raise ValueError(
                 f"{sample.name} has {len(trajectory.prompt_ids)} prompt and "
@@ -154,7 +164,8 @@ def empty(shape: Shape, *, with_critic: bool = False) -> MicroBatch:
         critic=CriticInputs(floats_EM(), floats_EM(), floats_EM()) if with_critic else None,
     )
     rows = Packing(ints_BT(), ints_BT(), ints_BT())
-    return MicroBatch(ints_BT(), ints_BT(), rows, np.zeros((E, T), np.int32), inputs)
+    plain_BT = Processing.filled(SamplingConfig(), (B, T))
+    return MicroBatch(ints_BT(), ints_BT(), rows, np.zeros((E, T), np.int32), inputs, plain_BT)
 
 
 def _pack(
@@ -177,6 +188,7 @@ def _fill(batch: MicroBatch, e: int, sample: TrainSample, index: np.ndarray) -> 
     """Row e of what the loss needs; `index` says where the sample's tokens are predicted."""
     t, n = sample.trajectory, len(index)
     batch.index_EM[e, :n] = index
+    batch.processing_BT.put(index, sample.sampling)
     inputs = batch.inputs
     inputs.mask_BT[e, :n] = True
     inputs.advantages_B[e] = sample.advantage

@@ -41,7 +41,6 @@ from rl.packing import Shape
 from rl.runtime.parallel_compile import OnCompiled, compile_all, unwatched
 from rl.trajectory import Trajectory
 from spec.config import SamplingConfig
-from spec.sampling import Processing
 
 OnPass = Callable[[bool], None]  # whether nothing of the batch is applied yet
 
@@ -50,7 +49,7 @@ OnPass = Callable[[bool], None]  # whether nothing of the batch is applied yet
 class Learner:
     """The settings that all updates of a run share; `seed` orders their minibatches.
 
-    `sampling` is the distribution that responses are drawn from, `shape` that of all
+    `sampling` is the distribution of responses that do not name their own, `shape` that of all
     micro-batches, `reference` the policy of the KL term.
     """
 
@@ -62,7 +61,7 @@ class Learner:
 
 
 def _loss(params: Params, batch: MicroBatch, scalars: StepScalars, recipe: TrainSpec) -> Any:
-    found_EM = logprobs.logprobs_and_entropy(params, batch, scalars.processing, recipe)
+    found_EM = logprobs.logprobs_and_entropy(params, batch, recipe)
     rest = batch.inputs, scalars.normaliser, scalars.unmoved
     return losses.loss(recipe.algorithm, *found_EM, *rest)
 
@@ -104,9 +103,7 @@ def warm_up(
 
     Returns the state, unchanged; the one given is donated. `told` hears how many are compiled.
     """
-    scalars = StepScalars(
-        Processing.of(SamplingConfig()), np.float32(1), np.float32(1), np.bool_(True)
-    )
+    scalars = StepScalars(np.float32(1), np.float32(1), np.bool_(True))
     plain = place(micro_batches.empty(shape))
     batch = place(micro_batches.empty(shape, with_critic=True)) if state.critic else plain
     rest, lowered = (batch, scalars, state.step), []
@@ -114,15 +111,13 @@ def warm_up(
         lowered += gradient_accumulation.lower(trained, *rest, network=network, recipe=recipe)
     rescores = recipe.algorithm.needs_reference or recipe.recomputes_old
     if rescores:
-        lowered.append(
-            logprobs.token_logprobs.lower(state.params, plain, scalars.processing, recipe=recipe)
-        )
+        lowered.append(logprobs.token_logprobs.lower(state.params, plain, recipe=recipe))
     if state.critic:
         lowered.append(critic.token_values.lower(state.critic.params, plain, recipe=recipe))
     compile_all(lowered, len(lowered), told)
 
     if rescores:
-        logprobs.token_logprobs(state.params, plain, scalars.processing, recipe=recipe)
+        logprobs.token_logprobs(state.params, plain, recipe=recipe)
     if state.critic:
         critic.token_values(state.critic.params, plain, recipe=recipe)
     unchanged = [  # the policy last: its step is read by the others, and then donated
@@ -171,7 +166,10 @@ def update(
     """
     recipe = learner.recipe
     samples = micro_batches.select(
-        trajectories, advantages, mask_truncated=recipe.algorithm.mask_truncated
+        trajectories,
+        advantages,
+        learner.sampling,
+        mask_truncated=recipe.algorithm.mask_truncated,
     )
     leave = partial(on_pass, True)
     samples = with_logprobs(state.params, samples, learner, leave)
@@ -242,7 +240,7 @@ def with_logprobs(
     algorithm = learner.recipe.algorithm
 
     def under(params: Params) -> list[np.ndarray]:
-        rest = learner.shape, learner.sampling, learner.recipe, on_pass
+        rest = learner.shape, learner.recipe, on_pass
         return logprobs.sample_logprobs(params, samples, *rest)
 
     old: Sequence[np.ndarray | None] = [None] * len(samples)
@@ -288,10 +286,9 @@ class _StepInputs:
             num_tokens,
             len(samples),
             algorithm.resolved.aggregation,
-            learner.sampling.max_new_tokens,
+            sum(s.sampling.max_new_tokens for s in samples),
         )
         scalars = StepScalars(
-            Processing.of(learner.sampling),
             np.float32(normaliser),
             np.float32(num_tokens),
             np.bool_(unmoved),

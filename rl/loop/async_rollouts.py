@@ -191,7 +191,8 @@ class AsyncRollouts:
                 group_id=r.group_id + first,
             )
             for r in system.reuse.requests(
-                prompts.keys, prompts.tokens, prompts.numbers, config.rollout.group_size
+                *(prompts.keys, prompts.tokens, prompts.numbers, config.rollout.group_size),
+                samplings=[config.sampling.of(example.task) for example in prompts.examples],
             )
         ]
         self._engine.engines[0].check(requests, config.sampling)
@@ -205,6 +206,7 @@ class AsyncRollouts:
                 prompts.keys, prompts.tokens, first_group=first
             ),
             sink=None if system.drafter is None else system.drafter.sink(step),
+            words=system.inputs.words_for(config.sampling),
         )
         if system.drafter is not None:
             system.drafter.began(self._weights[step], step)

@@ -86,7 +86,7 @@ class EvalConfig:
 
     def sampling(self, run: SamplingConfig) -> SamplingConfig:
         """Return the sampling of an evaluation of this run."""
-        return dataclasses.replace(run, temperature=self.temperature)
+        return run.at(self.temperature)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

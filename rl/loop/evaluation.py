@@ -68,13 +68,20 @@ def respond(
     n, sets = config.eval.samples, inputs.evals.sets
     examples = [example for s in sets for example in s.examples]
     prompts = [prompt for s in sets for prompt in s.prompts]
-    requests = [Request(p * n + i, prompts[p], p, i) for p in range(len(prompts)) for i in range(n)]
+    sampling = config.eval.sampling(config.sampling)
+    own = [sampling.of(s.name) or sampling.of(example.task) for s in sets for example in s.examples]
+    requests = [
+        Request(p * n + i, prompts[p], p, i, sampling=own[p])
+        for p in range(len(prompts))
+        for i in range(n)
+    ]
     scorer.examples.update(enumerate(examples))
     spec = RolloutSpec(
         weights,
-        config.eval.sampling(config.sampling),
+        sampling,
         step_key(config.eval.seed, EVAL_STEP),
         inputs.model.eos_token_ids,
+        words=inputs.words_for(sampling),
     )
     done = engine.run(spec, requests, on_finish=scorer, on_round=on_round)
     scored = [scorer.result(t) for t in done]

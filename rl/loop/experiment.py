@@ -9,20 +9,23 @@ import dataclasses
 import functools
 import hashlib
 import math
+import re
 from pathlib import Path
 
 from models import hf, tokenizer
 from models.config import MeshConfig, ModelConfig
+from models.token_text import TokenBytes
 from models.tokenizer import Tokenizer
 from rl.checkpoint.config import CheckpointConfig
 from rl.config.loader import resolve_path
 from rl.data.prompts import MOST_PASSED_OVER, DataOrder, encode_prompt
+from rl.data.specs import parse_spec
 from rl.data.tasks import Example, Task, TaskConfig, data_digest, data_files, open_tasks
 from rl.drafter_training.config import DrafterConfig, shape_of
 from rl.engine.config import EngineConfig
 from rl.learner.algorithms import AlgorithmConfig, CriticConfig
 from rl.learner.config import OptimizerConfig, TrainerConfig, TrainSpec
-from rl.loop.eval_sets import EvalConfig, EvalSets, open_sets
+from rl.loop.eval_sets import EvalConfig, EvalSets, open_sets, split_names
 from rl.metrics.writer import MetricsConfig
 from rl.rewards.config import RewardConfig, validate
 from rl.runtime.waits import HANG_LIMIT_S
@@ -128,7 +131,7 @@ class TrainConfig:
     @property
     def longest_tokens(self) -> int:
         """Prompt and response together, at most."""
-        return self.rollout.max_prompt_tokens + self.sampling.max_new_tokens
+        return self.rollout.max_prompt_tokens + self.sampling.longest_new_tokens
 
     @property
     def eval_prompt_tokens(self) -> int:
@@ -164,8 +167,13 @@ class Inputs:
         digest = hashlib.sha256(repr((self.model, words)).encode()).hexdigest()
         return f"{self.model.architecture}-{digest[:16]}"
 
+    def words_for(self, sampling: SamplingConfig) -> TokenBytes | None:
+        """The text of the tokens, where a rollout of this sampling needs it."""
+        has_strings = any(one.stop for one in sampling.variants)
+        return self.tokenizer.token_bytes if has_strings else None
+
     def encode(self, example: Example, config: TaskConfig) -> tuple[int, ...]:
-        return encode_prompt(self.tokenizer, example, config.system_prompt, config.prompt_suffix)
+        return encode_prompt(self.tokenizer, example, config)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -189,6 +197,8 @@ def open_inputs(config: TrainConfig) -> Inputs:
     """
     policy, model, words = open_policy(config.policy.directory)
     check_lengths(config, model)
+    check_sampling(config)
+    check_stops(config.sampling, model, words)
     check_algorithm(config)
     check_pipeline(config)
     drafter_shape(config, model)
@@ -256,9 +266,10 @@ def open_policy(directory: str) -> tuple[Path, ModelConfig, Tokenizer]:
     model = hf.check(policy)
     words = tokenizer.load(policy)
     tokenizer.check_vocabulary(words, model)
-    if not model.eos_token_ids:
-        model = dataclasses.replace(model, eos_token_ids=tuple(words.eos_token_ids))
-    if not model.eos_token_ids:
+    # a chat's turn may end in another token than a text does, and a folder may name each in a file
+    ends = tuple(dict.fromkeys((*model.eos_token_ids, *words.eos_token_ids)))
+    model = dataclasses.replace(model, eos_token_ids=ends)
+    if not ends:
         raise ValueError(
             f"neither the config of {policy} nor its tokenizer names an end token: no response "
             "could end; set eos_token_id in config.json"
@@ -271,16 +282,35 @@ def check_lengths(config: TrainConfig, model: ModelConfig) -> None:
     if config.longest_tokens > model.max_positions:
         raise ValueError(
             f"Rollout.max_prompt_tokens={config.rollout.max_prompt_tokens} and "
-            f"Sampling.max_new_tokens={config.sampling.max_new_tokens} make "
-            f"{config.longest_tokens} positions, "
-            f"the policy has {model.max_positions}: lower one of them"
+            f"Sampling.max_new_tokens={config.sampling.longest_new_tokens} make "
+            f"{config.longest_tokens} positions, the policy has {model.max_positions}: lower one "
+            "of them"
         )
-    evaluated = config.longest_prompt_tokens + config.sampling.max_new_tokens
+    evaluated = config.longest_prompt_tokens + config.sampling.longest_new_tokens
     if evaluated > model.max_positions:
         raise ValueError(
             f"Eval.max_prompt_tokens={config.eval_prompt_tokens} and Sampling.max_new_tokens make "
             f"{evaluated} positions, the policy has {model.max_positions}: lower one of them"
         )
+
+
+def check_sampling(config: TrainConfig) -> None:
+    """Raise ValueError for sampling that training learns nothing from, or of unknown tasks."""
+    if any(sampling.temperature == 0 for sampling in config.sampling.variants):
+        raise ValueError(
+            "Sampling.temperature, or that of a task in Sampling.by_task, is 0: all responses "
+            "to a prompt would be the same, and training learns from differences; set it above "
+            "0 (evaluations have a temperature of their own)"
+        )
+    names = [parse_spec(spec).name for spec in config.task.specs]
+    config.sampling.check_tasks([*names, *(name for name, _ in split_names(config.eval.sets))])
+
+
+def check_stops(sampling: SamplingConfig, model: ModelConfig, words: Tokenizer) -> None:
+    """Raise ValueError for ends that no response of this policy can have."""
+    fewest_tokens = lambda text: words.token_bytes.fewest_tokens(text)  # noqa: E731  # when asked
+    for one in sampling.variants:
+        one.check_stops(model.vocab_size, fewest_tokens)
 
 
 def check_algorithm(config: TrainConfig) -> None:
@@ -292,12 +322,12 @@ def check_algorithm(config: TrainConfig) -> None:
             f"expected Rollout.group_size of 2 or more, got {size}; raise it, or set "
             'Algorithm.name = "ppo"'
         )
-    limit = config.sampling.max_new_tokens
-    if (buffer := config.algorithm.overlong_tokens(limit)) > limit:
-        raise ValueError(
-            f"expected Algorithm.overlong_buffer_tokens of at most Sampling.max_new_tokens="
-            f"{limit}, got {buffer}: lower it"
-        )
+    for limit in {sampling.max_new_tokens for sampling in config.sampling.variants}:
+        if (buffer := config.algorithm.overlong_tokens(limit)) > limit:
+            raise ValueError(
+                f"expected Algorithm.overlong_buffer_tokens of at most Sampling.max_new_tokens="
+                f"{limit}, got {buffer}: lower it"
+            )
 
 
 def drafter_shape(config: TrainConfig, model: ModelConfig) -> EagleConfig | None:
@@ -364,6 +394,14 @@ def remarks(config: TrainConfig, inputs: Inputs) -> list[str]:
             found.append(f"{spec}: {len(paths)} files, {paths[0]} … {paths[-1].name}")
         elif paths and str(paths[0]) not in spec:
             found.append(f"{spec}: the file {paths[0]}")
+    template = inputs.tokenizer.chat_template
+    for name, _ in config.task.chat_template_kwargs:
+        if not re.search(rf"\b{name}\b", template):
+            has = "does not mention it" if template else "does not exist: the tokenizer has none"
+            found.append(
+                f"Task.chat_template_kwargs sets {name}, and the policy's chat template {has}; "
+                "it changes nothing"
+            )
     if inputs.left_out:
         found.append(f"{inputs.left_out} examples are left out: prompt too long")
     if inputs.left_out is None:

@@ -186,7 +186,9 @@ def generate_and_score(
     system.speculation.settle()  # the cache has one reader at a time
     # first samples first: siblings that start apart have something to draft from
     requests = system.reuse.requests(
-        new.keys, new.tokens, new.numbers, config.rollout.group_size, before=before.keys
+        *(new.keys, new.tokens, new.numbers, config.rollout.group_size),
+        before=before.keys,
+        samplings=[config.sampling.of(example.task) for example in new.examples],
     )
     last = {r.request_id: r.cached.tokens for r in requests if r.cached is not None}
     drafts = system.speculation.drafter_factory(new.keys, new.tokens, last)
@@ -211,6 +213,7 @@ def generate_and_score(
             drafts=drafts,
             rule=system.reuse.rule(step),
             sink=None if drafter is None else drafter.sink(step),
+            words=system.inputs.words_for(config.sampling),
         )
         done = system.engine.run(spec, requests, on_finish=scorer, on_round=watch)
     if drafter is not None:

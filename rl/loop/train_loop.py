@@ -255,11 +255,11 @@ def punish_length(
     config: TrainConfig, trajectories: Sequence[Trajectory]
 ) -> tuple[list[Trajectory], dict[str, float]]:
     """Trajectories whose rewards hold the length penalty, where there is one, and its mean."""
-    limit = config.sampling.max_new_tokens
-    buffer = config.algorithm.overlong_tokens(limit)
-    if not buffer or not trajectories:
+    limits = [(t.sampling or config.sampling).max_new_tokens for t in trajectories]
+    buffers = [config.algorithm.overlong_tokens(limit) for limit in limits]
+    if not any(buffers):
         return list(trajectories), {}
-    penalties = overlong_penalties([t.num_tokens for t in trajectories], limit, buffer)
+    penalties = overlong_penalties([t.num_tokens for t in trajectories], limits, buffers)
     punished = [
         t if t.reward is None else dataclasses.replace(t, reward=t.reward + float(penalty))
         for t, penalty in zip(trajectories, penalties, strict=True)

@@ -17,6 +17,7 @@ import numpy as np
 from rl.engine.stats import EngineStats
 from rl.speculation.config import MOST_SAMPLES, ReuseConfig
 from rl.trajectory import Prompt, Request, Trajectory
+from spec.config import SamplingConfig
 from spec.reuse import lenience
 from spec.reuse.lenience import parse_schedule
 from spec.reuse.prefix_rule import PrefixRule, parse_mode
@@ -53,12 +54,14 @@ class Reuse:
         size: int,
         *,
         before: Sequence[str] = (),
+        samplings: Sequence[SamplingConfig | None] | None = None,
     ) -> list[Request]:
         """Return `size` requests to each prompt with what they may reuse, first samples first.
 
         `keys` name the examples, `numbers` count them in the data set; `before` are the keys of
-        earlier sampling passes of the step. The second time that a step has an example, it is
-        answered without reuse, and with noise of its own.
+        earlier sampling passes of the step, `samplings` those of prompts that have their own.
+        The second time that a step has an example, it is answered without reuse, and with noise
+        of its own.
         """
         again = [key in before or key in keys[:g] for g, key in enumerate(keys)]
         cached = [
@@ -70,7 +73,8 @@ class Reuse:
             request_id = (len(before) + g) * size + i
             if self.mode.couples_noise:
                 request_id = 2 * MOST_SAMPLES * numbers[g] + i + MOST_SAMPLES * again[g]
-            return Request(request_id, prompts[g], g, i, cached=cached[g].get(i))
+            sampling = samplings[g] if samplings else None
+            return Request(request_id, prompts[g], g, i, cached=cached[g].get(i), sampling=sampling)
 
         return [request(g, i) for i in range(size) for g in range(len(prompts))]
 

@@ -19,6 +19,7 @@ import numpy as np
 from models import kv_cache, transformer
 from models.attention import Packing
 from rl.engine import cache_ops
+from rl.engine.ending import padded_ids
 from rl.engine.engine import Engine
 from rl.engine.rollout_spec import RolloutSpec
 from rl.packing import Shape
@@ -106,7 +107,7 @@ def round_buckets(
 ) -> Iterator[tuple[int, int, int]]:
     """Yield (slots, nodes, positions) of every round that rollouts can reach."""
     for B in _slot_sizes(engine, reach.max_requests):
-        for S in engine.position_sizes(reach.max_prompt_tokens + sampling.max_new_tokens):
+        for S in engine.position_sizes(reach.max_prompt_tokens + sampling.longest_new_tokens):
             for N in (1, *engine.config.node_sizes(S)):
                 if N == 1 or reach.nodes is None or N in reach.nodes(B):
                     yield B, N, S
@@ -131,7 +132,7 @@ class Pool:
         reach: Reach,
     ) -> None:
         self.engine, self.params, self.sampling, self.reach = engine, params, sampling, reach
-        self.longest_tokens = reach.max_prompt_tokens + sampling.max_new_tokens
+        self.longest_tokens = reach.max_prompt_tokens + sampling.longest_new_tokens
         self.slots = _slot_sizes(engine, reach.max_requests)
         self.positions = engine.position_sizes(self.longest_tokens)
         self.buckets = [(B, S) for B in self.slots for S in self.positions]
@@ -212,7 +213,7 @@ class Pool:
 
     def reuse(self) -> Iterator[Program]:
         """Yield packed passes, and how their keys and values get into rows."""
-        lengths = range(self.sampling.max_new_tokens + 1, self.longest_tokens + 1)
+        lengths = range(self.sampling.longest_new_tokens + 1, self.longest_tokens + 1)
         shapes = {shape for n in lengths for shape in self.engine.config.verify_shapes(n)}
         for shape in shapes:
             yield Program(verify_packed, partial(self._verify_packed, shape))
@@ -231,12 +232,13 @@ class Pool:
 
     def _make_slots(self, B: int) -> Arguments:
         ints_BC = np.zeros((B, len(cache_ops.COLUMNS)), np.int32)
-        return self.engine.slot_arguments(ints_BC, self.sampling, step_key(0, 0)), {}
+        processing_B2 = np.ones((B, 2), np.float32)
+        return self.engine.slot_arguments(ints_BC, processing_B2, step_key(0, 0)), {}
 
     def decode_arguments(self, B: int, S: int) -> Arguments:
         """Return the arguments of `decode_rounds` for slots at rest."""
         engine = self.engine
-        stop_E = engine.put(np.zeros(max(1, len(engine.model.eos_token_ids)), np.int32))
+        stop_E = engine.put(padded_ids((*engine.model.eos_token_ids, *self.sampling.stop_ids)))
         slots = cache_ops.make_slots(*self._make_slots(B)[0])
         args = self.params, engine.empty_cache(B, S), slots, stop_E, np.int32(1), np.int32(1)
         return args, engine.decode_options(self.sampling.draw)
@@ -266,9 +268,11 @@ class Pool:
             return self.engine.put(np.zeros((shape.rows, shape.length), np.int32))
 
         packing = Packing(zeros(), zeros(), zeros())
-        batch = PackedResponses(zeros(), zeros(), packing, zeros(), zeros())
+        put, filled = self.engine.put, Processing.filled(self.sampling, (shape.rows, shape.length))
+        processing = jax.tree.map(put, filled)
+        batch = PackedResponses(zeros(), zeros(), packing, zeros(), zeros(), processing)
         options = self.engine.verify_packed_options(self.sampling.draw)
-        return (self.params, batch, step_key(0, 0), Processing.of(self.sampling)), options
+        return (self.params, batch, step_key(0, 0)), options
 
     def _resize(self, name: str, old: tuple[int, int], new: tuple[int, int], axis: int) -> Program:
         """One array of a cache changes its (rows, positions)."""

@@ -41,8 +41,11 @@ def compile_host_kernels(
     cached = tuple(CachedResponse(i, tokens, 0.0, None) for i in range(2))
     cache = RolloutCache()
     cache.replace(NAME, CachedGroup(np.asarray(prompt, np.int32), cached))
-    no_stop = (-1,) * max(1, len(engine.model.eos_token_ids))  # as many as there are: a shape
+    # none ends early, with as many end tokens as there are: they make a shape
+    num_ends = len({*engine.model.eos_token_ids, *sampling.stop_ids})
+    no_stop = tuple(range(-1 - num_ends, -1))
     limit = min(NUM_TOKENS, sampling.max_new_tokens)
+    sampling = dataclasses.replace(sampling, stop_ids=(), stop=(), by_task=())
     requests = [Request(i, prompt, 0, i, limit) for i in range(2)]
     with Speculation(config, cache, drafters, tuner) as speculation:
         speculation.times = times

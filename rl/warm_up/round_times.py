@@ -16,6 +16,7 @@ import numpy as np
 
 from models import transformer
 from rl.engine import cache_ops
+from rl.engine.ending import NO_TOKEN, padded_ids
 from rl.engine.engine import Engine
 from rl.engine.rollout_spec import DrafterContext, RolloutSpec
 from rl.engine.slot_table import SlotTable
@@ -109,11 +110,12 @@ class _Rounds:
         self._engine, self._spec = engine, spec
         self._drafter = DrafterUnion((GroupDrafter(), NgramDrafter()))
         self._cache = engine.empty_cache(B, S)
-        self._stop_E = engine.put(np.full(max(1, len(engine.model.eos_token_ids)), -1, np.int32))
+        ends = (*engine.model.eos_token_ids, *spec.sampling.stop_ids)
+        self._stop_E = engine.put(np.full_like(padded_ids(ends), NO_TOKEN))
         self._table = SlotTable(B, S + engine.config.max_nodes)
         for b in range(B):
             request = Request(b, (0,) * (S // 4), b // 8, b % 8, S)
-            self._table.enter(b, PartialRequest(request), S)
+            self._table.enter(b, PartialRequest(request))
         letters = min(16, engine.model.vocab_size)  # few, so that there is something to draft from
         rng, shape = np.random.default_rng(0), self._table.tokens_BL.shape
         self._table.tokens_BL[:] = rng.integers(0, letters, shape)
@@ -181,7 +183,8 @@ class _Rounds:
         ints_BC = np.zeros((B, len(cache_ops.COLUMNS)), np.int32)
         for name, values in columns.items():
             ints_BC[:, cache_ops.COLUMNS.index(name)] = values
-        arguments = self._engine.slot_arguments(ints_BC, sampling, self._spec.key)
+        processing_B2 = np.full((B, 2), (sampling.temperature, sampling.top_p), np.float32)
+        arguments = self._engine.slot_arguments(ints_BC, processing_B2, self._spec.key)
         return cache_ops.make_slots(*arguments)
 
 

@@ -31,6 +31,7 @@ from sched.protocol import (
     WorkerLost,
 )
 from sched.request import Kv, RequestSpec
+from spec.config import SamplingConfig
 
 Inbox = queue.SimpleQueue[tuple[int, Start] | None]  # (step, start); None: nothing more will come
 
@@ -103,7 +104,7 @@ class Coordinator:
         self,
         step: int,
         requests: Sequence[Request],
-        default_limit: int,
+        sampling: SamplingConfig,
         past_tokens: Mapping[int, tuple[int, ...]],
     ) -> None:
         """Submit all requests of a step; `past_tokens`: lengths of last epoch's, by group."""
@@ -112,7 +113,7 @@ class Coordinator:
                 r.request_id,
                 r.group_id,
                 len(r.prompt_ids),
-                r.max_new_tokens or default_limit,
+                r.limit(sampling),
                 past_tokens=past_tokens.get(r.group_id, ()),
                 step=step,
                 prefix_tokens=len(r.cached.tokens) + 1 if r.cached is not None else 0,

@@ -80,7 +80,8 @@ class MultiEngine:
         """
         sampling = spec.sampling
         self.engines[0].check(requests, sampling)
-        longest = longest_tokens(requests, sampling.max_new_tokens)
+        spec.endings(requests)  # what it raises, it raises here and not in a worker
+        longest = longest_tokens(requests, sampling)
         done: dict[int, Trajectory] = {}
         spot = None if spec.sink is None else self.spot
         session = self._session(self.make_scheduler(), len(requests), longest, spot)

@@ -84,8 +84,7 @@ class WorkerGroup:
         for table in (self._specs, self._stats):
             for old in [s for s in table if s < step - 1]:
                 del table[old]  # a worker that begins with a step now has a newer one
-        limit = spec.sampling.max_new_tokens
-        self._coordinator.submit(step, requests, limit, past_tokens or {})
+        self._coordinator.submit(step, requests, spec.sampling, past_tokens or {})
         if self._spot is not None:
             self._spot.rollout_began()
 

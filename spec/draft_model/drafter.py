@@ -26,7 +26,6 @@ from spec.draft_model.cached_rows import CachedRows
 from spec.draft_model.config import ChainConfig, Proposal
 from spec.draft_model.steps import COLUMNS, Draws, catch_up, draft_chains, empty_cache, unpack
 from spec.drafter import Drafter, Drafts, LiveSlots, Source, no_drafts
-from spec.sampling import Processing
 from spec.tree import PADDING
 
 Put = Callable[[Any], jax.Array]
@@ -76,7 +75,8 @@ class DraftModelDrafter(Drafter):
         self._scheme = sampling.draw if proposal == "shared_noise" else None
         # the host cuts chains of shared noise: the model does not know their probabilities
         min_prob = self.config.min_prob if proposal == "likeliest" else 0.0
-        self._draws = jax.tree.map(put, Draws(Processing.of(sampling), np.float32(min_prob), key))
+        self._draws = jax.tree.map(put, Draws(np.float32(min_prob), key))
+        self._sampling = sampling
         self._zero = put(np.zeros((), dtype or params.embedding_VD.dtype))
         self._held = CachedRows(0, self.config.min_positions)
         self._cache: KVCache | None = None
@@ -212,7 +212,8 @@ class DraftModelDrafter(Drafter):
         table_BX[rows_A, :W] = held.tokens_BS[rows_A[:, None], first_A[:, None] + range(W)]
         emitted_A = live.total_tokens_A - live.prompt_tokens_A
         columns = live.total_tokens_A, emitted_A, live.request_ids_A, most_A
-        table_BX[rows_A, W:] = np.stack(columns, axis=1)  # other rows are at rest
+        table_BX[rows_A, W:-3] = np.stack(columns, axis=1)  # other rows are at rest
+        table_BX[rows_A, -3:] = live.processing(self._sampling).view(np.int32)
         cache, self._cache = self._cache, None
         self._cache, packed = draft_chains(
             self._params, cache, self._put(table_BX), self._draws, **self._chain_options()

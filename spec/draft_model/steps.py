@@ -22,7 +22,8 @@ from models.sharding import constrain
 from spec import sampling
 from spec.sampling import Processing
 
-COLUMNS = ("total", "emitted", "request_id", "most")  # behind the W tokens of a row
+# Behind the W tokens of a row; of the last three, the bits.
+COLUMNS = ("total", "emitted", "request_id", "most", "temperature", "top_k", "top_p")
 
 
 @jax.tree_util.register_dataclass
@@ -33,7 +34,6 @@ class Draws:
     Chains end once their probabilities have fallen below `min_prob`.
     """
 
-    processing: Processing
     min_prob: Any
     key: jax.Array
 
@@ -90,7 +90,9 @@ def draft_chains(
     `most`. Requires `total + most <= S`. The result is packed, for `unpack`.
     """
     B, W, K, S = table_BX.shape[0], window_tokens, most_tokens, cache.num_positions
-    total_B, emitted_B, ids_B, most_B = table_BX[:, W:].T
+    total_B, emitted_B, ids_B, most_B, *processing_3B = table_BX[:, W:].T
+    bits_3B = (jax.lax.bitcast_convert_type(x_B, jnp.float32) for x_B in processing_3B)
+    processing = Processing(*bits_3B)
     keys_B = sampling.request_keys(draws.key, ids_B)
     first_B = jnp.where(most_B > 0, jnp.maximum(total_B - W, 0), S)  # S: written nowhere
     hidden_BWD, cache = _pass(config, params, cache, table_BX[:, :W], first_B)
@@ -101,7 +103,7 @@ def draft_chains(
         tokens_BK, prob_BK, prob_B = drawn
         logits_B1V = constrain(transformer.head(params, hidden_B1D), "batch", None, "vocab")
         keys_B1 = sampling.position_keys(keys_B, (emitted_B + k)[:, None])
-        token_B1, logprob_B1 = _draw(logits_B1V, keys_B1, draws, scheme)
+        token_B1, logprob_B1 = _draw(logits_B1V, keys_B1, processing, scheme)
         prob_B = prob_B * jnp.exp(logprob_B1[:, 0])
         tokens_BK = jax.lax.dynamic_update_slice(tokens_BK, token_B1, (0, k))
         prob_BK = jax.lax.dynamic_update_slice(prob_BK, prob_B[:, None], (0, k))
@@ -151,16 +153,15 @@ def _pass(
 
 
 def _draw(
-    logits_B1V: jax.Array, keys_B1: jax.Array, draws: Draws, scheme: sampling.Draw | None
+    logits_B1V: jax.Array, keys_B1: jax.Array, processing: Processing, scheme: sampling.Draw | None
 ) -> tuple[jax.Array, jax.Array]:
     """Return tokens and their log-probabilities, both [B, 1]."""
+    temperature_B1, top_k_B1, top_p_B1 = processing.broadcast(keys_B1.shape)
     if scheme is not None:
-        temperature_B1, top_k_B1, top_p_B1 = draws.processing.broadcast(keys_B1.shape)
         cut_B1V = sampling.processed_logits(logits_B1V, temperature_B1, top_k_B1, top_p_B1)
         return sampling.draw(cut_B1V, keys_B1, temperature_B1, scheme)
-    temperature = draws.processing.temperature
-    scale = jnp.where(temperature <= 0, 1.0, temperature)
-    logits_B1V = logits_B1V.astype(jnp.float32) / scale
+    scale_B1 = jnp.where(temperature_B1 <= 0, 1.0, temperature_B1)
+    logits_B1V = logits_B1V.astype(jnp.float32) / scale_B1[:, :, None]
     token_B1 = jnp.argmax(logits_B1V, axis=-1).astype(jnp.int32)
     total_B1 = jax.nn.logsumexp(logits_B1V, axis=-1)
     return token_B1, jnp.max(logits_B1V, axis=-1) - total_B1

@@ -84,14 +84,16 @@ class EagleDrafter(Drafter):
         tokens_BC = _following(live, start_B, min(WINDOW_TOKENS, S))
         length_B = np.ones(B, np.int32)
         length_B[rows] = length_A
+        processing_B3 = np.ones((B, 3), np.float32)
+        processing_B3[rows] = live.processing(self._sampling)
         self._cache, packed = tree_search.draft(
             weights,
             cache,
             self._window(hidden_B1SW, tokens_BC, start_B),
             self._runner.argument(length_B),
             np.int32(self.depth),
-            np.float32(self._sampling.temperature),
-            self._noise(live, B),
+            self._runner.argument(processing_B3[:, 0]),
+            self._noise(live, processing_B3),
             search=self._search,
         )
         self._known_B[rows] = length_A
@@ -113,10 +115,10 @@ class EagleDrafter(Drafter):
             return weights, self._empty(B, S), window
 
         def drafting() -> tuple[tuple, dict[str, Any]]:
-            noise = self._noise_of(zeros_B, zeros_B) if self._shares_noise else None
-            length_B = self._runner.argument(np.ones(B, np.int32))
-            scalars = np.int32(1), np.float32(1.0)
-            args = *shared(min(WINDOW_TOKENS, S)), length_B, *scalars, noise
+            ones_B3, put = np.ones((B, 3), np.float32), self._runner.argument
+            noise = self._noise_of(zeros_B, zeros_B, ones_B3) if self._shares_noise else None
+            rest = put(np.ones(B, np.int32)), np.int32(1), put(ones_B3[:, 0])
+            args = *shared(min(WINDOW_TOKENS, S)), *rest, noise
             return args, {"search": self._search}
 
         yield tree_search.draft, drafting
@@ -137,17 +139,20 @@ class EagleDrafter(Drafter):
     def _window(self, hidden_B1SW: jax.Array, tokens_BC: np.ndarray, start_B: np.ndarray) -> Window:
         return Window(hidden_B1SW, self._runner.argument(tokens_BC), self._runner.argument(start_B))
 
-    def _noise(self, live: LiveSlots, num_slots: int) -> Noise | None:
+    def _noise(self, live: LiveSlots, processing_B3: np.ndarray) -> Noise | None:
         if not self._shares_noise:
             return None
-        ids_B, emitted_B = np.zeros(num_slots, np.int32), np.zeros(num_slots, np.int32)
+        ids_B, emitted_B = np.zeros((2, len(processing_B3)), np.int32)
         ids_B[live.rows_A] = live.request_ids_A
         emitted_B[live.rows_A] = live.total_tokens_A - live.prompt_tokens_A
-        return self._noise_of(ids_B, emitted_B)
+        return self._noise_of(ids_B, emitted_B, processing_B3)
 
-    def _noise_of(self, ids_B: np.ndarray, emitted_B: np.ndarray) -> Noise:
-        put = self._runner.argument
-        return Noise(self._key, put(ids_B), put(emitted_B), Processing.of(self._sampling))
+    def _noise_of(
+        self, ids_B: np.ndarray, emitted_B: np.ndarray, processing_B3: np.ndarray
+    ) -> Noise:
+        put, (temperature_B, top_k_B, top_p_B) = self._runner.argument, processing_B3.T
+        processing = Processing(put(temperature_B), put(top_k_B.astype(np.int32)), put(top_p_B))
+        return Noise(self._key, put(ids_B), put(emitted_B), processing)
 
     def _fitting_cache(self, num_slots: int, num_positions: int) -> KVCache:
         size, held = (num_slots, num_positions + self._search.num_columns), self._cache

@@ -117,10 +117,11 @@ def draft(
 ) -> tuple[KVCache, jax.Array]:
     """Absorb a window that reaches entry length − 1, then draft `depth` levels from there.
 
-    Log-probabilities are those at `temperature` (0: at 1). With `noise` each node's first child is
-    what the drafter draws with the noise of that position, and has `SHARED_NOISE_PROB`; the others
-    share the rest. What rows at rest draft has no meaning. Returns the cache and int32
-    [B, 3 M + 1]: tokens, parents (−1: the root), bits of the probabilities, count.
+    Log-probabilities are those at `temperature`, one or [B] (0: at 1). With `noise` each node's
+    first child is what the drafter draws with the noise of that position, and has
+    `SHARED_NOISE_PROB`; the others share the rest. What rows at rest draft has no meaning.
+    Returns the cache and int32 [B, 3 M + 1]: tokens, parents (−1: the root), bits of the
+    probabilities, count.
     """
     S, last_B = window.hidden_B1SW.shape[2], length_B - 1
     drafter = _Drafting(search, weights, temperature, noise)
@@ -284,7 +285,8 @@ class _Drafting:
         weights = self.weights
         logits_BNU = eagle.logits(self.search.config, weights.params, weights.frozen.head_DU, o_BND)
         if self.noise is None:
-            scaled_BNU = logits_BNU / jnp.where(self.temperature <= 0, 1.0, self.temperature)
+            scale = jnp.where(self.temperature <= 0, 1.0, self.temperature)
+            scaled_BNU = logits_BNU / scale.reshape(-1, 1, 1)
             logprob_BNU = jax.nn.log_softmax(scaled_BNU)
         else:
             logprob_BNU = self._shared_noise_logprobs(logits_BNU, self.noise, level)

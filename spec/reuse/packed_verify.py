@@ -29,8 +29,8 @@ from spec import sampling
 class PackedResponses:
     """Input tokens, the tokens that they predict, and the noise of the draws there; int32 [R, T].
 
-    `position_RT` is that of the predicted token in its response. The targets of prompts and
-    padding are ignored.
+    `processing` has arrays of the same shape. `position_RT` is that of the predicted token in its
+    response. The targets of prompts and padding are ignored.
     """
 
     tokens_RT: jax.Array
@@ -38,6 +38,7 @@ class PackedResponses:
     packing: Packing
     request_ids_RT: jax.Array
     position_RT: jax.Array
+    processing: sampling.Processing
 
 
 @partial(jax.jit, static_argnames=("config", "scheme", "chunk_tokens", "dtype", "feature_layers"))
@@ -45,7 +46,6 @@ def verify_packed(
     params: transformer.Params,
     batch: PackedResponses,
     key: jax.Array,
-    processing: sampling.Processing,
     *,
     config: ModelConfig,
     scheme: sampling.Draw,
@@ -75,6 +75,7 @@ def verify_packed(
         request_keys_X = sampling.request_keys(key, part(batch.request_ids_RT).reshape(-1))
         position_RC1 = part(batch.position_RT).reshape(-1, 1)
         keys_RC = sampling.position_keys(request_keys_X, position_RC1).reshape(R, C)
+        processing = jax.tree.map(part, batch.processing)
         temperature_RC, *cuts_RC = processing.broadcast((R, C))
         processed_RCV = sampling.processed_logits(logits_RCV, temperature_RC, *cuts_RC)
         drawn_RC, drawn_logprob_RC = sampling.draw(processed_RCV, keys_RC, temperature_RC, scheme)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl.data.prompts import DataOrder, encode_prompt, prompts_for_step
-from rl.data.tasks import Example
+from rl.data.tasks import Example, TaskConfig
 
 
 @settings(max_examples=60, deadline=None)
@@ -86,8 +86,9 @@ class Characters:
     def encode(self, text):
         return [ord(character) for character in text]
 
-    def apply_chat_template(self, messages, add_generation_prompt=True):
-        text = "".join(f"<{m['role']}>{m['content']}" for m in messages)
+    def apply_chat_template(self, messages, add_generation_prompt=True, **variables):
+        text = "".join(f"{k}={v} " for k, v in variables.items())
+        text += "".join(f"<{m['role']}>{m['content']}" for m in messages)
         return self.encode(text + ("<assistant>" if add_generation_prompt else ""))
 
 
@@ -114,18 +115,37 @@ CHAT = (
     ],
 )
 def test_encode_prompt(has_template, prompt, system, expected):
-    ids = encode_prompt(Characters(has_template), example(prompt), system, "!")
+    config = TaskConfig(system_prompt=system, prompt_suffix="!")
+    ids = encode_prompt(Characters(has_template), example(prompt), config)
     assert ids == tuple(map(ord, expected))
+
+
+@pytest.mark.parametrize(
+    ("chat", "text", "messages"),
+    [
+        ("all", "x=False <user>q<assistant>", "x=False <user>a<assistant>"),
+        ("messages", "q", "x=False <user>a<assistant>"),
+        ("none", "q", "a"),
+    ],
+)
+def test_task_chat_says_which_prompts_are_put_into_the_template(chat, text, messages):
+    config = TaskConfig(chat=chat, chat_template_kwargs=(("x", False),))
+    for prompt, expected in (("q", text), (CHAT[:1], messages)):
+        ids = encode_prompt(Characters(True), example(prompt), config)
+        assert ids == tuple(map(ord, expected))
 
 
 def test_encode_prompt_refuses_what_it_cannot_mark():
     with pytest.raises(ValueError, match="chat template"):
-        encode_prompt(Characters(False), example(CHAT))
+        encode_prompt(Characters(False), example(CHAT), TaskConfig())
+    with pytest.raises(ValueError, match="assistant turns"):
+        encode_prompt(Characters(True), example(CHAT), TaskConfig(chat="none"))
     with pytest.raises(ValueError, match="no tokens"):
-        encode_prompt(Characters(False), example(""))
+        encode_prompt(Characters(False), example(""), TaskConfig())
 
 
 def test_encode_prompt_leaves_the_example_alone():
     chat = ({"role": "user", "content": "a"},)
-    encode_prompt(Characters(True), example(chat), "s", "!")
+    config = TaskConfig(system_prompt="s", prompt_suffix="!")
+    encode_prompt(Characters(True), example(chat), config)
     assert chat == ({"role": "user", "content": "a"},)

@@ -7,6 +7,7 @@ import pytest
 from tiny_engine import CONFIG, MODEL, make_params
 
 from rl.engine import preemption
+from rl.engine.ending import Endings
 from rl.engine.engine import Engine
 from rl.engine.rollout_spec import RolloutSpec, draft_with
 from rl.engine.slot_table import SlotTable
@@ -21,10 +22,10 @@ LIMIT = 10
 
 def table(*lengths, order=None):
     """Rows with prompts of two tokens and responses of these lengths, of at most LIMIT."""
-    rows = SlotTable(len(lengths), 12)
+    rows = SlotTable(len(lengths), 12, Endings(SamplingConfig(max_new_tokens=LIMIT)))
     for row in order or range(len(lengths)):
         if lengths[row] is not None:
-            rows.enter(row, PartialRequest(Request(row, (1, 2))), LIMIT)
+            rows.enter(row, PartialRequest(Request(row, (1, 2))))
             rows.total_tokens_B[row] += lengths[row]
     return rows
 
@@ -47,11 +48,11 @@ def test_a_row_needs_what_a_fetch_adds_up_to_its_limit():
 def test_chunks_enter_while_they_fit_beside_what_runs(budget, count):
     """The row needs 2 + 1 + 4; the chunks 3 + 4, 3 + 4, and 3 + 1 + 1 of the last one's limit."""
     waiting = [chunk(), chunk(), chunk(1, max_tokens=1)]
-    assert preemption.num_fitting(waiting, table(1), 4, budget, LIMIT) == count
+    assert preemption.num_fitting(waiting, table(1), 4, budget) == count
 
 
 def test_one_enters_where_nothing_runs():
-    assert preemption.num_fitting([chunk(), chunk()], table(None), 4, 3, LIMIT) == 1
+    assert preemption.num_fitting([chunk(), chunk()], table(None), 4, 3) == 1
 
 
 @pytest.mark.parametrize(

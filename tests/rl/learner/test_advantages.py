@@ -122,6 +122,7 @@ def test_overlong_penalties_by_hand():
     assert overlong_penalties(lengths, 10, 4).tolist() == wanted
     assert overlong_penalties(lengths, 10, 0).tolist() == [0] * 6
     assert overlong_penalties([10], 10, 10).tolist() == [-1]
+    assert overlong_penalties([9, 9, 9], [10, 9, 9], [2, 4, 0]).tolist() == [-0.5, -1, 0]
 
 
 def test_gae_by_hand():

@@ -26,7 +26,6 @@ from rl.learner.optimizer import init_state, make_optimizer
 from rl.packing import Shape
 from rl.trajectory import FinishReason, Trajectory
 from spec.config import SamplingConfig
-from spec.sampling import Processing
 
 MODEL = ModelConfig("qwen3", 16, 16, 1, 2, 2, 8, 32, qk_norm=True, eos_token_ids=(15,))
 RECIPE = TrainSpec(
@@ -163,7 +162,7 @@ def gradient_of(samples, shape):
     judge = random_critic()
     packed = micro_batches.micro_batches(samples, shape)
     num_tokens = np.float32(sum(s.trajectory.num_tokens for s in samples))
-    scalars = StepScalars(Processing.of(SAMPLING), num_tokens, num_tokens, np.bool_(True))
+    scalars = StepScalars(num_tokens, num_tokens, np.bool_(True))
     total = start(network=critic.CRITIC, recipe=RECIPE)
     for p in packed:
         batch = place(p.batch)

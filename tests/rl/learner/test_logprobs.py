@@ -28,18 +28,29 @@ TOKENS = np.array(jax.random.randint(jax.random.key(1), (4, T), 0, 16))
 TOKENS[1, :P], TOKENS[3, :P] = TOKENS[0, :P], TOKENS[2, :P]
 
 
-def sample_of(i, tokens, prompt_tokens, group=0):
+def sample_of(i, tokens, prompt_tokens, group=0, config=SamplingConfig()):  # noqa: B008
     n = len(tokens) - prompt_tokens
     ids = np.split(np.asarray(tokens, np.int32), [prompt_tokens])
     zeros = np.zeros(n, np.int32)
     logprobs = np.zeros(n, np.float32)
     rest = logprobs, zeros, zeros, FinishReason.STOP
-    return TrainSample(Trajectory(i, group, i, *ids, *rest, emission_logprobs=logprobs), 0.0)
+    return TrainSample(
+        Trajectory(i, group, i, *ids, *rest, emission_logprobs=logprobs), 0.0, config
+    )
 
 
-def packed(tokens):
+PLAIN = (SamplingConfig(),) * 4
+MIXED = (
+    SamplingConfig(),
+    SamplingConfig(temperature=0.7, top_p=0.9),
+    SamplingConfig(temperature=1.3, top_k=5),
+    SamplingConfig(temperature=0.0),
+)
+
+
+def packed(tokens, configs=PLAIN):
     """All four in one micro-batch, in their order; 2 · 20 positions and padding."""
-    samples = [sample_of(i, row, P, group=i // 2) for i, row in enumerate(tokens)]
+    samples = [sample_of(i, row, P, i // 2, configs[i]) for i, row in enumerate(tokens)]
     [one] = micro_batches.micro_batches(samples, Shape(2, 22, 4))
     assert (one.sample_indices.tolist(), one.used_positions) == ([0, 1, 2, 3], 40)
     return one.batch
@@ -49,8 +60,9 @@ def recipe_of(**fields):
     return TrainSpec(MODEL, trainer=TrainerConfig(**fields))
 
 
-def processing_of(**fields):
-    return Processing.of(SamplingConfig(**fields))
+def processing_of(configs):
+    """Arrays of one entry a sequence."""
+    return jax.tree.map(lambda *x: np.stack(x), *map(Processing.of, configs))
 
 
 @jax.jit
@@ -61,7 +73,7 @@ def drawn(processing):
         sampling.request_keys(sampling.step_key(0, 0), jnp.arange(4)),
         jnp.broadcast_to(jnp.arange(T), (4, T)),
     )
-    t, k, p = (jnp.full((4, T), x) for x in jax.tree.leaves(processing))
+    t, k, p = processing.broadcast((4, T))
     return sampling.draw(sampling.processed_logits(logits, t, k, p), keys, t, "cdf")
 
 
@@ -69,29 +81,18 @@ CHUNKED = recipe_of(logprob_chunk_tokens=16)
 LOGPROBS = jax.jit(lambda tokens: jax.nn.log_softmax(transformer.logits(MODEL, PARAMS, tokens)))
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        SamplingConfig(),
-        SamplingConfig(temperature=0.7, top_p=0.9),
-        SamplingConfig(temperature=1.3, top_k=5),
-        SamplingConfig(temperature=0.0),
-    ],
-)
-def test_scores_equal_the_samplers_logprobs(config):
-    processing = Processing.of(config)
-    tokens, emitted = drawn(processing)
+def test_scores_equal_the_samplers_logprobs_each_by_its_own_sampling():
+    tokens, emitted = drawn(processing_of(MIXED))
     # score the drawn token of one position at a time: put it behind its own prefix
     for t in (P - 1, 5, T - 2):
         given = TOKENS.copy()
         given[:, t + 1] = tokens[:, t]
-        scored, _ = scoring.token_logprobs(PARAMS, packed(given), processing, recipe=CHUNKED)
+        scored, _ = scoring.token_logprobs(PARAMS, packed(given, MIXED), recipe=CHUNKED)
         np.testing.assert_allclose(scored[:, t + 1 - P], emitted[:, t], atol=1e-5)
 
 
 def test_entropy_and_logprob_of_the_plain_distribution():
-    batch, processing = packed(TOKENS), processing_of()
-    scored, entropy = scoring.token_logprobs(PARAMS, batch, processing, recipe=CHUNKED)
+    scored, entropy = scoring.token_logprobs(PARAMS, packed(TOKENS), recipe=CHUNKED)
     logprobs = np.array(LOGPROBS(TOKENS))[:, P - 1 : -1]
     wanted = np.take_along_axis(logprobs, TOKENS[:, P:, None], axis=2)[..., 0]
     np.testing.assert_allclose(scored[:, : T - P], wanted, atol=1e-5)
@@ -104,8 +105,8 @@ WEIGHTS = np.sin(np.arange(4.0 * (T - P), dtype=np.float32)).reshape(4, T - P)
 
 @partial(jax.jit, static_argnames=("recipe",))
 @jax.value_and_grad
-def weighted(params, batch, processing, *, recipe):
-    logprobs, _ = scoring.logprobs_and_entropy(params, batch, processing, recipe)
+def weighted(params, batch, *, recipe):
+    logprobs, _ = scoring.logprobs_and_entropy(params, batch, recipe)
     return jnp.sum(logprobs[:, : T - P] * WEIGHTS)
 
 
@@ -114,21 +115,20 @@ def weighted(params, batch, processing, *, recipe):
 def unpacked(params, processing):
     """The same from four whole sequences and all their logits at once."""
     logits = transformer.logits(MODEL, params, TOKENS)[:, P - 1 : -1]
-    shape = (4, T - P)
-    rest = (jnp.full(shape, x) for x in jax.tree.leaves(processing))
+    rest = processing.broadcast((4, T - P))
     return jnp.sum(sampling.log_probs(logits, TOKENS[:, P:], *rest)[0] * WEIGHTS)
 
 
 WHOLE = recipe_of(logprob_chunk_tokens=1000)
 
 
-@pytest.mark.parametrize("processing", [processing_of(), processing_of(temperature=0.7, top_p=0.9)])
-def test_packing_chunking_and_remat_change_neither_value_nor_gradient(processing):
-    value, gradient = unpacked(PARAMS, processing)
+@pytest.mark.parametrize("configs", [PLAIN, MIXED])
+def test_packing_chunking_and_remat_change_neither_value_nor_gradient(configs):
+    value, gradient = unpacked(PARAMS, processing_of(configs))
     gradient = flat(gradient)
     # 18 positions for 2 rows of 22: three slices of 8, the last with padding
     for recipe in (WHOLE, recipe_of(logprob_chunk_tokens=18, remat=True)):
-        other, other_gradient = weighted(PARAMS, packed(TOKENS), processing, recipe=recipe)
+        other, other_gradient = weighted(PARAMS, packed(TOKENS, configs), recipe=recipe)
         assert float(other) == pytest.approx(float(value), rel=1e-5)
         other_gradient = flat(other_gradient)
         np.testing.assert_allclose(other_gradient, gradient, atol=1e-5 * np.max(np.abs(gradient)))
@@ -158,7 +158,7 @@ def test_batch_by_length_by_vocabulary_is_never_alive():
 
     def of(params, chunk_tokens):
         recipe = TrainSpec(model, trainer=TrainerConfig(logprob_chunk_tokens=chunk_tokens))
-        return jnp.sum(scoring.logprobs_and_entropy(params, batch, processing_of(), recipe)[0])
+        return jnp.sum(scoring.logprobs_and_entropy(params, batch, recipe)[0])
 
     whole = jax.make_jaxpr(jax.grad(lambda p: of(p, 128)))(params)
     chunked = jax.make_jaxpr(jax.grad(lambda p: of(p, 16)))(params)
@@ -168,9 +168,9 @@ def test_batch_by_length_by_vocabulary_is_never_alive():
 
 def test_bfloat16_compute_leaves_gradients_in_float32():
     recipe = recipe_of(compute_dtype="bfloat16", logprob_chunk_tokens=18)
-    _, gradient = weighted(PARAMS, packed(TOKENS), processing_of(), recipe=recipe)
+    _, gradient = weighted(PARAMS, packed(TOKENS), recipe=recipe)
     assert {g.dtype for g in jax.tree.leaves(gradient)} == {jnp.dtype("float32")}
-    a, b = flat(gradient), flat(weighted(PARAMS, packed(TOKENS), processing_of(), recipe=WHOLE)[1])
+    a, b = flat(gradient), flat(weighted(PARAMS, packed(TOKENS), recipe=WHOLE)[1])
     assert np.sum(a * b) / np.linalg.norm(a) / np.linalg.norm(b) > 0.999
     assert np.max(np.abs(a - b)) > 0  # it did run in bfloat16
 
@@ -210,7 +210,7 @@ def test_samples_get_the_scores_of_their_own_tokens():
     ]
     shape = Shape(1, 14, 4)
     assert len(micro_batches.micro_batches(samples, shape)) == 3
-    scores = scoring.sample_logprobs(PARAMS, samples, shape, SamplingConfig(), CHUNKED)
+    scores = scoring.sample_logprobs(PARAMS, samples, shape, CHUNKED)
     ids = np.zeros((8, T), np.int32)
     for i, row in enumerate(rows):
         ids[i, : len(row)] = row

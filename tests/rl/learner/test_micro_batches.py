@@ -15,6 +15,7 @@ from rl.learner import micro_batches
 from rl.learner.micro_batches import TrainSample
 from rl.packing import Shape
 from rl.trajectory import FinishReason, Trajectory
+from spec.config import SamplingConfig
 
 
 def trajectory(i, prompt, response, *, reward=1.0, finish=FinishReason.STOP, group=0):
@@ -231,6 +232,10 @@ def test_unscored_samples_are_left_out_and_truncated_ones_where_asked():
     kept = micro_batches.select(given, advantages)
     assert [s.trajectory.request_id for s in kept] == [0, 2]
     assert [s.advantage for s in kept] == [1.0, -1.0]
+    cool, cold = SamplingConfig(temperature=0.7, top_k=4), SamplingConfig(temperature=0.3)
+    mixed = [dataclasses.replace(given[0], sampling=cold), *given[1:]]
+    samples = micro_batches.select(mixed, advantages, cool)
+    assert [s.sampling for s in samples[:2]] == [cold, cool]
     kept = micro_batches.select(given, advantages, mask_truncated=True)
     assert [s.trajectory.request_id for s in kept] == [0]
 

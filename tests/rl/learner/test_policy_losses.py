@@ -114,7 +114,7 @@ def objective(name, new, advantages=(1.0, -2.0), max_new_tokens=8, critic=None, 
     config = AlgorithmConfig(name=name, **more)
     A_B = jnp.array(advantages, jnp.float32)
     inputs = LossInputs(MASK, A_B, OLD, OLD, OLD, OLD, 0 * OLD, critic)
-    normaliser = losses.normaliser_of(3, 2, config.resolved.aggregation, max_new_tokens)
+    normaliser = losses.normaliser_of(3, 2, config.resolved.aggregation, 2 * max_new_tokens)
     value, (statistics, _) = losses.loss(config, new, new, inputs, jnp.float32(normaliser))
     return value, losses.metrics_of(jax.device_get(statistics))
 

@@ -23,7 +23,7 @@ from rl.packing import Shape
 from rl.rollout import generate
 from rl.trajectory import FinishReason, Request, Trajectory
 from spec.config import SamplingConfig
-from spec.sampling import Processing, step_key
+from spec.sampling import step_key
 
 MODEL = ModelConfig("qwen3", 16, 16, 1, 2, 2, 8, 32, qk_norm=True, eos_token_ids=(15,))
 RECIPE = TrainSpec(
@@ -83,7 +83,7 @@ def gradient_of(samples, shape):
     num_tokens = sum(s.trajectory.num_tokens for s in samples)
     static = {"network": trainer.POLICY, "recipe": RECIPE}
     normaliser = np.float32(num_tokens)
-    scalars = StepScalars(Processing.of(SAMPLING), normaliser, normaliser, np.bool_(True))
+    scalars = StepScalars(normaliser, normaliser, np.bool_(True))
     accumulator = start(**static)
     for p in packed:
         batch = scoring.place(p.batch)
@@ -135,7 +135,7 @@ def test_a_gradient_that_overflows_stops_too():
 
 def logprob_of(params, prompt, response):
     sample = micro_batches.TrainSample(trajectory(0, prompt, response), 0.0)
-    return scoring.sample_logprobs(params, [sample], SHAPE, SAMPLING, RECIPE)[0]
+    return scoring.sample_logprobs(params, [sample], SHAPE, RECIPE)[0]
 
 
 def test_the_end_token_is_trained():
@@ -249,9 +249,7 @@ def test_a_batch_without_a_usable_sample_is_no_step():
 def test_recorded_logprobs_make_the_first_ratio_one():
     batch, advantages = some_trajectories(), some_advantages()
     params = transformer.init(MODEL, jax.random.key(0))
-    own = scoring.sample_logprobs(
-        params, micro_batches.select(batch, advantages), SHAPE, SAMPLING, RECIPE
-    )
+    own = scoring.sample_logprobs(params, micro_batches.select(batch, advantages), SHAPE, RECIPE)
     batch = [dataclasses.replace(t, logprobs=x) for t, x in zip(batch, own, strict=True)]
     _, metrics = run(fresh_state(), batch, advantages)
     assert metrics["ratio/max"] == pytest.approx(1, abs=1e-5)
@@ -334,7 +332,7 @@ def test_inner_updates_minibatches_recomputed_logprobs_and_a_reference(warm):
     assert metrics["ratio/min"] < 1 < metrics["ratio/max"]
     # the mismatch is that of the policy that sampled, before it moved
     first = scoring.sample_logprobs(
-        warm.reference, micro_batches.select(batch, advantages), warm.shape, SAMPLING, warm.recipe
+        warm.reference, micro_batches.select(batch, advantages), warm.shape, warm.recipe
     )
     worst = max(np.max(np.abs(x + 2.7)) for x in first)
     assert metrics["sampling/sampling_logp_difference/max"] <= worst + 1e-5
@@ -379,7 +377,7 @@ def test_gspo_clips_nothing_on_policy_in_bfloat16():
 def test_old_and_reference_logprobs_are_each_policys_own(warm):
     samples = micro_batches.select(some_trajectories(), some_advantages())
     other = jax.tree.map(lambda p: 1.5 * p, warm.reference)
-    rest = (warm.shape, SAMPLING, warm.recipe)
+    rest = (warm.shape, warm.recipe)
     learner = trainer.Learner(warm.recipe, warm.shape, SAMPLING, reference=warm.reference)
     scored = trainer.with_logprobs(other, samples, learner)
     old = scoring.sample_logprobs(other, samples, *rest)

@@ -157,6 +157,74 @@ def test_the_tokenizer_names_the_end_token_where_the_config_does_not(tiny, tmp_p
     assert inputs.model.eos_token_ids == (1,)
 
 
+def test_end_tokens_are_those_of_config_generation_config_and_tokenizer(tiny, tmp_path):
+    override = save_policy(tmp_path / "policy", eos_token_ids=(4,))
+    path = tmp_path / "policy" / "generation_config.json"
+    path.write_text(json.dumps({"eos_token_id": [4, 5]}))
+    assert opened(tiny, override).model.eos_token_ids == (4, 5, 1)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("stop_ids=(24,)", "vocabulary of 24, got 24"),
+        ("stop=('é',)", "no response can hold 'é': the policy's tokenizer has no tokens for it"),
+        ("stop=('1+1=21+1=2',)", "takes 10 tokens and a response has at most .*=8"),
+        ("by_task=('gsm: top_k=3',)", "names of tasks .*got 'gsm'"),
+        ("temperature=0", "is 0: all responses"),
+        ("by_task=('jsonl:TASK: temperature=0',)", "is 0: all responses"),
+        ("by_task=('jsonl:TASK: max_new_tokens=500',)", "make 508 positions"),
+    ],
+)
+def test_sampling_that_does_not_fit_is_refused(tiny, override, message):
+    task = load(TrainConfig, [tiny]).task.specs[0]
+    with pytest.raises(ValueError, match=message):
+        opened(tiny, "Sampling." + override.replace("jsonl:TASK", task))
+
+
+def test_the_longest_task_makes_the_sizes(tiny):
+    [task] = load(TrainConfig, [tiny]).task.specs
+    for limit, longest in ((4, 8), (12, 12)):
+        config = load(
+            TrainConfig, [tiny], [f"Sampling.by_task=('{task}: max_new_tokens={limit}',)"]
+        )
+        assert config.longest_tokens == config.rollout.max_prompt_tokens + longest
+
+
+def test_variables_that_a_chat_template_does_not_mention_are_said(tiny, tmp_path):
+    override = save_policy(tmp_path / "policy")
+    pairs = "Task.chat_template_kwargs=(('think', False), ('deep', 1))"
+
+    def said():
+        config = load(TrainConfig, [tiny], [override, pairs])
+        return "\n".join(remarks(config, opened(tiny, override, pairs)))
+
+    assert "sets think, and the policy's chat template does not exist" in said()
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}{{ '=' if think else '+' }}"
+    tokenizer.save_character_tokenizer(tmp_path / "policy", tiny_run.CHARACTERS, template)
+    assert "think" not in said() and "sets deep, and the policy's chat template does not" in said()
+    inputs = opened(tiny, override, pairs)
+    config = load(TrainConfig, [tiny], [override, pairs]).task
+    assert inputs.tokenizer.decode(inputs.encode(inputs.task[0], config)) == "1+1=+"
+
+
+@pytest.mark.parametrize(
+    ("pairs", "message"),
+    [
+        ("(('messages', 1),)", "'messages', which is set already"),
+        ("(('add_generation_prompt', False),)", "which is set already"),
+        ("(('eos_token', 'x'),)", "which is set already"),
+        ("(('a b', 1),)", "names of a chat template's variables.*got 'a b'"),
+        ("(('a', 1), ('a', 2))", "each once, got 'a' twice"),
+        ("(('a', 1e999),)", "not JSON compliant"),
+        ("('a', 1)", "expected tuple"),
+    ],
+)
+def test_variables_of_a_chat_template_that_are_refused(tiny, pairs, message):
+    with pytest.raises(ConfigError, match=f"chat_template_kwargs.*{message}"):
+        load(TrainConfig, [tiny], [f"Task.chat_template_kwargs={pairs}"])
+
+
 def test_a_policy_that_could_never_end_a_response(tiny, tmp_path):
     override = save_policy(tmp_path / "policy", eos_token_ids=())
     settings = tmp_path / "policy" / "tokenizer_config.json"

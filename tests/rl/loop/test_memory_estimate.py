@@ -119,7 +119,7 @@ def test_a_micro_batch_needs_what_is_estimated():
     total = jax.eval_shape(lambda: start(**static))
     batch = shapes_of(micro_batches.empty(shape))
     one = np.float32(1)
-    scalars = StepScalars(Processing.of(SamplingConfig()), one, one, np.bool_(True))
+    scalars = StepScalars(one, one, np.bool_(True))
     found = compiled_bytes(accumulate.lower(params, total, batch, scalars, **static))
     parts_of = parts()
     ours = (

@@ -33,7 +33,6 @@ from spec.draft_model import drafter as draft_model
 from spec.draft_model.cached_rows import CachedRows
 from spec.draft_model.drafter import PRIOR_DRAFTS, DraftModelDrafter
 from spec.drafter import Source
-from spec.sampling import Processing
 from spec.tree import PADDING
 
 
@@ -318,9 +317,9 @@ def test_rows_at_rest_and_chains_that_have_ended_are_written_nowhere():
     )
     rng = np.random.default_rng(0)
     held = jax.tree.map(lambda x: rng.normal(size=x.shape).astype(np.float32), zeros)
-    table_BX = np.zeros((B, W + 4), np.int32)
+    table_BX = np.zeros((B, W + 7), np.int32)
     table_BX[:, W], table_BX[:, W + 3] = total_B, most_B
-    draws = draft_model.Draws(Processing.of(SamplingConfig()), np.float32(0), jax.random.key(0))
+    draws = draft_model.Draws(np.float32(0), jax.random.key(0))
     static = {"config": MODEL, "scheme": None, "window_tokens": W, "most_tokens": 6}
     after, _ = draft_model.draft_chains(
         PARAMS, jax.tree.map(jax.numpy.asarray, held), table_BX, draws, **static

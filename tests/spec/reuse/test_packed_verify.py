@@ -14,12 +14,13 @@ from models import transformer
 from rl import packing
 from rl.packing import Response, Shape
 from spec import sampling
+from spec.config import SamplingConfig
 from spec.reuse.packed_verify import PackedResponses, unpack, verify_packed
 from spec.sampling import step_key
 
 MODEL = dataclasses.replace(tiny_run.MODEL, num_layers=2)
 PARAMS = jax.tree.map(lambda x: 4 * x, transformer.init(MODEL, jax.random.key(0)))
-KEY, TEMPERATURE = step_key(0, 3), np.float32(0.8)
+KEY, TEMPERATURES = step_key(0, 3), np.float32([0.8, 1.0, 1.3, 0.6, 0.9])  # of the responses
 SHAPE = Shape(2, 24, 48)
 RESPONSES = [
     Response("", group, np.array(prompt), np.array(tokens))
@@ -44,7 +45,11 @@ def batch(branch_RT=LAYOUT.packing.branch_BT):
         ids_X[start : start + n], at_X[start : start + n] = i, np.arange(n)
     packed = dataclasses.replace(LAYOUT.packing, branch_BT=branch_RT)
     names = ids_X.reshape(LAYOUT.tokens_BT.shape), at_X.reshape(LAYOUT.tokens_BT.shape)
-    return PackedResponses(LAYOUT.tokens_BT, LAYOUT.targets_BT, packed, *names)
+    processing = sampling.Processing.filled(SamplingConfig(), LAYOUT.tokens_BT.shape)
+    for i, start in zip(LAYOUT.order, LAYOUT.starts, strict=True):
+        cool = SamplingConfig(temperature=float(TEMPERATURES[i]))
+        processing.put(slice(start, start + len(RESPONSES[i].tokens)), cool)
+    return PackedResponses(LAYOUT.tokens_BT, LAYOUT.targets_BT, packed, *names, processing)
 
 
 def run(given=None, chunk_tokens=48):
@@ -52,7 +57,6 @@ def run(given=None, chunk_tokens=48):
         PARAMS,
         jax.tree.map(jnp.asarray, given or batch()),
         KEY,
-        sampling.Processing(TEMPERATURE, np.int32(0), np.float32(1)),
         config=MODEL,
         scheme="gumbel",
         chunk_tokens=chunk_tokens,
@@ -64,11 +68,12 @@ def run(given=None, chunk_tokens=48):
 @jax.jit
 def _alone(tokens_RT, targets_RT, at_RT):
     """Rows of one sequence each: log-probs of what comes next, and the draws there."""
-    logits_RTV = transformer.logits(MODEL, PARAMS, tokens_RT) / TEMPERATURE
+    logits_RTV = transformer.logits(MODEL, PARAMS, tokens_RT)
+    logits_RTV = logits_RTV / TEMPERATURES[:, None, None]
     logprobs_RTV = jax.nn.log_softmax(logits_RTV)
     requests_R = sampling.request_keys(KEY, jnp.arange(len(RESPONSES)))
     keys_RT = sampling.position_keys(requests_R, at_RT)
-    warm_RT = jnp.full(tokens_RT.shape, TEMPERATURE)
+    warm_RT = jnp.broadcast_to(TEMPERATURES[:, None], tokens_RT.shape)
     drawn_RT, _ = sampling.draw(logits_RTV, keys_RT, warm_RT, "gumbel")
     return jnp.take_along_axis(logprobs_RTV, targets_RT[..., None], 2)[..., 0], drawn_RT
 
