@@ -124,7 +124,10 @@ class _Reader:
         """Read magic, version and the numbers of tensors and of pairs."""
         magic = self._take(4, "the word GGUF at its start")
         if magic != b"GGUF":
-            self._fail(f"expected the word GGUF at its start, got {magic!r}", "give a GGUF file")
+            self._fail(
+                f"expected the word GGUF at its start, got {magic!r}",
+                "name a GGUF file, or a Hugging Face folder",
+            )
         version = self._number("I", "the version")
         if version not in _VERSIONS:
             swapped = int.from_bytes(version.to_bytes(4, "little"), "big")
