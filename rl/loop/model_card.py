@@ -23,6 +23,7 @@ from rl.config.loader import dump
 from rl.loop.experiment import TrainConfig
 from rl.loop.legs import Leg
 from rl.metrics.writer import Row, step_rows
+from spec.config import SamplingConfig
 
 CARD = "README.md"
 MAX_CHARACTERS = 300  # of one text of a file
@@ -215,6 +216,7 @@ def _what(config: TrainConfig, base: Base, history: History, form: Form) -> list
         f"prompts × {rollout.group_size} responses{tokens}; seed {config.run.seed}",
         f"- **Sampling**: temperature {sampling.temperature:g}, top-p {sampling.top_p:g}, top-k "
         f"{sampling.top_k or 'off'}, at most {sampling.max_new_tokens:,} new tokens",
+        *_ends(sampling),
         *_added(config),
         f"- **Rollouts**: {drafts}; reuse {code(config.reuse.mode)}",
         *_where(history),
@@ -222,12 +224,26 @@ def _what(config: TrainConfig, base: Base, history: History, form: Form) -> list
     ]
 
 
+def _ends(sampling: SamplingConfig) -> list[str]:
+    """Return where responses end besides end tokens, and what differs from task to task."""
+    lines = []
+    if sampling.stop:
+        lines.append(f"- **Responses end at**: {_listed(map(code, map(repr, sampling.stop)))}")
+    if sampling.by_task:
+        lines.append(f"- **Sampling of tasks**: {_listed(map(code, sampling.by_task))}")
+    return lines
+
+
 def _added(config: TrainConfig) -> list[str]:
-    """Return what was added to every prompt: whoever uses the policy should add it too."""
+    """Return what is added to every prompt: whoever uses the policy should add it too."""
     task = config.task
-    system = [f"- **System prompt**: {code(task.system_prompt)}"] if task.system_prompt else []
-    suffix = [f"- **End of prompts**: {code(task.prompt_suffix)}"] if task.prompt_suffix else []
-    return system + suffix
+    variables = [code(f"{name}={value!r}") for name, value in task.chat_template_kwargs]
+    added = {
+        "System prompt": code(task.system_prompt) if task.system_prompt else "",
+        "End of prompts": code(repr(task.prompt_suffix)) if task.prompt_suffix else "",
+        "Variables of the chat template": _listed(variables),
+    }
+    return [f"- **{title}**: {value}" for title, value in added.items() if value]
 
 
 def _where(history: History) -> list[str]:

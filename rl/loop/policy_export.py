@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -76,8 +77,12 @@ def write_checkpoint(
     layout, (run, step) = layout or Layout(), source
     history = History(run.absolute().name, step, _rows(run, step), legs.read(run))
     base = model_card.base_of(inputs.policy)
-    card = model_card.of_run(config, base, history, _form(inputs, layout))
-    _write(target, inputs, params, card, layout, generation_settings(config.sampling))
+    form = _form(inputs, layout)
+    if config.task.chat == "none":
+        form = dataclasses.replace(form, has_chat_template=False)
+    card = model_card.of_run(config, base, history, form)
+    generation = generation_settings(config.sampling, inputs.model.eos_token_ids)
+    _write(target, inputs, params, card, layout, generation)
 
 
 def write_policy(inputs: Inputs, params: Params, target: Path, layout: Layout) -> None:
@@ -86,19 +91,23 @@ def write_policy(inputs: Inputs, params: Params, target: Path, layout: Layout) -
     _write(target, inputs, params, card, layout, {})
 
 
-def generation_settings(sampling: SamplingConfig) -> dict[str, Any]:
-    """Return the settings by which `transformers` draws as a run did.
+def generation_settings(sampling: SamplingConfig, ends: Sequence[int]) -> dict[str, Any]:
+    """Return the settings by which `transformers` draws, and ends, as a run did.
 
-    top-k is written where it is off too: it is 50 where a folder says nothing.
+    `ends` are the end tokens of the policy. top-k is written where it is off too: it is 50 where a
+    folder says nothing. Stop strings are left out, since `generate` takes them with a tokenizer
+    only.
     """
-    if sampling.temperature == 0:
-        return {"do_sample": False}
-    return {
-        "do_sample": True,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-    }
+    settings: dict[str, Any] = {"do_sample": sampling.temperature > 0}
+    if sampling.temperature > 0:
+        settings |= {
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+        }
+    if sampling.stop_ids:
+        settings["eos_token_id"] = list(dict.fromkeys([*ends, *sampling.stop_ids]))
+    return settings
 
 
 def _rows(run: Path, step: int) -> list[Row]:

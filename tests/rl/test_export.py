@@ -55,7 +55,7 @@ class Run:
 @pytest.fixture(scope="module")
 def made(tiny, tmp_path_factory):
     (tiny.parent / "policy" / "chat_template.jinja").write_text(TEMPLATE)
-    config = load(TrainConfig, [tiny], ("Sampling.temperature=0.5",))
+    config = load(TrainConfig, [tiny], ("Sampling.temperature=0.5", "Sampling.stop_ids=(5,)"))
     return Run(tmp_path_factory.mktemp("made") / "run", config)
 
 
@@ -87,7 +87,7 @@ def test_the_newest_checkpoint_rounded_to_bfloat16(run, capsys):
     assert run.export() == 0
     assert_holds(run.out, run.params[4], ml_dtypes.bfloat16)
     config, _ = hf.load_pretrained(run.out)
-    assert config == tiny_run.MODEL
+    assert config == dataclasses.replace(tiny_run.MODEL, eos_token_ids=(1, 5))
     assert json.loads((run.out / "config.json").read_text())["dtype"] == "bfloat16"
     out = capsys.readouterr().out
     assert f"{run.folder}, step 4" in out and "bytes of bfloat16 in 1 file\n" in out
@@ -146,7 +146,8 @@ def test_transformers_reads_its_settings_tokenizer_and_template(run):
     assert words("1+1=")["input_ids"] == tokenizer.load(run.out).encode("1+1=")
     settings = transformers.GenerationConfig.from_pretrained(run.out)
     assert (settings.do_sample, settings.temperature, settings.top_k) == (True, 0.5, 0)
-    assert (settings.top_p, settings.eos_token_id, settings.pad_token_id) == (1.0, 1, 0)
+    assert (settings.top_p, settings.eos_token_id, settings.pad_token_id) == (1.0, [1, 5], 0)
+    assert hf.check(run.out).eos_token_ids == (1, 5)  # the run's stop_ids end responses too
 
 
 def test_a_policy_as_it_is(tiny, tmp_path, capsys):

@@ -70,6 +70,9 @@ def test_what_was_run():
         "Reward.weights=(1.0, 0.5)",
         "Rollout.prompts_per_step=6",
         "Task.system_prompt='Be brief.'",
+        "Task.chat_template_kwargs=(('enable_thinking', False),)",
+        "Sampling.stop=('\\n\\n', 'Question:')",
+        "Sampling.by_task=('reasoning_gym:gcd: temperature=0.6',)",
         "Run.directory='/home/me/runs/own'",
     )
     what = section(text, "What was run")
@@ -81,6 +84,9 @@ def test_what_was_run():
         "`rewards.py:score`, `task` × 0.5",
         "40 of 100, each 6 prompts × 8 responses; 40,000 response tokens",
         "`Be brief.`",
+        "`enable_thinking=False`",
+        r"`'\n\n'`, `'Question:'`",
+        "`reasoning_gym:gcd: temperature=0.6`",
         r"1 × NVIDIA H200 with reprise 0\.1\.0, jax 0\.10\.2; 2026\-11\-20; 2.0 hours",
         "2026-11-23, weights in bfloat16",
     ):
