@@ -35,6 +35,7 @@ from spec.reuse.rollout_cache import RolloutCache, of_group
 
 RATE = 1e-5
 LENIENT = "lenient:e^0.5"
+EXACT = ("history", "coupled")  # ways that give the tokens of plain rollouts
 
 Phase = Callable[[], tuple[RolloutSpec, Sequence[Request]]]
 
@@ -44,6 +45,7 @@ def measure(ground: Ground, repeats: int) -> dict[str, Any]:
     phases, engine = _phases(ground)
     seconds: dict[str, list[float]] = {name: [] for name in phases}
     rows: dict[str, dict[str, Any]] = {name: {} for name in phases}
+    tokens: dict[str, list[list[int]]] = {}
     for turn in range(-1, repeats):  # the first one warms up what is compiled on the way
         names = list(phases) if turn % 2 else list(phases)[::-1]
         for name in names:
@@ -54,9 +56,13 @@ def measure(ground: Ground, repeats: int) -> dict[str, Any]:
             if turn >= 0:
                 seconds[name].append(taken_s)
             rows[name] = _row(engine, done)
+            tokens[name] = [t.response_ids.tolist() for t in done]
             print(f"{name}: {taken_s:.1f} s, {rows[name]}", file=sys.stderr, flush=True)
     plain = seconds["plain"]
     for name, row in rows.items():
+        if name in EXACT:
+            pairs = zip(tokens["plain"], tokens[name], strict=True)
+            row["responses_that_differ"] = sum(a != b for a, b in pairs)
         ratios = [p / s for p, s in zip(plain, seconds[name], strict=True)]
         row["ratio"] = round(statistics.median(ratios), 3)
         row["ratios"] = [round(r, 3) for r in ratios]
