@@ -1,9 +1,9 @@
 """What holds for a real policy: `python -m benchmarks.real_policy --policy DIR --work DIR --json`.
 
 Parts, each of which leaves its figures in the working folder and is not repeated while they are
-there: `parity` (needs --torch_python), `acceptance`, `learned`, `one_update` and `flips` are
-counts, which a busy machine does not change; `timed` wants a machine that does nothing else. The
-result joins the figures of all parts that the working folder has.
+there: `parity` (needs --torch_python), `acceptance`, `cooler`, `one_update`, `after_update`,
+`learned` and `flips` are counts, which a busy machine does not change; `timed` wants a machine that
+does nothing else. The result joins the figures of all parts that the working folder has.
 """
 
 from __future__ import annotations
@@ -23,10 +23,13 @@ from benchmarks.real_policy.questions import KINDS
 from models.params import num_params
 
 PACKAGES = ("jax", "jaxlib", "numpy", "numba", "optax", "transformers", "reasoning-gym")
-COUNTS = ("acceptance", "learned", "one_update", "flips")
+COUNTS = ("acceptance", "cooler", "one_update", "after_update", "learned", "flips")
+COOLER = 0.6  # a temperature
 PARTS = ("parity", *COUNTS, "timed")
 NAMED: dict[str, Callable[[Any], dict[str, Any]]] = {
     "acceptance": acceptance.named,
+    "cooler": acceptance.named,
+    "after_update": acceptance.named,
     "learned": learned.named,
     "one_update": one_update.named,
 }
@@ -79,7 +82,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--torch_python", help="interpreter of one with torch, transformers")
     parser.add_argument("--chats", type=int, default=64, help="of parity")
     parser.add_argument("--greedy_tokens", type=int, default=64, help="of parity, a response")
-    parser.add_argument("--temperatures", type=float, nargs="+", default=[1.0, 0.6])
     parser.add_argument("--rates", type=float, nargs="+", default=[1e-6, 1e-5, 1e-4])
     parser.add_argument("--drafter_steps", type=int, default=300)
     parser.add_argument("--flip_seeds", type=int, default=2)
@@ -113,7 +115,11 @@ def _measured(ground: Ground, part: str, arguments: argparse.Namespace) -> dict[
             ground, arguments.torch_python, arguments.chats, arguments.greedy_tokens
         )
     if part == "acceptance":
-        return acceptance.measure(ground, arguments.temperatures)
+        return acceptance.measure(ground, 1.0)
+    if part == "cooler":
+        return acceptance.measure(ground, COOLER)
+    if part == "after_update":
+        return acceptance.measure_after_update(ground)
     if part == "learned":
         return learned.measure(ground, arguments.drafter_steps)
     if part == "one_update":

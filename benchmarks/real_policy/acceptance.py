@@ -15,7 +15,7 @@ import numpy as np
 from benchmarks.draft_texts import Group
 from benchmarks.drafts import BUDGET_NODES, replay
 from benchmarks.real_policy import statistic
-from benchmarks.real_policy.ground import NOW, PAST, Ground
+from benchmarks.real_policy.ground import Ground
 from benchmarks.real_policy.questions import set_names
 from rl.trajectory import Trajectory
 from spec.budget.union import DrafterUnion
@@ -32,20 +32,23 @@ RATE = 1e-5  # of the update that lies between the epochs
 Makers = Mapping[str, Callable[[], Drafter]]
 
 
-def measure(ground: Ground, temperatures: Sequence[float]) -> dict[str, Any]:
-    """Return rows for the epochs by the same policy, and for those with an update between."""
-    rows: dict[str, Any] = {}
-    for temperature in temperatures:
-        now, past = (ground.responses(n, temperature=temperature) for n in (NOW, PAST))
-        name = f"temperature {temperature:g}".replace(".", "_")
-        rows[name] = of_sources(
-            ground, now, past, ("own", "group", "first_epoch", "history", "all")
-        )
-    now = ground.responses(NOW, rate=RATE)
-    rows["after an update"] = of_sources(ground, now, ground.responses(PAST), ("history", "all"))
-    same = ("last", "history", "all_with_last")
-    rows["after an update, same noise"] = of_sources(ground, now, ground.responses(NOW), same)
-    return {"update_rate": RATE, "nodes": BUDGET_NODES, "rows": rows}
+def measure(ground: Ground, temperature: float) -> dict[str, Any]:
+    """Return rows of sources for the policy's responses; its own are those of the last epoch."""
+    now, past = ground.responses(temperature=temperature), ground.past(temperature)
+    sources = ("own", "group", "first_epoch", "history", "all")
+    rows = of_sources(ground, now, past, sources)
+    return {"temperature": temperature, "nodes": BUDGET_NODES, "rows": rows}
+
+
+def measure_after_update(ground: Ground) -> dict[str, Any]:
+    """Return rows for responses of the policy after an update; the last epoch is from before it.
+
+    With `same_noise` the last epoch's responses were drawn with the noise of this one.
+    """
+    now = ground.responses(rate=RATE)
+    same = of_sources(ground, now, ground.responses(), ("last", "history", "all_with_last"))
+    other = of_sources(ground, now, ground.past(), ("history", "all"))
+    return {"update_rate": RATE, "rows": other, "same_noise": same}
 
 
 def makers(group: Group, past: Sequence[np.ndarray]) -> Makers:
@@ -126,8 +129,11 @@ def _group(done: Sequence[Trajectory]) -> Group:
 
 def named(found: Mapping[str, Any]) -> dict[str, Any]:
     """Return the figures that people read: means over all questions."""
+    cases = {f"temperature {found.get('temperature', 1):g}": found["rows"]}
+    if "same_noise" in found:
+        cases = {"after an update": found["rows"], "and same noise": found["same_noise"]}
     return {
         f"accepted a round, {case}: {source}": row["all"]["value"]
-        for case, sources in found["rows"].items()
+        for case, sources in cases.items()
         for source, row in sources.items()
     }

@@ -40,7 +40,7 @@ from spec.reuse.prefix_rule import PrefixRule, parse_mode
 from spec.reuse.rollout_cache import CachedResponse, Scores
 from spec.sampling import step_key
 
-NOW, PAST = 1, 2  # steps whose noise draws the responses of this epoch and of the last one
+STEP = 1  # whose noise draws the responses
 MEASURED_RATE = 1e-4  # of the update that is made; Adam's first step is proportional to it
 
 
@@ -109,25 +109,20 @@ class Ground:
     # -- responses ---------------------------------------------------------------------
 
     def responses(
-        self,
-        noise: int,
-        draw: Draw = "cdf",
-        temperature: float = 1.0,
-        *,
-        rate: float = 0.0,
+        self, draw: Draw = "cdf", temperature: float = 1.0, *, rate: float = 0.0
     ) -> list[Trajectory]:
         """Return responses, by request id, of the policy or of the one after an update.
 
         Those after an update at the learning rate `rate` start from what coupled reuse keeps of
         the policy's own, under the same noise: they are the draws of the updated policy.
         """
-        name = f"responses-{noise}-{draw}-{temperature:g}" + (f"-{rate:g}" if rate else "")
+        name = f"responses-{draw}-{temperature:g}" + (f"-{rate:g}" if rate else "")
         path = self.work / f"{name}.npz"
         if not path.is_file():
-            before = self.responses(noise, draw, temperature) if rate else ()
+            before = self.responses(draw, temperature) if rate else ()
             params = self.updated(rate) if rate else self.params
             rule = PrefixRule(parse_mode("coupled"), 0.0, 0, COUPLED_STEP) if rate else None
-            spec = self.rollout_spec(params, noise, draw, temperature, rule=rule)
+            spec = self.rollout_spec(params, draw, temperature, rule=rule)
             began_s = time.perf_counter()
             done = self.engine.run(spec, self.requests(before))
             seconds = time.perf_counter() - began_s
@@ -136,6 +131,13 @@ class Ground:
             _save(path, done)
         return _load(path, self.requests(), self.stop_token_ids)
 
+    def past(self, temperature: float = 1.0) -> list[Trajectory]:
+        """Return the last epoch's responses: of the same policy, under other noise.
+
+        They are those of the `gumbel` draw, whose noise has nothing to do with that of `cdf`.
+        """
+        return self.responses("gumbel", temperature)
+
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
         return self.model.eos_token_ids
@@ -143,12 +145,11 @@ class Ground:
     def rollout_spec(
         self,
         params: Params,
-        noise: int,
         draw: Draw = "cdf",
         temperature: float = 1.0,
         **options: Any,
     ) -> RolloutSpec:
-        sampling, key = self.sampling(draw, temperature), step_key(0, noise)
+        sampling, key = self.sampling(draw, temperature), step_key(0, STEP)
         return RolloutSpec(params, sampling, key, self.stop_token_ids, **options)
 
     def by_question(self, done: Sequence[Trajectory]) -> list[list[Trajectory]]:
@@ -195,7 +196,7 @@ class Ground:
         return json.loads((self.work / "update.json").read_text())
 
     def _update(self, folder: Path) -> None:
-        done = self.responses(NOW)
+        done = self.responses()
         rewards = self.rewards(done)
         scored = [(t, r) for t, r in zip(done, rewards, strict=True) if r is not None]
         trajectories = [dataclasses.replace(t, reward=r) for t, r in scored]

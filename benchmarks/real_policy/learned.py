@@ -1,6 +1,6 @@
 """An EAGLE drafter trained on the policy's own responses: draft tokens accepted a round.
 
-It learns from responses of two epochs and of both draws, and drafts for questions that it has
+It learns from the responses of two epochs, and drafts for questions that it has
 not seen. Rollouts with it are compared with the plain ones, token by token.
 """
 
@@ -15,7 +15,7 @@ import numpy as np
 
 from benchmarks.drafts import BUDGET_NODES
 from benchmarks.real_policy.acceptance import summary
-from benchmarks.real_policy.ground import NOW, PAST, Ground
+from benchmarks.real_policy.ground import Ground
 from rl.drafter_training.config import DrafterConfig
 from rl.drafter_training.offline import OfflineConfig, OfflineTraining
 from rl.engine.engine import Engine
@@ -60,7 +60,7 @@ class Counted(Drafter):
 def measure(ground: Ground, steps: int) -> dict[str, Any]:
     """Train a drafter, and draft with it before and after."""
     held_out = list(range(HELD_OUT - 1, len(ground.questions), HELD_OUT))
-    texts = [ground.responses(NOW), ground.responses(PAST), ground.responses(NOW, "gumbel")]
+    texts = [ground.responses(), ground.past()]
     learned = [_as_response(t) for done in texts for t in done if t.group_id not in held_out]
     unseen = [_as_response(t) for t in texts[0] if t.group_id in held_out]
     options, words = DRAFTER, (r.tokens for r in learned)
@@ -105,9 +105,9 @@ def _drafted(ground: Ground, drafter: EagleWeights, chosen: Sequence[int]) -> di
     def drafts(context: DrafterContext) -> Drafting:
         return Counted(learned.drafter_for(context), accepted), None
 
-    spec = ground.rollout_spec(ground.params, NOW, drafts=drafts)
+    spec = ground.rollout_spec(ground.params, drafts=drafts)
     done = engine.run(spec, ground.requests(chosen=chosen))
-    plain = {t.request_id: t for t in ground.responses(NOW)}
+    plain = {t.request_id: t for t in ground.responses()}
     differ = sum(not np.array_equal(t.response_ids, plain[t.request_id].response_ids) for t in done)
     rows: dict[str, Any] = {"all": summary([np.asarray(a) for a in accepted.values()])}
     rows |= _by_set(ground, accepted)

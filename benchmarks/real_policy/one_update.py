@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.real_policy import statistic
-from benchmarks.real_policy.ground import NOW, Ground
+from benchmarks.real_policy.ground import Ground
 from benchmarks.real_policy.questions import set_names
 from models.transformer import Params
 from rl.engine.prefix_verification import PrefixVerifier
@@ -47,7 +47,7 @@ def verify(
 ) -> dict[int, tuple[CachedResponse, Verified]]:
     """Return what packed passes of `params` say of responses, under the noise that drew them."""
     rule = _Recorder(parse_mode("full"), 0.0, 0, 0)
-    spec = ground.rollout_spec(params, NOW, draw, rule=rule)
+    spec = ground.rollout_spec(params, draw, rule=rule)
     requests: list[Request] = ground.requests(done)
     longest = max(len(t.prompt_ids) for t in done) + ground.sizes.new_tokens
     verifier = PrefixVerifier(spec, ground.engine, longest, VerifiedPrefixes())
@@ -63,7 +63,7 @@ def measure(ground: Ground, rates: Sequence[float]) -> dict[str, Any]:
     for rate in (0.0, *rates):
         params = ground.updated(rate) if rate else ground.params
         for draw in DRAWS:
-            found = verify(ground, params, ground.responses(NOW, draw), draw)
+            found = verify(ground, params, ground.responses(draw), draw)
             rows[draw][f"{rate:.0e}"] = row = coupled(ground, found)
             if draw == DRAWS[0]:  # lenience does not look at the draw
                 row["lenient"] = {n: lenient(ground, found, m) for n, m in LENIENCES.items()}

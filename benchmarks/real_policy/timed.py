@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.real_policy.ground import NOW, PAST, Ground
+from benchmarks.real_policy.ground import Ground
 from rl.engine.engine import Engine
 from rl.engine.rollout_spec import RolloutSpec, draft_with
 from rl.engine.stats import speculation_metrics
@@ -85,7 +85,7 @@ def _row(engine: Engine, done: Sequence[Trajectory]) -> dict[str, Any]:
 def _phases(ground: Ground) -> tuple[dict[str, Phase], Engine]:
     """Return the ways to roll out, and an engine that has compiled and timed what they need."""
     params = ground.updated(RATE)
-    same, other = ground.responses(NOW), ground.responses(PAST)
+    same, other = ground.responses(), ground.past()
     config = ground.engine_config(min_nodes=4, max_nodes=8)
     engine = Engine(ground.model, config)
     longest = max(len(q.prompt_ids) for q in ground.questions)
@@ -112,21 +112,21 @@ def _phases(ground: Ground) -> tuple[dict[str, Phase], Engine]:
         return LastResponseDrafter({t.request_id: t.response_ids for t in done})
 
     def plain() -> tuple[RolloutSpec, Sequence[Request]]:
-        return ground.rollout_spec(params, NOW), plain_requests
+        return ground.rollout_spec(params), plain_requests
 
     def with_history() -> tuple[RolloutSpec, Sequence[Request]]:
-        return ground.rollout_spec(params, NOW, drafts=drafting(history())), plain_requests
+        return ground.rollout_spec(params, drafts=drafting(history())), plain_requests
 
     def coupled() -> tuple[RolloutSpec, Sequence[Request]]:
         rule = PrefixRule(parse_mode("coupled"), 0.0, 0, COUPLED_STEP)
         options = {"rule": rule, "drafts": drafting(last(same))}
-        return ground.rollout_spec(params, NOW, **options), ground.requests(same)
+        return ground.rollout_spec(params, **options), ground.requests(same)
 
     def lenient() -> tuple[RolloutSpec, Sequence[Request]]:
         mode = parse_mode(LENIENT)
         rule = PrefixRule(mode, log(mode.lenience), 0, 1)
         options = {"rule": rule, "drafts": drafting(last(other), history())}
-        return ground.rollout_spec(params, NOW, **options), ground.requests(other)
+        return ground.rollout_spec(params, **options), ground.requests(other)
 
     phases: dict[str, Phase] = {
         "plain": plain,

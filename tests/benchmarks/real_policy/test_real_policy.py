@@ -11,7 +11,7 @@ import pytest
 from benchmarks import workloads
 from benchmarks.environment import ROOT
 from benchmarks.real_policy import acceptance, learned, one_update, parity, questions, statistic
-from benchmarks.real_policy.ground import NOW, Ground, Sizes
+from benchmarks.real_policy.ground import Ground, Sizes
 from models import hf, tokenizer
 from spec.drafter import Acceptance, Drafter, no_drafts
 from spec.reuse.prefix_rule import Verified
@@ -32,10 +32,10 @@ def ground(tmp_path_factory):
 
 
 def test_responses_are_kept_and_other_sizes_refused(ground):
-    done = ground.responses(NOW)
+    done = ground.responses()
     again = Ground(ground.folder, "tiny", ground.work, SIZES)
     again.__dict__["engine"] = None  # nothing is generated twice
-    for a, b in zip(done, again.responses(NOW), strict=True):
+    for a, b in zip(done, again.responses(), strict=True):
         assert a.response_ids.tolist() == b.response_ids.tolist()
         assert a.prompt_ids.tolist() == list(ground.questions[a.group_id].prompt_ids)
         assert np.array_equal(a.logprobs, b.logprobs)
@@ -44,7 +44,7 @@ def test_responses_are_kept_and_other_sizes_refused(ground):
 
 
 def test_a_policy_agrees_with_itself_and_another_one_does_not(ground):
-    done = ground.responses(NOW)
+    done = ground.responses()
     found = one_update.verify(ground, ground.params, done, "cdf")
     row = one_update.coupled(ground, found)
     assert row["agreement"]["value"] == row["kept"]["value"] == row["whole"] == 1.0
@@ -96,7 +96,7 @@ def test_accepted_tokens_by_depth():
 
 
 def test_drafts_of_the_same_text_are_right_and_of_another_are_not(ground):
-    done = ground.by_question(ground.responses(NOW))[0]
+    done = ground.by_question(ground.responses())[0]
     group, past = acceptance._group(done), [t.response_ids for t in done]
     right = acceptance._accepted(group, acceptance.makers(group, past)["last"])
     wrong = acceptance._accepted(
