@@ -16,6 +16,7 @@ import pytest
 
 from docs import generate
 from rl import export
+from rl.metrics.eval_metrics import EvalResponse, set_metrics
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
@@ -321,9 +322,19 @@ def test_the_metrics_page_has_every_metric():
     written = {text for text in string_literals() if pattern.fullmatch(text)}
     generic = {"drafter/…"}  # spelled out on the page
     assert written - documented - generic == set(), "not on the page"
-    fixed = {name for name in documented if "/" in name and not name.startswith("drafter/")}
+    apart = ("drafter/", "eval/")
+    fixed = {name for name in documented if "/" in name and not name.startswith(apart)}
     other = {"time/…", "emission_kl/…"}
     assert fixed - written - other == set(), "not in the code"
+
+
+def test_the_metrics_page_has_every_figure_of_an_evaluation():
+    cells = re.findall(r"^\| (`eval/.*?) \|", page("metrics.md"), re.MULTILINE)
+    documented = {name for cell in cells for name in re.findall(r"`([^`]+)`", cell)}
+    found = set_metrics([EvalResponse(0, 1.0, 1, False, False)], 1, (1,), 1.0)
+    figures = {n.replace("@1", "@K") for n in found if not n.endswith(("_low", "_high"))}
+    in_sets = {f"eval/NAME/{name}" for name in figures | {"seen_in_training"}}
+    assert documented == in_sets | {"eval/mean_reward", "eval/pass@K"}
 
 
 # --- prose of docstrings --------------------------------------------------------------

@@ -100,6 +100,8 @@ class EvalCurves:
         return any("mean_reward" in figures for run in runs for figures in figures_of(run).values())
 
     def draw(self, ax: Any, runs: Sequence[Run], window: int) -> None:
+        from matplotlib.ticker import MaxNLocator
+
         for index, (run, name, label) in enumerate(self._curves(runs)):
             color, style = run_look(index)
             values, low, high = (
@@ -120,9 +122,13 @@ class EvalCurves:
         ax.set_title("shade: 95% interval", loc="right", color=FAINT, fontsize=8, weight="normal")
         ax.set_ylabel("mean reward")
         ax.set_xlabel("after training step")
+        ax.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True, min_n_ticks=1))
         ax.margins(x=0.02)
         if len(runs) == 1:
-            ax.legend(fontsize=8, labelcolor=INK, loc="best", handlelength=1.5)
+            ax.legend(
+                loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=4, fontsize=8,
+                handlelength=1.5, labelcolor=INK,
+            )  # fmt: skip
 
     def _curves(self, runs: Sequence[Run]) -> list[tuple[Run, str, str]]:
         if len(runs) == 1:
