@@ -6,8 +6,9 @@ A line is an object of one of two kinds:
     {"prompt": "...", "completion": "..."}            texts, as in a run's samples.jsonl
 
 Texts are tokenized again, prompt and completion separately, which may give other tokens than were
-drawn. A completion with `finish_reason` "stop" gets the policy's first end token, which texts lack.
-Other columns are ignored. Plain numpy.
+drawn. A completion with `finish_reason` "stop" gets the policy's first end token, which texts lack,
+unless it has its `num_tokens` without one: then a stop string ended it. Other columns are ignored.
+Plain numpy.
 """
 
 from __future__ import annotations
@@ -169,5 +170,7 @@ def _of_texts(
             f"{where}: expected prompt and completion as texts, got {type(prompt).__name__} and "
             f"{type(completion).__name__}"
         )
-    end = list(model.eos_token_ids[:1]) if row.get("finish_reason") == "stop" else []
-    return words.encode(prompt), [*words.encode(completion), *end]
+    ids, end = words.encode(completion), list[int]()
+    if row.get("finish_reason") == "stop" and row.get("num_tokens") != len(ids):
+        end = list(model.eos_token_ids[:1])
+    return words.encode(prompt), [*ids, *end]

@@ -85,6 +85,19 @@ def test_character_chat_template(characters):
     assert ids == characters.encode("a b\n")
 
 
+def test_variables_reach_a_chat_template(tmp_path):
+    template = "{{ messages[0].content }}{% if deep %}b{% endif %}"
+    tokenizers_of_ours.save_character_tokenizer(tmp_path, "ab", template)
+    loaded, chat = tokenizers_of_ours.load(tmp_path), [{"role": "user", "content": "a"}]
+    assert [loaded.decode(loaded.apply_chat_template(chat, deep=x)) for x in (True, False)] == [
+        "ab",
+        "a",
+    ]
+    for name in ("documents", "eos_token", "tools"):
+        with pytest.raises(ValueError, match=f"'{name}', which is set already"):
+            loaded.apply_chat_template(chat, **{name: 1})
+
+
 def test_extra_specials_follow_the_three(tmp_path):
     tokenizers_of_ours.save_character_tokenizer(tmp_path, "ab", extra_specials=("<user>",))
     loaded = tokenizers_of_ours.load(tmp_path)

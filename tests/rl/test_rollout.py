@@ -1,11 +1,14 @@
 """The public call, as a notebook would make it."""
 
 import dataclasses
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import tiny_engine
 from tiny_engine import make_params
 
+from models.token_text import TokenBytes
 from rl.engine.config import EngineConfig
 from rl.engine.engine import Engine
 from rl.rollout import generate
@@ -57,6 +60,59 @@ def test_end_tokens_are_the_policy_s_unless_given(params, engine):
         assert a.response_ids.tolist() == b.response_ids.tolist()[: a.num_tokens]
         ended = set(a.response_ids.tolist()) & {4, 5, 6}
         assert bool(ended) == (a.finish_reason is FinishReason.STOP)
+
+
+LETTERS = TokenBytes(np.frombuffer(b"abcdefghijklmnopqrst", np.uint8), np.arange(21))
+TOKENIZER = SimpleNamespace(token_bytes=LETTERS, eos_token_ids=(7,))
+
+
+def test_a_tokenizer_brings_its_end_tokens_and_the_text_of_stop_strings(params, engine):
+    long = generate(MODEL, params, REQUESTS, SAMPLING, engine=engine, stop_token_ids=())
+    text = "".join(chr(97 + i) for i in long[0].response_ids)
+    stop = SamplingConfig(max_new_tokens=12, stop=(text[1:3],))
+    requests = [REQUESTS[0], *(dataclasses.replace(r, sampling=SAMPLING) for r in REQUESTS[1:])]
+    for given, options in ((REQUESTS, {}), (requests, {"stop_token_ids": ()})):
+        got = generate(MODEL, params, given, stop, engine=engine, tokenizer=TOKENIZER, **options)
+        ends = {4, 5, 6, 7} if not options else set()
+        for a, b in zip(got, long, strict=True):
+            read = "".join(chr(97 + i) for i in b.response_ids)
+            n = [i + 1 for i, x in enumerate(b.response_ids) if x in ends]
+            n += [i for i in range(2, 13) if read[i - 2 : i] == text[1:3]]
+            assert a.response_ids.tolist() == b.response_ids.tolist()[: min(n, default=12)]
+            assert (a.finish_reason is FinishReason.STOP) == bool(n)
+    with pytest.raises(ValueError, match="expected a tokenizer"):
+        generate(MODEL, params, REQUESTS, stop, engine=engine)
+
+
+def test_requests_have_a_sampling_of_their_own(params, engine):
+    """What a request gives is what it gives where all have its sampling."""
+    samplings = [
+        SAMPLING,
+        SamplingConfig(temperature=0.0, max_new_tokens=5),
+        SamplingConfig(temperature=0.6, top_k=3, max_new_tokens=9, stop_ids=(9, 10)),
+        SamplingConfig(temperature=1.5, top_p=0.7, max_new_tokens=12),
+    ]
+    mixed = [dataclasses.replace(r, sampling=s) for r, s in zip(REQUESTS, samplings, strict=True)]
+    got = generate(MODEL, params, mixed, engine=engine)
+    for i, (sampling, t) in enumerate(zip(samplings, got, strict=True)):
+        alone = generate(MODEL, params, REQUESTS, sampling, engine=engine)[i]
+        assert t.response_ids.tolist() == alone.response_ids.tolist()
+        np.testing.assert_allclose(t.logprobs, alone.logprobs, atol=1e-5)
+        assert t.finish_reason is alone.finish_reason and t.sampling == sampling
+
+
+@pytest.mark.parametrize(
+    ("sampling", "message"),
+    [
+        (SamplingConfig(stop_ids=(20,)), "Sampling.stop_ids: .* vocabulary of 20, got 20"),
+        (SamplingConfig(draw="gumbel"), "request 0 has draw='gumbel': expected that of"),
+        (SamplingConfig(max_new_tokens=63), "request 0 needs 65 positions"),
+    ],
+)
+def test_a_request_s_sampling_that_does_not_fit_is_refused(params, engine, sampling, message):
+    with pytest.raises(ValueError, match=message):
+        wrong = [dataclasses.replace(REQUESTS[0], sampling=sampling)]
+        generate(MODEL, params, wrong, SAMPLING, engine=engine)
 
 
 def test_options_reach_the_engine(params, engine):

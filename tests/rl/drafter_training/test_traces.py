@@ -57,13 +57,15 @@ def test_texts_are_tokenized_with_the_end_that_they_have_lost(tmp_path, words):
         tmp_path / "samples.jsonl",
         {"step": 1, "prompt": "1+1=", "completion": "2", "finish_reason": "stop"},
         {"step": 1, "prompt": "<eos>7=", "completion": "77", "finish_reason": "length"},
+        {"prompt": "7=", "completion": "33", "finish_reason": "stop", "num_tokens": 2},
         ids([3], [4, 5]),
     )
     trace = read([tmp_path], MODEL, words)
-    assert trace.num_texts == 2
+    assert trace.num_texts == 3
     assert pairs(trace) == [
         (words.encode("1+1="), [*words.encode("2"), EOS]),
         ([EOS, *words.encode("7=")], words.encode("77")),
+        (words.encode("7="), words.encode("33")),
         ([3], [4, 5]),
     ]
 

@@ -367,10 +367,18 @@ def test_nothing_compiles_after_warm_up_of_a_resumed_run(tiny, never_stopped, tm
     ids=["random", "coupled"],
 )
 def test_reuse_compiles_nothing_after_warm_up_and_resumes_to_the_bit(tiny, tmp_path, more):
-    settings = (*BUCKETS, *more)
+    [task] = load(TrainConfig, [tiny]).task.specs
+    by_task = "Sampling.by_task=('t: temperature=0.7, top_k=9, max_new_tokens=20, stop=\"1\"',)"
+    settings = (*BUCKETS, *more, f"Task.specs=('t={task}',)", by_task)
     whole, *compiled = compilations(tiny, tmp_path / "whole", *settings)
     assert_warm_up_compiled_all(whole.rows, *compiled)
     assert_resumes_to_the_bit(tiny, tmp_path, settings, whole)
+    # the trainer scores by the task's sampling too
+    assert max(row["sampling/sampling_logp_difference/max"] for row in whole.rows) < 1e-4
+    samples = [json.loads(line) for line in whole.samples.splitlines()]
+    ended = [s["completion"] for s in samples if "1" in s["completion"]]
+    assert ended and all(text.index("1") == len(text) - 1 for text in ended)
+    assert max(s["num_tokens"] for s in samples) <= 20
 
 
 def assert_warm_up_compiled_all(rows, before, after):
