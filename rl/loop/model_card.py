@@ -32,7 +32,8 @@ MOST_ITEMS = 20  # of one list
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 # From a quote or a colon to the last slash, as absolute paths stand in specs and settings.
 _FOLDERS = re.compile(r"""(?<=['":=])/(?:(?:\\.|[^/?:'"\\\n])+/)+""")
-_PUNCTUATION = re.compile(r"([\\`*_{}\[\]()#+\-.!|~:@])")
+# What begins a span, a cell or a link; a point makes one behind www.
+_PUNCTUATION = re.compile(r"([\\`*_\[\]|~:@]|(?<=www)\.)", re.IGNORECASE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -249,7 +250,7 @@ def _added(config: TrainConfig) -> list[str]:
 def _where(history: History) -> list[str]:
     """Return the devices, versions, dates and hours of the legs up to the exported step."""
     seconds = [s for row in history.rows if (s := _number(row, "step_time")) is not None]
-    hours = f"; {math.fsum(seconds) / 3600:.1f} hours of steps" if seconds else ""
+    hours = f"; {math.fsum(seconds) / 3600:.2g} hours of steps" if seconds else ""
     legs = [leg for leg in history.legs if leg.after_step < history.step]
     if not legs:
         return [f"- **Hardware and versions**: not recorded{hours}"]
@@ -314,6 +315,9 @@ def _evaluations(rows: Sequence[Row]) -> list[list[str]]:
     table = [["evaluation", *heads]]
     bounds = re.compile("_(low|high)$")
     names = [n for n in evaluated[-1] if n.startswith("eval/") and not bounds.search(n)]
+    of_sets = [n for n in names if n.count("/") > 1]
+    if len({n.split("/")[1] for n in of_sets}) == 1:
+        names = of_sets  # over all sets they are the same
     for name in names[: 2 * MOST_ITEMS]:
         table.append([text(name.removeprefix("eval/")), *(_figure(row, name) for row in ends)])
     return table

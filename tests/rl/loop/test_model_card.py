@@ -17,7 +17,7 @@ from rl.loop.experiment import TrainConfig
 from rl.loop.legs import Leg
 from rl.loop.model_card import Base, Form, History
 
-HTML = MarkdownIt("commonmark", {"html": True}).enable("table")
+HTML = MarkdownIt("commonmark", {"html": True}).enable(["table", "strikethrough"])
 BASE = Base("SmolLM2-135M", "HuggingFaceTB/SmolLM2-135M", "apache-2.0")
 FORM = Form(tiny_run.MODEL, "bfloat16", True, "2026-11-23")
 LEG = Leg(0, "2026-11-20", "1 × NVIDIA H200", {"reprise": "0.1.0", "jax": "0.10.2"})
@@ -28,12 +28,13 @@ ROWS = [
     | ({"eval/sums/mean_reward_low": 0.4, "eval/sums/mean_reward_high": 0.6} if i == 40 else {})
     for i in range(1, 41)
 ]
-ROWS = [{"step": 0, "eval/sums/mean_reward": 0.1, "eval_s": 3.0}, *ROWS]
+ROWS = [{"step": 0, "eval/sums/mean_reward": 0.1, "eval_s": 3.0, "eval/pass@1": 0.1}, *ROWS]
 HOSTILE = (
     "# big\n\n<script>alert(1)</script>",
     "`` ` ```\n---\nlicense: mit",
     "</details>|<img src=x onerror=alert(1)>|",
     "[click](javascript:alert(1)) **bold** &lt; \\",
+    "www.example.com https://example.com <https://example.com> a@example.com ~~x~~",
     "\u202egnp.exe\x1b[2J\u2028\ud800",
 )
 
@@ -77,7 +78,7 @@ def test_what_was_run():
     )
     what = section(text, "What was run")
     for part in (
-        r"`SmolLM2-135M` (HuggingFaceTB/SmolLM2\-135M); qwen3",
+        "`SmolLM2-135M` (HuggingFaceTB/SmolLM2-135M); qwen3",
         "grpo (arXiv 2402.03300)",
         "learning rate 1e-06",
         "`jsonl:own.jsonl?prompt=q`, `reasoning_gym:gcd`",
@@ -87,7 +88,7 @@ def test_what_was_run():
         "`enable_thinking=False`",
         r"`'\n\n'`, `'Question:'`",
         "`reasoning_gym:gcd: temperature=0.6`",
-        r"1 × NVIDIA H200 with reprise 0\.1\.0, jax 0\.10\.2; 2026\-11\-20; 2.0 hours",
+        "1 × NVIDIA H200 with reprise 0.1.0, jax 0.10.2; 2026-11-20; 2 hours",
         "2026-11-23, weights in bfloat16",
     ):
         assert part in what, part
@@ -102,6 +103,7 @@ def test_rewards_before_and_after_and_the_evaluations():
     assert "| evaluation | before training | step 40 |" in results
     assert "| sums/mean\\_reward | 0.1 | 0.500 (0.400 to 0.600) |\n" in results
     assert "| sums/mean\\_length |  | 12 |" in results
+    assert "| pass\\@1 |" not in results  # of the only set, so over all sets
     assert "low" not in results
     assert "cut at the limit" not in results  # no row has it
     assert "no metrics" in section(card(rows=[]), "Results")
