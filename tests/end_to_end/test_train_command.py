@@ -17,7 +17,7 @@ from command_runs import call_main
 
 from benchmarks import tiny_run
 from models import gguf, hf, tokenizer
-from rl import evaluate, export_drafter, report, train
+from rl import evaluate, export, export_drafter, report, train
 from rl.loop import memory_estimate, train_loop
 from rl.metrics.writer import deterministic_view, read_metrics, read_samples
 from rl.speculation import draft_model
@@ -100,6 +100,15 @@ def test_the_policy_it_leaves_evaluates(run, capsys):
     figures = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert figures["checkpoint_step"] == 3
     assert 0 <= figures["overall"]["mean_reward"] <= 1
+
+
+def test_an_export_of_its_last_step_is_the_policy_it_leaves(run, tmp_path):
+    out = tmp_path / "out"
+    assert export.main([str(run), "--output", str(out), "--dtype", "float32"]) == 0
+    assert {p.name for p in out.iterdir()} == {p.name for p in (run / "policy").iterdir()}
+    for ours in out.iterdir():
+        assert ours.read_bytes() == (run / "policy" / ours.name).read_bytes()
+    assert ", step 3\n" in (out / "README.md").read_text()
 
 
 def test_the_run_can_be_reported(run):
