@@ -21,6 +21,7 @@ from spec.config import LEAST_TEMPERATURE, SamplingConfig
 Prompt = tuple[int, ...]  # token ids
 Encode = Callable[[Example], Prompt]
 _Question = tuple[int, Example, Prompt]  # and where it stands in its task
+MOST_PROMPTS = 100_000  # of a set
 _LOOKED_AT = 20_000  # training examples at least
 _CANDIDATES = 4  # generated questions for each one wanted: training may hold some of them
 
@@ -50,9 +51,10 @@ class EvalConfig:
     seed: int = 1_000_000_007  # of the questions and the noise
 
     def __post_init__(self) -> None:
-        for field, least in (("every_steps", 0), ("num_prompts", 0), ("samples", 1)):
-            if getattr(self, field) < least:
-                raise ValueError(f"{field} must be at least {least}, got {getattr(self, field)}")
+        bounds = {"every_steps": (0, 2**31), "num_prompts": (0, MOST_PROMPTS), "samples": (1, 1024)}
+        for field, (least, most) in bounds.items():
+            if not least <= getattr(self, field) <= most:
+                raise ValueError(f"{field} must be {least} to {most:,}, got {getattr(self, field)}")
         if self.max_prompt_tokens is not None and self.max_prompt_tokens < 1:
             raise ValueError(f"max_prompt_tokens must be at least 1, got {self.max_prompt_tokens}")
         t = self.temperature
@@ -260,7 +262,8 @@ def open_sets(
         else:
             skipped.append(f"not evaluated: {spec}, since training has all of its questions")
     sets = EvalSets(tuple(opened), tuple(skipped))
-    check_best_by(config, [s.name for s in opened])
+    if not keeps_seen:  # nothing is judged by a figure of one evaluation
+        check_best_by(config, [s.name for s in opened])
     return sets
 
 

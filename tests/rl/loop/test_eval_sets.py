@@ -45,9 +45,10 @@ def prompts(found):
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"samples": 0}, "samples must be at least 1"),
-        ({"num_prompts": -1}, "num_prompts must be at least 0"),
-        ({"every_steps": -1}, "every_steps must be at least 0"),
+        ({"samples": 0}, "samples must be 1 to 1,024"),
+        ({"num_prompts": -1}, "num_prompts must be 0 to 100,000"),
+        ({"every_steps": -1}, "every_steps must be 0 to"),
+        ({"num_prompts": 10**9}, "num_prompts must be 0 to 100,000"),
         ({"max_prompt_tokens": 0}, "max_prompt_tokens must be at least 1"),
         ({"seed": -1}, "seed must be"),
         ({"temperature": -1.0}, "temperature must be 0"),

@@ -11,7 +11,7 @@ from benchmarks import tiny_run
 from rl.checkpoint.best import read_best
 from rl.checkpoint.folders import list_steps
 from rl.loop import train_loop
-from rl.metrics.writer import read_samples, step_rows
+from rl.metrics.writer import read_metrics, read_samples, step_rows
 
 QUESTIONS = ("1+1=", "3+3=", "4+1+2=", "9=", "5+5+5=")
 EVALUATED = ("Eval.num_prompts=5", "Eval.every_steps=2", "Run.steps=5", "Checkpoint.keep=1")
@@ -141,6 +141,27 @@ def test_stopped_in_an_evaluation_and_resumed_gives_the_same(tiny, sets, greedy,
     assert read_best(tmp_path) == read_best(whole.folder)
     said = [m for m in resumed.show.messages if m.startswith("eval ")]
     assert len(said) == len([m for m in whole.show.messages if m.startswith("eval ")]) - done_before
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_ended_in_an_evaluation_and_resumed_gives_the_same(tiny, sets, greedy, tmp_path, every):
+    """As a kill does: nothing is saved any more, and the row of the step may be there already."""
+    whole, _ = greedy
+    show = tiny_run.Recorder()
+
+    def part(step, name):
+        if (step, name) == (4, "evaluation"):
+            raise MemoryError
+
+    show.part = part
+    asked = (*EVALUATED, sets, f"Checkpoint.every_steps={every}")
+    with pytest.raises(MemoryError):
+        tiny_run.train(tiny, tmp_path, *asked, show=show)
+    assert read_metrics(tmp_path)[-1]["step"] == 4
+    assert "eval_s" not in read_metrics(tmp_path)[-1]
+    resumed = finish(tiny, tmp_path, *asked)
+    assert resumed.rows == whole.rows
+    assert read_best(tmp_path) == read_best(whole.folder)
 
 
 def test_other_questions_begin_a_new_comparison(tiny, sets, greedy, tmp_path):
