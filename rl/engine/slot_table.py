@@ -122,8 +122,10 @@ class SlotTable:
         Where a slot had draft tokens, all of them but the last were accepted ones. Returns how
         many tokens each slot got: those behind the end of a response are dropped.
         """
-        count_B = count_B.copy()
+        drawn_B, count_B = count_B, count_B.copy()
         self.endings.cut(tokens_BN, count_B, self.rule_B, self.state_B, self.stopped_B)
+        same = self.endings.unknown_to_device or np.array_equal(count_B, drawn_B)
+        assert same, "the device went on behind an end that it knows"
         _append(
             tokens_BN,
             logprobs_BN,

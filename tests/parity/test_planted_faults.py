@@ -139,13 +139,15 @@ def test_temperature_missing_from_the_recorded_log_probability(golden, rollout, 
 def test_end_tokens_that_do_not_end_the_walk(golden, rollout, plant):
     original = verify.walk
     plant(verify, "walk", lambda tree, drawn, room, stop: original(tree, drawn, room, stop * 0 - 1))
-    assert differences(golden("plain"), rollout("plain", drafter=Overrunning(golden("plain"))))
+    with pytest.raises(AssertionError, match="went on behind an end"):
+        rollout("plain", drafter=Overrunning(golden("plain")))
 
 
-def test_end_tokens_that_do_not_end_the_slot(golden, rollout, plant):
+def test_end_tokens_that_do_not_end_the_slot(rollout, plant):
     original = verify._advance
     plant(verify, "_advance", lambda slots, out, stop: original(slots, out, stop * 0 - 1))
-    assert differences(golden("plain"), rollout("plain"))
+    with pytest.raises(AssertionError, match="went on behind an end"):
+        rollout("plain")
 
 
 def test_a_limit_that_is_not_kept(golden, rollout, plant):
