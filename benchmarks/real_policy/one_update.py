@@ -50,7 +50,8 @@ def verify(
     spec = ground.rollout_spec(params, draw, rule=rule)
     requests: list[Request] = ground.requests(done)
     longest = max(len(t.prompt_ids) for t in done) + ground.sizes.new_tokens
-    verifier = PrefixVerifier(spec, ground.engine, longest, VerifiedPrefixes())
+    endings = spec.endings(requests)
+    verifier = PrefixVerifier(spec, ground.engine, longest, endings, VerifiedPrefixes())
     verifier.add([PartialRequest(r) for r in requests])
     while len(verifier):
         verifier.take(len(requests))
