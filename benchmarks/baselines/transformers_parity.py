@@ -3,7 +3,7 @@
 Runs in an interpreter that has torch: `python -m benchmarks.baselines.transformers_parity POLICY
 WORK`. Reads WORK/chats.json, {"chats": [messages or text, ...], "new_tokens": n}, and writes
 WORK/theirs.json (ids of each chat, greedy tokens up to the end token) and WORK/logits/I.npy,
-the logits at all positions of chat I. Attention, batches and threads are its defaults.
+the logits at all positions of chat I. Attention is its default.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ def main() -> int:
     parser.add_argument("policy")
     parser.add_argument("work", type=Path)
     arguments = parser.parse_args()
+    torch.set_num_threads(1)  # on a busy machine threads wait for each other at every operation
     asked = json.loads((arguments.work / "chats.json").read_text())
     tokenizer = AutoTokenizer.from_pretrained(arguments.policy)
     model = AutoModelForCausalLM.from_pretrained(arguments.policy, dtype=torch.float32).eval()
