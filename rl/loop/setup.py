@@ -83,18 +83,13 @@ def build(
                 patience=patience,
             )
         )
-        specs = dict.fromkeys((*config.task.specs, *inputs.evals.specs))
-        rewards = stack.enter_context(RewardPool(config.reward, tasks=tuple(specs)))
+        specs = tuple(dict.fromkeys((*config.task.specs, *inputs.evals.specs)))
+        rewards = stack.enter_context(RewardPool(config.reward, tasks=specs))
         greedy = config.sampling.temperature == 0
         reuse = Reuse(config.reuse, cache, seed=config.run.seed, greedy=greedy)
         learner, state = _learner(config, inputs, mesh)
         engine = _engine(config, inputs, mesh, learner.recipe, drafter)
-        eval_engine = engine
-        if config.sched.mode == "pipeline" and inputs.evals.sets:
-            # its workers answer the next step meanwhile
-            eval_engine = Engine(
-                inputs.model, config.engine, dtype=learner.recipe.trainer.dtype, mesh=mesh
-            )
+        eval_engine = _eval_engine(config, inputs, mesh, engine)
 
         def told(what: str, done: int, total: int) -> None:
             watch.alive()
@@ -108,10 +103,9 @@ def build(
         state = trainer.warm_up(
             state, learner.shape, recipe=learner.recipe, told=partial(told, "training")
         )
-        order = DataOrder(len(inputs.task), config.run.seed)
         system = System(
             *(config, inputs, learner, engine, eval_engine, cache, speculation, reuse, rewards),
-            *(order, drafter),
+            *(DataOrder(len(inputs.task), config.run.seed), drafter),
             show=show,
             watch=watch,
         )
@@ -166,6 +160,15 @@ def _engine(
     spot = None if drafter is None else drafter.spot
     limit_s = config.run.hang_limit_s
     return MultiEngine(engines, config.sched, seed=config.run.seed, spot=spot, hang_limit_s=limit_s)
+
+
+def _eval_engine(
+    config: TrainConfig, inputs: Inputs, mesh: Mesh | None, engine: RolloutEngine
+) -> RolloutEngine:
+    """Rollouts' engine; in a pipeline, whose workers answer the next step meanwhile, another."""
+    if config.sched.mode != "pipeline" or not inputs.evals.sets:
+        return engine
+    return Engine(inputs.model, config.engine, dtype=engine.dtype, mesh=mesh)
 
 
 def run_mesh(config: TrainConfig) -> Mesh | None:
