@@ -1,8 +1,7 @@
 """Policies in and out of Hugging Face folders, and in from GGUF files.
 
-Weights are streamed tensor by tensor, each straight onto its shards. Hugging Face
-stores a linear layer as [out, in], we as [in, out]; everything else is the same
-numbers under another name. `check` reads headers only. No pickle, no hub.
+Weights are streamed tensor by tensor, each straight onto its shards. They are the same
+numbers under other names. `check` reads headers only. No pickle, no hub.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ if TYPE_CHECKING:
 
 _LAYER_NAMES = {
     "attention_norm_D": "input_layernorm.weight",
-    "query_DQ": "self_attn.q_proj.weight",
-    "key_DP": "self_attn.k_proj.weight",
-    "value_DP": "self_attn.v_proj.weight",
-    "output_QD": "self_attn.o_proj.weight",
+    "query_QD": "self_attn.q_proj.weight",
+    "key_PD": "self_attn.k_proj.weight",
+    "value_PD": "self_attn.v_proj.weight",
+    "output_DQ": "self_attn.o_proj.weight",
     "mlp_norm_D": "post_attention_layernorm.weight",
-    "gate_DF": "mlp.gate_proj.weight",
-    "up_DF": "mlp.up_proj.weight",
-    "down_FD": "mlp.down_proj.weight",
+    "gate_FD": "mlp.gate_proj.weight",
+    "up_FD": "mlp.up_proj.weight",
+    "down_DF": "mlp.down_proj.weight",
     "query_bias_Q": "self_attn.q_proj.bias",
     "key_bias_P": "self_attn.k_proj.bias",
     "value_bias_P": "self_attn.v_proj.bias",
@@ -131,9 +130,9 @@ def _entries(config: ModelConfig) -> list[Entry]:
         embedding_VD=_EMBEDDING,
         layers=tuple(layer_names(y, f"model.layers.{i}.") for i, y in enumerate(specs.layers)),
         final_norm_D="model.norm.weight",
-        head_DV=None if specs.head_DV is None else _HEAD,
+        head_VD=None if specs.head_VD is None else _HEAD,
     )
-    return hf_files.entries_of(names, specs, untransposed={_EMBEDDING})
+    return hf_files.entries_of(names, specs)
 
 
 def _checked(folder: Path) -> tuple[ModelConfig, dict[str, Stored]]:

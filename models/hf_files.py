@@ -12,7 +12,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,12 +37,11 @@ MAX_HEADER_BYTES = 100_000_000  # safetensors' own bound
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """One tensor: its name and shape in the file, and its layout in our trees."""
+    """One tensor: its name in the file, its shape, and its layout on a mesh."""
 
     name: str
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
-    transposed: bool = False
     dtypes: tuple[str, ...] = FLOATS
 
 
@@ -64,18 +63,10 @@ class Stored:
         return np.asarray(file.get_tensor(self.name))
 
 
-def entries_of(names: Any, specs: Any, untransposed: Collection[str] = ()) -> list[Entry]:
-    """Return entries, in the order of the leaves, for a tree of names and one of `ParamSpec`.
-
-    Files hold linear layers as [out, in], we as [in, out]: matrices are transposed, except those
-    named in `untransposed`.
-    """
-    entries = []
-    for name, spec in zip(leaves(names), leaves(specs), strict=True):
-        transposed = len(spec.shape) == 2 and name not in untransposed
-        shape = spec.shape[::-1] if transposed else spec.shape
-        entries.append(Entry(name, shape, spec.axes, transposed))
-    return entries
+def entries_of(names: Any, specs: Any) -> list[Entry]:
+    """Return entries, in the order of the leaves, for a tree of names and one of `ParamSpec`."""
+    pairs = zip(leaves(names), leaves(specs), strict=True)
+    return [Entry(name, spec.shape, spec.axes) for name, spec in pairs]
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -185,11 +176,10 @@ def fitting_leaves(params: Any, entries: Sequence[Entry], tree: Any) -> list[jax
             "with"
         )
     for entry, leaf in zip(entries, weights, strict=True):
-        shape = leaf.shape[::-1] if entry.transposed else leaf.shape
-        if tuple(shape) != entry.shape:
+        if tuple(leaf.shape) != entry.shape:
             raise ValueError(
-                f"{entry.name} has shape {list(shape)}, expected {list(entry.shape)}: save the "
-                "parameters with the config they were made with"
+                f"{entry.name} has shape {list(leaf.shape)}, expected {list(entry.shape)}: save "
+                "the parameters with the config they were made with"
             )
     return weights
 
@@ -255,10 +245,8 @@ def write_tensors(
         tensors = {}
         for i in shard:
             host = np.asarray(jax.device_get(leaves[i]))
-            # safetensors writes the memory of a transposed view, hence the copy.
-            tensors[entries[i].name] = np.ascontiguousarray(
-                host.T if entries[i].transposed else host, dtypes[i]
-            )
+            # safetensors writes the memory of any view as it lies, hence the copy
+            tensors[entries[i].name] = np.ascontiguousarray(host, dtypes[i])
             weight_map[entries[i].name] = file
         save_file(tensors, folder / file, metadata={"format": "pt"})
         # safetensors makes files that only their owner reads; follow the folder instead.
@@ -353,13 +341,12 @@ def _some(title: str, items: list[str], most: int = 6) -> str:
 
 
 def _place(host: np.ndarray, entry: Entry, mesh: Mesh | None, dtype: Any) -> jax.Array:
-    """Put a stored tensor, in our layout and type, on its shards."""
+    """Put a stored tensor, as `dtype`, on its shards."""
     import jax
     import jax.numpy as jnp
 
     from models.sharding import fitting_sharding
 
-    host = host.T if entry.transposed else host
     host = host if dtype is None else host.astype(jnp.dtype(dtype), copy=False)
     if mesh is None:
         return jnp.asarray(host)

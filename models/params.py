@@ -1,6 +1,8 @@
 """The weights of a policy as a tree, and the specification of each weight.
 
 `models.transformer` registers the trees with jax; nothing here needs it.
+Matrices are [out, in], as Hugging Face has them.
+
 Shape suffixes: V vocabulary, D model width, F feed-forward width, h head size, Q = H·h all query
 heads, P = K·h all key/value heads.
 """
@@ -19,14 +21,14 @@ class Layer:
     """Weights of one decoder layer; the optional ones are None where the architecture has none."""
 
     attention_norm_D: Any
-    query_DQ: Any
-    key_DP: Any
-    value_DP: Any
-    output_QD: Any
+    query_QD: Any
+    key_PD: Any
+    value_PD: Any
+    output_DQ: Any
     mlp_norm_D: Any
-    gate_DF: Any
-    up_DF: Any
-    down_FD: Any
+    gate_FD: Any
+    up_FD: Any
+    down_DF: Any
     query_bias_Q: Any = None
     key_bias_P: Any = None
     value_bias_P: Any = None
@@ -36,12 +38,12 @@ class Layer:
 
 @dataclasses.dataclass(frozen=True)
 class Params:
-    """Weights of a policy; `head_DV` is None where it is the embedding transposed."""
+    """Weights of a policy; `head_VD` is None where it is the embedding."""
 
     embedding_VD: Any
     layers: tuple[Layer, ...]
     final_norm_D: Any
-    head_DV: Any = None
+    head_VD: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,22 +65,22 @@ def param_specs(config: ModelConfig) -> Params:
     Q, P = config.num_heads * h, config.num_kv_heads * h
     into, out = D**-0.5, (2 * config.num_layers) ** -0.5
 
-    def matrix(rows: int, cols: int, axes: tuple[str, str], scale: float) -> ParamSpec:
-        return ParamSpec((rows, cols), axes, scale)
+    def matrix(outputs: int, inputs: int, axes: tuple[str, str], scale: float) -> ParamSpec:
+        return ParamSpec((outputs, inputs), axes, scale)
 
     def vector(size: int, axis: str | None, scale: float | None) -> ParamSpec:
         return ParamSpec((size,), (axis,), scale)
 
     layer = Layer(
         attention_norm_D=vector(D, None, None),
-        query_DQ=matrix(D, Q, ("embed", "heads"), into),
-        key_DP=matrix(D, P, ("embed", "kv_heads"), into),
-        value_DP=matrix(D, P, ("embed", "kv_heads"), into),
-        output_QD=matrix(Q, D, ("heads", "embed"), Q**-0.5 * out),
+        query_QD=matrix(Q, D, ("heads", "embed"), into),
+        key_PD=matrix(P, D, ("kv_heads", "embed"), into),
+        value_PD=matrix(P, D, ("kv_heads", "embed"), into),
+        output_DQ=matrix(D, Q, ("embed", "heads"), Q**-0.5 * out),
         mlp_norm_D=vector(D, None, None),
-        gate_DF=matrix(D, F, ("embed", "mlp"), into),
-        up_DF=matrix(D, F, ("embed", "mlp"), into),
-        down_FD=matrix(F, D, ("mlp", "embed"), F**-0.5 * out),
+        gate_FD=matrix(F, D, ("mlp", "embed"), into),
+        up_FD=matrix(F, D, ("mlp", "embed"), into),
+        down_DF=matrix(D, F, ("embed", "mlp"), F**-0.5 * out),
         query_bias_Q=vector(Q, "heads", 0.0) if config.qkv_bias else None,
         key_bias_P=vector(P, "kv_heads", 0.0) if config.qkv_bias else None,
         value_bias_P=vector(P, "kv_heads", 0.0) if config.qkv_bias else None,
@@ -89,7 +91,7 @@ def param_specs(config: ModelConfig) -> Params:
         embedding_VD=matrix(V, D, ("vocab", "embed"), 0.02),
         layers=(layer,) * config.num_layers,
         final_norm_D=vector(D, None, None),
-        head_DV=None if config.tied_embeddings else matrix(D, V, ("embed", "vocab"), into),
+        head_VD=None if config.tied_embeddings else matrix(V, D, ("vocab", "embed"), into),
     )
 
 

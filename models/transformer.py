@@ -40,7 +40,7 @@ from models.sharding import constrain
 for _weights in (Layer, Params):
     jax.tree_util.register_dataclass(_weights)
 
-FEW_ROWS = 32  # of hidden states; more go through the ordinary product
+FEW_ROWS = 64  # of inputs; more go through the ordinary product
 
 
 def init(config: ModelConfig, key: jax.Array, dtype: jnp.dtype = jnp.float32) -> Params:
@@ -93,13 +93,35 @@ def _rotate(x_BTHh: jax.Array, cos_BTh: jax.Array, sin_BTh: jax.Array) -> jax.Ar
     return turned.astype(x_BTHh.dtype)
 
 
-def _product(x: jax.Array, weight: jax.Array) -> jax.Array:
-    return jnp.matmul(x, weight, precision=precision_of(x))
+def linear(x: jax.Array, weight_OI: jax.Array, dtype: Any = None) -> jax.Array:
+    """x · weightᵀ; [..., I] to [..., O] of `dtype`, by default x's."""
+    dtype = dtype or x.dtype
+    if math.prod(x.shape[:-1]) > FEW_ROWS:
+        return _input_first(x, weight_OI, dtype)
+    return jax.lax.platform_dependent(
+        x,
+        weight_OI,
+        cpu=partial(_weight_first, dtype=dtype),
+        default=partial(_input_first, dtype=dtype),
+    )
 
 
-def _logits(equation: str, one: jax.Array, other: jax.Array) -> jax.Array:
-    precision = precision_of(one)
-    return jnp.einsum(equation, one, other, precision=precision, preferred_element_type=jnp.float32)
+def _input_first(x: jax.Array, weight_OI: jax.Array, dtype: Any) -> jax.Array:
+    return jnp.einsum(
+        "...i,oi->...o", x, weight_OI, precision=precision_of(x), preferred_element_type=dtype
+    )
+
+
+def _weight_first(x: jax.Array, weight_OI: jax.Array, dtype: Any) -> jax.Array:
+    """Compute `linear` with the weight on the left: 1.2 to 1.8 times faster for few rows.
+
+    XLA's CPU product packs its right operand; the barrier keeps it from swapping the two.
+    """
+    x_RI = x.reshape(-1, x.shape[-1])
+    out_OR = jnp.einsum(
+        "oi,ri->or", weight_OI, x_RI, precision=precision_of(x), preferred_element_type=dtype
+    )
+    return jax.lax.optimization_barrier(out_OR).T.reshape(*x.shape[:-1], -1)
 
 
 def _plus_bias(x_BTP: jax.Array, bias_P: jax.Array) -> jax.Array:
@@ -127,7 +149,7 @@ def block(
     y = input_BTE
     if y is None:
         y = rms_norm(x_BTD, layer.attention_norm_D, config.norm_eps)
-    q, k, v = (_product(y, w) for w in (layer.query_DQ, layer.key_DP, layer.value_DP))
+    q, k, v = (linear(y, w) for w in (layer.query_QD, layer.key_PD, layer.value_PD))
     if config.qkv_bias:
         biases = layer.query_bias_Q, layer.key_bias_P, layer.value_bias_P
         q, k, v = (_plus_bias(x, bias) for x, bias in zip((q, k, v), biases, strict=True))
@@ -138,11 +160,11 @@ def block(
         q_BTHh = rms_norm(q_BTHh, layer.query_norm_h, config.norm_eps)
         k_BTKh = rms_norm(k_BTKh, layer.key_norm_h, config.norm_eps)
     out_BTHh = look(_rotate(q_BTHh, *rope), _rotate(k_BTKh, *rope), v_BTKh)
-    out_BTD = _product(out_BTHh.reshape(B, T, -1), layer.output_QD)
+    out_BTD = linear(out_BTHh.reshape(B, T, -1), layer.output_DQ)
     x_BTD = constrain(x_BTD + out_BTD, "batch", None, None)
     y = rms_norm(x_BTD, layer.mlp_norm_D, config.norm_eps)
-    y = jax.nn.silu(_product(y, layer.gate_DF)) * _product(y, layer.up_DF)
-    y = _product(y, layer.down_FD)
+    y = jax.nn.silu(linear(y, layer.gate_FD)) * linear(y, layer.up_FD)
+    y = linear(y, layer.down_DF)
     return constrain(x_BTD + y, "batch", None, None)
 
 
@@ -314,32 +336,10 @@ def _cached_layer(
     return x_BND, *written[0]
 
 
-def _tied_logits(hidden_D: jax.Array, embedding_VD: jax.Array) -> jax.Array:
-    return _logits("...d,vd->...v", hidden_D, embedding_VD)
-
-
-def _tied_logits_cpu(hidden_D: jax.Array, embedding_VD: jax.Array) -> jax.Array:
-    """Compute `_tied_logits` with the embedding on the left where there are few rows.
-
-    XLA's CPU product is slow where the right operand is contracted along its rows;
-    the barrier keeps it from swapping the operands back.
-    """
-    rows = math.prod(hidden_D.shape[:-1])
-    if rows > FEW_ROWS:
-        return _tied_logits(hidden_D, embedding_VD)
-    hidden_RD = hidden_D.reshape(rows, -1)
-    logits_VR = _logits("vd,rd->vr", embedding_VD, hidden_RD)
-    logits_RV = jax.lax.optimization_barrier(logits_VR).T
-    return logits_RV.reshape(*hidden_D.shape[:-1], -1)
-
-
 def head(params: Params, hidden_D: jax.Array) -> jax.Array:
     """Return the logits of hidden states, float32; [..., D] to [..., V]."""
-    if params.head_DV is None:
-        return jax.lax.platform_dependent(
-            hidden_D, params.embedding_VD, cpu=_tied_logits_cpu, default=_tied_logits
-        )
-    return _logits("...d,dv->...v", hidden_D, params.head_DV)
+    weight_VD = params.embedding_VD if params.head_VD is None else params.head_VD
+    return linear(hidden_D, weight_VD, jnp.float32)
 
 
 def logits(config: ModelConfig, params: Params, tokens_BT: jax.Array) -> jax.Array:

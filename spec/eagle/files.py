@@ -1,7 +1,7 @@
 """Save and load drafters in folders that serving engines read (spec/eagle/hf_layout.py).
 
 A folder holds a drafter's own weights and, for engines that need them, copies of the policy's
-embedding and, in `eagle3`, of its head's columns of the draft tokens. `check` reads only headers.
+embedding and, in `eagle3`, of its head's rows of the draft tokens. `check` reads only headers.
 No pickle, no hub.
 """
 
@@ -37,7 +37,7 @@ def save(
 ) -> None:
     """Write a drafter that `load` returns bit for bit, and that SGLang and vLLM read.
 
-    With `policy` its embedding and (eagle3) its head's columns are written too: engines need them,
+    With `policy` its embedding and (eagle3) its head's rows are written too: engines need them,
     `load` does not. `variant` notes how it was trained; empty: the design. Every tensor keeps its
     type. The folder is written under another name and renamed, so that a killed process never
     leaves half a drafter. Raises ValueError if parameters, draft tokens, config or policy do not
@@ -50,7 +50,7 @@ def save(
     beside = [eagle_layout.companions(config)[name] for name in extra]
     leaves += hf_files.fitting_leaves(list(extra.values()), beside, jax.tree.structure([*extra]))
     entries = [*entries, *beside]
-    dtype = jnp.dtype(drafter.params.fc_ED.dtype).name
+    dtype = jnp.dtype(drafter.params.fc_DE.dtype).name
     content = eagle_layout.render(config, policy_config, dtype, variant or config.design)
     back = eagle_layout.parse(content, policy_config, {e.name for e in entries}, where)
     if back != config:
@@ -73,7 +73,7 @@ def load(
     """Read a drafter of a policy; `dtype` None keeps each tensor's own.
 
     A folder that `save` wrote says whether the head is the drafter's own. In other folders a head
-    is the drafter's own unless it equals the columns of `policy`'s. Raises FileNotFoundError or
+    is the drafter's own unless it equals the rows of `policy`'s. Raises FileNotFoundError or
     ValueError as `check` does, and ValueError for a vocabulary map that leaves the policy's
     vocabulary, does not ascend or contradicts t2d.
     """
@@ -142,7 +142,7 @@ def _companions(
         shared = eagle.frozen(policy, None if ids_U is None else jnp.asarray(ids_U))
         found[EMBEDDING] = shared.embedding_VD
         if config.design == "eagle3" and not config.own_head:  # elsewhere vLLM refuses a head
-            found[HEAD] = shared.head_DU
+            found[HEAD] = shared.head_UD
     return found
 
 
@@ -164,9 +164,7 @@ def _draft_ids(folder: Path, stored: dict[str, Stored], vocab_size: int) -> np.n
 def _is_policys(head_UD: np.ndarray, policy: transformer.Params, ids_U: np.ndarray | None) -> bool:
     """Return whether a head is the policy's, compared in its own type."""
     shared = eagle.frozen(policy, None if ids_U is None else jnp.asarray(ids_U))
-    return np.array_equal(
-        np.asarray(jax.device_get(shared.head_DU)).T.astype(head_UD.dtype), head_UD
-    )
+    return np.array_equal(np.asarray(jax.device_get(shared.head_UD)).astype(head_UD.dtype), head_UD)
 
 
 def _refuse_other_model(folder: Path) -> None:

@@ -71,12 +71,12 @@ def entries(config: EagleConfig) -> list[Entry]:
     specs = eagle.param_specs(config)
     prefix = _LAYER_PREFIX[config.design]
     names = {
-        "fc_ED": "fc.weight",
+        "fc_DE": "fc.weight",
         "fc_bias_D": _FC_BIAS,
         "embedding_norm_D": prefix + "input_layernorm.weight",
         "feature_norm_D": prefix + "hidden_norm.weight",
         "final_norm_D": "norm.weight",
-        "head_DU": HEAD,
+        "head_UD": HEAD,
     }
     own = {f: None if getattr(specs, f) is None else name for f, name in names.items()}
     return hf_files.entries_of(EagleParams(layer=hf.layer_names(specs.layer, prefix), **own), specs)
@@ -87,7 +87,7 @@ def companions(config: EagleConfig) -> dict[str, Entry]:
     V, D, U = config.layer.vocab_size, config.layer.d_model, config.num_draft_ids
     found = {EMBEDDING: Entry(EMBEDDING, (V, D), ("vocab", "embed"))}
     if not config.own_head:
-        found[HEAD] = Entry(HEAD, (U, D), ("embed", "vocab"), transposed=True)
+        found[HEAD] = Entry(HEAD, (U, D), ("vocab", "embed"))
     if config.draft_vocab_size:
         found[OFFSETS] = Entry(OFFSETS, (U,), (None,), dtypes=("I64", "I32"))
         found[MEMBERS] = Entry(MEMBERS, (V,), (None,), dtypes=("BOOL",))

@@ -16,6 +16,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from models import transformer
 from spec.eagle import model as eagle
 from spec.eagle.config import EagleConfig
 from spec.eagle.model import EagleParams, SharedParams
@@ -54,7 +55,7 @@ def token_sums(
     a time, in the backward pass too.
     """
     scale = 1 / jnp.where(temperature > 0, temperature, 1.0).astype(jnp.float32)
-    own_head_DU = frozen.head_DU if params.head_DU is None else params.head_DU
+    own_head_UD = frozen.head_UD if params.head_UD is None else params.head_UD
 
     def chunk(part: tuple[jax.Array, ...]) -> dict[str, jax.Array]:
         outputs_JBCD, targets_BCD, drafted_BC, counts_JBC = part
@@ -62,7 +63,7 @@ def token_sums(
 
         def one(step: tuple[jax.Array, jax.Array]) -> dict[str, jax.Array]:
             outputs_BCD, counts_BC = step
-            logits_BCU = eagle.logits(config, params, own_head_DU, outputs_BCD)
+            logits_BCU = eagle.logits(config, params, own_head_UD, outputs_BCD)
             log_q_BCU = jax.nn.log_softmax(logits_BCU * scale)
             each = _hits(jax.lax.stop_gradient(log_q_BCU), log_p_BCU, drafted_BC)
             each["loss"] = -jnp.sum(jnp.exp(log_p_BCU) * log_q_BCU, axis=-1)
@@ -79,18 +80,18 @@ def token_sums(
 
 
 def draft_ids_of(frozen: SharedParams, tokens_BT: jax.Array) -> jax.Array:
-    """Return the columns of the policy's tokens in the draft vocabulary, −1 for tokens outside."""
+    """Return the rows of the policy's tokens in the draft vocabulary, −1 for tokens outside."""
     if frozen.draft_ids_U is None:
         return tokens_BT
-    V, U = frozen.embedding_VD.shape[0], frozen.head_DU.shape[1]
+    V, U = frozen.embedding_VD.shape[0], frozen.head_UD.shape[0]
     ids_V = jnp.full(V, -1, jnp.int32).at[frozen.draft_ids_U].set(jnp.arange(U, dtype=jnp.int32))
     return jnp.take(ids_V, jnp.maximum(tokens_BT, 0), mode="clip")
 
 
 def _policy_logits(frozen: SharedParams, last_hidden_BTD: jax.Array) -> jax.Array:
-    head_DU = frozen.head_DU
-    x_BTD = last_hidden_BTD.astype(head_DU.dtype)
-    return jnp.einsum("btd,du->btu", x_BTD, head_DU, preferred_element_type=jnp.float32)
+    head_UD = frozen.head_UD
+    x_BTD = last_hidden_BTD.astype(head_UD.dtype)
+    return transformer.linear(x_BTD, head_UD, jnp.float32)
 
 
 def _hits(

@@ -14,7 +14,6 @@ Sources: EAGLE arXiv 2401.15077, HASS 2408.15766, EAGLE-3 2503.01840; TLT sectio
 from __future__ import annotations
 
 import dataclasses
-from functools import partial
 from typing import Any
 
 import jax
@@ -35,13 +34,13 @@ class EagleParams:
     `layer.attention_norm_D` is None: `eagle` has no norm there, `eagle3` one for each input.
     """
 
-    fc_ED: Any
+    fc_DE: Any
     layer: Layer
     fc_bias_D: Any = None
     embedding_norm_D: Any = None
     feature_norm_D: Any = None
     final_norm_D: Any = None
-    head_DU: Any = None
+    head_UD: Any = None
 
 
 @jax.tree_util.register_dataclass
@@ -50,11 +49,11 @@ class SharedParams:
     """The policy's parts that a drafter uses: its embedding, and its head over the draft tokens.
 
     `draft_ids_U` is the vocabulary map (`EagleWeights.draft_ids_U`), by which training finds a
-    token's column.
+    token's row.
     """
 
     embedding_VD: Any
-    head_DU: Any
+    head_UD: Any
     draft_ids_U: Any = None
 
 
@@ -118,20 +117,20 @@ def param_specs(config: EagleConfig) -> EagleParams:
     norm = ParamSpec((D,), (None,), None) if wide else None
     if wide:  # attention reads the embedding and the feature side by side
         double = {
-            name: dataclasses.replace(spec, shape=(2 * D, spec.shape[1]), scale=(2 * D) ** -0.5)
-            for name in ("query_DQ", "key_DP", "value_DP")
+            name: dataclasses.replace(spec, shape=(spec.shape[0], 2 * D), scale=(2 * D) ** -0.5)
+            for name in ("query_QD", "key_PD", "value_PD")
             for spec in [getattr(layer, name)]
         }
         layer = dataclasses.replace(layer, **double)
-    head = ParamSpec((D, config.num_draft_ids), ("embed", "vocab"), D**-0.5)
+    head = ParamSpec((config.num_draft_ids, D), ("vocab", "embed"), D**-0.5)
     return EagleParams(
-        fc_ED=ParamSpec((into, D), (None, "embed"), into**-0.5),
+        fc_DE=ParamSpec((D, into), ("embed", None), into**-0.5),
         layer=dataclasses.replace(layer, attention_norm_D=None),
         fc_bias_D=ParamSpec((D,), (None,), 0.0) if config.fc_bias else None,
         embedding_norm_D=norm,
         feature_norm_D=norm,
         final_norm_D=norm,
-        head_DU=head if config.own_head else None,
+        head_UD=head if config.own_head else None,
     )
 
 
@@ -142,16 +141,15 @@ def init(config: EagleConfig, key: jax.Array, dtype: Any = jnp.float32) -> Eagle
 
 def frozen(policy: transformer.Params, draft_ids_U: jax.Array | None) -> SharedParams:
     """Return the parts shared with a policy."""
-    head, tied = policy.head_DV, policy.head_DV is None
-    head_DU = _columns(policy.embedding_VD if tied else head, draft_ids_U, transposed=tied)
-    return SharedParams(policy.embedding_VD, head_DU, draft_ids_U)
+    head_UD = policy.embedding_VD if policy.head_VD is None else policy.head_VD
+    if draft_ids_U is not None:
+        head_UD = _rows(head_UD, draft_ids_U)
+    return SharedParams(policy.embedding_VD, head_UD, draft_ids_U)
 
 
-@partial(jax.jit, static_argnames="transposed")
-def _columns(head: jax.Array, ids_U: jax.Array | None, *, transposed: bool) -> jax.Array:
-    if ids_U is None:
-        return head.T if transposed else head
-    return jnp.take(head, ids_U, axis=0).T if transposed else jnp.take(head, ids_U, axis=1)
+@jax.jit
+def _rows(head_VD: jax.Array, ids_U: jax.Array) -> jax.Array:
+    return jnp.take(head_VD, ids_U, axis=0)
 
 
 def features(config: EagleConfig, params: EagleParams, hidden_BTW: jax.Array) -> jax.Array:
@@ -159,7 +157,7 @@ def features(config: EagleConfig, params: EagleParams, hidden_BTW: jax.Array) ->
     D = config.layer.d_model
     if config.design == "eagle":
         return hidden_BTW[..., -D:]
-    return _fc(params, hidden_BTW[..., :-D].astype(params.fc_ED.dtype))
+    return _fc(params, hidden_BTW[..., :-D].astype(params.fc_DE.dtype))
 
 
 def layer_outputs(
@@ -176,7 +174,7 @@ def layer_outputs(
     `features_BTD` are `features` of hidden states, or earlier outputs; `look` is the attention, as
     in `transformer.block`.
     """
-    e_BTD = transformer.embed(embedding_VD, next_tokens_BT).astype(params.fc_ED.dtype)
+    e_BTD = transformer.embed(embedding_VD, next_tokens_BT).astype(params.fc_DE.dtype)
     g_BTD, eps = features_BTD.astype(e_BTD.dtype), config.layer.norm_eps
     if config.design == "eagle":
         x_BTD = looks_from = _fc(params, jnp.concatenate([e_BTD, g_BTD], axis=-1))
@@ -192,17 +190,16 @@ def layer_outputs(
 
 
 def logits(
-    config: EagleConfig, params: EagleParams, head_DU: jax.Array, outputs_BTD: jax.Array
+    config: EagleConfig, params: EagleParams, head_UD: jax.Array, outputs_BTD: jax.Array
 ) -> jax.Array:
     """Return logits over the draft tokens, float32 [B, T, U], by the drafter's own head if any."""
-    if params.head_DU is not None:
-        head_DU = params.head_DU
+    if params.head_UD is not None:
+        head_UD = params.head_UD
     if config.design == "eagle3":
         outputs_BTD = rms_norm(outputs_BTD, params.final_norm_D, config.layer.norm_eps)
-    head_DU = head_DU.astype(outputs_BTD.dtype)
-    return jnp.einsum("...d,du->...u", outputs_BTD, head_DU, preferred_element_type=jnp.float32)
+    return transformer.linear(outputs_BTD, head_UD.astype(outputs_BTD.dtype), jnp.float32)
 
 
 def _fc(params: EagleParams, x_BTE: jax.Array) -> jax.Array:
-    y_BTD = x_BTE @ params.fc_ED
+    y_BTD = transformer.linear(x_BTE, params.fc_DE)
     return y_BTD if params.fc_bias_D is None else y_BTD + params.fc_bias_D

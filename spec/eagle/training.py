@@ -170,14 +170,14 @@ def _check_fit(config: EagleConfig, training: DrafterTrainingConfig, frozen: Sha
             f"expected a drafter of design {training.design} for variant={training.variant!r}, "
             f"got {config.design}: change the drafter's design or DrafterTraining.variant"
         )
-    num_columns, V = frozen.head_DU.shape[1], frozen.embedding_VD.shape[0]
-    if num_columns != config.num_draft_ids:
+    num_rows, V = frozen.head_UD.shape[0], frozen.embedding_VD.shape[0]
+    if num_rows != config.num_draft_ids:
         raise ValueError(
             f"expected the policy's head over {config.num_draft_ids} draft tokens, got "
-            f"{num_columns} columns: make it by eagle.frozen(policy, draft_ids_U)"
+            f"{num_rows} rows: make it by eagle.frozen(policy, draft_ids_U)"
         )
-    if num_columns != V and frozen.draft_ids_U is None:
+    if num_rows != V and frozen.draft_ids_U is None:
         raise ValueError(
-            f"expected draft_ids_U with a head over {num_columns} of {V} tokens, got none: make "
+            f"expected draft_ids_U with a head over {num_rows} of {V} tokens, got none: make "
             "the frozen parts by eagle.frozen(policy, draft_ids_U)"
         )

@@ -283,7 +283,7 @@ class _Drafting:
     def children(self, level: jax.Array, o_BND: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return the likeliest draft tokens after each node, and their log-probs; [B, N, K]."""
         weights = self.weights
-        logits_BNU = eagle.logits(self.search.config, weights.params, weights.frozen.head_DU, o_BND)
+        logits_BNU = eagle.logits(self.search.config, weights.params, weights.frozen.head_UD, o_BND)
         if self.noise is None:
             scale = jnp.where(self.temperature <= 0, 1.0, self.temperature)
             scaled_BNU = logits_BNU / scale.reshape(-1, 1, 1)

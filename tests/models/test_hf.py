@@ -431,12 +431,12 @@ def test_a_tied_folder_may_repeat_its_embedding_as_the_head(tmp_path):
     folder = copy_of("llama3_tied", tmp_path)
     edit_weights(folder, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"]}))
     config, params = hf.load_pretrained(folder)  # a duplicate is tolerated
-    assert config.tied_embeddings and params.head_DV is None
+    assert config.tied_embeddings and params.head_VD is None
     edit_weights(folder, lambda t: t.update({"lm_head.weight": t["lm_head.weight"] + 1}))
     with pytest.raises(ValueError, match="tie_word_embeddings=false to use it"):
         hf.load_pretrained(folder)
     edit_config(folder, tie_word_embeddings=False)
-    assert hf.load_pretrained(folder)[1].head_DV is not None
+    assert hf.load_pretrained(folder)[1].head_VD is not None
     edit_weights(folder, lambda t: t.pop("lm_head.weight"))
     with pytest.raises(ValueError, match="missing tensor: lm_head.weight; set tie_word_embeddings"):
         hf.check(folder)

@@ -102,8 +102,8 @@ def test_loading_puts_tensors_on_their_shards(devices, tmp_path):
         np.testing.assert_array_equal(np.asarray(leaf), np.asarray(reference))
 
     jax.tree.map(same, params, expected, whole)
-    gate = params.layers[0].gate_DF  # [32, 40] over fsdp=4 and tensor=2
-    assert {shard.data.shape for shard in gate.addressable_shards} == {(8, 20)}
+    gate = params.layers[0].gate_FD  # [40, 32] over tensor=2 and fsdp=4
+    assert {shard.data.shape for shard in gate.addressable_shards} == {(20, 8)}
     hf.save_pretrained(tmp_path / "out", config, params)  # sharded weights save as whole ones do
     jax.tree.map(
         lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)),

@@ -177,12 +177,11 @@ def test_grouped_queries_equal_repeated_key_value_heads():
     wide = dataclasses.replace(QWEN2, num_kv_heads=QWEN2.num_heads)
 
     def repeat(x):
-        heads = np.reshape(x, (*x.shape[:-1], QWEN2.num_kv_heads, QWEN2.head_dim))
-        return np.repeat(heads, QWEN2.num_heads // QWEN2.num_kv_heads, axis=-2).reshape(
-            *x.shape[:-1], -1
-        )
+        heads = np.reshape(x, (QWEN2.num_kv_heads, QWEN2.head_dim, *x.shape[1:]))
+        repeated = np.repeat(heads, QWEN2.num_heads // QWEN2.num_kv_heads, axis=0)
+        return repeated.reshape(-1, *x.shape[1:])
 
-    fields = ("key_DP", "value_DP", "key_bias_P", "value_bias_P")
+    fields = ("key_PD", "value_PD", "key_bias_P", "value_bias_P")
     layers = tuple(
         dataclasses.replace(layer, **{name: repeat(getattr(layer, name)) for name in fields})
         for layer in params.layers
@@ -331,7 +330,7 @@ def test_tied_head_is_the_embedding():
     hidden = jnp.eye(QWEN2.d_model)
     assert transformer.head(params, hidden.astype(jnp.bfloat16)).dtype == jnp.float32
     np.testing.assert_allclose(transformer.head(params, hidden), params.embedding_VD.T, rtol=1e-6)
-    untied = dataclasses.replace(params, head_DV=2 * params.embedding_VD.T)
+    untied = dataclasses.replace(params, head_VD=2 * params.embedding_VD)
     np.testing.assert_allclose(
         transformer.head(untied, hidden), 2 * params.embedding_VD.T, rtol=1e-6
     )
@@ -345,7 +344,7 @@ def test_init_follows_the_specs():
     first, second = params.layers
     assert np.all(np.asarray(params.final_norm_D) == 1)
     assert np.all(np.asarray(first.query_bias_Q) == 0)
-    assert not np.array_equal(np.asarray(first.query_DQ), np.asarray(second.query_DQ))
+    assert not np.array_equal(np.asarray(first.query_QD), np.asarray(second.query_QD))
     # 29 · 16 draws of standard deviation 0.02: theirs lies within 20% but once in 10⁸.
     assert 0.016 < np.asarray(params.embedding_VD, np.float32).std() < 0.024
 

@@ -93,7 +93,7 @@ def _rotated(x_h, position, theta):
 def entry(config, params, e_D, g_D, position, past):
     """The output of one entry that sees the (keys, values) in `past`, and its own."""
     c, layer = config.layer, params.layer
-    fc = params.fc_ED
+    fc = params.fc_DE.T
     if config.design == "eagle":
         x = y = np.concatenate([e_D, g_D]) @ fc + (
             0 if params.fc_bias_D is None else params.fc_bias_D
@@ -106,9 +106,9 @@ def entry(config, params, e_D, g_D, position, past):
                 _norm(g_D, params.feature_norm_D, c.norm_eps),
             ]
         )
-    q = (y @ layer.query_DQ).reshape(c.num_heads, c.head_dim)
-    k = (y @ layer.key_DP).reshape(c.num_kv_heads, c.head_dim)
-    v = (y @ layer.value_DP).reshape(c.num_kv_heads, c.head_dim)
+    q = (y @ layer.query_QD.T).reshape(c.num_heads, c.head_dim)
+    k = (y @ layer.key_PD.T).reshape(c.num_kv_heads, c.head_dim)
+    v = (y @ layer.value_PD.T).reshape(c.num_kv_heads, c.head_dim)
     k = np.stack([_rotated(row, position, c.rope_theta) for row in k])
     own, heads = (k, v), []
     for i in range(c.num_heads):
@@ -119,10 +119,10 @@ def entry(config, params, e_D, g_D, position, past):
         weights /= weights.sum()
         values = [values[j] for _, values in [*past, own]]
         heads.append(sum(w * value for w, value in zip(weights, values, strict=True)))
-    x = x + np.concatenate(heads) @ layer.output_QD
+    x = x + np.concatenate(heads) @ layer.output_DQ.T
     y = _norm(x, layer.mlp_norm_D, c.norm_eps)
-    gate = y @ layer.gate_DF
-    return x + (gate / (1 + np.exp(-gate)) * (y @ layer.up_DF)) @ layer.down_FD, own
+    gate = y @ layer.gate_FD.T
+    return x + (gate / (1 + np.exp(-gate)) * (y @ layer.up_FD.T)) @ layer.down_DF.T, own
 
 
 def drafted(config, params, embedding_VD, sequence, num_steps):
@@ -132,7 +132,7 @@ def drafted(config, params, embedding_VD, sequence, num_steps):
     if config.design == "eagle":
         features = states[:, -D:]
     else:
-        features = states[:, :-D] @ params.fc_ED
+        features = states[:, :-D] @ params.fc_DE.T
         features = features if params.fc_bias_D is None else features + params.fc_bias_D
     outputs, real = {}, []
     for start in range(len(tokens) - 1):
@@ -157,16 +157,16 @@ def log_softmax(x_U):
     return x_U - np.log(np.exp(x_U).sum())
 
 
-def draft_logits(config, params, head_DU, o_D):
+def draft_logits(config, params, head_UD, o_D):
     if config.design == "eagle3":
         o_D = _norm(o_D, params.final_norm_D, config.layer.norm_eps)
-    return o_D @ head_DU
+    return o_D @ head_UD.T
 
 
 def written_out_loss(config, training, params, frozen, sequences, temperature=1.0):
     """The loss over all of the sequences; `params` and `frozen` are float64 trees."""
     r, D = training.terms, config.layer.d_model
-    own_head = frozen.head_DU if params.head_DU is None else params.head_DU
+    own_head = frozen.head_UD if params.head_UD is None else params.head_UD
     sums, counts = np.zeros(r.unroll_steps), np.zeros(r.unroll_steps)
     for s in sequences:
         outputs = drafted(config, params, frozen.embedding_VD, s, r.unroll_steps)
@@ -174,7 +174,7 @@ def written_out_loss(config, training, params, frozen, sequences, temperature=1.
             if not max(s.prompt_tokens, 2) <= t + 2 < len(s.tokens_T):
                 continue
             f = s.hidden_TW[t + 1, -D:].astype(np.float64)
-            log_p = log_softmax(f @ frozen.head_DU / temperature)
+            log_p = log_softmax(f @ frozen.head_UD.T / temperature)
             log_q = log_softmax(draft_logits(config, params, own_head, o) / temperature)
             token = -np.exp(log_p) @ log_q
             x = np.abs(o - f)

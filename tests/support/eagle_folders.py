@@ -41,7 +41,7 @@ def policy_params(seed=0, dtype=jnp.float32, tied=False):
     def array(*shape):
         return jnp.asarray(rng.normal(size=shape), dtype)
 
-    return transformer.Params(array(V, D), (), array(D), None if tied else array(D, V))
+    return transformer.Params(array(V, D), (), array(D), None if tied else array(V, D))
 
 
 def weights(specs, seed=1, dtype=jnp.float32):
@@ -179,7 +179,7 @@ def forward_by_hand(folder, policy, tokens_T, hidden_TW, positions_T):
     if "lm_head.weight" in w:
         return x_TD, last_TD @ w["lm_head.weight"].T
     ids_U = np.arange(len(w["d2t"])) + w["d2t"].astype(int) if "d2t" in w else np.arange(V)
-    return x_TD, last_TD @ np.asarray(policy.head_DV, np.float64)[:, ids_U]
+    return x_TD, last_TD @ np.asarray(policy.head_VD, np.float64)[ids_U].T
 
 
 def forward(drafter, policy, tokens_T, hidden_TW, positions_T):
@@ -201,7 +201,7 @@ def forward(drafter, policy, tokens_T, hidden_TW, positions_T):
         jnp.asarray(positions_T)[None],
         look,
     )
-    return o_BTD[0], eagle.logits(config, params, shared.head_DU, o_BTD)[0]
+    return o_BTD[0], eagle.logits(config, params, shared.head_UD, o_BTD)[0]
 
 
 def sequence(T):

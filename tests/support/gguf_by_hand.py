@@ -193,6 +193,6 @@ def by_name(config, params):
     """Our parameters by Hugging Face's names, in the layout of its files."""
     found = {}
     for entry, leaf in zip(hf._entries(config), leaves(params), strict=True):
-        found[entry.name] = np.asarray(leaf).T if entry.transposed else np.asarray(leaf)
+        found[entry.name] = np.asarray(leaf)
     assert len(found) == len(leaves(param_specs(config)))
     return found

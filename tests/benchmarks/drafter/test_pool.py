@@ -114,7 +114,7 @@ def test_fused_and_apart_emit_the_same(programs, chosen):
     params, _, _, stop_E, weights, searched, tokens_BC, start_B, heat = args
     # one of the policy's own tokens after each entry; its window holds the whole row
     tokens_BC = np.random.default_rng(1).integers(2, 20, tokens_BC.shape).astype(np.int32)
-    sharp = dataclasses.replace(weights.frozen, head_DU=20 * weights.frozen.head_DU)
+    sharp = dataclasses.replace(weights.frozen, head_UD=20 * weights.frozen.head_UD)
     weights = dataclasses.replace(weights, frozen=sharp)  # no near ties
     copy = jax.tree.map(jnp.copy, cache)
     shared = (weights, searched, tokens_BC, start_B, heat)

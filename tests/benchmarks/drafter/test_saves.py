@@ -60,7 +60,7 @@ def test_every_save_is_a_whole_checkpoint_of_what_it_says(saved):
     everything = {"drafter": trainer.state, "frozen": eagle.SharedParams(*parts)}
     restored = reader.restore(full, everything)
     newest["full"] = restored.step
-    np.testing.assert_array_equal(restored.arrays["frozen"].head_DU, parts[1])
+    np.testing.assert_array_equal(restored.arrays["frozen"].head_UD, parts[1])
     # all saves were taken: none was left out since another was still being written
     assert sorted(newest.values()) == [turns - 2, turns - 1, turns]
-    assert trainer.state.step == 1 and np.asarray(trainer.state.optimizer[1][0].nu.fc_ED).any()
+    assert trainer.state.step == 1 and np.asarray(trainer.state.optimizer[1][0].nu.fc_DE).any()

@@ -78,7 +78,7 @@ def leaves(tree):
 
 def random_critic():
     head_D = jax.random.normal(jax.random.key(1), (MODEL.d_model,))
-    return Critic(dataclasses.replace(policy(), head_DV=None), head_D)
+    return Critic(dataclasses.replace(policy(), head_VD=None), head_D)
 
 
 def select(trajectories):
@@ -100,7 +100,7 @@ def test_an_untied_policy_lends_its_trunk_without_its_head():
     state = critic.init(
         transformer.init(model, jax.random.key(0)), dataclasses.replace(RECIPE, model=model)
     )
-    assert state.params.trunk.head_DV is None
+    assert state.params.trunk.head_VD is None
     specs = jax.tree.leaves(critic.critic_specs(model))
     assert [s.shape for s in specs] == [x.shape for x in jax.tree.leaves(state.params)]
 
@@ -281,7 +281,7 @@ def test_eight_devices_give_what_one_gives():
         state, _ = run(state, batch)
         assert jax.tree.map(lambda x: x.sharding, state) == layout
         state, got = run(state, batch, step=1)
-    assert layout.critic.params.trunk.layers[0].query_DQ.spec == PartitionSpec("fsdp", "tensor")
+    assert layout.critic.params.trunk.layers[0].query_QD.spec == PartitionSpec("tensor", "fsdp")
     for name in ("loss", "critic/value_loss", "critic/explained_variance"):
         assert got[name] == pytest.approx(wanted[name], rel=1e-3, abs=1e-4)
     for a, b in zip(leaves(one), leaves(state), strict=True):

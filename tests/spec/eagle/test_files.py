@@ -113,14 +113,14 @@ def test_a_foreign_folder_gives_the_same_forward_pass(name, prefix, dtype, tmp_p
     drafter = drafter_of(**DRAFTERS[name], dtype=dtype)
     eagle_files.save(tmp_path, drafter, POLICY, policy)
     ids_U = np.arange(V) if drafter.draft_ids_U is None else drafter.draft_ids_U
-    head_UD = np.ascontiguousarray(np.asarray(policy.head_DV)[:, ids_U].T)
+    head_UD = np.ascontiguousarray(np.asarray(policy.head_VD)[ids_U])
     edit_weights(tmp_path, lambda t: t.setdefault("lm_head.weight", head_UD))
     foreign(tmp_path, dtype, prefix)
     loaded = eagle_files.load(tmp_path, POLICY, policy)
     assert_same(loaded, drafter)
     # With no policy at hand the head in the file is the drafter's own, and the same numbers.
     alone = eagle_files.load(tmp_path, POLICY)
-    assert alone.config.own_head and alone.params.head_DU is not None
+    assert alone.config.own_head and alone.params.head_UD is not None
     assert eagle_files.check(tmp_path, POLICY) == alone.config
     expected = forward(drafter, policy, *sequence(4))
     for got in (loaded, alone):
@@ -131,11 +131,11 @@ def test_a_rounded_copy_of_the_policys_head_is_the_policys(tmp_path):
     policy = policy_params()
     eagle_files.save(tmp_path, drafter_of("eagle3", IDS), POLICY, policy)
     foreign(tmp_path, np.float16)
-    assert eagle_files.load(tmp_path, POLICY, policy).params.head_DU is None
+    assert eagle_files.load(tmp_path, POLICY, policy).params.head_UD is None
     other = eagle_files.load(tmp_path, POLICY, policy_params(seed=9))
     assert other.config.own_head
     np.testing.assert_array_equal(
-        np.asarray(other.params.head_DU).T,
+        np.asarray(other.params.head_UD),
         load_file(tmp_path / "model.safetensors")["lm_head.weight"],
     )
 
@@ -143,7 +143,7 @@ def test_a_rounded_copy_of_the_policys_head_is_the_policys(tmp_path):
 def test_an_own_head_that_starts_as_the_policys_stays_its_own(tmp_path):
     drafter, policy = drafter_of("eagle3", own_head=True), policy_params()
     drafter = dataclasses.replace(
-        drafter, params=dataclasses.replace(drafter.params, head_DU=policy.head_DV)
+        drafter, params=dataclasses.replace(drafter.params, head_UD=policy.head_VD)
     )
     eagle_files.save(tmp_path, drafter, POLICY, policy)
     assert_same(eagle_files.load(tmp_path, POLICY, policy), drafter)

@@ -60,7 +60,7 @@ def test_tensors_of_eagle(tmp_path):
         **{f"layers.0.{name}": shape for name, shape in LAYER_SHAPES.items()},
         "embed_tokens.weight": (20, 8),  # no head: SGLang passes one over, vLLM refuses it
     }
-    np.testing.assert_array_equal(tensors["fc.weight"], np.asarray(drafter.params.fc_ED).T)
+    np.testing.assert_array_equal(tensors["fc.weight"], np.asarray(drafter.params.fc_DE))
     np.testing.assert_array_equal(tensors["embed_tokens.weight"], policy.embedding_VD)
     content = json.loads((tmp_path / "out/config.json").read_text())
     assert content["architectures"] == ["LlamaForCausalLMEagle"]
@@ -93,7 +93,7 @@ def test_tensors_of_eagle3(tmp_path):
     marked = [i in (0, 3, 4, 11, 19) for i in range(20)]
     np.testing.assert_array_equal(tensors["t2d"], np.array(marked), strict=True)
     np.testing.assert_array_equal(
-        tensors["lm_head.weight"], np.asarray(policy.head_DV)[:, [0, 3, 4, 11, 19]].T
+        tensors["lm_head.weight"], np.asarray(policy.head_VD)[[0, 3, 4, 11, 19]]
     )
     content = json.loads((tmp_path / "out/config.json").read_text())
     assert content["architectures"] == ["LlamaForCausalLMEagle3"]
@@ -115,7 +115,7 @@ def test_without_the_policy_only_what_the_drafter_owns_is_written(tmp_path):
     eagle_files.save(tmp_path / "b", drafter_of(own_head=True), POLICY, None)
     head = load_file(tmp_path / "b/model.safetensors")["lm_head.weight"]
     np.testing.assert_array_equal(
-        head, np.asarray(drafter_of(own_head=True).params.head_DU).T, strict=True
+        head, np.asarray(drafter_of(own_head=True).params.head_UD), strict=True
     )
 
 

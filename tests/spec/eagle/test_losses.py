@@ -111,7 +111,7 @@ def five_tokens(draft_ids):
     """Five tokens of which `draft_ids` may be drafted; a token's logit is its own dimension."""
     policy = ModelConfig("llama", 5, 5, 1, 1, 1, 2, 2)
     config = eagle.config_for(policy, draft_vocab_size=len(draft_ids))
-    head = np.eye(5, dtype=np.float32)[:, draft_ids]
+    head = np.eye(5, dtype=np.float32)[draft_ids]
     frozen = SharedParams(jnp.zeros((5, 5)), jnp.asarray(head), jnp.asarray(draft_ids, jnp.int32))
     return config, eagle.init(config, jax.random.key(0)), frozen
 
@@ -157,7 +157,7 @@ def test_the_draft_vocabulary_is_not_the_policys():
 def test_an_own_head_is_the_students_alone():
     config = dataclasses.replace(eagle.config_for(TINY), own_head=True)
     params = eagle.init(config, jax.random.key(0))
-    params = dataclasses.replace(params, head_DU=jnp.array([[0.0, 1], [1, 0]]))  # exchanged
+    params = dataclasses.replace(params, head_UD=jnp.array([[0.0, 1], [1, 0]]))  # exchanged
     arrays = [np.asarray(x, np.float32) for x in ([[[[LOG3, 0]]]], [[[LOG3, 0]]])]
     got = sums(config, params, identity(), *arrays, np.array([[0]]), np.ones((1, 1, 1), bool))
     assert got["loss"] == pytest.approx([-3 / 4 * math.log(1 / 4) - 1 / 4 * math.log(3 / 4)])
@@ -210,7 +210,7 @@ def test_logits_of_all_entries_are_never_in_memory_at_once():
     V, T = 1000, 64
     config = eagle.config_for(ModelConfig("llama", V, 4, 1, 1, 1, 4, 4))
     params = eagle.init(config, jax.random.key(0))
-    frozen = SharedParams(jnp.zeros((V, 4)), jnp.ones((4, V)))
+    frozen = SharedParams(jnp.zeros((V, 4)), jnp.ones((V, 4)))
     rest = jnp.zeros((1, T, 4)), jnp.zeros((1, T), int), jnp.ones((2, 1, T), bool)
 
     def largest(chunk_tokens):

@@ -70,10 +70,11 @@ def pass_through(design, **more):
     policy = ModelConfig("llama", 2, 2, 1, 1, 1, 2, 2, norm_eps=1e-12)
     config = eagle.config_for(policy, design, **layers)
     params = eagle.init(config, jax.random.key(0))
-    still = {"output_QD": jnp.zeros((2, 2)), "down_FD": jnp.zeros((2, 2))}
-    keep = jnp.concatenate([jnp.zeros((2, 2)), jnp.eye(2)]) if design == "eagle" else jnp.eye(2)
+    still = {"output_DQ": jnp.zeros((2, 2)), "down_DF": jnp.zeros((2, 2))}
+    keep = jnp.concatenate([jnp.zeros((2, 2)), jnp.eye(2)], axis=1)
+    keep = keep if design == "eagle" else jnp.eye(2)
     layer = dataclasses.replace(params.layer, **still)
-    params = dataclasses.replace(params, fc_ED=keep, layer=layer)
+    params = dataclasses.replace(params, fc_DE=keep, layer=layer)
     return config, params, SharedParams(jnp.ones((2, 2)), jnp.diag(jnp.array([math.log(3), 0.0])))
 
 
@@ -238,7 +239,7 @@ def test_members_gradients_average_to_those_of_all():
     assert sum(shares) == pytest.approx(1) and shares[0] != 0.5
     mean = jax.tree.map(lambda a, b: shares[0] * a + shares[1] * b, parts[0][0], parts[1][0])
     for a, b in zip(leaves(mean), leaves(whole), strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-6)
+        np.testing.assert_allclose(a, b, atol=3e-6)
     loss = sum(share * m["loss"] for share, (_, m) in zip(shares, parts, strict=True))
     assert float(loss) == pytest.approx(float(metrics["loss"]), rel=1e-5)
 
@@ -307,7 +308,7 @@ def test_apply_skips_a_gradient_with_one_nan():
     training = DrafterTrainingConfig()
     _, params, _ = drafter("eagle")
     grads = jax.tree.map(jnp.ones_like, params)
-    grads = dataclasses.replace(grads, fc_ED=grads.fc_ED.at[3, 2].set(jnp.nan))
+    grads = dataclasses.replace(grads, fc_DE=grads.fc_DE.at[3, 2].set(jnp.nan))
     state = state_of(training, params)
     before = bits(state)
     state, skipped = apply(state, grads, training=training)

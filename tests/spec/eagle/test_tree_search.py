@@ -33,7 +33,7 @@ def make(design: str, ids: np.ndarray | None, seed: int = 0):
     params = eagle.init(config, jax.random.key(seed + 1))
     frozen = eagle.frozen(policy, None if ids is None else jnp.asarray(ids))
     # logits far apart, so that no order hangs on rounding
-    frozen = eagle.SharedParams(frozen.embedding_VD * 20, frozen.head_DU * 20, frozen.draft_ids_U)
+    frozen = eagle.SharedParams(frozen.embedding_VD * 20, frozen.head_UD * 20, frozen.draft_ids_U)
     rng = np.random.default_rng(seed)
     hidden = rng.normal(size=(B, 1, S, config.hidden_width)).astype(np.float32)
     tokens = rng.integers(0, POLICY.vocab_size, (B, S + 1)).astype(np.int32)
@@ -74,7 +74,7 @@ def written_out(config, params, frozen, hidden_SW, tokens, length, ids, *, K, de
 
     def children(path, total, parent):
         out = path_output(config, params, frozen, hidden_SW, tokens, length, path)
-        logprob = jax.nn.log_softmax(eagle.logits(config, params, frozen.head_DU, out))
+        logprob = jax.nn.log_softmax(eagle.logits(config, params, frozen.head_UD, out))
         best = np.argsort(-np.asarray(logprob), kind="stable")[:K]
         found = []
         for at in best.tolist():
@@ -176,7 +176,7 @@ def test_drafts_of_shared_noise_are_drawn_with_the_noise_of_their_positions(sche
         sampling.Processing(jnp.float32(0.7), jnp.int32(0), jnp.float32(1)),
     )
     # a head that leaves something to probability
-    frozen = eagle.SharedParams(frozen.embedding_VD, frozen.head_DU / 40, frozen.draft_ids_U)
+    frozen = eagle.SharedParams(frozen.embedding_VD, frozen.head_UD / 40, frozen.draft_ids_U)
     tokens_BM, parents_BM, _, count_B = drafted(
         config, params, frozen, hidden, tokens, ids, K=1, depth=3, M=3, noise=noise, scheme=scheme
     )
@@ -184,7 +184,7 @@ def test_drafts_of_shared_noise_are_drawn_with_the_noise_of_their_positions(sche
         path: list[int] = []
         for level in range(3):
             out = path_output(config, params, frozen, hidden[b, 0], tokens[b], LENGTH_B[b], path)
-            logits_U = eagle.logits(config, params, frozen.head_DU, out)
+            logits_U = eagle.logits(config, params, frozen.head_UD, out)
             logits_V = jnp.full(POLICY.vocab_size, -jnp.inf)
             logits_V = logits_V.at[jnp.arange(len(logits_U)) if ids is None else ids].set(logits_U)
             drawn, _ = sampling.draw(
