@@ -41,7 +41,6 @@ class Rollouts:
             min_slots=max(1, slots // 8),
             min_positions=384,
             min_prompt_tokens=128,
-            min_nodes=4,
             max_nodes=16,
         )
         base = workloads.BASE_POLICY

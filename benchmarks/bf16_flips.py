@@ -168,7 +168,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         workloads.questions(arguments.prompts), arguments.group_size
     )
     engine_config = EngineConfig(
-        slots=len(requests), min_slots=len(requests), min_positions=256, min_nodes=8, max_nodes=8
+        slots=len(requests), min_slots=len(requests), min_positions=256, max_nodes=8
     )
     sizes = Sizes(arguments.seeds, arguments.new_tokens, arguments.draws)
     return of_policy(model, master, requests, engine_config, sizes)

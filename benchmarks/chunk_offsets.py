@@ -49,7 +49,7 @@ BUCKETS = (64, 128, 256)
 BEYOND = 16  # tokens that the longest response has behind its first chunk
 PROMPTS, SAMPLES = 4, 4
 CONFIG = EngineConfig(
-    slots=4, min_slots=4, min_positions=BUCKETS[0], min_nodes=4, max_nodes=4, verify_tokens=256
+    slots=4, min_slots=4, min_positions=BUCKETS[0], max_nodes=4, verify_tokens=256
 )
 LONGEST_TOKENS = 280
 
@@ -196,7 +196,7 @@ class Tally:
         self.tokens += sum(t.num_tokens for t in done)
         self.accepted += stats.accepted_tokens
         self.reused_tokens += stats.verified.kept_tokens
-        self.tree_rounds += sum(n for (_, nodes, _), n in stats.rounds.items() if nodes > 1)
+        self.tree_rounds += sum(n for (B, M, _), n in stats.rounds.items() if M > B)
         self.chunks += sum(len(d.actions) for d in team.decisions)
 
     def row(self) -> dict[str, Any]:

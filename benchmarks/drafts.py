@@ -168,7 +168,7 @@ def replay(
         if aimd:
             emitted_A = totals_A[alive_A] - before_A
             coming_AN = tokens_BL[alive_A[:, None], np.minimum(before_A[:, None] + steps_N, L - 1)]
-            acceptance = round_acceptance(drafts, num_nodes + 1, coming_AN, emitted_A)
+            acceptance = round_acceptance(drafts, drafts.count_A, coming_AN, emitted_A)
             aimd.observe(live, drafts, acceptance)
         ended = totals_A[alive_A] >= ends_A[alive_A]
         if ended.any():

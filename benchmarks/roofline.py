@@ -20,11 +20,11 @@ def rounds_seconds(instance: Instance, rounds: Sequence[RoundRecord], scale: flo
     """
     total = 0.0
     for record in rounds:
-        live = len(record.request_ids_A)
+        live, nodes = len(record.request_ids_A), record.num_nodes / record.num_slots
         positions = scale * float(record.cached_tokens_A.sum())
         for r in range(int(record.rounds_A.max())):
             busy = int((record.rounds_A > r).sum())
-            total += instance.round_seconds(busy, positions * busy / live, record.num_nodes)
+            total += instance.round_seconds(busy, positions * busy / live, nodes)
     return total
 
 

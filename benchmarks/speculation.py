@@ -115,7 +115,7 @@ def compare(bench: Bench, name: str, repeats: int) -> dict[str, Any]:
         pairs.append((seconds[0], seconds[1]))
         tails.append(1 - ends[1] / ends[0] if ends[0] else 0.0)  # all may end in one call
     tokens = sum(len(t) for t in plain.values())
-    rounds = [r for r in records if r.num_nodes > 1]
+    rounds = [r for r in records if r.drafted]
     return {
         "drafter": name,
         "ratio": round(statistics.median(p / s for p, s in pairs), 3),
@@ -171,9 +171,7 @@ def worst_batch(batches: Sequence[int], repeats: int) -> dict[str, Any]:
         hopeful = {"replay": workloads.promising(0.02, 0.6, 512)}
         all_long = tuple(dataclasses.replace(r, max_new_tokens=256) for r in w.requests)
         w = dataclasses.replace(w, requests=all_long, drafters=hopeful)
-        config = EngineConfig(
-            slots=batch, min_slots=batch, min_positions=96, min_nodes=4, max_nodes=8
-        )
+        config = EngineConfig(slots=batch, min_slots=batch, min_positions=96, max_nodes=8)
         # short phases need more turns: the least of noisy medians would say too little
         row = compare(open_bench(w, config), "replay", repeats * max(1, 64 // batch))
         kept = ("ratio", "ratios", "tokens_compared", "differing_tokens")
@@ -200,7 +198,6 @@ def measure(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
         min_slots=2,
         min_positions=192,
         min_prompt_tokens=128,
-        min_nodes=4,
         max_nodes=16,
     )
     base = workloads.BASE_POLICY

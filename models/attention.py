@@ -1,15 +1,16 @@
-"""Attention, in one function: whole sequences (training) and trees over a cache (rollouts).
+"""Attention: over whole sequences (training), and of packed nodes over a cache (rollouts).
 
-Scores and softmax are float32 whatever the inputs are. `attend` is the one place where an
-accelerator kernel may be put in; the code here is the portable path.
+Scores and softmax are float32 whatever the inputs are. `attend` and `attend_nodes` are the places
+where an accelerator kernel may be put in; the code here is the portable path.
 
-Shape suffixes: B rows, T queries, S keys, H heads, K key/value heads, M = T·H/K queries of one
-key/value head, h head size.
+Shape suffixes: B rows, T queries, S keys, H heads, K key/value heads, G = H/K query heads of one
+key/value head, h head size. Of packed nodes: M in all, W of a row.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -56,6 +57,32 @@ def packed_mask(packing: Packing) -> jax.Array:
     return causal_mask(prompt_BT.shape[1]) & same_BTS & seen_BTS
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Trees:
+    """Where packed nodes lie by cache row: node m is the `place_M`-th of row `row_M`.
+
+    Row b has `count_B` nodes, one after the other from node `first_B` on, at most W.
+    `path_BWW[b, i, j]`: its j-th node is its i-th or an ancestor of that.
+    """
+
+    row_M: jax.Array
+    place_M: jax.Array
+    first_B: jax.Array
+    count_B: jax.Array
+    path_BWW: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Softmax:
+    """A softmax over some of the keys: Σ exp(score − top) · v, top, and Σ exp(score − top)."""
+
+    out: jax.Array
+    top: jax.Array
+    total: jax.Array
+
+
 def attend(
     q_BTHh: jax.Array, k_BKhS: jax.Array, v_BKSh: jax.Array, mask_BTS: jax.Array
 ) -> jax.Array:
@@ -63,30 +90,123 @@ def attend(
 
     The sum of the softmax divides the product, not its S weights: a pass less over them.
     """
+    found = _partial_attention(q_BTHh, k_BKhS, v_BKSh, mask_BTS)
+    return (found.out / found.total).astype(v_BKSh.dtype)
+
+
+def attend_nodes(
+    q_MHh: jax.Array,
+    k_MKh: jax.Array,
+    v_MKh: jax.Array,
+    keys_BKhS: jax.Array,
+    values_BKSh: jax.Array,
+    length_B: jax.Array,
+    trees: Trees | None,
+) -> jax.Array:
+    """Attention of packed nodes: to the first `length` positions of their row, and to their path.
+
+    `k_MKh` and `v_MKh` are the nodes' own, which no cache holds yet. The two softmaxes are joined
+    by their maxima and sums:
+
+        out = (o₁ e^(t₁ − t) + o₂ e^(t₂ − t)) / (Σ₁ e^(t₁ − t) + Σ₂ e^(t₂ − t)),  t = max(t₁, t₂)
+
+    Without `trees` node m is the only one of row m. Here rows are padded to the most nodes that
+    one has, or a little more. Source: docs/architecture.md, "The round".
+    """
+    if trees is None:
+        cached = _of_prefix(q_MHh[:, None], keys_BKhS, values_BKSh, length_B)
+        own = _of_itself(q_MHh[:, None], k_MKh[:, None], v_MKh[:, None])
+        return _joined(cached, own)[:, 0].astype(v_MKh.dtype)
+    M, most = len(q_MHh), trees.path_BWW.shape[1]
+    widths = _widths(M / len(length_B), most)
+
+    def padded(W: int) -> jax.Array:
+        node_BW = trees.first_B[:, None] + jnp.arange(W)
+        q_BWHh, k_BWKh, v_BWKh = (
+            jnp.take(x, node_BW, axis=0, mode="clip") for x in (q_MHh, k_MKh, v_MKh)
+        )
+        cached = _of_prefix(q_BWHh, keys_BKhS, values_BKSh, length_B)
+        k_BKhW, v_BKWh = k_BWKh.transpose(0, 2, 3, 1), v_BWKh.transpose(0, 2, 1, 3)
+        own = _partial_attention(q_BWHh, k_BKhW, v_BKWh, trees.path_BWW[:, :W, :W])
+        out_BWHh = _joined(cached, own).astype(v_MKh.dtype)
+        flat_XHh = out_BWHh.reshape(-1, *q_MHh.shape[1:])
+        return jnp.take(flat_XHh, trees.row_M * W + trees.place_M, axis=0, mode="clip")
+
+    chosen = jnp.searchsorted(jnp.asarray(widths), jnp.max(trees.count_B))
+    return jax.lax.switch(chosen, [partial(padded, W) for W in widths])
+
+
+def _widths(mean: float, most: int) -> list[int]:
+    """Return the numbers of nodes that rows may be padded to: the mean's power of two, 4 times …"""
+    width, widths = 1, list[int]()
+    while width < mean:
+        width *= 2
+    while width < most:
+        widths.append(width)
+        width *= 4
+    return [*widths, most]
+
+
+def _joined(one: _Softmax, other: _Softmax) -> jax.Array:
+    """The softmax over the keys of both."""
+    top = jnp.maximum(one.top, other.top)
+    of_one, of_other = jnp.exp(one.top - top), jnp.exp(other.top - top)
+    total = one.total * of_one + other.total * of_other
+    return (one.out * of_one + other.out * of_other) / total
+
+
+def _of_prefix(
+    q_BWHh: jax.Array, keys_BKhS: jax.Array, values_BKSh: jax.Array, length_B: jax.Array
+) -> _Softmax:
+    committed_BS = jnp.arange(keys_BKhS.shape[-1]) < length_B[:, None]
+    mask_BWS = jnp.broadcast_to(committed_BS[:, None], (*q_BWHh.shape[:2], committed_BS.shape[1]))
+    return _partial_attention(q_BWHh, keys_BKhS, values_BKSh, mask_BWS)
+
+
+def _of_itself(q_BTHh: jax.Array, k_BTKh: jax.Array, v_BTKh: jax.Array) -> _Softmax:
+    """The softmax over a node's own key alone: its weight is 1."""
+    H, h = q_BTHh.shape[2:]
+    k, v = (jnp.repeat(x, H // x.shape[2], axis=2).astype(jnp.float32) for x in (k_BTKh, v_BTKh))
+    score = jnp.sum(q_BTHh.astype(jnp.float32) * k, axis=-1, keepdims=True) * (h**-0.5)
+    return _Softmax(v, score, jnp.ones_like(score))
+
+
+def _partial_attention(
+    q_BTHh: jax.Array, k_BKhS: jax.Array, v_BKSh: jax.Array, mask_BTS: jax.Array
+) -> _Softmax:
+    """The softmax over these keys; [B, T, H, h] and twice [B, T, H, 1], float32.
+
+    Where the mask allows nothing the top is `NEGATIVE`, so that it weighs nothing beside others.
+    """
     B, T, H, h = q_BTHh.shape
     K = k_BKhS.shape[1]
-    q_BKMh = q_BTHh.reshape(B, T, K, H // K, h).transpose(0, 2, 1, 3, 4).reshape(B, K, -1, h)
-    scores_BKMS = jnp.einsum(
-        "bkmh,bkhs->bkms",
-        q_BKMh,
+    G = H // K
+    q_BKXh = q_BTHh.reshape(B, T, K, G, h).transpose(0, 2, 1, 3, 4).reshape(B, K, T * G, h)
+    scores_BKXS = jnp.einsum(
+        "bkxh,bkhs->bkxs",
+        q_BKXh,
         k_BKhS,
-        precision=precision_of(q_BKMh),
+        precision=precision_of(q_BKXh),
         preferred_element_type=jnp.float32,
     ) * (h**-0.5)
-    mask_BKMS = jnp.repeat(mask_BTS, H // K, axis=1)[:, None]
-    scores_BKMS = jnp.where(mask_BKMS, scores_BKMS, NEGATIVE)
-    top_BKM1 = jax.lax.stop_gradient(jnp.max(scores_BKMS, axis=-1, keepdims=True))
-    weights_BKMS = jnp.exp(scores_BKMS - top_BKM1)
-    total_BKM1 = jnp.sum(weights_BKMS, axis=-1, keepdims=True)
-    out_BKMh = jnp.einsum(
-        "bkms,bksh->bkmh",
-        weights_BKMS.astype(v_BKSh.dtype),
+    mask_BKXS = jnp.repeat(mask_BTS, G, axis=1)[:, None]
+    scores_BKXS = jnp.where(mask_BKXS, scores_BKXS, NEGATIVE)
+    top_BKX1 = jax.lax.stop_gradient(jnp.max(scores_BKXS, axis=-1, keepdims=True))
+    weights_BKXS = jnp.exp(scores_BKXS - top_BKX1)
+    total_BKX1 = jnp.sum(weights_BKXS, axis=-1, keepdims=True)
+    out_BKXh = jnp.einsum(
+        "bkxs,bksh->bkxh",
+        weights_BKXS.astype(v_BKSh.dtype),
         v_BKSh,
         precision=precision_of(v_BKSh),
         preferred_element_type=jnp.float32,
     )
-    out_BKMh = (out_BKMh / total_BKM1).astype(v_BKSh.dtype)
-    return out_BKMh.reshape(B, K, T, H // K, h).transpose(0, 2, 1, 3, 4).reshape(B, T, H, h)
+
+    def by_head(x_BKXi: jax.Array) -> jax.Array:
+        x_BKTGi = x_BKXi.reshape(B, K, T, G, -1)
+        return x_BKTGi.transpose(0, 2, 1, 3, 4).reshape(B, T, H, -1)
+
+    return _Softmax(by_head(out_BKXh), by_head(top_BKX1), by_head(total_BKX1))
 
 
 def attend_causally(

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 
 from models.config import ModelConfig
-from models.layout import CACHE_AXES
+from models.layout import CACHE_AXES, ENTRY_AXES
 from models.sharding import constrain
 
 KEY_AXIS, VALUE_AXIS = 3, 2  # where positions lie in a layer's keys, and in values and features
@@ -126,19 +126,119 @@ def _write(rows: jax.Array, new: jax.Array, start_B: jax.Array, axis: int) -> ja
     return jax.vmap(one)(rows, new.astype(rows.dtype), start_B)
 
 
-def compact(cache: KVCache, start_B: jax.Array, path_BN: jax.Array) -> KVCache:
-    """Move entry `start + path[j]` to `start + j` for every j < N.
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Pending:
+    """Entries that a round computed and the next one writes: reads after writes stay in place.
 
-    `path_BN` lists the accepted nodes of a tree whose entries were written at `start_B`; entries
-    beyond their count are dead after the move. Rows whose entries did not fit stay as they are.
+    Keys and values of every layer are `[P, K, h]`, features `[P, W]` or none. Entry i belongs to
+    `position_P[i]` of row `row_P[i]`; only those of `order_P[:count]` are written.
     """
-    N = path_BN.shape[1]
 
-    def move(rows: jax.Array, axis: int) -> jax.Array:
-        def moved(row: jax.Array, start: jax.Array, path_N: jax.Array) -> jax.Array:
-            window = jax.lax.dynamic_slice_in_dim(row, start, N, axis - 1)
-            return jnp.take(window, path_N, axis - 1, mode="clip")
+    keys: tuple[jax.Array, ...]
+    values: tuple[jax.Array, ...]
+    features: tuple[jax.Array, ...]
+    row_P: jax.Array
+    position_P: jax.Array
+    order_P: jax.Array
+    count: jax.Array
 
-        return pin(_write(rows, jax.vmap(moved)(rows, start_B, path_BN), start_B, axis))
+    def replaced(
+        self, entries: Entries, row_M: jax.Array, position_M: jax.Array, accepted_M: jax.Array
+    ) -> Pending:
+        """Return the M ≤ P entries of another round, of which `accepted_M` are to be written."""
 
-    return map_arrays(move, cache)
+        def put(old: jax.Array, new: jax.Array) -> jax.Array:
+            new = constrain(new.astype(old.dtype), *ENTRY_AXES[: old.ndim])
+            return jax.lax.dynamic_update_slice(old, new, (0,) * old.ndim)
+
+        return Pending(
+            jax.tree.map(put, self.keys, entries.keys),
+            jax.tree.map(put, self.values, entries.values),
+            jax.tree.map(put, self.features, entries.features),
+            put(self.row_P, row_M),
+            put(self.position_P, position_M),
+            put(self.order_P, jnp.argsort(~accepted_M)),
+            jnp.sum(accepted_M, dtype=jnp.int32),
+        )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Entries:
+    """Keys and values of M nodes in every layer, `[M, K, h]`, and features `[M, W]` or none."""
+
+    keys: tuple[jax.Array, ...]
+    values: tuple[jax.Array, ...]
+    features: tuple[jax.Array, ...] = ()
+
+
+def no_pending(
+    config: ModelConfig,
+    num_entries: int,
+    dtype: jnp.dtype,
+    feature_layers: tuple[int, ...] | None = None,
+    zeros: Callable[..., Any] = jnp.zeros,
+) -> Pending:
+    """Return room for P entries, of which none is to be written; `zeros` as in `init`."""
+    P, K, h = num_entries, config.num_kv_heads, config.head_dim
+    features: tuple[jax.Array, ...] = ()
+    if feature_layers is not None:
+        features = (zeros((P, config.d_model * (len(feature_layers) + 1)), dtype),)
+    keys, values = (
+        tuple(zeros((P, K, h), dtype) for _ in range(config.num_layers)) for _ in range(2)
+    )
+    row_P, position_P, order_P = (zeros((P,), jnp.int32) for _ in range(3))
+    count = zeros((), jnp.int32)
+    return Pending(keys, values, features, row_P, position_P, order_P, count)
+
+
+def write(cache: KVCache, pending: Pending) -> KVCache:
+    """Write the accepted entries to their rows and positions: the only write of a rollout."""
+    return jax.lax.platform_dependent(cache, pending, cpu=_write_in_turn, default=_write_at_once)
+
+
+def _write_in_turn(cache: KVCache, pending: Pending) -> KVCache:
+    """Write one entry after the other, so that what is not accepted costs nothing."""
+
+    def one(i: jax.Array, cache: KVCache) -> KVCache:
+        p = pending.order_P[i]
+        row, position = pending.row_P[p], pending.position_P[p]
+
+        def key(rows_BKhS: jax.Array, new_PKh: jax.Array) -> jax.Array:
+            new_1Kh1 = new_PKh[p][None, :, :, None]
+            return jax.lax.dynamic_update_slice(rows_BKhS, new_1Kh1, (row, 0, 0, position))
+
+        def value(rows_BKSh: jax.Array, new_PKh: jax.Array) -> jax.Array:
+            new_1K1h = new_PKh[p].reshape(1, -1, 1, rows_BKSh.shape[-1])
+            return jax.lax.dynamic_update_slice(rows_BKSh, new_1K1h, (row, 0, position, 0))
+
+        return KVCache(
+            jax.tree.map(key, cache.keys, pending.keys),
+            jax.tree.map(value, cache.values, pending.values),
+            jax.tree.map(value, cache.features, pending.features),
+            cache.feature_layers,
+        )
+
+    return jax.tree.map(pin, jax.lax.fori_loop(0, pending.count, one, cache))
+
+
+def _write_at_once(cache: KVCache, pending: Pending) -> KVCache:
+    row_P, order_P = pending.row_P, pending.order_P
+    accepted_P = jnp.zeros(order_P.shape, bool)
+    accepted_P = accepted_P.at[order_P].set(jnp.arange(len(order_P)) < pending.count)
+    position_P = jnp.where(accepted_P, pending.position_P, cache.num_positions)  # dropped
+
+    def key(rows_BKhS: jax.Array, new_PKh: jax.Array) -> jax.Array:
+        return pin(rows_BKhS.at[row_P, :, :, position_P].set(new_PKh, mode="drop"))
+
+    def value(rows_BKSh: jax.Array, new_PKh: jax.Array) -> jax.Array:
+        new_PKh = new_PKh.reshape(len(row_P), -1, rows_BKSh.shape[-1])
+        return pin(rows_BKSh.at[row_P, :, position_P].set(new_PKh, mode="drop"))
+
+    return KVCache(
+        jax.tree.map(key, cache.keys, pending.keys),
+        jax.tree.map(value, cache.values, pending.values),
+        jax.tree.map(value, cache.features, pending.features),
+        cache.feature_layers,
+    )

@@ -21,6 +21,7 @@ RULES: dict[str, Entry] = {
     "vocab": "tensor",
 }
 CACHE_AXES = ("batch", "kv_heads", None, None)  # of cached keys, values and features alike
+ENTRY_AXES = (None, "kv_heads", None)  # of the keys and values of nodes
 CAUSAL_BLOCKS = 4
 LEAST_BLOCK_TOKENS = 64  # shorter rows are one block
 

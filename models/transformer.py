@@ -1,16 +1,17 @@
 """The policy as pure functions: parameters, their shapes, and two forward passes.
 
-`hidden` reads whole sequences (training, scoring); `hidden_with_cache` reads N
-tree nodes per slot against a cache (prefill, decode, verify). Both run the same
-`block`. Matrix products run in the parameters' dtype (float32 in full precision on
+`hidden` reads whole sequences (training, scoring); `hidden_of_nodes` reads packed nodes against
+a cache (decode, verify); `hidden_with_cache` N tokens of every row, which it writes (prefill). All
+run the same `block`. Matrix products run in the parameters' dtype (float32 in full precision on
 every backend), norms, softmax and logits in float32. Layers are unrolled, so that
 each keeps a cache buffer of its own.
 
 Nothing here is compiled on its own: callers jit their steps. The one exception is the layer
 (`_whole_layer`, `_cached_layer`), which is jitted so that all layers of a step share one trace.
 
-Shape suffixes: B rows or slots, T tokens, N tree nodes, S positions, V vocabulary, D model width,
-H heads, K key/value heads, h head size, Q = H·h, P = K·h, W feature width.
+Shape suffixes: B rows or slots, T tokens, N tokens of a row, M packed nodes, S positions,
+V vocabulary, D model width, H heads, K key/value heads, h head size, Q = H·h, P = K·h,
+W feature width.
 """
 
 from __future__ import annotations
@@ -26,14 +27,16 @@ import jax.numpy as jnp
 from models import kv_cache
 from models.attention import (
     Packing,
+    Trees,
     attend,
     attend_causally,
+    attend_nodes,
     causal_mask,
     packed_mask,
     precision_of,
 )
 from models.config import ModelConfig
-from models.kv_cache import KVCache
+from models.kv_cache import Entries, KVCache
 from models.params import Layer, Params, ParamSpec, param_specs
 from models.sharding import constrain
 
@@ -290,6 +293,34 @@ def hidden_with_cache(
     return x_BND, KVCache(tuple(keys), tuple(values), features, cache.feature_layers)
 
 
+def hidden_of_nodes(
+    config: ModelConfig,
+    params: Params,
+    cache: KVCache,
+    tokens_M: jax.Array,
+    positions_M: jax.Array,
+    length_B: jax.Array,
+    trees: Trees | None,
+) -> tuple[jax.Array, Entries]:
+    """Return the hidden states of packed nodes, [M, D], and their entries, which are not written.
+
+    A node attends to the first `length` positions of its row and to its ancestors among the nodes,
+    as `models.attention.attend_nodes` says. `positions_M` are the rotary positions.
+    """
+    rope = rope_turns(config, positions_M[:, None])
+    keys, values, outputs = [], [], []
+    x_M1D = embed(params.embedding_VD, tokens_M[:, None])
+    for i, layer in enumerate(params.layers):
+        seen = cache.keys[i], cache.values[i], length_B, trees
+        x_M1D, k_MKh, v_MKh = _nodes_layer(config, layer, x_M1D, rope, *seen)
+        keys.append(k_MKh)
+        values.append(v_MKh)
+        outputs += [x_M1D] if i in cache.feature_layers else []
+    x_M1D = rms_norm(x_M1D, params.final_norm_D, config.norm_eps)
+    features = (jnp.concatenate([*outputs, x_M1D], axis=-1)[:, 0],) if cache.features else ()
+    return x_M1D[:, 0], Entries(tuple(keys), tuple(values), features)
+
+
 # Layers have equal shapes: as jitted functions they are traced and lowered once for all of them.
 
 
@@ -334,6 +365,30 @@ def _cached_layer(
 
     x_BND = block(config, layer, x_BND, rope, look)
     return x_BND, *written[0]
+
+
+@partial(jax.jit, static_argnames="config")
+def _nodes_layer(
+    config: ModelConfig,
+    layer: Layer,
+    x_M1D: jax.Array,
+    rope: tuple[jax.Array, jax.Array],
+    keys_BKhS: jax.Array,
+    values_BKSh: jax.Array,
+    length_B: jax.Array,
+    trees: Trees | None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Apply a layer to packed nodes; return [M, 1, D] and the nodes' keys and values."""
+    entries = []
+
+    def look(q_M1Hh: jax.Array, k_M1Kh: jax.Array, v_M1Kh: jax.Array) -> jax.Array:
+        q_MHh, k_MKh, v_MKh = (x[:, 0] for x in (q_M1Hh, k_M1Kh, v_M1Kh))
+        entries.append((k_MKh, v_MKh))
+        args = q_MHh, k_MKh, v_MKh, keys_BKhS, values_BKSh, length_B, trees
+        return attend_nodes(*args)[:, None]
+
+    x_M1D = block(config, layer, x_M1D, rope, look)
+    return x_M1D, *entries[0]
 
 
 def head(params: Params, hidden_D: jax.Array) -> jax.Array:

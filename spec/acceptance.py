@@ -12,12 +12,11 @@ from spec.drafter import Acceptance, Drafts
 
 
 def round_acceptance(
-    drafts: Drafts, num_nodes: int, tokens_AN: np.ndarray, emitted_A: np.ndarray
+    drafts: Drafts, taken_A: np.ndarray, tokens_AN: np.ndarray, emitted_A: np.ndarray
 ) -> Acceptance:
-    """Compare with a round over trees of `num_nodes`; its last token is never a draft token."""
-    verified_A = np.minimum(drafts.count_A, num_nodes - 1)
-    accepted_AN = _accepted(drafts, verified_A, tokens_AN, emitted_A - 1)
-    return Acceptance(True, accepted_AN, np.arange(drafts.max_nodes) < verified_A[:, None])
+    """Compare with a round over the first `taken_A`; its last token is never a draft token."""
+    accepted_AN = _accepted(drafts, taken_A, tokens_AN, emitted_A - 1)
+    return Acceptance(True, accepted_AN, np.arange(drafts.max_nodes) < taken_A[:, None])
 
 
 def plain_acceptance(drafts: Drafts, tokens_AN: np.ndarray, emitted_A: np.ndarray) -> Acceptance:

@@ -12,7 +12,6 @@ import enum
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-import numba
 import numpy as np
 
 from spec.config import SamplingConfig
@@ -77,7 +76,7 @@ class Drafts(NamedTuple):
 
     `parents_AN` is −1 for a child of the root, else the index of an earlier draft token.
     `prob_AN` is the estimated probability that the draft token and all its ancestors are
-    accepted. Draft tokens come in descending order of it, so that a tree's first n are a tree,
+    accepted. Draft tokens come in descending order of it, so that a request's first n are a tree,
     and the best of that size. `sources_AN` holds `Source` values. A named tuple, so that compiled
     functions take it whole.
     """
@@ -132,30 +131,6 @@ def stack(drafts: Sequence[Draft], max_nodes: int) -> Drafts:
         out.prob_AN[a, :n] = 1.0
         out.count_A[a] = n
     return out
-
-
-def plant(
-    drafts: Drafts, rows_A: np.ndarray, num_slots: int, num_nodes: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return int32 (tokens_BN, parents_BN): a tree of `num_nodes`, root included, for every slot.
-
-    Draft tokens beyond `num_nodes` − 1 are cut; slots without a request have only a root.
-    """
-    tokens_BN = np.full((num_slots, num_nodes), PADDING, np.int32)
-    parents_BN = np.zeros((num_slots, num_nodes), np.int32)
-    tokens_BN[:, 0], parents_BN[:, 0] = 0, -1
-    _plant(drafts.tokens_AN, drafts.parents_AN, drafts.count_A, rows_A, tokens_BN, parents_BN)
-    return tokens_BN, parents_BN
-
-
-@numba.njit(cache=True, nogil=True)
-def _plant(  # type: ignore[no-untyped-def]
-    tokens_AN, parents_AN, count_A, rows_A, tokens_BN, parents_BN
-):
-    for a in range(len(rows_A)):
-        for i in range(min(count_A[a], tokens_BN.shape[1] - 1)):
-            tokens_BN[rows_A[a], 1 + i] = tokens_AN[a, i]
-            parents_BN[rows_A[a], 1 + i] = parents_AN[a, i] + 1
 
 
 class Drafter(Protocol):

@@ -1,10 +1,15 @@
-"""Measured seconds of rounds by bucket, by which budgets decide how much to draft."""
+"""Measured seconds of rounds by bucket, by which budgets decide how much to draft.
+
+The nodes of a round are those of all its slots: as many as there are slots in plain decoding.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
 MOST_SECONDS = 1e5  # of a round
+ROUND = "packed round"  # a name among the tables
+OLDER = ("round", "lookup")  # rounds that older runs timed
 Table = Mapping[tuple[int, int, int], float]
 
 
@@ -46,21 +51,22 @@ class RoundTimes:
 
     def rows(self) -> list[list[str | float]]:
         """Return rows of [table, slots, nodes or depth, positions, seconds], for a run folder."""
-        tables = {"round": self._seconds}
+        tables = {ROUND: self._seconds}
         tables |= {f"draft {name}": table for name, table in self._drafts.items()}
         return [[name, *at, t] for name, table in tables.items() for at, t in sorted(table.items())]
 
     @staticmethod
     def from_rows(rows: Sequence[Sequence[str | float]]) -> RoundTimes:
         """Read what `rows` returned; raises ValueError for impossible counts or seconds."""
-        tables: dict[str, dict[tuple[int, int, int], float]] = {"round": {}}
+        tables: dict[str, dict[tuple[int, int, int], float]] = {ROUND: {}}
         for name, b, n, s, taken_s in rows:
             if any(type(count) is not int or count < 1 for count in (b, n, s)):
                 raise ValueError(f"expected counts of 1 or more, got {[name, b, n, s]}")
             if type(taken_s) is not float or not 0 < taken_s < MOST_SECONDS:
                 raise ValueError(f"expected seconds of a round, got {taken_s!r}")
             tables.setdefault(str(name), {})[int(b), int(n), int(s)] = float(taken_s)
-        rounds = tables.pop("round")
-        tables.pop("lookup", None)  # older runs timed another kind of round too
+        rounds = tables.pop(ROUND)
+        for name in OLDER:
+            tables.pop(name, None)
         drafts = {name.removeprefix("draft "): table for name, table in tables.items()}
         return RoundTimes(rounds, drafts)

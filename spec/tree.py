@@ -1,9 +1,7 @@
-"""Draft trees: the tokens to verify, as two small integer arrays.
+"""Draft trees made by hand: the draft tokens of one request, without the root.
 
-Node 0 is the root: the last committed token, not a draft token. Every other node i is
-a draft token for the position after its parent, with `parents[i] < i`. A padding node
-carries the token `PADDING`, which no draw can equal, so it is never accepted; its
-parent is the root. Siblings must differ in their tokens.
+Every token is one for the position after its parent, which comes before it; siblings differ in
+their tokens. No draw equals `PADDING`.
 """
 
 from __future__ import annotations
@@ -11,45 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-import jax
-import jax.numpy as jnp
-
 PADDING = -1
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class DraftTree:
-    """Trees of N nodes for B slots: `tokens_BN`, `parents_BN` (int32; the root's parent is −1)."""
-
-    tokens_BN: jax.Array
-    parents_BN: jax.Array
-
-
-def roots(last_token_B: jax.Array) -> DraftTree:
-    """Return trees that have only a root: plain decoding."""
-    return DraftTree(last_token_B[:, None], jnp.full((last_token_B.shape[0], 1), -1, jnp.int32))
-
-
-def ancestors(parents_BN: jax.Array) -> jax.Array:
-    """Return mask[b, i, j]: node j is node i or one of its ancestors; bool [B, N, N].
-
-    The closure of the parent relation by squaring: log₂ N products.
-    """
-    N = parents_BN.shape[1]
-    nodes_N = jnp.arange(N)
-    reach_BNN = (nodes_N[:, None] == nodes_N) | (parents_BN[:, :, None] == nodes_N)
-    for _ in range(max(N - 1, 0).bit_length()):
-        square_BNN = jnp.einsum(
-            "bij,bjk->bik", reach_BNN.astype(jnp.float32), reach_BNN.astype(jnp.float32)
-        )
-        reach_BNN = square_BNN > 0
-    return reach_BNN
-
-
-def depths(ancestors_BNN: jax.Array) -> jax.Array:
-    """Return the number of draft tokens on the way to each node (the root: 0); int32 [B, N]."""
-    return jnp.sum(ancestors_BNN, axis=-1, dtype=jnp.int32) - 1
 
 
 @dataclasses.dataclass(frozen=True)

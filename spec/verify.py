@@ -1,9 +1,9 @@
-"""The verification kernel: one forward pass over draft trees, the walk, the cache.
+"""The packed round: one forward pass over the nodes of all requests, the draws, the walk.
 
-A round computes token(r, t) at every node of a tree and follows, from the root,
-the child that equals the draw. The emitted tokens are what plain decoding would
-have emitted, up to how the pass rounds (docs/architecture.md, Exactness); a tree of one
-node *is* plain decoding. Shape legend in
+A round computes token(r, t) at every node and follows, from each slot's root, the child that
+equals the draw. The emitted tokens are what plain decoding would have emitted, up to how the pass
+rounds (docs/architecture.md, Exactness); nodes that are roots alone *are* plain decoding. Keys and
+values of accepted nodes are written at the start of the next round. Shape legend in
 docs/architecture.md; E = end tokens.
 """
 
@@ -17,11 +17,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from models import kv_cache, transformer
+from models.attention import Trees
 from models.config import ModelConfig
-from models.kv_cache import KVCache
+from models.kv_cache import KVCache, Pending
 from models.sharding import constrain
+from spec import nodes as packed_nodes
 from spec import sampling
-from spec.tree import DraftTree, ancestors, depths, roots
+from spec.nodes import Nodes
 
 
 @jax.tree_util.register_dataclass
@@ -29,9 +31,9 @@ from spec.tree import DraftTree, ancestors, depths, roots
 class Slots:
     """The device state of B slots; each array has one entry a slot.
 
-    `length` counts live cache positions, `emitted` the response tokens so far, `limit` is their
-    largest number. `keys` are the requests' noise keys. A slot that is not `active` takes part in
-    the computation but emits nothing, and its row of the cache is never written.
+    `length` counts live cache positions, those of waiting entries included, `emitted` the response
+    tokens so far, `limit` is their largest number. `keys` are the requests' noise keys. A slot
+    that is not `active` takes part in the computation but emits nothing.
     """
 
     last_token: jax.Array
@@ -45,161 +47,190 @@ class Slots:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Emitted:
-    """The tokens of one round; the first `count_B` of each row are valid."""
+class Drawn:
+    """Draws of a round at each node; those of `emitted_M` are the slots' next tokens."""
 
-    tokens_BN: jax.Array
-    logprobs_BN: jax.Array
-    count_B: jax.Array
+    tokens_M: jax.Array
+    logprobs_M: jax.Array
+    emitted_M: jax.Array
 
 
-def pack(emitted: Emitted) -> jax.Array:
-    """Pack for one transfer: int32 [B, 2 N + 1] of tokens, bits of log-probs, count."""
-    bits_BN = jax.lax.bitcast_convert_type(emitted.logprobs_BN.astype(jnp.float32), jnp.int32)
-    return jnp.concatenate([emitted.tokens_BN, bits_BN, emitted.count_B[:, None]], axis=1)
+def pack(tokens: jax.Array, logprobs: jax.Array, emitted: jax.Array) -> jax.Array:
+    """Pack arrays of one shape for one transfer: int32 [3, …]."""
+    bits = jax.lax.bitcast_convert_type(logprobs.astype(jnp.float32), jnp.int32)
+    return jnp.stack([tokens, bits, emitted.astype(jnp.int32)])
 
 
 def unpack(packed: jax.Array) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return (tokens_BN, logprobs_BN, count_B) on the host; waits for the device."""
-    packed_BX = np.asarray(packed)
-    N = packed_BX.shape[1] // 2
-    return packed_BX[:, :N], packed_BX[:, N : 2 * N].view(np.float32), packed_BX[:, 2 * N]
+    """Return (tokens, log-probs, emitted) on the host; waits for the device."""
+    tokens, bits, emitted = np.asarray(packed)
+    return tokens, bits.view(np.float32), emitted > 0
 
 
-def node_mask(length_B: jax.Array, ancestors_BNN: jax.Array, num_positions: int) -> jax.Array:
-    """Return mask[b, n, s]: position s is committed or an ancestor of node n; bool [B, N, S]."""
-    N = ancestors_BNN.shape[1]
-    committed_BS = jnp.arange(num_positions) < length_B[:, None]
-    if N == 1:
-        return (jnp.arange(num_positions) <= length_B[:, None])[:, None]
-    offset_BS = jnp.arange(num_positions) - length_B[:, None]
-    inside_BS = (offset_BS >= 0) & (offset_BS < N)
-    index_BNS = jnp.broadcast_to(
-        jnp.clip(offset_BS, 0, N - 1)[:, None], (*ancestors_BNN.shape[:2], num_positions)
-    )
-    own_BNS = jnp.take_along_axis(ancestors_BNN, index_BNS, axis=2) & inside_BS[:, None]
-    return committed_BS[:, None] | own_BNS
+def by_slot(
+    tokens_M: np.ndarray,
+    logprobs_M: np.ndarray,
+    emitted_M: np.ndarray,
+    slots_M: np.ndarray,
+    num_slots: int,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return (tokens_BN, logprobs_BN, count_B): each slot's emitted tokens in their order.
+
+    Nodes are sorted by slot, and those on a path by depth.
+    """
+    (chosen_X,) = np.nonzero(emitted_M)
+    slots_X = slots_M[chosen_X]
+    count_B = np.bincount(slots_X, minlength=num_slots).astype(np.int32)
+    nth_X = np.arange(len(chosen_X)) - (np.cumsum(count_B) - count_B)[slots_X]
+    size = num_slots, max(1, int(count_B.max(initial=0)))
+    tokens_BN, logprobs_BN = np.zeros(size, np.int32), np.zeros(size, np.float32)
+    tokens_BN[slots_X, nth_X] = tokens_M[chosen_X]
+    logprobs_BN[slots_X, nth_X] = logprobs_M[chosen_X]
+    return tokens_BN, logprobs_BN, count_B
 
 
 def walk(
-    tree: DraftTree, drawn_BN: jax.Array, room_B: jax.Array, stop_E: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Find the nodes whose draws are emitted, from the root along children that equal the draw.
+    nodes: Nodes, trees: Trees, drawn_M: jax.Array, room_B: jax.Array, stop_E: jax.Array
+) -> jax.Array:
+    """Return whether each node's draw is emitted; bool [M].
 
-    Stops after an end token, after `room` tokens, and where no child equals the
-    draw. Returns (path_BN, count_B): draws at path[0 … count−1] are emitted; path
-    entries beyond count are 0.
+    A draft token is right if its parent draws it and that does not end the response. What is drawn
+    is emitted where the node and all of its ancestors but the root are right, for at most `room`
+    tokens of the node's request. So a slot's emitted nodes are a path from its root.
     """
-    B, N = drawn_BN.shape
-    rows = jnp.arange(B)
+    above_M = drawn_M[jnp.maximum(nodes.parents_M, 0)]
+    ended_M = jnp.any(above_M[:, None] == stop_E, axis=1)
+    right_M = (nodes.parents_M < 0) | ((nodes.tokens_M == above_M) & ~ended_M)
+    W = trees.path_BWW.shape[1]
+    right_BW = jnp.take(right_M, trees.first_B[:, None] + jnp.arange(W), mode="clip")
+    emitted_BW = jnp.all(~trees.path_BWW | right_BW[:, None], axis=2)
+    emitted_BW &= _depths(trees) < room_B[:, None]
+    return _of_nodes(emitted_BW, trees) & (nodes.slots_M < len(room_B))
 
-    def step(carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        j, node_B, alive_B, path_BN, count_B = carry
-        path_BN = path_BN.at[:, j].set(jnp.where(alive_B, node_B, 0))
-        count_B = count_B + alive_B
-        token_B = drawn_BN[rows, node_B]
-        match_BN = (tree.parents_BN == node_B[:, None]) & (tree.tokens_BN == token_B[:, None])
-        ended_B = jnp.any(token_B[:, None] == stop_E, axis=1) | (count_B >= room_B)
-        alive_B = alive_B & jnp.any(match_BN, axis=1) & ~ended_B
-        return j + 1, jnp.argmax(match_BN, axis=1), alive_B, path_BN, count_B
 
-    start = (
-        0,
-        jnp.zeros(B, jnp.int32),
-        room_B > 0,
-        jnp.zeros((B, N), jnp.int32),
-        jnp.zeros(B, jnp.int32),
-    )
-    if N == 1:
-        return start[3], (room_B > 0).astype(jnp.int32)
-    _, _, _, path_BN, count_B = jax.lax.while_loop(
-        lambda c: (c[0] < N) & jnp.any(c[2]), step, start
-    )
-    return path_BN, count_B
+def _depths(trees: Trees) -> jax.Array:
+    """Return the draft tokens on the way to each place of each slot; int32 [B, W]."""
+    return jnp.sum(trees.path_BWW, axis=2, dtype=jnp.int32) - 1
+
+
+def _of_nodes(x_BW: jax.Array, trees: Trees) -> jax.Array:
+    """The entries of the nodes; those of padding are of no meaning."""
+    W = x_BW.shape[1]
+    return jnp.take(x_BW.reshape(-1), trees.row_M * W + trees.place_M, mode="clip")
 
 
 def verify(
     config: ModelConfig,
     params: transformer.Params,
     cache: KVCache,
+    pending: Pending,
     slots: Slots,
-    tree: DraftTree,
+    nodes: Nodes,
     stop_E: jax.Array,
     scheme: sampling.Draw,
-) -> tuple[KVCache, Slots, Emitted]:
-    """Run one round: forward over the trees, draw at every node, walk, compact the cache.
+    max_nodes: int,
+) -> tuple[KVCache, Pending, Slots, Drawn]:
+    """Run one round: write what waits, forward over the nodes, draw at every node, walk.
 
-    The trees' root tokens are taken from `slots`. Requires `length + N <= S` in every active slot.
-    Source: docs/architecture.md, "The round".
+    No slot has more than `max_nodes`. Source: docs/architecture.md, "The round".
     """
-    N = tree.tokens_BN.shape[1]
-    tree = DraftTree(tree.tokens_BN.at[:, 0].set(slots.last_token), tree.parents_BN)
-    reach_BNN = ancestors(tree.parents_BN)
-    depth_BN = depths(reach_BNN)
-    # inactive slots are never written: their prompt, or their request, may be resumed
-    start_B = jnp.where(slots.active, slots.length, cache.num_positions)
-    mask_BNS = node_mask(start_B, reach_BNN, cache.num_positions)
-    hidden_BND, cache = transformer.hidden_with_cache(
-        config, params, cache, tree.tokens_BN, start_B[:, None] + depth_BN, start_B, mask_BNS
+    M, B = len(nodes.tokens_M), len(slots.active)
+    cache = kv_cache.write(cache, pending)
+    trees, depth_M, of_slots = None, jnp.zeros(M, jnp.int32), slots
+    if M == B:
+        nodes = packed_nodes.roots(slots.last_token)
+    else:
+        nodes = packed_nodes.planted(nodes, slots.last_token)
+        trees = packed_nodes.trees(nodes, B, max_nodes)
+        depth_M = _of_nodes(_depths(trees), trees)
+        of_slots = jax.tree.map(lambda x: jnp.take(x, nodes.slots_M, axis=0, mode="clip"), slots)
+    positions_M = of_slots.length + depth_M
+    hidden_MD, entries = transformer.hidden_of_nodes(
+        config, params, cache, nodes.tokens_M, positions_M, slots.length, trees
     )
-    logits_BNV = constrain(transformer.head(params, hidden_BND), "batch", None, "vocab")
-    keys_BN = sampling.position_keys(slots.keys, slots.emitted[:, None] + depth_BN)
-    temperature_BN, *cuts_BN = slots.processing.broadcast(depth_BN.shape)
-    processed_BNV = sampling.processed_logits(logits_BNV, temperature_BN, *cuts_BN)
-    drawn_BN, logprobs_BN = sampling.draw(processed_BNV, keys_BN, temperature_BN, scheme)
+    logits_MV = constrain(transformer.head(params, hidden_MD), "batch", "vocab")
+    keys_M = sampling.position_keys(of_slots.keys, (of_slots.emitted + depth_M)[:, None])[:, 0]
+    temperature_M, *cuts_M = of_slots.processing.broadcast(depth_M.shape)
+    processed_MV = sampling.processed_logits(logits_MV, temperature_M, *cuts_M)
+    drawn_M, logprobs_M = sampling.draw(processed_MV, keys_M, temperature_M, scheme)
     room_B = jnp.where(slots.active, slots.limit - slots.emitted, 0)
-    path_BN, count_B = walk(tree, drawn_BN, room_B, stop_E)
-    if N > 1:
-        cache = kv_cache.compact(cache, start_B, path_BN)
-    emitted = Emitted(
-        jnp.take_along_axis(drawn_BN, path_BN, axis=1),
-        jnp.take_along_axis(logprobs_BN, path_BN, axis=1),
-        count_B,
-    )
-    return cache, _advance(slots, emitted, stop_E), emitted
+    if trees is None:
+        emitted_M = room_B > 0
+        count_B, last_B = emitted_M.astype(jnp.int32), drawn_M
+    else:
+        emitted_M = walk(nodes, trees, drawn_M, room_B, stop_E)
+        count_B, last_B = _last_of_slots(nodes.slots_M, emitted_M, drawn_M, B)
+    pending = pending.replaced(entries, nodes.slots_M, positions_M, emitted_M)
+    slots = _advance(slots, count_B, last_B, stop_E)
+    return cache, pending, slots, Drawn(drawn_M, logprobs_M, emitted_M)
 
 
-def _advance(slots: Slots, emitted: Emitted, stop_E: jax.Array) -> Slots:
+def _last_of_slots(
+    slots_M: jax.Array, emitted_M: jax.Array, drawn_M: jax.Array, num_slots: int
+) -> tuple[jax.Array, jax.Array]:
+    """Return how many tokens each slot got, and the last of them."""
+    theirs_BM = (slots_M == jnp.arange(num_slots)[:, None]) & emitted_M
+    last_B = jnp.max(jnp.where(theirs_BM, jnp.arange(len(slots_M)), 0), axis=1)
+    return jnp.sum(theirs_BM, axis=1, dtype=jnp.int32), drawn_M[last_B]
+
+
+def _advance(slots: Slots, count_B: jax.Array, last_B: jax.Array, stop_E: jax.Array) -> Slots:
     """Commit the tokens of a round; a slot whose response ended is no longer active."""
-    last_B = jnp.take_along_axis(
-        emitted.tokens_BN, jnp.maximum(emitted.count_B - 1, 0)[:, None], axis=1
-    )[:, 0]
-    last_B = jnp.where(emitted.count_B > 0, last_B, slots.last_token)
-    total_B = slots.emitted + emitted.count_B
+    last_B = jnp.where(count_B > 0, last_B, slots.last_token)
+    total_B = slots.emitted + count_B
     ended_B = jnp.any(last_B[:, None] == stop_E, axis=1) | (total_B >= slots.limit)
     return dataclasses.replace(
         slots,
         last_token=last_B,
-        length=slots.length + emitted.count_B,
+        length=slots.length + count_B,
         emitted=total_B,
         active=slots.active & ~ended_B,
     )
 
 
-@partial(jax.jit, static_argnames=("config", "scheme"), donate_argnames=("cache", "slots"))
+@partial(jax.jit, donate_argnames=("cache", "pending"))
+def settle(cache: KVCache, pending: Pending) -> tuple[KVCache, Pending]:
+    """Write what waits, where no round does."""
+    written = kv_cache.write(cache, pending)
+    return written, dataclasses.replace(pending, count=jnp.zeros_like(pending.count))
+
+
+@partial(
+    jax.jit,
+    static_argnames=("config", "scheme", "max_nodes"),
+    donate_argnames=("cache", "pending", "slots"),
+)
 def verify_round(
     params: transformer.Params,
     cache: KVCache,
+    pending: Pending,
     slots: Slots,
-    tree: DraftTree,
+    nodes_3M: jax.Array,
     stop_E: jax.Array,
     *,
     config: ModelConfig,
     scheme: sampling.Draw,
-) -> tuple[KVCache, Slots, jax.Array]:
-    """Run `verify`, compiled once per bucket (slots, nodes, positions); its `Emitted` is packed."""
-    cache, slots, emitted = verify(config, params, cache, slots, tree, stop_E, scheme)
-    return cache, slots, pack(emitted)
+    max_nodes: int,
+) -> tuple[KVCache, Pending, Slots, jax.Array]:
+    """Run `verify`, compiled once per bucket (slots, nodes, positions); [3, M] as of `pack`.
+
+    `nodes_3M` are the rows of `Nodes`.
+    """
+    cache, pending, slots, drawn = verify(
+        config, params, cache, pending, slots, Nodes(*nodes_3M), stop_E, scheme, max_nodes
+    )
+    return cache, pending, slots, pack(drawn.tokens_M, drawn.logprobs_M, drawn.emitted_M)
 
 
 @partial(
     jax.jit,
     static_argnames=("config", "scheme", "max_rounds"),
-    donate_argnames=("cache", "slots"),
+    donate_argnames=("cache", "pending", "slots"),
 )
 def decode_rounds(
     params: transformer.Params,
     cache: KVCache,
+    pending: Pending,
     slots: Slots,
     stop_E: jax.Array,
     num_rounds: jax.Array,
@@ -208,37 +239,30 @@ def decode_rounds(
     config: ModelConfig,
     scheme: sampling.Draw,
     max_rounds: int,
-) -> tuple[KVCache, Slots, jax.Array]:
+) -> tuple[KVCache, Pending, Slots, jax.Array]:
     """Run up to `num_rounds` rounds without drafts on the device, between two fetches.
 
     Ends early once `stop_after` slots have finished (requests wait for them) or none is active.
-    The packed result's N axis is the round: a slot emits in each round until it ends, so its
-    first `count` entries are its tokens.
+    The result is that of `pack`, [3, B, rounds]: a slot emits in each round until it ends.
     """
     B = slots.active.shape[0]
     active_before = jnp.sum(slots.active)
 
     def more(carry: tuple) -> jax.Array:
-        r, _, slots, _, _, _ = carry
+        r, _, _, slots, _ = carry
         left = jnp.sum(slots.active)
         return (r < num_rounds) & (left > 0) & (active_before - left < stop_after)
 
     def step(carry: tuple) -> tuple:
-        r, cache, slots, tokens_BR, logprobs_BR, count_B = carry
-        cache, slots, out = verify(
-            config, params, cache, slots, roots(slots.last_token), stop_E, scheme
+        r, cache, pending, slots, found_3BR = carry
+        nodes = packed_nodes.roots(slots.last_token)
+        cache, pending, slots, out = verify(
+            config, params, cache, pending, slots, nodes, stop_E, scheme, max_nodes=1
         )
-        tokens_BR = jax.lax.dynamic_update_slice(tokens_BR, out.tokens_BN, (0, r))
-        logprobs_BR = jax.lax.dynamic_update_slice(logprobs_BR, out.logprobs_BN, (0, r))
-        return r + 1, cache, slots, tokens_BR, logprobs_BR, count_B + out.count_B
+        found_3B = pack(out.tokens_M, out.logprobs_M, out.emitted_M)
+        found_3BR = jax.lax.dynamic_update_slice(found_3BR, found_3B[..., None], (0, 0, r))
+        return r + 1, cache, pending, slots, found_3BR
 
-    start = (
-        jnp.int32(0),
-        cache,
-        slots,
-        jnp.zeros((B, max_rounds), jnp.int32),
-        jnp.zeros((B, max_rounds), jnp.float32),
-        jnp.zeros(B, jnp.int32),
-    )
-    _, cache, slots, tokens_BR, logprobs_BR, count_B = jax.lax.while_loop(more, step, start)
-    return cache, slots, pack(Emitted(tokens_BR, logprobs_BR, count_B))
+    start = jnp.int32(0), cache, pending, slots, jnp.zeros((3, B, max_rounds), jnp.int32)
+    _, cache, pending, slots, found_3BR = jax.lax.while_loop(more, step, start)
+    return cache, pending, slots, found_3BR

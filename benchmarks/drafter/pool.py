@@ -28,7 +28,7 @@ import numpy as np
 from benchmarks.workloads import BASE_POLICY, policy
 from models import transformer
 from models.config import ModelConfig
-from models.kv_cache import KVCache
+from models.kv_cache import KVCache, Pending
 from rl.engine import cache_ops
 from rl.engine.config import EngineConfig
 from rl.engine.ending import padded_ids
@@ -39,14 +39,15 @@ from spec import verify
 from spec.budget.bandit import BegMab, Strategy
 from spec.budget.config import BanditConfig
 from spec.config import SamplingConfig
+from spec.drafter import no_drafts
 from spec.eagle import model as eagle
 from spec.eagle import tree_search
 from spec.eagle.config import EagleConfig, TreeConfig
 from spec.eagle.drafter import WINDOW_TOKENS
 from spec.eagle.model import DeviceWeights, EagleParams, EagleWeights
 from spec.eagle.tree_search import Search, Window
+from spec.nodes import of_trees, pack
 from spec.sampling import step_key
-from spec.tree import DraftTree
 from spec.verify import Slots
 
 # Four as in Table 5, of one width, which the paper fixes as well (section 6.3).
@@ -65,11 +66,12 @@ Key = tuple[str, int, int]
 @partial(
     jax.jit,
     static_argnames=("config", "search"),
-    donate_argnames=("cache", "slots", "searched"),
+    donate_argnames=("cache", "pending", "slots", "searched"),
 )
 def fused_round(
     params: transformer.Params,
     cache: KVCache,
+    pending: Pending,
     slots: Slots,
     stop_E: jax.Array,
     weights: DeviceWeights,
@@ -80,7 +82,7 @@ def fused_round(
     *,
     config: ModelConfig,
     search: Search,
-) -> tuple[KVCache, Slots, KVCache, jax.Array]:
+) -> tuple[KVCache, Pending, Slots, KVCache, jax.Array]:
     """Run `tree_search.draft`, then `verify.verify_round`, as one program of one strategy."""
     M = search.num_draft_tokens
     searched, packed = tree_search.draft(
@@ -93,12 +95,15 @@ def fused_round(
         search=search,
     )
     root_B1 = jnp.zeros((len(packed), 1), jnp.int32)
-    tree = DraftTree(
+    nodes = of_trees(
         jnp.concatenate([root_B1, packed[:, :M]], axis=1),
         jnp.concatenate([root_B1 - 1, packed[:, M : 2 * M] + 1], axis=1),
     )
-    cache, slots, emitted = verify.verify(config, params, cache, slots, tree, stop_E, search.scheme)
-    return cache, slots, searched, verify.pack(emitted)
+    cache, pending, slots, out = verify.verify(
+        config, params, cache, pending, slots, nodes, stop_E, search.scheme, M + 1
+    )
+    found = verify.pack(out.tokens_M, out.logprobs_M, out.emitted_M)
+    return cache, pending, slots, searched, found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -233,24 +238,30 @@ class Programs:
         """Make an engine with room for the largest trees of all strategies."""
         most_nodes = max(s.verify_tokens for s in self.strategies) + 1
         config = EngineConfig(
-            slots=B, min_slots=B, min_positions=self.num_positions, max_nodes=most_nodes
+            slots=B,
+            min_slots=B,
+            min_positions=self.num_positions,
+            max_nodes=most_nodes,
+            max_round_nodes=B * most_nodes,
         )
         dtype = self.params.final_norm_D.dtype
         return Engine(self.model, config, dtype=dtype, feature_layers=())
 
     def _rows(self, engine: Engine, B: int) -> tuple[Any, ...]:
-        """Weights, cache, slots and end tokens of a round."""
+        """Weights, cache, what waits, slots and end tokens of a round."""
         ints_BC = np.zeros((B, len(cache_ops.COLUMNS)), np.int32)
         processing_B2 = np.ones((B, 2), np.float32)
         slots = cache_ops.make_slots(*engine.slot_arguments(ints_BC, processing_B2, step_key(0, 0)))
         stop_E = padded_ids(self.model.eos_token_ids)
-        return self.params, engine.empty_cache(B, self.num_positions), slots, stop_E
+        state = engine.empty_cache(B, self.num_positions), engine.empty_pending(B), slots
+        return self.params, *state, stop_E
 
     def _round(self, engine: Engine, B: int, num_nodes: int) -> Any:
-        params, cache, slots, stop_E = self._rows(engine, B)
-        tree = DraftTree(*(np.zeros((B, num_nodes), np.int32) for _ in range(2)))
+        params, *state, stop_E = self._rows(engine, B)
+        nothing = no_drafts(0, 1)
+        nodes_3M = pack(nothing, nothing.count_A, np.zeros(0, np.int32), B, B * num_nodes)
         options = engine.verify_options(self.sampling.draw)
-        return verify.verify_round.lower(params, cache, slots, tree, stop_E, **options)
+        return verify.verify_round.lower(params, *state, nodes_3M, stop_E, **options)
 
     def _search(self, engine: Engine, B: int, top_k: int) -> Any:
         """Lower the search that warm-up compiles, as deep as any strategy of that width goes."""

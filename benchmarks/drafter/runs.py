@@ -46,7 +46,6 @@ SETTINGS = (
     "Speculation.sources=('learned',)",
     "Speculation.budget='goodput'",
     "Engine.min_slots=64",
-    "Engine.min_nodes=16",
     "Engine.max_nodes=16",
     "Drafter.spot=False",
     "Drafter.steps_after_rollout=20",
@@ -56,7 +55,7 @@ SETTINGS = (
     "Checkpoint.every_steps=0",
 )
 TREE = TreeConfig(max_depth=8, top_k=6)
-ROUNDS = EngineConfig(slots=32, min_slots=32, min_positions=384, min_nodes=64, max_nodes=64)
+ROUNDS = EngineConfig(slots=32, min_slots=32, min_positions=384, max_nodes=64, max_round_nodes=2048)
 NUM_PROMPTS, GROUP = 8, 8
 
 
@@ -151,14 +150,14 @@ class Asked:
 
 def accept_length(engine: Engine) -> float:
     """Tokens a request and round with draft tokens, of the engine's last rollout."""
-    rounds = [r for r in engine.stats.timeline if r.num_nodes > 1]
+    rounds = [r for r in engine.stats.timeline if r.drafted]
     return sum(int(r.emitted_A.sum()) for r in rounds) / sum(int(r.rounds_A.sum()) for r in rounds)
 
 
 def _engine(system: System, inputs: Inputs, max_nodes: int = 64) -> Engine:
     assert system.drafter is not None
     layers = system.drafter.trainer.learned.config.feature_layers
-    rounds = dataclasses.replace(ROUNDS, min_nodes=max_nodes, max_nodes=max_nodes)
+    rounds = dataclasses.replace(ROUNDS, max_nodes=max_nodes)
     return Engine(inputs.model, rounds, feature_layers=layers)
 
 

@@ -46,7 +46,7 @@ from spec.reuse.rollout_cache import RolloutCache
 from spec.round_times import RoundTimes
 from spec.sampling import step_key
 
-ENGINE = EngineConfig(slots=32, min_slots=4, min_positions=384, min_nodes=4, max_nodes=8)
+ENGINE = EngineConfig(slots=32, min_slots=4, min_positions=384, max_nodes=8)
 TUNER = TunerConfig(thresholds=(1, 5), verify_tokens=(7, 3), depths=(2, 4))
 TREE = TreeConfig(max_depth=4, top_k=2)
 SOURCES = ("history", "group", "own", "learned")

@@ -135,7 +135,7 @@ def _flips(ground: Ground, seeds: int) -> dict[str, Any]:
     chosen = [g for g in range(len(ground.questions)) if g % ground.sizes.questions < half]
     requests = [r for r in ground.requests(chosen=chosen) if r.sample_index < 2]
     slots = {"slots": len(requests), "min_slots": len(requests)}
-    config = ground.engine_config(min_nodes=8, max_nodes=8, **slots)
+    config = ground.engine_config(max_nodes=8, **slots)
     sizes = bf16_flips.Sizes(seeds, ground.sizes.new_tokens, ("cdf",), (1, 8))
     found = bf16_flips.of_policy(ground.model, ground.params, requests, config, sizes)
     return {"responses": seeds * len(requests)} | found

@@ -96,7 +96,7 @@ def measure(ground: Ground, steps: int) -> dict[str, Any]:
 def _drafted(ground: Ground, drafter: EagleWeights, chosen: Sequence[int]) -> dict[str, Any]:
     """Draft for the responses to the chosen questions, whose plain tokens are known."""
     nodes = BUDGET_NODES + 1  # the root is one of them
-    config = ground.engine_config(min_nodes=nodes, max_nodes=nodes, slots=32, min_slots=8)
+    config = ground.engine_config(max_nodes=nodes, slots=32, min_slots=8)
     layers = drafter.config.feature_layers
     engine = Engine(ground.model, config, feature_layers=layers)
     accepted: dict[int, list[int]] = {}

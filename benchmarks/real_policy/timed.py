@@ -2,7 +2,8 @@
 
 The policy after one update answers the questions again: plainly, with drafts (last epoch's
 responses under other noise, siblings, own text), with coupled reuse of the responses under the
-same noise, and with lenient reuse of those under other noise. All ways share one warm engine.
+same noise, and with lenient reuse of those under other noise; and plainly and coupled by the
+`gumbel` draw, under which close policies agree more often. All ways share one warm engine.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, get_args
 
 import numpy as np
 
@@ -24,6 +26,7 @@ from rl.trajectory import Request, Trajectory
 from rl.warm_up import compile_buckets, round_times
 from spec.budget.goodput import Goodput
 from spec.budget.union import DrafterUnion
+from spec.config import Draw
 from spec.drafter import Drafter
 from spec.retrieval.group import GroupDrafter
 from spec.retrieval.history import RULE, HistoryDrafter, build_index
@@ -35,7 +38,10 @@ from spec.reuse.rollout_cache import RolloutCache, of_group
 
 RATE = 1e-5
 LENIENT = "lenient:e^0.5"
-EXACT = ("history", "coupled")  # ways that give the tokens of plain rollouts
+DRAWS = get_args(Draw)
+GUMBEL = "_gumbel"
+# ways that give the tokens of plain rollouts, of the same draw
+EXACT = ("history", "coupled", "coupled" + GUMBEL)
 
 Phase = Callable[[], tuple[RolloutSpec, Sequence[Request]]]
 
@@ -58,12 +64,12 @@ def measure(ground: Ground, repeats: int) -> dict[str, Any]:
             rows[name] = _row(engine, done)
             tokens[name] = [t.response_ids.tolist() for t in done]
             print(f"{name}: {taken_s:.1f} s, {rows[name]}", file=sys.stderr, flush=True)
-    plain = seconds["plain"]
     for name, row in rows.items():
+        base = "plain" + GUMBEL if name.endswith(GUMBEL) else "plain"
         if name in EXACT:
-            pairs = zip(tokens["plain"], tokens[name], strict=True)
+            pairs = zip(tokens[base], tokens[name], strict=True)
             row["responses_that_differ"] = sum(a != b for a, b in pairs)
-        ratios = [p / s for p, s in zip(plain, seconds[name], strict=True)]
+        ratios = [p / s for p, s in zip(seconds[base], seconds[name], strict=True)]
         row["ratio"] = round(statistics.median(ratios), 3)
         row["ratios"] = [round(r, 3) for r in ratios]
         row["tokens_per_s"] = round(row["tokens"] / statistics.median(seconds[name]), 1)
@@ -77,7 +83,7 @@ def _row(engine: Engine, done: Sequence[Trajectory]) -> dict[str, Any]:
         "tokens": sum(t.num_tokens for t in done),
         "kept_tokens": stats.verified.kept_tokens,
         "tokens_per_round": round(metrics.get("spec/tokens_per_round", 1.0), 3),
-        "rounds_with_drafts": sum(r.num_nodes > 1 for r in stats.timeline),
+        "rounds_with_drafts": sum(r.drafted for r in stats.timeline),
         "rounds": len(stats.timeline),
     }
 
@@ -85,13 +91,14 @@ def _row(engine: Engine, done: Sequence[Trajectory]) -> dict[str, Any]:
 def _phases(ground: Ground) -> tuple[dict[str, Phase], Engine]:
     """Return the ways to roll out, and an engine that has compiled and timed what they need."""
     params = ground.updated(RATE)
-    same, other = ground.responses(), ground.past()
-    config = ground.engine_config(min_nodes=4, max_nodes=8)
+    same, other = {draw: ground.responses(draw) for draw in DRAWS}, ground.past()
+    config = ground.engine_config(max_nodes=8)
     engine = Engine(ground.model, config)
     longest = max(len(q.prompt_ids) for q in ground.questions)
     plain_requests = ground.requests()
     reach = compile_buckets.Reach(len(plain_requests), longest, speculative=True, reuse=True)
-    compile_buckets.warm_up(engine, params, ground.sampling(), reach)
+    for draw in DRAWS:
+        compile_buckets.warm_up(engine, params, ground.sampling(draw), reach)
     buckets = list(compile_buckets.round_buckets(engine, ground.sampling(), reach))
     times = round_times.measure(engine, params, ground.sampling(), buckets)
     store = RolloutCache()
@@ -111,16 +118,16 @@ def _phases(ground: Ground) -> tuple[dict[str, Phase], Engine]:
     def last(done: Sequence[Trajectory]) -> Drafter:
         return LastResponseDrafter({t.request_id: t.response_ids for t in done})
 
-    def plain() -> tuple[RolloutSpec, Sequence[Request]]:
-        return ground.rollout_spec(params), plain_requests
+    def plain(draw: Draw = "cdf") -> tuple[RolloutSpec, Sequence[Request]]:
+        return ground.rollout_spec(params, draw), plain_requests
 
     def with_history() -> tuple[RolloutSpec, Sequence[Request]]:
         return ground.rollout_spec(params, drafts=drafting(history())), plain_requests
 
-    def coupled() -> tuple[RolloutSpec, Sequence[Request]]:
-        rule = PrefixRule(parse_mode("coupled"), 0.0, 0, COUPLED_STEP)
-        options = {"rule": rule, "drafts": drafting(last(same))}
-        return ground.rollout_spec(params, **options), ground.requests(same)
+    def coupled(draw: Draw = "cdf") -> tuple[RolloutSpec, Sequence[Request]]:
+        rule, past = PrefixRule(parse_mode("coupled"), 0.0, 0, COUPLED_STEP), same[draw]
+        options = {"rule": rule, "drafts": drafting(last(past))}
+        return ground.rollout_spec(params, draw, **options), ground.requests(past)
 
     def lenient() -> tuple[RolloutSpec, Sequence[Request]]:
         mode = parse_mode(LENIENT)
@@ -133,5 +140,7 @@ def _phases(ground: Ground) -> tuple[dict[str, Phase], Engine]:
         "history": with_history,
         "coupled": coupled,
         "lenient": lenient,
+        "plain" + GUMBEL: partial(plain, "gumbel"),
+        "coupled" + GUMBEL: partial(coupled, "gumbel"),
     }
     return phases, engine

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
 from rl.packing import Shape
 from spec.buckets import bucket, buckets
@@ -19,19 +20,22 @@ class EngineConfig:
     tokens `min_prompt_tokens` · 2^i.
     `rounds_per_fetch` rounds run on the device between two fetches where no draft
     is wanted. Prompts are computed `prefill_rows` at a time, at most
-    `prefill_chunk_tokens` tokens a pass. A draft tree has `min_nodes` · 2^i nodes,
-    its root included, and at most `max_nodes`. Cached responses are verified about
+    `prefill_chunk_tokens` tokens a pass. A round has slots · 2^i nodes, a root for each slot and
+    draft tokens: at most `max_round_nodes`, but twice the slots at least, and at most `max_nodes`
+    of one request. Cached responses are verified about
     `verify_tokens` positions at a time, in rows of `verify_row_tokens` at least: longer
     rows are filled better, shorter ones look at fewer keys.
     """
+
+    RETIRED: ClassVar = {"min_nodes": 2}
 
     slots: int = 64
     min_slots: int = 4
     min_positions: int = 64
     min_prompt_tokens: int = 32
     rounds_per_fetch: int = 16
-    min_nodes: int = 2
     max_nodes: int = 32
+    max_round_nodes: int = 256
     prefill_rows: int = 4
     prefill_chunk_tokens: int = 512
     verify_tokens: int = 2048
@@ -56,23 +60,24 @@ class EngineConfig:
     def position_sizes(self, longest_tokens: int) -> list[int]:
         """Return the buckets of cache positions, smallest first, for requests of `longest_tokens`.
 
-        They double, but the last one holds the longest request with a tree at its end, and
-        less than `POSITIONS_MULTIPLE` more.
+        They double, but the last one holds the longest request and less than `POSITIONS_MULTIPLE`
+        more.
         """
         sizes = buckets(longest_tokens, self.min_positions)
         if len(sizes) > 1:
             unit = min(self.min_positions, POSITIONS_MULTIPLE)
-            needed = longest_tokens + self.max_nodes - 1
-            sizes[-1] = min(sizes[-1], -(-needed // unit) * unit)
+            sizes[-1] = min(sizes[-1], -(-longest_tokens // unit) * unit)
         return sizes
 
-    def node_sizes(self, room: int) -> list[int]:
-        """Return the buckets of tree nodes, smallest first, that fit into `room` positions."""
-        sizes, n = [], self.min_nodes
-        while n < self.max_nodes:
-            sizes.append(n)
-            n *= 2
-        return [n for n in (*sizes, self.max_nodes) if 1 < n <= room]
+    def node_sizes(self, num_slots: int) -> list[int]:
+        """Return the numbers of nodes of rounds with draft tokens, smallest first."""
+        most = min(max(self.max_round_nodes, 2 * num_slots), num_slots * self.max_nodes)
+        sizes = [m for m in buckets(most, num_slots) if num_slots < m < most]
+        return [*sizes, most] if most > num_slots else []
+
+    def most_nodes(self, num_slots: int) -> int:
+        """Return the most nodes of a round."""
+        return max(self.node_sizes(num_slots), default=num_slots)
 
     def verify_shapes(self, longest_tokens: int) -> tuple[Shape, Shape]:
         """Return the shape of a packed verification pass, and that of one row of it."""

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
-import jax
 import numpy as np
 
 from rl.engine import preemption
@@ -25,9 +24,10 @@ from rl.engine.speculate import Speculator
 from rl.engine.stats import EngineStats, RoundRecord
 from rl.engine.waiting_queue import WaitingQueue
 from rl.trajectory import Request, Trajectory, longest_tokens
-from spec.drafter import Drafts, LiveSlots, plant
-from spec.tree import DraftTree
-from spec.verify import Slots, decode_rounds, unpack, verify_round
+from spec.budget.budget import DraftDecision
+from spec.drafter import Drafts, LiveSlots
+from spec.nodes import pack
+from spec.verify import Slots, by_slot, decode_rounds, unpack, verify_round
 
 OnFinish = Callable[[Trajectory], None]
 OnRound = Callable[[int, int], None]  # (responses finished, tokens emitted) so far
@@ -185,12 +185,11 @@ class Engine(ModelRunner):
 
     def _round(self, began_s: float) -> None:
         ready_s, live = self.clock(), self._table.live()
-        room = self._room_for_trees(live) if self._speculator.drafter is not None else 0
-        drafts, decision = self._speculator.decide(live, len(self._table), self._positions, room)
+        drafts, decision = self._speculator.decide(live, len(self._table), self._positions)
         drafted_s = self.clock()
-        if decision.num_nodes > 1:
+        if decision.taken_A is not None:
             assert drafts is not None
-            tokens_BN, count_B = self._verify(live, drafts, decision.num_nodes)
+            tokens_BN, count_B = self._verify(live, drafts, decision)
             rounds_B = np.minimum(count_B, 1)
         else:
             tokens_BN, count_B = self._decode(decision.num_rounds)
@@ -198,7 +197,7 @@ class Engine(ModelRunner):
         emitted_A = count_B[live.rows_A]
         if drafts is not None:
             tokens_AN = tokens_BN[live.rows_A]
-            self._speculator.observe(live, drafts, decision.num_nodes, tokens_AN, emitted_A)
+            self._speculator.observe(live, drafts, decision.taken_A, tokens_AN, emitted_A)
         self.stats.timeline.append(
             RoundRecord(
                 began_s=began_s,
@@ -217,38 +216,29 @@ class Engine(ModelRunner):
             )
         )
 
-    def _room_for_trees(self, live: LiveSlots) -> int:
-        """Free cache positions of the longest row.
-
-        Where draft tokens pay and none fits any more, the cache grows a little before it has to.
-        """
-        room = self._positions - self._table.longest_cached()
-        timeline, needed_A = self.stats.timeline, live.total_tokens_A + live.remaining_tokens_A
-        drafted = bool(timeline) and timeline[-1].num_nodes > 1
-        if room < self.config.min_nodes and drafted and needed_A.max() > self._positions + 1:
-            room += self._positions
-            self._rows.grow(self._positions + 1)
-        return room
-
     def _verify(
-        self, live: LiveSlots, drafts: Drafts, num_nodes: int
+        self, live: LiveSlots, drafts: Drafts, decision: DraftDecision
     ) -> tuple[np.ndarray, np.ndarray]:
-        """One round over trees of `num_nodes`; returns (tokens_BN, count_B) that slots got."""
-        B, spec = len(self._table), self._spec
-        tokens_BN, parents_BN = plant(drafts, live.rows_A, B, num_nodes)
-        tree = DraftTree(self.argument(tokens_BN), self.argument(parents_BN))
-        found = verify_round(
+        """One round with draft tokens; returns (tokens_BN, count_B) that slots got."""
+        B, M, spec, taken_A = len(self._table), decision.num_nodes, self._spec, decision.taken_A
+        assert taken_A is not None
+        nodes_3M = pack(drafts, taken_A, live.rows_A, B, M)
+        slots = self._device_slots()
+        *state, found = verify_round(
             spec.params,
-            self._rows.cache,
-            self._device_slots(),
-            tree,
+            *self._rows.for_round(),
+            slots,
+            self.argument(nodes_3M),
             self._stop_E,
             **self.verify_options(spec.sampling.draw),
         )
         drafted_B = np.zeros(B, bool)
-        drafted_B[live.rows_A] = drafts.count_A > 0
-        self.stats.rounds[(B, num_nodes, self._positions)] += 1
-        return self._commit(found, drafted_B)
+        drafted_B[live.rows_A] = taken_A > 0
+        self.stats.rounds[(B, M, self._positions)] += 1
+        self._rows.stepped(*state)
+        self._called_s = self.clock()
+        drawn = unpack(found)
+        return self._commit(*by_slot(*drawn, nodes_3M[1], B), drafted_B)
 
     def _decode(self, most_rounds: int) -> tuple[np.ndarray, np.ndarray]:
         """Up to `most_rounds` rounds without draft tokens; returns (tokens_BN, count_B)."""
@@ -258,17 +248,22 @@ class Engine(ModelRunner):
         rounds = min(most_rounds, int(left_B.max()))
         # a slot that ends on the way writes no further
         self._rows.grow(int((table.cached_tokens_B + np.minimum(left_B, rounds)).max()))
-        found = decode_rounds(
+        slots = self._device_slots()
+        *state, found = decode_rounds(
             spec.params,
-            self._rows.cache,
-            self._device_slots(),
+            *self._rows.for_round(),
+            slots,
             self._stop_E,
             np.int32(rounds),
             np.int32(self._stop_after()),
             **self.decode_options(spec.sampling.draw),
         )
-        tokens_BN, count_B = self._commit(found, np.zeros(B, bool))
-        self.stats.rounds[(B, 1, self._positions)] += int(count_B.max())
+        self._rows.stepped(*state)
+        self._called_s = self.clock()
+        tokens_BR, logprobs_BR, emitted_BR = unpack(found)
+        count_B = emitted_BR.sum(axis=1, dtype=np.int32)
+        tokens_BN, count_B = self._commit(tokens_BR, logprobs_BR, count_B, np.zeros(B, bool))
+        self.stats.rounds[(B, B, self._positions)] += int(count_B.max())
         return tokens_BN, count_B
 
     def _stop_after(self) -> int:
@@ -277,13 +272,13 @@ class Engine(ModelRunner):
         return max(1, busy // 8 if len(self._waiting) else busy - len(self._table) // 2)
 
     def _commit(
-        self, found: tuple[Any, Slots, jax.Array], drafted_B: np.ndarray
+        self,
+        tokens_BN: np.ndarray,
+        logprobs_BN: np.ndarray,
+        drawn_B: np.ndarray,
+        drafted_B: np.ndarray,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """The call's one fetch: append each slot's tokens; returns (tokens_BN, count_B)."""
-        cache, slots, packed = found
-        self._rows.stepped(cache, slots)
-        self._called_s = self.clock()
-        tokens_BN, logprobs_BN, drawn_B = unpack(packed)
+        """Append the tokens that a fetch brought each slot; returns (tokens_BN, count_B)."""
         self._fetched_s = self.clock()
         count_B = self._table.commit(tokens_BN, logprobs_BN, drawn_B, drafted_B)
         if self._table.endings.unknown_to_device and self._table.stopped_B[count_B > 0].any():

@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 
 from models import kv_cache, transformer
 from models.config import ModelConfig
+from models.layout import ENTRY_AXES
 from models.sharding import fitting_sharding, param_shardings
 from rl.engine import admission, cache_ops
 from rl.engine.config import EngineConfig
@@ -59,6 +60,20 @@ class ModelRunner:
         """Return an empty cache on these devices, never whole on one of several."""
         size = num_slots, num_positions, self.dtype, self.feature_layers
         return kv_cache.init(self.model, *size, self.zero_rows)
+
+    def empty_pending(self, num_slots: int) -> kv_cache.Pending:
+        """Return room on these devices for the entries of the largest round."""
+
+        def zeros(shape: Sequence[int], dtype: Any) -> Any:
+            sharding = self._whole
+            if self.mesh is not None:
+                sharding = fitting_sharding(self.mesh, shape, ENTRY_AXES[: len(shape)])
+            if self._shapes_only:
+                return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+            return jnp.zeros(shape, dtype, device=sharding)
+
+        size = self.config.most_nodes(num_slots), self.dtype, self.feature_layers
+        return kv_cache.no_pending(self.model, *size, zeros)
 
     def zero_rows(self, shape: Sequence[int], dtype: Any) -> Any:
         """Return zeroed keys, values or features of rows, each device's shard made on it."""
@@ -155,12 +170,13 @@ class ModelRunner:
 
     def verify_options(self, scheme: Draw) -> dict[str, Any]:
         """Return the static arguments of `verify_round`."""
-        return {"config": self.model, "scheme": scheme}
+        return {"config": self.model, "scheme": scheme, "max_nodes": self.config.max_nodes}
 
     def verify_packed_options(self, scheme: Draw) -> dict[str, Any]:
         """Return the static arguments of `verify_packed`; a chunk has a prefill pass's tokens."""
         tokens = self.config.prefill_rows * self.config.prefill_chunk_tokens
-        return self.verify_options(scheme) | {"chunk_tokens": tokens} | self._cache_options()
+        options = {"config": self.model, "scheme": scheme, "chunk_tokens": tokens}
+        return options | self._cache_options()
 
     def _cache_options(self) -> dict[str, Any]:
         return {"dtype": self.dtype, "feature_layers": self.feature_layers}
@@ -177,9 +193,14 @@ class ModelRunner:
 
     def put(self, x: Any) -> jax.Array:
         """Put an array whole on each of these devices."""
-        if self.mesh is None:
-            return jax.device_put(x, self.device)
-        return jax.device_put(x, NamedSharding(self.mesh, PartitionSpec()))
+        return jax.device_put(x, self.device if self.mesh is None else self._whole)
+
+    @property
+    def _whole(self) -> Sharding | None:
+        """The sharding of arrays that are whole on each of these devices."""
+        if self.mesh is not None:
+            return NamedSharding(self.mesh, PartitionSpec())
+        return None if self.device is None else SingleDeviceSharding(self.device)
 
     def place(
         self, params: transformer.Params, model: ModelConfig | None = None

@@ -22,7 +22,7 @@ from rl.engine.slot_table import SlotTable
 from rl.trajectory import PartialRequest, Prompt
 from spec import cache_rows
 from spec.eagle.batch import HiddenStates, HiddenStateSink
-from spec.verify import Slots
+from spec.verify import Slots, settle
 
 
 class SlotCache:
@@ -32,6 +32,8 @@ class SlotCache:
         self._runner = runner
         self.table = SlotTable(0, 0)
         self._cache: kv_cache.KVCache | None = None
+        self._pending: kv_cache.Pending | None = None  # what the last round left to be written
+        self._waits = False  # that it holds anything
         self._slots: Slots | None = None  # None: the host has changed the table
         self._position_sizes: list[int] = []
 
@@ -40,8 +42,23 @@ class SlotCache:
 
     @property
     def cache(self) -> kv_cache.KVCache:
+        """The cache with all that rounds have left to be written."""
+        cache, pending = self.for_round()
+        if self._waits:
+            self._cache, self._pending = settle(cache, pending)
+            self._waits = False
+        return self._held
+
+    @property
+    def _held(self) -> kv_cache.KVCache:
         assert self._cache is not None
         return self._cache
+
+    def for_round(self) -> tuple[kv_cache.KVCache, kv_cache.Pending]:
+        """Return the cache, long enough for what waits to be written, and what waits."""
+        self.grow(self.table.longest_cached())
+        assert self._pending is not None
+        return self._held, self._pending
 
     @property
     def allocated(self) -> bool:
@@ -49,11 +66,12 @@ class SlotCache:
 
     @property
     def num_positions(self) -> int:
-        return self.cache.num_positions
+        return self._held.num_positions
 
-    def stepped(self, cache: kv_cache.KVCache, slots: Slots) -> None:
-        """Take the cache and slots that a step returned for those that it consumed."""
-        self._cache, self._slots = cache, slots
+    def stepped(self, cache: kv_cache.KVCache, pending: kv_cache.Pending, slots: Slots) -> None:
+        """Take the arrays that a round returned for those that it consumed."""
+        self._cache, self._pending, self._slots = cache, pending, slots
+        self._waits = True
 
     def changed(self) -> None:
         """Note that the host has changed the table."""
@@ -153,13 +171,14 @@ class SlotCache:
         if held is None or (held.num_slots, held.num_positions) != (num_slots, num_positions):
             self._cache = held = None  # free it before there is another
             self._cache = self._runner.empty_cache(num_slots, num_positions)
+        self._pending, self._waits = self._runner.empty_pending(num_slots), False
         # a fetch may write one beyond
         self.table = SlotTable(num_slots, longest_tokens + 1, endings)
         self._slots = None
 
     def drop(self) -> None:
         """Forget the cache: a step that failed may have consumed it."""
-        self._cache = None
+        self._cache = self._pending = None
 
     def fit(self, num_requests: int, wanted_later: Collection[Prompt]) -> None:
         """Halve the rows while all requests fit into half of them; double them while they do not.
@@ -170,21 +189,27 @@ class SlotCache:
         while config.slot_bucket(num_requests) < len(table):
             half = config.slot_bucket(-(-len(table) // 2))
             order = table.most_useful(wanted_later)[:half]
-            self._resize(order, self.num_positions)
+            self._take_rows(order)
             table.keep(order)
         while config.slot_bucket(num_requests) > len(table):
             more = config.slot_bucket(len(table) + 1)
             rows = [*range(len(table)), *[0] * (more - len(table))]
-            self._resize(rows, self.num_positions)
+            self._take_rows(rows)
             table.widen(more)
 
     def grow(self, num_positions: int) -> None:
         """Take the next bucket of positions until `num_positions` fit."""
         while self.num_positions < num_positions:
             larger = next(s for s in self._position_sizes if s > self.num_positions)
-            self._resize(range(len(self.table)), larger)
+            self._cache = self._resized(self._held, range(len(self.table)), larger)
 
-    def _resize(self, rows: Sequence[int], num_positions: int) -> None:
+    def _take_rows(self, rows: Sequence[int]) -> None:
+        self._cache = self._resized(self.cache, rows, self.num_positions)
+        self._pending = self._runner.empty_pending(len(rows))
+
+    def _resized(
+        self, cache: kv_cache.KVCache, rows: Sequence[int], num_positions: int
+    ) -> kv_cache.KVCache:
         index = jax.device_put(np.asarray(rows, np.int32))
-        self._cache = cache_rows.resize(self.cache, index, num_positions)
         self._slots = None
+        return cache_rows.resize(cache, index, num_positions)

@@ -10,7 +10,7 @@ from rl.engine.config import EngineConfig
 from rl.engine.rollout_spec import Drafting
 from rl.engine.stats import EngineStats
 from spec.acceptance import plain_acceptance, round_acceptance
-from spec.budget.budget import DraftDecision, FixedBudget
+from spec.budget.budget import DraftDecision, FixedBudget, plain
 from spec.drafter import Drafts, LiveSlots
 
 
@@ -23,22 +23,19 @@ class Speculator:
         self._config, self._stats = config, stats
 
     def decide(
-        self, live: LiveSlots, num_slots: int, num_positions: int, room: int
+        self, live: LiveSlots, num_slots: int, num_positions: int
     ) -> tuple[Drafts | None, DraftDecision]:
-        """Return the drafts of a round, and how many of their tokens to verify.
-
-        `room` is the number of free cache positions of the longest row.
-        """
-        plain = DraftDecision(1, self._config.rounds_per_fetch)
+        """Return the drafts of a round, and which of their tokens to verify."""
+        undrafted = plain(num_slots, self._config.rounds_per_fetch)
         if self.drafter is None:
-            return None, plain
-        sizes = self._config.node_sizes(room)
+            return None, undrafted
+        sizes = self._config.node_sizes(num_slots)
         skipped = self._budget.skips(live, num_slots, num_positions)
         # the last token of a response is never a draft token: it comes with the one before
         most_A = np.minimum(self._budget.limits(live, num_slots), live.remaining_tokens_A - 1)
-        most_A = np.minimum(most_A, (sizes[-1] if sizes else 1) - 1).astype(np.int32)
+        most_A = np.minimum(most_A, self._config.max_nodes - 1).astype(np.int32)
         if not most_A.any():
-            return None, plain
+            return None, undrafted
         self.drafter.skipped = skipped
         drafts = self.drafter.propose(live, most_A, self._config.max_nodes - 1)
         if len(drafts.count_A) != len(live):
@@ -47,22 +44,22 @@ class Speculator:
                 f"{len(live)} requests: expected one each"
             )
         decision = self._budget.choose(live, drafts, sizes, num_slots, num_positions)
-        rounds = min(decision.num_rounds, plain.num_rounds)
+        rounds = min(decision.num_rounds, undrafted.num_rounds)
         return drafts, dataclasses.replace(decision, num_rounds=rounds)
 
     def observe(
         self,
         live: LiveSlots,
         drafts: Drafts,
-        num_nodes: int,
+        taken_A: np.ndarray | None,
         tokens_AN: np.ndarray,
         emitted_A: np.ndarray,
     ) -> None:
         """Tell budget and drafter which draft tokens were accepted, and count the verified ones."""
-        if num_nodes == 1:
+        if taken_A is None:
             acceptance = plain_acceptance(drafts, tokens_AN, emitted_A)
         else:
-            acceptance = round_acceptance(drafts, num_nodes, tokens_AN, emitted_A)
+            acceptance = round_acceptance(drafts, taken_A, tokens_AN, emitted_A)
             self._stats.count(drafts, acceptance)
         self._budget.observe(live, drafts, acceptance)
         assert self.drafter is not None, "its drafts were verified"

@@ -22,7 +22,7 @@ class RoundRecord:
 
     Up to `ready_s` prompts were computed and rows moved, up to `drafted_s` draft tokens were
     made, up to `called_s` they were packed and the device was called, up to `fetched_s`
-    it answered, up to `ended_s` tokens were committed. `num_nodes` 1 is plain decoding,
+    it answered, up to `ended_s` tokens were committed. As many nodes as slots are plain decoding,
     of as many rounds as the most that a request emitted; `rounds_A` counts those in which a
     request took part. A = live requests.
     """
@@ -40,6 +40,11 @@ class RoundRecord:
     cached_tokens_A: np.ndarray
     rounds_A: np.ndarray
     emitted_A: np.ndarray
+
+    @property
+    def drafted(self) -> bool:
+        """Whether it verified draft tokens."""
+        return self.num_nodes > self.num_slots
 
 
 def _per_source() -> np.ndarray:
@@ -136,7 +141,7 @@ def speculation_metrics(stats: EngineStats) -> dict[str, float]:
     part of these rounds in which the host drafted, packed, called and committed. Empty where
     nothing was drafted.
     """
-    rounds = [r for r in stats.timeline if r.num_nodes > 1]
+    rounds = [r for r in stats.timeline if r.drafted]
     if not rounds:
         return {}
     drafted, accepted = stats.drafted_nodes, stats.accepted_tokens

@@ -237,10 +237,12 @@ def _rollouts(
     longest_tokens = config.longest_prompt_tokens + config.sampling.max_new_tokens
     positions = engine.position_sizes(longest_tokens)[-1]
     cache = _cache(config, model, mesh, slots, positions, itemsize)
-    nodes = max(engine.node_sizes(positions), default=1) if config.speculation.enabled else 1
-    rows = _shard(slots, mesh.batch)
+    nodes = engine.most_nodes(slots) if config.speculation.enabled else slots
+    # attention pads rows to at most so many: models.attention.attend_nodes
+    queries = slots * min(engine.max_nodes, nodes - slots + 1)
+    seen = positions * queries // nodes
     passes = {
-        "a round": _pass(model, mesh, itemsize, rows, nodes, positions),
+        "a round": _pass(model, mesh, itemsize, _shard(nodes, mesh.batch), 1, seen),
         "prompts": _prompts(config, model, mesh, itemsize),
     }
     if config.reuse.enabled:

@@ -186,18 +186,18 @@ def run_mesh(config: TrainConfig) -> Mesh | None:
 
 
 def _node_sizes(config: TrainConfig) -> compile_buckets.NodeSizes | None:
-    """The sizes of trees that rounds can have, by slots; None: all.
+    """The numbers of nodes that rounds can have, by slots; None: all.
 
     A bandit has one for each range of batch sizes, so that fewer programs are kept.
     """
     if config.speculation.budget != BANDIT:
         return None
     engine, tuner = config.engine, config.tuner
-    sizes = engine.node_sizes(engine.max_nodes)
 
     def nodes(num_slots: int) -> set[int]:
-        wanted = node_counts(tuner, num_slots)
-        return {next(n for n in sizes if n >= count) for count in wanted}
+        sizes, wanted = engine.node_sizes(num_slots), node_counts(tuner, num_slots)
+        fitting = (next((m for m in sizes if m >= count), None) for count in wanted)
+        return {m for m in fitting if m is not None}
 
     return nodes
 

@@ -50,8 +50,9 @@ class CostTimes(RoundTimes):
         self._cost, self._draft_s = cost, draft_s
 
     def __call__(self, num_slots: int, num_nodes: int, num_positions: int) -> float:
-        draft_s = self._draft_s(num_slots, num_nodes) if num_nodes > 1 else 0.0
-        return self._cost(num_slots, num_nodes)(num_positions) + draft_s
+        of_each = num_nodes // num_slots
+        draft_s = self._draft_s(num_slots, of_each) if of_each > 1 else 0.0
+        return self._cost(num_slots, of_each)(num_positions) + draft_s
 
 
 class Budgeted(RoundModel):
@@ -81,9 +82,6 @@ class Budgeted(RoundModel):
         rows = [(lane.probs + (0.0,) * widest)[:widest] for lane in lanes]
         self._prob_LN = np.array(rows, np.float32)
         self._count_L = np.count_nonzero(self._prob_LN, axis=1)
-        self._tokens = {
-            n: tuple(1 + sum(lane.probs[: n - 1]) for lane in lanes) for n in (1, *sizes)
-        }
         self._drafts = functools.lru_cache(4096)(self._make_drafts)
 
     def lane(self, request_id: int, finished_siblings: int) -> int:
@@ -91,16 +89,26 @@ class Budgeted(RoundModel):
 
     def plan(self, worker_id: int, counts: tuple[int, ...], positions: float) -> RoundPlan:
         batch, others = sum(counts), self.others(worker_id)
-        nodes = 1
+        nodes, tokens = 1, (1.0,) * self.num_lanes
         if batch <= self._most_requests:
             live, drafts = self._drafts(counts)
-            budget = self._budget(worker_id)
-            nodes = budget.choose(live, drafts, self._sizes, batch, int(positions)).num_nodes
+            sizes = [batch * n for n in self._sizes]
+            choice = self._budget(worker_id).choose(live, drafts, sizes, batch, int(positions))
+            if choice.taken_A is not None:
+                nodes = choice.num_nodes // batch
+                tokens = self._tokens(counts, choice.taken_A)
         cost = self._instance.round_cost(batch, nodes, others)
         if nodes > 1:
             fixed_s = cost.fixed_s + self._draft_s(batch, nodes)
             cost = dataclasses.replace(cost, fixed_s=fixed_s)
-        return RoundPlan(cost, self._tokens[nodes])
+        return RoundPlan(cost, tokens)
+
+    def _tokens(self, counts: tuple[int, ...], taken_A: np.ndarray) -> tuple[float, ...]:
+        """The mean tokens a round of each lane's requests."""
+        gain_LN = np.pad(np.cumsum(self._prob_LN, axis=1, dtype=np.float64), ((0, 0), (1, 0)))
+        lanes_A = np.repeat(np.arange(len(counts)), counts)
+        total_L = np.bincount(lanes_A, gain_LN[lanes_A, taken_A], len(counts))
+        return tuple((1 + total_L / np.maximum(counts, 1)).tolist())
 
     def _budget(self, worker_id: int) -> Budget:
         budget = self._budgets.get(worker_id)

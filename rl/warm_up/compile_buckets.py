@@ -30,10 +30,11 @@ from rl.speculation.learned_drafter import LearnedDrafter
 from spec.buckets import bucket
 from spec.budget.config import LEARNED, MODEL
 from spec.config import SamplingConfig
+from spec.drafter import no_drafts
+from spec.nodes import pack
 from spec.reuse.packed_verify import PackedResponses, verify_packed
 from spec.sampling import Processing, step_key
-from spec.tree import DraftTree
-from spec.verify import decode_rounds, verify_round
+from spec.verify import decode_rounds, settle, verify_round
 
 NodeSizes = Callable[[int], Collection[int]]  # of trees, by slots
 Arguments = tuple[tuple, dict[str, Any]]
@@ -51,9 +52,9 @@ class Program:
 class Reach:
     """Bounds of the rollouts to come: their most requests, their longest prompt, and what they do.
 
-    Rounds of draft trees are compiled only where rollouts are `speculative`, passes over cached
+    Rounds with draft tokens are compiled only where rollouts are `speculative`, passes over cached
     responses only with `reuse`, what moves requests between workers only with `moves`. `nodes`
-    returns the tree sizes that rounds of a number of slots can have; None allows all sizes.
+    returns the numbers of nodes that rounds of a number of slots can have; None allows all.
     """
 
     max_requests: int
@@ -108,9 +109,9 @@ def round_buckets(
     """Yield (slots, nodes, positions) of every round that rollouts can reach."""
     for B in _slot_sizes(engine, reach.max_requests):
         for S in engine.position_sizes(reach.max_prompt_tokens + sampling.longest_new_tokens):
-            for N in (1, *engine.config.node_sizes(S)):
-                if N == 1 or reach.nodes is None or N in reach.nodes(B):
-                    yield B, N, S
+            for M in (B, *engine.config.node_sizes(B)):
+                if M == B or reach.nodes is None or M in reach.nodes(B):
+                    yield B, M, S
 
 
 def _slot_sizes(engine: Engine, max_requests: int) -> list[int]:
@@ -163,6 +164,7 @@ class Pool:
         for B, S in self.buckets:
             half = self._half(B)
             yield Program(decode_rounds, partial(self.decode_arguments, B, S))
+            yield Program(settle, partial(self._settle, B, S))
             for T in (T for T in prompts if T <= S):
                 yield Program(cache_ops.insert_rows, partial(self._insert, B, S, T))
             yield Program(cache_ops.copy_rows, partial(self._copy, B, S))
@@ -188,9 +190,9 @@ class Pool:
             yield self._resize("features", (B, S), some, kv_cache.VALUE_AXIS)
 
     def trees(self) -> Iterator[Program]:
-        """Yield the rounds of draft trees."""
+        """Yield the rounds with draft tokens."""
         for shape in round_buckets(self.engine, self.sampling, self.reach):
-            if shape[1] > 1:
+            if shape[1] > shape[0]:
                 yield Program(verify_round, partial(self._verify, *shape))
 
     def drafts(self) -> Iterator[Program]:
@@ -240,15 +242,20 @@ class Pool:
         engine = self.engine
         stop_E = engine.put(padded_ids((*engine.model.eos_token_ids, *self.sampling.stop_ids)))
         slots = cache_ops.make_slots(*self._make_slots(B)[0])
-        args = self.params, engine.empty_cache(B, S), slots, stop_E, np.int32(1), np.int32(1)
+        state = engine.empty_cache(B, S), engine.empty_pending(B), slots
+        args = self.params, *state, stop_E, np.int32(1), np.int32(1)
         return args, engine.decode_options(self.sampling.draw)
 
-    def _verify(self, B: int, N: int, S: int) -> Arguments:
+    def _settle(self, B: int, S: int) -> Arguments:
+        return (self.engine.empty_cache(B, S), self.engine.empty_pending(B)), {}
+
+    def _verify(self, B: int, M: int, S: int) -> Arguments:
         engine = self.engine
-        (params, cache, slots, stop_E, _, _), _ = self.decode_arguments(B, S)
-        parents_BN = np.broadcast_to(np.arange(-1, N - 1, dtype=np.int32), (B, N))
-        tree = DraftTree(engine.argument(np.zeros((B, N), np.int32)), engine.argument(parents_BN))
-        return (params, cache, slots, tree, stop_E), engine.verify_options(self.sampling.draw)
+        (params, cache, pending, slots, stop_E, _, _), _ = self.decode_arguments(B, S)
+        nothing = no_drafts(0, 1)
+        nodes_3M = pack(nothing, nothing.count_A, np.zeros(0, np.int32), B, M)
+        args = params, cache, pending, slots, engine.argument(nodes_3M), stop_E
+        return args, engine.verify_options(self.sampling.draw)
 
     def _insert(self, B: int, S: int, T: int) -> Arguments:
         engine, pairs = self.engine, np.zeros(B, np.int32)

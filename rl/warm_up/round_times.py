@@ -24,15 +24,15 @@ from rl.speculation.device_drafters import NO_DRAFTERS, DeviceDrafters, DeviceDr
 from rl.trajectory import PartialRequest, Request
 from rl.warm_up import compile_buckets
 from rl.warm_up.measured_run import read_rounds, write_rounds
+from spec.budget.budget import likeliest
 from spec.budget.union import DrafterUnion
 from spec.config import SamplingConfig
-from spec.drafter import plant
+from spec.nodes import pack
 from spec.retrieval.group import GroupDrafter
 from spec.retrieval.ngram import NgramDrafter
 from spec.round_times import RoundTimes
 from spec.sampling import step_key
-from spec.tree import DraftTree
-from spec.verify import Slots, decode_rounds, unpack, verify_round
+from spec.verify import Slots, by_slot, decode_rounds, unpack, verify_round
 
 REPEATS = 7
 LEAST_SECONDS = 1e-9
@@ -71,22 +71,22 @@ def measure(
     """Return the median seconds of a round of each (slots, nodes, positions), its fetch included.
 
     All slots are busy and half of the positions live. A plain round is timed as the
-    engine runs it, several to a fetch; a round of trees with its drafting (siblings and
-    own text) and committing. Tree sizes take turns: what slows the machine for a while
+    engine runs it, several to a fetch; a round with draft tokens with drafting them (siblings and
+    own text) and committing. Numbers of nodes take turns: what slows the machine for a while
     slows all that a budget will compare. The drafts of `drafters` are timed too, one token deep
     and as deep as they get.
     """
     spec = RolloutSpec(params, sampling, step_key(0, 0))
     nodes_of: dict[tuple[int, int], list[int]] = {}
-    for B, N, S in buckets:
-        nodes_of.setdefault((B, S), []).append(N)
+    for B, M, S in buckets:
+        nodes_of.setdefault((B, S), []).append(M)
     seconds: dict[tuple[int, int, int], float] = {}
     draft_seconds: dict[str, dict[tuple[int, int, int], float]] = {}
     with engine.mesh_context():
         for (B, S), sizes in nodes_of.items():
             rounds = _Rounds(engine, spec, B, S)
-            tries = [(N, rounds.seconds(N)) for N in sizes * (REPEATS + 1)]
-            seconds |= {(B, N, S): taken_s for N, taken_s in _medians(tries).items()}
+            tries = [(M, rounds.seconds(M)) for M in sizes * (REPEATS + 1)]
+            seconds |= {(B, M, S): taken_s for M, taken_s in _medians(tries).items()}
             for name, drafter in drafters.items():
                 found = rounds.draft_seconds(drafter)
                 times = {(B, depth, S): taken_s for depth, taken_s in found.items()}
@@ -109,7 +109,7 @@ class _Rounds:
         B, S = num_slots, num_positions
         self._engine, self._spec = engine, spec
         self._drafter = DrafterUnion((GroupDrafter(), NgramDrafter()))
-        self._cache = engine.empty_cache(B, S)
+        self._cache, self._pending = engine.empty_cache(B, S), engine.empty_pending(B)
         ends = (*engine.model.eos_token_ids, *spec.sampling.stop_ids)
         self._stop_E = engine.put(np.full_like(padded_ids(ends), NO_TOKEN))
         self._table = SlotTable(B, S + engine.config.max_nodes)
@@ -121,11 +121,11 @@ class _Rounds:
         self._table.tokens_BL[:] = rng.integers(0, letters, shape)
 
     def seconds(self, num_nodes: int) -> float:
-        """Time one round of trees, or a fetch of plain rounds divided by their number."""
-        slots = self._busy_slots()
+        """Time one round with draft tokens, or a fetch of plain rounds divided by their number."""
+        slots, drafted = self._busy_slots(), num_nodes > len(self._table)
         jax.block_until_ready((self._cache, slots))
         began_s = self._engine.clock()
-        rounds = self._tree_round(slots, num_nodes) if num_nodes > 1 else self._plain_rounds(slots)
+        rounds = self._drafted_round(slots, num_nodes) if drafted else self._plain_rounds(slots)
         return (self._engine.clock() - began_s) / rounds
 
     def draft_seconds(self, made_by: DeviceDrafterSource) -> dict[int, float]:
@@ -141,17 +141,22 @@ class _Rounds:
             tries.append((depth, self._engine.clock() - began_s))
         return _medians(tries)
 
-    def _tree_round(self, slots: Slots, num_nodes: int) -> int:
-        """Draft, verify and commit; the last node is never accepted, whatever was drafted."""
+    def _drafted_round(self, slots: Slots, num_nodes: int) -> int:
+        """Draft, verify and commit one token of each slot, whatever was drafted."""
         table, engine = self._table, self._engine
         live, most = table.live(), engine.config.max_nodes - 1
         drafts = self._drafter.propose(live, np.full(len(live), most, np.int32), most)
-        tokens_BN, parents_BN = plant(drafts, live.rows_A, len(table), num_nodes)
-        tree = DraftTree(engine.argument(tokens_BN), engine.argument(parents_BN))
-        options = engine.verify_options(self._spec.sampling.draw)
-        arguments = self._spec.params, self._cache, slots, tree, self._stop_E
-        self._cache, _, packed = verify_round(*arguments, **options)
-        emitted_BN, logprobs_BN, count_B = unpack(packed)
+        taken_A = likeliest(drafts, np.ones(len(live)), num_nodes - len(table))
+        nodes_3M = pack(drafts, taken_A, live.rows_A, len(table), num_nodes)
+        state = self._cache, self._pending, slots
+        self._cache, self._pending, _, found = verify_round(
+            self._spec.params,
+            *state,
+            engine.argument(nodes_3M),
+            self._stop_E,
+            **engine.verify_options(self._spec.sampling.draw),
+        )
+        emitted_BN, logprobs_BN, count_B = by_slot(*unpack(found), nodes_3M[1], len(table))
         full = table.total_tokens_B.max() >= table.tokens_BL.shape[1] - 1
         one_B = np.zeros_like(count_B) if full else np.ones_like(count_B)
         table.commit(emitted_BN, logprobs_BN, one_B, count_B > 1)
@@ -159,16 +164,17 @@ class _Rounds:
 
     def _plain_rounds(self, slots: Slots) -> int:
         rounds = self._engine.config.rounds_per_fetch
-        self._cache, _, packed = decode_rounds(
+        self._cache, self._pending, _, found = decode_rounds(
             self._spec.params,
             self._cache,
+            self._pending,
             slots,
             self._stop_E,
             np.int32(rounds),
             np.int32(len(self._table)),
             **self._engine.decode_options(self._spec.sampling.draw),
         )
-        unpack(packed)
+        unpack(found)
         return rounds
 
     def _busy_slots(self) -> Slots:

@@ -30,7 +30,7 @@ class MeasuredCosts(Costs):
     num_ranks: int = 1
 
     def __post_init__(self) -> None:
-        if not any(nodes == 1 for _, nodes, _ in self.rounds) or not self.moves:
+        if not any(nodes == slots for slots, nodes, _ in self.rounds) or not self.moves:
             raise ValueError(
                 f"expected seconds of plain rounds and of moves, got {len(self.rounds)} rounds and "
                 f"{len(self.moves)} moves"
@@ -45,7 +45,7 @@ class MeasuredCosts(Costs):
         self, num_requests: float, num_nodes: float = 1.0, other_requests: float | None = None
     ) -> RoundCost:
         slots = _least({s for s, _, _ in self.rounds}, num_requests)
-        nodes = _least({n for s, n, _ in self.rounds if s == slots}, num_nodes)
+        nodes = _least({n for s, n, _ in self.rounds if s == slots}, slots * num_nodes)
         points = sorted((p, t) for (s, n, p), t in self.rounds.items() if (s, n) == (slots, nodes))
         (first, first_s), (last, last_s) = points[0], points[-1]
         slope = max(0.0, (last_s - first_s) / (last - first)) if last > first else 0.0

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from spec.acceptance import longest_paths
-from spec.budget.budget import Budget, DraftDecision, size_for
+from spec.budget.budget import Budget, DraftDecision, all_that_fit, plain
 from spec.drafter import Acceptance, Drafts, LiveSlots
 from spec.per_request import PerRequest, RequestIndex
 from spec.round_times import RoundTimes
@@ -76,16 +76,16 @@ class Aimd(Budget):
         num_slots: int,
         num_positions: int,
     ) -> DraftDecision:
-        size = size_for(int(drafts.count_A.max(initial=0)), sizes)
-        if self._times is None or size == 1 or not self._tokens_per_request:
-            return DraftDecision(size)
-        plain_s = self._times(num_slots, 1, num_positions)
-        tree_s = self._times(num_slots, size, num_positions)
-        if plain_s is None or tree_s is None or tree_s < self._tokens_per_request * plain_s:
+        all_of_them = all_that_fit(drafts, sizes, num_slots)
+        if self._times is None or all_of_them.taken_A is None or not self._tokens_per_request:
+            return all_of_them
+        plain_s = self._times(num_slots, num_slots, num_positions)
+        round_s = self._times(num_slots, all_of_them.num_nodes, num_positions)
+        if plain_s is None or round_s is None or round_s < self._tokens_per_request * plain_s:
             self._closed = 0
-            return DraftDecision(size)
+            return all_of_them
         self._closed += 1
-        return DraftDecision(1 if self._closed % self.PROBE else size)
+        return plain(num_slots) if self._closed % self.PROBE else all_of_them
 
     def observe(self, live: LiveSlots, drafts: Drafts, acceptance: Acceptance) -> None:
         if not acceptance.verified:

@@ -13,7 +13,7 @@ from typing import cast
 import numpy as np
 
 from spec.budget.bandit import BegMab, Strategy
-from spec.budget.budget import Budget, DraftDecision, size_for
+from spec.budget.budget import Budget, DraftDecision, likeliest, plain
 from spec.budget.config import LEARNED, BanditConfig, TunerConfig
 from spec.budget.device_gate import DEVICE_SOURCES, DeviceDrafter
 from spec.budget.union import DrafterUnion
@@ -39,11 +39,12 @@ def strategies(config: TunerConfig, sources: Sequence[str], top_k: int) -> list[
 
 
 def node_counts(config: TunerConfig, num_slots: int) -> set[int]:
-    """Return the tree sizes of rounds of this many slots, before they are rounded up."""
+    """Return the nodes of rounds of this many slots, before they are rounded up."""
     least, most = _batch_size(1, num_slots), num_slots
     ends = (*config.thresholds[1:], most + 1)
     ranges = zip(config.thresholds, ends, config.verify_tokens, strict=False)
-    return {tokens + 1 for first, end, tokens in ranges if first <= most and least < end}
+    reached = [tokens for first, end, tokens in ranges if first <= most and least < end]
+    return {num_slots * (tokens + 1) for tokens in reached}
 
 
 def _batch_size(num_requests: int, num_slots: int) -> int:
@@ -69,7 +70,7 @@ class BanditBudget(Budget):
         self._bucket, self._batch = (num_slots, num_positions), _batch_size(len(live), num_slots)
         self._strategy = strategy = self._bandit.select(self._batch)
         if strategy == PLAIN:  # its reward is known
-            self._record(np.zeros(len(live)), 1)
+            self._record(np.zeros(len(live)), num_slots)
         for name in DEVICE_SOURCES.keys() & strategy.sources:
             cast(DeviceDrafter, self._union.named(name)).depth = strategy.depth
         return frozenset(self._union.names) - frozenset(strategy.sources)
@@ -85,11 +86,14 @@ class BanditBudget(Budget):
         num_slots: int,
         num_positions: int,
     ) -> DraftDecision:
-        # as many nodes as the strategy has: one size of each range is compiled
-        size = size_for(self._strategy.verify_tokens, sizes)
-        fits = size > self._strategy.verify_tokens
-        self._size = size if fits and drafts.count_A.any() else 1
-        return DraftDecision(self._size)
+        # as many nodes as the strategy may have: one size of each range is compiled
+        most = num_slots * (self._strategy.verify_tokens + 1)
+        self._size = next((m for m in sizes if m >= most), num_slots)
+        if self._size == num_slots or not drafts.count_A.any():
+            self._size = num_slots
+            return plain(num_slots)
+        taken_A = likeliest(drafts, np.ones(len(live)), self._size - num_slots)
+        return DraftDecision(self._size, taken_A)
 
     def observe(self, live: LiveSlots, drafts: Drafts, acceptance: Acceptance) -> None:
         verified = acceptance.verified

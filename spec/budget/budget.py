@@ -1,8 +1,9 @@
-"""The contract of budgets, which decide how many draft tokens a round verifies.
+"""The contract of budgets, which decide which draft tokens a round verifies.
 
 Policies by name: `off`, `fixed:K`, `aimd` (HistoSpec's windows), `goodput` (ours) and `bandit`
 (TLT's). A budget lives for one rollout; it sees counts and a table of seconds only, so that its
-decisions repeat. A = live requests, B = slots, N = nodes (root included), S = cache positions.
+decisions repeat. A = live requests, B = slots, N = draft tokens of a request, M = nodes of a round
+(a root for each slot and the draft tokens), S = cache positions.
 """
 
 from __future__ import annotations
@@ -16,16 +17,20 @@ import numpy as np
 from spec.drafter import Acceptance, Drafts, LiveSlots
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class DraftDecision:
-    """Trees of `num_nodes`; 1 is plain decoding, `num_rounds` rounds before the next decision."""
+    """A round of `num_nodes` with the first `taken_A` draft tokens of each request.
+
+    Without `taken_A` it is plain decoding: `num_rounds` rounds before the next decision.
+    """
 
     num_nodes: int
+    taken_A: np.ndarray | None = None
     num_rounds: int = 1
 
 
 class Budget(Protocol):
-    """Limits the draft tokens of a round before drafting, and chooses a tree size after it."""
+    """Limits the draft tokens of a round before drafting, and chooses among them after it."""
 
     def skips(self, live: LiveSlots, num_slots: int, num_positions: int) -> frozenset[str]:
         """Return the drafters, by name, that are not asked in this round."""
@@ -43,7 +48,7 @@ class Budget(Protocol):
         num_slots: int,
         num_positions: int,
     ) -> DraftDecision:
-        """Return one of `sizes` (ascending, root included) or 1, for a round of this bucket."""
+        """Choose for a round of this bucket; `sizes` are the numbers of nodes, ascending."""
         ...
 
     def observe(self, live: LiveSlots, drafts: Drafts, acceptance: Acceptance) -> None:
@@ -51,14 +56,43 @@ class Budget(Protocol):
         return
 
 
-def size_for(widest: int, sizes: Sequence[int]) -> int:
-    """Return the smallest size that holds the root and `widest` draft tokens, else the largest.
+def plain(num_slots: int, num_rounds: int = 1) -> DraftDecision:
+    """Decide for plain decoding."""
+    return DraftDecision(num_slots, num_rounds=num_rounds)
 
-    Without draft tokens or sizes it is 1.
+
+def likeliest(drafts: Drafts, scale_A: np.ndarray, most: int) -> np.ndarray:
+    """Return how many draft tokens of each request are among the `most` likeliest of all; int [A].
+
+    A draft token's probability is scaled by its request's factor. It never exceeds its parent's,
+    so that those chosen are each request's first ones.
     """
-    if not widest or not sizes:
-        return 1
-    return next((n for n in sizes if n > widest), sizes[-1])
+    if int(drafts.count_A.sum()) <= most:
+        return drafts.count_A.copy()
+    prob_AN = np.where(_real(drafts), drafts.prob_AN * scale_A[:, None], -1.0)
+    # stable: of equals the earlier one is taken, a parent before its children
+    chosen_X = np.argsort(-prob_AN, axis=None, kind="stable")[:most]
+    return np.bincount(chosen_X // drafts.max_nodes, minlength=len(prob_AN))
+
+
+def worth(drafts: Drafts, scale_A: np.ndarray) -> np.ndarray:
+    """Return the accepted tokens to expect of the n likeliest draft tokens, n = 0, 1, …"""
+    prob_AN = np.where(_real(drafts), drafts.prob_AN * scale_A[:, None], 0.0)
+    return np.concatenate([[0.0], np.cumsum(np.sort(prob_AN, axis=None)[::-1])])
+
+
+def all_that_fit(drafts: Drafts, sizes: Sequence[int], num_slots: int) -> DraftDecision:
+    """Decide for the smallest round that holds all draft tokens, else for the likeliest of them."""
+    wanted = num_slots + int(drafts.count_A.sum())
+    if wanted == num_slots or not sizes:
+        return plain(num_slots)
+    size = next((m for m in sizes if m >= wanted), sizes[-1])
+    taken_A = likeliest(drafts, np.ones(len(drafts.count_A)), size - num_slots)
+    return DraftDecision(size, taken_A)
+
+
+def _real(drafts: Drafts) -> np.ndarray:
+    return np.arange(drafts.max_nodes) < drafts.count_A[:, None]
 
 
 class FixedBudget(Budget):
@@ -78,7 +112,7 @@ class FixedBudget(Budget):
         num_slots: int,
         num_positions: int,
     ) -> DraftDecision:
-        return DraftDecision(size_for(int(drafts.count_A.max(initial=0)), sizes))
+        return all_that_fit(drafts, sizes, num_slots)
 
 
 class Backoff:

@@ -48,20 +48,21 @@ class DeviceDraftGate:
         times: RoundTimes,
         live: LiveSlots,
         drafts: Drafts,
+        taken_A: np.ndarray,
         scale_A: np.ndarray,
         bucket: tuple[int, int, int],
     ) -> None:
-        """Compare for a round of this (slots, nodes, positions), with these draft tokens."""
-        num_slots, num_nodes, num_positions = bucket
+        """Compare for a round of this (slots, nodes, positions), with the draft tokens taken."""
+        num_slots, _, num_positions = bucket
         round_s = times(*bucket)
         if round_s is None:
             return
-        real_AN = np.arange(drafts.max_nodes) < np.minimum(drafts.count_A, num_nodes - 1)[:, None]
-        worth_AN = np.where(real_AN, drafts.prob_AN, 0.0) * scale_A[:, None]
+        taken_AN = np.arange(drafts.max_nodes) < taken_A[:, None]
+        worth_AN = np.where(taken_AN, drafts.prob_AN, 0.0) * scale_A[:, None]
         draft_s, own_worth = dict[str, float](), dict[str, float]()
         for name, source in DEVICE_SOURCES.items():
             own_AN, depths = drafts.sources_AN == source, times.draft_depths(name)
-            if depths and not self._left[name] and (own_AN & real_AN).any():
+            if depths and not self._left[name] and (own_AN & taken_AN).any():
                 draft_s[name] = times.draft(name, num_slots, depths[-1], num_positions)
                 own_worth[name] = float(worth_AN[own_AN].sum())
         all_s, tokens = round_s + sum(draft_s.values()), len(live) + float(worth_AN.sum())

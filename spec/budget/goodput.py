@@ -1,7 +1,7 @@
 """The budget that buys the most tokens per second, by a table of measured round times.
 
-A round of B slots and N nodes costs what the table says; it brings each request one token and its
-accepted draft tokens. A = live requests, N = nodes (root included), S = cache positions.
+A round of M nodes costs what the table says; it brings each request one token and its accepted
+draft tokens. A = live requests, B = slots, M = nodes of a round, S = cache positions.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from spec.budget.budget import Backoff, Budget, DraftDecision
+from spec.budget.budget import Backoff, Budget, DraftDecision, likeliest, plain, worth
 from spec.budget.device_gate import DeviceDraftGate
 from spec.drafter import Acceptance, Drafts, LiveSlots
 from spec.per_request import PerRequest, RequestIndex
@@ -22,9 +22,10 @@ PRIOR_NODES = 2.0  # expected draft tokens that the prior of a request weighs
 
 
 class Goodput(Budget):
-    """Chooses the tree size with the most expected tokens per second.
+    """Takes the likeliest draft tokens of all requests, as many as bring the most tokens a second.
 
-    tokens(N) = A + Σ_a s_a Σ_{i<N} probability[a, i],  choice = argmax tokens(N) / seconds(B, N, S)
+    tokens(M) = A + Σ s_a probability of the M − B likeliest
+    M = argmax tokens(M) / seconds(B, M, S)
 
     `s_a` is the ratio of accepted to expected draft tokens of a request so far, shrunk towards
     that of all requests; draft tokens that were not verified are compared with what was then
@@ -64,36 +65,37 @@ class Goodput(Budget):
         num_slots: int,
         num_positions: int,
     ) -> DraftDecision:
-        plain_s = self._times(num_slots, 1, num_positions)
+        plain_s = self._times(num_slots, num_slots, num_positions)
         if plain_s is None:
             raise KeyError(
                 f"no measured time of a plain round of {num_slots} slots and {num_positions} "
                 "positions: measure the engine's rounds (rl.warm_up.round_times) before the rollout"
             )
-        worth_N = self.scale(live) @ np.cumsum(drafts.prob_AN, axis=1)
-        best, best_rate = 1, 1.0
-        widest = int(drafts.count_A.max(initial=0))
-        for size in sizes:
-            tree_s = self._times(num_slots, size, num_positions)
-            if tree_s is None or not widest:
+        scale_A, count = self.scale(live), int(drafts.count_A.sum())
+        gain = worth(drafts, scale_A)
+        best, best_rate = num_slots, 1.0
+        for size in sizes if count else ():
+            round_s = self._times(num_slots, size, num_positions)
+            if round_s is None:
                 continue
-            worth = worth_N[min(size - 1, drafts.max_nodes) - 1]
-            rate = (len(live) + worth) / len(live) * plain_s / tree_s
+            gained = gain[min(size - num_slots, len(gain) - 1)]
+            rate = (len(live) + gained) / len(live) * plain_s / round_s
             if rate > best_rate:
                 best, best_rate = size, rate
-            if size > widest:
+            if size - num_slots >= count:
                 break
+        taken_A = likeliest(drafts, scale_A, best - num_slots)
         bucket = num_slots, best, num_positions
-        self._gate.observe(self._times, live, drafts, self.scale(live), bucket)
-        self._speculating = best > 1 and (self._speculating or best_rate > BETTER)
+        self._gate.observe(self._times, live, drafts, taken_A, scale_A, bucket)
+        self._speculating = best > num_slots and (self._speculating or best_rate > BETTER)
         if self._speculating:
             self._wait, self._waiting_slots = Backoff(), 0
-            return DraftDecision(best)
+            return DraftDecision(best, taken_A)
         if num_slots < self._waiting_slots:
             self._wait = Backoff()
         self._waiting_slots = num_slots
         self._asked_at.set(live, live.total_tokens_A)
-        return DraftDecision(1, self._wait.lengthen())
+        return plain(num_slots, self._wait.lengthen())
 
     def observe(self, live: LiveSlots, drafts: Drafts, acceptance: Acceptance) -> None:
         expected_A = np.where(acceptance.observed_AN, drafts.prob_AN, 0.0).sum(axis=1)

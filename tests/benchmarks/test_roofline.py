@@ -24,7 +24,7 @@ def test_published_results_keep_their_prices():
 def record(num_nodes, cached, rounds):
     rounds = np.array(rounds)
     ids = np.arange(len(rounds))
-    return RoundRecord(*[0.0] * 6, 8, num_nodes, 64, ids, np.array(cached), rounds, rounds)
+    return RoundRecord(*[0.0] * 6, 8, 8 * num_nodes, 64, ids, np.array(cached), rounds, rounds)
 
 
 def test_memory_bound_rounds_move_the_weights_and_what_is_live():

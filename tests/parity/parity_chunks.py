@@ -15,9 +15,9 @@ from rl.trajectory import PartialRequest, Request
 
 # one size of trees, and buckets of 32 and 64 positions: few programs
 CONFIG = dataclasses.replace(
-    BASE, min_positions=32, min_nodes=4, max_nodes=4, rounds_per_fetch=6, verify_tokens=256
+    BASE, min_positions=32, max_nodes=4, rounds_per_fetch=6, verify_tokens=256
 )
-SEEDS = (3, 0, 1)  # of the source; rows rest at a full bucket in the first one
+SEEDS = (3, 0, 1, 9)  # of the source; rows rest at a full bucket in the first one
 FULL = CONFIG.min_positions  # the first bucket of positions
 
 

@@ -57,7 +57,7 @@ def check(params, chunked, want):
             got, ended = in_chunks(engine, params, "plain", requests, seed, **options())
             assert not differences(want, got)
             offsets |= ended
-            nodes |= {n for _, n, _ in engine.stats.rounds}
+            nodes |= {m // b for b, m, _ in engine.stats.rounds}
         assert offsets >= EVERY_OFFSET
         return nodes
 

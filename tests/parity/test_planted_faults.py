@@ -4,6 +4,8 @@ A fault is a changed function inside the real kernel, compiled afresh; the same
 checks as in the other tests then look at what the engine gives.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -12,7 +14,7 @@ from parity_drafters import Bushy, Overrunning, RandomTrees
 from parity_model import MODEL, SAMPLINGS, TOLERANCE, differences, misscored, naive_rollout
 
 import rl.engine.engine
-from models import kv_cache, transformer
+from models import attention, kv_cache, transformer
 from rl.engine import cache_ops
 from rl.engine.engine import Engine
 from spec import sampling, verify
@@ -25,20 +27,21 @@ def plant(monkeypatch, golden):
     """`plant(module, name, fault)`: put a fault in, and let the engine compile its steps anew."""
     golden("cool")  # before any fault: the reference draws with the same functions
 
-    def fresh(step):
+    def fresh(step, **options):
         def anew(*args, **kwargs):  # another function: jax keeps what it traced by function
             return step.__wrapped__(*args, **kwargs)
 
         return jax.jit(
-            anew,
-            static_argnames=("config", "scheme", "max_rounds"),
-            donate_argnums=(1, 2),
+            anew, static_argnames=("config", "scheme", "max_rounds", "max_nodes"), **options
         )
 
     def put(module, name, fault):
         monkeypatch.setattr(module, name, fault)
-        monkeypatch.setattr(rl.engine.engine, "verify_round", fresh(verify.verify_round))
-        monkeypatch.setattr(rl.engine.engine, "decode_rounds", fresh(verify.decode_rounds))
+        layer = fresh(transformer._nodes_layer, static_argnums=0)
+        monkeypatch.setattr(transformer, "_nodes_layer", layer)
+        for step in (verify.verify_round, verify.decode_rounds):
+            anew = fresh(step, donate_argnums=(1, 2, 3))
+            monkeypatch.setattr(rl.engine.engine, step.__name__, anew)
 
     return put
 
@@ -71,55 +74,123 @@ def test_noise_reused_between_positions(golden, rollout, plant):
 
 def test_noise_reused_between_the_nodes_of_a_tree(golden, rollout, plant):
     original = sampling.position_keys
-    plant(sampling, "position_keys", lambda k, t_BN: original(k, t_BN * 0 + t_BN[:, :1]))
+
+    def keys_of_roots(keys_M, t_M1):
+        return original(keys_M, jnp.minimum(t_M1, jnp.min(t_M1)))
+
+    plant(sampling, "position_keys", keys_of_roots)
     assert differences(golden("cool"), bushy(golden, rollout))
 
 
-def test_nodes_that_see_other_branches(golden, rollout, plant):
-    original = verify.node_mask
+def test_noise_of_the_node_instead_of_the_position(golden, rollout, plant):
+    original = sampling.position_keys
 
-    def mask(length_B, reach_BNN, num_positions):
-        return original(length_B, jnp.ones_like(reach_BNN), num_positions)
+    def keys_of_nodes(keys_M, t_M1):
+        return original(keys_M, t_M1 + jnp.arange(len(t_M1))[:, None] // len(t_M1[:4]))
 
-    plant(verify, "node_mask", mask)
+    plant(sampling, "position_keys", keys_of_nodes)
+    assert differences(golden("cool"), bushy(golden, rollout))
+
+
+def test_nodes_that_see_a_sibling(golden, rollout, plant):
+    """One bit too many: the node before, where it is of the same slot and no ancestor."""
+    original = transformer.attend_nodes
+
+    def attend(*arguments):
+        *arrays, trees = arguments
+        if trees is not None:
+            before_WW = jnp.eye(trees.path_BWW.shape[1], k=-1, dtype=bool)
+            trees = dataclasses.replace(trees, path_BWW=trees.path_BWW | before_WW)
+        return original(*arrays, trees)
+
+    plant(transformer, "attend_nodes", attend)
+    assert differences(golden("cool"), bushy(golden, rollout))
+
+
+def test_nodes_that_see_all_nodes(golden, rollout, plant):
+    original = transformer.attend_nodes
+
+    def attend(*arguments):
+        *arrays, trees = arguments
+        if trees is not None:
+            trees = dataclasses.replace(trees, path_BWW=jnp.ones_like(trees.path_BWW))
+        return original(*arrays, trees)
+
+    plant(transformer, "attend_nodes", attend)
     assert differences(golden("cool"), bushy(golden, rollout))
 
 
 def test_nodes_that_do_not_see_their_ancestors(golden, rollout, plant):
-    original = verify.node_mask
+    original = transformer.attend_nodes
 
-    def mask(length_B, reach_BNN, num_positions):
-        own_BNN = jnp.broadcast_to(jnp.eye(reach_BNN.shape[1], dtype=bool), reach_BNN.shape)
-        return original(length_B, own_BNN, num_positions)
+    def attend(*arguments):
+        *arrays, trees = arguments
+        if trees is not None:
+            alone_BWW = jnp.eye(trees.path_BWW.shape[1], dtype=bool) & (trees.path_BWW | True)
+            trees = dataclasses.replace(trees, path_BWW=alone_BWW)
+        return original(*arrays, trees)
 
-    plant(verify, "node_mask", mask)
+    plant(transformer, "attend_nodes", attend)
     assert differences(golden("cool"), bushy(golden, rollout))
 
 
-def test_stale_cache_without_compaction(golden, rollout, plant):
-    plant(kv_cache, "compact", lambda cache, start_B, path_BN: cache)
+def test_softmaxes_joined_without_their_maxima(golden, rollout, plant):
+    def joined(one, other):
+        return (one.out + other.out) / (one.total + other.total)
+
+    plant(attention, "_joined", joined)
+    assert differences(golden("cool"), rollout("cool"))
+
+
+def test_entries_that_are_never_written(golden, rollout, plant):
+    plant(kv_cache, "write", lambda cache, pending: cache)
+    assert differences(golden("cool"), rollout("cool"))
+
+
+def moved(pending, places):
+    return dataclasses.replace(pending, position_P=pending.position_P + places)
+
+
+def test_entries_written_one_too_far(golden, rollout, plant):
+    original = kv_cache.write
+    plant(kv_cache, "write", lambda cache, pending: original(cache, moved(pending, 1)))
+    assert differences(golden("cool"), rollout("cool"))
+
+
+def test_entries_written_twice(golden, rollout, plant):
+    """Again behind their place, where another accepted one of the round may lie."""
+    original = kv_cache.write
+
+    def write(cache, pending):
+        return original(original(cache, pending), moved(pending, 1))
+
+    plant(kv_cache, "write", write)
     assert differences(golden("cool"), bushy(golden, rollout))
 
 
-def test_stale_cache_written_at_the_wrong_start(golden, rollout, plant):
-    original = kv_cache.compact
-    plant(kv_cache, "compact", lambda cache, start_B, path: original(cache, start_B + 1, path))
+def test_entries_of_the_next_node(golden, rollout, plant):
+    original = kv_cache.Pending.replaced
+
+    def replaced(self, entries, row_M, position_M, accepted_M):
+        entries = jax.tree.map(lambda x: jnp.roll(x, 1, axis=0), entries)
+        return original(self, entries, row_M, position_M, accepted_M)
+
+    plant(kv_cache.Pending, "replaced", replaced)
     assert differences(golden("cool"), bushy(golden, rollout))
 
 
-def test_a_child_counted_twice(golden, rollout, plant):
+def test_children_that_need_not_be_right(golden, rollout, plant):
+    """A node is emitted where its parent is, whatever its own token."""
     original = verify.walk
 
-    def walk(tree, drawn_BN, room_B, stop_E):
-        """The first accepted node's draw is emitted twice."""
-        path_BN, count_B = original(tree, drawn_BN, room_B, stop_E)
-        twice_BN = jnp.concatenate([path_BN[:, :1], path_BN[:, :-1]], axis=1)
-        again_B = count_B > 1
-        count_B = jnp.minimum(jnp.where(again_B, count_B + 1, count_B), room_B)
-        return jnp.where(again_B[:, None], twice_BN, path_BN), count_B
+    def walk(nodes, trees, drawn_M, room_B, stop_E):
+        right_M = original(nodes, trees, drawn_M, room_B, stop_E)
+        above_M = right_M[jnp.maximum(nodes.parents_M, 0)] & (nodes.parents_M >= 0)
+        return right_M | (above_M & (nodes.tokens_M >= 0))
 
     plant(verify, "walk", walk)
-    assert differences(golden("cool"), bushy(golden, rollout))
+    with pytest.raises(AssertionError, match="went on behind an end"):
+        bushy(golden, rollout)
 
 
 def test_temperature_missing_from_the_recorded_log_probability(golden, rollout, params, plant):
@@ -138,21 +209,29 @@ def test_temperature_missing_from_the_recorded_log_probability(golden, rollout, 
 
 def test_end_tokens_that_do_not_end_the_walk(golden, rollout, plant):
     original = verify.walk
-    plant(verify, "walk", lambda tree, drawn, room, stop: original(tree, drawn, room, stop * 0 - 1))
+
+    def walk(nodes, trees, drawn_M, room_B, stop_E):
+        return original(nodes, trees, drawn_M, room_B, stop_E * 0 - 1)
+
+    plant(verify, "walk", walk)
     with pytest.raises(AssertionError, match="went on behind an end"):
         rollout("plain", drafter=Overrunning(golden("plain")))
 
 
 def test_end_tokens_that_do_not_end_the_slot(rollout, plant):
     original = verify._advance
-    plant(verify, "_advance", lambda slots, out, stop: original(slots, out, stop * 0 - 1))
+    plant(verify, "_advance", lambda slots, n, last, stop: original(slots, n, last, stop * 0 - 1))
     with pytest.raises(AssertionError, match="went on behind an end"):
         rollout("plain")
 
 
 def test_a_limit_that_is_not_kept(golden, rollout, plant):
     original = verify.walk
-    plant(verify, "walk", lambda tree, drawn, room, stop: original(tree, drawn, room * 9, stop))
+
+    def walk(nodes, trees, drawn_M, room_B, stop_E):
+        return original(nodes, trees, drawn_M, room_B * 9, stop_E)
+
+    plant(verify, "walk", walk)
     assert differences(golden("plain"), rollout("plain", drafter=Overrunning(golden("plain"))))
 
 
@@ -173,26 +252,18 @@ def test_prompts_of_the_wrong_row(golden, rollout, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["plain", "trees"])
 def test_rows_at_rest_that_are_written_to(params, plant, kind):
-    """Windows that do not fit are moved to the row's end, as `dynamic_update_slice` does."""
+    """What waits of a row whose chunk has ended is written again, one place before."""
     requests = make_requests()
     want = naive_rollout(MODEL, params, requests, SAMPLINGS["plain"])
-    forward, compact = transformer.hidden_with_cache, kv_cache.compact
+    original = kv_cache.write
 
-    def inside(cache, start_B, num_nodes):
-        return jnp.minimum(start_B, cache.num_positions - num_nodes)
+    def write(cache, pending):
+        everything = dataclasses.replace(
+            moved(pending, -1), count=jnp.int32(len(pending.order_P) // 2)
+        )
+        return original(original(cache, everything), pending)
 
-    def hidden(config, params, cache, tokens_BN, positions_BN, start_B, mask_BNS):
-        start_B = inside(cache, start_B, tokens_BN.shape[1])
-        return forward(config, params, cache, tokens_BN, positions_BN, start_B, mask_BNS)
-
-    plant(transformer, "hidden_with_cache", hidden)
-    plant(
-        kv_cache,
-        "compact",
-        lambda cache, start_B, path_BN: compact(
-            cache, inside(cache, start_B, path_BN.shape[1]), path_BN
-        ),
-    )
+    plant(kv_cache, "write", write)
 
     def found(seed):
         options = {

@@ -9,11 +9,12 @@ from spec.acceptance import longest_paths, plain_acceptance, round_acceptance
 def test_acceptance_by_hand():
     tree = drafts([(-1, 5, 1.0), (-1, 6, 0.5), (1, 7, 0.4), (2, 5, 0.3)], [(-1, 5, 1.0)], [])
     tokens, emitted = np.array([[6, 7, 9], [4, 0, 0], [1, 0, 0]]), np.array([3, 1, 1])
-    got = round_acceptance(tree, 4, tokens, emitted)
+    taken = np.array([3, 1, 0])
+    got = round_acceptance(tree, taken, tokens, emitted)
     assert got.verified and np.argwhere(got.accepted_AN).tolist() == [[0, 1], [0, 2]]
     assert got.observed_AN.sum(axis=1).tolist() == [3, 1, 0]
     # the last token of a round is no draft token, even if it equals one
-    ended = round_acceptance(tree, 4, tokens, np.array([2, 1, 1]))
+    ended = round_acceptance(tree, taken, tokens, np.array([2, 1, 1]))
     assert np.argwhere(ended.accepted_AN).tolist() == [[0, 1]]
     # all that plain decoding draws may have been drafted
     got = plain_acceptance(tree, tokens, np.array([2, 1, 1]))
@@ -25,6 +26,6 @@ def test_acceptance_by_hand():
 def test_the_longest_path_of_what_was_verified():
     tree = drafts([(-1, 5, 1.0), (-1, 6, 0.5), (1, 7, 0.4), (2, 5, 0.3)], [(-1, 5, 1.0)], [])
     tokens, emitted = np.array([[6, 7, 9]] * 3), np.array([3, 1, 1])
-    for num_nodes, longest in ((5, [3, 1, 0]), (3, [1, 1, 0])):
-        acceptance = round_acceptance(tree, num_nodes, tokens, emitted)
+    for taken, longest in (([4, 1, 0], [3, 1, 0]), ([2, 1, 0], [1, 1, 0])):
+        acceptance = round_acceptance(tree, np.array(taken), tokens, emitted)
         assert longest_paths(tree, acceptance.observed_AN).tolist() == longest

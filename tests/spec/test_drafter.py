@@ -1,43 +1,19 @@
-"""Drafts on the host by hand: stacking, planting, cutting, and what is refused."""
+"""Drafts on the host by hand: stacking, cutting, and what is refused."""
 
 import numpy as np
 import pytest
 
-from spec.drafter import LiveSlots, no_drafts, plant, stack
+from spec.drafter import LiveSlots, stack
 from spec.tree import NO_DRAFT, PADDING, Draft, chain
 
 P = PADDING
 
 
-def test_stack_and_plant_by_hand():
-    drafts = stack([chain([7, 8, 9]), NO_DRAFT, Draft([5, 6, 5], [-1, -1, 1])], 4)
-    assert drafts.count_A.tolist() == [3, 0, 3]
-    tokens_BN, parents_BN = plant(drafts, np.array([3, 0, 1]), 4, 5)
-    want = [[0, P, P, P, P], [0, 5, 6, 5, P], [0, P, P, P, P], [0, 7, 8, 9, P]]
-    np.testing.assert_array_equal(tokens_BN, want)
-    np.testing.assert_array_equal(
-        parents_BN, [[-1, 0, 0, 0, 0], [-1, 0, 0, 2, 0], [-1, 0, 0, 0, 0], [-1, 0, 1, 2, 0]]
-    )
-    assert tokens_BN.dtype == parents_BN.dtype == np.int32
-
-
 def test_longer_drafts_are_cut():
-    drafts = stack([chain([7, 8, 9]), Draft([1, 2, 3], [-1, -1, 0])], 2)
-    assert drafts.count_A.tolist() == [2, 2]
-    tokens_BN, parents_BN = plant(drafts, np.array([0, 1]), 2, 2)
-    np.testing.assert_array_equal(tokens_BN, [[0, 7], [0, 1]])
-    np.testing.assert_array_equal(parents_BN, [[-1, 0], [-1, 0]])
-    tokens_BN, parents_BN = plant(drafts, np.array([0, 1]), 2, 8)  # wider than the drafts
-    np.testing.assert_array_equal(tokens_BN[0], [0, 7, 8, P, P, P, P, P])
-    tokens_BN, parents_BN = plant(no_drafts(1, 3), np.array([0]), 1, 1)
-    assert (tokens_BN.tolist(), parents_BN.tolist()) == ([[0]], [[-1]])
-
-
-def test_entries_behind_the_count_are_never_planted():
-    drafts = stack([chain([7, 8, 9])], 3)
-    drafts.count_A[0] = 1
-    tokens_BN, parents_BN = plant(drafts, np.array([0]), 1, 4)
-    assert tokens_BN.tolist() == [[0, 7, P, P]] and parents_BN.tolist() == [[-1, 0, 0, 0]]
+    drafts = stack([chain([7, 8, 9]), NO_DRAFT, Draft([1, 2, 3], [-1, -1, 0])], 2)
+    assert drafts.count_A.tolist() == [2, 0, 2]
+    np.testing.assert_array_equal(drafts.tokens_AN, [[7, 8], [P, P], [1, 2]])
+    np.testing.assert_array_equal(drafts.parents_AN, [[-1, 0], [-1, -1], [-1, -1]])
 
 
 def test_a_fault_behind_the_cut_is_not_looked_at():

@@ -5,13 +5,13 @@ import pytest
 from spec.round_times import RoundTimes
 
 TIMES = RoundTimes(
-    {(8, 1, 64): 1.0, (8, 4, 64): 2.0},
+    {(8, 8, 64): 1.0, (8, 32, 64): 2.0},
     {"learned": {(8, 1, 64): 0.5, (8, 5, 64): 2.5, (4, 1, 64): 9.0}, "model": {(8, 2, 64): 7.0}},
 )
 
 
 def test_each_table_by_its_bucket():
-    assert TIMES(8, 4, 64) == 2.0 and TIMES(8, 2, 64) is None
+    assert TIMES(8, 32, 64) == 2.0 and TIMES(8, 16, 64) is None
 
 
 def test_depths_between_two_are_on_their_line():
@@ -27,9 +27,9 @@ def test_depths_between_two_are_on_their_line():
 def test_rows_and_back():
     again = RoundTimes.from_rows(TIMES.rows())
     assert again.rows() == TIMES.rows() and len(TIMES.rows()) == 6
-    assert {row[0] for row in TIMES.rows()} == {"round", "draft learned", "draft model"}
+    assert {row[0] for row in TIMES.rows()} == {"packed round", "draft learned", "draft model"}
 
 
 def test_rows_of_a_table_that_older_runs_had_are_left_out():
-    older = [*TIMES.rows(), ["lookup", 8, 4, 64, 1.5]]
+    older = [*TIMES.rows(), ["lookup", 8, 4, 64, 1.5], ["round", 8, 1, 64, 1.5]]
     assert RoundTimes.from_rows(older).rows() == TIMES.rows()

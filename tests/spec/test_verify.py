@@ -1,43 +1,41 @@
-"""The walk and the node mask by hand."""
+"""The walk by hand, and what a round does to slots, to the cache and to what waits for it."""
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import transformer
+from models import kv_cache, transformer
 from models.config import ModelConfig
 from models.kv_cache import KVCache
+from spec import nodes as packed_nodes
 from spec.config import SamplingConfig
-from spec.drafter import plant, stack
+from spec.drafter import no_drafts, stack
+from spec.nodes import Nodes
 from spec.sampling import Processing
-from spec.tree import PADDING, Draft, DraftTree, ancestors, chain
-from spec.verify import (
-    Emitted,
-    Slots,
-    _advance,
-    decode_rounds,
-    node_mask,
-    verify_round,
-    walk,
-)
+from spec.tree import PADDING, Draft, chain
+from spec.verify import Slots, _advance, by_slot, decode_rounds, settle, verify_round, walk
 
 N = 6
-WALK = jax.jit(walk)
-MASK = jax.jit(node_mask, static_argnums=2)
 EOS = 99
 BRANCHING = Draft([10, 20, 11, 21, 22], [-1, -1, 0, 1, 1])  # nodes 1 … 5
 
 
+@jax.jit
+def emitted(nodes_3M, drawn_M, room_B, stop_E):
+    nodes = Nodes(*nodes_3M)
+    return walk(nodes, packed_nodes.trees(nodes, len(room_B), N), drawn_M, room_B, stop_E)
+
+
 def walked(draft, drawn, room=100, stop=(EOS,)):
-    """Path and count of one slot: `drawn[i]` is the draw at node i."""
-    tokens_BN, parents_BN = plant(stack([draft], N), np.arange(1), 1, N)
-    drawn_BN = np.asarray([list(drawn) + [0] * (N - len(drawn))], np.int32)
-    tree = DraftTree(jnp.asarray(tokens_BN), jnp.asarray(parents_BN))
+    """The emitted nodes of one slot: `drawn[i]` is the draw at node i."""
+    drafts = stack([draft], N)
+    nodes_3M = packed_nodes.pack(drafts, drafts.count_A, np.arange(1), 1, N)
+    drawn_M = np.asarray([*drawn, *[0] * (N - len(drawn))], np.int32)
     stop_E = np.asarray((*stop, *[-1] * (2 - len(stop))), np.int32)
-    path_BN, count_B = WALK(tree, drawn_BN, np.asarray([room], np.int32), stop_E)
-    assert not np.asarray(path_BN)[0, int(count_B[0]) :].any()
-    return path_BN[0, : int(count_B[0])].tolist()
+    return np.nonzero(np.asarray(emitted(nodes_3M, drawn_M, np.full(1, room), stop_E)))[0].tolist()
 
 
 @pytest.mark.parametrize(
@@ -72,61 +70,30 @@ def test_any_of_several_end_tokens_ends():
     assert walked(chain([1, 2, 3]), [1, 2, 3, 4], stop=()) == [0, 1, 2, 3]
 
 
-def test_padding_is_never_accepted():
-    # a draw cannot be PADDING; its nodes hang from the root, as every real token shows
-    for token in range(5):
+def test_padding_emits_nothing():
+    for token in (PADDING, *range(5)):
         assert walked(chain([7]), [token] * N) == [0]
-    tokens_BN, _ = plant(stack([chain([7])], N), np.arange(1), 1, N)
-    assert (tokens_BN[0, 2:] == PADDING).all()
 
 
 def test_a_walk_through_every_node():
     assert walked(chain(range(1, N)), [*range(1, N), 50]) == list(range(N))
 
 
-def test_rows_walk_on_their_own():
+def test_slots_walk_on_their_own():
     drafts = stack([chain([1, 2]), chain([5]), BRANCHING], N)
-    tokens_BN, parents_BN = plant(drafts, np.arange(3), 3, N)
-    drawn_BN = np.asarray([[1, 2, 3, 0, 0, 0], [6, 0, 0, 0, 0, 0], [20, 0, 21, 0, 8, 0]], np.int32)
-    tree = DraftTree(jnp.asarray(tokens_BN), jnp.asarray(parents_BN))
-    stop_E = np.asarray([EOS, -1], np.int32)
-    path_BN, count_B = WALK(tree, drawn_BN, np.asarray([9, 9, 9], np.int32), stop_E)
+    nodes_3M = packed_nodes.pack(drafts, drafts.count_A, np.arange(3), 3, 12)
+    drawn_M = np.asarray([1, 2, 3, 6, 0, 20, 0, 21, 0, 8, 0, 1], np.int32)
+    got = np.asarray(emitted(nodes_3M, drawn_M, np.full(3, 9), np.asarray([EOS, -1], np.int32)))
+    np.testing.assert_array_equal(np.nonzero(got)[0], [0, 1, 2, 3, 5, 7, 9])
+    tokens_BN, logprobs_BN, count_B = by_slot(drawn_M, drawn_M / 2, got, nodes_3M[1], 3)
     np.testing.assert_array_equal(count_B, [3, 1, 3])
-    np.testing.assert_array_equal(path_BN, [[0, 1, 2, 0, 0, 0], [0] * 6, [0, 2, 4, 0, 0, 0]])
+    np.testing.assert_array_equal(tokens_BN, [[1, 2, 3], [6, 0, 0], [20, 21, 8]])
+    np.testing.assert_array_equal(logprobs_BN, tokens_BN / 2)
 
 
-def test_trees_of_one_node():
-    tree = DraftTree(jnp.asarray([[3], [4]]), jnp.asarray([[-1], [-1]]))
-    path_BN, count_B = walk(tree, jnp.asarray([[5], [6]]), jnp.asarray([2, 0]), jnp.asarray([EOS]))
-    np.testing.assert_array_equal(path_BN, [[0], [0]])
-    np.testing.assert_array_equal(count_B, [1, 0])
-
-
-def test_node_mask_by_hand():
-    reach = ancestors(jnp.asarray([[-1, 0, 0, 1], [-1, 0, 1, 2]]))
-    mask = MASK(jnp.asarray([2, 0]), reach, 7)
-    want_branching = [  # two committed positions, then the nodes at 2 … 5; 6 is dead
-        [1, 1, 1, 0, 0, 0, 0],
-        [1, 1, 1, 1, 0, 0, 0],
-        [1, 1, 1, 0, 1, 0, 0],
-        [1, 1, 1, 1, 0, 1, 0],
-    ]
-    want_chain = [  # nothing committed
-        [1, 0, 0, 0, 0, 0, 0],
-        [1, 1, 0, 0, 0, 0, 0],
-        [1, 1, 1, 0, 0, 0, 0],
-        [1, 1, 1, 1, 0, 0, 0],
-    ]
-    np.testing.assert_array_equal(mask, np.asarray([want_branching, want_chain], bool))
-
-
-def test_node_mask_of_one_node_and_at_the_end_of_the_cache():
-    one = ancestors(jnp.asarray([[-1], [-1]]))
-    mask = MASK(jnp.asarray([0, 3]), one, 4)
-    np.testing.assert_array_equal(mask, np.asarray([[[1, 0, 0, 0]], [[1, 1, 1, 1]]], bool))
-    two = ancestors(jnp.asarray([[-1, 0]]))
-    mask = MASK(jnp.asarray([2]), two, 4)
-    np.testing.assert_array_equal(mask, np.asarray([[[1, 1, 1, 0], [1, 1, 1, 1]]], bool))
+def test_a_round_in_which_nothing_is_emitted():
+    tokens_BN, _, count_B = by_slot(*np.zeros((2, 4)), np.zeros(4, bool), np.arange(4), 4)
+    assert tokens_BN.shape == (4, 1) and not count_B.any()
 
 
 def make_slots(B, **columns):
@@ -137,19 +104,16 @@ def make_slots(B, **columns):
         "limit": np.full(B, 5, np.int32),
         "active": np.ones(B, bool),
         "keys": jax.random.split(jax.random.key(0), B),
-        "processing": Processing.of(SamplingConfig()),
+        "processing": Processing.filled(SamplingConfig(), (B,)),
     }
     return Slots(**jax.tree.map(jnp.asarray, base | columns))
 
 
 def test_commit_of_a_round():
-    #            goes on      ends at limit  end token      rests
-    tokens_BN = [[1, 2, 0], [1, 2, 3], [1, EOS, 0], [8, 8, 8]]
-    emitted = Emitted(
-        jnp.asarray(tokens_BN, jnp.int32), jnp.zeros((4, 3)), jnp.asarray([2, 3, 2, 0], jnp.int32)
-    )
+    #             goes on, ends at its limit, ends with a token, rests
     slots = make_slots(4, active=np.asarray([True, True, True, False]))
-    after = jax.jit(_advance)(slots, emitted, jnp.asarray([EOS]))
+    count_B, last_B = jnp.asarray([2, 3, 2, 0]), jnp.asarray([2, 3, EOS, 8])
+    after = jax.jit(_advance)(slots, count_B, last_B, jnp.asarray([EOS]))
     np.testing.assert_array_equal(after.last_token, [2, 3, EOS, 7])
     np.testing.assert_array_equal(after.length, [6, 7, 6, 4])
     np.testing.assert_array_equal(after.emitted, [4, 5, 4, 2])
@@ -158,6 +122,7 @@ def test_commit_of_a_round():
 
 TINY = ModelConfig("llama", 20, 16, 1, 2, 1, 8, 16, max_positions=64)
 S = 16
+M = 4  # nodes a slot, in rounds of trees
 
 
 def full_cache(B):
@@ -171,15 +136,23 @@ def full_cache(B):
 
 
 def rounds(kind, params, cache, slots):
+    """Rounds, and the write of what they leave."""
     stop_E = np.asarray([-1], np.int32)
     static = {"config": TINY, "scheme": "cdf"}
     counts = np.int32(3), np.int32(99)
-    B, num_nodes = len(slots.length), 4
+    B = len(slots.length)
+    pending = kv_cache.no_pending(TINY, M * B, jnp.float32, ())
     if kind == "trees":
-        parents_BN = np.tile(np.asarray([-1, 0, 0, 1], np.int32), (B, 1))
-        tree = DraftTree(np.ones((B, num_nodes), np.int32), parents_BN)
-        return verify_round(params, cache, slots, tree, stop_E, **static)[0]
-    return decode_rounds(params, cache, slots, stop_E, *counts, **static, max_rounds=3)[0]
+        drafts = stack([Draft([1, 2, 3], [-1, -1, 0])] * B, 3)
+        nodes_3M = packed_nodes.pack(drafts, drafts.count_A, np.arange(B), B, M * B)
+        cache, pending, *_ = verify_round(
+            params, cache, pending, slots, nodes_3M, stop_E, **static, max_nodes=M
+        )
+    else:
+        cache, pending, *_ = decode_rounds(
+            params, cache, pending, slots, stop_E, *counts, **static, max_rounds=3
+        )
+    return settle(cache, pending)[0]
 
 
 @pytest.mark.parametrize("kind", ["plain", "trees"])
@@ -189,8 +162,6 @@ def test_rows_at_rest_are_written_nowhere(kind):
     length_B = np.asarray([0, 3, S - 3, S - 1, S, 4, S - 1], np.int32)
     active_B = np.asarray([0, 0, 0, 0, 0, 1, 1], bool)
     limit_B = np.asarray([5, 5, 5, 5, 5, 9, 1], np.int32)
-    if kind != "plain":  # trees need their room in active rows
-        active_B[-1] = False
     before = full_cache(len(length_B))
     want = jax.tree.map(np.asarray, before)
     slots = make_slots(
@@ -200,5 +171,52 @@ def test_rows_at_rest_are_written_nowhere(kind):
     for got, old in zip(jax.tree.leaves(after), jax.tree.leaves(want), strict=True):
         changed_B = (np.asarray(got) != old).reshape(len(old), -1).any(axis=1)
         np.testing.assert_array_equal(changed_B, active_B)
-    if kind == "plain":  # the last row was active for one round, at its last position
-        np.testing.assert_array_equal(after.values[0][-1, :, : S - 1], want.values[0][-1, :, :-1])
+    # the last row was active for one token, at its last position
+    np.testing.assert_array_equal(after.values[0][-1, :, : S - 1], want.values[0][-1, :, :-1])
+
+
+def test_only_accepted_entries_are_written_each_once_at_its_position():
+    """Of a tree whose second branch is right: root, node 2 and node 5, at 4, 5 and 6."""
+    cache = full_cache(2)
+    want = jax.tree.map(np.array, cache)
+    pending = kv_cache.no_pending(TINY, 12, jnp.float32, ())
+    entries = kv_cache.Entries(
+        tuple(jnp.arange(12.0)[:, None, None] + jnp.zeros((12, 1, 8)) for _ in range(1)),
+        tuple(-jnp.arange(12.0)[:, None, None] + jnp.zeros((12, 1, 8)) for _ in range(1)),
+        (jnp.arange(12.0)[:, None] + jnp.zeros((12, 16)),),
+    )
+    rows = jnp.asarray([0] * 6 + [1] * 6)
+    positions = jnp.asarray([4, 5, 5, 6, 6, 6] * 2)
+    accepted = jnp.asarray([1, 0, 1, 0, 0, 1, 1, 0, 0, 0, 0, 0], bool)
+    pending = pending.replaced(entries, rows, positions, accepted)
+    cache, pending = settle(cache, pending)
+    want.values[0][0, 0, 4:7] = -np.asarray([0, 2, 5])[:, None]
+    want.values[0][1, 0, 4] = -6
+    want.keys[0][0, 0, :, 4:7] = np.asarray([0, 2, 5])
+    want.keys[0][1, 0, :, 4] = 6
+    want.features[0][0, 0, 4:7] = np.asarray([0, 2, 5])[:, None]
+    want.features[0][1, 0, 4] = 6
+    jax.tree.map(np.testing.assert_array_equal, cache, want)
+    assert int(pending.count) == 0
+    again, _ = settle(cache, pending)  # nothing waits any more
+    jax.tree.map(np.testing.assert_array_equal, again, want)
+
+
+def test_a_round_of_roots_alone_equals_one_with_padding():
+    """The same draws, log-probs and entries, by the plain path and by that of trees."""
+    params = transformer.init(TINY, jax.random.key(0))
+    stop_E, static = np.asarray([-1], np.int32), {"config": TINY, "scheme": "cdf"}
+    nothing, found = no_drafts(0, 1), []
+    for num_nodes in (3, 12):
+        slots = make_slots(3, length=np.asarray([0, 4, S - 1]))
+        pending = kv_cache.no_pending(TINY, 12, jnp.float32, ())
+        nodes_3M = packed_nodes.pack(nothing, nothing.count_A, np.zeros(0, int), 3, num_nodes)
+        cache, pending, slots, drawn_3M = verify_round(
+            params, full_cache(3), pending, slots, nodes_3M, stop_E, **static, max_nodes=M
+        )
+        cache, _ = settle(cache, pending)
+        tokens, bits, got = np.asarray(drawn_3M)
+        np.testing.assert_array_equal(got, [1, 1, 1] + [0] * (num_nodes - 3))
+        slots = dataclasses.replace(slots, keys=None)
+        found.append((tokens[:3], bits[:3].view(np.float32), cache, slots))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), *found)

@@ -15,10 +15,10 @@ from rl.engine import cache_ops
 from spec import verify
 from spec.budget.bandit import Strategy
 from spec.budget.config import BanditConfig
-from spec.drafter import Drafts, plant
+from spec.drafter import Drafts
 from spec.eagle import tree_search
+from spec.nodes import pack
 from spec.sampling import step_key
-from spec.tree import DraftTree
 
 MODEL = ModelConfig("qwen3", 20, 16, 1, 2, 1, 8, 16, qk_norm=True, max_positions=64)
 S = 32
@@ -102,23 +102,23 @@ def busy(programs, B, lengths):
         noise = iter(rng.normal(size=x.shape).astype(np.float32) for x in jax.tree.leaves(zeros))
         return jax.tree.map(lambda _: jnp.asarray(next(noise)), zeros)
 
-    return engine, rows(), lambda: cache_ops.make_slots(*arguments)
+    return engine, rows(), lambda: (engine.empty_pending(B), cache_ops.make_slots(*arguments))
 
 
 @pytest.mark.parametrize("chosen", [DEEP, SMALL], ids=lambda s: s.name)
 def test_fused_and_apart_emit_the_same(programs, chosen):
     B = 256  # one in ten draws is drafted, by probability
     lengths = np.random.default_rng(2).integers(1, 14, B).astype(np.int32)
-    engine, cache, slots = busy(programs, B, lengths)
+    engine, cache, state = busy(programs, B, lengths)
     args, options = programs.fused_arguments(engine, B, chosen)
-    params, _, _, stop_E, weights, searched, tokens_BC, start_B, heat = args
+    params, _, _, _, stop_E, weights, searched, tokens_BC, start_B, heat = args
     # one of the policy's own tokens after each entry; its window holds the whole row
     tokens_BC = np.random.default_rng(1).integers(2, 20, tokens_BC.shape).astype(np.int32)
     sharp = dataclasses.replace(weights.frozen, head_UD=20 * weights.frozen.head_UD)
     weights = dataclasses.replace(weights, frozen=sharp)  # no near ties
     copy = jax.tree.map(jnp.copy, cache)
     shared = (weights, searched, tokens_BC, start_B, heat)
-    *_, fused = pool.fused_round(params, copy, slots(), stop_E, *shared, **options)
+    *_, fused = pool.fused_round(params, copy, *state(), stop_E, *shared, **options)
 
     # the engine's own: a deeper drafter's cache, depth as an argument, trees by way of the host
     search = tree_search.Search(programs.shape, chosen.top_k, max_depth=3, num_draft_tokens=7)
@@ -130,11 +130,14 @@ def test_fused_and_apart_emit_the_same(programs, chosen):
     tokens_BM, parents_BM, prob_BM, count_B = tree_search.unpack(packed)
     sources_BM = np.zeros(tokens_BM.shape, np.uint8)
     drafts = Drafts(tokens_BM, parents_BM, prob_BM, sources_BM, count_B)
-    tree = DraftTree(*plant(drafts, np.arange(B), B, chosen.verify_tokens + 1))
-    _, _, apart = verify.verify_round(
-        params, cache, slots(), tree, stop_E, **engine.verify_options("cdf")
+    taken_B = np.minimum(count_B, chosen.verify_tokens)
+    nodes_3M = pack(drafts, taken_B, np.arange(B), B, B * (chosen.verify_tokens + 1))
+    *_, apart = verify.verify_round(
+        params, cache, *state(), nodes_3M, stop_E, **engine.verify_options("cdf")
     )
-    (tokens_BN, logprobs_BN, count_B), wanted = verify.unpack(fused), verify.unpack(apart)
+    slots_M = np.repeat(np.arange(B), chosen.verify_tokens + 1)
+    tokens_BN, logprobs_BN, count_B = verify.by_slot(*verify.unpack(fused), slots_M, B)
+    wanted = verify.by_slot(*verify.unpack(apart), nodes_3M[1], B)
     assert count_B.tolist() == wanted[2].tolist()
     assert count_B.min() >= 1 and count_B.max() >= 3, "drafts of drafts were accepted"
     valid_BN = np.arange(tokens_BN.shape[1]) < count_B[:, None]

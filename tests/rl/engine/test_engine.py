@@ -135,7 +135,7 @@ def test_fetches_rounds_and_tokens_are_counted(engine):
     assert [t.num_tokens for t in got] == [8] * 4
     assert engine.stats.tokens == 32
     assert engine.stats.fetches == 2  # 8 rounds, 4 between two fetches
-    assert engine.stats.rounds == {(4, 1, 32): 8}
+    assert engine.stats.rounds == {(4, 4, 32): 8}
     assert engine.stats.drafted_nodes == engine.stats.accepted_tokens == 0
 
 
@@ -143,7 +143,7 @@ def test_a_drafter_that_never_drafts_costs_a_fetch_a_round(engine):
     drafter = Scripted(lambda live, n: [NO_DRAFT] * len(live))
     got = run(engine, group((1, 2, 3), 0, 4), drafter=drafter)
     assert engine.stats.fetches == 8
-    assert engine.stats.rounds == {(4, 1, 32): 8}
+    assert engine.stats.rounds == {(4, 4, 32): 8}
     assert sorted(drafter.ended) == [(t.request_id, 0, tuple(t.response_ids)) for t in got]
 
 
@@ -169,7 +169,7 @@ def test_the_batch_shrinks_as_requests_end_and_slots_are_refilled():
     got = run(engine, requests)
     assert [t.num_tokens for t in got] == limits
     # four enter, three of them end at once; two more make three, one ends; two go on for 11
-    assert engine.stats.rounds == {(4, 1, 32): 2, (2, 1, 32): 11}
+    assert engine.stats.rounds == {(4, 4, 32): 2, (2, 2, 32): 11}
 
 
 def test_rows_that_waiting_siblings_need_survive_the_shrinking():
@@ -180,7 +180,7 @@ def test_rows_that_waiting_siblings_need_survive_the_shrinking():
         for i, (prompt, n) in enumerate(zip(prompts, (12, 1, 1, 1, 12), strict=True))
     ]
     run(engine, requests)  # after a round: one busy, one waiting, and the batch is halved
-    assert engine.stats.rounds == {(4, 1, 32): 1, (2, 1, 32): 12}
+    assert engine.stats.rounds == {(4, 4, 32): 1, (2, 2, 32): 12}
     assert engine.stats.prefilled_tokens == 2 + 1
 
 
@@ -197,8 +197,9 @@ def test_the_cache_grows_with_the_longest_request():
         (64, [64]),
         (65, [64, 128]),
         (129, [64, 128, 192]),
-        (180, [64, 128, 256]),  # a tree of 32 at the end goes beyond 192
-        (18_432, [64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384, 18_496]),
+        (180, [64, 128, 192]),
+        (193, [64, 128, 256]),
+        (18_432, [64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384, 18_432]),
     ],
 )
 def test_the_last_bucket_of_positions_is_what_the_longest_request_can_need(longest, sizes):
@@ -243,7 +244,8 @@ def test_prompts_in_chunks_that_do_not_divide_by_two():
 def test_no_tree_is_larger_than_max_nodes(engine):
     odd = Engine(MODEL, dataclasses.replace(CONFIG, max_nodes=3))
     run(odd, group((1, 2), 0, 4), drafter=Scripted(lambda live, n: [chain([1] * 9)] * len(live)))
-    assert {nodes for _, nodes, _ in odd.stats.rounds} == {3, 1}  # a last token has no draft tokens
+    # a last token has no draft tokens
+    assert {nodes // slots for slots, nodes, _ in odd.stats.rounds} == {3, 1}
 
 
 # -- phases ------------------------------------------------------------------------

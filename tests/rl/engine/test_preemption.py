@@ -12,7 +12,7 @@ from rl.engine.engine import Engine
 from rl.engine.rollout_spec import RolloutSpec, draft_with
 from rl.engine.slot_table import SlotTable
 from rl.trajectory import PartialRequest, Prefix, Request
-from spec.budget.budget import DraftDecision, FixedBudget
+from spec.budget.budget import FixedBudget, plain
 from spec.config import SamplingConfig
 from spec.drafter import Drafter, no_drafts
 from spec.sampling import step_key
@@ -78,7 +78,7 @@ class Plain(FixedBudget):
     """A budget that decides for as many plain rounds as there may be."""
 
     def choose(self, live, drafts, sizes, num_slots, num_positions):
-        return DraftDecision(1, 99)
+        return plain(num_slots, 99)
 
 
 @pytest.mark.parametrize("drafter", [None, Undecided()])

@@ -24,7 +24,7 @@ def record(began_s, nodes, ids, emitted):
     marks = np.cumsum([began_s, 1, 2, 1, 5, 1]).astype(float).tolist()
     n, emitted_A = len(ids), np.array(emitted)
     rounds_A = np.ones(n, int) if nodes > 1 else emitted_A
-    return RoundRecord(*marks, 4, nodes, 64, np.array(ids), np.full(n, 7), rounds_A, emitted_A)
+    return RoundRecord(*marks, 4, 4 * nodes, 64, np.array(ids), np.full(n, 7), rounds_A, emitted_A)
 
 
 def example():

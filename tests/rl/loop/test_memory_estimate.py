@@ -19,7 +19,6 @@ from rl.loop.memory_estimate import Devices
 from spec import verify
 from spec.config import SamplingConfig
 from spec.sampling import Processing
-from spec.tree import DraftTree
 
 FACTOR = 2.0  # between what is estimated of a program and what XLA says of it
 MODEL = ModelConfig("qwen3", 512, 64, 2, 4, 2, 16, 128, qk_norm=True, eos_token_ids=(1,))
@@ -82,7 +81,7 @@ def test_each_setting_moves_the_part_it_should():
     assert parts("Sampling.max_new_tokens=193")["KV cache"] > 1.2 * plain["KV cache"]
     drawn = "a round, prompts or cached responses"
     wide = dataclasses.replace(MODEL, vocab_size=8 * MODEL.vocab_size)
-    assert parts(model=wide)[drawn] > 3 * plain[drawn], "logits of every node of every slot"
+    assert parts(model=wide)[drawn] > 1.5 * plain[drawn], "logits of every node"
     learned = parts("Speculation.sources=('learned',)")
     assert learned["KV cache"] > plain["KV cache"], "hidden states are kept"
 
@@ -137,7 +136,7 @@ def test_a_micro_batch_needs_what_is_estimated():
 @pytest.mark.parametrize("vocab_size", [512, 4096])
 def test_a_round_needs_what_is_estimated(vocab_size):
     model = dataclasses.replace(MODEL, vocab_size=vocab_size)
-    B, N, S = 16, 8, 256
+    B, M, S = 16, 128, 256
     params = jax.eval_shape(lambda: transformer.init(model, jax.random.key(0)))
     cache = jax.eval_shape(lambda: kv_cache.init(model, B, S, jnp.float32))
     ints_B, floats_B = (jax.ShapeDtypeStruct((B,), t) for t in (jnp.int32, jnp.float32))
@@ -147,11 +146,15 @@ def test_a_round_needs_what_is_estimated(vocab_size):
         keys=jax.eval_shape(lambda: jax.random.split(jax.random.key(0), B)),
         processing=Processing(floats_B, ints_B, floats_B),
     )
-    tree = DraftTree(*(jax.ShapeDtypeStruct((B, N), jnp.int32),) * 2)
+    pending = jax.eval_shape(lambda: kv_cache.no_pending(model, M, jnp.float32))
+    nodes_3M = jax.ShapeDtypeStruct((3, M), jnp.int32)
     stop_E = jax.ShapeDtypeStruct((1,), jnp.int32)
     found = compiled_bytes(
         verify.verify_round.lower(
-            params, cache, slots, tree, stop_E, config=model, scheme=SamplingConfig().draw
+            *(params, cache, pending, slots, nodes_3M, stop_E),
+            config=model,
+            scheme=SamplingConfig().draw,
+            max_nodes=8,
         )
     )
     part = "a round, prompts or cached responses"

@@ -222,7 +222,7 @@ def test_damaged_seconds_of_rounds_are_refused(config, run, case):
         ValueError, match=r"round_times.json is damaged .*delete it to measure anew"
     ):
         run_folder.check(config, resume=True)
-    good = RoundTimes({(4, 1, 64): 0.01}, {"learned": {(4, 1, 64): 0.02}})
+    good = RoundTimes({(4, 4, 64): 0.01}, {"learned": {(4, 1, 64): 0.02}})
     (run / "round_times.json").write_text(json.dumps({"made_for": MADE_FOR, "rows": good.rows()}))
     run_folder.check(config, resume=True)
 

@@ -56,9 +56,13 @@ def test_the_choice_is_the_one_that_the_budget_of_an_engine_makes(counts):
     probs = [lane.probs for lane, n in zip(lanes, counts, strict=True) for _ in range(n)]
     blank = np.zeros((len(A), 8), np.int32)
     drafts = Drafts(blank, blank, np.array(probs, np.float32), blank, np.full(len(A), 8))
-    nodes = Goodput(times).choose(live, drafts, (2, 4, 9), len(A), 50).num_nodes
-    wanted = [1 + sum(lane.probs[: nodes - 1]) for lane in lanes]
-    assert goodput(lanes).plan(0, counts, 50.0).tokens_per_round == pytest.approx(wanted)
+    sizes = [len(A) * n for n in (2, 4, 9)]
+    taken_A = Goodput(times).choose(live, drafts, sizes, len(A), 50).taken_A
+    assert taken_A is not None
+    gained = [sum(probs[:n]) for probs, n in zip(probs, taken_A, strict=True)]
+    plan = goodput(lanes).plan(0, counts, 50.0).tokens_per_round
+    total = sum(n * (tokens - 1) for n, tokens in zip(counts, plan, strict=True))
+    assert total == pytest.approx(sum(gained), rel=1e-5)
 
 
 def test_lanes_go_by_the_siblings_that_have_finished():

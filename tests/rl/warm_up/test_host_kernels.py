@@ -33,9 +33,9 @@ from spec.reuse.rollout_cache import RolloutCache
 from spec.sampling import SamplingConfig, step_key
 
 params = transformer.init(model, jax.random.key(0))
-engine = Engine(model, EngineConfig(slots=4, min_slots=4, min_nodes=4, max_nodes=4))
+engine = Engine(model, EngineConfig(slots=4, min_slots=4, max_nodes=4))
 sampling, config = SamplingConfig(max_new_tokens=32), SpeculationConfig()
-sizes = [(4, 1, 64), (4, 4, 64)]
+sizes = [(4, 4, 64), (4, 8, 64), (4, 16, 64)]
 times = RoundTimes({s: 1.0 for s in sizes})
 
 

@@ -22,7 +22,7 @@ from rl.warm_up.measured_run import (
 from spec.round_times import RoundTimes
 
 TIMES = RoundTimes(
-    {(4, 1, 64): 0.5, (4, 1, 128): 1.0},
+    {(4, 4, 64): 0.5, (4, 4, 128): 1.0},
     {"eagle": {(4, 3, 64): 0.125, (4, 1, 64): 0.1}},
 )
 MOVES = MoveTimes({15: (0.25, 0.5)})
@@ -56,7 +56,7 @@ def test_both_files_come_back_as_they_were_written(tmp_path):
 def test_a_profile_holds_the_plain_rounds_and_the_moves(tmp_path):
     write(tmp_path)
     found = read_profile(tmp_path)
-    assert found.rounds == {(4, 1, 64): 0.5, (4, 1, 128): 1.0}
+    assert found.rounds == {(4, 4, 64): 0.5, (4, 4, 128): 1.0}
     assert found.moves == {15: (0.25, 0.5)}
 
 
@@ -65,7 +65,7 @@ def test_a_profile_holds_the_plain_rounds_and_the_moves(tmp_path):
     [
         (None, MOVES, r"round_times\.json, which runs with Speculation\.budget"),
         (TIMES, None, r"move_times\.json, which runs with Sched\.workers"),
-        (RoundTimes({(4, 2, 64): 1.0}), MOVES, "expected seconds of plain rounds and of moves"),
+        (RoundTimes({(4, 8, 64): 1.0}), MOVES, "expected seconds of plain rounds and of moves"),
         (TIMES, MoveTimes({}), "expected seconds of plain rounds and of moves"),
     ],
 )
@@ -101,5 +101,5 @@ def test_a_folder_that_the_real_writers_wrote_can_be_simulated(tmp_path):
     transfer_times.measure(engine, tiny_team.PARAMS, **most, path=tmp_path / MOVES_FILE)
     assert json.loads(path.read_text())["rows"] and read_profile(tmp_path).rounds == times.rounds
     rows = simulated(tmp_path)
-    least_s = min(t for (_, nodes, _), t in times.rounds.items() if nodes == 1)
+    least_s = min(t for (slots, nodes, _), t in times.rounds.items() if nodes == slots)
     assert all(row["completion_s"] >= 20 * least_s for row in rows.values())

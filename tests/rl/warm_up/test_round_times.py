@@ -38,10 +38,10 @@ def params():
 def test_each_bucket_is_timed_and_a_plain_fetch_is_shared_by_its_rounds(params):
     engine = Engine(MODEL, CONFIG, clock=ticking())
     buckets = list(compile_buckets.round_buckets(engine, SAMPLING, REACH))
-    assert buckets == [(2, 1, 16), (2, 2, 16)]
+    assert buckets == [(2, 2, 16), (2, 4, 16)]
     times = round_times.measure(engine, params, SAMPLING, buckets)
-    assert times(2, 2, 16) == 1.0 and times(2, 1, 16) == 1.0 / CONFIG.rounds_per_fetch
-    assert times(4, 1, 16) is None
+    assert times(2, 4, 16) == 1.0 and times(2, 2, 16) == 1.0 / CONFIG.rounds_per_fetch
+    assert times(4, 4, 16) is None
 
 
 def test_the_file_is_used_where_it_fits_and_measured_again_elsewhere(params, tmp_path):
@@ -53,15 +53,15 @@ def test_the_file_is_used_where_it_fits_and_measured_again_elsewhere(params, tmp
 
     # a fetch of one tick holds four plain rounds
     assert load().rows() == [
-        ["round", 2, 1, 16, 0.25],
-        ["round", 2, 2, 16, 1.0],
+        ["packed round", 2, 2, 16, 0.25],
+        ["packed round", 2, 4, 16, 1.0],
     ]
-    assert load(step_s=5.0)(2, 2, 16) == 1.0  # kept
-    assert json.loads(path.read_text())["made_for"]["buckets"] == [[2, 1, 16], [2, 2, 16]]
+    assert load(step_s=5.0)(2, 4, 16) == 1.0  # kept
+    assert json.loads(path.read_text())["made_for"]["buckets"] == [[2, 2, 16], [2, 4, 16]]
     other = dataclasses.replace(CONFIG, rounds_per_fetch=2)
     assert load(other, step_s=5.0).rows() == [
-        ["round", 2, 1, 16, 2.5],
-        ["round", 2, 2, 16, 5.0],
+        ["packed round", 2, 2, 16, 2.5],
+        ["packed round", 2, 4, 16, 5.0],
     ]
 
 

@@ -8,7 +8,7 @@ from sched.simulator.cluster import Cluster, Simulation
 from sched.simulator.measured_costs import MeasuredCosts
 from sched.simulator.roofline import Costs
 
-ROUNDS = {(4, 1, 64): 2.0, (4, 1, 128): 3.0, (8, 1, 64): 5.0, (8, 1, 128): 5.0, (4, 4, 64): 9.0}
+ROUNDS = {(4, 4, 64): 2.0, (4, 4, 128): 3.0, (8, 8, 64): 5.0, (8, 8, 128): 5.0, (4, 16, 64): 9.0}
 MOVES = {15: (1.0, 2.0), 63: (4.0, 3.0)}
 MEASURED: Costs = MeasuredCosts(ROUNDS, MOVES)
 
@@ -35,7 +35,7 @@ def test_moves_go_by_the_least_size_that_holds_them():
 
 def test_a_simulation_runs_on_measured_costs():
     """Two requests of 10 and 20 tokens on one worker of two rows: 20 rounds of two seconds."""
-    flat = MeasuredCosts({(2, 1, 64): 2.0}, {63: (0.0, 0.0)})
+    flat = MeasuredCosts({(2, 2, 64): 2.0}, {63: (0.0, 0.0)})
     requests = [RequestSpec(0, 0, 4, 30), RequestSpec(1, 0, 4, 30)]
     scheduler = make_scheduler("group_fifo", seed=0, chunk_tokens=8)
     record = Simulation(scheduler, Cluster(flat, 1), {0: 10, 1: 20}).run(requests)
@@ -44,6 +44,6 @@ def test_a_simulation_runs_on_measured_costs():
 
 def test_empty_tables_are_refused():
     with pytest.raises(ValueError, match="expected seconds of plain rounds and of moves"):
-        MeasuredCosts({(4, 4, 64): 9.0}, MOVES)
+        MeasuredCosts({(4, 16, 64): 9.0}, MOVES)
     with pytest.raises(ValueError, match="got 5 rounds and 0 moves"):
         MeasuredCosts(ROUNDS, {})

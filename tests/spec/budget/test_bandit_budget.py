@@ -5,7 +5,6 @@ import pytest
 from live_by_hand import live_slots
 
 from spec.budget.bandit_budget import PLAIN, BanditBudget, make_bandit, node_counts, strategies
-from spec.budget.budget import DraftDecision
 from spec.budget.config import TunerConfig
 from spec.budget.union import DrafterUnion
 from spec.drafter import Acceptance, Drafter, no_drafts, stack
@@ -14,7 +13,7 @@ from spec.tree import chain
 
 CONFIG = TunerConfig(thresholds=(1, 5), verify_tokens=(3, 1), depths=(2, 4), epsilon=0.0)
 TIMES = RoundTimes(
-    {(4, n, 64): 1.0 + 0.25 * (n - 1) for n in (1, 2, 4)},
+    {(4, 4 * n, 64): 1.0 + 0.25 * (n - 1) for n in (1, 2, 4)},
     {"learned": {(4, 1, 64): 0.2, (4, 5, 64): 1.0}, "model": {(4, 1, 64): 0.5, (4, 5, 64): 2.5}},
 )
 
@@ -82,20 +81,20 @@ def play(budget, right, num_requests=3):
     if not limits.any():
         return skipped, 0
     found = stack([chain(range(int(limits[0])))] * num_requests, 3)
-    decision = budget.choose(live, found, [2, 4], 4, 64)
+    decision = budget.choose(live, found, [8, 16], 4, 64)
     accepted_AN = np.zeros(found.tokens_AN.shape, bool)
     accepted_AN[:, : min(right, int(limits[0]))] = True
     budget.observe(live, found, Acceptance(True, accepted_AN, accepted_AN))
-    return skipped, decision
+    return skipped, decision.num_nodes
 
 
 def test_untried_arms_come_first_then_the_best():
     budget, bandit = tuned()
     seen = [play(budget, right=3) for _ in range(7)]
     assert seen[0] == (frozenset({"history", "own"}), 0)  # plain
-    assert seen[1] == (frozenset({"own"}), DraftDecision(4))
-    assert seen[2] == (frozenset({"history"}), DraftDecision(4))
-    assert seen[3] == (frozenset(), DraftDecision(4))
+    assert seen[1] == (frozenset({"own"}), 16)
+    assert seen[2] == (frozenset({"history"}), 16)
+    assert seen[3] == (frozenset(), 16)
     # four tokens of three requests in 1.75 seconds; three arms are alike: the first of them
     assert seen[4] == seen[5] == seen[6] == seen[1]
     plain, history, *_ = bandit.candidates(3)
@@ -140,21 +139,21 @@ def test_a_draft_model_has_depths_and_seconds_of_its_own():
 def test_a_round_of_more_requests_is_of_another_range():
     budget, bandit = tuned()
     play(budget, right=1, num_requests=6)
-    assert play(budget, right=1, num_requests=6)[1] == DraftDecision(2)
+    assert play(budget, right=1, num_requests=6)[1] == 8
     assert bandit.best(2) is None
 
 
 def test_of_each_range_one_size_is_needed():
     config = TunerConfig(thresholds=(1, 5, 17), verify_tokens=(7, 3))
-    assert [node_counts(config, slots) for slots in (4, 8, 16, 32)] == [{8}, {4}, {4}, set()]
-    assert node_counts(config, 6) == {8, 4}  # 4 to 6 requests
+    assert [node_counts(config, slots) for slots in (4, 8, 16, 32)] == [{32}, {32}, {64}, set()]
+    assert node_counts(config, 6) == {48, 24}  # 4 to 6 requests
 
 
 def test_a_batch_counts_as_more_than_half_of_its_slots():
     """One request in a bucket of 16 is a round of the range of 9: what is compiled for it."""
     config = TunerConfig(thresholds=(1, 5), verify_tokens=(3, 1), epsilon=0.0)
     union = DrafterUnion([Silent()], names=("own",))
-    times = RoundTimes({(16, n, 64): 1.0 for n in (1, 2, 4)})
+    times = RoundTimes({(16, 16 * n, 64): 1.0 for n in (1, 2, 4)})
     budget = BanditBudget(make_bandit(config, ("own",), 3, 0), times, union)
     live = live_slots(1)
     budget.skips(live, 16, 64)

@@ -8,7 +8,7 @@ from drafts_by_hand import drafts
 
 from spec.acceptance import Acceptance, round_acceptance
 from spec.budget.aimd import Aimd, WindowConfig, next_windows
-from spec.budget.budget import FixedBudget
+from spec.budget.budget import FixedBudget, likeliest, worth
 from spec.budget.by_name import make_budget
 from spec.budget.goodput import Goodput
 from spec.drafter import LiveSlots, no_drafts
@@ -31,17 +31,28 @@ def chains(lengths, prob, width=15):
 
 
 def after(drafts, num_nodes, emitted):
-    """The outcome of a round of chains that emitted so many tokens a request."""
+    """The outcome of a round of chains, cut to so many nodes each, by the tokens of each."""
     tried_A = np.minimum(drafts.count_A, num_nodes - 1)
     nodes_N = np.arange(drafts.max_nodes)
     accepted_AN = nodes_N < np.asarray(emitted)[:, None] - 1
     return Acceptance(num_nodes > 1, accepted_AN, nodes_N < tried_A[:, None])
 
 
-SIZES = [2, 4, 8, 16]
-FREE = RoundTimes({(b, n, 64): 1.0 for b in (1, 4, 32) for n in (1, *SIZES)})
+SIZES = [2, 4, 8, 16]  # nodes of a slot
+FREE = RoundTimes({(b, b * n, 64): 1.0 for b in (1, 4, 32) for n in (1, *SIZES)})
 # a node costs half of what a plain round does
-DEAR = RoundTimes({(b, n, 64): 0.5 + 0.5 * n for b in (1, 4, 32) for n in (1, *SIZES)})
+DEAR = RoundTimes({(b, b * n, 64): 0.5 + 0.5 * n for b in (1, 4, 32) for n in (1, *SIZES)})
+
+
+def choose(budget, requests, drafts, slots, sizes=SIZES):
+    """The nodes of each slot in the round that the budget chooses; 1: plain decoding."""
+    found = budget.choose(requests, drafts, [slots * n for n in sizes], slots, 64)
+    if found.taken_A is None:
+        assert found.num_nodes == slots
+    else:
+        assert slots + found.taken_A.sum() <= found.num_nodes
+        assert (found.taken_A <= drafts.count_A).all()
+    return found.num_nodes / slots
 
 
 def test_windows_by_hand():
@@ -58,10 +69,32 @@ def test_off_and_fixed():
     assert make_budget("off", None).limits(live(3), 4).tolist() == [0, 0, 0]
     budget = FixedBudget(5)
     assert budget.limits(live(2), 4).tolist() == [5, 5]
-    assert budget.choose(live(2), chains([0, 0], 1.0), SIZES, 4, 64).num_nodes == 1
-    assert budget.choose(live(2), chains([3, 1], 1.0), SIZES, 4, 64).num_nodes == 4
-    assert budget.choose(live(2), chains([4, 1], 1.0), SIZES, 4, 64).num_nodes == 8
-    assert budget.choose(live(2), chains([15, 1], 1.0), [2, 4], 4, 64).num_nodes == 4
+    assert choose(budget, live(2), chains([0, 0], 1.0), 4) == 1
+    assert choose(budget, live(2), chains([3, 1], 1.0), 4) == 2  # 4 roots and 4 draft tokens
+    assert choose(budget, live(2), chains([4, 1], 1.0), 4) == 4
+    assert choose(budget, live(2), chains([15, 1], 1.0), 4, [2, 4]) == 4
+
+
+def test_the_likeliest_of_all_requests_are_taken():
+    """Three requests' drafts, the last one's worth half: each gives its first ones."""
+    found = chains([3, 4, 2], 0.9)  # .90 .81 .73 | .90 .81 .73 .66 | .90 .81
+    found.prob_AN[1] *= 0.8  # .72 .65 .58 .52
+    scale_A = np.array([1.0, 1.0, 0.5])  # .45 .41
+    for most, want in [(0, [0, 0, 0]), (3, [3, 0, 0]), (5, [3, 2, 0]), (8, [3, 4, 1])]:
+        assert likeliest(found, scale_A, most).tolist() == want
+    assert (
+        likeliest(found, scale_A, 9).tolist() == likeliest(found, scale_A, 99).tolist() == [3, 4, 2]
+    )
+    gain = worth(found, scale_A)
+    assert gain[0] == 0 and gain[3] == pytest.approx(0.9 + 0.81 + 0.729)
+    assert gain[-1] == pytest.approx(gain[9]) and (np.diff(gain) >= 0).all()
+
+
+def test_a_childs_equal_probability_never_takes_it_before_its_parent():
+    found = chains([3, 3], 1.0)
+    for most in range(7):
+        taken = likeliest(found, np.ones(2), most)
+        assert taken.sum() == min(most, 6) and (taken <= 3).all()
 
 
 def test_aimd_follows_each_request():
@@ -86,7 +119,8 @@ def test_aimd_compares_acceptance_with_the_longest_path_of_a_tree():
     tokens = np.array([[7, 8, 9]])
 
     def observe(tree, num_nodes, emitted):
-        acceptance = round_acceptance(tree, num_nodes, tokens, np.array([emitted]))
+        taken_A = np.minimum(tree.count_A, num_nodes - 1)
+        acceptance = round_acceptance(tree, taken_A, tokens, np.array([emitted]))
         budget.observe(live(1), tree, acceptance)
         return budget.limits(live(1), 4).tolist()
 
@@ -100,42 +134,46 @@ def test_aimd_compares_acceptance_with_the_longest_path_of_a_tree():
 def test_aimd_closes_where_the_table_says_that_drafts_cost_more_than_they_bring():
     budget = Aimd(DEAR)
     drafts = chains([3] * 4, 1.0)
-    assert budget.choose(live(4), drafts, SIZES, 4, 64).num_nodes == 4  # nothing known yet
+    assert choose(budget, live(4), drafts, 4) == 4  # nothing known yet
     budget.observe(live(4), drafts, after(drafts, 4, [1, 1, 1, 1]))
-    got = [budget.choose(live(4), drafts, SIZES, 4, 64).num_nodes for _ in range(2 * Aimd.PROBE)]
+    got = [choose(budget, live(4), drafts, 4) for _ in range(2 * Aimd.PROBE)]
     assert got.count(4) == 2 and got.count(1) == len(got) - 2  # it looks again now and then
     for _ in range(60):
         budget.observe(live(4), drafts, after(drafts, 4, [4, 4, 4, 4]))
-    assert budget.choose(live(4), drafts, SIZES, 4, 64).num_nodes == 4
+    assert choose(budget, live(4), drafts, 4) == 4
 
 
 def test_goodput_takes_all_where_nodes_are_free():
-    assert Goodput(FREE).choose(live(4), chains([15] * 4, 0.9), SIZES, 4, 64).num_nodes == 16
-    assert Goodput(FREE).choose(live(4), chains([3] * 4, 0.9), SIZES, 4, 64).num_nodes == 4
+    assert choose(Goodput(FREE), live(4), chains([15] * 4, 0.9), 4) == 16
+    assert choose(Goodput(FREE), live(4), chains([3] * 4, 0.9), 4) == 4
 
 
 def test_goodput_weighs_nodes_by_their_price():
-    """Rates are (1 + Σ probability) / (0.5 + N / 2): 0.9 → 1.9/1.5, then 3.44/2.5, then less."""
+    """Rates are (1 + Σ probability) / (0.5 + n / 2): 0.9 → 1.9/1.5, then 3.44/2.5, then less."""
     budget = Goodput(DEAR)
-    assert budget.choose(live(1), chains([15], 0.9), SIZES, 1, 64).num_nodes == 4
-    assert Goodput(DEAR).choose(live(1), chains([15], 0.4), SIZES, 1, 64).num_nodes == 1
+    assert choose(budget, live(1), chains([15], 0.9), 1) == 4
+    assert choose(Goodput(DEAR), live(1), chains([15], 0.4), 1) == 1
     # 3 % more are not worth leaving plain decoding for: 1.54 / 1.5
-    assert Goodput(DEAR).choose(live(1), chains([15], 0.54), [2], 1, 64).num_nodes == 1
-    # a request with none of its own pays for those that have: (2 + 0.9) / 2 / 1.5 < 1
-    assert Goodput(DEAR).choose(live(2), chains([15, 0], 0.9), [2], 4, 64).num_nodes == 1
+    assert choose(Goodput(DEAR), live(1), chains([15], 0.54), 1, [2]) == 1
+    # a round of four slots with two requests pays for four: (2 + Σ of four) / 2 / 1.5 > 1, with
+    # drafts of one of them too, as no node is bound to a slot
+    assert choose(Goodput(DEAR), live(2), chains([15, 0], 0.9), 4, [2]) == 2
+    assert choose(Goodput(DEAR), live(2), chains([1, 0], 0.9), 4, [2]) == 1
 
 
 def test_goodput_learns_what_drafts_are_worth():
     budget = Goodput(DEAR)
     drafts = chains([3] * 4, 0.95)
-    assert budget.choose(live(4), drafts, SIZES, 4, 64).num_nodes == 4
+    assert choose(budget, live(4), drafts, 4) == 4
     for _ in range(20):
         budget.observe(live(4), drafts, after(drafts, 4, [1, 1, 1, 4]))
     wrong, right = budget.scale(live(4))[[0, 3]]
     assert wrong < 0.2 and right > 0.9
     newcomer = budget.scale(live(1, first_id=99))[0]
     assert 0.2 < newcomer < 0.4  # starts from what all were worth: a quarter
-    assert budget.choose(live(4), drafts, SIZES, 4, 64).num_nodes == 1
+    # all nodes for the one request whose drafts stand, and one that is left over
+    assert choose(budget, live(4), drafts, 4) == 2
+    assert budget.choose(live(4), drafts, [8], 4, 64).taken_A.tolist() == [1, 0, 0, 3]
 
 
 def test_goodput_learns_from_drafts_that_were_not_verified():
@@ -143,19 +181,20 @@ def test_goodput_learns_from_drafts_that_were_not_verified():
     drafts = chains([3] * 4, 0.95)
     for _ in range(20):
         budget.observe(live(4), drafts, after(drafts, 4, [1, 1, 1, 1]))
-    assert budget.choose(live(4), drafts, SIZES, 4, 64).num_nodes == 1
+    assert choose(budget, live(4), drafts, 4) == 1
     seen_AN = np.arange(15) < np.array([[3]] * 4)
     for _ in range(60):  # plain decoding draws what was drafted
         budget.observe(live(4), drafts, Acceptance(False, seen_AN, seen_AN))
-    assert budget.choose(live(4), drafts, SIZES, 4, 64).num_nodes == 4
+    assert choose(budget, live(4), drafts, 4) == 4
 
 
 def test_goodput_asks_less_often_while_plain_decoding_wins():
     budget = Goodput(DEAR)
-    rounds = [budget.choose(live(1), chains([15], 0.1), SIZES, 1, 64).num_rounds for _ in range(5)]
+    dear = live(1), chains([15], 0.1), SIZES, 1, 64
+    rounds = [budget.choose(*dear).num_rounds for _ in range(5)]
     assert rounds == [8, 16, 32, 64, 64]
-    assert budget.choose(live(1), chains([15], 0.9), SIZES, 1, 64).num_nodes == 4
-    assert budget.choose(live(1), chains([15], 0.1), SIZES, 1, 64).num_rounds == 8
+    assert choose(budget, live(1), chains([15], 0.9), 1) == 4
+    assert budget.choose(*dear).num_rounds == 8
 
 
 def test_goodput_asks_for_no_drafts_while_it_waits():

@@ -26,7 +26,7 @@ def drafts(learned_prob, other_prob):
 
 
 def sleeps_after(gate, found, times=TIMES, scale=ONE):
-    gate.observe(times, live_slots(2), found, scale, (4, 4, 64))
+    gate.observe(times, live_slots(2), found, found.count_A, scale, (4, 4, 64))
     return bool(gate.skips())
 
 
@@ -51,10 +51,10 @@ def test_past_acceptance_of_drafts_counts():
 
 
 def test_waits_get_longer_and_end():
-    gate = DeviceDraftGate()
+    gate, bad = DeviceDraftGate(), drafts(0.1, 0.0)
     slept = []
     for _ in range(5):
-        gate.observe(TIMES, live_slots(2), drafts(0.1, 0.0), ONE, (4, 4, 64))
+        gate.observe(TIMES, live_slots(2), bad, bad.count_A, ONE, (4, 4, 64))
         rounds = 0
         while gate.skips():
             rounds += 1
@@ -87,5 +87,5 @@ def test_each_of_two_is_compared_with_a_round_without_it(learned, model, sleepin
     times = RoundTimes({(4, 4, 64): 2.0}, {n: {(4, 3, 64): 1.0} for n in (LEARNED, MODEL)})
     found, gate = drafts(learned, model), DeviceDraftGate()
     found.sources_AN[:, 1] = Source.MODEL
-    gate.observe(times, live_slots(2), found, ONE, (4, 4, 64))
+    gate.observe(times, live_slots(2), found, found.count_A, ONE, (4, 4, 64))
     assert gate.skips() == sleeping

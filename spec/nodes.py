@@ -1,0 +1,124 @@
+"""The nodes of a packed round: what a round computes, of all requests together.
+
+A node is a token for the position behind its parent. The first node of every slot is its root, the
+last committed token, not a draft token; the others are draft tokens. Nodes are sorted by slot, a
+parent comes before its children, and siblings differ in their tokens. Behind them all come padding
+nodes, of slot B, which nothing equals.
+
+M nodes, B slots, W nodes of a slot.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numba
+import numpy as np
+
+from models.attention import Trees
+from spec.drafter import Drafts
+from spec.tree import PADDING
+
+NO_PARENT = -1  # of roots and padding
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Nodes:
+    """`tokens_M`, `slots_M` and `parents_M`, int32; the tokens of roots are those of the slots."""
+
+    tokens_M: jax.Array
+    slots_M: jax.Array
+    parents_M: jax.Array
+
+
+def pack(
+    drafts: Drafts, taken_A: np.ndarray, rows_A: np.ndarray, num_slots: int, num_nodes: int
+) -> np.ndarray:
+    """Return a root for every slot and the first `taken_A` draft tokens of each request; [3, M].
+
+    The rows are those of `Nodes`. Raises AssertionError where they are more than `num_nodes`, or a
+    draft token's parent does not come before it.
+    """
+    assert num_slots + int(taken_A.sum()) <= num_nodes, (num_slots, taken_A, num_nodes)
+    table_3M = np.empty((3, num_nodes), np.int32)
+    request_B = np.full(num_slots, -1, np.int32)
+    request_B[rows_A] = np.arange(len(rows_A))
+    bad = _pack(drafts.tokens_AN, drafts.parents_AN, taken_A, request_B, table_3M)
+    assert bad < 0, f"node {bad} of the round: its parent does not come before it"
+    return table_3M
+
+
+@numba.njit(cache=True, nogil=True)
+def _pack(tokens_AN, parents_AN, taken_A, request_B, table_3M):  # type: ignore[no-untyped-def]
+    m, num_slots = 0, len(request_B)
+    for b in range(num_slots):
+        root, a = m, request_B[b]
+        table_3M[0, m], table_3M[1, m], table_3M[2, m] = 0, b, NO_PARENT
+        m += 1
+        for i in range(taken_A[a] if a >= 0 else 0):
+            parent = parents_AN[a, i]
+            if parent >= i or parent < -1:
+                return m
+            table_3M[0, m], table_3M[1, m] = tokens_AN[a, i], b
+            table_3M[2, m] = root + 1 + parent
+            m += 1
+    table_3M[0, m:], table_3M[1, m:], table_3M[2, m:] = PADDING, num_slots, NO_PARENT
+    return -1
+
+
+def roots(last_token_B: jax.Array) -> Nodes:
+    """Return a root for every slot and nothing else: plain decoding."""
+    slots_B = jnp.arange(last_token_B.shape[0], dtype=jnp.int32)
+    return Nodes(last_token_B, slots_B, jnp.full_like(slots_B, NO_PARENT))
+
+
+def of_trees(tokens_BN: jax.Array, parents_BN: jax.Array) -> Nodes:
+    """Return trees of equal size, roots included, as the nodes of a round.
+
+    `parents_BN` are places in the slot's own tree, −1 for the root; `PADDING` hangs from the root.
+    """
+    B, N = tokens_BN.shape
+    slots_BN = jnp.broadcast_to(jnp.arange(B, dtype=jnp.int32)[:, None], (B, N))
+    parents_BN = jnp.where(parents_BN < 0, NO_PARENT, parents_BN + N * slots_BN)
+    return Nodes(*(x.reshape(-1) for x in (tokens_BN, slots_BN, parents_BN)))
+
+
+def planted(nodes: Nodes, last_token_B: jax.Array) -> Nodes:
+    """Return the nodes with the roots' tokens."""
+    is_root_M = (nodes.parents_M < 0) & (nodes.slots_M < len(last_token_B))
+    last_token_M = jnp.take(last_token_B, nodes.slots_M, mode="clip")
+    tokens_M = jnp.where(is_root_M, last_token_M, nodes.tokens_M)
+    return dataclasses.replace(nodes, tokens_M=tokens_M)
+
+
+def trees(nodes: Nodes, num_slots: int, max_nodes: int) -> Trees:
+    """Return how the nodes lie by slot; no slot has more than `max_nodes`."""
+    M, W = len(nodes.slots_M), min(max_nodes, len(nodes.slots_M) - num_slots + 1)
+    bounds_B1 = jnp.searchsorted(nodes.slots_M, jnp.arange(num_slots + 1)).astype(jnp.int32)
+    first_B, count_B = bounds_B1[:-1], jnp.diff(bounds_B1)
+    place_M = jnp.arange(M) - jnp.take(first_B, nodes.slots_M, mode="clip")
+    node_BW = jnp.minimum(first_B[:, None] + jnp.arange(W), M - 1)
+    above_BW = jnp.maximum(nodes.parents_M[node_BW] - first_B[:, None], -1)
+    return Trees(nodes.slots_M, place_M, first_B, count_B, _paths(above_BW))
+
+
+def _paths(above_BW: jax.Array) -> jax.Array:
+    """Return mask[b, i, j]: place j is place i or on the way from it to a root; bool [B, W, W].
+
+    One step up for all places at a time, as often as the deepest one needs.
+    """
+    places_W = jnp.arange(above_BW.shape[1])
+
+    def step(carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        path_BWW, at_BW = carry
+        at_BW = jnp.where(
+            at_BW < 0, -1, jnp.take_along_axis(above_BW, jnp.maximum(at_BW, 0), axis=1)
+        )
+        return path_BWW | (at_BW[..., None] == places_W), at_BW
+
+    itself = jnp.broadcast_to(places_W, above_BW.shape)
+    start = jnp.broadcast_to(jnp.eye(len(places_W), dtype=bool), (*above_BW.shape, len(places_W)))
+    return jax.lax.while_loop(lambda carry: jnp.any(carry[1] >= 0), step, (start, itself))[0]

@@ -1,0 +1,77 @@
+"""Attention of packed nodes against the whole sequence that each of them ends."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models.attention import attend_nodes
+from spec import nodes as packed_nodes
+from spec.drafter import stack
+from spec.tree import Draft
+
+H, K, h, S = 4, 2, 8, 12
+ATTEND = jax.jit(attend_nodes)
+
+
+def one_by_one(q, k, v, keys, values, lengths, slots, parents):
+    """softmax(q·k/√h)·v of each node over its row's live positions and its path, in float64."""
+    out = []
+    for m in range(len(q)):
+        path, n = [], m
+        while n >= 0:
+            path.append(n)
+            n = parents[n]
+        b, length = slots[m], lengths[slots[m]]
+        k_TKh = np.concatenate([keys[b, :, :, :length].transpose(2, 0, 1), k[path[::-1]]])
+        v_TKh = np.concatenate([values[b, :, :length].transpose(1, 0, 2), v[path[::-1]]])
+        k_THh, v_THh = (np.repeat(x, H // K, axis=1).astype(float) for x in (k_TKh, v_TKh))
+        scores_HT = np.einsum("hd,thd->ht", q[m].astype(float), k_THh) / np.sqrt(h)
+        weights_HT = np.exp(scores_HT - scores_HT.max(1, keepdims=True))
+        weights_HT /= weights_HT.sum(1, keepdims=True)
+        out.append(np.einsum("ht,thd->hd", weights_HT, v_THh))
+    return np.stack(out)
+
+
+def inputs(num_nodes, lengths, scale=1.0):
+    rng = np.random.default_rng(0)
+    B = len(lengths)
+
+    def normal(*shape):
+        return (scale * rng.normal(size=shape)).astype(np.float32)
+
+    new = normal(num_nodes, H, h), normal(num_nodes, K, h), normal(num_nodes, K, h)
+    return *new, normal(B, K, h, S), normal(B, K, S, h), np.asarray(lengths, np.int32)
+
+
+TREE = Draft([1, 2, 3, 4, 5], [-1, -1, 0, 2, 1])
+DRAFTS = [
+    [TREE, Draft([], []), TREE],
+    [Draft(range(9), range(-1, 8)), Draft([1], [-1]), Draft([], [])],
+]
+
+
+@pytest.mark.parametrize("scale", [1.0, 10.0], ids=["", "sharp"])
+@pytest.mark.parametrize("lengths", [(0, 3, S), (S, 1, 7)])
+@pytest.mark.parametrize("drafts", DRAFTS, ids=["trees", "one long chain"])
+@pytest.mark.parametrize("num_nodes", [13, 16, 24])
+def test_nodes_attend_to_their_row_and_their_path(drafts, num_nodes, lengths, scale):
+    found = stack(drafts, 9)
+    packed = packed_nodes.pack(found, found.count_A, np.arange(3), 3, num_nodes)
+    _, slots_M, parents_M = packed
+    arrays = inputs(num_nodes, lengths, scale)
+    trees = packed_nodes.trees(packed_nodes.Nodes(*map(jnp.asarray, packed)), 3, max_nodes=12)
+    got = ATTEND(*arrays, trees)
+    real = slots_M < 3
+    q, k, v, *rest = arrays
+    want = one_by_one(q[real], k, v, *rest, slots_M, parents_M)
+    np.testing.assert_allclose(np.asarray(got)[real], want, atol=1e-5 * scale**2)
+    assert np.isfinite(got).all()  # of padding too
+
+
+@pytest.mark.parametrize("lengths", [(0, 3, S), (S, 1, 7)])
+def test_a_node_a_row_attends_to_its_row_and_itself(lengths):
+    arrays = inputs(3, lengths)
+    got = ATTEND(*arrays, None)
+    want = one_by_one(*arrays, np.arange(3), np.full(3, -1))
+    np.testing.assert_allclose(got, want, atol=1e-5)

@@ -1,0 +1,116 @@
+"""Packed nodes by hand: packing, ancestors, tiles; and their bad input."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spec import nodes
+from spec.drafter import no_drafts, stack
+from spec.nodes import Nodes
+from spec.tree import PADDING, Draft, chain
+
+BRANCHING = Draft([10, 20, 11, 21, 22], [-1, -1, 0, 1, 1])
+
+
+def test_packing_by_hand():
+    """Slots 0 and 2 have drafts, slot 1 rests; of the chain's three tokens two are taken."""
+    drafts = stack([chain([7, 8, 9]), BRANCHING], 5)
+    got = nodes.pack(drafts, np.array([2, 5]), np.array([2, 0]), 3, 12)
+    want = [
+        [0, 10, 20, 11, 21, 22, 0, 0, 7, 8, PADDING, PADDING],
+        [0, 0, 0, 0, 0, 0, 1, 2, 2, 2, 3, 3],
+        [-1, 0, 0, 1, 2, 2, -1, -1, 7, 8, -1, -1],
+    ]
+    np.testing.assert_array_equal(got, want)
+
+
+def test_a_round_of_roots():
+    nothing = no_drafts(0, 1)
+    got = nodes.pack(nothing, nothing.count_A, np.zeros(0, int), 3, 4)
+    np.testing.assert_array_equal(got, [[0, 0, 0, PADDING], [0, 1, 2, 3], [-1] * 4])
+    found = nodes.roots(jnp.asarray([4, 9]))
+    assert [np.asarray(x).tolist() for x in jax.tree.leaves(found)] == [[4, 9], [0, 1], [-1, -1]]
+
+
+def test_more_draft_tokens_than_nodes_are_refused():
+    drafts = stack([chain([7, 8, 9])], 3)
+    with pytest.raises(AssertionError):
+        nodes.pack(drafts, np.array([3]), np.array([0]), 2, 4)
+
+
+@pytest.mark.parametrize("parent", [1, 2, 7, -2])
+def test_a_parent_that_does_not_come_before_is_named(parent):
+    drafts = stack([chain([5]), chain([7, 8, 9])], 3)
+    drafts.parents_AN[1, 1] = parent
+    with pytest.raises(AssertionError, match="node 4 of the round"):
+        nodes.pack(drafts, drafts.count_A, np.array([0, 1]), 2, 8)
+
+
+#        0
+#      / | \
+#     1  2  5
+#     |  |
+#     3  4
+#     |
+#     6
+PARENTS = [-1, 0, 0, 1, 2, 0, 3]
+REACH = [
+    [1, 0, 0, 0, 0, 0, 0],
+    [1, 1, 0, 0, 0, 0, 0],
+    [1, 0, 1, 0, 0, 0, 0],
+    [1, 1, 0, 1, 0, 0, 0],
+    [1, 0, 1, 0, 1, 0, 0],
+    [1, 0, 0, 0, 0, 1, 0],
+    [1, 1, 0, 1, 0, 0, 1],
+]
+PATHS = jax.jit(nodes._paths)
+
+
+def test_paths_by_hand():
+    got = PATHS(jnp.asarray([PARENTS, range(-1, 6)]))
+    np.testing.assert_array_equal(got[0], np.asarray(REACH, bool))
+    np.testing.assert_array_equal(got[1], np.tril(np.ones((7, 7), bool)))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 8, 9, 33])
+def test_paths_of_random_trees(size):
+    rng = np.random.default_rng(size)
+    parents = [-1] + [int(rng.integers(-1, i)) for i in range(1, size)]
+    want = np.zeros((size, size), bool)
+    for i in range(size):
+        j = i
+        while j >= 0:
+            want[i, j] = True
+            j = parents[j]
+    np.testing.assert_array_equal(PATHS(jnp.asarray([parents]))[0], want)
+
+
+def test_roots_get_the_tokens_of_their_slots():
+    given = Nodes(*map(jnp.asarray, ([0, 5, 0, PADDING], [0, 0, 1, 2], [-1, 0, -1, -1])))
+    got = nodes.planted(given, jnp.asarray([8, 9]))
+    np.testing.assert_array_equal(got.tokens_M, [8, 5, 9, PADDING])
+
+
+def test_trees_of_equal_size():
+    tokens, parents = (
+        jnp.asarray([[0, 5, 6], [0, 7, PADDING]]),
+        jnp.asarray([[-1, 0, 1], [-1, 0, 0]]),
+    )
+    got = nodes.of_trees(tokens, parents)
+    np.testing.assert_array_equal(got.tokens_M, [0, 5, 6, 0, 7, PADDING])
+    np.testing.assert_array_equal(got.slots_M, [0, 0, 0, 1, 1, 1])
+    np.testing.assert_array_equal(got.parents_M, [-1, 0, 1, -1, 3, 3])
+
+
+@pytest.mark.parametrize("num_nodes", [9, 12])
+def test_where_nodes_lie_by_hand(num_nodes):
+    drafts = stack([chain([7, 8]), BRANCHING], 5)
+    table = nodes.pack(drafts, np.array([1, 5]), np.array([2, 0]), 3, num_nodes)
+    found = nodes.trees(Nodes(*map(jnp.asarray, table)), 3, max_nodes=6)
+    assert found.first_B.tolist() == [0, 6, 7] and found.count_B.tolist() == [6, 1, 2]
+    assert found.place_M[:9].tolist() == [0, 1, 2, 3, 4, 5, 0, 0, 1]
+    branching = [[1, 0, 0, 0, 0, 0], [1, 1, 0, 0, 0, 0], [1, 0, 1, 0, 0, 0]]
+    branching += [[1, 1, 0, 1, 0, 0], [1, 0, 1, 0, 1, 0], [1, 0, 1, 0, 0, 1]]
+    np.testing.assert_array_equal(found.path_BWW[0], np.asarray(branching, bool))
+    np.testing.assert_array_equal(found.path_BWW[2, :2, :2], np.tril(np.ones((2, 2), bool)))
