@@ -43,7 +43,7 @@ class RoundRecord:
 
     @property
     def drafted(self) -> bool:
-        """Whether it verified draft tokens."""
+        """Return whether it verified draft tokens."""
         return self.num_nodes > self.num_slots
 
 
