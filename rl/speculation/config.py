@@ -107,7 +107,8 @@ class ReuseConfig:
     bfloat16 up to rounding) for any policy that was chosen without looking at the noise.
     Training does look: updates learn from responses made with this noise, as with common
     random numbers elsewhere.
-    It agrees best with Sampling.draw = "gumbel".
+    Set Sampling.draw = "gumbel" with it: after an update at 1e-5 81% of SmolLM2-135M's tokens
+    stood, and 31% with `cdf`, which is slower than no reuse.
     """
 
     mode: str = "off"

@@ -1,0 +1,165 @@
+"""Seconds of rounds with draft tokens against plain ones: `python -m benchmarks.rounds --json`.
+
+Random weights of the given shape, all slots busy, half of the positions live. For each number of
+nodes the draft tokens are spread evenly over the slots, and in another row over a quarter of them.
+Kinds of rounds take turns; ratios are taken turn by turn, and their medians count. A plain round
+is one of eight between two fetches, as the engine runs them; a round with draft tokens has its
+packing, call and fetch in its seconds, but no drafting.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import environment
+from benchmarks.baselines.reprise import model_config
+from benchmarks.shape import Shape
+from models import kv_cache, transformer
+from spec import sampling
+from spec.drafter import Drafts, no_drafts
+from spec.nodes import pack
+from spec.verify import Slots, by_slot, decode_rounds, unpack, verify_round
+
+PLAIN_ROUNDS = 8
+NO_STOP_E = np.full(1, -1, np.int32)
+Round = Callable[[], float]  # its seconds
+
+
+def draft(counts: np.ndarray, vocab_size: int) -> Drafts:
+    """Random trees of these numbers of draft tokens; a token hangs from one of the three before."""
+    rng = np.random.default_rng(0)
+    found = no_drafts(len(counts), max(int(counts.max()), 1))
+    for a, n in enumerate(counts):
+        found.tokens_AN[a, :n] = rng.integers(0, vocab_size, n)
+        found.parents_AN[a, :n] = [int(rng.integers(max(i - 3, -1), i)) for i in range(n)]
+        found.count_A[a] = n
+    return found
+
+
+def busy(num_slots: int, num_positions: int) -> Slots:
+    one_B = jnp.ones(num_slots, jnp.int32)
+    return Slots(
+        last_token=one_B,
+        length=one_B * (num_positions // 2),
+        emitted=one_B * 0,
+        limit=one_B * 10**6,
+        active=one_B > 0,
+        keys=sampling.request_keys(sampling.step_key(0, 0), jnp.arange(num_slots)),
+        processing=sampling.Processing(one_B * 1.0, one_B * 0, one_B * 1.0),
+    )
+
+
+class Rounds:
+    """Rounds of one number of slots and positions; each kind has a cache of its own."""
+
+    def __init__(self, shape: Shape, num_slots: int, most_nodes: int) -> None:
+        self.model, self.shape = model_config(shape), shape
+        self.num_slots, self.most_nodes = num_slots, most_nodes
+        self.params = transformer.init(self.model, jax.random.key(0))
+
+    def _state(self) -> list[Any]:
+        cache = kv_cache.init(self.model, self.num_slots, self.shape.cache, jnp.float32)
+        return [cache, kv_cache.no_pending(self.model, self.most_nodes, jnp.float32)]
+
+    def plain(self) -> Round:
+        state, B = self._state(), self.num_slots
+
+        def run() -> float:
+            slots = jax.block_until_ready(busy(B, self.shape.cache))
+            began_s = time.perf_counter()
+            *state[:], _, found = decode_rounds(
+                self.params,
+                *state,
+                slots,
+                NO_STOP_E,
+                np.int32(PLAIN_ROUNDS),
+                np.int32(B),
+                config=self.model,
+                scheme="cdf",
+                max_rounds=PLAIN_ROUNDS,
+            )
+            unpack(found)
+            return (time.perf_counter() - began_s) / PLAIN_ROUNDS
+
+        return run
+
+    def drafted(self, num_nodes: int, drafting_slots: int, max_nodes: int) -> Round:
+        state, B = self._state(), self.num_slots
+        counts = np.zeros(B, int)
+        counts[:drafting_slots] = (num_nodes - B) // drafting_slots
+        drafts = draft(counts, self.model.vocab_size)
+
+        def run() -> float:
+            slots = jax.block_until_ready(busy(B, self.shape.cache))
+            began_s = time.perf_counter()
+            nodes_3M = pack(drafts, drafts.count_A, np.arange(B), B, num_nodes)
+            *state[:], _, found = verify_round(
+                self.params,
+                *state,
+                slots,
+                nodes_3M,
+                NO_STOP_E,
+                config=self.model,
+                scheme="cdf",
+                max_nodes=max_nodes,
+            )
+            by_slot(*unpack(found), nodes_3M[1], B)
+            return time.perf_counter() - began_s
+
+        return run
+
+
+def measure(
+    shape: Shape, num_slots: int, sizes: list[int], max_nodes: int, repeats: int
+) -> list[dict[str, Any]]:
+    """Return a row for each number of nodes and way to spread them, plain rounds first."""
+    rounds = Rounds(shape, num_slots, max(sizes))
+    plain: dict[str, Any] = {"slots": num_slots, "nodes": num_slots}
+    kinds = [(plain, rounds.plain())]
+    for size in sizes:
+        for drafting in (num_slots, num_slots // 4):
+            if (size - num_slots) // drafting < max_nodes:
+                row = {"slots": num_slots, "nodes": size, "slots_with_drafts": drafting}
+                kinds.append((row, rounds.drafted(size, drafting, max_nodes)))
+    seconds = [[run() for _, run in kinds] for _ in range(repeats + 2)][2:]  # two warm up
+    for (row, _), taken in zip(kinds, zip(*seconds, strict=True), strict=True):
+        ratios = [s / turn[0] for s, turn in zip(taken, seconds, strict=True)]
+        row["ms"] = round(1e3 * statistics.median(taken), 3)
+        row["to_plain"] = round(statistics.median(ratios), 3)
+        row["to_plain_quartiles"] = np.quantile(ratios, [0.25, 0.75]).round(3).tolist()
+    return [row for row, _ in kinds]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--slots", type=int, nargs="+", default=[64, 16, 4])
+    parser.add_argument("--positions", type=int, default=192, help="of the cache")
+    parser.add_argument("--repeats", type=int, default=21, help="turns; the medians count")
+    environment.add_output_flags(parser)
+    arguments = parser.parse_args()
+    shape, rows = Shape(cache=arguments.positions), list[dict[str, Any]]()
+    for slots in arguments.slots:
+        sizes = [slots * n for n in (2, 4, 8) if slots * n <= 256]
+        rows += measure(shape, slots, sizes, 32, arguments.repeats)
+    record = environment.record("benchmarks.rounds", ("jax", "jaxlib", "numpy"))
+    result = {"benchmark": "rounds", "rows": rows, **record}
+    figures = {
+        f"{row['slots']} slots, {row['nodes']} nodes, drafts in {row.get('slots_with_drafts', 0)}":
+            f"{row['ms']} ms, {row['to_plain']}× a plain round"
+        for row in rows
+    }  # fmt: skip
+    environment.show(result, arguments, figures)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
