@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from models.folder import Folder
+from rl.metrics.run_summary import summary_lines
 from rl.metrics.writer import Row, spread
 from rl.reports.evaluations import eval_lines
 from rl.reports.runs import ReportError, Run, load_runs, summarize
@@ -47,7 +48,10 @@ def write_report(
         written.append(output / name)
     page = report_page.page(
         title=", ".join(run.label for run in runs),
-        runs=[(run.label, len(run.rows), int(run.steps[-1])) for run in runs],
+        runs=[
+            (run.label, len(run.rows), int(run.steps[-1]), summary_lines(run.rows, run.evals))
+            for run in runs
+        ],
         images=[
             (name, png, report_plots.CAPTIONS[name])
             for name, png in images.items()

@@ -21,12 +21,13 @@ from rl.config.command_line import config_parser, parse_command_line
 from rl.config.loader import ConfigError, dump, load
 from rl.loop import memory_estimate, run_folder
 from rl.loop.experiment import Inputs, TrainConfig, open_inputs, remarks
-from rl.metrics.writer import DamagedRowError, check_installed
+from rl.metrics.run_summary import summary_lines
+from rl.metrics.writer import DamagedRowError, check_installed, read_metrics, step_rows
 from rl.rewards.check import check_rewards
 from rl.runtime import devices, host_memory
 from rl.runtime.exit_codes import EXIT_FAILED, EXIT_USAGE
 from rl.runtime.progress import Progress, progress, say
-from rl.runtime.run_files import CONFIG_FILE, DRAFTER_MODEL, POLICY
+from rl.runtime.run_files import CONFIG_FILE, DRAFTER_MODEL, METRICS_FILE, POLICY
 from rl.runtime.signals import EXPORTING, Limits, Stopped, Watch, leave
 
 DEFAULT_CONFIG = "configs/tiny_cpu.gin"
@@ -113,6 +114,8 @@ def _newest_run(name: str) -> Path:
 
 def _print_plan(config: TrainConfig, inputs: Inputs, folder: Path) -> int:
     """Print what would run, and in how much memory; returns the exit code."""
+    from rl.loop import setup
+
     model, there = inputs.model, memory_estimate.devices_unopened()
     say(dump(config))
     say(f"# run folder    {folder}")
@@ -125,6 +128,8 @@ def _print_plan(config: TrainConfig, inputs: Inputs, folder: Path) -> int:
     say(f"# per step      {config.rollout.num_requests} responses")
     for field, value in vars(config.algorithm.resolved).items():
         say(f"# algorithm     {field:24s} {value}")
+    compiled = setup.num_whole_model(config, inputs)
+    say(f"# programs      {compiled} of rollouts run the whole policy: the rest compile fast")
     needed = memory_estimate.estimate(config, model, there)
     for part, size in [*needed.parts.items(), ("total, of one device", needed.total)]:
         say(f"# memory        {part:38s} {size / 2**20:10.1f} MiB")
@@ -193,6 +198,7 @@ def _train(config: TrainConfig, inputs: Inputs, folder: Path, show: Progress, wa
         state = train(config, inputs, folder, show=show, watch=watch, clock=time.perf_counter)
     except Stopped:
         step, words = run_folder.standing(folder)
+        _say_summary(folder, show)
         show.message(f"stopped and saved; {words}" if step else f"stopped; {words}")
         return watch.exit_status
     except (
@@ -229,8 +235,16 @@ def _export(
     except OSError as error:
         show.message(f"error: the policy could not be written: {error}")
         return EXIT_FAILED
+    _say_summary(folder, show)
     show.message(f"done; {text}; python -m rl.report {folder}")
     return 0
+
+
+def _say_summary(folder: Path, show: Progress) -> None:
+    """Say where the run's time went, and what drafts brought; of a resumed one, since its start."""
+    rows = read_metrics(folder) if (folder / METRICS_FILE).is_file() else []
+    for line in summary_lines(step_rows(rows), [row for row in rows if "eval_s" in row]):
+        show.message(line)
 
 
 if __name__ == "__main__":

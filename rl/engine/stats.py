@@ -14,6 +14,7 @@ import numpy as np
 from models.folder import replace_file
 from rl.runtime.run_files import TIMELINE_FILE
 from spec.drafter import Acceptance, Drafts, Source
+from spec.round_times import RoundTimes
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -134,20 +135,25 @@ def joined(parts: Sequence[EngineStats]) -> EngineStats:
     return total
 
 
-def speculation_metrics(stats: EngineStats) -> dict[str, float]:
+def speculation_metrics(stats: EngineStats, times: RoundTimes | None = None) -> dict[str, float]:
     """Return the acceptance of draft tokens in a rollout, in all and by source.
 
-    Only rounds with draft tokens count. `tokens_per_round` is per request; `host_share` is the
-    part of these rounds in which the host drafted, packed, called and committed. Empty where
-    nothing was drafted.
+    With the measured `times` of a run that may draft also what drafts brought. Of the others only
+    rounds with draft tokens count, and they are absent where nothing was drafted.
+    `tokens_per_round` is per request; `host_share` is the part of these rounds in which the host
+    drafted, packed, called and committed.
     """
+    drafted, accepted = stats.drafted_nodes, stats.accepted_tokens
+    metrics = {}
+    if times is not None:
+        metrics["spec/accepted_tokens"] = float(accepted)
+        metrics["spec/seconds_saved"] = seconds_saved(stats.timeline, times)
     rounds = [r for r in stats.timeline if r.drafted]
     if not rounds:
-        return {}
-    drafted, accepted = stats.drafted_nodes, stats.accepted_tokens
+        return metrics
     requests = sum(int(r.rounds_A.sum()) for r in rounds)
     emitted = sum(int(r.emitted_A.sum()) for r in rounds)
-    metrics = {
+    metrics |= {
         "spec/accept_rate": accepted / max(drafted, 1),
         "spec/tokens_per_round": emitted / requests,
         "spec/drafted_per_round": drafted / requests,
@@ -163,6 +169,24 @@ def speculation_metrics(stats: EngineStats) -> dict[str, float]:
             metrics[f"spec/{name}/accept_rate"] = accepted / verified
             metrics[f"spec/{name}/speculated_fraction"] = accepted / max(stats.tokens, 1)
     return metrics
+
+
+def seconds_saved(rounds: Sequence[RoundRecord], times: RoundTimes) -> float:
+    """Return the seconds that drafts saved against plain decoding: an estimate, may be negative.
+
+    A round that emits e tokens to A requests counts as e / A plain rounds of its slots and
+    positions, of measured seconds, less its own seconds, those of the host included. Looking for
+    drafts before plain rounds is a loss.
+    """
+    saved_s = 0.0
+    for r in rounds:
+        if not r.drafted:
+            saved_s -= r.drafted_s - r.ready_s
+            continue
+        plain_s = times(r.num_slots, r.num_slots, r.num_positions)
+        assert plain_s is not None, f"no measured plain round of {r.num_slots} slots"
+        saved_s += float(r.emitted_A.mean()) * plain_s - (r.ended_s - r.ready_s)
+    return saved_s
 
 
 def host_share(rounds: Sequence[RoundRecord]) -> float:

@@ -382,7 +382,8 @@ def remarks(config: TrainConfig, inputs: Inputs) -> list[str]:
     found = []
     if not config.speculation.enabled:
         found.append(
-            "speculation: off in this configuration; configs/epochs_tiny.gin is a short run with it"
+            'speculation: off in this configuration; Speculation.budget = "goodput" drafts where '
+            "measured seconds say that it pays"
         )
     if config.trainer.minibatches > (groups := config.rollout.prompts_per_step):
         found.append(

@@ -202,6 +202,25 @@ def _node_sizes(config: TrainConfig) -> compile_buckets.NodeSizes | None:
     return nodes
 
 
+def rollout_reach(config: TrainConfig) -> compile_buckets.Reach:
+    """Return what a run's rollouts can reach, but for drafters on the device."""
+    pipeline = config.sched.mode == "pipeline"  # evaluated on another engine
+    return compile_buckets.Reach(
+        config.rollout.num_requests,
+        config.rollout.max_prompt_tokens if pipeline else config.longest_prompt_tokens,
+        speculative=config.speculation.enabled,
+        reuse=config.reuse.enabled,
+        moves=config.sched.workers > 1 or pipeline,
+        nodes=_node_sizes(config),
+    )
+
+
+def num_whole_model(config: TrainConfig, inputs: Inputs) -> int:
+    """Return how many programs of rollouts run the whole policy; opens no device."""
+    runner, reach = Engine(inputs.model, config.engine), rollout_reach(config)
+    return compile_buckets.num_whole_model(runner, config.sampling, reach)
+
+
 def _warm_up(
     config: TrainConfig,
     engine: RolloutEngine,
@@ -223,16 +242,7 @@ def _warm_up_here(
     folder: Path,
     told: OnCompiled,
 ) -> None:
-    pipeline = config.sched.mode == "pipeline"  # evaluated on another engine
-    reach = compile_buckets.Reach(
-        config.rollout.num_requests,
-        config.rollout.max_prompt_tokens if pipeline else config.longest_prompt_tokens,
-        speculative=config.speculation.enabled,
-        reuse=config.reuse.enabled,
-        moves=isinstance(engine, MultiEngine),
-        drafters=speculation.drafters,
-        nodes=_node_sizes(config),
-    )
+    reach = dataclasses.replace(rollout_reach(config), drafters=speculation.drafters)
     for one in engine.engines:
         placed = one.place(weights)
         compile_buckets.warm_up(one, placed, config.sampling, reach, told)

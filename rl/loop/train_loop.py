@@ -239,7 +239,8 @@ def train_step(
 
 
 def _record(system: System, rollouts: Rollouts, advantages: np.ndarray, step: int) -> StepRecord:
-    row = step_metrics(rollouts.trajectories, rollouts.scores, rollouts.stats, step)
+    times = system.speculation.times
+    row = step_metrics(rollouts.trajectories, rollouts.scores, rollouts.stats, step, times)
     samples = sample_rows(
         system.inputs.tokenizer,
         rollouts.prompts.examples,

@@ -14,15 +14,20 @@ from rl.engine.stats import EngineStats, speculation_metrics
 from rl.metrics.diversity import distinct_1, self_bleu
 from rl.rewards.pool import Score
 from rl.trajectory import Trajectory
+from spec.round_times import RoundTimes
 
 
 def step_metrics(
-    trajectories: Sequence[Trajectory], scores: Sequence[Score], stats: EngineStats, step: int
+    trajectories: Sequence[Trajectory],
+    scores: Sequence[Score],
+    stats: EngineStats,
+    step: int,
+    times: RoundTimes | None = None,
 ) -> dict[str, Any]:
     """Return lengths, rewards by function, failures, diversity and the engine's counts.
 
-    Off-policyness is the number of updates between the policy that drew a token and the one that
-    `step` starts from.
+    `times` are the measured seconds of rounds, of a run that may draft. Off-policyness is the
+    number of updates between the policy that drew a token and the one that `step` starts from.
     """
     staleness = step - 1 - np.concatenate([t.policy_versions for t in trajectories])
     lengths = np.array([t.num_tokens for t in trajectories])
@@ -56,7 +61,7 @@ def step_metrics(
     if not math.isnan(bleu := self_bleu(responses, groups)):
         metrics["diversity/self_bleu"] = bleu
     metrics["rewards/failures"] = sum(s.failure is not None for s in scores)
-    return metrics | speculation_metrics(stats)
+    return metrics | speculation_metrics(stats, times)
 
 
 def _slot_use(stats: EngineStats) -> float:

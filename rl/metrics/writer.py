@@ -34,6 +34,7 @@ WALL_CLOCK_NAMES = frozenset(
     {
         "step_time",
         "eval_s",
+        "spec/seconds_saved",
         "spec/draft_seconds",
         "spec/verify_seconds",
         "spec/host_share",

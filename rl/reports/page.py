@@ -86,7 +86,7 @@ show();
 def page(
     *,
     title: str,
-    runs: Sequence[tuple[str, int, int]],
+    runs: Sequence[tuple[str, int, int, Sequence[str]]],
     images: Sequence[tuple[str, bytes, str]],
     summaries: Sequence[Summary],
     evaluations: Sequence[EvalLine],
@@ -94,7 +94,8 @@ def page(
 ) -> str:
     """Return the whole page as text.
 
-    `runs`: (label, rows, last step); `images`: (file, PNG, caption); `samples`: (run label, row).
+    `runs`: (label, rows, last step, what they came to); `images`: (file, PNG, caption);
+    `samples`: (run label, row).
     """
     script = base64.b64encode(hashlib.sha256(_SCRIPT.encode()).digest()).decode()
     policy = (
@@ -102,8 +103,13 @@ def page(
         f"script-src 'sha256-{script}'"
     )
     facts = "<br>".join(
-        f"<b>{_text(label)}</b>: {rows:,} steps recorded, the last is step {last:,}"
-        for label, rows, last in runs
+        "<br>".join(
+            [
+                f"<b>{_text(label)}</b>: {rows:,} steps recorded, the last is step {last:,}",
+                *map(_text, lines),
+            ]
+        )
+        for label, rows, last, lines in runs
     )
     plots = "\n".join(
         f'<figure><img alt="{_text(name.removesuffix(".png"))}" '

@@ -212,6 +212,14 @@ PANELS: tuple[Panel, ...] = (
         scale=100.0,
     ),
     Curve(
+        "spec_saved.png",
+        "Seconds saved by drafts",
+        "seconds per step",
+        "spec/seconds_saved",
+        "Seconds that plain rounds would have taken for the same tokens, as measured before the "
+        "run, less those of rounds with drafts and of looking for drafts: an estimate.",
+    ),
+    Curve(
         "reused.png",
         "Reused",
         "% of response tokens",

@@ -99,6 +99,8 @@ _DIRECTIONS: dict[str, Literal["max", "min", ""]] = {
     "spec/tokens_per_round": "max",
     "spec/accept_rate": "max",
     "spec/speculated_fraction": "max",
+    "spec/accepted_tokens": "max",
+    "spec/seconds_saved": "max",
     "spec/host_share": "min",
     "perf/throughput": "max",
     "step_time": "min",

@@ -201,6 +201,7 @@ def time_left(seconds: float) -> str:
     return f"about {minutes // 60} h {minutes % 60:02} min left"
 
 
+_ROLLOUT_SHARE = "share of the rollout in the step's seconds"  # made here, of two metrics
 # Metric, and how its value reads: widths keep the columns of successive lines apart.
 _COLUMNS = (
     ("reward", "reward {:6.3f}"),
@@ -208,12 +209,17 @@ _COLUMNS = (
     ("entropy", "entropy {:6.3f}"),
     ("perf/throughput", "{:9,.0f} tok/s"),
     ("step_time", "{:8.2f} s"),
+    (_ROLLOUT_SHARE, "rollout {:4.0%}"),
+    ("spec/accepted_tokens", "drafts {:6,.0f} tok"),
+    ("spec/seconds_saved", "saved {:+6.2f} s"),
 )
 
 
 def format_step(row: Mapping[str, Any], total_steps: int | None = None) -> str:
     """Return the line of a step: the metrics that a person watches, as far as `row` has them."""
     parts = [_step_of(row["step"], total_steps)]
+    if (step_s := row.get("step_time")) and (rollout_s := row.get("time/rollout")) is not None:
+        row = {**row, _ROLLOUT_SHARE: rollout_s / step_s}
     for name, form in _COLUMNS:
         if name in row:
             value = row[name]

@@ -38,6 +38,7 @@ from spec.verify import decode_rounds, settle, verify_round
 
 NodeSizes = Callable[[int], Collection[int]]  # of trees, by slots
 Arguments = tuple[tuple, dict[str, Any]]
+WHOLE_MODEL = (cache_ops.prefill, decode_rounds, verify_round, verify_packed)  # steps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,6 +95,14 @@ def warm_up(
             args, kwargs = program.arguments()
             jax.block_until_ready(program.step(*args, **kwargs))
         return len(programs)
+
+
+def num_whole_model(engine: Engine, sampling: SamplingConfig, reach: Reach) -> int:
+    """Return how many of the programs run the whole policy: those that take long to compile."""
+    pool = Pool(engine, {}, sampling, reach)
+    programs = [*pool.plain(), *(pool.trees() if reach.speculative else ())]
+    programs += pool.reuse() if reach.reuse else ()
+    return sum(program.step in WHOLE_MODEL for program in programs)
 
 
 def _lowered(engine: Engine, programs: Sequence[Program]) -> Iterator[Any]:

@@ -262,6 +262,20 @@ def test_failed_rewards_have_a_plot_and_a_row(tmp_path):
     assert "rewards/failures128" in "".join(page.text) and "64 (step 2)" in page.text
 
 
+def test_what_drafts_brought_is_said_and_drawn(tmp_path):
+    drafts = {"spec/accepted_tokens": [0.0, 50.0], "spec/seconds_saved": [-0.5, 2.5]}
+    seconds = {"time/rollout": [4.0, 4.0], "step_time": [5.0, 5.0]}
+    drawn = {"rollout/generated_tokens": [100.0, 100.0]}
+    folder = make_run(tmp_path / "run", [0.0, 0.5], **drafts, **seconds, **drawn)
+    assert report.main([str(folder)]) == 0
+    page = Page((folder / "report" / "index.html").read_text(encoding="utf-8"))
+    text = "".join(page.text)
+    assert (folder / "report" / "spec_saved.png").exists()
+    assert "time: 10 s in 2 steps (rollout 80%)" in text
+    assert "50 of 200 tokens were accepted draft tokens; by measured rounds they saved" in text
+    assert "spec/seconds_saved" in text and "2.5 (step 2)" in text
+
+
 def test_every_plot_has_a_caption_of_one_sentence(tmp_path):
     folder = make_run(tmp_path / "run", [0.0, 0.0], entropy=[1.0, 2.0])
     assert report.main([str(folder)]) == 0

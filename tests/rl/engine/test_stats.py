@@ -12,11 +12,13 @@ from rl.engine.stats import (
     joined,
     load_timeline,
     save_timeline,
+    seconds_saved,
     speculation_metrics,
 )
 from rl.reports import timeline_plot
 from rl.runtime.run_files import TIMELINE_FILE
 from spec.drafter import Source
+from spec.round_times import RoundTimes
 
 
 def record(began_s, nodes, ids, emitted):
@@ -57,6 +59,30 @@ def test_metrics_are_those_of_rounds_with_drafts():
             "spec/own/speculated_fraction": 1 / 20,
         }
     )
+
+
+def test_seconds_saved_are_those_of_plain_rounds_less_those_of_rounds_with_drafts():
+    """By hand: records of 10 s, of which 9 s after admission; plain rounds of 7 s."""
+    stats, times = example(), RoundTimes({(4, 4, 64): 7.0, (4, 16, 64): 1.0})
+    plain, all_three, alone = stats.timeline
+    assert seconds_saved([all_three], times) == pytest.approx((3 + 1 + 2) / 3 * 7 - 9)
+    assert seconds_saved([alone], times) == pytest.approx(2 * 7 - 9)
+    assert seconds_saved([plain], times) == -2  # it drafted, and then verified nothing
+    assert seconds_saved([], times) == 0
+    metrics = speculation_metrics(stats, times)
+    assert metrics["spec/seconds_saved"] == pytest.approx(14 - 9 + 14 - 9 - 2)
+    assert metrics["spec/accepted_tokens"] == 5
+    assert metrics.keys() - speculation_metrics(stats).keys() == {
+        "spec/seconds_saved",
+        "spec/accepted_tokens",
+    }
+
+
+def test_a_run_that_may_draft_says_what_looking_for_drafts_cost():
+    stats = EngineStats(tokens=12)
+    stats.timeline.append(record(0, 1, [1], [4]))
+    metrics = speculation_metrics(stats, RoundTimes({}))
+    assert metrics == {"spec/accepted_tokens": 0, "spec/seconds_saved": -2}
 
 
 def test_a_rollout_without_drafts_has_no_speculation_metrics():

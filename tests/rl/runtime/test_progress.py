@@ -38,6 +38,17 @@ def test_the_line_of_a_step():
     assert format_step({"step": 7}, 9) == "step 7/9"
 
 
+def test_the_line_says_where_time_goes_and_what_drafts_brought():
+    more = {"time/rollout": 2.5242, "spec/accepted_tokens": 1234.0, "spec/seconds_saved": 0.31}
+    lines = [LINE + "  rollout  60%  drafts  1,234 tok  saved  +0.31 s"]
+    lines.append(LINE + "  rollout  60%  drafts      0 tok  saved  -0.02 s")
+    nothing = {"spec/accepted_tokens": 0.0, "spec/seconds_saved": -0.02}
+    assert [format_step(ROW | more | m, 200) for m in ({}, nothing)] == lines
+    # a damaged row, as a report or a resumed run may meet, is shown as far as it goes
+    assert "rollout" not in format_step(ROW | {"time/rollout": None}, 200)
+    assert "rollout" not in format_step(ROW | {"time/rollout": 1.0, "step_time": None}, 200)
+
+
 def test_lines_of_one_run_are_equally_long():
     small = ROW | {"step": 199, "reward": -1.0, "perf/throughput": 3.0, "step_time": 1234.5}
     assert len(format_step(small, 200)) == len(format_step(ROW, 200))

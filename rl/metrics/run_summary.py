@@ -1,0 +1,56 @@
+"""What a run came to, in a few lines: where its time went, and what drafts brought."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Sequence
+from typing import Any
+
+from rl.metrics.writer import Row
+
+
+def summary_lines(rows: Sequence[Row], evals: Sequence[Row] = ()) -> list[str]:
+    """Return a line on time, and one on drafts if the run could draft.
+
+    `rows` are those of training steps, `evals` those that hold an evaluation.
+    """
+    step_s = _total(rows, "step_time")
+    if not step_s:
+        return []
+    seconds = collections.Counter[str]()
+    for row in rows:
+        parts = {name.removeprefix("time/"): name for name in row if name.startswith("time/")}
+        seconds.update({part: _number(row[name]) for part, name in parts.items()})
+    shares = ", ".join(f"{part} {s / step_s:.0%}" for part, s in seconds.most_common())
+    lines = [f"time: {duration(step_s)} in {len(rows):,} steps ({shares})"]
+    if eval_s := _total(evals, "eval_s"):
+        lines[0] += f", {duration(eval_s)} in evaluations"
+    if any("spec/seconds_saved" in row for row in rows):
+        lines.append(_of_drafts(rows, seconds["rollout"]))
+    return lines
+
+
+def _of_drafts(rows: Sequence[Row], rollout_s: float) -> str:
+    accepted, saved_s = _total(rows, "spec/accepted_tokens"), _total(rows, "spec/seconds_saved")
+    drawn = _total(rows, "rollout/generated_tokens")
+    text = f"drafts: {accepted:,.0f} of {drawn:,.0f} tokens were accepted draft tokens"
+    verb, of = ("saved", rollout_s + saved_s) if saved_s >= 0 else ("lost", rollout_s)
+    text += f"; by measured rounds they {verb} about {duration(abs(saved_s))}"
+    return text + (f", {abs(saved_s) / of:.0%} of plain rollouts" if of > 0 else "")
+
+
+def duration(seconds: float) -> str:
+    """Return seconds as a person would say them: 0.4 s, 41 s, 9 min 31 s."""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    seconds = round(seconds) if seconds < 1e9 else seconds
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds // 60:,.0f} min {seconds % 60:.0f} s"
+
+
+def _total(rows: Sequence[Row], name: str) -> float:
+    return sum(_number(row.get(name)) for row in rows)
+
+
+def _number(value: Any) -> float:
+    """Return a metric as a number; 0 where it is none, or larger than any run makes it."""
+    return float(value) if isinstance(value, (int, float)) and abs(value) < 1e15 else 0.0

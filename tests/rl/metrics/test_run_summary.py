@@ -1,0 +1,52 @@
+"""What a run came to, from its rows."""
+
+import pytest
+
+from rl.metrics.run_summary import duration, summary_lines
+
+
+def row(step, **more):
+    names = {"rollout": "time/rollout", "update": "time/update", "total": "step_time"}
+    names |= {"accepted": "spec/accepted_tokens", "saved_s": "spec/seconds_saved"}
+    names |= {"drawn": "rollout/generated_tokens"}
+    return {"step": step} | {names[k]: v for k, v in more.items()}
+
+
+def test_time_and_drafts_are_summed_over_steps():
+    rows = [
+        row(1, rollout=9.0, update=6.0, total=20.0, drawn=1500.0, accepted=0.0, saved_s=-0.5),
+        row(2, rollout=7.0, update=3.0, total=20.0, drawn=2500.0, accepted=1000.0, saved_s=4.5),
+    ]
+    time_line, drafts_line = summary_lines(rows, [{"step": 0, "eval_s": 2.5}])
+    assert time_line == "time: 40 s in 2 steps (rollout 40%, update 22%), 2.5 s in evaluations"
+    # 16 s of rollouts would have been 20 s
+    assert drafts_line == (
+        "drafts: 1,000 of 4,000 tokens were accepted draft tokens; by measured rounds they saved "
+        "about 4.0 s, 20% of plain rollouts"
+    )
+
+
+def test_a_loss_is_called_one():
+    rows = [row(1, rollout=10.0, total=10.0, drawn=100.0, accepted=3.0, saved_s=-0.5)]
+    assert summary_lines(rows)[1].endswith(
+        "by measured rounds they lost about 0.5 s, 5% of plain rollouts"
+    )
+
+
+def test_a_run_that_cannot_draft_has_no_line_on_drafts_and_none_without_steps():
+    assert summary_lines([row(1, rollout=1.0, total=4.0)]) == [
+        "time: 4.0 s in 1 steps (rollout 25%)"
+    ]
+    assert summary_lines([], [{"step": 0, "eval_s": 2.0}]) == []
+
+
+@pytest.mark.parametrize("value", [None, "9", 1e300, True])
+def test_what_no_run_writes_does_not_end_it(value):
+    strange = row(2, rollout=value, total=value, saved_s=value, accepted=value, drawn=value)
+    assert len(summary_lines([row(1, rollout=1.0, total=2.0), strange])) == 2
+
+
+def test_durations_read_well():
+    assert [duration(s) for s in (0.04, 9.94, 41.3, 119.6, 571.0, 3600.0)] == [
+        *("0.0 s", "9.9 s", "41 s", "2 min 0 s", "9 min 31 s", "60 min 0 s"),
+    ]
