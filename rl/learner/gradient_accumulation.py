@@ -167,12 +167,12 @@ def apply(
 def lower(
     state: State, batch: MicroBatch, scalars: StepScalars, step: jax.Array, **static: Any
 ) -> list[Any]:
-    """Return `inspect`, `apply` and `accumulate`, lowered for the caller to compile."""
+    """Return `accumulate`, `apply` and `inspect`, lowered for the caller to compile."""
     total = start(**static)
     return [
-        inspect.lower(total, step, **static),
-        apply.lower(state, total.gradients, np.bool_(False), **static),
         accumulate.lower(state.params, total, batch, scalars, **static),
+        apply.lower(state, total.gradients, np.bool_(False), **static),
+        inspect.lower(total, step, **static),
     ]
 
 

@@ -103,20 +103,31 @@ def warm_up(
 
     Returns the state, unchanged; the one given is donated. `told` hears how many are compiled.
     """
-    scalars = StepScalars(np.float32(1), np.float32(1), np.bool_(True))
-    plain = place(micro_batches.empty(shape))
-    batch = place(micro_batches.empty(shape, with_critic=True)) if state.critic else plain
-    rest, lowered = (batch, scalars, state.step), []
-    for network, trained in _networks(state):
-        lowered += gradient_accumulation.lower(trained, *rest, network=network, recipe=recipe)
-    rescores = recipe.algorithm.needs_reference or recipe.recomputes_old
-    if rescores:
-        lowered.append(logprobs.token_logprobs.lower(state.params, plain, recipe=recipe))
-    if state.critic:
-        lowered.append(critic.token_values.lower(state.critic.params, plain, recipe=recipe))
-    compile_all(lowered, len(lowered), told)
+    steps = lowered(state, shape, recipe=recipe)
+    compile_all(steps, len(steps), told)
+    return first_run(state, shape, recipe=recipe)
 
-    if rescores:
+
+def lowered(state: TrainState, shape: Shape, *, recipe: TrainSpec) -> list[Any]:
+    """Return every step, lowered for the caller to compile; the largest come first."""
+    plain, *rest = _nothing(state, shape)
+    steps = []
+    for network, trained in _networks(state):
+        steps += gradient_accumulation.lower(trained, *rest, network=network, recipe=recipe)
+    if _rescores(recipe):
+        steps.append(logprobs.token_logprobs.lower(state.params, plain, recipe=recipe))
+    if state.critic:
+        steps.append(critic.token_values.lower(state.critic.params, plain, recipe=recipe))
+    return steps
+
+
+def first_run(state: TrainState, shape: Shape, *, recipe: TrainSpec) -> TrainState:
+    """Run every step on nothing, once it is compiled; returns the state, unchanged.
+
+    The one given is donated.
+    """
+    plain, *rest = _nothing(state, shape)
+    if _rescores(recipe):
         logprobs.token_logprobs(state.params, plain, recipe=recipe)
     if state.critic:
         critic.token_values(state.critic.params, plain, recipe=recipe)
@@ -125,6 +136,18 @@ def warm_up(
         for network, trained in reversed(_networks(state))
     ]
     return _joined(unchanged[::-1])
+
+
+def _rescores(recipe: TrainSpec) -> bool:
+    return recipe.algorithm.needs_reference or recipe.recomputes_old
+
+
+def _nothing(state: TrainState, shape: Shape) -> tuple[MicroBatch, MicroBatch, StepScalars, Any]:
+    """Return an empty batch, the same as its networks take it, and the rest of what steps take."""
+    scalars = StepScalars(np.float32(1), np.float32(1), np.bool_(True))
+    plain = place(micro_batches.empty(shape))
+    batch = place(micro_batches.empty(shape, with_critic=True)) if state.critic else plain
+    return plain, batch, scalars, state.step
 
 
 def _networks(state: TrainState) -> list[tuple[Network, Any]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -96,13 +96,13 @@ def build(
             show.compiling(what, done, total)
 
         weights = trainer.cast_params(state.params, engine.dtype)
-        _warm_up(config, engine, weights, speculation, folder, partial(told, "rollouts"))
+        training = trainer.lowered(state, learner.shape, recipe=learner.recipe)
+        heard = partial(told, "training and rollouts")
+        _warm_up(config, engine, weights, speculation, folder, heard, training)
         warm_up_evaluation(config, inputs, eval_engine, weights, partial(told, "evaluation"))
         if drafter is not None:
             drafter_run.warm_up(drafter, engine, weights)
-        state = trainer.warm_up(
-            state, learner.shape, recipe=learner.recipe, told=partial(told, "training")
-        )
+        state = trainer.first_run(state, learner.shape, recipe=learner.recipe)
         system = System(
             *(config, inputs, learner, engine, eval_engine, cache, speculation, reuse, rewards),
             *(DataOrder(len(inputs.task), config.run.seed), drafter),
@@ -228,9 +228,14 @@ def _warm_up(
     speculation: Speculation,
     folder: Path,
     told: OnCompiled,
+    training: Sequence[Any],
 ) -> None:
-    """Compile all that rollouts can need, and time what the budget and the scheduler decide by."""
-    engine.do(partial(_warm_up_here, config, engine, weights, speculation, folder, told))
+    """Compile all that rollouts can need, and time what the budget and the scheduler decide by.
+
+    The lowered steps of `training` are compiled with it: nothing is timed beside a compilation.
+    """
+    work = partial(_warm_up_here, config, engine, weights, speculation, folder, told, training)
+    engine.do(work)
     jax.block_until_ready(step_key(0, 0))  # in this thread, under the trainer's mesh
 
 
@@ -241,11 +246,13 @@ def _warm_up_here(
     speculation: Speculation,
     folder: Path,
     told: OnCompiled,
+    training: Sequence[Any],
 ) -> None:
     reach = dataclasses.replace(rollout_reach(config), drafters=speculation.drafters)
     for one in engine.engines:
         placed = one.place(weights)
-        compile_buckets.warm_up(one, placed, config.sampling, reach, told)
+        compile_buckets.warm_up(one, placed, config.sampling, reach, told, training)
+        training = ()
     # workers are alike: the last one's times are those of all
     if isinstance(engine, MultiEngine):
         most = {"max_requests": reach.max_requests, "max_tokens": one.longest_tokens}

@@ -9,6 +9,7 @@ B = slots, S = cache positions, N = nodes of a tree, T = positions of a prompt, 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -38,7 +39,8 @@ from spec.verify import decode_rounds, settle, verify_round
 
 NodeSizes = Callable[[int], Collection[int]]  # of trees, by slots
 Arguments = tuple[tuple, dict[str, Any]]
-WHOLE_MODEL = (cache_ops.prefill, decode_rounds, verify_round, verify_packed)  # steps
+# Steps that run the whole policy, those that compile longest first.
+WHOLE_MODEL = (verify_round, verify_packed, decode_rounds, cache_ops.prefill)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,9 +75,11 @@ def warm_up(
     sampling: SamplingConfig,
     reach: Reach,
     told: OnCompiled = unwatched,
+    others: Sequence[Any] = (),
 ) -> int:
     """Compile what rollouts can reach; return the number of programs.
 
+    `others` are steps of somebody else, lowered: they are compiled meanwhile, from the start on.
     `told` is called with the number of compiled programs. Raises TooManyMappings where the
     programs do not fit into what Linux allows a process.
     """
@@ -90,16 +94,25 @@ def warm_up(
             programs += pool.hidden_states()
         if reach.reuse:
             programs += pool.reuse()
-        compile_all(_lowered(engine, programs), len(programs), told)
+        programs.sort(key=_size)
+        steps = itertools.chain(others, _lowered(engine, programs))
+        compile_all(steps, len(others) + len(programs), told)
         for program in programs:
             args, kwargs = program.arguments()
             jax.block_until_ready(program.step(*args, **kwargs))
         return len(programs)
 
 
+def _size(program: Program) -> int:
+    """Order programs by their size, the largest first: small ones fill what is left of the time."""
+    known = program.step in WHOLE_MODEL
+    return WHOLE_MODEL.index(program.step) if known else len(WHOLE_MODEL)
+
+
 def num_whole_model(engine: Engine, sampling: SamplingConfig, reach: Reach) -> int:
     """Return how many of the programs run the whole policy: those that take long to compile."""
-    pool = Pool(engine, {}, sampling, reach)
+    weights: Any = None  # no argument of a program is made
+    pool = Pool(engine, weights, sampling, reach)
     programs = [*pool.plain(), *(pool.trees() if reach.speculative else ())]
     programs += pool.reuse() if reach.reuse else ()
     return sum(program.step in WHOLE_MODEL for program in programs)
