@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from models import hf
+from models.config import ModelConfig
 from models.folder import Folder
 from models.sharding import make_mesh
 from models.transformer import Params
@@ -215,9 +216,9 @@ def rollout_reach(config: TrainConfig) -> compile_buckets.Reach:
     )
 
 
-def num_whole_model(config: TrainConfig, inputs: Inputs) -> int:
+def num_whole_model(config: TrainConfig, model: ModelConfig) -> int:
     """Return how many programs of rollouts run the whole policy; opens no device."""
-    runner, reach = Engine(inputs.model, config.engine), rollout_reach(config)
+    runner, reach = Engine(model, config.engine), rollout_reach(config)
     return compile_buckets.num_whole_model(runner, config.sampling, reach)
 
 
