@@ -1,4 +1,4 @@
-"""What a run came to, in a few lines: where its time went, and what drafts brought."""
+"""The summary of a run in a few lines: where its time went, and what drafts brought."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many large programs a run compiles before its first step."""
+"""The number of large programs that a run compiles before its first step."""
 
 from pathlib import Path
 

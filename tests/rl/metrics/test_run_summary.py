@@ -1,4 +1,4 @@
-"""What a run came to, from its rows."""
+"""The summary of a run, from its rows."""
 
 import pytest
 
