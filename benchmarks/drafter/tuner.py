@@ -182,7 +182,7 @@ class _Forced(BanditBudget):
 def _gap(ground: _Ground) -> dict[str, Any]:
     """Every arm of the range of few requests by itself; then the bandit on what they brought."""
     seconds, accepts = dict[Strategy, list[float]](), dict[Strategy, list[float]]()
-    for arm in strategies(TUNER, SOURCES, TREE.top_k):
+    for arm in strategies(TUNER, SOURCES, TREE.top_k, {"learned": TREE.max_depth}):
         if arm.verify_tokens not in (0, TUNER.verify_tokens[0]):
             continue
         told = list[tuple[float, float]]()

@@ -26,8 +26,8 @@ class DrafterConfig:
 
     directory: str | None = None
     draft_vocab_size: int = 0
-    max_depth: int = 6
-    top_k: int = 4
+    max_depth: int = TreeConfig.max_depth
+    top_k: int = TreeConfig.top_k
     proposal: Proposal = "likeliest"
     spot: bool = True
     min_idle_workers: int = 1

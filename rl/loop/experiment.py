@@ -352,10 +352,10 @@ def check_tuner(config: TrainConfig) -> None:
         "DraftModel.max_depth": (config.speculation.asks_model, config.draft_model.max_depth),
     }
     for name, (is_asked, deepest) in asked.items():
-        if is_asked and max(tuner.depths) > deepest:
+        if is_asked and min(tuner.depths) > deepest:
             raise ValueError(
-                f"expected Tuner.depths of at most {name}={deepest}, got {tuner.depths}: lower "
-                f"them, or raise {name}"
+                f"expected one of Tuner.depths to be at most {name}={deepest}, got "
+                f"{tuner.depths}: lower it, or raise {name}"
             )
 
 

@@ -197,8 +197,7 @@ def _node_sizes(config: TrainConfig) -> compile_buckets.NodeSizes | None:
 
     def nodes(num_slots: int) -> set[int]:
         sizes, wanted = engine.node_sizes(num_slots), node_counts(tuner, num_slots)
-        fitting = (next((m for m in sizes if m >= count), None) for count in wanted)
-        return {m for m in fitting if m is not None}
+        return {next((m for m in sizes if m >= count), sizes[-1]) for count in wanted if sizes}
 
     return nodes
 

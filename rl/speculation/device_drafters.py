@@ -21,6 +21,11 @@ class DeviceDrafterSource(Protocol):
         """A text that changes with its programs and their times."""
         ...
 
+    @property
+    def max_depth(self) -> int:
+        """The most draft tokens on a path."""
+        ...
+
     def drafter_for(self, context: DrafterContext) -> DeviceDrafter:
         """Return the drafter of one worker for one rollout."""
         ...

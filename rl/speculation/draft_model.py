@@ -73,6 +73,11 @@ class DraftModel:
         """A text that changes with its programs and their times."""
         return repr((self.model, self.config))
 
+    @property
+    def max_depth(self) -> int:
+        """The most draft tokens of a chain."""
+        return self.config.max_depth
+
     def drafter_for(self, context: DrafterContext) -> DraftModelDrafter:
         """Return the drafter of one worker for one rollout."""
         runner, config = context.runner, self.config

@@ -41,6 +41,11 @@ class LearnedDrafter:
         return repr((self.config, self.tree))
 
     @property
+    def max_depth(self) -> int:
+        """The most draft tokens on a path."""
+        return self.tree.max_depth
+
+    @property
     def drafter(self) -> EagleWeights:
         """The drafter with its newest weights."""
         return EagleWeights(self.config, self._params, self.draft_ids_U)

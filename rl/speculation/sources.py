@@ -82,12 +82,14 @@ class Speculation:
         last: Mapping[int, np.ndarray] | None = None,
         *,
         first_group: int = 0,
+        group_size: int = 0,
     ) -> DrafterFactory:
         """Return a maker of drafters and budgets for one rollout: each worker has its own.
 
         Group first_group + g answers `prompts[g]`, whose key is `keys[g]`. `last` are last epoch's
         responses by request id, if requests may reuse them. The drafters share what is built here:
         the index of the prompts' history, and the server through which siblings tell each other.
+        What a group has said is forgotten once `group_size` responses have ended (0: never).
         """
         if not self.config.enabled:
             return no_drafts
@@ -95,7 +97,7 @@ class Speculation:
         if self.keeps_history:
             index = self._history(dict(zip(keys, prompts, strict=True))).index
         names = dict(enumerate(keys, first_group))
-        return partial(self._drafts, names, last or {}, index, DraftServer())
+        return partial(self._drafts, names, last or {}, index, DraftServer(group_size))
 
     def _drafts(
         self,
@@ -134,8 +136,11 @@ class Speculation:
             if worker not in self._bandits:
                 learned = self.drafters.get(LEARNED)
                 top_k = learned.tree.top_k if isinstance(learned, LearnedDrafter) else 0
+                deepest = {name: drafter.max_depth for name, drafter in self.drafters.items()}
                 seed = self._seed * MOST_WORKERS + worker
-                self._bandits[worker] = make_bandit(self._tuner, self.config.sources, top_k, seed)
+                self._bandits[worker] = make_bandit(
+                    self._tuner, self.config.sources, top_k, deepest, seed
+                )
             return self._bandits[worker]
 
     def state(self) -> dict[str, Any]:

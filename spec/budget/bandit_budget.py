@@ -7,7 +7,7 @@ table, and a resumed run decides as the first one did. Source: TLT sections 5.2 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import cast
 
 import numpy as np
@@ -23,8 +23,10 @@ from spec.round_times import RoundTimes
 PLAIN = Strategy("plain", (), 0, 0, 0)
 
 
-def strategies(config: TunerConfig, sources: Sequence[str], top_k: int) -> list[Strategy]:
-    """Return the arms for these drafters."""
+def strategies(
+    config: TunerConfig, sources: Sequence[str], top_k: int, deepest: Mapping[str, int]
+) -> list[Strategy]:
+    """Return the arms for these drafters; `deepest` are the levels of those on the device."""
     found = tuple(s for s in sources if s not in DEVICE_SOURCES)
     together = [found, tuple(sources)] if len(found) > 1 else [tuple(sources)]
     choices = list(dict.fromkeys([*((s,) for s in sources), *together]))
@@ -32,7 +34,8 @@ def strategies(config: TunerConfig, sources: Sequence[str], top_k: int) -> list[
     for tokens in config.verify_tokens:
         for chosen in choices:
             width = top_k if LEARNED in chosen else 0
-            for depth in config.depths if DEVICE_SOURCES.keys() & chosen else (0,):
+            reached = [deepest[name] for name in DEVICE_SOURCES if name in chosen]
+            for depth in [d for d in config.depths if d <= min(reached)] if reached else [0]:
                 name = "+".join(chosen) + (f" depth {depth}" if depth else "") + f" × {tokens}"
                 arms.append(Strategy(name, chosen, depth, width, tokens))
     return arms
@@ -52,10 +55,16 @@ def _batch_size(num_requests: int, num_slots: int) -> int:
     return max(num_requests, num_slots // 2 + 1)
 
 
-def make_bandit(config: TunerConfig, sources: Sequence[str], top_k: int, seed: int) -> BegMab:
+def make_bandit(
+    config: TunerConfig,
+    sources: Sequence[str],
+    top_k: int,
+    deepest: Mapping[str, int],
+    seed: int,
+) -> BegMab:
     """Return a worker's bandit, which lives as long as the run."""
     bandit = BanditConfig(config.thresholds, config.epsilon, config.window, everywhere=True)
-    return BegMab(strategies(config, sources, top_k), bandit, seed)
+    return BegMab(strategies(config, sources, top_k, deepest), bandit, seed)
 
 
 class BanditBudget(Budget):
@@ -88,7 +97,7 @@ class BanditBudget(Budget):
     ) -> DraftDecision:
         # as many nodes as the strategy may have: one size of each range is compiled
         most = num_slots * (self._strategy.verify_tokens + 1)
-        self._size = next((m for m in sizes if m >= most), num_slots)
+        self._size = next((m for m in sizes if m >= most), max(sizes, default=num_slots))
         if self._size == num_slots or not drafts.count_A.any():
             self._size = num_slots
             return plain(num_slots)

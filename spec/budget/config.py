@@ -45,13 +45,19 @@ class TunerConfig:
     Range i of batch sizes begins with `thresholds[i]` and verifies `verify_tokens[i]` draft tokens
     a request; one threshold more than that adds a range of plain decoding alone. In each range the
     arms are every drafter by itself, all that read texts, all of them, and plain decoding; an arm
-    with a drafter on the device exists once for each of `depths`. With probability `epsilon` a
-    random arm is taken, else the one with the best median of its last `window` rewards.
+    with a drafter on the device exists once for each of `depths` that its drafters reach. With
+    probability `epsilon` a random arm is taken, else the one with the best median of its last
+    `window` rewards.
+
+    The defaults follow TLT's table 4: with the root, 16 tokens of 5 to 16 requests, 8 up to 32 (as
+    `Engine.max_round_nodes` is 256), plain decoding beyond. For 1 to 4 requests its best are 48 and
+    64; 32 is 1 to 5% slower there and what `Engine.max_nodes` allows: a round pads the trees of
+    all requests to the widest one.
     """
 
-    thresholds: tuple[int, ...] = (1, 9, 33)
-    verify_tokens: tuple[int, ...] = (15, 7)
-    depths: tuple[int, ...] = (3, 6)
+    thresholds: tuple[int, ...] = (1, 5, 17, 33)
+    verify_tokens: tuple[int, ...] = (31, 15, 7)
+    depths: tuple[int, ...] = (3, 6, 10)
     epsilon: float = 0.1
     window: int = 32
 

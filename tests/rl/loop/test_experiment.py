@@ -13,8 +13,11 @@ import pytest
 from benchmarks import tiny_run
 from models import hf, tokenizer, transformer
 from rl.config.loader import ConfigError, load
+from rl.engine.config import EngineConfig
 from rl.learner.algorithms import ALGORITHMS
 from rl.loop.experiment import TrainConfig, open_inputs, recipe, remarks
+from spec.budget.bandit_budget import node_counts
+from spec.budget.config import TunerConfig
 from spec.eagle import files as eagle_files
 from spec.eagle import model as eagle
 
@@ -287,7 +290,7 @@ def test_a_drafter_of_another_design_stops_too(tiny, tmp_path):
     ("override", "message"),
     [
         ("Tuner.verify_tokens=(9, 1)", r"Engine.max_nodes − 1 = 3, got \(9, 1\)"),
-        ("Tuner.depths=(3, 9)", r"Drafter.max_depth=6, got \(3, 9\)"),
+        ("Tuner.depths=(11, 12)", r"Drafter.max_depth=10, got \(11, 12\)"),
     ],
 )
 def test_a_tuner_beyond_the_engine_stops_too(tiny, override, message):
@@ -295,3 +298,12 @@ def test_a_tuner_beyond_the_engine_stops_too(tiny, override, message):
     opened(tiny, *LEARNED, *tuner)
     with pytest.raises(ValueError, match=message):
         opened(tiny, *LEARNED, *tuner, override)
+
+
+def test_rounds_have_room_for_what_the_tuner_verifies_by_default():
+    """Of each number of slots there is a round of just the size that its range wants."""
+    engine = EngineConfig()
+    for num_slots, tokens in ((4, 31), (8, 15), (16, 15), (32, 7)):
+        wanted = node_counts(TunerConfig(), num_slots)
+        assert wanted == {num_slots * (tokens + 1)} <= set(engine.node_sizes(num_slots))
+    assert node_counts(TunerConfig(), 64) == set()

@@ -81,8 +81,8 @@ def test_so_does_none(tiny):
 
 def test_so_do_depths_beyond_it(tiny):
     tuner = ("Speculation.budget='bandit'", "Tuner.thresholds=(1, 5)", "Tuner.verify_tokens=(3, 1)")
-    settings = (*DRAFTS, *asks(tiny.parent / "policy"), *tuner, "Tuner.depths=(2, 4)")
-    with pytest.raises(ValueError, match=r"DraftModel.max_depth=3, got \(2, 4\)"):
+    settings = (*DRAFTS, *asks(tiny.parent / "policy"), *tuner, "Tuner.depths=(4, 5)")
+    with pytest.raises(ValueError, match=r"DraftModel.max_depth=3, got \(4, 5\)"):
         open_inputs(load(TrainConfig, [tiny], settings))
 
 

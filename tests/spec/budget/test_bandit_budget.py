@@ -12,6 +12,7 @@ from spec.round_times import RoundTimes
 from spec.tree import chain
 
 CONFIG = TunerConfig(thresholds=(1, 5), verify_tokens=(3, 1), depths=(2, 4), epsilon=0.0)
+DEEPEST = {"learned": 4, "model": 4}
 TIMES = RoundTimes(
     {(4, 4 * n, 64): 1.0 + 0.25 * (n - 1) for n in (1, 2, 4)},
     {"learned": {(4, 1, 64): 0.2, (4, 5, 64): 1.0}, "model": {(4, 1, 64): 0.5, (4, 5, 64): 2.5}},
@@ -19,7 +20,7 @@ TIMES = RoundTimes(
 
 
 def names(config, sources):
-    return [s.name for s in strategies(config, sources, top_k=3)]
+    return [s.name for s in strategies(config, sources, top_k=3, deepest=DEEPEST)]
 
 
 def test_arms_are_every_drafter_alone_the_found_ones_and_all():
@@ -40,7 +41,17 @@ def test_arms_are_every_drafter_alone_the_found_ones_and_all():
         ),
     ]
     assert names(CONFIG, ("own",)) == ["plain", "own × 3", "own × 1"]
-    assert [s.depth for s in strategies(CONFIG, ("learned",), 3)] == [0, 2, 4, 2, 4]
+    assert [s.depth for s in strategies(CONFIG, ("learned",), 3, DEEPEST)] == [0, 2, 4, 2, 4]
+
+
+def test_arms_are_as_deep_as_their_drafters_get():
+    arms = strategies(CONFIG, ("learned", "model"), 3, {"learned": 4, "model": 3})
+    assert [(s.sources, s.depth) for s in arms if s.verify_tokens == 3] == [
+        (("learned",), 2),
+        (("learned",), 4),
+        (("model",), 2),
+        (("learned", "model"), 2),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -69,7 +80,7 @@ class Silent(Drafter):
 
 def tuned(sources=("history", "own")):
     union = DrafterUnion([Silent() for _ in sources], names=sources)
-    bandit = make_bandit(CONFIG, sources, 3, seed=0)
+    bandit = make_bandit(CONFIG, sources, 3, DEEPEST, seed=0)
     return BanditBudget(bandit, TIMES, union), bandit
 
 
@@ -154,8 +165,18 @@ def test_a_batch_counts_as_more_than_half_of_its_slots():
     config = TunerConfig(thresholds=(1, 5), verify_tokens=(3, 1), epsilon=0.0)
     union = DrafterUnion([Silent()], names=("own",))
     times = RoundTimes({(16, 16 * n, 64): 1.0 for n in (1, 2, 4)})
-    budget = BanditBudget(make_bandit(config, ("own",), 3, 0), times, union)
+    budget = BanditBudget(make_bandit(config, ("own",), 0, {}, 0), times, union)
     live = live_slots(1)
     budget.skips(live, 16, 64)
     budget.skips(live, 16, 64)
     assert budget.limits(live, 16).tolist() == [1]
+
+
+def test_a_round_without_room_for_all_takes_the_likeliest():
+    budget, _ = tuned(("own",))
+    live = live_slots(3)
+    for _ in range(2):  # plain decoding is the first arm
+        budget.skips(live, 4, 64)
+    found = stack([chain(range(3))] * 3, 3)
+    decision = budget.choose(live, found, [6, 8], 4, 64)
+    assert decision.num_nodes == 8 and decision.taken_A.sum() == 4
