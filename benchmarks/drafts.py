@@ -46,6 +46,7 @@ DEPTH_TOKENS = 16  # of contexts, as the drafters of training have it
 BUDGET_NODES = 16
 MOST_WINDOW = WindowConfig().most_tokens
 REPEATS = 5
+THREAD_ROUNDS, ROUND_S = 100, 0.01
 
 Make = Callable[[], Drafter]
 
@@ -170,6 +171,9 @@ def replay(
             coming_AN = tokens_BL[alive_A[:, None], np.minimum(before_A[:, None] + steps_N, L - 1)]
             acceptance = round_acceptance(drafts, drafts.count_A, coming_AN, emitted_A)
             aimd.observe(live, drafts, acceptance)
+        began_s = time.perf_counter()
+        drafter.committed(_live(group, tokens_BL, alive_A, totals_A, ends_A))
+        draft_s += time.perf_counter() - began_s
         ended = totals_A[alive_A] >= ends_A[alive_A]
         if ended.any():
             drafter.finished(_live(group, tokens_BL, alive_A[ended], totals_A, ends_A))
@@ -198,6 +202,30 @@ def _live(
         remaining_tokens_A=ends_A[alive_A] - totals_A[alive_A],
         tokens_BL=tokens_BL,
     )
+
+
+def thread_seconds(num_requests: int) -> dict[str, float]:
+    """Median milliseconds that drafts and what feeds them take of the rollout thread's round.
+
+    Requests of about 1,000 tokens in groups of 8 get two tokens a round, whose verification is
+    stood in for by a wait of `ROUND_S`.
+    """
+    texts = synthetic(num_requests, 1_000).texts
+    tokens_BL, ids_A = np.stack(texts), np.arange(num_requests)
+    L, seconds = tokens_BL.shape[1], []
+    drafter = GroupDrafter()
+    for total in range(L - 2 * THREAD_ROUNDS, L, 2):
+        live = LiveSlots(
+            *(ids_A.astype(np.int32), ids_A, ids_A // 8, ids_A % 8, np.full(num_requests, 32)),
+            *(np.full(num_requests, total), np.full(num_requests, L - total), tokens_BL),
+        )
+        began_s = time.perf_counter()
+        drafter.committed(live)
+        drafter.propose(live, np.full(num_requests, BUDGET_NODES, np.int32), BUDGET_NODES)
+        seconds.append(time.perf_counter() - began_s)
+        time.sleep(ROUND_S)
+    ms = 1e3 * np.asarray(seconds[THREAD_ROUNDS // 4 :])
+    return {"median_ms": round(float(np.median(ms)), 3), "p90_ms": round(np.percentile(ms, 90), 3)}
 
 
 def ours() -> Drafter:
@@ -298,6 +326,7 @@ def measure(python: str | None, num_prompts: int, group_size: int) -> dict[str, 
     texts = synthetic()
     real = rollouts(num_prompts, group_size)
     figures: dict[str, Any] = {**build(texts, DEPTH_TOKENS), **follow(texts)}
+    figures["group_thread"] = {n: thread_seconds(n) for n in (64, 256)}
     whole = build(texts, DEPTH_TOKENS + MOST_WINDOW)
     figures |= {f"whole_context_{name}": value for name, value in whole.items()}
     figures["contexts"] = {"synthetic": contexts(synthetic_epochs()), "rollouts": contexts(real)}

@@ -52,8 +52,8 @@ class Turns:
         self._drafts: DrafterFactory = no_drafts
         phase = self._speculation.drafter_factory
 
-        def remembered(*asked: Any) -> DrafterFactory:
-            self._drafts = phase(*asked)
+        def remembered(*asked: Any, **named: Any) -> DrafterFactory:
+            self._drafts = phase(*asked, **named)
             return self._drafts
 
         self._speculation.drafter_factory = remembered  # type: ignore[method-assign]

@@ -149,6 +149,14 @@ class Drafter(Protocol):
         """Learn what was accepted of the last drafts."""
         return
 
+    def committed(self, live: LiveSlots) -> None:
+        """Learn what these requests have now: called after every round, whoever drafted in it."""
+        return
+
     def finished(self, live: LiveSlots) -> None:
         """Forget these requests, which have ended."""
         return
+
+    def left(self, live: LiveSlots) -> None:
+        """Forget these requests, which may go on later, here or on another worker."""
+        self.finished(live)

@@ -22,6 +22,9 @@ class RequestIndex:
         self._asked_A = np.empty(0, np.int64)
         self._answer_A = np.empty(0, np.int64)
 
+    def __len__(self) -> int:
+        return len(self._numbers)
+
     def of(self, live: LiveSlots) -> np.ndarray:
         """Return the number of each live request, int64 [A]; new requests are given one."""
         ids_A = live.request_ids_A

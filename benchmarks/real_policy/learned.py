@@ -53,6 +53,9 @@ class Counted(Drafter):
             self._accepted.setdefault(group, []).append(count)
         self._drafter.observe(drafts, acceptance)
 
+    def committed(self, live: LiveSlots) -> None:
+        self._drafter.committed(live)
+
     def finished(self, live: LiveSlots) -> None:
         self._drafter.finished(live)
 

@@ -168,7 +168,7 @@ class Engine(ModelRunner):
         table = self._table
         rows = preemption.rows_to_preempt(table, self._fetch_tokens, self._source.kv_tokens)
         if rows:
-            self._speculator.finished(table.view(np.array(rows)))
+            self._speculator.left(table.view(np.array(rows)))
             for row in rows:
                 self._waiting.sourced.appendleft(table.preempt(row, self._spec.policy_version))
             self._rows.changed()
@@ -198,6 +198,7 @@ class Engine(ModelRunner):
         if drafts is not None:
             tokens_AN = tokens_BN[live.rows_A]
             self._speculator.observe(live, drafts, decision.taken_A, tokens_AN, emitted_A)
+        self._speculator.committed(self._table.view(live.rows_A))
         self.stats.timeline.append(
             RoundRecord(
                 began_s=began_s,
@@ -314,7 +315,7 @@ class Engine(ModelRunner):
             else:
                 leaving.append(row)
         if leaving:
-            self._speculator.finished(table.view(np.array(leaving)))
+            self._speculator.left(table.view(np.array(leaving)))
         # as many at a time as are read in one call: a worker that waits for one has it sooner
         P = self.config.prefill_rows
         for first in range(0, len(leaving), P):

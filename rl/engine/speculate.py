@@ -65,7 +65,17 @@ class Speculator:
         assert self.drafter is not None, "its drafts were verified"
         self.drafter.observe(drafts, acceptance)
 
+    def committed(self, live: LiveSlots) -> None:
+        """Tell the drafter what a round brought, whoever drafted in it."""
+        if self.drafter is not None:
+            self.drafter.committed(live)
+
     def finished(self, live: LiveSlots) -> None:
-        """Tell the drafter of requests that have ended, or left."""
+        """Tell the drafter of requests that have ended."""
         if self.drafter is not None and len(live):
             self.drafter.finished(live)
+
+    def left(self, live: LiveSlots) -> None:
+        """Tell the drafter of requests that were preempted, or go on elsewhere."""
+        if self.drafter is not None and len(live):
+            self.drafter.left(live)

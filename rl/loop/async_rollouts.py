@@ -203,7 +203,9 @@ class AsyncRollouts:
             system.inputs.model.eos_token_ids,
             policy_version=max(step - 2, 0),
             drafts=system.speculation.drafter_factory(
-                prompts.keys, prompts.tokens, first_group=first
+                *(prompts.keys, prompts.tokens),
+                first_group=first,
+                group_size=config.rollout.group_size,
             ),
             sink=None if system.drafter is None else system.drafter.sink(step),
             words=system.inputs.words_for(config.sampling),

@@ -191,7 +191,9 @@ def generate_and_score(
         samplings=[config.sampling.of(example.task) for example in new.examples],
     )
     last = {r.request_id: r.cached.tokens for r in requests if r.cached is not None}
-    drafts = system.speculation.drafter_factory(new.keys, new.tokens, last)
+    drafts = system.speculation.drafter_factory(
+        *(new.keys, new.tokens, last), group_size=config.rollout.group_size
+    )
     scorer = Scorer(system.inputs.tokenizer, system.rewards, partial(leave_if_asked, system))
     scorer.examples.update(enumerate(new.examples))
 

@@ -160,6 +160,7 @@ class _Rounds:
         full = table.total_tokens_B.max() >= table.tokens_BL.shape[1] - 1
         one_B = np.zeros_like(count_B) if full else np.ones_like(count_B)
         table.commit(emitted_BN, logprobs_BN, one_B, count_B > 1)
+        self._drafter.committed(table.live())
         return 1
 
     def _plain_rounds(self, slots: Slots) -> int:

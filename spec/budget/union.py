@@ -60,9 +60,17 @@ class DrafterUnion(Drafter):
             self._asked[k] = DECAY * self._asked[k] + len(drafts.count_A)
             self._accepted[k] = DECAY * self._accepted[k] + accepted[source]
 
+    def committed(self, live: LiveSlots) -> None:
+        for drafter in self._drafters:
+            drafter.committed(live)
+
     def finished(self, live: LiveSlots) -> None:
         for drafter in self._drafters:
             drafter.finished(live)
+
+    def left(self, live: LiveSlots) -> None:
+        for drafter in self._drafters:
+            drafter.left(live)
 
 
 def merge(drafts: Sequence[Drafts], max_nodes_A: np.ndarray) -> Drafts:
@@ -103,15 +111,11 @@ def _merge(trees, most_A, out):  # type: ignore[no-untyped-def]
                 if trees.prob_AN[k, a, i] > prob[node]:
                     prob[node], source[node] = trees.prob_AN[k, a, i], trees.sources_AN[k, a, i]
                 here[i] = node
-        # a parent's probability is at least its children's, and it comes first among equals
-        chosen = min(most_A[a], size)
-        for n in range(size):
-            rank[n] = -1
+        # a parent's probability is at least its children's, and the sort leaves it first among
+        # equals
+        chosen, order = min(most_A[a], size), np.argsort(-prob[:size], kind="mergesort")
         for n in range(chosen):
-            best = -1
-            for node in range(size):
-                if rank[node] < 0 and (best < 0 or prob[node] > prob[best]):
-                    best = node
+            best = order[n]
             rank[best] = n
             out.tokens_AN[a, n], out.prob_AN[a, n] = token[best], prob[best]
             out.parents_AN[a, n] = -1 if parent[best] < 0 else rank[parent[best]]

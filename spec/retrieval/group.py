@@ -1,78 +1,128 @@
 """Seer's grouped drafts: siblings' tokens as they are generated (Seer, section 4.4).
 
-A server keeps each group's tokens as a log of updates; a client beside an engine fetches new
-updates of the groups that it has registered, and drafts from an index of its own. Messages are
-plain data, so that the server could move to another process and serve many workers; here both
-are in one process. A = live requests, F = rows of requests.
+A server keeps the tokens of each group's requests; a client beside an engine fetches what is new in
+the groups that it has registered, and drafts from an index of its own. What a round brought is
+sent whoever drafted in it, and sent, fetched and indexed by a thread, while the next round runs.
+Messages are plain data, so that the server could move to another process and serve many workers;
+here both are in one process. A = live requests, F = rows of requests, U = pieces of requests'
+tokens, T = the tokens of all pieces.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 
 from spec.drafter import Drafter, Drafts, LiveSlots, Source
 from spec.per_request import RequestIndex, with_room
-from spec.retrieval.suffix_drafter import NO_TREE, RequestFollowers
+from spec.retrieval.suffix_drafter import NO_TREE, RequestFollowers, new_tokens
 from spec.retrieval.suffix_forest import ProposalRule, SuffixForest
 
 RULE = ProposalRule(longest=16, shortest=1, max_children=3, prior=0.3, min_prob=0.05, path_tokens=0)
-NEVER_S = float("inf")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Update:
-    """New tokens of one request, which follow `previous_tokens` others."""
+class Pieces:
+    """New tokens of requests: `tokens_T[offsets_U[u]:offsets_U[u + 1]]`, behind `previous_U[u]`."""
 
-    group_id: int
-    request_id: int
-    previous_tokens: int
-    tokens: np.ndarray
+    group_ids_U: np.ndarray
+    request_ids_U: np.ndarray
+    previous_U: np.ndarray
+    tokens_T: np.ndarray
+    offsets_U: np.ndarray  # one more than pieces
+
+    def __iter__(self) -> Iterator[tuple[int, int, int, np.ndarray]]:
+        """Yield each piece's group, request, number of tokens before it, and tokens."""
+        names = self.group_ids_U.tolist(), self.request_ids_U.tolist(), self.previous_U.tolist()
+        ends = self.offsets_U.tolist()
+        for group, request, previous, first, end in zip(*names, ends, ends[1:], strict=False):
+            yield group, request, previous, self.tokens_T[first:end]
+
+
+class _Text:
+    """The tokens of one request, in an array with room for more."""
+
+    def __init__(self) -> None:
+        self._tokens_T, self.num_tokens = np.empty(64, np.int32), 0
+
+    def append(self, tokens_T: np.ndarray) -> None:
+        end = self.num_tokens + len(tokens_T)
+        self._tokens_T = with_room(self._tokens_T, end, 0)
+        self._tokens_T[self.num_tokens : end] = tokens_T
+        self.num_tokens = end
+
+    def after(self, num_tokens: int) -> np.ndarray:
+        return self._tokens_T[num_tokens : self.num_tokens]
 
 
 class DraftServer:
-    """The tokens of all groups as logs of updates; threads of several workers may share it."""
+    """The tokens of all groups; threads of several workers may share it.
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._logs: dict[int, list[Update]] = {}
-        self._lengths: dict[tuple[int, int], int] = {}
+    A group is forgotten once `group_size` of its requests have ended (0: never).
+    """
 
-    def update(self, update: Update) -> None:
-        """Append a request's new tokens.
+    def __init__(self, group_size: int = 0) -> None:
+        self._lock, self._group_size = threading.Lock(), group_size
+        self._texts: dict[int, dict[int, _Text]] = {}  # of each group, by request
+        self._ended: collections.defaultdict[int, set[int]] = collections.defaultdict(set)
+        self._over: set[int] = set()
 
-        Known tokens are left out, so that a message may come twice. Raises ValueError if
-        tokens before it are missing.
+    def update(self, pieces: Pieces) -> None:
+        """Append requests' new tokens.
+
+        Known tokens are left out, so that a message may come twice, and so are those of groups
+        that are forgotten. Raises ValueError if tokens before a piece are missing.
         """
-        name = update.group_id, update.request_id
         with self._lock:
-            known = self._lengths.get(name, 0)
-            if update.previous_tokens > known:
-                raise ValueError(
-                    f"request {update.request_id} of group {update.group_id} has {known} tokens "
-                    f"here: got an update that starts after {update.previous_tokens}; send what "
-                    "is missing"
-                )
-            new = update.tokens[known - update.previous_tokens :]
-            if len(new):
-                log = self._logs.setdefault(update.group_id, [])
-                log.append(Update(update.group_id, update.request_id, known, new))
-                self._lengths[name] = known + len(new)
+            for group, request, previous, tokens_T in pieces:
+                if group in self._over:
+                    continue
+                texts = self._texts.setdefault(group, {})
+                text = texts.get(request) or _Text()
+                if previous > text.num_tokens:
+                    raise ValueError(
+                        f"request {request} of group {group} has {text.num_tokens} tokens here: "
+                        f"got an update that starts after {previous}; send what is missing"
+                    )
+                text.append(tokens_T[text.num_tokens - previous :])
+                texts[request] = text
 
-    def fetch(self, seen: Mapping[int, int]) -> dict[int, list[Update]]:
-        """Return each group's updates after the first `seen[group]`, if there are any."""
+    def end(self, group_ids: Iterable[int], request_ids: Iterable[int]) -> None:
+        """Hear of requests that have ended for good; each may be told of more than once."""
         with self._lock:
-            new = {group: self._logs.get(group, [])[count:] for group, count in seen.items()}
-        return {group: updates for group, updates in new.items() if updates}
+            for group, request in zip(group_ids, request_ids, strict=True):
+                if not self._group_size or group in self._over:
+                    continue
+                self._ended[group].add(request)
+                if len(self._ended[group]) >= self._group_size:
+                    self._over.add(group)
+                    del self._ended[group]
+                    self._texts.pop(group, None)
 
-    def drop(self, group_id: int) -> None:
-        """Forget a group."""
+    def fetch(self, seen: Mapping[int, Mapping[int, int]]) -> tuple[Pieces, list[int]]:
+        """Return what is new in the groups of `seen`, and those of them that are forgotten.
+
+        `seen[group]` has the number of tokens that are known of its requests.
+        """
+        names, texts = list[tuple[int, int, int]](), list[np.ndarray]()
         with self._lock:
-            for update in self._logs.pop(group_id, ()):
-                self._lengths.pop((group_id, update.request_id), None)
+            over = list(self._over.intersection(seen))
+            for group, known in seen.items():
+                for request, text in self._texts.get(group, {}).items():
+                    previous = known.get(request, 0)
+                    if text.num_tokens > previous:
+                        names.append((group, request, previous))
+                        texts.append(text.after(previous))
+        group_ids_U, request_ids_U, previous_U = np.array(names, np.int64).reshape(-1, 3).T
+        tokens_T = np.concatenate([np.empty(0, np.int32), *texts])
+        offsets_U = np.cumsum([0, *map(len, texts)])
+        return Pieces(group_ids_U, request_ids_U, previous_U, tokens_T, offsets_U), over
 
 
 class DraftClient:
@@ -82,39 +132,32 @@ class DraftClient:
         self._forest = SuffixForest(rule.context_tokens)
         self._followers = RequestFollowers(self._forest, rule, Source.GROUP)
         self._trees: dict[int, int] = {}
-        self._until_s: dict[int, float] = {}
-        self._sequences: dict[tuple[int, int], int] = {}
-        self.seen: dict[int, int] = {}  # updates applied, by group, for `fetch`
+        self._sequences: dict[int, dict[int, int]] = {}  # of each group, by request
+        self.seen: dict[int, dict[int, int]] = {}  # indexed tokens, for `DraftServer.fetch`
 
-    def register_group(self, group_id: int, ttl_s: float = NEVER_S, now_s: float = 0.0) -> None:
-        """Follow a group until `ttl_s` from now, or extend the time of a group that is followed."""
-        self._until_s[group_id] = now_s + ttl_s
-        if group_id not in self._trees:
-            self._trees[group_id], self.seen[group_id] = self._forest.plant(), 0
+    def register_groups(self, group_ids: Iterable[int]) -> None:
+        """Follow these groups from now on."""
+        for group in set(group_ids) - self.seen.keys():
+            self._trees[group] = self._forest.plant()
+            self._sequences[group], self.seen[group] = {}, {}
 
-    def expire(self, now_s: float) -> list[int]:
-        """Forget the groups whose time is over, and return them."""
-        over = [group for group, until_s in self._until_s.items() if until_s <= now_s]
-        for group in over:
+    def forget_groups(self, group_ids: Iterable[int]) -> None:
+        """Uproot these groups' trees, whose memory serves others."""
+        for group in group_ids:
             self._forest.uproot(self._trees.pop(group))
-            del self._until_s[group], self.seen[group]
-        self._sequences = {n: s for n, s in self._sequences.items() if n[0] in self._trees}
-        return over
+            del self._sequences[group], self.seen[group]
 
-    def apply(self, fetched: Mapping[int, Sequence[Update]]) -> None:
-        """Add fetched updates to the index; each request's tokens go to its own sequence."""
-        sequences, pieces = [], []
-        for group, updates in fetched.items():
-            for update in updates:
-                name = group, update.request_id
-                if name not in self._sequences:
-                    self._sequences[name] = self._forest.add(self._trees[group])
-                sequences.append(self._sequences[name])
-                pieces.append(update.tokens)
-            self.seen[group] += len(updates)
+    def apply(self, pieces: Pieces) -> None:
+        """Add fetched pieces to the index; each request's tokens go to its own sequence."""
+        sequences = []
+        for group, request, previous, tokens_T in pieces:
+            known = self._sequences[group]
+            if request not in known:
+                known[request] = self._forest.add(self._trees[group])
+            sequences.append(known[request])
+            self.seen[group][request] = previous + len(tokens_T)
         if sequences:
-            offsets = np.cumsum([0, *map(len, pieces)])
-            self._forest.append_batch(sequences, np.concatenate(pieces), offsets)
+            self._forest.append_batch(sequences, pieces.tokens_T, pieces.offsets_U)
 
     def batch_speculate(self, live: LiveSlots, max_nodes_A: np.ndarray, max_nodes: int) -> Drafts:
         """Draft for all live requests at once."""
@@ -122,15 +165,18 @@ class DraftClient:
         trees_A = np.fromiter((self._trees.get(g, NO_TREE) for g in groups), np.int64, len(groups))
         return self._followers.propose(live, trees_A, max_nodes_A, max_nodes)
 
-    def forget_requests(self, request_ids: Sequence[int]) -> None:
+    def forget_requests(self, request_ids: Iterable[int]) -> None:
         """Stop drafting for these requests; their tokens stay in the index."""
         self._followers.forget(request_ids)
 
 
 class GroupDrafter(Drafter):
-    """Sends the live requests' tokens to a server, `update_tokens` at a time, and drafts.
+    """Sends what its worker's requests have said to a server, and drafts from what all have said.
 
-    `server` is shared by the drafters of several workers; None makes a server.
+    A request's tokens are sent once there are `update_tokens` new ones, or it leaves. A draft is
+    made from all rounds of this worker but the last one, which the thread indexes while the device
+    verifies: whatever the thread's pace, one worker's drafts repeat. `server` is shared by the
+    drafters of several workers; None makes a server.
     """
 
     def __init__(
@@ -139,31 +185,77 @@ class GroupDrafter(Drafter):
         self._server, self._client = server or DraftServer(), DraftClient(rule)
         self._update_tokens, self._tail = update_tokens, rule.longest
         self._index = RequestIndex()
-        self._sent_F = np.empty(0, np.int64)  # tokens sent to the server
+        self._sent_F = np.empty(0, np.int64)  # tokens on their way to the server
+        self._messages: list[Callable[[], None]] = []  # since the thread was last given some
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="group")
+        self._work: Future[None] | None = None
 
     def propose(self, live: LiveSlots, max_nodes_A: np.ndarray, max_nodes: int) -> Drafts:
+        self.wait()
+        drafts = self._client.batch_speculate(live, max_nodes_A, max_nodes)
+        self._hand_over()
+        return drafts
+
+    def committed(self, live: LiveSlots) -> None:
+        self._hand_over()  # what the round before brought, if nothing was drafted since
+        self._messages.append(partial(self._client.register_groups, live.group_ids_A.tolist()))
         self._send(live, self._update_tokens)
-        for group in set(live.group_ids_A.tolist()) - self._client.seen.keys():
-            self._client.register_group(group)
-        self._client.apply(self._server.fetch(self._client.seen))
-        return self._client.batch_speculate(live, max_nodes_A, max_nodes)
 
     def finished(self, live: LiveSlots) -> None:
         self._send(live, 1)
-        ids = live.request_ids_A.tolist()
-        self._client.forget_requests(ids)
-        self._sent_F[self._index.forget(ids)] = 0
+        ended = live.group_ids_A.tolist(), live.request_ids_A.tolist()
+        self._messages.append(partial(self._server.end, *ended))
+        self._forget(live)
+
+    def left(self, live: LiveSlots) -> None:
+        self._send(live, 1)
+        self._forget(live)
+
+    def wait(self) -> None:
+        """Return once all that was handed to the thread is in the index; raise what it raised."""
+        if self._work is not None:
+            self._work.result()
 
     def _send(self, live: LiveSlots, at_least: int) -> None:
         """Send tokens of requests with `at_least` new ones, beginning with the prompt's tail."""
-        tails_A = np.minimum(live.prompt_tokens_A, self._tail)
-        lengths_A = live.total_tokens_A - live.prompt_tokens_A + tails_A
+        first_A = np.maximum(live.prompt_tokens_A - self._tail, 0)
         which_A = self._index.of(live)
         self._sent_F = with_room(self._sent_F, self._index.size, 0)
-        sent_A = self._sent_F[which_A]
-        for a in np.nonzero(lengths_A - sent_A >= at_least)[0].tolist():
-            end, known, length = int(live.total_tokens_A[a]), int(sent_A[a]), int(lengths_A[a])
-            tokens = live.tokens_BL[live.rows_A[a], end - length + known : end].copy()
-            request_id = int(live.request_ids_A[a])
-            self._server.update(Update(int(live.group_ids_A[a]), request_id, known, tokens))
-            self._sent_F[which_A[a]] = length
+        sent_A, length_A = self._sent_F[which_A], live.total_tokens_A - first_A
+        enough_A = length_A - sent_A >= at_least
+        chosen_U = np.nonzero(enough_A)[0]
+        if not len(chosen_U):
+            return
+        tokens_T, offsets_A = new_tokens(
+            live, np.where(enough_A, first_A + sent_A, live.total_tokens_A)
+        )
+        pieces = Pieces(
+            live.group_ids_A[chosen_U],
+            live.request_ids_A[chosen_U],
+            sent_A[chosen_U],
+            tokens_T,
+            np.append(offsets_A[chosen_U], offsets_A[-1]),
+        )
+        self._messages.append(partial(self._server.update, pieces))
+        self._sent_F[which_A[chosen_U]] = length_A[chosen_U]
+
+    def _forget(self, live: LiveSlots) -> None:
+        ids = live.request_ids_A.tolist()
+        self._client.forget_requests(ids)
+        self._sent_F[self._index.forget(ids)] = 0
+        if not len(self._index):
+            self._hand_over()  # there may be no further round
+
+    def _hand_over(self) -> None:
+        """Let the thread send what has gathered, and index what siblings have said since."""
+        if self._messages:
+            self.wait()
+            messages, self._messages = self._messages, []
+            self._work = self._thread.submit(self._exchange, messages)
+
+    def _exchange(self, messages: Iterable[Callable[[], None]]) -> None:
+        for send in messages:
+            send()
+        pieces, over = self._server.fetch(self._client.seen)
+        self._client.apply(pieces)
+        self._client.forget_groups(over)

@@ -6,7 +6,7 @@ import numpy as np
 
 from spec.drafter import Drafter, Drafts, LiveSlots, Source
 from spec.per_request import RequestIndex, with_room
-from spec.retrieval.suffix_drafter import NO_TREE, RequestFollowers
+from spec.retrieval.suffix_drafter import NO_TREE, RequestFollowers, new_tokens
 from spec.retrieval.suffix_forest import ProposalRule, SuffixForest
 
 RULE = ProposalRule(longest=8, shortest=2, max_children=2, prior=0.5, min_prob=0.1, path_tokens=0)
@@ -42,11 +42,3 @@ class NgramDrafter(Drafter):
             if self._texts_F3[f, TREE] != NO_TREE:
                 self._forest.uproot(int(self._texts_F3[f, TREE]))
                 self._texts_F3[f] = NO_TREE
-
-
-def new_tokens(live: LiveSlots, known_A: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the tokens from the known_A-th on, joined over requests, and the offset of each."""
-    offsets = np.concatenate([[0], np.cumsum(live.total_tokens_A - known_A)])
-    of_T = np.repeat(np.arange(len(live)), np.diff(offsets))
-    at_T = np.arange(len(of_T)) - offsets[of_T] + known_A[of_T]
-    return live.tokens_BL[live.rows_A[of_T], at_T], offsets

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import numba
 import numpy as np
 
 from spec.drafter import Drafts, LiveSlots, Source, no_drafts
@@ -62,3 +63,19 @@ class RequestFollowers:
 def with_prompt_tail(prompt: np.ndarray, response: np.ndarray, num_tokens: int) -> np.ndarray:
     """Join the last `num_tokens` of a prompt and a response, whose first tokens need a context."""
     return np.concatenate([prompt[max(0, len(prompt) - num_tokens) :], response])
+
+
+def new_tokens(live: LiveSlots, known_A: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the tokens from the known_A-th on, joined over requests, and the offset of each."""
+    offsets = np.concatenate([[0], np.cumsum(live.total_tokens_A - known_A)])
+    tokens_T = np.empty(offsets[-1], np.int32)
+    known_A = np.ascontiguousarray(known_A, np.int64)
+    _gather(live.tokens_BL, live.rows_A, known_A, offsets, tokens_T)
+    return tokens_T, offsets
+
+
+@numba.njit(cache=True, nogil=True)
+def _gather(tokens_BL, rows_A, known_A, offsets, out_T):  # type: ignore[no-untyped-def]
+    for a in range(len(rows_A)):
+        for i in range(offsets[a + 1] - offsets[a]):
+            out_T[offsets[a] + i] = tokens_BL[rows_A[a], known_A[a] + i]

@@ -1,5 +1,6 @@
 """The engine's own promises: clear errors, shared prefill, buckets, counts, reuse."""
 
+import collections
 import dataclasses
 import re
 
@@ -13,6 +14,7 @@ from rl.engine.config import EngineConfig
 from rl.engine.engine import Engine
 from rl.trajectory import FinishReason, Request
 from spec.buckets import bucket
+from spec.budget.budget import FixedBudget
 from spec.config import SamplingConfig
 from spec.drafter import Drafter, stack
 from spec.sampling import step_key
@@ -160,6 +162,20 @@ def test_drafters_see_the_live_requests(engine):
     run(engine, requests, drafter=Scripted(script))
     # (request, tokens left, draft tokens allowed); nobody is asked for a last token
     assert seen == [[(0, 2, 1), (1, 3, 2)], [(0, 1, 0), (1, 2, 1)]]
+
+
+def test_drafters_hear_what_every_round_brought_whoever_is_asked(engine):
+    heard = collections.defaultdict(list)
+
+    class Hears(Scripted):
+        def committed(self, live):
+            for a, request_id in enumerate(live.request_ids_A.tolist()):
+                heard[request_id].append(live.response(a).tolist())
+
+    drafter = Hears(lambda live, n: pytest.fail("nobody is to be asked"))
+    got = run(engine, group((1, 2, 3), 0, 2), drafter=drafter, budget=FixedBudget(0))
+    for t in got:  # 8 rounds, 4 between two fetches
+        assert heard[t.request_id] == [t.response_ids[:n].tolist() for n in (4, 8)]
 
 
 def test_the_batch_shrinks_as_requests_end_and_slots_are_refilled():

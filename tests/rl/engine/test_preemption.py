@@ -67,11 +67,17 @@ def test_the_newest_rows_are_preempted_until_the_others_fit(budget, rows):
 class Undecided(Drafter):
     """A drafter whose draft tokens are never tried."""
 
+    def __init__(self):
+        self.num_ended = self.num_left = 0
+
     def propose(self, live, max_nodes_A, max_nodes):
         return no_drafts(len(live), max_nodes)
 
     def finished(self, live):
-        pass
+        self.num_ended += len(live)
+
+    def left(self, live):
+        self.num_left += len(live)
 
 
 class Plain(FixedBudget):
@@ -107,3 +113,5 @@ def test_rows_stay_within_the_budget_after_every_fetch(drafter):
     engine.run(spec, [], source=OneByOne())
     assert engine.stats.preemptions > 0
     assert 20 < max(held) <= OneByOne.kv_tokens
+    if drafter is not None:
+        assert (drafter.num_ended, drafter.num_left) == (4, engine.stats.preemptions)

@@ -35,7 +35,7 @@ class Told(Drafter):
     """Draft tokens what a request's tokens are going to be, and every third one wrong."""
 
     def __init__(self, alone):
-        self._alone = alone
+        self._alone, self.ended = alone, []
 
     def propose(self, live, max_nodes_A, max_nodes):
         def draft(a):
@@ -49,6 +49,9 @@ class Told(Drafter):
         return stack([draft(a) for a in range(len(live))], max_nodes)
 
     def finished(self, live):
+        self.ended += live.request_ids_A.tolist()
+
+    def left(self, live):
         pass
 
 
@@ -64,6 +67,8 @@ def test_drafts_change_no_token(engines, alone, count, chunk):
 
     assert_same_tokens(play(team, drafts=drafts), alone)
     assert len(made) == count, "each worker has a drafter of its own"
+    # once each, on whatever worker
+    assert sorted(r for d in made for r in d.ended) == sorted(r.request_id for r in REQUESTS)
     assert team.stats.accepted_tokens > (20 if chunk == 3 else -1)
 
 
@@ -85,7 +90,9 @@ def test_siblings_on_other_workers_are_drafted_from(engines, shared):
     done = rollouts.run(team, PARAMS, requests, greedy, KEY, STOP, drafts=drafts)
     assert [t.response_ids.tolist() for t in done] == [t.response_ids.tolist() for t in plain]
     assert len(drafters) == 2
-    heard = [{request for _, request in d._client._sequences} for d in drafters]
+    for drafter in drafters:
+        drafter.wait()
+    heard = [set(d._client.seen.get(0, {})) for d in drafters]
     assert (set(range(len(requests))) in heard) == shared
 
 

@@ -67,14 +67,20 @@ class One(Drafter):
     """Gives the same tree each time."""
 
     def __init__(self, tree, source=Source.OTHER):
-        self.tree, self.source, self.asked, self.ended = tree, source, 0, 0
+        self.tree, self.source, self.asked, self.told = tree, source, 0, []
 
     def propose(self, live, max_nodes_A, max_nodes):
         self.asked += 1
         return drafts(self.tree, source=self.source)
 
+    def committed(self, live):
+        self.told.append("committed")
+
     def finished(self, live):
-        self.ended += len(live)
+        self.told.append("finished")
+
+    def left(self, live):
+        self.told.append("left")
 
 
 def test_union_asks_all_and_tells_all():
@@ -83,8 +89,13 @@ def test_union_asks_all_and_tells_all():
     live = LiveSlots(ids, ids, ids, ids, ids, ids, ids, np.zeros((2, 2), np.int32))
     got = DrafterUnion(parts).propose(live, np.array([5]), 6)
     assert paths(got, 0) == {(9,): 0.75, (4,): 0.5}
-    DrafterUnion(parts).finished(live)
-    assert [p.ended for p in parts] == [1, 1]
+    union = DrafterUnion(parts, ["one", "other"])
+    union.skipped = frozenset({"other"})
+    union.propose(live, np.array([5]), 6)
+    for tell in (union.committed, union.left, union.finished):
+        tell(live)
+    assert [p.asked for p in parts] == [2, 1]
+    assert [p.told for p in parts] == [["committed", "left", "finished"]] * 2
 
 
 def test_a_source_that_brings_nothing_is_asked_more_rarely():

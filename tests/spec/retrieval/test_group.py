@@ -1,75 +1,189 @@
-"""Seer's interface by hand: logs, fetches, time to live, and draft tokens from siblings."""
+"""Seer's interface by hand: texts, fetches, groups that end, and draft tokens from siblings."""
+
+import threading
+import time
 
 import numpy as np
 import pytest
 from live_by_hand import drafts, ids, live_texts
 
-from spec.retrieval.group import DraftClient, DraftServer, GroupDrafter, Update
+from spec.retrieval.group import DraftClient, DraftServer, GroupDrafter, Pieces
 from spec.retrieval.ngram import NgramDrafter
 from spec.retrieval.suffix_forest import ProposalRule
 
 CHAIN = ProposalRule(longest=4, shortest=1)
 
 
-def test_a_server_keeps_logs_and_hands_out_what_is_new():
+def pieces(*rows):
+    """Each row is the group, the request, the number of tokens before, and the tokens."""
+    groups, requests, previous, tokens = zip(*rows, strict=True)
+    offsets = np.cumsum([0, *map(len, tokens)])
+    names = (np.array(x, np.int64) for x in (groups, requests, previous))
+    return Pieces(*names, ids(*(t for row in tokens for t in row)), offsets)
+
+
+def told(found):
+    return [(*name, tokens.tolist()) for *name, tokens in found]
+
+
+def heard(drafter, *views):
+    """Rounds that bring these, and one that brings nothing: all are in the index."""
+    for view in (*views, views[-1]):
+        drafter.committed(view)
+    drafter.wait()
+
+
+def test_a_server_keeps_texts_and_hands_out_what_is_new():
     server = DraftServer()
-    server.update(Update(7, 1, 0, ids(5, 6)))
-    server.update(Update(7, 2, 0, ids(5)))
-    server.update(Update(8, 3, 0, ids(9)))
-    first = server.fetch({7: 0, 9: 0})
-    assert set(first) == {7} and [u.tokens.tolist() for u in first[7]] == [[5, 6], [5]]
-    server.update(Update(7, 1, 1, ids(6, 4)))  # 6 comes twice, and counts once
-    server.update(Update(7, 1, 0, ids(5)))  # nothing new
-    (new,) = server.fetch({7: 2})[7]
-    assert (new.request_id, new.previous_tokens, new.tokens.tolist()) == (1, 2, [4])
+    server.update(pieces((7, 1, 0, [5, 6]), (7, 2, 0, [5]), (8, 3, 0, [9])))
+    found, over = server.fetch({7: {}, 9: {}})
+    assert told(found) == [(7, 1, 0, [5, 6]), (7, 2, 0, [5])] and over == []
+    server.update(pieces((7, 1, 1, [6, 4]), (7, 1, 0, [5])))  # one is new, the others are known
+    found, _ = server.fetch({7: {1: 2, 2: 1}})
+    assert told(found) == [(7, 1, 2, [4])]
+    assert told(server.fetch({7: {1: 3, 2: 1}, 8: {3: 1}})[0]) == []
     with pytest.raises(ValueError, match="request 1 of group 7 has 3 tokens here.*after 5"):
-        server.update(Update(7, 1, 5, ids(1)))
-    server.drop(7)
-    assert server.fetch({7: 0}) == {}
-    server.update(Update(7, 1, 0, ids(2)))  # and may begin anew
+        server.update(pieces((7, 1, 5, [1])))
 
 
-def test_a_client_follows_registered_groups_until_their_time_is_over():
+def test_tokens_that_came_one_by_one_are_fetched_as_one_piece():
+    server, text = DraftServer(), list(range(1000))
+    for i, token in enumerate(text):
+        server.update(pieces((0, 9, i, [token])))
+    assert told(server.fetch({0: {9: 10}})[0]) == [(0, 9, 10, text[10:])]
+
+
+def test_a_server_forgets_a_group_once_all_of_its_requests_have_ended():
+    server = DraftServer(group_size=2)
+    server.update(pieces((7, 1, 0, [5, 6]), (7, 2, 0, [5]), (8, 3, 0, [9])))
+    server.end([7, 7, 8], [1, 1, 3])  # told of twice, a request has ended once
+    found, over = server.fetch({7: {}, 8: {}})
+    assert len(told(found)) == 3 and over == []
+    server.end([7], [2])
+    found, over = server.fetch({7: {}, 8: {}})
+    assert told(found) == [(8, 3, 0, [9])] and over == [7]
+    server.update(pieces((7, 2, 8, [4])))  # too late: another worker was slower
+    assert told(server.fetch({7: {}})[0]) == []
+    assert not any(7 in held for held in (server._texts, server._ended))
+
+
+def test_a_client_follows_registered_groups_until_it_is_to_forget_them():
     server, client = DraftServer(), DraftClient(CHAIN)
-    server.update(Update(0, 9, 0, ids(1, 2, 3, 4, 5)))
-    client.register_group(0, ttl_s=10.0, now_s=100.0)
-    client.apply(server.fetch(client.seen))
-    assert client.seen == {0: 1} and client.expire(109.0) == []
+    server.update(pieces((0, 9, 0, [1, 2, 3, 4, 5])))
+    client.register_groups([0, 0])
+    for _ in range(2):  # the second time there is nothing new
+        client.apply(server.fetch(client.seen)[0])
+    assert client.seen == {0: {9: 5}}
     view = live_texts([8, 1, 2], [8, 1, 2], groups=[0, 1])
-    drafts = client.batch_speculate(view, np.array([2, 2]), 4)
-    assert drafts.tokens_AN[0, :2].tolist() == [3, 4] and drafts.count_A.tolist() == [2, 0]
-    client.register_group(0, ttl_s=10.0, now_s=105.0)  # more time
-    assert client.expire(110.0) == [] and client.expire(115.0) == [0]
-    assert client.seen == {}
+    found = client.batch_speculate(view, np.array([2, 2]), 4)
+    assert found.tokens_AN[0, :2].tolist() == [3, 4] and found.count_A.tolist() == [2, 0]
+    client.forget_groups([0])
+    assert client.seen == {} and client._forest.num_tokens == 0
     assert client.batch_speculate(view, np.array([2, 2]), 4).count_A.tolist() == [0, 0]
 
 
 def test_a_sibling_behind_is_given_what_the_one_ahead_said():
     drafter = GroupDrafter(CHAIN, update_tokens=1)
     ahead, behind = [50, 51, 1, 2, 3, 4, 9], [50, 51]
+    heard(drafter, live_texts(ahead, behind))
     assert drafts(drafter, live_texts(ahead, behind)) == [[], [1, 2, 3, 4]]
     assert drafts(drafter, live_texts(ahead, [50, 51, 1, 2])) == [[], [3, 4, 9]]
     # another group knows nothing of it
     assert drafts(drafter, live_texts([50, 51, 1, 2], groups=[1], first_id=7)) == [[]]
 
 
+class SlowServer(DraftServer):
+    """A server that some updates take a while to reach; `threads` brought them."""
+
+    def __init__(self, waits_s):
+        super().__init__()
+        self._waits_s, self.threads = iter(waits_s), set()
+
+    def update(self, pieces):
+        self.threads.add(threading.current_thread())
+        time.sleep(next(self._waits_s, 0.0))
+        super().update(pieces)
+
+
+def test_a_draft_knows_all_rounds_but_the_last_whatever_the_pace_of_the_thread():
+    text = [50, 51, *range(1, 9)]
+    other = live_texts([50, 51], first_id=3)
+
+    def play(server):
+        drafter, found = GroupDrafter(CHAIN, update_tokens=1, server=server), []
+        for length in range(3, len(text)):
+            drafter.committed(live_texts(text[:length]))
+            if length not in (5, 6):  # plain rounds
+                found.append(drafts(drafter, other, most=8)[0])
+        return found
+
+    slow = SlowServer([0.0, 0.03, 0.0, 0.03, 0.03])
+    expected = [text[2 : length - 1] for length in (3, 4, 7, 8, 9)]
+    assert play(DraftServer()) == play(slow) == expected
+    assert threading.current_thread() not in slow.threads
+
+
+def test_what_the_thread_raises_is_raised_where_drafts_are_asked_for():
+    class Broken(DraftServer):
+        def fetch(self, seen):
+            raise OSError("the server is gone")
+
+    drafter = GroupDrafter(CHAIN, server=Broken())
+    drafter.committed(live_texts([50, 51, 1]))
+    drafts(drafter, live_texts([50, 51, 1]))
+    with pytest.raises(OSError, match="the server is gone"):
+        drafts(drafter, live_texts([50, 51, 1]))
+
+
+def test_a_worker_that_never_drafts_tells_the_others():
+    server = DraftServer()
+    plain, drafting = (GroupDrafter(CHAIN, update_tokens=1, server=server) for _ in range(2))
+    heard(plain, live_texts([50, 51, 1, 2]), live_texts([50, 51, 1, 2, 3, 4]))
+    behind = live_texts([50, 51, 1], first_id=3)
+    heard(drafting, behind)
+    assert drafts(drafting, behind) == [[2, 3, 4]]
+
+
 def test_a_finished_sibling_goes_on_helping_and_its_end_is_known():
-    drafter = GroupDrafter(CHAIN, update_tokens=5)
-    one = live_texts([50, 51, 1, 2, 0])
-    drafts(drafter, one)
-    assert drafts(drafter, live_texts([50, 51, 1], first_id=3)) == [[2, 0]]
-    # of a request that has ended the rest is sent, however short
-    other = GroupDrafter(CHAIN, update_tokens=100)
-    drafts(other, one)
-    assert drafts(other, live_texts([50, 51, 1], first_id=3)) == [[]]
-    other.finished(one)
-    assert drafts(other, live_texts([50, 51, 1], first_id=3)) == [[2, 0]]
+    drafter = GroupDrafter(CHAIN, update_tokens=100)
+    one, behind = live_texts([50, 51, 1, 2, 0]), live_texts([50, 51, 1], first_id=3)
+    heard(drafter, one)
+    assert drafts(drafter, behind) == [[]]
+    # of a request that has ended the rest is sent, however short, and soon if it was the last one
+    drafter.finished(one)
+    assert drafts(drafter, behind) == [[2, 0]]
+
+
+def test_a_group_is_uprooted_once_its_last_member_has_ended():
+    server = DraftServer(group_size=2)
+    here, there = (GroupDrafter(CHAIN, update_tokens=1, server=server) for _ in range(2))
+    one, two = live_texts([50, 51, 1, 2]), live_texts([50, 51, 1, 3], first_id=1)
+    heard(here, one)
+    here.left(one)  # and goes on elsewhere
+    heard(there, live_texts([50, 51, 1, 2, 5]), two)
+    there.finished(two)
+    heard(there, live_texts([50, 51, 1, 2, 5]))
+    assert drafts(there, live_texts([50, 51, 1, 2])) == [[5]], "one of them has not ended"
+    there.finished(live_texts([50, 51, 1, 2, 5]))
+    other = live_texts([8, 9, 7], groups=[1], first_id=9)
+    for drafter in (here, there):
+        heard(drafter, other)
+        assert drafter._client.seen.keys() == {1} and drafter._client._forest.num_tokens == 3
+    assert server._texts.keys() == {1}
+
+
+def test_a_request_that_comes_back_is_not_counted_twice():
+    drafter = GroupDrafter(CHAIN, update_tokens=1)
+    text = live_texts([50, 51, 1, 2, 3])
+    heard(drafter, text)
+    drafter.left(text)
+    heard(drafter, live_texts([50, 51, 1, 2, 3, 4]))
+    assert drafter._client.seen == {0: {0: 6}} and drafter._client._forest.num_tokens == 6
 
 
 def test_the_more_frequent_branch_comes_first():
     drafter = GroupDrafter(CHAIN, update_tokens=1)
-    rows = ([50, 51, 1, 7], [50, 51, 1, 8], [50, 51, 1, 8])
-    drafts(drafter, live_texts(*rows))
+    heard(drafter, live_texts([50, 51, 1, 7], [50, 51, 1, 8], [50, 51, 1, 8]))
     assert drafts(drafter, live_texts([50, 51, 1], first_id=9))[0][0] == 8
 
 
@@ -89,8 +203,8 @@ def test_own_text_repeats_itself():
 def test_more_requests_than_followers_at_first():
     drafter = GroupDrafter(CHAIN, update_tokens=1)
     rows = [[50, 51, i, i + 1, i + 2] for i in range(200)]
-    drafts(drafter, live_texts(*rows))
-    got = drafts(drafter, live_texts(*[row[:3] for row in rows], first_id=1000), most=1)
-    assert got == [[i + 1] for i in range(200)]
-    drafter.finished(live_texts(*[row[:3] for row in rows], first_id=1000))
+    heard(drafter, live_texts(*rows))
+    short = live_texts(*[row[:3] for row in rows], first_id=1000)
+    assert drafts(drafter, short, most=1) == [[i + 1] for i in range(200)]
+    drafter.finished(short)
     assert drafts(drafter, live_texts([50, 51, 7], first_id=5000), most=1) == [[8]]
