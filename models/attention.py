@@ -94,6 +94,16 @@ def attend(
     return (found.out / found.total).astype(v_BKSh.dtype)
 
 
+def attend_both(
+    q_BTHh: jax.Array,
+    one: tuple[jax.Array, jax.Array, jax.Array],
+    other: tuple[jax.Array, jax.Array, jax.Array],
+) -> jax.Array:
+    """Compute `attend` over the keys of two caches, each (keys, values, mask); [B, T, H, h]."""
+    found = _joined(_partial_attention(q_BTHh, *one), _partial_attention(q_BTHh, *other))
+    return found.astype(one[1].dtype)
+
+
 def attend_nodes(
     q_MHh: jax.Array,
     k_MKh: jax.Array,

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from spec.config import SamplingConfig
 from spec.tree import PADDING, Draft, check_draft
+
+Arguments = tuple[tuple, dict[str, Any]]
+Program = tuple[Any, Callable[[], Arguments]]  # a jitted step and a maker of its arguments
 
 
 class Source(enum.IntEnum):
@@ -115,6 +118,23 @@ def no_drafts(num_requests: int, max_nodes: int) -> Drafts:
         np.zeros((A, N), np.uint8),
         np.zeros(A, np.int32),
     )
+
+
+def fill(
+    drafts: Drafts,
+    asked_A: np.ndarray,
+    tokens_AM: np.ndarray,
+    parents_AM: np.ndarray,
+    prob_AM: np.ndarray,
+    count_A: np.ndarray,
+) -> Drafts:
+    """Write the first `count_A` draft tokens of trees to the drafts of those who asked for them."""
+    a, m = np.nonzero(np.arange(tokens_AM.shape[1]) < count_A[:, None])
+    drafts.tokens_AN[asked_A[a], m] = tokens_AM[a, m]
+    drafts.parents_AN[asked_A[a], m] = parents_AM[a, m]
+    drafts.prob_AN[asked_A[a], m] = prob_AM[a, m]
+    drafts.count_A[asked_A] = count_A
+    return drafts
 
 
 def stack(drafts: Sequence[Draft], max_nodes: int) -> Drafts:

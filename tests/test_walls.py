@@ -32,8 +32,9 @@ ROOMS: dict[str, dict[str, set[str]]] = {
     "spec": {
         "": set(),
         "reuse": {""},
-        "eagle": {""},
-        "draft_model": {""},
+        "draft_cache": {""},
+        "eagle": {"", "draft_cache"},
+        "draft_model": {"", "draft_cache"},
         "retrieval": {"", "reuse"},
         "budget": {"", "retrieval"},
     },

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.workloads import BASE_POLICY, policy
-from models import transformer
+from models import kv_cache, transformer
 from models.config import ModelConfig
 from models.kv_cache import KVCache, Pending
 from rl.engine import cache_ops
@@ -39,13 +39,13 @@ from spec import verify
 from spec.budget.bandit import BegMab, Strategy
 from spec.budget.config import BanditConfig
 from spec.config import SamplingConfig
+from spec.draft_cache.tables import END_COLUMNS, unpack_ends
 from spec.drafter import no_drafts
 from spec.eagle import model as eagle
 from spec.eagle import tree_search
 from spec.eagle.config import EagleConfig, TreeConfig
-from spec.eagle.drafter import WINDOW_TOKENS
 from spec.eagle.model import DeviceWeights, EagleParams, EagleWeights
-from spec.eagle.tree_search import Search, Window
+from spec.eagle.tree_search import Search
 from spec.nodes import of_trees, pack
 from spec.sampling import step_key
 from spec.verify import Slots
@@ -76,24 +76,17 @@ def fused_round(
     stop_E: jax.Array,
     weights: DeviceWeights,
     searched: KVCache,
-    tokens_BC: jax.Array,
-    start_B: jax.Array,
-    temperature: jax.Array,
+    table_BX: jax.Array,
     *,
     config: ModelConfig,
     search: Search,
 ) -> tuple[KVCache, Pending, Slots, KVCache, jax.Array]:
-    """Run `tree_search.draft`, then `verify.verify_round`, as one program of one strategy."""
-    M = search.num_draft_tokens
-    searched, packed = tree_search.draft(
-        weights,
-        searched,
-        Window(cache.features[0], tokens_BC, start_B),
-        slots.length,
-        jnp.int32(search.max_depth),
-        temperature,
-        search=search,
-    )
+    """Run `tree_search.trees`, then `verify.verify_round`, as one program of one strategy."""
+    M, depth = search.num_draft_tokens, jnp.int32(search.max_depth)
+    ends = dataclasses.replace(unpack_ends(table_BX), total_B=slots.length + 1)
+    no_noise = jax.random.key(0)  # of the likeliest tokens none is drawn
+    state = weights, searched, cache.features[0], ends, depth, no_noise
+    searched, packed = tree_search.trees(*state, search=search)
     root_B1 = jnp.zeros((len(packed), 1), jnp.int32)
     nodes = of_trees(
         jnp.concatenate([root_B1, packed[:, :M]], axis=1),
@@ -269,8 +262,7 @@ class Programs:
         learned = LearnedDrafter(EagleWeights(self.shape, self.weights()), TreeConfig(depth, top_k))
         spec = RolloutSpec(self.params, self.sampling, step_key(0, 0))
         drafter = learned.drafter_for(engine.drafter_context(spec))
-        [features] = engine.empty_cache(B, self.num_positions).features
-        steps = {step: arguments for step, arguments in drafter.programs(lambda: features)}
+        steps = dict(drafter.programs(B, self.num_positions))
         args, options = steps[tree_search.draft]()
         return tree_search.draft.lower(*args, **options)
 
@@ -285,11 +277,8 @@ class Programs:
         S, num_draft_tokens = self.num_positions, strategy.verify_tokens
         scheme = self.sampling.draw
         search = Search(self.shape, strategy.top_k, strategy.depth, num_draft_tokens, scheme)
-        searched = tree_search.empty_cache(search, B, S, engine.dtype)
-        tokens_BC = np.zeros((B, min(WINDOW_TOKENS, S)), np.int32)
-        args = (
-            *self._rows(engine, B),
-            *(DeviceWeights(self.weights(), eagle.frozen(self.params, None)), searched),
-            *(tokens_BC, np.zeros(B, np.int32), np.float32(self.sampling.temperature)),
-        )
+        searched = kv_cache.init(self.shape.layer, B, S, engine.dtype)
+        weights = DeviceWeights(self.weights(), eagle.frozen(self.params, None))
+        table_BX = np.zeros((B, search.window_tokens + len(END_COLUMNS)), np.int32)
+        args = *self._rows(engine, B), weights, searched, table_BX
         return args, {"config": self.model, "search": search}

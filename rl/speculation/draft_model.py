@@ -85,18 +85,14 @@ class DraftModel:
             self.model,
             self._params_on(runner),
             ChainConfig(
-                min_rows=runner.config.slot_bucket(1),
-                min_positions=runner.config.min_positions,
                 chunk_tokens=min(ChainConfig.chunk_tokens, runner.config.min_positions),
                 max_draft_tokens=config.max_depth,
                 min_prob=config.min_prob,
             ),
-            policy=runner.model,
+            runner=runner,
             sampling=context.spec.sampling,
             key=context.spec.key,
             proposal=config.proposal,
-            put=runner.put,
-            dtype=runner.dtype,
         )
 
     def _params_on(self, runner: ModelRunner) -> transformer.Params:

@@ -26,10 +26,8 @@ from rl.engine.rollout_spec import RolloutSpec
 from rl.packing import Shape
 from rl.runtime.parallel_compile import OnCompiled, compile_all, unwatched
 from rl.speculation.device_drafters import DeviceDrafters
-from rl.speculation.draft_model import DraftModel
-from rl.speculation.learned_drafter import LearnedDrafter
 from spec.buckets import bucket
-from spec.budget.config import LEARNED, MODEL
+from spec.budget.config import LEARNED
 from spec.config import SamplingConfig
 from spec.drafter import no_drafts
 from spec.nodes import pack
@@ -219,21 +217,12 @@ class Pool:
 
     def drafts(self) -> Iterator[Program]:
         """Yield what drafters on the device run."""
-        drafters = self.reach.drafters
         context = self.engine.drafter_context(
             RolloutSpec(self.params, self.sampling, step_key(0, 0))
         )
-        if isinstance(learned := drafters.get(LEARNED), LearnedDrafter):
-            drafter = learned.drafter_for(context)
+        for drafter in (d.drafter_for(context) for d in self.reach.drafters.values()):
             for B, S in self.buckets:
-                for step, arguments in drafter.programs(partial(self._rows, "features", B, S)):
-                    yield Program(step, arguments)
-        if isinstance(model := drafters.get(MODEL), DraftModel):
-            steps = model.drafter_for(context).programs(
-                max_requests=self.slots[0], max_tokens=self.longest_tokens
-            )
-            for step, arguments in steps:
-                yield Program(step, arguments)
+                yield from (Program(*program) for program in drafter.programs(B, S))
 
     def reuse(self) -> Iterator[Program]:
         """Yield packed passes, and how their keys and values get into rows."""

@@ -6,13 +6,14 @@ A = live requests, N = draft tokens.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Protocol
 
 import numpy as np
 
 from spec.budget.budget import Backoff
 from spec.budget.config import LEARNED, MODEL
-from spec.drafter import Drafter, Drafts, LiveSlots, Source
+from spec.drafter import Drafter, Drafts, LiveSlots, Program, Source
 from spec.round_times import RoundTimes
 
 DEVICE_SOURCES = {LEARNED: Source.LEARNED, MODEL: Source.MODEL}
@@ -22,6 +23,10 @@ class DeviceDrafter(Drafter, Protocol):
     """A drafter whose seconds grow with its depth."""
 
     depth: int  # the most draft tokens on a path; may be set between two rounds
+
+    def programs(self, num_slots: int, num_positions: int) -> Iterator[Program]:
+        """Yield the jitted steps for an engine in this bucket, and makers of their arguments."""
+        ...
 
 
 class DeviceDraftGate:

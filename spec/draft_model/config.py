@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
+from spec.draft_cache.cache import Passes
+
 Proposal = Literal["likeliest", "shared_noise"]
 
 
@@ -12,15 +14,12 @@ Proposal = Literal["likeliest", "shared_noise"]
 class ChainConfig:
     """Sizes of a draft model's passes and chains.
 
-    Buckets of rows are `min_rows` · 2^i, of cache positions `min_positions` · 2^i. A chain's
-    first pass has `window_tokens` a row; earlier tokens that a row lacks are computed in chunks of
-    up to `chunk_tokens`, about `pass_tokens` a pass. Chains have up to `max_draft_tokens` draft
-    tokens and end when their probability falls below `min_prob`. `shared_noise_prob` is the
+    A chain's first pass has `window_tokens` a row; earlier tokens that a row lacks are computed in
+    chunks of up to `chunk_tokens`, about `pass_tokens` a pass. Chains have up to `max_draft_tokens`
+    draft tokens and end when their probability falls below `min_prob`. `shared_noise_prob` is the
     acceptance assumed of a draw with shared noise before any was observed.
     """
 
-    min_rows: int = 4
-    min_positions: int = 256
     window_tokens: int = 4
     chunk_tokens: int = 128
     pass_tokens: int = 512
@@ -29,13 +28,13 @@ class ChainConfig:
     shared_noise_prob: float = 0.7
 
     def __post_init__(self) -> None:
-        for name in ("min_rows", "window_tokens", "pass_tokens", "max_draft_tokens"):
+        for name in ("window_tokens", "pass_tokens", "max_draft_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if not self.window_tokens <= self.chunk_tokens <= self.min_positions:
+        if self.window_tokens > self.chunk_tokens:
             raise ValueError(
-                "expected window_tokens <= chunk_tokens <= min_positions, got "
-                f"{self.window_tokens}, {self.chunk_tokens}, {self.min_positions}"
+                "expected window_tokens <= chunk_tokens, got "
+                f"{self.window_tokens}, {self.chunk_tokens}"
             )
         if not (0 <= self.min_prob <= 1 and 0 < self.shared_noise_prob < 1):
             raise ValueError(
@@ -44,14 +43,10 @@ class ChainConfig:
             )
 
     @property
-    def chunk_widths(self) -> list[int]:
-        """Widths of chunks, smallest first, each a quarter of the next, all above the window."""
+    def passes(self) -> Passes:
+        """Chunks have widths each a quarter of the next, all above the window."""
         widths, width = [self.chunk_tokens], self.chunk_tokens // 4
         while width > self.window_tokens:
             widths.append(width)
             width //= 4
-        return widths[::-1]
-
-    def pass_rows(self, width: int, num_rows: int) -> int:
-        """Return the rows of a pass over chunks of `width`."""
-        return min(num_rows, max(1, self.pass_tokens // width))
+        return Passes(self.window_tokens, tuple(widths[::-1]), self.pass_tokens)

@@ -7,9 +7,7 @@ positions. Entries behind the known ones are dead: every pass overwrites those i
 
 from __future__ import annotations
 
-import dataclasses
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,42 +18,16 @@ from models.config import ModelConfig
 from models.kv_cache import KVCache
 from models.sharding import constrain
 from spec import sampling
+from spec.draft_cache.tables import unpack_chunks, unpack_ends
 from spec.sampling import Processing
-
-# Behind the W tokens of a row; of the last three, the bits.
-COLUMNS = ("total", "emitted", "request_id", "most", "temperature", "top_k", "top_p")
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Draws:
-    """Settings by which all requests' draft tokens are drawn; `key` is the rollout's.
-
-    Chains end once their probabilities have fallen below `min_prob`.
-    """
-
-    min_prob: Any
-    key: jax.Array
-
-
-@partial(jax.jit, static_argnames=("config", "num_rows", "num_positions"))
-def empty_cache(
-    zero: jax.Array, *, config: ModelConfig, num_rows: int, num_positions: int
-) -> KVCache:
-    """Return a cache of zeros with the dtype and the device of the scalar `zero`."""
-    cache = kv_cache.init(config, num_rows, num_positions, zero.dtype)
-    return jax.tree.map(lambda rows: kv_cache.pin(rows + zero), cache)
 
 
 @partial(jax.jit, static_argnames="config", donate_argnames="cache")
 def catch_up(
     params: transformer.Params, cache: KVCache, table_PX: jax.Array, *, config: ModelConfig
 ) -> KVCache:
-    """Write the entries of a chunk of P rows; `table_PX` holds (row, first position, C tokens).
-
-    All entries before the first position must be known. Row B is padding.
-    """
-    row_P, start_P, tokens_PC = table_PX[:, 0], table_PX[:, 1], table_PX[:, 2:]
+    """Write the entries of chunks of P rows (`DraftCache`): all before them must be known."""
+    row_P, _, start_P, tokens_PC = unpack_chunks(table_PX)
     some = jax.tree.map(lambda rows: jnp.take(rows, row_P, axis=0, mode="clip"), cache)
     _, some = _pass(config, params, some, tokens_PC, start_P)
     return jax.tree.map(
@@ -65,45 +37,42 @@ def catch_up(
 
 @partial(
     jax.jit,
-    static_argnames=("config", "scheme", "window_tokens", "most_tokens"),
+    static_argnames=("config", "scheme", "most_tokens"),
     donate_argnames="cache",
 )
 def draft_chains(
     params: transformer.Params,
     cache: KVCache,
     table_BX: jax.Array,
-    draws: Draws,
+    min_prob: jax.Array,
+    key: jax.Array,
     *,
     config: ModelConfig,
     scheme: sampling.Draw | None,
-    window_tokens: int,
     most_tokens: int,
 ) -> tuple[KVCache, jax.Array]:
-    """Chains of up to `most_tokens` draft tokens; `table_BX` holds W tokens and `COLUMNS` a row.
+    """Chains of up to `most_tokens` draft tokens from the ends of all rows (`unpack_ends`).
 
     The first pass computes the last W of a row's `total` tokens (all, if there are fewer): entries
     before these must be known. Each further pass computes the last draft token. Chains end
-    together, once each has its `most` draft tokens or too small a probability. Without a `scheme`
-    draft tokens are the likeliest tokens, otherwise draws with the noise of `request_id` at
-    response positions `emitted` …; their probability is the product of the model's own
+    together, once each has its `most` draft tokens or a probability below `min_prob`. Without a
+    `scheme` draft tokens are the likeliest tokens, otherwise draws with the noise of `request_id`
+    at response positions `emitted` …; their probability is the product of the model's own
     probabilities. Rows with a `most` of 0 are at rest and not written, nor is a row behind its
     `most`. Requires `total + most <= S`. The result is packed, for `unpack`.
     """
-    B, W, K, S = table_BX.shape[0], window_tokens, most_tokens, cache.num_positions
-    total_B, emitted_B, ids_B, most_B, *processing_3B = table_BX[:, W:].T
-    bits_3B = (jax.lax.bitcast_convert_type(x_B, jnp.float32) for x_B in processing_3B)
-    processing = Processing(*bits_3B)
-    keys_B = sampling.request_keys(draws.key, ids_B)
-    first_B = jnp.where(most_B > 0, jnp.maximum(total_B - W, 0), S)  # S: written nowhere
-    hidden_BWD, cache = _pass(config, params, cache, table_BX[:, :W], first_B)
+    ends, K, S = unpack_ends(table_BX), most_tokens, cache.num_positions
+    total_B, most_B, B = ends.total_B, ends.most_B, len(table_BX)
+    keys_B, first_B = sampling.request_keys(key, ends.request_id_B), ends.starts(0, S)
+    hidden_BWD, cache = _pass(config, params, cache, ends.tokens_BW, first_B)
     last_B11 = jnp.maximum(total_B - first_B - 1, 0)[:, None, None]
     hidden_B1D = jnp.take_along_axis(hidden_BWD, last_B11, axis=1)
 
     def draft_token(k: jax.Array, hidden_B1D: jax.Array, drawn: tuple) -> tuple:
         tokens_BK, prob_BK, prob_B = drawn
         logits_B1V = constrain(transformer.head(params, hidden_B1D), "batch", None, "vocab")
-        keys_B1 = sampling.position_keys(keys_B, (emitted_B + k)[:, None])
-        token_B1, logprob_B1 = _draw(logits_B1V, keys_B1, processing, scheme)
+        keys_B1 = sampling.position_keys(keys_B, (ends.emitted_B + k)[:, None])
+        token_B1, logprob_B1 = _draw(logits_B1V, keys_B1, ends.processing, scheme)
         prob_B = prob_B * jnp.exp(logprob_B1[:, 0])
         tokens_BK = jax.lax.dynamic_update_slice(tokens_BK, token_B1, (0, k))
         prob_BK = jax.lax.dynamic_update_slice(prob_BK, prob_B[:, None], (0, k))
@@ -111,7 +80,7 @@ def draft_chains(
 
     def more(carry: tuple) -> jax.Array:
         k, _, (_, _, prob_B) = carry
-        return jnp.any((k < most_B) & (prob_B >= draws.min_prob))
+        return jnp.any((k < most_B) & (prob_B >= min_prob))
 
     def step(carry: tuple) -> tuple:
         k, cache, drawn = carry

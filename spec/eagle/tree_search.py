@@ -5,143 +5,143 @@
              level by `top_k` children each; keep the best `num_draft_tokens` of all nodes
 
 Nodes are ranked by cumulative log-probability, so that the first n draft tokens are the best tree
-of n. Expanded nodes have keys and values of their own behind the row's positions.
-A drafter's cache has one layer: B rows of S positions, then X = top_k · (max_depth − 1) columns.
-C = tokens of a window, P = candidates, M = draft tokens kept, U = draft vocabulary.
+of n. Keys and values of expanded nodes lie in X = top_k · (max_depth − 1) columns beside the cache,
+which has one layer: B rows of S positions, entry t at t.
+C = tokens of a window, P = candidates or chunks, M = draft tokens kept, U = draft vocabulary.
 Sources: EAGLE-2 arXiv 2406.16858; TLT section 5.1 and its Figure 9.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from models import kv_cache
-from models.attention import attend
-from models.kv_cache import KVCache
+from models.attention import attend, attend_both
+from models.kv_cache import KEY_AXIS, VALUE_AXIS, KVCache
+from models.transformer import Attend
 from spec import sampling
+from spec.draft_cache.tables import Ends, unpack_chunks, unpack_ends
 from spec.eagle import model as eagle
 from spec.eagle.config import EagleConfig
 from spec.eagle.model import DeviceWeights
-from spec.sampling import Processing
 from spec.tree import PADDING
 
+FIRST_TOKEN = 1  # entry t is of the hidden state at t and the token at t + 1
 SHARED_NOISE_PROB = 0.8  # of a draft token drawn with the position's own noise, among its siblings
 
 
 @dataclasses.dataclass(frozen=True)
 class Search:
-    """The static arguments of a search; `max_depth` bounds the depth that calls ask for."""
+    """The static arguments of a search; `max_depth` bounds the depth that calls ask for.
+
+    With `shared_noise` each node's first child is what the drafter draws with the noise of that
+    position, and has `SHARED_NOISE_PROB`; the others share the rest.
+    """
 
     config: EagleConfig
     top_k: int
     max_depth: int
     num_draft_tokens: int
     scheme: sampling.Draw = "cdf"
+    shared_noise: bool = False
 
     @property
     def num_columns(self) -> int:
-        """Columns of a cache for the nodes that are expanded."""
+        """Columns for the nodes that are expanded."""
         return self.top_k * max(self.max_depth - 1, 1)
+
+    @property
+    def window_tokens(self) -> int:
+        """Tokens that a call absorbs itself: those of a whole path, and one behind it."""
+        return self.max_depth + 1
 
     @property
     def num_children(self) -> int:
         return min(self.top_k, self.config.num_draft_ids)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Window:
-    """Entries start … start + C − 1 of each row, and the hidden states of all entries.
-
-    `tokens_BC[:, j]` is the token after entry start + j. A row whose `start` is the end of the
-    cache is at rest: it is written nowhere.
-    """
-
-    hidden_B1SW: Any
-    tokens_BC: Any
-    start_B: Any
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Noise:
-    """The policy's own noise for the tokens to come, and its processing of logits.
-
-    `emitted_B` are the response tokens of each row so far.
-    """
-
-    key: jax.Array
-    request_ids_B: Any
-    emitted_B: Any
-    processing: Processing
-
-
-def empty_cache(
-    search: Search,
-    num_slots: int,
-    num_positions: int,
-    dtype: Any,
-    zeros: Callable[..., Any] = jnp.zeros,
-) -> KVCache:
-    """Return a drafter's cache for rows of `num_positions`, with room for the expanded nodes."""
-    columns = num_positions + search.num_columns
-    return kv_cache.init(search.config.layer, num_slots, columns, dtype, zeros=zeros)
-
-
 @partial(jax.jit, static_argnames="config", donate_argnames="cache")
 def absorb(
-    weights: DeviceWeights, cache: KVCache, window: Window, *, config: EagleConfig
+    weights: DeviceWeights,
+    cache: KVCache,
+    hidden_B1SW: jax.Array,
+    table_PX: jax.Array,
+    *,
+    config: EagleConfig,
 ) -> KVCache:
-    """Write the keys and values of a window's entries."""
-    return _absorb(config, weights, cache, window)[0]
+    """Write the entries of chunks (`DraftCache`), which hang on no other entries."""
+    row_P, slot_P, first_P, tokens_PC = unpack_chunks(table_PX)
+    at_P = first_P - FIRST_TOKEN
+    k_PCKh, v_PCKh, _ = _entries(config, weights, hidden_B1SW, slot_P, at_P, tokens_PC)
+    places_P2 = jnp.stack([row_P, at_P], axis=1)
+
+    def put(rows: jax.Array, new: jax.Array, axis: int) -> jax.Array:
+        dims = jax.lax.ScatterDimensionNumbers((1, 2, 3), (0,), (0, axis))
+        dropped = jax.lax.GatherScatterMode.FILL_OR_DROP  # windows of padding
+        new = new.astype(rows.dtype)
+        return kv_cache.pin(jax.lax.scatter(rows, places_P2, new, dims, mode=dropped))
+
+    [keys], [values] = cache.keys, cache.values
+    keys = put(keys, k_PCKh.transpose(0, 2, 3, 1), KEY_AXIS)
+    values = put(values, v_PCKh.transpose(0, 2, 1, 3), VALUE_AXIS)
+    return KVCache((keys,), (values,))
 
 
 @partial(jax.jit, static_argnames="search", donate_argnames="cache")
 def draft(
     weights: DeviceWeights,
     cache: KVCache,
-    window: Window,
-    length_B: jax.Array,
+    hidden_B1SW: jax.Array,
+    table_BX: jax.Array,
     depth: jax.Array,
-    temperature: jax.Array,
-    noise: Noise | None = None,
+    key: jax.Array,
     *,
     search: Search,
 ) -> tuple[KVCache, jax.Array]:
-    """Absorb a window that reaches entry length − 1, then draft `depth` levels from there.
+    """Return `trees` from the ends of all rows (`unpack_ends`)."""
+    return trees(weights, cache, hidden_B1SW, unpack_ends(table_BX), depth, key, search=search)
 
-    Log-probabilities are those at `temperature`, one or [B] (0: at 1). With `noise` each node's
-    first child is what the drafter draws with the noise of that position, and has
-    `SHARED_NOISE_PROB`; the others share the rest. What rows at rest draft has no meaning.
-    Returns the cache and int32 [B, 3 M + 1]: tokens, parents (−1: the root), bits of the
-    probabilities, count.
+
+def trees(
+    weights: DeviceWeights,
+    cache: KVCache,
+    hidden_B1SW: jax.Array,
+    ends: Ends,
+    depth: jax.Array,
+    key: jax.Array,
+    *,
+    search: Search,
+) -> tuple[KVCache, jax.Array]:
+    """Absorb the windows of all rows, then draft `depth` levels from their last entries.
+
+    Log-probabilities are those at the rows' temperatures (0: at 1); `key` is the rollout's. What
+    rows at rest draft has no meaning. Returns the cache and int32 [B, 3 M + 1]: tokens, parents
+    (−1: the root), bits of the probabilities, count.
     """
-    S, last_B = window.hidden_B1SW.shape[2], length_B - 1
-    drafter = _Drafting(search, weights, temperature, noise)
-    cache, g_BCD = _absorb(search.config, weights, cache, window)
-    query_B1 = jnp.maximum(last_B - window.start_B, 0)[:, None]  # 0: a row at rest
-    tokens_B1 = jnp.take_along_axis(window.tokens_BC, query_B1, axis=1)
-    g_B1D = jnp.take_along_axis(g_BCD, query_B1[:, :, None], axis=1)
-    committed_BS = jnp.arange(cache.num_positions) < jnp.minimum(length_B, S)[:, None]
-    o_B1D, cache = drafter.outputs(cache, tokens_B1, g_B1D, last_B, committed_BS[:, None], None)
-    beams, pool = drafter.first(o_B1D, cache.num_positions - S)
-
-    def expand(carry: tuple) -> tuple:
-        level, cache, beams, pool = carry
-        cache, beams, pool = drafter.expand(level, cache, beams, pool, committed_BS, last_B, S)
-        return level + 1, cache, beams, pool
-
-    _, cache, _, pool = jax.lax.while_loop(
-        lambda carry: carry[0] < depth, expand, (jnp.int32(1), cache, beams, pool)
+    at_rest, length_B = cache.num_positions + FIRST_TOKEN, ends.total_B - FIRST_TOKEN
+    at_B, tokens_BC = ends.starts(FIRST_TOKEN, at_rest) - FIRST_TOKEN, ends.tokens_BW
+    windows = hidden_B1SW, ends.slot_B, at_B, tokens_BC
+    k_BCKh, v_BCKh, g_BCD = _entries(search.config, weights, *windows)
+    [keys], [values] = cache.keys, cache.values
+    keys = kv_cache.pin(kv_cache.write_keys(keys, k_BCKh, at_B))
+    values = kv_cache.pin(kv_cache.write_values(values, v_BCKh, at_B))
+    drafter = _Drafting(search, weights, ends, key, keys, values)
+    query_B1 = jnp.maximum(length_B - 1 - at_B, 0)[:, None]  # 0: a row at rest
+    tokens_B1 = jnp.take_along_axis(tokens_BC, query_B1, axis=1)
+    o_B1D = drafter.root(tokens_B1, jnp.take_along_axis(g_BCD, query_B1[:, :, None], axis=1))
+    level, columns = jnp.int32(1), drafter.columns()
+    _, _, _, pool = jax.lax.while_loop(
+        lambda carry: carry[0] < depth,
+        lambda carry: (carry[0] + 1, *drafter.expand(*carry)),
+        (level, columns, *drafter.first(o_B1D)),
     )
-    return cache, pool.best(search.num_draft_tokens, weights.frozen.draft_ids_U)
+    best = pool.best(search.num_draft_tokens, weights.frozen.draft_ids_U)
+    return KVCache((keys,), (values,)), best
 
 
 def unpack(packed: jax.Array) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
@@ -152,34 +152,32 @@ def unpack(packed: jax.Array) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.nd
     return packed_BX[:, :M], packed_BX[:, M : 2 * M], prob_BM, packed_BX[:, 3 * M]
 
 
-def _absorb(
-    config: EagleConfig, weights: DeviceWeights, cache: KVCache, window: Window
-) -> tuple[KVCache, jax.Array]:
-    """Return the cache with the window's keys and values, and the window's features."""
-    tokens_BC, start_B, written = window.tokens_BC, window.start_B, list[KVCache]()
-    C = tokens_BC.shape[1]
+def _entries(
+    config: EagleConfig,
+    weights: DeviceWeights,
+    hidden_B1SW: jax.Array,
+    slot_P: jax.Array,
+    at_P: jax.Array,
+    tokens_PC: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return keys and values, [P, C, K, h], and features [P, C, D] of windows of entries."""
+    C, W = tokens_PC.shape[1], hidden_B1SW.shape[3]
 
-    def cut(rows_SW: jax.Array, start: jax.Array) -> jax.Array:
-        return jax.lax.dynamic_slice_in_dim(rows_SW, start, C, axis=0)
+    def cut(slot: jax.Array, at: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_slice(hidden_B1SW, (slot, 0, at, 0), (1, 1, C, W))[0, 0]
 
-    hidden_BCW = jax.vmap(cut)(window.hidden_B1SW[:, 0], start_B)
-    g_BCD = eagle.features(config, weights.params, hidden_BCW)
+    g_PCD = eagle.features(config, weights.params, jax.vmap(cut)(slot_P, at_P))
+    found = list[jax.Array]()
 
-    def look(q_BCHh: jax.Array, k_BCKh: jax.Array, v_BCKh: jax.Array) -> jax.Array:
-        written.append(_written(cache, k_BCKh, v_BCKh, start_B))
-        return q_BCHh  # the outputs are not used
+    def look(q_PCHh: jax.Array, k_PCKh: jax.Array, v_PCKh: jax.Array) -> jax.Array:
+        found.extend((k_PCKh, v_PCKh))
+        return q_PCHh  # the outputs are not used
 
-    positions_BC = start_B[:, None] + jnp.arange(C)
+    positions_PC = at_P[:, None] + jnp.arange(C)
     embedding_VD = weights.frozen.embedding_VD
-    eagle.layer_outputs(config, weights.params, embedding_VD, tokens_BC, g_BCD, positions_BC, look)
-    return written[0], g_BCD
-
-
-def _written(cache: KVCache, k_BCKh: jax.Array, v_BCKh: jax.Array, start_B: jax.Array) -> KVCache:
-    [keys], [values] = cache.keys, cache.values
-    keys = kv_cache.pin(kv_cache.write_keys(keys, k_BCKh, start_B))
-    values = kv_cache.pin(kv_cache.write_values(values, v_BCKh, start_B))
-    return KVCache((keys,), (values,))
+    eagle.layer_outputs(config, weights.params, embedding_VD, tokens_PC, g_PCD, positions_PC, look)
+    k_PCKh, v_PCKh = found
+    return k_PCKh, v_PCKh, g_PCD
 
 
 @jax.tree_util.register_dataclass
@@ -244,56 +242,61 @@ class _Pool:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Drafting:
-    """The constants of one call."""
+    """The constants of one call; `keys` and `values` are those of the cache."""
 
     search: Search
     weights: DeviceWeights
-    temperature: jax.Array
-    noise: Noise | None
+    ends: Ends
+    key: jax.Array
+    keys: jax.Array
+    values: jax.Array
+
+    @property
+    def last_B(self) -> jax.Array:
+        """The last entry of each row; 0 of rows at rest, as no angle may be negative."""
+        return jnp.maximum(self.ends.total_B - FIRST_TOKEN - 1, 0)
+
+    def columns(self) -> tuple[jax.Array, jax.Array]:
+        """Return empty columns of keys and values."""
+        X = self.search.num_columns
+        B, K, h, _ = self.keys.shape
+        columns = jnp.zeros((B, K, h, X), self.keys.dtype), jnp.zeros((B, K, X, h), self.keys.dtype)
+        return kv_cache.pin(columns[0]), kv_cache.pin(columns[1])
+
+    def committed(self, num_nodes: int) -> jax.Array:
+        """Return the mask of a row's entries, for each of N nodes; [B, N, S]."""
+        mask_BS = jnp.arange(self.keys.shape[KEY_AXIS]) <= self.last_B[:, None]
+        return jnp.broadcast_to(mask_BS[:, None], (len(mask_BS), num_nodes, mask_BS.shape[1]))
 
     def outputs(
-        self,
-        cache: KVCache,
-        tokens_BN: jax.Array,
-        g_BND: jax.Array,
-        position_B: jax.Array,
-        mask_BNS: jax.Array,
-        column: jax.Array | None,
-    ) -> tuple[jax.Array, KVCache]:
-        """Return the outputs of N entries, and the cache with their keys and values at `column`.
-
-        Without a `column` the cache has them already.
-        """
-        written = [cache]
-
-        def look(q_BNHh: jax.Array, k_BNKh: jax.Array, v_BNKh: jax.Array) -> jax.Array:
-            if column is not None:
-                at_B = jnp.broadcast_to(column, position_B.shape)
-                written[0] = _written(cache, k_BNKh, v_BNKh, at_B)
-            [keys], [values] = written[0].keys, written[0].values
-            return attend(q_BNHh, keys, values, mask_BNS)
-
+        self, tokens_BN: jax.Array, g_BND: jax.Array, position_B: jax.Array, look: Attend
+    ) -> jax.Array:
         positions_BN = jnp.broadcast_to(position_B[:, None], tokens_BN.shape)
         params, embedding_VD = self.weights.params, self.weights.frozen.embedding_VD
-        o_BND = eagle.layer_outputs(
-            self.search.config, params, embedding_VD, tokens_BN, g_BND, positions_BN, look
-        )
-        return o_BND, written[0]
+        shared = self.search.config, params, embedding_VD
+        return eagle.layer_outputs(*shared, tokens_BN, g_BND, positions_BN, look)
+
+    def root(self, tokens_B1: jax.Array, g_B1D: jax.Array) -> jax.Array:
+        """Return the outputs of the last entries, whose keys and values the cache has."""
+
+        def look(q_B1Hh: jax.Array, _k: jax.Array, _v: jax.Array) -> jax.Array:
+            return attend(q_B1Hh, self.keys, self.values, self.committed(1))
+
+        return self.outputs(tokens_B1, g_B1D, self.last_B, look)
 
     def children(self, level: jax.Array, o_BND: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return the likeliest draft tokens after each node, and their log-probs; [B, N, K]."""
-        weights = self.weights
+        weights, temperature_B = self.weights, self.ends.processing.temperature
         logits_BNU = eagle.logits(self.search.config, weights.params, weights.frozen.head_UD, o_BND)
-        if self.noise is None:
-            scale = jnp.where(self.temperature <= 0, 1.0, self.temperature)
-            scaled_BNU = logits_BNU / scale.reshape(-1, 1, 1)
-            logprob_BNU = jax.nn.log_softmax(scaled_BNU)
+        if self.search.shared_noise:
+            logprob_BNU = self._shared_noise_logprobs(logits_BNU, level)
         else:
-            logprob_BNU = self._shared_noise_logprobs(logits_BNU, self.noise, level)
+            scale_B = jnp.where(temperature_B <= 0, 1.0, temperature_B)
+            logprob_BNU = jax.nn.log_softmax(logits_BNU / scale_B[:, None, None])
         logprob_BNK, at_BNK = jax.lax.top_k(logprob_BNU, self.search.num_children)
         return at_BNK, logprob_BNK
 
-    def first(self, o_B1D: jax.Array, num_columns: int) -> tuple[_Beams, _Pool]:
+    def first(self, o_B1D: jax.Array) -> tuple[_Beams, _Pool]:
         """Return the draft tokens for the next position."""
         B, K = len(o_B1D), self.search.num_children
         at_B1K, logprob_B1K = self.children(jnp.int32(0), o_B1D)
@@ -304,30 +307,30 @@ class _Drafting:
             sum_BK=sum_BK,
             g_BKD=jnp.broadcast_to(o_B1D, (B, K, o_B1D.shape[-1])),
             index_BK=jnp.broadcast_to(jnp.arange(K, dtype=jnp.int32), (B, K)),
-            above_BKX=jnp.zeros((B, K, num_columns), bool),
+            above_BKX=jnp.zeros((B, K, self.search.num_columns), bool),
         )
         return beams, pool.add(jnp.int32(0), at_BK, jnp.full_like(at_BK, -1), sum_BK)
 
     def expand(
-        self,
-        level: jax.Array,
-        cache: KVCache,
-        beams: _Beams,
-        pool: _Pool,
-        committed_BS: jax.Array,
-        last_B: jax.Array,
-        num_positions: int,
-    ) -> tuple[KVCache, _Beams, _Pool]:
+        self, level: jax.Array, columns: tuple[jax.Array, jax.Array], beams: _Beams, pool: _Pool
+    ) -> tuple[tuple[jax.Array, jax.Array], _Beams, _Pool]:
         """Expand the K beams by K children each, of which the best K are the next beams."""
         B, K, X = beams.above_BKX.shape
         column, first = (level - 1) * K, K + (level - 1) * K * K
         seen_BKX = beams.above_BKX | (jnp.arange(X) == column + jnp.arange(K)[:, None])
-        row_BKS = jnp.broadcast_to(committed_BS[:, None, :num_positions], (B, K, num_positions))
-        mask_BKS = jnp.concatenate([row_BKS, seen_BKX], axis=-1)
+        written = [columns]
+
+        def look(q_BNHh: jax.Array, k_BNKh: jax.Array, v_BNKh: jax.Array) -> jax.Array:
+            k_BKhN, v_BKNh = k_BNKh.transpose(0, 2, 3, 1), v_BNKh.transpose(0, 2, 1, 3)
+            put = partial(jax.lax.dynamic_update_slice_in_dim, start_index=column)
+            keys = kv_cache.pin(put(columns[0], k_BKhN.astype(columns[0].dtype), axis=KEY_AXIS))
+            values = kv_cache.pin(put(columns[1], v_BKNh.astype(columns[1].dtype), axis=VALUE_AXIS))
+            written[0] = keys, values
+            cached = self.keys, self.values, self.committed(K)
+            return attend_both(q_BNHh, cached, (keys, values, seen_BKX))
+
         tokens_BK = _policy_ids(beams.at_BK, self.weights.frozen.draft_ids_U)
-        o_BKD, cache = self.outputs(
-            cache, tokens_BK, beams.g_BKD, last_B + level, mask_BKS, num_positions + column
-        )
+        o_BKD = self.outputs(tokens_BK, beams.g_BKD, self.last_B + level, look)
         at_BKK, logprob_BKK = self.children(level, o_BKD)
         at_BP, sum_BP = at_BKK.reshape(B, -1), beams.sum_BK[:, :, None] + logprob_BKK
         sum_BP = sum_BP.reshape(B, -1)
@@ -341,25 +344,24 @@ class _Drafting:
             index_BK=first + chosen_BK,
             above_BKX=jnp.take_along_axis(seen_BKX, from_BK1, axis=1),
         )
-        return cache, beams, pool
+        return written[0], beams, pool
 
-    def _shared_noise_logprobs(
-        self, logits_BNU: jax.Array, noise: Noise, level: jax.Array
-    ) -> jax.Array:
+    def _shared_noise_logprobs(self, logits_BNU: jax.Array, level: jax.Array) -> jax.Array:
         """Return log `SHARED_NOISE_PROB` for the token that the position's noise draws.
 
         The others share the rest. Noise goes by the policy's tokens; the drafter's are in the same
         order.
         """
         (B, N, U), ids_U = logits_BNU.shape, self.weights.frozen.draft_ids_U
-        temperature_BN, top_k_BN, top_p_BN = noise.processing.broadcast((B, N))
+        ends = self.ends
+        temperature_BN, top_k_BN, top_p_BN = ends.processing.broadcast((B, N))
         processed_BNU = sampling.processed_logits(logits_BNU, temperature_BN, top_k_BN, top_p_BN)
         wide_BNV = processed_BNU
         if ids_U is not None:
             V = self.weights.frozen.embedding_VD.shape[0]
             wide_BNV = jnp.full((B, N, V), -jnp.inf).at[:, :, ids_U].set(processed_BNU)
-        position_BN = jnp.broadcast_to((noise.emitted_B + level)[:, None], (B, N))
-        request_keys_B = sampling.request_keys(noise.key, noise.request_ids_B)
+        position_BN = jnp.broadcast_to((ends.emitted_B + level)[:, None], (B, N))
+        request_keys_B = sampling.request_keys(self.key, ends.request_id_B)
         keys_BN = sampling.position_keys(request_keys_B, position_BN)
         drawn_BN, _ = sampling.draw(wide_BNV, keys_BN, temperature_BN, self.search.scheme)
         drawn_BNU = (jnp.arange(U) if ids_U is None else ids_U) == drawn_BN[:, :, None]

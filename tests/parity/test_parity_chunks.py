@@ -74,10 +74,8 @@ def test_trees(check, engine, want):
 
 def test_a_draft_model(check, engine, params):
     small = dataclasses.replace(params, layers=params.layers[:1])
-    config = ChainConfig(
-        min_rows=8, min_positions=32, window_tokens=4, chunk_tokens=32, max_draft_tokens=3
-    )
-    assert 4 in check(engine, lambda: {"drafter": drafter(small, "plain", SMALL, config)})
+    config = ChainConfig(window_tokens=4, chunk_tokens=32, max_draft_tokens=3)
+    assert 4 in check(engine, lambda: {"drafter": drafter(engine, small, "plain", SMALL, config)})
 
 
 def test_a_learned_drafter_and_the_states_that_it_reads(check, keeping, params):

@@ -19,9 +19,7 @@ from spec.retrieval.ngram import NgramDrafter
 pytestmark = pytest.mark.parity
 
 SMALL = dataclasses.replace(MODEL, num_layers=1)
-CONFIG = ChainConfig(
-    min_rows=8, min_positions=64, window_tokens=4, chunk_tokens=32, pass_tokens=128
-)
+CONFIG = ChainConfig(window_tokens=4, chunk_tokens=32, pass_tokens=128)
 
 
 @pytest.fixture(scope="module")
@@ -29,10 +27,10 @@ def small_params(params):
     return dataclasses.replace(params, layers=params.layers[:1])
 
 
-def drafter(params, name, model=SMALL, config=CONFIG, **options):
+def drafter(engine, params, name, model=SMALL, config=CONFIG, **options):
     sampling = SAMPLINGS[name]
     return DraftModelDrafter(
-        model, params, config, policy=MODEL, sampling=sampling, key=STEP_KEY, **options
+        model, params, config, runner=engine, sampling=sampling, key=STEP_KEY, **options
     )
 
 
@@ -40,7 +38,7 @@ def drafter(params, name, model=SMALL, config=CONFIG, **options):
 @pytest.mark.parametrize("name", ["plain", "greedy", "gumbel_cool"])
 def test_alone_and_with_others(golden, rollout, engine, params, small_params, name, proposal):
     for with_others in (False, True):
-        small = drafter(small_params, name, proposal=proposal)
+        small = drafter(engine, small_params, name, proposal=proposal)
         asked = DrafterUnion([NgramDrafter(), small]) if with_others else small
         got = rollout(name, drafter=asked)
         assert not differences(golden(name), got)
@@ -54,7 +52,7 @@ def test_alone_and_with_others(golden, rollout, engine, params, small_params, na
 @pytest.mark.parametrize("name", ["plain", "cool", "gumbel", "gumbel_cool"])
 def test_the_policy_itself_drafts_what_it_then_draws(golden, rollout, engine, params, name):
     """Coupled: only an end token among the draft tokens, or the limit, makes the others useless."""
-    got = rollout(name, drafter=drafter(params, name, MODEL, proposal="shared_noise"))
+    got = rollout(name, drafter=drafter(engine, params, name, MODEL, proposal="shared_noise"))
     assert not differences(golden(name), got)
     for t in got:
         want = origins_if_all_accepted(t.num_tokens, BASE.max_nodes)
@@ -65,16 +63,15 @@ def test_the_policy_itself_drafts_what_it_then_draws(golden, rollout, engine, pa
 def test_likeliest_drafts_of_the_policy_itself_are_its_tokens_at_temperature_0(
     golden, rollout, engine, params
 ):
-    got = rollout("greedy", drafter=drafter(params, "greedy", MODEL))
+    got = rollout("greedy", drafter=drafter(engine, params, "greedy", MODEL))
     assert not differences(golden("greedy"), got)
     assert engine.stats.accepted_tokens > 0.7 * engine.stats.tokens
 
 
 def test_few_slots_and_caches_that_grow(golden, rollout, requests, small_params):
-    config = dataclasses.replace(CONFIG, min_rows=1, min_positions=32, max_draft_tokens=3)
+    config = dataclasses.replace(CONFIG, max_draft_tokens=3)
     engine = Engine(MODEL, dataclasses.replace(BASE, slots=2, min_slots=1, min_positions=32))
-    got = rollout(
-        "cool", requests[::3], drafter=drafter(small_params, "cool", config=config), engine=engine
-    )
+    asked = drafter(engine, small_params, "cool", config=config)
+    got = rollout("cool", requests[::3], drafter=asked, engine=engine)
     assert not differences(golden("cool"), got)
     assert engine.stats.accepted_tokens > 0

@@ -150,10 +150,9 @@ class NowAndThen(Drafter):
 
 
 def test_absorbed_along_the_way_is_as_good_as_all_at_once(golden, rollout, params, keeping):
-    """What a drafter drafts is what one drafts that sees the rows for the first
-    time.
-    """
-    engine, maker = keeping("eagle"), learned("eagle")
+    """Drafts are those of one that sees the rows for the first time, in a cache that grows."""
+    maker, config = learned("eagle"), dataclasses.replace(BASE, min_positions=32)
+    engine = Engine(MODEL, config, feature_layers=keeping("eagle").feature_layers)
     context = engine.drafter_context(RolloutSpec(params, SAMPLINGS["plain"], STEP_KEY))
     same = []
 

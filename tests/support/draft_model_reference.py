@@ -9,6 +9,8 @@ import numpy as np
 
 from models import transformer
 from models.config import ModelConfig
+from rl.engine.config import EngineConfig
+from rl.engine.model_runner import ModelRunner
 from spec import sampling
 from spec.config import SamplingConfig
 from spec.draft_model.config import ChainConfig
@@ -27,16 +29,15 @@ MODEL = ModelConfig(
     head_dim=4,
     d_ff=8,
 )
-POLICY = dataclasses.replace(MODEL, num_layers=3)
+POLICY = dataclasses.replace(MODEL, num_layers=3, num_kv_heads=2)  # with cache layers unlike its
 CONFIG = ChainConfig(
-    min_rows=4,
-    min_positions=32,
     window_tokens=2,
     chunk_tokens=16,
     pass_tokens=32,
     max_draft_tokens=5,
 )
-ONE_BUCKET = dataclasses.replace(CONFIG, min_rows=8, min_positions=64)  # each is compiled
+BUCKETS = EngineConfig(slots=8, min_slots=4, min_positions=32)
+ONE_BUCKET = dataclasses.replace(BUCKETS, min_slots=8, min_positions=LONGEST)  # each is compiled
 KEY = sampling.step_key(3, 4)
 COOL = SamplingConfig(temperature=0.7)
 SAMPLINGS = {
@@ -58,9 +59,12 @@ def make_params(seed=0):
 PARAMS = make_params()
 
 
-def make_drafter(config=CONFIG, *, params=PARAMS, draws=COOL, **options):
+def make_drafter(
+    config=CONFIG, *, params=PARAMS, draws=COOL, buckets=BUCKETS, place=None, **options
+):
+    runner = ModelRunner(POLICY, buckets, longest_tokens=LONGEST, **(place or {}))
     return DraftModelDrafter(
-        MODEL, params, config, policy=POLICY, sampling=draws, key=KEY, **options
+        MODEL, params, config, runner=runner, sampling=draws, key=KEY, **options
     )
 
 
@@ -154,17 +158,17 @@ def complaints(drafts, live, host, most_A, draws=COOL, mode="greedy", longest=5)
     return found
 
 
-def history(drafter, seed, draws=COOL, mode="greedy", rounds=12):
+def history(drafter, seed, draws=COOL, mode="greedy", rounds=12, num_rows=ROWS):
     """A random life of up to six requests: what the slow way complains of."""
     rng = np.random.default_rng(seed)
-    host, away, found, next_id = Host(), {}, [], 100
+    host, away, found, next_id = Host(num_rows), {}, [], 100
     prompt = rng.integers(0, V, 9).tolist()
     for _ in range(rounds):
-        while len(host.rows) < rng.integers(1, ROWS + 1):
+        while len(host.rows) < rng.integers(1, num_rows + 1):
             own = rng.integers(0, V, rng.integers(1, 12)).tolist()
             host.enter(next_id, prompt + own if rng.random() < 0.5 else own)
             next_id += 1
-        if away and len(host.rows) < ROWS:  # back in another row, with more or other tokens
+        if away and len(host.rows) < num_rows:  # back in another row, with more or other tokens
             r, (n, text) = away.popitem()
             text = [*text, *rng.integers(0, V, rng.integers(0, 6)).tolist()][: LONGEST - 2]
             if rng.random() < 0.3:

@@ -9,12 +9,13 @@ import pytest
 
 from benchmarks.drafter import pool
 from benchmarks.drafter.pool import Footprint, Programs
-from models import transformer
+from models import kv_cache, transformer
 from models.config import ModelConfig
 from rl.engine import cache_ops
 from spec import verify
 from spec.budget.bandit import Strategy
 from spec.budget.config import BanditConfig
+from spec.draft_cache.tables import END_COLUMNS
 from spec.drafter import Drafts
 from spec.eagle import tree_search
 from spec.nodes import pack
@@ -111,22 +112,24 @@ def test_fused_and_apart_emit_the_same(programs, chosen):
     lengths = np.random.default_rng(2).integers(1, 14, B).astype(np.int32)
     engine, cache, state = busy(programs, B, lengths)
     args, options = programs.fused_arguments(engine, B, chosen)
-    params, _, _, _, stop_E, weights, searched, tokens_BC, start_B, heat = args
+    params, _, _, _, stop_E, weights, searched, _ = args
     # one of the policy's own tokens after each entry; its window holds the whole row
-    tokens_BC = np.random.default_rng(1).integers(2, 20, tokens_BC.shape).astype(np.int32)
+    table_BX = np.zeros((B, S + len(END_COLUMNS)), np.int32)
+    column = {name: table_BX[:, S + i] for i, name in enumerate(END_COLUMNS)}
+    table_BX[:, :S] = np.random.default_rng(1).integers(2, 20, (B, S))
+    column["slot"][:], column["total"][:], column["most"][:] = np.arange(B), lengths + 1, 1
+    column["temperature"][:] = np.ones(B, np.float32).view(np.int32)
     sharp = dataclasses.replace(weights.frozen, head_UD=20 * weights.frozen.head_UD)
     weights = dataclasses.replace(weights, frozen=sharp)  # no near ties
     copy = jax.tree.map(jnp.copy, cache)
-    shared = (weights, searched, tokens_BC, start_B, heat)
-    *_, fused = pool.fused_round(params, copy, *state(), stop_E, *shared, **options)
+    shared = params, copy, *state(), stop_E, weights, searched, table_BX
+    *_, fused = pool.fused_round(*shared, **options)
 
     # the engine's own: a deeper drafter's cache, depth as an argument, trees by way of the host
     search = tree_search.Search(programs.shape, chosen.top_k, max_depth=3, num_draft_tokens=7)
-    room = tree_search.empty_cache(search, B, S, engine.dtype)
-    window = tree_search.Window(cache.features[0], tokens_BC, start_B)
-    _, packed = tree_search.draft(
-        weights, room, window, lengths, np.int32(chosen.depth), heat, search=search
-    )
+    room = kv_cache.init(programs.shape.layer, B, S, engine.dtype)
+    where = cache.features[0], table_BX, np.int32(chosen.depth), step_key(0, 3)
+    _, packed = tree_search.draft(weights, room, *where, search=search)
     tokens_BM, parents_BM, prob_BM, count_B = tree_search.unpack(packed)
     sources_BM = np.zeros(tokens_BM.shape, np.uint8)
     drafts = Drafts(tokens_BM, parents_BM, prob_BM, sources_BM, count_B)

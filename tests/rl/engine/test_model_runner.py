@@ -14,7 +14,6 @@ from rl.engine.rollout_spec import RolloutSpec
 from rl.speculation.learned_drafter import LearnedDrafter
 from rl.warm_up import compile_buckets
 from spec.config import SamplingConfig
-from spec.draft_model import drafter as draft_model
 from spec.eagle import model as eagle
 from spec.eagle.config import TreeConfig
 from spec.eagle.model import EagleWeights
@@ -83,15 +82,8 @@ def test_a_learned_drafters_cache_is_made_in_shards(engine, params, made):
     spec = RolloutSpec(params, SamplingConfig(), step_key(0, 0))
     drafter = maker.drafter_for(engine.drafter_context(spec))
     with engine.mesh_context():
-        drafter._empty(8, 32)
+        drafter._held.empty(8, 32)
     assert made and not misplaced(engine, made)
-
-
-def test_a_draft_models_cache_is_made_in_shards(engine):
-    zero = engine.put(np.zeros((), np.float32))
-    with engine.mesh_context():
-        cache = draft_model.empty_cache(zero, config=MODEL, num_rows=8, num_positions=32)
-        assert not misplaced(engine, cache)
 
 
 def test_rows_stay_in_shards_however_they_are_filled(engine, params):

@@ -14,7 +14,6 @@ from draft_model_reference import (
     ONE_BUCKET,
     PARAMS,
     POLICY,
-    ROWS,
     SAMPLINGS,
     Host,
     V,
@@ -23,14 +22,15 @@ from draft_model_reference import (
     make_drafter,
     slowly,
 )
-from jax.sharding import NamedSharding, PartitionSpec
 
-from models import transformer
+from models import kv_cache, transformer
 from models.config import MeshConfig
 from models.sharding import make_mesh, param_shardings
+from rl.engine.model_runner import ModelRunner
 from spec.config import SamplingConfig
+from spec.draft_cache.rows import CachedRows
+from spec.draft_cache.tables import CHUNK_COLUMNS, END_COLUMNS
 from spec.draft_model import drafter as draft_model
-from spec.draft_model.cached_rows import CachedRows
 from spec.draft_model.drafter import PRIOR_DRAFTS, DraftModelDrafter
 from spec.drafter import Source
 from spec.tree import PADDING
@@ -43,7 +43,7 @@ def test_drafts_are_those_of_whole_passes_whatever_was_accepted(seed):
 
 @pytest.mark.parametrize("name", SAMPLINGS)
 def test_drafts_of_shared_noise_are_draws_with_the_requests_own_noise(name):
-    drafter = make_drafter(ONE_BUCKET, draws=SAMPLINGS[name], proposal="shared_noise")
+    drafter = make_drafter(buckets=ONE_BUCKET, draws=SAMPLINGS[name], proposal="shared_noise")
     assert history(drafter, 1, SAMPLINGS[name], "shared_noise") == []
 
 
@@ -91,7 +91,7 @@ def computed(monkeypatch):
     widths = []
 
     def counting(params, cache, table_PX, **options):
-        widths.append(table_PX.shape[1] - 2)
+        widths.append(table_PX.shape[1] - len(CHUNK_COLUMNS))
         return step(params, cache, table_PX, **options)
 
     step = draft_model.catch_up
@@ -212,9 +212,10 @@ def compiled():
     jax.monitoring.unregister_event_duration_listener(listen)
 
 
-def warm_up(drafter):
+def warm_up(drafter, slots, positions):
     """As the engine's does; how many programs there are."""
-    programs = list(drafter.programs(max_requests=ROWS, max_tokens=LONGEST))
+    sizes = {(b, s) for b in (slots, 8) for s in (positions, LONGEST)}
+    programs = [program for size in sizes for program in drafter.programs(*size)]
     for step, arguments in programs:
         args, options = arguments()
         jax.block_until_ready(step(*args, **options))
@@ -224,55 +225,53 @@ def warm_up(drafter):
 def test_nothing_compiles_after_warm_up(compiled):
     """On a device that is not the default."""
     device = jax.local_devices()[1]
-    drafter = make_drafter(
-        params=jax.device_put(PARAMS, device), put=lambda x: jax.device_put(x, device)
-    )
+    drafter = make_drafter(params=jax.device_put(PARAMS, device), place={"device": device})
     slowly([1], 1, 0, 1, COOL, "greedy")  # the reference compiles for itself
     compiled.clear()
-    programs = warm_up(drafter)
-    # 2 buckets of rows, 2 of positions: a cache, a chain and 2 chunks in each, and
+    programs = warm_up(drafter, 4, 32)
+    # 2 buckets of rows, 2 of positions: a chain and 2 chunks in each, and
     # 3 ways from one to another, there and back for rows, for keys and values
-    assert len(compiled) >= programs == 4 * 4 + 2 * 6
+    assert len(compiled) >= programs == 4 * 3 + 2 * 6
     compiled.clear()
     assert history(drafter, 2, rounds=20) == []
     assert compiled == []
-    assert {d for x in jax.tree.leaves(drafter._cache) for d in x.devices()} == {device}
-    assert (drafter._cache.num_slots, drafter._cache.num_positions) == (8, LONGEST)
+    assert history(drafter, 2, rounds=20, num_rows=4) == []
+    assert compiled == []
+    cache = drafter._held.arrays
+    assert {d for x in jax.tree.leaves(cache) for d in x.devices()} == {device}
+    assert (cache.num_slots, cache.num_positions) == (4, LONGEST)
 
 
 def test_nor_on_a_mesh(compiled):
     mesh = make_mesh(MeshConfig(data=2, tensor=2), jax.local_devices()[:4])
     shardings = param_shardings(mesh, transformer.param_specs(MODEL))
     drafter = make_drafter(
-        ONE_BUCKET,
+        buckets=ONE_BUCKET,
         params=jax.tree.map(jax.device_put, PARAMS, shardings),
-        put=lambda x: jax.device_put(x, NamedSharding(mesh, PartitionSpec())),
+        place={"mesh": mesh},
     )
     with jax.set_mesh(mesh):
         slowly([1], 1, 0, 1, COOL, "greedy")
         compiled.clear()
-        warm_up(drafter)
-        assert len(compiled) >= 4
+        programs = warm_up(drafter, 8, LONGEST)
+        assert len(compiled) >= programs == 3
         compiled.clear()
         assert history(drafter, 2) == []
     assert compiled == []
-    assert {len(x.devices()) for x in jax.tree.leaves(drafter._cache)} == {4}
+    assert {len(x.devices()) for x in jax.tree.leaves(drafter._held.arrays)} == {4}
 
 
-def test_rows_follow_the_number_of_requests():
-    host, drafter, sizes = Host(), make_drafter(), []
-    for r in range(6):
-        host.enter(r, [r, 1, 2])
-    for leaving, coming in (((), ()), ((0, 1, 3), ()), ((), (7, 8))):
-        for r in leaving:
-            drafter.finished(host.live([r]))
-            host.leave(r)
-        for r in coming:
-            host.enter(r, [r, 1, 2])
+def test_rows_follow_those_of_the_engine():
+    drafter, sizes = make_drafter(), []
+    texts = {r: [r, 1, 2] for r in range(6)}
+    for num_rows, ids in ((6, range(6)), (4, (5, 2, 4)), (8, (4, 7, 8))):
+        host = Host(num_rows)
+        for r in ids:
+            host.enter(r, texts.setdefault(r, [r, 1, 2]))
         live, most_A = host.live(), np.full(len(host.rows), 4, np.int32)
         drafts = drafter.propose(live, most_A, 7)
         assert complaints(drafts, live, host, most_A) == []
-        sizes.append(drafter._cache.num_slots)
+        sizes.append(drafter._held.arrays.num_slots)
     assert sizes == [8, 4, 8]
 
 
@@ -283,7 +282,7 @@ def test_another_vocabulary_is_refused():
     other = dataclasses.replace(POLICY, vocab_size=V + 1)
     words = f"vocabulary of {V + 1}, got {V}: take one"
     with pytest.raises(ValueError, match=words):
-        DraftModelDrafter(MODEL, PARAMS, policy=other, sampling=COOL, key=KEY)
+        DraftModelDrafter(MODEL, PARAMS, runner=ModelRunner(other), sampling=COOL, key=KEY)
 
 
 def test_another_way_to_draft_is_refused():
@@ -296,10 +295,9 @@ def test_another_way_to_draft_is_refused():
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"min_rows": 0}, "min_rows must be at least 1, got 0"),
+        ({"pass_tokens": 0}, "pass_tokens must be at least 1, got 0"),
         ({"max_draft_tokens": 0}, "max_draft_tokens must be at least 1, got 0"),
-        ({"window_tokens": 17}, "expected window_tokens <= chunk_tokens <= min_positions, got 17"),
-        ({"chunk_tokens": 64}, "<= min_positions, got 2, 64, 32"),
+        ({"window_tokens": 17}, "expected window_tokens <= chunk_tokens, got 17, 16"),
         ({"min_prob": 1.5}, r"expected min_prob in \[0, 1\]"),
         ({"shared_noise_prob": 1.0}, r"shared_noise_prob in \(0, 1\), got 0.0, 1.0"),
     ],
@@ -312,17 +310,16 @@ def test_bad_settings_are_named(change, words):
 def test_rows_at_rest_and_chains_that_have_ended_are_written_nowhere():
     B, S, W, most_B = 4, 32, 4, np.array([0, 5, 2, 0])
     total_B = np.array([S, 9, 7, 3])
-    zeros = draft_model.empty_cache(
-        np.zeros((), np.float32), config=MODEL, num_rows=B, num_positions=S
-    )
+    zeros = kv_cache.init(MODEL, B, S, np.float32)
     rng = np.random.default_rng(0)
     held = jax.tree.map(lambda x: rng.normal(size=x.shape).astype(np.float32), zeros)
-    table_BX = np.zeros((B, W + 7), np.int32)
-    table_BX[:, W], table_BX[:, W + 3] = total_B, most_B
-    draws = draft_model.Draws(np.float32(0), jax.random.key(0))
-    static = {"config": MODEL, "scheme": None, "window_tokens": W, "most_tokens": 6}
+    table_BX = np.zeros((B, W + len(END_COLUMNS)), np.int32)
+    for name, values in (("total", total_B), ("most", most_B)):
+        table_BX[:, W + END_COLUMNS.index(name)] = values
+    draws = np.float32(0), jax.random.key(0)
+    static = {"config": MODEL, "scheme": None, "most_tokens": 6}
     after, _ = draft_model.draft_chains(
-        PARAMS, jax.tree.map(jax.numpy.asarray, held), table_BX, draws, **static
+        PARAMS, jax.tree.map(jax.numpy.asarray, held), table_BX, *draws, **static
     )
     at_S = np.arange(S)
     for got, old, axis in zip(after.values, held.values, (2,) * len(held.values), strict=True):

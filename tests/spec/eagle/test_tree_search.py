@@ -9,15 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import transformer
+from models import kv_cache, transformer
 from models.attention import attend, causal_mask
 from models.config import ModelConfig
 from spec import sampling
+from spec.draft_cache.tables import END_COLUMNS
 from spec.eagle import model as eagle
 from spec.eagle import tree_search
 from spec.eagle.config import EagleConfig
 from spec.eagle.model import DeviceWeights
-from spec.eagle.tree_search import Search, Window
+from spec.eagle.tree_search import Search
 
 POLICY = ModelConfig(
     "qwen3", 23, 16, 4, 4, 2, 8, 24, qk_norm=True, tied_embeddings=True, max_positions=64
@@ -99,32 +100,41 @@ def written_out(config, params, frozen, hidden_SW, tokens, length, ids, *, K, de
     ]
 
 
-def drafted(config, params, frozen, hidden, tokens, ids, *, K, depth, M, scheme="cdf", **more):
-    most = 4
-    search = Search(config, K, most, M, scheme)
+def ends(tokens, length_B, window_tokens, temperature=1.0, emitted_B=0, most_B=1):
+    """A table for drafts from the ends of rows with so many entries; row b is in slot b."""
+    W, total_B = window_tokens, np.asarray(length_B) + 1
+    table_BX = np.zeros((B, W + len(END_COLUMNS)), np.int32)
+    for b, start in enumerate(np.maximum(total_B - W, 1)):
+        table_BX[b, :W] = np.pad(tokens[b], (0, W))[start : start + W]
+    heat = np.float32([temperature, 0, 1]).view(np.int32)
+    columns = np.arange(B), total_B, emitted_B, np.arange(B), most_B, *heat
+    for x, values in enumerate(columns):
+        table_BX[:, W + x] = values
+    return table_BX
+
+
+def chunks(tokens, first_P, width, rows_P=range(B)):
+    """A table of chunks, row b of slot b."""
+    found = [[b, b, t, *tokens[b, t : t + width]] for b, t in zip(rows_P, first_P, strict=True)]
+    return np.array(found, np.int32)
+
+
+def empty(config):
+    return kv_cache.init(config.layer, B, S, jnp.float32)
+
+
+def drafted(config, params, frozen, hidden, tokens, ids, *, K, depth, M, temperature=1.0, **more):
+    search = Search(config, K, max_depth=4, num_draft_tokens=M, **more)
     weights = DeviceWeights(params, frozen)
-    cache = tree_search.empty_cache(search, B, S, jnp.float32)
-    C = 8
-    for first in range(0, int(LENGTH_B.max()), C):  # all but the window of the last entries
-        at_B = np.full(B, min(first, S - C), np.int32)
-        following = np.stack([tokens[b, at_B[b] + 1 : at_B[b] + 1 + C] for b in range(B)])
-        window = Window(*map(jnp.asarray, (hidden, following, at_B)))
-        cache = tree_search.absorb(weights, cache, window, config=config)
-    start_B = np.maximum(LENGTH_B - 3, 0).astype(np.int32)
-    following = np.stack(
-        [np.pad(tokens[b], (0, C))[start_B[b] + 1 : start_B[b] + 1 + 4] for b in range(B)]
-    )
-    _, packed = tree_search.draft(
-        weights,
-        cache,
-        Window(*map(jnp.asarray, (hidden, following, start_B))),
-        jnp.asarray(LENGTH_B),
-        jnp.int32(depth),
-        jnp.float32(1.0),
-        search=search,
-        **more,
-    )
-    return tree_search.unpack(packed)
+    cache, C, W = empty(config), 8, 4
+    for first in range(1, int(LENGTH_B.max()), C):  # all but the window of the last entries
+        first_P = np.full(B, min(first, S + 1 - C))
+        cache = tree_search.absorb(
+            weights, cache, hidden, chunks(tokens, first_P, C), config=config
+        )
+    table_BX = ends(tokens, LENGTH_B, W, temperature, emitted_B=np.arange(B))
+    args = weights, cache, hidden, table_BX, jnp.int32(depth), sampling.step_key(0, 0)
+    return tree_search.unpack(tree_search.draft(*args, search=search)[1])
 
 
 @pytest.mark.parametrize(
@@ -169,16 +179,11 @@ def test_the_written_out_search_notices_a_wrong_pairing() -> None:
 def test_drafts_of_shared_noise_are_drawn_with_the_noise_of_their_positions(scheme, ids) -> None:
     config, params, frozen, hidden, tokens = make("eagle", ids, seed=3)
     keys = sampling.request_keys(sampling.step_key(0, 0), jnp.arange(B))
-    noise = tree_search.Noise(
-        sampling.step_key(0, 0),
-        jnp.arange(B),
-        jnp.arange(B),
-        sampling.Processing(jnp.float32(0.7), jnp.int32(0), jnp.float32(1)),
-    )
+    options = {"temperature": 0.7, "shared_noise": True, "scheme": scheme}
     # a head that leaves something to probability
     frozen = eagle.SharedParams(frozen.embedding_VD, frozen.head_UD / 40, frozen.draft_ids_U)
     tokens_BM, parents_BM, _, count_B = drafted(
-        config, params, frozen, hidden, tokens, ids, K=1, depth=3, M=3, noise=noise, scheme=scheme
+        config, params, frozen, hidden, tokens, ids, K=1, depth=3, M=3, **options
     )
     for b in range(B):
         path: list[int] = []
@@ -207,33 +212,48 @@ def test_a_deeper_search_compiles_nothing() -> None:
 
 
 def test_rows_at_rest_are_written_nowhere() -> None:
-    """Their window begins at the end of the cache; what others draft is as it was."""
+    """And what others draft is as it was."""
     config, params, frozen, hidden, tokens = make("eagle", None)
-    most, C = 3, 4
-    search, weights = Search(config, 2, most, 5), DeviceWeights(params, frozen)
-    zeros = tree_search.empty_cache(search, B, S, jnp.float32)
+    depth, C = 3, 4
+    search, weights = Search(config, 2, depth, 5), DeviceWeights(params, frozen)
     rng = np.random.default_rng(0)
-    held = jax.tree.map(lambda x: rng.normal(size=x.shape).astype(np.float32), zeros)
+    held = jax.tree.map(lambda x: rng.normal(size=x.shape).astype(np.float32), empty(config))
 
-    def run(step, start_B, *args, **options):
-        cache = jax.tree.map(jnp.asarray, held)
-        start = jnp.asarray(start_B, jnp.int32)
-        window = Window(hidden, jnp.asarray(tokens[:, 1 : 1 + C]), start)
-        return step(weights, cache, window, *args, **options)
+    def changed(cache):
+        pairs = zip(jax.tree.leaves(cache), jax.tree.leaves(held), (3, 2), strict=True)
+        differ = [np.moveaxis(np.asarray(new) != was, axis, 1) for new, was, axis in pairs]
+        return np.stack([x.reshape(B, S, -1).any(axis=2) for x in differ])
 
-    def draft(start_B):
-        args = jnp.asarray(LENGTH_B * 0 + C), jnp.int32(most), jnp.float32(1.0)
-        return run(tree_search.draft, start_B, *args, search=search)
+    def draft(most_B):
+        table_BX = ends(tokens, np.where(most_B, LENGTH_B, -1), C, most_B=most_B)
+        state = weights, jax.tree.map(jnp.asarray, held), hidden, table_BX
+        return tree_search.draft(*state, jnp.int32(depth), sampling.step_key(0, 0), search=search)
 
-    rest, end = 1, zeros.num_positions
-    start_B = np.where(np.arange(B) == rest, end, 0)
-    cache, packed = draft(start_B)
-    for after in (cache, run(tree_search.absorb, start_B, config=config)):
-        for got, old, axis in zip(
-            jax.tree.leaves(after), jax.tree.leaves(held), (3, 2), strict=True
-        ):
-            # behind S is room for the nodes of one call
-            changed = np.moveaxis(np.asarray(got) != old, axis, 1)[:, :S].reshape(B, -1).any(axis=1)
-            np.testing.assert_array_equal(changed, np.arange(B) != rest)
-    alone = draft(np.zeros(B))[1]
+    rest = 0  # the first row's angles choose a branch for all
+    cache, packed = draft(np.arange(B) != rest)
+    at_S = np.arange(S)
+    window_BS = (at_S >= LENGTH_B[:, None] - C) & (at_S < LENGTH_B[:, None])
+    window_BS[rest] = False
+    np.testing.assert_array_equal(changed(cache), np.stack([window_BS, window_BS]))
+    alone = draft(np.ones(B))[1]
     np.testing.assert_array_equal(np.delete(packed, rest, 0), np.delete(alone, rest, 0))
+
+
+def test_chunks_are_written_where_they_belong_and_padding_nowhere() -> None:
+    """Several of one row in one pass, and one that ends with the row."""
+    config, params, frozen, hidden, tokens = make("eagle", None)
+    weights, C = DeviceWeights(params, frozen), 4
+    table_PX = chunks(tokens, (5, 9, S + 1 - C, 1), C, rows_P=(1, 1, 2, 0))
+    table_PX[-1, 0] = B
+    cache = tree_search.absorb(weights, empty(config), hidden, table_PX, config=config)
+    whole = empty(config)
+    for first in range(1, S + 1, C):
+        table_BX = chunks(tokens, np.full(B, first), C)
+        whole = tree_search.absorb(weights, whole, hidden, table_BX, config=config)
+    written = np.zeros((B, S), bool)
+    written[1, 4:12] = written[2, S - C :] = True
+    for got, want, axis in zip(jax.tree.leaves(cache), jax.tree.leaves(whole), (3, 2), strict=True):
+        got, want = (np.moveaxis(np.asarray(x), axis, 1) for x in (got, want))
+        assert (want != 0).any(axis=(2, 3)).all()
+        want = np.where(written[:, :, None, None], want, 0)
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)

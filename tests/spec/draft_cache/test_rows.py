@@ -1,9 +1,9 @@
-"""Tokens of the rows of a draft model's cache, by hand."""
+"""Tokens of the rows of a drafter's cache, by hand."""
 
 import numpy as np
 import pytest
 
-from spec.draft_model.cached_rows import NOBODY, CachedRows
+from spec.draft_cache.rows import NOBODY, CachedRows
 from spec.drafter import LiveSlots
 
 

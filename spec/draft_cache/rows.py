@@ -1,4 +1,4 @@
-"""The host's record of the tokens whose keys and values a draft model's cache holds.
+"""The host's record of the tokens whose keys and values a drafter's own cache holds.
 
 B = rows of the cache, S = its positions, A = live requests, K = draft tokens of a chain.
 """
@@ -16,8 +16,9 @@ NOBODY = -1
 class CachedRows:
     """Rows of tokens; the cache holds the entries of `tokens_BS[b, :known_B[b]]`.
 
-    A row outlives its request. The next request in it keeps the prefix that the two texts share: a
-    request that returns its own tokens, a sibling the prompt.
+    The entry of a token depends on it and on those before it, on no later one. A row outlives its
+    request. The next request in it keeps the prefix that the two texts share: a request that
+    returns its own tokens, a sibling the prompt.
     """
 
     def __init__(self, num_rows: int, num_positions: int) -> None:

@@ -1,0 +1,228 @@
+"""A drafter's own cache: a row per request, caught up before each draft.
+
+Entries follow from a request's tokens (draft model), or from these and the policy's hidden states
+(EAGLE), so that nothing moves with a request. Before a draft the rows that lack entries, and only
+these, are computed in chunks, several a pass.
+
+B = rows of the cache, S = its positions, A = requests that draft, P = chunks of a pass,
+C = tokens of a chunk, W = tokens of a draft's own window.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import numpy as np
+
+from models import kv_cache
+from models.config import ModelConfig
+from models.kv_cache import KVCache
+from spec import cache_rows
+from spec.config import SamplingConfig
+from spec.draft_cache.rows import CachedRows
+from spec.draft_cache.tables import CHUNK_COLUMNS, END_COLUMNS
+from spec.drafter import Arguments, LiveSlots, Program
+
+AXES = {"keys": kv_cache.KEY_AXIS, "values": kv_cache.VALUE_AXIS}
+
+
+class Runner(Protocol):
+    """A worker's devices: `rl.engine.model_runner.ModelRunner`, as far as drafters use it."""
+
+    dtype: Any
+    model: ModelConfig
+    config: Any  # with its buckets of slots and positions
+    longest_tokens: int
+
+    def argument(self, x: np.ndarray) -> Any: ...
+
+    def zero_rows(self, shape: Sequence[int], dtype: Any) -> Any: ...
+
+
+class Absorb(NamedTuple):
+    """The jitted step that computes chunks; it consumes the cache and returns it.
+
+    `arguments` are made of the cache and a table for `unpack_chunks`.
+    """
+
+    step: Any
+    arguments: Callable[[KVCache, Any], Arguments]
+
+
+@dataclasses.dataclass(frozen=True)
+class Passes:
+    """Shapes of the passes over tokens whose entries a row lacks.
+
+    A draft computes the last `window_tokens` of each row; earlier ones come in chunks of one of the
+    `chunk_widths`, ascending, about `pass_tokens` a pass. Token `first_token` is the first that has
+    an entry, at position 0. Where entries do not depend on one another (`apart`) a pass may have
+    several chunks of one row.
+    """
+
+    window_tokens: int
+    chunk_widths: tuple[int, ...]
+    pass_tokens: int = 512
+    first_token: int = 0
+    apart: bool = False
+
+    def shape(self, lacking_tokens: int, num_rows: int, num_positions: int) -> tuple[int, int]:
+        """Return (P, C) of a pass where the row that lacks most lacks so many tokens."""
+        widths = [min(w, num_positions) for w in self.chunk_widths]
+        C = next((w for w in widths if w >= lacking_tokens), widths[-1])
+        return min(num_rows, max(1, self.pass_tokens // C)), C
+
+
+class DraftCache:
+    """The rows of one drafter on the host (`rows`) and on the device (`arrays`).
+
+    The device has as many rows as the engine has slots, in the engine's buckets. `arrays` are None
+    until the first draft, and where a step that failed has consumed them.
+    """
+
+    def __init__(self, model: ModelConfig, passes: Passes, runner: Runner) -> None:
+        [smallest, *_] = runner.config.position_sizes(1)
+        window_tokens = min(passes.window_tokens, smallest)
+        self.passes = dataclasses.replace(passes, window_tokens=window_tokens)
+        self.rows = CachedRows(0, 0)
+        self.arrays: KVCache | None = None
+        self._model, self._runner = model, runner
+
+    def follow(
+        self, live: LiveSlots, some: LiveSlots, num_positions: int, absorb: Absorb
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return the rows of some of the live requests, and the acceptance of their last chains.
+
+        The rows have all entries but those of a draft's window, and `num_positions` at least. The
+        acceptance is that of `CachedRows.follow`.
+        """
+        self._fit(live, self._runner.config.slot_bucket(len(live.tokens_BL)), num_positions)
+        rows_A, acceptance_A2 = self.rows.follow(some)
+        self._catch_up(some, rows_A, absorb)
+        return rows_A, acceptance_A2
+
+    def taken(self) -> KVCache:
+        """Return the arrays for a step that consumes them; its result is to take their place."""
+        taken, self.arrays = self.arrays, None
+        assert taken is not None
+        return taken
+
+    def ends(
+        self, live: LiveSlots, rows_A: np.ndarray, most_A: np.ndarray, sampling: SamplingConfig
+    ) -> Any:
+        """Return a table for `unpack_ends` to draft for these requests; other rows are at rest."""
+        W, first = self.passes.window_tokens, self.passes.first_token
+        table_BX = np.zeros((len(self.rows), W + len(END_COLUMNS)), np.int32)
+        start_A1 = np.maximum(live.total_tokens_A - W, first)[:, None]
+        table_BX[rows_A, :W] = self.rows.tokens_BS[rows_A[:, None], start_A1 + np.arange(W)]
+        emitted_A = live.total_tokens_A - live.prompt_tokens_A
+        ints = live.rows_A, live.total_tokens_A, emitted_A, live.request_ids_A, most_A
+        table_BX[rows_A, W:-3] = np.stack(ints, axis=1)
+        table_BX[rows_A, -3:] = live.processing(sampling).view(np.int32)
+        return self._runner.argument(table_BX)
+
+    def position_sizes(self) -> list[int]:
+        return self._runner.config.position_sizes(self._runner.longest_tokens)
+
+    # -- programs ----------------------------------------------------------------------
+
+    def empty(self, num_rows: int, num_positions: int) -> KVCache:
+        size = num_rows, num_positions, self._runner.dtype
+        return kv_cache.init(self._model, *size, zeros=self._runner.zero_rows)
+
+    def empty_ends(self, num_rows: int) -> Any:
+        """Return a table for `unpack_ends` of rows at rest."""
+        shape = num_rows, self.passes.window_tokens + len(END_COLUMNS)
+        return self._runner.argument(np.zeros(shape, np.int32))
+
+    def programs(self, num_rows: int, num_positions: int, absorb: Absorb) -> Iterator[Program]:
+        """Yield the passes over chunks, and the changes to the next buckets.
+
+        Where a layer is like the policy's, these are programs that the engine has.
+        """
+        B, S = num_rows, num_positions
+        for P, C in sorted({self.passes.shape(n, B, S) for n in self.passes.chunk_widths}):
+            yield absorb.step, partial(self._chunk_arguments, (B, S), (P, C), absorb)
+        policy, model = self._runner.model, self._model
+        if (policy.num_kv_heads, policy.head_dim) == (model.num_kv_heads, model.head_dim):
+            return
+        bucket, sizes = self._runner.config.slot_bucket, self.position_sizes()
+        shapes = [(b, S) for b in {bucket(-(-B // 2)), bucket(B + 1)} - {B}]
+        shapes += [(B, s) for s in sizes if s > S][:1]
+        for shape in shapes:
+            for name in AXES:
+                yield cache_rows.resize_layer, partial(self._resize_arguments, (B, S), shape, name)
+
+    def _chunk_arguments(
+        self, size: tuple[int, int], shape: tuple[int, int], absorb: Absorb
+    ) -> Arguments:
+        P, C = shape
+        table_PX = _padding(P, C, size[0])
+        return absorb.arguments(self.empty(*size), self._runner.argument(table_PX))
+
+    def _resize_arguments(self, old: tuple[int, int], new: tuple[int, int], name: str) -> Arguments:
+        layer, index_B = getattr(self.empty(*old), name)[0], np.zeros(new[0], np.int32)
+        return (layer, jax.device_put(index_B)), {"num_positions": new[1], "axis": AXES[name]}
+
+    # -- sizes and chunks ----------------------------------------------------------------
+
+    def _fit(self, live: LiveSlots, num_rows: int, num_positions: int) -> None:
+        """Bring the cache to these rows and to a bucket with the positions, step by step."""
+
+        def above(size: int) -> int:
+            return next((s for s in self.position_sizes() if s > size), num_positions)
+
+        if self.arrays is None:
+            size = above(num_positions - 1)
+            self.rows = CachedRows(num_rows, size + self.passes.first_token)
+            self.arrays = self.empty(num_rows, size)
+        bucket = self._runner.config.slot_bucket
+        while (now := len(self.rows)) != num_rows:
+            some = bucket(now + 1) if now < num_rows else bucket(-(-now // 2))
+            self._resize(live, some, self.arrays.num_positions)
+        while (size := self.arrays.num_positions) < num_positions:
+            self._resize(live, num_rows, above(size))
+
+    def _resize(self, live: LiveSlots, num_rows: int, num_positions: int) -> None:
+        tokens = num_positions + self.passes.first_token
+        self.rows, row_B = self.rows.resized(num_rows, tokens, live)
+        self.arrays = cache_rows.resize(self.taken(), jax.device_put(row_B), num_positions)
+
+    def _catch_up(self, live: LiveSlots, rows_A: np.ndarray, absorb: Absorb) -> None:
+        """Compute entries until no row lacks more than its window, the longest first.
+
+        A chunk ends at the row's last token at the latest, so that it stays inside the cache.
+        """
+        held, passes, total_A = self.rows, self.passes, live.total_tokens_A
+        while True:
+            lacking_A = total_A - held.known_B[rows_A] - passes.window_tokens
+            longest = int(lacking_A.max())
+            if longest <= 0:
+                return
+            assert self.arrays is not None
+            P, C = passes.shape(longest, len(held), self.arrays.num_positions)
+            chunks_A = -(-np.maximum(lacking_A, 0) // C)
+            if not passes.apart:
+                chunks_A = np.minimum(chunks_A, 1)
+            order_A = np.argsort(-lacking_A, kind="stable")
+            a_P = np.repeat(order_A, chunks_A[order_A])[:P]
+            nth_P = np.concatenate([np.arange(n) for n in chunks_A[order_A]])[:P]
+            rows_P, total_P = rows_A[a_P], total_A[a_P]
+            start_P = np.minimum(held.known_B[rows_P] + C * nth_P, total_P - C)
+            start_P = np.maximum(start_P, passes.first_token)
+            table_PX = _padding(P, C, len(held))
+            columns = rows_P, live.rows_A[a_P], start_P
+            tokens_PC = held.tokens_BS[rows_P[:, None], start_P[:, None] + np.arange(C)]
+            table_PX[: len(a_P)] = np.concatenate([np.stack(columns, axis=1), tokens_PC], axis=1)
+            args, options = absorb.arguments(self.taken(), self._runner.argument(table_PX))
+            self.arrays = absorb.step(*args, **options)
+            np.maximum.at(held.known_B, rows_P, np.minimum(start_P + C, total_P))
+
+
+def _padding(num_chunks: int, width: int, num_rows: int) -> np.ndarray:
+    table_PX = np.zeros((num_chunks, len(CHUNK_COLUMNS) + width), np.int32)
+    table_PX[:, 0] = num_rows
+    return table_PX

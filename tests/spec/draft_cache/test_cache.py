@@ -1,0 +1,102 @@
+"""What a drafter's cache computes before a draft, and what it keeps, with steps that only note."""
+
+import dataclasses
+import types
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from draft_model_reference import LONGEST, MODEL, POLICY, Host
+
+from rl.engine.config import EngineConfig
+from spec.draft_cache.cache import Absorb, DraftCache, Passes
+
+BUCKETS = EngineConfig(slots=8, min_slots=2, min_positions=16)
+TEXTS = {7: range(1, 15), 4: [5, 6], 9: range(20, 31)}
+
+
+def live(texts, num_rows=4):
+    host = Host(num_rows)
+    for request_id, text in texts.items():
+        host.enter(request_id, text)
+    return host.live()
+
+
+def make(**options):
+    runner = types.SimpleNamespace(
+        dtype=np.float32,
+        model=POLICY,
+        config=BUCKETS,
+        longest_tokens=LONGEST,
+        argument=lambda x: x,
+        zero_rows=jnp.zeros,
+    )
+    passes = Passes(window_tokens=2, chunk_widths=(4,), pass_tokens=12, **options)
+    tables = []
+
+    def step(cache, table_PX):
+        tables.append(table_PX)
+        return cache
+
+    return DraftCache(MODEL, passes, runner), Absorb(step, lambda *args: (args, {})), tables
+
+
+def computed(tables, num_rows):
+    """Lists of (row, slot, place of the token, token), one a pass, without padding."""
+
+    def entries(table_PX):
+        real = [chunk for chunk in table_PX.tolist() if chunk[0] < num_rows]
+        return [(b, s, t + i, x) for b, s, t, *tokens in real for i, x in enumerate(tokens)]
+
+    return [entries(table_PX) for table_PX in tables]
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_rows_lack_nothing_but_their_window_and_only_they_are_computed(apart):
+    cache, absorb, tables = make(apart=apart, first_token=int(apart))
+    first, asked = int(apart), live(TEXTS)
+    rows_A, _ = cache.follow(asked, asked, 16, absorb)
+    passes = computed(tables, len(cache.rows))
+    assert {table.shape for table in tables} == {(3, 3 + 4)}
+    got = {(row, slot, t): token for entries in passes for row, slot, t, token in entries}
+    for slot, (row, text) in enumerate(zip(rows_A.tolist(), TEXTS.values(), strict=True)):
+        places = {t for r, s, t in got if r == row}
+        assert places >= set(range(first, len(text) - 2)) or len(text) == 2
+        assert all(got[row, slot, t] == text[t] for t in places)
+    assert rows_A[1] not in {row for row, _, _ in got}  # it fits into a window
+    chunks = [table[table[:, 0] < len(cache.rows), 0].tolist() for table in tables]
+    assert any(len(set(rows)) < len(rows) for rows in chunks) == apart
+    if not apart:  # a chunk reads all before it
+        known = dict.fromkeys(rows_A.tolist(), 0)
+        for entries in passes:
+            places = {row: [t for r, _, t, _ in entries if r == row] for row, *_ in entries}
+            assert all(min(at) <= known[row] for row, at in places.items())
+            known |= {row: max(at) + 1 for row, at in places.items()}
+    cache.rows.known_B[rows_A] = [len(text) for text in TEXTS.values()]
+    cache.follow(asked, asked, 16, absorb)
+    assert len(tables) == len(passes)
+
+
+def test_entries_are_kept_in_other_buckets():
+    cache, absorb, tables = make()
+    asked = live(TEXTS)
+    rows_A, _ = cache.follow(asked, asked, 16, absorb)
+    marked = tuple(keys.at[rows_A[2]].set(3.0) for keys in cache.arrays.keys)
+    cache.arrays = dataclasses.replace(cache.arrays, keys=marked)
+    before = len(tables)
+    few = live({9: TEXTS[9], 7: TEXTS[7]}, 2)
+    rows_A, _ = cache.follow(few, few, 40, absorb)
+    assert (cache.arrays.num_slots, cache.arrays.num_positions) == (2, 64)
+    assert len(tables) == before
+    keys = np.asarray(cache.arrays.keys[0])[rows_A[0]]
+    assert (keys[..., :16] == 3).all() and (keys[..., 16:] == 0).all()
+
+
+def test_a_step_that_fails_costs_the_entries_alone():
+    cache, absorb, tables = make()
+    asked = live(TEXTS)
+    cache.follow(asked, asked, 16, absorb)
+    first = len(tables)
+    cache.taken()
+    cache.follow(asked, asked, 16, absorb)
+    assert len(tables) == 2 * first
