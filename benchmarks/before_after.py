@@ -3,9 +3,9 @@
 One process a checkout, kept alive, with the code that lies in its folder; both run this script's
 commands on the same questions, noise and policy and take turns, so that only one computes at a
 time. A ratio is that checkout's seconds over ours in one turn; the median of the turns counts.
-Both budgets decide by the same measured seconds, the other checkout's. Tokens are compared with
-its plain ones: where they differ the work does too. A change of the noise changes all tokens, so
-pick it onto the other checkout first (`git cherry-pick`).
+Each budget decides by the seconds that its own checkout's rounds take. Tokens are compared with
+the other's plain ones: where they differ the work does too. A change of the noise changes all
+tokens, so pick it onto the other checkout first (`git cherry-pick`).
 """
 
 from __future__ import annotations
@@ -30,11 +30,10 @@ EXPECTED = 0.98  # what a change may cost
 class Rollouts:
     """What a child does: phases of the shipped policy, with the code that it imports."""
 
-    def prepare(self, prompts: int, group_size: int, slots: int, rows: Any = None) -> dict:
-        """A warm engine; `rows` are seconds of rounds to decide by, None to measure them."""
+    def prepare(self, prompts: int, group_size: int, slots: int) -> dict:
+        """A warm engine that has measured the seconds of its rounds."""
         from benchmarks import speculation, workloads
         from rl.engine.config import EngineConfig
-        from spec.round_times import RoundTimes
 
         config = EngineConfig(
             slots=slots,
@@ -46,11 +45,9 @@ class Rollouts:
         base = workloads.BASE_POLICY
         workload = workloads.tiny("base", base, base, prompts, group_size)
         self.bench = speculation.open_bench(workload, config)
-        if rows is not None:
-            self.bench.times = RoundTimes.from_rows(rows)
         for way in WAYS:
             self.run(way)
-        return {"rows": self.bench.times.rows()}
+        return {}
 
     def run(self, way: str) -> dict:
         """Seconds of one phase."""
@@ -119,10 +116,10 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         "slots": arguments.slots,
     }
     children = [Child(arguments.before.resolve()), Child(ROOT)]
-    before, after = children
+    before, after = children  # in this order in every turn's seconds
     try:
-        seconds_by_round = before.ask("prepare", **size)["rows"]
-        after.ask("prepare", **size, rows=seconds_by_round)
+        for child in children:
+            child.ask("prepare", **size)
         before.ask("run", way="plain")
         wanted = before.ask("tokens")["tokens"]
         rows = []
@@ -190,7 +187,7 @@ def main() -> int:
 
     environment.add_output_flags(parser)
     arguments = parser.parse_args()
-    if arguments.before is None or not (arguments.before / "rl" / "engine.py").is_file():
+    if arguments.before is None or not (arguments.before / "rl" / "engine" / "engine.py").is_file():
         parser.error(f"expected --before a folder with a checkout, got {arguments.before}")
     figures = measure(arguments)
     result = {
