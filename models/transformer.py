@@ -44,6 +44,7 @@ for _weights in (Layer, Params):
     jax.tree_util.register_dataclass(_weights)
 
 FEW_ROWS = 64  # of inputs; more go through the ordinary product
+COLUMNS = 16  # that XLA's CPU product takes at a time
 
 
 def init(config: ModelConfig, key: jax.Array, dtype: jnp.dtype = jnp.float32) -> Params:
@@ -116,15 +117,21 @@ def _input_first(x: jax.Array, weight_OI: jax.Array, dtype: Any) -> jax.Array:
 
 
 def _weight_first(x: jax.Array, weight_OI: jax.Array, dtype: Any) -> jax.Array:
-    """Compute `linear` with the weight on the left: 1.2 to 1.8 times faster for few rows.
+    """Compute `linear` with the weight on the left: 1.2 to 1.8 times faster for 16 to 64 rows.
 
-    XLA's CPU product packs its right operand; the barrier keeps it from swapping the two.
+    XLA's CPU product packs its right operand; the barrier keeps it from swapping the two. What it
+    does with the columns beyond a multiple of `COLUMNS` rounds otherwise, so there are none: a
+    row's bits do not depend on the others, on which timing may decide. One row is a sum of its own.
     """
     x_RI = x.reshape(-1, x.shape[-1])
+    rows = len(x_RI)
+    if rows > 1:
+        x_RI = jnp.pad(x_RI, ((0, -rows % COLUMNS), (0, 0)))
     out_OR = jnp.einsum(
         "oi,ri->or", weight_OI, x_RI, precision=precision_of(x), preferred_element_type=dtype
     )
-    return jax.lax.optimization_barrier(out_OR).T.reshape(*x.shape[:-1], -1)
+    out_RO = jax.lax.optimization_barrier(out_OR).T[:rows]
+    return out_RO.reshape(*x.shape[:-1], -1)
 
 
 def _plus_bias(x_BTP: jax.Array, bias_P: jax.Array) -> jax.Array:

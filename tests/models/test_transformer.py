@@ -439,3 +439,18 @@ def test_a_response_sees_no_sibling():
     before, after = (np.asarray(HIDDEN(LLAMA, params, x, packing))[0] for x in (tokens, other))
     np.testing.assert_array_equal(after[second], before[second])
     assert (np.abs(after - before).max(1) > 1e-3)[first].tolist() == [False] * 2 + [True] * 3
+
+
+@pytest.mark.parametrize("sizes", [(256, 704), (32, 16)])
+def test_a_rows_bits_do_not_depend_on_the_other_rows(sizes):
+    """Timing may decide how many requests share a round; two rows are the fewest."""
+    inputs, outputs = sizes
+    x_RI, weight_OI = random_array(0, 64, inputs), random_array(1, outputs, inputs)
+    product = jax.jit(transformer.linear)
+    want = np.asarray(product(x_RI, weight_OI))
+    for rows in (2, 3, 4, 8, 17, 24, 40, 63):
+        np.testing.assert_array_equal(product(x_RI[:rows], weight_OI), want[:rows])
+
+
+def random_array(seed, *shape):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
