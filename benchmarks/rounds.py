@@ -1,7 +1,7 @@
 """Seconds of rounds with draft tokens against plain ones: `python -m benchmarks.rounds --json`.
 
 Random weights of the given shape, all slots busy, half of the positions live. For each number of
-nodes the draft tokens are spread evenly over the slots, and in another row over a quarter of them.
+nodes the draft tokens are spread evenly over the slots, and in another row over half of them.
 Kinds of rounds take turns; ratios are taken turn by turn, and their medians count. A plain round
 is one of eight between two fetches, as the engine runs them; a round with draft tokens has its
 packing, call and fetch in its seconds, but no drafting.
@@ -26,10 +26,11 @@ from benchmarks.shape import Shape
 from models import kv_cache, transformer
 from spec import sampling
 from spec.drafter import Drafts, no_drafts
-from spec.nodes import pack
+from spec.nodes import pack, widest_tree
 from spec.verify import Slots, by_slot, decode_rounds, unpack, verify_round
 
 PLAIN_ROUNDS = 8
+MAX_NODES = 32  # of a slot
 NO_STOP_E = np.full(1, -1, np.int32)
 Round = Callable[[], float]  # its seconds
 
@@ -92,8 +93,9 @@ class Rounds:
 
         return run
 
-    def drafted(self, num_nodes: int, drafting_slots: int, max_nodes: int) -> Round:
+    def drafted(self, num_nodes: int, drafting_slots: int) -> Round:
         state, B = self._state(), self.num_slots
+        max_nodes = widest_tree(B, num_nodes, MAX_NODES)
         counts = np.zeros(B, int)
         counts[:drafting_slots] = (num_nodes - B) // drafting_slots
         drafts = draft(counts, self.model.vocab_size)
@@ -118,18 +120,15 @@ class Rounds:
         return run
 
 
-def measure(
-    shape: Shape, num_slots: int, sizes: list[int], max_nodes: int, repeats: int
-) -> list[dict[str, Any]]:
+def measure(shape: Shape, num_slots: int, sizes: list[int], repeats: int) -> list[dict[str, Any]]:
     """Return a row for each number of nodes and way to spread them, plain rounds first."""
     rounds = Rounds(shape, num_slots, max(sizes))
     plain: dict[str, Any] = {"slots": num_slots, "nodes": num_slots}
     kinds = [(plain, rounds.plain())]
     for size in sizes:
-        for drafting in (num_slots, num_slots // 4):
-            if (size - num_slots) // drafting < max_nodes:
-                row = {"slots": num_slots, "nodes": size, "slots_with_drafts": drafting}
-                kinds.append((row, rounds.drafted(size, drafting, max_nodes)))
+        for drafting in (num_slots, num_slots // 2):
+            row = {"slots": num_slots, "nodes": size, "slots_with_drafts": drafting}
+            kinds.append((row, rounds.drafted(size, drafting)))
     seconds = [[run() for _, run in kinds] for _ in range(repeats + 2)][2:]  # two warm up
     for (row, _), taken in zip(kinds, zip(*seconds, strict=True), strict=True):
         ratios = [s / turn[0] for s, turn in zip(taken, seconds, strict=True)]
@@ -149,7 +148,7 @@ def main() -> int:
     shape, rows = Shape(cache=arguments.positions), list[dict[str, Any]]()
     for slots in arguments.slots:
         sizes = [slots * n for n in (2, 4, 8) if slots * n <= 256]
-        rows += measure(shape, slots, sizes, 32, arguments.repeats)
+        rows += measure(shape, slots, sizes, arguments.repeats)
     record = environment.record("benchmarks.rounds", ("jax", "jaxlib", "numpy"))
     result = {"benchmark": "rounds", "rows": rows, **record}
     figures = {

@@ -10,7 +10,6 @@ key/value head, h head size. Of packed nodes: M in all, W of a row.
 from __future__ import annotations
 
 import dataclasses
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -120,41 +119,23 @@ def attend_nodes(
 
         out = (o₁ e^(t₁ − t) + o₂ e^(t₂ − t)) / (Σ₁ e^(t₁ − t) + Σ₂ e^(t₂ − t)),  t = max(t₁, t₂)
 
-    Without `trees` node m is the only one of row m. Here rows are padded to the most nodes that
-    one has, or a little more. Source: docs/architecture.md, "The round".
+    Without `trees` node m is the only one of row m. Here rows are padded to W nodes.
+    Source: docs/architecture.md, "The round".
     """
     if trees is None:
         cached = _of_prefix(q_MHh[:, None], keys_BKhS, values_BKSh, length_B)
         own = _of_itself(q_MHh[:, None], k_MKh[:, None], v_MKh[:, None])
         return _joined(cached, own)[:, 0].astype(v_MKh.dtype)
-    M, most = len(q_MHh), trees.path_BWW.shape[1]
-    widths = _widths(M / len(length_B), most)
-
-    def padded(W: int) -> jax.Array:
-        node_BW = trees.first_B[:, None] + jnp.arange(W)
-        q_BWHh, k_BWKh, v_BWKh = (
-            jnp.take(x, node_BW, axis=0, mode="clip") for x in (q_MHh, k_MKh, v_MKh)
-        )
-        cached = _of_prefix(q_BWHh, keys_BKhS, values_BKSh, length_B)
-        k_BKhW, v_BKWh = k_BWKh.transpose(0, 2, 3, 1), v_BWKh.transpose(0, 2, 1, 3)
-        own = _partial_attention(q_BWHh, k_BKhW, v_BKWh, trees.path_BWW[:, :W, :W])
-        out_BWHh = _joined(cached, own).astype(v_MKh.dtype)
-        flat_XHh = out_BWHh.reshape(-1, *q_MHh.shape[1:])
-        return jnp.take(flat_XHh, trees.row_M * W + trees.place_M, axis=0, mode="clip")
-
-    chosen = jnp.searchsorted(jnp.asarray(widths), jnp.max(trees.count_B))
-    return jax.lax.switch(chosen, [partial(padded, W) for W in widths])
-
-
-def _widths(mean: float, most: int) -> list[int]:
-    """Return the numbers of nodes that rows may be padded to: the mean's power of two, 4 times …"""
-    width, widths = 1, list[int]()
-    while width < mean:
-        width *= 2
-    while width < most:
-        widths.append(width)
-        width *= 4
-    return [*widths, most]
+    W = trees.path_BWW.shape[1]
+    node_BW = trees.first_B[:, None] + jnp.arange(W)
+    q_BWHh, k_BWKh, v_BWKh = (
+        jnp.take(x, node_BW, axis=0, mode="clip") for x in (q_MHh, k_MKh, v_MKh)
+    )
+    cached = _of_prefix(q_BWHh, keys_BKhS, values_BKSh, length_B)
+    k_BKhW, v_BKWh = k_BWKh.transpose(0, 2, 3, 1), v_BWKh.transpose(0, 2, 1, 3)
+    own = _partial_attention(q_BWHh, k_BKhW, v_BKWh, trees.path_BWW)
+    out_XHh = _joined(cached, own).astype(v_MKh.dtype).reshape(-1, *q_MHh.shape[1:])
+    return jnp.take(out_XHh, trees.row_M * W + trees.place_M, axis=0, mode="clip")
 
 
 def _joined(one: _Softmax, other: _Softmax) -> jax.Array:

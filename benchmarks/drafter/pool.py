@@ -253,7 +253,7 @@ class Programs:
         params, *state, stop_E = self._rows(engine, B)
         nothing = no_drafts(0, 1)
         nodes_3M = pack(nothing, nothing.count_A, np.zeros(0, np.int32), B, B * num_nodes)
-        options = engine.verify_options(self.sampling.draw)
+        options = engine.verify_options(self.sampling.draw, B, B * num_nodes)
         return verify.verify_round.lower(params, *state, nodes_3M, stop_E, **options)
 
     def _search(self, engine: Engine, B: int, top_k: int) -> Any:

@@ -35,7 +35,7 @@ class EngineConfig:
     min_prompt_tokens: int = 32
     rounds_per_fetch: int = 16
     max_nodes: int = 32
-    max_round_nodes: int = 256
+    max_round_nodes: int = 1024
     prefill_rows: int = 4
     prefill_chunk_tokens: int = 512
     verify_tokens: int = 2048

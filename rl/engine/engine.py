@@ -231,7 +231,7 @@ class Engine(ModelRunner):
             slots,
             self.argument(nodes_3M),
             self._stop_E,
-            **self.verify_options(spec.sampling.draw),
+            **self.verify_options(spec.sampling.draw, B, M),
         )
         drafted_B = np.zeros(B, bool)
         drafted_B[live.rows_A] = taken_A > 0

@@ -23,6 +23,7 @@ from rl.engine.config import EngineConfig
 from rl.trajectory import HostKv, Request, check_requests
 from spec.buckets import bucket
 from spec.config import Draw, SamplingConfig
+from spec.nodes import widest_tree
 
 T = TypeVar("T")
 # jax lists an array's shards when it is first read: two threads at once see half of them
@@ -168,9 +169,10 @@ class ModelRunner:
         max_rounds = self.config.rounds_per_fetch
         return {"config": self.model, "scheme": scheme, "max_rounds": max_rounds}
 
-    def verify_options(self, scheme: Draw) -> dict[str, Any]:
-        """Return the static arguments of `verify_round`."""
-        return {"config": self.model, "scheme": scheme, "max_nodes": self.config.max_nodes}
+    def verify_options(self, scheme: Draw, num_slots: int, num_nodes: int) -> dict[str, Any]:
+        """Return the static arguments of `verify_round` for a round of so many slots and nodes."""
+        max_nodes = widest_tree(num_slots, num_nodes, self.config.max_nodes)
+        return {"config": self.model, "scheme": scheme, "max_nodes": max_nodes}
 
     def verify_packed_options(self, scheme: Draw) -> dict[str, Any]:
         """Return the static arguments of `verify_packed`; a chunk has a prefill pass's tokens."""

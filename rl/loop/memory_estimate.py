@@ -26,6 +26,7 @@ from models.params import leaves, param_specs
 from rl import packing
 from rl.loop.experiment import TrainConfig, drafter_shape
 from spec.buckets import bucket
+from spec.nodes import widest_tree
 
 if TYPE_CHECKING:
     import jax
@@ -239,7 +240,7 @@ def _rollouts(
     cache = _cache(config, model, mesh, slots, positions, itemsize)
     nodes = engine.most_nodes(slots) if config.speculation.enabled else slots
     # attention pads rows to at most so many: models.attention.attend_nodes
-    queries = slots * min(engine.max_nodes, nodes - slots + 1)
+    queries = slots * (widest_tree(slots, nodes, engine.max_nodes) if nodes > slots else 1)
     seen = positions * queries // nodes
     passes = {
         "a round": _pass(model, mesh, itemsize, _shard(nodes, mesh.batch), 1, seen),

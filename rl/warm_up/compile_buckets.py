@@ -266,7 +266,7 @@ class Pool:
         nothing = no_drafts(0, 1)
         nodes_3M = pack(nothing, nothing.count_A, np.zeros(0, np.int32), B, M)
         args = params, cache, pending, slots, engine.argument(nodes_3M), stop_E
-        return args, engine.verify_options(self.sampling.draw)
+        return args, engine.verify_options(self.sampling.draw, B, M)
 
     def _insert(self, B: int, S: int, T: int) -> Arguments:
         engine, pairs = self.engine, np.zeros(B, np.int32)

@@ -146,7 +146,7 @@ class _Rounds:
         table, engine = self._table, self._engine
         live, most = table.live(), engine.config.max_nodes - 1
         drafts = self._drafter.propose(live, np.full(len(live), most, np.int32), most)
-        taken_A = likeliest(drafts, np.ones(len(live)), num_nodes - len(table))
+        taken_A = likeliest(drafts, np.ones(len(live)), len(table), num_nodes)
         nodes_3M = pack(drafts, taken_A, live.rows_A, len(table), num_nodes)
         state = self._cache, self._pending, slots
         self._cache, self._pending, _, found = verify_round(
@@ -154,7 +154,7 @@ class _Rounds:
             *state,
             engine.argument(nodes_3M),
             self._stop_E,
-            **engine.verify_options(self._spec.sampling.draw),
+            **engine.verify_options(self._spec.sampling.draw, len(table), num_nodes),
         )
         emitted_BN, logprobs_BN, count_B = by_slot(*unpack(found), nodes_3M[1], len(table))
         full = table.total_tokens_B.max() >= table.tokens_BL.shape[1] - 1

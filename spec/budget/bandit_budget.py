@@ -101,7 +101,7 @@ class BanditBudget(Budget):
         if self._size == num_slots or not drafts.count_A.any():
             self._size = num_slots
             return plain(num_slots)
-        taken_A = likeliest(drafts, np.ones(len(live)), self._size - num_slots)
+        taken_A = likeliest(drafts, np.ones(len(live)), num_slots, self._size)
         return DraftDecision(self._size, taken_A)
 
     def observe(self, live: LiveSlots, drafts: Drafts, acceptance: Acceptance) -> None:

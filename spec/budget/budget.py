@@ -15,6 +15,7 @@ from typing import Protocol
 import numpy as np
 
 from spec.drafter import Acceptance, Drafts, LiveSlots
+from spec.nodes import widest_tree
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -61,38 +62,45 @@ def plain(num_slots: int, num_rounds: int = 1) -> DraftDecision:
     return DraftDecision(num_slots, num_rounds=num_rounds)
 
 
-def likeliest(drafts: Drafts, scale_A: np.ndarray, most: int) -> np.ndarray:
-    """Return how many draft tokens of each request are among the `most` likeliest of all; int [A].
+def likeliest(drafts: Drafts, scale_A: np.ndarray, num_slots: int, num_nodes: int) -> np.ndarray:
+    """Return how many draft tokens of each request are among the likeliest of all; int [A].
 
-    A draft token's probability is scaled by its request's factor. It never exceeds its parent's,
-    so that those chosen are each request's first ones.
+    As many are chosen as a round of `num_nodes` holds, of one request as many as its tree may. A
+    draft token's probability is scaled by its request's factor. It never exceeds its parent's, so
+    that those chosen are each request's first ones.
     """
-    if int(drafts.count_A.sum()) <= most:
-        return drafts.count_A.copy()
-    prob_AN = np.where(_real(drafts), drafts.prob_AN * scale_A[:, None], -1.0)
+    real_AN = _taken(drafts, num_slots, num_nodes)
+    if int(real_AN.sum()) <= num_nodes - num_slots:
+        return real_AN.sum(axis=1)
+    prob_AN = np.where(real_AN, drafts.prob_AN * scale_A[:, None], -1.0)
     # stable: of equals the earlier one is taken, a parent before its children
-    chosen_X = np.argsort(-prob_AN, axis=None, kind="stable")[:most]
+    chosen_X = np.argsort(-prob_AN, axis=None, kind="stable")[: num_nodes - num_slots]
     return np.bincount(chosen_X // drafts.max_nodes, minlength=len(prob_AN))
 
 
-def worth(drafts: Drafts, scale_A: np.ndarray) -> np.ndarray:
-    """Return the accepted tokens to expect of the n likeliest draft tokens, n = 0, 1, …"""
-    prob_AN = np.where(_real(drafts), drafts.prob_AN * scale_A[:, None], 0.0)
-    return np.concatenate([[0.0], np.cumsum(np.sort(prob_AN, axis=None)[::-1])])
+def worth(drafts: Drafts, scale_A: np.ndarray, num_slots: int, num_nodes: int) -> float:
+    """Return the accepted draft tokens to expect of those that `likeliest` chooses."""
+    real_AN = _taken(drafts, num_slots, num_nodes)
+    prob_X = np.sort((drafts.prob_AN * scale_A[:, None])[real_AN])
+    return float(prob_X[::-1][: num_nodes - num_slots].sum())
 
 
 def all_that_fit(drafts: Drafts, sizes: Sequence[int], num_slots: int) -> DraftDecision:
     """Decide for the smallest round that holds all draft tokens, else for the likeliest of them."""
-    wanted = num_slots + int(drafts.count_A.sum())
-    if wanted == num_slots or not sizes:
+    if not drafts.count_A.any() or not sizes:
         return plain(num_slots)
-    size = next((m for m in sizes if m >= wanted), sizes[-1])
-    taken_A = likeliest(drafts, np.ones(len(drafts.count_A)), size - num_slots)
+    one_A, total = np.ones(len(drafts.count_A)), int(drafts.count_A.sum())
+    for size in sizes:
+        taken_A = likeliest(drafts, one_A, num_slots, size)
+        if taken_A.sum() == total:
+            break
     return DraftDecision(size, taken_A)
 
 
-def _real(drafts: Drafts) -> np.ndarray:
-    return np.arange(drafts.max_nodes) < drafts.count_A[:, None]
+def _taken(drafts: Drafts, num_slots: int, num_nodes: int) -> np.ndarray:
+    """Draft tokens that a round of so many nodes may hold; bool [A, N]."""
+    most = widest_tree(num_slots, num_nodes, drafts.max_nodes + 1) - 1
+    return np.arange(drafts.max_nodes) < np.minimum(drafts.count_A, most)[:, None]
 
 
 class FixedBudget(Budget):

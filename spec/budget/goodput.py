@@ -71,20 +71,17 @@ class Goodput(Budget):
                 f"no measured time of a plain round of {num_slots} slots and {num_positions} "
                 "positions: measure the engine's rounds (rl.warm_up.round_times) before the rollout"
             )
-        scale_A, count = self.scale(live), int(drafts.count_A.sum())
-        gain = worth(drafts, scale_A)
+        scale_A = self.scale(live)
         best, best_rate = num_slots, 1.0
-        for size in sizes if count else ():
+        for size in sizes if drafts.count_A.any() else ():
             round_s = self._times(num_slots, size, num_positions)
             if round_s is None:
                 continue
-            gained = gain[min(size - num_slots, len(gain) - 1)]
+            gained = worth(drafts, scale_A, num_slots, size)
             rate = (len(live) + gained) / len(live) * plain_s / round_s
             if rate > best_rate:
                 best, best_rate = size, rate
-            if size - num_slots >= count:
-                break
-        taken_A = likeliest(drafts, scale_A, best - num_slots)
+        taken_A = likeliest(drafts, scale_A, num_slots, best)
         bucket = num_slots, best, num_positions
         self._gate.observe(self._times, live, drafts, taken_A, scale_A, bucket)
         self._speculating = best > num_slots and (self._speculating or best_rate > BETTER)

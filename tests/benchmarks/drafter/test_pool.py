@@ -136,7 +136,12 @@ def test_fused_and_apart_emit_the_same(programs, chosen):
     taken_B = np.minimum(count_B, chosen.verify_tokens)
     nodes_3M = pack(drafts, taken_B, np.arange(B), B, B * (chosen.verify_tokens + 1))
     *_, apart = verify.verify_round(
-        params, cache, *state(), nodes_3M, stop_E, **engine.verify_options("cdf")
+        params,
+        cache,
+        *state(),
+        nodes_3M,
+        stop_E,
+        **engine.verify_options("cdf", B, nodes_3M.shape[1]),
     )
     slots_M = np.repeat(np.arange(B), chosen.verify_tokens + 1)
     tokens_BN, logprobs_BN, count_B = verify.by_slot(*verify.unpack(fused), slots_M, B)

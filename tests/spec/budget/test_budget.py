@@ -80,21 +80,27 @@ def test_the_likeliest_of_all_requests_are_taken():
     found = chains([3, 4, 2], 0.9)  # .90 .81 .73 | .90 .81 .73 .66 | .90 .81
     found.prob_AN[1] *= 0.8  # .72 .65 .58 .52
     scale_A = np.array([1.0, 1.0, 0.5])  # .45 .41
-    for most, want in [(0, [0, 0, 0]), (3, [3, 0, 0]), (5, [3, 2, 0]), (8, [3, 4, 1])]:
-        assert likeliest(found, scale_A, most).tolist() == want
-    assert (
-        likeliest(found, scale_A, 9).tolist() == likeliest(found, scale_A, 99).tolist() == [3, 4, 2]
-    )
-    gain = worth(found, scale_A)
-    assert gain[0] == 0 and gain[3] == pytest.approx(0.9 + 0.81 + 0.729)
-    assert gain[-1] == pytest.approx(gain[9]) and (np.diff(gain) >= 0).all()
+    wanted = [(4, [0, 0, 0]), (7, [3, 0, 0]), (9, [3, 2, 0]), (12, [3, 4, 1]), (99, [3, 4, 2])]
+    for num_nodes, want in wanted:
+        assert likeliest(found, scale_A, 4, num_nodes).tolist() == want
+    assert worth(found, scale_A, 4, 4) == 0
+    assert worth(found, scale_A, 4, 7) == pytest.approx(0.9 + 0.81 + 0.729)
+    assert worth(found, scale_A, 4, 99) == pytest.approx(2.439 + 0.8 * 3.0951 + 0.5 * 1.71)
+
+
+def test_no_tree_is_more_than_twice_as_wide_as_all_are_on_average():
+    """Attention pads all slots to the widest: eight nodes for four slots are trees of four."""
+    found = chains([15, 1], 1.0)
+    assert likeliest(found, np.ones(2), 4, 8).tolist() == [3, 1]
+    assert likeliest(found, np.ones(2), 4, 16).tolist() == [7, 1]
+    assert worth(found, np.ones(2), 4, 8) == 4
 
 
 def test_a_childs_equal_probability_never_takes_it_before_its_parent():
     found = chains([3, 3], 1.0)
     for most in range(7):
-        taken = likeliest(found, np.ones(2), most)
-        assert taken.sum() == min(most, 6) and (taken <= 3).all()
+        taken = likeliest(found, np.ones(2), 8, 8 + most)
+        assert taken.sum() <= most and (taken <= 3).all()
 
 
 def test_aimd_follows_each_request():
