@@ -25,8 +25,9 @@ from benchmarks.baselines.reprise import model_config
 from benchmarks.shape import Shape
 from models import kv_cache, transformer
 from spec import sampling
+from spec.buckets import widest_tree
 from spec.drafter import Drafts, no_drafts
-from spec.nodes import pack, widest_tree
+from spec.nodes import pack
 from spec.verify import Slots, by_slot, decode_rounds, unpack, verify_round
 
 PLAIN_ROUNDS = 8

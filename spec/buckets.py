@@ -17,3 +17,11 @@ def buckets(size: int, smallest: int) -> list[int]:
     while sizes[-1] < size:
         sizes.append(2 * sizes[-1])
     return sizes
+
+
+def widest_tree(num_slots: int, num_nodes: int, max_nodes: int) -> int:
+    """Return the most nodes that a slot may have in a round: twice those of each on average.
+
+    Attention pads all slots to it, so that a round's seconds are those that were measured.
+    """
+    return min(max_nodes, -(-2 * num_nodes // num_slots))

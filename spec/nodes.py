@@ -24,14 +24,6 @@ from spec.tree import PADDING
 NO_PARENT = -1  # of roots and padding
 
 
-def widest_tree(num_slots: int, num_nodes: int, max_nodes: int) -> int:
-    """Return the most nodes that a slot may have in a round: twice those of each on average.
-
-    Attention pads all slots to it, so that a round's seconds are those that were measured.
-    """
-    return min(max_nodes, -(-2 * num_nodes // num_slots))
-
-
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Nodes:

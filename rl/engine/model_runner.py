@@ -21,9 +21,8 @@ from models.sharding import fitting_sharding, param_shardings
 from rl.engine import admission, cache_ops
 from rl.engine.config import EngineConfig
 from rl.trajectory import HostKv, Request, check_requests
-from spec.buckets import bucket
+from spec.buckets import bucket, widest_tree
 from spec.config import Draw, SamplingConfig
-from spec.nodes import widest_tree
 
 T = TypeVar("T")
 # jax lists an array's shards when it is first read: two threads at once see half of them

@@ -25,8 +25,7 @@ from models.layout import CACHE_AXES, causal_block_tokens, shard_shape
 from models.params import leaves, param_specs
 from rl import packing
 from rl.loop.experiment import TrainConfig, drafter_shape
-from spec.buckets import bucket
-from spec.nodes import widest_tree
+from spec.buckets import bucket, widest_tree
 
 if TYPE_CHECKING:
     import jax

@@ -14,8 +14,8 @@ from typing import Protocol
 
 import numpy as np
 
+from spec.buckets import widest_tree
 from spec.drafter import Acceptance, Drafts, LiveSlots
-from spec.nodes import widest_tree
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

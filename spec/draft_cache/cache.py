@@ -117,7 +117,9 @@ class DraftCache:
         W, first = self.passes.window_tokens, self.passes.first_token
         table_BX = np.zeros((len(self.rows), W + len(END_COLUMNS)), np.int32)
         start_A1 = np.maximum(live.total_tokens_A - W, first)[:, None]
-        table_BX[rows_A, :W] = self.rows.tokens_BS[rows_A[:, None], start_A1 + np.arange(W)]
+        # of a row that is shorter than the window what lies behind its tokens is never read
+        columns_AW = np.minimum(start_A1 + np.arange(W), self.rows.tokens_BS.shape[1] - 1)
+        table_BX[rows_A, :W] = self.rows.tokens_BS[rows_A[:, None], columns_AW]
         emitted_A = live.total_tokens_A - live.prompt_tokens_A
         ints = live.rows_A, live.total_tokens_A, emitted_A, live.request_ids_A, most_A
         table_BX[rows_A, W:-3] = np.stack(ints, axis=1)
