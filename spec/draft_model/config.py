@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from spec.draft_cache.cache import Passes
+from spec.draft_cache.config import Passes
 
 Proposal = Literal["likeliest", "shared_noise"]
 

@@ -14,7 +14,8 @@ import numpy as np
 
 from models.kv_cache import KVCache
 from spec.config import SamplingConfig
-from spec.draft_cache.cache import Absorb, DraftCache, Passes, Runner
+from spec.draft_cache.cache import Absorb, DraftCache, Runner
+from spec.draft_cache.config import Passes
 from spec.drafter import Arguments, Drafter, Drafts, LiveSlots, Program, Source, fill, no_drafts
 from spec.eagle import tree_search
 from spec.eagle.config import EagleConfig, TreeConfig

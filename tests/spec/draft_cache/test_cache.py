@@ -9,7 +9,8 @@ import pytest
 from draft_model_reference import LONGEST, MODEL, POLICY, Host
 
 from rl.engine.config import EngineConfig
-from spec.draft_cache.cache import Absorb, DraftCache, Passes
+from spec.draft_cache.cache import Absorb, DraftCache
+from spec.draft_cache.config import Passes
 
 BUCKETS = EngineConfig(slots=8, min_slots=2, min_positions=16)
 TEXTS = {7: range(1, 15), 4: [5, 6], 9: range(20, 31)}
