@@ -61,14 +61,13 @@ def packed_mask(packing: Packing) -> jax.Array:
 class Trees:
     """Where packed nodes lie by cache row: node m is the `place_M`-th of row `row_M`.
 
-    Row b has `count_B` nodes, one after the other from node `first_B` on, at most W.
+    Those of row b lie one after the other from node `first_B` on, at most W.
     `path_BWW[b, i, j]`: its j-th node is its i-th or an ancestor of that.
     """
 
     row_M: jax.Array
     place_M: jax.Array
     first_B: jax.Array
-    count_B: jax.Array
     path_BWW: jax.Array
 
 

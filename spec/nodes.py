@@ -97,12 +97,11 @@ def planted(nodes: Nodes, last_token_B: jax.Array) -> Nodes:
 def trees(nodes: Nodes, num_slots: int, max_nodes: int) -> Trees:
     """Return how the nodes lie by slot; no slot has more than `max_nodes`."""
     M, W = len(nodes.slots_M), min(max_nodes, len(nodes.slots_M) - num_slots + 1)
-    bounds_B1 = jnp.searchsorted(nodes.slots_M, jnp.arange(num_slots + 1)).astype(jnp.int32)
-    first_B, count_B = bounds_B1[:-1], jnp.diff(bounds_B1)
+    first_B = jnp.searchsorted(nodes.slots_M, jnp.arange(num_slots)).astype(jnp.int32)
     place_M = jnp.arange(M) - jnp.take(first_B, nodes.slots_M, mode="clip")
     node_BW = jnp.minimum(first_B[:, None] + jnp.arange(W), M - 1)
     above_BW = jnp.maximum(nodes.parents_M[node_BW] - first_B[:, None], -1)
-    return Trees(nodes.slots_M, place_M, first_B, count_B, _paths(above_BW))
+    return Trees(nodes.slots_M, place_M, first_B, _paths(above_BW))
 
 
 def _paths(above_BW: jax.Array) -> jax.Array:
