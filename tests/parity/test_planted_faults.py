@@ -92,42 +92,23 @@ def test_noise_of_the_node_instead_of_the_position(golden, rollout, plant):
     assert differences(golden("cool"), bushy(golden, rollout))
 
 
-def test_nodes_that_see_a_sibling(golden, rollout, plant):
+def with_the_node_before(path_BWW):
     """One bit too many: the node before, where it is of the same slot and no ancestor."""
+    return path_BWW | jnp.eye(path_BWW.shape[1], k=-1, dtype=bool)
+
+
+def alone(path_BWW):
+    return path_BWW & jnp.eye(path_BWW.shape[1], dtype=bool)
+
+
+@pytest.mark.parametrize("wrong", [with_the_node_before, jnp.ones_like, alone])
+def test_nodes_that_see_others_than_their_ancestors(golden, rollout, plant, wrong):
     original = transformer.attend_nodes
 
     def attend(*arguments):
         *arrays, trees = arguments
         if trees is not None:
-            before_WW = jnp.eye(trees.path_BWW.shape[1], k=-1, dtype=bool)
-            trees = dataclasses.replace(trees, path_BWW=trees.path_BWW | before_WW)
-        return original(*arrays, trees)
-
-    plant(transformer, "attend_nodes", attend)
-    assert differences(golden("cool"), bushy(golden, rollout))
-
-
-def test_nodes_that_see_all_nodes(golden, rollout, plant):
-    original = transformer.attend_nodes
-
-    def attend(*arguments):
-        *arrays, trees = arguments
-        if trees is not None:
-            trees = dataclasses.replace(trees, path_BWW=jnp.ones_like(trees.path_BWW))
-        return original(*arrays, trees)
-
-    plant(transformer, "attend_nodes", attend)
-    assert differences(golden("cool"), bushy(golden, rollout))
-
-
-def test_nodes_that_do_not_see_their_ancestors(golden, rollout, plant):
-    original = transformer.attend_nodes
-
-    def attend(*arguments):
-        *arrays, trees = arguments
-        if trees is not None:
-            alone_BWW = jnp.eye(trees.path_BWW.shape[1], dtype=bool) & (trees.path_BWW | True)
-            trees = dataclasses.replace(trees, path_BWW=alone_BWW)
+            trees = dataclasses.replace(trees, path_BWW=wrong(trees.path_BWW))
         return original(*arrays, trees)
 
     plant(transformer, "attend_nodes", attend)

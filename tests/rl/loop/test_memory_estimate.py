@@ -81,7 +81,7 @@ def test_each_setting_moves_the_part_it_should():
     assert parts("Sampling.max_new_tokens=193")["KV cache"] > 1.2 * plain["KV cache"]
     drawn = "a round, prompts or cached responses"
     wide = dataclasses.replace(MODEL, vocab_size=8 * MODEL.vocab_size)
-    assert parts(model=wide)[drawn] > 1.5 * plain[drawn], "logits of every node"
+    assert parts(model=wide)[drawn] > 3 * plain[drawn], "logits of every node"
     learned = parts("Speculation.sources=('learned',)")
     assert learned["KV cache"] > plain["KV cache"], "hidden states are kept"
 
