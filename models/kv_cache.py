@@ -109,8 +109,8 @@ def write_values(values_BKSh: jax.Array, new_BNKh: jax.Array, start_B: jax.Array
 def _write(rows: jax.Array, new: jax.Array, start_B: jax.Array, axis: int) -> jax.Array:
     """Write one window per row along `axis`; drop a window that does not lie inside its row.
 
-    (`dynamic_update_slice` would shift it.) So rows at rest, whose start is their end, stay as
-    they are.
+    (`dynamic_update_slice` would shift it.) A row of a drafter's cache that is at rest starts at
+    its end, and stays as it is.
     """
     dims = jax.lax.ScatterDimensionNumbers(
         update_window_dims=(0, 1, 2),
@@ -194,7 +194,7 @@ def no_pending(
 
 
 def write(cache: KVCache, pending: Pending) -> KVCache:
-    """Write the accepted entries to their rows and positions: the only write of a rollout."""
+    """Write the accepted entries to their rows and positions: the only write of a round."""
     return jax.lax.platform_dependent(cache, pending, cpu=_write_in_turn, default=_write_at_once)
 
 

@@ -49,10 +49,9 @@ class TunerConfig:
     probability `epsilon` a random arm is taken, else the one with the best median of its last
     `window` rewards.
 
-    The defaults follow TLT's table 4: with the root, 16 tokens of 5 to 16 requests, 8 up to 32 (as
-    `Engine.max_round_nodes` is 256), plain decoding beyond. For 1 to 4 requests its best are 48 and
-    64; 32 is 1 to 5% slower there and what `Engine.max_nodes` allows: a round pads the trees of
-    all requests to the widest one.
+    The defaults follow TLT's table 4: with the root, 32 tokens of 1 to 4 requests (its best are 48
+    and 64, by 1 to 5%; `Engine.max_nodes` allows 32), 16 of 5 to 16, 8 of up to 32 (where its best,
+    16, is the least that it tries), plain decoding beyond.
     """
 
     thresholds: tuple[int, ...] = (1, 5, 17, 33)
