@@ -21,16 +21,21 @@ def round_acceptance(
 
 def plain_acceptance(drafts: Drafts, tokens_AN: np.ndarray, emitted_A: np.ndarray) -> Acceptance:
     """Compare with plain rounds that drew `tokens_AN` instead, the first `emitted_A` valid."""
-    observed_AN = np.zeros(drafts.tokens_AN.shape, bool)
-    _mark_within(drafts.parents_AN, drafts.count_A, emitted_A, observed_AN)
+    depth_AN = _depths(drafts)
+    observed_AN = (depth_AN > 0) & (depth_AN <= emitted_A[:, None])
     return Acceptance(False, _accepted(drafts, drafts.count_A, tokens_AN, emitted_A), observed_AN)
 
 
 def longest_paths(drafts: Drafts, observed_AN: np.ndarray) -> np.ndarray:
     """Return the length of each request's longest observed path, the most that can be accepted."""
-    longest_A = np.zeros(len(drafts.count_A), np.int64)
-    _measure_paths(drafts.parents_AN, observed_AN, longest_A)
-    return longest_A
+    return np.where(observed_AN, _depths(drafts), 0).max(axis=1, initial=0)
+
+
+def _depths(drafts: Drafts) -> np.ndarray:
+    """Draft tokens on the way to each one, itself included; 0 where there is none."""
+    depth_AN = np.zeros(drafts.tokens_AN.shape, np.int32)
+    _measure(drafts.parents_AN, drafts.count_A, depth_AN)
+    return depth_AN
 
 
 def _accepted(
@@ -56,19 +61,8 @@ def _follow(  # type: ignore[no-untyped-def]
 
 
 @numba.njit(cache=True, nogil=True)
-def _measure_paths(parents_AN, observed_AN, longest_A):  # type: ignore[no-untyped-def]
-    depth_N = np.empty(parents_AN.shape[1], np.int32)
-    for a in range(len(longest_A)):
-        for i in range(parents_AN.shape[1]):
-            if observed_AN[a, i]:  # and so were its ancestors
-                depth_N[i] = 1 if parents_AN[a, i] < 0 else depth_N[parents_AN[a, i]] + 1
-                longest_A[a] = max(longest_A[a], depth_N[i])
-
-
-@numba.njit(cache=True, nogil=True)
-def _mark_within(parents_AN, count_A, known_A, within_AN):  # type: ignore[no-untyped-def]
-    depth_N = np.empty(parents_AN.shape[1], np.int32)
+def _measure(parents_AN, count_A, depth_AN):  # type: ignore[no-untyped-def]
     for a in range(len(count_A)):
         for i in range(count_A[a]):
-            depth_N[i] = 1 if parents_AN[a, i] < 0 else depth_N[parents_AN[a, i]] + 1
-            within_AN[a, i] = depth_N[i] <= known_A[a]
+            above = parents_AN[a, i]
+            depth_AN[a, i] = 1 if above < 0 else depth_AN[a, above] + 1

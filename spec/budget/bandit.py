@@ -10,7 +10,6 @@ from __future__ import annotations
 import bisect
 import collections
 import dataclasses
-import itertools
 import statistics
 from collections.abc import Sequence
 from typing import Any
@@ -48,16 +47,8 @@ class Strategy:
             )
 
 
-@dataclasses.dataclass(eq=False)
-class _Seen:
-    """R_s and A_s of Algorithm 1: tokens per second of a batch, tokens per request of a round."""
-
-    rewards: collections.deque[float]
-    accepts: collections.deque[float]
-
-
 class BegMab:
-    """Algorithm 1, with windows for each strategy and range.
+    """Algorithm 1, with windows of rewards for each strategy and range.
 
     Only `everywhere` arms have other windows than in the paper: all others serve one range. The
     paper does not define the median of an empty window; here a candidate without a reward in this
@@ -73,8 +64,9 @@ class BegMab:
         self.config = config
         self._candidates = _by_bucket(strategies, config)  # S_i of bucket i
         self._seed, self._draws = seed, 0
-        self._seen = {
-            (bucket, s.name): _Seen(*(collections.deque(maxlen=config.window) for _ in range(2)))
+        # R_s: tokens a second of the batch
+        self._rewards = {
+            (bucket, s.name): collections.deque[float](maxlen=config.window)
             for bucket, candidates in enumerate(self._candidates)
             for s in candidates
         }
@@ -87,7 +79,7 @@ class BegMab:
         """Choose the strategy of the next round of `batch_size` requests."""
         candidates = self.candidates(batch_size)
         bucket = self._bucket(batch_size)
-        untried = [s for s in candidates if not self._seen[bucket, s.name].rewards]
+        untried = [s for s in candidates if not self._rewards[bucket, s.name]]
         if len(candidates) == 1 or untried:
             return (untried or candidates)[0]
         # a generator for each draw, so that the state is a number
@@ -107,7 +99,7 @@ class BegMab:
         accept_lens: Sequence[float] | np.ndarray,
         batch_size: int,
     ) -> None:
-        """Record a round: ā = Σ accept_lens / batch_size + 1, r = ā · batch_size / elapsed_s.
+        """Record a round: its reward is (Σ accept_lens + batch_size) / elapsed_s, tokens a second.
 
         `accept_lens` are the accepted draft tokens by request (0 for plain decoding), `batch_size`
         is that of `select`. Raises ValueError for a strategy of another range or no time.
@@ -120,21 +112,14 @@ class BegMab:
             )
         if not elapsed_s > 0:
             raise ValueError(f"expected elapsed_s above 0, got {elapsed_s}")
-        accept = float(np.sum(accept_lens)) / batch_size + 1
-        seen = self._seen[self._bucket(batch_size), strategy.name]
-        seen.rewards.append(accept * batch_size / float(elapsed_s))
-        seen.accepts.append(accept)
+        tokens = float(np.sum(accept_lens)) + batch_size
+        rewards = self._rewards[self._bucket(batch_size), strategy.name]
+        rewards.append(tokens / float(elapsed_s))
 
     def median_reward(self, strategy: Strategy, batch_size: int) -> float | None:
         """Return the median tokens per second in this range's window; None if it is empty."""
-        seen = self._seen[self._bucket(batch_size), strategy.name]
-        return statistics.median(seen.rewards) if seen.rewards else None
-
-    def median_accept(self, strategy: Strategy) -> float | None:
-        """Return the median tokens per request and round over all ranges; None before any round."""
-        windows = [seen.accepts for (_, name), seen in self._seen.items() if name == strategy.name]
-        accepts = list(itertools.chain.from_iterable(windows))
-        return statistics.median(accepts) if accepts else None
+        rewards = self._rewards[self._bucket(batch_size), strategy.name]
+        return statistics.median(rewards) if rewards else None
 
     def best(self, batch_size: int) -> Strategy | None:
         """Return the candidate of the largest median reward; None before any round."""
@@ -145,29 +130,23 @@ class BegMab:
     def state(self) -> dict[str, Any]:
         """Return plain data, from which later decisions are the same."""
         windows = [
-            {
-                "bucket": bucket,
-                "strategy": name,
-                "rewards": list(seen.rewards),
-                "accepts": list(seen.accepts),
-            }
-            for (bucket, name), seen in self._seen.items()
+            {"bucket": bucket, "strategy": name, "rewards": list(rewards)}
+            for (bucket, name), rewards in self._rewards.items()
         ]
         return {"seed": self._seed, "draws": self._draws, "windows": windows}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Restore what `state` returned; raises ValueError if it is of other strategies."""
-        found = {(w["bucket"], w["strategy"]): w for w in state["windows"]}
-        if found.keys() != self._seen.keys():
+        found = {(w["bucket"], w["strategy"]): w["rewards"] for w in state["windows"]}
+        if found.keys() != self._rewards.keys():
             raise ValueError(
-                f"expected windows of the ranges and strategies {sorted(self._seen)}, got "
+                f"expected windows of the ranges and strategies {sorted(self._rewards)}, got "
                 f"{sorted(found)}: resume with the strategies and thresholds that it was saved with"
             )
         self._seed, self._draws = state["seed"], state["draws"]
-        for key, seen in self._seen.items():
-            for kept, name in ((seen.rewards, "rewards"), (seen.accepts, "accepts")):
-                kept.clear()
-                kept.extend(found[key][name])
+        for key, rewards in self._rewards.items():
+            rewards.clear()
+            rewards.extend(found[key])
 
     def _bucket(self, batch_size: int) -> int:
         """Return i with batch_size in B_i = [t_i, t_{i+1} − 1], the last without an end; from 0."""

@@ -50,27 +50,26 @@ def test_many_drafts_where_few_requests_are_left():
 
 
 def test_a_trace_by_hand():
-    """ε = 0, w = 3, batches of 2: r = (Σ accepted / 2 + 1) · 2 / elapsed."""
+    """ε = 0, w = 3, batches of 2: r = (Σ accepted + 2) / elapsed."""
     mab = bandit(epsilon=0.0, window=3)
-    assert mab.best(2) is None and mab.median_accept(DEEP) is None
+    assert mab.best(2) is None
     assert mab.select(2) == DEEP
-    mab.record(DEEP, 0.5, [3, 1], 2)  # ā = 3, r = 12
-    assert mab.median_reward(DEEP, 2) == 12 and mab.median_accept(DEEP) == 3
+    mab.record(DEEP, 0.5, [3, 1], 2)  # r = (4 + 2) / 0.5 = 12
+    assert mab.median_reward(DEEP, 2) == 12
     assert mab.best(2) == DEEP
     assert mab.select(2) == WIDE  # untried
-    mab.record(WIDE, 0.25, [0, 1], 2)  # ā = 1.5, r = 12
+    mab.record(WIDE, 0.25, [0, 1], 2)  # r = 12
     assert mab.select(2) == DEEP  # the first of equals
-    mab.record(DEEP, 1.0, [2, 2], 2)  # ā = 3, r = 6: median 9
+    mab.record(DEEP, 1.0, [2, 2], 2)  # r = 6: median 9
     assert mab.median_reward(DEEP, 2) == 9 and mab.select(2) == WIDE
-    mab.record(WIDE, 0.5, [0, 0], 2)  # ā = 1, r = 4: median 8
+    mab.record(WIDE, 0.5, [0, 0], 2)  # r = 4: median 8
     assert mab.median_reward(WIDE, 2) == 8 and mab.select(2) == DEEP
     mab.record(DEEP, 1.0, [1, 1], 2)  # r = 4; 12, 6, 4: median 6
     assert mab.select(2) == WIDE
     for _ in range(2):
         mab.record(WIDE, 1.0, np.array([1, 2]), 2)  # r = 5: the window is 4, 5, 5
     assert mab.median_reward(WIDE, 2) == 5 and mab.select(2) == DEEP
-    assert mab.median_accept(WIDE) == 2.5
-    assert mab.select(20) == FLAT and mab.median_accept(FLAT) is None
+    assert mab.select(20) == FLAT and mab.median_reward(FLAT, 20) is None
 
 
 def test_plain_decoding_everywhere():
@@ -88,8 +87,9 @@ def test_plain_decoding_everywhere():
         for s in mab.candidates(batch_size):
             reward(mab, s, 100 if s == best else 50, batch_size)
     assert (mab.select(4), mab.select(16)) == (DEEP, PLAIN)
+    mab = bandit(thresholds=(1, 9), everywhere=True, epsilon=0.0)
     mab.record(PLAIN, 1.0, [], 16)
-    assert mab.median_accept(PLAIN) == 1
+    assert mab.median_reward(PLAIN, 16) == 16, "a token each"
 
 
 @pytest.mark.statistical
