@@ -88,10 +88,10 @@ def test_each_source_alone(golden, rollout, requests, engine, kind):
 
 
 def test_history_is_worth_having(golden, rollout, requests, engine):
-    """Many tokens come accepted; what the test above calls equal was not plain decoding."""
+    """Two of five tokens come accepted; what the test above calls equal was not plain decoding."""
     got = rollout("plain", drafter=make("history", golden("plain"), requests))
     accepted = sum(int((t.origins == Origin.ACCEPTED).sum()) for t in got)
-    assert accepted == engine.stats.accepted_tokens > 0.3 * engine.stats.tokens
+    assert accepted == engine.stats.accepted_tokens > 0.35 * engine.stats.tokens
     assert engine.stats.drafted_nodes >= accepted
 
 

@@ -194,7 +194,7 @@ def test_the_critic_comes_to_foresee_what_a_response_earns():
         RECIPE, optimizer=OptimizerConfig(learning_rate=0.0), critic=RECIPE.critic
     )
     state, explained = fresh_state(recipe), []
-    for step in range(30):
+    for step in range(26):  # with these random weights 22 are just enough
         state, metrics = run(state, some_trajectories(32, seed=step % 2), step=step, recipe=recipe)
         explained.append(metrics["critic/explained_variance"])
         assert metrics["critic/lr"] == pytest.approx(0.05) and metrics["lr"] == 0
