@@ -17,16 +17,28 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from models.config import ModelConfig
-from models.layout import CACHE_AXES, ENTRY_AXES
+from models.layout import CACHE_AXES, ENTRY_AXES, FEATURE_AXES
 from models.sharding import constrain
 
 KEY_AXIS, VALUE_AXIS = 3, 2  # where positions lie in a layer's keys, and in values and features
+
+
+class Kind(NamedTuple):
+    """The axis of positions of an array of the cache, and its logical axes (models.layout)."""
+
+    axis: int
+    axes: tuple[str | None, ...]
+
+
+KEYS, VALUES = Kind(KEY_AXIS, CACHE_AXES), Kind(VALUE_AXIS, CACHE_AXES)
+FEATURES = Kind(VALUE_AXIS, FEATURE_AXES)
 
 
 @jax.tree_util.register_dataclass
@@ -51,23 +63,28 @@ class KVCache:
         return self.values[0].shape[2]
 
 
+def _zeros(shape: tuple[int, ...], dtype: jnp.dtype, axes: Any = CACHE_AXES) -> jax.Array:
+    return jnp.zeros(shape, dtype)
+
+
 def init(
     config: ModelConfig,
     num_slots: int,
     num_positions: int,
     dtype: jnp.dtype,
     feature_layers: tuple[int, ...] | None = None,
-    zeros: Callable[..., Any] = jnp.zeros,
+    zeros: Callable[..., Any] = _zeros,
 ) -> KVCache:
     """Return a zeroed cache; with `feature_layers` None it keeps no features.
 
-    `zeros(shape, dtype)` makes each array, on the devices that are to hold it.
+    `zeros(shape, dtype, axes)` makes each array, on the devices that are to hold it; without
+    `axes` these are those of keys and values.
     """
     B, K, S, h = num_slots, config.num_kv_heads, num_positions, config.head_dim
     features: tuple[jax.Array, ...] = ()
     if feature_layers is not None:
         width = config.d_model * (len(feature_layers) + 1)
-        features = (zeros((B, 1, S, width), dtype),)
+        features = (zeros((B, 1, S, width), dtype, FEATURE_AXES),)
     return KVCache(
         keys=tuple(zeros((B, K, h, S), dtype) for _ in range(config.num_layers)),
         values=tuple(zeros((B, K, S, h), dtype) for _ in range(config.num_layers)),
@@ -77,23 +94,23 @@ def init(
 
 
 def map_arrays(one: Callable[..., Any], cache: KVCache, *more: KVCache) -> KVCache:
-    """Map `one(array, *arrays of the others, axis)` over all arrays; `axis` is of positions."""
+    """Map `one(array, *arrays of the others, kind)` over all arrays."""
 
-    def each(name: str, axis: int) -> tuple[Any, ...]:
+    def each(name: str, kind: Kind) -> tuple[Any, ...]:
         columns = zip(*(getattr(c, name) for c in (cache, *more)), strict=True)
-        return tuple(one(*arrays, axis) for arrays in columns)
+        return tuple(one(*arrays, kind) for arrays in columns)
 
     return KVCache(
-        each("keys", KEY_AXIS),
-        each("values", VALUE_AXIS),
-        each("features", VALUE_AXIS),
+        each("keys", KEYS),
+        each("values", VALUES),
+        each("features", FEATURES),
         cache.feature_layers,
     )
 
 
-def pin(rows: jax.Array) -> jax.Array:
-    """Pin a layer's keys, values or features to the sharding of models.layout."""
-    return constrain(rows, *CACHE_AXES)
+def pin(rows: jax.Array, kind: Kind = VALUES) -> jax.Array:
+    """Pin a layer's keys or values, or features, to the sharding of models.layout."""
+    return constrain(rows, *kind.axes)
 
 
 def write_keys(keys_BKhS: jax.Array, new_BNKh: jax.Array, start_B: jax.Array) -> jax.Array:
@@ -220,7 +237,7 @@ def _write_in_turn(cache: KVCache, pending: Pending) -> KVCache:
             cache.feature_layers,
         )
 
-    return jax.tree.map(pin, jax.lax.fori_loop(0, pending.count, one, cache))
+    return map_arrays(pin, jax.lax.fori_loop(0, pending.count, one, cache))
 
 
 def _write_at_once(cache: KVCache, pending: Pending) -> KVCache:
@@ -232,13 +249,13 @@ def _write_at_once(cache: KVCache, pending: Pending) -> KVCache:
     def key(rows_BKhS: jax.Array, new_PKh: jax.Array) -> jax.Array:
         return pin(rows_BKhS.at[row_P, :, :, position_P].set(new_PKh, mode="drop"))
 
-    def value(rows_BKSh: jax.Array, new_PKh: jax.Array) -> jax.Array:
+    def value(rows_BKSh: jax.Array, new_PKh: jax.Array, kind: Kind = VALUES) -> jax.Array:
         new_PKh = new_PKh.reshape(len(row_P), -1, rows_BKSh.shape[-1])
-        return pin(rows_BKSh.at[row_P, :, position_P].set(new_PKh, mode="drop"))
+        return pin(rows_BKSh.at[row_P, :, position_P].set(new_PKh, mode="drop"), kind)
 
     return KVCache(
         jax.tree.map(key, cache.keys, pending.keys),
         jax.tree.map(value, cache.values, pending.values),
-        jax.tree.map(value, cache.features, pending.features),
+        jax.tree.map(partial(value, kind=FEATURES), cache.features, pending.features),
         cache.feature_layers,
     )

@@ -19,9 +19,11 @@ RULES: dict[str, Entry] = {
     "kv_heads": "tensor",
     "mlp": "tensor",
     "vocab": "tensor",
+    "features": "tensor",
 }
-CACHE_AXES = ("batch", "kv_heads", None, None)  # of cached keys, values and features alike
-ENTRY_AXES = (None, "kv_heads", None)  # of the keys and values of nodes
+CACHE_AXES = ("batch", "kv_heads", None, None)  # of cached keys and values
+FEATURE_AXES = ("batch", None, None, "features")  # of cached hidden states
+ENTRY_AXES = (None, "kv_heads", None)  # of the keys and values of nodes; of hidden states, [P, W]
 CAUSAL_BLOCKS = 4
 LEAST_BLOCK_TOKENS = 64  # shorter rows are one block
 

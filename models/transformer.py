@@ -295,7 +295,8 @@ def hidden_with_cache(
     x_BND = rms_norm(x_BND, params.final_norm_D, config.norm_eps)
     features_BN1W = jnp.concatenate([*outputs, x_BND], axis=-1)[:, :, None]
     features = tuple(
-        kv_cache.pin(kv_cache.write_values(rows, features_BN1W, start_B)) for rows in cache.features
+        kv_cache.pin(kv_cache.write_values(rows, features_BN1W, start_B), kv_cache.FEATURES)
+        for rows in cache.features
     )
     return x_BND, KVCache(tuple(keys), tuple(values), features, cache.feature_layers)
 

@@ -7,19 +7,19 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from models.kv_cache import KVCache, map_arrays, pin
+from models.kv_cache import Kind, KVCache, map_arrays, pin
 
 
-@partial(jax.jit, static_argnames=("num_positions", "axis"))
-def resize_layer(rows: jax.Array, row_B: jax.Array, *, num_positions: int, axis: int) -> jax.Array:
-    """Return one array with rows `row_B`, cut or padded to `num_positions` along `axis`."""
-    rows = jnp.take(rows, row_B, axis=0, mode="clip")
+@partial(jax.jit, static_argnames=("num_positions", "kind"))
+def resize_layer(rows: jax.Array, row_B: jax.Array, *, num_positions: int, kind: Kind) -> jax.Array:
+    """Return one array with rows `row_B`, cut or padded to `num_positions`."""
+    rows, axis = jnp.take(rows, row_B, axis=0, mode="clip"), kind.axis
     size = rows.shape[axis]
     if size >= num_positions:
-        return pin(jax.lax.slice_in_dim(rows, 0, num_positions, axis=axis))
+        return pin(jax.lax.slice_in_dim(rows, 0, num_positions, axis=axis), kind)
     widths = [(0, 0)] * 4
     widths[axis] = (0, num_positions - size)
-    return pin(jnp.pad(rows, widths))
+    return pin(jnp.pad(rows, widths), kind)
 
 
 def resize(cache: KVCache, row_B: jax.Array, num_positions: int) -> KVCache:
@@ -29,8 +29,8 @@ def resize(cache: KVCache, row_B: jax.Array, num_positions: int) -> KVCache:
     never exist.
     """
 
-    def one(rows: jax.Array, axis: int) -> jax.Array:
-        new = resize_layer(rows, row_B, num_positions=num_positions, axis=axis)
+    def one(rows: jax.Array, kind: Kind) -> jax.Array:
+        new = resize_layer(rows, row_B, num_positions=num_positions, kind=kind)
         rows.delete()
         return new
 

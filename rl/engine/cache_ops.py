@@ -15,7 +15,7 @@ import numpy as np
 
 from models import kv_cache, transformer
 from models.config import ModelConfig
-from models.kv_cache import KVCache, map_arrays
+from models.kv_cache import Kind, KVCache, map_arrays
 from rl.trajectory import HostKv
 from spec.cache_rows import resize_layer
 from spec.sampling import Processing
@@ -72,7 +72,7 @@ def prefill(
         )
         return cache, None
 
-    empty = jax.tree.map(kv_cache.pin, kv_cache.init(config, P, T, dtype, feature_layers))
+    empty = map_arrays(kv_cache.pin, kv_cache.init(config, P, T, dtype, feature_layers))
     cache, _ = jax.lax.scan(chunk, empty, jnp.arange(0, T, C))
     return cache
 
@@ -112,8 +112,8 @@ def gather_rows(
     Index entries beyond a row's live positions are dead.
     """
 
-    def one(rows: jax.Array, packed: jax.Array, axis: int, i: jax.Array) -> jax.Array:
-        row = jnp.take(packed, index_BS[i], axis=axis, mode="clip").astype(rows.dtype)
+    def one(rows: jax.Array, packed: jax.Array, kind: Kind, i: jax.Array) -> jax.Array:
+        row = jnp.take(packed, index_BS[i], axis=kind.axis, mode="clip").astype(rows.dtype)
         return jax.lax.dynamic_update_slice_in_dim(rows, row, target_B[i], axis=0)
 
     return _each(count, lambda i, cache: map_arrays(partial(one, i=i), cache, packed), cache)
@@ -122,7 +122,7 @@ def gather_rows(
 def _each(
     count: jax.Array, step: Callable[[jax.Array, KVCache], KVCache], cache: KVCache
 ) -> KVCache:
-    return jax.tree.map(kv_cache.pin, jax.lax.fori_loop(0, count, step, cache))
+    return map_arrays(kv_cache.pin, jax.lax.fori_loop(0, count, step, cache))
 
 
 def read_rows(cache: KVCache, row_P: np.ndarray, num_tokens: Sequence[int]) -> list[HostKv]:
@@ -132,13 +132,13 @@ def read_rows(cache: KVCache, row_P: np.ndarray, num_tokens: Sequence[int]) -> l
     """
     index = jax.device_put(row_P)
 
-    def some(rows: jax.Array, axis: int) -> jax.Array:
-        return resize_layer(rows, index, num_positions=cache.num_positions, axis=axis)
+    def some(rows: jax.Array, kind: Kind) -> jax.Array:
+        return resize_layer(rows, index, num_positions=cache.num_positions, kind=kind)
 
     found = jax.device_get(map_arrays(some, cache))
 
     def row(p: int, n: int) -> KVCache:
-        return map_arrays(lambda rows, axis: np.take(rows[p], range(n), axis - 1), found)
+        return map_arrays(lambda rows, kind: np.take(rows[p], range(n), kind.axis - 1), found)
 
     return [HostKv(row(p, n)) for p, n in enumerate(num_tokens)]
 
@@ -146,8 +146,9 @@ def read_rows(cache: KVCache, row_P: np.ndarray, num_tokens: Sequence[int]) -> l
 def read_features(cache: KVCache, row_P: np.ndarray, num_tokens: Sequence[int]) -> list[np.ndarray]:
     """Return the hidden states of rows' first tokens, on the host; [T, W] each."""
     [features] = cache.features
-    size = {"num_positions": cache.num_positions, "axis": kv_cache.VALUE_AXIS}
-    rows_P1SW = jax.device_get(resize_layer(features, jax.device_put(row_P), **size))
+    index, size = jax.device_put(row_P), cache.num_positions
+    rows = resize_layer(features, index, num_positions=size, kind=kv_cache.FEATURES)
+    rows_P1SW = jax.device_get(rows)
     return [rows_P1SW[p, 0, :n].copy() for p, n in enumerate(num_tokens)]
 
 
@@ -155,7 +156,7 @@ def stacked(kvs: Sequence[HostKv], num_rows: int, num_positions: int) -> KVCache
     """Return host rows padded to one shape, as `insert_rows` takes them once on the device."""
 
     def stack(*arrays: Any) -> np.ndarray:
-        *rows, axis = arrays
+        *rows, (axis, _) = arrays
         shape = [num_rows, *rows[0].shape]
         shape[axis] = num_positions
         out = np.zeros(shape, rows[0].dtype)

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 
 from models import kv_cache, transformer
 from models.config import ModelConfig
-from models.layout import ENTRY_AXES
+from models.layout import CACHE_AXES, ENTRY_AXES
 from models.sharding import fitting_sharding, param_shardings
 from rl.engine import admission, cache_ops
 from rl.engine.config import EngineConfig
@@ -75,9 +75,11 @@ class ModelRunner:
         size = self.config.most_nodes(num_slots), self.dtype, self.feature_layers
         return kv_cache.no_pending(self.model, *size, zeros)
 
-    def zero_rows(self, shape: Sequence[int], dtype: Any) -> Any:
+    def zero_rows(
+        self, shape: Sequence[int], dtype: Any, axes: Sequence[str | None] = CACHE_AXES
+    ) -> Any:
         """Return zeroed keys, values or features of rows, each device's shard made on it."""
-        sharding = self._cache_sharding(shape)
+        sharding = self._cache_sharding(shape, axes)
         if self._shapes_only:
             return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
         return jnp.zeros(shape, dtype, device=sharding)
@@ -128,7 +130,7 @@ class ModelRunner:
             kvs, rows = zip(*entering[first : first + P], strict=True)
             longest = max(kv.num_tokens for kv in kvs)
             T = bucket(longest, self.config.min_prompt_tokens, cache.num_positions)
-            new = jax.tree.map(self.put_kv, cache_ops.stacked(kvs, P, T))
+            new = kv_cache.map_arrays(self.put_kv, cache_ops.stacked(kvs, P, T))
             cache = cache_ops.insert_rows(cache, new, *_pairs(list(enumerate(rows)), B))
         return cache
 
@@ -222,13 +224,13 @@ class ModelRunner:
         shardings = param_shardings(self.mesh, transformer.param_specs(model))
         return jax.tree.map(jax.device_put, params, shardings)
 
-    def put_kv(self, x: np.ndarray) -> jax.Array:
-        """Put keys or values of rows on the shards where a cache has them."""
-        return jax.device_put(x, self._cache_sharding(x.shape))
+    def put_kv(self, x: np.ndarray, kind: kv_cache.Kind) -> jax.Array:
+        """Put keys, values or features of rows on the shards where a cache has them."""
+        return jax.device_put(x, self._cache_sharding(x.shape, kind.axes))
 
-    def _cache_sharding(self, shape: Sequence[int]) -> Sharding | None:
+    def _cache_sharding(self, shape: Sequence[int], axes: Sequence[str | None]) -> Sharding | None:
         if self.mesh is not None:
-            return fitting_sharding(self.mesh, shape, kv_cache.CACHE_AXES)
+            return fitting_sharding(self.mesh, shape, axes)
         return None if self.device is None else SingleDeviceSharding(self.device)
 
     def mesh_context(self) -> Any:

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from models.config import ModelConfig
-from models.layout import CACHE_AXES, causal_block_tokens, shard_shape
+from models.layout import CACHE_AXES, FEATURE_AXES, causal_block_tokens, shard_shape
 from models.params import leaves, param_specs
 from rl import packing
 from rl.loop.experiment import TrainConfig, drafter_shape
@@ -268,7 +268,7 @@ def _cache(
     shape = drafter_shape(config, model) if config.speculation.learns else None
     if shape is not None:
         wide = (slots, 1, positions, model.d_model * (len(shape.feature_layers) + 1))
-        values += math.prod(shard_shape(mesh.sizes, wide, CACHE_AXES))
+        values += math.prod(shard_shape(mesh.sizes, wide, FEATURE_AXES))
     return itemsize * values
 
 

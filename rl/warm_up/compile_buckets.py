@@ -157,10 +157,10 @@ class Pool:
         self.slots = _slot_sizes(engine, reach.max_requests)
         self.positions = engine.position_sizes(self.longest_tokens)
         self.buckets = [(B, S) for B in self.slots for S in self.positions]
-        # the arrays of a cache that programs differ for, and the axis of their positions
-        self.kinds = [("keys", kv_cache.KEY_AXIS), ("values", kv_cache.VALUE_AXIS)]
+        # the arrays of a cache that programs differ for
+        self.kinds = [("keys", kv_cache.KEYS), ("values", kv_cache.VALUES)]
         if engine.feature_layers is not None:
-            self.kinds.append(("features", kv_cache.VALUE_AXIS))
+            self.kinds.append(("features", kv_cache.FEATURES))
 
     # -- programs ----------------------------------------------------------
 
@@ -188,26 +188,26 @@ class Pool:
             for T in (T for T in prompts if T <= S):
                 yield Program(cache_ops.insert_rows, partial(self._insert, B, S, T))
             yield Program(cache_ops.copy_rows, partial(self._copy, B, S))
-            for name, axis in self.kinds:
+            for name, kind in self.kinds:
                 if half < B:
-                    yield self._resize(name, (B, S), (half, S), axis)
+                    yield self._resize(name, (B, S), (half, S), kind)
                 for larger in self.positions[self.positions.index(S) + 1 :][:1]:
-                    yield self._resize(name, (B, S), (B, larger), axis)
+                    yield self._resize(name, (B, S), (B, larger), kind)
 
     def moves(self) -> Iterator[Program]:
         """Yield how rows leave for the host and come back, and how a batch grows again."""
         for B, S in self.buckets:
             half = self._half(B)
-            for name, axis in self.kinds:
-                yield self._resize(name, (B, S), (self.engine.config.prefill_rows, S), axis)
+            for name, kind in self.kinds:
+                yield self._resize(name, (B, S), (self.engine.config.prefill_rows, S), kind)
                 if half < B:
-                    yield self._resize(name, (half, S), (B, S), axis)
+                    yield self._resize(name, (half, S), (B, S), kind)
 
     def hidden_states(self) -> Iterator[Program]:
         """Yield how hidden states leave for the host."""
         for B, S in self.buckets:
             some = self.engine.config.prefill_rows, S
-            yield self._resize("features", (B, S), some, kv_cache.VALUE_AXIS)
+            yield self._resize("features", (B, S), some, kv_cache.FEATURES)
 
     def trees(self) -> Iterator[Program]:
         """Yield the rounds with draft tokens."""
@@ -292,16 +292,18 @@ class Pool:
         options = self.engine.verify_packed_options(self.sampling.draw)
         return (self.params, batch, step_key(0, 0)), options
 
-    def _resize(self, name: str, old: tuple[int, int], new: tuple[int, int], axis: int) -> Program:
+    def _resize(
+        self, name: str, old: tuple[int, int], new: tuple[int, int], kind: kv_cache.Kind
+    ) -> Program:
         """One array of a cache changes its (rows, positions)."""
 
         def arguments() -> Arguments:
             index = jax.device_put(np.zeros(new[0], np.int32))
-            return (self._rows(name, *old), index), {"num_positions": new[1], "axis": axis}
+            return (self._rows(name, *old, kind), index), {"num_positions": new[1], "kind": kind}
 
         return Program(cache_ops.resize_layer, arguments)
 
-    def _rows(self, name: str, B: int, S: int) -> jax.Array:
+    def _rows(self, name: str, B: int, S: int, kind: kv_cache.Kind) -> jax.Array:
         with self.engine.shapes_only():
             shape = getattr(self.engine.empty_cache(B, S), name)[0].shape
-        return self.engine.zero_rows(shape, self.engine.dtype)
+        return self.engine.zero_rows(shape, self.engine.dtype, kind.axes)

@@ -28,7 +28,7 @@ from spec.draft_cache.rows import CachedRows
 from spec.draft_cache.tables import CHUNK_COLUMNS, END_COLUMNS
 from spec.drafter import Arguments, LiveSlots, Program
 
-AXES = {"keys": kv_cache.KEY_AXIS, "values": kv_cache.VALUE_AXIS}
+KINDS = {"keys": kv_cache.KEYS, "values": kv_cache.VALUES}
 
 
 class Runner(Protocol):
@@ -41,7 +41,9 @@ class Runner(Protocol):
 
     def argument(self, x: np.ndarray) -> Any: ...
 
-    def zero_rows(self, shape: Sequence[int], dtype: Any) -> Any: ...
+    def zero_rows(
+        self, shape: Sequence[int], dtype: Any, axes: Sequence[str | None] = ...
+    ) -> Any: ...
 
 
 class Absorb(NamedTuple):
@@ -133,7 +135,7 @@ class DraftCache:
         shapes = [(b, S) for b in {bucket(-(-B // 2)), bucket(B + 1)} - {B}]
         shapes += [(B, s) for s in sizes if s > S][:1]
         for shape in shapes:
-            for name in AXES:
+            for name in KINDS:
                 yield cache_rows.resize_layer, partial(self._resize_arguments, (B, S), shape, name)
 
     def _chunk_arguments(
@@ -145,7 +147,7 @@ class DraftCache:
 
     def _resize_arguments(self, old: tuple[int, int], new: tuple[int, int], name: str) -> Arguments:
         layer, index_B = getattr(self.empty(*old), name)[0], np.zeros(new[0], np.int32)
-        return (layer, jax.device_put(index_B)), {"num_positions": new[1], "axis": AXES[name]}
+        return (layer, jax.device_put(index_B)), {"num_positions": new[1], "kind": KINDS[name]}
 
     # -- sizes and chunks ----------------------------------------------------------------
 

@@ -94,7 +94,9 @@ def draft_chains(
     k, cache, (tokens_BK, prob_BK, _) = jax.lax.while_loop(more, step, start)
     bits_BK = jax.lax.bitcast_convert_type(prob_BK, jnp.int32)
     count_B1 = jnp.broadcast_to(k, (B, 1))
-    cache = jax.tree.map(kv_cache.pin, cache)  # a loop's results may come out on other shards
+    cache = kv_cache.map_arrays(
+        kv_cache.pin, cache
+    )  # a loop's results may come out on other shards
     return cache, jnp.concatenate([tokens_BK, bits_BK, count_B1], axis=1)
 
 

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from models.kv_cache import KVCache
+from models.layout import FEATURE_AXES
 from spec.config import SamplingConfig
 from spec.draft_cache.cache import Absorb, DraftCache, Runner
 from spec.draft_cache.config import Passes
@@ -85,7 +86,7 @@ class EagleDrafter(Drafter):
 
         def hidden_B1SW() -> Any:
             shape = num_slots, 1, num_positions, self._search.config.hidden_width
-            return self._runner.zero_rows(shape, self._runner.dtype)
+            return self._runner.zero_rows(shape, self._runner.dtype, FEATURE_AXES)
 
         def drafting() -> Arguments:
             table_BX = held.empty_ends(num_slots)

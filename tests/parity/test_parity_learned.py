@@ -8,6 +8,8 @@ import pytest
 from parity_model import BASE, MODEL, SAMPLINGS, STEP_KEY, TOLERANCE, differences, misscored
 
 from models import transformer
+from models.config import MeshConfig
+from models.sharding import make_mesh
 from rl.engine.engine import Engine
 from rl.engine.rollout_spec import RolloutSpec
 from rl.speculation.learned_drafter import LearnedDrafter
@@ -106,16 +108,22 @@ def test_beside_others_with_weights_swapped_at_every_round(golden, rollout, para
     assert maker.version > 10
 
 
-@pytest.mark.parametrize("design", ["eagle", "eagle3"])
-def test_caught_states_are_those_of_a_whole_pass(rollout, params, requests, keeping, design):
+@pytest.mark.parametrize(
+    ("design", "shape"), [("eagle", None), ("eagle3", MeshConfig(data=1, fsdp=2, tensor=2))]
+)
+def test_caught_states_are_those_of_a_whole_pass(rollout, params, requests, keeping, design, shape):
     """Over prefilled, copied, plainly decoded and speculated tokens, in a cache that grows."""
     engine, sink = keeping(design), Keeps()
     engine = Engine(
-        MODEL, dataclasses.replace(BASE, min_positions=32), feature_layers=engine.feature_layers
+        MODEL,
+        dataclasses.replace(BASE, min_positions=32),
+        feature_layers=engine.feature_layers,
+        mesh=None if shape is None else make_mesh(shape, jax.devices()[:4]),
     )
+    params = engine.place(params)
     context = engine.drafter_context(RolloutSpec(params, SAMPLINGS["plain"], STEP_KEY))
     drafter = NowAndThen(learned(design).drafter_for(context))
-    got = rollout("plain", engine=engine, drafter=drafter, sink=sink)
+    got = rollout("plain", engine=engine, drafter=drafter, sink=sink, params=params)
     assert len(sink.sequences) == len(requests)
     by_tokens = {tuple(s.tokens_T.tolist()) for s in sink.sequences}
     whole = {(*t.prompt_ids.tolist(), *t.response_ids.tolist()) for t in got}

@@ -13,11 +13,13 @@ from rl.engine.engine import Engine
 from rl.engine.rollout_spec import RolloutSpec
 from rl.speculation.learned_drafter import LearnedDrafter
 from rl.warm_up import compile_buckets
+from spec import cache_rows
 from spec.config import SamplingConfig
 from spec.eagle import model as eagle
 from spec.eagle.config import TreeConfig
 from spec.eagle.model import EagleWeights
 from spec.sampling import step_key
+from spec.verify import settle
 
 MODEL = ModelConfig("qwen3", 32, 16, 2, 8, 8, 4, 16, qk_norm=True, max_positions=64)
 MESHES = {
@@ -43,14 +45,18 @@ def params(engine):
 def misplaced(engine, tree):
     """Shapes of rows that do not lie as the table says, each shard on its device alone."""
 
-    def as_said(x):
-        wanted = fitting_sharding(engine.mesh, x.shape, kv_cache.CACHE_AXES)
+    def as_said(x, kind):
+        wanted = fitting_sharding(engine.mesh, x.shape, kind.axes)
         shard = wanted.shard_shape(x.shape)
         return x.sharding.is_equivalent_to(wanted, x.ndim) and all(
             s.data.shape == shard for s in x.addressable_shards
         )
 
-    return [x.shape for x in jax.tree.leaves(tree) if not as_said(x)]
+    caches = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kv_cache.KVCache))
+    judged = [kv_cache.map_arrays(lambda x, kind: (as_said(x, kind), x.shape), c) for c in caches]
+    found = [x for c in judged for x in (*c.keys, *c.values, *c.features)]
+    assert found
+    return [shape for right, shape in found if not right]
 
 
 @pytest.fixture
@@ -69,8 +75,10 @@ def made(monkeypatch):
 def test_caches_are_made_in_shards(engine, made):
     with engine.mesh_context():
         cache = engine.empty_cache(8, 32)
-        sizes = {x.sharding.shard_shape(x.shape) != x.shape for x in cache.keys + cache.values}
-    assert sizes == {True}  # the table splits them on all of these meshes
+        arrays = jax.tree.leaves(cache)
+        split = {x.sharding.shard_shape(x.shape) != x.shape for x in arrays}
+    assert len(cache.features) == 1
+    assert split == {True}  # the table splits them on all of these meshes
     assert made and not misplaced(engine, (cache, made))
 
 
@@ -99,7 +107,14 @@ def test_rows_stay_in_shards_however_they_are_filled(engine, params):
         cache, _ = engine.fill_rows(params, cache, admission.AdmissionPlan((2,), (), (), ((0, 2),)))
         assert not misplaced(engine, cache)
         [kv] = engine.read_kv(cache, [0], [2])
-        assert not misplaced(engine, engine.insert_kv(cache, [(kv, 3)]))
+        cache = engine.insert_kv(cache, [(kv, 3)])
+        assert not misplaced(engine, cache)
+        cache, _ = settle(cache, engine.empty_pending(8))
+        assert not misplaced(engine, cache)
+        cache = cache_rows.resize(cache, jax.device_put(np.arange(8)), 64)
+        assert not misplaced(engine, cache)
+        [states_TW] = engine.read_features(cache, [3], [2])
+        np.testing.assert_array_equal(states_TW, kv.entries.features[0][0])
 
 
 def test_steps_are_lowered_without_a_cache(engine, params):
