@@ -73,7 +73,7 @@ class Collector:
 
     sequences: list[HiddenStates] = dataclasses.field(default_factory=list)
 
-    def wants(self, num_tokens: int) -> bool:
+    def wants(self, request_id: int, num_tokens: int) -> bool:
         return True
 
     def add(self, sequence: HiddenStates) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import threading
+from collections.abc import Container
 from functools import partial
 from typing import Any
 
@@ -73,13 +74,14 @@ def copied(tree: Any) -> Any:
 
 
 class BufferSink:
-    """Adds the responses of one RL step to the buffer."""
+    """Adds the responses of one RL step to the buffer: all, or those of a sample of requests."""
 
-    def __init__(self, buffer: DataBuffer, step: int) -> None:
-        self._buffer, self._step = buffer, step
+    def __init__(self, buffer: DataBuffer, step: int, sample: Container[int] | None = None) -> None:
+        self._buffer, self._step, self._sample = buffer, step, sample
 
-    def wants(self, num_tokens: int) -> bool:
-        return self._buffer.wants(num_tokens, self._step)
+    def wants(self, request_id: int, num_tokens: int) -> bool:
+        chosen = self._sample is None or request_id in self._sample
+        return chosen and self._buffer.wants(num_tokens, self._step)
 
     def add(self, sequence: HiddenStates) -> None:
         self._buffer.add(sequence, self._step)

@@ -151,7 +151,12 @@ class SlotCache:
     def send(self, rows: Sequence[int], sink: HiddenStateSink, policy_version: int) -> None:
         """Send responses that have ended to the sink, with the hidden states of their rows."""
         table = self.table
-        rows = [row for row in rows if sink.wants(int(table.total_tokens_B[row]))]
+        asked = (
+            (row, int(table.request_ids_B[row]), int(table.total_tokens_B[row])) for row in rows
+        )
+        rows = [row for row, request_id, num_tokens in asked if sink.wants(request_id, num_tokens)]
+        if not rows:
+            return
         lengths = table.cached_tokens_B[np.asarray(rows, np.int64)].tolist()
         found = self._runner.read_features(self.cache, rows, lengths)
         for row, hidden_TW in zip(rows, found, strict=True):

@@ -27,7 +27,7 @@ from rl.speculation.learned_drafter import LearnedDrafter
 from spec.eagle import files as eagle_files
 from spec.eagle import model as eagle
 from spec.eagle.config import DrafterTrainingConfig
-from spec.eagle.data_buffer import DataBuffer
+from spec.eagle.data_buffer import DataBuffer, RequestSample
 from spec.eagle.model import EagleWeights
 from spec.eagle.training import DrafterState
 
@@ -82,8 +82,16 @@ class DrafterRun:
         self._config, self._rl_step, self._first_step = config, 0, 0
 
     def sink(self, step: int) -> BufferSink:
-        """Return the sink for the responses of a step."""
-        return BufferSink(self.trainer.buffer, step)
+        """Return the sink for the responses of a step: those of a sample of its requests."""
+        config, buffer = self._config, self.trainer.buffer
+        width = self.trainer.learned.config.hidden_width
+        token_bytes = width * np.dtype(config.trainer.dtype).itemsize + np.dtype(np.int32).itemsize
+        # in a pipeline the step before is not whole yet
+        before = step - 1 if config.sched.mode == "pipeline" else step
+        share = buffer.share_for(
+            before, config.rollout.num_requests, config.longest_tokens, token_bytes
+        )
+        return BufferSink(buffer, step, RequestSample(config.run.seed, step, share))
 
     def began(self, params: Params, step: int) -> None:
         """Note that a rollout of a step begins with these weights; a step may have several."""

@@ -30,8 +30,8 @@ class HiddenStates:
 class HiddenStateSink(Protocol):
     """A receiver of the sequences of rollouts. Any thread may call it."""
 
-    def wants(self, num_tokens: int) -> bool:
-        """Return whether a sequence of this length is worth copying from the device."""
+    def wants(self, request_id: int, num_tokens: int) -> bool:
+        """Return whether a request's sequence of this length is worth copying from the device."""
         ...
 
     def add(self, sequence: HiddenStates) -> None: ...

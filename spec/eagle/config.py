@@ -148,11 +148,17 @@ class DrafterTrainingConfig:
 
 @dataclasses.dataclass(frozen=True)
 class DataBufferConfig:
-    """Bytes held at most, the share of samples from earlier steps, and how old these may be."""
+    """Bytes held at most, the share of samples from earlier steps, and how old these may be.
+
+    Hidden states of `collected_share` of a step's requests are collected; which ones is drawn by
+    request, before it runs. None: as many as the step's part of `max_bytes` holds, if they are as
+    long as the step before's, or the longest possible in the first step.
+    """
 
     max_bytes: int = 2**30
     long_share: float = 0.5
     max_age_steps: int = 1
+    collected_share: float | None = None
 
     def __post_init__(self) -> None:
         if self.max_bytes < 1 or self.max_age_steps < 0:
@@ -163,4 +169,9 @@ class DataBufferConfig:
         if not 0.0 <= self.long_share <= 1.0:
             raise ValueError(
                 f"expected long_share, a share of tokens, between 0 and 1, got {self.long_share}"
+            )
+        if self.collected_share is not None and not 0.0 < self.collected_share <= 1.0:
+            raise ValueError(
+                "expected a collected_share of requests above 0 and up to 1, or None, got "
+                f"{self.collected_share}"
             )

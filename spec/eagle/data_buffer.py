@@ -9,6 +9,7 @@ keeps sequences evicted since `mark`, at most as many bytes again.
 from __future__ import annotations
 
 import bisect
+import dataclasses
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -17,6 +18,21 @@ import numpy as np
 
 from spec.eagle.batch import HiddenStates
 from spec.eagle.config import DataBufferConfig
+
+_SAMPLE_STREAM = 1  # of random numbers; training draws from another
+
+
+@dataclasses.dataclass(frozen=True)
+class RequestSample:
+    """A share of a step's requests, the same whoever asks and when."""
+
+    seed: int
+    step: int
+    share: float
+
+    def __contains__(self, request_id: int) -> bool:
+        name = [_SAMPLE_STREAM, self.seed, self.step, request_id]
+        return self.share >= 1 or np.random.default_rng(name).random() < self.share
 
 
 class DataBuffer:
@@ -48,6 +64,25 @@ class DataBuffer:
     def num_sequences(self) -> int:
         with self._lock:
             return sum(map(len, self._steps.values()))
+
+    def share_for(
+        self, step: int, num_requests: int, longest_tokens: int, token_bytes: int
+    ) -> float:
+        """Return the share of a step's requests to collect: `DataBufferConfig.collected_share`.
+
+        If it is not set: each step that may be held has an equal part of `max_bytes`, and requests
+        are expected to be as long as those held of the newest step before, or all
+        `longest_tokens`, with `token_bytes` a token.
+        """
+        config = self.config
+        if config.collected_share is not None:
+            return config.collected_share
+        with self._lock:
+            newest = max((s for s in self._steps if s < step), default=None)
+            lengths = [longest_tokens] if newest is None else map(_length, self._steps[newest])
+            expected_tokens = num_requests * float(np.mean([*lengths]))
+        room_bytes = config.max_bytes / (1 + config.max_age_steps)
+        return min(1.0, room_bytes / (expected_tokens * token_bytes))
 
     def wants(self, num_tokens: int, step: int) -> bool:
         """Return whether a sequence of `num_tokens` tokens of RL step `step` would be kept now.

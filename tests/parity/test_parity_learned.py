@@ -49,7 +49,7 @@ class Keeps:
     def __init__(self):
         self.sequences = []
 
-    def wants(self, num_tokens):
+    def wants(self, request_id, num_tokens):
         return True
 
     def add(self, sequence):

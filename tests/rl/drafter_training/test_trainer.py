@@ -181,7 +181,9 @@ def test_after_a_warm_up_nothing_compiles(engine):
 def test_the_catcher_names_the_step():
     buffer = filled_buffer(step=4)
     sink = BufferSink(buffer, 5)
-    assert sink.wants(10) and not BufferSink(buffer, 2).wants(10)
+    assert sink.wants(0, 10) and not BufferSink(buffer, 2).wants(0, 10)
+    sampled = BufferSink(buffer, 5, {7})
+    assert sampled.wants(7, 10) and not sampled.wants(8, 10)
     [one, *_] = buffer.sample(10, 4, np.random.default_rng(0))
     sink.add(one)
     assert set(buffer.state()["steps"]) == {4, 5}

@@ -365,7 +365,7 @@ def test_idle_workers_train_only_in_rollouts_that_are_learnt_from(engines, alone
             return lambda *args, **options: asked.append(name)
 
     class Sink:
-        def wants(self, num_tokens):
+        def wants(self, request_id, num_tokens):
             return False
 
     team = workers(engines, 2)

@@ -7,6 +7,7 @@ from caught_by_hand import WIDTH, buffer, bytes_of, drawn, equal, held, lengths,
 
 from spec.eagle.batch import HiddenStates
 from spec.eagle.config import DataBufferConfig
+from spec.eagle.data_buffer import RequestSample
 
 
 def test_sequences_are_copied_and_cannot_be_written_to():
@@ -142,6 +143,38 @@ def test_configurations():
     for share in (-0.1, 1.1, float("nan")):
         with pytest.raises(ValueError, match="between 0 and 1"):
             DataBufferConfig(5, share)
+    for share in (0.0, 1.1, float("nan")):
+        with pytest.raises(ValueError, match="collected_share of requests above 0 and up to 1"):
+            DataBufferConfig(collected_share=share)
+
+
+# -- which requests are collected ------------------------------------------------------
+
+
+def test_a_sample_of_requests_is_theirs_alone():
+    def chosen(seed, step, share):
+        return {r for r in range(2000) if r in RequestSample(seed, step, share)}
+
+    some = chosen(1, 5, 0.25)
+    assert some == chosen(1, 5, 0.25) and abs(len(some) - 500) < 80
+    assert some < chosen(1, 5, 0.5), "those of a smaller share stay in a larger one"
+    for other in (chosen(2, 5, 0.25), chosen(1, 6, 0.25)):
+        assert abs(len(some & other) - 125) < 50, "drawn anew for each seed and step"
+    assert len(chosen(1, 5, 1.0)) == 2000
+
+
+def test_as_many_requests_are_collected_as_a_steps_part_of_the_buffer_holds():
+    kept = buffer(60_000, max_age_steps=2)  # a step's part: 20,000
+    assert kept.share_for(1, 4, 50, 100) == 1.0, "4 · 50 · 100 bytes"
+    assert kept.share_for(1, 8, 50, 100) == 0.5
+    for length in (10, 20, 30):
+        kept.add(sequence(length), 1)
+    kept.add(sequence(5), 2)
+    assert kept.share_for(1, 8, 50, 100) == 0.5, "the step itself does not count"
+    assert kept.share_for(2, 20, 50, 100) == 0.5, "20 of step 1's mean of 20 tokens"
+    assert kept.share_for(3, 20, 50, 100) == 1.0
+    set_ = buffer(60_000, collected_share=0.1)
+    assert set_.share_for(1, 1, 1, 1) == 0.1
 
 
 # -- what is drawn ---------------------------------------------------------------------
