@@ -16,11 +16,13 @@ import numpy as np
 from models import kv_cache, transformer
 from models.config import ModelConfig
 from models.kv_cache import Kind, KVCache, map_arrays
+from models.sharding import constrain
 from rl.trajectory import HostKv
 from spec.cache_rows import resize_layer
 from spec.sampling import Processing
 from spec.verify import Slots
 
+STATE_COPY_TOKENS = 1024  # hidden states leave in copies of so many positions at most
 # Columns of the integer table from which the device's slots are made.
 COLUMNS = ("last_token", "length", "emitted", "limit", "active", "request_id", "top_k")
 
@@ -143,13 +145,17 @@ def read_rows(cache: KVCache, row_P: np.ndarray, num_tokens: Sequence[int]) -> l
     return [HostKv(row(p, n)) for p, n in enumerate(num_tokens)]
 
 
-def read_features(cache: KVCache, row_P: np.ndarray, num_tokens: Sequence[int]) -> list[np.ndarray]:
-    """Return the hidden states of rows' first tokens, on the host; [T, W] each."""
-    [features] = cache.features
-    index, size = jax.device_put(row_P), cache.num_positions
-    rows = resize_layer(features, index, num_positions=size, kind=kv_cache.FEATURES)
-    rows_P1SW = jax.device_get(rows)
-    return [rows_P1SW[p, 0, :n].copy() for p, n in enumerate(num_tokens)]
+@partial(jax.jit, static_argnames="num_tokens")
+def copy_states(
+    features_B1SW: jax.Array, row: jax.Array, start: jax.Array, *, num_tokens: int
+) -> jax.Array:
+    """Return a copy of the hidden states of a row's positions `start …`, [T, W]."""
+    W = features_B1SW.shape[-1]
+    # a gather, which leaves rows on their devices, where a dynamic slice would bring all together
+    dims = jax.lax.GatherDimensionNumbers((0, 1), (0, 1), (0, 2))
+    place_2, size = jnp.stack([row, start]), (1, 1, num_tokens, W)
+    states_TW = jax.lax.gather(features_B1SW, place_2, dims, size, mode="clip")
+    return constrain(states_TW, None, "features")
 
 
 def stacked(kvs: Sequence[HostKv], num_rows: int, num_positions: int) -> KVCache:

@@ -21,6 +21,7 @@ from rl.engine.rollout_spec import DrafterContext, RequestSource, RolloutSpec
 from rl.engine.slot_cache import SlotCache
 from rl.engine.slot_table import SlotTable
 from rl.engine.speculate import Speculator
+from rl.engine.state_delivery import StateDelivery
 from rl.engine.stats import EngineStats, RoundRecord
 from rl.engine.waiting_queue import WaitingQueue
 from rl.trajectory import Request, Trajectory, longest_tokens
@@ -92,7 +93,7 @@ class Engine(ModelRunner):
         self._waiting = WaitingQueue(cached)
         self._waiting.add(requests)
         done: dict[int, Trajectory] = {}
-        with self.mesh_context():
+        with self.mesh_context(), StateDelivery(spec.sink) as self._delivery:
             try:
                 # rows of an earlier policy hold nothing that is of use
                 self._rows.reset(self.config.slot_bucket(most_requests), most_tokens, endings)
@@ -300,8 +301,7 @@ class Engine(ModelRunner):
             self._end_chunks(self._source, rows[~whole].tolist())
         whole_rows = rows[whole].tolist()
         self._speculator.finished(table.view(rows[whole]))
-        if spec.sink is not None:
-            self._rows.send(whole_rows, spec.sink, spec.policy_version)
+        self._rows.send(whole_rows, self._delivery, spec.policy_version)
         return [table.retire(b, spec.policy_version) for b in whole_rows]
 
     def _end_chunks(self, source: RequestSource, rows: Sequence[int]) -> None:

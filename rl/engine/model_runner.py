@@ -7,7 +7,7 @@ import dataclasses
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,6 @@ from rl.trajectory import HostKv, Request, check_requests
 from spec.buckets import bucket, widest_tree
 from spec.config import Draw, SamplingConfig
 
-T = TypeVar("T")
 # jax lists an array's shards when it is first read: two threads at once see half of them
 _placing = threading.Lock()
 
@@ -138,27 +137,27 @@ class ModelRunner:
         self, cache: kv_cache.KVCache, rows: Sequence[int], num_tokens: Sequence[int]
     ) -> list[HostKv]:
         """Return keys and values of the rows' first tokens, on the host."""
-        return self._read(cache_ops.read_rows, cache, rows, num_tokens)
-
-    def read_features(
-        self, cache: kv_cache.KVCache, rows: Sequence[int], num_tokens: Sequence[int]
-    ) -> list[np.ndarray]:
-        """Return hidden states of the rows' first tokens, on the host; [T, W] each."""
-        return self._read(cache_ops.read_features, cache, rows, num_tokens)
-
-    def _read(
-        self,
-        read: Callable[[kv_cache.KVCache, np.ndarray, Sequence[int]], list[T]],
-        cache: kv_cache.KVCache,
-        rows: Sequence[int],
-        num_tokens: Sequence[int],
-    ) -> list[T]:
-        P, found = self.config.prefill_rows, list[T]()
+        P, found = self.config.prefill_rows, list[HostKv]()
         for first in range(0, len(rows), P):
             row_P, some = np.zeros(P, np.int32), slice(first, first + P)
             row_P[: len(rows[some])] = rows[some]
-            found += read(cache, row_P, num_tokens[some])
+            found += cache_ops.read_rows(cache, row_P, num_tokens[some])
         return found
+
+    def copy_states(
+        self, cache: kv_cache.KVCache, row: int, num_tokens: int
+    ) -> list[tuple[int, jax.Array]]:
+        """Return copies on the device of the hidden states of a row's first tokens.
+
+        Each is (first position, [C, W]); the last one may reach beyond the tokens.
+        """
+        [features_B1SW], S = cache.features, cache.num_positions
+        C = min(cache_ops.STATE_COPY_TOKENS, S)
+        starts = [min(start, S - C) for start in range(0, num_tokens, C)]
+        return [
+            (at, cache_ops.copy_states(features_B1SW, np.int32(row), np.int32(at), num_tokens=C))
+            for at in starts
+        ]
 
     def prefill_options(self) -> dict[str, Any]:
         """Return the static arguments of `cache_ops.prefill`."""

@@ -19,9 +19,9 @@ from rl.engine.ending import Endings
 from rl.engine.model_runner import ModelRunner
 from rl.engine.prefix_verification import VerifiedRequest
 from rl.engine.slot_table import SlotTable
+from rl.engine.state_delivery import Ended, StateDelivery
 from rl.trajectory import PartialRequest, Prompt
 from spec import cache_rows
-from spec.eagle.batch import HiddenStates, HiddenStateSink
 from spec.verify import Slots, settle
 
 
@@ -148,21 +148,16 @@ class SlotCache:
             for row, kv in zip(rows, kvs, strict=True)
         ]
 
-    def send(self, rows: Sequence[int], sink: HiddenStateSink, policy_version: int) -> None:
-        """Send responses that have ended to the sink, with the hidden states of their rows."""
+    def send(self, rows: Sequence[int], delivery: StateDelivery, policy_version: int) -> None:
+        """Send responses that have ended, with the hidden states of their rows, if wanted."""
         table = self.table
-        asked = (
-            (row, int(table.request_ids_B[row]), int(table.total_tokens_B[row])) for row in rows
-        )
-        rows = [row for row, request_id, num_tokens in asked if sink.wants(request_id, num_tokens)]
-        if not rows:
-            return
-        lengths = table.cached_tokens_B[np.asarray(rows, np.int64)].tolist()
-        found = self._runner.read_features(self.cache, rows, lengths)
-        for row, hidden_TW in zip(rows, found, strict=True):
-            tokens_T = table.tokens_BL[row, : len(hidden_TW) + 1].copy()
-            prompt_tokens = int(table.prompt_tokens_B[row])
-            sink.add(HiddenStates(tokens_T, prompt_tokens, hidden_TW, policy_version))
+        for row in rows:
+            request_id, num_tokens = int(table.request_ids_B[row]), int(table.total_tokens_B[row])
+            if delivery.wants(request_id, num_tokens):
+                tokens_T = table.tokens_BL[row, :num_tokens].copy()
+                copies = self._runner.copy_states(self.cache, row, num_tokens - 1)
+                prompt_tokens = int(table.prompt_tokens_B[row])
+                delivery.send(Ended(tokens_T, prompt_tokens, copies, policy_version))
 
     # -- buckets -----------------------------------------------------------------------
 

@@ -88,7 +88,7 @@ def warm_up(
             programs += pool.moves()
         if reach.speculative:
             programs += pool.trees()
-        if LEARNED in reach.drafters and not reach.moves:  # else they leave with rows
+        if LEARNED in reach.drafters:
             programs += pool.hidden_states()
         if reach.reuse:
             programs += pool.reuse()
@@ -206,8 +206,7 @@ class Pool:
     def hidden_states(self) -> Iterator[Program]:
         """Yield how hidden states leave for the host."""
         for B, S in self.buckets:
-            some = self.engine.config.prefill_rows, S
-            yield self._resize("features", (B, S), some, kv_cache.FEATURES)
+            yield Program(cache_ops.copy_states, partial(self._copy_states, B, S))
 
     def trees(self) -> Iterator[Program]:
         """Yield the rounds with draft tokens."""
@@ -276,6 +275,11 @@ class Pool:
     def _copy(self, B: int, S: int) -> Arguments:
         pairs = np.zeros(B, np.int32)
         return (self.engine.empty_cache(B, S), pairs, pairs, np.int32(0)), {}
+
+    def _copy_states(self, B: int, S: int) -> Arguments:
+        features_B1SW = self._rows("features", B, S, kv_cache.FEATURES)
+        num_tokens = min(cache_ops.STATE_COPY_TOKENS, S)
+        return (features_B1SW, np.int32(0), np.int32(0)), {"num_tokens": num_tokens}
 
     def _gather(self, B: int, S: int, X: int) -> Arguments:
         cache, packed = self.engine.empty_cache(B, S), self.engine.empty_cache(1, X)

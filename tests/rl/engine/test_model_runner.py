@@ -113,8 +113,10 @@ def test_rows_stay_in_shards_however_they_are_filled(engine, params):
         assert not misplaced(engine, cache)
         cache = cache_rows.resize(cache, jax.device_put(np.arange(8)), 64)
         assert not misplaced(engine, cache)
-        [states_TW] = engine.read_features(cache, [3], [2])
-        np.testing.assert_array_equal(states_TW, kv.entries.features[0][0])
+        [(start, states_CW)] = engine.copy_states(cache, 3, 2)
+        wanted = fitting_sharding(engine.mesh, states_CW.shape, (None, "features"))
+        assert start == 0 and states_CW.sharding.is_equivalent_to(wanted, 2)
+        np.testing.assert_array_equal(states_CW[:2], kv.entries.features[0][0])
 
 
 def test_steps_are_lowered_without_a_cache(engine, params):

@@ -6,6 +6,7 @@ import json
 import shutil
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from loop_runs import assert_same_bits, compilations, finish, learnt
 from whole_steps import whole_steps
@@ -14,6 +15,9 @@ from benchmarks import tiny_run
 from rl.loop import train_loop
 from rl.loop.drafter_run import DrafterRun
 from rl.rewards.pool import RewardPool
+from spec.eagle.batch import HiddenStates
+from spec.eagle.config import DataBufferConfig
+from spec.eagle.data_buffer import DataBuffer
 
 LEARNED = (
     "Speculation.sources=('group', 'own', 'learned')",
@@ -134,6 +138,30 @@ def test_what_is_learnt_in_one_phase_of_a_step_counts_in_its_later_ones():
         seen.append(run.trained_this_step)
         trainer.step += 3
     assert seen == [False, True, False]
+
+
+def test_a_step_collects_as_many_requests_as_its_part_of_the_buffer_holds():
+    buffer = DataBuffer(DataBufferConfig(max_bytes=128_000))  # a step's part: 1,000 tokens
+    learned = SimpleNamespace(config=SimpleNamespace(hidden_width=15))
+    config = SimpleNamespace(
+        run=SimpleNamespace(seed=3),
+        trainer=SimpleNamespace(dtype=np.float32),
+        sched=SimpleNamespace(mode="sync"),
+        rollout=SimpleNamespace(num_requests=400),
+        longest_tokens=10,
+    )
+    run = DrafterRun(config, SimpleNamespace(buffer=buffer, learned=learned), None)
+
+    def chosen(step):
+        sink = run.sink(step)
+        return {r for r in range(400) if sink.wants(r, 10)}
+
+    assert chosen(1) == chosen(1) != chosen(2) and 60 < len(chosen(1)) < 140
+    short = HiddenStates(np.zeros(4, np.int32), 1, np.zeros((3, 15), np.float32), 0)
+    run.sink(1).add(short)
+    assert 200 < len(chosen(2)) < 300
+    config.sched.mode = "pipeline"  # step 1 is not whole when step 2 begins
+    assert 60 < len(chosen(2)) < 140 and 200 < len(chosen(3)) < 300
 
 
 SPOT = (*LEARNED, *WORKERS, "Run.steps=6", "Drafter.checkpoint_every_steps=1")

@@ -1,0 +1,102 @@
+"""Hidden states on their way from the device to a sink, beside the rounds.
+
+When a response ends, its states are copied on the device and the transfer of the copy begins; the
+next round may then write over the row. A thread waits for the transfer and hands the sequence
+over. Sequences arrive in the order in which they were sent.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+from typing import Self
+
+import jax
+import numpy as np
+
+from spec.eagle.batch import HiddenStates, HiddenStateSink
+
+MOST_WAITING_BYTES = 2**30  # beside one sequence; as much on the device and on the host
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Ended:
+    """A response that has ended: all tokens, and copies of the states of all but the last.
+
+    A copy is (first position, [C, W]); the last one may reach beyond the states.
+    """
+
+    tokens_T: np.ndarray
+    prompt_tokens: int
+    copies: Sequence[tuple[int, jax.Array]]
+    policy_version: int
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(copy.nbytes for _, copy in self.copies)
+
+    def states(self) -> HiddenStates:
+        """Return the whole sequence on the host: waits for the device."""
+        T, (_, first_CW) = len(self.tokens_T), self.copies[0]
+        hidden_TW = np.empty((T - 1, first_CW.shape[1]), first_CW.dtype)
+        for start, copy_CW in self.copies:
+            part_TW = np.asarray(copy_CW)[: T - 1 - start]
+            hidden_TW[start : start + len(part_TW)] = part_TW
+        return HiddenStates(self.tokens_T, self.prompt_tokens, hidden_TW, self.policy_version)
+
+
+class StateDelivery:
+    """Hands sequences to a sink, which may be None: it wants none.
+
+    A context manager: at its end all that was sent has arrived, or it raises what went wrong.
+    Where a rollout fails, what has not arrived is dropped.
+    """
+
+    def __init__(self, sink: HiddenStateSink | None) -> None:
+        self._sink = sink
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="hidden states")
+        self._waiting: collections.deque[tuple[Future[None], int]] = collections.deque()
+        self._waiting_bytes = 0
+
+    def wants(self, request_id: int, num_tokens: int) -> bool:
+        """Return whether the sink wants a request's sequence of so many tokens."""
+        return self._sink is not None and self._sink.wants(request_id, num_tokens)
+
+    def send(self, ended: Ended) -> None:
+        """Start the transfer; wait for earlier ones only while too much is on its way.
+
+        Raises what has gone wrong with earlier sequences.
+        """
+        for _, copy_CW in ended.copies:
+            copy_CW.copy_to_host_async()
+        while self._waiting and (self._waiting[0][0].done() or self._is_full(ended.num_bytes)):
+            self._wait_for_first()
+        self._waiting.append((self._thread.submit(self._deliver, ended), ended.num_bytes))
+        self._waiting_bytes += ended.num_bytes
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None
+    ) -> None:
+        try:
+            while kind is None and self._waiting:
+                self._wait_for_first()
+        finally:
+            self._thread.shutdown(cancel_futures=True)
+
+    def _is_full(self, num_bytes: int) -> bool:
+        return self._waiting_bytes + num_bytes > MOST_WAITING_BYTES
+
+    def _wait_for_first(self) -> None:
+        future, num_bytes = self._waiting.popleft()
+        self._waiting_bytes -= num_bytes
+        future.result()
+
+    def _deliver(self, ended: Ended) -> None:
+        assert self._sink is not None
+        self._sink.add(ended.states())

@@ -1,0 +1,115 @@
+"""Hidden states arrive whole and in order, few wait at a time, and what goes wrong is raised."""
+
+import threading
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from caught_by_hand import equal, sequence
+
+from rl.engine import state_delivery
+from rl.engine.state_delivery import Ended, StateDelivery
+
+PIECE = 4
+
+
+class Sink:
+    """Takes all sequences but those of odd requests, each once `gate` is open."""
+
+    def __init__(self):
+        self.taken, self.gate = [], threading.Event()
+        self.gate.set()
+
+    def wants(self, request_id, num_tokens):
+        return request_id % 2 == 0
+
+    def add(self, states):
+        assert self.gate.wait(60)
+        if states.prompt_tokens == 0:
+            raise RuntimeError("the sink is broken")
+        self.taken.append(states)
+
+
+def ended(length, name=0):
+    """A response as a row of the cache gives it: in pieces, the last filled up from before it."""
+    whole = sequence(length, name)
+    held = np.concatenate([whole.hidden_TW, np.full((PIECE, whole.hidden_TW.shape[1]), 1e9)])
+    size = max(length, PIECE) - PIECE + 2  # positions of the cache behind the last piece
+    starts = [min(start, size) for start in range(0, length - 1, PIECE)]
+    copies = [(at, jnp.asarray(held[at : at + PIECE], jnp.float32)) for at in starts]
+    return whole, Ended(whole.tokens_T, whole.prompt_tokens, copies, whole.policy_version)
+
+
+def test_whole_sequences_arrive_in_the_order_in_which_they_were_sent():
+    sink, wanted = Sink(), []
+    with StateDelivery(sink) as delivery:
+        for i, length in enumerate((9, 2, 5, 6, 30)):
+            whole, sent = ended(length, i)
+            delivery.send(sent)
+            wanted.append(whole)
+    assert len(sink.taken) == len(wanted)
+    assert all(map(equal, sink.taken, wanted))
+
+
+def test_the_sink_decides_what_is_wanted():
+    with StateDelivery(Sink()) as delivery:
+        assert [delivery.wants(r, 5) for r in range(4)] == [True, False, True, False]
+    with StateDelivery(None) as delivery:
+        assert not delivery.wants(0, 5)
+
+
+def test_sending_waits_for_nothing_until_too_much_is_on_its_way(monkeypatch):
+    _, one = ended(9)
+    monkeypatch.setattr(state_delivery, "MOST_WAITING_BYTES", 3 * one.num_bytes)
+    sink = Sink()
+    sink.gate.clear()
+    sent = []
+
+    def send_four(delivery):
+        for i in range(4):
+            delivery.send(ended(9, i)[1])
+            sent.append(i)
+
+    with StateDelivery(sink) as delivery:
+        sender = threading.Thread(target=send_four, args=(delivery,), daemon=True)
+        sender.start()
+        sender.join(0.3)
+        assert sent == [0, 1, 2] and sender.is_alive() and sink.taken == []
+        sink.gate.set()
+        sender.join(60)
+    assert [s.policy_version for s in sink.taken] == sent == [0, 1, 2, 3]
+
+
+def test_one_sequence_larger_than_the_bound_is_sent(monkeypatch):
+    monkeypatch.setattr(state_delivery, "MOST_WAITING_BYTES", 1)
+    sink = Sink()
+    with StateDelivery(sink) as delivery:
+        for i in range(3):
+            delivery.send(ended(9, i)[1])
+    assert len(sink.taken) == 3
+
+
+def test_what_goes_wrong_is_raised_at_the_next_sequence_or_at_the_end():
+    broken = ended(9)[1]
+    broken = Ended(broken.tokens_T, 0, broken.copies, 0)
+    with pytest.raises(RuntimeError, match="the sink is broken"), StateDelivery(Sink()) as delivery:
+        delivery.send(broken)
+    sink = Sink()
+    with StateDelivery(sink) as delivery:
+        delivery.send(broken)
+        delivery._waiting[0][0].exception(60)  # it has gone wrong
+        with pytest.raises(RuntimeError, match="the sink is broken"):
+            delivery.send(ended(9)[1])
+    assert sink.taken == []
+
+
+def test_a_rollout_that_fails_leaves_nothing_behind():
+    """Once it has ended, nothing arrives any more: a step left half way leaves no trace."""
+    sink = Sink()
+    sink.gate.clear()
+    with pytest.raises(ZeroDivisionError), StateDelivery(sink) as delivery:
+        for i in range(3):
+            delivery.send(ended(9, i)[1])
+        sink.gate.set()
+        raise ZeroDivisionError
+    assert not any(t.name.startswith("hidden states") for t in threading.enumerate())
