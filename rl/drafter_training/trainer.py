@@ -14,7 +14,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import threading
-from collections.abc import Container
 from functools import partial
 from typing import Any
 
@@ -32,7 +31,7 @@ from spec.eagle import model as eagle
 from spec.eagle import training as drafter_training
 from spec.eagle.batch import DrafterBatch, HiddenStates
 from spec.eagle.config import DrafterTrainingConfig
-from spec.eagle.data_buffer import DataBuffer
+from spec.eagle.data_buffer import DataBuffer, RequestSample
 from spec.eagle.model import EagleParams, SharedParams
 from spec.eagle.packing import pack
 from spec.eagle.training import DrafterState
@@ -76,7 +75,7 @@ def copied(tree: Any) -> Any:
 class BufferSink:
     """Adds the responses of one RL step to the buffer: all, or those of a sample of requests."""
 
-    def __init__(self, buffer: DataBuffer, step: int, sample: Container[int] | None = None) -> None:
+    def __init__(self, buffer: DataBuffer, step: int, sample: RequestSample | None = None) -> None:
         self._buffer, self._step, self._sample = buffer, step, sample
 
     def wants(self, request_id: int, num_tokens: int) -> bool:

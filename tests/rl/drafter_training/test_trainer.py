@@ -16,7 +16,7 @@ from rl.checkpoint.config import CheckpointConfig
 from rl.drafter_training.trainer import BufferSink
 from spec.eagle import training as drafter_training
 from spec.eagle.config import DataBufferConfig
-from spec.eagle.data_buffer import DataBuffer
+from spec.eagle.data_buffer import DataBuffer, RequestSample
 
 
 @pytest.fixture(scope="module")
@@ -182,8 +182,10 @@ def test_the_catcher_names_the_step():
     buffer = filled_buffer(step=4)
     sink = BufferSink(buffer, 5)
     assert sink.wants(0, 10) and not BufferSink(buffer, 2).wants(0, 10)
-    sampled = BufferSink(buffer, 5, {7})
-    assert sampled.wants(7, 10) and not sampled.wants(8, 10)
+    sample = RequestSample(seed=0, step=5, share=0.5)
+    sampled = BufferSink(buffer, 5, sample)
+    wanted = [sampled.wants(r, 10) for r in range(20)]
+    assert wanted == [r in sample for r in range(20)] and set(wanted) == {True, False}
     [one, *_] = buffer.sample(10, 4, np.random.default_rng(0))
     sink.add(one)
     assert set(buffer.state()["steps"]) == {4, 5}
