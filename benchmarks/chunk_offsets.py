@@ -48,9 +48,7 @@ KEY = step_key(0, 1)
 BUCKETS = (64, 128, 256)
 BEYOND = 16  # tokens that the longest response has behind its first chunk
 PROMPTS, SAMPLES = 4, 4
-CONFIG = EngineConfig(
-    slots=4, min_slots=4, min_positions=BUCKETS[0], max_nodes=4, verify_tokens=256
-)
+CONFIG = EngineConfig(slots=4, min_slots=4, min_positions=BUCKETS[0], max_nodes=4)
 LONGEST_TOKENS = 280
 
 
@@ -195,7 +193,7 @@ class Tally:
         self.differ = len(self.differences)
         self.tokens += sum(t.num_tokens for t in done)
         self.accepted += stats.accepted_tokens
-        self.reused_tokens += stats.verified.kept_tokens
+        self.reused_tokens += stats.cached.kept_tokens
         self.tree_rounds += sum(n for (B, M, _), n in stats.rounds.items() if M > B)
         self.chunks += sum(len(d.actions) for d in team.decisions)
 

@@ -24,7 +24,7 @@ from benchmarks import roofline, tiny_run
 from rl.ablation.grid import cells
 from rl.engine.engine import OnFinish, OnRound
 from rl.engine.rollout_spec import DrafterContext, DrafterFactory, RolloutSpec, no_drafts
-from rl.engine.stats import EngineStats
+from rl.engine.stats import EngineStats, cached_seconds
 from rl.loop import train_loop
 from rl.loop.experiment import TrainConfig, open_inputs
 from rl.loop.generation import System
@@ -97,20 +97,20 @@ class Turns:
 
 
 def _row(seconds: dict[str, float], stats: dict[str, EngineStats]) -> dict[str, Any]:
-    v = stats["reuse"].verified
+    v = stats["reuse"].cached
     priced = {name: roofline.phase_seconds(PRICED, stats[name]) for name in ("plain", "projected")}
     return {
         "plain_s": seconds["plain"],
         "reuse_s": seconds["reuse"],
-        "verify_s": v.seconds,
-        "projected_plain_s": priced["plain"][0],
-        "projected_reuse_s": priced["projected"][0],
-        "projected_verify_s": priced["projected"][1],
+        "verify_s": cached_seconds(stats["reuse"].timeline),
+        "projected_plain_s": priced["plain"],
+        "projected_reuse_s": priced["projected"],
+        "projected_verify_s": roofline.cached_seconds(PRICED, stats["projected"].timeline),
         "plain_tokens": stats["plain"].tokens,
-        "reuse_tokens": stats["reuse"].tokens + v.drawn_tokens,
+        "reuse_tokens": stats["reuse"].tokens - v.kept_tokens,
         "cached_responses": v.responses,
         "kept_tokens": v.kept_tokens,
-        "decided_tokens": v.kept_tokens + v.responses - v.whole,
+        "decided_tokens": v.decided_tokens,
     }
 
 

@@ -18,26 +18,27 @@ def rounds_seconds(instance: Instance, rounds: Sequence[RoundRecord], scale: flo
 
     `scale` multiplies cache lengths: the tiny policy's responses stand for longer ones.
     """
-    total = 0.0
-    for record in rounds:
-        live, nodes = len(record.request_ids_A), record.num_nodes / record.num_slots
-        positions = scale * float(record.cached_tokens_A.sum())
-        for r in range(int(record.rounds_A.max())):
-            busy = int((record.rounds_A > r).sum())
-            total += instance.round_seconds(busy, positions * busy / live, nodes)
-    return total
+    return sum(_seconds(instance, record, scale) for record in rounds)
 
 
-def phase_seconds(instance: Instance, stats: EngineStats) -> tuple[float, float]:
-    """(all of a phase, its verification passes): rounds, passes with their padding, prefill."""
-    passes_s = sum(
-        count * instance.prefill_seconds(length, rows)
-        for (rows, length), count in stats.verified.passes.items()
-    )
+def cached_seconds(instance: Instance, rounds: Sequence[RoundRecord]) -> float:
+    """The seconds of rounds, by the share of their nodes that tokens of cached responses had."""
+    return sum(_seconds(instance, r) * r.cached_nodes / r.num_nodes for r in rounds)
+
+
+def _seconds(instance: Instance, record: RoundRecord, scale: float = 1.0) -> float:
+    live, nodes = len(record.request_ids_A), record.num_nodes / record.num_slots
+    positions = scale * float(record.cached_tokens_A.sum())
+    busy_R = [int((record.rounds_A > r).sum()) for r in range(int(record.rounds_A.max()))]
+    return sum(instance.round_seconds(n, positions * n / live, nodes) for n in busy_R)
+
+
+def phase_seconds(instance: Instance, stats: EngineStats) -> float:
+    """All of a phase: rounds and prompts."""
     prefill_s = 0.0
     if stats.prefilled_tokens:
         prefill_s = instance.prefill_seconds(stats.prefilled_tokens)
-    return rounds_seconds(instance, stats.timeline) + passes_s + prefill_s, passes_s
+    return rounds_seconds(instance, stats.timeline) + prefill_s
 
 
 def round_times(instance: Instance, buckets: Sequence[tuple[int, int, int]]) -> RoundTimes:

@@ -104,18 +104,18 @@ class Rounds:
         def run() -> float:
             slots = jax.block_until_ready(busy(B, self.shape.cache))
             began_s = time.perf_counter()
-            nodes_3M = pack(drafts, drafts.count_A, np.arange(B), B, num_nodes)
+            nodes_5M = pack(drafts, drafts.count_A, np.arange(B), B, num_nodes)
             *state[:], _, found = verify_round(
                 self.params,
                 *state,
                 slots,
-                nodes_3M,
+                nodes_5M,
                 NO_STOP_E,
                 config=self.model,
                 scheme="cdf",
                 max_nodes=max_nodes,
             )
-            by_slot(*unpack(found), nodes_3M[1], B)
+            by_slot(*unpack(found), nodes_5M[1], B)
             return time.perf_counter() - began_s
 
         return run

@@ -131,7 +131,6 @@ Engine.min_slots = 8
 Engine.min_positions = 16
 Engine.min_prompt_tokens = 8
 Engine.max_nodes = 2
-Engine.verify_row_tokens = 16
 Engine.rounds_per_fetch = 4
 Speculation.budget = "off"
 Trainer.micro_batch_tokens = 128

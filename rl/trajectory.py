@@ -54,10 +54,6 @@ class Request:
     cached: CachedResponse | None = None
     sampling: SamplingConfig | None = None
 
-    @property
-    def may_reuse(self) -> bool:
-        return self.cached is not None and len(self.cached.tokens) > 0
-
     def limit(self, sampling: SamplingConfig) -> int:
         """Return the most tokens of its response, in a rollout of this sampling."""
         return self.max_new_tokens or (self.sampling or sampling).max_new_tokens
@@ -141,11 +137,6 @@ class PartialRequest:
     prefix: Prefix | None = None
     kv: HostKv | None = None
     max_tokens: int | None = None
-
-    @property
-    def may_reuse(self) -> bool:
-        """True if it can start from its cached response."""
-        return self.prefix is None and self.request.may_reuse
 
     @property
     def num_tokens(self) -> int:

@@ -31,6 +31,7 @@ class Source(enum.IntEnum):
     LAST = 4  # the response of last epoch by the same sample index
     LEARNED = 5  # a learned drafter
     MODEL = 6  # a draft model
+    CACHED = 7  # the cached response that the request starts from
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -5,6 +5,9 @@ last committed token, not a draft token; the others are draft tokens. Nodes are 
 parent comes before its children, and siblings differ in their tokens. Behind them all come padding
 nodes, of slot B, which nothing equals.
 
+A cached response is a chain of nodes. Where a rule decides how much of it is kept, the token that
+it has behind a node is given there, with the log-probability from which on it is kept.
+
 M nodes, B slots, W nodes of a slot.
 """
 
@@ -22,50 +25,65 @@ from spec.drafter import Drafts
 from spec.tree import PADDING
 
 NO_PARENT = -1  # of roots and padding
+NOT_GIVEN = -1
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Nodes:
-    """`tokens_M`, `slots_M` and `parents_M`, int32; the tokens of roots are those of the slots."""
+    """`tokens_M`, `slots_M` and `parents_M`, int32; the tokens of roots are those of the slots.
+
+    `given_M` is the token that is kept behind a node where the policy gives it a log-probability
+    of `least_logprob_M`, float32, at least: `NOT_GIVEN` for none. None: of no node.
+    """
 
     tokens_M: jax.Array
     slots_M: jax.Array
     parents_M: jax.Array
+    given_M: jax.Array | None = None
+    least_logprob_M: jax.Array | None = None
 
 
 def pack(
     drafts: Drafts, taken_A: np.ndarray, rows_A: np.ndarray, num_slots: int, num_nodes: int
 ) -> np.ndarray:
-    """Return a root for every slot and the first `taken_A` draft tokens of each request; [3, M].
+    """Return a root for every slot and the first `taken_A` draft tokens of each request; [5, M].
 
-    The rows are those of `Nodes`. Raises AssertionError where they are more than `num_nodes`, or a
-    draft token's parent does not come before it.
+    The rows are those of `Nodes`, float32 as bits; nothing is given. Raises AssertionError where
+    they are more than `num_nodes`, or a draft token's parent does not come before it.
     """
     assert num_slots + int(taken_A.sum()) <= num_nodes, (num_slots, taken_A, num_nodes)
-    table_3M = np.empty((3, num_nodes), np.int32)
+    table_5M = np.empty((5, num_nodes), np.int32)
+    table_5M[3:] = NOT_GIVEN
     request_B = np.full(num_slots, -1, np.int32)
     request_B[rows_A] = np.arange(len(rows_A))
-    bad = _pack(drafts.tokens_AN, drafts.parents_AN, taken_A, request_B, table_3M)
+    bad = _pack(drafts.tokens_AN, drafts.parents_AN, taken_A, request_B, table_5M)
     assert bad < 0, f"node {bad} of the round: its parent does not come before it"
-    return table_3M
+    return table_5M
+
+
+def unpack(table_5M: jax.Array) -> Nodes:
+    """Return the nodes of `pack`'s table, on the device."""
+    tokens_M, slots_M, parents_M, given_M, bits_M = table_5M
+    least_M = jax.lax.bitcast_convert_type(bits_M, jnp.float32)
+    return Nodes(tokens_M, slots_M, parents_M, given_M, least_M)
 
 
 @numba.njit(cache=True, nogil=True)
-def _pack(tokens_AN, parents_AN, taken_A, request_B, table_3M):  # type: ignore[no-untyped-def]
+def _pack(tokens_AN, parents_AN, taken_A, request_B, table_5M):  # type: ignore[no-untyped-def]
     m, num_slots = 0, len(request_B)
     for b in range(num_slots):
         root, a = m, request_B[b]
-        table_3M[0, m], table_3M[1, m], table_3M[2, m] = 0, b, NO_PARENT
+        table_5M[0, m], table_5M[1, m], table_5M[2, m] = 0, b, NO_PARENT
         m += 1
         for i in range(taken_A[a] if a >= 0 else 0):
             parent = parents_AN[a, i]
             if parent >= i or parent < -1:
                 return m
-            table_3M[0, m], table_3M[1, m] = tokens_AN[a, i], b
-            table_3M[2, m] = root + 1 + parent
+            table_5M[0, m], table_5M[1, m] = tokens_AN[a, i], b
+            table_5M[2, m] = root + 1 + parent
             m += 1
-    table_3M[0, m:], table_3M[1, m:], table_3M[2, m:] = PADDING, num_slots, NO_PARENT
+    table_5M[0, m:], table_5M[1, m:], table_5M[2, m:] = PADDING, num_slots, NO_PARENT
     return -1
 
 

@@ -1,7 +1,8 @@
 """The packed round: one forward pass over the nodes of all requests, the draws, the walk.
 
 A round computes token(r, t) at every node and follows, from each slot's root, the child that
-equals the draw. The emitted tokens are what plain decoding would have emitted, up to how the pass
+equals the draw. Where a token is given behind a node (`spec.nodes`) and kept, it stands for the
+draw. The emitted tokens are what plain decoding would have emitted, up to how the pass
 rounds (docs/architecture.md, Exactness); nodes that are roots alone *are* plain decoding. Keys and
 values of accepted nodes are written at the start of the next round. Shape legend in
 docs/architecture.md; E = end tokens.
@@ -48,45 +49,55 @@ class Slots:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Drawn:
-    """Draws of a round at each node; those of `emitted_M` are the slots' next tokens."""
+    """Draws of a round at each node; those of `emitted_M` are the slots' next tokens.
+
+    At nodes of `kept_M` the given token was kept in place of the draw.
+    """
 
     tokens_M: jax.Array
     logprobs_M: jax.Array
     emitted_M: jax.Array
+    kept_M: jax.Array
 
 
-def pack(tokens: jax.Array, logprobs: jax.Array, emitted: jax.Array) -> jax.Array:
-    """Pack arrays of one shape for one transfer: int32 [3, …]."""
-    bits = jax.lax.bitcast_convert_type(logprobs.astype(jnp.float32), jnp.int32)
-    return jnp.stack([tokens, bits, emitted.astype(jnp.int32)])
+NO_TOKEN = -2  # which no node has
+DRAWN, KEPT = 1, 2  # what an emitted token is; 0 where none is emitted
+
+
+def pack(drawn: Drawn) -> jax.Array:
+    """Pack for one transfer: tokens, bits of log-probs, `DRAWN` or `KEPT`; int32 [3, M]."""
+    bits_M = jax.lax.bitcast_convert_type(drawn.logprobs_M.astype(jnp.float32), jnp.int32)
+    kind_M = jnp.where(drawn.emitted_M, jnp.where(drawn.kept_M, KEPT, DRAWN), 0)
+    return jnp.stack([drawn.tokens_M, bits_M, kind_M])
 
 
 def unpack(packed: jax.Array) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return (tokens, log-probs, emitted) on the host; waits for the device."""
-    tokens, bits, emitted = np.asarray(packed)
-    return tokens, bits.view(np.float32), emitted > 0
+    """Return (tokens, log-probs, kinds) on the host; waits for the device."""
+    tokens, bits, kind = np.asarray(packed)
+    return tokens, bits.view(np.float32), kind
 
 
 def by_slot(
     tokens_M: np.ndarray,
     logprobs_M: np.ndarray,
-    emitted_M: np.ndarray,
+    kind_M: np.ndarray,
     slots_M: np.ndarray,
     num_slots: int,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return (tokens_BN, logprobs_BN, count_B): each slot's emitted tokens in their order.
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Return (tokens_BN, logprobs_BN, count_B, kept_B): each slot's emitted tokens in their order.
 
-    Nodes are sorted by slot, and those on a path by depth.
+    The first `kept_B` were given and kept. Nodes are sorted by slot, and those on a path by depth.
     """
-    (chosen_X,) = np.nonzero(emitted_M)
+    (chosen_X,) = np.nonzero(kind_M)
     slots_X = slots_M[chosen_X]
+    kept_B = np.bincount(slots_M[kind_M == KEPT], minlength=num_slots)
     count_B = np.bincount(slots_X, minlength=num_slots).astype(np.int32)
     nth_X = np.arange(len(chosen_X)) - (np.cumsum(count_B) - count_B)[slots_X]
     size = num_slots, max(1, int(count_B.max(initial=0)))
     tokens_BN, logprobs_BN = np.zeros(size, np.int32), np.zeros(size, np.float32)
     tokens_BN[slots_X, nth_X] = tokens_M[chosen_X]
     logprobs_BN[slots_X, nth_X] = logprobs_M[chosen_X]
-    return tokens_BN, logprobs_BN, count_B
+    return tokens_BN, logprobs_BN, count_B, kept_B
 
 
 def walk(
@@ -132,13 +143,14 @@ def verify(
 ) -> tuple[KVCache, Pending, Slots, Drawn]:
     """Run one round: write what waits, forward over the nodes, draw at every node, walk.
 
-    No slot has more than `max_nodes`. Source: docs/architecture.md, "The round".
+    No slot has more than `max_nodes`.
+    Source: docs/architecture.md, "The round".
     """
     M, B = len(nodes.tokens_M), len(slots.active)
     cache = kv_cache.write(cache, pending)
     trees, depth_M, of_slots = None, jnp.zeros(M, jnp.int32), slots
     if M == B:
-        nodes = packed_nodes.roots(slots.last_token)
+        nodes = dataclasses.replace(nodes, tokens_M=slots.last_token)
     else:
         nodes = packed_nodes.planted(nodes, slots.last_token)
         trees = packed_nodes.trees(nodes, B, max_nodes)
@@ -150,19 +162,48 @@ def verify(
     )
     logits_MV = constrain(transformer.head(params, hidden_MD), "batch", "vocab")
     keys_M = sampling.position_keys(of_slots.keys, (of_slots.emitted + depth_M)[:, None])[:, 0]
-    temperature_M, *cuts_M = of_slots.processing.broadcast(depth_M.shape)
-    processed_MV = sampling.processed_logits(logits_MV, temperature_M, *cuts_M)
-    drawn_M, logprobs_M = sampling.draw(processed_MV, keys_M, temperature_M, scheme)
+    tokens_M, logprobs_M, kept_M = _draw(nodes, logits_MV, keys_M, of_slots.processing, scheme)
     room_B = jnp.where(slots.active, slots.limit - slots.emitted, 0)
     if trees is None:
         emitted_M = room_B > 0
-        count_B, last_B = emitted_M.astype(jnp.int32), drawn_M
+        count_B, last_B = emitted_M.astype(jnp.int32), tokens_M
     else:
-        emitted_M = walk(nodes, trees, drawn_M, room_B, stop_E)
-        count_B, last_B = _last_of_slots(nodes.slots_M, emitted_M, drawn_M, B)
+        # behind a given token that is not kept nothing stands, even if the policy draws it
+        refused_M = False if nodes.given_M is None else (nodes.given_M >= 0) & ~kept_M
+        followed_M = jnp.where(refused_M, NO_TOKEN, tokens_M)
+        emitted_M = walk(nodes, trees, followed_M, room_B, stop_E)
+        count_B, last_B = _last_of_slots(nodes.slots_M, emitted_M, tokens_M, B)
     pending = pending.replaced(entries, nodes.slots_M, positions_M, emitted_M)
     slots = _advance(slots, count_B, last_B, stop_E)
-    return cache, pending, slots, Drawn(drawn_M, logprobs_M, emitted_M)
+    return cache, pending, slots, Drawn(tokens_M, logprobs_M, emitted_M, kept_M)
+
+
+def _draw(
+    nodes: Nodes,
+    logits_MV: jax.Array,
+    keys_M: jax.Array,
+    processing: sampling.Processing,
+    scheme: sampling.Draw,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return the token behind each node, its log-probability, and whether it was given; [M] each.
+
+    A given token is kept if the policy can draw it, with the log-probability that is asked for, or
+    if that is −∞.
+    """
+    temperature_M, *cuts_M = processing.broadcast(keys_M.shape[:1])
+    processed_MV = sampling.processed_logits(logits_MV, temperature_M, *cuts_M)
+    drawn_M, logprobs_M = sampling.draw(processed_MV, keys_M, temperature_M, scheme)
+    if nodes.given_M is None:
+        return drawn_M, logprobs_M, jnp.zeros(drawn_M.shape, bool)
+    given_M, least_M = nodes.given_M, nodes.least_logprob_M
+    given_logprobs_M, possible_M = sampling.given_log_probs(
+        logits_MV, processed_MV, jnp.maximum(given_M, 0), temperature_M
+    )
+    possible_M &= (temperature_M > 0) | (drawn_M == given_M)
+    kept_M = (least_M == -jnp.inf) | (possible_M & (given_logprobs_M >= least_M))
+    kept_M &= given_M >= 0
+    tokens_M = jnp.where(kept_M, given_M, drawn_M)
+    return tokens_M, jnp.where(kept_M, given_logprobs_M, logprobs_M), kept_M
 
 
 def _last_of_slots(
@@ -205,7 +246,7 @@ def verify_round(
     cache: KVCache,
     pending: Pending,
     slots: Slots,
-    nodes_3M: jax.Array,
+    nodes_5M: jax.Array,
     stop_E: jax.Array,
     *,
     config: ModelConfig,
@@ -214,12 +255,13 @@ def verify_round(
 ) -> tuple[KVCache, Pending, Slots, jax.Array]:
     """Run `verify`, compiled once per bucket (slots, nodes, positions); [3, M] as of `pack`.
 
-    `nodes_3M` are the rows of `Nodes`.
+    `nodes_5M` are those of `spec.nodes.pack`.
     """
+    nodes = packed_nodes.unpack(nodes_5M)
     cache, pending, slots, drawn = verify(
-        config, params, cache, pending, slots, Nodes(*nodes_3M), stop_E, scheme, max_nodes
+        config, params, cache, pending, slots, nodes, stop_E, scheme, max_nodes
     )
-    return cache, pending, slots, pack(drawn.tokens_M, drawn.logprobs_M, drawn.emitted_M)
+    return cache, pending, slots, pack(drawn)
 
 
 @partial(
@@ -259,8 +301,7 @@ def decode_rounds(
         cache, pending, slots, out = verify(
             config, params, cache, pending, slots, nodes, stop_E, scheme, max_nodes=1
         )
-        found_3B = pack(out.tokens_M, out.logprobs_M, out.emitted_M)
-        found_3BR = jax.lax.dynamic_update_slice(found_3BR, found_3B[..., None], (0, 0, r))
+        found_3BR = jax.lax.dynamic_update_slice(found_3BR, pack(out)[..., None], (0, 0, r))
         return r + 1, cache, pending, slots, found_3BR
 
     start = jnp.int32(0), cache, pending, slots, jnp.zeros((3, B, max_rounds), jnp.int32)

@@ -95,7 +95,7 @@ def fused_round(
     cache, pending, slots, out = verify.verify(
         config, params, cache, pending, slots, nodes, stop_E, search.scheme, M + 1
     )
-    found = verify.pack(out.tokens_M, out.logprobs_M, out.emitted_M)
+    found = verify.pack(out)
     return cache, pending, slots, searched, found
 
 
@@ -252,9 +252,9 @@ class Programs:
     def _round(self, engine: Engine, B: int, num_nodes: int) -> Any:
         params, *state, stop_E = self._rows(engine, B)
         nothing = no_drafts(0, 1)
-        nodes_3M = pack(nothing, nothing.count_A, np.zeros(0, np.int32), B, B * num_nodes)
+        nodes_5M = pack(nothing, nothing.count_A, np.zeros(0, np.int32), B, B * num_nodes)
         options = engine.verify_options(self.sampling.draw, B, B * num_nodes)
-        return verify.verify_round.lower(params, *state, nodes_3M, stop_E, **options)
+        return verify.verify_round.lower(params, *state, nodes_5M, stop_E, **options)
 
     def _search(self, engine: Engine, B: int, top_k: int) -> Any:
         """Lower the search that warm-up compiles, as deep as any strategy of that width goes."""

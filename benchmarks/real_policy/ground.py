@@ -95,10 +95,10 @@ class Ground:
         return SamplingConfig(temperature, max_new_tokens=self.sizes.new_tokens, draw=draw)
 
     def requests(
-        self, cached: Sequence[Trajectory] = (), chosen: Sequence[int] | None = None
+        self, past: Sequence[Trajectory] = (), chosen: Sequence[int] | None = None
     ) -> list[Request]:
         """Return a group for each question, or the `chosen` ones; group g answers question g."""
-        G, by_id = self.sizes.group_size, {t.request_id: _cached(t) for t in cached}
+        G, by_id = self.sizes.group_size, {t.request_id: cached(t) for t in past}
         groups = range(len(self.questions)) if chosen is None else chosen
         return [
             Request(g * G + i, self.questions[g].prompt_ids, g, i, cached=by_id.get(g * G + i))
@@ -225,7 +225,8 @@ class Ground:
         hf.save_pretrained(folder, self.model, state.params)
 
 
-def _cached(t: Trajectory) -> CachedResponse:
+def cached(t: Trajectory) -> CachedResponse:
+    """Return a response as the rollout cache keeps it."""
     scores = Scores(t.logprobs, t.emission_logprobs, t.policy_versions)
     return CachedResponse(t.sample_index, t.response_ids, 1.0, scores)
 

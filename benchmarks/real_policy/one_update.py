@@ -1,6 +1,6 @@
 """What the policy of one update before has left: tokens kept under the same noise, and by lenience.
 
-Responses that the policy drew are verified in packed passes under the policy after one update,
+Responses that the policy drew are scored in whole passes under the policy after one update,
 at several learning rates: `agreement` is the share of positions, behind the same tokens, at which
 it draws the same token; `kept` the share of tokens up to the first that differs (what coupled
 reuse keeps); `whole` the share of responses that stay as they are. Lenience 1 and above keep by
@@ -11,51 +11,83 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.real_policy import statistic
-from benchmarks.real_policy.ground import Ground
+from benchmarks.real_policy.ground import Ground, cached
 from benchmarks.real_policy.questions import set_names
+from models import transformer
+from models.config import ModelConfig
 from models.transformer import Params
-from rl.engine.prefix_verification import PrefixVerifier
-from rl.engine.stats import VerifiedPrefixes
-from rl.trajectory import PartialRequest, Request, Trajectory
+from rl.trajectory import Trajectory
+from spec import sampling
 from spec.config import Draw
 from spec.reuse.lenience import log
-from spec.reuse.prefix_rule import PrefixRule, Verified, parse_mode
+from spec.reuse.prefix_rule import PrefixRule, parse_mode
 from spec.reuse.rollout_cache import CachedResponse
 
 DRAWS: tuple[Draw, ...] = ("cdf", "gumbel")
+ROWS = 4  # of a pass
 LENIENCES = {"1": "lenient:1", "e^0_2": "lenient:e^0.2", "e^0_5": "lenient:e^0.5"}
 
 
-@dataclasses.dataclass(frozen=True)
-class _Recorder(PrefixRule):
-    """Keeps all of every response, and what the passes said of it."""
+@dataclasses.dataclass(frozen=True, eq=False)
+class Scored:
+    """A policy at each token of a response: log-probability, if possible, own draw."""
 
-    found: dict[int, tuple[CachedResponse, Verified]] = dataclasses.field(default_factory=dict)
+    logprobs: np.ndarray
+    possible: np.ndarray
+    drawn: np.ndarray
 
-    def kept(self, request_id: int, cached: CachedResponse, verified: Verified) -> int:
-        self.found[request_id] = cached, verified
-        return len(cached.tokens)
+
+@partial(jax.jit, static_argnames=("config", "scheme"))
+def _score(
+    params: Params,
+    tokens_RT: jax.Array,
+    position_RT: jax.Array,
+    ids_R: jax.Array,
+    key: jax.Array,
+    *,
+    config: ModelConfig,
+    scheme: Draw,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """What the policy says of each row's next token, with the noise of its response position."""
+    logits_RTV = transformer.logits(config, params, tokens_RT)
+    logits_XV = logits_RTV.reshape(-1, logits_RTV.shape[-1])
+    keys_X = sampling.position_keys(sampling.request_keys(key, ids_R), position_RT).reshape(-1)
+    one_X = jnp.ones(len(logits_XV))
+    processed_XV = sampling.processed_logits(logits_XV, one_X, one_X.astype(jnp.int32) * 0, one_X)
+    drawn_X, _ = sampling.draw(processed_XV, keys_X, one_X, scheme)
+    targets_X = jnp.roll(tokens_RT, -1, axis=1).reshape(-1)
+    found = *sampling.given_log_probs(logits_XV, processed_XV, targets_X, one_X), drawn_X
+    return tuple(x.reshape(tokens_RT.shape) for x in found)
 
 
 def verify(
     ground: Ground, params: Params, done: Sequence[Trajectory], draw: Draw
-) -> dict[int, tuple[CachedResponse, Verified]]:
-    """Return what packed passes of `params` say of responses, under the noise that drew them."""
-    rule = _Recorder(parse_mode("full"), 0.0, 0, 0)
-    spec = ground.rollout_spec(params, draw, rule=rule)
-    requests: list[Request] = ground.requests(done)
-    longest = max(len(t.prompt_ids) for t in done) + ground.sizes.new_tokens
-    endings = spec.endings(requests)
-    verifier = PrefixVerifier(spec, ground.engine, longest, endings, VerifiedPrefixes())
-    verifier.add([PartialRequest(r) for r in requests])
-    while len(verifier):
-        verifier.take(len(requests))
-    return rule.found
+) -> dict[int, tuple[CachedResponse, Scored]]:
+    """Return what whole passes of `params` say of responses, under the noise that drew them."""
+    found, key = {}, ground.rollout_spec(params, draw).key
+    longest = max(len(t.prompt_ids) + t.num_tokens for t in done)
+    for first in range(0, len(done), ROWS):
+        some = done[first : first + ROWS]
+        tokens_RT, position_RT = np.zeros((2, ROWS, longest), np.int32)
+        ids_R = np.zeros(ROWS, np.int32)
+        for r, t in enumerate(some):
+            tokens_RT[r, : len(t.prompt_ids) + t.num_tokens] = [*t.prompt_ids, *t.response_ids]
+            position_RT[r] = np.maximum(np.arange(longest) + 1 - len(t.prompt_ids), 0)
+            ids_R[r] = t.request_id
+        arrays = tokens_RT, position_RT, ids_R, key
+        scored = jax.device_get(_score(params, *arrays, config=ground.model, scheme=draw))
+        for r, t in enumerate(some):
+            at = slice(len(t.prompt_ids) - 1, len(t.prompt_ids) - 1 + t.num_tokens)
+            found[t.request_id] = cached(t), Scored(*(x[r, at] for x in scored))
+    return found
 
 
 def measure(ground: Ground, rates: Sequence[float]) -> dict[str, Any]:
@@ -71,10 +103,9 @@ def measure(ground: Ground, rates: Sequence[float]) -> dict[str, Any]:
     return {"update": ground.update_figures, "rows": rows}
 
 
-def coupled(ground: Ground, found: Mapping[int, tuple[CachedResponse, Verified]]) -> dict[str, Any]:
+def coupled(ground: Ground, found: Mapping[int, tuple[CachedResponse, Scored]]) -> dict[str, Any]:
     """Return agreement and kept shares over all questions, kept shares of each set, and drift."""
-    rule = PrefixRule(parse_mode("coupled"), 0.0, 0, 0)
-    kept = {i: rule.kept(i, *pair) for i, pair in found.items()}
+    kept = {i: _first_false(v.drawn == c.tokens) for i, (c, v) in found.items()}
     same = {i: int((v.drawn == c.tokens).sum()) for i, (c, v) in found.items()}
     drift = [np.abs(v.logprobs - c.scores.logprobs) for c, v in found.values() if c.scores]
     return {
@@ -87,18 +118,25 @@ def coupled(ground: Ground, found: Mapping[int, tuple[CachedResponse, Verified]]
 
 
 def lenient(
-    ground: Ground, found: Mapping[int, tuple[CachedResponse, Verified]], name: str
+    ground: Ground, found: Mapping[int, tuple[CachedResponse, Scored]], name: str
 ) -> dict[str, Any]:
     """Return the share of tokens that one lenience keeps."""
     mode = parse_mode(name)
     rule = PrefixRule(mode, log(mode.lenience), 0, 1)
-    kept = {i: rule.kept(i, *pair) for i, pair in found.items()}
+    kept = {}
+    for i, (c, v) in found.items():
+        least = rule.least_logprobs(i, c, len(c.tokens))
+        kept[i] = _first_false((least == -np.inf) | (v.possible & (v.logprobs >= least)))
     return _share(ground, found, kept)
+
+
+def _first_false(kept_L: np.ndarray) -> int:
+    return len(kept_L) if kept_L.all() else int(np.argmin(kept_L))
 
 
 def _share(
     ground: Ground,
-    found: Mapping[int, tuple[CachedResponse, Verified]],
+    found: Mapping[int, tuple[CachedResponse, Scored]],
     counts: Mapping[int, int],
     chosen: Sequence[int] | None = None,
 ) -> dict[str, Any]:
@@ -114,7 +152,7 @@ def _share(
 
 def _by_set(
     ground: Ground,
-    found: Mapping[int, tuple[CachedResponse, Verified]],
+    found: Mapping[int, tuple[CachedResponse, Scored]],
     counts: Mapping[int, int],
 ) -> dict[str, Any]:
     return {

@@ -81,7 +81,7 @@ def _row(engine: Engine, done: Sequence[Trajectory]) -> dict[str, Any]:
     metrics = speculation_metrics(stats)
     return {
         "tokens": sum(t.num_tokens for t in done),
-        "kept_tokens": stats.verified.kept_tokens,
+        "kept_tokens": stats.cached.kept_tokens,
         "tokens_per_round": round(metrics.get("spec/tokens_per_round", 1.0), 3),
         "rounds_with_drafts": sum(r.drafted for r in stats.timeline),
         "rounds": len(stats.timeline),

@@ -56,7 +56,7 @@ def read_cell(cell: Cell, num_examples: int) -> dict[str, float | str | int]:
         "epochs": round(sum(prompts) / num_examples, 2),
         "generated_tokens": _total(rows, "rollout/generated_tokens"),
         "rollout_s": _total(rows, "time/rollout") if "time/rollout" in rows[0] else math.nan,
-        "verify_s": _total(rows, "spec/prefix_pass_seconds"),
+        "verify_s": _total(rows, "spec/cached_seconds"),
         "final_reward": _mean(last, "reward"),
         "reused_fraction": _mean(later, "spec/reused_fraction") if later else math.nan,
         **{column: _mean(rows, metric) for column, metric in MEANS.items()},

@@ -105,22 +105,6 @@ def copy_rows(
     return _each(count, lambda i, cache: jax.tree.map(partial(one, i=i), cache), cache)
 
 
-@partial(jax.jit, donate_argnames="cache")
-def gather_rows(
-    cache: KVCache, packed: KVCache, index_BS: jax.Array, target_B: jax.Array, count: jax.Array
-) -> KVCache:
-    """Copy positions `index_BS[i]` of `packed`'s one row to row `target[i]`, for i < count.
-
-    Index entries beyond a row's live positions are dead.
-    """
-
-    def one(rows: jax.Array, packed: jax.Array, kind: Kind, i: jax.Array) -> jax.Array:
-        row = jnp.take(packed, index_BS[i], axis=kind.axis, mode="clip").astype(rows.dtype)
-        return jax.lax.dynamic_update_slice_in_dim(rows, row, target_B[i], axis=0)
-
-    return _each(count, lambda i, cache: map_arrays(partial(one, i=i), cache, packed), cache)
-
-
 def _each(
     count: jax.Array, step: Callable[[jax.Array, KVCache], KVCache], cache: KVCache
 ) -> KVCache:

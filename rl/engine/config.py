@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
-from rl.packing import Shape
 from spec.buckets import bucket, buckets
 
 POSITIONS_MULTIPLE = 128  # what the last bucket of positions is rounded up to
@@ -22,12 +21,10 @@ class EngineConfig:
     is wanted. Prompts are computed `prefill_rows` at a time, at most
     `prefill_chunk_tokens` tokens a pass. A round has slots · 2^i nodes, a root for each slot and
     draft tokens: at most `max_round_nodes`, but twice the slots at least, and at most `max_nodes`
-    of one request. Cached responses are verified about
-    `verify_tokens` positions at a time, in rows of `verify_row_tokens` at least: longer
-    rows are filled better, shorter ones look at fewer keys.
+    of one request. Tokens of cached responses are nodes as well.
     """
 
-    RETIRED: ClassVar = {"min_nodes": 2}
+    RETIRED: ClassVar = {"min_nodes": 2, "verify_tokens": 2048, "verify_row_tokens": 768}
 
     slots: int = 64
     min_slots: int = 4
@@ -38,8 +35,6 @@ class EngineConfig:
     max_round_nodes: int = 1024
     prefill_rows: int = 4
     prefill_chunk_tokens: int = 512
-    verify_tokens: int = 2048
-    verify_row_tokens: int = 768
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -78,9 +73,3 @@ class EngineConfig:
     def most_nodes(self, num_slots: int) -> int:
         """Return the most nodes of a round."""
         return max(self.node_sizes(num_slots), default=num_slots)
-
-    def verify_shapes(self, longest_tokens: int) -> tuple[Shape, Shape]:
-        """Return the shape of a packed verification pass, and that of one row of it."""
-        length = max(bucket(longest_tokens, self.min_positions), self.verify_row_tokens)
-        rows = max(1, self.verify_tokens // length)
-        return Shape(rows, length, rows * length), Shape(1, length, length)

@@ -15,8 +15,8 @@ from typing import Protocol
 import numpy as np
 
 from rl.engine import preemption
+from rl.engine.cached_prefixes import CachedPrefixes
 from rl.engine.model_runner import ModelRunner
-from rl.engine.prefix_verification import PrefixVerifier
 from rl.engine.rollout_spec import DrafterContext, RequestSource, RolloutSpec
 from rl.engine.slot_cache import SlotCache
 from rl.engine.slot_table import SlotTable
@@ -87,16 +87,19 @@ class Engine(ModelRunner):
         self._spec, self._source, self._stop_E = spec, source, self.put(spec.stop_ids)
         drafting = spec.drafts(self.drafter_context(spec))
         self._speculator = Speculator(self.config, drafting, self.stats)
-        cached = None
-        if spec.rule is not None:
-            cached = PrefixVerifier(spec, self, most_tokens, endings, self.stats.verified)
-        self._waiting = WaitingQueue(cached)
+        self._waiting = WaitingQueue()
         self._waiting.add(requests)
+        num_slots, cached = self.config.slot_bucket(most_requests), None
+        if spec.rule is not None:
+            rows = num_slots, most_tokens
+            cached = CachedPrefixes(spec.rule, endings, self.stats.cached, *rows)
+        # a fetch may write one beyond
+        table = SlotTable(num_slots, most_tokens + 1, endings, cached)
         done: dict[int, Trajectory] = {}
         with self.mesh_context(), StateDelivery(spec.sink) as self._delivery:
             try:
                 # rows of an earlier policy hold nothing that is of use
-                self._rows.reset(self.config.slot_bucket(most_requests), most_tokens, endings)
+                self._rows.reset(table, most_tokens)
                 while self._receive() or len(self._waiting) or self._table.num_busy:
                     for trajectory in self._advance():
                         done[trajectory.request_id] = trajectory
@@ -124,36 +127,29 @@ class Engine(ModelRunner):
     def _advance(self) -> list[Trajectory]:
         """Admit, run one fetch's rounds, retire; return the trajectories that ended."""
         began_s = self.clock()
-        ended = self._admit()
+        self._admit()
         self._preempt()
         self._rows.fit(self._table.num_busy + len(self._waiting), self._waiting.prompts)
-        if self._table.num_busy:
-            self._round(began_s)
-            ended += self._retire_ended()
-        return ended
+        if not self._table.num_busy:
+            return []
+        self._round(began_s)
+        return self._retire_ended()
 
     # -- admission ---------------------------------------------------------
 
-    def _admit(self) -> list[Trajectory]:
-        """Fill the free rows; return the trajectories whose cached responses were whole."""
+    def _admit(self) -> None:
+        """Fill the free rows."""
         rows, waiting, spec = self._rows, self._waiting, self._spec
-        ended = list[Trajectory]()
         while len(waiting) and (free := len(self._table.free_rows())):
             if waiting.sourced:
                 entering = [waiting.sourced.popleft() for _ in range(self._num_fitting(free))]
                 if not entering:
                     break
                 self.stats.prefilled_tokens += rows.enter(spec.params, entering)
-            elif waiting.cached:
-                over, verified = waiting.cached.take(free)
-                ended += over
-                if verified:
-                    rows.enter_verified(waiting.cached.packed, verified)
             else:
                 entering = waiting.take_new(free)
                 self.stats.prefilled_tokens += rows.enter(spec.params, entering, waiting.prompts)
             rows.changed()
-        return ended
 
     def _num_fitting(self, free_rows: int) -> int:
         """Return how many of the source's requests can have a row now."""
@@ -180,13 +176,15 @@ class Engine(ModelRunner):
         """The most tokens that a row gains in one fetch."""
         rounds = self.config.rounds_per_fetch
         # a budget may decide for plain rounds
-        return rounds if self._speculator.drafter is None else max(self.config.max_nodes, rounds)
+        drafts = self._speculator.drafter is not None or self._table.cached is not None
+        return max(self.config.max_nodes, rounds) if drafts else rounds
 
     # -- rounds ------------------------------------------------------------
 
     def _round(self, began_s: float) -> None:
         ready_s, live = self.clock(), self._table.live()
-        drafts, decision = self._speculator.decide(live, len(self._table), self._positions)
+        table = self._table
+        drafts, decision = self._speculator.decide(live, len(table), self._positions, table.cached)
         drafted_s = self.clock()
         if decision.taken_A is not None:
             assert drafts is not None
@@ -210,6 +208,7 @@ class Engine(ModelRunner):
                 ended_s=self.clock(),
                 num_slots=len(self._table),
                 num_nodes=decision.num_nodes,
+                cached_nodes=self._speculator.num_cached(drafts, decision),
                 num_positions=self._positions,
                 request_ids_A=live.request_ids_A,
                 cached_tokens_A=live.total_tokens_A - 1,
@@ -224,13 +223,15 @@ class Engine(ModelRunner):
         """One round with draft tokens; returns (tokens_BN, count_B) that slots got."""
         B, M, spec, taken_A = len(self._table), decision.num_nodes, self._spec, decision.taken_A
         assert taken_A is not None
-        nodes_3M = pack(drafts, taken_A, live.rows_A, B, M)
+        nodes_5M, cached = pack(drafts, taken_A, live.rows_A, B, M), self._table.cached
+        if cached is not None and cached.given:
+            cached.give(nodes_5M, self._table.emitted_B)
         slots = self._device_slots()
         *state, found = verify_round(
             spec.params,
             *self._rows.for_round(),
             slots,
-            self.argument(nodes_3M),
+            self.argument(nodes_5M),
             self._stop_E,
             **self.verify_options(spec.sampling.draw, B, M),
         )
@@ -240,7 +241,8 @@ class Engine(ModelRunner):
         self._rows.stepped(*state)
         self._called_s = self.clock()
         drawn = unpack(found)
-        return self._commit(*by_slot(*drawn, nodes_3M[1], B), drafted_B)
+        tokens_BN, logprobs_BN, count_B, kept_B = by_slot(*drawn, nodes_5M[1], B)
+        return self._commit(tokens_BN, logprobs_BN, count_B, drafted_B, kept_B)
 
     def _decode(self, most_rounds: int) -> tuple[np.ndarray, np.ndarray]:
         """Up to `most_rounds` rounds without draft tokens; returns (tokens_BN, count_B)."""
@@ -262,9 +264,9 @@ class Engine(ModelRunner):
         )
         self._rows.stepped(*state)
         self._called_s = self.clock()
-        tokens_BR, logprobs_BR, emitted_BR = unpack(found)
-        count_B = emitted_BR.sum(axis=1, dtype=np.int32)
-        tokens_BN, count_B = self._commit(tokens_BR, logprobs_BR, count_B, np.zeros(B, bool))
+        tokens_BR, logprobs_BR, kind_BR = unpack(found)
+        count_B, none_B = (kind_BR > 0).sum(axis=1, dtype=np.int32), np.zeros(B, np.int32)
+        tokens_BN, count_B = self._commit(tokens_BR, logprobs_BR, count_B, none_B > 0, none_B)
         self.stats.rounds[(B, B, self._positions)] += int(count_B.max())
         return tokens_BN, count_B
 
@@ -279,10 +281,11 @@ class Engine(ModelRunner):
         logprobs_BN: np.ndarray,
         drawn_B: np.ndarray,
         drafted_B: np.ndarray,
+        kept_B: np.ndarray,
     ) -> tuple[np.ndarray, np.ndarray]:
         """Append the tokens that a fetch brought each slot; returns (tokens_BN, count_B)."""
         self._fetched_s = self.clock()
-        count_B = self._table.commit(tokens_BN, logprobs_BN, drawn_B, drafted_B)
+        count_B = self._table.commit(tokens_BN, logprobs_BN, drawn_B, drafted_B, kept_B)
         if self._table.endings.unknown_to_device and self._table.stopped_B[count_B > 0].any():
             self._rows.changed()  # the device goes on there
         self.stats.fetches += 1

@@ -174,12 +174,6 @@ class ModelRunner:
         max_nodes = widest_tree(num_slots, num_nodes, self.config.max_nodes)
         return {"config": self.model, "scheme": scheme, "max_nodes": max_nodes}
 
-    def verify_packed_options(self, scheme: Draw) -> dict[str, Any]:
-        """Return the static arguments of `verify_packed`; a chunk has a prefill pass's tokens."""
-        tokens = self.config.prefill_rows * self.config.prefill_chunk_tokens
-        options = {"config": self.model, "scheme": scheme, "chunk_tokens": tokens}
-        return options | self._cache_options()
-
     def _cache_options(self) -> dict[str, Any]:
         return {"dtype": self.dtype, "feature_layers": self.feature_layers}
 

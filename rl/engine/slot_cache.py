@@ -15,9 +15,7 @@ import numpy as np
 
 from models import kv_cache, transformer
 from rl.engine import admission, cache_ops
-from rl.engine.ending import Endings
 from rl.engine.model_runner import ModelRunner
-from rl.engine.prefix_verification import VerifiedRequest
 from rl.engine.slot_table import SlotTable
 from rl.engine.state_delivery import Ended, StateDelivery
 from rl.trajectory import PartialRequest, Prompt
@@ -114,18 +112,6 @@ class SlotCache:
             self._cache = self._runner.insert_kv(self.cache, entries)
         return prefilled
 
-    def enter_verified(self, packed: kv_cache.KVCache, entering: Sequence[VerifiedRequest]) -> None:
-        """Put verified requests into free rows; keys and values are gathered from their pass."""
-        table = self.table
-        self.grow(max(len(v.positions) + 1 for v in entering))
-        index_BS = np.zeros((len(table), self.num_positions), np.int32)
-        target_B = np.zeros(len(table), np.int32)
-        for i, (v, row) in enumerate(zip(entering, table.free_rows(), strict=False)):
-            index_BS[i, : len(v.positions)], target_B[i] = v.positions, row
-            table.enter(row, v.partial)
-        count = np.int32(len(entering))
-        self._cache = cache_ops.gather_rows(self.cache, packed, index_BS, target_B, count)
-
     def _fill(
         self,
         params: transformer.Params,
@@ -161,19 +147,18 @@ class SlotCache:
 
     # -- buckets -----------------------------------------------------------------------
 
-    def reset(self, num_slots: int, longest_tokens: int, endings: Endings) -> None:
+    def reset(self, table: SlotTable, longest_tokens: int) -> None:
         """Start with an empty table and the smallest bucket of positions.
 
         Prompt and response have at most `longest_tokens`. A cache of that size is kept.
         """
+        num_slots, self.table = len(table), table
         held, self._position_sizes = self._cache, self._runner.position_sizes(longest_tokens)
         num_positions = self._position_sizes[0]
         if held is None or (held.num_slots, held.num_positions) != (num_slots, num_positions):
             self._cache = held = None  # free it before there is another
             self._cache = self._runner.empty_cache(num_slots, num_positions)
         self._pending, self._waits = self._runner.empty_pending(num_slots), False
-        # a fetch may write one beyond
-        self.table = SlotTable(num_slots, longest_tokens + 1, endings)
         self._slots = None
 
     def drop(self) -> None:

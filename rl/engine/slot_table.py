@@ -13,6 +13,7 @@ from collections.abc import Collection, Sequence
 import numba
 import numpy as np
 
+from rl.engine.cached_prefixes import CachedPrefixes
 from rl.engine.ending import Endings
 from rl.trajectory import (
     FinishReason,
@@ -39,9 +40,16 @@ class SlotTable:
     The cache holds all of a row's tokens but the last, which is the next tree's root.
     """
 
-    def __init__(self, num_slots: int, max_tokens: int, endings: Endings | None = None) -> None:
+    def __init__(
+        self,
+        num_slots: int,
+        max_tokens: int,
+        endings: Endings | None = None,
+        cached: CachedPrefixes | None = None,
+    ) -> None:
         B, L = num_slots, max_tokens
         self.endings = endings or Endings(SamplingConfig())
+        self.cached = cached  # None: cached responses are not used
         self.started: list[PartialRequest | None] = [None] * B  # with what a row's request began
         self.prompts: list[Prompt | None] = [None] * B  # whose cache a row holds
         self.tokens_BL = np.zeros((B, L), np.int32)
@@ -109,6 +117,8 @@ class SlotTable:
         self.entered_B[row] = self._num_entered
         self.request_ids_B[row], self.group_ids_B[row] = request.request_id, request.group_id
         self.sample_indices_B[row] = request.sample_index
+        if self.cached is not None:
+            self.cached.enter(row, partial)
 
     def commit(
         self,
@@ -116,21 +126,27 @@ class SlotTable:
         logprobs_BN: np.ndarray,
         count_B: np.ndarray,
         drafted_B: np.ndarray,
+        kept_B: np.ndarray,
     ) -> np.ndarray:
         """Append what a fetch brought: the first `count_B` of each slot's tokens, up to its end.
 
-        Where a slot had draft tokens, all of them but the last were accepted ones. Returns how
-        many tokens each slot got: those behind the end of a response are dropped.
+        The first `kept_B` were kept of a cached response. Where a slot had draft tokens, all others
+        but the last were accepted ones. Returns how many tokens each slot got: those behind the
+        end of a response are dropped.
         """
         drawn_B, count_B = count_B, count_B.copy()
         self.endings.cut(tokens_BN, count_B, self.rule_B, self.state_B, self.stopped_B)
         same = self.endings.unknown_to_device or np.array_equal(count_B, drawn_B)
         assert same, "the device went on behind an end that it knows"
+        if self.cached is not None:
+            state = self.emitted_B, self.stopped_B
+            kept_B = self.cached.commit(tokens_BN, count_B, kept_B, *state)
         _append(
             tokens_BN,
             logprobs_BN,
             count_B,
             drafted_B,
+            kept_B,
             self.tokens_BL,
             self.logprobs_BL,
             self.origins_BL,
@@ -177,8 +193,9 @@ class SlotTable:
             emission = np.concatenate([prefix.emission_logprobs, logprobs[known:]])
             versions[:known] = prefix.policy_versions
         origins = self.origins_BL[row, first:end].copy()
-        reused = prefix.reused_tokens if prefix is not None else 0
-        response_so_far = Prefix(response, logprobs, emission, versions, origins, reused, None)
+        response_so_far = Prefix(response, logprobs, emission, versions, origins, 0, None)
+        if self.cached is not None:
+            response_so_far = self.cached.reused(row, started, response_so_far)
         return PartialRequest(started.request, response_so_far)
 
     def live(self) -> LiveSlots:
@@ -211,6 +228,8 @@ class SlotTable:
         self.prompts = [self.prompts[b] for b in rows]
         for name in ARRAYS:
             setattr(self, name, getattr(self, name)[np.asarray(rows)])
+        if self.cached is not None:
+            self.cached.keep(rows)
 
     def widen(self, num_slots: int) -> None:
         """Append free rows, up to `num_slots`."""
@@ -223,6 +242,8 @@ class SlotTable:
             wider[: len(array)] = array
             setattr(self, name, wider)
         self.total_tokens_B[num_slots - more :] = 1
+        if self.cached is not None:
+            self.cached.widen(num_slots)
 
     def device_columns(self) -> np.ndarray:
         """int32 [B, columns], in the order of `rl.engine.cache_ops.COLUMNS`."""
@@ -244,16 +265,18 @@ class SlotTable:
 
 
 PLAIN, ACCEPTED, BONUS = int(Origin.PLAIN), int(Origin.ACCEPTED), int(Origin.BONUS)
+REUSED = int(Origin.REUSED)
 
 
 @numba.njit(cache=True, nogil=True)
 def _append(  # type: ignore[no-untyped-def]
-    tokens_BN, logprobs_BN, count_B, drafted_B, tokens_BL, logprobs_BL, origins_BL, total_B
+    tokens_BN, logprobs_BN, count_B, drafted_B, kept_B, tokens_BL, logprobs_BL, origins_BL, total_B
 ):
     for b in range(len(total_B)):
         for n in range(count_B[b]):
             at = total_B[b] + n
             tokens_BL[b, at], logprobs_BL[b, at] = tokens_BN[b, n], logprobs_BN[b, n]
             origin = BONUS if n == count_B[b] - 1 else ACCEPTED
-            origins_BL[b, at] = origin if drafted_B[b] else PLAIN
+            origin = origin if drafted_B[b] else PLAIN
+            origins_BL[b, at] = REUSED if n < kept_B[b] else origin
         total_B[b] += count_B[b]

@@ -6,12 +6,13 @@ import dataclasses
 
 import numpy as np
 
+from rl.engine.cached_prefixes import CachedPrefixes
 from rl.engine.config import EngineConfig
 from rl.engine.rollout_spec import Drafting
 from rl.engine.stats import EngineStats
 from spec.acceptance import plain_acceptance, round_acceptance
 from spec.budget.budget import DraftDecision, FixedBudget, plain
-from spec.drafter import Drafts, LiveSlots
+from spec.drafter import Drafts, LiveSlots, Source, no_drafts
 
 
 class Speculator:
@@ -23,29 +24,57 @@ class Speculator:
         self._config, self._stats = config, stats
 
     def decide(
-        self, live: LiveSlots, num_slots: int, num_positions: int
+        self,
+        live: LiveSlots,
+        num_slots: int,
+        num_positions: int,
+        cached: CachedPrefixes | None = None,
     ) -> tuple[Drafts | None, DraftDecision]:
-        """Return the drafts of a round, and which of their tokens to verify."""
+        """Return the drafts of a round, and which of their tokens to verify.
+
+        Requests that may keep more of their cached response have no other draft.
+        """
         undrafted = plain(num_slots, self._config.rounds_per_fetch)
-        if self.drafter is None:
-            return None, undrafted
-        sizes = self._config.node_sizes(num_slots)
-        skipped = self._budget.skips(live, num_slots, num_positions)
         # the last token of a response is never a draft token: it comes with the one before
-        most_A = np.minimum(self._budget.limits(live, num_slots), live.remaining_tokens_A - 1)
-        most_A = np.minimum(most_A, self._config.max_nodes - 1).astype(np.int32)
-        if not most_A.any():
+        left_A = np.minimum(live.remaining_tokens_A - 1, self._config.max_nodes - 1)
+        chained_A = np.zeros(len(live), bool)
+        if cached is not None:
+            chained_A = cached.goes_on(live.rows_A)
+        most_A = np.zeros(len(live), np.int32)
+        if self.drafter is not None:
+            self.drafter.skipped = self._budget.skips(live, num_slots, num_positions)
+            most_A = np.minimum(self._budget.limits(live, num_slots), left_A).astype(np.int32)
+            most_A[chained_A] = 0
+        if not most_A.any() and not chained_A.any():
             return None, undrafted
-        self.drafter.skipped = skipped
+        drafts = self._propose(live, most_A)
+        if cached is not None and chained_A.any():
+            cached.draft(live, np.where(chained_A, left_A, 0), drafts)
+        sizes = self._config.node_sizes(num_slots)
+        decision = self._budget.choose(live, drafts, sizes, num_slots, num_positions)
+        if decision.taken_A is None and cached is not None and cached.given and chained_A.any():
+            # the rule decides on the next token also where no draft token is verified
+            return drafts, DraftDecision(num_slots, np.zeros(len(live), np.int64))
+        rounds = min(decision.num_rounds, undrafted.num_rounds)
+        return drafts, dataclasses.replace(decision, num_rounds=rounds)
+
+    def _propose(self, live: LiveSlots, most_A: np.ndarray) -> Drafts:
+        if self.drafter is None or not most_A.any():
+            return no_drafts(len(live), self._config.max_nodes - 1)
         drafts = self.drafter.propose(live, most_A, self._config.max_nodes - 1)
         if len(drafts.count_A) != len(live):
             raise ValueError(
                 f"{type(self.drafter).__name__}.propose gave {len(drafts.count_A)} drafts for "
                 f"{len(live)} requests: expected one each"
             )
-        decision = self._budget.choose(live, drafts, sizes, num_slots, num_positions)
-        rounds = min(decision.num_rounds, undrafted.num_rounds)
-        return drafts, dataclasses.replace(decision, num_rounds=rounds)
+        return drafts
+
+    def num_cached(self, drafts: Drafts | None, decision: DraftDecision) -> int:
+        """Return how many tokens of cached responses the round verified."""
+        if drafts is None or decision.taken_A is None:
+            return 0
+        taken_AN = np.arange(drafts.max_nodes) < decision.taken_A[:, None]
+        return int((taken_AN & (drafts.sources_AN == Source.CACHED)).sum())
 
     def observe(
         self,
@@ -62,8 +91,8 @@ class Speculator:
             acceptance = round_acceptance(drafts, taken_A, tokens_AN, emitted_A)
             self._stats.count(drafts, acceptance)
         self._budget.observe(live, drafts, acceptance)
-        assert self.drafter is not None, "its drafts were verified"
-        self.drafter.observe(drafts, acceptance)
+        if self.drafter is not None:
+            self.drafter.observe(drafts, acceptance)
 
     def committed(self, live: LiveSlots) -> None:
         """Tell the drafter what a round brought, whoever drafted in it."""

@@ -25,7 +25,8 @@ class RoundRecord:
     made, up to `called_s` they were packed and the device was called, up to `fetched_s`
     it answered, up to `ended_s` tokens were committed. As many nodes as slots are plain decoding,
     of as many rounds as the most that a request emitted; `rounds_A` counts those in which a
-    request took part. A = live requests.
+    request took part. `cached_nodes` of the nodes were tokens of cached responses. A = live
+    requests.
     """
 
     began_s: float
@@ -41,6 +42,7 @@ class RoundRecord:
     cached_tokens_A: np.ndarray
     rounds_A: np.ndarray
     emitted_A: np.ndarray
+    cached_nodes: int = 0
 
     @property
     def drafted(self) -> bool:
@@ -53,39 +55,31 @@ def _per_source() -> np.ndarray:
 
 
 @dataclasses.dataclass
-class VerifiedPrefixes:
-    """Counts of cached responses, their tokens and the passes that verified them.
+class CachedCounts:
+    """Counts of the cached responses that requests started from, and of their tokens.
 
-    `kept_tokens` of the `tokens` were kept, `whole` of the `responses` entirely; `drawn_tokens`
-    were drawn after them by the same passes. `passes[(rows, positions)]` prices the passes on
-    other hardware.
+    `kept_tokens` of the `tokens` were kept, `whole` of the `responses` entirely.
     """
 
     responses: int = 0
     whole: int = 0
     tokens: int = 0
     kept_tokens: int = 0
-    drawn_tokens: int = 0
-    seconds: float = 0.0
-    passes: collections.Counter[tuple[int, int]] = dataclasses.field(
-        default_factory=collections.Counter
-    )
 
-    def __add__(self, more: VerifiedPrefixes) -> VerifiedPrefixes:
+    def __add__(self, more: CachedCounts) -> CachedCounts:
         pairs = ((getattr(self, f.name), getattr(more, f.name)) for f in dataclasses.fields(self))
-        return VerifiedPrefixes(*(mine + other for mine, other in pairs))
+        return CachedCounts(*(mine + other for mine, other in pairs))
 
-    def add(self, num_tokens: int, kept_tokens: int, drawn_tokens: int) -> None:
+    def add(self, num_tokens: int, kept_tokens: int) -> None:
         self.responses += 1
         self.whole += kept_tokens == num_tokens
         self.tokens += num_tokens
         self.kept_tokens += kept_tokens
-        self.drawn_tokens += drawn_tokens
 
     @property
-    def accept_rate(self) -> float:
-        """Return kept tokens over tokens decided on: none after the first rejected one was."""
-        return self.kept_tokens / max(self.kept_tokens + self.responses - self.whole, 1)
+    def decided_tokens(self) -> int:
+        """Return the tokens that were decided on: none after the first that was not kept was."""
+        return self.kept_tokens + self.responses - self.whole
 
 
 @dataclasses.dataclass
@@ -99,7 +93,7 @@ class EngineStats:
     tokens: int = 0
     prefilled_tokens: int = 0
     preemptions: int = 0
-    verified: VerifiedPrefixes = dataclasses.field(default_factory=VerifiedPrefixes)
+    cached: CachedCounts = dataclasses.field(default_factory=CachedCounts)
     drafted_by_source: np.ndarray = dataclasses.field(default_factory=_per_source)
     accepted_by_source: np.ndarray = dataclasses.field(default_factory=_per_source)
     rounds: collections.Counter[tuple[int, int, int]] = dataclasses.field(
@@ -189,6 +183,11 @@ def seconds_saved(rounds: Sequence[RoundRecord], times: RoundTimes) -> float:
     return saved_s
 
 
+def cached_seconds(rounds: Sequence[RoundRecord]) -> float:
+    """Return the seconds of rounds, by the share of their nodes that cached tokens had."""
+    return sum((r.ended_s - r.ready_s) * r.cached_nodes / r.num_nodes for r in rounds)
+
+
 def host_share(rounds: Sequence[RoundRecord]) -> float:
     """Return the seconds in which the device waited for the host, over all after admission."""
     return host_seconds(rounds) / max(sum(r.ended_s - r.ready_s for r in rounds), 1e-9)
@@ -229,7 +228,7 @@ def _record(row: Mapping[str, Any]) -> RoundRecord:
     """Return the round in `row`; raise KeyError, TypeError or ValueError if it holds none."""
     columns: dict[str, Any] = {}
     for field in dataclasses.fields(RoundRecord):
-        value = row[field.name]
+        value = row[field.name] if field.default is dataclasses.MISSING else row.get(field.name, 0)
         if field.name.endswith("_A"):
             columns[field.name] = np.array([_whole(item) for item in value], np.int64)
         elif field.name.endswith("_s"):
@@ -237,7 +236,7 @@ def _record(row: Mapping[str, Any]) -> RoundRecord:
         else:
             columns[field.name] = _whole(value)
     sizes = {len(column) for name, column in columns.items() if name.endswith("_A")}
-    if len(sizes) != 1 or len(row) != len(columns):
+    if len(sizes) != 1 or not row.keys() <= columns.keys():
         raise ValueError(f"a round of {len(row)} entries, of requests {sorted(sizes)}")
     return RoundRecord(**columns)
 

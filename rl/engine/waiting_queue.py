@@ -5,26 +5,20 @@ from __future__ import annotations
 import collections
 from collections.abc import Collection, Sequence
 
-from rl.engine.prefix_verification import PrefixVerifier
 from rl.trajectory import PartialRequest, Prompt, Request
 
 
 class WaitingQueue:
-    """Three queues: `new` requests, `sourced` ones, and those whose cached responses are `cached`.
+    """Two queues: `new` requests, and those that a `RequestSource` brought or were preempted."""
 
-    A `RequestSource` brought the second, or they were preempted. `cached` is None where cached
-    responses are not used.
-    """
-
-    def __init__(self, cached: PrefixVerifier | None = None) -> None:
-        self.cached = cached
+    def __init__(self) -> None:
         self.new: collections.deque[PartialRequest] = collections.deque()
         self.sourced: collections.deque[PartialRequest] = collections.deque()
         # how many of `new` have each prompt: hashing all prompts in every round takes long
         self._prompts: collections.Counter[Prompt] = collections.Counter()
 
     def __len__(self) -> int:
-        return len(self.new) + len(self.cached or ()) + len(self.sourced)
+        return len(self.new) + len(self.sourced)
 
     @property
     def prompts(self) -> Collection[Prompt]:
@@ -33,13 +27,12 @@ class WaitingQueue:
 
     def add(self, requests: Sequence[Request]) -> None:
         """Queue the requests that the rollout began with."""
-        new = self._without_cached([PartialRequest(r) for r in requests])
-        self.new.extend(new)
-        self._prompts.update(p.request.prompt_ids for p in new)
+        self.new.extend(PartialRequest(r) for r in requests)
+        self._prompts.update(r.prompt_ids for r in requests)
 
     def add_sourced(self, requests: Sequence[PartialRequest]) -> None:
         """Queue requests that come while it runs."""
-        self.sourced.extend(self._without_cached(requests))
+        self.sourced.extend(requests)
 
     def take_new(self, most: int) -> list[PartialRequest]:
         """Take the next of `new`, up to `most`."""
@@ -49,13 +42,3 @@ class WaitingQueue:
             if not self._prompts[p.request.prompt_ids]:
                 del self._prompts[p.request.prompt_ids]
         return taken
-
-    def _without_cached(self, requests: Sequence[PartialRequest]) -> list[PartialRequest]:
-        """Queue the requests that start from a cached response, and return the others.
-
-        One that has tokens already is past its cached response.
-        """
-        if self.cached is None:
-            return list(requests)
-        self.cached.add([p for p in requests if p.may_reuse])
-        return [p for p in requests if not p.may_reuse]

@@ -237,7 +237,9 @@ def _rollouts(
     longest_tokens = config.longest_prompt_tokens + config.sampling.max_new_tokens
     positions = engine.position_sizes(longest_tokens)[-1]
     cache = _cache(config, model, mesh, slots, positions, itemsize)
-    nodes = engine.most_nodes(slots) if config.speculation.enabled else slots
+    nodes = (
+        engine.most_nodes(slots) if config.speculation.enabled or config.reuse.enabled else slots
+    )
     # attention pads rows to at most so many: models.attention.attend_nodes
     queries = slots * (widest_tree(slots, nodes, engine.max_nodes) if nodes > slots else 1)
     seen = positions * queries // nodes
@@ -245,17 +247,13 @@ def _rollouts(
         "a round": _pass(model, mesh, itemsize, _shard(nodes, mesh.batch), 1, seen),
         "prompts": _prompts(config, model, mesh, itemsize),
     }
-    if config.reuse.enabled:
-        shape = engine.verify_shapes(config.longest_tokens)[0]
-        row = _shard(shape.rows, mesh.batch)
-        passes["cached responses"] = _pass(model, mesh, itemsize, row, shape.length, shape.length)
     whole = _weights(model, _Mesh(mesh.sizes | {"fsdp": 1}), itemsize)
     return {
         "rollout weights": _weights(model, mesh, itemsize),
         "gathered rollout weights": whole if mesh.sizes["fsdp"] > 1 else 0,
         "KV cache": cache,
         "a layer of the cache, as it grows": cache // model.num_layers,
-        "a round, prompts or cached responses": max(passes.values()),
+        "a round, or prompts": max(passes.values()),
     }
 
 

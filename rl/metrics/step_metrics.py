@@ -45,7 +45,7 @@ def step_metrics(
         "rollout/prefilled_tokens": stats.prefilled_tokens,
         "rollout/preemptions": stats.preemptions,
         "rollout/slot_use": _slot_use(stats),
-        "rollout/generated_tokens": stats.tokens + stats.verified.drawn_tokens,
+        "rollout/generated_tokens": stats.tokens - stats.cached.kept_tokens,
         "rollout_tokens": int(lengths.sum()),
     }
     if ended.any():

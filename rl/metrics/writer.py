@@ -35,11 +35,11 @@ WALL_CLOCK_NAMES = frozenset(
         "step_time",
         "eval_s",
         "spec/seconds_saved",
+        "spec/cached_seconds",
         "spec/draft_seconds",
         "spec/verify_seconds",
         "spec/host_share",
         "spec/history_index_seconds",
-        "spec/prefix_pass_seconds",
     }
 )
 

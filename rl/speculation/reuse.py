@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from rl.engine.stats import EngineStats
+from rl.engine.stats import EngineStats, cached_seconds
 from rl.speculation.config import MOST_SAMPLES, ReuseConfig
 from rl.trajectory import Prompt, Request, Trajectory
 from spec.config import SamplingConfig
@@ -106,14 +106,14 @@ class Reuse:
         """Return metrics of the reuse in a step with `num_tokens` response tokens."""
         if not self.mode.enabled:
             return {}
-        v = stats.verified
+        v = stats.cached
         metrics = {
             "spec/reused_fraction": v.kept_tokens / max(num_tokens, 1),
             "spec/full_reuse_fraction": v.whole / max(v.responses, 1),
             "spec/verified_prefix_tokens": v.kept_tokens / max(v.responses, 1),
             "spec/cached_responses": float(v.responses),
-            "spec/cached_accept_rate": v.accept_rate,
-            "spec/prefix_pass_seconds": v.seconds,
+            "spec/cached_accept_rate": v.kept_tokens / max(v.decided_tokens, 1),
+            "spec/cached_seconds": cached_seconds(stats.timeline),
         }
         if self.mode.name in ("lenient", "delayed"):
             metrics["spec/lenience"] = math.exp(self._at(step))

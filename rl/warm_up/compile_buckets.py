@@ -18,12 +18,10 @@ import jax
 import numpy as np
 
 from models import kv_cache, transformer
-from models.attention import Packing
 from rl.engine import cache_ops
 from rl.engine.ending import padded_ids
 from rl.engine.engine import Engine
 from rl.engine.rollout_spec import RolloutSpec
-from rl.packing import Shape
 from rl.runtime.parallel_compile import OnCompiled, compile_all, unwatched
 from rl.speculation.device_drafters import DeviceDrafters
 from spec.buckets import bucket
@@ -31,14 +29,13 @@ from spec.budget.config import LEARNED
 from spec.config import SamplingConfig
 from spec.drafter import no_drafts
 from spec.nodes import pack
-from spec.reuse.packed_verify import PackedResponses, verify_packed
-from spec.sampling import Processing, step_key
+from spec.sampling import step_key
 from spec.verify import decode_rounds, settle, verify_round
 
 NodeSizes = Callable[[int], Collection[int]]  # of trees, by slots
 Arguments = tuple[tuple, dict[str, Any]]
 # Steps that run the whole policy, those that compile longest first.
-WHOLE_MODEL = (verify_round, verify_packed, decode_rounds, cache_ops.prefill)
+WHOLE_MODEL = (verify_round, decode_rounds, cache_ops.prefill)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,8 +50,8 @@ class Program:
 class Reach:
     """Bounds of the rollouts to come: their most requests, their longest prompt, and what they do.
 
-    Rounds with draft tokens are compiled only where rollouts are `speculative`, passes over cached
-    responses only with `reuse`, what moves requests between workers only with `moves`. `nodes`
+    Rounds with draft tokens are compiled only where rollouts are `speculative`, or begin with
+    cached responses, `reuse`; what moves requests between workers only with `moves`. `nodes`
     returns the numbers of nodes that rounds of a number of slots can have; None allows all.
     """
 
@@ -86,12 +83,9 @@ def warm_up(
         programs = [*pool.plain(), *pool.drafts()]
         if reach.moves:
             programs += pool.moves()
-        if reach.speculative:
-            programs += pool.trees()
+        programs += pool.trees()
         if LEARNED in reach.drafters:
             programs += pool.hidden_states()
-        if reach.reuse:
-            programs += pool.reuse()
         programs.sort(key=_size)
         steps = itertools.chain(others, _lowered(engine, programs))
         compile_all(steps, len(others) + len(programs), told)
@@ -111,8 +105,7 @@ def num_whole_model(engine: Engine, sampling: SamplingConfig, reach: Reach) -> i
     """Return how many of the programs run the whole policy: those that take long to compile."""
     weights: Any = None  # no argument of a program is made
     pool = Pool(engine, weights, sampling, reach)
-    programs = [*pool.plain(), *(pool.trees() if reach.speculative else ())]
-    programs += pool.reuse() if reach.reuse else ()
+    programs = [*pool.plain(), *pool.trees()]
     return sum(program.step in WHOLE_MODEL for program in programs)
 
 
@@ -209,9 +202,12 @@ class Pool:
             yield Program(cache_ops.copy_states, partial(self._copy_states, B, S))
 
     def trees(self) -> Iterator[Program]:
-        """Yield the rounds with draft tokens."""
+        """Yield the rounds with draft tokens, or with tokens of cached responses."""
+        if not self.reach.speculative and not self.reach.reuse:
+            return
         for shape in round_buckets(self.engine, self.sampling, self.reach):
-            if shape[1] > shape[0]:
+            # a rule decides on tokens also where none is a draft token
+            if shape[1] > shape[0] or self.reach.reuse:
                 yield Program(verify_round, partial(self._verify, *shape))
 
     def drafts(self) -> Iterator[Program]:
@@ -222,16 +218,6 @@ class Pool:
         for drafter in (d.drafter_for(context) for d in self.reach.drafters.values()):
             for B, S in self.buckets:
                 yield from (Program(*program) for program in drafter.programs(B, S))
-
-    def reuse(self) -> Iterator[Program]:
-        """Yield packed passes, and how their keys and values get into rows."""
-        lengths = range(self.sampling.longest_new_tokens + 1, self.longest_tokens + 1)
-        shapes = {shape for n in lengths for shape in self.engine.config.verify_shapes(n)}
-        for shape in shapes:
-            yield Program(verify_packed, partial(self._verify_packed, shape))
-        for B, S in self.buckets:
-            for X in {shape.rows * shape.length for shape in shapes}:
-                yield Program(cache_ops.gather_rows, partial(self._gather, B, S, X))
 
     # -- their arguments ---------------------------------------------------
 
@@ -263,8 +249,8 @@ class Pool:
         engine = self.engine
         (params, cache, pending, slots, stop_E, _, _), _ = self.decode_arguments(B, S)
         nothing = no_drafts(0, 1)
-        nodes_3M = pack(nothing, nothing.count_A, np.zeros(0, np.int32), B, M)
-        args = params, cache, pending, slots, engine.argument(nodes_3M), stop_E
+        nodes_5M = pack(nothing, nothing.count_A, np.zeros(0, np.int32), B, M)
+        args = params, cache, pending, slots, engine.argument(nodes_5M), stop_E
         return args, engine.verify_options(self.sampling.draw, B, M)
 
     def _insert(self, B: int, S: int, T: int) -> Arguments:
@@ -280,21 +266,6 @@ class Pool:
         features_B1SW = self._rows("features", B, S, kv_cache.FEATURES)
         num_tokens = min(cache_ops.STATE_COPY_TOKENS, S)
         return (features_B1SW, np.int32(0), np.int32(0)), {"num_tokens": num_tokens}
-
-    def _gather(self, B: int, S: int, X: int) -> Arguments:
-        cache, packed = self.engine.empty_cache(B, S), self.engine.empty_cache(1, X)
-        return (cache, packed, np.zeros((B, S), np.int32), np.zeros(B, np.int32), np.int32(0)), {}
-
-    def _verify_packed(self, shape: Shape) -> Arguments:
-        def zeros() -> jax.Array:
-            return self.engine.put(np.zeros((shape.rows, shape.length), np.int32))
-
-        packing = Packing(zeros(), zeros(), zeros())
-        put, filled = self.engine.put, Processing.filled(self.sampling, (shape.rows, shape.length))
-        processing = jax.tree.map(put, filled)
-        batch = PackedResponses(zeros(), zeros(), packing, zeros(), zeros(), processing)
-        options = self.engine.verify_packed_options(self.sampling.draw)
-        return (self.params, batch, step_key(0, 0)), options
 
     def _resize(
         self, name: str, old: tuple[int, int], new: tuple[int, int], kind: kv_cache.Kind

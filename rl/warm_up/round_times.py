@@ -147,19 +147,20 @@ class _Rounds:
         live, most = table.live(), engine.config.max_nodes - 1
         drafts = self._drafter.propose(live, np.full(len(live), most, np.int32), most)
         taken_A = likeliest(drafts, np.ones(len(live)), len(table), num_nodes)
-        nodes_3M = pack(drafts, taken_A, live.rows_A, len(table), num_nodes)
+        nodes_5M = pack(drafts, taken_A, live.rows_A, len(table), num_nodes)
         state = self._cache, self._pending, slots
         self._cache, self._pending, _, found = verify_round(
             self._spec.params,
             *state,
-            engine.argument(nodes_3M),
+            engine.argument(nodes_5M),
             self._stop_E,
             **engine.verify_options(self._spec.sampling.draw, len(table), num_nodes),
         )
-        emitted_BN, logprobs_BN, count_B = by_slot(*unpack(found), nodes_3M[1], len(table))
+        drawn = by_slot(*unpack(found), nodes_5M[1], len(table))
+        emitted_BN, logprobs_BN, count_B, kept_B = drawn
         full = table.total_tokens_B.max() >= table.tokens_BL.shape[1] - 1
         one_B = np.zeros_like(count_B) if full else np.ones_like(count_B)
-        table.commit(emitted_BN, logprobs_BN, one_B, count_B > 1)
+        table.commit(emitted_BN, logprobs_BN, one_B, count_B > 1, kept_B)
         self._drafter.committed(table.live())
         return 1
 

@@ -1,9 +1,9 @@
 """Rules for the length of the prefix that is kept of a response of the last epoch (SPEC-RL).
 
-One packed pass (`spec.reuse.packed_verify`) computes, at each token of a cached response, its
-log-probability under the current policy and the token that this policy draws there. The mode
-decides how many tokens are kept; the draw behind them comes from the same pass. Modes by
-name: `off`, `lenient:λ`, `delayed:λ`, `random`, `full`, `coupled`.
+Rounds verify a cached response as a chain of nodes, until its first token that is not kept; the
+draw in its place comes from the same node. The mode says from which log-probability on, under the
+policy at hand, each token is kept. Modes by name: `off`, `lenient:λ`, `delayed:λ`, `random`,
+`full`, `coupled`.
 """
 
 from __future__ import annotations
@@ -77,22 +77,6 @@ def parse_mode(text: str) -> ReuseMode:
     raise ValueError(f"mode must be one of {MODES}, got {text!r}")
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Verified:
-    """The packed pass at each token of a response; [num_tokens] each.
-
-    `logprobs` of the cached tokens under the current policy are finite even where top-k or
-    top-p cuts the token now; `possible` is true where neither does (at temperature 0: where it
-    is the most likely one). `drawn` is the policy's own draw there, `drawn_logprobs` its
-    log-probability.
-    """
-
-    logprobs: np.ndarray
-    possible: np.ndarray
-    drawn: np.ndarray
-    drawn_logprobs: np.ndarray
-
-
 @dataclasses.dataclass(frozen=True)
 class PrefixRule:
     """The rule of one mode at one step; its draws are a function of (seed, step, request).
@@ -107,27 +91,31 @@ class PrefixRule:
     step: int
     greedy: bool = False
 
-    def kept(self, request_id: int, cached: CachedResponse, verified: Verified) -> int:
-        """Return the length of the prefix that is kept, 0 … num_tokens."""
-        num_tokens = len(cached.tokens)
-        if not num_tokens or self.mode.name == "full":
-            return num_tokens
-        if self.mode.couples_noise:
-            return _first_false(verified.drawn == cached.tokens)
+    def least_logprobs(
+        self, request_id: int, cached: CachedResponse, num_tokens: int
+    ) -> np.ndarray:
+        """Return the log-probability from which on each of the first tokens is kept; float32 [n].
+
+            log u + log p_old − log λ,   u uniform: kept with probability min(1, λ · p_new / p_old)
+
+        Up to the first token that is not kept. At −∞ a token is kept whatever the policy says of
+        it, else only if the policy can draw it; at +∞ it is not. With `coupled`, whose tokens are
+        compared with draws, this is of no use.
+        """
+        assert not self.mode.couples_noise
+        if self.mode.name == "full" or self.log_lenience == math.inf:
+            return np.full(num_tokens, -np.inf, np.float32)
         draws = np.random.default_rng([self.seed, ACCEPTANCE, self.step, request_id])
         if self.mode.name == "random":
-            return int(draws.integers(num_tokens))
-        assert cached.scores is not None, "lenience compares with log-probs that were kept"
-        new, old = verified.logprobs, cached.scores.logprobs
-        log_ratio = np.zeros(num_tokens) if self.greedy else new.astype(np.float64) - old
+            kept = int(draws.integers(num_tokens)) if num_tokens else 0
+            return np.where(np.arange(num_tokens) < kept, -np.inf, np.inf).astype(np.float32)
         if self.log_lenience == -math.inf:
-            return 0
-        if self.log_lenience < math.inf:
-            log_ratio = np.where(verified.possible, log_ratio, -np.inf) + self.log_lenience
+            return np.full(num_tokens, np.inf, np.float32)
+        assert cached.scores is not None, "lenience compares with log-probs that were kept"
+        with np.errstate(divide="ignore"):  # u may be 0
+            least = np.log(draws.random(num_tokens)) - self.log_lenience
+        if self.greedy:  # p_new and p_old are 1 where the policy can draw the token
+            least = np.where(least < 0, -np.inf, np.inf)
         else:
-            log_ratio[:] = np.inf
-        return _first_false(draws.random(num_tokens) < np.exp(np.minimum(log_ratio, 0.0)))
-
-
-def _first_false(kept_L: np.ndarray) -> int:
-    return len(kept_L) if kept_L.all() else int(np.argmin(kept_L))
+            least += cached.scores.logprobs[:num_tokens]
+        return np.maximum(least, np.finfo(np.float32).min).astype(np.float32)

@@ -1,5 +1,7 @@
 """Pricing by hand: a machine of one byte and one operation a second."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -43,12 +45,15 @@ def test_arithmetic_bound_rounds_pay_every_node():
     assert got == pytest.approx(operations / UTILISATION + OVERHEAD_S)
 
 
-def test_a_phase_is_rounds_passes_and_prefill():
+def test_a_phase_is_rounds_and_prefill():
     stats = EngineStats(timeline=[record(1, [10], [1])], prefilled_tokens=12)
-    stats.verified.passes[5, 384] += 2
-    total, passes = roofline.phase_seconds(SLOW_ARITHMETIC, stats)
-    one_pass = 5 * 384 * (2 * 100 + 2 * 1 * 2 * 4 * 384) / UTILISATION + OVERHEAD_S
-    assert passes == pytest.approx(2 * one_pass)
     prefill = 12 * (2 * 100 + 2 * 1 * 2 * 4 * 12) / UTILISATION + OVERHEAD_S
     rounds = roofline.rounds_seconds(SLOW_ARITHMETIC, stats.timeline)
-    assert total == pytest.approx(rounds + passes + prefill)
+    assert roofline.phase_seconds(SLOW_ARITHMETIC, stats) == pytest.approx(rounds + prefill)
+
+
+def test_cached_tokens_cost_their_share_of_a_round():
+    plain, mixed = record(1, [10], [1]), record(4, [10], [1])
+    mixed = dataclasses.replace(mixed, cached_nodes=8)  # of 32
+    got = roofline.cached_seconds(SLOW_ARITHMETIC, [plain, mixed])
+    assert got == pytest.approx(roofline.rounds_seconds(SLOW_ARITHMETIC, [mixed]) / 4)

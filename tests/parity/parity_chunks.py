@@ -14,9 +14,7 @@ from parity_model import BASE, MODEL, SAMPLINGS, STEP_KEY, STOP
 from rl.trajectory import PartialRequest, Request
 
 # one size of trees, and buckets of 32 and 64 positions: few programs
-CONFIG = dataclasses.replace(
-    BASE, min_positions=32, max_nodes=4, rounds_per_fetch=6, verify_tokens=256
-)
+CONFIG = dataclasses.replace(BASE, min_positions=32, max_nodes=4, rounds_per_fetch=6)
 SEEDS = (3, 0, 1, 9)  # of the source; rows rest at a full bucket in the first one
 FULL = CONFIG.min_positions  # the first bucket of positions
 

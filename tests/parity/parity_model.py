@@ -50,7 +50,6 @@ BASE = EngineConfig(
     max_nodes=8,
     prefill_rows=4,
     prefill_chunk_tokens=32,
-    verify_row_tokens=1,
 )
 
 SAMPLINGS = {

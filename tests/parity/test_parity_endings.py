@@ -7,7 +7,7 @@ import pytest
 from parity_chunks import CONFIG, in_chunks
 from parity_drafters import RandomTrees
 from parity_model import MODEL, SAMPLINGS, STOP, differences
-from test_parity_reuse import PASSES, changed, rule, with_cached
+from test_parity_reuse import changed, rule, with_cached
 from test_parity_speculation import TIMES, make
 
 from models.token_text import TokenBytes
@@ -88,13 +88,12 @@ def test_plain_and_with_drafts(rollout, mixed, want, engine):
 
 
 @pytest.mark.parametrize("mode", ["coupled", "full"])
-def test_from_cached_responses(rollout, mixed, want, mode):
+def test_from_cached_responses(rollout, mixed, want, mode, engine):
     """Cached responses that go on behind a stop, or end where there is none any more."""
-    reusing = Engine(MODEL, PASSES)
     wrong = changed if mode == "coupled" else lambda golden, r: golden[r.request_id].beyond[:20]
     given = with_cached(mixed, lambda r: wrong(want, r))
-    got = rollout("plain", given, engine=reusing, rule=rule(mode), words=WORDS)
-    kept = reusing.stats.verified
+    got = rollout("plain", given, rule=rule(mode), words=WORDS)
+    kept = engine.stats.cached
     assert kept.kept_tokens > 0 and kept.whole > 0
     tokens = {t.request_id: tuple(t.response_ids.tolist()) for t in got}
     assert tokens == {i: w.response_ids for i, w in want.items()}

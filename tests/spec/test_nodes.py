@@ -22,13 +22,17 @@ def test_packing_by_hand():
         [0, 0, 0, 0, 0, 0, 1, 2, 2, 2, 3, 3],
         [-1, 0, 0, 1, 2, 2, -1, -1, 7, 8, -1, -1],
     ]
-    np.testing.assert_array_equal(got, want)
+    np.testing.assert_array_equal(got[:3], want)
+    assert (got[3] == nodes.NOT_GIVEN).all()
+    got[3:, 4] = 9, np.array(-1.5, np.float32).view(np.int32)
+    given = nodes.unpack(jnp.asarray(got))
+    assert (int(given.given_M[4]), float(given.least_logprob_M[4])) == (9, -1.5)
 
 
 def test_a_round_of_roots():
     nothing = no_drafts(0, 1)
     got = nodes.pack(nothing, nothing.count_A, np.zeros(0, int), 3, 4)
-    np.testing.assert_array_equal(got, [[0, 0, 0, PADDING], [0, 1, 2, 3], [-1] * 4])
+    np.testing.assert_array_equal(got[:3], [[0, 0, 0, PADDING], [0, 1, 2, 3], [-1] * 4])
     found = nodes.roots(jnp.asarray([4, 9]))
     assert [np.asarray(x).tolist() for x in jax.tree.leaves(found)] == [[4, 9], [0, 1], [-1, -1]]
 
@@ -107,7 +111,7 @@ def test_trees_of_equal_size():
 def test_where_nodes_lie_by_hand(num_nodes):
     drafts = stack([chain([7, 8]), BRANCHING], 5)
     table = nodes.pack(drafts, np.array([1, 5]), np.array([2, 0]), 3, num_nodes)
-    found = nodes.trees(Nodes(*map(jnp.asarray, table)), 3, max_nodes=6)
+    found = nodes.trees(Nodes(*map(jnp.asarray, table[:3])), 3, max_nodes=6)
     assert found.first_B.tolist() == [0, 6, 7]
     assert found.place_M[:9].tolist() == [0, 1, 2, 3, 4, 5, 0, 0, 1]
     branching = [[1, 0, 0, 0, 0, 0], [1, 1, 0, 0, 0, 0], [1, 0, 1, 0, 0, 0]]

@@ -16,7 +16,17 @@ from spec.drafter import no_drafts, stack
 from spec.nodes import Nodes
 from spec.sampling import Processing
 from spec.tree import PADDING, Draft, chain
-from spec.verify import Slots, _advance, by_slot, decode_rounds, settle, verify_round, walk
+from spec.verify import (
+    DRAWN,
+    KEPT,
+    Slots,
+    _advance,
+    by_slot,
+    decode_rounds,
+    settle,
+    verify_round,
+    walk,
+)
 
 N = 6
 EOS = 99
@@ -24,18 +34,18 @@ BRANCHING = Draft([10, 20, 11, 21, 22], [-1, -1, 0, 1, 1])  # nodes 1 … 5
 
 
 @jax.jit
-def emitted(nodes_3M, drawn_M, room_B, stop_E):
-    nodes = Nodes(*nodes_3M)
+def emitted(nodes_5M, drawn_M, room_B, stop_E):
+    nodes = Nodes(*nodes_5M[:3])
     return walk(nodes, packed_nodes.trees(nodes, len(room_B), N), drawn_M, room_B, stop_E)
 
 
 def walked(draft, drawn, room=100, stop=(EOS,)):
     """The emitted nodes of one slot: `drawn[i]` is the draw at node i."""
     drafts = stack([draft], N)
-    nodes_3M = packed_nodes.pack(drafts, drafts.count_A, np.arange(1), 1, N)
+    nodes_5M = packed_nodes.pack(drafts, drafts.count_A, np.arange(1), 1, N)
     drawn_M = np.asarray([*drawn, *[0] * (N - len(drawn))], np.int32)
     stop_E = np.asarray((*stop, *[-1] * (2 - len(stop))), np.int32)
-    return np.nonzero(np.asarray(emitted(nodes_3M, drawn_M, np.full(1, room), stop_E)))[0].tolist()
+    return np.nonzero(np.asarray(emitted(nodes_5M, drawn_M, np.full(1, room), stop_E)))[0].tolist()
 
 
 @pytest.mark.parametrize(
@@ -81,18 +91,20 @@ def test_a_walk_through_every_node():
 
 def test_slots_walk_on_their_own():
     drafts = stack([chain([1, 2]), chain([5]), BRANCHING], N)
-    nodes_3M = packed_nodes.pack(drafts, drafts.count_A, np.arange(3), 3, 12)
+    nodes_5M = packed_nodes.pack(drafts, drafts.count_A, np.arange(3), 3, 12)
     drawn_M = np.asarray([1, 2, 3, 6, 0, 20, 0, 21, 0, 8, 0, 1], np.int32)
-    got = np.asarray(emitted(nodes_3M, drawn_M, np.full(3, 9), np.asarray([EOS, -1], np.int32)))
+    got = np.asarray(emitted(nodes_5M, drawn_M, np.full(3, 9), np.asarray([EOS, -1], np.int32)))
     np.testing.assert_array_equal(np.nonzero(got)[0], [0, 1, 2, 3, 5, 7, 9])
-    tokens_BN, logprobs_BN, count_B = by_slot(drawn_M, drawn_M / 2, got, nodes_3M[1], 3)
+    kind_M = got * np.where(drawn_M == 20, KEPT, DRAWN)
+    tokens_BN, logprobs_BN, count_B, kept_B = by_slot(drawn_M, drawn_M / 2, kind_M, nodes_5M[1], 3)
+    np.testing.assert_array_equal(kept_B, [0, 0, 1])
     np.testing.assert_array_equal(count_B, [3, 1, 3])
     np.testing.assert_array_equal(tokens_BN, [[1, 2, 3], [6, 0, 0], [20, 21, 8]])
     np.testing.assert_array_equal(logprobs_BN, tokens_BN / 2)
 
 
 def test_a_round_in_which_nothing_is_emitted():
-    tokens_BN, _, count_B = by_slot(*np.zeros((2, 4)), np.zeros(4, bool), np.arange(4), 4)
+    tokens_BN, _, count_B, _ = by_slot(*np.zeros((2, 4)), np.zeros(4, int), np.arange(4), 4)
     assert tokens_BN.shape == (4, 1) and not count_B.any()
 
 
@@ -144,9 +156,9 @@ def rounds(kind, params, cache, slots):
     pending = kv_cache.no_pending(TINY, M * B, jnp.float32, ())
     if kind == "trees":
         drafts = stack([Draft([1, 2, 3], [-1, -1, 0])] * B, 3)
-        nodes_3M = packed_nodes.pack(drafts, drafts.count_A, np.arange(B), B, M * B)
+        nodes_5M = packed_nodes.pack(drafts, drafts.count_A, np.arange(B), B, M * B)
         cache, pending, *_ = verify_round(
-            params, cache, pending, slots, nodes_3M, stop_E, **static, max_nodes=M
+            params, cache, pending, slots, nodes_5M, stop_E, **static, max_nodes=M
         )
     else:
         cache, pending, *_ = decode_rounds(
@@ -210,9 +222,9 @@ def test_a_round_of_roots_alone_equals_one_with_padding():
     for num_nodes in (3, 12):
         slots = make_slots(3, length=np.asarray([0, 4, S - 1]))
         pending = kv_cache.no_pending(TINY, 12, jnp.float32, ())
-        nodes_3M = packed_nodes.pack(nothing, nothing.count_A, np.zeros(0, int), 3, num_nodes)
+        nodes_5M = packed_nodes.pack(nothing, nothing.count_A, np.zeros(0, int), 3, num_nodes)
         cache, pending, slots, drawn_3M = verify_round(
-            params, full_cache(3), pending, slots, nodes_3M, stop_E, **static, max_nodes=M
+            params, full_cache(3), pending, slots, nodes_5M, stop_E, **static, max_nodes=M
         )
         cache, _ = settle(cache, pending)
         tokens, bits, got = np.asarray(drawn_3M)

@@ -134,18 +134,18 @@ def test_fused_and_apart_emit_the_same(programs, chosen):
     sources_BM = np.zeros(tokens_BM.shape, np.uint8)
     drafts = Drafts(tokens_BM, parents_BM, prob_BM, sources_BM, count_B)
     taken_B = np.minimum(count_B, chosen.verify_tokens)
-    nodes_3M = pack(drafts, taken_B, np.arange(B), B, B * (chosen.verify_tokens + 1))
+    nodes_5M = pack(drafts, taken_B, np.arange(B), B, B * (chosen.verify_tokens + 1))
     *_, apart = verify.verify_round(
         params,
         cache,
         *state(),
-        nodes_3M,
+        nodes_5M,
         stop_E,
-        **engine.verify_options("cdf", B, nodes_3M.shape[1]),
+        **engine.verify_options("cdf", B, nodes_5M.shape[1]),
     )
     slots_M = np.repeat(np.arange(B), chosen.verify_tokens + 1)
-    tokens_BN, logprobs_BN, count_B = verify.by_slot(*verify.unpack(fused), slots_M, B)
-    wanted = verify.by_slot(*verify.unpack(apart), nodes_3M[1], B)
+    tokens_BN, logprobs_BN, count_B, _ = verify.by_slot(*verify.unpack(fused), slots_M, B)
+    wanted = verify.by_slot(*verify.unpack(apart), nodes_5M[1], B)
     assert count_B.tolist() == wanted[2].tolist()
     assert count_B.min() >= 1 and count_B.max() >= 3, "drafts of drafts were accepted"
     valid_BN = np.arange(tokens_BN.shape[1]) < count_B[:, None]

@@ -14,7 +14,6 @@ from benchmarks.real_policy import acceptance, learned, one_update, parity, ques
 from benchmarks.real_policy.ground import Ground, Sizes
 from models import hf, tokenizer
 from spec.drafter import Acceptance, Drafter, no_drafts
-from spec.reuse.prefix_rule import Verified
 
 SIZES = Sizes(questions=2, group_size=2, new_tokens=12, slots=8)
 
@@ -51,11 +50,11 @@ def test_a_policy_agrees_with_itself_and_another_one_does_not(ground):
     assert row["agreement"]["of"] == sum(t.num_tokens for t in done)
     assert one_update.lenient(ground, found, "lenient:1")["value"] > 0.99
     # one token of the last response drawn otherwise: what is behind it is lost too
-    cached, verified = found[max(found)]
-    drawn = verified.drawn.copy()
+    cached, scored = found[max(found)]
+    drawn = scored.drawn.copy()
     drawn[4] += 1
-    fields = verified.logprobs, verified.possible, drawn, verified.drawn_logprobs
-    planted = one_update.coupled(ground, found | {max(found): (cached, Verified(*fields))})
+    planted = cached, dataclasses.replace(scored, drawn=drawn)
+    planted = one_update.coupled(ground, found | {max(found): planted})
     n = row["agreement"]["of"]
     assert planted["agreement"]["value"] == pytest.approx(1 - 1 / n, abs=1e-5)
     assert planted["kept"]["value"] == pytest.approx(1 - (len(drawn) - 4) / n, abs=1e-5)

@@ -97,7 +97,7 @@ def test_a_row_of_the_table(grid, tmp_path):
             "reward": float(step),
             "rollout/generated_tokens": 10,
             "time/rollout": 0.5,
-            "spec/prefix_pass_seconds": 0.25,
+            "spec/cached_seconds": 0.25,
             "spec/reused_fraction": 0.0 if step <= 3 else 0.9,
             "entropy": 0.1 * step,
             "mismatch_kl": math.nan,

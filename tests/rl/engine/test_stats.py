@@ -127,13 +127,13 @@ def test_the_file_is_strict_json(tmp_path):
 def test_counts_of_rollouts_are_added():
     one, other = example(), EngineStats(fetches=3, tokens=5, prefilled_tokens=7)
     other.rounds[(4, 1, 64)] = 2
-    other.verified.add(6, 4, 1)
+    other.cached.add(6, 4)
     assert joined([one]) is one
     total = joined([one, other])
     assert (total.fetches, total.tokens, total.prefilled_tokens) == (one.fetches + 3, 25, 7)
     assert total.rounds == one.rounds + other.rounds and len(total.timeline) == 3
     assert (total.drafted_nodes, total.accepted_tokens) == (10, 5)
-    assert (total.verified.responses, total.verified.tokens, total.verified.kept_tokens) == (
+    assert (total.cached.responses, total.cached.tokens, total.cached.kept_tokens) == (
         1,
         6,
         4,

@@ -121,7 +121,7 @@ def test_coupled_reuse_changes_no_token(engines, alone, policy, chunk):
     spec = RolloutSpec(PARAMS, SAMPLING, KEY, STOP, policy_version=7, rule=rule)
     done = team.run(spec, requests)
     assert_same_tokens(done, alone)
-    found = team.stats.verified
+    found = team.stats.cached
     assert found.responses == len(REQUESTS) and found.kept_tokens > 100
 
 

@@ -1,0 +1,166 @@
+"""The cached responses of live requests: chains of nodes, up to the first token that is not kept.
+
+A request starts from its cached response (`rl.speculation.reuse`). Rounds verify the tokens that
+it has behind those kept so far, as many as the budget takes, beside the drafts of others. Where
+noise is coupled a token is kept if the policy draws it: the chain is a draft like any other. Else a
+rule says so, and the round is given the tokens with the log-probabilities that it asks for.
+B = slots, L = response tokens, A = live requests, N = draft tokens of a request, M = nodes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numba
+import numpy as np
+
+from rl.engine.ending import Endings
+from rl.engine.stats import CachedCounts
+from rl.trajectory import PartialRequest, Prefix
+from spec.drafter import Drafts, LiveSlots, Source
+from spec.reuse.prefix_rule import PrefixRule
+
+PRIOR_KEPT, PRIOR_TOKENS = 9.0, 10.0  # of a rollout: what is assumed to be kept before any was
+
+
+class CachedPrefixes:
+    """The cached responses of B rows; row b may still keep tokens `emitted … end_B[b]` of its own.
+
+    `end_B` is 0 where a row's request has none, or has one that does not go on.
+    """
+
+    def __init__(
+        self, rule: PrefixRule, endings: Endings, counts: CachedCounts, num_slots: int, longest: int
+    ) -> None:
+        self._rule, self._endings, self.counts = rule, endings, counts
+        self.tokens_BL = np.zeros((num_slots, longest), np.int32)
+        self.least_logprobs_BL = np.zeros((num_slots, longest), np.float32)
+        self.end_B = np.zeros(num_slots, np.int32)
+        self.kept_B = np.zeros(num_slots, np.int32)  # response tokens that were cached ones
+
+    @property
+    def given(self) -> bool:
+        """Whether rounds are given the tokens, of which a rule keeps some."""
+        return not self._rule.mode.couples_noise
+
+    def enter(self, row: int, partial: PartialRequest) -> None:
+        """Put a request into a row; one whose tokens so far were all kept goes on with the rest."""
+        request, prefix = partial.request, partial.prefix
+        self.end_B[row], self.kept_B[row] = 0, 0 if prefix is None else prefix.reused_tokens
+        if request.cached is None or partial.num_tokens > self.kept_B[row]:
+            return
+        tokens = request.cached.tokens[: request.limit(self._endings.sampling)]
+        # up to where a response ends
+        tokens = tokens[: self._endings.read(self._endings.rule(request.sampling), tokens)[0]]
+        n = len(tokens)
+        if n <= partial.num_tokens:
+            return
+        self.tokens_BL[row, :n], self.end_B[row] = tokens, n
+        if self.given:
+            least = self._rule.least_logprobs(request.request_id, request.cached, n)
+            self.least_logprobs_BL[row, :n] = least
+
+    def goes_on(self, rows: np.ndarray) -> np.ndarray:
+        """Return the rows' requests that may still keep cached tokens; bool."""
+        return self.end_B[rows] > 0
+
+    def draft(self, live: LiveSlots, most_A: np.ndarray, drafts: Drafts) -> None:
+        """Write the chains, of up to `most_A` tokens, to the drafts of those who have one."""
+        kept_rate = (self.counts.kept_tokens + PRIOR_KEPT) / (
+            self.counts.decided_tokens + PRIOR_TOKENS
+        )
+        emitted_A = live.total_tokens_A - live.prompt_tokens_A
+        rows_A, source = live.rows_A, int(Source.CACHED)
+        most_A = np.minimum(most_A, self.end_B[rows_A] - emitted_A)
+        _draft(self.tokens_BL, rows_A, emitted_A, most_A, kept_rate, source, drafts)
+
+    def give(self, nodes_5M: np.ndarray, emitted_B: np.ndarray) -> None:
+        """Write the tokens that may be kept behind the nodes of a round to its table."""
+        _give(nodes_5M, emitted_B, self.end_B, self.tokens_BL, self.least_logprobs_BL)
+
+    def commit(
+        self,
+        tokens_BN: np.ndarray,
+        count_B: np.ndarray,
+        kept_B: np.ndarray,
+        emitted_B: np.ndarray,
+        stopped_B: np.ndarray,
+    ) -> np.ndarray:
+        """Take what a fetch brought rows with `emitted_B` tokens; return how many each kept.
+
+        The first `kept_B` of `count_B` tokens were given ones. A chain ends with the first token
+        that is not kept, and with its response.
+        """
+        if self.given:
+            kept_B = np.minimum(kept_B, count_B)
+        else:
+            kept_B = _agreeing(tokens_BN, count_B, emitted_B, self.tokens_BL, self.end_B)
+        self.kept_B += kept_B
+        total_B = emitted_B + count_B
+        over_B = (kept_B < count_B) | (total_B >= self.end_B) | stopped_B
+        for row in np.nonzero(over_B & (self.end_B > 0) & (count_B > 0))[0].tolist():
+            self.counts.add(int(self.end_B[row]), int(self.kept_B[row]))
+            self.end_B[row] = 0
+        return kept_B if self.given else np.zeros_like(kept_B)
+
+    def reused(self, row: int, partial: PartialRequest, prefix: Prefix) -> Prefix:
+        """Return the row's response with who drew the tokens that a rule kept, and how many."""
+        n = int(self.kept_B[row])
+        assert partial.request.cached is not None or n == 0
+        scores = None if partial.request.cached is None else partial.request.cached.scores
+        prefix = dataclasses.replace(prefix, reused_tokens=n)
+        if not self.given or scores is None:
+            return prefix
+        emission, versions = prefix.emission_logprobs.copy(), prefix.policy_versions.copy()
+        emission[:n], versions[:n] = scores.emission_logprobs[:n], scores.policy_versions[:n]
+        return dataclasses.replace(prefix, emission_logprobs=emission, policy_versions=versions)
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Make row i what row `rows[i]` was."""
+        for name in ("tokens_BL", "least_logprobs_BL", "end_B", "kept_B"):
+            setattr(self, name, getattr(self, name)[np.asarray(rows)])
+
+    def widen(self, num_slots: int) -> None:
+        """Append rows without a request."""
+        more = np.zeros(num_slots - len(self.end_B), np.int64)
+        first_free = len(self.end_B)
+        self.keep([*range(first_free), *more.tolist()])
+        self.end_B[first_free:] = self.kept_B[first_free:] = 0
+
+
+@numba.njit(cache=True, nogil=True)
+def _draft(tokens_BL, rows_A, emitted_A, most_A, kept_rate, source, drafts):  # type: ignore[no-untyped-def]
+    for a in range(len(rows_A)):
+        prob = 1.0
+        for n in range(max(most_A[a], 0)):
+            prob *= kept_rate
+            drafts.tokens_AN[a, n] = tokens_BL[rows_A[a], emitted_A[a] + n]
+            drafts.parents_AN[a, n], drafts.prob_AN[a, n] = n - 1, prob
+            drafts.sources_AN[a, n] = source
+            drafts.count_A[a] = n + 1
+
+
+@numba.njit(cache=True, nogil=True)
+def _give(nodes_5M, emitted_B, end_B, tokens_BL, least_BL):  # type: ignore[no-untyped-def]
+    depth = 0
+    for m in range(nodes_5M.shape[1]):
+        b = nodes_5M[1, m]
+        if b >= len(end_B):  # padding
+            break
+        depth = 0 if nodes_5M[2, m] < 0 else depth + 1
+        at = emitted_B[b] + depth
+        if at < end_B[b]:
+            nodes_5M[3, m] = tokens_BL[b, at]
+            nodes_5M[4, m] = least_BL[b, at : at + 1].view(np.int32)[0]
+
+
+@numba.njit(cache=True, nogil=True)
+def _agreeing(tokens_BN, count_B, emitted_B, tokens_BL, end_B):  # type: ignore[no-untyped-def]
+    agreeing_B = np.zeros(len(end_B), np.int32)
+    for b in range(len(end_B)):
+        for n in range(min(count_B[b], end_B[b] - emitted_B[b])):
+            if tokens_BN[b, n] != tokens_BL[b, emitted_B[b] + n]:
+                break
+            agreeing_B[b] += 1
+    return agreeing_B

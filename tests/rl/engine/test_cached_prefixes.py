@@ -1,0 +1,127 @@
+"""Cached responses of rows: their chains, the given tokens, and where they end."""
+
+import numpy as np
+import pytest
+
+from rl.engine.cached_prefixes import CachedPrefixes
+from rl.engine.ending import Endings
+from rl.engine.slot_table import SlotTable
+from rl.engine.stats import CachedCounts
+from rl.trajectory import Origin, PartialRequest, Request
+from spec.config import SamplingConfig
+from spec.drafter import Source, no_drafts, stack
+from spec.nodes import NOT_GIVEN, pack
+from spec.reuse.lenience import log
+from spec.reuse.prefix_rule import PrefixRule, parse_mode
+from spec.reuse.rollout_cache import CachedResponse, Scores
+from spec.tree import chain
+
+PROMPT, TOKENS, STOP = (1, 2), [5, 6, 7, 8, 9], 9
+
+
+def request(request_id, tokens=TOKENS, **fields):
+    n = len(tokens)
+    scores = Scores(np.full(n, -1.0, np.float32), np.full(n, -2.0, np.float32), np.full(n, 3))
+    cached = CachedResponse(0, np.asarray(tokens, np.int32), 1.0, scores)
+    return Request(request_id, PROMPT, cached=cached, **fields)
+
+
+def table_of(mode, requests, num_slots=4):
+    endings = Endings(SamplingConfig(max_new_tokens=8), (STOP,))
+    rule = PrefixRule(parse_mode(mode), log(parse_mode(mode).lenience), 0, 1)
+    cached = CachedPrefixes(rule, endings, CachedCounts(), num_slots, 10)
+    table = SlotTable(num_slots, 11, endings, cached)
+    for row, r in enumerate(requests):
+        table.enter(row, PartialRequest(r))
+    return table, cached
+
+
+def commit(table, rows, kept=None):
+    """Each row's tokens of a fetch; how many of them were given ones."""
+    B = len(table)
+    tokens_BN, count_B = np.zeros((B, 8), np.int32), np.zeros(B, np.int32)
+    for b, tokens in rows.items():
+        tokens_BN[b, : len(tokens)], count_B[b] = tokens, len(tokens)
+    kept_B = np.array([(kept or {}).get(b, 0) for b in range(B)])
+    logprobs_BN = np.full((B, 8), -0.5, np.float32)
+    return table.commit(tokens_BN, logprobs_BN, count_B, count_B > 1, kept_B)
+
+
+def chains(table, most=31):
+    live = table.live()
+    drafts = no_drafts(len(live), 31)
+    table.cached.draft(live, np.full(len(live), most), drafts)
+    return drafts
+
+
+def test_chains_begin_behind_the_tokens_kept_so_far():
+    table, cached = table_of("coupled", [request(0), Request(1, PROMPT)])
+    drafts = chains(table, most=3)
+    assert drafts.tokens_AN[0, :3].tolist() == [5, 6, 7] and drafts.count_A.tolist() == [3, 0]
+    assert drafts.parents_AN[0, :3].tolist() == [-1, 0, 1]
+    assert (drafts.sources_AN[0, :3] == Source.CACHED).all()
+    assert (np.diff(drafts.prob_AN[0, :3]) < 0).all()
+    commit(table, {0: [5, 6], 1: [5]})
+    drafts = chains(table)
+    assert drafts.tokens_AN[0, :3].tolist() == [7, 8, 9] and drafts.count_A.tolist() == [3, 0]
+    commit(table, {0: [7, 4]})
+    assert not cached.goes_on(np.arange(2)).any() and not chains(table).count_A.any()
+    assert (cached.counts.kept_tokens, cached.counts.whole, cached.counts.responses) == (3, 0, 1)
+
+
+def test_cached_tokens_end_where_a_response_would():
+    for r, kept in (
+        (request(0, [5, STOP, 7]), [5, STOP]),
+        (request(1, max_new_tokens=2), [5, 6]),
+        (request(2, [5] * 9), [5] * 8),
+    ):
+        table, cached = table_of("full", [r])
+        assert cached.end_B[0] == len(kept)
+        commit(table, {0: kept}, {0: len(kept)})
+        assert cached.counts.whole == 1 and table.ended_rows().tolist() == [0]
+    assert not table_of("full", [request(0, [])])[1].end_B.any()
+
+
+def test_given_tokens_and_their_bounds():
+    """Slot 0 has emitted one token and verifies two; slot 1 has no cached response; 2 has all."""
+    table, cached = table_of("lenient:1", [request(0), Request(1, PROMPT), request(2)])
+    commit(table, {0: [5], 1: [5]}, {0: 1})
+    drafts = stack([chain([6, 7]), chain([4]), chain([5, 6, 7, 8, 9])], 5)
+    nodes_5M = pack(drafts, drafts.count_A, np.arange(3), 4, 16)
+    cached.give(nodes_5M, table.emitted_B)
+    none = NOT_GIVEN
+    assert nodes_5M[3].tolist() == [6, 7, 8, none, none, 5, 6, 7, 8, 9, none, none, *[none] * 4]
+    least = nodes_5M[4].view(np.float32)
+    np.testing.assert_array_equal(least[:3], cached.least_logprobs_BL[0, 1:4])
+    np.testing.assert_array_equal(least[5:10], cached.least_logprobs_BL[2, :5])
+
+
+def test_a_request_that_leaves_goes_on_where_it_was():
+    table, cached = table_of("lenient:1", [request(0), request(1)])
+    bounds = cached.least_logprobs_BL[0].copy()
+    commit(table, {0: [5, 6], 1: [5, 4]}, {0: 2, 1: 1})
+    left = [table.leave(row, 7) for row in (0, 1)]
+    assert [p.prefix.reused_tokens for p in left] == [2, 1]
+    assert left[0].prefix.policy_versions.tolist() == [3, 3]
+    assert left[1].prefix.policy_versions.tolist() == [3, 7]
+    assert left[1].prefix.emission_logprobs.tolist() == [-2.0, -0.5]
+    other, there = table_of("lenient:1", [])
+    other.enter(2, left[0])
+    other.enter(3, left[1])
+    assert there.goes_on(np.array([2, 3])).tolist() == [True, False]
+    np.testing.assert_array_equal(there.least_logprobs_BL[2], bounds)
+    assert chains(other).tokens_AN[0, :3].tolist() == [7, 8, 9]
+    commit(other, {2: [7, 8, 9]}, {2: 3})
+    done = other.retire(2, 8)
+    assert (done.origins == Origin.REUSED).all() and done.policy_versions.tolist() == [3] * 5
+    assert (there.counts.tokens, there.counts.kept_tokens, there.counts.whole) == (5, 5, 1)
+
+
+@pytest.mark.parametrize("rows", [[1, 0], [1]])
+def test_rows_that_move(rows):
+    table, cached = table_of("coupled", [request(0), request(1, [7, 7, 7])], num_slots=2)
+    table.keep(rows)
+    assert cached.end_B.tolist() == [3, 5][: len(rows)]
+    table.widen(4)
+    assert cached.end_B.tolist() == [3, 5][: len(rows)] + [0] * (4 - len(rows))
+    assert cached.tokens_BL.shape == (4, 10) and cached.tokens_BL[0, :3].tolist() == [7, 7, 7]
