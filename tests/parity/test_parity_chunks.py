@@ -8,15 +8,17 @@ import dataclasses
 
 import numpy as np
 import pytest
+import rollouts
 from parity_chunks import CONFIG, SEEDS, in_chunks, make_requests
 from parity_drafters import RandomTrees
-from parity_model import MODEL, SAMPLINGS, STEP_KEY, differences, naive_rollout
+from parity_model import MODEL, SAMPLINGS, STEP_KEY, STOP, TOLERANCE, differences, naive_rollout
 from test_parity_draft_model import SMALL, drafter
 from test_parity_learned import Keeps, hidden, learned
 from test_parity_reuse import changed, rule, with_cached
 
 from rl.engine.engine import Engine
 from rl.engine.rollout_spec import RolloutSpec
+from rl.trajectory import Origin
 from spec.budget.budget import FixedBudget
 from spec.draft_model.config import ChainConfig
 from spec.eagle import model as eagle
@@ -99,4 +101,18 @@ def test_a_learned_drafter_and_the_states_that_it_reads(check, keeping, params):
 
 def test_reuse(check, engine, want, chunked):
     given = with_cached(chunked, lambda r: changed(want, r))
-    assert check(engine, lambda: {"rule": rule("coupled")}, given) == {1}
+    assert check(engine, lambda: {"rule": rule("coupled")}, given) == {1, 2, 4}
+
+
+@pytest.mark.parametrize("mode", ["lenient:1", "random"])
+def test_a_rule_keeps_the_same_wherever_chunks_end(engine, params, want, chunked, mode):
+    given, mine = with_cached(chunked, lambda r: changed(want, r)), rule(mode)
+    done = rollouts.run(engine, params, given, SAMPLINGS["plain"], STEP_KEY, STOP, rule=mine)
+    whole = {t.request_id: t for t in done}
+    got, _ = in_chunks(engine, params, "plain", given, SEEDS[0], rule=mine)
+    assert len({int((t.origins == Origin.REUSED).sum()) for t in got}) > 3
+    for t in got:
+        one = whole[t.request_id]
+        for name in ("response_ids", "policy_versions", "emission_logprobs"):
+            np.testing.assert_allclose(getattr(t, name), getattr(one, name), atol=TOLERANCE)
+        np.testing.assert_array_equal(t.origins == Origin.REUSED, one.origins == Origin.REUSED)
