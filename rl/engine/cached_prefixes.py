@@ -41,7 +41,7 @@ class CachedPrefixes:
 
     @property
     def given(self) -> bool:
-        """Whether rounds are given the tokens, of which a rule keeps some."""
+        """Return whether rounds are given the tokens, of which a rule keeps some."""
         return not self._rule.mode.couples_noise
 
     def enter(self, row: int, partial: PartialRequest) -> None:

@@ -147,11 +147,11 @@ def test_a_round_needs_what_is_estimated(vocab_size):
         processing=Processing(floats_B, ints_B, floats_B),
     )
     pending = jax.eval_shape(lambda: kv_cache.no_pending(model, M, jnp.float32))
-    nodes_3M = jax.ShapeDtypeStruct((3, M), jnp.int32)
+    nodes_5M = jax.ShapeDtypeStruct((5, M), jnp.int32)
     stop_E = jax.ShapeDtypeStruct((1,), jnp.int32)
     found = compiled_bytes(
         verify.verify_round.lower(
-            *(params, cache, pending, slots, nodes_3M, stop_E),
+            *(params, cache, pending, slots, nodes_5M, stop_E),
             config=model,
             scheme=SamplingConfig().draw,
             max_nodes=8,
