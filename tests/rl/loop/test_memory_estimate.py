@@ -79,7 +79,7 @@ def test_each_setting_moves_the_part_it_should():
     at_work = "a layer's gradient, or logits"
     assert parts("Trainer.logprob_chunk_tokens=1024")[at_work] > plain[at_work]
     assert parts("Sampling.max_new_tokens=193")["KV cache"] > 1.2 * plain["KV cache"]
-    drawn = "a round, prompts or cached responses"
+    drawn = "a round, or prompts"
     wide = dataclasses.replace(MODEL, vocab_size=8 * MODEL.vocab_size)
     assert parts(model=wide)[drawn] > 3 * plain[drawn], "logits of every node"
     learned = parts("Speculation.sources=('learned',)")
@@ -157,7 +157,7 @@ def test_a_round_needs_what_is_estimated(vocab_size):
             max_nodes=8,
         )
     )
-    part = "a round, prompts or cached responses"
+    part = "a round, or prompts"
     config = setting("Engine.prefill_rows=1", "Engine.prefill_chunk_tokens=32")
     estimated = memory_estimate.estimate(config, model, Devices()).parts[part]
     within(estimated, found.temp_size_in_bytes)
