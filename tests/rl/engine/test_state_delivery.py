@@ -1,13 +1,15 @@
 """Hidden states arrive whole and in order, few wait at a time, and what goes wrong is raised."""
 
+import dataclasses
 import threading
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from caught_by_hand import equal, sequence
+from tiny_drafter import make_engine
 
-from rl.engine import state_delivery
+from rl.engine import cache_ops, state_delivery
 from rl.engine.state_delivery import Ended, StateDelivery
 
 PIECE = 4
@@ -38,6 +40,24 @@ def ended(length, name=0):
     starts = [min(start, size) for start in range(0, length - 1, PIECE)]
     copies = [(at, jnp.asarray(held[at : at + PIECE], jnp.float32)) for at in starts]
     return whole, Ended(whole.tokens_T, whole.prompt_tokens, copies, whole.policy_version)
+
+
+def test_a_row_of_the_cache_arrives_as_it_is(monkeypatch):
+    monkeypatch.setattr(cache_ops, "STATE_COPY_TOKENS", 16)
+    engine = make_engine()
+    cache = engine.empty_cache(4, 40)
+    states_BSW = np.random.default_rng(0).normal(size=(4, 40, cache.features[0].shape[3]))
+    states_BSW = states_BSW.astype(np.float32)
+    cache = dataclasses.replace(cache, features=(jnp.asarray(states_BSW[:, None]),))
+    sink, lengths = Sink(), (1, 15, 16, 17, 32, 33, 39, 40)
+    with StateDelivery(sink) as delivery:
+        for n in lengths:
+            copies = engine.copy_states(cache, 2, n)
+            assert [len(copy) for _, copy in copies] == [16] * -(-n // 16)
+            delivery.send(Ended(np.arange(n + 1, dtype=np.int32), 1, copies, 3))
+    for n, got in zip(lengths, sink.taken, strict=True):
+        np.testing.assert_array_equal(got.hidden_TW, states_BSW[2, :n])
+        assert (len(got.tokens_T), got.prompt_tokens, got.policy_version) == (n + 1, 1, 3)
 
 
 def test_whole_sequences_arrive_in_the_order_in_which_they_were_sent():
