@@ -154,6 +154,52 @@ def stack(drafts: Sequence[Draft], max_nodes: int) -> Drafts:
     return out
 
 
+class RoundsInput(NamedTuple):
+    """What a drafter gives to rounds that draft on the device, spec/draft_cache/rounds.py.
+
+    `drafting` is static; `cache` is consumed; draft tokens go `depth` deep.
+    """
+
+    drafting: Any
+    cache: Any
+    constants: Any
+    table_RX: Any
+    depth: int
+
+
+class RoundsDrafter(Protocol):
+    """A drafter that can draft inside rounds on the device, several between two fetches."""
+
+    depth: int
+    source: Source
+
+    @property
+    def most_tokens(self) -> int:
+        """The most draft tokens of a request that it has a use for."""
+        ...
+
+    @property
+    def num_positions(self) -> int:
+        """The positions of its cache, which rounds need of the policy's too; 0: it has none yet."""
+        ...
+
+    def enter_rounds(self, live: LiveSlots, most_tokens: int, num_positions: int) -> RoundsInput:
+        """Make the cache complete for all requests, each to have up to `most_tokens` a round."""
+        ...
+
+    def leave_rounds(self, live: LiveSlots, cache: Any, acceptance_X2: np.ndarray) -> None:
+        """Take the cache back: it has the entries of what the requests have now.
+
+        The acceptance is that of each request in each round: draft tokens that were accepted, and
+        those for which that is known.
+        """
+        ...
+
+    def empty_rounds(self, num_slots: int, num_positions: int) -> RoundsInput:
+        """Return the same for rows at rest, to compile rounds with."""
+        ...
+
+
 class Drafter(Protocol):
     """Proposes drafts; the engine calls `propose` once a round.
 
@@ -165,6 +211,10 @@ class Drafter(Protocol):
     def propose(self, live: LiveSlots, max_nodes_A: np.ndarray, max_nodes: int) -> Drafts:
         """Draft up to `max_nodes_A` tokens for each live request, at most `max_nodes`."""
         ...
+
+    def in_rounds(self) -> RoundsDrafter | None:
+        """Return who drafts the next rounds if it can be done on the device, and nobody else is."""
+        return None
 
     def observe(self, drafts: Drafts, acceptance: Acceptance) -> None:
         """Learn what was accepted of the last drafts."""

@@ -93,15 +93,25 @@ def roots(last_token_B: jax.Array) -> Nodes:
     return Nodes(last_token_B, slots_B, jnp.full_like(slots_B, NO_PARENT))
 
 
-def of_trees(tokens_BN: jax.Array, parents_BN: jax.Array) -> Nodes:
-    """Return trees of equal size, roots included, as the nodes of a round.
+def of_trees(
+    tokens_BN: jax.Array, parents_BN: jax.Array, count_B: jax.Array, num_nodes: int
+) -> tuple[Nodes, jax.Array]:
+    """Return the first `count_B` nodes of trees, roots included, as the nodes of a round.
 
-    `parents_BN` are places in the slot's own tree, −1 for the root; `PADDING` hangs from the root.
+    `parents_BN` are places in the slot's own tree, −1 for the root. Returns with them where each
+    tree's nodes are among the round's, int32 [B, N]; `num_nodes` for those that are not.
     """
-    B, N = tokens_BN.shape
-    slots_BN = jnp.broadcast_to(jnp.arange(B, dtype=jnp.int32)[:, None], (B, N))
-    parents_BN = jnp.where(parents_BN < 0, NO_PARENT, parents_BN + N * slots_BN)
-    return Nodes(*(x.reshape(-1) for x in (tokens_BN, slots_BN, parents_BN)))
+    (B, N), at_N = tokens_BN.shape, jnp.arange(tokens_BN.shape[1], dtype=jnp.int32)
+    end_B = jnp.cumsum(count_B)
+    first_B = (end_B - count_B).astype(jnp.int32)
+    place_BN = jnp.where(at_N < count_B[:, None], first_B[:, None] + at_N, num_nodes)
+    slots_M = jnp.searchsorted(end_B, jnp.arange(num_nodes), side="right").astype(jnp.int32)
+    first_M = jnp.take(first_B, slots_M, mode="clip")
+    index_M = jnp.clip(slots_M * N + jnp.arange(num_nodes) - first_M, 0, B * N - 1)
+    tokens_M, parents_M = (x_BN.reshape(-1)[index_M] for x_BN in (tokens_BN, parents_BN))
+    tokens_M = jnp.where(slots_M < B, tokens_M, PADDING)
+    parents_M = jnp.where((slots_M < B) & (parents_M >= 0), first_M + parents_M, NO_PARENT)
+    return Nodes(tokens_M, slots_M, parents_M), place_BN
 
 
 def planted(nodes: Nodes, last_token_B: jax.Array) -> Nodes:

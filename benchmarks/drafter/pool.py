@@ -88,10 +88,10 @@ def fused_round(
     state = weights, searched, cache.features[0], ends, depth, no_noise
     searched, packed = tree_search.trees(*state, search=search)
     root_B1 = jnp.zeros((len(packed), 1), jnp.int32)
-    nodes = of_trees(
-        jnp.concatenate([root_B1, packed[:, :M]], axis=1),
-        jnp.concatenate([root_B1 - 1, packed[:, M : 2 * M] + 1], axis=1),
-    )
+    tokens_BN = jnp.concatenate([root_B1, packed[:, :M]], axis=1)
+    parents_BN = jnp.concatenate([root_B1 - 1, packed[:, M : 2 * M] + 1], axis=1)
+    whole_B = jnp.full_like(root_B1[:, 0], M + 1)
+    nodes, _ = of_trees(tokens_BN, parents_BN, whole_B, tokens_BN.size)
     cache, pending, slots, out = verify.verify(
         config, params, cache, pending, slots, nodes, stop_E, search.scheme, M + 1
     )

@@ -17,8 +17,8 @@ class EngineConfig:
     `slots` requests run at once; buckets of slots are `min_slots` · 2^i, of cache
     positions `min_positions` · 2^i up to what the longest request can need, of prompt
     tokens `min_prompt_tokens` · 2^i.
-    `rounds_per_fetch` rounds run on the device between two fetches where no draft
-    is wanted. Prompts are computed `prefill_rows` at a time, at most
+    Up to `rounds_per_fetch` rounds run on the device between two fetches where the host makes no
+    draft tokens. Prompts are computed `prefill_rows` at a time, at most
     `prefill_chunk_tokens` tokens a pass. A round has slots · 2^i nodes, a root for each slot and
     draft tokens: at most `max_round_nodes`, but twice the slots at least, and at most `max_nodes`
     of one request. Tokens of cached responses are nodes as well.

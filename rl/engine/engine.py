@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -26,10 +26,12 @@ from rl.engine.stats import EngineStats, RoundRecord
 from rl.engine.waiting_queue import WaitingQueue
 from rl.trajectory import Request, Trajectory, longest_tokens
 from spec.budget.budget import DraftDecision
+from spec.draft_cache.rounds import Asked, draft_rounds, unpack_rounds
 from spec.drafter import Drafts, LiveSlots
 from spec.nodes import pack
 from spec.verify import Slots, by_slot, decode_rounds, unpack, verify_round
 
+T = TypeVar("T")
 OnFinish = Callable[[Trajectory], None]
 OnRound = Callable[[int, int], None]  # (responses finished, tokens emitted) so far
 
@@ -190,6 +192,8 @@ class Engine(ModelRunner):
             assert drafts is not None
             tokens_BN, count_B = self._verify(live, drafts, decision)
             rounds_B = np.minimum(count_B, 1)
+        elif decision.tree_tokens:
+            count_B, rounds_B = self._draft_on_device(live, decision)
         else:
             tokens_BN, count_B = self._decode(decision.num_rounds)
             rounds_B = count_B
@@ -239,8 +243,7 @@ class Engine(ModelRunner):
         drafted_B[live.rows_A] = taken_A > 0
         self.stats.rounds[(B, M, self._positions)] += 1
         self._rows.stepped(*state)
-        self._called_s = self.clock()
-        drawn = unpack(found)
+        drawn = self._fetched(unpack, found)
         tokens_BN, logprobs_BN, count_B, kept_B = by_slot(*drawn, nodes_5M[1], B)
         return self._commit(tokens_BN, logprobs_BN, count_B, drafted_B, kept_B)
 
@@ -263,17 +266,67 @@ class Engine(ModelRunner):
             **self.decode_options(spec.sampling.draw),
         )
         self._rows.stepped(*state)
-        self._called_s = self.clock()
-        tokens_BR, logprobs_BR, kind_BR = unpack(found)
+        tokens_BR, logprobs_BR, kind_BR = self._fetched(unpack, found)
         count_B, none_B = (kind_BR > 0).sum(axis=1, dtype=np.int32), np.zeros(B, np.int32)
         tokens_BN, count_B = self._commit(tokens_BR, logprobs_BR, count_B, none_B > 0, none_B)
         self.stats.rounds[(B, B, self._positions)] += int(count_B.max())
         return tokens_BN, count_B
 
+    def _draft_on_device(
+        self, live: LiveSlots, decision: DraftDecision
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Rounds that draft and verify on the device; returns the slots' tokens and rounds."""
+        table, spec, drafter = self._table, self._spec, self._speculator.in_rounds
+        assert drafter is not None
+        B, rows = len(table), self._rows
+        options = self.draft_options(spec.sampling.draw, B, decision)
+        left_B = np.where(table.busy_B, table.limit_B - table.emitted_B, 0)
+        most_B = table.cached_tokens_B + np.minimum(left_B, options["shape"].tree_nodes)
+        rows.grow(max(int(most_B.max()), drafter.num_positions))
+        given = drafter.enter_rounds(live, decision.tree_tokens, self._positions)
+        # the likeliest n draft tokens are n deep at most
+        depth = min(given.depth, decision.tree_tokens)
+        limits_4 = [decision.num_rounds, self._stop_after(), self._fetch_tokens, depth]
+        scale_B, slots = np.ones(B, np.float32), self._device_slots()
+        if decision.scale_A is not None:
+            scale_B[live.rows_A] = decision.scale_A
+        made = np.array(limits_4, np.int32), scale_B
+        *state, draft_cache, found = draft_rounds(
+            spec.params,
+            *rows.for_round(),
+            slots,
+            self._stop_E,
+            given.cache,
+            Asked(given.constants, given.table_RX, *map(self.argument, made)),
+            **options,
+            drafting=given.drafting,
+        )
+        rows.stepped(*state)
+        total_B, rounds_B = np.zeros(B, np.int32), np.zeros(B, np.int32)
+        acceptance = []
+        for r in self._fetched(unpack_rounds, found):
+            drawn_B = np.where(table.stopped_B, 0, r.count_B)  # the device does not know all ends
+            _, count_B = self._commit(
+                r.tokens_BN, r.logprobs_BN, drawn_B, r.drafted_B > 0, np.zeros_like(drawn_B)
+            )
+            total_B, rounds_B = total_B + count_B, rounds_B + (count_B > 0)
+            acceptance.append(self._speculator.observe_unseen(live, r, count_B))
+        drafter.leave_rounds(table.view(live.rows_A), draft_cache, np.concatenate(acceptance))
+        self.stats.rounds[(B, decision.num_nodes, self._positions)] += int(rounds_B.max())
+        return total_B, rounds_B
+
     def _stop_after(self) -> int:
         """Ended requests after which the host can refill slots, or the batch can shrink."""
         busy = self._table.num_busy
         return max(1, busy // 8 if len(self._waiting) else busy - len(self._table) // 2)
+
+    def _fetched(self, unpack: Callable[[Any], T], found: Any) -> T:
+        """Return what a call found, once the device has it."""
+        self._called_s = self.clock()
+        drawn = unpack(found)
+        self._fetched_s = self.clock()
+        self.stats.fetches += 1
+        return drawn
 
     def _commit(
         self,
@@ -284,11 +337,9 @@ class Engine(ModelRunner):
         kept_B: np.ndarray,
     ) -> tuple[np.ndarray, np.ndarray]:
         """Append the tokens that a fetch brought each slot; returns (tokens_BN, count_B)."""
-        self._fetched_s = self.clock()
         count_B = self._table.commit(tokens_BN, logprobs_BN, drawn_B, drafted_B, kept_B)
         if self._table.endings.unknown_to_device and self._table.stopped_B[count_B > 0].any():
             self._rows.changed()  # the device goes on there
-        self.stats.fetches += 1
         self.stats.tokens += int(count_B.sum())
         return tokens_BN, count_B
 

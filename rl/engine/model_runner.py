@@ -22,7 +22,9 @@ from rl.engine import admission, cache_ops
 from rl.engine.config import EngineConfig
 from rl.trajectory import HostKv, Request, check_requests
 from spec.buckets import bucket, widest_tree
+from spec.budget.budget import DraftDecision
 from spec.config import Draw, SamplingConfig
+from spec.draft_cache.rounds import Shape
 
 # jax lists an array's shards when it is first read: two threads at once see half of them
 _placing = threading.Lock()
@@ -173,6 +175,17 @@ class ModelRunner:
         """Return the static arguments of `verify_round` for a round of so many slots and nodes."""
         max_nodes = widest_tree(num_slots, num_nodes, self.config.max_nodes)
         return {"config": self.model, "scheme": scheme, "max_nodes": max_nodes}
+
+    def draft_options(
+        self, scheme: Draw, num_slots: int, decision: DraftDecision
+    ) -> dict[str, Any]:
+        """Return the static arguments of `draft_rounds` but for its drafter."""
+        num_nodes = decision.num_nodes
+        tree_nodes = num_nodes // num_slots
+        if decision.tree_tokens >= tree_nodes:
+            tree_nodes = widest_tree(num_slots, num_nodes, self.config.max_nodes)
+        shape = Shape(num_nodes, tree_nodes, self.config.rounds_per_fetch)
+        return {"config": self.model, "scheme": scheme, "shape": shape}
 
     def _cache_options(self) -> dict[str, Any]:
         return {"dtype": self.dtype, "feature_layers": self.feature_layers}

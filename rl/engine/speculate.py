@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -12,7 +13,8 @@ from rl.engine.rollout_spec import Drafting
 from rl.engine.stats import EngineStats
 from spec.acceptance import plain_acceptance, round_acceptance
 from spec.budget.budget import DraftDecision, FixedBudget, plain
-from spec.drafter import Drafts, LiveSlots, Source, no_drafts
+from spec.draft_cache.rounds import DraftedRound
+from spec.drafter import Acceptance, Drafts, LiveSlots, RoundsDrafter, Source, no_drafts
 
 
 class Speculator:
@@ -22,6 +24,7 @@ class Speculator:
         self.drafter, budget = drafting
         self._budget = budget or FixedBudget()
         self._config, self._stats = config, stats
+        self.in_rounds: RoundsDrafter | None = None  # who can draft on the device, as last decided
 
     def decide(
         self,
@@ -47,16 +50,34 @@ class Speculator:
             most_A[chained_A] = 0
         if not most_A.any() and not chained_A.any():
             return None, undrafted
+        sizes = self._config.node_sizes(num_slots)
+        unseen = None if chained_A.any() else self._unseen(live, sizes, num_slots)
+        if unseen is not None:
+            return None, unseen
         drafts = self._propose(live, most_A)
         if cached is not None and chained_A.any():
             cached.draft(live, np.where(chained_A, left_A, 0), drafts)
-        sizes = self._config.node_sizes(num_slots)
         decision = self._budget.choose(live, drafts, sizes, num_slots, num_positions)
         if decision.taken_A is None and cached is not None and cached.given and chained_A.any():
             # the rule decides on the next token also where no draft token is verified
             return drafts, DraftDecision(num_slots, np.zeros(len(live), np.int64))
-        rounds = min(decision.num_rounds, undrafted.num_rounds)
-        return drafts, dataclasses.replace(decision, num_rounds=rounds)
+        return drafts, self._cut(decision)
+
+    def _unseen(
+        self, live: LiveSlots, sizes: Sequence[int], num_slots: int
+    ) -> DraftDecision | None:
+        """Decide for rounds that draft on the device, if that is wanted and can be done."""
+        assert self.drafter is not None, "it may draft"
+        self.in_rounds = self.drafter.in_rounds()
+        if self.in_rounds is None:
+            return None
+        most = min(self.in_rounds.most_tokens, self._config.max_nodes - 1)
+        decision = self._budget.unseen(live, most, sizes, num_slots)
+        return None if decision is None else self._cut(decision)
+
+    def _cut(self, decision: DraftDecision) -> DraftDecision:
+        rounds = min(decision.num_rounds, self._config.rounds_per_fetch)
+        return dataclasses.replace(decision, num_rounds=rounds)
 
     def _propose(self, live: LiveSlots, most_A: np.ndarray) -> Drafts:
         if self.drafter is None or not most_A.any():
@@ -83,7 +104,7 @@ class Speculator:
         taken_A: np.ndarray | None,
         tokens_AN: np.ndarray,
         emitted_A: np.ndarray,
-    ) -> None:
+    ) -> Acceptance:
         """Tell budget and drafter which draft tokens were accepted, and count the verified ones."""
         if taken_A is None:
             acceptance = plain_acceptance(drafts, tokens_AN, emitted_A)
@@ -93,6 +114,24 @@ class Speculator:
         self._budget.observe(live, drafts, acceptance)
         if self.drafter is not None:
             self.drafter.observe(drafts, acceptance)
+        return acceptance
+
+    def observe_unseen(self, live: LiveSlots, r: DraftedRound, count_B: np.ndarray) -> np.ndarray:
+        """Observe a round that drafted on the device and emitted so many tokens of each slot.
+
+        Returns, for each request that took part, how many draft tokens were accepted, and of how
+        many that is known; int [X, 2].
+        """
+        assert self.in_rounds is not None
+        live = live.take(count_B[live.rows_A] > 0)
+        drafts, emitted_A = r.drafts(live.rows_A, self.in_rounds.source), count_B[live.rows_A]
+        if not len(live):
+            return np.zeros((0, 2), int)
+        tokens_AN = r.tokens_BN[live.rows_A]
+        taken_A = drafts.count_A.astype(np.int64)  # as `likeliest` counts, for one compiled kernel
+        acceptance = self.observe(live, drafts, taken_A, tokens_AN, emitted_A)
+        seen_A = np.minimum(emitted_A, drafts.count_A)
+        return np.stack([acceptance.accepted_AN.sum(axis=1), seen_A], axis=1)
 
     def committed(self, live: LiveSlots) -> None:
         """Tell the drafter what a round brought, whoever drafted in it."""

@@ -45,7 +45,8 @@ from rl.warm_up.host_kernels import compile_host_kernels
 from rl.warm_up.round_times import load_or_measure
 from rl.workers.multi_engine import MultiEngine, make_engines, split_devices
 from spec.budget.bandit_budget import node_counts
-from spec.budget.config import BANDIT, LEARNED, MODEL
+from spec.budget.budget import DraftDecision, equal_trees, likeliest_trees
+from spec.budget.config import BANDIT, LEARNED, MODEL, parse_budget
 from spec.reuse.rollout_cache import RolloutCache
 from spec.sampling import step_key
 
@@ -202,6 +203,28 @@ def _node_sizes(config: TrainConfig) -> compile_buckets.NodeSizes | None:
     return nodes
 
 
+def drafted_alone(config: TrainConfig) -> dict[str, compile_buckets.Decisions]:
+    """Decisions for rounds in which one drafter alone drafts, on the device, by its name."""
+    longest = config.engine.max_nodes - 1
+    asked = {LEARNED: longest, MODEL: min(config.draft_model.max_depth, longest)}
+    sources, nodes = config.speculation.sources, _node_sizes(config)
+    budget, fixed = parse_budget(config.speculation.budget)
+
+    def decisions(most: int, num_slots: int) -> list[DraftDecision]:
+        sizes = config.engine.node_sizes(num_slots)
+        if nodes is not None:  # a bandit's
+            wanted = [m // num_slots - 1 for m in nodes(num_slots)]
+        elif budget == "fixed":
+            wanted = [min(most, fixed)]
+        else:
+            return [likeliest_trees(m, num_slots, most) for m in sizes]
+        found = (equal_trees(tokens, sizes, num_slots) for tokens in wanted)
+        return [decision for decision in found if decision is not None]
+
+    can = {name for name in asked if name in sources and (nodes or len(sources) == 1)}
+    return {name: partial(decisions, asked[name]) for name in can if budget not in ("off", "aimd")}
+
+
 def rollout_reach(config: TrainConfig) -> compile_buckets.Reach:
     """Return what a run's rollouts can reach, but for drafters on the device."""
     pipeline = config.sched.mode == "pipeline"  # evaluated on another engine
@@ -212,6 +235,7 @@ def rollout_reach(config: TrainConfig) -> compile_buckets.Reach:
         reuse=config.reuse.enabled,
         moves=config.sched.workers > 1 or pipeline,
         nodes=_node_sizes(config),
+        alone=drafted_alone(config),
     )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,17 +25,21 @@ from rl.engine.rollout_spec import RolloutSpec
 from rl.runtime.parallel_compile import OnCompiled, compile_all, unwatched
 from rl.speculation.device_drafters import DeviceDrafters
 from spec.buckets import bucket
+from spec.budget.budget import DraftDecision
 from spec.budget.config import LEARNED
+from spec.budget.device_gate import DeviceDrafter
 from spec.config import SamplingConfig
+from spec.draft_cache.rounds import Asked, draft_rounds
 from spec.drafter import no_drafts
 from spec.nodes import pack
 from spec.sampling import step_key
 from spec.verify import decode_rounds, settle, verify_round
 
 NodeSizes = Callable[[int], Collection[int]]  # of trees, by slots
+Decisions = Callable[[int], Collection[DraftDecision]]  # by slots
 Arguments = tuple[tuple, dict[str, Any]]
 # Steps that run the whole policy, those that compile longest first.
-WHOLE_MODEL = (verify_round, decode_rounds, cache_ops.prefill)
+WHOLE_MODEL = (draft_rounds, verify_round, decode_rounds, cache_ops.prefill)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +56,8 @@ class Reach:
 
     Rounds with draft tokens are compiled only where rollouts are `speculative`, or begin with
     cached responses, `reuse`; what moves requests between workers only with `moves`. `nodes`
-    returns the numbers of nodes that rounds of a number of slots can have; None allows all.
+    returns the numbers of nodes that rounds of a number of slots can have; None allows all. `alone`
+    has the decisions for rounds in which only that drafter drafts, on the device.
     """
 
     max_requests: int
@@ -62,6 +67,7 @@ class Reach:
     moves: bool = False
     drafters: DeviceDrafters = dataclasses.field(default_factory=dict)
     nodes: NodeSizes | None = None
+    alone: Mapping[str, Decisions] = dataclasses.field(default_factory=dict)
 
 
 def warm_up(
@@ -84,6 +90,7 @@ def warm_up(
         if reach.moves:
             programs += pool.moves()
         programs += pool.trees()
+        programs += pool.drafted_rounds()
         if LEARNED in reach.drafters:
             programs += pool.hidden_states()
         programs.sort(key=_size)
@@ -212,12 +219,26 @@ class Pool:
 
     def drafts(self) -> Iterator[Program]:
         """Yield what drafters on the device run."""
-        context = self.engine.drafter_context(
-            RolloutSpec(self.params, self.sampling, step_key(0, 0))
-        )
-        for drafter in (d.drafter_for(context) for d in self.reach.drafters.values()):
+        for name in self.reach.drafters:
+            drafter = self._drafter(name)
             for B, S in self.buckets:
                 yield from (Program(*program) for program in drafter.programs(B, S))
+
+    def drafted_rounds(self) -> Iterator[Program]:
+        """Yield the rounds that draft on the device."""
+        for name, decisions in self.reach.alone.items():
+            drafter = self._drafter(name)
+            if drafter.in_rounds() is None:
+                continue
+            for B, S in self.buckets:
+                for decision in decisions(B):
+                    yield Program(
+                        draft_rounds, partial(self._draft_rounds, drafter, decision, B, S)
+                    )
+
+    def _drafter(self, name: str) -> DeviceDrafter:
+        spec = RolloutSpec(self.params, self.sampling, step_key(0, 0))
+        return self.reach.drafters[name].drafter_for(self.engine.drafter_context(spec))
 
     # -- their arguments ---------------------------------------------------
 
@@ -252,6 +273,17 @@ class Pool:
         nodes_5M = pack(nothing, nothing.count_A, np.zeros(0, np.int32), B, M)
         args = params, cache, pending, slots, engine.argument(nodes_5M), stop_E
         return args, engine.verify_options(self.sampling.draw, B, M)
+
+    def _draft_rounds(
+        self, drafter: DeviceDrafter, decision: DraftDecision, B: int, S: int
+    ) -> Arguments:
+        (params, cache, pending, slots, stop_E, _, _), _ = self.decode_arguments(B, S)
+        given, put = drafter.empty_rounds(B, S), self.engine.argument
+        numbers = put(np.ones(4, np.int32)), put(np.ones(B, np.float32))
+        asked = Asked(given.constants, given.table_RX, *numbers)
+        args = params, cache, pending, slots, stop_E, given.cache, asked
+        options = self.engine.draft_options(self.sampling.draw, B, decision)
+        return args, options | {"drafting": given.drafting}
 
     def _insert(self, B: int, S: int, T: int) -> Arguments:
         engine, pairs = self.engine, np.zeros(B, np.int32)

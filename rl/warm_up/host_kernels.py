@@ -13,7 +13,7 @@ from rl.speculation.config import SpeculationConfig
 from rl.speculation.device_drafters import NO_DRAFTERS, DeviceDrafters
 from rl.speculation.sources import Speculation
 from rl.trajectory import Request
-from spec.budget.budget import FixedBudget
+from spec.budget.budget import SeeingBudget
 from spec.budget.config import TunerConfig
 from spec.config import SamplingConfig
 from spec.reuse.rollout_cache import CachedGroup, CachedResponse, RolloutCache
@@ -49,7 +49,7 @@ def compile_host_kernels(
     requests = [Request(i, prompt, 0, i, limit) for i in range(2)]
     with Speculation(config, cache, drafters, tuner) as speculation:
         speculation.times = times
-        for fixed in (FixedBudget(2), None):
+        for fixed in (SeeingBudget(2), None):
             drafts = speculation.drafter_factory([NAME], [prompt], dict.fromkeys(range(2), tokens))
             spec = RolloutSpec(params, sampling, step_key(0, 0), no_stop)
             drafter, budget = drafts(engine.drafter_context(spec))

@@ -13,7 +13,7 @@ from typing import cast
 import numpy as np
 
 from spec.budget.bandit import BegMab, Strategy
-from spec.budget.budget import Budget, DraftDecision, likeliest, plain
+from spec.budget.budget import Budget, DraftDecision, equal_trees, likeliest, plain
 from spec.budget.config import LEARNED, BanditConfig, TunerConfig
 from spec.budget.device_gate import DEVICE_SOURCES, DeviceDrafter
 from spec.budget.union import DrafterUnion
@@ -86,6 +86,14 @@ class BanditBudget(Budget):
 
     def limits(self, live: LiveSlots, num_slots: int) -> np.ndarray:
         return np.full(len(live), self._strategy.verify_tokens, np.int32)
+
+    def unseen(
+        self, live: LiveSlots, most_tokens: int, sizes: Sequence[int], num_slots: int
+    ) -> DraftDecision | None:
+        decision = equal_trees(self._strategy.verify_tokens, sizes, num_slots)
+        if decision is not None:
+            self._size = decision.num_nodes
+        return decision
 
     def choose(
         self,

@@ -17,17 +17,23 @@ import numpy as np
 from spec.buckets import widest_tree
 from spec.drafter import Acceptance, Drafts, LiveSlots
 
+MANY_ROUNDS = 2**15  # as many as a fetch may have
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class DraftDecision:
     """A round of `num_nodes` with the first `taken_A` draft tokens of each request.
 
-    Without `taken_A` it is plain decoding: `num_rounds` rounds before the next decision.
+    Without `taken_A` it is plain decoding: `num_rounds` rounds before the next decision. With
+    `tree_tokens` these draft on the device, at most so many draft tokens a request, and verify the
+    likeliest, their probabilities scaled by their request's factor (`scale_A`).
     """
 
     num_nodes: int
     taken_A: np.ndarray | None = None
     num_rounds: int = 1
+    tree_tokens: int = 0
+    scale_A: np.ndarray | None = None
 
 
 class Budget(Protocol):
@@ -40,6 +46,15 @@ class Budget(Protocol):
     def limits(self, live: LiveSlots, num_slots: int) -> np.ndarray:
         """Return the most draft tokens that each live request may get; int [A]."""
         ...
+
+    def unseen(
+        self, live: LiveSlots, most_tokens: int, sizes: Sequence[int], num_slots: int
+    ) -> DraftDecision | None:
+        """Decide for rounds whose drafts, at most `most_tokens` a request, nobody sees before.
+
+        None: `choose` is to see them.
+        """
+        return None
 
     def choose(
         self,
@@ -60,6 +75,26 @@ class Budget(Protocol):
 def plain(num_slots: int, num_rounds: int = 1) -> DraftDecision:
     """Decide for plain decoding."""
     return DraftDecision(num_slots, num_rounds=num_rounds)
+
+
+def equal_trees(most_tokens: int, sizes: Sequence[int], num_slots: int) -> DraftDecision | None:
+    """Decide for many rounds of trees of so many draft tokens, or what the largest round holds."""
+    wanted = num_slots * (most_tokens + 1)
+    num_nodes = next((m for m in sizes if m >= wanted), max(sizes, default=num_slots))
+    tree_tokens = min(most_tokens, num_nodes // num_slots - 1)
+    if tree_tokens < 1:
+        return None
+    return DraftDecision(num_nodes, num_rounds=MANY_ROUNDS, tree_tokens=tree_tokens)
+
+
+def likeliest_trees(
+    num_nodes: int, num_slots: int, most_tokens: int, scale_A: np.ndarray | None = None
+) -> DraftDecision:
+    """Decide for many rounds of the likeliest draft tokens, at most `most_tokens` of a request."""
+    tree_tokens = widest_tree(num_slots, num_nodes, most_tokens + 1) - 1
+    return DraftDecision(
+        num_nodes, num_rounds=MANY_ROUNDS, tree_tokens=tree_tokens, scale_A=scale_A
+    )
 
 
 def likeliest(drafts: Drafts, scale_A: np.ndarray, num_slots: int, num_nodes: int) -> np.ndarray:
@@ -112,6 +147,11 @@ class FixedBudget(Budget):
     def limits(self, live: LiveSlots, num_slots: int) -> np.ndarray:
         return np.full(len(live), self._most, np.int32)
 
+    def unseen(
+        self, live: LiveSlots, most_tokens: int, sizes: Sequence[int], num_slots: int
+    ) -> DraftDecision | None:
+        return equal_trees(min(most_tokens, self._most), sizes, num_slots)
+
     def choose(
         self,
         live: LiveSlots,
@@ -121,6 +161,15 @@ class FixedBudget(Budget):
         num_positions: int,
     ) -> DraftDecision:
         return all_that_fit(drafts, sizes, num_slots)
+
+
+class SeeingBudget(FixedBudget):
+    """The same, with drafts that come to the host even where they need not."""
+
+    def unseen(
+        self, live: LiveSlots, most_tokens: int, sizes: Sequence[int], num_slots: int
+    ) -> DraftDecision | None:
+        return None
 
 
 class Backoff:

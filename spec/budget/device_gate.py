@@ -13,16 +13,17 @@ import numpy as np
 
 from spec.budget.budget import Backoff
 from spec.budget.config import LEARNED, MODEL
-from spec.drafter import Drafter, Drafts, LiveSlots, Program, Source
+from spec.drafter import Drafter, Drafts, LiveSlots, Program, RoundsDrafter, Source
 from spec.round_times import RoundTimes
 
 DEVICE_SOURCES = {LEARNED: Source.LEARNED, MODEL: Source.MODEL}
 
 
-class DeviceDrafter(Drafter, Protocol):
-    """A drafter whose seconds grow with its depth."""
+class DeviceDrafter(Drafter, RoundsDrafter, Protocol):
+    """A drafter whose seconds grow with its depth.
 
-    depth: int  # the most draft tokens on a path; may be set between two rounds
+    That is the most draft tokens on a path; it may be set between two rounds.
+    """
 
     def programs(self, num_slots: int, num_positions: int) -> Iterator[Program]:
         """Yield the jitted steps for an engine in this bucket, and makers of their arguments."""

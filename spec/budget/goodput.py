@@ -10,7 +10,15 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from spec.budget.budget import Backoff, Budget, DraftDecision, likeliest, plain, worth
+from spec.budget.budget import (
+    Backoff,
+    Budget,
+    DraftDecision,
+    likeliest,
+    likeliest_trees,
+    plain,
+    worth,
+)
 from spec.budget.device_gate import DeviceDraftGate
 from spec.drafter import Acceptance, Drafts, LiveSlots
 from spec.per_request import PerRequest, RequestIndex
@@ -18,6 +26,7 @@ from spec.round_times import RoundTimes
 
 BETTER = 1.03  # a mode is left only for one that promises this much more
 DECAY, ALL_DECAY = 0.9, 0.99  # of the acceptance counts of a request, and of all, a round
+REPEATS = 8  # fetches of rounds that draft on the device, before drafts are looked at again
 PRIOR_NODES = 2.0  # expected draft tokens that the prior of a request weighs
 
 
@@ -40,6 +49,7 @@ class Goodput(Budget):
         self._asked_at = PerRequest(index, np.inf)  # tokens of a request when drafts were refused
         self._all_accepted = self._all_expected = 0.0
         self._speculating = False
+        self._repeats, self._chosen = 0, (0, 0)  # fetches to come; slots and nodes of their rounds
         self._wait, self._waiting_slots = Backoff(), 0  # no drafts at this number of slots
         self._gate = DeviceDraftGate()
 
@@ -57,6 +67,15 @@ class Goodput(Budget):
         accepted_A, expected_A = self._accepted.get(live), self._expected.get(live)
         return (accepted_A + PRIOR_NODES * overall) / (expected_A + PRIOR_NODES)
 
+    def unseen(
+        self, live: LiveSlots, most_tokens: int, sizes: Sequence[int], num_slots: int
+    ) -> DraftDecision | None:
+        """Repeat what was chosen last, some fetches long."""
+        if not self._repeats or num_slots != self._chosen[0]:
+            return None
+        self._repeats -= 1
+        return likeliest_trees(self._chosen[1], num_slots, most_tokens, self.scale(live))
+
     def choose(
         self,
         live: LiveSlots,
@@ -71,7 +90,7 @@ class Goodput(Budget):
                 f"no measured time of a plain round of {num_slots} slots and {num_positions} "
                 "positions: measure the engine's rounds (rl.warm_up.round_times) before the rollout"
             )
-        scale_A = self.scale(live)
+        scale_A, self._repeats = self.scale(live), 0
         best, best_rate = num_slots, 1.0
         for size in sizes if drafts.count_A.any() else ():
             round_s = self._times(num_slots, size, num_positions)
@@ -87,6 +106,7 @@ class Goodput(Budget):
         self._speculating = best > num_slots and (self._speculating or best_rate > BETTER)
         if self._speculating:
             self._wait, self._waiting_slots = Backoff(), 0
+            self._repeats, self._chosen = REPEATS, (num_slots, best)
             return DraftDecision(best, taken_A)
         if num_slots < self._waiting_slots:
             self._wait = Backoff()

@@ -12,7 +12,15 @@ from collections.abc import Sequence
 import numba
 import numpy as np
 
-from spec.drafter import Acceptance, Drafter, Drafts, LiveSlots, Source, no_drafts
+from spec.drafter import (
+    Acceptance,
+    Drafter,
+    Drafts,
+    LiveSlots,
+    RoundsDrafter,
+    Source,
+    no_drafts,
+)
 
 WORTH_ASKING = 0.03  # accepted draft tokens a request and round; with fewer a drafter has to wait
 ASKED_AGAIN = 16  # rounds
@@ -49,6 +57,18 @@ class DrafterUnion(Drafter):
         pairs = zip(chosen, drafts, strict=True)
         self._last = {k: int(d.sources_AN.max(initial=0)) for k, d in pairs}
         return drafts[0] if len(drafts) == 1 else merge(drafts, max_nodes_A)
+
+    def in_rounds(self) -> RoundsDrafter | None:
+        asked = [k for k, name in enumerate(self._all_names()) if name not in self.skipped]
+        if len(asked) != 1:
+            return None
+        drafter = self._drafters[asked[0]].in_rounds()
+        if drafter is not None:
+            self._last = {asked[0]: int(drafter.source)}
+        return drafter
+
+    def _all_names(self) -> Sequence[str]:
+        return self.names or [""] * len(self._drafters)
 
     def named(self, name: str) -> Drafter | None:
         """Return the drafter of that name, if there is one."""

@@ -106,6 +106,15 @@ class DraftCache:
         table_BX[rows_A, -3:] = live.processing(sampling).view(np.int32)
         return self._runner.argument(table_BX)
 
+    def complete(self, live: LiveSlots, lacking_tokens: int = 0) -> None:
+        """Note that these rows have the entries of what their requests have now, but the last."""
+        rows_A, _ = self.rows.follow(live)
+        self.rows.known_B[rows_A] = np.maximum(live.total_tokens_A - lacking_tokens, 0)
+
+    @property
+    def num_positions(self) -> int:
+        return 0 if self.arrays is None else self.arrays.num_positions
+
     def position_sizes(self) -> list[int]:
         return self._runner.config.position_sizes(self._runner.longest_tokens)
 

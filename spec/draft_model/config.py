@@ -20,7 +20,7 @@ class ChainConfig:
     acceptance assumed of a draw with shared noise before any was observed.
     """
 
-    window_tokens: int = 4
+    window_tokens: int = 2
     chunk_tokens: int = 128
     pass_tokens: int = 512
     max_draft_tokens: int = 16

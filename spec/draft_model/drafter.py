@@ -20,6 +20,7 @@ from models.kv_cache import KVCache
 from spec.config import SamplingConfig
 from spec.draft_cache.cache import Absorb, DraftCache, Runner
 from spec.draft_model.config import ChainConfig, Proposal
+from spec.draft_model.rounds import LACKING_TOKENS, ChainRounds
 from spec.draft_model.steps import catch_up, draft_chains, unpack
 from spec.drafter import (
     Arguments,
@@ -27,6 +28,8 @@ from spec.drafter import (
     Drafts,
     LiveSlots,
     Program,
+    RoundsDrafter,
+    RoundsInput,
     Source,
     fill,
     no_drafts,
@@ -113,6 +116,42 @@ class DraftModelDrafter(Drafter):
         if len(held):
             self._observe(rows.follow(held)[1])
             rows.ended(held)
+
+    # -- rounds on the device ----------------------------------------------------------
+
+    source = Source.MODEL
+
+    def in_rounds(self) -> RoundsDrafter | None:
+        return self if self._held.passes.window_tokens >= LACKING_TOKENS else None
+
+    @property
+    def most_tokens(self) -> int:
+        return self.config.max_draft_tokens
+
+    @property
+    def num_positions(self) -> int:
+        return self._held.num_positions
+
+    def enter_rounds(self, live: LiveSlots, most_tokens: int, num_positions: int) -> RoundsInput:
+        held = self._held
+        rows_A, acceptance_A2 = held.follow(live, live, num_positions, self._absorb)
+        self._observe(acceptance_A2)
+        most_A = np.full(len(live), most_tokens)
+        return self._rounds_input(held.taken(), held.ends(live, rows_A, most_A, self._sampling))
+
+    def leave_rounds(self, live: LiveSlots, cache: KVCache, acceptance_X2: np.ndarray) -> None:
+        self._held.arrays = cache
+        self._held.complete(live, LACKING_TOKENS)
+        self._observe(acceptance_X2)
+
+    def empty_rounds(self, num_slots: int, num_positions: int) -> RoundsInput:
+        held = self._held
+        return self._rounds_input(held.empty(num_slots, num_positions), held.empty_ends(num_slots))
+
+    def _rounds_input(self, cache: KVCache, table_RX: Any) -> RoundsInput:
+        constants = self._params, np.float32(self._min_prob), self._key, self._mean_prob()
+        drafting = ChainRounds(self._model, self._scheme)
+        return RoundsInput(drafting, cache, constants, table_RX, self._longest_chain())
 
     def programs(self, num_slots: int, num_positions: int) -> Iterator[Program]:
         """Yield the jitted steps of rollouts in this bucket, and makers of their arguments.

@@ -18,7 +18,7 @@ from models.config import ModelConfig
 from models.kv_cache import KVCache
 from models.sharding import constrain
 from spec import sampling
-from spec.draft_cache.tables import unpack_chunks, unpack_ends
+from spec.draft_cache.tables import Ends, unpack_chunks, unpack_ends
 from spec.sampling import Processing
 
 
@@ -61,8 +61,35 @@ def draft_chains(
     probabilities. Rows with a `most` of 0 are at rest and not written, nor is a row behind its
     `most`. Requires `total + most <= S`. The result is packed, for `unpack`.
     """
-    ends, K, S = unpack_ends(table_BX), most_tokens, cache.num_positions
-    total_B, most_B, B = ends.total_B, ends.most_B, len(table_BX)
+    ends = unpack_ends(table_BX)
+    state = params, cache, ends, min_prob, key
+    cache, tokens_BK, prob_BK, k = chains(
+        *state, config=config, scheme=scheme, most_tokens=most_tokens
+    )
+    bits_BK = jax.lax.bitcast_convert_type(prob_BK, jnp.int32)
+    count_B1 = jnp.broadcast_to(k, (len(table_BX), 1))
+    # a loop's results may come out on other shards
+    cache = kv_cache.map_arrays(kv_cache.pin, cache)
+    return cache, jnp.concatenate([tokens_BK, bits_BK, count_B1], axis=1)
+
+
+def chains(
+    params: transformer.Params,
+    cache: KVCache,
+    ends: Ends,
+    min_prob: jax.Array,
+    key: jax.Array,
+    *,
+    config: ModelConfig,
+    scheme: sampling.Draw | None,
+    most_tokens: int,
+) -> tuple[KVCache, jax.Array, jax.Array, jax.Array]:
+    """Compute `draft_chains`; returns the cache, tokens and probabilities [B, K], and their number.
+
+    What lies behind that number is 0.
+    """
+    K, S, total_B, most_B = most_tokens, cache.num_positions, ends.total_B, ends.most_B
+    B = len(total_B)
     keys_B, first_B = sampling.request_keys(key, ends.request_id_B), ends.starts(0, S)
     hidden_BWD, cache = _pass(config, params, cache, ends.tokens_BW, first_B)
     last_B11 = jnp.maximum(total_B - first_B - 1, 0)[:, None, None]
@@ -92,12 +119,7 @@ def draft_chains(
     none = jnp.zeros((B, K), jnp.int32), jnp.zeros((B, K)), jnp.ones(B)
     start = jnp.int32(1), cache, draft_token(jnp.int32(0), hidden_B1D, none)
     k, cache, (tokens_BK, prob_BK, _) = jax.lax.while_loop(more, step, start)
-    bits_BK = jax.lax.bitcast_convert_type(prob_BK, jnp.int32)
-    count_B1 = jnp.broadcast_to(k, (B, 1))
-    cache = kv_cache.map_arrays(
-        kv_cache.pin, cache
-    )  # a loop's results may come out on other shards
-    return cache, jnp.concatenate([tokens_BK, bits_BK, count_B1], axis=1)
+    return cache, tokens_BK, prob_BK, k
 
 
 def unpack(packed: jax.Array) -> tuple[np.ndarray, np.ndarray]:

@@ -17,10 +17,22 @@ from models.layout import FEATURE_AXES
 from spec.config import SamplingConfig
 from spec.draft_cache.cache import Absorb, DraftCache, Runner
 from spec.draft_cache.config import Passes
-from spec.drafter import Arguments, Drafter, Drafts, LiveSlots, Program, Source, fill, no_drafts
+from spec.drafter import (
+    Arguments,
+    Drafter,
+    Drafts,
+    LiveSlots,
+    Program,
+    RoundsDrafter,
+    RoundsInput,
+    Source,
+    fill,
+    no_drafts,
+)
 from spec.eagle import tree_search
 from spec.eagle.config import EagleConfig, TreeConfig
 from spec.eagle.model import DeviceWeights
+from spec.eagle.rounds import TreeRounds
 from spec.eagle.tree_search import FIRST_TOKEN, Search
 
 CHUNK_TOKENS = 32
@@ -68,7 +80,8 @@ class EagleDrafter(Drafter):
         absorb = self._absorb(weights, lambda: hidden_B1SW)
         rows_A, _ = held.follow(live, some, hidden_B1SW.shape[2], absorb)
         table_BX = held.ends(some, rows_A, most_A, self._sampling)
-        args, options = self._draft_arguments(weights, held.taken(), hidden_B1SW, table_BX)
+        depth = min(self.depth, int(most_A.max()))  # the best n draft tokens are n deep at most
+        args, options = self._draft_arguments(weights, held.taken(), hidden_B1SW, table_BX, depth)
         held.arrays, packed = tree_search.draft(*args, **options)
         held.rows.known_B[rows_A] = some.total_tokens_A
         tokens_BM, parents_BM, prob_BM, found_B = tree_search.unpack(packed)
@@ -80,6 +93,39 @@ class EagleDrafter(Drafter):
     def finished(self, live: LiveSlots) -> None:
         self._held.rows.ended(live)
 
+    # -- rounds on the device ----------------------------------------------------------
+
+    source = Source.LEARNED
+
+    def in_rounds(self) -> RoundsDrafter:
+        return self
+
+    @property
+    def most_tokens(self) -> int:
+        return self._search.num_draft_tokens
+
+    @property
+    def num_positions(self) -> int:
+        return self._held.num_positions
+
+    def enter_rounds(self, live: LiveSlots, most_tokens: int, num_positions: int) -> RoundsInput:
+        held, weights = self._held, self._weights()
+        rows_A, _ = held.follow(live, live, num_positions, self._absorb(weights, self._features))
+        most_A = np.full(len(live), most_tokens)
+        return self._rounds_input(held.taken(), held.ends(live, rows_A, most_A, self._sampling))
+
+    def leave_rounds(self, live: LiveSlots, cache: KVCache, acceptance_X2: np.ndarray) -> None:
+        self._held.arrays = cache
+        self._held.complete(live)
+
+    def empty_rounds(self, num_slots: int, num_positions: int) -> RoundsInput:
+        held = self._held
+        return self._rounds_input(held.empty(num_slots, num_positions), held.empty_ends(num_slots))
+
+    def _rounds_input(self, cache: KVCache, table_RX: Any) -> RoundsInput:
+        constants = self._weights(), self._key
+        return RoundsInput(TreeRounds(self._search), cache, constants, table_RX, self.depth)
+
     def programs(self, num_slots: int, num_positions: int) -> Iterator[Program]:
         """Yield the jitted steps of rollouts in this bucket, and makers of their arguments."""
         size, held, weights = (num_slots, num_positions), self._held, self._weights()
@@ -90,7 +136,7 @@ class EagleDrafter(Drafter):
 
         def drafting() -> Arguments:
             table_BX = held.empty_ends(num_slots)
-            return self._draft_arguments(weights, held.empty(*size), hidden_B1SW(), table_BX)
+            return self._draft_arguments(weights, held.empty(*size), hidden_B1SW(), table_BX, 1)
 
         yield tree_search.draft, drafting
         yield from held.programs(*size, self._absorb(weights, hidden_B1SW))
@@ -102,7 +148,7 @@ class EagleDrafter(Drafter):
         return Absorb(tree_search.absorb, arguments)
 
     def _draft_arguments(
-        self, weights: DeviceWeights, cache: KVCache, hidden_B1SW: Any, table_BX: Any
+        self, weights: DeviceWeights, cache: KVCache, hidden_B1SW: Any, table_BX: Any, depth: int
     ) -> Arguments:
-        args = weights, cache, hidden_B1SW, table_BX, np.int32(self.depth), self._key
+        args = weights, cache, hidden_B1SW, table_BX, np.int32(depth), self._key
         return args, {"search": self._search}

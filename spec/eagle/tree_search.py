@@ -123,25 +123,54 @@ def trees(
     rows at rest draft has no meaning. Returns the cache and int32 [B, 3 M + 1]: tokens, parents
     (−1: the root), bits of the probabilities, count.
     """
+    cache, g_BD = absorb_windows(weights, cache, hidden_B1SW, ends, config=search.config)
+    return cache, search_from(weights, cache, g_BD, ends, depth, key, search=search)
+
+
+def absorb_windows(
+    weights: DeviceWeights,
+    cache: KVCache,
+    hidden_B1SW: jax.Array,
+    ends: Ends,
+    *,
+    config: EagleConfig,
+) -> tuple[KVCache, jax.Array]:
+    """Write the entries of all rows' windows; return the cache and features of the last [B, D]."""
     at_rest, length_B = cache.num_positions + FIRST_TOKEN, ends.total_B - FIRST_TOKEN
-    at_B, tokens_BC = ends.starts(FIRST_TOKEN, at_rest) - FIRST_TOKEN, ends.tokens_BW
-    windows = hidden_B1SW, ends.slot_B, at_B, tokens_BC
-    k_BCKh, v_BCKh, g_BCD = _entries(search.config, weights, *windows)
+    at_B = ends.starts(FIRST_TOKEN, at_rest) - FIRST_TOKEN
+    windows = hidden_B1SW, ends.slot_B, at_B, ends.tokens_BW
+    k_BCKh, v_BCKh, g_BCD = _entries(config, weights, *windows)
     [keys], [values] = cache.keys, cache.values
     keys = kv_cache.pin(kv_cache.write_keys(keys, k_BCKh, at_B))
     values = kv_cache.pin(kv_cache.write_values(values, v_BCKh, at_B))
+    query_B11 = jnp.maximum(length_B - 1 - at_B, 0)[:, None, None]  # 0: a row at rest
+    return KVCache((keys,), (values,)), jnp.take_along_axis(g_BCD, query_B11, axis=1)[:, 0]
+
+
+def search_from(
+    weights: DeviceWeights,
+    cache: KVCache,
+    g_BD: jax.Array,
+    ends: Ends,
+    depth: jax.Array,
+    key: jax.Array,
+    *,
+    search: Search,
+) -> jax.Array:
+    """Draft `depth` levels from the rows' last entries, which the cache has; as `trees` returns."""
+    [keys], [values] = cache.keys, cache.values
     drafter = _Drafting(search, weights, ends, key, keys, values)
-    query_B1 = jnp.maximum(length_B - 1 - at_B, 0)[:, None]  # 0: a row at rest
-    tokens_B1 = jnp.take_along_axis(tokens_BC, query_B1, axis=1)
-    o_B1D = drafter.root(tokens_B1, jnp.take_along_axis(g_BCD, query_B1[:, :, None], axis=1))
+    at_rest = cache.num_positions + FIRST_TOKEN
+    last_B = ends.total_B - 1 - ends.starts(FIRST_TOKEN, at_rest)
+    tokens_B1 = jnp.take_along_axis(ends.tokens_BW, jnp.maximum(last_B, 0)[:, None], axis=1)
+    o_B1D = drafter.root(tokens_B1, g_BD[:, None])
     level, columns = jnp.int32(1), drafter.columns()
     _, _, _, pool = jax.lax.while_loop(
         lambda carry: carry[0] < depth,
         lambda carry: (carry[0] + 1, *drafter.expand(*carry)),
         (level, columns, *drafter.first(o_B1D)),
     )
-    best = pool.best(search.num_draft_tokens, weights.frozen.draft_ids_U)
-    return KVCache((keys,), (values,)), best
+    return pool.best(search.num_draft_tokens, weights.frozen.draft_ids_U)
 
 
 def unpack(packed: jax.Array) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
@@ -166,14 +195,28 @@ def _entries(
     def cut(slot: jax.Array, at: jax.Array) -> jax.Array:
         return jax.lax.dynamic_slice(hidden_B1SW, (slot, 0, at, 0), (1, 1, C, W))[0, 0]
 
-    g_PCD = eagle.features(config, weights.params, jax.vmap(cut)(slot_P, at_P))
+    positions_PC = at_P[:, None] + jnp.arange(C)
+    return entries_of(config, weights, jax.vmap(cut)(slot_P, at_P), tokens_PC, positions_PC)
+
+
+def entries_of(
+    config: EagleConfig,
+    weights: DeviceWeights,
+    hidden_PCW: jax.Array,
+    tokens_PC: jax.Array,
+    positions_PC: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return keys and values, [P, C, K, h], and features, [P, C, D], of entries.
+
+    An entry is a hidden state and the token behind it; neither looks at others.
+    """
+    g_PCD = eagle.features(config, weights.params, hidden_PCW)
     found = list[jax.Array]()
 
     def look(q_PCHh: jax.Array, k_PCKh: jax.Array, v_PCKh: jax.Array) -> jax.Array:
         found.extend((k_PCKh, v_PCKh))
         return q_PCHh  # the outputs are not used
 
-    positions_PC = at_P[:, None] + jnp.arange(C)
     embedding_VD = weights.frozen.embedding_VD
     eagle.layer_outputs(config, weights.params, embedding_VD, tokens_PC, g_PCD, positions_PC, look)
     k_PCKh, v_PCKh = found

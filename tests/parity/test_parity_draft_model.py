@@ -6,10 +6,12 @@ The draft model of most tests is the policy's first layer: often accepted, often
 import dataclasses
 
 import pytest
+from noted_drafts import Noted, share_of_same
 from parity_drafters import origins_if_all_accepted
 from parity_model import BASE, MODEL, SAMPLINGS, STEP_KEY, TOLERANCE, differences, misscored
 
 from rl.engine.engine import Engine
+from spec.budget.budget import FixedBudget, SeeingBudget
 from spec.budget.union import DrafterUnion
 from spec.draft_model.config import ChainConfig
 from spec.draft_model.drafter import DraftModelDrafter
@@ -66,6 +68,21 @@ def test_likeliest_drafts_of_the_policy_itself_are_its_tokens_at_temperature_0(
     got = rollout("greedy", drafter=drafter(engine, params, "greedy", MODEL))
     assert not differences(golden("greedy"), got)
     assert engine.stats.accepted_tokens > 0.7 * engine.stats.tokens
+
+
+@pytest.mark.parametrize("proposal", ["likeliest", "shared_noise"])
+def test_drafts_on_the_device_are_those_that_the_host_would_see(
+    golden, rollout, engine, small_params, proposal
+):
+    """With several rounds a fetch, as rows come and go."""
+    trees, fetches = [], []
+    for budget in (FixedBudget(3), SeeingBudget(3)):
+        noted = Noted(drafter(engine, small_params, "plain", proposal=proposal))
+        assert not differences(golden("plain"), rollout("plain", drafter=noted, budget=budget))
+        trees.append(noted.trees)
+        fetches.append(engine.stats.fetches)
+    assert trees[1].total() > 100 and share_of_same(*trees) > 0.99
+    assert fetches[0] < 0.8 * fetches[1]
 
 
 def test_few_slots_and_caches_that_grow(golden, rollout, requests, small_params):

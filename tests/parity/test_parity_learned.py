@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
+from noted_drafts import Noted, share_of_same
 from parity_model import BASE, MODEL, SAMPLINGS, STEP_KEY, TOLERANCE, differences, misscored
 
 from models import transformer
@@ -13,7 +14,8 @@ from models.sharding import make_mesh
 from rl.engine.engine import Engine
 from rl.engine.rollout_spec import RolloutSpec
 from rl.speculation.learned_drafter import LearnedDrafter
-from spec.budget.budget import FixedBudget
+from rl.trajectory import Origin
+from spec.budget.budget import FixedBudget, SeeingBudget
 from spec.budget.union import DrafterUnion
 from spec.drafter import Drafter
 from spec.eagle import model as eagle
@@ -81,6 +83,27 @@ def test_alone(golden, rollout, params, keeping, design, name):
     assert not differences(golden(name), got)
     assert engine.stats.accepted_tokens > 0
     assert max(misscored(params, got, SAMPLINGS[name]).values()) < TOLERANCE
+
+
+@pytest.mark.parametrize("proposal", ["likeliest", "shared_noise"])
+def test_drafts_on_the_device_are_those_that_the_host_would_see(
+    golden, rollout, params, keeping, proposal
+):
+    """With several rounds a fetch, in a cache that grows, as rows come and go."""
+    config = dataclasses.replace(BASE, min_positions=32, rounds_per_fetch=32)
+    engine = Engine(MODEL, config, feature_layers=keeping("eagle").feature_layers)
+    context = engine.drafter_context(RolloutSpec(params, SAMPLINGS["plain"], STEP_KEY))
+    maker = learned("eagle", TreeConfig(max_depth=3, top_k=2, proposal=proposal))
+    trees, fetches = [], []
+    for budget in (FixedBudget(), SeeingBudget()):
+        noted = Noted(maker.drafter_for(context))
+        got = rollout("plain", engine=engine, drafter=noted, budget=budget)
+        assert not differences(golden("plain"), got)
+        assert sum(t.origins.tolist().count(Origin.ACCEPTED) for t in got) > 0
+        trees.append(noted.trees)
+        fetches.append(engine.stats.fetches)
+    assert trees[1].total() > 100 and share_of_same(*trees) > 0.99
+    assert fetches[0] < 0.7 * fetches[1]
 
 
 @pytest.mark.parametrize("name", ["cool", "gumbel_cool"])

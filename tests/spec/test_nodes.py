@@ -96,15 +96,23 @@ def test_roots_get_the_tokens_of_their_slots():
     np.testing.assert_array_equal(got.tokens_M, [8, 5, 9, PADDING])
 
 
-def test_trees_of_equal_size():
-    tokens, parents = (
-        jnp.asarray([[0, 5, 6], [0, 7, PADDING]]),
-        jnp.asarray([[-1, 0, 1], [-1, 0, 0]]),
+OF_TREES = jax.jit(nodes.of_trees, static_argnums=3)
+
+
+@pytest.mark.parametrize("count_B", [(1, 4, 2), (4, 1, 4), (1, 1, 1)])
+def test_trees_on_the_device_are_packed_as_the_host_would(count_B):
+    drafts = stack([chain([7, 8, 9]), chain([4]), Draft([1, 2, 3], [-1, -1, 1])], 3)
+    taken_A = np.minimum(np.array(count_B) - 1, drafts.count_A)
+    want = nodes.pack(drafts, taken_A, np.arange(3), 3, 9)
+    tokens_BN = jnp.pad(drafts.tokens_AN, ((0, 0), (1, 0)))
+    parents_BN = jnp.pad(drafts.parents_AN + 1, ((0, 0), (1, 0)), constant_values=-1)
+    got, place_BN = OF_TREES(tokens_BN, parents_BN, jnp.asarray(taken_A + 1), 9)
+    np.testing.assert_array_equal(jnp.stack(jax.tree.leaves(got)), want)
+    inside_BN = np.arange(4) <= taken_A[:, None]
+    assert ((np.asarray(place_BN) < 9) == inside_BN).all()
+    np.testing.assert_array_equal(
+        got.tokens_M[place_BN[inside_BN]], np.asarray(tokens_BN)[inside_BN]
     )
-    got = nodes.of_trees(tokens, parents)
-    np.testing.assert_array_equal(got.tokens_M, [0, 5, 6, 0, 7, PADDING])
-    np.testing.assert_array_equal(got.slots_M, [0, 0, 0, 1, 1, 1])
-    np.testing.assert_array_equal(got.parents_M, [-1, 0, 1, -1, 3, 3])
 
 
 @pytest.mark.parametrize("num_nodes", [9, 12])

@@ -2,9 +2,14 @@
 
 from pathlib import Path
 
+import pytest
+from live_by_hand import live_slots
+
 from rl.config.loader import load
+from rl.engine.model_runner import ModelRunner
 from rl.loop.experiment import TrainConfig, open_policy
-from rl.loop.setup import num_whole_model
+from rl.loop.setup import drafted_alone, num_whole_model
+from spec.budget.budget import FixedBudget, equal_trees, likeliest_trees
 
 DEFAULT = Path(__file__).parents[3] / "configs" / "tiny_cpu.gin"
 MOST = 12  # of rollouts and training
@@ -20,3 +25,38 @@ def test_the_default_run_drafts_and_compiles_few_programs_of_the_whole_policy():
     assert count("Speculation.budget='off'") < count() <= MOST - 1  # training has one
     # a size more, and the count knows
     assert count("Engine.min_slots=2") > MOST
+
+
+ALONE = "Speculation.sources=('learned',)"
+BOTH = "Speculation.sources=('own', 'learned', 'model')"
+
+
+def shapes(runner, num_slots, decisions):
+    return {runner.draft_options("cdf", num_slots, d)["shape"] for d in decisions}
+
+
+@pytest.mark.parametrize("budget", ["fixed:3", "fixed:40", "goodput", "bandit"])
+def test_rounds_on_the_device_are_compiled_in_the_shapes_that_budgets_ask_for(budget):
+    sources = BOTH if budget == "bandit" else ALONE
+    config = load(TrainConfig, [DEFAULT], [sources, f"Speculation.budget='{budget}'"])
+    runner = ModelRunner(open_policy(config.policy.directory)[1], config.engine)
+    most = config.engine.max_nodes - 1
+    found = drafted_alone(config)
+    assert set(found) == ({"learned", "model"} if budget == "bandit" else {"learned"})
+    for B in (8, 64):
+        sizes = config.engine.node_sizes(B)
+        if budget == "goodput":
+            wanted = [likeliest_trees(m, B, most) for m in sizes]
+        elif budget == "bandit":
+            reached = {8: (15,), 64: ()}  # half full at least, and none beyond 32 requests
+            wanted = [equal_trees(n, sizes, B) for n in reached[B]]
+        else:
+            wanted = [FixedBudget(int(budget[6:])).unseen(live_slots(2), most, sizes, B)]
+        assert shapes(runner, B, found["learned"](B)) == shapes(runner, B, wanted)
+
+
+@pytest.mark.parametrize(("sources", "budget"), [(BOTH, "fixed:3"), (ALONE, "aimd"), (BOTH, "off")])
+def test_where_the_host_sees_all_drafts_no_such_rounds_are_compiled(sources, budget):
+    assert not drafted_alone(
+        load(TrainConfig, [DEFAULT], [sources, f"Speculation.budget='{budget}'"])
+    )

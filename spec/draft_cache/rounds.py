@@ -1,0 +1,280 @@
+"""Rounds that draft on the device and verify at once, several between two fetches.
+
+Each round drafts a tree for every slot, takes the likeliest draft tokens of all slots, verifies
+them, and absorbs what was emitted into the drafter's cache. The host sees drafts and draws after
+the last round.
+
+B = slots, R = rows of the drafter's cache, M = nodes of a round, N = nodes of a slot at most, the
+root included, X = its draft tokens, W = tokens of a row's window, F = rounds of a fetch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from models import kv_cache, transformer
+from models.config import ModelConfig
+from models.kv_cache import KVCache, Pending
+from spec import nodes as packed_nodes
+from spec import sampling
+from spec.draft_cache.tables import Ends, unpack_ends
+from spec.drafter import Drafts, Source
+from spec.nodes import NO_PARENT
+from spec.tree import PADDING
+from spec.verify import Drawn, Slots, by_slot, pack, verify
+
+
+class Found(NamedTuple):
+    """Trees by row of the drafter's cache, the likeliest first: the first n of one are a tree.
+
+    `tokens_RX`, `parents_RX` (−1: the root) and `prob_RX`, of which `count_R` are valid.
+    """
+
+    tokens_RX: jax.Array
+    parents_RX: jax.Array
+    prob_RX: jax.Array
+    count_R: jax.Array
+
+
+class Shape(NamedTuple):
+    """The nodes of a round, those of a slot at most, and the rounds of a fetch; static."""
+
+    num_nodes: int
+    tree_nodes: int
+    max_rounds: int
+
+
+class Asked(NamedTuple):
+    """What rounds draft by.
+
+    `table_RX` is of `DraftCache.ends`. `limits_4` are the most rounds, the requests after whose end
+    the host is waited for, the most tokens of one request, and the depth of trees. Probabilities
+    of a slot's draft tokens are scaled by `scale_B`.
+    """
+
+    constants: Any
+    table_RX: Any
+    limits_4: Any
+    scale_B: Any
+
+
+class Brought(NamedTuple):
+    """What a round brought: entries that wait, draws, slots after it, each slot's row."""
+
+    pending: Pending
+    drawn: Drawn
+    slots: Slots
+    row_B: jax.Array
+
+
+class Drafting(Protocol):
+    """How a drafter drafts inside a program; hashable, as it is a static argument.
+
+    `constants` are its weights and all else that stays; `last` is what it carries from round to
+    round beside its cache.
+    """
+
+    @property
+    def first_token(self) -> int:
+        """The first token of a row that has an entry."""
+        ...
+
+    def begin(
+        self, constants: Any, cache: KVCache, policy: KVCache, ends: Ends
+    ) -> tuple[KVCache, Any]:
+        """Absorb the rows' windows, by the policy's cache; return the cache and `last`."""
+        ...
+
+    def draft(
+        self, constants: Any, state: tuple[KVCache, Any], ends: Ends, depth: jax.Array, most: int
+    ) -> tuple[KVCache, Found]:
+        """Draft up to `most` tokens behind the rows' ends, at most `depth` deep."""
+        ...
+
+    def absorb(
+        self, constants: Any, state: tuple[KVCache, Any], brought: Brought
+    ) -> tuple[KVCache, Any]:
+        """Take up what a round brought; return the cache and `last`."""
+        ...
+
+
+@partial(
+    jax.jit,
+    static_argnames=("config", "scheme", "drafting", "shape"),
+    donate_argnames=("cache", "pending", "slots", "draft_cache"),
+)
+def draft_rounds(
+    params: transformer.Params,
+    cache: KVCache,
+    pending: Pending,
+    slots: Slots,
+    stop_E: jax.Array,
+    draft_cache: KVCache,
+    asked: Asked,
+    *,
+    config: ModelConfig,
+    scheme: sampling.Draw,
+    drafting: Drafting,
+    shape: Shape,
+) -> tuple[KVCache, Pending, Slots, KVCache, jax.Array]:
+    """Draft and verify until a limit is reached; int32 [F, 6, B, N] for `unpack_rounds`.
+
+    Ends early too where the cache has no room for another round: callers make room for one. A
+    request's last token is never among its draft tokens.
+    """
+    constants, (num_rounds, stop_after, most_tokens, depth) = asked.constants, asked.limits_4
+    table, N, S = unpack_ends(asked.table_RX), shape.tree_nodes, cache.num_positions
+    cache = kv_cache.write(cache, pending)
+    pending = dataclasses.replace(pending, count=jnp.zeros_like(pending.count))
+    row_B = _rows_of(table, len(slots.active))
+    state = drafting.begin(constants, draft_cache, cache, _at_rest(table, slots))
+    active_before, emitted_before_B = jnp.sum(slots.active), slots.emitted
+    longest, M = jnp.minimum(depth + 1, N), shape.num_nodes
+
+    def more(carry: tuple) -> jax.Array:
+        r, _, _, slots, _, _, _ = carry
+        left = jnp.sum(slots.active)
+        next_B = jnp.minimum(longest, slots.limit - slots.emitted)
+        gained_B = slots.emitted - emitted_before_B + longest
+        fits_B = (slots.length + next_B <= S) & (gained_B <= most_tokens)
+        waits = active_before - left < stop_after
+        return (r < num_rounds) & (left > 0) & waits & jnp.all(fits_B | ~slots.active)
+
+    def step(carry: tuple) -> tuple:
+        r, cache, pending, slots, tokens_RW, state, found = carry
+        ends = _at_rest(dataclasses.replace(table, tokens_BW=tokens_RW), slots)
+        held, drafts = drafting.draft(constants, state, ends, depth, N - 1)
+        trees_3BN, count_B = _trees(drafts, ends.most_B, row_B, slots, asked.scale_B, shape)
+        nodes, place_BN = packed_nodes.of_trees(trees_3BN[0], trees_3BN[1], count_B, M)
+        cache, pending, slots, drawn = verify(
+            config, params, cache, pending, slots, nodes, stop_E, scheme, max_nodes=N
+        )
+        brought = Brought(pending, drawn, slots, row_B)
+        state = drafting.absorb(constants, (held, state[1]), brought)
+        drawn_3M = pack(drawn)
+        drawn_3BN = jnp.where(place_BN < M, jnp.take(drawn_3M, place_BN, axis=1, mode="clip"), 0)
+        tokens_RW = _window(drafting.first_token, ends, *_emitted(drawn_3BN))
+        both_6BN = jnp.concatenate([drawn_3BN, trees_3BN])
+        found = jax.lax.dynamic_update_slice_in_dim(found, both_6BN[None], r, axis=0)
+        return r + 1, cache, pending, slots, tokens_RW, state, found
+
+    none = jnp.zeros((shape.max_rounds, 6, len(row_B), N), jnp.int32)
+    start = jnp.int32(0), cache, pending, slots, table.tokens_BW, state, none
+    _, cache, pending, slots, _, (held, _), found = jax.lax.while_loop(more, step, start)
+    return cache, pending, slots, kv_cache.map_arrays(kv_cache.pin, held), found
+
+
+def _rows_of(table: Ends, num_slots: int) -> jax.Array:
+    """Return the drafter's row of each slot; of slots without one any row."""
+    theirs_BR = table.slot_B == jnp.arange(num_slots)[:, None]
+    return jnp.argmax(theirs_BR & (table.most_B > 0), axis=1).astype(jnp.int32)
+
+
+def _at_rest(table: Ends, slots: Slots) -> Ends:
+    """Return the rows' ends as the slots are now; rows whose request may draft nothing rest."""
+    length_R, emitted_R, limit_R, active_R = (
+        jnp.take(x, table.slot_B, axis=0)
+        for x in (slots.length, slots.emitted, slots.limit, slots.active)
+    )
+    most_R = jnp.where(active_R, jnp.clip(limit_R - emitted_R - 1, 0, table.most_B), 0)
+    return dataclasses.replace(table, total_B=length_R + 1, emitted_B=emitted_R, most_B=most_R)
+
+
+def _trees(
+    drafts: Found,
+    most_R: jax.Array,
+    row_B: jax.Array,
+    slots: Slots,
+    scale_B: jax.Array,
+    shape: Shape,
+) -> tuple[jax.Array, jax.Array]:
+    """Return each slot's tree with its root, int32 [3, B, N], and how many nodes it has.
+
+    The rows are tokens, parents' places, and bits of probabilities.
+    """
+    tokens_BX, parents_BX, prob_BX = (x[row_B] for x in drafts[:3])
+    count_B = jnp.minimum(drafts.count_R, most_R)[row_B]
+    real_BX = jnp.arange(prob_BX.shape[1]) < jnp.where(slots.active, count_B, 0)[:, None]
+    most_drafts = shape.num_nodes - len(row_B)
+    if most_drafts < real_BX.size:
+        worth_BX = jnp.where(real_BX, prob_BX * scale_B[:, None], -1.0)
+        # of equals the earlier one is taken, a parent before its children
+        _, chosen = jax.lax.top_k(worth_BX.reshape(-1), most_drafts)
+        real_BX &= jnp.zeros(real_BX.size, bool).at[chosen].set(True).reshape(real_BX.shape)
+    bits_BX = jax.lax.bitcast_convert_type(prob_BX.astype(jnp.float32), jnp.int32)
+    below = (
+        jnp.where(real_BX, tokens_BX, PADDING),
+        jnp.where(real_BX, parents_BX + 1, 0),
+        jnp.where(real_BX, bits_BX, 0),
+    )
+    roots = slots.last_token, jnp.full_like(row_B, NO_PARENT), jnp.zeros_like(row_B)
+    pairs = zip(roots, below, strict=True)
+    trees_3BN = jnp.stack([jnp.concatenate([r[:, None], x], axis=1) for r, x in pairs])
+    return trees_3BN, 1 + jnp.sum(real_BX, axis=1, dtype=jnp.int32)
+
+
+def _emitted(drawn_3BN: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return each slot's emitted tokens in their order, [B, N], and their number."""
+    tokens_BN, _, emitted_BN = drawn_3BN
+    nth_BN = jnp.cumsum(emitted_BN, axis=1) - 1
+    is_nth_BNN = (nth_BN[:, None] == jnp.arange(nth_BN.shape[1])[:, None]) & (
+        emitted_BN[:, None] > 0
+    )
+    in_order_BN = jnp.sum(jnp.where(is_nth_BNN, tokens_BN[:, None], 0), axis=2)
+    return in_order_BN, jnp.sum(emitted_BN, axis=1)
+
+
+def _window(first: int, ends: Ends, tokens_BN: jax.Array, count_B: jax.Array) -> jax.Array:
+    """Return the last W tokens of each row after a round that emitted these."""
+    W, total_R = ends.tokens_BW.shape[1], ends.total_B
+    new_RN, count_R = tokens_BN[ends.slot_B], count_B[ends.slot_B]
+    start_R = jnp.maximum(total_R - W, first)
+    at_RW = jnp.maximum(total_R + count_R - W, first)[:, None] + jnp.arange(W)
+    old_RW = jnp.take_along_axis(ends.tokens_BW, jnp.clip(at_RW - start_R[:, None], 0, W - 1), 1)
+    nth_RW = at_RW - total_R[:, None]
+    new_RW = jnp.take_along_axis(new_RN, jnp.clip(nth_RW, 0, new_RN.shape[1] - 1), 1)
+    return jnp.where(nth_RW < 0, old_RW, new_RW)
+
+
+class DraftedRound(NamedTuple):
+    """One round on the host: what slots got, as of `by_slot`, and the trees that they had.
+
+    `drafts_3BX` are tokens, parents (−1: the root) and bits of probabilities of draft tokens, of
+    which the first `drafted_B` are real.
+    """
+
+    tokens_BN: np.ndarray
+    logprobs_BN: np.ndarray
+    count_B: np.ndarray
+    drafts_3BX: np.ndarray
+    drafted_B: np.ndarray
+
+    def drafts(self, rows_A: np.ndarray, source: Source) -> Drafts:
+        """Return the draft tokens of these slots."""
+        tokens_AX, parents_AX, bits_AX = np.take(self.drafts_3BX, rows_A, axis=1)
+        sources_AX = np.full(tokens_AX.shape, source, np.uint8)
+        drafted_A = self.drafted_B[rows_A]
+        return Drafts(tokens_AX, parents_AX, bits_AX.view(np.float32), sources_AX, drafted_A)
+
+
+def unpack_rounds(found: jax.Array) -> list[DraftedRound]:
+    """Return the rounds that were run; waits for the device."""
+    rounds = []
+    for found_6BN in np.asarray(found):
+        B, N = found_6BN.shape[1:]
+        tokens_M, bits_M, kind_M = found_6BN[:3].reshape(3, -1)
+        if not kind_M.any():
+            break
+        slots_M = np.repeat(np.arange(B), N)
+        *drawn, _ = by_slot(tokens_M, bits_M.view(np.float32), kind_M, slots_M, B)
+        drafts_3BX = found_6BN[3:, :, 1:].copy()
+        drafts_3BX[1] -= 1
+        drafted_B = (drafts_3BX[0] != PADDING).sum(axis=1, dtype=np.int32)
+        rounds.append(DraftedRound(*drawn, drafts_3BX, drafted_B))
+    return rounds

@@ -1,0 +1,96 @@
+"""Decisions for rounds that draft on the device, taken before there are drafts."""
+
+import numpy as np
+import pytest
+from live_by_hand import live_slots
+
+from spec.budget.aimd import Aimd
+from spec.budget.bandit_budget import BanditBudget, make_bandit
+from spec.budget.budget import FixedBudget, SeeingBudget
+from spec.budget.config import TunerConfig
+from spec.budget.goodput import REPEATS, Goodput
+from spec.budget.union import DrafterUnion
+from spec.drafter import Acceptance, Drafter, Source, stack
+from spec.round_times import RoundTimes
+from spec.tree import chain
+
+B, SIZES = 4, [8, 16, 32]
+TIMES = RoundTimes({(B, m, 64): 1.0 for m in (B, *SIZES)})
+
+
+class OnDevice(Drafter):
+    source, depth = Source.LEARNED, 6
+
+    def in_rounds(self):
+        return self
+
+    def propose(self, live, max_nodes_A, max_nodes):
+        return stack([chain([5])] * len(live), max_nodes)
+
+
+class OnHost(OnDevice):
+    def in_rounds(self):
+        return None
+
+
+@pytest.mark.parametrize(
+    ("most", "longest", "want"),
+    [(3, 31, (16, 3)), (4, 31, (32, 4)), (40, 31, (32, 7)), (40, 3, (16, 3)), (1, 31, (8, 1))],
+)
+def test_fixed_trees_are_of_the_smallest_size_that_holds_them(most, longest, want):
+    got = FixedBudget(most).unseen(live_slots(3), longest, SIZES, B)
+    assert (got.num_nodes, got.tree_tokens) == want and got.num_rounds > 1
+    assert SeeingBudget(most).unseen(live_slots(3), longest, SIZES, B) is None
+    assert FixedBudget(most).unseen(live_slots(3), longest, [], B) is None
+
+
+def test_windows_are_of_drafts_that_are_seen():
+    assert Aimd(TIMES).unseen(live_slots(3), 31, SIZES, B) is None
+
+
+def test_goodput_repeats_its_choice_and_looks_again():
+    budget, live, found = Goodput(TIMES), live_slots(3), stack([chain([1, 2, 3])] * 3, 7)
+    assert budget.unseen(live, 31, SIZES, B) is None  # nothing was chosen yet
+    for _ in range(2):
+        chosen = budget.choose(live, found, SIZES, B, 64)
+        budget.observe(live, found, Acceptance(True, np.zeros((3, 7), bool), found.prob_AN > 0))
+        for _ in range(REPEATS):
+            got = budget.unseen(live, 31, SIZES, B)
+            assert got.num_nodes == chosen.num_nodes == 16
+            assert got.tree_tokens == 7  # as many as a tree may have, not 3 of each
+            assert (got.scale_A < 1).all()
+        assert budget.unseen(live, 31, SIZES, B) is None
+    budget.choose(live, found, SIZES, B, 64)
+    assert budget.unseen(live, 31, [4, 8], 2) is None  # another number of slots
+
+
+def test_a_bandit_has_its_arm_s_nodes_and_learns_of_each_round():
+    config = TunerConfig(thresholds=(1,), verify_tokens=(3,), depths=(2,), epsilon=0.0)
+    union = DrafterUnion([OnDevice()], ["learned"])
+    bandit = make_bandit(config, ["learned"], 3, {"learned": 2}, seed=0)
+    budget, live = BanditBudget(bandit, TIMES, union), live_slots(3)
+    budget.skips(live, B, 64)  # plain decoding first
+    budget.skips(live, B, 64)
+    got = budget.unseen(live, 31, SIZES, B)
+    assert (got.num_nodes, got.tree_tokens) == (16, 3)
+    found, (_, arm) = stack([chain([1, 2, 3])] * 3, 3), bandit.candidates(3)
+    accepted_AN = np.ones((3, 3), bool)
+    budget.observe(live, found, Acceptance(True, accepted_AN, accepted_AN))
+    assert arm.name == "learned depth 2 × 3" and bandit.median_reward(arm, 3) == 12.0
+
+
+@pytest.mark.parametrize(
+    ("drafters", "skipped", "want"),
+    [
+        ({"learned": OnDevice}, (), True),
+        ({"own": OnHost, "learned": OnDevice}, (), False),
+        ({"own": OnHost, "learned": OnDevice}, ("own",), True),
+        ({"own": OnHost, "learned": OnDevice}, ("learned",), False),
+        ({"learned": OnDevice}, ("learned",), False),
+    ],
+)
+def test_of_a_union_one_alone_can_draft_on_the_device(drafters, skipped, want):
+    made = {name: make() for name, make in drafters.items()}
+    union = DrafterUnion(list(made.values()), list(made))
+    union.skipped = frozenset(skipped)
+    assert union.in_rounds() is (made["learned"] if want else None)
