@@ -107,7 +107,7 @@ def test_trees_on_the_device_are_packed_as_the_host_would(count_B):
     tokens_BN = jnp.pad(drafts.tokens_AN, ((0, 0), (1, 0)))
     parents_BN = jnp.pad(drafts.parents_AN + 1, ((0, 0), (1, 0)), constant_values=-1)
     got, place_BN = OF_TREES(tokens_BN, parents_BN, jnp.asarray(taken_A + 1), 9)
-    np.testing.assert_array_equal(jnp.stack(jax.tree.leaves(got)), want)
+    np.testing.assert_array_equal(jnp.stack(jax.tree.leaves(got)), want[:3])
     inside_BN = np.arange(4) <= taken_A[:, None]
     assert ((np.asarray(place_BN) < 9) == inside_BN).all()
     np.testing.assert_array_equal(
