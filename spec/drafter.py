@@ -155,7 +155,7 @@ def stack(drafts: Sequence[Draft], max_nodes: int) -> Drafts:
 
 
 class RoundsInput(NamedTuple):
-    """What a drafter gives to rounds that draft on the device, spec/draft_cache/rounds.py.
+    """The part of a drafter in rounds that draft on the device, spec/draft_cache/rounds.py.
 
     `drafting` is static; `cache` is consumed; draft tokens go `depth` deep.
     """

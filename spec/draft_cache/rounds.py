@@ -51,7 +51,7 @@ class Shape(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """What rounds draft by.
+    """The arguments of rounds that draft on the device.
 
     `table_RX` is of `DraftCache.ends`. `limits_4` are the most rounds, the requests after whose end
     the host is waited for, the most tokens of one request, and the depth of trees. Probabilities
@@ -65,7 +65,7 @@ class Asked(NamedTuple):
 
 
 class Brought(NamedTuple):
-    """What a round brought: entries that wait, draws, slots after it, each slot's row."""
+    """The results of a round: entries that wait, draws, slots after it; and each slot's row."""
 
     pending: Pending
     drawn: Drawn
@@ -74,7 +74,7 @@ class Brought(NamedTuple):
 
 
 class Drafting(Protocol):
-    """How a drafter drafts inside a program; hashable, as it is a static argument.
+    """A way to draft inside a program; hashable, as it is a static argument.
 
     `constants` are its weights and all else that stays; `last` is what it carries from round to
     round beside its cache.
@@ -272,7 +272,7 @@ def unpack_rounds(found: jax.Array) -> list[DraftedRound]:
         if not kind_M.any():
             break
         slots_M = np.repeat(np.arange(B), N)
-        *drawn, _ = by_slot(tokens_M, bits_M.view(np.float32), kind_M, slots_M, B)
+        drawn = by_slot(tokens_M, bits_M.view(np.float32), kind_M, slots_M, B)[:3]
         drafts_3BX = found_6BN[3:, :, 1:].copy()
         drafts_3BX[1] -= 1
         drafted_B = (drafts_3BX[0] != PADDING).sum(axis=1, dtype=np.int32)
