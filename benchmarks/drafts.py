@@ -157,6 +157,7 @@ def replay(
             most_A = np.minimum(most_A, window_A)
         began_s = time.perf_counter()
         drafts = drafter.propose(live, most_A, num_nodes)
+        drafter.committed(live)
         draft_s += time.perf_counter() - began_s
         before_A = totals_A[alive_A]
         for i, a in enumerate(alive_A.tolist()):
@@ -171,9 +172,6 @@ def replay(
             coming_AN = tokens_BL[alive_A[:, None], np.minimum(before_A[:, None] + steps_N, L - 1)]
             acceptance = round_acceptance(drafts, drafts.count_A, coming_AN, emitted_A)
             aimd.observe(live, drafts, acceptance)
-        began_s = time.perf_counter()
-        drafter.committed(_live(group, tokens_BL, alive_A, totals_A, ends_A))
-        draft_s += time.perf_counter() - began_s
         ended = totals_A[alive_A] >= ends_A[alive_A]
         if ended.any():
             drafter.finished(_live(group, tokens_BL, alive_A[ended], totals_A, ends_A))
@@ -220,8 +218,8 @@ def thread_seconds(num_requests: int) -> dict[str, float]:
             *(np.full(num_requests, total), np.full(num_requests, L - total), tokens_BL),
         )
         began_s = time.perf_counter()
-        drafter.committed(live)
         drafter.propose(live, np.full(num_requests, BUDGET_NODES, np.int32), BUDGET_NODES)
+        drafter.committed(live)
         seconds.append(time.perf_counter() - began_s)
         time.sleep(ROUND_S)
     ms = 1e3 * np.asarray(seconds[THREAD_ROUNDS // 4 :])

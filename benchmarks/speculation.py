@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import statistics
 import subprocess
 import sys
@@ -33,8 +34,10 @@ from rl.engine.stats import RoundRecord, host_seconds, speculation_metrics
 from rl.trajectory import Trajectory
 from rl.warm_up import compile_buckets, round_times
 from sched.simulator.roofline import Instance
-from spec.budget.budget import Budget
+from spec.buckets import widest_tree
+from spec.budget.budget import Budget, DraftDecision
 from spec.budget.goodput import Goodput
+from spec.drafter import Drafts, LiveSlots
 from spec.round_times import RoundTimes
 from spec.sampling import step_key
 
@@ -84,45 +87,105 @@ def seconds_of(records: Sequence[RoundRecord]) -> float:
     return records[-1].ended_s - records[0].began_s
 
 
-def tail_seconds(records: Sequence[RoundRecord], num_requests: int) -> float:
-    """Seconds during which a tenth of the requests, or fewer, were left."""
-    last = {int(i): r.ended_s for r in records for i in r.request_ids_A}
-    left = int(np.ceil(0.1 * num_requests))
-    ends = [records[0].began_s, *sorted(last.values())]  # of one request the tail is all
-    return ends[-1] - ends[-left - 1]
+def last_tenth(records: Sequence[RoundRecord]) -> frozenset[int]:
+    """The tenth of the requests that ended last, at least one.
+
+    Of those that one fetch brought to their end the ones that took part in more of its rounds, and
+    then those with the higher id, count as later.
+    """
+    ends: dict[int, tuple[float, int, int]] = {}
+    for r in records:
+        for i, rounds in zip(r.request_ids_A.tolist(), r.rounds_A.tolist(), strict=True):
+            ends[i] = r.ended_s, rounds, i
+    return frozenset(sorted(ends, key=ends.__getitem__)[-math.ceil(0.1 * len(ends)) :])
+
+
+def end_seconds(records: Sequence[RoundRecord], tail: frozenset[int]) -> tuple[float, float]:
+    """Seconds until the last request ends, and how many of them only requests of `tail` ran.
+
+    The same `tail`, that of plain decoding, cuts every run that is compared.
+    """
+    ends = {i: r.ended_s for r in records for i in r.request_ids_A.tolist()}
+    last_s, began_s = max(ends.values()), records[0].began_s
+    others_s = max((s for i, s in ends.items() if i not in tail), default=began_s)
+    return last_s - began_s, last_s - others_s
+
+
+def beaten(drafts: Drafts, score_AN: np.ndarray, taken_A: np.ndarray, room: int) -> int:
+    """How many of each request's first `taken_A` draft tokens are not among the best `room`."""
+    nodes_N = np.arange(drafts.max_nodes)
+    scores = np.sort(score_AN[nodes_N < drafts.count_A[:, None]])[::-1][:room]
+    if not len(scores):
+        return 0
+    return int((score_AN[nodes_N < taken_A[:, None]] < scores[-1]).sum())
+
+
+class Audited(Goodput):
+    """Counts draft tokens that were verified though others that were not had better scores.
+
+    `beaten` by those that the round's trees had room for, `beaten_by_any` by any that were drafted.
+    """
+
+    def __init__(self, times: RoundTimes) -> None:
+        super().__init__(times)
+        self.verified = self.beaten = self.beaten_by_any = 0
+
+    def choose(
+        self,
+        live: LiveSlots,
+        drafts: Drafts,
+        sizes: Sequence[int],
+        num_slots: int,
+        num_positions: int,
+    ) -> DraftDecision:
+        score_AN = drafts.prob_AN * self.scale(live)[:, None]
+        found = super().choose(live, drafts, sizes, num_slots, num_positions)
+        if found.taken_A is not None:
+            room = found.num_nodes - num_slots
+            widest = widest_tree(num_slots, found.num_nodes, drafts.max_nodes + 1) - 1
+            narrow = drafts._replace(count_A=np.minimum(drafts.count_A, widest))
+            self.verified += int(found.taken_A.sum())
+            self.beaten += beaten(narrow, score_AN, found.taken_A, room)
+            self.beaten_by_any += beaten(drafts, score_AN, found.taken_A, room)
+        return found
 
 
 def compare(bench: Bench, name: str, repeats: int) -> dict[str, Any]:
     """Plain and speculative phases in turns: ratios, and whether their tokens are equal."""
     make = bench.workload.drafters[name]
     plain = {t.request_id: t.response_ids for t in bench.phase()}
-    bench.phase(make(plain), Goodput(bench.times))
-    pairs, tails, differences, metrics, records = [], [], [], {}, []
+    tail = last_tenth(bench.records)
+    bench.phase(make(plain), audited := Audited(bench.times))
+    pairs, ends, differences, metrics, records = [], [], [], {}, []
     for turn in range(repeats):
-        seconds, ends = [0.0, 0.0], [0.0, 0.0]
+        seconds, end_s = [0.0, 0.0], [(0.0, 0.0)] * 2
         for speculative in (False, True) if turn % 2 == 0 else (True, False):
             drafter = make(plain) if speculative else None
             budget = Goodput(bench.times) if speculative else None
             began_s = time.perf_counter()
             done = bench.phase(drafter, budget)
             seconds[speculative] = time.perf_counter() - began_s
-            ends[speculative] = tail_seconds(bench.records, len(bench.workload.requests))
+            end_s[speculative] = end_seconds(bench.records, tail)
             got = {t.request_id: t.response_ids for t in done}
             found = [near_ties.compare(bench.workload, KEY, i, plain[i], got[i]) for i in plain]
             differences += [d for d in found if d]
             if speculative:
                 metrics, records = speculation_metrics(bench.engine.stats), bench.records
         pairs.append((seconds[0], seconds[1]))
-        tails.append(1 - ends[1] / ends[0] if ends[0] else 0.0)  # all may end in one call
+        ends.append(end_s)
     tokens = sum(len(t) for t in plain.values())
     rounds = [r for r in records if r.drafted]
     return {
         "drafter": name,
         "ratio": round(statistics.median(p / s for p, s in pairs), 3),
+        "ratio_quartiles": np.quantile([p / s for p, s in pairs], [0.25, 0.75]).round(3).tolist(),
         "ratios": [round(p / s, 3) for p, s in pairs],
         "plain_tokens_per_s": round(tokens / statistics.median(p for p, _ in pairs), 1),
         "speculative_tokens_per_s": round(tokens / statistics.median(s for _, s in pairs), 1),
-        "tail_reduction": round(statistics.median(tails), 3),
+        **tail_figures(ends),
+        "nodes_verified": audited.verified,
+        "nodes_beaten": audited.beaten,
+        "nodes_beaten_by_any": audited.beaten_by_any,
         "rounds_with_guesses": len(rounds),
         "rounds": len(records),
         "tokens": tokens,
@@ -132,6 +195,21 @@ def compare(bench: Bench, name: str, repeats: int) -> dict[str, Any]:
         "differences": [dataclasses.asdict(d) for d in differences],
         **{k: round(v, 4) for k, v in metrics.items()},
         "projected": project(bench, name, plain),
+    }
+
+
+def tail_figures(ends: Sequence[Sequence[tuple[float, float]]]) -> dict[str, Any]:
+    """Medians of what `end_seconds` found in pairs of plain and speculative runs."""
+    (plain_end, plain_tail), (end, tail) = np.median(ends, axis=0).tolist()
+    # all may end in one call
+    cuts = [1 - after[1] / before[1] if before[1] else 0.0 for before, after in ends]
+    return {
+        "plain_end_s": round(plain_end, 4),
+        "speculative_end_s": round(end, 4),
+        "plain_tail_s": round(plain_tail, 4),
+        "speculative_tail_s": round(tail, 4),
+        "tail_reduction": round(statistics.median(cuts), 3),
+        "tail_reduction_quartiles": np.quantile(cuts, [0.25, 0.75]).round(3).tolist(),
     }
 
 
@@ -173,8 +251,8 @@ def worst_batch(batches: Sequence[int], repeats: int) -> dict[str, Any]:
         w = dataclasses.replace(w, requests=all_long, drafters=hopeful)
         config = EngineConfig(slots=batch, min_slots=batch, min_positions=96, max_nodes=8)
         # short phases need more turns: the least of noisy medians would say too little
-        row = compare(open_bench(w, config), "replay", repeats * max(1, 64 // batch))
-        kept = ("ratio", "ratios", "tokens_compared", "differing_tokens")
+        row = compare(open_bench(w, config), "replay", max(repeats, 320 // batch))
+        kept = ("ratio", "ratio_quartiles", "ratios", "tokens_compared", "differing_tokens")
         kept += ("unexplained_tokens", "differences")
         rows.append({"batch": batch} | {k: row[k] for k in kept})
     return {"worst_batch_ratio": min(r["ratio"] for r in rows), "worst_batch_rows": rows}
@@ -233,10 +311,14 @@ def measure(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     named = [k for k in rows if not k.startswith("base_")]
     return {
         **{f"{k}_ratio": rows[k]["ratio"] for k in named},
-        **{f"projected_{k}_ratio": _headline(rows[k]) for k in named},
+        **{f"projected_{k}_ratio": _headline(rows[k], "ratio") for k in named},
+        "history_end_s": [rows["history"]["plain_end_s"], rows["history"]["speculative_end_s"]],
         "tail_reduction": rows["history"]["tail_reduction"],
         "worst_batch_ratio": worst["worst_batch_ratio"],
         "host_share": max(rows[k].get("spec/host_share", 0.0) for k in named),
+        "projected_host_share": max(_headline(rows[k], "host_share") for k in named),
+        "nodes_beaten": sum(r["nodes_beaten"] for r in rows.values()),
+        "nodes_beaten_by_any": sum(r["nodes_beaten_by_any"] for r in rows.values()),
         "differing_tokens": sum(r["differing_tokens"] for r in all_rows),
         "unexplained_tokens": sum(r["unexplained_tokens"] for r in all_rows),
         "tokens_compared": sum(r["tokens_compared"] for r in all_rows),
@@ -245,16 +327,16 @@ def measure(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     }
 
 
-def _headline(row: dict[str, Any]) -> float:
+def _headline(row: dict[str, Any], figure: str) -> float:
     device, shape = HEADLINE.device.name, HEADLINE.model.name
     return next(
-        r["ratio"] for r in row["projected"] if (r["device"], r["policy"]) == (device, shape)
+        r[figure] for r in row["projected"] if (r["device"], r["policy"]) == (device, shape)
     )
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=5, help="turns; the median counts")
+    parser.add_argument("--repeats", type=int, default=11, help="turns; the median counts")
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--group_size", type=int, default=8)
     parser.add_argument("--slots", type=int, default=64)

@@ -221,7 +221,10 @@ class Drafter(Protocol):
         return
 
     def committed(self, live: LiveSlots) -> None:
-        """Learn what these requests have now: called after every round, whoever drafted in it."""
+        """Learn what these requests have now: called in every round, whoever drafted in it.
+
+        The device computes meanwhile, with what was drafted before.
+        """
         return
 
     def finished(self, live: LiveSlots) -> None:

@@ -15,6 +15,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numba
 import numpy as np
 
 from models import kv_cache, transformer
@@ -88,15 +89,24 @@ def by_slot(
 
     The first `kept_B` were given and kept. Nodes are sorted by slot, and those on a path by depth.
     """
-    (chosen_X,) = np.nonzero(kind_M)
-    slots_X = slots_M[chosen_X]
-    kept_B = np.bincount(slots_M[kind_M == KEPT], minlength=num_slots)
-    count_B = np.bincount(slots_X, minlength=num_slots).astype(np.int32)
-    nth_X = np.arange(len(chosen_X)) - (np.cumsum(count_B) - count_B)[slots_X]
-    size = num_slots, max(1, int(count_B.max(initial=0)))
+    return _by_slot(tokens_M, logprobs_M, kind_M, slots_M, num_slots)
+
+
+@numba.njit(cache=True, nogil=True)
+def _by_slot(tokens_M, logprobs_M, kind_M, slots_M, num_slots):  # type: ignore[no-untyped-def]
+    count_B, kept_B = np.zeros(num_slots, np.int32), np.zeros(num_slots, np.int32)
+    for m in range(len(slots_M)):
+        if kind_M[m]:
+            count_B[slots_M[m]] += 1
+    size = num_slots, max(1, count_B.max())
     tokens_BN, logprobs_BN = np.zeros(size, np.int32), np.zeros(size, np.float32)
-    tokens_BN[slots_X, nth_X] = tokens_M[chosen_X]
-    logprobs_BN[slots_X, nth_X] = logprobs_M[chosen_X]
+    count_B[:] = 0
+    for m in range(len(slots_M)):
+        if kind_M[m]:
+            b = slots_M[m]
+            tokens_BN[b, count_B[b]], logprobs_BN[b, count_B[b]] = tokens_M[m], logprobs_M[m]
+            count_B[b] += 1
+            kept_B[b] += kind_M[m] == KEPT
     return tokens_BN, logprobs_BN, count_B, kept_B
 
 

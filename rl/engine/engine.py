@@ -195,13 +195,12 @@ class Engine(ModelRunner):
         elif decision.tree_tokens:
             count_B, rounds_B = self._draft_on_device(live, decision)
         else:
-            tokens_BN, count_B = self._decode(decision.num_rounds)
+            tokens_BN, count_B = self._decode(live, decision.num_rounds)
             rounds_B = count_B
         emitted_A = count_B[live.rows_A]
         if drafts is not None:
             tokens_AN = tokens_BN[live.rows_A]
             self._speculator.observe(live, drafts, decision.taken_A, tokens_AN, emitted_A)
-        self._speculator.committed(self._table.view(live.rows_A))
         self.stats.timeline.append(
             RoundRecord(
                 began_s=began_s,
@@ -243,11 +242,11 @@ class Engine(ModelRunner):
         drafted_B[live.rows_A] = taken_A > 0
         self.stats.rounds[(B, M, self._positions)] += 1
         self._rows.stepped(*state)
-        drawn = self._fetched(unpack, found)
+        drawn = self._fetched(live, unpack, found)
         tokens_BN, logprobs_BN, count_B, kept_B = by_slot(*drawn, nodes_5M[1], B)
         return self._commit(tokens_BN, logprobs_BN, count_B, drafted_B, kept_B)
 
-    def _decode(self, most_rounds: int) -> tuple[np.ndarray, np.ndarray]:
+    def _decode(self, live: LiveSlots, most_rounds: int) -> tuple[np.ndarray, np.ndarray]:
         """Up to `most_rounds` rounds without draft tokens; returns (tokens_BN, count_B)."""
         table, spec = self._table, self._spec
         B = len(table)
@@ -266,7 +265,7 @@ class Engine(ModelRunner):
             **self.decode_options(spec.sampling.draw),
         )
         self._rows.stepped(*state)
-        tokens_BR, logprobs_BR, kind_BR = self._fetched(unpack, found)
+        tokens_BR, logprobs_BR, kind_BR = self._fetched(live, unpack, found)
         count_B, none_B = (kind_BR > 0).sum(axis=1, dtype=np.int32), np.zeros(B, np.int32)
         tokens_BN, count_B = self._commit(tokens_BR, logprobs_BR, count_B, none_B > 0, none_B)
         self.stats.rounds[(B, B, self._positions)] += int(count_B.max())
@@ -304,7 +303,7 @@ class Engine(ModelRunner):
         rows.stepped(*state)
         total_B, rounds_B = np.zeros(B, np.int32), np.zeros(B, np.int32)
         acceptance = []
-        for r in self._fetched(unpack_rounds, found):
+        for r in self._fetched(live, unpack_rounds, found):
             drawn_B = np.where(table.stopped_B, 0, r.count_B)  # the device does not know all ends
             _, count_B = self._commit(
                 r.tokens_BN, r.logprobs_BN, drawn_B, r.drafted_B > 0, np.zeros_like(drawn_B)
@@ -320,9 +319,10 @@ class Engine(ModelRunner):
         busy = self._table.num_busy
         return max(1, busy // 8 if len(self._waiting) else busy - len(self._table) // 2)
 
-    def _fetched(self, unpack: Callable[[Any], T], found: Any) -> T:
-        """Return what a call found, once the device has it."""
+    def _fetched(self, live: LiveSlots, unpack: Callable[[Any], T], found: Any) -> T:
+        """Return what a call found, once the device has it; the drafter is told meanwhile."""
         self._called_s = self.clock()
+        self._speculator.committed(live)
         drawn = unpack(found)
         self._fetched_s = self.clock()
         self.stats.fetches += 1
@@ -349,6 +349,8 @@ class Engine(ModelRunner):
         """Free the rows of requests that the last round ended; return their trajectories."""
         spec, table = self._spec, self._table
         rows = table.ended_rows()
+        if not len(rows):
+            return []
         whole = np.array([table.is_whole(b) for b in rows.tolist()], bool)
         if not whole.all():
             assert self._source is not None, "only a source brings requests in chunks"

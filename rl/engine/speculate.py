@@ -60,7 +60,7 @@ class Speculator:
         decision = self._budget.choose(live, drafts, sizes, num_slots, num_positions)
         if decision.taken_A is None and cached is not None and cached.given and chained_A.any():
             # the rule decides on the next token also where no draft token is verified
-            return drafts, DraftDecision(num_slots, np.zeros(len(live), np.int64))
+            return drafts, DraftDecision(num_slots, np.zeros(len(live), np.int32))
         return drafts, self._cut(decision)
 
     def _unseen(
@@ -128,13 +128,13 @@ class Speculator:
         if not len(live):
             return np.zeros((0, 2), int)
         tokens_AN = r.tokens_BN[live.rows_A]
-        taken_A = drafts.count_A.astype(np.int64)  # as `likeliest` counts, for one compiled kernel
+        taken_A = drafts.count_A.astype(np.int32)  # as `likeliest` counts, for one compiled kernel
         acceptance = self.observe(live, drafts, taken_A, tokens_AN, emitted_A)
         seen_A = np.minimum(emitted_A, drafts.count_A)
         return np.stack([acceptance.accepted_AN.sum(axis=1), seen_A], axis=1)
 
     def committed(self, live: LiveSlots) -> None:
-        """Tell the drafter what a round brought, whoever drafted in it."""
+        """Tell the drafter what requests have now: the device is busy with their next round."""
         if self.drafter is not None:
             self.drafter.committed(live)
 

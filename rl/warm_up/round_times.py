@@ -156,12 +156,12 @@ class _Rounds:
             self._stop_E,
             **engine.verify_options(self._spec.sampling.draw, len(table), num_nodes),
         )
+        self._drafter.committed(live)
         drawn = by_slot(*unpack(found), nodes_5M[1], len(table))
         emitted_BN, logprobs_BN, count_B, kept_B = drawn
         full = table.total_tokens_B.max() >= table.tokens_BL.shape[1] - 1
         one_B = np.zeros_like(count_B) if full else np.ones_like(count_B)
         table.commit(emitted_BN, logprobs_BN, one_B, count_B > 1, kept_B)
-        self._drafter.committed(table.live())
         return 1
 
     def _plain_rounds(self, slots: Slots) -> int:

@@ -12,6 +12,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Protocol
 
+import numba
 import numpy as np
 
 from spec.buckets import widest_tree
@@ -98,44 +99,76 @@ def likeliest_trees(
 
 
 def likeliest(drafts: Drafts, scale_A: np.ndarray, num_slots: int, num_nodes: int) -> np.ndarray:
-    """Return how many draft tokens of each request are among the likeliest of all; int [A].
+    """Return how many draft tokens of each request are among the likeliest of all; int32 [A].
 
     As many are chosen as a round of `num_nodes` holds, of one request as many as its tree may. A
     draft token's probability is scaled by its request's factor. It never exceeds its parent's, so
     that those chosen are each request's first ones.
     """
-    real_AN = _taken(drafts, num_slots, num_nodes)
-    if int(real_AN.sum()) <= num_nodes - num_slots:
-        return real_AN.sum(axis=1)
-    prob_AN = np.where(real_AN, drafts.prob_AN * scale_A[:, None], -1.0)
-    # stable: of equals the earlier one is taken, a parent before its children
-    chosen_X = np.argsort(-prob_AN, axis=None, kind="stable")[: num_nodes - num_slots]
-    return np.bincount(chosen_X // drafts.max_nodes, minlength=len(prob_AN))
+    return likeliest_by_size(drafts, scale_A, num_slots, (num_nodes,))[0][0]
 
 
-def worth(drafts: Drafts, scale_A: np.ndarray, num_slots: int, num_nodes: int) -> float:
-    """Return the accepted draft tokens to expect of those that `likeliest` chooses."""
-    real_AN = _taken(drafts, num_slots, num_nodes)
-    prob_X = np.sort((drafts.prob_AN * scale_A[:, None])[real_AN])
-    return float(prob_X[::-1][: num_nodes - num_slots].sum())
+def likeliest_by_size(
+    drafts: Drafts, scale_A: np.ndarray, num_slots: int, sizes: Sequence[int]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return what `likeliest` chooses for a round of each of these numbers of nodes.
+
+    int32 [sizes, A], and how many of those draft tokens are expected to be accepted; [sizes].
+    """
+    widest = [widest_tree(num_slots, size, drafts.max_nodes + 1) - 1 for size in sizes]
+    widest_S, room_S = np.array(widest, np.int64), np.array(sizes, np.int64) - num_slots
+    keys_X = _keys(drafts.prob_AN, drafts.count_A, scale_A, max(widest))
+    keys_X.sort()
+    return _first(keys_X, drafts.prob_AN, scale_A, widest_S, room_S)
+
+
+_LAST = 2**31 - 1
+
+
+@numba.njit(cache=True, nogil=True)
+def _keys(prob_AN, count_A, scale_A, most):  # type: ignore[no-untyped-def]
+    """Return a number for each draft token that ascends with its scaled probability.
+
+    Of equals the earlier one has the higher number, a parent before its children.
+    """
+    A, N = prob_AN.shape
+    scaled_X, place_X, X = np.empty(A * N, np.float32), np.empty(A * N, np.int64), 0
+    for a in range(A):
+        for n in range(min(count_A[a], most)):
+            scaled_X[X], place_X[X] = prob_AN[a, n] * scale_A[a], a * N + n
+            X += 1
+    bits_X = scaled_X.view(np.int32)  # which ascend with the numbers that they stand for
+    for x in range(X):
+        place_X[x] = np.int64(bits_X[x]) << 32 | (_LAST - place_X[x])
+    return place_X[:X]
+
+
+@numba.njit(cache=True, nogil=True)
+def _first(keys_X, prob_AN, scale_A, widest_S, room_S):  # type: ignore[no-untyped-def]
+    A, N = prob_AN.shape
+    taken_SA = np.zeros((len(room_S), A), np.int32)
+    worth_S = np.zeros(len(room_S))
+    for s in range(len(room_S)):
+        left, x = room_S[s], len(keys_X)
+        while left > 0 and x > 0:
+            x -= 1
+            place = _LAST - (keys_X[x] & _LAST)
+            a, n = place // N, place % N
+            if n < widest_S[s]:
+                taken_SA[s, a] += 1
+                worth_S[s] += prob_AN[a, n] * scale_A[a]
+                left -= 1
+    return taken_SA, worth_S
 
 
 def all_that_fit(drafts: Drafts, sizes: Sequence[int], num_slots: int) -> DraftDecision:
     """Decide for the smallest round that holds all draft tokens, else for the likeliest of them."""
     if not drafts.count_A.any() or not sizes:
         return plain(num_slots)
-    one_A, total = np.ones(len(drafts.count_A)), int(drafts.count_A.sum())
-    for size in sizes:
-        taken_A = likeliest(drafts, one_A, num_slots, size)
-        if taken_A.sum() == total:
-            break
-    return DraftDecision(size, taken_A)
-
-
-def _taken(drafts: Drafts, num_slots: int, num_nodes: int) -> np.ndarray:
-    """Draft tokens that a round of so many nodes may hold; bool [A, N]."""
-    most = widest_tree(num_slots, num_nodes, drafts.max_nodes + 1) - 1
-    return np.arange(drafts.max_nodes) < np.minimum(drafts.count_A, most)[:, None]
+    taken_SA, _ = likeliest_by_size(drafts, np.ones(len(drafts.count_A)), num_slots, sizes)
+    holds_all_S = taken_SA.sum(axis=1) == drafts.count_A.sum()
+    s = int(holds_all_S.argmax()) if holds_all_S.any() else -1
+    return DraftDecision(sizes[s], taken_SA[s])
 
 
 class FixedBudget(Budget):

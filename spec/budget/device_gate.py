@@ -60,14 +60,15 @@ class DeviceDraftGate:
     ) -> None:
         """Compare for a round of this (slots, nodes, positions), with the draft tokens taken."""
         num_slots, _, num_positions = bucket
+        depths_of = {name: times.draft_depths(name) for name in DEVICE_SOURCES}
         round_s = times(*bucket)
-        if round_s is None:
+        if round_s is None or not any(depths_of.values()):
             return
         taken_AN = np.arange(drafts.max_nodes) < taken_A[:, None]
         worth_AN = np.where(taken_AN, drafts.prob_AN, 0.0) * scale_A[:, None]
         draft_s, own_worth = dict[str, float](), dict[str, float]()
         for name, source in DEVICE_SOURCES.items():
-            own_AN, depths = drafts.sources_AN == source, times.draft_depths(name)
+            own_AN, depths = drafts.sources_AN == source, depths_of[name]
             if depths and not self._left[name] and (own_AN & taken_AN).any():
                 draft_s[name] = times.draft(name, num_slots, depths[-1], num_positions)
                 own_worth[name] = float(worth_AN[own_AN].sum())

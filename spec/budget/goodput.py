@@ -14,10 +14,9 @@ from spec.budget.budget import (
     Backoff,
     Budget,
     DraftDecision,
-    likeliest,
+    likeliest_by_size,
     likeliest_trees,
     plain,
-    worth,
 )
 from spec.budget.device_gate import DeviceDraftGate
 from spec.drafter import Acceptance, Drafts, LiveSlots
@@ -91,16 +90,15 @@ class Goodput(Budget):
                 "positions: measure the engine's rounds (rl.warm_up.round_times) before the rollout"
             )
         scale_A, self._repeats = self.scale(live), 0
-        best, best_rate = num_slots, 1.0
+        seconds = {num_slots: plain_s}
         for size in sizes if drafts.count_A.any() else ():
             round_s = self._times(num_slots, size, num_positions)
-            if round_s is None:
-                continue
-            gained = worth(drafts, scale_A, num_slots, size)
-            rate = (len(live) + gained) / len(live) * plain_s / round_s
-            if rate > best_rate:
-                best, best_rate = size, rate
-        taken_A = likeliest(drafts, scale_A, num_slots, best)
+            if round_s is not None:
+                seconds[size] = round_s
+        taken_SA, worth_S = likeliest_by_size(drafts, scale_A, num_slots, list(seconds))
+        rate_S = (1 + worth_S / len(live)) * plain_s / np.fromiter(seconds.values(), float)
+        s = int(rate_S.argmax())
+        best, best_rate, taken_A = list(seconds)[s], float(rate_S[s]), taken_SA[s]
         bucket = num_slots, best, num_positions
         self._gate.observe(self._times, live, drafts, taken_A, scale_A, bucket)
         self._speculating = best > num_slots and (self._speculating or best_rate > BETTER)

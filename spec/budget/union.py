@@ -104,40 +104,38 @@ def merge(drafts: Sequence[Drafts], max_nodes_A: np.ndarray) -> Drafts:
 
 @numba.njit(cache=True, nogil=True)
 def _merge(trees, most_A, out):  # type: ignore[no-untyped-def]
-    """Write the union of K drafters' `trees`, whose arrays have a leading axis K."""
+    """Write the union of K drafters' `trees`, whose arrays have a leading axis K.
+
+    Each tree's draft tokens descend in probability, so that the next of the union is the first of
+    one of the trees that is left.
+    """
     K, A, N = trees.tokens_AN.shape
-    M = K * N  # nodes of a union at most
-    token, parent = np.empty(M, np.int32), np.empty(M, np.int32)
-    prob, source = np.empty(M, np.float32), np.empty(M, np.uint8)
-    child, sibling = np.empty(M + 1, np.int32), np.empty(M, np.int32)  # child[0]: of the root
-    here = np.empty(N, np.int32)  # where a drafter's nodes are in the union
-    rank = np.empty(M, np.int32)  # where the union's nodes are in the result
+    next_K = np.empty(K, np.int64)
+    place_KN = np.empty((K, N), np.int32)  # where a drafter's draft tokens are in the union
     for a in range(A):
-        size = 0
-        child[0] = -1
-        for k in range(K):
-            for i in range(trees.count_A[k, a]):
-                above = trees.parents_AN[k, a, i]
-                if above >= 0:
-                    above = here[above]
-                node = child[above + 1]
-                while node >= 0 and token[node] != trees.tokens_AN[k, a, i]:
-                    node = sibling[node]
-                if node < 0:
-                    node, size = size, size + 1
-                    token[node], parent[node] = trees.tokens_AN[k, a, i], above
-                    prob[node], source[node] = -1.0, 0
-                    sibling[node], child[above + 1], child[node + 1] = child[above + 1], node, -1
-                if trees.prob_AN[k, a, i] > prob[node]:
-                    prob[node], source[node] = trees.prob_AN[k, a, i], trees.sources_AN[k, a, i]
-                here[i] = node
-        # a parent's probability is at least its children's, and the sort leaves it first among
-        # equals
-        chosen, order = min(most_A[a], size), np.argsort(-prob[:size], kind="mergesort")
-        for n in range(chosen):
-            best = order[n]
-            rank[best] = n
-            out.tokens_AN[a, n], out.prob_AN[a, n] = token[best], prob[best]
-            out.parents_AN[a, n] = -1 if parent[best] < 0 else rank[parent[best]]
-            out.sources_AN[a, n] = source[best]
-        out.count_A[a] = chosen
+        size, next_K[:] = 0, 0
+        while size < most_A[a]:
+            best = -1
+            for k in range(K):
+                if next_K[k] < trees.count_A[k, a] and (
+                    best < 0
+                    or trees.prob_AN[k, a, next_K[k]] > trees.prob_AN[best, a, next_K[best]]
+                ):
+                    best = k
+            if best < 0:
+                break
+            i = next_K[best]
+            next_K[best] += 1
+            token, parent = trees.tokens_AN[best, a, i], trees.parents_AN[best, a, i]
+            if parent >= 0:
+                parent = place_KN[best, parent]
+            at = parent + 1
+            while at < size and (out.tokens_AN[a, at] != token or out.parents_AN[a, at] != parent):
+                at += 1
+            place_KN[best, i] = at
+            if at == size:  # no other drafter has it with a higher probability
+                out.tokens_AN[a, at], out.parents_AN[a, at] = token, parent
+                out.prob_AN[a, at] = trees.prob_AN[best, a, i]
+                out.sources_AN[a, at] = trees.sources_AN[best, a, i]
+                size += 1
+        out.count_A[a] = size

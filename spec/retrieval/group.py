@@ -2,7 +2,8 @@
 
 A server keeps the tokens of each group's requests; a client beside an engine fetches what is new in
 the groups that it has registered, and drafts from an index of its own. What a round brought is
-sent whoever drafted in it, and sent, fetched and indexed by a thread, while the next round runs.
+sent whoever drafted in it, and sent, fetched and indexed by a thread, while the next round runs:
+the rollout thread has Python to itself where the device waits for it.
 Messages are plain data, so that the server could move to another process and serve many workers;
 here both are in one process. A = live requests, F = rows of requests, U = pieces of requests'
 tokens, T = the tokens of all pieces.
@@ -192,14 +193,12 @@ class GroupDrafter(Drafter):
 
     def propose(self, live: LiveSlots, max_nodes_A: np.ndarray, max_nodes: int) -> Drafts:
         self.wait()
-        drafts = self._client.batch_speculate(live, max_nodes_A, max_nodes)
-        self._hand_over()
-        return drafts
+        return self._client.batch_speculate(live, max_nodes_A, max_nodes)
 
     def committed(self, live: LiveSlots) -> None:
-        self._hand_over()  # what the round before brought, if nothing was drafted since
         self._messages.append(partial(self._client.register_groups, live.group_ids_A.tolist()))
         self._send(live, self._update_tokens)
+        self._hand_over()
 
     def finished(self, live: LiveSlots) -> None:
         self._send(live, 1)

@@ -164,7 +164,7 @@ def test_drafters_see_the_live_requests(engine):
     assert seen == [[(0, 2, 1), (1, 3, 2)], [(0, 1, 0), (1, 2, 1)]]
 
 
-def test_drafters_hear_what_every_round_brought_whoever_is_asked(engine):
+def test_drafters_hear_what_every_round_begins_with_whoever_is_asked(engine):
     heard = collections.defaultdict(list)
 
     class Hears(Scripted):
@@ -175,7 +175,7 @@ def test_drafters_hear_what_every_round_brought_whoever_is_asked(engine):
     drafter = Hears(lambda live, n: pytest.fail("nobody is to be asked"))
     got = run(engine, group((1, 2, 3), 0, 2), drafter=drafter, budget=FixedBudget(0))
     for t in got:  # 8 rounds, 4 between two fetches
-        assert heard[t.request_id] == [t.response_ids[:n].tolist() for n in (4, 8)]
+        assert heard[t.request_id] == [t.response_ids[:n].tolist() for n in (0, 4)]
 
 
 def test_the_batch_shrinks_as_requests_end_and_slots_are_refilled():

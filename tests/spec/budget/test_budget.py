@@ -8,7 +8,7 @@ from drafts_by_hand import drafts
 
 from spec.acceptance import Acceptance, round_acceptance
 from spec.budget.aimd import Aimd, WindowConfig, next_windows
-from spec.budget.budget import FixedBudget, likeliest, worth
+from spec.budget.budget import FixedBudget, likeliest, likeliest_by_size
 from spec.budget.by_name import make_budget
 from spec.budget.goodput import Goodput
 from spec.drafter import LiveSlots, no_drafts
@@ -83,9 +83,10 @@ def test_the_likeliest_of_all_requests_are_taken():
     wanted = [(4, [0, 0, 0]), (7, [3, 0, 0]), (9, [3, 2, 0]), (12, [3, 4, 1]), (99, [3, 4, 2])]
     for num_nodes, want in wanted:
         assert likeliest(found, scale_A, 4, num_nodes).tolist() == want
-    assert worth(found, scale_A, 4, 4) == 0
-    assert worth(found, scale_A, 4, 7) == pytest.approx(0.9 + 0.81 + 0.729)
-    assert worth(found, scale_A, 4, 99) == pytest.approx(2.439 + 0.8 * 3.0951 + 0.5 * 1.71)
+    taken_SA, worth_S = likeliest_by_size(found, scale_A, 4, [n for n, _ in wanted])
+    assert taken_SA.tolist() == [want for _, want in wanted]
+    whole = 2.439 + 0.8 * 3.0951 + 0.5 * 1.71
+    assert worth_S[[0, 1, 4]] == pytest.approx([0, 2.439, whole])
 
 
 def test_no_tree_is_more_than_twice_as_wide_as_all_are_on_average():
@@ -93,7 +94,29 @@ def test_no_tree_is_more_than_twice_as_wide_as_all_are_on_average():
     found = chains([15, 1], 1.0)
     assert likeliest(found, np.ones(2), 4, 8).tolist() == [3, 1]
     assert likeliest(found, np.ones(2), 4, 16).tolist() == [7, 1]
-    assert worth(found, np.ones(2), 4, 8) == 4
+    assert likeliest_by_size(found, np.ones(2), 4, [8])[1].tolist() == [4]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_likeliest_are_those_of_a_sort_of_all(seed):
+    """Few different probabilities, so that there are ties; trees and sizes at random."""
+    rng = np.random.default_rng(seed)
+    num, width, slots = 5, 7, 8
+    found = no_drafts(num, width)
+    found.count_A[:] = rng.integers(0, width + 1, num)
+    found.prob_AN[:] = -np.sort(-rng.choice([0.0, 0.25, 0.5, 1.0], (num, width)), axis=1)
+    scale_A = rng.choice([0.5, 1.0, 1.5], num)
+    sizes = [8, 9, 13, 16, 32, 64]
+    taken_SA, worth_S = likeliest_by_size(found, scale_A, slots, sizes)
+    for size, taken_A, worth in zip(sizes, taken_SA, worth_S, strict=True):
+        widest = -(-2 * size // slots) - 1
+        every = sorted(
+            (-float(found.prob_AN[a, n] * scale_A[a]), a, n)
+            for a in range(num)
+            for n in range(min(found.count_A[a], widest))
+        )[: size - slots]
+        assert taken_A.tolist() == [sum(a == b for _, b, _ in every) for a in range(num)]
+        assert worth == pytest.approx(-sum(p for p, _, _ in every))
 
 
 def test_a_childs_equal_probability_never_takes_it_before_its_parent():

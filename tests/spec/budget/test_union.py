@@ -45,7 +45,9 @@ def test_against_a_dictionary(seed):
                 seen.add((parent, token))
                 above = 1.0 if parent < 0 else nodes[parent][2]
                 nodes.append((parent, token, float(np.float32(above * rng.choice([0.5, 1.0])))))
-        return nodes
+        order = sorted(range(len(nodes)), key=lambda i: -nodes[i][2])  # parents first
+        place = {-1: -1} | {i: n for n, i in enumerate(order)}
+        return [(place[nodes[i][0]], *nodes[i][1:]) for i in order]
 
     many = [drafts(tree(), tree()) for _ in range(3)]
     most = rng.integers(0, 7, 2)

@@ -27,8 +27,8 @@ def told(found):
 
 
 def heard(drafter, *views):
-    """Rounds that bring these, and one that brings nothing: all are in the index."""
-    for view in (*views, views[-1]):
+    """Rounds that begin with these: all are in the index."""
+    for view in views:
         drafter.committed(view)
     drafter.wait()
 
@@ -112,9 +112,9 @@ def test_a_draft_knows_all_rounds_but_the_last_whatever_the_pace_of_the_thread()
     def play(server):
         drafter, found = GroupDrafter(CHAIN, update_tokens=1, server=server), []
         for length in range(3, len(text)):
-            drafter.committed(live_texts(text[:length]))
             if length not in (5, 6):  # plain rounds
                 found.append(drafts(drafter, other, most=8)[0])
+            drafter.committed(live_texts(text[:length]))
         return found
 
     slow = SlowServer([0.0, 0.03, 0.0, 0.03, 0.03])
@@ -130,7 +130,6 @@ def test_what_the_thread_raises_is_raised_where_drafts_are_asked_for():
 
     drafter = GroupDrafter(CHAIN, server=Broken())
     drafter.committed(live_texts([50, 51, 1]))
-    drafts(drafter, live_texts([50, 51, 1]))
     with pytest.raises(OSError, match="the server is gone"):
         drafts(drafter, live_texts([50, 51, 1]))
 
