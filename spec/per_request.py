@@ -28,8 +28,10 @@ class RequestIndex:
     def of(self, live: LiveSlots) -> np.ndarray:
         """Return the number of each live request, int64 [A]; new requests are given one."""
         ids_A = live.request_ids_A
-        if not np.array_equal(ids_A, self._asked_A):
-            self._answer_A = np.fromiter(map(self._number, ids_A.tolist()), np.int64, len(ids_A))
+        if ids_A is not self._asked_A:
+            if not np.array_equal(ids_A, self._asked_A):
+                ids = ids_A.tolist()
+                self._answer_A = np.fromiter(map(self._number, ids), np.int64, len(ids))
             self._asked_A = ids_A
         return self._answer_A
 
