@@ -155,10 +155,23 @@ def _of_prefix(
 
 def _of_itself(q_BTHh: jax.Array, k_BTKh: jax.Array, v_BTKh: jax.Array) -> _Softmax:
     """The softmax over a node's own key alone: its weight is 1."""
-    H, h = q_BTHh.shape[2:]
-    k, v = (jnp.repeat(x, H // x.shape[2], axis=2).astype(jnp.float32) for x in (k_BTKh, v_BTKh))
-    score = jnp.sum(q_BTHh.astype(jnp.float32) * k, axis=-1, keepdims=True) * (h**-0.5)
-    return _Softmax(v, score, jnp.ones_like(score))
+    B, T, H, h = q_BTHh.shape
+    K = k_BTKh.shape[2]
+    scores_BTKG = jnp.einsum(
+        "btkgh,btkh->btkg",
+        q_BTHh.reshape(B, T, K, H // K, h),
+        k_BTKh,
+        precision=precision_of(q_BTHh),
+        preferred_element_type=jnp.float32,
+    ) * (h**-0.5)
+    score_BTH1 = scores_BTKG.reshape(B, T, H, 1)
+    v_BTHh = jnp.repeat(v_BTKh, H // K, axis=2).astype(jnp.float32)
+    return _Softmax(v_BTHh, score_BTH1, jnp.ones_like(score_BTH1))
+
+
+def _apart(x: jax.Array) -> jax.Array:
+    """Return x, on a CPU as if it were another array: what is computed from it stays apart."""
+    return jax.lax.platform_dependent(x, cpu=jax.lax.optimization_barrier, default=lambda x: x)
 
 
 def _partial_attention(
@@ -183,6 +196,8 @@ def _partial_attention(
     scores_BKXS = jnp.where(mask_BKXS, scores_BKXS, NEGATIVE)
     top_BKX1 = jax.lax.stop_gradient(jnp.max(scores_BKXS, axis=-1, keepdims=True))
     weights_BKXS = jnp.exp(scores_BKXS - top_BKX1)
+    # A maximum of its own is returned: XLA's CPU computes the weights in one pass with the other.
+    found_BKX1 = jnp.max(_apart(jax.lax.stop_gradient(scores_BKXS)), axis=-1, keepdims=True)
     total_BKX1 = jnp.sum(weights_BKXS, axis=-1, keepdims=True)
     out_BKXh = jnp.einsum(
         "bkxs,bksh->bkxh",
@@ -196,7 +211,7 @@ def _partial_attention(
         x_BKTGi = x_BKXi.reshape(B, K, T, G, -1)
         return x_BKTGi.transpose(0, 2, 1, 3, 4).reshape(B, T, H, -1)
 
-    return _Softmax(by_head(out_BKXh), by_head(top_BKX1), by_head(total_BKX1))
+    return _Softmax(by_head(out_BKXh), by_head(found_BKX1), by_head(total_BKX1))
 
 
 def attend_causally(

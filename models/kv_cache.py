@@ -28,6 +28,7 @@ from models.layout import CACHE_AXES, ENTRY_AXES, FEATURE_AXES
 from models.sharding import constrain
 
 KEY_AXIS, VALUE_AXIS = 3, 2  # where positions lie in a layer's keys, and in values and features
+CPU_WRITES = 16  # entries that a CPU writes at a time
 
 
 class Kind(NamedTuple):
@@ -212,50 +213,39 @@ def no_pending(
 
 def write(cache: KVCache, pending: Pending) -> KVCache:
     """Write the accepted entries to their rows and positions: the only write of a round."""
-    return jax.lax.platform_dependent(cache, pending, cpu=_write_in_turn, default=_write_at_once)
+    few = partial(_write_entries, num_at_once=CPU_WRITES)
+    return jax.lax.platform_dependent(cache, pending, cpu=few, default=_write_entries)
 
 
-def _write_in_turn(cache: KVCache, pending: Pending) -> KVCache:
-    """Write one entry after the other, so that what is not accepted costs nothing."""
+def _write_entries(cache: KVCache, pending: Pending, num_at_once: int | None = None) -> KVCache:
+    """Write so many entries at a time, by default all of them, until the accepted are written.
 
-    def one(i: jax.Array, cache: KVCache) -> KVCache:
-        p = pending.order_P[i]
-        row, position = pending.row_P[p], pending.position_P[p]
+    On a CPU a scatter takes its entries in turn, also those that it drops.
+    """
+    P = len(pending.order_P)
+    N = min(num_at_once or P, P)
+
+    def some(i: jax.Array, cache: KVCache) -> KVCache:
+        place_N = i * N + jnp.arange(N)
+        entry_N = pending.order_P[jnp.minimum(place_N, P - 1)]
+        row_N = jnp.where(place_N < pending.count, pending.row_P[entry_N], cache.num_slots)
+        position_N = pending.position_P[entry_N]
 
         def key(rows_BKhS: jax.Array, new_PKh: jax.Array) -> jax.Array:
-            new_1Kh1 = new_PKh[p][None, :, :, None]
-            return jax.lax.dynamic_update_slice(rows_BKhS, new_1Kh1, (row, 0, 0, position))
+            at = rows_BKhS.at[row_N, :, :, position_N]
+            return pin(at.set(new_PKh[entry_N], mode="drop"))
 
-        def value(rows_BKSh: jax.Array, new_PKh: jax.Array) -> jax.Array:
-            new_1K1h = new_PKh[p].reshape(1, -1, 1, rows_BKSh.shape[-1])
-            return jax.lax.dynamic_update_slice(rows_BKSh, new_1K1h, (row, 0, position, 0))
+        def value(rows_BKSh: jax.Array, new_PKh: jax.Array, kind: Kind = VALUES) -> jax.Array:
+            new_NKh = new_PKh[entry_N].reshape(N, -1, rows_BKSh.shape[-1])
+            return pin(rows_BKSh.at[row_N, :, position_N].set(new_NKh, mode="drop"), kind)
 
         return KVCache(
             jax.tree.map(key, cache.keys, pending.keys),
             jax.tree.map(value, cache.values, pending.values),
-            jax.tree.map(value, cache.features, pending.features),
+            jax.tree.map(partial(value, kind=FEATURES), cache.features, pending.features),
             cache.feature_layers,
         )
 
-    return map_arrays(pin, jax.lax.fori_loop(0, pending.count, one, cache))
-
-
-def _write_at_once(cache: KVCache, pending: Pending) -> KVCache:
-    row_P, order_P = pending.row_P, pending.order_P
-    accepted_P = jnp.zeros(order_P.shape, bool)
-    accepted_P = accepted_P.at[order_P].set(jnp.arange(len(order_P)) < pending.count)
-    position_P = jnp.where(accepted_P, pending.position_P, cache.num_positions)  # dropped
-
-    def key(rows_BKhS: jax.Array, new_PKh: jax.Array) -> jax.Array:
-        return pin(rows_BKhS.at[row_P, :, :, position_P].set(new_PKh, mode="drop"))
-
-    def value(rows_BKSh: jax.Array, new_PKh: jax.Array, kind: Kind = VALUES) -> jax.Array:
-        new_PKh = new_PKh.reshape(len(row_P), -1, rows_BKSh.shape[-1])
-        return pin(rows_BKSh.at[row_P, :, position_P].set(new_PKh, mode="drop"), kind)
-
-    return KVCache(
-        jax.tree.map(key, cache.keys, pending.keys),
-        jax.tree.map(value, cache.values, pending.values),
-        jax.tree.map(partial(value, kind=FEATURES), cache.features, pending.features),
-        cache.feature_layers,
-    )
+    if N == P:
+        return some(jnp.int32(0), cache)
+    return jax.lax.fori_loop(0, (pending.count + N - 1) // N, some, cache)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -444,12 +445,40 @@ def test_a_response_sees_no_sibling():
 @pytest.mark.parametrize("sizes", [(256, 704), (32, 16)])
 def test_a_rows_bits_do_not_depend_on_the_other_rows(sizes):
     """Timing may decide how many requests share a round; two rows are the fewest."""
-    inputs, outputs = sizes
-    x_RI, weight_OI = random_array(0, 64, inputs), random_array(1, outputs, inputs)
-    product = jax.jit(transformer.linear)
-    want = np.asarray(product(x_RI, weight_OI))
+    D, F = sizes
+    x_RD, (gate_FD, up_FD, down_DF) = random_array(0, 64, D), random_weights(D, F)
+
+    @jax.jit
+    def products(x):
+        return transformer.linear(x, gate_FD), transformer.feed_forward(x, gate_FD, up_FD, down_DF)
+
+    want = jax.tree.map(np.asarray, products(x_RD))
     for rows in (2, 3, 4, 8, 17, 24, 40, 63):
-        np.testing.assert_array_equal(product(x_RI[:rows], weight_OI), want[:rows])
+        for got, whole in zip(products(x_RD[:rows]), want, strict=True):
+            np.testing.assert_array_equal(got, whole[:rows])
+
+
+def test_few_rows_are_computed_as_many():
+    x_RD, (gate_FD, up_FD, down_DF) = random_array(0, 80, 32), random_weights(32, 16)
+    y_RF = np.asarray(x_RD @ gate_FD.T)
+    want = y_RF / (1 + np.exp(-y_RF)) * np.asarray(x_RD @ up_FD.T) @ np.asarray(down_DF.T)
+    for rows in (1, 2, 17, 80):
+        x = x_RD[:rows]
+        got = transformer.feed_forward(x, gate_FD, up_FD, down_DF)
+        np.testing.assert_allclose(got, want[:rows], rtol=1e-4, atol=1e-3)
+        np.testing.assert_allclose(transformer.linear(x, gate_FD), y_RF[:rows], atol=1e-4)
+
+
+def test_a_negative_position_spoils_no_other():
+    config = dataclasses.replace(LLAMA, head_dim=4, rope_theta=100.0, rope_scaling=None)
+    angles = np.asarray([[-2.0, -0.2], [3.0, 0.3]], np.float32)[:, None]
+    cos, sin = jax.jit(partial(transformer.rope_turns, config))(jnp.asarray([[-2], [3]]))
+    np.testing.assert_allclose(cos, np.cos(angles), atol=1e-6)
+    np.testing.assert_allclose(sin, np.sin(angles), atol=1e-6)
+
+
+def random_weights(D, F):
+    return random_array(1, F, D), random_array(2, F, D), random_array(3, D, F)
 
 
 def random_array(seed, *shape):

@@ -214,6 +214,27 @@ def test_only_accepted_entries_are_written_each_once_at_its_position():
     jax.tree.map(np.testing.assert_array_equal, again, want)
 
 
+def test_more_entries_than_are_written_at_a_time_are_all_written():
+    """The first and the last of three nodes of each row, to positions 4 and 5."""
+    B = kv_cache.CPU_WRITES * 3 // 4
+    number_M = jnp.arange(3.0 * B)
+    entries = kv_cache.Entries(
+        (number_M[:, None, None] + jnp.zeros((3 * B, 1, 8)),),
+        (-number_M[:, None, None] + jnp.zeros((3 * B, 1, 8)),),
+        (number_M[:, None] + jnp.zeros((3 * B, 16)),),
+    )
+    cache, pending = full_cache(B), kv_cache.no_pending(TINY, 5 * B, jnp.float32, ())
+    want = jax.tree.map(np.array, cache)
+    positions_M, accepted_M = jnp.asarray([4, 5, 5] * B), jnp.asarray([True, False, True] * B)
+    pending = pending.replaced(entries, jnp.repeat(jnp.arange(B), 3), positions_M, accepted_M)
+    cache, _ = settle(cache, pending)
+    theirs_B2 = np.asarray(number_M).reshape(B, 3)[:, ::2]
+    want.keys[0][:, 0, :, 4:6] = theirs_B2[:, None]
+    want.values[0][:, 0, 4:6] = -theirs_B2[..., None]
+    want.features[0][:, 0, 4:6] = theirs_B2[..., None]
+    jax.tree.map(np.testing.assert_array_equal, cache, want)
+
+
 def test_a_round_of_roots_alone_equals_one_with_padding():
     """The same draws, log-probs and entries, by the plain path and by that of trees."""
     params = transformer.init(TINY, jax.random.key(0))
