@@ -1,6 +1,6 @@
 """Queries of a suffix forest: look contexts up, follow live ones, propose what comes next.
 
-F = followers, N = draft tokens, B = rows of text, L = tokens of a row, C = children of a context.
+F = followers, N = draft tokens, B = rows of text, L = tokens of a row.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ from spec.drafter import Drafts
 from spec.retrieval import suffix_kernels as k
 from spec.retrieval.suffix_kernels import child_of, inlined, kernel, part, trim
 
-# Columns of a draft token in the pool, and of a child.
+# Columns of a draft token in the pool.
 _STATE, _MATCHED, _TOKEN, _PARENT = range(4)
-_CHILD, _COUNT, _LABEL = range(3)
 
 
 class Limits(NamedTuple):
@@ -122,15 +121,12 @@ class Followers:
 
 class _Pool(NamedTuple):
     """Candidates. `order_N` lists the pool's entries: the queued ones by probability, worst first
-    and the earlier ones last among equals, then the unused ones. `child_CX` and `worth_C` are room
-    for the children of one context.
+    and the earlier ones last among equals, then the unused ones.
     """
 
     order_N: np.ndarray
     prob_N: np.ndarray
     draft_NX: np.ndarray
-    child_CX: np.ndarray
-    worth_C: np.ndarray
 
 
 @inlined
@@ -232,38 +228,24 @@ def _before(value, count, token, other_value, other_count, other_token):
 
 
 @part
-def _best_children(a, by_weight, node, most, pool):
-    """Write the `most` best counted children of a context into the pool, best first: how many."""
-    worth_C, child_CX, found = pool.worth_C, pool.child_CX, 0
+def _next_child(a, by_weight, node, after_value, after_count, after_token):
+    """Return (state, value, token) of the best counted child after the given one, or NONE."""
+    state, value, count, token = np.int64(k.NONE), 0.0, np.int64(0), np.int64(0)
     target, label = np.int64(a.states[node, k.TARGET]), np.int64(a.states[node, k.TOKEN])
     edge = np.int64(a.states[node, k.MORE])
     while label != k.NONE:
-        count = np.int64(a.states[target, k.COUNT])
-        if count > 0:
-            worth = np.float64(a.weights[target, k.WEIGHT]) if by_weight else np.float64(count)
-            c = found
-            while c > 0 and _before(
-                worth,
-                count,
-                label,
-                worth_C[c - 1],
-                child_CX[c - 1, _COUNT],
-                child_CX[c - 1, _LABEL],
+        seen = np.int64(a.states[target, k.COUNT])
+        if seen > 0:
+            worth = np.float64(a.weights[target, k.WEIGHT]) if by_weight else np.float64(seen)
+            if _before(after_value, after_count, after_token, worth, seen, label) and (
+                state == k.NONE or _before(worth, seen, label, value, count, token)
             ):
-                c -= 1
-            if c < most:
-                found = min(found + 1, most)
-                for later in range(found - 1, c, -1):
-                    worth_C[later] = worth_C[later - 1]
-                    for x in range(child_CX.shape[1]):
-                        child_CX[later, x] = child_CX[later - 1, x]
-                worth_C[c], child_CX[c, _CHILD] = worth, target
-                child_CX[c, _COUNT], child_CX[c, _LABEL] = count, label
+                state, value, count, token = target, worth, seen, label
         if edge == k.NONE:
             break
         target, label = np.int64(a.edges[edge, k.GOAL]), np.int64(a.edges[edge, k.LABEL])
         edge = np.int64(a.edges[edge, k.NEXT_EDGE])
-    return found
+    return state, value, token
 
 
 @part
@@ -294,12 +276,15 @@ def _enqueue(pool, size, room, prob):
 def _expand(a, rule, node, matched, prob, parent, pool, size, room):
     """Queue the best children of a context: (the number of counted ones, the new size)."""
     total = a.states[node, k.COUNT] + rule.prior
+    value, count, token, found = np.inf, np.int64(0), np.int64(0), 0
     # By count, probabilities fall in the order of the children, so that the first `room` are
     # enough.
-    most = rule.max_children if rule.by_weight else min(rule.max_children, room)
-    found = _best_children(a, rule.by_weight, node, most, pool)
-    for c in range(found):
-        state, count = pool.child_CX[c, _CHILD], pool.child_CX[c, _COUNT]
+    while found < rule.max_children and (rule.by_weight or found < room):
+        state, value, token = _next_child(a, rule.by_weight, node, value, count, token)
+        if state == k.NONE:
+            break
+        found += 1
+        count = np.int64(a.states[state, k.COUNT])
         of_child = prob * (count / total)
         if of_child < rule.min_prob:
             continue
@@ -307,7 +292,7 @@ def _expand(a, rule, node, matched, prob, parent, pool, size, room):
         if entry != k.NONE:
             draft = pool.draft_NX[entry]
             draft[_STATE], draft[_MATCHED] = trim(a.states, state, matched + 1, rule.most)
-            draft[_TOKEN], draft[_PARENT] = pool.child_CX[c, _LABEL], parent
+            draft[_TOKEN], draft[_PARENT] = token, parent
     return found, size
 
 
@@ -348,9 +333,7 @@ def propose(a, rule, which_F, ids_F, followers_FX, max_nodes_F, out, stamp=k.STA
     """
     limits, drafts = Limits(*rule), Drafts(*out)
     N = drafts.tokens_AN.shape[1]
-    C = limits.max_children
-    children = np.empty((C, 3), np.int64), np.empty(C)
-    pool = _Pool(np.arange(N), np.empty(N), np.empty((N, 4), np.int64), *children)
+    pool = _Pool(np.arange(N), np.empty(N), np.empty((N, 4), np.int64))
     for f in range(len(which_F)):
         if not 0 <= which_F[f] < len(ids_F):
             return f
