@@ -8,7 +8,7 @@ from __future__ import annotations
 import numba
 import numpy as np
 
-from spec.drafter import Acceptance, Drafts
+from spec.drafter import Acceptance, Drafts, Source
 
 
 def round_acceptance(
@@ -31,6 +31,20 @@ def longest_paths(drafts: Drafts, observed_AN: np.ndarray) -> np.ndarray:
     return np.where(observed_AN, _depths(drafts), 0).max(axis=1, initial=0)
 
 
+def by_source(drafts: Drafts, marked_AN: np.ndarray) -> np.ndarray:
+    """Return how many of the marked draft tokens each `Source` gave; int64 [sources]."""
+    count = np.zeros(len(Source), np.int64)
+    _count(drafts.sources_AN, marked_AN, count)
+    return count
+
+
+def sums(drafts: Drafts, acceptance: Acceptance) -> tuple[np.ndarray, np.ndarray]:
+    """Return (accepted, expected to be) of each request's observed draft tokens; float64 [A]."""
+    accepted_A, expected_A = np.zeros((2, len(drafts.count_A)))
+    _add(drafts.prob_AN, acceptance.accepted_AN, acceptance.observed_AN, accepted_A, expected_A)
+    return accepted_A, expected_A
+
+
 def _depths(drafts: Drafts) -> np.ndarray:
     """Draft tokens on the way to each one, itself included; 0 where there is none."""
     depth_AN = np.zeros(drafts.tokens_AN.shape, np.int32)
@@ -44,6 +58,27 @@ def _accepted(
     accepted_AN = np.zeros(drafts.tokens_AN.shape, bool)
     _follow(drafts.tokens_AN, drafts.parents_AN, verified_A, tokens_AN, known_A, accepted_AN)
     return accepted_AN
+
+
+@numba.njit(cache=True, nogil=True)
+def _count(sources_AN, marked_AN, count):  # type: ignore[no-untyped-def]
+    A, N = sources_AN.shape
+    for a in range(A):
+        for n in range(N):
+            if marked_AN[a, n]:
+                count[sources_AN[a, n]] += 1
+
+
+@numba.njit(cache=True, nogil=True)
+def _add(  # type: ignore[no-untyped-def]
+    prob_AN, accepted_AN, observed_AN, accepted_A, expected_A
+):
+    A, N = prob_AN.shape
+    for a in range(A):
+        for n in range(N):
+            accepted_A[a] += accepted_AN[a, n]
+            if observed_AN[a, n]:
+                expected_A[a] += prob_AN[a, n]
 
 
 @numba.njit(cache=True, nogil=True)

@@ -112,13 +112,16 @@ class Acceptance:
 def no_drafts(num_requests: int, max_nodes: int) -> Drafts:
     """Return empty drafts with room for `max_nodes` draft tokens a request."""
     A, N = num_requests, max_nodes
-    return Drafts(
-        np.full((A, N), PADDING, np.int32),
-        np.full((A, N), -1, np.int32),
+    drafts = Drafts(
+        np.empty((A, N), np.int32),
+        np.empty((A, N), np.int32),
         np.zeros((A, N), np.float32),
         np.zeros((A, N), np.uint8),
         np.zeros(A, np.int32),
     )
+    drafts.tokens_AN.fill(PADDING)  # several times faster than `np.full`
+    drafts.parents_AN.fill(-1)
+    return drafts
 
 
 def fill(

@@ -201,6 +201,7 @@ class Engine(ModelRunner):
         if drafts is not None:
             tokens_AN = tokens_BN[live.rows_A]
             self._speculator.observe(live, drafts, decision.taken_A, tokens_AN, emitted_A)
+        num_cached = self._speculator.num_cached(drafts, decision) if table.cached else 0
         self.stats.timeline.append(
             RoundRecord(
                 began_s=began_s,
@@ -211,7 +212,7 @@ class Engine(ModelRunner):
                 ended_s=self.clock(),
                 num_slots=len(self._table),
                 num_nodes=decision.num_nodes,
-                cached_nodes=self._speculator.num_cached(drafts, decision),
+                cached_nodes=num_cached,
                 num_positions=self._positions,
                 request_ids_A=live.request_ids_A,
                 cached_tokens_A=live.total_tokens_A - 1,

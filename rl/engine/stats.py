@@ -13,6 +13,7 @@ import numpy as np
 
 from models.folder import replace_file
 from rl.runtime.run_files import TIMELINE_FILE
+from spec.acceptance import by_source
 from spec.drafter import Acceptance, Drafts, Source
 from spec.round_times import RoundTimes
 
@@ -103,10 +104,8 @@ class EngineStats:
 
     def count(self, drafts: Drafts, acceptance: Acceptance) -> None:
         """Add the draft tokens that a round verified."""
-        verified = drafts.sources_AN[acceptance.observed_AN]
-        accepted = drafts.sources_AN[acceptance.accepted_AN]
-        self.drafted_by_source += np.bincount(verified, minlength=len(Source))
-        self.accepted_by_source += np.bincount(accepted, minlength=len(Source))
+        self.drafted_by_source += by_source(drafts, acceptance.observed_AN)
+        self.accepted_by_source += by_source(drafts, acceptance.accepted_AN)
 
     @property
     def drafted_nodes(self) -> int:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from spec.acceptance import sums
 from spec.budget.budget import (
     Backoff,
     Budget,
@@ -113,8 +114,7 @@ class Goodput(Budget):
         return plain(num_slots, self._wait.lengthen())
 
     def observe(self, live: LiveSlots, drafts: Drafts, acceptance: Acceptance) -> None:
-        expected_A = np.where(acceptance.observed_AN, drafts.prob_AN, 0.0).sum(axis=1)
-        accepted_A = acceptance.accepted_AN.sum(axis=1)
+        accepted_A, expected_A = sums(drafts, acceptance)
         self._accepted.set(live, DECAY * self._accepted.get(live) + accepted_A)
         self._expected.set(live, DECAY * self._expected.get(live) + expected_A)
         self._all_accepted = ALL_DECAY * self._all_accepted + float(accepted_A.sum())

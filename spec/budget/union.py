@@ -12,13 +12,13 @@ from collections.abc import Sequence
 import numba
 import numpy as np
 
+from spec.acceptance import by_source
 from spec.drafter import (
     Acceptance,
     Drafter,
     Drafts,
     LiveSlots,
     RoundsDrafter,
-    Source,
     no_drafts,
 )
 
@@ -75,7 +75,7 @@ class DrafterUnion(Drafter):
         return dict(zip(self.names, self._drafters, strict=False)).get(name)
 
     def observe(self, drafts: Drafts, acceptance: Acceptance) -> None:
-        accepted = np.bincount(drafts.sources_AN[acceptance.accepted_AN], minlength=len(Source))
+        accepted = by_source(drafts, acceptance.accepted_AN)
         for k, source in self._last.items():
             self._asked[k] = DECAY * self._asked[k] + len(drafts.count_A)
             self._accepted[k] = DECAY * self._accepted[k] + accepted[source]
@@ -96,46 +96,48 @@ class DrafterUnion(Drafter):
 def merge(drafts: Sequence[Drafts], max_nodes_A: np.ndarray) -> Drafts:
     """Return the union of each request's trees, cut to its `max_nodes_A` likeliest draft tokens."""
     A, N = drafts[0].tokens_AN.shape
-    out = no_drafts(A, N)
-    trees = Drafts(*map(np.stack, zip(*drafts, strict=True)))
-    _merge(trees, np.minimum(max_nodes_A, N).astype(np.int32), out)
+    most_A = np.minimum(max_nodes_A, N).astype(np.int32)
+    merged, *others = drafts
+    for other in others:
+        merged = _merge(merged, other, most_A, no_drafts(A, N))
+    return merged
+
+
+@numba.njit(cache=True, nogil=True)
+def _merge(one, two, most_A, out):  # type: ignore[no-untyped-def]
+    """Write the union of two drafters' trees, and return it.
+
+    A tree's draft tokens descend in probability: the next of the union is the first of those that
+    are left of one of the trees.
+    """
+    place_2N = np.empty((2, one.tokens_AN.shape[1]), np.int32)  # of their nodes in the union
+    for a in range(len(most_A)):
+        i = j = size = 0
+        while size < most_A[a] and (i < one.count_A[a] or j < two.count_A[a]):
+            if j >= two.count_A[a] or (
+                i < one.count_A[a] and one.prob_AN[a, i] >= two.prob_AN[a, j]
+            ):
+                size = _take(one, a, i, place_2N[0], out, size)
+                i += 1
+            else:
+                size = _take(two, a, j, place_2N[1], out, size)
+                j += 1
+        out.count_A[a] = size
     return out
 
 
 @numba.njit(cache=True, nogil=True)
-def _merge(trees, most_A, out):  # type: ignore[no-untyped-def]
-    """Write the union of K drafters' `trees`, whose arrays have a leading axis K.
-
-    Each tree's draft tokens descend in probability, so that the next of the union is the first of
-    one of the trees that is left.
-    """
-    K, A, N = trees.tokens_AN.shape
-    next_K = np.empty(K, np.int64)
-    place_KN = np.empty((K, N), np.int32)  # where a drafter's draft tokens are in the union
-    for a in range(A):
-        size, next_K[:] = 0, 0
-        while size < most_A[a]:
-            best = -1
-            for k in range(K):
-                if next_K[k] < trees.count_A[k, a] and (
-                    best < 0
-                    or trees.prob_AN[k, a, next_K[k]] > trees.prob_AN[best, a, next_K[best]]
-                ):
-                    best = k
-            if best < 0:
-                break
-            i = next_K[best]
-            next_K[best] += 1
-            token, parent = trees.tokens_AN[best, a, i], trees.parents_AN[best, a, i]
-            if parent >= 0:
-                parent = place_KN[best, parent]
-            at = parent + 1
-            while at < size and (out.tokens_AN[a, at] != token or out.parents_AN[a, at] != parent):
-                at += 1
-            place_KN[best, i] = at
-            if at == size:  # no other drafter has it with a higher probability
-                out.tokens_AN[a, at], out.parents_AN[a, at] = token, parent
-                out.prob_AN[a, at] = trees.prob_AN[best, a, i]
-                out.sources_AN[a, at] = trees.sources_AN[best, a, i]
-                size += 1
-        out.count_A[a] = size
+def _take(tree, a, i, place_N, out, size):  # type: ignore[no-untyped-def]
+    """Add a draft token to the union, unless it has it with a higher probability: its new size."""
+    token, parent = tree.tokens_AN[a, i], tree.parents_AN[a, i]
+    if parent >= 0:
+        parent = place_N[parent]
+    at = parent + 1
+    while at < size and (out.tokens_AN[a, at] != token or out.parents_AN[a, at] != parent):
+        at += 1
+    place_N[i] = at
+    if at < size:
+        return size
+    out.tokens_AN[a, at], out.parents_AN[a, at] = token, parent
+    out.prob_AN[a, at], out.sources_AN[a, at] = tree.prob_AN[a, i], tree.sources_AN[a, i]
+    return size + 1

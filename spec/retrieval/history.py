@@ -72,7 +72,7 @@ class HistoryDrafter(Drafter):
 
     def propose(self, live: LiveSlots, max_nodes_A: np.ndarray, max_nodes: int) -> Drafts:
         groups = live.group_ids_A.tolist()
-        trees_A = np.fromiter((self._trees.get(g, NO_TREE) for g in groups), np.int64, len(groups))
+        trees_A = np.array([self._trees.get(g, NO_TREE) for g in groups], np.int64)
         return self._followers.propose(live, trees_A, max_nodes_A, max_nodes)
 
     def finished(self, live: LiveSlots) -> None:

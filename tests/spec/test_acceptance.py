@@ -3,7 +3,8 @@
 import numpy as np
 from drafts_by_hand import drafts
 
-from spec.acceptance import longest_paths, plain_acceptance, round_acceptance
+from spec.acceptance import by_source, longest_paths, plain_acceptance, round_acceptance, sums
+from spec.drafter import Source
 
 
 def test_acceptance_by_hand():
@@ -13,6 +14,12 @@ def test_acceptance_by_hand():
     got = round_acceptance(tree, taken, tokens, emitted)
     assert got.verified and np.argwhere(got.accepted_AN).tolist() == [[0, 1], [0, 2]]
     assert got.observed_AN.sum(axis=1).tolist() == [3, 1, 0]
+    accepted_A, expected_A = sums(tree, got)
+    assert accepted_A.tolist() == [2, 0, 0]
+    np.testing.assert_allclose(expected_A, [1.9, 1.0, 0.0])
+    tree.sources_AN[0, 1] = Source.OWN
+    want = {Source.OWN: 1, Source.OTHER: 1}
+    assert by_source(tree, got.accepted_AN).tolist() == [want.get(s, 0) for s in Source]
     # the last token of a round is no draft token, even if it equals one
     ended = round_acceptance(tree, taken, tokens, np.array([2, 1, 1]))
     assert np.argwhere(ended.accepted_AN).tolist() == [[0, 1]]
