@@ -296,6 +296,7 @@ def decode_rounds(
 
     Ends early once `stop_after` slots have finished (requests wait for them) or none is active.
     The result is that of `pack`, [3, B, rounds]: a slot emits in each round until it ends.
+    Between these rounds entries wait in room for B, which no round needs to copy.
     """
     B = slots.active.shape[0]
     active_before = jnp.sum(slots.active)
@@ -314,6 +315,7 @@ def decode_rounds(
         found_3BR = jax.lax.dynamic_update_slice(found_3BR, pack(out)[..., None], (0, 0, r))
         return r + 1, cache, pending, slots, found_3BR
 
-    start = jnp.int32(0), cache, pending, slots, jnp.zeros((3, B, max_rounds), jnp.int32)
-    _, cache, pending, slots, found_3BR = jax.lax.while_loop(more, step, start)
-    return cache, pending, slots, found_3BR
+    cache, found_3BR = kv_cache.write(cache, pending), jnp.zeros((3, B, max_rounds), jnp.int32)
+    start = jnp.int32(0), cache, pending.room(B), slots, found_3BR
+    _, cache, left, slots, found_3BR = jax.lax.while_loop(more, step, start)
+    return cache, pending.holding(left), slots, found_3BR
