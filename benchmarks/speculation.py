@@ -275,7 +275,7 @@ def measure(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
         slots=arguments.slots,
         min_slots=2,
         min_positions=192,
-        min_prompt_tokens=128,
+        prefill_chunk_tokens=128,
         max_nodes=16,
     )
     base = workloads.BASE_POLICY
@@ -300,7 +300,7 @@ def measure(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
         add("late_history", bench, "all")
     model, params = workloads.random_policy(4096, 4, 256, 704, 1024)
     replay = dataclasses.replace(
-        config, slots=32, min_slots=1, min_prompt_tokens=32, min_positions=256
+        config, slots=32, min_slots=1, prefill_chunk_tokens=32, min_positions=256
     )
     w = workloads.replay("replay75", model, params, 32, 400, 0.75)
     add("replay75", open_bench(w, replay), "replay")

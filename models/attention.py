@@ -4,7 +4,7 @@ Scores and softmax are float32 whatever the inputs are. `attend` and `attend_nod
 where an accelerator kernel may be put in; the code here is the portable path.
 
 Shape suffixes: B rows, T queries, S keys, H heads, K key/value heads, G = H/K query heads of one
-key/value head, h head size. Of packed nodes: M in all, W of a row.
+key/value head, h head size. Of packed nodes: M in all, W of a row. Of chunks: T in all, C tokens.
 """
 
 from __future__ import annotations
@@ -73,6 +73,29 @@ class Trees:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class Chunks:
+    """Known tokens that a round computes beside its nodes: C of a row each, from `start_T` on.
+
+    Row `slot_T` of the cache holds all positions before. Chunks of slot −1 are padding, behind the
+    others.
+    """
+
+    slot_T: jax.Array
+    start_T: jax.Array
+    tokens_TC: jax.Array
+
+    @staticmethod
+    def of_table(table_TX: jax.Array) -> Chunks:
+        """Return the chunks of a table with a column for slots, one for starts, C for tokens."""
+        return Chunks(table_TX[:, 0], table_TX[:, 1], table_TX[:, 2:])
+
+    @property
+    def positions_TC(self) -> jax.Array:
+        return self.start_T[:, None] + jnp.arange(self.tokens_TC.shape[1])
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class _Softmax:
     """A softmax over some of the keys: Σ exp(score − top) · v, top, and Σ exp(score − top)."""
 
@@ -135,6 +158,27 @@ def attend_nodes(
     own = _partial_attention(q_BWHh, k_BKhW, v_BKWh, trees.path_BWW)
     out_XHh = _joined(cached, own).astype(v_MKh.dtype).reshape(-1, *q_MHh.shape[1:])
     return jnp.take(out_XHh, trees.row_M * W + trees.place_M, axis=0, mode="clip")
+
+
+def attend_chunks(
+    q_TCHh: jax.Array,
+    k_TCKh: jax.Array,
+    v_TCKh: jax.Array,
+    keys_BKhS: jax.Array,
+    values_BKSh: jax.Array,
+    chunks: Chunks,
+) -> jax.Array:
+    """Attention of chunks: to the positions of their row before them, and to their own so far.
+
+    The two softmaxes are joined as in `attend_nodes`.
+    """
+    keys_TKhS, values_TKSh = (
+        jnp.take(rows, jnp.maximum(chunks.slot_T, 0), axis=0) for rows in (keys_BKhS, values_BKSh)
+    )
+    cached = _of_prefix(q_TCHh, keys_TKhS, values_TKSh, chunks.start_T)
+    k_TKhC, v_TKCh = k_TCKh.transpose(0, 2, 3, 1), v_TCKh.transpose(0, 2, 1, 3)
+    own = _partial_attention(q_TCHh, k_TKhC, v_TKCh, causal_mask(q_TCHh.shape[1]))
+    return _joined(cached, own).astype(v_TCKh.dtype)
 
 
 def _joined(one: _Softmax, other: _Softmax) -> jax.Array:

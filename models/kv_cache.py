@@ -94,7 +94,7 @@ def init(
     )
 
 
-def map_arrays(one: Callable[..., Any], cache: KVCache, *more: KVCache) -> KVCache:
+def map_arrays(one: Callable[..., Any], cache: KVCache, *more: KVCache | Entries) -> KVCache:
     """Map `one(array, *arrays of the others, kind)` over all arrays."""
 
     def each(name: str, kind: Kind) -> tuple[Any, ...]:
@@ -193,6 +193,14 @@ class Entries:
     keys: tuple[jax.Array, ...]
     values: tuple[jax.Array, ...]
     features: tuple[jax.Array, ...] = ()
+
+    def take(self, part: slice, dtype: Any) -> Entries:
+        """Return some of the entries, as a cache of this type takes them."""
+
+        def some(x: jax.Array) -> jax.Array:
+            return constrain(x[part].astype(dtype), *ENTRY_AXES[: x.ndim])
+
+        return jax.tree.map(some, self)
 
 
 def no_pending(

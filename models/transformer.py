@@ -1,10 +1,10 @@
 """The policy as pure functions: parameters, their shapes, and two forward passes.
 
 `hidden` reads whole sequences (training, scoring); `hidden_of_nodes` reads packed nodes against
-a cache (decode, verify); `hidden_with_cache` N tokens of every row, which it writes (prefill). All
-run the same `block`. Matrix products run in the parameters' dtype (float32 in full precision on
-every backend), norms, softmax and logits in float32. Layers are unrolled, so that
-each keeps a cache buffer of its own.
+a cache (decode, verify) and chunks of prompts beside them; `hidden_with_cache` N tokens of every
+row, which it writes (a draft model). All run the same `block`. Matrix products run in the
+parameters' dtype (float32 in full precision on every backend), norms, softmax and logits in
+float32. Layers are unrolled, so that each keeps a cache buffer of its own.
 
 Nothing here is compiled on its own: callers jit their steps. The one exception is the layer
 (`_whole_layer`, `_cached_layer`), which is jitted so that all layers of a step share one trace.
@@ -26,10 +26,12 @@ import jax.numpy as jnp
 
 from models import kv_cache
 from models.attention import (
+    Chunks,
     Packing,
     Trees,
     attend,
     attend_causally,
+    attend_chunks,
     attend_nodes,
     causal_mask,
     packed_mask,
@@ -348,24 +350,30 @@ def hidden_of_nodes(
     positions_M: jax.Array,
     length_B: jax.Array,
     trees: Trees | None,
+    chunks: Chunks | None = None,
 ) -> tuple[jax.Array, Entries]:
     """Return the hidden states of packed nodes, [M, D], and their entries, which are not written.
 
     A node attends to the first `length` positions of its row and to its ancestors among the nodes,
-    as `models.attention.attend_nodes` says. `positions_M` are the rotary positions.
+    as `models.attention.attend_nodes` says. `positions_M` are the rotary positions. Behind the
+    nodes' entries come those of the T·C tokens of `chunks`: X = M + T·C in all.
     """
-    rope = rope_turns(config, positions_M[:, None])
+    M, tokens_X, positions_X = len(tokens_M), tokens_M, positions_M
+    if chunks is not None:
+        tokens_X = jnp.concatenate([tokens_M, chunks.tokens_TC.reshape(-1)])
+        positions_X = jnp.concatenate([positions_M, chunks.positions_TC.reshape(-1)])
+    rope = rope_turns(config, positions_X[:, None])
     keys, values, outputs = [], [], []
-    x_M1D = embed(params.embedding_VD, tokens_M[:, None])
+    x_X1D = embed(params.embedding_VD, tokens_X[:, None])
     for i, layer in enumerate(params.layers):
-        seen = cache.keys[i], cache.values[i], length_B, trees
-        x_M1D, k_MKh, v_MKh = _nodes_layer(config, layer, x_M1D, rope, *seen)
-        keys.append(k_MKh)
-        values.append(v_MKh)
-        outputs += [x_M1D] if i in cache.feature_layers else []
-    x_M1D = rms_norm(x_M1D, params.final_norm_D, config.norm_eps)
-    features = (jnp.concatenate([*outputs, x_M1D], axis=-1)[:, 0],) if cache.features else ()
-    return x_M1D[:, 0], Entries(tuple(keys), tuple(values), features)
+        seen = cache.keys[i], cache.values[i], length_B, trees, chunks
+        x_X1D, k_XKh, v_XKh = _nodes_layer(config, layer, x_X1D, rope, *seen)
+        keys.append(k_XKh)
+        values.append(v_XKh)
+        outputs += [x_X1D] if i in cache.feature_layers else []
+    x_X1D = rms_norm(x_X1D, params.final_norm_D, config.norm_eps)
+    features = (jnp.concatenate([*outputs, x_X1D], axis=-1)[:, 0],) if cache.features else ()
+    return x_X1D[:M, 0], Entries(tuple(keys), tuple(values), features)
 
 
 # Layers have equal shapes: as jitted functions they are traced and lowered once for all of them.
@@ -418,24 +426,34 @@ def _cached_layer(
 def _nodes_layer(
     config: ModelConfig,
     layer: Layer,
-    x_M1D: jax.Array,
+    x_X1D: jax.Array,
     rope: tuple[jax.Array, jax.Array],
     keys_BKhS: jax.Array,
     values_BKSh: jax.Array,
     length_B: jax.Array,
     trees: Trees | None,
+    chunks: Chunks | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Apply a layer to packed nodes; return [M, 1, D] and the nodes' keys and values."""
+    """Apply a layer to packed nodes and chunks; return [X, 1, D] and their keys and values."""
     entries = []
+    M = len(x_X1D) - (0 if chunks is None else chunks.tokens_TC.size)
 
-    def look(q_M1Hh: jax.Array, k_M1Kh: jax.Array, v_M1Kh: jax.Array) -> jax.Array:
-        q_MHh, k_MKh, v_MKh = (x[:, 0] for x in (q_M1Hh, k_M1Kh, v_M1Kh))
-        entries.append((k_MKh, v_MKh))
+    def look(q_X1Hh: jax.Array, k_X1Kh: jax.Array, v_X1Kh: jax.Array) -> jax.Array:
+        new = q_XHh, k_XKh, v_XKh = q_X1Hh[:, 0], k_X1Kh[:, 0], v_X1Kh[:, 0]
+        entries.append((k_XKh, v_XKh))
+        q_MHh, k_MKh, v_MKh = (x[:M] for x in new)
         args = q_MHh, k_MKh, v_MKh, keys_BKhS, values_BKSh, length_B, trees
-        return attend_nodes(*args)[:, None]
+        out_XHh = attend_nodes(*args)
+        if chunks is not None:
+            q_TCHh, k_TCKh, v_TCKh = (
+                x[M:].reshape(*chunks.tokens_TC.shape, *x.shape[1:]) for x in new
+            )
+            of_chunks = attend_chunks(q_TCHh, k_TCKh, v_TCKh, keys_BKhS, values_BKSh, chunks)
+            out_XHh = jnp.concatenate([out_XHh, of_chunks.reshape(-1, *q_XHh.shape[1:])])
+        return out_XHh[:, None]
 
-    x_M1D = block(config, layer, x_M1D, rope, look)
-    return x_M1D, *entries[0]
+    x_X1D = block(config, layer, x_X1D, rope, look)
+    return x_X1D, *entries[0]
 
 
 def head(params: Params, hidden_D: jax.Array) -> jax.Array:

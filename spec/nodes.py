@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numba
 import numpy as np
 
-from models.attention import Trees
+from models.attention import Chunks, Trees
 from spec.drafter import Drafts
 from spec.tree import PADDING
 
@@ -35,6 +35,8 @@ class Nodes:
 
     `given_M` is the token that is kept behind a node where the policy gives it a log-probability
     of `least_logprob_M`, float32, at least: `NOT_GIVEN` for none. None: of no node.
+
+    Nothing is drawn at the tokens of `chunks`, which beside roots alone are computed as well.
     """
 
     tokens_M: jax.Array
@@ -42,6 +44,7 @@ class Nodes:
     parents_M: jax.Array
     given_M: jax.Array | None = None
     least_logprob_M: jax.Array | None = None
+    chunks: Chunks | None = None
 
 
 def pack(
@@ -87,10 +90,10 @@ def _pack(tokens_AN, parents_AN, taken_A, request_B, table_5M):  # type: ignore[
     return -1
 
 
-def roots(last_token_B: jax.Array) -> Nodes:
-    """Return a root for every slot and nothing else: plain decoding."""
+def roots(last_token_B: jax.Array, chunks: Chunks | None = None) -> Nodes:
+    """Return a root for every slot and no draft tokens: plain decoding."""
     slots_B = jnp.arange(last_token_B.shape[0], dtype=jnp.int32)
-    return Nodes(last_token_B, slots_B, jnp.full_like(slots_B, NO_PARENT))
+    return Nodes(last_token_B, slots_B, jnp.full_like(slots_B, NO_PARENT), chunks)
 
 
 def of_trees(

@@ -19,9 +19,9 @@ import numba
 import numpy as np
 
 from models import kv_cache, transformer
-from models.attention import Trees
+from models.attention import Chunks, Trees
 from models.config import ModelConfig
-from models.kv_cache import KVCache, Pending
+from models.kv_cache import Entries, KVCache, Pending
 from models.sharding import constrain
 from spec import nodes as packed_nodes
 from spec import sampling
@@ -52,13 +52,15 @@ class Slots:
 class Drawn:
     """Draws of a round at each node; those of `emitted_M` are the slots' next tokens.
 
-    At nodes of `kept_M` the given token was kept in place of the draw.
+    At nodes of `kept_M` the given token was kept in place of the draw. `of_chunks` are the entries
+    of the round's other tokens, for `rl.engine.cache_ops.write_chunks`.
     """
 
     tokens_M: jax.Array
     logprobs_M: jax.Array
     emitted_M: jax.Array
     kept_M: jax.Array
+    of_chunks: Entries
 
 
 NO_TOKEN = -2  # which no node has
@@ -168,7 +170,7 @@ def verify(
         of_slots = jax.tree.map(lambda x: jnp.take(x, nodes.slots_M, axis=0, mode="clip"), slots)
     positions_M = of_slots.length + depth_M
     hidden_MD, entries = transformer.hidden_of_nodes(
-        config, params, cache, nodes.tokens_M, positions_M, slots.length, trees
+        config, params, cache, nodes.tokens_M, positions_M, slots.length, trees, nodes.chunks
     )
     logits_MV = constrain(transformer.head(params, hidden_MD), "batch", "vocab")
     keys_M = sampling.position_keys(of_slots.keys, (of_slots.emitted + depth_M)[:, None])[:, 0]
@@ -183,9 +185,12 @@ def verify(
         followed_M = jnp.where(refused_M, NO_TOKEN, tokens_M)
         emitted_M = walk(nodes, trees, followed_M, room_B, stop_E)
         count_B, last_B = _last_of_slots(nodes.slots_M, emitted_M, tokens_M, B)
-    pending = pending.replaced(entries, nodes.slots_M, positions_M, emitted_M)
+    of_nodes, of_chunks = (
+        entries.take(part, cache.values[0].dtype) for part in (np.s_[:M], np.s_[M:])
+    )
+    pending = pending.replaced(of_nodes, nodes.slots_M, positions_M, emitted_M)
     slots = _advance(slots, count_B, last_B, stop_E)
-    return cache, pending, slots, Drawn(tokens_M, logprobs_M, emitted_M, kept_M)
+    return cache, pending, slots, Drawn(tokens_M, logprobs_M, emitted_M, kept_M, of_chunks)
 
 
 def _draw(
@@ -272,6 +277,34 @@ def verify_round(
         config, params, cache, pending, slots, nodes, stop_E, scheme, max_nodes
     )
     return cache, pending, slots, pack(drawn)
+
+
+@partial(
+    jax.jit, static_argnames=("config", "scheme"), donate_argnames=("cache", "pending", "slots")
+)
+def chunk_round(
+    params: transformer.Params,
+    cache: KVCache,
+    pending: Pending,
+    slots: Slots,
+    nodes_5B: jax.Array,
+    chunks_TX: jax.Array,
+    stop_E: jax.Array,
+    *,
+    config: ModelConfig,
+    scheme: sampling.Draw,
+) -> tuple[KVCache, Pending, Slots, jax.Array, Entries]:
+    """Run a round of roots, and chunks in it: [3, B] as of `pack`, and the chunks' entries.
+
+    These are left to a step of their own: XLA's CPU copies a cache that is written after it is
+    read. `nodes_5B` are as in `verify_round`, `chunks_TX` as for `Chunks.of_table`.
+    """
+    nodes = packed_nodes.unpack(nodes_5B)
+    nodes = dataclasses.replace(nodes, chunks=Chunks.of_table(chunks_TX))
+    cache, pending, slots, drawn = verify(
+        config, params, cache, pending, slots, nodes, stop_E, scheme, max_nodes=1
+    )
+    return cache, pending, slots, pack(drawn), drawn.of_chunks
 
 
 @partial(

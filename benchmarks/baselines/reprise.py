@@ -48,6 +48,7 @@ def make_engine(
         min_slots=shape.batch,
         min_positions=min_positions or shape.cache,
         prefill_rows=16,
+        prefill_chunk_tokens=shape.prompt,
     )
     return Engine(model or model_config(shape), config, dtype=jnp.dtype(shape.dtype))
 

@@ -155,12 +155,15 @@ class _Section:
 
     @property
     def retired(self) -> Mapping[str, object]:
-        """Former fields with their defaults, which older runs still set in their config.gin."""
+        """Former fields with their defaults, which older runs still set in their config.gin.
+
+        Where the default is `...` any value is read: none changed what a run gave.
+        """
         return getattr(self.cls, "RETIRED", {})
 
     def refuse_change(self, field: str, value: object, where: str) -> None:
         """Raise ConfigError where a former field has another value than its default."""
-        if value != self.retired[field]:
+        if self.retired[field] not in (..., value):
             raise ConfigError(
                 f"{where}: {self.name}.{field} is no longer a field: expected its former default "
                 f"{literal(self.retired[field])}, got {shown(value, 200)}; delete this line"

@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models import kv_cache, transformer
-from models.config import ModelConfig
-from models.kv_cache import Kind, KVCache, map_arrays
+from models import kv_cache
+from models.attention import Chunks
+from models.kv_cache import Entries, Kind, KVCache, map_arrays
 from models.sharding import constrain
 from rl.trajectory import HostKv
 from spec.cache_rows import resize_layer
@@ -41,42 +41,24 @@ def make_slots(ints_BC: jax.Array, floats_B2: jax.Array, key: jax.Array) -> Slot
     )
 
 
-@partial(jax.jit, static_argnames=("config", "chunk_tokens", "dtype", "feature_layers"))
-def prefill(
-    params: transformer.Params,
-    tokens_PT: jax.Array,
-    *,
-    config: ModelConfig,
-    chunk_tokens: int,
-    dtype: np.dtype,
-    feature_layers: tuple[int, ...] | None = None,
-) -> KVCache:
-    """Compute keys and values of P prompts, right-padded to T positions, `chunk_tokens` at a time.
+@partial(jax.jit, donate_argnames="cache")
+def write_chunks(cache: KVCache, entries: Entries, chunks_TX: jax.Array) -> KVCache:
+    """Write the entries of a `spec.verify.chunk_round`; those behind a row's tokens are dead."""
+    chunks = Chunks.of_table(chunks_TX)
+    C = chunks.tokens_TC.shape[1]
 
-    Entries beyond a prompt's length are dead. Chunks are as large as
-    they can be while they divide T.
-    """
-    P, T = tokens_PT.shape
-    C = next(c for c in range(min(T, chunk_tokens), 0, -1) if T % c == 0)
+    def one(rows: jax.Array, new_X: jax.Array, kind: Kind, i: jax.Array) -> jax.Array:
+        axis, K, h = kind.axis, rows.shape[1], rows.shape[5 - kind.axis]
+        new_CKh = jax.lax.dynamic_slice_in_dim(new_X, i * C, C).reshape(C, K, h)
+        window = jnp.moveaxis(new_CKh, 0, axis - 1)[None].astype(rows.dtype)
+        at = {0: chunks.slot_T[i], axis: chunks.start_T[i]}
+        return jax.lax.dynamic_update_slice(rows, window, [at.get(d, 0) for d in range(4)])
 
-    def chunk(cache: KVCache, start: jax.Array) -> tuple[KVCache, None]:
-        tokens_PC = jax.lax.dynamic_slice_in_dim(tokens_PT, start, C, axis=1)
-        positions_C = start + jnp.arange(C)
-        mask_CT = jnp.arange(T) <= positions_C[:, None]
-        _, cache = transformer.hidden_with_cache(
-            config,
-            params,
-            cache,
-            tokens_PC,
-            jnp.broadcast_to(positions_C, (P, C)),
-            jnp.full((P,), start),
-            jnp.broadcast_to(mask_CT, (P, C, T)),
-        )
-        return cache, None
-
-    empty = map_arrays(kv_cache.pin, kv_cache.init(config, P, T, dtype, feature_layers))
-    cache, _ = jax.lax.scan(chunk, empty, jnp.arange(0, T, C))
-    return cache
+    return _each(
+        jnp.sum(chunks.slot_T >= 0),
+        lambda i, cache: map_arrays(partial(one, i=i), cache, entries),
+        cache,
+    )
 
 
 @partial(jax.jit, donate_argnames="cache")

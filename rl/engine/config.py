@@ -15,21 +15,24 @@ class EngineConfig:
     """Settings of a rollout worker on its devices; none of them changes a token.
 
     `slots` requests run at once; buckets of slots are `min_slots` · 2^i, of cache
-    positions `min_positions` · 2^i up to what the longest request can need, of prompt
-    tokens `min_prompt_tokens` · 2^i.
+    positions `min_positions` · 2^i up to what the longest request can need.
     Up to `rounds_per_fetch` rounds run on the device between two fetches where the host makes no
-    draft tokens. Prompts are computed `prefill_rows` at a time, at most
-    `prefill_chunk_tokens` tokens a pass. A round has slots · 2^i nodes, a root for each slot and
-    draft tokens: at most `max_round_nodes`, but twice the slots at least, and at most `max_nodes`
-    of one request. Tokens of cached responses are nodes as well.
+    draft tokens. Prompts are computed in rounds without draft tokens: of `prefill_rows` prompts
+    `prefill_chunk_tokens` each, but at most `min_positions`. A round has slots · 2^i nodes, a
+    root for each slot and draft tokens: at most `max_round_nodes`, but twice the slots at least,
+    and at most `max_nodes` of one request. Tokens of cached responses are nodes as well.
     """
 
-    RETIRED: ClassVar = {"min_nodes": 2, "verify_tokens": 2048, "verify_row_tokens": 768}
+    RETIRED: ClassVar = {
+        "min_nodes": 2,
+        "min_prompt_tokens": ...,
+        "verify_tokens": 2048,
+        "verify_row_tokens": 768,
+    }
 
     slots: int = 64
     min_slots: int = 4
     min_positions: int = 64
-    min_prompt_tokens: int = 32
     rounds_per_fetch: int = 16
     max_nodes: int = 32
     max_round_nodes: int = 1024
@@ -42,11 +45,11 @@ class EngineConfig:
                 raise ValueError(
                     f"{field.name} must be at least 1, got {getattr(self, field.name)}"
                 )
-        if self.prefill_chunk_tokens < self.min_prompt_tokens:
-            raise ValueError(
-                f"prefill_chunk_tokens={self.prefill_chunk_tokens} must be at least "
-                f"min_prompt_tokens={self.min_prompt_tokens}"
-            )
+
+    @property
+    def chunk_tokens(self) -> int:
+        """The tokens of a prompt that a round computes; as many positions are in every bucket."""
+        return min(self.prefill_chunk_tokens, self.min_positions)
 
     def slot_bucket(self, num_requests: int) -> int:
         """Return the bucket of slots that holds `num_requests`, or the largest."""

@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
+import jax
 import numpy as np
 
 from rl.engine import preemption
@@ -25,11 +26,11 @@ from rl.engine.state_delivery import StateDelivery
 from rl.engine.stats import EngineStats, RoundRecord
 from rl.engine.waiting_queue import WaitingQueue
 from rl.trajectory import Request, Trajectory, longest_tokens
-from spec.budget.budget import DraftDecision
+from spec.budget.budget import DraftDecision, plain
 from spec.draft_cache.rounds import Asked, draft_rounds, unpack_rounds
-from spec.drafter import Drafts, LiveSlots
+from spec.drafter import Drafts, LiveSlots, no_drafts
 from spec.nodes import pack
-from spec.verify import Slots, by_slot, decode_rounds, unpack, verify_round
+from spec.verify import Slots, by_slot, chunk_round, decode_rounds, unpack, verify_round
 
 T = TypeVar("T")
 OnFinish = Callable[[Trajectory], None]
@@ -91,7 +92,7 @@ class Engine(ModelRunner):
         self._speculator = Speculator(self.config, drafting, self.stats)
         self._waiting = WaitingQueue()
         self._waiting.add(requests)
-        num_slots, cached = self.config.slot_bucket(most_requests), None
+        num_slots, cached = self.slots_for(most_requests), None
         if spec.rule is not None:
             rows = num_slots, most_tokens
             cached = CachedPrefixes(spec.rule, endings, self.stats.cached, *rows)
@@ -132,6 +133,10 @@ class Engine(ModelRunner):
         self._admit()
         self._preempt()
         self._rows.fit(self._table.num_busy + len(self._waiting), self._waiting.prompts)
+        self._rows.copy_prompts()
+        while self._table.num_busy and not self._table.live_B.any():
+            self._compute_chunks(self._table.live())  # nobody waits for a token: none is fetched
+            self._rows.copy_prompts()
         if not self._table.num_busy:
             return []
         self._round(began_s)
@@ -141,16 +146,16 @@ class Engine(ModelRunner):
 
     def _admit(self) -> None:
         """Fill the free rows."""
-        rows, waiting, spec = self._rows, self._waiting, self._spec
+        rows, waiting = self._rows, self._waiting
         while len(waiting) and (free := len(self._table.free_rows())):
             if waiting.sourced:
                 entering = [waiting.sourced.popleft() for _ in range(self._num_fitting(free))]
                 if not entering:
                     break
-                self.stats.prefilled_tokens += rows.enter(spec.params, entering)
+                rows.enter(entering)
             else:
                 entering = waiting.take_new(free)
-                self.stats.prefilled_tokens += rows.enter(spec.params, entering, waiting.prompts)
+                rows.enter(entering, waiting.prompts)
             rows.changed()
 
     def _num_fitting(self, free_rows: int) -> int:
@@ -167,7 +172,7 @@ class Engine(ModelRunner):
         table = self._table
         rows = preemption.rows_to_preempt(table, self._fetch_tokens, self._source.kv_tokens)
         if rows:
-            self._speculator.left(table.view(np.array(rows)))
+            self._speculator.left(table.view(np.array(rows)[table.live_B[rows]]))
             for row in rows:
                 self._waiting.sourced.appendleft(table.preempt(row, self._spec.policy_version))
             self._rows.changed()
@@ -185,10 +190,16 @@ class Engine(ModelRunner):
 
     def _round(self, began_s: float) -> None:
         ready_s, live = self.clock(), self._table.live()
-        table = self._table
-        drafts, decision = self._speculator.decide(live, len(table), self._positions, table.cached)
+        table, drafts, decision = self._table, None, plain(len(self._table), 1)
+        if not (lacking := table.lacking()):
+            drafts, decision = self._speculator.decide(
+                live, len(table), self._positions, table.cached
+            )
         drafted_s = self.clock()
-        if decision.taken_A is not None:
+        if lacking:
+            tokens_BN, count_B = self._decode_beside_chunks(live)
+            rounds_B = count_B
+        elif decision.taken_A is not None:
             assert drafts is not None
             tokens_BN, count_B = self._verify(live, drafts, decision)
             rounds_B = np.minimum(count_B, 1)
@@ -227,9 +238,7 @@ class Engine(ModelRunner):
         """One round with draft tokens; returns (tokens_BN, count_B) that slots got."""
         B, M, spec, taken_A = len(self._table), decision.num_nodes, self._spec, decision.taken_A
         assert taken_A is not None
-        nodes_5M, cached = pack(drafts, taken_A, live.rows_A, B, M), self._table.cached
-        if cached is not None and cached.given:
-            cached.give(nodes_5M, self._table.emitted_B)
+        nodes_5M = self._nodes(drafts, taken_A, live.rows_A, M)
         slots = self._device_slots()
         *state, found = verify_round(
             spec.params,
@@ -246,6 +255,43 @@ class Engine(ModelRunner):
         drawn = self._fetched(live, unpack, found)
         tokens_BN, logprobs_BN, count_B, kept_B = by_slot(*drawn, nodes_5M[1], B)
         return self._commit(tokens_BN, logprobs_BN, count_B, drafted_B, kept_B)
+
+    def _nodes(
+        self, drafts: Drafts, taken_A: np.ndarray, rows_A: np.ndarray, num_nodes: int
+    ) -> np.ndarray:
+        """Return the nodes of a round, and what a rule may keep behind them, as `pack` does."""
+        nodes_5M = pack(drafts, taken_A, rows_A, len(self._table), num_nodes)
+        cached = self._table.cached
+        if cached is not None and cached.given:
+            cached.give(nodes_5M, self._table.emitted_B)
+        return nodes_5M
+
+    def _compute_chunks(self, live: LiveSlots) -> jax.Array:
+        """One round without draft tokens, in which prompts are computed; returns what it found."""
+        spec, rows, none = self._spec, self._rows, no_drafts(len(live), 1)
+        nodes_5B = self._nodes(none, none.count_A, live.rows_A, len(self._table))
+        slots, state = self._device_slots(), rows.for_round()
+        chunks_TX = rows.next_chunks()
+        *state, found, entries = chunk_round(
+            spec.params,
+            *state,
+            slots,
+            self.argument(nodes_5B),
+            self.argument(chunks_TX),
+            self._stop_E,
+            **self.chunk_options(spec.sampling.draw),
+        )
+        rows.stepped(*state)
+        self.stats.prefilled_tokens += rows.write_chunks(entries, chunks_TX)
+        return found
+
+    def _decode_beside_chunks(self, live: LiveSlots) -> tuple[np.ndarray, np.ndarray]:
+        """One round without draft tokens beside chunks; returns (tokens_BN, count_B)."""
+        B, found = len(self._table), self._compute_chunks(live)
+        self.stats.rounds[(B, B, self._positions)] += 1
+        drawn = self._fetched(live, unpack, found)
+        tokens_BN, logprobs_BN, count_B, kept_B = by_slot(*drawn, np.arange(B), B)
+        return self._commit(tokens_BN, logprobs_BN, count_B, np.zeros(B, bool), kept_B)
 
     def _decode(self, live: LiveSlots, most_rounds: int) -> tuple[np.ndarray, np.ndarray]:
         """Up to `most_rounds` rounds without draft tokens; returns (tokens_BN, count_B)."""

@@ -18,7 +18,7 @@ from models import kv_cache, transformer
 from models.config import ModelConfig
 from models.layout import CACHE_AXES, ENTRY_AXES
 from models.sharding import fitting_sharding, param_shardings
-from rl.engine import admission, cache_ops
+from rl.engine import cache_ops
 from rl.engine.config import EngineConfig
 from rl.trajectory import HostKv, Request, check_requests
 from spec.buckets import bucket, widest_tree
@@ -52,6 +52,7 @@ class ModelRunner:
     def __post_init__(self) -> None:
         self.dtype = np.dtype(self.dtype)
         self._shapes_only = False
+        self.first_slots: set[int] = set()  # the buckets that rollouts begin in, if any is named
 
     def check(self, requests: Sequence[Request], sampling: SamplingConfig) -> None:
         """Raise ValueError for requests that cannot run."""
@@ -64,7 +65,14 @@ class ModelRunner:
 
     def empty_pending(self, num_slots: int) -> kv_cache.Pending:
         """Return room on these devices for the entries of the largest round."""
+        return self._no_pending(self.config.most_nodes(num_slots))
 
+    def empty_entries(self) -> kv_cache.Entries:
+        """Return entries of a round's chunks, on these devices."""
+        none = self._no_pending(self.config.prefill_rows * self.config.chunk_tokens)
+        return kv_cache.Entries(none.keys, none.values, none.features)
+
+    def _no_pending(self, num_entries: int) -> kv_cache.Pending:
         def zeros(shape: Sequence[int], dtype: Any) -> Any:
             sharding = self._whole
             if self.mesh is not None:
@@ -73,7 +81,7 @@ class ModelRunner:
                 return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
             return jnp.zeros(shape, dtype, device=sharding)
 
-        size = self.config.most_nodes(num_slots), self.dtype, self.feature_layers
+        size = num_entries, self.dtype, self.feature_layers
         return kv_cache.no_pending(self.model, *size, zeros)
 
     def zero_rows(
@@ -99,38 +107,32 @@ class ModelRunner:
         self.longest_tokens = max(self.longest_tokens, longest_tokens)
         return self.config.position_sizes(self.longest_tokens)
 
-    def fill_rows(
-        self, params: transformer.Params, cache: kv_cache.KVCache, plan: admission.AdmissionPlan
-    ) -> tuple[kv_cache.KVCache, int]:
-        """Fill rows with prompts as planned; return the cache and the number of tokens computed."""
-        B, prefilled_tokens = cache.num_slots, 0
-        if plan.copies:
-            cache = cache_ops.copy_rows(cache, *_pairs(plan.copies, B))
-        P = self.config.prefill_rows
-        for first in range(0, len(plan.prefill), P):
-            batch = plan.prefill[first : first + P]
-            inserts = [(i - first, row) for i, row in plan.inserts if first <= i < first + P]
-            longest = max(len(p) for p in batch) - 1
-            prefilled_tokens += sum(len(p) - 1 for p in batch)
-            if not longest:
-                continue
-            T = bucket(longest, self.config.min_prompt_tokens, cache.num_positions)
-            tokens_PT = np.zeros((P, T), np.int32)
-            for i, prompt in enumerate(batch):
-                tokens_PT[i, : len(prompt) - 1] = prompt[:-1]
-            new = cache_ops.prefill(params, self.put(tokens_PT), **self.prefill_options())
-            cache = cache_ops.insert_rows(cache, new, *_pairs(inserts, B))
-        return cache, prefilled_tokens
+    def slots_for(self, num_requests: int) -> int:
+        """Return the bucket of slots that a rollout begins in: prompts are computed in it."""
+        needed = self.config.slot_bucket(num_requests)
+        return min((B for B in self.first_slots if B >= needed), default=needed)
+
+    def copy_rows(
+        self, cache: kv_cache.KVCache, copies: Sequence[tuple[int, int]]
+    ) -> kv_cache.KVCache:
+        """Copy rows, (from, to)."""
+        return cache_ops.copy_rows(cache, *_pairs(copies, cache.num_slots))
+
+    def no_chunks(self) -> np.ndarray:
+        """Return a table for `Chunks.of_table` with nothing but padding."""
+        table_TX = np.zeros((self.config.prefill_rows, 2 + self.config.chunk_tokens), np.int32)
+        table_TX[:, 0] = -1
+        return table_TX
 
     def insert_kv(
         self, cache: kv_cache.KVCache, entering: Sequence[tuple[HostKv, int]]
     ) -> kv_cache.KVCache:
-        """Write (keys and values from the host, row), as many rows a call as prefill has."""
+        """Write (keys and values from the host, row), `prefill_rows` rows a call."""
         B, P = cache.num_slots, self.config.prefill_rows
         for first in range(0, len(entering), P):
             kvs, rows = zip(*entering[first : first + P], strict=True)
             longest = max(kv.num_tokens for kv in kvs)
-            T = bucket(longest, self.config.min_prompt_tokens, cache.num_positions)
+            T = bucket(longest, self.config.min_positions, cache.num_positions)
             new = kv_cache.map_arrays(self.put_kv, cache_ops.stacked(kvs, P, T))
             cache = cache_ops.insert_rows(cache, new, *_pairs(list(enumerate(rows)), B))
         return cache
@@ -161,10 +163,9 @@ class ModelRunner:
             for at in starts
         ]
 
-    def prefill_options(self) -> dict[str, Any]:
-        """Return the static arguments of `cache_ops.prefill`."""
-        chunk_tokens = self.config.prefill_chunk_tokens
-        return {"config": self.model, "chunk_tokens": chunk_tokens} | self._cache_options()
+    def chunk_options(self, scheme: Draw) -> dict[str, Any]:
+        """Return the static arguments of `chunk_round`."""
+        return {"config": self.model, "scheme": scheme}
 
     def decode_options(self, scheme: Draw) -> dict[str, Any]:
         """Return the static arguments of `decode_rounds`."""
@@ -186,9 +187,6 @@ class ModelRunner:
             tree_nodes = widest_tree(num_slots, num_nodes, self.config.max_nodes)
         shape = Shape(num_nodes, tree_nodes, self.config.rounds_per_fetch)
         return {"config": self.model, "scheme": scheme, "shape": shape}
-
-    def _cache_options(self) -> dict[str, Any]:
-        return {"dtype": self.dtype, "feature_layers": self.feature_layers}
 
     def slot_arguments(
         self, ints_BC: np.ndarray, processing_B2: np.ndarray, key: jax.Array

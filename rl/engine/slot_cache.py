@@ -13,7 +13,7 @@ from collections.abc import Collection, Sequence
 import jax
 import numpy as np
 
-from models import kv_cache, transformer
+from models import kv_cache
 from rl.engine import admission, cache_ops
 from rl.engine.model_runner import ModelRunner
 from rl.engine.slot_table import SlotTable
@@ -83,45 +83,66 @@ class SlotCache:
             self._slots = cache_ops.make_slots(*arguments)
         return self._slots
 
-    # -- requests enter ------------------------------------------------------------
+    # -- requests enter ----------------------------------------------------------------
 
     def enter(
         self,
-        params: transformer.Params,
         requests: Sequence[PartialRequest],
         wanted_later: Collection[Prompt] = (),
-    ) -> int:
-        """Put requests into free rows; return the number of tokens that were prefilled.
+    ) -> None:
+        """Put requests into free rows, and write the keys and values that come with them.
 
-        Keys and values that come with a request are written; others are computed, or copied from
-        a row that holds the same prompt.
+        Where none come, rounds compute them, or another row that holds the prompt is copied.
         """
-        prefilled, brought = 0, [p for p in requests if p.kv is not None]
+        table, brought = self.table, [p for p in requests if p.kv is not None]
         if others := [p for p in requests if p.kv is None]:
-            tokens = [p.token_ids for p in others]
-            rows, prefilled = self._fill(params, tokens, wanted_later)
-            for p, row in zip(others, rows, strict=True):
-                self.table.enter(row, p)
+            self.grow(max(len(p.token_ids) for p in others) + 1)
+            prompts = [p.request.prompt_ids for p in others]
+            rows = admission.assign(prompts, table.free_rows(), table.prompts, wanted_later)
+            for p, prompt, row in zip(others, prompts, rows, strict=True):
+                table.enter(row, p, len(prompt) - 1 if table.prompts[row] == prompt else 0)
         if brought:
             entries = []
-            for p, row in zip(brought, self.table.free_rows(), strict=False):
+            for p, row in zip(brought, table.free_rows(), strict=False):
                 assert p.kv is not None
                 entries.append((p.kv, row))
-                self.table.enter(row, p)
+                table.enter(row, p)
             self.grow(max(kv.num_tokens for kv, _ in entries) + 1)
             self._cache = self._runner.insert_kv(self.cache, entries)
-        return prefilled
 
-    def _fill(
-        self,
-        params: transformer.Params,
-        prompts: Sequence[Prompt],
-        wanted_later: Collection[Prompt],
-    ) -> tuple[tuple[int, ...], int]:
-        self.grow(max(len(p) for p in prompts) + 1)
-        plan = admission.plan(prompts, self.table.free_rows(), self.table.prompts, wanted_later)
-        self._cache, prefilled = self._runner.fill_rows(params, self.cache, plan)
-        return plan.rows, prefilled
+    # -- what rows lack ----------------------------------------------------------------
+
+    def copy_prompts(self) -> None:
+        """Copy prompts to rows that lack them from rows that hold them."""
+        copies, _ = admission.fills(self.table.lacking(), self.table.prompts)
+        if copies:
+            self._cache = self._runner.copy_rows(self.cache, copies)
+            for _, row in copies:
+                self.table.filled(row, int(self.table.prompt_tokens_B[row]) - 1)
+            self.changed()
+
+    def next_chunks(self) -> np.ndarray:
+        """Return the tokens that the next round is to compute, as a table for `Chunks.of_table`."""
+        table, table_TX = self.table, self._runner.no_chunks()
+        T, C = len(table_TX), self._runner.config.chunk_tokens
+        _, rows = admission.fills(table.lacking(), table.prompts)
+        for i, row in enumerate(rows[:T]):
+            end = int(table.cached_tokens_B[row])
+            # the whole window lies inside the row: it may begin with what is there
+            start = min(end - int(table.lacking_tokens_B[row]), self.num_positions - C)
+            tokens = table.tokens_BL[row, start : min(start + C, end)]
+            table_TX[i, : 2 + len(tokens)] = row, start, *tokens
+        return table_TX
+
+    def write_chunks(self, entries: kv_cache.Entries, chunks_TX: np.ndarray) -> int:
+        """Write what a round computed for chunks; return how many tokens rows lacked of them."""
+        chunks = self._runner.argument(chunks_TX)
+        self._cache = cache_ops.write_chunks(self._held, entries, chunks)
+        C, found = self._runner.config.chunk_tokens, 0
+        for row, start in chunks_TX[chunks_TX[:, 0] >= 0, :2].tolist():
+            found += self.table.filled(row, start + C)
+        self.changed()
+        return found
 
     # -- requests leave ----------------------------------------------------------------
 
@@ -168,10 +189,11 @@ class SlotCache:
     def fit(self, num_requests: int, wanted_later: Collection[Prompt]) -> None:
         """Halve the rows while all requests fit into half of them; double them while they do not.
 
-        Rows grow only where requests come while a rollout runs.
+        Rows grow only where requests come while a rollout runs. They stay while one lacks
+        something: fewer sizes of rounds have chunks.
         """
         config, table = self._runner.config, self.table
-        while config.slot_bucket(num_requests) < len(table):
+        while config.slot_bucket(num_requests) < len(table) and not table.lacking():
             half = config.slot_bucket(-(-len(table) // 2))
             order = table.most_useful(wanted_later)[:half]
             self._take_rows(order)

@@ -30,14 +30,15 @@ from spec.drafter import LiveSlots
 ARRAYS = (
     *("tokens_BL", "logprobs_BL", "origins_BL", "prompt_tokens_B", "total_tokens_B", "limit_B"),
     *("final_B", "busy_B", "entered_B", "request_ids_B", "group_ids_B", "sample_indices_B"),
-    *("rule_B", "state_B", "stopped_B", "processing_B3"),
+    *("rule_B", "state_B", "stopped_B", "processing_B3", "lacking_tokens_B"),
 )
 
 
 class SlotTable:
     """B rows; a row without a request is free. `tokens_BL` holds prompt, then response.
 
-    The cache holds all of a row's tokens but the last, which is the next tree's root.
+    The cache holds all of a row's tokens but the last, which is the next tree's root. A row that
+    lacks `lacking_tokens_B` of them yet has a request, but takes no part in rounds.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class SlotTable:
         self.endings = endings or Endings(SamplingConfig())
         self.cached = cached  # None: cached responses are not used
         self.started: list[PartialRequest | None] = [None] * B  # with what a row's request began
-        self.prompts: list[Prompt | None] = [None] * B  # whose cache a row holds
+        self.prompts: list[Prompt | None] = [None] * B  # whose whole cache a row holds
         self.tokens_BL = np.zeros((B, L), np.int32)
         self.logprobs_BL = np.zeros((B, L), np.float32)
         self.origins_BL = np.zeros((B, L), np.uint8)
@@ -60,6 +61,7 @@ class SlotTable:
         self.limit_B = np.zeros(B, np.int32)  # of response tokens, in the row
         self.final_B = np.zeros(B, np.int32)  # of response tokens, at all
         self.busy_B = np.zeros(B, bool)
+        self.lacking_tokens_B = np.zeros(B, np.int32)  # whose keys and values are to be computed
         self.entered_B = np.zeros(B, np.int64)  # when its request came: rows are numbered as taken
         self._num_entered = 0
         self.request_ids_B = np.zeros(B, np.int64)
@@ -78,8 +80,13 @@ class SlotTable:
         return int(self.busy_B.sum())
 
     @property
+    def live_B(self) -> np.ndarray:
+        """Return the rows that take part in rounds."""
+        return self.busy_B & (self.lacking_tokens_B == 0)
+
+    @property
     def cached_tokens_B(self) -> np.ndarray:
-        """Return the live cache positions: all tokens but the last."""
+        """Return the live cache positions, once nothing lacks: all tokens but the last."""
         return self.total_tokens_B - 1
 
     @property
@@ -93,12 +100,27 @@ class SlotTable:
     def free_rows(self) -> list[int]:
         return np.nonzero(~self.busy_B)[0].tolist()
 
-    def enter(self, row: int, partial: PartialRequest) -> None:
-        """Put a request into a row; the engine puts its keys and values there."""
+    def lacking(self) -> dict[int, Prompt]:
+        """Return the rows that lack something, in order of admission, and their prompts."""
+        (rows,) = np.nonzero(self.busy_B & (self.lacking_tokens_B > 0))
+        in_order = rows[np.argsort(self.entered_B[rows])].tolist()
+        return {row: p.request.prompt_ids for row in in_order if (p := self.started[row])}
+
+    def filled(self, row: int, num_tokens: int) -> int:
+        """Note that the row's cache holds so many tokens; return how many of them it lacked."""
+        partial, before = self.started[row], int(self.lacking_tokens_B[row])
+        assert partial is not None
+        if num_tokens >= self.prompt_tokens_B[row] - 1:
+            self.prompts[row] = partial.request.prompt_ids
+        self.lacking_tokens_B[row] = lacking = max(0, int(self.cached_tokens_B[row]) - num_tokens)
+        return before - lacking
+
+    def enter(self, row: int, partial: PartialRequest, filled_tokens: int | None = None) -> None:
+        """Put a request into a row, whose cache holds its first `filled_tokens`; None: all."""
         request, prefix, endings = partial.request, partial.prefix, self.endings
         sampling = request.sampling or endings.sampling
         n = end = len(request.prompt_ids)
-        self.started[row], self.prompts[row] = partial, request.prompt_ids
+        self.started[row], self.prompts[row] = partial, None
         self.tokens_BL[row, :n] = request.prompt_ids
         if prefix is not None:
             end = n + len(prefix.response_ids)
@@ -106,6 +128,7 @@ class SlotTable:
             self.logprobs_BL[row, n:end] = prefix.logprobs
             self.origins_BL[row, n:end] = prefix.origins
         self.prompt_tokens_B[row], self.total_tokens_B[row] = n, end
+        self.filled(row, end - 1 if filled_tokens is None else filled_tokens)
         self.limit_B[row] = self.final_B[row] = request.limit(endings.sampling)
         self.rule_B[row] = rule = endings.rule(request.sampling)
         _, self.state_B[row], self.stopped_B[row] = endings.read(rule, self.tokens_BL[row, n:end])
@@ -179,7 +202,7 @@ class SlotTable:
         return dataclasses.replace(self.leave(row, policy_version), max_tokens=left)
 
     def leave(self, row: int, policy_version: int) -> PartialRequest:
-        """Free the row, which still holds its prompt; return its request and response so far."""
+        """Free the row, which keeps what it holds; return its request and response so far."""
         started, self.started[row] = self.started[row], None
         assert started is not None
         self.busy_B[row] = False
@@ -199,8 +222,8 @@ class SlotTable:
         return PartialRequest(started.request, response_so_far)
 
     def live(self) -> LiveSlots:
-        """Return what drafters see of the busy rows."""
-        return self.view(np.nonzero(self.busy_B)[0])
+        """Return what drafters see of the rows that take part in rounds."""
+        return self.view(np.nonzero(self.live_B)[0])
 
     def view(self, rows: np.ndarray) -> LiveSlots:
         """Return what drafters see of these rows, which must be busy."""
@@ -253,7 +276,7 @@ class SlotTable:
             self.cached_tokens_B,
             self.emitted_B,
             self.limit_B,
-            self.busy_B,
+            self.live_B,
             np.where(self.busy_B, self.request_ids_B, 0),
             np.where(self.busy_B, self.processing_B3[:, 1], 0),
         )

@@ -25,7 +25,7 @@ from models.layout import CACHE_AXES, FEATURE_AXES, causal_block_tokens, shard_s
 from models.params import leaves, param_specs
 from rl import packing
 from rl.loop.experiment import TrainConfig, drafter_shape
-from spec.buckets import bucket, widest_tree
+from spec.buckets import widest_tree
 
 if TYPE_CHECKING:
     import jax
@@ -245,7 +245,7 @@ def _rollouts(
     seen = positions * queries // nodes
     passes = {
         "a round": _pass(model, mesh, itemsize, _shard(nodes, mesh.batch), 1, seen),
-        "prompts": _prompts(config, model, mesh, itemsize),
+        "prompts": _prompts(config, model, mesh, itemsize, slots, positions),
     }
     whole = _weights(model, _Mesh(mesh.sizes | {"fsdp": 1}), itemsize)
     return {
@@ -270,14 +270,17 @@ def _cache(
     return itemsize * values
 
 
-def _prompts(config: TrainConfig, model: ModelConfig, mesh: _Mesh, itemsize: int) -> int:
-    """A chunk of a few prompts, and the cache that it fills."""
-    engine = config.engine
-    length = bucket(config.rollout.max_prompt_tokens, engine.min_prompt_tokens)
-    chunk = min(length, engine.prefill_chunk_tokens)
-    rows = _shard(engine.prefill_rows, mesh.batch)
-    cache = _cache(config, model, mesh, engine.prefill_rows, length, itemsize)
-    return 2 * cache + _pass(model, mesh, itemsize, rows, chunk, length, logits=False)
+def _prompts(
+    config: TrainConfig, model: ModelConfig, mesh: _Mesh, itemsize: int, slots: int, positions: int
+) -> int:
+    """A round with chunks of a few prompts: their entries, and the rows that a layer gathers."""
+    rows, chunk = config.engine.prefill_rows, config.engine.chunk_tokens
+    entries = _cache(config, model, mesh, rows, chunk, itemsize)
+    gathered = _cache(config, model, mesh, rows, positions, itemsize) // model.num_layers
+    seen = positions + chunk
+    chunks = _pass(model, mesh, itemsize, _shard(rows, mesh.batch), chunk, seen, logits=False)
+    decoded = _pass(model, mesh, itemsize, _shard(slots, mesh.batch), 1, positions)
+    return entries + gathered + chunks + decoded
 
 
 def _pass(

@@ -279,8 +279,8 @@ def _warm_up_here(
         training = ()
     # workers are alike: the last one's times are those of all
     if isinstance(engine, MultiEngine):
-        most = {"max_requests": reach.max_requests, "max_tokens": one.longest_tokens}
-        moves = transfer_times.measure(one, placed, **most, path=folder / MOVES_FILE)
+        path = folder / MOVES_FILE
+        moves = transfer_times.measure(one, placed, config.sampling, reach, path)
         engine.prefer_pool = moves.prefers_copy
     if reach.speculative:
         path, sampling = folder / ROUNDS_FILE, config.sampling

@@ -3,7 +3,7 @@
 Every program is lowered on the shapes of the engine's arrays, all are compiled in
 threads, then each runs once on slots at rest, which proves that calls find what
 was compiled. After it, a rollout within the stated lengths compiles nothing.
-B = slots, S = cache positions, N = nodes of a tree, T = positions of a prompt, P = prompts.
+B = slots, S = cache positions, M = nodes of a round, T = positions of rows from the host.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from rl.engine.engine import Engine
 from rl.engine.rollout_spec import RolloutSpec
 from rl.runtime.parallel_compile import OnCompiled, compile_all, unwatched
 from rl.speculation.device_drafters import DeviceDrafters
-from spec.buckets import bucket
 from spec.budget.budget import DraftDecision
 from spec.budget.config import LEARNED
 from spec.budget.device_gate import DeviceDrafter
@@ -33,13 +32,13 @@ from spec.draft_cache.rounds import Asked, draft_rounds
 from spec.drafter import no_drafts
 from spec.nodes import pack
 from spec.sampling import step_key
-from spec.verify import decode_rounds, settle, verify_round
+from spec.verify import chunk_round, decode_rounds, settle, verify_round
 
 NodeSizes = Callable[[int], Collection[int]]  # of trees, by slots
 Decisions = Callable[[int], Collection[DraftDecision]]  # by slots
 Arguments = tuple[tuple, dict[str, Any]]
 # Steps that run the whole policy, those that compile longest first.
-WHOLE_MODEL = (draft_rounds, verify_round, decode_rounds, cache_ops.prefill)
+WHOLE_MODEL = (draft_rounds, verify_round, chunk_round, decode_rounds)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,6 +156,9 @@ class Pool:
         self.slots = _slot_sizes(engine, reach.max_requests)
         self.positions = engine.position_sizes(self.longest_tokens)
         self.buckets = [(B, S) for B in self.slots for S in self.positions]
+        # prompts come while rows move, else before the batch shrinks
+        self.first_slots = self.slots if reach.moves else self.slots[:1]
+        engine.first_slots.update(self.first_slots)
         # the arrays of a cache that programs differ for
         self.kinds = [("keys", kv_cache.KEYS), ("values", kv_cache.VALUES)]
         if engine.feature_layers is not None:
@@ -165,29 +167,17 @@ class Pool:
     # -- programs ----------------------------------------------------------
 
     def plain(self) -> Iterator[Program]:
-        """Yield what every rollout needs: prefill, plain rounds, and changes of the bucket."""
-        # a request that moves without keys and values is recomputed, response and all
-        longest = self.longest_tokens if self.reach.moves else self.reach.max_prompt_tokens
-        smallest = self.engine.config.min_prompt_tokens
-        prompts = sorted(
-            {
-                bucket(n, smallest, S)
-                for S in self.positions
-                for n in range(1, longest)
-                if n + 2 <= S
-            }
-        )
-        for T in prompts:
-            yield Program(cache_ops.prefill, partial(self._prefill, T))
+        """Yield what every rollout needs: prompts, plain rounds, and changes of the bucket."""
         for B in self.slots:
             yield Program(cache_ops.make_slots, partial(self._make_slots, B))
         for B, S in self.buckets:
             half = self._half(B)
             yield Program(decode_rounds, partial(self.decode_arguments, B, S))
             yield Program(settle, partial(self._settle, B, S))
-            for T in (T for T in prompts if T <= S):
-                yield Program(cache_ops.insert_rows, partial(self._insert, B, S, T))
             yield Program(cache_ops.copy_rows, partial(self._copy, B, S))
+            if B in self.first_slots:
+                yield Program(chunk_round, partial(self.chunk_arguments, B, S))
+                yield Program(cache_ops.write_chunks, partial(self._write_chunks, B, S))
             for name, kind in self.kinds:
                 if half < B:
                     yield self._resize(name, (B, S), (half, S), kind)
@@ -198,6 +188,8 @@ class Pool:
         """Yield how rows leave for the host and come back, and how a batch grows again."""
         for B, S in self.buckets:
             half = self._half(B)
+            for T in (T for T in self.positions if T <= S):
+                yield Program(cache_ops.insert_rows, partial(self._insert, B, S, T))
             for name, kind in self.kinds:
                 yield self._resize(name, (B, S), (self.engine.config.prefill_rows, S), kind)
                 if half < B:
@@ -245,10 +237,6 @@ class Pool:
     def _half(self, B: int) -> int:
         return self.engine.config.slot_bucket(-(-B // 2))
 
-    def _prefill(self, T: int) -> Arguments:
-        tokens_PT = self.engine.put(np.zeros((self.engine.config.prefill_rows, T), np.int32))
-        return (self.params, tokens_PT), self.engine.prefill_options()
-
     def _make_slots(self, B: int) -> Arguments:
         ints_BC = np.zeros((B, len(cache_ops.COLUMNS)), np.int32)
         processing_B2 = np.ones((B, 2), np.float32)
@@ -262,6 +250,18 @@ class Pool:
         state = engine.empty_cache(B, S), engine.empty_pending(B), slots
         args = self.params, *state, stop_E, np.int32(1), np.int32(1)
         return args, engine.decode_options(self.sampling.draw)
+
+    def chunk_arguments(self, B: int, S: int) -> Arguments:
+        """Return the arguments of `chunk_round` for slots at rest."""
+        engine = self.engine
+        (*state_and_nodes, stop_E), _ = self._verify(B, B, S)
+        args = *state_and_nodes, engine.argument(engine.no_chunks()), stop_E
+        return args, engine.chunk_options(self.sampling.draw)
+
+    def _write_chunks(self, B: int, S: int) -> Arguments:
+        engine = self.engine
+        chunks_TX = engine.argument(engine.no_chunks())
+        return (engine.empty_cache(B, S), engine.empty_entries(), chunks_TX), {}
 
     def _settle(self, B: int, S: int) -> Arguments:
         return (self.engine.empty_cache(B, S), self.engine.empty_pending(B)), {}

@@ -14,39 +14,42 @@ import jax
 import numpy as np
 
 from models import kv_cache, transformer
-from rl.engine import admission
+from rl.engine import cache_ops
 from rl.engine.engine import Engine
 from rl.trajectory import HostKv
+from rl.warm_up import compile_buckets
 from rl.warm_up.measured_run import MoveTimes, write_moves
-from spec.buckets import bucket
+from spec.config import SamplingConfig
+from spec.verify import chunk_round
 
 REPEATS = 3
 
 
 def measure(
-    engine: Engine, params: transformer.Params, *, max_requests: int, max_tokens: int, path: Path
+    engine: Engine,
+    params: transformer.Params,
+    sampling: SamplingConfig,
+    reach: compile_buckets.Reach,
+    path: Path,
 ) -> MoveTimes:
     """Time both on `engine`, whose programs are compiled; medians of a few.
 
-    They are kept in `path`, for `rl.warm_up.measured_run.read_moves`.
+    Rounds in which keys and values are recomputed decode as well, but count in full. The times are
+    kept in `path`, for `rl.warm_up.measured_run.read_moves`.
     """
-    seconds = {}
-    B = engine.config.slot_bucket(max_requests)
+    seconds, pool = {}, compile_buckets.Pool(engine, params, sampling, reach)
+    B = pool.slots[0]
     with engine.mesh_context():
-        for S in engine.position_sizes(max_tokens):
-            tokens = bucket(min(S, max_tokens) - 1, engine.config.min_prompt_tokens, S) - 1
-            prompt = (0,) * (tokens + 1)
-            plan = admission.AdmissionPlan((0,), (prompt,), ((0, 0),), ())
+        for S in pool.positions:
+            tokens = S - 1
             row = jax.tree.map(lambda x: np.asarray(x[0]), engine.empty_cache(1, tokens))
             kv = HostKv(row)
 
             def copied(cache: kv_cache.KVCache, kv: HostKv = kv) -> kv_cache.KVCache:
                 return engine.insert_kv(cache, [(kv, 0)])
 
-            def computed(
-                cache: kv_cache.KVCache, plan: admission.AdmissionPlan = plan
-            ) -> kv_cache.KVCache:
-                return engine.fill_rows(params, cache, plan)[0]
+            def computed(cache: kv_cache.KVCache, S: int = S) -> kv_cache.KVCache:
+                return recomputed(pool, cache, S - 1)
 
             cache = engine.empty_cache(B, S)
             copy_s, cache = _timed(engine, copied, cache)
@@ -55,6 +58,24 @@ def measure(
     times = MoveTimes(seconds)
     write_moves(path, times)
     return times
+
+
+def recomputed(
+    pool: compile_buckets.Pool, cache: kv_cache.KVCache, num_tokens: int
+) -> kv_cache.KVCache:
+    """Run as many rounds as compute the keys and values of one row's tokens."""
+    engine = pool.engine
+    args, options = pool.chunk_arguments(cache.num_slots, cache.num_positions)
+    params, _, pending, slots, nodes_5B, _, stop_E = args
+    chunks_TX = engine.no_chunks()
+    chunks_TX[0, 0] = 0
+    for _ in range(-(-num_tokens // engine.config.chunk_tokens)):
+        chunks = engine.argument(chunks_TX)
+        cache, pending, slots, _, entries = chunk_round(
+            params, cache, pending, slots, nodes_5B, chunks, stop_E, **options
+        )
+        cache = cache_ops.write_chunks(cache, entries, chunks)
+    return cache
 
 
 def _timed(

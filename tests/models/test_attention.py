@@ -1,11 +1,11 @@
-"""Attention of packed nodes against the whole sequence that each of them ends."""
+"""Attention of packed nodes and chunks against the whole sequence that each token ends."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.attention import attend_nodes
+from models.attention import Chunks, attend_chunks, attend_nodes
 from spec import nodes as packed_nodes
 from spec.drafter import stack
 from spec.tree import Draft
@@ -75,3 +75,20 @@ def test_a_node_a_row_attends_to_its_row_and_itself(lengths):
     got = ATTEND(*arrays, None)
     want = one_by_one(*arrays, np.arange(3), np.full(3, -1))
     np.testing.assert_allclose(got, want, atol=1e-5)
+
+
+@pytest.mark.parametrize("scale", [1.0, 10.0], ids=["", "sharp"])
+@pytest.mark.parametrize("lengths", [(0, 3, S), (S, 1, 7)])
+def test_chunks_attend_to_their_row_and_to_their_tokens_so_far(lengths, scale):
+    C, slot_T = 4, np.array([2, 0, -1])  # the last is padding
+    *new, keys, values, length_B = inputs(3 * C, lengths, scale)
+    chunks = Chunks(slot_T, length_B[slot_T], np.zeros((3, C), np.int32))
+    got = jax.jit(attend_chunks)(
+        *(x.reshape(3, C, *x.shape[1:]) for x in new), keys, values, chunks
+    )
+    parents_X = np.where(np.arange(2 * C) % C == 0, -1, np.arange(2 * C) - 1)
+    q_XHh, k_XKh, v_XKh = (x[: 2 * C] for x in new)
+    where = np.repeat(slot_T[:2], C), parents_X
+    want = one_by_one(q_XHh, k_XKh, v_XKh, keys, values, length_B, *where)
+    np.testing.assert_allclose(got[:2].reshape(want.shape), want, atol=1e-5 * scale**2)
+    assert np.isfinite(got).all()

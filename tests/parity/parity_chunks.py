@@ -13,8 +13,15 @@ from parity_model import BASE, MODEL, SAMPLINGS, STEP_KEY, STOP
 
 from rl.trajectory import PartialRequest, Request
 
-# one size of trees, and buckets of 32 and 64 positions: few programs
-CONFIG = dataclasses.replace(BASE, min_positions=32, max_nodes=4, rounds_per_fetch=6)
+# one size of trees, and buckets of 32 and 64 positions: few programs; a last window would not fit
+CONFIG = dataclasses.replace(
+    BASE,
+    min_positions=32,
+    max_nodes=4,
+    rounds_per_fetch=6,
+    prefill_rows=2,
+    prefill_chunk_tokens=7,
+)
 SEEDS = (3, 0, 1, 9)  # of the source; rows rest at a full bucket in the first one
 FULL = CONFIG.min_positions  # the first bucket of positions
 

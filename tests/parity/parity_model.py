@@ -45,11 +45,10 @@ BASE = EngineConfig(
     slots=8,
     min_slots=8,
     min_positions=64,
-    min_prompt_tokens=32,
     rounds_per_fetch=8,
     max_nodes=8,
     prefill_rows=4,
-    prefill_chunk_tokens=32,
+    prefill_chunk_tokens=8,
 )
 
 SAMPLINGS = {

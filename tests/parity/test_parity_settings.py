@@ -30,7 +30,6 @@ SETTINGS = {
     "small buckets": {
         "min_positions": 30,
         "max_nodes": 1,
-        "min_prompt_tokens": 12,
         "prefill_chunk_tokens": 12,
         "rounds_per_fetch": 1,
         "prefill_rows": 1,

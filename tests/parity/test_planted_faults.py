@@ -8,6 +8,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from parity_chunks import CONFIG, SEEDS, in_chunks, make_requests
 from parity_drafters import Bushy, Overrunning, RandomTrees
@@ -39,7 +40,7 @@ def plant(monkeypatch, golden):
         monkeypatch.setattr(module, name, fault)
         layer = fresh(transformer._nodes_layer, static_argnums=0)
         monkeypatch.setattr(transformer, "_nodes_layer", layer)
-        for step in (verify.verify_round, verify.decode_rounds):
+        for step in (verify.verify_round, verify.decode_rounds, verify.chunk_round):
             anew = fresh(step, donate_argnums=(1, 2, 3))
             monkeypatch.setattr(rl.engine.engine, step.__name__, anew)
 
@@ -221,16 +222,6 @@ def test_prompts_that_are_not_copied(golden, rollout, monkeypatch):
     assert differences(golden("plain"), rollout("plain"))
 
 
-def test_prompts_of_the_wrong_row(golden, rollout, monkeypatch):
-    original = cache_ops.insert_rows
-
-    def insert(cache, new, source, target, count):
-        return original(cache, new, source[::-1].copy(), target, count)
-
-    monkeypatch.setattr(cache_ops, "insert_rows", insert)
-    assert differences(golden("plain"), rollout("plain"))
-
-
 @pytest.mark.parametrize("kind", ["plain", "trees"])
 def test_rows_at_rest_that_are_written_to(params, plant, kind):
     """What waits of a row whose chunk has ended is written again, one place before."""
@@ -255,3 +246,34 @@ def test_rows_at_rest_that_are_written_to(params, plant, kind):
 
     engine = Engine(MODEL, CONFIG)
     assert any(found(seed) for seed in SEEDS)
+
+
+def test_chunks_that_see_the_token_behind(golden, rollout, plant):
+    plant(attention, "causal_mask", lambda n: jnp.tril(jnp.ones((1, n, n), bool), k=1))
+    assert differences(golden("plain"), rollout("plain"))
+
+
+@pytest.mark.parametrize("places", [-1, 1])
+def test_chunks_that_see_a_position_too_few_or_too_many(golden, rollout, plant, places):
+    original = transformer.attend_chunks
+
+    def attend(*arguments):
+        *arrays, chunks = arguments
+        return original(*arrays, dataclasses.replace(chunks, start_T=chunks.start_T + places))
+
+    plant(transformer, "attend_chunks", attend)
+    assert differences(golden("plain"), rollout("plain"))
+
+
+@pytest.mark.parametrize(("row", "place"), [(1, 0), (0, 1)], ids=["row", "place"])
+def test_chunks_that_are_written_beside_their_place(golden, rollout, monkeypatch, row, place):
+    original = cache_ops.write_chunks
+
+    def write(cache, entries, chunks_TX):
+        moved_TX = np.array(chunks_TX)
+        moved_TX[:, 0] = (moved_TX[:, 0] + row) % cache.num_slots
+        moved_TX[:, 1] += place
+        return original(cache, entries, moved_TX)
+
+    monkeypatch.setattr(cache_ops, "write_chunks", write)
+    assert differences(golden("plain"), rollout("plain"))

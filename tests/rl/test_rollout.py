@@ -28,7 +28,7 @@ def params():
 
 @pytest.fixture(scope="module")
 def engine():
-    return Engine(MODEL, EngineConfig(slots=4, min_slots=4, min_prompt_tokens=8))
+    return Engine(MODEL, EngineConfig(slots=4, min_slots=4, prefill_chunk_tokens=8))
 
 
 def responses(trajectories):

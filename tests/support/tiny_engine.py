@@ -23,7 +23,6 @@ CONFIG = EngineConfig(
     slots=4,
     min_slots=4,
     min_positions=32,
-    min_prompt_tokens=8,
     rounds_per_fetch=4,
     max_nodes=4,
     prefill_rows=2,

@@ -1,69 +1,78 @@
-"""Admission by hand, and for any table: rows hold the right prompts after the plan."""
+"""Admission by hand, and for any table: every row is filled with its own prompt."""
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl.engine.admission import AdmissionPlan, plan
+from rl.engine.admission import assign, fills
 
 A, B, C, D = (1,), (2, 2), (3,), (4,)
 
 
-def after(plan: AdmissionPlan, held, free_rows):
-    """What each row holds once the plan is carried out, copies before inserts."""
-    rows = list(held)
-    for source, target in plan.copies:
-        assert target in free_rows
-        rows[target] = rows[source]
-    for index, target in plan.inserts:
-        assert target in free_rows
-        rows[target] = plan.prefill[index]
+def enter(prompts, held, free_rows, later=()):
+    """The rows of these prompts; `held` is then what is whole."""
+    rows = assign(prompts, free_rows, held, later)
+    for row, prompt in zip(rows, prompts, strict=True):
+        held[row] = prompt if held[row] == prompt else None
     return rows
 
 
+def fill(rows, prompts, held):
+    """Carry out all copies and computations; return the prompts that were computed, in order."""
+    lacking = {r: p for r, p in zip(rows, prompts, strict=True) if held[r] is None}
+    computed = []
+    while lacking:
+        copies, now = fills(lacking, held)
+        assert copies or now
+        assert not {s for s, _ in copies} & {t for _, t in copies} and not set(now) & {
+            t for _, t in copies
+        }
+        before = list(held)
+        for source, target in copies:
+            held[target] = before[source]
+        for row in now[:1]:  # the others have to wait
+            held[row] = lacking[row]
+            computed.append(lacking[row])
+        lacking = {r: p for r, p in lacking.items() if held[r] is None}
+    return computed
+
+
 def test_a_group_in_an_empty_table_is_computed_once():
-    got = plan([A, A, A], [0, 1, 2, 3], [None] * 4)
-    assert got == AdmissionPlan(
-        rows=(0, 1, 2), prefill=(A,), inserts=((0, 0), (0, 1), (0, 2)), copies=()
-    )
+    assert assign([A, A, A], [0, 1, 2, 3], [None] * 4) == [0, 1, 2]
+    assert fills({0: A, 1: A, 2: A}, [None] * 4) == ([], [0])
+    assert fills({1: A, 2: A}, [A, None, None, None]) == ([(0, 1), (0, 2)], [])
 
 
 def test_prompts_are_computed_in_the_order_of_their_first_request():
-    got = plan([B, A, B], [3, 1, 0], [None] * 4)
-    assert got == AdmissionPlan(
-        rows=(0, 1, 3), prefill=(B, A), inserts=((0, 0), (1, 1), (0, 3)), copies=()
-    )
+    assert assign([B, A, B], [3, 1, 0], [None] * 4) == [0, 1, 3]
+    assert fills({0: B, 1: A, 3: B}, [None] * 4) == ([], [0, 1])
 
 
 def test_siblings_copy_from_a_busy_row():
-    got = plan([A, B], [1, 2], [A, None, C])
-    assert got == AdmissionPlan(rows=(1, 2), prefill=(B,), inserts=((0, 2),), copies=((0, 1),))
+    assert assign([A, B], [1, 2], [A, None, C]) == [1, 2]
+    assert fills({1: A, 2: B}, [A, None, None]) == ([(0, 1)], [2])
 
 
-def test_a_free_row_that_holds_the_prompt_needs_nothing():
-    got = plan([A, B], [0, 1, 2], [C, B, A])
-    assert got == AdmissionPlan(rows=(2, 1), prefill=(), inserts=(), copies=())
+def test_a_row_that_holds_its_prompt_has_the_rest_computed():
+    assert fills({1: A, 2: A}, [A, A, None]) == ([(1, 2)], [1])
 
 
-def test_siblings_copy_from_the_row_that_was_kept():
-    got = plan([A, A], [0, 1], [A, B])
-    assert got == AdmissionPlan(rows=(0, 1), prefill=(), inserts=(), copies=((0, 1),))
+def test_a_free_row_that_holds_the_prompt_is_taken():
+    assert assign([A, B], [0, 1, 2], [C, B, A]) == [2, 1]
+    assert assign([A, A], [0, 1], [A, B]) == [0, 1]
 
 
 def test_rows_wanted_later_are_overwritten_last():
-    got = plan([C], [0, 1, 2], [A, B, None], wanted_later=frozenset([A, B]))
-    assert got.rows == (2,)
-    got = plan([C], [0, 1], [A, B], wanted_later=frozenset([A]))
-    assert got.rows == (1,)
+    assert assign([C], [0, 1, 2], [A, B, None], wanted_later=frozenset([A, B])) == [2]
+    assert assign([C], [0, 1], [A, B], wanted_later=frozenset([A])) == [1]
 
 
 def test_a_free_row_with_a_wanted_prompt_is_not_given_to_another():
     # row 0 holds what the second request wants; the first must not be put there
-    got = plan([D, A], [0, 1], [A, None])
-    assert got == AdmissionPlan(rows=(1, 0), prefill=(D,), inserts=((0, 1),), copies=())
+    assert assign([D, A], [0, 1], [A, None]) == [1, 0]
 
 
 def test_nothing_to_admit():
-    assert plan([], [0], [A]) == AdmissionPlan((), (), (), ())
+    assert assign([], [0], [A]) == [] and fills({}, [A]) == ([], [])
 
 
 PROMPT = st.sampled_from([A, B, C, D, (5, 5), (6,)])
@@ -79,22 +88,17 @@ def tables(draw):
 
 @given(tables())
 def test_every_request_gets_its_prompt_in_any_table(table):
-    prompts, free, held, later = table
-    got = plan(prompts, free, held, later)
-    assert len(got.rows) == len(prompts) and len(set(got.rows)) == len(prompts)
-    assert set(got.rows) <= set(free)
-    rows = after(got, held, free)
-    assert [rows[r] for r in got.rows] == prompts
+    prompts, free, before, later = table
+    held = list(before)
+    rows = enter(prompts, held, free, later)
+    assert len(set(rows)) == len(prompts) and set(rows) <= set(free)
+    computed = fill(rows, prompts, held)
+    assert [held[r] for r in rows] == prompts
     # untouched unless assigned
-    assert all(rows[r] == held[r] for r in range(len(held)) if r not in got.rows)
-    # copies and inserts are safe in any order
-    written = [t for _, t in got.copies] + [t for _, t in got.inserts]
-    assert len(written) == len(set(written))
-    assert not {s for s, _ in got.copies} & set(written)
+    assert all(held[r] == before[r] for r in range(len(held)) if r not in rows)
     # a prompt is computed once, and only where no row holds it
-    assert len(set(got.prefill)) == len(got.prefill)
-    assert set(got.prefill) == set(prompts) - set(held)
-    assert {i for i, _ in got.inserts} == set(range(len(got.prefill)))
+    assert len(set(computed)) == len(computed)
+    assert set(computed) == set(prompts) - set(before)
 
 
 @given(
@@ -104,16 +108,15 @@ def test_every_request_gets_its_prompt_in_any_table(table):
     data=st.data(),
 )
 def test_groups_in_order_are_computed_once_each(num_groups, group_size, num_slots, data):
-    """Requests end in any order, slots are refilled at once: one prefill a prompt all the same."""
+    """Requests end in any order, slots are refilled at once: each prompt is computed once."""
     queue = [(g,) for g in range(num_groups) for _ in range(group_size)]
-    held, busy, prefilled = [None] * num_slots, set(), []
+    held, busy, computed = [None] * num_slots, set(), []
     while queue or busy:
         free = [r for r in range(num_slots) if r not in busy]
         entering, queue = queue[: len(free)], queue[len(free) :]
-        got = plan(entering, free, held, frozenset(queue))
-        held = after(got, held, free)
-        prefilled += got.prefill
-        busy |= set(got.rows)
+        rows = enter(entering, held, free, frozenset(queue))
+        computed += fill(rows, entering, held)
+        busy |= set(rows)
         ended = data.draw(st.sets(st.sampled_from(sorted(busy)), min_size=1))
         busy -= ended
-    assert sorted(prefilled) == [(g,) for g in range(num_groups)]
+    assert sorted(computed) == [(g,) for g in range(num_groups)]

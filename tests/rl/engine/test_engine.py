@@ -10,6 +10,7 @@ import pytest
 import rollouts
 from tiny_engine import CONFIG, MODEL, make_params
 
+import rl.engine.engine
 from rl.engine.config import EngineConfig
 from rl.engine.engine import Engine
 from rl.trajectory import FinishReason, Request
@@ -69,10 +70,7 @@ def test_bad_requests_name_themselves_before_any_device_work(requests, message):
     [
         ({"slots": 0}, "slots must be at least 1, got 0"),
         ({"rounds_per_fetch": 0}, "rounds_per_fetch"),
-        (
-            {"prefill_chunk_tokens": 4},
-            "prefill_chunk_tokens=4 must be at least min_prompt_tokens=8",
-        ),
+        ({"prefill_chunk_tokens": 0}, "prefill_chunk_tokens must be at least 1, got 0"),
     ],
 )
 def test_bad_settings(change, message):
@@ -245,16 +243,30 @@ def test_a_request_that_ends_at_the_edge_of_the_cache_does_not_double_it():
     assert {positions for _, _, positions in engine.stats.rounds} == {32}
 
 
-def test_prompts_in_chunks_that_do_not_divide_by_two():
-    """A bucket of prompt tokens cut short by a cache of odd size."""
-    odd = dataclasses.replace(
-        CONFIG, min_positions=21, max_nodes=1, min_prompt_tokens=12, prefill_chunk_tokens=12
-    )
-    prompt = tuple(np.random.default_rng(0).integers(0, 20, 20).tolist())
-    requests = group(prompt, 0, 2)
-    want = run(Engine(MODEL, CONFIG), requests)
-    got = run(Engine(MODEL, odd), requests)
-    assert [t.response_ids.tolist() for t in got] == [t.response_ids.tolist() for t in want]
+def test_prompts_whose_chunks_end_at_every_offset_of_a_bucket(monkeypatch):
+    """As if they were given whole; some rows end on the way, a last window is inside its row."""
+    starts, step = set(), rl.engine.engine.chunk_round
+
+    def watched(*args, **options):
+        starts.update(args[5][:, 1].tolist())
+        return step(*args, **options)
+
+    monkeypatch.setattr(rl.engine.engine, "chunk_round", watched)
+    rng = np.random.default_rng(0)
+    requests = [
+        Request(n, tuple(rng.integers(0, 20, n).tolist()), max_new_tokens=1 + n % 5)
+        for n in range(1, 32)
+    ]
+    found = []
+    for tokens in (32, 7):
+        starts.clear()
+        fresh = Engine(MODEL, dataclasses.replace(CONFIG, prefill_chunk_tokens=tokens))
+        found.append(run(fresh, requests))
+        assert fresh.stats.prefilled_tokens == sum(n - 1 for n in range(1, 32))
+    assert starts == {0, 7, 14, 21, 25}  # of 32 positions: 28 + 7 would not fit
+    for whole, got in zip(*found, strict=True):
+        assert got.response_ids.tolist() == whole.response_ids.tolist()
+        np.testing.assert_allclose(got.logprobs, whole.logprobs, atol=1e-5)
 
 
 def test_no_tree_is_larger_than_max_nodes(engine):

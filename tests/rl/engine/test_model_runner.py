@@ -8,7 +8,7 @@ from tiny_engine import CONFIG
 from models import kv_cache, transformer
 from models.config import MeshConfig, ModelConfig
 from models.sharding import fitting_sharding, make_mesh
-from rl.engine import admission, cache_ops
+from rl.engine import cache_ops
 from rl.engine.engine import Engine
 from rl.engine.rollout_spec import RolloutSpec
 from rl.speculation.learned_drafter import LearnedDrafter
@@ -19,7 +19,7 @@ from spec.eagle import model as eagle
 from spec.eagle.config import TreeConfig
 from spec.eagle.model import EagleWeights
 from spec.sampling import step_key
-from spec.verify import settle
+from spec.verify import chunk_round, settle
 
 MODEL = ModelConfig("qwen3", 32, 16, 2, 8, 8, 4, 16, qk_norm=True, max_positions=64)
 MESHES = {
@@ -95,16 +95,18 @@ def test_a_learned_drafters_cache_is_made_in_shards(engine, params, made):
 
 
 def test_rows_stay_in_shards_however_they_are_filled(engine, params):
-    prompts = ((1, 2, 3), (4, 5))
-    plan = admission.AdmissionPlan((0, 1), prompts, ((0, 0), (1, 1)), ())
+    reach = compile_buckets.Reach(8, 8)
+    pool = compile_buckets.Pool(engine, params, SamplingConfig(), reach)
     with engine.mesh_context():
-        tokens_PT = engine.put(np.zeros((CONFIG.prefill_rows, 8), np.int32))
-        assert not misplaced(
-            engine, cache_ops.prefill(params, tokens_PT, **engine.prefill_options())
-        )
-        cache, _ = engine.fill_rows(params, engine.empty_cache(8, 32), plan)
+        args, options = pool.chunk_arguments(8, 32)
+        cache, _, _, _, entries = chunk_round(*args, **options)
         assert not misplaced(engine, cache)
-        cache, _ = engine.fill_rows(params, cache, admission.AdmissionPlan((2,), (), (), ((0, 2),)))
+        # as the step was compiled for them
+        pairs = zip(jax.tree.leaves(entries), jax.tree.leaves(engine.empty_entries()), strict=True)
+        assert all(x.sharding.is_equivalent_to(y.sharding, x.ndim) for x, y in pairs)
+        cache = cache_ops.write_chunks(cache, entries, args[5])
+        assert not misplaced(engine, cache)
+        cache = engine.copy_rows(cache, [(0, 2)])
         assert not misplaced(engine, cache)
         [kv] = engine.read_kv(cache, [0], [2])
         cache = engine.insert_kv(cache, [(kv, 3)])

@@ -115,3 +115,44 @@ def test_rows_stay_within_the_budget_after_every_fetch(drafter):
     assert 20 < max(held) <= OneByOne.kv_tokens
     if drafter is not None:
         assert (drafter.num_ended, drafter.num_left) == (4, engine.stats.preemptions)
+
+
+def test_a_row_is_preempted_in_the_middle_of_its_prompt():
+    """Its request begins anew; the tokens are those of a budget that holds all rows."""
+    config = dataclasses.replace(CONFIG, prefill_chunk_tokens=2, rounds_per_fetch=1)
+    sampling, lacked = SamplingConfig(max_new_tokens=8), []
+    rng = np.random.default_rng(0)
+    prompts = [tuple(rng.integers(0, 20, n).tolist()) for n in (2, 3, 2, 20)]
+
+    class Watched(Engine):
+        def _preempt(self):
+            before = self._table.lacking_tokens_B * self._table.busy_B
+            super()._preempt()
+            lacked.extend(before[~self._table.busy_B].tolist())
+
+    class Source:
+        most_requests, longest_tokens = 4, 32
+
+        def __init__(self, kv_tokens):
+            self.kv_tokens = kv_tokens
+            self.waiting = [PartialRequest(Request(i, p)) for i, p in enumerate(prompts)]
+
+        def take(self, *, wait):
+            waiting, self.waiting = self.waiting, []
+            return waiting or None
+
+    def responses(engine, kv_tokens):
+        done = {}
+        spec = RolloutSpec(make_params(), sampling, step_key(0, 0))
+        engine.run(
+            *(spec, []),
+            source=Source(kv_tokens),
+            on_finish=lambda t: done.update({t.request_id: t.response_ids.tolist()}),
+        )
+        return done
+
+    engine = Watched(MODEL, config)
+    want = responses(engine, 1000)
+    assert not any(lacked) and len(want) == 4
+    assert responses(engine, 36) == want
+    assert 0 < max(lacked) < 19

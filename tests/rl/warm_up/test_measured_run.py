@@ -97,8 +97,8 @@ def test_a_folder_that_the_real_writers_wrote_can_be_simulated(tmp_path):
     path = tmp_path / ROUNDS_FILE
     reach = compile_buckets.Reach(max_requests=2, max_prompt_tokens=8)
     times = round_times.load_or_measure(path, engine, tiny_team.PARAMS, tiny_team.SAMPLING, reach)
-    most = {"max_requests": 2, "max_tokens": 24}
-    transfer_times.measure(engine, tiny_team.PARAMS, **most, path=tmp_path / MOVES_FILE)
+    policy = tiny_team.PARAMS, tiny_team.SAMPLING
+    transfer_times.measure(engine, *policy, reach, tmp_path / MOVES_FILE)
     assert json.loads(path.read_text())["rows"] and read_profile(tmp_path).rounds == times.rounds
     rows = simulated(tmp_path)
     least_s = min(t for (slots, nodes, _), t in times.rounds.items() if nodes == slots)

@@ -17,7 +17,7 @@ from spec.config import SamplingConfig
 
 MODEL = ModelConfig("llama", 20, 16, 1, 2, 1, 8, 16, max_positions=64)
 CONFIG = EngineConfig(
-    slots=2, min_slots=2, min_positions=16, min_prompt_tokens=8, rounds_per_fetch=4, max_nodes=2,
+    slots=2, min_slots=2, min_positions=16, rounds_per_fetch=4, max_nodes=2,
     prefill_rows=1,
 )  # fmt: skip
 SAMPLING = SamplingConfig(max_new_tokens=8)

@@ -7,6 +7,8 @@ import tiny_team
 from tiny_team import PARAMS, assert_same_tokens, play, starts
 
 from rl.engine.engine import Engine
+from rl.warm_up import transfer_times
+from rl.warm_up.compile_buckets import Reach
 from rl.warm_up.measured_run import read_moves
 from rl.warm_up.transfer_times import MoveTimes, measure
 from rl.workers.config import SchedConfig
@@ -20,7 +22,7 @@ def test_the_faster_of_copy_and_recomputation_by_bucket():
 
 
 @pytest.mark.parametrize(("copy_s", "pass_s"), [(1.0, 5.0), (5.0, 1.0)])
-def test_medians_of_the_clock(copy_s, pass_s, tmp_path):
+def test_medians_of_the_clock(copy_s, pass_s, tmp_path, monkeypatch):
     """The clock stands still but for the two moves; a slow first one counts for nothing."""
     now, first = [0.0], itertools.count()
 
@@ -29,12 +31,14 @@ def test_medians_of_the_clock(copy_s, pass_s, tmp_path):
             now[0] += copy_s + 100 * (next(first) == 0)
             return super().insert_kv(cache, entering)
 
-        def fill_rows(self, params, cache, plan):
-            now[0] += pass_s
-            return super().fill_rows(params, cache, plan)
+    def recomputed(pool, cache, num_tokens, run=transfer_times.recomputed):
+        now[0] += pass_s
+        return run(pool, cache, num_tokens)
 
+    monkeypatch.setattr(transfer_times, "recomputed", recomputed)
     engine = Timed(tiny_team.MODEL, tiny_team.CONFIG, clock=lambda: now[0])
-    times = measure(engine, PARAMS, max_requests=4, max_tokens=32, path=tmp_path / "moves")
+    reach = Reach(max_requests=4, max_prompt_tokens=16)
+    times = measure(engine, PARAMS, tiny_team.SAMPLING, reach, tmp_path / "moves")
     assert times.seconds == {31: (copy_s, pass_s)}
     assert read_moves(tmp_path / "moves") == times
     assert times.prefers_copy(20) == (copy_s < pass_s)
