@@ -90,10 +90,10 @@ def _pack(tokens_AN, parents_AN, taken_A, request_B, table_5M):  # type: ignore[
     return -1
 
 
-def roots(last_token_B: jax.Array, chunks: Chunks | None = None) -> Nodes:
+def roots(last_token_B: jax.Array) -> Nodes:
     """Return a root for every slot and no draft tokens: plain decoding."""
     slots_B = jnp.arange(last_token_B.shape[0], dtype=jnp.int32)
-    return Nodes(last_token_B, slots_B, jnp.full_like(slots_B, NO_PARENT), chunks)
+    return Nodes(last_token_B, slots_B, jnp.full_like(slots_B, NO_PARENT))
 
 
 def of_trees(
