@@ -165,24 +165,20 @@ class Pending:
         self, entries: Entries, row_M: jax.Array, position_M: jax.Array, accepted_M: jax.Array
     ) -> Pending:
         """Return the M ≤ P entries of another round, of which `accepted_M` are to be written."""
-        order_M, count = jnp.argsort(~accepted_M), jnp.sum(accepted_M, dtype=jnp.int32)
-        new = Pending(
-            entries.keys, entries.values, entries.features, row_M, position_M, order_M, count
-        )
-        return self.holding(new)
-
-    def room(self, num_entries: int) -> Pending:
-        """Return room for so many entries, at most P, of which none is to be written."""
-        return jax.tree.map(lambda x: x[:num_entries] if x.ndim else jnp.zeros_like(x), self)
-
-    def holding(self, other: Pending) -> Pending:
-        """Return the entries of `other`, at most P, in this room."""
 
         def put(old: jax.Array, new: jax.Array) -> jax.Array:
             new = constrain(new.astype(old.dtype), *ENTRY_AXES[: old.ndim])
             return jax.lax.dynamic_update_slice(old, new, (0,) * old.ndim)
 
-        return jax.tree.map(put, self, other)
+        return Pending(
+            jax.tree.map(put, self.keys, entries.keys),
+            jax.tree.map(put, self.values, entries.values),
+            jax.tree.map(put, self.features, entries.features),
+            put(self.row_P, row_M),
+            put(self.position_P, position_M),
+            put(self.order_P, jnp.argsort(~accepted_M)),
+            jnp.sum(accepted_M, dtype=jnp.int32),
+        )
 
 
 @jax.tree_util.register_dataclass
