@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
-import jax
 import numpy as np
 
 from rl.engine import preemption
 from rl.engine.cached_prefixes import CachedPrefixes
 from rl.engine.model_runner import ModelRunner
 from rl.engine.rollout_spec import DrafterContext, RequestSource, RolloutSpec
+from rl.engine.rounds import Limits, Rounds
 from rl.engine.slot_cache import SlotCache
 from rl.engine.slot_table import SlotTable
 from rl.engine.speculate import Speculator
@@ -26,11 +26,7 @@ from rl.engine.state_delivery import StateDelivery
 from rl.engine.stats import EngineStats, RoundRecord
 from rl.engine.waiting_queue import WaitingQueue
 from rl.trajectory import Request, Trajectory, longest_tokens
-from spec.budget.budget import DraftDecision, plain
-from spec.draft_cache.rounds import Asked, draft_rounds, unpack_rounds
-from spec.drafter import Drafts, LiveSlots, no_drafts
-from spec.nodes import pack
-from spec.verify import Slots, by_slot, chunk_round, decode_rounds, unpack, verify_round
+from spec.budget.budget import plain
 
 T = TypeVar("T")
 OnFinish = Callable[[Trajectory], None]
@@ -44,7 +40,6 @@ class Engine(ModelRunner):
         super().__post_init__()
         self.stats = EngineStats()
         self._rows = SlotCache(self)
-        self._called_s = self._fetched_s = 0.0
 
     @property
     def engines(self) -> Sequence[Engine]:
@@ -87,9 +82,10 @@ class Engine(ModelRunner):
         if source is not None:
             most_requests += source.most_requests
             most_tokens = max(most_tokens, source.longest_tokens)
-        self._spec, self._source, self._stop_E = spec, source, self.put(spec.stop_ids)
+        self._spec, self._source = spec, source
         drafting = spec.drafts(self.drafter_context(spec))
         self._speculator = Speculator(self.config, drafting, self.stats)
+        self._rounds = Rounds(self, self._rows, spec, self._speculator, self.stats)
         self._waiting = WaitingQueue()
         self._waiting.add(requests)
         num_slots, cached = self.slots_for(most_requests), None
@@ -135,7 +131,7 @@ class Engine(ModelRunner):
         self._rows.fit(self._table.num_busy + len(self._waiting), self._waiting.prompts)
         self._rows.copy_prompts()
         while self._table.num_busy and not self._table.live_B.any():
-            self._compute_chunks(self._table.live())  # nobody waits for a token: none is fetched
+            self._rounds.compute_chunks()
             self._rows.copy_prompts()
         if not self._table.num_busy:
             return []
@@ -191,23 +187,13 @@ class Engine(ModelRunner):
     def _round(self, began_s: float) -> None:
         ready_s, live = self.clock(), self._table.live()
         table, drafts, decision = self._table, None, plain(len(self._table), 1)
-        if not (lacking := table.lacking()):
+        if not table.lacking():
             drafts, decision = self._speculator.decide(
-                live, len(table), self._positions, table.cached
+                live, len(table), self._rows.num_positions, table.cached
             )
         drafted_s = self.clock()
-        if lacking:
-            tokens_BN, count_B = self._decode_beside_chunks(live)
-            rounds_B = count_B
-        elif decision.taken_A is not None:
-            assert drafts is not None
-            tokens_BN, count_B = self._verify(live, drafts, decision)
-            rounds_B = np.minimum(count_B, 1)
-        elif decision.tree_tokens:
-            count_B, rounds_B = self._draft_on_device(live, decision)
-        else:
-            tokens_BN, count_B = self._decode(live, decision.num_rounds)
-            rounds_B = count_B
+        limits = Limits(self._stop_after(), self._fetch_tokens)
+        tokens_BN, count_B, rounds_B = self._rounds.run(live, drafts, decision, limits)
         emitted_A = count_B[live.rows_A]
         if drafts is not None:
             tokens_AN = tokens_BN[live.rows_A]
@@ -218,13 +204,13 @@ class Engine(ModelRunner):
                 began_s=began_s,
                 ready_s=ready_s,
                 drafted_s=drafted_s,
-                called_s=self._called_s,
-                fetched_s=self._fetched_s,
+                called_s=self._rounds.called_s,
+                fetched_s=self._rounds.fetched_s,
                 ended_s=self.clock(),
                 num_slots=len(self._table),
                 num_nodes=decision.num_nodes,
                 cached_nodes=num_cached,
-                num_positions=self._positions,
+                num_positions=self._rows.num_positions,
                 request_ids_A=live.request_ids_A,
                 cached_tokens_A=live.total_tokens_A - 1,
                 rounds_A=rounds_B[live.rows_A],
@@ -232,163 +218,10 @@ class Engine(ModelRunner):
             )
         )
 
-    def _verify(
-        self, live: LiveSlots, drafts: Drafts, decision: DraftDecision
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """One round with draft tokens; returns (tokens_BN, count_B) that slots got."""
-        B, M, spec, taken_A = len(self._table), decision.num_nodes, self._spec, decision.taken_A
-        assert taken_A is not None
-        nodes_5M = self._nodes(drafts, taken_A, live.rows_A, M)
-        slots = self._device_slots()
-        *state, found = verify_round(
-            spec.params,
-            *self._rows.for_round(),
-            slots,
-            self.argument(nodes_5M),
-            self._stop_E,
-            **self.verify_options(spec.sampling.draw, B, M),
-        )
-        drafted_B = np.zeros(B, bool)
-        drafted_B[live.rows_A] = taken_A > 0
-        self.stats.rounds[(B, M, self._positions)] += 1
-        self._rows.stepped(*state)
-        drawn = self._fetched(live, unpack, found)
-        tokens_BN, logprobs_BN, count_B, kept_B = by_slot(*drawn, nodes_5M[1], B)
-        return self._commit(tokens_BN, logprobs_BN, count_B, drafted_B, kept_B)
-
-    def _nodes(
-        self, drafts: Drafts, taken_A: np.ndarray, rows_A: np.ndarray, num_nodes: int
-    ) -> np.ndarray:
-        """Return the nodes of a round, and what a rule may keep behind them, as `pack` does."""
-        nodes_5M = pack(drafts, taken_A, rows_A, len(self._table), num_nodes)
-        cached = self._table.cached
-        if cached is not None and cached.given:
-            cached.give(nodes_5M, self._table.emitted_B)
-        return nodes_5M
-
-    def _compute_chunks(self, live: LiveSlots) -> jax.Array:
-        """One round without draft tokens, in which prompts are computed; returns what it found."""
-        spec, rows, none = self._spec, self._rows, no_drafts(len(live), 1)
-        nodes_5B = self._nodes(none, none.count_A, live.rows_A, len(self._table))
-        slots, state = self._device_slots(), rows.for_round()
-        chunks_TX = rows.next_chunks()
-        *state, found, entries = chunk_round(
-            spec.params,
-            *state,
-            slots,
-            self.argument(nodes_5B),
-            self.argument(chunks_TX),
-            self._stop_E,
-            **self.chunk_options(spec.sampling.draw),
-        )
-        rows.stepped(*state)
-        self.stats.prefilled_tokens += rows.write_chunks(entries, chunks_TX)
-        return found
-
-    def _decode_beside_chunks(self, live: LiveSlots) -> tuple[np.ndarray, np.ndarray]:
-        """One round without draft tokens beside chunks; returns (tokens_BN, count_B)."""
-        B, found = len(self._table), self._compute_chunks(live)
-        self.stats.rounds[(B, B, self._positions)] += 1
-        drawn = self._fetched(live, unpack, found)
-        tokens_BN, logprobs_BN, count_B, kept_B = by_slot(*drawn, np.arange(B), B)
-        return self._commit(tokens_BN, logprobs_BN, count_B, np.zeros(B, bool), kept_B)
-
-    def _decode(self, live: LiveSlots, most_rounds: int) -> tuple[np.ndarray, np.ndarray]:
-        """Up to `most_rounds` rounds without draft tokens; returns (tokens_BN, count_B)."""
-        table, spec = self._table, self._spec
-        B = len(table)
-        left_B = np.where(table.busy_B, table.limit_B - table.emitted_B, 0)
-        rounds = min(most_rounds, int(left_B.max()))
-        # a slot that ends on the way writes no further
-        self._rows.grow(int((table.cached_tokens_B + np.minimum(left_B, rounds)).max()))
-        slots = self._device_slots()
-        *state, found = decode_rounds(
-            spec.params,
-            *self._rows.for_round(),
-            slots,
-            self._stop_E,
-            np.int32(rounds),
-            np.int32(self._stop_after()),
-            **self.decode_options(spec.sampling.draw),
-        )
-        self._rows.stepped(*state)
-        tokens_BR, logprobs_BR, kind_BR = self._fetched(live, unpack, found)
-        count_B, none_B = (kind_BR > 0).sum(axis=1, dtype=np.int32), np.zeros(B, np.int32)
-        tokens_BN, count_B = self._commit(tokens_BR, logprobs_BR, count_B, none_B > 0, none_B)
-        self.stats.rounds[(B, B, self._positions)] += int(count_B.max())
-        return tokens_BN, count_B
-
-    def _draft_on_device(
-        self, live: LiveSlots, decision: DraftDecision
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Rounds that draft and verify on the device; returns the slots' tokens and rounds."""
-        table, spec, drafter = self._table, self._spec, self._speculator.in_rounds
-        assert drafter is not None
-        B, rows = len(table), self._rows
-        options = self.draft_options(spec.sampling.draw, B, decision)
-        left_B = np.where(table.busy_B, table.limit_B - table.emitted_B, 0)
-        most_B = table.cached_tokens_B + np.minimum(left_B, options["shape"].tree_nodes)
-        rows.grow(max(int(most_B.max()), drafter.num_positions))
-        given = drafter.enter_rounds(live, decision.tree_tokens, self._positions)
-        # the likeliest n draft tokens are n deep at most
-        depth = min(given.depth, decision.tree_tokens)
-        limits_4 = [decision.num_rounds, self._stop_after(), self._fetch_tokens, depth]
-        scale_B, slots = np.ones(B, np.float32), self._device_slots()
-        if decision.scale_A is not None:
-            scale_B[live.rows_A] = decision.scale_A
-        made = np.array(limits_4, np.int32), scale_B
-        *state, draft_cache, found = draft_rounds(
-            spec.params,
-            *rows.for_round(),
-            slots,
-            self._stop_E,
-            given.cache,
-            Asked(given.constants, given.table_RX, *map(self.argument, made)),
-            **options,
-            drafting=given.drafting,
-        )
-        rows.stepped(*state)
-        total_B, rounds_B = np.zeros(B, np.int32), np.zeros(B, np.int32)
-        acceptance = []
-        for r in self._fetched(live, unpack_rounds, found):
-            drawn_B = np.where(table.stopped_B, 0, r.count_B)  # the device does not know all ends
-            _, count_B = self._commit(
-                r.tokens_BN, r.logprobs_BN, drawn_B, r.drafted_B > 0, np.zeros_like(drawn_B)
-            )
-            total_B, rounds_B = total_B + count_B, rounds_B + (count_B > 0)
-            acceptance.append(self._speculator.observe_unseen(live, r, count_B))
-        drafter.leave_rounds(table.view(live.rows_A), draft_cache, np.concatenate(acceptance))
-        self.stats.rounds[(B, decision.num_nodes, self._positions)] += int(rounds_B.max())
-        return total_B, rounds_B
-
     def _stop_after(self) -> int:
         """Ended requests after which the host can refill slots, or the batch can shrink."""
         busy = self._table.num_busy
         return max(1, busy // 8 if len(self._waiting) else busy - len(self._table) // 2)
-
-    def _fetched(self, live: LiveSlots, unpack: Callable[[Any], T], found: Any) -> T:
-        """Return what a call found, once the device has it; the drafter is told meanwhile."""
-        self._called_s = self.clock()
-        self._speculator.committed(live)
-        drawn = unpack(found)
-        self._fetched_s = self.clock()
-        self.stats.fetches += 1
-        return drawn
-
-    def _commit(
-        self,
-        tokens_BN: np.ndarray,
-        logprobs_BN: np.ndarray,
-        drawn_B: np.ndarray,
-        drafted_B: np.ndarray,
-        kept_B: np.ndarray,
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Append the tokens that a fetch brought each slot; returns (tokens_BN, count_B)."""
-        count_B = self._table.commit(tokens_BN, logprobs_BN, drawn_B, drafted_B, kept_B)
-        if self._table.endings.unknown_to_device and self._table.stopped_B[count_B > 0].any():
-            self._rows.changed()  # the device goes on there
-        self.stats.tokens += int(count_B.sum())
-        return tokens_BN, count_B
 
     # -- retirement --------------------------------------------------------
 
@@ -424,13 +257,6 @@ class Engine(ModelRunner):
         for first in range(0, len(leaving), P):
             source.park(self._rows.leave(leaving[first : first + P], self._spec.policy_version))
         self._rows.changed()
-
-    @property
-    def _positions(self) -> int:
-        return self._rows.num_positions
-
-    def _device_slots(self) -> Slots:
-        return self._rows.slots(self._spec.key)
 
 
 class RolloutEngine(Protocol):

@@ -14,7 +14,7 @@ from parity_chunks import CONFIG, SEEDS, in_chunks, make_requests
 from parity_drafters import Bushy, Overrunning, RandomTrees
 from parity_model import MODEL, SAMPLINGS, TOLERANCE, differences, misscored, naive_rollout
 
-import rl.engine.engine
+import rl.engine.rounds
 from models import attention, kv_cache, transformer
 from rl.engine import cache_ops
 from rl.engine.engine import Engine
@@ -42,7 +42,7 @@ def plant(monkeypatch, golden):
         monkeypatch.setattr(transformer, "_nodes_layer", layer)
         for step in (verify.verify_round, verify.decode_rounds, verify.chunk_round):
             anew = fresh(step, donate_argnums=(1, 2, 3))
-            monkeypatch.setattr(rl.engine.engine, step.__name__, anew)
+            monkeypatch.setattr(rl.engine.rounds, step.__name__, anew)
 
     return put
 
