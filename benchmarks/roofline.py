@@ -42,6 +42,9 @@ def phase_seconds(instance: Instance, stats: EngineStats) -> float:
 
 
 def round_times(instance: Instance, buckets: Sequence[tuple[int, int, int]]) -> RoundTimes:
-    """The table that a budget would have measured there; caches half full."""
-    seconds = {(b, n, s): instance.round_seconds(b, b * s / 2, n) for b, n, s in buckets}
+    """The table that a budget would have measured there; caches half full.
+
+    Buckets are (slots, nodes of all of them, positions).
+    """
+    seconds = {(b, n, s): instance.round_seconds(b, b * s / 2, n / b) for b, n, s in buckets}
     return RoundTimes(seconds)

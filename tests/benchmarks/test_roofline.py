@@ -45,6 +45,13 @@ def test_arithmetic_bound_rounds_pay_every_node():
     assert got == pytest.approx(operations / UTILISATION + OVERHEAD_S)
 
 
+def test_the_table_of_a_budget_has_the_price_of_recorded_rounds():
+    table = roofline.round_times(SLOW_ARITHMETIC, [(8, 8, 64), (8, 32, 64)])
+    for nodes in (1, 4):  # of each slot
+        full = record(nodes, [32] * 8, [1] * 8)
+        assert table(8, 8 * nodes, 64) == roofline.rounds_seconds(SLOW_ARITHMETIC, [full])
+
+
 def test_a_phase_is_rounds_and_prefill():
     stats = EngineStats(timeline=[record(1, [10], [1])], prefilled_tokens=12)
     prefill = 12 * (2 * 100 + 2 * 1 * 2 * 4 * 12) / UTILISATION + OVERHEAD_S
