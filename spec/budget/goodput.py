@@ -26,7 +26,8 @@ from spec.round_times import RoundTimes
 
 BETTER = 1.03  # a mode is left only for one that promises this much more
 DECAY, ALL_DECAY = 0.9, 0.99  # of the acceptance counts of a request, and of all, a round
-REPEATS = 8  # fetches of rounds that draft on the device, before drafts are looked at again
+REPEATS = 8  # fetches of rounds that draft on the device, before drafts are looked at again,
+MOST_OF_THEM = 0.75  # and the share of the requests that have to be there
 PRIOR_NODES = 2.0  # expected draft tokens that the prior of a request weighs
 
 
@@ -49,7 +50,8 @@ class Goodput(Budget):
         self._asked_at = PerRequest(index, np.inf)  # tokens of a request when drafts were refused
         self._all_accepted = self._all_expected = 0.0
         self._speculating = False
-        self._repeats, self._chosen = 0, (0, 0)  # fetches to come; slots and nodes of their rounds
+        self._repeats = 0  # fetches to come of rounds that draft on the device
+        self._chosen = 0, 0, 0  # slots and nodes of their rounds, and the requests at that time
         self._wait, self._waiting_slots = Backoff(), 0  # no drafts at this number of slots
         self._gate = DeviceDraftGate()
 
@@ -70,11 +72,12 @@ class Goodput(Budget):
     def unseen(
         self, live: LiveSlots, most_tokens: int, sizes: Sequence[int], num_slots: int
     ) -> DraftDecision | None:
-        """Repeat what was chosen last, some fetches long."""
-        if not self._repeats or num_slots != self._chosen[0]:
+        """Repeat what was chosen last, some fetches long and while most requests are there."""
+        slots, num_nodes, requests = self._chosen
+        if not self._repeats or num_slots != slots or len(live) < MOST_OF_THEM * requests:
             return None
         self._repeats -= 1
-        return likeliest_trees(self._chosen[1], num_slots, most_tokens, self.scale(live))
+        return likeliest_trees(num_nodes, num_slots, most_tokens, self.scale(live))
 
     def choose(
         self,
@@ -105,7 +108,7 @@ class Goodput(Budget):
         self._speculating = best > num_slots and (self._speculating or best_rate > BETTER)
         if self._speculating:
             self._wait, self._waiting_slots = Backoff(), 0
-            self._repeats, self._chosen = REPEATS, (num_slots, best)
+            self._repeats, self._chosen = REPEATS, (num_slots, best, len(live))
             return DraftDecision(best, taken_A)
         if num_slots < self._waiting_slots:
             self._wait = Backoff()

@@ -62,6 +62,8 @@ def test_goodput_repeats_its_choice_and_looks_again():
         assert budget.unseen(live, 31, SIZES, B) is None
     budget.choose(live, found, SIZES, B, 64)
     assert budget.unseen(live, 31, [4, 8], 2) is None  # another number of slots
+    assert budget.unseen(live_slots(2), 31, SIZES, B) is None  # a third of the requests has ended
+    assert budget.unseen(live, 31, SIZES, B) is not None
 
 
 def test_a_bandit_has_its_arm_s_nodes_and_learns_of_each_round():
