@@ -128,8 +128,7 @@ class Speculator:
         if not len(live):
             return np.zeros((0, 2), int)
         tokens_AN = r.tokens_BN[live.rows_A]
-        taken_A = drafts.count_A.astype(np.int32)  # as `likeliest` counts, for one compiled kernel
-        acceptance = self.observe(live, drafts, taken_A, tokens_AN, emitted_A)
+        acceptance = self.observe(live, drafts, drafts.count_A, tokens_AN, emitted_A)
         seen_A = np.minimum(emitted_A, drafts.count_A)
         return np.stack([acceptance.accepted_AN.sum(axis=1), seen_A], axis=1)
 
