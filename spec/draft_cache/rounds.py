@@ -131,6 +131,7 @@ def draft_rounds(
     constants, (num_rounds, stop_after, most_tokens, depth) = asked.constants, asked.limits_4
     table, N, S = unpack_ends(asked.table_RX), shape.tree_nodes, cache.num_positions
     cache = kv_cache.write(cache, pending)
+    pending = dataclasses.replace(pending, count=jnp.zeros_like(pending.count))
     row_B = _rows_of(table, len(slots.active))
     state = drafting.begin(constants, draft_cache, cache, _at_rest(table, slots))
     active_before, emitted_before_B = jnp.sum(slots.active), slots.emitted
@@ -164,9 +165,9 @@ def draft_rounds(
         return r + 1, cache, pending, slots, tokens_RW, state, found
 
     none = jnp.zeros((shape.max_rounds, 6, len(row_B), N), jnp.int32)
-    start = jnp.int32(0), cache, pending.room(M), slots, table.tokens_BW, state, none
-    _, cache, left, slots, _, (held, _), found = jax.lax.while_loop(more, step, start)
-    return cache, pending.holding(left), slots, kv_cache.map_arrays(kv_cache.pin, held), found
+    start = jnp.int32(0), cache, pending, slots, table.tokens_BW, state, none
+    _, cache, pending, slots, _, (held, _), found = jax.lax.while_loop(more, step, start)
+    return cache, pending, slots, kv_cache.map_arrays(kv_cache.pin, held), found
 
 
 def _rows_of(table: Ends, num_slots: int) -> jax.Array:
