@@ -98,7 +98,8 @@ class Engine(ModelRunner):
         with self.mesh_context(), StateDelivery(spec.sink) as self._delivery:
             try:
                 # rows of an earlier policy hold nothing that is of use
-                self._rows.reset(table, most_tokens)
+                self.expect(most_requests, most_tokens)
+                self._rows.reset(table)
                 while self._receive() or len(self._waiting) or self._table.num_busy:
                     for trajectory in self._advance():
                         done[trajectory.request_id] = trajectory

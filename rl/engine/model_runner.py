@@ -21,7 +21,7 @@ from models.sharding import fitting_sharding, param_shardings
 from rl.engine import cache_ops
 from rl.engine.config import EngineConfig
 from rl.trajectory import HostKv, Request, check_requests
-from spec.buckets import bucket, widest_tree
+from spec.buckets import widest_tree
 from spec.budget.budget import DraftDecision
 from spec.config import Draw, SamplingConfig
 from spec.draft_cache.rounds import Shape
@@ -46,8 +46,9 @@ class ModelRunner:
     feature_layers: tuple[int, ...] | None = None
     clock: Callable[[], float] = time.perf_counter
     number: int = 0  # among the workers of a run
-    # the longest prompt and response it was told of; the last bucket of positions is made for them
+    # the longest prompt and response, and the most slots, it was told of: buckets follow from them
     longest_tokens: int = 0
+    most_slots: int = 0
 
     def __post_init__(self) -> None:
         self.dtype = np.dtype(self.dtype)
@@ -102,10 +103,15 @@ class ModelRunner:
         finally:
             self._shapes_only = before
 
-    def position_sizes(self, longest_tokens: int) -> list[int]:
-        """Return the buckets of positions, smallest first, for the longest request so far."""
+    def expect(self, num_requests: int, longest_tokens: int) -> None:
+        """Make room in the buckets for so many requests of `longest_tokens`."""
         self.longest_tokens = max(self.longest_tokens, longest_tokens)
-        return self.config.position_sizes(self.longest_tokens)
+        self.most_slots = max(self.most_slots, self.config.slot_bucket(num_requests))
+
+    def position_sizes(self, num_slots: int) -> list[int]:
+        """Return the buckets of positions of `num_slots` rows, smallest first."""
+        most = self.most_slots, self.longest_tokens
+        return self.config.batch_positions(num_slots, *most)
 
     def slots_for(self, num_requests: int) -> int:
         """Return the bucket of slots that a rollout begins in: prompts are computed in it."""
@@ -129,10 +135,11 @@ class ModelRunner:
     ) -> kv_cache.KVCache:
         """Write (keys and values from the host, row), `prefill_rows` rows a call."""
         B, P = cache.num_slots, self.config.prefill_rows
+        sizes = self.config.position_sizes(self.longest_tokens)
         for first in range(0, len(entering), P):
             kvs, rows = zip(*entering[first : first + P], strict=True)
             longest = max(kv.num_tokens for kv in kvs)
-            T = bucket(longest, self.config.min_positions, cache.num_positions)
+            T = min(s for s in (*sizes, cache.num_positions) if s >= longest)
             new = kv_cache.map_arrays(self.put_kv, cache_ops.stacked(kvs, P, T))
             cache = cache_ops.insert_rows(cache, new, *_pairs(list(enumerate(rows)), B))
         return cache

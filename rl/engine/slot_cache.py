@@ -33,7 +33,6 @@ class SlotCache:
         self._pending: kv_cache.Pending | None = None  # what the last round left to be written
         self._waits = False  # that it holds anything
         self._slots: Slots | None = None  # None: the host has changed the table
-        self._position_sizes: list[int] = []
 
     def __len__(self) -> int:
         return len(self.table)
@@ -168,14 +167,10 @@ class SlotCache:
 
     # -- buckets -----------------------------------------------------------------------
 
-    def reset(self, table: SlotTable, longest_tokens: int) -> None:
-        """Start with an empty table and the smallest bucket of positions.
-
-        Prompt and response have at most `longest_tokens`. A cache of that size is kept.
-        """
+    def reset(self, table: SlotTable) -> None:
+        """Start with an empty table and the smallest bucket of positions; keep such a cache."""
         num_slots, self.table = len(table), table
-        held, self._position_sizes = self._cache, self._runner.position_sizes(longest_tokens)
-        num_positions = self._position_sizes[0]
+        held, [num_positions, *_] = self._cache, self._runner.position_sizes(num_slots)
         if held is None or (held.num_slots, held.num_positions) != (num_slots, num_positions):
             self._cache = held = None  # free it before there is another
             self._cache = self._runner.empty_cache(num_slots, num_positions)
@@ -207,11 +202,13 @@ class SlotCache:
     def grow(self, num_positions: int) -> None:
         """Take the next bucket of positions until `num_positions` fit."""
         while self.num_positions < num_positions:
-            larger = next(s for s in self._position_sizes if s > self.num_positions)
+            sizes = self._runner.position_sizes(len(self.table))
+            larger = next(s for s in sizes if s > self.num_positions)
             self._cache = self._resized(self._held, range(len(self.table)), larger)
 
     def _take_rows(self, rows: Sequence[int]) -> None:
-        self._cache = self._resized(self.cache, rows, self.num_positions)
+        [least, *_] = self._runner.position_sizes(len(rows))
+        self._cache = self._resized(self.cache, rows, max(self.num_positions, least))
         self._pending = self._runner.empty_pending(len(rows))
 
     def _resized(

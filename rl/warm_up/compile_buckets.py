@@ -126,8 +126,9 @@ def round_buckets(
     engine: Engine, sampling: SamplingConfig, reach: Reach
 ) -> Iterator[tuple[int, int, int]]:
     """Yield (slots, nodes, positions) of every round that rollouts can reach."""
+    engine.expect(reach.max_requests, reach.max_prompt_tokens + sampling.longest_new_tokens)
     for B in _slot_sizes(engine, reach.max_requests):
-        for S in engine.position_sizes(reach.max_prompt_tokens + sampling.longest_new_tokens):
+        for S in engine.position_sizes(B):
             for M in (B, *engine.config.node_sizes(B)):
                 if M == B or reach.nodes is None or M in reach.nodes(B):
                     yield B, M, S
@@ -154,8 +155,9 @@ class Pool:
         self.engine, self.params, self.sampling, self.reach = engine, params, sampling, reach
         self.longest_tokens = reach.max_prompt_tokens + sampling.longest_new_tokens
         self.slots = _slot_sizes(engine, reach.max_requests)
-        self.positions = engine.position_sizes(self.longest_tokens)
-        self.buckets = [(B, S) for B in self.slots for S in self.positions]
+        engine.expect(reach.max_requests, self.longest_tokens)
+        self.buckets = [(B, S) for B in self.slots for S in engine.position_sizes(B)]
+        self.positions = sorted({S for _, S in self.buckets})
         # prompts come while rows move, else before the batch shrinks
         self.first_slots = self.slots if reach.moves else self.slots[:1]
         engine.first_slots.update(self.first_slots)
@@ -171,7 +173,6 @@ class Pool:
         for B in self.slots:
             yield Program(cache_ops.make_slots, partial(self._make_slots, B))
         for B, S in self.buckets:
-            half = self._half(B)
             yield Program(decode_rounds, partial(self.decode_arguments, B, S))
             yield Program(settle, partial(self._settle, B, S))
             yield Program(cache_ops.copy_rows, partial(self._copy, B, S))
@@ -179,21 +180,19 @@ class Pool:
                 yield Program(chunk_round, partial(self.chunk_arguments, B, S))
                 yield Program(cache_ops.write_chunks, partial(self._write_chunks, B, S))
             for name, kind in self.kinds:
-                if half < B:
-                    yield self._resize(name, (B, S), (half, S), kind)
-                for larger in self.positions[self.positions.index(S) + 1 :][:1]:
-                    yield self._resize(name, (B, S), (B, larger), kind)
+                for change in self._changes(B, S):
+                    yield self._resize(name, (B, S), change, kind)
 
     def moves(self) -> Iterator[Program]:
         """Yield how rows leave for the host and come back, and how a batch grows again."""
         for B, S in self.buckets:
-            half = self._half(B)
             for T in (T for T in self.positions if T <= S):
                 yield Program(cache_ops.insert_rows, partial(self._insert, B, S, T))
+            more = self.engine.config.slot_bucket(B + 1)
             for name, kind in self.kinds:
                 yield self._resize(name, (B, S), (self.engine.config.prefill_rows, S), kind)
-                if half < B:
-                    yield self._resize(name, (half, S), (B, S), kind)
+                if more > B:
+                    yield self._resize(name, (B, S), (more, S), kind)
 
     def hidden_states(self) -> Iterator[Program]:
         """Yield how hidden states leave for the host."""
@@ -234,8 +233,12 @@ class Pool:
 
     # -- their arguments ---------------------------------------------------
 
-    def _half(self, B: int) -> int:
-        return self.engine.config.slot_bucket(-(-B // 2))
+    def _changes(self, B: int, S: int) -> Iterator[tuple[int, int]]:
+        """Yield the buckets that come next: more positions, and half as many slots."""
+        yield from [(B, larger) for larger in self.engine.position_sizes(B) if larger > S][:1]
+        half = self.engine.config.slot_bucket(-(-B // 2))
+        if half < B:
+            yield half, max(S, self.engine.position_sizes(half)[0])
 
     def _make_slots(self, B: int) -> Arguments:
         ints_BC = np.zeros((B, len(cache_ops.COLUMNS)), np.int32)

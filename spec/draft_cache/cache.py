@@ -36,8 +36,9 @@ class Runner(Protocol):
 
     dtype: Any
     model: ModelConfig
-    config: Any  # with its buckets of slots and positions
-    longest_tokens: int
+    config: Any  # with its buckets of slots
+
+    def position_sizes(self, num_slots: int) -> list[int]: ...
 
     def argument(self, x: np.ndarray) -> Any: ...
 
@@ -115,9 +116,6 @@ class DraftCache:
     def num_positions(self) -> int:
         return 0 if self.arrays is None else self.arrays.num_positions
 
-    def position_sizes(self) -> list[int]:
-        return self._runner.config.position_sizes(self._runner.longest_tokens)
-
     # -- programs ----------------------------------------------------------------------
 
     def empty(self, num_rows: int, num_positions: int) -> KVCache:
@@ -140,9 +138,9 @@ class DraftCache:
         policy, model = self._runner.model, self._model
         if (policy.num_kv_heads, policy.head_dim) == (model.num_kv_heads, model.head_dim):
             return
-        bucket, sizes = self._runner.config.slot_bucket, self.position_sizes()
-        shapes = [(b, S) for b in {bucket(-(-B // 2)), bucket(B + 1)} - {B}]
-        shapes += [(B, s) for s in sizes if s > S][:1]
+        bucket, sizes = self._runner.config.slot_bucket, self._runner.position_sizes
+        shapes = [(b, max(S, sizes(b)[0])) for b in {bucket(-(-B // 2)), bucket(B + 1)} - {B}]
+        shapes += [(B, s) for s in sizes(B) if s > S][:1]
         for shape in shapes:
             for name in KINDS:
                 yield cache_rows.resize_layer, partial(self._resize_arguments, (B, S), shape, name)
@@ -162,20 +160,16 @@ class DraftCache:
 
     def _fit(self, live: LiveSlots, num_rows: int, num_positions: int) -> None:
         """Bring the cache to these rows and to a bucket with the positions, step by step."""
-
-        def above(size: int) -> int:
-            return next((s for s in self.position_sizes() if s > size), num_positions)
-
+        bucket, sizes = self._runner.config.slot_bucket, self._runner.position_sizes
         if self.arrays is None:
-            size = above(num_positions - 1)
+            size = next((s for s in sizes(num_rows) if s >= num_positions), num_positions)
             self.rows = CachedRows(num_rows, size + self.passes.first_token)
             self.arrays = self.empty(num_rows, size)
-        bucket = self._runner.config.slot_bucket
         while (now := len(self.rows)) != num_rows:
             some = bucket(now + 1) if now < num_rows else bucket(-(-now // 2))
-            self._resize(live, some, self.arrays.num_positions)
+            self._resize(live, some, max(self.arrays.num_positions, sizes(some)[0]))
         while (size := self.arrays.num_positions) < num_positions:
-            self._resize(live, num_rows, above(size))
+            self._resize(live, num_rows, next(s for s in sizes(num_rows) if s > size))
 
     def _resize(self, live: LiveSlots, num_rows: int, num_positions: int) -> None:
         tokens = num_positions + self.passes.first_token

@@ -210,14 +210,24 @@ def test_the_cache_grows_with_the_longest_request():
         (20, [64]),
         (64, [64]),
         (65, [64, 128]),
-        (129, [64, 128, 192]),
-        (180, [64, 128, 192]),
+        (129, [64, 96, 192]),
+        (180, [64, 96, 192]),
         (193, [64, 128, 256]),
-        (18_432, [64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384, 18_432]),
+        (384, [64, 192, 384]),
+        (18_432, [2304, 9216, 18_432]),
     ],
 )
 def test_the_last_bucket_of_positions_is_what_the_longest_request_can_need(longest, sizes):
     assert EngineConfig().position_sizes(longest) == sizes
+
+
+def test_a_batch_that_drains_has_as_many_positions_in_all_as_the_whole_one_at_least():
+    sizes = {B: EngineConfig().batch_positions(B, 64, 18_432) for B in (64, 32, 16, 8, 4)}
+    assert sizes[64] == [2304, 9216, 18_432]
+    assert sizes[32] == sizes[16] == [9216, 18_432]  # 16 · 9216 are 64 · 2304
+    assert sizes[8] == sizes[4] == [18_432]
+    few = EngineConfig(min_slots=8)  # twelve pairs
+    assert few.batch_positions(8, 64, 18_432) == sizes[64]
 
 
 def test_the_last_bucket_is_that_of_the_longest_request_an_engine_was_told_of():

@@ -5,14 +5,21 @@ from pathlib import Path
 import pytest
 from live_by_hand import live_slots
 
+from models.config import ModelConfig
 from rl.config.loader import load
+from rl.engine.config import EngineConfig
+from rl.engine.engine import Engine
 from rl.engine.model_runner import ModelRunner
 from rl.loop.experiment import TrainConfig, open_policy
 from rl.loop.setup import drafted_alone, num_whole_model
+from rl.warm_up import compile_buckets
+from rl.warm_up.compile_buckets import Reach
 from spec.budget.budget import FixedBudget, equal_trees, likeliest_trees
+from spec.config import SamplingConfig
 
 DEFAULT = Path(__file__).parents[3] / "configs" / "tiny_cpu.gin"
 MOST = 12  # of rollouts and training
+MOST_LONG = 60  # of 256 slots and 18k positions, with the engine's defaults
 
 
 def count(*overrides):
@@ -60,3 +67,13 @@ def test_where_the_host_sees_all_drafts_no_such_rounds_are_compiled(sources, bud
     assert not drafted_alone(
         load(TrainConfig, [DEFAULT], [sources, f"Speculation.budget='{budget}'"])
     )
+
+
+@pytest.mark.parametrize("num_slots", [64, 256])
+@pytest.mark.parametrize("new_tokens", [1024, 16_384])
+def test_many_slots_and_long_responses_compile_few_programs(num_slots, new_tokens):
+    model = ModelConfig("qwen3", 512, 64, 2, 4, 2, 16, 128, qk_norm=True, max_positions=20_000)
+    reach = Reach(2048, 2048, speculative=True)
+    sampling = SamplingConfig(max_new_tokens=new_tokens)
+    engine = Engine(model, EngineConfig(slots=num_slots))
+    assert compile_buckets.num_whole_model(engine, sampling, reach) <= MOST_LONG

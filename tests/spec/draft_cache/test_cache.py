@@ -28,7 +28,7 @@ def make(**options):
         dtype=np.float32,
         model=POLICY,
         config=BUCKETS,
-        longest_tokens=LONGEST,
+        position_sizes=lambda _: BUCKETS.position_sizes(LONGEST),
         argument=lambda x: x,
         zero_rows=jnp.zeros,
     )
