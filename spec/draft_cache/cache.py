@@ -161,15 +161,19 @@ class DraftCache:
     def _fit(self, live: LiveSlots, num_rows: int, num_positions: int) -> None:
         """Bring the cache to these rows and to a bucket with the positions, step by step."""
         bucket, sizes = self._runner.config.slot_bucket, self._runner.position_sizes
+
+        def above(size: int) -> int:
+            return next((s for s in sizes(num_rows) if s > size), num_positions)
+
         if self.arrays is None:
-            size = next((s for s in sizes(num_rows) if s >= num_positions), num_positions)
+            size = above(num_positions - 1)
             self.rows = CachedRows(num_rows, size + self.passes.first_token)
             self.arrays = self.empty(num_rows, size)
         while (now := len(self.rows)) != num_rows:
             some = bucket(now + 1) if now < num_rows else bucket(-(-now // 2))
             self._resize(live, some, max(self.arrays.num_positions, sizes(some)[0]))
         while (size := self.arrays.num_positions) < num_positions:
-            self._resize(live, num_rows, next(s for s in sizes(num_rows) if s > size))
+            self._resize(live, num_rows, above(size))
 
     def _resize(self, live: LiveSlots, num_rows: int, num_positions: int) -> None:
         tokens = num_positions + self.passes.first_token

@@ -31,6 +31,14 @@ def origins_if_all_accepted(num_tokens, max_nodes):
     return origins
 
 
+def drafted(trajectory):
+    """The origins of its tokens, without those of rounds that drafted nothing for it.
+
+    So are rounds beside chunks of prompts, and that of a request that may have one token more.
+    """
+    return [o for o in trajectory.origins.tolist() if o != Origin.PLAIN]
+
+
 class View(NamedTuple):
     """A live request, as the drafters below want it."""
 

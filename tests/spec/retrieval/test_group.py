@@ -164,6 +164,7 @@ def test_a_group_is_uprooted_once_its_last_member_has_ended():
     heard(there, live_texts([50, 51, 1, 2, 5]))
     assert drafts(there, live_texts([50, 51, 1, 2])) == [[5]], "one of them has not ended"
     there.finished(live_texts([50, 51, 1, 2, 5]))
+    there.wait()  # the server knows
     other = live_texts([8, 9, 7], groups=[1], first_id=9)
     for drafter in (here, there):
         heard(drafter, other)
