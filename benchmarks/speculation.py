@@ -275,7 +275,7 @@ def measure(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
         slots=arguments.slots,
         min_slots=2,
         min_positions=192,
-        prefill_chunk_tokens=128,
+        prefill_chunk_tokens=32,
         max_nodes=16,
     )
     base = workloads.BASE_POLICY
