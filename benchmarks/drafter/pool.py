@@ -39,11 +39,12 @@ from spec import verify
 from spec.budget.bandit import BegMab, Strategy
 from spec.budget.config import BanditConfig
 from spec.config import SamplingConfig
+from spec.draft_cache import drafting
 from spec.draft_cache.tables import END_COLUMNS, unpack_ends
 from spec.drafter import no_drafts
 from spec.eagle import model as eagle
-from spec.eagle import tree_search
 from spec.eagle.config import EagleConfig, TreeConfig
+from spec.eagle.drafting import TreeDrafting
 from spec.eagle.model import DeviceWeights, EagleParams, EagleWeights
 from spec.eagle.tree_search import Search
 from spec.nodes import of_trees, pack
@@ -65,7 +66,7 @@ Key = tuple[str, int, int]
 
 @partial(
     jax.jit,
-    static_argnames=("config", "search"),
+    static_argnames=("config", "search", "num_draft_tokens"),
     donate_argnames=("cache", "pending", "slots", "searched"),
 )
 def fused_round(
@@ -80,23 +81,24 @@ def fused_round(
     *,
     config: ModelConfig,
     search: Search,
+    num_draft_tokens: int,
 ) -> tuple[KVCache, Pending, Slots, KVCache, jax.Array]:
-    """Run `tree_search.trees`, then `verify.verify_round`, as one program of one strategy."""
-    M, depth = search.num_draft_tokens, jnp.int32(search.max_depth)
+    """Search trees, then run `verify.verify_round`, as one program of one strategy."""
+    M, depth, trees = num_draft_tokens, jnp.int32(search.max_depth), TreeDrafting(search)
     ends = dataclasses.replace(unpack_ends(table_BX), total_B=slots.length + 1)
     no_noise = jax.random.key(0)  # of the likeliest tokens none is drawn
-    state = weights, searched, cache.features[0], ends, depth, no_noise
-    searched, packed = tree_search.trees(*state, search=search)
-    root_B1 = jnp.zeros((len(packed), 1), jnp.int32)
-    tokens_BN = jnp.concatenate([root_B1, packed[:, :M]], axis=1)
-    parents_BN = jnp.concatenate([root_B1 - 1, packed[:, M : 2 * M] + 1], axis=1)
+    constants = weights, no_noise
+    state = trees.begin((constants, cache.features), searched, ends)
+    searched, found = trees.draft(constants, state, ends, depth, M)
+    root_B1 = jnp.zeros((len(found.tokens_RX), 1), jnp.int32)
+    tokens_BN = jnp.concatenate([root_B1, found.tokens_RX], axis=1)
+    parents_BN = jnp.concatenate([root_B1 - 1, found.parents_RX + 1], axis=1)
     whole_B = jnp.full_like(root_B1[:, 0], M + 1)
     nodes, _ = of_trees(tokens_BN, parents_BN, whole_B, tokens_BN.size)
     cache, pending, slots, out = verify.verify(
         config, params, cache, pending, slots, nodes, stop_E, search.scheme, M + 1
     )
-    found = verify.pack(out)
-    return cache, pending, slots, searched, found
+    return cache, pending, slots, searched, verify.pack(out)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -263,8 +265,8 @@ class Programs:
         spec = RolloutSpec(self.params, self.sampling, step_key(0, 0))
         drafter = learned.drafter_for(engine.drafter_context(spec))
         steps = dict(drafter.programs(B, self.num_positions))
-        args, options = steps[tree_search.draft]()
-        return tree_search.draft.lower(*args, **options)
+        args, options = steps[drafting.draft]()
+        return drafting.draft.lower(*args, **options)
 
     def _fused(self, engine: Engine, B: int, index: int) -> Any:
         args, options = self.fused_arguments(engine, B, self.strategies[index])
@@ -274,11 +276,10 @@ class Programs:
         self, engine: Engine, B: int, strategy: Strategy
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments of `fused_round`, for rows at rest."""
-        S, num_draft_tokens = self.num_positions, strategy.verify_tokens
-        scheme = self.sampling.draw
-        search = Search(self.shape, strategy.top_k, strategy.depth, num_draft_tokens, scheme)
-        searched = kv_cache.init(self.shape.layer, B, S, engine.dtype)
+        search = Search(self.shape, strategy.top_k, strategy.depth, self.sampling.draw)
+        searched = kv_cache.init(self.shape.layer, B, self.num_positions, engine.dtype)
         weights = DeviceWeights(self.weights(), eagle.frozen(self.params, None))
         table_BX = np.zeros((B, search.window_tokens + len(END_COLUMNS)), np.int32)
         args = *self._rows(engine, B), weights, searched, table_BX
-        return args, {"config": self.model, "search": search}
+        options = {"config": self.model, "search": search}
+        return args, options | {"num_draft_tokens": strategy.verify_tokens}

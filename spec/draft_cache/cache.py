@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -24,6 +24,7 @@ from models.kv_cache import KVCache
 from spec import cache_rows
 from spec.config import SamplingConfig
 from spec.draft_cache.config import Passes
+from spec.draft_cache.drafting import Drafting, Given, catch_up
 from spec.draft_cache.rows import CachedRows
 from spec.draft_cache.tables import CHUNK_COLUMNS, END_COLUMNS
 from spec.drafter import Arguments, LiveSlots, Program
@@ -47,16 +48,6 @@ class Runner(Protocol):
     ) -> Any: ...
 
 
-class Absorb(NamedTuple):
-    """The jitted step that computes chunks; it consumes the cache and returns it.
-
-    `arguments` are made of the cache and a table for `unpack_chunks`.
-    """
-
-    step: Any
-    arguments: Callable[[KVCache, Any], Arguments]
-
-
 class DraftCache:
     """The rows of one drafter on the host (`rows`) and on the device (`arrays`).
 
@@ -64,16 +55,18 @@ class DraftCache:
     until the first draft, and where a step that failed has consumed them.
     """
 
-    def __init__(self, model: ModelConfig, passes: Passes, runner: Runner) -> None:
+    def __init__(
+        self, model: ModelConfig, passes: Passes, drafting: Drafting, runner: Runner
+    ) -> None:
         [smallest, *_] = runner.config.position_sizes(1)
         window_tokens = min(passes.window_tokens, smallest)
         self.passes = dataclasses.replace(passes, window_tokens=window_tokens)
         self.rows = CachedRows(0, 0)
         self.arrays: KVCache | None = None
-        self._model, self._runner = model, runner
+        self._model, self.drafting, self._runner = model, drafting, runner
 
     def follow(
-        self, live: LiveSlots, some: LiveSlots, num_positions: int, absorb: Absorb
+        self, live: LiveSlots, some: LiveSlots, num_positions: int, given: Given
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return the rows of some of the live requests, and the acceptance of their last chains.
 
@@ -82,7 +75,7 @@ class DraftCache:
         """
         self._fit(live, self._runner.config.slot_bucket(len(live.tokens_BL)), num_positions)
         rows_A, acceptance_A2 = self.rows.follow(some)
-        self._catch_up(some, rows_A, absorb)
+        self._catch_up(some, rows_A, given)
         return rows_A, acceptance_A2
 
     def taken(self) -> KVCache:
@@ -95,7 +88,7 @@ class DraftCache:
         self, live: LiveSlots, rows_A: np.ndarray, most_A: np.ndarray, sampling: SamplingConfig
     ) -> Any:
         """Return a table for `unpack_ends` to draft for these requests; other rows are at rest."""
-        W, first = self.passes.window_tokens, self.passes.first_token
+        W, first = self.passes.window_tokens, self.drafting.first_token
         table_BX = np.zeros((len(self.rows), W + len(END_COLUMNS)), np.int32)
         start_A1 = np.maximum(live.total_tokens_A - W, first)[:, None]
         # of a row that is shorter than the window what lies behind its tokens is never read
@@ -127,14 +120,21 @@ class DraftCache:
         shape = num_rows, self.passes.window_tokens + len(END_COLUMNS)
         return self._runner.argument(np.zeros(shape, np.int32))
 
-    def programs(self, num_rows: int, num_positions: int, absorb: Absorb) -> Iterator[Program]:
+    def programs(
+        self, num_rows: int, num_positions: int, given: Callable[[], Given]
+    ) -> Iterator[Program]:
         """Yield the passes over chunks, and the changes to the next buckets.
 
-        Where a layer is like the policy's, these are programs that the engine has.
+        Where a layer is like the policy's, the latter are programs that the engine has.
         """
         B, S = num_rows, num_positions
         for P, C in sorted({self.passes.shape(n, B, S) for n in self.passes.chunk_widths}):
-            yield absorb.step, partial(self._chunk_arguments, (B, S), (P, C), absorb)
+
+            def chunks(P: int = P, C: int = C) -> Arguments:
+                table_PX = self._runner.argument(_padding(P, C, B))
+                return (given(), self.empty(B, S), table_PX), {"drafting": self.drafting}
+
+            yield catch_up, chunks
         policy, model = self._runner.model, self._model
         if (policy.num_kv_heads, policy.head_dim) == (model.num_kv_heads, model.head_dim):
             return
@@ -144,13 +144,6 @@ class DraftCache:
         for shape in shapes:
             for name in KINDS:
                 yield cache_rows.resize_layer, partial(self._resize_arguments, (B, S), shape, name)
-
-    def _chunk_arguments(
-        self, size: tuple[int, int], shape: tuple[int, int], absorb: Absorb
-    ) -> Arguments:
-        P, C = shape
-        table_PX = _padding(P, C, size[0])
-        return absorb.arguments(self.empty(*size), self._runner.argument(table_PX))
 
     def _resize_arguments(self, old: tuple[int, int], new: tuple[int, int], name: str) -> Arguments:
         layer, index_B = getattr(self.empty(*old), name)[0], np.zeros(new[0], np.int32)
@@ -167,7 +160,7 @@ class DraftCache:
 
         if self.arrays is None:
             size = above(num_positions - 1)
-            self.rows = CachedRows(num_rows, size + self.passes.first_token)
+            self.rows = CachedRows(num_rows, size + self.drafting.first_token)
             self.arrays = self.empty(num_rows, size)
         while (now := len(self.rows)) != num_rows:
             some = bucket(now + 1) if now < num_rows else bucket(-(-now // 2))
@@ -176,11 +169,11 @@ class DraftCache:
             self._resize(live, num_rows, above(size))
 
     def _resize(self, live: LiveSlots, num_rows: int, num_positions: int) -> None:
-        tokens = num_positions + self.passes.first_token
+        tokens = num_positions + self.drafting.first_token
         self.rows, row_B = self.rows.resized(num_rows, tokens, live)
         self.arrays = cache_rows.resize(self.taken(), jax.device_put(row_B), num_positions)
 
-    def _catch_up(self, live: LiveSlots, rows_A: np.ndarray, absorb: Absorb) -> None:
+    def _catch_up(self, live: LiveSlots, rows_A: np.ndarray, given: Given) -> None:
         """Compute entries until no row lacks more than its window, the longest first.
 
         A chunk ends at the row's last token at the latest, so that it stays inside the cache.
@@ -194,20 +187,20 @@ class DraftCache:
             assert self.arrays is not None
             P, C = passes.shape(longest, len(held), self.arrays.num_positions)
             chunks_A = -(-np.maximum(lacking_A, 0) // C)
-            if not passes.apart:
+            if not self.drafting.apart:
                 chunks_A = np.minimum(chunks_A, 1)
             order_A = np.argsort(-lacking_A, kind="stable")
             a_P = np.repeat(order_A, chunks_A[order_A])[:P]
             nth_P = np.concatenate([np.arange(n) for n in chunks_A[order_A]])[:P]
             rows_P, total_P = rows_A[a_P], total_A[a_P]
             start_P = np.minimum(held.known_B[rows_P] + C * nth_P, total_P - C)
-            start_P = np.maximum(start_P, passes.first_token)
+            start_P = np.maximum(start_P, self.drafting.first_token)
             table_PX = _padding(P, C, len(held))
             columns = rows_P, live.rows_A[a_P], start_P
             tokens_PC = held.tokens_BS[rows_P[:, None], start_P[:, None] + np.arange(C)]
             table_PX[: len(a_P)] = np.concatenate([np.stack(columns, axis=1), tokens_PC], axis=1)
-            args, options = absorb.arguments(self.taken(), self._runner.argument(table_PX))
-            self.arrays = absorb.step(*args, **options)
+            args = given, self.taken(), self._runner.argument(table_PX)
+            self.arrays = catch_up(*args, drafting=self.drafting)
             np.maximum.at(held.known_B, rows_P, np.minimum(start_P + C, total_P))
 
 

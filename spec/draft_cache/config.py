@@ -10,16 +10,12 @@ class Passes:
     """Shapes of the passes over tokens whose entries a row lacks.
 
     A draft computes the last `window_tokens` of each row; earlier ones come in chunks of one of the
-    `chunk_widths`, ascending, about `pass_tokens` a pass. Token `first_token` is the first that has
-    an entry, at position 0. Where entries do not depend on one another (`apart`) a pass may have
-    several chunks of one row.
+    `chunk_widths`, ascending, about `pass_tokens` a pass.
     """
 
     window_tokens: int
     chunk_widths: tuple[int, ...]
     pass_tokens: int = 512
-    first_token: int = 0
-    apart: bool = False
 
     def shape(self, lacking_tokens: int, num_rows: int, num_positions: int) -> tuple[int, int]:
         """Return (P, C) of a pass where the row that lacks most lacks so many tokens."""

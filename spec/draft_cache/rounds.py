@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,23 +23,12 @@ from models.config import ModelConfig
 from models.kv_cache import KVCache, Pending
 from spec import nodes as packed_nodes
 from spec import sampling
+from spec.draft_cache.drafting import Brought, Drafting, Found
 from spec.draft_cache.tables import Ends, unpack_ends
 from spec.drafter import Drafts, Source
 from spec.nodes import NO_PARENT
 from spec.tree import PADDING
-from spec.verify import Drawn, Slots, by_slot, pack, verify
-
-
-class Found(NamedTuple):
-    """Trees by row of the drafter's cache, the likeliest first: the first n of one are a tree.
-
-    `tokens_RX`, `parents_RX` (−1: the root) and `prob_RX`, of which `count_R` are valid.
-    """
-
-    tokens_RX: jax.Array
-    parents_RX: jax.Array
-    prob_RX: jax.Array
-    count_R: jax.Array
+from spec.verify import Slots, by_slot, pack, verify
 
 
 class Shape(NamedTuple):
@@ -62,46 +51,6 @@ class Asked(NamedTuple):
     table_RX: Any
     limits_4: Any
     scale_B: Any
-
-
-class Brought(NamedTuple):
-    """The results of a round: entries that wait, draws, slots after it; and each slot's row."""
-
-    pending: Pending
-    drawn: Drawn
-    slots: Slots
-    row_B: jax.Array
-
-
-class Drafting(Protocol):
-    """A way to draft inside a program; hashable, as it is a static argument.
-
-    `constants` are its weights and all else that stays; `last` is what it carries from round to
-    round beside its cache.
-    """
-
-    @property
-    def first_token(self) -> int:
-        """The first token of a row that has an entry."""
-        ...
-
-    def begin(
-        self, constants: Any, cache: KVCache, policy: KVCache, ends: Ends
-    ) -> tuple[KVCache, Any]:
-        """Absorb the rows' windows, by the policy's cache; return the cache and `last`."""
-        ...
-
-    def draft(
-        self, constants: Any, state: tuple[KVCache, Any], ends: Ends, depth: jax.Array, most: int
-    ) -> tuple[KVCache, Found]:
-        """Draft up to `most` tokens behind the rows' ends, at most `depth` deep."""
-        ...
-
-    def absorb(
-        self, constants: Any, state: tuple[KVCache, Any], brought: Brought
-    ) -> tuple[KVCache, Any]:
-        """Take up what a round brought; return the cache and `last`."""
-        ...
 
 
 @partial(
@@ -133,7 +82,7 @@ def draft_rounds(
     cache = kv_cache.write(cache, pending)
     pending = dataclasses.replace(pending, count=jnp.zeros_like(pending.count))
     row_B = _rows_of(table, len(slots.active))
-    state = drafting.begin(constants, draft_cache, cache, _at_rest(table, slots))
+    state = drafting.begin((constants, cache.features), draft_cache, _at_rest(table, slots))
     active_before, emitted_before_B = jnp.sum(slots.active), slots.emitted
     longest, M = jnp.minimum(depth + 1, N), shape.num_nodes
 

@@ -1,13 +1,12 @@
-"""Trees of draft tokens by an EAGLE drafter, on the device: one call a round.
+"""Trees of draft tokens by an EAGLE drafter, on the device.
 
-    absorb   write keys and values of the tokens that were accepted since, without attention
-    draft    draft from the last entry; then, level by level, expand the `top_k` best nodes of the
-             level by `top_k` children each; keep the best `num_draft_tokens` of all nodes
+From the last entry of a row, level by level, the `top_k` best nodes of a level are expanded by
+`top_k` children each. The best of all nodes are kept.
 
 Nodes are ranked by cumulative log-probability, so that the first n draft tokens are the best tree
 of n. Keys and values of expanded nodes lie in X = top_k · (max_depth − 1) columns beside the cache,
 which has one layer: B rows of S positions, entry t at t.
-C = tokens of a window, P = candidates or chunks, M = draft tokens kept, U = draft vocabulary.
+P = candidates, M = draft tokens kept, U = draft vocabulary.
 Sources: EAGLE-2 arXiv 2406.16858; TLT section 5.1 and its Figure 9.
 """
 
@@ -18,14 +17,14 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from models import kv_cache
 from models.attention import attend, attend_both
 from models.kv_cache import KEY_AXIS, VALUE_AXIS, KVCache
 from models.transformer import Attend
 from spec import sampling
-from spec.draft_cache.tables import Ends, unpack_chunks, unpack_ends
+from spec.draft_cache.drafting import Found
+from spec.draft_cache.tables import Ends
 from spec.eagle import model as eagle
 from spec.eagle.config import EagleConfig
 from spec.eagle.model import DeviceWeights
@@ -46,7 +45,6 @@ class Search:
     config: EagleConfig
     top_k: int
     max_depth: int
-    num_draft_tokens: int
     scheme: sampling.Draw = "cdf"
     shared_noise: bool = False
 
@@ -65,88 +63,6 @@ class Search:
         return min(self.top_k, self.config.num_draft_ids)
 
 
-@partial(jax.jit, static_argnames="config", donate_argnames="cache")
-def absorb(
-    weights: DeviceWeights,
-    cache: KVCache,
-    hidden_B1SW: jax.Array,
-    table_PX: jax.Array,
-    *,
-    config: EagleConfig,
-) -> KVCache:
-    """Write the entries of chunks (`DraftCache`), which hang on no other entries."""
-    row_P, slot_P, first_P, tokens_PC = unpack_chunks(table_PX)
-    at_P = first_P - FIRST_TOKEN
-    k_PCKh, v_PCKh, _ = _entries(config, weights, hidden_B1SW, slot_P, at_P, tokens_PC)
-    places_P2 = jnp.stack([row_P, at_P], axis=1)
-
-    def put(rows: jax.Array, new: jax.Array, axis: int) -> jax.Array:
-        dims = jax.lax.ScatterDimensionNumbers((1, 2, 3), (0,), (0, axis))
-        dropped = jax.lax.GatherScatterMode.FILL_OR_DROP  # windows of padding
-        new = new.astype(rows.dtype)
-        return kv_cache.pin(jax.lax.scatter(rows, places_P2, new, dims, mode=dropped))
-
-    [keys], [values] = cache.keys, cache.values
-    keys = put(keys, k_PCKh.transpose(0, 2, 3, 1), KEY_AXIS)
-    values = put(values, v_PCKh.transpose(0, 2, 1, 3), VALUE_AXIS)
-    return KVCache((keys,), (values,))
-
-
-@partial(jax.jit, static_argnames="search", donate_argnames="cache")
-def draft(
-    weights: DeviceWeights,
-    cache: KVCache,
-    hidden_B1SW: jax.Array,
-    table_BX: jax.Array,
-    depth: jax.Array,
-    key: jax.Array,
-    *,
-    search: Search,
-) -> tuple[KVCache, jax.Array]:
-    """Return `trees` from the ends of all rows (`unpack_ends`)."""
-    return trees(weights, cache, hidden_B1SW, unpack_ends(table_BX), depth, key, search=search)
-
-
-def trees(
-    weights: DeviceWeights,
-    cache: KVCache,
-    hidden_B1SW: jax.Array,
-    ends: Ends,
-    depth: jax.Array,
-    key: jax.Array,
-    *,
-    search: Search,
-) -> tuple[KVCache, jax.Array]:
-    """Absorb the windows of all rows, then draft `depth` levels from their last entries.
-
-    Log-probabilities are those at the rows' temperatures (0: at 1); `key` is the rollout's. What
-    rows at rest draft has no meaning. Returns the cache and int32 [B, 3 M + 1]: tokens, parents
-    (−1: the root), bits of the probabilities, count.
-    """
-    cache, g_BD = absorb_windows(weights, cache, hidden_B1SW, ends, config=search.config)
-    return cache, search_from(weights, cache, g_BD, ends, depth, key, search=search)
-
-
-def absorb_windows(
-    weights: DeviceWeights,
-    cache: KVCache,
-    hidden_B1SW: jax.Array,
-    ends: Ends,
-    *,
-    config: EagleConfig,
-) -> tuple[KVCache, jax.Array]:
-    """Write the entries of all rows' windows; return the cache and features of the last [B, D]."""
-    at_rest, length_B = cache.num_positions + FIRST_TOKEN, ends.total_B - FIRST_TOKEN
-    at_B = ends.starts(FIRST_TOKEN, at_rest) - FIRST_TOKEN
-    windows = hidden_B1SW, ends.slot_B, at_B, ends.tokens_BW
-    k_BCKh, v_BCKh, g_BCD = _entries(config, weights, *windows)
-    [keys], [values] = cache.keys, cache.values
-    keys = kv_cache.pin(kv_cache.write_keys(keys, k_BCKh, at_B))
-    values = kv_cache.pin(kv_cache.write_values(values, v_BCKh, at_B))
-    query_B11 = jnp.maximum(length_B - 1 - at_B, 0)[:, None, None]  # 0: a row at rest
-    return KVCache((keys,), (values,)), jnp.take_along_axis(g_BCD, query_B11, axis=1)[:, 0]
-
-
 def search_from(
     weights: DeviceWeights,
     cache: KVCache,
@@ -154,10 +70,14 @@ def search_from(
     ends: Ends,
     depth: jax.Array,
     key: jax.Array,
+    most_tokens: int,
     *,
     search: Search,
-) -> jax.Array:
-    """Draft `depth` levels from the rows' last entries, which the cache has; as `trees` returns."""
+) -> Found:
+    """Draft `depth` levels from the rows' last entries, which the cache has, with features `g_BD`.
+
+    Log-probabilities are those at the rows' temperatures (0: at 1); `key` is the rollout's.
+    """
     [keys], [values] = cache.keys, cache.values
     drafter = _Drafting(search, weights, ends, key, keys, values)
     at_rest = cache.num_positions + FIRST_TOKEN
@@ -170,57 +90,7 @@ def search_from(
         lambda carry: (carry[0] + 1, *drafter.expand(*carry)),
         (level, columns, *drafter.first(o_B1D)),
     )
-    return pool.best(search.num_draft_tokens, weights.frozen.draft_ids_U)
-
-
-def unpack(packed: jax.Array) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return (tokens_BM, parents_BM, prob_BM, count_B) on the host: waits for the device."""
-    packed_BX = np.asarray(packed)
-    M = packed_BX.shape[1] // 3
-    prob_BM = packed_BX[:, 2 * M : 3 * M].view(np.float32)
-    return packed_BX[:, :M], packed_BX[:, M : 2 * M], prob_BM, packed_BX[:, 3 * M]
-
-
-def _entries(
-    config: EagleConfig,
-    weights: DeviceWeights,
-    hidden_B1SW: jax.Array,
-    slot_P: jax.Array,
-    at_P: jax.Array,
-    tokens_PC: jax.Array,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return keys and values, [P, C, K, h], and features [P, C, D] of windows of entries."""
-    C, W = tokens_PC.shape[1], hidden_B1SW.shape[3]
-
-    def cut(slot: jax.Array, at: jax.Array) -> jax.Array:
-        return jax.lax.dynamic_slice(hidden_B1SW, (slot, 0, at, 0), (1, 1, C, W))[0, 0]
-
-    positions_PC = at_P[:, None] + jnp.arange(C)
-    return entries_of(config, weights, jax.vmap(cut)(slot_P, at_P), tokens_PC, positions_PC)
-
-
-def entries_of(
-    config: EagleConfig,
-    weights: DeviceWeights,
-    hidden_PCW: jax.Array,
-    tokens_PC: jax.Array,
-    positions_PC: jax.Array,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return keys and values, [P, C, K, h], and features, [P, C, D], of entries.
-
-    An entry is a hidden state and the token behind it; neither looks at others.
-    """
-    g_PCD = eagle.features(config, weights.params, hidden_PCW)
-    found = list[jax.Array]()
-
-    def look(q_PCHh: jax.Array, k_PCKh: jax.Array, v_PCKh: jax.Array) -> jax.Array:
-        found.extend((k_PCKh, v_PCKh))
-        return q_PCHh  # the outputs are not used
-
-    embedding_VD = weights.frozen.embedding_VD
-    eagle.layer_outputs(config, weights.params, embedding_VD, tokens_PC, g_PCD, positions_PC, look)
-    k_PCKh, v_PCKh = found
-    return k_PCKh, v_PCKh, g_PCD
+    return pool.best(most_tokens, weights.frozen.draft_ids_U)
 
 
 @jax.tree_util.register_dataclass
@@ -261,26 +131,24 @@ class _Pool:
             put(self.at_BP, at_BN), put(self.parents_BP, parents_BN), put(self.sum_BP, sum_BN)
         )
 
-    def best(self, num_draft_tokens: int, draft_ids_U: jax.Array | None) -> jax.Array:
-        """Return the best candidates, packed; a parent never ranks behind its child."""
+    def best(self, most_tokens: int, draft_ids_U: jax.Array | None) -> Found:
+        """Return the best candidates; a parent never ranks behind its child."""
         B, P = self.at_BP.shape
-        M = min(num_draft_tokens, P)
+        M = min(most_tokens, P)
         sum_BM, chosen_BM = jax.lax.top_k(self.sum_BP, M)
         rank_BP = jnp.zeros((B, P), jnp.int32)
         rank_BP = jax.vmap(lambda rank, at: rank.at[at].set(jnp.arange(M)))(rank_BP, chosen_BM)
         parents_BM = jnp.take_along_axis(self.parents_BP, chosen_BM, axis=1)
         ranked_BM = jnp.take_along_axis(rank_BP, jnp.maximum(parents_BM, 0), axis=1)
-        ranked_BM = jnp.where(parents_BM < 0, -1, ranked_BM)
         tokens_BM = _policy_ids(jnp.take_along_axis(self.at_BP, chosen_BM, axis=1), draft_ids_U)
         real_BM = sum_BM > -jnp.inf
-        parts = (
-            jnp.where(real_BM, tokens_BM, PADDING),
-            jnp.where(real_BM, ranked_BM, -1),
-            jax.lax.bitcast_convert_type(jnp.exp(sum_BM), jnp.int32),
+        pad = partial(jnp.pad, pad_width=((0, 0), (0, most_tokens - M)), constant_values=-1)
+        return Found(
+            tokens_RX=pad(jnp.where(real_BM, tokens_BM, PADDING)),
+            parents_RX=pad(jnp.where(real_BM & (parents_BM >= 0), ranked_BM, -1)),
+            prob_RX=pad(jnp.exp(sum_BM)),
+            count_R=jnp.sum(real_BM, axis=1, dtype=jnp.int32),
         )
-        wide = [jnp.pad(x, ((0, 0), (0, num_draft_tokens - M)), constant_values=-1) for x in parts]
-        count_B1 = jnp.sum(real_BM, axis=1, keepdims=True, dtype=jnp.int32)
-        return jnp.concatenate([*wide, count_B1], axis=1)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

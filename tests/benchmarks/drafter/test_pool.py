@@ -15,9 +15,11 @@ from rl.engine import cache_ops
 from spec import verify
 from spec.budget.bandit import Strategy
 from spec.budget.config import BanditConfig
+from spec.draft_cache import drafting
 from spec.draft_cache.tables import END_COLUMNS
 from spec.drafter import Drafts
-from spec.eagle import tree_search
+from spec.eagle.drafting import TreeDrafting
+from spec.eagle.tree_search import Search
 from spec.nodes import pack
 from spec.sampling import step_key
 
@@ -126,11 +128,11 @@ def test_fused_and_apart_emit_the_same(programs, chosen):
     *_, fused = pool.fused_round(*shared, **options)
 
     # the engine's own: a deeper drafter's cache, depth as an argument, trees by way of the host
-    search = tree_search.Search(programs.shape, chosen.top_k, max_depth=3, num_draft_tokens=7)
+    search = TreeDrafting(Search(programs.shape, chosen.top_k, max_depth=3))
     room = kv_cache.init(programs.shape.layer, B, S, engine.dtype)
-    where = cache.features[0], table_BX, np.int32(chosen.depth), step_key(0, 3)
-    _, packed = tree_search.draft(weights, room, *where, search=search)
-    tokens_BM, parents_BM, prob_BM, count_B = tree_search.unpack(packed)
+    given, depth = ((weights, step_key(0, 3)), cache.features), np.int32(chosen.depth)
+    _, packed = drafting.draft(given, room, table_BX, depth, drafting=search, most_tokens=7)
+    tokens_BM, parents_BM, prob_BM, count_B = drafting.unpack(packed)
     sources_BM = np.zeros(tokens_BM.shape, np.uint8)
     drafts = Drafts(tokens_BM, parents_BM, prob_BM, sources_BM, count_B)
     taken_B = np.minimum(count_B, chosen.verify_tokens)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import types
+from functools import partial
 
 import jax.numpy as jnp
 import numpy as np
@@ -9,10 +10,12 @@ import pytest
 from draft_model_reference import LONGEST, MODEL, POLICY, Host
 
 from rl.engine.config import EngineConfig
-from spec.draft_cache.cache import Absorb, DraftCache
+from spec.draft_cache import cache as draft_cache
+from spec.draft_cache.cache import DraftCache
 from spec.draft_cache.config import Passes
 
 BUCKETS = EngineConfig(slots=8, min_slots=2, min_positions=16)
+GIVEN = "weights", ()
 TEXTS = {7: range(1, 15), 4: [5, 6], 9: range(20, 31)}
 
 
@@ -23,7 +26,13 @@ def live(texts, num_rows=4):
     return host.live()
 
 
-def make(**options):
+@pytest.fixture
+def make(monkeypatch):
+    """A maker of caches, and of lists of the tables that they compute."""
+    return partial(_make, monkeypatch)
+
+
+def _make(monkeypatch, first_token=0, apart=False):
     runner = types.SimpleNamespace(
         dtype=np.float32,
         model=POLICY,
@@ -32,14 +41,17 @@ def make(**options):
         argument=lambda x: x,
         zero_rows=jnp.zeros,
     )
-    passes = Passes(window_tokens=2, chunk_widths=(4,), pass_tokens=12, **options)
+    passes = Passes(window_tokens=2, chunk_widths=(4,), pass_tokens=12)
+    drafting = types.SimpleNamespace(first_token=first_token, apart=apart)
     tables = []
 
-    def step(cache, table_PX):
+    def catch_up(given, cache, table_PX, *, drafting):
+        assert given == GIVEN
         tables.append(table_PX)
         return cache
 
-    return DraftCache(MODEL, passes, runner), Absorb(step, lambda *args: (args, {})), tables
+    monkeypatch.setattr(draft_cache, "catch_up", catch_up)
+    return DraftCache(MODEL, passes, drafting, runner), tables
 
 
 def computed(tables, num_rows):
@@ -53,10 +65,10 @@ def computed(tables, num_rows):
 
 
 @pytest.mark.parametrize("apart", [False, True])
-def test_rows_lack_nothing_but_their_window_and_only_they_are_computed(apart):
-    cache, absorb, tables = make(apart=apart, first_token=int(apart))
+def test_rows_lack_nothing_but_their_window_and_only_they_are_computed(make, apart):
+    cache, tables = make(apart=apart, first_token=int(apart))
     first, asked = int(apart), live(TEXTS)
-    rows_A, _ = cache.follow(asked, asked, 16, absorb)
+    rows_A, _ = cache.follow(asked, asked, 16, GIVEN)
     passes = computed(tables, len(cache.rows))
     assert {table.shape for table in tables} == {(3, 3 + 4)}
     got = {(row, slot, t): token for entries in passes for row, slot, t, token in entries}
@@ -74,30 +86,30 @@ def test_rows_lack_nothing_but_their_window_and_only_they_are_computed(apart):
             assert all(min(at) <= known[row] for row, at in places.items())
             known |= {row: max(at) + 1 for row, at in places.items()}
     cache.rows.known_B[rows_A] = [len(text) for text in TEXTS.values()]
-    cache.follow(asked, asked, 16, absorb)
+    cache.follow(asked, asked, 16, GIVEN)
     assert len(tables) == len(passes)
 
 
-def test_entries_are_kept_in_other_buckets():
-    cache, absorb, tables = make()
+def test_entries_are_kept_in_other_buckets(make):
+    cache, tables = make()
     asked = live(TEXTS)
-    rows_A, _ = cache.follow(asked, asked, 16, absorb)
+    rows_A, _ = cache.follow(asked, asked, 16, GIVEN)
     marked = tuple(keys.at[rows_A[2]].set(3.0) for keys in cache.arrays.keys)
     cache.arrays = dataclasses.replace(cache.arrays, keys=marked)
     before = len(tables)
     few = live({9: TEXTS[9], 7: TEXTS[7]}, 2)
-    rows_A, _ = cache.follow(few, few, 40, absorb)
+    rows_A, _ = cache.follow(few, few, 40, GIVEN)
     assert (cache.arrays.num_slots, cache.arrays.num_positions) == (2, 64)
     assert len(tables) == before
     keys = np.asarray(cache.arrays.keys[0])[rows_A[0]]
     assert (keys[..., :16] == 3).all() and (keys[..., 16:] == 0).all()
 
 
-def test_a_step_that_fails_costs_the_entries_alone():
-    cache, absorb, tables = make()
+def test_a_step_that_fails_costs_the_entries_alone(make):
+    cache, tables = make()
     asked = live(TEXTS)
-    cache.follow(asked, asked, 16, absorb)
+    cache.follow(asked, asked, 16, GIVEN)
     first = len(tables)
     cache.taken()
-    cache.follow(asked, asked, 16, absorb)
+    cache.follow(asked, asked, 16, GIVEN)
     assert len(tables) == 2 * first

@@ -28,10 +28,13 @@ from models.config import MeshConfig
 from models.sharding import make_mesh, param_shardings
 from rl.engine.model_runner import ModelRunner
 from spec.config import SamplingConfig
+from spec.draft_cache import cache as draft_cache
+from spec.draft_cache import drafter as caching_drafter
+from spec.draft_cache import drafting
 from spec.draft_cache.rows import CachedRows
 from spec.draft_cache.tables import CHUNK_COLUMNS, END_COLUMNS
-from spec.draft_model import drafter as draft_model
 from spec.draft_model.drafter import PRIOR_DRAFTS, DraftModelDrafter
+from spec.draft_model.drafting import ChainDrafting
 from spec.drafter import Source
 from spec.tree import PADDING
 
@@ -90,12 +93,11 @@ def computed(monkeypatch):
     """The widths of the chunks that are computed."""
     widths = []
 
-    def counting(params, cache, table_PX, **options):
+    def counting(given, cache, table_PX, **options):
         widths.append(table_PX.shape[1] - len(CHUNK_COLUMNS))
-        return step(params, cache, table_PX, **options)
+        return drafting.catch_up(given, cache, table_PX, **options)
 
-    step = draft_model.catch_up
-    monkeypatch.setattr(draft_model, "catch_up", counting)
+    monkeypatch.setattr(draft_cache, "catch_up", counting)
     return widths
 
 
@@ -135,7 +137,7 @@ def test_one_that_comes_back_has_its_tokens_still(computed):
 
 
 def test_without_room_for_drafts_the_model_does_not_run(monkeypatch):
-    monkeypatch.setattr(draft_model, "draft_chains", None)
+    monkeypatch.setattr(caching_drafter, "draft", None)
     host = Host()
     host.enter(1, [2, 3])
     drafts = make_drafter().propose(host.live(), np.array([0]), 7)
@@ -316,11 +318,9 @@ def test_rows_at_rest_and_chains_that_have_ended_are_written_nowhere():
     table_BX = np.zeros((B, W + len(END_COLUMNS)), np.int32)
     for name, values in (("total", total_B), ("most", most_B)):
         table_BX[:, W + END_COLUMNS.index(name)] = values
-    draws = np.float32(0), jax.random.key(0)
-    static = {"config": MODEL, "scheme": None, "most_tokens": 6}
-    after, _ = draft_model.draft_chains(
-        PARAMS, jax.tree.map(jax.numpy.asarray, held), table_BX, *draws, **static
-    )
+    constants = PARAMS, np.float32(0), jax.random.key(0), np.zeros(6, np.float32)
+    state = (constants, ()), jax.tree.map(jax.numpy.asarray, held), table_BX, np.int32(6)
+    after, _ = drafting.draft(*state, drafting=ChainDrafting(MODEL, None), most_tokens=6)
     at_S = np.arange(S)
     for got, old, axis in zip(after.values, held.values, (2,) * len(held.values), strict=True):
         changed_BS = np.moveaxis(np.asarray(got) != old, axis, 1).reshape(B, S, -1).any(axis=2)

@@ -13,10 +13,11 @@ from models import kv_cache, transformer
 from models.attention import attend, causal_mask
 from models.config import ModelConfig
 from spec import sampling
+from spec.draft_cache import drafting
 from spec.draft_cache.tables import END_COLUMNS
 from spec.eagle import model as eagle
-from spec.eagle import tree_search
 from spec.eagle.config import EagleConfig
+from spec.eagle.drafting import TreeDrafting
 from spec.eagle.model import DeviceWeights
 from spec.eagle.tree_search import Search
 
@@ -124,17 +125,15 @@ def empty(config):
 
 
 def drafted(config, params, frozen, hidden, tokens, ids, *, K, depth, M, temperature=1.0, **more):
-    search = Search(config, K, max_depth=4, num_draft_tokens=M, **more)
-    weights = DeviceWeights(params, frozen)
+    search = TreeDrafting(Search(config, K, max_depth=4, **more))
+    given = (DeviceWeights(params, frozen), sampling.step_key(0, 0)), (hidden,)
     cache, C, W = empty(config), 8, 4
     for first in range(1, int(LENGTH_B.max()), C):  # all but the window of the last entries
         first_P = np.full(B, min(first, S + 1 - C))
-        cache = tree_search.absorb(
-            weights, cache, hidden, chunks(tokens, first_P, C), config=config
-        )
+        cache = drafting.catch_up(given, cache, chunks(tokens, first_P, C), drafting=search)
     table_BX = ends(tokens, LENGTH_B, W, temperature, emitted_B=np.arange(B))
-    args = weights, cache, hidden, table_BX, jnp.int32(depth), sampling.step_key(0, 0)
-    return tree_search.unpack(tree_search.draft(*args, search=search)[1])
+    args = given, cache, table_BX, jnp.int32(depth)
+    return drafting.unpack(drafting.draft(*args, drafting=search, most_tokens=M)[1])
 
 
 @pytest.mark.parametrize(
@@ -206,16 +205,17 @@ def test_drafts_of_shared_noise_are_drawn_with_the_noise_of_their_positions(sche
 def test_a_deeper_search_compiles_nothing() -> None:
     setup = make("eagle", None)
     drafted(*setup, None, K=2, depth=2, M=6)
-    before = tree_search.draft._cache_size()
+    before = drafting.draft._cache_size()
     drafted(*setup, None, K=2, depth=4, M=6)
-    assert tree_search.draft._cache_size() == before
+    assert drafting.draft._cache_size() == before
 
 
 def test_rows_at_rest_are_written_nowhere() -> None:
     """And what others draft is as it was."""
     config, params, frozen, hidden, tokens = make("eagle", None)
     depth, C = 3, 4
-    search, weights = Search(config, 2, depth, 5), DeviceWeights(params, frozen)
+    search = TreeDrafting(Search(config, 2, depth))
+    given = (DeviceWeights(params, frozen), sampling.step_key(0, 0)), (hidden,)
     rng = np.random.default_rng(0)
     held = jax.tree.map(lambda x: rng.normal(size=x.shape).astype(np.float32), empty(config))
 
@@ -226,8 +226,8 @@ def test_rows_at_rest_are_written_nowhere() -> None:
 
     def draft(most_B):
         table_BX = ends(tokens, np.where(most_B, LENGTH_B, -1), C, most_B=most_B)
-        state = weights, jax.tree.map(jnp.asarray, held), hidden, table_BX
-        return tree_search.draft(*state, jnp.int32(depth), sampling.step_key(0, 0), search=search)
+        state = given, jax.tree.map(jnp.asarray, held), table_BX, jnp.int32(depth)
+        return drafting.draft(*state, drafting=search, most_tokens=5)
 
     rest = 0  # the first row's angles choose a branch for all
     cache, packed = draft(np.arange(B) != rest)
@@ -242,14 +242,15 @@ def test_rows_at_rest_are_written_nowhere() -> None:
 def test_chunks_are_written_where_they_belong_and_padding_nowhere() -> None:
     """Several of one row in one pass, and one that ends with the row."""
     config, params, frozen, hidden, tokens = make("eagle", None)
-    weights, C = DeviceWeights(params, frozen), 4
+    search, C = TreeDrafting(Search(config, 2, 3)), 4
+    given = (DeviceWeights(params, frozen), sampling.step_key(0, 0)), (hidden,)
     table_PX = chunks(tokens, (5, 9, S + 1 - C, 1), C, rows_P=(1, 1, 2, 0))
     table_PX[-1, 0] = B
-    cache = tree_search.absorb(weights, empty(config), hidden, table_PX, config=config)
+    cache = drafting.catch_up(given, empty(config), table_PX, drafting=search)
     whole = empty(config)
     for first in range(1, S + 1, C):
         table_BX = chunks(tokens, np.full(B, first), C)
-        whole = tree_search.absorb(weights, whole, hidden, table_BX, config=config)
+        whole = drafting.catch_up(given, whole, table_BX, drafting=search)
     written = np.zeros((B, S), bool)
     written[1, 4:12] = written[2, S - C :] = True
     for got, want, axis in zip(jax.tree.leaves(cache), jax.tree.leaves(whole), (3, 2), strict=True):

@@ -1,0 +1,144 @@
+"""The device's part of EAGLE drafters: entries of the cache, and searches from the last ones.
+
+An entry is made of the policy's hidden state at a token and of the token behind it; it hangs on no
+other entries. P = chunks or nodes, C = tokens of a chunk or window, R = rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from models import kv_cache
+from models.kv_cache import KEY_AXIS, VALUE_AXIS, KVCache, Pending
+from spec.draft_cache.drafting import Brought, Found, Given
+from spec.draft_cache.tables import Ends, unpack_chunks
+from spec.eagle import model as eagle
+from spec.eagle import tree_search
+from spec.eagle.config import EagleConfig
+from spec.eagle.model import DeviceWeights
+from spec.eagle.tree_search import FIRST_TOKEN, Search
+
+Constants = tuple[DeviceWeights, jax.Array]  # and the rollout's key
+State = tuple[KVCache, jax.Array]  # the features of each row's last entry, [R, D]
+
+
+@dataclasses.dataclass(frozen=True)
+class TreeDrafting:
+    """`Drafting` by a search, which gives as many draft tokens as are asked for."""
+
+    search: Search
+    first_token: ClassVar[int] = FIRST_TOKEN
+    apart: ClassVar[bool] = True
+
+    def catch_up(self, given: Given, cache: KVCache, table_PX: jax.Array) -> KVCache:
+        (weights, _), [hidden_B1SW] = given
+        row_P, slot_P, first_P, tokens_PC = unpack_chunks(table_PX)
+        at_P = first_P - FIRST_TOKEN
+        windows = hidden_B1SW, slot_P, at_P, tokens_PC
+        k_PCKh, v_PCKh, _ = _entries(self.search.config, weights, *windows)
+        places_P2 = jnp.stack([row_P, at_P], axis=1)
+
+        def put(rows: jax.Array, new: jax.Array, axis: int) -> jax.Array:
+            dims = jax.lax.ScatterDimensionNumbers((1, 2, 3), (0,), (0, axis))
+            dropped = jax.lax.GatherScatterMode.FILL_OR_DROP  # windows of padding
+            new = new.astype(rows.dtype)
+            return kv_cache.pin(jax.lax.scatter(rows, places_P2, new, dims, mode=dropped))
+
+        [keys], [values] = cache.keys, cache.values
+        keys = put(keys, k_PCKh.transpose(0, 2, 3, 1), KEY_AXIS)
+        values = put(values, v_PCKh.transpose(0, 2, 1, 3), VALUE_AXIS)
+        return KVCache((keys,), (values,))
+
+    def begin(self, given: Given, cache: KVCache, ends: Ends) -> State:
+        (weights, _), [hidden_B1SW] = given
+        at_rest, length_B = cache.num_positions + FIRST_TOKEN, ends.total_B - FIRST_TOKEN
+        at_B = ends.starts(FIRST_TOKEN, at_rest) - FIRST_TOKEN
+        windows = hidden_B1SW, ends.slot_B, at_B, ends.tokens_BW
+        k_BCKh, v_BCKh, g_BCD = _entries(self.search.config, weights, *windows)
+        [keys], [values] = cache.keys, cache.values
+        keys = kv_cache.pin(kv_cache.write_keys(keys, k_BCKh, at_B))
+        values = kv_cache.pin(kv_cache.write_values(values, v_BCKh, at_B))
+        query_B11 = jnp.maximum(length_B - 1 - at_B, 0)[:, None, None]  # 0: a row at rest
+        return KVCache((keys,), (values,)), jnp.take_along_axis(g_BCD, query_B11, axis=1)[:, 0]
+
+    def draft(
+        self, constants: Constants, state: State, ends: Ends, depth: jax.Array, most: int
+    ) -> tuple[KVCache, Found]:
+        (weights, key), (cache, g_RD) = constants, state
+        where = weights, cache, g_RD, ends, depth, key, most
+        return cache, tree_search.search_from(*where, search=self.search)
+
+    def absorb(self, constants: Constants, state: State, brought: Brought) -> State:
+        """Absorb the emitted nodes, as many at a time as there are slots.
+
+        They have all that an entry is made of, so that as many are computed as were emitted.
+        """
+        (weights, _), config = constants, self.search.config
+        pending, drawn, slots, row_B = brought
+        B, [hidden_PW] = len(row_B), pending.features
+
+        def some(carry: tuple) -> tuple:
+            done, cache, g_RD = carry
+            nth_B = jnp.arange(B)
+            at_B = jnp.take(pending.order_P, done + nth_B, mode="clip")
+            slot_B, position_B = pending.row_P[at_B], pending.position_P[at_B]
+            of_row_B, num_left = row_B[slot_B], jnp.minimum(pending.count - done, B)
+            windows = hidden_PW[at_B][:, None], drawn.tokens_M[at_B][:, None], position_B[:, None]
+            k_B1Kh, v_B1Kh, g_B1D = _entries_of(config, weights, *windows)
+            dtype = cache.keys[0].dtype
+            entries = (k_B1Kh[:, 0].astype(dtype),), (v_B1Kh[:, 0].astype(dtype),), ()
+            cache = kv_cache.write(cache, Pending(*entries, of_row_B, position_B, nth_B, num_left))
+            is_last_B = (nth_B < num_left) & (position_B == slots.length[slot_B] - 1)
+            written_B = jnp.where(is_last_B, of_row_B, len(g_RD))
+            return done + B, cache, g_RD.at[written_B].set(g_B1D[:, 0], mode="drop")
+
+        def more(carry: tuple) -> jax.Array:
+            return carry[0] < pending.count
+
+        return jax.lax.while_loop(more, some, (jnp.int32(0), *state))[1:]
+
+
+def _entries(
+    config: EagleConfig,
+    weights: DeviceWeights,
+    hidden_B1SW: jax.Array,
+    slot_P: jax.Array,
+    at_P: jax.Array,
+    tokens_PC: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return keys and values, [P, C, K, h], and features [P, C, D] of windows of entries."""
+    C, W = tokens_PC.shape[1], hidden_B1SW.shape[3]
+
+    def cut(slot: jax.Array, at: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_slice(hidden_B1SW, (slot, 0, at, 0), (1, 1, C, W))[0, 0]
+
+    positions_PC = at_P[:, None] + jnp.arange(C)
+    return _entries_of(config, weights, jax.vmap(cut)(slot_P, at_P), tokens_PC, positions_PC)
+
+
+def _entries_of(
+    config: EagleConfig,
+    weights: DeviceWeights,
+    hidden_PCW: jax.Array,
+    tokens_PC: jax.Array,
+    positions_PC: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return keys and values, [P, C, K, h], and features, [P, C, D], of entries.
+
+    An entry is a hidden state and the token behind it; neither looks at others.
+    """
+    g_PCD = eagle.features(config, weights.params, hidden_PCW)
+    found = list[jax.Array]()
+
+    def look(q_PCHh: jax.Array, k_PCKh: jax.Array, v_PCKh: jax.Array) -> jax.Array:
+        found.extend((k_PCKh, v_PCKh))
+        return q_PCHh  # the outputs are not used
+
+    embedding_VD = weights.frozen.embedding_VD
+    eagle.layer_outputs(config, weights.params, embedding_VD, tokens_PC, g_PCD, positions_PC, look)
+    k_PCKh, v_PCKh = found
+    return k_PCKh, v_PCKh, g_PCD
