@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 import threading
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
@@ -42,8 +42,7 @@ class SuffixForest:
     """
 
     def __init__(self, max_context: int = 32) -> None:
-        if max_context < 1:
-            raise ValueError(f"max_context must be at least 1, got {max_context}")
+        assert max_context >= 1, max_context
         self.max_context = max_context
         # A child of the longest context must be counted too.
         self._depth = max_context + 1
@@ -108,8 +107,7 @@ class SuffixForest:
         Each occurrence of a context in it adds `weight` (float32, finite) to the
         context's weight.
         """
-        if not math.isfinite(weight):
-            raise ValueError(f"weight must be finite, got {weight}")
+        assert math.isfinite(weight), weight
         tokens_T = _tokens(tokens)
         with self._lock:
             tree_row = self._tree_row(tree)
@@ -137,30 +135,17 @@ class SuffixForest:
         """Append `tokens_T[offsets_S[s]:offsets_S[s + 1]]` to each sequence s in turn."""
         tokens_T, offsets_S = _tokens(tokens_T), _integers(offsets_S)
         ids_S = _integers(sequences_S)
-        good = len(offsets_S) == len(ids_S) + 1 and offsets_S[0] >= 0
-        if not good or offsets_S[-1] > len(tokens_T) or (np.diff(offsets_S) < 0).any():
-            raise ValueError(
-                f"offsets must be {len(ids_S) + 1} numbers that do not fall, from 0 to at most "
-                f"{len(tokens_T)} (sequences + 1, tokens), got {offsets_S}"
-            )
+        fits = len(offsets_S) == len(ids_S) + 1 and offsets_S[-1] <= len(tokens_T)
+        fits = fits and bool((np.diff(offsets_S, prepend=0) >= 0).all())
+        assert fits, f"offsets {offsets_S} of {len(ids_S)} sequences, {len(tokens_T)} tokens"
         with self._lock:
             rows_S = ids_S & kernels.SLOT_MASK
-            generations = self._arena.sequences[:, kernels.SEQUENCE_GENERATION]
-            bad_S = (ids_S < 0) | (rows_S >= self._num_sequences)
-            bad_S |= generations[np.where(bad_S, 0, rows_S)] != ids_S >> 32
-            for sequence in ids_S[bad_S]:
-                self._sequence_row(int(sequence))  # raises, and names it
+            assert (rows_S < self._num_sequences).all(), f"a sequence that never was: {ids_S}"
+            generations_S = self._arena.sequences[rows_S, kernels.SEQUENCE_GENERATION]
+            assert (generations_S == ids_S >> 32).all(), f"a sequence whose tree is gone: {ids_S}"
             self._append(rows_S, tokens_T, offsets_S)
 
     # --- queries --------------------------------------------------------------------------
-
-    def count(self, tree: int, context: Any) -> int:
-        """Count a context of at most `max_context` tokens in the tree's sequences."""
-        return self._occurrences(tree, context)[0]
-
-    def weight(self, tree: int, context: Any) -> float:
-        """Sum the sequences' weights over the occurrences of a context."""
-        return self._occurrences(tree, context)[1]
 
     def follow(
         self,
@@ -181,31 +166,21 @@ class SuffixForest:
         again.
         """
         most = self.max_context if longest is None else longest
-        if not 1 <= most <= self.max_context:
-            raise ValueError(
-                f"longest must be in 1 … max_context={self.max_context}, got {longest}"
-            )
+        assert 1 <= most <= self.max_context, (longest, self.max_context)
         which_F = _which(followers, which_F)
         rows_F, lengths_F = _integers(rows_F), _integers(lengths_F)
-        if tokens_BL.dtype != np.int32 or tokens_BL.ndim != 2:
-            raise ValueError(
-                f"tokens_BL must be int32 [rows, tokens], got {tokens_BL.dtype} {tokens_BL.shape}"
-            )
-        if not len(rows_F) == len(lengths_F) == len(which_F):
-            raise ValueError(
-                "expected one row and one length for each follower, got "
-                f"{len(rows_F)}, {len(lengths_F)} and {len(which_F)}"
-            )
+        assert tokens_BL.dtype == np.int32 and tokens_BL.ndim == 2, (
+            tokens_BL.dtype,
+            tokens_BL.shape,
+        )
+        assert len(rows_F) == len(lengths_F) == len(which_F), "a row and a length each"
         tokens_BL = _writable(tokens_BL)
         with self._lock:
             bad = queries.follow(
                 self._arena, most, which_F, followers.trees_F, followers.state_FX,
                 tokens_BL, rows_F, lengths_F,
             )  # fmt: skip
-        if bad != kernels.NONE:
-            B, L = tokens_BL.shape
-            reading = f"row {rows_F[bad]} of {B}, length {lengths_F[bad]} of {L}"
-            self._raise_bad(followers, which_F[bad], reading)
+        assert bad == kernels.NONE, f"follower {which_F[bad]}: it, its tree or its text is missing"
 
     def propose(
         self,
@@ -222,61 +197,20 @@ class SuffixForest:
         none.
         """
         which_F, max_nodes_F = _which(followers, which_F), _integers(max_nodes_F)
-        if len(max_nodes_F) != len(which_F) or len(out.count_A) < len(which_F):
-            raise ValueError(
-                f"expected {len(which_F)} limits and as many rows to write, got "
-                f"{len(max_nodes_F)} and {len(out.count_A)}"
-            )
-        if rule.longest > self.max_context:
-            raise ValueError(
-                f"longest={rule.longest} is beyond the forest's max_context={self.max_context}: "
-                "make the forest with a larger one"
-            )
+        assert len(max_nodes_F) == len(which_F) <= len(out.count_A), "a limit and a row each"
+        assert rule.longest <= self.max_context, (rule.longest, self.max_context)
         limits = rule.limits(self.max_context)
         trees_F, state_FX = followers.trees_F, followers.state_FX
         with self._lock:
             bad = queries.propose(self._arena, limits, which_F, trees_F, state_FX, max_nodes_F, out)
-        if bad != kernels.NONE:
-            self._raise_bad(followers, which_F[bad], "")
-
-    def _occurrences(self, tree: int, context: Any) -> tuple[int, float]:
-        tokens_T = _tokens(context)
-        if len(tokens_T) > self.max_context:
-            raise ValueError(
-                f"contexts are counted up to max_context={self.max_context} tokens, got "
-                f"{len(tokens_T)}"
-            )
-        with self._lock:
-            arena = self._arena
-            state, matched = queries.locate(arena, self._tree_row(tree), tokens_T)
-            if matched < len(tokens_T):
-                return 0, 0.0
-            count, weight = arena.states[state, kernels.COUNT], arena.weights[state, kernels.WEIGHT]
-            return int(count), float(weight)
-
-    def _raise_bad(self, followers: Followers, f: int, reading: str) -> NoReturn:
-        """Raise ValueError for follower f, at which a kernel stopped."""
-        if not 0 <= f < len(followers.trees_F):
-            raise ValueError(f"there is no follower {f}: there are {len(followers.trees_F)}")
-        tree = int(followers.trees_F[f])
-        if tree != kernels.NONE:
-            self._tree_row(tree)  # raises where it is gone
-        raise ValueError(f"follower {f} cannot read what there is not: {reading}")
+        assert bad == kernels.NONE, f"follower {which_F[bad]}: it or its tree is missing"
 
     # --- inside; the lock is held ---------------------------------------------------------
 
     def _tree_row(self, tree: int) -> int:
         row = tree & kernels.SLOT_MASK
         generations = self._arena.trees[:, kernels.TREE_GENERATION]
-        if row not in self._members or generations[row] != tree >> 32:
-            raise ValueError(f"there is no tree {tree}: it was uprooted, or the id is not a tree's")
-        return row
-
-    def _sequence_row(self, sequence: int) -> int:
-        row = sequence & kernels.SLOT_MASK
-        generations = self._arena.sequences[:, kernels.SEQUENCE_GENERATION]
-        if not 0 <= row < self._num_sequences or generations[row] != sequence >> 32:
-            raise ValueError(f"there is no sequence {sequence}: its tree was uprooted")
+        assert row in self._members and generations[row] == tree >> 32, f"there is no tree {tree}"
         return row
 
     def _append(self, rows_S: np.ndarray, tokens_T: np.ndarray, offsets_S: np.ndarray) -> None:
@@ -342,12 +276,8 @@ def _tokens(tokens: Any) -> np.ndarray:
     tokens_T = np.asarray(tokens)
     if tokens_T.size == 0:
         return np.empty(0, np.int32)
-    if tokens_T.ndim != 1 or tokens_T.dtype.kind not in "iu":
-        raise ValueError(
-            f"tokens must be a vector of integers, got {tokens_T.dtype} {tokens_T.shape}"
-        )
-    if tokens_T.min() < 0 or tokens_T.max() > 2**31 - 1:
-        raise ValueError(f"tokens must be in 0 … 2³¹−1, got {tokens_T.min()} … {tokens_T.max()}")
+    assert tokens_T.ndim == 1 and tokens_T.dtype.kind in "iu", (tokens_T.dtype, tokens_T.shape)
+    assert 0 <= tokens_T.min() <= tokens_T.max() <= _MOST, "tokens are numbered from 0, in int32"
     return _writable(tokens_T.astype(np.int32, copy=False))
 
 

@@ -1,4 +1,4 @@
-"""Queries of a suffix forest: look contexts up, follow live ones, propose what comes next.
+"""Queries of a suffix forest: follow live contexts, propose what comes next.
 
 F = followers, N = draft tokens, B = rows of text, L = tokens of a row.
 """
@@ -61,21 +61,9 @@ class ProposalRule:
     path_tokens: int = 32
 
     def __post_init__(self) -> None:
-        if not 0 <= self.shortest <= self.longest or self.longest < 1:
-            raise ValueError(
-                "expected 0 ≤ shortest ≤ longest and longest ≥ 1, got "
-                f"shortest={self.shortest}, longest={self.longest}"
-            )
-        if self.path_tokens < 0:
-            raise ValueError(f"path_tokens must be 0 or more, got {self.path_tokens}")
-        if self.max_children < 1:
-            raise ValueError(f"max_children must be at least 1 (a chain), got {self.max_children}")
-        if self.rank_by not in ("count", "weight"):
-            raise ValueError(f"rank_by must be 'count' or 'weight', got {self.rank_by!r}")
-        if not (self.prior >= 0 and math.isfinite(self.prior)):
-            raise ValueError(f"prior must be finite and at least 0, got {self.prior}")
-        if not self.min_prob <= 1:
-            raise ValueError(f"min_prob must be at most 1, got {self.min_prob}")
+        assert 0 <= self.shortest <= self.longest >= 1, (self.shortest, self.longest)
+        assert self.path_tokens >= 0 and self.max_children >= 1 and self.min_prob <= 1, self
+        assert self.rank_by in ("count", "weight") and 0 <= self.prior < math.inf, self
 
     @property
     def context_tokens(self) -> int:
@@ -84,10 +72,7 @@ class ProposalRule:
 
     def limits(self, max_context: int) -> tuple[int, int, int, bool, float, float, int]:
         """Return the `Limits` for a forest of that `max_context`, as a plain tuple."""
-        most, by_weight = (
-            min(self.longest + self.path_tokens, max_context),
-            self.rank_by == "weight",
-        )
+        most, by_weight = min(self.context_tokens, max_context), self.rank_by == "weight"
         counts = self.longest, self.shortest, self.max_children
         return *counts, by_weight, float(self.prior), float(self.min_prob), most
 
@@ -159,16 +144,6 @@ def _step(a, root, node, matched, token, most):
             return root, np.int64(0)
         node = np.int64(a.states[node, k.LINK])
         matched = np.int64(a.states[node, k.LENGTH])
-
-
-@kernel
-def locate(a, row, tokens_T, stamp=k.STAMP):
-    """Return (state, tokens) of the longest counted suffix of `tokens_T`."""
-    root = a.trees[row, k.ROOT]
-    node, matched = root, np.int64(0)
-    for token in tokens_T:
-        node, matched = _step(a, root, node, matched, token, len(tokens_T))
-    return node, matched
 
 
 @part
