@@ -41,17 +41,9 @@ class CachedRows:
         known. There must be as many rows as requests.
         """
         rows_A = self._rows(live)
-        agreed_A = np.zeros(len(live), np.int32)
         total_A = np.minimum(live.total_tokens_A, self.tokens_BS.shape[1]).astype(np.int32)
-        _follow(
-            live.tokens_BL,
-            live.rows_A,
-            total_A,
-            rows_A,
-            self.tokens_BS,
-            self.filled_B,
-            agreed_A,
-        )
+        texts = live.tokens_BL, live.rows_A, total_A
+        agreed_A = _follow(*texts, rows_A, self.tokens_BS, self.filled_B)
         at_A, drafted_A = self.drafted_at_B[rows_A], self.drafted_B[rows_A]
         seen_A = np.clip(total_A - at_A, 0, drafted_A)
         accepted_A = np.clip(agreed_A - at_A, 0, seen_A)
@@ -127,10 +119,9 @@ class CachedRows:
 
 
 @numba.njit(cache=True, nogil=True)
-def _follow(  # type: ignore[no-untyped-def]
-    tokens_BL, rows_A, total_A, held_A, held_BS, filled_B, agreed_A
-):
-    """Write each request's tokens to its row; agreed_A: the length of the prefix they share."""
+def _follow(tokens_BL, rows_A, total_A, held_A, held_BS, filled_B):  # type: ignore[no-untyped-def]
+    """Write each request's tokens to its row; return the lengths of the prefixes they share."""
+    agreed_A = np.zeros(len(rows_A), np.int32)
     for a in range(len(rows_A)):
         text, held, b = tokens_BL[rows_A[a]], held_BS[held_A[a]], held_A[a]
         k, end = 0, min(total_A[a], filled_B[b])
@@ -139,6 +130,7 @@ def _follow(  # type: ignore[no-untyped-def]
         agreed_A[a], filled_B[b] = k, total_A[a]
         for t in range(k, total_A[a]):
             held[t] = text[t]
+    return agreed_A
 
 
 @numba.njit(cache=True, nogil=True)

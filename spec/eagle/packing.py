@@ -43,7 +43,7 @@ def pack(
     Returns numpy batches [num_rows, row_tokens] that hold each sequence once. Rows are dealt to
     the batches in turn, so that each has long and short sequences. With `max_batches` the emptiest
     rows beyond them are left out.
-    Raises ValueError if states differ in width or dtype, or windows would not advance.
+    Raises ValueError if windows would not advance.
     """
     windows = _windows(sequences, row_tokens)
     windows.sort(key=lambda w: -w.num_tokens)
@@ -86,11 +86,8 @@ def _windows(sequences: Sequence[HiddenStates], row_tokens: int) -> list[_Window
 def _batches(
     sequences: Sequence[HiddenStates], rows: list[list[_Window]], num_rows: int, row_tokens: int
 ) -> list[DrafterBatch]:
-    if num_rows < 1:
-        raise ValueError(f"expected num_rows >= 1, got {num_rows}")
     kinds = {(s.hidden_TW.shape[1], str(s.hidden_TW.dtype)) for s in sequences}
-    if len(kinds) > 1:
-        raise ValueError(f"expected hidden states of one width and dtype, got {sorted(kinds)}")
+    assert len(kinds) <= 1, f"hidden states of several widths or dtypes: {sorted(kinds)}"
     num_batches = -(-len(rows) // num_rows)
     return [
         _batch(sequences, rows[i::num_batches], num_rows, row_tokens) for i in range(num_batches)

@@ -58,7 +58,7 @@ def loss(
     are those of step 0; `num_entries` that count at step 0 weight means over several batches.
     `frozen` holds the policy's head, which is the teacher, even if the drafter has its own.
 
-    Raises ValueError where drafter, variant and frozen parts do not fit.
+    Raises ValueError where drafter and variant do not fit.
     """
     _check_fit(config, training, frozen)
     terms, J = training.terms, training.terms.unroll_steps
@@ -171,13 +171,5 @@ def _check_fit(config: EagleConfig, training: DrafterTrainingConfig, frozen: Sha
             f"got {config.design}: change the drafter's design or DrafterTraining.variant"
         )
     num_rows, V = frozen.head_UD.shape[0], frozen.embedding_VD.shape[0]
-    if num_rows != config.num_draft_ids:
-        raise ValueError(
-            f"expected the policy's head over {config.num_draft_ids} draft tokens, got "
-            f"{num_rows} rows: make it by eagle.frozen(policy, draft_ids_U)"
-        )
-    if num_rows != V and frozen.draft_ids_U is None:
-        raise ValueError(
-            f"expected draft_ids_U with a head over {num_rows} of {V} tokens, got none: make "
-            "the frozen parts by eagle.frozen(policy, draft_ids_U)"
-        )
+    assert num_rows == config.num_draft_ids, "not the policy's head over the draft tokens"
+    assert num_rows == V or frozen.draft_ids_U is not None, "a head over some tokens needs a map"

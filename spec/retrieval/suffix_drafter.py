@@ -19,7 +19,7 @@ class RequestFollowers:
     """One follower for each live request in one forest, and drafts from their matches."""
 
     def __init__(self, forest: SuffixForest, rule: ProposalRule, source: Source) -> None:
-        self.forest, self._rule, self._source = forest, rule, source
+        self._forest, self._rule, self._source = forest, rule, source
         self._followers = Followers.of([])
         self._index = RequestIndex()
 
@@ -29,15 +29,9 @@ class RequestFollowers:
         """Draft for each request from its tree; nothing where the tree is `NO_TREE`."""
         drafts = no_drafts(len(live), max_nodes)
         which_A = self._which(live, trees_A)
-        self.forest.follow(
-            self._followers,
-            live.tokens_BL,
-            live.rows_A,
-            live.total_tokens_A,
-            which_A,
-            self._rule.longest,
-        )
-        self.forest.propose(self._followers, self._rule, max_nodes_A, drafts, which_A)
+        texts = live.tokens_BL, live.rows_A, live.total_tokens_A
+        self._forest.follow(self._followers, *texts, which_A, self._rule.longest)
+        self._forest.propose(self._followers, self._rule, max_nodes_A, drafts, which_A)
         drafts.sources_AN[:] = self._source
         return drafts
 
@@ -68,14 +62,14 @@ def with_prompt_tail(prompt: np.ndarray, response: np.ndarray, num_tokens: int) 
 def new_tokens(live: LiveSlots, known_A: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the tokens from the known_A-th on, joined over requests, and the offset of each."""
     offsets = np.concatenate([[0], np.cumsum(live.total_tokens_A - known_A)])
-    tokens_T = np.empty(offsets[-1], np.int32)
     known_A = np.ascontiguousarray(known_A, np.int64)
-    _gather(live.tokens_BL, live.rows_A, known_A, offsets, tokens_T)
-    return tokens_T, offsets
+    return _gather(live.tokens_BL, live.rows_A, known_A, offsets), offsets
 
 
 @numba.njit(cache=True, nogil=True)
-def _gather(tokens_BL, rows_A, known_A, offsets, out_T):  # type: ignore[no-untyped-def]
+def _gather(tokens_BL, rows_A, known_A, offsets):  # type: ignore[no-untyped-def]
+    out_T = np.empty(offsets[-1], np.int32)
     for a in range(len(rows_A)):
         for i in range(offsets[a + 1] - offsets[a]):
             out_T[offsets[a] + i] = tokens_BL[rows_A[a], known_A[a] + i]
+    return out_T

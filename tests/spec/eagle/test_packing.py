@@ -174,15 +174,13 @@ def test_the_policys_dtype_is_kept():
     source = dataclasses.replace(source, hidden_TW=source.hidden_TW.astype(jnp.bfloat16))
     [batch] = pack([source], 1, 8)
     assert batch.hidden_BTW.dtype == jnp.bfloat16
-    with pytest.raises(ValueError, match="one width and dtype, got .*bfloat16.*float32"):
+    with pytest.raises(AssertionError, match="widths or dtypes: .*bfloat16.*float32"):
         pack([source, sequence(2, 5, 0)], 1, 8)
 
 
 def test_sizes():
     with pytest.raises(ValueError, match="row_tokens above 2, .* got 2"):
         pack([sequence(1, 5, 0)], 1, 2)
-    with pytest.raises(ValueError, match="num_rows >= 1, got 0"):
-        pad([sequence(1, 5, 0)], 0, 8)
 
 
 def test_the_emptiest_rows_beyond_max_batches_are_left_out():
