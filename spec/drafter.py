@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from spec.config import SamplingConfig
-from spec.tree import PADDING, Draft, check_draft
+from spec.tree import PADDING, Draft
 
 Arguments = tuple[tuple, dict[str, Any]]
 Program = tuple[Any, Callable[[], Arguments]]  # a jitted step and a maker of its arguments
@@ -142,14 +142,13 @@ def fill(
 
 
 def stack(drafts: Sequence[Draft], max_nodes: int) -> Drafts:
-    """Return hand-made drafts as arrays, cut to `max_nodes`.
-
-    Raises ValueError if one is not a tree.
-    """
+    """Return hand-made drafts as arrays, cut to `max_nodes`; each must be a tree."""
     out = no_drafts(len(drafts), max_nodes)
     for a, draft in enumerate(drafts):
         n = min(len(draft.tokens), max_nodes)
-        check_draft(draft, n, f"request {a}")
+        edges = list(zip(draft.parents[:n], draft.tokens[:n], strict=True))
+        before = all(-1 <= parent < i and token >= 0 for i, (parent, token) in enumerate(edges))
+        assert before and len(set(edges)) == n, f"request {a} has no tree: {draft}"
         out.tokens_AN[a, :n] = draft.tokens[:n]
         out.parents_AN[a, :n] = draft.parents[:n]
         out.prob_AN[a, :n] = 1.0

@@ -29,19 +29,3 @@ def chain(tokens: Sequence[int]) -> Draft:
 
 
 NO_DRAFT = Draft((), ())
-
-
-def check_draft(draft: Draft, num_nodes: int, name: str) -> None:
-    """Raise ValueError unless a draft's first `num_nodes` are a tree.
-
-    A parent must come before its child, and siblings must differ in their tokens.
-    """
-    edges = list(zip(draft.parents[:num_nodes], draft.tokens[:num_nodes], strict=True))
-    for i, (parent, token) in enumerate(edges):
-        if not -1 <= parent < i or token < 0:
-            raise ValueError(
-                f"draft node {i} of {name} is (parent {parent}, token {token}): expected a "
-                f"parent in −1 … {i - 1} and a token of at least 0"
-            )
-    if len(set(edges)) != num_nodes:
-        raise ValueError(f"the draft of {name} repeats a token among siblings: merge them")

@@ -16,8 +16,7 @@ class ChainConfig:
 
     A chain's first pass has `window_tokens` a row; earlier tokens that a row lacks are computed in
     chunks of up to `chunk_tokens`, about `pass_tokens` a pass. Chains have up to `max_draft_tokens`
-    draft tokens and end when their probability falls below `min_prob`. `shared_noise_prob` is the
-    acceptance assumed of a draw with shared noise before any was observed.
+    draft tokens and end when their probability falls below `min_prob`.
     """
 
     window_tokens: int = 2
@@ -25,7 +24,6 @@ class ChainConfig:
     pass_tokens: int = 512
     max_draft_tokens: int = 16
     min_prob: float = 0.0
-    shared_noise_prob: float = 0.7
 
     def __post_init__(self) -> None:
         for name in ("window_tokens", "pass_tokens", "max_draft_tokens"):
@@ -36,11 +34,8 @@ class ChainConfig:
                 "expected window_tokens <= chunk_tokens, got "
                 f"{self.window_tokens}, {self.chunk_tokens}"
             )
-        if not (0 <= self.min_prob <= 1 and 0 < self.shared_noise_prob < 1):
-            raise ValueError(
-                "expected min_prob in [0, 1] and shared_noise_prob in (0, 1), got "
-                f"{self.min_prob}, {self.shared_noise_prob}"
-            )
+        if not 0 <= self.min_prob <= 1:
+            raise ValueError(f"expected min_prob in [0, 1], got {self.min_prob}")
 
     @property
     def passes(self) -> Passes:

@@ -22,7 +22,8 @@ from spec.draft_model.config import ChainConfig, Proposal
 from spec.draft_model.drafting import LACKING_TOKENS, ChainDrafting
 from spec.drafter import LiveSlots, RoundsDrafter, Source
 
-PRIOR_DRAFTS = 8  # the weight of `shared_noise_prob`, in observed drafts
+# what is assumed of draws with shared noise before any was observed: drafts, and their acceptance
+PRIOR_DRAFTS, PRIOR_PROB = 8, 0.7
 
 
 class DraftModelDrafter(CachingDrafter):
@@ -98,8 +99,7 @@ class DraftModelDrafter(CachingDrafter):
         self._observed_K += ((depth_K <= accepted_A1) & (depth_K < seen_A1)).sum(axis=0)
 
     def _mean_prob(self) -> np.ndarray:
-        prior = PRIOR_DRAFTS * self.config.shared_noise_prob
-        rate_K = (self._accepted_K + prior) / (self._observed_K + PRIOR_DRAFTS)
+        rate_K = (self._accepted_K + PRIOR_DRAFTS * PRIOR_PROB) / (self._observed_K + PRIOR_DRAFTS)
         return np.cumprod(rate_K).astype(np.float32)
 
     def reach(self) -> int:

@@ -33,7 +33,7 @@ from spec.draft_cache import drafter as caching_drafter
 from spec.draft_cache import drafting
 from spec.draft_cache.rows import CachedRows
 from spec.draft_cache.tables import CHUNK_COLUMNS, END_COLUMNS
-from spec.draft_model.drafter import PRIOR_DRAFTS, DraftModelDrafter
+from spec.draft_model.drafter import PRIOR_DRAFTS, PRIOR_PROB, DraftModelDrafter
 from spec.draft_model.drafting import ChainDrafting
 from spec.drafter import Source
 from spec.tree import PADDING
@@ -163,7 +163,7 @@ def test_chains_end_where_their_prob_is_small():
 def test_shared_noise_probs_are_mean_acceptances_by_depth():
     host, drafter, most_A = Host(), make_drafter(proposal="shared_noise"), np.array([3], np.int32)
     host.enter(1, [4, 5, 6])
-    prior, seen = CONFIG.shared_noise_prob, np.zeros((3, 2))
+    prior, seen = PRIOR_PROB, np.zeros((3, 2))
     for accepted in (1, 3, 0, 2):
         drafts = drafter.propose(host.live(), most_A, 7)
         rate = (seen[:, 0] + PRIOR_DRAFTS * prior) / (seen[:, 1] + PRIOR_DRAFTS)
@@ -301,7 +301,6 @@ def test_another_way_to_draft_is_refused():
         ({"max_draft_tokens": 0}, "max_draft_tokens must be at least 1, got 0"),
         ({"window_tokens": 17}, "expected window_tokens <= chunk_tokens, got 17, 16"),
         ({"min_prob": 1.5}, r"expected min_prob in \[0, 1\]"),
-        ({"shared_noise_prob": 1.0}, r"shared_noise_prob in \(0, 1\), got 0.0, 1.0"),
     ],
 )
 def test_bad_settings_are_named(change, words):
