@@ -22,7 +22,7 @@ import numpy as np
 
 from spec.drafter import Drafter, Drafts, LiveSlots, Source
 from spec.per_request import RequestIndex, with_room
-from spec.retrieval.suffix_drafter import NO_TREE, RequestFollowers, new_tokens
+from spec.retrieval.suffix_drafter import RequestFollowers, new_tokens
 from spec.retrieval.suffix_forest import ProposalRule, SuffixForest
 
 RULE = ProposalRule(longest=16, shortest=1, max_children=3, prior=0.3, min_prob=0.05, path_tokens=0)
@@ -162,9 +162,7 @@ class DraftClient:
 
     def batch_speculate(self, live: LiveSlots, max_nodes_A: np.ndarray, max_nodes: int) -> Drafts:
         """Draft for all live requests at once."""
-        groups = live.group_ids_A.tolist()
-        trees_A = np.array([self._trees.get(g, NO_TREE) for g in groups], np.int64)
-        return self._followers.propose(live, trees_A, max_nodes_A, max_nodes)
+        return self._followers.propose_by_group(live, self._trees, max_nodes_A, max_nodes)
 
     def forget_requests(self, request_ids: Iterable[int]) -> None:
         """Stop drafting for these requests; their tokens stay in the index."""

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from spec.drafter import Drafter, Drafts, LiveSlots, Source
-from spec.retrieval.suffix_drafter import NO_TREE, RequestFollowers, with_prompt_tail
+from spec.retrieval.suffix_drafter import RequestFollowers, with_prompt_tail
 from spec.retrieval.suffix_forest import ProposalRule, SuffixForest
 from spec.reuse.rollout_cache import RolloutCache
 
@@ -67,13 +67,11 @@ class HistoryDrafter(Drafter):
     def __init__(
         self, index: HistoryIndex, keys: Mapping[int, str], rule: ProposalRule = RULE
     ) -> None:
-        self._trees = {group: index.trees.get(key, NO_TREE) for group, key in keys.items()}
+        self._trees = {g: index.trees[key] for g, key in keys.items() if key in index.trees}
         self._followers = RequestFollowers(index.forest, rule, Source.HISTORY)
 
     def propose(self, live: LiveSlots, max_nodes_A: np.ndarray, max_nodes: int) -> Drafts:
-        groups = live.group_ids_A.tolist()
-        trees_A = np.array([self._trees.get(g, NO_TREE) for g in groups], np.int64)
-        return self._followers.propose(live, trees_A, max_nodes_A, max_nodes)
+        return self._followers.propose_by_group(live, self._trees, max_nodes_A, max_nodes)
 
     def finished(self, live: LiveSlots) -> None:
         self._followers.forget(live.request_ids_A.tolist())

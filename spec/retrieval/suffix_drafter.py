@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import numba
 import numpy as np
@@ -34,6 +34,13 @@ class RequestFollowers:
         self._forest.propose(self._followers, self._rule, max_nodes_A, drafts, which_A)
         drafts.sources_AN[:] = self._source
         return drafts
+
+    def propose_by_group(
+        self, live: LiveSlots, trees: Mapping[int, int], max_nodes_A: np.ndarray, max_nodes: int
+    ) -> Drafts:
+        """Draft for each request from its group's tree, if it has one."""
+        trees_A = np.array([trees.get(g, NO_TREE) for g in live.group_ids_A.tolist()], np.int64)
+        return self.propose(live, trees_A, max_nodes_A, max_nodes)
 
     def forget(self, request_ids: Iterable[int]) -> None:
         """Forget requests that have ended."""

@@ -48,10 +48,8 @@ class SuffixForest:
         self._depth = max_context + 1
         self._lock = threading.Lock()
         self._members: dict[int, list[int]] = {}  # tree row → its sequences
-        self._free_trees: list[int] = []
-        self._free_sequences: list[int] = []
-        self._num_trees = self._num_sequences = 0  # rows ever used
-        self._num_tokens = self._live_sequences = 0
+        self._free = {"trees": list(range(4)), "sequences": list(range(4))}  # rows
+        self._num_tokens = 0
         states = np.empty((16, 8), np.int32)
         self._arena = Arena(
             states=states,
@@ -80,11 +78,7 @@ class SuffixForest:
         """Make an empty tree and return its id."""
         with self._lock:
             self._make_room(tokens=1)
-            if self._free_trees:
-                row = self._free_trees.pop()
-            else:
-                row, self._num_trees = self._num_trees, self._num_trees + 1
-                self._grow_rows("trees", self._num_trees)
+            row = self._free_row("trees")
             kernels.plant(self._arena, row)
             self._members[row] = []
             return _id(row, self._arena.trees[row, kernels.TREE_GENERATION])
@@ -95,11 +89,10 @@ class SuffixForest:
             row = self._tree_row(tree)
             members = self._members.pop(row)
             self._num_tokens -= int(self._arena.trees[row, kernels.GROWN])
-            self._live_sequences -= len(members)
             kernels.uproot(self._arena, row)
             self._arena.sequences[members, kernels.SEQUENCE_GENERATION] += 1
-            self._free_sequences += members
-            self._free_trees.append(row)
+            self._free["sequences"] += members
+            self._free["trees"].append(row)
 
     def add(self, tree: int, tokens: Any = (), weight: float = 1.0) -> int:
         """Make a sequence of a tree, to which `append` may add, and return its id.
@@ -111,17 +104,12 @@ class SuffixForest:
         tokens_T = _tokens(tokens)
         with self._lock:
             tree_row = self._tree_row(tree)
-            if self._free_sequences:
-                row = self._free_sequences.pop()
-            else:
-                row, self._num_sequences = self._num_sequences, self._num_sequences + 1
-                self._grow_rows("sequences", self._num_sequences)
-                self._grow_rows("rates", self._num_sequences)
-            generation = self._arena.sequences[row, kernels.SEQUENCE_GENERATION]
+            row = self._free_row("sequences")
+            self._grow_rows("rates", len(self._arena.sequences))
+            generation = self._arena.sequences[row, kernels.SEQUENCE_GENERATION] + 1
             root = self._arena.trees[tree_row, kernels.ROOT]
             self._arena.sequences[row] = tree_row, root, root, 0, generation
             self._arena.rates[row] = weight
-            self._live_sequences += 1
             self._members[tree_row].append(row)
             if len(tokens_T):
                 self._append(np.array([row]), tokens_T, np.array([0, len(tokens_T)]))
@@ -140,9 +128,8 @@ class SuffixForest:
         assert fits, f"offsets {offsets_S} of {len(ids_S)} sequences, {len(tokens_T)} tokens"
         with self._lock:
             rows_S = ids_S & kernels.SLOT_MASK
-            assert (rows_S < self._num_sequences).all(), f"a sequence that never was: {ids_S}"
             generations_S = self._arena.sequences[rows_S, kernels.SEQUENCE_GENERATION]
-            assert (generations_S == ids_S >> 32).all(), f"a sequence whose tree is gone: {ids_S}"
+            assert (generations_S == ids_S >> 32).all(), f"a sequence that is not there: {ids_S}"
             self._append(rows_S, tokens_T, offsets_S)
 
     # --- queries --------------------------------------------------------------------------
@@ -226,10 +213,11 @@ class SuffixForest:
         edges that are not the first of their state: an edge outside the tree of longest
         paths belongs to a suffix of its own, and at most 2q states have no edge.
         """
+        live_sequences = len(self._arena.sequences) - len(self._free["sequences"])
         taken, _, num_free = self._arena.pools[kernels.STATE_POOL].tolist()
         need = {
             "states": taken - num_free + 2 * tokens,
-            "edges": self._num_tokens + tokens + 2 * self._live_sequences,
+            "edges": self._num_tokens + tokens + 2 * live_sequences,
         }
         if max(need.values()) > _MOST:
             raise OverflowError(
@@ -244,6 +232,14 @@ class SuffixForest:
             table = np.zeros(1 << (slots - 1).bit_length(), np.int64)
             kernels.rehash(self._arena.table, table)
             self._arena = self._arena._replace(table=table)
+
+    def _free_row(self, name: str) -> int:
+        """Take a row of trees or sequences."""
+        free, old = self._free[name], len(getattr(self._arena, name))
+        if not free:
+            self._grow_rows(name, old + 1)
+            free += range(old, len(getattr(self._arena, name)))
+        return free.pop()
 
     def _grow_rows(self, name: str, need: int) -> None:
         old = getattr(self._arena, name)
