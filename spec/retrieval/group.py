@@ -5,16 +5,16 @@ the groups that it has registered, and drafts from an index of its own. What a r
 sent whoever drafted in it, and sent, fetched and indexed by a thread, while the next round runs:
 the rollout thread has Python to itself where the device waits for it.
 Messages are plain data, so that the server could move to another process and serve many workers;
-here both are in one process. A = live requests, F = rows of requests, U = pieces of requests'
-tokens, T = the tokens of all pieces.
+here both are in one process. A = live requests, F = rows of requests, U = those that send
+something, T = their tokens.
 """
 
 from __future__ import annotations
 
 import collections
-import dataclasses
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from array import array
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
@@ -28,38 +28,8 @@ from spec.retrieval.suffix_forest import ProposalRule, SuffixForest
 RULE = ProposalRule(longest=16, shortest=1, max_children=3, prior=0.3, min_prob=0.05, path_tokens=0)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Pieces:
-    """New tokens of requests: `tokens_T[offsets_U[u]:offsets_U[u + 1]]`, behind `previous_U[u]`."""
-
-    group_ids_U: np.ndarray
-    request_ids_U: np.ndarray
-    previous_U: np.ndarray
-    tokens_T: np.ndarray
-    offsets_U: np.ndarray  # one more than pieces
-
-    def __iter__(self) -> Iterator[tuple[int, int, int, np.ndarray]]:
-        """Yield each piece's group, request, number of tokens before it, and tokens."""
-        names = self.group_ids_U.tolist(), self.request_ids_U.tolist(), self.previous_U.tolist()
-        ends = self.offsets_U.tolist()
-        for group, request, previous, first, end in zip(*names, ends, ends[1:], strict=False):
-            yield group, request, previous, self.tokens_T[first:end]
-
-
-class _Text:
-    """The tokens of one request, in an array with room for more."""
-
-    def __init__(self) -> None:
-        self._tokens_T, self.num_tokens = np.empty(64, np.int32), 0
-
-    def append(self, tokens_T: np.ndarray) -> None:
-        end = self.num_tokens + len(tokens_T)
-        self._tokens_T = with_room(self._tokens_T, end, 0)
-        self._tokens_T[self.num_tokens : end] = tokens_T
-        self.num_tokens = end
-
-    def after(self, num_tokens: int) -> np.ndarray:
-        return self._tokens_T[num_tokens : self.num_tokens]
+# new tokens of a request: its group, itself, the number of tokens before them, and the tokens
+Piece = tuple[int, int, int, np.ndarray]
 
 
 class DraftServer:
@@ -70,11 +40,11 @@ class DraftServer:
 
     def __init__(self, group_size: int = 0) -> None:
         self._lock, self._group_size = threading.Lock(), group_size
-        self._texts: dict[int, dict[int, _Text]] = {}  # of each group, by request
+        self._texts: dict[int, dict[int, array[int]]] = {}  # of each group, by request
         self._ended: collections.defaultdict[int, set[int]] = collections.defaultdict(set)
         self._over: set[int] = set()
 
-    def update(self, pieces: Pieces) -> None:
+    def update(self, pieces: Iterable[Piece]) -> None:
         """Append requests' new tokens.
 
         Known tokens are left out, so that a message may come twice, and so are those of groups
@@ -85,14 +55,13 @@ class DraftServer:
                 if group in self._over:
                     continue
                 texts = self._texts.setdefault(group, {})
-                text = texts.get(request) or _Text()
-                if previous > text.num_tokens:
+                text = texts.setdefault(request, array("i"))
+                if previous > len(text):
                     raise ValueError(
-                        f"request {request} of group {group} has {text.num_tokens} tokens here: "
+                        f"request {request} of group {group} has {len(text)} tokens here: "
                         f"got an update that starts after {previous}; send what is missing"
                     )
-                text.append(tokens_T[text.num_tokens - previous :])
-                texts[request] = text
+                text.frombytes(tokens_T[len(text) - previous :].tobytes())
 
     def end(self, group_ids: Iterable[int], request_ids: Iterable[int]) -> None:
         """Hear of requests that have ended for good; each may be told of more than once."""
@@ -106,24 +75,21 @@ class DraftServer:
                     del self._ended[group]
                     self._texts.pop(group, None)
 
-    def fetch(self, seen: Mapping[int, Mapping[int, int]]) -> tuple[Pieces, list[int]]:
+    def fetch(self, seen: Mapping[int, Mapping[int, int]]) -> tuple[list[Piece], list[int]]:
         """Return what is new in the groups of `seen`, and those of them that are forgotten.
 
         `seen[group]` has the number of tokens that are known of its requests.
         """
-        names, texts = list[tuple[int, int, int]](), list[np.ndarray]()
+        pieces = []
         with self._lock:
             over = list(self._over.intersection(seen))
             for group, known in seen.items():
                 for request, text in self._texts.get(group, {}).items():
                     previous = known.get(request, 0)
-                    if text.num_tokens > previous:
-                        names.append((group, request, previous))
-                        texts.append(text.after(previous))
-        group_ids_U, request_ids_U, previous_U = np.array(names, np.int64).reshape(-1, 3).T
-        tokens_T = np.concatenate([np.empty(0, np.int32), *texts])
-        offsets_U = np.cumsum([0, *map(len, texts)])
-        return Pieces(group_ids_U, request_ids_U, previous_U, tokens_T, offsets_U), over
+                    if len(text) > previous:
+                        tokens_T = np.array(text[previous:], np.int32)
+                        pieces.append((group, request, previous, tokens_T))
+        return pieces, over
 
 
 class DraftClient:
@@ -148,8 +114,10 @@ class DraftClient:
             self._forest.uproot(self._trees.pop(group))
             del self._sequences[group], self.seen[group]
 
-    def apply(self, pieces: Pieces) -> None:
+    def apply(self, pieces: Sequence[Piece]) -> None:
         """Add fetched pieces to the index; each request's tokens go to its own sequence."""
+        if not pieces:
+            return
         sequences = []
         for group, request, previous, tokens_T in pieces:
             known = self._sequences[group]
@@ -157,8 +125,9 @@ class DraftClient:
                 known[request] = self._forest.add(self._trees[group])
             sequences.append(known[request])
             self.seen[group][request] = previous + len(tokens_T)
-        if sequences:
-            self._forest.append_batch(sequences, pieces.tokens_T, pieces.offsets_U)
+        texts = [tokens_T for *_, tokens_T in pieces]
+        offsets = np.cumsum([0, *map(len, texts)])
+        self._forest.append_batch(sequences, np.concatenate(texts), offsets)
 
     def batch_speculate(self, live: LiveSlots, max_nodes_A: np.ndarray, max_nodes: int) -> Drafts:
         """Draft for all live requests at once."""
@@ -219,20 +188,13 @@ class GroupDrafter(Drafter):
         which_A = self._index.of(live)
         self._sent_F = with_room(self._sent_F, self._index.size, 0)
         sent_A, length_A = self._sent_F[which_A], live.total_tokens_A - first_A
-        enough_A = length_A - sent_A >= at_least
-        chosen_U = np.nonzero(enough_A)[0]
+        chosen_U = np.nonzero(length_A - sent_A >= at_least)[0]
         if not len(chosen_U):
             return
-        tokens_T, offsets_A = new_tokens(
-            live, np.where(enough_A, first_A + sent_A, live.total_tokens_A)
-        )
-        pieces = Pieces(
-            live.group_ids_A[chosen_U],
-            live.request_ids_A[chosen_U],
-            sent_A[chosen_U],
-            tokens_T,
-            np.append(offsets_A[chosen_U], offsets_A[-1]),
-        )
+        tokens_T, ends = new_tokens(live.take(chosen_U), (first_A + sent_A)[chosen_U])
+        names = live.group_ids_A[chosen_U], live.request_ids_A[chosen_U], sent_A[chosen_U]
+        rows = zip(*(x.tolist() for x in (*names, ends[:-1], ends[1:])), strict=True)
+        pieces = [(group, r, n, tokens_T[start:end]) for group, r, n, start, end in rows]
         self._messages.append(partial(self._server.update, pieces))
         self._sent_F[which_A[chosen_U]] = length_A[chosen_U]
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from live_by_hand import drafts, ids, live_texts
 
-from spec.retrieval.group import DraftClient, DraftServer, GroupDrafter, Pieces
+from spec.retrieval.group import DraftClient, DraftServer, GroupDrafter
 from spec.retrieval.ngram import NgramDrafter
 from spec.retrieval.suffix_forest import ProposalRule
 
@@ -16,10 +16,7 @@ CHAIN = ProposalRule(longest=4, shortest=1)
 
 def pieces(*rows):
     """Each row is the group, the request, the number of tokens before, and the tokens."""
-    groups, requests, previous, tokens = zip(*rows, strict=True)
-    offsets = np.cumsum([0, *map(len, tokens)])
-    names = (np.array(x, np.int64) for x in (groups, requests, previous))
-    return Pieces(*names, ids(*(t for row in tokens for t in row)), offsets)
+    return [(*names, ids(*tokens)) for *names, tokens in rows]
 
 
 def told(found):
