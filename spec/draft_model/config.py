@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from spec.draft_cache.config import Passes
-
 Proposal = Literal["likeliest", "shared_noise"]
 
 
@@ -36,12 +34,3 @@ class ChainConfig:
             )
         if not 0 <= self.min_prob <= 1:
             raise ValueError(f"expected min_prob in [0, 1], got {self.min_prob}")
-
-    @property
-    def passes(self) -> Passes:
-        """Chunks have widths each a quarter of the next, all above the window."""
-        widths, width = [self.chunk_tokens], self.chunk_tokens // 4
-        while width > self.window_tokens:
-            widths.append(width)
-            width //= 4
-        return Passes(self.window_tokens, tuple(widths[::-1]), self.pass_tokens)

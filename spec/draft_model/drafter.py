@@ -16,7 +16,7 @@ import numpy as np
 from models import transformer
 from models.config import ModelConfig
 from spec.config import SamplingConfig
-from spec.draft_cache.cache import DraftCache, Runner
+from spec.draft_cache.cache import DraftCache, Passes, Runner
 from spec.draft_cache.drafter import CachingDrafter
 from spec.draft_model.config import ChainConfig, Proposal
 from spec.draft_model.drafting import LACKING_TOKENS, ChainDrafting
@@ -67,7 +67,7 @@ class DraftModelDrafter(CachingDrafter):
         # `reach` cuts chains of shared noise: the model does not know their probabilities
         self._min_prob = self.config.min_prob if proposal == "likeliest" else 0.0
         drafting = ChainDrafting(model, sampling.draw if proposal == "shared_noise" else None)
-        self._held = DraftCache(model, self.config.passes, drafting, runner)
+        self._held = DraftCache(model, _passes(self.config), drafting, runner)
         self._accepted_K = np.zeros(self.config.max_draft_tokens, np.int64)
         self._observed_K = np.zeros(self.config.max_draft_tokens, np.int64)
 
@@ -107,3 +107,12 @@ class DraftModelDrafter(CachingDrafter):
         if self._proposal == "likeliest":
             return self.depth
         return max(1, int((self._mean_prob()[: self.depth] >= self.config.min_prob).sum()))
+
+
+def _passes(config: ChainConfig) -> Passes:
+    """Return passes of chunks whose widths are each a quarter of the next, all above the window."""
+    widths, width = [config.chunk_tokens], config.chunk_tokens // 4
+    while width > config.window_tokens:
+        widths.append(width)
+        width //= 4
+    return Passes(config.window_tokens, tuple(widths[::-1]), config.pass_tokens)

@@ -13,8 +13,7 @@ import numpy as np
 
 from models.layout import FEATURE_AXES
 from spec.config import SamplingConfig
-from spec.draft_cache.cache import DraftCache, Runner
-from spec.draft_cache.config import Passes
+from spec.draft_cache.cache import DraftCache, Passes, Runner
 from spec.draft_cache.drafter import CachingDrafter
 from spec.drafter import LiveSlots, Source
 from spec.eagle.config import EagleConfig, TreeConfig

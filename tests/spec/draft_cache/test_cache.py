@@ -11,8 +11,7 @@ from draft_model_reference import LONGEST, MODEL, POLICY, Host
 
 from rl.engine.config import EngineConfig
 from spec.draft_cache import cache as draft_cache
-from spec.draft_cache.cache import DraftCache
-from spec.draft_cache.config import Passes
+from spec.draft_cache.cache import DraftCache, Passes
 
 BUCKETS = EngineConfig(slots=8, min_slots=2, min_positions=16)
 GIVEN = "weights", ()
