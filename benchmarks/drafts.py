@@ -30,7 +30,8 @@ import numpy as np
 from benchmarks import environment
 from benchmarks.draft_texts import Group, accepted_by_walk, save_groups, synthetic
 from spec.acceptance import round_acceptance
-from spec.budget.aimd import Aimd, WindowConfig
+from spec.budget.aimd import MOST_TOKENS as MOST_WINDOW
+from spec.budget.aimd import Aimd
 from spec.budget.union import DrafterUnion
 from spec.drafter import Drafter, LiveSlots
 from spec.retrieval import group as group_drafts
@@ -44,7 +45,6 @@ from spec.reuse.rollout_cache import CachedGroup, RolloutCache, of_group
 PACKAGES = ("jax", "numpy", "numba")
 DEPTH_TOKENS = 16  # of contexts, as the drafters of training have it
 BUDGET_NODES = 16
-MOST_WINDOW = WindowConfig().most_tokens
 REPEATS = 5
 THREAD_ROUNDS, ROUND_S = 100, 0.01
 

@@ -23,11 +23,6 @@ class RoundTimes:
     def __init__(self, seconds: Table, draft_seconds: Mapping[str, Table] | None = None) -> None:
         self._seconds = dict(seconds)
         self._drafts = {name: dict(table) for name, table in (draft_seconds or {}).items()}
-        # (depth, seconds), ascending, by (drafter, slots, positions)
-        self._depths: dict[tuple[str, int, int], list[tuple[int, float]]] = {}
-        for name, table in self._drafts.items():
-            for (slots, depth, positions), taken_s in sorted(table.items()):
-                self._depths.setdefault((name, slots, positions), []).append((depth, taken_s))
 
     @property
     def rounds(self) -> Table:
@@ -39,10 +34,11 @@ class RoundTimes:
 
     def draft(self, name: str, num_slots: int, depth: int, num_positions: int) -> float:
         """Interpolate the seconds between the measured depths; 0 if none is measured."""
-        at = self._depths.get((name, num_slots, num_positions))
+        table, bucket = self._drafts.get(name, {}), (num_slots, num_positions)
+        at = [(d, taken_s) for (slots, d, s), taken_s in table.items() if (slots, s) == bucket]
         if not at:
             return 0.0
-        (d0, t0), (d1, t1) = at[0], at[-1]
+        (d0, t0), (d1, t1) = min(at), max(at)
         return t0 if d0 == d1 else t0 + (t1 - t0) * (depth - d0) / (d1 - d0)
 
     def draft_depths(self, name: str) -> tuple[int, ...]:

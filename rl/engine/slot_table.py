@@ -27,12 +27,6 @@ from rl.trajectory import (
 from spec.config import SamplingConfig
 from spec.drafter import LiveSlots
 
-ARRAYS = (
-    *("tokens_BL", "logprobs_BL", "origins_BL", "prompt_tokens_B", "total_tokens_B", "limit_B"),
-    *("final_B", "busy_B", "entered_B", "request_ids_B", "group_ids_B", "sample_indices_B"),
-    *("rule_B", "state_B", "stopped_B", "processing_B3", "lacking_tokens_B"),
-)
-
 
 class SlotTable:
     """B rows; a row without a request is free. `tokens_BL` holds prompt, then response.
@@ -245,12 +239,15 @@ class SlotTable:
         rank = [(not busy, prompt not in wanted) for busy, prompt in pairs]
         return sorted(range(len(self)), key=rank.__getitem__)
 
+    def _arrays(self) -> dict[str, np.ndarray]:
+        return {name: x for name, x in vars(self).items() if isinstance(x, np.ndarray)}
+
     def keep(self, rows: Sequence[int]) -> None:
         """Make row i what row `rows[i]` was; the others are gone."""
         self.started = [self.started[b] for b in rows]
         self.prompts = [self.prompts[b] for b in rows]
-        for name in ARRAYS:
-            setattr(self, name, getattr(self, name)[np.asarray(rows)])
+        for name, array in self._arrays().items():
+            setattr(self, name, array[np.asarray(rows)])
         if self.cached is not None:
             self.cached.keep(rows)
 
@@ -259,11 +256,9 @@ class SlotTable:
         more = num_slots - len(self)
         self.started += [None] * more
         self.prompts += [None] * more
-        for name in ARRAYS:
-            array = getattr(self, name)
-            wider = np.zeros((num_slots, *array.shape[1:]), array.dtype)
-            wider[: len(array)] = array
-            setattr(self, name, wider)
+        for name, array in self._arrays().items():
+            new = np.zeros((more, *array.shape[1:]), array.dtype)
+            setattr(self, name, np.concatenate([array, new]))
         self.total_tokens_B[num_slots - more :] = 1
         if self.cached is not None:
             self.cached.widen(num_slots)

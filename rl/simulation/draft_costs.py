@@ -17,7 +17,7 @@ import numpy as np
 from sched.simulator.roofline import Instance, RoundCost
 from sched.simulator.specactor import sequential_tokens
 from sched.simulator.worker import RoundModel, RoundPlan
-from spec.budget.aimd import WindowConfig, next_windows
+from spec.budget.aimd import START_TOKENS, next_windows
 from spec.budget.budget import Budget
 from spec.drafter import Drafts, LiveSlots
 from spec.round_times import RoundTimes
@@ -139,16 +139,16 @@ class WindowMean:
     tokens: float
 
 
-def window_mean(config: WindowConfig, p: float, found: float = 1.0) -> WindowMean:
+def window_mean(p: float, found: float = 1.0) -> WindowMean:
     """Return the stationary mean of `spec.budget.aimd` if draft tokens are each accepted with p.
 
     Draft tokens are found with probability `found`; a request without any keeps its window, and
     gets its token by a plain round.
     """
-    windows = np.array(_windows(config))
+    windows = np.array(_windows())
     index = {int(w): i for i, w in enumerate(windows)}
-    grown = next_windows(config, windows, windows, windows)
-    reset = next_windows(config, windows, windows, np.zeros_like(windows))
+    grown = next_windows(windows, windows, windows)
+    reset = next_windows(windows, windows, np.zeros_like(windows))
     share = np.zeros(len(windows))
     share[0] = 1.0
     accepted = p ** windows.astype(float)
@@ -165,12 +165,12 @@ def window_mean(config: WindowConfig, p: float, found: float = 1.0) -> WindowMea
     return WindowMean(found * float(share @ windows), 1 + found * (float(tokens) - 1))
 
 
-def _windows(config: WindowConfig) -> list[int]:
+def _windows() -> list[int]:
     """Return all windows that a request can grow to, in ascending order."""
-    found = [config.start_tokens]
+    found = [START_TOKENS]
     while True:
         window = np.array([found[-1]])
-        (after,) = next_windows(config, window, window, window).tolist()
+        (after,) = next_windows(window, window, window).tolist()
         if after == found[-1]:
             return found
         found.append(after)

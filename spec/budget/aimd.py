@@ -5,7 +5,6 @@ A = live requests.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
@@ -16,34 +15,17 @@ from spec.drafter import Acceptance, Drafts, LiveSlots
 from spec.per_request import PerRequest, RequestIndex
 from spec.round_times import RoundTimes
 
+START_TOKENS, STEP_TOKENS, MOST_TOKENS = 2, 2, 32  # of windows
 DECAY = 0.9  # of the mean tokens a request, a round
 
 
-@dataclasses.dataclass(frozen=True)
-class WindowConfig:
-    """The first window, what a fully accepted draft adds, and the largest window; in tokens."""
-
-    start_tokens: int = 2
-    step_tokens: int = 2
-    most_tokens: int = 32
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.start_tokens <= self.most_tokens or self.step_tokens < 0:
-            raise ValueError(
-                "expected 1 <= start_tokens <= most_tokens and step_tokens >= 0, got "
-                f"{self.start_tokens}, {self.most_tokens}, {self.step_tokens}"
-            )
-
-
-def next_windows(
-    config: WindowConfig, window_A: np.ndarray, longest_A: np.ndarray, accepted_A: np.ndarray
-) -> np.ndarray:
+def next_windows(window_A: np.ndarray, longest_A: np.ndarray, accepted_A: np.ndarray) -> np.ndarray:
     """Return the windows after a round: one step more if the whole longest path was accepted.
 
     Otherwise the window starts again. A request without draft tokens keeps its window.
     """
-    grown_A = np.minimum(window_A + config.step_tokens, config.most_tokens)
-    changed_A = np.where(accepted_A >= longest_A, grown_A, config.start_tokens)
+    grown_A = np.minimum(window_A + STEP_TOKENS, MOST_TOKENS)
+    changed_A = np.where(accepted_A >= longest_A, grown_A, START_TOKENS)
     return np.where(longest_A > 0, changed_A, window_A)
 
 
@@ -58,10 +40,9 @@ class Aimd(Budget):
 
     PROBE = 32
 
-    def __init__(self, times: RoundTimes | None = None, window: WindowConfig | None = None) -> None:
-        self._config = window or WindowConfig()
+    def __init__(self, times: RoundTimes | None = None) -> None:
         self._times = times
-        self._windows = PerRequest(RequestIndex(), self._config.start_tokens)
+        self._windows = PerRequest(RequestIndex(), START_TOKENS)
         self._tokens_per_request = 0.0  # of a round of trees, decayed mean
         self._closed = 0
 
@@ -92,7 +73,7 @@ class Aimd(Budget):
             return
         longest_A = longest_paths(drafts, acceptance.observed_AN)
         accepted_A = acceptance.accepted_AN.sum(axis=1)
-        windows_A = next_windows(self._config, self._windows.get(live), longest_A, accepted_A)
+        windows_A = next_windows(self._windows.get(live), longest_A, accepted_A)
         self._windows.set(live, windows_A)
         mean = 1.0 + float(accepted_A.mean())
         old = self._tokens_per_request or mean

@@ -83,7 +83,6 @@ def config_for(
     design: Design = "eagle",
     *,
     draft_vocab_size: int = 0,
-    feature_layers: tuple[int, ...] | None = None,
 ) -> EagleConfig:
     """Return the shape of a drafter with the policy's own proportions.
 
@@ -94,9 +93,7 @@ def config_for(
     layers: tuple[int, ...] = ()
     if design == "eagle3":
         layers = (1, n // 2 - 1, n - 4) if n >= 8 else (0, (n - 1) // 2, max(n - 2, 0))
-        layers = tuple(sorted(set(feature_layers or layers)))
-        if not 0 <= layers[0] <= layers[-1] < n:
-            raise ValueError(f"expected feature_layers among 0 … {n - 1}, got {layers}")
+        layers = tuple(sorted(set(layers)))
     layer = dataclasses.replace(
         policy,
         architecture="llama",

@@ -26,7 +26,6 @@ from sched.simulator.cluster import Cluster, Record, Simulation
 from sched.simulator.roofline import MODELS, Instance
 from sched.simulator.worker import RoundModel
 from sched.simulator.workloads import draw_epochs, draw_lengths, make_requests
-from spec.budget.aimd import WindowConfig
 
 ASSUMED = (
     "cluster.workers",  # of the paper's 128 devices, two each
@@ -79,12 +78,12 @@ def history_windows(config: TrainingStepsConfig) -> WindowMean:
     low, high = 0.0, 1.0
     for _ in range(30):
         p = (low + high) / 2
-        mean = window_mean(WindowConfig(), p)
+        mean = window_mean(p)
         accepted = (mean.tokens - 1) / mean.drafts
         low, high = (p, high) if accepted < config.acceptance else (low, p)
-    tokens = window_mean(WindowConfig(), high).tokens
+    tokens = window_mean(high).tokens
     found = config.found_tokens / (config.found_tokens + tokens * (1 - config.found_tokens))
-    return window_mean(WindowConfig(), high, found)
+    return window_mean(high, found)
 
 
 def profile(config: SimulateRun, instance: Instance, windows: WindowMean | None) -> Tau:

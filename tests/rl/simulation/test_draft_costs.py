@@ -18,7 +18,8 @@ from rl.simulation.draft_costs import (
 )
 from sched.simulator.roofline import Accelerator, Efficiency, Instance, ModelShape
 from sched.simulator.specactor import sequential_tokens
-from spec.budget.aimd import Aimd, WindowConfig
+from spec.budget import aimd
+from spec.budget.aimd import Aimd
 from spec.budget.budget import FixedBudget
 from spec.budget.goodput import Goodput
 from spec.drafter import Acceptance, Drafts, LiveSlots
@@ -107,7 +108,7 @@ def played_windows(rng, p, rounds, budget):
 
 @pytest.mark.parametrize("p", [0.3, 0.9, 0.97])
 def test_windows_are_those_that_aimd_gives_on_the_same_outcomes(p):
-    wanted = window_mean(WindowConfig(), p)
+    wanted = window_mean(p)
     batches = [played_windows(np.random.default_rng(s), p, 2000, Aimd()) for s in range(5)]
     drafts, tokens = np.mean(batches, axis=0)
     # about 5 standard errors of the mean of five batches
@@ -116,14 +117,15 @@ def test_windows_are_those_that_aimd_gives_on_the_same_outcomes(p):
     assert tokens == pytest.approx(wanted.tokens, abs=spread + 0.02)
 
 
-def test_windows_at_the_ends():
-    assert window_mean(WindowConfig(), 0.0) == WindowMean(pytest.approx(2), pytest.approx(1))
-    assert window_mean(WindowConfig(), 1.0).drafts == pytest.approx(32)
-    odd = window_mean(WindowConfig(2, 3, 9), 1.0)  # 2, 5, 8, and 9
-    assert odd.drafts == pytest.approx(9)
-    half = window_mean(WindowConfig(), 0.9, found=0.5)
-    whole = window_mean(WindowConfig(), 0.9)
+def test_windows_at_the_ends(monkeypatch):
+    assert window_mean(0.0) == WindowMean(pytest.approx(2), pytest.approx(1))
+    assert window_mean(1.0).drafts == pytest.approx(32)
+    half = window_mean(0.9, found=0.5)
+    whole = window_mean(0.9)
     assert half.tokens - 1 == pytest.approx((whole.tokens - 1) / 2)
+    monkeypatch.setattr(aimd, "STEP_TOKENS", 3)
+    monkeypatch.setattr(aimd, "MOST_TOKENS", 9)
+    assert window_mean(1.0).drafts == pytest.approx(9)  # 2, 5, 8, and 9
 
 
 def test_a_gate_keeps_rounds_plain_where_trees_bring_less():

@@ -4,7 +4,7 @@ import dataclasses
 
 from live_by_hand import drafts, ids, live_texts
 
-from spec.budget.aimd import WindowConfig
+from spec.budget.aimd import MOST_TOKENS
 from spec.retrieval.history import PAPER_RULE, HistoryDrafter, build_index
 from spec.retrieval.suffix_forest import ProposalRule
 from spec.reuse.rollout_cache import RolloutCache, of_group
@@ -45,4 +45,4 @@ def test_a_draft_stays_with_the_response_that_it_began_in():
 
 def test_the_paper_rule_holds_its_longest_window():
     assert (PAPER_RULE.longest, PAPER_RULE.shortest) == (7, 3)
-    assert PAPER_RULE.path_tokens >= WindowConfig().most_tokens
+    assert PAPER_RULE.path_tokens >= MOST_TOKENS

@@ -31,7 +31,7 @@ from rl.simulation.reproduction.table import (
     summary,
 )
 from sched.simulator.roofline import MODELS
-from spec.budget.aimd import WindowConfig
+from spec.budget.aimd import MOST_TOKENS
 
 SHIPPED = dict(configurations())
 FIGURES = {name: module_of(c.simulate.reproduces).figures(c) for name, c in SHIPPED.items()}
@@ -173,7 +173,7 @@ def test_windows_of_history_have_the_published_acceptance_and_share():
     asked = SHIPPED["rhymerl_math"].training_steps
     whole = reproduction_rhymerl.history_windows(dataclasses.replace(asked, found_tokens=1.0))
     assert (whole.tokens - 1) / whole.drafts == pytest.approx(0.72, abs=1e-4)
-    assert whole.drafts < WindowConfig().most_tokens
+    assert whole.drafts < MOST_TOKENS
     for share in (0.75, 0.93):
         some = reproduction_rhymerl.history_windows(dataclasses.replace(asked, found_tokens=share))
         rounds = some.drafts / whole.drafts  # of all, those with drafts
