@@ -94,7 +94,11 @@ class CachingDrafter(Drafter, Protocol):
         return fill(drafts, asked_A, tokens_AX, parents_AX, prob_AX, count_A)
 
     def finished(self, live: LiveSlots) -> None:
-        self._held.rows.ended(live)
+        rows = self._held.rows
+        held = live.take(rows.has(live))
+        if len(held):
+            self.observe_chains(rows.follow(held)[1])
+            rows.ended(held)
 
     # -- rounds on the device ----------------------------------------------------------
 

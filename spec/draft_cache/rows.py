@@ -65,11 +65,9 @@ class CachedRows:
         self.drafted_at_B[rows_A], self.drafted_B[rows_A] = total_A, count_A
 
     def ended(self, live: LiveSlots) -> None:
-        """Free the rows of these requests."""
+        """Free the rows of these requests, which each have one."""
         for request_id in live.request_ids_A.tolist():
-            row = self._row_of.pop(request_id, None)
-            if row is not None:
-                self.owner_B[row] = NOBODY
+            self.owner_B[self._row_of.pop(request_id)] = NOBODY
 
     def has(self, live: LiveSlots) -> np.ndarray:
         """Return which of these requests have a row, bool [A]."""

@@ -79,13 +79,6 @@ class DraftModelDrafter(CachingDrafter):
     ) -> None:
         self._held.rows.drafted(rows_A, tokens_AX, count_A)
 
-    def finished(self, live: LiveSlots) -> None:
-        rows = self._held.rows
-        held = live.take(rows.has(live))
-        if len(held):
-            self.observe_chains(rows.follow(held)[1])
-            rows.ended(held)
-
     def in_rounds(self) -> RoundsDrafter | None:
         return self if self._held.passes.window_tokens >= LACKING_TOKENS else None
 

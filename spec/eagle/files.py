@@ -68,9 +68,8 @@ def load(
     directory: str | os.PathLike[str],
     policy_config: ModelConfig,
     policy: transformer.Params | None = None,
-    dtype: Any = None,
 ) -> EagleWeights:
-    """Read a drafter of a policy; `dtype` None keeps each tensor's own.
+    """Read a drafter of a policy; each tensor keeps its type.
 
     A folder that `save` wrote says whether the head is the drafter's own. In other folders a head
     is the drafter's own unless it equals the rows of `policy`'s. Raises FileNotFoundError or
@@ -83,7 +82,7 @@ def load(
     if config.own_head and foreign and policy is not None:
         head_UD = hf_files.read_tensor(stored[HEAD])
         config = dataclasses.replace(config, own_head=not _is_policys(head_UD, policy, ids_U))
-    arrays = hf_files.read_tensors(eagle_layout.entries(config), stored, dtype=dtype)
+    arrays = hf_files.read_tensors(eagle_layout.entries(config), stored)
     return EagleWeights(config, _tree(config).unflatten(arrays), ids_U)
 
 

@@ -95,14 +95,6 @@ def test_the_drafter_of_any_policy_comes_back(architecture, tied, tmp_path):
     assert_same(eagle_files.load(tmp_path / "out", policy), drafter)
 
 
-def test_loading_casts_weights_and_no_map(tmp_path):
-    drafter = drafter_of("eagle3", IDS, own_head=True)
-    eagle_files.save(tmp_path / "out", drafter, POLICY, None)
-    got = eagle_files.load(tmp_path / "out", POLICY, dtype=jnp.bfloat16)
-    rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16), drafter.params)
-    assert_same(got, dataclasses.replace(drafter, params=rounded))
-
-
 # Folders that other programs wrote.
 
 

@@ -66,9 +66,8 @@ def pass_through(design, **more):
 
     With `eagle3` of one layer's states fc keeps them, and the norm of (±1, ±1) is itself.
     """
-    layers = {} if design == "eagle" else {"feature_layers": (0,)}
     policy = ModelConfig("llama", 2, 2, 1, 1, 1, 2, 2, norm_eps=1e-12)
-    config = eagle.config_for(policy, design, **layers)
+    config = eagle.config_for(policy, design)
     params = eagle.init(config, jax.random.key(0))
     still = {"output_DQ": jnp.zeros((2, 2)), "down_DF": jnp.zeros((2, 2))}
     keep = jnp.concatenate([jnp.zeros((2, 2)), jnp.eye(2)], axis=1)
