@@ -17,6 +17,16 @@ def tiny(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
+def one_device():
+    """Workers share one device, as on a user's CPU: what one has compiled serves all."""
+    import jax
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax, "local_devices", lambda: jax.devices()[:1])
+        yield
+
+
+@pytest.fixture(scope="module")
 def engines():
     """Three tiny engines, for teams of workers."""
     from tiny_team import CONFIG, MODEL

@@ -34,6 +34,8 @@ from sched.protocol import ChunkDone, Defer, Submitted
 from spec.retrieval.last_response import LastResponseDrafter
 from spec.sampling import step_key
 
+pytestmark = pytest.mark.usefixtures("one_device")  # several: test_loop_workers.py
+
 # one bucket of everything, so that who runs beside whom moves no bit
 PIPELINE = (
     *("Sched.mode='pipeline'", "Sched.workers=2", "Sched.chunk_tokens=3", "Engine.slots=4"),

@@ -13,6 +13,8 @@ from rl.checkpoint.folders import list_steps
 from rl.loop import train_loop
 from rl.metrics.writer import read_metrics, read_samples, step_rows
 
+pytestmark = pytest.mark.usefixtures("one_device")
+
 QUESTIONS = ("1+1=", "3+3=", "4+1+2=", "9=", "5+5+5=")
 EVALUATED = ("Eval.num_prompts=5", "Eval.every_steps=2", "Run.steps=5", "Checkpoint.keep=1")
 # one of everything that evaluation must leave alone

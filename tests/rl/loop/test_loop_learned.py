@@ -19,6 +19,8 @@ from spec.eagle.batch import HiddenStates
 from spec.eagle.config import DataBufferConfig
 from spec.eagle.data_buffer import DataBuffer
 
+pytestmark = pytest.mark.usefixtures("one_device")
+
 LEARNED = (
     "Speculation.sources=('group', 'own', 'learned')",
     "Speculation.budget='fixed:3'",
