@@ -28,6 +28,8 @@ class Finished:
 
 
 def finish(tiny, folder, *overrides) -> Finished:
+    """Go to the end of a run; it saves there alone, unless `overrides` say otherwise."""
+    overrides = ("Checkpoint.every_steps=0", *overrides)
     show = tiny_run.Recorder()
     state = tiny_run.train(tiny, folder, *overrides, show=show)
     rows = [deterministic_view(row) for row in read_metrics(folder)]
@@ -83,5 +85,5 @@ def compilations(tiny, folder, *overrides) -> tuple[Finished, list[str], list[st
 
     with pytest.MonkeyPatch.context() as patch, counted_compilations() as found:
         patch.setattr(run_setup, "build", counting_build)
-        done = finish(tiny, folder, *overrides)
+        done = finish(tiny, folder, "Checkpoint.every_steps=1", *overrides)
     return done, found[: at_warm_up[0]], found[at_warm_up[0] :]
