@@ -122,19 +122,23 @@ class Asked:
         place: train_loop.RunPosition,
         *,
         max_nodes: int,
+        depth: int,
     ) -> Asked:
-        """Return the same with a new engine."""
-        return Asked(_engine(system, inputs, max_nodes), system, inputs, state, place)
+        """Return the same with a new engine, and trees as deep as that."""
+        tree = dataclasses.replace(TREE, max_depth=depth)
+        return Asked(_engine(system, inputs, max_nodes), system, inputs, state, place, tree)
 
     engine: Engine
     system: System
     inputs: Inputs
     state: TrainState
     place: train_loop.RunPosition
+    tree: TreeConfig = TREE
 
     def accept_length(self, params: EagleParams) -> float:
         learned = self.system.drafter.trainer.learned  # type: ignore[union-attr]
-        drafter = LearnedDrafter(EagleWeights(learned.config, params, learned.draft_ids_U), TREE)
+        eagle_weights = EagleWeights(learned.config, params, learned.draft_ids_U)
+        drafter = LearnedDrafter(eagle_weights, self.tree)
         prompts = prompts_at(self.system, self.place.cursor, NUM_PROMPTS).tokens
         requests = [
             Request(g * GROUP + i, p, g, i) for g, p in enumerate(prompts) for i in range(GROUP)

@@ -19,8 +19,10 @@ SMALLER = {
     "reuse.ipynb": "PROMPTS, GROUP, MAX_NEW_TOKENS, SLOTS = 4, 4, 32, 16",
     "schedulers.ipynb": "GROUPS, SHARES, SEEDS, MORE = 40, (0.0, 0.9), (0,), "
     "['Workload.num_groups=100']",
-    "drafter.ipynb": "RL_STEPS, DRAFTER_STEPS, PROMPTS, MORE = 2, 2, 4, "
-    "['Sampling.max_new_tokens=24', 'Engine.slots=16', 'Engine.min_slots=16']",
+    "drafter.ipynb": "RL_STEPS, DRAFTER_STEPS, PROMPTS, NODES, DEPTH, MORE = 2, 2, 4, 4, 2, "
+    "['Sampling.max_new_tokens=24', 'Engine.slots=16', 'Engine.min_slots=16', "
+    "'Engine.max_nodes=2', 'Drafter.max_depth=1', 'Drafter.top_k=1', 'Drafter.row_tokens=192', "
+    "'Drafter.batch_rows=1', 'Engine.min_positions=192', 'Speculation.budget=\"fixed:1\"']",
 }
 
 # what `plt.show()` would have shown is counted instead
