@@ -123,10 +123,9 @@ class CachedPrefixes:
 
     def widen(self, num_slots: int) -> None:
         """Append rows without a request."""
-        more = np.zeros(num_slots - len(self.end_B), np.int64)
-        first_free = len(self.end_B)
-        self.keep([*range(first_free), *more.tolist()])
-        self.end_B[first_free:] = self.kept_B[first_free:] = 0
+        now = len(self.end_B)
+        self.keep([*range(now), *[0] * (num_slots - now)])
+        self.end_B[now:] = self.kept_B[now:] = 0
 
 
 @numba.njit(cache=True, nogil=True)

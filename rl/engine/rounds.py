@@ -33,7 +33,7 @@ class Limits(NamedTuple):
     tokens: int
 
 
-class Brought(NamedTuple):
+class Fetched(NamedTuple):
     """The tokens of a call: the first `count_B` of each slot's, of `rounds_B` rounds."""
 
     tokens_BN: np.ndarray
@@ -63,7 +63,7 @@ class Rounds:
 
     def run(
         self, live: LiveSlots, drafts: Drafts | None, decision: DraftDecision, limits: Limits
-    ) -> Brought:
+    ) -> Fetched:
         """Run the rounds that were decided for; where rows lack tokens, one that computes them."""
         if self._table.lacking():
             return self._decode_beside_chunks(live)
@@ -74,7 +74,7 @@ class Rounds:
             return self._draft_on_device(live, decision, limits)
         return self._decode(live, decision.num_rounds, limits)
 
-    def _verify(self, live: LiveSlots, drafts: Drafts, decision: DraftDecision) -> Brought:
+    def _verify(self, live: LiveSlots, drafts: Drafts, decision: DraftDecision) -> Fetched:
         """One round with draft tokens."""
         B, M, taken_A = len(self._table), decision.num_nodes, decision.taken_A
         assert taken_A is not None
@@ -95,14 +95,14 @@ class Rounds:
 
     def _one_round(
         self, live: LiveSlots, found: jax.Array, nodes_5M: np.ndarray, drafted_B: np.ndarray
-    ) -> Brought:
+    ) -> Fetched:
         """Fetch and commit what one round found at its nodes."""
         B, M = len(self._table), nodes_5M.shape[1]
         drawn = self._fetched(live, unpack, found)
         tokens_BN, logprobs_BN, count_B, kept_B = by_slot(*drawn, nodes_5M[1], B)
         count_B = self._commit(tokens_BN, logprobs_BN, count_B, drafted_B, kept_B)
         self._count(M, 1)
-        return Brought(tokens_BN, count_B, np.minimum(count_B, 1))
+        return Fetched(tokens_BN, count_B, np.minimum(count_B, 1))
 
     def _nodes(
         self, drafts: Drafts, taken_A: np.ndarray, rows_A: np.ndarray, num_nodes: int
@@ -137,12 +137,12 @@ class Rounds:
         self._stats.prefilled_tokens += rows.write_chunks(entries, chunks_TX)
         return found, nodes_5B
 
-    def _decode_beside_chunks(self, live: LiveSlots) -> Brought:
+    def _decode_beside_chunks(self, live: LiveSlots) -> Fetched:
         """One round without draft tokens, in which prompts are computed."""
         found, nodes_5B = self._chunks(live)
         return self._one_round(live, found, nodes_5B, np.zeros(len(self._table), bool))
 
-    def _decode(self, live: LiveSlots, most_rounds: int, limits: Limits) -> Brought:
+    def _decode(self, live: LiveSlots, most_rounds: int, limits: Limits) -> Fetched:
         """Up to `most_rounds` rounds without draft tokens."""
         table = self._table
         B = len(table)
@@ -160,14 +160,14 @@ class Rounds:
             np.int32(limits.stop_after),
             **self._runner.decode_options(self._scheme),
         )
-        self._rows.stepped(*state)
+        self._rows.stepped(*state, waits=False)
         tokens_BR, logprobs_BR, kind_BR = self._fetched(live, unpack, found)
         count_B, none_B = (kind_BR > 0).sum(axis=1, dtype=np.int32), np.zeros(B, np.int32)
         count_B = self._commit(tokens_BR, logprobs_BR, count_B, none_B > 0, none_B)
         self._count(B, int(count_B.max()))
-        return Brought(tokens_BR, count_B, count_B)
+        return Fetched(tokens_BR, count_B, count_B)
 
-    def _draft_on_device(self, live: LiveSlots, decision: DraftDecision, limits: Limits) -> Brought:
+    def _draft_on_device(self, live: LiveSlots, decision: DraftDecision, limits: Limits) -> Fetched:
         """Rounds that draft and verify on the device; their tokens are not returned in a table."""
         table, drafter = self._table, self._speculator.in_rounds
         assert drafter is not None
@@ -206,7 +206,7 @@ class Rounds:
             acceptance.append(self._speculator.observe_unseen(live, r, count_B))
         drafter.leave_rounds(table.view(live.rows_A), draft_cache, np.concatenate(acceptance))
         self._count(decision.num_nodes, int(rounds_B.max()))
-        return Brought(np.zeros((B, 0), np.int32), total_B, rounds_B)
+        return Fetched(np.zeros((B, 0), np.int32), total_B, rounds_B)
 
     def _fetched(self, live: LiveSlots, unpack: Callable[[Any], T], found: Any) -> T:
         """Return what a call found, once the device has it; the drafter is told meanwhile."""

@@ -65,10 +65,20 @@ class SlotCache:
     def num_positions(self) -> int:
         return self._held.num_positions
 
-    def stepped(self, cache: kv_cache.KVCache, pending: kv_cache.Pending, slots: Slots) -> None:
-        """Take the arrays that a round returned for those that it consumed."""
+    def stepped(
+        self,
+        cache: kv_cache.KVCache,
+        pending: kv_cache.Pending,
+        slots: Slots,
+        *,
+        waits: bool = True,
+    ) -> None:
+        """Take the arrays that a round returned for those that it consumed.
+
+        `waits` says whether it has left entries to be written.
+        """
         self._cache, self._pending, self._slots = cache, pending, slots
-        self._waits = True
+        self._waits = waits
 
     def changed(self) -> None:
         """Note that the host has changed the table."""

@@ -97,6 +97,8 @@ class SlotTable:
     def lacking(self) -> dict[int, Prompt]:
         """Return the rows that lack something, in order of admission, and their prompts."""
         (rows,) = np.nonzero(self.busy_B & (self.lacking_tokens_B > 0))
+        if not len(rows):  # as in most rounds
+            return {}
         in_order = rows[np.argsort(self.entered_B[rows])].tolist()
         return {row: p.request.prompt_ids for row in in_order if (p := self.started[row])}
 

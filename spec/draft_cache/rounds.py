@@ -170,13 +170,13 @@ def _trees(
 
 def _emitted(drawn_3BN: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return each slot's emitted tokens in their order, [B, N], and their number."""
-    tokens_BN, _, emitted_BN = drawn_3BN
+    tokens_BN, _, kind_BN = drawn_3BN
+    emitted_BN = kind_BN > 0
     nth_BN = jnp.cumsum(emitted_BN, axis=1) - 1
-    is_nth_BNN = (nth_BN[:, None] == jnp.arange(nth_BN.shape[1])[:, None]) & (
-        emitted_BN[:, None] > 0
-    )
+    is_nth_BNN = nth_BN[:, None] == jnp.arange(nth_BN.shape[1])[:, None]
+    is_nth_BNN &= emitted_BN[:, None]
     in_order_BN = jnp.sum(jnp.where(is_nth_BNN, tokens_BN[:, None], 0), axis=2)
-    return in_order_BN, jnp.sum(emitted_BN, axis=1)
+    return in_order_BN, jnp.sum(emitted_BN, axis=1, dtype=jnp.int32)
 
 
 def _window(first: int, ends: Ends, tokens_BN: jax.Array, count_B: jax.Array) -> jax.Array:
