@@ -105,12 +105,13 @@ class Rounds:
             slots = jax.block_until_ready(busy(B, self.shape.cache))
             began_s = time.perf_counter()
             nodes_5M = pack(drafts, drafts.count_A, np.arange(B), B, num_nodes)
-            *state[:], _, found = verify_round(
+            *state[:], _, found, _ = verify_round(
                 self.params,
                 *state,
                 slots,
                 nodes_5M,
                 NO_STOP_E,
+                None,
                 config=self.model,
                 scheme="cdf",
                 max_nodes=max_nodes,

@@ -4,7 +4,8 @@ Scores and softmax are float32 whatever the inputs are. `attend` and `attend_nod
 where an accelerator kernel may be put in; the code here is the portable path.
 
 Shape suffixes: B rows, T queries, S keys, H heads, K key/value heads, G = H/K query heads of one
-key/value head, h head size. Of packed nodes: M in all, W of a row. Of chunks: T in all, C tokens.
+key/value head, h head size. Of packed nodes: M in all, W of a row. Of chunks: T in all,
+C tokens of each, X = T·C.
 """
 
 from __future__ import annotations
@@ -76,8 +77,9 @@ class Trees:
 class Chunks:
     """Known tokens that a round computes beside its nodes: C of a row each, from `start_T` on.
 
-    Row `slot_T` of the cache holds all positions before. Chunks of slot −1 are padding, behind the
-    others.
+    A row may have several chunks, each later one from where the one before ends, or from less far.
+    Its row `slot_T` of the cache holds all positions before the first of them. Chunks of slot −1
+    are padding, behind the others.
     """
 
     slot_T: jax.Array
@@ -92,6 +94,29 @@ class Chunks:
     @property
     def positions_TC(self) -> jax.Array:
         return self.start_T[:, None] + jnp.arange(self.tokens_TC.shape[1])
+
+    @property
+    def slot_X(self) -> jax.Array:
+        return jnp.repeat(self.slot_T, self.tokens_TC.shape[1])
+
+    @property
+    def prefix_T(self) -> jax.Array:
+        """Return how many positions of each chunk's row the cache holds."""
+        same_TT = self.slot_T[:, None] == self.slot_T
+        return jnp.min(jnp.where(same_TT, self.start_T, jnp.max(self.start_T)), axis=1)
+
+    @property
+    def mask_XX(self) -> jax.Array:
+        """mask[x, y]: token y is x or before it in its row, each position once; bool [X, X].
+
+        Of a row's other chunks a token sees those that begin before its own, up to there.
+        """
+        chunk_X = jnp.repeat(jnp.arange(len(self.slot_T)), self.tokens_TC.shape[1])
+        position_X, start_X = self.positions_TC.reshape(-1), self.start_T[chunk_X]
+        same_XX = self.slot_X[:, None] == self.slot_X
+        own_XX = chunk_X[:, None] == chunk_X
+        before_XX = (start_X < start_X[:, None]) & (position_X < start_X[:, None])
+        return jnp.where(own_XX, position_X <= position_X[:, None], same_XX & before_XX)
 
 
 @jax.tree_util.register_dataclass
@@ -168,16 +193,18 @@ def attend_chunks(
     values_BKSh: jax.Array,
     chunks: Chunks,
 ) -> jax.Array:
-    """Attention of chunks: to the positions of their row before them, and to their own so far.
+    """Attention of chunks: to what the cache holds of their row, and to the row's tokens so far.
 
     The two softmaxes are joined as in `attend_nodes`.
     """
     keys_TKhS, values_TKSh = (
         jnp.take(rows, jnp.maximum(chunks.slot_T, 0), axis=0) for rows in (keys_BKhS, values_BKSh)
     )
-    cached = _of_prefix(q_TCHh, keys_TKhS, values_TKSh, chunks.start_T)
-    k_TKhC, v_TKCh = k_TCKh.transpose(0, 2, 3, 1), v_TCKh.transpose(0, 2, 1, 3)
-    own = _partial_attention(q_TCHh, k_TKhC, v_TKCh, causal_mask(q_TCHh.shape[1]))
+    cached = _of_prefix(q_TCHh, keys_TKhS, values_TKSh, chunks.prefix_T)
+    q_1XHh, k_1XKh, v_1XKh = (x.reshape(1, -1, *x.shape[2:]) for x in (q_TCHh, k_TCKh, v_TCKh))
+    k_1KhX, v_1KXh = k_1XKh.transpose(0, 2, 3, 1), v_1XKh.transpose(0, 2, 1, 3)
+    own = _partial_attention(q_1XHh, k_1KhX, v_1KXh, chunks.mask_XX[None])
+    own = jax.tree.map(lambda x: x.reshape(*q_TCHh.shape[:3], -1), own)
     return _joined(cached, own).astype(v_TCKh.dtype)
 
 

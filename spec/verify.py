@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -53,14 +54,14 @@ class Drawn:
     """Draws of a round at each node; those of `emitted_M` are the slots' next tokens.
 
     At nodes of `kept_M` the given token was kept in place of the draw. `of_chunks` are the entries
-    of the round's other tokens, for `rl.engine.cache_ops.write_chunks`.
+    of the chunks' tokens, if the round has chunks.
     """
 
     tokens_M: jax.Array
     logprobs_M: jax.Array
     emitted_M: jax.Array
     kept_M: jax.Array
-    of_chunks: Entries
+    of_chunks: Entries | None
 
 
 NO_TOKEN = -2  # which no node has
@@ -74,7 +75,7 @@ def pack(drawn: Drawn) -> jax.Array:
     return jnp.stack([drawn.tokens_M, bits_M, kind_M])
 
 
-def unpack(packed: jax.Array) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def unpack(packed: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return (tokens, log-probs, kinds) on the host; waits for the device."""
     tokens, bits, kind = np.asarray(packed)
     return tokens, bits.view(np.float32), kind
@@ -184,9 +185,9 @@ def verify(
         followed_M = jnp.where(refused_M, NO_TOKEN, tokens_M)
         emitted_M = walk(nodes, trees, followed_M, room_B, stop_E)
         count_B, last_B = _last_of_slots(nodes.slots_M, emitted_M, tokens_M, B)
-    of_nodes, of_chunks = (
-        entries.take(part, cache.values[0].dtype) for part in (np.s_[:M], np.s_[M:])
-    )
+    dtype = cache.values[0].dtype
+    of_nodes = entries.take(np.s_[:M], dtype)
+    of_chunks = None if nodes.chunks is None else entries.take(np.s_[M:], dtype)
     pending = pending.replaced(of_nodes, nodes.slots_M, positions_M, emitted_M)
     slots = _advance(slots, count_B, last_B, stop_E)
     return cache, pending, slots, Drawn(tokens_M, logprobs_M, emitted_M, kept_M, of_chunks)
@@ -246,7 +247,7 @@ def decode(
     tokens_B, logprobs_B, kept_B = _draw(nodes, logits_BV, slots, depth_B, scheme)
     emitted_B = room_B > 0
     slots = _advance(slots, emitted_B.astype(jnp.int32), tokens_B, stop_E)
-    return cache, slots, Drawn(tokens_B, logprobs_B, emitted_B, kept_B, Entries((), ()))
+    return cache, slots, Drawn(tokens_B, logprobs_B, emitted_B, kept_B, None)
 
 
 def _last_of_slots(
@@ -291,46 +292,23 @@ def verify_round(
     slots: Slots,
     nodes_5M: jax.Array,
     stop_E: jax.Array,
+    chunks_TX: jax.Array | None,
     *,
     config: ModelConfig,
     scheme: sampling.Draw,
     max_nodes: int,
-) -> tuple[KVCache, Pending, Slots, jax.Array]:
+) -> tuple[KVCache, Pending, Slots, jax.Array, Entries | None]:
     """Run `verify`, compiled once per bucket (slots, nodes, positions); [3, M] as of `pack`.
 
-    `nodes_5M` are those of `spec.nodes.pack`.
+    `nodes_5M` are those of `spec.nodes.pack`. With a table for `Chunks.of_table` the round computes
+    chunks too. Their entries are left to a step of their own, `rl.engine.cache_ops.write_chunks`:
+    XLA's CPU copies a cache that is written after it is read.
     """
     nodes = packed_nodes.unpack(nodes_5M)
+    if chunks_TX is not None:
+        nodes = dataclasses.replace(nodes, chunks=Chunks.of_table(chunks_TX))
     cache, pending, slots, drawn = verify(
         config, params, cache, pending, slots, nodes, stop_E, scheme, max_nodes
-    )
-    return cache, pending, slots, pack(drawn)
-
-
-@partial(
-    jax.jit, static_argnames=("config", "scheme"), donate_argnames=("cache", "pending", "slots")
-)
-def chunk_round(
-    params: transformer.Params,
-    cache: KVCache,
-    pending: Pending,
-    slots: Slots,
-    nodes_5B: jax.Array,
-    chunks_TX: jax.Array,
-    stop_E: jax.Array,
-    *,
-    config: ModelConfig,
-    scheme: sampling.Draw,
-) -> tuple[KVCache, Pending, Slots, jax.Array, Entries]:
-    """Run a round of roots, and chunks in it: [3, B] as of `pack`, and the chunks' entries.
-
-    These are left to a step of their own: XLA's CPU copies a cache that is written after it is
-    read. `nodes_5B` are as in `verify_round`, `chunks_TX` as for `Chunks.of_table`.
-    """
-    nodes = packed_nodes.unpack(nodes_5B)
-    nodes = dataclasses.replace(nodes, chunks=Chunks.of_table(chunks_TX))
-    cache, pending, slots, drawn = verify(
-        config, params, cache, pending, slots, nodes, stop_E, scheme, max_nodes=1
     )
     return cache, pending, slots, pack(drawn), drawn.of_chunks
 
@@ -356,7 +334,7 @@ def decode_rounds(
     """Run up to `num_rounds` rounds without drafts on the device, between two fetches.
 
     Ends early once `stop_after` slots have finished (requests wait for them) or none is active.
-    The result is that of `pack`, [3, B, rounds]: a slot emits in each round until it ends.
+    The result is that of `pack`, [3, rounds, B]: a slot emits in each round until it ends.
     """
     B = slots.active.shape[0]
     active_before = jnp.sum(slots.active)
@@ -367,12 +345,12 @@ def decode_rounds(
         return (r < num_rounds) & (left > 0) & (active_before - left < stop_after)
 
     def step(carry: tuple) -> tuple:
-        r, cache, slots, found_3BR = carry
+        r, cache, slots, found_3RB = carry
         cache, slots, out = decode(config, params, cache, slots, stop_E, scheme)
-        found_3BR = jax.lax.dynamic_update_slice(found_3BR, pack(out)[..., None], (0, 0, r))
-        return r + 1, cache, slots, found_3BR
+        found_3RB = jax.lax.dynamic_update_slice(found_3RB, pack(out)[:, None], (0, r, 0))
+        return r + 1, cache, slots, found_3RB
 
     cache, pending = settle(cache, pending)
-    start = jnp.int32(0), cache, slots, jnp.zeros((3, B, max_rounds), jnp.int32)
-    _, cache, slots, found_3BR = jax.lax.while_loop(more, step, start)
-    return cache, pending, slots, found_3BR
+    start = jnp.int32(0), cache, slots, jnp.zeros((3, max_rounds, B), jnp.int32)
+    _, cache, slots, found_3RB = jax.lax.while_loop(more, step, start)
+    return cache, pending, slots, found_3RB

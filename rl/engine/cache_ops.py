@@ -41,9 +41,21 @@ def make_slots(ints_BC: jax.Array, floats_B2: jax.Array, key: jax.Array) -> Slot
     )
 
 
+@partial(jax.jit, donate_argnames="slots")
+def join_slots(
+    slots: Slots, ints_BC: jax.Array, floats_B2: jax.Array, key: jax.Array, joins_B: jax.Array
+) -> Slots:
+    """Put the slots that `make_slots` makes where `joins_B`."""
+
+    def one(before: jax.Array, made: jax.Array) -> jax.Array:
+        return jnp.where(jnp.expand_dims(joins_B, range(1, made.ndim)), made, before)
+
+    return jax.tree.map(one, slots, make_slots(ints_BC, floats_B2, key))
+
+
 @partial(jax.jit, donate_argnames="cache")
 def write_chunks(cache: KVCache, entries: Entries, chunks_TX: jax.Array) -> KVCache:
-    """Write the entries of a `spec.verify.chunk_round`; those behind a row's tokens are dead."""
+    """Write the entries of a round's chunks; those behind a row's tokens are dead."""
     chunks = Chunks.of_table(chunks_TX)
     C = chunks.tokens_TC.shape[1]
 

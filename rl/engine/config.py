@@ -21,10 +21,11 @@ class EngineConfig:
     positions what the longest request can need, a half and an eighth of it, `min_positions`
     at least.
     Up to `rounds_per_fetch` rounds run on the device between two fetches where the host makes no
-    draft tokens. Prompts are computed in rounds without draft tokens: of `prefill_rows` prompts
-    `prefill_chunk_tokens` each, but at most `min_positions`. A round has slots · 2^i nodes, a
-    root for each slot and draft tokens: at most `max_round_nodes`, but twice the slots at least,
-    and at most `max_nodes` of one request. Tokens of cached responses are nodes as well.
+    draft tokens. Beside its nodes a round computes `prefill_rows` chunks of prompts, of
+    `prefill_chunk_tokens` each, but at most `min_positions`; a prompt may have several of them. A
+    round has slots · 2^i nodes, a root for each slot and draft tokens: at most `max_round_nodes`,
+    but twice the slots at least, and at most `max_nodes` of one request. Tokens of cached responses
+    are nodes as well.
     """
 
     RETIRED: ClassVar = {
@@ -95,6 +96,11 @@ class EngineConfig:
         most = min(max(self.max_round_nodes, 2 * num_slots), num_slots * self.max_nodes)
         sizes = [m for m in buckets(most, num_slots) if num_slots < m < most]
         return [*sizes, most] if most > num_slots else []
+
+    def sizes_beside_prompts(self, num_slots: int) -> list[int]:
+        """Return those of rounds that compute prompts too: one of about four nodes a slot."""
+        sizes = self.node_sizes(num_slots)
+        return [m for m in sizes if m <= 4 * num_slots][-1:] or sizes[:1]
 
     def most_nodes(self, num_slots: int) -> int:
         """Return the most nodes of a round."""

@@ -26,7 +26,6 @@ from rl.engine.state_delivery import StateDelivery
 from rl.engine.stats import EngineStats, RoundRecord
 from rl.engine.waiting_queue import WaitingQueue
 from rl.trajectory import Request, Trajectory, longest_tokens
-from spec.budget.budget import plain
 
 T = TypeVar("T")
 OnFinish = Callable[[Trajectory], None]
@@ -132,8 +131,7 @@ class Engine(ModelRunner):
         self._rows.fit(self._table.num_busy + len(self._waiting), self._waiting.prompts)
         self._rows.copy_prompts()
         while self._table.num_busy and not self._table.live_B.any():
-            self._rounds.compute_chunks()
-            self._rows.copy_prompts()
+            self._rounds.compute_prompts(1)
         if not self._table.num_busy:
             return []
         self._round(began_s)
@@ -187,19 +185,19 @@ class Engine(ModelRunner):
 
     def _round(self, began_s: float) -> None:
         ready_s, live = self.clock(), self._table.live()
-        table, drafts, decision = self._table, None, plain(len(self._table), 1)
-        if not table.lacking():
-            drafts, decision = self._speculator.decide(
-                live, len(table), self._rows.num_positions, table.cached
-            )
+        table = self._table
+        drafts, decision = self._speculator.decide(
+            live, len(table), self._rows.num_positions, table.cached, len(table.lacking())
+        )
         drafted_s = self.clock()
         limits = Limits(self._stop_after(), self._fetch_tokens)
         tokens_BN, count_B, rounds_B = self._rounds.run(live, drafts, decision, limits)
-        emitted_A = count_B[live.rows_A]
         if drafts is not None:
-            tokens_AN = tokens_BN[live.rows_A]
-            self._speculator.observe(live, drafts, decision.taken_A, tokens_AN, emitted_A)
+            rows_A = live.rows_A
+            emitted = tokens_BN[rows_A], count_B[rows_A]
+            self._speculator.observe(live, drafts, decision.taken_A, *emitted)
         num_cached = self._speculator.num_cached(drafts, decision) if table.cached else 0
+        live = table.live()  # rows may have joined that lacked tokens
         self.stats.timeline.append(
             RoundRecord(
                 began_s=began_s,
@@ -213,9 +211,9 @@ class Engine(ModelRunner):
                 cached_nodes=num_cached,
                 num_positions=self._rows.num_positions,
                 request_ids_A=live.request_ids_A,
-                cached_tokens_A=live.total_tokens_A - 1,
+                cached_tokens_A=live.total_tokens_A - 1 - count_B[live.rows_A],
                 rounds_A=rounds_B[live.rows_A],
-                emitted_A=emitted_A,
+                emitted_A=count_B[live.rows_A],
             )
         )
 

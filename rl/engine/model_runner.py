@@ -170,10 +170,6 @@ class ModelRunner:
             for at in starts
         ]
 
-    def chunk_options(self, scheme: Draw) -> dict[str, Any]:
-        """Return the static arguments of `chunk_round`."""
-        return {"config": self.model, "scheme": scheme}
-
     def decode_options(self, scheme: Draw) -> dict[str, Any]:
         """Return the static arguments of `decode_rounds`."""
         max_rounds = self.config.rounds_per_fetch

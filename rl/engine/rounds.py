@@ -5,7 +5,7 @@ A call is several rounds where the host makes no draft tokens; each brings one f
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -21,7 +21,7 @@ from spec.budget.budget import DraftDecision
 from spec.draft_cache.rounds import Asked, draft_rounds, unpack_rounds
 from spec.drafter import Drafts, LiveSlots, no_drafts
 from spec.nodes import pack
-from spec.verify import Slots, by_slot, chunk_round, decode_rounds, unpack, verify_round
+from spec.verify import Slots, by_slot, decode_rounds, unpack, verify_round
 
 T = TypeVar("T")
 
@@ -64,9 +64,7 @@ class Rounds:
     def run(
         self, live: LiveSlots, drafts: Drafts | None, decision: DraftDecision, limits: Limits
     ) -> Fetched:
-        """Run the rounds that were decided for; where rows lack tokens, one that computes them."""
-        if self._table.lacking():
-            return self._decode_beside_chunks(live)
+        """Run the rounds that were decided for; where rows lack tokens, they compute them too."""
         if decision.taken_A is not None:
             assert drafts is not None
             return self._verify(live, drafts, decision)
@@ -75,72 +73,60 @@ class Rounds:
         return self._decode(live, decision.num_rounds, limits)
 
     def _verify(self, live: LiveSlots, drafts: Drafts, decision: DraftDecision) -> Fetched:
-        """One round with draft tokens."""
+        """One round with draft tokens, or with what a rule decides on."""
         B, M, taken_A = len(self._table), decision.num_nodes, decision.taken_A
         assert taken_A is not None
-        nodes_5M = self._nodes(drafts, taken_A, live.rows_A, M)
-        slots = self._device_slots()
-        *state, found = verify_round(
-            self._spec.params,
-            *self._rows.for_round(),
-            slots,
-            self._runner.argument(nodes_5M),
-            self._stop_E,
-            **self._runner.verify_options(self._scheme, B, M),
-        )
+        nodes_5M = pack(drafts, taken_A, live.rows_A, B, M)
+        if self._table.cached is not None and self._table.cached.given:
+            self._table.cached.give(nodes_5M, self._table.emitted_B)
+        found = self._round(nodes_5M)
         drafted_B = np.zeros(B, bool)
         drafted_B[live.rows_A] = taken_A > 0
-        self._rows.stepped(*state)
-        return self._one_round(live, found, nodes_5M, drafted_B)
-
-    def _one_round(
-        self, live: LiveSlots, found: jax.Array, nodes_5M: np.ndarray, drafted_B: np.ndarray
-    ) -> Fetched:
-        """Fetch and commit what one round found at its nodes."""
-        B, M = len(self._table), nodes_5M.shape[1]
         drawn = self._fetched(live, unpack, found)
         tokens_BN, logprobs_BN, count_B, kept_B = by_slot(*drawn, nodes_5M[1], B)
         count_B = self._commit(tokens_BN, logprobs_BN, count_B, drafted_B, kept_B)
         self._count(M, 1)
         return Fetched(tokens_BN, count_B, np.minimum(count_B, 1))
 
-    def _nodes(
-        self, drafts: Drafts, taken_A: np.ndarray, rows_A: np.ndarray, num_nodes: int
-    ) -> np.ndarray:
-        """Return the nodes of a round, and what a rule may keep behind them, as `pack` does."""
-        nodes_5M = pack(drafts, taken_A, rows_A, len(self._table), num_nodes)
-        cached = self._table.cached
-        if cached is not None and cached.given:
-            cached.give(nodes_5M, self._table.emitted_B)
-        return nodes_5M
-
-    def compute_chunks(self) -> None:
-        """One round in which nothing but prompts is computed, and no token is fetched."""
-        self._chunks(self._table.live())
-
-    def _chunks(self, live: LiveSlots) -> tuple[jax.Array, np.ndarray]:
-        """One round without draft tokens, in which prompts are computed: its result and nodes."""
-        rows, none = self._rows, no_drafts(len(live), 1)
-        nodes_5B = self._nodes(none, none.count_A, live.rows_A, len(self._table))
+    def _round(self, nodes_5M: np.ndarray) -> jax.Array:
+        """Call one round, which computes chunks of prompts if rows lack any; its result."""
+        table, rows, runner = self._table, self._rows, self._runner
         slots, state = self._device_slots(), rows.for_round()
-        chunks_TX = rows.next_chunks()
-        *state, found, entries = chunk_round(
+        chunks_TX = rows.next_chunks() if table.lacking() else None
+        *state, found, entries = verify_round(
             self._spec.params,
             *state,
             slots,
-            self._runner.argument(nodes_5B),
-            self._runner.argument(chunks_TX),
+            runner.argument(nodes_5M),
             self._stop_E,
-            **self._runner.chunk_options(self._scheme),
+            None if chunks_TX is None else runner.argument(chunks_TX),
+            **runner.verify_options(self._scheme, len(table), nodes_5M.shape[1]),
         )
         rows.stepped(*state)
-        self._stats.prefilled_tokens += rows.write_chunks(entries, chunks_TX)
-        return found, nodes_5B
+        if chunks_TX is not None:
+            assert entries is not None
+            self._stats.prefilled_tokens += rows.write_chunks(entries, chunks_TX)
+        return found
 
-    def _decode_beside_chunks(self, live: LiveSlots) -> Fetched:
-        """One round without draft tokens, in which prompts are computed."""
-        found, nodes_5B = self._chunks(live)
-        return self._one_round(live, found, nodes_5B, np.zeros(len(self._table), bool))
+    def compute_prompts(self, most_rounds: int) -> list[jax.Array]:
+        """Call rounds without draft tokens while rows lack tokens; their results.
+
+        The host does not wait for what they draw. Rows join the rounds once they lack nothing; one
+        with a cached response is decided on first.
+        """
+        found, none, B = list[jax.Array](), no_drafts(0, 1), len(self._table)
+        nodes_5B = pack(none, none.count_A, np.zeros(0, np.int32), B, B)
+        live_B = self._table.live_B
+        while len(found) < most_rounds and self._table.lacking() and not self._undecided(live_B):
+            found.append(self._round(nodes_5B))
+            self._rows.copy_prompts()
+        return found
+
+    def _undecided(self, live_B: np.ndarray) -> bool:
+        """Return True if others than these rows have become live with a cached response."""
+        table = self._table
+        (joined,) = np.nonzero(table.live_B & ~live_B)
+        return table.cached is not None and bool(table.cached.goes_on(joined).any())
 
     def _decode(self, live: LiveSlots, most_rounds: int, limits: Limits) -> Fetched:
         """Up to `most_rounds` rounds without draft tokens."""
@@ -150,22 +136,27 @@ class Rounds:
         rounds = min(most_rounds, int(left_B.max()))
         # a slot that ends on the way writes no further
         self._rows.grow(int((table.cached_tokens_B + np.minimum(left_B, rounds)).max()))
-        slots = self._device_slots()
-        *state, found = decode_rounds(
-            self._spec.params,
-            *self._rows.for_round(),
-            slots,
-            self._stop_E,
-            np.int32(rounds),
-            np.int32(limits.stop_after),
-            **self._runner.decode_options(self._scheme),
-        )
-        self._rows.stepped(*state, waits=False)
-        tokens_BR, logprobs_BR, kind_BR = self._fetched(live, unpack, found)
-        count_B, none_B = (kind_BR > 0).sum(axis=1, dtype=np.int32), np.zeros(B, np.int32)
-        count_B = self._commit(tokens_BR, logprobs_BR, count_B, none_B > 0, none_B)
-        self._count(B, int(count_B.max()))
-        return Fetched(tokens_BR, count_B, count_B)
+        live_B = table.live_B
+        found = self.compute_prompts(rounds)
+        if rounds > (beside_prompts := len(found)) and not self._undecided(live_B):
+            slots = self._device_slots()
+            *state, found_3RB = decode_rounds(
+                self._spec.params,
+                *self._rows.for_round(),
+                slots,
+                self._stop_E,
+                np.int32(rounds - beside_prompts),
+                np.int32(limits.stop_after),
+                **self._runner.decode_options(self._scheme),
+            )
+            self._rows.stepped(*state, waits=False)
+            found.append(found_3RB)
+        drawn = self._fetched(live, _in_turn, found)
+        slots_X = np.arange(len(drawn[0])) % B
+        tokens_BN, logprobs_BN, count_B, none_B = by_slot(*drawn, slots_X, B)
+        count_B = self._commit(tokens_BN, logprobs_BN, count_B, none_B > 0, none_B)
+        self._count(B, max(beside_prompts, int(count_B.max())))
+        return Fetched(tokens_BN, count_B, count_B)
 
     def _draft_on_device(self, live: LiveSlots, decision: DraftDecision, limits: Limits) -> Fetched:
         """Rounds that draft and verify on the device; their tokens are not returned in a table."""
@@ -237,3 +228,8 @@ class Rounds:
 
     def _device_slots(self) -> Slots:
         return self._rows.slots(self._spec.key)
+
+
+def _in_turn(found: Sequence[jax.Array]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Wait for the results of rounds one after the other; return those of all as `unpack` does."""
+    return unpack(np.concatenate([np.asarray(some).reshape(3, -1) for some in found], axis=1))

@@ -8,7 +8,8 @@ buckets (slots and positions: powers of two), each compiled once.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Sequence
+import itertools
+from collections.abc import Collection, Iterator, Sequence
 
 import jax
 import numpy as np
@@ -33,6 +34,7 @@ class SlotCache:
         self._pending: kv_cache.Pending | None = None  # what the last round left to be written
         self._waits = False  # that it holds anything
         self._slots: Slots | None = None  # None: the host has changed the table
+        self._joining: set[int] = set()  # rows that are to take part from the next round on
 
     def __len__(self) -> int:
         return len(self.table)
@@ -85,11 +87,22 @@ class SlotCache:
         self._slots = None
 
     def slots(self, key: jax.Array) -> Slots:
-        """Return the device's copy of the table."""
-        if self._slots is None:
+        """Return the device's copy of the table.
+
+        Where nothing but rows that join has changed the others are left as they are: the device
+        may be rounds ahead of the host.
+        """
+        if self._slots is None or self._joining:
             columns, processing_B2 = self.table.device_columns(), self.table.device_processing()
             arguments = self._runner.slot_arguments(columns, processing_B2, key)
-            self._slots = cache_ops.make_slots(*arguments)
+            if self._slots is None:
+                self._slots = cache_ops.make_slots(*arguments)
+            else:
+                joins_B = np.zeros(len(self.table), bool)
+                joins_B[list(self._joining)] = True
+                joins_B = self._runner.argument(joins_B)
+                self._slots = cache_ops.join_slots(self._slots, *arguments, joins_B)
+        self._joining = set()
         return self._slots
 
     # -- requests enter ----------------------------------------------------------------
@@ -127,21 +140,25 @@ class SlotCache:
         if copies:
             self._cache = self._runner.copy_rows(self.cache, copies)
             for _, row in copies:
-                self.table.filled(row, int(self.table.prompt_tokens_B[row]) - 1)
-            self.changed()
+                self._filled(row, int(self.table.prompt_tokens_B[row]) - 1)
 
     def next_chunks(self) -> np.ndarray:
         """Return the tokens that the next round is to compute, as a table for `Chunks.of_table`."""
         table, table_TX = self.table, self._runner.no_chunks()
         T, C = len(table_TX), self._runner.config.chunk_tokens
         _, rows = admission.fills(table.lacking(), table.prompts)
-        for i, row in enumerate(rows[:T]):
-            end = int(table.cached_tokens_B[row])
-            # the whole window lies inside the row: it may begin with what is there
-            start = min(end - int(table.lacking_tokens_B[row]), self.num_positions - C)
-            tokens = table.tokens_BL[row, start : min(start + C, end)]
+        starts = ((row, at) for row in rows for at in self._starts(row, C))
+        for i, (row, start) in enumerate(itertools.islice(starts, T)):
+            tokens = table.tokens_BL[row, start : min(start + C, table.cached_tokens_B[row])]
             table_TX[i, : 2 + len(tokens)] = row, start, *tokens
         return table_TX
+
+    def _starts(self, row: int, chunk_tokens: int) -> Iterator[int]:
+        """Yield where chunks of what the row lacks begin."""
+        end = int(self.table.cached_tokens_B[row])
+        for start in range(end - int(self.table.lacking_tokens_B[row]), end, chunk_tokens):
+            # the whole window lies inside the row: it may begin with what is there
+            yield min(start, self.num_positions - chunk_tokens)
 
     def write_chunks(self, entries: kv_cache.Entries, chunks_TX: np.ndarray) -> int:
         """Write what a round computed for chunks; return how many tokens rows lacked of them."""
@@ -149,8 +166,13 @@ class SlotCache:
         self._cache = cache_ops.write_chunks(self._held, entries, chunks)
         C, found = self._runner.config.chunk_tokens, 0
         for row, start in chunks_TX[chunks_TX[:, 0] >= 0, :2].tolist():
-            found += self.table.filled(row, start + C)
-        self.changed()
+            found += self._filled(row, start + C)
+        return found
+
+    def _filled(self, row: int, num_tokens: int) -> int:
+        found = self.table.filled(row, num_tokens)
+        if self.table.live_B[row]:
+            self._joining.add(row)
         return found
 
     # -- requests leave ----------------------------------------------------------------

@@ -32,26 +32,33 @@ class Speculator:
         num_slots: int,
         num_positions: int,
         cached: CachedPrefixes | None = None,
+        num_lacking: int = 0,
     ) -> tuple[Drafts | None, DraftDecision]:
         """Return the drafts of a round, and which of their tokens to verify.
 
-        Requests that may keep more of their cached response have no other draft.
+        Requests that may keep more of their cached response have no other draft. While most rows
+        lack their prompt, what counts is that they get it: nothing is drafted.
         """
-        undrafted = plain(num_slots, self._config.rounds_per_fetch)
+        sizes, rounds = self._config.node_sizes(num_slots), self._config.rounds_per_fetch
+        if num_lacking:
+            sizes = self._config.sizes_beside_prompts(num_slots)
+        if num_lacking > len(live) and self.drafter is not None:
+            sizes, rounds = [], 1
+        undrafted = plain(num_slots, rounds)
         # the last token of a response is never a draft token: it comes with the one before
         left_A = np.minimum(live.remaining_tokens_A - 1, self._config.max_nodes - 1)
         chained_A = np.zeros(len(live), bool)
         if cached is not None:
             chained_A = cached.goes_on(live.rows_A)
         most_A = np.zeros(len(live), np.int32)
-        if self.drafter is not None:
+        if self.drafter is not None and sizes:
             self.drafter.skipped = self._budget.skips(live, num_slots, num_positions)
             most_A = np.minimum(self._budget.limits(live, num_slots), left_A).astype(np.int32)
             most_A[chained_A] = 0
         if not most_A.any() and not chained_A.any():
             return None, undrafted
-        sizes = self._config.node_sizes(num_slots)
-        unseen = None if chained_A.any() else self._unseen(live, sizes, num_slots)
+        can_be_unseen = not num_lacking and not chained_A.any()
+        unseen = self._unseen(live, sizes, num_slots) if can_be_unseen else None
         if unseen is not None:
             return None, unseen
         drafts = self._propose(live, most_A)

@@ -32,13 +32,13 @@ from spec.draft_cache.rounds import Asked, draft_rounds
 from spec.drafter import no_drafts
 from spec.nodes import pack
 from spec.sampling import step_key
-from spec.verify import chunk_round, decode_rounds, settle, verify_round
+from spec.verify import decode_rounds, settle, verify_round
 
 NodeSizes = Callable[[int], Collection[int]]  # of trees, by slots
 Decisions = Callable[[int], Collection[DraftDecision]]  # by slots
 Arguments = tuple[tuple, dict[str, Any]]
 # Steps that run the whole policy, those that compile longest first.
-WHOLE_MODEL = (draft_rounds, verify_round, chunk_round, decode_rounds)
+WHOLE_MODEL = (draft_rounds, verify_round, decode_rounds)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,12 +172,15 @@ class Pool:
         """Yield what every rollout needs: prompts, plain rounds, and changes of the bucket."""
         for B in self.slots:
             yield Program(cache_ops.make_slots, partial(self._make_slots, B))
+            if B in self.first_slots:
+                yield Program(cache_ops.join_slots, partial(self._join_slots, B))
         for B, S in self.buckets:
             yield Program(decode_rounds, partial(self.decode_arguments, B, S))
             yield Program(settle, partial(self._settle, B, S))
             yield Program(cache_ops.copy_rows, partial(self._copy, B, S))
             if B in self.first_slots:
-                yield Program(chunk_round, partial(self.chunk_arguments, B, S))
+                for M in self._nodes_beside_prompts(B):
+                    yield Program(verify_round, partial(self.prompt_arguments, B, M, S))
                 yield Program(cache_ops.write_chunks, partial(self._write_chunks, B, S))
             for name, kind in self.kinds:
                 for change in self._changes(B, S):
@@ -254,12 +257,20 @@ class Pool:
         args = self.params, *state, stop_E, np.int32(1), np.int32(1)
         return args, engine.decode_options(self.sampling.draw)
 
-    def chunk_arguments(self, B: int, S: int) -> Arguments:
-        """Return the arguments of `chunk_round` for slots at rest."""
-        engine = self.engine
-        (*state_and_nodes, stop_E), _ = self._verify(B, B, S)
-        args = *state_and_nodes, engine.argument(engine.no_chunks()), stop_E
-        return args, engine.chunk_options(self.sampling.draw)
+    def _join_slots(self, B: int) -> Arguments:
+        arguments, none = self._make_slots(B)
+        slots = cache_ops.make_slots(*arguments)
+        return (slots, *arguments, self.engine.argument(np.zeros(B, bool))), none
+
+    def _nodes_beside_prompts(self, B: int) -> list[int]:
+        """The numbers of nodes of rounds that compute prompts."""
+        drafts = self.reach.speculative or self.reach.reuse
+        return [B, *(self.engine.config.sizes_beside_prompts(B) if drafts else ())]
+
+    def prompt_arguments(self, B: int, M: int, S: int) -> Arguments:
+        """Return the arguments of `verify_round` with chunks of prompts, for slots at rest."""
+        (*args, _), options = self._verify(B, M, S)
+        return (*args, self.engine.argument(self.engine.no_chunks())), options
 
     def _write_chunks(self, B: int, S: int) -> Arguments:
         engine = self.engine
@@ -274,7 +285,7 @@ class Pool:
         (params, cache, pending, slots, stop_E, _, _), _ = self.decode_arguments(B, S)
         nothing = no_drafts(0, 1)
         nodes_5M = pack(nothing, nothing.count_A, np.zeros(0, np.int32), B, M)
-        args = params, cache, pending, slots, engine.argument(nodes_5M), stop_E
+        args = params, cache, pending, slots, engine.argument(nodes_5M), stop_E, None
         return args, engine.verify_options(self.sampling.draw, B, M)
 
     def _draft_rounds(

@@ -149,11 +149,12 @@ class _Rounds:
         taken_A = likeliest(drafts, np.ones(len(live)), len(table), num_nodes)
         nodes_5M = pack(drafts, taken_A, live.rows_A, len(table), num_nodes)
         state = self._cache, self._pending, slots
-        self._cache, self._pending, _, found = verify_round(
+        self._cache, self._pending, _, found, _ = verify_round(
             self._spec.params,
             *state,
             engine.argument(nodes_5M),
             self._stop_E,
+            None,
             **engine.verify_options(self._spec.sampling.draw, len(table), num_nodes),
         )
         self._drafter.committed(live)

@@ -20,7 +20,7 @@ from rl.trajectory import HostKv
 from rl.warm_up import compile_buckets
 from rl.warm_up.measured_run import MoveTimes, write_moves
 from spec.config import SamplingConfig
-from spec.verify import chunk_round
+from spec.verify import verify_round
 
 REPEATS = 3
 
@@ -65,14 +65,16 @@ def recomputed(
 ) -> kv_cache.KVCache:
     """Run as many rounds as compute the keys and values of one row's tokens."""
     engine = pool.engine
-    args, options = pool.chunk_arguments(cache.num_slots, cache.num_positions)
-    params, _, pending, slots, nodes_5B, _, stop_E = args
+    B, S, C = cache.num_slots, cache.num_positions, engine.config.chunk_tokens
+    (params, _, pending, slots, nodes_5B, stop_E, _), options = pool.prompt_arguments(B, B, S)
     chunks_TX = engine.no_chunks()
-    chunks_TX[0, 0] = 0
-    for _ in range(-(-num_tokens // engine.config.chunk_tokens)):
-        chunks = engine.argument(chunks_TX)
-        cache, pending, slots, _, entries = chunk_round(
-            params, cache, pending, slots, nodes_5B, chunks, stop_E, **options
+    for first in range(0, num_tokens, len(chunks_TX) * C):
+        starts = range(first, num_tokens, C)[: len(chunks_TX)]
+        chunks_TX[:, 0] = -1
+        chunks_TX[: len(starts), :2] = [(0, min(start, S - C)) for start in starts]
+        chunks = engine.argument(chunks_TX.copy())
+        cache, pending, slots, _, entries = verify_round(
+            params, cache, pending, slots, nodes_5B, stop_E, chunks, **options
         )
         cache = cache_ops.write_chunks(cache, entries, chunks)
     return cache

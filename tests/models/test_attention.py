@@ -92,3 +92,25 @@ def test_chunks_attend_to_their_row_and_to_their_tokens_so_far(lengths, scale):
     want = one_by_one(q_XHh, k_XKh, v_XKh, keys, values, length_B, *where)
     np.testing.assert_allclose(got[:2].reshape(want.shape), want, atol=1e-5 * scale**2)
     assert np.isfinite(got).all()
+
+
+def test_chunks_of_a_row_see_those_before_them():
+    """Whatever their order; the last of row 1 begins three tokens before the one before it ends."""
+    C, slot_T, start_T = 4, np.array([1, 0, 1, 1, -1]), np.array([7, 3, 3, 8, 0])
+    *new, keys, values, _ = inputs(5 * C, (3, 3, 0), 1.0)
+    chunks = Chunks(slot_T, start_T, np.zeros((5, C), np.int32))
+    new = [np.array(x).reshape(5, C, *x.shape[1:]) for x in new]
+    for x in new[1:]:
+        x[3, :3] = x[0, 1:]  # the same tokens
+    got = jax.jit(attend_chunks)(*new, keys, values, chunks)
+    path = [(2, c) for c in range(C)] + [(0, c) for c in range(C)] + [(3, 3)]
+    q_XHh, k_XKh, v_XKh = (np.stack([x[at] for at in path]) for x in new)
+    want = one_by_one(
+        *(q_XHh, k_XKh, v_XKh, keys, values, np.array([3, 3, 0])),
+        *(np.ones(9, int), np.arange(-1, 8)),
+    )
+    np.testing.assert_allclose(np.stack([got[at] for at in path]), want, atol=1e-5)
+    alone = jax.jit(attend_chunks)(
+        *(x[1:2] for x in new), keys, values, Chunks(slot_T[1:2], start_T[1:2], np.zeros((1, C)))
+    )
+    np.testing.assert_allclose(got[1], alone[0], atol=1e-5)

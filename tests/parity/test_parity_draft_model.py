@@ -45,9 +45,7 @@ def test_alone_and_with_others(golden, rollout, engine, params, small_params, na
         got = rollout(name, drafter=asked)
         assert not differences(golden(name), got)
         drafted, accepted = engine.stats.drafted_by_source, engine.stats.accepted_by_source
-        assert accepted[Source.MODEL] < drafted[Source.MODEL]
-        # at temperature 0 a request's own text has the few tokens that are right
-        assert accepted[Source.MODEL] > 0 or (with_others and name == "greedy")
+        assert 0 < accepted[Source.MODEL] < drafted[Source.MODEL]
         if name == "gumbel_cool":  # others do not repeat themselves, or as the small model says
             assert (drafted[Source.OWN] > 0) == with_others
     assert max(misscored(params, got, SAMPLINGS[name]).values()) < TOLERANCE
@@ -56,11 +54,12 @@ def test_alone_and_with_others(golden, rollout, engine, params, small_params, na
 @pytest.mark.parametrize("name", ["plain", "cool", "gumbel", "gumbel_cool"])
 def test_the_policy_itself_drafts_what_it_then_draws(golden, rollout, engine, params, name):
     """Coupled: only an end token among the draft tokens, or the limit, makes the others useless."""
-    got = rollout(name, drafter=drafter(engine, params, name, MODEL, proposal="shared_noise"))
+    asked = drafter(engine, params, name, MODEL, proposal="shared_noise")
+    got = rollout(name, drafter=asked, budget=FixedBudget(3))  # also in rounds beside prompts
     assert not differences(golden(name), got)
     for t in got:
-        assert drafted(t) == origins_if_all_accepted(len(drafted(t)), BASE.max_nodes)
-    assert engine.stats.accepted_tokens > 0.7 * sum(len(drafted(t)) for t in got)
+        assert drafted(t) == origins_if_all_accepted(len(drafted(t)), 4)
+    assert engine.stats.accepted_tokens > 0.6 * engine.stats.tokens
 
 
 def test_likeliest_drafts_of_the_policy_itself_are_its_tokens_at_temperature_0(
@@ -68,7 +67,7 @@ def test_likeliest_drafts_of_the_policy_itself_are_its_tokens_at_temperature_0(
 ):
     got = rollout("greedy", drafter=drafter(engine, params, "greedy", MODEL))
     assert not differences(golden("greedy"), got)
-    assert engine.stats.accepted_tokens > 0.7 * sum(len(drafted(t)) for t in got)
+    assert engine.stats.accepted_tokens > 0.7 * engine.stats.tokens
 
 
 @pytest.mark.parametrize("proposal", ["likeliest", "shared_noise"])
@@ -82,8 +81,8 @@ def test_drafts_on_the_device_are_those_that_the_host_would_see(
         assert not differences(golden("plain"), rollout("plain", drafter=noted, budget=budget))
         trees.append(noted.trees)
         fetches.append(engine.stats.fetches)
-    assert trees[1].total() > 50 and share_of_same(*trees) > 0.99
-    assert fetches[0] < 0.8 * fetches[1]
+    assert trees[1].total() > 100 and share_of_same(*trees) > 0.99
+    assert fetches[0] < 0.75 * fetches[1]  # a round beside prompts has one of its own
 
 
 def test_few_slots_and_caches_that_grow(golden, rollout, requests, small_params):

@@ -40,7 +40,7 @@ def plant(monkeypatch, golden):
         monkeypatch.setattr(module, name, fault)
         layer = fresh(transformer._nodes_layer, static_argnums=0)
         monkeypatch.setattr(transformer, "_nodes_layer", layer)
-        for step in (verify.verify_round, verify.decode_rounds, verify.chunk_round):
+        for step in (verify.verify_round, verify.decode_rounds):
             anew = fresh(step, donate_argnums=(1, 2, 3))
             monkeypatch.setattr(rl.engine.rounds, step.__name__, anew)
 
@@ -249,7 +249,23 @@ def test_rows_at_rest_that_are_written_to(params, plant, kind):
 
 
 def test_chunks_that_see_the_token_behind(golden, rollout, plant):
-    plant(attention, "causal_mask", lambda n: jnp.tril(jnp.ones((1, n, n), bool), k=1))
+    def seen(chunks):
+        behind_XX = jnp.tril(jnp.ones((chunks.tokens_TC.size,) * 2, bool), k=1)
+        return behind_XX & (chunks.slot_X[:, None] == chunks.slot_X)
+
+    plant(attention.Chunks, "mask_XX", property(seen))
+    assert differences(golden("plain"), rollout("plain"))
+
+
+def test_chunks_that_do_not_see_those_before_them(golden, rollout, plant):
+    original = attention.Chunks.mask_XX.fget
+
+    def seen(chunks):
+        C = chunks.tokens_TC.shape[1]
+        chunk_X = jnp.repeat(jnp.arange(len(chunks.slot_T)), C)
+        return original(chunks) & (chunk_X[:, None] == chunk_X)
+
+    plant(attention.Chunks, "mask_XX", property(seen))
     assert differences(golden("plain"), rollout("plain"))
 
 

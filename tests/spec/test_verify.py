@@ -158,7 +158,7 @@ def rounds(kind, params, cache, slots):
         drafts = stack([Draft([1, 2, 3], [-1, -1, 0])] * B, 3)
         nodes_5M = packed_nodes.pack(drafts, drafts.count_A, np.arange(B), B, M * B)
         cache, pending, *_ = verify_round(
-            params, cache, pending, slots, nodes_5M, stop_E, **static, max_nodes=M
+            params, cache, pending, slots, nodes_5M, stop_E, None, **static, max_nodes=M
         )
     else:
         cache, pending, *_ = decode_rounds(
@@ -244,8 +244,9 @@ def test_a_round_of_roots_alone_equals_one_with_padding():
         slots = make_slots(3, length=np.asarray([0, 4, S - 1]))
         pending = kv_cache.no_pending(TINY, 12, jnp.float32, ())
         nodes_5M = packed_nodes.pack(nothing, nothing.count_A, np.zeros(0, int), 3, num_nodes)
-        cache, pending, slots, drawn_3M = verify_round(
-            params, full_cache(3), pending, slots, nodes_5M, stop_E, **static, max_nodes=M
+        state = full_cache(3), pending, slots
+        cache, pending, slots, drawn_3M, _ = verify_round(
+            params, *state, nodes_5M, stop_E, None, **static, max_nodes=M
         )
         cache, _ = settle(cache, pending)
         tokens, bits, got = np.asarray(drawn_3M)

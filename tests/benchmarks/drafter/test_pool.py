@@ -137,12 +137,13 @@ def test_fused_and_apart_emit_the_same(programs, chosen):
     drafts = Drafts(tokens_BM, parents_BM, prob_BM, sources_BM, count_B)
     taken_B = np.minimum(count_B, chosen.verify_tokens)
     nodes_5M = pack(drafts, taken_B, np.arange(B), B, B * (chosen.verify_tokens + 1))
-    *_, apart = verify.verify_round(
+    *_, apart, _ = verify.verify_round(
         params,
         cache,
         *state(),
         nodes_5M,
         stop_E,
+        None,
         **engine.verify_options("cdf", B, nodes_5M.shape[1]),
     )
     slots_M = np.repeat(np.arange(B), chosen.verify_tokens + 1)

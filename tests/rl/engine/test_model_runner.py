@@ -19,7 +19,7 @@ from spec.eagle import model as eagle
 from spec.eagle.config import TreeConfig
 from spec.eagle.model import EagleWeights
 from spec.sampling import step_key
-from spec.verify import chunk_round, settle
+from spec.verify import settle, verify_round
 
 MODEL = ModelConfig("qwen3", 32, 16, 2, 8, 8, 4, 16, qk_norm=True, max_positions=64)
 MESHES = {
@@ -98,13 +98,13 @@ def test_rows_stay_in_shards_however_they_are_filled(engine, params):
     reach = compile_buckets.Reach(8, 8)
     pool = compile_buckets.Pool(engine, params, SamplingConfig(), reach)
     with engine.mesh_context():
-        args, options = pool.chunk_arguments(8, 32)
-        cache, _, _, _, entries = chunk_round(*args, **options)
+        args, options = pool.prompt_arguments(8, 8, 32)
+        cache, _, _, _, entries = verify_round(*args, **options)
         assert not misplaced(engine, cache)
         # as the step was compiled for them
         pairs = zip(jax.tree.leaves(entries), jax.tree.leaves(engine.empty_entries()), strict=True)
         assert all(x.sharding.is_equivalent_to(y.sharding, x.ndim) for x, y in pairs)
-        cache = cache_ops.write_chunks(cache, entries, args[5])
+        cache = cache_ops.write_chunks(cache, entries, args[-1])
         assert not misplaced(engine, cache)
         cache = engine.copy_rows(cache, [(0, 2)])
         assert not misplaced(engine, cache)
