@@ -256,7 +256,7 @@ class Programs:
         nothing = no_drafts(0, 1)
         nodes_5M = pack(nothing, nothing.count_A, np.zeros(0, np.int32), B, B * num_nodes)
         options = engine.verify_options(self.sampling.draw, B, B * num_nodes)
-        return verify.verify_round.lower(params, *state, nodes_5M, stop_E, **options)
+        return verify.verify_round.lower(params, *state, nodes_5M, stop_E, None, **options)
 
     def _search(self, engine: Engine, B: int, top_k: int) -> Any:
         """Lower the search that warm-up compiles, as deep as any strategy of that width goes."""

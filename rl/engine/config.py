@@ -98,9 +98,8 @@ class EngineConfig:
         return [*sizes, most] if most > num_slots else []
 
     def sizes_beside_prompts(self, num_slots: int) -> list[int]:
-        """Return those of rounds that compute prompts too: one of about four nodes a slot."""
-        sizes = self.node_sizes(num_slots)
-        return [m for m in sizes if m <= 4 * num_slots][-1:] or sizes[:1]
+        """Return those of rounds that compute prompts too: of four and eight nodes a slot."""
+        return self.node_sizes(num_slots)[1:3]
 
     def most_nodes(self, num_slots: int) -> int:
         """Return the most nodes of a round."""

@@ -41,9 +41,10 @@ class Speculator:
         """
         sizes, rounds = self._config.node_sizes(num_slots), self._config.rounds_per_fetch
         if num_lacking:
-            sizes = self._config.sizes_beside_prompts(num_slots)
-        if num_lacking > len(live) and self.drafter is not None:
-            sizes, rounds = [], 1
+            few = num_lacking <= len(live)
+            sizes = self._config.sizes_beside_prompts(num_slots) if few else []
+            if not sizes and self.drafter is not None:
+                rounds = 1
         undrafted = plain(num_slots, rounds)
         # the last token of a response is never a draft token: it comes with the one before
         left_A = np.minimum(live.remaining_tokens_A - 1, self._config.max_nodes - 1)

@@ -243,9 +243,11 @@ def _rollouts(
     # attention pads rows to at most so many: models.attention.attend_nodes
     queries = slots * (widest_tree(slots, nodes, engine.max_nodes) if nodes > slots else 1)
     seen = positions * queries // nodes
+    beside = min([nodes, *engine.sizes_beside_prompts(slots)[-1:]])
     passes = {
         "a round": _pass(model, mesh, itemsize, _shard(nodes, mesh.batch), 1, seen),
-        "prompts": _prompts(config, model, mesh, itemsize, slots, positions),
+        "prompts": _pass(model, mesh, itemsize, _shard(beside, mesh.batch), 1, seen)
+        + _prompts(config, model, mesh, itemsize, positions),
     }
     whole = _weights(model, _Mesh(mesh.sizes | {"fsdp": 1}), itemsize)
     return {
@@ -271,16 +273,15 @@ def _cache(
 
 
 def _prompts(
-    config: TrainConfig, model: ModelConfig, mesh: _Mesh, itemsize: int, slots: int, positions: int
+    config: TrainConfig, model: ModelConfig, mesh: _Mesh, itemsize: int, positions: int
 ) -> int:
-    """A round with chunks of a few prompts: their entries, and the rows that a layer gathers."""
+    """A round's chunks of prompts: their entries, and the rows that a layer gathers."""
     rows, chunk = config.engine.prefill_rows, config.engine.chunk_tokens
     entries = _cache(config, model, mesh, rows, chunk, itemsize)
     gathered = _cache(config, model, mesh, rows, positions, itemsize) // model.num_layers
-    seen = positions + chunk
+    seen = positions + rows * chunk
     chunks = _pass(model, mesh, itemsize, _shard(rows, mesh.batch), chunk, seen, logits=False)
-    decoded = _pass(model, mesh, itemsize, _shard(slots, mesh.batch), 1, positions)
-    return entries + gathered + chunks + decoded
+    return entries + gathered + chunks
 
 
 def _pass(

@@ -151,9 +151,10 @@ def test_a_round_needs_what_is_estimated(vocab_size):
     pending = jax.eval_shape(lambda: kv_cache.no_pending(model, M, jnp.float32))
     nodes_5M = jax.ShapeDtypeStruct((5, M), jnp.int32)
     stop_E = jax.ShapeDtypeStruct((1,), jnp.int32)
+    chunks_TX = jax.ShapeDtypeStruct((1, 2 + 32), jnp.int32)
     found = compiled_bytes(
         verify.verify_round.lower(
-            *(params, cache, pending, slots, nodes_5M, stop_E),
+            *(params, cache, pending, slots, nodes_5M, stop_E, chunks_TX),
             config=model,
             scheme=SamplingConfig().draw,
             max_nodes=8,
