@@ -138,7 +138,9 @@ class Audited(Goodput):
         num_slots: int,
         num_positions: int,
     ) -> DraftDecision:
-        score_AN = drafts.prob_AN * self.scale(live)[:, None]
+        scaled_AN = drafts.prob_AN * self.scale(live)[:, None]
+        tokens_AN = np.cumsum(np.insert(scaled_AN, 0, 1.0, axis=1), axis=1)
+        score_AN = (scaled_AN / tokens_AN[:, :-1]).astype(np.float32)
         found = super().choose(live, drafts, sizes, num_slots, num_positions)
         if found.taken_A is not None:
             room = found.num_nodes - num_slots

@@ -45,7 +45,7 @@ from rl.warm_up.host_kernels import compile_host_kernels
 from rl.warm_up.round_times import load_or_measure
 from rl.workers.multi_engine import MultiEngine, make_engines, split_devices
 from spec.budget.bandit_budget import node_counts
-from spec.budget.budget import DraftDecision, equal_trees, likeliest_trees
+from spec.budget.budget import DraftDecision, best_trees, equal_trees
 from spec.budget.config import BANDIT, LEARNED, MODEL, parse_budget
 from spec.reuse.rollout_cache import RolloutCache
 from spec.sampling import step_key
@@ -217,7 +217,7 @@ def drafted_alone(config: TrainConfig) -> dict[str, compile_buckets.Decisions]:
         elif budget == "fixed":
             wanted = [min(most, fixed)]
         else:
-            return [likeliest_trees(m, num_slots, most) for m in sizes]
+            return [best_trees(m, num_slots, most) for m in sizes]
         found = (equal_trees(tokens, sizes, num_slots) for tokens in wanted)
         return [decision for decision in found if decision is not None]
 

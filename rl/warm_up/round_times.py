@@ -24,7 +24,7 @@ from rl.speculation.device_drafters import NO_DRAFTERS, DeviceDrafters, DeviceDr
 from rl.trajectory import PartialRequest, Request
 from rl.warm_up import compile_buckets
 from rl.warm_up.measured_run import read_rounds, write_rounds
-from spec.budget.budget import likeliest
+from spec.budget.budget import best
 from spec.budget.union import DrafterUnion
 from spec.config import SamplingConfig
 from spec.nodes import pack
@@ -146,7 +146,7 @@ class _Rounds:
         table, engine = self._table, self._engine
         live, most = table.live(), engine.config.max_nodes - 1
         drafts = self._drafter.propose(live, np.full(len(live), most, np.int32), most)
-        taken_A = likeliest(drafts, np.ones(len(live)), len(table), num_nodes)
+        taken_A = best(drafts, np.ones(len(live)), len(table), num_nodes)
         nodes_5M = pack(drafts, taken_A, live.rows_A, len(table), num_nodes)
         state = self._cache, self._pending, slots
         self._cache, self._pending, _, found, _ = verify_round(

@@ -13,7 +13,7 @@ from typing import cast
 import numpy as np
 
 from spec.budget.bandit import BegMab, Strategy
-from spec.budget.budget import Budget, DraftDecision, equal_trees, likeliest, plain
+from spec.budget.budget import Budget, DraftDecision, best, equal_trees, plain
 from spec.budget.config import LEARNED, BanditConfig, TunerConfig
 from spec.budget.device_gate import DEVICE_SOURCES, DeviceDrafter
 from spec.budget.union import DrafterUnion
@@ -109,7 +109,7 @@ class BanditBudget(Budget):
         if self._size == num_slots or not drafts.count_A.any():
             self._size = num_slots
             return plain(num_slots)
-        taken_A = likeliest(drafts, np.ones(len(live)), num_slots, self._size)
+        taken_A = best(drafts, np.ones(len(live)), num_slots, self._size)
         return DraftDecision(self._size, taken_A)
 
     def observe(self, live: LiveSlots, drafts: Drafts, acceptance: Acceptance) -> None:

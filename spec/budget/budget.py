@@ -27,7 +27,7 @@ class DraftDecision:
 
     Without `taken_A` it is plain decoding: `num_rounds` rounds before the next decision. With
     `tree_tokens` these draft on the device, at most so many draft tokens a request, and verify the
-    likeliest, their probabilities scaled by their request's factor (`scale_A`).
+    best, their probabilities scaled by their request's factor (`scale_A`).
     """
 
     num_nodes: int
@@ -88,30 +88,33 @@ def equal_trees(most_tokens: int, sizes: Sequence[int], num_slots: int) -> Draft
     return DraftDecision(num_nodes, num_rounds=MANY_ROUNDS, tree_tokens=tree_tokens)
 
 
-def likeliest_trees(
+def best_trees(
     num_nodes: int, num_slots: int, most_tokens: int, scale_A: np.ndarray | None = None
 ) -> DraftDecision:
-    """Decide for many rounds of the likeliest draft tokens, at most `most_tokens` of a request."""
+    """Decide for many rounds of the best draft tokens, at most `most_tokens` of a request."""
     tree_tokens = widest_tree(num_slots, num_nodes, most_tokens + 1) - 1
     return DraftDecision(
         num_nodes, num_rounds=MANY_ROUNDS, tree_tokens=tree_tokens, scale_A=scale_A
     )
 
 
-def likeliest(drafts: Drafts, scale_A: np.ndarray, num_slots: int, num_nodes: int) -> np.ndarray:
-    """Return how many draft tokens of each request are among the likeliest of all; int32 [A].
+def best(drafts: Drafts, scale_A: np.ndarray, num_slots: int, num_nodes: int) -> np.ndarray:
+    """Return how many draft tokens of each request are among the best of all; int32 [A].
 
-    As many are chosen as a round of `num_nodes` holds, of one request as many as its tree may. A
-    draft token's probability is scaled by its request's factor. It never exceeds its parent's, so
-    that those chosen are each request's first ones.
+    As many are chosen as a round of `num_nodes` holds, of one request as many as its tree may, by
+    how much faster they make their request: by p / (1 + w), with its probability p, scaled by the
+    request's factor, and the w tokens that are expected to be accepted of those before it. A
+    rollout ends with its last request, so that one whose drafts are seldom right gets more of them
+    than by p alone. p never exceeds the parent's, so that those chosen are each request's first
+    ones.
     """
-    return likeliest_by_size(drafts, scale_A, num_slots, (num_nodes,))[0][0]
+    return best_by_size(drafts, scale_A, num_slots, (num_nodes,))[0][0]
 
 
-def likeliest_by_size(
+def best_by_size(
     drafts: Drafts, scale_A: np.ndarray, num_slots: int, sizes: Sequence[int]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return what `likeliest` chooses for a round of each of these numbers of nodes.
+    """Return what `best` chooses for a round of each of these numbers of nodes.
 
     int32 [sizes, A], and how many of those draft tokens are expected to be accepted; [sizes].
     """
@@ -127,17 +130,20 @@ _LAST = 2**31 - 1
 
 @numba.njit(cache=True, nogil=True)
 def _keys(prob_AN, count_A, scale_A, most):  # type: ignore[no-untyped-def]
-    """Return a number for each draft token that ascends with its scaled probability.
+    """Return a number for each draft token that ascends with what it is worth.
 
     Of equals the earlier one has the higher number, a parent before its children.
     """
     A, N = prob_AN.shape
-    scaled_X, place_X, X = np.empty(A * N, np.float32), np.empty(A * N, np.int64), 0
+    worth_X, place_X, X = np.empty(A * N, np.float32), np.empty(A * N, np.int64), 0
     for a in range(A):
+        tokens = 1.0  # expected of the request
         for n in range(min(count_A[a], most)):
-            scaled_X[X], place_X[X] = prob_AN[a, n] * scale_A[a], a * N + n
+            scaled = prob_AN[a, n] * scale_A[a]
+            worth_X[X], place_X[X] = scaled / tokens, a * N + n
+            tokens += scaled
             X += 1
-    bits_X = scaled_X.view(np.int32)  # which ascend with the numbers that they stand for
+    bits_X = worth_X.view(np.int32)  # which ascend with the numbers that they stand for
     for x in range(X):
         place_X[x] = np.int64(bits_X[x]) << 32 | (_LAST - place_X[x])
     return place_X[:X]
@@ -146,8 +152,7 @@ def _keys(prob_AN, count_A, scale_A, most):  # type: ignore[no-untyped-def]
 @numba.njit(cache=True, nogil=True)
 def _first(keys_X, prob_AN, scale_A, widest_S, room_S):  # type: ignore[no-untyped-def]
     A, N = prob_AN.shape
-    taken_SA = np.zeros((len(room_S), A), np.int32)
-    worth_S = np.zeros(len(room_S))
+    taken_SA, accepted_S = np.zeros((len(room_S), A), np.int32), np.zeros(len(room_S))
     for s in range(len(room_S)):
         left, x = room_S[s], len(keys_X)
         while left > 0 and x > 0:
@@ -156,16 +161,16 @@ def _first(keys_X, prob_AN, scale_A, widest_S, room_S):  # type: ignore[no-untyp
             a, n = place // N, place % N
             if n < widest_S[s]:
                 taken_SA[s, a] += 1
-                worth_S[s] += prob_AN[a, n] * scale_A[a]
+                accepted_S[s] += prob_AN[a, n] * scale_A[a]
                 left -= 1
-    return taken_SA, worth_S
+    return taken_SA, accepted_S
 
 
 def all_that_fit(drafts: Drafts, sizes: Sequence[int], num_slots: int) -> DraftDecision:
-    """Decide for the smallest round that holds all draft tokens, else for the likeliest of them."""
+    """Decide for the smallest round that holds all draft tokens, else for the best of them."""
     if not drafts.count_A.any() or not sizes:
         return plain(num_slots)
-    taken_SA, _ = likeliest_by_size(drafts, np.ones(len(drafts.count_A)), num_slots, sizes)
+    taken_SA, _ = best_by_size(drafts, np.ones(len(drafts.count_A)), num_slots, sizes)
     holds_all_S = taken_SA.sum(axis=1) == drafts.count_A.sum()
     s = int(holds_all_S.argmax()) if holds_all_S.any() else -1
     return DraftDecision(sizes[s], taken_SA[s])

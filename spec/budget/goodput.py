@@ -15,8 +15,8 @@ from spec.budget.budget import (
     Backoff,
     Budget,
     DraftDecision,
-    likeliest_by_size,
-    likeliest_trees,
+    best_by_size,
+    best_trees,
     plain,
 )
 from spec.budget.device_gate import DeviceDraftGate
@@ -32,15 +32,16 @@ PRIOR_NODES = 2.0  # expected draft tokens that the prior of a request weighs
 
 
 class Goodput(Budget):
-    """Takes the likeliest draft tokens of all requests, as many as bring the most tokens a second.
+    """Takes the best draft tokens of all requests, as many as bring the most tokens a second.
 
-    tokens(M) = A + Σ s_a probability of the M − B likeliest
+    tokens(M) = A + Σ s_a probability of the M − B best
     M = argmax tokens(M) / seconds(B, M, S)
 
-    `s_a` is the ratio of accepted to expected draft tokens of a request so far, shrunk towards
-    that of all requests; draft tokens that were not verified are compared with what was then
-    drawn. A mode is left only for one that promises `BETTER`. Drafts cost the host's time: while
-    plain decoding wins, they are asked for after a `Backoff`, or once the batch shrinks.
+    The best are those of `spec.budget.budget.best`. `s_a` is the ratio of accepted to expected
+    draft tokens of a request so far, shrunk towards that of all requests; draft tokens that were
+    not verified are compared with what was then drawn. A mode is left only for one that promises
+    `BETTER`. Drafts cost the host's time: while plain decoding wins, they are asked for after a
+    `Backoff`, or once the batch shrinks.
     """
 
     def __init__(self, times: RoundTimes) -> None:
@@ -77,7 +78,7 @@ class Goodput(Budget):
         if not self._repeats or num_slots != slots or len(live) < MOST_OF_THEM * requests:
             return None
         self._repeats -= 1
-        return likeliest_trees(num_nodes, num_slots, most_tokens, self.scale(live))
+        return best_trees(num_nodes, num_slots, most_tokens, self.scale(live))
 
     def choose(
         self,
@@ -99,8 +100,8 @@ class Goodput(Budget):
             round_s = self._times(num_slots, size, num_positions)
             if round_s is not None:
                 seconds[size] = round_s
-        taken_SA, worth_S = likeliest_by_size(drafts, scale_A, num_slots, list(seconds))
-        rate_S = (1 + worth_S / len(live)) * plain_s / np.fromiter(seconds.values(), float)
+        taken_SA, accepted_S = best_by_size(drafts, scale_A, num_slots, list(seconds))
+        rate_S = (1 + accepted_S / len(live)) * plain_s / np.fromiter(seconds.values(), float)
         s = int(rate_S.argmax())
         best, best_rate, taken_A = list(seconds)[s], float(rate_S[s]), taken_SA[s]
         bucket = num_slots, best, num_positions

@@ -1,6 +1,6 @@
 """Rounds that draft on the device and verify at once, several between two fetches.
 
-Each round drafts a tree for every slot, takes the likeliest draft tokens of all slots, verifies
+Each round drafts a tree for every slot, takes the best draft tokens of all slots, verifies
 them, and absorbs what was emitted into the drafter's cache. The host sees drafts and draws after
 the last round.
 
@@ -152,8 +152,12 @@ def _trees(
     real_BX = jnp.arange(prob_BX.shape[1]) < jnp.where(slots.active, count_B, 0)[:, None]
     most_drafts = shape.num_nodes - len(row_B)
     if most_drafts < real_BX.size:
-        worth_BX = jnp.where(real_BX, prob_BX * scale_B[:, None], -1.0)
-        # of equals the earlier one is taken, a parent before its children
+        scaled_BX = prob_BX * scale_B[:, None]
+        tokens_BX = 1 + jnp.cumsum(scaled_BX, axis=1)  # expected of the request
+        # as of `spec.budget.budget.best`
+        worth_BX = scaled_BX / (tokens_BX - scaled_BX)
+        # of equals the earlier one is taken, a parent before its children, also if it is rounded
+        worth_BX = jnp.where(real_BX, jax.lax.cummin(worth_BX, axis=1), -1.0)
         _, chosen = jax.lax.top_k(worth_BX.reshape(-1), most_drafts)
         real_BX &= jnp.zeros(real_BX.size, bool).at[chosen].set(True).reshape(real_BX.shape)
     bits_BX = jax.lax.bitcast_convert_type(prob_BX.astype(jnp.float32), jnp.int32)

@@ -14,7 +14,7 @@ from rl.loop.experiment import TrainConfig, open_policy
 from rl.loop.setup import drafted_alone, num_whole_model
 from rl.warm_up import compile_buckets
 from rl.warm_up.compile_buckets import Reach
-from spec.budget.budget import FixedBudget, equal_trees, likeliest_trees
+from spec.budget.budget import FixedBudget, best_trees, equal_trees
 from spec.config import SamplingConfig
 
 DEFAULT = Path(__file__).parents[3] / "configs" / "tiny_cpu.gin"
@@ -53,7 +53,7 @@ def test_rounds_on_the_device_are_compiled_in_the_shapes_that_budgets_ask_for(bu
     for B in (8, 64):
         sizes = config.engine.node_sizes(B)
         if budget == "goodput":
-            wanted = [likeliest_trees(m, B, most) for m in sizes]
+            wanted = [best_trees(m, B, most) for m in sizes]
         elif budget == "bandit":
             reached = {8: (15,), 64: ()}  # half full at least, and none beyond 32 requests
             wanted = [equal_trees(n, sizes, B) for n in reached[B]]

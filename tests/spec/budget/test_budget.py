@@ -8,7 +8,7 @@ from drafts_by_hand import drafts
 
 from spec.acceptance import Acceptance, round_acceptance
 from spec.budget.aimd import Aimd, next_windows
-from spec.budget.budget import FixedBudget, likeliest, likeliest_by_size
+from spec.budget.budget import FixedBudget, best, best_by_size
 from spec.budget.by_name import make_budget
 from spec.budget.goodput import Goodput
 from spec.drafter import LiveSlots, no_drafts
@@ -72,30 +72,30 @@ def test_off_and_fixed():
     assert choose(budget, live(2), chains([15, 1], 1.0), 4, [2, 4]) == 4
 
 
-def test_the_likeliest_of_all_requests_are_taken():
+def test_the_best_of_all_requests_are_taken():
     """Three requests' drafts, the last one's worth half: each gives its first ones."""
-    found = chains([3, 4, 2], 0.9)  # .90 .81 .73 | .90 .81 .73 .66 | .90 .81
-    found.prob_AN[1] *= 0.8  # .72 .65 .58 .52
-    scale_A = np.array([1.0, 1.0, 0.5])  # .45 .41
-    wanted = [(4, [0, 0, 0]), (7, [3, 0, 0]), (9, [3, 2, 0]), (12, [3, 4, 1]), (99, [3, 4, 2])]
+    found = chains([3, 4, 2], 0.9)
+    found.prob_AN[:3, :4] = [[0.9, 0.8, 0.7, 0], [0.8, 0.4, 0.2, 0.1], [0.9, 0.8, 0, 0]]
+    scale_A = np.array([1.0, 1.0, 0.5])
+    # p / (1 + w): .9, .8 / 1.9 = .42, .7 / 2.7 = .26 | .8, .22, .09, .04 | .45, .28
+    wanted = [(4, [0, 0, 0]), (6, [1, 1, 0]), (8, [2, 1, 1]), (10, [3, 1, 2]), (99, [3, 4, 2])]
     for num_nodes, want in wanted:
-        assert likeliest(found, scale_A, 4, num_nodes).tolist() == want
-    taken_SA, worth_S = likeliest_by_size(found, scale_A, 4, [n for n, _ in wanted])
+        assert best(found, scale_A, 4, num_nodes).tolist() == want
+    taken_SA, accepted_S = best_by_size(found, scale_A, 4, [n for n, _ in wanted])
     assert taken_SA.tolist() == [want for _, want in wanted]
-    whole = 2.439 + 0.8 * 3.0951 + 0.5 * 1.71
-    assert worth_S[[0, 1, 4]] == pytest.approx([0, 2.439, whole])
+    assert accepted_S[[0, 1, 4]] == pytest.approx([0, 1.7, 2.4 + 1.5 + 0.85])
 
 
 def test_no_tree_is_more_than_twice_as_wide_as_all_are_on_average():
     """Attention pads all slots to the widest: eight nodes for four slots are trees of four."""
     found = chains([15, 1], 1.0)
-    assert likeliest(found, np.ones(2), 4, 8).tolist() == [3, 1]
-    assert likeliest(found, np.ones(2), 4, 16).tolist() == [7, 1]
-    assert likeliest_by_size(found, np.ones(2), 4, [8])[1].tolist() == [4]
+    assert best(found, np.ones(2), 4, 8).tolist() == [3, 1]
+    assert best(found, np.ones(2), 4, 16).tolist() == [7, 1]
+    assert best_by_size(found, np.ones(2), 4, [8])[1].tolist() == [4]
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_the_likeliest_are_those_of_a_sort_of_all(seed):
+def test_the_best_are_those_of_a_sort_of_all(seed):
     """Few different probabilities, so that there are ties; trees and sizes at random."""
     rng = np.random.default_rng(seed)
     num, width, slots = 5, 7, 8
@@ -103,23 +103,25 @@ def test_the_likeliest_are_those_of_a_sort_of_all(seed):
     found.count_A[:] = rng.integers(0, width + 1, num)
     found.prob_AN[:] = -np.sort(-rng.choice([0.0, 0.25, 0.5, 1.0], (num, width)), axis=1)
     scale_A = rng.choice([0.5, 1.0, 1.5], num)
+    scaled_AN = found.prob_AN * scale_A[:, None]
     sizes = [8, 9, 13, 16, 32, 64]
-    taken_SA, worth_S = likeliest_by_size(found, scale_A, slots, sizes)
-    for size, taken_A, worth in zip(sizes, taken_SA, worth_S, strict=True):
+    taken_SA, accepted_S = best_by_size(found, scale_A, slots, sizes)
+    for size, taken_A, accepted in zip(sizes, taken_SA, accepted_S, strict=True):
         widest = -(-2 * size // slots) - 1
-        every = sorted(
-            (-float(found.prob_AN[a, n] * scale_A[a]), a, n)
-            for a in range(num)
-            for n in range(min(found.count_A[a], widest))
-        )[: size - slots]
-        assert taken_A.tolist() == [sum(a == b for _, b, _ in every) for a in range(num)]
-        assert worth == pytest.approx(-sum(p for p, _, _ in every))
+        every = []
+        for a in range(num):
+            before_N = 1 + np.cumsum([0, *scaled_AN[a, :-1]])
+            worth_N = (scaled_AN[a] / before_N).astype(np.float32)
+            every += [(-worth_N[n], a, n) for n in range(min(found.count_A[a], widest))]
+        chosen = sorted(every)[: size - slots]
+        assert taken_A.tolist() == [sum(a == b for _, b, _ in chosen) for a in range(num)]
+        assert accepted == pytest.approx(sum(scaled_AN[a, n] for _, a, n in chosen))
 
 
 def test_a_childs_equal_probability_never_takes_it_before_its_parent():
     found = chains([3, 3], 1.0)
     for most in range(7):
-        taken = likeliest(found, np.ones(2), 8, 8 + most)
+        taken = best(found, np.ones(2), 8, 8 + most)
         assert taken.sum() <= most and (taken <= 3).all()
 
 
