@@ -4,7 +4,8 @@ Random weights of the given shape, all slots busy, half of the positions live. F
 nodes the draft tokens are spread evenly over the slots, and in another row over half of them.
 Kinds of rounds take turns; ratios are taken turn by turn, and their medians count. A plain round
 is one of eight between two fetches, as the engine runs them; a round with draft tokens has its
-packing, call and fetch in its seconds, but no drafting.
+packing, call and fetch in its seconds, but no drafting. Rows of `products` are the products with
+the weights alone, without attention: what no round of so many nodes can be faster than here.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -24,6 +26,7 @@ from benchmarks import environment
 from benchmarks.baselines.reprise import model_config
 from benchmarks.shape import Shape
 from models import kv_cache, transformer
+from models.config import ModelConfig
 from spec import sampling
 from spec.buckets import widest_tree
 from spec.drafter import Drafts, no_drafts
@@ -60,6 +63,15 @@ def busy(num_slots: int, num_positions: int) -> Slots:
     )
 
 
+@partial(jax.jit, static_argnames="config")
+def products(config: ModelConfig, params: transformer.Params, x_M1D: jax.Array) -> jax.Array:
+    """Apply all layers without attention, and the head, to M rows."""
+    rope = transformer.rope_turns(config, jnp.zeros(x_M1D.shape[:2], jnp.int32))
+    for layer in params.layers:
+        x_M1D = transformer.block(config, layer, x_M1D, rope, lambda q, k, v: q)
+    return transformer.head(params, x_M1D[:, 0])
+
+
 class Rounds:
     """Rounds of one number of slots and positions; each kind has a cache of its own."""
 
@@ -91,6 +103,16 @@ class Rounds:
             )
             unpack(found)
             return (time.perf_counter() - began_s) / PLAIN_ROUNDS
+
+        return run
+
+    def products(self, num_nodes: int) -> Round:
+        x_M1D = jnp.ones((num_nodes, 1, self.model.d_model))
+
+        def run() -> float:
+            began_s = time.perf_counter()
+            products(self.model, self.params, x_M1D).block_until_ready()
+            return time.perf_counter() - began_s
 
         return run
 
@@ -131,6 +153,9 @@ def measure(shape: Shape, num_slots: int, sizes: list[int], repeats: int) -> lis
         for drafting in (num_slots, num_slots // 2):
             row = {"slots": num_slots, "nodes": size, "slots_with_drafts": drafting}
             kinds.append((row, rounds.drafted(size, drafting)))
+    for size in (num_slots, *sizes):
+        row = {"slots": num_slots, "nodes": size, "products": True}
+        kinds.append((row, rounds.products(size)))
     seconds = [[run() for _, run in kinds] for _ in range(repeats + 2)][2:]  # two warm up
     for (row, _), taken in zip(kinds, zip(*seconds, strict=True), strict=True):
         ratios = [s / turn[0] for s, turn in zip(taken, seconds, strict=True)]
@@ -138,6 +163,13 @@ def measure(shape: Shape, num_slots: int, sizes: list[int], repeats: int) -> lis
         row["to_plain"] = round(statistics.median(ratios), 3)
         row["to_plain_quartiles"] = np.quantile(ratios, [0.25, 0.75]).round(3).tolist()
     return [row for row, _ in kinds]
+
+
+def _name(row: dict[str, Any]) -> str:
+    kind = "products alone"
+    if "products" not in row:
+        kind = f"drafts in {row.get('slots_with_drafts', 0)}"
+    return f"{row['slots']} slots, {row['nodes']} nodes, {kind}"
 
 
 def main() -> int:
@@ -153,11 +185,7 @@ def main() -> int:
         rows += measure(shape, slots, sizes, arguments.repeats)
     record = environment.record("benchmarks.rounds", ("jax", "jaxlib", "numpy"))
     result = {"benchmark": "rounds", "rows": rows, **record}
-    figures = {
-        f"{row['slots']} slots, {row['nodes']} nodes, drafts in {row.get('slots_with_drafts', 0)}":
-            f"{row['ms']} ms, {row['to_plain']}× a plain round"
-        for row in rows
-    }  # fmt: skip
+    figures = {_name(row): f"{row['ms']} ms, {row['to_plain']}× a plain round" for row in rows}
     environment.show(result, arguments, figures)
     return 0
 
