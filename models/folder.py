@@ -167,14 +167,16 @@ class Folder:
         """Flush the entries of this folder to the disk."""
         os.fsync(self._handle)
 
+    def is_in_place(self) -> bool:
+        """Return whether `path` still leads here."""
+        try:
+            return os.path.samestat(os.fstat(self._handle), os.stat(self.path))
+        except OSError:
+            return False
+
     def check_in_place(self) -> None:
         """Raise LinkError where `path` now leads elsewhere: libraries write by path."""
-        held = os.fstat(self._handle)
-        try:
-            found = os.stat(self.path)
-        except OSError:
-            found = None
-        if found is None or not os.path.samestat(held, found):
+        if not self.is_in_place():
             raise LinkError(f"{self.path} is no longer the folder that was opened: start again")
 
     def _file(self, name: str, flags: int, mode: str, buffering: int = -1) -> BinaryIO:

@@ -99,6 +99,7 @@ class Checkpointer:
         self._patience, self._hangs = patience or Patience(), False
         self._parts_done = 0  # of all saves so far
         self._saves = 0
+        self._published: int | None = None  # the step of the last save that came in
         self._pending: concurrent.futures.Future[None] | None = None
         self._lock = None
         if _primary():
@@ -217,9 +218,15 @@ class Checkpointer:
         return restore(self.directory, template)
 
     def close(self) -> None:
-        """Finish the save in progress and release the directory. Raises as `wait` does."""
+        """Finish the save in progress, release the directory. Raises as `wait` does, or SaveError.
+
+        What has ceased to be spared since the last save is deleted.
+        """
         try:
             self.wait()
+            if self._published is not None and self._folder.is_in_place():
+                with self._disk_errors(self._published):
+                    folders.retire(self._folder, self.config.keep, self._spared())
         finally:
             self._thread.shutdown(wait=not self._hangs)
             if not self._hangs:
@@ -276,6 +283,7 @@ class Checkpointer:
                     manifest.write_manifest(working, extra, known)
                     self._parts_done += 1
                     folders.publish(self._folder, step)
+                    self._published = step
                     self._committed(step)
                     folders.retire(self._folder, self.config.keep, self._spared())
                 _barrier(f"committed-{save}")

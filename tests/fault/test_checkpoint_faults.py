@@ -21,7 +21,7 @@ import pytest
 from whole_steps import whole_steps
 
 from models.folder import Folder
-from rl.checkpoint import checkpointer, reader
+from rl.checkpoint import checkpointer, folders, reader
 from rl.checkpoint import manifest as checkpoint_manifest
 from rl.checkpoint.checkpointer import Checkpointer, LinkedFiles
 from rl.checkpoint.config import CheckpointConfig
@@ -222,6 +222,32 @@ def test_a_disk_error_is_one_line_that_names_the_newest_checkpoint(tmp_path, mon
     assert ("No space left" in text) or ("Read-only" in text)
     assert whole_steps(tmp_path) == [1]
     assert_is_step(reader.Restored(1, reader.restore(tmp_path, TEMPLATE).arrays, host(1)), 1)
+
+
+def test_a_disk_that_refuses_a_deletion_at_the_end_is_told_of(tmp_path, monkeypatch):
+    with pytest.raises(checkpointer.SaveError) as caught, Checkpointer(tmp_path) as saver:
+        saver.save(1, content(1))
+        saver.wait()
+
+        def refusing(*_):
+            raise OSError(30, "Read-only file system")
+
+        monkeypatch.setattr(folders, "retire", refusing)
+    text = str(caught.value)
+    assert "what follows step 1 could not be written" in text and "Read-only" in text
+    with Checkpointer(tmp_path):  # the folder was released
+        assert whole_steps(tmp_path) == [1]
+
+
+def test_a_run_that_saved_nothing_deletes_nothing_when_it_closes(tmp_path, monkeypatch):
+    save_steps(tmp_path, 1, 2, keep=9)
+    folders.step_folder(tmp_path, 2).joinpath(checkpoint_manifest.MANIFEST_NAME).unlink()
+    with Checkpointer(tmp_path, CheckpointConfig(keep=1)) as saver:
+        monkeypatch.setattr(folders, "publish", lambda *_: 1 / 0)
+        saver.save(3, content(3))
+        with pytest.raises(ZeroDivisionError):
+            saver.wait()
+    assert whole_steps(tmp_path) == [1]
 
 
 def test_errors_that_are_not_the_disks_are_raised_unchanged(tmp_path, monkeypatch):

@@ -244,6 +244,17 @@ def test_a_damaged_checkpoint_does_not_count_as_kept(tmp_path):
     assert whole_steps(tmp_path) == [3, 1]
 
 
+def test_what_is_no_longer_spared_is_deleted_when_it_closes(tmp_path):
+    spared = {1}
+    with Checkpointer(tmp_path, CheckpointConfig(keep=1), spared=lambda: spared) as saver:
+        for step in (1, 2):
+            saver.save(step, {"x": jnp.ones(2)})
+        saver.wait()
+        assert whole_steps(tmp_path) == [2, 1]
+        spared.clear()
+    assert whole_steps(tmp_path) == [2]
+
+
 def test_saving_a_step_again_replaces_it_and_sets_later_ones_aside(tmp_path):
     with Checkpointer(tmp_path, CheckpointConfig(keep=5)) as saver:
         for step in (1, 2, 3):
