@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from spec.config import SamplingConfig
-from spec.tree import PADDING, Draft
 
 Arguments = tuple[tuple, dict[str, Any]]
 Program = tuple[Any, Callable[[], Arguments]]  # a jitted step and a maker of its arguments
+
+PADDING = -1  # of tokens; no draw equals it
 
 
 class Source(enum.IntEnum):
@@ -139,21 +140,6 @@ def fill(
     drafts.prob_AN[asked_A[a], m] = prob_AM[a, m]
     drafts.count_A[asked_A] = count_A
     return drafts
-
-
-def stack(drafts: Sequence[Draft], max_nodes: int) -> Drafts:
-    """Return hand-made drafts as arrays, cut to `max_nodes`; each must be a tree."""
-    out = no_drafts(len(drafts), max_nodes)
-    for a, draft in enumerate(drafts):
-        n = min(len(draft.tokens), max_nodes)
-        edges = list(zip(draft.parents[:n], draft.tokens[:n], strict=True))
-        before = all(-1 <= parent < i and token >= 0 for i, (parent, token) in enumerate(edges))
-        assert before and len(set(edges)) == n, f"request {a} has no tree: {draft}"
-        out.tokens_AN[a, :n] = draft.tokens[:n]
-        out.parents_AN[a, :n] = draft.parents[:n]
-        out.prob_AN[a, :n] = 1.0
-        out.count_A[a] = n
-    return out
 
 
 class RoundsInput(NamedTuple):

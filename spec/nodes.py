@@ -21,8 +21,7 @@ import numba
 import numpy as np
 
 from models.attention import Chunks, Trees
-from spec.drafter import Drafts
-from spec.tree import PADDING
+from spec.drafter import PADDING, Drafts
 
 NO_PARENT = -1  # of roots and padding
 NOT_GIVEN = -1

@@ -276,7 +276,7 @@ PLANTED = [
     (walls, "spec/a.py", "from sched.request import Request"),
     (walls, "spec/a.py", "import typing\nif typing.TYPE_CHECKING:\n    from rl import engine"),
     (walls, "sched/deep/a.py", "import models.config as c"),
-    (walls, "sched/a.py", "import importlib\nimportlib.import_module('spec.tree')"),
+    (walls, "sched/a.py", "import importlib\nimportlib.import_module('spec.nodes')"),
     (walls, "rl/a.py", "from benchmarks import rollout"),
     (sched_is_pure, "sched/a.py", "import jax.numpy as jnp"),
     (sched_is_pure, "sched/a.py", "from time import monotonic"),
@@ -313,12 +313,12 @@ PLANTED += [
     (rooms, "rl/trajectory.py", "from rl.engine.engine import Engine"),
     (rooms, "rl/runtime/a.py", "from rl.config.loader import load"),
     (rooms, "rl/attic/a.py", "from rl.engine import stats"),
-    (rooms, "spec/tree.py", "from spec.retrieval import ngram"),
+    (rooms, "spec/nodes.py", "from spec.retrieval import ngram"),
 ]
 INNOCENT = [
     (rooms, "rl/train.py", "from rl.loop import train_loop\nfrom rl import trajectory"),
     (rooms, "rl/engine/a.py", "from rl.runtime.waits import wait\nfrom . import b\nimport spec.x"),
-    (rooms, "spec/budget/a.py", "from spec.tree import Draft\nfrom spec.retrieval import group"),
+    (rooms, "spec/budget/a.py", "from spec.nodes import Nodes\nfrom spec.retrieval import group"),
     (
         walls,
         "spec/a.py",

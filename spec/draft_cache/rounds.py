@@ -25,9 +25,8 @@ from spec import nodes as packed_nodes
 from spec import sampling
 from spec.draft_cache.drafting import Brought, Drafting, Found
 from spec.draft_cache.tables import Ends, unpack_ends
-from spec.drafter import Drafts, Source
+from spec.drafter import PADDING, Drafts, Source
 from spec.nodes import NO_PARENT
-from spec.tree import PADDING
 from spec.verify import Slots, by_slot, pack, verify
 
 

@@ -25,10 +25,10 @@ from models.transformer import Attend
 from spec import sampling
 from spec.draft_cache.drafting import Found
 from spec.draft_cache.tables import Ends
+from spec.drafter import PADDING
 from spec.eagle import model as eagle
 from spec.eagle.config import EagleConfig
 from spec.eagle.model import DeviceWeights
-from spec.tree import PADDING
 
 FIRST_TOKEN = 1  # entry t is of the hidden state at t and the token at t + 1
 SHARED_NOISE_PROB = 0.8  # of a draft token drawn with the position's own noise, among its siblings

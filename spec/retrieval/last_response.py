@@ -14,8 +14,7 @@ from typing import NamedTuple
 import numba
 import numpy as np
 
-from spec.drafter import Drafter, Drafts, LiveSlots, Source, no_drafts
-from spec.tree import PADDING
+from spec.drafter import PADDING, Drafter, Drafts, LiveSlots, Source, no_drafts
 
 REACH = 16  # how far the old response is searched for the last two tokens, to either side
 FOUND, LOST = 0.95, 0.5  # probability of the first draft token, after a match and without one

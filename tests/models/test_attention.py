@@ -4,11 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from drafts_by_hand import Draft, stack
 
 from models.attention import Chunks, attend_chunks, attend_nodes
 from spec import nodes as packed_nodes
-from spec.drafter import stack
-from spec.tree import Draft
 
 H, K, h, S = 4, 2, 8, 12
 ATTEND = jax.jit(attend_nodes)

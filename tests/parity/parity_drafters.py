@@ -9,11 +9,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+from drafts_by_hand import NO_DRAFT, Draft, chain, stack
 from parity_model import MODEL
 
 from rl.trajectory import Origin
-from spec.drafter import Drafter, LiveSlots, stack
-from spec.tree import NO_DRAFT, Draft, chain
+from spec.drafter import Drafter, LiveSlots
 
 V = MODEL.vocab_size
 

@@ -13,14 +13,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from drafts_by_hand import Draft, chain
 from parity_model import make_params
 from scipy.stats import chi2
 
 from models import kv_cache, transformer
 from models.config import ModelConfig
 from spec import sampling, verify
+from spec.drafter import PADDING
 from spec.nodes import Nodes
-from spec.tree import PADDING, Draft, chain
 from spec.verify import Slots
 
 pytestmark = [pytest.mark.parity, pytest.mark.statistical]

@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
+from drafts_by_hand import NO_DRAFT, Draft, chain, stack
 
-from spec.drafter import LiveSlots, stack
-from spec.tree import NO_DRAFT, PADDING, Draft, chain
+from spec.drafter import PADDING, LiveSlots
 
 P = PADDING
 
@@ -21,18 +21,18 @@ def test_a_fault_behind_the_cut_is_not_looked_at():
 
 
 @pytest.mark.parametrize(
-    "draft",
+    ("draft", "message"),
     [
-        Draft([1, 2], [-1, 1]),
-        Draft([1], [-2]),
-        Draft([1], [0]),
-        Draft([3, -1], [-1, 0]),
-        Draft([4, 4], [-1, -1]),
-        Draft([4, 5, 5], [-1, 0, 0]),
+        (Draft([1, 2], [-1, 1]), r"node 1 of request 1 .*parent 1.*−1 … 0"),
+        (Draft([1], [-2]), "node 0 of request 1 .*parent -2"),
+        (Draft([1], [0]), "node 0 of request 1 .*parent 0"),
+        (Draft([3, -1], [-1, 0]), "node 1 of request 1 .*token -1"),
+        (Draft([4, 4], [-1, -1]), "request 1 .*siblings"),
+        (Draft([4, 5, 5], [-1, 0, 0]), "siblings"),
     ],
 )
-def test_drafts_that_are_not_trees_are_noticed(draft):
-    with pytest.raises(AssertionError, match="request 1 has no tree"):
+def test_drafts_that_are_not_trees_are_refused(draft, message):
+    with pytest.raises(ValueError, match=message):
         stack([NO_DRAFT, draft], 3)
 
 

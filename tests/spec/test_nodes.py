@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from drafts_by_hand import Draft, chain, stack
 
 from spec import nodes
-from spec.drafter import no_drafts, stack
+from spec.drafter import PADDING, no_drafts
 from spec.nodes import Nodes
-from spec.tree import PADDING, Draft, chain
 
 BRANCHING = Draft([10, 20, 11, 21, 22], [-1, -1, 0, 1, 1])
 

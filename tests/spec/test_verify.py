@@ -6,16 +6,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from drafts_by_hand import Draft, chain, stack
 
 from models import kv_cache, transformer
 from models.config import ModelConfig
 from models.kv_cache import KVCache
 from spec import nodes as packed_nodes
 from spec.config import SamplingConfig
-from spec.drafter import no_drafts, stack
+from spec.drafter import PADDING, no_drafts
 from spec.nodes import Nodes
 from spec.sampling import Processing
-from spec.tree import PADDING, Draft, chain
 from spec.verify import (
     DRAWN,
     KEPT,

@@ -15,8 +15,7 @@ from spec import sampling
 from spec.config import SamplingConfig
 from spec.draft_model.config import ChainConfig
 from spec.draft_model.drafter import DraftModelDrafter
-from spec.drafter import LiveSlots
-from spec.tree import PADDING
+from spec.drafter import PADDING, LiveSlots
 
 V, LONGEST, ROWS = 17, 64, 6
 MODEL = ModelConfig(

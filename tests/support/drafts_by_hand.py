@@ -1,6 +1,57 @@
 """Drafts from lists, for tests."""
 
+import dataclasses
+from collections.abc import Sequence
+
 from spec.drafter import Drafts, no_drafts
+
+
+@dataclasses.dataclass(frozen=True)
+class Draft:
+    """The draft of one request, without the root; parents come before their children.
+
+    `tokens[i]` is for the position after node `parents[i]`, which is −1 for a child of the root.
+    """
+
+    tokens: Sequence[int]
+    parents: Sequence[int]
+
+
+def chain(tokens: Sequence[int]) -> Draft:
+    """Return a draft without branches."""
+    return Draft(tokens, range(-1, len(tokens) - 1))
+
+
+NO_DRAFT = Draft((), ())
+
+
+def stack(drafts: Sequence[Draft], max_nodes: int) -> Drafts:
+    """Return drafts as arrays, cut to `max_nodes`, every token of probability 1."""
+    out = no_drafts(len(drafts), max_nodes)
+    for a, draft in enumerate(drafts):
+        n = min(len(draft.tokens), max_nodes)
+        _check(draft, n, f"request {a}")
+        out.tokens_AN[a, :n] = draft.tokens[:n]
+        out.parents_AN[a, :n] = draft.parents[:n]
+        out.prob_AN[a, :n] = 1.0
+        out.count_A[a] = n
+    return out
+
+
+def _check(draft: Draft, num_nodes: int, name: str) -> None:
+    """Raise ValueError unless a draft's first `num_nodes` are a tree.
+
+    A parent must come before its child, and siblings must differ in their tokens.
+    """
+    edges = list(zip(draft.parents[:num_nodes], draft.tokens[:num_nodes], strict=True))
+    for i, (parent, token) in enumerate(edges):
+        if not -1 <= parent < i or token < 0:
+            raise ValueError(
+                f"draft node {i} of {name} is (parent {parent}, token {token}): expected a "
+                f"parent in −1 … {i - 1} and a token of at least 0"
+            )
+    if len(set(edges)) != num_nodes:
+        raise ValueError(f"the draft of {name} repeats a token among siblings: merge them")
 
 
 def drafts(*trees, width=6, source=0) -> Drafts:

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from drafts_by_hand import chain, stack
 
 from rl.engine.cached_prefixes import CachedPrefixes
 from rl.engine.ending import Endings
@@ -9,12 +10,11 @@ from rl.engine.slot_table import SlotTable
 from rl.engine.stats import CachedCounts
 from rl.trajectory import Origin, PartialRequest, Request
 from spec.config import SamplingConfig
-from spec.drafter import Source, no_drafts, stack
+from spec.drafter import Source, no_drafts
 from spec.nodes import NOT_GIVEN, pack
 from spec.reuse.lenience import log
 from spec.reuse.prefix_rule import PrefixRule, parse_mode
 from spec.reuse.rollout_cache import CachedResponse, Scores
-from spec.tree import chain
 
 PROMPT, TOKENS, STOP = (1, 2), [5, 6, 7, 8, 9], 9
 

@@ -7,6 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 import rollouts
+from drafts_by_hand import chain, stack
 from tiny_team import (
     KEY,
     MODEL,
@@ -24,11 +25,10 @@ from rl.engine.rollout_spec import RolloutSpec
 from rl.trajectory import Origin, Request
 from spec.budget.budget import FixedBudget
 from spec.config import SamplingConfig
-from spec.drafter import Drafter, stack
+from spec.drafter import Drafter
 from spec.retrieval.group import DraftServer, GroupDrafter
 from spec.reuse.prefix_rule import PrefixRule, parse_mode
 from spec.reuse.rollout_cache import CachedResponse, Scores
-from spec.tree import chain
 
 
 class Told(Drafter):

@@ -2,14 +2,14 @@
 
 import numpy as np
 import pytest
+from drafts_by_hand import chain, stack
 from live_by_hand import live_slots
 
 from spec.budget.bandit_budget import PLAIN, BanditBudget, make_bandit, node_counts, strategies
 from spec.budget.config import TunerConfig
 from spec.budget.union import DrafterUnion
-from spec.drafter import Acceptance, Drafter, no_drafts, stack
+from spec.drafter import Acceptance, Drafter, no_drafts
 from spec.round_times import RoundTimes
-from spec.tree import chain
 
 CONFIG = TunerConfig(thresholds=(1, 5), verify_tokens=(3, 1), depths=(2, 4), epsilon=0.0)
 DEEPEST = {"learned": 4, "model": 4}

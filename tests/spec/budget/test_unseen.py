@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from drafts_by_hand import chain, stack
 from live_by_hand import live_slots
 
 from spec.budget.aimd import Aimd
@@ -10,9 +11,8 @@ from spec.budget.budget import FixedBudget, SeeingBudget
 from spec.budget.config import TunerConfig
 from spec.budget.goodput import REPEATS, Goodput
 from spec.budget.union import DrafterUnion
-from spec.drafter import Acceptance, Drafter, Source, stack
+from spec.drafter import Acceptance, Drafter, Source
 from spec.round_times import RoundTimes
-from spec.tree import chain
 
 B, SIZES = 4, [8, 16, 32]
 TIMES = RoundTimes({(B, m, 64): 1.0 for m in (B, *SIZES)})

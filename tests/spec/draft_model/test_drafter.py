@@ -35,8 +35,7 @@ from spec.draft_cache.rows import CachedRows
 from spec.draft_cache.tables import CHUNK_COLUMNS, END_COLUMNS
 from spec.draft_model.drafter import PRIOR_DRAFTS, PRIOR_PROB, DraftModelDrafter
 from spec.draft_model.drafting import ChainDrafting
-from spec.drafter import Source
-from spec.tree import PADDING
+from spec.drafter import PADDING, Source
 
 
 @pytest.mark.parametrize("seed", range(4))

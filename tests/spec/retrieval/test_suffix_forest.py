@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 from suffix_contexts import count, follower_of, weight
 
-from spec.drafter import no_drafts
+from spec.drafter import PADDING, no_drafts
 from spec.retrieval import suffix_kernels as kernels
 from spec.retrieval import suffix_queries as queries
 from spec.retrieval.suffix_forest import Followers, ProposalRule, SuffixForest
-from spec.tree import PADDING
 
 LARGEST = 2**31 - 1
 
