@@ -35,8 +35,14 @@ class Strategy:
     verify_tokens: int
 
     def __post_init__(self) -> None:
-        assert min(self.depth, self.top_k, self.verify_tokens) >= 0, self
-        assert bool(self.sources) == bool(self.verify_tokens), self
+        assert min(self.depth, self.top_k, self.verify_tokens) >= 0, (
+            f"strategy {self.name!r}: expected depth, top_k and verify_tokens of at least 0, "
+            f"got {self.depth}, {self.top_k} and {self.verify_tokens}"
+        )
+        assert bool(self.sources) == bool(self.verify_tokens), (
+            f"strategy {self.name!r}: expected sources and verify_tokens, or neither for plain "
+            f"decoding, got {self.sources} and {self.verify_tokens}"
+        )
 
 
 class BegMab:
@@ -51,7 +57,7 @@ class BegMab:
     def __init__(self, strategies: Sequence[Strategy], config: BanditConfig, seed: int) -> None:
         """Raises ValueError where thresholds and groups differ in number."""
         names = [s.name for s in strategies]
-        assert len(set(names)) == len(names), names
+        assert len(set(names)) == len(names), f"expected strategies of different names, got {names}"
         self.config = config
         self._candidates = _by_bucket(strategies, config)  # S_i of bucket i
         self._seed, self._draws = seed, 0
@@ -95,8 +101,11 @@ class BegMab:
         `accept_lens` are the accepted draft tokens by request (0 for plain decoding), `batch_size`
         is that of `select`.
         """
-        assert strategy in self.candidates(batch_size), (strategy, batch_size)
-        assert elapsed_s > 0, elapsed_s
+        assert strategy in self.candidates(batch_size), (
+            f"expected one of {[s.name for s in self.candidates(batch_size)]} for {batch_size} "
+            f"requests, got {strategy.name!r}: record the batch size that it was selected for"
+        )
+        assert elapsed_s > 0, f"expected elapsed_s above 0, got {elapsed_s}"
         tokens = float(np.sum(accept_lens)) + batch_size
         rewards = self._rewards[self._bucket(batch_size), strategy.name]
         rewards.append(tokens / float(elapsed_s))
@@ -135,7 +144,7 @@ class BegMab:
 
     def _bucket(self, batch_size: int) -> int:
         """Return i with batch_size in B_i = [t_i, t_{i+1} − 1], the last without an end; from 0."""
-        assert batch_size >= 1, batch_size
+        assert batch_size >= 1, f"expected a batch of at least 1 request, got {batch_size}"
         return bisect.bisect_right(self.config.thresholds, batch_size) - 1
 
 
