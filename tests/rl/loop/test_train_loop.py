@@ -368,7 +368,7 @@ def test_nothing_compiles_after_warm_up_of_a_resumed_run(tiny, never_stopped, tm
 
 @pytest.mark.parametrize(
     "more",
-    [("Reuse.mode='random'", "Speculation.budget='fixed:1'"), ("Reuse.mode='coupled'",)],
+    [("Reuse.mode='random'", *DRAFTS[:2]), ("Reuse.mode='coupled'",)],
     ids=["random", "coupled"],
 )
 def test_reuse_compiles_nothing_after_warm_up_and_resumes_to_the_bit(tiny, tmp_path, more):
