@@ -193,11 +193,10 @@ class Engine(ModelRunner):
         limits = Limits(self._stop_after(), self._fetch_tokens)
         tokens_BN, count_B, rounds_B = self._rounds.run(live, drafts, decision, limits)
         if drafts is not None:
-            rows_A = live.rows_A
-            emitted = tokens_BN[rows_A], count_B[rows_A]
+            emitted = tokens_BN[live.rows_A], count_B[live.rows_A]
             self._speculator.observe(live, drafts, decision.taken_A, *emitted)
         num_cached = self._speculator.num_cached(drafts, decision) if table.cached else 0
-        live = table.live()  # rows may have joined that lacked tokens
+        (rows_A,) = np.nonzero(table.live_B)  # some may have joined that lacked tokens
         self.stats.timeline.append(
             RoundRecord(
                 began_s=began_s,
@@ -210,10 +209,10 @@ class Engine(ModelRunner):
                 num_nodes=decision.num_nodes,
                 cached_nodes=num_cached,
                 num_positions=self._rows.num_positions,
-                request_ids_A=live.request_ids_A,
-                cached_tokens_A=live.total_tokens_A - 1 - count_B[live.rows_A],
-                rounds_A=rounds_B[live.rows_A],
-                emitted_A=count_B[live.rows_A],
+                request_ids_A=table.request_ids_B[rows_A],
+                cached_tokens_A=table.cached_tokens_B[rows_A] - count_B[rows_A],
+                rounds_A=rounds_B[rows_A],
+                emitted_A=count_B[rows_A],
             )
         )
 
