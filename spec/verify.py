@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -75,7 +74,7 @@ def pack(drawn: Drawn) -> jax.Array:
     return jnp.stack([drawn.tokens_M, bits_M, kind_M])
 
 
-def unpack(packed: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def unpack(packed: jax.Array | np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return (tokens, log-probs, kinds) on the host; waits for the device."""
     tokens, bits, kind = np.asarray(packed)
     return tokens, bits.view(np.float32), kind

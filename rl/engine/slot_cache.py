@@ -60,10 +60,6 @@ class SlotCache:
         return self._held, self._pending
 
     @property
-    def allocated(self) -> bool:
-        return self._cache is not None
-
-    @property
     def num_positions(self) -> int:
         return self._held.num_positions
 
