@@ -270,7 +270,7 @@ def test_threads_take_turns():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda f, t, s: SuffixForest(0), "0"),
+        (lambda f, t, s: SuffixForest(0), "^0$"),
         (lambda f, t, s: ProposalRule(2, 3), "3, 2"),
         (lambda f, t, s: ProposalRule(max_children=0), "max_children=0"),
         (lambda f, t, s: ProposalRule(rank_by="reward"), "rank_by='reward'"),
