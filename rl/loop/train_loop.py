@@ -101,6 +101,7 @@ def train(
             done = position.step
             with timings.section("checkpoint"):
                 if config.checkpoint.due(done) or done == config.run.steps:
+                    show.part(done, SAVING)
                     save_timeline(folder, done, record.stats.timeline)
                     keeper.save()
             row = record.metrics | {"num_tokens": position.num_tokens}
@@ -346,7 +347,8 @@ def _committed(run: Folder, best: BestRecord, step: int) -> None:
 def _begins(show: Progress, watch: Watch, step: int, part: str) -> None:
     """A part of a step begins."""
     watch.at(part)
-    show.part(step, part)
+    if part != SAVING:  # most steps save nothing
+        show.part(step, part)
 
 
 def _stop_in_time(run: RunConfig, elapsed_s: float, step_s: float, show: Progress) -> None:
