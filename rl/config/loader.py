@@ -136,7 +136,10 @@ def _existing(file: str | Path) -> Path:
         why = "is a directory" if path.is_dir() else "does not exist"
         folders = dict.fromkeys((Path.cwd(), PROJECT_ROOT))
         tried = "" if path.is_absolute() else f" (looked in {' and '.join(map(str, folders))})"
-        raise ConfigError(f"configuration file {path} {why}{tried}")
+        beside = [p.name for f in folders for p in (f / path.parent).glob("*.gin")]
+        prefix = "" if path.parent == Path() else f"{path.parent}/"
+        hint = nearest(path.name, beside, prefix)
+        raise ConfigError(f"configuration file {path} {why}{tried}.{hint}")
     return path
 
 

@@ -237,6 +237,8 @@ def test_bad_files_name_the_line(tmp_path, text, line, words):
 
 def test_missing_files_and_malformed_overrides(tmp_path):
     assert "none.gin does not exist" in refusal(files=(Path("none.gin"),))
+    near = refusal(files=(Path("configs/epochs_tini.gin"),))
+    assert near.endswith("Did you mean configs/epochs_tiny.gin?")
     assert "is a directory" in refusal(files=(tmp_path,))
     assert "UTF-8" in refusal(files=(_binary(tmp_path),))
     for override in ("Run.steps", "Run.steps=", "=3", "Run steps=3", "a.b.c=1"):
