@@ -246,7 +246,8 @@ class Programs:
         """Weights, cache, what waits, slots and end tokens of a round."""
         ints_BC = np.zeros((B, len(cache_ops.COLUMNS)), np.int32)
         processing_B2 = np.ones((B, 2), np.float32)
-        slots = cache_ops.make_slots(*engine.slot_arguments(ints_BC, processing_B2, step_key(0, 0)))
+        key = engine.put(step_key(0, 0))
+        slots = cache_ops.make_slots(*engine.slot_arguments(ints_BC, processing_B2, key))
         stop_E = padded_ids(self.model.eos_token_ids)
         state = engine.empty_cache(B, self.num_positions), engine.empty_pending(B), slots
         return self.params, *state, stop_E

@@ -194,8 +194,8 @@ class ModelRunner:
     def slot_arguments(
         self, ints_BC: np.ndarray, processing_B2: np.ndarray, key: jax.Array
     ) -> tuple[Any, ...]:
-        """Return the arguments of `cache_ops.make_slots` for a table's columns."""
-        return self.put(ints_BC), self.put(processing_B2), self.put(key)
+        """Return the arguments of `cache_ops.make_slots` for a table's columns and a `put` key."""
+        return self.argument(ints_BC), self.argument(processing_B2), key
 
     def argument(self, x: np.ndarray) -> Any:
         """Return a host array as one call's argument: without a mesh jit is faster than `put`."""

@@ -55,7 +55,9 @@ class Rounds:
         self._runner, self._rows, self._spec = runner, rows, spec
         self._speculator, self._stats = speculator, stats
         self._stop_E, self._scheme = runner.put(spec.stop_ids), spec.sampling.draw
+        self._key = runner.put(spec.key)
         self.called_s = self.fetched_s = 0.0  # of the last call
+        self._busy = False  # whether the device has a call that is not yet fetched
 
     @property
     def _table(self) -> SlotTable:
@@ -65,6 +67,7 @@ class Rounds:
         self, live: LiveSlots, drafts: Drafts | None, decision: DraftDecision, limits: Limits
     ) -> Fetched:
         """Run the rounds that were decided for; where rows lack tokens, they compute them too."""
+        self._busy = False
         if decision.taken_A is not None:
             assert drafts is not None
             return self._verify(live, drafts, decision)
@@ -103,6 +106,7 @@ class Rounds:
             **runner.verify_options(self._scheme, len(table), nodes_5M.shape[1]),
         )
         rows.stepped(*state)
+        self._called()
         if chunks_TX is not None:
             assert entries is not None
             self._stats.prefilled_tokens += rows.write_chunks(entries, chunks_TX)
@@ -150,6 +154,7 @@ class Rounds:
                 **self._runner.decode_options(self._scheme),
             )
             self._rows.stepped(*state, waits=False)
+            self._called()
             found.append(found_3RB)
         drawn = self._fetched(live, _in_turn, found)
         slots_X = np.arange(len(drawn[0])) % B
@@ -186,6 +191,7 @@ class Rounds:
             drafting=given.drafting,
         )
         rows.stepped(*state)
+        self._called()
         total_B, rounds_B = np.zeros(B, np.int32), np.zeros(B, np.int32)
         acceptance = []
         for r in self._fetched(live, unpack_rounds, found):
@@ -201,12 +207,18 @@ class Rounds:
 
     def _fetched(self, live: LiveSlots, unpack: Callable[[Any], T], found: Any) -> T:
         """Return what a call found, once the device has it; the drafter is told meanwhile."""
-        self.called_s = self._runner.clock()
+        assert self._busy, "fetched before the device was called"
         self._speculator.committed(live)
         drawn = unpack(found)
+        self._busy = False
         self.fetched_s = self._runner.clock()
         self._stats.fetches += 1
         return drawn
+
+    def _called(self) -> None:
+        """Note when the device was called, of several calls before a fetch the first one."""
+        if not self._busy:
+            self.called_s, self._busy = self._runner.clock(), True
 
     def _commit(
         self,
@@ -227,7 +239,7 @@ class Rounds:
         self._stats.rounds[(len(self._table), num_nodes, self._rows.num_positions)] += num_rounds
 
     def _device_slots(self) -> Slots:
-        return self._rows.slots(self._spec.key)
+        return self._rows.slots(self._key)
 
 
 def _in_turn(found: Sequence[jax.Array]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -23,11 +23,11 @@ class RoundRecord:
     """One device call: its seconds on the engine's clock, its bucket, and who got what.
 
     Up to `ready_s` prompts were computed and rows moved, up to `drafted_s` draft tokens were
-    made, up to `called_s` they were packed and the device was called, up to `fetched_s`
-    it answered, up to `ended_s` tokens were committed. As many nodes as slots are plain decoding,
-    of as many rounds as the most that a request emitted; `rounds_A` counts those in which a
-    request took part. `cached_nodes` of the nodes were tokens of cached responses. A = live
-    requests.
+    made, up to `called_s` they were packed and the device was called (of several calls before a
+    fetch for the first), up to `fetched_s` it answered, up to `ended_s` tokens were committed. As
+    many nodes as slots are plain decoding, of as many rounds as the most that a request emitted;
+    `rounds_A` counts those in which a request took part. `cached_nodes` of the nodes were tokens
+    of cached responses. A = live requests.
     """
 
     began_s: float

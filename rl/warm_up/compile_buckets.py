@@ -246,7 +246,8 @@ class Pool:
     def _make_slots(self, B: int) -> Arguments:
         ints_BC = np.zeros((B, len(cache_ops.COLUMNS)), np.int32)
         processing_B2 = np.ones((B, 2), np.float32)
-        return self.engine.slot_arguments(ints_BC, processing_B2, step_key(0, 0)), {}
+        key = self.engine.put(step_key(0, 0))
+        return self.engine.slot_arguments(ints_BC, processing_B2, key), {}
 
     def decode_arguments(self, B: int, S: int) -> Arguments:
         """Return the arguments of `decode_rounds` for slots at rest."""

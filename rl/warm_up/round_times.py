@@ -193,8 +193,8 @@ class _Rounds:
         for name, values in columns.items():
             ints_BC[:, cache_ops.COLUMNS.index(name)] = values
         processing_B2 = np.full((B, 2), (sampling.temperature, sampling.top_p), np.float32)
-        arguments = self._engine.slot_arguments(ints_BC, processing_B2, self._spec.key)
-        return cache_ops.make_slots(*arguments)
+        key = self._engine.put(self._spec.key)
+        return cache_ops.make_slots(*self._engine.slot_arguments(ints_BC, processing_B2, key))
 
 
 def _made_for(

@@ -97,7 +97,9 @@ def busy(programs, B, lengths):
     column["last_token"][:] = 5 + np.arange(B)
     column["length"][:], column["limit"][:], column["active"][:] = lengths, 16, 1
     column["request_id"][:] = np.arange(B)
-    arguments = engine.slot_arguments(ints_BC, np.ones((B, 2), np.float32), step_key(0, 3))
+    arguments = engine.slot_arguments(
+        ints_BC, np.ones((B, 2), np.float32), engine.put(step_key(0, 3))
+    )
     rng = np.random.default_rng(0)
 
     def rows():

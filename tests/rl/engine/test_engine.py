@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import itertools
 import re
 
 import jax
@@ -137,6 +138,27 @@ def test_fetches_rounds_and_tokens_are_counted(engine):
     assert engine.stats.fetches == 2  # 8 rounds, 4 between two fetches
     assert engine.stats.rounds == {(4, 4, 32): 8}
     assert engine.stats.drafted_nodes == engine.stats.accepted_tokens == 0
+
+
+def test_a_call_begins_where_the_device_gets_its_first_round(monkeypatch, engine):
+    """Prompts of three chunks of rows, then plain rounds: calls without a fetch between them."""
+    calls, ticks = [], itertools.count()
+    monkeypatch.setattr(engine, "clock", lambda: float(next(ticks)))
+    for name in ("verify_round", "decode_rounds"):
+        step = getattr(rl.engine.rounds, name)
+
+        def watched(*args, step=step, **options):
+            calls.append(float(next(ticks)))
+            return step(*args, **options)
+
+        monkeypatch.setattr(rl.engine.rounds, name, watched)
+    run(engine, [Request(i, (1 + i, 2) * 9) for i in range(4)])
+    several = 0
+    for r in engine.stats.timeline:
+        during = [at for at in calls if r.drafted_s < at < r.fetched_s]
+        assert during[0] < r.called_s < min(during[1:], default=r.fetched_s)
+        several += len(during) > 1
+    assert several, "a call of several rounds, some with chunks"
 
 
 def test_a_drafter_that_never_drafts_costs_a_fetch_a_round(engine):
