@@ -209,7 +209,7 @@ def _score(params, tokens_RT, temperature, top_k, top_p, *, model):
     )[0]
 
 
-def misscored(params, trajectories, config: SamplingConfig) -> dict[int, float]:
+def misscored(params, trajectories, config: SamplingConfig, model=MODEL) -> dict[int, float]:
     """Per origin, the largest gap between recorded and fresh log-probability."""
     tokens_RT = np.zeros((len(trajectories), 64), np.int32)
     for row, t in zip(tokens_RT, trajectories, strict=True):
@@ -221,7 +221,7 @@ def misscored(params, trajectories, config: SamplingConfig) -> dict[int, float]:
             np.float32(config.temperature),
             np.int32(config.top_k),
             np.float32(config.top_p),
-            model=MODEL,
+            model=model,
         )
     )
     worst: dict[int, float] = {}

@@ -1,26 +1,81 @@
 """The checks of this folder find faults: each one is planted, and must be caught.
 
 A fault is a changed function inside the real kernel, compiled afresh; the same
-checks as in the other tests then look at what the engine gives.
+checks as in the other tests then look at what the engine gives. Each compiles a
+policy of one layer, or of two where a fault shows in what the second makes of it,
+and rounds of one size.
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import rollouts
 from parity_chunks import CONFIG, SEEDS, in_chunks, make_requests
 from parity_drafters import Bushy, Overrunning, RandomTrees
-from parity_model import BASE, MODEL, SAMPLINGS, TOLERANCE, differences, misscored, naive_rollout
+from parity_model import (
+    BASE,
+    MODEL,
+    SAMPLINGS,
+    STEP_KEY,
+    STOP,
+    TOLERANCE,
+    differences,
+    misscored,
+    naive_rollout,
+)
 
 import rl.engine.rounds
 from models import attention, kv_cache, transformer
 from rl.engine import cache_ops
+from rl.engine.config import EngineConfig
 from rl.engine.engine import Engine
 from spec import sampling, verify
 
 pytestmark = pytest.mark.parity
+
+MODELS = {n: dataclasses.replace(MODEL, num_layers=n) for n in (1, 2)}  # by layers
+
+
+class OneSize(EngineConfig):
+    """Rounds with draft tokens have as many nodes as they can; none compute prompts."""
+
+    def node_sizes(self, num_slots):
+        return super().node_sizes(num_slots)[-1:]
+
+
+ENGINE = OneSize(**dataclasses.asdict(BASE))
+
+
+@pytest.fixture(scope="module")
+def first(params):
+    """`first(n)`: weights of the first layers."""
+    return lambda n: dataclasses.replace(params, layers=params.layers[:n])
+
+
+@pytest.fixture(scope="module")
+def golden(first, requests):
+    """`golden(name)`: what the requests must give under a sampling, by request id."""
+
+    @functools.cache
+    def of(name, layers=1):
+        return naive_rollout(MODELS[layers], first(layers), requests, SAMPLINGS[name])
+
+    return of
+
+
+@pytest.fixture(scope="module")
+def rollout(first, requests):
+    """`rollout(name, …)`: trajectories of a new engine under a sampling."""
+
+    def run(name, config=ENGINE, layers=1, **options):
+        given = first(layers), requests, SAMPLINGS[name], STEP_KEY, STOP
+        return rollouts.run(Engine(MODELS[layers], config), *given, **options)
+
+    return run
 
 
 @pytest.fixture
@@ -175,7 +230,7 @@ def test_children_that_need_not_be_right(golden, rollout, plant):
         bushy(golden, rollout)
 
 
-def test_temperature_missing_from_the_recorded_log_probability(golden, rollout, params, plant):
+def test_temperature_missing_from_the_recorded_log_probability(golden, rollout, first, plant):
     original = sampling.draw
 
     def draw(logits_V, keys, temperature, scheme):
@@ -186,7 +241,8 @@ def test_temperature_missing_from_the_recorded_log_probability(golden, rollout, 
     plant(sampling, "draw", draw)
     got = rollout("cool")
     assert differences(golden("cool"), got)
-    assert max(misscored(params, got, SAMPLINGS["cool"]).values()) > 10 * TOLERANCE
+    worst = misscored(first(1), got, SAMPLINGS["cool"], MODELS[1])
+    assert max(worst.values()) > 10 * TOLERANCE
 
 
 def test_end_tokens_that_do_not_end_the_walk(golden, rollout, plant):
@@ -223,10 +279,10 @@ def test_prompts_that_are_not_copied(golden, rollout, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["plain", "trees"])
-def test_rows_at_rest_that_are_written_to(params, plant, kind):
+def test_rows_at_rest_that_are_written_to(first, plant, kind):
     """What waits of a row whose chunk has ended is written again, one place before."""
     requests = make_requests()
-    want = naive_rollout(MODEL, params, requests, SAMPLINGS["plain"])
+    want = naive_rollout(MODELS[1], first(1), requests, SAMPLINGS["plain"])
     original = kv_cache.write
 
     def write(cache, pending):
@@ -242,9 +298,9 @@ def test_rows_at_rest_that_are_written_to(params, plant, kind):
             "plain": {},
             "trees": {"drafter": RandomTrees(want)},
         }[kind]
-        return differences(want, in_chunks(engine, params, "plain", requests, seed, **options)[0])
+        return differences(want, in_chunks(engine, first(1), "plain", requests, seed, **options)[0])
 
-    engine = Engine(MODEL, CONFIG)
+    engine = Engine(MODELS[1], CONFIG)
     assert any(found(seed) for seed in SEEDS)
 
 
@@ -254,7 +310,7 @@ def test_chunks_that_see_the_token_behind(golden, rollout, plant):
         return behind_XX & (chunks.slot_X[:, None] == chunks.slot_X)
 
     plant(attention.Chunks, "mask_XX", property(seen))
-    assert differences(golden("plain"), rollout("plain"))
+    assert differences(golden("plain", 2), rollout("plain", layers=2))
 
 
 def test_chunks_that_do_not_see_those_before_them(golden, rollout, plant):
@@ -266,7 +322,7 @@ def test_chunks_that_do_not_see_those_before_them(golden, rollout, plant):
         return original(chunks) & (chunk_X[:, None] == chunk_X)
 
     plant(attention.Chunks, "mask_XX", property(seen))
-    assert differences(golden("plain"), rollout("plain"))
+    assert differences(golden("plain", 2), rollout("plain", layers=2))
 
 
 @pytest.mark.parametrize("places", [-1, 1])
@@ -279,8 +335,8 @@ def test_chunks_that_see_a_position_too_few_or_too_many(golden, rollout, plant, 
 
     plant(transformer, "attend_chunks", attend)
     # prompts in several rounds
-    engine = Engine(MODEL, dataclasses.replace(BASE, prefill_rows=2, prefill_chunk_tokens=4))
-    assert differences(golden("plain"), rollout("plain", engine=engine))
+    config = dataclasses.replace(ENGINE, prefill_rows=2, prefill_chunk_tokens=4)
+    assert differences(golden("plain", 2), rollout("plain", config, 2))
 
 
 @pytest.mark.parametrize(("row", "place"), [(1, 0), (0, 1)], ids=["row", "place"])
