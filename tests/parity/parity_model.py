@@ -51,6 +51,19 @@ BASE = EngineConfig(
     prefill_chunk_tokens=8,
 )
 
+
+class OneSize(EngineConfig):
+    """Rounds with draft tokens have as many nodes as they can, and none compute prompts.
+
+    A program, instead of five: for tests that compile a policy of their own.
+    """
+
+    def node_sizes(self, num_slots):
+        return super().node_sizes(num_slots)[-1:]
+
+
+ONE_SIZE = OneSize(**dataclasses.asdict(BASE))
+
 SAMPLINGS = {
     "plain": SamplingConfig(max_new_tokens=MAX_NEW),
     "cool": SamplingConfig(temperature=0.7, top_p=0.9, max_new_tokens=MAX_NEW),

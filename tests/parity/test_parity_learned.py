@@ -6,7 +6,16 @@ import jax
 import numpy as np
 import pytest
 from noted_drafts import Noted, share_of_same
-from parity_model import BASE, MODEL, SAMPLINGS, STEP_KEY, TOLERANCE, differences, misscored
+from parity_model import (
+    BASE,
+    MODEL,
+    ONE_SIZE,
+    SAMPLINGS,
+    STEP_KEY,
+    TOLERANCE,
+    differences,
+    misscored,
+)
 
 from models import transformer
 from models.config import MeshConfig
@@ -90,7 +99,7 @@ def test_drafts_on_the_device_are_those_that_the_host_would_see(
     golden, rollout, params, keeping, proposal
 ):
     """With several rounds a fetch, in a cache that grows, as rows come and go."""
-    config = dataclasses.replace(BASE, min_positions=32, rounds_per_fetch=32)
+    config = dataclasses.replace(ONE_SIZE, min_positions=32, rounds_per_fetch=32)
     engine = Engine(MODEL, config, feature_layers=keeping("eagle").feature_layers)
     context = engine.drafter_context(RolloutSpec(params, SAMPLINGS["plain"], STEP_KEY))
     maker = learned("eagle", TreeConfig(max_depth=3, top_k=2, proposal=proposal))
@@ -139,7 +148,7 @@ def test_caught_states_are_those_of_a_whole_pass(rollout, params, requests, keep
     engine, sink = keeping(design), Keeps()
     engine = Engine(
         MODEL,
-        dataclasses.replace(BASE, min_positions=32),
+        dataclasses.replace(ONE_SIZE, min_positions=32),
         feature_layers=engine.feature_layers,
         mesh=None if shape is None else make_mesh(shape, jax.devices()[:4]),
     )
@@ -182,7 +191,7 @@ class NowAndThen(Drafter):
 
 def test_absorbed_along_the_way_is_as_good_as_all_at_once(golden, rollout, params, keeping):
     """Drafts are those of one that sees the rows for the first time, in a cache that grows."""
-    maker, config = learned("eagle"), dataclasses.replace(BASE, min_positions=32)
+    maker, config = learned("eagle"), dataclasses.replace(ONE_SIZE, min_positions=32)
     engine = Engine(MODEL, config, feature_layers=keeping("eagle").feature_layers)
     context = engine.drafter_context(RolloutSpec(params, SAMPLINGS["plain"], STEP_KEY))
     same = []

@@ -6,7 +6,17 @@ import jax
 import numpy as np
 import pytest
 from parity_drafters import Bushy
-from parity_model import BASE, MODEL, SAMPLINGS, STEP_KEY, STOP, TOLERANCE, differences, misscored
+from parity_model import (
+    BASE,
+    MODEL,
+    ONE_SIZE,
+    SAMPLINGS,
+    STEP_KEY,
+    STOP,
+    TOLERANCE,
+    differences,
+    misscored,
+)
 
 from models import transformer
 from models.config import MeshConfig
@@ -104,7 +114,7 @@ def on_mesh(params, **shape):
         pytest.skip("needs eight devices")
     mesh = make_mesh(MeshConfig(**shape), jax.devices()[:8])
     sharded = jax.device_put(params, param_shardings(mesh, transformer.param_specs(MODEL)))
-    return {"engine": Engine(MODEL, BASE, mesh=mesh), "params": sharded}
+    return {"engine": Engine(MODEL, ONE_SIZE, mesh=mesh), "params": sharded}
 
 
 def test_eight_replicas_equal_one_device(golden, params, rollout):

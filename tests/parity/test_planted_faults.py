@@ -17,8 +17,8 @@ import rollouts
 from parity_chunks import CONFIG, SEEDS, in_chunks, make_requests
 from parity_drafters import Bushy, Overrunning, RandomTrees
 from parity_model import (
-    BASE,
     MODEL,
+    ONE_SIZE,
     SAMPLINGS,
     STEP_KEY,
     STOP,
@@ -31,23 +31,12 @@ from parity_model import (
 import rl.engine.rounds
 from models import attention, kv_cache, transformer
 from rl.engine import cache_ops
-from rl.engine.config import EngineConfig
 from rl.engine.engine import Engine
 from spec import sampling, verify
 
 pytestmark = pytest.mark.parity
 
 MODELS = {n: dataclasses.replace(MODEL, num_layers=n) for n in (1, 2)}  # by layers
-
-
-class OneSize(EngineConfig):
-    """Rounds with draft tokens have as many nodes as they can; none compute prompts."""
-
-    def node_sizes(self, num_slots):
-        return super().node_sizes(num_slots)[-1:]
-
-
-ENGINE = OneSize(**dataclasses.asdict(BASE))
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +60,7 @@ def golden(first, requests):
 def rollout(first, requests):
     """`rollout(name, …)`: trajectories of a new engine under a sampling."""
 
-    def run(name, config=ENGINE, layers=1, **options):
+    def run(name, config=ONE_SIZE, layers=1, **options):
         given = first(layers), requests, SAMPLINGS[name], STEP_KEY, STOP
         return rollouts.run(Engine(MODELS[layers], config), *given, **options)
 
@@ -335,7 +324,7 @@ def test_chunks_that_see_a_position_too_few_or_too_many(golden, rollout, plant, 
 
     plant(transformer, "attend_chunks", attend)
     # prompts in several rounds
-    config = dataclasses.replace(ENGINE, prefill_rows=2, prefill_chunk_tokens=4)
+    config = dataclasses.replace(ONE_SIZE, prefill_rows=2, prefill_chunk_tokens=4)
     assert differences(golden("plain", 2), rollout("plain", config, 2))
 
 
