@@ -21,8 +21,7 @@ pytestmark = [pytest.mark.fault, pytest.mark.slow]
 
 STEPS = 16
 LEARNED = """
-Engine.max_nodes = 4
-Speculation.budget = "fixed:3"
+Speculation.budget = "fixed:1"
 Speculation.sources = ("own", "learned")
 Drafter.spot = False
 Drafter.steps_after_rollout = 1
@@ -30,8 +29,8 @@ Drafter.checkpoint_every_steps = 1
 Drafter.micro_batches = 1
 Drafter.batch_rows = 1
 Drafter.row_tokens = 32
-Drafter.max_depth = 2
-Drafter.top_k = 2
+Drafter.max_depth = 1
+Drafter.top_k = 1
 """
 EQUAL = {
     "parameters_equal": True,

@@ -9,7 +9,7 @@ import pytest
 from loop_runs import compilations, finish, learnt
 
 WORKERS = ("Sched.workers=2", "Sched.chunk_tokens=3", "Engine.slots=4", "Engine.min_slots=4")
-DRAFTS = ("Speculation.budget='fixed:3'", "Engine.max_nodes=4")
+DRAFTS = ("Speculation.budget='fixed:1'",)
 COUPLED = ("Reuse.mode='coupled'", "Sampling.draw='gumbel'")
 
 
