@@ -24,6 +24,10 @@ class RoundTimes:
         self._seconds = dict(seconds)
         self._drafts = {name: dict(table) for name, table in (draft_seconds or {}).items()}
 
+    def put(self, seconds: Table) -> None:
+        """Set the seconds of some rounds, in place of those that stood there."""
+        self._seconds.update(seconds)
+
     @property
     def rounds(self) -> Table:
         """The seconds of rounds without drafting on the device."""

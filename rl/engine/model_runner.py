@@ -32,7 +32,10 @@ _placing = threading.Lock()
 
 @dataclasses.dataclass(eq=False, repr=False)
 class ModelRunner:
-    """A policy's shape and settings on one worker's devices."""
+    """A policy's shape and settings on one worker's devices.
+
+    `before_positions` is called with the positions that a cache in use is about to get.
+    """
 
     model: ModelConfig
     config: EngineConfig = dataclasses.field(default_factory=EngineConfig)
@@ -53,6 +56,7 @@ class ModelRunner:
     def __post_init__(self) -> None:
         self.dtype = np.dtype(self.dtype)
         self._shapes_only = False
+        self.before_positions: Callable[[int], None] = lambda num_positions: None
         self.first_slots: set[int] = set()  # the buckets that rollouts begin in, if any is named
 
     def check(self, requests: Sequence[Request], sampling: SamplingConfig) -> None:

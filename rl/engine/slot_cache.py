@@ -242,6 +242,7 @@ class SlotCache:
     def _resized(
         self, cache: kv_cache.KVCache, rows: Sequence[int], num_positions: int
     ) -> kv_cache.KVCache:
+        self._runner.before_positions(num_positions)
         index = jax.device_put(np.asarray(rows, np.int32))
         self._slots = None
         return cache_rows.resize(cache, index, num_positions)

@@ -35,6 +35,7 @@ from rl.speculation import reuse
 from rl.speculation.reuse import Reuse
 from rl.speculation.sources import Speculation
 from rl.trajectory import Prompt, Trajectory
+from rl.warm_up.longer_buckets import LongerBuckets
 from spec.reuse.rollout_cache import RolloutCache
 
 
@@ -42,7 +43,8 @@ from spec.reuse.rollout_cache import RolloutCache
 class System:
     """The parts of a run that live as long as it does.
 
-    `eval_engine` is the engine, where it does not run ahead of training.
+    `eval_engine` is the engine, where it does not run ahead of training. `longer` is the part of
+    the warm-up that waits for the first step, if any does.
     """
 
     config: TrainConfig
@@ -56,6 +58,7 @@ class System:
     rewards: RewardPool
     order: DataOrder
     drafter: DrafterRun | None
+    longer: LongerBuckets | None
     show: Progress
     watch: Watch
 

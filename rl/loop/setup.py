@@ -42,6 +42,7 @@ from rl.speculation.reuse import Reuse
 from rl.speculation.sources import Speculation
 from rl.warm_up import compile_buckets, transfer_times
 from rl.warm_up.host_kernels import compile_host_kernels
+from rl.warm_up.longer_buckets import LongerBuckets
 from rl.warm_up.round_times import load_or_measure
 from rl.workers.multi_engine import MultiEngine, make_engines, split_devices
 from spec.budget.bandit_budget import node_counts
@@ -100,14 +101,15 @@ def build(
         weights = trainer.cast_params(state.params, engine.dtype)
         training = trainer.lowered(state, learner.shape, recipe=learner.recipe)
         heard = partial(told, "training and rollouts")
-        _warm_up(config, engine, weights, speculation, folder, heard, training)
+        longer = _longer_buckets(config, engine, weights, speculation, watch, told)
+        _warm_up(config, engine, weights, speculation, folder, heard, training, longer)
         warm_up_evaluation(config, inputs, eval_engine, weights, partial(told, "evaluation"))
         if drafter is not None:
             drafter_run.warm_up(drafter, engine, weights)
         state = trainer.first_run(state, learner.shape, recipe=learner.recipe)
         system = System(
             *(config, inputs, learner, engine, eval_engine, cache, speculation, reuse, rewards),
-            *(DataOrder(len(inputs.task), config.run.seed), drafter),
+            *(DataOrder(len(inputs.task), config.run.seed), drafter, longer),
             show=show,
             watch=watch,
         )
@@ -245,6 +247,27 @@ def num_whole_model(config: TrainConfig, model: ModelConfig) -> int:
     return compile_buckets.num_whole_model(runner, config.sampling, reach)
 
 
+def _longer_buckets(
+    config: TrainConfig,
+    engine: RolloutEngine,
+    weights: Params,
+    speculation: Speculation,
+    watch: Watch,
+    told: Callable[[str, int, int], None],
+) -> LongerBuckets | None:
+    """Return the warm-up in two parts, for one engine without drafters on the device; else None."""
+    if not isinstance(engine, Engine) or speculation.drafters:
+        return None
+
+    def told_later(done: int, total: int) -> None:
+        told("longer responses", done, total)
+        watch.check()
+
+    placed, reach = engine.place(weights), rollout_reach(config)
+    pool = compile_buckets.Pool(engine, placed, config.sampling, reach)
+    return LongerBuckets(pool, watch, told_later)
+
+
 def _warm_up(
     config: TrainConfig,
     engine: RolloutEngine,
@@ -253,13 +276,14 @@ def _warm_up(
     folder: Path,
     told: OnCompiled,
     training: Sequence[Any],
+    longer: LongerBuckets | None,
 ) -> None:
     """Compile all that rollouts can need, and time what the budget and the scheduler decide by.
 
     The lowered steps of `training` are compiled with it: nothing is timed beside a compilation.
     """
-    work = partial(_warm_up_here, config, engine, weights, speculation, folder, told, training)
-    engine.do(work)
+    settings = config, engine, weights, speculation, folder, told, training, longer
+    engine.do(partial(_warm_up_here, *settings))
     jax.block_until_ready(step_key(0, 0))  # in this thread, under the trainer's mesh
 
 
@@ -271,11 +295,15 @@ def _warm_up_here(
     folder: Path,
     told: OnCompiled,
     training: Sequence[Any],
+    longer: LongerBuckets | None,
 ) -> None:
     reach = dataclasses.replace(rollout_reach(config), drafters=speculation.drafters)
     for one in engine.engines:
         placed = one.place(weights)
-        compile_buckets.warm_up(one, placed, config.sampling, reach, told, training)
+        if longer is None:
+            compile_buckets.warm_up(one, placed, config.sampling, reach, told, training)
+        else:
+            longer.warm_up(told, training)
         training = ()
     # workers are alike: the last one's times are those of all
     if isinstance(engine, MultiEngine):
@@ -284,7 +312,8 @@ def _warm_up_here(
         engine.prefer_pool = moves.prefers_copy
     if reach.speculative:
         path, sampling = folder / ROUNDS_FILE, config.sampling
-        speculation.times = load_or_measure(path, one, placed, sampling, reach)
+        most = None if longer is None else longer.most_positions
+        speculation.times = load_or_measure(path, one, placed, sampling, reach, most)
         compile_host_kernels(
             config.speculation,
             speculation.times,

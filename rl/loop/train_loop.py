@@ -35,7 +35,7 @@ from rl.metrics.step_metrics import sample_rows, step_metrics
 from rl.metrics.writer import MetricsWriter, Timings, read_metrics
 from rl.rewards.process import RewardWorkerError
 from rl.runtime.progress import Progress
-from rl.runtime.run_files import CHECKPOINTS, METRICS_FILE, NEWEST_FILE
+from rl.runtime.run_files import CHECKPOINTS, METRICS_FILE, NEWEST_FILE, ROUNDS_FILE
 from rl.runtime.signals import SAVING, Stopped, Watch
 from rl.runtime.waits import Hang, Patience
 from rl.trajectory import Trajectory
@@ -107,11 +107,19 @@ def train(
             row = record.metrics | {"num_tokens": position.num_tokens}
             metrics.write_samples(done, record.samples)
             show.step(metrics.write(done, row | _speed(row, timings.seconds())))
+            _finish_warm_up(system, state, folder)
             keeper.evaluate_with(evaluation)
             skipped = _in_a_row(skipped, row, done)
             if done < config.run.steps:
                 _stop_in_time(config.run, clock() - began_s, sum(timings.seconds().values()), show)
         return state
+
+
+def _finish_warm_up(system: System, state: TrainState, folder: Path) -> None:
+    """Compile and time what the first step could do without."""
+    if system.longer is not None and not system.longer.done:
+        weights = trainer.cast_params(state.params, system.engine.dtype)
+        system.longer.finish(weights, folder / ROUNDS_FILE, system.speculation.times)
 
 
 class _Keeper:

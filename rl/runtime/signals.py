@@ -16,7 +16,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, Self
 
@@ -25,7 +25,9 @@ from rl.runtime.waits import HANG_LIMIT_S, code_line
 
 COMPILE_LIMIT_S = 3600.0
 SPEAKING_S = 1.0  # for the last message: a terminal may hang as well
-STARTING, SAVING, EXPORTING = "starting", "checkpoint", "export"  # parts with rules of their own
+# parts with rules of their own
+STARTING, SAVING, EXPORTING, COMPILING = "starting", "checkpoint", "export", "compiling"
+LONG_PARTS = STARTING, EXPORTING, COMPILING
 
 
 class Stopped(Exception):
@@ -83,6 +85,16 @@ class Watch:
             self._asked_s = self._clock()  # the time to leave restarts
         self._part = part
         self.alive()
+
+    @contextlib.contextmanager
+    def within(self, part: str) -> Iterator[None]:
+        """Be in another part for a while."""
+        before = self._part
+        self.at(part)
+        try:
+            yield
+        finally:
+            self.at(before)
 
     def alive(self) -> None:
         """Give a sign of life of the main thread."""
@@ -150,7 +162,7 @@ class Watch:
         """End the process where the main thread made no progress, or did not leave, in time."""
         now_s, limits, part = self._clock(), self._limits, self._part
         silent_s = now_s - self._alive_s
-        if silent_s > (limits.compile_s if part in (STARTING, EXPORTING) else limits.hang_s):
+        if silent_s > (limits.compile_s if part in LONG_PARTS else limits.hang_s):
             where = code_line(self._main)
             what = f"no sign of life for {silent_s:.1f} s from the main thread at {part} ({where})"
             self._end(f"error: {what}", EXIT_FAILED)

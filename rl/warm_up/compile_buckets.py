@@ -43,10 +43,14 @@ WHOLE_MODEL = (draft_rounds, verify_round, decode_rounds)
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A jitted step with a maker of its arguments (fresh ones: many are donated)."""
+    """A jitted step with a maker of its arguments (fresh ones: many are donated).
+
+    `num_positions` are those of the cache it makes or works on; 0 where it has none.
+    """
 
     step: Any
     arguments: Callable[[], Arguments]
+    num_positions: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,21 +88,30 @@ def warm_up(
     programs do not fit into what Linux allows a process.
     """
     pool = Pool(engine, params, sampling, reach)
+    programs = pool.programs()
+    compile_programs(engine, programs, told, others)
+    run_once(engine, programs)
+    return len(programs)
+
+
+def compile_programs(
+    engine: Engine,
+    programs: Sequence[Program],
+    told: OnCompiled = unwatched,
+    others: Sequence[Any] = (),
+) -> None:
+    """Compile `programs`, and `others` as `warm_up` does; nothing runs."""
     with engine.mesh_context():
-        programs = [*pool.plain(), *pool.drafts()]
-        if reach.moves:
-            programs += pool.moves()
-        programs += pool.trees()
-        programs += pool.drafted_rounds()
-        if LEARNED in reach.drafters:
-            programs += pool.hidden_states()
-        programs.sort(key=_size)
         steps = itertools.chain(others, _lowered(engine, programs))
         compile_all(steps, len(others) + len(programs), told)
+
+
+def run_once(engine: Engine, programs: Sequence[Program]) -> None:
+    """Run each compiled program on slots at rest."""
+    with engine.mesh_context():
         for program in programs:
             args, kwargs = program.arguments()
             jax.block_until_ready(program.step(*args, **kwargs))
-        return len(programs)
 
 
 def _size(program: Program) -> int:
@@ -168,6 +181,18 @@ class Pool:
 
     # -- programs ----------------------------------------------------------
 
+    def programs(self) -> list[Program]:
+        """Return all that rollouts can reach, those that compile longest first."""
+        with self.engine.mesh_context():
+            programs = [*self.plain(), *self.drafts()]
+            if self.reach.moves:
+                programs += self.moves()
+            programs += self.trees()
+            programs += self.drafted_rounds()
+            if LEARNED in self.reach.drafters:
+                programs += self.hidden_states()
+        return sorted(programs, key=_size)
+
     def plain(self) -> Iterator[Program]:
         """Yield what every rollout needs: prompts, plain rounds, and changes of the bucket."""
         for B in self.slots:
@@ -175,13 +200,13 @@ class Pool:
             if B in self.first_slots:
                 yield Program(cache_ops.join_slots, partial(self._join_slots, B))
         for B, S in self.buckets:
-            yield Program(decode_rounds, partial(self.decode_arguments, B, S))
-            yield Program(settle, partial(self._settle, B, S))
-            yield Program(cache_ops.copy_rows, partial(self._copy, B, S))
+            yield Program(decode_rounds, partial(self.decode_arguments, B, S), S)
+            yield Program(settle, partial(self._settle, B, S), S)
+            yield Program(cache_ops.copy_rows, partial(self._copy, B, S), S)
             if B in self.first_slots:
                 for M in self._nodes_beside_prompts(B):
-                    yield Program(verify_round, partial(self.prompt_arguments, B, M, S))
-                yield Program(cache_ops.write_chunks, partial(self._write_chunks, B, S))
+                    yield Program(verify_round, partial(self.prompt_arguments, B, M, S), S)
+                yield Program(cache_ops.write_chunks, partial(self._write_chunks, B, S), S)
             for name, kind in self.kinds:
                 for change in self._changes(B, S):
                     yield self._resize(name, (B, S), change, kind)
@@ -209,7 +234,7 @@ class Pool:
         for shape in round_buckets(self.engine, self.sampling, self.reach):
             # a rule decides on tokens also where none is a draft token
             if shape[1] > shape[0] or self.reach.reuse:
-                yield Program(verify_round, partial(self._verify, *shape))
+                yield Program(verify_round, partial(self._verify, *shape), shape[2])
 
     def drafts(self) -> Iterator[Program]:
         """Yield what drafters on the device run."""
@@ -323,7 +348,7 @@ class Pool:
             index = jax.device_put(np.zeros(new[0], np.int32))
             return (self._rows(name, *old, kind), index), {"num_positions": new[1], "kind": kind}
 
-        return Program(cache_ops.resize_layer, arguments)
+        return Program(cache_ops.resize_layer, arguments, new[1])
 
     def _rows(self, name: str, B: int, S: int, kind: kv_cache.Kind) -> jax.Array:
         with self.engine.shapes_only():

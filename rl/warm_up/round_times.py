@@ -44,20 +44,47 @@ def load_or_measure(
     params: transformer.Params,
     sampling: SamplingConfig,
     reach: compile_buckets.Reach,
+    most_positions: int | None = None,
 ) -> RoundTimes:
     """Return the table in `path` if it was made for this device and these shapes, else a new one.
 
-    Call it after the warm-up: what is not compiled would be timed with its compilation.
-    Raises ValueError for a file that is damaged.
+    Call it after the warm-up: what is not compiled would be timed with its compilation. Buckets of
+    more than `most_positions` are left to `complete`: until then their rounds count as those of
+    the longest bucket that is measured. Raises ValueError for a file that is damaged.
     """
     buckets = list(compile_buckets.round_buckets(engine, sampling, reach))
-    made_for = _made_for(engine, buckets, reach.drafters)
-    kept = read_rounds(path, made_for)
+    kept = read_rounds(path, _made_for(engine, buckets, reach.drafters))
     if kept is not None:
         return kept
-    times = measure(engine, params, sampling, buckets, drafters=reach.drafters)
-    write_rounds(path, times, made_for)
+    if most_positions is None:
+        times = measure(engine, params, sampling, buckets, drafters=reach.drafters)
+        write_rounds(path, times, _made_for(engine, buckets, reach.drafters))
+        return times
+    now = [bucket for bucket in buckets if bucket[2] <= most_positions]
+    times = measure(engine, params, sampling, now, drafters=reach.drafters)
+    for B, M, S in buckets:
+        if S > most_positions:
+            longest = max(s for b, m, s in now if (b, m) == (B, M))
+            times.put({(B, M, S): times.rounds[B, M, longest]})
     return times
+
+
+def complete(
+    path: Path,
+    times: RoundTimes,
+    engine: Engine,
+    params: transformer.Params,
+    sampling: SamplingConfig,
+    reach: compile_buckets.Reach,
+    most_positions: int,
+) -> None:
+    """Measure what `load_or_measure` left out, put it into `times`, and write the table."""
+    buckets = list(compile_buckets.round_buckets(engine, sampling, reach))
+    made_for = _made_for(engine, buckets, reach.drafters)
+    if read_rounds(path, made_for) is None:
+        rest = [bucket for bucket in buckets if bucket[2] > most_positions]
+        times.put(measure(engine, params, sampling, rest).rounds)
+        write_rounds(path, times, made_for)
 
 
 def measure(
