@@ -1,4 +1,4 @@
-"""A run's parts: made, laid out on devices and compiled before its first step."""
+"""A run's parts: made, laid out on devices, and compiled as far as its first step needs it."""
 
 from __future__ import annotations
 
@@ -62,7 +62,9 @@ def build(
     watch: Watch,
     clock: Callable[[], float],
 ) -> Iterator[tuple[System, TrainState]]:
-    """Make a run's parts, compile all that it can need, and yield them with its first state.
+    """Make a run's parts, compile what it can need, and yield them with its first state.
+
+    What only longer responses need is left to `System.longer`, where there is one engine.
 
     `folder` is the run's: what is spilled and timed goes there.
     """

@@ -1,4 +1,4 @@
-"""What longer responses need, compiled after a run's first step instead of before it.
+"""The warm-up in two parts: the programs of longer responses follow a run's first step.
 
 The longer buckets of positions have as many programs as the first, and a first step rarely gets
 there. They are compiled once its rewards are shown, or as soon as a response grows into one of

@@ -14,6 +14,7 @@ import pytest
 from benchmarks import tiny_run
 from rl.loop import setup as run_setup
 from rl.metrics.writer import deterministic_view, read_metrics
+from rl.runtime.signals import COMPILING, Watch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,22 +69,33 @@ def counted_compilations():
 
 
 def compilations(tiny, folder, *overrides) -> tuple[Finished, list[str], list[str]]:
-    """A run from empty caches: what it left, and what it compiled up to warm-up and after it.
+    """A run from empty caches: what it left, and what it compiled in its warm-up and outside it.
 
+    The part of the warm-up that follows the first step is the run's part `compiling`.
     Runs that follow compile again what they share with runs before it, so let one run serve
     several tests.
     """
     jax.clear_caches()  # or earlier runs would have warmed up for us
-    at_warm_up: list[int] = []
-    build = run_setup.build
+    warm: set[int] = set()
+    build, within = run_setup.build, Watch.within
 
     @contextlib.contextmanager
     def counting_build(*args, **options):
         with build(*args, **options) as built:
-            at_warm_up.append(len(found))
+            warm.update(range(len(found)))
             yield built
+
+    @contextlib.contextmanager
+    def counting_within(watch, part):
+        first = len(found)
+        with within(watch, part):
+            yield
+        assert part == COMPILING
+        warm.update(range(first, len(found)))
 
     with pytest.MonkeyPatch.context() as patch, counted_compilations() as found:
         patch.setattr(run_setup, "build", counting_build)
+        patch.setattr(Watch, "within", counting_within)
         done = finish(tiny, folder, "Checkpoint.every_steps=1", *overrides)
-    return done, found[: at_warm_up[0]], found[at_warm_up[0] :]
+    later = [name for i, name in enumerate(found) if i not in warm]
+    return done, [found[i] for i in sorted(warm)], later

@@ -1,0 +1,90 @@
+"""The warm-up in two parts: what the first compiles, when the second comes, what is left then."""
+
+import dataclasses
+import itertools
+
+import jax
+import pytest
+from loop_runs import counted_compilations
+
+from models import transformer
+from models.config import ModelConfig
+from rl.engine.config import EngineConfig
+from rl.engine.engine import Engine
+from rl.engine.rollout_spec import RolloutSpec
+from rl.runtime.signals import COMPILING, Watch
+from rl.trajectory import Request
+from rl.warm_up import round_times
+from rl.warm_up.compile_buckets import Pool, Reach
+from rl.warm_up.longer_buckets import LongerBuckets, first_positions
+from spec.config import SamplingConfig
+from spec.sampling import step_key
+
+MODEL = ModelConfig("llama", 20, 16, 1, 2, 1, 8, 16, max_positions=64)
+CONFIG = EngineConfig(
+    slots=2, min_slots=2, min_positions=16, rounds_per_fetch=4, max_nodes=2, prefill_rows=1
+)
+SAMPLING = SamplingConfig(max_new_tokens=24)
+REACH = Reach(max_requests=2, max_prompt_tokens=8)
+
+
+class Parts(Watch):
+    """A watch that remembers the parts it was told of."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts = []
+
+    def at(self, part):
+        self.parts.append(part)
+        super().at(part)
+
+
+def run(engine, params, num_tokens):
+    """Roll out two responses of that many tokens."""
+    prompt = (1, 2, 3, 4, 5, 6, 7, 8)
+    spec = RolloutSpec(params, SAMPLING, step_key(0, 0))
+    done = engine.run(spec, [Request(i, prompt, 0, i, num_tokens) for i in range(2)])
+    return [t.response_ids.tolist() for t in done]
+
+
+@pytest.mark.parametrize("outgrows", [False, True])
+def test_longer_buckets_are_compiled_once_and_after_that_nothing(tmp_path, outgrows):
+    jax.clear_caches()
+    ticks = itertools.count()
+    engine = Engine(MODEL, CONFIG, clock=lambda: float(next(ticks)))
+    params = transformer.init(MODEL, jax.random.key(0))
+    told, watch = [], Parts()
+    pool = Pool(engine, params, SAMPLING, REACH)
+    longer = LongerBuckets(pool, watch, lambda done, total: told.append((done, total)))
+    assert longer.most_positions == 16
+    longer.warm_up()
+    path = tmp_path / "round_times.json"
+    args = engine, params, SAMPLING, REACH
+    times = round_times.load_or_measure(path, *args, longer.most_positions)
+    assert times(2, 2, 32) == times(2, 2, 16) == 1 / CONFIG.rounds_per_fetch
+    assert not told and not path.exists()
+    run(engine, params, 4)  # what a rollout itself compiles is shared with all others
+    with counted_compilations() as found:
+        run(engine, params, 4)
+    assert not found and not told
+    if outgrows:
+        run(engine, params, 24)
+        assert told[-1][0] == told[-1][1] > 0 and watch.parts == [COMPILING, "starting"]
+    ticks = itertools.count(step=3)
+    longer.finish(jax.tree.map(lambda x: x + 0, params), path, times)
+    assert longer.done and told.count(told[-1]) == 1
+    assert times(2, 2, 32) == 3 / CONFIG.rounds_per_fetch
+    assert round_times.read_rounds(path).rows() == times.rows()
+    with counted_compilations() as found:
+        longer.finish(params, path, times)
+        grown = run(engine, params, 24)
+    assert not found and grown == run(Engine(MODEL, CONFIG), params, 24)
+
+
+def test_the_first_part_holds_the_longest_prompt_whatever_the_slots():
+    params = transformer.init(MODEL, jax.random.key(0))
+    reach = dataclasses.replace(REACH, max_prompt_tokens=20)
+    assert first_positions(Pool(Engine(MODEL, CONFIG), params, SAMPLING, reach)) == 32
+    reach = dataclasses.replace(REACH, max_prompt_tokens=40)
+    assert first_positions(Pool(Engine(MODEL, CONFIG), params, SAMPLING, reach)) == 64
