@@ -368,7 +368,10 @@ def test_nothing_compiles_after_warm_up_of_a_resumed_run(tiny, never_stopped, tm
 
 @pytest.mark.parametrize(
     "more",
-    [("Reuse.mode='random'", *DRAFTS[:2]), ("Reuse.mode='coupled'",)],
+    [
+        ("Reuse.mode='random'", *DRAFTS[:2]),
+        ("Reuse.mode='coupled'", "Engine.min_slots=8"),  # batches that shrink: test_loop_workers.py
+    ],
     ids=["random", "coupled"],
 )
 def test_reuse_compiles_nothing_after_warm_up_and_resumes_to_the_bit(tiny, tmp_path, more):
