@@ -42,6 +42,8 @@ if os.environ["JAX_PLATFORMS"] == "cpu" and not os.environ.get("REPRISE_TEST_OPT
 given = os.environ.get("XLA_FLAGS", "").split()
 names = {flag.partition("=")[0] for flag in given}
 os.environ["XLA_FLAGS"] = " ".join(given + [f for f in flags if f.partition("=")[0] not in names])
+# Where each operation of a program was written is a thirtieth of the time to compile it.
+os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("MPLBACKEND", "Agg")
