@@ -191,6 +191,7 @@ class Engine(ModelRunner):
         )
         drafted_s = self.clock()
         limits = Limits(self._stop_after(), self._fetch_tokens)
+        prompt_tokens = self.stats.prefilled_tokens
         tokens_BN, count_B, rounds_B = self._rounds.run(live, drafts, decision, limits)
         if drafts is not None:
             emitted = tokens_BN[live.rows_A], count_B[live.rows_A]
@@ -208,6 +209,7 @@ class Engine(ModelRunner):
                 num_slots=len(self._table),
                 num_nodes=decision.num_nodes,
                 cached_nodes=num_cached,
+                prompt_tokens=self.stats.prefilled_tokens - prompt_tokens,
                 num_positions=self._rows.num_positions,
                 request_ids_A=table.request_ids_B[rows_A],
                 cached_tokens_A=table.cached_tokens_B[rows_A] - count_B[rows_A],

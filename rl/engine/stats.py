@@ -27,7 +27,7 @@ class RoundRecord:
     fetch for the first), up to `fetched_s` it answered, up to `ended_s` tokens were committed. As
     many nodes as slots are plain decoding, of as many rounds as the most that a request emitted;
     `rounds_A` counts those in which a request took part. `cached_nodes` of the nodes were tokens
-    of cached responses. A = live requests.
+    of cached responses; beside them `prompt_tokens` were computed. A = live requests.
     """
 
     began_s: float
@@ -44,6 +44,7 @@ class RoundRecord:
     rounds_A: np.ndarray
     emitted_A: np.ndarray
     cached_nodes: int = 0
+    prompt_tokens: int = 0
 
     @property
     def drafted(self) -> bool:
@@ -167,9 +168,10 @@ def speculation_metrics(stats: EngineStats, times: RoundTimes | None = None) -> 
 def seconds_saved(rounds: Sequence[RoundRecord], times: RoundTimes) -> float:
     """Return the seconds that drafts saved against plain decoding: an estimate, may be negative.
 
-    A round that emits e tokens to A requests counts as e / A plain rounds of its slots and
-    positions, of measured seconds, less its own seconds, those of the host included. Looking for
-    drafts before plain rounds is a loss.
+    A round that emits e tokens to the A requests in it counts as e / A plain rounds of its slots
+    and positions, of measured seconds, less its own seconds, those of the host included. Where it
+    computed prompts, which plain decoding has to as well, its seconds on the device are the
+    measured ones of a round without. Looking for drafts before plain rounds is a loss.
     """
     saved_s = 0.0
     for r in rounds:
@@ -178,7 +180,11 @@ def seconds_saved(rounds: Sequence[RoundRecord], times: RoundTimes) -> float:
             continue
         plain_s = times(r.num_slots, r.num_slots, r.num_positions)
         assert plain_s is not None, f"no measured plain round of {r.num_slots} slots"
-        saved_s += float(r.emitted_A.mean()) * plain_s - (r.ended_s - r.ready_s)
+        device_s = r.fetched_s - r.called_s
+        if r.prompt_tokens:  # a budget that needs no table has measured plain rounds only
+            device_s = times(r.num_slots, r.num_nodes, r.num_positions) or device_s
+        tokens = float(r.emitted_A[r.rounds_A > 0].mean())
+        saved_s += tokens * plain_s - host_seconds([r]) - device_s
     return saved_s
 
 

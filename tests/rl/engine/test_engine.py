@@ -158,7 +158,10 @@ def test_a_call_begins_where_the_device_gets_its_first_round(monkeypatch, engine
         during = [at for at in calls if r.drafted_s < at < r.fetched_s]
         assert during[0] < r.called_s < min(during[1:], default=r.fetched_s)
         several += len(during) > 1
+        assert bool(r.prompt_tokens) == (len(during) > 1), "one with plain rounds alone, no chunks"
     assert several, "a call of several rounds, some with chunks"
+    in_records = sum(r.prompt_tokens for r in engine.stats.timeline)
+    assert 0 < in_records < engine.stats.prefilled_tokens == 4 * 17
 
 
 def test_a_drafter_that_never_drafts_costs_a_fetch_a_round(engine):

@@ -1,5 +1,6 @@
 """Counts of a phase and its written timeline, by hand."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -69,6 +70,13 @@ def test_seconds_saved_are_those_of_plain_rounds_less_those_of_rounds_with_draft
     assert seconds_saved([alone], times) == pytest.approx(2 * 7 - 9)
     assert seconds_saved([plain], times) == -2  # it drafted, and then verified nothing
     assert seconds_saved([], times) == 0
+    # another row joins for the next round; of the prompt that it has now plain rounds have no less
+    joined = dataclasses.replace(
+        record(20, 4, [6, 8], [2, 0]), rounds_A=np.array([1, 0]), prompt_tokens=12
+    )
+    assert seconds_saved([joined], times) == pytest.approx(2 * 7 - (9 - 5) - 1)
+    only_plain = RoundTimes({(4, 4, 64): 7.0})
+    assert seconds_saved([joined], only_plain) == pytest.approx(2 * 7 - 9)
     metrics = speculation_metrics(stats, times)
     assert metrics["spec/seconds_saved"] == pytest.approx(14 - 9 + 14 - 9 - 2)
     assert metrics["spec/accepted_tokens"] == 5
