@@ -89,7 +89,9 @@ def build(
             )
         )
         specs = tuple(dict.fromkeys((*config.task.specs, *inputs.evals.specs)))
-        rewards = stack.enter_context(RewardPool(config.reward, tasks=specs))
+        rewards = RewardPool(config.reward, tasks=specs)
+        stack.callback(rewards.close)
+        rewards.start()  # their processes start while training is traced
         greedy = config.sampling.temperature == 0
         reuse = Reuse(config.reuse, cache, seed=config.run.seed, greedy=greedy)
         learner, state = _learner(config, inputs, mesh)
@@ -102,6 +104,7 @@ def build(
 
         weights = trainer.cast_params(state.params, engine.dtype)
         training = trainer.lowered(state, learner.shape, recipe=learner.recipe)
+        rewards.wait_started()
         heard = partial(told, "training and rollouts")
         longer = _longer_buckets(config, engine, weights, speculation, watch, told)
         _warm_up(config, engine, weights, speculation, folder, heard, training, longer)

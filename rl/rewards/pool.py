@@ -80,21 +80,31 @@ class RewardPool:
         self._lock = threading.Lock()
         self._workers: dict[int, WorkerProcess] = {}
         self._threads: list[threading.Thread] = []
+        self._started: list[Future[None]] = []
         self._error: RewardWorkerError | None = None
         self._closed = False
         self._answered_s = 0.0  # on the monotonic clock: when a sample was last finished
 
     def __enter__(self) -> RewardPool:
         """Start the workers; raises RewardWorkerError where one cannot load its functions."""
-        started: list[Future[None]] = [Future() for _ in range(self.config.workers)]
-        for slot, ready in enumerate(started):
+        self.start()
+        self.wait_started()
+        return self
+
+    def start(self) -> None:
+        """Start the workers without waiting for them; `wait_started` or `close` must follow."""
+        self._started = [Future() for _ in range(self.config.workers)]
+        for slot, ready in enumerate(self._started):
             thread = threading.Thread(
                 target=self._supervise, args=(slot, ready), name=f"reward-{slot}", daemon=True
             )
             self._threads.append(thread)
             thread.start()
+
+    def wait_started(self) -> None:
+        """Wait for the workers; raises what `__enter__` does, and the pool is closed then."""
         try:
-            for ready in started:
+            for ready in self._started:
                 ready.result(self._startup_s + _MARGIN_S)
         except TimeoutError:
             self.close()
@@ -104,7 +114,6 @@ class RewardPool:
         except BaseException:
             self.close()
             raise
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()
