@@ -46,6 +46,10 @@ class Slots:
     keys: jax.Array
     processing: sampling.Processing
 
+    def pinned(self) -> Slots:
+        """Return them whole on every device of a mesh: XLA's choice would be another program's."""
+        return jax.tree.map(lambda x: constrain(x, *(None,) * x.ndim), self)
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -309,7 +313,7 @@ def verify_round(
     cache, pending, slots, drawn = verify(
         config, params, cache, pending, slots, nodes, stop_E, scheme, max_nodes
     )
-    return cache, pending, slots, pack(drawn), drawn.of_chunks
+    return cache, pending, slots.pinned(), pack(drawn), drawn.of_chunks
 
 
 @partial(
@@ -352,4 +356,4 @@ def decode_rounds(
     cache, pending = settle(cache, pending)
     start = jnp.int32(0), cache, slots, jnp.zeros((3, max_rounds, B), jnp.int32)
     _, cache, slots, found_3RB = jax.lax.while_loop(more, step, start)
-    return cache, pending, slots, found_3RB
+    return cache, pending, slots.pinned(), found_3RB

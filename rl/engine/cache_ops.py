@@ -33,12 +33,8 @@ def make_slots(ints_BC: jax.Array, floats_B2: jax.Array, key: jax.Array) -> Slot
     column = dict(zip(COLUMNS, ints_BC.T, strict=True))
     keys = jax.vmap(lambda r: jax.random.fold_in(key, r))(column.pop("request_id"))
     active, top_k_B = column.pop("active") > 0, column.pop("top_k")
-    return Slots(
-        **column,
-        active=active,
-        keys=keys,
-        processing=Processing(floats_B2[:, 0], top_k_B, floats_B2[:, 1]),
-    )
+    processing = Processing(floats_B2[:, 0], top_k_B, floats_B2[:, 1])
+    return Slots(**column, active=active, keys=keys, processing=processing).pinned()
 
 
 @partial(jax.jit, donate_argnames="slots")
@@ -50,7 +46,7 @@ def join_slots(
     def one(before: jax.Array, made: jax.Array) -> jax.Array:
         return jnp.where(jnp.expand_dims(joins_B, range(1, made.ndim)), made, before)
 
-    return jax.tree.map(one, slots, make_slots(ints_BC, floats_B2, key))
+    return jax.tree.map(one, slots, make_slots(ints_BC, floats_B2, key)).pinned()
 
 
 @partial(jax.jit, donate_argnames="cache")

@@ -115,7 +115,7 @@ def draft_rounds(
     none = jnp.zeros((shape.max_rounds, 6, len(row_B), N), jnp.int32)
     start = jnp.int32(0), cache, pending, slots, table.tokens_BW, state, none
     _, cache, pending, slots, _, (held, _), found = jax.lax.while_loop(more, step, start)
-    return cache, pending, slots, kv_cache.map_arrays(kv_cache.pin, held), found
+    return cache, pending, slots.pinned(), kv_cache.map_arrays(kv_cache.pin, held), found
 
 
 def _rows_of(table: Ends, num_slots: int) -> jax.Array:

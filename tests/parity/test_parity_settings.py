@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
+from loop_runs import counted_compilations
 from parity_drafters import Bushy
 from parity_model import (
     BASE,
@@ -118,7 +119,12 @@ def on_mesh(params, **shape):
 
 
 def test_eight_replicas_equal_one_device(golden, params, rollout):
-    assert not differences(golden("cool"), rollout("cool", **on_mesh(params, data=8)))
+    """And whatever step came before, the next one is the same program."""
+    replicas = on_mesh(params, data=8)
+    want = golden("cool")
+    with counted_compilations() as found:
+        assert not differences(want, rollout("cool", **replicas))
+    assert sum("decode_rounds" in name for name in found) == 1
 
 
 def test_split_weights_equal_one_device(golden, params, rollout):
