@@ -4,14 +4,15 @@ Random weights of the given shape, all slots busy, half of the positions live. F
 nodes the draft tokens are spread evenly over the slots, and in another row over half of them.
 Kinds of rounds take turns; ratios are taken turn by turn, and their medians count. A plain round
 is one of eight between two fetches, as the engine runs them; a round with draft tokens has its
-packing, call and fetch in its seconds, but no drafting. Rows of `products` are the products with
+packing, call and fetch in its seconds, but no drafting. Rows of `halves` are two batches of half
+the slots and nodes in turns: the host packs, calls and fetches for one while the device verifies
+the other, so that none of that is waited for. Rows of `products` are the products with
 the weights alone, without attention: what no round of so many nodes can be faster than here.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -22,19 +23,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import environment
+from benchmarks import environment, roofline
 from benchmarks.baselines.reprise import model_config
 from benchmarks.shape import Shape
 from models import kv_cache, transformer
 from models.config import ModelConfig
+from sched.simulator.roofline import Instance
 from spec import sampling
 from spec.buckets import widest_tree
 from spec.drafter import Drafts, no_drafts
 from spec.nodes import pack
 from spec.verify import Slots, by_slot, decode_rounds, unpack, verify_round
 
-PLAIN_ROUNDS = 8
+ROUNDS = 8  # of a call of plain ones, and of two halves in turns
 MAX_NODES = 32  # of a slot
+PROJECTED = Instance(roofline.H100, roofline.QWEN3_8B, efficiency=roofline.PRICED)
 NO_STOP_E = np.full(1, -1, np.int32)
 Round = Callable[[], float]  # its seconds
 
@@ -80,12 +83,12 @@ class Rounds:
         self.num_slots, self.most_nodes = num_slots, most_nodes
         self.params = transformer.init(self.model, jax.random.key(0))
 
-    def _state(self) -> list[Any]:
-        cache = kv_cache.init(self.model, self.num_slots, self.shape.cache, jnp.float32)
+    def state(self, num_slots: int) -> list[Any]:
+        cache = kv_cache.init(self.model, num_slots, self.shape.cache, jnp.float32)
         return [cache, kv_cache.no_pending(self.model, self.most_nodes, jnp.float32)]
 
     def plain(self) -> Round:
-        state, B = self._state(), self.num_slots
+        state, B = self.state(self.num_slots), self.num_slots
 
         def run() -> float:
             slots = jax.block_until_ready(busy(B, self.shape.cache))
@@ -95,14 +98,14 @@ class Rounds:
                 *state,
                 slots,
                 NO_STOP_E,
-                np.int32(PLAIN_ROUNDS),
+                np.int32(ROUNDS),
                 np.int32(B),
                 config=self.model,
                 scheme="cdf",
-                max_rounds=PLAIN_ROUNDS,
+                max_rounds=ROUNDS,
             )
             unpack(found)
-            return (time.perf_counter() - began_s) / PLAIN_ROUNDS
+            return (time.perf_counter() - began_s) / ROUNDS
 
         return run
 
@@ -117,31 +120,83 @@ class Rounds:
         return run
 
     def drafted(self, num_nodes: int, drafting_slots: int) -> Round:
-        state, B = self._state(), self.num_slots
-        max_nodes = widest_tree(B, num_nodes, MAX_NODES)
-        counts = np.zeros(B, int)
-        counts[:drafting_slots] = (num_nodes - B) // drafting_slots
-        drafts = draft(counts, self.model.vocab_size)
+        batch = Batch(self, self.num_slots, num_nodes, drafting_slots)
 
         def run() -> float:
-            slots = jax.block_until_ready(busy(B, self.shape.cache))
+            batch.start()
             began_s = time.perf_counter()
-            nodes_5M = pack(drafts, drafts.count_A, np.arange(B), B, num_nodes)
-            *state[:], _, found, _ = verify_round(
-                self.params,
-                *state,
-                slots,
-                nodes_5M,
-                NO_STOP_E,
-                None,
-                config=self.model,
-                scheme="cdf",
-                max_nodes=max_nodes,
-            )
-            by_slot(*unpack(found), nodes_5M[1], B)
+            batch.call()
+            batch.fetch()
             return time.perf_counter() - began_s
 
         return run
+
+    def halves(self, num_nodes: int) -> Round:
+        """Two batches of half the slots and nodes; the host is at one, the device at the other."""
+        B = self.num_slots // 2
+        one, other = (Batch(self, B, num_nodes // 2, B) for _ in range(2))
+
+        def run() -> float:
+            one.start()
+            other.start()
+            began_s = time.perf_counter()
+            one.call()
+            for _ in range(ROUNDS):
+                other.call()
+                one.fetch()
+                one.call()
+                other.fetch()
+            one.fetch()
+            # one round of a half more than `ROUNDS` of both
+            return (time.perf_counter() - began_s) / (ROUNDS + 0.5)
+
+        return run
+
+
+class Batch:
+    """Slots of which some have draft tokens, with a cache of their own."""
+
+    def __init__(self, rounds: Rounds, num_slots: int, num_nodes: int, drafting_slots: int) -> None:
+        self.rounds, self.num_slots, self.num_nodes = rounds, num_slots, num_nodes
+        self.state = rounds.state(num_slots)
+        counts = np.zeros(num_slots, int)
+        counts[:drafting_slots] = (num_nodes - num_slots) // drafting_slots
+        self.drafts = draft(counts, rounds.model.vocab_size)
+        self.max_nodes = widest_tree(num_slots, num_nodes, MAX_NODES)
+        self.nodes_5M = np.zeros((5, 0), np.int32)
+
+    def start(self) -> None:
+        self.slots = jax.block_until_ready(busy(self.num_slots, self.rounds.shape.cache))
+
+    def call(self) -> None:
+        B, M, drafts = self.num_slots, self.num_nodes, self.drafts
+        self.nodes_5M = pack(drafts, drafts.count_A, np.arange(B), B, M)
+        *self.state, self.slots, self.found, _ = verify_round(
+            self.rounds.params,
+            *self.state,
+            self.slots,
+            self.nodes_5M,
+            NO_STOP_E,
+            None,
+            config=self.rounds.model,
+            scheme="cdf",
+            max_nodes=self.max_nodes,
+        )
+
+    def fetch(self) -> None:
+        by_slot(*unpack(self.found), self.nodes_5M[1], self.num_slots)
+
+
+def projected_halves(num_slots: int, num_positions: int, num_nodes: int) -> float:
+    """Seconds of two rounds of half the slots and nodes, to those of one of all, by the roofline.
+
+    Nothing of the host is in either.
+    """
+    slots = num_slots // 2, num_slots
+    half_s, whole_s = (
+        PROJECTED.round_seconds(b, b * num_positions / 2, num_nodes / num_slots) for b in slots
+    )
+    return 2 * half_s / whole_s
 
 
 def measure(shape: Shape, num_slots: int, sizes: list[int], repeats: int) -> list[dict[str, Any]]:
@@ -153,22 +208,32 @@ def measure(shape: Shape, num_slots: int, sizes: list[int], repeats: int) -> lis
         for drafting in (num_slots, num_slots // 2):
             row = {"slots": num_slots, "nodes": size, "slots_with_drafts": drafting}
             kinds.append((row, rounds.drafted(size, drafting)))
+        row = {"slots": num_slots, "nodes": size, "halves": True}
+        row["projected_to_whole"] = round(projected_halves(num_slots, shape.cache, size), 3)
+        kinds.append((row, rounds.halves(size)))
     for size in (num_slots, *sizes):
         row = {"slots": num_slots, "nodes": size, "products": True}
         kinds.append((row, rounds.products(size)))
     seconds = [[run() for _, run in kinds] for _ in range(repeats + 2)][2:]  # two warm up
-    for (row, _), taken in zip(kinds, zip(*seconds, strict=True), strict=True):
-        ratios = [s / turn[0] for s, turn in zip(taken, seconds, strict=True)]
-        row["ms"] = round(1e3 * statistics.median(taken), 3)
-        row["to_plain"] = round(statistics.median(ratios), 3)
-        row["to_plain_quartiles"] = np.quantile(ratios, [0.25, 0.75]).round(3).tolist()
+    taken_KT = np.array(seconds).T
+    for (row, _), taken_T in zip(kinds, taken_KT, strict=True):
+        ratios_T = taken_T / taken_KT[0]
+        row["ms"] = round(1e3 * float(np.median(taken_T)), 3)
+        row["to_plain"] = round(float(np.median(ratios_T)), 3)
+        row["to_plain_quartiles"] = np.quantile(ratios_T, [0.25, 0.75]).round(3).tolist()
+        if row.get("slots_with_drafts") == num_slots:
+            whole_T = taken_T
+        if "halves" in row:  # of the size before it
+            row["to_whole"] = round(float(np.median(taken_T / whole_T)), 3)
     return [row for row, _ in kinds]
 
 
 def _name(row: dict[str, Any]) -> str:
-    kind = "products alone"
-    if "products" not in row:
-        kind = f"drafts in {row.get('slots_with_drafts', 0)}"
+    kind = f"drafts in {row.get('slots_with_drafts', 0)}"
+    if "halves" in row:
+        kind = "two halves in turns"
+    if "products" in row:
+        kind = "products alone"
     return f"{row['slots']} slots, {row['nodes']} nodes, {kind}"
 
 

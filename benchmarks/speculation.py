@@ -176,6 +176,7 @@ def compare(bench: Bench, name: str, repeats: int) -> dict[str, Any]:
         pairs.append((seconds[0], seconds[1]))
         ends.append(end_s)
     tokens = sum(len(t) for t in plain.values())
+    whole_s = records[-1].ended_s - records[0].began_s
     rounds = [r for r in records if r.drafted]
     return {
         "drafter": name,
@@ -185,6 +186,7 @@ def compare(bench: Bench, name: str, repeats: int) -> dict[str, Any]:
         "plain_tokens_per_s": round(tokens / statistics.median(p for p, _ in pairs), 1),
         "speculative_tokens_per_s": round(tokens / statistics.median(s for _, s in pairs), 1),
         **tail_figures(ends),
+        "drafting_share": round(drafting_seconds(records) / whole_s, 4),
         "nodes_verified": audited.verified,
         "nodes_beaten": audited.beaten,
         "nodes_beaten_by_any": audited.beaten_by_any,
@@ -235,10 +237,19 @@ def project(bench: Bench, name: str, plain: dict[int, np.ndarray]) -> list[dict[
             "ratio": round(plain_s / tree_s, 3),
             "ratio_with_host": round((plain_s + plain_host_s) / (tree_s + host_s), 3),
             "host_share": round(host_s / (tree_s + host_s), 4),
+            "drafting_share": round(drafting_seconds(bench.records) / (tree_s + host_s), 4),
         }
         metrics = speculation_metrics(bench.engine.stats)
         rows.append(row | {"tokens_per_round": round(metrics.get("spec/tokens_per_round", 1.0), 3)})
     return rows
+
+
+def drafting_seconds(rounds: Sequence[RoundRecord]) -> float:
+    """The seconds in which drafts were made and chosen while the device waited.
+
+    No way of drafting ahead of the device's answer could save more.
+    """
+    return sum(r.drafted_s - r.ready_s for r in rounds)
 
 
 def worst_batch(batches: Sequence[int], repeats: int) -> dict[str, Any]:
@@ -319,6 +330,8 @@ def measure(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
         "worst_batch_ratio": worst["worst_batch_ratio"],
         "host_share": max(rows[k].get("spec/host_share", 0.0) for k in named),
         "projected_host_share": max(_headline(rows[k], "host_share") for k in named),
+        "drafting_share": max(rows[k]["drafting_share"] for k in named),
+        "projected_drafting_share": max(_headline(rows[k], "drafting_share") for k in named),
         "nodes_beaten": sum(r["nodes_beaten"] for r in rows.values()),
         "nodes_beaten_by_any": sum(r["nodes_beaten_by_any"] for r in rows.values()),
         "differing_tokens": sum(r["differing_tokens"] for r in all_rows),

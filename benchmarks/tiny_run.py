@@ -174,9 +174,10 @@ def opened(config: TrainConfig, inputs: Inputs) -> Iterator[tuple[System, TrainS
             show=Recorder(),
             watch=Watch(),
             clock=time.perf_counter,
-        ) as parts,
+        ) as (system, state),
     ):
-        yield parts
+        train_loop.finish_warm_up(system, state, Path(folder))
+        yield system, state
 
 
 @contextlib.contextmanager

@@ -107,7 +107,7 @@ def train(
             row = record.metrics | {"num_tokens": position.num_tokens}
             metrics.write_samples(done, record.samples)
             show.step(metrics.write(done, row | _speed(row, timings.seconds())))
-            _finish_warm_up(system, state, folder)
+            finish_warm_up(system, state, folder)
             keeper.evaluate_with(evaluation)
             skipped = _in_a_row(skipped, row, done)
             if done < config.run.steps:
@@ -115,7 +115,7 @@ def train(
         return state
 
 
-def _finish_warm_up(system: System, state: TrainState, folder: Path) -> None:
+def finish_warm_up(system: System, state: TrainState, folder: Path) -> None:
     """Compile and time what the first step could do without."""
     if system.longer is not None and not system.longer.done:
         weights = trainer.cast_params(state.params, system.engine.dtype)
