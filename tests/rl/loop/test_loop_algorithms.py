@@ -224,9 +224,8 @@ def test_nothing_compiles_after_warm_up(tiny, name, tmp_path):
         *("Sampling.max_new_tokens=24", "Run.steps=4"),
         *(rewarded_by(tiny, "lucky"), "Trainer.minibatches=2"),
     )
-    settings += (
-        ("Engine.min_slots=4",) if name == "dapo" else ()
-    )  # what else learns rolls out alike
+    # all roll out alike: one has batches that shrink
+    settings += ("Engine.min_slots=4",) if name == "dapo" else ()
     done, before, after = compilations(tiny, tmp_path, *settings)
     lengths = {(r["completions/min_length"], r["completions/max_length"]) for r in done.rows}
     assert len(lengths) > 1, "the lengths must vary"
