@@ -39,6 +39,7 @@ class Rollouts:
             slots=slots,
             min_slots=max(1, slots // 8),
             min_positions=384,
+            prefill_rows=8,
             prefill_chunk_tokens=32,
             max_nodes=16,
         )
