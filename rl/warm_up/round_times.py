@@ -53,12 +53,13 @@ def load_or_measure(
     the longest bucket that is measured. Raises ValueError for a file that is damaged.
     """
     buckets = list(compile_buckets.round_buckets(engine, sampling, reach))
-    kept = read_rounds(path, _made_for(engine, buckets, reach.drafters))
+    made_for = _made_for(engine, buckets, reach.drafters)
+    kept = read_rounds(path, made_for)
     if kept is not None:
         return kept
     if most_positions is None:
         times = measure(engine, params, sampling, buckets, drafters=reach.drafters)
-        write_rounds(path, times, _made_for(engine, buckets, reach.drafters))
+        write_rounds(path, times, made_for)
         return times
     now = [bucket for bucket in buckets if bucket[2] <= most_positions]
     times = measure(engine, params, sampling, now, drafters=reach.drafters)
