@@ -242,7 +242,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             mine = (keeping if rounds == "learned" else engines)[:count]
             for case in cases:
                 config = SchedConfig(workers=count, chunk_tokens=case.offset)
-                tally.add(policy, sampling, case, MultiEngine(mine, config))
+                tally.add(policy, sampling, case, MultiEngine(mine, config, keeps_decisions=True))
             rows.append(tally.row())
             print({k: v for k, v in rows[-1].items() if k != "differences"}, file=sys.stderr)
     return {

@@ -106,6 +106,12 @@ class StandIn:
     never: Never
     number: int = 0
     config: ClassVar[EngineConfig] = EngineConfig(slots=4, min_slots=4)
+    where: ClassVar[str] = "nowhere"
+    is_ready: ClassVar[bool] = True
+    may_return: ClassVar[bool] = False
+
+    def abandoned(self) -> StandIn:
+        return dataclasses.replace(self)
 
     def place(self, params: Any) -> None:
         self._at("weights")
@@ -156,7 +162,7 @@ def keys_and_values(never: Never) -> str:
     _, start = inbox.get_nowait()  # type: ignore[misc]
     books.join(1, 64, 4)
     pool.promise(start.request_id, 0)
-    moved = dataclasses.replace(start, worker_id=1, kv=Kv.POOL)
+    moved = start._replace(worker_id=1, kv=Kv.POOL)
     waiting = threading.Thread(target=books.chunk, args=(1, moved), daemon=True)
     waiting.start()
     began_s, hung = time.monotonic(), None
@@ -200,6 +206,7 @@ def pipelines_thread(never: Never) -> str:
         sched=SchedConfig(mode="pipeline"),
         run=SimpleNamespace(steps=1, hang_limit_s=LIMIT_S),
         rollout=SimpleNamespace(num_requests=2),
+        algorithm=SimpleNamespace(resolved=SimpleNamespace(max_extra_phases=0)),
         longest_tokens=8,
     )
     system: Any = SimpleNamespace(
@@ -207,6 +214,7 @@ def pipelines_thread(never: Never) -> str:
         engine=MultiEngine([StandIn("nowhere", never)], config.sched),  # type: ignore[list-item]
         inputs=SimpleNamespace(task=(), tokenizer=None),
         rewards=None,
+        cache=SimpleNamespace(policy="none", vocab_size=8),
         watch=SimpleNamespace(check=lambda: None),
         show=SimpleNamespace(rollout=lambda *_: None),
     )

@@ -47,6 +47,7 @@ SCHEDULERS: dict[str, Callable[[], Scheduler]] = {
         HistoPipeConfig(STEPS, num_ranking_groups=2, last_share=1.0, check_tokens=CHUNK)
     ),
 }
+MOST_ERRORS = 10
 EVENTS = (
     *("take 0", "take 1", "take 2", "finish 0", "finish 1", "chunk 0", "chunk 1"),
     *("give up 0", "give up 1", "raise 0", "raise 1", "join", "submit", "trained", "abort"),
@@ -125,7 +126,7 @@ class Rollout:
 
     def __init__(self, scheduler: str, coordinator: type[Coordinator] = Coordinator) -> None:
         self.switch, self.pool = Switch(), KvPool(0)
-        self.coordinator = coordinator(SCHEDULERS[scheduler](), lambda: 0.0, self.pool, False)
+        self.coordinator = coordinator(SCHEDULERS[scheduler](), lambda: 0.0, self.pool)
         self.coordinator._lock = SwitchingLock(self.switch)  # type: ignore[assignment]
         self.pool._changed = SwitchingLock(self.switch)  # type: ignore[assignment]
         self.numbers = itertools.count()
@@ -274,7 +275,8 @@ class Rollout:
                         moved |= worker not in self.ended and self._guarded(worker, name)
                     except WouldWait:
                         waiting.add(worker)
-            if not moved and (self.aborted or not self._next_step()):
+            stuck = len(self.errors) > MOST_ERRORS  # each successor may fail in its turn
+            if stuck or (not moved and (self.aborted or not self._next_step())):
                 return len(waiting)
 
     def _next_step(self) -> bool:
@@ -289,7 +291,8 @@ class Rollout:
         books = self.coordinator
         left = 0
         if not self.aborted:
-            left = len(books._partial) + len(books._starts) + len(books._step_of) + len(self.pool)
+            starts = sum(len(worker.starts) for worker in books._workers.values())
+            left = len(books._partial) + len(books._step_of) + starts + len(self.pool)
         wanted = set() if self.aborted else set(self.requests)
         return collections.Counter(
             results_lost=len(wanted - set(self.results)),

@@ -102,7 +102,8 @@ def measure(repeats: int) -> dict[str, Any]:
         for workload, stop in workloads.items():
             these = requests if workload == "tasks" else drawn_lengths(requests, repeat)
             for name in POLICIES:
-                team = MultiEngine(engines, dataclasses.replace(config, policy=name), seed=repeat)
+                named = dataclasses.replace(config, policy=name)
+                team = MultiEngine(engines, named, seed=repeat, keeps_decisions=True)
                 spec = RolloutSpec(params, sampling, step_key(0, repeat), stop)
                 done = team.run(spec, these)
                 rows = found.setdefault(workload, {}).setdefault(name, [])

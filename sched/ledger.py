@@ -2,6 +2,7 @@
 
 Asserted invariants: a request runs on one worker at a time, and what is reserved on a worker
 never exceeds what it holds. Reports of a start whose worker was lost meanwhile are ignored.
+An event takes O(1), and as much for each request that it submits, drops or sets waiting.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ class Ledger:
         self.requests: dict[int, RequestState] = {}
         self.groups: dict[int, Group] = {}
         self.workers: dict[int, Worker] = {}
-        self.num_unfinished = 0
+        self.num_unfinished = self.num_running = 0
+        self._finished_groups: list[int] = []  # which the next submission drops
         self._held: RequestState | None = None  # its chunk ended with the latest event
 
     def apply(self, event: Event) -> list[RequestState]:
@@ -62,21 +64,17 @@ class Ledger:
             if group is None:
                 group = self.groups[spec.group_id] = Group(spec.group_id, spec.max_new_tokens)
             group.num_unfinished += 1
+            group.request_ids.append(spec.request_id)
             new.append(request)
         self.num_unfinished += len(new)
         return new
 
     def _forget_finished(self) -> None:
         """Drop finished groups, which would fill the memory of a run of many steps."""
-        over = {g for g, group in self.groups.items() if not group.num_unfinished}
-        if over:
-            kept = {r: x for r, x in self.requests.items() if x.group_id not in over}
-            groups = {g: group for g, group in self.groups.items() if g not in over}
-            # in place: schedulers hold these very tables
-            self.requests.clear()
-            self.requests.update(kept)
-            self.groups.clear()
-            self.groups.update(groups)
+        for group_id in self._finished_groups:
+            for request_id in self.groups.pop(group_id).request_ids:
+                del self.requests[request_id]
+        self._finished_groups.clear()
 
     def is_current(self, event: Finished | ChunkDone) -> bool:
         """Return whether a report is of the request's latest start, on a worker that lives."""
@@ -103,6 +101,8 @@ class Ledger:
         request.status, request.pooled = Status.FINISHED, False
         group.num_unfinished -= 1
         group.num_finished += 1
+        if not group.num_unfinished:
+            self._finished_groups.append(group.group_id)
         self.num_unfinished -= 1
         return []
 
@@ -110,12 +110,14 @@ class Ledger:
         assert request.worker_id is not None
         worker = self.workers[request.worker_id]
         worker.reserved_tokens -= worker.running.pop(request.request_id)
+        self.num_running -= 1
 
     def _lost(self, worker: Worker) -> list[RequestState]:
         """Set the worker's requests waiting, from where their last chunks ended."""
         lost = [self.requests[request_id] for request_id in worker.running]
         for request in lost:
             request.status = Status.WAITING
+        self.num_running -= len(lost)
         return lost
 
     def start(
@@ -139,6 +141,7 @@ class Ledger:
             kv = Kv.HELD
         worker.running[request.request_id] = reserved
         worker.reserved_tokens += reserved
+        self.num_running += 1
         request.status, request.worker_id = Status.RUNNING, worker.worker_id
         request.chunk += 1
         return Start(request.request_id, worker.worker_id, request.chunk, max_tokens, reserved, kv)

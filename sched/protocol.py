@@ -2,13 +2,14 @@
 
 A scheduler is a state machine: `handle(event, now_s)` returns actions. It reads no clock and
 starts nothing by itself, so that real workers and the simulator drive the same objects.
+What is made once a chunk is a named tuple, which takes a third of the time of a frozen dataclass.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from sched.request import Kv, RequestSpec
 
@@ -38,8 +39,7 @@ class WorkerLost:
     worker_id: int
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ChunkDone:
+class ChunkDone(NamedTuple):
     """A request has used up the tokens of its start without ending.
 
     `generated_tokens` counts all of its starts. The worker holds nothing of it any more.
@@ -52,8 +52,7 @@ class ChunkDone:
     pooled: bool
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Finished:
+class Finished(NamedTuple):
     """A request has ended, by an end token or at its limit."""
 
     request_id: int
@@ -64,18 +63,22 @@ class Finished:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Trained:
-    """The update of a training step is done, and its weights are available."""
+    """The update of a training step is done, and its weights are available.
+
+    It took `train_s`, where that was measured.
+    """
 
     step: int
+    train_s: float | None = None
 
 
 Event = Submitted | WorkerJoined | WorkerLost | ChunkDone | Finished | Trained
+REPORTS, OF_NO_WORKER = (Finished, ChunkDone), (Submitted, Trained)
 
 # --- actions ----------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Start:
+class Start(NamedTuple):
     """Run a request on a worker for at most `max_tokens` more tokens.
 
     `reserved_tokens` positions are reserved for it there; with 0 the worker decides when to

@@ -29,6 +29,7 @@ class RequestSpec:
     `expected_tokens` is the response's length if an oracle knows it, `past_tokens` are the
     lengths of the last epoch's responses to the same prompt, `step` is the training step that
     the request belongs to. A response that may be reused can give it `prefix_tokens` at once.
+    An `urgent` request is all that an earlier step, whose others are done, still waits for.
     """
 
     request_id: int
@@ -39,6 +40,7 @@ class RequestSpec:
     past_tokens: tuple[int, ...] = ()
     step: int = 0
     prefix_tokens: int = 0
+    urgent: bool = False
 
     def __post_init__(self) -> None:
         if self.prompt_tokens < 1 or self.max_new_tokens < 1:
@@ -87,6 +89,7 @@ class Group:
 
     group_id: int
     max_new_tokens: int
+    request_ids: list[int] = dataclasses.field(default_factory=list)
     num_unfinished: int = 0
     num_finished: int = 0
     longest_tokens: int = 0  # its longest response so far

@@ -9,6 +9,7 @@ from typing import Literal
 Mode = Literal["sync", "pipeline"]
 Policy = Literal["group_fifo", "divided_fifo", "seer", "histopipe"]  # not oracle: it looks ahead
 OnError = Literal["stop", "restart"]
+Allocation = Literal["measured", "even"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +23,9 @@ class SchedConfig:
     workers have `devices_per_worker` devices each, in the order of the process's devices, in
     `pipeline` the last of them; where there are not enough, workers of one device share them.
     `histopipe`, which goes by the lengths of last epoch's responses, has workers go on to the
-    next step without waiting for one another, in `ranking_groups` groups. A worker's requests
+    next step without waiting for one another, in `ranking_groups` groups; where there are more
+    workers than groups, its `allocation` of workers is by the `measured` seconds of rounds, or
+    `even`. A worker's requests
     take `kv_tokens` positions together at most (None: as many as its slots can need). Those that
     wait between two chunks keep keys and values of `pool_bytes` on the host.
     """
@@ -35,10 +38,12 @@ class SchedConfig:
     kv_tokens: int | None = None
     pool_bytes: int = 2**33
     ranking_groups: int = 8
+    allocation: Allocation = "measured"
     on_error: OnError = "stop"  # or restart: the requests of a worker that raised go on elsewhere
 
     def __post_init__(self) -> None:
-        for field, hint in (("mode", Mode), ("policy", Policy), ("on_error", OnError)):
+        hints = {"mode": Mode, "policy": Policy, "allocation": Allocation, "on_error": OnError}
+        for field, hint in hints.items():
             known, value = typing.get_args(hint), getattr(self, field)
             if value not in known:
                 raise ValueError(f"expected {field} of {', '.join(known)}, got {value!r}")
@@ -53,3 +58,9 @@ class SchedConfig:
                 f"{self.workers}, {self.devices_per_worker}, {self.chunk_tokens} and "
                 f"{self.ranking_groups}"
             )
+
+    @property
+    def measures_rounds(self) -> bool:
+        """True if the seconds of rounds decide which workers a ranking group has."""
+        histopipe = self.policy == "histopipe" and self.allocation == "measured"
+        return histopipe and self.workers > self.ranking_groups

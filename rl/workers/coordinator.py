@@ -7,11 +7,12 @@ scheduler ← events ← coordinator → starts → inbox of a worker → engine
 
 from __future__ import annotations
 
-import collections
 import dataclasses
+import math
 import queue
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import NamedTuple
 
 from rl.runtime.waits import Hang
 from rl.trajectory import PartialRequest, Request, Trajectory
@@ -45,6 +46,7 @@ class WorkerError(RuntimeError):
             f"worker {worker_id} failed on requests {shown}: {type(error).__name__}: {error}"
         )
         self.worker_id, self.__cause__ = worker_id, error
+        self.num_requests = len(request_ids)
 
 
 class Aborted(Exception):
@@ -61,13 +63,22 @@ class Deferred:
 Result = Trajectory | Deferred | WorkerError
 
 
-@dataclasses.dataclass(eq=False)
-class _Present:
-    """A worker that has joined: its inbox, and its last sign of life."""
+class _Sign(NamedTuple):
+    """A sign of life; it is replaced as a whole, so that nobody needs the lock for it."""
 
-    inbox: Inbox
     alive_s: float
     doing: str | None = None  # None: it waits for a request
+    waits_for: int | None = None  # the worker whose keys and values it waits for
+
+
+@dataclasses.dataclass(eq=False)
+class _Present:
+    """A worker that has joined: its inbox, its starts in force, and its last sign of life."""
+
+    inbox: Inbox
+    sign: _Sign
+    starts: dict[int, Start] = dataclasses.field(default_factory=dict)  # by request
+    given_up: bool = False  # the owner has been told that it hangs
 
 
 class Coordinator:
@@ -76,6 +87,11 @@ class Coordinator:
     An event, the scheduler's answer and the state here change under one lock: other threads see
     all three or none of them. Reports of a worker that is lost raise Aborted in its thread and
     change nothing; its requests are with other workers by then.
+
+    Beside what the scheduler does, a report takes O(1) and a lost worker O(workers). Signs of
+    life take no lock. What is kept is of requests that have not finished and workers that are
+    present, and with `keeps_decisions` all decisions. Workers that wait for a request end with
+    Hang once the owner has called nothing for `owner_limit_s`.
     """
 
     def __init__(
@@ -83,16 +99,16 @@ class Coordinator:
         scheduler: Scheduler,
         clock: Callable[[], float],
         pool: KvPool,
-        keeps_decisions: bool = True,
+        keeps_decisions: bool = False,
+        owner_limit_s: float = math.inf,
     ) -> None:
-        self._keeps_decisions = keeps_decisions
+        self._keeps_decisions, self._owner_limit_s = keeps_decisions, owner_limit_s
         self._scheduler, self._clock, self._pool = scheduler, clock, pool
         self._lock = threading.Lock()
-        self._began_s = clock()
+        self._began_s = self._owner_s = self._all_alive_s = clock()
         self._step_of: dict[int, int] = {}
-        self._starts: dict[int, Start] = {}  # in force, of requests that run
         self._partial: dict[int, PartialRequest] = {}  # as last started, without keys and values
-        self._generated: collections.Counter[int] = collections.Counter()  # as last reported
+        self._generated: dict[int, int] = {}  # as last reported
         self._workers: dict[int, _Present] = {}
         self._results: queue.SimpleQueue[Result] = queue.SimpleQueue()
         self.decisions: list[SchedulerDecision] = []
@@ -106,8 +122,13 @@ class Coordinator:
         requests: Sequence[Request],
         sampling: SamplingConfig,
         past_tokens: Mapping[int, tuple[int, ...]],
+        *,
+        urgent: bool = False,
     ) -> None:
-        """Submit all requests of a step; `past_tokens`: lengths of last epoch's, by group."""
+        """Submit all requests of a step, or `urgent` ones that an earlier step waits for.
+
+        `past_tokens` are the lengths of last epoch's responses, by group.
+        """
         asks = tuple(
             RequestSpec(
                 r.request_id,
@@ -117,24 +138,28 @@ class Coordinator:
                 past_tokens=past_tokens.get(r.group_id, ()),
                 step=step,
                 prefix_tokens=len(r.cached.tokens) + 1 if r.cached is not None else 0,
+                urgent=urgent,
             )
             for r in requests
         )
+        partial = {r.request_id: PartialRequest(r) for r in requests}
+        step_of = dict.fromkeys(partial, step)
+        self._owner_s = self._clock()
         with self._lock:
-            self._partial.update({r.request_id: PartialRequest(r) for r in requests})
-            self._step_of.update({r.request_id: step for r in requests})
+            self._partial.update(partial)
+            self._step_of.update(step_of)
             self._tell(Submitted(asks))
 
-    def trained(self, step: int) -> None:
-        """Tell the scheduler that the update of a step is done."""
+    def trained(self, step: int, train_s: float | None = None) -> None:
+        """Tell the scheduler that the update of a step is done, and how long it took."""
         with self._lock:
-            self._tell(Trained(step))
+            self._tell(Trained(step, train_s))
 
     def join(self, worker_id: int, kv_tokens: int, max_requests: int) -> Inbox:
         """Add a worker; return the inbox that its starts come into."""
         with self._lock:
             inbox: Inbox = queue.SimpleQueue()
-            self._workers[worker_id] = _Present(inbox, self._clock())
+            self._workers[worker_id] = _Present(inbox, _Sign(self._clock()))
             if self._closed:
                 inbox.put(None)
             self._tell(WorkerJoined(worker_id, kv_tokens, max_requests))
@@ -143,9 +168,11 @@ class Coordinator:
     def lose(self, worker_id: int) -> None:
         """Remove a worker; its requests resume elsewhere from their last chunks."""
         with self._lock:
-            del self._workers[worker_id]
-            self._starts = {r: s for r, s in self._starts.items() if s.worker_id != worker_id}
+            self._workers.pop(worker_id).inbox.put(None)
             self._pool.withdraw_all(worker_id)
+            for worker in self._workers.values():
+                if worker.sign.waits_for == worker_id:  # no longer: its time begins anew
+                    worker.sign = worker.sign._replace(alive_s=self._clock())
             self._tell(WorkerLost(worker_id))
 
     def is_present(self, worker_id: int) -> bool:
@@ -154,25 +181,39 @@ class Coordinator:
 
     def next_result(self, timeout_s: float) -> Result | None:
         """Return the next result of a worker; None if there is none for `timeout_s`."""
+        self._owner_s = self._clock()
         try:
             return self._results.get(timeout=timeout_s)
         except queue.Empty:
             return None
+        finally:
+            self._owner_s = self._clock()
 
     def hung(self, limit_s: float, among: Collection[int] | None = None) -> WorkerError | None:
         """Return an error for a worker without a sign of life for `limit_s` while it had work.
 
-        After `close` any worker of `among` counts, those whose threads have not ended.
+        Once for each. After `close` any worker of `among` counts, those whose threads have not
+        ended. Workers are looked at only where one of them can have been silent for so long: about
+        once in `limit_s`.
         """
+        now_s = self._clock()
+        if now_s - self._all_alive_s <= limit_s:
+            return None
         with self._lock:
-            now_s = self._clock()
+            oldest_s = now_s
             for worker_id, worker in self._workers.items():
-                if among is not None and worker_id not in among:
+                alive_s, doing, waits_for = worker.sign
+                counts = among is None or worker_id in among
+                if worker.given_up or not counts or not (self._closed or doing is not None):
                     continue
-                silent_s, doing = now_s - worker.alive_s, worker.doing
-                if silent_s > limit_s and (self._closed or doing is not None):
-                    what = f"no sign of life for {silent_s:.1f} s, while {doing or 'ending'}"
-                    return WorkerError(worker_id, self._running(worker_id), Hang(what))
+                other = None if waits_for is None else self._workers.get(waits_for)
+                blames = other is not None and other.sign.doing and other.sign.waits_for is None
+                if now_s - alive_s > limit_s and (self._closed or not blames):
+                    worker.given_up = True
+                    what = f"no sign of life for {now_s - alive_s:.1f} s, while {doing or 'ending'}"
+                    return WorkerError(worker_id, list(worker.starts), Hang(what))
+                oldest_s = min(oldest_s, alive_s)
+            self._all_alive_s = oldest_s
         return None
 
     def close(self, *, abort: bool = False) -> None:
@@ -181,7 +222,8 @@ class Coordinator:
             self._closed, self._aborted = True, abort
             for worker in self._workers.values():
                 worker.inbox.put(None)
-                worker.alive_s = self._clock()  # time to end begins now
+                worker.sign = worker.sign._replace(alive_s=self._clock())  # time to end
+                worker.given_up = False
 
     def forget(self, worker_id: int) -> None:
         """After `close`: ignore a worker that does not end."""
@@ -194,10 +236,12 @@ class Coordinator:
     def alive(self, worker_id: int, doing: str | None = "generating") -> None:
         """Note a sign of life; with `doing` None the worker waits for a request.
 
-        Raises Aborted in a worker's thread once the rollout is aborted, or this worker is lost.
+        Raises Aborted in a worker's thread once the rollout is aborted, or this worker is lost,
+        and Hang where it waits and the owner shows no sign of life itself.
         """
-        with self._lock:
-            self._alive(worker_id, doing)
+        self._alive(worker_id, doing)
+        if doing is None and (silent_s := self._clock() - self._owner_s) > self._owner_limit_s:
+            raise Hang(f"worker {worker_id} waits for requests: nothing asked for {silent_s:.1f} s")
 
     def chunk(self, worker_id: int, start: Start) -> PartialRequest:
         """Return the request that a worker is to start."""
@@ -208,17 +252,17 @@ class Coordinator:
             partial = pooled or self._partial[request_id]
             self._partial[request_id] = partial.without_kv()
             # what a lost worker had reported and not handed over is generated again
-            again = self._generated[request_id] - partial.num_tokens
+            again = self._generated.get(request_id, 0) - partial.num_tokens
         kv = partial.kv if start.kv is Kv.POOL else None
-        return dataclasses.replace(partial, kv=kv, max_tokens=start.max_tokens + again)
+        return PartialRequest(partial.request, partial.prefix, kv, start.max_tokens + again)
 
     def finished(self, worker_id: int, trajectory: Trajectory) -> None:
         """Report a request's whole trajectory."""
         request_id = trajectory.request_id
         with self._lock:
-            self._alive(worker_id, "generating")
-            chunk = self._starts.pop(request_id).chunk
-            del self._partial[request_id], self._generated[request_id], self._step_of[request_id]
+            chunk = self._alive(worker_id, "generating").starts.pop(request_id).chunk
+            del self._partial[request_id], self._step_of[request_id]
+            self._generated.pop(request_id, None)
             # first: whatever becomes of the others, this one is done
             self._results.put(trajectory)
             self._tell(Finished(request_id, worker_id, chunk, trajectory.num_tokens))
@@ -226,10 +270,10 @@ class Coordinator:
     def chunk_ended(self, worker_id: int, request_id: int, response_tokens: int) -> int:
         """Return how many more tokens the request may have where it is; at 0 it must leave."""
         with self._lock:
-            self._alive(worker_id, "generating")
+            worker = self._alive(worker_id, "generating")
             # before others can be told to take it
             self._pool.promise(request_id, worker_id)
-            chunk = self._starts.pop(request_id).chunk
+            chunk = worker.starts.pop(request_id).chunk
             self._generated[request_id] = response_tokens
             for action in self._tell(
                 ChunkDone(request_id, worker_id, chunk, response_tokens, pooled=True)
@@ -248,17 +292,18 @@ class Coordinator:
     def failed(self, worker_id: int, error: BaseException) -> None:
         """Report that a worker's thread is about to end with `error`."""
         with self._lock:
-            if worker_id in self._workers:
+            if (worker := self._workers.get(worker_id)) is not None:
                 self._pool.withdraw_all(worker_id)
-                self._results.put(WorkerError(worker_id, self._running(worker_id), error))
+                self._results.put(WorkerError(worker_id, list(worker.starts), error))
 
-    # -- under the lock ---------------------------------------------------------------
+    # -- inside ---------------------------------------------------------------
 
-    def _alive(self, worker_id: int, doing: str | None) -> None:
+    def _alive(self, worker_id: int, doing: str | None) -> _Present:
         worker = self._workers.get(worker_id)
         if self._aborted or worker is None:
             raise Aborted
-        worker.alive_s, worker.doing = self._clock(), doing
+        worker.sign = _Sign(self._clock(), doing)
+        return worker
 
     def _waits_for(self, worker_id: int, owner: int) -> None:
         """A worker that waits for another's copy is as alive as that one."""
@@ -267,11 +312,9 @@ class Coordinator:
                 raise Aborted
             if (other := self._workers.get(owner)) is not None:
                 worker = self._workers[worker_id]
-                worker.alive_s = max(worker.alive_s, other.alive_s)
-                worker.doing = f"waiting for keys and values from worker {owner}"
-
-    def _running(self, worker_id: int) -> list[int]:
-        return [r for r, start in self._starts.items() if start.worker_id == worker_id]
+                alive_s = max(worker.sign.alive_s, other.sign.alive_s)
+                what = f"waiting for keys and values from worker {owner}"
+                worker.sign = _Sign(alive_s, what, owner)
 
     def _tell(self, event: Event) -> Sequence[Action]:
         now_s = self._clock() - self._began_s
@@ -283,8 +326,8 @@ class Coordinator:
                 self._step_of[action.request_id] += 1
                 self._results.put(Deferred(action.request_id))
                 continue
-            self._starts[action.request_id] = action
+            worker = self._workers[action.worker_id]
+            worker.starts[action.request_id] = action
             if action.kv is not Kv.HELD:
-                step = self._step_of[action.request_id]
-                self._workers[action.worker_id].inbox.put((step, action))
+                worker.inbox.put((self._step_of[action.request_id], action))
         return actions

@@ -22,13 +22,16 @@ class _Promise:
 class KvPool:
     """Unfinished requests by id, whose keys and values take at most `most_bytes`.
 
-    Beyond the cap an entry is kept without keys and values, which are then recomputed.
+    Beyond the cap an entry is kept without keys and values, which are then recomputed. Every
+    method but `withdraw_all`, O(the worker's promises), takes O(1).
     """
 
     def __init__(self, most_bytes: int) -> None:
         self._most_bytes = most_bytes
         self._entries: dict[int, PartialRequest | _Promise] = {}
+        self._promised: dict[int, set[int]] = {}  # worker → requests
         self._changed = threading.Condition()
+        self._awaited: set[int] = set()  # requests whose entries somebody waits for
         self.num_bytes = 0
         self.num_dropped = 0  # entries that came without keys and values for want of room
 
@@ -40,18 +43,19 @@ class KvPool:
         with self._changed:
             assert request_id not in self._entries, f"request {request_id} is in the pool already"
             self._entries[request_id] = _Promise(worker_id)
+            self._promised.setdefault(worker_id, set()).add(request_id)
 
     def withdraw(self, request_id: int, worker_id: int) -> None:
         """Take back this worker's promise of an entry."""
         with self._changed:
             assert self._entries.pop(request_id) == _Promise(worker_id), "it was promised"
-            self._changed.notify_all()
+            self._kept(request_id, worker_id)
 
     def withdraw_all(self, worker_id: int) -> None:
         """Take back all of this worker's promises."""
-        promise = _Promise(worker_id)
         with self._changed:
-            self._entries = {r: e for r, e in self._entries.items() if e != promise}
+            for request_id in self._promised.pop(worker_id, ()):
+                del self._entries[request_id]
             self._changed.notify_all()
 
     def put(self, partial: PartialRequest, worker_id: int) -> None:
@@ -66,7 +70,7 @@ class KvPool:
                 self.num_dropped += 1
             self.num_bytes += size
             self._entries[request_id] = partial
-            self._changed.notify_all()
+            self._kept(request_id, worker_id)
 
     def take(self, request_id: int, waits_for: Callable[[int], None]) -> PartialRequest | None:
         """Remove and return an entry; None if there is none, or its promise is withdrawn.
@@ -82,5 +86,13 @@ class KvPool:
                     if entry is not None and entry.kv is not None:
                         self.num_bytes -= entry.kv.num_bytes
                     return entry
+                self._awaited.add(request_id)
                 self._changed.wait(POLL_S)
+                self._awaited.discard(request_id)
             waits_for(entry.worker_id)
+
+    def _kept(self, request_id: int, worker_id: int) -> None:
+        """Forget a promise, which was kept or taken back."""
+        self._promised[worker_id].discard(request_id)
+        if request_id in self._awaited:
+            self._changed.notify_all()

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -18,7 +17,7 @@ import numpy as np
 from models.config import MeshConfig, ModelConfig
 from models.sharding import make_mesh
 from rl.engine.config import EngineConfig
-from rl.engine.engine import Engine, OnFinish, OnRound
+from rl.engine.engine import Engine, OnFinish, OnRound, in_thread
 from rl.engine.rollout_spec import RolloutSpec
 from rl.engine.stats import EngineStats
 from rl.runtime.waits import HANG_LIMIT_S, POLL_S
@@ -30,6 +29,9 @@ from rl.workers.worker_source import IdleWork, WorkerLimits
 from sched.policies.divided import PreferPool
 from sched.policies.registry import make_scheduler
 from sched.protocol import Scheduler, SchedulerDecision
+from sched.simulator.roofline import Costs
+
+T = TypeVar("T")
 
 
 class MultiEngine:
@@ -48,23 +50,25 @@ class MultiEngine:
         prefer_pool: PreferPool = lambda tokens: True,
         spot: IdleWork | None = None,
         hang_limit_s: float = HANG_LIMIT_S,
+        keeps_decisions: bool = False,
     ) -> None:
         self.engines: list[Engine] = list(engines)
         self.config, self._seed = config, seed
         self.spot = spot  # what idle workers train
         self.prefer_pool = prefer_pool  # True: copy this many tokens rather than recompute them
+        self.costs: Costs | None = None  # of a worker, where `config.measures_rounds`
         self._clock, self._hang_limit_s = clock, hang_limit_s
         self.stats = EngineStats()
-        self.decisions: list[SchedulerDecision] = []
+        self._keeps_decisions = keeps_decisions
+        self.decisions: list[SchedulerDecision] = []  # of the last rollout, if they are kept
 
     @property
     def dtype(self) -> np.dtype:
         return self.engines[0].dtype
 
-    def do(self, work: Callable[[], object]) -> None:
-        """Call `work` as a worker's thread would, which knows nothing of a trainer's mesh."""
-        with ThreadPoolExecutor(1) as thread:
-            thread.submit(work).result()
+    def do(self, work: Callable[[], T]) -> T:
+        """Return what `work` does as a worker's thread, which knows nothing of a trainer's mesh."""
+        return in_thread(work)
 
     def run(
         self,
@@ -99,6 +103,7 @@ class MultiEngine:
                         on_round(len(done), session.num_tokens(0))
         finally:
             self.decisions, self.stats = session.decisions, session.stats(0)
+            self.stats.events = session.new_events()
         return [done[r.request_id] for r in requests]
 
     def make_scheduler(self) -> Scheduler:
@@ -115,12 +120,9 @@ class MultiEngine:
         scheduler: Scheduler,
         max_requests: int,
         longest_tokens: int,
-        *,
-        keeps_decisions: bool = True,
     ) -> WorkerGroup:
         """Return the workers under a scheduler, for rollouts of up to `max_requests` requests."""
-        most = max_requests, longest_tokens
-        return self._session(scheduler, *most, self.spot, keeps_decisions=keeps_decisions)
+        return self._session(scheduler, max_requests, longest_tokens, self.spot)
 
     def _session(
         self,
@@ -128,8 +130,6 @@ class MultiEngine:
         max_requests: int,
         longest_tokens: int,
         spot: IdleWork | None,
-        *,
-        keeps_decisions: bool = True,
     ) -> WorkerGroup:
         config, slots = self.config, min(self.engines[0].config.slots, max_requests)
         if config.kv_tokens is not None and config.kv_tokens < longest_tokens:
@@ -144,7 +144,7 @@ class MultiEngine:
             pool_bytes=config.pool_bytes,
             hang_limit_s=self._hang_limit_s,
             restart=config.on_error == "restart",
-            keeps_decisions=keeps_decisions,
+            keeps_decisions=self._keeps_decisions,
         )
         return WorkerGroup(self.engines, scheduler, size, self._clock, spot)
 

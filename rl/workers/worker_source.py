@@ -13,8 +13,11 @@ from rl.engine.engine import Engine
 from rl.trajectory import PartialRequest
 from rl.workers.coordinator import Coordinator, Inbox
 from sched.protocol import Start
+from sched.request import Kv
 
+WAKE = (-1, Start(-1, -1, -1, 1, 0, Kv.HELD))  # in an inbox: stop waiting
 IDLE_POLL_S = 0.005  # between two looks at whether there is idle work
+LOOK_S = 1.0  # between two looks at whether there is anybody to wait for
 
 
 class IdleWork(Protocol):
@@ -58,7 +61,7 @@ class WorkerLimits:
     pool_bytes: int
     hang_limit_s: float
     restart: bool = False
-    keeps_decisions: bool = True  # all of them: for as long as a rollout of one step takes
+    keeps_decisions: bool = False  # all of them
 
 
 class WorkerSource:
@@ -84,10 +87,16 @@ class WorkerSource:
         self._inbox, self._step = inbox, 0
         self._starts: collections.deque[tuple[int, Start]] = collections.deque()
         self._closed = False
+        self.wait_limit_s: float | None = None  # of `take`, which then returns no request
+
+    def wake(self) -> None:
+        """Let a `take` that waits return without a request; any thread may call it."""
+        self._inbox.put(WAKE)
 
     def next_step(self) -> int | None:
         """Wait for a start and return its step; None once no more will come."""
-        self._receive(wait=True)
+        while not self._starts and not self._closed:  # it may be woken for nothing
+            self._receive(wait=True)
         if not self._starts:
             return None
         self._step = self._starts[0][0]
@@ -95,6 +104,8 @@ class WorkerSource:
 
     def take(self, *, wait: bool) -> Sequence[PartialRequest] | None:
         """Return the requests to start now; None once no more will come for this step."""
+        if not (wait or self._starts or self._closed) and self._inbox.empty():
+            return ()  # as after most rounds
         self._receive(wait=wait)
         starts = []
         while self._starts and self._starts[0][0] <= self._step:
@@ -114,6 +125,8 @@ class WorkerSource:
         try:
             while not self._closed:
                 start = self._next(wait=wait and not self._starts)
+                if start is WAKE:
+                    break
                 if start is None:
                     self._closed = True
                 else:
@@ -127,10 +140,7 @@ class WorkerSource:
             return self._inbox.get_nowait()
         alive, idle_work = self._coordinator.alive, self._idle_work
         if idle_work is None:
-            alive(self._worker_id, None)
-            start = self._inbox.get()  # ended by `close`
-            alive(self._worker_id)
-            return start
+            return self._wait()
         try:
             while True:
                 with contextlib.suppress(queue.Empty):
@@ -142,3 +152,21 @@ class WorkerSource:
                         return self._inbox.get(timeout=IDLE_POLL_S)
         finally:
             idle_work.busy(self._worker_id)
+
+    def _wait(self) -> tuple[int, Start] | None:
+        """Return the next start, whenever it comes, with signs of life until then.
+
+        Raises queue.Empty after `wait_limit_s`.
+        """
+        alive = self._coordinator.alive
+        while True:
+            alive(self._worker_id, None)
+            try:
+                start = self._inbox.get(timeout=self.wait_limit_s or LOOK_S)
+                break
+            except queue.Empty:
+                if self.wait_limit_s is not None:
+                    alive(self._worker_id)
+                    raise
+        alive(self._worker_id)
+        return start

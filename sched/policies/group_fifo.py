@@ -10,7 +10,7 @@ import collections
 import numpy as np
 
 from sched.ledger import Ledger
-from sched.protocol import Action, Event
+from sched.protocol import Action, Event, WorkerJoined, WorkerLost
 from sched.request import RequestState, Worker
 
 
@@ -19,6 +19,8 @@ class GroupFifo:
 
     An instance is one worker, or `ranks_per_instance` consecutive ones, to which its requests
     are dealt in turn. The requests of a lost worker are dealt to the others in the same way.
+    An event takes O(1), and as much for each request that it deals; the first deal after workers
+    joined or were lost takes O(workers) more.
     """
 
     def __init__(self, *, seed: int, ranks_per_instance: int = 1) -> None:
@@ -28,6 +30,7 @@ class GroupFifo:
         self._ranks = ranks_per_instance
         self._ledger = Ledger()
         self._waiting: dict[int, list[RequestState]] = {}  # group → requests that no worker has
+        self._instances: dict[int, list[Worker]] = {}  # none: to be found anew
         self._dealt = 0
         self._dealt_in: collections.Counter[int] = collections.Counter()  # by instance
 
@@ -38,11 +41,14 @@ class GroupFifo:
     def handle(self, event: Event, now_s: float) -> list[Action]:
         for request in self._ledger.apply(event):
             self._waiting.setdefault(request.group_id, []).append(request)
+        if isinstance(event, WorkerJoined | WorkerLost):
+            self._instances.clear()
         if not self._ledger.workers or not self._waiting:
             return []
-        instances: dict[int, list[Worker]] = {}
-        for worker_id, worker in self._ledger.workers.items():
-            instances.setdefault(worker_id // self._ranks, []).append(worker)
+        instances = self._instances
+        if not instances:
+            for worker_id, worker in self._ledger.workers.items():
+                instances.setdefault(worker_id // self._ranks, []).append(worker)
         numbers = list(instances)
         groups, self._waiting = list(self._waiting.values()), {}
         actions: list[Action] = []

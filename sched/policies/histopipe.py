@@ -6,24 +6,29 @@ steps longest first, so that a worker with little to do in one step has much in 
 A worker begins the next step by itself, once it has finished its share and the weights are
 there: rollouts of step s need the update of step s − 2 (off-policyness 1).
 
+The second tier gives each group its workers by the seconds that it is going to take
+(`histopipe_allocation`), where these are known.
+
 A response that grows longer than β times the longest median of its group's prompts is moved:
 from a short group to a worker of a longer group of the same step, from a long one into the next
-step.
+step. What a step asks once its others are done runs where there is least to do, and is not moved.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
+import heapq
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from sched.ledger import Ledger
-from sched.policies.histopipe_allocation import Tau, allocate, evenly, ranking_groups
+from sched.policies.histopipe_allocation import Tau, evenly, ranking_groups, two_tiers
 from sched.protocol import (
+    OF_NO_WORKER,
+    REPORTS,
     Action,
-    ChunkDone,
     Defer,
     Event,
     Finished,
@@ -43,8 +48,9 @@ class HistoPipeConfig:
 
     β is the quantile `growth_quantile` of the growth of responses since the epoch before, over
     as many prompts as an epoch has. A request that is too long but not among the last is checked
-    again after every `check_tokens`. No request leaves the last of `num_steps`. `tau` gives the
-    two-tier allocation; None deals workers out evenly.
+    again after every `check_tokens`. No request leaves the last of `num_steps`. `tau` returns the
+    τ of a step that is about to be planned: the second tier; None deals workers out evenly.
+    `train_s` is the time of an update until one has been measured.
     """
 
     num_steps: int
@@ -53,7 +59,7 @@ class HistoPipeConfig:
     growth_quantile: float = 0.75
     epoch_prompts: int = 8192
     check_tokens: int = 512
-    tau: Tau | None = None
+    tau: Callable[[], Tau] | None = None
     train_s: float = 0.0
 
 
@@ -70,15 +76,25 @@ class _Share:
     num_unfinished: int = 0
 
 
+_Loads = list[tuple[int, int, int, _Share]]  # a heap: (requests, worker, place of its group, group)
+
+
 class HistoPipe:
-    """The scheduler; steps must be submitted in order, each with all its requests at once."""
+    """The scheduler; steps must be submitted in order, each with all its requests at once.
+
+    Requests that are submitted for the latest step after that are further ones.
+
+    A request that ends, or is checked, takes O(1); one that moves, a worker that joins or is lost
+    and an update O(workers); each request of a lost worker O(log workers) more.
+    """
 
     def __init__(self, config: HistoPipeConfig) -> None:
-        self._config = config
+        self._config, self._train_s = config, config.train_s
         self._ledger = Ledger()
         self._steps: dict[int, list[_Share]] = {}  # unfinished ones
         self._num_steps = 0  # submitted so far
         self._at: dict[int, int] = {}  # worker → its current step
+        self._num_at: collections.Counter[int] = collections.Counter()  # step → workers there
         self._left: collections.Counter[int] = (
             collections.Counter()
         )  # worker → unfinished requests there
@@ -97,27 +113,31 @@ class HistoPipe:
 
     def handle(self, event: Event, now_s: float) -> list[Action]:
         actions: list[Action] = []
-        if isinstance(event, Finished | ChunkDone) and not self._ledger.is_current(event):
+        if isinstance(event, REPORTS) and not self._ledger.is_current(event):
             return []
         waiting = self._ledger.apply(event)
-        if isinstance(event, Submitted):
+        if isinstance(event, Finished):
+            self._finished(event)
+        elif isinstance(event, Submitted) and event.requests[0].step == self._num_steps - 1:
+            actions += self._further(waiting)
+        elif isinstance(event, Submitted):
             self._plan(event, waiting)
             deferred, self._deferred = self._deferred, []
             actions += [a for r in deferred for a in self._into_next_step(r)]
         elif isinstance(event, Trained):
             self._trained = max(self._trained, event.step)
+            self._train_s = self._train_s if event.train_s is None else event.train_s
         elif isinstance(event, WorkerJoined):
             self._at[event.worker_id] = -1
+            self._num_at[-1] += 1
             unassigned, self._unassigned = self._unassigned, []
             actions += self._reassign(unassigned)
         elif isinstance(event, WorkerLost):
             actions += self._lost(event.worker_id, waiting)
-        elif isinstance(event, Finished):
-            self._finished(event)
         else:
             for request in waiting:
                 actions += self._too_long(request)
-        return actions + self._begin_steps()
+        return actions + self._begin_steps(event)
 
     def _plan(self, event: Submitted, requests: Sequence[RequestState]) -> None:
         """Rank the step's prompts, cut them into groups, and deal these to the workers."""
@@ -137,19 +157,28 @@ class HistoPipe:
         plan = evenly(N, len(workers))
         if known and self._config.tau is not None:
             means = [statistics.fmean(keys[i] for i in group) for group in ranked]
-            plan = allocate(means, len(workers), self._config.tau, train_s=self._config.train_s)
+            sizes = [sum(len(by_prompt[i]) for i in group) for group in ranked]
+            plan = two_tiers(means, sizes, len(workers), self._config.tau(), train_s=self._train_s)
         if number % 2:
             workers.reverse()  # the longest groups go to workers that had the shortest
         self._steps[number], self._num_steps = [], number + 1
+        beta = self._beta()
         for index, members in enumerate(ranked):
             mine, workers = workers[: plan[index]], workers[plan[index] :]
             longest = max(keys[i] for i in members) if known else math.inf
-            share = _Share(number, index, N, self._beta() * longest, {w: [] for w in mine})
+            share = _Share(number, index, N, beta * longest, {w: [] for w in mine})
             self._steps[number].append(share)
             for k, i in enumerate(members):
                 for request in by_prompt[i]:
                     self._enter(request, share)
                     share.waiting[mine[k % len(mine)]].append(request)
+
+    def _further(self, requests: Sequence[RequestState]) -> list[Action]:
+        """Give requests of a step that is planned already to the least loaded workers."""
+        for request in requests:
+            self._share_of[request.request_id] = self._steps[self._num_steps - 1][-1]
+            self._moved.add(request.request_id)  # for good
+        return self._reassign(requests)
 
     def _enter(self, request: RequestState, share: _Share) -> None:
         self._share_of[request.request_id] = share
@@ -181,7 +210,7 @@ class HistoPipe:
         if share.num_unfinished > math.ceil(self._config.last_share * share.size):
             return [self._start(request, request.worker_id, self._config.check_tokens)]
         same_step = share.index < share.num_groups / 2
-        nowhere = not self._longer(share) if same_step else share.step + 1 == self._config.num_steps
+        nowhere = not self._longer(share) if same_step else share.step + 1 >= self._config.num_steps
         if nowhere:
             return [self._start(request, request.worker_id)]
         self._moved.add(request.request_id)
@@ -190,7 +219,7 @@ class HistoPipe:
         share.num_unfinished -= 1
         request.pooled = False  # as in the paper, keys and values are recomputed
         if same_step:
-            return self._assign(request, self._longer(share))
+            return self._assign(request, self._loads(self._longer(share)))
         return [Defer(request.request_id), *self._into_next_step(request)]
 
     def _longer(self, share: _Share) -> list[_Share]:
@@ -204,15 +233,29 @@ class HistoPipe:
             return []
         self._share_of[request.request_id] = self._steps[step][-1]
         longest = [share for share in self._steps[step] if share.waiting][-1:]
-        return self._assign(request, longest) if longest else self._reassign([request])
+        if not longest:
+            return self._reassign([request])
+        return self._assign(request, self._loads(longest))
 
-    def _assign(self, request: RequestState, shares: Sequence[_Share]) -> list[Action]:
-        """Give a request to the least loaded worker of these groups; start it if the step runs."""
-        options = [(self._load(w, s), w, s) for s in shares for w in s.waiting]
-        if not options:
+    def _loads(self, shares: Sequence[_Share]) -> _Loads:
+        loads = [(self._load(w, s), w, i, s) for i, s in enumerate(shares) for w in s.waiting]
+        heapq.heapify(loads)
+        return loads
+
+    def _assign(self, request: RequestState, loads: _Loads) -> list[Action]:
+        """Give a request to the least loaded worker; start it if the step runs.
+
+        `loads` may have been made before requests that were given to these workers since.
+        """
+        if not loads:
             self._unassigned.append(request)
             return []
-        _, worker_id, share = min(options, key=lambda o: o[:2])
+        while True:
+            before, worker_id, index, share = loads[0]
+            load = self._load(worker_id, share)
+            if load == before:
+                break
+            heapq.heapreplace(loads, (load, worker_id, index, share))
         self._enter(request, share)
         if self._at[worker_id] < share.step:
             share.waiting[worker_id].append(request)
@@ -225,7 +268,8 @@ class HistoPipe:
 
     def _lost(self, worker_id: int, running: Sequence[RequestState]) -> list[Action]:
         """Give the requests of a lost worker to the others of the step."""
-        del self._at[worker_id], self._left[worker_id]
+        self._leave(self._at.pop(worker_id))
+        del self._left[worker_id]
         lost = list(running)
         for share in (s for step in self._steps.values() for s in step):
             lost += share.waiting.pop(worker_id, [])
@@ -236,32 +280,50 @@ class HistoPipe:
 
     def _reassign(self, requests: Iterable[RequestState]) -> list[Action]:
         actions: list[Action] = []
+        loads: dict[int, _Loads] = {}  # by step
         for request in requests:
             step = self._share_of[request.request_id].step
-            shares = [s for s in self._steps[step] if s.waiting]
-            if not shares and self._at:
-                self._steps[step][-1].waiting.update({w: [] for w in self._at})
-                shares = self._steps[step][-1:]
-            actions += self._assign(request, shares)
+            if step not in loads:
+                shares = [s for s in self._steps[step] if s.waiting]
+                if not shares and self._at:
+                    self._steps[step][-1].waiting.update({w: [] for w in self._at})
+                    shares = self._steps[step][-1:]
+                loads[step] = self._loads(shares)
+            actions += self._assign(request, loads[step])
         return actions
 
-    def _begin_steps(self) -> list[Action]:
-        """Let workers that have finished a step begin the next one, if it may run."""
+    def _begin_steps(self, event: Event) -> list[Action]:
+        """Let workers that have finished a step begin the next one, if it may run.
+
+        That is so for the event's own worker only, unless the event opens a step to all.
+        """
         actions: list[Action] = []
-        for worker_id, at in self._at.items():
+        mine = list(self._at) if isinstance(event, OF_NO_WORKER) else [event.worker_id]
+        for worker_id in mine:
+            if (before := self._at.get(worker_id)) is None:
+                continue  # it is lost
+            at = before
             while not self._left[worker_id] and self._may_begin(at + 1):
                 at += 1
                 for share in self._steps.get(at, ()):
                     waiting = share.waiting.get(worker_id, [])
                     actions += [self._begin(request, worker_id, share) for request in waiting]
                     waiting.clear()
-            self._at[worker_id] = at
+            if at != before:
+                self._at[worker_id] = at
+                self._num_at[at] += 1
+                self._leave(before)
         self._forget_steps()
         return actions
 
+    def _leave(self, step: int) -> None:
+        self._num_at[step] -= 1
+        if not self._num_at[step]:
+            del self._num_at[step]
+
     def _forget_steps(self) -> None:
         """Drop finished steps whose requests no worker will begin any more."""
-        begun = min(self._at.values(), default=-1)
+        begun = min(self._num_at, default=-1)
         for step in [s for s in self._steps if s < begun]:
             if not any(share.num_unfinished for share in self._steps[step]):
                 del self._steps[step]

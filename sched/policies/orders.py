@@ -8,6 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
+from sched.policies.lazy_heap import LazyHeap
 from sched.request import Group, RequestState, Status
 
 
@@ -44,6 +45,25 @@ class Fifo(Order):
         return self._waiting.popleft() if self._waiting else None
 
 
+class UrgentFirst(Order):
+    """Urgent requests, first come, first served; then the others in an order of their own."""
+
+    def __init__(self, order: Order) -> None:
+        self._urgent, self._order = Fifo(), order
+
+    def push(self, request: RequestState, group: Group) -> None:
+        (self._urgent if request.spec.urgent else self._order).push(request, group)
+
+    def put_back(self, request: RequestState, group: Group) -> None:
+        (self._urgent if request.spec.urgent else self._order).put_back(request, group)
+
+    def pop(self) -> RequestState | None:
+        return self._urgent.pop() or self._order.pop()
+
+    def group_changed(self, group: Group) -> None:
+        self._order.group_changed(group)
+
+
 class LongestKnown(Order):
     """The longest first, by lengths known beforehand (Seer's oracle)."""
 
@@ -72,7 +92,8 @@ class ContextAware(Order):
     before the others, so that short ones finish early and long ones are recognized. The other
     requests follow by the estimate of their group, L̂ = the longest so far, or the limit while
     none has finished. As a guard against wrong estimates, a share of `explore` of the picks goes
-    to the group that has been served least; the paper gives no figure for it.
+    to the group that has been served least; the paper gives no figure for it. Every method takes
+    O(log groups), amortized.
     """
 
     def __init__(self, *, seed: int, explore: float = 0.05) -> None:
@@ -82,9 +103,9 @@ class ContextAware(Order):
         self._probes: list[tuple[int, int, RequestState]] = []
         self._probe_of: dict[int, int] = {}  # group → request
         self._waiting: dict[int, collections.deque[RequestState]] = {}
-        self._groups: dict[int, Group] = {}
-        self._by_estimate: list[tuple[int, int]] = []  # (−L̂, group), some outdated
-        self._by_service: list[tuple[int, int]] = []  # (tokens served, group), so too
+        # of groups with such requests
+        self._by_estimate: LazyHeap[int] = LazyHeap()  # by −L̂
+        self._by_service: LazyHeap[int] = LazyHeap()  # by tokens served
 
     def push(self, request: RequestState, group: Group) -> None:
         request_id, group_id = request.request_id, group.group_id
@@ -94,7 +115,6 @@ class ContextAware(Order):
         waiting = self._waiting.setdefault(group_id, collections.deque())
         # requests with tokens go first: their keys and values take room in the pool
         (waiting.appendleft if request.generated_tokens else waiting.append)(request)
-        self._groups[group_id] = group
         if len(waiting) == 1:
             self.group_changed(group)
 
@@ -108,54 +128,29 @@ class ContextAware(Order):
             self.group_changed(group)
 
     def group_changed(self, group: Group) -> None:
+        group_id = group.group_id
         if not group.num_unfinished:
-            self._forget(group.group_id)
-        if not self._waiting.get(group.group_id):
-            return
-        heapq.heappush(self._by_estimate, (-group.estimated_tokens, group.group_id))
-        if self._explore:
-            heapq.heappush(self._by_service, (group.served_tokens, group.group_id))
-
-    def _forget(self, group_id: int) -> None:
-        """Drop a finished group; its entries in the heaps go with the last group."""
-        for table in (self._probe_of, self._waiting, self._groups):
-            table.pop(group_id, None)
-        if not self._probe_of:
-            self._by_estimate.clear()
-            self._by_service.clear()
+            self._probe_of.pop(group_id, None)
+            self._waiting.pop(group_id, None)
+        elif self._waiting.get(group_id):
+            self._by_estimate.set(group_id, -group.estimated_tokens)
+            if self._explore:
+                self._by_service.set(group_id, group.served_tokens)
 
     def pop(self) -> RequestState | None:
         if self._probes:
             return heapq.heappop(self._probes)[2]
         group_id = None
         if self._explore and self._rng.random() < self._explore:
-            group_id = self._least_served()
+            group_id = self._by_service.first()
         if group_id is None:
-            group_id = self._longest()
+            group_id = self._by_estimate.first()
         if group_id is None:
             return None
-        request = self._waiting[group_id].popleft()
+        waiting = self._waiting[group_id]
+        request = waiting.popleft()
+        if not waiting:
+            self._by_estimate.drop(group_id)
+            self._by_service.drop(group_id)
         assert request.status is Status.WAITING
         return request
-
-    def _longest(self) -> int | None:
-        heap = self._by_estimate
-        while heap:
-            key, group_id = heap[0]
-            waits = self._waiting.get(group_id)
-            if waits and -key == self._groups[group_id].estimated_tokens:
-                return group_id
-            heapq.heappop(heap)
-        return None
-
-    def _least_served(self) -> int | None:
-        heap = self._by_service
-        while heap:
-            key, group_id = heap[0]
-            if not self._waiting.get(group_id):
-                heapq.heappop(heap)
-            elif key != (served := self._groups[group_id].served_tokens):
-                heapq.heapreplace(heap, (served, group_id))
-            else:
-                return group_id
-        return None

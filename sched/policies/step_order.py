@@ -7,6 +7,7 @@ the rollouts before are done, with weights that are one update old.
 from __future__ import annotations
 
 import collections
+from collections.abc import Sequence
 
 from sched.protocol import Action, Event, Finished, Scheduler, Submitted, Trained
 
@@ -14,7 +15,10 @@ MODES = ("sync", "one_step_off")
 
 
 class StepOrder:
-    """A scheduler that submits a step to `scheduler` once the step before is finished."""
+    """A scheduler that submits a step to `scheduler` once the step before is finished.
+
+    Steps are numbered from 0; more requests of one that has begun are submitted at once.
+    """
 
     def __init__(self, scheduler: Scheduler, mode: str) -> None:
         if mode not in MODES:
@@ -31,12 +35,12 @@ class StepOrder:
     def handle(self, event: Event, now_s: float) -> list[Action]:
         actions: list[Action] = []
         if isinstance(event, Submitted):
-            self._waiting.append(event)
+            actions += self._submitted(event, now_s)
         else:
             actions += self._scheduler.handle(event, now_s)
         if isinstance(event, Trained):
             self._trained = max(self._trained, event.step)
-        if isinstance(event, Submitted | Trained | Finished):
+        if self._waiting and isinstance(event, (Submitted, Trained, Finished)):
             while (
                 self._waiting
                 and not self._scheduler.num_unfinished
@@ -45,3 +49,12 @@ class StepOrder:
                 actions += self._scheduler.handle(self._waiting.popleft(), now_s)
                 self._next += 1
         return actions
+
+    def _submitted(self, event: Submitted, now_s: float) -> Sequence[Action]:
+        step = event.requests[0].step
+        if step < self._next:
+            return self._scheduler.handle(event, now_s)
+        if step == self._next + len(self._waiting) - 1:  # more of the last one that waits
+            event = Submitted((*self._waiting.pop().requests, *event.requests))
+        self._waiting.append(event)
+        return ()

@@ -197,7 +197,8 @@ class Simulation:
         self._trained_s.append(now_s)
         if self._steps:
             self._tell(Submitted(tuple(self._steps.pop(0))), now_s)
-        self._tell(Trained(len(self._trained_s) - 1), now_s)
+        step = len(self._trained_s) - 1
+        self._tell(Trained(step, self._train_s[step]), now_s)
 
     def _play(self, worker: SimulatedWorker, now_s: float) -> None:
         """Tell the scheduler of the requests of `worker` that end at `now_s`."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import collections
-import sys
 
 import pytest
+from held_entries import held_entries
 
 from sched.policies.histopipe import HistoPipe, HistoPipeConfig
 from sched.policies.registry import make_scheduler
@@ -23,20 +23,6 @@ def requests(step):
         for g in range(first, first + GROUPS)
         for i in range(SIZE)
     )
-
-
-def entries(value, seen):
-    """How many things a scheduler holds, however deep."""
-    if id(value) in seen or isinstance(value, str | int | float | type(None)):
-        return 0
-    seen.add(id(value))
-    if isinstance(value, dict):
-        return len(value) + sum(entries(x, seen) for x in value.values())
-    if isinstance(value, list | tuple | set | frozenset | collections.deque):
-        return len(value) + sum(entries(x, seen) for x in value)
-    if hasattr(value, "__dict__") and sys.modules[type(value).__module__].__name__[:5] == "sched":
-        return sum(entries(x, seen) for x in vars(value).values())
-    return 0
 
 
 def play(scheduler, steps):
@@ -62,7 +48,7 @@ def play(scheduler, steps):
             else:
                 tell(ChunkDone(*names, tokens[r], pooled=True))
         tell(Trained(step))
-        sizes.append(entries(scheduler, set()))
+        sizes.append(held_entries(scheduler))
     assert scheduler.num_unfinished <= GROUPS * SIZE
     return sizes
 

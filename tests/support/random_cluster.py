@@ -46,7 +46,10 @@ class RandomCluster:
         self.step_of = {spec.request_id: spec.step for spec in self.requests.values()}
         self.updates = 0
         for requests in by_step(self.requests.values()):
-            self.tell(Submitted(requests))
+            first = tuple(spec for spec in requests if not spec.urgent)
+            self.tell(Submitted(first))
+            if len(first) < len(requests):  # what the step before asks once its others are done
+                self.tell(Submitted(requests[len(first) :]))
         steps = 0
         while len(self.finished) < len(self.requests):
             steps += 1
@@ -142,8 +145,11 @@ def by_step(requests):
     return [tuple(only[: len(only) // 2]), tuple(only[len(only) // 2 :])]
 
 
-def random_steps(rng, *, steps: int, groups: int, size: int, limit: int):
-    """(requests, lengths) of several steps, each prompt with what its last epoch was like."""
+def random_steps(rng, *, steps: int, groups: int, size: int, limit: int, further: bool = False):
+    """(requests, lengths) of several steps, each prompt with what its last epoch was like.
+
+    With `further` the last group of a step is asked later, where there are several.
+    """
     requests, lengths = [], {}
     for step in range(steps):
         for group in range(groups):
@@ -153,7 +159,10 @@ def random_steps(rng, *, steps: int, groups: int, size: int, limit: int):
                 number, name = len(requests), step * groups + group
                 lengths[number] = int(np.clip(rng.normal(typical, limit / 4), 1, limit))
                 requests.append(
-                    RequestSpec(number, name, 3, limit, None, tuple(map(int, past)), step)
+                    RequestSpec(
+                        *(number, name, 3, limit, None, tuple(map(int, past)), step),
+                        urgent=further and 0 < group == groups - 1,
+                    )
                 )
     return requests, lengths
 

@@ -30,7 +30,7 @@ def workers(engines, count, policy="divided_fifo", chunk=3, kv_tokens=60, **opti
     config = SchedConfig(
         policy=policy, workers=count, chunk_tokens=chunk, kv_tokens=kv_tokens, **options
     )
-    return MultiEngine(engines[:count], config)
+    return MultiEngine(engines[:count], config, keeps_decisions=True)
 
 
 def play(team, **options):

@@ -202,7 +202,7 @@ def team_with(first, engines, on_error):
     config = SchedConfig(
         policy="divided_fifo", workers=2, chunk_tokens=2, kv_tokens=40, on_error=on_error
     )
-    return MultiEngine([first, engines[0]], config, hang_limit_s=HANG_LIMIT_S)
+    return MultiEngine([first, engines[0]], config, hang_limit_s=HANG_LIMIT_S, keeps_decisions=True)
 
 
 @pytest.mark.fault
@@ -254,7 +254,7 @@ def test_workers_on_eight_devices(alone, count, size):
     engines = make_engines(MODEL, CONFIG, config, dtype=np.float32)
     devices = [e.mesh.devices.flat if size > 1 else [e.device or jax.devices()[0]] for e in engines]
     assert len({d for mine in devices for d in mine}) == 8
-    team = MultiEngine(engines, config)
+    team = MultiEngine(engines, config, keeps_decisions=True)
     assert_same_tokens(play(team), alone)
     found = replay(make_scheduler("seer", seed=0, chunk_tokens=3), team.decisions)
     assert [(d.event, d.actions) for d in found] == [(d.event, d.actions) for d in team.decisions]

@@ -50,6 +50,20 @@ def test_fifo_sends_a_request_behind_all_others_after_a_chunk():
     assert names(scheduler.handle(Finished(1, 0, 1, 3), 2.0)) == [(2, 0)]
 
 
+@pytest.mark.parametrize("order", [Fifo(), ContextAware(seed=0)])
+def test_urgent_requests_start_before_all_that_wait(order):
+    scheduler, actions = begun(order, [(0, 24, 9)], requests(0, 0, 1, 1))
+    assert len(actions) == 2
+    late = tuple(RequestSpec(i, 7, 2, 100, urgent=True) for i in (8, 9))
+    assert scheduler.handle(Submitted(late), 0.0) == []
+    first, second = (a.request_id for a in actions)
+    assert names(scheduler.handle(Finished(first, 0, 1, 4), 1.0)) == [(8, 0)]
+    assert names(scheduler.handle(ChunkDone(8, 0, 1, 10, True), 2.0)) == [(9, 0)]
+    # its second chunk takes 22 positions; others would fit before that
+    assert names(scheduler.handle(Finished(9, 0, 1, 4), 3.0)) == []
+    assert names(scheduler.handle(Finished(second, 0, 1, 4), 4.0)) == [(8, 0)]
+
+
 def test_a_chunk_continues_on_its_worker_without_a_copy():
     scheduler, _ = begun(Fifo(), [(0, 60, 9), (1, 70, 9)], requests(0))
     assert scheduler.handle(ChunkDone(0, 1, 1, 10, True), 1.0) == [Start(0, 1, 2, 10, 22, Kv.HELD)]

@@ -74,11 +74,61 @@ def test_without_a_past_prompts_are_dealt_as_they_come():
 
 
 def test_the_second_tier_gives_the_longest_more_workers():
-    scheduler = begun(4, num_ranking_groups=2, tau=lambda length, workers: length / workers)
-    past = ((10,), (10,), (100,), (100,), (100,), (100,), (10,), (10,))
+    work = lambda: lambda length, n: length * n  # noqa: E731
+    scheduler = begun(6, num_ranking_groups=3, tau=work)
+    past = ((10,), (60,), (25,), (25,), (60,), (10,), (60,), (25,), (10,))
     found = placed(scheduler.handle(step(0, *past), 0.0))
-    assert [found[10 * p] for p in (0, 1, 6, 7)] == [0, 0, 0, 0]
-    assert sorted(found[10 * p] for p in (2, 3, 4, 5)) == [1, 1, 2, 3]
+    assert [found[10 * p] for p in (0, 5, 8)] == [0, 0, 0]
+    assert [found[10 * p] for p in (2, 3, 7)] == [1, 2, 1]
+    assert [found[10 * p] for p in (1, 4, 6)] == [3, 4, 5]
+    # of two groups three of four workers for one would leave two of them the longest each step
+    scheduler = begun(4, num_ranking_groups=2, tau=work)
+    found = placed(scheduler.handle(step(0, (10,), (10,), (100,), (100,)), 0.0))
+    assert found == {0: 0, 10: 1, 20: 2, 30: 3}
+
+
+def test_the_second_tier_plans_by_the_last_updates_seconds_and_by_what_is_known_then():
+    shared, alike = lambda length, requests: length * requests, lambda length, requests: length
+    taus = iter([shared, shared, shared, alike])
+    scheduler = begun(6, num_ranking_groups=3, tau=lambda: next(taus))
+
+    def planned(number):
+        """The workers of each group of two requests; together 20, 50 and 120 s of work."""
+        scheduler.handle(step(number, *((10,), (25,), (60,)) * 2), 0.0)
+        return [len(share.waiting) for share in scheduler._steps[number]]
+
+    assert planned(0) == [1, 2, 3]  # 20, 25 and 40 s, for which d is 10
+    scheduler.handle(Trained(0, train_s=120.0), 0.0)
+    assert planned(1) == [2, 2, 2]  # one each is done with the update; three are left over
+    scheduler.handle(Trained(1, train_s=0.0), 0.0)
+    assert planned(2) == [1, 2, 3]
+    assert planned(3) == [2, 2, 2]  # where more workers are of no use
+
+
+def test_what_a_step_asks_later_goes_to_who_has_least_to_do_and_is_not_moved():
+    scheduler = begun(2, num_ranking_groups=2)
+    scheduler.handle(step(0, (10,), (100,)), 0.0)
+    scheduler.handle(step(1, (10,), (100,), size=2), 0.0)
+    # worker 0 begins the next step with two of the longest, worker 1 then with two of the shortest
+    finish(scheduler, 0, 0, 9)
+    finish(scheduler, 10, 1, 90)
+    finish(scheduler, 110, 0, 90)
+    further = Submitted((RequestSpec(777, 777, 5, LIMIT, None, (10,), 1, urgent=True),))
+    assert scheduler.handle(further, 0.0) == [Start(777, 0, 1, LIMIT, 0, Kv.PREFILL)]
+    # on the loss of its worker too it has all of its tokens at once
+    actions = scheduler.handle(WorkerLost(0), 0.0)
+    assert start_tokens(actions)[777] == LIMIT
+    finish(scheduler, 777, 1, 500, chunk=2)
+    assert scheduler.num_moved == 0 and scheduler.num_unfinished == 3
+
+
+def test_what_the_last_step_asks_later_is_a_step_that_nothing_leaves():
+    scheduler = HistoPipe(HistoPipeConfig(num_steps=1, num_ranking_groups=1))
+    scheduler.handle(WorkerJoined(0, 10**6, 100), 0.0)
+    scheduler.handle(step(0, (10,)), 0.0)
+    finish(scheduler, 0, 0, 9)
+    assert placed(scheduler.handle(step(1, (10,)), 0.0)) == {100: 0}
+    assert placed(outlier(scheduler, 100, 0, 11)) == {100: 0}
 
 
 def start_tokens(actions):
@@ -167,6 +217,22 @@ def test_sync_waits_for_the_update_and_one_step_off_for_the_one_before():
         actions = finish(scheduler, 100, 0, 5)
         assert placed(actions) == ({200: 0} if starts_before_update else {})
         assert scheduler.num_unfinished == 1
+
+
+def test_more_of_a_step_that_has_begun_is_submitted_at_once_and_of_one_that_waits_with_it():
+    scheduler = StepOrder(GroupFifo(seed=0), "one_step_off")
+    scheduler.handle(WorkerJoined(0, 100, 10), 0.0)
+    scheduler.handle(step(0, ()), 0.0)
+    scheduler.handle(step(1, ()), 0.0)
+
+    def more(request_id, number):
+        return Submitted((RequestSpec(request_id, request_id, 5, LIMIT, step=number, urgent=True),))
+
+    assert scheduler.handle(more(150, 1), 0.0) == []
+    assert placed(scheduler.handle(more(50, 0), 0.0)) == {50: 0}
+    assert scheduler.num_unfinished == 4
+    finish(scheduler, 0, 0, 5)
+    assert placed(finish(scheduler, 50, 0, 5)) == {100: 0, 150: 0}
 
 
 def test_an_unknown_mode_is_refused():

@@ -26,6 +26,10 @@ def make(name, seed, chunk):
     return Divided(ORDERS[name](seed), chunk_tokens=chunk)
 
 
+def shared_work(length, requests):
+    return length * requests
+
+
 def play(scheduler, name, rng):
     limit = int(rng.integers(2, 40))
     requests, lengths = random_work(
@@ -62,11 +66,13 @@ def test_steps_finish_once_whatever_dies(name):
         steps = int(rng.integers(2, 6))
         if name == "histopipe":
             groups, share = int(rng.integers(1, 4)), float(rng.uniform(0.1, 1))
-            scheduler = HistoPipe(HistoPipeConfig(steps, groups, share))
+            tau = None if seed % 3 else lambda: shared_work
+            scheduler = HistoPipe(HistoPipeConfig(steps, groups, share, tau=tau))
         else:
             scheduler = StepOrder(GroupFifo(seed=seed), name)
         requests, lengths = random_steps(
             rng,
+            further=seed % 2 == 0,
             steps=steps,
             groups=int(rng.integers(1, 5)),
             size=int(rng.integers(1, 4)),

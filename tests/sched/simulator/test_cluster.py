@@ -10,12 +10,14 @@ import pytest
 from sched.policies.divided import Divided
 from sched.policies.group_fifo import GroupFifo
 from sched.policies.histopipe import HistoPipe, HistoPipeConfig
+from sched.policies.histopipe_allocation import Pace, tau_of
 from sched.policies.orders import Fifo
 from sched.policies.registry import POLICIES, make_scheduler
 from sched.policies.step_order import StepOrder
 from sched.protocol import Start, Submitted, WorkerJoined
 from sched.request import Kv, RequestSpec
 from sched.simulator.cluster import Cluster, Simulation
+from sched.simulator.measured_costs import MeasuredCosts
 from sched.simulator.roofline import Accelerator, Efficiency, Instance, ModelShape
 from sched.simulator.worker import RoundModel, RoundPlan
 from sched.simulator.workloads import Workload, draw_lengths, make_requests
@@ -264,3 +266,29 @@ def test_deferred_requests_count_for_the_next_step():
     # step 0 ends without request 1, which ran to 111 of its 500 tokens in 112 s
     assert record.trained_s[0] == pytest.approx(112.0)
     assert record.finish_s[1] == pytest.approx(record.trained_s[1]) and record.trained_s[1] > 500
+
+
+@pytest.mark.parametrize(("request_s", "least_gain"), [(0.5, 1.5), (0.02, 1.0)])
+def test_the_second_tier_fills_the_gaps_that_a_few_long_responses_leave(request_s, least_gain):
+    """By the τ of a real run: from the seconds of rounds that an engine measured."""
+    rounds = {(n, n, s): 0.5 + request_s * n for n in (1, 2, 4, 6, 8, 12, 16) for s in (64, 512)}
+    costs = MeasuredCosts(rounds, {512: (1e-3, 1e-3)})
+    lengths, steps = {}, list[list[RequestSpec]]()
+    groups = (10, 15, 20, 30, 40, 60, 100, 250)
+    for number in range(6):
+        steps.append([])
+        for tokens in [length for length in groups for _ in range(8)]:
+            request = len(lengths)
+            lengths[request] = tokens
+            steps[-1].append(
+                RequestSpec(request, request, 5, 800, past_tokens=(tokens,), step=number)
+            )
+
+    def seconds(tau):
+        config = HistoPipeConfig(len(steps), num_ranking_groups=len(groups), tau=tau)
+        simulation = Simulation(HistoPipe(config), Cluster(costs, 24, 64, 10**6), lengths)
+        return simulation.run_steps(steps, [1.0] * len(steps)).trained_s[-1]
+
+    one_tier = seconds(None)
+    two_tiers = seconds(lambda: tau_of(costs.round_seconds, 5, Pace()))
+    assert one_tier / two_tiers >= least_gain
