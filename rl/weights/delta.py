@@ -1,0 +1,236 @@
+"""The bytes in which two copies of an array differ, as a program that writes them.
+
+`encode(old, new)` gives bytes, `apply(copy_of_old, them)` makes the copy equal `new` in every bit.
+Bytes are overwritten, never added or XORed: applying twice changes nothing more.
+
+A step of training moves a bfloat16 weight by one unit in the last place, if at all: the lower byte
+changes and the upper one hardly ever. In float32 the two lower bytes change nearly always. So the
+bytes of an element are told apart ("planes"), and each plane of each block of `BLOCK` elements is
+in the form that is smallest for it:
+
+    0  nothing changed
+    1  count: uint16, size: uint16, gaps: uint8[size], values: uint8[count]
+       a gap is how many bytes stand between two that changed; 255 means 255 more and no change
+    2  count: uint16, bitmap: uint8[elements / 8], values: uint8[count]
+    3  all bytes of the plane: uint8[elements]
+
+Every count is of one block, so that no array is too long. Both kernels are one pass without the
+interpreter lock. A delta comes from elsewhere: `apply` never writes outside of the array.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numba
+import numpy as np
+
+BLOCK = 16384  # elements; below 2**16, as counts are uint16
+_CHUNK = 64 * BLOCK  # elements that one call encodes, so that the scratch memory is small
+_NONE, _GAPS, _BITMAP, _DENSE = 0, 1, 2, 3
+Run = Callable[..., Iterable[Any]]
+_WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+
+
+class DamagedDelta(ValueError):
+    """The bytes are no delta of an array of this size."""
+
+
+def encode(old: np.ndarray, new: np.ndarray) -> np.ndarray:
+    """Return the delta from `old` to `new`, as uint8; empty where they are equal.
+
+    Both are contiguous, of one dtype and size.
+    """
+    return encode_all([(old, new)], map)[0]
+
+
+def encode_all(pairs: Sequence[tuple[np.ndarray, np.ndarray]], run: Run) -> list[np.ndarray]:
+    """Return the deltas of several pairs; `run` is `map`, or that of a pool of threads."""
+    tasks = []
+    for at, (old, new) in enumerate(pairs):
+        assert old.dtype == new.dtype and old.size == new.size
+        word = _WORDS[old.dtype.itemsize]
+        old_n, new_n = old.reshape(-1).view(word), new.reshape(-1).view(word)
+        for n in range(0, new_n.size, _CHUNK):
+            tasks.append((at, old_n[n : n + _CHUNK], new_n[n : n + _CHUNK]))
+    parts: list[list[np.ndarray]] = [[] for _ in pairs]
+    changed = [False] * len(pairs)
+    for at, part, differs in run(_encoded, tasks):
+        parts[at].append(part)
+        changed[at] |= differs
+    nothing = np.empty(0, np.uint8)
+    return [np.concatenate(p) if c else nothing for p, c in zip(parts, changed, strict=True)]
+
+
+def apply(target: np.ndarray, delta: np.ndarray) -> None:
+    """Overwrite the bytes of `target`, contiguous, that `delta` names.
+
+    Raises DamagedDelta; `target` may have been changed in part by then.
+    """
+    assert target.flags.c_contiguous and target.flags.writeable
+    if not delta.size:
+        return
+    itemsize = target.dtype.itemsize
+    bytes_n = target.reshape(-1).view(np.uint8)
+    consumed = _apply(bytes_n, itemsize, np.ascontiguousarray(delta))
+    if consumed != delta.size:
+        raise DamagedDelta(
+            f"expected a delta of {target.size:,} elements of {itemsize} bytes, got {delta.size:,} "
+            f"bytes that are none"
+        )
+
+
+def most_bytes(size: int, itemsize: int) -> int:
+    """Return the most bytes that a delta of so many elements can have."""
+    blocks = -(-size // BLOCK)
+    return blocks * itemsize + size * itemsize
+
+
+def _encoded(task: tuple[int, np.ndarray, np.ndarray]) -> tuple[int, np.ndarray, bool]:
+    at, old_n, new_n = task
+    out = np.empty(most_bytes(new_n.size, new_n.itemsize), np.uint8)
+    used, changed = _encode(old_n, new_n, new_n.itemsize, out)
+    return at, out[:used].copy(), changed > 0
+
+
+@numba.njit(cache=True, nogil=True)
+def _encode(old_n, new_n, itemsize, out):  # type: ignore[no-untyped-def]
+    """Write the forms of all blocks and planes; return the bytes written, and elements changed."""
+    at, total = 0, 0
+    changed_c = np.empty(BLOCK, np.int64)
+    position_c = np.empty(BLOCK, np.int64)
+    for start in range(0, len(new_n), BLOCK):
+        size = min(BLOCK, len(new_n) - start)
+        changed = 0
+        for i in range(size):
+            changed_c[changed] = i
+            changed += old_n[start + i] != new_n[start + i]
+        total += changed
+        for plane in range(itemsize):
+            shift = np.uint64(8 * plane)
+            count, gap_bytes, before = 0, 0, -1
+            for c in range(changed):
+                i = changed_c[c]
+                differs = np.uint64(old_n[start + i]) ^ np.uint64(new_n[start + i])
+                if (differs >> shift) & np.uint64(255):
+                    gap_bytes += 1 + (i - before - 1) // 255
+                    before = i
+                    position_c[count] = i
+                    count += 1
+            at = _write_plane(new_n, start, size, shift, position_c, count, gap_bytes, out, at)
+    return at, total
+
+
+@numba.njit(cache=True, nogil=True)
+def _write_plane(new_n, start, size, shift, position_c, count, gap_bytes, out, at):  # type: ignore[no-untyped-def]
+    """Write one plane of one block in its smallest form; return where the next one begins."""
+    bitmap_bytes = (size + 7) // 8
+    gaps, bitmap = 4 + gap_bytes + count, 2 + bitmap_bytes + count
+    if count == 0:
+        out[at] = _NONE
+        return at + 1
+    if min(gaps, bitmap) >= size:
+        out[at] = _DENSE
+        for i in range(size):
+            out[at + 1 + i] = (np.uint64(new_n[start + i]) >> shift) & np.uint64(255)
+        return at + 1 + size
+    out[at + 1], out[at + 2] = count & 255, count >> 8
+    if gaps <= bitmap:
+        out[at], out[at + 3], out[at + 4] = _GAPS, gap_bytes & 255, gap_bytes >> 8
+        at += 5
+        before = -1
+        for c in range(count):
+            gap = position_c[c] - before - 1
+            while gap >= 255:
+                out[at] = 255
+                at += 1
+                gap -= 255
+            out[at] = gap
+            at += 1
+            before = position_c[c]
+    else:
+        out[at] = _BITMAP
+        at += 3
+        out[at : at + bitmap_bytes] = 0
+        for c in range(count):
+            out[at + position_c[c] // 8] |= 1 << (position_c[c] % 8)
+        at += bitmap_bytes
+    for c in range(count):
+        out[at + c] = (np.uint64(new_n[start + position_c[c]]) >> shift) & np.uint64(255)
+    return at + count
+
+
+@numba.njit(cache=True, nogil=True)
+def _apply(bytes_n, itemsize, delta):  # type: ignore[no-untyped-def]
+    """Write what the forms say; return the bytes read, or -1 where they are no delta."""
+    at, elements = 0, len(bytes_n) // itemsize
+    for start in range(0, elements, BLOCK):
+        size = min(BLOCK, elements - start)
+        for plane in range(itemsize):
+            if at >= len(delta):
+                return -1
+            form = delta[at]
+            at += 1
+            first = start * itemsize + plane
+            if form == _DENSE:
+                if at + size > len(delta):
+                    return -1
+                for i in range(size):
+                    bytes_n[first + i * itemsize] = delta[at + i]
+                at += size
+            elif form == _GAPS:
+                at = _apply_gaps(bytes_n, first, itemsize, size, delta, at)
+            elif form == _BITMAP:
+                at = _apply_bitmap(bytes_n, first, itemsize, size, delta, at)
+            elif form != _NONE:
+                return -1
+            if at < 0:
+                return -1
+    return at
+
+
+@numba.njit(cache=True, nogil=True)
+def _apply_gaps(bytes_n, first, itemsize, size, delta, at):  # type: ignore[no-untyped-def]
+    if at + 4 > len(delta):
+        return -1
+    count = np.int64(delta[at]) | np.int64(delta[at + 1]) << 8
+    values = at + 4 + (np.int64(delta[at + 2]) | np.int64(delta[at + 3]) << 8)
+    if values + count > len(delta):
+        return -1
+    i, c = -1, 0
+    for g in range(at + 4, values):
+        gap = np.int64(delta[g])
+        if gap == 255:
+            i += 255
+            continue
+        i += gap + 1
+        if i >= size or c >= count:
+            return -1
+        bytes_n[first + i * itemsize] = delta[values + c]
+        c += 1
+    return values + count if c == count else -1
+
+
+@numba.njit(cache=True, nogil=True)
+def _apply_bitmap(bytes_n, first, itemsize, size, delta, at):  # type: ignore[no-untyped-def]
+    values = at + 2 + (size + 7) // 8
+    if values > len(delta):
+        return -1
+    count = np.int64(delta[at]) | np.int64(delta[at + 1]) << 8
+    if values + count > len(delta):
+        return -1
+    c = 0
+    for b in range(at + 2, values):
+        bits = np.int64(delta[b])
+        while bits:
+            bit = 0
+            while not (bits >> bit) & 1:
+                bit += 1
+            i = (b - at - 2) * 8 + bit
+            if i >= size or c >= count:
+                return -1
+            bytes_n[first + i * itemsize] = delta[values + c]
+            c += 1
+            bits &= bits - 1
+    return values + count if c == count else -1
