@@ -1,0 +1,153 @@
+"""The rollout workers of a run as actors of Ray: opened, compiled, and behind one engine."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from models.folder import replace_file
+from models.transformer import Params
+from rl.cluster.config import ClusterConfig
+from rl.cluster.join import identity_of
+from rl.config.loader import dump
+from rl.loop.experiment import Inputs, TrainConfig
+from rl.remote.jobs import Jobs
+from rl.remote.messages import Compile, Hello
+from rl.remote.remote_engine import RemoteEngine
+from rl.remote.team import Deadlines, Team
+from rl.runtime.parallel_compile import OnCompiled
+from rl.runtime.run_files import MOVES_FILE, ROUNDS_FILE
+from rl.runtime.waits import POLL_S
+from rl.speculation.sources import Speculation
+from rl.warm_up import compile_buckets
+from rl.warm_up.measured_run import read_moves, read_rounds
+from rl.workers.multi_engine import MultiEngine
+from spec.buckets import buckets
+
+SPARE_CPUS = 2  # of a Ray that a run starts, beside one for each worker
+SILENCE = 5  # deadlines that nobody speaks to a worker for, until it ends by itself
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RayWorkers:
+    """Workers that have started, and the engine that speaks for them."""
+
+    engine: MultiEngine
+    team: Team
+
+    def warm_up(
+        self,
+        bounds: Compile,
+        weights: Params,
+        folder: Path,
+        training: Sequence[Any],
+        told: OnCompiled,
+        alive: Callable[[], object],
+    ) -> None:
+        """Have the workers compile and measure, while `training` is compiled here.
+
+        What they measured goes into the run's folder.
+        """
+        rounds, moves = folder / ROUNDS_FILE, folder / MOVES_FILE
+        known = rounds.read_text(encoding="utf-8") if rounds.is_file() else None
+        with ThreadPoolExecutor(1) as thread:
+            there = thread.submit(self.team.warm_up, weights, bounds, known)
+            first = self.engine.engines[0]
+            compile_buckets.compile_programs(first, (), told, training)
+            while not wait([there], POLL_S).done:
+                alive()  # each answer has its own deadline
+            measured = there.result()
+        folder.mkdir(parents=True, exist_ok=True)
+        for path, text in ((rounds, measured.rounds), (moves, measured.moves)):
+            if text:
+                replace_file(path, text)
+        found = read_moves(moves)
+        if found is not None:
+            self.engine.prefer_pool = found.prefers_copy
+
+
+@contextlib.contextmanager
+def open_workers(
+    config: TrainConfig, inputs: Inputs, dtype: np.dtype, say: Callable[[str], None]
+) -> Iterator[RayWorkers]:
+    """Start Ray, or join it, and the workers; end them at the end.
+
+    Raises ProgramLost where they cannot start, with expected, got and mend.
+    """
+    from rl.ray_roles.session import RaySession, open_ray
+
+    cluster, sched = config.cluster, config.sched
+    cpus, limit_s = sched.workers + SPARE_CPUS, cluster.deadline_s
+    text = dump(dataclasses.replace(config, cluster=ClusterConfig()))
+    deadlines = Deadlines(limit_s, 2 * limit_s, config.run.compile_limit_s)
+    with open_ray(cluster.address, cpus, limit_s), contextlib.ExitStack() as stack:
+        session = RaySession(
+            text,
+            sched.workers,
+            sched.devices_per_worker,
+            deadline_s=limit_s,
+            start_s=deadlines.start_s,
+        )
+        stack.callback(session.close)
+        jobs = Jobs()
+        engines = [
+            RemoteEngine(
+                inputs.model,
+                config.engine,
+                dtype=dtype,
+                number=i,
+                jobs=jobs,
+                hang_limit_s=config.run.hang_limit_s,
+            )
+            for i in range(sched.workers)
+        ]
+        hang_limit_s = config.run.hang_limit_s
+        engine = MultiEngine(engines, sched, seed=config.run.seed, hang_limit_s=hang_limit_s)
+        identity = identity_of(text, inputs.policy)
+
+        def hello(number: int) -> Hello:
+            return Hello(
+                identity,
+                str(inputs.policy),
+                number,
+                inputs.model,
+                config.engine,
+                np.dtype(dtype).name,
+                sched.devices_per_worker,
+                SILENCE * limit_s,
+                config.speculation,
+                config.tuner,
+                config.run.seed,
+            )
+
+        team = Team(engines, jobs, session.connect, hello, deadlines, say)
+        stack.enter_context(team)
+        team.start()
+        yield RayWorkers(engine, team)
+
+
+def bounds(config: TrainConfig, inputs: Inputs, reach: compile_buckets.Reach) -> Compile:
+    """Return what workers compile: what rollouts reach, and evaluations that they answer."""
+    slots = config.engine
+    sizes = buckets(slots.slot_bucket(slots.slots), slots.slot_bucket(1))
+    most = max(config.rollout.num_requests, inputs.evals.num_questions * config.eval.samples)
+    evaluates = config.sched.mode != "pipeline"
+    return Compile(
+        config.sampling,
+        most if evaluates else config.rollout.num_requests,
+        reach.max_prompt_tokens,
+        reach.speculative,
+        reach.reuse,
+        None if reach.nodes is None else {n: tuple(sorted(reach.nodes(n))) for n in sizes},
+    )
+
+
+def read_times(speculation: Speculation, folder: Path) -> None:
+    """Set the seconds of rounds that the workers have measured."""
+    speculation.times = read_rounds(folder / ROUNDS_FILE)

@@ -1,0 +1,91 @@
+"""The part of a rollout that all workers are told alike: its weights, by version, and the rest."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import secrets
+import threading
+from typing import Any
+
+import jax
+import numpy as np
+
+from rl.engine.rollout_spec import RolloutSpec, no_drafts
+from rl.remote.messages import Drafting, Job, Text
+from rl.remote.weights import PublishedWeights
+from rl.speculation.sources import StepDrafts
+from rl.workers.worker_source import WorkerSource
+
+MOST_ROLLOUTS = 4
+
+
+class Jobs:
+    """Names rollouts and publishes their weights; the engines of a run share one.
+
+    Any thread may call it.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._numbers = itertools.count(1)
+        self.weights = PublishedWeights()
+        self._names: collections.OrderedDict[int, tuple[Any, str]] = collections.OrderedDict()
+        self._run = secrets.token_hex(8)
+
+    def job(self, spec: RolloutSpec, source: WorkerSource) -> Job:
+        """Return the static part of a rollout, with the bounds of one worker.
+
+        Raises ValueError for what other programs' workers cannot do.
+        """
+        if spec.sink is not None:
+            raise ValueError(
+                "workers of other programs do not keep hidden states: expected Speculation.sources "
+                "without learned"
+            )
+        words = None
+        if spec.words is not None:
+            words = Text(spec.words.bytes_N, spec.words.starts)
+        return Job(
+            self._name(spec.drafts),
+            self.weights.publish(spec.params),
+            spec.sampling,
+            np.asarray(jax.random.key_data(spec.key)),
+            tuple(int(i) for i in spec.stop_token_ids),
+            spec.policy_version,
+            source.most_requests,
+            source.longest_tokens,
+            source.kv_tokens,
+            drafting_of(spec),
+            spec.rule,
+            words,
+        )
+
+    def _name(self, drafts: Any) -> str:
+        with self._lock:
+            found = self._names.get(id(drafts))
+            if found is None:
+                found = self._names[id(drafts)] = drafts, f"{self._run}-{next(self._numbers)}"
+                while len(self._names) > MOST_ROLLOUTS:
+                    self._names.popitem(last=False)
+            return found[1]
+
+
+def drafting_of(spec: RolloutSpec) -> Drafting | None:
+    """Return how a rollout drafts, as it can be told. Raises ValueError where it cannot."""
+    drafts = spec.drafts
+    if drafts is no_drafts:
+        return None
+    if not isinstance(drafts, StepDrafts):
+        raise ValueError(
+            "expected drafters of rl.speculation.sources.Speculation for workers of other "
+            f"programs, got {type(drafts).__name__}"
+        )
+    return Drafting(
+        tuple(drafts.keys),
+        tuple(tuple(int(i) for i in ids) for ids in drafts.prompts),
+        {i: np.asarray(tokens, np.int32) for i, tokens in drafts.last.items()},
+        drafts.first_group,
+        drafts.group_size,
+        drafts.history,
+    )

@@ -1,0 +1,166 @@
+"""Weights over links: `rl.weights` decides what a worker is sent, and messages carry it.
+
+A rollout needs one version. The newest one is offered as deltas from what the worker has, or as a
+full copy; an older one, which a step that began before the last update still runs with, is sent
+whole.
+"""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import secrets
+import threading
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from rl.remote.link import Link, RemoteError
+from rl.remote.messages import CODEC, Done, Has, Offered, Weights
+from rl.weights.ages import Age
+from rl.weights.config import WeightsConfig
+from rl.weights.errors import CarrierError, DamagedWeights
+from rl.weights.interface import Payload
+from rl.weights.offers import VersionId
+from rl.weights.publisher import Publisher
+
+MOST_KNOWN = 4  # versions that are told apart by their arrays
+MOST_MESSAGES = 2  # that are kept, for workers that are offered the same
+
+
+class MessageCarrier:
+    """Carries payloads in the message that has the offer; one end of it, as any carrier."""
+
+    def __init__(self) -> None:
+        self._payloads: dict[str, Payload] = {}
+        self._offered = threading.local()
+
+    def hold(self, payload: Payload, part_bytes: int) -> str:
+        key = secrets.token_hex(8)
+        self._payloads[key] = payload
+        return key
+
+    def offer(self, held: str, lease_s: float) -> Any:
+        self.offered[held] = self._payloads[held]
+        return {"key": held}
+
+    def drop(self, held: str) -> None:
+        self._payloads.pop(held, None)
+
+    @property
+    def offered(self) -> dict[str, Payload]:
+        """The payloads of this thread's offer, which are to be sent with it."""
+        if not hasattr(self._offered, "payloads"):
+            self._offered.payloads = {}
+        found: dict[str, Payload] = self._offered.payloads
+        return found
+
+    def came(self, payloads: Mapping[str, Payload]) -> None:
+        """Have `receive` find what a message has brought."""
+        self._payloads = dict(payloads)
+
+    def receive(
+        self, where: Any, sizes: Sequence[int], part_bytes: int, deadline_s: float
+    ) -> list[np.ndarray]:
+        key = where.get("key") if type(where) is dict else None
+        payload = self._payloads.get(key) if type(key) is str else None
+        if payload is None:
+            raise CarrierError(f"expected the weights of this offer with it, got none for {key!r}")
+        if [x.size for x in payload] != list(sizes) or any(x.dtype != np.uint8 for x in payload):
+            raise DamagedWeights("expected the bytes of each piece with an offer, got others")
+        return list(payload)
+
+
+class PublishedWeights:
+    """The weights of a run, for workers in other programs; any thread may call it.
+
+    Weights are known by the arrays that they are: a rollout with the same ones has their version.
+    """
+
+    def __init__(self, config: WeightsConfig | None = None) -> None:
+        self._carrier = MessageCarrier()
+        self._publisher = Publisher(config or WeightsConfig(), self._carrier)
+        self._lock = threading.Lock()
+        self._numbers = itertools.count(1)
+        self._known: collections.deque[tuple[weakref.ref[Any], int]] = collections.deque(
+            maxlen=MOST_KNOWN
+        )
+        self._messages: collections.deque[tuple[str, bytes]] = collections.deque(
+            maxlen=MOST_MESSAGES
+        )
+
+    def publish(self, params: Any) -> int:
+        """Return the version of weights, a new one where they have not been seen."""
+        with self._lock:
+            for known, version in self._known:
+                if known() is params:
+                    return version
+            version = next(self._numbers)
+            self._publisher.publish(version, params, time.monotonic())
+            self._known.append((weakref.ref(params), version))
+            return version
+
+    @property
+    def newest(self) -> int | None:
+        return self._publisher.newest
+
+    def bring(
+        self, link: Link, have: VersionId | None, version: int, params: Any, limit_s: float
+    ) -> VersionId | None:
+        """Bring a worker to a version; return the newest that it has for deltas.
+
+        Without `params` the newest version will do, whatever was published meanwhile.
+        """
+        if self._publisher.newest == version or params is None:
+            have = self._offer(link, have, limit_s)
+            if params is None or (have is not None and have.version == version):
+                return have
+        arrays = tuple(np.asarray(x) for x in jax.device_get(jax.tree.leaves(params)))
+        link.ask(Weights(version, arrays), Done, limit_s)
+        return have
+
+    def ages(self) -> dict[str, Age]:
+        """Return how old the weights of each worker are, by the names of links."""
+        return self._publisher.ages(time.monotonic())
+
+    def forget(self, name: str) -> None:
+        """Note that the worker of a link is gone."""
+        self._publisher.forget(name)
+
+    def close(self) -> None:
+        self._publisher.close()
+
+    def _offer(self, link: Link, have: VersionId | None, limit_s: float) -> VersionId | None:
+        """Bring the newest version: what the worker has is no base for it, a full copy is."""
+        try:
+            return self._offer_from(link, have, limit_s)
+        except RemoteError:
+            if have is None:
+                raise
+        return self._offer_from(link, None, limit_s)
+
+    def _offer_from(self, link: Link, have: VersionId | None, limit_s: float) -> VersionId | None:
+        self._carrier.offered.clear()
+        text = self._publisher.offer(link.name, have, time.monotonic())
+        if text is None:
+            return have
+        has = link.ask(self._message(text), Has, limit_s)
+        found = VersionId(has.version, has.fingerprint)
+        self._publisher.taken(link.name, found)
+        return found
+
+    def _message(self, text: str) -> bytes:
+        """The message of an offer; the same bytes for all who are offered the same."""
+        payloads = dict(self._carrier.offered)
+        with self._lock:
+            for known, message in self._messages:
+                if known == text:
+                    return message
+        message = CODEC.encode(Offered(text, {k: tuple(p) for k, p in payloads.items()}))
+        with self._lock:
+            self._messages.append((text, message))
+        return message

@@ -1,0 +1,367 @@
+"""A rollout worker's program: an engine on its own devices that answers messages.
+
+What brings the messages (Ray, a test) calls `answer`, from any number of threads. The engine, its
+drafters and its compiled programs are those that a worker's thread has.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import socket
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from models import transformer
+from models.config import MeshConfig
+from models.sharding import make_mesh, param_shardings
+from models.token_text import TokenBytes
+from rl.cluster.join import identity_of, mismatch
+from rl.engine.engine import Engine
+from rl.engine.rollout_spec import DrafterFactory, RolloutSpec
+from rl.remote import messages
+from rl.remote.drafts import Ask, SharedDrafts
+from rl.remote.messages import CODEC, Done, Drafting, Failed, Hello, Job
+from rl.remote.weights import MessageCarrier
+from rl.remote.wire import WireError
+from rl.remote.worker_run import WorkerRun
+from rl.runtime.progress import say
+from rl.speculation.sources import Speculation
+from rl.trajectory import PartialRequest
+from rl.warm_up import compile_buckets, transfer_times
+from rl.warm_up.host_kernels import compile_host_kernels
+from rl.warm_up.round_times import load_or_measure
+from rl.weights.pieces import names_of
+from rl.weights.subscriber import Subscriber
+from spec.reuse.rollout_cache import RolloutCache
+from spec.sampling import KEY_IMPL
+
+MOST_VERSIONS = 2  # of weights that are kept on the host: two steps run in a pipeline
+LEAVING_S = 5.0  # that a run has to end
+MOST_WAIT_S = 60.0  # of a Poll
+LOOK_S = 1.0  # between two looks at how long nobody has spoken
+
+
+class WorkerProgram:
+    """Answers messages; `drafts` asks the draft server, if there is one.
+
+    `config` is the text of the run's configuration that this program was started for. `leave` is
+    called where nobody has spoken for the deadline that `Hello` names.
+    """
+
+    def __init__(
+        self,
+        config: str = "",
+        drafts: Ask | None = None,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+        leave: Callable[[str], None] | None = None,
+    ) -> None:
+        self._config, self._drafts, self._clock, self._leave = config, drafts, clock, leave
+        self._lock = threading.Lock()
+        self._heard_s = clock()
+        self._hello: Hello | None = None
+        self._engine: Engine | None = None
+        self._speculation: Speculation | None = None
+        self._weights: dict[int, Any] = {}  # on the host, by version
+        self._carrier, self._subscriber = MessageCarrier(), None  # type: tuple[Any, Any]
+        self._placed: tuple[int, Any] | None = None
+        self._compiled: messages.Compile | None = None
+        self._run: WorkerRun | None = None
+        self.remarks: list[str] = []
+        self._answers: dict[type, Callable[[Any], Any]] = {
+            Hello: self._welcome,
+            messages.Offered: self._take_offer,
+            messages.Weights: self._take_weights,
+            messages.Compile: self._compile,
+            messages.Measure: self._measure,
+            messages.Begin: self._begin,
+            messages.Give: self._give,
+            messages.Poll: self._poll,
+            messages.Abort: self._abort,
+            messages.Ping: self._pong,
+        }
+
+    def answer(self, message: bytes) -> bytes:
+        """Return the answer to a message; `Failed` for what cannot be done or read."""
+        self._heard_s = self._clock()
+        try:
+            asked = CODEC.decode(message)
+            if type(asked) not in self._answers:
+                raise WireError(f"a worker is not asked {type(asked).__name__}")
+            return CODEC.encode(self._answers[type(asked)](asked))
+        except Exception as error:
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            place = f" ({Path(where.filename).name}:{where.lineno})"
+            said = isinstance(error, WireError)
+            text = f"{str(error)[:2000]}{'' if said else place}"
+            return CODEC.encode(Failed(type(error).__name__, text))
+
+    # -- before the first run ------------------------------------------------------------
+
+    def _welcome(self, hello: Hello) -> messages.Welcome:
+        mine = self._identity(hello)
+        if wrong := mismatch([dict(hello.identity), mine]):
+            raise WireError(wrong)
+        devices = jax.local_devices()
+        if hello.devices > len(devices):
+            raise ValueError(
+                f"expected {hello.devices} devices for Sched.devices_per_worker, got "
+                f"{len(devices)} on this host"
+            )
+        mesh = None
+        if hello.devices > 1:
+            mesh = make_mesh(MeshConfig(1, 1, hello.devices), devices[: hello.devices])
+        with self._lock:
+            first = self._hello is None
+            self._hello = hello
+            self._engine = Engine(
+                *(hello.model, hello.engine), dtype=hello.dtype, mesh=mesh, number=hello.number
+            )
+            cache = RolloutCache()
+            tuner, seed = hello.tuner, hello.seed
+            self._speculation = Speculation(hello.speculation, cache, tuner=tuner, seed=seed)
+            self._history = cache
+            expected = _expected(self._engine)
+            self._subscriber = Subscriber(expected, self._carrier, _not_asked, hello.deadline_s)
+        if first and self._leave is not None:
+            threading.Thread(target=self._listen, name="silence", daemon=True).start()
+        return messages.Welcome(mine, socket.gethostname(), os.getpid(), self._clock())
+
+    def _identity(self, hello: Hello) -> dict[str, str]:
+        """Return what this program is; a policy folder that is not on this host is not needed."""
+        policy = Path(hello.policy)
+        found = identity_of(self._config, policy if policy.exists() else Path(__file__))
+        if not policy.exists():
+            found |= {name: hello.identity.get(name, "") for name in found if "Policy." in name}
+        return found
+
+    def _listen(self) -> None:
+        assert self._hello is not None and self._leave is not None
+        while (silent_s := self._clock() - self._heard_s) < self._hello.deadline_s:
+            time.sleep(min(LOOK_S, self._hello.deadline_s / 4))
+        self._leave(f"nobody has spoken to this worker for {silent_s:.1f} s: it ends")
+
+    @property
+    def engine(self) -> Engine:
+        if self._engine is None:
+            raise WireError("expected Hello first")
+        return self._engine
+
+    def _take_weights(self, told: messages.Weights) -> Done:
+        specs = jax.tree.leaves(transformer.param_specs(self.engine.model))
+        shapes = [(x.shape, x.dtype) for x in told.arrays]
+        wanted = [(tuple(spec.shape), self.engine.dtype) for spec in specs]
+        if shapes != wanted:
+            i = next((i for i, pair in enumerate(zip(shapes, wanted, strict=False)) if
+                      pair[0] != pair[1]), min(len(shapes), len(wanted)))  # fmt: skip
+            raise WireError(
+                f"expected {len(wanted)} arrays of the policy's shapes and {self.engine.dtype}, "
+                f"got {len(shapes)}; array {i} is another one"
+            )
+        tree = jax.tree.structure(transformer.param_specs(self.engine.model))
+        self._keep(told.version, jax.tree.unflatten(tree, told.arrays))
+        return Done()
+
+    def _take_offer(self, told: messages.Offered) -> messages.Has:
+        """Stage what is offered beside what is there, and take it: no run is under way."""
+        subscriber, engine = self._subscriber, self.engine
+        assert subscriber is not None, "an engine is there"
+        self._carrier.came(told.payloads)
+        try:
+            staged = subscriber.stage([told.text])
+        finally:
+            self._carrier.came({})
+        params, specs = subscriber.swap(staged), transformer.param_specs(engine.model)
+        host = [staged.host[name] for name in names_of(specs)]
+        self._keep(staged.version, jax.tree.unflatten(jax.tree.structure(specs), host))
+        with self._lock:
+            self._placed = staged.version, engine.place(params)
+        return messages.Has(staged.version, staged.ids[0].fingerprint)
+
+    def _keep(self, version: int, params: Any) -> None:
+        with self._lock:
+            self._weights[version] = params
+            for old in sorted(self._weights)[:-MOST_VERSIONS]:
+                del self._weights[old]
+
+    def _params(self, version: int) -> Any:
+        """The weights of a version, on this worker's devices."""
+        with self._lock:
+            if self._placed is None or self._placed[0] != version:
+                if version not in self._weights:
+                    kept = ", ".join(map(str, self._weights)) or "none"
+                    raise WireError(f"expected weights of version {version}, got {kept}")
+                self._placed = None  # the memory of one copy
+                self._placed = version, self.engine.place(self._weights[version])
+            return self._placed[1]
+
+    def _newest(self) -> Any:
+        return self._params(max(self._weights, default=0))
+
+    def _reach(self) -> compile_buckets.Reach:
+        bounds = self._compiled
+        if bounds is None:
+            raise WireError("expected Compile first")
+        nodes = bounds.nodes
+        return compile_buckets.Reach(
+            bounds.max_requests,
+            bounds.max_prompt_tokens,
+            speculative=bounds.speculative,
+            reuse=bounds.reuse,
+            moves=True,
+            nodes=None if nodes is None else lambda num_slots: nodes.get(num_slots, ()),
+        )
+
+    def _compile(self, bounds: messages.Compile) -> Done:
+        self._compiled = bounds
+        compile_buckets.warm_up(self.engine, self._newest(), bounds.sampling, self._reach())
+        return Done()
+
+    def _measure(self, asked: messages.Measure) -> messages.Measured:
+        bounds, hello, speculation = self._compiled, self._hello, self._speculation
+        reach = self._reach()
+        assert bounds is not None and hello is not None and speculation is not None
+        measured = self.engine, self._newest(), bounds.sampling, reach
+        rounds = moves = ""
+        with tempfile.TemporaryDirectory() as name:
+            path = Path(name) / "moves.json"
+            if asked.rounds is None:
+                transfer_times.measure(*measured, path)
+                moves = path.read_text()
+            if reach.speculative:
+                path = Path(name) / "rounds.json"
+                if asked.rounds:
+                    path.write_text(asked.rounds)
+                speculation.times = load_or_measure(path, *measured)
+                rounds = path.read_text()
+                compile_host_kernels(
+                    hello.speculation,
+                    speculation.times,
+                    *measured[:3],
+                    tuner=hello.tuner,
+                )
+        return messages.Measured(rounds, moves)
+
+    # -- runs ------------------------------------------------------------------------------
+
+    def _begin(self, asked: messages.Begin) -> Done:
+        job = asked.job
+        key_shape = jax.random.key_data(jax.random.key(0, impl=KEY_IMPL)).shape
+        if job.key.shape != key_shape:
+            raise WireError(f"expected a key of {key_shape}, got {job.key.shape}")
+        with self._lock:
+            if self._run is not None and not self._run.ended:
+                raise WireError(f"expected the end of run {self._run.number} before another")
+            self._run = WorkerRun(asked.run, job, self.engine, partial(self._spec, job))
+            self._run.start()
+        return Done()
+
+    @contextlib.contextmanager
+    def _spec(self, job: Job) -> Iterator[RolloutSpec]:
+        """Entered in the run's thread, and left when the run has ended."""
+        words = None if job.words is None else TokenBytes(job.words.bytes_N, job.words.starts)
+        spec = RolloutSpec(
+            self._params(job.weights),
+            job.sampling,
+            jax.random.wrap_key_data(job.key, impl=KEY_IMPL),
+            job.stop_token_ids,
+            job.policy_version,
+            rule=job.rule,
+            words=words,
+        )
+        with contextlib.ExitStack() as stack:
+            if job.drafting is not None:
+                drafts = self._drafter(job.name, job.drafting, stack)
+                spec = dataclasses.replace(spec, drafts=drafts)
+            yield spec
+
+    def _drafter(self, job: str, asked: Drafting, stack: contextlib.ExitStack) -> DrafterFactory:
+        speculation, server = self._speculation, None
+        assert speculation is not None, "an engine is there"
+        if self._drafts is not None and "group" in speculation.config.sources:
+            shared = SharedDrafts(job, asked.group_size, self._drafts, self.remarks.append)
+            server = stack.enter_context(shared)
+        for key, group in asked.history.items():
+            self._history.replace(key, group)
+        return speculation.drafter_factory(
+            *(asked.keys, asked.prompts, asked.last),
+            first_group=asked.first_group,
+            group_size=asked.group_size,
+            server=server,
+        )
+
+    def _of(self, number: int) -> WorkerRun:
+        run = self._run
+        if run is None or run.number != number:
+            raise WireError(f"expected run {run.number if run else None}, got {number}")
+        return run
+
+    def _give(self, given: messages.Give) -> Done:
+        run, engine = self._of(given.run), self.engine
+        for start in given.starts:
+            engine.check([start.request], run.job.sampling)
+            check_kv(engine, start)
+        run.give(given)
+        return Done()
+
+    def _poll(self, asked: messages.Poll) -> messages.Report:
+        return self._of(asked.run).report(min(max(asked.wait_s, 0.0), MOST_WAIT_S))
+
+    def _abort(self, asked: messages.Abort) -> Done:
+        run = self._of(asked.run)
+        if not run.abort(LEAVING_S):
+            raise RuntimeError(f"run {run.number} does not end: {run.where()}")
+        return Done()
+
+    def _pong(self, _: messages.Ping) -> messages.Pong:
+        remarks, self.remarks = tuple(self.remarks), []
+        return messages.Pong(self._clock(), remarks)
+
+
+def _expected(engine: Engine) -> Any:
+    """The shapes of the policy's arrays, and where they lie on these devices."""
+    specs = transformer.param_specs(engine.model)
+    if engine.mesh is None:
+        return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, engine.dtype), specs)
+    shardings = param_shardings(engine.mesh, specs)
+    return jax.tree.map(
+        lambda s, where: jax.ShapeDtypeStruct(s.shape, engine.dtype, sharding=where),
+        *(specs, shardings),
+    )
+
+
+def _not_asked(source: int, have: Any) -> str | None:
+    raise AssertionError("offers come by themselves")
+
+
+def check_kv(engine: Engine, partial: PartialRequest) -> None:
+    """Raise WireError for keys and values that are not those of this request in this engine."""
+    if partial.kv is None:
+        return
+    entries, model = partial.kv.entries, engine.model
+    shape = model.num_kv_heads, len(partial.token_ids) - 1, model.head_dim
+    found = {(x.shape, x.dtype) for x in entries.values}
+    if len(entries.values) != model.num_layers or found != {(shape, engine.dtype)}:
+        raise WireError(
+            f"request {partial.request.request_id}: expected keys and values of "
+            f"{model.num_layers} layers of {shape} of {engine.dtype}, got {len(entries.values)} of "
+            f"{sorted(map(str, found))[0]}"
+        )
+    if entries.features or entries.feature_layers:
+        raise WireError("expected keys and values without hidden states")
+
+
+def end_process(why: str) -> None:
+    """End this program at once, with a line."""
+    say(why)
+    os._exit(1)

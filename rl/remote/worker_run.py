@@ -1,0 +1,149 @@
+"""A run of the engine in a worker's program: its requests come from the other program by messages.
+
+Give → inbox → engine's thread → events → answer of Poll
+"""
+
+from __future__ import annotations
+
+import collections
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+
+from rl.engine.engine import Engine
+from rl.engine.rollout_spec import RolloutSpec
+from rl.engine.stats import EngineStats
+from rl.remote.messages import Answered, ChunkEnded, Give, Job, Parked, Report, of_stats
+from rl.runtime.waits import code_line
+from rl.trajectory import PartialRequest, Trajectory
+
+Event = ChunkEnded | Parked | Answered
+
+
+class RunAborted(Exception):
+    """The run was aborted."""
+
+
+class WorkerRun:
+    """One run, in a thread of its own; also its engine's `RequestSource`."""
+
+    def __init__(
+        self,
+        number: int,
+        job: Job,
+        engine: Engine,
+        spec: Callable[[], AbstractContextManager[RolloutSpec]],
+    ) -> None:
+        self.number, self.job, self._engine, self._spec = number, job, engine, spec
+        self.most_requests, self.longest_tokens = job.most_requests, job.longest_tokens
+        self.kv_tokens = job.kv_tokens
+        self.stats, self.rounds = EngineStats(), 0
+        self._inbox: queue.SimpleQueue[PartialRequest | None] = queue.SimpleQueue()
+        self._closed = self._aborted = self.ended = False
+        self._events: collections.deque[Event] = collections.deque()
+        self._grants: dict[int, int] = {}
+        self._error: BaseException | None = None
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name=f"run-{number}", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def where(self) -> str:
+        """Return the line of code that it is at."""
+        return code_line(self._thread.ident or 0)
+
+    # -- called for the other program ----------------------------------------------------
+
+    def give(self, given: Give) -> None:
+        """Take requests and grants."""
+        with self._changed:
+            self._grants.update(given.grants)
+            for partial in given.starts:
+                self._inbox.put(partial)
+            if given.closed:
+                self._inbox.put(None)
+            self._changed.notify_all()
+
+    def report(self, wait_s: float) -> Report:
+        """Wait for events or the end; raise what the run has raised once all is told."""
+        with self._changed:
+            self._changed.wait_for(lambda: bool(self._events) or self.ended, wait_s)
+            events = tuple(self._events)
+            self._events.clear()
+            if self.ended and self._error is not None and not events:
+                raise self._error
+            over = self.ended and self._error is None
+            stats = of_stats(self.stats) if over else None
+        return Report(self.number, events, self.rounds, self.stats.tokens, stats)
+
+    def abort(self, limit_s: float) -> bool:
+        """End the run; return whether it has ended within the limit."""
+        with self._changed:
+            self._aborted = True
+            self._inbox.put(None)
+            self._changed.notify_all()
+        self._thread.join(limit_s)
+        return not self._thread.is_alive()
+
+    # -- called by the engine's thread ---------------------------------------------------
+
+    def take(self, *, wait: bool) -> Sequence[PartialRequest] | None:
+        taken: list[PartialRequest] = []
+        try:
+            while not self._closed:
+                partial = self._inbox.get(block=wait and not taken)
+                self._closed = partial is None
+                if partial is not None:
+                    taken.append(partial)
+        except queue.Empty:
+            pass
+        self._leave_if_aborted()
+        return taken if taken or not self._closed else None
+
+    def chunk_ended(self, request_id: int, response_tokens: int) -> int:
+        self._tell(ChunkEnded(request_id, response_tokens))
+        with self._changed:  # the program ends where nobody speaks to it any more
+            self._changed.wait_for(lambda: request_id in self._grants or self._aborted)
+            self._leave_if_aborted()
+            return self._grants.pop(request_id)
+
+    def park(self, leaving: Sequence[PartialRequest]) -> None:
+        for partial in leaving:
+            request_id = partial.request.request_id
+            self._tell(Parked(request_id, partial.prefix, partial.kv))
+
+    def _finished(self, trajectory: Trajectory) -> None:
+        self._tell(Answered(trajectory))
+
+    def _on_round(self, finished: int, tokens: int) -> None:
+        self.rounds += 1
+        self._leave_if_aborted()
+
+    def _tell(self, event: Event) -> None:
+        with self._changed:
+            self._events.append(event)
+            self._changed.notify_all()
+
+    def _leave_if_aborted(self) -> None:
+        if self._aborted:
+            raise RunAborted
+
+    def _run(self) -> None:
+        try:
+            with self._spec() as spec:
+                self._engine.run(
+                    spec,
+                    (),
+                    source=self,
+                    stats=self.stats,
+                    on_finish=self._finished,
+                    on_round=self._on_round,
+                )
+        except BaseException as error:
+            self._error = error
+        finally:
+            with self._changed:
+                self.ended = True
+                self._changed.notify_all()

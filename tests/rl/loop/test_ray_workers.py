@@ -1,0 +1,82 @@
+"""Workers in other programs are compiled and measured once, also those that come late."""
+
+import dataclasses
+import time
+from types import SimpleNamespace
+
+import pytest
+import rollouts
+from remote_workers import Programs, make_team
+from tiny_team import (
+    CONFIG,
+    KEY,
+    MODEL,
+    PARAMS,
+    PROMPTS,
+    REQUESTS,
+    SAMPLING,
+    STOP,
+    assert_same_tokens,
+    play,
+)
+
+from rl.config.loader import load
+from rl.engine.engine import Engine
+from rl.loop import ray_workers
+from rl.loop.experiment import TrainConfig, check_ray
+from rl.loop.ray_workers import RayWorkers
+from rl.loop.setup import rollout_reach
+from rl.remote.messages import CODEC, Compile, Measure
+from rl.runtime.run_files import ROUNDS_FILE
+from rl.speculation.config import SpeculationConfig
+from rl.speculation.sources import Speculation
+from spec.reuse.rollout_cache import RolloutCache
+
+RAY = ("Cluster.kind='ray'", "Sched.workers=2")
+
+
+def test_drafters_on_the_device_are_refused():
+    config = load(TrainConfig, ["configs/epochs_tiny.gin"], RAY)
+    check_ray(config)
+    sources = dataclasses.replace(config.speculation, sources=("own", "learned"))
+    with pytest.raises(ValueError, match=r'Cluster.kind="ray" draft from text, got learned'):
+        check_ray(dataclasses.replace(config, speculation=sources))
+
+
+def test_workers_compile_for_evaluations_that_they_answer():
+    config = load(TrainConfig, ["configs/epochs_tiny.gin"], RAY)
+    inputs = SimpleNamespace(evals=SimpleNamespace(num_questions=10_000))
+    found = ray_workers.bounds(config, inputs, rollout_reach(config))
+    assert CODEC.decode(CODEC.encode(found)) == found
+    assert found.max_requests == 10_000 * config.eval.samples
+    assert found.speculative == config.speculation.enabled
+
+
+def test_programs_are_warmed_up_once_and_late_ones_by_what_was_measured(tmp_path):
+    config, heard = SpeculationConfig(sources=("group", "own")), []
+
+    def noted(channel):
+        channel._heard = lambda message: heard.append(CODEC.decode(message))
+
+    programs = Programs(changed=noted)
+    multi, team = make_team(programs, 1, speculation=config)
+    bounds = Compile(SAMPLING, len(REQUESTS), 5, True, False, None)
+    done = rollouts.run(Engine(MODEL, CONFIG), PARAMS, REQUESTS, SAMPLING, KEY, STOP)
+    with team, Speculation(config, RolloutCache()) as speculation:
+        speculation.for_others = True
+        team.start()
+        workers = RayWorkers(multi, team)
+        workers.warm_up(bounds, PARAMS, tmp_path, (), lambda *_: None, lambda: None)
+        assert multi.prefer_pool(8) in (True, False)
+        ray_workers.read_times(speculation, tmp_path)
+        assert speculation.times(4, 4, 32) > 0
+        programs.channels[0][0].kill()
+        until_s = time.monotonic() + 60
+        while len(programs.channels[0]) < 2 or not multi.engines[0].is_ready:
+            assert time.monotonic() < until_s
+            time.sleep(0.01)
+        keys = [f"q{g}" for g in range(len(PROMPTS))]
+        drafts = speculation.drafter_factory(keys, PROMPTS, group_size=4)
+        assert_same_tokens(play(multi, drafts=drafts), {t.request_id: t for t in done})
+    first, late = [m for m in heard if isinstance(m, Measure)]
+    assert first.rounds is None and late.rounds == (tmp_path / ROUNDS_FILE).read_text()

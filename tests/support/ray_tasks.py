@@ -1,0 +1,90 @@
+"""Rollouts of worker programs on Ray, in a process of their own: what Ray does to it, it does to no
+other test.
+"""
+
+import os
+import signal
+from pathlib import Path
+
+import rollouts
+from processes import Place
+from remote_workers import make_team
+from tiny_team import (
+    CONFIG,
+    KEY,
+    MODEL,
+    PARAMS,
+    PROMPTS,
+    REQUESTS,
+    SAMPLING,
+    STOP,
+    assert_same_tokens,
+    play,
+)
+
+from rl.engine.engine import Engine
+from rl.ray_roles.session import RaySession, open_ray
+from rl.speculation.config import SpeculationConfig
+from rl.speculation.sources import Speculation
+from sched.protocol import WorkerLost
+from spec.reuse.rollout_cache import RolloutCache
+
+
+def listening(pids):
+    """The addresses, in the kernel's hexadecimal, that these processes listen on."""
+    sockets = set()
+    for pid in pids:
+        for fd in Path(f"/proc/{pid}/fd").iterdir():
+            try:
+                sockets.add(os.readlink(fd))
+            except FileNotFoundError:
+                continue
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            columns = line.split()
+            if columns[3] == "0A" and f"socket:[{columns[9]}]" in sockets:
+                found.add(columns[1].partition(":")[0])
+    return found
+
+
+def descendants():
+    parents = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    found = {os.getpid()}
+    while more := {pid for pid, parent in parents.items() if parent in found} - found:
+        found |= more
+    return found
+
+
+def tokens_though_one_is_killed(place: Place):
+    """Check the tokens of two programs, of which one is killed in mid-rollout."""
+    done = rollouts.run(Engine(MODEL, CONFIG), PARAMS, REQUESTS, SAMPLING, KEY, STOP)
+    alone = {t.request_id: t for t in done}
+    config = SpeculationConfig(budget="fixed:3", sources=("group", "own"))
+    keys = [f"q{g}" for g in range(len(PROMPTS))]
+    with open_ray(None, 4, 60.0), Speculation(config, RolloutCache()) as speculation:
+        session = RaySession("", 2, 1, deadline_s=30.0, start_s=60.0)
+        multi, team = make_team(session, 2, speculation=config, deadline_s=30.0, chunk_tokens=2)
+        with team:
+            team.start()
+            addresses, loopback = listening(descendants()), ("0100007F", "0" * 24 + "01000000")
+            assert addresses
+            assert addresses <= {*loopback, "0000000000000000FFFF00000100007F"}
+            victim, killed = multi.engines[0].pid, []
+
+            def on_finish(trajectory):
+                if not killed:
+                    killed.append(os.kill(victim, signal.SIGKILL))
+
+            drafts = speculation.drafter_factory(keys, PROMPTS, group_size=4)
+            assert_same_tokens(play(multi, drafts=drafts, on_finish=on_finish), alone)
+            assert multi.stats.accepted_tokens > 0
+            lost = [d.event for d in multi.decisions if isinstance(d.event, WorkerLost)]
+        session.close()
+    assert lost == [WorkerLost(0)]
+    return {"accepted_tokens": multi.stats.accepted_tokens}
