@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -88,6 +88,11 @@ class StoredGguf(Stored):
     def opened(self) -> Iterator[BinaryIO]:
         with self.path.open("rb") as file:
             yield file
+
+    def reader(self, file: BinaryIO) -> Callable[[tuple[slice, ...]], np.ndarray]:
+        """Return a function that gives a part of it; blocks are dequantized whole."""
+        whole = self.read(file)
+        return lambda index: whole[index]
 
     def read(self, file: BinaryIO) -> np.ndarray:
         """Read, dequantize to float32, and put rows in Hugging Face's order."""

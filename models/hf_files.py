@@ -12,7 +12,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,6 +61,19 @@ class Stored:
     def read(self, file: Any) -> np.ndarray:
         """Read its values in the layout of its file."""
         return np.asarray(file.get_tensor(self.name))
+
+    def reader(self, file: Any) -> Callable[[tuple[slice, ...]], np.ndarray]:
+        """Return a function that reads a part of it; each part is read from the file but once."""
+        view = file.get_slice(self.name)
+        parts: dict[str, np.ndarray] = {}
+
+        def read(index: tuple[slice, ...]) -> np.ndarray:
+            if (key := repr(index)) not in parts:
+                is_whole = all(part == slice(None) for part in index)
+                parts[key] = self.read(file) if is_whole else np.asarray(view[index])
+            return parts[key]
+
+        return read
 
 
 def entries_of(names: Any, specs: Any) -> list[Entry]:
@@ -149,7 +162,8 @@ def read_tensors(
 ) -> list[jax.Array]:
     """Read the entries' tensors in our layout; with a mesh each goes straight onto its shards.
 
-    `dtype` None keeps each tensor's own. Host memory holds one tensor at a time.
+    `dtype` None keeps each tensor's own. Host memory holds one tensor at a time, and of that what
+    this process's devices hold.
     """
     from models import transformer  # noqa: F401, registers the trees of weights with jax
 
@@ -160,7 +174,7 @@ def read_tensors(
             for entry in entries:
                 at = stored[entry.name]
                 if at.path == path:
-                    arrays[entry.name] = _place(at.read(file), entry, mesh, dtype)
+                    arrays[entry.name] = _place(at, file, entry, mesh, dtype)
     return [arrays[entry.name] for entry in entries]
 
 
@@ -340,18 +354,20 @@ def _some(title: str, items: list[str], most: int = 6) -> str:
     return f"{title}: {', '.join(items[:most])}{more}"
 
 
-def _place(host: np.ndarray, entry: Entry, mesh: Mesh | None, dtype: Any) -> jax.Array:
+def _place(at: Stored, file: Any, entry: Entry, mesh: Mesh | None, dtype: Any) -> jax.Array:
     """Put a stored tensor, as `dtype`, on its shards."""
     import jax
     import jax.numpy as jnp
 
     from models.sharding import fitting_sharding
 
-    host = host if dtype is None else host.astype(jnp.dtype(dtype), copy=False)
+    def cast(host: np.ndarray) -> np.ndarray:
+        return host if dtype is None else host.astype(jnp.dtype(dtype), copy=False)
+
     if mesh is None:
-        return jnp.asarray(host)
-    sharding = fitting_sharding(mesh, host.shape, entry.axes)
-    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+        return jnp.asarray(cast(at.read(file)))
+    sharding, read = fitting_sharding(mesh, at.shape, entry.axes), at.reader(file)
+    return jax.make_array_from_callback(at.shape, sharding, lambda index: cast(read(index)))
 
 
 def _left_out(folder: str, names: list[str]) -> list[str]:

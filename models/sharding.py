@@ -6,7 +6,7 @@ mesh that the caller has set with `jax.set_mesh`, and does nothing where there i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from models.config import MeshConfig
-from models.layout import AXES, fitting_axes, mesh_axes
+from models.layout import AXES, Entry, fitting_axes, mesh_axes
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[Any]) -> Mesh:
@@ -37,7 +37,23 @@ def partition_spec(axes: Sequence[str | None]) -> PartitionSpec:
 
 def fitting_sharding(mesh: Mesh, shape: Sequence[int], axes: Sequence[str | None]) -> NamedSharding:
     """Return the sharding of an array; dimensions that do not divide are not split."""
-    return NamedSharding(mesh, PartitionSpec(*fitting_axes(mesh.shape, shape, axes)))
+    return NamedSharding(mesh, _fitting_spec(mesh.shape, shape, axes))
+
+
+def _fitting_spec(
+    sizes: Mapping[str, int], shape: Sequence[int], axes: Sequence[str | None]
+) -> PartitionSpec:
+    """The specification as a program returns it, so that what it made is what it was compiled for.
+
+    It names no axis of size 1, and ends with the last dimension that is split.
+    """
+    spec = list[Entry]()
+    for entry in fitting_axes(sizes, shape, axes):
+        names = [n for n in ((entry,) if isinstance(entry, str) else entry or ()) if sizes[n] > 1]
+        spec.append(names[0] if len(names) == 1 else tuple(names) or None)
+    while spec and spec[-1] is None:
+        spec.pop()
+    return PartitionSpec(*spec)
 
 
 def param_shardings(mesh: Mesh, specs: Any) -> Any:
@@ -45,10 +61,36 @@ def param_shardings(mesh: Mesh, specs: Any) -> Any:
     return jax.tree.map(lambda spec: fitting_sharding(mesh, spec.shape, spec.axes), specs)
 
 
+def replicated(tree: Any) -> Any:
+    """Pin arrays whole onto every device of the mesh that is set, so that any host can read them.
+
+    Devices of other processes may hold the rest of an array that is split.
+    """
+    return jax.tree.map(lambda x: constrain(x, *[None] * x.ndim), tree)
+
+
+def put(x: Any, where: jax.sharding.Sharding | None) -> jax.Array:
+    """Put an array on devices; on those of several processes each gives its shards of its own copy.
+
+    `jax.device_put` would compare the processes' copies in a collective, and refuses keys.
+    """
+    if where is None or where.is_fully_addressable or not _is_here(x):
+        return jax.device_put(x, where)
+    if isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+        data, impl = jax.random.key_data(x), jax.random.key_impl(x)
+        return jax.random.wrap_key_data(put(data, where), impl=impl)
+    copy = np.asarray(x)
+    return jax.make_array_from_callback(copy.shape, where, copy.__getitem__)
+
+
+def _is_here(x: Any) -> bool:
+    return not isinstance(x, jax.Array) or x.is_fully_addressable
+
+
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     """Pin an activation to the sharding of its logical axes, under the mesh that is set."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
         return x
-    spec = PartitionSpec(*fitting_axes(mesh.shape, x.shape, axes))
+    spec = _fitting_spec(mesh.shape, x.shape, axes)
     return jax.lax.with_sharding_constraint(x, spec)

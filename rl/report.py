@@ -1,6 +1,7 @@
 """`python -m rl.report RUN...`: a report on one or several runs, as PNG and one HTML page.
 
-It reads metrics.jsonl, samples.jsonl, eval_samples.jsonl and timeline.json of each run folder.
+It reads metrics.jsonl, samples.jsonl, eval_samples.jsonl, timeline.json and workers.jsonl of each
+run folder.
 """
 
 from __future__ import annotations

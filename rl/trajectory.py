@@ -39,7 +39,7 @@ class FinishReason(enum.StrEnum):
 class Request:
     """One response to be generated.
 
-    `request_id` names the noise: the same id under the same step key draws the
+    `request_id` modulo 2³¹ names the noise: the same name under the same step key draws the
     same uniforms wherever and whenever it runs. Ids are unique within a call.
     `sampling` of None means that of the rollout, whose scheme of draws all requests have;
     `max_new_tokens` of None means the sampling's own limit. `cached` is an earlier response
@@ -152,7 +152,7 @@ class PartialRequest:
 
     def without_kv(self) -> PartialRequest:
         """Return this request without its keys and values, which are then recomputed."""
-        return dataclasses.replace(self, kv=None)
+        return self if self.kv is None else dataclasses.replace(self, kv=None)
 
 
 def of_prefix(request: Request, prefix: Prefix) -> Trajectory:
@@ -197,8 +197,8 @@ def check_requests(
         if request.request_id in seen:
             raise ValueError(f"{name} comes twice: ids name the noise and must be unique in a call")
         seen.add(request.request_id)
-        if not 0 <= request.request_id < 2**31:
-            raise ValueError(f"{name}: ids must be in 0 … 2³¹−1")
+        if not 0 <= request.request_id < 2**62:
+            raise ValueError(f"{name}: ids must be in 0 … 2⁶²−1")
         if not request.prompt_ids:
             raise ValueError(f"{name} has an empty prompt: expected at least one token")
         low, high = min(request.prompt_ids), max(request.prompt_ids)

@@ -19,6 +19,7 @@ import numpy as np
 from spec.config import Draw, SamplingConfig
 
 KEY_IMPL = "threefry2x32"  # named, so that a changed default of jax changes no rollout
+NOISE_NAMES = 2**31  # of requests
 
 
 @jax.tree_util.register_dataclass
@@ -67,9 +68,17 @@ def step_key(seed: int, step: int) -> jax.Array:
     return jax.random.fold_in(jax.random.key(seed, impl=KEY_IMPL), step)
 
 
-def request_keys(key: jax.Array, request_ids_B: jax.Array) -> jax.Array:
-    """Return fold_in(step_key, request_id) for every request; a key array [B]."""
-    return jax.vmap(lambda r: jax.random.fold_in(key, r))(request_ids_B)
+def noise_names(request_ids: np.ndarray) -> np.ndarray:
+    """Return what names the noise of requests: their ids modulo 2³¹.
+
+    Requests that share noise, of one example in two epochs, may live at the same time.
+    """
+    return request_ids % NOISE_NAMES
+
+
+def request_keys(key: jax.Array, names_B: jax.Array) -> jax.Array:
+    """Return fold_in(step_key, name) for every request's `noise_names`; a key array [B]."""
+    return jax.vmap(lambda r: jax.random.fold_in(key, r))(names_B)
 
 
 def position_keys(keys_B: jax.Array, positions_BN: jax.Array) -> jax.Array:

@@ -22,7 +22,7 @@ from models import kv_cache, transformer
 from models.attention import Chunks, Trees
 from models.config import ModelConfig
 from models.kv_cache import Entries, KVCache, Pending
-from models.sharding import constrain
+from models.sharding import constrain, replicated
 from spec import nodes as packed_nodes
 from spec import sampling
 from spec.nodes import Nodes
@@ -48,7 +48,7 @@ class Slots:
 
     def pinned(self) -> Slots:
         """Return them whole on every device of a mesh: XLA's choice would be another program's."""
-        return jax.tree.map(lambda x: constrain(x, *(None,) * x.ndim), self)
+        return replicated(self)
 
 
 @jax.tree_util.register_dataclass
@@ -313,7 +313,7 @@ def verify_round(
     cache, pending, slots, drawn = verify(
         config, params, cache, pending, slots, nodes, stop_E, scheme, max_nodes
     )
-    return cache, pending, slots.pinned(), pack(drawn), drawn.of_chunks
+    return cache, pending, slots.pinned(), replicated(pack(drawn)), drawn.of_chunks
 
 
 @partial(
@@ -356,4 +356,4 @@ def decode_rounds(
     cache, pending = settle(cache, pending)
     start = jnp.int32(0), cache, slots, jnp.zeros((3, max_rounds, B), jnp.int32)
     _, cache, slots, found_3RB = jax.lax.while_loop(more, step, start)
-    return cache, pending, slots.pinned(), found_3RB
+    return cache, pending, slots.pinned(), replicated(found_3RB)

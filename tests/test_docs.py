@@ -150,6 +150,10 @@ def test_figures_of_several_files_stand_beside_one_another(tmp_path, monkeypatch
         generate.beside({**row, "goal": ["> 0", "", ""]}, ["a.json"])
 
 
+def test_the_readme_is_short():
+    assert len(README.splitlines()) <= 120
+
+
 def test_the_readme_shows_rows_of_the_results():
     shown = [line.split(" | ") for line in README.splitlines() if line.startswith("| ")]
     rows = [[cell.strip("| ") for cell in cells] for cells in shown if cells[0] != "| what"]
@@ -311,7 +315,7 @@ def test_messages_of_the_troubleshooting_page_are_those_of_the_code():
 PREFIXES = (
     *("batch", "clip_ratio", "completions", "correction", "critic", "diversity", "drafter"),
     *("dynamic_sampling", "perf", "ratio", "reward", "rewards", "rollout", "sampling", "spec"),
-    *("update",),
+    *("update", "weights", "workers"),
 )
 
 

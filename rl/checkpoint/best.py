@@ -9,7 +9,7 @@ import dataclasses
 import json
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -95,11 +95,20 @@ def chosen_step(run: Path | str, text: str) -> int | None:
 class BestRecord:
     """Writes the best step once its checkpoint is whole. Any thread may call it.
 
-    `asked` identifies questions and sampling: a record of other ones is not continued.
+    `asked` identifies questions and sampling: a record of other ones is not continued. Of several
+    processes one `writes`; `from_first` hands the others what that one computes.
     """
 
-    def __init__(self, folder: Folder, asked: str) -> None:
+    def __init__(
+        self,
+        folder: Folder,
+        asked: str,
+        *,
+        writes: bool = True,
+        from_first: Callable[[Callable[[], bytes]], bytes] = lambda compute: compute(),
+    ) -> None:
         self._folder, self._asked = folder, asked
+        self._writes, self._from_first = writes, from_first
         self._lock = threading.Lock()
         self._committed: set[int] = set()
         self._candidate: Best | None = None
@@ -116,8 +125,8 @@ class BestRecord:
         Returns False where nothing is continued: at the start of a run, and where something else
         was asked before.
         """
-        same = read_record(self._folder).get("asked") == self._asked
-        kept = list_steps(self._folder.path / CHECKPOINTS)
+        there = json.loads(self._from_first(self._there))
+        same, kept = there["record"].get("asked") == self._asked, there["kept"]
         standing = [b for b in evaluated if same and b.step <= step and b.step in kept]
         with self._lock:
             self._committed.update(kept)
@@ -127,9 +136,14 @@ class BestRecord:
 
     def keep(self) -> None:
         """Leave the record as it is: the run is not evaluated (any more)."""
-        best = read_record(self._folder).get("best")
+        best = json.loads(self._from_first(self._there))["record"].get("best")
         if best is not None:
             self._written = Best(**best)
+
+    def _there(self) -> bytes:
+        """Return the record and the steps that are kept, before either is changed."""
+        kept = list_steps(self._folder.path / CHECKPOINTS)
+        return json.dumps({"record": read_record(self._folder), "kept": kept}).encode()
 
     def found(self, best: Best) -> None:
         """Note a better step, whose checkpoint may come later."""
@@ -154,6 +168,8 @@ class BestRecord:
             self._write()
 
     def _write(self) -> None:
+        if not self._writes:
+            return
         best = None if self._written is None else dataclasses.asdict(self._written)
         record = {"asked": self._asked, "best": best}
         self._folder.replace(EVALUATION_FILE, json.dumps(record, indent=2) + "\n")

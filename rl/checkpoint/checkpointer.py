@@ -1,7 +1,7 @@
 """Checkpoints: atomic, asynchronous, verified before use. Orbax writes the arrays.
 
     step_00000020/arrays/          Orbax: every array of the pytree under its path
-    step_00000020/host/            data cursor, seeds, caches; one set a process
+    step_00000020/host/            data cursor, seeds, caches: the same on all processes
     step_00000020/files/           files of the run folder, linked: they never change
     step_00000020/manifest.json    size and SHA-256 of every file, shapes, dtypes
 
@@ -13,6 +13,9 @@ Invariants:
   one background thread writes and hashes them, and its errors surface at the
   next `save`, `wait` or `close`.
 - What is restored is bitwise what was saved, on the shardings of the template.
+- Of several processes each writes its shards, and process 0 everything else. They agree
+  after each part of a save: it comes in once all have succeeded, and fails on all if it
+  does on one. Any other number of processes restores it.
 - Nothing is written or deleted through a link (models.folder).
 - `rl.checkpoint.reader` reads checkpoints without a Checkpointer, also beside a run that writes.
 
@@ -32,24 +35,25 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 
 from models.folder import Folder
 from rl.checkpoint import folders, host_state, manifest
+from rl.checkpoint.arrays import ArrayWriter
 from rl.checkpoint.config import CheckpointConfig
 from rl.checkpoint.manifest import Content
-from rl.checkpoint.reader import FILES_FOLDER, PyTree, Restored, describe, flatten, restore
+from rl.checkpoint.reader import ARRAYS, FILES_FOLDER, PyTree, Restored, describe, flatten, restore
+from rl.cluster.processes import ALONE, Processes
 from rl.runtime import host_memory
 from rl.runtime.waits import POLL_S, Hang, Patience, result_of
 
-_BARRIER_TIMEOUT_S = 1200
 _log = logging.getLogger(__name__)
-# Orbax numbers the saves of a process: a second one that begins while the first is being written
-# makes the first wait for ever. So only one checkpointer writes arrays at a time.
+# only one checkpointer of a process writes arrays at a time
 _writing = threading.Lock()
 _writer: Checkpointer | None = None  # the last one that took the lock
+T = TypeVar("T")
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO)
 
 
@@ -65,8 +69,21 @@ class LinkedFiles:
     contents: Mapping[str, Content]
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Begun:
+    """A save under way: arrays by path, what the manifest says, and what process 0 writes."""
+
+    flat: dict[str, jax.Array]
+    extra: dict[str, Any]
+    state: host_state.HostState | None = None
+    known: Mapping[str, Content] = dataclasses.field(default_factory=dict)
+
+
 class Checkpointer:
-    """The one writer of a checkpoint directory. Use it as a context manager.
+    """The one writer of a checkpoint directory; `processes` are all that write to it together.
+
+    Use it as a context manager. Of several processes all call the same methods, with the same
+    steps and host state, in the same order.
 
     Opening tidies up after a killed run, and raises RuntimeError while another
     process writes to the directory. `committed` is called in the background thread with each
@@ -80,11 +97,10 @@ class Checkpointer:
         config: CheckpointConfig | None = None,
         patience: Patience | None = None,
         *,
+        processes: Processes = ALONE,
         committed: Callable[[int], None] = lambda step: None,
         spared: Callable[[], Collection[int]] = tuple,
     ) -> None:
-        import orbax.checkpoint as ocp
-
         if not isinstance(directory, Folder) and re.match(r"\w+:/", str(directory)):
             raise ValueError(
                 f"expected a path of a mounted file system, got {str(directory)!r}: mount the "
@@ -98,19 +114,14 @@ class Checkpointer:
         self._committed, self._spared = committed, spared
         self._patience, self._hangs = patience or Patience(), False
         self._parts_done = 0  # of all saves so far
-        self._saves = 0
+        self._waited = 0  # times that another process was not there yet
         self._published: int | None = None  # the step of the last save that came in
         self._pending: concurrent.futures.Future[None] | None = None
-        self._lock = None
-        if _primary():
-            self._lock = _take_lock(self._folder)
-            folders.recover(self._folder)
-        # OCDBT, Orbax's default, keeps memory at every save: tensorstore leaks its specs.
-        handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False)
-        # Only OCDBT has something to finalize; without it Orbax warns.
-        handler.finalize = lambda directory: None  # type: ignore[method-assign]
+        self._lock: Any = None
+        self._processes = processes
+        self._together("opening", self._open)
         host_memory.bound_file_threads()
-        self._orbax = ocp.AsyncCheckpointer(handler)
+        self._orbax = ArrayWriter(by_all=not processes.alone)
         logging.getLogger("absl").addFilter(_is_not_disk_error)  # a second time changes nothing
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
 
@@ -134,7 +145,12 @@ class Checkpointer:
         self._save(step, arrays, host, files)
 
     def save_if_free(self, step: int, arrays: PyTree, host: dict[str, Any] | None = None) -> bool:
-        """Save unless another save would have to be waited for; return whether it was saved."""
+        """Save unless another save would have to be waited for; return whether it was saved.
+
+        Of several processes none does: they would have to wait for each other to know.
+        """
+        if not self._processes.alone:
+            return False
         if self._pending is not None and not self._pending.done():
             return False
         if not _writing.acquire(blocking=False):
@@ -151,27 +167,32 @@ class Checkpointer:
         self, step: int, arrays: PyTree, host: dict[str, Any] | None, files: LinkedFiles | None
     ) -> None:
         """Begin a save while holding `_writing`, which `_commit` releases."""
-        import orbax.checkpoint as ocp
-
         global _writer
         _writer = self
         try:
             if step < 0:
                 raise ValueError(f"expected a step of 0 or more, got {step}")
-            flat = flatten(arrays, concrete=True)
-            state = host_state.encode(host or {})
             working = folders.working_folder(self.directory, step)
-            self._saves += 1
-            known: dict[str, Content] = {}
-            with self._disk_errors(step):
-                if _primary():
-                    known = self._begin(working.name, files)
-            _barrier(f"begin-{self._saves}")
-            extra = {"step": step, "processes": jax.process_count(), "arrays": describe(flat)}
-            with self._disk_errors(step):  # returns once the values are on the host
-                self._orbax.save(working / "arrays", args=ocp.args.PyTreeSave(flat))
-            commit = (step, state, extra, known, self._saves)
-            self._pending = self._thread.submit(self._commit, *commit)
+
+            def begin() -> _Begun:
+                flat = flatten(arrays, concrete=True)
+                count = self._processes.count
+                extra = {"step": step, "processes": count, "arrays": describe(flat)}
+                if not self._processes.is_first:
+                    return _Begun(flat, extra)
+                state = host_state.encode(host or {})
+                with self._disk_errors(step):
+                    return _Begun(flat, extra, state, self._begin(working.name, files))
+
+            begun = self._together(f"beginning to save step {step}", begin)
+
+            def copy() -> None:
+                with self._disk_errors(step):  # in the thread: here an event loop may run
+                    self._thread.submit(self._orbax.save, working / ARRAYS, begun.flat).result()
+
+            self._together(f"copying step {step}", copy)
+            begun.flat.clear()  # the caller may donate them
+            self._pending = self._thread.submit(self._commit, step, begun)
         except BaseException:
             _writing.release()
             raise
@@ -209,13 +230,21 @@ class Checkpointer:
                 self._pending = None
 
     def _progress(self) -> tuple[int, int]:
-        """Return the parts done and the bytes of the present one: they change while it is alive."""
-        return self._parts_done, folders.written_bytes(self.directory)
+        """Return the parts done and the bytes of the present one: they change while it is alive.
+
+        Where another process is waited for, that one has to be: this one only waits.
+        """
+        return self._parts_done + self._waited, folders.written_bytes(self.directory)
+
+    def _waits(self) -> None:
+        self._waited += 1
+        if threading.current_thread() is threading.main_thread():
+            self._patience.alive()
 
     def restore(self, template: PyTree) -> Restored:
         """Wait for the save in progress, then `reader.restore` the newest whole checkpoint."""
         self.wait()
-        return restore(self.directory, template)
+        return restore(self.directory, template, processes=self._processes)
 
     def close(self) -> None:
         """Finish the save in progress, release the directory. Raises as `wait` does, or SaveError.
@@ -247,12 +276,39 @@ class Checkpointer:
             _log.exception("the last save of %s failed as well", self.directory)
             error.add_note(f"The last save of {self.directory} failed as well: {also}")
 
+    def _open(self) -> None:
+        """Lock other writers out and tidy up, on the one process that does."""
+        if self._processes.is_first:
+            self._lock = _take_lock(self._folder)
+            folders.recover(self._folder)
+
+    def _together(self, what: str, work: Callable[[], T]) -> T:
+        """Do `work`, and hear how the other processes fared: all of them go on, or all raise."""
+        if self._processes.alone:
+            return work()
+        failed, done = None, None
+        try:
+            done = work()
+        except Exception as error:
+            failed = error
+        own = "" if failed is None else str(failed) or type(failed).__name__
+        # the background thread's line too: what it has to do is waited for before a save
+        line = f"{self.directory.name}/"
+        told = self._processes.gather(what, own.encode(), self._waits, line)
+        if failed is not None:
+            raise failed
+        for index, text in enumerate(told):
+            if text:
+                raise SaveError(f"process {index} failed at {what}: {text.decode()}")
+        return done  # type: ignore[return-value]
+
     def _begin(self, name: str, files: LinkedFiles | None) -> dict[str, Content]:
         """Make a working folder with its linked files; return their contents by name."""
         self._folder.check_in_place()  # Orbax writes by path
         if self._folder.exists(name):
             self._folder.remove(name)
         working = self._folder.folder(name)
+        working.folder(ARRAYS)
         if files is None:
             return {}
         inner = working.folder(FILES_FOLDER)
@@ -260,37 +316,38 @@ class Checkpointer:
             inner.link(files.folder, file)
         return {f"{FILES_FOLDER}/{file}": content for file, content in files.contents.items()}
 
-    def _commit(
-        self,
-        step: int,
-        state: host_state.HostState,
-        extra: dict[str, Any],
-        known: Mapping[str, Content],
-        save: int,
-    ) -> None:
+    def _commit(self, step: int, begun: _Begun) -> None:
         """Write arrays, host state and manifest, then rename; in the background thread."""
         working = folders.working_folder(self.directory, step)
-        try:
+
+        def write() -> None:
             with self._disk_errors(step):
                 try:
                     self._orbax.wait_until_finished()
                 finally:
                     _writing.release()
                 self._parts_done += 1
-                host_state.write(working / "host", jax.process_index(), state)
-                _barrier(f"written-{save}")
-                if _primary():
-                    manifest.write_manifest(working, extra, known)
-                    self._parts_done += 1
-                    folders.publish(self._folder, step)
-                    self._published = step
-                    self._committed(step)
-                    folders.retire(self._folder, self.config.keep, self._spared())
-                _barrier(f"committed-{save}")
+                if begun.state is not None:
+                    host_state.write(working / "host", begun.state)
+
+        def publish() -> None:
+            if not self._processes.is_first:
+                return
+            with self._disk_errors(step):
+                manifest.write_manifest(working, begun.extra, begun.known)
+                self._parts_done += 1
+                folders.publish(self._folder, step)
+                self._published = step
+                self._committed(step)
+                folders.retire(self._folder, self.config.keep, self._spared())
+
+        try:
+            self._together(f"writing step {step}", write)
+            self._together(f"publishing step {step}", publish)
             host_memory.give_back()
         except BaseException as error:
             error.add_note(f"while writing checkpoint {working}")
-            if _primary():  # a full disk needs the room; `recover` would delete it anyway
+            if self._processes.is_first:  # a full disk needs room; `recover` deletes it anyway
                 with contextlib.suppress(OSError):
                     self._folder.remove(working.name)
             raise
@@ -314,19 +371,6 @@ class Checkpointer:
             raise SaveError(
                 f"{what} step {step} could not be written to {self.directory}: {why}; {stands}"
             ) from error
-
-
-def _primary() -> bool:
-    return jax.process_index() == 0
-
-
-def _barrier(key: str) -> None:
-    """Wait for all processes through the coordinator, which is safe off the main thread."""
-    if jax.process_count() > 1:
-        from orbax.checkpoint import multihost
-
-        wait = multihost.get_barrier_sync_fn()
-        wait(key=f"reprise-checkpoint-{key}", timeout_ms=_BARRIER_TIMEOUT_S * 1000)
 
 
 def _is_not_disk_error(record: logging.LogRecord) -> bool:

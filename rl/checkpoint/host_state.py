@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 _ARRAY = "$array"  # {"$array": "3"} in the JSON stands for entry "3" of the npz
+_NAME = "process_0"  # the state is the same on all processes, and the first one writes it
 _KINDS = "biufcSUmM"  # dtype kinds that npz keeps without pickle
 
 
@@ -35,24 +36,19 @@ def encode(host: dict[str, Any]) -> HostState:
     return HostState(json.dumps(_plain(host, "host", arrays)), arrays)
 
 
-def write(folder: Path, process: int, state: HostState) -> None:
-    """Write process_{process}.json, and .npz if there are arrays."""
+def write(folder: Path, state: HostState) -> None:
+    """Write the state's text, and its arrays if there are any."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"process_{process}.json").write_text(state.text, encoding="utf-8")
+    (folder / f"{_NAME}.json").write_text(state.text, encoding="utf-8")
     if state.arrays:
-        np.savez(folder / f"process_{process}.npz", **state.arrays)
+        np.savez(folder / f"{_NAME}.npz", **state.arrays)
 
 
-def read(folder: Path, process: int) -> dict[str, Any]:
-    """Read what `write` wrote. Raises FileNotFoundError if this process wrote none."""
-    path = folder / f"process_{process}.json"
-    if not path.exists():
-        raise FileNotFoundError(
-            f"expected host state of process {process} in {folder}, found none: the checkpoint "
-            "was written by fewer processes; resume with as many as wrote it"
-        )
+def read(folder: Path) -> dict[str, Any]:
+    """Read what `write` wrote. Raises FileNotFoundError if there is none."""
+    path = folder / f"{_NAME}.json"
     arrays: dict[str, np.ndarray] = {}
-    npz = folder / f"process_{process}.npz"
+    npz = folder / f"{_NAME}.npz"
     if npz.exists():
         with np.load(npz, allow_pickle=False) as archive:
             arrays = {name: archive[name] for name in archive.files}

@@ -6,19 +6,20 @@ Reading changes nothing, so that it may happen beside a run that is writing.
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from rl.checkpoint import host_state, manifest
+from rl.checkpoint.arrays import read_arrays
 from rl.checkpoint.folders import list_steps, step_folder
 from rl.checkpoint.manifest import Problem
+from rl.cluster.processes import ALONE, Processes
 
-FILES_FOLDER = "files"  # of a step: linked, not copied
+ARRAYS, FILES_FOLDER = "arrays", "files"  # of a step; files are linked, not copied
 _SHOWN = 5  # paths or problems named in one message
 _log = logging.getLogger(__name__)
 PyTree = Any
@@ -57,23 +58,25 @@ def restore(
     step: int | None = None,
     *,
     subset: bool = False,
+    processes: Processes = ALONE,
 ) -> Restored:
     """Restore the newest whole checkpoint (or exactly `step`), verified before use.
 
     `template` leaves are jax arrays or jax.ShapeDtypeStructs; arrays come back in its structure
     and on its shardings (the first local device where it has none), committed to their devices
     where the template's are. `subset` allows it to ask for fewer arrays than were saved (a
-    policy alone). Raises NoWholeCheckpointError, or StructureMismatchError naming the first paths
-    that differ.
+    policy alone). Arrays of a mesh over several `processes` are restored by all of them together,
+    whatever their number was when they were saved. Raises NoWholeCheckpointError, or
+    StructureMismatchError naming the first paths that differ.
     """
     directory = Path(directory).absolute()
-    chosen, warnings, damaged = _choose(directory, step)
+    chosen, warnings, damaged = _choose(directory, step, processes)
     folder = step_folder(directory, chosen)
     wanted = flatten(template, concrete=False)
     saved = manifest.read_manifest(folder)["extra"]["arrays"]
     _check_structure(folder, describe(wanted), saved, subset=subset)
-    flat = _read_arrays(folder / "arrays", wanted)
-    host = host_state.read(folder / "host", jax.process_index())
+    flat = read_arrays(folder / ARRAYS, wanted)
+    host = host_state.read(folder / "host")
     treedef = jax.tree.structure(template)
     tree = treedef.unflatten([flat[path] for path in wanted])
     files = folder / FILES_FOLDER
@@ -103,27 +106,28 @@ def problems_of(directory: Path | str, step: int) -> tuple[list[Problem], list[P
     return problems, linked
 
 
-def _choose(directory: Path, step: int | None) -> tuple[int, tuple[str, ...], frozenset[str]]:
-    """Choose a step, the same on all hosts; return it, warnings and its damaged linked files."""
-    if jax.process_count() == 1:
-        return _choose_here(directory, step)
-    from jax.experimental import multihost_utils
+def _choose(
+    directory: Path, step: int | None, processes: Processes
+) -> tuple[int, tuple[str, ...], frozenset[str]]:
+    """Choose a step, process 0 for all; return it, warnings and its damaged linked files."""
 
-    chosen = -1
-    warnings: tuple[str, ...] = ()
-    damaged: frozenset[str] = frozenset()
-    failure: NoWholeCheckpointError | None = None
-    if jax.process_index() == 0:
+    def told() -> bytes:
         try:
             chosen, warnings, damaged = _choose_here(directory, step)
         except NoWholeCheckpointError as error:
-            failure = error
-    chosen = int(multihost_utils.broadcast_one_to_all(np.int32(chosen)))
-    if failure is None and chosen < 0:
-        failure = NoWholeCheckpointError(f"{directory}: process 0 found no whole checkpoint", {})
-    if failure is not None:
-        raise failure
-    return chosen, warnings, damaged
+            return json.dumps({"message": str(error), "steps": list(error.problems)}).encode()
+        except Exception as error:  # the others would wait
+            return json.dumps({"message": f"{type(error).__name__}: {error}"}).encode()
+        return json.dumps([chosen, warnings, sorted(damaged)]).encode()
+
+    if processes.alone:
+        return _choose_here(directory, step)
+    found = json.loads(processes.from_first("the checkpoint to restore", told))
+    if isinstance(found, list):
+        return found[0], tuple(found[1]), frozenset(found[2])
+    if "steps" not in found:
+        raise RuntimeError(f"process 0 cannot read {directory}: {found['message']}")
+    raise NoWholeCheckpointError(found["message"], {step: [] for step in found["steps"]})
 
 
 def _choose_here(directory: Path, step: int | None) -> tuple[int, tuple[str, ...], frozenset[str]]:
@@ -197,28 +201,3 @@ def _check_structure(
         f"{folder} holds another model or optimizer: {len(wrong)} of {len(paths)} arrays differ, "
         "first\n" + "\n".join(lines) + "\nuse the configuration that wrote it, or another directory"
     )
-
-
-def _read_arrays(folder: Path, wanted: dict[str, Any]) -> dict[str, jax.Array]:
-    import orbax.checkpoint as ocp
-
-    here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    structs = {
-        path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding or here)
-        for path, leaf in wanted.items()
-    }
-    arguments = ocp.args.PyTreeRestore(
-        item=structs,
-        restore_args=ocp.checkpoint_utils.construct_restore_args(structs),
-        partial_restore=True,
-    )
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
-        restored = reader.restore(folder, args=arguments)
-    return {path: _free_as(leaf, restored[path]) for path, leaf in wanted.items()}
-
-
-def _free_as(template: Any, restored: jax.Array) -> jax.Array:
-    """Return `restored`, committed to a device only where the template is: jit tells them apart."""
-    if getattr(template, "committed", True):
-        return restored
-    return jnp.array(np.asarray(restored))

@@ -251,7 +251,7 @@ class DrafterTrainer:
     def _gradients(
         self, context: TrainContext, params: EagleParams, batch: DrafterBatch
     ) -> tuple[EagleParams, Any]:
-        return drafter_training.gradients(
+        grads, metrics = drafter_training.gradients(
             params,
             context.frozen,
             jax.tree.map(context.runner.argument, batch),
@@ -259,6 +259,7 @@ class DrafterTrainer:
             config=self.learned.config,
             training=self.training,
         )
+        return jax.tree.map(context.runner.readable, grads), metrics
 
     def _update(self, runner: ModelRunner, now: _Step) -> None:
         """Update the state, which no other worker uses now: one leads, and all gradients are in."""

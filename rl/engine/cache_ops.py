@@ -16,7 +16,7 @@ import numpy as np
 from models import kv_cache
 from models.attention import Chunks
 from models.kv_cache import Entries, Kind, KVCache, map_arrays
-from models.sharding import constrain
+from models.sharding import constrain, replicated
 from rl.trajectory import HostKv
 from spec.cache_rows import resize_layer
 from spec.sampling import Processing
@@ -101,15 +101,21 @@ def _each(
     return map_arrays(kv_cache.pin, jax.lax.fori_loop(0, count, step, cache))
 
 
-def read_rows(cache: KVCache, row_P: np.ndarray, num_tokens: Sequence[int]) -> list[HostKv]:
+def read_rows(
+    cache: KVCache,
+    row_P: jax.Array,
+    num_tokens: Sequence[int],
+    readable: Callable[[jax.Array], jax.Array],
+) -> list[HostKv]:
     """Fetch the first `num_tokens[i]` positions of row `row_P[i]` to the host, all at once.
 
-    Rows of `row_P` beyond `num_tokens` are padding: read, and left out.
+    Rows of `row_P` beyond `num_tokens` are padding: read, and left out. `readable` makes of an
+    array on the devices one that the host can read.
     """
-    index = jax.device_put(row_P)
 
     def some(rows: jax.Array, kind: Kind) -> jax.Array:
-        return resize_layer(rows, index, num_positions=cache.num_positions, kind=kind)
+        size = cache.num_positions
+        return readable(resize_layer(rows, row_P, num_positions=size, kind=kind))
 
     found = jax.device_get(map_arrays(some, cache))
 
@@ -130,6 +136,12 @@ def copy_states(
     place_2, size = jnp.stack([row, start]), (1, 1, num_tokens, W)
     states_TW = jax.lax.gather(features_B1SW, place_2, dims, size, mode="clip")
     return constrain(states_TW, None, "features")
+
+
+@jax.jit
+def gathered(x: jax.Array) -> jax.Array:
+    """Return an array whole on every device of the mesh."""
+    return replicated(x)
 
 
 def stacked(kvs: Sequence[HostKv], num_rows: int, num_positions: int) -> KVCache:

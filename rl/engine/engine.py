@@ -8,10 +8,14 @@ its own.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
+import jax
 import numpy as np
 
 from rl.engine import preemption
@@ -44,9 +48,31 @@ class Engine(ModelRunner):
     def engines(self) -> Sequence[Engine]:
         return (self,)
 
-    def do(self, work: Callable[[], object]) -> None:
-        """Call `work` where rollouts run: in this thread."""
-        work()
+    @property
+    def where(self) -> str:
+        """Return the name of its devices."""
+        devices = [self.device] if self.mesh is None else self.mesh.devices.flat
+        places = [jax.local_devices()[0] if d is None else d for d in devices]
+        first, more = places[0], len(places) - 1
+        return f"{first.platform}:{first.id}" + (f" and {more} more" if more else "")
+
+    @property
+    def is_ready(self) -> bool:
+        """Return whether a worker can join with it now: of one in another program it may die."""
+        return True
+
+    @property
+    def may_return(self) -> bool:
+        """Return whether it is outside of this program: lost, it may come back by itself."""
+        return False
+
+    def abandoned(self) -> Engine:
+        """Return what stands in for this engine, whose thread hangs: another one like it."""
+        return dataclasses.replace(self)
+
+    def do(self, work: Callable[[], T]) -> T:
+        """Return what `work` does where rollouts run: in this thread."""
+        return work()
 
     def drafter_context(self, spec: RolloutSpec) -> DrafterContext:
         """Return what drafters of a rollout on this engine are made from."""
@@ -68,7 +94,8 @@ class Engine(ModelRunner):
 
         `source` brings more requests while the rollout runs; their trajectories are passed to
         `on_finish` only. Counts are added to `stats`. `on_round` is called after every fetch; what
-        it raises ends the rollout, and the engine stays usable.
+        it raises ends the rollout, and the engine stays usable. On a mesh of several processes all
+        call this with the same requests, bring the same ones, and raise after the same fetch.
 
         Raises ValueError, before any device work, for requests that cannot run:
         empty or too long prompts, tokens outside the vocabulary, repeated ids.
@@ -94,7 +121,8 @@ class Engine(ModelRunner):
         # a fetch may write one beyond
         table = SlotTable(num_slots, most_tokens + 1, endings, cached)
         done: dict[int, Trajectory] = {}
-        with self.mesh_context(), StateDelivery(spec.sink) as self._delivery:
+        delivery = StateDelivery(spec.sink, in_turn=self.spans_processes)
+        with self.mesh_context(), delivery as self._delivery:
             try:
                 # rows of an earlier policy hold nothing that is of use
                 self.expect(most_requests, most_tokens)
@@ -134,6 +162,7 @@ class Engine(ModelRunner):
             self._rounds.compute_prompts(1)
         if not self._table.num_busy:
             return []
+        self._rows.wait_in_turn()
         self._round(began_s)
         return self._retire_ended()
 
@@ -259,6 +288,27 @@ class Engine(ModelRunner):
         self._rows.changed()
 
 
+class ThreadedEngine(Engine):
+    """An engine that runs in threads of its own, which know nothing of a trainer's mesh.
+
+    So it may have some of the devices of that mesh: those of its process.
+    """
+
+    def do(self, work: Callable[[], T]) -> T:
+        """Return what `work` does where rollouts run: in a thread without a mesh."""
+        return in_thread(work)
+
+    def run(self, *given: Any, **options: Any) -> list[Trajectory]:
+        """See `Engine.run`; what is called back is called in the rollout's thread."""
+        return in_thread(partial(super().run, *given, **options))
+
+
+def in_thread(work: Callable[[], T]) -> T:
+    """Return what `work` returns, or raise what it raises, in a thread of its own."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(work).result()
+
+
 class RolloutEngine(Protocol):
     """Answers requests: one engine, or several under a scheduler (`rl.workers`)."""
 
@@ -272,8 +322,8 @@ class RolloutEngine(Protocol):
         """Return the engine of each worker."""
         ...
 
-    def do(self, work: Callable[[], object]) -> None:
-        """Call `work` as a rollout would: in a thread that compiles and places as it does."""
+    def do(self, work: Callable[[], T]) -> T:
+        """Return what `work` does as a rollout: in a thread that compiles and places as it does."""
         ...
 
     def run(

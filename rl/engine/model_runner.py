@@ -7,25 +7,27 @@ import dataclasses
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from models import kv_cache, transformer
+from models import kv_cache, sharding, transformer
 from models.config import ModelConfig
 from models.layout import CACHE_AXES, ENTRY_AXES
-from models.sharding import fitting_sharding, param_shardings
 from rl.engine import cache_ops
 from rl.engine.config import EngineConfig
+from rl.engine.lockstep import LaunchRecord, Lockstep
+from rl.runtime import devices
 from rl.trajectory import HostKv, Request, check_requests
 from spec.buckets import widest_tree
 from spec.budget.budget import DraftDecision
 from spec.config import Draw, SamplingConfig
 from spec.draft_cache.rounds import Shape
 
+T = TypeVar("T")
 # jax lists an array's shards when it is first read: two threads at once see half of them
 _placing = threading.Lock()
 
@@ -49,12 +51,17 @@ class ModelRunner:
     feature_layers: tuple[int, ...] | None = None
     clock: Callable[[], float] = time.perf_counter
     number: int = 0  # among the workers of a run
+    # hears what is launched, where the mesh spans several processes
+    lockstep: Lockstep | None = None
     # the longest prompt and response, and the most slots, it was told of: buckets follow from them
     longest_tokens: int = 0
     most_slots: int = 0
 
     def __post_init__(self) -> None:
         self.dtype = np.dtype(self.dtype)
+        # each of which runs the same rounds, from the same requests
+        self.spans_processes = self.mesh is not None and self.mesh.is_multi_process
+        self.record = LaunchRecord(self.lockstep)
         self._shapes_only = False
         self.before_positions: Callable[[int], None] = lambda num_positions: None
         self.first_slots: set[int] = set()  # the buckets that rollouts begin in, if any is named
@@ -79,12 +86,10 @@ class ModelRunner:
 
     def _no_pending(self, num_entries: int) -> kv_cache.Pending:
         def zeros(shape: Sequence[int], dtype: Any) -> Any:
-            sharding = self._whole
+            where = self._whole
             if self.mesh is not None:
-                sharding = fitting_sharding(self.mesh, shape, ENTRY_AXES[: len(shape)])
-            if self._shapes_only:
-                return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-            return jnp.zeros(shape, dtype, device=sharding)
+                where = sharding.fitting_sharding(self.mesh, shape, ENTRY_AXES[: len(shape)])
+            return self._zeros(shape, dtype, where)
 
         size = num_entries, self.dtype, self.feature_layers
         return kv_cache.no_pending(self.model, *size, zeros)
@@ -93,10 +98,12 @@ class ModelRunner:
         self, shape: Sequence[int], dtype: Any, axes: Sequence[str | None] = CACHE_AXES
     ) -> Any:
         """Return zeroed keys, values or features of rows, each device's shard made on it."""
-        sharding = self._cache_sharding(shape, axes)
+        return self._zeros(shape, dtype, self._cache_sharding(shape, axes))
+
+    def _zeros(self, shape: Sequence[int], dtype: Any, where: Sharding | None) -> Any:
         if self._shapes_only:
-            return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-        return jnp.zeros(shape, dtype, device=sharding)
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=where)
+        return jnp.zeros(shape, dtype, device=where)
 
     @contextlib.contextmanager
     def shapes_only(self) -> Iterator[None]:
@@ -156,7 +163,8 @@ class ModelRunner:
         for first in range(0, len(rows), P):
             row_P, some = np.zeros(P, np.int32), slice(first, first + P)
             row_P[: len(rows[some])] = rows[some]
-            found += cache_ops.read_rows(cache, row_P, num_tokens[some])
+            places = self.put(row_P), num_tokens[some]
+            found += cache_ops.read_rows(cache, *places, self.readable)
         return found
 
     def copy_states(
@@ -169,10 +177,12 @@ class ModelRunner:
         [features_B1SW], S = cache.features, cache.num_positions
         C = min(cache_ops.STATE_COPY_TOKENS, S)
         starts = [min(start, S - C) for start in range(0, num_tokens, C)]
-        return [
-            (at, cache_ops.copy_states(features_B1SW, np.int32(row), np.int32(at), num_tokens=C))
-            for at in starts
-        ]
+
+        def copied(at: int) -> jax.Array:
+            place = np.int32(row), np.int32(at)
+            return cache_ops.copy_states(features_B1SW, *place, num_tokens=C)
+
+        return [(at, self.readable(copied(at))) for at in starts]
 
     def decode_options(self, scheme: Draw) -> dict[str, Any]:
         """Return the static arguments of `decode_rounds`."""
@@ -207,7 +217,19 @@ class ModelRunner:
 
     def put(self, x: Any) -> jax.Array:
         """Put an array whole on each of these devices."""
-        return jax.device_put(x, self.device if self.mesh is None else self._whole)
+        where = self.device if self.mesh is None else self._whole
+        return sharding.put(x, where) if self.spans_processes else jax.device_put(x, where)
+
+    def readable(self, x: jax.Array) -> jax.Array:
+        """Return an array that this process can read: where others hold parts of it, it is whole.
+
+        All processes must call it.
+        """
+        return self.in_turn(cache_ops.gathered(x)) if self.spans_processes else x
+
+    def in_turn(self, results: T) -> T:
+        """Return what a program gives, once it is there where no other may begin before."""
+        return devices.in_turn(results) if self.spans_processes else results
 
     @property
     def _whole(self) -> Sharding | None:
@@ -232,16 +254,16 @@ class ModelRunner:
             scattered = any(len(x.devices()) > 1 for x in arrays)  # over a trainer's mesh
             here = jax.local_devices()[0] if scattered and self.device is None else self.device
             return jax.device_put(params, here)
-        shardings = param_shardings(self.mesh, transformer.param_specs(model))
-        return jax.tree.map(jax.device_put, params, shardings)
+        shardings = sharding.param_shardings(self.mesh, transformer.param_specs(model))
+        return jax.tree.map(sharding.put, params, shardings)
 
     def put_kv(self, x: np.ndarray, kind: kv_cache.Kind) -> jax.Array:
         """Put keys, values or features of rows on the shards where a cache has them."""
-        return jax.device_put(x, self._cache_sharding(x.shape, kind.axes))
+        return sharding.put(x, self._cache_sharding(x.shape, kind.axes))
 
     def _cache_sharding(self, shape: Sequence[int], axes: Sequence[str | None]) -> Sharding | None:
         if self.mesh is not None:
-            return fitting_sharding(self.mesh, shape, axes)
+            return sharding.fitting_sharding(self.mesh, shape, axes)
         return None if self.device is None else SingleDeviceSharding(self.device)
 
     def mesh_context(self) -> Any:

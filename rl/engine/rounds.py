@@ -96,6 +96,8 @@ class Rounds:
         table, rows, runner = self._table, self._rows, self._runner
         slots, state = self._device_slots(), rows.for_round()
         chunks_TX = rows.next_chunks() if table.lacking() else None
+        sizes = len(table), nodes_5M.shape[1], rows.num_positions
+        runner.record.note("a round", sizes, table, nodes_5M, chunks_TX)
         *state, found, entries = verify_round(
             self._spec.params,
             *state,
@@ -144,6 +146,8 @@ class Rounds:
         found = self.compute_prompts(rounds)
         if rounds > (beside_prompts := len(found)) and not self._undecided(live_B):
             slots = self._device_slots()
+            sizes = B, self._rows.num_positions, rounds - beside_prompts, limits.stop_after
+            self._runner.record.note("plain rounds", sizes, table)
             *state, found_3RB = decode_rounds(
                 self._spec.params,
                 *self._rows.for_round(),
@@ -180,6 +184,8 @@ class Rounds:
         if decision.scale_A is not None:
             scale_B[live.rows_A] = decision.scale_A
         made = np.array(limits_4, np.int32), scale_B
+        sizes = B, decision.num_nodes, rows.num_positions
+        self._runner.record.note("rounds that draft", sizes, table, *made)
         *state, draft_cache, found = draft_rounds(
             self._spec.params,
             *rows.for_round(),
@@ -233,6 +239,7 @@ class Rounds:
         if self._table.endings.unknown_to_device and self._table.stopped_B[count_B > 0].any():
             self._rows.changed()  # the device goes on there
         self._stats.tokens += int(count_B.sum())
+        self._runner.record.note("tokens", tokens_BN.shape, self._table, tokens_BN, logprobs_BN)
         return count_B
 
     def _count(self, num_nodes: int, num_rounds: int) -> None:

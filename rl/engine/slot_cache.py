@@ -243,6 +243,10 @@ class SlotCache:
         self, cache: kv_cache.KVCache, rows: Sequence[int], num_positions: int
     ) -> kv_cache.KVCache:
         self._runner.before_positions(num_positions)
-        index = jax.device_put(np.asarray(rows, np.int32))
+        index = self._runner.put(np.asarray(rows, np.int32))
         self._slots = None
-        return cache_rows.resize(cache, index, num_positions)
+        return self._runner.in_turn(cache_rows.resize(cache, index, num_positions))
+
+    def wait_in_turn(self) -> None:
+        """Let what moves rows end before programs on other arrays begin, where that is needed."""
+        self._runner.in_turn(self._cache)

@@ -26,6 +26,7 @@ from rl.trajectory import (
 )
 from spec.config import SamplingConfig
 from spec.drafter import LiveSlots
+from spec.sampling import noise_names
 
 
 class SlotTable:
@@ -274,7 +275,7 @@ class SlotTable:
             self.emitted_B,
             self.limit_B,
             self.live_B,
-            np.where(self.busy_B, self.request_ids_B, 0),
+            np.where(self.busy_B, noise_names(self.request_ids_B), 0),
             np.where(self.busy_B, self.processing_B3[:, 1], 0),
         )
         return np.stack(columns, axis=1).astype(np.int32)

@@ -52,17 +52,20 @@ class StateDelivery:
     """Hands sequences to a sink, which may be None: it wants none.
 
     A context manager: at its end all that was sent has arrived, or it raises what went wrong.
-    Where a rollout fails, what has not arrived is dropped.
+    Where a rollout fails, what has not arrived is dropped. With `in_turn` the sink is asked once
+    all that was sent has arrived, so that its answers do not depend on timing.
     """
 
-    def __init__(self, sink: HiddenStateSink | None) -> None:
-        self._sink = sink
+    def __init__(self, sink: HiddenStateSink | None, *, in_turn: bool = False) -> None:
+        self._sink, self._in_turn = sink, in_turn
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hidden states")
         self._waiting: collections.deque[tuple[Future[None], int]] = collections.deque()
         self._waiting_bytes = 0
 
     def wants(self, request_id: int, num_tokens: int) -> bool:
         """Return whether the sink wants a request's sequence of so many tokens."""
+        while self._in_turn and self._waiting:
+            self._wait_for_first()
         return self._sink is not None and self._sink.wants(request_id, num_tokens)
 
     def send(self, ended: Ended) -> None:

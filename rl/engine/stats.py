@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from models.folder import replace_file
+from rl.engine.worker_record import WorkerEvent, WorkerPart
 from rl.runtime.run_files import TIMELINE_FILE
 from spec.acceptance import by_source
 from spec.drafter import Acceptance, Drafts, Source
@@ -102,6 +103,8 @@ class EngineStats:
         default_factory=collections.Counter
     )
     timeline: list[RoundRecord] = dataclasses.field(default_factory=list)
+    parts: list[WorkerPart] = dataclasses.field(default_factory=list)  # of several workers
+    events: list[WorkerEvent] = dataclasses.field(default_factory=list)
 
     def count(self, drafts: Drafts, acceptance: Acceptance) -> None:
         """Add the draft tokens that a round verified."""

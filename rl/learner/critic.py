@@ -19,6 +19,7 @@ import numpy as np
 
 from models import transformer
 from models.config import ModelConfig
+from models.sharding import replicated
 from models.transformer import Params, ParamSpec, param_specs
 from rl.learner import gradient_accumulation
 from rl.learner.advantages import gae, whiten
@@ -118,8 +119,8 @@ CRITIC = Network(critic_specs, _loss, optimizer_of, _no_statistics)
 
 @partial(jax.jit, static_argnames=("recipe",))
 def token_values(params: Critic, batch: MicroBatch, *, recipe: TrainSpec) -> jax.Array:
-    """`values` without gradients, compiled once."""
-    return values(params, batch, recipe)
+    """`values` without gradients, whole on every device; compiled once."""
+    return replicated(values(params, batch, recipe))
 
 
 def sample_values(

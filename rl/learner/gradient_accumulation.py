@@ -18,12 +18,13 @@ import numpy as np
 import optax
 
 from models.config import ModelConfig
-from models.sharding import constrain
+from models.sharding import constrain, replicated
 from rl.learner import losses
 from rl.learner.config import OptimizerConfig, TrainSpec
 from rl.learner.losses import TokenStatistics
 from rl.learner.micro_batches import MicroBatch, Packed, TrainSample
 from rl.learner.optimizer import CriticState, TrainState, learning_rate, make_optimizer
+from rl.runtime.devices import in_turn
 
 State = TypeVar("State", TrainState, CriticState)
 
@@ -132,7 +133,8 @@ def accumulate(
     finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(gradients)]))
     total = jax.tree.map(jnp.add, accumulator.gradients, gradients)
     statistics = losses.add_statistics(accumulator.statistics, statistics)
-    return Accumulator(network.constrain(recipe, total), statistics), Health(finite_B, finite)
+    health = replicated(Health(finite_B, finite))
+    return Accumulator(network.constrain(recipe, total), replicated(statistics)), health
 
 
 @partial(jax.jit, static_argnames=_STATIC)
@@ -145,7 +147,7 @@ def inspect(
     """
     lr = learning_rate(network.optimizer(recipe), recipe.total_steps, step)
     squares = [jnp.sum(g * g) for g in jax.tree.leaves(accumulator.gradients)]
-    return Report(jnp.sqrt(sum(squares)), lr, accumulator.statistics)
+    return replicated(Report(jnp.sqrt(sum(squares)), lr, accumulator.statistics))
 
 
 @partial(jax.jit, static_argnames=_STATIC, donate_argnames=("state",))
@@ -183,9 +185,9 @@ def run_once(
 
     Calls find what was compiled; running them once proves it, and settles their buffers.
     """
-    total, _ = accumulate(state.params, start(**static), batch, scalars, **static)
-    inspect(total, step, **static)
-    return apply(state, total.gradients, np.bool_(False), **static)
+    total, _ = in_turn(accumulate(state.params, start(**static), batch, scalars, **static))
+    in_turn(inspect(total, step, **static))
+    return in_turn(apply(state, total.gradients, np.bool_(False), **static))
 
 
 def check(

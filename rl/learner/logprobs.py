@@ -19,12 +19,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from models import transformer
 from models.layout import RULES
-from models.sharding import constrain
+from models.sharding import constrain, replicated
 from models.transformer import Params
 from rl.learner import micro_batches
 from rl.learner.config import TrainSpec
 from rl.learner.micro_batches import MicroBatch, TrainSample
 from rl.packing import Shape
+from rl.runtime.devices import in_turn
 from spec.sampling import Processing, log_probs
 
 
@@ -101,8 +102,8 @@ def _map_chunks(
 def token_logprobs(
     params: Params, batch: MicroBatch, *, recipe: TrainSpec
 ) -> tuple[jax.Array, jax.Array]:
-    """`logprobs_and_entropy` without gradients, compiled once."""
-    return logprobs_and_entropy(params, batch, recipe)
+    """`logprobs_and_entropy` without gradients, whole on every device; compiled once."""
+    return replicated(logprobs_and_entropy(params, batch, recipe))
 
 
 def unwatched() -> None:
@@ -125,11 +126,19 @@ def batch_ways() -> int:
 
 
 def place(batch: Any) -> Any:
-    """Host arrays onto the devices, split by rows under the mesh in use."""
+    """Host arrays onto the devices, split by rows under the mesh in use.
+
+    On a mesh over several processes each gives the same arrays, and puts only its own rows.
+    """
     mesh = jax.sharding.get_mesh()
     if mesh.empty:
         return jax.device_put(batch)
-    return jax.device_put(batch, NamedSharding(mesh, PartitionSpec(RULES["batch"])))
+    sharding = NamedSharding(mesh, PartitionSpec(RULES["batch"]))
+    if sharding.is_fully_addressable:
+        return jax.device_put(batch, sharding)
+    return jax.tree.map(
+        lambda x: jax.make_array_from_process_local_data(sharding, x, x.shape), batch
+    )
 
 
 def sample_logprobs(
@@ -160,7 +169,7 @@ def by_sample(
     packed = micro_batches.micro_batches(samples, shape)
     passes: list[jax.Array] = []
     for p in packed:
-        passes.append(run(place(p.batch)))
+        passes.append(in_turn(run(place(p.batch))))
         keep_pace(passes, on_pass)
     result: list[np.ndarray] = [np.empty(0, np.float32)] * len(samples)
     for p, found_EM in zip(packed, jax.device_get(passes), strict=True):

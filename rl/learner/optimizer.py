@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -115,6 +116,11 @@ def settle(tree: Any) -> Any:
         entries = list(x.sharding.spec) if isinstance(x.sharding, NamedSharding) else []
         while entries and entries[-1] is None:
             entries.pop()
-        return jax.device_put(x, NamedSharding(mesh, PartitionSpec(*entries)))
+        sharding = NamedSharding(mesh, PartitionSpec(*entries))
+        if x.is_fully_addressable and not sharding.is_fully_addressable:
+            # every process has all of it; device_put would compare them all first
+            host = np.asarray(x)
+            return jax.make_array_from_process_local_data(sharding, host, host.shape)
+        return jax.device_put(x, sharding)
 
     return jax.tree.map(one, tree)

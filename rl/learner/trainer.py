@@ -38,6 +38,7 @@ from rl.learner.logprobs import place
 from rl.learner.micro_batches import MicroBatch, Packed, TrainSample
 from rl.learner.optimizer import TrainState, settle
 from rl.packing import Shape
+from rl.runtime.devices import in_turn
 from rl.runtime.parallel_compile import OnCompiled, compile_all, unwatched
 from rl.trajectory import Trajectory
 from spec.config import SamplingConfig
@@ -128,9 +129,9 @@ def first_run(state: TrainState, shape: Shape, *, recipe: TrainSpec) -> TrainSta
     """
     plain, *rest = _nothing(state, shape)
     if _rescores(recipe):
-        logprobs.token_logprobs(state.params, plain, recipe=recipe)
+        in_turn(logprobs.token_logprobs(state.params, plain, recipe=recipe))
     if state.critic:
-        critic.token_values(state.critic.params, plain, recipe=recipe)
+        in_turn(critic.token_values(state.critic.params, plain, recipe=recipe))
     unchanged = [  # the policy last: its step is read by the others, and then donated
         gradient_accumulation.run_once(trained, *rest, network=network, recipe=recipe)
         for network, trained in reversed(_networks(state))
@@ -346,13 +347,12 @@ def _optimizer_step(
     for p in inputs.packed:
         batch = place(p.batch)
         for n, (network, trained) in enumerate(networks):
-            totals[n], healthy = accumulate(
-                trained.params, totals[n], batch, inputs.scalars, network=network, recipe=recipe
-            )
+            given = trained.params, totals[n], batch, inputs.scalars
+            totals[n], healthy = in_turn(accumulate(*given, network=network, recipe=recipe))
             health[n].append(healthy)
         logprobs.keep_pace(health[-1], on_pass)
     asked = [
-        inspect(total, state.step, network=network, recipe=recipe)
+        in_turn(inspect(total, state.step, network=network, recipe=recipe))
         for total, (network, _) in zip(totals, networks, strict=True)
     ]
     reports, health = jax.device_get((asked, health))
@@ -363,7 +363,7 @@ def _optimizer_step(
     if not inputs.moves:
         return state, reports[:1]
     after = [
-        apply(trained, total.gradients, np.bool_(True), network=network, recipe=recipe)
+        in_turn(apply(trained, total.gradients, np.bool_(True), network=network, recipe=recipe))
         for total, (network, trained) in zip(totals, networks, strict=True)
     ]
     return _joined(after), reports

@@ -16,10 +16,12 @@ from models.transformer import Params
 from rl.checkpoint.checkpointer import Checkpointer
 from rl.checkpoint.config import CheckpointConfig
 from rl.checkpoint.reader import NoWholeCheckpointError
+from rl.cluster.processes import ALONE
 from rl.drafter_training.config import DrafterConfig, shape_of
 from rl.drafter_training.spot_trainer import SpotTrainer
 from rl.drafter_training.trainer import BufferSink, DrafterTrainer
 from rl.engine.engine import Engine, RolloutEngine
+from rl.loop.exchange import WHOLE, Shares
 from rl.loop.experiment import Inputs, TrainConfig
 from rl.runtime.run_files import DRAFTER
 from rl.runtime.waits import Patience
@@ -159,10 +161,13 @@ def open_run(
     stack: ExitStack,
     clock: Callable[[], float],
     alive: Callable[[], object] = lambda: None,
+    shares: Shares = WHOLE,
 ) -> DrafterRun:
     """Open a drafter's training; its last checkpoint is written when `stack` closes.
 
-    `alive` is called while a save is waited for.
+    `alive` is called while a save is waited for. Of several processes with engines of their own
+    each trains a drafter on what it has answered, and that of process 0 is saved; where one engine
+    spans them they train one together.
     """
     options, patience = config.drafter, Patience(config.run.hang_limit_s, alive)
     keeps = CheckpointConfig(keep=2, asynchronous=config.checkpoint.asynchronous)
@@ -173,15 +178,24 @@ def open_run(
         DataBuffer(config.data_buffer),
         seed=config.run.seed,
         temperature=config.sampling.temperature,
-        checkpoints=stack.enter_context(
-            Checkpointer(Folder(folder).folder(DRAFTER), keeps, patience)
-        ),
+        checkpoints=_checkpoints(folder, keeps, patience, stack, shares),
     )
     stack.enter_context(_kept(trainer))
     spot = None
     if options.spot and (config.sched.workers > 1 or config.sched.mode == "pipeline"):
         spot = SpotTrainer(trainer, options.min_idle_workers, clock)
     return DrafterRun(config, trainer, spot)
+
+
+def _checkpoints(
+    folder: Path, keeps: CheckpointConfig, patience: Patience, stack: ExitStack, shares: Shares
+) -> Checkpointer | None:
+    """Return what saves the drafter; None in a process whose drafter is not saved."""
+    if shares.splits and not shares.processes.is_first:
+        return None
+    together = ALONE if shares.splits else shares.processes
+    own = Folder(folder).folder(DRAFTER)
+    return stack.enter_context(Checkpointer(own, keeps, patience, processes=together))
 
 
 @contextmanager

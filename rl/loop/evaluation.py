@@ -21,10 +21,17 @@ from models.transformer import Params
 from rl.checkpoint.best import Best, BestRecord
 from rl.engine.engine import OnRound, RolloutEngine
 from rl.engine.rollout_spec import RolloutSpec
-from rl.learner import trainer
 from rl.loop.eval_sets import EvalConfig, EvalSet
+from rl.loop.exchange import WHOLE, Responses, Shares
 from rl.loop.experiment import Inputs, TrainConfig
-from rl.loop.generation import Scorer, System, leave_if_asked, told_failures
+from rl.loop.generation import (
+    Scorer,
+    System,
+    leave_rollout_if_asked,
+    open_scorer,
+    run,
+    told_failures,
+)
 from rl.metrics.eval_metrics import EvalResponse, overall_metrics, set_metrics
 from rl.metrics.step_metrics import sample_rows
 from rl.metrics.writer import MetricsWriter, Row
@@ -63,34 +70,43 @@ def respond(
     inputs: Inputs,
     scorer: Scorer,
     on_round: OnRound | None = None,
+    shares: Shares = WHOLE,
+    waiting: Callable[[], object] = lambda: None,
 ) -> list[Answers]:
     """Generate and score `Eval.samples` responses to every question, all sets in one rollout."""
     n, sets = config.eval.samples, inputs.evals.sets
     examples = [example for s in sets for example in s.examples]
     prompts = [prompt for s in sets for prompt in s.prompts]
     sampling = config.eval.sampling(config.sampling)
-    own = [sampling.of(s.name) or sampling.of(example.task) for s in sets for example in s.examples]
+    asked = [(s.name, example.task) for s in sets for example in s.examples]
+    each = [sampling.of(name) or sampling.of(task) for name, task in asked]
     requests = [
-        Request(p * n + i, prompts[p], p, i, sampling=own[p])
+        Request(p * n + i, prompts[p], p, i, sampling=each[p])
         for p in range(len(prompts))
         for i in range(n)
     ]
     scorer.examples.update(enumerate(examples))
+    key = engine.do(partial(step_key, config.eval.seed, EVAL_STEP))
     spec = RolloutSpec(
         weights,
         sampling,
-        step_key(config.eval.seed, EVAL_STEP),
+        key,
         inputs.model.eos_token_ids,
         words=inputs.words_for(sampling),
     )
-    done = engine.run(spec, requests, on_finish=scorer, on_round=on_round)
-    scored = [scorer.result(t) for t in done]
+    own = [r for r in requests if shares.answers(r.group_id)]
+
+    def answer() -> Responses:
+        return scorer.responses(*run(engine, spec, own, scorer, on_round))
+
+    found = shares.exchange("evaluation", requests, answer, waiting)
     answers, first = [], 0
     for s in sets:
         some = slice(first * n, (first + len(s.examples)) * n)
-        moved = [dataclasses.replace(t, group_id=t.group_id - first) for t in done[some]]
-        scores, texts = zip(*scored[some], strict=True)
-        answers.append(Answers(s, moved, list(scores), list(texts)))
+        moved = [
+            dataclasses.replace(t, group_id=t.group_id - first) for t in found.trajectories[some]
+        ]
+        answers.append(Answers(s, moved, found.scores[some], found.texts[some]))
         first += len(s.examples)
     return answers
 
@@ -149,18 +165,25 @@ class RunEvaluation:
         """
         system, config = self._system, self._system.config
         system.watch.at("evaluation")
+        system.processes.gather(f"evaluation after step {step}", b"", system.watch.alive)
         system.show.part(step, "evaluation")
         began_s = self._clock()
         total = system.inputs.evals.num_questions * config.eval.samples
 
         def watch(finished: int, tokens: int) -> None:
             system.show.rollout(finished, total, tokens)
-            leave_if_asked(system)
+            leave_rollout_if_asked(system)
 
-        weights = trainer.cast_params(params, system.eval_engine.dtype)
-        check = partial(leave_if_asked, system)
-        scorer = Scorer(system.inputs.tokenizer, system.rewards, check)
-        answers = respond(system.eval_engine, weights, config, system.inputs, scorer, watch)
+        answers = respond(
+            system.eval_engine,
+            system.weights(params),
+            config,
+            system.inputs,
+            open_scorer(system),
+            watch,
+            system.shares,
+            system.watch.alive,
+        )
         row = row_of(answers, config.eval) | {EVAL_SECONDS: self._clock() - began_s}
         self._metrics.amend(step, row)
         self._metrics.write_eval_samples(step, self._samples(answers))

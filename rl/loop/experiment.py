@@ -17,6 +17,8 @@ from models.config import MeshConfig, ModelConfig
 from models.token_text import TokenBytes
 from models.tokenizer import Tokenizer
 from rl.checkpoint.config import CheckpointConfig
+from rl.cluster import config as cluster_config
+from rl.cluster.config import ClusterConfig
 from rl.config.loader import resolve_path
 from rl.data.prompts import MOST_PASSED_OVER, DataOrder, encode_prompt
 from rl.data.specs import parse_spec
@@ -124,6 +126,7 @@ class TrainConfig:
     trainer: TrainerConfig
     optimizer: OptimizerConfig
     mesh: MeshConfig
+    cluster: ClusterConfig
     eval: EvalConfig
     checkpoint: CheckpointConfig
     metrics: MetricsConfig
@@ -200,7 +203,8 @@ def open_inputs(config: TrainConfig) -> Inputs:
     check_sampling(config)
     check_stops(config.sampling, model, words)
     check_algorithm(config)
-    check_pipeline(config)
+    check_ray(config)
+    check_cluster(config)
     drafter_shape(config, model)
     if config.speculation.asks_model:
         from rl.speculation import draft_model
@@ -253,8 +257,10 @@ def _open_stream(config: TrainConfig, inputs: Inputs) -> Inputs:
 
 def _check_coupling(config: TrainConfig, num_examples: int) -> None:
     phases = 1 + (config.algorithm.resolved.max_extra_phases or 0)
-    prompts = phases * config.rollout.prompts_per_step
-    check_coupling(config.reuse, num_examples, prompts, config.rollout.group_size)
+    prompts, size = phases * config.rollout.prompts_per_step, config.rollout.group_size
+    # in a pipeline those of two steps take turns
+    scattered = config.sched.mode == "pipeline" and phases > 1 and 2 * prompts > num_examples
+    check_coupling(config.reuse, num_examples, prompts, size, most_times=2 + scattered)
 
 
 def open_policy(directory: str) -> tuple[Path, ModelConfig, Tokenizer]:
@@ -359,21 +365,25 @@ def check_tuner(config: TrainConfig) -> None:
             )
 
 
-def check_pipeline(config: TrainConfig) -> None:
-    """Raise ValueError where rollouts cannot run ahead of training."""
-    if config.sched.mode != "pipeline":
-        return
-    if config.algorithm.resolved.max_extra_phases is not None:
+def check_ray(config: TrainConfig) -> None:
+    """Raise ValueError for what workers in other programs do not do."""
+    on_device = [s for s in config.speculation.sources if s in ("learned", "model")]
+    if config.cluster.kind == "ray" and config.speculation.enabled and on_device:
         raise ValueError(
-            f"Algorithm.name={config.algorithm.name!r} asks for more prompts once rewards are "
-            'known, and Sched.mode="pipeline" asks a step ahead: choose another algorithm, or '
-            'Sched.mode = "sync"'
+            f'workers of Cluster.kind="ray" draft from text, got {", ".join(on_device)} in '
+            'Speculation.sources: leave it out, or set Cluster.kind = "local"'
         )
-    if config.reuse.enabled:
+
+
+def check_cluster(config: TrainConfig) -> None:
+    """Raise ValueError for what several processes cannot do, or were not told."""
+    if config.cluster.kind != "spmd":
+        return
+    cluster_config.check(config.cluster)
+    if config.sched.mode == "pipeline":
         raise ValueError(
-            f'Sched.mode="pipeline" reuses nothing yet, got Reuse.mode={config.reuse.mode!r}: set '
-            'Reuse.mode = "off" (responses of last epoch still serve as drafts), or Sched.mode = '
-            '"sync"'
+            'Cluster.kind="spmd" answers a step with the policy that learns from it, got '
+            'Sched.mode="pipeline": set Sched.mode = "sync"'
         )
 
 

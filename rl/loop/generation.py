@@ -8,23 +8,27 @@ cursor, step, state), so the cursor is part of what a checkpoint keeps.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
 
+import jax
 import numpy as np
 
 from models.tokenizer import Tokenizer
 from models.transformer import Params
+from rl.cluster.processes import Processes
 from rl.data.prompts import MOST_PASSED_OVER, DataOrder, prompts_for_step
 from rl.data.tasks import Example
-from rl.engine.engine import RolloutEngine
+from rl.engine.engine import OnRound, RolloutEngine
 from rl.engine.rollout_spec import RolloutSpec
 from rl.engine.stats import EngineStats, joined
 from rl.learner import trainer
 from rl.learner.advantages import informative_groups
+from rl.learner.gathering import local_weights
 from rl.learner.trainer import Learner
 from rl.loop.drafter_run import DrafterRun
+from rl.loop.exchange import UNSCORED, WHOLE, Responses, Shares
 from rl.loop.experiment import Inputs, TrainConfig
 from rl.metrics.writer import Timings
 from rl.rewards.pool import RewardPool, Score, ScoreJob
@@ -34,7 +38,7 @@ from rl.runtime.signals import Stopped, Watch
 from rl.speculation import reuse
 from rl.speculation.reuse import Reuse
 from rl.speculation.sources import Speculation
-from rl.trajectory import Prompt, Trajectory
+from rl.trajectory import Prompt, Request, Trajectory
 from rl.warm_up.longer_buckets import LongerBuckets
 from spec.reuse.rollout_cache import RolloutCache
 
@@ -59,8 +63,29 @@ class System:
     order: DataOrder
     drafter: DrafterRun | None
     longer: LongerBuckets | None
+    shares: Shares
     show: Progress
     watch: Watch
+
+    @property
+    def processes(self) -> Processes:
+        return self.shares.processes
+
+    def weights(self, params: Params) -> Params:
+        """Return the policy for rollouts (`rollout_weights`)."""
+        return rollout_weights(params, self.engine, self.shares)
+
+
+def rollout_weights(params: Params, engine: RolloutEngine, shares: Shares) -> Params:
+    """Return the policy in the engine's dtype; on its devices, where they are this process's own.
+
+    All processes call it together.
+    """
+    if shares.processes.alone or not shares.splits:
+        return trainer.cast_params(params, engine.dtype)
+    first = engine.engines[0]
+    place = first.mesh or first.device or jax.local_devices()[0]
+    return local_weights(params, first.model, place, engine.dtype)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -188,74 +213,130 @@ def generate_and_score(
     config, first = system.config, len(before)
     system.speculation.settle()  # the cache has one reader at a time
     # first samples first: siblings that start apart have something to draft from
-    requests = system.reuse.requests(
+    asked = system.reuse.requests(
         *(new.keys, new.tokens, new.numbers, config.rollout.group_size),
         before=before.keys,
         samplings=[config.sampling.of(example.task) for example in new.examples],
     )
+    requests = [r for r in asked if system.shares.answers(r.group_id)]
     last = {r.request_id: r.cached.tokens for r in requests if r.cached is not None}
     drafts = system.speculation.drafter_factory(
-        *(new.keys, new.tokens, last), group_size=config.rollout.group_size
+        *(new.keys, new.tokens, last),
+        group_size=config.rollout.group_size,
+        answers=system.shares.answers,
     )
-    scorer = Scorer(system.inputs.tokenizer, system.rewards, partial(leave_if_asked, system))
+    scorer = open_scorer(system)
     scorer.examples.update(enumerate(new.examples))
 
     def watch(finished: int, tokens: int) -> None:
         system.show.rollout(finished, len(requests), tokens)
-        leave_if_asked(system)
+        leave_rollout_if_asked(system)
 
     drafter = system.drafter
-    weights = trainer.cast_params(params, system.engine.dtype)
+    weights = system.weights(params)
+    key = system.engine.do(partial(system.reuse.key, step))
     if drafter is not None:
         drafter.began(weights, step)
-    with timings.section("rollout"):
-        spec = RolloutSpec(
-            weights,
-            config.sampling,
-            system.reuse.key(step),
-            system.inputs.model.eos_token_ids,
-            policy_version=step - 1,
-            drafts=drafts,
-            rule=system.reuse.rule(step),
-            sink=None if drafter is None else drafter.sink(step),
-            words=system.inputs.words_for(config.sampling),
-        )
-        done = system.engine.run(spec, requests, on_finish=scorer, on_round=watch)
-    if drafter is not None:
-        with timings.section("drafter"):
-            drafter.after_rollout(system.engine, weights)
-    with timings.section("reward"):  # what is left of it once the last response has ended
-        done.sort(key=lambda t: (t.group_id, t.sample_index))
-        scored = [scorer.result(t) for t in done]
-    trajectories = [
-        dataclasses.replace(t, reward=score.total, group_id=t.group_id + first)
-        for t, (score, _) in zip(done, scored, strict=True)
-    ]
-    scores, texts = zip(*scored, strict=True)
-    return SamplingPass(trajectories, list(scores), list(texts), system.engine.stats)
+
+    def answer() -> Responses:
+        with timings.section("rollout"):
+            spec = RolloutSpec(
+                weights,
+                config.sampling,
+                key,
+                system.inputs.model.eos_token_ids,
+                policy_version=step - 1,
+                drafts=drafts,
+                rule=system.reuse.rule(step),
+                sink=None if drafter is None else drafter.sink(step),
+                words=system.inputs.words_for(config.sampling),
+            )
+            done, stats = run(system.engine, spec, requests, scorer, watch)
+        if drafter is not None:
+            with timings.section("drafter"):
+                drafter.after_rollout(system.engine, weights)
+        with timings.section("reward"):  # what is left of it once the last response has ended
+            return scorer.responses(done, stats)
+
+    where = f"step {step}, from prompt {first} on" if first else f"step {step}"
+    found = system.shares.exchange(where, asked, answer, system.watch.alive)
+    moved = [dataclasses.replace(t, group_id=t.group_id + first) for t in found.trajectories]
+    return SamplingPass(moved, found.scores, found.texts, found.stats)
+
+
+def open_scorer(system: System) -> Scorer:
+    """Return the scorer of a rollout's responses, which leaves its waits where asked to stop."""
+    check = partial(leave_if_asked, system)
+    return Scorer(system.inputs.tokenizer, system.rewards, check, system.shares)
 
 
 def leave_if_asked(system: System, may_leave: bool = True) -> None:
     """A sign of life. Raises Stopped where the run is to stop and the step can leave no trace.
 
-    Not once the drafter has learnt from it, nor where it may not leave for other reasons.
+    Not once the drafter has learnt from it, nor where it may not leave for other reasons: in what
+    several processes do together none leaves by itself.
     """
     trained = system.drafter is not None and system.drafter.trained_this_step
-    if system.watch.asked() and may_leave and not trained:
+    together = not (system.processes.alone or system.shares.splits)
+    if asked_to_stop(system) and may_leave and not (trained or together):
         raise Stopped
 
 
+def leave_rollout_if_asked(system: System) -> None:
+    """As `leave_if_asked`, in a rollout; where one engine spans processes they agree on it."""
+    if system.processes.alone or system.shares.splits:
+        return leave_if_asked(system)
+    if system.shares.agrees_now() and system.processes.any("stop", asked_to_stop(system)):
+        raise Stopped
+
+
+def leave_update_if_asked(system: System, may_leave: bool) -> None:
+    """As `leave_if_asked`, in an update; several processes leave after it, together."""
+    leave_if_asked(system, may_leave and system.processes.alone)
+
+
+def asked_to_stop(system: System) -> bool:
+    """Return whether this process, or another one of the run, is asked to stop; a sign of life."""
+    asked = system.watch.asked()
+    if asked:
+        system.processes.ask_to_stop()
+    return asked or system.processes.asked
+
+
+def run(
+    engine: RolloutEngine,
+    spec: RolloutSpec,
+    requests: Sequence[Request],
+    scorer: Scorer,
+    on_round: OnRound | None,
+) -> tuple[list[Trajectory], EngineStats]:
+    """Return the responses to a process's requests, which may be none, and the engine's counts."""
+    if not requests:
+        return [], EngineStats()
+    return engine.run(spec, requests, on_finish=scorer, on_round=on_round), engine.stats
+
+
 class Scorer:
-    """Called with a response as it ends, it sends it to the reward workers; `examples` by group."""
+    """Called with a response as it ends, it sends it to the reward workers; `examples` by group.
+
+    Of the groups that another process scores it does not.
+    """
 
     def __init__(
-        self, tokenizer: Tokenizer, rewards: RewardPool, check: Callable[[], None]
+        self,
+        tokenizer: Tokenizer,
+        rewards: RewardPool,
+        check: Callable[[], None],
+        shares: Shares = WHOLE,
     ) -> None:
         self._tokenizer, self._rewards, self._check = tokenizer, rewards, check
+        self._shares = shares
         self.examples: dict[int, Example] = {}
         self._waiting: dict[int, tuple[Future[Score], str]] = {}
 
     def __call__(self, t: Trajectory) -> None:
+        if not self._shares.scores(t.group_id):
+            return
         text = self._tokenizer.decode(t.response_ids.tolist())
         job = ScoreJob(self.examples[t.group_id], text, tuple(t.response_ids.tolist()))
         self._waiting[t.request_id] = self._rewards.submit(job), text
@@ -264,6 +345,18 @@ class Scorer:
         """The response's score, once it is there, and its text; `check` is called meanwhile."""
         future, text = self._waiting.pop(t.request_id)
         return self._rewards.result(future, self._check), text
+
+    def responses(self, done: Iterable[Trajectory], stats: EngineStats) -> Responses:
+        """Return the responses with their scores and texts, by group and sample.
+
+        Those that another process scores have neither.
+        """
+        ordered = sorted(done, key=lambda t: (t.group_id, t.sample_index))
+        here = self._shares.scores
+        scored = [self.result(t) if here(t.group_id) else (UNSCORED, "") for t in ordered]
+        pairs = zip(ordered, scored, strict=True)
+        rewarded = [dataclasses.replace(t, reward=score.total) for t, (score, _) in pairs]
+        return Responses(rewarded, [s for s, _ in scored], [x for _, x in scored], stats)
 
     def forget(self, *, before: int) -> None:
         """Groups below this number have nothing to be scored any more."""
@@ -310,7 +403,9 @@ def remember(
         system.show.message(f"warning: {problem}")
     if speculation.keeps_history and coming is not None:
         prompts = prompts_at(system, coming, system.config.rollout.prompts_per_step)
-        speculation.prepare(dict(zip(prompts.keys, prompts.tokens, strict=True)))
+        pairs = enumerate(zip(prompts.keys, prompts.tokens, strict=True))
+        own = {key: ids for g, (key, ids) in pairs if system.shares.answers(g)}
+        speculation.prepare(own)
     return metrics if system.drafter is None else metrics | system.drafter.metrics()
 
 

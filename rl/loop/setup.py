@@ -8,32 +8,36 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from models import hf
-from models.config import ModelConfig
+from models.config import MeshConfig, ModelConfig
 from models.folder import Folder
 from models.sharding import make_mesh
 from models.transformer import Params
+from rl.cluster.lockstep import LockstepWatch
+from rl.cluster.processes import ALONE, Processes
 from rl.data.prompts import DataOrder
-from rl.engine.engine import Engine, RolloutEngine
+from rl.engine.engine import Engine, RolloutEngine, ThreadedEngine
 from rl.learner import critic, trainer
 from rl.learner.config import TrainSpec
 from rl.learner.optimizer import TrainState, init_state, make_optimizer
 from rl.learner.trainer import Learner
-from rl.loop import drafter_run, experiment
+from rl.loop import drafter_run, experiment, ray_workers
 from rl.loop.drafter_run import DrafterRun
+from rl.loop.exchange import WHOLE, Shares
 from rl.loop.experiment import Inputs, TrainConfig
-from rl.loop.generation import System
+from rl.loop.generation import System, rollout_weights
+from rl.loop.ray_workers import RayWorkers
 from rl.rewards.pool import RewardPool
 from rl.runtime import devices
 from rl.runtime.parallel_compile import OnCompiled
 from rl.runtime.progress import Progress
-from rl.runtime.run_files import MOVES_FILE, ROLLOUTS, ROUNDS_FILE
+from rl.runtime.run_files import MOVES_FILE, ROLLOUTS, ROUNDS_FILE, spill_folder
 from rl.runtime.signals import Watch
 from rl.runtime.waits import Patience
 from rl.speculation.device_drafters import DeviceDrafterSource
@@ -45,11 +49,21 @@ from rl.warm_up.host_kernels import compile_host_kernels
 from rl.warm_up.longer_buckets import LongerBuckets
 from rl.warm_up.round_times import load_or_measure
 from rl.workers.multi_engine import MultiEngine, make_engines, split_devices
+from sched.simulator.measured_costs import MeasuredCosts
 from spec.budget.bandit_budget import node_counts
 from spec.budget.budget import DraftDecision, best_trees, equal_trees
 from spec.budget.config import BANDIT, LEARNED, MODEL, parse_budget
+from spec.config import SamplingConfig
 from spec.reuse.rollout_cache import RolloutCache
 from spec.sampling import step_key
+
+
+def remove_other_spills(run: Folder, num_processes: int) -> None:
+    """Delete what processes of an earlier leg have spilled that this one has not."""
+    own = [spill_folder(index) for index in range(num_processes)]
+    for name in run.names():
+        if name.startswith(f"{ROLLOUTS}_") and name not in own:
+            run.remove(name)
 
 
 @contextlib.contextmanager
@@ -61,6 +75,7 @@ def build(
     show: Progress,
     watch: Watch,
     clock: Callable[[], float],
+    processes: Processes = ALONE,
 ) -> Iterator[tuple[System, TrainState]]:
     """Make a run's parts, compile what it can need, and yield them with its first state.
 
@@ -72,15 +87,19 @@ def build(
         mesh = run_mesh(config)
         if mesh is not None:
             stack.enter_context(jax.set_mesh(mesh))
+        shares = Shares(processes, splits=config.cluster.rollouts == "local")
+        run = Folder(folder, create=True)
+        if processes.is_first:
+            remove_other_spills(run, processes.count)
         cache = RolloutCache(
             config.rollout.cache_bytes,
-            Folder(folder, create=True).folder(ROLLOUTS),
+            run.folder(spill_folder(processes.index)),
             policy=inputs.shape_name,
             vocab_size=inputs.model.vocab_size,
             epochs=config.reuse.epochs,
         )
         patience = Patience(config.run.hang_limit_s, watch.alive)
-        drafter, drafters = _drafters(config, inputs, folder, stack, clock, watch)
+        drafter, drafters = _drafters(config, inputs, folder, stack, clock, watch, shares)
         speculation = stack.enter_context(
             Speculation(
                 *(config.speculation, cache, drafters, config.tuner),
@@ -95,26 +114,46 @@ def build(
         greedy = config.sampling.temperature == 0
         reuse = Reuse(config.reuse, cache, seed=config.run.seed, greedy=greedy)
         learner, state = _learner(config, inputs, mesh)
-        engine = _engine(config, inputs, mesh, learner.recipe, drafter)
+        workers = None
+        if config.cluster.kind == "ray":
+            ours = learner.recipe.trainer.dtype, show.message
+            workers = stack.enter_context(ray_workers.open_workers(config, inputs, *ours))
+            speculation.for_others = True
+        lockstep = _lockstep(shares, stack)
+        engine = _engine(config, inputs, mesh, learner.recipe, drafter, workers, shares, lockstep)
         eval_engine = _eval_engine(config, inputs, mesh, engine)
 
         def told(what: str, done: int, total: int) -> None:
             watch.alive()
             show.compiling(what, done, total)
 
-        weights = trainer.cast_params(state.params, engine.dtype)
+        weights = rollout_weights(state.params, engine, shares)
         training = trainer.lowered(state, learner.shape, recipe=learner.recipe)
         rewards.wait_started()
         heard = partial(told, "training and rollouts")
-        longer = _longer_buckets(config, engine, weights, speculation, watch, told)
-        _warm_up(config, engine, weights, speculation, folder, heard, training, longer)
-        warm_up_evaluation(config, inputs, eval_engine, weights, partial(told, "evaluation"))
+        reach = rollout_reach(config, shares)
+        # several processes leave together: not in the middle of what each compiles
+        sign = watch.check if processes.alone else watch.alive
+        settings = engine, weights, config.sampling, speculation, reach, watch, told, sign
+        longer = engine.do(partial(_longer_buckets, *settings))
+        if workers is not None:
+            bounds = ray_workers.bounds(config, inputs, reach)
+            workers.warm_up(bounds, weights, folder, training, heard, watch.alive)
+            ray_workers.read_times(speculation, folder)
+        else:
+            kept = Kept(folder, processes)
+            _warm_up(config, engine, weights, speculation, reach, kept, heard, training, longer)
+        if workers is None or eval_engine is not engine:
+            told_evaluation = partial(told, "evaluation")
+            warm_up_evaluation(config, inputs, eval_engine, weights, told_evaluation, shares)
         if drafter is not None:
             drafter_run.warm_up(drafter, engine, weights)
+        # a collective does not wait for as long as a compilation may take
+        processes.gather("compiled", b"", watch.alive)
         state = trainer.first_run(state, learner.shape, recipe=learner.recipe)
         system = System(
             *(config, inputs, learner, engine, eval_engine, cache, speculation, reuse, rewards),
-            *(DataOrder(len(inputs.task), config.run.seed), drafter, longer),
+            *(DataOrder(len(inputs.task), config.run.seed), drafter, longer, shares),
             show=show,
             watch=watch,
         )
@@ -128,12 +167,13 @@ def _drafters(
     stack: contextlib.ExitStack,
     clock: Callable[[], float],
     watch: Watch,
+    shares: Shares,
 ) -> tuple[DrafterRun | None, dict[str, DeviceDrafterSource]]:
     """The training of a learned drafter, if there is one, and all drafters on the device."""
     drafter, drafters = None, dict[str, DeviceDrafterSource]()
     if config.speculation.learns:
         start = drafter_run.open_drafter(config, inputs)
-        drafter = drafter_run.open_run(config, start, folder, stack, clock, watch.alive)
+        drafter = drafter_run.open_run(config, start, folder, stack, clock, watch.alive, shares)
         drafters[LEARNED] = drafter.trainer.learned
     if config.speculation.asks_model:
         drafters[MODEL] = DraftModel.load(config.draft_model)
@@ -158,17 +198,38 @@ def _engine(
     mesh: Mesh | None,
     recipe: TrainSpec,
     drafter: DrafterRun | None,
+    workers: RayWorkers | None,
+    shares: Shares,
+    lockstep: LockstepWatch | None,
 ) -> RolloutEngine:
-    """One engine on the trainer's devices, or several workers on devices of their own."""
+    """One engine on the trainer's devices, or several workers on devices of their own.
+
+    Of several processes each may have its own, on its devices.
+    """
+    if workers is not None:
+        return workers.engine
     options: dict[str, Any] = {"dtype": recipe.trainer.dtype}
     if drafter is not None:
         options["feature_layers"] = drafter.trainer.learned.config.feature_layers
     if config.sched.workers == 1 and config.sched.mode == "sync":
-        return Engine(inputs.model, config.engine, mesh=mesh, **options)
+        if shares.splits and not shares.processes.alone:
+            # weights that come from a mesh are bound to a device: so must be all else
+            own, bound = local_mesh(config), jax.local_devices()[0]
+            place = {"device": bound} if own is None else {"mesh": own}
+            return ThreadedEngine(inputs.model, config.engine, **place, **options)
+        return Engine(inputs.model, config.engine, mesh=mesh, lockstep=lockstep, **options)
     engines = make_engines(inputs.model, config.engine, config.sched, **options)
     spot = None if drafter is None else drafter.spot
     limit_s = config.run.hang_limit_s
     return MultiEngine(engines, config.sched, seed=config.run.seed, spot=spot, hang_limit_s=limit_s)
+
+
+def _lockstep(shares: Shares, stack: contextlib.ExitStack) -> LockstepWatch | None:
+    """The watch over what processes launch together, where one engine spans several."""
+    processes = shares.processes
+    if processes.alone or shares.splits:
+        return None
+    return stack.enter_context(LockstepWatch(processes, lambda text: processes.end(text)))
 
 
 def _eval_engine(
@@ -185,13 +246,29 @@ def run_mesh(config: TrainConfig) -> Mesh | None:
 
     Raises ValueError where the devices are not those that were asked for, or too many or few.
     """
-    available, _ = split_devices(config.sched, devices.found())
+    available = devices.found()
+    if config.cluster.kind != "ray":  # whose workers have devices of their own
+        available, _ = split_devices(config.sched, available)
     sizes = config.mesh.data, config.mesh.fsdp, config.mesh.tensor
-    if sizes == (1, 1, 1) or (len(available) == 1 and sizes == (-1, 1, 1)):
+    here = jax.process_count() == 1
+    if here and (sizes == (1, 1, 1) or (len(available) == 1 and sizes == (-1, 1, 1))):
         return None
     if config.sched.mode == "pipeline" and config.mesh.data != -1:
         available = available[: math.prod(sizes)]
     return make_mesh(config.mesh, available)
+
+
+def local_mesh(config: TrainConfig) -> Mesh | None:
+    """The mesh of this process's own engine, which spans its devices; None where it has one.
+
+    An axis is as long as it is within the process.
+    """
+    devices = jax.local_devices()
+    if len(devices) == 1:
+        return None
+    tensor = math.gcd(config.mesh.tensor, len(devices))
+    fsdp = math.gcd(config.mesh.fsdp, len(devices) // tensor)
+    return make_mesh(MeshConfig(fsdp=fsdp, tensor=tensor), devices)
 
 
 def _node_sizes(config: TrainConfig) -> compile_buckets.NodeSizes | None:
@@ -208,6 +285,11 @@ def _node_sizes(config: TrainConfig) -> compile_buckets.NodeSizes | None:
         return {next((m for m in sizes if m >= count), sizes[-1]) for count in wanted if sizes}
 
     return nodes
+
+
+def _no_nodes(num_slots: int) -> set[int]:
+    """Return the numbers of nodes of rounds without drafts beside the plain one."""
+    return set()
 
 
 def drafted_alone(config: TrainConfig) -> dict[str, compile_buckets.Decisions]:
@@ -232,11 +314,11 @@ def drafted_alone(config: TrainConfig) -> dict[str, compile_buckets.Decisions]:
     return {name: partial(decisions, asked[name]) for name in can if budget not in ("off", "aimd")}
 
 
-def rollout_reach(config: TrainConfig) -> compile_buckets.Reach:
-    """Return what a run's rollouts can reach, but for drafters on the device."""
+def rollout_reach(config: TrainConfig, shares: Shares = WHOLE) -> compile_buckets.Reach:
+    """Return what a process's rollouts can reach, but for drafters on the device."""
     pipeline = config.sched.mode == "pipeline"  # evaluated on another engine
     return compile_buckets.Reach(
-        config.rollout.num_requests,
+        shares.most_groups(config.rollout.prompts_per_step) * config.rollout.group_size,
         config.rollout.max_prompt_tokens if pipeline else config.longest_prompt_tokens,
         speculative=config.speculation.enabled,
         reuse=config.reuse.enabled,
@@ -253,24 +335,35 @@ def num_whole_model(config: TrainConfig, model: ModelConfig) -> int:
 
 
 def _longer_buckets(
-    config: TrainConfig,
     engine: RolloutEngine,
     weights: Params,
+    sampling: SamplingConfig,
     speculation: Speculation,
+    reach: compile_buckets.Reach,
     watch: Watch,
     told: Callable[[str, int, int], None],
+    sign: Callable[[], object],
 ) -> LongerBuckets | None:
-    """Return the warm-up in two parts, for one engine without drafters on the device; else None."""
+    """Return the warm-up in two parts, for one engine without drafters on the device; else None.
+
+    `sign` is called as programs of the second part are compiled, and may raise.
+    """
     if not isinstance(engine, Engine) or speculation.drafters:
         return None
 
     def told_later(done: int, total: int) -> None:
         told("longer responses", done, total)
-        watch.check()
+        sign()
 
-    placed, reach = engine.place(weights), rollout_reach(config)
-    pool = compile_buckets.Pool(engine, placed, config.sampling, reach)
+    pool = compile_buckets.Pool(engine, engine.place(weights), sampling, reach)
     return LongerBuckets(pool, watch, told_later)
+
+
+class Kept(NamedTuple):
+    """The folder of a run's tables of seconds, and the processes that decide by them."""
+
+    folder: Path
+    processes: Processes
 
 
 def _warm_up(
@@ -278,7 +371,8 @@ def _warm_up(
     engine: RolloutEngine,
     weights: Params,
     speculation: Speculation,
-    folder: Path,
+    reach: compile_buckets.Reach,
+    kept: Kept,
     told: OnCompiled,
     training: Sequence[Any],
     longer: LongerBuckets | None,
@@ -287,9 +381,9 @@ def _warm_up(
 
     The lowered steps of `training` are compiled with it: nothing is timed beside a compilation.
     """
-    settings = config, engine, weights, speculation, folder, told, training, longer
+    settings = config, engine, weights, speculation, reach, kept, told, training, longer
     engine.do(partial(_warm_up_here, *settings))
-    jax.block_until_ready(step_key(0, 0))  # in this thread, under the trainer's mesh
+    engine.do(lambda: jax.block_until_ready(step_key(0, 0)))
 
 
 def _warm_up_here(
@@ -297,12 +391,13 @@ def _warm_up_here(
     engine: RolloutEngine,
     weights: Params,
     speculation: Speculation,
-    folder: Path,
+    reach: compile_buckets.Reach,
+    kept: Kept,
     told: OnCompiled,
     training: Sequence[Any],
     longer: LongerBuckets | None,
 ) -> None:
-    reach = dataclasses.replace(rollout_reach(config), drafters=speculation.drafters)
+    reach = dataclasses.replace(reach, drafters=speculation.drafters)
     for one in engine.engines:
         placed = one.place(weights)
         if longer is None:
@@ -312,16 +407,23 @@ def _warm_up_here(
         training = ()
     # workers are alike: the last one's times are those of all
     if isinstance(engine, MultiEngine):
-        path = folder / MOVES_FILE
-        moves = transfer_times.measure(one, placed, config.sampling, reach, path)
+        path = kept.folder / MOVES_FILE
+        settings = one, placed, config.sampling, reach, path
+        moves = transfer_times.measure(*settings, processes=kept.processes)
         engine.prefer_pool = moves.prefers_copy
-    if reach.speculative:
-        path, sampling = folder / ROUNDS_FILE, config.sampling
+    if reach.speculative or config.sched.measures_rounds:
+        path, sampling = kept.folder / ROUNDS_FILE, config.sampling
         most = None if longer is None else longer.most_positions
-        speculation.times = load_or_measure(path, one, placed, sampling, reach, most)
+        timed = reach if reach.speculative else dataclasses.replace(reach, nodes=_no_nodes)
+        measured = path, one, placed, sampling, timed, most
+        times = load_or_measure(*measured, processes=kept.processes)
+    if isinstance(engine, MultiEngine) and config.sched.measures_rounds:
+        engine.costs = MeasuredCosts(times.rounds, moves.seconds)
+    if reach.speculative:
+        speculation.times = times
         compile_host_kernels(
             config.speculation,
-            speculation.times,
+            times,
             one,
             placed,
             sampling,
@@ -331,12 +433,18 @@ def _warm_up_here(
 
 
 def warm_up_evaluation(
-    config: TrainConfig, inputs: Inputs, engine: RolloutEngine, weights: Params, told: OnCompiled
+    config: TrainConfig,
+    inputs: Inputs,
+    engine: RolloutEngine,
+    weights: Params,
+    told: OnCompiled,
+    shares: Shares = WHOLE,
 ) -> None:
     """Compile what evaluations need and the engine's rollouts do not: more slots, or all of it."""
-    num_requests = inputs.evals.num_questions * config.eval.samples
+    num_requests = shares.most_groups(inputs.evals.num_questions) * config.eval.samples
     slots = config.engine.slot_bucket
-    reached = config.rollout.num_requests if engine.engines[0].longest_tokens else 0
+    reached = shares.most_groups(config.rollout.prompts_per_step) * config.rollout.group_size
+    reached = reached if engine.engines[0].longest_tokens else 0
     if not num_requests or (reached and slots(num_requests) <= slots(reached)):
         return
     reach = compile_buckets.Reach(

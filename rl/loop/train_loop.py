@@ -22,24 +22,33 @@ from rl.checkpoint.best import BestRecord
 from rl.checkpoint.checkpointer import Checkpointer, LinkedFiles
 from rl.checkpoint.manifest import Content
 from rl.checkpoint.reader import NoWholeCheckpointError
+from rl.cluster.processes import ALONE, Processes
 from rl.engine.stats import EngineStats, save_timeline
+from rl.engine.worker_record import WorkerLog
 from rl.learner import trainer
 from rl.learner.advantages import overlong_penalties, response_advantages, reward_statistics
+from rl.learner.gathering import host_copy
 from rl.learner.optimizer import SavedArrays, TrainState
 from rl.loop import setup as run_setup
 from rl.loop.async_rollouts import AsyncRollouts, SyncRollouts, open_source
 from rl.loop.evaluation import RunEvaluation
+from rl.loop.exchange import AGREED, PeerFailed
 from rl.loop.experiment import Inputs, RunConfig, TrainConfig
-from rl.loop.generation import Rollouts, System, generate, leave_if_asked, tell_failures
+from rl.loop.generation import (
+    Rollouts,
+    System,
+    asked_to_stop,
+    generate,
+    leave_update_if_asked,
+    tell_failures,
+)
 from rl.metrics.step_metrics import sample_rows, step_metrics
-from rl.metrics.writer import MetricsWriter, Timings, read_metrics
-from rl.rewards.process import RewardWorkerError
+from rl.metrics.writer import MetricsWriter, RowsOnly, Timings, read_metrics
 from rl.runtime.progress import Progress
 from rl.runtime.run_files import CHECKPOINTS, METRICS_FILE, NEWEST_FILE, ROUNDS_FILE
 from rl.runtime.signals import SAVING, Stopped, Watch
-from rl.runtime.waits import Hang, Patience
+from rl.runtime.waits import Patience
 from rl.trajectory import Trajectory
-from rl.workers.coordinator import WorkerError
 from spec.reuse.rollout_cache import RolloutCache
 
 MOST_SKIPPED_STEPS = 5  # in a row under Trainer.on_nonfinite = "skip": it will not heal
@@ -62,15 +71,21 @@ def train(
     show: Progress,
     watch: Watch,
     clock: Callable[[], float],
+    processes: Processes = ALONE,
 ) -> TrainState:
-    """Run or resume in `folder`, up to `Run.steps`.
+    """Run or resume in `folder`, up to `Run.steps`; one of the `processes` writes there.
 
     Raises Stopped where it was asked to stop, and where `Run.time_limit_s` is used up.
     """
     began_s = clock()
     with contextlib.ExitStack() as stack:
         run = Folder(folder, create=True)
-        best = BestRecord(run, inputs.evals.fingerprint(config.eval, config.sampling))
+        best = BestRecord(
+            run,
+            inputs.evals.fingerprint(config.eval, config.sampling),
+            writes=processes.is_first,
+            from_first=partial(processes.from_first, "best step"),
+        )
         checkpoints = stack.enter_context(
             Checkpointer(
                 run.folder(CHECKPOINTS),
@@ -78,14 +93,20 @@ def train(
                 Patience(config.run.hang_limit_s, watch.alive),
                 committed=partial(_committed, run, best),
                 spared=best.spared,
+                processes=processes,
             )
         )
-        metrics = stack.enter_context(MetricsWriter(folder, config.metrics))
+        writes = processes.is_first
+        metrics = stack.enter_context(
+            MetricsWriter(folder, config.metrics) if writes else RowsOnly()
+        )
+        options: dict[str, Any] = {"show": show, "watch": watch, "clock": clock}
         system, state = stack.enter_context(
-            run_setup.build(config, inputs, folder, show=show, watch=watch, clock=clock)
+            run_setup.build(config, inputs, folder, **options, processes=processes)
         )
         position, state, stale_params, host = _resume(checkpoints, state, system)
         metrics.truncate_to_step(position.step)
+        processes.gather("rows of the run", b"", watch.alive)
         rows = read_metrics(folder) if run.exists(METRICS_FILE) else []
         evaluation = RunEvaluation(system, best, metrics, clock, rows)
         source = stack.enter_context(
@@ -93,33 +114,40 @@ def train(
         )
         keeper = stack.enter_context(_Keeper(system, checkpoints, source, state, position))
         keeper.evaluate_with(evaluation)
-        skipped = 0
+        skipped, workers = 0, WorkerLog(position.step)
         while position.step < config.run.steps:
             timings = Timings(clock, partial(_begins, show, watch, position.step + 1))
             state, position, record = train_step(system, state, position, timings, source)
             keeper.whole_step(state, position)
-            done = position.step
+            done, stats = position.step, record.stats
+            seen, of_workers = workers.step(done, stats.parts, stats.events, clock())
             with timings.section("checkpoint"):
                 if config.checkpoint.due(done) or done == config.run.steps:
                     show.part(done, SAVING)
-                    save_timeline(folder, done, record.stats.timeline)
+                    if processes.is_first:
+                        save_timeline(folder, done, stats.timeline)
                     keeper.save()
-            row = record.metrics | {"num_tokens": position.num_tokens}
+            row = record.metrics | of_workers | {"num_tokens": position.num_tokens}
+            metrics.write_workers(seen)
             metrics.write_samples(done, record.samples)
             show.step(metrics.write(done, row | _speed(row, timings.seconds())))
             finish_warm_up(system, state, folder)
             keeper.evaluate_with(evaluation)
             skipped = _in_a_row(skipped, row, done)
             if done < config.run.steps:
-                _stop_in_time(config.run, clock() - began_s, sum(timings.seconds().values()), show)
+                late = _out_of_time(
+                    config.run, clock() - began_s, sum(timings.seconds().values()), show
+                )
+                _stop_together(system, done, late)
         return state
 
 
 def finish_warm_up(system: System, state: TrainState, folder: Path) -> None:
     """Compile and time what the first step could do without."""
     if system.longer is not None and not system.longer.done:
-        weights = trainer.cast_params(state.params, system.engine.dtype)
-        system.longer.finish(weights, folder / ROUNDS_FILE, system.speculation.times)
+        given = system.weights(state.params), folder / ROUNDS_FILE, system.speculation.times
+        finish = partial(system.longer.finish, *given, processes=system.processes)
+        system.engine.do(finish)
 
 
 class _Keeper:
@@ -188,7 +216,7 @@ class _Keeper:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        ends = (Stopped, trainer.NonFiniteUpdate, RewardWorkerError, WorkerError, Hang)
+        ends = (*AGREED, PeerFailed, trainer.NonFiniteUpdate)
         if kind is None or not issubclass(kind, ends):
             return
         system = self._system
@@ -237,7 +265,7 @@ def train_step(
             advantages[used],
             step,
             system.learner,
-            on_pass=partial(leave_if_asked, system),
+            on_pass=partial(leave_update_if_asked, system),
             on_skip=lambda error: system.show.message(f"warning: skipped: {error}"),
         )
     system.reuse.after_update(updates)
@@ -359,10 +387,19 @@ def _begins(show: Progress, watch: Watch, step: int, part: str) -> None:
         show.part(step, part)
 
 
-def _stop_in_time(run: RunConfig, elapsed_s: float, step_s: float, show: Progress) -> None:
-    """Raise Stopped where another step of `step_s` would not end within the time limit."""
-    if run.time_limit_s is not None and elapsed_s + step_s > run.time_limit_s:
-        show.message(f"stopping: Run.time_limit_s={run.time_limit_s:g} leaves no time for a step")
+def _out_of_time(run: RunConfig, elapsed_s: float, step_s: float, show: Progress) -> bool:
+    """Return whether another step of `step_s` would not end within the time limit."""
+    if run.time_limit_s is None or elapsed_s + step_s <= run.time_limit_s:
+        return False
+    show.message(f"stopping: Run.time_limit_s={run.time_limit_s:g} leaves no time for a step")
+    return True
+
+
+def _stop_together(system: System, step: int, late: bool) -> None:
+    """Raise Stopped after a step that is the last for want of time; several processes agree."""
+    processes = system.processes
+    asked = not processes.alone and asked_to_stop(system)
+    if processes.any(f"stop after step {step}", late or asked):
         raise Stopped
 
 
@@ -390,6 +427,10 @@ def _speed(row: dict[str, Any], seconds: dict[str, float]) -> dict[str, float]:
     return seconds | speed
 
 
-def policy_params(state: TrainState) -> Params:
-    """The trained weights, ready for `models.hf.save_pretrained`."""
-    return jax.tree.map(np.asarray, state.params)
+def policy_params(state: TrainState, *, keep: bool = True) -> Params:
+    """The trained weights, ready for `models.hf.save_pretrained`, in the process that keeps them.
+
+    All processes of a run call it together.
+    """
+    params: Params = host_copy(state.params, keep=keep)
+    return params

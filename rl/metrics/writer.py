@@ -2,7 +2,7 @@
 
 Invariant: after a kill at any moment, `truncate_to_step` of the step that is
 resumed from leaves the files that a run stopped cleanly at that step would
-have left, byte for byte, wall-clock metrics apart (`deterministic_view`).
+have left, byte for byte, wall-clock metrics (`deterministic_view`) and workers.jsonl apart.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import sys
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from models.folder import Folder
 from rl.runtime.run_files import (
@@ -27,9 +27,13 @@ from rl.runtime.run_files import (
     TENSORBOARD_FOLDER,
     WANDB_FOLDER,
     WANDB_ID_FILE,
+    WORKERS_FILE,
 )
 
-WALL_CLOCK_PREFIXES = ("time/", "perf/")
+if TYPE_CHECKING:
+    from rl.engine.worker_record import WorkerStep
+
+WALL_CLOCK_PREFIXES = ("time/", "perf/", "workers/", "weights/")
 WALL_CLOCK_NAMES = frozenset(
     {
         "step_time",
@@ -133,6 +137,19 @@ class MetricsWriter:
             row = {"step": int(step)} | _plain(samples[index]) | {"step": int(step)}
             self._append(name, row)
 
+    def write_workers(self, row: WorkerStep | None) -> None:
+        """Write what workers did in a step; the older half goes where the file gets too large."""
+        if row is None:
+            return
+        from rl.engine.worker_record import MAX_BYTES  # simulations read rows without it
+
+        self._append(WORKERS_FILE, dataclasses.asdict(row))
+        file = self._files.get(WORKERS_FILE)
+        if file is not None and file.tell() > MAX_BYTES:
+            self._close_files()
+            lines = self._folder.read(WORKERS_FILE).splitlines(keepends=True)
+            self._folder.replace(WORKERS_FILE, b"".join(lines[len(lines) // 2 :]))
+
     def truncate_to_step(self, step: int) -> None:
         """Remove the rows of every step after `step`, as if they had never been written."""
         self._close_files()
@@ -184,6 +201,23 @@ class MetricsWriter:
             purge_step=purge_step,
             filename_suffix=f".{uuid.uuid4().hex[:8]}",
         )
+
+
+class RowsOnly(MetricsWriter):
+    """The writer of a process that writes nothing: another one of the run writes for all."""
+
+    def __init__(self) -> None:
+        self._files, self._tensorboard, self._wandb = {}, None, None
+        self._samples_per_step = 0
+
+    def amend(self, step: int, metrics: Mapping[str, Any]) -> None:
+        _row(step, metrics)
+
+    def truncate_to_step(self, step: int) -> None:
+        """There are no rows."""
+
+    def _append(self, name: str, row: Mapping[str, Any]) -> None:
+        """Nothing is written."""
 
 
 def check_installed(config: MetricsConfig) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 from rl.reports.evaluations import EvalCurves
 from rl.reports.style import FAINT, INK, STYLE, plain_text, run_look
 from rl.reports.timeline_plot import RolloutTimeline
+from rl.reports.workers_plot import WorkersTimeline
 
 if TYPE_CHECKING:
     from rl.reports.runs import Run
@@ -148,7 +149,7 @@ class TimeSplit:
         ax.grid(axis="y", visible=False)
 
 
-Panel = Curve | TimeSplit | RolloutTimeline | EvalCurves
+Panel = Curve | TimeSplit | RolloutTimeline | WorkersTimeline | EvalCurves
 PANELS: tuple[Panel, ...] = (
     Curve(
         "reward.png",
@@ -236,6 +237,7 @@ PANELS: tuple[Panel, ...] = (
     ),
     TimeSplit(),
     RolloutTimeline(),
+    WorkersTimeline(),
 )
 CAPTIONS = {panel.file: panel.caption for panel in PANELS}
 

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import numpy as np
 
 from rl.engine.stats import RoundRecord, load_timeline
+from rl.engine.worker_record import WorkerStep, read_workers
 from rl.metrics.writer import Row, read_metrics, read_samples, step_rows
 from rl.runtime.run_files import EVAL_SAMPLES_FILE, METRICS_FILE
 
@@ -35,6 +36,7 @@ class Run:
     eval_samples: Sequence[Row] = ()
     timeline: Sequence[RoundRecord] = ()  # of the rollout of `timeline_step`
     timeline_step: int = 0
+    workers: Sequence[WorkerStep] = ()
 
     @property
     def steps(self) -> np.ndarray:
@@ -126,13 +128,15 @@ def load_runs(paths: Sequence[str | Path]) -> list[Run]:
             raise ReportError(f"{folder / METRICS_FILE} has no rows yet: no step has finished")
         try:
             step, timeline = load_timeline(folder)
+            workers = read_workers(folder)
         except ValueError as error:
             raise ReportError(str(error)) from error
         ordered = [rows[s] for s in sorted(rows)]
         evals = [row for row in ordered if "eval_s" in row]
         asked = read_samples(folder, EVAL_SAMPLES_FILE)
         samples = read_samples(folder)
-        runs.append(Run(label, step_rows(ordered), samples, evals, asked, timeline, step))
+        rest = timeline, step, workers
+        runs.append(Run(label, step_rows(ordered), samples, evals, asked, *rest))
     return runs
 
 

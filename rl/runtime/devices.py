@@ -2,46 +2,49 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     import jax
 
+T = TypeVar("T")
 FAMILIES = {"cuda": "gpu", "rocm": "gpu"}  # platforms, and the name that JAX gives their devices
 NODES = ("nvidia[0-9]*", "kfd", "accel[0-9]*")  # in /dev: devices of NVIDIA, AMD and Google
 INSTALL = "install JAX for it (pip install -e '.[cuda]' or '.[tpu]')"
-ONE_PROCESS = "a run is one process, on the devices of one host"
+HOW_MANY = (
+    "a run of several processes joins them by its section Cluster: set Cluster.kind = "
+    "'\"spmd\"' (docs/pods.md), or start it once, without a launcher of several"
+)
 
 
 def refuse_several_processes(environ: Mapping[str, str] = os.environ) -> None:
     """Raise ValueError where a launcher has started this as one process of several.
 
-    Reads the environment variables that `jax.distributed.initialize` would; opens no device.
+    For a run that is one process. Reads the environment variables that
+    `jax.distributed.initialize` would; opens no device.
     """
     counts = ("JAX_NUM_PROCESSES", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
     several = [f"{name}={environ[name]}" for name in counts if environ.get(name, "1") != "1"]
     several += ["JAX_COORDINATOR_ADDRESS"] if environ.get("JAX_COORDINATOR_ADDRESS") else []
     several += ["TPU_WORKER_HOSTNAMES"] if "," in environ.get("TPU_WORKER_HOSTNAMES", "") else []
     if several:
-        raise ValueError(
-            f"expected one process, got {several[0]} in the environment: {ONE_PROCESS}; start it "
-            "once, without a launcher of several"
-        )
+        raise ValueError(f"expected one process, got {several[0]} in the environment: {HOW_MANY}")
 
 
 def found() -> Sequence[jax.Device]:
-    """Return all devices.
+    """Return all devices, those of other processes of the run too.
 
-    Raises ValueError where the requested platform is missing, and in one process of several.
+    Raises ValueError where the requested platform is missing.
     """
     import jax
 
     try:
-        devices = jax.devices()
+        return jax.devices()
     except (RuntimeError, AssertionError) as error:  # an unknown `cuda` is a bare assertion
         asked = jax.config.jax_platforms
         why = str(error).partition("\n")[0] or "it is not installed"
@@ -49,9 +52,24 @@ def found() -> Sequence[jax.Device]:
             f"expected the devices of JAX_PLATFORMS={asked!r}, got none: {why}; {INSTALL}, or "
             "set JAX_PLATFORMS=cpu"
         ) from error
-    if (count := jax.process_count()) > 1:
-        raise ValueError(f"expected one process, got {count}: {ONE_PROCESS}")
-    return devices
+
+
+def in_turn(results: T) -> T:
+    """Return what a program over all devices gives; on CPUs of several processes, once it is there.
+
+    XLA runs programs on a CPU side by side, and gloo keeps their messages apart neither by program
+    nor by order: where two overlap one takes the other's, or waits for ever.
+    """
+    import jax
+
+    return jax.block_until_ready(results) if _overlaps() else results
+
+
+@functools.cache
+def _overlaps() -> bool:
+    import jax
+
+    return jax.process_count() > 1 and jax.default_backend() == "cpu"
 
 
 def warning() -> str | None:

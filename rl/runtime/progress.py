@@ -23,14 +23,18 @@ def progress(
     stream: TextIO | None = None,
     *,
     total_steps: int | None = None,
+    process: int = 0,
     environ: Mapping[str, str] = os.environ,
     clock: Callable[[], float] = time.monotonic,
 ) -> Progress:
     """Return a live display where `stream` (default: stderr) is a terminal and rich is installed.
 
-    Plain lines otherwise: into a pipe or a file, with TERM=dumb, without rich.
+    Plain lines otherwise: into a pipe or a file, with TERM=dumb, without rich. Of the processes of
+    a run the first one shows it.
     """
     stream = sys.stderr if stream is None else stream
+    if process:
+        return OtherProcess(process, stream)
     if stream.isatty() and environ.get("TERM", "").lower() not in ("dumb", "unknown"):
         try:
             import rich  # noqa: F401
@@ -98,6 +102,25 @@ class Progress:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+
+class OtherProcess(Progress):
+    """Says what goes wrong in a process of a run that another process shows; nothing else."""
+
+    def __init__(self, index: int, stream: TextIO | None = None) -> None:
+        super().__init__(sys.stderr if stream is None else stream)
+        self._index = index
+
+    def rollout(self, done: int, total: int, tokens: int) -> None:
+        """Nothing to say."""
+
+    def compiling(self, what: str, done: int, total: int) -> None:
+        """Nothing to say."""
+
+    def message(self, text: str) -> None:
+        if text.startswith(("error", "warning")):
+            self._stream.write(f"process {self._index}: {text}\n")
+            self._stream.flush()
 
 
 class PlainProgress(Progress):

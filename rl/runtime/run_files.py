@@ -7,7 +7,8 @@ MARKER_FILE = ".reprise"  # marks a run's folder, and is locked while the run is
 NEWEST_FILE = "newest_checkpoint"  # the step of the newest checkpoint that counted
 METRICS_FILE, SAMPLES_FILE = "metrics.jsonl", "samples.jsonl"
 EVAL_SAMPLES_FILE = "eval_samples.jsonl"
-ROW_FILES = METRICS_FILE, SAMPLES_FILE, EVAL_SAMPLES_FILE
+WORKERS_FILE = "workers.jsonl"  # what each worker did in a step, who came and who was lost
+ROW_FILES = METRICS_FILE, SAMPLES_FILE, EVAL_SAMPLES_FILE, WORKERS_FILE
 EVALUATION_FILE = "evaluation.json"  # the best step by evaluation
 ROUNDS_FILE, MOVES_FILE = "round_times.json", "move_times.json"  # measured seconds
 TIMELINE_FILE = "timeline.json"  # of the last saved step's rollouts
@@ -17,6 +18,13 @@ TENSORBOARD_FOLDER, WANDB_FOLDER, REPORT_FOLDER = "tensorboard", "wandb", "repor
 CHECKPOINTS, ROLLOUTS = "checkpoints", "rollouts"  # what a run resumes from; spilled responses
 POLICY, DRAFTER_MODEL = "policy", "drafter_model"  # what a finished run exports
 DRAFTER = "drafter"  # the learned drafter's own checkpoints
+
+
+def spill_folder(process: int) -> str:
+    """Return the folder of the responses that a process of the run has spilled."""
+    return ROLLOUTS if process == 0 else f"{ROLLOUTS}_{process}"
+
+
 OWN_NAMES = (
     *(CONFIG_FILE, MARKER_FILE, NEWEST_FILE, *ROW_FILES, EVALUATION_FILE),
     *(ROUNDS_FILE, MOVES_FILE, TIMELINE_FILE, LEGS_FILE, WANDB_ID_FILE),

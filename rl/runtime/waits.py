@@ -33,6 +33,12 @@ class Hang(RuntimeError):
     """A wait without any sign of life; the message says who waits for what, and how long."""
 
 
+class ProgramLost(RuntimeError):
+    """Another program has ended, hangs or cannot be reached; the message says which and how."""
+
+    silent = False  # it may be there: it does not answer, or does nothing
+
+
 def result_of(
     future: Future[T],
     what: str,

@@ -142,9 +142,18 @@ class ReuseConfig:
 
 
 def check_coupling(
-    config: ReuseConfig, num_examples: int, prompts_per_step: int, group_size: int
+    config: ReuseConfig,
+    num_examples: int,
+    prompts_per_step: int,
+    group_size: int,
+    *,
+    most_times: int = 2,
 ) -> None:
-    """Raise ValueError if (example, sample index) cannot key the noise that repeats."""
+    """Raise ValueError if (example, sample index) cannot key the noise that repeats.
+
+    A step may have an example `most_times`: where it has all its prompts in a row of the data
+    order, two if an epoch ends in it.
+    """
     if not parse_mode(config.mode).couples_noise:
         return
     most_examples = 2**31 // (2 * MOST_SAMPLES)
@@ -152,6 +161,12 @@ def check_coupling(
         raise ValueError(
             f'Reuse.mode="coupled" has names for {most_examples} examples with {MOST_SAMPLES} '
             f"samples each, got {num_examples} with {group_size}"
+        )
+    if (most_times - 1) * group_size > MOST_SAMPLES:
+        raise ValueError(
+            f'Reuse.mode="coupled" has names for {MOST_SAMPLES} further samples of an example in '
+            f"a step; so few examples that a step may have one {most_times} times need "
+            f"{most_times - 1} × {group_size}: lower Rollout.group_size, or take more examples"
         )
     if prompts_per_step > num_examples:
         raise ValueError(

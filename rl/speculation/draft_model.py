@@ -91,7 +91,7 @@ class DraftModel:
             ),
             runner=runner,
             sampling=context.spec.sampling,
-            key=context.spec.key,
+            key=runner.put(context.spec.key),
             proposal=config.proposal,
         )
 

@@ -65,7 +65,7 @@ class LearnedDrafter:
             lambda: DeviceWeights(self._params_on(runner), shared),
             self.tree,
             context.spec.sampling,
-            context.spec.key,
+            runner.put(context.spec.key),
             features=context.features,
             runner=runner,
             num_draft_tokens=runner.config.max_nodes - 1,

@@ -7,6 +7,7 @@ After scoring, `remember` keeps the step's responses for the next epoch.
 
 from __future__ import annotations
 
+import collections
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -60,19 +61,23 @@ class Reuse:
 
         `keys` name the examples, `numbers` count them in the data set; `before` are the keys of
         earlier sampling passes of the step, `samplings` those of prompts that have their own.
-        The second time that a step has an example, it is answered without reuse, and with noise
-        of its own.
+        The second and the third time that a step has an example, it is answered without reuse,
+        and with noise of its own.
         """
-        again = [key in before or key in keys[:g] for g, key in enumerate(keys)]
+        seen, again = collections.Counter(before), list[int]()
+        for key in keys:
+            again.append(seen[key])
+            seen[key] += 1
         cached = [
-            {} if twice else self._cached(key, prompt, size)
-            for key, prompt, twice in zip(keys, prompts, again, strict=True)
+            {} if times else self._cached(key, prompt, size)
+            for key, prompt, times in zip(keys, prompts, again, strict=True)
         ]
 
         def request(g: int, i: int) -> Request:
             request_id = (len(before) + g) * size + i
             if self.mode.couples_noise:
-                request_id = 2 * MOST_SAMPLES * numbers[g] + i + MOST_SAMPLES * again[g]
+                own = MOST_SAMPLES + (again[g] - 1) * size if again[g] else 0
+                request_id = 2 * MOST_SAMPLES * numbers[g] + own + i
             sampling = samplings[g] if samplings else None
             return Request(request_id, prompts[g], g, i, cached=cached[g].get(i), sampling=sampling)
 
@@ -102,8 +107,13 @@ class Reuse:
         if clipped is not None:
             self._log_lenience = self._schedule.after(self._log_lenience, clipped)
 
-    def metrics(self, stats: EngineStats, num_tokens: int, step: int) -> dict[str, float]:
-        """Return metrics of the reuse in a step with `num_tokens` response tokens."""
+    def metrics(
+        self, stats: EngineStats, num_tokens: int, step: int, rule: PrefixRule | None = None
+    ) -> dict[str, float]:
+        """Return metrics of the reuse in a step with `num_tokens` response tokens.
+
+        `rule` is the step's, where it was not made at its beginning.
+        """
         if not self.mode.enabled:
             return {}
         v = stats.cached
@@ -116,7 +126,8 @@ class Reuse:
             "spec/cached_seconds": cached_seconds(stats.timeline),
         }
         if self.mode.name in ("lenient", "delayed"):
-            metrics["spec/lenience"] = math.exp(self._at(step))
+            log_lenience = self._at(step) if rule is None else rule.log_lenience
+            metrics["spec/lenience"] = math.exp(log_lenience)
         return metrics
 
     def new_problems(self) -> list[str]:

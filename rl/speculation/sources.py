@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -36,7 +36,7 @@ from spec.retrieval.group import DraftServer, GroupDrafter
 from spec.retrieval.history import HistoryDrafter, HistoryIndex, build_index
 from spec.retrieval.last_response import LastResponseDrafter
 from spec.retrieval.ngram import NgramDrafter
-from spec.reuse.rollout_cache import RolloutCache
+from spec.reuse.rollout_cache import CachedGroup, RolloutCache
 from spec.round_times import RoundTimes
 
 HISTORY_RULES = {"history": history.RULE, "histospec": history.PAPER_RULE}
@@ -45,9 +45,39 @@ MOST_WORKERS = 2**16
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Built:
-    index: HistoryIndex
+    """The history of a step's prompts: indexed, or as it is (`Speculation.for_others`)."""
+
+    index: HistoryIndex | None
     keys: frozenset[str]
     seconds: float
+    groups: Mapping[str, CachedGroup] = dataclasses.field(default_factory=dict)
+
+    @property
+    def num_tokens(self) -> int:
+        if self.index is not None:
+            return self.index.num_tokens
+        return sum(group.num_tokens for group in self.groups.values())
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StepDrafts:
+    """Makes the drafters and the budget of a rollout, for each worker its own.
+
+    `keys`, `prompts`, `last`, `first_group` and `group_size` are those of
+    `Speculation.drafter_factory`, from which, with the prompts' `history`, another program can
+    make the same drafters.
+    """
+
+    make: DrafterFactory
+    keys: Sequence[str]
+    prompts: Sequence[Prompt]
+    last: Mapping[int, np.ndarray]
+    first_group: int
+    group_size: int
+    history: Mapping[str, CachedGroup]
+
+    def __call__(self, context: DrafterContext) -> tuple[Drafter | None, Budget | None]:
+        return self.make(context)
 
 
 class Speculation:
@@ -74,6 +104,7 @@ class Speculation:
         self._tuner, self._seed = tuner or TunerConfig(), seed
         self._bandits: dict[int, BegMab] = {}  # by worker
         self._lock = threading.Lock()
+        self.for_others = False  # workers of other programs, which index the history themselves
 
     def drafter_factory(
         self,
@@ -83,21 +114,27 @@ class Speculation:
         *,
         first_group: int = 0,
         group_size: int = 0,
+        server: DraftServer | None = None,
+        answers: Callable[[int], bool] = lambda place: True,
     ) -> DrafterFactory:
         """Return a maker of drafters and budgets for one rollout: each worker has its own.
 
         Group first_group + g answers `prompts[g]`, whose key is `keys[g]`. `last` are last epoch's
         responses by request id, if requests may reuse them. The drafters share what is built here:
-        the index of the prompts' history, and the server through which siblings tell each other.
+        the index of the prompts' history, and the `server` through which siblings tell each other.
         What a group has said is forgotten once `group_size` responses have ended (0: never).
+        `answers` says of which places among the prompts this process has the requests.
         """
         if not self.config.enabled:
             return no_drafts
-        index = None
+        built = None
         if self.keeps_history:
-            index = self._history(dict(zip(keys, prompts, strict=True))).index
-        names = dict(enumerate(keys, first_group))
-        return partial(self._drafts, names, last or {}, index, DraftServer(group_size))
+            pairs = enumerate(zip(keys, prompts, strict=True))
+            built = self._history({key: ids for g, (key, ids) in pairs if answers(g)})
+        names, index = dict(enumerate(keys, first_group)), built.index if built else None
+        make = partial(self._drafts, names, last or {}, index, server or DraftServer(group_size))
+        history = built.groups if built else {}
+        return StepDrafts(make, keys, prompts, last or {}, first_group, group_size, history)
 
     def _drafts(
         self,
@@ -161,7 +198,7 @@ class Speculation:
         assert self._used is not None, "drafter_factory comes first"
         return {
             "spec/history_bytes": float(self._cache.num_bytes),
-            "spec/history_index_tokens": float(self._used.index.num_tokens),
+            "spec/history_index_tokens": float(self._used.num_tokens),
             "spec/history_index_seconds": self._used.seconds,
         }
 
@@ -203,6 +240,10 @@ class Speculation:
     def _build(self, prompts: Mapping[str, Prompt]) -> _Built:
         began_s, source = time.perf_counter(), self.config.history_source
         assert source is not None
+        if self.for_others:
+            found = {key: self._cache.get(key) for key in prompts}
+            groups = {key: group for key, group in found.items() if group is not None}
+            return _Built(None, frozenset(prompts), time.perf_counter() - began_s, groups)
         arrays = {key: np.asarray(ids, np.int32) for key, ids in prompts.items()}
         index = build_index(self._cache, arrays, HISTORY_RULES[source])
         return _Built(index, frozenset(prompts), time.perf_counter() - began_s)

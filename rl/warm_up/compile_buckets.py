@@ -221,11 +221,18 @@ class Pool:
                 yield self._resize(name, (B, S), (self.engine.config.prefill_rows, S), kind)
                 if more > B:
                     yield self._resize(name, (B, S), (more, S), kind)
+        if self.engine.spans_processes:
+            for S in self.positions:
+                for name, kind in self.kinds:
+                    yield Program(cache_ops.gathered, partial(self._gathered, name, S, kind), S)
 
     def hidden_states(self) -> Iterator[Program]:
         """Yield how hidden states leave for the host."""
         for B, S in self.buckets:
             yield Program(cache_ops.copy_states, partial(self._copy_states, B, S))
+        if self.engine.spans_processes:
+            for C in sorted({self._state_tokens(S) for S in self.positions}):
+                yield Program(cache_ops.gathered, partial(self._states, C))
 
     def trees(self) -> Iterator[Program]:
         """Yield the rounds with draft tokens, or with tokens of cached responses."""
@@ -245,7 +252,7 @@ class Pool:
 
     def drafted_rounds(self) -> Iterator[Program]:
         """Yield the rounds that draft on the device."""
-        for name, decisions in self.reach.alone.items():
+        for name, decisions in sorted(self.reach.alone.items()):  # the same order everywhere
             drafter = self._drafter(name)
             if drafter.in_rounds() is None:
                 continue
@@ -336,8 +343,20 @@ class Pool:
 
     def _copy_states(self, B: int, S: int) -> Arguments:
         features_B1SW = self._rows("features", B, S, kv_cache.FEATURES)
-        num_tokens = min(cache_ops.STATE_COPY_TOKENS, S)
-        return (features_B1SW, np.int32(0), np.int32(0)), {"num_tokens": num_tokens}
+        return (features_B1SW, np.int32(0), np.int32(0)), {"num_tokens": self._state_tokens(S)}
+
+    def _state_tokens(self, S: int) -> int:
+        """The hidden states of one copy that leaves a cache."""
+        return min(cache_ops.STATE_COPY_TOKENS, S)
+
+    def _states(self, C: int) -> Arguments:
+        with self.engine.shapes_only():
+            [features_11SW] = self.engine.empty_cache(1, 1).features
+        shape = C, features_11SW.shape[-1]
+        return (self.engine.zero_rows(shape, self.engine.dtype, (None, "features")),), {}
+
+    def _gathered(self, name: str, S: int, kind: kv_cache.Kind) -> Arguments:
+        return (self._rows(name, self.engine.config.prefill_rows, S, kind),), {}
 
     def _resize(
         self, name: str, old: tuple[int, int], new: tuple[int, int], kind: kv_cache.Kind
@@ -345,7 +364,7 @@ class Pool:
         """One array of a cache changes its (rows, positions)."""
 
         def arguments() -> Arguments:
-            index = jax.device_put(np.zeros(new[0], np.int32))
+            index = self.engine.put(np.zeros(new[0], np.int32))
             return (self._rows(name, *old, kind), index), {"num_positions": new[1], "kind": kind}
 
         return Program(cache_ops.resize_layer, arguments, new[1])

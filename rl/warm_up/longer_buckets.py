@@ -14,6 +14,7 @@ from typing import Any
 import jax
 
 from models.transformer import Params
+from rl.cluster.processes import ALONE, Processes
 from rl.runtime.parallel_compile import OnCompiled, unwatched
 from rl.runtime.signals import COMPILING, Watch
 from rl.warm_up import compile_buckets, round_times
@@ -62,10 +63,18 @@ class LongerBuckets:
                 compile_buckets.compile_programs(self._pool.engine, self._longer, self._told)
         self._compiled = True
 
-    def finish(self, params: Params, path: Path, times: RoundTimes | None) -> None:
+    def finish(
+        self,
+        params: Params,
+        path: Path,
+        times: RoundTimes | None,
+        *,
+        processes: Processes = ALONE,
+    ) -> None:
         """Compile the rest and run it once; measure its rounds for `times`, where there are any.
 
-        The table of measured rounds is written to `path`.
+        The table of measured rounds is written to `path`; the rest is as of
+        `rl.warm_up.round_times.load_or_measure`.
         """
         if self.done:
             return
@@ -76,7 +85,7 @@ class LongerBuckets:
             compile_buckets.run_once(pool.engine, self._longer)
             if times is not None:
                 rest = placed, pool.sampling, pool.reach, self.most_positions
-                round_times.complete(path, times, pool.engine, *rest)
+                round_times.complete(path, times, pool.engine, *rest, processes=processes)
         self._pool.params = jax.tree.map(_shape, placed)
         self.done = True
 

@@ -12,14 +12,37 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from models.folder import held, replace_file
 from rl.runtime.run_files import MOVES_FILE, ROUNDS_FILE
 from sched.simulator.measured_costs import MeasuredCosts
 from spec.round_times import RoundTimes
 
+if TYPE_CHECKING:
+    from rl.cluster.processes import Processes
+
 FORMAT = 5  # of the first
+
+
+def rounds_of_first(times: RoundTimes | None, processes: Processes) -> RoundTimes | None:
+    """Return process 0's table, or None where it has none: those of one mesh decide by one table.
+
+    Alone, it is the table that is given.
+    """
+    if processes.alone:
+        return times
+    own: Any = None if times is None else times.rows()
+    rows = json.loads(processes.from_first("seconds of rounds", json.dumps(own).encode))
+    return None if rows is None else RoundTimes.from_rows(rows)
+
+
+def moves_of_first(times: MoveTimes, processes: Processes) -> MoveTimes:
+    """Return process 0's times."""
+    if processes.alone:
+        return times
+    own = json.dumps(_rows(times)).encode
+    return _moves(json.loads(processes.from_first("seconds of moves", own)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +85,15 @@ def read_rounds(path: Path, made_for: Mapping[str, Any] | None = None) -> RoundT
 
 def write_moves(path: Path, times: MoveTimes) -> None:
     """Write `times` for `read_moves`."""
-    replace_file(path, json.dumps([[n, *both] for n, both in times.seconds.items()]) + "\n")
+    replace_file(path, json.dumps(_rows(times)) + "\n")
+
+
+def _rows(times: MoveTimes) -> list[list[float]]:
+    return [[n, *both] for n, both in times.seconds.items()]
+
+
+def _moves(rows: Any) -> MoveTimes:
+    return MoveTimes({int(n): (float(copy_s), float(pass_s)) for n, copy_s, pass_s in rows})
 
 
 def read_moves(path: Path) -> MoveTimes | None:
@@ -71,7 +102,7 @@ def read_moves(path: Path) -> MoveTimes | None:
     if rows is None:
         return None
     try:
-        return MoveTimes({int(n): (float(copy_s), float(pass_s)) for n, copy_s, pass_s in rows})
+        return _moves(rows)
     except (TypeError, ValueError) as error:
         raise _damaged(path, error) from error
 

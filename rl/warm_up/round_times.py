@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from models import transformer
+from rl.cluster.processes import ALONE, Processes
 from rl.engine import cache_ops
 from rl.engine.ending import NO_TOKEN, padded_ids
 from rl.engine.engine import Engine
@@ -23,7 +24,7 @@ from rl.engine.slot_table import SlotTable
 from rl.speculation.device_drafters import NO_DRAFTERS, DeviceDrafters, DeviceDrafterSource
 from rl.trajectory import PartialRequest, Request
 from rl.warm_up import compile_buckets
-from rl.warm_up.measured_run import read_rounds, write_rounds
+from rl.warm_up.measured_run import read_rounds, rounds_of_first, write_rounds
 from spec.budget.budget import best
 from spec.budget.union import DrafterUnion
 from spec.config import SamplingConfig
@@ -45,29 +46,44 @@ def load_or_measure(
     sampling: SamplingConfig,
     reach: compile_buckets.Reach,
     most_positions: int | None = None,
+    *,
+    processes: Processes = ALONE,
 ) -> RoundTimes:
     """Return the table in `path` if it was made for this device and these shapes, else a new one.
 
     Call it after the warm-up: what is not compiled would be timed with its compilation. Buckets of
     more than `most_positions` are left to `complete`: until then their rounds count as those of
     the longest bucket that is measured. Raises ValueError for a file that is damaged.
+
+    All `processes` of a mesh call it, and get process 0's table: that of its file, or its
+    measurement, for which all run the same rounds.
     """
     buckets = list(compile_buckets.round_buckets(engine, sampling, reach))
     made_for = _made_for(engine, buckets, reach.drafters)
-    kept = read_rounds(path, made_for)
+    kept = _kept(path, made_for, processes)
     if kept is not None:
         return kept
+    now = [b for b in buckets if most_positions is None or b[2] <= most_positions]
+    times = measure(engine, params, sampling, now, drafters=reach.drafters, processes=processes)
     if most_positions is None:
-        times = measure(engine, params, sampling, buckets, drafters=reach.drafters)
-        write_rounds(path, times, made_for)
+        _keep(path, times, made_for, processes)
         return times
-    now = [bucket for bucket in buckets if bucket[2] <= most_positions]
-    times = measure(engine, params, sampling, now, drafters=reach.drafters)
     for B, M, S in buckets:
         if S > most_positions:
             longest = max(s for b, m, s in now if (b, m) == (B, M))
             times.put({(B, M, S): times.rounds[B, M, longest]})
     return times
+
+
+def _kept(path: Path, made_for: dict[str, Any], processes: Processes) -> RoundTimes | None:
+    """The table that process 0 finds in its file."""
+    kept = read_rounds(path, made_for) if processes.is_first else None
+    return rounds_of_first(kept, processes)
+
+
+def _keep(path: Path, times: RoundTimes, made_for: dict[str, Any], processes: Processes) -> None:
+    if processes.is_first:
+        write_rounds(path, times, made_for)
 
 
 def complete(
@@ -78,14 +94,16 @@ def complete(
     sampling: SamplingConfig,
     reach: compile_buckets.Reach,
     most_positions: int,
+    *,
+    processes: Processes = ALONE,
 ) -> None:
     """Measure what `load_or_measure` left out, put it into `times`, and write the table."""
     buckets = list(compile_buckets.round_buckets(engine, sampling, reach))
     made_for = _made_for(engine, buckets, reach.drafters)
-    if read_rounds(path, made_for) is None:
+    if _kept(path, made_for, processes) is None:
         rest = [bucket for bucket in buckets if bucket[2] > most_positions]
-        times.put(measure(engine, params, sampling, rest).rounds)
-        write_rounds(path, times, made_for)
+        times.put(measure(engine, params, sampling, rest, processes=processes).rounds)
+        _keep(path, times, made_for, processes)
 
 
 def measure(
@@ -95,6 +113,7 @@ def measure(
     buckets: list[tuple[int, int, int]],
     *,
     drafters: DeviceDrafters = NO_DRAFTERS,
+    processes: Processes = ALONE,
 ) -> RoundTimes:
     """Return the median seconds of a round of each (slots, nodes, positions), its fetch included.
 
@@ -102,7 +121,7 @@ def measure(
     engine runs it, several to a fetch; a round with draft tokens with drafting them (siblings and
     own text) and committing. Numbers of nodes take turns: what slows the machine for a while
     slows all that a budget will compare. The drafts of `drafters` are timed too, one token deep
-    and as deep as they get.
+    and as deep as they get. The processes of a mesh do so together; the table is process 0's.
     """
     spec = RolloutSpec(params, sampling, step_key(0, 0))
     nodes_of: dict[tuple[int, int], list[int]] = {}
@@ -119,7 +138,9 @@ def measure(
                 found = rounds.draft_seconds(drafter)
                 times = {(B, depth, S): taken_s for depth, taken_s in found.items()}
                 draft_seconds.setdefault(name, {}).update(times)
-    return RoundTimes(seconds, draft_seconds)
+    table = rounds_of_first(RoundTimes(seconds, draft_seconds), processes)
+    assert table is not None, "it was measured"
+    return table
 
 
 def _medians(tries: Sequence[tuple[int, float]]) -> dict[int, float]:

@@ -14,11 +14,12 @@ import jax
 import numpy as np
 
 from models import kv_cache, transformer
+from rl.cluster.processes import ALONE, Processes
 from rl.engine import cache_ops
 from rl.engine.engine import Engine
 from rl.trajectory import HostKv
 from rl.warm_up import compile_buckets
-from rl.warm_up.measured_run import MoveTimes, write_moves
+from rl.warm_up.measured_run import MoveTimes, moves_of_first, write_moves
 from spec.config import SamplingConfig
 from spec.verify import verify_round
 
@@ -31,19 +32,23 @@ def measure(
     sampling: SamplingConfig,
     reach: compile_buckets.Reach,
     path: Path,
+    *,
+    processes: Processes = ALONE,
 ) -> MoveTimes:
     """Time both on `engine`, whose programs are compiled; medians of a few.
 
     Rounds in which keys and values are recomputed decode as well, but count in full. The times are
-    kept in `path`, for `rl.warm_up.measured_run.read_moves`.
+    kept in `path`, for `rl.warm_up.measured_run.read_moves`. The `processes` of a mesh
+    measure together; the times are process 0's.
     """
     seconds, pool = {}, compile_buckets.Pool(engine, params, sampling, reach)
     B = pool.slots[0]
     with engine.mesh_context():
         for S in pool.positions:
             tokens = S - 1
-            row = jax.tree.map(lambda x: np.asarray(x[0]), engine.empty_cache(1, tokens))
-            kv = HostKv(row)
+            with engine.shapes_only():
+                shapes = engine.empty_cache(1, tokens)
+            kv = HostKv(jax.tree.map(lambda x: np.zeros(x.shape[1:], x.dtype), shapes))
 
             def copied(cache: kv_cache.KVCache, kv: HostKv = kv) -> kv_cache.KVCache:
                 return engine.insert_kv(cache, [(kv, 0)])
@@ -55,8 +60,9 @@ def measure(
             copy_s, cache = _timed(engine, copied, cache)
             pass_s, cache = _timed(engine, computed, cache)
             seconds[tokens] = copy_s, pass_s
-    times = MoveTimes(seconds)
-    write_moves(path, times)
+    times = moves_of_first(MoveTimes(seconds), processes)
+    if processes.is_first:
+        write_moves(path, times)
     return times
 
 

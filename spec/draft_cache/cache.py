@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Protocol
 
-import jax
 import numpy as np
 
 from models import kv_cache
@@ -27,6 +26,7 @@ from spec.draft_cache.drafting import Drafting, Given, catch_up
 from spec.draft_cache.rows import CachedRows
 from spec.draft_cache.tables import CHUNK_COLUMNS, END_COLUMNS
 from spec.drafter import Arguments, LiveSlots, Program
+from spec.sampling import noise_names
 
 KINDS = {"keys": kv_cache.KEYS, "values": kv_cache.VALUES}
 
@@ -41,6 +41,8 @@ class Runner(Protocol):
     def position_sizes(self, num_slots: int) -> list[int]: ...
 
     def argument(self, x: np.ndarray) -> Any: ...
+
+    def put(self, x: Any) -> Any: ...
 
     def zero_rows(
         self, shape: Sequence[int], dtype: Any, axes: Sequence[str | None] = ...
@@ -113,7 +115,8 @@ class DraftCache:
         columns_AW = np.minimum(start_A1 + np.arange(W), self.rows.tokens_BS.shape[1] - 1)
         table_BX[rows_A, :W] = self.rows.tokens_BS[rows_A[:, None], columns_AW]
         emitted_A = live.total_tokens_A - live.prompt_tokens_A
-        ints = live.rows_A, live.total_tokens_A, emitted_A, live.request_ids_A, most_A
+        names_A = noise_names(live.request_ids_A)
+        ints = live.rows_A, live.total_tokens_A, emitted_A, names_A, most_A
         table_BX[rows_A, W:-3] = np.stack(ints, axis=1)
         table_BX[rows_A, -3:] = live.processing(sampling).view(np.int32)
         return self._runner.argument(table_BX)
@@ -165,7 +168,7 @@ class DraftCache:
 
     def _resize_arguments(self, old: tuple[int, int], new: tuple[int, int], name: str) -> Arguments:
         layer, index_B = getattr(self.empty(*old), name)[0], np.zeros(new[0], np.int32)
-        return (layer, jax.device_put(index_B)), {"num_positions": new[1], "kind": KINDS[name]}
+        return (layer, self._runner.put(index_B)), {"num_positions": new[1], "kind": KINDS[name]}
 
     # -- sizes and chunks ----------------------------------------------------------------
 
@@ -189,7 +192,7 @@ class DraftCache:
     def _resize(self, live: LiveSlots, num_rows: int, num_positions: int) -> None:
         tokens = num_positions + self.drafting.first_token
         self.rows, row_B = self.rows.resized(num_rows, tokens, live)
-        self.arrays = cache_rows.resize(self.taken(), jax.device_put(row_B), num_positions)
+        self.arrays = cache_rows.resize(self.taken(), self._runner.put(row_B), num_positions)
 
     def _catch_up(self, live: LiveSlots, rows_A: np.ndarray, given: Given) -> None:
         """Compute entries until no row lacks more than its window, the longest first.

@@ -15,6 +15,7 @@ import numpy as np
 
 from models import kv_cache
 from models.kv_cache import KVCache, Pending
+from models.sharding import replicated
 from spec.draft_cache.tables import Ends, unpack_ends
 from spec.verify import Drawn, Slots
 
@@ -100,7 +101,7 @@ def draft(
     bits_RX = jax.lax.bitcast_convert_type(found.prob_RX, jnp.int32)
     parts = found.tokens_RX, found.parents_RX, bits_RX, found.count_R[:, None]
     # a loop's results may come out on other shards
-    return kv_cache.map_arrays(kv_cache.pin, cache), jnp.concatenate(parts, axis=1)
+    return kv_cache.map_arrays(kv_cache.pin, cache), replicated(jnp.concatenate(parts, axis=1))
 
 
 def unpack(packed: jax.Array) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:

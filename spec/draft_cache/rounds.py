@@ -21,6 +21,7 @@ import numpy as np
 from models import kv_cache, transformer
 from models.config import ModelConfig
 from models.kv_cache import KVCache, Pending
+from models.sharding import replicated
 from spec import nodes as packed_nodes
 from spec import sampling
 from spec.draft_cache.drafting import Brought, Drafting, Found
@@ -115,7 +116,8 @@ def draft_rounds(
     none = jnp.zeros((shape.max_rounds, 6, len(row_B), N), jnp.int32)
     start = jnp.int32(0), cache, pending, slots, table.tokens_BW, state, none
     _, cache, pending, slots, _, (held, _), found = jax.lax.while_loop(more, step, start)
-    return cache, pending, slots.pinned(), kv_cache.map_arrays(kv_cache.pin, held), found
+    held = kv_cache.map_arrays(kv_cache.pin, held)
+    return cache, pending, slots.pinned(), held, replicated(found)
 
 
 def _rows_of(table: Ends, num_slots: int) -> jax.Array:

@@ -91,6 +91,22 @@ class DraftServer:
                         pieces.append((group, request, previous, tokens_T))
         return pieces, over
 
+    def seen(self) -> dict[int, dict[int, int]]:
+        """Return how many tokens of each request are here, by group: `fetch` of another server."""
+        with self._lock:
+            return {
+                group: {request: len(text) for request, text in texts.items()}
+                for group, texts in self._texts.items()
+            }
+
+    def forget(self, group_ids: Iterable[int]) -> None:
+        """Forget groups that are known to be over."""
+        with self._lock:
+            for group in group_ids:
+                self._over.add(group)
+                self._ended.pop(group, None)
+                self._texts.pop(group, None)
+
 
 class DraftClient:
     """The index of the registered groups, and drafts from it."""

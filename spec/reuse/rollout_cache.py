@@ -218,11 +218,21 @@ class RolloutCache:
 
     def replace(self, key: str, group: CachedGroup) -> None:
         """Make this the prompt's group of the last epoch."""
+        self._renew(key, encode(key, group, self.policy))
+
+    def take_over(self, other: RolloutCache) -> None:
+        """Replace groups by those of another cache, of the same policy, which is then empty."""
+        assert other.policy == self.policy and other.epochs == 1 and other.folder is None
+        for key, blob in other._blobs.items():
+            self._renew(key, blob)
+        other._clear()
+
+    def _renew(self, key: str, blob: bytes) -> None:
         for back in range(self.epochs - 1, 0, -1):
             older = self._blob(_entry_name(key, back - 1))
             if older is not None:
                 self._replace(_entry_name(key, back), older)
-        self._replace(_entry_name(key, 0), encode(key, group, self.policy))
+        self._replace(_entry_name(key, 0), blob)
 
     def mark(self) -> None:
         """Remember the present groups, which `undo` restores."""

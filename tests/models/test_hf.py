@@ -15,8 +15,9 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from models import hf, hf_config, hf_files, transformer
-from models.config import Llama3RopeScaling, ModelConfig
+from models.config import Llama3RopeScaling, MeshConfig, ModelConfig
 from models.params import num_params as count_params
+from models.sharding import make_mesh
 
 LOGITS = jax.jit(transformer.logits, static_argnums=0)
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -175,6 +176,23 @@ def test_dtype_casts_every_tensor():
     assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype("bfloat16")}
     _, wide = hf.load_pretrained(GOLDEN / "qwen2_tied", dtype=jnp.float32)
     assert_same(wide, jax.tree.map(lambda x: x.astype(jnp.float32), params))
+
+
+def test_a_tensor_that_is_split_over_devices_is_read_in_parts(monkeypatch):
+    whole, read_tensor = [], hf_files.Stored.read
+    expected = hf.load_pretrained(GOLDEN / "qwen2_untied")[1]
+
+    def noted(stored, file):
+        whole.append(stored.name)
+        return read_tensor(stored, file)
+
+    monkeypatch.setattr(hf_files.Stored, "read", noted)
+    mesh = make_mesh(MeshConfig(data=2, tensor=2), jax.devices()[:4])
+    params = hf.load_pretrained(GOLDEN / "qwen2_untied", mesh)[1]
+    assert_same(params, expected)
+    leaves = jax.tree.leaves(params)
+    kept_whole = [x for x in leaves if x.is_fully_replicated]
+    assert 0 < len(whole) == len(kept_whole) < len(leaves)  # and once for all devices
 
 
 def test_saving_over_a_folder_keeps_its_tokenizer_and_drops_stale_weights(tmp_path):

@@ -57,7 +57,16 @@ def test_dimensions_that_do_not_divide_stay_whole(devices):
     mesh = sharding.make_mesh(MeshConfig(fsdp=4, tensor=2), devices)
     assert sharding.fitting_sharding(mesh, (32, 40), ("embed", "mlp")).spec == P("fsdp", "tensor")
     assert sharding.fitting_sharding(mesh, (30, 40), ("embed", "mlp")).spec == P(None, "tensor")
-    assert sharding.fitting_sharding(mesh, (32, 41), ("embed", "mlp")).spec == P("fsdp", None)
+    assert sharding.fitting_sharding(mesh, (32, 41), ("embed", "mlp")).spec == P("fsdp")
+
+
+def test_shardings_are_named_as_programs_return_them(devices):
+    """Else a step's result is another program's argument, which compiles it once more."""
+    mesh, axes = sharding.make_mesh(MeshConfig(fsdp=4, tensor=2), devices), ("batch", None, None)
+    wanted = sharding.fitting_sharding(mesh, (8, 3, 4), axes)
+    with jax.set_mesh(mesh):
+        made = jax.jit(lambda x: sharding.constrain(x * 2, *axes))(jnp.ones((8, 3, 4)))
+    assert made.sharding == wanted
 
 
 def test_constrain_pins_under_a_mesh_and_passes_without_one(devices):

@@ -18,7 +18,7 @@ from rl.simulation.draft_costs import Windowed, WindowMean, window_mean
 from rl.simulation.reproduction.rows import Entry, Figure, figures_of
 from sched.policies.group_fifo import GroupFifo
 from sched.policies.histopipe import HistoPipe, HistoPipeConfig
-from sched.policies.histopipe_allocation import Tau
+from sched.policies.histopipe_allocation import Pace, Tau, tau_of
 from sched.policies.step_order import StepOrder
 from sched.protocol import Scheduler
 from sched.request import RequestSpec
@@ -87,17 +87,9 @@ def history_windows(config: TrainingStepsConfig) -> WindowMean:
 
 
 def profile(config: SimulateRun, instance: Instance, windows: WindowMean | None) -> Tau:
-    """Return τ(l, workers): the seconds of a ranking group whose responses have l tokens each."""
-    step, groups = config.workload, config.training_steps.ranking_groups
-    requests = step.num_groups * step.group_size / groups
-    nodes, tokens = (1 + windows.drafts, windows.tokens) if windows else (1.0, 1.0)
-
-    def tau(length: float, workers: int) -> float:
-        batch = requests / workers
-        positions = batch * (step.prompt_tokens + length / 2)
-        return length / tokens * instance.round_seconds(batch, positions, nodes)
-
-    return tau
+    """Return τ with the published windows, or without drafts."""
+    pace = Pace(1 + windows.drafts, windows.tokens) if windows else Pace()
+    return tau_of(instance.round_seconds, config.workload.prompt_tokens, pace)
 
 
 def histopipe(config: SimulateRun, groups: int, tau: Tau | None, train_s: float) -> HistoPipe:
@@ -108,7 +100,7 @@ def histopipe(config: SimulateRun, groups: int, tau: Tau | None, train_s: float)
             num_steps=(settings.epochs - 1) * settings.steps_per_epoch,
             num_ranking_groups=groups,
             epoch_prompts=config.workload.num_groups * settings.steps_per_epoch,
-            tau=tau,
+            tau=None if tau is None else lambda: tau,
             train_s=train_s,
         )
     )

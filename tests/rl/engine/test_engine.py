@@ -51,7 +51,7 @@ def engine():
         ([Request(3, ())], r"request 3 has an empty prompt"),
         ([Request(3, (1,)), Request(3, (2,))], r"request 3 comes twice"),
         ([Request(-1, (1,))], r"request -1: ids must be in 0"),
-        ([Request(2**31, (1,))], r"ids must be in 0"),
+        ([Request(2**62, (1,))], r"ids must be in 0"),
         ([Request(3, (1, 20))], r"request 3 has the token 20, outside .* vocabulary of 20"),
         ([Request(3, (-4, 1))], r"request 3 has the token -4"),
         ([Request(3, (1,), max_new_tokens=0)], r"request 3 has max_new_tokens=0"),

@@ -56,3 +56,11 @@ def test_rows_that_are_moved_take_along_what_they_lack(table):
     table.widen(4)
     assert list(table.lacking()) == [0] and table.live().rows_A.tolist() == [1]
     assert table.filled(0, 5) == 3
+
+
+def test_two_requests_may_have_the_same_noise(table):
+    """Of one example in two steps of a pipeline: the device knows names of noise alone."""
+    table.enter(3, PartialRequest(Request(5 * 2**31 + 2, PROMPT)))
+    names = table.device_columns()[:, COLUMNS.index("request_id")]
+    assert names.tolist() == [0, 1, 2, 2]
+    assert table.live().request_ids_A.tolist() == [0, 5 * 2**31 + 2]

@@ -29,6 +29,7 @@ from rl.workers.config import SchedConfig
 from rl.workers.coordinator import WorkerError
 from rl.workers.multi_engine import MultiEngine, split_devices
 from sched.ledger import Ledger
+from sched.policies import histopipe
 from sched.policies.histopipe import HistoPipe
 from sched.protocol import ChunkDone, Defer, Submitted
 from spec.retrieval.last_response import LastResponseDrafter
@@ -260,14 +261,55 @@ def test_what_goes_on_in_the_next_step_carries_its_versions(tiny, tmp_path, defe
     assert row["example_id"] == seen[0][0].prompts.examples[1].example_id
 
 
+def test_what_went_on_when_a_run_was_stopped_is_asked_anew(tiny, tmp_path, monkeypatch):
+    """By the step that it had gone on into, so that every sample is learnt from once."""
+    settings = (*PIPELINE, "Sched.workers=1", "Checkpoint.every_steps=0")
+    show = tiny_run.Recorder()
+    with monkeypatch.context() as patch, pytest.raises(train_loop.Stopped):
+        patch.setattr(async_rollouts, "step_scheduler", lambda *args, **options: Deferring())
+        tiny_run.train(
+            tiny, tmp_path, *settings, show=show, should_stop=lambda: len(show.rows) == 1
+        )
+    done = finish(tiny, tmp_path, *settings)
+    assert "resuming after step 1" in done.show.messages
+    assert [row["completions/count"] for row in done.rows] == [7, 9, 8, 8]
+    assert [row["rollout/carried"] for row in done.rows] == [0, 1, 0, 0]
+    late = samples(done)[15]
+    asked = collections.Counter(
+        (s["example_id"], s["sample_index"]) for s in samples(done) if s["step"] < 4
+    )
+    assert late["step"] == 2 and late["sample_index"] == 0 and set(asked.values()) == {1}
+    assert late["advantage"] != 0, "its siblings of the step before are known"
+
+
+def test_the_second_tier_changes_no_token(tiny, ahead, tokens, tmp_path, monkeypatch):
+    """Three workers for two groups, all of whose responses are expected to be as long as can be."""
+    plans, two_tiers = [], histopipe.two_tiers
+
+    def noted(*args, **options):
+        plans.append(two_tiers(*args, **options))
+        return plans[-1]
+
+    def expecting(self, state):
+        examples = self._system.inputs.task
+        self._lengths = {examples[i].example_id: (8,) * 4 for i in range(len(examples))}
+
+    monkeypatch.setattr(histopipe, "two_tiers", noted)
+    monkeypatch.setattr(async_rollouts.AsyncRollouts, "load_state", expecting)
+    found = {}
+    with noting(found):
+        settings = ("Sched.policy='histopipe'", "Sched.ranking_groups=2", "Sched.workers=3")
+        done = finish(tiny, tmp_path, *PIPELINE, *settings)
+    assert found == tokens and [sum(plan) for plan in plans][:1] == [3]
+    assert [s["completion"] for s in samples(done)] == [s["completion"] for s in samples(ahead[0])]
+
+
 # --- what cannot be ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (("Algorithm.name='dapo'",), "asks for more prompts once rewards are known"),
-        (("Reuse.mode='coupled'",), "reuses nothing yet"),
         (("Sched.mode='ahead'",), "expected one of 'sync', 'pipeline', got str 'ahead'"),
         (("Sched.mode='sync'", "Sched.policy='histopipe'"), 'set Sched.mode = "pipeline"'),
     ],

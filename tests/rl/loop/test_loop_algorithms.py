@@ -124,7 +124,7 @@ def test_a_step_whose_groups_are_all_equal_ends_after_the_last_phase(tiny, tmp_p
         assert row["dynamic_sampling/phases"] == 3
         assert row["dynamic_sampling/generated_groups"] == 6
         assert row["batch/samples"] == row["batch/optimizer_steps"] == 0
-    host = checkpoint_host.read(tmp_path / "checkpoints" / "step_00000002" / "host", 0)
+    host = checkpoint_host.read(tmp_path / "checkpoints" / "step_00000002" / "host")
     assert host["cursor"] == 12
 
 

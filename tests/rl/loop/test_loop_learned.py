@@ -200,3 +200,9 @@ def test_workers_train_it_while_the_trainer_trains(tiny, tmp_path):
     done = finish(tiny, tmp_path, *SPOT, "Sched.mode='pipeline'")
     assert done.rows[-1]["drafter/total_steps"] > 0
     assert whole_steps(tmp_path / "drafter")[0] > 0
+
+
+def test_in_a_pipeline_too_it_may_be_trained_after_each_rollout(tiny, tmp_path):
+    settings = (*AFTER, *WORKERS, "Sched.mode='pipeline'", "Run.steps=3")
+    done = finish(tiny, tmp_path, *settings)
+    assert [row["drafter/total_steps"] for row in done.rows] == [3, 6, 9]

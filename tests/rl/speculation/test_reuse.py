@@ -135,6 +135,15 @@ def test_an_example_that_comes_twice_in_a_step_is_answered_afresh_the_second_tim
     assert [r.cached is not None for r in got] == [True, True, False] * 2
 
 
+def test_noise_is_named_anew_each_time_that_a_step_has_an_example():
+    reuse, _ = make("coupled")
+    (once,) = reuse.requests(["a"], PROMPTS[:1], [7], 1)
+    twice, thrice = reuse.requests(["a", "a"], PROMPTS[:1] * 2, [7, 7], 1, before=["b", "a"])
+    assert [r.request_id - once.request_id for r in (twice, thrice)] == [512, 513]
+    largest = reuse.requests(["a"], PROMPTS[:1], [7], 256, before=["a", "a"])[-1]
+    assert largest.request_id - once.request_id == 1023, "the next example's begin at 1024"
+
+
 def test_noise_without_a_key_is_refused():
     coupled = ReuseConfig("coupled")
     check_coupling(coupled, 100, 50, 8)
@@ -142,6 +151,9 @@ def test_noise_without_a_key_is_refused():
     for arguments in ((2**22, 5, 8), (100, 5, MOST_SAMPLES + 1)):
         with pytest.raises(ValueError, match="has names for 2097152 examples with 512 samples"):
             check_coupling(coupled, *arguments)
+    check_coupling(coupled, 10, 6, 256, most_times=3)
+    with pytest.raises(ValueError, match="may have one 3 times need 2 × 257"):
+        check_coupling(coupled, 10, 6, 257, most_times=3)
     with pytest.raises(ValueError, match="at most twice in a step"):
         check_coupling(coupled, 10, 11, 8)
 

@@ -49,7 +49,8 @@ def test_recomputed_requests_resume_with_the_same_tokens():
     engines = [Engine(tiny_team.MODEL, tiny_team.CONFIG) for _ in range(2)]
     alone = {t.request_id: t for t in play(engines[0])}
     config = SchedConfig(policy="divided_fifo", workers=2, chunk_tokens=2, kv_tokens=40)
-    team = MultiEngine(engines, config, prefer_pool=lambda tokens: tokens > 8)
+    copies = {"prefer_pool": lambda tokens: tokens > 8}
+    team = MultiEngine(engines, config, **copies, keeps_decisions=True)
     assert_same_tokens(play(team), alone)
     later = [a for a in starts(team) if a.chunk > 1]
     assert {a.kv for a in later} >= {Kv.POOL, Kv.PREFILL}

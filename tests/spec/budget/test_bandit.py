@@ -200,10 +200,10 @@ def test_a_checkpoint_changes_nothing(tmp_path):
         play(mab, rates, 30, rng, batch_size)
     state = mab.state()
     assert json.loads(json.dumps(state)) == state
-    checkpoint_host.write(tmp_path, 0, checkpoint_host.encode({"bandit": state}))
+    checkpoint_host.write(tmp_path, checkpoint_host.encode({"bandit": state}))
     other = bandit(everywhere=True, window=4, epsilon=0.4, seed=6)
     play(other, rates, 5, rng)  # is gone afterwards
-    other.load_state(checkpoint_host.read(tmp_path, 0)["bandit"])
+    other.load_state(checkpoint_host.read(tmp_path)["bandit"])
     assert other.state() == state
     both = [
         [play(m, rates, 50, np.random.default_rng(1), batch_size) for batch_size in (2, 16, 40)]

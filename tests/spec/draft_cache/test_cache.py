@@ -10,8 +10,10 @@ import pytest
 from draft_model_reference import LONGEST, MODEL, POLICY, Host
 
 from rl.engine.config import EngineConfig
+from spec.config import SamplingConfig
 from spec.draft_cache import cache as draft_cache
 from spec.draft_cache.cache import DraftCache, Passes
+from spec.draft_cache.tables import END_COLUMNS
 
 BUCKETS = EngineConfig(slots=8, min_slots=2, min_positions=16)
 GIVEN = "weights", ()
@@ -38,6 +40,7 @@ def _make(monkeypatch, first_token=0, apart=False):
         config=BUCKETS,
         position_sizes=lambda _: BUCKETS.position_sizes(LONGEST),
         argument=lambda x: x,
+        put=lambda x: x,
         zero_rows=jnp.zeros,
     )
     passes = Passes(window_tokens=2, chunk_widths=(4,), pass_tokens=12)
@@ -112,3 +115,14 @@ def test_a_step_that_fails_costs_the_entries_alone(make):
     cache.taken()
     cache.follow(asked, asked, 16, GIVEN)
     assert len(tables) == 2 * first
+
+
+def test_requests_that_share_noise_have_rows_of_their_own_and_one_name(make):
+    """Of one example in two steps of a pipeline; drafters draw with the noise of the policy."""
+    cache, _ = make()
+    asked = live({7: [1, 2, 3], 7 + 3 * 2**31: [1, 2, 3]})
+    rows_A, _ = cache.follow(asked, asked, 16, GIVEN)
+    assert len(set(rows_A.tolist())) == 2
+    table_BX = cache.ends(asked, rows_A, np.ones(2, np.int32), SamplingConfig())
+    names = table_BX[rows_A, 2 + END_COLUMNS.index("request_id")]
+    assert names.tolist() == [7, 7]

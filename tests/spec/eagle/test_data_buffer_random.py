@@ -99,9 +99,9 @@ def test_a_checkpoint_changes_nothing(tmp_path_factory, added, max_bytes, step, 
     for name, (length, s) in enumerate(added):
         kept.add(sequence(length, name, dtype), s)
     folder = tmp_path_factory.mktemp("host")
-    checkpoint_host.write(folder, 0, checkpoint_host.encode({"buffer": kept.state()}))
+    checkpoint_host.write(folder, checkpoint_host.encode({"buffer": kept.state()}))
     other.add(sequence(3, 77, np.float16), 99)  # is gone afterwards
-    other.load_state(checkpoint_host.read(folder, 0)["buffer"])
+    other.load_state(checkpoint_host.read(folder)["buffer"])
     for name in ("num_bytes", "num_sequences", "dropped", "evicted"):
         assert getattr(kept, name) == getattr(other, name)
     for _ in range(2):

@@ -232,3 +232,19 @@ def test_undo_restores_the_groups_before_a_step(tmp_path):
     assert cache.get("b") is None
     cache.undo()  # nothing is left to be taken back
     assert cache.get("a").responses[0].tokens[0] == 2
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_another_caches_groups_are_taken_over_as_if_they_were_replaced(epochs):
+    plain, cache, late = (RolloutCache(epochs=n, policy="p") for n in (epochs, epochs, 1))
+    for seed, keys in ((0, "ab"), (1, "bc")):
+        for key in keys:
+            plain.replace(key, scored(seed))
+            late.replace(key, scored(seed))
+        cache.mark()
+        cache.take_over(late)
+        assert len(late) == 0 and late.num_bytes == 0
+    assert cache.state()["keys"] == plain.state()["keys"]
+    assert (cache.state()["blobs"] == plain.state()["blobs"]).all()
+    cache.undo()
+    assert cache.get("c") is None and equal(cache.get("b"), scored(0))

@@ -1,0 +1,102 @@
+"""The arrays of a checkpoint: written and read by Orbax, each process its own shards.
+
+Orbax's handler is used without its Checkpointer, whose barriers between processes are collectives
+without a deadline: folders, agreement and the one rename are those of `rl.checkpoint.checkpointer`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+
+class ArrayWriter:
+    """Writes one set of arrays after the other; `by_all`, every process of the job its part.
+
+    Otherwise this process alone writes, what it has on its own devices.
+    """
+
+    def __init__(self, *, by_all: bool) -> None:
+        import orbax.checkpoint as ocp
+
+        self._placed = _of_all if by_all else np.asarray
+        if jax.process_count() == 1:
+            self._placed = lambda x: x
+        # OCDBT, Orbax's default, keeps memory at every save: tensorstore leaks its specs.
+        self._handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False)
+        self._writing: list[Any] = []
+
+    def save(self, folder: Path, arrays: Mapping[str, jax.Array]) -> None:
+        """Begin to write to an existing folder; returns once the values are on the host.
+
+        Not to be called in a thread that runs an event loop, as that of a notebook does.
+        """
+        import orbax.checkpoint as ocp
+        from etils import epath
+
+        given = {path: self._placed(x) for path, x in arrays.items()}
+        saving = self._handler.async_save(epath.Path(folder), args=ocp.args.PyTreeSave(given))
+        self._writing = asyncio.run(saving) or []
+
+    def wait_until_finished(self) -> None:
+        """Wait until what this process writes is written; raises the error it met."""
+        writing, self._writing = self._writing, []
+        for future in writing:
+            future.result()
+
+    def close(self) -> None:
+        self._handler.close()
+
+
+def read_arrays(folder: Path, wanted: Mapping[str, Any]) -> dict[str, jax.Array]:
+    """Return arrays by path, laid out as `wanted` (arrays or shapes), or on the first local device.
+
+    What was written by any number of processes is read by any other.
+    """
+    import orbax.checkpoint as ocp
+    from etils import epath
+
+    here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    structs = {
+        path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding or here)
+        for path, leaf in wanted.items()
+    }
+    arguments = ocp.args.PyTreeRestore(
+        item=structs,
+        restore_args=ocp.checkpoint_utils.construct_restore_args(structs),
+        partial_restore=True,
+    )
+    handler = ocp.PyTreeCheckpointHandler()
+    try:
+        restored = handler.restore(epath.Path(folder), args=arguments)
+    finally:
+        handler.close()
+    return {path: _free_as(leaf, restored[path]) for path, leaf in wanted.items()}
+
+
+def _free_as(template: Any, restored: jax.Array) -> jax.Array:
+    """Return `restored`, committed to a device only where the template is: jit tells them apart."""
+    if getattr(template, "committed", True):
+        return restored
+    return jnp.array(np.asarray(restored))
+
+
+def _of_all(x: jax.Array) -> jax.Array:
+    """Return an array that each process has on a device of its own as one of all processes.
+
+    Its values must be the same everywhere.
+    """
+    if not x.is_fully_addressable:
+        return x
+    first = {device.process_index: device for device in reversed(jax.devices())}
+    devices = np.array([first[index] for index in sorted(first)], dtype=object)
+    sharding = NamedSharding(Mesh(devices, ("process",)), PartitionSpec())
+    own = jax.device_put(x, first[jax.process_index()])
+    return jax.make_array_from_single_device_arrays(x.shape, sharding, [own])

@@ -1,0 +1,93 @@
+"""The processes of a run as users set them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import typing
+from typing import Literal
+
+Kind = Literal["local", "spmd", "ray"]
+Rollouts = Literal["local", "mesh"]
+AUTO = "auto"
+
+
+@dataclasses.dataclass(frozen=True)
+class ClusterConfig:
+    """The processes that a run consists of, and how they find one another.
+
+    `kind`: `local` (this process is the run), `spmd` (several processes run the same command, on
+    devices that are one mesh together) or `ray` (rollout workers are actors of Ray: on the cluster
+    at `address` = "HOST:PORT", which this host belongs to, else on a Ray of its own that listens
+    to this host alone). Process 0 is reached at `coordinator` = "HOST:PORT", where
+    each process is given `num_processes` and its own `process_id`; with `auto` all three are
+    found as jax does on TPU slices, under SLURM, Open MPI and in Kubernetes.
+
+    `rollouts`: `local` (each process answers its share of the requests on its own devices) or
+    `mesh` (one engine spans the devices of all processes, for policies that no process can hold).
+
+    What another process owes is waited for as long as it shows signs of life, which may be
+    `deadline_s` apart; so long may joining take too.
+    """
+
+    kind: Kind = "local"
+    coordinator: str = AUTO
+    num_processes: int | None = None
+    process_id: int | None = None
+    rollouts: Rollouts = "local"
+    address: str | None = None
+    deadline_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        for field, hint in (("kind", Kind), ("rollouts", Rollouts)):
+            known, value = typing.get_args(hint), getattr(self, field)
+            if value not in known:
+                raise ValueError(f"expected {field} of {', '.join(known)}, got {value!r}")
+        if self.coordinator != AUTO:
+            _parse_address(self.coordinator)
+        if self.address is not None:
+            if self.kind != "ray":
+                raise ValueError(
+                    f'address={self.address!r} is that of a Ray cluster: expected kind = "ray" '
+                    f"with it, got {self.kind!r}"
+                )
+            _parse_address(self.address, "address")
+        if not 1 <= self.deadline_s < math.inf:
+            raise ValueError(f"deadline_s must be at least 1 and finite, got {self.deadline_s}")
+
+    @property
+    def shared(self) -> ClusterConfig:
+        """This configuration without what tells one process from the others."""
+        return dataclasses.replace(self, process_id=None)
+
+    @property
+    def host(self) -> str:
+        return _parse_address(self.coordinator)[0]
+
+    @property
+    def port(self) -> int:
+        return _parse_address(self.coordinator)[1]
+
+
+def check(config: ClusterConfig) -> None:
+    """Raise ValueError where a process is not told which of how many it is."""
+    if config.kind != "spmd" or config.coordinator == AUTO:
+        return
+    count, number = config.num_processes, config.process_id
+    if count is None or number is None:
+        raise ValueError(
+            f"Cluster.coordinator={config.coordinator!r} needs Cluster.num_processes and, another "
+            f"for each process, Cluster.process_id, got {count} and {number}"
+        )
+    if count < 1 or not 0 <= number < count:
+        raise ValueError(
+            f"expected Cluster.process_id in 0 … Cluster.num_processes − 1, got {number} of {count}"
+        )
+
+
+def _parse_address(text: str, field: str = "coordinator") -> tuple[str, int]:
+    host, colon, port = text.rpartition(":")
+    if not (host and colon and port.isascii() and port.isdecimal() and 0 < int(port) < 2**16):
+        other = ' or "auto"' if field == "coordinator" else ""
+        raise ValueError(f'expected {field} = "HOST:PORT"{other}, got {text!r}')
+    return host.removeprefix("[").removesuffix("]"), int(port)

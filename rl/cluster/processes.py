@@ -1,0 +1,324 @@
+"""The processes of one run: what they agree on, and how the loss of one is noticed.
+
+All of it goes through a key-value store that every process reaches: gathered values, digests and
+signs of life. Nothing here is a collective of devices but `gather_large`, which is entered only
+once all have said that they come.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol, Self
+
+import numpy as np
+
+POLL_S = 0.5  # between two looks at whether the one that is waited for is alive
+BEATS = 8  # signs of life, at least, in the time after which their absence is a loss
+BEAT_S = 1.0  # between two signs of life, in a job of up to BEATING processes
+BEATING = 64
+LEAVING_S = 4.0  # that the main thread has, once a process is lost, before the run is ended for it
+LARGE_BYTES = 2**20  # from here on values go through the devices' network
+SHOWN = 4  # requests in one message
+PULSE, GATHER = "reprise/pulse/", "reprise/gather/"
+
+
+class ProcessLost(RuntimeError):
+    """Another process of the run has ended, or shows no sign of life."""
+
+
+class Diverged(RuntimeError):
+    """Processes that must do the same did not: their results are not to be trusted."""
+
+
+class Store(Protocol):
+    """A key-value store that all processes reach; every call ends within its time or raises."""
+
+    def set(self, key: str, value: bytes) -> None: ...
+
+    def get(self, key: str, timeout_s: float) -> bytes:
+        """Wait for a key. Raises TimeoutError, or ConnectionError where the store is gone."""
+        ...
+
+    def entries(self, prefix: str) -> Mapping[str, bytes]: ...
+
+    def delete(self, key: str) -> None: ...
+
+
+class Processes:
+    """The processes of a run, as one of them sees them; a context manager while the run goes on.
+
+    All call the same methods in the same order, from their main threads; `what` says at which
+    point of the run, and is compared. Alone, everything is trivial and there is no store.
+
+    While it is entered, signs of life are given and watched for in a thread. A process that gives
+    none for `deadline_s`, or says that it failed, is lost: waits raise ProcessLost, and where the
+    main thread does not leave within LEAVING_S, being in a collective that will not end, `end` is
+    called with the message.
+    """
+
+    def __init__(
+        self,
+        index: int = 0,
+        count: int = 1,
+        store: Store | None = None,
+        deadline_s: float = 60.0,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        assert (store is None) == (count == 1) and 0 <= index < count
+        self.index, self.count = index, count
+        self.end: Callable[[str], object] = lambda text: None
+        self._given, self._deadline_s, self._clock = store, deadline_s, clock
+        self._numbers: dict[str, int] = {}  # of the last gathering, by line
+        self._beat_s = min(deadline_s / BEATS, BEAT_S * max(1.0, count / BEATING))
+        self._own: dict[str, object] = {"beat": 0, "asked": False, "failed": None, "done": False}
+        self._asked = False  # whether another process is asked to stop
+        self._lost: ProcessLost | None = None
+        self._left: set[int] = set()  # processes that have departed
+        self._over, self._lock = threading.Event(), threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def is_first(self) -> bool:
+        """True for the one process that writes what a run writes once."""
+        return self.index == 0
+
+    @property
+    def alone(self) -> bool:
+        return self.count == 1
+
+    # -- agreement ----------------------------------------------------------------------
+
+    def gather(
+        self,
+        what: str,
+        value: bytes,
+        waiting: Callable[[], object] = lambda: None,
+        line: str = "",
+    ) -> list[bytes]:
+        """Return the values that all processes give, in their order.
+
+        `waiting` is called while another one is waited for, which lasts as long as that one is
+        alive. Another thread than the main one names a `line` of its own. Raises ProcessLost, or
+        Diverged where another process is at another point.
+        """
+        if self.alone:
+            return [value]
+        try:
+            return self._gather(what, value, waiting, line)
+        except ConnectionError as error:
+            raise ProcessLost("process 0, which holds the run together, is lost") from error
+
+    def _gather(
+        self, what: str, value: bytes, waiting: Callable[[], object], line: str
+    ) -> list[bytes]:
+        number = self._numbers[line] = self._numbers.get(line, 0) + 1
+        name = what.encode()
+        self.store.set(f"{GATHER}{line}{number}/{self.index}", name + b"\0" + value)
+        found = []
+        for index in range(self.count):
+            key = f"{GATHER}{line}{number}/{index}"
+            there, _, given = self._awaited(index, key, what, waiting).partition(b"\0")
+            if there != name:
+                raise Diverged(
+                    f"process {index} is at {there.decode(errors='replace')[:200]!r} where process "
+                    f"{self.index} is at {what!r}"
+                )
+            found.append(given)
+        # whoever gives this value has all of those before
+        self.store.delete(f"{GATHER}{line}{number - 1}/{self.index}")
+        return found
+
+    def gather_large(
+        self, what: str, value: bytes, waiting: Callable[[], object] = lambda: None
+    ) -> list[bytes]:
+        """Return what `gather` does; large values go through the devices' own network."""
+        sizes = [int(size) for size in self.gather(f"{what}: bytes", b"%d" % len(value), waiting)]
+        if self.alone or max(sizes) < LARGE_BYTES:
+            return self.gather(what, value, waiting)
+        from jax.experimental import multihost_utils
+
+        room = 1 << (max(sizes) - 1).bit_length()  # few sizes, few programs
+        padded = np.zeros(room, np.uint8)
+        padded[: len(value)] = np.frombuffer(value, np.uint8)
+        rows = multihost_utils.process_allgather(padded)
+        return [row[:size].tobytes() for row, size in zip(rows, sizes, strict=True)]
+
+    def from_first(self, what: str, value: Callable[[], bytes]) -> bytes:
+        """Return what process 0 computes; the others wait for it."""
+        return self.gather(what, value() if self.is_first else b"")[0]
+
+    def any(self, what: str, flag: bool) -> bool:
+        """Return whether any process says so."""
+        return b"1" in self.gather(what, b"1" if flag else b"0")
+
+    def barrier(self, what: str) -> None:
+        """Wait until all processes are here."""
+        self.gather(what, b"")
+
+    def agree(self, what: str, digests: Mapping[str, str]) -> None:
+        """Raise Diverged, which names what differs, unless all give the same names and digests.
+
+        The order of the names counts.
+        """
+        if self.alone:
+            return
+        table = json.dumps(list(digests.items())).encode()
+        totals = self.gather(f"digest of {what}", hashlib.sha256(table).digest())
+        if len(set(totals)) == 1:
+            return
+        tables = [json.loads(t) for t in self.gather_large(f"digests of {what}", table)]
+        raise Diverged(f"{what}: {difference(tables)}")
+
+    # -- signs of life -------------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        if not self.alone:
+            self._thread = threading.Thread(target=self._watch, name="processes", daemon=True)
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.depart()
+
+    def depart(self) -> None:
+        """Tell the others that this process leaves; process 0, which the others need, is last."""
+        self._over.set()
+        if not self.alone:
+            self._own["done"] = True
+            self._tell_the_end(LEAVING_S if self.is_first else 0.0, "done")
+
+    def ask_to_stop(self) -> None:
+        """Tell the others that this process is asked to stop."""
+        self._own["asked"] = True
+
+    @property
+    def asked(self) -> bool:
+        """True once another process is asked to stop."""
+        return self._asked
+
+    def fail(self, text: str) -> None:
+        """Tell the others why this process ends; wait until they can have read it."""
+        if self.alone:
+            return
+        self._over.set()  # what the others do now is none of its business
+        self._own["failed"] = text
+        self._tell_the_end(2 * self._beat_s, "done", "failed")
+
+    def _tell_the_end(self, limit_s: float, *ends: str) -> None:
+        """Give a last sign of life; wait until all have told one of these ends, at most so long."""
+        until_s = self._clock() + limit_s
+        with contextlib.suppress(ConnectionError, TimeoutError):
+            self._beat()
+            while self._clock() < until_s:
+                told = self._told().values()
+                if sum(any(state.get(end) for end in ends) for state in told) == self.count:
+                    return
+                time.sleep(0.05)
+
+    def blame(self) -> ProcessLost | None:
+        """Return the loss of a process, which an error of a collective may come from, if any is."""
+        until_s = self._clock() + self._deadline_s + LEAVING_S
+        while self._lost is None and self._clock() < until_s and not self.alone:
+            time.sleep(min(POLL_S, self._beat_s))
+        return self._lost
+
+    def _watch(self) -> None:
+        """Give signs of life and watch for those of the others, until the run is over."""
+        last: dict[int, tuple[object, float]]
+        last = {i: (None, self._clock()) for i in range(self.count) if i != self.index}
+        while not self._over.wait(self._beat_s):
+            try:
+                self._beat()
+                told = self._told()
+            except (ConnectionError, TimeoutError) as error:
+                return self._lose(f"process 0, which holds the run together, is lost: {error}")
+            now_s = self._clock()
+            for index, (beat, since_s) in list(last.items()):
+                state = told.get(index, {})
+                self._asked |= bool(state.get("asked"))
+                if failed := state.get("failed"):
+                    return self._lose(f"process {index} failed: {failed}")
+                if state.get("done"):
+                    self._left.add(index)  # of what it gave before, all can still be read
+                if state.get("beat") != beat:
+                    last[index] = state.get("beat"), now_s
+                elif now_s - since_s > self._deadline_s:
+                    silent = f"is lost: no sign of life for {now_s - since_s:.1f} s"
+                    why = "has left the run" if index in self._left else silent
+                    return self._lose(f"process {index} {why}")
+
+    def _lose(self, text: str) -> None:
+        self._lost = ProcessLost(text)
+        if not self._over.wait(LEAVING_S):
+            self.end(text)
+
+    def _beat(self) -> None:
+        with self._lock:
+            self._own["beat"] = int(str(self._own["beat"])) + 1
+            self.store.set(f"{PULSE}{self.index}", json.dumps(self._own).encode())
+
+    def _told(self) -> dict[int, dict[str, object]]:
+        """Return the last sign of each process that gave one."""
+        entries = self.store.entries(PULSE)
+        return {int(key.rpartition("/")[2]): json.loads(value) for key, value in entries.items()}
+
+    @property
+    def store(self) -> Store:
+        """The store that all processes reach; alone there is none."""
+        assert self._given is not None, "alone there is nobody to tell"
+        return self._given
+
+    def _awaited(self, index: int, key: str, what: str, waiting: Callable[[], object]) -> bytes:
+        """Wait for a process's value, for as long as that one is alive.
+
+        Before the thread watches, which is while processes join, for the deadline alone.
+        """
+        since_s = self._clock()
+        while True:
+            if self._lost is not None:
+                raise self._lost
+            left = index in self._left  # before its last value is looked for
+            try:
+                return self.store.get(key, min(POLL_S, self._deadline_s))
+            except TimeoutError:
+                if left:
+                    text = f"process {index} has left the run, and did not come to {what!r}"
+                    raise ProcessLost(text) from None
+                waiting()
+            late_s = self._clock() - since_s
+            if self._thread is None and late_s > self._deadline_s:
+                raise ProcessLost(f"process {index} did not come to {what!r} within {late_s:.1f} s")
+
+
+ALONE = Processes()
+
+
+def difference(tables: Sequence[Sequence[Sequence[str]]]) -> str:
+    """Return which processes' tables of (name, digest) differ from that of process 0, and where."""
+    first, told = [tuple(row) for row in tables[0]], []
+    for index, rows in enumerate(tables):
+        table = [tuple(row) for row in rows]
+        if table == first:
+            continue
+        names = [[name for name, _ in t] for t in (first, table)]
+        if names[0] != names[1]:
+            i = next(
+                (i for i, (a, b) in enumerate(zip(*names, strict=False)) if a != b),
+                min(map(len, names)),
+            )
+            a, b = (n[i] if i < len(n) else "nothing" for n in names)
+            told.append(f"process {index} has {b} in place {i} where process 0 has {a}")
+            continue
+        wrong = [(n, x, y) for (n, x), (_, y) in zip(first, table, strict=True) if x != y]
+        shown = "; ".join(
+            f"{n}: {y[:16]} there, {x[:16]} on process 0" for n, x, y in wrong[:SHOWN]
+        )
+        more = f" and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
+        told.append(f"process {index} differs in {len(wrong)} of {len(first)}: {shown}{more}")
+    return "; ".join(told)

@@ -1,0 +1,61 @@
+"""A record of what an engine launches, to be compared between the processes of one mesh.
+
+Every process of a mesh has to launch the same programs on the same inputs: another program hangs in
+a collective, other inputs spoil the tokens of all. Each launch, and each fetch, has a digest of all
+so far, which an observer can compare with those of other processes. B = slots.
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from rl.engine.slot_table import SlotTable
+
+
+class Launch(NamedTuple):
+    """A program about to be launched, or tokens that have come: its name, sizes and requests."""
+
+    program: str
+    sizes: tuple[int, ...]
+    request_ids_B: np.ndarray
+    tokens_B: np.ndarray  # of prompt and response
+    busy_B: np.ndarray  # others are of no meaning
+
+    def __str__(self) -> str:
+        sizes = " × ".join(map(str, self.sizes))
+        busy_2A = np.stack([self.request_ids_B, self.tokens_B])[:, self.busy_B]
+        pairs = zip(*busy_2A.tolist(), strict=True)
+        requests = ", ".join(f"{request} ({tokens})" for request, tokens in pairs)
+        return f"{self.program} of {sizes}, requests (tokens): {requests}"
+
+
+class Lockstep(Protocol):
+    """Hears of every launch of engines, in their thread: it must return at once."""
+
+    def launched(self, digest: int, what: object) -> None:
+        """Hear of a launch; `digest` is of all so far (32 bits), `str(what)` says what it is."""
+        ...
+
+
+class LaunchRecord:
+    """The digest of one engine's launches; without an observer there is none."""
+
+    def __init__(self, observer: Lockstep | None) -> None:
+        self._observer, self._digest = observer, 0
+
+    def note(
+        self, program: str, sizes: tuple[int, ...], table: SlotTable, *inputs: np.ndarray | None
+    ) -> None:
+        """Note a launch of these sizes for the requests of a table, and what else it is given."""
+        if self._observer is None:
+            return
+        rows = table.request_ids_B, table.total_tokens_B, table.busy_B
+        digest = zlib.crc32(repr((program, sizes)).encode(), self._digest)
+        for x in (*rows, *inputs):
+            if x is not None:
+                digest = zlib.crc32(np.ascontiguousarray(x).data, digest)
+        self._digest = digest
+        self._observer.launched(digest, Launch(program, sizes, *(x.copy() for x in rows)))

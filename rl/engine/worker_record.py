@@ -1,0 +1,310 @@
+"""The record of a run's workers by step: where they were, with which weights, who was lost.
+
+Times are those of this program's clock, in which all events are that the coordinator saw. Rounds
+of other programs come by their own clocks, and are moved so that they lie between the beginning
+and the end of the run that the coordinator had them do; those of the other processes of a run so
+that their step begins when this one's does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from models.folder import held
+from rl.runtime.run_files import WORKERS_FILE
+
+Kind = Literal["joined", "killed", "hung", "raised"]
+Span = tuple[float, float]
+MOST_SPANS = 1024  # of a step, all workers together; each has one at least
+MOST_SPANS_EACH = 32
+MOST_TEXT = 120  # characters of a name, a place or a reason
+MAX_BYTES = 2**24  # of the file: the oldest steps go first
+MOST_WORKERS = 2**16
+
+
+@dataclasses.dataclass(frozen=True)
+class WorkerPart:
+    """A worker's part in a step: its place, the step that its weights are of, its busy spans."""
+
+    name: str
+    place: str
+    version: int
+    busy_s: tuple[Span, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class WorkerEvent:
+    """A worker joined, or was lost; `requests` that it had then went on elsewhere."""
+
+    name: str
+    place: str
+    kind: Kind
+    at_s: float
+    why: str = ""
+    requests: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class WorkerStep:
+    """The workers of one step, in seconds since the leg that began after step `leg`."""
+
+    step: int
+    leg: int
+    ended_s: float
+    parts: tuple[WorkerPart, ...]
+    events: tuple[WorkerEvent, ...]
+
+
+def fitted(spans: Sequence[Span], began_s: float, ended_s: float) -> list[Span]:
+    """Return spans moved together by the least that has them begin and end in time."""
+    if not spans:
+        return []
+    first, last = min(s for s, _ in spans), max(e for _, e in spans)
+    move_s = min(0.0, ended_s - last)
+    move_s = max(move_s, began_s - first)
+    return [(s + move_s, e + move_s) for s, e in spans]
+
+
+def merged(spans: Iterable[Span], most: int) -> tuple[Span, ...]:
+    """Return at most `most` spans that cover these, of which the shortest pauses are left out."""
+    found: list[list[float]] = []
+    for began_s, ended_s in sorted(spans):
+        if found and began_s <= found[-1][1]:
+            found[-1][1] = max(found[-1][1], ended_s)
+        else:
+            found.append([began_s, ended_s])
+    pauses = [(b[0] - a[1], i) for i, (a, b) in enumerate(itertools.pairwise(found))]
+    kept = {i for _, i in sorted(pauses, reverse=True)[: most - 1]}
+    whole: list[list[float]] = []
+    for i, span in enumerate(found):
+        if i and i - 1 not in kept:
+            whole[-1][1] = span[1]
+        else:
+            whole.append(span)
+    return tuple((began_s, ended_s) for began_s, ended_s in whole)
+
+
+class WorkerLog:
+    """Makes the rows of one leg of a run, and the metrics of its workers.
+
+    A worker that is there again in the same place has not joined: rollouts come and go.
+    """
+
+    def __init__(self, after_step: int) -> None:
+        self._leg = after_step
+        self._zero_s: float | None = None
+        self._places: dict[str, str] = {}  # of those that are present
+        self._known: set[str] = set()
+        self._since_s: dict[int, float] = {}  # when weights were there, by step
+
+    def step(
+        self,
+        step: int,
+        parts: Sequence[WorkerPart],
+        events: Sequence[WorkerEvent],
+        updated_s: float,
+    ) -> tuple[WorkerStep | None, dict[str, float]]:
+        """Return the row of a step and its metrics; none of a run without workers.
+
+        The step's update was done at `updated_s`.
+        """
+        if not parts:
+            return None, {}
+        happened = self._happened(parts, events)
+        if self._zero_s is None:
+            times = [s for p in parts for s, _ in p.busy_s] + [e.at_s for e in happened]
+            self._zero_s = min([*times, updated_s])
+        age_versions, age_s = self._age(parts)
+        self._since_s[step] = updated_s
+        self._since_s = dict(list(self._since_s.items())[-64:])
+        lost = sum(e.kind != "joined" for e in happened)
+        metrics = {
+            "workers/joined": float(len(happened) - lost),
+            "workers/lost": float(lost),
+            "weights/age_versions": float(age_versions),
+            "weights/age_s": age_s,
+        }
+        return self._row(step, parts, happened, updated_s), metrics
+
+    def _happened(
+        self, parts: Sequence[WorkerPart], events: Sequence[WorkerEvent]
+    ) -> list[WorkerEvent]:
+        found = []
+        # engines without a scheduler tell of no joins
+        seen = [
+            WorkerEvent(p.name, p.place, "joined", p.busy_s[0][0])
+            for p in parts
+            if p.busy_s and p.name not in self._known
+        ]
+        for event in sorted([*events, *seen], key=lambda e: e.at_s):
+            before = self._places.get(event.name)
+            self._known.add(event.name)
+            if event.kind == "joined":
+                if before == event.place:
+                    continue
+                if before is not None:
+                    lost = dataclasses.replace(event, place=before, kind="killed")
+                    found.append(dataclasses.replace(lost, why="between two rollouts"))
+                self._places[event.name] = event.place
+            else:
+                self._places.pop(event.name, None)
+            found.append(event)
+        return found
+
+    def _age(self, parts: Sequence[WorkerPart]) -> tuple[int, float]:
+        """Return the versions, and the seconds, that weights in use were behind at most."""
+        versions, seconds = 0, 0.0
+        for part in parts:
+            ended_s = part.busy_s[-1][1] if part.busy_s else -math.inf
+            newer = [t for v, t in self._since_s.items() if v > part.version and t < ended_s]
+            versions = max(versions, len(newer))
+            seconds = max([seconds, *(ended_s - t for t in newer)])
+        return versions, seconds
+
+    def _row(
+        self,
+        step: int,
+        parts: Sequence[WorkerPart],
+        events: Sequence[WorkerEvent],
+        updated_s: float,
+    ) -> WorkerStep:
+        zero_s = self._zero_s or 0.0
+        most = max(1, min(MOST_SPANS_EACH, MOST_SPANS // len(parts)))
+
+        def since(seconds: float) -> float:
+            return round(max(seconds - zero_s, 0.0), 4)
+
+        def short(text: str) -> str:
+            return text[:MOST_TEXT]
+
+        return WorkerStep(
+            step,
+            self._leg,
+            since(updated_s),
+            tuple(
+                WorkerPart(
+                    short(p.name),
+                    short(p.place),
+                    p.version,
+                    tuple((since(s), since(e)) for s, e in merged(p.busy_s, most)),
+                )
+                for p in parts
+            ),
+            tuple(
+                WorkerEvent(
+                    short(e.name), short(e.place), e.kind, since(e.at_s), short(e.why), e.requests
+                )
+                for e in events[:MOST_SPANS]
+            ),
+        )
+
+
+def moved(part: WorkerPart, by_s: float) -> WorkerPart:
+    """Return a part by a clock that is so much later."""
+    spans = tuple((s + by_s, e + by_s) for s, e in part.busy_s)
+    return dataclasses.replace(part, busy_s=spans)
+
+
+def read_workers(folder: Path) -> list[WorkerStep]:
+    """Return the steps that a run folder's file has, by leg and step; [] where there is none.
+
+    A torn last line is left out. Raises ValueError for a file that no run wrote.
+    """
+    with held(folder) as run:
+        if not run.is_file(WORKERS_FILE):
+            return []
+        path = run.path / WORKERS_FILE
+        if run.size_bytes(WORKERS_FILE) > 2 * MAX_BYTES:
+            raise ValueError(f"{path}: expected at most {2 * MAX_BYTES:,} bytes: delete it")
+        content = run.read(WORKERS_FILE)
+    found = []
+    for number, line in enumerate(content.splitlines(keepends=True), 1):
+        if not line.endswith(b"\n"):
+            break
+        try:
+            found.append(worker_step(json.loads(line)))
+        except (KeyError, TypeError, ValueError, RecursionError) as error:
+            raise ValueError(
+                f"{path}:{number} is not a step's workers that a run wrote ({error}): delete it"
+            ) from error
+    return found
+
+
+def worker_step(row: Any) -> WorkerStep:
+    """Return what `dataclasses.asdict` made a row of; raise ValueError, KeyError or TypeError."""
+    row = _fields(row, WorkerStep)
+    if max(len(_list(row["parts"])), len(_list(row["events"]))) > MOST_WORKERS:
+        raise ValueError(f"more than {MOST_WORKERS:,} workers")
+    return WorkerStep(
+        _whole(row["step"]),
+        _whole(row["leg"]),
+        _seconds(row["ended_s"]),
+        parts_of(row["parts"]),
+        events_of(row["events"]),
+    )
+
+
+def parts_of(rows: Any) -> tuple[WorkerPart, ...]:
+    """Return the parts that rows of a file or a message hold."""
+    found = []
+    for row in _list(rows):
+        row = _fields(row, WorkerPart)
+        spans = []
+        for span in _list(row["busy_s"]):
+            began_s, ended_s = map(_seconds, _list(span))
+            if ended_s < began_s:
+                raise ValueError(f"a span from {began_s:g} to {ended_s:g} s")
+            spans.append((began_s, ended_s))
+        names = _text(row["name"]), _text(row["place"])
+        found.append(WorkerPart(*names, _whole(row["version"]), tuple(spans)))
+    return tuple(found)
+
+
+def events_of(rows: Any) -> tuple[WorkerEvent, ...]:
+    """Return the events that rows of a file or a message hold."""
+    found = []
+    for row in _list(rows):
+        row = _fields(row, WorkerEvent)
+        if row["kind"] not in get_args(Kind):
+            raise ValueError(f"expected {', '.join(get_args(Kind))}, got {str(row['kind'])[:40]!r}")
+        names = _text(row["name"]), _text(row["place"]), row["kind"]
+        why, requests = _text(row["why"]), _whole(row["requests"])
+        found.append(WorkerEvent(*names, _seconds(row["at_s"]), why, requests))
+    return tuple(found)
+
+
+def _fields(row: Any, kind: type[Any]) -> dict[str, Any]:
+    names = [f.name for f in dataclasses.fields(kind)]
+    if type(row) is not dict or row.keys() != set(names):
+        raise ValueError(f"expected {', '.join(names)}, got {str(row)[:40]!r}")
+    return row
+
+
+def _list(value: Any) -> list[Any]:
+    if type(value) is not list:
+        raise ValueError(f"expected a list, got {str(value)[:40]!r}")
+    return value
+
+
+def _text(value: Any) -> str:
+    if type(value) is not str or len(value) > MOST_TEXT:
+        raise ValueError(f"expected a text of at most {MOST_TEXT} letters, got {str(value)[:40]!r}")
+    return value
+
+
+def _whole(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 2**53:
+        raise ValueError(f"expected a whole number, got {str(value)[:40]!r}")
+    return value
+
+
+def _seconds(value: Any) -> float:
+    if type(value) not in (int, float) or not 0 <= value < 2**40:  # nan is not either
+        raise ValueError(f"expected seconds, got {str(value)[:40]!r}")
+    return float(value)

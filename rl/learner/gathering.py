@@ -1,0 +1,119 @@
+"""Weights of a mesh over several processes, for each of them: for its engine, and for its disk.
+
+All processes call these functions together, with the same weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from models.config import ModelConfig
+from models.layout import AXES
+from models.sharding import fitting_sharding
+from models.transformer import Params, param_specs
+from rl.runtime.devices import in_turn
+
+
+def local_weights(
+    params: Params, model: ModelConfig, place: Mesh | jax.Device, dtype: Any
+) -> Params:
+    """Return the weights in `dtype` as arrays of this process alone, laid out on its `place`.
+
+    `params` lie on a mesh over several processes. `place` is one of this process's devices, or a
+    mesh of some, and on every process that of the same number and form. What is missing here comes
+    from the devices of the others, after rounding; nothing passes through a host. Memory may be
+    shared with `params`: what is returned is to be used no longer than these.
+    Raises ValueError where the devices of a process cannot be divided so.
+    """
+    leaves, tree = jax.tree.flatten(params)
+    local = place if isinstance(place, Mesh) else Mesh(np.full((1, 1, 1), place), AXES)
+    specs = jax.tree.leaves(param_specs(model))
+    shardings = [fitting_sharding(local, spec.shape, spec.axes) for spec in specs]
+    everywhere = _copies_of(local, leaves[0].sharding.mesh)
+    wide = [NamedSharding(everywhere, sharding.spec) for sharding in shardings]
+
+    def own(x: jax.Array, sharding: NamedSharding) -> jax.Array:
+        mine = {shard.device: shard.data for shard in x.addressable_shards}
+        parts = [mine[device] for device in local.devices.flat]
+        if not isinstance(place, Mesh):
+            return parts[0]
+        return jax.make_array_from_single_device_arrays(x.shape, sharding, parts)
+
+    spread = _spread(leaves, wide, np.dtype(dtype))
+    return tree.unflatten([own(x, s) for x, s in zip(spread, shardings, strict=True)])
+
+
+def host_copy(tree: Any, *, keep: bool = True) -> Any:
+    """Return the arrays as numpy arrays, where they are to be kept; else a tree of None.
+
+    One array after the other is gathered on the devices: never more than one is there whole.
+    """
+
+    def one(x: jax.Array) -> np.ndarray | None:
+        if not (x.is_fully_addressable or x.is_fully_replicated):
+            whole = NamedSharding(x.sharding.mesh, PartitionSpec())
+            x = jax.block_until_ready(jax.device_put(x, whole))  # or more would be there at once
+        return np.asarray(x) if keep else None
+
+    return jax.tree.map(one, tree)
+
+
+def _spread(
+    leaves: Sequence[jax.Array], shardings: Sequence[NamedSharding], dtype: np.dtype
+) -> list[jax.Array]:
+    """Return the leaves in `dtype` on these shardings: by one program, if devices are in order."""
+    if list(leaves[0].sharding.mesh.devices.flat) == list(shardings[0].mesh.devices.flat):
+        return in_turn(_rounded(tuple(leaves), dtype=dtype, shardings=tuple(shardings)))
+    pairs = zip(_rounded(tuple(leaves), dtype=dtype), shardings, strict=True)
+    return [in_turn(jax.device_put(x, sharding)) for x, sharding in pairs]
+
+
+@partial(jax.jit, static_argnames=("dtype", "shardings"))
+def _rounded(
+    leaves: tuple[jax.Array, ...],
+    *,
+    dtype: np.dtype,
+    shardings: tuple[NamedSharding, ...] | None = None,
+) -> list[jax.Array]:
+    """Return the leaves rounded where they lie, then laid out anew if that is asked for."""
+    rounded = [leaf.astype(dtype) for leaf in leaves]
+    if shardings is None:
+        return rounded
+    return [
+        jax.lax.with_sharding_constraint(leaf, sharding)
+        for leaf, sharding in zip(rounded, shardings, strict=True)
+    ]
+
+
+def _copies_of(local: Mesh, mesh: Mesh) -> Mesh:
+    """Return the devices of `mesh` as copies of `local`, those of one process side by side.
+
+    Sizes are (processes, copies in each, those of `local`). Devices keep their order if they can.
+    """
+    by_process: dict[int, list[jax.Device]] = {}
+    for device in mesh.devices.flat:
+        by_process.setdefault(device.process_index, []).append(device)
+    mine, chosen = by_process.get(jax.process_index(), []), list(local.devices.flat)
+    rows = list(by_process.values())
+    missing = [d for d in chosen if d not in mine]
+    if missing or len(mine) % len(chosen) or any(len(row) != len(mine) for row in rows):
+        raise ValueError(
+            f"expected a place for the weights among the {len(mine)} device(s) that this process "
+            f"has in a mesh of {len(rows)} processes, which divides those of each, got "
+            f"{len(chosen)} device(s), of which {len(missing)} are not among them"
+        )
+    order = [mine.index(d) for d in chosen]
+    if order != list(range(order[0], order[0] + len(order))) or order[0] % len(order):
+        order += [i for i in range(len(mine)) if i not in order]
+    else:
+        order = list(range(len(mine)))
+    grid = np.array([[row[i] for i in order] for row in rows], dtype=object)
+    shape = len(rows), len(mine) // len(chosen), *local.devices.shape
+    names = ("process", "copy", *local.axis_names)
+    return Mesh(grid.reshape(shape), names, axis_types=(local.axis_types[0],) * len(names))

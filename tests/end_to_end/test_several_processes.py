@@ -1,0 +1,225 @@
+"""Runs of several processes, as users start them, against one process with as many devices.
+
+One run is told in legs: four processes of which one is killed, then two of which one is told to
+stop, then one alone. What it has learnt from is what one process learns from that does all of it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from processes import child_environment, free_port, run_commands
+from safetensors.numpy import load_file
+
+from benchmarks import tiny_run
+from rl.metrics.writer import read_metrics, read_samples
+from rl.runtime.exit_codes import EXIT_FAILED, EXIT_STOPPED, EXIT_USAGE
+
+DEVICES = 4
+STEPS = 12
+DEADLINE_S = 6.0
+LIMIT_S = 240.0
+# tokens do not depend on who draws them, but log-probs of other batches are rounded otherwise
+ROUNDING = 2e-6
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_run.make_inputs(tmp_path_factory.mktemp("several_processes"))
+
+
+@pytest.fixture(scope="module")
+def alone(tiny: Path) -> Path:
+    """The run of one process."""
+    folder = tiny.parent / "alone"
+    start([train(tiny, folder)], DEVICES).wait()
+    return folder
+
+
+def train(config: Path, run: Path, *arguments: str) -> list[str]:
+    shape = (f"--gin.Mesh.data={DEVICES}", f"--gin.Run.steps={STEPS}", "--gin.Engine.min_slots=1")
+    return tiny_run.command(config, run, *shape, *arguments)
+
+
+def together(config: Path, run: Path, count: int, *arguments: str) -> list[list[str]]:
+    """The commands of `count` processes of one run."""
+    port = free_port()
+    cluster = [
+        "--gin.Cluster.kind='spmd'",
+        f"--gin.Cluster.coordinator='127.0.0.1:{port}'",
+        f"--gin.Cluster.num_processes={count}",
+        f"--gin.Cluster.deadline_s={DEADLINE_S}",
+    ]
+    return [
+        train(config, run, *cluster, f"--gin.Cluster.process_id={i}", *arguments)
+        for i in range(count)
+    ]
+
+
+class Started:
+    """Processes side by side, whose outputs are kept; all are dead after `wait`."""
+
+    def __init__(self, commands: Sequence[Sequence[str]], devices: int) -> None:
+        environment = child_environment(devices // len(commands))
+        self.processes = [
+            subprocess.Popen(
+                command,
+                cwd=tiny_run.ROOT,
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for command in commands
+        ]
+
+    def when(self, happens: Callable[[], bool]) -> None:
+        """Wait until something happens."""
+        until_s = time.monotonic() + LIMIT_S
+        while not happens():
+            ended = [p.returncode for p in self.processes if p.poll() is not None]
+            assert not ended and time.monotonic() < until_s, self.wait()
+            time.sleep(0.02)
+
+    def wait(self) -> tuple[list[int], list[str]]:
+        """Exit statuses and outputs, once all have ended."""
+        try:
+            outputs = [p.communicate(timeout=LIMIT_S)[0] for p in self.processes]
+        finally:
+            for p in self.processes:
+                p.kill()
+        return [p.returncode for p in self.processes], outputs
+
+
+def start(commands: Sequence[Sequence[str]], devices: int) -> Started:
+    return Started(commands, devices)
+
+
+def has_step(folder: Path, step: int) -> Callable[[], bool]:
+    path = folder / "metrics.jsonl"
+    return lambda: path.exists() and path.read_bytes().count(b"\n") >= step
+
+
+def learnt_from(folder: Path) -> list[tuple[object, ...]]:
+    """What each step learnt from: prompts in order, texts, lengths and rewards."""
+    names = ("step", "example_id", "sample_index", "completion", "num_tokens", "reward")
+    return [tuple(row[name] for name in names) for row in read_samples(folder)]
+
+
+def weights(folder: Path) -> dict[str, np.ndarray]:
+    return load_file(folder / "policy" / "model.safetensors")
+
+
+def lines(output: str) -> list[str]:
+    """What a process says, without what jax's libraries do."""
+    return [x for x in output.splitlines() if x.startswith(("error", "stopp", "warning"))]
+
+
+@pytest.mark.slow
+@pytest.mark.fault
+def test_a_run_goes_on_with_any_number_of_processes(tiny: Path, alone: Path) -> None:
+    run = tiny.parent / "legs"
+
+    four = start(together(tiny, run, 4), DEVICES)
+    four.when(has_step(run, 2))
+    os.kill(four.processes[3].pid, signal.SIGKILL)
+    statuses, outputs = four.wait()
+    assert statuses == [EXIT_FAILED] * 3 + [-signal.SIGKILL], outputs
+    for i, output in enumerate(outputs[:3]):
+        [line] = lines(output.replace("process 1: ", "").replace("process 2: ", ""))
+        assert line.startswith(f"error: process {i} ends: process 3 is lost: no sign of life"), line
+    left = len(read_metrics(run))
+    assert 2 <= left < STEPS - 4, "the rest of the legs need some steps"
+
+    two = start(together(tiny, run, 2, "--resume"), DEVICES)
+    two.when(has_step(run, left + 2))
+    os.kill(two.processes[1].pid, signal.SIGTERM)
+    statuses, outputs = two.wait()
+    assert statuses == [EXIT_STOPPED] * 2, outputs
+    assert "stopped and saved" in outputs[0]
+    assert len(read_metrics(run)) < STEPS
+
+    one = start([train(tiny, run, "--resume", "--gin.Cluster.kind='local'")], DEVICES)
+    assert one.wait()[0] == [0]
+    assert [row["step"] for row in read_metrics(run)] == list(range(1, STEPS + 1))
+    assert learnt_from(run) == learnt_from(alone)
+    for name, expected in weights(alone).items():
+        np.testing.assert_allclose(weights(run)[name], expected, atol=ROUNDING, err_msg=name)
+    assert not list(run.glob("*_1")), "what the other processes have spilled is theirs"
+
+
+@pytest.mark.slow
+@pytest.mark.parity
+def test_one_engine_over_two_processes_gives_the_bits_of_one(tiny: Path) -> None:
+    shape = ("--gin.Mesh.data=1", "--gin.Mesh.tensor=2", "--gin.Run.steps=3")
+    one, two = (tiny.parent / f"mesh-{count}" for count in ("one", "two"))
+    assert start([tiny_run.command(tiny, one, *shape)], 2).wait()[0] == [0]
+    spans = "--gin.Cluster.rollouts='mesh'"
+    both = start(together(tiny, two, 2, *shape, spans), 2)
+    statuses, outputs = both.wait()
+    assert statuses == [0, 0], outputs
+    assert (one / "samples.jsonl").read_bytes() == (two / "samples.jsonl").read_bytes()
+    for key, expected in weights(one).items():
+        assert weights(two)[key].tobytes() == expected.tobytes(), key
+
+
+@pytest.mark.slow
+def test_the_readme_example_of_several_hosts_runs_as_slurm_would_start_it(tiny: Path) -> None:
+    """With another folder, a smaller policy and task, and two steps; all else is found by jax."""
+    readme = (tiny_run.ROOT / "README.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```\n(.*?)^```$", readme, re.DOTALL | re.MULTILINE)
+    [shown] = [block for block in blocks if "Cluster.kind=spmd" in block]
+    run = tiny.parent / "readme"
+    line = shown.replace("\\\n", "").replace("/mnt/shared/runs/first", str(run))
+    python, *words = shlex.split(line)
+    assert python == "python" and f"--gin.Run.directory={run}" in words
+    smaller = [f"--gin_file={tiny}", "--gin.Run.steps=2", "--gin.Mesh.data=-1"]
+    smaller += ["--gin.Task.prompt_suffix=''", "--gin.Engine.max_round_nodes=16"]
+    by_srun = {"SLURM_JOB_ID": 7, "SLURM_STEP_NODELIST": "127.0.0.1", "SLURM_NTASKS": 2}
+    commands = []
+    for i in range(2):
+        told = by_srun | {"SLURM_PROCID": i, "SLURM_LOCALID": i}
+        variables = [f"{name}={value}" for name, value in told.items()]
+        commands.append(["env", *variables, sys.executable, *words, *smaller])
+    port = {"JAX_COORDINATOR_PORT": str(free_port())}
+    outputs = tiny.parent / "readme-outputs"
+    outputs.mkdir()
+    outcomes = run_commands(commands, outputs, limit_s=LIMIT_S, environment=port)
+    assert [row["step"] for row in read_metrics(run)] == [1, 2]
+    assert "× 2 of 2 processes" in outcomes[0].output
+    assert len(learnt_from(run)) == 2 * 2 * 4
+    assert weights(run)
+
+
+def test_processes_of_different_settings_do_not_start(tiny: Path) -> None:
+    """Nor does one whose coordinator is not there."""
+    run = tiny.parent / "different"
+    first, second = together(tiny, run, 2)
+    second.append("--gin.Optimizer.learning_rate=0.5")
+    absent = together(tiny, tiny.parent / "absent", 2, "--gin.Cluster.deadline_s=2")[1]
+    tiny.parent.joinpath("outputs").mkdir()
+    outcomes = run_commands(
+        [first, second, absent], tiny.parent / "outputs", limit_s=LIMIT_S, stop_at_failure=False
+    )
+    assert [o.returncode for o in outcomes] == [EXIT_USAGE] * 3
+    for outcome in outcomes[:2]:
+        [line] = lines(outcome.output)
+        assert line.startswith(
+            "error: expected the same configuration in all processes, got "
+            "Optimizer.learning_rate = 0.5 in process 1 and Optimizer.learning_rate = 0.01"
+        )
+    [line] = lines(outcomes[2].output)
+    assert "did not answer within Cluster.deadline_s=2 s" in line
+    assert not run.exists()
+    shutil.rmtree(tiny.parent / "outputs")

@@ -1,0 +1,138 @@
+"""Arrays of one mesh over several processes: what they train, save and hand out is the same.
+
+Two processes of a device equal one of two, bit for bit. With four devices sums of four numbers
+depend on the order of addition: gloo's is another than that inside a process. So four are compared
+with one process that uses gloo as well.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import array_tasks
+import jax
+import numpy as np
+import pytest
+from processes import launch
+
+from models import hf
+from rl.checkpoint.checkpointer import Checkpointer
+from rl.checkpoint.reader import restore
+
+pytestmark = [pytest.mark.parity, pytest.mark.slow]
+
+POLICY = Path(__file__).parents[2] / "policies" / "tiny"
+TRAIN, LIMIT_S = "array_tasks:train_and_save", 250.0  # of a busy machine
+OF_TWO = {
+    "data": ("ppo", {"data": 2}),
+    "fsdp": ("grpo", {"data": 1, "fsdp": 2}),
+    "tensor": ("grpo", {"data": 1, "tensor": 2}),
+}
+OF_FOUR = {"data and tensor": ("grpo", {"data": 2, "tensor": 2})}
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory):
+    """Four processes: what they trained, and the folder that they saved it in."""
+    folder = tmp_path_factory.mktemp("four")
+    arguments = {"runs": OF_FOUR, "save": str(folder / "saved")}
+    found = launch(TRAIN, 4, folder, arguments=arguments, limit_s=LIMIT_S)
+    return [outcome.result for outcome in found], folder / "saved"
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory):
+    """This process with two devices: what it trained, and the folder that it saved it in."""
+    folder, found = tmp_path_factory.mktemp("one"), {}
+    for name, run in OF_TWO.items():
+        mesh, state, metrics = array_tasks.train(*run, jax.devices()[:2])
+        found |= {f"{name}: state": array_tasks.numbers(state), f"{name}: metrics": metrics}
+    with Checkpointer(folder) as saver:
+        saver.save(array_tasks.UPDATES, state, {"cursor": [7, 8]})
+    return found, folder, array_tasks.template(mesh)
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory, four, one):
+    """Two processes, which also read what four and what one have saved."""
+    folder = tmp_path_factory.mktemp("two")
+    others = [str(four[1]), str(one[1])]
+    arguments = {"runs": OF_TWO, "save": str(folder / "saved"), "others": others}
+    found = launch(TRAIN, 2, folder, arguments=arguments, limit_s=LIMIT_S)
+    return [outcome.result for outcome in found], folder / "saved"
+
+
+def assert_same(found, wanted):
+    for name, x in wanted.items():
+        np.testing.assert_array_equal(found[name], x, err_msg=name)
+
+
+def test_two_processes_train_what_one_with_two_devices_does(one, two):
+    assert len(one[0]) == 2 * len(OF_TWO)
+    for result in two[0]:
+        assert_same(result, one[0])
+
+
+def test_four_processes_train_what_one_with_four_devices_does(four, tmp_path):
+    arguments = {"runs": OF_FOUR, "others": [str(four[1])]}
+    (alone,) = launch(TRAIN, 1, tmp_path, devices=4, arguments=arguments, limit_s=LIMIT_S)
+    wanted = {k: v for k, v in alone.result.items() if k != str(four[1])}
+    assert wanted
+    for result in four[0]:
+        assert_same(result, wanted)
+    np.testing.assert_array_equal(alone.result[str(four[1])], wanted["data and tensor: state"])
+
+
+def test_any_number_of_processes_restores_what_another_saved(four, one, two):
+    saved_by_four = four[0][0]["data and tensor: state"]
+    for result in two[0]:
+        np.testing.assert_array_equal(result[str(four[1])], saved_by_four)
+        np.testing.assert_array_equal(result[str(one[1])], one[0]["tensor: state"])
+    for folder, saved in ((four[1], saved_by_four), (two[1], one[0]["tensor: state"])):
+        again = restore(folder, one[2])
+        np.testing.assert_array_equal(array_tasks.numbers(again.arrays), saved)
+        assert again.host == {"cursor": [7, 8]}
+
+
+def test_each_process_has_the_weights_for_its_own_devices(tmp_path):
+    found = launch(
+        "array_tasks:share_weights", 2, tmp_path, devices=2, arguments={"policy": str(POLICY)}
+    )
+    whole = [
+        np.ravel(np.asarray(x, np.float32)) for x in jax.tree.leaves(hf.load_pretrained(POLICY)[1])
+    ]
+    exact = np.concatenate(whole)
+    rounded = exact.astype(jax.numpy.bfloat16).astype(np.float32)
+    assert np.any(rounded != exact)
+    for index, outcome in enumerate(found):
+        for name, x in outcome.result.items():
+            if name.endswith("disk"):
+                assert len(x) == (len(whole) if index == 0 else 0) and all(x)
+            else:
+                np.testing.assert_array_equal(x, rounded if name.endswith("device") else exact)
+        assert len(outcome.result) == 3 * 3 + 1
+
+
+@pytest.mark.fault
+def test_a_save_that_fails_on_one_process_fails_on_all_and_a_killed_one_costs_no_checkpoint(
+    tmp_path,
+):
+    folder = tmp_path / "saved"
+    arguments = {"folder": str(folder)}
+    outcomes = launch(
+        "array_tasks:fail_to_save", 2, tmp_path, arguments=arguments, stop_at_failure=False
+    )
+    assert outcomes[1].returncode == -9
+    told = outcomes[0].result["told"]
+    assert told[0].startswith("SaveError: process 1 failed at beginning to save step 2: ")
+    assert "expected a jax array, got ndarray" in told[0]
+    assert told[1].startswith("SaveError: process 1 failed at writing step 3: ")
+    assert "No space left" in told[1] and "the newest whole one is of step 1" in told[1]
+    assert told[2].startswith("ProcessLost: process 1 is lost: no sign of life for")
+    wanted = {"x": jax.ShapeDtypeStruct((8,), np.float32)}
+    with Checkpointer(folder) as saver:
+        again = saver.restore(wanted)
+        assert (again.step, again.host, again.warnings) == (4, {"step": 4}, ())
+        np.testing.assert_array_equal(again.arrays["x"], np.arange(8.0))
+        saver.save(5, again.arrays, {"step": 5})
+    assert restore(folder, wanted).step == 5

@@ -1,0 +1,183 @@
+"""Agreement between processes, played by threads over a store in memory."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from rl.cluster.processes import ALONE, Diverged, Processes, ProcessLost, difference
+from tests.support.stores import MemoryStore, play
+
+
+def test_gather_returns_all_values_in_the_order_of_processes() -> None:
+    def work(p: Processes) -> list[list[bytes]]:
+        return [p.gather(f"point {i}", b"%d of %d" % (i, p.index)) for i in range(5)]
+
+    found = play(3, work)
+    assert found == [[[b"%d of %d" % (i, j) for j in range(3)] for i in range(5)]] * 3
+
+
+def test_gather_keeps_two_values_a_process_and_no_more() -> None:
+    store = MemoryStore()
+
+    def work(p: Processes) -> int:
+        for i in range(50):
+            p.gather(f"point {i}", b"x" * 100)
+        return 0
+
+    threads = [threading.Thread(target=work, args=(Processes(i, 3, store, 5.0),)) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(store.values) == 3
+
+
+def test_values_may_hold_any_bytes() -> None:
+    value = b"\0\xff\0point\0"
+    assert play(2, lambda p: p.gather("point", value)) == [[value, value]] * 2
+
+
+def test_processes_at_different_points_are_told_apart() -> None:
+    first, second = play(2, lambda p: p.gather(f"step {p.index}", b""))
+    assert isinstance(first, Diverged) and isinstance(second, Diverged)
+    assert "process 1 is at 'step 1' where process 0 is at 'step 0'" in str(first)
+
+
+def test_a_process_that_does_not_come_is_named_within_the_deadline() -> None:
+    def work(p: Processes) -> list[bytes]:
+        return p.gather("handshake", b"") if p.index == 0 else []
+
+    first, _ = play(2, work, deadline_s=1.0)
+    assert isinstance(first, ProcessLost)
+    assert "process 1 did not come to 'handshake'" in str(first)
+
+
+def test_any_from_first_and_barrier() -> None:
+    def work(p: Processes) -> tuple[bool, bool, bytes]:
+        p.barrier("here")
+        flags = p.any("stop", p.index == 1), p.any("stop", False)
+        return *flags, p.from_first("table", lambda: b"of %d" % p.index)
+
+    assert play(3, work) == [(True, False, b"of 0")] * 3
+
+
+def test_alone_everything_is_trivial() -> None:
+    with ALONE as p:
+        assert p.gather("x", b"1") == [b"1"] and p.gather_large("x", b"1") == [b"1"]
+        assert not p.any("x", False) and p.any("x", True)
+        assert p.from_first("x", lambda: b"2") == b"2"
+        p.agree("x", {"a": "1"})
+        p.barrier("x")
+        p.fail("x")
+
+
+def test_equal_digests_agree_and_others_are_named() -> None:
+    def work(p: Processes) -> None:
+        p.agree("step 1", {"request 1": "aa", "request 2": "bb"})
+        p.agree("step 2", {"request 1": "aa", "request 2": "cc" if p.index == 2 else "bb"})
+
+    for error in play(3, work):
+        assert isinstance(error, Diverged)
+        assert str(error) == (
+            "step 2: process 2 differs in 1 of 2: request 2: cc there, bb on process 0"
+        )
+
+
+def test_another_order_is_a_difference() -> None:
+    tables = [[("a", "1"), ("b", "2")], [("b", "2"), ("a", "1")], [("a", "1")]]
+    assert difference(tables) == (
+        "process 1 has b in place 0 where process 0 has a; "
+        "process 2 has nothing in place 1 where process 0 has b"
+    )
+
+
+def test_a_process_without_signs_of_life_is_lost() -> None:
+    store, ended = MemoryStore(), list[str]()
+    silent = Processes(1, 2, store, 1.0)
+    watching = Processes(0, 2, store, 1.0)
+    watching.end = ended.append
+    silent._beat()  # once, and never again
+    with pytest.raises(ProcessLost, match=r"process 1 is lost: no sign of life for 1\.\d s"):
+        with watching:
+            watching.gather("step 1", b"")
+    assert not ended  # the main thread left by itself
+
+
+def test_a_main_thread_that_does_not_leave_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rl.cluster.processes.LEAVING_S", 0.1)
+    store, ended = MemoryStore(), threading.Event()
+    watching = Processes(0, 2, store, 1.0)
+    watching.end = lambda text: ended.set() if "process 1 is lost" in text else None
+    with watching:
+        assert ended.wait(10)  # as in a collective that does not end
+
+
+def test_a_failure_is_told_to_the_others() -> None:
+    def work(p: Processes) -> None:
+        with p:
+            if p.index == 1:
+                p.fail("the disk is full")
+                raise OSError
+            p.gather("step 1", b"")
+
+    first, _, third = play(3, work)
+    assert isinstance(first, ProcessLost) and isinstance(third, ProcessLost)
+    assert str(first) == str(third) == "process 1 failed: the disk is full"
+
+
+def test_a_request_to_stop_is_told_to_the_others() -> None:
+    def work(p: Processes) -> bool:
+        with p:
+            if p.index == 0:
+                p.ask_to_stop()
+            for _ in range(200):
+                if p.any("asked", p.asked):
+                    return True
+                threading.Event().wait(0.02)
+        return False
+
+    assert play(2, work, deadline_s=1.0) == [True, True]
+
+
+def test_waiting_lasts_as_long_as_the_other_lives() -> None:
+    """Longer than the deadline, for it gives signs of life."""
+
+    def work(p: Processes) -> int:
+        waited = 0
+
+        def waiting() -> None:
+            nonlocal waited
+            waited += 1
+
+        with p:
+            if p.index == 1:
+                threading.Event().wait(1.6)
+            p.gather("step 1", b"", waiting)
+        return waited
+
+    first, _ = play(2, work, deadline_s=1.0)
+    assert isinstance(first, int) and first >= 1
+
+
+def test_a_process_that_has_left_is_not_waited_for() -> None:
+    def work(p: Processes) -> list[bytes]:
+        with p:
+            found = p.gather("step 1", b"")
+            if p.index == 0:
+                found = p.gather("step 2", b"")  # where the other never comes
+        return found
+
+    first, second = play(2, work, deadline_s=8.0)
+    assert isinstance(first, ProcessLost) and second == [b"", b""]
+    assert str(first) == "process 1 has left the run, and did not come to 'step 2'"
+
+
+def test_the_loss_of_the_store_is_the_loss_of_process_0() -> None:
+    store = MemoryStore()
+    other = Processes(1, 2, store, 1.0)
+    store.broken = True
+    with pytest.raises(ProcessLost, match="process 0, which holds the run together"):
+        with other:
+            other.gather("step 1", b"")

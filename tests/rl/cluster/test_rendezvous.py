@@ -1,0 +1,141 @@
+"""Processes that meet before jax, played by threads; and those that do not."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from processes import free_port
+
+from rl.cluster import rendezvous
+from rl.cluster.config import ClusterConfig
+from rl.cluster.join import mismatch
+from rl.cluster.rendezvous import meet
+
+
+def config(process: int, count: int, port: int, deadline_s: float = 5.0) -> ClusterConfig:
+    return ClusterConfig("spmd", f"127.0.0.1:{port}", count, process, deadline_s=deadline_s)
+
+
+def met(*settings: ClusterConfig, identities: list[dict[str, str]] | None = None) -> list[str]:
+    """What each of the processes hears: "" where all is well."""
+
+    def one(i: int) -> str:
+        try:
+            meet(settings[i], {"code": "1"} if identities is None else identities[i], mismatch)
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    with ThreadPoolExecutor(len(settings)) as threads:
+        return list(threads.map(one, range(len(settings))))
+
+
+def test_processes_meet_in_any_order() -> None:
+    port = free_port()
+    assert met(*(config(i, 4, port) for i in (2, 0, 3, 1))) == [""] * 4
+
+
+def test_what_differs_is_told_to_all() -> None:
+    port = free_port()
+    identities = [{"version of jax": v} for v in ("0.10.2", "0.10.2", "0.11.0")]
+    found = met(*(config(i, 3, port) for i in range(3)), identities=identities)
+    assert set(found) == {
+        "expected the same version of jax in all processes, got 0.11.0 in process 2 and 0.10.2 in "
+        "process 0: start all of them alike"
+    }
+
+
+def test_the_absent_are_named_to_all_who_came() -> None:
+    port = free_port()
+    found = met(*(config(i, 4, port, 1.0) for i in (0, 2)))
+    assert found[0] == found[1]
+    assert "got 2 within Cluster.deadline_s=1 s: process 1, 3 did not come" in found[0]
+
+
+def test_two_of_one_number_are_told() -> None:
+    port = free_port()
+    found = met(*(config(i, 3, port, 1.0) for i in (0, 1, 1)))
+    assert "got two with 1: give each its own" in found[0]
+    assert found[0] in found[1:]
+
+
+def test_another_number_of_processes_is_told() -> None:
+    port = free_port()
+    found = met(config(0, 2, port), config(1, 3, port))
+    assert found[0] == found[1]
+    assert "got 3 in process 1 and 2 in process 0" in found[0]
+
+
+def test_a_taken_port_is_named() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        [found] = met(config(0, 2, taken.getsockname()[1], 1.0))
+    assert "process 0 cannot listen there" in found and "is the port taken" in found
+
+
+def test_an_address_without_a_process_is_named_within_the_deadline() -> None:
+    [found] = met(config(1, 2, free_port(), 1.0))
+    assert "did not answer within Cluster.deadline_s=1 s" in found
+
+
+@pytest.mark.parametrize("answer", [b"", b"SSH-2.0\n", b"[]\n", b'{"form": 1}\n', b"x" * 2**19])
+def test_another_program_at_the_address_is_named(answer: bytes) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+
+        def serve() -> None:
+            guest, _ = other.accept()
+            with guest, contextlib.suppress(ConnectionError):
+                guest.sendall(answer)
+                guest.recv(2**16)
+                if answer:
+                    guest.recv(1)  # until the guest hangs up, or at once
+                else:
+                    threading.Event().wait(3)
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        [found] = met(config(1, 2, other.getsockname()[1], 1.0))
+    assert "is no process 0 of this run" in found and "another program's" in found
+
+
+@pytest.mark.parametrize(
+    "hello",
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"\xff\n",
+        b"{}\n",
+        json.dumps({"form": rendezvous.FORM, "process_id": "1"}).encode() + b"\n",
+        json.dumps(
+            {"form": rendezvous.FORM, "process_id": 1, "num_processes": 2, "identity": [1]}
+        ).encode()
+        + b"\n",
+    ],
+)
+def test_strangers_are_not_listened_to(hello: bytes) -> None:
+    port, done = free_port(), threading.Event()
+
+    def stranger() -> None:
+        while not done.is_set():
+            try:
+                with socket.create_connection(("127.0.0.1", port), 1.0) as peer:
+                    peer.sendall(hello)
+                    return
+            except OSError:
+                threading.Event().wait(0.02)
+
+    thread = threading.Thread(target=stranger, daemon=True)
+    thread.start()
+    with ThreadPoolExecutor(1) as threads:
+        first = threads.submit(met, config(0, 2, port))
+        thread.join(5)
+        assert met(config(1, 2, port)) == [""]
+        done.set()
+        assert first.result() == [""]

@@ -1,0 +1,296 @@
+"""Rollouts of one engine over a mesh, by one process or several: their tokens and launches.
+
+What the processes of tests/parity/test_parity_processes.py do, and what the test does alone.
+"""
+
+import dataclasses
+import itertools
+import threading
+import zlib
+
+import jax
+import numpy as np
+from loop_runs import counted_compilations
+
+from models import sharding, transformer
+from models.config import MeshConfig, ModelConfig
+from rl.cluster.join import JobStore
+from rl.cluster.lockstep import PREFIX, LockstepWatch
+from rl.cluster.processes import Processes
+from rl.engine import rounds
+from rl.engine.config import EngineConfig
+from rl.engine.engine import Engine
+from rl.engine.rollout_spec import RolloutSpec
+from rl.rollout import draft_with
+from rl.speculation.config import SpeculationConfig
+from rl.speculation.learned_drafter import LearnedDrafter
+from rl.speculation.sources import Speculation
+from rl.trajectory import Request
+from rl.warm_up import compile_buckets, round_times
+from spec.budget.budget import FixedBudget, SeeingBudget, equal_trees
+from spec.budget.config import LEARNED
+from spec.config import SamplingConfig
+from spec.eagle import model as eagle
+from spec.eagle.config import TreeConfig
+from spec.eagle.model import EagleWeights
+from spec.reuse.prefix_rule import PrefixRule, parse_mode
+from spec.reuse.rollout_cache import CachedGroup, CachedResponse, RolloutCache
+from spec.round_times import RoundTimes
+from spec.sampling import step_key
+
+MODEL = ModelConfig("qwen3", 32, 16, 1, 4, 2, 8, 16, qk_norm=True, max_positions=64)
+
+
+class OneSize(EngineConfig):
+    """Rounds with draft tokens have as many nodes as they can, and none compute prompts."""
+
+    def node_sizes(self, num_slots):
+        return super().node_sizes(num_slots)[-1:]
+
+
+CONFIG = OneSize(
+    slots=4,
+    min_slots=4,
+    min_positions=32,
+    rounds_per_fetch=4,
+    max_nodes=4,
+    prefill_rows=2,
+    prefill_chunk_tokens=8,
+)
+SAMPLING = SamplingConfig(max_new_tokens=16)
+KEY = step_key(3, 1)
+PROMPTS = [(1, 2, 3), (4,), (5, 6, 7, 8, 9, 10, 11, 12, 13)]
+
+
+def make_params(scale=3.0, seed=0):
+    """Weights on the host, peaked enough for drafts to be accepted."""
+    rng = np.random.default_rng(seed)
+
+    def one(spec):
+        noise = rng.standard_normal(spec.shape).astype(np.float32)
+        return 1 + 0.3 * noise if spec.scale is None else scale * spec.scale * noise
+
+    return jax.tree.map(one, transformer.param_specs(MODEL))
+
+
+def make_requests(cached=None):
+    """Three groups of three: more than there are slots."""
+    return [
+        Request(3 * g + i, prompt, g, i, cached=(cached or {}).get(3 * g + i))
+        for i in range(3)
+        for g, prompt in enumerate(PROMPTS)
+    ]
+
+
+class Launches:
+    """A `Lockstep` that keeps what it hears."""
+
+    def __init__(self):
+        self.heard = []
+
+    def launched(self, digest, what):
+        self.heard.append((digest, str(what)))
+
+
+class Sequences:
+    """A sink of hidden states that wants some sequences."""
+
+    def __init__(self):
+        self.bits = []
+
+    def wants(self, request_id, num_tokens):
+        return request_id % 2 == 0
+
+    def add(self, sequence):
+        self.bits.append(zlib.crc32(sequence.hidden_TW.tobytes(), len(sequence.tokens_T)))
+
+
+class Worker:
+    """An engine over a mesh of `devices`, and its policy there."""
+
+    def __init__(self, devices, mesh, lockstep=None):
+        self.launches = lockstep or Launches()
+        config = eagle.config_for(MODEL, "eagle")
+        made = sharding.make_mesh(MeshConfig(**mesh), devices)
+        options = {"mesh": made, "feature_layers": config.feature_layers}
+        self.engine = Engine(MODEL, CONFIG, lockstep=self.launches, **options)
+        self.spec = RolloutSpec(self.engine.place(make_params()), SAMPLING, KEY, (0,))
+        weights = EagleWeights(config, eagle.init(config, jax.random.key(2)))
+        self.learned_drafter = LearnedDrafter(weights, TreeConfig(2, 2))
+        self.sink = Sequences()
+        self.last = []
+
+    def plain(self):
+        return self.run()
+
+    def drafts(self, times=None):
+        """Drafts from history, siblings and own text, as many as a table of seconds says."""
+        cache = RolloutCache()
+        rng = np.random.default_rng(1)
+        for g, prompt in enumerate(PROMPTS):
+            texts = [rng.integers(0, 32, 12).astype(np.int32) for _ in range(2)]
+            texts += [t.response_ids for t in self.last if t.group_id == g][:1]
+            group = tuple(CachedResponse(i, text, 1.0) for i, text in enumerate(texts))
+            cache.replace(str(g), CachedGroup(np.asarray(prompt, np.int32), group))
+        config = SpeculationConfig(sources=("history", "group", "own"), budget="goodput")
+        with Speculation(config, cache) as speculation:
+            speculation.times = times or seconds(1.05)
+            factory = speculation.drafter_factory("012", PROMPTS, group_size=3)
+            return self.run(drafts=factory)
+
+    def learned(self):
+        """Trees of a learned drafter, on the device and through the host, and hidden states."""
+        context = self.engine.drafter_context(self.spec)
+        drafter = self.learned_drafter.drafter_for(context)
+        host = self.run(drafts=draft_with(drafter, SeeingBudget()))
+        drafter = self.learned_drafter.drafter_for(context)
+        on_device = self.run(drafts=draft_with(drafter, FixedBudget()), sink=self.sink)
+        return host + on_device
+
+    def coupled(self):
+        """The last epoch's responses, of which some tokens differ."""
+        cached = {}
+        for t in self.last:
+            tokens = t.response_ids.copy()
+            tokens[5 + t.request_id % 4 :] += 1
+            cached[t.request_id] = CachedResponse(t.sample_index, tokens % 32, 0.0)
+        rule = PrefixRule(parse_mode("coupled"), 1.0, 0, 1, False)
+        return self.run(make_requests(cached), rule=rule)
+
+    def run(self, requests=None, **changes):
+        spec = dataclasses.replace(self.spec, **changes)
+        self.last = self.engine.run(spec, requests or make_requests())
+        return self.last
+
+
+def seconds(slope):
+    """A table of seconds in which rounds of four times the nodes take `slope` times as long."""
+    table = {(4, 4 * 4**i, S): slope**i for i in range(2) for S in (32, 64)}
+    return RoundTimes(table)
+
+
+def facts(worker, trajectories):
+    """What must be the same wherever it ran."""
+    found = {
+        "tokens": np.concatenate([t.response_ids for t in trajectories]),
+        "logprobs": np.concatenate([t.logprobs for t in trajectories]),
+        "origins": np.concatenate([t.origins for t in trajectories]),
+        "lengths": np.array([t.num_tokens for t in trajectories]),
+    }
+    stats = worker.engine.stats
+    rounds = sorted((*key, n) for key, n in stats.rounds.items())
+    counts = stats.fetches, stats.accepted_tokens, stats.cached.kept_tokens
+    return found | {"rounds": np.array(rounds), "counts": np.array(counts)}
+
+
+NAMES = ("plain", "drafts", "learned", "coupled")
+
+
+def title(mesh):
+    return ",".join(f"{name}={size}" for name, size in mesh.items())
+
+
+def all_rollouts(worker, name, rollouts=NAMES):
+    """Return the facts of each rollout of a worker, and the digests of its launches."""
+    out = {}
+    for rollout in rollouts:
+        found = facts(worker, getattr(worker, rollout)())
+        out |= {f"{name}/{rollout}/{fact}": x for fact, x in found.items()}
+    digests = [digest for digest, _ in worker.launches.heard]
+    hidden = np.array(worker.sink.bits, np.int64)
+    return out | {f"{name}/digests": np.array(digests, np.int64), f"{name}/hidden": hidden}
+
+
+def on_meshes(meshes, devices):
+    """Return the facts of rollouts on several meshes: all on the first, those of text on others."""
+    out, rollouts = {}, NAMES
+    for mesh in meshes:
+        out |= all_rollouts(Worker(devices, mesh), title(mesh), rollouts)
+        rollouts = NAMES[:2]
+    return out
+
+
+# -- what one of several processes does ----------------------------------------------------
+
+
+def few(place, mesh):
+    return all_rollouts(Worker(jax.devices(), mesh), title(mesh), NAMES[:2])
+
+
+def everything(place, meshes):
+    """Rollouts on each mesh, the first of which is warmed up before; then planted faults."""
+    processes = Processes(place.index, place.count, JobStore(), 60.0)
+    worker = Worker(jax.devices(), meshes[0])
+    out = warmed_up(worker, processes, place.folder / f"times-{place.index}.json")
+    with counted_compilations() as compiled:
+        out |= all_rollouts(worker, title(meshes[0]))
+    out["compiled"] = len(compiled)
+    for mesh in meshes[1:]:
+        out |= few(place, mesh)
+    for fault in (a_token, an_order, a_table):
+        out[fault.__name__] = named(fault, processes, meshes[0])
+    return out
+
+
+def warmed_up(worker, processes, path):
+    """Compile and time what rollouts can reach; return the table, and whether it was written."""
+    drafters = {LEARNED: worker.learned_drafter}
+    alone = {LEARNED: lambda num_slots: [equal_trees(3, [16], num_slots)]}
+    reach = compile_buckets.Reach(9, 9, True, True, drafters=drafters, alone=alone)
+    settings = worker.engine, worker.spec.params, SAMPLING, reach
+    programs = compile_buckets.warm_up(*settings)
+    own = round_times.load_or_measure(path, *settings, processes=processes)
+    again = round_times.load_or_measure(path, *settings, processes=processes)
+    assert again.rows() == own.rows()
+    return {"table": own.rows(), "written": path.exists(), "programs": programs}
+
+
+def named(fault, processes, mesh):
+    """Return what the watch says of a fault in process 1: in a thread, as it may never end."""
+    lines, heard = [], threading.Event()
+
+    def differs(line):
+        lines.append(line)
+        heard.set()
+
+    with LockstepWatch(processes, differs, beat_s=0.1) as watch:
+        worker = Worker(jax.devices(), mesh, watch)
+        run = threading.Thread(target=fault, args=(worker, processes.index == 1), daemon=True)
+        run.start()
+        assert heard.wait(60), "the fault was not found"
+    if fault is not a_table:
+        run.join(60)
+        processes.barrier("before the next fault")
+        for key in [] if processes.index else processes.store.entries(PREFIX):
+            processes.store.delete(key)
+        processes.barrier("the next fault")
+    return lines
+
+
+def a_token(worker, is_here):
+    """Another token comes in the third fetch."""
+    times, by_slot = itertools.count(1), rounds.by_slot
+
+    def spoilt(*args):
+        tokens_BN, *rest = by_slot(*args)
+        if next(times) == 3:
+            tokens_BN[0, 0] = tokens_BN[0, 0] % 30 + 1
+        return tokens_BN, *rest
+
+    rounds.by_slot = spoilt if is_here else by_slot
+    try:
+        worker.plain()
+    finally:
+        rounds.by_slot = by_slot
+
+
+def an_order(worker, is_here):
+    """Requests come in another order."""
+    requests = make_requests()
+    worker.run(requests[::-1] if is_here else requests)
+
+
+def a_table(worker, is_here):
+    """Rounds are thought to cost something else: other programs, in which all would hang."""
+    worker.plain()
+    worker.drafts(seconds(30.0 if is_here else 1.05))

@@ -1,0 +1,152 @@
+"""The answers of a pipeline, the slow way: one engine, each step when it is due, nothing ahead.
+
+A source of responses for `train_loop.train_step`. What a step is answered with is written down here
+once more, from docs/architecture.md: its weights, its rule, its cached responses, its prompts, and
+the names of its noise.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import time
+
+import jax
+import numpy as np
+
+from benchmarks import tiny_run
+from rl.config.loader import load
+from rl.engine.rollout_spec import RolloutSpec
+from rl.learner.advantages import informative_groups
+from rl.loop import train_loop
+from rl.loop.experiment import TrainConfig, open_inputs
+from rl.loop.generation import Prompts, Rollouts, Scorer, prompts_at
+from rl.metrics.writer import Timings
+from rl.speculation.reuse import remember
+from rl.trajectory import Request
+from spec.sampling import step_key
+
+
+class OneBehind:
+    """Called once a step, in order, from the first one on."""
+
+    def __init__(self):
+        self.weights, self.rules, self.begins = {}, {}, {1: 0}
+        self.cursor, self.not_remembered = 0, None
+        self.answers = []  # (step, phase, group, sample, number in the data, tokens)
+
+    def __call__(self, system, params, cursor, step, timings):
+        config = system.config
+        size, extra = config.rollout.prompts_per_step, config.algorithm.resolved.max_extra_phases
+        copied = jax.tree.map(np.array, params)
+        for s in {step, step + 1} - set(self.weights):
+            self.weights[s], self.rules[s] = copied, system.reuse.rule(s)
+        if step == 1:
+            self.cursor = size
+        if step < config.run.steps:
+            self.begins[step + 1] = self.cursor
+            self.cursor += size
+        # the first pass knows what was answered up to the step before the last
+        new = prompts_at(system, self.begins[step], size)
+        done, prompts = self.answer(system, step, step, new, Prompts(), 0), new
+        if self.not_remembered is not None:
+            remember(system.cache, *self.not_remembered, scored=True)
+        # further ones the last one too; the policy at hand answers them
+        for phase in range(1, 1 + (extra or 0)):
+            used = informative_groups([t.reward for t, *_ in done], [t.group_id for t, *_ in done])
+            if len(used) >= size:
+                break
+            new = prompts_at(system, self.cursor, size - len(used))
+            self.cursor = new.end
+            done += self.answer(system, step, step + 1, new, prompts, phase)
+            prompts += new
+        done.sort(key=lambda d: (d[0].group_id, d[0].sample_index))
+        trajectories, scores, texts = map(list, zip(*done, strict=True))
+        self.not_remembered = prompts.keys, trajectories
+        used = set(range(size))
+        if extra is not None:
+            used = informative_groups(
+                [t.reward for t in trajectories], [t.group_id for t in trajectories]
+            )
+        end = self.begins.get(step + 1, self.cursor)
+        stats = system.engine.stats
+        return Rollouts(
+            trajectories, scores, texts, stats, prompts, frozenset(used), {}, cursor=end
+        )
+
+    def answer(self, system, step, by, new, before, phase):
+        """The scored responses of a step to new prompts, by weights and rule of step `by`."""
+        config = system.config
+        size = config.rollout.group_size
+        phases = 1 + (config.algorithm.resolved.max_extra_phases or 0)
+        first = (step - 1) * phases * config.rollout.prompts_per_step
+        times, requests = collections.Counter(before.keys), []
+        for g, (key, tokens, number) in enumerate(
+            zip(new.keys, new.tokens, new.numbers, strict=True)
+        ):
+            group, cached = len(before) + g, {}
+            if not times[key]:
+                cached = system.reuse._cached(key, tokens, size)
+            for i in range(size):
+                name = (first + group) * size + i
+                if system.reuse.mode.couples_noise:  # 512 names for the first time in a step
+                    name = 1024 * number + i
+                    name += 512 + (times[key] - 1) * size if times[key] else 0
+                requests.append(Request(name, tokens, group, i, cached=cached.get(i)))
+            times[key] += 1
+        spec = RolloutSpec(
+            self.weights[by],
+            config.sampling,
+            step_key(config.run.seed, 0),
+            system.inputs.model.eos_token_ids,
+            policy_version=max(by - 2, 0),
+            rule=self.rules[by],
+        )
+        scorer = Scorer(system.inputs.tokenizer, system.rewards, lambda: None)
+        scorer.examples.update(enumerate(new.examples, len(before)))
+        done = system.engine.run(spec, requests, on_finish=scorer)
+        for t in done:
+            number = new.numbers[t.group_id - len(before)]
+            names = step, phase, t.group_id, t.sample_index, number
+            self.answers.append((*names, t.response_ids.tolist()))
+        scored = [(t, *scorer.result(t)) for t in done]
+        return [(dataclasses.replace(t, reward=s.total), s, text) for t, s, text in scored]
+
+
+@dataclasses.dataclass
+class Reference:
+    """The results of a run of this source, step by step."""
+
+    texts: list[list[str]]
+    examples: list[list[str]]
+    rewards: list[list[float]]
+    used: list[int]
+    reused: list[int]
+    versions: list[list[list[int]]]
+    leaves: list[np.ndarray]
+
+
+def run(tiny, *overrides) -> Reference:
+    """The steps of a configuration, on one engine."""
+    config = load(TrainConfig, [tiny], [*overrides, "Sched.mode='sync'", "Sched.workers=1"])
+    source, found = OneBehind(), Reference([], [], [], [], [], [], [])
+
+    def noted(*args):
+        rollouts = source(*args)
+        found.texts.append(rollouts.completions)
+        found.examples.append([rollouts.prompts.keys[t.group_id] for t in rollouts.trajectories])
+        found.rewards.append([s.total for s in rollouts.scores])
+        found.used.append(len(rollouts.used_groups))
+        found.reused.append(rollouts.stats.cached.kept_tokens)
+        found.versions.append([t.policy_versions.tolist() for t in rollouts.trajectories])
+        return rollouts
+
+    with contextlib.ExitStack() as stack:
+        system, state = stack.enter_context(tiny_run.opened(config, open_inputs(config)))
+        position = train_loop.RunPosition()
+        while position.step < config.run.steps:
+            timings = Timings(time.perf_counter)
+            state, position, _ = train_loop.train_step(system, state, position, timings, noted)
+        found.leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(state)]
+    return found
