@@ -212,10 +212,10 @@ class Fault:
 
     def _gathered(self) -> None:
         """A token of a response that another process sent is another one."""
-        decode = exchange.decode
+        received = exchange.received
 
         def wrong(*args: Any) -> exchange.Responses:
-            found = decode(*args)
+            found = received(*args)
             if self.on and found.trajectories:
                 self.on = False
                 first = found.trajectories[0]
@@ -225,7 +225,7 @@ class Fault:
                 self.planted()
             return found
 
-        plant(exchange, "decode", wrong)
+        plant(exchange, "received", wrong)
 
     def _order(self) -> None:
         """The data order is that of another `Run.seed`."""

@@ -12,46 +12,39 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import io
 import itertools
-import json
 import os
 import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Literal
 
 import numpy as np
 
 from rl.cluster.processes import ALONE, Diverged, Processes
-from rl.engine.stats import CachedCounts, EngineStats, RoundRecord, joined
+from rl.engine.stats import EngineStats, joined
 from rl.engine.worker_record import (
     MOST_SPANS_EACH,
     MOST_TEXT,
+    WorkerEvent,
     WorkerPart,
-    events_of,
     merged,
     moved,
-    parts_of,
 )
+from rl.remote import records
+from rl.remote.records import OF_TOKENS, Stats, enter_stats, of_stats
+from rl.remote.wire import Codec
 from rl.rewards.pool import Score
 from rl.rewards.process import RewardWorkerError
 from rl.runtime.signals import Stopped
 from rl.runtime.waits import Hang
-from rl.trajectory import FinishReason, Request, Trajectory
+from rl.trajectory import Request, Trajectory
 from rl.workers.coordinator import WorkerError
 
 UNSCORED = Score({}, None)
 AGREE_EVERY_FETCHES = 32  # on a stop, in rollouts of one engine over all processes
-DONE, STOPPED, FAILED = "done", "stopped", "failed"
 # of these all processes hear, and all end alike: the last whole step can still be saved
 AGREED = (Stopped, RewardWorkerError, WorkerError, Hang)
-_OF_TOKENS = ("response_ids", "logprobs", "policy_versions", "origins", "emission_logprobs")
-_SECONDS = [f.name for f in dataclasses.fields(RoundRecord) if f.name.endswith("_s")]
-_OF_REQUESTS = [f.name for f in dataclasses.fields(RoundRecord) if f.name.endswith("_A")]
-_COUNTS = [
-    f.name for f in dataclasses.fields(RoundRecord) if f.name not in (*_SECONDS, *_OF_REQUESTS)
-]
 
 
 class PeerFailed(RuntimeError):
@@ -66,6 +59,31 @@ class Responses:
     scores: list[Score]
     texts: list[str]
     stats: EngineStats
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Row:
+    """A response with its score and text, as a message has it."""
+
+    trajectory: Trajectory
+    score: Score
+    text: str
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Part:
+    """What a process tells the others of a rollout that began at `began_s` of its own clock."""
+
+    told: Literal["done", "stopped", "failed"]
+    error: str
+    began_s: float
+    rows: tuple[Row, ...] = ()
+    stats: Stats | None = None
+    workers: tuple[WorkerPart, ...] = ()
+    events: tuple[WorkerEvent, ...] = ()
+
+
+CODEC = Codec((Part,), records.ARRAYS, records.CHECKS)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -109,31 +127,28 @@ class Shares:
         """
         if self.processes.alone:
             return answer()
-        told, error, own, began_s = DONE, None, None, time.perf_counter()
+        began_s, error, own = time.perf_counter(), None, None
+        part = Part("stopped", "", began_s)
         try:
             own = answer()
         except AGREED as raised:
-            told, error = STOPPED if isinstance(raised, Stopped) else FAILED, raised
-        if own is not None:
+            error = raised
+            if not isinstance(raised, Stopped):
+                part = Part("failed", str(raised), began_s)
+        else:
             self._name_workers(own.stats, own.trajectories)
-        head = {"told": told, "error": None if told != FAILED else str(error), "began_s": began_s}
-        body = b"" if own is None else encode(self._scored(own))
-        given = self.processes.gather_large(what, json.dumps(head).encode() + b"\n" + body, waiting)
+            part = part_of(self._scored(own), began_s)
+        given = self.processes.gather_large(what, CODEC.encode(part), waiting)
         if error is not None:
             raise error
-        parts = []
-        for index, value in enumerate(given):
-            first, _, rest = value.partition(b"\n")
-            head = json.loads(first)
-            if head["told"] == FAILED:
-                raise PeerFailed(f"process {index} failed: {head['error']}")
-            parts.append((head, rest))
-        if any(head["told"] == STOPPED for head, _ in parts):
+        parts: list[Part] = [CODEC.decode(value) for value in given]
+        for index, part in enumerate(parts):
+            if part.told == "failed":
+                raise PeerFailed(f"process {index} failed: {part.error}")
+        if any(part.told == "stopped" for part in parts):
             raise Stopped
         assert own is not None
-        found = self._merged(
-            own, [_by_clock(decode(x, requests), began_s - head["began_s"]) for head, x in parts]
-        )
+        found = self._merged(own, [received(p, requests, began_s - p.began_s) for p in parts])
         self._compare(what, requests, found)
         return found
 
@@ -195,105 +210,46 @@ class Shares:
 WHOLE = Shares(ALONE)
 
 
-def _by_clock(found: Responses, later_s: float) -> Responses:
-    """Return responses with the times of workers by a clock that is so much later."""
-    stats = found.stats
-    stats.parts = [moved(part, later_s) for part in stats.parts]
-    stats.events = [dataclasses.replace(e, at_s=e.at_s + later_s) for e in stats.events]
-    return found
-
-
 def digest(prompt_ids: np.ndarray, t: Trajectory, score: Score) -> str:
     """Return a digest of what training learns from a response."""
     found = hashlib.sha256(repr((t.request_id, t.group_id, t.sample_index, score.total)).encode())
     found.update(prompt_ids.tobytes())
-    for name in _OF_TOKENS:
+    for name in OF_TOKENS:
         found.update(getattr(t, name).tobytes())
     return found.hexdigest()[:16]
 
 
-def encode(own: Responses) -> bytes:
-    """Return responses as bytes: columns of plain numbers and text, nothing that is executed.
-
-    Prompts and sampling are the requests', which all processes have.
-    """
-    ts, rounds = own.trajectories, own.stats.timeline
-    columns: dict[str, np.ndarray] = {
-        "request_ids": np.array([t.request_id for t in ts], np.int64),
-        "group_ids": np.array([t.group_id for t in ts], np.int64),
-        "num_tokens": np.array([t.num_tokens for t in ts], np.int64),
-        "seconds": np.array([[getattr(r, n) for n in _SECONDS] for r in rounds], np.float64),
-        "counts": np.array([[getattr(r, n) for n in _COUNTS] for r in rounds], np.int64),
-        "num_requests": np.array([len(r.request_ids_A) for r in rounds], np.int64),
-    }
-    for name in _OF_TOKENS:
-        columns[name] = np.concatenate([getattr(t, name) for t in ts]) if ts else np.empty(0)
-    for name in _OF_REQUESTS:
-        parts = [np.asarray(getattr(r, name), np.int64) for r in rounds]
-        columns[name] = np.concatenate(parts) if parts else np.empty(0, np.int64)
+def part_of(own: Responses, began_s: float) -> Part:
+    """Return what a process tells of the responses that it has scored."""
+    rows = zip(own.trajectories, own.scores, own.texts, strict=True)
     stats = own.stats
-    columns["drafted_by_source"] = stats.drafted_by_source
-    columns["accepted_by_source"] = stats.accepted_by_source
-    text = {
-        "finish_reasons": [str(t.finish_reason) for t in ts],
-        "scores": [[dict(s.values), s.total, s.failure] for s in own.scores],
-        "texts": own.texts,
-        "totals": [stats.fetches, stats.tokens, stats.prefilled_tokens, stats.preemptions],
-        "cached": list(dataclasses.astuple(stats.cached)),
-        "rounds": [[*bucket, count] for bucket, count in stats.rounds.items()],
-        "parts": [
-            dataclasses.asdict(p) | {"busy_s": merged(p.busy_s, MOST_SPANS_EACH)}
-            for p in stats.parts
-        ],
-        "events": [dataclasses.asdict(e) | {"why": e.why[:MOST_TEXT]} for e in stats.events],
-    }
-    columns["text"] = np.frombuffer(json.dumps(text).encode(), np.uint8)
-    out = io.BytesIO()
-    np.savez(out, **columns)  # type: ignore[arg-type]
-    return out.getvalue()
+    return Part(
+        "done",
+        "",
+        began_s,
+        tuple(Row(t, score, text) for t, score, text in rows),
+        of_stats(stats),
+        tuple(
+            dataclasses.replace(p, busy_s=merged(p.busy_s, MOST_SPANS_EACH)) for p in stats.parts
+        ),
+        tuple(dataclasses.replace(e, why=e.why[:MOST_TEXT]) for e in stats.events),
+    )
 
 
-def decode(value: bytes, requests: Sequence[Request]) -> Responses:
-    """Return what `encode` made, to these requests."""
-    asked = {r.request_id: r for r in requests}
-    with np.load(io.BytesIO(value), allow_pickle=False) as archive:
-        columns = {name: archive[name] for name in archive.files}
-    text = json.loads(columns["text"].tobytes())
-    ends = np.cumsum(columns["num_tokens"])
-    per_token = [np.split(columns[name], ends[:-1]) for name in _OF_TOKENS] if len(ends) else []
-    scores = [Score(values, total, failure) for values, total, failure in text["scores"]]
-    trajectories = []
-    for i, request_id in enumerate(columns["request_ids"].tolist()):
-        request = asked.get(request_id)
-        if request is None:
-            raise Diverged(f"a response came to request {request_id}, which this process has not")
-        trajectories.append(
-            Trajectory(
-                request_id,
-                int(columns["group_ids"][i]),
-                request.sample_index,
-                np.asarray(request.prompt_ids, np.int32),
-                finish_reason=FinishReason(text["finish_reasons"][i]),
-                reward=scores[i].total,
-                sampling=request.sampling,
-                **{name: parts[i] for name, parts in zip(_OF_TOKENS, per_token, strict=True)},
+def received(part: Part, requests: Sequence[Request], later_s: float) -> Responses:
+    """Return the responses of a part to these requests, by a clock that is so much later."""
+    asked, stats = {r.request_id for r in requests}, EngineStats()
+    assert part.stats is not None
+    for row in part.rows:
+        if row.trajectory.request_id not in asked:
+            raise Diverged(
+                f"a response came to request {row.trajectory.request_id}, which this process has "
+                "not"
             )
-        )
-    return Responses(trajectories, scores, text["texts"], _stats(columns, text))
-
-
-def _stats(columns: dict[str, np.ndarray], text: dict[str, Any]) -> EngineStats:
-    fetches, tokens, prefilled, preemptions = text["totals"]
-    stats = EngineStats(fetches, tokens, prefilled, preemptions, CachedCounts(*text["cached"]))
-    stats.drafted_by_source = columns["drafted_by_source"]
-    stats.accepted_by_source = columns["accepted_by_source"]
-    stats.rounds.update({(B, M, S): count for B, M, S, count in text["rounds"]})
-    stats.parts, stats.events = list(parts_of(text["parts"])), list(events_of(text["events"]))
-    ends = np.cumsum(columns["num_requests"])[:-1]
-    of_requests = {name: np.split(columns[name], ends) for name in _OF_REQUESTS}
-    for i in range(len(columns["num_requests"])):
-        row: dict[str, Any] = dict(zip(_SECONDS, columns["seconds"][i].tolist(), strict=True))
-        row |= dict(zip(_COUNTS, columns["counts"][i].tolist(), strict=True))
-        row |= {name: parts[i] for name, parts in of_requests.items()}
-        stats.timeline.append(RoundRecord(**row))
-    return stats
+    enter_stats(stats, part.stats, later_s=later_s)
+    stats.parts = [moved(p, later_s) for p in part.workers]
+    stats.events = [dataclasses.replace(e, at_s=e.at_s + later_s) for e in part.events]
+    rows = part.rows
+    return Responses(
+        [r.trajectory for r in rows], [r.score for r in rows], [r.text for r in rows], stats
+    )

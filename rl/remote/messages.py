@@ -18,7 +18,8 @@ import numpy as np
 
 from models.config import ModelConfig
 from rl.engine.config import EngineConfig
-from rl.engine.stats import CachedCounts, EngineStats, RoundRecord
+from rl.remote import records
+from rl.remote.records import Stats, expect
 from rl.remote.wire import Codec
 from rl.speculation.config import SpeculationConfig
 from rl.trajectory import HostKv, PartialRequest, Prefix, Request, Trajectory
@@ -228,24 +229,6 @@ class Answered:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Stats:
-    """`rl.engine.stats.EngineStats` in few arrays; rounds and requests are rows."""
-
-    fetches: int
-    tokens: int
-    prefilled_tokens: int
-    preemptions: int
-    cached: CachedCounts
-    drafted_by_source: np.ndarray
-    accepted_by_source: np.ndarray
-    rounds: np.ndarray
-    seconds: np.ndarray
-    counts: np.ndarray
-    offsets: np.ndarray
-    of_requests: np.ndarray
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
 class Report:
     """All that has happened in a run since the last report, in order; with `stats` it has ended."""
 
@@ -300,155 +283,61 @@ class DraftNews:
 
 ASKED = (Hello, Weights, Offered, Compile, Measure, Begin, Give, Poll, Abort, Ping, DraftSync)
 ANSWERS = (Welcome, Has, Done, Measured, Report, Pong, Failed, DraftNews)
-_OF_TOKENS = {
-    "response_ids": ("int32", 1),
-    "logprobs": ("float32", 1),
-    "emission_logprobs": ("float32", 1),
-    "policy_versions": ("int32", 1),
-    "origins": ("uint8", 1),
-}
-_ARRAYS = {
-    Trajectory: _OF_TOKENS | {"prompt_ids": ("int32", 1)},
-    Prefix: _OF_TOKENS,
-    Scores: {n: _OF_TOKENS[n] for n in ("logprobs", "emission_logprobs", "policy_versions")},
+_ARRAYS = records.ARRAYS | {
+    Scores: {n: records.OF_TOKENS[n] for n in ("logprobs", "emission_logprobs", "policy_versions")},
     CachedResponse: {"tokens": ("int32", 1)},
     CachedGroup: {"prompt_ids": ("int32", 1)},
     Text: {"bytes_N": ("uint8", 1), "starts": ("int64", 1)},
     Job: {"key": ("uint32", 1)},
     Piece: {"tokens": ("int32", 1)},
-    Stats: {
-        "drafted_by_source": ("int64", 1),
-        "accepted_by_source": ("int64", 1),
-        "rounds": ("int64", 2),
-        "seconds": ("float64", 2),
-        "counts": ("int64", 2),
-        "offsets": ("int64", 1),
-        "of_requests": ("int64", 2),
-    },
 }
-
-
-def _expect(holds: bool, what: str) -> None:
-    if not holds:
-        raise ValueError(f"expected {what}")
-
-
-def _check_tokens(record: Trajectory | Prefix) -> None:
-    n = len(record.response_ids)
-    alike = all(len(getattr(record, name)) == n for name in _OF_TOKENS)
-    _expect(n > 0 and alike, f"as many of {', '.join(_OF_TOKENS)} as response tokens, at least one")
-    if isinstance(record, Prefix):
-        _expect(0 <= record.reused_tokens <= n, f"reused tokens of at most {n}")
 
 
 def _check_scores(record: CachedResponse) -> None:
     if record.scores is not None:
         sizes = {len(x) for x in vars(record.scores).values()}
-        _expect(sizes == {len(record.tokens)}, "a score of each token")
+        expect(sizes == {len(record.tokens)}, "a score of each token")
 
 
 def _check_request(record: Request) -> None:
-    _expect(0 <= record.request_id < 2**62, "a request's number of 62 bits")
-    _expect(bool(record.prompt_ids) and min(record.prompt_ids) >= 0, "a prompt of token ids")
+    expect(0 <= record.request_id < 2**62, "a request's number of 62 bits")
+    expect(bool(record.prompt_ids) and min(record.prompt_ids) >= 0, "a prompt of token ids")
 
 
 def _check_kv(record: HostKv) -> None:
     keys, values, features = (getattr(record.entries, n) for n in ("keys", "values", "features"))
-    _expect(len(keys) == len(values) > 0, "keys and values of each layer")
-    _expect(all(x.ndim == 3 for x in (*keys, *values, *features)), "arrays of three axes")
+    expect(len(keys) == len(values) > 0, "keys and values of each layer")
+    expect(all(x.ndim == 3 for x in (*keys, *values, *features)), "arrays of three axes")
     K, S, h = values[0].shape
     same = all(x.shape == (K, h, S) for x in keys) and all(x.shape == (K, S, h) for x in values)
-    _expect(same, "layers that are alike")
+    expect(same, "layers that are alike")
 
 
 def _check_text(record: Text) -> None:
     starts = record.starts
     whole = len(starts) > 0 and starts[0] == 0 and starts[-1] == len(record.bytes_N)
-    _expect(whole and bool((np.diff(starts) >= 0).all()), "tokens that share the text's bytes")
+    expect(whole and bool((np.diff(starts) >= 0).all()), "tokens that share the text's bytes")
 
 
 def _check_drafting(record: Drafting) -> None:
-    _expect(len(record.keys) == len(record.prompts), "a key of each prompt")
+    expect(len(record.keys) == len(record.prompts), "a key of each prompt")
     for tokens in record.last.values():
-        _expect((tokens.dtype.name, tokens.ndim) == ("int32", 1), "responses of int32 tokens")
+        expect((tokens.dtype.name, tokens.ndim) == ("int32", 1), "responses of int32 tokens")
 
 
 def _check_give(record: Give) -> None:
-    _expect(all(tokens >= 0 for tokens in record.grants.values()), "tokens of 0 or more")
+    expect(all(tokens >= 0 for tokens in record.grants.values()), "tokens of 0 or more")
 
 
-def _check_stats(record: Stats) -> None:
-    n, offsets = len(record.seconds), record.offsets
-    _expect(record.rounds.shape[1:] == (4,), "rounds by slots, nodes and positions, counted")
-    _expect(record.seconds.shape == (n, len(_SECONDS)), "the seconds of a round")
-    _expect(record.counts.shape == (n, len(_COUNTS)), "the counts of a round")
-    ordered = len(offsets) == n + 1 and offsets[0] == 0 and bool((np.diff(offsets) >= 0).all())
-    _expect(ordered, "the requests of each round")
-    _expect(record.of_requests.shape == (len(_COLUMNS), offsets[-1]), "a column of each request")
-
-
-_CHECKS: dict[type, Callable[[Any], None]] = {
-    Trajectory: _check_tokens,
-    Prefix: _check_tokens,
+_CHECKS: dict[type, Callable[[Any], None]] = records.CHECKS | {
     CachedResponse: _check_scores,
     Request: _check_request,
     HostKv: _check_kv,
     Text: _check_text,
     Drafting: _check_drafting,
     Give: _check_give,
-    Stats: _check_stats,
 }
 CODEC = Codec((*ASKED, *ANSWERS), _ARRAYS, _CHECKS)
-
-_SECONDS = ("began_s", "ready_s", "drafted_s", "called_s", "fetched_s", "ended_s")
-_COUNTS = ("num_slots", "num_nodes", "num_positions", "cached_nodes", "prompt_tokens")
-_COLUMNS = ("request_ids_A", "cached_tokens_A", "rounds_A", "emitted_A")
-
-
-def of_stats(stats: EngineStats) -> Stats:
-    """Return counts as a message."""
-    rows, n = stats.timeline, len(stats.timeline)
-    offsets = np.cumsum([0, *(len(r.request_ids_A) for r in rows)])
-    columns = [
-        np.concatenate([np.zeros(0, np.int64), *(getattr(r, c) for r in rows)]) for c in _COLUMNS
-    ]
-    return Stats(
-        *(stats.fetches, stats.tokens, stats.prefilled_tokens, stats.preemptions, stats.cached),
-        stats.drafted_by_source,
-        stats.accepted_by_source,
-        np.array([[*at, count] for at, count in stats.rounds.items()], np.int64).reshape(-1, 4),
-        np.array([[getattr(r, c) for c in _SECONDS] for r in rows], np.float64).reshape(n, -1)
-        if n
-        else np.zeros((0, len(_SECONDS))),
-        np.array([[getattr(r, c) for c in _COUNTS] for r in rows], np.int64).reshape(n, -1)
-        if n
-        else np.zeros((0, len(_COUNTS)), np.int64),
-        offsets.astype(np.int64),
-        np.stack(columns).astype(np.int64),
-    )
-
-
-def enter_stats(stats: EngineStats, told: Stats, *, later_s: float = 0.0) -> None:
-    """Set `stats` to what was told; the worker's clock is `later_s` behind this program's."""
-    for name in ("fetches", "tokens", "prefilled_tokens", "preemptions", "cached"):
-        setattr(stats, name, getattr(told, name))
-    stats.drafted_by_source, stats.accepted_by_source = (
-        told.drafted_by_source,
-        told.accepted_by_source,
-    )
-    stats.rounds.clear()
-    stats.rounds.update({(b, m, s): count for b, m, s, count in told.rounds.tolist()})
-    stats.timeline[:] = [
-        _round(told, i, first, end, later_s)
-        for i, (first, end) in enumerate(zip(told.offsets, told.offsets[1:], strict=False))
-    ]
-
-
-def _round(told: Stats, i: int, first: int, end: int, later_s: float) -> RoundRecord:
-    seconds = dict(zip(_SECONDS, (told.seconds[i] + later_s).tolist(), strict=True))
-    counts = dict(zip(_COUNTS, told.counts[i].tolist(), strict=True))
-    columns = dict(zip(_COLUMNS, told.of_requests[:, first:end], strict=True))
-    return RoundRecord(**seconds, **counts, **columns)
 
 
 def pieces_of(pieces: Sequence[Piece]) -> list[tuple[int, int, int, np.ndarray]]:

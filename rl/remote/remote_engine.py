@@ -33,8 +33,8 @@ from rl.remote.messages import (
     Parked,
     Poll,
     Report,
-    enter_stats,
 )
+from rl.remote.records import enter_stats
 from rl.remote.worker import LEAVING_S, MOST_VERSIONS, check_kv
 from rl.runtime.waits import ProgramLost
 from rl.trajectory import PartialRequest, Request, Trajectory

@@ -24,7 +24,7 @@ import numpy as np
 MAGIC = b"RPW1"
 MOST_HEADER_BYTES = 2**26
 MOST_MESSAGE_BYTES = 2**36  # a policy's weights, or keys and values of long requests
-MOST_ARRAYS = 2**16
+MOST_ARRAYS = 2**20  # eight of a response
 MOST_DIMENSIONS = 8
 _ALIGNED = 8
 _START = struct.Struct("<4sI")

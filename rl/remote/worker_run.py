@@ -14,7 +14,8 @@ from contextlib import AbstractContextManager
 from rl.engine.engine import Engine
 from rl.engine.rollout_spec import RolloutSpec
 from rl.engine.stats import EngineStats
-from rl.remote.messages import Answered, ChunkEnded, Give, Job, Parked, Report, of_stats
+from rl.remote.messages import Answered, ChunkEnded, Give, Job, Parked, Report
+from rl.remote.records import of_stats
 from rl.runtime.waits import code_line
 from rl.trajectory import PartialRequest, Trajectory
 

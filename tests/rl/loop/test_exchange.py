@@ -124,15 +124,21 @@ def test_counts_of_the_processes_add_up() -> None:
         assert vars(stats.timeline[0]).keys() == vars(counts([1]).timeline[0]).keys()
 
 
+def sent(own: Responses) -> Responses:
+    """Responses as another process gets them."""
+    part = exchange.CODEC.decode(exchange.CODEC.encode(exchange.part_of(own, 0.0)))
+    return exchange.received(part, requests(), 0.0)
+
+
 def test_a_record_comes_back_as_it_was() -> None:
     own = answered(requests(), Shares(ALONE))
-    back = exchange.decode(exchange.encode(own), requests())
+    back = sent(own)
     assert same(own, back)
     [one], [other] = own.stats.timeline, back.stats.timeline
     for name, value in vars(one).items():
         assert np.array_equal(value, getattr(other, name)), name
     nothing = Responses([], [], [], EngineStats())
-    empty = exchange.decode(exchange.encode(nothing), requests())
+    empty = sent(nothing)
     assert not empty.trajectories and not empty.stats.timeline
 
 

@@ -13,7 +13,7 @@ from tiny_team import CONFIG, MODEL
 
 from models.kv_cache import KVCache
 from rl.engine.stats import EngineStats, RoundRecord
-from rl.remote import messages
+from rl.remote import messages, records
 from rl.remote.messages import CODEC
 from rl.remote.wire import Codec, WireError
 from rl.speculation.config import SpeculationConfig
@@ -104,7 +104,7 @@ def a_stats():
     columns = [np.arange(2) + i for i in range(4)]
     stats.timeline.append(RoundRecord(0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 4, 8, 64, *columns, 1, 9))
     stats.timeline.append(RoundRecord(*[4.0] * 6, 4, 4, 64, *[np.zeros(0, int)] * 4))
-    return messages.of_stats(stats)
+    return records.of_stats(stats)
 
 
 def a_job():
@@ -158,7 +158,7 @@ def test_reports_come_back(record):
 
 def test_counts_come_back_and_seconds_are_on_the_clock_of_this_program():
     stats = EngineStats()
-    messages.enter_stats(stats, CODEC.decode(CODEC.encode(_report(a_stats()))).stats, later_s=10.0)
+    records.enter_stats(stats, CODEC.decode(CODEC.encode(_report(a_stats()))).stats, later_s=10.0)
     assert (stats.fetches, stats.tokens, stats.rounds) == (1, 7, {(4, 8, 64): 3})
     first, second = stats.timeline
     assert (first.began_s, first.ended_s, first.prompt_tokens) == (10.5, 13.0, 9)
