@@ -157,9 +157,9 @@ class Processes:
         """Return whether any process says so."""
         return b"1" in self.gather(what, b"1" if flag else b"0")
 
-    def barrier(self, what: str) -> None:
-        """Wait until all processes are here."""
-        self.gather(what, b"")
+    def barrier(self, what: str, waiting: Callable[[], object] = lambda: None) -> None:
+        """Wait until all processes are here; `waiting` is called meanwhile."""
+        self.gather(what, b"", waiting)
 
     def agree(self, what: str, digests: Mapping[str, str]) -> None:
         """Raise Diverged, which names what differs, unless all give the same names and digests.

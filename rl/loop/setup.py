@@ -149,7 +149,7 @@ def build(
         if drafter is not None:
             drafter_run.warm_up(drafter, engine, weights)
         # a collective does not wait for as long as a compilation may take
-        processes.gather("compiled", b"", watch.alive)
+        processes.barrier("compiled", watch.alive)
         state = trainer.first_run(state, learner.shape, recipe=learner.recipe)
         system = System(
             *(config, inputs, learner, engine, eval_engine, cache, speculation, reuse, rewards),

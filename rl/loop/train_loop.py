@@ -106,7 +106,7 @@ def train(
         )
         position, state, stale_params, host = _resume(checkpoints, state, system)
         metrics.truncate_to_step(position.step)
-        processes.gather("rows of the run", b"", watch.alive)
+        processes.barrier("rows of the run", watch.alive)
         rows = read_metrics(folder) if run.exists(METRICS_FILE) else []
         evaluation = RunEvaluation(system, best, metrics, clock, rows)
         source = stack.enter_context(
