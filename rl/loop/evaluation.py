@@ -165,7 +165,7 @@ class RunEvaluation:
         """
         system, config = self._system, self._system.config
         system.watch.at("evaluation")
-        system.processes.gather(f"evaluation after step {step}", b"", system.watch.alive)
+        system.processes.barrier(f"evaluation after step {step}", system.watch.alive)
         system.show.part(step, "evaluation")
         began_s = self._clock()
         total = system.inputs.evals.num_questions * config.eval.samples

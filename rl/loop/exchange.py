@@ -72,7 +72,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Part:
-    """What a process tells the others of a rollout that began at `began_s` of its own clock."""
+    """One process's outcome of a rollout, for the others; `began_s` is by its own clock."""
 
     told: Literal["done", "stopped", "failed"]
     error: str
