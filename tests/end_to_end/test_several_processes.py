@@ -48,7 +48,7 @@ def alone(tiny: Path) -> Path:
 
 
 def train(config: Path, run: Path, *arguments: str) -> list[str]:
-    shape = (f"--gin.Mesh.data={DEVICES}", f"--gin.Run.steps={STEPS}", "--gin.Engine.min_slots=1")
+    shape = (f"--gin.Mesh.data={DEVICES}", f"--gin.Run.steps={STEPS}")
     return tiny_run.command(config, run, *shape, *arguments)
 
 
