@@ -1,4 +1,4 @@
-"""What of a run outlives it: the last whole step, saved to a checkpoint and restored from one."""
+"""Keeps the last whole step of a run: saved to a checkpoint, and restored from one."""
 
 from __future__ import annotations
 
