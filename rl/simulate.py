@@ -77,7 +77,7 @@ def _play(config: SimulateRun, name: str, *, as_json: bool) -> int:
     result = {"simulated": True, "rows": rows}
     replace_file(folder / "results.json", json.dumps(result, indent=1) + "\n")
     last = found[-len(config.simulate.policies) :]
-    seed, cluster = config.simulate.seeds[-1], config.cluster
+    seed, cluster = config.simulate.seeds[-1], config.simulated_cluster
     hardware = cluster.profile or f"{cluster.model} on {cluster.device}, by a roofline"
     title = f"Simulated: {hardware}; {cluster.workers} workers, seed {seed}"
     figure({row["policy"]: record for row, record in last}, folder / "figure.png", title)

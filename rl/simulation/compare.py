@@ -73,7 +73,7 @@ def play_policy(
         seed=seed,
         chunk_tokens=config.simulate.chunk_tokens,
         prefer_pool=cluster.instance.prefers_copy,
-        ranks_per_instance=config.cluster.ranks_per_instance,
+        ranks_per_instance=config.simulated_cluster.ranks_per_instance,
     )
     simulation = Simulation(
         scheduler, cluster, lengths, round_model=round_model, keep_samples=keep_samples

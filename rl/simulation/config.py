@@ -24,7 +24,7 @@ PAPERS = ("seer", "rhymerl", "specactor", "tlt")
 
 
 @dataclasses.dataclass(frozen=True)
-class ClusterConfig:
+class SimulatedClusterConfig:
     """The workers: `devices_per_worker` devices hold one copy of `model`.
 
     `profile` is the folder of a training run with several workers whose budget was `goodput`: a
@@ -142,7 +142,9 @@ class SimulateRun:
     """A simulation: policies, hardware and response lengths."""
 
     simulate: SimulateConfig = dataclasses.field(default_factory=SimulateConfig)
-    cluster: ClusterConfig = dataclasses.field(default_factory=ClusterConfig)
+    simulated_cluster: SimulatedClusterConfig = dataclasses.field(
+        default_factory=SimulatedClusterConfig
+    )
     workload: Workload = dataclasses.field(
         default_factory=lambda: Workload(256, 8, mean_tokens=4000, limit_tokens=16384)
     )
@@ -158,21 +160,21 @@ class SimulateRun:
         if kv_tokens < needed:
             raise ValueError(
                 f"a worker holds {max(kv_tokens, 0):,} positions beside the weights, a request may "
-                f"take {needed:,}; mend: more Cluster.devices_per_worker, or a lower "
+                f"take {needed:,}; mend: more SimulatedCluster.devices_per_worker, or a lower "
                 "Workload.limit_tokens"
             )
 
 
 def make_cluster(config: SimulateRun) -> Cluster:
     """Return the workers that a configuration describes."""
-    asked = config.cluster
+    asked = config.simulated_cluster
     costs = make_instance(config) if asked.profile is None else read_profile(Path(asked.profile))
     return Cluster(costs, asked.workers, asked.max_requests, asked.kv_tokens)
 
 
 def make_instance(config: SimulateRun) -> Instance:
     """Return a worker by the figures of its device and model."""
-    asked = config.cluster
+    asked = config.simulated_cluster
     return Instance(
         ACCELERATORS[asked.device],
         MODELS[asked.model],

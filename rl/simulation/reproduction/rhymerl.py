@@ -28,7 +28,7 @@ from sched.simulator.worker import RoundModel
 from sched.simulator.workloads import draw_epochs, draw_lengths, make_requests
 
 ASSUMED = (
-    "cluster.workers",  # of the paper's 128 devices, two each
+    "simulated_cluster.workers",  # of the paper's 128 devices, two each
     "workload.num_groups",
     "workload.mean_tokens",
     "training_steps.growth",
@@ -176,7 +176,7 @@ def play(config: SimulateRun, seed: int) -> dict[str, float]:
 
 def train_share(config: SimulateRun) -> float:
     """Return the seconds of an update over those of a plain rollout, each on its own devices."""
-    settings, cluster = config.training_steps, config.cluster
+    settings, cluster = config.training_steps, config.simulated_cluster
     devices, rollout = cluster.workers * cluster.devices_per_worker, settings.rollout_share
     return (1 - rollout) / rollout * devices / (settings.devices - devices)
 

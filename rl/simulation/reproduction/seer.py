@@ -64,7 +64,7 @@ def drafted(
 
 def figures(config: SimulateRun) -> list[Figure]:
     """Return the figures of one of the three workloads."""
-    model = config.cluster.model
+    model = config.simulated_cluster.model
     divided, context, grouped = TABLE_6[model]
     entries: list[Entry] = [
         ("+ divided rollout", divided, "divided", "baseline", "gain"),
@@ -111,7 +111,7 @@ def play(config: SimulateRun, seed: int) -> dict[str, float]:
         "context": ("seer", None),
         "grouped": ("seer", drafted(instance, grouped, lanes)),
     }
-    if config.cluster.model == STUDIED:
+    if config.simulated_cluster.model == STUDIED:
         chains = [
             RequestClass(siblings, chain_probs(prob_of(tokens, grouped.window), grouped.window))
             for siblings, tokens in zip(

@@ -491,7 +491,7 @@ def test_reading_a_configuration_imports_no_framework():
 # answered with the nearest; whoever adds a field of text puts it here, or gives it a Literal.
 TEXTS = {
     *("Run.directory", "Policy.directory", "Drafter.directory", "DraftModel.directory"),
-    *("Ablation.directory", "Simulate.directory", "Simulate.trace", "Cluster.profile"),
+    *("Ablation.directory", "Simulate.directory", "Simulate.trace", "SimulatedCluster.profile"),
     *("Task.specs", "Task.system_prompt", "Task.prompt_suffix", "Reward.functions"),
     *("Speculation.budget", "Reuse.mode", "Reuse.schedule", "Algorithm.correction"),
     *("Metrics.wandb_project", "Ablation.variants", "Eval.sets", "Eval.best_by"),
@@ -524,7 +524,7 @@ def test_fields_with_a_closed_set_of_values_list_them():
         ("Drafter.proposal=likelyest", TrainConfig, "likeliest"),
         ("Reward.extract=boxd", TrainConfig, "boxed"),
         ("Speculation.sources=('last', 'histroy')", TrainConfig, "history"),
-        ("Cluster.device=H10", SimulateRun, "H100"),
+        ("SimulatedCluster.device=H10", SimulateRun, "H100"),
         ("Simulate.policies=('seer', 'orcale')", SimulateRun, "oracle"),
     ],
 )

@@ -20,7 +20,11 @@ from sched.simulator.cluster import WorkerSample
 
 SMALL = (
     *("Workload.num_groups=12", "Workload.group_size=4", "Workload.mean_tokens=300"),
-    *("Workload.limit_tokens=2000", "Cluster.workers=3", "Cluster.kv_tokens=8000"),
+    *(
+        "Workload.limit_tokens=2000",
+        "SimulatedCluster.workers=3",
+        "SimulatedCluster.kv_tokens=8000",
+    ),
     "Simulate.chunk_tokens=256",
 )
 
@@ -52,15 +56,15 @@ def test_the_command_writes_what_it_prints(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("Cluster.device='H1000'", "expected one of 'H100'"),
-        ("Cluster.model='GPT'", "expected one of 'Qwen"),
+        ("SimulatedCluster.device='H1000'", "expected one of 'H100'"),
+        ("SimulatedCluster.model='GPT'", "expected one of 'Qwen"),
         (
             "Simulate.policies=('seer', 'sear')",
             "'oracle', got tuple.*Did you mean seer",
         ),
-        ("Cluster.kv_tokens=100", "a worker holds 100 positions.*mend: more"),
+        ("SimulatedCluster.kv_tokens=100", "a worker holds 100 positions.*mend: more"),
         ("Simulate.chunk=3", "no field Simulate.chunk. Fields of Simulate"),
-        ("Cluster.workers=0", "at least one worker"),
+        ("SimulatedCluster.workers=0", "at least one worker"),
         ("Simulate.trace='nowhere'", "expected samples of step 1 in nowhere, got none; mend"),
     ],
 )

@@ -27,7 +27,7 @@ TIMES = RoundTimes(
 )
 MOVES = MoveTimes({15: (0.25, 0.5)})
 SETTINGS = (
-    *("Cluster.workers=2", "Cluster.kv_tokens=400", "Workload.num_groups=4"),
+    *("SimulatedCluster.workers=2", "SimulatedCluster.kv_tokens=400", "Workload.num_groups=4"),
     *("Workload.group_size=2", "Workload.mean_tokens=20", "Workload.limit_tokens=40"),
     *("Workload.prompt_tokens=10", "Simulate.chunk_tokens=16"),
 )
@@ -41,7 +41,7 @@ def write(folder, times=TIMES, moves=MOVES):
 
 
 def simulated(folder):
-    config = load(SimulateRun, [], (f"Cluster.profile={str(folder)!r}", *SETTINGS))
+    config = load(SimulateRun, [], (f"SimulatedCluster.profile={str(folder)!r}", *SETTINGS))
     return {row["policy"]: row for row, _ in play(config)}
 
 

@@ -210,11 +210,11 @@ def test_plain_rounds_are_below_what_specactor_says_they_take():
 
 
 SMALL = {
-    "seer_qwen2_vl": ("Workload.num_groups=40", "Cluster.workers=2"),
-    "seer_moonlight": ("Workload.num_groups=24", "Cluster.workers=2"),
+    "seer_qwen2_vl": ("Workload.num_groups=40", "SimulatedCluster.workers=2"),
+    "seer_moonlight": ("Workload.num_groups=24", "SimulatedCluster.workers=2"),
     "rhymerl_math": (
         "Workload.num_groups=16",
-        "Cluster.workers=16",
+        "SimulatedCluster.workers=16",
         "TrainingSteps.steps_per_epoch=2",
         "TrainingSteps.epochs=2",
     ),
