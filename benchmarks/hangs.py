@@ -228,7 +228,7 @@ def pipelines_thread(never: Never) -> str:
 def scores(never: Never) -> str:
     """No reward worker comes back, nor is there one in its place."""
     config = RewardConfig(functions=("exact_match",), deadline_s=LIMIT_S / 10)
-    with mock.patch.object(rewards, "_MARGIN_S", LIMIT_S / 10):
+    with mock.patch.object(rewards, "MARGIN_S", LIMIT_S / 10):
         pool = rewards.RewardPool(config, startup_s=0.0)
         return words_of(RewardWorkerError, lambda: pool.result(Future()))
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from rl.engine.stats import EngineStats
 from rl.learner.advantages import informative_groups
 from rl.loop.generation import Prompts, Rollouts
-from rl.rewards.pool import Score
+from rl.rewards.scores import Score
 from rl.trajectory import Trajectory
 
 Scored = tuple[Trajectory, Score, str]  # a response with its reward, and its text

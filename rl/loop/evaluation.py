@@ -35,7 +35,7 @@ from rl.loop.generation import (
 from rl.metrics.eval_metrics import EvalResponse, overall_metrics, set_metrics
 from rl.metrics.step_metrics import sample_rows
 from rl.metrics.writer import MetricsWriter, Row
-from rl.rewards.pool import Score
+from rl.rewards.scores import Score
 from rl.runtime.run_files import CHECKPOINTS
 from rl.trajectory import Request, Trajectory
 from spec.sampling import step_key

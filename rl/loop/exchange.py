@@ -34,8 +34,8 @@ from rl.engine.worker_record import (
 from rl.remote import records
 from rl.remote.records import OF_TOKENS, Stats, enter_stats, of_stats
 from rl.remote.wire import Codec
-from rl.rewards.pool import Score
 from rl.rewards.process import RewardWorkerError
+from rl.rewards.scores import Score
 from rl.runtime.signals import Stopped
 from rl.runtime.waits import Hang
 from rl.trajectory import Request, Trajectory

@@ -31,8 +31,8 @@ from rl.loop.drafter_run import DrafterRun
 from rl.loop.exchange import UNSCORED, WHOLE, Responses, Shares
 from rl.loop.experiment import Inputs, TrainConfig
 from rl.metrics.writer import Timings
-from rl.rewards.pool import RewardPool, Score, ScoreJob
 from rl.rewards.process import RewardWorkerError
+from rl.rewards.scores import Rewards, Score, ScoreJob
 from rl.runtime.progress import Progress
 from rl.runtime.signals import Stopped, Watch
 from rl.speculation import reuse
@@ -59,7 +59,7 @@ class System:
     cache: RolloutCache
     speculation: Speculation
     reuse: Reuse
-    rewards: RewardPool
+    rewards: Rewards
     order: DataOrder
     drafter: DrafterRun | None
     longer: LongerBuckets | None
@@ -325,7 +325,7 @@ class Scorer:
     def __init__(
         self,
         tokenizer: Tokenizer,
-        rewards: RewardPool,
+        rewards: Rewards,
         check: Callable[[], None],
         shares: Shares = WHOLE,
     ) -> None:

@@ -12,7 +12,7 @@ from models.tokenizer import Tokenizer
 from rl.data.tasks import Example
 from rl.engine.stats import EngineStats, speculation_metrics
 from rl.metrics.diversity import distinct_1, self_bleu
-from rl.rewards.pool import Score
+from rl.rewards.scores import Score
 from rl.trajectory import Trajectory
 from spec.round_times import RoundTimes
 

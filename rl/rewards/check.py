@@ -8,8 +8,9 @@ import time
 from rl.data.answers import expected_answer, extract_answer, with_marker
 from rl.data.tasks import Example, Task
 from rl.rewards.config import BUILT_IN, RewardConfig
-from rl.rewards.pool import RewardPool, Score, ScoreJob
+from rl.rewards.pool import RewardPool
 from rl.rewards.process import RewardWorkerError
+from rl.rewards.scores import Score, ScoreJob
 
 _MOST_ANSWERS = 64
 _MOST_S = 20.0

@@ -18,8 +18,9 @@ from rl.data import reasoning_gym_tasks
 from rl.data.answers import with_marker
 from rl.data.tasks import Example, open_task
 from rl.rewards.config import RewardConfig
-from rl.rewards.pool import RewardPool, Score, ScoreJob
+from rl.rewards.pool import RewardPool
 from rl.rewards.process import RewardWorkerError
+from rl.rewards.scores import Score, ScoreJob
 
 SPY = Path(__file__).with_name("spy.py")
 EXTRACT = "answer_tag"

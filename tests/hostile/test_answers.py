@@ -6,7 +6,8 @@ import pytest
 
 from rl.data.tasks import Example
 from rl.rewards.config import RewardConfig
-from rl.rewards.pool import RewardPool, ScoreJob
+from rl.rewards.pool import RewardPool
+from rl.rewards.scores import ScoreJob
 from tests.hostile import answers
 
 SPY = Path(answers.__file__).with_name("spy.py")

@@ -9,7 +9,7 @@ from rl.engine.stats import EngineStats
 from rl.loop import unfinished
 from rl.loop.collected import Asked, Collected, whole_groups
 from rl.loop.generation import Prompts
-from rl.rewards.pool import Score
+from rl.rewards.scores import Score
 from rl.trajectory import FinishReason, Trajectory
 
 

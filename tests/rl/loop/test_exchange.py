@@ -12,8 +12,8 @@ from rl.cluster.processes import ALONE, Diverged, Processes
 from rl.engine.stats import CachedCounts, EngineStats, RoundRecord
 from rl.loop import exchange
 from rl.loop.exchange import UNSCORED, PeerFailed, Responses, Shares
-from rl.rewards.pool import Score
 from rl.rewards.process import RewardWorkerError
+from rl.rewards.scores import Score
 from rl.runtime.signals import Stopped
 from rl.trajectory import FinishReason, Request, Trajectory
 from spec.config import SamplingConfig

@@ -12,7 +12,8 @@ from rl.data.tasks import Example
 from rl.loop import generation
 from rl.loop.generation import Scorer
 from rl.rewards.config import RewardConfig
-from rl.rewards.pool import RewardPool, Score
+from rl.rewards.pool import RewardPool
+from rl.rewards.scores import Score
 from rl.runtime.signals import Stopped, Watch
 
 

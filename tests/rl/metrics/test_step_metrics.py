@@ -11,7 +11,7 @@ import pytest
 from rl.data.tasks import Example
 from rl.engine.stats import EngineStats
 from rl.metrics.step_metrics import sample_rows, step_metrics
-from rl.rewards.pool import Score
+from rl.rewards.scores import Score
 from rl.trajectory import FinishReason, Trajectory
 
 

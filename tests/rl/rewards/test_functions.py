@@ -12,8 +12,9 @@ from rl.data.answers import extract_answer
 from rl.data.tasks import Example
 from rl.rewards.config import RewardConfig, validate
 from rl.rewards.functions import _number, exact_match, load, math_verify, task_reward
-from rl.rewards.pool import RewardPool, ScoreJob
+from rl.rewards.pool import RewardPool
 from rl.rewards.process import RewardWorkerError
+from rl.rewards.scores import ScoreJob
 from rl.rewards.worker import read_result
 
 PLUGINS = Path(__file__).parent / "plugins"

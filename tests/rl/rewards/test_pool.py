@@ -11,8 +11,9 @@ from processes import runs
 
 from rl.data.tasks import Example
 from rl.rewards.config import RewardConfig
-from rl.rewards.pool import RewardPool, Score, ScoreJob, combine
+from rl.rewards.pool import RewardPool
 from rl.rewards.process import RewardWorkerError
+from rl.rewards.scores import Score, ScoreJob, combine
 
 PLUGINS = Path(__file__).parent / "plugins"
 FAULTY = f"{PLUGINS / 'faults.py'}:faulty"
@@ -185,7 +186,8 @@ def test_close_cancels_what_is_queued_and_ends_the_workers():
 PARENT = """
 import sys, time
 from rl.rewards.config import RewardConfig
-from rl.rewards.pool import RewardPool, ScoreJob
+from rl.rewards.pool import RewardPool
+from rl.rewards.scores import ScoreJob
 from rl.data.tasks import Example
 
 with RewardPool(RewardConfig(functions=(sys.argv[1],), deadline_s=60.0, workers=1)) as pool:

@@ -15,8 +15,9 @@ from rl.data.tasks import Example
 from rl.rewards import pool as pool_module
 from rl.rewards import process
 from rl.rewards.config import RewardConfig
-from rl.rewards.pool import RewardPool, Score, ScoreJob, combine
+from rl.rewards.pool import RewardPool
 from rl.rewards.process import RewardWorkerError
+from rl.rewards.scores import Score, ScoreJob, combine
 
 FAULTS = Path(__file__).parent / "plugins" / "faults.py"
 EXAMPLE = Example("test#0", "2+2?", "4", {}, "jsonl:test.jsonl")
@@ -107,7 +108,7 @@ def test_a_worker_that_does_not_start_is_an_error(tmp_path):
 def test_a_start_that_hangs_outside_the_worker_is_an_error(monkeypatch):
     let_go = threading.Event()
     monkeypatch.setattr(process.WorkerProcess, "__init__", lambda *_: let_go.wait(30))
-    monkeypatch.setattr(pool_module, "_MARGIN_S", 0.2)
+    monkeypatch.setattr(pool_module, "MARGIN_S", 0.2)
     with pytest.raises(RewardWorkerError, match="did not start within 0 s"):
         with RewardPool(config("half"), startup_s=0.1):
             pass
@@ -154,9 +155,7 @@ def test_waiting_for_a_score_can_be_interrupted_and_times_out(monkeypatch):
         hung = pool.submit(ScoreJob(EXAMPLE, "hang"))
         with pytest.raises(Asked):
             pool.result(hung, stop)
-        monkeypatch.setattr(pool_module, "_MARGIN_S", 0.0)
-        pool.config = config("faulty", deadline_s=0.2)
-        pool._startup_s = 0.0
+        monkeypatch.setattr(pool, "_patience_s", 0.3)
         with pytest.raises(RewardWorkerError, match="has answered for"):
             pool.result(Future())
 
