@@ -55,7 +55,18 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "workers": {"engine"},
         "warm_up": {"cluster", "engine", "speculation"},
         "ray_roles": {"remote"},
-        "remote": {"cluster", "engine", "speculation", "warm_up", "weights", "workers"},
+        "remote": {
+            *(
+                "cluster",
+                "data",
+                "engine",
+                "rewards",
+                "speculation",
+                "warm_up",
+                "weights",
+                "workers",
+            ),
+        },
         "drafter_training": {"checkpoint", "data", "engine", "metrics", "speculation"},
         "loop": {
             *("checkpoint", "cluster", "config", "data", "drafter_training", "engine", "learner"),

@@ -12,7 +12,7 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any, Protocol, TypeVar
 
 from rl.remote.messages import CODEC, Failed
-from rl.remote.wire import WireError
+from rl.remote.wire import Codec, WireError
 from rl.runtime.waits import ProgramLost
 
 T = TypeVar("T")
@@ -37,8 +37,10 @@ class RemoteError(RuntimeError):
 class Link:
     """Asks another program; any thread may. Closed once and for all where it fails."""
 
-    def __init__(self, name: str, channel: Channel, deadline_s: float) -> None:
-        self.name, self.deadline_s = name, deadline_s
+    def __init__(
+        self, name: str, channel: Channel, deadline_s: float, codec: Codec = CODEC
+    ) -> None:
+        self.name, self.deadline_s, self._codec = name, deadline_s, codec
         self._channel, self._lock = channel, threading.Lock()
         self._waiting: set[Future[Any]] = set()
         self.lost: ProgramLost | None = None
@@ -48,7 +50,7 @@ class Link:
         answer.
         """
         answer: Future[Any] = Future()
-        data = message if isinstance(message, bytes) else CODEC.encode(message)
+        data = message if isinstance(message, bytes) else self._codec.encode(message)
         with self._lock:
             if self.lost is not None:
                 raise self.lost
@@ -96,7 +98,7 @@ class Link:
             self.lose(f"{type(error).__name__}: {str(error).strip()[:300] or 'it has ended'}")
             return
         try:
-            record = CODEC.decode(came.result())
+            record = self._codec.decode(came.result())
         except WireError as bad:
             self.lose(f"it does not speak as it should: {bad}")
             return
