@@ -26,6 +26,9 @@ class ClusterConfig:
     `rollouts`: `local` (each process answers its share of the requests on its own devices) or
     `mesh` (one engine spans the devices of all processes, for policies that no process can hold).
 
+    `scorers`: with `ray`, responses are scored by as many actors, each with `Reward.workers`
+    processes, on the cluster's CPUs; with 0 by processes of this host, as elsewhere.
+
     What another process owes is waited for as long as it shows signs of life, which may be
     `deadline_s` apart; so long may joining take too.
     """
@@ -36,6 +39,7 @@ class ClusterConfig:
     process_id: int | None = None
     rollouts: Rollouts = "local"
     address: str | None = None
+    scorers: int = 0
     deadline_s: float = 60.0
 
     def __post_init__(self) -> None:
@@ -52,6 +56,13 @@ class ClusterConfig:
                     f"with it, got {self.kind!r}"
                 )
             _parse_address(self.address, "address")
+        if self.scorers < 0:
+            raise ValueError(f"scorers must be 0 or more, got {self.scorers}")
+        if self.scorers and self.kind != "ray":
+            raise ValueError(
+                f'scorers={self.scorers} are actors of Ray: expected kind = "ray" with them, got '
+                f"{self.kind!r}; Reward.workers sets the processes of this host"
+            )
         if not 1 <= self.deadline_s < math.inf:
             raise ValueError(f"deadline_s must be at least 1 and finite, got {self.deadline_s}")
 

@@ -30,7 +30,7 @@ from rl.warm_up.measured_run import read_moves, read_rounds
 from rl.workers.multi_engine import MultiEngine
 from spec.buckets import buckets
 
-SPARE_CPUS = 2  # of a Ray that a run starts, beside one for each worker
+SPARE_CPUS = 2  # of a Ray that a run starts, beside those of workers and scorers
 SILENCE = 5  # deadlines that nobody speaks to a worker for, until it ends by itself
 
 
@@ -83,7 +83,8 @@ def open_workers(
     from rl.ray_roles.session import RaySession, open_ray
 
     cluster, sched = config.cluster, config.sched
-    cpus, limit_s = sched.workers + SPARE_CPUS, cluster.deadline_s
+    cpus = sched.workers + cluster.scorers * config.reward.workers + SPARE_CPUS
+    limit_s = cluster.deadline_s
     text = dump(dataclasses.replace(config, cluster=ClusterConfig()))
     deadlines = Deadlines(limit_s, 2 * limit_s, config.run.compile_limit_s)
     with open_ray(cluster.address, cpus, limit_s), contextlib.ExitStack() as stack:

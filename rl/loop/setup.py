@@ -33,7 +33,7 @@ from rl.loop.exchange import WHOLE, Shares
 from rl.loop.experiment import Inputs, TrainConfig
 from rl.loop.generation import System, rollout_weights
 from rl.loop.ray_workers import RayWorkers
-from rl.rewards.pool import RewardPool
+from rl.loop.rewards import open_rewards
 from rl.runtime import devices
 from rl.runtime.parallel_compile import OnCompiled
 from rl.runtime.progress import Progress
@@ -108,9 +108,8 @@ def build(
             )
         )
         specs = tuple(dict.fromkeys((*config.task.specs, *inputs.evals.specs)))
-        rewards = RewardPool(config.reward, tasks=specs)
-        stack.callback(rewards.close)
-        rewards.start()  # their processes start while training is traced
+        opened = open_rewards(config, specs, show.message)
+        rewards = None if config.cluster.scorers else stack.enter_context(opened)
         greedy = config.sampling.temperature == 0
         reuse = Reuse(config.reuse, cache, seed=config.run.seed, greedy=greedy)
         learner, state = _learner(config, inputs, mesh)
@@ -119,6 +118,8 @@ def build(
             ours = learner.recipe.trainer.dtype, show.message
             workers = stack.enter_context(ray_workers.open_workers(config, inputs, *ours))
             speculation.for_others = True
+        if rewards is None:
+            rewards = stack.enter_context(opened)  # scorers are actors of the Ray that is there now
         lockstep = _lockstep(shares, stack)
         engine = _engine(config, inputs, mesh, learner.recipe, drafter, workers, shares, lockstep)
         eval_engine = _eval_engine(config, inputs, mesh, engine)

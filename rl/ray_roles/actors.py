@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
@@ -16,7 +17,8 @@ class WorkerActor:
     """
 
     def __init__(self, config_text: str, drafts: Any, deadline_s: float) -> None:
-        from rl.remote.worker import WorkerProgram, end_process
+        from rl.remote.service import end_process
+        from rl.remote.worker import WorkerProgram
         from rl.runtime import program_cache
 
         program_cache.keep()
@@ -37,6 +39,25 @@ class DraftActor:
 
     def answer(self, message: bytes) -> bytes:
         return self._service.answer(message)
+
+
+class ScoringActor:
+    """A scorer: `rl.remote.scoring.ScoringProgram`, in the run's own folder where this host has it.
+
+    Names of files in the configuration are relative to that.
+    """
+
+    def __init__(self, config_text: str, folder: str) -> None:
+        os.environ["JAX_PLATFORMS"] = "cpu"  # it must not take the devices of workers beside it
+        if os.path.isdir(folder):
+            os.chdir(folder)
+        from rl.remote.scoring import ScoringProgram
+        from rl.remote.service import end_process
+
+        self._program = ScoringProgram(config_text, leave=end_process)
+
+    def answer(self, message: bytes) -> bytes:
+        return self._program.answer(message)
 
 
 def asking(actor: Any, deadline_s: float) -> Callable[[bytes], bytes]:

@@ -34,7 +34,6 @@ from rl.remote.messages import CODEC, Done, Drafting, Failed, Hello, Job
 from rl.remote.weights import MessageCarrier
 from rl.remote.wire import WireError
 from rl.remote.worker_run import WorkerRun
-from rl.runtime.progress import say
 from rl.speculation.sources import Speculation
 from rl.trajectory import PartialRequest
 from rl.warm_up import compile_buckets, transfer_times
@@ -359,9 +358,3 @@ def check_kv(engine: Engine, partial: PartialRequest) -> None:
         )
     if entries.features or entries.feature_layers:
         raise WireError("expected keys and values without hidden states")
-
-
-def end_process(why: str) -> None:
-    """End this program at once, with a line."""
-    say(why)
-    os._exit(1)

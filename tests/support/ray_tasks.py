@@ -22,8 +22,15 @@ from tiny_team import (
     play,
 )
 
+from rl.data.tasks import Example
 from rl.engine.engine import Engine
+from rl.ray_roles.services import ScorerActors
 from rl.ray_roles.session import RaySession, open_ray
+from rl.remote.scorers import Scorers
+from rl.remote.service import ServiceDeadlines
+from rl.rewards.config import RewardConfig
+from rl.rewards.pool import RewardPool
+from rl.rewards.scores import ScoreJob
 from rl.speculation.config import SpeculationConfig
 from rl.speculation.sources import Speculation
 from sched.protocol import WorkerLost
@@ -67,7 +74,8 @@ def tokens_though_one_is_killed(place: Place):
     alone = {t.request_id: t for t in done}
     config = SpeculationConfig(budget="fixed:3", sources=("group", "own"))
     keys = [f"q{g}" for g in range(len(PROMPTS))]
-    with open_ray(None, 4, 60.0), Speculation(config, RolloutCache()) as speculation:
+    with open_ray(None, 6, 60.0), Speculation(config, RolloutCache()) as speculation:
+        scores_though_one_is_killed()
         session = RaySession("", 2, 1, deadline_s=30.0, start_s=60.0)
         multi, team = make_team(session, 2, speculation=config, deadline_s=30.0, chunk_tokens=2)
         with team:
@@ -88,3 +96,24 @@ def tokens_though_one_is_killed(place: Place):
         session.close()
     assert lost == [WorkerLost(0)]
     return {"accepted_tokens": multi.stats.accepted_tokens}
+
+
+def scores_though_one_is_killed():
+    """Check the scores of two scorers, of which one is killed while it has responses."""
+    config, said = RewardConfig(functions=("exact_match",), workers=1, deadline_s=30.0), []
+    jobs = [
+        ScoreJob(Example(f"q{i}", "2+2?", str(i % 3), {"n": i}, "jsonl:x"), f"#### {i % 2}", (i,))
+        for i in range(60)
+    ]
+    with RewardPool(config) as pool:
+        wanted = [pool.result(f) for f in [pool.submit(job) for job in jobs]]
+    actors = ScorerActors("a run", 2, 1, start_s=30.0)
+    deadlines = ServiceDeadlines(30.0, 60.0, 120.0)
+    scorers = Scorers(config, (), 2, actors.connect, "a run", deadlines, said.append)
+    with scorers:
+        first = [scorers.submit(job) for job in jobs[:20]]
+        os.kill(scorers.scorers[0].pid, signal.SIGKILL)
+        futures = first + [scorers.submit(job) for job in jobs[20:]]
+        assert [scorers.result(f) for f in futures] == wanted
+    actors.close()
+    assert len(said) == 1 and "scored elsewhere" in said[0], said
