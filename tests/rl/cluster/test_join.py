@@ -75,3 +75,11 @@ def test_identity_sees_weights_and_code(tmp_path: Path) -> None:
     code = [join._code_digest(tmp_path)]
     (tmp_path / "models" / "x.py").write_text("1")
     assert join._code_digest(tmp_path) != code[0]
+
+
+def test_scorers_need_ray():
+    assert ClusterConfig("ray", scorers=2).scorers == 2
+    with pytest.raises(ValueError, match=r'expected kind = "ray" with them, got \'local\''):
+        ClusterConfig(scorers=2)
+    with pytest.raises(ValueError, match="0 or more, got -1"):
+        ClusterConfig("ray", scorers=-1)
