@@ -1,4 +1,4 @@
-"""What scores a run's responses: reward workers of its own program, or scorers on Ray."""
+"""The scoring of a run: reward workers of its own program, or scorers on Ray."""
 
 from __future__ import annotations
 

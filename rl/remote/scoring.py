@@ -81,7 +81,7 @@ class Poll:
 
 @dataclasses.dataclass(frozen=True)
 class Said:
-    """What one function said of a response: a value, None, or a failure."""
+    """A function's words on a response: a value, None, or a failure."""
 
     value: float | None
     kind: str | None
@@ -90,7 +90,7 @@ class Said:
 
 @dataclasses.dataclass(frozen=True)
 class Scored:
-    """What all functions said of responses, by number, since the last Poll.
+    """The words of all functions on responses, by number, since the last Poll.
 
     `broken`: why no response can be scored here any more.
     """
