@@ -17,6 +17,7 @@ from rl.cluster.rendezvous import meet
 HERE = Path(__file__).resolve().parents[2]
 PACKAGES = "models", "spec", "sched", "rl"
 LEAST_INITIALIZATION_S = 30  # for jax, once all processes have met
+DRAFT_MODEL = "contents of DraftModel.directory"
 SAMPLED_BYTES = 2**20  # of a large file: its first and last ones
 
 
@@ -115,19 +116,24 @@ def mismatch(identities: list[dict[str, str]]) -> str | None:
     return None
 
 
-def identity_of(config_text: str, policy: Path) -> dict[str, str]:
-    """Return what the processes of a run must have in common, by name."""
+def identity_of(config_text: str, policy: Path, draft_model: Path | None = None) -> dict[str, str]:
+    """Return what the processes of a run must have in common, by name.
+
+    `draft_model` is the folder or file of a draft model, if one drafts.
+    """
     import importlib.metadata
 
     versions = {
         f"version of {p}": importlib.metadata.version(p) for p in ("jax", "jaxlib", "numpy")
     }
+    drafts = {} if draft_model is None else {DRAFT_MODEL: _folder_digest(draft_model)}
     return {
         "configuration": config_text,
         "code of Reprise": _code_digest(HERE),
         **versions,
         "version of Python": f"{sys.version_info.major}.{sys.version_info.minor}",
         "contents of Policy.directory": _folder_digest(policy),
+        **drafts,
     }
 
 

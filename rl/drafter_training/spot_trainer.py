@@ -34,13 +34,25 @@ class Span:
     ended_s: float
 
 
+# what units on a worker's devices need, with the policy's weights of the rollout
+MakeContext = Callable[[ModelRunner, Params], TrainContext]
+
+
 class SpotTrainer:
-    """Spot training of one drafter by the workers of a run. Any thread may call it."""
+    """Spot training of one drafter by the workers of a run. Any thread may call it.
+
+    `contexts` makes what units need; without it, of engines in this program.
+    """
 
     def __init__(
-        self, trainer: DrafterTrainer, min_idle_workers: int, clock: Callable[[], float]
+        self,
+        trainer: DrafterTrainer,
+        min_idle_workers: int,
+        clock: Callable[[], float],
+        contexts: MakeContext | None = None,
     ) -> None:
         self.trainer = trainer
+        self._make_context = contexts or self._placed
         self.spans: list[Span] = []
         self._clock, self._lock = clock, threading.Lock()
         self._min_idle_workers = min_idle_workers
@@ -104,7 +116,9 @@ class SpotTrainer:
             return False
         began_s, step = self._clock(), self.trainer.step
         with runner.mesh_context():
-            kind = self.trainer.work(self._context(runner), leads=leads)
+            context = self._context(runner)
+        with context.runner.mesh_context():
+            kind = self.trainer.work(context, leads=leads)
         if kind is None:
             return False
         with self._lock:
@@ -132,9 +146,10 @@ class SpotTrainer:
     def _context(self, runner: ModelRunner) -> TrainContext:
         params = self._params
         assert params is not None, "prepare comes first"
-        return self._contexts.get(
-            runner, lambda: self.trainer.context(runner, runner.place(params))
-        )
+        return self._contexts.get(runner, lambda: self._make_context(runner, params))
+
+    def _placed(self, runner: ModelRunner, params: Params) -> TrainContext:
+        return self.trainer.context(runner, runner.place(params))
 
     def _act(self, actions: Iterable[Action]) -> None:
         for action in actions:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import threading
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -30,7 +31,7 @@ from rl.speculation.learned_drafter import LearnedDrafter
 from spec.eagle import model as eagle
 from spec.eagle import training as drafter_training
 from spec.eagle.batch import DrafterBatch, HiddenStates
-from spec.eagle.config import DrafterTrainingConfig
+from spec.eagle.config import DrafterTrainingConfig, EagleConfig
 from spec.eagle.data_buffer import DataBuffer, RequestSample
 from spec.eagle.model import EagleParams, SharedParams
 from spec.eagle.packing import pack
@@ -39,12 +40,20 @@ from spec.eagle.training import DrafterState
 SUMS = ("loss", "accuracy_top1", "accuracy_top3", "agreement")
 
 
+Elsewhere = Callable[[int, EagleParams, DrafterBatch], tuple[EagleParams, Mapping[str, Any]]]
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class TrainContext:
-    """A worker's devices, and the policy's shared parameters there."""
+    """A worker's devices, and the policy's shared parameters there.
+
+    Of a worker in another program the devices are those where gradients are added up; `elsewhere`
+    has it compute the gradient of a step's weights and a micro-batch.
+    """
 
     runner: ModelRunner
-    frozen: SharedParams
+    frozen: SharedParams | None
+    elsewhere: Elsewhere | None = None
 
 
 @dataclasses.dataclass(eq=False)
@@ -72,14 +81,21 @@ def copied(tree: Any) -> Any:
     return jax.tree.map(np.array, tree)
 
 
+def empty_batch(shape: tuple[int, int], config: EagleConfig, dtype: np.dtype) -> DrafterBatch:
+    """Return a micro-batch of [rows, tokens] without sequences."""
+    zeros_BT, none_BT = np.zeros(shape, np.int32), np.zeros(shape, bool)
+    hidden_BTW = np.zeros((*shape, config.hidden_width), dtype)
+    return DrafterBatch(zeros_BT, hidden_BTW, zeros_BT, zeros_BT, none_BT)
+
+
 class BufferSink:
     """Adds the responses of one RL step to the buffer: all, or those of a sample of requests."""
 
     def __init__(self, buffer: DataBuffer, step: int, sample: RequestSample | None = None) -> None:
-        self._buffer, self._step, self._sample = buffer, step, sample
+        self._buffer, self._step, self.sample = buffer, step, sample
 
     def wants(self, request_id: int, num_tokens: int) -> bool:
-        chosen = self._sample is None or request_id in self._sample
+        chosen = self.sample is None or request_id in self.sample
         return chosen and self._buffer.wants(num_tokens, self._step)
 
     def add(self, sequence: HiddenStates) -> None:
@@ -159,11 +175,8 @@ class DrafterTrainer:
 
     def warm_up(self, context: TrainContext) -> None:
         """Compile the programs of units on this runner; weights stay as they are."""
-        config, runner = self.learned.config, context.runner
-        shape = (self.config.batch_rows, self.config.row_tokens)
-        zeros_BT, none_BT = np.zeros(shape, np.int32), np.zeros(shape, bool)
-        hidden_BTW = np.zeros((*shape, config.hidden_width), runner.dtype)
-        batch = DrafterBatch(zeros_BT, hidden_BTW, zeros_BT, zeros_BT, none_BT)
+        shape, runner = (self.config.batch_rows, self.config.row_tokens), context.runner
+        batch = empty_batch(shape, self.learned.config, runner.dtype)
         params = _moved(self.state.params, self._state_at, runner)
         grads, _ = self._gradients(context, params, batch)
         total = add_weighted(None, grads, np.float32(0))
@@ -229,7 +242,14 @@ class DrafterTrainer:
 
     def _gradient(self, context: TrainContext, now: _Step, batch: DrafterBatch) -> None:
         try:
-            grads, metrics = self._gradients(context, self._params_on(context.runner), batch)
+            if context.elsewhere is None:
+                params = self._params_on(context.runner)
+                grads, metrics = self._gradients(context, params, batch)
+            else:
+                with self._lock:
+                    step, params = self.step, self.state.params
+                grads, metrics = context.elsewhere(step, params, batch)
+                grads = jax.tree.map(context.runner.put, grads)
             found = {name: float(x) for name, x in jax.device_get(metrics).items()}
         except BaseException:
             with self._lock:
@@ -251,6 +271,7 @@ class DrafterTrainer:
     def _gradients(
         self, context: TrainContext, params: EagleParams, batch: DrafterBatch
     ) -> tuple[EagleParams, Any]:
+        assert context.frozen is not None, "these devices have the policy"
         grads, metrics = drafter_training.gradients(
             params,
             context.frozen,

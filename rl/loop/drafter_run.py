@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,12 @@ from rl.checkpoint.reader import NoWholeCheckpointError
 from rl.cluster.processes import ALONE
 from rl.drafter_training.config import DrafterConfig, shape_of
 from rl.drafter_training.spot_trainer import SpotTrainer
-from rl.drafter_training.trainer import BufferSink, DrafterTrainer
+from rl.drafter_training.trainer import BufferSink, DrafterTrainer, TrainContext
 from rl.engine.engine import Engine, RolloutEngine
+from rl.engine.model_runner import ModelRunner
 from rl.loop.exchange import WHOLE, Shares
 from rl.loop.experiment import Inputs, TrainConfig
+from rl.remote.remote_engine import RemoteEngine
 from rl.runtime.run_files import DRAFTER
 from rl.runtime.waits import Patience
 from rl.speculation.learned_drafter import LearnedDrafter
@@ -75,12 +78,20 @@ def frequent_tokens(
 
 
 class DrafterRun:
-    """Training of a run's drafter, step by step. Made by `open_run`."""
+    """Training of a run's drafter, step by step. Made by `open_run`.
+
+    Where workers are other programs, `home` are the trainer's devices: gradients are added up and
+    applied there, and it trains there after rollouts.
+    """
 
     def __init__(
-        self, config: TrainConfig, trainer: DrafterTrainer, spot: SpotTrainer | None
+        self,
+        config: TrainConfig,
+        trainer: DrafterTrainer,
+        spot: SpotTrainer | None,
+        home: Engine | None = None,
     ) -> None:
-        self.trainer, self.spot = trainer, spot
+        self.trainer, self.spot, self.home = trainer, spot, home
         self._config, self._rl_step, self._first_step = config, 0, 0
 
     def sink(self, step: int) -> BufferSink:
@@ -105,6 +116,10 @@ class DrafterRun:
             self.spot.prepare(params, step)
 
     @property
+    def learned(self) -> LearnedDrafter:
+        return self.trainer.learned
+
+    @property
     def trained_this_step(self) -> bool:
         """True if it trained since the step's rollouts began; spot training belongs to no step."""
         return self.spot is None and self.trainer.step != self._first_step
@@ -115,7 +130,7 @@ class DrafterRun:
         if steps:
             do_at(
                 engine,
-                engine.engines[0],
+                self.home or engine.engines[0],
                 lambda e: trainer.run_steps(steps, trainer.context(e, e.place(weights))),
             )
         trainer.publish()
@@ -162,6 +177,7 @@ def open_run(
     clock: Callable[[], float],
     alive: Callable[[], object] = lambda: None,
     shares: Shares = WHOLE,
+    home: Engine | None = None,
 ) -> DrafterRun:
     """Open a drafter's training; its last checkpoint is written when `stack` closes.
 
@@ -183,8 +199,15 @@ def open_run(
     stack.enter_context(_kept(trainer))
     spot = None
     if options.spot and (config.sched.workers > 1 or config.sched.mode == "pipeline"):
-        spot = SpotTrainer(trainer, options.min_idle_workers, clock)
-    return DrafterRun(config, trainer, spot)
+        contexts = None if home is None else partial(_elsewhere, home)
+        spot = SpotTrainer(trainer, options.min_idle_workers, clock, contexts)
+    return DrafterRun(config, trainer, spot, home)
+
+
+def _elsewhere(home: Engine, worker: ModelRunner, weights: Params) -> TrainContext:
+    """What units of a worker in another program need."""
+    assert isinstance(worker, RemoteEngine), "all workers of a run are alike"
+    return TrainContext(home, None, partial(worker.gradients, weights))
 
 
 def _checkpoints(
@@ -207,8 +230,10 @@ def _kept(trainer: DrafterTrainer) -> Iterator[None]:
 
 def warm_up(run: DrafterRun, engine: RolloutEngine, weights: Params) -> None:
     """Compile what training needs on every worker that may train."""
-    trainer = run.trainer
-    for worker in engine.engines if run.spot is not None else engine.engines[:1]:
+    trainer, workers = run.trainer, engine.engines
+    if run.home is not None:
+        workers = [run.home]  # others compile theirs where they are
+    for worker in workers if run.spot is not None else workers[:1]:
         do_at(engine, worker, lambda e: trainer.warm_up(trainer.context(e, e.place(weights))))
 
 

@@ -203,7 +203,6 @@ def open_inputs(config: TrainConfig) -> Inputs:
     check_sampling(config)
     check_stops(config.sampling, model, words)
     check_algorithm(config)
-    check_ray(config)
     check_cluster(config)
     drafter_shape(config, model)
     if config.speculation.asks_model:
@@ -363,16 +362,6 @@ def check_tuner(config: TrainConfig) -> None:
                 f"expected one of Tuner.depths to be at most {name}={deepest}, got "
                 f"{tuner.depths}: lower it, or raise {name}"
             )
-
-
-def check_ray(config: TrainConfig) -> None:
-    """Raise ValueError for what workers in other programs do not do."""
-    on_device = [s for s in config.speculation.sources if s in ("learned", "model")]
-    if config.cluster.kind == "ray" and config.speculation.enabled and on_device:
-        raise ValueError(
-            f'workers of Cluster.kind="ray" draft from text, got {", ".join(on_device)} in '
-            'Speculation.sources: leave it out, or set Cluster.kind = "local"'
-        )
 
 
 def check_cluster(config: TrainConfig) -> None:

@@ -15,8 +15,10 @@ from models.folder import replace_file
 from models.transformer import Params
 from rl.cluster.config import ClusterConfig
 from rl.cluster.join import identity_of
-from rl.config.loader import dump
+from rl.config.loader import dump, resolve_path
+from rl.loop.drafter_run import DrafterRun
 from rl.loop.experiment import Inputs, TrainConfig
+from rl.remote.drafter_messages import Drafters, Learned
 from rl.remote.jobs import Jobs
 from rl.remote.messages import Compile, Hello
 from rl.remote.remote_engine import RemoteEngine
@@ -74,10 +76,16 @@ class RayWorkers:
 
 @contextlib.contextmanager
 def open_workers(
-    config: TrainConfig, inputs: Inputs, dtype: np.dtype, say: Callable[[str], None]
+    config: TrainConfig,
+    inputs: Inputs,
+    dtype: np.dtype,
+    speculation: Speculation,
+    drafter: DrafterRun | None,
+    say: Callable[[str], None],
 ) -> Iterator[RayWorkers]:
     """Start Ray, or join it, and the workers; end them at the end.
 
+    They draft as `speculation` has it; idle ones learn for `drafter`, if it has spot training.
     Raises ProgramLost where they cannot start, with expected, got and mend.
     """
     from rl.ray_roles.session import RaySession, open_ray
@@ -96,7 +104,8 @@ def open_workers(
             start_s=deadlines.start_s,
         )
         stack.callback(session.close)
-        jobs = Jobs()
+        jobs = Jobs(speculation)
+        learned, spot = (None, None) if drafter is None else (drafter.learned, drafter.spot)
         engines = [
             RemoteEngine(
                 inputs.model,
@@ -105,12 +114,16 @@ def open_workers(
                 number=i,
                 jobs=jobs,
                 hang_limit_s=config.run.hang_limit_s,
+                feature_layers=None if learned is None else learned.config.feature_layers,
             )
             for i in range(sched.workers)
         ]
         hang_limit_s = config.run.hang_limit_s
-        engine = MultiEngine(engines, sched, seed=config.run.seed, hang_limit_s=hang_limit_s)
-        identity = identity_of(text, inputs.policy)
+        options: dict[str, Any] = {"seed": config.run.seed, "hang_limit_s": hang_limit_s}
+        engine = MultiEngine(engines, sched, spot=spot, **options)
+        drafters = drafters_of(config, drafter)
+        model = None if drafters.model is None else Path(str(drafters.model.directory))
+        identity = identity_of(text, inputs.policy, model)
 
         def hello(number: int) -> Hello:
             return Hello(
@@ -125,6 +138,7 @@ def open_workers(
                 config.speculation,
                 config.tuner,
                 config.run.seed,
+                drafters,
             )
 
         team = Team(engines, jobs, session.connect, hello, deadlines, say)
@@ -133,8 +147,29 @@ def open_workers(
         yield RayWorkers(engine, team)
 
 
-def bounds(config: TrainConfig, inputs: Inputs, reach: compile_buckets.Reach) -> Compile:
-    """Return what workers compile: what rollouts reach, and evaluations that they answer."""
+def drafters_of(config: TrainConfig, drafter: DrafterRun | None) -> Drafters:
+    """Return what workers are told of the drafters on their devices."""
+    model, learned = None, None
+    if config.speculation.asks_model:
+        folder = resolve_path(str(config.draft_model.directory)).resolve()
+        model = dataclasses.replace(config.draft_model, directory=str(folder))
+    if drafter is not None:
+        mine = drafter.learned
+        shape = mine.config, mine.tree, config.drafter_training, mine.draft_ids_U
+        learned = Learned(*shape, config.sampling.temperature)
+    return Drafters(model, learned)
+
+
+def bounds(
+    config: TrainConfig,
+    inputs: Inputs,
+    reach: compile_buckets.Reach,
+    drafter: DrafterRun | None = None,
+) -> Compile:
+    """Return what workers compile: what rollouts reach, evaluations that they answer, and what
+    idle ones do for `drafter`.
+    """
+    options, spot = config.drafter, drafter is not None and drafter.spot is not None
     slots = config.engine
     sizes = buckets(slots.slot_bucket(slots.slots), slots.slot_bucket(1))
     most = max(config.rollout.num_requests, inputs.evals.num_questions * config.eval.samples)
@@ -146,6 +181,11 @@ def bounds(config: TrainConfig, inputs: Inputs, reach: compile_buckets.Reach) ->
         reach.speculative,
         reach.reuse,
         None if reach.nodes is None else {n: tuple(sorted(reach.nodes(n))) for n in sizes},
+        {
+            name: {n: tuple((d.num_nodes, d.tree_tokens) for d in decisions(n)) for n in sizes}
+            for name, decisions in reach.alone.items()
+        },
+        (options.batch_rows, options.row_tokens) if spot else None,
     )
 
 

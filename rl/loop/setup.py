@@ -99,7 +99,7 @@ def build(
             epochs=config.reuse.epochs,
         )
         patience = Patience(config.run.hang_limit_s, watch.alive)
-        drafter, drafters = _drafters(config, inputs, folder, stack, clock, watch, shares)
+        drafter, drafters = _drafters(config, inputs, folder, mesh, stack, clock, watch, shares)
         speculation = stack.enter_context(
             Speculation(
                 *(config.speculation, cache, drafters, config.tuner),
@@ -115,7 +115,7 @@ def build(
         learner, state = _learner(config, inputs, mesh)
         workers = None
         if config.cluster.kind == "ray":
-            ours = learner.recipe.trainer.dtype, show.message
+            ours = learner.recipe.trainer.dtype, speculation, drafter, show.message
             workers = stack.enter_context(ray_workers.open_workers(config, inputs, *ours))
             speculation.for_others = True
         if rewards is None:
@@ -138,7 +138,7 @@ def build(
         settings = engine, weights, config.sampling, speculation, reach, watch, told, sign
         longer = engine.do(partial(_longer_buckets, *settings))
         if workers is not None:
-            bounds = ray_workers.bounds(config, inputs, reach)
+            bounds = ray_workers.bounds(config, inputs, reach, drafter)
             workers.warm_up(bounds, weights, folder, training, heard, watch.alive)
             ray_workers.read_times(speculation, folder)
         else:
@@ -165,6 +165,7 @@ def _drafters(
     config: TrainConfig,
     inputs: Inputs,
     folder: Path,
+    mesh: Mesh | None,
     stack: contextlib.ExitStack,
     clock: Callable[[], float],
     watch: Watch,
@@ -172,12 +173,19 @@ def _drafters(
 ) -> tuple[DrafterRun | None, dict[str, DeviceDrafterSource]]:
     """The training of a learned drafter, if there is one, and all drafters on the device."""
     drafter, drafters = None, dict[str, DeviceDrafterSource]()
+    home, elsewhere = None, config.cluster.kind == "ray"
     if config.speculation.learns:
         start = drafter_run.open_drafter(config, inputs)
-        drafter = drafter_run.open_run(config, start, folder, stack, clock, watch.alive, shares)
+        if elsewhere:
+            options: dict[str, Any] = {"feature_layers": start.config.feature_layers}
+            dtype = experiment.recipe(config, inputs.model).trainer.dtype
+            home = Engine(inputs.model, config.engine, mesh=mesh, dtype=dtype, **options)
+        given = stack, clock, watch.alive, shares, home
+        drafter = drafter_run.open_run(config, start, folder, *given)
         drafters[LEARNED] = drafter.trainer.learned
     if config.speculation.asks_model:
-        drafters[MODEL] = DraftModel.load(config.draft_model)
+        read = DraftModel.elsewhere if elsewhere else DraftModel.load
+        drafters[MODEL] = read(config.draft_model)
     return drafter, drafters
 
 

@@ -11,11 +11,16 @@ from typing import Any
 import jax
 import numpy as np
 
+from rl.drafter_training.trainer import BufferSink
 from rl.engine.rollout_spec import RolloutSpec, no_drafts
+from rl.remote.drafter_messages import Tuner, of_tuner, tuner_state
 from rl.remote.messages import Drafting, Job, Text
-from rl.remote.weights import PublishedWeights
-from rl.speculation.sources import StepDrafts
+from rl.remote.weights import DrafterMessages, PublishedWeights
+from rl.speculation.learned_drafter import LearnedDrafter
+from rl.speculation.sources import Speculation, StepDrafts
 from rl.workers.worker_source import WorkerSource
+from spec.budget.config import BANDIT, LEARNED
+from spec.eagle.data_buffer import RequestSample
 
 MOST_ROLLOUTS = 4
 
@@ -23,26 +28,41 @@ MOST_ROLLOUTS = 4
 class Jobs:
     """Names rollouts and publishes their weights; the engines of a run share one.
 
-    Any thread may call it.
+    `speculation` has the learned drafter, if one drafts, and the workers' bandits: a worker is told
+    them, and tells them at the end of a run. Any thread may call it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, speculation: Speculation | None = None) -> None:
+        self._speculation = speculation
+        self.drafter = DrafterMessages(_learned(speculation))
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
         self.weights = PublishedWeights()
         self._names: collections.OrderedDict[int, tuple[Any, str]] = collections.OrderedDict()
         self._run = secrets.token_hex(8)
 
+    def tuner(self, worker: int) -> Tuner | None:
+        """Return the state of a worker's bandit; None where no bandit decides."""
+        speculation = self._speculation
+        if speculation is None or speculation.config.budget != BANDIT:
+            return None
+        return of_tuner(speculation.bandit(worker).state())
+
+    def tuned(self, worker: int, told: Tuner) -> None:
+        """Keep what a worker's bandit has learnt. Raises ValueError where it is another one."""
+        if self._speculation is None or self._speculation.config.budget != BANDIT:
+            raise ValueError("expected no bandit")
+        self._speculation.bandit(worker).load_state(tuner_state(told))
+
     def job(self, spec: RolloutSpec, source: WorkerSource) -> Job:
         """Return the static part of a rollout, with the bounds of one worker.
 
-        Raises ValueError for what other programs' workers cannot do.
+        Raises ValueError for drafters that cannot be told.
         """
+        caught = None
         if spec.sink is not None:
-            raise ValueError(
-                "workers of other programs do not keep hidden states: expected Speculation.sources "
-                "without learned"
-            )
+            assert isinstance(spec.sink, BufferSink), "a run's drafter learns from its responses"
+            caught = spec.sink.sample or RequestSample(0, 0, 1.0)
         words = None
         if spec.words is not None:
             words = Text(spec.words.bytes_N, spec.words.starts)
@@ -59,6 +79,7 @@ class Jobs:
             drafting_of(spec),
             spec.rule,
             words,
+            caught,
         )
 
     def _name(self, drafts: Any) -> str:
@@ -69,6 +90,11 @@ class Jobs:
                 while len(self._names) > MOST_ROLLOUTS:
                     self._names.popitem(last=False)
             return found[1]
+
+
+def _learned(speculation: Speculation | None) -> LearnedDrafter | None:
+    found = None if speculation is None else speculation.drafters.get(LEARNED)
+    return found if isinstance(found, LearnedDrafter) else None
 
 
 def drafting_of(spec: RolloutSpec) -> Drafting | None:

@@ -1,8 +1,9 @@
 """The messages between programs, and the checks of what comes.
 
-    run's program → worker    Hello, Offered, Weights, Compile, Measure, Begin, Give, Poll, Abort,
-                              Ping
-    worker → run's program    Welcome, Has, Done, Measured, Report, Pong, Failed: one answer to each
+    run's program → worker    Hello, Offered, Weights, DrafterWeights, Compile, Measure, Begin,
+                              Give, Poll, Abort, Ping, Gradient
+    worker → run's program    Welcome, Has, Done, Measured, Report, Pong, Gradients, Failed: one
+                              answer to each
     worker → draft server     DraftSync, answered with DraftNews
 
 A worker is asked and answers; it never speaks first. `Poll` waits until there is something to tell.
@@ -18,13 +19,23 @@ import numpy as np
 
 from models.config import ModelConfig
 from rl.engine.config import EngineConfig
-from rl.remote import records
+from rl.remote import drafter_messages, records
+from rl.remote.drafter_messages import (
+    NO_DRAFTERS,
+    Caught,
+    Drafters,
+    DrafterWeights,
+    Gradient,
+    Gradients,
+    Tuner,
+)
 from rl.remote.records import Stats, expect
 from rl.remote.wire import Codec
 from rl.speculation.config import SpeculationConfig
 from rl.trajectory import HostKv, PartialRequest, Prefix, Request, Trajectory
 from spec.budget.config import TunerConfig
 from spec.config import SamplingConfig
+from spec.eagle.data_buffer import RequestSample
 from spec.reuse.prefix_rule import PrefixRule
 from spec.reuse.rollout_cache import CachedGroup, CachedResponse, Scores
 
@@ -50,6 +61,7 @@ class Hello:
     speculation: SpeculationConfig
     tuner: TunerConfig
     seed: int
+    drafters: Drafters = NO_DRAFTERS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +102,9 @@ class Has:
 class Compile:
     """The bounds of the rollouts to come (`rl.warm_up.compile_buckets.Reach`).
 
-    `nodes` are the sizes of rounds by slots; None: all.
+    `nodes` are the sizes of rounds by slots; None: all. `alone` has the rounds in which one drafter
+    on the device drafts for nobody else, by its name and slots: nodes, and draft tokens of a tree.
+    `batch` are the rows and tokens of micro-batches that the worker may learn from; None: none.
     """
 
     sampling: SamplingConfig
@@ -99,6 +113,10 @@ class Compile:
     speculative: bool
     reuse: bool
     nodes: Mapping[int, tuple[int, ...]] | None
+    alone: Mapping[str, Mapping[int, tuple[tuple[int, int], ...]]] = dataclasses.field(
+        default_factory=dict
+    )
+    batch: tuple[int, int] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,7 +157,8 @@ class Text:
 @dataclasses.dataclass(frozen=True, eq=False)
 class Job:
     """A rollout but for its requests: `rl.engine.rollout_spec.RolloutSpec`, and the bounds of one
-    worker. `name` is the same for all workers, which draft together by it.
+    worker. `name` is the same for all workers, which draft together by it. The hidden states of
+    the requests in `caught` are wanted.
     """
 
     name: str
@@ -154,14 +173,19 @@ class Job:
     drafting: Drafting | None
     rule: PrefixRule | None
     words: Text | None
+    caught: RequestSample | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Begin:
-    """Begin a run of the engine, which is numbered: answers to an older one are not heard."""
+    """Begin a run of the engine, which is numbered: answers to an older one are not heard.
+
+    `tuner` is the state of the worker's bandit, where one decides.
+    """
 
     run: int
     job: Job
+    tuner: Tuner | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -230,13 +254,17 @@ class Answered:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Report:
-    """All that has happened in a run since the last report, in order; with `stats` it has ended."""
+    """All that has happened in a run since the last report, in order; with `stats` it has ended.
+
+    With them comes the state of the worker's bandit, where one decides.
+    """
 
     run: int
-    events: tuple[ChunkEnded | Parked | Answered, ...]
+    events: tuple[ChunkEnded | Parked | Answered | Caught, ...]
     rounds: int
     tokens: int
     stats: Stats | None
+    tuner: Tuner | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -281,16 +309,25 @@ class DraftNews:
     over: tuple[int, ...]
 
 
-ASKED = (Hello, Weights, Offered, Compile, Measure, Begin, Give, Poll, Abort, Ping, DraftSync)
-ANSWERS = (Welcome, Has, Done, Measured, Report, Pong, Failed, DraftNews)
-_ARRAYS = records.ARRAYS | {
-    Scores: {n: records.OF_TOKENS[n] for n in ("logprobs", "emission_logprobs", "policy_versions")},
-    CachedResponse: {"tokens": ("int32", 1)},
-    CachedGroup: {"prompt_ids": ("int32", 1)},
-    Text: {"bytes_N": ("uint8", 1), "starts": ("int64", 1)},
-    Job: {"key": ("uint32", 1)},
-    Piece: {"tokens": ("int32", 1)},
-}
+ASKED = (
+    *(Hello, Weights, Offered, Compile, Measure, Begin, Give, Poll, Abort, Ping),
+    *(DrafterWeights, Gradient, DraftSync),
+)
+ANSWERS = (Welcome, Has, Done, Measured, Report, Pong, Gradients, Failed, DraftNews)
+_ARRAYS = (
+    records.ARRAYS
+    | drafter_messages.ARRAYS
+    | {
+        Scores: {
+            n: records.OF_TOKENS[n] for n in ("logprobs", "emission_logprobs", "policy_versions")
+        },
+        CachedResponse: {"tokens": ("int32", 1)},
+        CachedGroup: {"prompt_ids": ("int32", 1)},
+        Text: {"bytes_N": ("uint8", 1), "starts": ("int64", 1)},
+        Job: {"key": ("uint32", 1)},
+        Piece: {"tokens": ("int32", 1)},
+    }
+)
 
 
 def _check_scores(record: CachedResponse) -> None:
@@ -329,14 +366,18 @@ def _check_give(record: Give) -> None:
     expect(all(tokens >= 0 for tokens in record.grants.values()), "tokens of 0 or more")
 
 
-_CHECKS: dict[type, Callable[[Any], None]] = records.CHECKS | {
-    CachedResponse: _check_scores,
-    Request: _check_request,
-    HostKv: _check_kv,
-    Text: _check_text,
-    Drafting: _check_drafting,
-    Give: _check_give,
-}
+_CHECKS: dict[type, Callable[[Any], None]] = (
+    records.CHECKS
+    | drafter_messages.CHECKS
+    | {
+        CachedResponse: _check_scores,
+        Request: _check_request,
+        HostKv: _check_kv,
+        Text: _check_text,
+        Drafting: _check_drafting,
+        Give: _check_give,
+    }
+)
 CODEC = Codec((*ASKED, *ANSWERS), _ARRAYS, _CHECKS)
 
 

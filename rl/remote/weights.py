@@ -13,20 +13,25 @@ import secrets
 import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Literal
 
 import jax
 import numpy as np
 
+from rl.remote.drafter_messages import DrafterWeights, arrays_of
 from rl.remote.link import Link, RemoteError
 from rl.remote.messages import CODEC, Done, Has, Offered, Weights
+from rl.speculation.learned_drafter import LearnedDrafter
 from rl.weights.ages import Age
 from rl.weights.config import WeightsConfig
 from rl.weights.errors import CarrierError, DamagedWeights
 from rl.weights.interface import Payload
 from rl.weights.offers import VersionId
 from rl.weights.publisher import Publisher
+from spec.eagle.config import EagleConfig
+from spec.eagle.model import EagleParams
 
 MOST_KNOWN = 4  # versions that are told apart by their arrays
 MOST_MESSAGES = 2  # that are kept, for workers that are offered the same
@@ -75,6 +80,59 @@ class MessageCarrier:
         return list(payload)
 
 
+class MessagesOnce:
+    """The last messages by what they bring, each encoded once for all workers."""
+
+    def __init__(self, most: int) -> None:
+        self._lock = threading.Lock()
+        self._kept: collections.deque[tuple[Any, bytes]] = collections.deque(maxlen=most)
+
+    def get(self, key: Any, make: Callable[[], Any]) -> bytes:
+        """Return the bytes of a message, which one caller makes while others wait for it."""
+        with self._lock:
+            for known, message in self._kept:
+                if known == key:
+                    return message
+            message = CODEC.encode(make())
+            self._kept.append((key, message))
+            return message
+
+
+class DrafterMessages:
+    """The weights of a run's learned drafter, if it has one, as messages."""
+
+    def __init__(self, learned: LearnedDrafter | None) -> None:
+        self._learned, self._messages = learned, MessagesOnce(MOST_MESSAGES)
+
+    @property
+    def config(self) -> EagleConfig:
+        assert self._learned is not None, "there is a drafter that learns"
+        return self._learned.config
+
+    @property
+    def version(self) -> int | None:
+        """The version that rollouts are to draft with; None where nobody has learnt."""
+        return None if self._learned is None else self._learned.version
+
+    def drafts(self) -> tuple[int, bytes]:
+        """Return the newest version, and its message."""
+        assert self._learned is not None, "there is a version"
+        version, params = self._learned.newest
+        make = partial(_drafter_weights, "drafts", version, params)
+        return version, self._messages.get(("drafts", version), make)
+
+    def training(self, step: int, params: EagleParams) -> bytes:
+        """Return the message of the weights that a step's gradients are of."""
+        make = partial(_drafter_weights, "training", step, params)
+        return self._messages.get(("training", step), make)
+
+
+def _drafter_weights(
+    use: Literal["drafts", "training"], version: int, params: EagleParams
+) -> DrafterWeights:
+    return DrafterWeights(use, version, arrays_of(params))
+
+
 class PublishedWeights:
     """The weights of a run, for workers in other programs; any thread may call it.
 
@@ -89,9 +147,7 @@ class PublishedWeights:
         self._known: collections.deque[tuple[weakref.ref[Any], int]] = collections.deque(
             maxlen=MOST_KNOWN
         )
-        self._messages: collections.deque[tuple[str, bytes]] = collections.deque(
-            maxlen=MOST_MESSAGES
-        )
+        self._offers, self._whole = MessagesOnce(MOST_MESSAGES), MessagesOnce(1)
 
     def publish(self, params: Any) -> int:
         """Return the version of weights, a new one where they have not been seen."""
@@ -119,8 +175,11 @@ class PublishedWeights:
             have = self._offer(link, have, limit_s)
             if params is None or (have is not None and have.version == version):
                 return have
-        arrays = tuple(np.asarray(x) for x in jax.device_get(jax.tree.leaves(params)))
-        link.ask(Weights(version, arrays), Done, limit_s)
+
+        def fetched() -> Weights:
+            return Weights(version, tuple(map(np.asarray, jax.device_get(jax.tree.leaves(params)))))
+
+        link.ask(self._whole.get(version, fetched), Done, limit_s)
         return have
 
     def ages(self) -> dict[str, Age]:
@@ -148,19 +207,9 @@ class PublishedWeights:
         text = self._publisher.offer(link.name, have, time.monotonic())
         if text is None:
             return have
-        has = link.ask(self._message(text), Has, limit_s)
+        payloads = {key: tuple(found) for key, found in self._carrier.offered.items()}
+        message = self._offers.get(text, lambda: Offered(text, payloads))
+        has = link.ask(message, Has, limit_s)
         found = VersionId(has.version, has.fingerprint)
         self._publisher.taken(link.name, found)
         return found
-
-    def _message(self, text: str) -> bytes:
-        """The message of an offer; the same bytes for all who are offered the same."""
-        payloads = dict(self._carrier.offered)
-        with self._lock:
-            for known, message in self._messages:
-                if known == text:
-                    return message
-        message = CODEC.encode(Offered(text, {k: tuple(p) for k, p in payloads.items()}))
-        with self._lock:
-            self._messages.append((text, message))
-        return message

@@ -14,7 +14,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,10 +29,12 @@ from rl.cluster.join import identity_of, mismatch
 from rl.engine.engine import Engine
 from rl.engine.rollout_spec import DrafterFactory, RolloutSpec
 from rl.remote import messages
+from rl.remote.drafter_messages import NO_DRAFTERS, Tuner, of_tuner, tuner_state
 from rl.remote.drafts import Ask, SharedDrafts
 from rl.remote.messages import CODEC, Done, Drafting, Failed, Hello, Job
 from rl.remote.weights import MessageCarrier
 from rl.remote.wire import WireError
+from rl.remote.worker_drafters import WorkerDrafters
 from rl.remote.worker_run import WorkerRun
 from rl.speculation.sources import Speculation
 from rl.trajectory import PartialRequest
@@ -41,6 +43,8 @@ from rl.warm_up.host_kernels import compile_host_kernels
 from rl.warm_up.round_times import load_or_measure
 from rl.weights.pieces import names_of
 from rl.weights.subscriber import Subscriber
+from spec.budget.bandit import BegMab
+from spec.budget.budget import MANY_ROUNDS, DraftDecision
 from spec.reuse.rollout_cache import RolloutCache
 from spec.sampling import KEY_IMPL
 
@@ -71,6 +75,7 @@ class WorkerProgram:
         self._hello: Hello | None = None
         self._engine: Engine | None = None
         self._speculation: Speculation | None = None
+        self._drafters = WorkerDrafters(NO_DRAFTERS)
         self._weights: dict[int, Any] = {}  # on the host, by version
         self._carrier, self._subscriber = MessageCarrier(), None  # type: tuple[Any, Any]
         self._placed: tuple[int, Any] | None = None
@@ -81,6 +86,7 @@ class WorkerProgram:
             Hello: self._welcome,
             messages.Offered: self._take_offer,
             messages.Weights: self._take_weights,
+            messages.DrafterWeights: self._take_drafter,
             messages.Compile: self._compile,
             messages.Measure: self._measure,
             messages.Begin: self._begin,
@@ -88,6 +94,7 @@ class WorkerProgram:
             messages.Poll: self._poll,
             messages.Abort: self._abort,
             messages.Ping: self._pong,
+            messages.Gradient: self._gradient,
         }
 
     def answer(self, message: bytes) -> bytes:
@@ -123,12 +130,17 @@ class WorkerProgram:
         with self._lock:
             first = self._hello is None
             self._hello = hello
+            self._drafters = drafters = WorkerDrafters(hello.drafters)
             self._engine = Engine(
-                *(hello.model, hello.engine), dtype=hello.dtype, mesh=mesh, number=hello.number
+                *(hello.model, hello.engine),
+                dtype=hello.dtype,
+                mesh=mesh,
+                number=hello.number,
+                feature_layers=drafters.feature_layers,
             )
             cache = RolloutCache()
-            tuner, seed = hello.tuner, hello.seed
-            self._speculation = Speculation(hello.speculation, cache, tuner=tuner, seed=seed)
+            settings = hello.speculation, cache, drafters.by_name, hello.tuner
+            self._speculation = Speculation(*settings, seed=hello.seed)
             self._history = cache
             expected = _expected(self._engine)
             self._subscriber = Subscriber(expected, self._carrier, _not_asked, hello.deadline_s)
@@ -138,8 +150,15 @@ class WorkerProgram:
 
     def _identity(self, hello: Hello) -> dict[str, str]:
         """Return what this program is; a policy folder that is not on this host is not needed."""
-        policy = Path(hello.policy)
-        found = identity_of(self._config, policy if policy.exists() else Path(__file__))
+        policy, model = Path(hello.policy), hello.drafters.model
+        draft_model = None if model is None else Path(str(model.directory))
+        if draft_model is not None and not draft_model.exists():
+            raise WireError(
+                f"expected the draft model {draft_model} on {socket.gethostname()}, where a worker "
+                "drafts with it: put the same folder there"
+            )
+        there = policy if policy.exists() else Path(__file__)
+        found = identity_of(self._config, there, draft_model)
         if not policy.exists():
             found |= {name: hello.identity.get(name, "") for name in found if "Policy." in name}
         return found
@@ -218,12 +237,17 @@ class WorkerProgram:
             speculative=bounds.speculative,
             reuse=bounds.reuse,
             moves=True,
+            drafters=self._drafters.by_name,
             nodes=None if nodes is None else lambda num_slots: nodes.get(num_slots, ()),
+            alone={name: partial(_decisions, by_slots) for name, by_slots in bounds.alone.items()},
         )
 
     def _compile(self, bounds: messages.Compile) -> Done:
         self._compiled = bounds
-        compile_buckets.warm_up(self.engine, self._newest(), bounds.sampling, self._reach())
+        params = self._newest()
+        compile_buckets.warm_up(self.engine, params, bounds.sampling, self._reach())
+        if bounds.batch is not None:
+            self._drafters.compile(bounds.batch, self.engine, params)
         return Done()
 
     def _measure(self, asked: messages.Measure) -> messages.Measured:
@@ -247,7 +271,8 @@ class WorkerProgram:
                     hello.speculation,
                     speculation.times,
                     *measured[:3],
-                    tuner=hello.tuner,
+                    self._drafters.by_name,
+                    hello.tuner,
                 )
         return messages.Measured(rounds, moves)
 
@@ -261,9 +286,19 @@ class WorkerProgram:
         with self._lock:
             if self._run is not None and not self._run.ended:
                 raise WireError(f"expected the end of run {self._run.number} before another")
-            self._run = WorkerRun(asked.run, job, self.engine, partial(self._spec, job))
+            if asked.tuner is not None:
+                self._bandit().load_state(tuner_state(asked.tuner))
+            tuner = self._tuner if asked.tuner is not None else lambda: None
+            self._run = WorkerRun(asked.run, job, self.engine, partial(self._spec, job), tuner)
             self._run.start()
         return Done()
+
+    def _bandit(self) -> BegMab:
+        assert self._speculation is not None, "an engine is there"
+        return self._speculation.bandit(self.engine.number)
+
+    def _tuner(self) -> Tuner:
+        return of_tuner(self._bandit().state())
 
     @contextlib.contextmanager
     def _spec(self, job: Job) -> Iterator[RolloutSpec]:
@@ -322,9 +357,25 @@ class WorkerProgram:
             raise RuntimeError(f"run {run.number} does not end: {run.where()}")
         return Done()
 
+    def _take_drafter(self, told: messages.DrafterWeights) -> Done:
+        self._drafters.take(told)
+        return Done()
+
+    def _gradient(self, asked: messages.Gradient) -> messages.Gradients:
+        return self._drafters.gradients(asked, self.engine, self._params(asked.policy))
+
     def _pong(self, _: messages.Ping) -> messages.Pong:
         remarks, self.remarks = tuple(self.remarks), []
         return messages.Pong(self._clock(), remarks)
+
+
+def _decisions(
+    by_slots: Mapping[int, Sequence[tuple[int, int]]], num_slots: int
+) -> list[DraftDecision]:
+    return [
+        DraftDecision(nodes, num_rounds=MANY_ROUNDS, tree_tokens=tokens)
+        for nodes, tokens in by_slots.get(num_slots, ())
+    ]
 
 
 def _expected(engine: Engine) -> Any:
@@ -356,5 +407,9 @@ def check_kv(engine: Engine, partial: PartialRequest) -> None:
             f"{model.num_layers} layers of {shape} of {engine.dtype}, got {len(entries.values)} of "
             f"{sorted(map(str, found))[0]}"
         )
-    if entries.features or entries.feature_layers:
-        raise WireError("expected keys and values without hidden states")
+    layers = engine.feature_layers
+    width = () if layers is None else (model.d_model * (len(layers) + 1),)
+    states = [(x.shape, x.dtype) for x in entries.features]
+    wanted = [((1, shape[1], n), engine.dtype) for n in width]
+    if states != wanted or entries.feature_layers != (layers or ()):
+        raise WireError(f"expected hidden states of {wanted or 'no layers'} with it, got {states}")

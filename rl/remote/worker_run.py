@@ -6,20 +6,26 @@ Give → inbox → engine's thread → events → answer of Poll
 from __future__ import annotations
 
 import collections
+import dataclasses
 import queue
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
+import numpy as np
+
 from rl.engine.engine import Engine
 from rl.engine.rollout_spec import RolloutSpec
 from rl.engine.stats import EngineStats
+from rl.remote.drafter_messages import Caught, Tuner
 from rl.remote.messages import Answered, ChunkEnded, Give, Job, Parked, Report
 from rl.remote.records import of_stats
 from rl.runtime.waits import code_line
 from rl.trajectory import PartialRequest, Trajectory
+from spec.eagle.batch import HiddenStates
 
-Event = ChunkEnded | Parked | Answered
+Event = ChunkEnded | Parked | Answered | Caught
+MOST_STATES_BYTES = 2**26  # of hidden states in a report, but for its last ones
 
 
 class RunAborted(Exception):
@@ -27,7 +33,10 @@ class RunAborted(Exception):
 
 
 class WorkerRun:
-    """One run, in a thread of its own; also its engine's `RequestSource`."""
+    """One run, in a thread of its own; also its engine's `RequestSource`, and its sink.
+
+    `tuner` returns the state of the worker's bandit.
+    """
 
     def __init__(
         self,
@@ -35,14 +44,17 @@ class WorkerRun:
         job: Job,
         engine: Engine,
         spec: Callable[[], AbstractContextManager[RolloutSpec]],
+        tuner: Callable[[], Tuner | None] = lambda: None,
     ) -> None:
         self.number, self.job, self._engine, self._spec = number, job, engine, spec
+        self._tuner = tuner
         self.most_requests, self.longest_tokens = job.most_requests, job.longest_tokens
         self.kv_tokens = job.kv_tokens
         self.stats, self.rounds = EngineStats(), 0
         self._inbox: queue.SimpleQueue[PartialRequest | None] = queue.SimpleQueue()
         self._closed = self._aborted = self.ended = False
         self._events: collections.deque[Event] = collections.deque()
+        self._wanted: collections.deque[int] = collections.deque()  # whose states are on their way
         self._grants: dict[int, int] = {}
         self._error: BaseException | None = None
         self._changed = threading.Condition()
@@ -71,13 +83,12 @@ class WorkerRun:
         """Wait for events or the end; raise what the run has raised once all is told."""
         with self._changed:
             self._changed.wait_for(lambda: bool(self._events) or self.ended, wait_s)
-            events = tuple(self._events)
-            self._events.clear()
+            events = self._take_events()
             if self.ended and self._error is not None and not events:
                 raise self._error
-            over = self.ended and self._error is None
-            stats = of_stats(self.stats) if over else None
-        return Report(self.number, events, self.rounds, self.stats.tokens, stats)
+            over = self.ended and self._error is None and not self._events
+            stats, tuner = (of_stats(self.stats), self._tuner()) if over else (None, None)
+        return Report(self.number, events, self.rounds, self.stats.tokens, stats, tuner)
 
     def abort(self, limit_s: float) -> bool:
         """End the run; return whether it has ended within the limit."""
@@ -87,6 +98,16 @@ class WorkerRun:
             self._changed.notify_all()
         self._thread.join(limit_s)
         return not self._thread.is_alive()
+
+    def _take_events(self) -> tuple[Event, ...]:
+        """What has happened, up to about the bytes of hidden states that a report has."""
+        taken: list[Event] = []
+        num_bytes = 0
+        while self._events and num_bytes < MOST_STATES_BYTES:
+            taken.append(self._events.popleft())
+            if isinstance(taken[-1], Caught):
+                num_bytes += taken[-1].hidden_TW.nbytes
+        return tuple(taken)
 
     # -- called by the engine's thread ---------------------------------------------------
 
@@ -115,6 +136,19 @@ class WorkerRun:
             request_id = partial.request.request_id
             self._tell(Parked(request_id, partial.prefix, partial.kv))
 
+    def wants(self, request_id: int, num_tokens: int) -> bool:
+        sample = self.job.caught
+        wanted = sample is not None and request_id in sample
+        if wanted:
+            self._wanted.append(request_id)
+        return wanted
+
+    def add(self, sequence: HiddenStates) -> None:
+        request_id = self._wanted.popleft()  # they come in the order in which they were wanted
+        tokens_T = np.asarray(sequence.tokens_T, np.int32)
+        rest = sequence.prompt_tokens, sequence.hidden_TW, sequence.policy_version
+        self._tell(Caught(request_id, tokens_T, *rest))
+
     def _finished(self, trajectory: Trajectory) -> None:
         self._tell(Answered(trajectory))
 
@@ -134,8 +168,9 @@ class WorkerRun:
     def _run(self) -> None:
         try:
             with self._spec() as spec:
+                sink = None if self.job.caught is None else self
                 self._engine.run(
-                    spec,
+                    dataclasses.replace(spec, sink=sink),
                     (),
                     source=self,
                     stats=self.stats,

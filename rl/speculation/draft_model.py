@@ -55,7 +55,7 @@ class DraftModel:
     """The draft model that all workers of a run share. Any thread may call it."""
 
     def __init__(
-        self, model: ModelConfig, params: transformer.Params, config: DraftModelConfig
+        self, model: ModelConfig, params: transformer.Params | None, config: DraftModelConfig
     ) -> None:
         self.model, self.config = model, config
         self._params = params
@@ -67,6 +67,12 @@ class DraftModel:
         assert config.directory is not None
         folder = resolve_path(config.directory)
         return DraftModel(*hf.load_pretrained(folder, dtype=jnp.float32), config)
+
+    @staticmethod
+    def elsewhere(config: DraftModelConfig) -> DraftModel:
+        """Return the model without weights, for a run whose workers read them in their programs."""
+        assert config.directory is not None
+        return DraftModel(hf.check(resolve_path(config.directory)), None, config)
 
     @property
     def made_for(self) -> str:
@@ -97,6 +103,7 @@ class DraftModel:
 
     def _params_on(self, runner: ModelRunner) -> transformer.Params:
         def placed() -> transformer.Params:
+            assert self._params is not None, "workers of other programs have read them"
             cast = jax.tree.map(lambda x: x.astype(runner.dtype), self._params)
             return runner.place(cast, self.model)
 

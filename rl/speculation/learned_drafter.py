@@ -36,6 +36,12 @@ class LearnedDrafter:
         return self._version
 
     @property
+    def newest(self) -> tuple[int, EagleParams]:
+        """The version and the weights that belong together."""
+        with self._lock:
+            return self._version, self._params
+
+    @property
     def made_for(self) -> str:
         """A text that changes with its programs and their times."""
         return repr((self.config, self.tree))
@@ -72,8 +78,7 @@ class LearnedDrafter:
         )
 
     def _params_on(self, runner: ModelRunner) -> EagleParams:
-        with self._lock:
-            version, params = self._version, self._params
+        version, params = self.newest
 
         def placed() -> EagleParams:
             return jax.tree.map(lambda x: runner.put(np.asarray(x).astype(runner.dtype)), params)

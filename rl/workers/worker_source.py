@@ -88,6 +88,7 @@ class WorkerSource:
         self._starts: collections.deque[tuple[int, Start]] = collections.deque()
         self._closed = False
         self.wait_limit_s: float | None = None  # of `take`, which then returns no request
+        self.has_requests = False  # in another program: without new ones it is not idle
 
     def wake(self) -> None:
         """Let a `take` that waits return without a request; any thread may call it."""
@@ -136,22 +137,41 @@ class WorkerSource:
 
     def _next(self, *, wait: bool) -> tuple[int, Start] | None:
         """The next start of the inbox; idle work is done while it is empty."""
-        if not wait:
-            return self._inbox.get_nowait()
-        alive, idle_work = self._coordinator.alive, self._idle_work
+        idle_work = self._idle_work
         if idle_work is None:
-            return self._wait()
+            return self._wait() if wait else self._inbox.get_nowait()
         try:
-            while True:
-                with contextlib.suppress(queue.Empty):
-                    return self._inbox.get_nowait()
-                alive(self._worker_id, "training the drafter")
-                if not idle_work.spare(self._worker_id, self._engine):
-                    alive(self._worker_id, None)
-                    with contextlib.suppress(queue.Empty):
-                        return self._inbox.get(timeout=IDLE_POLL_S)
-        finally:
+            if not wait:
+                start = self._inbox.get_nowait()
+            else:
+                start = self._wait() if self.has_requests else self._work_meanwhile(idle_work)
+        except queue.Empty:
+            raise
+        except BaseException:
             idle_work.busy(self._worker_id)
+            raise
+        if start is not WAKE:  # whoever is woken for something else is as idle as before
+            idle_work.busy(self._worker_id)
+        return start
+
+    def _work_meanwhile(self, idle_work: IdleWork) -> tuple[int, Start] | None:
+        """Return the next start; units of idle work are done until then.
+
+        Raises queue.Empty after `wait_limit_s`, and the unit that is under way.
+        """
+        alive, began_s = self._coordinator.alive, self._engine.clock()
+        while True:
+            with contextlib.suppress(queue.Empty):
+                return self._inbox.get_nowait()
+            alive(self._worker_id, "training the drafter")
+            if not idle_work.spare(self._worker_id, self._engine):
+                alive(self._worker_id, None)
+                with contextlib.suppress(queue.Empty):
+                    return self._inbox.get(timeout=IDLE_POLL_S)
+            limit_s = self.wait_limit_s
+            if limit_s is not None and self._engine.clock() - began_s > limit_s:
+                alive(self._worker_id)
+                raise queue.Empty
 
     def _wait(self) -> tuple[int, Start] | None:
         """Return the next start, whenever it comes, with signs of life until then.

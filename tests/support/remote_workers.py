@@ -8,6 +8,7 @@ from pathlib import Path
 from tiny_team import CONFIG, MODEL
 
 from rl.cluster.join import identity_of
+from rl.remote.drafter_messages import NO_DRAFTERS
 from rl.remote.drafts import DraftService
 from rl.remote.jobs import Jobs
 from rl.remote.messages import Hello
@@ -20,6 +21,7 @@ from rl.workers.multi_engine import MultiEngine
 from spec.budget.config import TunerConfig
 
 IDENTITY = identity_of("", Path(__file__))
+TUNER = TunerConfig((1, 5), verify_tokens=(3, 1), depths=(1, 2))
 HANG_LIMIT_S = 20.0  # rounds compile here
 
 
@@ -80,28 +82,43 @@ class Programs:
         return channel
 
 
-def hello(number, speculation=None, identity=None, deadline_s=60.0):
+def hello(number, speculation=None, identity=None, deadline_s=60.0, drafters=NO_DRAFTERS):
     identity = IDENTITY if identity is None else identity
     return Hello(
         *(identity, "nowhere", number, MODEL, CONFIG, "float32", 1),
-        *(deadline_s, speculation or SpeculationConfig(), TunerConfig(), 0),
+        *(deadline_s, speculation or SpeculationConfig(), TUNER, 0, drafters),
     )
 
 
-def make_team(programs, count, *, speculation=None, deadline_s=2.0, said=None, **options):
-    """A MultiEngine whose engines are other programs, and their team: start it with `start`."""
-    jobs = Jobs()
-    engines = [
-        RemoteEngine(MODEL, CONFIG, dtype="float32", number=i, jobs=jobs, hang_limit_s=HANG_LIMIT_S)
-        for i in range(count)
-    ]
+def make_team(
+    programs,
+    count,
+    *,
+    speculation=None,
+    drafting=None,
+    drafters=NO_DRAFTERS,
+    identity=None,
+    spot=None,
+    deadline_s=2.0,
+    said=None,
+    **options,
+):
+    """A MultiEngine whose engines are other programs, and their team: start it with `start`.
+
+    `drafting` is the Speculation of the run, and `drafters` what its workers are told of those on
+    their devices.
+    """
+    jobs, learned = Jobs(drafting), drafters.learned
+    settings = {"dtype": "float32", "jobs": jobs, "hang_limit_s": HANG_LIMIT_S}
+    settings["feature_layers"] = None if learned is None else learned.config.feature_layers
+    engines = [RemoteEngine(MODEL, CONFIG, number=i, **settings) for i in range(count)]
     config = SchedConfig(
         **{"policy": "divided_fifo", "workers": count, "chunk_tokens": 3, "kv_tokens": 60} | options
     )
-    multi = MultiEngine(engines, config, keeps_decisions=True)
+    multi = MultiEngine(engines, config, keeps_decisions=True, spot=spot)
     deadlines = Deadlines(deadline_s, 60.0, 60.0)
     say = (lambda line: None) if said is None else said.append
-    told = partial(hello, speculation=speculation)
+    told = partial(hello, speculation=speculation, identity=identity, drafters=drafters)
     team = Team(engines, jobs, programs.connect, told, deadlines, say)
     team.engines = multi.engines
     return multi, team

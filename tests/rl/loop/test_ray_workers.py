@@ -1,10 +1,8 @@
 """Workers in other programs are compiled and measured once, also those that come late."""
 
-import dataclasses
 import time
 from types import SimpleNamespace
 
-import pytest
 import rollouts
 from remote_workers import Programs, make_team
 from tiny_team import (
@@ -23,7 +21,7 @@ from tiny_team import (
 from rl.config.loader import load
 from rl.engine.engine import Engine
 from rl.loop import ray_workers
-from rl.loop.experiment import TrainConfig, check_ray
+from rl.loop.experiment import TrainConfig
 from rl.loop.ray_workers import RayWorkers
 from rl.loop.setup import rollout_reach
 from rl.remote.messages import CODEC, Compile, Measure
@@ -35,12 +33,20 @@ from spec.reuse.rollout_cache import RolloutCache
 RAY = ("Cluster.kind='ray'", "Sched.workers=2")
 
 
-def test_drafters_on_the_device_are_refused():
-    config = load(TrainConfig, ["configs/epochs_tiny.gin"], RAY)
-    check_ray(config)
-    sources = dataclasses.replace(config.speculation, sources=("own", "learned"))
-    with pytest.raises(ValueError, match=r'Cluster.kind="ray" draft from text, got learned'):
-        check_ray(dataclasses.replace(config, speculation=sources))
+def test_workers_compile_for_drafters_on_their_devices_and_for_what_idle_ones_learn():
+    more = ("Speculation.sources=('learned',)", "Speculation.budget='fixed:3'")
+    config = load(TrainConfig, ["configs/epochs_tiny.gin"], (*RAY, *more))
+    inputs, reach = SimpleNamespace(evals=SimpleNamespace(num_questions=0)), rollout_reach(config)
+    drafter = SimpleNamespace(spot=object())
+    found = ray_workers.bounds(config, inputs, reach, drafter)
+    assert CODEC.decode(CODEC.encode(found)) == found
+    slots = config.engine.slots
+    assert found.alone["learned"][slots] == tuple(
+        (d.num_nodes, d.tree_tokens) for d in reach.alone["learned"](slots)
+    )
+    assert found.alone["learned"][slots]
+    assert found.batch == (config.drafter.batch_rows, config.drafter.row_tokens)
+    assert ray_workers.bounds(config, inputs, reach, SimpleNamespace(spot=None)).batch is None
 
 
 def test_workers_compile_for_evaluations_that_they_answer():
