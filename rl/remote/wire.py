@@ -13,6 +13,7 @@ import dataclasses
 import enum
 import json
 import struct
+import threading
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -52,6 +53,7 @@ class Codec:
     arrays: Mapping[type, Mapping[str, ArraySpec]] = dataclasses.field(default_factory=dict)
     checks: Mapping[type, Check] = dataclasses.field(default_factory=dict)
     _made: dict[Any, tuple[_Writer, _Reader]] = dataclasses.field(default_factory=dict)
+    _lock: threading.RLock = dataclasses.field(default_factory=threading.RLock)  # type: ignore[valid-type]
 
     def encode(self, record: Any) -> bytes:
         """Return a record as bytes."""
@@ -78,9 +80,10 @@ class Codec:
         return self._of(known[name])[1](fields, arrays, name)
 
     def _of(self, hint: Any) -> tuple[_Writer, _Reader]:
-        found = self._made.get(hint)
-        if found is None:
-            found = self._made[hint] = self._make(hint)
+        with self._lock:  # a record's entry is there before its fields', which may be of its kind
+            found = self._made.get(hint)
+            if found is None:
+                found = self._made[hint] = self._make(hint)
         return found
 
     def _make(self, hint: Any) -> tuple[_Writer, _Reader]:

@@ -4,11 +4,14 @@ import dataclasses
 import json
 import math
 import struct
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from remote_workers import hello
 from tiny_team import CONFIG, MODEL
 
 from models.kv_cache import KVCache
@@ -317,3 +320,16 @@ def test_a_record_that_is_no_message_is_not_written():
 
     with pytest.raises(TypeError, match="no messages of"):
         Codec((Odd,)).encode(Odd({1}))
+
+
+def test_the_first_messages_may_be_written_by_several_threads():
+    meets = threading.Barrier(4)
+
+    def encode(codec):
+        meets.wait(30)
+        return codec.encode(hello(0))
+
+    with ThreadPoolExecutor(4) as threads:
+        for _ in range(10):
+            codec = Codec(CODEC.records, CODEC.arrays, CODEC.checks)
+            assert len(set(threads.map(encode, [codec] * 4))) == 1
