@@ -205,7 +205,7 @@ def open_run(
 
 
 def _elsewhere(home: Engine, worker: ModelRunner, weights: Params) -> TrainContext:
-    """What units of a worker in another program need."""
+    """Return what units of a worker in another program need."""
     assert isinstance(worker, RemoteEngine), "all workers of a run are alike"
     return TrainContext(home, None, partial(worker.gradients, weights))
 

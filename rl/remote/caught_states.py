@@ -30,7 +30,7 @@ class CaughtStates:
 
     @property
     def waiting(self) -> bool:
-        """Whether there are states without their response."""
+        """Return whether there are states without their response."""
         return bool(self._states)
 
     def caught(self, event: Caught) -> str | None:

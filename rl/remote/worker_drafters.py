@@ -30,7 +30,7 @@ from spec.eagle.model import EagleParams, EagleWeights
 
 
 class WorkerDrafters:
-    """What a worker drafts with on its devices, by the names of the sources.
+    """The drafters on a worker's devices, by the names of the sources.
 
     A draft model is read from its folder here. A learned drafter has random weights until it is
     brought others.

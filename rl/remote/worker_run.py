@@ -100,7 +100,7 @@ class WorkerRun:
         return not self._thread.is_alive()
 
     def _take_events(self) -> tuple[Event, ...]:
-        """What has happened, up to about the bytes of hidden states that a report has."""
+        """Return what has happened, up to about the bytes of hidden states that a report has."""
         taken: list[Event] = []
         num_bytes = 0
         while self._events and num_bytes < MOST_STATES_BYTES:
