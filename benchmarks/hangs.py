@@ -31,10 +31,12 @@ import jax.random
 from benchmarks import environment
 from benchmarks.interleavings import trajectory
 from rl.checkpoint import checkpointer
+from rl.cluster.processes import ALONE
 from rl.drafter_training.spot_trainer import SpotTrainer
 from rl.engine.config import EngineConfig
 from rl.engine.rollout_spec import RolloutSpec
-from rl.loop.async_rollouts import AsyncRollouts
+from rl.loop.generation import Scorer
+from rl.loop.receiving import Receiver
 from rl.rewards import pool as rewards
 from rl.rewards.config import RewardConfig
 from rl.rewards.process import RewardWorkerError
@@ -202,27 +204,23 @@ def team_of(
 
 def pipelines_thread(never: Never) -> str:
     """It does not come back with a response, while the main thread waits for a step."""
-    config = SimpleNamespace(
-        sched=SchedConfig(mode="pipeline"),
-        run=SimpleNamespace(steps=1, hang_limit_s=LIMIT_S),
-        rollout=SimpleNamespace(num_requests=2),
-        algorithm=SimpleNamespace(resolved=SimpleNamespace(max_extra_phases=0)),
-        longest_tokens=8,
-    )
     system: Any = SimpleNamespace(
-        config=config,
-        engine=MultiEngine([StandIn("nowhere", never)], config.sched),  # type: ignore[list-item]
-        inputs=SimpleNamespace(task=(), tokenizer=None),
-        rewards=None,
-        cache=SimpleNamespace(policy="none", vocab_size=8),
-        watch=SimpleNamespace(check=lambda: None),
+        config=SimpleNamespace(run=SimpleNamespace(hang_limit_s=LIMIT_S)),
+        watch=SimpleNamespace(asked=lambda: False),
         show=SimpleNamespace(rollout=lambda *_: None),
+        processes=ALONE,
     )
-    pipeline = AsyncRollouts(system, 1, None)
-    pipeline._expected[1] = 1
-    hangs = mock.patch.object(pipeline._session, "next_result", lambda _: never.wait(NEVER_S))
-    with hangs, pipeline:
-        return words_of(Hang, lambda: pipeline._wait(1))
+    session: Any = SimpleNamespace(
+        next_result=lambda timeout_s: never.wait(NEVER_S), num_tokens=lambda place: 0
+    )
+    scorer = Scorer(None, None, lambda: None)  # type: ignore[arg-type]
+    receiver = Receiver(system, session, scorer)
+    receiver.expect(1, [Request(0, (1,), 0, 0)])
+    receiver.start()
+    try:
+        return words_of(Hang, lambda: receiver.take(1, 0))
+    finally:
+        receiver.close()
 
 
 def scores(never: Never) -> str:

@@ -18,9 +18,17 @@ from sched.request import Kv, RequestSpec
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Submitted:
-    """Requests to be answered, groups together."""
+    """Requests of one step to be answered, groups together.
+
+    Where there are none, as one of several processes may have none of a step, `of_step` names it.
+    """
 
     requests: tuple[RequestSpec, ...]
+    of_step: int = 0
+
+    @property
+    def step(self) -> int:
+        return self.requests[0].step if self.requests else self.of_step
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -8,12 +8,13 @@ once all have said that they come.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 import numpy as np
 
@@ -141,12 +142,10 @@ class Processes:
         sizes = [int(size) for size in self.gather(f"{what}: bytes", b"%d" % len(value), waiting)]
         if self.alone or max(sizes) < LARGE_BYTES:
             return self.gather(what, value, waiting)
-        from jax.experimental import multihost_utils
-
         room = 1 << (max(sizes) - 1).bit_length()  # few sizes, few programs
         padded = np.zeros(room, np.uint8)
         padded[: len(value)] = np.frombuffer(value, np.uint8)
-        rows = multihost_utils.process_allgather(padded)
+        rows = _gathered(padded)
         return [row[:size].tobytes() for row, size in zip(rows, sizes, strict=True)]
 
     def from_first(self, what: str, value: Callable[[], bytes]) -> bytes:
@@ -294,6 +293,29 @@ class Processes:
             late_s = self._clock() - since_s
             if self._thread is None and late_s > self._deadline_s:
                 raise ProcessLost(f"process {index} did not come to {what!r} within {late_s:.1f} s")
+
+
+def _gathered(row: np.ndarray) -> np.ndarray:
+    """Return the rows of all processes, by a collective of one device of each.
+
+    It is the first one, which trains: rollout workers may be busy on others.
+    """
+    import jax
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    first = {device.process_index: device for device in reversed(jax.devices())}
+    mesh = Mesh([first[index] for index in sorted(first)], ("process",))
+    split, whole = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("process",), ()))
+    rows = jax.make_array_from_process_local_data(split, row[np.newaxis])
+    return np.asarray(_mover(whole)(rows))
+
+
+@functools.cache
+def _mover(whole: Any) -> Any:
+    """The program that gathers, kept: one for each size of a row is compiled."""
+    import jax
+
+    return jax.jit(lambda rows: rows, out_shardings=whole)
 
 
 ALONE = Processes()

@@ -5,6 +5,7 @@ All processes call these functions together, with the same weights.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -13,11 +14,24 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from models.config import ModelConfig
+from models.config import MeshConfig, ModelConfig
 from models.layout import AXES
-from models.sharding import fitting_sharding
+from models.sharding import fitting_sharding, make_mesh
 from models.transformer import Params, param_specs
 from rl.runtime.devices import in_turn
+
+
+def own_part(mesh: Mesh) -> Mesh | jax.Device:
+    """Return this process's devices of a mesh as a mesh of their own; one device as it is.
+
+    An axis is as long as it is within the process.
+    """
+    mine = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
+    if len(mine) == 1:
+        return mine[0]
+    tensor = math.gcd(mesh.shape["tensor"], len(mine))
+    fsdp = math.gcd(mesh.shape["fsdp"], len(mine) // tensor)
+    return make_mesh(MeshConfig(fsdp=fsdp, tensor=tensor), mine)
 
 
 def local_weights(

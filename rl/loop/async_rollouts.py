@@ -7,6 +7,9 @@ go to the host, by version; a worker pulls those of a step when it begins with i
 answer which request is fixed beforehand, so that tokens do not depend on who is how fast. Only a
 request that HistoPipe moves into the next step resumes with newer weights; its tokens say so.
 
+Of several processes each asks its own workers, for its share of the groups; a step's responses are
+exchanged once it is collected (`rl.loop.exchange`). What is decided afterwards is the same in all.
+
 What else a step is asked with is fixed by step numbers and rewards too (docs/architecture.md):
 what it reuses, its lenience, and its place in the data order. A further pass of dynamic sampling is
 asked as a part of the next step, whose weights the workers have by then.
@@ -14,10 +17,8 @@ asked as a part of the next step, whose weights the workers have by then.
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -26,12 +27,13 @@ from typing import Any
 import jax
 import numpy as np
 
+from models.sharding import put
 from models.transformer import Params
 from rl.engine.rollout_spec import RolloutSpec
-from rl.learner import trainer
 from rl.learner.optimizer import TrainState
 from rl.loop import unfinished
 from rl.loop.collected import Asked, Collected, whole_groups
+from rl.loop.exchange import Responses
 from rl.loop.generation import (
     Prompts,
     Rollouts,
@@ -43,15 +45,13 @@ from rl.loop.generation import (
     prompts_at,
     remember,
 )
+from rl.loop.receiving import Receiver
 from rl.loop.step_scheduler import Pacing, step_scheduler
 from rl.metrics.writer import Timings
 from rl.runtime.signals import Stopped
-from rl.runtime.waits import POLL_S, Hang, code_line
 from rl.speculation import reuse
 from rl.trajectory import Request, Trajectory
-from rl.workers.coordinator import Deferred
 from rl.workers.multi_engine import MultiEngine
-from rl.workers.worker_group import LEAVING_S
 from spec.reuse.prefix_rule import PrefixRule
 from spec.reuse.rollout_cache import RolloutCache
 from spec.sampling import NOISE_NAMES, step_key
@@ -107,8 +107,8 @@ class AsyncRollouts:
         self._extra = config.algorithm.resolved.max_extra_phases
         self._answering: dict[int, _Answering] = {}
         if stale_params is not None:
-            params = jax.tree.map(np.array, stale_params)
-            self._answering[first_step] = _Answering(params, system.reuse.rule(first_step))
+            copied = self._copied(stale_params)
+            self._answering[first_step] = _Answering(copied, system.reuse.rule(first_step))
         self._pacing = None if engine.costs is None else Pacing(engine.costs)
         scheduler = step_scheduler(
             engine,
@@ -116,37 +116,33 @@ class AsyncRollouts:
             epoch_prompts=len(system.inputs.task),
             pacing=self._pacing,
         )
-        most = config.rollout.num_requests, config.longest_tokens
-        self._session = engine.session(scheduler, *most)
-        self._scorer = Scorer(
-            system.inputs.tokenizer, system.rewards, partial(leave_if_asked, system)
+        most = system.shares.most_groups(config.rollout.prompts_per_step)
+        self._session = engine.session(
+            scheduler, most * config.rollout.group_size, config.longest_tokens
         )
+        self._scorer = Scorer(
+            system.inputs.tokenizer, system.rewards, partial(leave_if_asked, system), system.shares
+        )
+        self._receiver = Receiver(system, self._session, self._scorer)
+        self._key = engine.do(partial(step_key, config.run.seed, ALL_STEPS))
         self._asked: dict[int, Asked] = {}
+        self._open: dict[int, dict[int, Request]] = {}  # of all processes, by step and id
+        self._submitted: set[int] = set()  # steps that this process's workers have been given
         # what the last step answered: it enters the cache once the next one is asked
         self._late = RolloutCache(
             policy=system.cache.policy, vocab_size=system.cache.vocab_size, memory_bytes=2**62
         )
         self._lengths: dict[str, tuple[int, ...]] = {}  # of the last responses, by prompt
         self._unfinished: dict[int, list[Trajectory]] = {}  # siblings of what went on, by group
-        self._step_of: dict[int, int] = {}
-        self._expected: collections.Counter[int] = collections.Counter()
-        self._finished: collections.defaultdict[int, list[Trajectory]] = collections.defaultdict(
-            list
-        )
-        self._changed = threading.Condition()
-        self._closed, self._error = False, list[BaseException]()
-        self._received_s = time.monotonic()  # sign of life of the thread
         self._returned_s = time.monotonic()  # when the last step was given to the trainer
-        self._thread = threading.Thread(target=self._receive, name="pipeline", daemon=True)
 
     def __enter__(self) -> AsyncRollouts:
         self._session.__enter__()
-        self._thread.start()
+        self._receiver.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._closed = True
-        self._thread.join(min(LEAVING_S, self._system.config.run.hang_limit_s))
+        self._receiver.close()
         # what runs ahead of the last step is given up
         self._session.__exit__(Stopped, None, None)
 
@@ -167,17 +163,16 @@ class AsyncRollouts:
             self._session.trained(step - 1 - self._first, train_s)
         if step < system.config.run.steps:
             self._ask(step + 1, self._cursor)
-        collected = self._collect(step, timings)
         asked, size = self._asked[step], system.config.rollout.prompts_per_step
+        collected = Collected(asked, self._unfinished, [])
+        stats = collected.add(self._collect(step, timings))
         while asked.phases <= (self._extra or 0) and (missing := collected.num_missing(size)):
             self._ask_further(step, missing)
-            collected.scored.extend(self._collect(step, timings).scored)
+            stats = collected.add(self._collect(step, timings))
         if system.drafter is not None and system.drafter.spot is None:
             with timings.section("drafter"):
                 system.drafter.after_rollout(self._engine, self._answering[step].params)
         after, dynamic = self._asked.get(step + 1), self._extra is not None
-        stats = self._session.stats(step - self._first)
-        stats.events = self._session.new_events()
         rollouts = collected.rollouts(
             self._asked.get(step - 1),
             stats,
@@ -191,13 +186,13 @@ class AsyncRollouts:
     def stale_params(self, state: TrainState, step: int) -> Params:
         """The weights that answer the step after this one, for its checkpoint."""
         stale = self._answering[step + 1].params
-        return jax.tree.map(lambda x, p: jax.device_put(x, p.sharding), stale, state.params)
+        return jax.tree.map(lambda x, p: put(x, p.sharding), stale, state.params)
 
     # -- what goes out ----------------------------------------------------------------
 
     def _copied(self, params: Params) -> Params:
         """Weights on the host; the update that comes consumes the device's buffers."""
-        weights = trainer.cast_params(params, self._engine.dtype)
+        weights = self._system.weights(params)
         return jax.tree.map(lambda x: np.array(jax.device_get(x)), weights)
 
     def _first_group(self, step: int) -> int:
@@ -212,12 +207,14 @@ class AsyncRollouts:
         asked = Asked(cursor, self._first_group(step), prompts, passed_over=passed_over)
         self._asked[step] = asked
         self._cursor = max(self._cursor, prompts.end)
-        requests = self._requests(step, prompts, ())
-        if step == self._first:
-            requests += self._asked_anew()
         if self._pacing is not None:
             self._pacing.asked(prompts)
+        requests = self._requests(step, prompts, ())
         self._submit(step, step, prompts, asked.first_group, requests)
+        if step == self._first and self._unfinished:
+            before = self._asked[step - 1]
+            anew = self._asked_anew()
+            self._submit(step, step, before.prompts, before.first_group, anew)
 
     def _ask_further(self, step: int, missing: int) -> None:
         """Ask new prompts for a step whose others are done, as a part of the next step."""
@@ -250,21 +247,21 @@ class AsyncRollouts:
     def _submit(
         self, step: int, place: int, prompts: Prompts, first: int, requests: Sequence[Request]
     ) -> None:
-        """Submit requests of `step` to the workers, as a part of the step `place`."""
+        """Submit requests of `step` to the workers, as a part of the step `place`.
+
+        A process submits its own, of a new place also none.
+        """
         self._engine.engines[0].check(requests, self._system.config.sampling)
-        with self._changed:
-            self._step_of.update({r.request_id: step for r in requests})
-            self._expected[step] += len(requests)
+        self._open.setdefault(step, {}).update({r.request_id: r for r in requests})
+        own = [r for r in requests if self._system.shares.answers(r.group_id)]
+        self._receiver.expect(step, own)
         past = {first + g: self._lengths.get(key, ()) for g, key in enumerate(prompts.keys)}
-        for group in {r.group_id for r in requests} - set(past):  # that had gone on into this step
-            asked = self._asked[step - 1]
-            key = asked.prompts.keys[group - asked.first_group]
-            past[group] = self._lengths.get(key, ())
-        if place == step or (place not in self._asked and self._asked[step].phases == 2):
-            spec = self._spec(place, prompts, first, requests)
-            self._session.submit(place - self._first, spec, requests, past)
-        else:
-            self._session.add(place - self._first, requests, past)
+        number = place - self._first
+        if place not in self._submitted:
+            self._submitted.add(place)
+            self._session.submit(number, self._spec(place, prompts, first, own), own, past)
+        elif own:
+            self._session.add(number, own, past)
 
     def _spec(
         self, step: int, prompts: Prompts, first: int, requests: Sequence[Request]
@@ -276,13 +273,14 @@ class AsyncRollouts:
         return RolloutSpec(
             answering.params,
             config.sampling,
-            step_key(config.run.seed, ALL_STEPS),
+            self._key,
             system.inputs.model.eos_token_ids,
             policy_version=max(step - 2, 0),
             drafts=system.speculation.drafter_factory(
                 *(prompts.keys, prompts.tokens, last),
                 first_group=first,
                 group_size=config.rollout.group_size,
+                answers=lambda place: system.shares.answers(first + place),
             ),
             rule=answering.rule,
             sink=None if system.drafter is None else system.drafter.sink(step),
@@ -292,8 +290,6 @@ class AsyncRollouts:
     def _asked_anew(self) -> list[Request]:
         """The requests that had gone on into this step when the run was stopped."""
         before = self._first - 1
-        if not self._unfinished:
-            return []
         ended = {(t.group_id, t.sample_index) for ts in self._unfinished.values() for t in ts}
         return [
             r
@@ -303,68 +299,33 @@ class AsyncRollouts:
 
     # -- what comes back --------------------------------------------------------------
 
-    def _receive(self) -> None:
-        """A thread of its own: responses are scored as they end, also while an update runs."""
-        try:
-            while not self._closed:
-                self._received_s = time.monotonic()
-                result = self._session.next_result(POLL_S)
-                if isinstance(result, Trajectory):
-                    self._scorer(result)
-                if result is not None:
-                    with self._changed:
-                        self._enter(result)
-                        self._changed.notify_all()
-        except BaseException as error:
-            with self._changed:
-                self._error.append(error)
-                self._changed.notify_all()
+    def _collect(self, step: int, timings: Timings) -> Responses:
+        """Wait for what was asked of a step, and for its scores; all processes' come to all."""
+        system, asked, requests = self._system, self._asked[step], self._open.pop(step)
 
-    def _enter(self, result: Trajectory | Deferred) -> None:
-        step = self._step_of.pop(result.request_id)
-        if isinstance(result, Trajectory):
-            self._finished[step].append(result)
-            return
-        self._expected[step] -= 1
-        self._expected[step + 1] += 1
-        self._step_of[result.request_id] = step + 1
+        def answer() -> Responses:
+            with timings.section("wait"):
+                done = self._receiver.take(step, step - self._first)
+            stats = self._session.stats(step - self._first)
+            stats.events = self._session.new_events()
+            with timings.section("reward"):
+                return self._scorer.responses(done, stats)
 
-    def _wait(self, step: int) -> None:
-        """Until the step's responses are there. Raises Stopped, or what a worker raised."""
-        while True:
-            self._system.watch.check()
-            with self._changed:
-                if self._error:
-                    raise self._error[0]
-                finished, expected = len(self._finished[step]), self._expected[step]
-                if finished == expected:
-                    return
-                self._changed.wait(POLL_S)
-            self._look_after_the_thread()
-            tokens = self._session.num_tokens(step - self._first)
-            self._system.show.rollout(finished, expected, tokens)
-
-    def _look_after_the_thread(self) -> None:
-        limit_s = self._system.config.run.hang_limit_s
-        silent_s = time.monotonic() - self._received_s
-        if silent_s > limit_s:
-            where = code_line(self._thread.ident or 0)
-            raise Hang(f"no sign of life for {silent_s:.1f} s from the pipeline's thread ({where})")
-
-    def _collect(self, step: int, timings: Timings) -> Collected:
-        """Wait for what was asked of a step, and for its scores."""
-        with timings.section("wait"):
-            self._wait(step)
-        with self._changed:
-            done = self._finished.pop(step, [])
-            self._expected[step] -= len(done)
-        with timings.section("reward"):
-            scores = [self._scorer.result(t) for t in done]
-        scored = [
-            (dataclasses.replace(t, reward=score.total), score, text)
-            for t, (score, text) in zip(done, scores, strict=True)
-        ]
-        return Collected(self._asked[step], self._unfinished, scored)
+        where = f"step {step}" if asked.phases == 1 else f"step {step}, pass {asked.phases}"
+        found = system.shares.exchange(
+            where,
+            list(requests.values()),
+            answer,
+            system.watch.alive,
+            # workers may move a step's own requests into the next one; those are answered there
+            may_go_on=()
+            if asked.phases > 1
+            else [r.request_id for r in requests.values() if r.group_id >= asked.first_group],
+        )
+        for t in found.trajectories:
+            del requests[t.request_id]
+        self._open.setdefault(step + 1, {}).update(requests)
+        return found
 
     # -- what is kept for later steps ---------------------------------------------------
 
@@ -386,12 +347,13 @@ class AsyncRollouts:
         rule = self._answering[step].rule
         after = self._cursor if step + 2 <= system.config.run.steps else None
         rollouts.metrics.update(system.reuse.metrics(stats, stats.tokens, step, rule))
-        rollouts.metrics.update(remember(system, (), (), after))
+        first_group = self._first_group(step + 2)
+        rollouts.metrics.update(remember(system, (), (), after, first_group))
         rollouts.metrics.update(left_out(system, asked.passed_over))
         for past in [s for s in self._asked if s < step]:
             del self._asked[past]
             self._answering.pop(past, None)
-            del self._expected[past]
+        self._submitted = {place for place in self._submitted if place >= step}
         self._scorer.forget(before=asked.first_group)
 
     def state(self) -> dict[str, Any]:

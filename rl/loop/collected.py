@@ -11,7 +11,9 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from rl.engine.stats import EngineStats
+from rl.engine.worker_record import WorkerEvent
 from rl.learner.advantages import informative_groups
+from rl.loop.exchange import Responses
 from rl.loop.generation import Prompts, Rollouts
 from rl.rewards.scores import Score
 from rl.trajectory import Trajectory
@@ -46,6 +48,15 @@ class Collected:
     asked: Asked
     siblings: Siblings
     scored: list[Scored]
+    events: list[WorkerEvent] = dataclasses.field(default_factory=list)
+
+    def add(self, found: Responses) -> EngineStats:
+        """Add responses to one of the passes; return the counts of the whole step, as of now."""
+        rows = zip(found.trajectories, found.scores, found.texts, strict=True)
+        self.scored.extend(rows)
+        self.events.extend(found.stats.events)
+        found.stats.events = list(self.events)
+        return found.stats
 
     @property
     def carried(self) -> list[int]:

@@ -16,7 +16,7 @@ import itertools
 import os
 import platform
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Literal
 
 import numpy as np
@@ -119,11 +119,14 @@ class Shares:
         requests: Sequence[Request],
         answer: Callable[[], Responses],
         waiting: Callable[[], object] = lambda: None,
+        *,
+        may_go_on: Collection[int] = (),
     ) -> Responses:
         """Return the responses to all requests, of which `answer` gives this process's.
 
-        What `answer` raises of AGREED is raised here, on the others as PeerFailed or Stopped.
-        Raises Diverged where processes do not have the same.
+        Those whose ids `may_go_on` need not be answered yet. What `answer` raises of AGREED is
+        raised here, on the others as PeerFailed or Stopped. Raises Diverged where processes do not
+        have the same.
         """
         if self.processes.alone:
             return answer()
@@ -149,7 +152,7 @@ class Shares:
             raise Stopped
         assert own is not None
         found = self._merged(own, [received(p, requests, began_s - p.began_s) for p in parts])
-        self._compare(what, requests, found)
+        self._compare(what, requests, found, may_go_on)
         return found
 
     def _name_workers(self, stats: EngineStats, done: Sequence[Trajectory]) -> None:
@@ -190,12 +193,20 @@ class Shares:
             ]
         return Responses(trajectories, [s for _, s, _ in rows], [x for _, _, x in rows], stats)
 
-    def _compare(self, what: str, requests: Sequence[Request], found: Responses) -> None:
+    def _compare(
+        self,
+        what: str,
+        requests: Sequence[Request],
+        found: Responses,
+        may_go_on: Collection[int],
+    ) -> None:
         """Raise Diverged unless all processes asked the same, in one order, and have the same."""
         prompts = {r.request_id: np.asarray(r.prompt_ids, np.int32) for r in requests}
-        if len(found.trajectories) != len(requests):
+        answered = {t.request_id for t in found.trajectories}
+        asked = prompts.keys() - (set(may_go_on) - answered)
+        if len(found.trajectories) != len(asked) or answered != asked:
             raise Diverged(
-                f"{what}: expected {len(requests)} responses, one to each request of process "
+                f"{what}: expected {len(asked)} responses, one to each request of process "
                 f"{self.processes.index}, got {len(found.trajectories)}"
             )
         self.processes.agree(

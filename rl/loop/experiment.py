@@ -369,10 +369,12 @@ def check_cluster(config: TrainConfig) -> None:
     if config.cluster.kind != "spmd":
         return
     cluster_config.check(config.cluster)
-    if config.sched.mode == "pipeline":
+    mode, workers = config.sched.mode, config.sched.workers
+    if config.cluster.rollouts == "mesh" and (mode != "sync" or workers > 1):
         raise ValueError(
-            'Cluster.kind="spmd" answers a step with the policy that learns from it, got '
-            'Sched.mode="pipeline": set Sched.mode = "sync"'
+            'Cluster.rollouts="mesh" is one engine on the devices that train: expected '
+            f'Sched.mode="sync" and Sched.workers=1 with it, got "{mode}" and {workers}: set '
+            'these, or Cluster.rollouts = "local"'
         )
 
 

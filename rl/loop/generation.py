@@ -25,7 +25,7 @@ from rl.engine.rollout_spec import RolloutSpec
 from rl.engine.stats import EngineStats, joined
 from rl.learner import trainer
 from rl.learner.advantages import informative_groups
-from rl.learner.gathering import local_weights
+from rl.learner.gathering import local_weights, own_part
 from rl.learner.trainer import Learner
 from rl.loop.drafter_run import DrafterRun
 from rl.loop.exchange import UNSCORED, WHOLE, Responses, Shares
@@ -77,15 +77,15 @@ class System:
 
 
 def rollout_weights(params: Params, engine: RolloutEngine, shares: Shares) -> Params:
-    """Return the policy in the engine's dtype; on its devices, where they are this process's own.
+    """Return the policy in the engine's dtype.
 
-    All processes call it together.
+    Where processes have engines of their own, on this process's devices of the trainer's mesh. All
+    processes call it together.
     """
     if shares.processes.alone or not shares.splits:
         return trainer.cast_params(params, engine.dtype)
-    first = engine.engines[0]
-    place = first.mesh or first.device or jax.local_devices()[0]
-    return local_weights(params, first.model, place, engine.dtype)
+    place = own_part(jax.tree.leaves(params)[0].sharding.mesh)
+    return local_weights(params, engine.engines[0].model, place, engine.dtype)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -389,11 +389,16 @@ def told_failures(scores: Sequence[Score]) -> str:
 
 
 def remember(
-    system: System, keys: Sequence[str], trajectories: Sequence[Trajectory], coming: int | None
+    system: System,
+    keys: Sequence[str],
+    trajectories: Sequence[Trajectory],
+    coming: int | None,
+    first_group: int = 0,
 ) -> dict[str, float]:
     """Keep a step's responses for the next epoch, and start on the history of a step to come.
 
-    That is the next one whose prompts are asked, from position `coming` of the data order.
+    That is the next one whose prompts are asked, from position `coming` of the data order; its
+    groups are numbered from `first_group` on.
     """
     speculation, scored = system.speculation, system.reuse.mode.enabled
     if speculation.keeps_history or scored:
@@ -403,8 +408,8 @@ def remember(
         system.show.message(f"warning: {problem}")
     if speculation.keeps_history and coming is not None:
         prompts = prompts_at(system, coming, system.config.rollout.prompts_per_step)
-        pairs = enumerate(zip(prompts.keys, prompts.tokens, strict=True))
-        own = {key: ids for g, (key, ids) in pairs if system.shares.answers(g)}
+        pairs = enumerate(zip(prompts.keys, prompts.tokens, strict=True), first_group)
+        own = {key: ids for group, (key, ids) in pairs if system.shares.answers(group)}
         speculation.prepare(own)
     return metrics if system.drafter is None else metrics | system.drafter.metrics()
 

@@ -40,12 +40,16 @@ _LOSS_ARRAYS = 14  # [samples, positions] of a micro-batch: inputs and their gra
 
 @dataclasses.dataclass(frozen=True)
 class Devices:
-    """The devices of a run: their count, bytes of each (None: unknown), and type."""
+    """The devices of a run: their count, bytes of each (None: unknown), and type.
+
+    Each of so many processes has as many of them.
+    """
 
     count: int = 1
     limit_bytes: int | None = None
     is_cpu: bool = True
     shared: bool = True  # one memory for all of them, as a host's virtual devices have
+    processes: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,15 +64,17 @@ class Estimate:
 def estimate(config: TrainConfig, model: ModelConfig, devices: Devices) -> Estimate:
     """The memory of one device, of those that hold most."""
     itemsize = _itemsize(config, devices)
-    trainer, workers = _meshes(config, devices.count)
+    trainer, workers = _meshes(config, devices)
     stays = _state(config, model, trainer)
     training = _training(config, model, trainer, itemsize, devices)
     rollouts = _rollouts(config, model, workers, itemsize)
-    apart = config.sched.mode == "pipeline" and trainer.count + workers.count <= devices.count
+    own = devices.count // devices.processes
+    needed = trainer.count + devices.processes * workers.count
+    apart = config.sched.mode == "pipeline" and needed <= devices.count
     if not apart and itemsize == _FLOAT32 and trainer.sizes == workers.sizes:
         rollouts["rollout weights"] = 0  # the master weights serve
     if not apart:  # several workers of a device each have their own
-        each = -(-config.sched.workers // max(1, devices.count // workers.count))
+        each = -(-config.sched.workers // max(1, own // workers.count))
         rollouts = {name: size * each for name, size in rollouts.items()}
     sure = {"gradients", "rollout weights", "KV cache"}
     held = sum(stays.values())
@@ -115,7 +121,8 @@ def devices_of(found: Sequence[jax.Device]) -> Devices:
     is_cpu = found[0].platform == "cpu"
     stats: Any = None if is_cpu else found[0].memory_stats()
     limit = _host_bytes() if is_cpu else (stats or {}).get("bytes_limit")
-    return Devices(len(found), limit, is_cpu, shared=is_cpu)
+    processes = len({device.process_index for device in found})
+    return Devices(len(found), limit, is_cpu, shared=is_cpu, processes=processes)
 
 
 def devices_unopened() -> Devices:
@@ -169,10 +176,10 @@ def _itemsize(config: TrainConfig, devices: Devices) -> int:
     return 2 if name == "bfloat16" or (name == "auto" and not devices.is_cpu) else _FLOAT32
 
 
-def _meshes(config: TrainConfig, count: int) -> tuple[_Mesh, _Mesh]:
+def _meshes(config: TrainConfig, devices: Devices) -> tuple[_Mesh, _Mesh]:
     """The trainer's mesh, and that of one rollout worker."""
     sched, mesh = config.sched, config.mesh
-    own = sched.workers * sched.devices_per_worker
+    own, count = devices.processes * sched.workers * sched.devices_per_worker, devices.count
     left = count - own if sched.mode == "pipeline" and own < count else count
     inner = mesh.fsdp * mesh.tensor
     data = max(1, left // inner) if mesh.data == -1 else mesh.data

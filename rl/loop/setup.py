@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from models import hf
-from models.config import MeshConfig, ModelConfig
+from models.config import ModelConfig
 from models.folder import Folder
 from models.sharding import make_mesh
 from models.transformer import Params
@@ -25,6 +25,7 @@ from rl.data.prompts import DataOrder
 from rl.engine.engine import Engine, RolloutEngine, ThreadedEngine
 from rl.learner import critic, trainer
 from rl.learner.config import TrainSpec
+from rl.learner.gathering import own_part
 from rl.learner.optimizer import TrainState, init_state, make_optimizer
 from rl.learner.trainer import Learner
 from rl.loop import drafter_run, experiment, ray_workers
@@ -122,7 +123,7 @@ def build(
             rewards = stack.enter_context(opened)  # scorers are actors of the Ray that is there now
         lockstep = _lockstep(shares, stack)
         engine = _engine(config, inputs, mesh, learner.recipe, drafter, workers, shares, lockstep)
-        eval_engine = _eval_engine(config, inputs, mesh, engine)
+        eval_engine = _eval_engine(config, inputs, mesh, engine, shares)
 
         def told(what: str, done: int, total: int) -> None:
             watch.alive()
@@ -222,15 +223,25 @@ def _engine(
         options["feature_layers"] = drafter.trainer.learned.config.feature_layers
     if config.sched.workers == 1 and config.sched.mode == "sync":
         if shares.splits and not shares.processes.alone:
-            # weights that come from a mesh are bound to a device: so must be all else
-            own, bound = local_mesh(config), jax.local_devices()[0]
-            place = {"device": bound} if own is None else {"mesh": own}
-            return ThreadedEngine(inputs.model, config.engine, **place, **options)
+            return _own_engine(config, inputs, mesh, **options)
         return Engine(inputs.model, config.engine, mesh=mesh, lockstep=lockstep, **options)
     engines = make_engines(inputs.model, config.engine, config.sched, **options)
     spot = None if drafter is None else drafter.spot
     limit_s = config.run.hang_limit_s
     return MultiEngine(engines, config.sched, seed=config.run.seed, spot=spot, hang_limit_s=limit_s)
+
+
+def _own_engine(
+    config: TrainConfig, inputs: Inputs, mesh: Mesh | None, **options: Any
+) -> ThreadedEngine:
+    """An engine on this process's devices of the trainer's mesh, which has those of others too.
+
+    Weights that come from a mesh are bound to a device: so is all else.
+    """
+    assert mesh is not None
+    part = own_part(mesh)
+    place: dict[str, Any] = {"mesh": part} if isinstance(part, Mesh) else {"device": part}
+    return ThreadedEngine(inputs.model, config.engine, **place, **options)
 
 
 def _lockstep(shares: Shares, stack: contextlib.ExitStack) -> LockstepWatch | None:
@@ -242,42 +253,40 @@ def _lockstep(shares: Shares, stack: contextlib.ExitStack) -> LockstepWatch | No
 
 
 def _eval_engine(
-    config: TrainConfig, inputs: Inputs, mesh: Mesh | None, engine: RolloutEngine
+    config: TrainConfig,
+    inputs: Inputs,
+    mesh: Mesh | None,
+    engine: RolloutEngine,
+    shares: Shares,
 ) -> RolloutEngine:
     """Rollouts' engine; in a pipeline, whose workers answer the next step meanwhile, another."""
     if config.sched.mode != "pipeline" or not inputs.evals.sets:
         return engine
+    if not shares.processes.alone:
+        return _own_engine(config, inputs, mesh, dtype=engine.dtype)
     return Engine(inputs.model, config.engine, dtype=engine.dtype, mesh=mesh)
 
 
 def run_mesh(config: TrainConfig) -> Mesh | None:
     """The mesh that a configuration asks for; None where one device serves.
 
-    Raises ValueError where the devices are not those that were asked for, or too many or few.
+    It spans devices of all processes, as many of each. Raises ValueError where the devices are not
+    those that were asked for, or too many or few.
     """
-    available = devices.found()
+    of_processes: dict[int, list[jax.Device]] = {}
+    for device in devices.found():
+        of_processes.setdefault(device.process_index, []).append(device)
+    rows: list[Sequence[jax.Device]] = list(of_processes.values())
     if config.cluster.kind != "ray":  # whose workers have devices of their own
-        available, _ = split_devices(config.sched, available)
+        rows = [split_devices(config.sched, row)[0] for row in rows]
     sizes = config.mesh.data, config.mesh.fsdp, config.mesh.tensor
     here = jax.process_count() == 1
-    if here and (sizes == (1, 1, 1) or (len(available) == 1 and sizes == (-1, 1, 1))):
+    if here and (sizes == (1, 1, 1) or (len(rows[0]) == 1 and sizes == (-1, 1, 1))):
         return None
     if config.sched.mode == "pipeline" and config.mesh.data != -1:
-        available = available[: math.prod(sizes)]
-    return make_mesh(config.mesh, available)
-
-
-def local_mesh(config: TrainConfig) -> Mesh | None:
-    """The mesh of this process's own engine, which spans its devices; None where it has one.
-
-    An axis is as long as it is within the process.
-    """
-    devices = jax.local_devices()
-    if len(devices) == 1:
-        return None
-    tensor = math.gcd(config.mesh.tensor, len(devices))
-    fsdp = math.gcd(config.mesh.fsdp, len(devices) // tensor)
-    return make_mesh(MeshConfig(fsdp=fsdp, tensor=tensor), devices)
+        each = math.ceil(math.prod(sizes) / len(rows))
+        rows = [row[:each] for row in rows]
+    return make_mesh(config.mesh, [device for row in rows for device in row])
 
 
 def _node_sizes(config: TrainConfig) -> compile_buckets.NodeSizes | None:

@@ -148,7 +148,7 @@ class Coordinator:
         with self._lock:
             self._partial.update(partial)
             self._step_of.update(step_of)
-            self._tell(Submitted(asks))
+            self._tell(Submitted(asks, step))
 
     def trained(self, step: int, train_s: float | None = None) -> None:
         """Tell the scheduler that the update of a step is done, and how long it took."""

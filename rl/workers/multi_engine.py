@@ -162,6 +162,7 @@ def make_engines(
     Raises ValueError where workers of several devices do not fit into those of this process.
     """
     default, size = jax.local_devices()[0], config.devices_per_worker
+    alone = jax.process_count() == 1  # else weights come from a mesh, bound to a device
     _, devices = split_devices(config, jax.local_devices())
     needed = config.workers * size
     if size > 1 and needed > len(devices):
@@ -175,7 +176,7 @@ def make_engines(
         mine = [devices[(i * size + j) % len(devices)] for j in range(size)]
         options: dict[str, Any] = {"mesh": make_mesh(MeshConfig(data=1, tensor=size), mine)}
         if size == 1:  # the default device's programs are there
-            options = {"device": None if mine[0] == default else mine[0]}
+            options = {"device": None if alone and mine[0] == default else mine[0]}
         options["feature_layers"] = feature_layers
         engines.append(Engine(model, engine, dtype=dtype, number=i, **options))
     return engines
@@ -184,7 +185,10 @@ def make_engines(
 def split_devices(
     config: SchedConfig, devices: Sequence[jax.Device]
 ) -> tuple[Sequence[jax.Device], Sequence[jax.Device]]:
-    """Return the trainer's devices and the workers': apart in `pipeline`, if there are enough."""
+    """Return the trainer's devices and the workers', of those of one process.
+
+    They are apart in `pipeline`, if there are enough.
+    """
     needed = config.workers * config.devices_per_worker
     if config.mode == "sync" or needed >= len(devices):
         return devices, devices

@@ -118,7 +118,7 @@ class HistoPipe:
         waiting = self._ledger.apply(event)
         if isinstance(event, Finished):
             self._finished(event)
-        elif isinstance(event, Submitted) and event.requests[0].step == self._num_steps - 1:
+        elif isinstance(event, Submitted) and event.step == self._num_steps - 1:
             actions += self._further(waiting)
         elif isinstance(event, Submitted):
             self._plan(event, waiting)
@@ -143,16 +143,16 @@ class HistoPipe:
         """Rank the step's prompts, cut them into groups, and deal these to the workers."""
         number = self._num_steps
         workers = sorted(self._ledger.workers)
-        if {spec.step for spec in event.requests} != {number} or not workers:
+        if {event.step, *(spec.step for spec in event.requests)} != {number} or not workers:
             raise ValueError(f"expected all requests of step {number}, and workers before them")
         prompts: dict[int, list[RequestState]] = {}
         for request in requests:
             prompts.setdefault(request.group_id, []).append(request)
         by_prompt = list(prompts.values())
         past = [p[0].spec.past_tokens for p in by_prompt]
-        known = all(past)
+        known = bool(past) and all(past)
         keys = [statistics.median(p) if known else 0.0 for p in past]
-        N = min(self._config.num_ranking_groups, len(workers), len(prompts))
+        N = min(self._config.num_ranking_groups, len(workers), max(1, len(prompts)))
         ranked = ranking_groups(keys, N)
         plan = evenly(N, len(workers))
         if known and self._config.tau is not None:

@@ -51,10 +51,10 @@ class StepOrder:
         return actions
 
     def _submitted(self, event: Submitted, now_s: float) -> Sequence[Action]:
-        step = event.requests[0].step
+        step = event.step
         if step < self._next:
             return self._scheduler.handle(event, now_s)
         if step == self._next + len(self._waiting) - 1:  # more of the last one that waits
-            event = Submitted((*self._waiting.pop().requests, *event.requests))
+            event = Submitted((*self._waiting.pop().requests, *event.requests), step)
         self._waiting.append(event)
         return ()

@@ -17,8 +17,10 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
+from pipelines import DAPO, PIPELINE, rewarded, with_rewards
 from processes import child_environment, free_port, run_commands
 from safetensors.numpy import load_file
 
@@ -157,6 +159,33 @@ def test_a_run_goes_on_with_any_number_of_processes(tiny: Path, alone: Path) -> 
     for name, expected in weights(alone).items():
         np.testing.assert_allclose(weights(run)[name], expected, atol=ROUNDING, err_msg=name)
     assert not list(run.glob("*_1")), "what the other processes have spilled is theirs"
+
+
+@pytest.mark.slow
+@pytest.mark.parity
+def test_a_pipeline_of_two_processes_goes_on_with_one(tiny: Path) -> None:
+    """With further sampling passes, and after a signal to one of them.
+
+    Each has a device that trains and one with a worker; one process has two of each.
+    """
+    with_rewards(tiny)
+    settings = [*DAPO, *PIPELINE, rewarded(tiny), "Mesh.data=2", "Run.steps=10"]
+    run, whole = tiny.parent / "pipeline", tiny.parent / "pipeline-alone"
+    flags = [f"--gin.{setting}" for setting in (*settings, "Sched.workers=1")]
+    two = start(together(tiny, run, 2, *flags), 4)
+    two.when(has_step(run, 2))
+    os.kill(two.processes[1].pid, signal.SIGTERM)
+    statuses, outputs = two.wait()
+    assert statuses == [EXIT_STOPPED] * 2, outputs
+    left = len(read_metrics(run))
+    assert 2 <= left < 10
+    expected, found = (tiny_run.train(tiny, folder, *settings) for folder in (whole, run))
+    assert learnt_from(run) == learnt_from(whole)
+    rows = read_metrics(run)
+    assert len({row["dynamic_sampling/phases"] for row in rows}) > 1
+    assert [row["rollout/off_policyness/max"] for row in rows][:3] == [0, 1, 1]
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(np.asarray(one), np.asarray(other), atol=ROUNDING)
 
 
 @pytest.mark.slow

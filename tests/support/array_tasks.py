@@ -18,7 +18,7 @@ from models.sharding import make_mesh, param_shardings
 from rl.checkpoint.checkpointer import Checkpointer, SaveError
 from rl.checkpoint.reader import restore
 from rl.cluster.join import JobStore
-from rl.cluster.processes import ALONE, Processes, ProcessLost
+from rl.cluster.processes import ALONE, LARGE_BYTES, Processes, ProcessLost
 from rl.learner import critic, trainer
 from rl.learner.algorithms import AlgorithmConfig
 from rl.learner.config import OptimizerConfig, TrainerConfig, TrainSpec
@@ -114,6 +114,8 @@ def train_and_save(place, runs, save=None, others=()):
     """Train on each mesh; save the last state in one folder, and restore what others hold."""
     found, processes = {}, joined(place)
     with processes:
+        large = [bytes([index]) * (LARGE_BYTES + index) for index in range(place.count)]
+        assert processes.gather_large("large", large[place.index]) == large
         for name, (algorithm, sizes) in runs.items():
             mesh, state, metrics = train(algorithm, sizes, jax.devices())
             found |= {f"{name}: state": numbers(state), f"{name}: metrics": metrics}

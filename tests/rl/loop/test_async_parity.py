@@ -7,25 +7,13 @@ import json
 import one_behind
 import pytest
 from loop_runs import finish
+from pipelines import DAPO, PIPELINE, SETTINGS, rewarded, with_rewards
 
 from benchmarks import tiny_run
 from rl.loop import train_loop
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
-REWARD = '''
-def lucky(completions, **columns):
-    """1 for an even digit at the start, which most groups of four have none or all of."""
-    return [float(text[:1] in ("0", "2", "4")) for text in completions]
-'''
-# Which rounds a request shares depends on time, and their shapes round differently: what is learnt
-# from the trainer's own log-probabilities is the same to the bit.
-SETTINGS = (
-    "Algorithm.old_logprobs='recomputed'",
-    *("Engine.slots=4", "Engine.min_slots=4", "Run.steps=6", "Sampling.draw='gumbel'"),
-)
-PIPELINE = ("Sched.mode='pipeline'", "Sched.workers=2", "Sched.chunk_tokens=3")
-DAPO = ("Algorithm.name='dapo'", "Algorithm.max_extra_phases=2")
 MODES = {
     "coupled": (*DAPO, "Reuse.mode='coupled'"),
     "lenient": (*DAPO, "Reuse.mode='lenient:e^0.5'", "Reuse.schedule='clip_fraction:0.2'"),
@@ -35,12 +23,7 @@ MODES = {
 
 @pytest.fixture(scope="module")
 def tiny(tiny):
-    (tiny.parent / "lucky.py").write_text(REWARD)
-    return tiny
-
-
-def rewarded(tiny):
-    return f"Reward.functions=('{tiny.parent / 'lucky.py'}:lucky',)"
+    return with_rewards(tiny)
 
 
 @pytest.fixture(scope="module", params=MODES)
@@ -48,7 +31,7 @@ def settings(request, tiny):
     return (
         *SETTINGS,
         *MODES[request.param],
-        f"Reward.functions=('{tiny.parent / 'lucky.py'}:lucky',)",
+        rewarded(tiny),
     )
 
 

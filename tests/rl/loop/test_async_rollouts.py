@@ -10,6 +10,7 @@ import threading
 import numpy as np
 import pytest
 from loop_runs import compilations, finish
+from pipelines import Deferring
 
 from benchmarks import tiny_run
 from models import hf
@@ -28,10 +29,8 @@ from rl.trajectory import Request
 from rl.workers.config import SchedConfig
 from rl.workers.coordinator import WorkerError
 from rl.workers.multi_engine import MultiEngine, split_devices
-from sched.ledger import Ledger
 from sched.policies import histopipe
 from sched.policies.histopipe import HistoPipe
-from sched.protocol import ChunkDone, Defer, Submitted
 from spec.retrieval.last_response import LastResponseDrafter
 from spec.sampling import step_key
 
@@ -194,38 +193,6 @@ def test_histopipe_trains_on_every_response(tiny, tmp_path):
     answered = collections.Counter((s["example_id"], s["sample_index"]) for s in samples(done))
     assert set(answered.values()) == {2}, "six prompts, four samples, two epochs"
     assert max(row["rollout/off_policyness/max"] for row in done.rows) <= 2
-
-
-class Deferring:
-    """Gives all to worker 0, step by step; request 4 goes on in the next step after 3 tokens."""
-
-    def __init__(self):
-        self._ledger, self._late = Ledger(), None
-
-    @property
-    def num_unfinished(self):
-        return self._ledger.num_unfinished
-
-    def handle(self, event, now_s):
-        waiting = self._ledger.apply(event)
-        worker = self._ledger.workers[0]
-        if isinstance(event, ChunkDone):
-            (self._late,) = waiting
-            self._late.pooled = False
-            return [Defer(self._late.request_id)]
-        if isinstance(event, Submitted):
-            self._steps = [*getattr(self, "_steps", ()), waiting]
-        actions = []
-        if getattr(self, "_steps", ()) and not worker.running:
-            begun = self._steps.pop(0)
-            if self._late is not None:
-                begun.append(self._late)
-                self._late = None
-            for r in begun:
-                most = 3 if (r.request_id, r.generated_tokens) == (4, 0) else 2**31
-                most = min(most, r.remaining_tokens)
-                actions.append(self._ledger.start(r, worker, most, reserve=False))
-        return actions
 
 
 @pytest.fixture

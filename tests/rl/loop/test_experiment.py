@@ -307,3 +307,15 @@ def test_rounds_have_room_for_what_the_tuner_verifies_by_default():
         wanted = node_counts(TunerConfig(), num_slots)
         assert wanted == {num_slots * (tokens + 1)} <= set(engine.node_sizes(num_slots))
     assert node_counts(TunerConfig(), 64) == set()
+
+
+@pytest.mark.parametrize(
+    ("settings", "got"),
+    [(("Sched.mode='pipeline'",), '"pipeline" and 1'), (("Sched.workers=2",), '"sync" and 2')],
+)
+def test_one_engine_over_all_processes_runs_no_workers_beside_it(tiny, settings, got):
+    """Engines of each process's own do."""
+    spmd = "Cluster.kind='spmd'", *settings
+    assert opened(tiny, *spmd).task
+    with pytest.raises(ValueError, match=f"Sched.workers=1 with it, got {got}: set these, or"):
+        opened(tiny, *spmd, "Cluster.rollouts='mesh'")

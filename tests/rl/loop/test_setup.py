@@ -1,7 +1,9 @@
 """The number of large programs that a run compiles before its first step."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
+import jax
 import pytest
 from live_by_hand import live_slots
 
@@ -10,6 +12,7 @@ from rl.config.loader import load
 from rl.engine.config import EngineConfig
 from rl.engine.engine import Engine
 from rl.engine.model_runner import ModelRunner
+from rl.loop import setup
 from rl.loop.experiment import TrainConfig, open_policy
 from rl.loop.setup import drafted_alone, num_whole_model
 from rl.warm_up import compile_buckets
@@ -77,3 +80,22 @@ def test_many_slots_and_long_responses_compile_few_programs(num_slots, new_token
     sampling = SamplingConfig(max_new_tokens=new_tokens)
     engine = Engine(model, EngineConfig(slots=num_slots))
     assert compile_buckets.num_whole_model(engine, sampling, reach) <= MOST_LONG
+
+
+@pytest.mark.parametrize(
+    ("settings", "wanted"),
+    [
+        ((), [0, 1, 2, 3, 4, 5]),
+        (("Sched.mode='pipeline'",), [0, 1, 3, 4]),
+        (("Sched.mode='pipeline'", "Mesh.data=2"), [0, 3]),
+        (("Sched.mode='pipeline'", "Sched.workers=3"), [0, 1, 2, 3, 4, 5]),
+    ],
+)
+def test_the_mesh_has_the_trainers_devices_of_all_processes(monkeypatch, settings, wanted):
+    """Of two processes with three devices each; workers have the last ones of each."""
+    there = [SimpleNamespace(process_index=i // 3, id=i) for i in range(6)]
+    monkeypatch.setattr(setup.devices, "found", lambda: there)
+    monkeypatch.setattr(setup, "make_mesh", lambda config, chosen: chosen)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    config = load(TrainConfig, [DEFAULT], ["Cluster.kind='spmd'", "Mesh.data=-1", *settings])
+    assert [device.id for device in setup.run_mesh(config)] == wanted

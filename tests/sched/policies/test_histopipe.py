@@ -193,6 +193,19 @@ def test_beta_is_the_upper_quartile_of_growth():
     assert start_tokens(scheduler.handle(step(1, (10,)), 0.0)) == {100: 40}
 
 
+def test_a_step_may_have_no_request_here():
+    """Of several processes one may have none of a step; more of it may come."""
+    scheduler = begun(2, num_ranking_groups=2)
+    assert scheduler.handle(Submitted((), 0), 0.0) == []
+    assert placed(scheduler.handle(step(1, (10,), (30,)), 0.0)) == {100: 1, 110: 0}
+    assert scheduler.handle(Submitted((), 2), 0.0) == []
+    scheduler.handle(Trained(0), 0.0)
+    assert [finish(scheduler, *ends, 9) for ends in ((100, 1), (110, 0))] == [[], []]
+    assert placed(scheduler.handle(step(2, ()), 0.0)).keys() == {200}
+    with pytest.raises(ValueError, match="expected all requests of step 3"):
+        scheduler.handle(Submitted((), 4), 0.0)
+
+
 def test_a_step_must_be_whole_and_come_in_order():
     with pytest.raises(ValueError, match="all requests of step 0, and workers before"):
         begun(1).handle(step(1, (10,)), 0.0)
@@ -233,6 +246,17 @@ def test_more_of_a_step_that_has_begun_is_submitted_at_once_and_of_one_that_wait
     assert scheduler.num_unfinished == 4
     finish(scheduler, 0, 0, 5)
     assert placed(finish(scheduler, 50, 0, 5)) == {100: 0, 150: 0}
+
+
+def test_a_step_without_requests_is_passed_in_its_turn():
+    scheduler = StepOrder(GroupFifo(seed=0), "one_step_off")
+    scheduler.handle(WorkerJoined(0, 10**6, 100), 0.0)
+    assert placed(scheduler.handle(step(0, ()), 0.0)) == {0: 0}
+    assert scheduler.handle(Submitted((), 1), 0.0) == []
+    assert scheduler.handle(step(2, ()), 0.0) == []
+    assert finish(scheduler, 0, 0, 9) == [], "the third step waits for the first update"
+    assert placed(scheduler.handle(Trained(0), 0.0)) == {200: 0}
+    assert scheduler.num_unfinished == 1
 
 
 def test_an_unknown_mode_is_refused():

@@ -1,0 +1,61 @@
+"""Runs whose rollouts are one update behind: their settings, and a scheduler that defers."""
+
+from sched.ledger import Ledger
+from sched.protocol import ChunkDone, Defer, Submitted
+
+REWARD = '''
+def lucky(completions, **columns):
+    """1 for an even digit at the start, which most groups of four have none or all of."""
+    return [float(text[:1] in ("0", "2", "4")) for text in completions]
+'''
+# Which rounds a request shares depends on time, and their shapes round differently: what is learnt
+# from the trainer's own log-probabilities is the same to the bit.
+SETTINGS = (
+    "Algorithm.old_logprobs='recomputed'",
+    *("Engine.slots=4", "Engine.min_slots=4", "Run.steps=6", "Sampling.draw='gumbel'"),
+)
+PIPELINE = ("Sched.mode='pipeline'", "Sched.workers=2", "Sched.chunk_tokens=3")
+DAPO = ("Algorithm.name='dapo'", "Algorithm.max_extra_phases=2")
+
+
+def with_rewards(tiny):
+    """The configuration, with the file of `lucky` beside it."""
+    (tiny.parent / "lucky.py").write_text(REWARD)
+    return tiny
+
+
+def rewarded(tiny):
+    """The setting that rewards by `lucky`."""
+    return f"Reward.functions=('{tiny.parent / 'lucky.py'}:lucky',)"
+
+
+class Deferring:
+    """Gives all to worker 0, step by step; request 4 goes on in the next step after 3 tokens."""
+
+    def __init__(self):
+        self._ledger, self._late = Ledger(), None
+
+    @property
+    def num_unfinished(self):
+        return self._ledger.num_unfinished
+
+    def handle(self, event, now_s):
+        waiting = self._ledger.apply(event)
+        worker = self._ledger.workers[0]
+        if isinstance(event, ChunkDone):
+            (self._late,) = waiting
+            self._late.pooled = False
+            return [Defer(self._late.request_id)]
+        if isinstance(event, Submitted):
+            self._steps = [*getattr(self, "_steps", ()), waiting]
+        actions = []
+        if getattr(self, "_steps", ()) and not worker.running:
+            begun = self._steps.pop(0)
+            if self._late is not None:
+                begun.append(self._late)
+                self._late = None
+            for r in begun:
+                most = 3 if (r.request_id, r.generated_tokens) == (4, 0) else 2**31
+                most = min(most, r.remaining_tokens)
+                actions.append(self._ledger.start(r, worker, most, reserve=False))
+        return actions
