@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
+
+from rl.weights.offers import VersionId
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,3 +68,34 @@ class Ages:
         """Return whether a subscriber is too far behind to start anything."""
         age = self.of(subscriber, now_s)
         return age is None or age.versions > self._most_versions
+
+
+class AgedPublisher:
+    """The part of every publisher that knows how old its subscribers' weights are.
+
+    `_lock` guards its state, the ages among it.
+    """
+
+    def __init__(self, most_versions_behind: int) -> None:
+        self._lock = threading.Lock()
+        self._ages = Ages(most_versions_behind)
+
+    def taken(self, subscriber: str, have: VersionId) -> None:
+        """Note what a subscriber runs now."""
+        with self._lock:
+            self._ages.taken(subscriber, have.version)
+
+    def forget(self, subscriber: str) -> None:
+        """Note that a subscriber is gone."""
+        with self._lock:
+            self._ages.forget(subscriber)
+
+    def ages(self, now_s: float) -> dict[str, Age]:
+        """Return how old the weights of each subscriber are."""
+        with self._lock:
+            return self._ages.all(now_s)
+
+    def must_fetch(self, subscriber: str, now_s: float) -> bool:
+        """Return whether a subscriber has nothing, or more than the bound allows to be behind."""
+        with self._lock:
+            return self._ages.must_fetch(subscriber, now_s)

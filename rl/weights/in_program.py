@@ -6,14 +6,13 @@ arrays.
 
 from __future__ import annotations
 
-import threading
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from rl.weights.ages import Age, Ages
+from rl.weights.ages import AgedPublisher
 from rl.weights.config import WeightsConfig
 from rl.weights.interface import Staged
 from rl.weights.offers import VersionId
@@ -30,7 +29,7 @@ def _relaid(leaves: tuple[Any, ...], *, shardings: tuple[Any, ...]) -> tuple[Any
     )
 
 
-class InProgramPublisher:
+class InProgramPublisher(AgedPublisher):
     """Publishes weights to subscribers of the same program.
 
     `publish` keeps the arrays themselves, not a copy: what is published has to stay whole until
@@ -38,9 +37,8 @@ class InProgramPublisher:
     """
 
     def __init__(self, config: WeightsConfig) -> None:
-        self._lock = threading.Lock()
+        super().__init__(config.most_versions_behind)
         self._newest: tuple[int, Any] | None = None
-        self._ages = Ages(config.most_versions_behind)
 
     @property
     def newest(self) -> int | None:
@@ -64,24 +62,6 @@ class InProgramPublisher:
             if self._newest is None:
                 raise ValueError("expected weights to be published before they are asked for")
             return self._newest
-
-    def taken(self, subscriber: str, have: VersionId) -> None:
-        with self._lock:
-            self._ages.taken(subscriber, have.version)
-
-    def forget(self, subscriber: str) -> None:
-        with self._lock:
-            self._ages.forget(subscriber)
-
-    def ages(self, now_s: float) -> dict[str, Age]:
-        """Return how old the weights of each subscriber are."""
-        with self._lock:
-            return self._ages.all(now_s)
-
-    def must_fetch(self, subscriber: str, now_s: float) -> bool:
-        """Return whether a subscriber has nothing, or more than the bound allows to be behind."""
-        with self._lock:
-            return self._ages.must_fetch(subscriber, now_s)
 
     def close(self) -> None:
         with self._lock:

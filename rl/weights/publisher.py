@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from rl.weights import delta
-from rl.weights.ages import Age, Ages
+from rl.weights.ages import AgedPublisher
 from rl.weights.config import MIB, WeightsConfig
 from rl.weights.interface import Carrier, Payload
 from rl.weights.offers import Link, Offer, VersionId
@@ -74,7 +74,7 @@ class _Delta:
     kept: _Kept
 
 
-class Publisher:
+class Publisher(AgedPublisher):
     """Publishes versions of what this process, number `source` of `sources`, has of the weights.
 
     `publish` is called from one thread, everything else from any. Time is an argument, in seconds
@@ -84,17 +84,16 @@ class Publisher:
     def __init__(
         self, config: WeightsConfig, carrier: Carrier, *, source: int = 0, sources: int = 1
     ) -> None:
+        super().__init__(config.most_versions_behind)
         self._config, self._carrier = config, carrier
         self._source, self._sources = source, sources
         self._pool: Executor = ThreadPoolExecutor(
             min(16, os.cpu_count() or 1), thread_name_prefix="weights"
         )
-        self._lock = threading.Lock()
         self._newest: _Full | None = None
         self._older: _Full | None = None  # while it is leased
         self._deltas: deque[_Delta] = deque()
         self._leases: dict[str, tuple[_Full, float]] = {}  # full copy, and until when
-        self._ages = Ages(config.most_versions_behind)
 
     @property
     def newest(self) -> int | None:
@@ -150,25 +149,17 @@ class Publisher:
 
     def taken(self, subscriber: str, have: VersionId) -> None:
         """Note that a subscriber runs this version now: what was kept for it is free."""
-        with self._lock:
-            self._leases.pop(subscriber, None)
-            self._ages.taken(subscriber, have.version)
+        self._free(subscriber)
+        super().taken(subscriber, have)
 
     def forget(self, subscriber: str) -> None:
         """Note that a subscriber is gone."""
+        self._free(subscriber)
+        super().forget(subscriber)
+
+    def _free(self, subscriber: str) -> None:
         with self._lock:
             self._leases.pop(subscriber, None)
-            self._ages.forget(subscriber)
-
-    def ages(self, now_s: float) -> dict[str, Age]:
-        """Return how old the weights of each subscriber are."""
-        with self._lock:
-            return self._ages.all(now_s)
-
-    def must_fetch(self, subscriber: str, now_s: float) -> bool:
-        """Return whether a subscriber has nothing, or more than the bound allows to be behind."""
-        with self._lock:
-            return self._ages.must_fetch(subscriber, now_s)
 
     def close(self) -> None:
         """Drop everything."""
