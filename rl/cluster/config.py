@@ -21,7 +21,8 @@ class ClusterConfig:
     at `address` = "HOST:PORT", which this host belongs to, else on a Ray of its own that listens
     to this host alone). Process 0 is reached at `coordinator` = "HOST:PORT", where
     each process is given `num_processes` and its own `process_id`; with `auto` all three are
-    found as jax does on TPU slices, under SLURM, Open MPI and in Kubernetes.
+    found as jax does on TPU slices, under SLURM, Open MPI and in Kubernetes. Of `ray`,
+    `num_processes` is how many actors train, of which the command starts more than one itself.
 
     `rollouts`: `local` (each process answers its share of the requests on its own devices) or
     `mesh` (one engine spans the devices of all processes, for policies that no process can hold).
@@ -65,6 +66,11 @@ class ClusterConfig:
             )
         if not 1 <= self.deadline_s < math.inf:
             raise ValueError(f"deadline_s must be at least 1 and finite, got {self.deadline_s}")
+
+    @property
+    def num_trainers(self) -> int:
+        """The number of processes that train in a run on Ray; 1: the one that was started."""
+        return (self.num_processes or 1) if self.kind == "ray" else 1
 
     @property
     def shared(self) -> ClusterConfig:

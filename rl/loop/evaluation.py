@@ -27,6 +27,7 @@ from rl.loop.experiment import Inputs, TrainConfig
 from rl.loop.generation import (
     Scorer,
     System,
+    asked_to_stop,
     leave_rollout_if_asked,
     open_scorer,
     run,
@@ -182,7 +183,7 @@ class RunEvaluation:
             open_scorer(system),
             watch,
             system.shares,
-            system.watch.alive,
+            partial(asked_to_stop, system),
         )
         row = row_of(answers, config.eval) | {EVAL_SECONDS: self._clock() - began_s}
         self._metrics.amend(step, row)

@@ -4,8 +4,9 @@
 
 Where each process has an engine of its own (`Cluster.rollouts = "local"`) it answers the groups g
 with g mod processes = its number. Where one engine spans all processes each of them has all
-responses, and scores those groups. Afterwards all have the same trajectories, scores and texts, in
-the same order; a digest of each request shows it.
+responses, and scores those groups. With rollout workers on Ray process 0 answers and scores all.
+Afterwards all have the same trajectories, scores and texts, in the same order; a digest of each
+request shows it.
 """
 
 from __future__ import annotations
@@ -90,16 +91,25 @@ CODEC = Codec((Part,), records.ARRAYS, records.CHECKS)
 class Shares:
     """The way in which the requests of a rollout are shared out between processes.
 
-    `splits`: each process answers its own share; else all answer all, with one engine.
+    `splits`: each process answers its own share; else all answer all, with one engine. With
+    `by_first` the share of process 0, which speaks for workers in other programs, is everything.
     """
 
     processes: Processes
     splits: bool = True
+    by_first: bool = False
     _rounds: Iterator[int] = dataclasses.field(default_factory=itertools.count)
 
     def scores(self, group_id: int) -> bool:
         """Return whether this process scores the responses of a group."""
+        if self.by_first:
+            return self.processes.is_first
         return group_id % self.processes.count == self.processes.index
+
+    @property
+    def scores_any(self) -> bool:
+        """True where this process ever scores a response."""
+        return self.processes.is_first or not self.by_first
 
     def answers(self, group_id: int) -> bool:
         """Return whether this process generates the responses of a group."""
@@ -111,7 +121,8 @@ class Shares:
 
     def most_groups(self, num_groups: int) -> int:
         """Return how many of so many groups a process answers at most."""
-        return -(-num_groups // self.processes.count) if self.splits else num_groups
+        spread = self.splits and not self.by_first
+        return -(-num_groups // self.processes.count) if spread else num_groups
 
     def exchange(
         self,
@@ -157,6 +168,8 @@ class Shares:
 
     def _name_workers(self, stats: EngineStats, done: Sequence[Trajectory]) -> None:
         """Tell this process's workers from those of others; an engine alone is one."""
+        if self.by_first:
+            return
         me = f"process {self.processes.index}" if self.splits else "all processes"
         place = f"{platform.node()}, process {os.getpid()}"
         if stats.timeline and not stats.parts:

@@ -28,6 +28,7 @@ from rl.engine.config import EngineConfig
 from rl.learner.algorithms import AlgorithmConfig, CriticConfig
 from rl.learner.config import OptimizerConfig, TrainerConfig, TrainSpec
 from rl.loop.eval_sets import EvalConfig, EvalSets, open_sets, split_names
+from rl.loop.trainer_checks import check_trainers
 from rl.metrics.writer import MetricsConfig
 from rl.rewards.config import RewardConfig, validate
 from rl.runtime.waits import HANG_LIMIT_S
@@ -366,6 +367,8 @@ def check_tuner(config: TrainConfig) -> None:
 
 def check_cluster(config: TrainConfig) -> None:
     """Raise ValueError for what several processes cannot do, or were not told."""
+    if config.cluster.kind == "ray":
+        check_trainers(config)
     if config.cluster.kind != "spmd":
         return
     cluster_config.check(config.cluster)

@@ -25,7 +25,7 @@ from rl.engine.rollout_spec import RolloutSpec
 from rl.engine.stats import EngineStats, joined
 from rl.learner import trainer
 from rl.learner.advantages import informative_groups
-from rl.learner.gathering import local_weights, own_part
+from rl.learner.gathering import host_copy, local_weights, own_part
 from rl.learner.trainer import Learner
 from rl.loop.drafter_run import DrafterRun
 from rl.loop.exchange import UNSCORED, WHOLE, Responses, Shares
@@ -79,11 +79,16 @@ class System:
 def rollout_weights(params: Params, engine: RolloutEngine, shares: Shares) -> Params:
     """Return the policy in the engine's dtype.
 
-    Where processes have engines of their own, on this process's devices of the trainer's mesh. All
-    processes call it together.
+    Where processes have engines of their own, on this process's devices of the trainer's mesh; where
+    process 0 speaks for workers elsewhere, on its host, and of others a tree of None. All processes
+    call it together.
     """
     if shares.processes.alone or not shares.splits:
         return trainer.cast_params(params, engine.dtype)
+    if shares.by_first:
+        rounded = trainer.cast_params(params, engine.dtype)
+        copy: Params = host_copy(rounded, keep=shares.processes.is_first)
+        return copy
     place = own_part(jax.tree.leaves(params)[0].sharding.mesh)
     return local_weights(params, engine.engines[0].model, place, engine.dtype)
 
@@ -259,7 +264,7 @@ def generate_and_score(
             return scorer.responses(done, stats)
 
     where = f"step {step}, from prompt {first} on" if first else f"step {step}"
-    found = system.shares.exchange(where, asked, answer, system.watch.alive)
+    found = system.shares.exchange(where, asked, answer, partial(asked_to_stop, system))
     moved = [dataclasses.replace(t, group_id=t.group_id + first) for t in found.trajectories]
     return SamplingPass(moved, found.scores, found.texts, found.stats)
 

@@ -74,6 +74,12 @@ class RayWorkers:
             self.engine.prefer_pool = found.prefers_copy
 
 
+def num_cpus(config: TrainConfig) -> int:
+    """The CPUs of a Ray that a run starts, beside those of its trainers."""
+    scoring = config.cluster.scorers * config.reward.workers
+    return config.sched.workers + scoring + SPARE_CPUS
+
+
 @contextlib.contextmanager
 def open_workers(
     config: TrainConfig,
@@ -91,7 +97,7 @@ def open_workers(
     from rl.ray_roles.session import RaySession, open_ray
 
     cluster, sched = config.cluster, config.sched
-    cpus = sched.workers + cluster.scorers * config.reward.workers + SPARE_CPUS
+    cpus = num_cpus(config)
     limit_s = cluster.deadline_s
     text = dump(dataclasses.replace(config, cluster=ClusterConfig()))
     deadlines = Deadlines(limit_s, 2 * limit_s, config.run.compile_limit_s)

@@ -35,6 +35,8 @@ from rl.loop.experiment import Inputs, TrainConfig
 from rl.loop.generation import System, rollout_weights
 from rl.loop.ray_workers import RayWorkers
 from rl.loop.rewards import open_rewards
+from rl.rewards.pool import RewardPool
+from rl.rewards.scores import Rewards
 from rl.runtime import devices
 from rl.runtime.parallel_compile import OnCompiled
 from rl.runtime.progress import Progress
@@ -67,6 +69,12 @@ def remove_other_spills(run: Folder, num_processes: int) -> None:
             run.remove(name)
 
 
+def _shares(config: TrainConfig, processes: Processes) -> Shares:
+    """Return the way in which processes share out rollouts; process 0 has the workers on Ray."""
+    by_first = config.cluster.kind == "ray"
+    return Shares(processes, by_first or config.cluster.rollouts == "local", by_first)
+
+
 @contextlib.contextmanager
 def build(
     config: TrainConfig,
@@ -88,7 +96,7 @@ def build(
         mesh = run_mesh(config)
         if mesh is not None:
             stack.enter_context(jax.set_mesh(mesh))
-        shares = Shares(processes, splits=config.cluster.rollouts == "local")
+        shares = _shares(config, processes)
         run = Folder(folder, create=True)
         if processes.is_first:
             remove_other_spills(run, processes.count)
@@ -110,17 +118,24 @@ def build(
         )
         specs = tuple(dict.fromkeys((*config.task.specs, *inputs.evals.specs)))
         opened = open_rewards(config, specs, show.message)
-        rewards = None if config.cluster.scorers else stack.enter_context(opened)
+        rewards: Rewards | None = None
+        if not shares.scores_any:
+            rewards = RewardPool(config.reward, specs)  # nothing is given to it, nor started
+        elif not config.cluster.scorers:
+            rewards = stack.enter_context(opened)
         greedy = config.sampling.temperature == 0
         reuse = Reuse(config.reuse, cache, seed=config.run.seed, greedy=greedy)
         learner, state = _learner(config, inputs, mesh)
-        workers = None
-        if config.cluster.kind == "ray":
+        workers, on_ray = None, config.cluster.kind == "ray"
+        if on_ray:
+            speculation.for_others = True
+        if on_ray and processes.is_first:
             ours = learner.recipe.trainer.dtype, speculation, drafter, show.message
             workers = stack.enter_context(ray_workers.open_workers(config, inputs, *ours))
-            speculation.for_others = True
         if rewards is None:
             rewards = stack.enter_context(opened)  # scorers are actors of the Ray that is there now
+        if on_ray:
+            processes.barrier("workers on Ray", watch.alive)
         lockstep = _lockstep(shares, stack)
         engine = _engine(config, inputs, mesh, learner.recipe, drafter, workers, shares, lockstep)
         eval_engine = _eval_engine(config, inputs, mesh, engine, shares)
@@ -137,21 +152,24 @@ def build(
         # several processes leave together: not in the middle of what each compiles
         sign = watch.check if processes.alone else watch.alive
         settings = engine, weights, config.sampling, speculation, reach, watch, told, sign
-        longer = engine.do(partial(_longer_buckets, *settings))
+        longer = None if on_ray else engine.do(partial(_longer_buckets, *settings))
         if workers is not None:
             bounds = ray_workers.bounds(config, inputs, reach, drafter)
             workers.warm_up(bounds, weights, folder, training, heard, watch.alive)
-            ray_workers.read_times(speculation, folder)
+        elif on_ray:
+            compile_buckets.compile_programs(engine.engines[0], (), heard, training)
         else:
             kept = Kept(folder, processes)
             _warm_up(config, engine, weights, speculation, reach, kept, heard, training, longer)
-        if workers is None or eval_engine is not engine:
+        if not on_ray or eval_engine is not engine:
             told_evaluation = partial(told, "evaluation")
             warm_up_evaluation(config, inputs, eval_engine, weights, told_evaluation, shares)
         if drafter is not None:
             drafter_run.warm_up(drafter, engine, weights)
         # a collective does not wait for as long as a compilation may take
         processes.barrier("compiled", watch.alive)
+        if on_ray:
+            ray_workers.read_times(speculation, folder)  # which the workers have measured
         state = trainer.first_run(state, learner.shape, recipe=learner.recipe)
         system = System(
             *(config, inputs, learner, engine, eval_engine, cache, speculation, reuse, rewards),
@@ -218,6 +236,8 @@ def _engine(
     """
     if workers is not None:
         return workers.engine
+    if shares.by_first and not shares.processes.is_first:
+        return Engine(inputs.model, config.engine, dtype=recipe.trainer.dtype)  # never asked
     options: dict[str, Any] = {"dtype": recipe.trainer.dtype}
     if drafter is not None:
         options["feature_layers"] = drafter.trainer.learned.config.feature_layers

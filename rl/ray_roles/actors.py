@@ -60,6 +60,20 @@ class ScoringActor:
         return self._program.answer(message)
 
 
+class TrainerActor:
+    """The program of a trainer process: `rl.remote.trainer_program.TrainerProgram`."""
+
+    def __init__(self) -> None:
+        import ray
+
+        from rl.remote.trainer_program import TrainerProgram
+
+        self._program = TrainerProgram(ray.util.get_node_ip_address())
+
+    def answer(self, message: bytes) -> bytes:
+        return self._program.answer(message)
+
+
 def asking(actor: Any, deadline_s: float) -> Callable[[bytes], bytes]:
     """Return a function that asks an actor and waits. It raises ProgramLost after the deadline."""
     import ray

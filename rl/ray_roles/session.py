@@ -6,6 +6,7 @@ import collections
 import contextlib
 import os
 import secrets
+import signal
 import socket
 import threading
 from collections.abc import Iterator, Sequence
@@ -35,8 +36,9 @@ class RaySession:
         self, config_text: str, workers: int, devices: int, *, deadline_s: float, start_s: float
     ) -> None:
         self._config_text, self._deadline_s, self._start_s = config_text, deadline_s, start_s
-        self._bundle: dict[str, float] = {"CPU": 1.0} | _accelerators(devices)
-        self._group = self._reserve([self._bundle] * workers)
+        self._bundle: dict[str, float] = {"CPU": 1.0} | accelerators(devices)
+        asked = f"Sched.workers={workers}"
+        self._group = reserve([self._bundle] * workers, asked, start_s)
         self._shared: collections.OrderedDict[int, tuple[bytes, Any]] = collections.OrderedDict()
         self._hearing = ThreadPoolExecutor(HEARING, thread_name_prefix="answers")
         self._lock = threading.Lock()
@@ -81,21 +83,6 @@ class RaySession:
                 ray.kill(self._drafts)
             remove_placement_group(self._group)
 
-    def _reserve(self, bundles: Sequence[dict[str, float]]) -> Any:
-        import ray
-        from ray.util import placement_group, remove_placement_group
-
-        group = placement_group(list(bundles), strategy="PACK")
-        if not group.wait(timeout_seconds=self._start_s):
-            there = {k: v for k, v in ray.cluster_resources().items() if k in bundles[0]}
-            remove_placement_group(group)
-            asked = {k: v * len(bundles) for k, v in bundles[0].items()}
-            raise RayProblem(
-                f"expected {asked} for Sched.workers={len(bundles)} within {self._start_s:.0f} s, "
-                f"and Ray has {there} in all: ask for fewer workers, or add nodes"
-            )
-        return group
-
     def _share(self, message: bytes) -> Any:
         """A large message as a reference, so that the store sends it to each host once."""
         import ray
@@ -111,9 +98,32 @@ class RaySession:
             return found[1]
 
 
+def reserve(bundles: Sequence[dict[str, float]], asked: str, start_s: float) -> Any:
+    """Return a placement group of these bundles; `asked` names the setting that asks for them.
+
+    Raises RayProblem where there is no room within `start_s`.
+    """
+    import ray
+    from ray.util import placement_group, remove_placement_group
+
+    group = placement_group(list(bundles), strategy="PACK")
+    if not group.wait(timeout_seconds=start_s):
+        there = {k: v for k, v in ray.cluster_resources().items() if k in bundles[0]}
+        remove_placement_group(group)
+        needed = {k: v * len(bundles) for k, v in bundles[0].items()}
+        raise RayProblem(
+            f"expected {needed} for {asked} within {start_s:.0f} s, and Ray has {there} in all: "
+            "ask for fewer, or add nodes"
+        )
+    return group
+
+
 @contextlib.contextmanager
-def open_ray(address: str | None, num_cpus: int, deadline_s: float) -> Iterator[None]:
+def open_ray(address: str | None, num_cpus: int, deadline_s: float) -> Iterator[str]:
     """Start Ray on loopback, or join the cluster at `address`; leave it at the end.
+
+    Yields the address at which other programs of the run join it. The handlers of signals stay
+    those of before.
 
     Raises RayProblem where it is not installed, or nobody answers at the address in time.
     """
@@ -132,12 +142,23 @@ def open_ray(address: str | None, num_cpus: int, deadline_s: float) -> Iterator[
             "pip install -e '.[ray]'"
         ) from error
     quiet: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
-    with _importable(), _translated(address):
+    with _importable(), _translated(address), _same_handlers():
         ray.init(**quiet, **options)
+    try:
+        yield str(ray.get_runtime_context().gcs_address)
+    finally:
+        ray.shutdown()
+
+
+@contextlib.contextmanager
+def _same_handlers() -> Iterator[None]:
+    """Put back how SIGTERM is handled: Ray has it raise SystemExit."""
+    before = signal.getsignal(signal.SIGTERM)
     try:
         yield
     finally:
-        ray.shutdown()
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, before)
 
 
 @contextlib.contextmanager
@@ -192,8 +213,8 @@ def _look_for(address: str, deadline_s: float) -> None:
         ) from error
 
 
-def _accelerators(devices: int) -> dict[str, float]:
-    """The accelerators that a worker is placed with, of the kind that the cluster has."""
+def accelerators(devices: int) -> dict[str, float]:
+    """The accelerators that an actor is placed with, of the kind that the cluster has."""
     import ray
 
     there = ray.cluster_resources()

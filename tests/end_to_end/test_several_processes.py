@@ -21,7 +21,7 @@ import jax
 import numpy as np
 import pytest
 from pipelines import DAPO, PIPELINE, rewarded, with_rewards
-from processes import child_environment, free_port, run_commands
+from processes import child_environment, descendants, free_port, run_commands, runs
 from safetensors.numpy import load_file
 
 from benchmarks import tiny_run
@@ -229,6 +229,57 @@ def test_the_readme_example_of_several_hosts_runs_as_slurm_would_start_it(tiny: 
     assert "× 2 of 2 processes" in outcomes[0].output
     assert len(learnt_from(run)) == 2 * 2 * 4
     assert weights(run)
+
+
+def trainer_processes(launcher: int) -> list[int]:
+    """The trainer processes on the Ray that a command has started."""
+    found = []
+    for pid in descendants(launcher):
+        try:
+            command = Path(f"/proc/{pid}/cmdline").read_bytes()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        found += [pid] * (b"rl.loop.trainer_process" in command)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.fault
+@pytest.mark.parity
+def test_trainers_on_ray_learn_what_one_process_learns_though_one_is_killed(
+    tiny: Path, alone: Path
+) -> None:
+    """Two of them and two rollout workers; the run goes on with as many, and with one process."""
+    run, copy = tiny.parent / "trainers", tiny.parent / "trainers-alone"
+    on_ray = ["--gin.Cluster.kind='ray'", "--gin.Cluster.num_processes=2", "--gin.Sched.workers=2"]
+    on_ray += ["--gin.Sched.policy='divided_fifo'", "--gin.Engine.min_slots=8"]
+
+    first = start([train(tiny, run, *on_ray)], DEVICES // 2)
+    first.when(has_step(run, 2))
+    pids = trainer_processes(first.processes[0].pid)
+    assert len(pids) == 2
+    os.kill(pids[1], signal.SIGKILL)
+    [status], [output] = first.wait()
+    assert status == EXIT_FAILED, output
+    [line] = lines(output)
+    assert re.match(r"error: trainer process [01] of 2 is lost: killed by SIGKILL; step \d", line)
+    assert not any(runs(pid) for pid in pids)
+    left = len(read_metrics(run))
+    assert 2 <= left < STEPS
+    shutil.copytree(run, copy)
+
+    back = "--gin.Cluster.kind='local'", "--gin.Cluster.num_processes=None"
+    legs = [
+        start([train(tiny, run, "--resume")], DEVICES // 2),
+        start([train(tiny, copy, "--resume", *back, "--gin.Sched.workers=1")], DEVICES),
+    ]
+    for leg, folder in zip(legs, (run, copy), strict=True):
+        [status], [output] = leg.wait()
+        assert status == 0, output
+        assert [row["step"] for row in read_metrics(folder)] == list(range(1, STEPS + 1))
+        assert learnt_from(folder) == learnt_from(alone)
+        for name, expected in weights(alone).items():
+            np.testing.assert_allclose(weights(folder)[name], expected, atol=ROUNDING, err_msg=name)
 
 
 def test_processes_of_different_settings_do_not_start(tiny: Path) -> None:

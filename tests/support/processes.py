@@ -185,6 +185,20 @@ def runs(pid: int) -> bool:
     return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
+def descendants(pid: int) -> set[int]:
+    """Return the numbers of a process and of all that it, and they, have started."""
+    parents = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    found = {pid}
+    while more := {one for one, parent in parents.items() if parent in found} - found:
+        found |= more
+    return found
+
+
 def _wait(
     started: Sequence[subprocess.Popen[bytes]], limit_s: float, stop_at_failure: bool, done: Any
 ) -> str | None:

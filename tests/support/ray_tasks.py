@@ -7,7 +7,7 @@ import signal
 from pathlib import Path
 
 import rollouts
-from processes import Place
+from processes import Place, descendants
 from remote_workers import make_team
 from tiny_team import (
     CONFIG,
@@ -55,19 +55,6 @@ def listening(pids):
     return found
 
 
-def descendants():
-    parents = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-    found = {os.getpid()}
-    while more := {pid for pid, parent in parents.items() if parent in found} - found:
-        found |= more
-    return found
-
-
 def tokens_though_one_is_killed(place: Place):
     """Check the tokens of two programs, of which one is killed in mid-rollout."""
     done = rollouts.run(Engine(MODEL, CONFIG), PARAMS, REQUESTS, SAMPLING, KEY, STOP)
@@ -80,7 +67,8 @@ def tokens_though_one_is_killed(place: Place):
         multi, team = make_team(session, 2, speculation=config, deadline_s=30.0, chunk_tokens=2)
         with team:
             team.start()
-            addresses, loopback = listening(descendants()), ("0100007F", "0" * 24 + "01000000")
+            addresses = listening(descendants(os.getpid()))
+            loopback = "0100007F", "0" * 24 + "01000000"
             assert addresses
             assert addresses <= {*loopback, "0000000000000000FFFF00000100007F"}
             victim, killed = multi.engines[0].pid, []

@@ -87,8 +87,10 @@ def answered(own: list[Request], shares: Shares) -> Responses:
     return Responses(ts, scores, texts, counts([r.request_id for r in own]))
 
 
-def exchanged(p: Processes, *, splits: bool = True, asked: list[Request] | None = None):
-    shares, asked = Shares(p, splits), asked or requests()
+def exchanged(
+    p: Processes, *, way: tuple[bool, bool] = (True, False), asked: list[Request] | None = None
+):
+    shares, asked = Shares(p, *way), asked or requests()
     own = [r for r in asked if shares.answers(r.group_id)]
     return shares.exchange("step 1", asked, lambda: answered(own, shares))
 
@@ -101,10 +103,13 @@ def same(one: Responses, other: Responses) -> bool:
 
 
 @pytest.mark.parametrize("count", [2, 3, 7])
-@pytest.mark.parametrize("splits", [True, False])
-def test_all_processes_come_to_have_what_one_would(count: int, splits: bool) -> None:
+@pytest.mark.parametrize(
+    "way", [(True, False), (False, False), (True, True)], ids=["split", "all", "first"]
+)
+def test_all_processes_come_to_have_what_one_would(count: int, way: tuple[bool, bool]) -> None:
+    """Where each answers its share, where all answer all, and where process 0 answers all."""
     whole = exchanged(ALONE)
-    found = play(count, lambda p: exchanged(p, splits=splits))
+    found = play(count, lambda p: exchanged(p, way=way))
     assert all(isinstance(one, Responses) and same(one, whole) for one in found)
     assert [t.dtype for t in found[0].trajectories[3].__dict__.values() if hasattr(t, "dtype")] == [
         t.dtype for t in whole.trajectories[3].__dict__.values() if hasattr(t, "dtype")
@@ -150,6 +155,15 @@ def test_every_group_is_answered_by_one_and_nobody_has_many_more() -> None:
         held = [[g for g in range(GROUPS) if one.answers(g)] for one in shares]
         assert sorted(itertools.chain(*held)) == list(range(GROUPS))
         assert max(map(len, held)) == shares[0].most_groups(GROUPS)
+
+
+def test_process_0_answers_and_scores_all_where_it_speaks_for_workers() -> None:
+    shares = [Shares(Processes(i, 3, object()), by_first=True) for i in range(3)]  # type: ignore[arg-type]
+    assert [one.scores_any for one in shares] == [True, False, False]
+    for one in shares:
+        assert one.most_groups(GROUPS) == GROUPS
+        assert {one.answers(g) for g in range(GROUPS)} == {one.processes.is_first}
+    assert all(Shares(p).scores_any for p in (ALONE, shares[1].processes))
 
 
 def test_who_has_other_prompts_is_named() -> None:
