@@ -24,6 +24,13 @@ def check_trainers(config: TrainConfig) -> None:
     if cluster.num_trainers == 1:
         return
     trainer_devices(config)
+    on_device = [s for s in config.speculation.sources if s in ("learned", "model")]
+    if config.speculation.enabled and on_device:
+        raise ValueError(
+            f"with Cluster.num_processes={count} trainers on Ray workers draft from text, got "
+            f"{', '.join(on_device)} in Speculation.sources: leave it out, or set "
+            "Cluster.num_processes = 1"
+        )
     if config.sched.mode == "pipeline":
         raise ValueError(
             f"Cluster.num_processes={count} trainers on Ray answer a step with the policy that "

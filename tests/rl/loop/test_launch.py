@@ -136,6 +136,7 @@ def test_settings_that_trainers_on_ray_cannot_follow_are_refused():
         ("Cluster.process_id=0",): "one command starts all trainer processes",
         ("Cluster.coordinator='127.0.0.1:1'",): "one command starts all trainer processes",
         ("Sched.mode='pipeline'",): 'got Sched.mode="pipeline"',
+        ("Speculation.sources=('own', 'model')",): "draft from text, got model in Speculation",
     }.items():
         with pytest.raises(ValueError, match=match):
             check_trainers(config_of(*overrides))
