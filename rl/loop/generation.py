@@ -79,9 +79,9 @@ class System:
 def rollout_weights(params: Params, engine: RolloutEngine, shares: Shares) -> Params:
     """Return the policy in the engine's dtype.
 
-    Where processes have engines of their own, on this process's devices of the trainer's mesh; where
-    process 0 speaks for workers elsewhere, on its host, and of others a tree of None. All processes
-    call it together.
+    Where processes have engines of their own, on this process's devices of the trainer's mesh;
+    where process 0 speaks for workers elsewhere, on its host, and elsewhere a tree of None. All
+    processes call it together.
     """
     if shares.processes.alone or not shares.splits:
         return trainer.cast_params(params, engine.dtype)
