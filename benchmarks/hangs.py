@@ -35,8 +35,8 @@ from rl.cluster.processes import ALONE
 from rl.drafter_training.spot_trainer import SpotTrainer
 from rl.engine.config import EngineConfig
 from rl.engine.rollout_spec import RolloutSpec
-from rl.loop.generation import Scorer
 from rl.loop.receiving import Receiver
+from rl.loop.rewards import Scorer
 from rl.rewards import pool as rewards
 from rl.rewards.config import RewardConfig
 from rl.rewards.process import RewardWorkerError

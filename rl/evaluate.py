@@ -26,9 +26,10 @@ from rl.config.command_line import config_parser, parse_command_line
 from rl.config.loader import ConfigError, load
 from rl.data.tasks import open_tasks
 from rl.loop import evaluation
+from rl.loop.config_checks import check_lengths, check_stops
 from rl.loop.eval_sets import open_sets
 from rl.loop.evaluation import Answers, plus_minus
-from rl.loop.experiment import Inputs, TrainConfig, check_lengths, check_stops, open_policy
+from rl.loop.experiment import Inputs, TrainConfig, open_policy
 from rl.rewards.config import validate
 from rl.runtime.exit_codes import EXIT_FAILED, EXIT_USAGE
 from rl.runtime.progress import Progress, progress, say
@@ -159,7 +160,7 @@ def _ask(job: _Evaluation, params: Any, mesh: Any, on_round: OnRound) -> list[An
     from rl.engine.engine import Engine
     from rl.learner.trainer import cast_params
     from rl.loop.experiment import recipe
-    from rl.loop.generation import Scorer
+    from rl.loop.rewards import Scorer
     from rl.rewards.pool import RewardPool
 
     config, inputs = job.config, job.inputs

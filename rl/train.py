@@ -127,7 +127,7 @@ def _newest_run(name: str) -> Path:
 
 def _print_plan(config: TrainConfig, inputs: Inputs, folder: Path) -> int:
     """Print what would run, and in how much memory; returns the exit code."""
-    from rl.loop import setup
+    from rl.loop import first_programs
 
     model, there = inputs.model, memory_estimate.devices_unopened()
     say(dump(config))
@@ -141,7 +141,7 @@ def _print_plan(config: TrainConfig, inputs: Inputs, folder: Path) -> int:
     say(f"# per step      {config.rollout.num_requests} responses")
     for field, value in vars(config.algorithm.resolved).items():
         say(f"# algorithm     {field:24s} {value}")
-    compiled = setup.num_whole_model(config, model)
+    compiled = first_programs.num_whole_model(config, model)
     say(f"# programs      {compiled} of rollouts run the whole policy: the rest compile fast")
     needed = memory_estimate.estimate(config, model, there)
     for part, size in [*needed.parts.items(), ("total, of one device", needed.total)]:

@@ -37,7 +37,6 @@ from rl.loop.exchange import Responses
 from rl.loop.generation import (
     Prompts,
     Rollouts,
-    Scorer,
     System,
     generate,
     leave_if_asked,
@@ -46,6 +45,7 @@ from rl.loop.generation import (
     remember,
 )
 from rl.loop.receiving import Receiver
+from rl.loop.rewards import Scorer
 from rl.loop.step_scheduler import Pacing, step_scheduler
 from rl.metrics.writer import Timings
 from rl.runtime.signals import Stopped

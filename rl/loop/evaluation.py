@@ -25,14 +25,13 @@ from rl.loop.eval_sets import EvalConfig, EvalSet
 from rl.loop.exchange import WHOLE, Responses, Shares
 from rl.loop.experiment import Inputs, TrainConfig
 from rl.loop.generation import (
-    Scorer,
     System,
     asked_to_stop,
     leave_rollout_if_asked,
     open_scorer,
     run,
-    told_failures,
 )
+from rl.loop.rewards import Scorer, told_failures
 from rl.metrics.eval_metrics import EvalResponse, overall_metrics, set_metrics
 from rl.metrics.step_metrics import sample_rows
 from rl.metrics.writer import MetricsWriter, Row

@@ -17,18 +17,16 @@ from models.config import MeshConfig, ModelConfig
 from models.token_text import TokenBytes
 from models.tokenizer import Tokenizer
 from rl.checkpoint.config import CheckpointConfig
-from rl.cluster import config as cluster_config
 from rl.cluster.config import ClusterConfig
 from rl.config.loader import resolve_path
 from rl.data.prompts import MOST_PASSED_OVER, DataOrder, encode_prompt
-from rl.data.specs import parse_spec
 from rl.data.tasks import Example, Task, TaskConfig, data_digest, data_files, open_tasks
 from rl.drafter_training.config import DrafterConfig, shape_of
 from rl.engine.config import EngineConfig
 from rl.learner.algorithms import AlgorithmConfig, CriticConfig
 from rl.learner.config import OptimizerConfig, TrainerConfig, TrainSpec
-from rl.loop.eval_sets import EvalConfig, EvalSets, open_sets, split_names
-from rl.loop.trainer_checks import check_trainers
+from rl.loop import config_checks
+from rl.loop.eval_sets import EvalConfig, EvalSets, open_sets
 from rl.metrics.writer import MetricsConfig
 from rl.rewards.config import RewardConfig, validate
 from rl.runtime.waits import HANG_LIMIT_S
@@ -133,6 +131,13 @@ class TrainConfig:
     metrics: MetricsConfig
 
     @property
+    def draft_model_folder(self) -> Path | None:
+        """The folder or file of the draft model, if one drafts."""
+        if not self.speculation.asks_model:
+            return None
+        return resolve_path(str(self.draft_model.directory)).resolve()
+
+    @property
     def longest_tokens(self) -> int:
         """Prompt and response together, at most."""
         return self.rollout.max_prompt_tokens + self.sampling.longest_new_tokens
@@ -200,17 +205,17 @@ def open_inputs(config: TrainConfig) -> Inputs:
     Raises ValueError or FileNotFoundError with expected, got and mend.
     """
     policy, model, words = open_policy(config.policy.directory)
-    check_lengths(config, model)
-    check_sampling(config)
-    check_stops(config.sampling, model, words)
-    check_algorithm(config)
-    check_cluster(config)
+    config_checks.check_lengths(config, model)
+    config_checks.check_sampling(config)
+    config_checks.check_stops(config.sampling, model, words)
+    config_checks.check_algorithm(config)
+    config_checks.check_cluster(config)
     drafter_shape(config, model)
     if config.speculation.asks_model:
         from rl.speculation import draft_model
 
         draft_model.check(config.draft_model, model, words, config.longest_tokens)
-    check_tuner(config)
+    config_checks.check_tuner(config)
     validate(config.reward)
     task = open_tasks(config.task, config.run.seed)
     inputs = Inputs(policy, model, words, task, 0, data_digest(config.task))
@@ -283,102 +288,11 @@ def open_policy(directory: str) -> tuple[Path, ModelConfig, Tokenizer]:
     return policy, model, words
 
 
-def check_lengths(config: TrainConfig, model: ModelConfig) -> None:
-    """Raise ValueError where the longest prompt and response do not fit the policy."""
-    if config.longest_tokens > model.max_positions:
-        raise ValueError(
-            f"Rollout.max_prompt_tokens={config.rollout.max_prompt_tokens} and "
-            f"Sampling.max_new_tokens={config.sampling.longest_new_tokens} make "
-            f"{config.longest_tokens} positions, the policy has {model.max_positions}: lower one "
-            "of them"
-        )
-    evaluated = config.longest_prompt_tokens + config.sampling.longest_new_tokens
-    if evaluated > model.max_positions:
-        raise ValueError(
-            f"Eval.max_prompt_tokens={config.eval_prompt_tokens} and Sampling.max_new_tokens make "
-            f"{evaluated} positions, the policy has {model.max_positions}: lower one of them"
-        )
-
-
-def check_sampling(config: TrainConfig) -> None:
-    """Raise ValueError for sampling that training learns nothing from, or of unknown tasks."""
-    if any(sampling.temperature == 0 for sampling in config.sampling.variants):
-        raise ValueError(
-            "Sampling.temperature, or that of a task in Sampling.by_task, is 0: all responses "
-            "to a prompt would be the same, and training learns from differences; set it above "
-            "0 (evaluations have a temperature of their own)"
-        )
-    names = [parse_spec(spec).name for spec in config.task.specs]
-    config.sampling.check_tasks([*names, *(name for name, _ in split_names(config.eval.sets))])
-
-
-def check_stops(sampling: SamplingConfig, model: ModelConfig, words: Tokenizer) -> None:
-    """Raise ValueError for ends that no response of this policy can have."""
-    fewest_tokens = lambda text: words.token_bytes.fewest_tokens(text)  # noqa: E731  # when asked
-    for one in sampling.variants:
-        one.check_stops(model.vocab_size, fewest_tokens)
-
-
-def check_algorithm(config: TrainConfig) -> None:
-    """Raise ValueError where the algorithm could not learn from what a step generates."""
-    name, size = config.algorithm.name, config.rollout.group_size
-    if size < 2 and not config.algorithm.resolved.needs_critic:
-        raise ValueError(
-            f"Algorithm.name={name!r} compares the responses to a prompt with one another: "
-            f"expected Rollout.group_size of 2 or more, got {size}; raise it, or set "
-            'Algorithm.name = "ppo"'
-        )
-    for limit in {sampling.max_new_tokens for sampling in config.sampling.variants}:
-        if (buffer := config.algorithm.overlong_tokens(limit)) > limit:
-            raise ValueError(
-                f"expected Algorithm.overlong_buffer_tokens of at most Sampling.max_new_tokens="
-                f"{limit}, got {buffer}: lower it"
-            )
-
-
 def drafter_shape(config: TrainConfig, model: ModelConfig) -> EagleConfig | None:
     """Return the shape of the run's learned drafter, None without one; raises as `shape_of`."""
     if not config.speculation.learns:
         return None
     return shape_of(config.drafter, config.drafter_training, model)
-
-
-def check_tuner(config: TrainConfig) -> None:
-    """Raise ValueError where the bandit's arms are larger than trees get."""
-    if config.speculation.budget != "bandit":
-        return
-    most, tuner = config.engine.max_nodes - 1, config.tuner
-    if max(tuner.verify_tokens) > most:
-        raise ValueError(
-            f"expected Tuner.verify_tokens of at most Engine.max_nodes − 1 = {most}, got "
-            f"{tuner.verify_tokens}: lower them, or raise Engine.max_nodes"
-        )
-    asked = {
-        "Drafter.max_depth": (config.speculation.learns, config.drafter.max_depth),
-        "DraftModel.max_depth": (config.speculation.asks_model, config.draft_model.max_depth),
-    }
-    for name, (is_asked, deepest) in asked.items():
-        if is_asked and min(tuner.depths) > deepest:
-            raise ValueError(
-                f"expected one of Tuner.depths to be at most {name}={deepest}, got "
-                f"{tuner.depths}: lower it, or raise {name}"
-            )
-
-
-def check_cluster(config: TrainConfig) -> None:
-    """Raise ValueError for what several processes cannot do, or were not told."""
-    if config.cluster.kind == "ray":
-        check_trainers(config)
-    if config.cluster.kind != "spmd":
-        return
-    cluster_config.check(config.cluster)
-    mode, workers = config.sched.mode, config.sched.workers
-    if config.cluster.rollouts == "mesh" and (mode != "sync" or workers > 1):
-        raise ValueError(
-            'Cluster.rollouts="mesh" is one engine on the devices that train: expected '
-            f'Sched.mode="sync" and Sched.workers=1 with it, got "{mode}" and {workers}: set '
-            'these, or Cluster.rollouts = "local"'
-        )
 
 
 def remarks(config: TrainConfig, inputs: Inputs) -> list[str]:

@@ -8,14 +8,12 @@ cursor, step, state), so the cursor is part of what a checkpoint keeps.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
+from collections.abc import Sequence
 from functools import partial
 
 import jax
 import numpy as np
 
-from models.tokenizer import Tokenizer
 from models.transformer import Params
 from rl.cluster.processes import Processes
 from rl.data.prompts import MOST_PASSED_OVER, DataOrder, prompts_for_step
@@ -28,11 +26,11 @@ from rl.learner.advantages import informative_groups
 from rl.learner.gathering import host_copy, local_weights, own_part
 from rl.learner.trainer import Learner
 from rl.loop.drafter_run import DrafterRun
-from rl.loop.exchange import UNSCORED, WHOLE, Responses, Shares
+from rl.loop.exchange import Responses, Shares
 from rl.loop.experiment import Inputs, TrainConfig
+from rl.loop.rewards import Scorer
 from rl.metrics.writer import Timings
-from rl.rewards.process import RewardWorkerError
-from rl.rewards.scores import Rewards, Score, ScoreJob
+from rl.rewards.scores import Rewards, Score
 from rl.runtime.progress import Progress
 from rl.runtime.signals import Stopped, Watch
 from rl.speculation import reuse
@@ -319,78 +317,6 @@ def run(
     if not requests:
         return [], EngineStats()
     return engine.run(spec, requests, on_finish=scorer, on_round=on_round), engine.stats
-
-
-class Scorer:
-    """Called with a response as it ends, it sends it to the reward workers; `examples` by group.
-
-    Of the groups that another process scores it does not.
-    """
-
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        rewards: Rewards,
-        check: Callable[[], None],
-        shares: Shares = WHOLE,
-    ) -> None:
-        self._tokenizer, self._rewards, self._check = tokenizer, rewards, check
-        self._shares = shares
-        self.examples: dict[int, Example] = {}
-        self._waiting: dict[int, tuple[Future[Score], str]] = {}
-
-    def __call__(self, t: Trajectory) -> None:
-        if not self._shares.scores(t.group_id):
-            return
-        text = self._tokenizer.decode(t.response_ids.tolist())
-        job = ScoreJob(self.examples[t.group_id], text, tuple(t.response_ids.tolist()))
-        self._waiting[t.request_id] = self._rewards.submit(job), text
-
-    def result(self, t: Trajectory) -> tuple[Score, str]:
-        """The response's score, once it is there, and its text; `check` is called meanwhile."""
-        future, text = self._waiting.pop(t.request_id)
-        return self._rewards.result(future, self._check), text
-
-    def responses(self, done: Iterable[Trajectory], stats: EngineStats) -> Responses:
-        """Return the responses with their scores and texts, by group and sample.
-
-        Those that another process scores have neither.
-        """
-        ordered = sorted(done, key=lambda t: (t.group_id, t.sample_index))
-        here = self._shares.scores
-        scored = [self.result(t) if here(t.group_id) else (UNSCORED, "") for t in ordered]
-        pairs = zip(ordered, scored, strict=True)
-        rewarded = [dataclasses.replace(t, reward=score.total) for t, (score, _) in pairs]
-        return Responses(rewarded, [s for s, _ in scored], [x for _, x in scored], stats)
-
-    def forget(self, *, before: int) -> None:
-        """Groups below this number have nothing to be scored any more."""
-        self.examples = {g: example for g, example in self.examples.items() if g >= before}
-
-
-def tell_failures(show: Progress, scores: Sequence[Score], step: int) -> None:
-    """Say how many samples could not be scored, and why.
-
-    Raises RewardWorkerError where that is all of a run's first step: it would learn nothing.
-    """
-    told = told_failures(scores)
-    if step == 1 and all(score.failure is not None for score in scores):
-        raise RewardWorkerError(f"no sample of the first step could be scored: {told}")
-    if told:
-        show.message(f"warning: step {step}: {told}")
-
-
-def told_failures(scores: Sequence[Score]) -> str:
-    """Return how many samples could not be scored, and why; empty where all could.
-
-    It is one line: a reward's message may quote the response.
-    """
-    kinds: dict[str, list[str]] = {}
-    for failure in (score.failure for score in scores):
-        if failure is not None:
-            line = " ".join(failure.split())
-            kinds.setdefault(line.split(": ")[0], []).append(line)
-    return "; ".join(f"{len(k)} of {len(scores)} samples: {k[0]}" for k in kinds.values())
 
 
 def remember(

@@ -17,8 +17,8 @@ from typing import TextIO
 
 from rl.config.loader import dump
 from rl.loop import ray_workers, run_folder
+from rl.loop.config_checks import trainer_devices
 from rl.loop.experiment import TrainConfig
-from rl.loop.trainer_checks import trainer_devices
 from rl.remote.link import Link
 from rl.remote.trainer_group import Shared, StoppedAtOnce, TrainerGroup
 from rl.remote.trainer_messages import CODEC, Line

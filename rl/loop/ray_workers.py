@@ -15,7 +15,7 @@ from models.folder import replace_file
 from models.transformer import Params
 from rl.cluster.config import ClusterConfig
 from rl.cluster.join import identity_of
-from rl.config.loader import dump, resolve_path
+from rl.config.loader import dump
 from rl.loop.drafter_run import DrafterRun
 from rl.loop.experiment import Inputs, TrainConfig
 from rl.remote.drafter_messages import Drafters, Learned
@@ -128,8 +128,7 @@ def open_workers(
         options: dict[str, Any] = {"seed": config.run.seed, "hang_limit_s": hang_limit_s}
         engine = MultiEngine(engines, sched, spot=spot, **options)
         drafters = drafters_of(config, drafter)
-        model = None if drafters.model is None else Path(str(drafters.model.directory))
-        identity = identity_of(text, inputs.policy, model)
+        identity = identity_of(text, inputs.policy, config.draft_model_folder)
 
         def hello(number: int) -> Hello:
             return Hello(
@@ -156,8 +155,7 @@ def open_workers(
 def drafters_of(config: TrainConfig, drafter: DrafterRun | None) -> Drafters:
     """Return what workers are told of the drafters on their devices."""
     model, learned = None, None
-    if config.speculation.asks_model:
-        folder = resolve_path(str(config.draft_model.directory)).resolve()
+    if (folder := config.draft_model_folder) is not None:
         model = dataclasses.replace(config.draft_model, directory=str(folder))
     if drafter is not None:
         mine = drafter.learned

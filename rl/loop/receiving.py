@@ -7,7 +7,8 @@ import threading
 import time
 from collections.abc import Iterable
 
-from rl.loop.generation import Scorer, System, asked_to_stop
+from rl.loop.generation import System, asked_to_stop
+from rl.loop.rewards import Scorer
 from rl.runtime.signals import Stopped
 from rl.runtime.waits import POLL_S, Hang, code_line
 from rl.trajectory import Request, Trajectory

@@ -66,7 +66,8 @@ def run(
 
     shared = dataclasses.replace(config, cluster=config.cluster.shared)
     try:
-        identify = partial(join.identity_of, dump(shared), inputs.policy)
+        folders = inputs.policy, config.draft_model_folder
+        identify = partial(join.identity_of, dump(shared), *folders)
         cluster = config.cluster if place is None else place.joining(config.cluster)
         processes = join.join(cluster, identify)
     except (ValueError, OSError) as error:

@@ -8,17 +8,15 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from models import hf
-from models.config import ModelConfig
 from models.folder import Folder
 from models.sharding import make_mesh
-from models.transformer import Params
 from rl.cluster.lockstep import LockstepWatch
 from rl.cluster.processes import ALONE, Processes
 from rl.data.prompts import DataOrder
@@ -28,37 +26,29 @@ from rl.learner.config import TrainSpec
 from rl.learner.gathering import own_part
 from rl.learner.optimizer import TrainState, init_state, make_optimizer
 from rl.learner.trainer import Learner
-from rl.loop import drafter_run, experiment, ray_workers
+from rl.loop import drafter_run, experiment, first_programs, ray_workers
 from rl.loop.drafter_run import DrafterRun
-from rl.loop.exchange import WHOLE, Shares
+from rl.loop.exchange import Shares
 from rl.loop.experiment import Inputs, TrainConfig
-from rl.loop.generation import System, rollout_weights
+from rl.loop.generation import System
 from rl.loop.ray_workers import RayWorkers
 from rl.loop.rewards import open_rewards
 from rl.rewards.pool import RewardPool
 from rl.rewards.scores import Rewards
 from rl.runtime import devices
-from rl.runtime.parallel_compile import OnCompiled
 from rl.runtime.progress import Progress
-from rl.runtime.run_files import MOVES_FILE, ROLLOUTS, ROUNDS_FILE, spill_folder
+from rl.runtime.run_files import ROLLOUTS, spill_folder
 from rl.runtime.signals import Watch
 from rl.runtime.waits import Patience
 from rl.speculation.device_drafters import DeviceDrafterSource
 from rl.speculation.draft_model import DraftModel
 from rl.speculation.reuse import Reuse
 from rl.speculation.sources import Speculation
-from rl.warm_up import compile_buckets, transfer_times
-from rl.warm_up.host_kernels import compile_host_kernels
+from rl.warm_up import compile_buckets
 from rl.warm_up.longer_buckets import LongerBuckets
-from rl.warm_up.round_times import load_or_measure
 from rl.workers.multi_engine import MultiEngine, make_engines, split_devices
-from sched.simulator.measured_costs import MeasuredCosts
-from spec.budget.bandit_budget import node_counts
-from spec.budget.budget import DraftDecision, best_trees, equal_trees
-from spec.budget.config import BANDIT, LEARNED, MODEL, parse_budget
-from spec.config import SamplingConfig
+from spec.budget.config import LEARNED, MODEL
 from spec.reuse.rollout_cache import RolloutCache
-from spec.sampling import step_key
 
 
 def remove_other_spills(run: Folder, num_processes: int) -> None:
@@ -139,45 +129,57 @@ def build(
         lockstep = _lockstep(shares, stack)
         engine = _engine(config, inputs, mesh, learner.recipe, drafter, workers, shares, lockstep)
         eval_engine = _eval_engine(config, inputs, mesh, engine, shares)
-
-        def told(what: str, done: int, total: int) -> None:
-            watch.alive()
-            show.compiling(what, done, total)
-
-        weights = rollout_weights(state.params, engine, shares)
-        training = trainer.lowered(state, learner.shape, recipe=learner.recipe)
-        rewards.wait_started()
-        heard = partial(told, "training and rollouts")
-        reach = rollout_reach(config, shares)
-        # several processes leave together: not in the middle of what each compiles
-        sign = watch.check if processes.alone else watch.alive
-        settings = engine, weights, config.sampling, speculation, reach, watch, told, sign
-        longer = None if on_ray else engine.do(partial(_longer_buckets, *settings))
-        if workers is not None:
-            bounds = ray_workers.bounds(config, inputs, reach, drafter)
-            workers.warm_up(bounds, weights, folder, training, heard, watch.alive)
-        elif on_ray:
-            compile_buckets.compile_programs(engine.engines[0], (), heard, training)
-        else:
-            kept = Kept(folder, processes)
-            _warm_up(config, engine, weights, speculation, reach, kept, heard, training, longer)
-        if not on_ray or eval_engine is not engine:
-            told_evaluation = partial(told, "evaluation")
-            warm_up_evaluation(config, inputs, eval_engine, weights, told_evaluation, shares)
-        if drafter is not None:
-            drafter_run.warm_up(drafter, engine, weights)
-        # a collective does not wait for as long as a compilation may take
-        processes.barrier("compiled", watch.alive)
-        if on_ray:
-            ray_workers.read_times(speculation, folder)  # which the workers have measured
-        state = trainer.first_run(state, learner.shape, recipe=learner.recipe)
         system = System(
             *(config, inputs, learner, engine, eval_engine, cache, speculation, reuse, rewards),
-            *(DataOrder(len(inputs.task), config.run.seed), drafter, longer, shares),
+            *(DataOrder(len(inputs.task), config.run.seed), drafter, None, shares),
             show=show,
             watch=watch,
         )
-        yield system, state
+        longer = _compile(system, state, folder, workers)
+        state = trainer.first_run(state, learner.shape, recipe=learner.recipe)
+        yield dataclasses.replace(system, longer=longer), state
+
+
+def _compile(
+    system: System, state: TrainState, folder: Path, workers: RayWorkers | None
+) -> LongerBuckets | None:
+    """Compile training, rollouts and evaluation; return what waits until the first step is done."""
+    config, inputs, watch, shares = system.config, system.inputs, system.watch, system.shares
+    engine, speculation, processes = system.engine, system.speculation, system.processes
+
+    def told(what: str, done: int, total: int) -> None:
+        watch.alive()
+        system.show.compiling(what, done, total)
+
+    weights, learner = system.weights(state.params), system.learner
+    training = trainer.lowered(state, learner.shape, recipe=learner.recipe)
+    system.rewards.wait_started()
+    heard = partial(told, "training and rollouts")
+    reach = first_programs.rollout_reach(config, shares)
+    longer, on_ray = None, config.cluster.kind == "ray"
+    if workers is not None:
+        bounds = ray_workers.bounds(config, inputs, reach, system.drafter)
+        workers.warm_up(bounds, weights, folder, training, heard, watch.alive)
+    elif on_ray:
+        compile_buckets.compile_programs(engine.engines[0], (), heard, training)
+    else:
+        # several processes leave together: not in the middle of what each compiles
+        sign = watch.check if processes.alone else watch.alive
+        settings = engine, weights, config.sampling, speculation, reach, watch, told, sign
+        longer = engine.do(partial(first_programs.longer_buckets, *settings))
+        kept = first_programs.Kept(folder, processes)
+        given = engine, weights, speculation, reach, kept, heard, training, longer
+        first_programs.warm_up(config, *given)
+    if not on_ray or system.eval_engine is not engine:
+        evaluated = weights, partial(told, "evaluation"), shares
+        first_programs.warm_up_evaluation(config, inputs, system.eval_engine, *evaluated)
+    if system.drafter is not None:
+        drafter_run.warm_up(system.drafter, engine, weights)
+    # a collective does not wait for as long as a compilation may take
+    processes.barrier("compiled", watch.alive)
+    if on_ray:
+        ray_workers.read_times(speculation, folder)  # which the workers have measured
+    return longer
 
 
 def _drafters(
@@ -307,190 +309,3 @@ def run_mesh(config: TrainConfig) -> Mesh | None:
         each = math.ceil(math.prod(sizes) / len(rows))
         rows = [row[:each] for row in rows]
     return make_mesh(config.mesh, [device for row in rows for device in row])
-
-
-def _node_sizes(config: TrainConfig) -> compile_buckets.NodeSizes | None:
-    """The numbers of nodes that rounds can have, by slots; None: all.
-
-    A bandit has one for each range of batch sizes, so that fewer programs are kept.
-    """
-    if config.speculation.budget != BANDIT:
-        return None
-    engine, tuner = config.engine, config.tuner
-
-    def nodes(num_slots: int) -> set[int]:
-        sizes, wanted = engine.node_sizes(num_slots), node_counts(tuner, num_slots)
-        return {next((m for m in sizes if m >= count), sizes[-1]) for count in wanted if sizes}
-
-    return nodes
-
-
-def _no_nodes(num_slots: int) -> set[int]:
-    """Return the numbers of nodes of rounds without drafts beside the plain one."""
-    return set()
-
-
-def drafted_alone(config: TrainConfig) -> dict[str, compile_buckets.Decisions]:
-    """Decisions for rounds in which one drafter alone drafts, on the device, by its name."""
-    longest = config.engine.max_nodes - 1
-    asked = {LEARNED: longest, MODEL: min(config.draft_model.max_depth, longest)}
-    sources, nodes = config.speculation.sources, _node_sizes(config)
-    budget, fixed = parse_budget(config.speculation.budget)
-
-    def decisions(most: int, num_slots: int) -> list[DraftDecision]:
-        sizes = config.engine.node_sizes(num_slots)
-        if nodes is not None:  # a bandit's
-            wanted = [m // num_slots - 1 for m in nodes(num_slots)]
-        elif budget == "fixed":
-            wanted = [min(most, fixed)]
-        else:
-            return [best_trees(m, num_slots, most) for m in sizes]
-        found = (equal_trees(tokens, sizes, num_slots) for tokens in wanted)
-        return [decision for decision in found if decision is not None]
-
-    can = {name for name in asked if name in sources and (nodes or len(sources) == 1)}
-    return {name: partial(decisions, asked[name]) for name in can if budget not in ("off", "aimd")}
-
-
-def rollout_reach(config: TrainConfig, shares: Shares = WHOLE) -> compile_buckets.Reach:
-    """Return what a process's rollouts can reach, but for drafters on the device."""
-    pipeline = config.sched.mode == "pipeline"  # evaluated on another engine
-    return compile_buckets.Reach(
-        shares.most_groups(config.rollout.prompts_per_step) * config.rollout.group_size,
-        config.rollout.max_prompt_tokens if pipeline else config.longest_prompt_tokens,
-        speculative=config.speculation.enabled,
-        reuse=config.reuse.enabled,
-        moves=config.sched.workers > 1 or pipeline,
-        nodes=_node_sizes(config),
-        alone=drafted_alone(config),
-    )
-
-
-def num_whole_model(config: TrainConfig, model: ModelConfig) -> int:
-    """Return how many programs of rollouts run the whole policy; opens no device."""
-    runner, reach = Engine(model, config.engine), rollout_reach(config)
-    return compile_buckets.num_whole_model(runner, config.sampling, reach)
-
-
-def _longer_buckets(
-    engine: RolloutEngine,
-    weights: Params,
-    sampling: SamplingConfig,
-    speculation: Speculation,
-    reach: compile_buckets.Reach,
-    watch: Watch,
-    told: Callable[[str, int, int], None],
-    sign: Callable[[], object],
-) -> LongerBuckets | None:
-    """Return the warm-up in two parts, for one engine without drafters on the device; else None.
-
-    `sign` is called as programs of the second part are compiled, and may raise.
-    """
-    if not isinstance(engine, Engine) or speculation.drafters:
-        return None
-
-    def told_later(done: int, total: int) -> None:
-        told("longer responses", done, total)
-        sign()
-
-    pool = compile_buckets.Pool(engine, engine.place(weights), sampling, reach)
-    return LongerBuckets(pool, watch, told_later)
-
-
-class Kept(NamedTuple):
-    """The folder of a run's tables of seconds, and the processes that decide by them."""
-
-    folder: Path
-    processes: Processes
-
-
-def _warm_up(
-    config: TrainConfig,
-    engine: RolloutEngine,
-    weights: Params,
-    speculation: Speculation,
-    reach: compile_buckets.Reach,
-    kept: Kept,
-    told: OnCompiled,
-    training: Sequence[Any],
-    longer: LongerBuckets | None,
-) -> None:
-    """Compile all that rollouts can need, and time what the budget and the scheduler decide by.
-
-    The lowered steps of `training` are compiled with it: nothing is timed beside a compilation.
-    """
-    settings = config, engine, weights, speculation, reach, kept, told, training, longer
-    engine.do(partial(_warm_up_here, *settings))
-    engine.do(lambda: jax.block_until_ready(step_key(0, 0)))
-
-
-def _warm_up_here(
-    config: TrainConfig,
-    engine: RolloutEngine,
-    weights: Params,
-    speculation: Speculation,
-    reach: compile_buckets.Reach,
-    kept: Kept,
-    told: OnCompiled,
-    training: Sequence[Any],
-    longer: LongerBuckets | None,
-) -> None:
-    reach = dataclasses.replace(reach, drafters=speculation.drafters)
-    for one in engine.engines:
-        placed = one.place(weights)
-        if longer is None:
-            compile_buckets.warm_up(one, placed, config.sampling, reach, told, training)
-        else:
-            longer.warm_up(told, training)
-        training = ()
-    # workers are alike: the last one's times are those of all
-    if isinstance(engine, MultiEngine):
-        path = kept.folder / MOVES_FILE
-        settings = one, placed, config.sampling, reach, path
-        moves = transfer_times.measure(*settings, processes=kept.processes)
-        engine.prefer_pool = moves.prefers_copy
-    if reach.speculative or config.sched.measures_rounds:
-        path, sampling = kept.folder / ROUNDS_FILE, config.sampling
-        most = None if longer is None else longer.most_positions
-        timed = reach if reach.speculative else dataclasses.replace(reach, nodes=_no_nodes)
-        measured = path, one, placed, sampling, timed, most
-        times = load_or_measure(*measured, processes=kept.processes)
-    if isinstance(engine, MultiEngine) and config.sched.measures_rounds:
-        engine.costs = MeasuredCosts(times.rounds, moves.seconds)
-    if reach.speculative:
-        speculation.times = times
-        compile_host_kernels(
-            config.speculation,
-            times,
-            one,
-            placed,
-            sampling,
-            speculation.drafters,
-            config.tuner,
-        )
-
-
-def warm_up_evaluation(
-    config: TrainConfig,
-    inputs: Inputs,
-    engine: RolloutEngine,
-    weights: Params,
-    told: OnCompiled,
-    shares: Shares = WHOLE,
-) -> None:
-    """Compile what evaluations need and the engine's rollouts do not: more slots, or all of it."""
-    num_requests = shares.most_groups(inputs.evals.num_questions) * config.eval.samples
-    slots = config.engine.slot_bucket
-    reached = shares.most_groups(config.rollout.prompts_per_step) * config.rollout.group_size
-    reached = reached if engine.engines[0].longest_tokens else 0
-    if not num_requests or (reached and slots(num_requests) <= slots(reached)):
-        return
-    reach = compile_buckets.Reach(
-        num_requests, config.longest_prompt_tokens, moves=isinstance(engine, MultiEngine)
-    )
-
-    def compile_here() -> None:
-        for one in engine.engines:
-            compile_buckets.warm_up(one, one.place(weights), config.sampling, reach, told)
-
-    engine.do(compile_here)

@@ -36,9 +36,9 @@ from rl.loop.generation import (
     asked_to_stop,
     generate,
     leave_update_if_asked,
-    tell_failures,
 )
 from rl.loop.keeper import Keeper, RunPosition, committed, resume
+from rl.loop.rewards import tell_failures
 from rl.metrics.step_metrics import sample_rows, step_metrics
 from rl.metrics.writer import MetricsWriter, RowsOnly, Timings, read_metrics
 from rl.runtime.progress import Progress

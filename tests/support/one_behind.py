@@ -21,7 +21,8 @@ from rl.engine.rollout_spec import RolloutSpec
 from rl.learner.advantages import informative_groups
 from rl.loop import train_loop
 from rl.loop.experiment import TrainConfig, open_inputs
-from rl.loop.generation import Prompts, Rollouts, Scorer, prompts_at
+from rl.loop.generation import Prompts, Rollouts, prompts_at
+from rl.loop.rewards import Scorer
 from rl.metrics.writer import Timings
 from rl.speculation.reuse import remember
 from rl.trajectory import Request

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from rl.data.prompts import DataOrder
 from rl.data.tasks import Example
-from rl.loop import generation
-from rl.loop.generation import Scorer
+from rl.loop import generation, rewards
+from rl.loop.rewards import Scorer
 from rl.rewards.config import RewardConfig
 from rl.rewards.pool import RewardPool
 from rl.rewards.scores import Score
@@ -29,10 +29,10 @@ def test_a_run_that_is_asked_to_stop_does_not_wait_for_scores():
 def test_a_failure_that_quotes_a_response_is_one_line():
     hostile = "f/raised: ValueError: no number in 'x\n\nstep 9/9  reward 1.000\r\x1b[2J'"
     scores = [Score({}, None, hostile), Score({}, 1.0), Score({}, 1.0)]
-    told = generation.told_failures(scores)
+    told = rewards.told_failures(scores)
     assert told.startswith("1 of 3 samples: f/raised: ValueError: no number in 'x step 9/9")
     assert "\n" not in told and "\r" not in told
-    assert generation.told_failures(scores[1:]) == ""
+    assert rewards.told_failures(scores[1:]) == ""
 
 
 PROMPTS = ["12", "12345", "1", "123456", "123", "1234567", "1234"]

@@ -10,9 +10,9 @@ import pytest
 from remote_workers import ThreadChannel
 
 from rl.config.loader import dump, load
+from rl.loop.config_checks import check_trainers, trainer_devices
 from rl.loop.experiment import TrainConfig
 from rl.loop.launch import Screen, launch
-from rl.loop.trainer_checks import check_trainers, trainer_devices
 from rl.loop.trainer_process import _config
 from rl.ray_roles import session, trainers
 from rl.ray_roles.session import RayProblem

@@ -22,8 +22,8 @@ from rl.config.loader import load
 from rl.engine.engine import Engine
 from rl.loop import ray_workers
 from rl.loop.experiment import TrainConfig
+from rl.loop.first_programs import rollout_reach
 from rl.loop.ray_workers import RayWorkers
-from rl.loop.setup import rollout_reach
 from rl.remote.messages import CODEC, Compile, Measure
 from rl.runtime.run_files import ROUNDS_FILE
 from rl.speculation.config import SpeculationConfig

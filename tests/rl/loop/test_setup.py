@@ -14,7 +14,7 @@ from rl.engine.engine import Engine
 from rl.engine.model_runner import ModelRunner
 from rl.loop import setup
 from rl.loop.experiment import TrainConfig, open_policy
-from rl.loop.setup import drafted_alone, num_whole_model
+from rl.loop.first_programs import drafted_alone, num_whole_model
 from rl.warm_up import compile_buckets
 from rl.warm_up.compile_buckets import Reach
 from spec.budget.budget import FixedBudget, best_trees, equal_trees

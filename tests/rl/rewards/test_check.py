@@ -8,7 +8,7 @@ import pytest
 from rl import train
 from rl.data.answers import EXTRACTORS, expected_answer, extract_answer, with_marker
 from rl.data.tasks import open_task
-from rl.loop.generation import tell_failures
+from rl.loop.rewards import tell_failures
 from rl.rewards.check import check_rewards
 from rl.rewards.config import RewardConfig
 from rl.rewards.process import RewardWorkerError
