@@ -32,7 +32,7 @@ test: $(INSTALLED)
 	@$(MAKE) --no-print-directory -j 2 lint types pytest
 
 pytest: $(INSTALLED)
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal --durations=20 $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 
 # Tests compile plainly, which takes half the time; here parity meets the code that users get.
 parity: $(INSTALLED)

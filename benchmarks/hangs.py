@@ -111,6 +111,7 @@ class StandIn:
     where: ClassVar[str] = "nowhere"
     is_ready: ClassVar[bool] = True
     may_return: ClassVar[bool] = False
+    clock: ClassVar[Callable[[], float]] = time.monotonic
 
     def abandoned(self) -> StandIn:
         return dataclasses.replace(self)
@@ -145,7 +146,7 @@ def spare_time(never: Never) -> str:
         buffer=SimpleNamespace(num_sequences=1),
         step=0,
         begin=lambda step: None,
-        context=lambda *_: None,
+        context=lambda runner, _: SimpleNamespace(runner=runner),
         work=lambda *_, leads: never.wait(NEVER_S),
         abandon=lambda: None,
     )

@@ -119,4 +119,4 @@ class Screen:
                 self._print(index, text, self._err)
 
     def _print(self, index: int, text: str, stream: TextIO) -> None:
-        print(f"process {index}: {text}" if index else text, file=stream, flush=True)
+        say(f"process {index}: {text}" if index else text, stream)
