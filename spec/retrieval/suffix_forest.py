@@ -18,13 +18,16 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from spec.drafter import Drafts
+from spec.retrieval import suffix_arrays
 from spec.retrieval import suffix_kernels as kernels
 from spec.retrieval import suffix_queries as queries
+from spec.retrieval.suffix_arrays import TreeArrays
 from spec.retrieval.suffix_kernels import Arena
 from spec.retrieval.suffix_queries import Followers, ProposalRule
 
@@ -50,6 +53,7 @@ class SuffixForest:
         self._members: dict[int, list[int]] = {}  # tree row → its sequences
         self._free = {"trees": list(range(4)), "sequences": list(range(4))}  # rows
         self._num_tokens = 0
+        self._grows = True
         states = np.empty((16, 8), np.int32)
         self._arena = Arena(
             states=states,
@@ -71,6 +75,29 @@ class SuffixForest:
     def num_bytes(self) -> int:
         """The size of all arrays, free room included."""
         return sum(x.nbytes for name, x in self._arena._asdict().items() if name != "weights")
+
+    def arrays(self) -> TreeArrays:
+        """Return all trees, in the order in which they were planted.
+
+        Each must have been grown before the next was planted, and none uprooted.
+        """
+        with self._lock:
+            return suffix_arrays.take(self._arena, list(self._members), self.max_context)
+
+    @classmethod
+    def of(cls, parts: Sequence[TreeArrays]) -> tuple[SuffixForest, list[list[int]]]:
+        """Return a forest of the trees of all parts, which cannot grow, and their ids by part.
+
+        The parts have been checked (`suffix_arrays.check`), and have one `max_context`.
+        """
+        contexts = {x.max_context for x in parts}
+        assert len(contexts) == 1, contexts
+        forest = cls(contexts.pop())
+        forest._arena, rows = suffix_arrays.join(parts)
+        forest._free = {"trees": [], "sequences": []}
+        forest._num_tokens = sum(int(x.grown_T.sum()) for x in parts)
+        forest._grows = False
+        return forest, [[_id(row, 0) for row in of_part] for of_part in rows]
 
     # --- trees and sequences --------------------------------------------------------------
 
@@ -213,6 +240,7 @@ class SuffixForest:
         edges that are not the first of their state: an edge outside the tree of longest
         paths belongs to a suffix of its own, and at most 2q states have no edge.
         """
+        assert self._grows, "a forest that was made of arrays cannot grow"
         live_sequences = len(self._arena.sequences) - len(self._free["sequences"])
         taken, _, num_free = self._arena.pools[kernels.STATE_POOL].tolist()
         need = {

@@ -186,6 +186,13 @@ def rehash(old, new):
             _insert(new, entry >> 32, (entry & SLOT_MASK) - 1)
 
 
+@kernel
+def index_edges(a, num_edges):
+    """Fill the empty table of an arena with its first edges."""
+    for edge in range(num_edges):
+        _insert(a.table, _hash(a.edges[edge, SOURCE], a.edges[edge, LABEL]), edge)
+
+
 # --- growth -------------------------------------------------------------------------------
 
 
