@@ -30,6 +30,10 @@ class ClusterConfig:
     `scorers`: with `ray`, responses are scored by as many actors, each with `Reward.workers`
     processes, on the cluster's CPUs; with 0 by processes of this host, as elsewhere.
 
+    `history_workers`: with `ray`, as many actors on the cluster's CPUs keep the responses that
+    history drafts from and build the index of a step to come, which rollout workers fetch; with 0
+    the responses go to the rollout workers, and each builds an index of them.
+
     What another process owes is waited for as long as it shows signs of life, which may be
     `deadline_s` apart; so long may joining take too.
     """
@@ -41,6 +45,7 @@ class ClusterConfig:
     rollouts: Rollouts = "local"
     address: str | None = None
     scorers: int = 0
+    history_workers: int = 0
     deadline_s: float = 60.0
 
     def __post_init__(self) -> None:
@@ -57,8 +62,14 @@ class ClusterConfig:
                     f"with it, got {self.kind!r}"
                 )
             _parse_address(self.address, "address")
-        if self.scorers < 0:
-            raise ValueError(f"scorers must be 0 or more, got {self.scorers}")
+        for field in ("scorers", "history_workers"):
+            if getattr(self, field) < 0:
+                raise ValueError(f"{field} must be 0 or more, got {getattr(self, field)}")
+        if self.history_workers and self.kind != "ray":
+            raise ValueError(
+                f"history_workers={self.history_workers} are actors of Ray: expected kind = "
+                f'"ray" with them, got {self.kind!r}; elsewhere the run indexes history itself'
+            )
         if self.scorers and self.kind != "ray":
             raise ValueError(
                 f'scorers={self.scorers} are actors of Ray: expected kind = "ray" with them, got '

@@ -93,6 +93,13 @@ def check_tuner(config: TrainConfig) -> None:
 
 def check_cluster(config: TrainConfig) -> None:
     """Raise ValueError for what several processes cannot do, or were not told."""
+    count, sources = config.cluster.history_workers, config.speculation.sources
+    if count and config.speculation.history_source is None:
+        raise ValueError(
+            f"Cluster.history_workers={count} index what history drafts from: expected "
+            f'"history" or "histospec" in Speculation.sources, and a budget, got {sources} with '
+            f'"{config.speculation.budget}": add one, or leave history_workers out'
+        )
     if config.cluster.kind == "ray":
         check_trainers(config)
     if config.cluster.kind != "spmd":

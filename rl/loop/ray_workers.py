@@ -32,7 +32,7 @@ from rl.warm_up.measured_run import read_moves, read_rounds
 from rl.workers.multi_engine import MultiEngine
 from spec.buckets import buckets
 
-SPARE_CPUS = 2  # of a Ray that a run starts, beside those of workers and scorers
+SPARE_CPUS = 2  # of a Ray that a run starts, beside those of workers and services
 SILENCE = 5  # deadlines that nobody speaks to a worker for, until it ends by itself
 
 
@@ -77,7 +77,7 @@ class RayWorkers:
 def num_cpus(config: TrainConfig) -> int:
     """The CPUs of a Ray that a run starts, beside those of its trainers."""
     scoring = config.cluster.scorers * config.reward.workers
-    return config.sched.workers + scoring + SPARE_CPUS
+    return config.sched.workers + scoring + config.cluster.history_workers + SPARE_CPUS
 
 
 @contextlib.contextmanager

@@ -31,6 +31,7 @@ from rl.loop.drafter_run import DrafterRun
 from rl.loop.exchange import Shares
 from rl.loop.experiment import Inputs, TrainConfig
 from rl.loop.generation import System
+from rl.loop.history import open_history
 from rl.loop.ray_workers import RayWorkers
 from rl.loop.rewards import open_rewards
 from rl.rewards.pool import RewardPool
@@ -122,6 +123,8 @@ def build(
         if on_ray and processes.is_first:
             ours = learner.recipe.trainer.dtype, speculation, drafter, show.message
             workers = stack.enter_context(ray_workers.open_workers(config, inputs, *ours))
+            builder = open_history(config, cache, show.message)
+            speculation.index_builder = stack.enter_context(builder)
         if rewards is None:
             rewards = stack.enter_context(opened)  # scorers are actors of the Ray that is there now
         if on_ray:

@@ -7,13 +7,14 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
+from functools import partial
 from typing import Any
 
 
 class WorkerActor:
     """A rollout worker: `rl.remote.worker.WorkerProgram` on the devices that it was placed with.
 
-    `drafts` is the handle of the draft server, if there is one.
+    `drafts` is the handle of the draft server, if there is one; history workers are found by name.
     """
 
     def __init__(self, config_text: str, drafts: Any, deadline_s: float) -> None:
@@ -23,7 +24,8 @@ class WorkerActor:
 
         program_cache.keep()
         ask = None if drafts is None else asking(drafts, deadline_s)
-        self._program = WorkerProgram(config_text, ask, leave=end_process)
+        at = partial(_ask_at, deadline_s=deadline_s)
+        self._program = WorkerProgram(config_text, ask, at, leave=end_process)
 
     def answer(self, message: bytes) -> bytes:
         return self._program.answer(message)
@@ -74,6 +76,20 @@ class TrainerActor:
         return self._program.answer(message)
 
 
+class HistoryActor:
+    """A history worker: `rl.remote.history_service.HistoryProgram`."""
+
+    def __init__(self, config_text: str) -> None:
+        os.environ["JAX_PLATFORMS"] = "cpu"  # it must not take the devices of workers beside it
+        from rl.remote.history_service import HistoryProgram
+        from rl.remote.service import end_process
+
+        self._program = HistoryProgram(config_text, leave=end_process)
+
+    def answer(self, message: bytes) -> bytes:
+        return self._program.answer(message)
+
+
 def asking(actor: Any, deadline_s: float) -> Callable[[bytes], bytes]:
     """Return a function that asks an actor and waits. It raises ProgramLost after the deadline."""
     import ray
@@ -90,6 +106,19 @@ def asking(actor: Any, deadline_s: float) -> Callable[[bytes], bytes]:
         return answer
 
     return ask
+
+
+def _ask_at(name: str, message: bytes, deadline_s: float) -> bytes:
+    """Ask the actor of a name, and wait. Raises ProgramLost where there is none, or it is late."""
+    import ray
+
+    from rl.runtime.waits import ProgramLost
+
+    try:
+        actor = ray.get_actor(name)
+    except (ValueError, ray.exceptions.RayError) as error:
+        raise ProgramLost(f"it is not there: {_first_line(error)}") from error
+    return asking(actor, deadline_s)(message)
 
 
 class RayChannel:

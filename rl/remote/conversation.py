@@ -14,7 +14,7 @@ from rl.remote.drafter_messages import Caught
 from rl.remote.link import Link
 from rl.remote.messages import Answered, ChunkEnded, Done, Give, Parked, Poll, Report
 from rl.remote.records import enter_stats
-from rl.remote.worker import check_kv
+from rl.remote.worker_run import check_kv
 from rl.trajectory import PartialRequest
 from rl.workers.worker_source import WorkerSource
 

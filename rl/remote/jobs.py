@@ -114,4 +114,5 @@ def drafting_of(spec: RolloutSpec) -> Drafting | None:
         drafts.first_group,
         drafts.group_size,
         drafts.history,
+        drafts.indexed,
     )

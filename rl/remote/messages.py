@@ -5,6 +5,7 @@
     worker → run's program    Welcome, Has, Done, Measured, Report, Pong, Gradients, Failed: one
                               answer to each
     worker → draft server     DraftSync, answered with DraftNews
+    worker → history worker   see rl/remote/history_service.py
 
 A worker is asked and answers; it never speaks first. `Poll` waits until there is something to tell.
 """
@@ -32,6 +33,7 @@ from rl.remote.drafter_messages import (
 from rl.remote.records import Stats, expect
 from rl.remote.wire import Codec
 from rl.speculation.config import SpeculationConfig
+from rl.speculation.history_elsewhere import Indexed
 from rl.trajectory import HostKv, PartialRequest, Prefix, Request, Trajectory
 from spec.budget.config import TunerConfig
 from spec.config import SamplingConfig
@@ -136,7 +138,9 @@ class Measured:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Drafting:
-    """The arguments of `rl.speculation.sources.Speculation.drafter_factory`, and the history."""
+    """The arguments of `rl.speculation.sources.Speculation.drafter_factory`, and the history: as
+    groups, and as an index whose shards are to be fetched from history workers.
+    """
 
     keys: tuple[str, ...]
     prompts: tuple[tuple[int, ...], ...]
@@ -144,6 +148,7 @@ class Drafting:
     first_group: int
     group_size: int
     history: Mapping[str, CachedGroup]
+    indexed: Indexed | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

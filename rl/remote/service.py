@@ -1,4 +1,4 @@
-"""Programs that serve a run beside its workers (scorers): their end, and the run's end of them.
+"""Programs that serve a run beside its workers (scorers, history workers): both ends of them.
 
 The run's program starts a service, compares who both are, watches it by its answers, and starts it
 again when it is lost, a bounded number of times.

@@ -31,13 +31,13 @@ from rl.engine.rollout_spec import DrafterFactory, RolloutSpec
 from rl.remote import messages
 from rl.remote.drafter_messages import NO_DRAFTERS, Tuner, of_tuner, tuner_state
 from rl.remote.drafts import Ask, SharedDrafts
+from rl.remote.history_fetch import AskAt, compile_join, history_index
 from rl.remote.messages import CODEC, Done, Drafting, Failed, Hello, Job
 from rl.remote.weights import MessageCarrier
 from rl.remote.wire import WireError
 from rl.remote.worker_drafters import WorkerDrafters
-from rl.remote.worker_run import WorkerRun
-from rl.speculation.sources import Speculation
-from rl.trajectory import PartialRequest
+from rl.remote.worker_run import WorkerRun, check_kv
+from rl.speculation.sources import HISTORY_RULES, Speculation
 from rl.warm_up import compile_buckets, transfer_times
 from rl.warm_up.host_kernels import compile_host_kernels
 from rl.warm_up.round_times import load_or_measure
@@ -55,7 +55,8 @@ LOOK_S = 1.0  # between two looks at how long nobody has spoken
 
 
 class WorkerProgram:
-    """Answers messages; `drafts` asks the draft server, if there is one.
+    """Answers messages; `drafts` asks the draft server, if there is one, and `ask_at` history
+    workers.
 
     `config` is the text of the run's configuration that this program was started for. `leave` is
     called where nobody has spoken for the deadline that `Hello` names.
@@ -65,11 +66,13 @@ class WorkerProgram:
         self,
         config: str = "",
         drafts: Ask | None = None,
+        ask_at: AskAt | None = None,
         *,
         clock: Callable[[], float] = time.perf_counter,
         leave: Callable[[str], None] | None = None,
     ) -> None:
         self._config, self._drafts, self._clock, self._leave = config, drafts, clock, leave
+        self._ask_at = ask_at
         self._lock = threading.Lock()
         self._heard_s = clock()
         self._hello: Hello | None = None
@@ -138,10 +141,8 @@ class WorkerProgram:
                 number=hello.number,
                 feature_layers=drafters.feature_layers,
             )
-            cache = RolloutCache()
-            settings = hello.speculation, cache, drafters.by_name, hello.tuner
+            settings = hello.speculation, RolloutCache(), drafters.by_name, hello.tuner
             self._speculation = Speculation(*settings, seed=hello.seed)
-            self._history = cache
             expected = _expected(self._engine)
             self._subscriber = Subscriber(expected, self._carrier, _not_asked, hello.deadline_s)
         if first and self._leave is not None:
@@ -274,6 +275,8 @@ class WorkerProgram:
                     self._drafters.by_name,
                     hello.tuner,
                 )
+                if (source := hello.speculation.history_source) is not None:
+                    compile_join(HISTORY_RULES[source])
         return messages.Measured(rounds, moves)
 
     # -- runs ------------------------------------------------------------------------------
@@ -325,13 +328,16 @@ class WorkerProgram:
         if self._drafts is not None and "group" in speculation.config.sources:
             shared = SharedDrafts(job, asked.group_size, self._drafts, self.remarks.append)
             server = stack.enter_context(shared)
-        for key, group in asked.history.items():
-            self._history.replace(key, group)
+        index, source = None, speculation.config.history_source
+        if source is not None:
+            rule, vocab_size = HISTORY_RULES[source], self.engine.model.vocab_size
+            index = history_index(asked, rule, vocab_size, self._ask_at, self.remarks.append)
         return speculation.drafter_factory(
             *(asked.keys, asked.prompts, asked.last),
             first_group=asked.first_group,
             group_size=asked.group_size,
             server=server,
+            index=index,
         )
 
     def _of(self, number: int) -> WorkerRun:
@@ -392,24 +398,3 @@ def _expected(engine: Engine) -> Any:
 
 def _not_asked(source: int, have: Any) -> str | None:
     raise AssertionError("offers come by themselves")
-
-
-def check_kv(engine: Engine, partial: PartialRequest) -> None:
-    """Raise WireError for keys and values that are not those of this request in this engine."""
-    if partial.kv is None:
-        return
-    entries, model = partial.kv.entries, engine.model
-    shape = model.num_kv_heads, len(partial.token_ids) - 1, model.head_dim
-    found = {(x.shape, x.dtype) for x in entries.values}
-    if len(entries.values) != model.num_layers or found != {(shape, engine.dtype)}:
-        raise WireError(
-            f"request {partial.request.request_id}: expected keys and values of "
-            f"{model.num_layers} layers of {shape} of {engine.dtype}, got {len(entries.values)} of "
-            f"{sorted(map(str, found))[0]}"
-        )
-    layers = engine.feature_layers
-    width = () if layers is None else (model.d_model * (len(layers) + 1),)
-    states = [(x.shape, x.dtype) for x in entries.features]
-    wanted = [((1, shape[1], n), engine.dtype) for n in width]
-    if states != wanted or entries.feature_layers != (layers or ()):
-        raise WireError(f"expected hidden states of {wanted or 'no layers'} with it, got {states}")

@@ -20,6 +20,7 @@ from rl.engine.stats import EngineStats
 from rl.remote.drafter_messages import Caught, Tuner
 from rl.remote.messages import Answered, ChunkEnded, Give, Job, Parked, Report
 from rl.remote.records import of_stats
+from rl.remote.wire import WireError
 from rl.runtime.waits import code_line
 from rl.trajectory import PartialRequest, Trajectory
 from spec.eagle.batch import HiddenStates
@@ -183,3 +184,24 @@ class WorkerRun:
             with self._changed:
                 self.ended = True
                 self._changed.notify_all()
+
+
+def check_kv(engine: Engine, partial: PartialRequest) -> None:
+    """Raise WireError for keys and values that are not those of this request in this engine."""
+    if partial.kv is None:
+        return
+    entries, model = partial.kv.entries, engine.model
+    shape = model.num_kv_heads, len(partial.token_ids) - 1, model.head_dim
+    found = {(x.shape, x.dtype) for x in entries.values}
+    if len(entries.values) != model.num_layers or found != {(shape, engine.dtype)}:
+        raise WireError(
+            f"request {partial.request.request_id}: expected keys and values of "
+            f"{model.num_layers} layers of {shape} of {engine.dtype}, got {len(entries.values)} of "
+            f"{sorted(map(str, found))[0]}"
+        )
+    layers = engine.feature_layers
+    width = () if layers is None else (model.d_model * (len(layers) + 1),)
+    states = [(x.shape, x.dtype) for x in entries.features]
+    wanted = [((1, shape[1], n), engine.dtype) for n in width]
+    if states != wanted or entries.feature_layers != (layers or ()):
+        raise WireError(f"expected hidden states of {wanted or 'no layers'} with it, got {states}")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -22,6 +22,7 @@ from rl.engine.rollout_spec import DrafterContext, DrafterFactory, no_drafts
 from rl.runtime.waits import Hang, Patience, result_of
 from rl.speculation.config import SpeculationConfig
 from rl.speculation.device_drafters import NO_DRAFTERS, DeviceDrafters
+from rl.speculation.history_elsewhere import IndexBuilder, Indexed, Shard
 from rl.speculation.learned_drafter import LearnedDrafter
 from rl.trajectory import Prompt
 from spec.budget.bandit import BegMab
@@ -45,18 +46,30 @@ MOST_WORKERS = 2**16
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Built:
-    """The history of a step's prompts: indexed, or as it is (`Speculation.for_others`)."""
+    """The history of a step's prompts: indexed, or as it is (`Speculation.for_others`).
+
+    `shards` of an index `name` lie in other programs (`Speculation.index_builder`).
+    """
 
     index: HistoryIndex | None
     keys: frozenset[str]
     seconds: float
     groups: Mapping[str, CachedGroup] = dataclasses.field(default_factory=dict)
+    name: str = ""
+    shards: tuple[Shard, ...] = ()
 
     @property
     def num_tokens(self) -> int:
         if self.index is not None:
             return self.index.num_tokens
-        return sum(group.num_tokens for group in self.groups.values())
+        groups = sum(group.num_tokens for group in self.groups.values())
+        return groups + sum(shard.num_tokens for shard in self.shards)
+
+    @property
+    def indexed(self) -> Indexed | None:
+        """Where the shards are; None where there are none."""
+        addresses = tuple(shard.address for shard in self.shards)
+        return Indexed(self.name, addresses) if addresses else None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -64,8 +77,8 @@ class StepDrafts:
     """Makes the drafters and the budget of a rollout, for each worker its own.
 
     `keys`, `prompts`, `last`, `first_group` and `group_size` are those of
-    `Speculation.drafter_factory`, from which, with the prompts' `history`, another program can
-    make the same drafters.
+    `Speculation.drafter_factory`, from which, with the prompts' `history` and what is `indexed`
+    elsewhere, another program can make the same drafters.
     """
 
     make: DrafterFactory
@@ -75,6 +88,7 @@ class StepDrafts:
     first_group: int
     group_size: int
     history: Mapping[str, CachedGroup]
+    indexed: Indexed | None = None
 
     def __call__(self, context: DrafterContext) -> tuple[Drafter | None, Budget | None]:
         return self.make(context)
@@ -105,6 +119,7 @@ class Speculation:
         self._bandits: dict[int, BegMab] = {}  # by worker
         self._lock = threading.Lock()
         self.for_others = False  # workers of other programs, which index the history themselves
+        self.index_builder: IndexBuilder | None = None  # or others, for them
 
     def drafter_factory(
         self,
@@ -116,6 +131,7 @@ class Speculation:
         group_size: int = 0,
         server: DraftServer | None = None,
         answers: Callable[[int], bool] = lambda place: True,
+        index: HistoryIndex | None = None,
     ) -> DrafterFactory:
         """Return a maker of drafters and budgets for one rollout: each worker has its own.
 
@@ -123,18 +139,19 @@ class Speculation:
         responses by request id, if requests may reuse them. The drafters share what is built here:
         the index of the prompts' history, and the `server` through which siblings tell each other.
         What a group has said is forgotten once `group_size` responses have ended (0: never).
-        `answers` says of which places among the prompts this process has the requests.
+        `answers` says of which places among the prompts this process has the requests. With `index`
+        the history is not looked up here.
         """
         if not self.config.enabled:
             return no_drafts
         built = None
-        if self.keeps_history:
+        if self.keeps_history and index is None:
             pairs = enumerate(zip(keys, prompts, strict=True))
             built = self._history({key: ids for g, (key, ids) in pairs if answers(g)})
-        names, index = dict(enumerate(keys, first_group)), built.index if built else None
+        names, index = dict(enumerate(keys, first_group)), built.index if built else index
         make = partial(self._drafts, names, last or {}, index, server or DraftServer(group_size))
-        history = built.groups if built else {}
-        return StepDrafts(make, keys, prompts, last or {}, first_group, group_size, history)
+        given = (built.groups, built.indexed) if built else ({}, None)
+        return StepDrafts(make, keys, prompts, last or {}, first_group, group_size, *given)
 
     def _drafts(
         self,
@@ -225,8 +242,21 @@ class Speculation:
         built = self._built()
         if built is None or built.keys != frozenset(prompts):  # the first step, or a resumed one
             built = self._build(prompts)
-        self._building, self._used = None, built
+        self._building = None
+        self._used = built = self._without_lost(built)
         return built
+
+    def _without_lost(self, built: _Built) -> _Built:
+        """Read the groups of shards that were lost since they were built."""
+        builder = self.index_builder
+        lost = [s for s in built.shards if builder is None or not builder.has(s)]
+        groups = self._groups([key for shard in lost for key in shard.keys])
+        shards = tuple(shard for shard in built.shards if shard not in lost)
+        return dataclasses.replace(built, groups={**built.groups, **groups}, shards=shards)
+
+    def _groups(self, keys: Iterable[str]) -> dict[str, CachedGroup]:
+        found = {key: self._cache.get(key) for key in keys}
+        return {key: group for key, group in found.items() if group is not None}
 
     def _built(self) -> _Built | None:
         if self._building is None:
@@ -241,9 +271,12 @@ class Speculation:
         began_s, source = time.perf_counter(), self.config.history_source
         assert source is not None
         if self.for_others:
-            found = {key: self._cache.get(key) for key in prompts}
-            groups = {key: group for key, group in found.items() if group is not None}
-            return _Built(None, frozenset(prompts), time.perf_counter() - began_s, groups)
+            name, shards = "", tuple[Shard, ...]()
+            if self.index_builder is not None:
+                name, shards = self.index_builder.build(prompts, self._cache)
+            there = {key for shard in shards for key in shard.keys if key not in shard.damaged}
+            groups, seconds = self._groups(prompts.keys() - there), time.perf_counter() - began_s
+            return _Built(None, frozenset(prompts), seconds, groups, name, shards)
         arrays = {key: np.asarray(ids, np.int32) for key, ids in prompts.items()}
         index = build_index(self._cache, arrays, HISTORY_RULES[source])
         return _Built(index, frozenset(prompts), time.perf_counter() - began_s)

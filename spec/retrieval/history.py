@@ -8,14 +8,16 @@ of a branch is the sum of the rewards of its responses.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import numpy as np
 
 from spec.drafter import Drafter, Drafts, LiveSlots, Source
+from spec.retrieval.suffix_arrays import TreeArrays
 from spec.retrieval.suffix_drafter import RequestFollowers, with_prompt_tail
 from spec.retrieval.suffix_forest import ProposalRule, SuffixForest
-from spec.reuse.rollout_cache import RolloutCache
+from spec.reuse.rollout_cache import CachedGroup
 
 # Section 5.4: a prefix of 7 tokens, shortened down to 3 until it is found; one branch, along which
 # the context grows by up to the 32 draft tokens of the longest window.
@@ -45,10 +47,27 @@ class HistoryIndex:
         return self.forest.num_tokens
 
 
+class Groups(Protocol):
+    """Cached groups by prompt key: a RolloutCache, or a mapping."""
+
+    def get(self, key: str, /) -> CachedGroup | None: ...
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class IndexPart:
+    """The trees of some prompts as arrays, for other programs; tree t is that of `keys[t]`."""
+
+    keys: tuple[str, ...]
+    trees: TreeArrays
+
+
 def build_index(
-    cache: RolloutCache, prompts: Mapping[str, np.ndarray], rule: ProposalRule = RULE
+    cache: Groups, prompts: Mapping[str, np.ndarray], rule: ProposalRule = RULE
 ) -> HistoryIndex:
-    """Index the cached responses to `prompts` (prompt ids by key), for drafters of this rule."""
+    """Index the cached responses to `prompts` (prompt ids by key), for drafters of this rule.
+
+    Of `prompts` only the last `rule.longest` tokens are read.
+    """
     forest = SuffixForest(rule.context_tokens)
     trees = {}
     for key, prompt in prompts.items():
@@ -58,6 +77,19 @@ def build_index(
         trees[key] = tree = forest.plant()
         for r in group.responses:
             forest.add(tree, with_prompt_tail(prompt, r.tokens, rule.longest), weight=r.reward)
+    return HistoryIndex(forest, trees)
+
+
+def part_of(index: HistoryIndex) -> IndexPart:
+    """Return an index that `build_index` has made, as arrays."""
+    return IndexPart(tuple(index.trees), index.forest.arrays())
+
+
+def joined(parts: Sequence[IndexPart]) -> HistoryIndex:
+    """Return one index of parts of the same rule, which have been checked."""
+    forest, ids = SuffixForest.of([part.trees for part in parts])
+    pairs = zip(parts, ids, strict=True)
+    trees = {key: tree for part, of in pairs for key, tree in zip(part.keys, of, strict=True)}
     return HistoryIndex(forest, trees)
 
 

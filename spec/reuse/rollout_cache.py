@@ -109,7 +109,7 @@ def decode(blob: bytes, key: str, policy: str = "", vocab_size: int = 2**31) -> 
     if len(blob) < _HEADER or blob[:4] != MAGIC:
         raise CacheFileError("expected a blob of the rollout cache, got something else")
     body = blob[8:]
-    if zlib.crc32(body) != int.from_bytes(blob[4:8], "little"):
+    if zlib.crc32(body) != checksum(blob):
         raise CacheFileError("expected the checksum that it was written with: it is damaged")
     size = int.from_bytes(body[:4], "little")
     try:
@@ -138,6 +138,11 @@ def decode(blob: bytes, key: str, policy: str = "", vocab_size: int = 2**31) -> 
         ]
     rows = zip(header.samples, tokens, header.rewards, scores, strict=bool(header.lengths))
     return CachedGroup(prompt_ids, tuple(CachedResponse(*row) for row in rows))
+
+
+def checksum(blob: bytes) -> int:
+    """Return the checksum that a blob was written with."""
+    return int.from_bytes(blob[4:8], "little")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -265,6 +270,10 @@ class RolloutCache:
             self.problems.append(f"cached responses to {key!r} are skipped: {error}")
             self._forget(entry)
             return None
+
+    def blob(self, key: str) -> bytes | None:
+        """Return the prompt's group of the last epoch as `decode` reads it, unread."""
+        return self._blob(_entry_name(key, 0))
 
     def new_problems(self) -> list[str]:
         """Return the problems since the last call; their prompts are answered from scratch."""

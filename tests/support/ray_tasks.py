@@ -24,8 +24,9 @@ from tiny_team import (
 
 from rl.data.tasks import Example
 from rl.engine.engine import Engine
-from rl.ray_roles.services import ScorerActors
+from rl.ray_roles.services import HistoryActors, ScorerActors
 from rl.ray_roles.session import RaySession, open_ray
+from rl.remote.history_workers import HistoryWorkers
 from rl.remote.scorers import Scorers
 from rl.remote.service import ServiceDeadlines
 from rl.rewards.config import RewardConfig
@@ -34,7 +35,7 @@ from rl.rewards.scores import ScoreJob
 from rl.speculation.config import SpeculationConfig
 from rl.speculation.sources import Speculation
 from sched.protocol import WorkerLost
-from spec.reuse.rollout_cache import RolloutCache
+from spec.reuse.rollout_cache import RolloutCache, of_group
 
 
 def listening(pids):
@@ -59,10 +60,19 @@ def tokens_though_one_is_killed(place: Place):
     """Check the tokens of two programs, of which one is killed in mid-rollout."""
     done = rollouts.run(Engine(MODEL, CONFIG), PARAMS, REQUESTS, SAMPLING, KEY, STOP)
     alone = {t.request_id: t for t in done}
-    config = SpeculationConfig(budget="fixed:3", sources=("group", "own"))
+    config = SpeculationConfig(budget="fixed:3", sources=("history", "group", "own"))
     keys = [f"q{g}" for g in range(len(PROMPTS))]
-    with open_ray(None, 6, 60.0), Speculation(config, RolloutCache()) as speculation:
+    cache = RolloutCache(vocab_size=MODEL.vocab_size)
+    for g, key in enumerate(keys):
+        own = [t.response_ids for t in done if t.group_id == g]
+        cache.replace(key, of_group(own, [1.0] * len(own)))
+    with open_ray(None, 6, 60.0), Speculation(config, cache) as speculation:
         scores_though_one_is_killed()
+        actors = HistoryActors("a run", 1, start_s=30.0)
+        deadlines = ServiceDeadlines(30.0, 60.0, 120.0)
+        workers = HistoryWorkers("history", cache, 1, actors.connect, "a run", deadlines)
+        workers.start()
+        speculation.for_others, speculation.index_builder = True, workers
         session = RaySession("", 2, 1, deadline_s=30.0, start_s=60.0)
         multi, team = make_team(session, 2, speculation=config, deadline_s=30.0, chunk_tokens=2)
         with team:
@@ -79,9 +89,12 @@ def tokens_though_one_is_killed(place: Place):
                     killed.append(os.kill(multi.engines[victim].pid, signal.SIGKILL))
 
             drafts = speculation.drafter_factory(keys, PROMPTS, group_size=4)
+            assert drafts.indexed is not None and not drafts.history
             assert_same_tokens(play(multi, drafts=drafts, on_finish=on_finish), alone)
-            assert multi.stats.accepted_tokens > 0
+            assert multi.stats.accepted_tokens > 20  # the history has the very responses
             lost = [d.event for d in multi.decisions if isinstance(d.event, WorkerLost)]
+        workers.close()
+        actors.close()
         session.close()
     assert lost == [WorkerLost(victim)]
     return {"accepted_tokens": multi.stats.accepted_tokens}

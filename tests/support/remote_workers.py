@@ -69,12 +69,13 @@ class Programs:
 
     def __init__(self, *, changed=lambda channel: None):
         self.drafts, self.channels, self._changed = DraftService(), {}, changed
+        self.ask_at = None  # history workers
         self.hold = {}  # by number: an event that a start waits for
 
     def connect(self, number):
         if number in self.hold:
             assert self.hold[number].wait(60)
-        program = WorkerProgram(drafts=self.drafts.answer)
+        program = WorkerProgram(drafts=self.drafts.answer, ask_at=self.ask_at)
         channel = ThreadChannel(program.answer)
         channel.program = program
         self._changed(channel)

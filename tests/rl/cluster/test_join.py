@@ -83,3 +83,11 @@ def test_scorers_need_ray():
         ClusterConfig(scorers=2)
     with pytest.raises(ValueError, match="0 or more, got -1"):
         ClusterConfig("ray", scorers=-1)
+
+
+def test_history_workers_need_ray():
+    assert ClusterConfig("ray", history_workers=2).history_workers == 2
+    with pytest.raises(ValueError, match=r'expected kind = "ray" with them, got \'spmd\''):
+        ClusterConfig("spmd", history_workers=2)
+    with pytest.raises(ValueError, match="history_workers must be 0 or more, got -1"):
+        ClusterConfig("ray", history_workers=-1)

@@ -59,7 +59,7 @@ def test_workers_compile_for_evaluations_that_they_answer():
 
 
 def test_programs_are_warmed_up_once_and_late_ones_by_what_was_measured(tmp_path):
-    config, heard = SpeculationConfig(sources=("group", "own")), []
+    config, heard = SpeculationConfig(sources=("history", "group", "own")), []
 
     def noted(channel):
         channel._heard = lambda message: heard.append(CODEC.decode(message))
