@@ -179,16 +179,15 @@ def keys_and_values(never: Never) -> str:
 
 def rollout(team: MultiEngine) -> None:
     """All requests of a step, to their end."""
-    missing = len(REQUESTS)
+    missing, key = len(REQUESTS), jax.random.key(0)  # compiled before anything waits
     with team.session(team.make_scheduler(), 4, 8) as session:
-        submit(session)
+        submit(session, key)
         while missing:
             missing -= session.next_result(POLL_S) is not None
 
 
-def submit(session: WorkerGroup) -> None:
+def submit(session: WorkerGroup, key: jax.Array) -> None:
     """The requests of a step."""
-    key = jax.random.key(0)
     session.submit(0, RolloutSpec({}, SamplingConfig(max_new_tokens=4), key), REQUESTS)
 
 

@@ -24,7 +24,8 @@ from tiny_team import (
 from rl.config.loader import load
 from rl.engine.engine import Engine
 from rl.engine.rollout_spec import RolloutSpec
-from rl.loop.experiment import TrainConfig, check_cluster
+from rl.loop.config_checks import check_cluster
+from rl.loop.experiment import TrainConfig
 from rl.remote import history_service, history_workers
 from rl.remote.history_fetch import history_index
 from rl.remote.history_service import (
