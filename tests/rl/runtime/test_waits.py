@@ -6,6 +6,7 @@ import threading
 import time
 from types import SimpleNamespace
 
+import jax
 import jax.numpy as jnp
 import pytest
 from whole_steps import whole_steps
@@ -46,7 +47,7 @@ def test_an_abandoned_rollout_does_not_wait_for_a_hanging_worker(monkeypatch):
     team = hangs.team_of([StandIn("rounds", never)])
     with pytest.raises(KeyboardInterrupt):
         with team.session(team.make_scheduler(), 4, 8) as left:
-            hangs.submit(left)
+            hangs.submit(left, jax.random.key(0))
             raise KeyboardInterrupt
     assert time.monotonic() - begun < 20
     never.set()
