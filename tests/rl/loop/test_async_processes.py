@@ -41,7 +41,6 @@ def without_a_mesh(monkeypatch):
         return trainer.cast_params(params, engine.dtype)
 
     monkeypatch.setattr(generation, "rollout_weights", weights)
-    monkeypatch.setattr(run_setup, "rollout_weights", weights)
 
 
 @dataclasses.dataclass
