@@ -144,24 +144,9 @@ def warm_up(
 ) -> None:
     """Compile all that rollouts can need, and time what the budget and the scheduler decide by.
 
-    The lowered steps of `training` are compiled with it: nothing is timed beside a compilation.
+    Called as `engine.do` does. The lowered steps of `training` are compiled with it: nothing is
+    timed beside a compilation.
     """
-    settings = config, engine, weights, speculation, reach, kept, told, training, longer
-    engine.do(partial(_warm_up_here, *settings))
-    engine.do(lambda: jax.block_until_ready(step_key(0, 0)))
-
-
-def _warm_up_here(
-    config: TrainConfig,
-    engine: RolloutEngine,
-    weights: Params,
-    speculation: Speculation,
-    reach: compile_buckets.Reach,
-    kept: Kept,
-    told: OnCompiled,
-    training: Sequence[Any],
-    longer: LongerBuckets | None,
-) -> None:
     reach = dataclasses.replace(reach, drafters=speculation.drafters)
     for one in engine.engines:
         placed = one.place(weights)
@@ -195,6 +180,7 @@ def _warm_up_here(
             speculation.drafters,
             config.tuner,
         )
+    jax.block_until_ready(step_key(0, 0))
 
 
 def warm_up_evaluation(

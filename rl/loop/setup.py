@@ -172,7 +172,7 @@ def _compile(
         longer = engine.do(partial(first_programs.longer_buckets, *settings))
         kept = first_programs.Kept(folder, processes)
         given = engine, weights, speculation, reach, kept, heard, training, longer
-        first_programs.warm_up(config, *given)
+        engine.do(partial(first_programs.warm_up, config, *given))
     if not on_ray or system.eval_engine is not engine:
         evaluated = weights, partial(told, "evaluation"), shares
         first_programs.warm_up_evaluation(config, inputs, system.eval_engine, *evaluated)

@@ -11,14 +11,23 @@ from functools import partial
 from typing import Any
 
 
-class WorkerActor:
+class _Actor:
+    """Has a `rl.remote.program.MessageProgram`, which jax and its settings come with."""
+
+    _program: Any
+
+    def answer(self, message: bytes) -> bytes:
+        return self._program.answer(message)
+
+
+class WorkerActor(_Actor):
     """A rollout worker: `rl.remote.worker.WorkerProgram` on the devices that it was placed with.
 
     `drafts` is the handle of the draft server, if there is one; history workers are found by name.
     """
 
     def __init__(self, config_text: str, drafts: Any, deadline_s: float) -> None:
-        from rl.remote.service import end_process
+        from rl.remote.program import end_process
         from rl.remote.worker import WorkerProgram
         from rl.runtime import program_cache
 
@@ -27,23 +36,17 @@ class WorkerActor:
         at = partial(_ask_at, deadline_s=deadline_s)
         self._program = WorkerProgram(config_text, ask, at, leave=end_process)
 
-    def answer(self, message: bytes) -> bytes:
-        return self._program.answer(message)
 
-
-class DraftActor:
+class DraftActor(_Actor):
     """The draft server: what requests of all workers have said, by group."""
 
     def __init__(self) -> None:
         from rl.remote.drafts import DraftService
 
-        self._service = DraftService()
-
-    def answer(self, message: bytes) -> bytes:
-        return self._service.answer(message)
+        self._program = DraftService()
 
 
-class ScoringActor:
+class ScoringActor(_Actor):
     """A scorer: `rl.remote.scoring.ScoringProgram`, in the run's own folder where this host has it.
 
     Names of files in the configuration are relative to that.
@@ -53,16 +56,13 @@ class ScoringActor:
         os.environ["JAX_PLATFORMS"] = "cpu"  # it must not take the devices of workers beside it
         if os.path.isdir(folder):
             os.chdir(folder)
+        from rl.remote.program import end_process
         from rl.remote.scoring import ScoringProgram
-        from rl.remote.service import end_process
 
         self._program = ScoringProgram(config_text, leave=end_process)
 
-    def answer(self, message: bytes) -> bytes:
-        return self._program.answer(message)
 
-
-class TrainerActor:
+class TrainerActor(_Actor):
     """The program of a trainer process: `rl.remote.trainer_program.TrainerProgram`."""
 
     def __init__(self) -> None:
@@ -72,22 +72,16 @@ class TrainerActor:
 
         self._program = TrainerProgram(ray.util.get_node_ip_address())
 
-    def answer(self, message: bytes) -> bytes:
-        return self._program.answer(message)
 
-
-class HistoryActor:
+class HistoryActor(_Actor):
     """A history worker: `rl.remote.history_service.HistoryProgram`."""
 
     def __init__(self, config_text: str) -> None:
         os.environ["JAX_PLATFORMS"] = "cpu"  # it must not take the devices of workers beside it
         from rl.remote.history_service import HistoryProgram
-        from rl.remote.service import end_process
+        from rl.remote.program import end_process
 
         self._program = HistoryProgram(config_text, leave=end_process)
-
-    def answer(self, message: bytes) -> bytes:
-        return self._program.answer(message)
 
 
 def asking(actor: Any, deadline_s: float) -> Callable[[bytes], bytes]:

@@ -11,8 +11,8 @@ import collections
 import threading
 from collections.abc import Callable, Iterable
 
-from rl.remote.messages import CODEC, DraftNews, DraftSync, Failed, Piece, pieces_of
-from rl.remote.wire import WireError
+from rl.remote.messages import CODEC, DraftNews, DraftSync, Piece, pieces_of
+from rl.remote.program import MessageProgram
 from rl.runtime.waits import ProgramLost
 from spec.retrieval import group
 from spec.retrieval.group import DraftServer
@@ -22,22 +22,14 @@ SYNC_S = 0.02  # between two exchanges
 Ask = Callable[[bytes], bytes]  # raises RuntimeError where the server is lost
 
 
-class DraftService:
+class DraftService(MessageProgram):
     """The central server: the tokens of each rollout's groups, for all workers."""
 
     def __init__(self) -> None:
+        super().__init__(CODEC)
         self._lock = threading.Lock()
         self._servers: collections.OrderedDict[str, DraftServer] = collections.OrderedDict()
-
-    def answer(self, message: bytes) -> bytes:
-        """Answer a `DraftSync`; any thread may call it."""
-        try:
-            asked = CODEC.decode(message)
-            if not isinstance(asked, DraftSync):
-                raise WireError(f"expected DraftSync, got {type(asked).__name__}")
-            return CODEC.encode(self._sync(asked))
-        except ValueError as error:
-            return CODEC.encode(Failed(type(error).__name__, str(error)[:1000]))
+        self.answers = {DraftSync: self._sync}
 
     def _sync(self, asked: DraftSync) -> DraftNews:
         server = self._server(asked.job, asked.group_size)

@@ -13,7 +13,6 @@ import time
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from functools import partial
 from typing import Any, TypeVar
 
@@ -23,7 +22,7 @@ from rl.remote import history_service
 from rl.remote.history_service import Build, Built, Feed, Lacks, Meet, Prepare, PromptTail
 from rl.remote.link import Channel, Link, RemoteError
 from rl.remote.messages import Done, Ping
-from rl.remote.service import MOST_STARTS, Service, ServiceDeadlines, service_identity
+from rl.remote.service import MOST_STARTS, Service, ServiceDeadlines, service_identity, wait_started
 from rl.runtime.waits import ProgramLost
 from rl.speculation.history_elsewhere import Shard
 from rl.speculation.sources import HISTORY_RULES
@@ -73,13 +72,7 @@ class HistoryWorkers:
         """Start all; return once they are there. Raises ProgramLost where one cannot serve."""
         for worker in self.workers:
             worker.start()
-        try:
-            for worker in self.workers:
-                worker.started.result(self._start_s)
-        except FutureTimeoutError:
-            raise ProgramLost(f"{worker.name} did not start within {self._start_s:.0f} s") from None
-        except Exception as error:
-            raise ProgramLost(f"{worker.name} does not start: {error}") from error
+        wait_started(self.workers, self._start_s)
 
     def close(self) -> None:
         for worker in self.workers:

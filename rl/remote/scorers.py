@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from functools import partial
 from typing import Any
 
@@ -20,7 +19,7 @@ from rl.remote import scoring
 from rl.remote.link import Channel, Link
 from rl.remote.messages import Done
 from rl.remote.scoring import Give, Meet, Open, Poll, Response, Scored, file_identity, response_of
-from rl.remote.service import MOST_STARTS, Service, ServiceDeadlines, service_identity
+from rl.remote.service import MOST_STARTS, Service, ServiceDeadlines, service_identity, wait_started
 from rl.rewards.config import RewardConfig, validate
 from rl.rewards.process import RewardWorkerError
 from rl.rewards.scores import MARGIN_S, MOST_ATTEMPTS, Rewards, Score, ScoreJob
@@ -83,16 +82,10 @@ class Scorers(Rewards):
     def wait_started(self) -> None:
         """Raises RewardWorkerError, with the scorer's own words, where one cannot serve."""
         try:
-            for scorer in self.scorers:
-                scorer.started.result(self._start_s)
-        except FutureTimeoutError:
+            wait_started(self.scorers, self._start_s)
+        except ProgramLost as error:
             self.close()
-            raise RewardWorkerError(
-                f"a scorer did not start within {self._start_s:.0f} s"
-            ) from None
-        except Exception as error:
-            self.close()
-            raise RewardWorkerError(f"{scorer.name} does not start: {error}") from error
+            raise RewardWorkerError(str(error)) from error
         except BaseException:
             self.close()
             raise

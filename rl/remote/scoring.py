@@ -27,7 +27,7 @@ from rl.remote.service import Met, ServiceProgram
 from rl.remote.wire import Codec, WireError
 from rl.rewards.config import BUILT_IN, RewardConfig, split_user_function, validate
 from rl.rewards.pool import RewardPool
-from rl.rewards.scores import Outcomes, ScoreJob
+from rl.rewards.scores import Outcomes, ScoreJob, example_json
 
 MOST_WAIT_S = 60.0  # of a Poll
 KINDS = ("raised", "deadline", "died", "not_a_list", "length", "not_a_number", "not_finite",
@@ -137,13 +137,7 @@ def file_identity(reward: RewardConfig) -> dict[str, str]:
 def response_of(number: int, job: ScoreJob) -> Response:
     """Return a job as it is sent. Raises TypeError for columns that are not JSON."""
     example = job.example
-    try:
-        prompt, columns = json.dumps(example.prompt), json.dumps(dict(example.columns))
-    except (TypeError, ValueError, RecursionError) as error:
-        raise TypeError(
-            f"{example.example_id}: its columns must be JSON values (text, numbers, lists, "
-            f"dicts) to reach a scorer: {error}"
-        ) from error
+    prompt, columns = (example_json(example, x) for x in (example.prompt, dict(example.columns)))
     return Response(
         *(number, example.example_id, prompt, example.answer, columns, example.task, example.spec),
         job.completion,

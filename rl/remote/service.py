@@ -13,20 +13,20 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from pathlib import Path
 from typing import Any
 
 from rl.cluster.join import identity_of, mismatch
 from rl.remote.link import Channel, Link, RemoteError
 from rl.remote.messages import Done, Failed
+from rl.remote.program import MessageProgram
 from rl.remote.wire import Codec, WireError
-from rl.runtime.progress import say
 from rl.runtime.waits import ProgramLost
 
 MOST_STARTS = 3  # of a service in a row that does nothing
-LOOK_S = 1.0  # between two looks at how long nobody has spoken
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,11 +47,8 @@ def service_identity(config_text: str) -> dict[str, str]:
     return {name: value for name, value in found.items() if "Policy." not in name}
 
 
-class ServiceProgram:
-    """Answers messages, from any number of threads, by the functions in `answers`.
-
-    `leave` is called where nobody has spoken for the seconds that were agreed on in `meet`.
-    """
+class ServiceProgram(MessageProgram):
+    """A service's end: it answers messages, once it has met the run's program."""
 
     def __init__(
         self,
@@ -60,23 +57,8 @@ class ServiceProgram:
         leave: Callable[[str], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._codec, self._config, self._leave, self._clock = codec, config_text, leave, clock
-        self._heard_s, self._watches = clock(), False
-        self.answers: dict[type, Callable[[Any], Any]] = {}
-
-    def answer(self, message: bytes) -> bytes:
-        """Return the answer to a message; `Failed` for what cannot be done or read."""
-        self._heard_s = self._clock()
-        try:
-            asked = self._codec.decode(message)
-            if type(asked) not in self.answers:
-                raise WireError(f"this program is not asked {type(asked).__name__}")
-            return self._codec.encode(self.answers[type(asked)](asked))
-        except Exception as error:
-            where = traceback.extract_tb(error.__traceback__)[-1]
-            place = f" ({Path(where.filename).name}:{where.lineno})"
-            text = f"{str(error)[:2000]}{'' if isinstance(error, WireError) else place}"
-            return self._codec.encode(Failed(type(error).__name__, text))
+        super().__init__(codec, leave, clock)
+        self._config = config_text
 
     def meet(self, identity: Mapping[str, str], silence_s: float, more: Mapping[str, str]) -> Met:
         """Raise WireError where the run's program is another one; else say who this is.
@@ -86,25 +68,8 @@ class ServiceProgram:
         mine = {**service_identity(self._config), **more}
         if wrong := mismatch([dict(identity), mine]):
             raise WireError(wrong)
-        if self._leave is not None and not self._watches:
-            self._watches = True
-            listen = threading.Thread(
-                target=self._listen, args=(silence_s,), name="silence", daemon=True
-            )
-            listen.start()
+        self.end_after_silence(silence_s)
         return Met(mine, socket.gethostname(), os.getpid())
-
-    def _listen(self, silence_s: float) -> None:
-        assert self._leave is not None
-        while (silent_s := self._clock() - self._heard_s) < silence_s:
-            time.sleep(min(LOOK_S, silence_s / 4))
-        self._leave(f"nobody has spoken to this program for {silent_s:.1f} s: it ends")
-
-
-def end_process(why: str) -> None:
-    """End this program at once, with a line."""
-    say(why)
-    os._exit(1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,3 +180,15 @@ class Service(abc.ABC):
             self.given_up = error
             why += f"; it is given up: it was lost {vain} times before it did anything"
         self.lost(why)
+
+
+def wait_started(services: Sequence[Service], limit_s: float) -> None:
+    """Return once all have served; raise ProgramLost, with its own words, where one cannot."""
+    for service in services:
+        try:
+            service.started.result(limit_s)
+        except FutureTimeoutError:
+            late = f"{service.name} did not start within {limit_s:.0f} s"
+            raise ProgramLost(late) from None
+        except Exception as error:
+            raise ProgramLost(f"{service.name} does not start: {error}") from error

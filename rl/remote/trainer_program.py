@@ -15,11 +15,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
-from rl.remote.messages import Done, Failed
+from rl.remote.messages import Done
+from rl.remote.program import MessageProgram
 from rl.remote.trainer_messages import (
     CODEC,
     MOST_CHARACTERS,
@@ -42,31 +43,22 @@ KILLED_S = 2.0  # until a killed process is gone
 LAST_LINES_S = 2.0  # after the end of a process, whose pipe a child of its own may hold open
 
 
-class TrainerProgram:
+class TrainerProgram(MessageProgram):
     """Answers a launcher's messages; any thread may call it. `host` is this host's address."""
 
     def __init__(self, host: str, command: Sequence[str] = COMMAND) -> None:
+        super().__init__(CODEC)
         self._host, self._command = host, command
         self._process: subprocess.Popen[bytes] | None = None
         self._lines: collections.deque[Line] = collections.deque(maxlen=MOST_LINES)
         self._num_lost, self._status = 0, None  # type: tuple[int, int | None]
         self._changed = threading.Condition()
-        self._answers: dict[type, Callable[[Any], Any]] = {
+        self.answers = {
             Where: self._where,
             Start: self._start,
             Listen: self._listen,
             Stop: self._stop,
         }
-
-    def answer(self, message: bytes) -> bytes:
-        """Return the answer to a message; `Failed` for what cannot be done or read."""
-        try:
-            asked = CODEC.decode(message)
-            if type(asked) not in self._answers:
-                raise WireError(f"a trainer's program is not asked {type(asked).__name__}")
-            return CODEC.encode(self._answers[type(asked)](asked))
-        except Exception as error:
-            return CODEC.encode(Failed(type(error).__name__, str(error)[:2000]))
 
     def _where(self, asked: Where) -> Address:
         host = "127.0.0.1" if asked.loopback else self._host
@@ -79,9 +71,9 @@ class TrainerProgram:
 
     def _start(self, start: Start) -> Done:
         if self._process is not None:
-            raise RuntimeError("it has been started")
+            raise WireError("it has been started")
         if not Path(start.directory).is_dir():
-            raise FileNotFoundError(
+            raise WireError(
                 f"expected the folder {start.directory}, where the run was started, on "
                 f"{socket.gethostname()} too: start it in one that all hosts share"
             )

@@ -13,7 +13,6 @@ import socket
 import tempfile
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -32,7 +31,8 @@ from rl.remote import messages
 from rl.remote.drafter_messages import NO_DRAFTERS, Tuner, of_tuner, tuner_state
 from rl.remote.drafts import Ask, SharedDrafts
 from rl.remote.history_fetch import AskAt, compile_join, history_index
-from rl.remote.messages import CODEC, Done, Drafting, Failed, Hello, Job
+from rl.remote.messages import CODEC, Done, Drafting, Hello, Job
+from rl.remote.program import MessageProgram
 from rl.remote.weights import MessageCarrier
 from rl.remote.wire import WireError
 from rl.remote.worker_drafters import WorkerDrafters
@@ -51,11 +51,10 @@ from spec.sampling import KEY_IMPL
 MOST_VERSIONS = 2  # of weights that are kept on the host: two steps run in a pipeline
 LEAVING_S = 5.0  # that a run has to end
 MOST_WAIT_S = 60.0  # of a Poll
-LOOK_S = 1.0  # between two looks at how long nobody has spoken
 
 
-class WorkerProgram:
-    """Answers messages; `drafts` asks the draft server, if there is one, and `ask_at` history
+class WorkerProgram(MessageProgram):
+    """A worker's end: `drafts` asks the draft server, if there is one, and `ask_at` history
     workers.
 
     `config` is the text of the run's configuration that this program was started for. `leave` is
@@ -71,10 +70,9 @@ class WorkerProgram:
         clock: Callable[[], float] = time.perf_counter,
         leave: Callable[[str], None] | None = None,
     ) -> None:
-        self._config, self._drafts, self._clock, self._leave = config, drafts, clock, leave
-        self._ask_at = ask_at
+        super().__init__(CODEC, leave, clock)
+        self._config, self._drafts, self._ask_at = config, drafts, ask_at
         self._lock = threading.Lock()
-        self._heard_s = clock()
         self._hello: Hello | None = None
         self._engine: Engine | None = None
         self._speculation: Speculation | None = None
@@ -85,7 +83,7 @@ class WorkerProgram:
         self._compiled: messages.Compile | None = None
         self._run: WorkerRun | None = None
         self.remarks: list[str] = []
-        self._answers: dict[type, Callable[[Any], Any]] = {
+        self.answers = {
             Hello: self._welcome,
             messages.Offered: self._take_offer,
             messages.Weights: self._take_weights,
@@ -99,21 +97,6 @@ class WorkerProgram:
             messages.Ping: self._pong,
             messages.Gradient: self._gradient,
         }
-
-    def answer(self, message: bytes) -> bytes:
-        """Return the answer to a message; `Failed` for what cannot be done or read."""
-        self._heard_s = self._clock()
-        try:
-            asked = CODEC.decode(message)
-            if type(asked) not in self._answers:
-                raise WireError(f"a worker is not asked {type(asked).__name__}")
-            return CODEC.encode(self._answers[type(asked)](asked))
-        except Exception as error:
-            where = traceback.extract_tb(error.__traceback__)[-1]
-            place = f" ({Path(where.filename).name}:{where.lineno})"
-            said = isinstance(error, WireError)
-            text = f"{str(error)[:2000]}{'' if said else place}"
-            return CODEC.encode(Failed(type(error).__name__, text))
 
     # -- before the first run ------------------------------------------------------------
 
@@ -131,7 +114,6 @@ class WorkerProgram:
         if hello.devices > 1:
             mesh = make_mesh(MeshConfig(1, 1, hello.devices), devices[: hello.devices])
         with self._lock:
-            first = self._hello is None
             self._hello = hello
             self._drafters = drafters = WorkerDrafters(hello.drafters)
             self._engine = Engine(
@@ -145,8 +127,7 @@ class WorkerProgram:
             self._speculation = Speculation(*settings, seed=hello.seed)
             expected = _expected(self._engine)
             self._subscriber = Subscriber(expected, self._carrier, _not_asked, hello.deadline_s)
-        if first and self._leave is not None:
-            threading.Thread(target=self._listen, name="silence", daemon=True).start()
+        self.end_after_silence(hello.deadline_s)
         return messages.Welcome(mine, socket.gethostname(), os.getpid(), self._clock())
 
     def _identity(self, hello: Hello) -> dict[str, str]:
@@ -163,12 +144,6 @@ class WorkerProgram:
         if not policy.exists():
             found |= {name: hello.identity.get(name, "") for name in found if "Policy." in name}
         return found
-
-    def _listen(self) -> None:
-        assert self._hello is not None and self._leave is not None
-        while (silent_s := self._clock() - self._heard_s) < self._hello.deadline_s:
-            time.sleep(min(LOOK_S, self._hello.deadline_s / 4))
-        self._leave(f"nobody has spoken to this worker for {silent_s:.1f} s: it ends")
 
     @property
     def engine(self) -> Engine:

@@ -9,7 +9,6 @@ with lists of length one.
 from __future__ import annotations
 
 import dataclasses
-import json
 import queue
 import threading
 import time
@@ -19,7 +18,15 @@ from typing import Any, TypeVar
 
 from rl.rewards.config import RewardConfig, validate
 from rl.rewards.process import RewardWorkerError, WorkerProcess, WorkerStopped
-from rl.rewards.scores import MARGIN_S, MOST_ATTEMPTS, Outcomes, Rewards, Score, ScoreJob
+from rl.rewards.scores import (
+    MARGIN_S,
+    MOST_ATTEMPTS,
+    Outcomes,
+    Rewards,
+    Score,
+    ScoreJob,
+    example_json,
+)
 
 T = TypeVar("T")
 
@@ -221,10 +228,4 @@ def _job_body(job: ScoreJob) -> bytes:
         "columns": {**example.columns, "answer": example.answer, "task": example.task},
         "spec": example.spec or example.task,
     }
-    try:
-        return json.dumps(message).encode()
-    except (TypeError, ValueError, RecursionError) as error:
-        raise TypeError(
-            f"{example.example_id}: its columns must be JSON values (text, numbers, lists, "
-            f"dicts) to reach a reward worker: {error}"
-        ) from error
+    return example_json(example, message).encode()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import abc
 import collections
 import dataclasses
+import json
 import math
 import threading
 import time
@@ -35,6 +36,17 @@ class ScoreJob:
     example: Example
     completion: str
     completion_ids: Sequence[int] = ()
+
+
+def example_json(example: Example, value: Any) -> str:
+    """Return what is sent of an example. Raises TypeError where its columns are not JSON."""
+    try:
+        return json.dumps(value)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise TypeError(
+            f"{example.example_id}: its columns must be JSON values (text, numbers, lists, "
+            f"dicts) to reach what scores it: {error}"
+        ) from error
 
 
 @dataclasses.dataclass(frozen=True)
