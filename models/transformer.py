@@ -329,17 +329,64 @@ def hidden_with_cache(
     keys, values, outputs = list(cache.keys), list(cache.values), []
     x_BND = embed(params.embedding_VD, tokens_BN)
     for i, layer in enumerate(params.layers):
-        x_BND, keys[i], values[i] = _cached_layer(
+        x_BND, keys[i], values[i], _ = _cached_layer(
             config, layer, x_BND, rope, keys[i], values[i], start_B, mask_BNS
         )
         outputs += [x_BND] if i in cache.feature_layers else []
     x_BND = rms_norm(x_BND, params.final_norm_D, config.norm_eps)
-    features_BN1W = jnp.concatenate([*outputs, x_BND], axis=-1)[:, :, None]
-    features = tuple(
-        kv_cache.pin(kv_cache.write_values(rows, features_BN1W, start_B), kv_cache.FEATURES)
+    features = _write_features(cache, jnp.concatenate([*outputs, x_BND], axis=-1), start_B)
+    return x_BND, KVCache(tuple(keys), tuple(values), features, cache.feature_layers)
+
+
+def hidden_beside_chunks(
+    config: ModelConfig,
+    params: Params,
+    cache: KVCache,
+    tokens_B: jax.Array,
+    positions_B: jax.Array,
+    start_B: jax.Array,
+    mask_B1S: jax.Array,
+    chunks: Chunks,
+) -> tuple[jax.Array, KVCache, Entries]:
+    """Compute `hidden_with_cache` of a node a slot, [B, D], and the entries of chunks beside it.
+
+    The nodes' bits are those of `hidden_with_cache`. The T·C entries of `chunks`, whose rows have
+    no node that is written, are not written.
+    """
+    B = len(tokens_B)
+    tokens_X = jnp.concatenate([tokens_B, chunks.tokens_TC.reshape(-1)])
+    positions_X = jnp.concatenate([positions_B, chunks.positions_TC.reshape(-1)])
+    rope = rope_turns(config, positions_X[:, None])
+    keys, values, entries, outputs = list(cache.keys), list(cache.values), [], []
+    x_X1D = embed(params.embedding_VD, tokens_X[:, None])
+    for i, layer in enumerate(params.layers):
+        x_X1D, keys[i], values[i], entry = _cached_layer(
+            config, layer, x_X1D, rope, keys[i], values[i], start_B, mask_B1S, chunks
+        )
+        entries.append(entry)
+        outputs += [x_X1D] if i in cache.feature_layers else []
+    x_X1D = rms_norm(x_X1D, params.final_norm_D, config.norm_eps)
+    features_X1W = jnp.concatenate([*outputs, x_X1D], axis=-1)
+    features = _write_features(cache, features_X1W[:B], start_B)
+    of_chunks = Entries(
+        tuple(k_XKh for k_XKh, _ in entries),
+        tuple(v_XKh for _, v_XKh in entries),
+        (features_X1W[B:, 0],) if cache.features else (),
+    )
+    cache = KVCache(tuple(keys), tuple(values), features, cache.feature_layers)
+    return x_X1D[:B, 0], cache, of_chunks
+
+
+def _write_features(
+    cache: KVCache, features_BNW: jax.Array, start_B: jax.Array
+) -> tuple[jax.Array, ...]:
+    """Return the cache's features with those of N nodes per slot; none where it keeps none."""
+    return tuple(
+        kv_cache.pin(
+            kv_cache.write_values(rows, features_BNW[:, :, None], start_B), kv_cache.FEATURES
+        )
         for rows in cache.features
     )
-    return x_BND, KVCache(tuple(keys), tuple(values), features, cache.feature_layers)
 
 
 def hidden_of_nodes(
@@ -402,24 +449,47 @@ def _whole_layer(
 def _cached_layer(
     config: ModelConfig,
     layer: Layer,
-    x_BND: jax.Array,
+    x_XND: jax.Array,
     rope: tuple[jax.Array, jax.Array],
     keys_BKhS: jax.Array,
     values_BKSh: jax.Array,
     start_B: jax.Array,
     mask_BNS: jax.Array,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Apply a layer to N nodes of every slot; return [B, N, D] and the layer's keys and values."""
-    written = []
+    chunks: Chunks | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array, tuple[jax.Array, jax.Array]]:
+    """Apply a layer to N nodes of every slot; return [B, N, D] and the layer's keys and values.
 
-    def look(q_BNHh: jax.Array, k_BNKh: jax.Array, v_BNKh: jax.Array) -> jax.Array:
-        keys = kv_cache.pin(kv_cache.write_keys(keys_BKhS, k_BNKh, start_B))
-        values = kv_cache.pin(kv_cache.write_values(values_BKSh, v_BNKh, start_B))
-        written.append((keys, values))
-        return attend(q_BNHh, keys, values, mask_BNS)
+    With `chunks` N is 1, and their T·C tokens come behind the nodes. The last that is returned are
+    keys and values of theirs, which are not written.
+    """
+    seen = []
+    B = len(start_B)
 
-    x_BND = block(config, layer, x_BND, rope, look)
-    return x_BND, *written[0]
+    def look(q_XNHh: jax.Array, k_XNKh: jax.Array, v_XNKh: jax.Array) -> jax.Array:
+        keys = kv_cache.pin(kv_cache.write_keys(keys_BKhS, k_XNKh[:B], start_B))
+        values = kv_cache.pin(kv_cache.write_values(values_BKSh, v_XNKh[:B], start_B))
+        seen.append((keys, values, (k_XNKh[B:, 0], v_XNKh[B:, 0])))
+        out_BNHh = attend(q_XNHh[:B], keys, values, mask_BNS)
+        if chunks is None:
+            return out_BNHh
+        of_chunks = (x[B:, 0] for x in (q_XNHh, k_XNKh, v_XNKh))
+        return jnp.concatenate([out_BNHh, _look_of_chunks(*of_chunks, keys, values, chunks)])
+
+    x_XND = block(config, layer, x_XND, rope, look)
+    return x_XND, *seen[0]
+
+
+def _look_of_chunks(
+    q_XHh: jax.Array,
+    k_XKh: jax.Array,
+    v_XKh: jax.Array,
+    keys_BKhS: jax.Array,
+    values_BKSh: jax.Array,
+    chunks: Chunks,
+) -> jax.Array:
+    """The attention of chunks whose tokens lie one after the other; [X, 1, H, h]."""
+    own = (x.reshape(*chunks.tokens_TC.shape, *x.shape[1:]) for x in (q_XHh, k_XKh, v_XKh))
+    return attend_chunks(*own, keys_BKhS, values_BKSh, chunks).reshape(-1, 1, *q_XHh.shape[1:])
 
 
 @partial(jax.jit, static_argnames="config")
@@ -439,18 +509,15 @@ def _nodes_layer(
     M = len(x_X1D) - (0 if chunks is None else chunks.tokens_TC.size)
 
     def look(q_X1Hh: jax.Array, k_X1Kh: jax.Array, v_X1Kh: jax.Array) -> jax.Array:
-        new = q_XHh, k_XKh, v_XKh = q_X1Hh[:, 0], k_X1Kh[:, 0], v_X1Kh[:, 0]
-        entries.append((k_XKh, v_XKh))
-        q_MHh, k_MKh, v_MKh = (x[:M] for x in new)
-        args = q_MHh, k_MKh, v_MKh, keys_BKhS, values_BKSh, length_B, trees
-        out_XHh = attend_nodes(*args)
-        if chunks is not None:
-            q_TCHh, k_TCKh, v_TCKh = (
-                x[M:].reshape(*chunks.tokens_TC.shape, *x.shape[1:]) for x in new
-            )
-            of_chunks = attend_chunks(q_TCHh, k_TCKh, v_TCKh, keys_BKhS, values_BKSh, chunks)
-            out_XHh = jnp.concatenate([out_XHh, of_chunks.reshape(-1, *q_XHh.shape[1:])])
-        return out_XHh[:, None]
+        new = q_X1Hh[:, 0], k_X1Kh[:, 0], v_X1Kh[:, 0]
+        entries.append(new[1:])
+        nodes = (x[:M] for x in new)
+        out_M1Hh = attend_nodes(*nodes, keys_BKhS, values_BKSh, length_B, trees)[:, None]
+        if chunks is None:
+            return out_M1Hh
+        of_chunks = (x[M:] for x in new)
+        out_X1Hh = _look_of_chunks(*of_chunks, keys_BKhS, values_BKSh, chunks)
+        return jnp.concatenate([out_M1Hh, out_X1Hh])
 
     x_X1D = block(config, layer, x_X1D, rope, look)
     return x_X1D, *entries[0]

@@ -232,25 +232,35 @@ def decode(
     slots: Slots,
     stop_E: jax.Array,
     scheme: sampling.Draw,
+    chunks: Chunks | None = None,
 ) -> tuple[KVCache, Slots, Drawn]:
     """Run one round of roots alone where nothing waits to be written.
 
     Each layer writes its entry before it reads the row: one softmax instead of two, so that this
-    rounds otherwise than `verify`. Rows at rest are not written.
+    rounds otherwise than `verify`, and alike with `chunks` and without. Rows at rest are not
+    written.
     """
     room_B = jnp.where(slots.active, slots.limit - slots.emitted, 0)
     start_B = jnp.where(room_B > 0, slots.length, cache.num_positions)
     mask_B1S = (jnp.arange(cache.num_positions) <= start_B[:, None])[:, None]
-    token_B1, position_B1 = slots.last_token[:, None], slots.length[:, None]
-    hidden_B1D, cache = transformer.hidden_with_cache(
-        config, params, cache, token_B1, position_B1, start_B, mask_B1S
-    )
-    logits_BV = constrain(transformer.head(params, hidden_B1D[:, 0]), "batch", "vocab")
-    nodes, depth_B = packed_nodes.roots(slots.last_token), jnp.zeros_like(slots.length)
-    tokens_B, logprobs_B, kept_B = _draw(nodes, logits_BV, slots, depth_B, scheme)
+    if chunks is None:
+        token_B1, position_B1 = slots.last_token[:, None], slots.length[:, None]
+        hidden_B1D, cache = transformer.hidden_with_cache(
+            config, params, cache, token_B1, position_B1, start_B, mask_B1S
+        )
+        hidden_BD, of_chunks = hidden_B1D[:, 0], None
+    else:
+        nodes = slots.last_token, slots.length, start_B, mask_B1S
+        hidden_BD, cache, entries = transformer.hidden_beside_chunks(
+            config, params, cache, *nodes, chunks
+        )
+        of_chunks = entries.take(np.s_[:], cache.values[0].dtype)
+    logits_BV = constrain(transformer.head(params, hidden_BD), "batch", "vocab")
+    roots, depth_B = packed_nodes.roots(slots.last_token), jnp.zeros_like(slots.length)
+    tokens_B, logprobs_B, kept_B = _draw(roots, logits_BV, slots, depth_B, scheme)
     emitted_B = room_B > 0
     slots = _advance(slots, emitted_B.astype(jnp.int32), tokens_B, stop_E)
-    return cache, slots, Drawn(tokens_B, logprobs_B, emitted_B, kept_B, None)
+    return cache, slots, Drawn(tokens_B, logprobs_B, emitted_B, kept_B, of_chunks)
 
 
 def _last_of_slots(
@@ -313,6 +323,33 @@ def verify_round(
     cache, pending, slots, drawn = verify(
         config, params, cache, pending, slots, nodes, stop_E, scheme, max_nodes
     )
+    return cache, pending, slots.pinned(), replicated(pack(drawn)), drawn.of_chunks
+
+
+@partial(
+    jax.jit,
+    static_argnames=("config", "scheme"),
+    donate_argnames=("cache", "pending", "slots"),
+)
+def decode_beside_chunks(
+    params: transformer.Params,
+    cache: KVCache,
+    pending: Pending,
+    slots: Slots,
+    stop_E: jax.Array,
+    chunks_TX: jax.Array,
+    *,
+    config: ModelConfig,
+    scheme: sampling.Draw,
+) -> tuple[KVCache, Pending, Slots, jax.Array, Entries]:
+    """Run a round without drafts that computes chunks too; the results are as of `verify_round`.
+
+    Its draws and log-probabilities have the bits of `decode_rounds`.
+    """
+    cache, pending = settle(cache, pending)
+    chunks = Chunks.of_table(chunks_TX)
+    cache, slots, drawn = decode(config, params, cache, slots, stop_E, scheme, chunks)
+    assert drawn.of_chunks is not None
     return cache, pending, slots.pinned(), replicated(pack(drawn)), drawn.of_chunks
 
 

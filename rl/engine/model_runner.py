@@ -186,8 +186,11 @@ class ModelRunner:
 
     def decode_options(self, scheme: Draw) -> dict[str, Any]:
         """Return the static arguments of `decode_rounds`."""
-        max_rounds = self.config.rounds_per_fetch
-        return {"config": self.model, "scheme": scheme, "max_rounds": max_rounds}
+        return self.prompt_options(scheme) | {"max_rounds": self.config.rounds_per_fetch}
+
+    def prompt_options(self, scheme: Draw) -> dict[str, Any]:
+        """Return the static arguments of `decode_beside_chunks`."""
+        return {"config": self.model, "scheme": scheme}
 
     def verify_options(self, scheme: Draw, num_slots: int, num_nodes: int) -> dict[str, Any]:
         """Return the static arguments of `verify_round` for a round of so many slots and nodes."""

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import numpy as np
 
+from models.kv_cache import Entries
 from rl.engine.model_runner import ModelRunner
 from rl.engine.rollout_spec import RolloutSpec
 from rl.engine.slot_cache import SlotCache
@@ -19,9 +20,9 @@ from rl.engine.speculate import Speculator
 from rl.engine.stats import EngineStats
 from spec.budget.budget import DraftDecision
 from spec.draft_cache.rounds import Asked, draft_rounds, unpack_rounds
-from spec.drafter import Drafts, LiveSlots, no_drafts
+from spec.drafter import Drafts, LiveSlots
 from spec.nodes import pack
-from spec.verify import Slots, by_slot, decode_rounds, unpack, verify_round
+from spec.verify import Slots, by_slot, decode_beside_chunks, decode_rounds, unpack, verify_round
 
 T = TypeVar("T")
 
@@ -109,10 +110,32 @@ class Rounds:
         )
         rows.stepped(*state)
         self._called()
+        self._write_chunks(entries, chunks_TX)
+        return found
+
+    def _prompt_round(self) -> jax.Array:
+        """Call one round without draft tokens that computes chunks of prompts; its result."""
+        table, rows, runner = self._table, self._rows, self._runner
+        slots, state = self._device_slots(), rows.for_round()
+        chunks_TX = rows.next_chunks()
+        runner.record.note("a prompt round", (len(table), rows.num_positions), table, chunks_TX)
+        *state, found, entries = decode_beside_chunks(
+            self._spec.params,
+            *state,
+            slots,
+            self._stop_E,
+            runner.argument(chunks_TX),
+            **runner.prompt_options(self._scheme),
+        )
+        rows.stepped(*state, waits=False)
+        self._called()
+        self._write_chunks(entries, chunks_TX)
+        return found
+
+    def _write_chunks(self, entries: Entries | None, chunks_TX: np.ndarray | None) -> None:
         if chunks_TX is not None:
             assert entries is not None
-            self._stats.prefilled_tokens += rows.write_chunks(entries, chunks_TX)
-        return found
+            self._stats.prefilled_tokens += self._rows.write_chunks(entries, chunks_TX)
 
     def compute_prompts(self, most_rounds: int) -> list[jax.Array]:
         """Call rounds without draft tokens while rows lack tokens; their results.
@@ -120,11 +143,9 @@ class Rounds:
         The host does not wait for what they draw. Rows join the rounds once they lack nothing; one
         with a cached response is decided on first.
         """
-        found, none, B = list[jax.Array](), no_drafts(0, 1), len(self._table)
-        nodes_5B = pack(none, none.count_A, np.zeros(0, np.int32), B, B)
-        live_B = self._table.live_B
+        found, live_B = list[jax.Array](), self._table.live_B
         while len(found) < most_rounds and self._table.lacking() and not self._undecided(live_B):
-            found.append(self._round(nodes_5B))
+            found.append(self._prompt_round())
             self._rows.copy_prompts()
         return found
 

@@ -32,13 +32,13 @@ from spec.draft_cache.rounds import Asked, draft_rounds
 from spec.drafter import no_drafts
 from spec.nodes import pack
 from spec.sampling import step_key
-from spec.verify import decode_rounds, settle, verify_round
+from spec.verify import decode_beside_chunks, decode_rounds, settle, verify_round
 
 NodeSizes = Callable[[int], Collection[int]]  # of trees, by slots
 Decisions = Callable[[int], Collection[DraftDecision]]  # by slots
 Arguments = tuple[tuple, dict[str, Any]]
 # Steps that run the whole policy, those that compile longest first.
-WHOLE_MODEL = (draft_rounds, verify_round, decode_rounds)
+WHOLE_MODEL = (draft_rounds, verify_round, decode_beside_chunks, decode_rounds)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,8 +204,9 @@ class Pool:
             yield Program(settle, partial(self._settle, B, S), S)
             yield Program(cache_ops.copy_rows, partial(self._copy, B, S), S)
             if B in self.first_slots:
+                yield Program(decode_beside_chunks, partial(self.prompt_arguments, B, S), S)
                 for M in self._nodes_beside_prompts(B):
-                    yield Program(verify_round, partial(self.prompt_arguments, B, M, S), S)
+                    yield Program(verify_round, partial(self._verify, B, M, S, chunks=True), S)
                 yield Program(cache_ops.write_chunks, partial(self._write_chunks, B, S), S)
             for name, kind in self.kinds:
                 for change in self._changes(B, S):
@@ -296,14 +297,17 @@ class Pool:
         return (slots, *arguments, self.engine.argument(np.zeros(B, bool))), none
 
     def _nodes_beside_prompts(self, B: int) -> list[int]:
-        """The numbers of nodes of rounds that compute prompts."""
-        drafts = self.reach.speculative or self.reach.reuse
-        return [B, *(self.engine.config.sizes_beside_prompts(B) if drafts else ())]
+        """The numbers of nodes of rounds that verify, and compute prompts too."""
+        if not self.reach.speculative and not self.reach.reuse:
+            return []
+        # a rule decides on tokens also where none is a draft token
+        return [*([B] if self.reach.reuse else ()), *self.engine.config.sizes_beside_prompts(B)]
 
-    def prompt_arguments(self, B: int, M: int, S: int) -> Arguments:
-        """Return the arguments of `verify_round` with chunks of prompts, for slots at rest."""
-        (*args, _), options = self._verify(B, M, S)
-        return (*args, self.engine.argument(self.engine.no_chunks())), options
+    def prompt_arguments(self, B: int, S: int) -> Arguments:
+        """Return the arguments of `decode_beside_chunks` for slots at rest."""
+        (*args, _, _), _ = self.decode_arguments(B, S)
+        chunks_TX = self.engine.argument(self.engine.no_chunks())
+        return (*args, chunks_TX), self.engine.prompt_options(self.sampling.draw)
 
     def _write_chunks(self, B: int, S: int) -> Arguments:
         engine = self.engine
@@ -313,12 +317,13 @@ class Pool:
     def _settle(self, B: int, S: int) -> Arguments:
         return (self.engine.empty_cache(B, S), self.engine.empty_pending(B)), {}
 
-    def _verify(self, B: int, M: int, S: int) -> Arguments:
+    def _verify(self, B: int, M: int, S: int, *, chunks: bool = False) -> Arguments:
         engine = self.engine
         (params, cache, pending, slots, stop_E, _, _), _ = self.decode_arguments(B, S)
         nothing = no_drafts(0, 1)
         nodes_5M = pack(nothing, nothing.count_A, np.zeros(0, np.int32), B, M)
-        args = params, cache, pending, slots, engine.argument(nodes_5M), stop_E, None
+        chunks_TX = engine.argument(engine.no_chunks()) if chunks else None
+        args = params, cache, pending, slots, engine.argument(nodes_5M), stop_E, chunks_TX
         return args, engine.verify_options(self.sampling.draw, B, M)
 
     def _draft_rounds(

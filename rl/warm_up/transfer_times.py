@@ -21,7 +21,7 @@ from rl.trajectory import HostKv
 from rl.warm_up import compile_buckets
 from rl.warm_up.measured_run import MoveTimes, moves_of_first, write_moves
 from spec.config import SamplingConfig
-from spec.verify import verify_round
+from spec.verify import decode_beside_chunks
 
 REPEATS = 3
 
@@ -72,15 +72,15 @@ def recomputed(
     """Run as many rounds as compute the keys and values of one row's tokens."""
     engine = pool.engine
     B, S, C = cache.num_slots, cache.num_positions, engine.config.chunk_tokens
-    (params, _, pending, slots, nodes_5B, stop_E, _), options = pool.prompt_arguments(B, B, S)
+    (params, _, pending, slots, stop_E, _), options = pool.prompt_arguments(B, S)
     chunks_TX = engine.no_chunks()
     for first in range(0, num_tokens, len(chunks_TX) * C):
         starts = range(first, num_tokens, C)[: len(chunks_TX)]
         chunks_TX[:, 0] = -1
         chunks_TX[: len(starts), :2] = [(0, min(start, S - C)) for start in starts]
         chunks = engine.argument(chunks_TX.copy())
-        cache, pending, slots, _, entries = verify_round(
-            params, cache, pending, slots, nodes_5B, stop_E, chunks, **options
+        cache, pending, slots, _, entries = decode_beside_chunks(
+            params, cache, pending, slots, stop_E, chunks, **options
         )
         cache = cache_ops.write_chunks(cache, entries, chunks)
     return cache

@@ -83,12 +83,13 @@ def plant(monkeypatch, golden):
 
     def put(module, name, fault):
         monkeypatch.setattr(module, name, fault)
-        layer = fresh(transformer._nodes_layer, static_argnums=0)
-        monkeypatch.setattr(transformer, "_nodes_layer", layer)
+        for layer in ("_nodes_layer", "_cached_layer"):
+            anew = fresh(getattr(transformer, layer), static_argnums=0)
+            monkeypatch.setattr(transformer, layer, anew)
         settle = fresh(verify.settle, donate_argnums=(0, 1))
         for caller in (verify, rl.engine.slot_cache):
             monkeypatch.setattr(caller, "settle", settle)
-        for step in (verify.verify_round, verify.decode_rounds):
+        for step in (verify.verify_round, verify.decode_beside_chunks, verify.decode_rounds):
             anew = fresh(step, donate_argnums=(1, 2, 3))
             monkeypatch.setattr(rl.engine.rounds, step.__name__, anew)
 

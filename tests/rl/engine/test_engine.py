@@ -144,7 +144,7 @@ def test_a_call_begins_where_the_device_gets_its_first_round(monkeypatch, engine
     """Prompts of three chunks of rows, then plain rounds: calls without a fetch between them."""
     calls, ticks = [], itertools.count()
     monkeypatch.setattr(engine, "clock", lambda: float(next(ticks)))
-    for name in ("verify_round", "decode_rounds"):
+    for name in ("decode_beside_chunks", "decode_rounds"):
         step = getattr(rl.engine.rounds, name)
 
         def watched(*args, step=step, **options):
@@ -280,13 +280,13 @@ def test_a_request_that_ends_at_the_edge_of_the_cache_does_not_double_it():
 
 def test_prompts_whose_chunks_end_at_every_offset_of_a_bucket(monkeypatch):
     """As if they were given whole; some rows end on the way, a last window is inside its row."""
-    starts, step = set(), rl.engine.rounds.verify_round
+    starts, step = set(), rl.engine.rounds.decode_beside_chunks
 
     def watched(*args, **options):
         starts.update(args[-1][:, 1].tolist())
         return step(*args, **options)
 
-    monkeypatch.setattr(rl.engine.rounds, "verify_round", watched)
+    monkeypatch.setattr(rl.engine.rounds, "decode_beside_chunks", watched)
     rng = np.random.default_rng(0)
     requests = [
         Request(n, tuple(rng.integers(0, 20, n).tolist()), max_new_tokens=min(1 + n % 5, 33 - n))

@@ -19,7 +19,7 @@ from spec.eagle import model as eagle
 from spec.eagle.config import TreeConfig
 from spec.eagle.model import EagleWeights
 from spec.sampling import step_key
-from spec.verify import settle, verify_round
+from spec.verify import decode_beside_chunks, settle
 
 MODEL = ModelConfig("qwen3", 32, 16, 2, 8, 8, 4, 16, qk_norm=True, max_positions=64)
 MESHES = {
@@ -98,8 +98,8 @@ def test_rows_stay_in_shards_however_they_are_filled(engine, params):
     reach = compile_buckets.Reach(8, 8)
     pool = compile_buckets.Pool(engine, params, SamplingConfig(), reach)
     with engine.mesh_context():
-        args, options = pool.prompt_arguments(8, 8, 32)
-        cache, _, _, _, entries = verify_round(*args, **options)
+        args, options = pool.prompt_arguments(8, 32)
+        cache, _, _, _, entries = decode_beside_chunks(*args, **options)
         assert not misplaced(engine, cache)
         # as the step was compiled for them
         pairs = zip(jax.tree.leaves(entries), jax.tree.leaves(engine.empty_entries()), strict=True)
