@@ -22,6 +22,7 @@ from spec.verify import (
     Slots,
     _advance,
     by_slot,
+    decode_beside_chunks,
     decode_rounds,
     settle,
     verify_round,
@@ -254,3 +255,50 @@ def test_a_round_of_roots_alone_equals_one_with_padding():
         slots = dataclasses.replace(slots, keys=None)
         found.append((tokens[:3], bits[:3].view(np.float32), cache, slots))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), *found)
+
+
+@pytest.mark.parametrize("features", [True, False])
+def test_chunks_beside_a_plain_round_move_no_bit_of_it(features):
+    """Neither of its draws nor of what it writes; and rows that lack tokens are not written."""
+    model = dataclasses.replace(TINY, num_layers=2)
+    params, B, rng = transformer.init(model, jax.random.key(0)), 3, np.random.default_rng(1)
+    static = {"config": model, "scheme": "cdf"}
+    stop_E, active_B = np.asarray([-1], np.int32), np.asarray([True, True, False])
+    chunks_TX = np.asarray([[2, 0, *rng.integers(0, 20, 5)], [-1, *[0] * 6]], np.int32)
+    layers = (0,) if features else None
+    shapes = jax.eval_shape(lambda: kv_cache.init(model, B, S, jnp.float32, layers))
+    random = jax.tree.map(lambda x: rng.normal(size=x.shape).astype(np.float32), shapes)
+    found = []
+    for step in (decode_rounds, decode_beside_chunks):
+        cache = jax.tree.map(jnp.array, random)
+        slots = make_slots(B, length=np.asarray([4, 7, 5]), active=active_B)
+        state = cache, kv_cache.no_pending(model, 12, jnp.float32, layers), slots, stop_E
+        if step is decode_rounds:
+            options = static | {"max_rounds": 1}
+            cache, _, slots, drawn = step(params, *state, np.int32(1), np.int32(9), **options)
+        else:
+            cache, _, slots, drawn, entries = step(params, *state, chunks_TX, **static)
+        drawn = np.asarray(drawn).reshape(3, B)[:, :2]
+        found.append((drawn, cache, dataclasses.replace(slots, keys=None)))
+    jax.tree.map(np.testing.assert_array_equal, *found)
+    rest = jax.tree.map(lambda x: np.asarray(x)[2], (found[1][1], random))
+    jax.tree.map(np.testing.assert_array_equal, *rest)
+    assert [k.shape for k in entries.keys] == [(10, 1, 8)] * 2
+    assert len(entries.features) == int(features)
+
+
+def test_what_waits_is_written_before_a_round_with_chunks():
+    params, static = transformer.init(TINY, jax.random.key(0)), {"config": TINY, "scheme": "cdf"}
+    entries = kv_cache.Entries((jnp.ones((2, 1, 8)),), (jnp.ones((2, 1, 8)),), (jnp.ones((2, 16)),))
+    pending = kv_cache.no_pending(TINY, 4, jnp.float32, ())
+    pending = pending.replaced(
+        entries, jnp.arange(2), jnp.asarray([3, 3]), jnp.asarray([True, False])
+    )
+    slots = make_slots(2, length=np.asarray([4, 4]))
+    state = full_cache(2), pending, slots, np.asarray([-1], np.int32)
+    cache, pending, *_ = decode_beside_chunks(
+        params, *state, np.asarray([[-1, 0, 0, 0]], np.int32), **static
+    )
+    assert int(pending.count) == 0
+    assert (np.asarray(cache.values[0])[0, :, 3] == 1).all()
+    assert (np.asarray(cache.values[0])[1, :, 3] != 1).all()
