@@ -109,6 +109,18 @@ def test_other_prompts_in_the_rows_leave_no_trace(golden, rollout, requests):
         assert not differences(golden("top_k"), rollout("top_k", order))
 
 
+def test_without_drafts_no_bit_depends_on_who_shares_a_round(rollout, requests):
+    """Whether prompts are computed meanwhile or not: timing decides, where requests come later."""
+    few = dataclasses.replace(ONE_SIZE, slots=8, min_slots=8)
+    wanted = {t.request_id: t for t in rollout("cool", config=few)}
+    rng = np.random.default_rng(0)
+    for _ in range(3):
+        for got in rollout("cool", [requests[i] for i in rng.permutation(len(requests))], few):
+            want = wanted[got.request_id]
+            np.testing.assert_array_equal(got.response_ids, want.response_ids)
+            np.testing.assert_array_equal(got.logprobs, want.logprobs)
+
+
 def on_mesh(params, config=ONE_SIZE, **shape):
     """An engine over eight devices, and the policy split over them."""
     if len(jax.devices()) < 8:
