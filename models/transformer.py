@@ -350,7 +350,7 @@ def hidden_beside_chunks(
 ) -> tuple[jax.Array, KVCache, Entries]:
     """Compute `hidden_with_cache` of a node a slot, [B, D], and the entries of chunks beside it.
 
-    The nodes' bits are those of `hidden_with_cache`. The T·C entries of `chunks`, whose rows have
+    On a CPU the nodes' bits are those of `hidden_with_cache`, up to `FEW_ROWS` rows. The T·C entries of `chunks`, whose rows have
     no node that is written, are not written.
     """
     B = len(tokens_B)

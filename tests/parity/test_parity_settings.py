@@ -111,11 +111,14 @@ def test_other_prompts_in_the_rows_leave_no_trace(golden, rollout, requests):
 
 def test_without_drafts_no_bit_depends_on_who_shares_a_round(rollout, requests):
     """Whether prompts are computed meanwhile or not: timing decides, where requests come later."""
-    few = dataclasses.replace(ONE_SIZE, slots=8, min_slots=8)
-    wanted = {t.request_id: t for t in rollout("cool", config=few)}
+    # prompts are no longer than a chunk, and slots and chunk have at most FEW_ROWS tokens
+    whole = {"slots": 4, "min_slots": 4, "prefill_rows": 1, "prefill_chunk_tokens": 32}
+    engine = Engine(MODEL, dataclasses.replace(ONE_SIZE, **whole))
+    wanted = {t.request_id: t for t in rollout("cool", engine=engine)}
     rng = np.random.default_rng(0)
     for _ in range(3):
-        for got in rollout("cool", [requests[i] for i in rng.permutation(len(requests))], few):
+        mixed = [requests[i] for i in rng.permutation(len(requests))]
+        for got in rollout("cool", mixed, engine=engine):
             want = wanted[got.request_id]
             np.testing.assert_array_equal(got.response_ids, want.response_ids)
             np.testing.assert_array_equal(got.logprobs, want.logprobs)
