@@ -472,8 +472,9 @@ def _cached_layer(
         out_BNHh = attend(q_XNHh[:B], keys, values, mask_BNS)
         if chunks is None:
             return out_BNHh
-        of_chunks = (x[B:, 0] for x in (q_XNHh, k_XNKh, v_XNKh))
-        return jnp.concatenate([out_BNHh, _look_of_chunks(*of_chunks, keys, values, chunks)])
+        q_XHh, k_XKh, v_XKh = (x[B:, 0] for x in (q_XNHh, k_XNKh, v_XNKh))
+        out_X1Hh = _look_of_chunks(q_XHh, k_XKh, v_XKh, keys, values, chunks)
+        return jnp.concatenate([out_BNHh, out_X1Hh])
 
     x_XND = block(config, layer, x_XND, rope, look)
     return x_XND, *seen[0]
@@ -488,8 +489,11 @@ def _look_of_chunks(
     chunks: Chunks,
 ) -> jax.Array:
     """The attention of chunks whose tokens lie one after the other; [X, 1, H, h]."""
-    own = (x.reshape(*chunks.tokens_TC.shape, *x.shape[1:]) for x in (q_XHh, k_XKh, v_XKh))
-    return attend_chunks(*own, keys_BKhS, values_BKSh, chunks).reshape(-1, 1, *q_XHh.shape[1:])
+    q_TCHh, k_TCKh, v_TCKh = (
+        x.reshape(*chunks.tokens_TC.shape, *x.shape[1:]) for x in (q_XHh, k_XKh, v_XKh)
+    )
+    out_TCHh = attend_chunks(q_TCHh, k_TCKh, v_TCKh, keys_BKhS, values_BKSh, chunks)
+    return out_TCHh.reshape(-1, 1, *q_XHh.shape[1:])
 
 
 @partial(jax.jit, static_argnames="config")
@@ -509,14 +513,13 @@ def _nodes_layer(
     M = len(x_X1D) - (0 if chunks is None else chunks.tokens_TC.size)
 
     def look(q_X1Hh: jax.Array, k_X1Kh: jax.Array, v_X1Kh: jax.Array) -> jax.Array:
-        new = q_X1Hh[:, 0], k_X1Kh[:, 0], v_X1Kh[:, 0]
-        entries.append(new[1:])
-        nodes = (x[:M] for x in new)
-        out_M1Hh = attend_nodes(*nodes, keys_BKhS, values_BKSh, length_B, trees)[:, None]
+        q_XHh, k_XKh, v_XKh = q_X1Hh[:, 0], k_X1Kh[:, 0], v_X1Kh[:, 0]
+        entries.append((k_XKh, v_XKh))
+        cached = keys_BKhS, values_BKSh
+        out_M1Hh = attend_nodes(q_XHh[:M], k_XKh[:M], v_XKh[:M], *cached, length_B, trees)[:, None]
         if chunks is None:
             return out_M1Hh
-        of_chunks = (x[M:] for x in new)
-        out_X1Hh = _look_of_chunks(*of_chunks, keys_BKhS, values_BKSh, chunks)
+        out_X1Hh = _look_of_chunks(q_XHh[M:], k_XKh[M:], v_XKh[M:], *cached, chunks)
         return jnp.concatenate([out_M1Hh, out_X1Hh])
 
     x_X1D = block(config, layer, x_X1D, rope, look)
