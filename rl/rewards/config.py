@@ -6,6 +6,7 @@ import ast
 import dataclasses
 import difflib
 import importlib.util
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
@@ -13,6 +14,9 @@ from typing import Literal
 from rl.data.answers import EXTRACTORS, Extractor
 
 BUILT_IN = ("task", "exact_match", "math_verify")
+# Python 3.11's `ast.parse` counts its depth for all threads together and fails where two are in
+# it at once (github.com/python/cpython/issues/106905)
+_parsing = threading.Lock()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,7 +142,8 @@ def _check_user_file(path: Path, name: str) -> None:
     if not path.is_file():
         raise FileNotFoundError(f"Reward.functions: there is no file {path} (wanted for {name})")
     try:
-        tree = ast.parse(path.read_bytes(), filename=str(path))
+        with _parsing:
+            tree = ast.parse(path.read_bytes(), filename=str(path))
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ValueError(f"Reward.functions: {path} is not valid Python: {error}") from error
     defined = _defined_names(tree)

@@ -70,7 +70,7 @@ def test_all_decide_by_the_seconds_of_process_0(two):
     ("fault", "told"),
     [
         ("a_token", r"launch 7: tokens of 4 × 4, .*; process 0: the same with other contents"),
-        ("an_order", r"launch 1: a round of 4 × 4 × 32, .*: 8 .*; process 0: a round of .*: 0 "),
+        ("an_order", r"launch 1: a prompt round of 4 × 32, .*: 8 .*; process 0: a prompt .*: 0 "),
         ("a_table", r"launch \d+: plain rounds of 4 × 32 × .*; process 0: a round of 4 × 16 × 32"),
     ],
     ids=lambda x: x if x.isidentifier() else "",
