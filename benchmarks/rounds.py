@@ -28,6 +28,7 @@ from benchmarks.baselines.reprise import model_config
 from benchmarks.shape import Shape
 from models import kv_cache, transformer
 from models.config import ModelConfig
+from models.rope import rope_turns
 from sched.simulator.roofline import Instance
 from spec import sampling
 from spec.buckets import widest_tree
@@ -69,7 +70,7 @@ def busy(num_slots: int, num_positions: int) -> Slots:
 @partial(jax.jit, static_argnames="config")
 def products(config: ModelConfig, params: transformer.Params, x_M1D: jax.Array) -> jax.Array:
     """Apply all layers without attention, and the head, to M rows."""
-    rope = transformer.rope_turns(config, jnp.zeros(x_M1D.shape[:2], jnp.int32))
+    rope = rope_turns(config, jnp.zeros(x_M1D.shape[:2], jnp.int32))
     for layer in params.layers:
         x_M1D = transformer.block(config, layer, x_M1D, rope, lambda q, k, v: q)
     return transformer.head(params, x_M1D[:, 0])

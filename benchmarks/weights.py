@@ -274,17 +274,17 @@ def worker(settings: dict[str, Any]) -> int:
         return json.loads(sys.stdin.readline())
 
     tell(ready=True)
+    subscriber = Subscriber(expected(settings["megabytes"]), carrier, ask, 60.0)  # type: ignore[arg-type]
     for _ in range(settings["rounds"]):
         json.loads(sys.stdin.readline())
-        subscriber = Subscriber(expected(settings["megabytes"]), carrier, ask, 60.0)  # type: ignore[arg-type]
         began_s, cpu_s = time.perf_counter(), time.process_time()
         staged = subscriber.fetch()
         assert staged is not None
         subscriber.swap(staged)
         ready_s, cpu_s = time.perf_counter() - began_s, time.process_time() - cpu_s
         tell(done=staged.version, ready_s=ready_s, cpu_s=cpu_s, wait_s=carrier.seconds)
-        subscriber.close()
-        del staged, subscriber
+        del staged
+    subscriber.close()
     return 0
 
 

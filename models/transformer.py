@@ -16,7 +16,6 @@ W feature width.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -35,18 +34,16 @@ from models.attention import (
     attend_nodes,
     causal_mask,
     packed_mask,
-    precision_of,
 )
 from models.config import ModelConfig
 from models.kv_cache import Entries, KVCache
 from models.params import Layer, Params, ParamSpec, param_specs
+from models.products import feed_forward, linear
+from models.rope import rope_turns, rotate
 from models.sharding import constrain
 
 for _weights in (Layer, Params):
     jax.tree_util.register_dataclass(_weights)
-
-FEW_ROWS = 64  # of inputs; more go through the ordinary product
-COLUMNS = 16  # that XLA's CPU product takes at a time
 
 
 def init(config: ModelConfig, key: jax.Array, dtype: jnp.dtype = jnp.float32) -> Params:
@@ -67,112 +64,11 @@ def init_from(specs: Any, key: jax.Array, dtype: jnp.dtype = jnp.float32) -> Any
     return tree.unflatten([one(spec, k) for spec, k in zip(leaves, keys, strict=True)])
 
 
-def rope_frequencies(config: ModelConfig) -> jax.Array:
-    """Return the angular frequency of each pair, θ^(−2i/h), with Llama 3's scaling if configured.
-
-    Wavelengths beyond original/low are slowed by `factor`, those below
-    original/high are kept, and between them the two are mixed linearly.
-    Source: Llama 3.1's `rope_type: llama3`. Returns float32 [h/2].
-    """
-    h = config.head_dim
-    freq = config.rope_theta ** (-jnp.arange(0, h, 2, dtype=jnp.float32) / h)
-    scaling = config.rope_scaling
-    if scaling is None:
-        return freq
-    turns = scaling.original_max_positions * freq / (2 * math.pi)
-    keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    keep = jnp.clip(keep, 0.0, 1.0)
-    return keep * freq + (1 - keep) * freq / scaling.factor
-
-
 def rms_norm(x_D: jax.Array, weight_D: jax.Array, eps: float) -> jax.Array:
     """Return x / √(mean(x²) + eps) · weight over the last axis, computed in float32; [..., D]."""
     x = x_D.astype(jnp.float32)
     x = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
     return (x * weight_D.astype(jnp.float32)).astype(x_D.dtype)
-
-
-def _rotate(x_BTHh: jax.Array, cos_BTh: jax.Array, sin_BTh: jax.Array) -> jax.Array:
-    first, second = jnp.split(x_BTHh.astype(jnp.float32), 2, axis=-1)
-    cos, sin = cos_BTh[:, :, None], sin_BTh[:, :, None]
-    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return turned.astype(x_BTHh.dtype)
-
-
-def linear(x: jax.Array, weight_OI: jax.Array, dtype: Any = None) -> jax.Array:
-    """x · weightᵀ; [..., I] to [..., O] of `dtype`, by default x's."""
-    dtype = dtype or x.dtype
-
-    def turned(x: jax.Array, weight_OI: jax.Array) -> jax.Array:
-        return _as_rows(_weight_first(weight_OI, _as_columns(x), dtype), x.shape[:-1])
-
-    return _by_rows(turned, partial(_input_first, dtype=dtype), x, weight_OI)
-
-
-def feed_forward(
-    x: jax.Array, gate_FD: jax.Array, up_FD: jax.Array, down_DF: jax.Array
-) -> jax.Array:
-    """Return down · (silu(gate · x) * (up · x)); [..., D].
-
-    Few rows on a CPU stay columns from one product to the next: only the last is turned.
-    """
-    return _by_rows(_turned_feed_forward, _feed_forward, x, gate_FD, up_FD, down_DF)
-
-
-def _feed_forward(
-    x: jax.Array, gate_FD: jax.Array, up_FD: jax.Array, down_DF: jax.Array
-) -> jax.Array:
-    x_F = jax.nn.silu(_input_first(x, gate_FD, x.dtype)) * _input_first(x, up_FD, x.dtype)
-    return _input_first(x_F, down_DF, x.dtype)
-
-
-def _turned_feed_forward(
-    x: jax.Array, gate_FD: jax.Array, up_FD: jax.Array, down_DF: jax.Array
-) -> jax.Array:
-    x_DR = _as_columns(x)
-    x_FR = jax.nn.silu(_weight_first(gate_FD, x_DR, x.dtype))
-    x_FR *= _weight_first(up_FD, x_DR, x.dtype)
-    return _as_rows(_weight_first(down_DF, x_FR, x.dtype), x.shape[:-1])
-
-
-def _by_rows(few: Callable, many: Callable, x: jax.Array, *weights: jax.Array) -> jax.Array:
-    """Compute `few` where x has few rows and a CPU computes, else `many`; both give the same."""
-    if math.prod(x.shape[:-1]) > FEW_ROWS:
-        return many(x, *weights)
-    return jax.lax.platform_dependent(x, *weights, cpu=few, default=many)
-
-
-def _input_first(x: jax.Array, weight_OI: jax.Array, dtype: Any) -> jax.Array:
-    return jnp.einsum(
-        "...i,oi->...o", x, weight_OI, precision=precision_of(x), preferred_element_type=dtype
-    )
-
-
-def _weight_first(weight_OI: jax.Array, x_IR: jax.Array, dtype: Any) -> jax.Array:
-    """Return weight · x, [O, R]: XLA's CPU product packs its right operand, which is small here.
-
-    The barrier keeps it from swapping the two.
-    """
-    precision = precision_of(x_IR)
-    out_OR = jnp.matmul(weight_OI, x_IR, precision=precision, preferred_element_type=dtype)
-    return jax.lax.optimization_barrier(out_OR)
-
-
-def _as_columns(x: jax.Array) -> jax.Array:
-    """Turn [..., I] to [I, R], with columns added up to a multiple of `COLUMNS`.
-
-    What XLA's CPU product does with those beyond a multiple rounds otherwise, so there are none: a
-    row's bits do not depend on the others, on which timing may decide. One row is a sum of its own.
-    """
-    x_RI = x.reshape(-1, x.shape[-1])
-    if (rows := len(x_RI)) > 1:
-        x_RI = jnp.pad(x_RI, ((0, -rows % COLUMNS), (0, 0)))
-    return x_RI.T
-
-
-def _as_rows(x_OR: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Turn columns back to [*shape, O]."""
-    return x_OR.T[: math.prod(shape)].reshape(*shape, -1)
 
 
 def _plus_bias(x_BTP: jax.Array, bias_P: jax.Array) -> jax.Array:
@@ -210,7 +106,7 @@ def block(
     if config.qk_norm:
         q_BTHh = rms_norm(q_BTHh, layer.query_norm_h, config.norm_eps)
         k_BTKh = rms_norm(k_BTKh, layer.key_norm_h, config.norm_eps)
-    out_BTHh = look(_rotate(q_BTHh, *rope), _rotate(k_BTKh, *rope), v_BTKh)
+    out_BTHh = look(rotate(q_BTHh, *rope), rotate(k_BTKh, *rope), v_BTKh)
     out_BTD = linear(out_BTHh.reshape(B, T, -1), layer.output_DQ)
     x_BTD = constrain(x_BTD + out_BTD, "batch", None, None)
     y = rms_norm(x_BTD, layer.mlp_norm_D, config.norm_eps)
@@ -222,23 +118,6 @@ def embed(embedding_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
     """Return the embeddings of tokens, [B, T, D]; negative ids (padding) get that of token 0."""
     x_BTD = jnp.take(embedding_VD, jnp.maximum(tokens_BT, 0), axis=0, mode="clip")
     return constrain(x_BTD, "batch", None, None)
-
-
-def rope_turns(config: ModelConfig, positions_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return cosine and sine of each pair's angle at each position; two [B, T, h/2]."""
-    angle = positions_BT[..., None].astype(jnp.float32) * rope_frequencies(config)
-    return jax.lax.platform_dependent(angle, cpu=_turns_once, default=_turns)
-
-
-def _turns(angle: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return jnp.cos(angle), jnp.sin(angle)
-
-
-def _turns_once(angle: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Compute `_turns` in a branch: else XLA's CPU does it for every head in every layer."""
-    # Angles are finite: the first branch is always taken.
-    is_finite = jnp.isfinite(angle.reshape(-1)[0])
-    return jax.lax.cond(is_finite, _turns, lambda a: (a, a), angle)
 
 
 def hidden(
@@ -350,7 +229,7 @@ def hidden_beside_chunks(
 ) -> tuple[jax.Array, KVCache, Entries]:
     """Compute `hidden_with_cache` of a node a slot, [B, D], and the entries of chunks beside it.
 
-    On a CPU the nodes' bits are those of `hidden_with_cache`, up to `FEW_ROWS` rows. The entries of
+    On a CPU the nodes' bits are those of `hidden_with_cache`, up to `models.products.FEW_ROWS` rows. The entries of
     `chunks`, whose rows have no node that is written, are not written.
     """
     B = len(tokens_B)

@@ -345,7 +345,7 @@ def decode_beside_chunks(
     """Run a round without drafts that computes chunks too; the results are as of `verify_round`.
 
     On a CPU its draws and log-probabilities have the bits of `decode_rounds`, if nodes and chunks
-    are at most `models.transformer.FEW_ROWS` rows.
+    are at most `models.products.FEW_ROWS` rows.
     """
     cache, pending = settle(cache, pending)
     chunks = Chunks.of_table(chunks_TX)

@@ -46,7 +46,7 @@ class Subscriber:
     ) -> None:
         self._carrier, self._deadline_s = carrier, deadline_s
         self._ask, self._sources = ask, sources
-        self._place = place or self._on_devices
+        self._place = place
         leaves, self._tree = jax.tree.flatten(expected)
         self._names = names_of(expected)
         self._shardings = [getattr(leaf, "sharding", None) for leaf in leaves]
@@ -98,7 +98,8 @@ class Subscriber:
         pieces = [piece for offer in offers for piece in self._pieces(offer)]
         host = assemble(pieces, {name: e.shape for name, e in self._expected.items()})
         ids = tuple(offer.to for offer in offers)
-        params = self._place(jax.tree.unflatten(self._tree, [host[name] for name in self._names]))
+        whole = jax.tree.unflatten(self._tree, [host[name] for name in self._names])
+        params = self._on_devices(whole) if self._place is None else self._place(whole)
         return Staged(offers[0].to.version, params, host, ids)
 
     def swap(self, staged: Staged) -> Any:

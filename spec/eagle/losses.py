@@ -16,7 +16,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from models import transformer
+from models.products import linear
 from spec.eagle import model as eagle
 from spec.eagle.config import EagleConfig
 from spec.eagle.model import EagleParams, SharedParams
@@ -91,7 +91,7 @@ def draft_ids_of(frozen: SharedParams, tokens_BT: jax.Array) -> jax.Array:
 def _policy_logits(frozen: SharedParams, last_hidden_BTD: jax.Array) -> jax.Array:
     head_UD = frozen.head_UD
     x_BTD = last_hidden_BTD.astype(head_UD.dtype)
-    return transformer.linear(x_BTD, head_UD, jnp.float32)
+    return linear(x_BTD, head_UD, jnp.float32)
 
 
 def _hits(

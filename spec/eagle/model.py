@@ -21,6 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from models import transformer
+from models.products import linear
+from models.rope import rope_turns
 from models.config import ModelConfig
 from models.transformer import Attend, Layer, ParamSpec, rms_norm
 from spec.eagle.config import Design, EagleConfig
@@ -182,7 +184,7 @@ def layer_outputs(
             rms_norm(g_BTD, params.feature_norm_D, eps),
         )
         looks_from = jnp.concatenate(normed, axis=-1)
-    rope = transformer.rope_turns(config.layer, positions_BT)
+    rope = rope_turns(config.layer, positions_BT)
     return transformer.block(config.layer, params.layer, x_BTD, rope, look, looks_from)
 
 
@@ -194,9 +196,9 @@ def logits(
         head_UD = params.head_UD
     if config.design == "eagle3":
         outputs_BTD = rms_norm(outputs_BTD, params.final_norm_D, config.layer.norm_eps)
-    return transformer.linear(outputs_BTD, head_UD.astype(outputs_BTD.dtype), jnp.float32)
+    return linear(outputs_BTD, head_UD.astype(outputs_BTD.dtype), jnp.float32)
 
 
 def _fc(params: EagleParams, x_BTE: jax.Array) -> jax.Array:
-    y_BTD = transformer.linear(x_BTE, params.fc_DE)
+    y_BTD = linear(x_BTE, params.fc_DE)
     return y_BTD if params.fc_bias_D is None else y_BTD + params.fc_bias_D

@@ -95,32 +95,6 @@ def test_rms_norm_by_hand():
     assert transformer.rms_norm(x.astype(jnp.bfloat16), weight, 0.0).dtype == jnp.bfloat16
 
 
-def test_rope_frequencies_by_hand():
-    config = dataclasses.replace(LLAMA, head_dim=4, rope_theta=100.0, rope_scaling=None)
-    np.testing.assert_allclose(transformer.rope_frequencies(config), [1.0, 0.1], rtol=1e-6)
-
-
-def test_llama3_rope_equals_the_published_branches():
-    scaling = Llama3RopeScaling(8.0, 1.0, 4.0, 8192)
-    config = dataclasses.replace(LLAMA, head_dim=128, rope_theta=500_000.0, rope_scaling=scaling)
-    plain = 500_000.0 ** (-np.arange(0, 128, 2) / 128)
-    expected, kinds = [], []
-    for freq in plain:
-        wavelength = 2 * math.pi / freq
-        if wavelength < 8192 / 4:
-            expected.append(freq)
-            kinds.append("kept")
-        elif wavelength > 8192 / 1:
-            expected.append(freq / 8)
-            kinds.append("slowed")
-        else:
-            smooth = (8192 / wavelength - 1) / (4 - 1)
-            expected.append((1 - smooth) * freq / 8 + smooth * freq)
-            kinds.append("mixed")
-    assert set(kinds) == {"kept", "slowed", "mixed"}
-    np.testing.assert_allclose(transformer.rope_frequencies(config), expected, rtol=2e-5)
-
-
 def test_causal_attention_by_hand():
     # Equal scores average the values so far; query heads 0, 1 read kv head 0 and 2, 3 head 1.
     q = jnp.zeros((1, 3, 4, 2))
@@ -440,46 +414,3 @@ def test_a_response_sees_no_sibling():
     before, after = (np.asarray(HIDDEN(LLAMA, params, x, packing))[0] for x in (tokens, other))
     np.testing.assert_array_equal(after[second], before[second])
     assert (np.abs(after - before).max(1) > 1e-3)[first].tolist() == [False] * 2 + [True] * 3
-
-
-@pytest.mark.parametrize("sizes", [(256, 704), (32, 16)])
-def test_a_rows_bits_do_not_depend_on_the_other_rows(sizes):
-    """Timing may decide how many requests share a round; two rows are the fewest."""
-    D, F = sizes
-    x_RD, (gate_FD, up_FD, down_DF) = random_array(0, 64, D), random_weights(D, F)
-
-    @jax.jit
-    def products(x):
-        return transformer.linear(x, gate_FD), transformer.feed_forward(x, gate_FD, up_FD, down_DF)
-
-    want = jax.tree.map(np.asarray, products(x_RD))
-    for rows in (2, 3, 4, 8, 17, 24, 40, 63):
-        for got, whole in zip(products(x_RD[:rows]), want, strict=True):
-            np.testing.assert_array_equal(got, whole[:rows])
-
-
-def test_few_rows_are_computed_as_many():
-    x_RD, (gate_FD, up_FD, down_DF) = random_array(0, 80, 32), random_weights(32, 16)
-    y_RF = np.asarray(x_RD @ gate_FD.T)
-    want = y_RF / (1 + np.exp(-y_RF)) * np.asarray(x_RD @ up_FD.T) @ np.asarray(down_DF.T)
-    for rows in (1, 2, 17, 80):
-        x = x_RD[:rows]
-        got = transformer.feed_forward(x, gate_FD, up_FD, down_DF)
-        np.testing.assert_allclose(got, want[:rows], rtol=1e-4, atol=1e-3)
-        np.testing.assert_allclose(transformer.linear(x, gate_FD), y_RF[:rows], atol=1e-4)
-
-
-def test_a_negative_position_spoils_no_other():
-    config = dataclasses.replace(LLAMA, head_dim=4, rope_theta=100.0, rope_scaling=None)
-    angles = np.asarray([[-2.0, -0.2], [3.0, 0.3]], np.float32)[:, None]
-    cos, sin = jax.jit(partial(transformer.rope_turns, config))(jnp.asarray([[-2], [3]]))
-    np.testing.assert_allclose(cos, np.cos(angles), atol=1e-6)
-    np.testing.assert_allclose(sin, np.sin(angles), atol=1e-6)
-
-
-def random_weights(D, F):
-    return random_array(1, F, D), random_array(2, F, D), random_array(3, D, F)
-
-
-def random_array(seed, *shape):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)

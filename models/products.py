@@ -1,0 +1,98 @@
+"""Products of activations with weights, and the order of operands that a CPU is fast with.
+
+XLA's CPU product packs its right operand. With few rows that is to be the rows, not the weights:
+the rows are turned to columns, the weights stay as they are. Other backends choose themselves.
+
+Shape suffixes: I inputs, O outputs, R rows, D model width, F feature width.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from models.attention import precision_of
+
+FEW_ROWS = 64  # of inputs; more go through the ordinary product
+COLUMNS = 16  # that XLA's CPU product takes at a time
+
+
+def linear(x: jax.Array, weight_OI: jax.Array, dtype: Any = None) -> jax.Array:
+    """x · weightᵀ; [..., I] to [..., O] of `dtype`, by default x's."""
+    dtype = dtype or x.dtype
+
+    def turned(x: jax.Array, weight_OI: jax.Array) -> jax.Array:
+        return _as_rows(_weight_first(weight_OI, _as_columns(x), dtype), x.shape[:-1])
+
+    return _by_rows(turned, partial(_input_first, dtype=dtype), x, weight_OI)
+
+
+def feed_forward(
+    x: jax.Array, gate_FD: jax.Array, up_FD: jax.Array, down_DF: jax.Array
+) -> jax.Array:
+    """Return down · (silu(gate · x) * (up · x)); [..., D].
+
+    Few rows on a CPU stay columns from one product to the next: only the last is turned.
+    """
+    return _by_rows(_turned_feed_forward, _feed_forward, x, gate_FD, up_FD, down_DF)
+
+
+def _feed_forward(
+    x: jax.Array, gate_FD: jax.Array, up_FD: jax.Array, down_DF: jax.Array
+) -> jax.Array:
+    x_F = jax.nn.silu(_input_first(x, gate_FD, x.dtype)) * _input_first(x, up_FD, x.dtype)
+    return _input_first(x_F, down_DF, x.dtype)
+
+
+def _turned_feed_forward(
+    x: jax.Array, gate_FD: jax.Array, up_FD: jax.Array, down_DF: jax.Array
+) -> jax.Array:
+    x_DR = _as_columns(x)
+    x_FR = jax.nn.silu(_weight_first(gate_FD, x_DR, x.dtype))
+    x_FR *= _weight_first(up_FD, x_DR, x.dtype)
+    return _as_rows(_weight_first(down_DF, x_FR, x.dtype), x.shape[:-1])
+
+
+def _by_rows(few: Callable, many: Callable, x: jax.Array, *weights: jax.Array) -> jax.Array:
+    """Compute `few` where x has few rows and a CPU computes, else `many`; both give the same."""
+    if math.prod(x.shape[:-1]) > FEW_ROWS:
+        return many(x, *weights)
+    return jax.lax.platform_dependent(x, *weights, cpu=few, default=many)
+
+
+def _input_first(x: jax.Array, weight_OI: jax.Array, dtype: Any) -> jax.Array:
+    return jnp.einsum(
+        "...i,oi->...o", x, weight_OI, precision=precision_of(x), preferred_element_type=dtype
+    )
+
+
+def _weight_first(weight_OI: jax.Array, x_IR: jax.Array, dtype: Any) -> jax.Array:
+    """Return weight · x, [O, R]: XLA's CPU product packs its right operand, which is small here.
+
+    The barrier keeps it from swapping the two.
+    """
+    precision = precision_of(x_IR)
+    out_OR = jnp.matmul(weight_OI, x_IR, precision=precision, preferred_element_type=dtype)
+    return jax.lax.optimization_barrier(out_OR)
+
+
+def _as_columns(x: jax.Array) -> jax.Array:
+    """Turn [..., I] to [I, R], with columns added up to a multiple of `COLUMNS`.
+
+    What XLA's CPU product does with those beyond a multiple rounds otherwise, so there are none: a
+    row's bits do not depend on the others, on which timing may decide. One row is a sum of its own.
+    """
+    x_RI = x.reshape(-1, x.shape[-1])
+    if (rows := len(x_RI)) > 1:
+        x_RI = jnp.pad(x_RI, ((0, -rows % COLUMNS), (0, 0)))
+    return x_RI.T
+
+
+def _as_rows(x_OR: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Turn columns back to [*shape, O]."""
+    return x_OR.T[: math.prod(shape)].reshape(*shape, -1)

@@ -1,0 +1,43 @@
+"""Products of few rows and of many, and that a row's bits are its own."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models.products import feed_forward, linear
+
+
+@pytest.mark.parametrize("sizes", [(256, 704), (32, 16)])
+def test_a_rows_bits_do_not_depend_on_the_other_rows(sizes):
+    """Timing may decide how many requests share a round; two rows are the fewest."""
+    D, F = sizes
+    x_RD, (gate_FD, up_FD, down_DF) = random_array(0, 64, D), random_weights(D, F)
+
+    @jax.jit
+    def products(x):
+        return linear(x, gate_FD), feed_forward(x, gate_FD, up_FD, down_DF)
+
+    want = jax.tree.map(np.asarray, products(x_RD))
+    for rows in (2, 3, 4, 8, 17, 24, 40, 63):
+        for got, whole in zip(products(x_RD[:rows]), want, strict=True):
+            np.testing.assert_array_equal(got, whole[:rows])
+
+
+def test_few_rows_are_computed_as_many():
+    x_RD, (gate_FD, up_FD, down_DF) = random_array(0, 80, 32), random_weights(32, 16)
+    y_RF = np.asarray(x_RD @ gate_FD.T)
+    want = y_RF / (1 + np.exp(-y_RF)) * np.asarray(x_RD @ up_FD.T) @ np.asarray(down_DF.T)
+    for rows in (1, 2, 17, 80):
+        x = x_RD[:rows]
+        got = feed_forward(x, gate_FD, up_FD, down_DF)
+        np.testing.assert_allclose(got, want[:rows], rtol=1e-4, atol=1e-3)
+        np.testing.assert_allclose(linear(x, gate_FD), y_RF[:rows], atol=1e-4)
+
+
+def random_weights(D, F):
+    return random_array(1, F, D), random_array(2, F, D), random_array(3, D, F)
+
+
+def random_array(seed, *shape):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
