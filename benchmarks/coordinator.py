@@ -11,8 +11,9 @@ one update behind, under each scheduler:
   lost at random rounds, with all that they run; as many join later. `events` are what the scheduler
   is told: steps submitted and trained, chunks and requests that end, workers that join and are
   lost. `events_per_s` are those of the CPU seconds in which they are reported and carried out, by
-  workers and by the owner. `signs_of_life`, one a round and worker, are counted apart;
-  `events_and_signs_per_s` are of all CPU seconds, the fake engines' own included.
+  workers and by the owner; what the fake engines do is not among them. `signs_of_life`, one a
+  round and worker, are counted apart; `events_and_signs_per_s` are of all CPU seconds, the fake
+  engines' own included.
 
 Every request must finish exactly once, with all its tokens.
 """
@@ -168,9 +169,14 @@ class FakeWorker:
         rows = self._rows
         ends = bool(rows) and rows[0][0] <= self.rounds
         happens = ends or not self._inbox.empty()
-        began_s = time.thread_time() if happens else 0.0
+        ended = []
         while rows and rows[0][0] <= self.rounds:
-            self._end(*heapq.heappop(rows)[2:])
+            request, tokens = heapq.heappop(rows)[2:]
+            whole = tokens == self._lengths[request.request_id]
+            ended.append(trajectory(request, tokens) if whole else begun(request, tokens))
+        began_s = time.thread_time() if happens else 0.0
+        for one in ended:
+            self._end(one)
         self._coordinator.alive(self.worker_id)
         if self._open:
             self._take(wait=False)
@@ -197,17 +203,18 @@ class FakeWorker:
             row = (self.rounds + until - tokens, request.request_id, request, until)
             heapq.heappush(self._rows, row)
 
-    def _end(self, request: Request, tokens: int) -> None:
-        number = request.request_id
-        if tokens == self._lengths[number]:
-            self._coordinator.finished(self.worker_id, trajectory(request, tokens))
+    def _end(self, one: Trajectory | PartialRequest) -> None:
+        if isinstance(one, Trajectory):
+            self._coordinator.finished(self.worker_id, one)
             return
+        request, tokens = one.request, one.num_tokens
+        number = request.request_id
         more = self._source.chunk_ended(number, tokens)
         if more:
             until = min(tokens + more, self._lengths[number])
             heapq.heappush(self._rows, (self.rounds + until - tokens, number, request, until))
         else:
-            self._source.park([begun(request, tokens)])
+            self._source.park([one])
 
 
 def trajectory(request: Request, tokens: int) -> Trajectory:

@@ -128,7 +128,7 @@ class Rollout:
         self.switch, self.pool = Switch(), KvPool(0)
         self.coordinator = coordinator(SCHEDULERS[scheduler](), lambda: 0.0, self.pool)
         self.coordinator._lock = SwitchingLock(self.switch)  # type: ignore[assignment]
-        self.pool._changed = SwitchingLock(self.switch)  # type: ignore[assignment]
+        self.pool._lock = self.pool._changed = SwitchingLock(self.switch)  # type: ignore[assignment]
         self.numbers = itertools.count()
         self.inboxes: dict[int, Any] = {}
         self.taken: dict[int, list[Start]] = collections.defaultdict(list)
@@ -292,7 +292,7 @@ class Rollout:
         left = 0
         if not self.aborted:
             starts = sum(len(worker.starts) for worker in books._workers.values())
-            left = len(books._partial) + len(books._step_of) + starts + len(self.pool)
+            left = len(books._asked) + starts + len(self.pool)
         wanted = set() if self.aborted else set(self.requests)
         return collections.Counter(
             results_lost=len(wanted - set(self.results)),

@@ -60,14 +60,11 @@ class RequestState:
     worker_id: int | None = None  # where it runs, or ran last
     chunk: int = 0
     pooled: bool = False  # keys and values of all tokens so far are in the pool
+    request_id: int = dataclasses.field(init=False)
+    group_id: int = dataclasses.field(init=False)
 
-    @property
-    def request_id(self) -> int:
-        return self.spec.request_id
-
-    @property
-    def group_id(self) -> int:
-        return self.spec.group_id
+    def __post_init__(self) -> None:
+        self.request_id, self.group_id = self.spec.request_id, self.spec.group_id
 
     @property
     def remaining_tokens(self) -> int:

@@ -12,7 +12,6 @@ import math
 import queue
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import NamedTuple
 
 from rl.runtime.waits import Hang
 from rl.trajectory import PartialRequest, Request, Trajectory
@@ -63,12 +62,18 @@ class Deferred:
 Result = Trajectory | Deferred | WorkerError
 
 
-class _Sign(NamedTuple):
-    """A sign of life; it is replaced as a whole, so that nobody needs the lock for it."""
+# A sign of life: when; doing what, None where it waits for a request; the worker whose keys and
+# values it waits for. It is replaced as a whole, so that nobody needs the lock for it.
+_Sign = tuple[float, str | None, int | None]
 
-    alive_s: float
-    doing: str | None = None  # None: it waits for a request
-    waits_for: int | None = None  # the worker whose keys and values it waits for
+
+@dataclasses.dataclass(eq=False, slots=True)
+class _Asked:
+    """A request that has not finished: its step, itself as last started, its tokens as reported."""
+
+    step: int
+    partial: PartialRequest  # without keys and values
+    generated_tokens: int = 0
 
 
 @dataclasses.dataclass(eq=False)
@@ -106,9 +111,7 @@ class Coordinator:
         self._scheduler, self._clock, self._pool = scheduler, clock, pool
         self._lock = threading.Lock()
         self._began_s = self._owner_s = self._all_alive_s = clock()
-        self._step_of: dict[int, int] = {}
-        self._partial: dict[int, PartialRequest] = {}  # as last started, without keys and values
-        self._generated: dict[int, int] = {}  # as last reported
+        self._asked: dict[int, _Asked] = {}
         self._workers: dict[int, _Present] = {}
         self._results: queue.SimpleQueue[Result] = queue.SimpleQueue()
         self.decisions: list[SchedulerDecision] = []
@@ -142,12 +145,10 @@ class Coordinator:
             )
             for r in requests
         )
-        partial = {r.request_id: PartialRequest(r) for r in requests}
-        step_of = dict.fromkeys(partial, step)
+        asked = {r.request_id: _Asked(step, PartialRequest(r)) for r in requests}
         self._owner_s = self._clock()
         with self._lock:
-            self._partial.update(partial)
-            self._step_of.update(step_of)
+            self._asked.update(asked)
             self._tell(Submitted(asks, step))
 
     def trained(self, step: int, train_s: float | None = None) -> None:
@@ -159,7 +160,7 @@ class Coordinator:
         """Add a worker; return the inbox that its starts come into."""
         with self._lock:
             inbox: Inbox = queue.SimpleQueue()
-            self._workers[worker_id] = _Present(inbox, _Sign(self._clock()))
+            self._workers[worker_id] = _Present(inbox, (self._clock(), None, None))
             if self._closed:
                 inbox.put(None)
             self._tell(WorkerJoined(worker_id, kv_tokens, max_requests))
@@ -171,8 +172,9 @@ class Coordinator:
             self._workers.pop(worker_id).inbox.put(None)
             self._pool.withdraw_all(worker_id)
             for worker in self._workers.values():
-                if worker.sign.waits_for == worker_id:  # no longer: its time begins anew
-                    worker.sign = worker.sign._replace(alive_s=self._clock())
+                _, doing, waits_for = worker.sign
+                if waits_for == worker_id:  # no longer: its time begins anew
+                    worker.sign = self._clock(), doing, waits_for
             self._tell(WorkerLost(worker_id))
 
     def is_present(self, worker_id: int) -> bool:
@@ -207,7 +209,7 @@ class Coordinator:
                 if worker.given_up or not counts or not (self._closed or doing is not None):
                     continue
                 other = None if waits_for is None else self._workers.get(waits_for)
-                blames = other is not None and other.sign.doing and other.sign.waits_for is None
+                blames = other is not None and other.sign[1] and other.sign[2] is None
                 if now_s - alive_s > limit_s and (self._closed or not blames):
                     worker.given_up = True
                     what = f"no sign of life for {now_s - alive_s:.1f} s, while {doing or 'ending'}"
@@ -222,7 +224,7 @@ class Coordinator:
             self._closed, self._aborted = True, abort
             for worker in self._workers.values():
                 worker.inbox.put(None)
-                worker.sign = worker.sign._replace(alive_s=self._clock())  # time to end
+                worker.sign = self._clock(), *worker.sign[1:]  # time to end
                 worker.given_up = False
 
     def forget(self, worker_id: int) -> None:
@@ -249,10 +251,11 @@ class Coordinator:
         pooled = self._pool.take(request_id, lambda owner: self._waits_for(worker_id, owner))
         with self._lock:
             self._alive(worker_id, "generating")
-            partial = pooled or self._partial[request_id]
-            self._partial[request_id] = partial.without_kv()
+            asked = self._asked[request_id]
+            partial = pooled or asked.partial
+            asked.partial = partial.without_kv()
             # what a lost worker had reported and not handed over is generated again
-            again = self._generated.get(request_id, 0) - partial.num_tokens
+            again = asked.generated_tokens - partial.num_tokens
         kv = partial.kv if start.kv is Kv.POOL else None
         return PartialRequest(partial.request, partial.prefix, kv, start.max_tokens + again)
 
@@ -261,8 +264,7 @@ class Coordinator:
         request_id = trajectory.request_id
         with self._lock:
             chunk = self._alive(worker_id, "generating").starts.pop(request_id).chunk
-            del self._partial[request_id], self._step_of[request_id]
-            self._generated.pop(request_id, None)
+            del self._asked[request_id]
             # first: whatever becomes of the others, this one is done
             self._results.put(trajectory)
             self._tell(Finished(request_id, worker_id, chunk, trajectory.num_tokens))
@@ -274,7 +276,7 @@ class Coordinator:
             # before others can be told to take it
             self._pool.promise(request_id, worker_id)
             chunk = worker.starts.pop(request_id).chunk
-            self._generated[request_id] = response_tokens
+            self._asked[request_id].generated_tokens = response_tokens
             for action in self._tell(
                 ChunkDone(request_id, worker_id, chunk, response_tokens, pooled=True)
             ):
@@ -302,7 +304,7 @@ class Coordinator:
         worker = self._workers.get(worker_id)
         if self._aborted or worker is None:
             raise Aborted
-        worker.sign = _Sign(self._clock(), doing)
+        worker.sign = self._clock(), doing, None
         return worker
 
     def _waits_for(self, worker_id: int, owner: int) -> None:
@@ -312,9 +314,9 @@ class Coordinator:
                 raise Aborted
             if (other := self._workers.get(owner)) is not None:
                 worker = self._workers[worker_id]
-                alive_s = max(worker.sign.alive_s, other.sign.alive_s)
+                alive_s = max(worker.sign[0], other.sign[0])
                 what = f"waiting for keys and values from worker {owner}"
-                worker.sign = _Sign(alive_s, what, owner)
+                worker.sign = alive_s, what, owner
 
     def _tell(self, event: Event) -> Sequence[Action]:
         now_s = self._clock() - self._began_s
@@ -323,11 +325,11 @@ class Coordinator:
             self.decisions.append(SchedulerDecision(now_s, event, actions))
         for action in actions:
             if isinstance(action, Defer):
-                self._step_of[action.request_id] += 1
+                self._asked[action.request_id].step += 1
                 self._results.put(Deferred(action.request_id))
                 continue
             worker = self._workers[action.worker_id]
             worker.starts[action.request_id] = action
             if action.kv is not Kv.HELD:
-                worker.inbox.put((self._step_of[action.request_id], action))
+                worker.inbox.put((self._asked[action.request_id].step, action))
         return actions

@@ -6,17 +6,11 @@ a worker that is told to take it waits for as long as the one that promised it i
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 from collections.abc import Callable
 
 from rl.runtime.waits import POLL_S
 from rl.trajectory import PartialRequest
-
-
-@dataclasses.dataclass(frozen=True)
-class _Promise:
-    worker_id: int
 
 
 class KvPool:
@@ -28,9 +22,11 @@ class KvPool:
 
     def __init__(self, most_bytes: int) -> None:
         self._most_bytes = most_bytes
-        self._entries: dict[int, PartialRequest | _Promise] = {}
+        # by request; of one that is only promised, the worker that is to put it
+        self._entries: dict[int, PartialRequest | int] = {}
         self._promised: dict[int, set[int]] = {}  # worker → requests
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self._awaited: set[int] = set()  # requests whose entries somebody waits for
         self.num_bytes = 0
         self.num_dropped = 0  # entries that came without keys and values for want of room
@@ -40,20 +36,20 @@ class KvPool:
 
     def promise(self, request_id: int, worker_id: int) -> None:
         """Announce an entry that a worker will put."""
-        with self._changed:
+        with self._lock:
             assert request_id not in self._entries, f"request {request_id} is in the pool already"
-            self._entries[request_id] = _Promise(worker_id)
+            self._entries[request_id] = worker_id
             self._promised.setdefault(worker_id, set()).add(request_id)
 
     def withdraw(self, request_id: int, worker_id: int) -> None:
         """Take back this worker's promise of an entry."""
-        with self._changed:
-            assert self._entries.pop(request_id) == _Promise(worker_id), "it was promised"
+        with self._lock:
+            assert self._entries.pop(request_id) == worker_id, "it was promised"
             self._kept(request_id, worker_id)
 
     def withdraw_all(self, worker_id: int) -> None:
         """Take back all of this worker's promises."""
-        with self._changed:
+        with self._lock:
             for request_id in self._promised.pop(worker_id, ()):
                 del self._entries[request_id]
             self._changed.notify_all()
@@ -61,8 +57,8 @@ class KvPool:
     def put(self, partial: PartialRequest, worker_id: int) -> None:
         """Put the entry that was promised; it is dropped if the promise was withdrawn meanwhile."""
         request_id = partial.request.request_id
-        with self._changed:
-            if self._entries.get(request_id) != _Promise(worker_id):
+        with self._lock:
+            if self._entries.get(request_id) != worker_id:
                 return
             size = partial.kv.num_bytes if partial.kv is not None else 0
             if self.num_bytes + size > self._most_bytes:
@@ -79,17 +75,19 @@ class KvPool:
         and again: what it raises ends the wait.
         """
         while True:
-            with self._changed:
+            with self._lock:
                 entry = self._entries.get(request_id)
-                if not isinstance(entry, _Promise):
-                    self._entries.pop(request_id, None)
-                    if entry is not None and entry.kv is not None:
+                if entry is None:
+                    return None
+                if not isinstance(entry, int):
+                    del self._entries[request_id]
+                    if entry.kv is not None:
                         self.num_bytes -= entry.kv.num_bytes
                     return entry
                 self._awaited.add(request_id)
                 self._changed.wait(POLL_S)
                 self._awaited.discard(request_id)
-            waits_for(entry.worker_id)
+            waits_for(entry)
 
     def _kept(self, request_id: int, worker_id: int) -> None:
         """Forget a promise, which was kept or taken back."""

@@ -323,6 +323,8 @@ class HistoPipe:
 
     def _forget_steps(self) -> None:
         """Drop finished steps whose requests no worker will begin any more."""
+        if len(self._steps) < 2:
+            return
         begun = min(self._num_at, default=-1)
         for step in [s for s in self._steps if s < begun]:
             if not any(share.num_unfinished for share in self._steps[step]):

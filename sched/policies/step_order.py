@@ -32,22 +32,27 @@ class StepOrder:
     def num_unfinished(self) -> int:
         return self._scheduler.num_unfinished + sum(len(s.requests) for s in self._waiting)
 
-    def handle(self, event: Event, now_s: float) -> list[Action]:
-        actions: list[Action] = []
+    def handle(self, event: Event, now_s: float) -> Sequence[Action]:
         if isinstance(event, Submitted):
-            actions += self._submitted(event, now_s)
+            actions = self._submitted(event, now_s)
         else:
-            actions += self._scheduler.handle(event, now_s)
+            actions = self._scheduler.handle(event, now_s)
         if isinstance(event, Trained):
             self._trained = max(self._trained, event.step)
         if self._waiting and isinstance(event, (Submitted, Trained, Finished)):
-            while (
-                self._waiting
-                and not self._scheduler.num_unfinished
-                and self._next - self._behind <= self._trained
-            ):
-                actions += self._scheduler.handle(self._waiting.popleft(), now_s)
-                self._next += 1
+            actions = [*actions, *self._begin_steps(now_s)]
+        return actions
+
+    def _begin_steps(self, now_s: float) -> list[Action]:
+        """Submit the steps that wait and may begin."""
+        actions: list[Action] = []
+        while (
+            self._waiting
+            and not self._scheduler.num_unfinished
+            and self._next - self._behind <= self._trained
+        ):
+            actions += self._scheduler.handle(self._waiting.popleft(), now_s)
+            self._next += 1
         return actions
 
     def _submitted(self, event: Submitted, now_s: float) -> Sequence[Action]:

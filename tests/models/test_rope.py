@@ -11,7 +11,16 @@ import numpy as np
 from models.config import Llama3RopeScaling, ModelConfig
 from models.rope import rope_frequencies, rope_turns
 
-CONFIG = LLAMA
+CONFIG = ModelConfig(
+    architecture="llama",
+    vocab_size=29,
+    d_model=16,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=6,
+    d_ff=20,
+)
 
 
 def test_rope_frequencies_by_hand():

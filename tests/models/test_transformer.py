@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from functools import partial
 
 import jax
 import jax.numpy as jnp
