@@ -16,6 +16,11 @@ class _Actor:
 
     _program: Any
 
+    def __init__(self) -> None:
+        from rl.runtime import host_memory
+
+        host_memory.bound_arenas()  # before any thread of a device
+
     def answer(self, message: bytes) -> bytes:
         return self._program.answer(message)
 
@@ -27,6 +32,7 @@ class WorkerActor(_Actor):
     """
 
     def __init__(self, config_text: str, drafts: Any, deadline_s: float) -> None:
+        super().__init__()
         from rl.remote.program import end_process
         from rl.remote.worker import WorkerProgram
         from rl.runtime import program_cache
@@ -41,6 +47,7 @@ class DraftActor(_Actor):
     """The draft server: what requests of all workers have said, by group."""
 
     def __init__(self) -> None:
+        super().__init__()
         from rl.remote.drafts import DraftService
 
         self._program = DraftService()
@@ -53,6 +60,7 @@ class ScoringActor(_Actor):
     """
 
     def __init__(self, config_text: str, folder: str) -> None:
+        super().__init__()
         os.environ["JAX_PLATFORMS"] = "cpu"  # it must not take the devices of workers beside it
         if os.path.isdir(folder):
             os.chdir(folder)
@@ -66,6 +74,7 @@ class TrainerActor(_Actor):
     """The program of a trainer process: `rl.remote.trainer_program.TrainerProgram`."""
 
     def __init__(self) -> None:
+        super().__init__()
         import ray
 
         from rl.remote.trainer_program import TrainerProgram
@@ -77,6 +86,7 @@ class HistoryActor(_Actor):
     """A history worker: `rl.remote.history_service.HistoryProgram`."""
 
     def __init__(self, config_text: str) -> None:
+        super().__init__()
         os.environ["JAX_PLATFORMS"] = "cpu"  # it must not take the devices of workers beside it
         from rl.remote.history_service import HistoryProgram
         from rl.remote.program import end_process
