@@ -8,9 +8,11 @@ Shape suffixes: I inputs, O outputs, R rows, D model width, F feature width.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,7 +21,6 @@ import jax.numpy as jnp
 from models.attention import precision_of
 
 FEW_ROWS = 64  # of inputs; more go through the ordinary product
-COLUMNS = 16  # that XLA's CPU product takes at a time
 
 
 def linear(x: jax.Array, weight_OI: jax.Array, dtype: Any = None) -> jax.Array:
@@ -82,15 +83,30 @@ def _weight_first(weight_OI: jax.Array, x_IR: jax.Array, dtype: Any) -> jax.Arra
 
 
 def _as_columns(x: jax.Array) -> jax.Array:
-    """Turn [..., I] to [I, R], with columns added up to a multiple of `COLUMNS`.
+    """Turn [..., I] to [I, R], with columns added up to a multiple of `columns_at_a_time`.
 
-    What XLA's CPU product does with those beyond a multiple rounds otherwise, so there are none: a
-    row's bits do not depend on the others, on which timing may decide. One row is a sum of its own.
+    XLA's CPU product has kernels for several numbers of columns, which sum in different orders. So
+    there is one number of them: a row's bits do not depend on the others, on which timing may
+    decide. One row is a sum of its own.
     """
     x_RI = x.reshape(-1, x.shape[-1])
     if (rows := len(x_RI)) > 1:
-        x_RI = jnp.pad(x_RI, ((0, -rows % COLUMNS), (0, 0)))
+        x_RI = jnp.pad(x_RI, ((0, -rows % columns_at_a_time()), (0, 0)))
     return x_RI.T
+
+
+@functools.cache
+def columns_at_a_time() -> int:
+    """Return the columns of the one kernel that all products of few rows go through.
+
+    With AVX-512 there are kernels of 16, 32 and 64 columns, and the widest is as fast for few rows
+    as the others. Without, as far as can be seen, there are none of more than 16.
+    """
+    try:
+        flags = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return FEW_ROWS  # whatever the kernels: all have the same shape
+    return FEW_ROWS if "avx512f" in flags or "avx" not in flags else 16
 
 
 def _as_rows(x_OR: jax.Array, shape: tuple[int, ...]) -> jax.Array:

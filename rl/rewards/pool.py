@@ -68,8 +68,11 @@ class RewardPool(Rewards):
             thread = threading.Thread(
                 target=self._supervise, args=(slot, ready), name=f"reward-{slot}", daemon=True
             )
-            self._threads.append(thread)
-            thread.start()
+            with self._lock:  # what is closed meanwhile waits for those that are there
+                if self._closed:
+                    return
+                thread.start()
+                self._threads.append(thread)
 
     def wait_started(self) -> None:
         """Wait for the workers; raises what `__enter__` does, and the pool is closed then."""

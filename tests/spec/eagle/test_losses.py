@@ -223,6 +223,6 @@ def test_logits_of_all_entries_are_never_in_memory_at_once():
 
         return largest_array(jax.make_jaxpr(jax.grad(loss))(jnp.zeros((2, 1, T, 4))).jaxpr)
 
-    # of fewer, products have 16 columns all the same (models.products.COLUMNS)
+    # of fewer, products have as many columns all the same (models.products.columns_at_a_time)
     assert largest(16) == 16 * V
     assert largest(64) == 64 * V  # the check can fail
