@@ -43,7 +43,8 @@ class Request:
     same uniforms wherever and whenever it runs. Ids are unique within a call.
     `sampling` of None means that of the rollout, whose scheme of draws all requests have;
     `max_new_tokens` of None means the sampling's own limit. `cached` is an earlier response
-    to the same prompt, whose prefix may be reused.
+    to the same prompt, whose prefix may be reused. `begun` are tokens that were
+    drawn for it with the same noise and older weights, before its step's were there.
     """
 
     request_id: int
@@ -53,6 +54,7 @@ class Request:
     max_new_tokens: int | None = None
     cached: CachedResponse | None = None
     sampling: SamplingConfig | None = None
+    begun: tuple[int, ...] = ()
 
     def limit(self, sampling: SamplingConfig) -> int:
         """Return the most tokens of its response, in a rollout of this sampling."""

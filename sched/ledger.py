@@ -11,6 +11,7 @@ from sched.protocol import (
     ChunkDone,
     Event,
     Finished,
+    Recalled,
     Start,
     Submitted,
     Trained,
@@ -50,7 +51,7 @@ class Ledger:
             return []
         if type(event) is WorkerLost:
             return self._lost(self.workers.pop(event.worker_id))
-        assert type(event) is Trained, event
+        assert type(event) is Trained or type(event) is Recalled, event
         return []
 
     def _submitted(self, event: Submitted) -> list[RequestState]:
@@ -105,6 +106,21 @@ class Ledger:
             self._finished_groups.append(group.group_id)
         self.num_unfinished -= 1
         return []
+
+    def nothing_held(self) -> None:
+        """Note that something has happened since the last event here: no row is held any more."""
+        self._held = None
+
+    def drop(self, request: RequestState) -> None:
+        """Forget a request that waits, as if it had never been submitted."""
+        assert request.status is Status.WAITING, request
+        group = self.groups[request.group_id]
+        group.request_ids.remove(request.request_id)
+        del self.requests[request.request_id]
+        group.num_unfinished -= 1
+        self.num_unfinished -= 1
+        if not group.num_unfinished:
+            self._finished_groups.append(group.group_id)
 
     def _release(self, request: RequestState) -> None:
         assert request.worker_id is not None

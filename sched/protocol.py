@@ -80,8 +80,13 @@ class Trained:
     train_s: float | None = None
 
 
-Event = Submitted | WorkerJoined | WorkerLost | ChunkDone | Finished | Trained
-REPORTS, OF_NO_WORKER = (Finished, ChunkDone), (Submitted, Trained)
+@dataclasses.dataclass(frozen=True, slots=True)
+class Recalled:
+    """What was begun ahead of its step is wanted back, as far as it has come."""
+
+
+Event = Submitted | WorkerJoined | WorkerLost | ChunkDone | Finished | Trained | Recalled
+REPORTS, OF_NO_WORKER = (Finished, ChunkDone), (Submitted, Trained, Recalled)
 
 # --- actions ----------------------------------------------------------------------------
 
@@ -108,7 +113,21 @@ class Defer:
     request_id: int
 
 
-Action = Start | Defer
+@dataclasses.dataclass(frozen=True, slots=True)
+class Recall:
+    """All that a worker runs leaves it at once, with the tokens that it has (`ChunkDone`)."""
+
+    worker_id: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Return:
+    """Give a request that was begun ahead back to whoever submitted it, as far as it has come."""
+
+    request_id: int
+
+
+Action = Start | Defer | Recall | Return
 
 
 @dataclasses.dataclass(frozen=True)

@@ -29,7 +29,8 @@ class RequestSpec:
     `expected_tokens` is the response's length if an oracle knows it, `past_tokens` are the
     lengths of the last epoch's responses to the same prompt, `step` is the training step that
     the request belongs to. A response that may be reused can give it `prefix_tokens` at once.
-    An `urgent` request is all that an earlier step, whose others are done, still waits for.
+    An `urgent` request is all that an earlier step, whose others are done, still waits for; one
+    that runs `ahead` is of a step whose weights are not there yet.
     """
 
     request_id: int
@@ -41,6 +42,7 @@ class RequestSpec:
     step: int = 0
     prefix_tokens: int = 0
     urgent: bool = False
+    ahead: bool = False
 
     def __post_init__(self) -> None:
         if self.prompt_tokens < 1 or self.max_new_tokens < 1:

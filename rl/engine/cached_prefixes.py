@@ -1,9 +1,11 @@
-"""The cached responses of live requests: chains of nodes, up to the first token that is not kept.
+"""The responses that live requests may start from: chains of nodes, up to the first that differs.
 
-A request starts from its cached response (`rl.speculation.reuse`). Rounds verify the tokens that
-it has behind those kept so far, as many as the budget takes, beside the drafts of others. Where
-noise is coupled a token is kept if the policy draws it: the chain is a draft like any other. Else a
-rule says so, and the round is given the tokens with the log-probabilities that it asks for.
+A request starts from its cached response of an earlier epoch (`rl.speculation.reuse`), from what
+was begun ahead of its step (`Request.begun`), or from the one and then the other. Rounds verify the
+tokens that it has behind those kept so far, as many as the budget takes, beside the drafts of
+others. Where noise is the same a token is kept if the policy draws it: the chain is a draft like
+any other. Else a rule says so, and the round is given the tokens with the log-probabilities that it
+asks for.
 B = slots, L = response tokens, A = live requests, N = draft tokens of a request, M = nodes.
 """
 
@@ -17,67 +19,106 @@ import numpy as np
 
 from rl.engine.ending import Endings
 from rl.engine.stats import CachedCounts
-from rl.trajectory import PartialRequest, Prefix
+from rl.trajectory import PartialRequest, Prefix, Request
 from spec.drafter import Drafts, LiveSlots, Source
 from spec.reuse.prefix_rule import PrefixRule
+from spec.sampling import NOISE_NAMES
 
 PRIOR_KEPT, PRIOR_TOKENS = 9.0, 10.0  # of a rollout: what is assumed to be kept before any was
 
 
 class CachedPrefixes:
-    """The cached responses of B rows; row b may still keep tokens `emitted … end_B[b]` of its own.
+    """The chains of B rows; row b may still keep tokens `emitted … end_B[b]` of its own.
 
-    `end_B` is 0 where a row's request has none, or has one that does not go on.
+    `end_B` is 0 where a row's request has none, or has one that does not go on. Without a `rule`
+    cached responses are not used. `counts` are of these alone.
     """
 
     def __init__(
-        self, rule: PrefixRule, endings: Endings, counts: CachedCounts, num_slots: int, longest: int
+        self,
+        rule: PrefixRule | None,
+        endings: Endings,
+        counts: CachedCounts,
+        num_slots: int,
+        longest: int,
     ) -> None:
         self._rule, self._endings, self.counts = rule, endings, counts
+        self._begun_counts = CachedCounts()
         self.tokens_BL = np.zeros((num_slots, longest), np.int32)
         self.least_logprobs_BL = np.zeros((num_slots, longest), np.float32)
         self.end_B = np.zeros(num_slots, np.int32)
         self.kept_B = np.zeros(num_slots, np.int32)  # response tokens that were cached ones
+        self.begun_BL = np.zeros((num_slots, longest), np.int32)
+        self.begun_tokens_B = np.zeros(num_slots, np.int32)
+        self.of_begun_B = np.zeros(num_slots, bool)  # the chain is what was begun
 
     @property
     def given(self) -> bool:
-        """Return whether rounds are given the tokens, of which a rule keeps some."""
-        return not self._rule.mode.couples_noise
+        """Return whether rounds are given tokens, of which a rule keeps some."""
+        return self._rule is not None and not self._rule.mode.couples_noise
+
+    def ruled(self, rows: np.ndarray) -> np.ndarray:
+        """Return the rows whose next token a rule decides on; bool."""
+        return self.goes_on(rows) & ~self.of_begun_B[rows] & self.given
 
     def enter(self, row: int, partial: PartialRequest) -> None:
         """Put a request into a row; one whose tokens so far were all kept goes on with the rest."""
-        request, prefix = partial.request, partial.prefix
-        self.end_B[row], self.kept_B[row] = 0, 0 if prefix is None else prefix.reused_tokens
-        if request.cached is None or partial.num_tokens > self.kept_B[row]:
-            return
-        tokens = request.cached.tokens[: request.limit(self._endings.sampling)]
-        # up to where a response ends
-        tokens = tokens[: self._endings.read(self._endings.rule(request.sampling), tokens)[0]]
+        request, prefix, response = partial.request, partial.prefix, _NONE
+        self.end_B[row], self.kept_B[row], self.of_begun_B[row] = 0, 0, False
+        if prefix is not None:
+            self.kept_B[row], response = prefix.reused_tokens, prefix.response_ids
+        begun = self._usable(request, np.asarray(request.begun, np.int32))
+        self.begun_BL[row, : len(begun)], self.begun_tokens_B[row] = begun, len(begun)
+        if not self._start_cached(row, partial, begun):
+            self._resume_begun(row, response)
+
+    def _start_cached(self, row: int, partial: PartialRequest, begun: np.ndarray) -> bool:
+        """Let the row go on with its cached response; return False where that is of no use."""
+        request, rule = partial.request, self._rule
+        if rule is None or request.cached is None or partial.num_tokens > self.kept_B[row]:
+            return False
+        tokens = self._usable(request, request.cached.tokens)
         n = len(tokens)
         if n <= partial.num_tokens:
-            return
+            return False
+        if not self.given and len(begun) and begun.tolist() != tokens[: len(begun)].tolist():
+            return False  # what newer weights have drawn
         self.tokens_BL[row, :n], self.end_B[row] = tokens, n
         if self.given:
-            least = self._rule.least_logprobs(request.request_id, request.cached, n)
+            name = request.request_id % NOISE_NAMES  # what is begun ahead has the step's draws
+            least = rule.least_logprobs(name, request.cached, n)
             self.least_logprobs_BL[row, :n] = least
+        return True
+
+    def _usable(self, request: Request, tokens: np.ndarray) -> np.ndarray:
+        """Return the tokens up to where a response ends."""
+        tokens = tokens[: request.limit(self._endings.sampling)]
+        return tokens[: self._endings.read(self._endings.rule(request.sampling), tokens)[0]]
+
+    def _resume_begun(self, row: int, response: np.ndarray) -> None:
+        """Let the row go on with what was begun, if its response so far is the start of it."""
+        n, begun = len(response), self.begun_BL[row, : self.begun_tokens_B[row]]
+        if n < len(begun) and np.array_equal(begun[:n], response):
+            self.tokens_BL[row, : len(begun)], self.end_B[row] = begun, len(begun)
+            self.of_begun_B[row] = True
 
     def goes_on(self, rows: np.ndarray) -> np.ndarray:
-        """Return the rows' requests that may still keep cached tokens; bool."""
+        """Return the rows' requests that may still keep tokens; bool."""
         return self.end_B[rows] > 0
 
     def draft(self, live: LiveSlots, most_A: np.ndarray, drafts: Drafts) -> None:
         """Write the chains, of up to `most_A` tokens, to the drafts of those who have one."""
-        kept_rate = (self.counts.kept_tokens + PRIOR_KEPT) / (
-            self.counts.decided_tokens + PRIOR_TOKENS
-        )
+        rates = [_kept_rate(self.counts), _kept_rate(self._begun_counts)]
         emitted_A = live.total_tokens_A - live.prompt_tokens_A
         rows_A, source = live.rows_A, int(Source.CACHED)
+        rate_A = np.where(self.of_begun_B[rows_A], rates[1], rates[0])
         most_A = np.minimum(most_A, self.end_B[rows_A] - emitted_A)
-        _draft(self.tokens_BL, rows_A, emitted_A, most_A, kept_rate, source, drafts)
+        _draft(self.tokens_BL, rows_A, emitted_A, most_A, rate_A, source, drafts)
 
     def give(self, nodes_5M: np.ndarray, emitted_B: np.ndarray) -> None:
         """Write the tokens that may be kept behind the nodes of a round to its table."""
-        _give(nodes_5M, emitted_B, self.end_B, self.tokens_BL, self.least_logprobs_BL)
+        end_B = np.where(self.of_begun_B, 0, self.end_B).astype(np.int32)
+        _give(nodes_5M, emitted_B, end_B, self.tokens_BL, self.least_logprobs_BL)
 
     def commit(
         self,
@@ -90,19 +131,26 @@ class CachedPrefixes:
         """Take what a fetch brought rows with `emitted_B` tokens; return how many each kept.
 
         The first `kept_B` of `count_B` tokens were given ones. A chain ends with the first token
-        that is not kept, and with its response.
+        that is not kept, and with its response; that of a cached response may lead on to what was
+        begun.
         """
-        if self.given:
-            kept_B = np.minimum(kept_B, count_B)
-        else:
-            kept_B = _agreeing(tokens_BN, count_B, emitted_B, self.tokens_BL, self.end_B)
-        self.kept_B += kept_B
+        agreeing_B = _agreeing(tokens_BN, count_B, emitted_B, self.tokens_BL, self.end_B)
+        ruled_B = ~self.of_begun_B & self.given
+        given_B = np.where(ruled_B, np.minimum(kept_B, count_B), 0).astype(np.int32)
+        kept_B = np.where(ruled_B, given_B, agreeing_B)
+        self.kept_B += np.where(self.of_begun_B, 0, kept_B).astype(np.int32)
         total_B = emitted_B + count_B
         over_B = (kept_B < count_B) | (total_B >= self.end_B) | stopped_B
         for row in np.nonzero(over_B & (self.end_B > 0) & (count_B > 0))[0].tolist():
-            self.counts.add(int(self.end_B[row]), int(self.kept_B[row]))
+            before, now = int(emitted_B[row]), int(count_B[row])
+            counts = self._begun_counts if self.of_begun_B[row] else self.counts
+            kept = before + int(kept_B[row]) if self.of_begun_B[row] else int(self.kept_B[row])
+            counts.add(int(self.end_B[row]), kept)
             self.end_B[row] = 0
-        return kept_B if self.given else np.zeros_like(kept_B)
+            if not self.of_begun_B[row] and self.begun_tokens_B[row] and not stopped_B[row]:
+                emitted = self.tokens_BL[row, :before], tokens_BN[row, :now]
+                self._resume_begun(row, np.concatenate(emitted))
+        return given_B
 
     def reused(self, row: int, partial: PartialRequest, prefix: Prefix) -> Prefix:
         """Return the row's response with who drew the tokens that a rule kept, and how many."""
@@ -118,22 +166,30 @@ class CachedPrefixes:
 
     def keep(self, rows: Sequence[int]) -> None:
         """Make row i what row `rows[i]` was."""
-        for name in ("tokens_BL", "least_logprobs_BL", "end_B", "kept_B"):
-            setattr(self, name, getattr(self, name)[np.asarray(rows)])
+        for name, array in vars(self).items():
+            if isinstance(array, np.ndarray):
+                setattr(self, name, array[np.asarray(rows)])
 
     def widen(self, num_slots: int) -> None:
         """Append rows without a request."""
         now = len(self.end_B)
         self.keep([*range(now), *[0] * (num_slots - now)])
-        self.end_B[now:] = self.kept_B[now:] = 0
+        self.end_B[now:] = self.kept_B[now:] = self.begun_tokens_B[now:] = 0
+
+
+_NONE = np.zeros(0, np.int32)
+
+
+def _kept_rate(counts: CachedCounts) -> float:
+    return (counts.kept_tokens + PRIOR_KEPT) / (counts.decided_tokens + PRIOR_TOKENS)
 
 
 @numba.njit(cache=True, nogil=True)
-def _draft(tokens_BL, rows_A, emitted_A, most_A, kept_rate, source, drafts):  # type: ignore[no-untyped-def]
+def _draft(tokens_BL, rows_A, emitted_A, most_A, rate_A, source, drafts):  # type: ignore[no-untyped-def]
     for a in range(len(rows_A)):
         prob = 1.0
         for n in range(max(most_A[a], 0)):
-            prob *= kept_rate
+            prob *= rate_A[a]
             drafts.tokens_AN[a, n] = tokens_BL[rows_A[a], emitted_A[a] + n]
             drafts.parents_AN[a, n], drafts.prob_AN[a, n] = n - 1, prob
             drafts.sources_AN[a, n] = source

@@ -29,7 +29,7 @@ from rl.engine.speculate import Speculator
 from rl.engine.state_delivery import StateDelivery
 from rl.engine.stats import EngineStats, RoundRecord
 from rl.engine.waiting_queue import WaitingQueue
-from rl.trajectory import Request, Trajectory, longest_tokens
+from rl.trajectory import PartialRequest, Request, Trajectory, longest_tokens
 
 T = TypeVar("T")
 OnFinish = Callable[[Trajectory], None]
@@ -115,7 +115,7 @@ class Engine(ModelRunner):
         self._waiting = WaitingQueue()
         self._waiting.add(requests)
         num_slots, cached = self.slots_for(most_requests), None
-        if spec.rule is not None:
+        if spec.rule is not None or spec.begun:
             rows = num_slots, most_tokens
             cached = CachedPrefixes(spec.rule, endings, self.stats.cached, *rows)
         # a fetch may write one beyond
@@ -149,7 +149,23 @@ class Engine(ModelRunner):
             return False
         requests = self._source.take(wait=not (len(self._waiting) or self._table.num_busy))
         self._waiting.add_sourced(requests or ())
+        if self._source.lets_go:
+            self._let_go(self._source)
         return requests is not None
+
+    def _let_go(self, source: RequestSource) -> None:
+        """Have all requests leave with the tokens that they have, without keys and values."""
+        table, version = self._table, self._spec.policy_version
+        (rows,) = np.nonzero(table.busy_B)
+        self._speculator.left(table.view(rows[table.live_B[rows]]))
+        leaving = [table.leave(row, version) for row in rows.tolist()]
+        leaving += [p.without_kv() for p in self._waiting.take_sourced()]
+        leaving = [p if p.num_tokens else PartialRequest(p.request) for p in leaving]
+        for left in leaving:
+            more = source.chunk_ended(left.request.request_id, left.num_tokens)
+            assert not more, "nothing goes on where all has to leave"
+        source.park(leaving)
+        self._rows.changed()
 
     def _advance(self) -> list[Trajectory]:
         """Admit, run one fetch's rounds, retire; return the trajectories that ended."""

@@ -58,7 +58,8 @@ class RolloutSpec:
     `words` is the text of the policy's tokens, which stop strings are found by.
     `drafts` makes each worker's drafter and budget; without a budget all draft tokens are
     verified. `rule` says how much of the requests' cached responses is kept; without one they are
-    not used. `sink` receives finished responses with the policy's hidden states, from engines
+    not used. `begun` says that requests may have been begun ahead (`Request.begun`).
+    `sink` receives finished responses with the policy's hidden states, from engines
     that keep them.
     """
 
@@ -71,6 +72,7 @@ class RolloutSpec:
     rule: PrefixRule | None = None
     sink: HiddenStateSink | None = None
     words: TokenBytes | None = None
+    begun: bool = False
 
     @functools.cached_property
     def stop_ids(self) -> np.ndarray:
@@ -101,6 +103,11 @@ class RequestSource(Protocol):
 
         With `wait` nothing else runs: return only with a request, or with None.
         """
+        ...
+
+    @property
+    def lets_go(self) -> bool:
+        """Return True where all that runs is to leave now, with the tokens that it has."""
         ...
 
     def chunk_ended(self, request_id: int, response_tokens: int) -> int:

@@ -66,7 +66,7 @@ class Speculator:
         if cached is not None and chained_A.any():
             cached.draft(live, np.where(chained_A, left_A, 0), drafts)
         decision = self._budget.choose(live, drafts, sizes, num_slots, num_positions)
-        if decision.taken_A is None and cached is not None and cached.given and chained_A.any():
+        if decision.taken_A is None and cached is not None and cached.ruled(live.rows_A).any():
             # the rule decides on the next token also where no draft token is verified
             return drafts, DraftDecision(num_slots, np.zeros(len(live), np.int32))
         return drafts, self._cut(decision)

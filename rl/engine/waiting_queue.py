@@ -34,6 +34,12 @@ class WaitingQueue:
         """Queue requests that come while it runs."""
         self.sourced.extend(requests)
 
+    def take_sourced(self) -> list[PartialRequest]:
+        """Take all that a source brought."""
+        taken = list(self.sourced)
+        self.sourced.clear()
+        return taken
+
     def take_new(self, most: int) -> list[PartialRequest]:
         """Take the next of `new`, up to `most`."""
         taken = [self.new.popleft() for _ in range(min(most, len(self.new)))]

@@ -17,10 +17,9 @@ asked as a part of the next step, whose weights the workers have by then.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -38,11 +37,11 @@ from rl.loop.generation import (
     Prompts,
     Rollouts,
     System,
-    generate,
     leave_if_asked,
     left_out,
     prompts_at,
     remember,
+    requests_of,
 )
 from rl.loop.receiving import Receiver
 from rl.loop.rewards import Scorer
@@ -57,35 +56,6 @@ from spec.reuse.rollout_cache import RolloutCache
 from spec.sampling import NOISE_NAMES, step_key
 
 ALL_STEPS = 0  # requests are numbered over all steps: one noise key serves them
-
-
-class SyncRollouts:
-    """A step's responses are of the policy that learns from them: nothing is kept for the next."""
-
-    __call__ = staticmethod(generate)
-
-    def stale_params(self, state: TrainState, step: int) -> None:
-        """Nothing runs ahead."""
-
-    def state(self) -> dict[str, Any]:
-        return {}
-
-
-@contextlib.contextmanager
-def open_source(
-    system: System, first_step: int, stale_params: Params | None, state: Mapping[str, Any]
-) -> Iterator[SyncRollouts | AsyncRollouts]:
-    """Yield the source of a run's responses, by `Sched.mode`; checkpoints keep its state.
-
-    `first_step` is the next one to be trained; of a resumed run, `stale_params` are the weights
-    before the last update, and `state` is what the source said before.
-    """
-    if system.config.sched.mode == "sync":
-        yield SyncRollouts()
-        return
-    with AsyncRollouts(system, first_step, stale_params) as pipeline:
-        pipeline.load_state(state)
-        yield pipeline
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -231,11 +201,7 @@ class AsyncRollouts:
         size, first = config.rollout.group_size, self._first_group(step)
         # noise that repeats is named by the example, so that a name may be in use twice
         named = step * NOISE_NAMES if system.reuse.mode.couples_noise else first * size
-        requests = system.reuse.requests(
-            *(new.keys, new.tokens, new.numbers, size),
-            before=before,
-            samplings=[config.sampling.of(example.task) for example in new.examples],
-        )
+        requests = requests_of(system, new, before)
         self._scorer.examples.update(enumerate(new.examples, first + len(before)))
         return [
             dataclasses.replace(

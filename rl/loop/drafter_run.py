@@ -198,7 +198,7 @@ def open_run(
     )
     stack.enter_context(_kept(trainer))
     spot = None
-    if options.spot and (config.sched.workers > 1 or config.sched.mode == "pipeline"):
+    if options.spot and (config.sched.workers > 1 or config.sched.beside_training):
         contexts = None if home is None else partial(_elsewhere, home)
         spot = SpotTrainer(trainer, options.min_idle_workers, clock, contexts)
     return DrafterRun(config, trainer, spot, home)

@@ -81,13 +81,13 @@ def drafted_alone(config: TrainConfig) -> dict[str, compile_buckets.Decisions]:
 
 def rollout_reach(config: TrainConfig, shares: Shares = WHOLE) -> compile_buckets.Reach:
     """Return what a process's rollouts can reach, but for drafters on the device."""
-    pipeline = config.sched.mode == "pipeline"  # evaluated on another engine
+    beside = config.sched.beside_training  # evaluated on another engine
     return compile_buckets.Reach(
         shares.most_groups(config.rollout.prompts_per_step) * config.rollout.group_size,
-        config.rollout.max_prompt_tokens if pipeline else config.longest_prompt_tokens,
+        config.rollout.max_prompt_tokens if beside else config.longest_prompt_tokens,
         speculative=config.speculation.enabled,
-        reuse=config.reuse.enabled,
-        moves=config.sched.workers > 1 or pipeline,
+        reuse=config.reuse.enabled or config.sched.mode == "ahead",
+        moves=config.sched.workers > 1 or beside,
         nodes=_node_sizes(config),
         alone=drafted_alone(config),
     )

@@ -38,7 +38,10 @@ from rl.speculation.reuse import Reuse
 from rl.speculation.sources import Speculation
 from rl.trajectory import Prompt, Request, Trajectory
 from rl.warm_up.longer_buckets import LongerBuckets
+from rl.workers.ahead_engine import Begun
 from spec.reuse.rollout_cache import RolloutCache
+
+NOT_BEGUN = Begun()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -156,8 +159,17 @@ class Rollouts(SamplingPass):
         return np.array([t.group_id in self.used_groups for t in self.trajectories])
 
 
-def generate(system: System, params: Params, cursor: int, step: int, timings: Timings) -> Rollouts:
+def generate(
+    system: System,
+    params: Params,
+    cursor: int,
+    step: int,
+    timings: Timings,
+    begun: Begun = NOT_BEGUN,
+) -> Rollouts:
     """The responses of the step whose first prompt stands at `cursor` of the data order.
+
+    They start from what was `begun` of them ahead of the step.
 
     With dynamic sampling each further pass asks as many new prompts as groups are
     missing, until none is or `max_extra_phases` are done. What a group is judged by is
@@ -169,7 +181,8 @@ def generate(system: System, params: Params, cursor: int, step: int, timings: Ti
     missing, used = wanted, frozenset(range(wanted))
     while missing and len(passes) <= (extra or 0):
         new = prompts_at(system, prompts.end, missing)
-        passes.append(generate_and_score(system, params, prompts, new, step, timings))
+        given = system, params, prompts, new, step, timings
+        passes.append(generate_and_score(*given, begun))
         prompts += new
         missing = 0
         if extra is not None:
@@ -206,7 +219,13 @@ def _informative(passes: Sequence[SamplingPass]) -> set[int]:
 
 
 def generate_and_score(
-    system: System, params: Params, before: Prompts, new: Prompts, step: int, timings: Timings
+    system: System,
+    params: Params,
+    before: Prompts,
+    new: Prompts,
+    step: int,
+    timings: Timings,
+    begun: Begun = NOT_BEGUN,
 ) -> SamplingPass:
     """The responses to `new`; each goes to the reward workers the moment it ends.
 
@@ -215,14 +234,9 @@ def generate_and_score(
     """
     config, first = system.config, len(before)
     system.speculation.settle()  # the cache has one reader at a time
-    # first samples first: siblings that start apart have something to draft from
-    asked = system.reuse.requests(
-        *(new.keys, new.tokens, new.numbers, config.rollout.group_size),
-        before=before.keys,
-        samplings=[config.sampling.of(example.task) for example in new.examples],
-    )
+    asked = begun.resumed(requests_of(system, new, before.keys))
     requests = [r for r in asked if system.shares.answers(r.group_id)]
-    last = {r.request_id: r.cached.tokens for r in requests if r.cached is not None}
+    last = last_responses(requests)
     drafts = system.speculation.drafter_factory(
         *(new.keys, new.tokens, last),
         group_size=config.rollout.group_size,
@@ -265,6 +279,25 @@ def generate_and_score(
     found = system.shares.exchange(where, asked, answer, partial(asked_to_stop, system))
     moved = [dataclasses.replace(t, group_id=t.group_id + first) for t in found.trajectories]
     return SamplingPass(moved, found.scores, found.texts, found.stats)
+
+
+def requests_of(system: System, new: Prompts, before: Sequence[str] = ()) -> list[Request]:
+    """Return the requests of a step to new prompts; `before` are the keys of its earlier passes.
+
+    First samples come first: siblings that start apart have something to draft from.
+    """
+    config = system.config
+    return system.reuse.requests(
+        *(new.keys, new.tokens, new.numbers, config.rollout.group_size),
+        before=before,
+        samplings=[config.sampling.of(example.task) for example in new.examples],
+    )
+
+
+def last_responses(requests: Sequence[Request]) -> dict[int, np.ndarray]:
+    """Return what requests draft from as their own: what was begun, or last epoch's response."""
+    last = {r.request_id: r.cached.tokens for r in requests if r.cached is not None}
+    return last | {r.request_id: np.array(r.begun, np.int32) for r in requests if r.begun}
 
 
 def open_scorer(system: System) -> Scorer:

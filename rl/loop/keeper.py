@@ -15,10 +15,11 @@ from rl.checkpoint.manifest import Content
 from rl.checkpoint.reader import NoWholeCheckpointError
 from rl.learner import trainer
 from rl.learner.optimizer import SavedArrays, TrainState
-from rl.loop.async_rollouts import AsyncRollouts, SyncRollouts
+from rl.loop.async_rollouts import AsyncRollouts
 from rl.loop.evaluation import RunEvaluation
 from rl.loop.exchange import AGREED, PeerFailed
 from rl.loop.generation import System
+from rl.loop.rollout_source import SyncRollouts
 from rl.runtime.run_files import NEWEST_FILE
 from rl.runtime.signals import SAVING
 from spec.reuse.rollout_cache import RolloutCache

@@ -70,7 +70,7 @@ def estimate(config: TrainConfig, model: ModelConfig, devices: Devices) -> Estim
     rollouts = _rollouts(config, model, workers, itemsize)
     own = devices.count // devices.processes
     needed = trainer.count + devices.processes * workers.count
-    apart = config.sched.mode == "pipeline" and needed <= devices.count
+    apart = config.sched.beside_training and needed <= devices.count
     if not apart and itemsize == _FLOAT32 and trainer.sizes == workers.sizes:
         rollouts["rollout weights"] = 0  # the master weights serve
     if not apart:  # several workers of a device each have their own
@@ -180,7 +180,7 @@ def _meshes(config: TrainConfig, devices: Devices) -> tuple[_Mesh, _Mesh]:
     """The trainer's mesh, and that of one rollout worker."""
     sched, mesh = config.sched, config.mesh
     own, count = devices.processes * sched.workers * sched.devices_per_worker, devices.count
-    left = count - own if sched.mode == "pipeline" and own < count else count
+    left = count - own if sched.beside_training and own < count else count
     inner = mesh.fsdp * mesh.tensor
     data = max(1, left // inner) if mesh.data == -1 else mesh.data
     trainer = _Mesh({"data": data, "fsdp": mesh.fsdp, "tensor": mesh.tensor})

@@ -29,6 +29,7 @@ from rl.runtime.waits import POLL_S
 from rl.speculation.sources import Speculation
 from rl.warm_up import compile_buckets
 from rl.warm_up.measured_run import read_moves, read_rounds
+from rl.workers.ahead_engine import AheadEngine
 from rl.workers.multi_engine import MultiEngine
 from spec.buckets import buckets
 
@@ -126,7 +127,8 @@ def open_workers(
         ]
         hang_limit_s = config.run.hang_limit_s
         options: dict[str, Any] = {"seed": config.run.seed, "hang_limit_s": hang_limit_s}
-        engine = MultiEngine(engines, sched, spot=spot, **options)
+        kind = AheadEngine if sched.mode == "ahead" else MultiEngine
+        engine = kind(engines, sched, spot=spot, **options)
         drafters = drafters_of(config, drafter)
         identity = identity_of(text, inputs.policy, config.draft_model_folder)
 
@@ -177,7 +179,7 @@ def bounds(
     slots = config.engine
     sizes = buckets(slots.slot_bucket(slots.slots), slots.slot_bucket(1))
     most = max(config.rollout.num_requests, inputs.evals.num_questions * config.eval.samples)
-    evaluates = config.sched.mode != "pipeline"
+    evaluates = not config.sched.beside_training
     return Compile(
         config.sampling,
         most if evaluates else config.rollout.num_requests,

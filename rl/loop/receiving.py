@@ -12,7 +12,7 @@ from rl.loop.rewards import Scorer
 from rl.runtime.signals import Stopped
 from rl.runtime.waits import POLL_S, Hang, code_line
 from rl.trajectory import Request, Trajectory
-from rl.workers.coordinator import Deferred
+from rl.workers.coordinator import Deferred, Returned
 from rl.workers.worker_group import LEAVING_S, WorkerGroup
 
 
@@ -82,6 +82,7 @@ class Receiver:
             while not self._closed:
                 self._received_s = time.monotonic()
                 result = self._session.next_result(POLL_S)
+                assert not isinstance(result, Returned), "nothing runs ahead of its step"
                 if isinstance(result, Trajectory):
                     self._scorer(result)
                 if result is not None:

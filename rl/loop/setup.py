@@ -47,6 +47,7 @@ from rl.speculation.reuse import Reuse
 from rl.speculation.sources import Speculation
 from rl.warm_up import compile_buckets
 from rl.warm_up.longer_buckets import LongerBuckets
+from rl.workers.ahead_engine import AheadEngine
 from rl.workers.multi_engine import MultiEngine, make_engines, split_devices
 from spec.budget.config import LEARNED, MODEL
 from spec.reuse.rollout_cache import RolloutCache
@@ -253,7 +254,8 @@ def _engine(
     engines = make_engines(inputs.model, config.engine, config.sched, **options)
     spot = None if drafter is None else drafter.spot
     limit_s = config.run.hang_limit_s
-    return MultiEngine(engines, config.sched, seed=config.run.seed, spot=spot, hang_limit_s=limit_s)
+    kind = AheadEngine if config.sched.mode == "ahead" else MultiEngine
+    return kind(engines, config.sched, seed=config.run.seed, spot=spot, hang_limit_s=limit_s)
 
 
 def _own_engine(
@@ -285,7 +287,7 @@ def _eval_engine(
     shares: Shares,
 ) -> RolloutEngine:
     """Rollouts' engine; in a pipeline, whose workers answer the next step meanwhile, another."""
-    if config.sched.mode != "pipeline" or not inputs.evals.sets:
+    if not config.sched.beside_training or not inputs.evals.sets:
         return engine
     if not shares.processes.alone:
         return _own_engine(config, inputs, mesh, dtype=engine.dtype)
@@ -308,7 +310,7 @@ def run_mesh(config: TrainConfig) -> Mesh | None:
     here = jax.process_count() == 1
     if here and (sizes == (1, 1, 1) or (len(rows[0]) == 1 and sizes == (-1, 1, 1))):
         return None
-    if config.sched.mode == "pipeline" and config.mesh.data != -1:
+    if config.sched.beside_training and config.mesh.data != -1:
         each = math.ceil(math.prod(sizes) / len(rows))
         rows = [row[:each] for row in rows]
     return make_mesh(config.mesh, [device for row in rows for device in row])

@@ -27,7 +27,7 @@ from rl.learner.advantages import overlong_penalties, response_advantages, rewar
 from rl.learner.gathering import host_copy
 from rl.learner.optimizer import TrainState
 from rl.loop import setup as run_setup
-from rl.loop.async_rollouts import AsyncRollouts, SyncRollouts, open_source
+from rl.loop.async_rollouts import AsyncRollouts
 from rl.loop.evaluation import RunEvaluation
 from rl.loop.experiment import Inputs, RunConfig, TrainConfig
 from rl.loop.generation import (
@@ -39,6 +39,7 @@ from rl.loop.generation import (
 )
 from rl.loop.keeper import Keeper, RunPosition, committed, resume
 from rl.loop.rewards import tell_failures
+from rl.loop.rollout_source import SyncRollouts, open_source
 from rl.metrics.step_metrics import sample_rows, step_metrics
 from rl.metrics.writer import MetricsWriter, RowsOnly, Timings, read_metrics
 from rl.runtime.progress import Progress

@@ -99,7 +99,8 @@ class Conversation:
         if not self._running:
             self._worked_s = self._engine.clock()
         self._running.update({s.request.request_id: s for s in starts})
-        given = Give(self._number, tuple(starts), self._grants, self._closed)
+        lets_go = self._source.lets_go
+        given = Give(self._number, tuple(starts), self._grants, self._closed, lets_go)
         self._grants, self._told_closed = {}, self._closed
         self._link.ask(given, Done)
 
@@ -148,7 +149,8 @@ class Conversation:
     def _chunk_ended(self, event: ChunkEnded) -> None:
         request_id, partial = event.request_id, self._known(event.request_id)
         limit = partial.num_tokens + (partial.max_tokens or 2**31)
-        if not partial.num_tokens < event.response_tokens <= limit:
+        least = partial.num_tokens + (not self._source.lets_go)
+        if not least <= event.response_tokens <= limit:
             self._distrust(f"request {request_id} ended a chunk at {event.response_tokens} tokens")
         more = self._source.chunk_ended(request_id, event.response_tokens)
         self._grants[request_id] = more

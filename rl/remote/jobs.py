@@ -80,6 +80,7 @@ class Jobs:
             spec.rule,
             words,
             caught,
+            spec.begun,
         )
 
     def _name(self, drafts: Any) -> str:

@@ -179,6 +179,7 @@ class Job:
     rule: PrefixRule | None
     words: Text | None
     caught: RequestSample | None = None
+    begun: bool = False
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -196,13 +197,14 @@ class Begin:
 @dataclasses.dataclass(frozen=True, eq=False)
 class Give:
     """Requests to start; tokens that others may go on for here (0: they leave); `closed`: no more
-    requests will come.
+    requests will come; `lets_go`: all that runs leaves at once.
     """
 
     run: int
     starts: tuple[PartialRequest, ...]
     grants: Mapping[int, int]
     closed: bool
+    lets_go: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

@@ -290,6 +290,7 @@ class WorkerProgram(MessageProgram):
             job.policy_version,
             rule=job.rule,
             words=words,
+            begun=job.begun,
         )
         with contextlib.ExitStack() as stack:
             if job.drafting is not None:

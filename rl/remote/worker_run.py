@@ -53,7 +53,7 @@ class WorkerRun:
         self.kv_tokens = job.kv_tokens
         self.stats, self.rounds = EngineStats(), 0
         self._inbox: queue.SimpleQueue[PartialRequest | None] = queue.SimpleQueue()
-        self._closed = self._aborted = self.ended = False
+        self._closed = self._aborted = self.ended = self.lets_go = False
         self._events: collections.deque[Event] = collections.deque()
         self._wanted: collections.deque[int] = collections.deque()  # whose states are on their way
         self._grants: dict[int, int] = {}
@@ -76,6 +76,7 @@ class WorkerRun:
             self._grants.update(given.grants)
             for partial in given.starts:
                 self._inbox.put(partial)
+            self.lets_go |= given.lets_go
             if given.closed:
                 self._inbox.put(None)
             self._changed.notify_all()
@@ -128,9 +129,11 @@ class WorkerRun:
     def chunk_ended(self, request_id: int, response_tokens: int) -> int:
         self._tell(ChunkEnded(request_id, response_tokens))
         with self._changed:  # the program ends where nobody speaks to it any more
-            self._changed.wait_for(lambda: request_id in self._grants or self._aborted)
+            self._changed.wait_for(
+                lambda: request_id in self._grants or self._aborted or self.lets_go
+            )
             self._leave_if_aborted()
-            return self._grants.pop(request_id)
+            return self._grants.pop(request_id, 0)
 
     def park(self, leaving: Sequence[PartialRequest]) -> None:
         for partial in leaving:

@@ -132,7 +132,7 @@ class Reuse:
 
     def new_problems(self) -> list[str]:
         """Return the responses that could not be reused since the last call: few, and a count."""
-        problems, self._problems = self._problems, []
+        problems, self._problems = list(dict.fromkeys(self._problems)), []
         more = [f"{len(problems) - 3} more prompts likewise"] if len(problems) > 4 else []
         return problems[: 3 if more else 4] + more
 

@@ -238,6 +238,12 @@ class Speculation:
     def keeps_history(self) -> bool:
         return self.config.history_source is not None
 
+    @property
+    def no_history(self) -> HistoryIndex | None:
+        """The index of no prompt at all; None where nothing drafts from history."""
+        source = self.config.history_source
+        return None if source is None else build_index({}, {}, HISTORY_RULES[source])
+
     def _history(self, prompts: Mapping[str, Prompt]) -> _Built:
         built = self._built()
         if built is None or built.keys != frozenset(prompts):  # the first step, or a resumed one

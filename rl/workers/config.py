@@ -6,7 +6,7 @@ import dataclasses
 import typing
 from typing import Literal
 
-Mode = Literal["sync", "pipeline"]
+Mode = Literal["sync", "pipeline", "ahead"]
 Policy = Literal["group_fifo", "divided_fifo", "seer", "histopipe"]  # not oracle: it looks ahead
 OnError = Literal["stop", "restart"]
 Allocation = Literal["measured", "even"]
@@ -16,12 +16,15 @@ Allocation = Literal["measured", "even"]
 class SchedConfig:
     """Rollout workers, and the scheduler that says what runs where; none of it changes a token.
 
-    `mode`: `sync` (a step's responses are of the policy that learns from them) or `pipeline`
-    (workers answer a step while the one before is learnt from, one update behind).
+    `mode`: `sync` (a step's responses are of the policy that learns from them), `ahead` (the same
+    responses; workers that have nothing to do begin those of the next step, whose weights then
+    verify what was begun), or `pipeline` (workers answer a step while the one before is learnt
+    from, one update behind).
 
     In `sync` with one worker rollouts run on the trainer's devices, as `Engine` says. Otherwise
     workers have `devices_per_worker` devices each, in the order of the process's devices, in
-    `pipeline` the last of them; where there are not enough, workers of one device share them.
+    `ahead` and `pipeline` the last of them; where there are not enough, workers of one device share
+    them.
     `histopipe`, which goes by the lengths of last epoch's responses, has workers go on to the
     next step without waiting for one another, in `ranking_groups` groups; where there are more
     workers than groups, its `allocation` of workers is by the `measured` seconds of rounds, or
@@ -58,6 +61,11 @@ class SchedConfig:
                 f"{self.workers}, {self.devices_per_worker}, {self.chunk_tokens} and "
                 f"{self.ranking_groups}"
             )
+
+    @property
+    def beside_training(self) -> bool:
+        """True if workers run while the trainer updates, on devices of their own."""
+        return self.mode != "sync"
 
     @property
     def measures_rounds(self) -> bool:

@@ -22,6 +22,9 @@ from sched.protocol import (
     Defer,
     Event,
     Finished,
+    Recall,
+    Recalled,
+    Return,
     Scheduler,
     SchedulerDecision,
     Start,
@@ -33,7 +36,9 @@ from sched.protocol import (
 from sched.request import Kv, RequestSpec
 from spec.config import SamplingConfig
 
-Inbox = queue.SimpleQueue[tuple[int, Start] | None]  # (step, start); None: nothing more will come
+LET_GO = (-1, None)  # in an inbox: all requests that came before it leave
+# (step, start), in order; None: nothing more will come
+Inbox = queue.SimpleQueue[tuple[int, Start | None] | None]
 
 
 class WorkerError(RuntimeError):
@@ -59,7 +64,14 @@ class Deferred:
     request_id: int
 
 
-Result = Trajectory | Deferred | WorkerError
+@dataclasses.dataclass(frozen=True)
+class Returned:
+    """A request that was begun ahead of its step has left its worker, unfinished."""
+
+    request_id: int
+
+
+Result = Trajectory | Deferred | Returned | WorkerError
 
 
 # A sign of life: when; doing what, None where it waits for a request; the worker whose keys and
@@ -127,8 +139,10 @@ class Coordinator:
         past_tokens: Mapping[int, tuple[int, ...]],
         *,
         urgent: bool = False,
+        ahead: bool = False,
     ) -> None:
-        """Submit all requests of a step, or `urgent` ones that an earlier step waits for.
+        """Submit all requests of a step, or `urgent` ones that an earlier step waits for, or
+        those that may begin `ahead` of their step.
 
         `past_tokens` are the lengths of last epoch's responses, by group.
         """
@@ -140,8 +154,9 @@ class Coordinator:
                 r.limit(sampling),
                 past_tokens=past_tokens.get(r.group_id, ()),
                 step=step,
-                prefix_tokens=len(r.cached.tokens) + 1 if r.cached is not None else 0,
+                prefix_tokens=_prefix_tokens(r),
                 urgent=urgent,
+                ahead=ahead,
             )
             for r in requests
         )
@@ -155,6 +170,22 @@ class Coordinator:
         """Tell the scheduler that the update of a step is done, and how long it took."""
         with self._lock:
             self._tell(Trained(step, train_s))
+
+    def recall(self) -> None:
+        """Have what was begun ahead returned: each request as a result, whole or `Returned`."""
+        with self._lock:
+            self._tell(Recalled())
+
+    def returned(self, request_id: int) -> PartialRequest:
+        """Remove and return a request that is `Returned`, as far as it has come."""
+
+        def waits_for(worker_id: int) -> None:
+            self._owner_s = self._clock()
+
+        pooled = self._pool.take(request_id, waits_for)
+        with self._lock:
+            asked = self._asked.pop(request_id)
+        return pooled or asked.partial
 
     def join(self, worker_id: int, kv_tokens: int, max_requests: int) -> Inbox:
         """Add a worker; return the inbox that its starts come into."""
@@ -328,8 +359,21 @@ class Coordinator:
                 self._asked[action.request_id].step += 1
                 self._results.put(Deferred(action.request_id))
                 continue
+            if isinstance(action, Return):
+                self._results.put(Returned(action.request_id))
+                continue
+            if isinstance(action, Recall):
+                self._workers[action.worker_id].inbox.put(LET_GO)
+                continue
             worker = self._workers[action.worker_id]
             worker.starts[action.request_id] = action
             if action.kv is not Kv.HELD:
                 worker.inbox.put((self._asked[action.request_id].step, action))
         return actions
+
+
+def _prefix_tokens(request: Request) -> int:
+    """Return how many tokens a request's first start may add at once."""
+    cached = 0 if request.cached is None else len(request.cached.tokens)
+    known = max(cached, len(request.begun))
+    return known + 1 if known else 0

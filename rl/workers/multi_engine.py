@@ -23,7 +23,6 @@ from rl.engine.stats import EngineStats
 from rl.runtime.waits import HANG_LIMIT_S, POLL_S
 from rl.trajectory import Request, Trajectory, longest_tokens
 from rl.workers.config import SchedConfig
-from rl.workers.coordinator import Deferred
 from rl.workers.worker_group import WorkerGroup
 from rl.workers.worker_source import IdleWork, WorkerLimits
 from sched.policies.divided import PreferPool
@@ -94,8 +93,8 @@ class MultiEngine:
                 session.submit(0, spec, requests)
                 while len(done) < len(requests):
                     result = session.next_result(timeout_s=POLL_S)
-                    assert not isinstance(result, Deferred), "a rollout of one step defers nothing"
                     if result is not None:
+                        assert isinstance(result, Trajectory), "a rollout has no other step"
                         done[result.request_id] = result
                         if on_finish is not None:
                             on_finish(result)
@@ -120,9 +119,11 @@ class MultiEngine:
         scheduler: Scheduler,
         max_requests: int,
         longest_tokens: int,
+        *,
+        steps_apart: bool = False,
     ) -> WorkerGroup:
         """Return the workers under a scheduler, for rollouts of up to `max_requests` requests."""
-        return self._session(scheduler, max_requests, longest_tokens, self.spot)
+        return self._session(scheduler, max_requests, longest_tokens, self.spot, steps_apart)
 
     def _session(
         self,
@@ -130,6 +131,7 @@ class MultiEngine:
         max_requests: int,
         longest_tokens: int,
         spot: IdleWork | None,
+        steps_apart: bool = False,
     ) -> WorkerGroup:
         config, slots = self.config, min(self.engines[0].config.slots, max_requests)
         if config.kv_tokens is not None and config.kv_tokens < longest_tokens:
@@ -145,6 +147,7 @@ class MultiEngine:
             hang_limit_s=self._hang_limit_s,
             restart=config.on_error == "restart",
             keeps_decisions=self._keeps_decisions,
+            steps_apart=steps_apart,
         )
         return WorkerGroup(self.engines, scheduler, size, self._clock, spot)
 
@@ -187,9 +190,9 @@ def split_devices(
 ) -> tuple[Sequence[jax.Device], Sequence[jax.Device]]:
     """Return the trainer's devices and the workers', of those of one process.
 
-    They are apart in `pipeline`, if there are enough.
+    They are apart where workers run beside training, if there are enough.
     """
     needed = config.workers * config.devices_per_worker
-    if config.mode == "sync" or needed >= len(devices):
+    if not config.beside_training or needed >= len(devices):
         return devices, devices
     return devices[:-needed], devices[-needed:]

@@ -17,8 +17,8 @@ from rl.engine.rollout_spec import RolloutSpec
 from rl.engine.stats import EngineStats, joined
 from rl.engine.worker_record import Kind, WorkerEvent, WorkerPart, fitted
 from rl.runtime.waits import POLL_S, Hang, ProgramLost
-from rl.trajectory import Request, Trajectory
-from rl.workers.coordinator import Aborted, Coordinator, Deferred, WorkerError
+from rl.trajectory import PartialRequest, Request, Trajectory
+from rl.workers.coordinator import Aborted, Coordinator, Deferred, Returned, WorkerError
 from rl.workers.host_kv_pool import KvPool
 from rl.workers.worker_source import IdleWork, WorkerLimits, WorkerSource
 from sched.protocol import Scheduler, SchedulerDecision
@@ -111,17 +111,22 @@ class WorkerGroup:
         spec: RolloutSpec,
         requests: Sequence[Request],
         past_tokens: Mapping[int, tuple[int, ...]] | None = None,
+        *,
+        ahead: bool = False,
+        oldest: int | None = None,
     ) -> None:
-        """Submit all requests of a step; ids are unique in a group's life.
+        """Submit all requests of a step; ids are unique among those that have not ended.
 
         `spec.params` are copied to the devices of each worker. `past_tokens` are the lengths of
-        last epoch's responses, by group.
+        last epoch's responses, by group. Those `ahead` of their step run where nothing else does.
+        Of steps before `oldest`, by default the one before, nothing is kept.
         """
         self._specs[step] = spec
         for table in (self._specs, self._works):
-            for old in [s for s in table if s < step - 1]:
+            for old in [s for s in table if s < (step - 1 if oldest is None else oldest)]:
                 del table[old]  # a worker that begins with a step now has a newer one
-        self._coordinator.submit(step, requests, spec.sampling, past_tokens or {})
+        past = past_tokens or {}
+        self._coordinator.submit(step, requests, spec.sampling, past, ahead=ahead)
         if self._spot is not None:
             self._spot.rollout_began()
 
@@ -141,8 +146,17 @@ class WorkerGroup:
         """Tell the scheduler that the update of a step is done, and how long it took."""
         self._coordinator.trained(step, train_s)
 
-    def next_result(self, timeout_s: float) -> Trajectory | Deferred | None:
-        """Return the next response, or the next request that was deferred; None after `timeout_s`.
+    def recall(self) -> None:
+        """Have what runs ahead of its step returned, each request as a result of its own."""
+        self._coordinator.recall()
+
+    def returned(self, request_id: int) -> PartialRequest:
+        """Remove and return a request that is `Returned`, as far as it has come."""
+        return self._coordinator.returned(request_id)
+
+    def next_result(self, timeout_s: float) -> Trajectory | Deferred | Returned | None:
+        """Return the next response, or request that was deferred or returned; None after
+        `timeout_s`.
 
         Raises WorkerError where a worker raised, or hangs, and is not replaced. What a worker in
         another program does not answer any more goes on elsewhere.

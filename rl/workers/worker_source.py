@@ -11,7 +11,7 @@ from typing import Protocol
 
 from rl.engine.engine import Engine
 from rl.trajectory import PartialRequest
-from rl.workers.coordinator import Coordinator, Inbox
+from rl.workers.coordinator import LET_GO, Coordinator, Inbox
 from sched.protocol import Start
 from sched.request import Kv
 
@@ -62,13 +62,14 @@ class WorkerLimits:
     hang_limit_s: float
     restart: bool = False
     keeps_decisions: bool = False  # all of them
+    steps_apart: bool = False  # a request runs with the weights of its own step alone
 
 
 class WorkerSource:
     """A worker's `rl.engine.rollout_spec.RequestSource`: its inbox, the coordinator and the pool.
 
-    Its requests are of the step that `next_step` returned last, or of earlier ones: a request of
-    a later step waits until that step is begun.
+    Its requests are of the step that `next_step` returned last, or of earlier ones, unless the
+    limits say that steps are apart: a request of another step waits until that step is begun.
     """
 
     def __init__(
@@ -85,8 +86,9 @@ class WorkerSource:
         self._engine, self._idle_work = engine, idle_work
         self._worker_id, self._coordinator = worker_id, coordinator
         self._inbox, self._step = inbox, 0
-        self._starts: collections.deque[tuple[int, Start]] = collections.deque()
-        self._closed = False
+        self._starts: collections.deque[tuple[int, Start | None]] = collections.deque()
+        self._steps_apart = limits.steps_apart
+        self._closed = self._lets_go = False
         self.wait_limit_s: float | None = None  # of `take`, which then returns no request
         self.has_requests = False  # in another program: without new ones it is not idle
 
@@ -96,8 +98,11 @@ class WorkerSource:
 
     def next_step(self) -> int | None:
         """Wait for a start and return its step; None once no more will come."""
+        self._lets_go = False
         while not self._starts and not self._closed:  # it may be woken for nothing
             self._receive(wait=True)
+            while self._starts and self._starts[0] is LET_GO:
+                self._starts.popleft()  # all that it had is gone
         if not self._starts:
             return None
         self._step = self._starts[0][0]
@@ -105,15 +110,28 @@ class WorkerSource:
 
     def take(self, *, wait: bool) -> Sequence[PartialRequest] | None:
         """Return the requests to start now; None once no more will come for this step."""
+        if self._lets_go:
+            return None
         if not (wait or self._starts or self._closed) and self._inbox.empty():
             return ()  # as after most rounds
         self._receive(wait=wait)
         starts = []
-        while self._starts and self._starts[0][0] <= self._step:
-            starts.append(self._starts.popleft()[1])
-        if not starts and (self._starts or self._closed):
+        while self._starts and not self._lets_go:
+            step, start = self._starts[0]
+            if start is None:
+                self._lets_go = True
+            elif step > self._step or (self._steps_apart and step < self._step):
+                break
+            else:
+                starts.append(start)
+            self._starts.popleft()
+        if not starts and (self._starts or self._closed or self._lets_go):
             return None
         return [self._coordinator.chunk(self._worker_id, start) for start in starts]
+
+    @property
+    def lets_go(self) -> bool:
+        return self._lets_go
 
     def chunk_ended(self, request_id: int, response_tokens: int) -> int:
         return self._coordinator.chunk_ended(self._worker_id, request_id, response_tokens)
@@ -135,7 +153,7 @@ class WorkerSource:
         except queue.Empty:
             pass
 
-    def _next(self, *, wait: bool) -> tuple[int, Start] | None:
+    def _next(self, *, wait: bool) -> tuple[int, Start | None] | None:
         """The next start of the inbox; idle work is done while it is empty."""
         idle_work = self._idle_work
         if idle_work is None:
@@ -154,7 +172,7 @@ class WorkerSource:
             idle_work.busy(self._worker_id)
         return start
 
-    def _work_meanwhile(self, idle_work: IdleWork) -> tuple[int, Start] | None:
+    def _work_meanwhile(self, idle_work: IdleWork) -> tuple[int, Start | None] | None:
         """Return the next start; units of idle work are done until then.
 
         Raises queue.Empty after `wait_limit_s`, and the unit that is under way.
@@ -173,7 +191,7 @@ class WorkerSource:
                 alive(self._worker_id)
                 raise queue.Empty
 
-    def _wait(self) -> tuple[int, Start] | None:
+    def _wait(self) -> tuple[int, Start | None] | None:
         """Return the next start, whenever it comes, with signs of life until then.
 
         Raises queue.Empty after `wait_limit_s`.

@@ -18,6 +18,8 @@ from sched.protocol import (
     Defer,
     Event,
     Finished,
+    Recall,
+    Return,
     Scheduler,
     Start,
     Submitted,
@@ -130,6 +132,7 @@ class Simulation:
         self._left: list[int] = []
         self._trained_s: list[float] = []
         self._training = False
+        self._verified: dict[int, int] = {}  # begun tokens that are not kept, by request
 
     def run(self, requests: Sequence[RequestSpec]) -> Record:
         """Play all requests, submitted at 0, to the end of the last.
@@ -207,11 +210,7 @@ class Simulation:
             self._generated[job.request_id] = job.generated_tokens
             event: Event
             if job.generated_tokens >= length:
-                self._finish_s[job.request_id] = now_s
-                self._finished_of[job.group_id] += 1
-                self._tokens += length
-                if self._left:
-                    self._left[self._step_of[job.request_id]] -= 1
+                self._finished(job, now_s)
                 event = Finished(job.request_id, worker.worker_id, job.chunk, length)
             else:
                 event = ChunkDone(
@@ -220,15 +219,44 @@ class Simulation:
             self._tell(event, now_s)
         self._schedule(worker)
 
+    def _finished(self, job: RunningStart, now_s: float) -> None:
+        """Enter a response that has ended."""
+        self._finish_s[job.request_id] = now_s
+        self._finished_of[job.group_id] += 1
+        self._tokens += self._lengths[job.request_id]
+        if self._left:
+            self._left[self._step_of[job.request_id]] -= 1
+
     def _tell(self, event: Event, now_s: float) -> None:
         touched = dict[int, None]()
+        left: list[ChunkDone] = []
         for action in self._scheduler.handle(event, now_s):
             if isinstance(action, Defer):
                 self._defer(action)
+            elif isinstance(action, Recall):
+                left += self._let_go(action.worker_id, now_s)
+                touched[action.worker_id] = None
+            elif isinstance(action, Return):
+                self._returned(action.request_id)
             else:
                 touched[self._start(action, now_s)] = None
         for worker_id in touched:
             self._schedule(self._workers[worker_id])
+        for report in left:
+            self._tell(report, now_s)
+
+    def _let_go(self, worker_id: int, now_s: float) -> list[ChunkDone]:
+        """Have a worker let go of all that it runs; return what it reports."""
+        jobs = self._workers[worker_id].let_go(now_s)
+        for job in jobs:
+            self._generated[job.request_id] = job.generated_tokens
+        return [
+            ChunkDone(j.request_id, worker_id, j.chunk, j.generated_tokens, False) for j in jobs
+        ]
+
+    def _returned(self, request_id: int) -> None:
+        """A request that was begun ahead of its step is given back."""
+        raise AssertionError("nothing runs ahead of its step")
 
     def _defer(self, action: Defer) -> None:
         step = self._step_of[action.request_id]
@@ -253,6 +281,7 @@ class Simulation:
                 self._round_model.lane(action.request_id, self._finished_of[spec.group_id]),
                 action.kv,
                 action.reserved_tokens > 0,
+                self._verified.pop(action.request_id, 0),
             )
         )
         before = self._ran_on.setdefault(action.request_id, action.worker_id)

@@ -33,6 +33,7 @@ class RunningStart:
     lane: int
     kv: Kv
     reserved: bool
+    verified_tokens: int = 0  # computed with its prompt, and not kept
     end: float = 0.0  # of its lane's progress, while it runs
     running: bool = False
 
@@ -177,6 +178,19 @@ class SimulatedWorker:
         self._changed()
         return ended
 
+    def let_go(self, now_s: float) -> list[RunningStart]:
+        """Move to `now_s`, and return all jobs with the whole tokens that they have by then."""
+        self.advance(now_s)
+        entries = [entry for ends in self._ends for entry in ends if _is_current(entry)]
+        jobs = [job for _, _, job in entries] + list(self._queue)
+        for _, _, job in entries:
+            left = job.end - self._progress[job.lane]
+            self._leave(job)
+            job.generated_tokens += max(0, int(job.todo_tokens - left + EPSILON_TOKENS))
+        self._queue.clear()
+        self._changed()
+        return jobs
+
     def _current(self) -> RoundPlan:
         if self._plan is None:
             self._plan = plan = self._round_model.plan(
@@ -235,6 +249,7 @@ class SimulatedWorker:
         if job.kv is Kv.PREFILL:
             here = job.group_id in self._prompts
             tokens = total - job.prompt_tokens if here else total
+            tokens += job.verified_tokens
             if tokens:
                 self._stall_s += self._instance.prefill_seconds(tokens)
                 self.counters.prefilled_tokens += tokens

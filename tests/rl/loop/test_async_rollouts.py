@@ -277,7 +277,7 @@ def test_the_second_tier_changes_no_token(tiny, ahead, tokens, tmp_path, monkeyp
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (("Sched.mode='ahead'",), "expected one of 'sync', 'pipeline', got str 'ahead'"),
+        (("Sched.mode='async'",), "expected one of 'sync', 'pipeline', 'ahead', got str 'async'"),
         (("Sched.mode='sync'", "Sched.policy='histopipe'"), 'set Sched.mode = "pipeline"'),
     ],
 )

@@ -1,0 +1,244 @@
+"""Several engines that answer a step and, where they have nothing to do, begin the next one.
+
+    run(step s)   → session, place p      ← weights v(s − 1), noise of s
+    plan(step s+1) → session, place p + 1 ← the same weights, noise of s + 1; only on dry workers
+    recall()      → what was begun of s + 1, for its requests to start from (`Request.begun`)
+
+Noise is a function of the request and the position, so that a token that was drawn ahead is the
+one that the step's own weights draw, unless the update has changed it. The engine verifies what was
+begun as a chain of draft tokens: what a step answers is what it would have answered without.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+
+import jax
+import numpy as np
+
+from rl.engine.engine import OnFinish, OnRound
+from rl.engine.rollout_spec import DrafterFactory, RolloutSpec
+from rl.runtime.signals import Stopped
+from rl.runtime.waits import POLL_S, Hang
+from rl.trajectory import Request, Trajectory
+from rl.workers.coordinator import Deferred, Returned
+from rl.workers.multi_engine import MultiEngine
+from rl.workers.worker_group import LEAVING_S, OWNER_PATIENCE, WorkerGroup
+from sched.policies.ahead import Ahead
+from spec.reuse.prefix_rule import PrefixRule
+from spec.sampling import NOISE_NAMES
+
+AHEAD = 2**30 * NOISE_NAMES  # added to the numbers of requests that run ahead: the same noise
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ComingStep:
+    """The requests of the next step, and what a rollout of them has of its own.
+
+    `past_tokens` are the lengths of last epoch's responses, by group.
+    """
+
+    requests: Sequence[Request]
+    key: jax.Array
+    drafts: DrafterFactory
+    rule: PrefixRule | None
+    past_tokens: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Begun:
+    """What was begun of a step: its requests, and the tokens of those that have any, by number."""
+
+    requests: Sequence[Request] = ()
+    tokens: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self.tokens.values()))
+
+    def resumed(self, requests: Sequence[Request]) -> list[Request]:
+        """Return a step's requests with what was begun of each, where it has that prompt."""
+        prompts = {r.request_id: r.prompt_ids for r in self.requests}
+        return [
+            dataclasses.replace(r, begun=self.tokens[r.request_id])
+            if r.request_id in self.tokens and prompts[r.request_id] == r.prompt_ids
+            else r
+            for r in requests
+        ]
+
+
+class _Results:
+    """What the workers give back, taken in a thread: also while an update runs.
+
+    So losses are seen at once, and no worker finds its owner silent.
+    """
+
+    def __init__(self, session: WorkerGroup) -> None:
+        self._session, self._closed = session, False
+        self._taken: queue.SimpleQueue[Trajectory | Deferred | Returned | BaseException] = (
+            queue.SimpleQueue()
+        )
+        self._thread = threading.Thread(target=self._take, name="results", daemon=True)
+        self._thread.start()
+
+    def next(self) -> Trajectory | Deferred | Returned | None:
+        """Return the next result, None where none comes soon; raise what the session raised."""
+        try:
+            result = self._taken.get(timeout=POLL_S)
+        except queue.Empty:
+            return None
+        if isinstance(result, BaseException):
+            self._taken.put(result)  # whoever asks again hears it again
+            raise result
+        return result
+
+    def close(self) -> None:
+        self._closed = True
+        self._thread.join(LEAVING_S)
+
+    def _take(self) -> None:
+        try:
+            while not self._closed:
+                result = self._session.next_result(POLL_S)
+                if result is not None:
+                    self._taken.put(result)
+        except BaseException as error:
+            self._taken.put(error)
+
+
+class AheadEngine(MultiEngine):
+    """Engines whose workers live as long as it is open, from one rollout to the next."""
+
+    @contextlib.contextmanager
+    def open(self, max_requests: int, longest_tokens: int) -> Iterator[AheadEngine]:
+        """Start the workers, for rollouts of up to so many requests and tokens of one."""
+        scheduler = Ahead(self.make_scheduler(), chunk_tokens=self.config.chunk_tokens)
+        session = self.session(scheduler, max_requests, longest_tokens, steps_apart=True)
+        with contextlib.ExitStack() as stack:
+            # what runs ahead of the last step is given up
+            stack.push(lambda *_: session.__exit__(Stopped, None, None))
+            session.__enter__()
+            self._workers, self._results = session, _Results(session)
+            stack.callback(self._results.close)
+            self._place = -2
+            self._spec: RolloutSpec | None = None  # of the last rollout
+            self._coming: ComingStep | None = None
+            self._forget_begun()
+            yield self
+
+    def run(
+        self,
+        spec: RolloutSpec,
+        requests: Sequence[Request],
+        *,
+        on_finish: OnFinish | None = None,
+        on_round: OnRound | None = None,
+    ) -> list[Trajectory]:
+        """See `RolloutEngine.run`; what is planned begins where workers have nothing to do."""
+        self.engines[0].check(requests, spec.sampling)
+        spec.endings(requests)  # what it raises, it raises here and not in a worker
+        # the update that comes consumes the device's buffers
+        params = jax.tree.map(lambda x: np.array(jax.device_get(x)), spec.params)
+        self._spec = spec = dataclasses.replace(spec, params=params, begun=True)
+        self._place = place = self._place + 2
+        oldest = place if self._begun_place is None else self._begun_place
+        self._workers.submit(place, spec, requests, oldest=oldest)
+        self._begin()
+        done: dict[int, Trajectory] = {}
+        try:
+            while len(done) < len(requests):
+                result = self._next()
+                if result is not None:
+                    done[result.request_id] = result
+                    if on_finish is not None:
+                        on_finish(result)
+                if on_round is not None:
+                    on_round(len(done), self._workers.num_tokens(place))
+        finally:
+            self.stats = self._workers.stats(place)
+            self.stats.events = self._workers.new_events()
+        return [done[r.request_id] for r in requests]
+
+    def plan(self, coming: ComingStep | None) -> None:
+        """Have the next step begun beside the next rollout, or at once if one has run.
+
+        What was planned before is to be recalled first. Without a step nothing is begun.
+        """
+        assert self._begun_place is None, "what was begun is recalled first"
+        self._coming = coming
+
+    def begin(self) -> None:
+        """Begin what is planned with the weights of the last rollout, which is over."""
+        self._begin()
+
+    def recall(self, check: Callable[[], object] = lambda: None) -> Begun:
+        """Return what was begun, once workers have let go of it; `check` is called meanwhile.
+
+        Raises Hang where nothing comes back for as long as a worker may be silent.
+        """
+        if self._begun_place is None:
+            return Begun()
+        self._workers.recall()
+        heard_s, left = self._clock(), len(self._open)
+        while self._open:
+            check()
+            finished = self._next()
+            assert finished is None, "the step's own requests are all answered"
+            if len(self._open) < left:
+                heard_s, left = self._clock(), len(self._open)
+            elif (silent_s := self._clock() - heard_s) > OWNER_PATIENCE * self._hang_limit_s:
+                raise Hang(f"{left} requests that were begun do not come back: {silent_s:.1f} s")
+        begun = Begun(self._begun_requests, self._begun_tokens)
+        self._forget_begun()
+        return begun
+
+    # -- inside -------------------------------------------------------------------------
+
+    def _forget_begun(self) -> None:
+        self._begun_place: int | None = None
+        self._begun_requests: Sequence[Request] = ()
+        self._begun_tokens: dict[int, tuple[int, ...]] = {}
+        self._open: set[int] = set()  # numbers of what is begun and not given back
+
+    def _begin(self) -> None:
+        coming, spec, self._coming = self._coming, self._spec, None
+        if coming is None or spec is None or not coming.requests:
+            return
+        ahead = [dataclasses.replace(r, request_id=r.request_id + AHEAD) for r in coming.requests]
+        self._begun_place = self._place + 1
+        self._begun_requests = coming.requests
+        self._open = {r.request_id for r in ahead}
+        self._workers.submit(
+            self._begun_place,
+            dataclasses.replace(
+                spec, key=coming.key, drafts=coming.drafts, rule=coming.rule, sink=None
+            ),
+            ahead,
+            coming.past_tokens,
+            ahead=True,
+            oldest=self._place,
+        )
+
+    def _next(self) -> Trajectory | None:
+        """Return the next response of a step; what was begun of the next one is kept here."""
+        result = self._results.next()
+        assert not isinstance(result, Deferred), "steps are apart: none is deferred"
+        if isinstance(result, Returned):
+            partial = self._workers.returned(result.request_id)
+            if partial.prefix is not None:
+                self._keep(result.request_id, partial.prefix.response_ids)
+            self._open.discard(result.request_id)
+            return None
+        if result is not None and result.request_id >= AHEAD:
+            self._keep(result.request_id, result.response_ids)
+            self._open.discard(result.request_id)
+            return None
+        return result
+
+    def _keep(self, request_id: int, tokens: np.ndarray) -> None:
+        if len(tokens):
+            self._begun_tokens[request_id - AHEAD] = tuple(tokens.tolist())
