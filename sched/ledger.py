@@ -39,7 +39,8 @@ class Ledger:
         """
         self._held = None
         if type(event) is Finished or type(event) is ChunkDone:
-            return self._reported(event)
+            request = self.report(event)
+            return [] if request is None or type(event) is Finished else [request]
         if type(event) is Submitted:
             return self._submitted(event)
         if type(event) is WorkerJoined:
@@ -77,35 +78,31 @@ class Ledger:
                 del self.requests[request_id]
         self._finished_groups.clear()
 
-    def is_current(self, event: Finished | ChunkDone) -> bool:
-        """Return whether a report is of the request's latest start, on a worker that lives."""
-        request = self.requests.get(event.request_id)
-        if request is None:
-            return False
-        return request.status is Status.RUNNING and request.chunk == event.chunk
-
-    def _reported(self, event: Finished | ChunkDone) -> list[RequestState]:
-        if not self.is_current(event):
-            return []
-        request = self.requests[event.request_id]
+    def report(self, event: Finished | ChunkDone) -> RequestState | None:
+        """Enter a report; return its request, or None if its start is no longer in force."""
+        request, tokens = self.requests.get(event.request_id), event.generated_tokens
+        self._held = None
+        if request is None or request.chunk != event.chunk or request.status is not Status.RUNNING:
+            return None
         assert request.worker_id == event.worker_id, (request, event)
-        assert event.generated_tokens >= request.generated_tokens, (request, event)
-        group = self.groups[request.group_id]
-        group.served_tokens += event.generated_tokens - request.generated_tokens
-        group.longest_tokens = max(group.longest_tokens, event.generated_tokens)
-        request.generated_tokens = event.generated_tokens
-        self._release(request)
+        assert tokens >= request.generated_tokens, (request, event)
+        group, worker = self.groups[request.group_id], self.workers[event.worker_id]
+        group.served_tokens += tokens - request.generated_tokens
+        group.longest_tokens = max(group.longest_tokens, tokens)
+        request.generated_tokens = tokens
+        worker.reserved_tokens -= worker.running.pop(event.request_id)
+        self.num_running -= 1
         if type(event) is ChunkDone:
             request.status, request.pooled = Status.WAITING, event.pooled
             self._held = request
-            return [request]
+            return request
         request.status, request.pooled = Status.FINISHED, False
         group.num_unfinished -= 1
         group.num_finished += 1
         if not group.num_unfinished:
             self._finished_groups.append(group.group_id)
         self.num_unfinished -= 1
-        return []
+        return request
 
     def nothing_held(self) -> None:
         """Note that something has happened since the last event here: no row is held any more."""
@@ -121,12 +118,6 @@ class Ledger:
         self.num_unfinished -= 1
         if not group.num_unfinished:
             self._finished_groups.append(group.group_id)
-
-    def _release(self, request: RequestState) -> None:
-        assert request.worker_id is not None
-        worker = self.workers[request.worker_id]
-        worker.reserved_tokens -= worker.running.pop(request.request_id)
-        self.num_running -= 1
 
     def _lost(self, worker: Worker) -> list[RequestState]:
         """Set the worker's requests waiting, from where their last chunks ended."""
@@ -150,14 +141,16 @@ class Ledger:
         `pool` takes its keys and values from the pool if they are there, instead of recomputing.
         """
         assert request.status is Status.WAITING and max_tokens > 0, request
-        reserved = request.total_tokens + max_tokens if reserve else 0
-        assert reserved <= worker.free_tokens, (request, worker)
+        request_id, worker_id, reserved = request.request_id, worker.worker_id, 0
+        if reserve:
+            reserved = request.total_tokens + max_tokens
+            assert reserved <= worker.free_tokens, (request, worker)
+            worker.reserved_tokens += reserved
         kv = Kv.POOL if request.pooled and pool else Kv.PREFILL
-        if request is self._held and request.worker_id == worker.worker_id:
+        if request is self._held and request.worker_id == worker_id:
             kv = Kv.HELD
-        worker.running[request.request_id] = reserved
-        worker.reserved_tokens += reserved
+        worker.running[request_id] = reserved
         self.num_running += 1
-        request.status, request.worker_id = Status.RUNNING, worker.worker_id
-        request.chunk += 1
-        return Start(request.request_id, worker.worker_id, request.chunk, max_tokens, reserved, kv)
+        request.status, request.worker_id = Status.RUNNING, worker_id
+        request.chunk = chunk = request.chunk + 1
+        return Start(request_id, worker_id, chunk, max_tokens, reserved, kv)

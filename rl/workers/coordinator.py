@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from rl.runtime.waits import Hang
-from rl.trajectory import PartialRequest, Request, Trajectory
+from rl.trajectory import PartialRequest, Prefix, Request, Trajectory
 from rl.workers.host_kv_pool import KvPool
 from sched.protocol import (
     Action,
@@ -81,10 +81,11 @@ _Sign = tuple[float, str | None, int | None]
 
 @dataclasses.dataclass(eq=False, slots=True)
 class _Asked:
-    """A request that has not finished: its step, itself as last started, its tokens as reported."""
+    """A request that has not finished: its step, its tokens when last started, and as reported."""
 
     step: int
-    partial: PartialRequest  # without keys and values
+    request: Request
+    prefix: Prefix | None = None
     generated_tokens: int = 0
 
 
@@ -160,7 +161,7 @@ class Coordinator:
             )
             for r in requests
         )
-        asked = {r.request_id: _Asked(step, PartialRequest(r)) for r in requests}
+        asked = {r.request_id: _Asked(step, r) for r in requests}
         self._owner_s = self._clock()
         with self._lock:
             self._asked.update(asked)
@@ -283,12 +284,14 @@ class Coordinator:
         with self._lock:
             self._alive(worker_id, "generating")
             asked = self._asked[request_id]
-            partial = pooled or asked.partial
-            asked.partial = partial.without_kv()
+            if pooled is not None:
+                asked.prefix = pooled.prefix
+            prefix = asked.prefix
+            known_tokens = 0 if prefix is None else len(prefix.response_ids)
             # what a lost worker had reported and not handed over is generated again
-            again = asked.generated_tokens - partial.num_tokens
-        kv = partial.kv if start.kv is Kv.POOL else None
-        return PartialRequest(partial.request, partial.prefix, kv, start.max_tokens + again)
+            again = asked.generated_tokens - known_tokens
+        kv = pooled.kv if pooled is not None and start.kv is Kv.POOL else None
+        return PartialRequest(asked.request, prefix, kv, start.max_tokens + again)
 
     def finished(self, worker_id: int, trajectory: Trajectory) -> None:
         """Report a request's whole trajectory."""
@@ -351,24 +354,26 @@ class Coordinator:
 
     def _tell(self, event: Event) -> Sequence[Action]:
         now_s = self._clock() - self._began_s
-        actions = tuple(self._scheduler.handle(event, now_s))
+        actions = self._scheduler.handle(event, now_s)
         if self._keeps_decisions:
-            self.decisions.append(SchedulerDecision(now_s, event, actions))
+            self.decisions.append(SchedulerDecision(now_s, event, tuple(actions)))
+        asked, workers, held = self._asked, self._workers, Kv.HELD
         for action in actions:
+            if isinstance(action, Recall):
+                workers[action.worker_id].inbox.put(LET_GO)
+                continue
+            request_id = action.request_id
             if isinstance(action, Defer):
-                self._asked[action.request_id].step += 1
-                self._results.put(Deferred(action.request_id))
+                asked[request_id].step += 1
+                self._results.put(Deferred(request_id))
                 continue
             if isinstance(action, Return):
-                self._results.put(Returned(action.request_id))
+                self._results.put(Returned(request_id))
                 continue
-            if isinstance(action, Recall):
-                self._workers[action.worker_id].inbox.put(LET_GO)
-                continue
-            worker = self._workers[action.worker_id]
-            worker.starts[action.request_id] = action
-            if action.kv is not Kv.HELD:
-                worker.inbox.put((self._asked[action.request_id].step, action))
+            worker = workers[action.worker_id]
+            worker.starts[request_id] = action
+            if action.kv is not held:
+                worker.inbox.put((asked[request_id].step, action))
         return actions
 
 

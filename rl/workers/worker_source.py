@@ -143,7 +143,10 @@ class WorkerSource:
         """Empty the inbox; with `wait`, wait for a start if there is none."""
         try:
             while not self._closed:
-                start = self._next(wait=wait and not self._starts)
+                waits = wait and not self._starts
+                if not waits and self._inbox.empty():
+                    break
+                start = self._next(wait=waits)
                 if start is WAKE:
                     break
                 if start is None:

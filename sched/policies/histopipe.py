@@ -21,7 +21,7 @@ import dataclasses
 import heapq
 import math
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from sched.ledger import Ledger
 from sched.policies.histopipe_allocation import Tau, evenly, ranking_groups, two_tiers
@@ -29,6 +29,7 @@ from sched.protocol import (
     OF_NO_WORKER,
     REPORTS,
     Action,
+    ChunkDone,
     Defer,
     Event,
     Finished,
@@ -63,7 +64,7 @@ class HistoPipeConfig:
     train_s: float = 0.0
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(eq=False, slots=True)
 class _Share:
     """A ranking group of one step; `waiting` has the requests that its workers have not begun."""
 
@@ -91,13 +92,10 @@ class HistoPipe:
     def __init__(self, config: HistoPipeConfig) -> None:
         self._config, self._train_s = config, config.train_s
         self._ledger = Ledger()
-        self._steps: dict[int, list[_Share]] = {}  # unfinished ones
+        self._steps: dict[int, list[_Share]] = {}  # those unfinished at the latest submission
         self._num_steps = 0  # submitted so far
         self._at: dict[int, int] = {}  # worker → its current step
-        self._num_at: collections.Counter[int] = collections.Counter()  # step → workers there
-        self._left: collections.Counter[int] = (
-            collections.Counter()
-        )  # worker → unfinished requests there
+        self._left: dict[int, int] = {}  # worker → unfinished requests that it has begun
         self._trained = -1  # the latest step whose weights are available
         self._share_of: dict[int, _Share] = {}  # request → its ranking group
         self._deferred: list[RequestState] = []  # waiting for a step that is not submitted yet
@@ -112,15 +110,14 @@ class HistoPipe:
         return self._ledger.num_unfinished
 
     def handle(self, event: Event, now_s: float) -> list[Action]:
+        if isinstance(event, REPORTS):
+            return self._reported(event)
         actions: list[Action] = []
-        if isinstance(event, REPORTS) and not self._ledger.is_current(event):
-            return []
         waiting = self._ledger.apply(event)
-        if isinstance(event, Finished):
-            self._finished(event)
-        elif isinstance(event, Submitted) and event.step == self._num_steps - 1:
+        if isinstance(event, Submitted) and event.step == self._num_steps - 1:
             actions += self._further(waiting)
         elif isinstance(event, Submitted):
+            self._forget_steps()
             self._plan(event, waiting)
             deferred, self._deferred = self._deferred, []
             actions += [a for r in deferred for a in self._into_next_step(r)]
@@ -128,16 +125,21 @@ class HistoPipe:
             self._trained = max(self._trained, event.step)
             self._train_s = self._train_s if event.train_s is None else event.train_s
         elif isinstance(event, WorkerJoined):
-            self._at[event.worker_id] = -1
-            self._num_at[-1] += 1
+            self._at[event.worker_id], self._left[event.worker_id] = -1, 0
             unassigned, self._unassigned = self._unassigned, []
             actions += self._reassign(unassigned)
         elif isinstance(event, WorkerLost):
             actions += self._lost(event.worker_id, waiting)
-        else:
-            for request in waiting:
-                actions += self._too_long(request)
         return actions + self._begin_steps(event)
+
+    def _reported(self, event: Finished | ChunkDone) -> list[Action]:
+        request = self._ledger.report(event)
+        if request is None:
+            return []
+        if type(event) is ChunkDone:
+            return self._too_long(request) + self._begin_steps(event)
+        self._finished(request, event.worker_id)
+        return self._begin_steps(event)
 
     def _plan(self, event: Submitted, requests: Sequence[RequestState]) -> None:
         """Rank the step's prompts, cut them into groups, and deal these to the workers."""
@@ -169,9 +171,9 @@ class HistoPipe:
             share = _Share(number, index, N, beta * longest, {w: [] for w in mine})
             self._steps[number].append(share)
             for k, i in enumerate(members):
+                share.waiting[mine[k % len(mine)]] += by_prompt[i]
                 for request in by_prompt[i]:
                     self._enter(request, share)
-                    share.waiting[mine[k % len(mine)]].append(request)
 
     def _further(self, requests: Sequence[RequestState]) -> list[Action]:
         """Give requests of a step that is planned already to the least loaded workers."""
@@ -191,15 +193,14 @@ class HistoPipe:
         ordered = sorted(self._growth)
         return max(ordered[int(self._config.growth_quantile * (len(ordered) - 1))], LEAST_GROWTH)
 
-    def _finished(self, event: Finished) -> None:
-        request = self._ledger.requests[event.request_id]
-        self._left[event.worker_id] -= 1
-        self._share_of.pop(event.request_id).num_unfinished -= 1
-        self._moved.discard(event.request_id)
-        group, past = request.group_id, request.spec.past_tokens
-        self._lengths.setdefault(group, []).append(event.generated_tokens)
-        if not self._ledger.groups[group].num_unfinished:
-            lengths = self._lengths.pop(group)
+    def _finished(self, request: RequestState, worker_id: int) -> None:
+        request_id, group_id = request.request_id, request.group_id
+        self._left[worker_id] -= 1
+        self._share_of.pop(request_id).num_unfinished -= 1
+        self._moved.discard(request_id)
+        self._lengths.setdefault(group_id, []).append(request.generated_tokens)
+        if not self._ledger.groups[group_id].num_unfinished:
+            lengths, past = self._lengths.pop(group_id), request.spec.past_tokens
             if past:
                 self._growth.append(statistics.median(lengths) / statistics.median(past))
 
@@ -210,8 +211,8 @@ class HistoPipe:
         if share.num_unfinished > math.ceil(self._config.last_share * share.size):
             return [self._start(request, request.worker_id, self._config.check_tokens)]
         same_step = share.index < share.num_groups / 2
-        nowhere = not self._longer(share) if same_step else share.step + 1 >= self._config.num_steps
-        if nowhere:
+        longer = self._longer(share) if same_step else []
+        if not longer and (same_step or share.step + 1 >= self._config.num_steps):
             return [self._start(request, request.worker_id)]
         self._moved.add(request.request_id)
         self.num_moved += 1
@@ -219,7 +220,7 @@ class HistoPipe:
         share.num_unfinished -= 1
         request.pooled = False  # as in the paper, keys and values are recomputed
         if same_step:
-            return self._assign(request, self._loads(self._longer(share)))
+            return self._assign(request, self._least(longer))
         return [Defer(request.request_id), *self._into_next_step(request)]
 
     def _longer(self, share: _Share) -> list[_Share]:
@@ -235,12 +236,19 @@ class HistoPipe:
         longest = [share for share in self._steps[step] if share.waiting][-1:]
         if not longest:
             return self._reassign([request])
-        return self._assign(request, self._loads(longest))
+        return self._assign(request, self._least(longest))
 
     def _loads(self, shares: Sequence[_Share]) -> _Loads:
-        loads = [(self._load(w, s), w, i, s) for i, s in enumerate(shares) for w in s.waiting]
-        heapq.heapify(loads)
-        return loads
+        left = self._left
+        return [
+            (left[worker_id] + len(waiting), worker_id, i, share)
+            for i, share in enumerate(shares)
+            for worker_id, waiting in share.waiting.items()
+        ]
+
+    def _least(self, shares: Sequence[_Share]) -> _Loads:
+        """Return the least load alone, which is all that one request needs."""
+        return [min(self._loads(shares))]
 
     def _assign(self, request: RequestState, loads: _Loads) -> list[Action]:
         """Give a request to the least loaded worker; start it if the step runs.
@@ -268,8 +276,7 @@ class HistoPipe:
 
     def _lost(self, worker_id: int, running: Sequence[RequestState]) -> list[Action]:
         """Give the requests of a lost worker to the others of the step."""
-        self._leave(self._at.pop(worker_id))
-        del self._left[worker_id]
+        del self._at[worker_id], self._left[worker_id]
         lost = list(running)
         for share in (s for step in self._steps.values() for s in step):
             lost += share.waiting.pop(worker_id, [])
@@ -289,6 +296,7 @@ class HistoPipe:
                     self._steps[step][-1].waiting.update({w: [] for w in self._at})
                     shares = self._steps[step][-1:]
                 loads[step] = self._loads(shares)
+                heapq.heapify(loads[step])
             actions += self._assign(request, loads[step])
         return actions
 
@@ -298,34 +306,20 @@ class HistoPipe:
         That is so for the event's own worker only, unless the event opens a step to all.
         """
         actions: list[Action] = []
-        mine = list(self._at) if isinstance(event, OF_NO_WORKER) else [event.worker_id]
+        mine = self._at if isinstance(event, OF_NO_WORKER) else (event.worker_id,)
         for worker_id in mine:
-            if (before := self._at.get(worker_id)) is None:
-                continue  # it is lost
-            at = before
-            while not self._left[worker_id] and self._may_begin(at + 1):
-                at += 1
+            # one that is lost has no entry
+            while self._left.get(worker_id) == 0 and self._may_begin(self._at[worker_id] + 1):
+                self._at[worker_id] = at = self._at[worker_id] + 1
                 for share in self._steps.get(at, ()):
-                    waiting = share.waiting.get(worker_id, [])
-                    actions += [self._begin(request, worker_id, share) for request in waiting]
-                    waiting.clear()
-            if at != before:
-                self._at[worker_id] = at
-                self._num_at[at] += 1
-                self._leave(before)
-        self._forget_steps()
+                    if waiting := share.waiting.get(worker_id):
+                        actions += self._begin(waiting, worker_id, share)
+                        waiting.clear()
         return actions
-
-    def _leave(self, step: int) -> None:
-        self._num_at[step] -= 1
-        if not self._num_at[step]:
-            del self._num_at[step]
 
     def _forget_steps(self) -> None:
         """Drop finished steps whose requests no worker will begin any more."""
-        if len(self._steps) < 2:
-            return
-        begun = min(self._num_at, default=-1)
+        begun = min(self._at.values(), default=-1)
         for step in [s for s in self._steps if s < begun]:
             if not any(share.num_unfinished for share in self._steps[step]):
                 del self._steps[step]
@@ -333,13 +327,19 @@ class HistoPipe:
     def _may_begin(self, step: int) -> bool:
         return step < self._num_steps and step - 2 <= self._trained
 
-    def _begin(self, request: RequestState, worker_id: int, share: _Share) -> Action:
-        self._left[worker_id] += 1
-        if request.request_id in self._moved:
-            return self._start(request, worker_id)
-        outlier = min(share.outlier_tokens, request.spec.max_new_tokens)
-        tokens = math.ceil(outlier) - request.generated_tokens
-        return self._start(request, worker_id, max(tokens, 1 + request.prefix_tokens))
+    def _begin(
+        self, requests: Sequence[RequestState], worker_id: int, share: _Share
+    ) -> Iterator[Action]:
+        """Start a worker's requests of a group, each until it is an outlier unless it was moved."""
+        ledger, worker = self._ledger, self._ledger.workers[worker_id]
+        self._left[worker_id] += len(requests)
+        for request in requests:
+            most = request.remaining_tokens
+            if request.request_id not in self._moved:
+                outlier = math.ceil(min(share.outlier_tokens, request.spec.max_new_tokens))
+                tokens = max(outlier - request.generated_tokens, 1 + request.prefix_tokens)
+                most = min(tokens, most)
+            yield ledger.start(request, worker, max(1, most), reserve=False)
 
     def _start(self, request: RequestState, worker_id: int, tokens: int = 2**31) -> Action:
         worker = self._ledger.workers[worker_id]
