@@ -8,7 +8,8 @@ import threading
 import pytest
 from held_entries import held_entries
 
-from benchmarks.coordinator import POLICIES, Played, draw_work, limits_of
+from benchmarks.coordinator import POLICIES, Played
+from benchmarks.fake_workers import draw_work, limits_of
 from benchmarks.interleavings import SCHEDULERS, WRONG, Rollout, all_of
 from rl.runtime.waits import Hang
 from rl.trajectory import Request, Trajectory
