@@ -186,7 +186,7 @@ class Coordinator:
         pooled = self._pool.take(request_id, waits_for)
         with self._lock:
             asked = self._asked.pop(request_id)
-        return pooled or asked.partial
+        return pooled or PartialRequest(asked.request, asked.prefix)
 
     def join(self, worker_id: int, kv_tokens: int, max_requests: int) -> Inbox:
         """Add a worker; return the inbox that its starts come into."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from sched.policies.ahead import Ahead
 from sched.protocol import Recalled, Submitted, Trained
 from sched.request import RequestSpec
 from sched.simulator.cluster import Record, Simulation
@@ -20,7 +19,10 @@ Stands = Callable[[int, int], int]  # (request, begun tokens) → how many are d
 
 
 class AheadSimulation(Simulation):
-    """A run of steps under `Ahead`; `begun_tokens` and `kept_tokens` count what it was good for."""
+    """A run of steps under `sched.policies.ahead.Ahead`.
+
+    `begun_tokens` are those that were begun ahead of their step, `kept_tokens` those that stood.
+    """
 
     def run_ahead(
         self, steps: Sequence[Sequence[RequestSpec]], train_s: Sequence[float], stands: Stands
@@ -30,7 +32,6 @@ class AheadSimulation(Simulation):
         What is begun of a step is verified in one pass with its prompt, and goes on behind the last
         token that stands.
         """
-        assert isinstance(self._scheduler, Ahead)
         self._all, self._stands = steps, stands
         self._begin([spec for requests in steps for spec in requests])
         self._lengths = {
@@ -60,7 +61,7 @@ class AheadSimulation(Simulation):
     def _resumed(self, spec: RequestSpec) -> RequestSpec:
         request_id = spec.request_id
         begun = self._generated.pop(request_id + AHEAD, 0)
-        kept = min(self._stands(request_id, begun), self._lengths[request_id] - 1)
+        kept = min(begun, self._stands(request_id, begun), self._lengths[request_id] - 1)
         self.begun_tokens += begun
         self.kept_tokens += kept
         self._generated[request_id], self._verified[request_id] = kept, begun - kept

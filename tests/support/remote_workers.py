@@ -102,6 +102,7 @@ def make_team(
     spot=None,
     deadline_s=2.0,
     said=None,
+    kind=MultiEngine,
     **options,
 ):
     """A MultiEngine whose engines are other programs, and their team: start it with `start`.
@@ -116,7 +117,7 @@ def make_team(
     config = SchedConfig(
         **{"policy": "divided_fifo", "workers": count, "chunk_tokens": 3, "kv_tokens": 60} | options
     )
-    multi = MultiEngine(engines, config, keeps_decisions=True, spot=spot)
+    multi = kind(engines, config, keeps_decisions=True, spot=spot)
     deadlines = Deadlines(deadline_s, 60.0, 60.0)
     say = (lambda line: None) if said is None else said.append
     told = partial(hello, speculation=speculation, identity=identity, drafters=drafters)

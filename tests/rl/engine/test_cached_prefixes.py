@@ -125,3 +125,79 @@ def test_rows_that_move(rows):
     table.widen(4)
     assert cached.end_B.tolist() == [3, 5][: len(rows)] + [0] * (4 - len(rows))
     assert cached.tokens_BL.shape == (4, 10) and cached.tokens_BL[0, :3].tolist() == [7, 7, 7]
+
+
+def begun_table(requests, mode=None):
+    """A table whose requests may have been begun; without a mode nothing else is reused."""
+    if mode is not None:
+        return table_of(mode, requests)
+    endings = Endings(SamplingConfig(max_new_tokens=8), (STOP,))
+    cached = CachedPrefixes(None, endings, CachedCounts(), 4, 10)
+    table = SlotTable(4, 11, endings, cached)
+    for row, r in enumerate(requests):
+        table.enter(row, PartialRequest(r))
+    return table, cached
+
+
+def test_what_was_begun_is_a_chain_up_to_the_first_difference():
+    table, cached = begun_table([Request(0, PROMPT, begun=(5, 6, 7, 8)), Request(1, PROMPT)])
+    assert not cached.given and not cached.ruled(np.arange(2)).any()
+    drafts = chains(table, most=3)
+    assert drafts.tokens_AN[0, :3].tolist() == [5, 6, 7] and drafts.count_A.tolist() == [3, 0]
+    commit(table, {0: [5, 6]})
+    assert chains(table).tokens_AN[0, :2].tolist() == [7, 8]
+    commit(table, {0: [4]})
+    assert not cached.goes_on(np.arange(2)).any()
+    assert cached.counts.responses == 0, "those of an earlier epoch alone"
+    left = table.leave(0, 3)
+    assert left.prefix.reused_tokens == 0 and (left.prefix.policy_versions == 3).all()
+
+
+def test_a_request_that_moves_goes_on_with_what_was_begun_where_it_agrees():
+    r = Request(0, PROMPT, begun=(5, 6, 7, 8))
+    for drawn, rest in (([5, 6], [7, 8]), ([5, 4], [])):
+        table, cached = begun_table([r])
+        commit(table, {0: drawn})
+        partial = table.leave(0, 0)
+        table.enter(1, partial)
+        assert cached.goes_on(np.array([1]))[0] == bool(rest)
+        if rest:
+            assert chains(table).tokens_AN[0, :2].tolist() == rest
+
+
+@pytest.mark.parametrize(("second", "rest"), [(4, [3, 3]), (8, [])])
+def test_behind_what_a_rule_keeps_the_begun_response_goes_on_where_it_agrees(second, rest):
+    """The rule keeps one token, and the draw in place of the next is the one that was begun."""
+    r = Request(0, PROMPT, cached=request(0).cached, begun=(5, 4, 3, 3))
+    table, cached = begun_table([r], "full")
+    assert cached.ruled(np.array([0]))[0]
+    commit(table, {0: [5, second]}, {0: 1})
+    assert not cached.ruled(np.array([0]))[0], "the rule has decided"
+    drafts = chains(table)
+    assert drafts.tokens_AN[0, : drafts.count_A[0]].tolist() == rest
+    commit(table, {0: [3]})
+    assert table.origins_BL[0, 2:5].tolist() == [Origin.REUSED, Origin.BONUS, Origin.PLAIN]
+    assert (cached.counts.responses, cached.counts.kept_tokens) == (1, 1)
+    nodes = pack(chains(table), np.zeros(1, np.int32), table.live().rows_A, 4, 4)
+    cached.give(nodes, table.emitted_B)
+    assert (nodes[3] == NOT_GIVEN).all(), "begun tokens are draft tokens, and never given"
+
+
+@pytest.mark.parametrize(
+    ("begun", "chain_of"),
+    [((5, 6), TOKENS), ((5, 4, 4), (5, 4, 4)), ((), TOKENS)],
+    ids=["the start of it", "another one", "nothing"],
+)
+def test_where_noise_repeats_newer_draws_come_before_the_last_epochs(begun, chain_of):
+    r = Request(0, PROMPT, cached=request(0).cached, begun=begun)
+    table, _ = begun_table([r], "coupled")
+    drafts = chains(table)
+    assert drafts.tokens_AN[0, : drafts.count_A[0]].tolist() == list(chain_of)
+
+
+def test_what_was_begun_moves_with_its_row():
+    table, cached = begun_table([Request(0, PROMPT), Request(1, PROMPT, begun=(5, 6, 7))])
+    table.keep([1, 0])
+    assert cached.goes_on(np.arange(2)).tolist() == [True, False]
+    table.widen(4)
+    assert cached.goes_on(np.arange(4)).tolist() == [True, False, False, False]
