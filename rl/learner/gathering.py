@@ -1,4 +1,4 @@
-"""Weights of a mesh over several processes, for each of them: for its engine, and for its disk.
+"""Weights of a mesh over several processes, for each: for its engine, its host and its disk.
 
 All processes call these functions together, with the same weights.
 """
@@ -19,6 +19,8 @@ from models.layout import AXES
 from models.sharding import fitting_sharding, make_mesh
 from models.transformer import Params, param_specs
 from rl.runtime.devices import in_turn
+
+_Bounds = tuple[tuple[int, int], ...]  # of a part of an array, by axis: begin and end
 
 
 def own_part(mesh: Mesh) -> Mesh | jax.Device:
@@ -76,6 +78,33 @@ def host_copy(tree: Any, *, keep: bool = True) -> Any:
         return np.asarray(x) if keep else None
 
     return jax.tree.map(one, tree)
+
+
+def own_shards(tree: Any) -> Any:
+    """Return, for each array, copies on the host of the parts that this process's devices have.
+
+    A part that several of them have is there once. `from_shards` puts them back.
+    """
+
+    def one(x: jax.Array) -> dict[_Bounds, np.ndarray]:
+        parts = {_bounds(shard.index, x.shape): shard.data for shard in x.addressable_shards}
+        return {bounds: np.array(data) for bounds, data in parts.items()}
+
+    return jax.tree.map(one, tree)
+
+
+def from_shards(shards: Any, like: Any) -> Any:
+    """Return arrays on the shardings of `like`, of the parts that `own_shards` gave of such."""
+
+    def one(x: jax.Array, parts: dict[_Bounds, np.ndarray]) -> jax.Array:
+        part = lambda index: parts[_bounds(index, x.shape)]  # noqa: E731  # asked for at once
+        return jax.make_array_from_callback(x.shape, x.sharding, part)
+
+    return jax.tree.map(one, like, shards)
+
+
+def _bounds(index: tuple[slice, ...], shape: Sequence[int]) -> _Bounds:
+    return tuple(s.indices(size)[:2] for s, size in zip(index, shape, strict=True))
 
 
 def _spread(

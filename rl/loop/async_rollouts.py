@@ -7,8 +7,9 @@ go to the host, by version; a worker pulls those of a step when it begins with i
 answer which request is fixed beforehand, so that tokens do not depend on who is how fast. Only a
 request that HistoPipe moves into the next step resumes with newer weights; its tokens say so.
 
-Of several processes each asks its own workers, for its share of the groups; a step's responses are
-exchanged once it is collected (`rl.loop.exchange`). What is decided afterwards is the same in all.
+Of several processes each asks its own workers, for its share of the groups, which may be none (with
+workers on Ray process 0 asks them all); a step's responses are exchanged once it is collected
+(`rl.loop.exchange`). What is decided afterwards is the same in all.
 
 What else a step is asked with is fixed by step numbers and rewards too (docs/architecture.md):
 what it reuses, its lenience, and its place in the data order. A further pass of dynamic sampling is
@@ -23,26 +24,24 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import jax
-import numpy as np
-
-from models.sharding import put
 from models.transformer import Params
 from rl.engine.rollout_spec import RolloutSpec
 from rl.learner.optimizer import TrainState
-from rl.loop import unfinished
+from rl.loop import host_weights, unfinished
 from rl.loop.collected import Asked, Collected, whole_groups
 from rl.loop.exchange import Responses
 from rl.loop.generation import (
     Prompts,
     Rollouts,
     System,
+    asked_to_stop,
     leave_if_asked,
     left_out,
     prompts_at,
     remember,
     requests_of,
 )
+from rl.loop.host_weights import HostWeights
 from rl.loop.receiving import Receiver
 from rl.loop.rewards import Scorer
 from rl.loop.step_scheduler import Pacing, step_scheduler
@@ -62,7 +61,7 @@ ALL_STEPS = 0  # requests are numbered over all steps: one noise key serves them
 class _Answering:
     """The policy that answers a step, on the host, and what it keeps of cached responses."""
 
-    params: Params
+    weights: HostWeights
     rule: PrefixRule | None
 
 
@@ -77,8 +76,8 @@ class AsyncRollouts:
         self._extra = config.algorithm.resolved.max_extra_phases
         self._answering: dict[int, _Answering] = {}
         if stale_params is not None:
-            copied = self._copied(stale_params)
-            self._answering[first_step] = _Answering(copied, system.reuse.rule(first_step))
+            weights = host_weights.copied(system, stale_params)
+            self._answering[first_step] = _Answering(weights, system.reuse.rule(first_step))
         self._pacing = None if engine.costs is None else Pacing(engine.costs)
         scheduler = step_scheduler(
             engine,
@@ -120,7 +119,7 @@ class AsyncRollouts:
         self, system: System, params: Params, cursor: int, step: int, timings: Timings
     ) -> Rollouts:
         """The responses of `step`; the one after it is submitted with `params`."""
-        weights = self._copied(params)
+        weights = host_weights.copied(system, params)
         for coming in (step, step + 1):
             if coming not in self._answering:
                 self._answering[coming] = _Answering(weights, system.reuse.rule(coming))
@@ -141,7 +140,7 @@ class AsyncRollouts:
             stats = collected.add(self._collect(step, timings))
         if system.drafter is not None and system.drafter.spot is None:
             with timings.section("drafter"):
-                system.drafter.after_rollout(self._engine, self._answering[step].params)
+                system.drafter.after_rollout(self._engine, self._answering[step].weights.whole)
         after, dynamic = self._asked.get(step + 1), self._extra is not None
         rollouts = collected.rollouts(
             self._asked.get(step - 1),
@@ -155,15 +154,9 @@ class AsyncRollouts:
 
     def stale_params(self, state: TrainState, step: int) -> Params:
         """The weights that answer the step after this one, for its checkpoint."""
-        stale = self._answering[step + 1].params
-        return jax.tree.map(lambda x, p: put(x, p.sharding), stale, state.params)
+        return self._answering[step + 1].weights.put_as(state.params)
 
     # -- what goes out ----------------------------------------------------------------
-
-    def _copied(self, params: Params) -> Params:
-        """Weights on the host; the update that comes consumes the device's buffers."""
-        weights = self._system.weights(params)
-        return jax.tree.map(lambda x: np.array(jax.device_get(x)), weights)
 
     def _first_group(self, step: int) -> int:
         """Groups, and with them requests and their noise, are numbered over all steps."""
@@ -234,10 +227,10 @@ class AsyncRollouts:
     ) -> RolloutSpec:
         system, config, answering = self._system, self._system.config, self._answering[step]
         if system.drafter is not None:
-            system.drafter.began(answering.params, step)
+            system.drafter.began(answering.weights.whole, step)
         last = {r.request_id: r.cached.tokens for r in requests if r.cached is not None}
         return RolloutSpec(
-            answering.params,
+            answering.weights.whole,
             config.sampling,
             self._key,
             system.inputs.model.eos_token_ids,
@@ -282,7 +275,7 @@ class AsyncRollouts:
             where,
             list(requests.values()),
             answer,
-            system.watch.alive,
+            partial(asked_to_stop, system),
             # workers may move a step's own requests into the next one; those are answered there
             may_go_on=()
             if asked.phases > 1

@@ -135,12 +135,6 @@ def check_trainers(config: TrainConfig) -> None:
             f"{', '.join(on_device)} in Speculation.sources: leave it out, or set "
             "Cluster.num_processes = 1"
         )
-    if config.sched.mode == "pipeline":
-        raise ValueError(
-            f"Cluster.num_processes={count} trainers on Ray answer a step with the policy that "
-            'learns from it, got Sched.mode="pipeline": set Sched.mode = "sync", or '
-            "Cluster.num_processes = 1"
-        )
 
 
 def trainer_devices(config: TrainConfig) -> int:

@@ -176,7 +176,7 @@ class RunEvaluation:
 
         answers = respond(
             system.eval_engine,
-            system.weights(params),
+            system.evaluated(params),
             config,
             system.inputs,
             open_scorer(system),

@@ -76,6 +76,11 @@ class System:
         """Return the policy for rollouts (`rollout_weights`)."""
         return rollout_weights(params, self.engine, self.shares)
 
+    def evaluated(self, params: Params) -> Params:
+        """Return the policy for evaluations, on the devices of an engine that is theirs alone."""
+        weights, one = self.weights(params), self.eval_engine
+        return weights if one is self.engine else one.do(lambda: one.engines[0].place(weights))
+
 
 def rollout_weights(params: Params, engine: RolloutEngine, shares: Shares) -> Params:
     """Return the policy in the engine's dtype.

@@ -13,7 +13,8 @@ from rl.runtime.signals import Stopped
 from rl.runtime.waits import POLL_S, Hang, code_line
 from rl.trajectory import Request, Trajectory
 from rl.workers.coordinator import Deferred, Returned
-from rl.workers.worker_group import LEAVING_S, WorkerGroup
+from rl.workers.session import Session
+from rl.workers.worker_group import LEAVING_S
 
 
 class Receiver:
@@ -22,7 +23,7 @@ class Receiver:
     It ends with `close`. A request that is deferred is expected in the step after its own.
     """
 
-    def __init__(self, system: System, session: WorkerGroup, scorer: Scorer) -> None:
+    def __init__(self, system: System, session: Session, scorer: Scorer) -> None:
         self._system, self._session, self._scorer = system, session, scorer
         self._step_of: dict[int, int] = {}
         self._expected: collections.Counter[int] = collections.Counter()

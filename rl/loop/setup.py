@@ -49,6 +49,7 @@ from rl.warm_up import compile_buckets
 from rl.warm_up.longer_buckets import LongerBuckets
 from rl.workers.ahead_engine import AheadEngine
 from rl.workers.multi_engine import MultiEngine, make_engines, split_devices
+from rl.workers.no_workers import NoWorkers
 from spec.budget.config import LEARNED, MODEL
 from spec.reuse.rollout_cache import RolloutCache
 
@@ -242,8 +243,9 @@ def _engine(
     """
     if workers is not None:
         return workers.engine
-    if shares.by_first and not shares.processes.is_first:
-        return Engine(inputs.model, config.engine, dtype=recipe.trainer.dtype)  # never asked
+    if not shares.scores_any:  # another process speaks with the workers
+        shapes = Engine(inputs.model, config.engine, dtype=recipe.trainer.dtype)
+        return NoWorkers(shapes, config.sched)
     options: dict[str, Any] = {"dtype": recipe.trainer.dtype}
     if drafter is not None:
         options["feature_layers"] = drafter.trainer.learned.config.feature_layers
@@ -286,8 +288,11 @@ def _eval_engine(
     engine: RolloutEngine,
     shares: Shares,
 ) -> RolloutEngine:
-    """Rollouts' engine; in a pipeline, whose workers answer the next step meanwhile, another."""
-    if not config.sched.beside_training or not inputs.evals.sets:
+    """Rollouts' engine; where its workers begin or answer the next step meanwhile, another.
+
+    Where process 0 answers for all, it alone has one.
+    """
+    if not config.sched.beside_training or not inputs.evals.sets or not shares.scores_any:
         return engine
     if not shares.processes.alone:
         return _own_engine(config, inputs, mesh, dtype=engine.dtype)

@@ -117,7 +117,9 @@ class AheadEngine(MultiEngine):
     def open(self, max_requests: int, longest_tokens: int) -> Iterator[AheadEngine]:
         """Start the workers, for rollouts of up to so many requests and tokens of one."""
         scheduler = Ahead(self.make_scheduler(), chunk_tokens=self.config.chunk_tokens)
-        session = self.session(scheduler, max_requests, longest_tokens, steps_apart=True)
+        session = self._session(
+            scheduler, max_requests, longest_tokens, self.spot, steps_apart=True
+        )
         with contextlib.ExitStack() as stack:
             # what runs ahead of the last step is given up
             stack.push(lambda *_: session.__exit__(Stopped, None, None))

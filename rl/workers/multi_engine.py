@@ -23,6 +23,7 @@ from rl.engine.stats import EngineStats
 from rl.runtime.waits import HANG_LIMIT_S, POLL_S
 from rl.trajectory import Request, Trajectory, longest_tokens
 from rl.workers.config import SchedConfig
+from rl.workers.session import Session
 from rl.workers.worker_group import WorkerGroup
 from rl.workers.worker_source import IdleWork, WorkerLimits
 from sched.policies.divided import PreferPool
@@ -119,11 +120,9 @@ class MultiEngine:
         scheduler: Scheduler,
         max_requests: int,
         longest_tokens: int,
-        *,
-        steps_apart: bool = False,
-    ) -> WorkerGroup:
+    ) -> Session:
         """Return the workers under a scheduler, for rollouts of up to `max_requests` requests."""
-        return self._session(scheduler, max_requests, longest_tokens, self.spot, steps_apart)
+        return self._session(scheduler, max_requests, longest_tokens, self.spot)
 
     def _session(
         self,

@@ -110,7 +110,7 @@ def test_each_process_has_the_weights_for_its_own_devices(tmp_path):
                 assert len(x) == (len(whole) if index == 0 else 0) and all(x)
             else:
                 np.testing.assert_array_equal(x, rounded if name.endswith("device") else exact)
-        assert len(outcome.result) == 3 * 3 + 1
+        assert len(outcome.result) == 3 * 4 + 1
 
 
 @pytest.mark.fault

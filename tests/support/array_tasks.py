@@ -22,7 +22,7 @@ from rl.cluster.processes import ALONE, LARGE_BYTES, Processes, ProcessLost
 from rl.learner import critic, trainer
 from rl.learner.algorithms import AlgorithmConfig
 from rl.learner.config import OptimizerConfig, TrainerConfig, TrainSpec
-from rl.learner.gathering import host_copy, local_weights
+from rl.learner.gathering import from_shards, host_copy, local_weights, own_shards
 from rl.learner.optimizer import init_state, make_optimizer
 from rl.trajectory import FinishReason, Trajectory
 from spec.config import SamplingConfig
@@ -141,6 +141,15 @@ def share_weights(place, policy):
         here, name = jax.local_devices(), str(sizes)
         kept = host_copy(params, keep=place.index == 0)
         found[f"{name} on the disk"] = [x is not None for x in jax.tree.leaves(kept)]
+        shards = own_shards(params)
+        kept_bytes = sum(x.nbytes for x in jax.tree.leaves(shards))
+        whole_bytes = sum(x.nbytes for x in jax.tree.leaves(params))
+        assert kept_bytes < whole_bytes if "fsdp" in sizes else kept_bytes == whole_bytes
+        back = from_shards(shards, params)
+        assert all(
+            jax.tree.leaves(jax.tree.map(lambda x, y: x.sharding == y.sharding, back, params))
+        )
+        found[f"{name} from shards"] = numbers(back).astype(np.float32)
         split = make_mesh(MeshConfig(data=1, tensor=2), here)
         places = {"device": here[1], "mesh": split}
         if "tensor" in sizes:

@@ -7,6 +7,8 @@ import dataclasses
 import time
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
 from pipelines import DAPO, PIPELINE, SETTINGS, Deferring, rewarded, with_rewards
 
@@ -16,7 +18,7 @@ from rl.config.loader import load
 from rl.learner import trainer
 from rl.loop import async_rollouts, generation, train_loop
 from rl.loop import setup as run_setup
-from rl.loop.exchange import PeerFailed
+from rl.loop.exchange import PeerFailed, Shares
 from rl.loop.experiment import TrainConfig, open_inputs
 from rl.metrics.writer import Timings
 from rl.runtime.signals import Stopped, Watch
@@ -43,6 +45,15 @@ def without_a_mesh(monkeypatch):
     monkeypatch.setattr(generation, "rollout_weights", weights)
 
 
+@pytest.fixture(params=["all answer", "process 0 answers"])
+def answered_by(request, monkeypatch):
+    """Who has workers: each process its own, or process 0 alone, as on Ray."""
+    if request.param == "process 0 answers":
+        by_first = lambda config, processes: Shares(processes, by_first=True)  # noqa: E731
+        monkeypatch.setattr(run_setup, "_shares", by_first)
+    return request.param
+
+
 @dataclasses.dataclass
 class Seen:
     """What a process learns from in each step, and what it would save after it."""
@@ -51,6 +62,7 @@ class Seen:
     carried: list[float] = dataclasses.field(default_factory=list)
     phases: list[float] = dataclasses.field(default_factory=list)
     states: list[dict] = dataclasses.field(default_factory=list)
+    stale: list[list[bytes]] = dataclasses.field(default_factory=list)
 
 
 def steps_of(processes: Processes, tiny: Path, folder: Path, stops=None, *overrides: str) -> Seen:
@@ -89,6 +101,9 @@ def steps_of(processes: Processes, tiny: Path, folder: Path, stops=None, *overri
         while position.step < config.run.steps:
             timings = Timings(time.perf_counter)
             state, position, _ = train_loop.train_step(system, state, position, timings, noted)
+            if position.step < config.run.steps:
+                stale = jax.tree.leaves(source.stale_params(state, position.step))
+                seen.stale.append([np.asarray(x).tobytes() for x in stale])
     return seen
 
 
@@ -100,7 +115,7 @@ def together(count, tiny, folder, *overrides, stops=None):
     return play(count, one, DEADLINE_S)
 
 
-def test_processes_learn_from_what_one_would(tiny, tmp_path):
+def test_processes_learn_from_what_one_would(tiny, tmp_path, answered_by):
     """Three processes for two prompts a step: one of them has nothing to answer."""
     settings = (*SETTINGS, *DAPO, "Reuse.mode='coupled'", rewarded(tiny), *PIPELINE, "Run.steps=4")
     alone = steps_of(ALONE, tiny, tmp_path / "alone", None, *settings)
@@ -110,14 +125,15 @@ def test_processes_learn_from_what_one_would(tiny, tmp_path):
         assert isinstance(one, Seen), one
         assert one.responses == alone.responses
         assert one.phases == alone.phases
+        assert one.stale == alone.stale, "the weights that answer the step to come"
         assert one.states == found[0].states, "any of them may be saved"
 
 
 @pytest.mark.parametrize("policy", ["of a process", "histopipe"])
 def test_what_one_process_moves_into_the_next_step_all_expect_there(
-    tiny, tmp_path, monkeypatch, policy
+    tiny, tmp_path, monkeypatch, policy, answered_by
 ):
-    """By local timing; request 4, which process 1 answers, goes on where it is told to."""
+    """By local timing; request 4 goes on where the process that answers it is told to."""
     settings = (*SETTINGS, *PIPELINE, "Sched.workers=1", "Run.steps=4")
     if policy == "histopipe":
         settings += ("Sched.policy='histopipe'", "Sched.chunk_tokens=1", "Sched.workers=2")

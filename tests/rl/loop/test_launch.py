@@ -135,7 +135,6 @@ def test_settings_that_trainers_on_ray_cannot_follow_are_refused():
         ("Cluster.num_processes=0",): "expected Cluster.num_processes of 1 or more, got 0",
         ("Cluster.process_id=0",): "one command starts all trainer processes",
         ("Cluster.coordinator='127.0.0.1:1'",): "one command starts all trainer processes",
-        ("Sched.mode='pipeline'",): 'got Sched.mode="pipeline"',
         ("Speculation.sources=('own', 'model')",): "draft from text, got model in Speculation",
     }.items():
         with pytest.raises(ValueError, match=match):

@@ -1,0 +1,89 @@
+"""What a pipeline asks of the workers that run ahead of it, and a process that has none."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from rl.engine.rollout_spec import RolloutSpec
+from rl.engine.stats import EngineStats
+from rl.engine.worker_record import WorkerEvent
+from rl.trajectory import Request, Trajectory
+from rl.workers.coordinator import Deferred
+
+
+class Session(Protocol):
+    """Workers to which steps are submitted; see `rl.workers.worker_group.WorkerGroup`."""
+
+    def __enter__(self) -> Session: ...
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None: ...
+
+    def submit(
+        self,
+        step: int,
+        spec: RolloutSpec,
+        requests: Sequence[Request],
+        past_tokens: Mapping[int, tuple[int, ...]] | None = None,
+    ) -> None: ...
+
+    def add(
+        self,
+        step: int,
+        requests: Sequence[Request],
+        past_tokens: Mapping[int, tuple[int, ...]] | None = None,
+    ) -> None: ...
+
+    def trained(self, step: int, train_s: float | None = None) -> None: ...
+
+    def next_result(self, timeout_s: float) -> Trajectory | Deferred | None: ...
+
+    def num_tokens(self, step: int) -> int: ...
+
+    def stats(self, step: int) -> EngineStats: ...
+
+    def new_events(self) -> list[WorkerEvent]: ...
+
+
+class NoSession:
+    """The session of a process for which another one speaks with the workers: nothing comes."""
+
+    def __enter__(self) -> NoSession:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing runs."""
+
+    def submit(
+        self,
+        step: int,
+        spec: RolloutSpec,
+        requests: Sequence[Request],
+        past_tokens: Mapping[int, tuple[int, ...]] | None = None,
+    ) -> None:
+        """Begin a step, of which this process has no request."""
+        assert not requests, "another process has the workers"
+
+    def add(
+        self,
+        step: int,
+        requests: Sequence[Request],
+        past_tokens: Mapping[int, tuple[int, ...]] | None = None,
+    ) -> None:
+        assert not requests, "another process has the workers"
+
+    def trained(self, step: int, train_s: float | None = None) -> None:
+        """Nobody waits for it."""
+
+    def next_result(self, timeout_s: float) -> None:
+        time.sleep(timeout_s)
+
+    def num_tokens(self, step: int) -> int:
+        return 0
+
+    def stats(self, step: int) -> EngineStats:
+        return EngineStats()
+
+    def new_events(self) -> list[WorkerEvent]:
+        return []
