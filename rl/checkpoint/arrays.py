@@ -7,26 +7,26 @@ without a deadline: folders, agreement and the one rename are those of `rl.check
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 
 class ArrayWriter:
     """Writes one set of arrays after the other; `by_all`, every process of the job its part.
 
-    Otherwise this process alone writes, what it has on its own devices.
+    Of arrays that each has on devices of its own those of process 0 are written. Without `by_all`
+    this process alone writes, what it has on its own devices.
     """
 
     def __init__(self, *, by_all: bool) -> None:
         import orbax.checkpoint as ocp
 
-        self._placed = _of_all if by_all else np.asarray
+        self._placed: Callable[..., Any] = _own_or_shared if by_all else np.asarray
         if jax.process_count() == 1:
             self._placed = lambda x: x
         # OCDBT, Orbax's default, keeps memory at every save: tensorstore leaks its specs.
@@ -88,15 +88,10 @@ def _free_as(template: Any, restored: jax.Array) -> jax.Array:
     return jnp.array(np.asarray(restored))
 
 
-def _of_all(x: jax.Array) -> jax.Array:
-    """Return an array that each process has on a device of its own as one of all processes.
+def _own_or_shared(x: jax.Array) -> jax.Array | np.ndarray:
+    """Return an array as Orbax is given it: what a process has on devices of its own as numpy's.
 
-    Its values must be the same everywhere.
+    Orbax writes numpy's arrays in process 0 alone. Of an array that all have it would take a slice
+    from each, which must not be where every process has other values.
     """
-    if not x.is_fully_addressable:
-        return x
-    first = {device.process_index: device for device in reversed(jax.devices())}
-    devices = np.array([first[index] for index in sorted(first)], dtype=object)
-    sharding = NamedSharding(Mesh(devices, ("process",)), PartitionSpec())
-    own = jax.device_put(x, first[jax.process_index()])
-    return jax.make_array_from_single_device_arrays(x.shape, sharding, [own])
+    return np.asarray(x) if x.is_fully_addressable else x

@@ -1,4 +1,4 @@
-"""What a pipeline asks of the workers that run ahead of it, and a process that has none."""
+"""The workers that run ahead of a pipeline, as its steps are submitted to them; or none."""
 
 from __future__ import annotations
 

@@ -94,6 +94,12 @@ def test_any_number_of_processes_restores_what_another_saved(four, one, two):
         assert again.host == {"cursor": [7, 8]}
 
 
+def test_what_each_process_has_for_itself_is_saved_of_the_first(four, two):
+    for results in (four[0], two[0]):
+        for result in results:
+            np.testing.assert_array_equal(result["of process 0"], [0, 1, 1, 1, 1])
+
+
 def test_each_process_has_the_weights_for_its_own_devices(tmp_path):
     found = launch(
         "array_tasks:share_weights", 2, tmp_path, devices=2, arguments={"policy": str(POLICY)}

@@ -122,6 +122,10 @@ def train_and_save(place, runs, save=None, others=()):
         if save:
             with Checkpointer(save, processes=processes) as saver:
                 saver.save(UPDATES, state, {"cursor": [7, 8]})
+            own = {"x": jnp.full(4, 1.0 + place.index), "step": jnp.asarray(place.index)}
+            with Checkpointer(f"{save}-own", processes=processes) as saver:
+                saver.save(1, own)
+                found["of process 0"] = numbers(saver.restore(own).arrays)
         for folder in others:
             again = restore(folder, template(mesh), processes=processes)
             assert again.host == {"cursor": [7, 8]} and again.step == UPDATES
