@@ -134,6 +134,10 @@ class DrafterTrainer:
         self._on_devices = PerRunner[EagleParams]()
         self._state_at: ModelRunner | None = None  # None: on the process's default device
 
+    def move_to(self, runner: ModelRunner) -> None:
+        """Lay the state out on a runner's devices; before that it is on the default one."""
+        self.state, self._state_at = jax.tree.map(runner.put, copied(self.state)), runner
+
     def begin(self, rl_step: int) -> None:
         """Set the current RL step, whose sequences are the newest."""
         self._rl_step = rl_step

@@ -141,6 +141,8 @@ class AsyncRollouts:
         if system.drafter is not None and system.drafter.spot is None:
             with timings.section("drafter"):
                 system.drafter.after_rollout(self._engine, self._answering[step].weights.whole)
+                # in an update, which comes next, nobody may wait for that long
+                system.processes.barrier(f"drafter of step {step}", system.watch.alive)
         after, dynamic = self._asked.get(step + 1), self._extra is not None
         rollouts = collected.rollouts(
             self._asked.get(step - 1),

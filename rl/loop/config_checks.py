@@ -125,16 +125,8 @@ def check_trainers(config: TrainConfig) -> None:
             f"another by themselves, got Cluster.coordinator={cluster.coordinator!r} and "
             f"Cluster.process_id={cluster.process_id}: leave both out"
         )
-    if cluster.num_trainers == 1:
-        return
-    trainer_devices(config)
-    on_device = [s for s in config.speculation.sources if s in ("learned", "model")]
-    if config.speculation.enabled and on_device:
-        raise ValueError(
-            f"with Cluster.num_processes={count} trainers on Ray workers draft from text, got "
-            f"{', '.join(on_device)} in Speculation.sources: leave it out, or set "
-            "Cluster.num_processes = 1"
-        )
+    if cluster.num_trainers > 1:
+        trainer_devices(config)
 
 
 def trainer_devices(config: TrainConfig) -> int:

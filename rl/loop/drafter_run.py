@@ -80,8 +80,8 @@ def frequent_tokens(
 class DrafterRun:
     """Training of a run's drafter, step by step. Made by `open_run`.
 
-    Where workers are other programs, `home` are the trainer's devices: gradients are added up and
-    applied there, and it trains there after rollouts.
+    Where workers are other programs, `home` are the trainer's devices, of several processes' those
+    of process 0: gradients are added up and applied there, and it trains there after rollouts.
     """
 
     def __init__(
@@ -135,6 +135,22 @@ class DrafterRun:
             )
         trainer.publish()
 
+    def warm_up(self, engine: RolloutEngine, weights: Params) -> None:
+        """Compile what training needs on every worker that may train."""
+        trainer, workers = self.trainer, engine.engines
+        if self.home is not None:
+            workers = [self.home]  # others compile theirs where they are
+        for worker in workers if self.spot is not None else workers[:1]:
+            do_at(engine, worker, lambda e: trainer.warm_up(trainer.context(e, e.place(weights))))
+
+    def mark(self) -> None:
+        """Make what is caught by now what `undo` goes back to."""
+        self.trainer.buffer.mark()
+
+    def undo(self) -> None:
+        """Forget what was caught since `mark`."""
+        self.trainer.buffer.undo()
+
     def metrics(self) -> dict[str, float]:
         """Return means over the steps since the last call, and the buffer's size."""
         rows, buffer = self.trainer.take_history(), self.trainer.buffer
@@ -148,6 +164,11 @@ class DrafterRun:
             "drafter/buffer_bytes": float(buffer.num_bytes),
             "drafter/buffer_sequences": float(buffer.num_sequences),
         }
+
+    @property
+    def template(self) -> DrafterState:
+        """Arrays as a run's checkpoint is to have them."""
+        return self.trainer.state
 
     def saved(self) -> tuple[DrafterState, dict[str, Any]]:
         """Return what a run's checkpoint keeps: arrays, and plain state."""
@@ -197,6 +218,8 @@ def open_run(
         checkpoints=_checkpoints(folder, keeps, patience, stack, shares),
     )
     stack.enter_context(_kept(trainer))
+    if home is not None:
+        trainer.move_to(home)
     spot = None
     if options.spot and (config.sched.workers > 1 or config.sched.beside_training):
         contexts = None if home is None else partial(_elsewhere, home)
@@ -226,15 +249,6 @@ def _kept(trainer: DrafterTrainer) -> Iterator[None]:
     """Save the last state when a run is done without an error."""
     yield
     trainer.save_last()
-
-
-def warm_up(run: DrafterRun, engine: RolloutEngine, weights: Params) -> None:
-    """Compile what training needs on every worker that may train."""
-    trainer, workers = run.trainer, engine.engines
-    if run.home is not None:
-        workers = [run.home]  # others compile theirs where they are
-    for worker in workers if run.spot is not None else workers[:1]:
-        do_at(engine, worker, lambda e: trainer.warm_up(trainer.context(e, e.place(weights))))
 
 
 def do_at(engine: RolloutEngine, worker: Engine, work: Callable[[Engine], object]) -> None:

@@ -25,7 +25,7 @@ from rl.learner import trainer
 from rl.learner.advantages import informative_groups
 from rl.learner.gathering import host_copy, local_weights, own_part
 from rl.learner.trainer import Learner
-from rl.loop.drafter_run import DrafterRun
+from rl.loop.drafter_elsewhere import AnyDrafter
 from rl.loop.exchange import Responses, Shares
 from rl.loop.experiment import Inputs, TrainConfig
 from rl.loop.rewards import Scorer
@@ -62,7 +62,7 @@ class System:
     reuse: Reuse
     rewards: Rewards
     order: DataOrder
-    drafter: DrafterRun | None
+    drafter: AnyDrafter | None
     longer: LongerBuckets | None
     shares: Shares
     show: Progress

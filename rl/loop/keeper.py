@@ -65,7 +65,7 @@ class Keeper:
         }
         system.cache.mark()
         if system.drafter is not None:
-            system.drafter.trainer.buffer.mark()
+            system.drafter.mark()
 
     def save(self) -> None:
         system, position = self._system, self._position
@@ -108,7 +108,7 @@ class Keeper:
         system.speculation.settle()
         system.cache.undo()
         if system.drafter is not None:
-            system.drafter.trainer.buffer.undo()
+            system.drafter.undo()
         whole = not any(x.is_deleted() for x in jax.tree.leaves(self._state))
         if self._position.step > self._saved_step and whole:
             self.save()
@@ -125,7 +125,7 @@ def resume(
     drafter, behind = system.drafter, None
     if system.config.sched.mode == "pipeline":
         behind = trainer.cast_params(state.params, system.engine.dtype)
-    template = SavedArrays.of(state, behind, None if drafter is None else drafter.trainer.state)
+    template = SavedArrays.of(state, behind, None if drafter is None else drafter.template)
     try:
         restored = checkpoints.restore(template)
     except NoWholeCheckpointError as error:

@@ -16,7 +16,7 @@ from models.transformer import Params
 from rl.cluster.config import ClusterConfig
 from rl.cluster.join import identity_of
 from rl.config.loader import dump
-from rl.loop.drafter_run import DrafterRun
+from rl.loop.drafter_elsewhere import AnyDrafter
 from rl.loop.experiment import Inputs, TrainConfig
 from rl.remote.drafter_messages import Drafters, Learned
 from rl.remote.jobs import Jobs
@@ -87,7 +87,7 @@ def open_workers(
     inputs: Inputs,
     dtype: np.dtype,
     speculation: Speculation,
-    drafter: DrafterRun | None,
+    drafter: AnyDrafter | None,
     say: Callable[[str], None],
 ) -> Iterator[RayWorkers]:
     """Start Ray, or join it, and the workers; end them at the end.
@@ -154,7 +154,7 @@ def open_workers(
         yield RayWorkers(engine, team)
 
 
-def drafters_of(config: TrainConfig, drafter: DrafterRun | None) -> Drafters:
+def drafters_of(config: TrainConfig, drafter: AnyDrafter | None) -> Drafters:
     """Return what workers are told of the drafters on their devices."""
     model, learned = None, None
     if (folder := config.draft_model_folder) is not None:
@@ -170,7 +170,7 @@ def bounds(
     config: TrainConfig,
     inputs: Inputs,
     reach: compile_buckets.Reach,
-    drafter: DrafterRun | None = None,
+    drafter: AnyDrafter | None = None,
 ) -> Compile:
     """Return what workers compile: what rollouts reach, evaluations that they answer, and what
     idle ones do for `drafter`.

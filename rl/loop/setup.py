@@ -27,6 +27,7 @@ from rl.learner.gathering import own_part
 from rl.learner.optimizer import TrainState, init_state, make_optimizer
 from rl.learner.trainer import Learner
 from rl.loop import drafter_run, experiment, first_programs, ray_workers
+from rl.loop.drafter_elsewhere import AnyDrafter, open_elsewhere
 from rl.loop.drafter_run import DrafterRun
 from rl.loop.exchange import Shares
 from rl.loop.experiment import Inputs, TrainConfig
@@ -179,7 +180,7 @@ def _compile(
         evaluated = weights, partial(told, "evaluation"), shares
         first_programs.warm_up_evaluation(config, inputs, system.eval_engine, *evaluated)
     if system.drafter is not None:
-        drafter_run.warm_up(system.drafter, engine, weights)
+        system.drafter.warm_up(engine, weights)
     # a collective does not wait for as long as a compilation may take
     processes.barrier("compiled", watch.alive)
     if on_ray:
@@ -196,23 +197,40 @@ def _drafters(
     clock: Callable[[], float],
     watch: Watch,
     shares: Shares,
-) -> tuple[DrafterRun | None, dict[str, DeviceDrafterSource]]:
+) -> tuple[AnyDrafter | None, dict[str, DeviceDrafterSource]]:
     """The training of a learned drafter, if there is one, and all drafters on the device."""
-    drafter, drafters = None, dict[str, DeviceDrafterSource]()
-    home, elsewhere = None, config.cluster.kind == "ray"
-    if config.speculation.learns:
+    drafter: AnyDrafter | None = None
+    drafters, elsewhere = dict[str, DeviceDrafterSource](), config.cluster.kind == "ray"
+
+    def opened(home: Engine | None = None) -> DrafterRun:
         start = drafter_run.open_drafter(config, inputs)
-        if elsewhere:
-            options: dict[str, Any] = {"feature_layers": start.config.feature_layers}
-            dtype = experiment.recipe(config, inputs.model).trainer.dtype
-            home = Engine(inputs.model, config.engine, mesh=mesh, dtype=dtype, **options)
         given = stack, clock, watch.alive, shares, home
-        drafter = drafter_run.open_run(config, start, folder, *given)
-        drafters[LEARNED] = drafter.trainer.learned
+        return drafter_run.open_run(config, start, folder, *given)
+
+    if config.speculation.learns:
+        if not shares.scores_any:
+            drafter = open_elsewhere(config, inputs)
+        elif elsewhere:
+            home = _home(config, inputs, mesh, shares)
+            drafter = home.do(partial(opened, home))
+        else:
+            drafter = opened()
+        drafters[LEARNED] = drafter.learned
     if config.speculation.asks_model:
         read = DraftModel.elsewhere if elsewhere else DraftModel.load
         drafters[MODEL] = read(config.draft_model)
     return drafter, drafters
+
+
+def _home(config: TrainConfig, inputs: Inputs, mesh: Mesh | None, shares: Shares) -> Engine:
+    """The trainer's devices for a drafter of workers elsewhere; of several processes this one's."""
+    shape = experiment.drafter_shape(config, inputs.model)
+    assert shape is not None, "it is asked where a drafter learns"
+    dtype = experiment.recipe(config, inputs.model).trainer.dtype
+    options: dict[str, Any] = {"dtype": dtype, "feature_layers": shape.feature_layers}
+    if shares.processes.alone:
+        return Engine(inputs.model, config.engine, mesh=mesh, **options)
+    return _own_engine(config, inputs, mesh, **options)
 
 
 def _learner(config: TrainConfig, inputs: Inputs, mesh: Mesh | None) -> tuple[Learner, TrainState]:
@@ -232,7 +250,7 @@ def _engine(
     inputs: Inputs,
     mesh: Mesh | None,
     recipe: TrainSpec,
-    drafter: DrafterRun | None,
+    drafter: AnyDrafter | None,
     workers: RayWorkers | None,
     shares: Shares,
     lockstep: LockstepWatch | None,
@@ -248,7 +266,7 @@ def _engine(
         return NoWorkers(shapes, config.sched)
     options: dict[str, Any] = {"dtype": recipe.trainer.dtype}
     if drafter is not None:
-        options["feature_layers"] = drafter.trainer.learned.config.feature_layers
+        options["feature_layers"] = drafter.learned.config.feature_layers
     if config.sched.workers == 1 and config.sched.mode == "sync":
         if shares.splits and not shares.processes.alone:
             return _own_engine(config, inputs, mesh, **options)

@@ -25,7 +25,8 @@ from processes import child_environment, descendants, free_port, run_commands, r
 from safetensors.numpy import load_file
 
 from benchmarks import tiny_run
-from rl.metrics.writer import read_metrics, read_samples
+from models import hf
+from rl.metrics.writer import read_metrics, read_samples, step_rows
 from rl.runtime.exit_codes import EXIT_FAILED, EXIT_STOPPED, EXIT_USAGE
 
 DEVICES = 4
@@ -34,6 +35,12 @@ DEADLINE_S = 6.0
 LIMIT_S = 240.0
 # tokens do not depend on who draws them, but log-probs of other batches are rounded otherwise
 ROUNDING = 2e-6
+DRAFTED = 5 * ROUNDING  # so are those of rounds that verify drafts
+# of drafters on the device; rollouts without any have the same tokens
+LEARNED = (
+    *("Speculation.budget='fixed:1'", "Drafter.max_depth=1", "Drafter.top_k=1"),
+    *("Drafter.micro_batches=1", "Drafter.batch_rows=1", "Drafter.row_tokens=32"),
+)
 
 
 @pytest.fixture(scope="module")
@@ -249,12 +256,18 @@ def trainer_processes(launcher: int) -> list[int]:
 def test_trainers_on_ray_learn_what_one_process_learns_though_one_is_killed(
     tiny: Path, alone: Path
 ) -> None:
-    """Two of them and two rollout workers; the run goes on with as many, and with one process."""
+    """Two of them and two rollout workers; the run goes on with as many, and with one process.
+
+    Workers draft with a draft model and a learned one, which idle workers train and process 0.
+    """
     run, copy = tiny.parent / "trainers", tiny.parent / "trainers-alone"
     on_ray = ["--gin.Cluster.kind='ray'", "--gin.Cluster.num_processes=2", "--gin.Sched.workers=2"]
     on_ray += ["--gin.Sched.policy='divided_fifo'", "--gin.Engine.min_slots=8"]
+    drafts = "Speculation.sources=('learned', 'model')", "Drafter.steps_after_rollout=1"
+    model = f"DraftModel.directory={str(tiny.parent / 'policy')!r}"
+    drafting = [f"--gin.{setting}" for setting in (*LEARNED, *drafts, model)]
 
-    first = start([train(tiny, run, *on_ray)], DEVICES // 2)
+    first = start([train(tiny, run, *on_ray, *drafting)], DEVICES // 2)
     first.when(has_step(run, 2))
     pids = trainer_processes(first.processes[0].pid)
     assert len(pids) == 2
@@ -270,8 +283,8 @@ def test_trainers_on_ray_learn_what_one_process_learns_though_one_is_killed(
 
     back = "--gin.Cluster.kind='local'", "--gin.Cluster.num_processes=None"
     legs = [
-        start([train(tiny, run, "--resume")], DEVICES // 2),
-        start([train(tiny, copy, "--resume", *back, "--gin.Sched.workers=1")], DEVICES),
+        start([train(tiny, run, "--resume", *drafting)], DEVICES // 2),
+        start([train(tiny, copy, "--resume", *drafting, *back, "--gin.Sched.workers=1")], DEVICES),
     ]
     for leg, folder in zip(legs, (run, copy), strict=True):
         [status], [output] = leg.wait()
@@ -279,7 +292,54 @@ def test_trainers_on_ray_learn_what_one_process_learns_though_one_is_killed(
         assert [row["step"] for row in read_metrics(folder)] == list(range(1, STEPS + 1))
         assert learnt_from(folder) == learnt_from(alone)
         for name, expected in weights(alone).items():
-            np.testing.assert_allclose(weights(folder)[name], expected, atol=ROUNDING, err_msg=name)
+            np.testing.assert_allclose(weights(folder)[name], expected, atol=DRAFTED, err_msg=name)
+        rows = read_metrics(folder)
+        assert any(row.get("spec/learned/speculated_fraction") for row in rows)
+        assert any(row.get("spec/model/speculated_fraction") for row in rows)
+        assert rows[-1]["drafter/total_steps"] >= STEPS
+
+
+@pytest.mark.slow
+@pytest.mark.parity
+def test_a_pipeline_of_trainers_on_ray_goes_on_with_as_many_and_with_one(tiny: Path) -> None:
+    """Each has half of the weights; what the workers draft with is trained after each rollout.
+
+    One process without a drafter learns from the same responses.
+    """
+    with_rewards(tiny)
+    plain = [*DAPO, *PIPELINE, rewarded(tiny), "Mesh.data=1", "Mesh.fsdp=2", "Run.steps=8"]
+    plain += ["Eval.every_steps=3", "Eval.num_prompts=3"]
+    plain += [f"Eval.sets=('own=jsonl:{tiny.parent / 'task.jsonl'}',)"]
+    after = "Drafter.spot=False", "Drafter.steps_after_rollout=2"
+    settings = [*plain, *LEARNED, *after, "Speculation.sources=('own', 'learned')"]
+    on_ray = "Cluster.kind='ray'", "Cluster.num_processes=2"
+    run, copy, whole = (tiny.parent / f"ahead{name}" for name in ("", "-copy", "-alone"))
+    command = train(tiny, run, *(f"--gin.{setting}" for setting in (*settings, *on_ray)))
+    first = start([command], 1)
+    first.when(has_step(run, 4))  # one row is of the evaluation before the first step
+    first.processes[0].terminate()
+    [status], [output] = first.wait()
+    assert status == EXIT_STOPPED, output
+    assert 3 <= len(step_rows(read_metrics(run))) < 8
+    shutil.copytree(run, copy)
+
+    [status], [output] = start([[*command, "--resume"]], 1).wait()
+    assert status == 0, output
+    expected, found = (
+        tiny_run.train(tiny, folder, *given) for folder, given in ((whole, plain), (copy, settings))
+    )
+    _, exported = hf.load_pretrained(run / "policy", dtype=np.float32)
+    for other in (found.params, exported):
+        for one, two in zip(*(jax.tree.leaves(x) for x in (expected.params, other)), strict=True):
+            np.testing.assert_allclose(np.asarray(one), np.asarray(two), atol=DRAFTED)
+    rows = step_rows(read_metrics(whole))
+    assert len({row["dynamic_sampling/phases"] for row in rows}) > 1
+    same = "rollout/off_policyness/max", "dynamic_sampling/phases", "eval/mean_reward"
+    for folder in (run, copy):
+        assert learnt_from(folder) == learnt_from(whole)
+        for row, other in zip(step_rows(read_metrics(folder)), rows, strict=True):
+            assert [row.get(name) for name in same] == [other.get(name) for name in same]
+            assert row["drafter/total_steps"] == 2 * row["step"]
 
 
 def test_processes_of_different_settings_do_not_start(tiny: Path) -> None:

@@ -129,13 +129,14 @@ def test_settings_that_trainers_on_ray_cannot_follow_are_refused():
     assert trainer_devices(config_of("Mesh.fsdp=3")) == 3
     check_trainers(config_of())
     check_trainers(load(TrainConfig, [], ["Cluster.kind='ray'"]))
+    drafts = "Speculation.sources=('own', 'learned', 'model')"
+    check_trainers(config_of("Sched.mode='pipeline'", "Sched.policy='histopipe'", drafts))
     for overrides, match in {
         ("Mesh.data=-1",): r"as many devices for each of Cluster.num_processes=2 .* Mesh.data = -1",
         ("Mesh.data=3",): "got 3 devices: set Mesh.data, fsdp and tensor to a multiple of 2",
         ("Cluster.num_processes=0",): "expected Cluster.num_processes of 1 or more, got 0",
         ("Cluster.process_id=0",): "one command starts all trainer processes",
         ("Cluster.coordinator='127.0.0.1:1'",): "one command starts all trainer processes",
-        ("Speculation.sources=('own', 'model')",): "draft from text, got model in Speculation",
     }.items():
         with pytest.raises(ValueError, match=match):
             check_trainers(config_of(*overrides))
