@@ -10,7 +10,7 @@ from rl.engine.rollout_spec import RolloutSpec
 from rl.engine.stats import EngineStats
 from rl.engine.worker_record import WorkerEvent
 from rl.trajectory import Request, Trajectory
-from rl.workers.coordinator import Deferred
+from rl.workers.coordinator import Deferred, Returned
 
 
 class Session(Protocol):
@@ -37,7 +37,7 @@ class Session(Protocol):
 
     def trained(self, step: int, train_s: float | None = None) -> None: ...
 
-    def next_result(self, timeout_s: float) -> Trajectory | Deferred | None: ...
+    def next_result(self, timeout_s: float) -> Trajectory | Deferred | Returned | None: ...
 
     def num_tokens(self, step: int) -> int: ...
 
