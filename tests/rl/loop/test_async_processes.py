@@ -20,6 +20,7 @@ from rl.loop import async_rollouts, generation, train_loop
 from rl.loop import setup as run_setup
 from rl.loop.exchange import PeerFailed, Shares
 from rl.loop.experiment import TrainConfig, open_inputs
+from rl.loop.rollout_source import open_source
 from rl.metrics.writer import Timings
 from rl.runtime.signals import Stopped, Watch
 from rl.workers.coordinator import WorkerError
@@ -74,7 +75,7 @@ def steps_of(processes: Processes, tiny: Path, folder: Path, stops=None, *overri
         options = {"show": tiny_run.Recorder(), "watch": watch, "clock": time.perf_counter}
         built = run_setup.build(config, inputs, folder, **options, processes=processes)
         system, state = stack.enter_context(built)
-        source = stack.enter_context(async_rollouts.open_source(system, 1, None, {}))
+        source = stack.enter_context(open_source(system, 1, None, {}))
 
         def noted(*args):
             rollouts = source(*args)
@@ -92,7 +93,7 @@ def steps_of(processes: Processes, tiny: Path, folder: Path, stops=None, *overri
                     for t, score, text in rows
                 ]
             )
-            seen.carried.append(rollouts.metrics["rollout/carried"])
+            seen.carried.append(rollouts.metrics.get("rollout/carried", 0.0))
             seen.phases.append(rollouts.metrics.get("dynamic_sampling/phases", 1.0))
             seen.states.append(repr(source.state()))
             return rollouts
@@ -115,9 +116,11 @@ def together(count, tiny, folder, *overrides, stops=None):
     return play(count, one, DEADLINE_S)
 
 
-def test_processes_learn_from_what_one_would(tiny, tmp_path, answered_by):
+@pytest.mark.parametrize("mode", ["pipeline", "ahead"])
+def test_processes_learn_from_what_one_would(tiny, tmp_path, answered_by, mode):
     """Three processes for two prompts a step: one of them has nothing to answer."""
     settings = (*SETTINGS, *DAPO, "Reuse.mode='coupled'", rewarded(tiny), *PIPELINE, "Run.steps=4")
+    settings += (f"Sched.mode={mode!r}",)
     alone = steps_of(ALONE, tiny, tmp_path / "alone", None, *settings)
     assert len(set(alone.phases)) > 1, "some steps are to ask further prompts"
     found = together(3, tiny, tmp_path / "three", *settings)
