@@ -82,7 +82,7 @@ class Trained:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Recalled:
-    """What was begun ahead of its step is wanted back, as far as it has come."""
+    """The requests that were begun ahead of their step are wanted back, as far as they have come."""
 
 
 Event = Submitted | WorkerJoined | WorkerLost | ChunkDone | Finished | Trained | Recalled

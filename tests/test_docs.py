@@ -313,7 +313,16 @@ def test_messages_of_the_troubleshooting_page_are_those_of_the_code():
 
 
 PREFIXES = (
-    *("batch", "clip_ratio", "completions", "correction", "critic", "diversity", "drafter"),
+    *(
+        "ahead",
+        "batch",
+        "clip_ratio",
+        "completions",
+        "correction",
+        "critic",
+        "diversity",
+        "drafter",
+    ),
     *("dynamic_sampling", "perf", "ratio", "reward", "rewards", "rollout", "sampling", "spec"),
     *("update", "weights", "workers"),
 )

@@ -51,7 +51,7 @@ class ComingStep:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Begun:
-    """What was begun of a step: its requests, and the tokens of those that have any, by number."""
+    """The begun part of a step: its requests, and the tokens of those that have any, by number."""
 
     requests: Sequence[Request] = ()
     tokens: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
@@ -72,7 +72,7 @@ class Begun:
 
 
 class _Results:
-    """What the workers give back, taken in a thread: also while an update runs.
+    """Takes what the workers give back in a thread, also while an update runs.
 
     So losses are seen at once, and no worker finds its owner silent.
     """

@@ -1,0 +1,210 @@
+"""Steps that are begun ahead of their weights: `python -m benchmarks.ahead --json`
+
+The default run (configs/tiny_cpu.gin), with two workers in `Sched.mode = "ahead"`:
+
+- `same`: against `sync` with one engine, seed by seed: responses, rewards and final weights that
+  differ. Policies learn from the trainer's own log-probabilities, since those of rounds of
+  several sizes differ in the last bit.
+- `kept`: what stands of the tokens that were begun, up to a response's first difference, by scheme
+  of draws and learning rate. How much is begun depends on who has time on this machine; what
+  stands of it does not.
+- `projected`: steps on a virtual clock, priced by the roofline, with the scheduler of real runs.
+  A response's begun tokens stand whole as often as in `kept`, and else up to a point that is drawn
+  evenly, so that the mean is that of `kept`. That responses of thousands of tokens stand as those
+  of this policy do is assumed. Drafts behind the first difference are left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks import environment
+from benchmarks.reuse import run
+from rl.metrics.writer import read_metrics, read_samples, step_rows
+from sched.policies.ahead import Ahead
+from sched.policies.registry import make_scheduler
+from sched.policies.step_order import StepOrder
+from sched.request import RequestSpec
+from sched.simulator.ahead import AheadSimulation
+from sched.simulator.cluster import Cluster, Simulation
+from sched.simulator.roofline import ACCELERATORS, MODELS, Efficiency, Instance
+from sched.simulator.workloads import Workload, draw_epochs
+
+PACKAGES = ("jax", "jaxlib", "numpy", "optax")
+CONFIG = environment.ROOT / "configs" / "tiny_cpu.gin"
+ALL = (
+    *("Eval.num_prompts=0", "Metrics.samples_per_step=-1", "Metrics.tensorboard=False"),
+    *("Algorithm.old_logprobs='recomputed'", "Checkpoint.every_steps=0"),
+    "Speculation.sources=('last', 'group', 'own')",
+)
+AHEAD = ("Sched.mode='ahead'", "Sched.workers=2", "Sched.chunk_tokens=32")
+RATE = 1.2e-4  # of configs/tiny_cpu.gin
+FIRST_STEP = 5  # from which on what stands is counted: the rate warms up before
+
+# a worker of the projection, and steps whose lengths have a long tail
+INSTANCE = Instance(ACCELERATORS["H100"], MODELS["Qwen3-8B"], 1, Efficiency())
+WORKERS, SLOTS, CHUNK_TOKENS, STEPS = 12, 64, 512, 6
+LENGTHS = Workload(64, 8, mean_tokens=4000, limit_tokens=16384, sigma=0.9)
+UPDATE_SHARES = (0.25, 0.5, 1.0)  # of a synchronous rollout's seconds
+
+
+def train(folder: Path, steps: int, *settings: str) -> Path:
+    """Train in a folder of its own; return it."""
+    overrides = (*ALL, f"Run.steps={steps}", f"Run.directory={str(folder)!r}", *settings)
+    run(folder.parent, "rl.train", f"--gin_file={CONFIG}", *(f"--gin.{o}" for o in overrides))
+    return folder
+
+
+def differences(sync: Path, ahead: Path) -> dict[str, Any]:
+    """Return what differs between two runs, and of how much."""
+    ours, theirs = read_samples(ahead), read_samples(sync)
+    names = [[(s["step"], s["example_id"], s["sample_index"]) for s in x] for x in (ours, theirs)]
+    assert names[0] == names[1], "the same was asked"
+    pairs = list(zip(ours, theirs, strict=True))
+    other = [a for a, b in pairs if a["completion"] != b["completion"]]
+    weights = [
+        {path.name: path.read_bytes() for path in sorted((x / "policy").glob("*.safetensors"))}
+        for x in (sync, ahead)
+    ]
+    assert weights[0], "a run leaves its policy"
+    return {
+        "responses": len(pairs),
+        "tokens": sum(s["num_tokens"] for s in ours),
+        "responses_that_differ": len(other),
+        "first_step_that_differs": min((s["step"] for s in other), default=None),
+        "rewards_that_differ": sum(a["reward"] != b["reward"] for a, b in pairs),
+        "weights_equal": weights[0] == weights[1],
+    }
+
+
+def kept(folder: Path) -> dict[str, float]:
+    """Return what stood of the begun tokens over a run's steps."""
+    rows = [row for row in step_rows(read_metrics(folder)) if row["step"] >= FIRST_STEP]
+    total = {
+        name: sum(row[f"ahead/{name}"] for row in rows)
+        for name in ("begun_requests", "begun_tokens", "kept_tokens", "kept_whole")
+    }
+    return {
+        "kept_fraction": round(total["kept_tokens"] / total["begun_tokens"], 4),
+        "whole_fraction": round(total["kept_whole"] / total["begun_requests"], 4),
+        "begun_tokens": total["begun_tokens"],
+        "begun_fraction": round(statistics.fmean(row["ahead/begun_fraction"] for row in rows), 4),
+        "off_policyness_max": max(row["rollout/off_policyness/max"] for row in rows),
+    }
+
+
+def projected_steps(seed: int) -> tuple[list[list[RequestSpec]], dict[int, int]]:
+    """Return the requests of each step, first samples first, and all lengths by number."""
+    lengths = draw_epochs(LENGTHS, [LENGTHS.mean_tokens] * STEPS, seed=seed)
+    groups, size, steps, by_number = LENGTHS.num_groups, LENGTHS.group_size, [], {}
+    for step in range(STEPS):
+        requests = []
+        for i in range(size):
+            for g in range(groups):
+                group = step * groups + g
+                number = group * size + i
+                by_number[number] = int(lengths[step, g, i])
+                tokens = LENGTHS.prompt_tokens, LENGTHS.limit_tokens
+                requests.append(RequestSpec(number, group, *tokens, step=step))
+        steps.append(requests)
+    return steps, by_number
+
+
+def step_seconds(
+    mode: str, train_s: float, seed: int, *, whole: float, mean: float
+) -> tuple[float, float]:
+    """Return the mean seconds of a step, and of the first step's rollouts."""
+    steps, lengths = projected_steps(seed)
+    cluster = Cluster(INSTANCE, WORKERS, SLOTS)
+    scheduler = make_scheduler("seer", seed=seed, chunk_tokens=CHUNK_TOKENS)
+    updates = [train_s] * STEPS
+    if mode == "ahead":
+        rng = np.random.default_rng(seed)
+        # of those that do not stand whole: even shares with the mean that is left for them
+        most = min(1.0, 2 * max(0.0, mean - whole) / max(1 - whole, 1e-9))
+        shares = np.where(rng.random(len(lengths)) < whole, 1.0, most * rng.random(len(lengths)))
+        simulation = AheadSimulation(Ahead(scheduler, chunk_tokens=CHUNK_TOKENS), cluster, lengths)
+        record = simulation.run_ahead(steps, updates, lambda r, n: int(shares[r] * n))
+    else:
+        record = Simulation(StepOrder(scheduler, mode), cluster, lengths).run_steps(steps, updates)
+    return record.trained_s[-1] / STEPS, record.trained_s[0] - train_s
+
+
+def projected(whole: float, mean: float, seeds: Sequence[int]) -> list[dict[str, float]]:
+    """Return ratios of step times, medians over seeds, by the length of an update."""
+    rows = []
+    stands = {"whole": whole, "mean": mean}
+    for share in UPDATE_SHARES:
+        ratios: dict[str, list[float]] = {"sync": [], "one_step_off": []}
+        for seed in seeds:
+            _, rollout_s = step_seconds("sync", 1.0, seed, **stands)
+            ahead_s, _ = step_seconds("ahead", share * rollout_s, seed, **stands)
+            for mode, found in ratios.items():
+                other_s, _ = step_seconds(mode, share * rollout_s, seed, **stands)
+                found.append(other_s / ahead_s)
+        medians = {f"{m}_over_ahead": round(statistics.median(r), 3) for m, r in ratios.items()}
+        rows.append({"update_share": share, **medians})
+    return rows
+
+
+def measure(folder: Path, seeds: Sequence[int], steps: int) -> dict[str, Any]:
+    """Train all runs, and project."""
+    gumbel, slower = "Sampling.draw='gumbel'", f"Optimizer.learning_rate={RATE / 10}"
+    same, stands = [], dict[str, dict[str, float]]()
+    for seed in seeds:
+        settings = gumbel, f"Run.seed={seed}"
+        sync = train(folder / f"sync-{seed}", steps, *settings)
+        ahead = train(folder / f"ahead-{seed}", steps, *settings, *AHEAD)
+        same.append({"seed": seed, **differences(sync, ahead)})
+        stands.setdefault("gumbel", kept(ahead))
+    others = {
+        "cdf": ("Sampling.draw='cdf'",),
+        "gumbel_tenth_rate": (gumbel, slower),
+        "cdf_tenth_rate": ("Sampling.draw='cdf'", slower),
+    }
+    for name, settings in others.items():
+        stands[name] = kept(train(folder / name, steps, *settings, *AHEAD))
+    at = stands["gumbel"]
+    return {
+        "responses_that_differ": sum(row["responses_that_differ"] for row in same),
+        "tokens_compared": sum(row["tokens"] for row in same),
+        "rewards_that_differ": sum(row["rewards_that_differ"] for row in same),
+        "runs_with_equal_weights": sum(row["weights_equal"] for row in same),
+        "runs": len(same),
+        **{f"kept_{name}": found["kept_fraction"] for name, found in stands.items()},
+        "same": same,
+        "kept": stands,
+        "projected": projected(at["whole_fraction"], at["kept_fraction"], range(5)),
+        "projection": {
+            "instance": dataclasses.asdict(INSTANCE.model)["name"] + " on one H100 a worker",
+            "workers": WORKERS,
+            "lengths": dataclasses.asdict(LENGTHS),
+        },
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=40)
+    environment.add_output_flags(parser)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        result = measure(Path(scratch), range(arguments.seeds), arguments.steps)
+    record = environment.record("benchmarks.ahead", PACKAGES)
+    shown = {name: value for name, value in result.items() if not isinstance(value, list | dict)}
+    environment.show({"benchmark": "ahead", **result, **record}, arguments, shown)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
