@@ -82,7 +82,7 @@ class Trained:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Recalled:
-    """The requests that were begun ahead of their step are wanted back, as far as they have come."""
+    """Requests that were begun ahead of their step are wanted back, as far as they have come."""
 
 
 Event = Submitted | WorkerJoined | WorkerLost | ChunkDone | Finished | Trained | Recalled
