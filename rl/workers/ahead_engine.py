@@ -22,6 +22,7 @@ import numpy as np
 
 from rl.engine.engine import OnFinish, OnRound
 from rl.engine.rollout_spec import DrafterFactory, RolloutSpec
+from rl.engine.worker_record import WorkerPart
 from rl.runtime.signals import Stopped
 from rl.runtime.waits import POLL_S, Hang
 from rl.trajectory import Request, Trajectory
@@ -129,6 +130,7 @@ class AheadEngine(MultiEngine):
             self._place = -2
             self._spec: RolloutSpec | None = None  # of the last rollout
             self._coming: ComingStep | None = None
+            self._begun_parts: list[WorkerPart] = []
             self._forget_begun()
             yield self
 
@@ -163,6 +165,7 @@ class AheadEngine(MultiEngine):
         finally:
             self.stats = self._workers.stats(place)
             self.stats.events = self._workers.new_events()
+            self.stats.parts, self._begun_parts = [*self._begun_parts, *self.stats.parts], []
         return [done[r.request_id] for r in requests]
 
     def plan(self, coming: ComingStep | None) -> None:
@@ -194,6 +197,8 @@ class AheadEngine(MultiEngine):
                 heard_s, left = self._clock(), len(self._open)
             elif (silent_s := self._clock() - heard_s) > OWNER_PATIENCE * self._hang_limit_s:
                 raise Hang(f"{left} requests that were begun do not come back: {silent_s:.1f} s")
+        # what was begun of a step is a part of it, with older weights
+        self._begun_parts += self._workers.stats(self._begun_place).parts
         begun = Begun(self._begun_requests, self._begun_tokens)
         self._forget_begun()
         return begun
