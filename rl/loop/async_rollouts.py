@@ -138,7 +138,7 @@ class AsyncRollouts:
         while asked.phases <= (self._extra or 0) and (missing := collected.num_missing(size)):
             self._ask_further(step, missing)
             stats = collected.add(self._collect(step, timings))
-        if system.drafter is not None and system.drafter.spot is None:
+        if system.drafter is not None and system.drafter.waits_for_training:
             with timings.section("drafter"):
                 system.drafter.after_rollout(self._engine, self._answering[step].weights.whole)
                 # in an update, which comes next, nobody may wait for that long

@@ -11,7 +11,7 @@ import numpy as np
 from models.transformer import Params
 from rl.drafter_training.config import shape_of
 from rl.engine.engine import RolloutEngine
-from rl.loop.drafter_run import DrafterRun, first_drafter
+from rl.loop.drafter_run import DrafterRun, first_drafter, idle_workers_train
 from rl.loop.experiment import Inputs, TrainConfig
 from rl.speculation.learned_drafter import LearnedDrafter
 from spec.eagle import training as drafter_training
@@ -28,8 +28,11 @@ class DrafterElsewhere:
 
     trained_this_step, spot = False, None
 
-    def __init__(self, learned: LearnedDrafter, template: DrafterState) -> None:
+    def __init__(
+        self, learned: LearnedDrafter, template: DrafterState, *, waits_for_training: bool
+    ) -> None:
         self.learned, self.template = learned, template
+        self.waits_for_training = waits_for_training
 
     def sink(self, step: int) -> None:
         """No response is generated here."""
@@ -77,4 +80,5 @@ def open_elsewhere(config: TrainConfig, inputs: Inputs) -> DrafterElsewhere:
     )
     shape = shape_of(options, training, inputs.model)
     learned = LearnedDrafter(EagleWeights(shape, template.params), options.tree)
-    return DrafterElsewhere(learned, template)
+    waits = not idle_workers_train(config)
+    return DrafterElsewhere(learned, template, waits_for_training=waits)

@@ -120,6 +120,11 @@ class DrafterRun:
         return self.trainer.learned
 
     @property
+    def waits_for_training(self) -> bool:
+        """True if the run waits while it trains after a rollout; idle workers train meanwhile."""
+        return self.spot is None
+
+    @property
     def trained_this_step(self) -> bool:
         """True if it trained since the step's rollouts began; spot training belongs to no step."""
         return self.spot is None and self.trainer.step != self._first_step
@@ -221,10 +226,16 @@ def open_run(
     if home is not None:
         trainer.move_to(home)
     spot = None
-    if options.spot and (config.sched.workers > 1 or config.sched.beside_training):
+    if idle_workers_train(config):
         contexts = None if home is None else partial(_elsewhere, home)
         spot = SpotTrainer(trainer, options.min_idle_workers, clock, contexts)
     return DrafterRun(config, trainer, spot, home)
+
+
+def idle_workers_train(config: TrainConfig) -> bool:
+    """Return whether workers of the run train its drafter while they are idle."""
+    several = config.sched.workers > 1 or config.sched.beside_training
+    return config.drafter.spot and several
 
 
 def _elsewhere(home: Engine, worker: ModelRunner, weights: Params) -> TrainContext:

@@ -142,7 +142,7 @@ def resume(
     system.reuse.load_state(host.get("reuse", {}))
     system.speculation.load_state(host.get("speculation", {}))
     if drafter is not None:
-        drafter.load(arrays.drafter, host["drafter"], exact=drafter.spot is None)
+        drafter.load(arrays.drafter, host["drafter"], exact=drafter.waits_for_training)
     now = [len(system.inputs.task), system.inputs.data_digest]
     if (then := host.get("data", now)) != now:
         system.show.message(

@@ -166,7 +166,7 @@ def _compile(
     if workers is not None:
         bounds = ray_workers.bounds(config, inputs, reach, system.drafter)
         workers.warm_up(bounds, weights, folder, training, heard, watch.alive)
-    elif on_ray:
+    elif not shares.scores_any:  # another process speaks with the workers
         compile_buckets.compile_programs(engine.engines[0], (), heard, training)
     else:
         # several processes leave together: not in the middle of what each compiles

@@ -16,7 +16,7 @@ from benchmarks import tiny_run
 from rl.cluster.processes import ALONE, Processes
 from rl.config.loader import load
 from rl.learner import trainer
-from rl.loop import async_rollouts, generation, train_loop
+from rl.loop import async_rollouts, first_programs, generation, train_loop
 from rl.loop import setup as run_setup
 from rl.loop.exchange import PeerFailed, Shares
 from rl.loop.experiment import TrainConfig, open_inputs
@@ -46,12 +46,19 @@ def without_a_mesh(monkeypatch):
     monkeypatch.setattr(generation, "rollout_weights", weights)
 
 
+def let_the_first_answer(monkeypatch):
+    """Give process 0 alone workers, whose rounds it times for itself."""
+    kept = first_programs.Kept
+    by_first = lambda config, processes: Shares(processes, by_first=True)  # noqa: E731
+    monkeypatch.setattr(run_setup, "_shares", by_first)
+    monkeypatch.setattr(first_programs, "Kept", lambda folder, _: kept(folder, ALONE))
+
+
 @pytest.fixture(params=["all answer", "process 0 answers"])
 def answered_by(request, monkeypatch):
     """Who has workers: each process its own, or process 0 alone, as on Ray."""
     if request.param == "process 0 answers":
-        by_first = lambda config, processes: Shares(processes, by_first=True)  # noqa: E731
-        monkeypatch.setattr(run_setup, "_shares", by_first)
+        let_the_first_answer(monkeypatch)
     return request.param
 
 
@@ -149,6 +156,20 @@ def test_what_one_process_moves_into_the_next_step_all_expect_there(
     assert sum(counts) == 4 * 8
     if policy == "of a process":
         assert counts == [7, 9, 8, 8] and first.carried == [0, 1, 0, 0]
+
+
+@pytest.mark.parametrize("spot", [True, False])
+def test_the_drafter_of_process_0_is_trained_while_the_others_go_on(
+    tiny, tmp_path, monkeypatch, spot
+):
+    let_the_first_answer(monkeypatch)
+    learned = ("Speculation.sources=('learned',)", "Speculation.budget='fixed:1'")
+    learned += ("Drafter.max_depth=1", "Drafter.top_k=1", f"Drafter.spot={spot}")
+    learned += ("Drafter.micro_batches=1", "Drafter.batch_rows=1", "Drafter.row_tokens=32")
+    learned += (f"Drafter.steps_after_rollout={int(not spot)}", "Run.steps=3")
+    first, second = together(2, tiny, tmp_path, *SETTINGS, *PIPELINE, *learned)
+    assert isinstance(first, Seen) and isinstance(second, Seen), (first, second)
+    assert first == second and sum(map(len, first.responses)) == 3 * 8
 
 
 def test_a_signal_to_one_stops_all_at_the_same_step(tiny, tmp_path):
