@@ -49,7 +49,7 @@ Engine.slots = 4
 Engine.min_slots = 4
 Algorithm.old_logprobs = "recomputed"
 """
-OF_ROUNDS = ("spec/", "rollout/", "emission_kl/")  # metrics that follow from who shares a round
+OF_ROUNDS = ("spec/", "rollout/", "emission_kl/", "sampling/", "mismatch_kl")  # by shapes of rounds
 _POLL_S = 0.002
 _TIMEOUT_S = 600.0
 
