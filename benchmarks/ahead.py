@@ -11,7 +11,8 @@ The default run (configs/tiny_cpu.gin), with two workers in `Sched.mode = "ahead
 - `projected`: steps on a virtual clock, priced by the roofline, with the scheduler of real runs.
   A response's begun tokens stand whole as often as in `kept`, and else up to a point that is drawn
   evenly, so that the mean is that of `kept`. That responses of thousands of tokens stand as those
-  of this policy do is assumed. Drafts behind the first difference are left out.
+  of this policy do is assumed. Behind its first difference a response drafts `DRAFTS` tokens a
+  round from what was begun of it, of which as many are accepted as in `kept`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import dataclasses
 import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from sched.policies.ahead import Ahead
 from sched.policies.registry import make_scheduler
 from sched.policies.step_order import StepOrder
 from sched.request import RequestSpec
-from sched.simulator.ahead import AheadSimulation
+from sched.simulator.ahead import AheadSimulation, BegunDrafts
 from sched.simulator.cluster import Cluster, Simulation
 from sched.simulator.roofline import ACCELERATORS, MODELS, Efficiency, Instance
 from sched.simulator.workloads import Workload, draw_epochs
@@ -52,7 +53,7 @@ FIRST_STEP = 5  # from which on what stands is counted: the rate warms up before
 
 # a worker of the projection, and steps whose lengths have a long tail
 INSTANCE = Instance(ACCELERATORS["H100"], MODELS["Qwen3-8B"], 1, Efficiency())
-WORKERS, SLOTS, CHUNK_TOKENS, STEPS = 12, 64, 512, 6
+WORKERS, SLOTS, CHUNK_TOKENS, STEPS, DRAFTS = 12, 64, 512, 6, 4
 LENGTHS = Workload(64, 8, mean_tokens=4000, limit_tokens=16384, sigma=0.9)
 UPDATE_SHARES = (0.25, 0.5, 1.0)  # of a synchronous rollout's seconds
 
@@ -97,6 +98,13 @@ def kept(folder: Path) -> dict[str, float]:
         "kept_fraction": round(total["kept_tokens"] / total["begun_tokens"], 4),
         "whole_fraction": round(total["kept_whole"] / total["begun_requests"], 4),
         "begun_tokens": total["begun_tokens"],
+        # of draft tokens behind a response's first difference
+        "accepted": round(
+            statistics.fmean(
+                row["spec/last/accept_rate"] for row in rows if "spec/last/accept_rate" in row
+            ),
+            4,
+        ),
         "begun_fraction": round(statistics.fmean(row["ahead/begun_fraction"] for row in rows), 4),
         "off_policyness_max": max(row["rollout/off_policyness/max"] for row in rows),
     }
@@ -120,7 +128,7 @@ def projected_steps(seed: int) -> tuple[list[list[RequestSpec]], dict[int, int]]
 
 
 def step_seconds(
-    mode: str, train_s: float, seed: int, *, whole: float, mean: float
+    mode: str, train_s: float, seed: int, *, whole: float, mean: float, accepted: float
 ) -> tuple[float, float]:
     """Return the mean seconds of a step, and of the first step's rollouts."""
     steps, lengths = projected_steps(seed)
@@ -132,17 +140,20 @@ def step_seconds(
         # of those that do not stand whole: even shares with the mean that is left for them
         most = min(1.0, 2 * max(0.0, mean - whole) / max(1 - whole, 1e-9))
         shares = np.where(rng.random(len(lengths)) < whole, 1.0, most * rng.random(len(lengths)))
-        simulation = AheadSimulation(Ahead(scheduler, chunk_tokens=CHUNK_TOKENS), cluster, lengths)
+        rounds = BegunDrafts(INSTANCE, DRAFTS, accepted)
+        begins = Ahead(scheduler, chunk_tokens=CHUNK_TOKENS)
+        simulation = AheadSimulation(begins, cluster, lengths, round_model=rounds)
         record = simulation.run_ahead(steps, updates, lambda r, n: int(shares[r] * n))
     else:
         record = Simulation(StepOrder(scheduler, mode), cluster, lengths).run_steps(steps, updates)
     return record.trained_s[-1] / STEPS, record.trained_s[0] - train_s
 
 
-def projected(whole: float, mean: float, seeds: Sequence[int]) -> list[dict[str, float]]:
+def projected(kept: Mapping[str, float], seeds: Sequence[int]) -> list[dict[str, float]]:
     """Return ratios of step times, medians over seeds, by the length of an update."""
     rows = []
-    stands = {"whole": whole, "mean": mean}
+    names = {"whole": "whole_fraction", "mean": "kept_fraction", "accepted": "accepted"}
+    stands = {name: kept[figure] for name, figure in names.items()}
     for share in UPDATE_SHARES:
         ratios: dict[str, list[float]] = {"sync": [], "one_step_off": []}
         for seed in seeds:
@@ -173,7 +184,6 @@ def measure(folder: Path, seeds: Sequence[int], steps: int) -> dict[str, Any]:
     }
     for name, settings in others.items():
         stands[name] = kept(train(folder / name, steps, *settings, *AHEAD))
-    at = stands["gumbel"]
     return {
         "responses_that_differ": sum(row["responses_that_differ"] for row in same),
         "tokens_compared": sum(row["tokens"] for row in same),
@@ -183,7 +193,7 @@ def measure(folder: Path, seeds: Sequence[int], steps: int) -> dict[str, Any]:
         **{f"kept_{name}": found["kept_fraction"] for name, found in stands.items()},
         "same": same,
         "kept": stands,
-        "projected": projected(at["whole_fraction"], at["kept_fraction"], range(5)),
+        "projected": projected(stands["gumbel"], range(5)),
         "projection": {
             "instance": dataclasses.asdict(INSTANCE.model)["name"] + " on one H100 a worker",
             "workers": WORKERS,

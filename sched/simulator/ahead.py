@@ -9,19 +9,46 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from sched.protocol import Recalled, Submitted, Trained
+from sched.protocol import Recalled, Start, Submitted, Trained
 from sched.request import RequestSpec
 from sched.simulator.cluster import Record, Simulation
-from sched.simulator.worker import RunningStart
+from sched.simulator.roofline import Costs
+from sched.simulator.worker import RoundModel, RoundPlan, RunningStart
 
 AHEAD = 2**40  # added to the numbers of requests that run ahead
 Stands = Callable[[int, int], int]  # (request, begun tokens) → how many are drawn again
 
 
+class BegunDrafts(RoundModel):
+    """Rounds in which a response may draft from what was begun of it, behind the first difference.
+
+    It drafts `num_drafts` tokens a round, each of which is accepted with the probability `accepted`
+    if those before it were; 0 of both: plain rounds.
+    """
+
+    num_lanes = 2
+
+    def __init__(self, instance: Costs, num_drafts: int = 0, accepted: float = 0.0) -> None:
+        super().__init__(instance)
+        self._num_drafts = num_drafts
+        self._tokens = sum(accepted**n for n in range(num_drafts + 1))
+        self.drafting: set[int] = set()  # requests that have begun tokens left
+
+    def lane(self, request_id: int, finished_siblings: int) -> int:
+        return int(request_id in self.drafting)
+
+    def plan(self, worker_id: int, counts: tuple[int, ...], positions: float) -> RoundPlan:
+        plain, drafting = counts
+        nodes = (plain + drafting * (1 + self._num_drafts)) / (plain + drafting)
+        cost = self._instance.round_cost(plain + drafting, nodes, self.others(worker_id))
+        return RoundPlan(cost, (1.0, self._tokens))
+
+
 class AheadSimulation(Simulation):
     """A run of steps under `sched.policies.ahead.Ahead`.
 
-    `begun_tokens` are those that were begun ahead of their step, `kept_tokens` those that stood.
+    With `BegunDrafts` for a round model, what does not stand drafts. `begun_tokens` are those that
+    were begun ahead of their step, `kept_tokens` those that stood.
     """
 
     def run_ahead(
@@ -43,6 +70,7 @@ class AheadSimulation(Simulation):
         self._train_s, self._left = train_s, [len(requests) for requests in steps]
         self._step_of = {spec.request_id: spec.step for requests in steps for spec in requests}
         self.begun_tokens = self.kept_tokens = 0
+        self._drafts_until: dict[int, int] = {}  # the begun tokens of requests that draft from them
         self._submit(0, 0.0)
         return self._to_the_end()
 
@@ -65,6 +93,9 @@ class AheadSimulation(Simulation):
         self.begun_tokens += begun
         self.kept_tokens += kept
         self._generated[request_id], self._verified[request_id] = kept, begun - kept
+        if isinstance(self._round_model, BegunDrafts) and begun > kept + 1:
+            self._round_model.drafting.add(request_id)
+            self._drafts_until[request_id] = begun
         return dataclasses.replace(spec, prefix_tokens=kept)
 
     def _end_update(self, now_s: float) -> None:
@@ -75,6 +106,13 @@ class AheadSimulation(Simulation):
         if step + 1 < len(self._all):
             self._tell(Recalled(), now_s)
             self._submit(step + 1, now_s)
+
+    def _start(self, action: Start, now_s: float) -> int:
+        request_id = action.request_id
+        if self._generated.get(request_id, 0) >= self._drafts_until.get(request_id, 2**62):
+            assert isinstance(self._round_model, BegunDrafts)
+            self._round_model.drafting.discard(request_id)
+        return super()._start(action, now_s)
 
     def _finished(self, job: RunningStart, now_s: float) -> None:
         if job.request_id < AHEAD:

@@ -9,7 +9,7 @@ from sched.policies.divided import Divided
 from sched.policies.orders import Fifo
 from sched.policies.step_order import StepOrder
 from sched.request import RequestSpec
-from sched.simulator.ahead import AheadSimulation
+from sched.simulator.ahead import AheadSimulation, BegunDrafts
 from sched.simulator.cluster import Cluster, Simulation
 from sched.simulator.roofline import Accelerator, Efficiency, Instance, ModelShape
 
@@ -67,3 +67,17 @@ def test_workers_that_run_dry_begin_in_the_tail_and_yield():
     # dry at 3: two prompts take a second each, and all tokens are there at 15, in the update
     assert (simulation.begun_tokens, simulation.kept_tokens) == (20, 18)
     assert record.trained_s == pytest.approx([16.0, 16.0 + 2.0 + 5.0])
+
+
+def test_behind_the_first_difference_what_was_begun_drafts():
+    """One of four begun tokens stands; those behind it are drafted two a round, all accepted."""
+    scheduler = Ahead(Divided(Fifo(), chunk_tokens=4), chunk_tokens=100)
+    rounds = BegunDrafts(STEADY, num_drafts=2, accepted=1.0)
+    assert rounds.plan(0, (3, 1), 0.0).tokens_per_round == (1.0, 3.0)
+    simulation = AheadSimulation(
+        scheduler, Cluster(STEADY, 1, 8, 10**6), LENGTHS, round_model=rounds
+    )
+    record = simulation.run_ahead(steps_of(1, 1), [5.0] * 2, lambda request, begun: 1)
+    # chunks of four: behind the one that stands one of them at three tokens a round, then plain
+    assert record.trained_s == pytest.approx([16.0, 16.0 + 1.0 + 5 / 3 + 4.0 + 5.0])
+    assert not rounds.drafting, "the text that was begun is used up"
