@@ -80,6 +80,11 @@ def host_copy(tree: Any, *, keep: bool = True) -> Any:
     return jax.tree.map(one, tree)
 
 
+def on_host(tree: Any) -> Any:
+    """Return copies on the host of arrays that this process has: an update consumes its own."""
+    return jax.tree.map(lambda x: np.array(jax.device_get(x)), tree)
+
+
 def own_shards(tree: Any) -> Any:
     """Return, for each array, copies on the host of the parts that this process's devices have.
 

@@ -23,7 +23,7 @@ from rl.engine.rollout_spec import RolloutSpec
 from rl.engine.stats import EngineStats, joined
 from rl.learner import trainer
 from rl.learner.advantages import informative_groups
-from rl.learner.gathering import host_copy, local_weights, own_part
+from rl.learner.gathering import host_copy, local_weights, on_host, own_part
 from rl.learner.trainer import Learner
 from rl.loop.drafter_elsewhere import AnyDrafter
 from rl.loop.exchange import Responses, Shares
@@ -38,7 +38,7 @@ from rl.speculation.reuse import Reuse
 from rl.speculation.sources import Speculation
 from rl.trajectory import Prompt, Request, Trajectory
 from rl.warm_up.longer_buckets import LongerBuckets
-from rl.workers.ahead_engine import Begun
+from rl.workers.ahead_engine import AheadEngine, Begun
 from spec.reuse.rollout_cache import RolloutCache
 
 NOT_BEGUN = Begun()
@@ -73,8 +73,12 @@ class System:
         return self.shares.processes
 
     def weights(self, params: Params) -> Params:
-        """Return the policy for rollouts (`rollout_weights`)."""
-        return rollout_weights(params, self.engine, self.shares)
+        """Return the policy for rollouts (`rollout_weights`).
+
+        It is on the host where workers go on with it while an update consumes the trainer's.
+        """
+        weights = rollout_weights(params, self.engine, self.shares)
+        return on_host(weights) if isinstance(self.engine, AheadEngine) else weights
 
     def evaluated(self, params: Params) -> Params:
         """Return the policy for evaluations, on the devices of an engine that is theirs alone."""

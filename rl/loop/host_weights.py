@@ -11,7 +11,7 @@ import numpy as np
 from models.sharding import put
 from models.transformer import Params
 from rl.learner import trainer
-from rl.learner.gathering import from_shards, host_copy, own_shards
+from rl.learner.gathering import from_shards, host_copy, on_host, own_shards
 from rl.loop.generation import System
 
 
@@ -37,8 +37,7 @@ def copied(system: System, params: Params) -> HostWeights:
     """Return a version on the host of every process; all of a run's call it together."""
     shares = system.shares
     if shares.processes.alone or not shares.by_first:
-        weights = system.weights(params)
-        return HostWeights(jax.tree.map(lambda x: np.array(jax.device_get(x)), weights))
+        return HostWeights(on_host(system.weights(params)))
     rounded, keep = trainer.cast_params(params, system.engine.dtype), shares.processes.is_first
 
     def one(x: jax.Array) -> np.ndarray | None:

@@ -142,12 +142,13 @@ class AheadEngine(MultiEngine):
         on_finish: OnFinish | None = None,
         on_round: OnRound | None = None,
     ) -> list[Trajectory]:
-        """See `RolloutEngine.run`; what is planned begins where workers have nothing to do."""
+        """See `RolloutEngine.run`; what is planned begins where workers have nothing to do.
+
+        `spec.params` stay in use until the next rollout begins.
+        """
         self.engines[0].check(requests, spec.sampling)
         spec.endings(requests)  # what it raises, it raises here and not in a worker
-        # the update that comes consumes the device's buffers
-        params = jax.tree.map(lambda x: np.array(jax.device_get(x)), spec.params)
-        self._spec = spec = dataclasses.replace(spec, params=params, begun=True)
+        self._spec = spec = dataclasses.replace(spec, begun=True)
         self._place = place = self._place + 2
         oldest = place if self._begun_place is None else self._begun_place
         self._workers.submit(place, spec, requests, oldest=oldest)

@@ -178,7 +178,7 @@ def test_several_workers_and_a_pipeline_answer_as_one_engine(tiny, sets, greedy,
     """In a pipeline too the weights are those after the step, and evaluation changes no sample."""
     workers = ("Sched.workers=2", "Sched.chunk_tokens=3", "Engine.slots=4", "Engine.min_slots=4")
     first = evaluations(greedy[0])[0]
-    for mode in ("sync", "pipeline"):
+    for mode in ("sync", "ahead", "pipeline"):
         settings = (*workers, f"Sched.mode='{mode}'", "Run.steps=2")
         found = finish(tiny, tmp_path / mode, *settings, *EVALUATED[:2], sets)
         assert evaluations(found)[0]["eval/mean_reward"] == first["eval/mean_reward"]
