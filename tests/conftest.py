@@ -8,6 +8,7 @@ which a test starts inherit it. Single-device code runs on device 0 of the 8.
 
 from __future__ import annotations
 
+import collections
 import gc
 import os
 import shutil
@@ -63,6 +64,13 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache.mkdir("jax")))
         # most programs here compile in milliseconds, and are read in fewer
         os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with the most slow tests come first: the last to start is what all wait for."""
+    slow = collections.Counter(x.path for x in items if x.get_closest_marker("slow"))
+    items.sort(key=lambda x: -slow[x.path])
 
 
 PACKAGED = ("models", "spec", "sched", "rl", "configs", "policies")
