@@ -225,7 +225,10 @@ def make_dry_run(target: str, *arguments: str, at: Path) -> str:
 
 @pytest.mark.parametrize(
     ("target", "last"),
-    [("train", "-m rl.train --dry_run"), ("test", "-m pytest -n 3 --dist worksteal --dry_run")],
+    [
+        ("train", "-m rl.train --dry_run"),
+        ("test", "-m pytest -n 3 --dist loadfile --no-loadscope-reorder --dry_run"),
+    ],
 )
 def test_make_sets_up_before_it_runs(target, last, checkout_copy):
     commands = make_dry_run(target, "ARGS=--dry_run", at=checkout_copy)
