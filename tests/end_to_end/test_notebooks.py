@@ -23,7 +23,7 @@ SMALLER = {
     "ahead.ipynb": "STEPS, MORE = 3, ['Rollout.prompts_per_step=2', 'Rollout.group_size=4', "
     "'Sampling.max_new_tokens=24', 'Engine.slots=4', 'Engine.min_slots=4', 'Engine.max_nodes=4', "
     "'Engine.min_positions=192', 'Speculation.budget=\"off\"', 'Trainer.minibatches=1']",
-    "speculation.ipynb": "PROMPTS, GROUP, MAX_NEW_TOKENS, SLOTS = 4, 4, 32, 4",
+    "speculation.ipynb": "PROMPTS, GROUP, MAX_NEW_TOKENS, SLOTS, NODES = 4, 4, 32, 4, 2",
     "reuse.ipynb": "PROMPTS, GROUP, MAX_NEW_TOKENS, SLOTS = 4, 4, 32, 16",
     "schedulers.ipynb": "GROUPS, SHARES, SEEDS, MORE = 40, (0.0, 0.9), (0,), "
     "['Workload.num_groups=100']",
