@@ -94,7 +94,7 @@ def test_drafts_on_the_device_are_those_that_the_host_would_see(
 
 
 def test_few_slots_and_caches_that_grow(golden, rollout, requests, small_params):
-    """Rounds of several sizes are above, and in test_parity_drafts.py in caches that grow."""
+    """In rounds of one size: others are above, and in caches that grow in test_parity_chunks.py."""
     config = dataclasses.replace(CONFIG, max_draft_tokens=3)
     engine = Engine(MODEL, dataclasses.replace(ONE_SIZE, slots=2, min_slots=1, min_positions=32))
     asked = drafter(engine, small_params, "cool", config=config)
