@@ -55,7 +55,7 @@ FIRST_STEP = 5  # from which on what stands is counted: the rate warms up before
 INSTANCE = Instance(ACCELERATORS["H100"], MODELS["Qwen3-8B"], 1, Efficiency())
 WORKERS, SLOTS, CHUNK_TOKENS, STEPS, DRAFTS = 12, 64, 512, 6, 4
 LENGTHS = Workload(64, 8, mean_tokens=4000, limit_tokens=16384, sigma=0.9)
-UPDATE_SHARES = (0.25, 0.5, 1.0)  # of a synchronous rollout's seconds
+UPDATE_PERCENTS = (25, 50, 100)  # of a synchronous rollout's seconds
 
 
 def train(folder: Path, steps: int, *settings: str) -> Path:
@@ -154,16 +154,17 @@ def projected(kept: Mapping[str, float], seeds: Sequence[int]) -> list[dict[str,
     rows = []
     names = {"whole": "whole_fraction", "mean": "kept_fraction", "accepted": "accepted"}
     stands = {name: kept[figure] for name, figure in names.items()}
-    for share in UPDATE_SHARES:
+    for percent in UPDATE_PERCENTS:
         ratios: dict[str, list[float]] = {"sync": [], "one_step_off": []}
         for seed in seeds:
             _, rollout_s = step_seconds("sync", 1.0, seed, **stands)
-            ahead_s, _ = step_seconds("ahead", share * rollout_s, seed, **stands)
+            update_s = percent / 100 * rollout_s
+            ahead_s, _ = step_seconds("ahead", update_s, seed, **stands)
             for mode, found in ratios.items():
-                other_s, _ = step_seconds(mode, share * rollout_s, seed, **stands)
+                other_s, _ = step_seconds(mode, update_s, seed, **stands)
                 found.append(other_s / ahead_s)
         medians = {f"{m}_over_ahead": round(statistics.median(r), 3) for m, r in ratios.items()}
-        rows.append({"update_share": share, **medians})
+        rows.append({"update_percent": percent, **medians})
     return rows
 
 
@@ -188,7 +189,7 @@ def measure(folder: Path, seeds: Sequence[int], steps: int) -> dict[str, Any]:
         "responses_that_differ": sum(row["responses_that_differ"] for row in same),
         "tokens_compared": sum(row["tokens"] for row in same),
         "rewards_that_differ": sum(row["rewards_that_differ"] for row in same),
-        "runs_with_equal_weights": sum(row["weights_equal"] for row in same),
+        "runs_with_other_weights": sum(not row["weights_equal"] for row in same),
         "runs": len(same),
         **{f"kept_{name}": found["kept_fraction"] for name, found in stands.items()},
         "same": same,
