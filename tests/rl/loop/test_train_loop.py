@@ -183,6 +183,7 @@ def test_lenience_zero_trains_as_without_reuse(tiny, plain, tmp_path):
     [
         reusing("delayed:e^1", "Reuse.schedule='linear:1:4'", steps=8),
         reusing("lenient:1", "Reuse.schedule='clip_fraction:0.1'", "Trainer.minibatches=2"),
+        reusing("coupled", "Sampling.draw='gumbel'"),
         reusing("full", "Rollout.cache_bytes=1"),
     ],
     ids=lambda s: s[0].partition("'")[2].strip("'"),
@@ -369,8 +370,7 @@ def test_nothing_compiles_after_warm_up_of_a_resumed_run(tiny, never_stopped, tm
     "more",
     [
         ("Reuse.mode='random'", *DRAFTS[:2]),
-        # batches that shrink: test_loop_workers.py; the other draw: test_evaluation.py
-        ("Reuse.mode='coupled'", "Sampling.draw='gumbel'", "Engine.min_slots=8"),
+        ("Reuse.mode='coupled'", "Engine.min_slots=8"),  # batches that shrink: test_loop_workers.py
     ],
     ids=["random", "coupled"],
 )
