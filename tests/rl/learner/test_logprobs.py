@@ -152,18 +152,18 @@ def largest_array(jaxpr) -> int:
 
 
 def test_batch_by_length_by_vocabulary_is_never_alive():
-    model = ModelConfig("llama", 500, 8, 1, 1, 1, 8, 8)
+    model = ModelConfig("llama", 2000, 8, 1, 1, 1, 8, 8)
     params = jax.eval_shape(lambda key: transformer.init(model, key), jax.random.key(0))
-    batch = micro_batches.empty(Shape(2, 64, 32))
+    batch = micro_batches.empty(Shape(2, 160, 32))
 
     def of(params, chunk_tokens):
         recipe = TrainSpec(model, trainer=TrainerConfig(logprob_chunk_tokens=chunk_tokens))
         return jnp.sum(scoring.logprobs_and_entropy(params, batch, recipe)[0])
 
-    whole = jax.make_jaxpr(jax.grad(lambda p: of(p, 128)))(params)
-    chunked = jax.make_jaxpr(jax.grad(lambda p: of(p, 16)))(params)
-    assert largest_array(whole.jaxpr) >= 2 * 64 * 500  # the measure sees what it should
-    assert largest_array(chunked.jaxpr) < 2 * 64 * 500 / 4
+    whole = jax.make_jaxpr(jax.grad(lambda p: of(p, 320)))(params)
+    chunked = jax.make_jaxpr(jax.grad(lambda p: of(p, 64)))(params)
+    assert largest_array(whole.jaxpr) >= 2 * 160 * 2000  # the measure sees what it should
+    assert largest_array(chunked.jaxpr) < 2 * 160 * 2000 / 4
 
 
 def test_bfloat16_compute_leaves_gradients_in_float32():
