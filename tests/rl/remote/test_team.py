@@ -353,7 +353,10 @@ def test_a_program_that_lies_is_lost_and_changes_nothing(alone, why):
     multi, team = make_team(programs, 2, said=said)
     with team:
         team.start()
-        assert_same_tokens(play(multi, drafts=no_drafts), alone)
+        for _ in range(5):  # on a busy machine the others may have done all of it
+            assert_same_tokens(play(multi, drafts=no_drafts), alone)
+            if said:
+                break
     assert why in said[0]
 
 
