@@ -8,16 +8,7 @@ import dataclasses
 import pytest
 from noted_drafts import Noted, share_of_same
 from parity_drafters import drafted, origins_if_all_accepted
-from parity_model import (
-    BASE,
-    MODEL,
-    ONE_SIZE,
-    SAMPLINGS,
-    STEP_KEY,
-    TOLERANCE,
-    differences,
-    misscored,
-)
+from parity_model import BASE, MODEL, SAMPLINGS, STEP_KEY, TOLERANCE, differences, misscored
 
 from rl.engine.engine import Engine
 from spec.budget.budget import FixedBudget, SeeingBudget
@@ -94,9 +85,8 @@ def test_drafts_on_the_device_are_those_that_the_host_would_see(
 
 
 def test_few_slots_and_caches_that_grow(golden, rollout, requests, small_params):
-    """In rounds of one size: others are above, and in caches that grow in test_parity_chunks.py."""
     config = dataclasses.replace(CONFIG, max_draft_tokens=3)
-    engine = Engine(MODEL, dataclasses.replace(ONE_SIZE, slots=2, min_slots=1, min_positions=32))
+    engine = Engine(MODEL, dataclasses.replace(BASE, slots=2, min_slots=1, min_positions=32))
     asked = drafter(engine, small_params, "cool", config=config)
     got = rollout("cool", requests[::3], drafter=asked, engine=engine)
     assert not differences(golden("cool"), got)
