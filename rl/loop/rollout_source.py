@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from models.transformer import Params
@@ -18,13 +18,13 @@ from rl.workers.ahead_engine import AheadEngine
 class SyncRollouts:
     """A step's responses are of the policy that learns from them: nothing is kept for the next."""
 
-    def __init__(self, ahead: AheadRollouts | None = None) -> None:
-        self._ahead = ahead  # begins the next step, which changes nothing of any
+    def __init__(self, answer: Callable[..., Rollouts] = generate) -> None:
+        self._answer = answer
 
     def __call__(
         self, system: System, params: Params, cursor: int, step: int, timings: Timings
     ) -> Rollouts:
-        return (self._ahead or generate)(system, params, cursor, step, timings)
+        return self._answer(system, params, cursor, step, timings)
 
     def stale_params(self, state: TrainState, step: int) -> None:
         """No older weights answer anything."""

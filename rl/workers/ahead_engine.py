@@ -16,6 +16,7 @@ import dataclasses
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import jax
 import numpy as np
@@ -27,7 +28,7 @@ from rl.runtime.signals import Stopped
 from rl.runtime.waits import POLL_S, Hang
 from rl.trajectory import Request, Trajectory
 from rl.workers.coordinator import Deferred, Returned
-from rl.workers.multi_engine import MultiEngine
+from rl.workers.multi_engine import MultiEngine, collected
 from rl.workers.worker_group import LEAVING_S, OWNER_PATIENCE, WorkerGroup
 from sched.policies.ahead import Ahead
 from spec.reuse.prefix_rule import PrefixRule
@@ -134,6 +135,12 @@ class AheadEngine(MultiEngine):
             self._forget_begun()
             yield self
 
+    def _forget_begun(self) -> None:
+        self._begun_place: int | None = None
+        self._begun_requests: Sequence[Request] = ()
+        self._begun_tokens: dict[int, tuple[int, ...]] = {}
+        self._open: set[int] = set()  # numbers of what is begun and not given back
+
     def run(
         self,
         spec: RolloutSpec,
@@ -152,34 +159,38 @@ class AheadEngine(MultiEngine):
         self._place = place = self._place + 2
         oldest = place if self._begun_place is None else self._begun_place
         self._workers.submit(place, spec, requests, oldest=oldest)
-        self._begin()
-        done: dict[int, Trajectory] = {}
+        self.begin()
         try:
-            while len(done) < len(requests):
-                result = self._next()
-                if result is not None:
-                    done[result.request_id] = result
-                    if on_finish is not None:
-                        on_finish(result)
-                if on_round is not None:
-                    on_round(len(done), self._workers.num_tokens(place))
+            emitted = partial(self._workers.num_tokens, place)
+            return collected(requests, self._next, emitted, on_finish, on_round)
         finally:
             self.stats = self._workers.stats(place)
             self.stats.events = self._workers.new_events()
             self.stats.parts, self._begun_parts = [*self._begun_parts, *self.stats.parts], []
-        return [done[r.request_id] for r in requests]
 
-    def plan(self, coming: ComingStep | None) -> None:
-        """Have the next step begun beside the next rollout, or at once if one has run.
-
-        What was planned before is to be recalled first. Without a step nothing is begun.
-        """
+    def plan(self, coming: ComingStep) -> None:
+        """Have the next step begun beside the next rollout; what was begun is recalled first."""
         assert self._begun_place is None, "what was begun is recalled first"
         self._coming = coming
 
     def begin(self) -> None:
-        """Begin what is planned with the weights of the last rollout, which is over."""
-        self._begin()
+        """Begin what is planned, if anything is, with the weights of the last rollout."""
+        coming, spec, self._coming = self._coming, self._spec, None
+        if coming is None or spec is None or not coming.requests:
+            return
+        ahead = [dataclasses.replace(r, request_id=r.request_id + AHEAD) for r in coming.requests]
+        self._begun_place = self._place + 1
+        self._begun_requests = coming.requests
+        self._open = {r.request_id for r in ahead}
+        own = {"key": coming.key, "drafts": coming.drafts, "rule": coming.rule, "sink": None}
+        self._workers.submit(
+            self._begun_place,
+            dataclasses.replace(spec, **own),
+            ahead,
+            coming.past_tokens,
+            ahead=True,
+            oldest=self._place,
+        )
 
     def recall(self, check: Callable[[], object] = lambda: None) -> Begun:
         """Return what was begun, once workers have let go of it; `check` is called meanwhile.
@@ -204,41 +215,14 @@ class AheadEngine(MultiEngine):
         self._forget_begun()
         return begun
 
-    # -- inside -------------------------------------------------------------------------
-
-    def _forget_begun(self) -> None:
-        self._begun_place: int | None = None
-        self._begun_requests: Sequence[Request] = ()
-        self._begun_tokens: dict[int, tuple[int, ...]] = {}
-        self._open: set[int] = set()  # numbers of what is begun and not given back
-
-    def _begin(self) -> None:
-        coming, spec, self._coming = self._coming, self._spec, None
-        if coming is None or spec is None or not coming.requests:
-            return
-        ahead = [dataclasses.replace(r, request_id=r.request_id + AHEAD) for r in coming.requests]
-        self._begun_place = self._place + 1
-        self._begun_requests = coming.requests
-        self._open = {r.request_id for r in ahead}
-        self._workers.submit(
-            self._begun_place,
-            dataclasses.replace(
-                spec, key=coming.key, drafts=coming.drafts, rule=coming.rule, sink=None
-            ),
-            ahead,
-            coming.past_tokens,
-            ahead=True,
-            oldest=self._place,
-        )
-
     def _next(self) -> Trajectory | None:
         """Return the next response of a step; what was begun of the next one is kept here."""
         result = self._results.next()
         assert not isinstance(result, Deferred), "steps are apart: none is deferred"
         if isinstance(result, Returned):
-            partial = self._workers.returned(result.request_id)
-            if partial.prefix is not None:
-                self._keep(result.request_id, partial.prefix.response_ids)
+            left = self._workers.returned(result.request_id)
+            if left.prefix is not None:
+                self._keep(result.request_id, left.prefix.response_ids)
             self._open.discard(result.request_id)
             return None
         if result is not None and result.request_id >= AHEAD:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import jax
@@ -86,25 +87,16 @@ class MultiEngine:
         self.engines[0].check(requests, sampling)
         spec.endings(requests)  # what it raises, it raises here and not in a worker
         longest = longest_tokens(requests, sampling)
-        done: dict[int, Trajectory] = {}
         spot = None if spec.sink is None else self.spot
         session = self._session(self.make_scheduler(), len(requests), longest, spot)
         try:
             with session:
                 session.submit(0, spec, requests)
-                while len(done) < len(requests):
-                    result = session.next_result(timeout_s=POLL_S)
-                    if result is not None:
-                        assert isinstance(result, Trajectory), "a rollout has no other step"
-                        done[result.request_id] = result
-                        if on_finish is not None:
-                            on_finish(result)
-                    if on_round is not None:
-                        on_round(len(done), session.num_tokens(0))
+                results = partial(session.next_result, POLL_S), partial(session.num_tokens, 0)
+                return collected(requests, *results, on_finish, on_round)
         finally:
             self.decisions, self.stats = session.decisions, session.stats(0)
             self.stats.events = session.new_events()
-        return [done[r.request_id] for r in requests]
 
     def make_scheduler(self) -> Scheduler:
         """Return a new scheduler of the configured policy, for one rollout."""
@@ -149,6 +141,27 @@ class MultiEngine:
             steps_apart=steps_apart,
         )
         return WorkerGroup(self.engines, scheduler, size, self._clock, spot)
+
+
+def collected(
+    requests: Sequence[Request],
+    next_result: Callable[[], object],
+    num_tokens: Callable[[], int],
+    on_finish: OnFinish | None,
+    on_round: OnRound | None,
+) -> list[Trajectory]:
+    """Return the responses to requests of one step, in their order, once all have come."""
+    done: dict[int, Trajectory] = {}
+    while len(done) < len(requests):
+        result = next_result()
+        if result is not None:
+            assert isinstance(result, Trajectory), "a rollout has no other step"
+            done[result.request_id] = result
+            if on_finish is not None:
+                on_finish(result)
+        if on_round is not None:
+            on_round(len(done), num_tokens())
+    return [done[r.request_id] for r in requests]
 
 
 def make_engines(

@@ -4,46 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
 from rl.engine.rollout_spec import RolloutSpec
 from rl.engine.stats import EngineStats
 from rl.engine.worker_record import WorkerEvent
-from rl.trajectory import Request, Trajectory
-from rl.workers.coordinator import Deferred, Returned
-
-
-class Session(Protocol):
-    """Workers to which steps are submitted; see `rl.workers.worker_group.WorkerGroup`."""
-
-    def __enter__(self) -> Session: ...
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None: ...
-
-    def submit(
-        self,
-        step: int,
-        spec: RolloutSpec,
-        requests: Sequence[Request],
-        past_tokens: Mapping[int, tuple[int, ...]] | None = None,
-    ) -> None: ...
-
-    def add(
-        self,
-        step: int,
-        requests: Sequence[Request],
-        past_tokens: Mapping[int, tuple[int, ...]] | None = None,
-    ) -> None: ...
-
-    def trained(self, step: int, train_s: float | None = None) -> None: ...
-
-    def next_result(self, timeout_s: float) -> Trajectory | Deferred | Returned | None: ...
-
-    def num_tokens(self, step: int) -> int: ...
-
-    def stats(self, step: int) -> EngineStats: ...
-
-    def new_events(self) -> list[WorkerEvent]: ...
+from rl.trajectory import Request
+from rl.workers.worker_group import WorkerGroup
 
 
 class NoSession:
@@ -87,3 +53,6 @@ class NoSession:
 
     def new_events(self) -> list[WorkerEvent]:
         return []
+
+
+Session = WorkerGroup | NoSession

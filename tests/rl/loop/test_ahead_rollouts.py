@@ -107,7 +107,7 @@ def test_stopped_and_resumed_it_learns_the_same_bits(tiny, settings, ahead, tmp_
 
 
 def test_wrong_tokens_that_were_begun_change_nothing(tiny, tmp_path, monkeypatch):
-    """And cost what was begun: the check above can fail."""
+    """Every one of them is verified, whoever has drawn it."""
     resumed = Begun.resumed
 
     def wrong(self, requests):
