@@ -22,9 +22,9 @@ class Kv(enum.Enum):
     HELD = "held"  # keep them: the chunk before ended there this very moment
 
 
-@dataclasses.dataclass(slots=True)
+@dataclasses.dataclass(slots=True)  # not frozen, which takes longer to make
 class RequestSpec:
-    """A request as it is submitted. Nobody changes it; made frozen, it takes three times as long.
+    """A request as it is submitted; nobody changes it.
 
     `expected_tokens` is the response's length if an oracle knows it, `past_tokens` are the
     lengths of the last epoch's responses to the same prompt, `step` is the training step that
