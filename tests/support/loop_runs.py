@@ -13,6 +13,7 @@ import pytest
 
 from benchmarks import tiny_run
 from rl.loop import setup as run_setup
+from rl.loop import train_loop
 from rl.metrics.writer import deterministic_view, read_metrics
 from rl.runtime.signals import COMPILING, Watch
 
@@ -36,6 +37,14 @@ def finish(tiny, folder, *overrides) -> Finished:
     rows = [deterministic_view(row) for row in read_metrics(folder)]
     leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(state)]
     return Finished(leaves, rows, (folder / "samples.jsonl").read_bytes(), show, folder)
+
+
+def stop_after(tiny, folder, steps, *overrides) -> None:
+    """Stop a run after so many steps: the last one is saved."""
+    show = tiny_run.Recorder()
+    with pytest.raises(train_loop.Stopped):
+        should_stop = lambda: len(show.rows) == steps  # noqa: E731
+        tiny_run.train(tiny, folder, *overrides, show=show, should_stop=should_stop)
 
 
 def assert_same_bits(ours: Finished, theirs: Finished):

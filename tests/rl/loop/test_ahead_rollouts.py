@@ -6,12 +6,11 @@ import json
 
 import numpy as np
 import pytest
-from loop_runs import compilations, finish
+from loop_runs import compilations, finish, stop_after
 from pipelines import DAPO, SETTINGS, rewarded, with_rewards
 
-from benchmarks import tiny_run
 from rl.engine.engine import Engine
-from rl.loop import ahead_rollouts, train_loop
+from rl.loop import ahead_rollouts
 from rl.loop.ahead_rollouts import agreeing, metrics
 from rl.metrics.writer import read_metrics, step_rows
 from rl.trajectory import Request
@@ -92,15 +91,7 @@ def test_a_step_that_was_begun_is_answered_as_one_that_was_not(
 
 
 def test_stopped_and_resumed_it_learns_the_same_bits(tiny, settings, ahead, tmp_path):
-    show = tiny_run.Recorder()
-    with pytest.raises(train_loop.Stopped):
-        tiny_run.train(
-            tiny,
-            tmp_path,
-            *(*settings, *AHEAD, "Checkpoint.every_steps=0"),
-            show=show,
-            should_stop=lambda: len(show.rows) == 3,
-        )
+    stop_after(tiny, tmp_path, 3, *(*settings, *AHEAD, "Checkpoint.every_steps=0"))
     resumed = finish(tiny, tmp_path, *settings, *AHEAD)
     assert "resuming after step 3" in resumed.show.messages
     assert_learnt_alike(resumed, ahead)

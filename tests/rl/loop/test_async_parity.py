@@ -6,11 +6,8 @@ import json
 
 import one_behind
 import pytest
-from loop_runs import finish
+from loop_runs import finish, stop_after
 from pipelines import DAPO, PIPELINE, SETTINGS, rewarded, with_rewards
-
-from benchmarks import tiny_run
-from rl.loop import train_loop
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
@@ -68,15 +65,7 @@ def test_stopped_and_resumed_it_goes_on_alike(tiny, settings, ahead, tmp_path):
     """
     asked = [set(examples) for examples in by_step(ahead, "example_id")]
     stop = next(s for s in range(2, len(asked)) if asked[s - 1] & asked[s])
-    show = tiny_run.Recorder()
-    with pytest.raises(train_loop.Stopped):
-        tiny_run.train(
-            tiny,
-            tmp_path,
-            *(*settings, *PIPELINE, "Checkpoint.every_steps=0"),
-            show=show,
-            should_stop=lambda: len(show.rows) == stop,
-        )
+    stop_after(tiny, tmp_path, stop, *(*settings, *PIPELINE, "Checkpoint.every_steps=0"))
     resumed = finish(tiny, tmp_path, *settings, *PIPELINE)
     assert f"resuming after step {stop}" in resumed.show.messages
     for name in ("example_id", "completion", "reward"):

@@ -9,7 +9,7 @@ import threading
 
 import numpy as np
 import pytest
-from loop_runs import compilations, finish
+from loop_runs import compilations, finish, stop_after
 from pipelines import Deferring
 
 from benchmarks import tiny_run
@@ -124,11 +124,7 @@ def test_a_step_is_answered_by_weights_one_update_behind(tiny, ahead):
 def test_stopped_anywhere_and_resumed_gives_the_same_bits(tiny, ahead, tmp_path, steps):
     """The weights that answer the step to come are part of a checkpoint."""
     settings = (*PIPELINE, "Checkpoint.every_steps=0")
-    show = tiny_run.Recorder()
-    with pytest.raises(train_loop.Stopped):
-        tiny_run.train(
-            tiny, tmp_path, *settings, show=show, should_stop=lambda: len(show.rows) == steps
-        )
+    stop_after(tiny, tmp_path, steps, *settings)
     resumed = finish(tiny, tmp_path, *settings)
     assert f"resuming after step {steps}" in resumed.show.messages
     same_but_rounds = [

@@ -8,7 +8,7 @@ import shutil
 import jax
 import numpy as np
 import pytest
-from loop_runs import assert_same_bits, compilations, finish, learnt
+from loop_runs import assert_same_bits, compilations, finish, learnt, stop_after
 
 from benchmarks import tiny_run
 from rl.checkpoint.reader import NoWholeCheckpointError
@@ -150,9 +150,7 @@ def test_stopped_and_resumed_with_drafts_gives_the_same_bits(tiny, with_drafts, 
     """The history is in the checkpoint: the same draft tokens, so the same passes, so the same
     bits.
     """
-    show = tiny_run.Recorder()
-    with pytest.raises(train_loop.Stopped):
-        tiny_run.train(tiny, tmp_path, *DRAFTS, show=show, should_stop=lambda: len(show.rows) == 4)
+    stop_after(tiny, tmp_path, 4, *DRAFTS)
     resumed = finish(tiny, tmp_path, *DRAFTS)
     assert "resuming after step 4" in resumed.show.messages
     assert_same_bits(resumed, with_drafts)
@@ -196,12 +194,8 @@ def test_reuse_stopped_and_resumed_gives_the_same_bits(tiny, tmp_path, settings)
 def assert_resumes_to_the_bit(tiny, folder, settings, whole):
     """A run that is stopped and resumed gives what `whole` gave, which has reused something."""
     assert reused(whole)[0] == 0 < max(reused(whole)[1:])
-    show = tiny_run.Recorder()
     stop = len(whole.rows) - 2
-    with pytest.raises(train_loop.Stopped):
-        tiny_run.train(
-            tiny, folder / "cut", *settings, show=show, should_stop=lambda: len(show.rows) == stop
-        )
+    stop_after(tiny, folder / "cut", stop, *settings)
     resumed = finish(tiny, folder / "cut", *settings)
     assert f"resuming after step {stop}" in resumed.show.messages
     assert_same_bits(resumed, whole)
