@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from sched.policies.specactor import sequential_tokens
 from sched.simulator.roofline import Instance, RoundCost
-from sched.simulator.specactor import sequential_tokens
 from sched.simulator.worker import RoundModel, RoundPlan
 from spec.budget.aimd import START_TOKENS, next_windows
 from spec.budget.budget import Budget

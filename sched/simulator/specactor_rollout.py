@@ -8,7 +8,7 @@ drafter where it has its own. Modes are those of SpecActor's figure 13:
     plain          no drafts
     sequential     draft w tokens, then verify them, on the same devices (the paper: coupled)
     disaggregated  sequential, on devices of their own: one waits while the other works
-    decoupled      draft on while verifying (sched.simulator.specactor)
+    decoupled      draft on while verifying (sched.policies.specactor)
 
 R = requests, U = units, M = methods of drafting.
 """
@@ -22,8 +22,7 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from sched.simulator.roofline import Instance
-from sched.simulator.specactor import (
+from sched.policies.specactor import (
     DevicePlan,
     LinearTime,
     RequestPlan,
@@ -31,6 +30,7 @@ from sched.simulator.specactor import (
     best_request_plan,
     sequential_tokens,
 )
+from sched.simulator.roofline import Instance
 
 OBSERVED_TOKENS = 1000  # a request's acceptance counts as measured after these
 SETTLING_TURNS = 4  # in which verifications and their batches settle

@@ -12,8 +12,8 @@ from rl.simulation.compare import play_policy, rollout_of
 from rl.simulation.config import GroupedDraftsConfig, SimulateRun, make_instance
 from rl.simulation.draft_costs import Budgeted, RequestClass, chain_probs
 from rl.simulation.reproduction.rows import Entry, Figure, figures_of
+from sched.policies.specactor import prob_of
 from sched.simulator.roofline import Instance
-from sched.simulator.specactor import prob_of
 from sched.simulator.workloads import make_requests
 from spec.budget.budget import FixedBudget
 from spec.budget.goodput import Goodput

@@ -14,8 +14,8 @@ import numpy as np
 from rl.simulation.compare import rollout_of
 from rl.simulation.config import SimulateRun, make_instance
 from rl.simulation.reproduction.rows import Entry, Figure, figures_of
+from sched.policies.specactor import DevicePlan, plan, rank_methods
 from sched.simulator.roofline import MODELS, Instance
-from sched.simulator.specactor import DevicePlan, plan, rank_methods
 from sched.simulator.specactor_rollout import (
     DECOUPLED,
     DISAGGREGATED,

@@ -16,8 +16,8 @@ from rl.simulation.draft_costs import (
     chain_probs,
     window_mean,
 )
+from sched.policies.specactor import sequential_tokens
 from sched.simulator.roofline import Accelerator, Efficiency, Instance, ModelShape
-from sched.simulator.specactor import sequential_tokens
 from spec.budget import aimd
 from spec.budget.aimd import Aimd
 from spec.budget.budget import FixedBudget

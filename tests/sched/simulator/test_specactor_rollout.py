@@ -7,8 +7,8 @@ import dataclasses
 import numpy as np
 import pytest
 
+from sched.policies.specactor import DevicePlan, sequential_tokens
 from sched.simulator.roofline import Accelerator, Efficiency, Instance, ModelShape
-from sched.simulator.specactor import DevicePlan, sequential_tokens
 from sched.simulator.specactor_rollout import (
     DECOUPLED,
     DISAGGREGATED,

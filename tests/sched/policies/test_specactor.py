@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from sched.simulator.specactor import (
+from sched.policies.specactor import (
     LinearTime,
     assign_drafters,
     best_request_plan,
