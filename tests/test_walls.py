@@ -38,7 +38,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "retrieval": {"", "reuse"},
         "budget": {"", "retrieval"},
     },
-    "sched": {"": set(), "policies": {""}, "simulator": {""}},
+    "sched": {"": set(), "policies": {""}, "simulator": {"", "policies"}},
     "rl": {
         "runtime": set(),
         "cluster": set(),
