@@ -20,6 +20,7 @@ from spec.config import Draw, SamplingConfig
 
 KEY_IMPL = "threefry2x32"  # named, so that a changed default of jax changes no rollout
 NOISE_NAMES = 2**31  # of requests
+LEAST = jnp.finfo(jnp.float32).min / 2  # a logit of what cannot be
 
 
 @jax.tree_util.register_dataclass
@@ -190,13 +191,33 @@ def _draw_cdf(mass_V: jax.Array, keys: jax.Array) -> tuple[jax.Array, jax.Array]
     return (block * W + inside).astype(jnp.int32), total
 
 
-def _draw_gumbel(logits_V: jax.Array, keys: jax.Array) -> jax.Array:
-    """Return the argmax over tokens of logit + Gumbel(r, t, token)."""
+def _perturbed(logits_V: jax.Array, keys: jax.Array) -> jax.Array:
+    """Return logit + Gumbel(r, t, token)."""
     V = logits_V.shape[-1]
     noise = jax.vmap(lambda k: jax.random.gumbel(k, (V,), jnp.float32, mode="high"))(
         keys.reshape(-1)
     )
-    return jnp.argmax(logits_V + noise.reshape(logits_V.shape), axis=-1).astype(jnp.int32)
+    return logits_V + noise.reshape(logits_V.shape)
+
+
+def _draw_gumbel(logits_V: jax.Array, keys: jax.Array) -> jax.Array:
+    """Return the argmax over tokens of logit + Gumbel(r, t, token)."""
+    return jnp.argmax(_perturbed(logits_V, keys), axis=-1).astype(jnp.int32)
+
+
+def rank_draws(
+    logits_V: jax.Array, keys: jax.Array, temperature: jax.Array, scheme: Draw
+) -> jax.Array:
+    """Return scores [..., V]: highest of the draw, then of what a like distribution may draw.
+
+    With `gumbel` that is what was perturbed to nearly as much, with `cdf` what is likely. Arguments
+    are those of `draw`.
+    """
+    drawn, _ = draw(logits_V, keys, temperature, scheme)
+    others_V = logits_V
+    if scheme == "gumbel":
+        others_V = jnp.where(temperature[..., None] <= 0, logits_V, _perturbed(logits_V, keys))
+    return jnp.where(jnp.arange(logits_V.shape[-1]) == drawn[..., None], jnp.inf, others_V)
 
 
 def draw(

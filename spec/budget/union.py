@@ -79,6 +79,8 @@ class DrafterUnion(Drafter):
         for k, source in self._last.items():
             self._asked[k] = DECAY * self._asked[k] + len(drafts.count_A)
             self._accepted[k] = DECAY * self._accepted[k] + accepted[source]
+        for k in self._last:
+            self._drafters[k].observe(drafts, acceptance)
 
     def committed(self, live: LiveSlots) -> None:
         for drafter in self._drafters:

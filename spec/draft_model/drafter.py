@@ -20,6 +20,7 @@ from spec.draft_cache.cache import DraftCache, Passes, Runner
 from spec.draft_cache.drafter import CachingDrafter
 from spec.draft_model.config import ChainConfig, Proposal
 from spec.draft_model.drafting import LACKING_TOKENS, ChainDrafting
+from spec.draft_model.enumeration import Enumeration, enumerate_cases, unpack
 from spec.drafter import LiveSlots, RoundsDrafter, Source
 
 # what is assumed of draws with shared noise before any was observed: drafts, and their acceptance
@@ -68,6 +69,7 @@ class DraftModelDrafter(CachingDrafter):
         self._min_prob = self.config.min_prob if proposal == "likeliest" else 0.0
         drafting = ChainDrafting(model, sampling.draw if proposal == "shared_noise" else None)
         self._held = DraftCache(model, _passes(self.config), drafting, runner)
+        self._drafting, self._argument = drafting, runner.argument
         self._accepted_K = np.zeros(self.config.max_draft_tokens, np.int64)
         self._observed_K = np.zeros(self.config.max_draft_tokens, np.int64)
 
@@ -109,3 +111,43 @@ def _passes(config: ChainConfig) -> Passes:
         widths.append(width)
         width //= 4
     return Passes(config.window_tokens, tuple(widths[::-1]), config.pass_tokens)
+
+
+class AheadDraftModel(DraftModelDrafter):
+    """The same for a drafting worker: texts end with draft tokens that nobody has verified yet.
+
+    So what follows a chain says nothing about its acceptance; whoever knows tells `observe_chains`.
+    """
+
+    def note_drafts(
+        self, live: LiveSlots, rows_A: np.ndarray, tokens_AX: np.ndarray, count_A: np.ndarray
+    ) -> None:
+        super().note_drafts(live, rows_A, tokens_AX, count_A)
+        self._held.rows.drafted_B[rows_A] = 0
+
+
+class EnumeratingDraftModel(AheadDraftModel):
+    """A draft model that drafts for each case of the chains that are being verified."""
+
+    def outcomes(
+        self, live: LiveSlots, chain_AK: np.ndarray, depth: int, fan_out: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return (tokens_AIFN, prob_AIF): behind i accepted tokens of a chain, F guesses with their
+        probability, each with a chain of `depth` tokens; what lies behind it is 0.
+
+        `chain_AK` is −1 behind a chain.
+        """
+        held, given = self._held, (self.constants(), self.features())
+        A, K = chain_AK.shape
+        count_A = (chain_AK >= 0).sum(axis=1)
+        longest = int(live.total_tokens_A.max()) + K
+        rows_A, _ = held.follow(live, live, longest, given)
+        table_RX = held.ends(live, rows_A, np.ones(A, np.int32), self._sampling)
+        chain_RK = np.full((len(held.rows), K), -1, np.int32)
+        chain_RK[rows_A] = chain_AK
+        enumeration = Enumeration(self._drafting, K, fan_out)
+        args = given, held.taken(), table_RX, self._argument(chain_RK), np.int32(depth)
+        held.arrays, packed = enumerate_cases(*args, enumeration=enumeration)
+        self.note_drafts(live, rows_A, chain_AK, count_A.astype(np.int32))
+        tokens_RIFN, prob_RIF = unpack(packed)
+        return tokens_RIFN[rows_A], prob_RIF[rows_A]

@@ -48,7 +48,7 @@ class ChainDrafting:
         (params, *_), _ = given
         row_P, _, start_P, tokens_PC = unpack_chunks(table_PX)
         some = jax.tree.map(lambda rows: jnp.take(rows, row_P, axis=0, mode="clip"), cache)
-        _, some = _pass(self.config, params, some, tokens_PC, start_P)
+        _, some = run_tokens(self.config, params, some, tokens_PC, start_P)
         return jax.tree.map(
             lambda rows, new: kv_cache.pin(rows.at[row_P].set(new, mode="drop")), cache, some
         )
@@ -96,7 +96,7 @@ def _chains(
     K, S, total_B, most_B = most_tokens, cache.num_positions, ends.total_B, ends.most_B
     B = len(total_B)
     keys_B, first_B = sampling.request_keys(key, ends.request_id_B), ends.starts(0, S)
-    hidden_BWD, cache = _pass(config, params, cache, ends.tokens_BW, first_B)
+    hidden_BWD, cache = run_tokens(config, params, cache, ends.tokens_BW, first_B)
     last_B11 = jnp.maximum(total_B - first_B - 1, 0)[:, None, None]
     hidden_B1D = jnp.take_along_axis(hidden_BWD, last_B11, axis=1)
 
@@ -118,7 +118,7 @@ def _chains(
         k, cache, drawn = carry
         token_B1 = jax.lax.dynamic_slice_in_dim(drawn[0], k - 1, 1, axis=1)
         at_B = jnp.where(k < most_B, total_B + k - 1, S)  # not written
-        hidden_B1D, cache = _pass(config, params, cache, token_B1, at_B)
+        hidden_B1D, cache = run_tokens(config, params, cache, token_B1, at_B)
         return k + 1, cache, draft_token(k, hidden_B1D, drawn)
 
     none = jnp.zeros((B, K), jnp.int32), jnp.zeros((B, K)), jnp.ones(B)
@@ -127,7 +127,7 @@ def _chains(
     return cache, tokens_BK, prob_BK
 
 
-def _pass(
+def run_tokens(
     config: ModelConfig,
     params: transformer.Params,
     cache: KVCache,

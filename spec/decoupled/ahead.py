@@ -1,0 +1,234 @@
+"""Ways to draft ahead of a verifying worker; each is told of commits and makes blocks, step by step.
+
+    free_running   a chain goes on while its window is verified, and is rolled back (SpecActor, 4.1)
+    committed      a tree from what the request has now, as deep as two windows: n-grams
+    enumeration    one round ahead: all lengths that can be accepted, times the likeliest next tokens
+
+A step is one pass over all requests that want drafts. Time is the caller's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from spec.decoupled.messages import Block, Commit
+from spec.decoupled.texts import DraftedRequest, RequestTexts
+from spec.drafter import Drafter, Drafts, LiveSlots
+
+
+PRIOR_DRAFTS, PRIOR_PROB = 8.0, 0.7  # draft tokens before any was seen, and their acceptance
+DECAY = 0.999  # of the counts of draft tokens, a commit
+
+
+class DraftingAhead(Protocol):
+    """The drafting worker's part for one rollout."""
+
+    texts: RequestTexts
+
+    def hear(self, commits: Sequence[Commit], closed: Sequence[int]) -> None:
+        """Take up what verifying workers say."""
+        ...
+
+    def step(self) -> list[Block]:
+        """Draft for all who want it, once; nothing comes back where nobody does."""
+        ...
+
+
+class ChainDrafter(Drafter, Protocol):
+    """A drafter that learns from its driver how much of its chains was right."""
+
+    def observe_chains(self, acceptance_A2: np.ndarray) -> None: ...
+
+
+class EnumeratingDrafter(Drafter, Protocol):
+    """A drafter that can draft for all cases of a chain: `spec.draft_model`."""
+
+    def outcomes(
+        self, live: LiveSlots, chain_AK: np.ndarray, depth: int, fan_out: int
+    ) -> tuple[np.ndarray, np.ndarray]: ...
+
+
+class _Ahead(DraftingAhead):
+    """What all ways have in common: the requests, and a drafter of the host's protocol."""
+
+    def __init__(self, drafter: Drafter, num_rows: int, longest_tokens: int) -> None:
+        self.texts = RequestTexts(num_rows, longest_tokens)
+        self._drafter = drafter
+
+    def hear(self, commits: Sequence[Commit], closed: Sequence[int]) -> None:
+        gone = self.texts.close(closed)
+        if len(gone):
+            self._drafter.finished(gone)
+        found = [self.texts.commit(commit) for commit in commits]
+        seen = [pair for pair in found if pair is not None and pair[1]]
+        if seen:
+            self._observe(np.array(seen))
+
+    def _observe(self, acceptance_A2: np.ndarray) -> None:
+        return
+
+    def _wanting(self) -> list[int]:
+        """Return the requests that want a draft now, the ones with the fewest draft tokens first."""
+        raise NotImplementedError
+
+    def _drafts(self, live: LiveSlots, most_A: np.ndarray) -> Drafts:
+        return self._drafter.propose(live, most_A.astype(np.int32), int(most_A.max()))
+
+
+class FreeRunning(_Ahead):
+    """Chains that go on behind what is being verified: w draft tokens at a time, up to 2 w ahead."""
+
+    _drafter: ChainDrafter
+
+    def step(self) -> list[Block]:
+        wanting = self._wanting()
+        if not wanting:
+            return []
+        requests = [self.texts.requests[r] for r in wanting]
+        live = self.texts.live(wanting)
+        most_A = np.array([_window(request) for request in requests])
+        drafts = self._drafts(live, most_A)
+        blocks = []
+        for a, (r, request) in enumerate(zip(wanting, requests, strict=True)):
+            n = int(drafts.count_A[a])
+            request.wants = n > 0
+            if n:
+                self.texts.assume(request, drafts.tokens_AN[a, :n], drafts.prob_AN[a, :n])
+                tokens_N = self.texts.assumed(request)
+                parents_N = np.arange(-1, len(tokens_N) - 1, dtype=np.int32)
+                numbers = r, request.round, request.committed
+                blocks.append(Block(*numbers, tokens_N, parents_N, request.prob.copy()))
+        return blocks
+
+    def _observe(self, acceptance_A2: np.ndarray) -> None:
+        self._drafter.observe_chains(acceptance_A2)
+
+    def _wanting(self) -> list[int]:
+        """Decoupled, up to a window ahead of the one that is verified; else, with none ahead."""
+        return [
+            r
+            for r, request in self.texts.requests.items()
+            if request.ahead <= (request.plan.window if request.plan.decoupled else 0)
+            and request.wants
+            and _window(request) > 0
+        ]
+
+
+class FromCommitted(_Ahead):
+    """Trees from the tokens that requests have, once for each commit: two windows of draft tokens."""
+
+    def step(self) -> list[Block]:
+        wanting = [r for r, request in self.texts.requests.items() if request.wants]
+        if not wanting:
+            return []
+        requests = [self.texts.requests[r] for r in wanting]
+        most_A = np.array([min(2 * q.plan.window, q.remaining - 1) for q in requests])
+        for request in requests:
+            request.wants = False
+        drafts = self._drafts(self.texts.live(wanting), np.maximum(most_A, 0))
+        blocks = []
+        for a, (r, request) in enumerate(zip(wanting, requests, strict=True)):
+            if n := int(drafts.count_A[a]):
+                tree = drafts.tokens_AN[a, :n], drafts.parents_AN[a, :n], drafts.prob_AN[a, :n]
+                blocks.append(Block(r, request.round, request.committed, *(x.copy() for x in tree)))
+        return blocks
+
+
+class Enumerating(_Ahead):
+    """Trees of what may come of the chains that are verified now, once for each commit.
+
+    Behind i accepted draft tokens of a chain each of `fan_out` guesses of the next token has a chain
+    of a window behind it; a request without a chain has one case.
+    """
+
+    _drafter: EnumeratingDrafter
+
+    def __init__(
+        self,
+        drafter: EnumeratingDrafter,
+        num_rows: int,
+        longest_tokens: int,
+        *,
+        most_window: int,
+        fan_out: int,
+    ) -> None:
+        super().__init__(drafter, num_rows, longest_tokens)
+        self._most_window, self._fan_out = most_window, fan_out
+        self._right = self._seen = PRIOR_DRAFTS
+        self._right *= PRIOR_PROB
+
+    def step(self) -> list[Block]:
+        wanting = [r for r, q in self.texts.requests.items() if q.wants and q.remaining > 1]
+        if not wanting:
+            return []
+        requests = [self.texts.requests[r] for r in wanting]
+        chain_AK = np.full((len(requests), self._most_window), -1, np.int32)
+        for a, request in enumerate(requests):
+            chain = request.chain[: self._most_window]
+            chain_AK[a, : len(chain)] = chain
+            request.wants = False
+        depth = max(_window(request) for request in requests)
+        live = self.texts.live(wanting)
+        tokens_AIFN, prob_AIF = self._drafter.outcomes(live, chain_AK, depth, self._fan_out)
+        p = self._right / self._seen
+        blocks = []
+        for a, (r, request) in enumerate(zip(wanting, requests, strict=True)):
+            n = int((chain_AK[a] >= 0).sum())
+            branches = tokens_AIFN[a, : n + 1, :, : 1 + _window(request)], prob_AIF[a, : n + 1]
+            tree = cases_tree(chain_AK[a, :n], *branches, p)
+            blocks.append(Block(r, request.round, request.committed, *tree))
+        return blocks
+
+    def hear(self, commits: Sequence[Commit], closed: Sequence[int]) -> None:
+        for commit in commits:
+            self._count(commit)
+        super().hear(commits, closed)
+
+    def _count(self, commit: Commit) -> None:
+        """Count the draft tokens of a verified chain that were right, and those that were known."""
+        request = self.texts.requests.get(commit.request_id)
+        if request is None or commit.first != request.committed:
+            return
+        known = min(len(request.chain), len(commit.tokens))
+        same = np.cumprod(request.chain[:known] == commit.tokens[:known])
+        self._right, self._seen = (
+            DECAY * x + y
+            for x, y in ((self._right, same.sum()), (self._seen, min(same.sum() + 1, known)))
+        )
+
+
+def cases_tree(
+    chain_K: np.ndarray, tokens_IFN: np.ndarray, prob_IF: np.ndarray, p: float
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return a tree (tokens, parents, probabilities), likeliest first, of a chain and its cases.
+
+    Each draft token of a chain is accepted with probability p. Guess f behind i of them is next
+    with p^i · (1 − p) · its own probability, without the factor 1 − p behind the whole chain.
+    """
+    K, (I, F, N) = len(chain_K), tokens_IFN.shape
+    parents, prob = np.empty((I, F, N), np.int64), np.empty((I, F, N))
+    first_IF = K + N * np.arange(I * F).reshape(I, F)
+    parents[:] = first_IF[..., None] + np.arange(N) - 1
+    parents[..., 0] = (np.arange(I) - 1)[:, None]
+    rejected_I = np.where(np.arange(I) < K, 1 - p, 1.0)
+    of_case_IF = (p ** np.arange(I) * rejected_I)[:, None] * prob_IF
+    prob[:] = of_case_IF[..., None] * p ** np.arange(N)
+    tokens_M = np.concatenate([chain_K, tokens_IFN.ravel()])
+    parents_M = np.concatenate([np.arange(K) - 1, parents.ravel()])
+    prob_M = np.concatenate([p ** np.arange(1, K + 1), prob.ravel()])
+    order_M = np.argsort(-prob_M, kind="stable")
+    place_M = np.empty(len(order_M) + 1, np.int64)
+    place_M[order_M], place_M[-1] = np.arange(len(order_M)), -1
+    return (
+        tokens_M[order_M].astype(np.int32),
+        place_M[parents_M[order_M]].astype(np.int32),
+        prob_M[order_M].astype(np.float32),
+    )
+
+
+def _window(request: DraftedRequest) -> int:
+    """Return the draft tokens that may come next; the last token of a response is never one."""
+    return min(request.plan.window, request.remaining - request.ahead - 1)

@@ -1,0 +1,167 @@
+"""The drafter of a verifying worker: it takes what drafting workers have sent, and computes nothing.
+
+In each round: take the blocks that have come → follow them to what requests have now → tell the
+drafting workers these tokens, and the drafts that are verified behind them. Nobody waits, but for
+`patience_s` where no request has a draft. A = live requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from spec.config import SamplingConfig
+from spec.decoupled.messages import Commit, DraftLink, DraftPlan
+from spec.decoupled.received import ReceivedBlocks
+from spec.drafter import Acceptance, Drafter, Drafts, LiveSlots, Source
+
+
+class RequestPlans(Protocol):
+    """Says how each request is drafted for, from what is seen of it."""
+
+    patience_s: float
+
+    def plan(self, request_id: int) -> DraftPlan: ...
+
+    def observed(
+        self, live: LiveSlots, source: Source, accepted_A: np.ndarray, seen_A: np.ndarray
+    ) -> None:
+        """Learn how many draft tokens of a source were accepted, and for how many that is known."""
+        ...
+
+    def forget(self, request_ids: Sequence[int]) -> None: ...
+
+
+class OnePlan(RequestPlans):
+    """The same plan for all requests."""
+
+    def __init__(self, plan: DraftPlan, patience_s: float = 0.0) -> None:
+        self._plan, self.patience_s = plan, patience_s
+
+    def plan(self, request_id: int) -> DraftPlan:
+        return self._plan
+
+    def observed(
+        self, live: LiveSlots, source: Source, accepted_A: np.ndarray, seen_A: np.ndarray
+    ) -> None:
+        return
+
+    def forget(self, request_ids: Sequence[int]) -> None:
+        return
+
+
+class DecoupledDrafter(Drafter):
+    """Drafts of one method, by drafting workers at the other ends of `links`.
+
+    A request is drafted for by one of them. Where a link is of a new `generation`, its requests are
+    told anew from their first token.
+    """
+
+    def __init__(
+        self, links: Sequence[DraftLink], plans: RequestPlans, sampling: SamplingConfig
+    ) -> None:
+        assert links, "decoupled from nobody"
+        self._links, self._plans, self._sampling = tuple(links), plans, sampling
+        self.received = ReceivedBlocks()
+        # of each request: generation of its link, tokens that were told, and how often
+        self._told: dict[int, tuple[int, int, int]] = {}
+        self._closed: list[int] = []
+        self._proposed: tuple[LiveSlots, Drafts] | None = None
+
+    @property
+    def source(self) -> Source:
+        return self._links[0].source
+
+    def propose(self, live: LiveSlots, max_nodes_A: np.ndarray, max_nodes: int) -> Drafts:
+        plans = [self._plans.plan(r) for r in live.request_ids_A.tolist()]
+        window_A = np.array([plan.window for plan in plans], np.int64)
+        given = live, window_A, max_nodes_A, max_nodes, self.source
+        self._take(live)
+        drafts = self.received.drafts(*given)
+        if self._plans.patience_s and not drafts.count_A.any():
+            self._tell(live, plans, None)
+            for link in self._links:
+                link.wait(self._plans.patience_s / len(self._links))
+            self._take(live)
+            drafts = self.received.drafts(*given)
+        self._tell(live, plans, drafts)
+        self._proposed = live, drafts
+        return drafts
+
+    def committed(self, live: LiveSlots) -> None:
+        """Tell of rounds in which nothing was proposed, too."""
+        self._tell(live, [self._plans.plan(r) for r in live.request_ids_A.tolist()], None)
+
+    def observe(self, drafts: Drafts, acceptance: Acceptance) -> None:
+        if self._proposed is None:
+            return
+        live, own = self._proposed
+        self._proposed = None
+        if len(own.count_A) != len(drafts.count_A):
+            return
+        mine_AN = drafts.sources_AN == self.source
+        accepted_A = (acceptance.accepted_AN & mine_AN).sum(axis=1)
+        seen_A = (acceptance.observed_AN & mine_AN).sum(axis=1)
+        # along a path: the accepted ones and the one that was not
+        seen_A = np.minimum(seen_A, accepted_A + 1)
+        self._plans.observed(live, self.source, accepted_A, seen_A)
+
+    def finished(self, live: LiveSlots) -> None:
+        ids = live.request_ids_A.tolist()
+        self._closed += [r for r in ids if self._told.pop(r, None) is not None]
+        self.received.forget(ids)
+        self._plans.forget(ids)
+        self._say([[] for _ in self._links])
+
+    def _take(self, live: LiveSlots) -> None:
+        for link in self._links:
+            self.received.put(link.take(), live)
+
+    def _tell(
+        self, live: LiveSlots, plans: Sequence[DraftPlan], drafts: Drafts | None
+    ) -> None:
+        """Tell what is new of requests, each to its own drafting worker."""
+        news: list[list[Commit]] = [[] for _ in self._links]
+        processing_A3 = live.processing(self._sampling)
+        for a, r in enumerate(live.request_ids_A.tolist()):
+            k = r % len(self._links)
+            generation, first, told = self._told.get(r, (-1, 0, 0))
+            if generation != self._links[k].generation:
+                generation, first = self._links[k].generation, 0
+            total = int(live.total_tokens_A[a])
+            if first == total:
+                continue
+            commit = Commit(
+                request_id=r,
+                round=told + 1,
+                first=first,
+                tokens=live.tokens_BL[live.rows_A[a], first:total].copy(),
+                prompt_tokens=int(live.prompt_tokens_A[a]),
+                remaining_tokens=int(live.remaining_tokens_A[a]),
+                chain=_chain(drafts, a),
+                plan=plans[a],
+                processing=tuple(processing_A3[a].tolist()),
+            )
+            news[k].append(commit)
+            self._told[r] = generation, total, told + 1
+        self._say(news)
+
+    def _say(self, news: Sequence[Sequence[Commit]]) -> None:
+        closed, self._closed = self._closed, []
+        for k, (link, commits) in enumerate(zip(self._links, news, strict=True)):
+            mine = [r for r in closed if r % len(self._links) == k]
+            if commits or mine:
+                link.tell(commits, mine)
+
+
+def _chain(drafts: Drafts | None, a: int) -> np.ndarray:
+    """Return the likeliest path of a request's draft from its root."""
+    path, at = list[int](), -1
+    if drafts is not None:
+        for n in range(int(drafts.count_A[a])):
+            if drafts.parents_AN[a, n] == at:
+                path.append(int(drafts.tokens_AN[a, n]))
+                at = n
+    return np.array(path, np.int32)

@@ -1,0 +1,203 @@
+"""A draft model one round ahead of verification: what may come of a chain, and what comes then.
+
+While a chain of k draft tokens is verified, its first 0 … k may be accepted, and a token of the
+policy's own follows. The `fan_out` likeliest of these and a chain behind each are drafted for every
+case, so that whatever the round brings is likely to be among them (one round ahead of verification,
+as SGLang's decoupled drafts and SSD, arXiv 2603.03251, have it). With the noise of the position the
+draft model's own draw is the first guess, unless it has just been rejected.
+
+B = rows of the cache, K = draft tokens of a chain, I = K + 1 cases, F = guesses of a case,
+E = I · F branches, W = tokens of the first pass, X = columns of the branches' nodes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from models import kv_cache, transformer
+from models.attention import attend_both
+from models.kv_cache import KEY_AXIS, VALUE_AXIS, KVCache
+from models.rope import rope_turns
+from models.sharding import replicated
+from spec import sampling
+from spec.draft_cache.drafting import Given
+from spec.draft_cache.tables import Ends, unpack_ends
+from spec.draft_model.drafting import ChainDrafting, run_tokens
+from spec.sampling import Processing
+
+
+@dataclasses.dataclass(frozen=True)
+class Enumeration:
+    """The static arguments: how a draft model draws, its longest chain, and guesses of a case."""
+
+    drafting: ChainDrafting
+    window: int
+    fan_out: int
+
+    @property
+    def num_branches(self) -> int:
+        return (self.window + 1) * self.fan_out
+
+
+@partial(jax.jit, static_argnames="enumeration", donate_argnames="cache")
+def enumerate_cases(
+    given: Given,
+    cache: KVCache,
+    table_RX: jax.Array,
+    chain_RK: jax.Array,
+    depth: jax.Array,
+    *,
+    enumeration: Enumeration,
+) -> tuple[KVCache, jax.Array]:
+    """Draft behind every case of each row's chain; return the cache, and int32 [R, I, F, 2 + K].
+
+    A chain has its draft tokens, then −1. Of each branch there is the guess, a chain of `depth`
+    tokens behind it, and the bits of the guess's probability. Rows at rest have no meaning.
+    """
+    (params, _, key, _), _ = given
+    ends, K = unpack_ends(table_RX), enumeration.window
+    cases = _Cases(enumeration, params, ends, chain_RK, key)
+    hidden_RID, cache = cases.first_pass(cache)
+    guess_RIF, prob_RIF = cases.guesses(hidden_RID)
+    R, I, F = guess_RIF.shape
+    chains_REK = cases.chains(cache, guess_RIF.reshape(R, I * F), depth)
+    bits_RIF1 = jax.lax.bitcast_convert_type(prob_RIF, jnp.int32)[..., None]
+    parts = guess_RIF[..., None], chains_REK.reshape(R, I, F, K), bits_RIF1
+    return kv_cache.map_arrays(kv_cache.pin, cache), replicated(jnp.concatenate(parts, axis=-1))
+
+
+def unpack(packed: jax.Array) -> tuple[np.ndarray, np.ndarray]:
+    """Return (tokens_RIFN, prob_RIF): of each branch its guess and the chain behind it."""
+    found = np.asarray(packed)
+    return found[..., :-1], np.ascontiguousarray(found[..., -1]).view(np.float32)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Cases:
+    """The constants of one call."""
+
+    enumeration: Enumeration
+    params: Any
+    ends: Ends
+    chain_RK: jax.Array
+    key: jax.Array
+
+    def first_pass(self, cache: KVCache) -> tuple[jax.Array, KVCache]:
+        """Run what the rows lack and their chains; hidden states from the last token on, [R, I, D]."""
+        ends, W, K = self.ends, self.ends.tokens_BW.shape[1], self.enumeration.window
+        start_R = ends.starts(0, cache.num_positions)
+        own_R1 = jnp.minimum(ends.total_B, W)[:, None]  # tokens before the chain
+        at_RX = jnp.arange(W + K) - own_R1
+        behind_RX = jnp.take_along_axis(self.chain_RK, jnp.clip(at_RX, 0, K - 1), axis=1)
+        tokens_RX = jnp.pad(ends.tokens_BW, ((0, 0), (0, K)))
+        tokens_RX = jnp.where(at_RX < 0, tokens_RX, behind_RX)
+        config = self.enumeration.drafting.config
+        hidden_RXD, cache = run_tokens(config, self.params, cache, tokens_RX, start_R)
+        of_case_RI1 = (own_R1 - 1 + jnp.arange(K + 1))[..., None]
+        return jnp.take_along_axis(hidden_RXD, of_case_RI1, axis=1), cache
+
+    def guesses(self, hidden_RID: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return each case's likeliest tokens and their probabilities, [R, I, F].
+
+        Of a case in which a draft token was rejected that token is none of them.
+        """
+        F, scheme = self.enumeration.fan_out, self.enumeration.drafting.scheme
+        logits_RIV = transformer.head(self.params, hidden_RID)
+        processing = self.ends.processing
+        temperature_RI, top_k_RI, top_p_RI = processing.broadcast(hidden_RID.shape[:2])
+        cut_RIV = sampling.processed_logits(logits_RIV, temperature_RI, top_k_RI, top_p_RI)
+        rejected_RI = jnp.pad(self.chain_RK, ((0, 0), (0, 1)), constant_values=-1)
+        is_rejected_RIV = rejected_RI[..., None] == jnp.arange(logits_RIV.shape[-1])
+        logprob_RIV = jax.nn.log_softmax(jnp.where(is_rejected_RIV, sampling.LEAST, cut_RIV))
+        ranked_RIV = logprob_RIV
+        if scheme is not None:
+            keys_RI = self._noise(jnp.arange(hidden_RID.shape[1])[None])
+            ranked_RIV = sampling.rank_draws(cut_RIV, keys_RI, temperature_RI, scheme)
+        ranked_RIV = jnp.where(is_rejected_RIV, -jnp.inf, ranked_RIV)
+        _, guess_RIF = jax.lax.top_k(ranked_RIV, F)
+        prob_RIF = jnp.exp(jnp.take_along_axis(logprob_RIV, guess_RIF, axis=-1))
+        return guess_RIF.astype(jnp.int32), prob_RIF
+
+    def chains(self, cache: KVCache, guess_RE: jax.Array, depth: jax.Array) -> jax.Array:
+        """Return the chains of `depth` tokens behind each branch's guess; 0 behind them; [R, E, K].
+
+        The nodes of a level are one pass; their keys and values lie in columns beside the cache.
+        """
+        R, E = guess_RE.shape
+        K, X = self.enumeration.window, self.enumeration.window * E
+        model = self.enumeration.drafting.config
+        shape = R, model.num_kv_heads, model.head_dim, X
+        keys = kv_cache.pin(jnp.zeros(shape, cache.keys[0].dtype))
+        values = kv_cache.pin(jnp.zeros((*shape[:2], X, shape[2]), cache.values[0].dtype))
+        columns = tuple((keys, values) for _ in range(model.num_layers))
+
+        def level(carry: Any) -> Any:
+            j, token_RE, columns, out_REK = carry
+            hidden_RED, columns = self._level(cache, columns, token_RE, j)
+            token_RE = self._draw(hidden_RED, j)
+            out_REK = jax.lax.dynamic_update_slice(out_REK, token_RE[..., None], (0, 0, j))
+            return j + 1, token_RE, columns, out_REK
+
+        start = jnp.int32(0), guess_RE, columns, jnp.zeros((R, E, K), jnp.int32)
+        going = lambda carry: carry[0] < jnp.minimum(depth, K)  # noqa: E731
+        return jax.lax.while_loop(going, level, start)[3]
+
+    @property
+    def _case_E(self) -> np.ndarray:
+        """How many draft tokens of the chain each branch takes as accepted."""
+        return np.arange(self.enumeration.num_branches) // self.enumeration.fan_out
+
+    def _level(
+        self, cache: KVCache, columns: Any, token_RE: jax.Array, j: jax.Array
+    ) -> tuple[jax.Array, Any]:
+        """Run a node of each branch, j behind its guess; return hidden states, and the columns."""
+        config, E = self.enumeration.drafting.config, token_RE.shape[1]
+        total_R1 = self.ends.total_B[:, None]
+        rope = rope_turns(config, total_R1 + self._case_E + j)
+        seen_RES = jnp.arange(cache.num_positions) < (total_R1 + self._case_E)[..., None]
+        column_X = np.arange(columns[0][0].shape[-1])
+        own_EX = (column_X % E == np.arange(E)[:, None]) & (column_X // E <= j)
+        own_REX = jnp.broadcast_to(own_EX, (len(token_RE), *own_EX.shape))
+        x_RED, new = transformer.embed(self.params.embedding_VD, token_RE), []
+
+        def look(
+            cached: tuple[jax.Array, jax.Array], beside: tuple[jax.Array, jax.Array]
+        ) -> transformer.Attend:
+            def attend(q_REHh: jax.Array, k_REKh: jax.Array, v_REKh: jax.Array) -> jax.Array:
+                k_RKhE, v_RKEh = k_REKh.transpose(0, 2, 3, 1), v_REKh.transpose(0, 2, 1, 3)
+                put = partial(jax.lax.dynamic_update_slice_in_dim, start_index=j * E)
+                keys = kv_cache.pin(put(beside[0], k_RKhE.astype(beside[0].dtype), axis=KEY_AXIS))
+                values = put(beside[1], v_RKEh.astype(beside[1].dtype), axis=VALUE_AXIS)
+                new.append((keys, kv_cache.pin(values)))
+                return attend_both(q_REHh, (*cached, seen_RES), (*new[-1], own_REX))
+
+            return attend
+
+        for i, layer in enumerate(self.params.layers):
+            attend = look((cache.keys[i], cache.values[i]), columns[i])
+            x_RED = transformer.block(config, layer, x_RED, rope, attend)
+        hidden_RED = transformer.rms_norm(x_RED, self.params.final_norm_D, config.norm_eps)
+        return hidden_RED, tuple(new)
+
+    def _draw(self, hidden_RED: jax.Array, j: jax.Array) -> jax.Array:
+        """Return the next token of each branch, [R, E]."""
+        logits_REV = transformer.head(self.params, hidden_RED)
+        scheme = self.enumeration.drafting.scheme
+        if scheme is None:
+            return jnp.argmax(logits_REV, axis=-1).astype(jnp.int32)
+        processing = self.ends.processing
+        temperature_RE, top_k_RE, top_p_RE = processing.broadcast(hidden_RED.shape[:2])
+        cut_REV = sampling.processed_logits(logits_REV, temperature_RE, top_k_RE, top_p_RE)
+        keys_RE = self._noise(self._case_E[None] + 1 + j)
+        return sampling.draw(cut_REV, keys_RE, temperature_RE, scheme)[0]
+
+    def _noise(self, ahead_1N: jax.Array) -> jax.Array:
+        """Return the keys of the positions that lie `ahead` of the rows' responses, [R, N]."""
+        keys_R = sampling.request_keys(self.key, self.ends.request_id_B)
+        return sampling.position_keys(keys_R, self.ends.emitted_B[:, None] + ahead_1N)
