@@ -35,6 +35,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "draft_cache": {""},
         "eagle": {"", "draft_cache"},
         "draft_model": {"", "draft_cache"},
+        "decoupled": {""},
         "retrieval": {"", "reuse"},
         "budget": {"", "retrieval"},
     },
@@ -53,6 +54,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "speculation": {"config", "engine"},
         "weights": set(),
         "workers": {"engine"},
+        "drafting": {"engine", "speculation"},
         "warm_up": {"cluster", "engine", "speculation"},
         "ray_roles": {"remote"},
         "remote": {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -51,6 +52,9 @@ def check(
     return folder, model
 
 
+Kind = TypeVar("Kind", bound=DraftModelDrafter)
+
+
 class DraftModel:
     """The draft model that all workers of a run share. Any thread may call it."""
 
@@ -86,13 +90,17 @@ class DraftModel:
 
     def drafter_for(self, context: DrafterContext) -> DraftModelDrafter:
         """Return the drafter of one worker for one rollout."""
+        return self.made(DraftModelDrafter, context, self.config.max_depth)
+
+    def made(self, kind: type[Kind], context: DrafterContext, max_depth: int) -> Kind:
+        """Return a drafter of this kind for one worker and rollout, of chains of `max_depth`."""
         runner, config = context.runner, self.config
-        return DraftModelDrafter(
+        return kind(
             self.model,
             self._params_on(runner),
             ChainConfig(
                 chunk_tokens=min(ChainConfig.chunk_tokens, runner.config.min_positions),
-                max_draft_tokens=config.max_depth,
+                max_draft_tokens=max_depth,
                 min_prob=config.min_prob,
             ),
             runner=runner,

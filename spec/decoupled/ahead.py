@@ -1,8 +1,9 @@
-"""Ways to draft ahead of a verifying worker; each is told of commits and makes blocks, step by step.
+"""Ways to draft ahead of a verifying worker; each is told of commits and makes blocks, step by
+step.
 
     free_running   a chain goes on while its window is verified, and is rolled back (SpecActor, 4.1)
-    committed      a tree from what the request has now, as deep as two windows: n-grams
-    enumeration    one round ahead: all lengths that can be accepted, times the likeliest next tokens
+    committed      a tree from what the request has now, as deep as two windows: n-grams enumeration
+    one round ahead: all lengths that can be accepted, times the likeliest next tokens
 
 A step is one pass over all requests that want drafts. Time is the caller's.
 """
@@ -17,7 +18,6 @@ import numpy as np
 from spec.decoupled.messages import Block, Commit
 from spec.decoupled.texts import DraftedRequest, RequestTexts
 from spec.drafter import Drafter, Drafts, LiveSlots
-
 
 PRIOR_DRAFTS, PRIOR_PROB = 8.0, 0.7  # draft tokens before any was seen, and their acceptance
 DECAY = 0.999  # of the counts of draft tokens, a commit
@@ -71,7 +71,7 @@ class _Ahead(DraftingAhead):
         return
 
     def _wanting(self) -> list[int]:
-        """Return the requests that want a draft now, the ones with the fewest draft tokens first."""
+        """Return the requests that want a draft now."""
         raise NotImplementedError
 
     def _drafts(self, live: LiveSlots, most_A: np.ndarray) -> Drafts:
@@ -79,7 +79,7 @@ class _Ahead(DraftingAhead):
 
 
 class FreeRunning(_Ahead):
-    """Chains that go on behind what is being verified: w draft tokens at a time, up to 2 w ahead."""
+    """Chains that go on behind what is verified: w draft tokens at a time, up to 2 w ahead."""
 
     _drafter: ChainDrafter
 
@@ -118,7 +118,7 @@ class FreeRunning(_Ahead):
 
 
 class FromCommitted(_Ahead):
-    """Trees from the tokens that requests have, once for each commit: two windows of draft tokens."""
+    """Trees from what requests have, once for each commit: two windows of draft tokens."""
 
     def step(self) -> list[Block]:
         wanting = [r for r, request in self.texts.requests.items() if request.wants]
@@ -140,8 +140,8 @@ class FromCommitted(_Ahead):
 class Enumerating(_Ahead):
     """Trees of what may come of the chains that are verified now, once for each commit.
 
-    Behind i accepted draft tokens of a chain each of `fan_out` guesses of the next token has a chain
-    of a window behind it; a request without a chain has one case.
+    Behind i accepted draft tokens of a chain each of `fan_out` guesses of the next token has a
+    chain of a window behind it; a request without a chain has one case.
     """
 
     _drafter: EnumeratingDrafter
@@ -172,12 +172,12 @@ class Enumerating(_Ahead):
             request.wants = False
         depth = max(_window(request) for request in requests)
         live = self.texts.live(wanting)
-        tokens_AIFN, prob_AIF = self._drafter.outcomes(live, chain_AK, depth, self._fan_out)
+        tokens_AZFN, prob_AZF = self._drafter.outcomes(live, chain_AK, depth, self._fan_out)
         p = self._right / self._seen
         blocks = []
         for a, (r, request) in enumerate(zip(wanting, requests, strict=True)):
             n = int((chain_AK[a] >= 0).sum())
-            branches = tokens_AIFN[a, : n + 1, :, : 1 + _window(request)], prob_AIF[a, : n + 1]
+            branches = tokens_AZFN[a, : n + 1, :, : 1 + _window(request)], prob_AZF[a, : n + 1]
             tree = cases_tree(chain_AK[a, :n], *branches, p)
             blocks.append(Block(r, request.round, request.committed, *tree))
         return blocks
@@ -201,22 +201,22 @@ class Enumerating(_Ahead):
 
 
 def cases_tree(
-    chain_K: np.ndarray, tokens_IFN: np.ndarray, prob_IF: np.ndarray, p: float
+    chain_K: np.ndarray, tokens_ZFN: np.ndarray, prob_ZF: np.ndarray, p: float
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return a tree (tokens, parents, probabilities), likeliest first, of a chain and its cases.
 
     Each draft token of a chain is accepted with probability p. Guess f behind i of them is next
     with p^i · (1 − p) · its own probability, without the factor 1 − p behind the whole chain.
     """
-    K, (I, F, N) = len(chain_K), tokens_IFN.shape
-    parents, prob = np.empty((I, F, N), np.int64), np.empty((I, F, N))
-    first_IF = K + N * np.arange(I * F).reshape(I, F)
-    parents[:] = first_IF[..., None] + np.arange(N) - 1
-    parents[..., 0] = (np.arange(I) - 1)[:, None]
-    rejected_I = np.where(np.arange(I) < K, 1 - p, 1.0)
-    of_case_IF = (p ** np.arange(I) * rejected_I)[:, None] * prob_IF
-    prob[:] = of_case_IF[..., None] * p ** np.arange(N)
-    tokens_M = np.concatenate([chain_K, tokens_IFN.ravel()])
+    K, (Z, F, N) = len(chain_K), tokens_ZFN.shape
+    parents, prob = np.empty((Z, F, N), np.int64), np.empty((Z, F, N))
+    first_ZF = K + N * np.arange(Z * F).reshape(Z, F)
+    parents[:] = first_ZF[..., None] + np.arange(N) - 1
+    parents[..., 0] = (np.arange(Z) - 1)[:, None]
+    rejected_Z = np.where(np.arange(Z) < K, 1 - p, 1.0)
+    of_case_ZF = (p ** np.arange(Z) * rejected_Z)[:, None] * prob_ZF
+    prob[:] = of_case_ZF[..., None] * p ** np.arange(N)
+    tokens_M = np.concatenate([chain_K, tokens_ZFN.ravel()])
     parents_M = np.concatenate([np.arange(K) - 1, parents.ravel()])
     prob_M = np.concatenate([p ** np.arange(1, K + 1), prob.ravel()])
     order_M = np.argsort(-prob_M, kind="stable")

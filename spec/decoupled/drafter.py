@@ -1,4 +1,5 @@
-"""The drafter of a verifying worker: it takes what drafting workers have sent, and computes nothing.
+"""The drafter of a verifying worker: it takes what drafting workers have sent, and computes
+nothing.
 
 In each round: take the blocks that have come → follow them to what requests have now → tell the
 drafting workers these tokens, and the drafts that are verified behind them. Nobody waits, but for
@@ -119,9 +120,7 @@ class DecoupledDrafter(Drafter):
         for link in self._links:
             self.received.put(link.take(), live)
 
-    def _tell(
-        self, live: LiveSlots, plans: Sequence[DraftPlan], drafts: Drafts | None
-    ) -> None:
+    def _tell(self, live: LiveSlots, plans: Sequence[DraftPlan], drafts: Drafts | None) -> None:
         """Tell what is new of requests, each to its own drafting worker."""
         news: list[list[Commit]] = [[] for _ in self._links]
         processing_A3 = live.processing(self._sampling)

@@ -3,9 +3,10 @@
     verifying  ── Commit: what a request has now, and what is verified behind it ──→  drafting
     verifying  ←──────── Block: a tree of draft tokens behind `base_tokens` ─────────  drafting
 
-A block says of which request, which committed length and which round it is. So a block that is late,
-repeated, lost or of a drafting worker that has been replaced costs speed and never a token: what does
-not follow from the tokens that the request has by then is not used. Source: SpecActor section 4.1.
+A block says of which request, which committed length and which round it is. So a block that is
+late, repeated, lost or of a drafting worker that has been replaced costs speed and never a token:
+what does not follow from the tokens that the request has by then is not used. Source: SpecActor
+section 4.1.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ MOST_WINDOW = 32  # no drafting worker drafts further ahead
 class DraftPlan(NamedTuple):
     """How a request is drafted for: its window of draft tokens, and if the next window is begun.
 
-    Decoupled drafting goes on while a window is verified, up to 2 · window − 1 draft tokens in vain;
-    otherwise the next window waits until the last one is verified (the paper: coupled).
+    Decoupled drafting goes on while a window is verified, up to 2 · window − 1 draft tokens in
+    vain; otherwise the next window waits until the last one is verified (the paper: coupled).
     """
 
     window: int

@@ -1,8 +1,8 @@
 """The blocks that a verifying worker has, and the drafts that follow from what requests have now.
 
-From a block's base the committed tokens are followed down its tree. Where they leave it the block is
-of no use any more; otherwise what lies below is the request's draft. A = live requests, F = requests
-with a block, N = draft tokens of a block.
+From a block's base the committed tokens are followed down its tree. Where they leave it the block
+is of no use any more; otherwise what lies below is the request's draft. A = live requests, F =
+requests with a block, N = draft tokens of a block.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class ReceivedBlocks:
         max_nodes: int,
         source: Source,
     ) -> Drafts:
-        """Return each request's draft: at most `window_A` deep, of at most `most_A` draft tokens."""
+        """Return each request's draft: at most `window_A` deep, and `most_A` draft tokens."""
         drafts = no_drafts(len(live), max_nodes)
         drafts.sources_AN[:] = source
         blocks = self._block_F3, self._tokens_FN, self._parents_FN, self._prob_FN
@@ -73,23 +73,33 @@ class ReceivedBlocks:
             new = len(self._block_F3)
             self._block_F3 = with_room(self._block_F3, self._index.size, 0)
             self._block_F3[new:, ROUND] = -1
-            self._tokens_FN, self._parents_FN, self._prob_FN = (
-                with_room(x, len(self._block_F3), 0)
-                for x in (self._tokens_FN, self._parents_FN, self._prob_FN)
-            )
+            size = len(self._block_F3)
+            self._tokens_FN = with_room(self._tokens_FN, size, 0)
+            self._parents_FN = with_room(self._parents_FN, size, 0)
+            self._prob_FN = with_room(self._prob_FN, size, 0)
         return which_A
 
     def _widen(self, num_nodes: int) -> None:
         more = max(num_nodes, 2 * self._tokens_FN.shape[1]) - self._tokens_FN.shape[1]
-        self._tokens_FN, self._parents_FN, self._prob_FN = (
-            np.pad(x, ((0, 0), (0, more)))
-            for x in (self._tokens_FN, self._parents_FN, self._prob_FN)
-        )
+        room = (0, 0), (0, more)
+        self._tokens_FN = np.pad(self._tokens_FN, room)
+        self._parents_FN = np.pad(self._parents_FN, room)
+        self._prob_FN = np.pad(self._prob_FN, room)
 
 
 @numba.njit(cache=True, nogil=True)
 def _follow(  # type: ignore[no-untyped-def]
-    tokens_BL, rows_A, total_A, which_A, block_F3, tokens_FN, parents_FN, prob_FN, window_A, most_A, out
+    tokens_BL,
+    rows_A,
+    total_A,
+    which_A,
+    block_F3,
+    tokens_FN,
+    parents_FN,
+    prob_FN,
+    window_A,
+    most_A,
+    out,
 ):
     """Write the drafts that follow from blocks; return how many blocks were given up."""
     stale = 0

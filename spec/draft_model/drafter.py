@@ -8,6 +8,7 @@ fetch. Source: the draft model of SpecActor and others; draws with shared noise 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -18,10 +19,11 @@ from models.config import ModelConfig
 from spec.config import SamplingConfig
 from spec.draft_cache.cache import DraftCache, Passes, Runner
 from spec.draft_cache.drafter import CachingDrafter
+from spec.draft_cache.drafting import Given
 from spec.draft_model.config import ChainConfig, Proposal
 from spec.draft_model.drafting import LACKING_TOKENS, ChainDrafting
 from spec.draft_model.enumeration import Enumeration, enumerate_cases, unpack
-from spec.drafter import LiveSlots, RoundsDrafter, Source
+from spec.drafter import Arguments, LiveSlots, Program, RoundsDrafter, Source
 
 # what is assumed of draws with shared noise before any was observed: drafts, and their acceptance
 PRIOR_DRAFTS, PRIOR_PROB = 8, 0.7
@@ -132,7 +134,7 @@ class EnumeratingDraftModel(AheadDraftModel):
     def outcomes(
         self, live: LiveSlots, chain_AK: np.ndarray, depth: int, fan_out: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return (tokens_AIFN, prob_AIF): behind i accepted tokens of a chain, F guesses with their
+        """Return (tokens_AZFN, prob_AZF): behind i accepted tokens of a chain, F guesses with their
         probability, each with a chain of `depth` tokens; what lies behind it is 0.
 
         `chain_AK` is −1 behind a chain.
@@ -149,5 +151,22 @@ class EnumeratingDraftModel(AheadDraftModel):
         args = given, held.taken(), table_RX, self._argument(chain_RK), np.int32(depth)
         held.arrays, packed = enumerate_cases(*args, enumeration=enumeration)
         self.note_drafts(live, rows_A, chain_AK, count_A.astype(np.int32))
-        tokens_RIFN, prob_RIF = unpack(packed)
-        return tokens_RIFN[rows_A], prob_RIF[rows_A]
+        tokens_RZFN, prob_RZF = unpack(packed)
+        return tokens_RZFN[rows_A], prob_RZF[rows_A]
+
+    def enumerating(
+        self, num_slots: int, num_positions: int, window: int, fan_out: int
+    ) -> Iterator[Program]:
+        """Yield the steps of `outcomes` in this bucket, and makers of their arguments."""
+        held, size = self._held, (num_slots, num_positions)
+
+        def given() -> Given:
+            return self.constants(), ()
+
+        def cases() -> Arguments:
+            chain_RK = self._argument(np.full((num_slots, window), -1, np.int32))
+            args = given(), held.empty(*size), held.empty_ends(num_slots), chain_RK, np.int32(1)
+            return args, {"enumeration": Enumeration(self._drafting, window, fan_out)}
+
+        yield enumerate_cases, cases
+        yield from held.programs(*size, given)

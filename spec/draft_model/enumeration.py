@@ -6,8 +6,8 @@ case, so that whatever the round brings is likely to be among them (one round ah
 as SGLang's decoupled drafts and SSD, arXiv 2603.03251, have it). With the noise of the position the
 draft model's own draw is the first guess, unless it has just been rejected.
 
-B = rows of the cache, K = draft tokens of a chain, I = K + 1 cases, F = guesses of a case,
-E = I · F branches, W = tokens of the first pass, X = columns of the branches' nodes.
+B = rows of the cache, K = draft tokens of a chain, Z = K + 1 cases, F = guesses of a case,
+E = Z · F branches, W = tokens of the first pass, X = columns of the branches' nodes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from spec import sampling
 from spec.draft_cache.drafting import Given
 from spec.draft_cache.tables import Ends, unpack_ends
 from spec.draft_model.drafting import ChainDrafting, run_tokens
-from spec.sampling import Processing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +54,7 @@ def enumerate_cases(
     *,
     enumeration: Enumeration,
 ) -> tuple[KVCache, jax.Array]:
-    """Draft behind every case of each row's chain; return the cache, and int32 [R, I, F, 2 + K].
+    """Draft behind every case of each row's chain; return the cache, and int32 [R, Z, F, 2 + K].
 
     A chain has its draft tokens, then −1. Of each branch there is the guess, a chain of `depth`
     tokens behind it, and the bits of the guess's probability. Rows at rest have no meaning.
@@ -63,17 +62,17 @@ def enumerate_cases(
     (params, _, key, _), _ = given
     ends, K = unpack_ends(table_RX), enumeration.window
     cases = _Cases(enumeration, params, ends, chain_RK, key)
-    hidden_RID, cache = cases.first_pass(cache)
-    guess_RIF, prob_RIF = cases.guesses(hidden_RID)
-    R, I, F = guess_RIF.shape
-    chains_REK = cases.chains(cache, guess_RIF.reshape(R, I * F), depth)
-    bits_RIF1 = jax.lax.bitcast_convert_type(prob_RIF, jnp.int32)[..., None]
-    parts = guess_RIF[..., None], chains_REK.reshape(R, I, F, K), bits_RIF1
+    hidden_RZD, cache = cases.first_pass(cache)
+    guess_RZF, prob_RZF = cases.guesses(hidden_RZD)
+    R, Z, F = guess_RZF.shape
+    chains_REK = cases.chains(cache, guess_RZF.reshape(R, Z * F), depth)
+    bits_RZF1 = jax.lax.bitcast_convert_type(prob_RZF, jnp.int32)[..., None]
+    parts = guess_RZF[..., None], chains_REK.reshape(R, Z, F, K), bits_RZF1
     return kv_cache.map_arrays(kv_cache.pin, cache), replicated(jnp.concatenate(parts, axis=-1))
 
 
 def unpack(packed: jax.Array) -> tuple[np.ndarray, np.ndarray]:
-    """Return (tokens_RIFN, prob_RIF): of each branch its guess and the chain behind it."""
+    """Return (tokens_RZFN, prob_RZF): of each branch its guess and the chain behind it."""
     found = np.asarray(packed)
     return found[..., :-1], np.ascontiguousarray(found[..., -1]).view(np.float32)
 
@@ -89,7 +88,7 @@ class _Cases:
     key: jax.Array
 
     def first_pass(self, cache: KVCache) -> tuple[jax.Array, KVCache]:
-        """Run what the rows lack and their chains; hidden states from the last token on, [R, I, D]."""
+        """Run what rows lack and their chains; return hidden states from the root on, [R, Z, D]."""
         ends, W, K = self.ends, self.ends.tokens_BW.shape[1], self.enumeration.window
         start_R = ends.starts(0, cache.num_positions)
         own_R1 = jnp.minimum(ends.total_B, W)[:, None]  # tokens before the chain
@@ -99,30 +98,30 @@ class _Cases:
         tokens_RX = jnp.where(at_RX < 0, tokens_RX, behind_RX)
         config = self.enumeration.drafting.config
         hidden_RXD, cache = run_tokens(config, self.params, cache, tokens_RX, start_R)
-        of_case_RI1 = (own_R1 - 1 + jnp.arange(K + 1))[..., None]
-        return jnp.take_along_axis(hidden_RXD, of_case_RI1, axis=1), cache
+        of_case_RZ1 = (own_R1 - 1 + jnp.arange(K + 1))[..., None]
+        return jnp.take_along_axis(hidden_RXD, of_case_RZ1, axis=1), cache
 
-    def guesses(self, hidden_RID: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return each case's likeliest tokens and their probabilities, [R, I, F].
+    def guesses(self, hidden_RZD: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return each case's likeliest tokens and their probabilities, [R, Z, F].
 
         Of a case in which a draft token was rejected that token is none of them.
         """
         F, scheme = self.enumeration.fan_out, self.enumeration.drafting.scheme
-        logits_RIV = transformer.head(self.params, hidden_RID)
+        logits_RZV = transformer.head(self.params, hidden_RZD)
         processing = self.ends.processing
-        temperature_RI, top_k_RI, top_p_RI = processing.broadcast(hidden_RID.shape[:2])
-        cut_RIV = sampling.processed_logits(logits_RIV, temperature_RI, top_k_RI, top_p_RI)
-        rejected_RI = jnp.pad(self.chain_RK, ((0, 0), (0, 1)), constant_values=-1)
-        is_rejected_RIV = rejected_RI[..., None] == jnp.arange(logits_RIV.shape[-1])
-        logprob_RIV = jax.nn.log_softmax(jnp.where(is_rejected_RIV, sampling.LEAST, cut_RIV))
-        ranked_RIV = logprob_RIV
+        temperature_RZ, top_k_RZ, top_p_RZ = processing.broadcast(hidden_RZD.shape[:2])
+        cut_RZV = sampling.processed_logits(logits_RZV, temperature_RZ, top_k_RZ, top_p_RZ)
+        rejected_RZ = jnp.pad(self.chain_RK, ((0, 0), (0, 1)), constant_values=-1)
+        is_rejected_RZV = rejected_RZ[..., None] == jnp.arange(logits_RZV.shape[-1])
+        logprob_RZV = jax.nn.log_softmax(jnp.where(is_rejected_RZV, sampling.LEAST, cut_RZV))
+        ranked_RZV = logprob_RZV
         if scheme is not None:
-            keys_RI = self._noise(jnp.arange(hidden_RID.shape[1])[None])
-            ranked_RIV = sampling.rank_draws(cut_RIV, keys_RI, temperature_RI, scheme)
-        ranked_RIV = jnp.where(is_rejected_RIV, -jnp.inf, ranked_RIV)
-        _, guess_RIF = jax.lax.top_k(ranked_RIV, F)
-        prob_RIF = jnp.exp(jnp.take_along_axis(logprob_RIV, guess_RIF, axis=-1))
-        return guess_RIF.astype(jnp.int32), prob_RIF
+            keys_RZ = self._noise(jnp.arange(hidden_RZD.shape[1])[None])
+            ranked_RZV = sampling.rank_draws(cut_RZV, keys_RZ, temperature_RZ, scheme)
+        ranked_RZV = jnp.where(is_rejected_RZV, -jnp.inf, ranked_RZV)
+        _, guess_RZF = jax.lax.top_k(ranked_RZV, F)
+        prob_RZF = jnp.exp(jnp.take_along_axis(logprob_RZV, guess_RZF, axis=-1))
+        return guess_RZF.astype(jnp.int32), prob_RZF
 
     def chains(self, cache: KVCache, guess_RE: jax.Array, depth: jax.Array) -> jax.Array:
         """Return the chains of `depth` tokens behind each branch's guess; 0 behind them; [R, E, K].

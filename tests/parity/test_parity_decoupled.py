@@ -54,9 +54,7 @@ def test_chains_that_run_ahead(golden, rollout, engine, params, small_params, na
     assert not link.ahead.texts.requests  # all have left
 
 
-def test_the_policy_itself_runs_ahead_and_nothing_is_rolled_back(
-    golden, rollout, engine, params
-):
+def test_the_policy_itself_runs_ahead_and_nothing_is_rolled_back(golden, rollout, engine, params):
     for steps in (1, 2):
         link = SteppedLink(chains(engine, params, "plain", MODEL), steps=steps)
         got = rollout("plain", drafter=decoupled([link], "plain"))
@@ -72,7 +70,13 @@ def test_all_cases_one_round_ahead(golden, rollout, engine, params, small_params
     got = rollout(name, drafter=decoupled([link], name))
     assert not differences(golden(name), got)
     drafted, accepted = engine.stats.drafted_by_source, engine.stats.accepted_by_source
-    print(name, proposal, accepted[Source.MODEL], drafted[Source.MODEL], sum(engine.stats.rounds.values()))
+    print(
+        name,
+        proposal,
+        accepted[Source.MODEL],
+        drafted[Source.MODEL],
+        sum(engine.stats.rounds.values()),
+    )
     assert 0 < accepted[Source.MODEL] < drafted[Source.MODEL]
 
 
@@ -82,4 +86,10 @@ def test_the_policy_itself_knows_all_cases(golden, rollout, engine, params, name
     drafter = decoupled([link], name)
     assert not differences(golden(name), rollout(name, drafter=drafter))
     drafted, accepted = engine.stats.drafted_by_source, engine.stats.accepted_by_source
-    print(name, accepted[Source.MODEL], drafted[Source.MODEL], sum(engine.stats.rounds.values()), drafter.received.stale)
+    print(
+        name,
+        accepted[Source.MODEL],
+        drafted[Source.MODEL],
+        sum(engine.stats.rounds.values()),
+        drafter.received.stale,
+    )

@@ -25,4 +25,6 @@ class SteppedLink:
         return self.sent.popleft()
 
     def wait(self, timeout_s):
-        self.sent[-1].extend(self.ahead.step()) if self.sent else self.sent.append(self.ahead.step())
+        self.sent[-1].extend(self.ahead.step()) if self.sent else self.sent.append(
+            self.ahead.step()
+        )
