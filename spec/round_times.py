@@ -45,6 +45,10 @@ class RoundTimes:
         (d0, t0), (d1, t1) = min(at), max(at)
         return t0 if d0 == d1 else t0 + (t1 - t0) * (depth - d0) / (d1 - d0)
 
+    def without_drafts(self, name: str) -> RoundTimes:
+        """Return the same without the seconds of a drafter."""
+        return RoundTimes(self._seconds, {n: t for n, t in self._drafts.items() if n != name})
+
     def draft_depths(self, name: str) -> tuple[int, ...]:
         """Return the measured depths of a drafter, ascending."""
         return tuple(sorted({depth for _, depth, _ in self._drafts.get(name, ())}))

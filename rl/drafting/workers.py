@@ -10,12 +10,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, MutableSequence
 
 import jax
 import numpy as np
 
-from rl.drafting.config import SpecActorConfig
+from rl.drafting.plans import Planner
 from rl.drafting.worker import DraftingWorker, WorkerLink
 from rl.engine.engine import Engine
 from rl.engine.rollout_spec import DrafterContext, RolloutSpec
@@ -23,51 +23,53 @@ from rl.runtime.waits import HANG_LIMIT_S
 from rl.speculation.draft_model import DraftModel
 from spec.config import SamplingConfig
 from spec.decoupled.ahead import DraftingAhead, Enumerating, FreeRunning
-from spec.decoupled.drafter import DecoupledDrafter, RequestPlans
+from spec.decoupled.drafter import DecoupledDrafter
+from spec.decoupled.messages import Commit, DraftPlan
 from spec.draft_model.drafter import AheadDraftModel, EnumeratingDraftModel
 from spec.drafter import Program, Source
 from spec.sampling import step_key
 
+REPEATS = 3  # of what is timed
+LEAST_SECONDS = 1e-7
 MOST_RESTARTS = 3  # of one worker: what fails more often will not heal
 LEAVING_S = 5.0  # that threads have to end
 
 
-@dataclasses.dataclass(frozen=True)
-class DraftingBounds:
-    """What drafting workers hold: requests at once, their longest, and draft tokens ahead."""
-
-    max_requests: int
-    longest_tokens: int
-    most_window: int
-
-
 class DraftingWorkers:
-    """Drafting workers on `engines`, which share the requests of all verifying workers.
+    """Drafting workers on engines of a run, which share the requests of all verifying workers.
 
-    A context manager: the threads end on exit. `told` is called with a line about each loss.
+    There are none until `take`. A context manager: the threads end on exit. `told` is called with a
+    line about each loss. `longest_tokens` are those of prompt and response.
     """
 
     def __init__(
         self,
-        engines: Sequence[Engine],
         model: DraftModel,
-        config: SpecActorConfig,
-        bounds: DraftingBounds,
-        plans: Callable[[], RequestPlans],
+        planner: Planner,
+        longest_tokens: int,
         *,
         clock: Callable[[], float],
         told: Callable[[str], None],
         hang_limit_s: float = HANG_LIMIT_S,
     ) -> None:
-        self.model, self.config, self.bounds, self._plans = model, config, bounds, plans
+        self.model, self.planner, self._longest_tokens = model, planner, longest_tokens
         self._clock, self._told, self._hang_limit_s = clock, told, hang_limit_s
-        self._engines = [_drafting_engine(engine, bounds, len(engines)) for engine in engines]
         self._lock = threading.Lock()
         self._looked_s = 0.0
+        self._engines: list[Engine] = []
         self.workers: list[DraftingWorker] = []
 
-    def __enter__(self) -> DraftingWorkers:
+    def take(self, engines: MutableSequence[Engine], count: int) -> None:
+        """Take the last `count` engines from those that verify, and start drafting on them."""
+        assert not self.workers and 0 < count < len(engines), "once, and some are left"
+        taken = [engines.pop() for _ in range(count)][::-1]
+        rows = -(-self.planner.num_requests // count)
+        longest = self._longest_tokens + 2 * self.planner.most_window
+        self._engines = [_drafting_engine(engine, rows, longest) for engine in taken]
+        self.planner.drafting_workers = count
         self.workers = [DraftingWorker(e, Source.MODEL, self._clock) for e in self._engines]
+
+    def __enter__(self) -> DraftingWorkers:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -83,33 +85,62 @@ class DraftingWorkers:
             return self.ahead(engine, spec.key, spec.sampling)
 
         links = [WorkerLink(worker, rollout, make, self._look) for worker in self.workers]
-        return DecoupledDrafter(links, self._plans(), spec.sampling)
+        return DecoupledDrafter(links, self.planner.plans(), spec.sampling)
 
     def ahead(self, engine: Engine, key: jax.Array, sampling: SamplingConfig) -> DraftingAhead:
         """Return what drafts for one rollout on a drafting worker."""
-        size, window = (engine.config.slots, engine.longest_tokens), self.bounds.most_window
-        spec = RolloutSpec((), sampling, key)  # type: ignore[arg-type]  # it reads no weights of it
-        context = engine.drafter_context(spec)
-        if self.config.ahead == "free_running":
-            return FreeRunning(self.model.made(AheadDraftModel, context, window), *size)
-        drafter = self.model.made(EnumeratingDraftModel, context, window)
-        fan_out = self.config.fan_out
-        return Enumerating(drafter, *size, most_window=window, fan_out=fan_out)
+        size, drafter = (
+            (engine.config.slots, engine.longest_tokens),
+            self._drafter(engine, sampling, key),
+        )
+        if isinstance(drafter, EnumeratingDraftModel):
+            window, fan_out = self.planner.most_window, self.planner.config.fan_out
+            return Enumerating(drafter, *size, most_window=window, fan_out=fan_out)
+        return FreeRunning(drafter, *size)
 
-    def programs(self, sampling: SamplingConfig) -> Iterator[tuple[Engine, Program]]:
+    def _drafter(
+        self, engine: Engine, sampling: SamplingConfig, key: jax.Array | None = None
+    ) -> AheadDraftModel:
+        spec = RolloutSpec((), sampling, step_key(0, 0) if key is None else key)  # type: ignore[arg-type]
+        kind = EnumeratingDraftModel if self._enumerates else AheadDraftModel
+        context = engine.drafter_context(spec)  # it reads no weights of the policy
+        return self.model.made(kind, context, self.planner.most_window)
+
+    @property
+    def _enumerates(self) -> bool:
+        return self.planner.config.ahead == "enumeration"
+
+    def programs(self, sampling: SamplingConfig) -> Iterator[tuple[Engine, list[Program]]]:
         """Yield what drafting workers run, with the engine that it is for."""
-        key, window = step_key(0, 0), self.bounds.most_window
         for engine in self._engines:
-            context = engine.drafter_context(RolloutSpec((), sampling, key))  # type: ignore[arg-type]
-            for S in engine.position_sizes(engine.config.slots):
-                drafter = self.model.made(EnumeratingDraftModel, context, window)
-                if self.config.ahead == "enumeration":
-                    fan_out = self.config.fan_out
-                    programs = drafter.enumerating(engine.config.slots, S, window, fan_out)
-                else:
-                    programs = drafter.programs(engine.config.slots, S)
-                for program in programs:
-                    yield engine, program
+            rows, found = engine.config.slots, list[Program]()
+            with engine.mesh_context():
+                for S in engine.position_sizes(rows):
+                    drafter, window = self._drafter(engine, sampling), self.planner.most_window
+                    if isinstance(drafter, EnumeratingDraftModel):
+                        found += drafter.enumerating(rows, S, window, self.planner.config.fan_out)
+                    else:
+                        found += drafter.programs(rows, S)
+            yield engine, found
+
+    def draft_seconds(self, sampling: SamplingConfig) -> float:
+        """Measure the seconds of a draft token for all requests of a drafting worker.
+
+        Those of a whole block by its window: rows at rest take as long as others.
+        """
+        engine, window = self._engines[0], self.planner.most_window
+        rows, prompt = engine.config.slots, np.zeros(1, np.int32)
+        plan, none = DraftPlan(window), np.zeros(0, np.int32)
+        with engine.mesh_context():
+            ahead = self.ahead(engine, step_key(0, 0), sampling)
+            tries = []
+            for n in range(REPEATS + 1):
+                said = n, prompt, 1, 2 * window, none, plan, (1.0, 0.0, 1.0)
+                ahead.hear([Commit(r, 1 + n, *said) for r in range(rows)], ())
+                began_s = self._clock()
+                ahead.step()
+                tries.append(self._clock() - began_s)
+        return max(float(np.median(tries[1:])), LEAST_SECONDS) / window
 
     def _look(self) -> None:
         """Replace workers that have raised or hang; called by verifying workers, any of them."""
@@ -153,13 +184,13 @@ class DraftingWorkers:
         metrics["drafting/busy_fraction"] = sum(w.busy_s - s for w, (_, s) in pairs) / taken_s
 
 
-def _drafting_engine(engine: Engine, bounds: DraftingBounds, num_workers: int) -> Engine:
+def _drafting_engine(engine: Engine, num_rows: int, longest_tokens: int) -> Engine:
     """Return an engine on the same device whose caches hold every request that it may draft for.
 
     One bucket of rows, so that nothing compiles as requests come and go.
     """
-    rows = 1 << (-(-bounds.max_requests // num_workers) - 1).bit_length()
+    rows = 1 << (num_rows - 1).bit_length()
     config = dataclasses.replace(engine.config, slots=rows, min_slots=rows)
     drafting = dataclasses.replace(engine, config=config, feature_layers=None)
-    drafting.expect(rows, bounds.longest_tokens + 2 * bounds.most_window)
+    drafting.expect(rows, longest_tokens)
     return drafting

@@ -22,6 +22,7 @@ from rl.config.loader import resolve_path
 from rl.data.prompts import MOST_PASSED_OVER, DataOrder, encode_prompt
 from rl.data.tasks import Example, Task, TaskConfig, data_digest, data_files, open_tasks
 from rl.drafter_training.config import DrafterConfig, shape_of
+from rl.drafting.config import SpecActorConfig
 from rl.engine.config import EngineConfig
 from rl.learner.algorithms import AlgorithmConfig, CriticConfig
 from rl.learner.config import OptimizerConfig, TrainerConfig, TrainSpec
@@ -117,6 +118,7 @@ class TrainConfig:
     tuner: TunerConfig
     drafter: DrafterConfig
     draft_model: DraftModelConfig
+    spec_actor: SpecActorConfig
     drafter_training: DrafterTrainingConfig
     data_buffer: DataBufferConfig
     reuse: ReuseConfig
@@ -216,6 +218,7 @@ def open_inputs(config: TrainConfig) -> Inputs:
 
         draft_model.check(config.draft_model, model, words, config.longest_tokens)
     config_checks.check_tuner(config)
+    config_checks.check_drafting(config)
     validate(config.reward)
     task = open_tasks(config.task, config.run.seed)
     inputs = Inputs(policy, model, words, task, 0, data_digest(config.task))

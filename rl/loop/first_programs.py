@@ -16,6 +16,8 @@ import jax
 from models.config import ModelConfig
 from models.transformer import Params
 from rl.cluster.processes import Processes
+from rl.drafting.plans import MeasuredSeconds
+from rl.drafting.workers import DraftingWorkers
 from rl.engine.engine import Engine, RolloutEngine
 from rl.loop.exchange import WHOLE, Shares
 from rl.loop.experiment import Inputs, TrainConfig
@@ -76,6 +78,8 @@ def drafted_alone(config: TrainConfig) -> dict[str, compile_buckets.Decisions]:
         return [decision for decision in found if decision is not None]
 
     can = {name for name in asked if name in sources and (nodes or len(sources) == 1)}
+    if config.spec_actor.drafting_workers:
+        can.discard(MODEL)
     return {name: partial(decisions, asked[name]) for name in can if budget not in ("off", "aimd")}
 
 
@@ -125,10 +129,11 @@ def longer_buckets(
 
 
 class Kept(NamedTuple):
-    """The folder of a run's tables of seconds, and the processes that decide by them."""
+    """The folder of a run's tables of seconds, and who decides by them."""
 
     folder: Path
     processes: Processes
+    drafting: DraftingWorkers | None = None
 
 
 def warm_up(
@@ -147,7 +152,10 @@ def warm_up(
     Called as `engine.do` does. The lowered steps of `training` are compiled with it: nothing is
     timed beside a compilation.
     """
-    reach = dataclasses.replace(reach, drafters=speculation.drafters)
+    drafters, drafting = dict(speculation.drafters), kept.drafting
+    if speculation.drafting is not None:
+        del drafters[MODEL]  # other workers draft with it
+    reach = dataclasses.replace(reach, drafters=drafters)
     for one in engine.engines:
         placed = one.place(weights)
         if longer is None:
@@ -171,16 +179,44 @@ def warm_up(
         engine.costs = MeasuredCosts(times.rounds, moves.seconds)
     if reach.speculative:
         speculation.times = times
+        if drafting is not None:
+            warm_up_drafting(config.sampling, engine, drafting, speculation, told)
         compile_host_kernels(
             config.speculation,
-            times,
+            speculation.times,
             one,
             placed,
             sampling,
             speculation.drafters,
             config.tuner,
+            speculation.drafting,
         )
     jax.block_until_ready(step_key(0, 0))
+
+
+def warm_up_drafting(
+    sampling: SamplingConfig,
+    engine: RolloutEngine,
+    drafting: DraftingWorkers,
+    speculation: Speculation,
+    told: OnCompiled,
+) -> None:
+    """Decide how many workers draft, where a plan is to say; compile and time what they run."""
+    times, planner = speculation.times, drafting.planner
+    assert times is not None and isinstance(engine, MultiEngine), "workers that draft"
+    planner.seconds = MeasuredSeconds(times, 0.0)
+    if not drafting.workers:
+        count = planner.choose(range(planner.num_workers // 2 + 1)).drafting_workers
+        if not count:
+            return
+        drafting.take(engine.engines, count)
+        speculation.drafting = drafting
+        speculation.times = times = times.without_drafts(MODEL)
+    for runner, programs in drafting.programs(sampling):
+        found = [compile_buckets.Program(*program) for program in programs]
+        compile_buckets.compile_programs(runner, found, told)
+        compile_buckets.run_once(runner, found)
+    planner.seconds = MeasuredSeconds(times, drafting.draft_seconds(sampling))
 
 
 def warm_up_evaluation(

@@ -18,6 +18,7 @@ from models.transformer import Params
 from rl.cluster.processes import Processes
 from rl.data.prompts import MOST_PASSED_OVER, DataOrder, prompts_for_step
 from rl.data.tasks import Example
+from rl.drafting.workers import DraftingWorkers
 from rl.engine.engine import OnRound, RolloutEngine
 from rl.engine.rollout_spec import RolloutSpec
 from rl.engine.stats import EngineStats, joined
@@ -65,6 +66,7 @@ class System:
     drafter: AnyDrafter | None
     longer: LongerBuckets | None
     shares: Shares
+    drafting: DraftingWorkers | None
     show: Progress
     watch: Watch
 

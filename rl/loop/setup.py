@@ -20,6 +20,8 @@ from models.sharding import make_mesh
 from rl.cluster.lockstep import LockstepWatch
 from rl.cluster.processes import ALONE, Processes
 from rl.data.prompts import DataOrder
+from rl.drafting.plans import Planner
+from rl.drafting.workers import DraftingWorkers
 from rl.engine.engine import Engine, RolloutEngine, ThreadedEngine
 from rl.learner import critic, trainer
 from rl.learner.config import TrainSpec
@@ -134,10 +136,13 @@ def build(
             processes.barrier("workers on Ray", watch.alive)
         lockstep = _lockstep(shares, stack)
         engine = _engine(config, inputs, mesh, learner.recipe, drafter, workers, shares, lockstep)
+        drafting = _drafting(config, engine, speculation, clock, show.message)
+        if drafting is not None:
+            stack.enter_context(drafting)
         eval_engine = _eval_engine(config, inputs, mesh, engine, shares)
         system = System(
             *(config, inputs, learner, engine, eval_engine, cache, speculation, reuse, rewards),
-            *(DataOrder(len(inputs.task), config.run.seed), drafter, None, shares),
+            *(DataOrder(len(inputs.task), config.run.seed), drafter, None, shares, drafting),
             show=show,
             watch=watch,
         )
@@ -173,7 +178,7 @@ def _compile(
         sign = watch.check if processes.alone else watch.alive
         settings = engine, weights, config.sampling, speculation, reach, watch, told, sign
         longer = engine.do(partial(first_programs.longer_buckets, *settings))
-        kept = first_programs.Kept(folder, processes)
+        kept = first_programs.Kept(folder, processes, system.drafting)
         given = engine, weights, speculation, reach, kept, heard, training, longer
         engine.do(partial(first_programs.warm_up, config, *given))
     if not on_ray or system.eval_engine is not engine:
@@ -276,6 +281,41 @@ def _engine(
     limit_s = config.run.hang_limit_s
     kind = AheadEngine if config.sched.mode == "ahead" else MultiEngine
     return kind(engines, config.sched, seed=config.run.seed, spot=spot, hang_limit_s=limit_s)
+
+
+def _drafting(
+    config: TrainConfig,
+    engine: RolloutEngine,
+    speculation: Speculation,
+    clock: Callable[[], float],
+    told: Callable[[str], None],
+) -> DraftingWorkers | None:
+    """Take the drafting workers from the engine's; None where each worker drafts by itself.
+
+    Raises ValueError where they are more than the devices.
+    """
+    settings, sched = config.spec_actor, config.sched
+    if not settings.drafts_apart or not isinstance(engine, MultiEngine):
+        return None
+    num_devices = len(jax.local_devices())
+    if (asked := settings.drafting_workers or 1) > num_devices:
+        raise ValueError(
+            f"expected at most as many drafting workers as devices, got SpecActor."
+            f"drafting_workers={asked} and {num_devices}: lower it, or on a CPU set XLA_FLAGS="
+            f"--xla_force_host_platform_device_count={asked}"
+        )
+    longest = min(config.draft_model.max_depth, config.engine.max_nodes - 1)
+    requests = min(config.rollout.num_requests, sched.workers * config.engine.slots)
+    planner = Planner(settings, sched.workers, requests, settings.window or longest)
+    model = speculation.drafters[MODEL]
+    assert isinstance(model, DraftModel)
+    limit_s, longest = config.run.hang_limit_s, config.longest_tokens
+    options: dict[str, Any] = {"clock": clock, "told": told, "hang_limit_s": limit_s}
+    drafting = DraftingWorkers(model, planner, longest, **options)
+    if settings.drafting_workers is not None:
+        drafting.take(engine.engines, settings.drafting_workers)
+        speculation.drafting = drafting
+    return drafting
 
 
 def _own_engine(

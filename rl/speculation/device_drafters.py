@@ -9,8 +9,17 @@ from typing import Generic, Protocol, TypeVar
 from rl.engine.model_runner import ModelRunner
 from rl.engine.rollout_spec import DrafterContext
 from spec.budget.device_gate import DeviceDrafter
+from spec.drafter import Drafter
 
 T = TypeVar("T")
+
+
+class DrafterSource(Protocol):
+    """Makes the drafters of a run's workers."""
+
+    def drafter_for(self, context: DrafterContext) -> Drafter:
+        """Return the drafter of one worker for one rollout."""
+        ...
 
 
 class DeviceDrafterSource(Protocol):

@@ -21,7 +21,7 @@ import numpy as np
 from rl.engine.rollout_spec import DrafterContext, DrafterFactory, no_drafts
 from rl.runtime.waits import Hang, Patience, result_of
 from rl.speculation.config import SpeculationConfig
-from rl.speculation.device_drafters import NO_DRAFTERS, DeviceDrafters
+from rl.speculation.device_drafters import NO_DRAFTERS, DeviceDrafters, DrafterSource
 from rl.speculation.history_elsewhere import IndexBuilder, Indexed, Shard
 from rl.speculation.learned_drafter import LearnedDrafter
 from rl.trajectory import Prompt
@@ -120,6 +120,8 @@ class Speculation:
         self._lock = threading.Lock()
         self.for_others = False  # workers of other programs, which index the history themselves
         self.index_builder: IndexBuilder | None = None  # or others, for them
+        # in place of the workers' own draft model, drafts of drafting workers
+        self.drafting: DrafterSource | None = None
 
     def drafter_factory(
         self,
@@ -174,6 +176,8 @@ class Speculation:
                 parts[source] = GroupDrafter(update_tokens=tokens, server=server)
             elif source == "own":
                 parts[source] = NgramDrafter()
+            elif source == MODEL and self.drafting is not None:
+                parts[source] = self.drafting.drafter_for(context)
             else:
                 parts[source] = self.drafters[source].drafter_for(context)
         if not parts:

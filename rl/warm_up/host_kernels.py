@@ -10,7 +10,7 @@ from models.transformer import Params
 from rl.engine.engine import Engine
 from rl.engine.rollout_spec import RolloutSpec, draft_with
 from rl.speculation.config import SpeculationConfig
-from rl.speculation.device_drafters import NO_DRAFTERS, DeviceDrafters
+from rl.speculation.device_drafters import NO_DRAFTERS, DeviceDrafters, DrafterSource
 from rl.speculation.sources import Speculation
 from rl.trajectory import Request
 from spec.budget.budget import SeeingBudget
@@ -32,6 +32,7 @@ def compile_host_kernels(
     sampling: SamplingConfig,
     drafters: DeviceDrafters = NO_DRAFTERS,
     tuner: TunerConfig | None = None,
+    drafting: DrafterSource | None = None,
 ) -> None:
     """Run a rollout that verifies draft tokens, and one with the budget of `config`.
 
@@ -48,7 +49,7 @@ def compile_host_kernels(
     sampling = dataclasses.replace(sampling, stop_ids=(), stop=(), by_task=())
     requests = [Request(i, prompt, 0, i, limit) for i in range(2)]
     with Speculation(config, cache, drafters, tuner) as speculation:
-        speculation.times = times
+        speculation.times, speculation.drafting = times, drafting
         for fixed in (SeeingBudget(2), None):
             drafts = speculation.drafter_factory([NAME], [prompt], dict.fromkeys(range(2), tokens))
             spec = RolloutSpec(params, sampling, step_key(0, 0), no_stop)

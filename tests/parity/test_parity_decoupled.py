@@ -6,19 +6,19 @@ import pytest
 from parity_model import BASE, MODEL, SAMPLINGS, STEP_KEY, TOLERANCE, differences, misscored
 from stepped_links import SteppedLink
 
-from spec.decoupled.ahead import Enumerating, FreeRunning, FromCommitted
+from spec.decoupled.ahead import Enumerating, FreeRunning
 from spec.decoupled.drafter import DecoupledDrafter, OnePlan
 from spec.decoupled.messages import DraftPlan
 from spec.draft_model.config import ChainConfig
 from spec.draft_model.drafter import AheadDraftModel, EnumeratingDraftModel
 from spec.drafter import Source
-from spec.retrieval.ngram import NgramDrafter
 
 pytestmark = pytest.mark.parity
 
 SMALL = dataclasses.replace(MODEL, num_layers=1)
 CONFIG = ChainConfig(window_tokens=4, chunk_tokens=32, pass_tokens=128)
 SIZE = BASE.slots, 64
+WINDOW = DraftPlan(3)
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def cases(engine, params, name, model=SMALL, proposal="shared_noise"):
     return Enumerating(drafter, *SIZE, most_window=3, fan_out=2)
 
 
-def decoupled(links, name, plan=DraftPlan(3)):
+def decoupled(links, name, plan=WINDOW):
     return DecoupledDrafter(links, OnePlan(plan), SAMPLINGS[name])
 
 

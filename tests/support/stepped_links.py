@@ -6,7 +6,7 @@ from spec.drafter import Source
 
 
 class SteppedLink:
-    """Steps a way of drafting `steps` times between two rounds; what it sends takes `delay` rounds."""
+    """Steps a way of drafting `steps` times a round; what it sends takes `delay` rounds."""
 
     source = Source.MODEL
 
