@@ -107,6 +107,8 @@ MODELS = {
         dense("Qwen3-1.7B", 1.72e9, 28, 16, 8, 128),
         dense("Qwen3-8B", 7.57e9, 36, 32, 8, 128),
         dense("Qwen3-14B", 14.0e9, 40, 40, 8, 128),
+        dense("Llama-3.2-1B", 1.24e9, 16, 32, 8, 64),
+        dense("Llama-3.1-70B", 69.5e9, 80, 64, 8, 128),
         dense("Qwen2-VL-72B", 71.5e9, 80, 64, 8, 128),
         # multi-head latent attention: 512 + 64 values a position and layer
         ModelShape(

@@ -3,7 +3,7 @@ nothing.
 
 In each round: take the blocks that have come → follow them to what requests have now → tell the
 drafting workers these tokens, and the drafts that are verified behind them. Nobody waits, but for
-`patience_s` where no request has a draft. A = live requests.
+`patience_s` where most requests lack one that is on its way. A = live requests.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ from spec.config import SamplingConfig
 from spec.decoupled.messages import Commit, DraftLink, DraftPlan
 from spec.decoupled.received import ReceivedBlocks
 from spec.drafter import Acceptance, Drafter, Drafts, LiveSlots, Source
+
+
+MOST_LACKING = 0.5  # of the requests: above it a round waits for their drafts
 
 
 class RequestPlans(Protocol):
@@ -81,8 +84,7 @@ class DecoupledDrafter(Drafter):
         given = live, window_A, max_nodes_A, max_nodes, self.source
         self._take(live)
         drafts = self.received.drafts(*given)
-        if self._plans.patience_s and not drafts.count_A.any():
-            self._tell(live, plans, None)
+        if self._plans.patience_s and self._worth_waiting(live, drafts):
             for link in self._links:
                 link.wait(self._plans.patience_s / len(self._links))
             self._take(live)
@@ -115,6 +117,12 @@ class DecoupledDrafter(Drafter):
         self.received.forget(ids)
         self._plans.forget(ids)
         self._say([[] for _ in self._links])
+
+    def _worth_waiting(self, live: LiveSlots, drafts: Drafts) -> bool:
+        """Return True if most requests lack a draft, and a block that knows their last commit."""
+        told = [self._told.get(r, (0, 0, 0))[2] for r in live.request_ids_A.tolist()]
+        lacking_A = (drafts.count_A == 0) & (np.array(told) > self.received.rounds(live))
+        return lacking_A.sum() >= MOST_LACKING * len(live)
 
     def _take(self, live: LiveSlots) -> None:
         for link in self._links:

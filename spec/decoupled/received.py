@@ -63,6 +63,10 @@ class ReceivedBlocks:
         self.stale += _follow(*texts, self._rows(live), *blocks, *limits, drafts)
         return drafts
 
+    def rounds(self, live: LiveSlots) -> np.ndarray:
+        """Return the round of each request's newest block; −1 where none has come."""
+        return self._block_F3[self._rows(live), ROUND]
+
     def forget(self, request_ids: Iterable[int]) -> None:
         for f in self._index.forget(request_ids):
             self._block_F3[f] = 0, -1, 0

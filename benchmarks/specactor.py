@@ -1,0 +1,216 @@
+"""Drafting workers (SpecActor) on a virtual clock: `python -m benchmarks.specactor --json`
+
+Real engines, drafters and messages; the seconds of rounds and drafts are those of a 70B model and a
+1B draft model on H100s by the roofline, called projected. Policy and draft model are the ones that
+ship, so that acceptance is theirs.
+
+- `decoupled`: four workers of eight devices. Coupled, each drafts for its requests, then verifies;
+  decoupled, one of them drafts for the other three, as chains that run ahead and as all cases one
+  round ahead. `batch` is that of each of the three; the same requests go to all ways, each with the
+  best of its windows. A drafter is on every device of its worker, for its share of the requests.
+- `planner`: what Algorithm 1 chooses from the prices and the acceptance that was seen, against the
+  best of all plans that were tried.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from benchmarks import environment, workloads
+from benchmarks.virtual_time import PricedDrafting, PricedEngine, PricedLink, VirtualTime
+from models import hf
+from models.config import ModelConfig
+from models.transformer import Params
+from rl.engine.config import EngineConfig
+from rl.engine.rollout_spec import RolloutSpec, draft_with
+from rl.engine.stats import EngineStats, RoundRecord
+from rl.trajectory import Request, Trajectory
+from sched.policies.drafting_plan import Acceptance, plan_workers, rate
+from sched.simulator.roofline import ACCELERATORS, MODELS, Efficiency, Instance
+from spec.budget.budget import FixedBudget
+from spec.config import SamplingConfig
+from spec.decoupled.ahead import DraftingAhead, Enumerating, FreeRunning
+from spec.decoupled.drafter import DecoupledDrafter, OnePlan
+from spec.decoupled.messages import DraftPlan
+from spec.draft_model.config import ChainConfig
+from spec.draft_model.drafter import AheadDraftModel, DraftModelDrafter, EnumeratingDraftModel
+from spec.sampling import step_key
+
+PACKAGES = ("jax", "jaxlib", "numpy")
+POLICY, DRAFT_MODEL = workloads.BASE_POLICY, environment.ROOT / "policies" / "tiny_draft"
+WORKERS, DEVICES = 4, 8
+VERIFIER = Instance(ACCELERATORS["H100"], MODELS["Llama-3.1-70B"], DEVICES, Efficiency())
+DRAFTER = Instance(ACCELERATORS["H100"], MODELS["Llama-3.2-1B"], 1, Efficiency())
+BATCHES = (1, 8, 32, 64)
+WINDOWS = (1, 2, 3, 4, 5, 6, 8)
+FAN_OUT = 3
+COUPLED, FREE_RUNNING, ENUMERATION = "coupled", "free_running", "enumeration"
+PATIENCE = 0.1  # of a round, beside what a block is expected to be late by
+PROMPT_POSITIONS = 2000  # that each request is taken to hold beside its own: real prompts
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Models:
+    """A policy and its draft model."""
+
+    policy: ModelConfig
+    params: Params
+    draft: ModelConfig
+    draft_params: Params
+
+
+def load_models() -> Models:
+    return Models(*hf.load_pretrained(POLICY), *hf.load_pretrained(DRAFT_MODEL))
+
+
+def requests_of(count: int, max_new_tokens: int) -> tuple[Request, ...]:
+    """Return so many requests, of different prompts as far as there are any."""
+    rows = workloads.questions(count)
+    return workloads.group_requests(rows, math.ceil(count / len(rows)))[:count]
+
+
+def verify_price(record: RoundRecord, drafted: int) -> float:
+    """Return the seconds of a round: its live requests, their draft tokens and prompts' chunks."""
+    live, positions = len(record.request_ids_A), float(record.cached_tokens_A.sum())
+    nodes = live + drafted + record.prompt_tokens
+    rounds = int(record.rounds_A.max(initial=1))
+    return rounds * verify_seconds(live, nodes / live, positions / live)
+
+
+def verify_seconds(requests: float, nodes_each: float, positions: float = 0.0) -> float:
+    held = requests * (positions + PROMPT_POSITIONS)
+    return VERIFIER.round_seconds(requests, held, nodes_each)
+
+
+def draft_seconds(requests: float, devices: float, nodes_each: float = 1.0) -> float:
+    """Return the seconds of a pass of a draft model, which is on each of so many devices."""
+    each = max(requests / devices, 1.0)
+    return DRAFTER.round_seconds(each, each * PROMPT_POSITIONS, nodes_each)
+
+
+def step_price(way: str, window: int, devices: float) -> Callable[[int], float]:
+    """Return the seconds of a step of drafting workers by its requests."""
+
+    def seconds(requests: int) -> float:
+        if way == FREE_RUNNING:
+            return window * draft_seconds(requests, devices)
+        first_s = draft_seconds(requests, devices, window + 1)
+        return first_s + window * draft_seconds(requests, devices, (window + 1) * FAN_OUT)
+
+    return seconds
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Played:
+    """A rollout: its responses, projected seconds, and each verifying worker's counts."""
+
+    responses: dict[int, Trajectory]
+    seconds: float
+    stats: Sequence[EngineStats]
+    drafting_busy: float = 0.0
+    stale: int = 0
+
+    @property
+    def p(self) -> float:
+        """Return the share of verified draft tokens that was accepted, along their paths."""
+        accepted = sum(s.accepted_tokens for s in self.stats)
+        rounds = sum(int((r.rounds_A > 0).sum()) for s in self.stats for r in s.timeline)
+        return accepted / max(accepted + rounds, 1)
+
+
+class Bench:
+    """One policy and draft model; its rollouts share what is compiled."""
+
+    def __init__(self, models: Models, max_new_tokens: int, draw: str) -> None:
+        self.models = models
+        self.sampling = SamplingConfig(max_new_tokens=max_new_tokens, draw=draw)  # type: ignore[arg-type]
+        self.longest_tokens = 128 + max_new_tokens
+        self.key = step_key(0, 0)
+
+    def engine(self, slots: int, time: VirtualTime, price: Any) -> PricedEngine:
+        size = {"slots": slots, "min_slots": slots, "min_positions": self.longest_tokens}
+        config = EngineConfig(**size, rounds_per_fetch=1, max_nodes=16, max_round_nodes=16 * slots)
+        engine = PricedEngine(self.models.policy, config)
+        engine.expect(slots, self.longest_tokens)
+        engine.set_prices(time, price)
+        return engine
+
+    def drafter(self, kind: Any, runner: PricedEngine, window: int) -> Any:
+        chain = ChainConfig(max_draft_tokens=window, chunk_tokens=64)
+        options = {"runner": runner, "sampling": self.sampling, "key": self.key}
+        models = self.models
+        given = models.draft, models.draft_params, chain
+        return kind(*given, **options, proposal="shared_noise")
+
+    def coupled(self, requests: Sequence[Request], window: int) -> Played:
+        """Play workers that draft for themselves, each with its share of the requests."""
+        time = VirtualTime()
+
+        def price(record: RoundRecord, drafted: int) -> float:
+            live = len(record.request_ids_A)
+            drafting_s = window * draft_seconds(live, DEVICES) if drafted else 0.0
+            return verify_price(record, drafted) + drafting_s
+
+        shares = [requests[i::WORKERS] for i in range(WORKERS)]
+        engines = [self.engine(_slots(share), time, price) for share in shares if share]
+        drafters = [self.drafter(DraftModelDrafter, engine, window) for engine in engines]
+        return self._play(time, engines, shares, drafters, window)
+
+    def decoupled(self, requests: Sequence[Request], way: str, window: int) -> Played:
+        """Play verifying workers that one drafting worker drafts for, each on some of its devices."""
+        time, verifying = VirtualTime(), WORKERS - 1
+        shares = [requests[i::verifying] for i in range(verifying)]
+        engines = [self.engine(_slots(share), time, verify_price) for share in shares if share]
+        price, workers = step_price(way, window, DEVICES / len(engines)), []
+        for share in shares[: len(engines)]:
+            home = self.engine(_slots(share), time, verify_price)
+            home.expect(1, self.longest_tokens + 2 * window)
+            workers.append(PricedDrafting(self.ahead(way, home, window), price, time))
+        each = len(requests) / len(engines)
+        late_s = price(math.ceil(each)) - verify_seconds(each, window + 1)
+        patience_s = max(0.0, late_s) + PATIENCE * verify_seconds(each, 1)
+        plans = OnePlan(DraftPlan(window), patience_s)
+        links = [PricedLink(worker) for worker in workers]
+        drafters = [DecoupledDrafter([link], plans, self.sampling) for link in links]
+        played = self._play(time, engines, shares, drafters, window)
+        busy = sum(worker.busy_s for worker in workers) / (played.seconds * len(workers))
+        stale = sum(drafter.received.stale for drafter in drafters)
+        return dataclasses.replace(played, drafting_busy=busy, stale=stale)
+
+    def ahead(self, way: str, home: PricedEngine, window: int) -> DraftingAhead:
+        size = home.config.slots, home.longest_tokens
+        if way == FREE_RUNNING:
+            return FreeRunning(self.drafter(AheadDraftModel, home, window), *size)
+        drafter = self.drafter(EnumeratingDraftModel, home, window)
+        return Enumerating(drafter, *size, most_window=window, fan_out=FAN_OUT)
+
+    def _play(
+        self,
+        time: VirtualTime,
+        engines: Sequence[PricedEngine],
+        shares: Sequence[Sequence[Request]],
+        drafters: Sequence[Any],
+        window: int,
+    ) -> Played:
+        done: dict[int, Trajectory] = {}
+
+        def job(i: int) -> None:
+            drafts = draft_with(drafters[i], FixedBudget(window))
+            stops = self.models.policy.eos_token_ids
+            spec = RolloutSpec(self.models.params, self.sampling, self.key, stops, drafts=drafts)
+            done.update({t.request_id: t for t in engines[i].run(spec, shares[i])})
+
+        jobs = [lambda i=i: job(i) for i in range(len(engines))]
+        return Played(done, time.run(jobs), [e.stats for e in engines])
+
+
+def _slots(requests: Sequence[Request]) -> int:
+    return 1 << (len(requests) - 1).bit_length()
