@@ -8,13 +8,12 @@ An event takes O(1), and as much for each request that it submits, drops or sets
 from __future__ import annotations
 
 from sched.protocol import (
+    OF_NO_WORKER,
     ChunkDone,
     Event,
     Finished,
-    Recalled,
     Start,
     Submitted,
-    Trained,
     WorkerJoined,
     WorkerLost,
 )
@@ -52,7 +51,7 @@ class Ledger:
             return []
         if type(event) is WorkerLost:
             return self._lost(self.workers.pop(event.worker_id))
-        assert type(event) is Trained or type(event) is Recalled, event
+        assert isinstance(event, OF_NO_WORKER), event
         return []
 
     def _submitted(self, event: Submitted) -> list[RequestState]:

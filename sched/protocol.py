@@ -8,7 +8,7 @@ What is made once a chunk is a named tuple, which takes a third of the time of a
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from sched.request import Kv, RequestSpec
@@ -85,8 +85,15 @@ class Recalled:
     """Requests that were begun ahead of their step are wanted back, as far as they have come."""
 
 
-Event = Submitted | WorkerJoined | WorkerLost | ChunkDone | Finished | Trained | Recalled
-REPORTS, OF_NO_WORKER = (Finished, ChunkDone), (Submitted, Trained, Recalled)
+@dataclasses.dataclass(frozen=True, slots=True)
+class Profiled:
+    """The acceptance of running requests' draft tokens, as far as it is known; by request."""
+
+    acceptance: Mapping[int, float]
+
+
+Event = Submitted | WorkerJoined | WorkerLost | ChunkDone | Finished | Trained | Recalled | Profiled
+REPORTS, OF_NO_WORKER = (Finished, ChunkDone), (Submitted, Trained, Recalled, Profiled)
 
 # --- actions ----------------------------------------------------------------------------
 
@@ -127,7 +134,27 @@ class Return:
     request_id: int
 
 
-Action = Start | Defer | Recall | Return
+@dataclasses.dataclass(frozen=True, slots=True)
+class Copy:
+    """Answer a request a second time, beside its own worker: `start` is that of the copy.
+
+    The worker that runs the request hands a copy of what it has over.
+    """
+
+    request_id: int
+    worker_id: int
+    start: Start
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Drop:
+    """A worker ends a request, or a copy of one, whose answer is there or not wanted there."""
+
+    request_id: int
+    worker_id: int
+
+
+Action = Start | Defer | Recall | Return | Copy | Drop
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,7 +18,6 @@ from spec.decoupled.messages import Commit, DraftLink, DraftPlan
 from spec.decoupled.received import ReceivedBlocks
 from spec.drafter import Acceptance, Drafter, Drafts, LiveSlots, Source
 
-
 MOST_LACKING = 0.5  # of the requests: above it a round waits for their drafts
 
 

@@ -1,0 +1,209 @@
+"""Stragglers answered several times, by other methods of drafting (SpecActor, Algorithm 3).
+
+    requests       → a scheduler that knows of no copies
+    their copies   → workers on which nothing runs, while nothing waits
+
+A copy has the request's noise, so that its tokens are the request's own. Whichever ends first is the
+answer; the others are dropped. A worker that is to start a request drops the copies that it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from sched.policies.specactor import assign_drafters
+from sched.protocol import (
+    Action,
+    ChunkDone,
+    Copy,
+    Drop,
+    Event,
+    Finished,
+    Profiled,
+    Scheduler,
+    Start,
+    Submitted,
+    WorkerJoined,
+    WorkerLost,
+)
+from sched.request import COPIES, MOST_COPIES, Kv, RequestSpec, copy_of
+
+Worth = Callable[[int, int], bool]  # (tokens of prompt and response, tokens left at most) → copy it
+
+
+class FastestOfN:
+    """A scheduler that copies requests of `scheduler` to the workers that it has left dry.
+
+    `num_methods` are those of the copies; each worker drafts by one of them, for up to `most_requests`
+    requests, those with the lowest acceptance first. `worth` says whether a copy pays for what it
+    costs: the keys and values, and the draft model's weights. An event takes O(workers + requests)
+    where a worker is dry and nothing waits, else O(1).
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        *,
+        num_methods: int,
+        most_requests: int,
+        worth: Worth = lambda held_tokens, left_tokens: True,
+    ) -> None:
+        if not 1 <= num_methods <= MOST_COPIES or most_requests < 1:
+            raise ValueError(
+                f"expected 1 … {MOST_COPIES} methods and at least one request, got {num_methods} "
+                f"and {most_requests}"
+            )
+        self._scheduler, self._worth = scheduler, worth
+        self._methods = [str(k) for k in range(1, num_methods + 1)]
+        self._most_requests = most_requests
+        self._specs: dict[int, RequestSpec] = {}  # of requests that have not ended
+        self._running: dict[int, Start] = {}  # the requests' own starts
+        self._tokens: dict[int, int] = {}  # that they are known to have
+        self._acceptance: dict[int, float] = {}
+        self._workers: dict[int, WorkerJoined] = {}
+        self._own: dict[int, set[int]] = {}  # requests that run on a worker, by it
+        self._copies: dict[int, dict[int, Start]] = {}  # starts of copies, by worker and number
+        self._method_of: dict[int, str] = {}  # of the workers that have copies
+        self._answered: set[int] = set()  # by a copy, while the request waited to be started
+
+    @property
+    def num_unfinished(self) -> int:
+        return self._scheduler.num_unfinished - len(self._answered)
+
+    def handle(self, event: Event, now_s: float) -> Sequence[Action]:
+        if isinstance(event, Profiled):
+            self._acceptance.update(event.acceptance)
+            return self._copy()
+        if isinstance(event, (Finished, ChunkDone)) and copy_of(event.request_id)[1]:
+            actions = self._copy_ended(event, now_s)
+        else:
+            actions = self._of_requests(event, now_s)
+        return [*actions, *self._copy()]
+
+    # -- requests ------------------------------------------------------------------------
+
+    def _of_requests(self, event: Event, now_s: float) -> list[Action]:
+        dropped: list[Action] = []
+        if isinstance(event, Submitted):
+            self._specs.update({spec.request_id: spec for spec in event.requests})
+        elif isinstance(event, WorkerJoined):
+            self._workers[event.worker_id] = event
+            self._own[event.worker_id], self._copies[event.worker_id] = set(), {}
+        elif isinstance(event, WorkerLost):
+            del self._workers[event.worker_id]
+            for request_id in self._own.pop(event.worker_id):
+                self._running.pop(request_id)
+            self._copies.pop(event.worker_id)
+            self._method_of.pop(event.worker_id, None)
+        elif isinstance(event, (Finished, ChunkDone)) and self._is_in_force(event):
+            self._running.pop(event.request_id)
+            self._own[event.worker_id].discard(event.request_id)
+            self._tokens[event.request_id] = event.generated_tokens
+            if isinstance(event, Finished):
+                dropped = self._forget(event.request_id)
+        return [*dropped, *self._started(self._scheduler.handle(event, now_s), now_s)]
+
+    def _is_in_force(self, event: Finished | ChunkDone) -> bool:
+        start = self._running.get(event.request_id)
+        return start is not None and start.chunk == event.chunk
+
+    def _started(self, actions: Iterable[Action], now_s: float) -> list[Action]:
+        """Note starts of requests; one that a copy has answered meanwhile has ended instead."""
+        found: list[Action] = []
+        for action in actions:
+            if not isinstance(action, Start):
+                found.append(action)
+            elif action.request_id in self._answered:
+                self._answered.discard(action.request_id)
+                found += self._started(self._end(action, self._ended_tokens, now_s), now_s)
+            else:
+                found += self._drop_copies(action.worker_id)
+                self._running[action.request_id] = action
+                self._own[action.worker_id].add(action.request_id)
+                found.append(action)
+        return found
+
+    _ended_tokens = 0
+
+    def _end(self, start: Start, tokens: int, now_s: float) -> Sequence[Action]:
+        """Tell the scheduler that a request has ended where it was started last."""
+        tokens = max(tokens, self._tokens.pop(start.request_id, 0))
+        ended = Finished(start.request_id, start.worker_id, start.chunk, tokens)
+        return self._scheduler.handle(ended, now_s)
+
+    # -- copies --------------------------------------------------------------------------
+
+    def _copy_ended(self, event: Finished | ChunkDone, now_s: float) -> list[Action]:
+        """The answer is there: end the request and its other copies."""
+        request_id, _ = copy_of(event.request_id)
+        start = self._copies.get(event.worker_id, {}).get(event.request_id)
+        if start is None or start.chunk != event.chunk or isinstance(event, ChunkDone):
+            return []  # it was dropped
+        del self._copies[event.worker_id][event.request_id]
+        actions, own = self._forget(request_id), self._running.pop(request_id, None)
+        if own is None:  # it waits: it ends once it would be started
+            self._answered.add(request_id)
+            self._tokens[request_id] = event.generated_tokens
+            return actions
+        self._own[own.worker_id].discard(request_id)
+        actions.append(Drop(request_id, own.worker_id))
+        more = self._end(own, event.generated_tokens, now_s)
+        return [*actions, *self._started(more, now_s)]
+
+    def _forget(self, request_id: int) -> list[Action]:
+        """Drop the copies of a request that has ended."""
+        self._specs.pop(request_id, None)
+        self._acceptance.pop(request_id, None)
+        dropped: list[Action] = []
+        for worker_id, copies in self._copies.items():
+            for number in [n for n in copies if copy_of(n)[0] == request_id]:
+                del copies[number]
+                dropped.append(Drop(number, worker_id))
+        return dropped
+
+    def _drop_copies(self, worker_id: int) -> list[Action]:
+        copies = self._copies[worker_id]
+        dropped: list[Action] = [Drop(number, worker_id) for number in copies]
+        copies.clear()
+        self._method_of.pop(worker_id, None)
+        return dropped
+
+    def _copy(self) -> list[Action]:
+        """Give dry workers copies, while all requests that are left are running (Algorithm 3)."""
+        dry = [w for w, own in self._own.items() if not own]
+        if not dry or not self._running or len(self._running) < self._scheduler.num_unfinished:
+            return []
+        freed = [w for w in dry if not self._copies[w]]
+        for worker_id in freed:
+            self._method_of.pop(worker_id, None)
+        serving: dict[str, set[int]] = {}
+        for worker_id, method in self._method_of.items():
+            serving.setdefault(method, set()).add(worker_id)
+        there = {number for copies in self._copies.values() for number in copies}
+        # a request has at most one copy of a method
+        actions: list[Action] = []
+        load = {w: len(self._copies[w]) for w in dry}
+        wanted = {r: self._acceptance.get(r, 0.0) for r in self._running if self._pays(r)}
+        found = assign_drafters(wanted, self._methods, freed, serving, load, self._most_requests)
+        for (request_id, method), worker_id in found.items():
+            number = request_id + COPIES * int(method)
+            if number not in there and worker_id in self._own and not self._own[worker_id]:
+                actions += self._begin(request_id, number, worker_id, method)
+        return actions
+
+    def _pays(self, request_id: int) -> bool:
+        spec = self._specs[request_id]
+        tokens = self._tokens.get(request_id, 0)
+        return self._worth(spec.prompt_tokens + tokens, spec.max_new_tokens - tokens)
+
+    def _begin(self, request_id: int, number: int, worker_id: int, method: str) -> list[Action]:
+        spec, worker = self._specs[request_id], self._workers[worker_id]
+        reserved = sum(start.reserved_tokens for start in self._copies[worker_id].values())
+        tokens = spec.prompt_tokens + spec.max_new_tokens
+        most = min(self._most_requests, worker.max_requests)
+        if reserved + tokens > worker.kv_tokens or len(self._copies[worker_id]) >= most:
+            return []
+        start = Start(number, worker_id, 1, spec.max_new_tokens, tokens, Kv.POOL)
+        self._copies[worker_id][number] = start
+        self._method_of[worker_id] = method
+        return [Copy(request_id, self._running[request_id].worker_id, start)]
