@@ -137,6 +137,21 @@ def best_request_plan(
     return best
 
 
+def best_helper_plan(
+    p: float, draft_s: float, verify_s: Callable[[int], float], windows: Iterable[int]
+) -> RequestPlan:
+    """Return the best sequential window of a helper (section 4.2), which is never plain.
+
+    `draft_s` are the seconds of one draft token of its batch, `verify_s` those of a window.
+    """
+
+    def plan_of(window: int) -> RequestPlan:
+        seconds = window * draft_s + verify_s(window)
+        return RequestPlan(window, False, sequential_tokens(p, window) / seconds)
+
+    return max(map(plan_of, windows), key=lambda found: found.tokens_per_s)
+
+
 def rank_methods(
     acceptance: Mapping[str, float],
     draft: Mapping[str, LinearTime],
@@ -162,12 +177,14 @@ def assign_drafters(
     serving: Mapping[str, set[int]],
     load: Mapping[int, int],
     most_batch: int,
+    helps: Callable[[int, str, int, int], bool] = lambda request, method, worker, batch: True,
 ) -> dict[tuple[int, str], int]:
     """Return {(request, method): freed worker that drafts for it}, as added (Algorithm 3).
 
     Freed workers go to the method that has fewest; then each method's workers take requests,
     those with the lowest acceptance first, up to `most_batch` each. `serving` and `load` are the
-    workers of each method and their requests so far.
+    workers of each method and their requests so far. A method passes over a request where
+    `helps(request, method, worker, the worker's requests with this one)` is false.
     """
     workers = {method: set(serving.get(method, ())) for method in methods}
     loads = dict(load)
@@ -179,6 +196,8 @@ def assign_drafters(
         waiting = sorted(acceptance, key=lambda r: (-acceptance[r], -r))  # the least is last
         for worker in sorted(workers[method]):
             while waiting and loads.get(worker, 0) < most_batch:
-                added[waiting.pop(), method] = worker
-                loads[worker] = loads.get(worker, 0) + 1
+                request, batch = waiting.pop(), loads.get(worker, 0) + 1
+                if helps(request, method, worker, batch):
+                    added[request, method] = worker
+                    loads[worker] = batch
     return added

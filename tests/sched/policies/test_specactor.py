@@ -10,6 +10,7 @@ import pytest
 from sched.policies.specactor import (
     LinearTime,
     assign_drafters,
+    best_helper_plan,
     best_request_plan,
     decoupled_tokens,
     plan,
@@ -107,6 +108,33 @@ def test_freed_workers_draft_for_those_that_are_accepted_least():
     }
     assert assign_drafters({}, ("small",), [7], {}, {}, 2) == {}
     assert assign_drafters(acceptance, ("small",), [], {}, {}, 2) == {}
+
+
+def test_a_method_passes_over_requests_that_it_is_not_to_help():
+    asked = []
+
+    def helps(request, method, worker, batch):
+        asked.append((request, method, worker, batch))
+        return request != 2
+
+    acceptance = {1: 0.9, 2: 0.2, 3: 0.5}
+    added = assign_drafters(acceptance, ("small",), [7, 8], {}, {8: 1}, 2, helps)
+    # 2 takes no room, so that 3 and 1 fill worker 7
+    assert added == {(3, "small"): 7, (1, "small"): 7}
+    assert asked == [(2, "small", 7, 1), (3, "small", 7, 1), (1, "small", 7, 2)]
+
+
+def test_a_helpers_window_is_the_fastest_sequential_one_and_never_none():
+    def verify_s(window):
+        return 1.0 + 0.1 * window
+
+    found = best_helper_plan(0.5, 0.25, verify_s, (1, 2, 4))
+    # 1.5 / 1.35, 1.75 / 1.7 and 1.9375 / 2.4
+    assert (found.window, found.decoupled) == (1, False)
+    assert found.tokens_per_s == pytest.approx(1.5 / 1.35)
+    sure = best_helper_plan(0.9, 0.25, verify_s, (1, 2, 4))
+    assert (sure.window, sure.tokens_per_s) == (4, pytest.approx(4.0951 / 2.4))
+    assert best_helper_plan(0.0, 0.25, verify_s, (2, 4)).window == 2
 
 
 def test_the_ladder_ranks_methods_by_what_they_gain_at_their_acceptance():
