@@ -117,7 +117,9 @@ class SpecActorConfig:
     spread: float = 0.1  # its standard deviation over requests
     ngram_acceptance: float = 0.2
     drafter_overhead_s: float = 2.3e-3  # of a draft token, instead of Efficiency.overhead_s
+    reconfigure_tokens: int = 1000  # of a request between two plans of its own: section 4.1
     requests_per_helper: int = 8
+    network_bytes_per_s: float = 50e9  # of a device, to other workers: 400 Gb/s, section 5.1
     step_s: float = 2.0  # of the simulation
 
 

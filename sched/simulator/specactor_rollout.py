@@ -2,7 +2,8 @@
 
 A trace (the lengths and the acceptance of all requests) is played in steps of `step_s`. In each,
 a unit's round takes the seconds that its batch costs, and gives each request the tokens that its
-acceptance is worth. A unit is the devices that hold one copy of the model, with those of its
+acceptance is worth. Decisions go by what rounds have shown (`Profile`) and never by acceptance
+itself. A unit is the devices that hold one copy of the model, with those of its
 drafter where it has its own. Modes are those of SpecActor's figure 13:
 
     plain          no drafts
@@ -10,168 +11,126 @@ drafter where it has its own. Modes are those of SpecActor's figure 13:
     disaggregated  sequential, on devices of their own: one waits while the other works
     decoupled      draft on while verifying (sched.policies.specactor)
 
-R = requests, U = units, M = methods of drafting.
+R = requests, U = units.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
-from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from sched.policies.specactor import (
-    DevicePlan,
-    LinearTime,
-    RequestPlan,
-    assign_drafters,
-    best_request_plan,
-    sequential_tokens,
-)
-from sched.simulator.roofline import Instance
+from sched.policies.specactor import DevicePlan, RequestPlan
+from sched.policies.specactor_profile import Profile, Reconfiguration
+from sched.simulator.specactor_hardware import Hardware, RequestTrace
+from sched.simulator.specactor_helpers import Helpers, Running
 
-OBSERVED_TOKENS = 1000  # a request's acceptance counts as measured after these
 SETTLING_TURNS = 4  # in which verifications and their batches settle
 PLAIN, SEQUENTIAL, DISAGGREGATED, DECOUPLED = "plain", "sequential", "disaggregated", "decoupled"
-
-
-@dataclasses.dataclass(frozen=True)
-class RequestTrace:
-    """The length of each response, and the acceptance of each method's draft tokens for it.
-
-    `measured_R` is the first method's acceptance as observed over a request's first tokens,
-    which reconfiguration relies on.
-    """
-
-    lengths_R: np.ndarray
-    acceptance_RM: np.ndarray
-    measured_R: np.ndarray
-    prompt_tokens: int
-
-    @property
-    def mean_positions(self) -> float:
-        """The positions that a request holds, averaged over its life and over all requests."""
-        return self.prompt_tokens + float(self.lengths_R.mean()) / 2
-
-
-@dataclasses.dataclass(frozen=True)
-class Hardware:
-    """`num_devices`, of which `verifier` takes several, and each method's drafter.
-
-    None is a method on the host that takes no time: n-grams.
-    """
-
-    num_devices: int
-    verifier: Instance
-    drafters: Mapping[str, Instance | None]
-
-    def draft_line(
-        self, method: str, devices: int, most_batch: int, positions: float
-    ) -> LinearTime:
-        """Return the seconds of a draft token, on `devices` that share the requests."""
-        drafter = self.drafters[method]
-        if drafter is None:
-            return LinearTime(0.0, 0.0)
-
-        def seconds(batch: float) -> float:
-            each = batch / devices
-            return drafter.round_seconds(each, each * positions)
-
-        return _line(seconds, most_batch)
-
-    def verify_line(
-        self, devices: int, window: int, most_batch: int, positions: float
-    ) -> LinearTime:
-        """Return the seconds of a verification; each request holds `positions`."""
-        instance = dataclasses.replace(self.verifier, num_devices=devices)
-        return _line(lambda b: instance.round_seconds(b, b * positions, window + 1), most_batch)
-
-
-def _line(seconds: Callable[[float], float], most_batch: int) -> LinearTime:
-    """Return the line through a batch of 1 and the largest one."""
-    first_s, last_s = seconds(1), seconds(most_batch)
-    slope = (last_s - first_s) / max(most_batch - 1, 1)
-    return LinearTime(slope, max(first_s - slope, 0.0))
 
 
 @dataclasses.dataclass(frozen=True)
 class Strategy:
     """The mode and plan of a rollout, which drafts by the first method of its hardware.
 
-    `reconfigure` gives requests that are accepted less than the average plans of their own;
-    `helpers` is how many requests at most each unit that has become free drafts for.
+    Every `reconfigure_tokens` tokens requests that are accepted less than the average get plans
+    of their own; 0: never. `helpers` is how many requests at most each unit that has become free
+    drafts for.
     """
 
     mode: str
     plan: DevicePlan
-    reconfigure: bool = False
+    reconfigure_tokens: int = 0
     helpers: int = 0
 
 
 class SpecActorRollout:
-    """One rollout; `seconds` plays it to its end."""
+    """One rollout; `seconds` plays it to its end. `seed` is of the draft tokens that are right."""
 
     def __init__(
-        self, hardware: Hardware, trace: RequestTrace, strategy: Strategy, *, step_s: float = 0.5
+        self,
+        hardware: Hardware,
+        trace: RequestTrace,
+        strategy: Strategy,
+        *,
+        step_s: float = 0.5,
+        seed: int = 0,
     ) -> None:
-        self._hardware, self._trace = hardware, trace
-        self._strategy, self._step_s = strategy, step_s
-        self._methods = list(hardware.drafters)
-        shared = strategy.mode in (PLAIN, SEQUENTIAL)
-        per_unit = strategy.plan.verify_devices + (0 if shared else strategy.plan.draft_devices)
-        self.num_units = hardware.num_devices // per_unit
-        R = len(trace.lengths_R)
-        self._unit_R = np.arange(R) * self.num_units // R
-        self._start_U = np.searchsorted(self._unit_R, np.arange(self.num_units))
-        self._batch = math.ceil(R / self.num_units)
-        draft_devices = strategy.plan.verify_devices if shared else strategy.plan.draft_devices
-        self._positions = trace.mean_positions
-        self._draft = self._draft_line(self._methods[0], draft_devices)
+        self._trace, self._strategy, self._step_s = trace, strategy, step_s
         self._verifier = dataclasses.replace(
             hardware.verifier, num_devices=strategy.plan.verify_devices
         )
+        self._hardware = dataclasses.replace(hardware, verifier=self._verifier)
+        methods = list(hardware.drafters)
+        self._method = methods[0]
+        self._rng = np.random.default_rng((seed, 1))  # another stream than a trace's of this seed
+        self._profile = Profile(dict(zip(methods, trace.profiled_M.tolist(), strict=True)))
+        self._place(len(trace.lengths_R))
+        self._set_lines()
         self.idle_fraction = 0.0
+
+    def _place(self, R: int) -> None:
+        """Divide devices into units, requests between these, and give all the common plan."""
+        strategy = self._strategy
+        shared = strategy.mode in (PLAIN, SEQUENTIAL)
+        per_unit = strategy.plan.verify_devices + (0 if shared else strategy.plan.draft_devices)
+        self.num_units = self._hardware.num_devices // per_unit
+        self._unit_R = np.arange(R) * self.num_units // R
+        self._start_U = np.searchsorted(self._unit_R, np.arange(self.num_units))
         self._window_R = np.full(R, 0 if strategy.mode == PLAIN else strategy.plan.window)
         self._decoupled_R = np.full(R, strategy.mode == DECOUPLED)
-        self._plan_of = functools.cache(self._own_plan)
-        self._mean_acceptance = float(trace.measured_R.mean())
-        self._tokens_R, self._ahead_R = np.ones(R), np.zeros(R)
+        self._seen_R = np.zeros(R)  # draft tokens that the profile has not got yet
+        self._tokens_R, self._ahead_R, self._seen_share_R = np.ones(R), np.zeros(R), np.zeros(R)
         self._set_tokens(np.arange(R))
-        self._observed_R = np.full(R, not strategy.reconfigure)
 
-    def _draft_line(self, method: str, devices: int) -> LinearTime:
-        return self._hardware.draft_line(method, devices, self._batch, self._positions)
-
-    def _own_plans(self, requests: np.ndarray) -> None:
-        """Give plans of their own to the `requests` that are accepted less than the average."""
-        for r in requests:
-            p = round(float(self._trace.measured_R[r]), 2)
-            if p < self._mean_acceptance:
-                own = self._plan_of(p)
-                self._window_R[r], self._decoupled_R[r] = own.window, own.decoupled
-        self._set_tokens(requests)
-
-    def _own_plan(self, p: float) -> RequestPlan:
-        """Return a request's window and mode on the devices of the common plan (Algorithm 2)."""
-        devices = self._strategy.plan
-        return best_request_plan(
-            p,
-            self._draft_line(self._methods[0], devices.draft_devices),
-            lambda window: self._hardware.verify_line(
-                devices.verify_devices, window, self._batch, self._positions
-            ),
+    def _set_lines(self) -> None:
+        """Make the lines of drafting and verifying that plans go by."""
+        strategy, hardware = self._strategy, self._hardware
+        batch = math.ceil(len(self._unit_R) / self.num_units)
+        positions, devices = self._trace.mean_positions, strategy.plan.verify_devices
+        shared = strategy.mode in (PLAIN, SEQUENTIAL)
+        draft_devices = devices if shared else strategy.plan.draft_devices
+        self._draft = hardware.draft_line(self._method, draft_devices, batch, positions)
+        common = RequestPlan(strategy.plan.window, strategy.mode == DECOUPLED, 0.0)
+        self._reconfiguration = Reconfiguration(
+            self._method,
+            common,
+            self._draft,
+            lambda window: hardware.verify_line(devices, window, batch, positions),
+            strategy.reconfigure_tokens or 2**31,
         )
 
+    def _profile_rounds(self, requests: np.ndarray) -> None:
+        """Tell the profile what these requests' rounds have shown: draws of their acceptance."""
+        seen_N = self._seen_R[requests].astype(int)
+        self._seen_R[requests] -= seen_N
+        accepted_N = self._rng.binomial(seen_N, self._trace.acceptance_RM[requests, 0])
+        for r, accepted, seen in zip(requests.tolist(), accepted_N, seen_N, strict=True):
+            self._profile.observe(r, self._method, int(accepted), int(seen))
+
+    def _reconfigure(self, before_R: np.ndarray, tokens_R: np.ndarray, alive_R: np.ndarray) -> None:
+        """Give plans to the requests that are due."""
+        is_due_R = self._reconfiguration.is_due(before_R, tokens_R)
+        due = np.flatnonzero(is_due_R & alive_R)
+        self._profile_rounds(due)
+        for r in due.tolist():
+            own = self._reconfiguration.plan_when_due(r, before_R[r], tokens_R[r], self._profile)
+            if own is not None:
+                self._window_R[r], self._decoupled_R[r] = own.window, own.decoupled
+        self._set_tokens(due)
+
     def _set_tokens(self, requests: np.ndarray) -> None:
-        """Set the tokens of a window, and the share of windows that are drafted ahead.
+        """Set the tokens of a window, and the shares of drafted ahead windows and of seen tokens.
 
         Verifying a whole window gives the token after it. The window that was drafted ahead is
         kept if it begins with that token, which its own verification then need not find. With
         C(w) the tokens of a fresh window, and c the share of windows drafted ahead,
 
             c = p^(w+1) / (1 − p^w + p^(w+1)),   tokens = (1 − c) · C(w) + c · C(w − 1)
+
+        Each token shows whether a draft token was right, but the one after a whole window, which
+        only a window drafted ahead has.
         """
         p_R, w_R = self._trace.acceptance_RM[requests, 0], self._window_R[requests]
         whole_R, left_R = p_R**w_R, np.maximum(1 - p_R, 1e-9)
@@ -179,33 +138,40 @@ class SpecActorRollout:
         ahead_R *= self._decoupled_R[requests] & (w_R > 0)
         fresh_R = (1 - p_R * whole_R) / left_R
         self._ahead_R[requests] = ahead_R
-        self._tokens_R[requests] = fresh_R - ahead_R * whole_R
+        tokens_R = fresh_R - ahead_R * whole_R
+        self._tokens_R[requests] = tokens_R
+        unseen_R = np.where(self._decoupled_R[requests] & (w_R > 0), 0.0, whole_R / tokens_R)
+        self._seen_share_R[requests] = 1 - unseen_R
 
     def seconds(self) -> float:
         """Return the seconds from the first round to the end of the last request."""
         trace, step_s = self._trace, self._step_s
         left_R = trace.lengths_R.astype(float)
+        tokens_R = np.zeros(len(left_R))
         now_s, idle_s = 0.0, 0.0
-        helping: dict[tuple[int, str], int] = {}
+        helpers = Helpers(self._hardware, trace, self._profile, self._strategy.helpers)
         busy_before = self.num_units
         while True:
             alive_R = left_R > 0
-            held_R = np.where(alive_R, trace.prompt_tokens + trace.lengths_R - left_R, 0.0)
+            before_R, tokens_R = tokens_R, trace.lengths_R - left_R
+            held_R = np.where(alive_R, trace.prompt_tokens + tokens_R, 0.0)
             runs_R = alive_R & self._fits(held_R)
-            observed_R = alive_R & ~self._observed_R
-            observed_R &= held_R - trace.prompt_tokens >= OBSERVED_TOKENS
-            if observed_R.any():
-                self._observed_R |= observed_R
-                self._own_plans(np.flatnonzero(observed_R))
+            self._reconfigure(before_R, tokens_R, alive_R)
             batch_U = np.bincount(self._unit_R, runs_R, self.num_units)
-            busy = int((np.bincount(self._unit_R, alive_R, self.num_units) > 0).sum())
+            is_busy_U = np.bincount(self._unit_R, alive_R, self.num_units) > 0
+            busy = int(is_busy_U.sum())
             if not busy:
                 break
             rate_R = self._rates(runs_R, np.where(runs_R, held_R, 0.0), batch_U)
+            self._seen_R += rate_R * step_s * self._seen_share_R
+            running = Running(now_s, alive_R, held_R, rate_R)
             if self._strategy.helpers and busy < self.num_units:
-                if busy < busy_before or any(not alive_R[r] for r, _ in helping):
-                    helping = self._assign(alive_R, helping)
-                self._help(rate_R, held_R, helping)
+                if helpers.end(alive_R) or busy < busy_before:
+                    self._profile_rounds(np.flatnonzero(alive_R))
+                    rate_R = helpers.rates(running, step_s)
+                    with_help = dataclasses.replace(running, tokens_per_s_R=rate_R)
+                    helpers.assign(np.flatnonzero(~is_busy_U).tolist(), with_help)
+                rate_R = helpers.rates(running, step_s)
             busy_before = busy
             left_R -= rate_R * step_s
             now_s += step_s
@@ -252,55 +218,3 @@ class SpecActorRollout:
             b = batch_U[u]
             verify_U[u] = self._verifier.round_seconds(b, positions_U[u], nodes_U[u] / b)
         return verify_U
-
-    def _assign(
-        self, alive_R: np.ndarray, helping: Mapping[tuple[int, str], int]
-    ) -> dict[tuple[int, str], int]:
-        """Return {(request, method): free unit that drafts and verifies for it}: best-of-N."""
-        busy_U = np.bincount(self._unit_R, alive_R, self.num_units) > 0
-        keep = {key: unit for key, unit in helping.items() if alive_R[key[0]]}
-        serving: dict[str, set[int]] = {}
-        load: dict[int, int] = {}
-        for (_, method), unit in keep.items():
-            serving.setdefault(method, set()).add(unit)
-            load[unit] = load.get(unit, 0) + 1
-        freed = [u for u in np.flatnonzero(~busy_U).tolist() if u not in load]
-        waiting = {
-            int(r): float(self._trace.acceptance_RM[r, 0])
-            for r in np.flatnonzero(alive_R)
-            if not any((int(r), method) in keep for method in self._methods)
-        }
-        methods = self._methods[1:]
-        return keep | assign_drafters(
-            waiting, methods, freed, serving, load, self._strategy.helpers
-        )
-
-    def _help(
-        self,
-        rate_R: np.ndarray,
-        held_R: np.ndarray,
-        helping: Mapping[tuple[int, str], int],
-    ) -> None:
-        """Raise the rates of helped requests to that of their fastest helper."""
-        by_unit: dict[tuple[int, str], list[int]] = {}
-        for (r, method), unit in helping.items():
-            if held_R[r]:
-                by_unit.setdefault((unit, method), []).append(r)
-        for (_, method), requests in by_unit.items():
-            m, b = self._methods.index(method), len(requests)
-            draft_s = self._draft_line(method, self._verifier.num_devices)(b)
-            positions = float(held_R[requests].sum())
-            for r in requests:
-                p = round(float(self._trace.acceptance_RM[r, m]), 2)
-                helped = _helper_rate(self._verifier, draft_s, p, b, positions)
-                rate_R[r] = max(rate_R[r], helped)
-
-
-def _helper_rate(
-    verifier: Instance, draft_s: float, p: float, batch: int, positions: float
-) -> float:
-    """Return the tokens per second of one request at a helper's best sequential window."""
-    return max(
-        sequential_tokens(p, w) / (w * draft_s + verifier.round_seconds(batch, positions, w + 1))
-        for w in (1, 2, 4, 8)
-    )

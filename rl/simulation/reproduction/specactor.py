@@ -12,18 +12,16 @@ import dataclasses
 import numpy as np
 
 from rl.simulation.compare import rollout_of
-from rl.simulation.config import SimulateRun, make_instance
+from rl.simulation.config import SimulateRun, SpecActorConfig, make_instance
 from rl.simulation.reproduction.rows import Entry, Figure, figures_of
 from sched.policies.specactor import DevicePlan, plan, rank_methods
 from sched.simulator.roofline import MODELS, Instance
+from sched.simulator.specactor_hardware import Hardware, RequestTrace
 from sched.simulator.specactor_rollout import (
     DECOUPLED,
     DISAGGREGATED,
-    OBSERVED_TOKENS,
     PLAIN,
     SEQUENTIAL,
-    Hardware,
-    RequestTrace,
     SpecActorRollout,
     Strategy,
 )
@@ -46,7 +44,8 @@ def hardware_of(config: SimulateRun) -> Hardware:
     drafters: dict[str, Instance | None] = {
         name: Instance(verifier.device, MODELS[name], 1, overhead) for name in settings.drafters
     }
-    return Hardware(settings.devices, verifier, drafters | {"ngram": None})
+    drafters |= {"ngram": None}
+    return Hardware(settings.devices, verifier, drafters, settings.network_bytes_per_s)
 
 
 def trace_of(config: SimulateRun, seed: int) -> RequestTrace:
@@ -61,8 +60,9 @@ def trace_of(config: SimulateRun, seed: int) -> RequestTrace:
 
     means = [settings.acceptance] * len(settings.drafters) + [settings.ngram_acceptance]
     acceptance_RM = np.stack([drawn(m) for m in means], axis=1)
-    measured_R = rng.binomial(OBSERVED_TOKENS, acceptance_RM[:, 0]) / OBSERVED_TOKENS
-    return RequestTrace(lengths_R, acceptance_RM, measured_R, workload.prompt_tokens)
+    return RequestTrace(
+        lengths_R, acceptance_RM, np.array(means), workload.prompt_tokens, workload.limit_tokens
+    )
 
 
 def ranked(hardware: Hardware, trace: RequestTrace) -> tuple[Hardware, RequestTrace]:
@@ -70,18 +70,18 @@ def ranked(hardware: Hardware, trace: RequestTrace) -> tuple[Hardware, RequestTr
     size, methods = hardware.verifier.num_devices, list(hardware.drafters)
     batch = len(trace.lengths_R) * size // hardware.num_devices
     positions = trace.mean_positions
-    means = trace.acceptance_RM.mean(axis=0)
     order = rank_methods(
-        dict(zip(methods, means.tolist(), strict=True)),
+        dict(zip(methods, trace.profiled_M.tolist(), strict=True)),
         {name: hardware.draft_line(name, size, batch, positions) for name in methods},
         lambda window: hardware.verify_line(size, window, batch, positions),
         batch,
     )
     columns = [methods.index(name) for name in order]
     drafters = {name: hardware.drafters[name] for name in order}
+    acceptance_RM, profiled_M = trace.acceptance_RM[:, columns], trace.profiled_M[columns]
     return (
         dataclasses.replace(hardware, drafters=drafters),
-        dataclasses.replace(trace, acceptance_RM=trace.acceptance_RM[:, columns]),
+        dataclasses.replace(trace, acceptance_RM=acceptance_RM, profiled_M=profiled_M),
     )
 
 
@@ -98,13 +98,13 @@ def first_plan(hardware: Hardware, trace: RequestTrace) -> DevicePlan:
             next(iter(hardware.drafters)), devices, most, positions
         ),
         lambda devices, window: hardware.verify_line(devices, window, most, positions),
-        float(trace.acceptance_RM[:, 0].mean()),
+        float(trace.profiled_M[0]),
     )
 
 
-def strategies(found: DevicePlan, helpers: int) -> dict[str, Strategy]:
+def strategies(found: DevicePlan, settings: SpecActorConfig) -> dict[str, Strategy]:
     """Return the strategies of figure 13, and the baselines of figure 11."""
-    size = found.verify_devices
+    size, every_tokens = found.verify_devices, settings.reconfigure_tokens
     together = dataclasses.replace(found, window=VANILLA_WINDOW)
     apart = dataclasses.replace(together, draft_devices=size)
     return {
@@ -112,8 +112,8 @@ def strategies(found: DevicePlan, helpers: int) -> dict[str, Strategy]:
         "vanilla": Strategy(SEQUENTIAL, together),
         "disaggregated": Strategy(DISAGGREGATED, apart),
         "decoupled": Strategy(DECOUPLED, found),
-        "reconfigured": Strategy(DECOUPLED, found, reconfigure=True),
-        "all": Strategy(DECOUPLED, found, reconfigure=True, helpers=helpers),
+        "reconfigured": Strategy(DECOUPLED, found, every_tokens),
+        "all": Strategy(DECOUPLED, found, every_tokens, settings.requests_per_helper),
     }
 
 
@@ -167,8 +167,8 @@ def play(config: SimulateRun, seed: int) -> dict[str, float]:
     hardware, trace = ranked(hardware_of(config), trace_of(config, seed))
     first = first_plan(hardware, trace)
     found: dict[str, float] = {}
-    for name, strategy in strategies(first, settings.requests_per_helper).items():
-        rollout = SpecActorRollout(hardware, trace, strategy, step_s=settings.step_s)
+    for name, strategy in strategies(first, settings).items():
+        rollout = SpecActorRollout(hardware, trace, strategy, step_s=settings.step_s, seed=seed)
         found[name] = 1 / rollout.seconds()
         if name == "plain":
             found["idle"] = rollout.idle_fraction
