@@ -1,4 +1,4 @@
-"""What SpecActor decides by while a rollout runs: profiled acceptance, and what a helper saves.
+"""Decisions of SpecActor while a rollout runs: plans by profiled acceptance, and what help saves.
 
 A draft token is *seen* when all before it in its window were accepted, so that the verifier says
 whether it is right: a window of w of which a < w are accepted shows a + 1, a whole one w.
