@@ -165,7 +165,7 @@ class Bench:
         return self._play(time, engines, shares, drafters, window)
 
     def decoupled(self, requests: Sequence[Request], way: str, window: int) -> Played:
-        """Play verifying workers that one drafting worker drafts for, each on some of its devices."""
+        """Play verifying workers that one drafting worker drafts for: some devices for each."""
         time, verifying = VirtualTime(), WORKERS - 1
         shares = [requests[i::verifying] for i in range(verifying)]
         engines = [self.engine(_slots(share), time, verify_price) for share in shares if share]

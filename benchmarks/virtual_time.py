@@ -96,8 +96,8 @@ class PricedEngine(Engine):
 class PricedDrafting:
     """A drafting worker: what it does between two looks of its links is done at the second one.
 
-    `price` are the seconds of a step for a number of requests. What is said while it drafts is heard
-    after that; its blocks are there once their price has passed.
+    `price` are the seconds of a step for a number of requests. What is said while it drafts is
+    heard after that; its blocks are there once their price has passed.
     """
 
     def __init__(

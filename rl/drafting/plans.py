@@ -8,41 +8,58 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from rl.drafting.config import SpecActorConfig
+from rl.drafting.config import DraftingConfig
 from sched.policies.drafting_plan import Acceptance, WorkerPlan, plan_workers
+from sched.policies.specactor import LinearTime, RequestPlan
+from sched.policies.specactor_profile import Profile, Reconfiguration
 from spec.budget.config import MODEL
 from spec.decoupled.drafter import RequestPlans
-from spec.decoupled.messages import DraftPlan
+from spec.decoupled.messages import MOST_WINDOW, DraftPlan
 from spec.drafter import LiveSlots, Source
 from spec.round_times import RoundTimes
 
-DECAY = 0.999  # of the counts of draft tokens, a round
-PRIOR = 20.0  # rounds that what is assumed weighs
-FIRST_WINDOW = 4  # where no seconds are measured
+DECAY = 0.999  # of the counts of rounds with a draft, a round
+PRIOR_ROUNDS = 20.0  # that what is assumed weighs
 FIRST_P, FIRST_HITS = 0.7, 0.85  # assumed before any draft was seen
+PATIENCE = 0.1  # of a round: how long drafts that are due are waited for
+FIRST_WINDOW = 4  # where no seconds are measured
 
 
-class Profile:
-    """How often draft tokens were accepted, and drafts there in time; any thread may call it."""
+class Observed:
+    """What is seen of the drafts of drafting workers; any thread may call it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._accepted, self._seen = FIRST_P * PRIOR, PRIOR
-        self._there, self._rounds = FIRST_HITS * PRIOR, PRIOR
+        self.profile = Profile({MODEL: FIRST_P})
+        self._there, self._rounds = FIRST_HITS * PRIOR_ROUNDS, PRIOR_ROUNDS
 
-    def observed(self, accepted_A: np.ndarray, seen_A: np.ndarray) -> None:
+    def add(self, request_ids: Sequence[int], accepted_A: np.ndarray, seen_A: np.ndarray) -> None:
+        """Add a round: each request's draft tokens that were seen, and accepted."""
+        rows = zip(request_ids, accepted_A.tolist(), seen_A.tolist(), strict=True)
         with self._lock:
-            self._accepted = DECAY * self._accepted + float(accepted_A.sum())
-            self._seen = DECAY * self._seen + float(seen_A.sum())
+            for request_id, accepted, seen in rows:
+                if seen:
+                    self.profile.observe(request_id, MODEL, accepted, seen)
             self._there = DECAY * self._there + float((seen_A > 0).sum())
             self._rounds = DECAY * self._rounds + len(seen_A)
 
+    def forget(self, request_ids: Sequence[int]) -> None:
+        with self._lock:
+            for request_id in request_ids:
+                self.profile.forget(request_id)
+
+    def of_requests(self, request_ids: Sequence[int]) -> dict[int, float]:
+        """Return the acceptance of these requests."""
+        with self._lock:
+            return {r: self.profile.p_of_request(r, MODEL) for r in request_ids}
+
     @property
     def p(self) -> float:
-        return min(self._accepted / self._seen, 0.99)
+        return min(self.profile.p_of_method(MODEL), 0.99)
 
     @property
     def hits(self) -> float:
+        """Return the share of requests' rounds in which a draft was there."""
         return self._there / self._rounds
 
 
@@ -83,17 +100,17 @@ class Planner:
     """The plans of a run's rollouts of `num_requests` at once, on `num_workers` of both kinds."""
 
     def __init__(
-        self, config: SpecActorConfig, num_workers: int, num_requests: int, most_window: int
+        self, config: DraftingConfig, num_workers: int, num_requests: int, most_window: int
     ) -> None:
-        self.config, self.profile = config, Profile()
+        self.config, self.observed = config, Observed()
         self.num_workers, self.num_requests = num_workers, num_requests
         self.most_window, self.drafting_workers = most_window, 0
         self.seconds: MeasuredSeconds | None = None  # to be set once they are measured
 
     @property
     def acceptance(self) -> Acceptance:
-        hits = self.profile.hits if self.config.ahead == "enumeration" else None
-        return Acceptance(self.profile.p, hits)
+        hits = self.observed.hits if self.config.ahead == "enumeration" else None
+        return Acceptance(self.observed.p, hits)
 
     def choose(self, drafting_workers: Iterable[int]) -> WorkerPlan:
         """Return the best plan of so many drafting workers, by what is known now."""
@@ -108,27 +125,66 @@ class Planner:
 
     def plans(self) -> RequestPlans:
         """Return the plans of one worker's requests in a rollout that begins now."""
-        window = self.config.window or min(FIRST_WINDOW, self.most_window)
-        if self.config.window is None and self.seconds is not None:
+        window, own, seconds = self.config.window, None, self.seconds
+        if seconds is None:
+            return _OfRollout(min(window or FIRST_WINDOW, self.most_window), self.observed)
+        if window is None:
             window = max(self.choose((self.drafting_workers,)).window, 1)
-        return _OfRollout(DraftPlan(window), self.profile)
+        if self.config.reconfigure_tokens:
+            own = Reconfiguration(
+                MODEL,
+                RequestPlan(window, True, 0.0),
+                LinearTime(0.0, seconds.draft(1)),
+                lambda w: LinearTime(0.0, seconds.verify(1, w)),
+                self.config.reconfigure_tokens,
+            )
+        each = self.num_requests / max(self.num_workers - self.drafting_workers, 1)
+        late_s = window * seconds.draft(each) - seconds.verify(each, window)
+        patience_s = PATIENCE * seconds.verify(each, 0) + max(late_s, 0.0) if self._awaits else 0.0
+        return _OfRollout(window, self.observed, own, self.most_window, patience_s)
+
+    @property
+    def _awaits(self) -> bool:
+        """True where a block that is nearly there is worth waiting for: it has all cases."""
+        return self.config.ahead == "enumeration"
 
 
 class _OfRollout(RequestPlans):
-    """A plan for all, and what is seen of their drafts."""
+    """The window of all requests, those of requests that have their own, and what is seen."""
 
-    patience_s = 0.0
-
-    def __init__(self, plan: DraftPlan, profile: Profile) -> None:
-        self._plan, self._profile = plan, profile
+    def __init__(
+        self,
+        window: int,
+        observed: Observed,
+        own: Reconfiguration | None = None,
+        most_window: int = MOST_WINDOW,
+        patience_s: float = 0.0,
+    ) -> None:
+        self._all, self._observed, self._own = DraftPlan(window), observed, own
+        self._most_window, self.patience_s = most_window, patience_s
+        self._plans: dict[int, DraftPlan] = {}
+        self._tokens: dict[int, int] = {}  # of a request's response, when it was looked at last
 
     def plan(self, request_id: int) -> DraftPlan:
-        return self._plan
+        return self._plans.get(request_id, self._all)
 
     def observed(
         self, live: LiveSlots, source: Source, accepted_A: np.ndarray, seen_A: np.ndarray
     ) -> None:
-        self._profile.observed(accepted_A, seen_A)
+        ids = live.request_ids_A.tolist()
+        self._observed.add(ids, accepted_A, seen_A)
+        if self._own is None:
+            return
+        tokens_A = live.total_tokens_A - live.prompt_tokens_A
+        for request_id, tokens in zip(ids, tokens_A.tolist(), strict=True):
+            before, self._tokens[request_id] = self._tokens.get(request_id, 0), tokens
+            given = request_id, before, tokens, self._observed.profile
+            if (found := self._own.plan_when_due(*given)) is not None:
+                window = min(found.window, self._most_window)
+                self._plans[request_id] = DraftPlan(window, found.decoupled)
 
     def forget(self, request_ids: Sequence[int]) -> None:
-        return
+        self._observed.forget(request_ids)
+        for request_id in request_ids:
+            self._plans.pop(request_id, None)
+            self._tokens.pop(request_id, None)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Callable, Hashable, Iterator, MutableSequence
+from collections.abc import Callable, Hashable, Iterator, MutableSequence, Sequence
 
 import jax
 import numpy as np
@@ -57,15 +57,18 @@ class DraftingWorkers:
         self._lock = threading.Lock()
         self._looked_s = 0.0
         self._engines: list[Engine] = []
+        self._verifying: list[int] = []  # numbers of the engines that verify
         self.workers: list[DraftingWorker] = []
 
     def take(self, engines: MutableSequence[Engine], count: int) -> None:
         """Take the last `count` engines from those that verify, and start drafting on them."""
         assert not self.workers and 0 < count < len(engines), "once, and some are left"
         taken = [engines.pop() for _ in range(count)][::-1]
-        rows = -(-self.planner.num_requests // count)
         longest = self._longest_tokens + 2 * self.planner.most_window
-        self._engines = [_drafting_engine(engine, rows, longest) for engine in taken]
+        singles = [one for engine in taken for one in _of_each_device(engine)]
+        rows = -(-self.planner.num_requests // min(len(singles), len(engines)))
+        self._engines = [_drafting_engine(engine, rows, longest) for engine in singles]
+        self._verifying = [engine.number for engine in engines]
         self.planner.drafting_workers = count
         self.workers = [DraftingWorker(e, Source.MODEL, self._clock) for e in self._engines]
 
@@ -84,8 +87,13 @@ class DraftingWorkers:
         def make(engine: Engine) -> DraftingAhead:
             return self.ahead(engine, spec.key, spec.sampling)
 
-        links = [WorkerLink(worker, rollout, make, self._look) for worker in self.workers]
+        links = [WorkerLink(w, rollout, make, self._look) for w in self._of(context.runner.number)]
         return DecoupledDrafter(links, self.planner.plans(), spec.sampling)
+
+    def _of(self, number: int) -> Sequence[DraftingWorker]:
+        """Return who drafts for a verifying worker: some devices of its own, or a shared one."""
+        place, count = self._verifying.index(number), len(self._verifying)
+        return self.workers[place::count] or [self.workers[place % len(self.workers)]]
 
     def ahead(self, engine: Engine, key: jax.Array, sampling: SamplingConfig) -> DraftingAhead:
         """Return what drafts for one rollout on a drafting worker."""
@@ -182,6 +190,14 @@ class DraftingWorkers:
         taken_s = max(self._clock() - began_s, 1e-9) * max(len(pairs), 1)
         metrics["drafting/steps"] = float(sum(w.steps - steps for w, (steps, _) in pairs))
         metrics["drafting/busy_fraction"] = sum(w.busy_s - s for w, (_, s) in pairs) / taken_s
+
+
+def _of_each_device(engine: Engine) -> list[Engine]:
+    """Return an engine for each device of one: a draft model is small."""
+    if engine.mesh is None:
+        return [engine]
+    devices = engine.mesh.devices.flat
+    return [dataclasses.replace(engine, mesh=None, device=device) for device in devices]
 
 
 def _drafting_engine(engine: Engine, num_rows: int, longest_tokens: int) -> Engine:

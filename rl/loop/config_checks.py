@@ -93,35 +93,35 @@ def check_tuner(config: TrainConfig) -> None:
 
 def check_drafting(config: TrainConfig) -> None:
     """Raise ValueError where drafting workers could draft nothing, or nobody would verify it."""
-    asked, sched = config.spec_actor.drafting_workers, config.sched
-    if config.spec_actor.drafts_apart:
+    asked, sched = config.drafting.workers, config.sched
+    if config.drafting.drafts_apart:
         if not config.speculation.asks_model:
             raise ValueError(
-                f"SpecActor.drafting_workers={asked} draft with a draft model: expected "
+                f"Drafting.workers={asked} draft with a draft model: expected "
                 f'"model" in Speculation.sources, and a budget, got {config.speculation.sources} '
-                f'with "{config.speculation.budget}": add it, or set drafting_workers = 0'
+                f'with "{config.speculation.budget}": add it, or set Drafting.workers = 0'
             )
         if (asked or 1) >= sched.workers:
             raise ValueError(
-                "expected at least one worker that verifies, got SpecActor.drafting_workers="
+                "expected at least one worker that verifies, got Drafting.workers="
                 f"{asked} of Sched.workers={sched.workers}: raise Sched.workers, or lower it"
             )
         if config.cluster.kind == "ray":
             raise ValueError(
-                f"SpecActor.drafting_workers={asked} are threads of the run's program, got "
-                'Cluster.kind="ray", whose workers are programs of their own: set drafting_workers '
+                f"Drafting.workers={asked} are threads of the run's program, got "
+                'Cluster.kind="ray", whose workers are programs of their own: set Drafting.workers '
                 '= 0 there, or Cluster.kind = "local"'
             )
         if config.speculation.budget == "bandit":
             raise ValueError(
-                f"SpecActor.drafting_workers={asked} decide how far they draft, and so do the arms "
+                f"Drafting.workers={asked} decide how far they draft, and so do the arms "
                 'of Speculation.budget="bandit": set budget = "goodput" or "fixed:K", or '
-                "drafting_workers = 0"
+                "Drafting.workers = 0"
             )
-    window, most = config.spec_actor.window, config.engine.max_nodes - 1
+    window, most = config.drafting.window, config.engine.max_nodes - 1
     if window is not None and window > most:
         raise ValueError(
-            f"expected SpecActor.window of at most Engine.max_nodes − 1 = {most}, got {window}: "
+            f"expected Drafting.window of at most Engine.max_nodes − 1 = {most}, got {window}: "
             "lower it, or raise Engine.max_nodes"
         )
 

@@ -22,7 +22,7 @@ from rl.config.loader import resolve_path
 from rl.data.prompts import MOST_PASSED_OVER, DataOrder, encode_prompt
 from rl.data.tasks import Example, Task, TaskConfig, data_digest, data_files, open_tasks
 from rl.drafter_training.config import DrafterConfig, shape_of
-from rl.drafting.config import SpecActorConfig
+from rl.drafting.config import DraftingConfig
 from rl.engine.config import EngineConfig
 from rl.learner.algorithms import AlgorithmConfig, CriticConfig
 from rl.learner.config import OptimizerConfig, TrainerConfig, TrainSpec
@@ -118,7 +118,7 @@ class TrainConfig:
     tuner: TunerConfig
     drafter: DrafterConfig
     draft_model: DraftModelConfig
-    spec_actor: SpecActorConfig
+    drafting: DraftingConfig
     drafter_training: DrafterTrainingConfig
     data_buffer: DataBufferConfig
     reuse: ReuseConfig

@@ -78,7 +78,7 @@ def drafted_alone(config: TrainConfig) -> dict[str, compile_buckets.Decisions]:
         return [decision for decision in found if decision is not None]
 
     can = {name for name in asked if name in sources and (nodes or len(sources) == 1)}
-    if config.spec_actor.drafting_workers:
+    if config.drafting.workers:
         can.discard(MODEL)
     return {name: partial(decisions, asked[name]) for name in can if budget not in ("off", "aimd")}
 

@@ -294,14 +294,14 @@ def _drafting(
 
     Raises ValueError where they are more than the devices.
     """
-    settings, sched = config.spec_actor, config.sched
+    settings, sched = config.drafting, config.sched
     if not settings.drafts_apart or not isinstance(engine, MultiEngine):
         return None
     num_devices = len(jax.local_devices())
-    if (asked := settings.drafting_workers or 1) > num_devices:
+    if (asked := settings.workers or 1) > num_devices:
         raise ValueError(
-            f"expected at most as many drafting workers as devices, got SpecActor."
-            f"drafting_workers={asked} and {num_devices}: lower it, or on a CPU set XLA_FLAGS="
+            f"expected at most as many drafting workers as devices, got "
+            f"Drafting.workers={asked} and {num_devices}: lower it, or on a CPU set XLA_FLAGS="
             f"--xla_force_host_platform_device_count={asked}"
         )
     longest = min(config.draft_model.max_depth, config.engine.max_nodes - 1)
@@ -312,8 +312,8 @@ def _drafting(
     limit_s, longest = config.run.hang_limit_s, config.longest_tokens
     options: dict[str, Any] = {"clock": clock, "told": told, "hang_limit_s": limit_s}
     drafting = DraftingWorkers(model, planner, longest, **options)
-    if settings.drafting_workers is not None:
-        drafting.take(engine.engines, settings.drafting_workers)
+    if settings.workers is not None:
+        drafting.take(engine.engines, settings.workers)
         speculation.drafting = drafting
     return drafting
 

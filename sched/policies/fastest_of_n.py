@@ -3,8 +3,9 @@
     requests       → a scheduler that knows of no copies
     their copies   → workers on which nothing runs, while nothing waits
 
-A copy has the request's noise, so that its tokens are the request's own. Whichever ends first is the
-answer; the others are dropped. A worker that is to start a request drops the copies that it has.
+A copy has the request's noise, so that its tokens are the request's own. Whichever ends first is
+the answer; the others are dropped. A worker that is to start a request drops the copies that it
+has.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ Worth = Callable[[int, int], bool]  # (tokens of prompt and response, tokens lef
 class FastestOfN:
     """A scheduler that copies requests of `scheduler` to the workers that it has left dry.
 
-    `num_methods` are those of the copies; each worker drafts by one of them, for up to `most_requests`
-    requests, those with the lowest acceptance first. `worth` says whether a copy pays for what it
-    costs: the keys and values, and the draft model's weights. An event takes O(workers + requests)
-    where a worker is dry and nothing waits, else O(1).
+    `num_methods` are those of the copies; each worker drafts by one of them, for up to
+    `most_requests` requests, those with the lowest acceptance first. `worth` says whether a copy
+    pays for what it costs: the keys and values, and the draft model's weights. An event takes
+    O(workers + requests) where a worker is dry and nothing waits, else O(1).
     """
 
     def __init__(

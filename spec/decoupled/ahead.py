@@ -161,7 +161,8 @@ class Enumerating(_Ahead):
         self._right *= PRIOR_PROB
 
     def step(self) -> list[Block]:
-        wanting = [r for r, q in self.texts.requests.items() if q.wants and q.remaining > 1]
+        requests_of = self.texts.requests.items()
+        wanting = [r for r, q in requests_of if q.wants and _window(q) > 0 and _may_go_on(q)]
         if not wanting:
             return []
         requests = [self.texts.requests[r] for r in wanting]
@@ -227,6 +228,11 @@ def cases_tree(
         place_M[parents_M[order_M]].astype(np.int32),
         prob_M[order_M].astype(np.float32),
     )
+
+
+def _may_go_on(request: DraftedRequest) -> bool:
+    """Return False where a request's plan is to wait until what it has was verified."""
+    return request.plan.decoupled or not len(request.chain)
 
 
 def _window(request: DraftedRequest) -> int:

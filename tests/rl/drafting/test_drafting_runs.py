@@ -18,7 +18,7 @@ WORKERS = (
     "Speculation.budget='fixed:5'",
     "DraftModel.max_depth=3",
     "DraftModel.proposal='shared_noise'",
-    "SpecActor.drafting_workers=1",
+    "Drafting.workers=1",
 )
 
 
@@ -41,7 +41,7 @@ def plain(tiny, tmp_path_factory):
 @pytest.mark.parity
 @pytest.mark.parametrize("ahead", ["free_running", "enumeration"])
 def test_drafting_workers_change_no_token(tiny, tmp_path, plain, ahead):
-    got = finish(tiny, tmp_path, *apart(tiny, f"SpecActor.ahead={ahead!r}"))
+    got = finish(tiny, tmp_path, *apart(tiny, f"Drafting.ahead={ahead!r}"))
     assert texts(got) == texts(plain)
     for ours, theirs in zip(plain.rows, got.rows, strict=True):
         assert learnt(ours) == pytest.approx(learnt(theirs), rel=1e-3, abs=1e-5)
