@@ -33,6 +33,7 @@ class Source(enum.IntEnum):
     LEARNED = 5  # a learned drafter
     MODEL = 6  # a draft model
     CACHED = 7  # the cached response that the request starts from
+    COPY = 8  # the same request on another worker, which is further
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

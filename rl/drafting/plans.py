@@ -10,8 +10,9 @@ import numpy as np
 
 from rl.drafting.config import DraftingConfig
 from sched.policies.drafting_plan import Acceptance, WorkerPlan, plan_workers
-from sched.policies.specactor import LinearTime, RequestPlan
-from sched.policies.specactor_profile import Profile, Reconfiguration
+from sched.policies.specactor import LinearTime, RequestPlan, sequential_tokens
+from sched.policies.specactor_profile import Profile, Reconfiguration, worth_helping
+from sched.simulator.roofline import Costs
 from spec.budget.config import MODEL
 from spec.decoupled.drafter import RequestPlans
 from spec.decoupled.messages import MOST_WINDOW, DraftPlan
@@ -31,6 +32,7 @@ class Observed:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self.profile = Profile({MODEL: FIRST_P})
+        self._requests: set[int] = set()
         self._there, self._rounds = FIRST_HITS * PRIOR_ROUNDS, PRIOR_ROUNDS
 
     def add(self, request_ids: Sequence[int], accepted_A: np.ndarray, seen_A: np.ndarray) -> None:
@@ -39,6 +41,7 @@ class Observed:
         with self._lock:
             for request_id, accepted, seen in rows:
                 if seen:
+                    self._requests.add(request_id)
                     self.profile.observe(request_id, MODEL, accepted, seen)
             self._there = DECAY * self._there + float((seen_A > 0).sum())
             self._rounds = DECAY * self._rounds + len(seen_A)
@@ -46,12 +49,13 @@ class Observed:
     def forget(self, request_ids: Sequence[int]) -> None:
         with self._lock:
             for request_id in request_ids:
+                self._requests.discard(request_id)
                 self.profile.forget(request_id)
 
-    def of_requests(self, request_ids: Sequence[int]) -> dict[int, float]:
-        """Return the acceptance of these requests."""
+    def acceptance(self) -> dict[int, float]:
+        """Return the acceptance of the requests that were seen and have not ended."""
         with self._lock:
-            return {r: self.profile.p_of_request(r, MODEL) for r in request_ids}
+            return {r: self.profile.p_of_request(r, MODEL) for r in self._requests}
 
     @property
     def p(self) -> float:
@@ -67,33 +71,32 @@ class Observed:
 class MeasuredSeconds:
     """Seconds of drafting and verifying by batch, as a run has measured them.
 
-    Verifying workers' rounds are `times`, which have a draft model's seconds too where workers may
-    draft by themselves. `draft_s` are those of a draft token for all requests of a drafting worker,
-    whose caches have one size.
+    `costs` are those of a verifying worker, whose requests hold `positions` each on average.
+    `times` have a draft model's seconds where workers may draft by themselves; `draft_s` are those
+    of a draft token for all requests of a drafting device, whose caches have one size. `model_s`
+    are those of putting a draft model's weights on a worker.
     """
 
+    costs: Costs
     times: RoundTimes
-    draft_s: float
+    positions: float
+    draft_s: float = 0.0
+    model_s: float = 0.0
 
     def draft(self, requests: float) -> float:
+        """Return the seconds of a draft token of each request."""
         depths = self.times.draft_depths(MODEL)
         if not depths:
             return self.draft_s
-        B, S = self._size(requests)
+        sizes = sorted({(b, s) for b, _, s in self.times.rounds})
+        slots = sorted({b for b, _ in sizes})
+        B = next((b for b in slots if b >= requests), slots[-1])
+        S = min(s for b, s in sizes if b == B)
         return self.times.draft(MODEL, B, depths[-1], S) / depths[-1]
 
     def verify(self, requests: float, window: int) -> float:
-        """Return the seconds of a round of the smallest timed size that holds these."""
-        table, (B, S) = self.times.rounds, self._size(requests)
-        nodes = sorted(m for b, m, s in table if (b, s) == (B, S))
-        return table[B, next((m for m in nodes if m >= (window + 1) * requests), nodes[-1]), S]
-
-    def _size(self, requests: float) -> tuple[int, int]:
-        """Return slots for these requests, and positions in the middle of the timed ones."""
-        positions = sorted({S for _, _, S in self.times.rounds})
-        S = positions[len(positions) // 2]
-        slots = sorted({b for b, _, s in self.times.rounds if s == S})
-        return next((b for b in slots if b >= requests), slots[-1]), S
+        """Return the seconds of a round with so many draft tokens of each request."""
+        return self.costs.round_seconds(requests, requests * self.positions, window + 1)
 
 
 class Planner:
@@ -142,6 +145,27 @@ class Planner:
         late_s = window * seconds.draft(each) - seconds.verify(each, window)
         patience_s = PATIENCE * seconds.verify(each, 0) + max(late_s, 0.0) if self._awaits else 0.0
         return _OfRollout(window, self.observed, own, self.most_window, patience_s)
+
+    def worth(self, held_tokens: int, left_tokens: int) -> bool:
+        """Return whether a copy of a request with so many tokens pays for what it costs.
+
+        On a worker of its own it has rounds of one request, drafted for there; against that stand
+        the seconds of its keys and values and of the draft model's weights. Half of the tokens that
+        it may have yet are expected.
+        """
+        seconds, p = self.seconds, self.observed.p
+        if seconds is None:
+            return True
+        each = self.num_requests / max(self.num_workers - self.drafting_workers, 1)
+        window = self.config.window or FIRST_WINDOW
+        tokens = self.acceptance.tokens(window)
+        rate = tokens / max(seconds.verify(each, window), window * seconds.draft(each))
+        helped = max(
+            sequential_tokens(p, w) / (w * seconds.draft(1) + seconds.verify(1, w))
+            for w in range(1, self.most_window + 1)
+        )
+        costs_s = seconds.costs.copy_seconds(held_tokens) + seconds.model_s
+        return worth_helping(left_tokens / 2, rate, helped, costs_s)
 
     @property
     def _awaits(self) -> bool:

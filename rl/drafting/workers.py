@@ -44,7 +44,7 @@ class DraftingWorkers:
 
     def __init__(
         self,
-        model: DraftModel,
+        model: DraftModel | None,
         planner: Planner,
         longest_tokens: int,
         *,
@@ -52,7 +52,7 @@ class DraftingWorkers:
         told: Callable[[str], None],
         hang_limit_s: float = HANG_LIMIT_S,
     ) -> None:
-        self.model, self.planner, self._longest_tokens = model, planner, longest_tokens
+        self.model, self.planner, self.longest_tokens = model, planner, longest_tokens
         self._clock, self._told, self._hang_limit_s = clock, told, hang_limit_s
         self._lock = threading.Lock()
         self._looked_s = 0.0
@@ -64,7 +64,7 @@ class DraftingWorkers:
         """Take the last `count` engines from those that verify, and start drafting on them."""
         assert not self.workers and 0 < count < len(engines), "once, and some are left"
         taken = [engines.pop() for _ in range(count)][::-1]
-        longest = self._longest_tokens + 2 * self.planner.most_window
+        longest = self.longest_tokens + 2 * self.planner.most_window
         singles = [one for engine in taken for one in _of_each_device(engine)]
         rows = -(-self.planner.num_requests // min(len(singles), len(engines)))
         self._engines = [_drafting_engine(engine, rows, longest) for engine in singles]
@@ -112,6 +112,7 @@ class DraftingWorkers:
         spec = RolloutSpec((), sampling, step_key(0, 0) if key is None else key)  # type: ignore[arg-type]
         kind = EnumeratingDraftModel if self._enumerates else AheadDraftModel
         context = engine.drafter_context(spec)  # it reads no weights of the policy
+        assert self.model is not None, "a draft model drafts"
         return self.model.made(kind, context, self.planner.most_window)
 
     @property
@@ -132,10 +133,13 @@ class DraftingWorkers:
             yield engine, found
 
     def draft_seconds(self, sampling: SamplingConfig) -> float:
-        """Measure the seconds of a draft token for all requests of a drafting worker.
+        """Measure the seconds of a draft token for all requests of a drafting worker, if there is
+        one.
 
         Those of a whole block by its window: rows at rest take as long as others.
         """
+        if not self._engines:
+            return 0.0
         engine, window = self._engines[0], self.planner.most_window
         rows, prompt = engine.config.slots, np.zeros(1, np.int32)
         plan, none = DraftPlan(window), np.zeros(0, np.int32)
@@ -149,6 +153,10 @@ class DraftingWorkers:
                 ahead.step()
                 tries.append(self._clock() - began_s)
         return max(float(np.median(tries[1:])), LEAST_SECONDS) / window
+
+    def model_seconds(self) -> float:
+        """Measure the seconds of putting the draft model on another worker (model scale)."""
+        return 0.0 if self.model is None else self.model.seconds_to_place(self._clock)
 
     def _look(self) -> None:
         """Replace workers that have raised or hang; called by verifying workers, any of them."""

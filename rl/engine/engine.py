@@ -149,9 +149,33 @@ class Engine(ModelRunner):
             return False
         requests = self._source.take(wait=not (len(self._waiting) or self._table.num_busy))
         self._waiting.add_sourced(requests or ())
+        self._drop(self._source.dropped())
+        for request_id, number in self._source.copies():
+            self._source.copied(number, self._copy(request_id))
         if self._source.lets_go:
             self._let_go(self._source)
         return requests is not None
+
+    def _drop(self, request_ids: Sequence[int]) -> None:
+        """End these requests, as far as they are here: another worker has answered them."""
+        if not request_ids:
+            return
+        table, gone = self._table, set(request_ids)
+        self._waiting.drop(gone)
+        (rows,) = np.nonzero(table.busy_B & np.isin(table.request_ids_B, list(gone)))
+        if len(rows):
+            self._speculator.left(table.view(rows[table.live_B[rows]]))
+            for row in rows.tolist():
+                table.leave(row, self._spec.policy_version)
+            self._rows.changed()
+
+    def _copy(self, request_id: int) -> PartialRequest | None:
+        """Return a request that runs here as it is now, with its keys and values."""
+        table = self._table
+        (rows,) = np.nonzero(table.live_B & (table.request_ids_B == request_id))
+        if not len(rows):
+            return None
+        return self._rows.copied(int(rows[0]), self._spec.policy_version)
 
     def _let_go(self, source: RequestSource) -> None:
         """Have all requests leave with the tokens that they have, without keys and values."""

@@ -110,6 +110,18 @@ class RequestSource(Protocol):
         """Return True where all that runs is to leave now, with the tokens that it has."""
         ...
 
+    def dropped(self) -> Sequence[int]:
+        """Return the requests that are to end here without an answer."""
+        return ()
+
+    def copies(self) -> Sequence[tuple[int, int]]:
+        """Return the requests that another worker is to have a copy of, and the copies' numbers."""
+        return ()
+
+    def copied(self, number: int, partial: PartialRequest | None) -> None:
+        """Take the copy of a request, with keys and values; None if the request is not here."""
+        return
+
     def chunk_ended(self, request_id: int, response_tokens: int) -> int:
         """Return how many more tokens a request may have in its row; at 0 it leaves the worker."""
         ...

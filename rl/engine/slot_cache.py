@@ -182,6 +182,11 @@ class SlotCache:
             for row, kv in zip(rows, kvs, strict=True)
         ]
 
+    def copied(self, row: int, policy_version: int) -> PartialRequest:
+        """Return what `leave` does of a row that stays."""
+        [kv] = self._runner.read_kv(self.cache, [row], self.table.cached_tokens_B[[row]].tolist())
+        return dataclasses.replace(self.table.so_far(row, policy_version), kv=kv)
+
     def send(self, rows: Sequence[int], delivery: StateDelivery, policy_version: int) -> None:
         """Send responses that have ended, with the hidden states of their rows, if wanted."""
         table = self.table

@@ -200,9 +200,14 @@ class SlotTable:
 
     def leave(self, row: int, policy_version: int) -> PartialRequest:
         """Free the row, which keeps what it holds; return its request and response so far."""
-        started, self.started[row] = self.started[row], None
+        left = self.so_far(row, policy_version)
+        self.started[row], self.busy_B[row] = None, False
+        return left
+
+    def so_far(self, row: int, policy_version: int) -> PartialRequest:
+        """Return a busy row's request and response so far."""
+        started = self.started[row]
         assert started is not None
-        self.busy_B[row] = False
         first, end = int(self.prompt_tokens_B[row]), int(self.total_tokens_B[row])
         response = self.tokens_BL[row, first:end].copy()
         logprobs = self.logprobs_BL[row, first:end].copy()

@@ -40,6 +40,11 @@ class WaitingQueue:
         self.sourced.clear()
         return taken
 
+    def drop(self, request_ids: Collection[int]) -> None:
+        """Forget these of the requests that a source brought."""
+        left = [p for p in self.sourced if p.request.request_id not in request_ids]
+        self.sourced = collections.deque(left)
+
     def take_new(self, most: int) -> list[PartialRequest]:
         """Take the next of `new`, up to `most`."""
         taken = [self.new.popleft() for _ in range(min(most, len(self.new)))]

@@ -92,37 +92,66 @@ def check_tuner(config: TrainConfig) -> None:
 
 
 def check_drafting(config: TrainConfig) -> None:
-    """Raise ValueError where drafting workers could draft nothing, or nobody would verify it."""
-    asked, sched = config.drafting.workers, config.sched
-    if config.drafting.drafts_apart:
+    """Raise ValueError where drafting workers or helpers could do nothing, or nobody verifies."""
+    settings, workers = config.drafting, config.sched.workers
+    asked, budget = settings.workers, config.speculation.budget
+    if settings.drafts_apart:
         if not config.speculation.asks_model:
             raise ValueError(
                 f"Drafting.workers={asked} draft with a draft model: expected "
                 f'"model" in Speculation.sources, and a budget, got {config.speculation.sources} '
-                f'with "{config.speculation.budget}": add it, or set Drafting.workers = 0'
+                f'with "{budget}": add it, or set Drafting.workers = 0'
             )
-        if (asked or 1) >= sched.workers:
+        if (asked or 1) >= workers:
             raise ValueError(
-                "expected at least one worker that verifies, got Drafting.workers="
-                f"{asked} of Sched.workers={sched.workers}: raise Sched.workers, or lower it"
+                f"expected at least one worker that verifies, got Drafting.workers={asked} of "
+                f"Sched.workers={workers}: raise Sched.workers, or lower it"
             )
+    if settings.helps:
+        _check_helpers(config)
+    if settings.drafts_apart or settings.helps:
+        what = "Drafting.workers" if settings.drafts_apart else "Drafting.requests_per_helper"
         if config.cluster.kind == "ray":
             raise ValueError(
-                f"Drafting.workers={asked} are threads of the run's program, got "
-                'Cluster.kind="ray", whose workers are programs of their own: set Drafting.workers '
-                '= 0 there, or Cluster.kind = "local"'
+                f"{what} is for threads of the run's program, got "
+                f'Cluster.kind="ray", whose workers are programs of their own: set {what} = 0 '
+                'there, or Cluster.kind = "local"'
             )
-        if config.speculation.budget == "bandit":
+        if budget == "bandit":
             raise ValueError(
-                f"Drafting.workers={asked} decide how far they draft, and so do the arms "
-                'of Speculation.budget="bandit": set budget = "goodput" or "fixed:K", or '
-                "Drafting.workers = 0"
+                f"{what} decides who drafts and how far, and so do the arms of "
+                f'Speculation.budget="bandit": set budget = "goodput" or "fixed:K", or {what} = 0'
             )
-    window, most = config.drafting.window, config.engine.max_nodes - 1
+    window, most = settings.window, config.engine.max_nodes - 1
     if window is not None and window > most:
         raise ValueError(
             f"expected Drafting.window of at most Engine.max_nodes − 1 = {most}, got {window}: "
             "lower it, or raise Engine.max_nodes"
+        )
+
+
+def _check_helpers(config: TrainConfig) -> None:
+    settings, verifying = config.drafting, config.sched.workers - (config.drafting.workers or 0)
+    each, known = settings.requests_per_helper, {"history", "histospec", "group", "own"}
+    if not config.speculation.enabled or verifying < 2:
+        raise ValueError(
+            f"Drafting.requests_per_helper={each} has idle workers draft for others: expected two "
+            f"workers that verify, and a budget, got {verifying} and "
+            f'"{config.speculation.budget}": raise Sched.workers and set Speculation.budget, or '
+            "requests_per_helper = 0"
+        )
+    if config.sched.mode == "pipeline":
+        raise ValueError(
+            f"Drafting.requests_per_helper={each} is for workers that have nothing to do, which in "
+            'Sched.mode="pipeline" go on to the next step: set mode = "sync" or "ahead", or '
+            "requests_per_helper = 0"
+        )
+    known |= {"model"} if config.speculation.asks_model else set()
+    sources = set(config.speculation.sources) | {"own"}
+    if other := [m for m in settings.methods if m not in known & sources]:
+        raise ValueError(
+            f"expected Drafting.methods of {', '.join(sorted(known & sources))}, which "
+            f"Speculation.sources has, got {other[0]!r}: leave it out, or add it to the sources"
         )
 
 

@@ -31,6 +31,7 @@ from rl.warm_up.longer_buckets import LongerBuckets
 from rl.warm_up.round_times import load_or_measure
 from rl.workers.multi_engine import MultiEngine
 from sched.simulator.measured_costs import MeasuredCosts
+from sched.simulator.roofline import Costs
 from spec.budget.bandit_budget import node_counts
 from spec.budget.budget import DraftDecision, best_trees, equal_trees
 from spec.budget.config import BANDIT, LEARNED, MODEL, parse_budget
@@ -153,7 +154,7 @@ def warm_up(
     timed beside a compilation.
     """
     drafters, drafting = dict(speculation.drafters), kept.drafting
-    if speculation.drafting is not None:
+    if speculation.drafting is not None and MODEL not in speculation.methods_of_copies:
         del drafters[MODEL]  # other workers draft with it
     reach = dataclasses.replace(reach, drafters=drafters)
     for one in engine.engines:
@@ -180,7 +181,8 @@ def warm_up(
     if reach.speculative:
         speculation.times = times
         if drafting is not None:
-            warm_up_drafting(config.sampling, engine, drafting, speculation, told)
+            costs = MeasuredCosts(times.rounds, moves.seconds)
+            warm_up_drafting(config.sampling, engine, drafting, speculation, costs, told)
         compile_host_kernels(
             config.speculation,
             speculation.times,
@@ -199,13 +201,15 @@ def warm_up_drafting(
     engine: RolloutEngine,
     drafting: DraftingWorkers,
     speculation: Speculation,
+    costs: Costs,
     told: OnCompiled,
 ) -> None:
     """Decide how many workers draft, where a plan is to say; compile and time what they run."""
     times, planner = speculation.times, drafting.planner
     assert times is not None and isinstance(engine, MultiEngine), "workers that draft"
-    planner.seconds = MeasuredSeconds(times, 0.0)
-    if not drafting.workers:
+    seconds = MeasuredSeconds(costs, times, drafting.longest_tokens / 2)
+    planner.seconds = seconds
+    if not drafting.workers and planner.config.workers is None:
         count = planner.choose(range(planner.num_workers // 2 + 1)).drafting_workers
         if not count:
             return
@@ -216,7 +220,8 @@ def warm_up_drafting(
         found = [compile_buckets.Program(*program) for program in programs]
         compile_buckets.compile_programs(runner, found, told)
         compile_buckets.run_once(runner, found)
-    planner.seconds = MeasuredSeconds(times, drafting.draft_seconds(sampling))
+    measured = {"draft_s": drafting.draft_seconds(sampling), "model_s": drafting.model_seconds()}
+    planner.seconds = dataclasses.replace(seconds, times=times, **measured)
 
 
 def warm_up_evaluation(

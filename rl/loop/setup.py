@@ -51,7 +51,7 @@ from rl.speculation.sources import Speculation
 from rl.warm_up import compile_buckets
 from rl.warm_up.longer_buckets import LongerBuckets
 from rl.workers.ahead_engine import AheadEngine
-from rl.workers.multi_engine import MultiEngine, make_engines, split_devices
+from rl.workers.multi_engine import Helpers, MultiEngine, make_engines, split_devices
 from rl.workers.no_workers import NoWorkers
 from spec.budget.config import LEARNED, MODEL
 from spec.reuse.rollout_cache import RolloutCache
@@ -290,31 +290,35 @@ def _drafting(
     clock: Callable[[], float],
     told: Callable[[str], None],
 ) -> DraftingWorkers | None:
-    """Take the drafting workers from the engine's; None where each worker drafts by itself.
+    """Take the drafting workers from the engine's, and have idle ones help; None without either.
 
-    Raises ValueError where they are more than the devices.
+    Raises ValueError where drafting workers are more than the devices.
     """
     settings, sched = config.drafting, config.sched
-    if not settings.drafts_apart or not isinstance(engine, MultiEngine):
+    if not (settings.drafts_apart or settings.helps) or not isinstance(engine, MultiEngine):
         return None
     num_devices = len(jax.local_devices())
     if (asked := settings.workers or 1) > num_devices:
         raise ValueError(
-            f"expected at most as many drafting workers as devices, got "
+            "expected at most as many drafting workers as devices, got "
             f"Drafting.workers={asked} and {num_devices}: lower it, or on a CPU set XLA_FLAGS="
             f"--xla_force_host_platform_device_count={asked}"
         )
     longest = min(config.draft_model.max_depth, config.engine.max_nodes - 1)
     requests = min(config.rollout.num_requests, sched.workers * config.engine.slots)
     planner = Planner(settings, sched.workers, requests, settings.window or longest)
-    model = speculation.drafters[MODEL]
-    assert isinstance(model, DraftModel)
+    model = speculation.drafters.get(MODEL)
+    assert model is None or isinstance(model, DraftModel)
     limit_s, longest = config.run.hang_limit_s, config.longest_tokens
     options: dict[str, Any] = {"clock": clock, "told": told, "hang_limit_s": limit_s}
     drafting = DraftingWorkers(model, planner, longest, **options)
-    if settings.workers is not None:
+    if settings.workers:
         drafting.take(engine.engines, settings.workers)
         speculation.drafting = drafting
+    if settings.helps:
+        speculation.methods_of_copies = settings.methods
+        size = len(settings.methods), settings.requests_per_helper
+        engine.helpers = Helpers(*size, planner.worth, planner.observed.acceptance)
     return drafting
 
 

@@ -126,6 +126,15 @@ class WorkerRun:
         self._leave_if_aborted()
         return taken if taken or not self._closed else None
 
+    def dropped(self) -> Sequence[int]:
+        return ()
+
+    def copies(self) -> Sequence[tuple[int, int]]:
+        return ()  # of requests on workers in other programs there are none
+
+    def copied(self, number: int, partial: PartialRequest | None) -> None:
+        raise AssertionError("no copy was asked for")
+
     def chunk_ended(self, request_id: int, response_tokens: int) -> int:
         self._tell(ChunkEnded(request_id, response_tokens))
         with self._changed:  # the program ends where nobody speaks to it any more

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from models import hf, tokenizer, transformer
 from models.config import ModelConfig
@@ -108,6 +110,13 @@ class DraftModel:
             key=runner.put(context.spec.key),
             proposal=config.proposal,
         )
+
+    def seconds_to_place(self, clock: Callable[[], float]) -> float:
+        """Measure how long the weights take from the host's memory to a device."""
+        host = jax.tree.map(np.asarray, self._params)
+        began_s = clock()
+        jax.block_until_ready(jax.device_put(host))
+        return clock() - began_s
 
     def _params_on(self, runner: ModelRunner) -> transformer.Params:
         def placed() -> transformer.Params:

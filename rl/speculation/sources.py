@@ -25,12 +25,14 @@ from rl.speculation.device_drafters import NO_DRAFTERS, DeviceDrafters, DrafterS
 from rl.speculation.history_elsewhere import IndexBuilder, Indexed, Shard
 from rl.speculation.learned_drafter import LearnedDrafter
 from rl.trajectory import Prompt
+from sched.request import copy_of
 from spec.budget.bandit import BegMab
 from spec.budget.bandit_budget import BanditBudget, make_bandit
 from spec.budget.budget import Budget
 from spec.budget.by_name import make_budget
 from spec.budget.config import BANDIT, LEARNED, MODEL, TunerConfig
 from spec.budget.union import DrafterUnion
+from spec.decoupled.copies import CopiesDrafter, Progress
 from spec.drafter import Drafter
 from spec.retrieval import history
 from spec.retrieval.group import DraftServer, GroupDrafter
@@ -122,6 +124,7 @@ class Speculation:
         self.index_builder: IndexBuilder | None = None  # or others, for them
         # in place of the workers' own draft model, drafts of drafting workers
         self.drafting: DrafterSource | None = None
+        self.methods_of_copies: tuple[str, ...] = ()  # sources, of requests with copies
 
     def drafter_factory(
         self,
@@ -151,7 +154,8 @@ class Speculation:
             pairs = enumerate(zip(keys, prompts, strict=True))
             built = self._history({key: ids for g, (key, ids) in pairs if answers(g)})
         names, index = dict(enumerate(keys, first_group)), built.index if built else index
-        make = partial(self._drafts, names, last or {}, index, server or DraftServer(group_size))
+        shared = server or DraftServer(group_size), Progress()
+        make = partial(self._drafts, names, last or {}, index, *shared)
         given = (built.groups, built.indexed) if built else ({}, None)
         return StepDrafts(make, keys, prompts, last or {}, first_group, group_size, *given)
 
@@ -161,32 +165,38 @@ class Speculation:
         last: Mapping[int, np.ndarray],
         index: HistoryIndex | None,
         server: DraftServer,
+        progress: Progress,
         context: DrafterContext,
     ) -> tuple[Drafter | None, Budget | None]:
+        def made(source: str) -> Drafter:
+            if source in HISTORY_RULES:
+                assert index is not None
+                return HistoryDrafter(index, names, HISTORY_RULES[source])
+            if source == "last":
+                return LastResponseDrafter(last)
+            if source == "group":
+                return GroupDrafter(update_tokens=self.config.group_update_tokens, server=server)
+            if source == "own":
+                return NgramDrafter()
+            return self.drafters[source].drafter_for(context)
+
         parts: dict[str, Drafter] = {}
         for source in self.config.sources:
-            if source == "last":
-                if last:
-                    parts[source] = LastResponseDrafter(last)
-            elif source in HISTORY_RULES:
-                assert index is not None
-                parts[source] = HistoryDrafter(index, names, HISTORY_RULES[source])
-            elif source == "group":
-                tokens = self.config.group_update_tokens
-                parts[source] = GroupDrafter(update_tokens=tokens, server=server)
-            elif source == "own":
-                parts[source] = NgramDrafter()
-            elif source == MODEL and self.drafting is not None:
+            if source == MODEL and self.drafting is not None:
                 parts[source] = self.drafting.drafter_for(context)
-            else:
-                parts[source] = self.drafters[source].drafter_for(context)
+            elif source != "last" or last:
+                parts[source] = made(source)
         if not parts:
             return None, None
         union = DrafterUnion(list(parts.values()), list(parts))
         if self.config.budget == BANDIT:
             assert self.times is not None, "a bandit needs the measured seconds of a round"
             return union, BanditBudget(self.bandit(context.runner.number), self.times, union)
-        return union, make_budget(self.config.budget, self.times)
+        budget = make_budget(self.config.budget, self.times)
+        if not self.methods_of_copies:
+            return union, budget
+        methods = [made(source) for source in self.methods_of_copies]
+        return CopiesDrafter(union, methods, copy_of, progress), budget
 
     def bandit(self, worker: int) -> BegMab:
         """Return a worker's tuner."""

@@ -19,9 +19,12 @@ from rl.workers.host_kv_pool import KvPool
 from sched.protocol import (
     Action,
     ChunkDone,
+    Copy,
     Defer,
+    Drop,
     Event,
     Finished,
+    Profiled,
     Recall,
     Recalled,
     Return,
@@ -33,12 +36,14 @@ from sched.protocol import (
     WorkerJoined,
     WorkerLost,
 )
-from sched.request import Kv, RequestSpec
+from sched.request import Kv, RequestSpec, copy_of
 from spec.config import SamplingConfig
 
 LET_GO = (-1, None)  # in an inbox: all requests that came before it leave
-# (step, start), in order; None: nothing more will come
-Inbox = queue.SimpleQueue[tuple[int, Start | None] | None]
+# (step, start), in order, or what is to be done with a request that was started; None: nothing more
+# will come
+Message = tuple[int, Start | Copy | Drop | None]
+Inbox = queue.SimpleQueue[Message | None]
 
 
 class WorkerError(RuntimeError):
@@ -172,6 +177,11 @@ class Coordinator:
         with self._lock:
             self._tell(Trained(step, train_s))
 
+    def profiled(self, acceptance: Mapping[int, float]) -> None:
+        """Tell the scheduler the acceptance of requests' draft tokens."""
+        with self._lock:
+            self._tell(Profiled({r: p for r, p in acceptance.items() if r in self._asked}))
+
     def recall(self) -> None:
         """Have what was begun ahead returned: each request as a result, whole or `Returned`."""
         with self._lock:
@@ -201,7 +211,10 @@ class Coordinator:
     def lose(self, worker_id: int) -> None:
         """Remove a worker; its requests resume elsewhere from their last chunks."""
         with self._lock:
-            self._workers.pop(worker_id).inbox.put(None)
+            lost = self._workers.pop(worker_id)
+            lost.inbox.put(None)
+            for number in (n for n in lost.starts if copy_of(n)[1]):
+                del self._asked[number]  # nobody starts a copy again
             self._pool.withdraw_all(worker_id)
             for worker in self._workers.values():
                 _, doing, waits_for = worker.sign
@@ -277,12 +290,13 @@ class Coordinator:
         if doing is None and (silent_s := self._clock() - self._owner_s) > self._owner_limit_s:
             raise Hang(f"worker {worker_id} waits for requests: nothing asked for {silent_s:.1f} s")
 
-    def chunk(self, worker_id: int, start: Start) -> PartialRequest:
-        """Return the request that a worker is to start."""
+    def chunk(self, worker_id: int, start: Start) -> PartialRequest | None:
+        """Return the request that a worker is to start; None if it was dropped meanwhile."""
         request_id = start.request_id
         pooled = self._pool.take(request_id, lambda owner: self._waits_for(worker_id, owner))
         with self._lock:
-            self._alive(worker_id, "generating")
+            if request_id not in self._alive(worker_id, "generating").starts:
+                return None
             asked = self._asked[request_id]
             if pooled is not None:
                 asked.prefix = pooled.prefix
@@ -297,16 +311,23 @@ class Coordinator:
         """Report a request's whole trajectory."""
         request_id = trajectory.request_id
         with self._lock:
-            chunk = self._alive(worker_id, "generating").starts.pop(request_id).chunk
+            start = self._alive(worker_id, "generating").starts.pop(request_id, None)
+            if start is None:
+                return  # a copy was first
             del self._asked[request_id]
+            original, number = copy_of(request_id)
+            if number:
+                trajectory = dataclasses.replace(trajectory, request_id=original)
             # first: whatever becomes of the others, this one is done
             self._results.put(trajectory)
-            self._tell(Finished(request_id, worker_id, chunk, trajectory.num_tokens))
+            self._tell(Finished(request_id, worker_id, start.chunk, trajectory.num_tokens))
 
     def chunk_ended(self, worker_id: int, request_id: int, response_tokens: int) -> int:
         """Return how many more tokens the request may have where it is; at 0 it must leave."""
         with self._lock:
             worker = self._alive(worker_id, "generating")
+            if request_id not in worker.starts:
+                return 0  # it was dropped
             # before others can be told to take it
             self._pool.promise(request_id, worker_id)
             chunk = worker.starts.pop(request_id).chunk
@@ -318,6 +339,15 @@ class Coordinator:
                     self._pool.withdraw(request_id, worker_id)
                     return action.max_tokens
         return 0
+
+    def copied(self, worker_id: int, number: int, partial: PartialRequest | None) -> None:
+        """Hand the copy of a request over to whoever is to start it; None: it does not run here."""
+        self.alive(worker_id, "handing over requests")
+        if partial is None:
+            self._pool.give_up(number, worker_id)
+        else:
+            request = dataclasses.replace(partial.request, request_id=number)
+            self._pool.put(dataclasses.replace(partial, request=request), worker_id)
 
     def park(self, worker_id: int, leaving: Sequence[PartialRequest]) -> None:
         """Put requests that leave a worker, with their keys and values, into the pool."""
@@ -371,10 +401,34 @@ class Coordinator:
                 self._results.put(Returned(request_id))
                 continue
             worker = workers[action.worker_id]
+            if isinstance(action, Copy):
+                self._copy(action)
+                continue
+            if isinstance(action, Drop):
+                self._drop(action)
+                continue
             worker.starts[request_id] = action
             if action.kv is not held:
                 worker.inbox.put((asked[request_id].step, action))
         return actions
+
+    def _copy(self, action: Copy) -> None:
+        """Have a worker hand over a copy of a request, and another one start it."""
+        asked, start = self._asked[action.request_id], action.start
+        request = dataclasses.replace(asked.request, request_id=start.request_id)
+        self._asked[start.request_id] = _Asked(asked.step, request)
+        self._pool.promise(start.request_id, action.worker_id)
+        self._workers[action.worker_id].inbox.put((asked.step, action))
+        worker = self._workers[start.worker_id]
+        worker.starts[start.request_id] = start
+        worker.inbox.put((asked.step, start))
+
+    def _drop(self, action: Drop) -> None:
+        """Forget a request, or a copy, and have the worker that runs it end it."""
+        worker, asked = self._workers[action.worker_id], self._asked.pop(action.request_id)
+        worker.starts.pop(action.request_id, None)
+        self._pool.discard(action.request_id)
+        worker.inbox.put((asked.step, action))
 
 
 def _prefix_tokens(request: Request) -> int:

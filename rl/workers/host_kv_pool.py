@@ -47,6 +47,22 @@ class KvPool:
             assert self._entries.pop(request_id) == worker_id, "it was promised"
             self._kept(request_id, worker_id)
 
+    def give_up(self, request_id: int, worker_id: int) -> None:
+        """Take back a promise that somebody else may have discarded."""
+        with self._lock:
+            if self._entries.get(request_id) == worker_id:
+                del self._entries[request_id]
+                self._kept(request_id, worker_id)
+
+    def discard(self, request_id: int) -> None:
+        """Remove an entry that nobody will take, or the promise of it."""
+        with self._lock:
+            entry = self._entries.pop(request_id, None)
+            if isinstance(entry, int):
+                self._kept(request_id, entry)
+            elif entry is not None and entry.kv is not None:
+                self.num_bytes -= entry.kv.num_bytes
+
     def withdraw_all(self, worker_id: int) -> None:
         """Take back all of this worker's promises."""
         with self._lock:

@@ -7,8 +7,9 @@ of a request are a function of its seed.
 
 from __future__ import annotations
 
+import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -28,11 +29,25 @@ from rl.workers.session import Session
 from rl.workers.worker_group import WorkerGroup
 from rl.workers.worker_source import IdleWork, WorkerLimits
 from sched.policies.divided import PreferPool
+from sched.policies.fastest_of_n import FastestOfN, Worth
 from sched.policies.registry import make_scheduler
 from sched.protocol import Scheduler, SchedulerDecision
 from sched.simulator.roofline import Costs
 
 T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class Helpers:
+    """Workers that answer others' last requests a second time (`sched.policies.fastest_of_n`).
+
+    `acceptance` returns that of requests' draft tokens, as far as it is known.
+    """
+
+    num_methods: int
+    requests_each: int
+    worth: Worth
+    acceptance: Callable[[], Mapping[int, float]]
 
 
 class MultiEngine:
@@ -58,6 +73,7 @@ class MultiEngine:
         self.spot = spot  # what idle workers train
         self.prefer_pool = prefer_pool  # True: copy this many tokens rather than recompute them
         self.costs: Costs | None = None  # of a worker, where `config.measures_rounds`
+        self.helpers: Helpers | None = None  # workers without requests answer others' again
         self._clock, self._hang_limit_s = clock, hang_limit_s
         self.stats = EngineStats()
         self._keeps_decisions = keeps_decisions
@@ -100,11 +116,18 @@ class MultiEngine:
 
     def make_scheduler(self) -> Scheduler:
         """Return a new scheduler of the configured policy, for one rollout."""
-        return make_scheduler(
+        scheduler = make_scheduler(
             self.config.policy,
             seed=self._seed,
             chunk_tokens=self.config.chunk_tokens,
             prefer_pool=self.prefer_pool,
+        )
+        helpers = self.helpers
+        if helpers is None:
+            return scheduler
+        most = helpers.num_methods, helpers.requests_each
+        return FastestOfN(
+            scheduler, num_methods=most[0], most_requests=most[1], worth=helpers.worth
         )
 
     def session(
@@ -140,7 +163,8 @@ class MultiEngine:
             keeps_decisions=self._keeps_decisions,
             steps_apart=steps_apart,
         )
-        return WorkerGroup(self.engines, scheduler, size, self._clock, spot)
+        acceptance = None if self.helpers is None else self.helpers.acceptance
+        return WorkerGroup(self.engines, scheduler, size, self._clock, spot, acceptance)
 
 
 def collected(

@@ -25,6 +25,7 @@ from sched.protocol import Scheduler, SchedulerDecision
 
 MOST_RESTARTS = 3  # of one engine in a group: what fails more often will not heal
 OWNER_PATIENCE = 2  # hang limits: who does not collect results is himself seen to hang after one
+PROFILE_S = 0.25  # between two words to the scheduler about how drafts do
 LEAVING_S = 5.0  # that workers have to end, once a rollout is aborted
 
 
@@ -62,8 +63,10 @@ class WorkerGroup:
         size: WorkerLimits,
         clock: Callable[[], float],
         spot: IdleWork | None = None,
+        acceptance: Callable[[], Mapping[int, float]] | None = None,
     ) -> None:
         self._engines, self._size, self._spot = engines, size, spot
+        self._acceptance, self._profiled_s = acceptance, clock()
         self._clock = clock
         pool = KvPool(size.pool_bytes)
         self._coordinator = Coordinator(
@@ -162,6 +165,7 @@ class WorkerGroup:
         another program does not answer any more goes on elsewhere.
         """
         self._seat_newcomers()
+        self._profile()
         hung = self._coordinator.hung(self._size.hang_limit_s)  # also while others answer
         result = hung or self._coordinator.next_result(timeout_s)
         if not isinstance(result, WorkerError):
@@ -187,6 +191,13 @@ class WorkerGroup:
         if self._spot is not None:
             self._spot.lost(worker_id, hangs=hangs)
         return None
+
+    def _profile(self) -> None:
+        """Tell the scheduler how drafts do, where it asks for that, every `PROFILE_S`."""
+        if self._acceptance is None or (now_s := self._clock()) - self._profiled_s < PROFILE_S:
+            return
+        self._profiled_s = now_s
+        self._coordinator.profiled(self._acceptance())
 
     def _seat_newcomers(self) -> None:
         """Join with the engines that are ready and have no worker; then lose who is leaving."""

@@ -11,8 +11,8 @@ from typing import Protocol
 
 from rl.engine.engine import Engine
 from rl.trajectory import PartialRequest
-from rl.workers.coordinator import LET_GO, Coordinator, Inbox
-from sched.protocol import Start
+from rl.workers.coordinator import LET_GO, Coordinator, Inbox, Message
+from sched.protocol import Copy, Drop, Start
 from sched.request import Kv
 
 WAKE = (-1, Start(-1, -1, -1, 1, 0, Kv.HELD))  # in an inbox: stop waiting
@@ -87,6 +87,8 @@ class WorkerSource:
         self._worker_id, self._coordinator = worker_id, coordinator
         self._inbox, self._step = inbox, 0
         self._starts: collections.deque[tuple[int, Start | None]] = collections.deque()
+        self._copies: list[Copy] = []  # of requests that run here
+        self._drops: list[int] = []
         self._steps_apart = limits.steps_apart
         self._closed = self._lets_go = False
         self.wait_limit_s: float | None = None  # of `take`, which then returns no request
@@ -101,12 +103,19 @@ class WorkerSource:
         self._lets_go = False
         while not self._starts and not self._closed:  # it may be woken for nothing
             self._receive(wait=True)
+            self._nothing_runs()
             while self._starts and self._starts[0] is LET_GO:
                 self._starts.popleft()  # all that it had is gone
         if not self._starts:
             return None
         self._step = self._starts[0][0]
         return self._step
+
+    def _nothing_runs(self) -> None:
+        """Between two rollouts of the engine there is nothing to drop, nor to copy."""
+        self._drops.clear()
+        for _, number in self.copies():
+            self.copied(number, None)
 
     def take(self, *, wait: bool) -> Sequence[PartialRequest] | None:
         """Return the requests to start now; None once no more will come for this step."""
@@ -127,11 +136,23 @@ class WorkerSource:
             self._starts.popleft()
         if not starts and (self._starts or self._closed or self._lets_go):
             return None
-        return [self._coordinator.chunk(self._worker_id, start) for start in starts]
+        found = [self._coordinator.chunk(self._worker_id, start) for start in starts]
+        return [partial for partial in found if partial is not None]
 
     @property
     def lets_go(self) -> bool:
         return self._lets_go
+
+    def dropped(self) -> Sequence[int]:
+        drops, self._drops = self._drops, []
+        return drops
+
+    def copies(self) -> Sequence[tuple[int, int]]:
+        copies, self._copies = self._copies, []
+        return [(copy.request_id, copy.start.request_id) for copy in copies]
+
+    def copied(self, number: int, partial: PartialRequest | None) -> None:
+        self._coordinator.copied(self._worker_id, number, partial)
 
     def chunk_ended(self, request_id: int, response_tokens: int) -> int:
         return self._coordinator.chunk_ended(self._worker_id, request_id, response_tokens)
@@ -151,12 +172,18 @@ class WorkerSource:
                     break
                 if start is None:
                     self._closed = True
+                elif isinstance(start[1], Copy):
+                    self._copies.append(start[1])
+                elif isinstance(start[1], Drop):
+                    self._drops.append(start[1].request_id)
                 else:
-                    self._starts.append(start)
+                    self._starts.append((start[0], start[1]))
+                if waits and not self._starts:
+                    break  # the engine is to see to it
         except queue.Empty:
             pass
 
-    def _next(self, *, wait: bool) -> tuple[int, Start | None] | None:
+    def _next(self, *, wait: bool) -> Message | None:
         """The next start of the inbox; idle work is done while it is empty."""
         idle_work = self._idle_work
         if idle_work is None:
@@ -175,7 +202,7 @@ class WorkerSource:
             idle_work.busy(self._worker_id)
         return start
 
-    def _work_meanwhile(self, idle_work: IdleWork) -> tuple[int, Start | None] | None:
+    def _work_meanwhile(self, idle_work: IdleWork) -> Message | None:
         """Return the next start; units of idle work are done until then.
 
         Raises queue.Empty after `wait_limit_s`, and the unit that is under way.
@@ -194,7 +221,7 @@ class WorkerSource:
                 alive(self._worker_id)
                 raise queue.Empty
 
-    def _wait(self) -> tuple[int, Start | None] | None:
+    def _wait(self) -> Message | None:
         """Return the next start, whenever it comes, with signs of life until then.
 
         Raises queue.Empty after `wait_limit_s`.

@@ -20,6 +20,8 @@ from sched.protocol import (
     OF_NO_WORKER,
     REPORTS,
     Action,
+    Copy,
+    Drop,
     Event,
     Recall,
     Recalled,
@@ -95,9 +97,13 @@ class Ahead:
         recalls: list[Action] = []
         actions = self._scheduler.handle(event, now_s)
         for action in actions:
-            if isinstance(action, Start):
-                recalls += self._let_go(self._begun.workers[action.worker_id])
-                self._present[action.worker_id][action.request_id] = None
+            start = action.start if isinstance(action, Copy) else action
+            if isinstance(start, Start):
+                recalls += self._let_go(self._begun.workers[start.worker_id])
+                self._present[start.worker_id][start.request_id] = None
+                self._look_at(start.worker_id)
+            elif isinstance(action, Drop):
+                self._present[action.worker_id].pop(action.request_id, None)
                 self._look_at(action.worker_id)
         return [*returned, *recalls, *actions]
 

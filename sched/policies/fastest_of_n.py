@@ -101,6 +101,7 @@ class FastestOfN:
             self._own[event.worker_id].discard(event.request_id)
             self._tokens[event.request_id] = event.generated_tokens
             if isinstance(event, Finished):
+                del self._tokens[event.request_id]
                 dropped = self._forget(event.request_id)
         return [*dropped, *self._started(self._scheduler.handle(event, now_s), now_s)]
 
@@ -116,7 +117,8 @@ class FastestOfN:
                 found.append(action)
             elif action.request_id in self._answered:
                 self._answered.discard(action.request_id)
-                found += self._started(self._end(action, self._ended_tokens, now_s), now_s)
+                found.append(Drop(action.request_id, action.worker_id))
+                found += self._started(self._end(action, now_s), now_s)
             else:
                 found += self._drop_copies(action.worker_id)
                 self._running[action.request_id] = action
@@ -124,11 +126,9 @@ class FastestOfN:
                 found.append(action)
         return found
 
-    _ended_tokens = 0
-
-    def _end(self, start: Start, tokens: int, now_s: float) -> Sequence[Action]:
+    def _end(self, start: Start, now_s: float) -> Sequence[Action]:
         """Tell the scheduler that a request has ended where it was started last."""
-        tokens = max(tokens, self._tokens.pop(start.request_id, 0))
+        tokens = self._tokens.pop(start.request_id)
         ended = Finished(start.request_id, start.worker_id, start.chunk, tokens)
         return self._scheduler.handle(ended, now_s)
 
@@ -141,15 +141,14 @@ class FastestOfN:
         if start is None or start.chunk != event.chunk or isinstance(event, ChunkDone):
             return []  # it was dropped
         del self._copies[event.worker_id][event.request_id]
+        self._tokens[request_id] = event.generated_tokens
         actions, own = self._forget(request_id), self._running.pop(request_id, None)
         if own is None:  # it waits: it ends once it would be started
             self._answered.add(request_id)
-            self._tokens[request_id] = event.generated_tokens
             return actions
         self._own[own.worker_id].discard(request_id)
         actions.append(Drop(request_id, own.worker_id))
-        more = self._end(own, event.generated_tokens, now_s)
-        return [*actions, *self._started(more, now_s)]
+        return [*actions, *self._started(self._end(own, now_s), now_s)]
 
     def _forget(self, request_id: int) -> list[Action]:
         """Drop the copies of a request that has ended."""
@@ -181,7 +180,6 @@ class FastestOfN:
         for worker_id, method in self._method_of.items():
             serving.setdefault(method, set()).add(worker_id)
         there = {number for copies in self._copies.values() for number in copies}
-        # a request has at most one copy of a method
         actions: list[Action] = []
         load = {w: len(self._copies[w]) for w in dry}
         wanted = {r: self._acceptance.get(r, 0.0) for r in self._running if self._pays(r)}

@@ -239,6 +239,7 @@ class Simulation:
             elif isinstance(action, Return):
                 self._returned(action.request_id)
             else:
+                assert isinstance(action, Start), "copies are real workers' only"
                 touched[self._start(action, now_s)] = None
         for worker_id in touched:
             self._schedule(self._workers[worker_id])

@@ -11,6 +11,7 @@ import numpy as np
 import rollouts
 from parity_model import BASE, MODEL, SAMPLINGS, STEP_KEY, STOP
 
+from rl.engine.rollout_spec import RequestSource
 from rl.trajectory import PartialRequest, Request
 
 # one size of trees, and buckets of 32 and 64 positions: few programs; a last window would not fit
@@ -44,7 +45,7 @@ def make_requests():
     ]
 
 
-class Chunks:
+class Chunks(RequestSource):
     """A source of chunks of 1 to 5 tokens, half of those that can end where the bucket does.
 
     Requests go on in their row, or leave; some of these come back with their keys and values,

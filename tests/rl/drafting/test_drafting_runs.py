@@ -5,10 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from loop_runs import compilations, finish, learnt
-
-from rl.config.loader import load
-from rl.loop.experiment import TrainConfig, open_inputs
+from loop_runs import finish, learnt
 
 STEPS = "Run.steps=2"
 WORKERS = (

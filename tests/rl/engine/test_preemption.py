@@ -9,7 +9,7 @@ from tiny_engine import CONFIG, MODEL, make_params
 from rl.engine import preemption
 from rl.engine.ending import Endings
 from rl.engine.engine import Engine
-from rl.engine.rollout_spec import RolloutSpec, draft_with
+from rl.engine.rollout_spec import RequestSource, RolloutSpec, draft_with
 from rl.engine.slot_table import SlotTable
 from rl.trajectory import PartialRequest, Prefix, Request
 from spec.budget.budget import FixedBudget, plain
@@ -98,7 +98,7 @@ def test_rows_stay_within_the_budget_after_every_fetch(drafter):
             held.append(int(self._table.total_tokens_B[self._table.busy_B].sum()))
             return super()._retire_ended()
 
-    class OneByOne:
+    class OneByOne(RequestSource):
         most_requests, longest_tokens, kv_tokens, lets_go = 4, 32, 30, False
 
         def __init__(self):
@@ -130,7 +130,7 @@ def test_a_row_is_preempted_in_the_middle_of_its_prompt():
             super()._preempt()
             lacked.extend(before[~self._table.busy_B].tolist())
 
-    class Source:
+    class Source(RequestSource):
         most_requests, longest_tokens, lets_go = 4, 32, False
 
         def __init__(self, kv_tokens):

@@ -1,0 +1,143 @@
+"""Drafts of a request that several workers answer: by a method for each copy, and of one another.
+
+Copies have one noise, and so the same tokens. What one of them has verified is therefore a draft
+that the others accept whole, in one pass: the first verified block of any of them counts for all
+(SpecActor, section 4.2, where the first copy to end counts). A = live requests, N = draft tokens.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from spec.drafter import (
+    Acceptance,
+    Drafter,
+    Drafts,
+    LiveSlots,
+    RoundsDrafter,
+    Source,
+    no_drafts,
+)
+
+SURE = 0.999  # the probability of a token that another copy has verified
+OfCopy = Callable[[int], tuple[int, int]]  # request number → (that of its original, which copy)
+
+
+class Progress:
+    """The responses of requests that have copies, as far as any of them is; any thread calls it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._response: dict[int, np.ndarray] = {}
+
+    def watch(self, original: int) -> None:
+        """Keep this request's progress from now on: there is a copy of it."""
+        with self._lock:
+            self._response.setdefault(original, np.zeros(0, np.int32))
+
+    def is_watched(self, original: int) -> bool:
+        return original in self._response
+
+    def ahead_of(self, original: int, response_T: np.ndarray) -> np.ndarray:
+        """Tell how far one has come; return the tokens behind that, of whoever is further."""
+        with self._lock:
+            best_T = self._response.get(original)
+            if best_T is None:
+                return response_T[:0]
+            if len(response_T) >= len(best_T):
+                self._response[original] = response_T.copy()
+            return best_T[len(response_T) :]
+
+    def forget(self, original: int) -> None:
+        with self._lock:
+            self._response.pop(original, None)
+
+
+class CopiesDrafter(Drafter):
+    """Drafts for requests by `usual`, for their copies by one method of `methods` each.
+
+    Whoever is behind another copy drafts what that one has.
+    """
+
+    def __init__(
+        self, usual: Drafter, methods: Sequence[Drafter], of_copy: OfCopy, progress: Progress
+    ) -> None:
+        self._drafters = (usual, *methods)
+        self._of_copy, self._progress = of_copy, progress
+        self._last: list[tuple[np.ndarray, Drafter]] = []  # who drafted for whom
+
+    def propose(self, live: LiveSlots, max_nodes_A: np.ndarray, max_nodes: int) -> Drafts:
+        drafts = no_drafts(len(live), max_nodes)
+        behind_A = np.zeros(len(live), bool)
+        pairs = [self._of_copy(r) for r in live.request_ids_A.tolist()]
+        for a, (original, number) in enumerate(pairs):
+            if number:
+                self._progress.watch(original)
+            if self._progress.is_watched(original):
+                known_T = self._progress.ahead_of(original, live.response(a))
+                behind_A[a] = _put_chain(drafts, a, known_T[: max_nodes_A[a]])
+        self._last = []
+        method_A = np.array([min(n, len(self._drafters) - 1) for _, n in pairs], np.int64)
+        for method in np.unique(method_A).tolist():
+            (some,) = np.nonzero((method_A == method) & ~behind_A)
+            if len(some):
+                drafter = self._drafters[method]
+                drafter.skipped = self.skipped if not method else frozenset()
+                _put(drafts, some, drafter.propose(live.take(some), max_nodes_A[some], max_nodes))
+                self._last.append((some, drafter))
+        return drafts
+
+    def in_rounds(self) -> RoundsDrafter | None:
+        return None
+
+    def observe(self, drafts: Drafts, acceptance: Acceptance) -> None:
+        for some, drafter in self._last:
+            own = Drafts(*(x[some] for x in drafts))
+            found = Acceptance(
+                acceptance.verified, acceptance.accepted_AN[some], acceptance.observed_AN[some]
+            )
+            drafter.observe(own, found)
+
+    def committed(self, live: LiveSlots) -> None:
+        for drafter, some in self._by_method(live):
+            drafter.committed(some)
+
+    def finished(self, live: LiveSlots) -> None:
+        for drafter, some in self._by_method(live):
+            drafter.finished(some)
+        for request_id in live.request_ids_A.tolist():
+            self._progress.forget(self._of_copy(request_id)[0])
+
+    def left(self, live: LiveSlots) -> None:
+        for drafter, some in self._by_method(live):
+            drafter.left(some)
+
+    def _by_method(self, live: LiveSlots) -> list[tuple[Drafter, LiveSlots]]:
+        last = len(self._drafters) - 1
+        ids = live.request_ids_A.tolist()
+        method_A = np.array([min(self._of_copy(r)[1], last) for r in ids], np.int64)
+        return [
+            (self._drafters[m], live.take(np.nonzero(method_A == m)[0]))
+            for m in np.unique(method_A).tolist()
+        ]
+
+
+def _put_chain(drafts: Drafts, a: int, tokens_T: np.ndarray) -> bool:
+    """Make a chain of tokens a request's draft; return False where there are none."""
+    n = min(len(tokens_T), drafts.max_nodes)
+    drafts.tokens_AN[a, :n] = tokens_T[:n]
+    drafts.parents_AN[a, :n] = np.arange(-1, n - 1)
+    drafts.prob_AN[a, :n] = SURE ** np.arange(1, n + 1)
+    drafts.sources_AN[a, :n] = Source.COPY
+    drafts.count_A[a] = n
+    return n > 0
+
+
+def _put(drafts: Drafts, some: np.ndarray, found: Drafts) -> None:
+    """Write the drafts of some requests into those of all."""
+    for whole, part in zip(drafts[:4], found[:4], strict=True):
+        whole[some] = part
+    drafts.count_A[some] = found.count_A
