@@ -220,8 +220,8 @@ def warm_up_drafting(
         found = [compile_buckets.Program(*program) for program in programs]
         compile_buckets.compile_programs(runner, found, told)
         compile_buckets.run_once(runner, found)
-    measured = {"draft_s": drafting.draft_seconds(sampling), "model_s": drafting.model_seconds()}
-    planner.seconds = dataclasses.replace(seconds, times=times, **measured)
+    draft_s, model_s = drafting.draft_seconds(sampling), drafting.model_seconds()
+    planner.seconds = dataclasses.replace(seconds, times=times, draft_s=draft_s, model_s=model_s)
 
 
 def warm_up_evaluation(

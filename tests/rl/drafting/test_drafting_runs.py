@@ -44,3 +44,18 @@ def test_drafting_workers_change_no_token(tiny, tmp_path, plain, ahead):
         assert learnt(ours) == pytest.approx(learnt(theirs), rel=1e-3, abs=1e-5)
     print({k: v for k, v in got.rows[0].items() if "spec" in k or "draft" in k})
     print(got.show.messages if hasattr(got.show, "messages") else "")
+
+
+HELPERS = (
+    *("Sched.workers=3", "Drafting.requests_per_helper=4", "Drafting.methods=('own',)"),
+    *("Speculation.budget='fixed:3'", "Speculation.sources=('own',)", "Engine.max_nodes=6", STEPS),
+)
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("mode", ["sync", "ahead"])
+def test_copies_of_stragglers_change_no_token(tiny, tmp_path, plain, mode):
+    got = finish(tiny, tmp_path, *HELPERS, f"Sched.mode={mode!r}")
+    assert texts(got) == texts(plain)
+    for ours, theirs in zip(plain.rows, got.rows, strict=True):
+        assert learnt(ours) == pytest.approx(learnt(theirs), rel=1e-3, abs=1e-5)
