@@ -10,7 +10,7 @@ import numpy as np
 
 from rl.drafting.config import DraftingConfig
 from sched.policies.drafting_plan import Acceptance, WorkerPlan, plan_workers
-from sched.policies.specactor import LinearTime, RequestPlan, sequential_tokens
+from sched.policies.specactor import RequestPlan, sequential_tokens
 from sched.policies.specactor_profile import Profile, Reconfiguration, worth_helping
 from sched.simulator.roofline import Costs
 from spec.budget.config import MODEL
@@ -137,14 +137,20 @@ class Planner:
             own = Reconfiguration(
                 MODEL,
                 RequestPlan(window, True, 0.0),
-                LinearTime(0.0, seconds.draft(1)),
-                lambda w: LinearTime(0.0, seconds.verify(1, w)),
+                self._own_plan,
                 self.config.reconfigure_tokens,
             )
         each = self.num_requests / max(self.num_workers - self.drafting_workers, 1)
         late_s = window * seconds.draft(each) - seconds.verify(each, window)
         patience_s = PATIENCE * seconds.verify(each, 0) + max(late_s, 0.0) if self._awaits else 0.0
         return _OfRollout(window, self.observed, own, self.most_window, patience_s)
+
+    def _own_plan(self, p: float) -> RequestPlan:
+        """Return the plan of one request whose draft tokens are accepted with p."""
+        assert self.seconds is not None, "plans come from measured seconds"
+        acceptance = dataclasses.replace(self.acceptance, p=p)
+        windows = range(1, self.most_window + 1)
+        return acceptance.own_plan(self.seconds.draft(1), self.seconds.verify, windows)
 
     def worth(self, held_tokens: int, left_tokens: int) -> bool:
         """Return whether a copy of a request with so many tokens pays for what it costs.

@@ -117,6 +117,8 @@ class Coordinator:
     Hang once the owner has called nothing for `owner_limit_s`.
     """
 
+    make_inbox: Callable[[], Inbox] = queue.SimpleQueue
+
     def __init__(
         self,
         scheduler: Scheduler,
@@ -201,7 +203,7 @@ class Coordinator:
     def join(self, worker_id: int, kv_tokens: int, max_requests: int) -> Inbox:
         """Add a worker; return the inbox that its starts come into."""
         with self._lock:
-            inbox: Inbox = queue.SimpleQueue()
+            inbox = self.make_inbox()
             self._workers[worker_id] = _Present(inbox, (self._clock(), None, None))
             if self._closed:
                 inbox.put(None)

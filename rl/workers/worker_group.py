@@ -56,6 +56,8 @@ class WorkerGroup:
     come back, and others may be appended to `engines`: workers join with them as they are ready.
     """
 
+    make_coordinator = Coordinator
+
     def __init__(
         self,
         engines: MutableSequence[Engine],
@@ -69,7 +71,7 @@ class WorkerGroup:
         self._acceptance, self._profiled_s = acceptance, clock()
         self._clock = clock
         pool = KvPool(size.pool_bytes)
-        self._coordinator = Coordinator(
+        self._coordinator = self.make_coordinator(
             scheduler,
             clock,
             pool,

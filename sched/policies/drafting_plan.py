@@ -23,7 +23,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable
 
-from sched.policies.specactor import sequential_tokens
+from sched.policies.specactor import RequestPlan, sequential_tokens
 
 DraftSeconds = Callable[[float], float]  # requests → seconds of a draft token
 VerifySeconds = Callable[[float, int], float]  # (requests, draft tokens of each) → of a round
@@ -45,6 +45,25 @@ class Acceptance:
         if h is None:
             h = p / (1 + p - p ** (window + 1))
         return h * sequential_tokens(p, window) + 1 - h
+
+    def own_plan(
+        self, draft_s: float, verify: VerifySeconds, windows: Iterable[int]
+    ) -> RequestPlan:
+        """Return the fastest plan of one request (Algorithm 2 with the rates of this module).
+
+        Decoupled it has T(w) tokens in max(w · D, V_w(1)). Otherwise rounds take turns: a plain
+        one, in which the next window is drafted, then one that verifies what is left of it if the
+        plain round's token was the one that was drafted: 2 − p + p · C(w − 1) tokens in V_0 + V_w.
+        """
+        best, p = RequestPlan(0, False, 1 / verify(1, 0)), self.p
+        for w in windows:
+            decoupled = self.tokens(w) / max(w * draft_s, verify(1, w))
+            in_turns = 2 - p + p * sequential_tokens(p, w - 1)
+            coupled = in_turns / (verify(1, 0) + max(verify(1, w), w * draft_s - verify(1, 0)))
+            for is_decoupled, found in ((True, decoupled), (False, coupled)):
+                if found > best.tokens_per_s:
+                    best = RequestPlan(w, is_decoupled, found)
+        return best
 
 
 @dataclasses.dataclass(frozen=True)

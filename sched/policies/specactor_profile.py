@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from sched.policies.specactor import LinearTime, RequestPlan, best_request_plan
+from sched.policies.specactor import RequestPlan
 
 # The weight of a beta law with a standard deviation of 0.1 over requests, at p = 0.6.
 PRIOR_TOKENS = 23.0
@@ -65,25 +65,22 @@ class Profile:
 class Reconfiguration:
     """Plans of their own for requests that are accepted less than the average (Algorithm 2).
 
-    Each time that a request has passed `every_tokens` more tokens it gets the faster of the best
-    sequential and the best decoupled window at its profiled p and a batch of 1, or `common`, the
-    plan of the batch, where its p is not below the method's. Plans go by p in hundredths.
+    Each time that a request has passed `every_tokens` more tokens it gets `own_plan(p)`, the
+    fastest at its profiled p and a batch of 1, or `common`, the plan of the batch, where its p is
+    not below the method's. Plans go by p in hundredths.
     """
 
     def __init__(
         self,
         method: str,
         common: RequestPlan,
-        draft_line: LinearTime,
-        verify_line: Callable[[int], LinearTime],
+        own_plan: Callable[[float], RequestPlan],
         every_tokens: int = EVERY_TOKENS,
     ) -> None:
         if every_tokens < 1:
             raise ValueError(f"expected every_tokens of at least 1, got {every_tokens}")
         self._method, self._common, self._every_tokens = method, common, every_tokens
-        self._plan_at = functools.cache(
-            lambda hundredths: best_request_plan(hundredths / 100, draft_line, verify_line)
-        )
+        self._plan_at = functools.cache(lambda hundredths: own_plan(hundredths / 100))
 
     def is_due(self, before_tokens: Tokens, tokens: Tokens) -> bool | np.ndarray:
         """Return ⌊tokens / every_tokens⌋ > ⌊before_tokens / every_tokens⌋, of arrays too."""

@@ -21,7 +21,7 @@ import math
 
 import numpy as np
 
-from sched.policies.specactor import DevicePlan, RequestPlan
+from sched.policies.specactor import DevicePlan, RequestPlan, best_request_plan
 from sched.policies.specactor_profile import Profile, Reconfiguration
 from sched.simulator.specactor_hardware import Hardware, RequestTrace
 from sched.simulator.specactor_helpers import Helpers, Running
@@ -96,8 +96,11 @@ class SpecActorRollout:
         self._reconfiguration = Reconfiguration(
             self._method,
             common,
-            self._draft,
-            lambda window: hardware.verify_line(devices, window, batch, positions),
+            lambda p: best_request_plan(
+                p,
+                self._draft,
+                lambda window: hardware.verify_line(devices, window, batch, positions),
+            ),
             strategy.reconfigure_tokens or 2**31,
         )
 

@@ -24,9 +24,10 @@ DECAY = 0.999  # of the counts of draft tokens, a commit
 
 
 class DraftingAhead(Protocol):
-    """The drafting worker's part for one rollout."""
+    """The drafting worker's part for one rollout; the last step drafted `depth` tokens deep."""
 
     texts: RequestTexts
+    depth: int
 
     def hear(self, commits: Sequence[Commit], closed: Sequence[int]) -> None:
         """Take up what verifying workers say."""
@@ -55,7 +56,7 @@ class _Ahead(DraftingAhead):
     """What all ways have in common: the requests, and a drafter of the host's protocol."""
 
     def __init__(self, drafter: Drafter, num_rows: int, longest_tokens: int) -> None:
-        self.texts = RequestTexts(num_rows, longest_tokens)
+        self.texts, self.depth = RequestTexts(num_rows, longest_tokens), 0
         self._drafter = drafter
 
     def hear(self, commits: Sequence[Commit], closed: Sequence[int]) -> None:
@@ -75,7 +76,8 @@ class _Ahead(DraftingAhead):
         raise NotImplementedError
 
     def _drafts(self, live: LiveSlots, most_A: np.ndarray) -> Drafts:
-        return self._drafter.propose(live, most_A.astype(np.int32), int(most_A.max()))
+        self.depth = int(most_A.max())
+        return self._drafter.propose(live, most_A.astype(np.int32), self.depth)
 
 
 class FreeRunning(_Ahead):
@@ -171,7 +173,7 @@ class Enumerating(_Ahead):
             chain = request.chain[: self._most_window]
             chain_AK[a, : len(chain)] = chain
             request.wants = False
-        depth = max(_window(request) for request in requests)
+        self.depth = depth = max(_window(request) for request in requests)
         live = self.texts.live(wanting)
         tokens_AZFN, prob_AZF = self._drafter.outcomes(live, chain_AK, depth, self._fan_out)
         p = self._right / self._seen

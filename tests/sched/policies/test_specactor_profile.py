@@ -26,7 +26,8 @@ def profile():
 
 
 def reconfiguration(every_tokens=100):
-    return Reconfiguration("small", COMMON, DRAFTING, verify_line, every_tokens)
+    own_plan = lambda p: best_request_plan(p, DRAFTING, verify_line)  # noqa: E731
+    return Reconfiguration("small", COMMON, own_plan, every_tokens)
 
 
 def test_what_was_not_seen_is_as_earlier_steps_and_the_method_say():

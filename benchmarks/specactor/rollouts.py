@@ -1,31 +1,24 @@
-"""Drafting workers (SpecActor) on a virtual clock: `python -m benchmarks.specactor --json`
-
-Real engines, drafters and messages; the seconds of rounds and drafts are those of a 70B model and a
-1B draft model on H100s by the roofline, called projected. Policy and draft model are the ones that
-ship, so that acceptance is theirs.
-
-- `decoupled`: four workers of eight devices. Coupled, each drafts for its requests, then verifies;
-  decoupled, one of them drafts for the other three, as chains that run ahead and as all cases one
-  round ahead. `batch` is that of each of the three; the same requests go to all ways, each with the
-  best of its windows. A drafter is on every device of its worker, for its share of the requests.
-- `planner`: what Algorithm 1 chooses from the prices and the acceptance that was seen, against the
-  best of all plans that were tried.
-"""
+"""Rollouts of all requests at once, on a virtual clock: coupled, or with a drafting worker."""
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import jax
-import numpy as np
-
 from benchmarks import environment, workloads
-from benchmarks.virtual_time import PricedDrafting, PricedEngine, PricedLink, VirtualTime
+from benchmarks.specactor.prices import (
+    DEVICES,
+    FAN_OUT,
+    FREE_RUNNING,
+    WORKERS,
+    draft_seconds,
+    step_price,
+    verify_price,
+    verify_seconds,
+)
+from benchmarks.specactor.virtual_time import PricedDrafting, PricedEngine, PricedLink, VirtualTime
 from models import hf
 from models.config import ModelConfig
 from models.transformer import Params
@@ -33,8 +26,6 @@ from rl.engine.config import EngineConfig
 from rl.engine.rollout_spec import RolloutSpec, draft_with
 from rl.engine.stats import EngineStats, RoundRecord
 from rl.trajectory import Request, Trajectory
-from sched.policies.drafting_plan import Acceptance, plan_workers, rate
-from sched.simulator.roofline import ACCELERATORS, MODELS, Efficiency, Instance
 from spec.budget.budget import FixedBudget
 from spec.config import SamplingConfig
 from spec.decoupled.ahead import DraftingAhead, Enumerating, FreeRunning
@@ -44,17 +35,8 @@ from spec.draft_model.config import ChainConfig
 from spec.draft_model.drafter import AheadDraftModel, DraftModelDrafter, EnumeratingDraftModel
 from spec.sampling import step_key
 
-PACKAGES = ("jax", "jaxlib", "numpy")
 POLICY, DRAFT_MODEL = workloads.BASE_POLICY, environment.ROOT / "policies" / "tiny_draft"
-WORKERS, DEVICES = 4, 8
-VERIFIER = Instance(ACCELERATORS["H100"], MODELS["Llama-3.1-70B"], DEVICES, Efficiency())
-DRAFTER = Instance(ACCELERATORS["H100"], MODELS["Llama-3.2-1B"], 1, Efficiency())
-BATCHES = (1, 8, 32, 64)
-WINDOWS = (1, 2, 3, 4, 5, 6, 8)
-FAN_OUT = 3
-COUPLED, FREE_RUNNING, ENUMERATION = "coupled", "free_running", "enumeration"
 PATIENCE = 0.1  # of a round, beside what a block is expected to be late by
-PROMPT_POSITIONS = 2000  # that each request is taken to hold beside its own: real prompts
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -75,37 +57,6 @@ def requests_of(count: int, max_new_tokens: int) -> tuple[Request, ...]:
     """Return so many requests, of different prompts as far as there are any."""
     rows = workloads.questions(count)
     return workloads.group_requests(rows, math.ceil(count / len(rows)))[:count]
-
-
-def verify_price(record: RoundRecord, drafted: int) -> float:
-    """Return the seconds of a round: its live requests, their draft tokens and prompts' chunks."""
-    live, positions = len(record.request_ids_A), float(record.cached_tokens_A.sum())
-    nodes = live + drafted + record.prompt_tokens
-    rounds = int(record.rounds_A.max(initial=1))
-    return rounds * verify_seconds(live, nodes / live, positions / live)
-
-
-def verify_seconds(requests: float, nodes_each: float, positions: float = 0.0) -> float:
-    held = requests * (positions + PROMPT_POSITIONS)
-    return VERIFIER.round_seconds(requests, held, nodes_each)
-
-
-def draft_seconds(requests: float, devices: float, nodes_each: float = 1.0) -> float:
-    """Return the seconds of a pass of a draft model, which is on each of so many devices."""
-    each = max(requests / devices, 1.0)
-    return DRAFTER.round_seconds(each, each * PROMPT_POSITIONS, nodes_each)
-
-
-def step_price(way: str, window: int, devices: float) -> Callable[[int], float]:
-    """Return the seconds of a step of drafting workers by its requests."""
-
-    def seconds(requests: int) -> float:
-        if way == FREE_RUNNING:
-            return window * draft_seconds(requests, devices)
-        first_s = draft_seconds(requests, devices, window + 1)
-        return first_s + window * draft_seconds(requests, devices, (window + 1) * FAN_OUT)
-
-    return seconds
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -160,7 +111,7 @@ class Bench:
             return verify_price(record, drafted) + drafting_s
 
         shares = [requests[i::WORKERS] for i in range(WORKERS)]
-        engines = [self.engine(_slots(share), time, price) for share in shares if share]
+        engines = [self.engine(slots_for(share), time, price) for share in shares if share]
         drafters = [self.drafter(DraftModelDrafter, engine, window) for engine in engines]
         return self._play(time, engines, shares, drafters, window)
 
@@ -168,14 +119,14 @@ class Bench:
         """Play verifying workers that one drafting worker drafts for: some devices for each."""
         time, verifying = VirtualTime(), WORKERS - 1
         shares = [requests[i::verifying] for i in range(verifying)]
-        engines = [self.engine(_slots(share), time, verify_price) for share in shares if share]
-        price, workers = step_price(way, window, DEVICES / len(engines)), []
+        engines = [self.engine(slots_for(share), time, verify_price) for share in shares if share]
+        price, workers = step_price(way, DEVICES / len(engines)), []
         for share in shares[: len(engines)]:
-            home = self.engine(_slots(share), time, verify_price)
+            home = self.engine(slots_for(share), time, verify_price)
             home.expect(1, self.longest_tokens + 2 * window)
             workers.append(PricedDrafting(self.ahead(way, home, window), price, time))
         each = len(requests) / len(engines)
-        late_s = price(math.ceil(each)) - verify_seconds(each, window + 1)
+        late_s = price(math.ceil(each), window) - verify_seconds(each, window + 1)
         patience_s = max(0.0, late_s) + PATIENCE * verify_seconds(each, 1)
         plans = OnePlan(DraftPlan(window), patience_s)
         links = [PricedLink(worker) for worker in workers]
@@ -212,5 +163,6 @@ class Bench:
         return Played(done, time.run(jobs), [e.stats for e in engines])
 
 
-def _slots(requests: Sequence[Request]) -> int:
+def slots_for(requests: Sequence[Request]) -> int:
+    """Return the bucket of slots that holds these requests."""
     return 1 << (len(requests) - 1).bit_length()
