@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
@@ -27,7 +27,7 @@ from benchmarks.specactor.virtual_time import (
     VirtualTime,
 )
 from rl.drafting.config import DraftingConfig
-from rl.drafting.plans import MeasuredSeconds, Planner
+from rl.drafting.plans import FIRST_WINDOW, MeasuredSeconds, Planner
 from rl.engine.rollout_spec import DrafterContext, RolloutSpec
 from rl.trajectory import Request, Trajectory
 from rl.workers.worker_source import WorkerLimits
@@ -67,13 +67,14 @@ class Rollout:
         self._time = VirtualTime(self._verifying)
         each = math.ceil(len(requests) / self._verifying)
         self._slots = 1 << (each - 1).bit_length()
-        config = DraftingConfig(1, window=plan.window, reconfigure_tokens=plan.reconfigure_tokens)
+        config = DraftingConfig(
+            1, window=plan.window or None, reconfigure_tokens=plan.reconfigure_tokens
+        )
         self._planner = Planner(config, WORKERS, len(requests), MOST_WINDOW)
         self._planner.drafting_workers = 1
         devices = DEVICES / self._verifying
         self._step_s = step_price(ENUMERATION, devices)
-        draft_s = self._step_s(each, plan.window) / plan.window
-        self._planner.seconds = MeasuredSeconds(PricedCosts(), RoundTimes({}), 0.0, draft_s)
+        self._planner.seconds = _PricedSeconds(self._step_s)
         self._progress = Progress()
         self.ended_s: list[float] = []
 
@@ -124,6 +125,17 @@ class Rollout:
         methods = [PricedDrafter(own, time), NgramDrafter()]
         copies = CopiesDrafter(usual, methods, copy_of, self._progress)
         return copies, FixedBudget(MOST_WINDOW)
+
+
+class _PricedSeconds(MeasuredSeconds):
+    """The seconds that a run would have measured."""
+
+    def __init__(self, step_s: Callable[[int, int], float]) -> None:
+        super().__init__(PricedCosts(), RoundTimes({}), 0.0)
+        object.__setattr__(self, "_step_s", step_s)
+
+    def draft(self, requests: float) -> float:
+        return self._step_s(math.ceil(requests), FIRST_WINDOW) / FIRST_WINDOW
 
 
 class PricedDrafter(Drafter):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -23,6 +25,7 @@ DECAY = 0.999  # of the counts of rounds with a draft, a round
 PRIOR_ROUNDS = 20.0  # that what is assumed weighs
 FIRST_P, FIRST_HITS = 0.7, 0.85  # assumed before any draft was seen
 PATIENCE = 0.1  # of a round: how long drafts that are due are waited for
+COMMON = RequestPlan(0, True, 0.0)  # of requests that are not accepted less than the others
 FIRST_WINDOW = 4  # where no seconds are measured
 
 
@@ -128,22 +131,28 @@ class Planner:
 
     def plans(self) -> RequestPlans:
         """Return the plans of one worker's requests in a rollout that begins now."""
-        window, own, seconds = self.config.window, None, self.seconds
+        fixed, seconds, own = self.config.window, self.seconds, None
         if seconds is None:
-            return _OfRollout(min(window or FIRST_WINDOW, self.most_window), self.observed)
-        if window is None:
-            window = max(self.choose((self.drafting_workers,)).window, 1)
+            window = min(fixed or FIRST_WINDOW, self.most_window)
+            return _OfRollout(lambda batch: DraftPlan(window), self.observed)
         if self.config.reconfigure_tokens:
-            own = Reconfiguration(
-                MODEL,
-                RequestPlan(window, True, 0.0),
-                self._own_plan,
-                self.config.reconfigure_tokens,
-            )
+            every = self.config.reconfigure_tokens
+            own = Reconfiguration(MODEL, COMMON, self._own_plan, every)
+        of_batch = functools.cache(lambda batch: DraftPlan(fixed or self._window(batch)))
         each = self.num_requests / max(self.num_workers - self.drafting_workers, 1)
-        late_s = window * seconds.draft(each) - seconds.verify(each, window)
+        late_s = of_batch(math.ceil(each)).window * seconds.draft(each) - seconds.verify(each, 0)
         patience_s = PATIENCE * seconds.verify(each, 0) + max(late_s, 0.0) if self._awaits else 0.0
-        return _OfRollout(window, self.observed, own, self.most_window, patience_s)
+        return _OfRollout(of_batch, self.observed, own, self.most_window, patience_s)
+
+    def _window(self, batch: int) -> int:
+        """Return the window with the most tokens a second for a worker's batch."""
+        seconds, acceptance = self.seconds, self.acceptance
+        assert seconds is not None, "plans come from measured seconds"
+
+        def rate(w: int) -> float:
+            return acceptance.tokens(w) / max(w * seconds.draft(batch), seconds.verify(batch, w))
+
+        return max(range(1, self.most_window + 1), key=rate)
 
     def _own_plan(self, p: float) -> RequestPlan:
         """Return the plan of one request whose draft tokens are accepted with p."""
@@ -180,23 +189,23 @@ class Planner:
 
 
 class _OfRollout(RequestPlans):
-    """The window of all requests, those of requests that have their own, and what is seen."""
+    """Plans by the batch that is left, those of requests that have their own, and what is seen."""
 
     def __init__(
         self,
-        window: int,
+        of_batch: Callable[[int], DraftPlan],
         observed: Observed,
         own: Reconfiguration | None = None,
         most_window: int = MOST_WINDOW,
         patience_s: float = 0.0,
     ) -> None:
-        self._all, self._observed, self._own = DraftPlan(window), observed, own
+        self._of_batch, self._observed, self._own = of_batch, observed, own
         self._most_window, self.patience_s = most_window, patience_s
         self._plans: dict[int, DraftPlan] = {}
         self._tokens: dict[int, int] = {}  # of a request's response, when it was looked at last
 
-    def plan(self, request_id: int) -> DraftPlan:
-        return self._plans.get(request_id, self._all)
+    def plan(self, request_id: int, batch: int) -> DraftPlan:
+        return self._plans.get(request_id) or self._of_batch(batch)
 
     def observed(
         self, live: LiveSlots, source: Source, accepted_A: np.ndarray, seen_A: np.ndarray
@@ -209,7 +218,10 @@ class _OfRollout(RequestPlans):
         for request_id, tokens in zip(ids, tokens_A.tolist(), strict=True):
             before, self._tokens[request_id] = self._tokens.get(request_id, 0), tokens
             given = request_id, before, tokens, self._observed.profile
-            if (found := self._own.plan_when_due(*given)) is not None:
+            found = self._own.plan_when_due(*given)
+            if found == COMMON:
+                self._plans.pop(request_id, None)
+            elif found is not None:
                 window = min(found.window, self._most_window)
                 self._plans[request_id] = DraftPlan(window, found.decoupled)
 

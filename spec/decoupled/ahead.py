@@ -20,6 +20,7 @@ from spec.decoupled.texts import DraftedRequest, RequestTexts
 from spec.drafter import Drafter, Drafts, LiveSlots
 
 PRIOR_DRAFTS, PRIOR_PROB = 8.0, 0.7  # draft tokens before any was seen, and their acceptance
+SECOND = 0.5  # probability of a second choice where the first was wrong
 DECAY = 0.999  # of the counts of draft tokens, a commit
 
 
@@ -49,7 +50,7 @@ class EnumeratingDrafter(Drafter, Protocol):
 
     def outcomes(
         self, live: LiveSlots, chain_AK: np.ndarray, depth: int, fan_out: int
-    ) -> tuple[np.ndarray, np.ndarray]: ...
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]: ...
 
 
 class _Ahead(DraftingAhead):
@@ -143,7 +144,7 @@ class Enumerating(_Ahead):
     """Trees of what may come of the chains that are verified now, once for each commit.
 
     Behind i accepted draft tokens of a chain each of `fan_out` guesses of the next token has a
-    chain of a window behind it; a request without a chain has one case.
+    chain of a window behind it, with second choices; a request without a chain has one case.
     """
 
     _drafter: EnumeratingDrafter
@@ -175,13 +176,14 @@ class Enumerating(_Ahead):
             request.wants = False
         self.depth = depth = max(_window(request) for request in requests)
         live = self.texts.live(wanting)
-        tokens_AZFN, prob_AZF = self._drafter.outcomes(live, chain_AK, depth, self._fan_out)
+        given = live, chain_AK, depth, self._fan_out
+        tokens_AZFN, second_AZFK, prob_AZF = self._drafter.outcomes(*given)
         p = self._right / self._seen
         blocks = []
         for a, (r, request) in enumerate(zip(wanting, requests, strict=True)):
-            n = int((chain_AK[a] >= 0).sum())
-            branches = tokens_AZFN[a, : n + 1, :, : 1 + _window(request)], prob_AZF[a, : n + 1]
-            tree = cases_tree(chain_AK[a, :n], *branches, p)
+            n, w = int((chain_AK[a] >= 0).sum()), _window(request)
+            branches = tokens_AZFN[a, : n + 1, :, : 1 + w], second_AZFK[a, : n + 1, :, :w]
+            tree = cases_tree(chain_AK[a, :n], *branches, prob_AZF[a, : n + 1], p)
             blocks.append(Block(r, request.round, request.committed, *tree))
         return blocks
 
@@ -204,22 +206,30 @@ class Enumerating(_Ahead):
 
 
 def cases_tree(
-    chain_K: np.ndarray, tokens_ZFN: np.ndarray, prob_ZF: np.ndarray, p: float
+    chain_K: np.ndarray,
+    tokens_ZFN: np.ndarray,
+    second_ZFK: np.ndarray,
+    prob_ZF: np.ndarray,
+    p: float,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return a tree (tokens, parents, probabilities), likeliest first, of a chain and its cases.
 
     Each draft token of a chain is accepted with probability p. Guess f behind i of them is next
-    with p^i · (1 − p) · its own probability, without the factor 1 − p behind the whole chain.
+    with p^i · (1 − p) · its own probability, without the factor 1 − p behind the whole chain. The
+    second choice for a token of a chain stands beside it, with (1 − p) · `SECOND` of its parent's.
     """
     K, (Z, F, N) = len(chain_K), tokens_ZFN.shape
-    parents, prob = np.empty((Z, F, N), np.int64), np.empty((Z, F, N))
-    first_ZF = K + N * np.arange(Z * F).reshape(Z, F)
-    parents[:] = first_ZF[..., None] + np.arange(N) - 1
+    shape = Z, F, 2 * N - 1  # a guess, the chain behind it, the second choices
+    parents, prob = np.empty(shape, np.int64), np.empty(shape)
+    first_ZF1 = K + (2 * N - 1) * np.arange(Z * F).reshape(Z, F, 1)
+    parents[..., :N] = first_ZF1 + np.arange(N) - 1
     parents[..., 0] = (np.arange(Z) - 1)[:, None]
+    parents[..., N:] = first_ZF1 + np.arange(N - 1)
     rejected_Z = np.where(np.arange(Z) < K, 1 - p, 1.0)
-    of_case_ZF = (p ** np.arange(Z) * rejected_Z)[:, None] * prob_ZF
-    prob[:] = of_case_ZF[..., None] * p ** np.arange(N)
-    tokens_M = np.concatenate([chain_K, tokens_ZFN.ravel()])
+    of_case_ZF1 = ((p ** np.arange(Z) * rejected_Z)[:, None] * prob_ZF)[..., None]
+    prob[..., :N] = of_case_ZF1 * p ** np.arange(N)
+    prob[..., N:] = prob[..., : N - 1] * (1 - p) * SECOND
+    tokens_M = np.concatenate([chain_K, np.concatenate([tokens_ZFN, second_ZFK], axis=2).ravel()])
     parents_M = np.concatenate([np.arange(K) - 1, parents.ravel()])
     prob_M = np.concatenate([p ** np.arange(1, K + 1), prob.ravel()])
     order_M = np.argsort(-prob_M, kind="stable")

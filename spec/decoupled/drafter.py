@@ -26,7 +26,9 @@ class RequestPlans(Protocol):
 
     patience_s: float
 
-    def plan(self, request_id: int) -> DraftPlan: ...
+    def plan(self, request_id: int, batch: int) -> DraftPlan:
+        """Return the plan of a request that is verified with so many on its worker."""
+        ...
 
     def observed(
         self, live: LiveSlots, source: Source, accepted_A: np.ndarray, seen_A: np.ndarray
@@ -43,7 +45,7 @@ class OnePlan(RequestPlans):
     def __init__(self, plan: DraftPlan, patience_s: float = 0.0) -> None:
         self._plan, self.patience_s = plan, patience_s
 
-    def plan(self, request_id: int) -> DraftPlan:
+    def plan(self, request_id: int, batch: int) -> DraftPlan:
         return self._plan
 
     def observed(
@@ -78,7 +80,7 @@ class DecoupledDrafter(Drafter):
         return self._links[0].source
 
     def propose(self, live: LiveSlots, max_nodes_A: np.ndarray, max_nodes: int) -> Drafts:
-        plans = [self._plans.plan(r) for r in live.request_ids_A.tolist()]
+        plans = self._plans_of(live)
         window_A = np.array([plan.window for plan in plans], np.int64)
         given = live, window_A, max_nodes_A, max_nodes, self.source
         self._take(live)
@@ -94,7 +96,7 @@ class DecoupledDrafter(Drafter):
 
     def committed(self, live: LiveSlots) -> None:
         """Tell of rounds in which nothing was proposed, too."""
-        self._tell(live, [self._plans.plan(r) for r in live.request_ids_A.tolist()], None)
+        self._tell(live, self._plans_of(live), None)
 
     def observe(self, drafts: Drafts, acceptance: Acceptance) -> None:
         if self._proposed is None:
@@ -116,6 +118,9 @@ class DecoupledDrafter(Drafter):
         self.received.forget(ids)
         self._plans.forget(ids)
         self._say([[] for _ in self._links])
+
+    def _plans_of(self, live: LiveSlots) -> list[DraftPlan]:
+        return [self._plans.plan(r, len(live)) for r in live.request_ids_A.tolist()]
 
     def _worth_waiting(self, live: LiveSlots, drafts: Drafts) -> bool:
         """Return True if most requests lack a draft, and a block that knows their last commit."""

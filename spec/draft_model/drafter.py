@@ -133,10 +133,11 @@ class EnumeratingDraftModel(AheadDraftModel):
 
     def outcomes(
         self, live: LiveSlots, chain_AK: np.ndarray, depth: int, fan_out: int
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Return (tokens_AZFN, prob_AZF): behind i accepted tokens of a chain, F guesses with their
-        probability, each with a chain of `depth` tokens; what lies behind it is 0.
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return (tokens_AZFN, second_AZFK, prob_AZF) of what may come of each request's chain.
 
+        Behind i accepted tokens of it there are F guesses with their probability, each with a chain
+        of `depth` tokens and a second choice for each of them; what lies behind that is 0.
         `chain_AK` is −1 behind a chain.
         """
         held, given = self._held, (self.constants(), self.features())
@@ -151,8 +152,8 @@ class EnumeratingDraftModel(AheadDraftModel):
         args = given, held.taken(), table_RX, self._argument(chain_RK), np.int32(depth)
         held.arrays, packed = enumerate_cases(*args, enumeration=enumeration)
         self.note_drafts(live, rows_A, chain_AK, count_A.astype(np.int32))
-        tokens_RZFN, prob_RZF = unpack(packed)
-        return tokens_RZFN[rows_A], prob_RZF[rows_A]
+        tokens_RZFN, second_RZFK, prob_RZF = unpack(packed)
+        return tokens_RZFN[rows_A], second_RZFK[rows_A], prob_RZF[rows_A]
 
     def enumerating(
         self, num_slots: int, num_positions: int, window: int, fan_out: int

@@ -54,10 +54,11 @@ def enumerate_cases(
     *,
     enumeration: Enumeration,
 ) -> tuple[KVCache, jax.Array]:
-    """Draft behind every case of each row's chain; return the cache, and int32 [R, Z, F, 2 + K].
+    """Draft behind every case of each row's chain; return the cache, and int32 [R, Z, F, 2 + 2 K].
 
     A chain has its draft tokens, then −1. Of each branch there is the guess, a chain of `depth`
-    tokens behind it, and the bits of the guess's probability. Rows at rest have no meaning.
+    tokens behind it, a second choice for each of these, and the bits of the guess's probability.
+    Rows at rest have no meaning.
     """
     (params, _, key, _), _ = given
     ends, K = unpack_ends(table_RX), enumeration.window
@@ -65,16 +66,21 @@ def enumerate_cases(
     hidden_RZD, cache = cases.first_pass(cache)
     guess_RZF, prob_RZF = cases.guesses(hidden_RZD)
     R, Z, F = guess_RZF.shape
-    chains_REK = cases.chains(cache, guess_RZF.reshape(R, Z * F), depth)
+    chains_RE2K = cases.chains(cache, guess_RZF.reshape(R, Z * F), depth)
     bits_RZF1 = jax.lax.bitcast_convert_type(prob_RZF, jnp.int32)[..., None]
-    parts = guess_RZF[..., None], chains_REK.reshape(R, Z, F, K), bits_RZF1
+    parts = guess_RZF[..., None], chains_RE2K.reshape(R, Z, F, 2 * K), bits_RZF1
     return kv_cache.map_arrays(kv_cache.pin, cache), replicated(jnp.concatenate(parts, axis=-1))
 
 
-def unpack(packed: jax.Array) -> tuple[np.ndarray, np.ndarray]:
-    """Return (tokens_RZFN, prob_RZF): of each branch its guess and the chain behind it."""
+def unpack(packed: jax.Array) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return (tokens_RZFN, second_RZFK, prob_RZF).
+
+    Of each branch there are its guess and the chain behind it, and that chain's second choices.
+    """
     found = np.asarray(packed)
-    return found[..., :-1], np.ascontiguousarray(found[..., -1]).view(np.float32)
+    N = found.shape[-1] // 2
+    tokens_RZFN, second_RZFK, bits_RZF1 = np.split(found, (N, 2 * N - 1), axis=-1)
+    return tokens_RZFN, second_RZFK, np.ascontiguousarray(bits_RZF1[..., 0]).view(np.float32)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -124,7 +130,8 @@ class _Cases:
         return guess_RZF.astype(jnp.int32), prob_RZF
 
     def chains(self, cache: KVCache, guess_RE: jax.Array, depth: jax.Array) -> jax.Array:
-        """Return the chains of `depth` tokens behind each branch's guess; 0 behind them; [R, E, K].
+        """Return chains of `depth` tokens behind each branch's guess, and second choices; 0 behind
+        them; [R, E, 2, K].
 
         The nodes of a level are one pass; their keys and values lie in columns beside the cache.
         """
@@ -137,13 +144,13 @@ class _Cases:
         columns = tuple((keys, values) for _ in range(model.num_layers))
 
         def level(carry: Any) -> Any:
-            j, token_RE, columns, out_REK = carry
+            j, token_RE, columns, out_RE2K = carry
             hidden_RED, columns = self._level(cache, columns, token_RE, j)
-            token_RE = self._draw(hidden_RED, j)
-            out_REK = jax.lax.dynamic_update_slice(out_REK, token_RE[..., None], (0, 0, j))
-            return j + 1, token_RE, columns, out_REK
+            best_RE2 = self._best_two(hidden_RED, j)
+            out_RE2K = jax.lax.dynamic_update_slice(out_RE2K, best_RE2[..., None], (0, 0, 0, j))
+            return j + 1, best_RE2[..., 0], columns, out_RE2K
 
-        start = jnp.int32(0), guess_RE, columns, jnp.zeros((R, E, K), jnp.int32)
+        start = jnp.int32(0), guess_RE, columns, jnp.zeros((R, E, 2, K), jnp.int32)
         going = lambda carry: carry[0] < jnp.minimum(depth, K)  # noqa: E731
         return jax.lax.while_loop(going, level, start)[3]
 
@@ -184,17 +191,21 @@ class _Cases:
         hidden_RED = transformer.rms_norm(x_RED, self.params.final_norm_D, config.norm_eps)
         return hidden_RED, tuple(new)
 
-    def _draw(self, hidden_RED: jax.Array, j: jax.Array) -> jax.Array:
-        """Return the next token of each branch, [R, E]."""
-        logits_REV = transformer.head(self.params, hidden_RED)
+    def _best_two(self, hidden_RED: jax.Array, j: jax.Array) -> jax.Array:
+        """Return the next token of each branch and the second choice for it, [R, E, 2]."""
+        ranked_REV = transformer.head(self.params, hidden_RED)
         scheme = self.enumeration.drafting.scheme
-        if scheme is None:
-            return jnp.argmax(logits_REV, axis=-1).astype(jnp.int32)
+        if scheme is not None:
+            ranked_REV = self._ranked(ranked_REV, j, scheme)
+        return jax.lax.top_k(ranked_REV, 2)[1].astype(jnp.int32)
+
+    def _ranked(self, logits_REV: jax.Array, j: jax.Array, scheme: sampling.Draw) -> jax.Array:
+        """Return the scores of draws behind each branch, j behind its guess."""
         processing = self.ends.processing
-        temperature_RE, top_k_RE, top_p_RE = processing.broadcast(hidden_RED.shape[:2])
+        temperature_RE, top_k_RE, top_p_RE = processing.broadcast(logits_REV.shape[:2])
         cut_REV = sampling.processed_logits(logits_REV, temperature_RE, top_k_RE, top_p_RE)
         keys_RE = self._noise(self._case_E[None] + 1 + j)
-        return sampling.draw(cut_REV, keys_RE, temperature_RE, scheme)[0]
+        return sampling.rank_draws(cut_REV, keys_RE, temperature_RE, scheme)
 
     def _noise(self, ahead_1N: jax.Array) -> jax.Array:
         """Return the keys of the positions that lie `ahead` of the rows' responses, [R, N]."""
