@@ -2,13 +2,14 @@
 
     python -m benchmarks.resume --kills 20 --json
     python -m benchmarks.resume --kills 20 --ahead --json
+    python -m benchmarks.resume --kills 20 --ahead --drafting --json
 
 One run is never stopped. Another, of the same configuration, is killed at random
 moments (in start-up, in a rollout, in an update, while a checkpoint is written)
 and resumed until it is done. Equal means bitwise: parameters, optimizer state,
 metrics.jsonl without wall-clock columns, samples.jsonl and the exported policy.
-With `--ahead` two workers begin each step ahead of its weights. Which rounds a request shares is a
-matter of time there: counts of rounds and of drafts are left out, and so are the log-probabilities
+With `--ahead` two workers begin each step ahead of its weights; with `--drafting` a fourth one drafts
+for three, which help one another. Which rounds a request shares is a matter of time there: counts of rounds and of drafts are left out, and so are the log-probabilities
 of samples, whose last bits follow the shapes of rounds; the policy learns from the trainer's own.
 Prints one JSON line.
 """
@@ -48,6 +49,17 @@ Sampling.draw = "gumbel"
 Engine.slots = 4
 Engine.min_slots = 4
 Algorithm.old_logprobs = "recomputed"
+"""
+# beside `AHEAD`: a worker that drafts for three others, which help one another
+DRAFTING = """
+Drafting.workers = 1
+Drafting.window = 3
+Drafting.requests_per_helper = 4
+Drafting.methods = ("own",)
+Speculation.budget = "fixed:3"
+Speculation.sources = ("model", "own")
+DraftModel.proposal = "shared_noise"
+DraftModel.directory = {directory!r}
 """
 OF_ROUNDS = ("spec/", "rollout/", "emission_kl/", "sampling/", "mismatch_kl")  # by shapes of rounds
 _POLL_S = 0.002
@@ -179,12 +191,19 @@ def compare(run: Path, reference: Path, *, ahead: bool = False) -> dict[str, boo
     }
 
 
-def measure(kills: int, seed: int, folder: Path, *, ahead: bool = False) -> dict[str, Any]:
+def measure(
+    kills: int, seed: int, folder: Path, *, ahead: bool = False, drafting: bool = False
+) -> dict[str, Any]:
     """Kill and resume until `kills` have met a living run, then compare."""
     steps = 2 * kills  # an attempt writes one step on average, and some are lost
     config = tiny_run.make_inputs(folder)
     text = config.read_text().replace("Run.steps = 3", f"Run.steps = {steps}")
-    config.write_text(text + AHEAD if ahead else text)
+    if ahead:
+        text += AHEAD
+    if drafting:
+        text = text.replace("Sched.workers = 2", "Sched.workers = 4")
+        text += DRAFTING.format(directory=str(folder / "policy"))
+    config.write_text(text)
     env = tiny_run.environment(folder / "compiled")
     reference, run = folder / "never_killed", folder / "killed"
     run_until(config, reference, env, None)
@@ -216,11 +235,15 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--ahead", action="store_true", help="begin steps ahead of their weights")
+    parser.add_argument("--drafting", action="store_true", help="with --ahead: workers that draft")
     parser.add_argument("--json", action="store_true", help="one line (the default as well)")
     args = parser.parse_args()
+    if args.drafting and not args.ahead:
+        parser.error("--drafting is of runs with --ahead: give both")
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     with tempfile.TemporaryDirectory() as folder:
-        figures = measure(args.kills, args.seed, Path(folder), ahead=args.ahead)
+        modes = {"ahead": args.ahead, "drafting": args.drafting}
+        figures = measure(args.kills, args.seed, Path(folder), **modes)
     packages = ("jax", "jaxlib", "orbax-checkpoint", "optax", "numpy")
     print(json.dumps(environment.record("benchmarks.resume", packages) | figures))
     return 0 if all(v for k, v in figures.items() if k.endswith("_equal")) else 1
