@@ -4,14 +4,14 @@
     python -m benchmarks.resume --kills 20 --ahead --json
     python -m benchmarks.resume --kills 20 --ahead --drafting --json
 
-One run is never stopped. Another, of the same configuration, is killed at random
-moments (in start-up, in a rollout, in an update, while a checkpoint is written)
-and resumed until it is done. Equal means bitwise: parameters, optimizer state,
-metrics.jsonl without wall-clock columns, samples.jsonl and the exported policy.
-With `--ahead` two workers begin each step ahead of its weights; with `--drafting` a fourth one drafts
-for three, which help one another. Which rounds a request shares is a matter of time there: counts of rounds and of drafts are left out, and so are the log-probabilities
-of samples, whose last bits follow the shapes of rounds; the policy learns from the trainer's own.
-Prints one JSON line.
+One run is never stopped. Another, of the same configuration, is killed at random moments (in
+start-up, in a rollout, in an update, while a checkpoint is written) and resumed until it is done.
+Equal means bitwise: parameters, optimizer state, metrics.jsonl without wall-clock columns,
+samples.jsonl and the exported policy. With `--ahead` two workers begin each step ahead of its
+weights; with `--drafting` a fourth one drafts for three, which help one another. Which rounds a
+request shares is a matter of time there: counts of rounds and of drafts are left out, and so are
+the log-probabilities of samples, whose last bits follow the shapes of rounds; the policy learns
+from the trainer's own. Prints one JSON line.
 """
 
 from __future__ import annotations
@@ -202,6 +202,7 @@ def measure(
         text += AHEAD
     if drafting:
         text = text.replace("Sched.workers = 2", "Sched.workers = 4")
+        text = text.replace("Engine.max_nodes = 2", "Engine.max_nodes = 6")
         text += DRAFTING.format(directory=str(folder / "policy"))
     config.write_text(text)
     env = tiny_run.environment(folder / "compiled")

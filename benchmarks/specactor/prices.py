@@ -11,7 +11,7 @@ from sched.simulator.roofline import ACCELERATORS, MODELS, Costs, Efficiency, In
 WORKERS, DEVICES = 4, 8  # and devices of each
 VERIFIER = Instance(ACCELERATORS["H100"], MODELS["Llama-3.1-70B"], DEVICES, Efficiency())
 DRAFTER = Instance(ACCELERATORS["H100"], MODELS["Llama-3.2-1B"], 1, Efficiency())
-FAN_OUT = 3  # guesses of each next token
+FAN_OUT = 6  # guesses of each next token
 COUPLED, FREE_RUNNING, ENUMERATION = "coupled", "free_running", "enumeration"
 PROMPT_POSITIONS = 2000  # that each request is taken to hold beside its own: real prompts
 

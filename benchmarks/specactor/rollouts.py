@@ -26,6 +26,7 @@ from rl.engine.config import EngineConfig
 from rl.engine.rollout_spec import RolloutSpec, draft_with
 from rl.engine.stats import EngineStats, RoundRecord
 from rl.trajectory import Request, Trajectory
+from sched.policies.specactor import prob_of
 from spec.budget.budget import FixedBudget
 from spec.config import SamplingConfig
 from spec.decoupled.ahead import DraftingAhead, Enumerating, FreeRunning
@@ -36,6 +37,7 @@ from spec.draft_model.drafter import AheadDraftModel, DraftModelDrafter, Enumera
 from spec.sampling import step_key
 
 POLICY, DRAFT_MODEL = workloads.BASE_POLICY, environment.ROOT / "policies" / "tiny_draft"
+SECOND_CHOICES = 2  # draft tokens that a round may verify beside a window
 PATIENCE = 0.1  # of a round, beside what a block is expected to be late by
 
 
@@ -67,14 +69,28 @@ class Played:
     seconds: float
     stats: Sequence[EngineStats]
     drafting_busy: float = 0.0
+    drafted_rounds: Sequence[int] = ()
     stale: int = 0
 
     @property
+    def _requests_rounds(self) -> int:
+        return sum(int(r.rounds_A.sum()) for s in self.stats for r in s.timeline)
+
+    @property
     def p(self) -> float:
-        """Return the share of verified draft tokens that was accepted, along their paths."""
+        """Return accepted draft tokens by those and the rounds of requests."""
         accepted = sum(s.accepted_tokens for s in self.stats)
-        rounds = sum(int((r.rounds_A > 0).sum()) for s in self.stats for r in s.timeline)
-        return accepted / max(accepted + rounds, 1)
+        return accepted / max(accepted + self._requests_rounds, 1)
+
+    def draft_p(self, window: int) -> float:
+        """Return the probability of a draft token that gives the tokens of a round seen here."""
+        tokens = sum(s.tokens for s in self.stats) / max(self._requests_rounds, 1)
+        return prob_of(min(max(tokens, 1.0), window + 1.0), window)
+
+    @property
+    def hits(self) -> float:
+        """Return the share of requests' rounds that had a draft."""
+        return sum(self.drafted_rounds) / max(self._requests_rounds, 1)
 
 
 class Bench:
@@ -112,10 +128,11 @@ class Bench:
 
         shares = [requests[i::WORKERS] for i in range(WORKERS)]
         engines = [self.engine(slots_for(share), time, price) for share in shares if share]
-        drafters = [self.drafter(DraftModelDrafter, engine, window) for engine in engines]
+        kind = DraftModelDrafter
+        drafters = [self.drafter(kind, engine, window) if window else None for engine in engines]
         return self._play(time, engines, shares, drafters, window)
 
-    def decoupled(self, requests: Sequence[Request], way: str, window: int) -> Played:
+    def ahead_of(self, requests: Sequence[Request], window: int, way: str) -> Played:
         """Play verifying workers that one drafting worker drafts for: some devices for each."""
         time, verifying = VirtualTime(), WORKERS - 1
         shares = [requests[i::verifying] for i in range(verifying)]
@@ -134,7 +151,12 @@ class Bench:
         played = self._play(time, engines, shares, drafters, window)
         busy = sum(worker.busy_s for worker in workers) / (played.seconds * len(workers))
         stale = sum(drafter.received.stale for drafter in drafters)
-        return dataclasses.replace(played, drafting_busy=busy, stale=stale)
+        found = {
+            "drafting_busy": busy,
+            "stale": stale,
+            "drafted_rounds": [d.drafted for d in drafters],
+        }
+        return dataclasses.replace(played, **found)
 
     def ahead(self, way: str, home: PricedEngine, window: int) -> DraftingAhead:
         size = home.config.slots, home.longest_tokens
@@ -154,7 +176,7 @@ class Bench:
         done: dict[int, Trajectory] = {}
 
         def job(i: int) -> None:
-            drafts = draft_with(drafters[i], FixedBudget(window))
+            drafts = draft_with(drafters[i], FixedBudget(window + SECOND_CHOICES if window else 0))
             stops = self.models.policy.eos_token_ids
             spec = RolloutSpec(self.models.params, self.sampling, self.key, stops, drafts=drafts)
             done.update({t.request_id: t for t in engines[i].run(spec, shares[i])})

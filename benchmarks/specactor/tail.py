@@ -33,10 +33,9 @@ from rl.trajectory import Request, Trajectory
 from rl.workers.worker_source import WorkerLimits
 from sched.policies.fastest_of_n import FastestOfN
 from sched.policies.registry import make_scheduler
-from sched.protocol import Scheduler
+from sched.protocol import Copy, Finished, Scheduler
 from sched.request import copy_of
 from spec.budget.budget import Budget, FixedBudget
-from spec.budget.union import DrafterUnion
 from spec.decoupled.copies import CopiesDrafter, Progress
 from spec.decoupled.drafter import DecoupledDrafter
 from spec.draft_model.drafter import DraftModelDrafter
@@ -55,7 +54,6 @@ class TailPlan:
     window: int
     reconfigure_tokens: int = 0
     requests_per_helper: int = 0
-    also: tuple[str, ...] = ()
 
 
 class Rollout:
@@ -77,6 +75,7 @@ class Rollout:
         self._planner.seconds = _PricedSeconds(self._step_s)
         self._progress = Progress()
         self.ended_s: list[float] = []
+        self.num_copies = self.num_won = 0
 
     def play(self) -> dict[int, Trajectory]:
         """Return the responses; when each ended is in `ended_s`."""
@@ -91,7 +90,8 @@ class Rollout:
             most = plan.requests_per_helper
             scheduler = FastestOfN(scheduler, num_methods=len(HELPED), most_requests=most)
         longest = bench.longest_tokens
-        limits = WorkerLimits(self._slots * longest, self._slots, longest, 2**30, 1e9)
+        size = self._slots * longest, self._slots, longest, 2**30, 1e9
+        limits = WorkerLimits(*size, keeps_decisions=True)
         group = VirtualGroup(list(engines), scheduler, limits, time)
         for engine in engines:
             heard = partial(self._heard, group)
@@ -107,7 +107,15 @@ class Rollout:
                 assert isinstance(result, Trajectory), result
                 done[result.request_id] = result
                 self.ended_s.append(time.now_s)
+        self._count(group)
         return done
+
+    def _count(self, group: VirtualGroup) -> None:
+        """Count the copies that were begun, and those that ended first."""
+        for decision in group.decisions:
+            self.num_copies += sum(isinstance(action, Copy) for action in decision.actions)
+            event = decision.event
+            self.num_won += isinstance(event, Finished) and copy_of(event.request_id)[1] > 0
 
     def _heard(self, group: VirtualGroup) -> None:
         group.coordinator.profiled(self._planner.observed.acceptance())
@@ -119,8 +127,6 @@ class Rollout:
         ahead = bench.ahead(ENUMERATION, home, MOST_WINDOW)
         worker = PricedDrafting(ahead, self._step_s, time)
         usual = DecoupledDrafter([PricedLink(worker)], self._planner.plans(), bench.sampling)
-        if "own" in self._plan.also:
-            usual = DrafterUnion([usual, NgramDrafter()])
         own = bench.drafter(DraftModelDrafter, runner, MOST_WINDOW)
         methods = [PricedDrafter(own, time), NgramDrafter()]
         copies = CopiesDrafter(usual, methods, copy_of, self._progress)

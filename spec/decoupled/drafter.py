@@ -69,7 +69,7 @@ class DecoupledDrafter(Drafter):
     ) -> None:
         assert links, "decoupled from nobody"
         self._links, self._plans, self._sampling = tuple(links), plans, sampling
-        self.received = ReceivedBlocks()
+        self.received, self.drafted = ReceivedBlocks(), 0  # drafts of all requests and rounds
         # of each request: generation of its link, tokens that were told, and how often
         self._told: dict[int, tuple[int, int, int]] = {}
         self._closed: list[int] = []
@@ -92,6 +92,7 @@ class DecoupledDrafter(Drafter):
             drafts = self.received.drafts(*given)
         self._tell(live, plans, drafts)
         self._proposed = live, drafts
+        self.drafted += int((drafts.count_A > 0).sum())
         return drafts
 
     def committed(self, live: LiveSlots) -> None:
