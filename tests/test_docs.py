@@ -322,6 +322,7 @@ PREFIXES = (
         "critic",
         "diversity",
         "drafter",
+        "drafting",
     ),
     *("dynamic_sampling", "perf", "ratio", "reward", "rewards", "rollout", "sampling", "spec"),
     *("update", "weights", "workers"),

@@ -7,7 +7,6 @@ is made in their threads, on their devices, once a rollout. A worker that raises
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import threading
 from collections.abc import Callable, Hashable, Iterator, MutableSequence, Sequence
@@ -56,6 +55,7 @@ class DraftingWorkers:
         self._clock, self._told, self._hang_limit_s = clock, told, hang_limit_s
         self._lock = threading.Lock()
         self._looked_s = 0.0
+        self._said = clock(), 0, 0.0  # when metrics were asked for last, steps and busy seconds
         self._engines: list[Engine] = []
         self._verifying: list[int] = []  # numbers of the engines that verify
         self.workers: list[DraftingWorker] = []
@@ -188,16 +188,21 @@ class DraftingWorkers:
             return f"hangs: no sign of life for {silent_s:.1f} s"
         return None
 
-    @contextlib.contextmanager
-    def measured(self) -> Iterator[dict[str, float]]:
-        """Yield metrics of what the workers do inside: they are there once it is left."""
-        before = [(w.steps, w.busy_s) for w in self.workers]
-        began_s, metrics = self._clock(), dict[str, float]()
-        yield metrics
-        pairs = list(zip(self.workers, before, strict=True))
-        taken_s = max(self._clock() - began_s, 1e-9) * max(len(pairs), 1)
-        metrics["drafting/steps"] = float(sum(w.steps - steps for w, (steps, _) in pairs))
-        metrics["drafting/busy_fraction"] = sum(w.busy_s - s for w, (_, s) in pairs) / taken_s
+    def metrics(self) -> dict[str, float]:
+        """Return what the workers have done since the last call; nothing where there are none."""
+        if not self.workers:
+            return {}
+        now_s, steps = self._clock(), sum(w.steps for w in self.workers)
+        busy_s = sum(w.busy_s for w in self.workers)
+        (then_s, steps_then, busy_then_s), self._said = self._said, (now_s, steps, busy_s)
+        share = (busy_s - busy_then_s) / max((now_s - then_s) * len(self.workers), 1e-9)
+        observed = self.planner.observed
+        return {
+            "drafting/steps": float(steps - steps_then),
+            "drafting/busy_fraction": share,
+            "drafting/accept_probability": observed.p,
+            "drafting/rounds_with_draft": observed.hits,
+        }
 
 
 def _of_each_device(engine: Engine) -> list[Engine]:

@@ -205,6 +205,7 @@ def generate(
     coming = prompts.end if step < system.config.run.steps else None
     metrics |= remember(system, prompts.keys, trajectories, coming)
     metrics |= left_out(system, prompts.end - cursor - len(prompts))
+    metrics |= {} if system.drafting is None else system.drafting.metrics()
     if extra is not None:
         metrics |= {
             "dynamic_sampling/phases": float(len(passes)),
