@@ -50,15 +50,17 @@ class RequestTexts:
         """Take up a request's tokens; of what was assumed what lies behind a difference is dropped.
 
         Returns how many assumed tokens were right, and of how many that is known; None where the
-        commit does not follow from what is here, or there is no row for it.
+        commit does not follow from what is here, or there is no row for it, or none long enough.
         """
         request = self.requests.get(commit.request_id)
+        if commit.total_tokens > self._tokens_BL.shape[1]:
+            return None
         if request is None:
             if commit.first or not self._free:
                 return None
             request = DraftedRequest(self._free.pop(), commit.prompt_tokens)
             self.requests[commit.request_id] = request
-        elif commit.first > request.committed or commit.total_tokens > self._tokens_BL.shape[1]:
+        elif commit.first > request.committed:
             return None
         elif commit.total_tokens <= request.committed:
             return None  # it was said before
