@@ -125,7 +125,7 @@ class DecoupledDrafter(Drafter):
 
     def _worth_waiting(self, live: LiveSlots, drafts: Drafts) -> bool:
         """Return True if most requests lack a draft, and a block that knows their last commit."""
-        told = [self._told.get(r, (0, 0, 0))[2] for r in live.request_ids_A.tolist()]
+        told = [self._told.get(r, (-1, 0, -1))[2] for r in live.request_ids_A.tolist()]
         lacking_A = (drafts.count_A == 0) & (np.array(told) > self.received.rounds(live))
         return lacking_A.sum() >= MOST_LACKING * len(live)
 
