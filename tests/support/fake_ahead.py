@@ -34,8 +34,9 @@ class CountsOn(Drafter):
 
     def propose(self, live, max_nodes_A, max_nodes):
         drafts = no_drafts(len(live), max_nodes)
-        ids, rows = live.request_ids_A.tolist(), live.rows_A.tolist()
-        texts = [live.tokens_BL[row, :n].tolist() for row, n in zip(rows, live.total_tokens_A)]
+        ids, total_A = live.request_ids_A.tolist(), live.total_tokens_A
+        rows = zip(live.rows_A, total_A, strict=True)
+        texts = [live.tokens_BL[row, :n].tolist() for row, n in rows]
         self.asked.append(list(zip(ids, texts, max_nodes_A.tolist(), strict=True)))
         for a, text in enumerate(texts):
             n = min(int(max_nodes_A[a]), self.most)
