@@ -183,10 +183,13 @@ class FastestOfN:
         actions: list[Action] = []
         load = {w: len(self._copies[w]) for w in dry}
         wanted = {r: self._acceptance.get(r, 0.0) for r in self._running if self._pays(r)}
-        found = assign_drafters(wanted, self._methods, freed, serving, load, self._most_requests)
+        found = assign_drafters(
+            *(wanted, self._methods, freed, serving, load, self._most_requests),
+            lambda request_id, method, *_: _number(request_id, method) not in there,
+        )
         for (request_id, method), worker_id in found.items():
-            number = request_id + COPIES * int(method)
-            if number not in there and worker_id in self._own and not self._own[worker_id]:
+            if worker_id in self._own and not self._own[worker_id]:
+                number = _number(request_id, method)
                 actions += self._begin(request_id, number, worker_id, method)
         return actions
 
@@ -206,3 +209,8 @@ class FastestOfN:
         self._copies[worker_id][number] = start
         self._method_of[worker_id] = method
         return [Copy(request_id, self._running[request_id].worker_id, start)]
+
+
+def _number(request_id: int, method: str) -> int:
+    """Return the number of the copy that a method drafts for."""
+    return request_id + COPIES * int(method)
