@@ -171,7 +171,7 @@ class FastestOfN:
     def _copy(self) -> list[Action]:
         """Give dry workers copies, while all requests that are left are running (Algorithm 3)."""
         dry = [w for w, own in self._own.items() if not own]
-        if not dry or not self._running or len(self._running) < self._scheduler.num_unfinished:
+        if not dry or not self._running or len(self._running) < self.num_unfinished:
             return []
         freed = [w for w in dry if not self._copies[w]]
         for worker_id in freed:
