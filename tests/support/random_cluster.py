@@ -93,7 +93,10 @@ class RandomCluster:
         busy = [worker for worker, running in self.workers.items() if running]
         assert busy, "requests wait, and nothing runs"
         worker_id = int(self.rng.choice(busy))
-        request_id = int(self.rng.choice(list(self.workers[worker_id])))
+        self.report(worker_id, int(self.rng.choice(list(self.workers[worker_id]))))
+
+    def report(self, worker_id: int, request_id: int) -> None:
+        """The request has used up the tokens of its start, or has ended."""
         running = self.workers[worker_id].pop(request_id)
         length, most = self.lengths[request_id], running.generated + running.start.max_tokens
         chunk = running.start.chunk
