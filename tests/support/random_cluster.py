@@ -11,15 +11,23 @@ import numpy as np
 
 from sched.protocol import (
     ChunkDone,
+    Copy,
     Defer,
+    Drop,
     Finished,
+    Profiled,
+    Recall,
+    Recalled,
+    Return,
     Start,
     Submitted,
     Trained,
     WorkerJoined,
     WorkerLost,
 )
-from sched.request import Kv, RequestSpec
+from sched.request import COPIES, Kv, RequestSpec, copy_of
+
+BEGUN = 1000  # added to the numbers of requests that are begun ahead of their step
 
 
 @dataclasses.dataclass
@@ -135,6 +143,181 @@ class RandomCluster:
                 for r, x in worker.items()
             )
             assert most <= self.kv_tokens, "what runs may come to exceed the memory"
+
+
+class AheadCluster(RandomCluster):
+    """Steps in turn, the next one ahead; whoever lets go has a part of its chunk."""
+
+    def play(self, steps, *, workers, deaths):
+        self.count, self.deaths = workers, deaths
+        for _ in range(workers):
+            self.join()
+        for step, requests in enumerate(steps):
+            self.tell(Submitted(tuple(requests)))
+            self.open = {}
+            if step + 1 < len(steps):
+                ahead = [
+                    dataclasses.replace(r, request_id=r.request_id + BEGUN, ahead=True)
+                    for r in steps[step + 1]
+                ]
+                self.open = {r.request_id: r for r in ahead}
+                self.requests |= self.open
+                self.generated |= dict.fromkeys(self.open, 0)
+                self.lengths |= {r: self.lengths[r - BEGUN] for r in self.open}
+                self.tell(Submitted(tuple(ahead)))
+            self.until(lambda wanted=requests: all(r.request_id in self.finished for r in wanted))
+            for _ in range(int(self.rng.integers(0, 20))):  # an update
+                self.something()
+            self.tell(Recalled())
+            self.until(lambda: not self.open)
+            self.finished = [r for r in self.finished if r < BEGUN]
+            assert self.scheduler.num_unfinished == 0 and not any(self.workers.values())
+
+    def until(self, done):
+        for _ in range(5000):
+            if done():
+                return
+            self.something()
+        raise AssertionError("starved")
+
+    def something(self):
+        self.now_s += 1.0
+        if self.rng.random() < self.deaths:
+            self.lose_one()
+        elif not self.workers or (len(self.workers) < self.count and self.rng.random() < 0.3):
+            self.join()
+        elif any(self.workers.values()):
+            self.report_one()
+
+    def report_one(self):
+        before = set(self.finished)
+        super().report_one()
+        for request_id in set(self.finished) - before:
+            self.open.pop(request_id, None)
+
+    def obey(self, action):
+        if isinstance(action, Return):
+            assert all(action.request_id not in running for running in self.workers.values())
+            del self.open[action.request_id]
+            return
+        if isinstance(action, Recall):
+            for running in self.workers[action.worker_id].values():
+                assert BEGUN <= running.start.request_id < COPIES
+                most = int(self.rng.integers(0, running.start.max_tokens + 1))
+                running.start = running.start._replace(max_tokens=most)  # what it has by then
+            return
+        kinds = {r >= BEGUN for r in self.workers[action.worker_id]}
+        if action.request_id >= BEGUN:
+            assert kinds <= {True}, "a worker that is not dry begins nothing"
+        let_go = {r: x for r, x in self.workers[action.worker_id].items() if r >= BEGUN}
+        if action.request_id < BEGUN:  # it takes the place of what has been told to leave
+            for request_id in let_go:
+                del self.workers[action.worker_id][request_id]
+        super().obey(action)
+        if action.request_id < BEGUN:
+            self.workers[action.worker_id] |= let_go
+
+
+class CopiesCluster(RandomCluster):
+    """Originals and copies run side by side; whichever ends first answers the request."""
+
+    def __init__(self, *args, most_requests, all_are_worth_it=True, **options):
+        super().__init__(*args, **options)
+        self.most_requests, self.all_are_worth_it = most_requests, all_are_worth_it
+        self.submitted: set[int] = set()
+        self.stale: list[Finished] = []  # reports of what was dropped, as it ended
+        self.won = self.recalled_for_copies = 0
+
+    def originals(self):
+        """Where requests run, but for those that are begun ahead of their step."""
+        return {r: w for w, x in self.workers.items() for r in x if r < BEGUN}
+
+    def copies(self):
+        return {r: w for w, x in self.workers.items() for r in x if copy_of(r)[1]}
+
+    def report_one(self):
+        if self.rng.random() < 0.1:
+            some = [r for r in self.submitted if r not in self.finished]
+            self.tell(Profiled({r: float(self.rng.random()) for r in some}))
+        if self.stale and self.rng.random() < 0.5:
+            late = self.stale.pop()
+            if late.request_id not in self.workers.get(late.worker_id, ()):
+                self.tell(late)
+        super().report_one()
+
+    def report(self, worker_id, number):
+        request_id, copy = copy_of(number)
+        if not copy:
+            super().report(worker_id, number)
+            return
+        start = self.workers[worker_id].pop(number).start
+        assert request_id not in self.finished, "it was to be dropped"
+        self.finished.append(request_id)
+        self.won += 1
+        assert self.lengths[request_id] <= start.max_tokens
+        self.tell(Finished(number, worker_id, start.chunk, self.lengths[request_id]))
+
+    def tell(self, event):
+        if isinstance(event, Submitted):
+            self.submitted |= {r.request_id for r in event.requests if not r.ahead}
+        super().tell(event)
+        open_requests = self.submitted - set(self.finished)
+        assert self.scheduler.num_unfinished == len(open_requests)
+        assert {copy_of(r)[0] for r in self.copies()} <= open_requests
+        assert set(self.originals()) <= open_requests
+        self.check_nobody_idles(open_requests)
+
+    def check_nobody_idles(self, open_requests):
+        """Where copies may be made, a worker has none only if all requests have one."""
+        if self.budgeted or not self.all_are_worth_it or not open_requests:
+            return
+        if set(self.originals()) != open_requests:
+            return  # something waits
+        answered = {copy_of(r)[0] for r in self.copies()}
+        if not all(self.workers.values()):
+            assert answered == open_requests, "a worker idles beside a request without a copy"
+
+    def obey(self, action):
+        if isinstance(action, Copy):
+            self.copy(action)
+        elif isinstance(action, Drop):
+            self.drop(action)
+        elif not isinstance(action, Start):
+            super().obey(action)
+        else:
+            assert not copy_of(action.request_id)[1]
+            assert not any(copy_of(r)[1] for r in self.workers[action.worker_id])
+            super().obey(action)
+
+    def copy(self, action):
+        start, worker = action.start, self.workers[action.start.worker_id]
+        request_id, number = copy_of(start.request_id)
+        spec = self.requests[request_id]
+        assert request_id == action.request_id and number
+        assert action.request_id in self.workers[action.worker_id], "it does not run there"
+        assert set(self.originals()) == self.submitted - set(self.finished), "something waits"
+        assert start.request_id not in self.copies(), "runs twice"
+        let_go = {r: worker.pop(r) for r in list(worker) if BEGUN <= r < COPIES}
+        self.recalled_for_copies += bool(let_go)
+        assert {copy_of(r)[1] for r in worker} <= {number}, "a worker has one method"
+        assert (start.max_tokens, start.kv) == (spec.max_new_tokens, Kv.POOL)
+        worker[start.request_id] = Running(start, 0)
+        assert len(worker) <= min(self.most_requests, self.max_requests)
+        assert sum(x.start.reserved_tokens for x in worker.values()) <= self.kv_tokens
+        worker |= let_go
+
+    def drop(self, action):
+        request_id, number = copy_of(action.request_id)
+        worker = self.workers[action.worker_id]
+        if not number:
+            assert request_id in self.finished
+            if request_id not in worker:  # it waited, and was answered: it was never started
+                assert request_id not in self.originals()
+                return
+        assert action.request_id in worker, "it does not run there"
+        running = worker.pop(action.request_id)
+        length, chunk = self.lengths[request_id], running.start.chunk
+        self.stale.append(Finished(action.request_id, action.worker_id, chunk, length))
 
 
 def by_step(requests):

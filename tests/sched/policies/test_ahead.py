@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 import pytest
-from random_cluster import RandomCluster
+from random_cluster import AheadCluster
 
 from sched.policies.ahead import Ahead
 from sched.policies.divided import Divided
@@ -129,79 +127,6 @@ def test_a_lost_worker_gives_back_what_it_had_begun():
 def test_a_chunk_has_at_least_one_token():
     with pytest.raises(ValueError, match="chunk_tokens >= 1, got 0"):
         Ahead(GroupFifo(seed=0), chunk_tokens=0)
-
-
-class AheadCluster(RandomCluster):
-    """Steps in turn, the next one ahead; whoever lets go has a part of its chunk."""
-
-    def play(self, steps, *, workers, deaths):
-        self.count, self.deaths = workers, deaths
-        for _ in range(workers):
-            self.join()
-        for step, requests in enumerate(steps):
-            self.tell(Submitted(tuple(requests)))
-            self.open = {}
-            if step + 1 < len(steps):
-                ahead = [
-                    dataclasses.replace(r, request_id=r.request_id + 1000, ahead=True)
-                    for r in steps[step + 1]
-                ]
-                self.open = {r.request_id: r for r in ahead}
-                self.requests |= self.open
-                self.generated |= dict.fromkeys(self.open, 0)
-                self.lengths |= {r: self.lengths[r - 1000] for r in self.open}
-                self.tell(Submitted(tuple(ahead)))
-            self.until(lambda wanted=requests: all(r.request_id in self.finished for r in wanted))
-            for _ in range(int(self.rng.integers(0, 20))):  # an update
-                self.something()
-            self.tell(Recalled())
-            self.until(lambda: not self.open)
-            self.finished = [r for r in self.finished if r < 1000]
-            assert self.scheduler.num_unfinished == 0 and not any(self.workers.values())
-
-    def until(self, done):
-        for _ in range(5000):
-            if done():
-                return
-            self.something()
-        raise AssertionError("starved")
-
-    def something(self):
-        self.now_s += 1.0
-        if self.rng.random() < self.deaths:
-            self.lose_one()
-        elif not self.workers or (len(self.workers) < self.count and self.rng.random() < 0.3):
-            self.join()
-        elif any(self.workers.values()):
-            self.report_one()
-
-    def report_one(self):
-        before = set(self.finished)
-        super().report_one()
-        for request_id in set(self.finished) - before:
-            self.open.pop(request_id, None)
-
-    def obey(self, action):
-        if isinstance(action, Return):
-            assert all(action.request_id not in running for running in self.workers.values())
-            del self.open[action.request_id]
-            return
-        if isinstance(action, Recall):
-            for running in self.workers[action.worker_id].values():
-                assert running.start.request_id >= 1000
-                most = int(self.rng.integers(0, running.start.max_tokens + 1))
-                running.start = running.start._replace(max_tokens=most)  # what it has by then
-            return
-        kinds = {r >= 1000 for r in self.workers[action.worker_id]}
-        if action.request_id >= 1000:
-            assert kinds <= {True}, "a worker that is not dry begins nothing"
-        let_go = {r: x for r, x in self.workers[action.worker_id].items() if r >= 1000}
-        if action.request_id < 1000:  # it takes the place of what has been told to leave
-            for request_id in let_go:
-                del self.workers[action.worker_id][request_id]
-        super().obey(action)
-        if action.request_id < 1000:
-            self.workers[action.worker_id] |= let_go
 
 
 @pytest.mark.parametrize("name", ["group_fifo", "seer"])
