@@ -86,8 +86,7 @@ def test_the_best_of_all(workers, requests, p, hits, a, b, c, d, e, windows):
 
     acceptance, numbers = Acceptance(p, hits), range(workers)
     given = workers, requests, draft, verify, acceptance
-    # an iterator: each is gone through once for every number of workers
-    got = plan_workers(*given, drafting_workers=iter(numbers), windows=iter(windows))
+    got = plan_workers(*given, drafting_workers=numbers, windows=windows)
     assert got == best_of_all(*given, numbers, windows)
 
 
@@ -116,7 +115,7 @@ def test_workers_draft_for_others_where_drafts_are_there_in_time():
     got = plan_workers(
         *(4, 8, lambda b: 0.25, lambda b, w: 1 + 0.001 * b, Acceptance(0.9, 0.95)),
         drafting_workers=range(4),
-        windows=range(1, 9),
+        windows=iter(range(1, 9)),  # gone through once for every number of workers
     )
     assert (got.drafting_workers, got.window) == (1, 4)
 

@@ -200,6 +200,13 @@ def test_the_request_that_ends_first_drops_its_copies():
     assert s.handle(Finished(first(0), 1, 1, 30), 1.0) == [] and s.num_unfinished == 0
 
 
+def test_a_copy_has_no_chunks():
+    s = scheduler()
+    s.handle(present(0), 0.0)
+    assert s.handle(ChunkDone(first(0), 1, 1, 30, True), 1.0) == [] and s.num_unfinished == 1
+    assert dropped(s.handle(Finished(first(0), 1, 1, 30), 1.0)) == {(0, 0)}
+
+
 def test_the_place_that_a_copy_has_freed_is_for_others():
     s = scheduler(3, max_requests=1, num_methods=1)
     assert copied(s.handle(present(0, 1), 0.0)) == [(0, 1, 0, 2)]

@@ -112,6 +112,7 @@ def test_without_copies_the_usual_drafter_drafts_for_all():
     assert drafts.sources_AN[0].tolist() == [Source.MODEL] * 4
     assert len(usual.asked) == 1 and not own.asked and not group.asked
     assert drafter.in_rounds() is None
+    assert not drafter._progress.is_watched(0), "nobody needs what they have"
 
 
 def test_each_copy_has_a_method_of_its_own():

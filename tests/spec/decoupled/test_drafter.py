@@ -199,6 +199,10 @@ def test_a_block_of_a_request_that_has_left_is_not_its_next_ones():
     drafter, link = made()
     live = live_texts([1, 2, 3])
     proposed(drafter, live)
+    link.sent = [chain(3, 4)]
+    assert proposed(drafter, live) == [[4]]
+    drafter.finished(live)
+    assert proposed(drafter, live) == [[]], "nor its own, where it comes back"
     drafter.finished(live)
     link.sent = [chain(3, 4)]
     assert proposed(drafter, live_texts([1, 2, 3], first_id=1)) == [[]]
