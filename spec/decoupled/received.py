@@ -57,15 +57,17 @@ class ReceivedBlocks:
         """Return each request's draft: at most `window_A` deep, and `most_A` draft tokens."""
         drafts = no_drafts(len(live), max_nodes)
         drafts.sources_AN[:] = source
+        which_A = self._rows(live)  # first: it may make room
         blocks = self._block_F3, self._tokens_FN, self._parents_FN, self._prob_FN
         texts = live.tokens_BL, live.rows_A, live.total_tokens_A
         limits = window_A, np.minimum(most_A, max_nodes)
-        self.stale += _follow(*texts, self._rows(live), *blocks, *limits, drafts)
+        self.stale += _follow(*texts, which_A, *blocks, *limits, drafts)
         return drafts
 
     def rounds(self, live: LiveSlots) -> np.ndarray:
         """Return the round of each request's newest block; −1 where none has come."""
-        return self._block_F3[self._rows(live), ROUND]
+        which_A = self._rows(live)  # first: it may make room
+        return self._block_F3[which_A, ROUND]
 
     def forget(self, request_ids: Iterable[int]) -> None:
         for f in self._index.forget(request_ids):
