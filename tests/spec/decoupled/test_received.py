@@ -158,6 +158,17 @@ def test_a_row_that_is_used_again_knows_nothing_of_its_last_request():
     assert nodes(follow(blocks, live), 1) == [(-1, 6, 0.5)]
 
 
+def test_requests_of_which_nothing_has_come(monkeypatch):
+    """As Python, which looks at every index."""
+    monkeypatch.setattr(received, "_follow", received._follow.py_func)
+    live = live_texts(*[[1, 2]] * 9)
+    blocks = ReceivedBlocks()
+    assert follow(blocks, live).count_A.tolist() == [0] * 9 and blocks.stale == 0
+    assert ReceivedBlocks().rounds(live).tolist() == [-1] * 9
+    more = live_texts(*[[1, 2]] * 90, first_id=5)
+    assert follow(blocks, more).count_A.tolist() == [0] * 90
+
+
 def test_a_block_larger_than_the_first_room():
     live = live_texts([1, 2], [1, 2])
     size = 2 * FIRST_NODES + 3
