@@ -53,13 +53,14 @@ class CountsOn(Drafter):
         self.gone.append(live.request_ids_A.tolist())
 
     def outcomes(self, live, chain_AK, depth, fan_out):
-        """Guess f of case z is 100 · z + 10 · f + 10, and numbers behind it; likelier first."""
+        """Guess f of case z is 100 · z + 10 · f + 10, and numbers behind it; likelier first.
+
+        Second choices are 5,000 more than the tokens that they stand beside.
+        """
         self.asked.append((live.request_ids_A.tolist(), chain_AK.tolist(), depth, fan_out))
         Z, F = np.arange(chain_AK.shape[1] + 1), np.arange(fan_out)
         first_ZF = 100 * Z[:, None] + 10 * F + 10
         tokens_ZFN = first_ZF[..., None] + np.arange(depth + 1)
         prob_ZF = np.broadcast_to(0.5 ** (F + 1), first_ZF.shape)
-        A = len(live)
-        return np.broadcast_to(tokens_ZFN, (A, *tokens_ZFN.shape)), np.broadcast_to(
-            prob_ZF, (A, *prob_ZF.shape)
-        )
+        found = tokens_ZFN, tokens_ZFN[..., 1:] + 5000, prob_ZF
+        return tuple(np.broadcast_to(x, (len(live), *x.shape)) for x in found)

@@ -10,6 +10,7 @@ from spec.decoupled.ahead import (
     DECAY,
     PRIOR_DRAFTS,
     PRIOR_PROB,
+    SECOND,
     Enumerating,
     FreeRunning,
     FromCommitted,
@@ -168,23 +169,32 @@ def paths(tokens, parents):
     return found
 
 
+def first_choices(tokens, parents):
+    """The paths of a tree without second choices."""
+    return [path for path in paths(tokens, parents) if max(path) < 5000]
+
+
 def test_a_request_without_a_chain_has_one_case():
     drafter = CountsOn()
     ahead = told(enumerating(drafter), commit([1, 5], plan=DraftPlan(2)))
     (block,) = ahead.step()
     assert drafter.asked == [([0], [[-1, -1, -1]], 2, 2)]
-    assert sorted(paths(block.tokens_N, block.parents_N)) == sorted(
+    assert sorted(first_choices(block.tokens_N, block.parents_N)) == sorted(
         [(10,), (10, 11), (10, 11, 12), (20,), (20, 21), (20, 21, 22)]
     )
     assert (block.request_id, block.round, block.base_tokens) == (0, 1, 2)
     assert block.prob_N[0] == 0.5 and block.prob_N[1] == np.float32(0.5 * PRIOR_PROB)
+    second = set(paths(block.tokens_N, block.parents_N)) - set(
+        first_choices(block.tokens_N, block.parents_N)
+    )
+    assert second == {(10, 5011), (10, 11, 5012), (20, 5021), (20, 21, 5022)}
     assert ahead.step() == [], "once for each commit"
 
 
 def test_all_cases_of_a_chain():
     ahead = told(enumerating(fan_out=1), commit([1, 5], plan=DraftPlan(1), chain=[6, 7]))
     (block,) = ahead.step()
-    got = paths(block.tokens_N, block.parents_N)
+    got = first_choices(block.tokens_N, block.parents_N)
     assert sorted(got) == sorted(
         [(6,), (6, 7), (10,), (10, 11), (6, 110), (6, 110, 111), (6, 7, 210), (6, 7, 210, 211)]
     )
@@ -202,7 +212,7 @@ def test_chains_and_windows_of_different_lengths_are_cut_to_their_own():
     assert drafter.asked == [([0, 1], [[6, 7, 8], [-1, -1, -1]], 2, 1)]
     assert max(map(len, paths(one.tokens_N, one.parents_N))) == 3 + 2
     # three tokens are left: two of these are drafted behind the one that comes meanwhile
-    assert paths(two.tokens_N, two.parents_N) == [(10,), (10, 11), (10, 11, 12)]
+    assert first_choices(two.tokens_N, two.parents_N) == [(10,), (10, 11), (10, 11, 12)]
 
 
 def test_nothing_where_a_request_is_to_wait_or_ends():
@@ -230,11 +240,15 @@ def test_acceptance_is_counted_where_it_is_known():
 def test_a_tree_of_cases_by_hand():
     chain_K, p = np.array([5, 6]), 0.5
     tokens_ZFN = np.array([[[7, 8]], [[9, 10]], [[11, 12]]])
-    tokens, parents, prob = cases_tree(chain_K, tokens_ZFN, np.full((3, 1), 0.5), p)
-    # chain ½, ¼; behind none of it ½·½, ·½; behind one ½·½·½, ·½; behind both ¼·1·½, ·½
-    assert tokens.tolist() == [5, 6, 7, 8, 9, 11, 10, 12]
-    assert parents.tolist() == [-1, 0, -1, 2, 0, 1, 4, 5]
-    assert prob.tolist() == [0.5, 0.25, 0.25, 0.125, 0.125, 0.125, 0.0625, 0.0625]
+    second_ZFK = np.array([[[13]], [[14]], [[15]]])
+    given = chain_K, tokens_ZFN, second_ZFK, np.full((3, 1), 0.5)
+    tokens, parents, prob = cases_tree(*given, p)
+    # chain ½, ¼; behind none of it ½·½, ·½; behind one ½·½·½, ·½; behind both ¼·1·½, ·½; second
+    # choices have a quarter of the guess above them
+    assert tokens.tolist() == [5, 6, 7, 8, 9, 11, 13, 10, 12, 14, 15]
+    assert parents.tolist() == [-1, 0, -1, 2, 0, 1, 2, 4, 5, 4, 5]
+    of_chains = [0.5, 0.25, 0.25, 0.125, 0.125, 0.125]
+    assert prob.tolist() == [*of_chains, 0.0625, 0.0625, 0.0625, 0.03125, 0.03125]
     assert (tokens.dtype, parents.dtype, prob.dtype) == (np.int32, np.int32, np.float32)
 
 
@@ -247,10 +261,11 @@ def test_a_tree_of_cases_is_a_tree_and_has_every_case(K, F, N, p, data):
     tokens_ZFN = np.arange((K + 1) * F * N).reshape(K + 1, F, N)
     numbers = data.draw(st.lists(PROB, min_size=(K + 1) * F, max_size=(K + 1) * F))
     prob_ZF = np.array(numbers).reshape(K + 1, F)
-    tokens, parents, prob = cases_tree(chain_K, tokens_ZFN, prob_ZF, p)
+    second_ZFK = tokens_ZFN[..., 1:] + 5000
+    tokens, parents, prob = cases_tree(chain_K, tokens_ZFN, second_ZFK, prob_ZF, p)
     assert (parents < np.arange(len(parents))).all() and (parents >= -1).all()
     assert (np.diff(prob) <= 0).all() and (prob >= 0).all() and (prob <= 1).all()
-    assert len(tokens) == K + (K + 1) * F * N
+    assert len(tokens) == K + (K + 1) * F * (2 * N - 1)
     there = dict(zip(paths(tokens, parents), prob.tolist(), strict=True))
     for z in range(K + 1):
         for f in range(F):
@@ -258,3 +273,7 @@ def test_a_tree_of_cases_is_a_tree_and_has_every_case(K, F, N, p, data):
             rejected = 1 - p if z < K else 1.0
             want = p**z * rejected * prob_ZF[z, f] * p ** (N - 1)
             assert there[path] == pytest.approx(want, rel=1e-5, abs=1e-30)
+            if N > 1:
+                above = p**z * rejected * prob_ZF[z, f] * p ** (N - 2)
+                second = there[(*path[:-1], path[-1] + 5000)]
+                assert second == pytest.approx(above * (1 - p) * SECOND, rel=1e-5, abs=1e-30)

@@ -40,8 +40,8 @@ class NotedPlans(OnePlan):
         super().__init__(*options)
         self.heard, self.forgotten, self.own = [], [], {}
 
-    def plan(self, request_id):
-        return self.own.get(request_id, super().plan(request_id))
+    def plan(self, request_id, batch):
+        return self.own.get(request_id, super().plan(request_id, batch))
 
     def observed(self, live, source, accepted_A, seen_A):
         ids = live.request_ids_A.tolist()
