@@ -30,7 +30,7 @@ FIRST_WINDOW = 4  # where no seconds are measured
 
 
 class Observed:
-    """What is seen of the drafts of drafting workers; any thread may call it."""
+    """A profile of the drafts of drafting workers; any thread may call it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -25,7 +25,7 @@ LOOK_S = 0.5  # between two signs of life of a worker that nobody asks
 
 @dataclasses.dataclass(eq=False)
 class _Word:
-    """What a link says: of which rollout, and how its drafts are made."""
+    """A message of a link: of which rollout it is, and how its drafts are made."""
 
     rollout: Hashable
     make: Callable[[Engine], DraftingAhead]

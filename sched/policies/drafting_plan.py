@@ -1,4 +1,4 @@
-"""How many of the workers draft for the others, and how far ahead (SpecActor, Algorithm 1).
+"""Plans of how many workers draft for the others, and how far (SpecActor, Algorithm 1).
 
     coupled     each worker drafts w tokens, then verifies them:   C(w) / (w · D(b) + V_w(b))
     decoupled   d of n workers draft for the others meanwhile:     T(w) / max(w · D(b·), V_w(b'))
@@ -31,7 +31,7 @@ VerifySeconds = Callable[[float, int], float]  # (requests, draft tokens of each
 
 @dataclasses.dataclass(frozen=True)
 class Acceptance:
-    """What is known of drafts: the probability of a draft token, and the share of rounds with one.
+    """The profile of drafts: the probability of a draft token, and the share of rounds with one.
 
     `hits` None: chains that run ahead, for which it follows from p.
     """

@@ -54,7 +54,7 @@ class EnumeratingDrafter(Drafter, Protocol):
 
 
 class _Ahead(DraftingAhead):
-    """What all ways have in common: the requests, and a drafter of the host's protocol."""
+    """The part that all ways have in common: the requests, and a drafter of the host's protocol."""
 
     def __init__(self, drafter: Drafter, num_rows: int, longest_tokens: int) -> None:
         self.texts, self.depth = RequestTexts(num_rows, longest_tokens), 0

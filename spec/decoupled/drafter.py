@@ -40,7 +40,7 @@ class RequestPlans(Protocol):
 
 
 class OnePlan(RequestPlans):
-    """The same plan for all requests."""
+    """One plan for all requests."""
 
     def __init__(self, plan: DraftPlan, patience_s: float = 0.0) -> None:
         self._plan, self.patience_s = plan, patience_s

@@ -1,4 +1,4 @@
-"""What a verifying and a drafting worker tell each other, in plain arrays.
+"""The messages between a verifying and a drafting worker, in plain arrays.
 
     verifying  ── Commit: what a request has now, and what is verified behind it ──→  drafting
     verifying  ←──────── Block: a tree of draft tokens behind `base_tokens` ─────────  drafting
@@ -22,7 +22,7 @@ MOST_WINDOW = 32  # no drafting worker drafts further ahead
 
 
 class DraftPlan(NamedTuple):
-    """How a request is drafted for: its window of draft tokens, and if the next window is begun.
+    """The way a request is drafted for: its window of draft tokens, and if the next one is begun.
 
     Decoupled drafting goes on while a window is verified, up to 2 · window − 1 draft tokens in
     vain; otherwise the next window waits until the last one is verified (the paper: coupled).

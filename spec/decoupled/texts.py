@@ -1,4 +1,4 @@
-"""What a drafting worker knows of its requests: their tokens, and draft tokens that it assumes.
+"""The requests of a drafting worker: their tokens, and draft tokens that it assumes.
 
 B = rows, one per request, L = tokens of a row.
 """

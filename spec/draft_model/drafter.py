@@ -116,7 +116,7 @@ def _passes(config: ChainConfig) -> Passes:
 
 
 class AheadDraftModel(DraftModelDrafter):
-    """The same for a drafting worker: texts end with draft tokens that nobody has verified yet.
+    """A draft model of a drafting worker: texts end with draft tokens that nobody has verified.
 
     So what follows a chain says nothing about its acceptance; whoever knows tells `observe_chains`.
     """

@@ -156,7 +156,7 @@ class _Cases:
 
     @property
     def _case_E(self) -> np.ndarray:
-        """How many draft tokens of the chain each branch takes as accepted."""
+        """The number of draft tokens of the chain that each branch takes as accepted."""
         return np.arange(self.enumeration.num_branches) // self.enumeration.fan_out
 
     def _level(
