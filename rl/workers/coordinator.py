@@ -216,7 +216,8 @@ class Coordinator:
             lost = self._workers.pop(worker_id)
             lost.inbox.put(None)
             for number in (n for n in lost.starts if copy_of(n)[1]):
-                del self._asked[number]  # nobody starts a copy again
+                del self._asked[number]  # it is not started again; another one may have its number
+                self._pool.discard(number)
             self._pool.withdraw_all(worker_id)
             for worker in self._workers.values():
                 _, doing, waits_for = worker.sign
