@@ -1,0 +1,406 @@
+"""Requests that idle workers answer a second time: the same tokens, and each result once."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import threading
+import time
+
+import numpy as np
+import pytest
+import rollouts
+from tiny_team import (
+    CONFIG,
+    KEY,
+    MODEL,
+    PARAMS,
+    REQUESTS,
+    SAMPLING,
+    STOP,
+    assert_same_tokens,
+    workers,
+)
+from tiny_team import play as play_all
+
+from rl.engine.engine import Engine
+from rl.engine.rollout_spec import RolloutSpec
+from rl.workers.coordinator import WorkerError
+from rl.workers.multi_engine import Helpers
+from sched.protocol import Copy, Drop, Finished, WorkerLost
+from sched.request import COPIES, Kv, copy_of
+from spec.budget.budget import FixedBudget
+from spec.decoupled.copies import CopiesDrafter, Progress
+from spec.drafter import Source
+from spec.retrieval.ngram import NgramDrafter
+from spec.reuse.prefix_rule import PrefixRule, parse_mode
+from spec.reuse.rollout_cache import CachedResponse, Scores
+
+LIMIT_S = 60.0  # of a wait for another worker: rounds take milliseconds
+LONG = [r for r in REQUESTS if r.group_id == 0]  # of one worker, under group_fifo
+
+
+def helped(engines, policy="group_fifo", num_methods=2, **options):
+    team = workers(engines, len(engines), policy, kv_tokens=200, **options)
+    team.helpers = Helpers(num_methods, 4, lambda held, left: True, dict)
+    return team
+
+
+def copies(team):
+    return [a for d in team.decisions for a in d.actions if isinstance(a, Copy)]
+
+
+def drops(team):
+    return [a for d in team.decisions for a in d.actions if isinstance(a, Drop)]
+
+
+def winners(team):
+    """Which copy of a request was first, 0 for the request itself; by request."""
+    ended = [d.event.request_id for d in team.decisions if isinstance(d.event, Finished)]
+    return dict(map(copy_of, ended))
+
+
+class Noted(CopiesDrafter):
+    """Counts the draft tokens that come of other copies."""
+
+    def __init__(self, *given):
+        super().__init__(*given)
+        self.num_copied = 0
+
+    def propose(self, live, max_nodes_A, max_nodes):
+        drafts = super().propose(live, max_nodes_A, max_nodes)
+        for a, n in enumerate(drafts.count_A.tolist()):
+            self.num_copied += int((drafts.sources_AN[a, :n] == Source.COPY).sum())
+        return drafts
+
+
+def drafting(made):
+    """A factory of drafters that know of one another's progress."""
+    progress = Progress()
+
+    def drafts(context):
+        methods = [NgramDrafter(), NgramDrafter()]
+        made.append(Noted(NgramDrafter(), methods, copy_of, progress))
+        return made[-1], FixedBudget()
+
+    return drafts
+
+
+def play(team, requests=REQUESTS, **options):
+    """The trajectories, and the numbers of the results as they came."""
+    seen, on_finish = [], options.pop("on_finish", lambda trajectory: None)
+
+    def note(trajectory):
+        seen.append(trajectory.request_id)
+        on_finish(trajectory)
+
+    given = PARAMS, requests, SAMPLING, KEY, STOP
+    options = {"drafts": drafting([]), "policy_version": 7} | options
+    done = rollouts.run(team, *given, on_finish=note, **options)
+    return done, seen
+
+
+def assert_answered(done, seen, alone, requests=REQUESTS):
+    """Each request has its own tokens, and was given back once."""
+    assert sorted(seen) == sorted(r.request_id for r in requests)
+    assert [t.request_id for t in done] == [r.request_id for r in requests]
+    for t in done:
+        wanted = alone[t.request_id]
+        assert t.response_ids.tolist() == wanted.response_ids.tolist()
+        assert t.finish_reason == wanted.finish_reason
+        assert t.logprobs == pytest.approx(wanted.logprobs, abs=1e-5)
+        assert (t.group_id, t.sample_index) == (wanted.group_id, wanted.sample_index)
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("policy", ["group_fifo", "divided_fifo", "seer"])
+@pytest.mark.parametrize("count", [2, 3])
+def test_tokens_are_those_of_one_engine(engines, alone, policy, count):
+    team = helped(engines[:count], policy, chunk=5)
+    assert_answered(*play(team), alone)
+    found = copies(team)
+    assert found and drops(team), "the last request leaves a worker dry"
+    assert {copy_of(c.start.request_id)[0] for c in found} <= set(alone)
+    assert all(c.start.worker_id != c.worker_id for c in found)
+
+
+@pytest.mark.parity
+def test_without_drafts_too(engines, alone):
+    team = helped(engines)
+    assert_same_tokens(play_all(team), alone)
+    assert copies(team)
+
+
+class Gates:
+    """What a worker waits for, and what it has done."""
+
+    def __init__(self):
+        self.one_ended, self.copy_ended = threading.Event(), threading.Event()
+        self.handed: list[int] = []  # copies' numbers of positions that were handed over
+        self.inserted: list[int] = []
+
+    def on_finish(self, trajectory):
+        self.one_ended.set()
+        if trajectory.group_id == LONG[0].group_id:
+            self.copy_ended.set()
+
+
+def held_up(gates, then=lambda: None):
+    """An engine that stays behind its copies: its second round comes once another worker is dry.
+
+    Having handed over keys and values it waits until a copy has ended, or it is told something. It
+    does `then` before.
+    """
+
+    class HeldUp(Engine):
+        rounds = 0
+
+        def _copy(self, request_id):
+            partial = super()._copy(request_id)
+            if partial is not None:
+                gates.handed.append(partial.kv.num_tokens)
+            return partial
+
+        def _round(self, *args):
+            HeldUp.rounds += 1
+            if HeldUp.rounds == 2:
+                assert gates.one_ended.wait(LIMIT_S)
+            if gates.handed:
+                then()
+                began_s = time.monotonic()
+                while not gates.copy_ended.wait(0.005) and self._source._inbox.empty():
+                    assert time.monotonic() - began_s < LIMIT_S
+            super()._round(*args)
+
+    return HeldUp(MODEL, CONFIG)
+
+
+def inserting(gates):
+    """An engine that notes the keys and values that it takes."""
+
+    class Inserting(Engine):
+        def insert_kv(self, cache, entries, *args, **options):
+            gates.inserted.append(len(entries))
+            return super().insert_kv(cache, entries, *args, **options)
+
+    return Inserting(MODEL, CONFIG)
+
+
+def shortest(alone):
+    """The request of another group that ends first."""
+    others = [r for r in REQUESTS if r.group_id != LONG[0].group_id]
+    return min(others, key=lambda r: alone[r.request_id].num_tokens)
+
+
+@pytest.mark.parity
+def test_a_copy_that_is_first_is_the_answer(engines, alone):
+    gates, made = Gates(), []
+    team = helped([held_up(gates), inserting(gates)])
+    requests = [*LONG, shortest(alone)]
+    done, seen = play(team, requests, on_finish=gates.on_finish, drafts=drafting(made))
+    assert_answered(done, seen, alone, requests)
+    first = winners(team)
+    assert any(first[r.request_id] for r in LONG)
+    # what was handed over are keys and values of prompt and response, as far as they had come
+    assert gates.handed and min(gates.handed) >= len(LONG[0].prompt_ids)
+    assert gates.inserted
+    assert {c.start.kv for c in copies(team)} == {Kv.POOL}
+    dropped = {(d.request_id, d.worker_id) for d in drops(team)}
+    assert all((r.request_id, 0) in dropped for r in LONG if first[r.request_id])
+
+
+@pytest.mark.parity
+def test_who_is_behind_drafts_what_others_have(engines, alone):
+    """The request itself waits until one copy has ended, and is behind all of the others."""
+    gates, made = Gates(), []
+    team = helped([held_up(gates), engines[0]])
+    requests = [*LONG, shortest(alone)]
+    done, seen = play(team, requests, on_finish=gates.on_finish, drafts=drafting(made))
+    assert_answered(done, seen, alone, requests)
+    assert sum(d.num_copied for d in made) > 0
+
+
+# --- losses -----------------------------------------------------------------------------
+
+
+class Broken(RuntimeError):
+    """A fault that was planted."""
+
+
+def breaking(when, times=1):
+    """An engine whose round breaks where `when(numbers of its requests)`."""
+
+    class Breaking(Engine):
+        broken = 0
+
+        def _round(self, *args):
+            table = self._table
+            if Breaking.broken < times and when(table.request_ids_B[table.busy_B]):
+                Breaking.broken += 1
+                raise Broken("a device is gone")
+            super()._round(*args)
+
+    return Breaking(MODEL, CONFIG)
+
+
+def has_copies(ids):
+    return bool((ids >= COPIES).any())
+
+
+@pytest.mark.fault
+@pytest.mark.parity
+@pytest.mark.parametrize("times", [1, 3])
+def test_a_worker_with_copies_that_raises_is_replaced(engines, alone, times):
+    """Its copies are begun again, or not: the requests themselves go on."""
+    gates = Gates()
+    broken = breaking(has_copies, times)
+    team = helped([held_up(gates), broken], on_error="restart")
+    requests = [*LONG, shortest(alone)]
+    done, seen = play(team, requests, on_finish=gates.on_finish)
+    assert_answered(done, seen, alone, requests)
+    assert 1 <= broken.broken <= times
+    assert sum(isinstance(d.event, WorkerLost) for d in team.decisions) == broken.broken
+    helpers = {c.start.worker_id for c in copies(team)}
+    assert len(helpers) > 1, "its successors help as well"
+
+
+@pytest.mark.fault
+def test_where_none_is_replaced_it_ends_the_rollout(engines, alone):
+    team = helped([engines[0], breaking(has_copies)])
+    with pytest.raises(WorkerError, match="worker 1 failed on requests .*a device is gone"):
+        play(team, LONG)
+
+
+@pytest.mark.fault
+@pytest.mark.parity
+def test_a_worker_that_dies_while_its_requests_are_copied(engines, alone):
+    """What a copy has answered meanwhile is not answered again; the rest goes on elsewhere."""
+    gates, broken = Gates(), []
+
+    def once():
+        if not broken:
+            assert gates.copy_ended.wait(LIMIT_S)
+            broken.append(True)
+            raise Broken("a device is gone")
+
+    team = helped([held_up(gates, once), engines[0]], on_error="restart")
+    requests = [*LONG, shortest(alone)]
+    done, seen = play(team, requests, on_finish=gates.on_finish)
+    assert_answered(done, seen, alone, requests)
+    assert [d.event.worker_id for d in team.decisions if isinstance(d.event, WorkerLost)] == [0]
+    assert any(winners(team)[r.request_id] for r in LONG)
+
+
+@pytest.mark.fault
+@pytest.mark.parity
+def test_a_worker_that_dies_before_it_hands_over(engines, alone):
+    """Whoever waits for the keys and values computes them."""
+    gates, failed = Gates(), []
+
+    class Unreadable(type(held_up(gates))):
+        def _copy(self, request_id):
+            if not failed:
+                failed.append(request_id)
+                raise Broken("a device is gone")
+            return super()._copy(request_id)
+
+    team = helped([Unreadable(MODEL, CONFIG), engines[0]], on_error="restart")
+    requests = [*LONG, shortest(alone)]
+    done, seen = play(team, requests, on_finish=gates.on_finish)
+    assert_answered(done, seen, alone, requests)
+    assert failed
+
+
+@pytest.mark.fault
+@pytest.mark.parity
+@pytest.mark.parametrize("handed", [False, True])
+def test_a_worker_that_dies_before_it_takes_what_is_handed_over(engines, alone, handed):
+    """With one method its successor has copies of the same numbers, while those before are in the
+    pool, or are promised.
+    """
+    gates, broken = Gates(), []
+
+    class Late(Engine):
+        ended = False
+
+        def _retire_ended(self):
+            found = super()._retire_ended()
+            Late.ended |= bool(found)
+            return found
+
+        def _receive(self):
+            if Late.ended and not broken:
+                broken.append(True)
+                began_s = time.monotonic()
+                while handed and len(gates.handed) < len(LONG):
+                    time.sleep(0.005)
+                    assert time.monotonic() - began_s < LIMIT_S
+                raise Broken("a device is gone")
+            return super()._receive()
+
+    team = helped([held_up(gates), Late(MODEL, CONFIG)], num_methods=1, on_error="restart")
+    requests = [*LONG, shortest(alone)]
+    done, seen = play(team, requests, on_finish=gates.on_finish)
+    assert_answered(done, seen, alone, requests)
+    assert broken
+    again = collections.Counter(c.start.request_id for c in copies(team))
+    assert max(again.values()) > 1
+
+
+HANG_LIMIT_S = 1.5
+
+
+@pytest.mark.fault
+@pytest.mark.parity
+def test_a_worker_with_copies_that_hangs_is_replaced(engines, alone):
+    gates, never = Gates(), threading.Event()
+
+    class Hanging(Engine):
+        hangs = 0
+
+        def _round(self, *args):
+            table = self._table
+            if not Hanging.hangs and has_copies(table.request_ids_B[table.busy_B]):
+                Hanging.hangs += 1
+                never.wait(LIMIT_S)
+            super()._round(*args)
+
+    team = helped([held_up(gates), Hanging(MODEL, CONFIG)], on_error="restart")
+    team._hang_limit_s = HANG_LIMIT_S
+    requests = [*LONG, shortest(alone)]
+    done, seen = play(team, requests, on_finish=gates.on_finish)
+    assert_answered(done, seen, alone, requests)
+    assert Hanging.hangs == 1
+    never.set()
+
+
+# --- reuse ------------------------------------------------------------------------------
+
+
+def with_cached(alone, wrong_at=5):
+    """Each request with its own response as last epoch's, with a token changed in every other."""
+
+    def one(r):
+        tokens = alone[r.request_id].response_ids.copy()
+        if r.sample_index % 2 and len(tokens) > wrong_at:
+            tokens[wrong_at] = (tokens[wrong_at] + 1) % MODEL.vocab_size
+        old = np.full(len(tokens), -2.0, np.float32)
+        scores = Scores(old, old, np.full(len(tokens), 3, np.int32))
+        return dataclasses.replace(r, cached=CachedResponse(r.sample_index, tokens, 1.0, scores))
+
+    return [one(r) for r in LONG]
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("mode", ["coupled", "full", "lenient:e^0.5"])
+def test_reused_responses_are_reused_by_copies_too(engines, alone, mode):
+    rule = PrefixRule(parse_mode(mode), 0.0, 0, 1)
+    requests = with_cached(alone)
+    spec = RolloutSpec(PARAMS, SAMPLING, KEY, STOP, policy_version=7, rule=rule)
+    team = helped(engines)
+    done, one = team.run(spec, requests), engines[0].run(spec, requests)
+    assert copies(team)
+    for t, wanted in zip(done, one, strict=True):
+        assert t.response_ids.tolist() == wanted.response_ids.tolist()
+        assert t.origins.tolist() == wanted.origins.tolist()
+        assert t.policy_versions.tolist() == wanted.policy_versions.tolist()
