@@ -9,7 +9,7 @@ import pytest
 from held_entries import held_entries
 
 from benchmarks.coordinator import POLICIES, Played
-from benchmarks.fake_workers import draw_work, limits_of
+from benchmarks.fake_workers import begun, draw_work, limits_of, trajectory
 from benchmarks.interleavings import SCHEDULERS, WRONG, Rollout, all_of
 from rl.runtime.waits import Hang
 from rl.trajectory import Request, Trajectory
@@ -18,7 +18,8 @@ from rl.workers.coordinator import Aborted, Coordinator
 from rl.workers.host_kv_pool import KvPool
 from rl.workers.worker_source import WorkerSource
 from sched.policies.registry import make_scheduler
-from sched.protocol import WorkerLost
+from sched.protocol import Copy, Drop, Finished, Profiled, Start, Submitted, WorkerLost
+from sched.request import COPIES, Kv
 from spec.config import SamplingConfig
 
 
@@ -55,6 +56,7 @@ class BelievesTheLost(Coordinator):
     def _alive(self, worker_id, doing):
         if self._aborted:
             raise Aborted
+        return self._workers[worker_id]
 
 
 class PromisesTooLate(Coordinator):
@@ -274,3 +276,152 @@ def test_an_owner_that_collects_results_is_waited_for():
     books.alive(0)  # one that has work waits for nobody
     with pytest.raises(Hang):
         books.alive(0, None)
+
+
+# --- copies of requests -----------------------------------------------------------------
+
+COPY = 5 + COPIES  # the number of request 5's first copy
+
+
+class Told:
+    """Answers with what it is told to, and keeps the events."""
+
+    num_unfinished = 1
+
+    def __init__(self):
+        self.events, self.answers = [], collections.defaultdict(list)
+
+    def handle(self, event, now_s):
+        self.events.append(event)
+        return self.answers.pop(type(event), [])
+
+
+def begin_copy(worker_id=1):
+    return Copy(5, 0, Start(COPY, worker_id, 1, 8, 9, Kv.POOL))
+
+
+@pytest.fixture
+def copied():
+    """Request 5 on worker 0, a copy of it on worker 1, and their inboxes."""
+    scheduler, pool = Told(), KvPool(1000)
+    books = Coordinator(scheduler, Clock(), pool)
+    inboxes = [books.join(worker_id, 100, 4) for worker_id in range(2)]
+    scheduler.answers[Submitted] = [Start(5, 0, 1, 8, 9, Kv.PREFILL), begin_copy()]
+    books.submit(3, [Request(5, (1,), 2, 1)], SamplingConfig(max_new_tokens=8), {})
+    return books, scheduler, pool, inboxes
+
+
+def heard(inbox):
+    found = []
+    while not inbox.empty():
+        found.append(inbox.get())
+    return found
+
+
+def test_a_copy_begins_where_its_request_is(copied):
+    """Its noise, its group and what it has by then; of the tokens of the start the rest."""
+    books, _, pool, inboxes = copied
+    assert heard(inboxes[0]) == [(3, Start(5, 0, 1, 8, 9, Kv.PREFILL)), (3, begin_copy())]
+    assert heard(inboxes[1]) == [(3, begin_copy().start)]
+    books.copied(0, COPY, begun(Request(5, (1,), 2, 1), 3))
+    found = books.chunk(1, begin_copy().start)
+    assert (found.request.request_id, found.request.group_id) == (COPY, 2)
+    assert (found.num_tokens, found.max_tokens) == (3, 5)
+    assert len(pool) == 0
+
+
+def test_a_copy_of_what_does_not_run_begins_anew(copied):
+    books, _, pool, _ = copied
+    books.copied(0, COPY, None)
+    assert len(pool) == 0
+    found = books.chunk(1, begin_copy().start)
+    assert (found.request.request_id, found.prefix, found.max_tokens) == (COPY, None, 8)
+
+
+@pytest.mark.parametrize("first", [5, COPY])
+def test_the_first_answer_counts_and_others_are_not_there(copied, first):
+    books, scheduler, pool, inboxes = copied
+    for inbox in inboxes:
+        heard(inbox)
+    if first == COPY:
+        books.copied(0, COPY, begun(Request(5, (1,), 2, 1), 3))
+        books.chunk(1, begin_copy().start)
+    workers = {5: 0, COPY: 1}
+    (other,) = workers.keys() - {first}
+    scheduler.answers[Finished] = [Drop(other, workers[other])]
+    books.finished(workers[first], trajectory(Request(first, (1,), 2, 1), 4))
+    assert heard(inboxes[workers[other]]) == [(3, Drop(other, workers[other]))]
+    books.finished(workers[other], trajectory(Request(other, (1,), 2, 1), 4))
+    result = books.next_result(0.0)
+    assert (result.request_id, result.group_id) == (5, 2)
+    assert books.next_result(0.0) is None, "there is one answer"
+    ended = [event.request_id for event in scheduler.events if isinstance(event, Finished)]
+    assert ended == [first]
+    assert not books._asked
+    assert len(pool) == 0, "a promise of what was dropped is none"
+
+
+def test_what_was_dropped_neither_starts_nor_goes_on(copied):
+    books, scheduler, pool, _ = copied
+    scheduler.answers[Profiled] = [Drop(COPY, 1)]
+    books.profiled({5: 0.3, 6: 0.9})
+    assert scheduler.events[-1] == Profiled({5: 0.3}), "of those that have not ended"
+    assert books.chunk(1, begin_copy().start) is None
+    assert books.chunk_ended(1, COPY, 3) == 0
+    books.copied(0, COPY, begun(Request(5, (1,), 2, 1), 3))  # which was under way
+    assert len(pool) == 0
+    assert books.chunk(0, Start(5, 0, 1, 8, 9, Kv.PREFILL)).request.request_id == 5
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("handed", [False, True])
+def test_a_lost_copy_may_be_begun_again(copied, handed):
+    """By the same number, whatever of the first one is in the pool."""
+    books, scheduler, pool, _ = copied
+    if handed:
+        books.copied(0, COPY, begun(Request(5, (1,), 2, 1), 3))
+    books.join(2, 100, 4)
+    scheduler.answers[WorkerLost] = [begin_copy(2)]
+    books.lose(1)
+    books.copied(0, COPY, begun(Request(5, (1,), 2, 1), 4))
+    assert books.chunk(2, begin_copy(2).start).num_tokens == 4
+    books.copied(0, COPY, begun(Request(5, (1,), 2, 1), 5))  # of the second one
+    assert len(pool) == 0
+    with pytest.raises(Aborted):
+        books.finished(1, trajectory(Request(COPY, (1,), 2, 1), 8))
+
+
+@pytest.mark.fault
+def test_the_copies_of_a_lost_workers_requests_go_on(copied):
+    """What that worker has not handed over is computed anew."""
+    books, scheduler, pool, _ = copied
+    scheduler.answers[WorkerLost] = []
+    books.lose(0)
+    found = books.chunk(1, begin_copy().start)
+    assert (found.prefix, found.max_tokens) == (None, 8)
+    scheduler.answers[Finished] = []
+    books.finished(1, trajectory(Request(COPY, (1,), 2, 1), 8))
+    assert books.next_result(0.0).request_id == 5
+    assert len(pool) == 0
+
+
+def test_workers_sort_what_they_are_told(copied):
+    """Starts are taken; what is to be copied and dropped is the engine's, in between."""
+    books, scheduler, _, inboxes = copied
+    scheduler.answers[Profiled] = [Drop(COPY, 1)]
+    limits = limits_of(draw_work(1, 1, 8, 8))
+    first = WorkerSource(0, inboxes[0], books, limits, engine=None)
+    # no engine runs yet: there is nothing to copy, and it says so
+    assert first.next_step() == 3
+    assert first.copies() == () or list(first.copies()) == []
+    assert [p.request.request_id for p in first.take(wait=True)] == [5]
+    second = WorkerSource(1, inboxes[1], books, limits, engine=None)
+    assert second.next_step() == 3
+    books.profiled({})
+    assert second.take(wait=False) == [], "it was dropped meanwhile"
+    assert second.dropped() == [COPY]
+    assert second.dropped() == []
+    inboxes[0].put((3, begin_copy()))
+    assert first.take(wait=True) == [], "the engine is to see to it"
+    assert list(first.copies()) == [(5, COPY)]
+    assert list(first.copies()) == []

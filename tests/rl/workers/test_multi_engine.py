@@ -356,6 +356,40 @@ def still_waits(owner):
     raise LookupError(f"still waits for worker {owner}")
 
 
+def test_what_nobody_will_take_leaves_the_pool():
+    """Promised or put: the worker's copy of it comes to nothing then."""
+    pool = KvPool(100)
+    pool.promise(1, 0)
+    pool.discard(1)
+    pool.put(entry(1), 0)
+    assert len(pool) == pool.num_bytes == 0
+    pool.promise(1, 0)
+    pool.put(entry(1), 0)
+    pool.discard(1)
+    pool.discard(1)  # which is not there
+    assert len(pool) == pool.num_bytes == 0
+    pool.promise(1, 0)
+    pool.withdraw_all(0)  # no promise of before is left
+    assert len(pool) == 0
+
+
+def test_a_promise_is_given_up_by_its_own_worker_alone():
+    pool, taken = KvPool(100), []
+    pool.promise(1, 0)
+    pool.give_up(1, 2)
+    assert len(pool) == 1
+    thread = threading.Thread(target=lambda: taken.append(take(pool, 1)))
+    thread.start()
+    pool.give_up(1, 0)
+    thread.join(30)
+    assert taken == [None]
+    pool.give_up(1, 0)
+    pool.promise(1, 0)
+    pool.put(entry(1), 0)
+    pool.give_up(1, 0)  # it was kept
+    assert take(pool, 1).kv.num_tokens == 2
+
+
 def test_idle_workers_train_only_in_rollouts_that_are_learnt_from(engines, alone):
     """An evaluation leaves the drafter as it is: it has no sink."""
     asked = []
