@@ -45,6 +45,7 @@ class DraftingWorker:
         self.source, self._clock = source, clock
         self.generation, self.steps, self.busy_s = 0, 0, 0.0
         self.engine = engine
+        self._given_up = False
         self._begin()
 
     def _begin(self) -> None:
@@ -63,11 +64,21 @@ class DraftingWorker:
         self.generation += 1
         self._begin()
 
+    def give_up(self) -> None:
+        """Leave a thread as `restart` does, and begin no other: what is told is dropped."""
+        self._given_up = True
+        self._inbox.put(None)
+        self._inbox = queue.SimpleQueue()
+        self.error, self.alive_s = None, None
+        self.generation += 1
+
     def close(self, timeout_s: float) -> None:
         self._inbox.put(None)
         self._thread.join(timeout_s)
 
     def tell(self, word: _Word) -> None:
+        if self._given_up:
+            return
         if self.alive_s is None:
             self.alive_s = self._clock()
         self._inbox.put(word)
@@ -140,7 +151,9 @@ class _Rollouts:
                 return
             ahead = self._rollouts[word.rollout] = word.make(self._engine)
             while len(self._rollouts) > MOST_ROLLOUTS:
-                self._rollouts.popitem(last=False)
+                old, _ = self._rollouts.popitem(last=False)
+                for key in [key for key in self._links if key[0] == old]:
+                    del self._links[key]  # of requests that were never closed
         for commit in word.commits:
             self._links[word.rollout, commit.request_id] = word.link
         for request_id in word.closed:

@@ -84,8 +84,10 @@ class DraftingWorkers:
         spec = context.spec
         rollout: Hashable = np.asarray(jax.random.key_data(spec.key)).tobytes(), spec.sampling
 
+        key, sampling = spec.key, spec.sampling  # and not the weights: words are kept for a while
+
         def make(engine: Engine) -> DraftingAhead:
-            return self.ahead(engine, spec.key, spec.sampling)
+            return self.ahead(engine, key, sampling)
 
         links = [WorkerLink(w, rollout, make, self._look) for w in self._of(context.runner.number)]
         return DecoupledDrafter(links, self.planner.plans(), spec.sampling)
@@ -178,7 +180,7 @@ class DraftingWorkers:
                 if again:
                     worker.restart()
                 else:
-                    worker.generation += 1
+                    worker.give_up()
 
     def _why_lost(self, worker: DraftingWorker) -> str | None:
         if worker.error is not None:
