@@ -319,3 +319,113 @@ def test_one_engine_over_all_processes_runs_no_workers_beside_it(tiny, settings,
     assert opened(tiny, *spmd).task
     with pytest.raises(ValueError, match=f"Sched.workers=1 with it, got {got}: set these, or"):
         opened(tiny, *spmd, "Cluster.rollouts='mesh'")
+
+
+def drafts_apart(tiny, *overrides):
+    """Settings of a run with a drafting worker, which are in order without the overrides."""
+    model = f"DraftModel.directory={str(tiny.parent / 'policy')!r}"
+    sources = "Speculation.sources=('own','model')", "Speculation.budget='fixed:3'"
+    size = "Engine.max_nodes=4", "Sched.workers=3", "Drafting.workers=1"
+    return (model, *sources, *size, *overrides)
+
+
+def helps(*overrides):
+    """The same of a run whose idle workers help."""
+    sources = "Speculation.sources=('own','group')", "Speculation.budget='fixed:3'"
+    size = "Engine.max_nodes=4", "Sched.workers=2", "Drafting.requests_per_helper=2"
+    return (*sources, *size, "Drafting.methods=('own','group')", *overrides)
+
+
+BANDIT = ("Speculation.budget='bandit'", "Tuner.thresholds=(1, 5)", "Tuner.verify_tokens=(3, 1)")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ("Speculation.sources=('own',)",),
+            r"""Drafting.workers=1 draft .*: expected "model" in Speculation.sources, and a """
+            r"""budget, got \('own',\) with "fixed:3": add it, or set Drafting.workers = 0""",
+        ),
+        (
+            ("Speculation.budget='off'",),
+            r"""expected "model" .* and a budget, got \('own', 'model'\) with "off": add it""",
+        ),
+        (
+            ("Drafting.workers=3",),
+            "expected at least one worker that verifies, got Drafting.workers=3 of "
+            "Sched.workers=3: raise Sched.workers",
+        ),
+        (
+            ("Drafting.workers=None", "Sched.workers=1"),
+            "at least one worker that verifies, got Drafting.workers=None of Sched.workers=1: ",
+        ),
+        (
+            ("Drafting.window=4",),
+            r"expected Drafting.window of at most Engine.max_nodes − 1 = 3, got 4: lower it, or "
+            "raise Engine.max_nodes",
+        ),
+        (
+            BANDIT,
+            """Drafting.workers decides .*Speculation.budget="bandit": set budget = "goodput" or """
+            '"fixed:K", or Drafting.workers = 0',
+        ),
+        (
+            ("Cluster.kind='ray'",),
+            """Drafting.workers is for threads .* got Cluster.kind="ray", .*: set """
+            'Drafting.workers = 0 there, or Cluster.kind = "local"',
+        ),
+    ],
+)
+def test_drafting_workers_that_could_do_nothing_stop_too(tiny, overrides, message):
+    opened(tiny, *drafts_apart(tiny))
+    opened(tiny, *drafts_apart(tiny, "Drafting.workers=None", "Drafting.window=3"))
+    with pytest.raises(ValueError, match=message):
+        opened(tiny, *drafts_apart(tiny, *overrides))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ("Sched.mode='pipeline'",),
+            """Drafting.requests_per_helper=2 is .* which in Sched.mode="pipeline" go on .*: set """
+            'mode = "sync" or "ahead", or requests_per_helper = 0',
+        ),
+        (
+            ("Sched.workers=1",),
+            'expected two workers that verify, and a budget, got 1 and "fixed:3": raise '
+            "Sched.workers and set Speculation.budget, or requests_per_helper = 0",
+        ),
+        (
+            ("Speculation.budget='off'",),
+            'expected two workers that verify, and a budget, got 2 and "off": raise',
+        ),
+        (
+            ("Drafting.methods=('own','model')",),
+            "expected Drafting.methods of group, own, which Speculation.sources has, got 'model': "
+            "leave it out, or add it to the sources",
+        ),
+        (
+            ("Drafting.methods=('telepathy',)",),
+            "expected Drafting.methods of group, own, .* got 'telepathy'",
+        ),
+        (
+            ("Speculation.sources=('last','own')", "Drafting.methods=('last',)"),
+            "expected Drafting.methods of own, .* got 'last'",
+        ),
+        (BANDIT, 'Drafting.requests_per_helper decides .*"bandit": set budget'),
+        (("Cluster.kind='ray'",), "Drafting.requests_per_helper is for threads .*: set Drafting"),
+    ],
+)
+def test_helpers_that_could_not_help_stop_too(tiny, overrides, message):
+    opened(tiny, *helps())
+    with pytest.raises(ValueError, match=message):
+        opened(tiny, *helps(*overrides))
+
+
+def test_one_of_two_workers_that_drafts_leaves_nobody_to_help(tiny):
+    both = "Drafting.requests_per_helper=1", "Drafting.methods=('own','model')"
+    opened(tiny, *drafts_apart(tiny, *both))
+    with pytest.raises(ValueError, match='got 1 and "fixed:3": raise Sched.workers'):
+        opened(tiny, *drafts_apart(tiny, *both, "Sched.workers=2"))
