@@ -183,6 +183,8 @@ def warm_up(
         if drafting is not None:
             costs = MeasuredCosts(times.rounds, moves.seconds)
             warm_up_drafting(config.sampling, engine, drafting, speculation, costs, told)
+            one = engine.engines[-1]  # the last one may be a drafting worker's now
+            placed = one.place(weights)
         compile_host_kernels(
             config.speculation,
             speculation.times,
