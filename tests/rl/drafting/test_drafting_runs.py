@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 
 import pytest
-from loop_runs import finish, learnt
+from loop_runs import compilations, finish, learnt, stop_after
+
+from rl.drafting import workers as drafting_workers
+from rl.drafting.workers import DraftingWorkers
+from rl.loop import setup
+from sched.policies.drafting_plan import WorkerPlan
+from spec.decoupled.ahead import Enumerating, FreeRunning
+
+pytestmark = pytest.mark.usefixtures("one_device")
 
 STEPS = "Run.steps=2"
 WORKERS = (
@@ -17,6 +27,7 @@ WORKERS = (
     "DraftModel.proposal='shared_noise'",
     "Drafting.workers=1",
 )
+KINDS = {"free_running": FreeRunning, "enumeration": Enumerating}
 
 
 def apart(tiny, *settings):
@@ -30,21 +41,208 @@ def texts(done):
     return [json.loads(line)["completion"] for line in done.samples.splitlines()]
 
 
+def assert_same(got, plain):
+    assert texts(got) == texts(plain)
+    for ours, theirs in zip(plain.rows, got.rows, strict=True):
+        assert learnt(ours) == pytest.approx(learnt(theirs), rel=1e-3, abs=1e-5)
+
+
+def said(done, word):
+    return [line for line in done.show.messages if word in line]
+
+
 @pytest.fixture(scope="module")
 def plain(tiny, tmp_path_factory):
     return finish(tiny, tmp_path_factory.mktemp("plain"), STEPS)
 
 
 @pytest.mark.parity
-@pytest.mark.parametrize("ahead", ["free_running", "enumeration"])
-def test_drafting_workers_change_no_token(tiny, tmp_path, plain, ahead):
-    got = finish(tiny, tmp_path, *apart(tiny, f"Drafting.ahead={ahead!r}"))
-    assert texts(got) == texts(plain)
-    for ours, theirs in zip(plain.rows, got.rows, strict=True):
-        assert learnt(ours) == pytest.approx(learnt(theirs), rel=1e-3, abs=1e-5)
-    print({k: v for k, v in got.rows[0].items() if "spec" in k or "draft" in k})
-    print(got.show.messages if hasattr(got.show, "messages") else "")
+@pytest.mark.parametrize("mode", ["sync", "ahead"])
+@pytest.mark.parametrize("ahead", KINDS)
+def test_drafting_workers_change_no_token(tiny, tmp_path, plain, ahead, mode):
+    settings = f"Drafting.ahead={ahead!r}", f"Sched.mode={mode!r}"
+    got = finish(tiny, tmp_path, *apart(tiny, *settings))
+    assert_same(got, plain)
+    assert not said(got, "drafting worker")
 
+
+@pytest.mark.parity
+def test_more_of_them_than_verify_change_none_either(tiny, tmp_path, plain, monkeypatch):
+    import jax
+
+    monkeypatch.setattr(jax, "local_devices", lambda: jax.devices()[:2])
+    assert_same(finish(tiny, tmp_path, *apart(tiny, "Drafting.workers=2")), plain)
+
+
+def test_more_of_them_than_devices_are_refused(tiny, tmp_path):
+    with pytest.raises(ValueError, match=r"as devices, got Drafting.workers=2 and 1: lower it, or"):
+        finish(tiny, tmp_path, *apart(tiny, "Drafting.workers=2"))
+
+
+# --- plans ------------------------------------------------------------------------------
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("count", [0, 1])
+def test_planned_workers_change_no_token(tiny, tmp_path, plain, monkeypatch, count):
+    """However many the plan says; its own seconds decide otherwise from day to day."""
+    taken, take = [], DraftingWorkers.take
+    choose = drafting_workers.Planner.choose
+
+    def planned(self, counts):
+        assert choose(self, counts).tokens_per_s > 0
+        return WorkerPlan(count, 2, 1.0)
+
+    def noted(self, engines, number):
+        taken.append(number)
+        take(self, engines, number)
+
+    monkeypatch.setattr(drafting_workers.Planner, "choose", planned)
+    monkeypatch.setattr(DraftingWorkers, "take", noted)
+    got = finish(tiny, tmp_path, *apart(tiny, "Drafting.workers=None"))
+    assert_same(got, plain)
+    assert taken == [1] * count
+
+
+@pytest.mark.parity
+def test_plans_of_a_run_itself(tiny, tmp_path, plain):
+    settings = "Drafting.workers=None", "Drafting.reconfigure_tokens=2"
+    assert_same(finish(tiny, tmp_path, *apart(tiny, *settings)), plain)
+
+
+# --- losses -----------------------------------------------------------------------------
+
+
+def steps_that(monkeypatch, ahead, do):
+    """Have steps that draft something `do(n)` first, the n-th from 0 of the run's own; return how
+    many there were.
+    """
+    kind, count = KINDS[ahead], []
+    step = kind.step
+
+    def stepped(self):
+        if threading.current_thread().name == "drafting":  # and not where seconds are measured
+            if any(request.wants for request in self.texts.requests.values()):
+                count.append(None)
+                do(len(count) - 1)
+        return step(self)
+
+    monkeypatch.setattr(kind, "step", stepped)
+    return count
+
+
+@pytest.mark.fault
+@pytest.mark.parity
+@pytest.mark.parametrize("ahead", KINDS)
+@pytest.mark.parametrize("first", [0, 4])
+def test_one_that_raises_is_replaced(tiny, tmp_path, plain, monkeypatch, ahead, first):
+    def fail_once(n):
+        if n == first:
+            raise RuntimeError("a device is gone")
+
+    count = steps_that(monkeypatch, ahead, fail_once)
+    got = finish(tiny, tmp_path, *apart(tiny, f"Drafting.ahead={ahead!r}"))
+    assert_same(got, plain)
+    assert len(count) > first
+    assert said(got, "drafting worker") == [
+        "warning: drafting worker 0 failed: RuntimeError: a device is gone; it is replaced"
+    ]
+
+
+@pytest.mark.fault
+@pytest.mark.parity
+def test_one_that_always_raises_is_done_without(tiny, tmp_path, plain, monkeypatch):
+    def fail(n):
+        raise RuntimeError("no device here")
+
+    steps_that(monkeypatch, "enumeration", fail)
+    got = finish(tiny, tmp_path, *apart(tiny, "Run.steps=4"))
+    assert texts(got)[: len(texts(plain))] == texts(plain)
+    lines = said(got, "drafting worker")
+    assert 1 < len(lines) <= 4
+    assert all("is replaced" in line for line in lines[:3])
+    assert all("go on without it" in line for line in lines[3:])
+
+
+class Impatient(DraftingWorkers):
+    """Drafting workers that hang after a moment; verifying ones have the run's limit."""
+
+    def __init__(self, *given, hang_limit_s, **options):
+        super().__init__(*given, hang_limit_s=0.02, **options)
+
+
+@pytest.mark.fault
+@pytest.mark.parity
+@pytest.mark.parametrize("ahead", KINDS)
+@pytest.mark.parametrize("replaced", [True, False])
+def test_one_that_hangs_changes_no_token(tiny, tmp_path, plain, monkeypatch, ahead, replaced):
+    """Whether it is replaced at once, or the run ends before that."""
+    never, hung = threading.Event(), []
+
+    def hang_once(n):
+        if not hung:
+            hung.append(n)
+            never.wait(120)
+
+    if replaced:
+        monkeypatch.setattr(setup, "DraftingWorkers", Impatient)
+    monkeypatch.setattr(drafting_workers, "LEAVING_S", 0.1)
+    steps_that(monkeypatch, ahead, hang_once)
+    settings = apart(tiny, f"Drafting.ahead={ahead!r}", "Run.hang_limit_s=30.0")
+    try:
+        got = finish(tiny, tmp_path, *settings)
+    finally:
+        never.set()
+    assert_same(got, plain)
+    assert bool(said(got, "drafting worker 0 hangs: no sign of life")) == replaced
+
+
+@pytest.mark.fault
+@pytest.mark.parity
+def test_one_that_is_slow_changes_no_token(tiny, tmp_path, plain, monkeypatch):
+    """Its drafts are late, or miss; verifying workers do not wait for them."""
+    count = steps_that(monkeypatch, "enumeration", lambda n: time.sleep(0.1))
+    monkeypatch.setattr(drafting_workers, "LEAVING_S", 1.0)
+    assert_same(finish(tiny, tmp_path, *apart(tiny)), plain)
+    assert count
+
+
+@pytest.mark.fault
+@pytest.mark.parity
+def test_drafts_that_are_all_wrong_change_no_token(tiny, tmp_path, plain, monkeypatch):
+    """Blocks of another round, for other lengths, with other tokens."""
+    step = Enumerating.step
+
+    def wrong(self):
+        return [b._replace(tokens_N=(b.tokens_N + 1) % 20, round=b.round - 1) for b in step(self)]
+
+    monkeypatch.setattr(Enumerating, "step", wrong)
+    assert_same(finish(tiny, tmp_path, *apart(tiny)), plain)
+
+
+# --- steps that are begun ahead, and resumed ---------------------------------------------
+
+
+@pytest.mark.parity
+def test_stopped_and_resumed_it_draws_the_same(tiny, tmp_path):
+    settings = apart(tiny, "Sched.mode='ahead'", "Run.steps=4")
+    whole = finish(tiny, tmp_path / "whole", *settings)
+    stop_after(tiny, tmp_path / "parts", 2, *settings, "Checkpoint.every_steps=0")
+    resumed = finish(tiny, tmp_path / "parts", *settings)
+    assert "resuming after step 2" in resumed.show.messages
+    assert texts(resumed) == texts(whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ahead", KINDS)
+def test_nothing_compiles_after_warm_up(tiny, tmp_path, ahead):
+    settings = apart(tiny, f"Drafting.ahead={ahead!r}", "Run.steps=3")
+    _, before, after = compilations(tiny, tmp_path, *settings)
+    assert len(before) > 10
+    assert after == [], after
+
+
+# --- copies of stragglers ---------------------------------------------------------------
 
 HELPERS = (
     *("Sched.workers=3", "Drafting.requests_per_helper=4", "Drafting.methods=('own',)"),
@@ -55,7 +253,20 @@ HELPERS = (
 @pytest.mark.parity
 @pytest.mark.parametrize("mode", ["sync", "ahead"])
 def test_copies_of_stragglers_change_no_token(tiny, tmp_path, plain, mode):
-    got = finish(tiny, tmp_path, *HELPERS, f"Sched.mode={mode!r}")
-    assert texts(got) == texts(plain)
-    for ours, theirs in zip(plain.rows, got.rows, strict=True):
-        assert learnt(ours) == pytest.approx(learnt(theirs), rel=1e-3, abs=1e-5)
+    assert_same(finish(tiny, tmp_path, *HELPERS, f"Sched.mode={mode!r}"), plain)
+
+
+@pytest.mark.slow
+def test_with_copies_nothing_compiles_after_warm_up(tiny, tmp_path):
+    _, before, after = compilations(tiny, tmp_path, *HELPERS, "Run.steps=3")
+    assert len(before) > 10
+    assert after == [], after
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("mode", ["sync", "ahead"])
+def test_helpers_and_a_drafting_worker_change_no_token(tiny, tmp_path, plain, mode):
+    """Copies are drafted for by the drafting worker, and by each helper's own draft model."""
+    helpers = "Drafting.requests_per_helper=4", "Drafting.methods=('model','own')"
+    settings = (*helpers, f"Sched.mode={mode!r}")
+    assert_same(finish(tiny, tmp_path, *apart(tiny, *settings)), plain)
