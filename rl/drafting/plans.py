@@ -140,7 +140,8 @@ class Planner:
             own = Reconfiguration(MODEL, COMMON, self._own_plan, every)
         of_batch = functools.cache(lambda batch: DraftPlan(fixed or self._window(batch)))
         each = self.num_requests / max(self.num_workers - self.drafting_workers, 1)
-        late_s = of_batch(math.ceil(each)).window * seconds.draft(each) - seconds.verify(each, 0)
+        window = of_batch(math.ceil(each)).window
+        late_s = window * seconds.draft(each) - seconds.verify(each, window)
         patience_s = PATIENCE * seconds.verify(each, 0) + max(late_s, 0.0) if self._awaits else 0.0
         return _OfRollout(of_batch, self.observed, own, self.most_window, patience_s)
 

@@ -30,6 +30,7 @@ from rl.engine.state_delivery import StateDelivery
 from rl.engine.stats import EngineStats, RoundRecord
 from rl.engine.waiting_queue import WaitingQueue
 from rl.trajectory import PartialRequest, Request, Trajectory, longest_tokens
+from sched.request import copy_of
 
 T = TypeVar("T")
 OnFinish = Callable[[Trajectory], None]
@@ -306,7 +307,9 @@ class Engine(ModelRunner):
             self._end_chunks(self._source, rows[~whole].tolist())
         whole_rows = rows[whole].tolist()
         self._speculator.finished(table.view(rows[whole]))
-        self._rows.send(whole_rows, self._delivery, spec.policy_version)
+        # what a copy has seen is the request's own, which may be sent by its worker
+        originals = [b for b in whole_rows if not copy_of(int(table.request_ids_B[b]))[1]]
+        self._rows.send(originals, self._delivery, spec.policy_version)
         return [table.retire(b, spec.policy_version) for b in whole_rows]
 
     def _end_chunks(self, source: RequestSource, rows: Sequence[int]) -> None:

@@ -50,7 +50,8 @@ class WorkerError(RuntimeError):
     """A worker's thread raised, or hangs; the message names the requests that ran there."""
 
     def __init__(self, worker_id: int, request_ids: Sequence[int], error: BaseException) -> None:
-        shown = ", ".join(map(str, request_ids)) or "none"
+        originals = dict.fromkeys(copy_of(r)[0] for r in request_ids)
+        shown = ", ".join(map(str, originals)) or "none"
         super().__init__(
             f"worker {worker_id} failed on requests {shown}: {type(error).__name__}: {error}"
         )

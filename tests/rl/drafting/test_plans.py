@@ -154,20 +154,20 @@ def test_chains_that_run_ahead_have_hits_of_their_own():
 
 
 def test_without_measured_seconds_there_is_a_window_all_the_same():
-    assert planner().plans().plan(5) == DraftPlan(3)  # at most 3
-    assert planner(most_window=9).plans().plan(5) == DraftPlan(FIRST_WINDOW)
-    assert planner(most_window=9, window=6).plans().plan(5) == DraftPlan(6)
+    assert planner().plans().plan(5, 8 / 3) == DraftPlan(3)  # at most 3
+    assert planner(most_window=9).plans().plan(5, 8 / 3) == DraftPlan(FIRST_WINDOW)
+    assert planner(most_window=9, window=6).plans().plan(5, 8 / 3) == DraftPlan(6)
     assert planner().plans().patience_s == 0.0
 
 
 def test_a_rollouts_window_is_the_planned_one():
     settings = planner(measured=seconds())
     settings.drafting_workers = 1
-    assert settings.plans().plan(5) == DraftPlan(2)
+    assert settings.plans().plan(5, 8 / 3) == DraftPlan(2)
     # where no window pays, drafting workers draft one token nevertheless
     slow = planner(measured=seconds(draft_s=1.0))
     slow.drafting_workers = 1
-    assert slow.plans().plan(5) == DraftPlan(1)
+    assert slow.plans().plan(5, 8 / 3) == DraftPlan(1)
 
 
 def test_patience_is_for_drafts_of_all_cases():
@@ -199,34 +199,36 @@ def test_a_request_that_is_accepted_less_is_planned_anew_when_due():
     plans = found.plans()
     for tokens in range(1, 10):
         observed(plans, [1, 2], [tokens, tokens], [0, 3], [1, 3])
-    assert plans.plan(1) == plans.plan(2) == DraftPlan(3), "nothing is due"
+    assert plans.plan(1, 8 / 3) == plans.plan(2, 8 / 3) == DraftPlan(3), "nothing is due"
     observed(plans, [1, 2], [10, 11], [0, 3], [1, 3])
-    assert plans.plan(2) == DraftPlan(3)
+    assert plans.plan(2, 8 / 3) == DraftPlan(3)
     p = found.observed.acceptance()[1]
     assert p < found.observed.p
-    # sequential windows w bring Σ p^a in w · 4 + 10 + w ms, decoupled ones less: of a lone request
-    assert plans.plan(1) == best_by_hand(round(p, 2))
-    assert plans.plan(1).window < 3
+    # a draft token takes 4 ms, a round of one request 10 ms and one more for each draft token
+    assert plans.plan(1, 8 / 3) == best_by_hand(round(p, 2), found.observed.hits)
+    assert plans.plan(1, 8 / 3).window < 3
     plans.forget([1])
-    assert plans.plan(1) == DraftPlan(3)
+    assert plans.plan(1, 8 / 3) == DraftPlan(3)
 
 
-def best_by_hand(p):
+def best_by_hand(p, hits):
+    def whole(w):
+        return sum(p**a for a in range(w + 1))
+
     best = (1 / 0.010, DraftPlan(0, False))
-    for w in range(1, 33):
-        draft_s, verify_s = 0.004 * w, 0.010 + 0.001 * w
-        alone = sum(p**a for a in range(w + 1)) / (draft_s + verify_s)
-        partly = sum(p**a * (1 - p) * (a + 1) / 2 for a in range(w)) + w * p**w
-        ahead = partly / max(draft_s, verify_s)
-        best = max(best, (alone, DraftPlan(w, False)), (ahead, DraftPlan(w, True)))
-    return DraftPlan(min(best[1].window, 3), best[1].decoupled)
+    for w in range(1, 4):
+        draft_s, plain_s, verify_s = 0.004 * w, 0.010, 0.010 + 0.001 * w
+        ahead = (hits * whole(w) + 1 - hits) / max(draft_s, verify_s)
+        in_turns = (2 - p + p * whole(w - 1)) / (plain_s + max(verify_s, draft_s - plain_s))
+        best = max(best, (in_turns, DraftPlan(w, False)), (ahead, DraftPlan(w, True)))
+    return best[1]
 
 
 def test_without_reconfiguration_every_request_has_one_plan():
     plans = planner(measured=seconds(), window=3, reconfigure_tokens=0).plans()
     for tokens in range(0, 4000, 500):
         observed(plans, [1, 2], [tokens, tokens], [0, 3], [1, 3])
-    assert plans.plan(1) == plans.plan(2) == DraftPlan(3)
+    assert plans.plan(1, 8 / 3) == plans.plan(2, 8 / 3) == DraftPlan(3)
 
 
 def test_what_is_forgotten_is_not_kept():
