@@ -76,6 +76,11 @@ class DraftingWorker:
         self._inbox.put(None)
         self._thread.join(timeout_s)
 
+    @property
+    def is_busy(self) -> bool:
+        """True while something is asked of it that it may answer."""
+        return self.alive_s is not None and self.error is None
+
     def tell(self, word: _Word) -> None:
         if self._given_up:
             return

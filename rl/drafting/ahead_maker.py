@@ -1,0 +1,111 @@
+"""What drafts ahead of verifying workers, made for the engines of drafting workers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import jax
+import numpy as np
+
+from rl.drafting.config import DraftingConfig
+from rl.engine.engine import Engine
+from rl.engine.rollout_spec import RolloutSpec
+from rl.speculation.draft_model import DraftModel
+from spec.config import SamplingConfig
+from spec.decoupled.ahead import DraftingAhead, Enumerating, FreeRunning
+from spec.decoupled.messages import Commit, DraftPlan
+from spec.draft_model.drafter import AheadDraftModel, EnumeratingDraftModel
+from spec.drafter import Program
+from spec.sampling import step_key
+
+REPEATS = 3  # of what is timed
+LEAST_SECONDS = 1e-7
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class AheadMaker:
+    """Makes one rollout's part of a drafting worker: `config.ahead`, of a draft model.
+
+    No window has more than `most_window` draft tokens.
+    """
+
+    model: DraftModel
+    config: DraftingConfig
+    most_window: int
+
+    def ahead(self, engine: Engine, key: jax.Array, sampling: SamplingConfig) -> DraftingAhead:
+        """Return what drafts for one rollout on a drafting worker."""
+        size, drafter = (
+            (engine.config.slots, engine.longest_tokens),
+            self._drafter(engine, sampling, key),
+        )
+        if isinstance(drafter, EnumeratingDraftModel):
+            window, fan_out = self.most_window, self.config.fan_out
+            return Enumerating(drafter, *size, most_window=window, fan_out=fan_out)
+        return FreeRunning(drafter, *size)
+
+    def programs(self, engine: Engine, sampling: SamplingConfig) -> list[Program]:
+        """Return what a drafting worker runs on its engine."""
+        rows, found = engine.config.slots, list[Program]()
+        with engine.mesh_context():
+            for S in engine.position_sizes(rows):
+                drafter = self._drafter(engine, sampling)
+                if isinstance(drafter, EnumeratingDraftModel):
+                    found += drafter.enumerating(rows, S, self.most_window, self.config.fan_out)
+                else:
+                    found += drafter.programs(rows, S)
+        return found
+
+    def draft_seconds(
+        self, engine: Engine, sampling: SamplingConfig, clock: Callable[[], float]
+    ) -> float:
+        """Measure the seconds of a draft token for all requests of a drafting worker.
+
+        Those of a whole block by its window: rows at rest take as long as others.
+        """
+        rows, prompt, window = engine.config.slots, np.zeros(1, np.int32), self.most_window
+        plan, none = DraftPlan(window), np.zeros(0, np.int32)
+        with engine.mesh_context():
+            ahead = self.ahead(engine, step_key(0, 0), sampling)
+            tries = []
+            for n in range(REPEATS + 1):
+                said = n, prompt, 1, 2 * window, none, plan, (1.0, 0.0, 1.0)
+                ahead.hear([Commit(r, 1 + n, *said) for r in range(rows)], ())
+                began_s = clock()
+                ahead.step()
+                tries.append(clock() - began_s)
+        return max(float(np.median(tries[1:])), LEAST_SECONDS) / window
+
+    def _drafter(
+        self, engine: Engine, sampling: SamplingConfig, key: jax.Array | None = None
+    ) -> AheadDraftModel:
+        spec = RolloutSpec((), sampling, step_key(0, 0) if key is None else key)  # type: ignore[arg-type]
+        kind = EnumeratingDraftModel if self.config.ahead == "enumeration" else AheadDraftModel
+        context = engine.drafter_context(spec)  # it reads no weights of the policy
+        return self.model.made(kind, context, self.most_window)
+
+
+def drafting_engines(
+    engines: Sequence[Engine], num_rows: int, longest_tokens: int, most_window: int
+) -> list[Engine]:
+    """Return engines on the same devices whose caches hold every request that is drafted for.
+
+    One bucket of rows, so that nothing compiles as requests come and go. `longest_tokens` are those
+    of prompt and response.
+    """
+    rows, made = 1 << (num_rows - 1).bit_length(), []
+    for engine in engines:
+        config = dataclasses.replace(engine.config, slots=rows, min_slots=rows)
+        drafting = dataclasses.replace(engine, config=config, feature_layers=None)
+        drafting.expect(rows, longest_tokens + 2 * most_window)
+        made.append(drafting)
+    return made
+
+
+def of_each_device(engine: Engine) -> list[Engine]:
+    """Return an engine for each device of one: a draft model is small."""
+    if engine.mesh is None:
+        return [engine]
+    devices = engine.mesh.devices.flat
+    return [dataclasses.replace(engine, mesh=None, device=device) for device in devices]
